@@ -1,0 +1,111 @@
+"""DeepSpeed's CPU ops are compiled once, in set-up, and a killed compilation blocks nobody."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from toolkit.cache import torch_extensions_folder
+from toolkit.doctor import ops
+from toolkit.errors import ToolkitError
+
+
+@pytest.fixture
+def extensions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    return tmp_path
+
+
+def pretend_compiled(folder: Path) -> None:
+    for op in ops.CPU_OPS:
+        (folder / op).mkdir(exist_ok=True)
+        (folder / op / f"{op}.so").touch()
+
+
+def test_ops_are_compiled_when_each_has_its_library(extensions: Path) -> None:
+    assert not ops.ops_are_compiled()
+    pretend_compiled(extensions)
+    assert ops.ops_are_compiled()
+    (extensions / "cpu_adam" / "cpu_adam.so").unlink()
+    assert not ops.ops_are_compiled()
+
+
+def test_a_library_that_is_being_written_does_not_count(extensions: Path) -> None:
+    pretend_compiled(extensions)
+    (extensions / "cpu_adam" / "lock").touch()
+    assert not ops.ops_are_compiled()
+
+
+def test_the_user_may_choose_the_folder(extensions: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert ops.extensions_folder() == extensions
+    monkeypatch.delenv("TORCH_EXTENSIONS_DIR")
+    assert ops.extensions_folder() == torch_extensions_folder()
+
+
+def test_a_killed_compilation_blocks_nobody(extensions: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pretend_compiled(extensions)
+    (extensions / "cpu_adam" / "lock").touch()
+    assert ops.compile_ops() == 0.0
+    assert not (extensions / "cpu_adam" / "lock").exists()
+    assert capsys.readouterr().out == ""
+
+
+def test_a_lock_that_a_live_process_holds_is_left_alone(extensions: Path) -> None:
+    lock = extensions / "lock"
+    with lock.open("w"):
+        ops._drop_stale_lock(lock)
+        assert lock.exists()
+    ops._drop_stale_lock(lock)
+    assert not lock.exists()
+
+
+def test_without_a_compiler_the_fix_is_one_line(
+    extensions: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PATH", str(extensions))
+    monkeypatch.delenv("CXX", raising=False)
+    assert ops.main() == 2
+    expected = ["error: no C++ compiler: 'c++' is not on PATH", "  hint: apt-get install g++   (or set CXX)"]
+    assert capsys.readouterr().err.splitlines() == expected
+
+
+def test_without_python_headers_the_fix_is_one_line(extensions: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sysconfig.get_path", lambda _name: str(extensions))
+    with pytest.raises(ToolkitError, match=r"Python\.h is missing .*\n  hint: apt-get install libpython3\.\d+-dev"):
+        ops.check_compiler()
+
+
+def test_a_failed_compilation_shows_its_last_line_and_its_log(
+    extensions: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ops, "_LOAD_IN_A_CHILD", "raise SystemExit('ninja: build stopped')")
+    with pytest.raises(ToolkitError, match=rf"ninja: build stopped\n  hint: the whole log: {extensions}/compile\.log"):
+        ops.compile_ops()
+
+
+def test_ninja_is_found_in_an_environment_that_is_not_activated(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/usr/bin")
+    assert ops.path_with_ninja() == f"{Path(sys.executable).parent}{os.pathsep}/usr/bin"
+
+
+@pytest.mark.launch
+def test_compiled_ops_load_without_compiling() -> None:
+    ops.compile_ops()
+    libraries = [ops.extensions_folder() / op / f"{op}.so" for op in ops.CPU_OPS]
+    before = [library.stat().st_mtime_ns for library in libraries]
+    environment = {**os.environ, "PATH": ops.path_with_ninja()}
+    subprocess.run([sys.executable, "-c", ops._LOAD_IN_A_CHILD], env=environment, check=True)
+    assert [library.stat().st_mtime_ns for library in libraries] == before
+
+
+def test_asking_again_takes_a_moment(extensions: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pretend_compiled(extensions)
+    started = time.monotonic()
+    assert ops.main() == 0
+    assert time.monotonic() - started < 1
+    assert capsys.readouterr().err == f"DeepSpeed's CPU ops are already compiled in {extensions}\n"

@@ -1,0 +1,392 @@
+"""The report is a pure function of results.json: exact lines for a fixture of four rows worked by hand."""
+
+from __future__ import annotations
+
+import copy
+import csv
+import json
+import re
+import subprocess
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from toolkit.compare.report import console_table, notes, summary_sentence, write_report
+from toolkit.compare.report.cells import byte_unit
+from toolkit.compare.report.csvfile import csv_text
+from toolkit.compare.report.html import html_text
+from toolkit.compare.report.markdown import markdown_text
+from toolkit.compare.report.plot import plot_png
+from toolkit.compare.results import Environment, Job, Results, Row, load_results
+from toolkit.errors import ToolkitError
+
+ROOT = Path(__file__).parent.parent
+FIXTURE = Path(__file__).parent / "fixtures" / "results_small.json"
+SCHEMA = json.loads((ROOT / "toolkit/compare/results.schema.json").read_text("utf-8"))
+GIB = 2**30
+
+
+@pytest.fixture
+def results() -> Results:
+    """ddp 400 tokens/s and 16 MiB; zero2 300 and 10 MiB; zero3 out of memory; fsdp2 differs."""
+    return load_results(FIXTURE)
+
+
+@pytest.fixture
+def gpu_results(results: Results) -> Results:
+    """The same on two GPUs, a thousand times larger."""
+    results["environment"].update(device="cuda", gpus=[{"name": "NVIDIA H100", "memory_bytes": 80 * GIB}] * 2)
+    for row in results["rows"]:
+        if row["status"] == "completed":
+            row.update(peak_allocated_bytes=40 * GIB, peak_reserved_bytes=48 * GIB, parameter_bytes=4 * GIB)
+    return results
+
+
+def only(results: Results, *presets: str) -> Results:
+    """The results of some presets."""
+    results["rows"] = [row for row in results["rows"] if row["preset"] in presets]
+    return results
+
+
+def console_lines(results: Results) -> list[str]:
+    from rich.console import Console
+
+    console = Console(width=100, no_color=True, file=None, record=True, force_terminal=False, quiet=False)
+    with console.capture() as captured:
+        console.print(console_table(results))
+    return [line.rstrip() for line in captured.get().splitlines()]
+
+
+class Tags(HTMLParser):
+    """Every tag of a page with its attributes."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.found: list[tuple[str, dict[str, str | None]]] = []
+        self.feed(page)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.found.append((tag, dict(attrs)))
+
+
+# Summary
+
+
+def test_summary_ranks_only_rows_that_finished_and_trained_the_same_problem(results: Results) -> None:
+    assert summary_sentence(results) == (
+        "On 2 CPU processes, ddp trained fastest of the 2 of 4 presets that can be compared (400 tokens/s, single"
+        " runs); zero2 holds 62 % of ddp's model-state bytes a rank at 0.75 x its speed; 1 did not finish (zero3:"
+        " out_of_memory); 1 did not train the same problem (fsdp2); speeds on CPU (gloo) say nothing about GPUs."
+    )
+
+
+def test_summary_of_gpus_names_them_and_has_no_word_on_cpus(gpu_results: Results) -> None:
+    assert summary_sentence(only(gpu_results, "ddp", "zero2")).startswith(
+        "On 2 × NVIDIA H100, ddp trained fastest of 2 presets (400 tokens/s, single runs); zero2 holds 100 % of"
+    )
+    assert "CPU" not in summary_sentence(gpu_results)
+
+
+def test_summary_claims_no_order_between_equal_speeds(results: Results) -> None:
+    results["rows"][1]["tokens_per_second"] = 400.3  # shown as 400
+    assert "ddp and zero2 ran at the same highest speed of" in summary_sentence(results)
+
+
+def test_summary_claims_no_order_for_a_lone_row(results: Results) -> None:
+    assert "ddp ran at 400 tokens/s, with no comparable row beside it" in summary_sentence(
+        only(results, "ddp", "fsdp2")
+    )
+
+
+def test_summary_ranks_nothing_when_the_reference_failed(results: Results) -> None:
+    results["rows"][0].update(status="failed", parity=None)
+    results["rows"][1]["parity"] = None
+    sentence = summary_sentence(results)
+    assert "none of 4 presets can be ranked" in sentence
+    assert "2 did not finish (ddp: failed, zero3: out_of_memory)" in sentence
+    assert "1 could not be checked against the reference (zero2)" in sentence
+    assert "fastest" not in sentence
+
+
+def test_summary_never_compares_different_process_counts(results: Results) -> None:
+    faster = copy.deepcopy(results["rows"][0])
+    faster.update(world_size=4, trial="ddp-n4-r0", tokens_per_second=900.0)
+    results["rows"] = [*results["rows"][:2], faster]
+    sentence = summary_sentence(results)
+    assert "On 2 CPU processes, ddp n2 trained fastest of 2 presets (400 tokens/s" in sentence
+    assert "on 4 CPU processes, ddp n4 ran at 900 tokens/s, with no comparable row" in sentence
+
+
+def test_no_rows_is_said(results: Results) -> None:
+    results["rows"] = []
+    assert summary_sentence(results) == "Nothing was compared: there are no rows."
+    assert "Nothing was measured." in html_text(results)
+    assert plot_png(results).startswith(b"\x89PNG")
+
+
+def test_notes_say_that_single_runs_are_not_ranked_by_significance(results: Results) -> None:
+    assert notes(results)[0] == "Single runs, not ranked by significance: a small difference may be noise."
+
+
+# Console
+
+
+def test_console_table_is_exact_at_100_columns(results: Results) -> None:
+    lines = console_lines(results)
+    assert [" ".join(line.split()) for line in lines[4:8]] == [
+        "ddp completed 400 0.500 4.0 4.0 8.0 1,500 2.0000 1.00",
+        "zero2 completed 300 0.667 4.0 2.0 4.0 1,600 2.0000 0.75",
+        "zero3 out_of_memory n/a n/a n/a n/a n/a n/a n/a n/a",
+        "fsdp2 parity differs 800 0.250 2.0 2.0 4.0 1,550 2.2000 n/a",
+    ]
+    assert [line.split()[0] for line in lines[:1]] == ["peak"]
+    assert "RSS" in lines[1]
+    assert max(map(len, lines)) <= 100
+
+
+def test_console_table_names_the_allocator_on_a_gpu(gpu_results: Results) -> None:
+    lines = console_lines(gpu_results)
+    assert "alloc." in lines[1]
+    assert " ".join(lines[4].split()) == "ddp completed 400 0.500 4.00 <0.01 <0.01 40.00 2.0000 1.00"
+
+
+def test_longest_preset_and_status_fit_on_one_line(results: Results) -> None:
+    results["rows"][2].update(preset="zero3_cpu_offload", status="host_out_of_memory")
+    results["rows"][0].update(parameter_bytes=513 * 2**20, optimizer_bytes=1026 * 2**20)
+    assert any(line.startswith("zero3_cpu_offload  host_out_of_memory  ") for line in console_lines(results))
+
+
+def test_console_shows_hostile_text_as_text(results: Results) -> None:
+    results["rows"][2]["message"] = "[red]not markup[/red]\x1b[31m"
+    results["reference"] = "[b]"
+    assert "zero3: out_of_memory: [red]not markup[/red] [31m" in console_lines(results)
+
+
+# Honesty
+
+
+@pytest.mark.parametrize(("index", "preset"), [(2, "zero3"), (3, "fsdp2")])
+def test_a_row_that_failed_or_differs_never_has_a_ratio(
+    results: Results, tmp_path: Path, index: int, preset: str
+) -> None:
+    results["rows"][index]["ratio_to_reference"] = 2.0
+    files = write_report(results, tmp_path)
+    assert load_results(files.results_json)["rows"][index]["ratio_to_reference"] is None
+    rows = list(csv.DictReader(files.results_csv.read_text("utf-8").splitlines()))
+    assert (rows[index]["preset"], rows[index]["ratio_to_reference"]) == (preset, "")
+    assert next(line for line in console_lines(results) if line.startswith(preset)).endswith("n/a")
+    assert results["rows"][index]["ratio_to_reference"] == 2.0  # the caller's dict is left alone
+
+
+def test_nan_is_unknown_and_the_json_stays_strict(results: Results, tmp_path: Path) -> None:
+    results["rows"][2].update(status="diverged", losses=[2.5, float("nan")], last_loss=float("nan"))
+    found = json.loads(write_report(results, tmp_path).results_json.read_text("utf-8"), parse_constant=pytest.fail)
+    assert (found["rows"][2]["losses"], found["rows"][2]["last_loss"]) == ([2.5, None], None)
+
+
+def test_the_unit_of_a_table_follows_its_largest_size() -> None:
+    assert byte_unit([None, 2**20]).cell(3 * 2**20 // 2).text == "1.5"
+    assert byte_unit([10 * GIB]).cell(3 * 2**29).text == "1.50"
+    assert byte_unit([]).cell(None).text == "n/a"
+    assert (byte_unit([]).cell(1).text, byte_unit([]).cell(0).text) == ("<0.1", "0.0")
+
+
+# Files
+
+
+def test_report_writes_five_files_and_writing_again_changes_nothing(results: Results, tmp_path: Path) -> None:
+    write_report(results, tmp_path)
+    first = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
+    assert sorted(first) == ["comparison.png", "report.html", "report.md", "results.csv", "results.json"]
+    write_report(load_results(tmp_path), tmp_path)
+    assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == first
+
+
+def test_a_folder_that_cannot_be_written_is_named(results: Results, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ToolkitError, match=r"cannot write .*results\.json"):
+        write_report(results, tmp_path / "file")
+
+
+def test_an_undecodable_byte_in_a_message_breaks_no_file(results: Results, tmp_path: Path) -> None:
+    results["rows"][2]["message"] = b"\xff killed".decode("utf-8", "surrogateescape")
+    assert load_results(write_report(results, tmp_path).results_json)["rows"][2]["message"] == "? killed"
+
+
+def test_report_needs_neither_torch_nor_matplotlib_to_be_imported() -> None:
+    heavy = "[name for name in ('torch', 'matplotlib', 'rich') if name in sys.modules]"
+    code = f"import sys, toolkit.compare.report; print({heavy})"
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert ran.stdout == "[]\n"
+
+
+def test_csv_columns_are_frozen(results: Results) -> None:
+    header, *lines = csv_text(results).splitlines()
+    assert header == (
+        "trial,preset,world_size,status,message,parity,parity_message,tokens_per_second,tokens_per_second_per_gpu,"
+        "tokens_per_cpu_second,supervised_tokens_per_second,padding_fraction,timed_steps,step_seconds_median,"
+        "step_seconds_p90,num_params,num_trainable_params,parameter_bytes,gradient_bytes,optimizer_bytes,"
+        "peak_allocated_bytes,peak_reserved_bytes,peak_host_bytes,peak_rank,first_loss,last_loss,ratio_to_reference,"
+        "wall_seconds,timed_seconds,run_folder,command"
+    )
+    assert len(lines) == 4  # the message with a line break is one line too
+    assert lines[1].startswith("zero2-n2-r0,zero2,2,completed,,agrees,,300.0,150.0,120.0,112.5,0.25,2,0.6667,0.72,")
+
+
+# Markdown
+
+
+def test_markdown_table_is_exact(results: Results) -> None:
+    lines = markdown_text(results).splitlines()
+    assert lines[0] == "# Comparison: 4 presets on 2 CPU processes"
+    assert lines[4:10] == [
+        "| preset | status | tokens /s | step s | param. MiB | grad. MiB | optim. MiB | peak RSS MiB | last loss"
+        " | ratio to ddp |",
+        "| :--- | :--- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
+        "| ddp | completed | 400 | 0.500 | 4.0 | 4.0 | 8.0 | 1,500 | 2.0000 | 1.00 |",
+        "| zero2 | completed | 300 | 0.667 | 4.0 | 2.0 | 4.0 | 1,600 | 2.0000 | 0.75 |",
+        "| zero3 | out_of_memory | n/a | n/a | n/a | n/a | n/a | n/a | n/a | n/a |",
+        "| fsdp2 | parity differs | 800 | 0.250 | 2.0 | 2.0 | 4.0 | 1,550 | 2.2000 | n/a |",
+    ]
+
+
+def test_markdown_shows_each_difference_to_the_reference(results: Results) -> None:
+    lines = markdown_text(results).splitlines()
+    assert "| fsdp2 | differs | 2.750000 | +1.0e-01 | 2.200000 | +1.0e-01 |" in lines
+    assert "| zero3 | n/a | 2.500000 | 0 | 2.500000 | n/a |" in lines  # it never reached the reference's last step
+
+
+def test_markdown_holds_hostile_text(results: Results) -> None:
+    text = markdown_text(results)
+    assert r"models/&lt;b&gt;tiny\|llama&lt;/b&gt;" in text
+    assert "````text\n<script>alert('loss')</script> | CUDA out of memory.\nTried to allocate" in text
+    assert "first loss 2.75 against 2.5 of ddp \\| relative 1e-1, allowed 1e-5 &lt;b&gt;" in text
+    tables = [line for line in text.splitlines() if line.startswith("|")]
+    assert all(line.endswith("|") for line in tables)
+    assert text.count("](comparison.png)") == 1
+
+
+# HTML
+
+
+def test_html_asks_nothing_of_the_network(results: Results) -> None:
+    page = html_text(results)
+    assert not re.search(r"(https?:)?//[a-z]|@import|url\(", page.replace("// A press", ""))
+    for tag, attributes in Tags(page).found:
+        assert tag not in ("link", "img", "iframe", "object", "embed", "base")
+        assert not {"src", "href", "srcset", "action"} & set(attributes)
+
+
+def test_html_escapes_what_it_shows(results: Results) -> None:
+    page = html_text(results)
+    assert page.count("<script>") == 1  # its own
+    assert "&lt;script&gt;alert(&#x27;loss&#x27;)&lt;/script&gt; | CUDA out of memory.\nTried to allocate" in page
+    assert "models/&lt;b&gt;tiny|llama&lt;/b&gt;" in page
+
+
+def test_html_escapes_names_in_attributes_and_charts(results: Results) -> None:
+    for row in results["rows"]:
+        row["preset"] = f'"><img src=x onerror=alert(1)>{row["preset"]}'
+    results["environment"]["device"] = "cuda"
+    assert "img" not in {tag for tag, _ in Tags(html_text(results)).found}
+
+
+def test_html_tables_scroll_by_themselves_and_sort_by_number(results: Results) -> None:
+    page = html_text(results)
+    assert page.count("<table") == page.count('<div class="scroll"><table') == 6
+    assert '<td class="num" data-value="400.0">400</td>' in page
+    assert '<td class="num">n/a</td>' in page
+
+
+def test_html_marks_a_failed_row_instead_of_drawing_it(results: Results) -> None:
+    bars = [line for line in html_text(results).splitlines() if 'class="bar"' in line and ">zero3<" in line]
+    assert len(bars) == 2  # memory and speed
+    assert all("out_of_memory" in bar and "<i" not in bar for bar in bars)
+
+
+# Plot
+
+
+def test_plot_is_a_png_for_hostile_names_too(results: Results) -> None:
+    results["rows"][0]["preset"] = r"$\frac{ddp$"
+    assert plot_png(results).startswith(b"\x89PNG\r\n")
+
+
+# Schema
+
+
+@pytest.mark.parametrize("fixture", ["results", "gpu_results"])
+def test_schema_accepts_the_fixture(fixture: str, request: pytest.FixtureRequest) -> None:
+    jsonschema = pytest.importorskip("jsonschema", reason="jsonschema is in the extra [dev]")
+    jsonschema.Draft202012Validator.check_schema(SCHEMA)
+    jsonschema.validate(request.getfixturevalue(fixture), SCHEMA)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"ratio_to_reference": 1.0}, {"status": "exploded"}, {"peak_host_bytes": 1.5}, {"preset": None}],
+    ids=["ratio of a failed row", "unknown status", "fraction of a byte", "no preset"],
+)
+def test_schema_refuses(results: Results, change: dict[str, Any]) -> None:
+    jsonschema = pytest.importorskip("jsonschema", reason="jsonschema is in the extra [dev]")
+    results["rows"][2].update(change)  # type: ignore[typeddict-item]
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate(results, SCHEMA)
+
+
+def test_schema_types_and_docs_name_the_same_keys() -> None:
+    parts = SCHEMA["properties"]
+    shapes = [
+        (SCHEMA, Results),
+        (parts["environment"], Environment),
+        (parts["job"], Job),
+        (parts["rows"]["items"], Row),
+    ]
+    for schema, shape in shapes:
+        assert list(schema["properties"]) == schema["required"] == list(shape.__annotations__)
+    docs = (ROOT / "docs/results.md").read_text("utf-8")
+    for schema, _ in shapes:
+        for key, value in schema["properties"].items():
+            assert re.search(rf"^\| `{key}` \| .* \| {re.escape(value['description'])} \|$", docs, re.MULTILINE), key
+
+
+# Loading
+
+
+def test_loading_a_missing_file_says_what_to_name(tmp_path: Path) -> None:
+    with pytest.raises(ToolkitError, match=r"cannot read .*results.json: No such file") as raised:
+        load_results(tmp_path)
+    assert raised.value.hint == "name a folder of `toolkit compare` that holds results.json"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('{"schema_version": 1,\n oops', r"line 2: not JSON"),
+        ("[1]", "has no schema_version"),
+        ('{"schema_version": 2}', "has schema_version 2; this toolkit reads 1"),
+        ('{"schema_version": 1, "rows": []}', "results has no created, reference, environment, job"),
+    ],
+    ids=["broken", "foreign", "newer", "incomplete"],
+)
+def test_loading_refuses_what_it_cannot_use(tmp_path: Path, text: str, message: str) -> None:
+    file = tmp_path / "results.json"
+    file.write_text(text)
+    with pytest.raises(ToolkitError, match=message):
+        load_results(file)
+
+
+def test_loading_names_the_row_and_the_key(results: Results, tmp_path: Path) -> None:
+    del results["rows"][1]["preset"]  # type: ignore[misc]
+    (tmp_path / "results.json").write_text(json.dumps(results))
+    with pytest.raises(ToolkitError, match=r"rows\[1\] has no preset"):
+        load_results(tmp_path)
+
+
+def test_loading_welcomes_keys_that_it_does_not_know(tmp_path: Path) -> None:
+    newer = json.loads(FIXTURE.read_text("utf-8")) | {"comment": "more keys may be added"}
+    (tmp_path / "results.json").write_text(json.dumps(newer))
+    assert load_results(tmp_path)["reference"] == "ddp"

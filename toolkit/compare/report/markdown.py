@@ -1,0 +1,99 @@
+"""Write a comparison as Markdown for a pull request; the plot stands beside it by relative name.
+
+>>> markdown_text(results).splitlines()[0]               # doctest: +SKIP
+'# Comparison: 6 presets on 2 CPU processes'
+"""
+
+from __future__ import annotations
+
+import html
+import re
+from collections.abc import Iterable, Sequence
+
+from toolkit.compare.report import facts
+from toolkit.compare.report.cells import Sheet
+from toolkit.compare.report.details import environment_facts, failure_facts, job_facts
+from toolkit.compare.report.sheets import comparison_sheet, memory_sheet, parity_sheet, speed_sheet
+from toolkit.compare.report.summary import notes, summary_sentence, title
+from toolkit.compare.results import Results
+
+PLOT_FILE = "comparison.png"
+
+
+def markdown_text(results: Results) -> str:
+    """Summary, table and plot first; then what failed, the details, and how to run it again."""
+    results = facts.honest(results)
+    blocks = [
+        f"# {_text(title(results))}",
+        _text(summary_sentence(results)),
+        _table(comparison_sheet(results)),
+        f"![Model-state bytes, tokens/s and loss of each preset]({PLOT_FILE})",
+        "\n".join(f"- {note}" for note in notes(results)),
+        *_failures(results),
+        *_parity(results),
+        "## Memory of one rank",
+        _table(memory_sheet(results)),
+        "## Speed",
+        _table(speed_sheet(results)),
+        "## Job",
+        _pairs(job_facts(results)),
+        "## Environment",
+        _pairs(environment_facts(results)),
+        *_commands(results),
+    ]
+    return "\n\n".join(blocks) + "\n"
+
+
+def _failures(results: Results) -> list[str]:
+    rows = [(label, row) for label, row in zip(facts.labels(results), results["rows"], strict=True)]
+    failed = [(label, row) for label, row in rows if not facts.finished(row)]
+    blocks = ["## Failures"]
+    for label, row in failed:
+        blocks.append(f"**{_text(label)}: {row['status']}** ({_text(failure_facts(results, row))})")
+        blocks.append(_code(facts.many_lines(row["message"] or "no message"), "text"))
+    return [*blocks, *([] if failed else ["Every row finished."])]
+
+
+def _parity(results: Results) -> list[str]:
+    rows = zip(facts.labels(results), results["rows"], strict=True)
+    said = [f"- {_text(label)}: {_text(row['parity_message'])}" for label, row in rows if row["parity_message"]]
+    compared = f"Differences are relative to {_text(results['reference'])} with the same number of processes."
+    return ["## Parity", compared, _table(parity_sheet(results)), *(["\n".join(said)] if said else [])]
+
+
+def _commands(results: Results) -> list[str]:
+    lines = [
+        line
+        for label, row in zip(facts.labels(results), results["rows"], strict=True)
+        for line in (f"# {facts.one_line(label)}", *facts.many_lines(row["command"]))
+    ]
+    return ["## Commands", _code(lines, "bash")]
+
+
+def _table(sheet: Sheet) -> str:
+    header = [_text(column.header) for column in sheet.columns]
+    rule = ["---:" if column.numeric else ":---" for column in sheet.columns]
+    body = [[_text(cell.text) for cell in cells] for cells in sheet.rows]
+    return "\n".join(_line(cells) for cells in [header, rule, *body])
+
+
+def _pairs(pairs: Iterable[tuple[str, str]]) -> str:
+    return "\n".join(
+        [_line(["", ""]), _line([":---", ":---"]), *(_line([_text(name), _text(value)]) for name, value in pairs)]
+    )
+
+
+def _line(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def _text(text: str | None) -> str:
+    """One line that no Markdown, table or HTML can break out of."""
+    return re.sub(r"([\\|`*\[\]])", r"\\\1", html.escape(facts.one_line(text), quote=False))
+
+
+def _code(lines: Sequence[str], language: str) -> str:
+    """A fence longer than any run of backticks inside it."""
+    longest = max((len(run) for line in lines for run in re.findall(r"`+", line)), default=0)
+    fence = "`" * max(3, longest + 1)
+    return "\n".join([f"{fence}{language}", *lines, fence])

@@ -1,0 +1,360 @@
+"""Read a data file row by row, and name the file, the row and the line of what is wrong in it.
+
+    >>> resolve_source("HuggingFaceH4/ultrachat_200k").kind
+    'hub'
+
+JSON lists, JSONL, CSV and Parquet are all streamed: a check of the first 32 MiB costs the same for any file size.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import re
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from toolkit.data.formats import check_row, detect_format
+from toolkit.errors import ToolkitError, nearest
+
+SUFFIXES = (".json", ".jsonl", ".csv", ".parquet")
+CHUNK_CHARS = 2**20
+JSONL_HINT = "a .jsonl file holds one JSON object a line; a .json file may hold a list of objects"
+
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+_SPACE = re.compile(r"\s*")
+_DECODER = json.JSONDecoder()
+
+Placed = tuple[str, Any, int]
+"""A place ("row 250, line 250"), what stands there, and about how many bytes were read up to its end."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Source:
+    """Where rows come from: `path` of a file, or `name` of a hub data set."""
+
+    kind: Literal["file", "hub"]
+    name: str
+    path: Path | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FileCheck:
+    """A file whose checked rows are sound."""
+
+    path: Path
+    format: str
+    rows: int
+    """Rows that were checked: all of them where `complete`."""
+    complete: bool
+
+
+def is_hub_id(source: str) -> bool:
+    """Whether it reads as `owner/name`, and not as a data file in a folder."""
+    return _HUB_ID.fullmatch(source) is not None and not source.lower().endswith(SUFFIXES)
+
+
+def resolve_source(source: str) -> Source:
+    """A file that exists and can be read, or a hub id; nothing is opened and nothing is fetched."""
+    path = Path(os.path.expanduser(source))  # noqa: PTH111  (`Path.expanduser` raises for an unknown user)
+    try:
+        is_folder = path.is_dir()
+    except OSError as error:
+        raise ToolkitError(f"no such data file: {source[:80]}: {error.strerror}") from None
+    if is_folder:
+        inside = ", ".join(sorted(file.name for file in path.iterdir() if file.suffix.lower() in SUFFIXES)[:5])
+        raise ToolkitError(
+            f"{source or '.'} is a folder, expected a data file", hint=f"it holds: {inside or 'no data file'}"
+        )
+    if path.exists():
+        _reader(path)
+        return Source(kind="file", name=source, path=path)
+    neighbour = _nearest_file(path)
+    if neighbour is None and is_hub_id(source):
+        return Source(kind="hub", name=source)
+    hint = f"did you mean `{neighbour}`?" if neighbour else "give a path to a file, or a hub id like `owner/name`"
+    raise ToolkitError(f"no such data file: {source}", hint=hint)
+
+
+def iter_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Each row with its place in the file; a ToolkitError names the file and the place of what cannot be read."""
+    for place, row, _ in _placed_rows(path):
+        yield place, row
+
+
+def check_file(path: Path, *, max_bytes: int | None = 32 * 2**20) -> FileCheck:
+    """Check every row against the format of the first, until about `max_bytes` were read (None: to the end)."""
+    data_format, rows = "", 0
+    for place, row, bytes_read in _placed_rows(path):
+        try:
+            data_format = data_format or detect_format(row)
+            check_row(row, data_format)
+        except ToolkitError as error:
+            raise _at(path, place, error.message, hint=error.hint) from None
+        except RecursionError:
+            raise _at(path, place, "nested too deeply") from None
+        rows += 1
+        if max_bytes is not None and bytes_read >= max_bytes:
+            return FileCheck(path=path, format=data_format, rows=rows, complete=False)
+    return FileCheck(path=path, format=data_format, rows=rows, complete=True)
+
+
+def _at(path: Path, place: str, why: str, *, hint: str | None = None) -> ToolkitError:
+    return ToolkitError(f"{path}: {place}: {why}", hint=hint)
+
+
+def _nearest_file(path: Path) -> str | None:
+    try:
+        close = nearest(path.name, [entry.name for entry in path.parent.iterdir() if entry.is_file()])
+    except OSError:
+        return None
+    return str(path.parent / close) if close else None
+
+
+def _placed_rows(path: Path) -> Iterator[Placed]:
+    empty = True
+    try:
+        for place, row, bytes_read in _reader(path)(path):
+            if not isinstance(row, dict):
+                raise _at(path, place, f"the row is not an object but {json.dumps(row)[:40]}", hint=JSONL_HINT)
+            empty = False
+            yield place, row, bytes_read
+    except OSError as error:
+        why = error.strerror or (str(error).splitlines() or ["no reason given"])[0]
+        raise ToolkitError(f"{path} cannot be read: {why}") from None
+    if empty:
+        raise ToolkitError(f"{path} has no rows", hint="a data file needs at least one row")
+
+
+def _reader(path: Path) -> Callable[[Path], Iterator[Placed]]:
+    reader = _READERS.get(path.suffix.lower())
+    if reader is None:
+        raise ToolkitError(f"{path}: unknown kind of data file", hint=f"known suffixes: {', '.join(SUFFIXES)}")
+    return reader
+
+
+# -- text
+
+
+class _Lines:
+    """The lines of a UTF-8 file, decoded one by one so that a wrong byte has a line number."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.bytes_read = 0
+
+    def __iter__(self) -> Iterator[str]:
+        with self.path.open("rb") as file:
+            for number, line in enumerate(file, start=1):
+                self.bytes_read += len(line)
+                yield self._decoded(line, number)
+
+    def _decoded(self, line: bytes, number: int) -> str:
+        try:
+            return line.decode("utf-8-sig" if number == 1 else "utf-8")
+        except UnicodeDecodeError as error:
+            why = f"byte {error.start + 1} (0x{line[error.start]:02x}) is not UTF-8"
+            raise _at(self.path, f"line {number}", why, hint="save the file as UTF-8") from None
+
+
+def _json_failure(error: ValueError | RecursionError) -> str:
+    if isinstance(error, json.JSONDecodeError):
+        return f"malformed JSON: {error.msg} (column {error.colno})"
+    return "malformed JSON: " + ("nested too deeply" if isinstance(error, RecursionError) else str(error).split(";")[0])
+
+
+def _read_jsonl(path: Path) -> Iterator[Placed]:
+    lines, row = _Lines(path), 0
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        row += 1
+        place = f"row {row}, line {number}"
+        try:
+            value = json.loads(line.rstrip("\r\n"))
+        except (ValueError, RecursionError) as error:
+            raise _at(path, place, _json_failure(error), hint=JSONL_HINT) from None
+        yield place, value, lines.bytes_read
+
+
+def _read_csv(path: Path) -> Iterator[Placed]:
+    csv.field_size_limit(sys.maxsize)  # a long document in one cell is no mistake
+    lines = _Lines(path)
+    records = _csv_records(path, lines)
+    _, header = next(records, ("", []))
+    if len(set(header)) < len(header):
+        raise _at(path, "line 1", f"two columns have the same name: {', '.join(header)}")
+    for number, (place, record) in enumerate(records, start=1):
+        place = f"row {number}, {place}"
+        if len(record) != len(header):
+            raise _at(path, place, f"{len(record)} cells for {len(header)} columns ({', '.join(header)})")
+        yield place, dict(zip(header, record, strict=True)), lines.bytes_read
+
+
+def _csv_records(path: Path, lines: _Lines) -> Iterator[tuple[str, list[str]]]:
+    """Each record with the line where it starts. Strict: else a quote that is never closed swallows the file."""
+    reader = csv.reader(lines, strict=True)
+    while True:
+        place = f"line {reader.line_num + 1}"
+        try:
+            record = next(reader)
+        except StopIteration:
+            return
+        except csv.Error as error:
+            raise _at(path, place, f"malformed CSV: {error}", hint="is a quote missing in this record?") from None
+        if record:
+            yield place, record
+
+
+# -- JSON files
+
+
+def _read_json(path: Path) -> Iterator[Placed]:
+    """A list of objects, JSON lines, or one object around the list (`{"data": [...]}`)."""
+    first_line = next((line for line in _Lines(path) if line.strip()), "")
+    if first_line.lstrip().startswith("["):
+        return _JsonList(path).rows()
+    try:
+        value = json.loads(first_line)
+    except (ValueError, RecursionError):
+        return _read_json_object(path)
+    return _read_json_object(path) if _wrapped_list(value) is not None else _read_jsonl(path)
+
+
+def _read_json_object(path: Path) -> Iterator[Placed]:
+    text = "".join(_Lines(path))
+    try:
+        value = json.loads(text) if text.strip() else []
+    except json.JSONDecodeError as error:
+        raise _at(path, f"line {error.lineno}", _json_failure(error)) from None
+    except (ValueError, RecursionError) as error:
+        raise ToolkitError(f"{path}: {_json_failure(error)}") from None
+    rows = _wrapped_list(value)
+    for number, row in enumerate([value] if rows is None and value else rows or [], start=1):
+        yield f"row {number}", row, len(text)
+
+
+def _wrapped_list(value: object) -> list[Any] | None:
+    """The one list in an object that is not itself a row."""
+    if not isinstance(value, dict):
+        return None
+    lists = [item for item in value.values() if isinstance(item, list)]
+    try:
+        detect_format(value)
+    except ToolkitError:
+        return lists[0] if len(lists) == 1 else None
+    return None
+
+
+class _JsonList:
+    """The elements of one long JSON list, decoded as they are read."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.text = ""
+        self.position = 0
+        """Where in `text` the next thing starts."""
+        self.chars_dropped = 0
+        self.line = 1
+        self.line_position = 0
+        """`line` is the line of the character at `line_position`."""
+
+    def rows(self) -> Iterator[Placed]:
+        with self.path.open(encoding="utf-8-sig") as self.file:
+            number = 0
+            self._take("[")
+            while self._peek() != "]":
+                if number:
+                    self._take(",")
+                    self._peek()
+                number += 1
+                self.line, self.line_position = self._line(self.position), self.position
+                place = f"row {number}, line {self.line}"
+                yield place, self._value(place), self.chars_dropped + self.position
+            self._take("]")
+            if self._peek():
+                raise self._failure("more text after the end of the list")
+
+    def _more(self) -> bool:
+        """Drop what was decoded and read on; False at the end of the file."""
+        self.line, self.line_position = self._line(self.position), 0
+        self.chars_dropped += self.position
+        rest = self.text[self.position :]
+        try:
+            chunk = self.file.read(max(CHUNK_CHARS, len(rest)))
+        except UnicodeDecodeError:
+            for _ in _Lines(self.path):  # raises where the wrong byte is
+                pass
+            raise
+        self.text, self.position = rest + chunk, 0
+        return bool(chunk)
+
+    def _peek(self) -> str:
+        """The next character that is not white space; empty at the end of the file."""
+        while True:
+            space = _SPACE.match(self.text, self.position)
+            self.position = space.end() if space else self.position
+            if self.position < len(self.text):
+                return self.text[self.position]
+            if not self._more():
+                return ""
+
+    def _take(self, expected: str) -> None:
+        if self._peek() != expected:
+            raise self._failure(f"malformed JSON: expected `{expected}`" + (" or `]`" if expected == "," else ""))
+        self.position += 1
+
+    def _value(self, place: str) -> Any:
+        """Decode one element. A mistake stays where it is when more text is read; a row cut by the buffer does not."""
+        failed_at = -1
+        while True:
+            try:
+                value, self.position = _DECODER.raw_decode(self.text, self.position)
+                return value
+            except json.JSONDecodeError as error:
+                offset = error.pos - self.position
+                settled = offset == failed_at and not error.msg.startswith("Unterminated string")
+                line = self._line(error.pos)
+                if settled or not self._more():
+                    where = place if place.endswith(f"line {line}") else f"{place} (error in line {line})"
+                    raise _at(self.path, where, f"malformed JSON: {error.msg}") from None
+                failed_at = offset
+            except (ValueError, RecursionError) as error:
+                raise _at(self.path, place, _json_failure(error)) from None
+
+    def _line(self, position: int) -> int:
+        return self.line + self.text.count("\n", self.line_position, position)
+
+    def _failure(self, why: str) -> ToolkitError:
+        return _at(self.path, f"line {self._line(self.position)}", why)
+
+
+# -- Parquet
+
+
+def _read_parquet(path: Path) -> Iterator[Placed]:
+    import pyarrow
+    import pyarrow.parquet
+
+    number, bytes_read = 0, 0
+    try:
+        with pyarrow.parquet.ParquetFile(path) as file:
+            for batch in file.iter_batches(batch_size=256):
+                bytes_read += batch.nbytes
+                for row in batch.to_pylist():
+                    number += 1
+                    yield f"row {number}", row, bytes_read
+    except (pyarrow.ArrowException, ValueError, OverflowError) as error:
+        raise ToolkitError(f"{path} is not a sound Parquet file: {str(error).splitlines()[0]}") from None
+
+
+_READERS: dict[str, Callable[[Path], Iterator[Placed]]] = {
+    ".json": _read_json,
+    ".jsonl": _read_jsonl,
+    ".csv": _read_csv,
+    ".parquet": _read_parquet,
+}

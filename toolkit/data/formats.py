@@ -1,0 +1,261 @@
+"""Recognise a row's format, check it, and turn it into a conversation, a prompt with its completion, or a text.
+
+    >>> sample = to_sample({"instruction": "Hej", "input": "", "output": "Hello"}, "alpaca")
+    >>> [message["role"] for message in sample.messages]
+    ['user', 'assistant']
+
+A key whose value is None counts as absent: Arrow adds such keys to rows that lack them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from toolkit.errors import ToolkitError, did_you_mean
+
+Row = Mapping[str, Any]
+Message = dict[str, Any]
+
+# In order of preference: a row with both `messages` and `prompt` (UltraChat) is a conversation.
+REQUIRED_FIELDS = {
+    "messages": ("messages",),
+    "sharegpt": ("conversations",),
+    "alpaca": ("instruction", "output"),
+    "prompt_completion": ("prompt", "completion"),
+    "text": ("text",),
+}
+OPTIONAL_FIELDS = {
+    "messages": ("tools",),
+    "sharegpt": ("tools",),
+    "alpaca": ("input",),
+    "prompt_completion": ("tools",),
+}
+FORMATS = tuple(REQUIRED_FIELDS)
+
+ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+
+# LLaMA-Factory's `function_call` is what the model says, `observation` is what the tool answers.
+SHAREGPT_ROLES = {
+    "system": "system",
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "bot": "assistant",
+    "assistant": "assistant",
+    "model": "assistant",
+    "function_call": "assistant",
+    "tool": "tool",
+    "tool_response": "tool",
+    "function": "tool",
+    "function_response": "tool",
+    "observation": "tool",
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sample:
+    """One row, whatever its format was: exactly one of `messages`, `prompt` (with `completion`) and `text` is set."""
+
+    messages: list[Message] | None = None
+    first_supervised_message: int = 0
+    """Assistant turns before this index are context: the prompt of a prompt/completion row."""
+    tools: list[dict[str, Any]] | None = None
+    prompt: str | None = None
+    completion: str | None = None
+    text: str | None = None
+
+
+def detect_format(row: Row) -> str:
+    """The first format whose fields are all in the row."""
+    present = _present(row)
+    for name, fields in REQUIRED_FIELDS.items():
+        if all(field in present for field in fields):
+            return name
+    expected = "; ".join(f"{' + '.join(fields)} ({name})" for name, fields in REQUIRED_FIELDS.items())
+    raise ToolkitError(f"fields found: {field_names(present)}", hint=f"expected one of: {expected}")
+
+
+def check_row(row: Row, data_format: str) -> None:
+    """Raise a ToolkitError that says which field of the row is missing or of the wrong type."""
+    present = _present(row)
+    for field in REQUIRED_FIELDS[data_format]:
+        if field not in present:
+            expected = " + ".join(REQUIRED_FIELDS[data_format])
+            raise ToolkitError(
+                f"no field `{field}`; fields found: {field_names(present)}",
+                hint=f"the first row has the {data_format} format: {expected}; every row needs these fields",
+            )
+    _CHECKS[data_format](present)
+    _tools(present)
+
+
+def to_sample(row: Row, data_format: str) -> Sample:
+    """The row as a Sample; the row has passed `check_row`."""
+    return _CONVERSIONS[data_format](_present(row))
+
+
+def format_fields(row: Row, data_format: str) -> dict[str, Any]:
+    """The part of the row that its format reads; the rest (ids, dates, scores) is left behind."""
+    names = REQUIRED_FIELDS[data_format] + OPTIONAL_FIELDS.get(data_format, ())
+    return {name: row[name] for name in names if row.get(name) is not None}
+
+
+def field_names(fields: Iterable[str], *, at_most: int = 12) -> str:
+    """Field names on one line, whatever they contain."""
+    names = list(fields)
+    shown = [name if name.isprintable() and len(name) <= 60 else repr(name[:60]) for name in names[:at_most]]
+    return ", ".join(shown + [f"and {len(names) - at_most} more"] * (len(names) > at_most)) or "none"
+
+
+def _present(row: Row) -> dict[str, Any]:
+    return {str(key): value for key, value in row.items() if value is not None}
+
+
+def _without_none(value: Any) -> Any:
+    """Arrow unifies the tool calls of all rows into one struct and fills what a call lacks with None."""
+    if isinstance(value, dict):
+        return {key: _without_none(item) for key, item in value.items() if item is not None}
+    return [_without_none(item) for item in value] if isinstance(value, list) else value
+
+
+def _kind(value: object) -> str:
+    """A type in the words of JSON."""
+    names = {type(None): "null", bool: "boolean", int: "number", float: "number", str: "string", dict: "object"}
+    return names.get(type(value), type(value).__name__)
+
+
+# -- checks
+
+
+def _check_text(value: object, what: str) -> None:
+    if not isinstance(value, str):
+        raise ToolkitError(f"{what} is {_kind(value)}, expected a string")
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise ToolkitError(
+            f"{what} holds half of a surrogate pair at character {error.start}, which is no text"
+        ) from None
+
+
+def _check_texts(row: Row, *fields: str) -> None:
+    for field in fields:
+        if field in row:
+            _check_text(row[field], f"`{field}`")
+
+
+def _check_turns(turns: object, field: str, *, check_turn: Callable[[Row, str], None]) -> None:
+    if not isinstance(turns, list):
+        hint = "CSV cells are strings: keep conversations in JSONL or Parquet" if isinstance(turns, str) else None
+        raise ToolkitError(f"`{field}` is {_kind(turns)}, expected a list of objects", hint=hint)
+    if not turns:
+        raise ToolkitError(f"`{field}` is empty: a conversation needs at least one message")
+    for number, turn in enumerate(turns, start=1):
+        if not isinstance(turn, dict):
+            raise ToolkitError(f"message {number} of `{field}` is {_kind(turn)}, expected an object")
+        check_turn(_present(turn), f"message {number} of `{field}`")
+
+
+def _check_keys(turn: Row, where: str, role: str, content: str, *, hint: str) -> None:
+    missing = next((key for key in (role, content) if key not in turn), None)
+    if missing is not None:
+        raise ToolkitError(f"{where} has no `{missing}`; fields found: {field_names(turn)}", hint=hint)
+
+
+def _check_role(role: object, where: str, known: Collection[str]) -> None:
+    _check_text(role, f"the role of {where}")
+    if role not in known:
+        expected = f"expected one of: {', '.join(known)}"
+        raise ToolkitError(
+            f"{where} has the unknown role {role!r}", hint=did_you_mean(str(role), known, otherwise=expected)
+        )
+
+
+def _check_message(message: Row, where: str) -> None:
+    if "tool_calls" in message:
+        message = {"content": "", **message}
+    hint = "rename the field `messages` to `conversations` for {from, value}" if "from" in message else None
+    _check_keys(message, where, "role", "content", hint=hint or "each message is {role, content}")
+    _check_role(message["role"], where, ROLES)
+    _check_text(message["content"], f"the content of {where}")
+
+
+def _check_sharegpt_turn(turn: Row, where: str) -> None:
+    hint = "rename the field `conversations` to `messages` for {role, content}" if "role" in turn else None
+    _check_keys(turn, where, "from", "value", hint=hint or "each message is {from, value}")
+    _check_role(turn["from"], where, SHAREGPT_ROLES)
+    _check_text(turn["value"], f"the value of {where}")
+
+
+def _check_prompt_completion(row: Row) -> None:
+    if isinstance(row["prompt"], list) or isinstance(row["completion"], list):
+        _check_turns(row["prompt"], "prompt", check_turn=_check_message)
+        _check_turns(row["completion"], "completion", check_turn=_check_message)
+    else:
+        _check_texts(row, "prompt", "completion")
+
+
+_CHECKS: dict[str, Callable[[Row], None]] = {
+    "messages": lambda row: _check_turns(row["messages"], "messages", check_turn=_check_message),
+    "sharegpt": lambda row: _check_turns(row["conversations"], "conversations", check_turn=_check_sharegpt_turn),
+    "alpaca": lambda row: _check_texts(row, "instruction", "input", "output"),
+    "prompt_completion": _check_prompt_completion,
+    "text": lambda row: _check_texts(row, "text"),
+}
+
+
+# -- conversions
+
+
+def _tools(row: Row) -> list[dict[str, Any]] | None:
+    """The tools that a chat template lists: a list of JSON schemas, or the same as JSON text."""
+    tools = row.get("tools")
+    if isinstance(tools, str):
+        try:
+            tools = json.loads(tools) if tools.strip() else None
+        except (ValueError, RecursionError):
+            raise ToolkitError("`tools` is a string that is not JSON, expected a list of objects") from None
+    if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
+        raise ToolkitError(f"`tools` is {_kind(tools)}, expected a list of objects")
+    return [_without_none(tool) for tool in tools] if tools else None
+
+
+def _messages(messages: list[Message]) -> list[Message]:
+    """Messages with all their keys; a tool call without content gets the empty string, which every template renders."""
+    return [{"content": "", **_without_none(message)} for message in messages]
+
+
+def _from_messages(row: Row) -> Sample:
+    return Sample(messages=_messages(row["messages"]), tools=_tools(row))
+
+
+def _from_sharegpt(row: Row) -> Sample:
+    turns = [{"role": SHAREGPT_ROLES[turn["from"]], "content": turn["value"]} for turn in row["conversations"]]
+    return Sample(messages=turns, tools=_tools(row))
+
+
+def _from_alpaca(row: Row) -> Sample:
+    parts = [row["instruction"], row.get("input", "")]
+    user = "\n\n".join(part for part in parts if part)
+    return Sample(messages=[{"role": "user", "content": user}, {"role": "assistant", "content": row["output"]}])
+
+
+def _from_prompt_completion(row: Row) -> Sample:
+    prompt, completion = row["prompt"], row["completion"]
+    if isinstance(prompt, str):
+        return Sample(prompt=prompt, completion=completion)
+    messages = _messages(prompt) + _messages(completion)
+    return Sample(messages=messages, first_supervised_message=len(prompt), tools=_tools(row))
+
+
+_CONVERSIONS: dict[str, Callable[[Row], Sample]] = {
+    "messages": _from_messages,
+    "sharegpt": _from_sharegpt,
+    "alpaca": _from_alpaca,
+    "prompt_completion": _from_prompt_completion,
+    "text": lambda row: Sample(text=row["text"]),
+}

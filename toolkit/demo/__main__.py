@@ -1,0 +1,54 @@
+"""Print what the demo's job needs, making it first if need be.
+
+python -m toolkit.demo --model            # the folder of the default model
+python -m toolkit.demo --num-processes    # all GPUs where there are two or more, otherwise 2
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from toolkit.demo.assets import DATA_ATTRIBUTION, default_data_file, prepare_default_model
+from toolkit.errors import ToolkitError
+
+
+def num_processes() -> int:
+    from toolkit.hardware.gpus import count_gpus
+
+    return max(2, count_gpus())
+
+
+def _data_file() -> str:
+    print(f"data: {DATA_ATTRIBUTION}", file=sys.stderr)
+    return str(default_data_file())
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m toolkit.demo", description="What the demo's job needs.")
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--prepare", action="store_true", help="make both the model and the data ready")
+    what.add_argument("--model", action="store_true", help="the folder of the default model")
+    what.add_argument("--data", action="store_true", help="the file of the default data")
+    what.add_argument("--num-processes", action="store_true", help="all GPUs where there are two or more, otherwise 2")
+    parser.add_argument("--verify", action="store_true", help="check the model's weights by SHA-256, not only by size")
+    return parser
+
+
+def main(argv: list[str] | None = None) -> int:
+    arguments = _parser().parse_args(argv)
+    try:
+        if arguments.model or arguments.prepare:
+            print(prepare_default_model(hash_weights=arguments.verify))
+        if arguments.data or arguments.prepare:
+            print(_data_file())
+        if arguments.num_processes:
+            print(num_processes())
+    except ToolkitError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

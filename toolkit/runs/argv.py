@@ -1,0 +1,132 @@
+"""Training arguments read without torch: names and values are checked before any rank starts.
+
+    >>> read_arguments(["--max_steps", "8"])["max_steps"]
+    '8'
+
+transformers' `TrainingArguments` is read from its source text, since importing it imports torch; the training
+script parses the same arguments again with transformers' own parser.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import functools
+import importlib.util
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from toolkit.errors import ToolkitError, did_you_mean
+from toolkit.runs.arguments import DataArguments, ModelArguments
+
+CONFIG_SUFFIXES = (".yaml", ".yml", ".json")
+TRUE_WORDS = {"true", "1", "yes", "y", "t", "on"}
+
+
+@functools.cache
+def training_argument_types() -> dict[str, str]:
+    """Field name to annotation text of transformers' `TrainingArguments`, in its order."""
+    spec = importlib.util.find_spec("transformers")
+    if spec is None or spec.origin is None:
+        raise ToolkitError("transformers is not installed", hint="pip install finetune-toolkit")
+    tree = ast.parse((Path(spec.origin).parent / "training_args.py").read_text())
+    bodies = [node.body for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "TrainingArguments"]
+    fields = [node for node in bodies[0] if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)]
+    return {node.target.id: ast.unparse(node.annotation) for node in fields if isinstance(node.target, ast.Name)}
+
+
+@functools.cache
+def argument_types() -> dict[str, str]:
+    """Every argument of the training script: ours, then `TrainingArguments`'."""
+    ours = [*dataclasses.fields(ModelArguments), *dataclasses.fields(DataArguments)]
+    return {field.name: str(field.type) for field in ours} | training_argument_types()
+
+
+def read_arguments(argv: Sequence[str]) -> dict[str, Any]:
+    """Names and values from an optional leading YAML or JSON file and flags; flags win.
+
+    Raises ToolkitError for an unknown name (with the nearest one), a word that belongs to no flag, a number
+    that is none, or a file that cannot be read.
+    """
+    rest = list(argv)
+    values = read_config_file(Path(rest.pop(0))) if rest and rest[0].endswith(CONFIG_SUFFIXES) else {}
+    values |= _read_flags(rest)
+    for name, value in values.items():
+        _check_value(name, value)
+    return values
+
+
+def read_config_file(path: Path) -> dict[str, Any]:
+    """The keys of a training configuration file, each a known argument."""
+    try:
+        content = yaml.safe_load(path.read_text())
+    except FileNotFoundError:
+        raise ToolkitError(f"no such configuration file: {path}") from None
+    except (yaml.YAMLError, OSError, UnicodeDecodeError) as error:
+        raise ToolkitError(f"{path} cannot be read: {' '.join(str(error).split())}") from None
+    if not isinstance(content, dict):
+        raise ToolkitError(f"{path} holds no keys and values", hint="write one `name: value` a line")
+    for name in content:
+        _check_name(str(name), where=f"{path}: unknown key {name!r}", prefix="")
+    return content
+
+
+def flag(value: Any) -> bool:
+    """A boolean as the command line or a YAML file gives it; a flag without a value is true."""
+    return value is True or str(value).lower() in TRUE_WORDS
+
+
+def integer(values: dict[str, Any], name: str, default: int) -> int:
+    """An integer argument, or its default."""
+    return int(float(values[name])) if name in values else default
+
+
+def _read_flags(words: list[str]) -> dict[str, Any]:
+    values: dict[str, Any] = {}
+    while words:
+        word = words.pop(0)
+        if not word.startswith("--"):
+            raise ToolkitError(f"unexpected word {word!r}; a flag starts with `--`", hint=f"did you mean `--{word}`?")
+        name, equals, given = word[2:].partition("=")
+        name = name.replace("-", "_")
+        following = [given] if equals else _take_values(words)
+        if name not in argument_types() and name.startswith("no_") and _is_boolean(name[3:]):
+            name, following = name[3:], ["false"]
+        _check_name(name, where=f"unknown argument --{name}", prefix="--")
+        values[name] = following[0] if len(following) == 1 else (following or True)
+    return values
+
+
+def _take_values(words: list[str]) -> list[str]:
+    taken: list[str] = []
+    while words and not words[0].startswith("--"):
+        taken.append(words.pop(0))
+    return taken
+
+
+def _is_boolean(name: str) -> bool:
+    return "bool" in argument_types().get(name, "")
+
+
+def _check_name(name: str, *, where: str, prefix: str) -> None:
+    types = argument_types()
+    if name not in types:
+        close = did_you_mean(name, types)
+        hint = close.replace("`", f"`{prefix}", 1) if close else "see `python -m toolkit.train --help`"
+        raise ToolkitError(where, hint=hint)
+
+
+def _check_value(name: str, value: Any) -> None:
+    """Refuse what is no number where only a number can stand."""
+    annotation = argument_types()[name]
+    expected = {"int": int, "int | None": int, "float": float, "float | None": float}.get(annotation)
+    if expected is None or value is None:
+        return
+    try:
+        expected(value)
+    except (TypeError, ValueError):
+        kind = "a whole number" if expected is int else "a number"
+        raise ToolkitError(f"--{name} is {value!r}, expected {kind}") from None

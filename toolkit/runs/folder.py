@@ -1,0 +1,135 @@
+"""The run folder: which files it holds, written so that a reader never sees half of one.
+
+    >>> RunFolder(Path("out")).rank_rows(1).name
+    'rank1.jsonl'
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import uuid
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from toolkit.errors import ToolkitError
+from toolkit.runs.status import COMPLETED, RUNNING
+
+SCHEMA_VERSION = 1
+# Raised whenever what a number counts changes, so that two reports are never compared across the change.
+MEASUREMENT_VERSION = 1
+
+
+@dataclass(frozen=True, slots=True)
+class RunFolder:
+    """Paths of one run's files."""
+
+    path: Path
+
+    @property
+    def run_json(self) -> Path:
+        return self.path / "run.json"
+
+    @property
+    def attestation_json(self) -> Path:
+        return self.path / "attestation.json"
+
+    @property
+    def failure_json(self) -> Path:
+        return self.path / "failure.json"
+
+    @property
+    def log(self) -> Path:
+        return self.path / "train.log"
+
+    def rank_rows(self, rank: int) -> Path:
+        return self.path / "ranks" / f"rank{rank}.jsonl"
+
+    def read_run(self) -> dict[str, Any] | None:
+        """run.json as a dict, or None where there is none that can be read."""
+        return read_json(self.run_json)
+
+    def update_run(self, **facts: Any) -> dict[str, Any]:
+        """Merge facts into run.json."""
+        run = (self.read_run() or {"schema_version": SCHEMA_VERSION}) | facts
+        write_json(self.run_json, run)
+        return run
+
+    def prepare(self) -> None:
+        """Make the folder ready for a new run; a finished or running one is refused, an unfinished one replaced.
+
+        Raises ToolkitError for a folder that holds a finished run or cannot be written.
+        """
+        self.check_unused()
+        self._make()
+        for leftover in [self.failure_json, self.attestation_json, self.log, *self.path.glob("ranks/rank*.jsonl")]:
+            leftover.unlink(missing_ok=True)
+        self.run_json.unlink(missing_ok=True)
+
+    def check_unused(self) -> None:
+        """Refuse a folder that must not be written over."""
+        if self.path.exists() and not self.path.is_dir():
+            raise ToolkitError(f"output_dir {self.path} is a file", hint="name a folder: `--output_dir DIR`")
+        run = self.read_run()
+        if run is None:
+            return
+        if run.get("status") == COMPLETED:
+            raise ToolkitError(
+                f"{self.path} already holds a finished run, which is never overwritten",
+                hint=f"name another folder, or remove it: `rm -r {self.path}`",
+            )
+        if run.get("status") == RUNNING and _is_alive(run.get("launcher_pid")):
+            raise ToolkitError(
+                f"{self.path} holds a run that is still going (process {run['launcher_pid']})",
+                hint="wait for it, or name another folder",
+            )
+
+    def _make(self) -> None:
+        try:
+            (self.path / "ranks").mkdir(parents=True, exist_ok=True)
+            probe = self.path / f".write-probe-{os.getpid()}"
+            probe.touch()
+            probe.unlink()
+        except OSError as error:
+            raise ToolkitError(
+                f"output_dir {self.path} cannot be written: {error.strerror}",
+                hint="name a folder that you can write to: `--output_dir DIR`",
+            ) from None
+
+
+def write_json(path: Path, content: Any) -> None:
+    """Write under a temporary name, then rename: a reader sees the old file or the new one."""
+    write_text(path, json.dumps(content, indent=2, default=str) + "\n")
+
+
+def write_text(path: Path, text: str) -> None:
+    """Like `write_json`, for text."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}")
+    try:
+        temporary.write_text(text)
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def read_json(path: Path) -> dict[str, Any] | None:
+    """A JSON object from a file, or None where there is none that can be read."""
+    try:
+        content = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return None
+    return content if isinstance(content, dict) else None
+
+
+def _is_alive(pid: Any) -> bool:
+    if not isinstance(pid, int) or pid == os.getpid():
+        return False
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True

@@ -1,0 +1,133 @@
+"""Measured steps of a run, read from `ranks/rank*.jsonl`, and the speed and memory that they show.
+
+    >>> throughput(step_seconds=[9.0, 0.5, 0.5], tokens=[10, 1000, 1000], untimed_steps=1)
+    2000.0
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from toolkit.runs.folder import RunFolder
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Measured:
+    """What the steps of one run show; every speed leaves the untimed steps out, on both sides of the fraction."""
+
+    steps: int
+    timed_steps: int
+    timed_seconds: float
+    """Wall time of the timed steps, data loading included; evaluation, saving and logging are outside."""
+    step_seconds: list[float]
+    """Per step, the slowest rank."""
+    step_seconds_median: float | None
+    step_seconds_p90: float | None
+    tokens_per_second: float | None
+    """Tokens of all ranks, padding included."""
+    non_padding_tokens_per_second: float | None
+    supervised_tokens_per_second: float | None
+    tokens_per_cpu_second: float | None
+    """Tokens of all ranks over the processor time of all ranks: steady on a shared machine."""
+    padding_fraction: float | None
+    losses: list[float]
+    """Per step, the mean over ranks."""
+    grad_norms: list[float | None]
+    peak_allocated_bytes: int | None
+    peak_reserved_bytes: int | None
+    peak_host_bytes: int | None
+    """Largest resident set of one rank's process."""
+    peak_rank: int | None
+    """The rank of the allocated peak, or of the resident set where there is no allocator."""
+    batch_sha256: list[list[str]]
+    """Per step, each rank's batches in the order trained."""
+
+
+def throughput(*, step_seconds: Sequence[float], tokens: Sequence[float], untimed_steps: int) -> float | None:
+    """Tokens of the timed steps over the time of the same steps; None when no step is timed."""
+    seconds = math.fsum(step_seconds[untimed_steps:])
+    return sum(tokens[untimed_steps:]) / seconds if seconds > 0 else None
+
+
+def percentile(values: Sequence[float], share: float) -> float | None:
+    """Nearest-rank percentile: the smallest value with at least `share` of the values at or below it."""
+    ordered = sorted(values)
+    return ordered[max(0, math.ceil(share * len(ordered)) - 1)] if ordered else None
+
+
+def read_rows(path: Path) -> list[Row]:
+    """Rows of one rank; a last line that was cut off while being written is left out."""
+    rows: list[Row] = []
+    for line in path.read_text().splitlines():
+        try:
+            rows.append(json.loads(line))
+        except ValueError:
+            break
+    return rows
+
+
+def read_steps(folder: RunFolder) -> list[list[Row]]:
+    """Per step, the rows of all ranks in rank order; only steps that every rank finished."""
+    paths = sorted((folder.path / "ranks").glob("rank*.jsonl"), key=lambda path: int(path.stem.removeprefix("rank")))
+    ranks = [read_rows(path) for path in paths]
+    return [list(step) for step in zip(*ranks, strict=False)]
+
+
+def measure(steps: list[list[Row]], *, untimed_steps: int) -> Measured:
+    """Reduce the rows of all ranks: seconds by the slowest rank, tokens by sum, peaks by maximum."""
+    step_seconds = _over_ranks(steps, "seconds", max)
+    timed = step_seconds[untimed_steps:]
+    tokens, non_padding = _over_ranks(steps, "tokens", sum), _over_ranks(steps, "non_padding_tokens", sum)
+
+    def rate(counted: list[float], clock: list[float] = step_seconds) -> float | None:
+        return throughput(step_seconds=clock, tokens=counted, untimed_steps=untimed_steps)
+
+    return Measured(
+        steps=len(steps),
+        timed_steps=len(timed),
+        timed_seconds=math.fsum(timed),
+        step_seconds=step_seconds,
+        step_seconds_median=statistics.median(timed) if timed else None,
+        step_seconds_p90=percentile(timed, 0.9),
+        tokens_per_second=rate(tokens),
+        non_padding_tokens_per_second=rate(non_padding),
+        supervised_tokens_per_second=rate(_over_ranks(steps, "supervised_tokens", sum)),
+        tokens_per_cpu_second=rate(tokens, _over_ranks(steps, "cpu_seconds", sum)),
+        padding_fraction=1 - sum(non_padding) / sum(tokens) if sum(tokens) else None,
+        losses=_over_ranks(steps, "loss", lambda losses: math.fsum(losses) / len(losses)),
+        grad_norms=[grad_norm(step) for step in steps],
+        batch_sha256=[[row["batch_sha256"] for row in step] for step in steps],
+        **_peaks(steps),
+    )
+
+
+def grad_norm(step: list[Row]) -> float | None:
+    """The gradient norm before clipping over all ranks; shares of a sharded norm add up as squares."""
+    if step[0]["grad_norm"] is not None:
+        return float(step[0]["grad_norm"])
+    shares, ranks = [row.get("local_grad_norm") for row in step], step[0].get("grad_norm_ranks")
+    if ranks is None or None in shares:
+        return None
+    return math.sqrt(math.fsum(share * share for share in shares if share is not None) * ranks / len(step))
+
+
+def _over_ranks(steps: list[list[Row]], key: str, reduce: Callable[[list[float]], float]) -> list[float]:
+    return [reduce([row[key] for row in step]) for step in steps]
+
+
+def _peaks(steps: list[list[Row]]) -> dict[str, int | None]:
+    """Maximum over steps and ranks of each peak, and the rank that it was on."""
+    rows = [row for step in steps for row in step]
+    keys = ("peak_allocated_bytes", "peak_reserved_bytes", "peak_host_bytes")
+    peaks: dict[str, int | None] = {key: max((row[key] for row in rows if row[key]), default=None) for key in keys}
+    deciding = "peak_allocated_bytes" if peaks["peak_allocated_bytes"] is not None else "peak_host_bytes"
+    holder = next((row["rank"] for row in rows if row[deciding] and row[deciding] == peaks[deciding]), None)
+    return peaks | {"peak_rank": holder}

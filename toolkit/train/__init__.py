@@ -1,0 +1,1 @@
+"""The training script: `accelerate launch --config_file PRESET --num_processes N -m toolkit.train ...`."""

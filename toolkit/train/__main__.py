@@ -1,0 +1,48 @@
+"""The process of one rank: `-m toolkit.train`."""
+
+from __future__ import annotations
+
+import os
+import sys
+import warnings
+from pathlib import Path
+
+from toolkit.cache import use_cached_extensions
+from toolkit.errors import EXIT_DONE
+
+
+def prepare_environment() -> None:
+    """What torch and DeepSpeed read when they are imported."""
+    use_cached_extensions()
+    os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"  # ninja
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # a log file holds lines, not bars
+    # Deprecations inside torch and DeepSpeed, printed hundreds of times a run; none is about the user's job.
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
+    import torch
+
+    if not torch.cuda.is_available():
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the script; every failure becomes failure.json, one message and an exit code."""
+    prepare_environment()
+    from toolkit.train.failure import Progress, report_failure
+    from toolkit.train.script import run
+
+    progress = Progress()
+    try:
+        run(sys.argv[1:] if argv is None else argv, progress)
+    except SystemExit as leaving:  # --help
+        return int(leaving.code or 0)
+    except BaseException as error:  # every cause must reach failure.json
+        code = report_failure(error, progress)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)  # the other ranks may hang in a collective; their launcher ends them
+    return EXIT_DONE
+
+
+if __name__ == "__main__":
+    sys.exit(main())

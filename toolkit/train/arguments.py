@@ -1,0 +1,89 @@
+"""Flags, a YAML file, or both, into the three dataclasses of the training script.
+
+    accelerate launch ... -m toolkit.train config.yaml --max_steps 8
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+from transformers import HfArgumentParser, TrainingArguments
+
+from toolkit.errors import ToolkitError
+from toolkit.runs.arguments import DataArguments, ModelArguments
+from toolkit.runs.argv import CONFIG_SUFFIXES, read_arguments, read_config_file
+from toolkit.train.promise import Promise
+
+Arguments = tuple[ModelArguments, DataArguments, TrainingArguments]
+
+
+class _Parser(HfArgumentParser):  # type: ignore[misc]
+    def error(self, message: str) -> NoReturn:
+        raise ToolkitError(message, hint="see `python -m toolkit.train --help`")
+
+
+def parse(argv: Sequence[str], promise: Promise) -> Arguments:
+    """The arguments with what the preset and the machine decide filled in.
+
+    Raises ToolkitError for an unknown or missing argument, or a value that transformers refuses.
+    """
+    given = read_arguments(argv) if "--help" not in argv else {}
+    values = vars(_namespace(list(argv)))
+    for name in ("model_name_or_path", "dataset", "output_dir"):
+        if given.get(name) is None:
+            raise ToolkitError(f"--{name} is missing", hint=f"add `--{name} ...`, or `{name}: ...` in a YAML file")
+    values |= _decided_by_machine(given, promise)
+    try:
+        model, data, training = _parser().parse_dict(values)
+    except (ValueError, TypeError, NotImplementedError) as error:
+        raise ToolkitError(" ".join(str(error).split())) from None
+    return model, data, training
+
+
+def _parser() -> _Parser:
+    return _Parser((ModelArguments, DataArguments, TrainingArguments), prog="python -m toolkit.train")
+
+
+def _namespace(argv: list[str]) -> argparse.Namespace:
+    parser = _parser()
+    if argv and argv[0].endswith(CONFIG_SUFFIXES):
+        parser.set_defaults(**read_config_file(Path(argv.pop(0))))
+    namespace: argparse.Namespace = parser.parse_args(argv)
+    return namespace
+
+
+def _decided_by_machine(given: dict[str, Any], promise: Promise) -> dict[str, Any]:
+    """CPU where there is no GPU, and the preset's precision on a GPU (fp32 on a CPU) unless the user says."""
+    decided: dict[str, Any] = {}
+    if not torch.cuda.is_available():
+        decided["use_cpu"] = True
+        os.environ["ACCELERATE_USE_CPU"] = "false" if _is_deepspeed() else "true"
+    on_cpu = bool(decided.get("use_cpu") or given.get("use_cpu"))
+    if "bf16" not in given and "fp16" not in given:
+        precision = promised_precision(promise, on_cpu=on_cpu)
+        decided |= {"bf16": precision == "bf16", "fp16": precision == "fp16"}
+        os.environ["ACCELERATE_MIXED_PRECISION"] = precision
+    if "disable_tqdm" not in given:
+        decided["disable_tqdm"] = True  # one line a step is printed instead, which a log file can hold
+    if "ddp_find_unused_parameters" not in given:
+        decided["ddp_find_unused_parameters"] = False  # the Trainer's default walks the graph once more every step
+    return decided
+
+
+def _is_deepspeed() -> bool:
+    """With ACCELERATE_USE_CPU, accelerate turns a DeepSpeed run into DDP."""
+    return os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true"
+
+
+def promised_precision(promise: Promise, *, on_cpu: bool) -> str:
+    """`bf16`, `fp16` or `no`: the preset's on a GPU; fp32 on a CPU."""
+    if on_cpu:
+        return "no"
+    if promise.preset is not None:
+        return promise.preset.mixed_precision
+    return os.environ.get("ACCELERATE_MIXED_PRECISION", "no")

@@ -1,0 +1,49 @@
+"""How many bytes of each model state one rank may hold: exact where nothing is padded, bounded where it is.
+
+    >>> largest_shard([(5, 2)], "fsdp2", ranks=2)
+    6
+
+Engines pad in their own way (read in deepspeed 0.19.8 and torch 2.13), with N ranks:
+
+- ZeRO-1 and ZeRO-2 flatten each parameter group and pad it to a multiple of 2·N elements.
+- ZeRO-3 pads every parameter to a multiple of N, and keeps small ones gathered beside their shards.
+- FSDP2 cuts the first dimension into N parts, so the first ranks hold ceil(d/N) of its d rows.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from toolkit.presets import Preset
+
+Facts = dict[str, Any]
+
+ADAM_STATES = 2  # momentum and variance
+# ZeRO-3 keeps parameters below its persistence threshold gathered; more than this share is not full sharding.
+GATHERED_SHARE = 0.05
+PARAMETER_GROUPS = 2  # the Trainer's: with and without weight decay
+
+
+def largest_shard(shapes: Sequence[tuple[int, ...]], engine: str, *, ranks: int) -> int:
+    """Elements of the largest shard that one rank may hold, padding included."""
+    sizes = [math.prod(shape) for shape in shapes]
+    if engine == "fsdp2":
+        rows = [shape[0] if shape else 1 for shape in shapes]
+        return sum(math.ceil(row / ranks) * (size // max(row, 1)) for row, size in zip(rows, sizes, strict=True))
+    flat = math.ceil(sum(sizes) / ranks) + PARAMETER_GROUPS * 2 * ranks
+    return max(flat, sum(math.ceil(size / ranks) for size in sizes))
+
+
+def limits(
+    preset: Preset, part: str, shapes: Sequence[tuple[int, ...]], element_bytes: int, *, ranks: int
+) -> tuple[int, int]:
+    """Lowest and highest bytes of a part on one rank, `ranks` of them sharing it."""
+    whole = sum(math.prod(shape) for shape in shapes) * element_bytes
+    if part not in preset.sharded_parts:
+        return whole, whole
+    highest = largest_shard(shapes, preset.engine, ranks=ranks) * element_bytes
+    if part == "parameter" and preset.engine == "deepspeed":
+        highest += int(GATHERED_SHARE * whole)
+    return (whole if ranks == 1 else 0), highest

@@ -1,0 +1,194 @@
+"""Measure every step on every rank, and add nothing to it: no collective, no wait for the GPU.
+
+A step's clock runs from the end of the step before (or of what was logged, saved or evaluated between) to its own
+end, so data loading is inside and the rest is outside. On a GPU the clock is CUDA events, read when they are done.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import resource
+import time
+from collections import deque
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import TrainerCallback
+
+from toolkit.train.failure import Diverged, Progress
+from toolkit.train.tokens import BatchFacts
+
+
+@dataclass(slots=True)
+class _Step:
+    """One optimizer step under way: what its batches hold, and the losses that are still on the device."""
+
+    facts: list[BatchFacts] = field(default_factory=list)
+    losses: list[torch.Tensor] = field(default_factory=list)
+    grad_norm: Any = None
+    memory: dict[str, int | None] = field(default_factory=dict)
+    start: Any = None
+    end: Any = None
+    cpu_seconds: float = 0.0
+
+
+class Meter(TrainerCallback):  # type: ignore[misc]
+    """Writes one row a step to `ranks/rankR.jsonl`, and prints progress on rank 0."""
+
+    def __init__(self, path: Path, *, rank: int, max_steps: int, progress: Progress) -> None:
+        self.path, self.rank, self.max_steps, self.progress = path, rank, max_steps, progress
+        self.cuda = torch.cuda.is_available() and torch.cuda.is_initialized()
+        self.step = _Step()
+        self.waiting: deque[tuple[int, _Step]] = deque()
+        self.printed_at = 0.0
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self.path.write_text("")
+
+    def add_batch(self, facts: BatchFacts | None) -> None:
+        """One micro-step's batch, as the collator counted it."""
+        if facts is not None:
+            self.step.facts.append(facts)
+
+    def add_loss(self, loss: torch.Tensor) -> None:
+        """One micro-step's loss; stays on its device."""
+        self.step.losses.append(loss)
+
+    def add_grad_norm(self, grad_norm: Any) -> None:
+        """The gradient norm before clipping, over all ranks."""
+        self.step.grad_norm = grad_norm
+
+    def restart_clock(self) -> None:
+        """Begin a step's time now: what came before is not part of it."""
+        self.step.start, self.step.cpu_seconds = self._now(), time.process_time()
+
+    def on_train_begin(self, *_: Any, **__: Any) -> None:
+        self.restart_clock()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        del args, control
+        finished, self.step = self.step, _Step()
+        finished.end, finished.memory = self._now(), self._memory()
+        finished.cpu_seconds = time.process_time() - finished.cpu_seconds
+        self.progress.step = state.global_step
+        self.waiting.append((state.global_step, finished))
+        self.flush(wait=False)
+        self.restart_clock()
+
+    def on_log(self, *_: Any, **__: Any) -> None:
+        self.restart_clock()
+
+    def on_save(self, *_: Any, **__: Any) -> None:
+        self.restart_clock()
+
+    def on_evaluate(self, *_: Any, **__: Any) -> None:
+        self.restart_clock()
+
+    def on_train_end(self, *_: Any, **__: Any) -> None:
+        self.flush(wait=True)
+
+    def flush(self, *, wait: bool) -> None:
+        """Write the rows of the steps that the device has finished; all of them with `wait`."""
+        while self.waiting and (wait or not self.cuda or self.waiting[0][1].end.query()):
+            number, step = self.waiting.popleft()
+            row = self._row(number, step)
+            with self.path.open("a") as file:
+                file.write(json.dumps(row) + "\n")
+            self._print(row)
+            if not math.isfinite(row["loss"]):
+                raise Diverged(f"the loss is {row['loss']} at step {number}", hint="lower `--learning_rate`")
+
+    def _row(self, number: int, step: _Step) -> dict[str, Any]:
+        return {
+            "step": number,
+            "rank": self.rank,
+            "seconds": self._seconds(step),
+            "cpu_seconds": step.cpu_seconds,
+            "tokens": sum(facts.tokens for facts in step.facts),
+            "non_padding_tokens": sum(facts.non_padding_tokens for facts in step.facts),
+            "supervised_tokens": sum(facts.supervised_tokens for facts in step.facts),
+            "loss": math.fsum(loss.item() for loss in step.losses),
+            **grad_norm_facts(step.grad_norm),
+            "batch_sha256": "+".join(facts.sha256[:16] for facts in step.facts),
+            **step.memory,
+        }
+
+    def _now(self) -> Any:
+        if not self.cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def _seconds(self, step: _Step) -> float:
+        if not self.cuda:
+            return float(step.end - step.start)
+        step.end.synchronize()
+        return float(step.start.elapsed_time(step.end)) / 1000
+
+    def _memory(self) -> dict[str, int | None]:
+        """Peaks so far; the allocator's numbers do not exist on a CPU."""
+        host = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts KiB
+        if not self.cuda:
+            return {
+                "peak_allocated_bytes": None,
+                "peak_reserved_bytes": None,
+                "allocator_retries": None,
+                "driver_bytes": None,
+                "peak_host_bytes": host,
+            }
+        return {
+            "peak_allocated_bytes": torch.cuda.max_memory_allocated(),
+            "peak_reserved_bytes": torch.cuda.max_memory_reserved(),
+            "allocator_retries": torch.cuda.memory_stats().get("num_alloc_retries", 0),
+            "driver_bytes": driver_bytes(torch.cuda.current_device()),
+            "peak_host_bytes": host,
+        }
+
+    def _print(self, row: dict[str, Any]) -> None:
+        """Rank 0, at most one line a second, and always the last step."""
+        now = time.monotonic()
+        if self.rank != 0 or (now - self.printed_at < 1 and row["step"] < self.max_steps):
+            return
+        self.printed_at = now
+        norm = "" if row["grad_norm"] is None else f"  grad_norm {row['grad_norm']:.3f}"
+        speed = row["tokens"] / row["seconds"]
+        print(
+            f"step {row['step']}/{self.max_steps}  loss {row['loss']:.4f}{norm}"
+            f"  {row['seconds']:.2f} s  {speed:,.0f} tokens/s on this rank",
+            flush=True,
+        )
+
+
+def driver_bytes(device: int) -> int | None:
+    """Memory that the driver counts for this process now (context and libraries included); None without NVML."""
+    try:
+        import os
+
+        import pynvml
+
+        pynvml.nvmlInit()
+        handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(device).uuid}")
+        own = [p for p in pynvml.nvmlDeviceGetComputeRunningProcesses(handle) if p.pid == os.getpid()]
+    except Exception:  # NVML is optional, and hidden in some containers
+        return None
+    return own[0].usedGpuMemory if own else None
+
+
+def grad_norm_facts(grad_norm: Any) -> dict[str, float | int | None]:
+    """The norm over all ranks; under FSDP2 this rank's share of it, which readers combine.
+
+    Asking a sharded norm for its value would add a collective to every step.
+    """
+    facts: dict[str, float | int | None] = {"grad_norm": None, "local_grad_norm": None, "grad_norm_ranks": None}
+    if grad_norm is None:
+        return facts
+    if hasattr(grad_norm, "to_local"):
+        shared_by = [grad_norm.device_mesh.size(dim) for dim, p in enumerate(grad_norm.placements) if p.is_partial()]
+        if shared_by:
+            own = float(grad_norm.to_local().item())
+            return facts | {"local_grad_norm": own, "grad_norm_ranks": math.prod(shared_by)}
+        grad_norm = grad_norm.to_local()
+    return facts | {"grad_norm": float(grad_norm.item() if hasattr(grad_norm, "item") else grad_norm)}

@@ -1,0 +1,66 @@
+"""The model and its tokenizer, loaded for the numerics contract: fp32 weights, whatever the checkpoint's dtype."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from toolkit.errors import ToolkitError
+from toolkit.runs.arguments import ModelArguments
+
+
+def load_tokenizer(arguments: ModelArguments, *, chat_template: str | None) -> Any:
+    """The model's tokenizer, with the chat template of a file if one is given."""
+    tokenizer = _from_pretrained(AutoTokenizer, arguments)
+    if chat_template is not None:
+        try:
+            tokenizer.chat_template = Path(chat_template).read_text()
+        except OSError as error:
+            raise ToolkitError(f"chat_template {chat_template} cannot be read: {error.strerror}") from None
+    return tokenizer
+
+
+def load_model(arguments: ModelArguments) -> Any:
+    """The model with fp32 weights, and LoRA adapters on it if asked for.
+
+    A bf16 checkpoint would otherwise load as bf16, and a Trainer without a sharding engine would then keep
+    bf16 optimizer states and no fp32 masters.
+    """
+    extra = {"attn_implementation": arguments.attn_implementation} if arguments.attn_implementation else {}
+    model = _from_pretrained(AutoModelForCausalLM, arguments, dtype=torch.float32, **extra)
+    model.config.use_cache = False
+    return model if arguments.lora_r is None else _with_lora(model, arguments)
+
+
+def _from_pretrained(auto_class: Any, arguments: ModelArguments, **extra: Any) -> Any:
+    name = arguments.model_name_or_path
+    try:
+        return auto_class.from_pretrained(
+            name, revision=arguments.revision, trust_remote_code=arguments.trust_remote_code, **extra
+        )
+    except (OSError, ValueError, KeyError) as error:
+        first_line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise ToolkitError(
+            f"model {name!r} cannot be loaded: {first_line}",
+            hint="give a local folder with config.json, weights and tokenizer, or a hub id that this machine can reach",
+        ) from None
+
+
+def _with_lora(model: Any, arguments: ModelArguments) -> Any:
+    from peft import LoraConfig, get_peft_model
+
+    targets: Any = arguments.lora_target_modules
+    config = LoraConfig(
+        task_type="CAUSAL_LM",
+        r=arguments.lora_r,
+        lora_alpha=arguments.lora_alpha or 2 * (arguments.lora_r or 0),
+        lora_dropout=arguments.lora_dropout,
+        target_modules="all-linear" if targets == ["all-linear"] else targets,
+    )
+    try:
+        return get_peft_model(model, config)
+    except ValueError as error:
+        raise ToolkitError(f"LoRA: {' '.join(str(error).split())}", hint="see `--lora_target_modules`") from None

@@ -1,0 +1,76 @@
+"""What this run was started as: the preset's file and the number of processes that were asked for.
+
+`toolkit train` says it in the environment. A plain `accelerate launch --config_file F --num_processes N`
+hands its ranks neither, so they are read from the launcher's own command line, among this process's parents.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import yaml
+
+from toolkit.presets import Preset, load_preset, read_preset
+
+PRESET_VARIABLE = "TOOLKIT_PRESET"
+WORLD_SIZE_VARIABLE = "TOOLKIT_WORLD_SIZE"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Promise:
+    """What the attestation holds the live objects against; None where nobody said."""
+
+    preset: Preset | None
+    world_size: int | None
+
+
+def find_promise() -> Promise:
+    """From the environment, or from the command line of the `accelerate launch` above this process."""
+    if PRESET_VARIABLE in os.environ:
+        world_size = os.environ.get(WORLD_SIZE_VARIABLE)
+        preset = load_preset(os.environ[PRESET_VARIABLE])
+        return Promise(preset=preset, world_size=int(world_size) if world_size else None)
+    for parent in psutil.Process().parents():
+        try:
+            words, folder = parent.cmdline(), Path(parent.cwd())
+        except psutil.Error:
+            continue
+        if is_accelerate_launch(words):
+            return promise_of_command(words, folder)
+    return Promise(preset=None, world_size=None)
+
+
+def is_accelerate_launch(words: list[str]) -> bool:
+    """Whether an argv is that of accelerate's launcher."""
+    names = [Path(word).name for word in words[:4]]
+    return "accelerate-launch" in names or "accelerate.commands.launch" in words[:4] or names[1:3] == ["accelerate", "launch"]
+
+
+def promise_of_command(words: list[str], folder: Path) -> Promise:
+    """What `accelerate launch` was asked for; its flags win over its file."""
+    named = _value_of(words, "config_file")
+    if named is None:
+        return Promise(preset=None, world_size=_whole(_value_of(words, "num_processes")))
+    path = folder / named
+    asked = _value_of(words, "num_processes") or yaml.safe_load(path.read_text()).get("num_processes")
+    return Promise(preset=read_preset(path), world_size=_whole(asked))
+
+
+def _value_of(words: list[str], name: str) -> str | None:
+    """The value of a launcher flag, which stands before the script (`-m` or a file)."""
+    spellings = (f"--{name}", f"--{name.replace('_', '-')}")
+    for word, following in zip(words, [*words[1:], ""], strict=True):
+        if word in ("-m", "--module"):
+            return None
+        if word in spellings:
+            return following
+        if word.startswith(tuple(f"{spelling}=" for spelling in spellings)):
+            return word.split("=", 1)[1]
+    return None
+
+
+def _whole(value: object) -> int | None:
+    return int(str(value)) if value is not None and str(value).isdigit() else None

@@ -1,0 +1,35 @@
+"""Save the trained model so that `from_pretrained` (or `PeftModel`) loads it, under every preset.
+
+The files are written to a temporary folder and moved one by one, the weights' index and configuration last, so
+that a killed save leaves no folder that half loads.
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+LAST = ("config.json", "adapter_config.json")
+
+
+def save_final_model(trainer: Any, tokenizer: Any, folder: Path) -> None:
+    """Gather the weights from all ranks, and let rank 0 write them; every rank must call it."""
+    state = whole_state_dict(trainer)
+    if not trainer.accelerator.is_main_process:
+        return
+    temporary = folder / ".saving"
+    shutil.rmtree(temporary, ignore_errors=True)
+    plain = trainer.accelerator.unwrap_model(trainer.model_wrapped, keep_torch_compile=False)
+    plain.config.use_cache = True  # off during training only
+    plain.save_pretrained(temporary, state_dict=state)
+    tokenizer.save_pretrained(temporary)
+    for path in sorted(temporary.iterdir(), key=lambda path: path.name in LAST):
+        path.replace(folder / path.name)
+    temporary.rmdir()
+
+
+def whole_state_dict(trainer: Any) -> dict[str, Any]:
+    """All weights on rank 0, whatever shards them."""
+    state: dict[str, Any] = trainer.accelerator.get_state_dict(trainer.model_wrapped)
+    return state

@@ -1,0 +1,200 @@
+"""The training script, top to bottom: arguments, data, model, Trainer, attestation, save.
+
+    accelerate launch --config_file accelerate_configs/zero2.yaml --num_processes 2 -m toolkit.train \\
+        --model_name_or_path MODEL --dataset rows.jsonl --output_dir out
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from transformers import set_seed
+
+from toolkit.hardware.machine import describe_machine, git_commit, library_versions
+from toolkit.runs import status
+from toolkit.runs.arguments import DataArguments
+from toolkit.runs.folder import MEASUREMENT_VERSION, RunFolder
+from toolkit.runs.steps import measure, read_steps
+from toolkit.train.arguments import Arguments, parse
+from toolkit.train.attest.attestation import Attestation
+from toolkit.train.cpu_fsdp import enable_fsdp_on_cpu
+from toolkit.train.failure import Progress
+from toolkit.train.meter import Meter
+from toolkit.train.modelling import load_model, load_tokenizer
+from toolkit.train.promise import Promise, find_promise
+from toolkit.train.saving import save_final_model
+from toolkit.train.tokens import Collator, Tokenized, load_rows, preflight_lines, tokenize
+from toolkit.train.trainer import MeasuredTrainer
+
+PREPARED_VARIABLE = "TOOLKIT_RUN_PREPARED"
+
+
+def run(argv: Sequence[str], progress: Progress) -> None:
+    """Train as the arguments say. Raises what went wrong; `toolkit.train.__main__` reports it."""
+    promise = find_promise()
+    quiet_libraries()
+    enable_fsdp_on_cpu()
+    arguments = parse(argv, promise)
+    model_arguments, data_arguments, training = arguments
+    folder = RunFolder(Path(training.output_dir))
+    open_folder(folder, argv, promise, arguments)
+    progress.output_dir = folder.path
+    set_seed(training.seed)
+    progress.phase = "data"
+    tokenizer = load_tokenizer(model_arguments, chat_template=data_arguments.chat_template)
+    data = read_data(tokenizer, data_arguments, training)
+    progress.phase = "load"
+    model = load_model(model_arguments)
+    trainer = build_trainer(model, tokenizer, data, training, folder, promise, progress)
+    trainer.train()
+    progress.phase = "save"
+    if model_arguments.save_model:
+        save_final_model(trainer, tokenizer, folder.path)
+    close_folder(folder, training, model_arguments.untimed_steps)
+    if dist.is_initialized():
+        dist.destroy_process_group()  # its threads abort a process that just exits
+
+
+def quiet_libraries() -> None:
+    """A log file holds lines, not progress bars."""
+    import datasets
+    from transformers.utils import logging
+
+    datasets.disable_progress_bars()
+    logging.disable_progress_bar()
+
+
+def open_folder(folder: RunFolder, argv: Sequence[str], promise: Promise, arguments: Arguments) -> None:
+    """Refuse a finished run's folder on every rank before any rank writes, then let rank 0 write run.json."""
+    training = arguments[2]
+    if PREPARED_VARIABLE not in os.environ:
+        folder.check_unused()
+        barrier()
+        if training.process_index == 0:
+            folder.prepare()
+            write_log(folder.log)
+    barrier()
+    if training.process_index == 0:
+        folder.update_run(**first_facts(argv, promise, arguments))
+
+
+def first_facts(argv: Sequence[str], promise: Promise, arguments: Arguments) -> dict[str, Any]:
+    """What run.json says of a run before its first step."""
+    training = arguments[2]
+    preset = promise.preset
+    return {
+        "status": status.RUNNING,
+        "exit_code": None,
+        "started": datetime.now(UTC).isoformat(timespec="seconds"),
+        "preset": None if preset is None else preset.name,
+        "preset_files": {} if preset is None else preset.texts(),
+        "world_size": training.world_size,
+        "training_arguments": list(argv),
+        "spec": {
+            "model": asdict(arguments[0]),
+            "data": asdict(arguments[1]),
+            "seed": training.seed,
+            "max_steps": training.max_steps,
+            "num_train_epochs": training.num_train_epochs,
+            "learning_rate": training.learning_rate,
+            "per_device_train_batch_size": training.per_device_train_batch_size,
+            "gradient_accumulation_steps": training.gradient_accumulation_steps,
+            "global_batch_size": training.per_device_train_batch_size
+            * training.gradient_accumulation_steps
+            * training.world_size,
+            "device": training.device.type,
+            "mixed_precision": training.mixed_precision,
+        },
+        "seed": training.seed,
+        "plan": None,
+        "argv": sys.argv,
+        "versions": library_versions(),
+        "hardware": describe_machine(),
+        "git_commit": git_commit(Path(__file__).parent),
+        "measurement_version": MEASUREMENT_VERSION,
+    }
+
+
+def read_data(tokenizer: Any, arguments: DataArguments, training: Any) -> Tokenized:
+    """Tokenise on rank 0 first, the others from its cache, and print the preflight once."""
+    with training.main_process_first(desc="tokenising"):
+        rows, data_format = load_rows(str(arguments.dataset), arguments.dataset_split)
+        data = tokenize(
+            rows,
+            tokenizer=tokenizer,
+            data_format=data_format,
+            max_seq_length=arguments.max_seq_length,
+            loss_on=arguments.loss_on,
+        )
+    if training.process_index == 0:
+        print("\n".join(preflight_lines(data.stats)), flush=True)
+        RunFolder(Path(training.output_dir)).update_run(data=asdict(data.stats))
+    return data
+
+
+def build_trainer(
+    model: Any, tokenizer: Any, data: Tokenized, training: Any, folder: RunFolder, promise: Promise, progress: Progress
+) -> MeasuredTrainer:
+    """The Trainer with its meter and its attestation; the meter's clock starts after attesting, not before."""
+    meter = Meter(
+        folder.rank_rows(training.process_index),
+        rank=training.process_index,
+        max_steps=training.max_steps,
+        progress=progress,
+    )
+    attestation = Attestation(
+        folder.attestation_json, promise, precision=training.mixed_precision, progress=progress
+    )
+    trainer = MeasuredTrainer(
+        model=model,
+        args=training,
+        train_dataset=data.dataset,
+        data_collator=Collator(tokenizer),
+        processing_class=tokenizer,
+        callbacks=[meter, attestation],
+        meter=meter,
+        progress=progress,
+    )
+    attestation.trainer = trainer
+    attestation.after = meter.restart_clock
+    return trainer
+
+
+def close_folder(folder: RunFolder, training: Any, untimed_steps: int) -> None:
+    """After every rank has written its rows: the summary, and the status."""
+    barrier()
+    if training.process_index != 0:
+        return
+    measured = measure(read_steps(folder), untimed_steps=untimed_steps)
+    lists = ("step_seconds", "losses", "grad_norms", "batch_sha256")
+    summary = {name: value for name, value in asdict(measured).items() if name not in lists}
+    summary |= {"first_loss": measured.losses[0], "last_loss": measured.losses[-1]} if measured.losses else {}
+    finished = datetime.now(UTC).isoformat(timespec="seconds")
+    folder.update_run(status=status.COMPLETED, exit_code=0, finished=finished, measured=summary)
+    speed = "n/a" if measured.tokens_per_second is None else f"{measured.tokens_per_second:,.0f} tokens/s"
+    print(f"done: {measured.steps} steps, {speed} over {measured.timed_steps} timed steps; {folder.path}", flush=True)
+
+
+def barrier() -> None:
+    """Wait for all ranks, where there are several."""
+    if dist.is_initialized():
+        dist.barrier()
+
+
+def write_log(path: Path) -> None:
+    """Copy this process's stdout and stderr into train.log, when no launcher does it."""
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+        copy = subprocess.Popen(
+            ["tee", "-a", str(path)], stdin=subprocess.PIPE, stdout=stream.fileno(), start_new_session=True
+        )
+        assert copy.stdin is not None
+        os.dup2(copy.stdin.fileno(), stream.fileno())

@@ -1,0 +1,45 @@
+"""transformers' Trainer, with the meter told what each micro-step trained on.
+
+Nothing of the training is changed: batches, losses and the gradient norm pass by and are written down.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import Trainer
+
+from toolkit.train.failure import Progress
+from toolkit.train.meter import Meter
+from toolkit.train.tokens import BATCH_FACTS
+
+
+class MeasuredTrainer(Trainer):  # type: ignore[misc]
+    """A Trainer whose collator adds the batch's facts under `BATCH_FACTS`."""
+
+    def __init__(self, *args: Any, meter: Meter, progress: Progress, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.meter, self.progress = meter, progress
+
+    def training_step(self, model: Any, inputs: dict[str, Any], num_items_in_batch: Any = None) -> torch.Tensor:
+        self.meter.add_batch(inputs.pop(BATCH_FACTS, None))
+        self.progress.phase = "forward"
+        loss: torch.Tensor = super().training_step(model, inputs, num_items_in_batch)
+        self.progress.phase = "step"
+        self.meter.add_loss(loss)
+        return loss
+
+    def compute_loss(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        loss = super().compute_loss(model, inputs, *args, **kwargs)
+        self.progress.phase = "backward"
+        return loss
+
+    def prediction_step(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        inputs.pop(BATCH_FACTS, None)
+        return super().prediction_step(model, inputs, *args, **kwargs)
+
+    def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
+        grad_norm = super()._get_grad_norm(model, grad_norm)
+        self.meter.add_grad_norm(grad_norm)
+        return grad_norm
