@@ -41,6 +41,12 @@ def test_a_library_that_is_being_written_does_not_count(extensions: Path) -> Non
     assert not ops.ops_are_compiled()
 
 
+def test_a_library_older_than_the_installed_sources_does_not_count(extensions: Path) -> None:
+    pretend_compiled(extensions)
+    os.utime(extensions / "cpu_adam" / "cpu_adam.so", (0, 0))
+    assert not ops.ops_are_compiled()
+
+
 def test_the_user_may_choose_the_folder(extensions: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert ops.extensions_folder() == extensions
     monkeypatch.delenv("TORCH_EXTENSIONS_DIR")

@@ -16,6 +16,7 @@ import sysconfig
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from importlib.metadata import distribution
 from pathlib import Path
 
 from toolkit.cache import torch_extensions_folder, use_cached_extensions
@@ -37,7 +38,7 @@ def extensions_folder() -> Path:
 def ops_are_compiled() -> bool:
     """Whether every CPU op is ready to load; looks at files only."""
     folder = extensions_folder()
-    return all((folder / op / f"{op}.so").is_file() and not _lock_file(folder, op).exists() for op in CPU_OPS)
+    return all(_is_fresh(_library(folder, op)) and not _lock_file(folder, op).exists() for op in CPU_OPS)
 
 
 def compile_ops() -> float:
@@ -54,6 +55,8 @@ def compile_ops() -> float:
         _say(f"compiling DeepSpeed's CPU ops ({', '.join(CPU_OPS)}): about 30 s each on two cores, once")
         started = time.monotonic()
         _compile_in_a_child(folder / "compile.log")
+        for op in CPU_OPS:
+            _library(folder, op).touch()
         seconds = time.monotonic() - started
     _say(f"compiled in {seconds:.0f} s into {folder}")
     return seconds
@@ -119,6 +122,16 @@ def _one_at_a_time(folder: Path) -> Iterator[Path]:
             _say("another process is compiling DeepSpeed's CPU ops; waiting for it")
             fcntl.flock(stream, fcntl.LOCK_EX)
         yield folder
+
+
+def _library(folder: Path, op: str) -> Path:
+    return folder / op / f"{op}.so"
+
+
+def _is_fresh(library: Path) -> bool:
+    """Installing torch or DeepSpeed anew, even the same version, makes ninja compile again: its sources are younger."""
+    sources = [Path(str(distribution(name).locate_file(f"{name}/__init__.py"))) for name in ("torch", "deepspeed")]
+    return library.is_file() and library.stat().st_mtime >= max(source.stat().st_mtime for source in sources)
 
 
 def _lock_file(folder: Path, op: str) -> Path:

@@ -13,6 +13,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from toolkit.units import MIB
+
 LIBRARIES = ("torch", "accelerate", "transformers", "deepspeed", "peft", "datasets", "finetune-toolkit")
 
 
@@ -35,7 +37,7 @@ def describe_machine() -> dict[str, Any]:
         "host_memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         "system": f"{platform.system()} {platform.release()}",
         "python": platform.python_version(),
-        "gpus": _gpu_names(),
+        "gpus": _gpus(),
     }
 
 
@@ -61,9 +63,14 @@ def _cpu_name() -> str | None:
     return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), None)
 
 
-def _gpu_names() -> list[str]:
+def _gpus() -> list[dict[str, Any]]:
+    """Name, memory in bytes and driver of each GPU, as nvidia-smi gives them."""
+    query = ["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader,nounits"]
     try:
-        listing = _output(["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"])
+        rows = [line.split(", ") for line in _output(query).splitlines()]
     except (OSError, subprocess.SubprocessError):
         return []
-    return listing.splitlines()
+    return [
+        {"name": name, "memory_bytes": int(mib) * MIB if mib.isdigit() else None, "driver": driver}
+        for name, mib, driver in rows
+    ]

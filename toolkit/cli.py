@@ -1,0 +1,176 @@
+"""`toolkit`, the door: every command parses, asks a room, and prints. No torch is imported here.
+
+    $ toolkit presets
+    $ toolkit train --preset zero2 --num-processes 2 -- --model_name_or_path M --dataset D --output_dir O
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from toolkit.errors import ToolkitError
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="Fine-tune on several GPUs with a preset you chose, and compare presets with numbers that are right.",
+)
+
+PRESET_HELP = "a preset's name (see `toolkit presets`), or an accelerate YAML file"
+PROCESSES_HELP = "ranks to start on this machine, one a GPU"
+CPU_HELP = "train on the CPU; the default where no GPU is visible"
+PASS_ON = {"ignore_unknown_options": False, "allow_extra_args": True}
+TrainingArguments = Annotated[
+    list[str] | None, typer.Argument(help="after `--`: arguments of the training script, passed on unchanged")
+]
+
+
+@app.command()
+def presets(as_json: Annotated[bool, typer.Option("--json", help="the table as JSON")] = False) -> None:
+    """The presets: name, engine, what is sharded and offloaded, and when to choose each."""
+    from toolkit.presets import list_presets
+
+    found = list_presets()
+    if as_json:
+        print(json.dumps([preset.as_row() for preset in found], indent=2))
+        return
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table("preset", "engine", "sharding", "offload", "precision", "needs", "when to choose it")
+    for preset in found:
+        offload = [f"{what}: {where}" for what, where in _offloads(preset) if where]
+        needs = f"{preset.min_world_size}+ processes"
+        row = (preset.name, preset.engine, preset.sharding, ", ".join(offload) or "-", preset.mixed_precision, needs)
+        table.add_row(*row, preset.summary)
+    Console().print(table)
+
+
+def _offloads(preset: object) -> list[tuple[str, str | None]]:
+    return [(name, getattr(preset, f"offload_{name}")) for name in ("optimizer", "param")]
+
+
+@app.command()
+def train(
+    preset: Annotated[str, typer.Option(help=PRESET_HELP)],
+    num_processes: Annotated[int, typer.Option(help=PROCESSES_HELP)],
+    training_arguments: TrainingArguments = None,
+    cpu: Annotated[bool | None, typer.Option("--cpu/--no-cpu", help=CPU_HELP)] = None,
+    timeout_minutes: Annotated[float | None, typer.Option(help="end the run as timed_out after this long")] = None,
+) -> None:
+    """Check the job, print the launch command, and run it."""
+    from toolkit.launch.command import launch_command
+    from toolkit.launch.preflight import check_job, check_output
+    from toolkit.launch.run import run_training
+    from toolkit.presets import load_preset
+
+    argv = training_arguments or []
+    chosen = load_preset(preset)
+    on_cpu = _on_cpu(cpu)
+    job = check_job(chosen, num_processes=num_processes, training_argv=argv, cpu=on_cpu)
+    output_dir = check_output(job.arguments)
+    say(launch_command(chosen, num_processes=num_processes, training_argv=argv, cpu=on_cpu).shown)
+    result = run_training(
+        chosen,
+        num_processes=num_processes,
+        training_argv=argv,
+        output_dir=output_dir,
+        cpu=on_cpu,
+        on_line=say,
+        timeout_seconds=timeout_minutes and timeout_minutes * 60,
+    )
+    if result.failure is not None:
+        _say_failure(result.status, result.failure)
+    raise typer.Exit(result.exit_code)
+
+
+def _say_failure(status: str, failure: dict[str, object]) -> None:
+    """The failure once, at the end; what a rank has said already is not said again."""
+    if failure.get("traceback") or failure.get("rank") is None:
+        say(f"error: {status}: {failure['message']}")
+    if failure.get("rank") is None and failure.get("hint"):
+        say(f"  hint: {failure['hint']}")
+
+
+@app.command()
+def compare(
+    preset: Annotated[list[str], typer.Option(help=f"{PRESET_HELP}; repeat it")],
+    output: Annotated[Path, typer.Option(help="folder of the comparison: trials, ledger, report")],
+    num_processes: Annotated[list[int], typer.Option(help=f"{PROCESSES_HELP}; repeat it for several world sizes")],
+    training_arguments: TrainingArguments = None,
+    resume: Annotated[bool, typer.Option("--resume", help="go on where the comparison in --output stopped")] = False,
+    retry_failed: Annotated[
+        bool, typer.Option("--retry-failed", help="with --resume: run the failed trials again")
+    ] = False,
+    untimed_steps: Annotated[int, typer.Option(help="first steps of each trial that no speed counts")] = 2,
+    reference: Annotated[
+        str | None, typer.Option(help="the preset that ratios are to; default: ddp, else the first")
+    ] = None,
+    cpu: Annotated[bool | None, typer.Option("--cpu/--no-cpu", help=CPU_HELP)] = None,
+    trial_timeout_minutes: Annotated[float, typer.Option(help="end a trial as timed_out after this long")] = 120,
+) -> None:
+    """Train the same job under each preset, and report memory and speed."""
+    from toolkit.compare.door import run_comparison
+
+    run_comparison(
+        preset,
+        output=output,
+        num_processes=num_processes,
+        training_arguments=training_arguments or [],
+        resume=resume,
+        retry_failed=retry_failed,
+        untimed_steps=untimed_steps,
+        reference=reference,
+        cpu=_on_cpu(cpu),
+        timeout_seconds=trial_timeout_minutes * 60,
+    )
+
+
+@app.command()
+def report(
+    folders: Annotated[list[Path], typer.Argument(help="folders of comparisons", metavar="DIR...")],
+) -> None:
+    """Write the report of a comparison again, from its files alone."""
+    from toolkit.compare.door import write_report_again
+
+    for folder in folders:
+        write_report_again(folder)
+
+
+def _on_cpu(asked: bool | None) -> bool:
+    """What the user says, else whether there is no GPU; choosing the CPU is said."""
+    from toolkit.hardware.gpus import count_gpus
+
+    if asked is not None:
+        return asked
+    without_gpu = count_gpus() == 0
+    if without_gpu:
+        say("no GPU is visible: training on the CPU (gloo, fp32)")
+    return without_gpu
+
+
+def say(line: str) -> None:
+    """Talk goes to stderr; data goes to stdout."""
+    print(line, file=sys.stderr, flush=True)
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Run a command; what a user can fix is two lines and an exit code, without a traceback."""
+    try:
+        app(args=argv, prog_name="toolkit")
+    except ToolkitError as error:
+        say(f"error: {error}")
+        sys.exit(error.exit_code)
+    except KeyboardInterrupt:
+        say("stopped")
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Compare presets on one job: trials, a ledger that survives, rows that can be trusted, a report."""

@@ -1,0 +1,148 @@
+"""`toolkit compare` and `toolkit report`: check first, show progress, end with the table and the files."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from toolkit.compare.report import console_table, summary_sentence, write_report
+from toolkit.compare.results import Results, load_results
+from toolkit.compare.rows import Row
+from toolkit.compare.run import Stopped, results_of, run_trials
+from toolkit.compare.trials import Comparison, Trial, open_comparison, plan_comparison, refuse_own_arguments
+from toolkit.errors import EXIT_RUN_FAILED
+from toolkit.launch.preflight import check_job
+from toolkit.presets import load_preset
+from toolkit.runs import status
+from toolkit.runs.argv import integer
+from toolkit.units import number, seconds
+
+STEP_LINE = re.compile(r"^step (\d+)/(\d+) ")
+
+
+def run_comparison(
+    presets: Sequence[str],
+    *,
+    output: Path,
+    num_processes: Sequence[int],
+    training_arguments: Sequence[str],
+    resume: bool,
+    retry_failed: bool,
+    untimed_steps: int,
+    reference: str | None,
+    cpu: bool,
+    timeout_seconds: float,
+) -> None:
+    """Run or resume a comparison, write its report, print its table.
+
+    Raises ToolkitError before any trial for what is wrong with the job; a trial that fails is a row.
+    """
+    chosen = {preset.name: (name, preset) for name in presets for preset in [load_preset(name)]}
+    comparison = plan_comparison(
+        [load_preset(name) for name in presets],
+        num_processes=num_processes,
+        training_arguments=training_arguments,
+        untimed_steps=untimed_steps,
+        reference=reference,
+        cpu=cpu,
+    )
+    for _, preset in chosen.values():
+        for n in comparison.num_processes:
+            job = check_job(preset, num_processes=n, training_argv=training_arguments, cpu=cpu)
+            refuse_own_arguments(job.arguments, integer(job.arguments, "max_steps", 0), untimed_steps)
+    open_comparison(output, comparison, resume=resume)
+    _run(comparison, output, {name: given for name, (given, _) in chosen.items()}, retry_failed, timeout_seconds)
+    _publish(results_of(comparison, output), output)
+
+
+def _run(
+    comparison: Comparison, output: Path, presets: dict[str, str], retry_failed: bool, timeout_seconds: float
+) -> None:
+    screen = _Screen(len(comparison.trials()))
+    try:
+        with screen:
+            run_trials(
+                comparison,
+                output,
+                presets,
+                retry_failed=retry_failed,
+                timeout_seconds=timeout_seconds,
+                on_start=screen.start,
+                on_line=screen.line,
+                on_finish=screen.finish,
+            )
+    except Stopped:
+        _talk().print("stopped; finished trials are kept. The same command with `--resume` goes on.")
+        raise typer.Exit(EXIT_RUN_FAILED) from None
+
+
+def write_report_again(folder: Path) -> None:
+    """The report from results.json."""
+    _publish(load_results(folder), folder)
+
+
+def _publish(results: Results, folder: Path) -> None:
+    files = write_report(results, folder)
+    Console(soft_wrap=False).print(console_table(results))
+    print(summary_sentence(results))
+    for path in (files.markdown, files.html, files.results_json, files.results_csv, files.plot):
+        print(path)
+
+
+def _talk() -> Console:
+    return Console(stderr=True, highlight=False)
+
+
+class _Screen:
+    """Bars on a terminal; one line when a trial starts and one when it ends anywhere else."""
+
+    def __init__(self, total: int) -> None:
+        self.console = _talk()
+        self.total, self.finished = total, 0
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+        self.bars = Progress(*columns, console=self.console) if self.console.is_terminal else None
+        self.trials = self.bars.add_task("trials", total=total) if self.bars else None
+        self.steps: Any = None
+
+    def __enter__(self) -> None:
+        (self.bars or nullcontext()).__enter__()
+
+    def __exit__(self, *exception: Any) -> None:
+        if self.bars:
+            self.bars.__exit__(*exception)
+
+    def start(self, trial: Trial) -> None:
+        if self.bars:
+            self.steps = self.bars.add_task(f"{trial.id}: starting", total=None)
+        else:
+            self.console.print(f"[{self.finished + 1}/{self.total}] {trial.id}: starting", markup=False)
+        sys.stderr.flush()
+
+    def line(self, text: str) -> None:
+        """A line of the trial's own output: its steps move the bar."""
+        match = STEP_LINE.match(text)
+        if match and self.bars:
+            name = str(self.bars.tasks[self.steps].description).split(":")[0]
+            completed, total = int(match[1]), int(match[2])
+            self.bars.update(self.steps, completed=completed, total=total if total > 0 else None, description=name)
+
+    def finish(self, trial: Trial, row: Row, from_ledger: bool) -> None:
+        self.finished += 1
+        if self.bars and self.steps is not None and not from_ledger:
+            self.bars.remove_task(self.steps)
+        if self.bars and self.trials is not None:
+            self.bars.update(self.trials, completed=self.finished)
+        note = "already in the ledger" if from_ledger else f"in {seconds(row['wall_seconds'])}"
+        if row["status"] == status.COMPLETED:
+            words = f"completed, {number(row['tokens_per_second'], 0)} tokens/s, last loss {number(row['last_loss'], 4)}"
+        else:
+            words = f"{row['status']}: {row['message']}"
+        self.console.print(f"[{self.finished}/{self.total}] {trial.id}: {words} ({note})", markup=False)

@@ -1,0 +1,169 @@
+"""Refuse in under a second what can be known before any rank starts: names, files, rows, arithmetic, disk.
+
+Nothing here imports torch. What only a rank can find out (a hub model's weights, GPU memory) is found there.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from toolkit.data.files import check_file, is_hub_id, resolve_source
+from toolkit.errors import ToolkitError
+from toolkit.hardware.gpus import count_gpus
+from toolkit.presets import Preset
+from toolkit.runs.argv import flag, integer, read_arguments
+from toolkit.runs.folder import RunFolder, read_json
+from toolkit.units import gib
+
+POSITIVE = ("per_device_train_batch_size", "gradient_accumulation_steps", "max_seq_length", "lora_r", "lora_alpha")
+DEFAULT_BATCH = 8  # transformers' per_device_train_batch_size
+WEIGHT_SUFFIXES = (".safetensors", ".bin")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Job:
+    """Training arguments that passed every check that needs no torch."""
+
+    arguments: dict[str, Any]
+    global_batch_size: int
+    """Sequences an optimizer step, over all ranks."""
+
+
+def check_job(preset: Preset, *, num_processes: int, training_argv: Sequence[str], cpu: bool) -> Job:
+    """Every check; the caller checks the output folder, which a comparison chooses itself.
+
+    Raises ToolkitError for the first thing that is wrong.
+    """
+    check_process_count(num_processes, gpus=None if cpu else count_gpus(), preset=preset)
+    arguments = read_arguments(training_argv)
+    check_required(arguments, ("model_name_or_path", "dataset"))
+    check_positive(arguments)
+    check_model(str(arguments["model_name_or_path"]))
+    rows = check_dataset(str(arguments["dataset"]))
+    batch = global_batch_size(arguments, num_processes)
+    check_rows_fill_a_step(rows, batch, str(arguments["dataset"]))
+    return Job(arguments=arguments, global_batch_size=batch)
+
+
+def check_process_count(num_processes: int, *, gpus: int | None, preset: Preset) -> None:
+    """At least what the preset needs, and no more than the GPUs (None: training on the CPU)."""
+    if num_processes < 1:
+        raise ToolkitError(f"--num-processes is {num_processes}, expected 1 or more")
+    if num_processes < preset.min_world_size:
+        raise ToolkitError(
+            f"preset {preset.name!r} needs at least {preset.min_world_size} processes, got {num_processes}",
+            hint=f"`--num-processes {preset.min_world_size}`, or `--preset ddp` for one",
+        )
+    if gpus is not None and num_processes > gpus:
+        raise ToolkitError(
+            f"{num_processes} processes, but {gpus} GPUs are visible here",
+            hint=f"`--num-processes {gpus}`" if gpus else "`--cpu` trains on the CPU",
+        )
+
+
+def check_required(arguments: dict[str, Any], names: Sequence[str]) -> None:
+    """Arguments without which no run makes sense."""
+    for name in names:
+        if arguments.get(name) in (None, True, ""):
+            raise ToolkitError(f"--{name} is missing", hint=f"add `-- --{name} ...` after the toolkit's own options")
+
+
+def check_positive(arguments: dict[str, Any]) -> None:
+    """Counts that must be at least one."""
+    for name in POSITIVE:
+        if name in arguments and arguments[name] is not None and integer(arguments, name, 1) < 1:
+            raise ToolkitError(f"--{name} is {arguments[name]}, expected 1 or more")
+
+
+def check_model(name: str) -> None:
+    """A local folder with its configuration and weights, or something that can be a hub id."""
+    folder = Path(name).expanduser()
+    if folder.is_dir():
+        if not (folder / "config.json").is_file():
+            raise ToolkitError(
+                f"model folder {name} has no config.json", hint="name the folder that `save_pretrained` wrote"
+            )
+        if not any(path.suffix in WEIGHT_SUFFIXES for path in folder.iterdir()):
+            raise ToolkitError(f"model folder {name} has no weights (*.safetensors or *.bin)")
+        return
+    if folder.exists() or not is_hub_id(name):
+        raise ToolkitError(
+            f"model {name!r} is neither a folder nor a hub id",
+            hint="a hub id looks like `owner/name`; a folder must exist",
+        )
+    check_hub_model(name)
+
+
+def check_hub_model(name: str) -> None:
+    """Fetch a hub model's config.json, which is small, so that a wrong id is refused before ranks start."""
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.utils import disable_progress_bars
+
+    disable_progress_bars()
+    try:
+        hf_hub_download(name, "config.json")
+    except Exception as error:  # many kinds, of which all mean that the ranks could not load it either
+        words = str(error).strip().splitlines()
+        raise ToolkitError(
+            f"model {name!r} cannot be loaded from the hub: {words[0] if words else type(error).__name__}",
+            hint="check the id and the network, or name a local folder",
+        ) from None
+
+
+def check_dataset(source: str) -> int | None:
+    """Rows of a local file, each checked; None where a hub id or a very long file leaves the number open."""
+    resolved = resolve_source(source)
+    if resolved.path is None:
+        return None
+    checked = check_file(resolved.path)
+    return checked.rows if checked.complete else None
+
+
+def global_batch_size(arguments: dict[str, Any], num_processes: int) -> int:
+    """Sequences an optimizer step: micro-batch x accumulation steps x ranks."""
+    micro = integer(arguments, "per_device_train_batch_size", DEFAULT_BATCH)
+    return micro * integer(arguments, "gradient_accumulation_steps", 1) * num_processes
+
+
+def check_rows_fill_a_step(rows: int | None, batch: int, dataset: str) -> None:
+    """Fewer rows than one global batch would be repeated within a step without a word."""
+    if rows is not None and rows < batch:
+        raise ToolkitError(
+            f"{dataset} has {rows} rows, fewer than one global batch of {batch} sequences",
+            hint="lower `--per_device_train_batch_size`, `--gradient_accumulation_steps` or the number of processes",
+        )
+
+
+def check_output(arguments: dict[str, Any]) -> Path:
+    """The output folder: named, free, writable, on a disk with room for the trained model."""
+    check_required(arguments, ("output_dir",))
+    folder = RunFolder(Path(str(arguments["output_dir"])))
+    folder.check_unused()
+    if flag(arguments.get("save_model", True)):
+        check_disk(folder.path, needed=weight_bytes(Path(str(arguments["model_name_or_path"])).expanduser()))
+    return folder.path
+
+
+def weight_bytes(model: Path) -> int:
+    """Bytes that a local model takes when its weights are saved in fp32; 0 for a hub id."""
+    if not model.is_dir():
+        return 0
+    config = read_json(model / "config.json") or {}
+    halves = str(config.get("dtype") or config.get("torch_dtype")) in ("bfloat16", "float16")
+    stored = sum(path.stat().st_size for path in model.iterdir() if path.suffix in WEIGHT_SUFFIXES)
+    return stored * 2 if halves else stored
+
+
+def check_disk(folder: Path, *, needed: int) -> None:
+    """Refuse a disk without room for what will be saved."""
+    existing = next((path for path in [folder, *folder.absolute().parents] if path.is_dir()), Path("/"))
+    free = shutil.disk_usage(existing).free
+    if free < needed:
+        raise ToolkitError(
+            f"{existing} has {gib(free)} free, the trained model needs about {gib(needed)}",
+            hint="name a folder on another disk: `--output_dir DIR`, or `--save_model false`",
+        )

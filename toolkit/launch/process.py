@@ -1,0 +1,149 @@
+"""Run a command in its own process group, both streams to a log, and leave no process behind.
+
+Ranks are started by torch's elastic agent in sessions of their own, so a process group alone does not reach
+them: every process of a run carries the run's id in its environment, and is found by it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import queue
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+import psutil
+
+from toolkit.launch.command import RUN_ID_VARIABLE, LaunchCommand
+
+GRACE_SECONDS = 15.0
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Outcome:
+    """How the launcher ended."""
+
+    exit_code: int
+    seconds: float
+    timed_out: bool = False
+    interrupted: bool = False
+
+
+def run_command(
+    command: LaunchCommand,
+    log: Path,
+    *,
+    on_line: Callable[[str], None],
+    timeout_seconds: float | None = None,
+) -> Outcome:
+    """Start the command and wait. Whatever happens (Ctrl-C too), all its processes are gone afterwards."""
+    started = time.monotonic()
+    timed_out = interrupted = False
+    with log.open("a", encoding="utf-8", errors="replace") as file, terminate_as_interrupt():
+        process = _start(command)
+        try:
+            timed_out = not _follow(process, file, on_line, deadline=timeout_seconds and started + timeout_seconds)
+        except KeyboardInterrupt:
+            interrupted = True
+        finally:
+            _stop(process, command.run_id, graceful=timed_out or interrupted)
+    seconds = time.monotonic() - started
+    return Outcome(exit_code=process.returncode, seconds=seconds, timed_out=timed_out, interrupted=interrupted)
+
+
+def _start(command: LaunchCommand) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        command.argv,
+        env=os.environ | command.environment,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        start_new_session=True,
+        preexec_fn=_die_with_parent,
+    )
+
+
+def _die_with_parent() -> None:
+    """If this program is killed outright, the kernel tells the launcher to end."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+def _follow(
+    process: subprocess.Popen[str], file: IO[str], on_line: Callable[[str], None], *, deadline: float | None
+) -> bool:
+    """Copy lines to the log until the process ends; False when the deadline passed first."""
+    assert process.stdout is not None
+    lines: queue.Queue[str | None] = queue.Queue()
+    threading.Thread(target=_read, args=(process.stdout, lines), daemon=True).start()
+    while True:
+        remaining = None if deadline is None else deadline - time.monotonic()
+        if remaining is not None and remaining <= 0:
+            return False
+        try:
+            line = lines.get(timeout=0.2 if remaining is None else max(0.01, min(0.2, remaining)))
+        except queue.Empty:
+            if process.poll() is not None:  # a grandchild may keep the pipe open
+                return True
+            continue
+        if line is None:
+            process.wait()
+            return True
+        file.write(line)
+        file.flush()
+        on_line(line.rstrip("\n"))
+
+
+def _read(stream: IO[str], lines: queue.Queue[str | None]) -> None:
+    for line in stream:
+        lines.put(line)
+    lines.put(None)
+
+
+def _stop(process: subprocess.Popen[str], run_id: str, *, graceful: bool) -> None:
+    """SIGTERM to the launcher, which ends its ranks; SIGKILL to whatever is still there."""
+    if graceful and process.poll() is None:
+        process.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(GRACE_SECONDS)
+    for left in processes_of(run_id):
+        with contextlib.suppress(psutil.Error):
+            left.kill()
+    process.wait()
+
+
+def processes_of(run_id: str) -> list[psutil.Process]:
+    """Every process that carries the run's id, wherever it stands in the process tree."""
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if process.environ().get(RUN_ID_VARIABLE) == run_id:
+                found.append(process)
+    return found
+
+
+@contextlib.contextmanager
+def terminate_as_interrupt() -> Iterator[None]:
+    """SIGTERM to this program ends the run like Ctrl-C, so that its processes are ended too."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def interrupt(_number: int, _frame: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
