@@ -8,7 +8,7 @@ DEMO_PRESETS ?= ddp zero1 zero2 zero3 zero3_cpu_offload fsdp2
 DEMO_OUTPUT ?= demo-output
 # One training job, the same under every preset. The model and the data come out of their packages.
 DEMO_ARGS ?= --model_name_or_path "$$model" --dataset "$$data" --per_device_train_batch_size 2 \
-	--max_seq_length 128 --max_steps 10 --learning_rate 1e-4
+	--max_seq_length 128 --max_steps 8 --learning_rate 1e-4
 
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c

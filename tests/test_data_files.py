@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from toolkit.data import Source, check_file, files, is_hub_id, iter_rows, resolve_source
+from toolkit.data import Source, check_file, is_hub_id, iter_rows, json_list, resolve_source
 from toolkit.errors import ToolkitError
 
 Write = Callable[[str, str | bytes], Path]
@@ -134,7 +134,7 @@ def test_a_json_list_reads_the_same_wherever_the_buffer_ends(
 ) -> None:
     rows = [{"text": 'a "b" \\ å 🙂', "n": [1, -2.5e3, True, None]}, {}, {"text": "x" * 30}]
     path = write("rows.json", json.dumps(rows, indent=1))
-    monkeypatch.setattr(files, "CHUNK_CHARS", chunk)
+    monkeypatch.setattr(json_list, "CHUNK_CHARS", chunk)
     expected = [("row 1, line 2", rows[0]), ("row 2, line 11", rows[1]), ("row 3, line 12", rows[2])]
     assert list(iter_rows(path)) == expected
 

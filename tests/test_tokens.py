@@ -16,18 +16,9 @@ import torch
 
 from toolkit.data import Sample
 from toolkit.errors import ToolkitError
-from toolkit.train.tokens import (
-    BATCH_FACTS,
-    IGNORED,
-    BatchFacts,
-    Collator,
-    Tokenized,
-    encode,
-    load_rows,
-    mark_supervised,
-    preflight_lines,
-    tokenize,
-)
+from toolkit.train.batches import BATCH_FACTS, IGNORED, BatchFacts, Collator
+from toolkit.train.data_preflight import mark_supervised, preflight_lines
+from toolkit.train.tokens import Tokenized, encode, load_rows, tokenize
 
 TURNS = [
     {"role": "system", "content": "Be brief."},

@@ -1,8 +1,8 @@
 """Presets, a thin training script and a comparison that can be trusted.
 
-    >>> from toolkit import load_preset
-    >>> load_preset("zero3").sharding
-    'full_shard'
+>>> from toolkit import load_preset
+>>> load_preset("zero3").sharding
+'full_shard'
 """
 
 from toolkit.presets import Preset, list_presets, load_preset

@@ -1,7 +1,7 @@
 """`toolkit`, the door: every command parses, asks a room, and prints. No torch is imported here.
 
-    $ toolkit presets
-    $ toolkit train --preset zero2 --num-processes 2 -- --model_name_or_path M --dataset D --output_dir O
+$ toolkit presets
+$ toolkit train --preset zero2 --num-processes 2 -- --model_name_or_path M --dataset D --output_dir O
 """
 
 from __future__ import annotations
@@ -9,11 +9,11 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from toolkit.errors import ToolkitError
+from toolkit.errors import EXIT_RUN_FAILED, EXIT_WRONG_INPUT, ToolkitError
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -25,7 +25,9 @@ app = typer.Typer(
 PRESET_HELP = "a preset's name (see `toolkit presets`), or an accelerate YAML file"
 PROCESSES_HELP = "ranks to start on this machine, one a GPU"
 CPU_HELP = "train on the CPU; the default where no GPU is visible"
-PASS_ON = {"ignore_unknown_options": False, "allow_extra_args": True}
+TABLE_COLUMNS = 100
+# click's, or that of typer's own copy of click, which exports only its subclass.
+UsageError: type[Exception] = typer.BadParameter.__mro__[1]
 TrainingArguments = Annotated[
     list[str] | None, typer.Argument(help="after `--`: arguments of the training script, passed on unchanged")
 ]
@@ -43,13 +45,16 @@ def presets(as_json: Annotated[bool, typer.Option("--json", help="the table as J
     from rich.console import Console
     from rich.table import Table
 
-    table = Table("preset", "engine", "sharding", "offload", "precision", "needs", "when to choose it")
+    table = Table("preset", "engine", "sharding", "offloads", "precision", "processes", box=None)
     for preset in found:
-        offload = [f"{what}: {where}" for what, where in _offloads(preset) if where]
-        needs = f"{preset.min_world_size}+ processes"
-        row = (preset.name, preset.engine, preset.sharding, ", ".join(offload) or "-", preset.mixed_precision, needs)
-        table.add_row(*row, preset.summary)
-    Console().print(table)
+        offload = ", ".join(f"{what}: {where}" for what, where in _offloads(preset) if where) or "-"
+        processes = f"{preset.min_world_size}+"
+        table.add_row(preset.name, preset.engine, preset.sharding, offload, preset.mixed_precision, processes)
+    console = Console(soft_wrap=True, highlight=False)
+    console.print(table, width=max(console.width, TABLE_COLUMNS))  # a narrow pipe must not cut names
+    console.print()
+    for preset in found:
+        console.print(f"{preset.name}: {preset.summary}", markup=False)
 
 
 def _offloads(preset: object) -> list[tuple[str, str | None]]:
@@ -163,13 +168,25 @@ def say(line: str) -> None:
 def main(argv: list[str] | None = None) -> None:
     """Run a command; what a user can fix is two lines and an exit code, without a traceback."""
     try:
-        app(args=argv, prog_name="toolkit")
+        sys.exit(app(args=argv, prog_name="toolkit", standalone_mode=False))
     except ToolkitError as error:
         say(f"error: {error}")
         sys.exit(error.exit_code)
-    except KeyboardInterrupt:
+    except UsageError as error:
+        _say_usage(error)
+        sys.exit(EXIT_WRONG_INPUT)
+    except (KeyboardInterrupt, typer.Abort):
         say("stopped")
-        sys.exit(1)
+        sys.exit(EXIT_RUN_FAILED)
+
+
+def _say_usage(error: Any) -> None:
+    """What typer refuses, said like every other wrong input; `toolkit` alone is no mistake to explain."""
+    if type(error).__name__ == "NoArgsIsHelpError":
+        error.show()
+        return
+    what = " ".join(str(error.format_message()).split())
+    say(f"error: {what[:1].lower()}{what[1:].rstrip('.')}\n  hint: see `{error.ctx.command_path} --help`")
 
 
 if __name__ == "__main__":

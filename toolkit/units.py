@@ -1,9 +1,9 @@
 """Bytes, seconds and unknowns as people read them.
 
-    >>> gib(3 * 2**30)
-    '3.00 GiB'
-    >>> gib(None)
-    'n/a'
+>>> gib(3 * 2**30)
+'3.00 GiB'
+>>> gib(None)
+'n/a'
 """
 
 from __future__ import annotations

@@ -20,6 +20,7 @@ from toolkit.compare.run import Stopped, results_of, run_trials
 from toolkit.compare.trials import Comparison, Trial, open_comparison, plan_comparison, refuse_own_arguments
 from toolkit.errors import EXIT_RUN_FAILED
 from toolkit.launch.preflight import check_job
+from toolkit.launch.process import terminate_as_interrupt
 from toolkit.presets import load_preset
 from toolkit.runs import status
 from toolkit.runs.argv import integer
@@ -68,7 +69,7 @@ def _run(
 ) -> None:
     screen = _Screen(len(comparison.trials()))
     try:
-        with screen:
+        with terminate_as_interrupt(), screen:
             run_trials(
                 comparison,
                 output,
@@ -79,7 +80,7 @@ def _run(
                 on_line=screen.line,
                 on_finish=screen.finish,
             )
-    except Stopped:
+    except (Stopped, KeyboardInterrupt):
         _talk().print("stopped; finished trials are kept. The same command with `--resume` goes on.")
         raise typer.Exit(EXIT_RUN_FAILED) from None
 
@@ -98,7 +99,7 @@ def _publish(results: Results, folder: Path) -> None:
 
 
 def _talk() -> Console:
-    return Console(stderr=True, highlight=False)
+    return Console(stderr=True, highlight=False, soft_wrap=True)  # a pipe keeps one line a trial
 
 
 class _Screen:
@@ -142,7 +143,9 @@ class _Screen:
             self.bars.update(self.trials, completed=self.finished)
         note = "already in the ledger" if from_ledger else f"in {seconds(row['wall_seconds'])}"
         if row["status"] == status.COMPLETED:
-            words = f"completed, {number(row['tokens_per_second'], 0)} tokens/s, last loss {number(row['last_loss'], 4)}"
+            words = (
+                f"completed, {number(row['tokens_per_second'], 0)} tokens/s, last loss {number(row['last_loss'], 4)}"
+            )
         else:
             words = f"{row['status']}: {row['message']}"
         self.console.print(f"[{self.finished}/{self.total}] {trial.id}: {words} ({note})", markup=False)

@@ -1,7 +1,7 @@
 """Which trials a comparison has, and that a resumed one is still the same comparison.
 
-    >>> Trial(preset="zero2", num_processes=2).id
-    'zero2-n2'
+>>> Trial(preset="zero2", num_processes=2).id
+'zero2-n2'
 """
 
 from __future__ import annotations

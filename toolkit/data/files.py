@@ -19,18 +19,14 @@ from pathlib import Path
 from typing import Any, Literal
 
 from toolkit.data.formats import check_row, detect_format
+from toolkit.data.json_list import JsonList
+from toolkit.data.lines import Lines, Placed, failure_at, json_failure
 from toolkit.errors import ToolkitError, nearest
 
 SUFFIXES = (".json", ".jsonl", ".csv", ".parquet")
-CHUNK_CHARS = 2**20
 JSONL_HINT = "a .jsonl file holds one JSON object a line; a .json file may hold a list of objects"
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
-_SPACE = re.compile(r"\s*")
-_DECODER = json.JSONDecoder()
-
-Placed = tuple[str, Any, int]
-"""A place ("row 250, line 250"), what stands there, and about how many bytes were read up to its end."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -94,17 +90,13 @@ def check_file(path: Path, *, max_bytes: int | None = 32 * 2**20) -> FileCheck:
             data_format = data_format or detect_format(row)
             check_row(row, data_format)
         except ToolkitError as error:
-            raise _at(path, place, error.message, hint=error.hint) from None
+            raise failure_at(path, place, error.message, hint=error.hint) from None
         except RecursionError:
-            raise _at(path, place, "nested too deeply") from None
+            raise failure_at(path, place, "nested too deeply") from None
         rows += 1
         if max_bytes is not None and bytes_read >= max_bytes:
             return FileCheck(path=path, format=data_format, rows=rows, complete=False)
     return FileCheck(path=path, format=data_format, rows=rows, complete=True)
-
-
-def _at(path: Path, place: str, why: str, *, hint: str | None = None) -> ToolkitError:
-    return ToolkitError(f"{path}: {place}: {why}", hint=hint)
 
 
 def _nearest_file(path: Path) -> str | None:
@@ -120,7 +112,7 @@ def _placed_rows(path: Path) -> Iterator[Placed]:
     try:
         for place, row, bytes_read in _reader(path)(path):
             if not isinstance(row, dict):
-                raise _at(path, place, f"the row is not an object but {json.dumps(row)[:40]}", hint=JSONL_HINT)
+                raise failure_at(path, place, f"the row is not an object but {json.dumps(row)[:40]}", hint=JSONL_HINT)
             empty = False
             yield place, row, bytes_read
     except OSError as error:
@@ -140,35 +132,8 @@ def _reader(path: Path) -> Callable[[Path], Iterator[Placed]]:
 # -- text
 
 
-class _Lines:
-    """The lines of a UTF-8 file, decoded one by one so that a wrong byte has a line number."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.bytes_read = 0
-
-    def __iter__(self) -> Iterator[str]:
-        with self.path.open("rb") as file:
-            for number, line in enumerate(file, start=1):
-                self.bytes_read += len(line)
-                yield self._decoded(line, number)
-
-    def _decoded(self, line: bytes, number: int) -> str:
-        try:
-            return line.decode("utf-8-sig" if number == 1 else "utf-8")
-        except UnicodeDecodeError as error:
-            why = f"byte {error.start + 1} (0x{line[error.start]:02x}) is not UTF-8"
-            raise _at(self.path, f"line {number}", why, hint="save the file as UTF-8") from None
-
-
-def _json_failure(error: ValueError | RecursionError) -> str:
-    if isinstance(error, json.JSONDecodeError):
-        return f"malformed JSON: {error.msg} (column {error.colno})"
-    return "malformed JSON: " + ("nested too deeply" if isinstance(error, RecursionError) else str(error).split(";")[0])
-
-
 def _read_jsonl(path: Path) -> Iterator[Placed]:
-    lines, row = _Lines(path), 0
+    lines, row = Lines(path), 0
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
@@ -177,25 +142,25 @@ def _read_jsonl(path: Path) -> Iterator[Placed]:
         try:
             value = json.loads(line.rstrip("\r\n"))
         except (ValueError, RecursionError) as error:
-            raise _at(path, place, _json_failure(error), hint=JSONL_HINT) from None
+            raise failure_at(path, place, json_failure(error), hint=JSONL_HINT) from None
         yield place, value, lines.bytes_read
 
 
 def _read_csv(path: Path) -> Iterator[Placed]:
     csv.field_size_limit(sys.maxsize)  # a long document in one cell is no mistake
-    lines = _Lines(path)
+    lines = Lines(path)
     records = _csv_records(path, lines)
     _, header = next(records, ("", []))
     if len(set(header)) < len(header):
-        raise _at(path, "line 1", f"two columns have the same name: {', '.join(header)}")
+        raise failure_at(path, "line 1", f"two columns have the same name: {', '.join(header)}")
     for number, (place, record) in enumerate(records, start=1):
         place = f"row {number}, {place}"
         if len(record) != len(header):
-            raise _at(path, place, f"{len(record)} cells for {len(header)} columns ({', '.join(header)})")
+            raise failure_at(path, place, f"{len(record)} cells for {len(header)} columns ({', '.join(header)})")
         yield place, dict(zip(header, record, strict=True)), lines.bytes_read
 
 
-def _csv_records(path: Path, lines: _Lines) -> Iterator[tuple[str, list[str]]]:
+def _csv_records(path: Path, lines: Lines) -> Iterator[tuple[str, list[str]]]:
     """Each record with the line where it starts. Strict: else a quote that is never closed swallows the file."""
     reader = csv.reader(lines, strict=True)
     while True:
@@ -205,7 +170,8 @@ def _csv_records(path: Path, lines: _Lines) -> Iterator[tuple[str, list[str]]]:
         except StopIteration:
             return
         except csv.Error as error:
-            raise _at(path, place, f"malformed CSV: {error}", hint="is a quote missing in this record?") from None
+            hint = "is a quote missing in this record?"
+            raise failure_at(path, place, f"malformed CSV: {error}", hint=hint) from None
         if record:
             yield place, record
 
@@ -215,9 +181,9 @@ def _csv_records(path: Path, lines: _Lines) -> Iterator[tuple[str, list[str]]]:
 
 def _read_json(path: Path) -> Iterator[Placed]:
     """A list of objects, JSON lines, or one object around the list (`{"data": [...]}`)."""
-    first_line = next((line for line in _Lines(path) if line.strip()), "")
+    first_line = next((line for line in Lines(path) if line.strip()), "")
     if first_line.lstrip().startswith("["):
-        return _JsonList(path).rows()
+        return JsonList(path).rows()
     try:
         value = json.loads(first_line)
     except (ValueError, RecursionError):
@@ -226,13 +192,13 @@ def _read_json(path: Path) -> Iterator[Placed]:
 
 
 def _read_json_object(path: Path) -> Iterator[Placed]:
-    text = "".join(_Lines(path))
+    text = "".join(Lines(path))
     try:
         value = json.loads(text) if text.strip() else []
     except json.JSONDecodeError as error:
-        raise _at(path, f"line {error.lineno}", _json_failure(error)) from None
+        raise failure_at(path, f"line {error.lineno}", json_failure(error)) from None
     except (ValueError, RecursionError) as error:
-        raise ToolkitError(f"{path}: {_json_failure(error)}") from None
+        raise ToolkitError(f"{path}: {json_failure(error)}") from None
     rows = _wrapped_list(value)
     for number, row in enumerate([value] if rows is None and value else rows or [], start=1):
         yield f"row {number}", row, len(text)
@@ -248,89 +214,6 @@ def _wrapped_list(value: object) -> list[Any] | None:
     except ToolkitError:
         return lists[0] if len(lists) == 1 else None
     return None
-
-
-class _JsonList:
-    """The elements of one long JSON list, decoded as they are read."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.text = ""
-        self.position = 0
-        """Where in `text` the next thing starts."""
-        self.chars_dropped = 0
-        self.line = 1
-        self.line_position = 0
-        """`line` is the line of the character at `line_position`."""
-
-    def rows(self) -> Iterator[Placed]:
-        with self.path.open(encoding="utf-8-sig") as self.file:
-            number = 0
-            self._take("[")
-            while self._peek() != "]":
-                if number:
-                    self._take(",")
-                    self._peek()
-                number += 1
-                self.line, self.line_position = self._line(self.position), self.position
-                place = f"row {number}, line {self.line}"
-                yield place, self._value(place), self.chars_dropped + self.position
-            self._take("]")
-            if self._peek():
-                raise self._failure("more text after the end of the list")
-
-    def _more(self) -> bool:
-        """Drop what was decoded and read on; False at the end of the file."""
-        self.line, self.line_position = self._line(self.position), 0
-        self.chars_dropped += self.position
-        rest = self.text[self.position :]
-        try:
-            chunk = self.file.read(max(CHUNK_CHARS, len(rest)))
-        except UnicodeDecodeError:
-            for _ in _Lines(self.path):  # raises where the wrong byte is
-                pass
-            raise
-        self.text, self.position = rest + chunk, 0
-        return bool(chunk)
-
-    def _peek(self) -> str:
-        """The next character that is not white space; empty at the end of the file."""
-        while True:
-            space = _SPACE.match(self.text, self.position)
-            self.position = space.end() if space else self.position
-            if self.position < len(self.text):
-                return self.text[self.position]
-            if not self._more():
-                return ""
-
-    def _take(self, expected: str) -> None:
-        if self._peek() != expected:
-            raise self._failure(f"malformed JSON: expected `{expected}`" + (" or `]`" if expected == "," else ""))
-        self.position += 1
-
-    def _value(self, place: str) -> Any:
-        """Decode one element. A mistake stays where it is when more text is read; a row cut by the buffer does not."""
-        failed_at = -1
-        while True:
-            try:
-                value, self.position = _DECODER.raw_decode(self.text, self.position)
-                return value
-            except json.JSONDecodeError as error:
-                offset = error.pos - self.position
-                settled = offset == failed_at and not error.msg.startswith("Unterminated string")
-                line = self._line(error.pos)
-                if settled or not self._more():
-                    where = place if place.endswith(f"line {line}") else f"{place} (error in line {line})"
-                    raise _at(self.path, where, f"malformed JSON: {error.msg}") from None
-                failed_at = offset
-            except (ValueError, RecursionError) as error:
-                raise _at(self.path, place, _json_failure(error)) from None
-
-    def _line(self, position: int) -> int:
-        return self.line + self.text.count("\n", self.line_position, position)
-
-    def _failure(self, why: str) -> ToolkitError:
-        return _at(self.path, f"line {self._line(self.position)}", why)
 
 
 # -- Parquet

@@ -1,7 +1,7 @@
 """GPUs of this machine, counted without torch (importing it takes seconds).
 
-    >>> visible_gpus(["0", "1", "2"], cuda_visible_devices="2,0")
-    2
+>>> visible_gpus(["0", "1", "2"], cuda_visible_devices="2,0")
+2
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The machine and the libraries of a run, as text that goes into run.json.
 
-    >>> sorted(library_versions())[0]
-    'accelerate'
+>>> sorted(library_versions())[0]
+'accelerate'
 """
 
 from __future__ import annotations

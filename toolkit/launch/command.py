@@ -1,7 +1,7 @@
 """The argv and environment of one training run. Builds; `toolkit.launch.process` runs.
 
-    >>> launch_command(load_preset("ddp"), num_processes=2, training_argv=["--max_steps", "8"], cpu=True).shown
-    'accelerate launch --config_file .../ddp.yaml --num_processes 2 ...'
+>>> launch_command(load_preset("ddp"), num_processes=2, training_argv=["--max_steps", "8"], cpu=True).shown
+'accelerate launch --config_file .../ddp.yaml --num_processes 2 ...'
 """
 
 from __future__ import annotations

@@ -5,6 +5,7 @@ Nothing here imports torch. What only a rank can find out (a hub model's weights
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -81,16 +82,18 @@ def check_positive(arguments: dict[str, Any]) -> None:
 
 def check_model(name: str) -> None:
     """A local folder with its configuration and weights, or something that can be a hub id."""
-    folder = Path(name).expanduser()
-    if folder.is_dir():
+    folder = local_folder(name)
+    if os.path.isdir(folder):  # noqa: PTH112  (`Path.is_dir` raises for a name that is too long)
         if not (folder / "config.json").is_file():
             raise ToolkitError(
                 f"model folder {name} has no config.json", hint="name the folder that `save_pretrained` wrote"
             )
+        if read_json(folder / "config.json") is None:
+            raise ToolkitError(f"{folder / 'config.json'} is not a JSON object", hint="download the model again")
         if not any(path.suffix in WEIGHT_SUFFIXES for path in folder.iterdir()):
             raise ToolkitError(f"model folder {name} has no weights (*.safetensors or *.bin)")
         return
-    if folder.exists() or not is_hub_id(name):
+    if os.path.exists(folder) or not is_hub_id(name):  # noqa: PTH110
         raise ToolkitError(
             f"model {name!r} is neither a folder nor a hub id",
             hint="a hub id looks like `owner/name`; a folder must exist",
@@ -98,10 +101,15 @@ def check_model(name: str) -> None:
     check_hub_model(name)
 
 
+def local_folder(name: str) -> Path:
+    """Where a model would be if its name is a folder's."""
+    return Path(os.path.expanduser(name))  # noqa: PTH111  (`Path.expanduser` raises for an unknown user)
+
+
 def check_hub_model(name: str) -> None:
     """Fetch a hub model's config.json, which is small, so that a wrong id is refused before ranks start."""
     from huggingface_hub import hf_hub_download
-    from huggingface_hub.utils import disable_progress_bars
+    from huggingface_hub.utils.tqdm import disable_progress_bars
 
     disable_progress_bars()
     try:
@@ -143,8 +151,9 @@ def check_output(arguments: dict[str, Any]) -> Path:
     check_required(arguments, ("output_dir",))
     folder = RunFolder(Path(str(arguments["output_dir"])))
     folder.check_unused()
+    folder.check_writable()
     if flag(arguments.get("save_model", True)):
-        check_disk(folder.path, needed=weight_bytes(Path(str(arguments["model_name_or_path"])).expanduser()))
+        check_disk(folder.path, needed=weight_bytes(local_folder(str(arguments["model_name_or_path"]))))
     return folder.path
 
 

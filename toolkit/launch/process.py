@@ -105,8 +105,9 @@ def _follow(
 
 
 def _read(stream: IO[str], lines: queue.Queue[str | None]) -> None:
-    for line in stream:
-        lines.put(line)
+    with stream:
+        for line in stream:
+            lines.put(line)
     lines.put(None)
 
 
@@ -114,11 +115,16 @@ def _stop(process: subprocess.Popen[str], run_id: str, *, graceful: bool) -> Non
     """SIGTERM to the launcher, which ends its ranks; SIGKILL to whatever is still there."""
     if graceful and process.poll() is None:
         process.terminate()
-        with contextlib.suppress(subprocess.TimeoutExpired):
+        with contextlib.suppress(subprocess.TimeoutExpired, KeyboardInterrupt):  # a second Ctrl-C is impatience
             process.wait(GRACE_SECONDS)
-    for left in processes_of(run_id):
-        with contextlib.suppress(psutil.Error):
-            left.kill()
+    deadline = time.monotonic() + GRACE_SECONDS
+    while left := processes_of(run_id):  # asked again: one that was killed may have started another just before
+        for found in left:
+            with contextlib.suppress(psutil.Error):
+                found.kill()
+        if time.monotonic() > deadline:
+            break
+        time.sleep(0.01)
     process.wait()
 
 

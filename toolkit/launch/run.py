@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from toolkit.launch.command import LaunchCommand, launch_command
 from toolkit.launch.process import Outcome, run_command
 from toolkit.presets import Preset
 from toolkit.runs import status
-from toolkit.runs.folder import RunFolder, read_json, write_json
+from toolkit.runs.folder import RunFolder, read_json, start_facts, write_json
 
 LOG_LINES_IN_A_MESSAGE = 3
 
@@ -69,7 +68,7 @@ def _planned(
         "status": status.RUNNING,
         "exit_code": None,
         "launcher_pid": os.getpid(),
-        "started": datetime.now(UTC).isoformat(timespec="seconds"),
+        **start_facts(),
         "preset": preset.name,
         "preset_files": preset.texts(),
         "world_size": num_processes,
@@ -91,9 +90,7 @@ def conclude(folder: RunFolder, outcome: Outcome, *, killed_for_memory: bool) ->
     return RunResult(folder=folder, status=ended, exit_code=code, seconds=outcome.seconds, failure=failure)
 
 
-def _ending(
-    folder: RunFolder, outcome: Outcome, failure: dict[str, Any] | None, *, killed_for_memory: bool
-) -> str:
+def _ending(folder: RunFolder, outcome: Outcome, failure: dict[str, Any] | None, *, killed_for_memory: bool) -> str:
     if outcome.interrupted:
         return status.INTERRUPTED
     if failure is not None:

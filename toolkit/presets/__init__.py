@@ -1,7 +1,7 @@
 """Presets: files that say how to shard, read by every other room.
 
-    >>> load_preset("zero2").sharding
-    'shard_grad_op'
+>>> load_preset("zero2").sharding
+'shard_grad_op'
 """
 
 from toolkit.presets.catalog import list_presets, load_preset, preset_names, presets_root

@@ -1,7 +1,7 @@
 """The presets that ship: found by name, wherever the toolkit is installed.
 
-    >>> "ddp" in preset_names()
-    True
+>>> "ddp" in preset_names()
+True
 """
 
 from __future__ import annotations

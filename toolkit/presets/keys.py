@@ -8,64 +8,85 @@ reads would silently do something else, so each nested key is held against these
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from toolkit.errors import ToolkitError, did_you_mean
 
-ACCELERATE_KEYS = frozenset(
-    "command_file commands compute_environment debug deepspeed_config distributed_type downcast_bf16 dynamo_config"
-    " enable_cpu_affinity fp8_config fsdp_config gpu_ids machine_rank main_process_ip main_process_port"
-    " main_training_function megatron_lm_config mixed_precision mpirun_config num_machines num_processes"
-    " parallelism_config rdzv_backend same_network tpu_env tpu_name tpu_use_cluster tpu_use_sudo tpu_vm tpu_zone"
-    " use_cpu".split()
-)
-FSDP_KEYS = frozenset(
-    "fsdp_activation_checkpointing fsdp_activation_checkpointing_offload fsdp_auto_wrap_policy fsdp_backward_prefetch"
-    " fsdp_cpu_ram_efficient_loading fsdp_forward_prefetch fsdp_ignored_modules fsdp_min_num_params"
-    " fsdp_offload_params fsdp_reshard_after_forward fsdp_sharding_strategy fsdp_state_dict_type"
-    " fsdp_sync_module_states fsdp_transformer_layer_cls_to_wrap fsdp_use_orig_params fsdp_version".split()
-)
-DEEPSPEED_BLOCK_KEYS = frozenset(
-    "deepspeed_config_file deepspeed_exclusion_filter deepspeed_hostfile deepspeed_inclusion_filter"
-    " deepspeed_moe_layer_cls_names deepspeed_multinode_launcher gradient_accumulation_steps gradient_clipping"
-    " offload_optimizer_device offload_optimizer_nvme_path offload_param_device offload_param_nvme_path"
-    " zero3_init_flag zero3_save_16bit_model zero_stage".split()
-)
-PARALLELISM_KEYS = frozenset(
-    f"parallelism_config_{axis}" for axis in "dp_replicate_size dp_shard_size tp_size cp_size sp_size".split()
-)
-ZERO_KEYS = frozenset(
-    "allgather_bucket_size allgather_partitions contiguous_gradients elastic_checkpoint ignore_unused_parameters"
-    " load_from_fp32_weights memory_efficient_linear offload_optimizer offload_param overlap_comm reduce_bucket_size"
-    " reduce_scatter round_robin_gradients stage stage3_gather_16bit_weights_on_model_save stage3_max_live_parameters"
-    " stage3_max_reuse_distance stage3_model_persistence_threshold stage3_module_granularity_threshold"
-    " stage3_param_persistence_threshold stage3_prefetch_bucket_size stage3_use_all_reduce_for_fetch_params"
-    " sub_group_size zero_hpz_partition_size zero_quantized_gradients zero_quantized_nontrainable_weights"
-    " zero_quantized_weights".split()
-)
+
+def _words(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+ACCELERATE_KEYS = _words("""
+    command_file commands compute_environment debug deepspeed_config distributed_type downcast_bf16
+    dynamo_config enable_cpu_affinity fp8_config fsdp_config gpu_ids machine_rank main_process_ip
+    main_process_port main_training_function megatron_lm_config mixed_precision mpirun_config num_machines
+    num_processes parallelism_config rdzv_backend same_network tpu_env tpu_name tpu_use_cluster tpu_use_sudo
+    tpu_vm tpu_zone use_cpu
+""")
+FSDP_KEYS = _words("""
+    fsdp_activation_checkpointing fsdp_activation_checkpointing_offload fsdp_auto_wrap_policy
+    fsdp_backward_prefetch fsdp_cpu_ram_efficient_loading fsdp_forward_prefetch fsdp_ignored_modules
+    fsdp_min_num_params fsdp_offload_params fsdp_reshard_after_forward fsdp_sharding_strategy
+    fsdp_state_dict_type fsdp_sync_module_states fsdp_transformer_layer_cls_to_wrap fsdp_use_orig_params
+    fsdp_version
+""")
+DEEPSPEED_BLOCK_KEYS = _words("""
+    deepspeed_config_file deepspeed_exclusion_filter deepspeed_hostfile deepspeed_inclusion_filter
+    deepspeed_moe_layer_cls_names deepspeed_multinode_launcher gradient_accumulation_steps gradient_clipping
+    offload_optimizer_device offload_optimizer_nvme_path offload_param_device offload_param_nvme_path
+    zero3_init_flag zero3_save_16bit_model zero_stage
+""")
+PARALLELISM_KEYS = _words("""
+    parallelism_config_cp_backend parallelism_config_cp_comm_strategy parallelism_config_cp_size
+    parallelism_config_dp_replicate_size parallelism_config_dp_shard_size
+    parallelism_config_sp_attn_implementation parallelism_config_sp_backend parallelism_config_sp_seq_length
+    parallelism_config_sp_seq_length_is_variable parallelism_config_sp_size parallelism_config_tp_size
+""")
+# Deprecated spellings (`cpu_offload`, ...) are left out: the toolkit reads the others.
+ZERO_KEYS = _words("""
+    allgather_bucket_size allgather_partitions compute_grad_norm contiguous_gradients elastic_checkpoint
+    enable_sanity_checks ignore_unused_parameters leaf_module legacy_stage1 load_from_fp32_weights
+    log_trace_cache_warnings memory_efficient_linear offload_optimizer offload_param overlap_comm
+    override_module_apply parameter_alignment pipeline_loading_checkpoint reduce_bucket_size reduce_scatter
+    round_robin_gradients save_muon_momentum_buffer_in_memory stage stage3_allgather_sequential
+    stage3_gather_16bit_weights_on_model_save stage3_max_live_parameters stage3_max_reuse_distance
+    stage3_model_persistence_threshold stage3_module_granularity_threshold stage3_param_persistence_threshold
+    stage3_prefetch_bucket_size stage3_use_all_reduce_for_fetch_params sub_group_size
+    use_multi_rank_bucket_allreduce zenflow zero_hpz_partition_size zero_quantized_gradients
+    zero_quantized_nontrainable_weights zero_quantized_weights
+""")
 OFFLOAD_KEYS = {
-    "offload_optimizer": frozenset(
-        "buffer_count cpuadam_cores_perc device fast_init nvme_path pin_memory pipeline_read pipeline_write ratio".split()
+    "offload_optimizer": _words(
+        "buffer_count cpuadam_cores_perc device fast_init nvme_path pin_memory pipeline_read pipeline_write ratio"
+        " super_offload"
     ),
-    "offload_param": frozenset("buffer_count buffer_size device max_in_cpu nvme_path pin_memory".split()),
+    "offload_param": _words("buffer_count buffer_size device max_in_cpu nvme_path pin_memory"),
 }
-DEEPSPEED_KEYS = frozenset(
-    "activation_checkpointing aio bf16 checkpoint comms_logger communication_data_type data_types dataloader_drop_last"
-    " flops_profiler fp16 gradient_accumulation_steps gradient_clipping gradient_predivide_factor optimizer"
-    " prescale_gradients scheduler seq_parallel_communication_data_type steps_per_print tensorboard torch_autocast"
-    " train_batch_size train_micro_batch_size_per_gpu wall_clock_breakdown zero_allow_untested_optimizer"
-    " zero_force_ds_cpu_optimizer zero_optimization".split()
-)
+# Without those that DeepSpeed 0.19.8 removed and refuses (`elasticity`, `amp`, ...).
+DEEPSPEED_KEYS = _words("""
+    activation_checkpointing aio autotuning bf16 checkpoint comet comms_logger communication_data_type compile
+    csv_monitor data_efficiency data_types dataloader_drop_last datastates_ckpt disable_allgather
+    disable_python_gc dump_state expert_parallel flops_profiler fp16 gradient_accumulation_steps
+    gradient_allreduce_op gradient_clipping gradient_predivide_factor hybrid_engine log_level
+    managed_gradient_accumulation memory_breakdown optimizer pipeline prescale_gradients scheduler
+    seq_parallel_communication_data_type steps_per_print tensor_parallel tensorboard timers torch_autocast
+    train_batch_size train_micro_batch_size_per_gpu use_data_before_expert_parallelism vocabulary_size
+    wall_clock_breakdown wandb weight_quantization zero_allow_untested_optimizer zero_force_ds_cpu_optimizer
+    zero_optimization
+""")
 
 
-def refuse_unknown(found: Iterable[str], known: frozenset[str], *, block: str, path: Path) -> None:
-    """Raise for the first key that is in no list, with the nearest known one."""
-    for key in found:
+def refuse_unknown(found: object, known: frozenset[str], *, block: str, path: Path) -> None:
+    """Raise for the first key that is in no list, with the nearest known one; a block that is absent has none."""
+    if found is not None and not isinstance(found, Mapping):
+        raise ToolkitError(f"{path}: {block} is {found!r}, expected keys and values")
+    for key in map(str, found or ()):
         if key not in known:
             raise ToolkitError(
-                f"{path}: unknown key {key!r} in {block}; the engine would ignore it without a word",
+                f"{path}: unknown key {key!r} in {block}; engines ignore such a key without a word",
                 hint=did_you_mean(key, known, otherwise=f"known keys: {', '.join(sorted(known))}"),
             )
 
@@ -73,15 +94,19 @@ def refuse_unknown(found: Iterable[str], known: frozenset[str], *, block: str, p
 def check_accelerate_keys(config: Mapping[str, Any], path: Path) -> None:
     """Every key of an accelerate YAML, nested blocks included."""
     refuse_unknown(config, ACCELERATE_KEYS, block="the top level", path=path)
-    blocks = {"fsdp_config": FSDP_KEYS, "deepspeed_config": DEEPSPEED_BLOCK_KEYS, "parallelism_config": PARALLELISM_KEYS}
+    blocks = {
+        "fsdp_config": FSDP_KEYS,
+        "deepspeed_config": DEEPSPEED_BLOCK_KEYS,
+        "parallelism_config": PARALLELISM_KEYS,
+    }
     for block, known in blocks.items():
-        refuse_unknown(config.get(block) or {}, known, block=block, path=path)
+        refuse_unknown(config.get(block), known, block=block, path=path)
 
 
 def check_deepspeed_keys(config: Mapping[str, Any], path: Path) -> None:
     """Every key of a DeepSpeed JSON that decides what is sharded, offloaded or computed."""
     refuse_unknown(config, DEEPSPEED_KEYS, block="the top level", path=path)
+    refuse_unknown(config.get("zero_optimization"), ZERO_KEYS, block="zero_optimization", path=path)
     zero = config.get("zero_optimization") or {}
-    refuse_unknown(zero, ZERO_KEYS, block="zero_optimization", path=path)
     for block, known in OFFLOAD_KEYS.items():
-        refuse_unknown(zero.get(block) or {}, known, block=f"zero_optimization.{block}", path=path)
+        refuse_unknown(zero.get(block), known, block=f"zero_optimization.{block}", path=path)

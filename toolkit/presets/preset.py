@@ -1,7 +1,7 @@
 """One preset: an accelerate YAML, its DeepSpeed JSON if it names one, and what the pair promises.
 
-    >>> read_preset(Path("accelerate_configs/zero3.yaml")).engine
-    'deepspeed'
+>>> read_preset(Path("accelerate_configs/zero3.yaml")).engine
+'deepspeed'
 """
 
 from __future__ import annotations
@@ -71,12 +71,19 @@ class Preset:
 
     def as_row(self) -> dict[str, Any]:
         """The preset as `toolkit presets --json` gives it."""
-        names = "name engine sharding offload_optimizer offload_param mixed_precision min_world_size".split()
-        row: dict[str, Any] = {name: getattr(self, name) for name in names}
         json_path = self.deepspeed_config_path
-        row["accelerate_config"] = str(self.accelerate_config_path)
-        row["deepspeed_config"] = None if json_path is None else str(json_path)
-        return row | {"summary": self.summary}
+        return {
+            "name": self.name,
+            "engine": self.engine,
+            "sharding": self.sharding,
+            "offload_optimizer": self.offload_optimizer,
+            "offload_param": self.offload_param,
+            "mixed_precision": self.mixed_precision,
+            "min_world_size": self.min_world_size,
+            "accelerate_config": str(self.accelerate_config_path),
+            "deepspeed_config": None if json_path is None else str(json_path),
+            "summary": self.summary,
+        }
 
 
 def read_preset(path: Path) -> Preset:
@@ -88,7 +95,7 @@ def read_preset(path: Path) -> Preset:
     check_accelerate_keys(config, path)
     engine = _engine(config, path)
     json_path = _deepspeed_path(config, path)
-    promise = _deepspeed_promise(config, json_path, path) if engine == "deepspeed" else _torch_promise(config, path)
+    promise = _deepspeed_promise(json_path, path) if engine == "deepspeed" else _torch_promise(config, path)
     return Preset(
         name=path.stem,
         summary=_first_comment(path),
@@ -129,8 +136,8 @@ def _engine(config: dict[str, Any], path: Path) -> str:
 
 
 def _deepspeed_path(config: dict[str, Any], path: Path) -> Path | None:
-    """accelerate resolves the JSON against the working directory; beside the YAML's folder it is found from anywhere."""
-    named = (config.get("deepspeed_config") or {}).get("deepspeed_config_file")
+    """accelerate resolves the JSON against the working directory; beside the YAML's folder any directory will do."""
+    named: str | None = (config.get("deepspeed_config") or {}).get("deepspeed_config_file")
     if named is None:
         return None
     tried = [path.resolve().parent.parent / named, path.resolve().parent / named, Path.cwd() / named]
@@ -140,7 +147,7 @@ def _deepspeed_path(config: dict[str, Any], path: Path) -> Path | None:
     return found.resolve()
 
 
-def _deepspeed_promise(config: dict[str, Any], json_path: Path | None, path: Path) -> dict[str, Any]:
+def _deepspeed_promise(json_path: Path | None, path: Path) -> dict[str, Any]:
     if json_path is None:
         raise ToolkitError(
             f"{path}: deepspeed_config names no deepspeed_config_file",

@@ -23,7 +23,9 @@ from toolkit.errors import ToolkitError, did_you_mean
 from toolkit.runs.arguments import DataArguments, ModelArguments
 
 CONFIG_SUFFIXES = (".yaml", ".yml", ".json")
-TRUE_WORDS = {"true", "1", "yes", "y", "t", "on"}
+# What transformers' own parser takes for a boolean.
+TRUE_WORDS = {"true", "1", "yes", "y", "t"}
+FALSE_WORDS = {"false", "0", "no", "n", "f"}
 
 
 @functools.cache
@@ -80,8 +82,8 @@ def flag(value: Any) -> bool:
 
 
 def integer(values: dict[str, Any], name: str, default: int) -> int:
-    """An integer argument, or its default."""
-    return int(float(values[name])) if name in values else default
+    """An integer argument, or its default where it is absent or null."""
+    return default if values.get(name) is None else int(float(values[name]))
 
 
 def _read_flags(words: list[str]) -> dict[str, Any]:
@@ -96,8 +98,19 @@ def _read_flags(words: list[str]) -> dict[str, Any]:
         if name not in argument_types() and name.startswith("no_") and _is_boolean(name[3:]):
             name, following = name[3:], ["false"]
         _check_name(name, where=f"unknown argument --{name}", prefix="--")
-        values[name] = following[0] if len(following) == 1 else (following or True)
+        values[name] = _one_value(name, following)
     return values
+
+
+def _one_value(name: str, following: list[str]) -> Any:
+    """The words after a flag: one, none where the flag is a boolean, several where it takes a list."""
+    if len(following) == 1:
+        return following[0]
+    if following and "list" not in argument_types()[name]:
+        raise ToolkitError(f"unexpected word {following[1]!r} after --{name} {following[0]}")
+    if not following and not _is_boolean(name):
+        raise ToolkitError(f"--{name} has no value", hint=f"`--{name} VALUE`")
+    return following or True
 
 
 def _take_values(words: list[str]) -> list[str]:
@@ -120,8 +133,10 @@ def _check_name(name: str, *, where: str, prefix: str) -> None:
 
 
 def _check_value(name: str, value: Any) -> None:
-    """Refuse what is no number where only a number can stand."""
+    """Refuse what is no number, or neither true nor false, where only that can stand."""
     annotation = argument_types()[name]
+    if annotation in ("bool", "bool | None") and str(value).lower() not in TRUE_WORDS | FALSE_WORDS | {"none"}:
+        raise ToolkitError(f"--{name} is {value!r}, expected true or false")
     expected = {"int": int, "int | None": int, "float": float, "float | None": float}.get(annotation)
     if expected is None or value is None:
         return

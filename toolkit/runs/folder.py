@@ -1,15 +1,18 @@
 """The run folder: which files it holds, written so that a reader never sees half of one.
 
-    >>> RunFolder(Path("out")).rank_rows(1).name
-    'rank1.jsonl'
+>>> RunFolder(Path("out")).rank_rows(1).name
+'rank1.jsonl'
 """
 
 from __future__ import annotations
 
 import json
 import os
+import tempfile
+import time
 import uuid
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +65,7 @@ class RunFolder:
         Raises ToolkitError for a folder that holds a finished run or cannot be written.
         """
         self.check_unused()
+        self.check_writable()
         self._make()
         for leftover in [self.failure_json, self.attestation_json, self.log, *self.path.glob("ranks/rank*.jsonl")]:
             leftover.unlink(missing_ok=True)
@@ -85,17 +89,33 @@ class RunFolder:
                 hint="wait for it, or name another folder",
             )
 
+    def check_writable(self) -> None:
+        """Refuse a folder that cannot be made or written; nothing is left behind by the attempt."""
+        ancestors = [self.path, *self.path.absolute().parents]
+        existing = next(path for path in ancestors if os.path.lexists(path))
+        try:
+            with tempfile.TemporaryDirectory(dir=existing, prefix=".write-probe-"):
+                pass
+        except OSError as error:
+            raise self._unwritable(error) from None
+
     def _make(self) -> None:
         try:
             (self.path / "ranks").mkdir(parents=True, exist_ok=True)
-            probe = self.path / f".write-probe-{os.getpid()}"
-            probe.touch()
-            probe.unlink()
         except OSError as error:
-            raise ToolkitError(
-                f"output_dir {self.path} cannot be written: {error.strerror}",
-                hint="name a folder that you can write to: `--output_dir DIR`",
-            ) from None
+            raise self._unwritable(error) from None
+
+    def _unwritable(self, error: OSError) -> ToolkitError:
+        return ToolkitError(
+            f"output_dir {self.path} cannot be written: {error.strerror}",
+            hint="name a folder that you can write to: `--output_dir DIR`",
+        )
+
+
+def start_facts() -> dict[str, Any]:
+    """When a run starts, for people and for arithmetic; the launcher says it, or the script that has none."""
+    now = time.time()
+    return {"started": datetime.fromtimestamp(now, UTC).isoformat(timespec="seconds"), "started_unix": now}
 
 
 def write_json(path: Path, content: Any) -> None:

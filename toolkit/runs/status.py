@@ -1,7 +1,7 @@
 """Statuses of a run, and the exit code that each means.
 
-    >>> exit_code_of("host_out_of_memory")
-    3
+>>> exit_code_of("host_out_of_memory")
+3
 """
 
 from __future__ import annotations

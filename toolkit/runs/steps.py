@@ -1,7 +1,7 @@
 """Measured steps of a run, read from `ranks/rank*.jsonl`, and the speed and memory that they show.
 
-    >>> throughput(step_seconds=[9.0, 0.5, 0.5], tokens=[10, 1000, 1000], untimed_steps=1)
-    2000.0
+>>> throughput(step_seconds=[9.0, 0.5, 0.5], tokens=[10, 1000, 1000], untimed_steps=1)
+2000.0
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Flags, a YAML file, or both, into the three dataclasses of the training script.
 
-    accelerate launch ... -m toolkit.train config.yaml --max_steps 8
+accelerate launch ... -m toolkit.train config.yaml --max_steps 8
 """
 
 from __future__ import annotations

@@ -8,10 +8,13 @@ from __future__ import annotations
 import json
 import os
 import sys
+import time
 import traceback
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from toolkit.errors import AttestationFailed, OutOfMemory, RunFailed, ToolkitError
 from toolkit.runs import status
@@ -22,13 +25,20 @@ HOST_MEMORY_WORDS = ("can't allocate memory", "Cannot allocate memory", "std::ba
 
 @dataclass(slots=True)
 class Progress:
-    """Where this rank is, for a failure to name."""
+    """Where this rank is, for a failure to name, and when it got there."""
 
     phase: str = "start"
-    """`start`, `data`, `load`, `forward`, `backward`, `step`, `attest`, `save`."""
+    """`start`, `arguments`, `data`, `load`, `engine`, `attest`, `train`, `forward`, `backward`, `step`, `save`."""
     step: int = 0
     output_dir: Path | None = None
     facts: dict[str, Any] = field(default_factory=dict)
+    phases: list[tuple[str, float]] = field(default_factory=lambda: [("start", psutil.Process().create_time())])
+    """Each phase of the run with the Unix time when it began; `start` is the start of this process."""
+
+    def enter(self, phase: str) -> None:
+        """Begin a phase and write down when; what every step repeats only sets `phase`."""
+        self.phase = phase
+        self.phases.append((phase, time.time()))
 
 
 def status_of(error: BaseException) -> str:

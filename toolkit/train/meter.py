@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from transformers import TrainerCallback
 
+from toolkit.train.batches import BatchFacts
 from toolkit.train.failure import Diverged, Progress
-from toolkit.train.tokens import BatchFacts
 
 
 @dataclass(slots=True)
@@ -70,12 +70,12 @@ class Meter(TrainerCallback):  # type: ignore[misc]
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         del args, control
         finished, self.step = self.step, _Step()
-        finished.end, finished.memory = self._now(), self._memory()
-        finished.cpu_seconds = time.process_time() - finished.cpu_seconds
+        self.restart_clock()  # here, so that what the meter itself costs is part of the next step
+        finished.end, finished.memory = self.step.start, self._memory()
+        finished.cpu_seconds = self.step.cpu_seconds - finished.cpu_seconds
         self.progress.step = state.global_step
         self.waiting.append((state.global_step, finished))
         self.flush(wait=False)
-        self.restart_clock()
 
     def on_log(self, *_: Any, **__: Any) -> None:
         self.restart_clock()

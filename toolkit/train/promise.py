@@ -38,19 +38,26 @@ def find_promise() -> Promise:
             words, folder = parent.cmdline(), Path(parent.cwd())
         except psutil.Error:
             continue
-        if is_accelerate_launch(words):
-            return promise_of_command(words, folder)
+        options = launcher_options(words)
+        if options is not None:
+            return promise_of_command(options, folder)
     return Promise(preset=None, world_size=None)
 
 
-def is_accelerate_launch(words: list[str]) -> bool:
-    """Whether an argv is that of accelerate's launcher."""
+def launcher_options(words: list[str]) -> list[str] | None:
+    """What follows accelerate's launcher in an argv, or None where the argv is another program's."""
     names = [Path(word).name for word in words[:4]]
-    return "accelerate-launch" in names or "accelerate.commands.launch" in words[:4] or names[1:3] == ["accelerate", "launch"]
+    for position, name in enumerate(names):
+        if name in ("accelerate-launch", "accelerate.commands.launch"):
+            return words[position + 1 :]
+        if name == "accelerate" and words[position + 1 : position + 2] == ["launch"]:
+            return words[position + 2 :]
+    return None
 
 
-def promise_of_command(words: list[str], folder: Path) -> Promise:
+def promise_of_command(options: list[str], folder: Path) -> Promise:
     """What `accelerate launch` was asked for; its flags win over its file."""
+    words = _before_script(options)
     named = _value_of(words, "config_file")
     if named is None:
         return Promise(preset=None, world_size=_whole(_value_of(words, "num_processes")))
@@ -59,12 +66,16 @@ def promise_of_command(words: list[str], folder: Path) -> Promise:
     return Promise(preset=read_preset(path), world_size=_whole(asked))
 
 
+def _before_script(options: list[str]) -> list[str]:
+    """The launcher's own options; the script's arguments may repeat their names."""
+    ends = [position for position, word in enumerate(options) if word in ("-m", "--module") or word.endswith(".py")]
+    return options[: ends[0]] if ends else options
+
+
 def _value_of(words: list[str], name: str) -> str | None:
-    """The value of a launcher flag, which stands before the script (`-m` or a file)."""
+    """The value of a launcher flag, in either spelling."""
     spellings = (f"--{name}", f"--{name.replace('_', '-')}")
     for word, following in zip(words, [*words[1:], ""], strict=True):
-        if word in ("-m", "--module"):
-            return None
         if word in spellings:
             return following
         if word.startswith(tuple(f"{spelling}=" for spelling in spellings)):

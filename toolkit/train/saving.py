@@ -30,6 +30,13 @@ def save_final_model(trainer: Any, tokenizer: Any, folder: Path) -> None:
 
 
 def whole_state_dict(trainer: Any) -> dict[str, Any]:
-    """All weights on rank 0, whatever shards them."""
-    state: dict[str, Any] = trainer.accelerator.get_state_dict(trainer.model_wrapped)
+    """All weights on rank 0, whatever shards them; with adapters under ZeRO-3, only those are gathered."""
+    wrapped = trainer.model_wrapped
+    plain = trainer.accelerator.unwrap_model(wrapped, keep_torch_compile=False)
+    zero3 = hasattr(wrapped, "zero_optimization_stage") and wrapped.zero_optimization_stage() == 3
+    state: dict[str, Any] = (
+        wrapped._zero3_consolidated_16bit_state_dict(exclude_frozen_parameters=True)
+        if zero3 and hasattr(plain, "peft_config")
+        else trainer.accelerator.get_state_dict(wrapped)
+    )
     return state

@@ -21,17 +21,19 @@ from transformers import set_seed
 from toolkit.hardware.machine import describe_machine, git_commit, library_versions
 from toolkit.runs import status
 from toolkit.runs.arguments import DataArguments
-from toolkit.runs.folder import MEASUREMENT_VERSION, RunFolder
+from toolkit.runs.folder import MEASUREMENT_VERSION, RunFolder, start_facts
 from toolkit.runs.steps import measure, read_steps
 from toolkit.train.arguments import Arguments, parse
 from toolkit.train.attest.attestation import Attestation
+from toolkit.train.batches import Collator
 from toolkit.train.cpu_fsdp import enable_fsdp_on_cpu
+from toolkit.train.data_preflight import preflight_lines
 from toolkit.train.failure import Progress
 from toolkit.train.meter import Meter
 from toolkit.train.modelling import load_model, load_tokenizer
 from toolkit.train.promise import Promise, find_promise
 from toolkit.train.saving import save_final_model
-from toolkit.train.tokens import Collator, Tokenized, load_rows, preflight_lines, tokenize
+from toolkit.train.tokens import Tokenized, load_rows, tokenize
 from toolkit.train.trainer import MeasuredTrainer
 
 PREPARED_VARIABLE = "TOOLKIT_RUN_PREPARED"
@@ -39,6 +41,7 @@ PREPARED_VARIABLE = "TOOLKIT_RUN_PREPARED"
 
 def run(argv: Sequence[str], progress: Progress) -> None:
     """Train as the arguments say. Raises what went wrong; `toolkit.train.__main__` reports it."""
+    progress.enter("arguments")
     promise = find_promise()
     quiet_libraries()
     enable_fsdp_on_cpu()
@@ -48,17 +51,18 @@ def run(argv: Sequence[str], progress: Progress) -> None:
     open_folder(folder, argv, promise, arguments)
     progress.output_dir = folder.path
     set_seed(training.seed)
-    progress.phase = "data"
+    progress.enter("data")
     tokenizer = load_tokenizer(model_arguments, chat_template=data_arguments.chat_template)
     data = read_data(tokenizer, data_arguments, training)
-    progress.phase = "load"
+    progress.enter("load")
     model = load_model(model_arguments)
+    progress.enter("engine")
     trainer = build_trainer(model, tokenizer, data, training, folder, promise, progress)
     trainer.train()
-    progress.phase = "save"
+    progress.enter("save")
     if model_arguments.save_model:
         save_final_model(trainer, tokenizer, folder.path)
-    close_folder(folder, training, model_arguments.untimed_steps)
+    close_folder(folder, training, model_arguments.untimed_steps, progress)
     if dist.is_initialized():
         dist.destroy_process_group()  # its threads abort a process that just exits
 
@@ -83,7 +87,8 @@ def open_folder(folder: RunFolder, argv: Sequence[str], promise: Promise, argume
             write_log(folder.log)
     barrier()
     if training.process_index == 0:
-        folder.update_run(**first_facts(argv, promise, arguments))
+        started = {} if PREPARED_VARIABLE in os.environ else start_facts()
+        folder.update_run(**started, **first_facts(argv, promise, arguments))
 
 
 def first_facts(argv: Sequence[str], promise: Promise, arguments: Arguments) -> dict[str, Any]:
@@ -93,7 +98,6 @@ def first_facts(argv: Sequence[str], promise: Promise, arguments: Arguments) -> 
     return {
         "status": status.RUNNING,
         "exit_code": None,
-        "started": datetime.now(UTC).isoformat(timespec="seconds"),
         "preset": None if preset is None else preset.name,
         "preset_files": {} if preset is None else preset.texts(),
         "world_size": training.world_size,
@@ -150,9 +154,7 @@ def build_trainer(
         max_steps=training.max_steps,
         progress=progress,
     )
-    attestation = Attestation(
-        folder.attestation_json, promise, precision=training.mixed_precision, progress=progress
-    )
+    attestation = Attestation(folder.attestation_json, promise, precision=training.mixed_precision, progress=progress)
     trainer = MeasuredTrainer(
         model=model,
         args=training,
@@ -168,8 +170,8 @@ def build_trainer(
     return trainer
 
 
-def close_folder(folder: RunFolder, training: Any, untimed_steps: int) -> None:
-    """After every rank has written its rows: the summary, and the status."""
+def close_folder(folder: RunFolder, training: Any, untimed_steps: int, progress: Progress) -> None:
+    """After every rank has written its rows: the summary, rank 0's phases, and the status."""
     barrier()
     if training.process_index != 0:
         return
@@ -178,7 +180,8 @@ def close_folder(folder: RunFolder, training: Any, untimed_steps: int) -> None:
     summary = {name: value for name, value in asdict(measured).items() if name not in lists}
     summary |= {"first_loss": measured.losses[0], "last_loss": measured.losses[-1]} if measured.losses else {}
     finished = datetime.now(UTC).isoformat(timespec="seconds")
-    folder.update_run(status=status.COMPLETED, exit_code=0, finished=finished, measured=summary)
+    progress.enter("end")
+    folder.update_run(status=status.COMPLETED, exit_code=0, finished=finished, measured=summary, phases=progress.phases)
     speed = "n/a" if measured.tokens_per_second is None else f"{measured.tokens_per_second:,.0f} tokens/s"
     print(f"done: {measured.steps} steps, {speed} over {measured.timed_steps} timed steps; {folder.path}", flush=True)
 

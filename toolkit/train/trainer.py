@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from transformers import Trainer
 
+from toolkit.train.batches import BATCH_FACTS
 from toolkit.train.failure import Progress
 from toolkit.train.meter import Meter
-from toolkit.train.tokens import BATCH_FACTS
 
 
 class MeasuredTrainer(Trainer):  # type: ignore[misc]

@@ -43,11 +43,12 @@ class Attestation(TrainerCallback):  # type: ignore[misc]
         self.weights = ""
 
     def on_train_begin(self, *_: Any, **__: Any) -> None:
-        self.progress.phase = "attest"
+        self.progress.enter("attest")
         plain = self.trainer.accelerator.unwrap_model(self.trainer.model_wrapped, keep_torch_compile=False)
         self.weights = weights_sha256(plain, TORCH_DTYPES[self.compute_dtype])
         if hasattr(self.trainer.model_wrapped, "zero_optimization_stage"):
             watch_deepspeed_gradients(self.trainer.model_wrapped, self._look_at_gradients)
+        self.progress.enter("train")
         self.after()
 
     def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
@@ -58,11 +59,12 @@ class Attestation(TrainerCallback):  # type: ignore[misc]
         del args, control
         if state.global_step != self.trainer._initial_global_step + 1:
             return
-        self.progress.phase = "attest"
+        self.progress.enter("attest")
         own = read_rank(self.trainer, self.gradients or {})
         own |= self._byte_facts(own)
         own["initial_weights_sha256"] = self.weights
         self._conclude(_gather(own))
+        self.progress.enter("train")
         self.after()
 
     def _look_at_gradients(self) -> None:
@@ -86,9 +88,7 @@ class Attestation(TrainerCallback):  # type: ignore[misc]
             "byte_limits": {
                 part: limits(preset, part, shapes[part], size, ranks=ranks) for part, (_, size) in held.items()
             },
-            "whole_bytes": {
-                part: sum(map(math.prod, shapes[part])) * size for part, (_, size) in held.items()
-            },
+            "whole_bytes": {part: sum(map(math.prod, shapes[part])) * size for part, (_, size) in held.items()},
         }
 
     def _conclude(self, ranks: list[Facts]) -> None:
@@ -96,6 +96,8 @@ class Attestation(TrainerCallback):  # type: ignore[misc]
         promised = self._promised()
         if self.trainer.args.process_index == 0:
             write_json(self.path, attestation(self.promise.preset, promised, ranks, found))
+            if self.promise.preset is None:
+                print("attestation: no preset is known for this run, so its readings are held against none", flush=True)
         if found:
             first = "; ".join(describe(difference) for difference in found[:3])
             raise AttestationFailed(f"the run is not what it promised: {first}", hint=f"all values are in {self.path}")
@@ -121,12 +123,19 @@ def attestation(preset: Preset | None, promised: Facts, ranks: list[Facts], foun
     body = {
         "schema_version": 1,
         "preset": None if preset is None else preset.name,
-        "verdict": "attestation_failed" if found else "attested",
+        "verdict": verdict(preset, found),
         "promised": promised,
         "differences": found,
         "ranks": ranks,
     }
     return body | {"sha256": hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()}
+
+
+def verdict(preset: Preset | None, found: list[Facts]) -> str:
+    """`attested`, `attestation_failed`, or `no_preset` where nobody said what to hold the readings against."""
+    if found:
+        return "attestation_failed"
+    return "attested" if preset is not None else "no_preset"
 
 
 def _casts(own: Facts) -> bool:

@@ -1,7 +1,7 @@
 """Hold what every rank read against what the preset promises. Plain values in, differences out.
 
-    >>> differences({"world_size": 2}, [{"rank": 0, "world_size": 1}])
-    [{'fact': 'world_size', 'rank': 0, 'promised': 2, 'found': 1}]
+>>> differences({"world_size": 2}, [{"rank": 0, "world_size": 1}])
+[{'fact': 'world_size', 'rank': 0, 'promised': 2, 'found': 1}]
 """
 
 from __future__ import annotations

@@ -14,6 +14,7 @@ Facts = dict[str, Any]
 def read_gradients(trainer: Any) -> Facts:
     """Bytes of the reduced gradients that this rank holds, and the dtype that they travelled in."""
     wrapped = trainer.model_wrapped
+    reduce_dtype: str | None
     if hasattr(wrapped, "zero_optimization_stage"):
         tensors = deepspeed_gradients(wrapped)
         reduce_dtype = str(wrapped.communication_data_type).removeprefix("torch.")

@@ -128,7 +128,7 @@ def fsdp2_sharding(groups: list[Any], parameters: list[Any]) -> str:
     return "full_shard" if any(g.post_forward_mesh_info is not None for g in groups) else "shard_grad_op"
 
 
-def read_deepspeed(trainer: Any, wrapped: Any, parameters: list[Any]) -> Facts:
+def read_deepspeed(_: Any, wrapped: Any, parameters: list[Any]) -> Facts:
     """A DeepSpeed engine of any stage."""
     zero = wrapped.optimizer
     stage = wrapped.zero_optimization_stage()
@@ -170,4 +170,6 @@ def offloaded_parameters(zero: Any, held: list[torch.Tensor], stage: int) -> str
     """Where parameter shards are between steps, if not on the device that computes."""
     if stage != 3 or not getattr(zero, "offload_param", False):
         return None
-    return "nvme" if getattr(zero, "params_in_nvme_and_cpu", False) else ("cpu" if "cpu" in device_types(held) else None)
+    if getattr(zero, "params_in_nvme_and_cpu", False):
+        return "nvme"
+    return "cpu" if "cpu" in device_types(held) else None

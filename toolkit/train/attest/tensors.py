@@ -14,7 +14,8 @@ WRAPPER_PARTS = ("module.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module
 
 def local(tensor: Any) -> torch.Tensor:
     """The part of a tensor that this rank holds: a DTensor's shard, or the tensor itself."""
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor  # type: ignore[no-any-return]
+    held: torch.Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return held
 
 
 def local_bytes(tensors: Iterable[Any]) -> int:

@@ -1,0 +1,103 @@
+"""The script that a careful user would write by hand: what `benchmarks/overhead.py` holds the toolkit against.
+
+Plain transformers, peft and accelerate; nothing of the toolkit. The data are tokenised already.
+
+    accelerate launch --config_file accelerate_configs/zero2.yaml --num_processes 2 --main_process_port 0 \\
+        benchmarks/bare_trainer.py --model MODEL --data TOKENS --output OUT --max_steps 22
+"""
+
+import argparse
+import json
+import os
+import time
+from pathlib import Path
+
+import datasets
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    DataCollatorForSeq2Seq,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+    set_seed,
+)
+
+
+class Clock(TrainerCallback):
+    """Wall and processor seconds of each step, from the end of the one before."""
+
+    def __init__(self):
+        self.rows = []
+
+    def restart(self, *_, **__):
+        self.wall, self.cpu = time.perf_counter(), time.process_time()
+
+    on_train_begin = on_log = restart
+
+    def on_step_end(self, *_, **__):
+        wall, cpu = self.wall, self.cpu
+        self.restart()
+        self.rows.append({"seconds": self.wall - wall, "cpu_seconds": self.cpu - cpu})
+
+
+class BareTrainer(Trainer):
+    """Keeps the losses, so that both sides can be shown to train the same."""
+
+    losses = ()
+
+    def training_step(self, *args, **kwargs):
+        loss = super().training_step(*args, **kwargs)
+        self.losses = (*self.losses, loss)
+        return loss
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    for name in ("model", "data", "output"):
+        parser.add_argument(f"--{name}", type=Path, required=True)
+    parser.add_argument("--max_steps", type=int, required=True)
+    parser.add_argument("--per_device_train_batch_size", type=int, default=1)
+    parser.add_argument("--lora_r", type=int, default=8)
+    given = parser.parse_args()
+    os.environ["ACCELERATE_MIXED_PRECISION"] = "no"  # the preset says bf16, for GPUs; this trains in fp32 on a CPU
+    training = TrainingArguments(
+        output_dir=str(given.output),
+        max_steps=given.max_steps,
+        per_device_train_batch_size=given.per_device_train_batch_size,
+        learning_rate=1e-4,
+        save_strategy="no",
+        disable_tqdm=True,
+        use_cpu=True,
+        ddp_find_unused_parameters=False,
+    )
+    set_seed(training.seed)
+    tokenizer = AutoTokenizer.from_pretrained(given.model)
+    model = AutoModelForCausalLM.from_pretrained(given.model, dtype=torch.float32)
+    model.config.use_cache = False
+    lora = LoraConfig(
+        task_type="CAUSAL_LM",
+        r=given.lora_r,
+        lora_alpha=2 * given.lora_r,
+        lora_dropout=0.0,
+        target_modules="all-linear",
+    )
+    clock = Clock()
+    trainer = BareTrainer(
+        model=get_peft_model(model, lora),
+        args=training,
+        train_dataset=datasets.load_from_disk(given.data),
+        data_collator=DataCollatorForSeq2Seq(tokenizer),
+        callbacks=[clock],
+    )
+    trainer.train()
+    rows = [row | {"loss": loss.item()} for row, loss in zip(clock.rows, trainer.losses, strict=True)]
+    given.output.mkdir(parents=True, exist_ok=True)
+    (given.output / f"rank{training.process_index}.json").write_text(json.dumps(rows))
+    torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

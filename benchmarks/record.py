@@ -1,0 +1,66 @@
+"""What every benchmark shares: alternating pairs, medians, and a result file that says where it was measured.
+
+figures = pairs(5, run_a, run_b)
+write_result("overhead", {"pairs": figures})
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import statistics
+import sys
+from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, TypeVar
+
+from toolkit.hardware.machine import describe_machine, git_commit, library_versions
+
+RESULTS = Path(__file__).parent / "results"
+
+Figures = TypeVar("Figures")
+
+
+def pairs(number: int, a: Callable[[], Figures], b: Callable[[], Figures]) -> list[tuple[Figures, Figures]]:
+    """A B, B A, A B, ...: neither side always runs on the warmer or busier machine."""
+    measured = []
+    for index in range(number):
+        if index % 2 == 0:
+            first = a()
+            measured.append((first, b()))
+        else:
+            second = b()
+            measured.append((a(), second))
+    return measured
+
+
+def spread(values: Sequence[float]) -> dict[str, float]:
+    """Median, minimum and maximum."""
+    return {"median": statistics.median(values), "min": min(values), "max": max(values)}
+
+
+def write_result(name: str, figures: dict[str, Any]) -> Path:
+    """benchmarks/results/NAME.json: the figures of every run, and where they were measured."""
+    result = {
+        "benchmark": name,
+        "command": shlex.join(["python", *sys.argv]),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "git_commit": git_commit(Path(__file__).parent),
+        "versions": library_versions(),
+        "machine": describe_machine() | {"load_average_1_minute": os.getloadavg()[0]},
+        **figures,
+    }
+    RESULTS.mkdir(exist_ok=True)
+    path = RESULTS / f"{name}.json"
+    path.write_text(json.dumps(result, indent=2) + "\n")
+    return path
+
+
+def print_table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
+    """Columns as wide as they need to be."""
+    cells = [[str(cell) for cell in row] for row in [header, *rows]]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    for row in cells:
+        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())

@@ -1,0 +1,92 @@
+"""Where a comparison's wall time goes: the share spent in timed steps, and the rest by phase of each trial.
+
+    python benchmarks/wall_share.py demo-output
+
+Reads run folders only: `phases` of run.json (rank 0), and the step seconds of all ranks.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from record import print_table, write_result
+
+from toolkit.runs.folder import RunFolder, read_json
+from toolkit.runs.steps import measure, read_steps
+
+# Phases of `toolkit.train.failure.Progress` under the words of the table, in the order of a run.
+PARTS = {
+    "launcher": "launcher",
+    "start": "imports",
+    "arguments": "arguments",
+    "data": "data",
+    "load": "model",
+    "engine": "engine",
+    "attest": "attest",
+    "untimed": "untimed steps",
+    "timed": "timed steps",
+    "train": "between steps",
+    "save": "save",
+    "end": "exit",
+}
+
+
+def wall_parts(folder: RunFolder, untimed_steps: int) -> dict[str, float]:
+    """Seconds of each part of one completed run; they add up to its wall time."""
+    run = folder.read_run() or {}
+    begun, phases = run["started_unix"], run["phases"]
+    ends = [*(began for _, began in phases[1:]), begun + run["wall_seconds"]]
+    parts = dict.fromkeys(PARTS, 0.0)
+    parts["launcher"] = phases[0][1] - begun
+    for (name, began), ended in zip(phases, ends, strict=True):
+        parts[name] += ended - began
+    steps = measure(read_steps(folder), untimed_steps=untimed_steps)
+    parts["untimed"] = sum(steps.step_seconds[:untimed_steps])
+    parts["timed"] = steps.timed_seconds
+    parts["train"] -= parts["untimed"] + parts["timed"]  # what lies between steps: logs, and the slowest of all ranks
+    return parts
+
+
+def trials(folder: Path) -> dict[str, dict[str, float]]:
+    """Each completed trial of a comparison, by its id."""
+    comparison = read_json(folder / "comparison.json")
+    if comparison is None:
+        raise SystemExit(f"{folder} holds no comparison")
+    found = {}
+    for path in sorted((folder / "trials").iterdir(), key=lambda path: path.stat().st_ctime):
+        run = RunFolder(path).read_run() or {}
+        if run.get("status") == "completed" and "phases" in run:
+            found[path.name] = wall_parts(RunFolder(path), comparison["untimed_steps"])
+    return found
+
+
+def shares(found: dict[str, dict[str, float]]) -> dict[str, Any]:
+    """Over all trials, the share of their wall time that each part took."""
+    totals = {part: sum(parts[part] for parts in found.values()) for part in PARTS}
+    whole = sum(totals.values())
+    return {part: seconds / whole for part, seconds in totals.items()} | {"wall_seconds": whole}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Where a comparison's wall time goes.")
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--name", default="wall_share", help="of the result file")
+    given = parser.parse_args()
+    found = trials(given.folder)
+    if not found:
+        raise SystemExit(f"{given.folder} holds no completed trial with phases")
+    share = shares(found)
+    rows: list[list[object]] = [
+        [trial, f"{sum(parts.values()):.1f}", *(f"{parts[part]:.1f}" for part in PARTS)]
+        for trial, parts in found.items()
+    ]
+    rows.append(["share", "100 %", *(f"{share[part]:.0%}".replace("%", " %") for part in PARTS)])
+    print_table(["trial, seconds", "wall", *PARTS.values()], rows)
+    print(f"{share['timed']:.1%} of {share['wall_seconds']:.0f} s in timed steps".replace("%", " %"))
+    print(write_result(given.name, {"trials": found, "share": share}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,42 @@
+"""Start real distributed runs for tests, by hand as a user would: `accelerate launch --config_file ...`."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parent.parent
+SCRIPTS = Path(__file__).parent / "scripts"
+
+
+def accelerate_launch(
+    config: Path, *words: str, script: str | None = None, num_processes: int = 2
+) -> subprocess.CompletedProcess[str]:
+    """Two ranks on the CPU, from the repository root."""
+    started = ["-m", "toolkit.train"] if script is None else [str(SCRIPTS / script)]
+    options = ["--config_file", str(config), "--num_processes", str(num_processes), "--main_process_port", "0"]
+    command = [sys.executable, "-m", "accelerate.commands.launch", *options, *started, *words]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600, check=False)
+
+
+def toolkit(*words: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
+    """The command line in a process of its own."""
+    command = [sys.executable, "-m", "toolkit", *words]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=900, check=False)
+
+
+def read(path: Path) -> Any:
+    return json.loads(path.read_text())
+
+
+def losses(folder: Path, ranks: int = 2) -> list[float]:
+    """Mean over ranks of each step's loss."""
+    files = [folder / "ranks" / f"rank{rank}.jsonl" for rank in range(ranks)]
+    rows = [[json.loads(line) for line in file.read_text().splitlines()] for file in files]
+    return [sum(row["loss"] for row in step) / ranks for step in zip(*rows, strict=True)]

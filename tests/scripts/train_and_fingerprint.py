@@ -1,0 +1,35 @@
+"""The training script, which also writes the live model's logits on fixed tokens just before it saves.
+
+Started like `-m toolkit.train`; all ranks take part in the forward, since shards are on all of them.
+"""
+
+import sys
+from pathlib import Path
+
+import toolkit.train.__main__ as door
+
+FIXED_TOKENS = [[1, 4093, 198, 2683, 359, 253, 5356, 5646, 11173, 3365, 2]]
+
+
+def main() -> int:
+    door.prepare_environment()
+    import torch
+
+    import toolkit.train.script as script
+
+    save = script.save_final_model
+
+    def fingerprint_and_save(trainer, tokenizer, folder: Path) -> None:
+        trainer.model_wrapped.eval()
+        with torch.no_grad():
+            logits = trainer.model_wrapped(input_ids=torch.tensor(FIXED_TOKENS, device=trainer.args.device)).logits
+        if trainer.args.process_index == 0:
+            torch.save(logits.float().cpu(), folder / "live_logits.pt")
+        save(trainer, tokenizer, folder)
+
+    script.save_final_model = fingerprint_and_save
+    return door.main(sys.argv[1:])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,442 @@
+"""Presets: what each file promises, what is refused by name, and that a wheel carries the same files."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from toolkit.errors import ToolkitError
+from toolkit.presets import keys as known
+from toolkit.presets import list_presets, load_preset, preset_names, read_preset
+from toolkit.runs.argv import training_argument_types
+
+ROOT = Path(__file__).parent.parent
+YAMLS = sorted((ROOT / "accelerate_configs").glob("*.yaml"))
+JSONS = sorted((ROOT / "ds_configs").glob("*.json"))
+NAMES = ["ddp", "fsdp2", "zero1", "zero2", "zero3", "zero3_cpu_offload"]
+
+ROW_KEYS = (
+    "name engine sharding offload_optimizer offload_param mixed_precision min_world_size accelerate_config"
+    " deepspeed_config summary"
+)
+# name: engine, sharding, offload of the optimizer, of the parameters, smallest world size, has a DeepSpeed JSON
+PROMISES: dict[str, tuple[str, str, str | None, str | None, int, bool]] = {
+    "ddp": ("ddp", "replicate", None, None, 1, False),
+    "fsdp2": ("fsdp2", "full_shard", None, None, 2, False),
+    "zero1": ("deepspeed", "shard_optimizer", None, None, 1, True),
+    "zero2": ("deepspeed", "shard_grad_op", None, None, 1, True),
+    "zero3": ("deepspeed", "full_shard", None, None, 1, True),
+    "zero3_cpu_offload": ("deepspeed", "full_shard", "cpu", "cpu", 1, True),
+}
+SHARDED_PARTS = {
+    "ddp": (),
+    "fsdp2": ("parameter", "gradient", "optimizer"),
+    "zero1": ("optimizer",),
+    "zero2": ("gradient", "optimizer"),
+    "zero3": ("parameter", "gradient", "optimizer"),
+    "zero3_cpu_offload": ("parameter", "gradient", "optimizer"),
+}
+# What only the machine or the model knows: the launcher and the training script give it.
+MACHINE_FACTS = {
+    *("num_processes", "num_machines", "machine_rank", "main_process_ip", "main_process_port", "gpu_ids", "use_cpu"),
+    *("same_network", "rdzv_backend", "fsdp_transformer_layer_cls_to_wrap"),
+}
+# DeepSpeed's name of what `TrainingArguments` owns too; `zero_optimization` sizes follow the model and are its own.
+OWNED_BY_TRAINING_ARGUMENTS = {
+    "train_batch_size": "per_device_train_batch_size",
+    "train_micro_batch_size_per_gpu": "per_device_train_batch_size",
+    "gradient_accumulation_steps": "gradient_accumulation_steps",
+    "gradient_clipping": "max_grad_norm",
+    "bf16": "bf16",
+    "fp16": "fp16",
+    "optimizer": "optim",
+    "scheduler": "lr_scheduler_type",
+}
+
+
+def rows() -> dict[str, dict[str, Any]]:
+    listed = subprocess.run(
+        [sys.executable, "-m", "toolkit", "presets", "--json"],
+        cwd=ROOT, capture_output=True, text=True, check=True, timeout=60,
+    )  # fmt: skip
+    return {row["name"]: row for row in json.loads(listed.stdout)}
+
+
+# -- the six
+
+
+def test_the_catalogue_lists_the_six_presets_with_the_agreed_keys() -> None:
+    found = rows()
+    assert list(found) == NAMES == preset_names() == [preset.name for preset in list_presets()]
+    assert all(list(row) == ROW_KEYS.split() for row in found.values())
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_row_says_what_its_files_say(name: str) -> None:
+    engine, sharding, optimizer, param, smallest, has_json = PROMISES[name]
+    preset = load_preset(name)
+    comment = (ROOT / "accelerate_configs" / f"{name}.yaml").read_text().splitlines()[0].removeprefix("# ")
+    assert preset.as_row() == {
+        "name": name,
+        "engine": engine,
+        "sharding": sharding,
+        "offload_optimizer": optimizer,
+        "offload_param": param,
+        "mixed_precision": "bf16",
+        "min_world_size": smallest,
+        "accelerate_config": str(ROOT / "accelerate_configs" / f"{name}.yaml"),
+        "deepspeed_config": str(ROOT / "ds_configs" / f"{name}.json") if has_json else None,
+        "summary": comment,
+    }
+    assert preset.sharded_parts == SHARDED_PARTS[name]
+
+
+def test_every_json_belongs_to_a_preset_of_its_name() -> None:
+    assert [path.stem for path in YAMLS] == NAMES
+    assert [path.stem for path in JSONS] == [name for name in NAMES if PROMISES[name][5]]
+
+
+@pytest.mark.parametrize("path", YAMLS, ids=lambda path: path.stem)
+def test_the_first_line_says_when_to_choose_it(path: Path) -> None:
+    first = path.read_text().splitlines()[0]
+    assert first.startswith("# ")
+    assert first.endswith(".")
+
+
+@pytest.mark.parametrize("path", YAMLS, ids=lambda path: path.stem)
+def test_a_preset_carries_no_machine_facts(path: Path) -> None:
+    config = yaml.safe_load(path.read_text())
+    keys = set(config) | {key for block in config.values() if isinstance(block, dict) for key in block}
+    assert not keys & MACHINE_FACTS
+
+
+@pytest.mark.parametrize("path", JSONS, ids=lambda path: path.stem)
+def test_what_training_arguments_own_is_auto(path: Path) -> None:
+    config = json.loads(path.read_text())
+    assert set(OWNED_BY_TRAINING_ARGUMENTS.values()) <= set(training_argument_types())
+    owned = {key: config[key] for key in OWNED_BY_TRAINING_ARGUMENTS if key in config}
+    assert {"train_batch_size", "gradient_clipping", "bf16"} <= set(owned)
+    values = {key: value["enabled"] if isinstance(value, dict) else value for key, value in owned.items()}
+    assert set(values.values()) == {"auto"}
+
+
+def test_offloading_is_the_only_difference_between_zero3_and_zero3_cpu_offload() -> None:
+    plain, offloaded = (json.loads((ROOT / "ds_configs" / f"{n}.json").read_text()) for n in NAMES[4:])
+    assert offloaded["zero_optimization"].pop("offload_optimizer") == {"device": "cpu"}
+    assert offloaded["zero_optimization"].pop("offload_param") == {"device": "cpu"}
+    assert offloaded == plain
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_accelerate_itself_reads_the_yaml(name: str) -> None:
+    from accelerate.commands.config.config_args import load_config_from_file
+
+    config = load_config_from_file(str(ROOT / "accelerate_configs" / f"{name}.yaml"))
+    kind = {"ddp": "MULTI_GPU", "fsdp2": "FSDP"}.get(name, "DEEPSPEED")
+    assert config.distributed_type == kind
+    assert config.num_processes == -1  # accelerate's word for: `--num_processes` must be given
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_door_for_python_gives_paths_that_hold_anywhere(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    preset = load_preset(name)
+    config, deepspeed = preset.accelerate_config(), preset.deepspeed_config()
+    if PROMISES[name][5]:
+        assert Path(config["deepspeed_config"]["deepspeed_config_file"]).is_file()
+        assert deepspeed is not None
+        assert deepspeed["zero_optimization"]["stage"] == {"zero1": 1, "zero2": 2}.get(name, 3)
+        assert list(preset.texts()) == [f"accelerate_configs/{name}.yaml", f"ds_configs/{name}.json"]
+    else:
+        assert deepspeed is None
+        assert list(preset.texts()) == [f"accelerate_configs/{name}.yaml"]
+
+
+# -- a user's own files
+
+
+def write(path: Path, text: str) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    return path
+
+
+def deepspeed_pair(folder: Path, config: dict[str, Any]) -> Path:
+    write(folder / "mine.json", json.dumps(config))
+    return write(
+        folder / "mine.yaml", "distributed_type: DEEPSPEED\ndeepspeed_config:\n  deepspeed_config_file: mine.json\n"
+    )
+
+
+def test_a_users_own_yaml_works_by_its_path(tmp_path: Path) -> None:
+    path = write(
+        tmp_path / "mine.yaml",
+        "distributed_type: FSDP\nmixed_precision: fp16\n"
+        "fsdp_config: {fsdp_version: 2, fsdp_reshard_after_forward: false, fsdp_offload_params: true}\n",
+    )
+    preset = load_preset(str(path))
+    assert (preset.name, preset.engine, preset.sharding, preset.mixed_precision, preset.summary) == (
+        "mine", "fsdp2", "shard_grad_op", "fp16", "",
+    )  # fmt: skip
+    assert (preset.offload_optimizer, preset.offload_param) == ("cpu", "cpu")
+    assert preset.sharded_parts == ("parameter", "gradient", "optimizer")  # FSDP2 reshards after backward
+
+
+def test_a_replicated_mesh_is_hybrid_shard(tmp_path: Path) -> None:
+    block = "parallelism_config: {parallelism_config_dp_replicate_size: 2, parallelism_config_dp_shard_size: 2}\n"
+    path = write(tmp_path / "hybrid.yaml", f"distributed_type: FSDP\nfsdp_config: {{fsdp_version: 2}}\n{block}")
+    assert load_preset(str(path)).sharding == "hybrid_shard"
+
+
+def test_a_json_beside_the_yaml_is_found(tmp_path: Path) -> None:
+    path = deepspeed_pair(tmp_path, {"fp16": {"enabled": True}, "zero_optimization": {"stage": 2}})
+    preset = load_preset(str(path))
+    assert (preset.sharding, preset.mixed_precision) == ("shard_grad_op", "fp16")
+    assert preset.deepspeed_config_path == (tmp_path / "mine.json").resolve()
+
+
+def test_an_nvme_device_is_promised(tmp_path: Path) -> None:
+    zero = {
+        "stage": 3,
+        "offload_optimizer": {"device": "nvme", "nvme_path": "/tmp"},
+        "offload_param": {"device": "none"},
+    }
+    preset = load_preset(str(deepspeed_pair(tmp_path, {"zero_optimization": zero})))
+    assert (preset.offload_optimizer, preset.offload_param) == ("nvme", None)
+
+
+# -- refusals
+
+
+def refusal(path: Path) -> ToolkitError:
+    with pytest.raises(ToolkitError) as caught:
+        read_preset(path)
+    assert str(path.parent) in caught.value.message
+    return caught.value
+
+
+@pytest.mark.parametrize(
+    ("text", "key", "nearest"),
+    [
+        ("distributed_typ: NO", "distributed_typ", "distributed_type"),
+        (
+            "distributed_type: FSDP\nfsdp_config: {fsdp_version: 2, fsdp_reshard_after_forwrd: false}",
+            "fsdp_reshard_after_forwrd",
+            "fsdp_reshard_after_forward",
+        ),
+        (
+            "distributed_type: DEEPSPEED\ndeepspeed_config: {deepspeed_config_fil: zero3.json}",
+            "deepspeed_config_fil",
+            "deepspeed_config_file",
+        ),
+        (
+            "distributed_type: FSDP\nparallelism_config: {parallelism_config_dp_shard_siz: 2}",
+            "parallelism_config_dp_shard_siz",
+            "parallelism_config_dp_shard_size",
+        ),
+    ],
+)
+def test_an_unknown_key_of_the_yaml_is_refused_with_the_nearest_one(
+    text: str, key: str, nearest: str, tmp_path: Path
+) -> None:
+    error = refusal(write(tmp_path / "mine.yaml", text))
+    assert f"unknown key '{key}'" in error.message
+    assert error.hint == f"did you mean `{nearest}`?"
+
+
+@pytest.mark.parametrize(
+    ("config", "key", "nearest"),
+    [
+        ({"gradient_cliping": 1.0}, "gradient_cliping", "gradient_clipping"),
+        ({"zero_optimization": {"stage": 3, "reduce_bucket": 5}}, "reduce_bucket", "reduce_bucket_size"),
+        ({"zero_optimization": {"offload_param": {"devise": "cpu"}}}, "devise", "device"),
+    ],
+)
+def test_an_unknown_key_of_the_json_is_refused_with_the_nearest_one(
+    config: dict[str, Any], key: str, nearest: str, tmp_path: Path
+) -> None:
+    error = refusal(deepspeed_pair(tmp_path, config))
+    assert f"unknown key '{key}'" in error.message
+    assert error.hint == f"did you mean `{nearest}`?"
+
+
+@pytest.mark.parametrize("key", ["elasticity", "amp", "sparse_gradients"])
+def test_what_deepspeed_removed_is_refused(key: str, tmp_path: Path) -> None:
+    assert f"unknown key '{key}'" in refusal(deepspeed_pair(tmp_path, {key: {"enabled": False}})).message
+
+
+@pytest.mark.parametrize("block", ["fsdp_config: {}", "fsdp_config: {fsdp_sharding_strategy: FULL_SHARD}", ""])
+def test_fsdp1_is_refused(block: str, tmp_path: Path) -> None:
+    error = refusal(write(tmp_path / "mine.yaml", f"distributed_type: FSDP\n{block}\n"))
+    assert "this is FSDP1" in error.message
+    assert error.hint == "add `fsdp_version: 2`"
+
+
+def test_an_fsdp1_word_for_resharding_is_refused(tmp_path: Path) -> None:
+    block = "fsdp_config: {fsdp_version: 2, fsdp_reshard_after_forward: SHARD_GRAD_OP}"
+    error = refusal(write(tmp_path / "mine.yaml", f"distributed_type: FSDP\n{block}\n"))
+    assert "'SHARD_GRAD_OP', expected true or false" in error.message
+
+
+def test_a_missing_json_is_refused(tmp_path: Path) -> None:
+    path = deepspeed_pair(tmp_path, {})
+    (tmp_path / "mine.json").unlink()
+    assert "deepspeed_config_file 'mine.json' is not there" in refusal(path).message
+
+
+def test_deepspeed_without_a_json_is_refused(tmp_path: Path) -> None:
+    path = write(tmp_path / "mine.yaml", "distributed_type: DEEPSPEED\ndeepspeed_config: {zero_stage: 3}\n")
+    assert "names no deepspeed_config_file" in refusal(path).message
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("distributed_type: MEGATRON_LM", "is not one of NO, MULTI_GPU"),
+        ("- a list", "holds list, expected keys and values"),
+        ("a: [", "cannot be read: while parsing"),
+        ("distributed_type: FSDP\nfsdp_config: true", "fsdp_config is True, expected keys and values"),
+        ("1: 2", "unknown key '1' in the top level"),
+    ],
+)
+def test_a_yaml_that_is_no_preset_is_refused_with_the_reason(text: str, why: str, tmp_path: Path) -> None:
+    assert why in refusal(write(tmp_path / "mine.yaml", text)).message
+
+
+def test_a_stage_that_does_not_exist_is_refused(tmp_path: Path) -> None:
+    assert (
+        "stage is 4, expected 0, 1, 2 or 3"
+        in refusal(deepspeed_pair(tmp_path, {"zero_optimization": {"stage": 4}})).message
+    )
+
+
+def test_an_unknown_preset_lists_all_and_names_the_nearest() -> None:
+    with pytest.raises(ToolkitError, match=f"unknown preset 'zero4'; available: {', '.join(NAMES)}") as caught:
+        load_preset("zero4")
+    assert caught.value.hint == "did you mean `zero3`?"
+    with pytest.raises(ToolkitError) as caught:
+        load_preset("megatron")
+    assert caught.value.hint == "see `toolkit presets`"
+
+
+def test_a_path_that_is_not_there_is_refused() -> None:
+    with pytest.raises(ToolkitError, match=r"no such file: nowhere/mine\.yaml"):
+        load_preset("nowhere/mine.yaml")
+
+
+# -- the key lists against the installed libraries
+
+
+def test_the_accelerate_keys_are_those_of_the_installed_accelerate() -> None:
+    from accelerate.commands.config.config_args import ClusterConfig
+    from accelerate.commands.launch import launch_command_parser
+
+    flags = {action.dest for action in launch_command_parser()._actions}
+    assert {field.name for field in dataclasses.fields(ClusterConfig)} == known.ACCELERATE_KEYS
+    # `fsdp_ignored_modules` has no flag: accelerate reads it from the YAML alone.
+    assert {flag for flag in flags if flag.startswith("fsdp_")} == known.FSDP_KEYS - {"fsdp_ignored_modules"}
+    assert {flag for flag in flags if flag.startswith("parallelism_config_")} == known.PARALLELISM_KEYS
+    block = {flag for flag in flags if flag.startswith(("deepspeed_", "zero", "offload_", "gradient_"))}
+    assert block == known.DEEPSPEED_BLOCK_KEYS
+
+
+# DeepSpeed's top level has no model: the dict notes which keys DeepSpeedConfig asks for. In a process of its own,
+# since importing deepspeed prints and warns.
+READ_DEEPSPEED_KEYS = """
+import json
+from deepspeed.runtime import config
+from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+from deepspeed.runtime.zero.offload_config import DeepSpeedZeroOffloadOptimizerConfig, DeepSpeedZeroOffloadParamConfig
+
+class Watched(dict):
+    asked = set()
+    def __contains__(self, key): self.asked.add(key); return super().__contains__(key)
+    def __getitem__(self, key): self.asked.add(key); return super().__getitem__(key)
+    def get(self, key, default=None): self.asked.add(key); return super().get(key, default)
+    def keys(self): return self
+    def __copy__(self): return self
+
+def current(model):
+    fields = {field.alias or name: field.json_schema_extra or {} for name, field in model.model_fields.items()}
+    return [name for name, extra in fields.items() if not extra.get("deprecated")]
+
+config.DeepSpeedConfig(Watched(train_batch_size=1))
+removed = set(config._REMOVED_TOP_LEVEL_CONFIG_KEYS)
+print("KEYS " + json.dumps({
+    "top": sorted(Watched.asked - removed - {"bfloat16"}),
+    "zero": current(DeepSpeedZeroConfig),
+    "offload_optimizer": current(DeepSpeedZeroOffloadOptimizerConfig),
+    "offload_param": current(DeepSpeedZeroOffloadParamConfig),
+}))
+"""
+
+
+def test_the_deepspeed_keys_are_those_of_the_installed_deepspeed() -> None:
+    read = subprocess.run(
+        [sys.executable, "-c", READ_DEEPSPEED_KEYS],
+        env=os.environ | {"DS_ACCELERATOR": "cpu"}, capture_output=True, text=True, check=True, timeout=120,
+    )  # fmt: skip
+    found = {name: set(keys) for name, keys in json.loads(read.stdout.rpartition("KEYS ")[2]).items()}
+    assert found["top"] == known.DEEPSPEED_KEYS  # `bfloat16` is an old spelling of `bf16`
+    assert found["zero"] == known.ZERO_KEYS
+    assert found["offload_optimizer"] == known.OFFLOAD_KEYS["offload_optimizer"]
+    assert found["offload_param"] == known.OFFLOAD_KEYS["offload_param"]
+
+
+# -- the wheel
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("wheel")
+    build = [sys.executable, "-m", "pip", "wheel", str(ROOT), "--no-deps", "--no-build-isolation", "--no-index", "-w"]
+    subprocess.run([*build, str(folder)], check=True, capture_output=True, timeout=300)
+    (built,) = folder.glob("finetune_toolkit-*.whl")
+    return built
+
+
+def test_the_wheel_carries_the_presets_byte_for_byte(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        packed = {name: archive.read(name) for name in archive.namelist() if name.startswith("toolkit/_presets/")}
+    files = {f"toolkit/_presets/{path.parent.name}/{path.name}": path.read_bytes() for path in [*YAMLS, *JSONS]}
+    assert len(files) == 10
+    assert packed == files
+
+
+def test_the_wheel_carries_what_is_not_python(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        names = set(archive.namelist())
+    package = {"compare/report/page.css", "compare/report/page.js", "compare/results.schema.json", "py.typed"}
+    assert {f"toolkit/{name}" for name in package} <= names
+    on_disk = {str(path.relative_to(ROOT)) for path in (ROOT / "toolkit").rglob("*.py")}
+    assert on_disk <= names
+    assert not {name for name in names if name.startswith(("tests/", "benchmarks/")) or "__pycache__" in name}
+
+
+def test_the_installed_wheel_lists_the_same_presets_from_another_directory(wheel: Path, tmp_path: Path) -> None:
+    site, elsewhere = tmp_path / "site", tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    install = [sys.executable, "-m", "pip", "install", "--no-deps", "--no-index", "--target", str(site), str(wheel)]
+    subprocess.run(install, check=True, capture_output=True, timeout=300)
+    listed = subprocess.run(
+        [sys.executable, "-m", "toolkit", "presets", "--json"],
+        cwd=elsewhere, env=os.environ | {"PYTHONPATH": str(site)}, capture_output=True, text=True, check=True,
+        timeout=60,
+    )  # fmt: skip
+    installed = json.loads(listed.stdout)
+    assert all(Path(row["accelerate_config"]).is_relative_to(site) for row in installed)
+    assert all(Path(row["deepspeed_config"]).is_relative_to(site) for row in installed if row["deepspeed_config"])
+    paths = ("accelerate_config", "deepspeed_config")
+    promised = [{key: value for key, value in row.items() if key not in paths} for row in installed]
+    assert promised == [{key: value for key, value in row.items() if key not in paths} for row in rows().values()]

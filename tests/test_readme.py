@@ -1,0 +1,258 @@
+"""The README and the docs cannot drift: commands run, tables are the program's own, links lead somewhere.
+
+A comment in front of a ```bash block says how it is tested; its substitutions are declared there. Written again with:
+
+    python tests/test_readme.py
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import doctest
+import functools
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import typer
+
+from toolkit.cli import app
+from toolkit.presets import Preset, list_presets, preset_names
+from toolkit.runs.arguments import DataArguments, ModelArguments
+from toolkit.runs.argv import read_arguments, read_config_file
+from toolkit.runs.folder import read_json
+
+ROOT = Path(__file__).resolve().parent.parent
+README = ROOT / "README.md"
+PAGES = [README, ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+EXAMPLE = "examples/lora.yaml"
+PLAIN_SCREEN = {"TERM": "dumb", "NO_COLOR": "1", "COLUMNS": "100"}
+WITHOUT_A_LINE = {"toolkit/__init__.py", "toolkit/__main__.py", "toolkit/py.typed"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Block:
+    """A ```bash block, and what the comment in front of it says: `launch; "20" becomes "2"; a remark`."""
+
+    mark: str
+    text: str
+
+    @property
+    def kind(self) -> str:
+        return self.mark.split(";")[0].strip()
+
+    def substituted(self) -> str:
+        text = self.text
+        for old, new in re.findall(r'"([^"]+)" becomes "([^"]+)"', self.mark):
+            assert old in text, f"nothing to substitute for {old!r} in:\n{text}"
+            text = text.replace(old, new)
+        return text
+
+
+def bash_blocks(page: Path) -> list[Block]:
+    found = re.findall(r"(?:<!-- test: ([^\n]*) -->\n)?```(?:bash|console|sh)\n(.*?)```", page.read_text(), re.DOTALL)
+    return [Block(mark, text) for mark, text in found]
+
+
+def marked(kind: str) -> list[Block]:
+    return [block for block in bash_blocks(README) if block.kind == kind]
+
+
+def toolkit_commands() -> list[list[str]]:
+    """Each `toolkit ...` command of any page, as words."""
+    lines = [
+        line
+        for page in PAGES
+        for block in bash_blocks(page)
+        for line in block.text.replace("\\\n", " ").splitlines()
+        if line.startswith("toolkit ")
+    ]
+    return [shlex.split(line, comments=True) for line in lines]
+
+
+def run_bash(script: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    environment = os.environ | PLAIN_SCREEN | {"PATH": path, "CUDA_VISIBLE_DEVICES": ""} | variables
+    command = ["bash", "-euo", "pipefail", "-c", script]
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300, check=False)
+
+
+# -- generated blocks
+
+
+def preset_table() -> str:
+    lines = ["| preset | engine | sharding | offloads | precision | processes | when to choose it |"]
+    lines.append("| :--- " * 7 + "|")
+    return "\n".join(lines + [preset_line(preset) for preset in list_presets()])
+
+
+def preset_line(preset: Preset) -> str:
+    devices = {"optimizer": preset.offload_optimizer, "parameters": preset.offload_param}
+    offloads = ", ".join(f"{what} to {device}" for what, device in devices.items() if device) or "–"
+    engine, sharding = f"`{preset.engine}`", f"`{preset.sharding}`"
+    cells = [f"`{preset.name}`", engine, sharding, offloads, preset.mixed_precision, f"{preset.min_world_size}+"]
+    return f"| {' | '.join([*cells, preset.summary])} |"
+
+
+def argument_table() -> str:
+    fields = [*dataclasses.fields(ModelArguments), *dataclasses.fields(DataArguments)]
+    return "\n".join(
+        ["| argument | what it is |", "| :--- | :--- |"]
+        + [f"| `--{field.name}` | {field.metadata['help'].replace('|', '/')} |" for field in fields]
+    )
+
+
+def help_text() -> str:
+    shown = run_bash("toolkit --help")
+    assert shown.returncode == 0, shown.stderr
+    lines = [line.rstrip() for line in shown.stdout.strip("\n").splitlines()]
+    return "\n".join(["```", "$ toolkit --help", *lines, "```"])
+
+
+GENERATED = {"presets": preset_table, "arguments": argument_table, "help": help_text}
+
+
+def generated(text: str, name: str) -> re.Match[str]:
+    found = re.search(rf"<!-- generated: {name} -->\n(.*?)\n?<!-- /generated -->", text, re.DOTALL)
+    assert found, f"README.md has no block `generated: {name}`"
+    return found
+
+
+def write_generated() -> None:
+    text = README.read_text()
+    for name, render in GENERATED.items():
+        block, written = generated(text, name), f"<!-- generated: {name} -->\n{render()}\n<!-- /generated -->"
+        text = text[: block.start()] + written + text[block.end() :]
+    README.write_text(text)
+
+
+@pytest.mark.parametrize("name", GENERATED)
+def test_generated_blocks_are_what_the_program_says(name: str) -> None:
+    assert generated(README.read_text(), name)[1] == GENERATED[name](), "write it again: python tests/test_readme.py"
+
+
+# -- commands
+
+
+def test_the_variables_are_the_demos_model_and_data(real_model: Path, faq_alpaca: Path) -> None:
+    (block,) = marked("variables")
+    shown = run_bash(block.text + 'echo "$model"; echo "$data"')
+    assert (shown.returncode, shown.stdout.split()) == (0, [str(real_model), str(faq_alpaca)])
+
+
+def test_every_toolkit_command_of_a_page_is_understood(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)  # the example's path is relative to it
+    commands = toolkit_commands()
+    assert {words[1] for words in commands} >= {"train", "compare", "report"}
+    program = typer.main.get_command(app)
+    for _, name, *words in commands:
+        options, _, training = shlex.join(words).partition(" -- ")
+        context = program.commands[name].make_context(name, shlex.split(options))  # type: ignore[attr-defined]
+        presets = context.params.get("preset") or []
+        assert set([presets] if isinstance(presets, str) else presets) <= set(preset_names())
+        if training:
+            assert read_arguments(shlex.split(training))["model_name_or_path"] == "$model"
+
+
+def test_the_python_lines_say_what_they_return() -> None:
+    lines = "\n".join(re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL))
+    examples = doctest.DocTestParser().get_doctest(lines, {}, "README.md", str(README), 0)
+    assert len(examples.examples) > 3
+    assert doctest.DocTestRunner().run(examples).failed == 0
+
+
+@pytest.mark.launch
+@pytest.mark.parametrize("block", marked("launch"), ids=lambda block: block.text.split()[0])
+def test_a_launched_command_leaves_the_run_folder_that_the_page_describes(
+    block: Block, tiny_model: Path, faq_alpaca: Path, tmp_path: Path
+) -> None:
+    ended = run_bash(block.substituted(), model=str(tiny_model), data=str(faq_alpaca), FOLDER=str(tmp_path))
+    assert ended.returncode == 0, ended.stderr
+    (folder,) = tmp_path.iterdir()
+    run = read_json(folder / "run.json") or {}
+    assert (run["status"], run["measured"]["steps"]) == ("completed", 2)
+    assert set(described_files()) - {"failure.json", "ranks/rank0.jsonl"} <= {path.name for path in folder.iterdir()}
+    page = (ROOT / "docs" / "run-folder.md").read_text()
+    missing = sorted(key for key in keys_of(folder) if f"`{key}`" not in page)
+    assert not missing, f"docs/run-folder.md does not name {missing}"
+
+
+def described_files() -> list[str]:
+    return re.findall(r"^([\w/.]+\.(?:json|jsonl|log))  ", README.read_text(), re.MULTILINE)
+
+
+def keys_of(folder: Path) -> Iterator[str]:
+    run, attested = read_json(folder / "run.json") or {}, read_json(folder / "attestation.json") or {}
+    row = json.loads((folder / "ranks" / "rank0.jsonl").read_text().splitlines()[0])
+    for mapping in (run, run["data"], run["measured"], run["spec"], attested, attested["ranks"][0], row):
+        yield from mapping
+
+
+# -- tree, links, example
+
+
+@functools.cache
+def listed_files() -> list[str]:
+    listed = subprocess.run(
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if listed.returncode != 0:
+        pytest.skip("not a git checkout")
+    return listed.stdout.splitlines()
+
+
+def tree_lines() -> list[str]:
+    found = re.search(r"<!-- checked: tree -->\n```\n(.*?)```", README.read_text(), re.DOTALL)
+    assert found
+    lines = [line.split("  ")[0] if line[0] != " " else f"toolkit/{line.split()[0]}" for line in found[1].splitlines()]
+    return [line.rstrip("/") for line in lines]
+
+
+def test_the_tree_has_every_folder_and_every_room() -> None:
+    parts = [path.split("/") for path in listed_files()]
+    folders = {path[0] for path in parts if len(path) > 1 and not path[0].startswith(".")}
+    rooms = {"/".join(path[:2]) for path in parts if path[0] == "toolkit"} - WITHOUT_A_LINE
+    assert folders | rooms <= set(tree_lines())
+
+
+def test_the_tree_names_nothing_that_is_not_there() -> None:
+    assert [line for line in tree_lines() if not (ROOT / line).exists()] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_relative_link_leads_somewhere(page: Path) -> None:
+    targets = [target for target in re.findall(r"\]\(([^)]+)\)", page.read_text()) if "://" not in target]
+    for target in targets:
+        path, _, section = target.partition("#")
+        assert (page.parent / path).exists(), f"{page.name} links to {target}"
+        if not path:
+            assert section in {heading_id(line) for line in page.read_text().splitlines() if line.startswith("#")}
+
+
+def heading_id(line: str) -> str:
+    return re.sub(r"[^\w -]", "", line.lstrip("#").strip().lower()).replace(" ", "-")
+
+
+def test_the_readme_carries_the_attribution_of_the_data() -> None:
+    from toolkit.demo.assets import DATA_ATTRIBUTION
+
+    assert DATA_ATTRIBUTION in README.read_text()
+
+
+def test_the_example_has_only_known_keys_and_a_command_uses_it() -> None:
+    assert "lora_r" in read_config_file(ROOT / EXAMPLE)
+    assert any(EXAMPLE in words for words in toolkit_commands())
+
+
+if __name__ == "__main__":
+    write_generated()

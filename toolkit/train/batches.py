@@ -1,0 +1,63 @@
+"""Rows of tokens into padded batches, and what each batch holds, counted before any device sees it."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+IGNORED = -100  # what PyTorch's cross entropy leaves out
+BATCH_FACTS = "batch_facts"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BatchFacts:
+    """What one padded batch holds, counted on the CPU before any device sees it."""
+
+    tokens: int
+    """With padding."""
+    non_padding_tokens: int
+    supervised_tokens: int
+    """Labels that are not -100 after the causal shift."""
+    sha256: str
+    """Of the int64 bytes of the padded input ids, then of the labels: the token order's fingerprint."""
+
+
+class Collator:
+    """Pads rows on the right to the longest of the batch, and says under `BATCH_FACTS` what the batch holds.
+
+    By hand rather than with `tokenizer.pad`, which needs a pad token and follows the tokenizer's padding side.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        pad, end = tokenizer.pad_token_id, tokenizer.eos_token_id
+        self.pad_id: int = next((token for token in (pad, end) if token is not None), 0)  # masked, so any id will do
+
+    def __call__(self, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        lengths = [len(row["input_ids"]) for row in rows]
+        input_ids = _padded([row["input_ids"] for row in rows], self.pad_id)
+        labels = _padded([row["labels"] for row in rows], IGNORED)
+        attention_mask = _padded([[1] * length for length in lengths], 0)
+        facts = _batch_facts(input_ids, labels, non_padding_tokens=sum(lengths))
+        return {"input_ids": input_ids, "attention_mask": attention_mask, "labels": labels, BATCH_FACTS: facts}
+
+
+def _padded(rows: Sequence[Sequence[int]], fill: int) -> torch.Tensor:
+    padded = torch.full((len(rows), max(map(len, rows))), fill, dtype=torch.int64)
+    for index, row in enumerate(rows):
+        padded[index, : len(row)] = torch.as_tensor(row, dtype=torch.int64)
+    return padded
+
+
+def _batch_facts(input_ids: torch.Tensor, labels: torch.Tensor, *, non_padding_tokens: int) -> BatchFacts:
+    digest = hashlib.sha256(input_ids.numpy().tobytes())
+    digest.update(labels.numpy().tobytes())
+    return BatchFacts(
+        tokens=input_ids.numel(),
+        non_padding_tokens=non_padding_tokens,
+        supervised_tokens=int((labels[:, 1:] != IGNORED).sum()),
+        sha256=digest.hexdigest(),
+    )

@@ -1,0 +1,89 @@
+"""What became of the rows, for a person to read before the training starts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any
+
+import datasets
+
+from toolkit.errors import ToolkitError
+from toolkit.train.batches import IGNORED
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DataStats:
+    """What the rows became; `tokens` and `supervised_tokens` are of the rows that are kept, after cutting."""
+
+    format: str
+    rows: int
+    """All rows read, kept and dropped."""
+    dropped_rows: int
+    """Rows with no supervised token left."""
+    truncated_rows: int
+    """Rows longer than `max_seq_length`, kept or dropped."""
+    tokens: int
+    supervised_tokens: int
+    """Tokens that the loss sees: labels that are not -100, without the first position, which nothing predicts."""
+    longest_row_tokens: int
+    """Before cutting: the `max_seq_length` that would cut nothing."""
+    sample: str
+    """The first kept row, decoded, its supervised parts between « and »."""
+
+
+def nothing_to_learn(encoded: datasets.Dataset, max_seq_length: int) -> ToolkitError:
+    rows, uncut = len(encoded), encoded["uncut_tokens"][:]
+    truncated = sum(tokens > max_seq_length for tokens in uncut)
+    why = f"no supervised token in any of the {rows:,} rows"
+    if truncated == rows:
+        hint = f"raise it: the longest row has {max(uncut):,} tokens"
+        return ToolkitError(f"{why}: every prompt fills max_seq_length={max_seq_length}", hint=hint)
+    hint = "check the roles and that the answers are not empty, or pass `--loss_on all`"
+    cut = f" ({truncated:,} were cut at max_seq_length={max_seq_length})" if truncated else ""
+    return ToolkitError(f"{why}{cut}: no assistant turn, completion or text to learn from", hint=hint)
+
+
+def data_stats(
+    encoded: datasets.Dataset, kept: list[int], tokenizer: Any, data_format: str, max_seq_length: int
+) -> DataStats:
+    uncut, supervised = encoded["uncut_tokens"][:], encoded["supervised"][:]
+    return DataStats(
+        format=data_format,
+        rows=len(encoded),
+        dropped_rows=len(encoded) - len(kept),
+        truncated_rows=sum(tokens > max_seq_length for tokens in uncut),
+        tokens=sum(min(uncut[index], max_seq_length) for index in kept),
+        supervised_tokens=sum(supervised),
+        longest_row_tokens=max(uncut),
+        sample=mark_supervised(encoded[kept[0]], tokenizer),
+    )
+
+
+def mark_supervised(row: dict[str, Any], tokenizer: Any) -> str:
+    """The row's text, with « and » around what is supervised."""
+    parts = []
+    pairs = zip(row["input_ids"], row["labels"], strict=True)
+    for supervised, run in groupby(pairs, key=lambda pair: pair[1] != IGNORED):
+        text = tokenizer.decode([token for token, _ in run], clean_up_tokenization_spaces=False)
+        parts.append(f"«{text}»" if supervised else text)
+    return "".join(parts)
+
+
+def preflight_lines(stats: DataStats) -> list[str]:
+    """What a person should read before the training starts."""
+    kept = stats.rows - stats.dropped_rows
+    share = stats.supervised_tokens / stats.tokens
+    lines = [
+        f"data: {stats.format} format, {stats.rows:,} rows, {kept:,} kept",
+        f"  {stats.tokens:,} tokens, {stats.supervised_tokens:,} supervised ({share:.0%});"
+        f" longest row {stats.longest_row_tokens:,} tokens",
+        f"  {stats.truncated_rows:,} rows truncated, {stats.dropped_rows:,} dropped for having no supervised token",
+        "  first row, supervised part between « and »:",
+    ]
+    return lines + [f"  | {line}" for line in _shortened(stats.sample).splitlines()]
+
+
+def _shortened(text: str, *, at_most: int = 1200) -> str:
+    """The beginning and the end, where the closing mark is."""
+    return text if len(text) <= at_most else f"{text[: at_most // 2]} … {text[-at_most // 2 :]}"
