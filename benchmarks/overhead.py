@@ -129,11 +129,14 @@ def environment() -> dict[str, str]:
 
 def prepare(scratch: Path, steps: int, untimed_steps: int) -> Job:
     """The default model and data, and the toolkit's own tokens of them on disk for the bare script."""
+    import datasets
+
     from toolkit.demo.assets import default_data_file, prepare_default_model
     from toolkit.runs.arguments import ModelArguments
     from toolkit.train.modelling import load_tokenizer
     from toolkit.train.tokens import load_rows, tokenize
 
+    datasets.disable_progress_bars()
     model, dataset, tokens = prepare_default_model(), default_data_file(), scratch / "tokens"
     tokenizer = load_tokenizer(ModelArguments(model_name_or_path=str(model)), chat_template=None)
     rows, data_format = load_rows(str(dataset), "train")

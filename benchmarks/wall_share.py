@@ -2,7 +2,7 @@
 
     python benchmarks/wall_share.py demo-output
 
-Reads run folders only: `phases` of run.json (rank 0), and the step seconds of all ranks.
+Reads run folders only, and of them what rank 0 wrote: `phases` of run.json, and its step seconds.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 from record import print_table, write_result
 
 from toolkit.runs.folder import RunFolder, read_json
-from toolkit.runs.steps import measure, read_steps
+from toolkit.runs.steps import read_rows
 
 # Phases of `toolkit.train.failure.Progress` under the words of the table, in the order of a run.
 PARTS = {
@@ -42,10 +42,9 @@ def wall_parts(folder: RunFolder, untimed_steps: int) -> dict[str, float]:
     parts["launcher"] = phases[0][1] - begun
     for (name, began), ended in zip(phases, ends, strict=True):
         parts[name] += ended - began
-    steps = measure(read_steps(folder), untimed_steps=untimed_steps)
-    parts["untimed"] = sum(steps.step_seconds[:untimed_steps])
-    parts["timed"] = steps.timed_seconds
-    parts["train"] -= parts["untimed"] + parts["timed"]  # what lies between steps: logs, and the slowest of all ranks
+    step_seconds = [row["seconds"] for row in read_rows(folder.rank_rows(0))]
+    parts["untimed"], parts["timed"] = sum(step_seconds[:untimed_steps]), sum(step_seconds[untimed_steps:])
+    parts["train"] -= parts["untimed"] + parts["timed"]  # logs, and the end of training
     return parts
 
 

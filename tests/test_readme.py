@@ -1,6 +1,6 @@
 """The README and the docs cannot drift: commands run, tables are the program's own, links lead somewhere.
 
-A comment in front of a ```bash block says how it is tested; its substitutions are declared there. Written again with:
+A comment in front of a ```bash block says how it is tested, with its substitutions. To write generated blocks again:
 
     python tests/test_readme.py
 """

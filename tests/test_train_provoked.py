@@ -25,9 +25,9 @@ def test_one_process_for_two_is_found(tmp_path: Path, words: list[str]) -> None:
     failure = read(tmp_path / "out" / "failure.json")
     assert failure["kind"] == "attestation_failed"
     assert read(tmp_path / "out" / "run.json")["status"] == "attestation_failed"
-    assert {"fact": "world_size", "rank": 0, "promised": 2, "found": 1} in read(
-        tmp_path / "out" / "attestation.json"
-    )["differences"]
+    assert {"fact": "world_size", "rank": 0, "promised": 2, "found": 1} in read(tmp_path / "out" / "attestation.json")[
+        "differences"
+    ]
 
 
 def test_ddp_for_an_fsdp_preset_is_found(tmp_path: Path, words: list[str]) -> None:

@@ -50,8 +50,9 @@ def presets(as_json: Annotated[bool, typer.Option("--json", help="the table as J
         offload = ", ".join(f"{what}: {where}" for what, where in _offloads(preset) if where) or "-"
         processes = f"{preset.min_world_size}+"
         table.add_row(preset.name, preset.engine, preset.sharding, offload, preset.mixed_precision, processes)
-    console = Console(soft_wrap=True, highlight=False)
-    console.print(table, width=max(console.width, TABLE_COLUMNS))  # a narrow pipe must not cut names
+    columns = max(Console().width, TABLE_COLUMNS)  # a narrow pipe must not cut names
+    console = Console(width=columns, soft_wrap=True, highlight=False)
+    console.print(table, soft_wrap=False)
     console.print()
     for preset in found:
         console.print(f"{preset.name}: {preset.summary}", markup=False)

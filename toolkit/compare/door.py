@@ -26,6 +26,7 @@ from toolkit.runs import status
 from toolkit.runs.argv import integer
 from toolkit.units import number, seconds
 
+TABLE_COLUMNS = 100  # narrower, presets and statuses would be broken over lines
 STEP_LINE = re.compile(r"^step (\d+)/(\d+) ")
 
 
@@ -92,7 +93,7 @@ def write_report_again(folder: Path) -> None:
 
 def _publish(results: Results, folder: Path) -> None:
     files = write_report(results, folder)
-    Console(soft_wrap=False).print(console_table(results))
+    Console(width=max(Console().width, TABLE_COLUMNS)).print(console_table(results))
     print(summary_sentence(results))
     for path in (files.markdown, files.html, files.results_json, files.results_csv, files.plot):
         print(path)

@@ -38,6 +38,7 @@ class Measured:
     tokens_per_cpu_second: float | None
     """Tokens of all ranks over the processor time of all ranks: steady on a shared machine."""
     padding_fraction: float | None
+    """Padding over all tokens of the timed steps."""
     losses: list[float]
     """Per step, the mean over ranks."""
     grad_norms: list[float | None]
@@ -101,12 +102,16 @@ def measure(steps: list[list[Row]], *, untimed_steps: int) -> Measured:
         non_padding_tokens_per_second=rate(non_padding),
         supervised_tokens_per_second=rate(_over_ranks(steps, "supervised_tokens", sum)),
         tokens_per_cpu_second=rate(tokens, _over_ranks(steps, "cpu_seconds", sum)),
-        padding_fraction=1 - sum(non_padding) / sum(tokens) if sum(tokens) else None,
+        padding_fraction=_padding(tokens[untimed_steps:], non_padding[untimed_steps:]),
         losses=_over_ranks(steps, "loss", lambda losses: math.fsum(losses) / len(losses)),
         grad_norms=[grad_norm(step) for step in steps],
         batch_sha256=[[row["batch_sha256"] for row in step] for step in steps],
         **_peaks(steps),
     )
+
+
+def _padding(tokens: Sequence[float], non_padding: Sequence[float]) -> float | None:
+    return 1 - sum(non_padding) / sum(tokens) if sum(tokens) else None
 
 
 def grad_norm(step: list[Row]) -> float | None:

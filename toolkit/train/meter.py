@@ -38,8 +38,9 @@ class _Step:
 class Meter(TrainerCallback):  # type: ignore[misc]
     """Writes one row a step to `ranks/rankR.jsonl`, and prints progress on rank 0."""
 
-    def __init__(self, path: Path, *, rank: int, max_steps: int, progress: Progress) -> None:
-        self.path, self.rank, self.max_steps, self.progress = path, rank, max_steps, progress
+    def __init__(self, path: Path, *, rank: int, progress: Progress) -> None:
+        self.path, self.rank, self.progress = path, rank, progress
+        self.max_steps = 0
         self.cuda = torch.cuda.is_available() and torch.cuda.is_initialized()
         self.step = _Step()
         self.waiting: deque[tuple[int, _Step]] = deque()
@@ -69,6 +70,7 @@ class Meter(TrainerCallback):  # type: ignore[misc]
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         del args, control
+        self.max_steps = state.max_steps  # known once the Trainer has counted the batches
         finished, self.step = self.step, _Step()
         self.restart_clock()  # here, so that what the meter itself costs is part of the next step
         finished.end, finished.memory = self.step.start, self._memory()
@@ -77,7 +79,13 @@ class Meter(TrainerCallback):  # type: ignore[misc]
         self.waiting.append((state.global_step, finished))
         self.flush(wait=False)
 
-    def on_log(self, *_: Any, **__: Any) -> None:
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any) -> None:
+        """What the Trainer logs, means over all ranks; its own speeds, which count untimed steps, are left out."""
+        del args, control
+        shown = {name: value for name, value in (logs or {}).items() if name not in ("epoch", "total_flos")}
+        if state.is_world_process_zero and "train_runtime" not in shown:
+            words = "  ".join(f"{name} {value:.6g}" for name, value in shown.items() if isinstance(value, (int, float)))
+            print(f"log at step {state.global_step}, all ranks: {words}", flush=True)
         self.restart_clock()
 
     def on_save(self, *_: Any, **__: Any) -> None:
@@ -156,8 +164,8 @@ class Meter(TrainerCallback):  # type: ignore[misc]
         norm = "" if row["grad_norm"] is None else f"  grad_norm {row['grad_norm']:.3f}"
         speed = row["tokens"] / row["seconds"]
         print(
-            f"step {row['step']}/{self.max_steps}  loss {row['loss']:.4f}{norm}"
-            f"  {row['seconds']:.2f} s  {speed:,.0f} tokens/s on this rank",
+            f"step {row['step']}/{self.max_steps}{norm}  on rank 0: loss {row['loss']:.4f}"
+            f"  {row['seconds']:.2f} s  {speed:,.0f} tokens/s",
             flush=True,
         )
 

@@ -75,7 +75,7 @@ def _before_script(options: list[str]) -> list[str]:
 def _value_of(words: list[str], name: str) -> str | None:
     """The value of a launcher flag, in either spelling."""
     spellings = (f"--{name}", f"--{name.replace('_', '-')}")
-    for word, following in zip(words, [*words[1:], ""], strict=True):
+    for word, following in zip(words, [*words[1:], ""], strict=False):
         if word in spellings:
             return following
         if word.startswith(tuple(f"{spelling}=" for spelling in spellings)):

@@ -6,6 +6,7 @@ that a killed save leaves no folder that half loads.
 
 from __future__ import annotations
 
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -24,9 +25,18 @@ def save_final_model(trainer: Any, tokenizer: Any, folder: Path) -> None:
     plain.config.use_cache = True  # off during training only
     plain.save_pretrained(temporary, state_dict=state)
     tokenizer.save_pretrained(temporary)
+    (temporary / "README.md").unlink(missing_ok=True)  # peft's empty model card, which names local paths
     for path in sorted(temporary.iterdir(), key=lambda path: path.name in LAST):
+        path.chmod(0o666 & ~_umask())  # safetensors writes for the owner alone
         path.replace(folder / path.name)
     temporary.rmdir()
+
+
+def _umask() -> int:
+    """This process's mask, which can only be read by setting it."""
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
 
 
 def whole_state_dict(trainer: Any) -> dict[str, Any]:

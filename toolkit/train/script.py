@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from transformers import set_seed
+from transformers import PrinterCallback, set_seed
 
 from toolkit.hardware.machine import describe_machine, git_commit, library_versions
 from toolkit.runs import status
@@ -35,6 +35,7 @@ from toolkit.train.promise import Promise, find_promise
 from toolkit.train.saving import save_final_model
 from toolkit.train.tokens import Tokenized, load_rows, tokenize
 from toolkit.train.trainer import MeasuredTrainer
+from toolkit.units import number
 
 PREPARED_VARIABLE = "TOOLKIT_RUN_PREPARED"
 
@@ -62,6 +63,10 @@ def run(argv: Sequence[str], progress: Progress) -> None:
     progress.enter("save")
     if model_arguments.save_model:
         save_final_model(trainer, tokenizer, folder.path)
+        if training.process_index == 0:
+            print(
+                f"saved: {'adapter' if model_arguments.lora_r else 'model'} and tokenizer in {folder.path}", flush=True
+            )
     close_folder(folder, training, model_arguments.untimed_steps, progress)
     if dist.is_initialized():
         dist.destroy_process_group()  # its threads abort a process that just exits
@@ -151,7 +156,6 @@ def build_trainer(
     meter = Meter(
         folder.rank_rows(training.process_index),
         rank=training.process_index,
-        max_steps=training.max_steps,
         progress=progress,
     )
     attestation = Attestation(folder.attestation_json, promise, precision=training.mixed_precision, progress=progress)
@@ -165,6 +169,7 @@ def build_trainer(
         meter=meter,
         progress=progress,
     )
+    trainer.remove_callback(PrinterCallback)  # the meter prints instead
     attestation.trainer = trainer
     attestation.after = meter.restart_clock
     return trainer
@@ -182,8 +187,11 @@ def close_folder(folder: RunFolder, training: Any, untimed_steps: int, progress:
     finished = datetime.now(UTC).isoformat(timespec="seconds")
     progress.enter("end")
     folder.update_run(status=status.COMPLETED, exit_code=0, finished=finished, measured=summary, phases=progress.phases)
-    speed = "n/a" if measured.tokens_per_second is None else f"{measured.tokens_per_second:,.0f} tokens/s"
-    print(f"done: {measured.steps} steps, {speed} over {measured.timed_steps} timed steps; {folder.path}", flush=True)
+    speed = f"{number(measured.tokens_per_second, 0)} tokens/s over {measured.timed_steps} timed"
+    if measured.tokens_per_second is None:
+        speed = f"none timed: untimed_steps is {untimed_steps}"
+    loss = f"loss {measured.losses[0]:.4f} to {measured.losses[-1]:.4f}; " if measured.losses else ""
+    print(f"done: {measured.steps} steps, {loss}{speed}; {folder.path}", flush=True)
 
 
 def barrier() -> None:

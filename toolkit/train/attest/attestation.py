@@ -98,6 +98,8 @@ class Attestation(TrainerCallback):  # type: ignore[misc]
             write_json(self.path, attestation(self.promise.preset, promised, ranks, found))
             if self.promise.preset is None:
                 print("attestation: no preset is known for this run, so its readings are held against none", flush=True)
+            elif not found:
+                print(attested_line(self.promise.preset, ranks[0]), flush=True)
         if found:
             first = "; ".join(describe(difference) for difference in found[:3])
             raise AttestationFailed(f"the run is not what it promised: {first}", hint=f"all values are in {self.path}")
@@ -129,6 +131,13 @@ def attestation(preset: Preset | None, promised: Facts, ranks: list[Facts], foun
         "ranks": ranks,
     }
     return body | {"sha256": hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()}
+
+
+def attested_line(preset: Preset, facts: Facts) -> str:
+    """What is in force, in one line for the log."""
+    trained = f"{facts['num_trainable_params']:,} of {facts['num_params']:,} parameters trained"
+    where = f"{facts['world_size']} ranks, {facts['compute_dtype']} compute, {facts['master_dtype']} masters"
+    return f"attested: {preset.name} ({facts['engine']}, {facts['sharding']}), {where}; {trained}"
 
 
 def verdict(preset: Preset | None, found: list[Facts]) -> str:

@@ -58,7 +58,7 @@ def watch_deepspeed_gradients(engine: Any, look: Callable[[], None]) -> None:
     stages hold their partition until the optimizer step frees it.
     """
     stage = engine.zero_optimization_stage()
-    _call_first(engine.optimizer, "independent_gradient_partition_epilogue" if stage < 2 else "step", look)
+    _call_first(engine.optimizer, "reduce_gradients" if stage < 2 else "step", look)
 
 
 def _call_first(target: Any, method: str, look: Callable[[], None]) -> None:
