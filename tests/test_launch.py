@@ -488,7 +488,7 @@ def test_a_job_without_a_model_or_data_is_refused(model: Path) -> None:
 
 
 def test_a_disk_without_room_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ToolkitError, match=f"{tmp_path} has .* free, the trained model needs about 931322574.62 GiB"):
+    with pytest.raises(ToolkitError, match=f"{tmp_path} has .* free, what the run saves needs about 931322574.62 GiB"):
         preflight.check_disk(tmp_path / "not" / "yet" / "there", needed=10**18)
     preflight.check_disk(tmp_path, needed=1)
 

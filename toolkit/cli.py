@@ -19,7 +19,7 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
-    help="Fine-tune on several GPUs with a preset you chose, and compare presets with numbers that are right.",
+    help="Fine-tune on several GPUs with a preset you chose, and compare presets on the same job.",
 )
 
 PRESET_HELP = "a preset's name (see `toolkit presets`), or an accelerate YAML file"
@@ -70,7 +70,11 @@ def train(
     cpu: Annotated[bool | None, typer.Option("--cpu/--no-cpu", help=CPU_HELP)] = None,
     timeout_minutes: Annotated[float | None, typer.Option(help="end the run as timed_out after this long")] = None,
 ) -> None:
-    """Check the job, print the launch command, and run it."""
+    """Check the job, print the launch command, and run it.
+
+    After `--`: at least --model_name_or_path, --dataset and --output_dir. All training arguments:
+    `python -m toolkit.train --help`.
+    """
     from toolkit.launch.command import launch_command
     from toolkit.launch.preflight import check_job, check_output
     from toolkit.launch.run import run_training
@@ -81,6 +85,7 @@ def train(
     on_cpu = _on_cpu(cpu)
     job = check_job(chosen, num_processes=num_processes, training_argv=argv, cpu=on_cpu)
     output_dir = check_output(job.arguments)
+    _say_device(on_cpu, cpu)
     say(launch_command(chosen, num_processes=num_processes, training_argv=argv, cpu=on_cpu).shown)
     result = run_training(
         chosen,
@@ -121,7 +126,10 @@ def compare(
     cpu: Annotated[bool | None, typer.Option("--cpu/--no-cpu", help=CPU_HELP)] = None,
     trial_timeout_minutes: Annotated[float, typer.Option(help="end a trial as timed_out after this long")] = 120,
 ) -> None:
-    """Train the same job under each preset, and report memory and speed."""
+    """Train the same job under each preset, and report memory, speed and loss.
+
+    After `--`: the job, at least --model_name_or_path, --dataset and --max_steps, as for `toolkit train`.
+    """
     from toolkit.compare.door import run_comparison
 
     run_comparison(
@@ -134,6 +142,7 @@ def compare(
         untimed_steps=untimed_steps,
         reference=reference,
         cpu=_on_cpu(cpu),
+        on_checked=lambda on_cpu: _say_device(on_cpu, cpu),
         timeout_seconds=trial_timeout_minutes * 60,
     )
 
@@ -150,15 +159,16 @@ def report(
 
 
 def _on_cpu(asked: bool | None) -> bool:
-    """What the user says, else whether there is no GPU; choosing the CPU is said."""
+    """What the user says, else whether there is no GPU."""
     from toolkit.hardware.gpus import count_gpus
 
-    if asked is not None:
-        return asked
-    without_gpu = count_gpus() == 0
-    if without_gpu:
+    return count_gpus() == 0 if asked is None else asked
+
+
+def _say_device(on_cpu: bool, asked: bool | None) -> None:
+    """A choice that nobody asked for is said."""
+    if on_cpu and asked is None:
         say("no GPU is visible: training on the CPU (gloo, fp32)")
-    return without_gpu
 
 
 def say(line: str) -> None:
@@ -187,7 +197,10 @@ def _say_usage(error: Any) -> None:
         error.show()
         return
     what = " ".join(str(error.format_message()).split())
-    say(f"error: {what[:1].lower()}{what[1:].rstrip('.')}\n  hint: see `{error.ctx.command_path} --help`")
+    # Options of the toolkit have dashes, training arguments underscores.
+    misplaced = "no such option" in what.lower() and "_" in what
+    hint = "training arguments stand after `--`" if misplaced else f"see `{error.ctx.command_path} --help`"
+    say(f"error: {what[:1].lower()}{what[1:].rstrip('.')}\n  hint: {hint}")
 
 
 if __name__ == "__main__":

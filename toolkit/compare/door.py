@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,8 @@ from toolkit.compare.rows import Row
 from toolkit.compare.run import Stopped, results_of, run_trials
 from toolkit.compare.trials import Comparison, Trial, open_comparison, plan_comparison, refuse_own_arguments
 from toolkit.errors import EXIT_RUN_FAILED
-from toolkit.launch.preflight import check_job
+from toolkit.hardware.gpus import count_gpus
+from toolkit.launch.preflight import check_job, check_process_count
 from toolkit.launch.process import terminate_as_interrupt
 from toolkit.presets import load_preset
 from toolkit.runs import status
@@ -41,27 +42,33 @@ def run_comparison(
     untimed_steps: int,
     reference: str | None,
     cpu: bool,
+    on_checked: Callable[[bool], None],
     timeout_seconds: float,
 ) -> None:
     """Run or resume a comparison, write its report, print its table.
 
     Raises ToolkitError before any trial for what is wrong with the job; a trial that fails is a row.
     """
-    chosen = {preset.name: (name, preset) for name in presets for preset in [load_preset(name)]}
+    chosen = [load_preset(name) for name in presets]
     comparison = plan_comparison(
-        [load_preset(name) for name in presets],
+        chosen,
         num_processes=num_processes,
         training_arguments=training_arguments,
         untimed_steps=untimed_steps,
         reference=reference,
         cpu=cpu,
     )
-    for _, preset in chosen.values():
+    gpus = None if cpu else count_gpus()
+    for preset in chosen:
         for n in comparison.num_processes:
-            job = check_job(preset, num_processes=n, training_argv=training_arguments, cpu=cpu)
-            refuse_own_arguments(job.arguments, integer(job.arguments, "max_steps", 0), untimed_steps)
+            check_process_count(n, gpus=gpus, preset=preset)
+    largest = max(comparison.num_processes)
+    job = check_job(chosen[0], num_processes=largest, training_argv=training_arguments, cpu=cpu)
+    refuse_own_arguments(job.arguments, integer(job.arguments, "max_steps", 0), untimed_steps)
     open_comparison(output, comparison, resume=resume)
-    _run(comparison, output, {name: given for name, (given, _) in chosen.items()}, retry_failed, timeout_seconds)
+    on_checked(cpu)
+    given = {preset.name: name for preset, name in zip(chosen, presets, strict=True)}
+    _run(comparison, output, given, retry_failed, timeout_seconds)
     _publish(results_of(comparison, output), output)
 
 

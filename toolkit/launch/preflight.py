@@ -22,6 +22,8 @@ from toolkit.units import gib
 
 POSITIVE = ("per_device_train_batch_size", "gradient_accumulation_steps", "max_seq_length", "lora_r", "lora_alpha")
 DEFAULT_BATCH = 8  # transformers' per_device_train_batch_size
+# fp32: the weights once more, an fp32 master under DeepSpeed, momentum and variance.
+CHECKPOINT_WEIGHTS = 4
 WEIGHT_SUFFIXES = (".safetensors", ".bin")
 
 
@@ -152,9 +154,17 @@ def check_output(arguments: dict[str, Any]) -> Path:
     folder = RunFolder(Path(str(arguments["output_dir"])))
     folder.check_unused()
     folder.check_writable()
-    if flag(arguments.get("save_model", True)):
-        check_disk(folder.path, needed=weight_bytes(local_folder(str(arguments["model_name_or_path"]))))
+    check_disk(folder.path, needed=saved_bytes(arguments))
     return folder.path
+
+
+def saved_bytes(arguments: dict[str, Any]) -> int:
+    """Bytes of the trained model and of one checkpoint beside it; adapters are small beside their base."""
+    if arguments.get("lora_r") is not None:
+        return 0
+    weights = weight_bytes(local_folder(str(arguments["model_name_or_path"])))
+    model = weights if flag(arguments.get("save_model", True)) else 0
+    return model + (0 if arguments.get("save_strategy") == "no" else CHECKPOINT_WEIGHTS * weights)
 
 
 def weight_bytes(model: Path) -> int:
@@ -173,6 +183,6 @@ def check_disk(folder: Path, *, needed: int) -> None:
     free = shutil.disk_usage(existing).free
     if free < needed:
         raise ToolkitError(
-            f"{existing} has {gib(free)} free, the trained model needs about {gib(needed)}",
-            hint="name a folder on another disk: `--output_dir DIR`, or `--save_model false`",
+            f"{existing} has {gib(free)} free, what the run saves needs about {gib(needed)}",
+            hint="name a folder on another disk: `--output_dir DIR`; `--save_strategy no` writes no checkpoint",
         )
