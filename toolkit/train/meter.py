@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import resource
 import time
 from collections import deque
@@ -38,10 +39,11 @@ class _Step:
 class Meter(TrainerCallback):  # type: ignore[misc]
     """Writes one row a step to `ranks/rankR.jsonl`, and prints progress on rank 0."""
 
-    def __init__(self, path: Path, *, rank: int, progress: Progress) -> None:
+    def __init__(self, path: Path, *, rank: int, device: torch.device, progress: Progress) -> None:
         self.path, self.rank, self.progress = path, rank, progress
         self.max_steps = 0
-        self.cuda = torch.cuda.is_available() and torch.cuda.is_initialized()
+        self.cuda = device.type == "cuda"
+        self.driver = DriverMemory(device)
         self.step = _Step()
         self.waiting: deque[tuple[int, _Step]] = deque()
         self.printed_at = 0.0
@@ -151,7 +153,7 @@ class Meter(TrainerCallback):  # type: ignore[misc]
             "peak_allocated_bytes": torch.cuda.max_memory_allocated(),
             "peak_reserved_bytes": torch.cuda.max_memory_reserved(),
             "allocator_retries": torch.cuda.memory_stats().get("num_alloc_retries", 0),
-            "driver_bytes": driver_bytes(torch.cuda.current_device()),
+            "driver_bytes": self.driver.bytes_now(),
             "peak_host_bytes": host,
         }
 
@@ -170,19 +172,30 @@ class Meter(TrainerCallback):  # type: ignore[misc]
         )
 
 
-def driver_bytes(device: int) -> int | None:
-    """Memory that the driver counts for this process now (context and libraries included); None without NVML."""
-    try:
-        import os
+class DriverMemory:
+    """Memory that the driver counts for this process (context and libraries included), asked at most once a second."""
 
-        import pynvml
+    def __init__(self, device: torch.device) -> None:
+        self.device, self.asked_at = device, -math.inf
+        self.answer: int | None = None
 
-        pynvml.nvmlInit()
-        handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(device).uuid}")
-        own = [p for p in pynvml.nvmlDeviceGetComputeRunningProcesses(handle) if p.pid == os.getpid()]
-    except Exception:  # NVML is optional, and hidden in some containers
-        return None
-    return own[0].usedGpuMemory if own else None
+    def bytes_now(self) -> int | None:
+        """None without NVML, or where a container hides it."""
+        if time.monotonic() - self.asked_at > 1:
+            self.asked_at, self.answer = time.monotonic(), self._ask()
+        return self.answer
+
+    def _ask(self) -> int | None:
+        try:
+            import pynvml
+
+            pynvml.nvmlInit()
+            uuid = torch.cuda.get_device_properties(self.device).uuid
+            handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")
+            processes = pynvml.nvmlDeviceGetComputeRunningProcesses(handle)
+        except Exception:  # NVML is optional
+            return None
+        return next((process.usedGpuMemory for process in processes if process.pid == os.getpid()), None)
 
 
 def grad_norm_facts(grad_norm: Any) -> dict[str, float | int | None]:

@@ -156,6 +156,7 @@ def build_trainer(
     meter = Meter(
         folder.rank_rows(training.process_index),
         rank=training.process_index,
+        device=training.device,
         progress=progress,
     )
     attestation = Attestation(folder.attestation_json, promise, precision=training.mixed_precision, progress=progress)

@@ -108,7 +108,7 @@ class Attestation(TrainerCallback):  # type: ignore[misc]
         args = self.trainer.args
         asked = {
             "gradient_clipping": args.max_grad_norm,
-            "activation_checkpointing": bool(getattr(args, "activation_checkpointing", False)),
+            "activation_checkpointing": bool(args.activation_checkpointing) or _preset_recomputes(self.promise.preset),
         }
         return promised_facts(
             self.promise.preset, self.promise.world_size, compute_dtype=self.compute_dtype, asked=asked
@@ -145,6 +145,12 @@ def verdict(preset: Preset | None, found: list[Facts]) -> str:
     if found:
         return "attestation_failed"
     return "attested" if preset is not None else "no_preset"
+
+
+def _preset_recomputes(preset: Preset | None) -> bool:
+    """FSDP can be told to checkpoint activations in the YAML, where `TrainingArguments` does not see it."""
+    fsdp = {} if preset is None else preset.accelerate_config().get("fsdp_config") or {}
+    return bool(fsdp.get("fsdp_activation_checkpointing"))
 
 
 def _casts(own: Facts) -> bool:
