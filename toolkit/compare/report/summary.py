@@ -1,7 +1,7 @@
 """Say in one sentence what a comparison showed, and in notes what it did not.
 
 >>> summary_sentence(results)                            # doctest: +SKIP
-'On 2 CPU processes, ddp trained fastest of 6 presets (410 tokens/s, single runs); ...'
+'On 2 CPU processes, 6 presets ran at 290 (zero3) to 410 tokens/s (ddp) in single runs, unranked; ...'
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ CPU_SPEEDS = "speeds on CPU (gloo) say nothing about GPUs"
 
 
 def summary_sentence(results: Results) -> str:
-    """What was fastest, what holds least, what did not finish; an order only where there is one to claim."""
+    """How fast the rows ran, what holds least, what did not finish; an order only where there is one to claim."""
     results = facts.honest(results)
     named = list(zip(facts.labels(results), results["rows"], strict=True))
     if not named:
@@ -83,7 +83,6 @@ def _size_clauses(results: Results, named: Sequence[Named], world_size: int) -> 
 
 
 def _fastest(results: Results, fit: Sequence[Named], num_rows: int) -> str:
-    runs = ", single runs" if single_runs(results) else ""
     if not fit:
         return f"none of {_presets(num_rows)} can be ranked"
     top = max(row["tokens_per_second"] or 0.0 for _, row in fit)
@@ -94,8 +93,13 @@ def _fastest(results: Results, fit: Sequence[Named], num_rows: int) -> str:
     if len(fit) == 1:
         return f"{first[0]} ran at {speed(top)} tokens/s, with no comparable row beside it"
     if len(first) > 1:
-        return f"{_and(first)} ran at the same highest speed of {among} ({speed(top)} tokens/s{runs})"
-    return f"{first[0]} trained fastest of {among} ({speed(top)} tokens/s{runs})"
+        return f"{_and(first)} ran at the same highest speed of {among} ({speed(top)} tokens/s)"
+    if single_runs(results):
+        slowest, least = min(((label, row["tokens_per_second"] or 0.0) for label, row in fit), key=lambda pair: pair[1])
+        return (
+            f"{among} ran at {speed(least)} ({slowest}) to {speed(top)} tokens/s ({first[0]}) in single runs, unranked"
+        )
+    return f"{first[0]} trained fastest of {among} ({speed(top)} tokens/s)"
 
 
 def _smallest(results: Results, fit: Sequence[Named], world_size: int) -> list[str]:
