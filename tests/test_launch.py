@@ -20,6 +20,7 @@ from toolkit.errors import ToolkitError
 from toolkit.hardware.gpus import visible_gpus
 from toolkit.launch import preflight
 from toolkit.launch.command import RUN_ID_VARIABLE, LaunchCommand, launch_command, threads_per_rank
+from toolkit.launch.killed import killed_rank
 from toolkit.launch.process import Outcome, processes_of, run_command
 from toolkit.launch.run import conclude
 from toolkit.presets import load_preset
@@ -514,3 +515,23 @@ def test_an_output_folder_with_a_finished_run_is_refused(model: Path, tmp_path: 
 def test_a_job_without_an_output_folder_is_refused(model: Path) -> None:
     with pytest.raises(ToolkitError, match="--output_dir is missing"):
         preflight.check_output({"model_name_or_path": str(model)})
+
+
+def test_a_rank_that_a_signal_ended_is_the_cause_not_the_peer_that_lost_it(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    write_json(folder.failure_json, {"kind": "failed", "rank": 0, "message": "Connection reset by peer"})
+    folder.log.write_text(
+        "[1]:\n  rank      : 0 (local_rank: 0)\n  exitcode  : 1 (pid: 7) \nRoot Cause (first observed failure):\n"
+        "[0]:\n  rank      : 1 (local_rank: 1)\n  exitcode  : -9 (pid: 8)  (SIGKILL)\n"
+    )
+    ended = conclude(folder, Outcome(exit_code=1, seconds=1.0), killed_for_memory=False)
+    assert (ended.status, ended.exit_code) == ("failed", 1)
+    assert ended.failure is not None
+    assert (ended.failure["rank"], ended.failure["message"]) == (1, "rank 1 is gone: SIGKILL ended it")
+    assert ended.failure["seen_by_peer"]["message"] == "Connection reset by peer"
+    starved = conclude(folder, Outcome(exit_code=1, seconds=1.0), killed_for_memory=True)
+    assert (starved.status, starved.exit_code) == ("host_out_of_memory", 3)
+
+
+def test_ranks_that_the_agent_ended_are_no_cause() -> None:
+    assert killed_rank("rank      : 1 (local_rank: 1)\n  exitcode  : -15 (pid: 8)  (SIGTERM)") is None

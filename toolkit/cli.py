@@ -103,9 +103,9 @@ def train(
 
 def _say_failure(status: str, failure: dict[str, object]) -> None:
     """The failure once, at the end; what a rank has said already is not said again."""
-    if failure.get("traceback") or failure.get("rank") is None:
+    if failure.get("traceback") or failure.get("rank") is None or "seen_by_peer" in failure:
         say(f"error: {status}: {failure['message']}")
-    if failure.get("rank") is None and failure.get("hint"):
+    if (failure.get("rank") is None or "seen_by_peer" in failure) and failure.get("hint"):
         say(f"  hint: {failure['hint']}")
 
 

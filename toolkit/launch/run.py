@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.launch.command import LaunchCommand, launch_command
+from toolkit.launch.killed import killed_rank
 from toolkit.launch.process import Outcome, run_command
 from toolkit.presets import Preset
 from toolkit.runs import status
@@ -79,7 +80,7 @@ def _planned(
 
 def conclude(folder: RunFolder, outcome: Outcome, *, killed_for_memory: bool) -> RunResult:
     """The final status, from the rank that spoke or, where none could, from how the processes ended."""
-    failure = read_json(folder.failure_json)
+    failure = _said_or_seen(folder, outcome, killed_for_memory=killed_for_memory)
     ended = _ending(folder, outcome, failure, killed_for_memory=killed_for_memory)
     if ended != status.COMPLETED and failure is None:
         failure = _silent_failure(folder, ended, outcome)
@@ -88,6 +89,19 @@ def conclude(folder: RunFolder, outcome: Outcome, *, killed_for_memory: bool) ->
     code = status.exit_code_of(ended, wrong_input=wrong_input)
     folder.update_run(status=ended, exit_code=code, wall_seconds=round(outcome.seconds, 3), launcher_pid=None)
     return RunResult(folder=folder, status=ended, exit_code=code, seconds=outcome.seconds, failure=failure)
+
+
+def _said_or_seen(folder: RunFolder, outcome: Outcome, *, killed_for_memory: bool) -> dict[str, Any] | None:
+    """failure.json; but where a signal ended a rank, that is the cause, and what its peers say a consequence."""
+    failure = read_json(folder.failure_json)
+    killed = killed_rank(folder.log.read_text(errors="replace")) if folder.log.exists() else None
+    if killed is None or outcome.interrupted or outcome.timed_out:
+        return failure
+    kind = status.HOST_OUT_OF_MEMORY if killed_for_memory else status.FAILED
+    why = "the kernel ended it, because host memory ran out" if killed_for_memory else f"{killed.signal} ended it"
+    seen = _failure(kind, f"rank {killed.rank} is gone: {why}", folder) | {"rank": killed.rank, "seen_by_peer": failure}
+    write_json(folder.failure_json, seen)
+    return seen
 
 
 def _ending(folder: RunFolder, outcome: Outcome, failure: dict[str, Any] | None, *, killed_for_memory: bool) -> str:
@@ -111,8 +125,13 @@ def _silent_failure(folder: RunFolder, ended: str, outcome: Outcome) -> dict[str
         status.HOST_OUT_OF_MEMORY: "a process was killed by the kernel because host memory ran out",
     }
     message = causes.get(ended) or f"the launcher ended with code {outcome.exit_code}: {_last_words(folder.log)}"
+    return _failure(ended, message, folder)
+
+
+def _failure(kind: str, message: str, folder: RunFolder) -> dict[str, Any]:
+    """failure.json where no rank wrote it."""
     return {
-        "kind": ended,
+        "kind": kind,
         "phase": None,
         "rank": None,
         "message": message,
