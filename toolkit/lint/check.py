@@ -139,5 +139,8 @@ def fixed_text(path: Path) -> str:
         changed = apply_edits(document, edits)
         if changed == document.text:
             break
-        document = recognise(read_text(changed, str(path)))
+        try:
+            document = recognise(read_text(changed, str(path)))
+        except ToolkitError:  # a layout that edits by line do not suit: the text before stays
+            break
     return document.text
