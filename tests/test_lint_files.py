@@ -76,8 +76,8 @@ PIECES = [
 
 
 def mutated(text: str, dice: random.Random) -> str:
-    """One to six changes."""
-    for _ in range(dice.randint(1, 6)):
+    """One to three changes."""
+    for _ in range(dice.randint(1, 3)):
         text = changed(text, dice)
     return text
 

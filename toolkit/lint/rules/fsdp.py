@@ -16,7 +16,7 @@ OBSOLETE = ("backward_prefetch", "forward_prefetch", "sync_module_states", "use_
 @rule("fsdp1-by-omission", WARNING, ACCELERATE, library="accelerate", fix="fsdp_version: 2")
 def fsdp1_by_omission(doc: Document) -> Iterator[Hit]:
     """Without `fsdp_version`, `accelerate launch` runs FSDP1; the Trainer's own `fsdp` means FSDP2, and
-    transformers drops FSDP1 in 5.20 and later."""
+    transformers calls FSDP1 deprecated."""
     if is_fsdp(doc) and fsdp(doc, "version") is None:
         yield Hit(key="fsdp_config.fsdp_version", message="fsdp_version is not given: this is FSDP1",
                   fix="`fsdp_version: 2`, and its keys; or say `fsdp_version: 1`")  # fmt: skip

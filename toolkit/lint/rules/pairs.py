@@ -9,7 +9,7 @@ from toolkit.lint.document import ACCELERATE, TRAINER, Document
 from toolkit.lint.finding import ERROR, WARNING, Edit, Hit, rule
 from toolkit.lint.naming import candidates, naming_key
 from toolkit.lint.rules.deepspeed import BATCH, stage
-from toolkit.lint.rules.values import integer, shown, truth, word
+from toolkit.lint.rules.values import integer, is_deepspeed, shown, truth
 
 # accelerate 1.15, DeepSpeedPlugin._deepspeed_config_checks. `zero3_init_flag` may stay.
 OWNED_BY_JSON = (
@@ -51,7 +51,7 @@ def deepspeed_file_relative(doc: Document) -> Iterator[Hit]:
 @rule("key-owned-by-json", ERROR, ACCELERATE, library="accelerate", fix="nothing: the JSON says it")
 def key_owned_by_json(doc: Document) -> Iterator[Hit]:
     """With a `deepspeed_config_file`, accelerate refuses a YAML that repeats what the JSON owns, even if equal."""
-    if doc.get("deepspeed_config.deepspeed_config_file") is None:
+    if doc.get("deepspeed_config.deepspeed_config_file") is None or not is_deepspeed(doc):
         return
     for name in OWNED_BY_JSON:
         key = f"deepspeed_config.{name}"
@@ -64,9 +64,7 @@ def key_owned_by_json(doc: Document) -> Iterator[Hit]:
 def precision_owned_by_json(doc: Document) -> Iterator[Hit]:
     """With a `deepspeed_config_file`, accelerate refuses `mixed_precision` in the YAML, whether it agrees or not."""
     given = doc.get("mixed_precision")
-    if given is None or doc.get("deepspeed_config.deepspeed_config_file") is None:
-        return
-    if word(doc.get("distributed_type")) == "DEEPSPEED":
+    if given is not None and doc.get("deepspeed_config.deepspeed_config_file") is not None and is_deepspeed(doc):
         says = _json_precision(doc.named.get(naming_key(doc)))
         than = f"; the JSON says {says}" if says and says != given else ""
         yield Hit(key="mixed_precision", message=f"accelerate refuses it beside deepspeed_config_file{than}",

@@ -53,8 +53,8 @@ def save_only_model_best(doc: Document) -> Iterator[Hit]:
 
 @rule("fsdp-as-words", WARNING, TRAINER, library="transformers", fix="fsdp: true, and the rest in fsdp_config")
 def fsdp_as_words(doc: Document) -> Iterator[Hit]:
-    """Words in `fsdp` still work and go in transformers 5.20 or later; they mean FSDP2 unless `fsdp_config` says
-    version 1, and FSDP2 refuses the hybrid ones."""
+    """Words in `fsdp` still work, deprecated; they mean FSDP2 unless `fsdp_config` says version 1, and FSDP2 refuses
+    the hybrid ones."""
     value = doc.get("fsdp")
     if isinstance(value, list) or (isinstance(value, str) and value and truth(value) is None):
         yield Hit(key="fsdp", message=f"{shown(value)} is the old form", fix=_fsdp_fix(doc, str(value)))
