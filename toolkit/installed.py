@@ -13,8 +13,6 @@ import importlib.util
 import re
 from pathlib import Path
 
-from toolkit.errors import ToolkitError
-
 
 def installed_version(library: str) -> str | None:
     """The version text of an installed distribution, or None."""
@@ -31,10 +29,13 @@ def version_numbers(version: str) -> tuple[int, ...]:
 
 @functools.cache
 def training_argument_types() -> dict[str, str]:
-    """Field name to annotation text of transformers' `TrainingArguments`, in its order, read from its source."""
+    """Field name to annotation text of transformers' `TrainingArguments`, in its order, read from its source.
+
+    Empty where transformers is not installed.
+    """
     spec = importlib.util.find_spec("transformers")
     if spec is None or spec.origin is None:
-        raise ToolkitError("transformers is not installed", hint="pip install finetune-toolkit")
+        return {}
     tree = ast.parse((Path(spec.origin).parent / "training_args.py").read_text())
     bodies = [node.body for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "TrainingArguments"]
     fields = [node for node in bodies[0] if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)]

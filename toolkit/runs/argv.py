@@ -30,6 +30,8 @@ FALSE_WORDS = {"false", "0", "no", "n", "f"}
 def argument_types() -> dict[str, str]:
     """Every argument of the training script: ours, then `TrainingArguments`'."""
     ours = [*dataclasses.fields(ModelArguments), *dataclasses.fields(DataArguments)]
+    if not training_argument_types():
+        raise ToolkitError("transformers is not installed", hint="pip install finetune-toolkit")
     return {field.name: str(field.type) for field in ours} | training_argument_types()
 
 
