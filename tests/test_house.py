@@ -16,8 +16,8 @@ PACKAGE = ROOT / "toolkit"
 
 # DESIGN.md, "Floors". A room is a folder or a module directly under toolkit/.
 FLOORS = (
-    {"errors", "units", "cache"},
-    {"presets", "models", "hardware", "runs", "data"},
+    {"errors", "units", "cache", "keys", "installed"},
+    {"presets", "lint", "models", "hardware", "runs", "data"},
     {"plan", "launch", "train", "checkpoint", "doctor", "demo"},
     {"compare"},
     {"cli", "__main__"},
@@ -143,6 +143,7 @@ def loaded_after(code: str, cwd: Path = ROOT) -> set[str]:
         ["train", "--preset", "zero2", "--num-processes", "2", "--", "--model_name_or_path", "no-such-model"],
         ["compare", "--preset", "zero4", "--num-processes", "2", "--output", "out"],
         ["report", "no-such-folder"],
+        ["lint", str(ROOT / "examples"), str(ROOT / "ds_configs"), "--json"],
     ],
     ids=" ".join,
 )

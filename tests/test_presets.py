@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 import yaml
 
+from toolkit import keys as known
 from toolkit.errors import ToolkitError
-from toolkit.presets import keys as known
+from toolkit.installed import training_argument_types
 from toolkit.presets import list_presets, load_preset, preset_names, read_preset
-from toolkit.runs.argv import training_argument_types
 
 ROOT = Path(__file__).parent.parent
 YAMLS = sorted((ROOT / "accelerate_configs").glob("*.yaml"))

@@ -146,6 +146,12 @@ def test_the_variables_are_the_demos_model_and_data(real_model: Path, faq_alpaca
     assert (shown.returncode, shown.stdout.split()) == (0, [str(real_model), str(faq_alpaca)])
 
 
+def test_our_own_configuration_files_are_clean_as_the_page_says() -> None:
+    (block,) = marked("lint")
+    shown = run_bash(block.text)
+    assert (shown.returncode, shown.stdout) == (0, ""), shown.stderr
+
+
 def test_every_toolkit_command_of_a_page_is_understood(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)  # the example's path is relative to it
     commands = toolkit_commands()

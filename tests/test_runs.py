@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 
 from toolkit.errors import ToolkitError
+from toolkit.installed import training_argument_types
 from toolkit.runs import status
-from toolkit.runs.argv import argument_types, flag, integer, read_arguments, training_argument_types
+from toolkit.runs.argv import argument_types, flag, integer, read_arguments
 from toolkit.runs.folder import RunFolder, read_json, write_json
 from toolkit.runs.steps import grad_norm, measure, percentile, read_rows, read_steps, throughput
 

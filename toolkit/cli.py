@@ -158,6 +158,22 @@ def report(
         write_report_again(folder)
 
 
+@app.command()
+def lint(
+    paths: Annotated[list[Path], typer.Argument(help="configuration files, or folders of them", metavar="FILE...")],
+    as_json: Annotated[bool, typer.Option("--json", help="the findings as JSON")] = False,
+    fix: Annotated[bool, typer.Option("--fix", help="write the file to stdout with its mechanical fixes")] = False,
+    in_place: Annotated[bool, typer.Option("--in-place", help="with --fix: change the files, keep a .bak")] = False,
+) -> None:
+    """Say what an accelerate YAML, DeepSpeed JSON or Trainer file does in fact, and what to write instead.
+
+    Exit code 0: clean; 1: findings; 2: a file cannot be read. A JSON that a YAML names is read with it.
+    """
+    from toolkit.lint.door import run_lint
+
+    raise typer.Exit(run_lint(paths, as_json=as_json, fix=fix, in_place=in_place, say=say))
+
+
 def _on_cpu(asked: bool | None) -> bool:
     """What the user says, else whether there is no GPU."""
     from toolkit.hardware.gpus import count_gpus

@@ -52,9 +52,9 @@ class OutOfMemory(ToolkitError):
     exit_code = EXIT_OUT_OF_MEMORY
 
 
-def nearest(name: str, known: Iterable[str]) -> str | None:
+def nearest(name: str, known: Iterable[str], *, cutoff: float = 0.6) -> str | None:
     """The known name closest to `name`, or None when nothing is close."""
-    close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
+    close = difflib.get_close_matches(name, list(known), n=1, cutoff=cutoff)
     return close[0] if close else None
 
 

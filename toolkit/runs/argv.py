@@ -3,16 +3,13 @@
     >>> read_arguments(["--max_steps", "8"])["max_steps"]
     '8'
 
-transformers' `TrainingArguments` is read from its source text, since importing it imports torch; the training
-script parses the same arguments again with transformers' own parser.
+The training script parses the same arguments again with transformers' own parser.
 """
 
 from __future__ import annotations
 
-import ast
 import dataclasses
 import functools
-import importlib.util
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -20,6 +17,7 @@ from typing import Any
 import yaml
 
 from toolkit.errors import ToolkitError, did_you_mean
+from toolkit.installed import training_argument_types
 from toolkit.runs.arguments import DataArguments, ModelArguments
 
 CONFIG_SUFFIXES = (".yaml", ".yml", ".json")
@@ -29,21 +27,11 @@ FALSE_WORDS = {"false", "0", "no", "n", "f"}
 
 
 @functools.cache
-def training_argument_types() -> dict[str, str]:
-    """Field name to annotation text of transformers' `TrainingArguments`, in its order."""
-    spec = importlib.util.find_spec("transformers")
-    if spec is None or spec.origin is None:
-        raise ToolkitError("transformers is not installed", hint="pip install finetune-toolkit")
-    tree = ast.parse((Path(spec.origin).parent / "training_args.py").read_text())
-    bodies = [node.body for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "TrainingArguments"]
-    fields = [node for node in bodies[0] if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)]
-    return {node.target.id: ast.unparse(node.annotation) for node in fields if isinstance(node.target, ast.Name)}
-
-
-@functools.cache
 def argument_types() -> dict[str, str]:
     """Every argument of the training script: ours, then `TrainingArguments`'."""
     ours = [*dataclasses.fields(ModelArguments), *dataclasses.fields(DataArguments)]
+    if not training_argument_types():
+        raise ToolkitError("transformers is not installed", hint="pip install finetune-toolkit")
     return {field.name: str(field.type) for field in ours} | training_argument_types()
 
 

@@ -1,0 +1,294 @@
+"""`toolkit lint` on whatever a file holds: findings or one clear error; and what it prints and writes."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import random
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from launching import toolkit
+
+from toolkit.errors import ToolkitError
+from toolkit.lint import Finding, fixed_text, lint_document, lint_paths
+from toolkit.lint.check import recognise
+from toolkit.lint.document import MAX_BYTES, read_text
+from toolkit.lint.places import MAX_VALUES
+
+ROOT = Path(__file__).parent.parent
+SOUND = [
+    *sorted((ROOT / "accelerate_configs").glob("*.yaml")),
+    *sorted((ROOT / "ds_configs").glob("*.json")),
+    *sorted((ROOT / "examples").glob("*.yaml")),
+]
+FSDP1_FILE = """# kept
+distributed_type: FSDP  # kept too
+fsdp_config:
+  fsdp_version: 2
+  fsdp_reshard_after_forward: SHARD_GRAD_OP  # kept as well
+  fsdp_backward_prefetch: BACKWARD_PRE  # goes with its key
+  # stays
+  fsdp_offload_parms: true
+"""
+FSDP2_FILE = """# kept
+distributed_type: FSDP  # kept too
+fsdp_config:
+  fsdp_version: 2
+  fsdp_reshard_after_forward: false  # kept as well
+  # stays
+  fsdp_offload_params: true
+"""
+
+# -- our own files
+
+
+def test_our_presets_and_examples_are_clean(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)  # where a preset's JSON is found, and where the README's commands run
+    assert len(SOUND) >= 11
+    linted = lint_paths(SOUND)
+    assert linted.findings == []
+    assert {Path(file).resolve() for file in linted.files} == set(SOUND)
+
+
+# -- fuzzing
+
+SEEDS = {
+    **{path.name: path.read_text() for path in SOUND},
+    "all.yaml": "distributed_type: FSDP\nnum_processes: 2\nmixed_precision: no\nparallelism_config:\n"
+    "  parallelism_config_dp_replicate_size: 2\nfsdp_config: {fsdp_version: 2, fsdp_sharding_strategy: NO_SHARD,\n"
+    "  fsdp_reshard_after_forward: X, fsdp_state_dict_type: FULL_STATE_DICT}\n",
+    "trainer.yaml": "learning_rate: &a 1e-4\nfsdp: [full_shard]\nfsdp_config:\n  version: 2\nfp16: true\nbf16: *a\n"
+    "save_strategy: no\ndeepspeed: ds.json\nsave_only_model: true\nwarmup_ratio: 0.1\n",
+    "ds.json": '{"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}, "sub_group_size": 0},\n'
+    ' "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}}, "train_batch_size": 10, "fp16": {"enabled": true}}',
+}
+PIECES = [
+    *("{", "}", "[", "]", ":", ",", '"', "'", "\n", "\t", " ", "- ", "&a ", "*a", "<<: ", "!!", "!!int ", "? ", "|\n"),
+    *("!!python/object/apply:os.system ", "%YAML 9\n", "---\n", "...\n", "#", "\\", "\\u", "\x00", "\x7f", "\ufeff"),
+    *("null", "true", "no", "NO", "1e999", ".inf", "-.nan", "0x", "0b2", "1:2:3", "2001-99-99", "~", "é", "\U0001f600"),
+    *("9" * 5000, "[" * 60, "a: " * 9, "stage", "zero_optimization", "fsdp_config", "auto", "deepspeed", "NaN"),
+]
+
+
+def mutated(text: str, dice: random.Random) -> str:
+    """One to three changes."""
+    for _ in range(dice.randint(1, 3)):
+        text = changed(text, dice)
+    return text
+
+
+def changed(text: str, dice: random.Random) -> str:
+    """One change: a letter, a piece of syntax, or lines moved, doubled, cut or exchanged."""
+    at, to = sorted(dice.randrange(len(text) + 1) for _ in range(2))
+    lines = text.split("\n")
+    changes: list[Callable[[], str]] = [
+        lambda: text[:at] + dice.choice(PIECES) + text[at:],
+        lambda: text[:at] + chr(dice.randrange(1, 0x3000)) + text[at + 1 :],
+        lambda: text[:at] + text[min(to, at + 12) :],
+        lambda: text[:to] + text[at:to] + text[to:],
+        lambda: "\n".join(dice.sample(lines, len(lines))),
+        lambda: text[:at],
+        lambda: text[:at] + dice.choice(PIECES) + text[min(to, at + 20) :],
+    ]
+    return dice.choice(changes)()
+
+
+def findings_or_refusal(text: str, name: str) -> list[Finding] | ToolkitError:
+    try:
+        return lint_document(recognise(read_text(text, name)))
+    except ToolkitError as error:
+        return error
+
+
+def test_five_thousand_mutated_files_give_findings_or_one_clear_error() -> None:
+    dice = random.Random(3)
+    ends = Counter[str]()
+    slowest, started = 0.0, time.perf_counter()
+    for index in range(5000):
+        name = dice.choice(sorted(SEEDS))
+        text = mutated(SEEDS[name], dice)
+        began = time.process_time()
+        end = findings_or_refusal(text, f"nowhere/{name}")
+        slowest = max(slowest, time.process_time() - began)
+        if isinstance(end, ToolkitError):
+            one_line = f"nowhere/{name}" in end.message and "\n" not in end.message
+            assert one_line, f"mutation {index}: {end.message}"
+        json.dumps([dataclasses.asdict(found) for found in end] if isinstance(end, list) else str(end)).encode()
+        ends["refused" if isinstance(end, ToolkitError) else "found" if end else "clean"] += 1
+    assert min(ends[name] for name in ("refused", "found", "clean")) > 300  # the mutations reach all three
+    assert slowest < 1
+    assert time.perf_counter() - started < 120
+
+
+def test_fixing_a_mutated_file_gives_a_file_that_can_be_read(tmp_path: Path) -> None:
+    dice = random.Random(4)
+    fixed = 0
+    for index in range(300):
+        folder = tmp_path / str(index)
+        folder.mkdir()
+        path = folder / dice.choice(["all.yaml", "trainer.yaml", "ds.json"])
+        path.write_text(mutated(SEEDS[path.name], dice), newline="")
+        if isinstance(findings_or_refusal(path.read_bytes().decode(), str(path)), ToolkitError):
+            continue
+        text = fixed_text(path)
+        fixed += text != path.read_bytes().decode()
+        read_text(text, str(path))
+    assert fixed > 50
+
+
+def bomb() -> str:
+    levels = [f"k{n}: &k{n} [{', '.join([f'*k{n - 1}'] * 9)}]" for n in range(1, 15)]
+    return "\n".join(["distributed_type: FSDP", "k0: &k0 [x, x]", *levels])
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "why"),
+    [
+        ("a.yaml", "distributed_type: !!python/object/apply:os.system ['touch executed']", "names an object; refused"),
+        ("a.yaml", "x: !!python/name:os.system ''", "names an object; refused"),
+        ("a.yaml", "x: !mine 1", "names an object; refused"),
+        ("a.yaml", bomb(), f"more than {MAX_VALUES:,} values"),
+        ("a.yaml", "a: &a [*a]", "nested more than"),
+        ("a.yaml", "[" * 500_000, "nested more than"),
+        ("a.json", "[" * 500_000, "nested more than"),
+        ("a.yaml", f"a: [{'1,' * 400_000}]", f"more than {MAX_VALUES:,} values"),
+        ("a.json", f"[{'1,' * 400_000}1]", f"more than {MAX_VALUES:,} values"),
+        ("a.json", '{"a": ' + "1" * 900_000 + "}", "is not JSON: Exceeds the limit"),
+        ("a.yaml", "a: " + "1" * 900_000, "cannot be read: Exceeds the limit"),
+        ("a.yaml", "a: 1\n---\nb: 2\n", "is not YAML: expected a single document"),
+        ("a.yaml", "- a list", "holds list, expected keys and values"),
+        ("a.yaml", "", "holds NoneType, expected keys and values"),
+        ("a.json", '{"a": 1,}', "is not JSON"),
+        ("a.yaml", "{a: 1}: 2", "a key that is no word"),
+        ("a.yaml", "rows: 1\ncolumns: 2\n", "is neither an accelerate configuration nor"),
+        ("a.yaml", "base_model: x\nlearning_rate: 1\n", "is neither an accelerate configuration nor"),
+        ("a.yaml", "#" * MAX_BYTES + "\n", "more than the 1 MiB"),
+    ],
+    ids=lambda value: value[:24] if isinstance(value, str) else None,
+)
+def test_what_is_no_configuration_is_refused_with_the_reason(
+    name: str, text: str, why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / name).write_text(text)
+    began = time.process_time()
+    with pytest.raises(ToolkitError) as caught:
+        lint_paths([Path(name)])
+    assert time.process_time() - began < 1
+    assert why in caught.value.message
+    assert not (tmp_path / "executed").exists()
+
+
+@pytest.mark.parametrize(
+    "text",
+    [f"distributed_type: FSDP\n{'# word' * 170_000}\n", f"distributed_type: FSDP\ndebug: '{'x ' * 520_000}'\n"],
+    ids=["comment", "string"],
+)
+def test_a_file_of_nearly_a_mebibyte_takes_less_than_a_second(text: str, tmp_path: Path) -> None:
+    path = tmp_path / "a.yaml"
+    path.write_text(text)
+    assert MAX_BYTES * 0.95 < path.stat().st_size <= MAX_BYTES
+    began = time.process_time()
+    assert [finding.rule for finding in lint_paths([path]).findings] == ["fsdp1-by-omission"]
+    assert time.process_time() - began < 1
+
+
+def test_many_unknown_keys_are_all_found_within_a_second(tmp_path: Path) -> None:
+    path = tmp_path / "a.yaml"
+    path.write_text("distributed_type: FSDP\n" + "".join(f"fsdp_sharding_{n}: 1\n" for n in range(1000)))
+    began = time.process_time()
+    assert len(lint_paths([path]).findings) == 1001
+    assert time.process_time() - began < 1
+
+
+def test_text_that_is_not_utf8_or_not_there_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_bytes(b"a: \xff\n")
+    with pytest.raises(ToolkitError, match="is not UTF-8 text: byte 3"):
+        lint_paths([tmp_path / "a.yaml"])
+    with pytest.raises(ToolkitError, match="no such file"):
+        lint_paths([tmp_path / "b.yaml"])
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ToolkitError, match="no configuration in"):
+        lint_paths([tmp_path / "empty"])
+
+
+def test_places_hold_behind_letters_of_several_bytes(tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text("# é 😀\ndistributed_type: FSDP  # 😀\nfsdp_config: {fsdp_versoin: 2}\n")
+    assert fixed_text(tmp_path / "a.yaml").splitlines()[2] == "fsdp_config: {fsdp_version: 2}"
+
+
+# -- the command
+
+
+def listed(*words: str, cwd: Path) -> tuple[int, list[dict[str, Any]]]:
+    ended = toolkit("lint", *words, "--json", cwd=cwd)
+    return ended.returncode, json.loads(ended.stdout)["findings"]
+
+
+def test_the_command_gives_findings_as_json_and_an_exit_code(tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text("distributed_type: MULTI_CPU\n")
+    code, findings = listed("mine.yaml", cwd=tmp_path)
+    assert code == 1
+    assert findings == [
+        {
+            "file": "mine.yaml",
+            "key": "distributed_type",
+            "line": 1,
+            "level": "error",
+            "rule": "starts-one-process",
+            "message": "any --num_processes is ignored: distributed_type MULTI_CPU starts one process",
+            "fix": "`distributed_type: MULTI_GPU`, with `use_cpu: true`",
+            "checked_against": "accelerate 1.15.0",
+        }
+    ]
+    (tmp_path / "mine.yaml").write_text("distributed_type: MULTI_GPU\n")
+    assert listed("mine.yaml", cwd=tmp_path) == (0, [])
+    refused = toolkit("lint", "gone.yaml", cwd=tmp_path)
+    assert (refused.returncode, refused.stdout, refused.stderr) == (2, "", "error: no such file: gone.yaml\n")
+
+
+def test_a_folder_with_a_broken_file_gives_the_other_findings_and_exit_code_2(tmp_path: Path) -> None:
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "sub" / "mine.yaml").write_text("distributed_type: MULTI_CPU\n")
+    (tmp_path / "broken.yaml").write_text("a: [")
+    (tmp_path / "rows.json").write_text('[{"text": "data, no configuration"}]')
+    ended = toolkit("lint", ".", cwd=tmp_path)
+    assert ended.returncode == 2
+    assert ended.stdout.splitlines()[0].startswith("sub/mine.yaml:1: error[starts-one-process] distributed_type: ")
+    assert "error: broken.yaml is not YAML" in ended.stderr
+    assert ended.stderr.splitlines()[-1] == "1 file: 1 error"
+
+
+def test_fix_writes_to_stdout_and_keeps_comments_and_the_file(tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text(FSDP1_FILE)
+    ended = toolkit("lint", "mine.yaml", "--fix", cwd=tmp_path)
+    assert (ended.returncode, ended.stdout) == (0, FSDP2_FILE)
+    assert (tmp_path / "mine.yaml").read_text() == FSDP1_FILE
+
+
+def test_fix_in_place_keeps_the_old_text_beside_it(tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text(FSDP1_FILE)
+    ended = toolkit("lint", ".", "--fix", "--in-place", cwd=tmp_path)
+    assert (ended.returncode, ended.stdout) == (0, "")
+    assert (tmp_path / "mine.yaml").read_text() == FSDP2_FILE
+    assert (tmp_path / "mine.yaml.bak").read_text() == FSDP1_FILE
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        (["a.yaml", "--in-place"], "--in-place has no effect without --fix"),
+        (["a.yaml", "b.yaml", "--fix"], "--fix writes one file to stdout"),
+    ],
+)
+def test_options_that_make_no_sense_together_are_refused(words: list[str], why: str, tmp_path: Path) -> None:
+    for name in ("a.yaml", "b.yaml"):
+        (tmp_path / name).write_text("distributed_type: FSDP\n")
+    ended = toolkit("lint", *words, cwd=tmp_path)
+    assert ended.returncode == 2
+    assert why in ended.stderr
