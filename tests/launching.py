@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +15,19 @@ SCRIPTS = Path(__file__).parent / "scripts"
 
 
 def accelerate_launch(
-    config: Path, *words: str, script: str | None = None, num_processes: int = 2
+    config: Path,
+    *words: str,
+    script: str | None = None,
+    num_processes: int = 2,
+    options: Sequence[str] = (),
+    cwd: Path = ROOT,
 ) -> subprocess.CompletedProcess[str]:
-    """Two ranks on the CPU, from the repository root."""
+    """Two ranks on the CPU, from the repository root; `options` are accelerate's own."""
     started = ["-m", "toolkit.train"] if script is None else [str(SCRIPTS / script)]
-    options = ["--config_file", str(config), "--num_processes", str(num_processes), "--main_process_port", "0"]
-    command = [sys.executable, "-m", "accelerate.commands.launch", *options, *started, *words]
+    named = ["--config_file", str(config), "--num_processes", str(num_processes), "--main_process_port", "0"]
+    command = [sys.executable, "-m", "accelerate.commands.launch", *named, *options, *started, *words]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
-    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600, check=False)
+    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=600, check=False)
 
 
 def toolkit(*words: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:

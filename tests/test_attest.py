@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
-from toolkit.presets import load_preset
+from toolkit.presets import load_preset, preset_names
 from toolkit.train.attest.check import byte_differences, describe, differences, promised_facts, unequal
 from toolkit.train.attest.sizes import largest_shard, limits
 from toolkit.train.promise import launcher_options, promise_of_command
@@ -57,6 +57,28 @@ def test_ddp_of_one_process_wraps_nothing() -> None:
     assert promise("zero1", 1)["engine"] == "deepspeed"
 
 
+def test_a_hybrid_mesh_promises_the_degree_that_was_asked_for() -> None:
+    promised = promised_facts(load_preset("fsdp2_hybrid"), 8, compute_dtype="float32", asked=ASKED, dp_shard_size=4)
+    assert (promised["sharding"], promised["dp_shard_size"]) == ("hybrid_shard", 4)
+    assert "dp_shard_size" not in promise("fsdp2_hybrid", 8)  # nobody said
+
+
+def test_every_replica_of_a_hybrid_mesh_must_hold_the_whole() -> None:
+    facts = {"dp_shard_size": 2, "parameter_bytes": 5, "byte_limits": {}, "whole_bytes": {"parameter": 10}}
+    ranks = [{"rank": rank, **facts} for rank in range(4)]
+    assert byte_differences(ranks) == []
+    ranks[3]["parameter_bytes"] = 4
+    assert [describe(difference) for difference in byte_differences(ranks)] == [
+        "parameter_bytes of all ranks is 19, promised at least 20"
+    ]
+
+
+def test_the_shard_degree_is_read_from_the_launcher_s_flags() -> None:
+    words = ["--config_file", "accelerate_configs/fsdp2_hybrid.yaml", "--num_processes", "8"]
+    found = promise_of_command([*words, "--parallelism_config_dp_shard_size=4", "-m", "toolkit.train"], ROOT)
+    assert (found.world_size, found.dp_shard_size) == (8, 4)
+
+
 def test_without_a_preset_only_what_was_asked_is_promised() -> None:
     assert promised_facts(None, None, compute_dtype="float32", asked=ASKED) == ASKED
     assert promised_facts(None, 2, compute_dtype="float32", asked=ASKED) == ASKED | {"world_size": 2}
@@ -65,7 +87,7 @@ def test_without_a_preset_only_what_was_asked_is_promised() -> None:
 # -- what differs
 
 
-@pytest.mark.parametrize("name", ["ddp", "zero1", "zero2", "zero3", "zero3_cpu_offload", "fsdp2"])
+@pytest.mark.parametrize("name", preset_names())
 def test_a_kept_promise_has_no_differences(name: str) -> None:
     assert differences(promise(name), honest_ranks(name)) == []
 

@@ -54,6 +54,15 @@ def test_a_deepspeed_json_is_named_by_its_absolute_path() -> None:
     assert command.argv[5:7] == ["--deepspeed_config_file", str(JSONS / "zero3.json")]
 
 
+def test_a_hybrid_mesh_gets_its_shard_degree_from_the_number_of_processes() -> None:
+    command = launch_command(load_preset("fsdp2_hybrid"), num_processes=8, training_argv=[], cpu=False)
+    assert "--num_processes 8 --parallelism_config_dp_shard_size 4 -m toolkit.train" in command.shown
+    assert (
+        "parallelism_config"
+        not in launch_command(load_preset("fsdp2"), num_processes=8, training_argv=[], cpu=False).shown
+    )
+
+
 def test_the_command_that_is_shown_survives_a_shell() -> None:
     command = launch_command(load_preset("ddp"), num_processes=1, training_argv=["--run_name", "a b"], cpu=False)
     assert command.shown.endswith("--run_name 'a b'")
@@ -432,6 +441,23 @@ def test_a_sound_job_passes_with_its_batch(model: Path, rows: Path) -> None:
         ("ddp", 1, 0, "1 processes, but 0 GPUs are visible here", "`--cpu` trains on the CPU"),
         ("ddp", 0, None, "--num-processes is 0, expected 1 or more", None),
         ("fsdp2", 1, None, "preset 'fsdp2' needs at least 2 processes, got 1", None),
+        ("fsdp2_hybrid", 2, None, "preset 'fsdp2_hybrid' needs at least 4 processes, got 2", None),
+        ("fsdp2_hybrid", 5, 8, "preset 'fsdp2_hybrid' needs a multiple of 2 processes, got 5", "`--num-processes 6`"),
+        ("zeropp", 12, 16, "preset 'zeropp' needs a multiple of 8 processes, got 12", "`--num-processes 16`"),
+        (
+            "single",
+            2,
+            2,
+            "preset 'single' trains in one process, got 2",
+            "`--num-processes 1`, or `--preset ddp` for several",
+        ),
+        (
+            "zeropp",
+            2,
+            None,
+            "preset 'zeropp' does not run on a CPU: zero_quantized_weights runs CUDA kernels of DeepSpeed's",
+            "`--preset zero3`",
+        ),
     ],
 )
 def test_a_number_of_processes_that_cannot_be_is_refused(

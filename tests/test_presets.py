@@ -22,7 +22,10 @@ from toolkit.presets import list_presets, load_preset, preset_names, read_preset
 ROOT = Path(__file__).parent.parent
 YAMLS = sorted((ROOT / "accelerate_configs").glob("*.yaml"))
 JSONS = sorted((ROOT / "ds_configs").glob("*.json"))
-NAMES = ["ddp", "fsdp2", "zero1", "zero2", "zero3", "zero3_cpu_offload"]
+NAMES = [
+    *("ddp", "fsdp2", "fsdp2_cpu_offload", "fsdp2_grad_op", "fsdp2_hybrid", "single"),
+    *("zero1", "zero2", "zero2_cpu_offload", "zero3", "zero3_cpu_offload", "zeropp"),
+]
 
 ROW_KEYS = (
     "name engine sharding offload_optimizer offload_param mixed_precision min_world_size accelerate_config"
@@ -32,23 +35,28 @@ ROW_KEYS = (
 PROMISES: dict[str, tuple[str, str, str | None, str | None, int, bool]] = {
     "ddp": ("ddp", "replicate", None, None, 1, False),
     "fsdp2": ("fsdp2", "full_shard", None, None, 2, False),
+    "fsdp2_cpu_offload": ("fsdp2", "full_shard", "cpu", "cpu", 2, False),
+    "fsdp2_grad_op": ("fsdp2", "shard_grad_op", None, None, 2, False),
+    "fsdp2_hybrid": ("fsdp2", "hybrid_shard", None, None, 4, False),
+    "single": ("none", "replicate", None, None, 1, False),
     "zero1": ("deepspeed", "shard_optimizer", None, None, 1, True),
     "zero2": ("deepspeed", "shard_grad_op", None, None, 1, True),
+    "zero2_cpu_offload": ("deepspeed", "shard_grad_op", "cpu", None, 1, True),
     "zero3": ("deepspeed", "full_shard", None, None, 1, True),
     "zero3_cpu_offload": ("deepspeed", "full_shard", "cpu", "cpu", 1, True),
+    "zeropp": ("deepspeed", "hybrid_shard", None, None, 8, True),
 }
-SHARDED_PARTS = {
+SHARDED_PARTS = {name: ("parameter", "gradient", "optimizer") for name in NAMES} | {
     "ddp": (),
-    "fsdp2": ("parameter", "gradient", "optimizer"),
+    "single": (),
     "zero1": ("optimizer",),
     "zero2": ("gradient", "optimizer"),
-    "zero3": ("parameter", "gradient", "optimizer"),
-    "zero3_cpu_offload": ("parameter", "gradient", "optimizer"),
+    "zero2_cpu_offload": ("gradient", "optimizer"),
 }
 # What only the machine or the model knows: the launcher and the training script give it.
 MACHINE_FACTS = {
     *("num_processes", "num_machines", "machine_rank", "main_process_ip", "main_process_port", "gpu_ids", "use_cpu"),
-    *("same_network", "rdzv_backend", "fsdp_transformer_layer_cls_to_wrap"),
+    *("same_network", "rdzv_backend", "fsdp_transformer_layer_cls_to_wrap", "parallelism_config_dp_shard_size"),
 }
 # DeepSpeed's name of what `TrainingArguments` owns too; `zero_optimization` sizes follow the model and are its own.
 OWNED_BY_TRAINING_ARGUMENTS = {
@@ -71,10 +79,10 @@ def rows() -> dict[str, dict[str, Any]]:
     return {row["name"]: row for row in json.loads(listed.stdout)}
 
 
-# -- the six
+# -- the catalogue
 
 
-def test_the_catalogue_lists_the_six_presets_with_the_agreed_keys() -> None:
+def test_the_catalogue_lists_every_preset_with_the_agreed_keys() -> None:
     found = rows()
     assert list(found) == NAMES == preset_names() == [preset.name for preset in list_presets()]
     assert all(list(row) == ROW_KEYS.split() for row in found.values())
@@ -129,11 +137,83 @@ def test_what_training_arguments_own_is_auto(path: Path) -> None:
     assert set(values.values()) == {"auto"}
 
 
-def test_offloading_is_the_only_difference_between_zero3_and_zero3_cpu_offload() -> None:
-    plain, offloaded = (json.loads((ROOT / "ds_configs" / f"{n}.json").read_text()) for n in NAMES[4:])
-    assert offloaded["zero_optimization"].pop("offload_optimizer") == {"device": "cpu"}
-    assert offloaded["zero_optimization"].pop("offload_param") == {"device": "cpu"}
-    assert offloaded == plain
+@pytest.mark.parametrize(
+    ("plain", "other", "added"),
+    [
+        ("zero2", "zero2_cpu_offload", {"offload_optimizer": {"device": "cpu"}}),
+        ("zero3", "zero3_cpu_offload", {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}),
+        (
+            "zero3",
+            "zeropp",
+            {"zero_hpz_partition_size": 8, "zero_quantized_weights": True, "zero_quantized_gradients": True},
+        ),
+    ],
+)
+def test_a_variant_differs_from_its_stage_in_its_idea_alone(plain: str, other: str, added: dict[str, Any]) -> None:
+    whole, variant = (json.loads((ROOT / "ds_configs" / f"{name}.json").read_text()) for name in (plain, other))
+    assert variant["zero_optimization"] == whole["zero_optimization"] | added
+    assert {key: variant[key] for key in variant if key != "zero_optimization"} == {
+        key: whole[key] for key in whole if key != "zero_optimization"
+    }
+
+
+@pytest.mark.parametrize(
+    ("name", "changed"),
+    [
+        ("fsdp2_grad_op", {"fsdp_config": {"fsdp_reshard_after_forward": False}}),
+        ("fsdp2_cpu_offload", {"fsdp_config": {"fsdp_offload_params": True}}),
+        ("fsdp2_hybrid", {"parallelism_config": {"parallelism_config_dp_replicate_size": 2}}),
+    ],
+)
+def test_an_fsdp2_variant_differs_from_fsdp2_in_its_idea_alone(name: str, changed: dict[str, Any]) -> None:
+    plain, variant = load_preset("fsdp2").accelerate_config(), load_preset(name).accelerate_config()
+    assert variant == {**plain, **{block: {**plain.get(block, {}), **keys} for block, keys in changed.items()}}
+
+
+@pytest.mark.parametrize(
+    ("name", "processes", "multiple", "replicas", "dp_shard_size_of_16"),
+    [
+        ("single", "1", 1, 1, None),
+        ("zero3", "1+", 1, 1, None),
+        ("fsdp2", "2+", 1, 1, None),
+        ("fsdp2_hybrid", "4+, by 2", 2, 2, 8),
+        ("zeropp", "8+, by 8", 8, 1, None),
+    ],
+)
+def test_a_preset_says_how_many_processes_it_trains_in(
+    name: str, processes: str, multiple: int, replicas: int, dp_shard_size_of_16: int | None
+) -> None:
+    preset = load_preset(name)
+    assert (preset.processes, preset.world_size_multiple, preset.replicas) == (processes, multiple, replicas)
+    assert preset.dp_shard_size(16) == dp_shard_size_of_16
+
+
+def test_only_quantised_weights_need_a_gpu() -> None:
+    reasons = {preset.name: preset.needs_gpu for preset in list_presets() if preset.needs_gpu}
+    assert reasons == {"zeropp": "zero_quantized_weights runs CUDA kernels of DeepSpeed's"}
+
+
+# In a process of its own, since importing deepspeed prints and warns.
+PARSE_ZEROPP = """
+import json, sys
+from deepspeed.runtime.config import DeepSpeedConfig
+
+config = json.load(open(sys.argv[1]))
+config |= {"train_batch_size": 1, "train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1}
+config |= {"gradient_clipping": 1.0, "bf16": {"enabled": True}}
+config["zero_optimization"] = {k: v for k, v in config["zero_optimization"].items() if v != "auto"}
+zero = DeepSpeedConfig(config).zero_config
+read = [int(zero.stage), zero.zero_hpz_partition_size, zero.zero_quantized_weights, zero.zero_quantized_gradients]
+print("READ " + json.dumps(read))
+"""
+
+
+def test_deepspeed_itself_reads_zeropp() -> None:
+    command = [sys.executable, "-c", PARSE_ZEROPP, str(ROOT / "ds_configs" / "zeropp.json")]
+    environment = os.environ | {"DS_ACCELERATOR": "cpu"}
+    read = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=120)
+    assert read.returncode == 0, read.stderr[-2000:]
+    assert json.loads(read.stdout.rpartition("READ ")[2]) == [3, 8, True, True]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -141,9 +221,10 @@ def test_accelerate_itself_reads_the_yaml(name: str) -> None:
     from accelerate.commands.config.config_args import load_config_from_file
 
     config = load_config_from_file(str(ROOT / "accelerate_configs" / f"{name}.yaml"))
-    kind = {"ddp": "MULTI_GPU", "fsdp2": "FSDP"}.get(name, "DEEPSPEED")
+    kind = {"none": "NO", "ddp": "MULTI_GPU", "fsdp2": "FSDP", "deepspeed": "DEEPSPEED"}[PROMISES[name][0]]
     assert config.distributed_type == kind
-    assert config.num_processes == -1  # accelerate's word for: `--num_processes` must be given
+    # -1 is accelerate's word for: `--num_processes` must be given
+    assert config.num_processes == (1 if name == "single" else -1)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -156,7 +237,7 @@ def test_the_door_for_python_gives_paths_that_hold_anywhere(
     if PROMISES[name][5]:
         assert Path(config["deepspeed_config"]["deepspeed_config_file"]).is_file()
         assert deepspeed is not None
-        assert deepspeed["zero_optimization"]["stage"] == {"zero1": 1, "zero2": 2}.get(name, 3)
+        assert deepspeed["zero_optimization"]["stage"] == {"zero1": 1, "zero2": 2, "zero2_cpu_offload": 2}.get(name, 3)
         assert list(preset.texts()) == [f"accelerate_configs/{name}.yaml", f"ds_configs/{name}.json"]
     else:
         assert deepspeed is None
@@ -196,7 +277,8 @@ def test_a_users_own_yaml_works_by_its_path(tmp_path: Path) -> None:
 def test_a_replicated_mesh_is_hybrid_shard(tmp_path: Path) -> None:
     block = "parallelism_config: {parallelism_config_dp_replicate_size: 2, parallelism_config_dp_shard_size: 2}\n"
     path = write(tmp_path / "hybrid.yaml", f"distributed_type: FSDP\nfsdp_config: {{fsdp_version: 2}}\n{block}")
-    assert load_preset(str(path)).sharding == "hybrid_shard"
+    preset = load_preset(str(path))
+    assert (preset.sharding, preset.min_world_size, preset.replicas) == ("hybrid_shard", 4, 2)
 
 
 def test_a_json_beside_the_yaml_is_found(tmp_path: Path) -> None:
@@ -314,6 +396,19 @@ def test_a_yaml_that_is_no_preset_is_refused_with_the_reason(text: str, why: str
     assert why in refusal(write(tmp_path / "mine.yaml", text)).message
 
 
+@pytest.mark.parametrize("size", [0, "8", True])
+def test_a_machine_size_that_is_no_number_is_refused(size: object, tmp_path: Path) -> None:
+    path = deepspeed_pair(tmp_path, {"zero_optimization": {"stage": 3, "zero_hpz_partition_size": size}})
+    assert f"zero_hpz_partition_size is {size!r}, expected the number of GPUs" in refusal(path).message
+
+
+@pytest.mark.parametrize("size", [0, "two"])
+def test_a_replicate_degree_that_is_no_number_is_refused(size: object, tmp_path: Path) -> None:
+    block = f"parallelism_config: {{parallelism_config_dp_replicate_size: {size}}}"
+    path = write(tmp_path / "mine.yaml", f"distributed_type: FSDP\nfsdp_config: {{fsdp_version: 2}}\n{block}\n")
+    assert f"parallelism_config_dp_replicate_size is {size!r}, expected 1 or more" in refusal(path).message
+
+
 def test_a_stage_that_does_not_exist_is_refused(tmp_path: Path) -> None:
     assert (
         "stage is 4, expected 0, 1, 2 or 3"
@@ -410,7 +505,7 @@ def test_the_wheel_carries_the_presets_byte_for_byte(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         packed = {name: archive.read(name) for name in archive.namelist() if name.startswith("toolkit/_presets/")}
     files = {f"toolkit/_presets/{path.parent.name}/{path.name}": path.read_bytes() for path in [*YAMLS, *JSONS]}
-    assert len(files) == 10
+    assert len(files) == 18
     assert packed == files
 
 

@@ -96,7 +96,7 @@ def preset_line(preset: Preset) -> str:
     devices = {"optimizer": preset.offload_optimizer, "parameters": preset.offload_param}
     offloads = ", ".join(f"{what} to {device}" for what, device in devices.items() if device) or "–"
     engine, sharding = f"`{preset.engine}`", f"`{preset.sharding}`"
-    cells = [f"`{preset.name}`", engine, sharding, offloads, preset.mixed_precision, f"{preset.min_world_size}+"]
+    cells = [f"`{preset.name}`", engine, sharding, offloads, preset.mixed_precision, preset.processes]
     return f"| {' | '.join([*cells, preset.summary])} |"
 
 

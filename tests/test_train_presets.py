@@ -1,4 +1,6 @@
-"""Each preset for real: two CPU ranks, a tiny Llama, what each rank holds, what is saved, what is computed.
+"""Each preset that a CPU can run, for real: a tiny Llama, what each rank holds, what is saved, what is computed.
+
+Two ranks; `single` has one, `fsdp2_hybrid` four.
 
 The tiny Llama has 3,219,776 parameters: embedding 49,152 x 64 (tied), and two layers of
 q 64x64, k and v 32x64, o 64x64, gate, up and down 128x64 each, two norms of 64; one final norm of 64.
@@ -15,7 +17,7 @@ pytestmark = pytest.mark.launch
 
 P = 3_219_776
 NORMS = 5 * 64
-RUN_FILES = {"run.json", "attestation.json", "train.log", "ranks/rank0.jsonl", "ranks/rank1.jsonl"}
+RUN_FILES = {"run.json", "attestation.json", "train.log"}
 MODEL_FILES = {
     "chat_template.jinja",
     "config.json",
@@ -34,22 +36,39 @@ HELD_BYTES = {
     "zero3": {"parameter": 4 * P // 2 + 4 * NORMS, "gradient": 4 * P // 2, "optimizer": 12 * P // 2},
     "zero3_cpu_offload": {"parameter": 4 * P // 2 + 4 * NORMS, "gradient": 4 * P // 2, "optimizer": 12 * P // 2},
     "fsdp2": {"parameter": 4 * P // 2, "gradient": 4 * P // 2, "optimizer": 8 * P // 2},
+    "single": {"parameter": 4 * P, "gradient": 4 * P, "optimizer": 8 * P},
+    "zero2_cpu_offload": {"parameter": 4 * P, "gradient": 4 * P // 2, "optimizer": 12 * P // 2},
+    # parameters stay gathered from forward to backward only, so between steps they are shards
+    "fsdp2_grad_op": {"parameter": 4 * P // 2, "gradient": 4 * P // 2, "optimizer": 8 * P // 2},
+    "fsdp2_cpu_offload": {"parameter": 4 * P // 2, "gradient": 4 * P // 2, "optimizer": 8 * P // 2},
+    # two replicas of two ranks each: half on every one of the four
+    "fsdp2_hybrid": {"parameter": 4 * P // 2, "gradient": 4 * P // 2, "optimizer": 8 * P // 2},
 }
 PRESETS = list(HELD_BYTES)
+TWO_RANKS = [preset for preset in PRESETS if preset not in ("single", "fsdp2_hybrid")]
+GLOBAL_BATCH = 4  # sequences a step, however many ranks share them
 # Observed: equal to 15 digits at the first step, 2e-7 relative after two updates.
 LOSS_TOLERANCE = 1e-6
 
 
+def ranks_of(preset: str) -> int:
+    return {"single": 1, "fsdp2_hybrid": 4}.get(preset, 2)
+
+
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, faq_alpaca: Path) -> dict[str, Path]:
-    """One run folder a preset, from the same command."""
+    """One run folder a preset, from the same command; the global batch is the same for all."""
     folder = tmp_path_factory.mktemp("presets")
     for preset in PRESETS:
         words = ["--model_name_or_path", str(tiny_model), "--dataset", str(faq_alpaca), "--max_seq_length", "64"]
-        words += ["--max_steps", "3", "--per_device_train_batch_size", "2", "--save_strategy", "no"]
+        words += ["--max_steps", "3", "--save_strategy", "no"]
+        words += ["--per_device_train_batch_size", str(GLOBAL_BATCH // ranks_of(preset))]
         words += ["--learning_rate", "1e-3", "--output_dir", str(folder / preset)]
         config = ROOT / "accelerate_configs" / f"{preset}.yaml"
-        ended = accelerate_launch(config, *words, script="train_and_fingerprint.py")
+        mesh = ["--parallelism_config_dp_shard_size", "2"] if preset == "fsdp2_hybrid" else []
+        ended = accelerate_launch(
+            config, *words, script="train_and_fingerprint.py", num_processes=ranks_of(preset), options=mesh
+        )
         assert ended.returncode == 0, f"{preset}:\n{ended.stdout[-3000:]}\n{ended.stderr[-3000:]}"
     return {preset: folder / preset for preset in PRESETS}
 
@@ -58,7 +77,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, faq_alpaca:
 def test_each_rank_holds_the_bytes_that_the_preset_promises(runs: dict[str, Path], preset: str) -> None:
     attestation = read(runs[preset] / "attestation.json")
     assert attestation["verdict"] == "attested"
-    assert [rank["world_size"] for rank in attestation["ranks"]] == [2, 2]
+    assert [rank["world_size"] for rank in attestation["ranks"]] == [ranks_of(preset)] * ranks_of(preset)
     for rank in attestation["ranks"]:
         assert {part: rank[f"{part}_bytes"] for part in HELD_BYTES[preset]} == HELD_BYTES[preset]
 
@@ -66,13 +85,15 @@ def test_each_rank_holds_the_bytes_that_the_preset_promises(runs: dict[str, Path
 @pytest.mark.parametrize("preset", PRESETS)
 def test_the_run_folder_holds_exactly_its_files_and_the_model(runs: dict[str, Path], preset: str) -> None:
     found = {str(path.relative_to(runs[preset])) for path in runs[preset].rglob("*") if path.is_file()}
-    assert found == RUN_FILES | MODEL_FILES | {"live_logits.pt"}
+    rows = {f"ranks/rank{rank}.jsonl" for rank in range(ranks_of(preset))}
+    assert found == RUN_FILES | rows | MODEL_FILES | {"live_logits.pt"}
 
 
 @pytest.mark.parametrize("preset", PRESETS)
 def test_run_json_says_what_ran_and_how_it_ended(runs: dict[str, Path], preset: str) -> None:
     run = read(runs[preset] / "run.json")
-    assert (run["status"], run["exit_code"], run["preset"], run["world_size"]) == ("completed", 0, preset, 2)
+    assert (run["status"], run["exit_code"], run["preset"]) == ("completed", 0, preset)
+    assert (run["world_size"], run["spec"]["global_batch_size"]) == (ranks_of(preset), GLOBAL_BATCH)
     assert run["preset_files"][f"accelerate_configs/{preset}.yaml"].startswith("# ")
     assert run["versions"]["torch"] is not None
     assert run["measured"]["timed_steps"] == 1
@@ -81,10 +102,16 @@ def test_run_json_says_what_ran_and_how_it_ended(runs: dict[str, Path], preset: 
 
 @pytest.mark.parametrize("preset", PRESETS)
 def test_the_loss_of_every_step_equals_that_of_ddp(runs: dict[str, Path], preset: str) -> None:
-    assert losses(runs[preset]) == pytest.approx(losses(runs["ddp"]), rel=LOSS_TOLERANCE)
+    assert losses(runs[preset], ranks_of(preset)) == pytest.approx(losses(runs["ddp"]), rel=LOSS_TOLERANCE)
 
 
 @pytest.mark.parametrize("preset", PRESETS)
+def test_initial_weights_are_those_of_ddp(runs: dict[str, Path], preset: str) -> None:
+    ranks = [rank for name in ("ddp", preset) for rank in read(runs[name] / "attestation.json")["ranks"]]
+    assert len({rank["initial_weights_sha256"] for rank in ranks}) == 1
+
+
+@pytest.mark.parametrize("preset", TWO_RANKS)
 def test_weights_and_batches_are_those_of_ddp(runs: dict[str, Path], preset: str) -> None:
     def problem(folder: Path) -> tuple[set[str], list[list[str]]]:
         ranks = read(folder / "attestation.json")["ranks"]
@@ -114,7 +141,24 @@ def test_the_saved_folder_loads_and_gives_the_live_model_s_logits(runs: dict[str
     assert AutoTokenizer.from_pretrained(runs[preset]).decode([4093]) != ""
 
 
-def test_offload_is_read_back_from_the_optimizer_itself(runs: dict[str, Path]) -> None:
-    rank = read(runs["zero3_cpu_offload"] / "attestation.json")["ranks"][0]
-    assert (rank["offload_optimizer"], rank["offload_param"]) == ("cpu", "cpu")
+@pytest.mark.parametrize(("preset", "param"), [("zero2_cpu_offload", None), ("zero3_cpu_offload", "cpu")])
+def test_offload_is_read_back_from_the_optimizer_itself(runs: dict[str, Path], preset: str, param: str | None) -> None:
+    rank = read(runs[preset] / "attestation.json")["ranks"][0]
+    assert (rank["offload_optimizer"], rank["offload_param"]) == ("cpu", param)
     assert rank["optimizer_class"] == "DeepSpeedCPUAdam"
+
+
+def test_the_engine_and_sharding_of_each_variant_are_read_back(runs: dict[str, Path]) -> None:
+    def in_force(preset: str) -> list[str | int | None]:
+        rank = read(runs[preset] / "attestation.json")["ranks"][0]
+        return [rank["engine"], rank["sharding"], rank["offload_param"], rank.get("dp_shard_size")]
+
+    assert in_force("single") == ["none", "replicate", None, None]
+    assert in_force("fsdp2") == ["fsdp2", "full_shard", None, 2]
+    assert in_force("fsdp2_grad_op") == ["fsdp2", "shard_grad_op", None, 2]
+    assert in_force("fsdp2_cpu_offload") == ["fsdp2", "full_shard", "cpu", 2]
+    assert in_force("fsdp2_hybrid") == ["fsdp2", "hybrid_shard", None, 2]
+
+
+def test_the_mesh_that_was_asked_for_is_promised(runs: dict[str, Path]) -> None:
+    assert read(runs["fsdp2_hybrid"] / "attestation.json")["promised"]["dp_shard_size"] == 2

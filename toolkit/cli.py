@@ -48,8 +48,7 @@ def presets(as_json: Annotated[bool, typer.Option("--json", help="the table as J
     table = Table("preset", "engine", "sharding", "offloads", "precision", "processes", box=None)
     for preset in found:
         offload = ", ".join(f"{what}: {where}" for what, where in _offloads(preset) if where) or "-"
-        processes = f"{preset.min_world_size}+"
-        table.add_row(preset.name, preset.engine, preset.sharding, offload, preset.mixed_precision, processes)
+        table.add_row(preset.name, preset.engine, preset.sharding, offload, preset.mixed_precision, preset.processes)
     columns = max(Console().width, TABLE_COLUMNS)  # a narrow pipe must not cut names
     console = Console(width=columns, soft_wrap=True, highlight=False)
     console.print(table, soft_wrap=False)

@@ -39,6 +39,9 @@ def launch_command(preset: Preset, *, num_processes: int, training_argv: Sequenc
         # accelerate resolves the YAML's path against the working directory; an absolute one holds from anywhere
         options += ["--deepspeed_config_file", str(preset.deepspeed_config_path)]
     options += ["--num_processes", str(num_processes)]
+    shard_size = preset.dp_shard_size(num_processes)
+    if shard_size is not None:  # the file says how many replicas; how many ranks share one is the machine's
+        options += ["--parallelism_config_dp_shard_size", str(shard_size)]
     script = ["-m", "toolkit.train", *training_argv]
     port = ["--num_machines", "1", "--main_process_port", "0"]  # 0: a free one
     run_id = uuid.uuid4().hex

@@ -56,16 +56,34 @@ def check_process_count(num_processes: int, *, gpus: int | None, preset: Preset)
     """At least what the preset needs, and no more than the GPUs (None: training on the CPU)."""
     if num_processes < 1:
         raise ToolkitError(f"--num-processes is {num_processes}, expected 1 or more")
+    if gpus is None:
+        check_runs_on_cpu(preset)
     if num_processes < preset.min_world_size:
         raise ToolkitError(
             f"preset {preset.name!r} needs at least {preset.min_world_size} processes, got {num_processes}",
-            hint=f"`--num-processes {preset.min_world_size}`, or `--preset ddp` for one",
+            hint=f"`--num-processes {preset.min_world_size}`, or `--preset ddp` for fewer",
+        )
+    if preset.max_world_size is not None and num_processes > preset.max_world_size:
+        raise ToolkitError(
+            f"preset {preset.name!r} trains in one process, got {num_processes}",
+            hint="`--num-processes 1`, or `--preset ddp` for several",
+        )
+    if num_processes % preset.world_size_multiple:
+        raise ToolkitError(
+            f"preset {preset.name!r} needs a multiple of {preset.world_size_multiple} processes, got {num_processes}",
+            hint=f"`--num-processes {num_processes + -num_processes % preset.world_size_multiple}`",
         )
     if gpus is not None and num_processes > gpus:
         raise ToolkitError(
             f"{num_processes} processes, but {gpus} GPUs are visible here",
             hint=f"`--num-processes {gpus}`" if gpus else "`--cpu` trains on the CPU",
         )
+
+
+def check_runs_on_cpu(preset: Preset) -> None:
+    """Refuse a preset whose kernels a CPU does not have."""
+    if preset.needs_gpu is not None:
+        raise ToolkitError(f"preset {preset.name!r} does not run on a CPU: {preset.needs_gpu}", hint="`--preset zero3`")
 
 
 def check_required(arguments: dict[str, Any], names: Sequence[str]) -> None:

@@ -17,6 +17,7 @@ from toolkit.errors import ToolkitError
 from toolkit.presets.keys import check_accelerate_keys, check_deepspeed_keys
 
 SHARDING_OF_STAGE = {0: "replicate", 1: "shard_optimizer", 2: "shard_grad_op", 3: "full_shard"}
+QUANTIZED_KEYS = ("zero_quantized_weights", "zero_quantized_gradients", "zero_quantized_nontrainable_weights")
 ENGINE_OF_TYPE = {"NO": "none", "MULTI_GPU": "ddp", "MULTI_CPU": "ddp", "DEEPSPEED": "deepspeed", "FSDP": "fsdp2"}
 
 
@@ -39,6 +40,14 @@ class Preset:
     mixed_precision: str
     """Compute dtype on a GPU: `bf16`, `fp16` or `no` (fp32)."""
     min_world_size: int
+    max_world_size: int | None = None
+    """1 where there is nobody to share with; None: as many as there are."""
+    world_size_multiple: int = 1
+    """The number of processes must be a multiple of it: replicas of a hybrid mesh, GPUs of a ZeRO++ machine."""
+    replicas: int = 1
+    """Copies of the whole model that a hybrid mesh keeps, unless the launcher's flags say otherwise."""
+    needs_gpu: str | None = None
+    """Why a CPU cannot run it, or None where it can."""
     accelerate_config_path: Path
     deepspeed_config_path: Path | None
 
@@ -52,6 +61,18 @@ class Preset:
             "shard_optimizer": ("optimizer",),
             "shard_grad_op": ("gradient", "optimizer"),
         }.get(self.sharding, ("parameter", "gradient", "optimizer"))
+
+    @property
+    def processes(self) -> str:
+        """How many processes it trains in, for people: `1`, `2+`, `8+, by 8`."""
+        if self.max_world_size == self.min_world_size:
+            return str(self.min_world_size)
+        step = f", by {self.world_size_multiple}" if self.world_size_multiple > 1 else ""
+        return f"{self.min_world_size}+{step}"
+
+    def dp_shard_size(self, world_size: int) -> int | None:
+        """Ranks that share one copy of the model in a hybrid mesh; None where the launcher needs no such degree."""
+        return world_size // self.replicas if self.replicas > 1 else None
 
     def accelerate_config(self) -> dict[str, Any]:
         """The YAML as accelerate reads it, its DeepSpeed JSON as an absolute path."""
@@ -100,7 +121,7 @@ def read_preset(path: Path) -> Preset:
         name=path.stem,
         summary=_first_comment(path),
         engine=engine,
-        min_world_size=2 if engine == "fsdp2" else 1,
+        max_world_size=1 if engine == "none" else None,
         accelerate_config_path=path.resolve(),
         deepspeed_config_path=json_path,
         **promise,
@@ -156,8 +177,13 @@ def _deepspeed_promise(json_path: Path | None, path: Path) -> dict[str, Any]:
     deepspeed = _read_mapping(json_path)
     check_deepspeed_keys(deepspeed, json_path)
     zero = deepspeed.get("zero_optimization") or {}
+    hpz = _machine_size(zero, json_path)
+    quantized = [key for key in QUANTIZED_KEYS if zero.get(key)]
     return {
-        "sharding": SHARDING_OF_STAGE[_stage(zero, json_path)],
+        "sharding": "hybrid_shard" if hpz > 1 else SHARDING_OF_STAGE[_stage(zero, json_path)],
+        "min_world_size": hpz,
+        "world_size_multiple": hpz,
+        "needs_gpu": f"{quantized[0]} runs CUDA kernels of DeepSpeed's" if quantized else None,
         "offload_optimizer": _offload_device(zero, "offload_optimizer"),
         "offload_param": _offload_device(zero, "offload_param"),
         "mixed_precision": _deepspeed_precision(deepspeed),
@@ -169,6 +195,14 @@ def _stage(zero: dict[str, Any], path: Path) -> int:
     if stage not in SHARDING_OF_STAGE:
         raise ToolkitError(f"{path}: zero_optimization.stage is {stage!r}, expected 0, 1, 2 or 3")
     return int(stage)
+
+
+def _machine_size(zero: dict[str, Any], path: Path) -> int:
+    """ZeRO++ keeps a second copy of the parameters within groups of this many ranks; 1 where there is none."""
+    size = zero.get("zero_hpz_partition_size", 1)
+    if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+        raise ToolkitError(f"{path}: zero_hpz_partition_size is {size!r}, expected the number of GPUs of a machine")
+    return size
 
 
 def _offload_device(zero: dict[str, Any], block: str) -> str | None:
@@ -187,18 +221,31 @@ def _deepspeed_precision(deepspeed: dict[str, Any]) -> str:
 def _torch_promise(config: dict[str, Any], path: Path) -> dict[str, Any]:
     fsdp = config.get("fsdp_config") or {}
     offload = "cpu" if fsdp.get("fsdp_offload_params") else None
+    replicas = _replicas(config, path)
+    sharded = 2 if config.get("distributed_type") == "FSDP" else 1
     return {
         "sharding": _fsdp_sharding(config, fsdp, path),
+        "min_world_size": sharded * replicas,
+        "world_size_multiple": replicas,
+        "replicas": replicas,
         "offload_optimizer": offload,
         "offload_param": offload,
         "mixed_precision": str(config.get("mixed_precision") or "no"),
     }
 
 
+def _replicas(config: dict[str, Any], path: Path) -> int:
+    """The replicate degree of a hybrid mesh; 1 where there is none."""
+    replicas = (config.get("parallelism_config") or {}).get("parallelism_config_dp_replicate_size", 1)
+    if not isinstance(replicas, int) or isinstance(replicas, bool) or replicas < 1:
+        raise ToolkitError(f"{path}: parallelism_config_dp_replicate_size is {replicas!r}, expected 1 or more")
+    return replicas if config.get("distributed_type") == "FSDP" else 1
+
+
 def _fsdp_sharding(config: dict[str, Any], fsdp: dict[str, Any], path: Path) -> str:
     if config.get("distributed_type") != "FSDP":
         return "replicate"
-    if (config.get("parallelism_config") or {}).get("parallelism_config_dp_replicate_size", 1) > 1:
+    if _replicas(config, path) > 1:
         return "hybrid_shard"
     reshard = fsdp.get("fsdp_reshard_after_forward", True)
     if not isinstance(reshard, bool):

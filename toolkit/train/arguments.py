@@ -42,6 +42,8 @@ def parse(argv: Sequence[str], promise: Promise) -> Arguments:
         model, data, training = _parser().parse_dict(values)
     except (ValueError, TypeError, NotImplementedError) as error:
         raise ToolkitError(" ".join(str(error).split())) from None
+    if promise.preset is not None and promise.preset.engine == "none":
+        training._n_gpu = min(training._n_gpu, 1)  # with several visible GPUs the Trainer would run DataParallel
     return model, data, training
 
 
@@ -64,6 +66,8 @@ def _decided_by_machine(given: dict[str, Any], promise: Promise) -> dict[str, An
         decided["use_cpu"] = True
         os.environ["ACCELERATE_USE_CPU"] = "false" if _is_deepspeed() else "true"
     on_cpu = bool(decided.get("use_cpu") or given.get("use_cpu"))
+    if on_cpu and promise.preset is not None and promise.preset.needs_gpu is not None:
+        raise ToolkitError(f"preset {promise.preset.name!r} does not run on a CPU: {promise.preset.needs_gpu}")
     if "bf16" not in given and "fp16" not in given:
         precision = promised_precision(promise, on_cpu=on_cpu)
         decided |= {"bf16": precision == "bf16", "fp16": precision == "fp16"}

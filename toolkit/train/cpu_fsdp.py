@@ -35,6 +35,10 @@ def _finish(state: Any, fsdp_plugin: Any) -> None:
         return
     if state._mixed_precision != "no":
         fsdp_plugin.set_mixed_precision(state._mixed_precision)
+    if fsdp_plugin.cpu_offload:
+        from torch.distributed.fsdp import CPUOffloadPolicy
+
+        fsdp_plugin.cpu_offload = CPUOffloadPolicy(pin_memory=False)  # memory is pinned for a GPU, and none is there
     state.distributed_type = DistributedType.FSDP
     state.fsdp_plugin = fsdp_plugin
     PartialState._shared_state["distributed_type"] = DistributedType.FSDP

@@ -25,6 +25,8 @@ class Promise:
 
     preset: Preset | None
     world_size: int | None
+    dp_shard_size: int | None = None
+    """Ranks that share one copy of the model in a hybrid mesh."""
 
 
 def find_promise() -> Promise:
@@ -32,7 +34,9 @@ def find_promise() -> Promise:
     if PRESET_VARIABLE in os.environ:
         world_size = os.environ.get(WORLD_SIZE_VARIABLE)
         preset = load_preset(os.environ[PRESET_VARIABLE])
-        return Promise(preset=preset, world_size=int(world_size) if world_size else None)
+        asked = int(world_size) if world_size else None
+        shard_size = preset.dp_shard_size(asked) if asked else None
+        return Promise(preset=preset, world_size=asked, dp_shard_size=shard_size)
     for parent in psutil.Process().parents():
         try:
             words, folder = parent.cmdline(), Path(parent.cwd())
@@ -63,7 +67,8 @@ def promise_of_command(options: list[str], folder: Path) -> Promise:
         return Promise(preset=None, world_size=_whole(_value_of(words, "num_processes")))
     path = folder / named
     asked = _value_of(words, "num_processes") or yaml.safe_load(path.read_text()).get("num_processes")
-    return Promise(preset=read_preset(path), world_size=_whole(asked))
+    shard_size = _whole(_value_of(words, "parallelism_config_dp_shard_size"))
+    return Promise(preset=read_preset(path), world_size=_whole(asked), dp_shard_size=shard_size)
 
 
 def _before_script(options: list[str]) -> list[str]:

@@ -83,7 +83,7 @@ class Attestation(TrainerCallback):  # type: ignore[misc]
             masters = 1 if own["engine"] == "deepspeed" else 0
             held["optimizer"] = (trained, (ADAM_STATES + masters) * _element_bytes("float32"))
         shapes = {part: [full_shape(p) for p in which] for part, (which, _) in held.items()}
-        ranks = own["world_size"]
+        ranks = own.get("dp_shard_size") or own["world_size"]
         return {
             "byte_limits": {
                 part: limits(preset, part, shapes[part], size, ranks=ranks) for part, (_, size) in held.items()
@@ -111,7 +111,11 @@ class Attestation(TrainerCallback):  # type: ignore[misc]
             "activation_checkpointing": bool(args.activation_checkpointing) or _preset_recomputes(self.promise.preset),
         }
         return promised_facts(
-            self.promise.preset, self.promise.world_size, compute_dtype=self.compute_dtype, asked=asked
+            self.promise.preset,
+            self.promise.world_size,
+            compute_dtype=self.compute_dtype,
+            asked=asked,
+            dp_shard_size=self.promise.dp_shard_size,
         )
 
     def _differences(self, ranks: list[Facts]) -> list[Facts]:

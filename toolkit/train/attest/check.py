@@ -13,13 +13,22 @@ from toolkit.presets import Preset
 Facts = dict[str, Any]
 
 
-def promised_facts(preset: Preset | None, world_size: int | None, *, compute_dtype: str, asked: Facts) -> Facts:
+def promised_facts(
+    preset: Preset | None,
+    world_size: int | None,
+    *,
+    compute_dtype: str,
+    asked: Facts,
+    dp_shard_size: int | None = None,
+) -> Facts:
     """Facts that must hold on every rank. `asked` is what the training arguments ask for."""
     promised = dict(asked)
     if world_size is not None:
         promised["world_size"] = world_size
     if preset is None:
         return promised
+    if preset.replicas > 1 and dp_shard_size is not None:
+        promised["dp_shard_size"] = dp_shard_size
     alone = preset.engine == "ddp" and world_size == 1  # DDP wraps nothing when there is nobody to reduce with
     return promised | {
         "engine": "none" if alone else preset.engine,
@@ -59,6 +68,7 @@ def _missing_bytes(ranks: list[Facts]) -> list[Facts]:
     found: list[Facts] = []
     for part, whole in ranks[0]["whole_bytes"].items():
         total = sum(facts[f"{part}_bytes"] for facts in ranks)
+        whole *= max(1, len(ranks) // (ranks[0].get("dp_shard_size") or len(ranks)))  # each replica has all of it
         if total < whole:
             promised = f"at least {whole}"
             found.append({"fact": f"{part}_bytes of all ranks", "rank": None, "promised": promised, "found": total})

@@ -5,6 +5,7 @@ One function an engine; each looks at the objects that train, never at the confi
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -66,10 +67,10 @@ def read_torch(trainer: Any, wrapped: Any, parameters: list[Any]) -> Facts:
     """DDP, or one process without any wrapper: the parameter is its own master weight."""
     states = torch_optimizer_states(trainer.optimizer)
     trained = [p for p in parameters if p.requires_grad]
-    distributed = isinstance(wrapped, torch.nn.parallel.DistributedDataParallel)
+    engines = {torch.nn.parallel.DistributedDataParallel: "ddp", torch.nn.DataParallel: "data_parallel"}
     precision = {"bf16": "bfloat16", "fp16": "float16"}.get(trainer.accelerator.mixed_precision)
     return {
-        "engine": "ddp" if distributed else "none",
+        "engine": next((engine for kind, engine in engines.items() if isinstance(wrapped, kind)), "none"),
         "sharding": "replicate",
         "parameter_bytes": local_bytes(parameters),
         "optimizer_bytes": local_bytes(states),
@@ -96,6 +97,7 @@ def read_fsdp2(trainer: Any, wrapped: Any, parameters: list[Any]) -> Facts:
     return {
         "engine": "fsdp2",
         "sharding": fsdp2_sharding(groups, parameters),
+        "dp_shard_size": fsdp2_shard_size(parameters),
         "parameter_bytes": local_bytes(parameters),
         "optimizer_bytes": local_bytes(states),
         "compute_dtype": "+".join(sorted(compute)),
@@ -128,6 +130,16 @@ def fsdp2_sharding(groups: list[Any], parameters: list[Any]) -> str:
     return "full_shard" if any(g.post_forward_mesh_info is not None for g in groups) else "shard_grad_op"
 
 
+def fsdp2_shard_size(parameters: list[Any]) -> int | None:
+    """Ranks that share one copy of the model, from the mesh of the live parameters."""
+    for parameter in parameters:
+        placements = getattr(parameter, "placements", ())
+        if any(placement.is_shard() for placement in placements):
+            sizes = zip(placements, parameter.device_mesh.shape, strict=True)
+            return math.prod(int(size) for placement, size in sizes if placement.is_shard())
+    return None
+
+
 def read_deepspeed(_: Any, wrapped: Any, parameters: list[Any]) -> Facts:
     """A DeepSpeed engine of any stage."""
     zero = wrapped.optimizer
@@ -138,7 +150,7 @@ def read_deepspeed(_: Any, wrapped: Any, parameters: list[Any]) -> Facts:
     trained = [p for p in parameters if p.requires_grad]
     return {
         "engine": "deepspeed",
-        "sharding": {1: "shard_optimizer", 2: "shard_grad_op", 3: "full_shard"}.get(stage, "replicate"),
+        "sharding": deepspeed_sharding(zero, stage),
         "parameter_bytes": local_bytes(held),
         "optimizer_bytes": local_bytes([*masters, *states]),
         "compute_dtype": dtype_names(trained),
@@ -149,6 +161,13 @@ def read_deepspeed(_: Any, wrapped: Any, parameters: list[Any]) -> Facts:
         "gradient_clipping": wrapped.gradient_clipping(),
         "optimizer_class": type(zero.optimizer).__name__,
     }
+
+
+def deepspeed_sharding(zero: Any, stage: int) -> str:
+    """From the stage, and at stage 3 whether parameters have a second partition within a machine (ZeRO++)."""
+    if stage == 3 and zero.zero_hpz_partition_size > 1:
+        return "hybrid_shard"
+    return {1: "shard_optimizer", 2: "shard_grad_op", 3: "full_shard"}.get(stage, "replicate")
 
 
 def zero3_parameters(parameters: list[Any]) -> list[torch.Tensor]:
