@@ -14,13 +14,17 @@ SCRIPTS = Path(__file__).parent / "scripts"
 
 
 def accelerate_launch(
-    config: Path, *words: str, script: str | None = None, num_processes: int = 2
+    config: Path,
+    *words: str,
+    script: str | None = None,
+    num_processes: int = 2,
+    variables: dict[str, str] | None = None,
 ) -> subprocess.CompletedProcess[str]:
     """Two ranks on the CPU, from the repository root."""
     started = ["-m", "toolkit.train"] if script is None else [str(SCRIPTS / script)]
     options = ["--config_file", str(config), "--num_processes", str(num_processes), "--main_process_port", "0"]
     command = [sys.executable, "-m", "accelerate.commands.launch", *options, *started, *words]
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""} | (variables or {})
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600, check=False)
 
 

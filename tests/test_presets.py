@@ -22,7 +22,7 @@ from toolkit.runs.argv import training_argument_types
 ROOT = Path(__file__).parent.parent
 YAMLS = sorted((ROOT / "accelerate_configs").glob("*.yaml"))
 JSONS = sorted((ROOT / "ds_configs").glob("*.json"))
-NAMES = ["ddp", "fsdp2", "zero1", "zero2", "zero3", "zero3_cpu_offload"]
+NAMES = ["ddp", "fsdp2", "zero1", "zero2", "zero3", "zero3_cpu_offload", "zero3_nvme_offload"]
 
 ROW_KEYS = (
     "name engine sharding offload_optimizer offload_param mixed_precision min_world_size accelerate_config"
@@ -36,6 +36,7 @@ PROMISES: dict[str, tuple[str, str, str | None, str | None, int, bool]] = {
     "zero2": ("deepspeed", "shard_grad_op", None, None, 1, True),
     "zero3": ("deepspeed", "full_shard", None, None, 1, True),
     "zero3_cpu_offload": ("deepspeed", "full_shard", "cpu", "cpu", 1, True),
+    "zero3_nvme_offload": ("deepspeed", "full_shard", "nvme", "nvme", 1, True),
 }
 SHARDED_PARTS = {
     "ddp": (),
@@ -44,6 +45,7 @@ SHARDED_PARTS = {
     "zero2": ("gradient", "optimizer"),
     "zero3": ("parameter", "gradient", "optimizer"),
     "zero3_cpu_offload": ("parameter", "gradient", "optimizer"),
+    "zero3_nvme_offload": ("parameter", "gradient", "optimizer"),
 }
 # What only the machine or the model knows: the launcher and the training script give it.
 MACHINE_FACTS = {
@@ -71,10 +73,10 @@ def rows() -> dict[str, dict[str, Any]]:
     return {row["name"]: row for row in json.loads(listed.stdout)}
 
 
-# -- the six
+# -- the seven
 
 
-def test_the_catalogue_lists_the_six_presets_with_the_agreed_keys() -> None:
+def test_the_catalogue_lists_the_seven_presets_with_the_agreed_keys() -> None:
     found = rows()
     assert list(found) == NAMES == preset_names() == [preset.name for preset in list_presets()]
     assert all(list(row) == ROW_KEYS.split() for row in found.values())
@@ -130,10 +132,28 @@ def test_what_training_arguments_own_is_auto(path: Path) -> None:
 
 
 def test_offloading_is_the_only_difference_between_zero3_and_zero3_cpu_offload() -> None:
-    plain, offloaded = (json.loads((ROOT / "ds_configs" / f"{n}.json").read_text()) for n in NAMES[4:])
+    plain, offloaded = (read_json(n) for n in ("zero3", "zero3_cpu_offload"))
     assert offloaded["zero_optimization"].pop("offload_optimizer") == {"device": "cpu"}
     assert offloaded["zero_optimization"].pop("offload_param") == {"device": "cpu"}
     assert offloaded == plain
+
+
+def test_zero3_nvme_offload_is_zero3_with_what_swapping_needs() -> None:
+    plain, swapped = (read_json(n) for n in ("zero3", "zero3_nvme_offload"))
+    zero = swapped["zero_optimization"]
+    assert zero.pop("offload_optimizer") == {"device": "nvme", "nvme_path": "auto"}
+    # 0: otherwise the first 10^9 elements of each rank stay in host memory, and a small model never leaves it
+    assert zero.pop("offload_param") == {"device": "nvme", "nvme_path": "auto", "max_in_cpu": 0}
+    assert zero.pop("sub_group_size") == 10**8
+    assert zero.pop("stage3_max_reuse_distance") == 0
+    assert zero.pop("stage3_prefetch_bucket_size") == 0
+    assert plain["zero_optimization"].pop("stage3_prefetch_bucket_size") == "auto"
+    assert swapped == plain
+
+
+def read_json(name: str) -> dict[str, Any]:
+    config: dict[str, Any] = json.loads((ROOT / "ds_configs" / f"{name}.json").read_text())
+    return config
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -410,7 +430,7 @@ def test_the_wheel_carries_the_presets_byte_for_byte(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         packed = {name: archive.read(name) for name in archive.namelist() if name.startswith("toolkit/_presets/")}
     files = {f"toolkit/_presets/{path.parent.name}/{path.name}": path.read_bytes() for path in [*YAMLS, *JSONS]}
-    assert len(files) == 10
+    assert len(files) == 12
     assert packed == files
 
 
