@@ -28,7 +28,7 @@ help:  ## this list
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /\1\t/' | expand -t 8
 
 setup: $(STAMP)  ## .venv with everything pinned, and DeepSpeed's CPU ops compiled once
-	@$(BIN)/python -m toolkit.doctor.ops
+	@$(BIN)/python -m toolkit.doctor.ops --async-io
 
 # torch comes first, by its pin: DeepSpeed's own set-up imports it. DS_BUILD_OPS=0: ops are compiled afterwards, two of
 # them. DS_ACCELERATOR=cpu: on a machine with a GPU and no nvcc DeepSpeed's set-up would stop; a run still finds the GPU.

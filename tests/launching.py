@@ -21,12 +21,13 @@ def accelerate_launch(
     num_processes: int = 2,
     options: Sequence[str] = (),
     cwd: Path = ROOT,
+    variables: dict[str, str] | None = None,
 ) -> subprocess.CompletedProcess[str]:
     """Two ranks on the CPU, from the repository root; `options` are accelerate's own."""
     started = ["-m", "toolkit.train"] if script is None else [str(SCRIPTS / script)]
     named = ["--config_file", str(config), "--num_processes", str(num_processes), "--main_process_port", "0"]
     command = [sys.executable, "-m", "accelerate.commands.launch", *named, *options, *started, *words]
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""} | (variables or {})
     return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=600, check=False)
 
 

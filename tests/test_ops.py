@@ -21,8 +21,8 @@ def extensions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def pretend_compiled(folder: Path) -> None:
-    for op in ops.CPU_OPS:
+def pretend_compiled(folder: Path, *more: str) -> None:
+    for op in (*ops.CPU_OPS, *more):
         (folder / op).mkdir(exist_ok=True)
         (folder / op / f"{op}.so").touch()
 
@@ -105,8 +105,46 @@ def test_compiled_ops_load_without_compiling() -> None:
     libraries = [ops.extensions_folder() / op / f"{op}.so" for op in ops.CPU_OPS]
     before = [library.stat().st_mtime_ns for library in libraries]
     environment = {**os.environ, "PATH": ops.path_with_ninja()}
-    subprocess.run([sys.executable, "-c", ops._LOAD_IN_A_CHILD], env=environment, check=True)
+    subprocess.run([sys.executable, "-c", ops._LOAD_IN_A_CHILD, *ops.CPU_OPS.values()], env=environment, check=True)
     assert [library.stat().st_mtime_ns for library in libraries] == before
+
+
+def test_async_io_is_compiled_only_where_it_is_asked_for(
+    extensions: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(ops, "has_libaio_header", lambda: True)
+    pretend_compiled(extensions)
+    assert ops.main() == 0
+    monkeypatch.setattr(ops, "_LOAD_IN_A_CHILD", "import sys; raise SystemExit(f'asked for {sys.argv[1:]}')")
+    assert ops.main(["--async-io"]) == 2
+    assert "'PinMemoryBuilder', 'AsyncIOBuilder']" in capsys.readouterr().err
+    pretend_compiled(extensions, "pin_memory", "async_io")
+    assert ops.main(["--async-io"]) == 0
+
+
+def test_without_libaio_the_rest_is_compiled_and_the_fix_is_one_line(
+    extensions: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(ops, "has_libaio_header", lambda: False)
+    pretend_compiled(extensions)
+    assert ops.main(["--async-io"]) == 0
+    assert capsys.readouterr().err.splitlines()[-1] == (
+        "without NVMe offload: libaio.h is missing; apt-get install libaio-dev, then"
+        " `python -m toolkit.doctor.ops --async-io`"
+    )
+
+
+def test_the_header_is_looked_for_by_the_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("CPLUS_INCLUDE_PATH", str(tmp_path))
+    (tmp_path / "libaio.h").touch()
+    assert ops.has_libaio_header()
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    assert not ops.has_libaio_header()
+
+
+def test_an_unknown_option_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert ops.main(["--asyncio"]) == 2
+    assert capsys.readouterr().err == "error: the only option is --async-io\n"
 
 
 def test_asking_again_takes_a_moment(extensions: Path, capsys: pytest.CaptureFixture[str]) -> None:

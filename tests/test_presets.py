@@ -24,7 +24,7 @@ YAMLS = sorted((ROOT / "accelerate_configs").glob("*.yaml"))
 JSONS = sorted((ROOT / "ds_configs").glob("*.json"))
 NAMES = [
     *("ddp", "fsdp2", "fsdp2_cpu_offload", "fsdp2_grad_op", "fsdp2_hybrid", "single"),
-    *("zero1", "zero2", "zero2_cpu_offload", "zero3", "zero3_cpu_offload", "zeropp"),
+    *("zero1", "zero2", "zero2_cpu_offload", "zero3", "zero3_cpu_offload", "zero3_nvme_offload", "zeropp"),
 ]
 
 ROW_KEYS = (
@@ -45,6 +45,7 @@ PROMISES: dict[str, tuple[str, str, str | None, str | None, int, bool]] = {
     "zero3": ("deepspeed", "full_shard", None, None, 1, True),
     "zero3_cpu_offload": ("deepspeed", "full_shard", "cpu", "cpu", 1, True),
     "zeropp": ("deepspeed", "hybrid_shard", None, None, 8, True),
+    "zero3_nvme_offload": ("deepspeed", "full_shard", "nvme", "nvme", 1, True),
 }
 SHARDED_PARTS = {name: ("parameter", "gradient", "optimizer") for name in NAMES} | {
     "ddp": (),
@@ -52,6 +53,9 @@ SHARDED_PARTS = {name: ("parameter", "gradient", "optimizer") for name in NAMES}
     "zero1": ("optimizer",),
     "zero2": ("gradient", "optimizer"),
     "zero2_cpu_offload": ("gradient", "optimizer"),
+    "zero3": ("parameter", "gradient", "optimizer"),
+    "zero3_cpu_offload": ("parameter", "gradient", "optimizer"),
+    "zero3_nvme_offload": ("parameter", "gradient", "optimizer"),
 }
 # What only the machine or the model knows: the launcher and the training script give it.
 MACHINE_FACTS = {
@@ -214,6 +218,24 @@ def test_deepspeed_itself_reads_zeropp() -> None:
     read = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=120)
     assert read.returncode == 0, read.stderr[-2000:]
     assert json.loads(read.stdout.rpartition("READ ")[2]) == [3, 8, True, True]
+
+
+def test_zero3_nvme_offload_is_zero3_with_what_swapping_needs() -> None:
+    plain, swapped = (read_json(n) for n in ("zero3", "zero3_nvme_offload"))
+    zero = swapped["zero_optimization"]
+    assert zero.pop("offload_optimizer") == {"device": "nvme", "nvme_path": "auto"}
+    # 0: otherwise the first 10^9 elements of each rank stay in host memory, and a small model never leaves it
+    assert zero.pop("offload_param") == {"device": "nvme", "nvme_path": "auto", "max_in_cpu": 0}
+    assert zero.pop("sub_group_size") == 10**8
+    assert zero.pop("stage3_max_reuse_distance") == 0
+    assert zero.pop("stage3_prefetch_bucket_size") == 0
+    assert plain["zero_optimization"].pop("stage3_prefetch_bucket_size") == "auto"
+    assert swapped == plain
+
+
+def read_json(name: str) -> dict[str, Any]:
+    config: dict[str, Any] = json.loads((ROOT / "ds_configs" / f"{name}.json").read_text())
+    return config
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -505,7 +527,7 @@ def test_the_wheel_carries_the_presets_byte_for_byte(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         packed = {name: archive.read(name) for name in archive.namelist() if name.startswith("toolkit/_presets/")}
     files = {f"toolkit/_presets/{path.parent.name}/{path.name}": path.read_bytes() for path in [*YAMLS, *JSONS]}
-    assert len(files) == 18
+    assert len(files) == 20
     assert packed == files
 
 

@@ -24,6 +24,7 @@ app = typer.Typer(
 
 PRESET_HELP = "a preset's name (see `toolkit presets`), or an accelerate YAML file"
 PROCESSES_HELP = "ranks to start on this machine, one a GPU"
+NVME_HELP = "folder on a local NVMe disk, for presets that swap to one; or TOOLKIT_NVME_PATH in the environment"
 CPU_HELP = "train on the CPU; the default where no GPU is visible"
 TABLE_COLUMNS = 100
 # click's, or that of typer's own copy of click, which exports only its subclass.
@@ -31,6 +32,8 @@ UsageError: type[Exception] = typer.BadParameter.__mro__[1]
 TrainingArguments = Annotated[
     list[str] | None, typer.Argument(help="after `--`: arguments of the training script, passed on unchanged")
 ]
+
+NvmePath = Annotated[str | None, typer.Option(help=NVME_HELP, envvar="TOOLKIT_NVME_PATH", show_envvar=False)]
 
 
 @app.command()
@@ -68,6 +71,7 @@ def train(
     training_arguments: TrainingArguments = None,
     cpu: Annotated[bool | None, typer.Option("--cpu/--no-cpu", help=CPU_HELP)] = None,
     timeout_minutes: Annotated[float | None, typer.Option(help="end the run as timed_out after this long")] = None,
+    nvme_path: NvmePath = None,
 ) -> None:
     """Check the job, print the launch command, and run it.
 
@@ -75,6 +79,7 @@ def train(
     `python -m toolkit.train --help`.
     """
     from toolkit.launch.command import launch_command
+    from toolkit.launch.nvme import check_nvme
     from toolkit.launch.preflight import check_job, check_output
     from toolkit.launch.run import run_training
     from toolkit.presets import load_preset
@@ -84,8 +89,13 @@ def train(
     on_cpu = _on_cpu(cpu)
     job = check_job(chosen, num_processes=num_processes, training_argv=argv, cpu=on_cpu)
     output_dir = check_output(job.arguments)
+    nvme = check_nvme(chosen, nvme_path=nvme_path, arguments=job.arguments, cpu=on_cpu)
     _say_device(on_cpu, cpu)
-    say(launch_command(chosen, num_processes=num_processes, training_argv=argv, cpu=on_cpu).shown)
+    disk = None
+    if nvme is not None:
+        disk = nvme.path
+        say("\n".join([nvme.line(), *nvme.warnings]))
+    say(launch_command(chosen, num_processes=num_processes, training_argv=argv, cpu=on_cpu, nvme_path=disk).shown)
     result = run_training(
         chosen,
         num_processes=num_processes,
@@ -94,6 +104,7 @@ def train(
         cpu=on_cpu,
         on_line=say,
         timeout_seconds=timeout_minutes and timeout_minutes * 60,
+        nvme=nvme,
     )
     if result.failure is not None:
         _say_failure(result.status, result.failure)
@@ -124,6 +135,7 @@ def compare(
     ] = None,
     cpu: Annotated[bool | None, typer.Option("--cpu/--no-cpu", help=CPU_HELP)] = None,
     trial_timeout_minutes: Annotated[float, typer.Option(help="end a trial as timed_out after this long")] = 120,
+    nvme_path: NvmePath = None,
 ) -> None:
     """Train the same job under each preset, and report memory, speed and loss.
 
@@ -143,6 +155,7 @@ def compare(
         cpu=_on_cpu(cpu),
         on_checked=lambda on_cpu: _say_device(on_cpu, cpu),
         timeout_seconds=trial_timeout_minutes * 60,
+        nvme_path=nvme_path,
     )
 
 

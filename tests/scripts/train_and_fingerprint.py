@@ -22,7 +22,8 @@ def main() -> int:
     def fingerprint_and_save(trainer, tokenizer, folder: Path) -> None:
         trainer.model_wrapped.eval()
         with torch.no_grad():
-            logits = trainer.model_wrapped(input_ids=torch.tensor(FIXED_TOKENS, device=trainer.args.device)).logits
+            tokens = torch.tensor(FIXED_TOKENS, device=trainer.args.device) % trainer.model.config.vocab_size
+            logits = trainer.model_wrapped(input_ids=tokens).logits
         if trainer.args.process_index == 0:
             torch.save(logits.float().cpu(), folder / "live_logits.pt")
         save(trainer, tokenizer, folder)

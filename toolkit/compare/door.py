@@ -20,6 +20,7 @@ from toolkit.compare.run import Stopped, results_of, run_trials
 from toolkit.compare.trials import Comparison, Trial, open_comparison, plan_comparison, refuse_own_arguments
 from toolkit.errors import EXIT_RUN_FAILED
 from toolkit.hardware.gpus import count_gpus
+from toolkit.launch.nvme import NvmeDisk, check_nvme
 from toolkit.launch.preflight import check_job, check_process_count
 from toolkit.launch.process import terminate_as_interrupt
 from toolkit.presets import load_preset
@@ -44,6 +45,7 @@ def run_comparison(
     cpu: bool,
     on_checked: Callable[[bool], None],
     timeout_seconds: float,
+    nvme_path: str | None,
 ) -> None:
     """Run or resume a comparison, write its report, print its table.
 
@@ -65,15 +67,21 @@ def run_comparison(
     largest = max(comparison.num_processes)
     job = check_job(chosen[0], num_processes=largest, training_argv=training_arguments, cpu=cpu)
     refuse_own_arguments(job.arguments, integer(job.arguments, "max_steps", 0), untimed_steps)
+    nvme = {preset.name: check_nvme(preset, nvme_path=nvme_path, arguments=job.arguments, cpu=cpu) for preset in chosen}
     open_comparison(output, comparison, resume=resume)
     on_checked(cpu)
     given = {preset.name: name for preset, name in zip(chosen, presets, strict=True)}
-    _run(comparison, output, given, retry_failed, timeout_seconds)
+    _run(comparison, output, given, nvme, retry_failed, timeout_seconds)
     _publish(results_of(comparison, output), output)
 
 
 def _run(
-    comparison: Comparison, output: Path, presets: dict[str, str], retry_failed: bool, timeout_seconds: float
+    comparison: Comparison,
+    output: Path,
+    presets: dict[str, str],
+    nvme: dict[str, NvmeDisk | None],
+    retry_failed: bool,
+    timeout_seconds: float,
 ) -> None:
     screen = _Screen(len(comparison.trials()))
     try:
@@ -87,6 +95,7 @@ def _run(
                 on_start=screen.start,
                 on_line=screen.line,
                 on_finish=screen.finish,
+                nvme=nvme,
             )
     except (Stopped, KeyboardInterrupt):
         _talk().print("stopped; finished trials are kept. The same command with `--resume` goes on.")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, cast
@@ -12,6 +12,7 @@ from toolkit.compare.results import SCHEMA_VERSION, Results
 from toolkit.compare.rows import Row, row_of, with_parity
 from toolkit.compare.trials import Comparison, Trial
 from toolkit.hardware.machine import describe_machine, git_commit, library_versions
+from toolkit.launch.nvme import NvmeDisk
 from toolkit.launch.run import run_training
 from toolkit.presets import load_preset
 from toolkit.runs import status
@@ -36,6 +37,7 @@ def run_trials(
     on_start: Callable[[Trial], None],
     on_line: Callable[[str], None],
     on_finish: Callable[[Trial, Row, bool], None],
+    nvme: Mapping[str, NvmeDisk | None],
 ) -> None:
     """Run every trial that the ledger lacks. `presets` maps a preset's name to what `load_preset` takes.
 
@@ -58,6 +60,7 @@ def run_trials(
                 cpu=comparison.cpu,
                 on_line=on_line,
                 timeout_seconds=timeout_seconds,
+                nvme=nvme.get(trial.preset),
             )
             if result.status == status.INTERRUPTED:
                 raise Stopped

@@ -1,8 +1,10 @@
 """Compile DeepSpeed's CPU ops once, so that no training run has to.
 
     python -m toolkit.doctor.ops
+    python -m toolkit.doctor.ops --async-io
 
 DeepSpeed compiles an op when it is first used, inside the run: a minute of a first step, once for each rank that waits.
+`--async-io` adds what NVMe offload needs; without libaio's header it says what to install, and does the rest.
 """
 
 from __future__ import annotations
@@ -14,62 +16,76 @@ import subprocess
 import sys
 import sysconfig
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from importlib.metadata import distribution
 from pathlib import Path
 
-from toolkit.cache import torch_extensions_folder, use_cached_extensions
-from toolkit.errors import ToolkitError
+from toolkit.cache import (
+    ASYNC_IO_OPS,
+    COMPILE_ASYNC_IO,
+    INSTALL_LIBAIO,
+    are_compiled,
+    extensions_folder,
+    op_library,
+    op_lock,
+    use_cached_extensions,
+)
+from toolkit.errors import EXIT_WRONG_INPUT, ToolkitError
 
 # The op's library, which is also its folder's name, and the class in deepspeed.ops.op_builder.cpu that builds it:
 # collectives between the ranks of one machine, and the optimizer of every offloaded preset.
 CPU_OPS = {"deepspeed_shm_comm": "ShareMemCommBuilder", "cpu_adam": "CPUAdamBuilder"}
 
-_LOAD_IN_A_CHILD = "from toolkit.doctor.ops import load_ops; load_ops()"
+# For NVMe offload only, since it needs libaio's header: reading and writing disks past the page cache.
+ASYNC_IO_BUILDERS = dict(zip(ASYNC_IO_OPS, ("PinMemoryBuilder", "AsyncIOBuilder"), strict=True))
 
-
-def extensions_folder() -> Path:
-    """Where torch keeps compiled ops: the user's TORCH_EXTENSIONS_DIR, otherwise the cache's."""
-    named = os.environ.get("TORCH_EXTENSIONS_DIR")
-    return Path(named) if named else torch_extensions_folder()
+_LOAD_IN_A_CHILD = "import sys; from toolkit.doctor.ops import load_ops; load_ops(sys.argv[1:])"
 
 
 def ops_are_compiled() -> bool:
-    """Whether every CPU op is ready to load; looks at files only."""
-    folder = extensions_folder()
-    return all(_is_fresh(_library(folder, op)) and not _lock_file(folder, op).exists() for op in CPU_OPS)
+    """Whether every op that a preset without NVMe needs is ready to load; looks at files only."""
+    return are_compiled(CPU_OPS)
 
 
-def compile_ops() -> float:
+def compile_ops(builders: dict[str, str] = CPU_OPS) -> float:
     """Compile what is missing; the seconds that it took, 0.0 when nothing was."""
-    if ops_are_compiled():
+    if are_compiled(builders):
         _say(f"DeepSpeed's CPU ops are already compiled in {extensions_folder()}")
         return 0.0
     check_compiler()
     with _one_at_a_time(extensions_folder()) as folder:
-        for op in CPU_OPS:
-            _drop_stale_lock(_lock_file(folder, op))
-        if ops_are_compiled():
+        for op in builders:
+            _drop_stale_lock(op_lock(folder, op))
+        missing = {op: builder for op, builder in builders.items() if not are_compiled([op])}
+        if not missing:
             return 0.0
-        _say(f"compiling DeepSpeed's CPU ops ({', '.join(CPU_OPS)}): about 30 s each on two cores, once")
+        _say(f"compiling DeepSpeed's CPU ops ({', '.join(missing)}): about 30 s each on two cores, once")
         started = time.monotonic()
-        _compile_in_a_child(folder / "compile.log")
-        for op in CPU_OPS:
-            _library(folder, op).touch()
+        _compile_in_a_child(folder / "compile.log", list(missing.values()))
+        for op in missing:
+            op_library(folder, op).touch()
         seconds = time.monotonic() - started
     _say(f"compiled in {seconds:.0f} s into {folder}")
     return seconds
 
 
-def load_ops() -> None:
+def load_ops(builders: Sequence[str]) -> None:
     """Load each op, which compiles it if need be. Imports torch and DeepSpeed."""
     use_cached_extensions()
     os.environ["DS_ACCELERATOR"] = "cpu"
     from deepspeed.ops.op_builder import cpu
 
-    for builder in CPU_OPS.values():
+    for builder in builders:
         getattr(cpu, builder)().load(verbose=False)
+
+
+def has_libaio_header() -> bool:
+    """Whether the compiler finds libaio.h; asked of the preprocessor, which knows all of its folders."""
+    compiler = os.environ.get("CXX") or "c++"
+    if shutil.which(compiler) is None:
+        return False
+    asked = [compiler, "-E", "-x", "c++", "-", "-o", os.devnull]
+    return subprocess.run(asked, input=b"#include <libaio.h>\n", capture_output=True, check=False).returncode == 0
 
 
 def check_compiler() -> None:
@@ -89,11 +105,11 @@ def path_with_ninja() -> str:
     return os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
 
 
-def _compile_in_a_child(log: Path) -> None:
+def _compile_in_a_child(log: Path, builders: list[str]) -> None:
     """In a child: DeepSpeed logs to stdout and picks its accelerator for the rest of the process's life."""
     with log.open("w") as stream:
         child = subprocess.run(
-            [sys.executable, "-c", _LOAD_IN_A_CHILD],
+            [sys.executable, "-c", _LOAD_IN_A_CHILD, *builders],
             env={**os.environ, "PATH": path_with_ninja(), "TORCH_EXTENSIONS_DIR": str(log.parent)},
             stdin=subprocess.DEVNULL,
             stdout=stream,
@@ -124,20 +140,6 @@ def _one_at_a_time(folder: Path) -> Iterator[Path]:
         yield folder
 
 
-def _library(folder: Path, op: str) -> Path:
-    return folder / op / f"{op}.so"
-
-
-def _is_fresh(library: Path) -> bool:
-    """Installing torch or DeepSpeed anew, even the same version, makes ninja compile again: its sources are younger."""
-    sources = [Path(str(distribution(name).locate_file(f"{name}/__init__.py"))) for name in ("torch", "deepspeed")]
-    return library.is_file() and library.stat().st_mtime >= max(source.stat().st_mtime for source in sources)
-
-
-def _lock_file(folder: Path, op: str) -> Path:
-    return folder / op / "lock"
-
-
 def _drop_stale_lock(lock: Path) -> None:
     """A killed compilation leaves torch's lock behind, and each later load would wait for it for ever."""
     if lock.exists() and not _is_open_somewhere(lock):
@@ -157,9 +159,16 @@ def _say(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-def main() -> int:
+def main(argv: Sequence[str] = ()) -> int:
+    if list(argv) not in ([], ["--async-io"]):
+        _say("error: the only option is --async-io")
+        return EXIT_WRONG_INPUT
     try:
-        compile_ops()
+        if not argv or has_libaio_header():
+            compile_ops(CPU_OPS | (ASYNC_IO_BUILDERS if argv else {}))
+        else:
+            compile_ops()
+            _say(f"without NVMe offload: libaio.h is missing; {INSTALL_LIBAIO}, then `{COMPILE_ASYNC_IO}`")
     except ToolkitError as error:
         _say(f"error: {error}")
         return error.exit_code
@@ -167,4 +176,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

@@ -12,9 +12,11 @@ import sys
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from toolkit.cache import torch_extensions_folder
 from toolkit.presets import Preset
+from toolkit.runs.nvme import NVME_PATH_VARIABLE
 
 RUN_ID_VARIABLE = "TOOLKIT_RUN_ID"
 
@@ -32,7 +34,9 @@ class LaunchCommand:
     """Found in the environment of every process of this run, so that none is left behind."""
 
 
-def launch_command(preset: Preset, *, num_processes: int, training_argv: Sequence[str], cpu: bool) -> LaunchCommand:
+def launch_command(
+    preset: Preset, *, num_processes: int, training_argv: Sequence[str], cpu: bool, nvme_path: Path | None = None
+) -> LaunchCommand:
     """The command for `num_processes` ranks on this machine."""
     options = ["--config_file", str(preset.accelerate_config_path)]
     if preset.deepspeed_config_path is not None:
@@ -45,10 +49,12 @@ def launch_command(preset: Preset, *, num_processes: int, training_argv: Sequenc
     script = ["-m", "toolkit.train", *training_argv]
     port = ["--num_machines", "1", "--main_process_port", "0"]  # 0: a free one
     run_id = uuid.uuid4().hex
+    disk = {} if nvme_path is None else {NVME_PATH_VARIABLE: str(nvme_path)}
+    by_hand = [f"{name}={shlex.quote(value)}" for name, value in disk.items()]
     return LaunchCommand(
         argv=[sys.executable, "-m", "accelerate.commands.launch", *options, *port, *script],
-        environment=_environment(preset, num_processes, cpu=cpu, run_id=run_id),
-        shown=shlex.join(["accelerate", "launch", *options, *script]),
+        environment=_environment(preset, num_processes, cpu=cpu, run_id=run_id) | disk,
+        shown=" ".join([*by_hand, shlex.join(["accelerate", "launch", *options, *script])]),
         run_id=run_id,
     )
 

@@ -6,6 +6,7 @@ The rank that fails writes failure.json itself; only where no rank could speak i
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,10 +14,12 @@ from typing import Any
 
 from toolkit.launch.command import LaunchCommand, launch_command
 from toolkit.launch.killed import killed_rank
+from toolkit.launch.nvme import NvmeDisk
 from toolkit.launch.process import Outcome, run_command
 from toolkit.presets import Preset
 from toolkit.runs import status
 from toolkit.runs.folder import RunFolder, read_json, start_facts, write_json
+from toolkit.runs.nvme import swap_folder
 
 LOG_LINES_IN_A_MESSAGE = 3
 
@@ -43,15 +46,18 @@ def run_training(
     cpu: bool,
     on_line: Callable[[str], None],
     timeout_seconds: float | None = None,
+    nvme: NvmeDisk | None = None,
 ) -> RunResult:
     """Train in `output_dir`, which must hold no finished run.
 
     Raises ToolkitError for a folder that cannot be used; every other ending is in the result.
     """
-    command = launch_command(preset, num_processes=num_processes, training_argv=training_argv, cpu=cpu)
+    disk = None if nvme is None else nvme.path
+    command = launch_command(preset, num_processes=num_processes, training_argv=training_argv, cpu=cpu, nvme_path=disk)
     folder = RunFolder(output_dir)
     folder.prepare()
-    folder.update_run(**_planned(preset, num_processes, training_argv, command))
+    facts = {} if nvme is None else {"nvme": nvme.facts()}
+    folder.update_run(**_planned(preset, num_processes, training_argv, command), **facts)
     kills_before = host_memory_kills()
 
     def relay(line: str) -> None:
@@ -59,6 +65,8 @@ def run_training(
             on_line(line)
 
     outcome = run_command(command, folder.log, on_line=relay, timeout_seconds=timeout_seconds)
+    if disk is not None:  # ranks that were killed leave their swap files
+        shutil.rmtree(swap_folder(disk, command.run_id), ignore_errors=True)
     return conclude(folder, outcome, killed_for_memory=host_memory_kills() > kills_before)
 
 

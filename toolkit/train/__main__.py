@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import shutil
 import sys
 import warnings
 from pathlib import Path
@@ -44,6 +45,10 @@ def main(argv: list[str] | None = None) -> int:
         return int(leaving.code or 0)
     except BaseException as error:  # every cause must reach failure.json
         code = report_failure(error, progress)
+        if (
+            progress.swap_folder is not None
+        ):  # after the report: without its files another rank fails, and tells of that
+            shutil.rmtree(progress.swap_folder, ignore_errors=True)
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)  # the other ranks may hang in a collective; their launcher ends them

@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from toolkit.errors import ToolkitError
 from toolkit.runs.arguments import ModelArguments
@@ -33,6 +34,14 @@ def load_model(arguments: ModelArguments) -> Any:
     model = _from_pretrained(AutoModelForCausalLM, arguments, dtype=torch.float32, **extra)
     model.config.use_cache = False
     return model if arguments.lora_r is None else _with_lora(model, arguments)
+
+
+def model_without_weights(arguments: ModelArguments) -> Any:
+    """The model's shapes. DeepSpeed's configuration is forgotten: under it the model would be sharded already."""
+    unset_hf_deepspeed_config()
+    config = _from_pretrained(AutoConfig, arguments)
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config, trust_remote_code=arguments.trust_remote_code)
 
 
 def _from_pretrained(auto_class: Any, arguments: ModelArguments, **extra: Any) -> Any:

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -31,6 +32,7 @@ from toolkit.train.data_preflight import preflight_lines
 from toolkit.train.failure import Progress
 from toolkit.train.meter import Meter
 from toolkit.train.modelling import load_model, load_tokenizer
+from toolkit.train.nvme import name_swap_folder, prepare_nvme, swap_bytes
 from toolkit.train.promise import Promise, find_promise
 from toolkit.train.saving import save_final_model
 from toolkit.train.tokens import Tokenized, load_rows, tokenize
@@ -46,6 +48,7 @@ def run(argv: Sequence[str], progress: Progress) -> None:
     promise = find_promise()
     quiet_libraries()
     enable_fsdp_on_cpu()
+    progress.swap_folder = name_swap_folder()
     arguments = parse(argv, promise)
     model_arguments, data_arguments, training = arguments
     folder = RunFolder(Path(training.output_dir))
@@ -56,6 +59,7 @@ def run(argv: Sequence[str], progress: Progress) -> None:
     tokenizer = load_tokenizer(model_arguments, chat_template=data_arguments.chat_template)
     data = read_data(tokenizer, data_arguments, training)
     progress.enter("load")
+    nvme = prepare_nvme(training, model_arguments)
     model = load_model(model_arguments)
     progress.enter("engine")
     trainer = build_trainer(model, tokenizer, data, training, folder, promise, progress)
@@ -67,7 +71,10 @@ def run(argv: Sequence[str], progress: Progress) -> None:
             print(
                 f"saved: {'adapter' if model_arguments.lora_r else 'model'} and tokenizer in {folder.path}", flush=True
             )
+    if nvme is not None:
+        write_nvme_facts(folder, training, nvme)
     close_folder(folder, training, model_arguments.untimed_steps, progress)
+    remove_swap_files(progress, training)
     if dist.is_initialized():
         dist.destroy_process_group()  # its threads abort a process that just exits
 
@@ -174,6 +181,21 @@ def build_trainer(
     attestation.trainer = trainer
     attestation.after = meter.restart_clock
     return trainer
+
+
+def write_nvme_facts(folder: RunFolder, training: Any, nvme: dict[str, Any]) -> None:
+    """Beside what the launcher measured of the disk: the buffers in force, and what lay on the disk at the end."""
+    barrier()
+    if training.process_index == 0:
+        measured = (folder.read_run() or {}).get("nvme") or {}
+        folder.update_run(nvme=measured | nvme | {"swap_bytes": swap_bytes(nvme)})
+
+
+def remove_swap_files(progress: Progress, training: Any) -> None:
+    """They are of no use after a run. Called after the last barrier of a run that went well."""
+    barrier()
+    if progress.swap_folder is not None and training.local_process_index == 0:
+        shutil.rmtree(progress.swap_folder, ignore_errors=True)
 
 
 def close_folder(folder: RunFolder, training: Any, untimed_steps: int, progress: Progress) -> None:

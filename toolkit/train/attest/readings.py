@@ -10,6 +10,13 @@ from typing import Any
 
 import torch
 
+from toolkit.train.attest.swapped import (
+    is_on_disk,
+    optimizer_disk_bytes,
+    parameter_disk_bytes,
+    swap_buffers,
+    swaps_every_large_group,
+)
 from toolkit.train.attest.tensors import device_types, dtype_names, full_size, local_bytes
 
 Facts = dict[str, Any]
@@ -147,17 +154,22 @@ def read_deepspeed(_: Any, wrapped: Any, parameters: list[Any]) -> Facts:
     masters = list(zero.fp32_partitioned_groups_flat if stage == 3 else zero.single_partition_of_fp32_groups)
     states = torch_optimizer_states(zero.optimizer)
     held = zero3_parameters(parameters) if stage == 3 else parameters
+    swapped = {
+        "parameter_disk_bytes": parameter_disk_bytes(parameters) if stage == 3 else 0,
+        "optimizer_disk_bytes": optimizer_disk_bytes(zero),
+    }
     trained = [p for p in parameters if p.requires_grad]
     return {
         "engine": "deepspeed",
         "sharding": deepspeed_sharding(zero, stage),
-        "parameter_bytes": local_bytes(held),
-        "optimizer_bytes": local_bytes([*masters, *states]),
+        **swapped,
+        "parameter_bytes": local_bytes(held) + swapped["parameter_disk_bytes"],
+        "optimizer_bytes": local_bytes([*masters, *states]) + swapped["optimizer_disk_bytes"],
         "compute_dtype": dtype_names(trained),
-        "master_dtype": dtype_names(masters),
-        "optimizer_dtype": dtype_names(states),
+        "master_dtype": dtype_names(filled(masters, swap_buffers(zero))),
+        "optimizer_dtype": dtype_names(filled(states, swap_buffers(zero))),
         "offload_optimizer": offloaded_optimizer(zero, [*masters, *states], stage),
-        "offload_param": offloaded_parameters(zero, held, stage),
+        "offload_param": offloaded_parameters(zero, held, parameters, stage),
         "gradient_clipping": wrapped.gradient_clipping(),
         "optimizer_class": type(zero.optimizer).__name__,
     }
@@ -170,25 +182,30 @@ def deepspeed_sharding(zero: Any, stage: int) -> str:
     return {1: "shard_optimizer", 2: "shard_grad_op", 3: "full_shard"}.get(stage, "replicate")
 
 
+def filled(tensors: list[torch.Tensor], buffers: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Tensors that hold something; for those that are on a disk, what they are read into."""
+    return [*(tensor for tensor in tensors if tensor.numel()), *buffers] if buffers else tensors
+
+
 def zero3_parameters(parameters: list[Any]) -> list[torch.Tensor]:
     """What a rank holds between steps under ZeRO-3: its shards, and the small parameters that stay gathered."""
-    shards = [p.ds_tensor for p in parameters]
+    shards = [p.ds_tensor for p in parameters if not is_on_disk(p)]
     gathered = [p.data for p in parameters if p.ds_status.name == "AVAILABLE"]
     return [*shards, *gathered]
 
 
 def offloaded_optimizer(zero: Any, tensors: list[torch.Tensor], stage: int) -> str | None:
     """Where masters and optimizer states are, if not on the device that computes."""
-    if stage == 3 and getattr(zero, "swap_optimizer", False):
+    if stage == 3 and optimizer_disk_bytes(zero) and swaps_every_large_group(zero):
         return "nvme"
     meant = zero.offload_optimizer if stage == 3 else zero.cpu_offload
     return "cpu" if meant and device_types(tensors) == {"cpu"} else None
 
 
-def offloaded_parameters(zero: Any, held: list[torch.Tensor], stage: int) -> str | None:
+def offloaded_parameters(zero: Any, held: list[torch.Tensor], parameters: list[Any], stage: int) -> str | None:
     """Where parameter shards are between steps, if not on the device that computes."""
     if stage != 3 or not getattr(zero, "offload_param", False):
         return None
-    if getattr(zero, "params_in_nvme_and_cpu", False):
+    if any(map(is_on_disk, parameters)):
         return "nvme"
     return "cpu" if "cpu" in device_types(held) else None

@@ -1,0 +1,111 @@
+"""Disks: which one a folder lies on, whether it takes direct I/O, and how fast.
+
+>>> mount_of(Path("/data/swap"), "/dev/sda1 / ext4 rw 0 0\\n/dev/nvme0n1 /data xfs rw 0 0\\n").filesystem
+'xfs'
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import re
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+MEMORY_FILESYSTEMS = {"tmpfs", "ramfs", "devtmpfs"}
+NETWORK_FILESYSTEMS = {"nfs", "nfs4", "cifs", "smb3", "9p", "ceph", "lustre", "glusterfs", "beegfs", "gpfs", "afs"}
+BLOCK_BYTES = 4096  # what direct I/O must be aligned to on the disks of today
+CHUNK_BYTES = 8 * 2**20
+PROBE_BYTES = 256 * 2**20
+PROBE_SECONDS = 1.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Mount:
+    """What a folder lies on."""
+
+    filesystem: str
+    mount_point: str
+
+    @property
+    def kind(self) -> str:
+        """`memory`, `network` or `local`."""
+        name = self.filesystem
+        if name in MEMORY_FILESYSTEMS:
+            return "memory"
+        return "network" if name in NETWORK_FILESYSTEMS or name.startswith("fuse.") else "local"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DiskRates:
+    """One stream past the page cache, in chunks of 8 MiB; a disk's own or its host's cache still counts."""
+
+    write_bytes_per_second: int
+    read_bytes_per_second: int
+
+
+def mount_of(folder: Path, mounts: str | None = None) -> Mount | None:
+    """The mount with the longest path above the folder, from the text of /proc/mounts; a later one covers."""
+    if mounts is None:
+        mounts = Path("/proc/mounts").read_text()
+    target, found = folder.resolve(), None
+    for line in mounts.splitlines():
+        _, point, filesystem, *_ = line.split(" ")
+        point = re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), point)
+        longer = found is None or len(point) >= len(found.mount_point)
+        if longer and target.is_relative_to(point):
+            found = Mount(filesystem=filesystem, mount_point=point)
+    return found
+
+
+def free_bytes(folder: Path) -> int:
+    """What this user may still write there."""
+    return shutil.disk_usage(folder).free
+
+
+def try_direct_io(folder: Path) -> None:
+    """Write one aligned block past the page cache. Raises OSError where that cannot be done."""
+    with _direct_file(folder) as descriptor, mmap.mmap(-1, BLOCK_BYTES) as block:
+        if os.write(descriptor, block) != BLOCK_BYTES:
+            raise OSError(None, "a short write")
+
+
+def measure_rates(folder: Path) -> DiskRates:
+    """Write up to 256 MiB and read it again, each for about a second at most; nothing stays behind."""
+    with _direct_file(folder) as descriptor, mmap.mmap(-1, CHUNK_BYTES) as chunk:
+        chunk[:] = os.urandom(CHUNK_BYTES)  # some disks store zeros as nothing
+        started = time.monotonic()
+        written = 0
+        while written < PROBE_BYTES and time.monotonic() - started < PROBE_SECONDS:
+            written += os.write(descriptor, chunk)
+        os.fdatasync(descriptor)
+        write_seconds = time.monotonic() - started
+        os.lseek(descriptor, 0, os.SEEK_SET)
+        started = time.monotonic()
+        read = 0
+        while read < written and time.monotonic() - started < PROBE_SECONDS:
+            read += os.readv(descriptor, [chunk])
+        read_seconds = time.monotonic() - started
+    return DiskRates(
+        write_bytes_per_second=round(written / write_seconds), read_bytes_per_second=round(read / read_seconds)
+    )
+
+
+@contextmanager
+def _direct_file(folder: Path) -> Iterator[int]:
+    """A new file in the folder, open for direct I/O, gone afterwards."""
+    number, name = tempfile.mkstemp(dir=folder, prefix=".direct-io-probe-")
+    os.close(number)
+    try:
+        descriptor = os.open(name, os.O_RDWR | os.O_DIRECT)
+        try:
+            yield descriptor
+        finally:
+            os.close(descriptor)
+    finally:
+        Path(name).unlink(missing_ok=True)
