@@ -93,7 +93,8 @@ CASES = [
          f"{DEEPSPEED}  zero_stage: 3\n  offload_param_nvme_path: none\n", 4),
     Case("block-not-in-force", "distributed_type: MULTI_GPU\nfsdp_config:\n  fsdp_version: 2\n",
          "distributed_type: MULTI_GPU\nfsdp_config: {}\n", 2),
-    Case("dp-replicate-alone", f"{FSDP}parallelism_config:\n  parallelism_config_dp_replicate_size: 2\n",
+    Case("dp-replicate-alone", f"{FSDP}parallelism_config:\n  parallelism_config_dp_replicate_size: 2\n"
+         "  parallelism_config_dp_shard_size: 1\n",
          f"{MESH}  parallelism_config_dp_replicate_size: 2\n", 5),
     Case("cp-with-sp", f"{MESH}  parallelism_config_cp_size: 2\n  parallelism_config_sp_size: 2\n",
          f"{MESH}  parallelism_config_cp_size: 2\n", 7),

@@ -95,6 +95,8 @@ def train(
     if nvme is not None:
         disk = nvme.path
         say("\n".join([nvme.line(), *nvme.warnings]))
+    elif nvme_path is not None:
+        say(f"--nvme-path has no effect: preset {chosen.name!r} swaps to no disk")
     say(launch_command(chosen, num_processes=num_processes, training_argv=argv, cpu=on_cpu, nvme_path=disk).shown)
     result = run_training(
         chosen,

@@ -1,6 +1,6 @@
 """Refuse before any rank starts what NVMe offload would stumble over later, and measure the disk.
 
-    disk = check_nvme(preset, nvme_path="/nvme", arguments=job.arguments, num_processes=2, cpu=True)
+    disk = check_nvme(preset, nvme_path="/nvme", arguments=job.arguments, cpu=True)
 
 The checks, in their order: the folder, its file system, direct I/O, free space, libaio, DeepSpeed's `async_io`.
 """

@@ -105,7 +105,12 @@ def block_not_in_force(doc: Document) -> Iterator[Hit]:
 
 @rule("dp-replicate-alone", ERROR, ACCELERATE, library="accelerate", fix="parallelism_config_dp_shard_size above 1")
 def dp_replicate_alone(doc: Document) -> Iterator[Hit]:
-    """FSDP2 with nothing to shard across (`dp_shard` and `cp` both 1) is refused when training is prepared."""
+    """FSDP2 with nothing to shard across (`dp_shard` and `cp` both 1) is refused when training is prepared.
+
+    A file without `num_processes` leaves the degrees to the launcher's flags.
+    """
+    if not doc.has("num_processes") and not doc.has("parallelism_config.parallelism_config_dp_shard_size"):
+        return
     if is_fsdp(doc) and degree(doc, "dp_replicate") > 1 and degree(doc, "dp_shard") < 2 and degree(doc, "cp") < 2:
         yield Hit(key="parallelism_config.parallelism_config_dp_replicate_size",
                   message="replicates and shards nothing: accelerate refuses",

@@ -16,6 +16,7 @@ from toolkit.train.attest.swapped import (
     parameter_disk_bytes,
     swap_buffers,
     swaps_every_large_group,
+    swaps_every_large_shard,
 )
 from toolkit.train.attest.tensors import device_types, dtype_names, full_size, local_bytes
 
@@ -196,7 +197,7 @@ def zero3_parameters(parameters: list[Any]) -> list[torch.Tensor]:
 
 def offloaded_optimizer(zero: Any, tensors: list[torch.Tensor], stage: int) -> str | None:
     """Where masters and optimizer states are, if not on the device that computes."""
-    if stage == 3 and optimizer_disk_bytes(zero) and swaps_every_large_group(zero):
+    if stage == 3 and getattr(zero, "swap_optimizer", False) and swaps_every_large_group(zero):
         return "nvme"
     meant = zero.offload_optimizer if stage == 3 else zero.cpu_offload
     return "cpu" if meant and device_types(tensors) == {"cpu"} else None
@@ -206,6 +207,6 @@ def offloaded_parameters(zero: Any, held: list[torch.Tensor], parameters: list[A
     """Where parameter shards are between steps, if not on the device that computes."""
     if stage != 3 or not getattr(zero, "offload_param", False):
         return None
-    if any(map(is_on_disk, parameters)):
+    if getattr(zero, "params_in_nvme_and_cpu", False) and swaps_every_large_shard(parameters):
         return "nvme"
     return "cpu" if "cpu" in device_types(held) else None

@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+SMALLEST_SWAPPED_BYTES = 2**20  # MIN_AIO_BYTES in deepspeed/runtime/swap_tensor/utils.py
+
 
 def is_on_disk(parameter: Any) -> bool:
     """Whether this rank's shard of a ZeRO-3 parameter is on a disk at this moment, and not in memory."""
@@ -52,6 +54,17 @@ def swaps_every_large_group(zero: Any) -> bool:
     """Whether each sub-group that DeepSpeed may swap (of 1 MiB and more) is out of memory."""
     masters = zero.fp32_partitioned_groups_flat
     return not any(master.numel() for index, master in enumerate(masters) if zero._swappable_optimizer_subgroup(index))
+
+
+def swaps_every_large_shard(parameters: list[Any]) -> bool:
+    """The same of this rank's parameters; a persistent one is gathered, and its shard is below the limit anyway."""
+    return all(is_on_disk(parameter) or not _is_large(parameter) for parameter in parameters)
+
+
+def _is_large(parameter: Any) -> bool:
+    swapper = getattr(parameter, "nvme_swapper", None)
+    smallest = SMALLEST_SWAPPED_BYTES if swapper is None else swapper.min_aio_bytes
+    return bool(parameter.ds_tensor.ds_numel * parameter.element_size() >= smallest)
 
 
 def _held(path: str | None, wanted: int) -> int:
