@@ -39,6 +39,12 @@ def offload(doc: Document, what: str) -> str:
     return str(doc.get(f"zero_optimization.offload_{what}.device", "none"))
 
 
+def stage_3_key(doc: Document, name: str) -> str:
+    """Where `stage3_NAME` stands: DeepSpeed also takes it without its prefix."""
+    bare = f"zero_optimization.{name}"
+    return bare if doc.has(bare) else f"zero_optimization.stage3_{name}"
+
+
 @rule("not-auto", WARNING, DEEPSPEED, library="transformers", fix='"auto"')
 def not_auto(doc: Document) -> Iterator[Hit]:
     """`TrainingArguments` owns this too: under the Trainer any other value than its own raises, in every rank."""
@@ -140,7 +146,7 @@ def file_system(path: str) -> str | None:
 def nvme_prefetch(doc: Document) -> Iterator[Hit]:
     """Parameters on NVMe with prefetch fail in the second step (`already assigned swap buffer`); without it they
     train. The default prefetches, and so does `auto`."""
-    key = "zero_optimization.stage3_prefetch_bucket_size"
+    key = stage_3_key(doc, "prefetch_bucket_size")
     if offload(doc, "param") == "nvme" and stage(doc) == 3 and doc.get(key) != 0:
         yield Hit(key=key, message="parameters on NVMe fail in the second step with prefetch",
                   fix='`"stage3_prefetch_bucket_size": 0`',
@@ -158,7 +164,7 @@ def sub_group_size_zero(doc: Document) -> Iterator[Hit]:
 @rule("max-live-parameters-zero", WARNING, DEEPSPEED, library="deepspeed", fix="1000000000, the default, or no key")
 def max_live_parameters_zero(doc: Document) -> Iterator[Hit]:
     """0 means that nothing is prefetched: each layer waits for its own gathering."""
-    key = "zero_optimization.stage3_max_live_parameters"
+    key = stage_3_key(doc, "max_live_parameters")
     if integer(doc.get(key)) == 0 and stage(doc) == 3:
         yield Hit(key=key, message="nothing is prefetched", fix="leave it out", edit=Edit(key=key))
 
@@ -199,8 +205,7 @@ def offload_without_cpu_adam(doc: Document) -> Iterator[Hit]:
 def stage_3_without_gather(doc: Document) -> Iterator[Hit]:
     """The Trainer cannot save the weights of stage 3: it writes DeepSpeed's shards instead, to be merged with
     zero_to_fp32.py."""
-    key = "zero_optimization.stage3_gather_16bit_weights_on_model_save"
-    old = ("gather_16bit_weights_on_model_save", "stage3_gather_fp16_weights_on_model_save")
-    if stage(doc) == 3 and not truth(doc.get(key)) and not any(doc.get(f"zero_optimization.{name}") for name in old):
+    key, old = stage_3_key(doc, "gather_16bit_weights_on_model_save"), "stage3_gather_fp16_weights_on_model_save"
+    if stage(doc) == 3 and not truth(doc.get(key)) and not truth(doc.get(f"zero_optimization.{old}")):
         yield Hit(key=key, message="a saved model has no weights of its own", fix="`true`",
                   edit=Edit(key=key, value=True) if doc.has(key) else None)  # fmt: skip
