@@ -75,6 +75,11 @@ SENTENCES = {
     "auto-batch-at-stage-3": ("transformers", "trainer.py", "isn't supported yet with DeepSpeed Zero-3"),
     "stage-3-without-gather": ("accelerate", "accelerator.py", "Cannot get 16bit model weights"),
     "offload-without-cpu-adam": ("accelerate", "accelerator.py", '"zero_force_ds_cpu_optimizer", True)'),
+    "nvme-below-stage-3": (
+        "deepspeed",
+        "runtime/zero/stage_1_and_2.py",
+        "offload_optimizer_config.device != OffloadDeviceEnum.none:\n            self.cpu_offload = True",
+    ),
     "nvme-prefetch": (
         "deepspeed",
         "runtime/swap_tensor/partitioned_param_swapper.py",

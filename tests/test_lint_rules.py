@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from toolkit.lint import Finding, fixed_text, lint_paths
+from toolkit.lint.door import other_versions
 from toolkit.lint.finding import CHECKED, RULES, rule_names
 from toolkit.lint.rules import deepspeed as deepspeed_rules
 
@@ -97,6 +98,8 @@ CASES = [
          f"{DEEPSPEED}  zero_stage: 3\n  offload_param_nvme_path: none\n", 4),
     Case("block-not-in-force", "distributed_type: MULTI_GPU\nfsdp_config:\n  fsdp_version: 2\n",
          "distributed_type: MULTI_GPU\nfsdp_config: {}\n", 2),
+    Case("block-not-in-force", "distributed_type: FSDP\ndeepspeed_config:\n  zero_stage: 2\n",
+         "distributed_type: XLA\nfsdp_config:\n  xla_fsdp_v2: true\n", 2),
     Case("dp-replicate-alone", f"{FSDP}parallelism_config:\n  parallelism_config_dp_replicate_size: 2\n",
          f"{MESH}  parallelism_config_dp_replicate_size: 2\n", 5),
     Case("cp-with-sp", f"{MESH}  parallelism_config_cp_size: 2\n  parallelism_config_sp_size: 2\n",
@@ -143,6 +146,8 @@ CASES = [
     Case("offload-param-below-stage-3", f"{DEEPSPEED}  offload_param_device: cpu\n  zero_stage: 2\n",
          f"{DEEPSPEED}  offload_param_device: cpu\n  zero_stage: 3\n", 3, fixed=f"{DEEPSPEED}  zero_stage: 2\n"),
     Case("nvme-without-path", zero(3, offload_optimizer={"device": "nvme"}), zero(3, offload_optimizer=NVME), 1,
+         "ds.json"),
+    Case("nvme-below-stage-3", zero(2, offload_optimizer=NVME), zero(2, offload_optimizer={"device": "cpu"}), 1,
          "ds.json"),
     Case("nvme-in-memory", zero(3, offload_optimizer=NVME | {"nvme_path": "/dev/shm/x"}),
          zero(3, offload_optimizer=NVME), 1, "ds.json"),
@@ -260,6 +265,15 @@ def test_what_an_older_library_still_takes_is_no_finding(tmp_path: Path, monkeyp
     assert lint_paths([tmp_path]).findings == []
     monkeypatch.setattr("toolkit.lint.check.installed_version", lambda _: "0.20.0")
     assert [each.rule for each in lint_paths([tmp_path]).findings] == ["removed-deepspeed-key"]
+
+
+def test_another_installed_version_is_said_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "mine.yaml").write_text("distributed_type: FSDP\nnum_processes: 2\n")
+    findings = lint_paths([tmp_path]).findings
+    assert len(findings) == 2
+    assert other_versions(findings) == []
+    monkeypatch.setattr("toolkit.lint.door.installed_version", lambda _: "1.16.2")
+    assert other_versions(findings) == ["note: accelerate 1.16.2 is installed; its rules were checked with 1.15.0"]
 
 
 def test_the_type_of_a_file_system_is_read_from_the_mounts() -> None:

@@ -115,11 +115,22 @@ def offload_param_below_stage_3(doc: Document) -> Iterator[Hit]:
 
 @rule("nvme-without-path", ERROR, DEEPSPEED, library="deepspeed", fix="nvme_path: a folder on a local disk")
 def nvme_without_path(doc: Document) -> Iterator[Hit]:
-    """DeepSpeed takes `nvme` without a path, and fails when the ranks build the optimizer."""
+    """DeepSpeed takes `nvme` without a path, and raises when the ranks build the optimizer."""
     for what in ("optimizer", "param"):
-        if offload(doc, what) == "nvme" and not doc.get(f"zero_optimization.offload_{what}.nvme_path"):
+        path = doc.get(f"zero_optimization.offload_{what}.nvme_path")
+        if offload(doc, what) == "nvme" and stage(doc) == 3 and not path:
             yield Hit(key=f"zero_optimization.offload_{what}.device", message="nvme has no nvme_path",
                       fix='`"nvme_path": "/a/local/disk"`')  # fmt: skip
+
+
+@rule("nvme-below-stage-3", ERROR, DEEPSPEED, library="deepspeed", fix="stage 3, or the device cpu")
+def nvme_below_stage_3(doc: Document) -> Iterator[Hit]:
+    """Stages 1 and 2 take `nvme` for the optimizer without a word, and keep its states in host memory."""
+    key = "zero_optimization.offload_optimizer.device"
+    if offload(doc, "optimizer") == "nvme" and stage(doc) in (1, 2):
+        yield Hit(
+            key=key, message=f"stage {stage(doc)} offloads to host memory, not to NVMe", fix='`"cpu"`, or stage 3'
+        )
 
 
 @rule("nvme-in-memory", WARNING, DEEPSPEED, library="deepspeed", fix="a folder on a local disk")
@@ -155,7 +166,7 @@ def nvme_prefetch(doc: Document) -> Iterator[Hit]:
 
 @rule("sub-group-size-zero", WARNING, DEEPSPEED, library="deepspeed", fix="1000000000, the default, or no key")
 def sub_group_size_zero(doc: Document) -> Iterator[Hit]:
-    """0 makes one sub-group of each parameter: one optimizer step a parameter, many times slower."""
+    """0 makes one sub-group of each parameter: the optimizer steps parameter by parameter."""
     key = "zero_optimization.sub_group_size"
     if integer(doc.get(key)) == 0 and stage(doc) == 3:
         yield Hit(key=key, message="one sub-group a parameter", fix="leave it out", edit=Edit(key=key))
@@ -192,7 +203,8 @@ def optimizer_of_json(doc: Document) -> Iterator[Hit]:
 
 @rule("offload-without-cpu-adam", WARNING, DEEPSPEED, library="deepspeed", fix="no zero_force_ds_cpu_optimizer")
 def offload_without_cpu_adam(doc: Document) -> Iterator[Hit]:
-    """An offloaded optimizer steps on the CPU with torch's own Adam instead of DeepSpeed's, several times slower."""
+    """An offloaded optimizer steps on the CPU with torch's own Adam instead of DeepSpeed's, which DeepSpeed calls 5
+    to 7 times faster."""
     key = "zero_force_ds_cpu_optimizer"
     if truth(doc.get(key)) is False and offload(doc, "optimizer") in ("cpu", "nvme"):
         yield Hit(key=key, message="the offloaded step runs in torch's Adam", fix="leave it out", edit=Edit(key=key))
