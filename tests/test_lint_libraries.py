@@ -75,6 +75,11 @@ SENTENCES = {
     "auto-batch-at-stage-3": ("transformers", "trainer.py", "isn't supported yet with DeepSpeed Zero-3"),
     "stage-3-without-gather": ("accelerate", "accelerator.py", "Cannot get 16bit model weights"),
     "offload-without-cpu-adam": ("accelerate", "accelerator.py", '"zero_force_ds_cpu_optimizer", True)'),
+    "nvme-below-stage-3": (
+        "deepspeed",
+        "runtime/zero/stage_1_and_2.py",
+        "offload_optimizer_config.device != OffloadDeviceEnum.none:\n            self.cpu_offload = True",
+    ),
     "nvme-prefetch": (
         "deepspeed",
         "runtime/swap_tensor/partitioned_param_swapper.py",
@@ -131,8 +136,8 @@ def test_the_nvme_path_of_the_yaml_never_reaches_a_rank() -> None:
     assert seen()["never-forwarded"]["offload_param"] == {"device": "nvme", "nvme_path": "none"}
 
 
-def test_deepspeed_refuses_unknown_keys_of_the_zero_block() -> None:
-    assert all("Extra inputs are not permitted" in said for said in seen()["refused-zero-key"])
+def test_deepspeed_refuses_unknown_keys_of_its_strict_blocks() -> None:
+    assert all("Extra inputs are not permitted" in said for said in seen()["refused-nested-key"])
 
 
 def test_deepspeed_refuses_each_removed_key_and_takes_each_old_one() -> None:
@@ -175,7 +180,13 @@ def test_the_keys_of_the_trainers_fsdp_config_are_those_that_its_source_reads() 
 
 
 def test_every_rule_is_shown_read_or_named_as_neither() -> None:
-    own_tests = {"never-forwarded", "refused-zero-key", "removed-deepspeed-key", "deprecated-zero-key", "fsdp-as-words"}
+    own_tests = {
+        "never-forwarded",
+        "refused-nested-key",
+        "removed-deepspeed-key",
+        "deprecated-zero-key",
+        "fsdp-as-words",
+    }
     own_tests |= {"removed-training-argument", "deprecated-training-argument"}
     assert set(rule_names()) == set(EXPECTED) | set(SHOWN_BY) | set(SENTENCES) | NOT_SHOWN | own_tests
     assert [rule.name for rule in RULES if rule.level == "error" and rule.name in NOT_SHOWN] == []

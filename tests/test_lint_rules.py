@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from toolkit.lint import Finding, fixed_text, lint_paths
+from toolkit.lint.door import other_versions
 from toolkit.lint.finding import CHECKED, RULES, rule_names
 from toolkit.lint.rules import deepspeed as deepspeed_rules
 
@@ -48,11 +49,13 @@ CASES = [
     Case("unknown-deepspeed-key", '{\n"zero_optimization": {"stage": 1},\n"gradient_cliping": "auto"}',
          '{"_why": "a comment", "zero_optimization": {"stage": 1}, "gradient_clipping": "auto"}', 3, "ds.json",
          fixed='{\n"zero_optimization": {"stage": 1},\n"gradient_clipping": "auto"}'),
-    Case("refused-zero-key", '{"zero_optimization": {"stage": 1,\n"reduce_bucket": 5}}',
+    Case("refused-nested-key", '{"zero_optimization": {"stage": 1,\n"reduce_bucket": 5}}',
          '{"zero_optimization": {"stage": 1, "reduce_bucket_size": 5}}', 2, "ds.json"),
-    Case("refused-zero-key", '{"zero_optimization": {"offload_optimizer": {"devise": "cpu"}}}',
+    Case("refused-nested-key", '{"zero_optimization": {"offload_optimizer": {"devise": "cpu"}}}',
          '{"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}', 1, "ds.json",
          fixed='{"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}'),
+    Case("refused-nested-key", '{"zero_optimization": {"stage": 1}, "bf16": {"enabled": "auto",\n"loss_scale": 0}}',
+         '{"zero_optimization": {"stage": 1}, "fp16": {"enabled": "auto", "loss_scale": 0}}', 2, "ds.json"),
     Case("removed-deepspeed-key", '{"zero_optimization": {"stage": 1},\n "elasticity": {"enabled": false}}',
          '{"zero_optimization": {"stage": 1}}', 2, "ds.json", fixed='{"zero_optimization": {"stage": 1}}'),
     Case("removed-deepspeed-key", '{"zero_optimization": {"mics_shard_size": 2, "stage": 1}}',
@@ -65,6 +68,8 @@ CASES = [
          fixed="learning_rate: 0.1\n"),
     Case("removed-training-argument", "warmup_ratio: 0.1\nlearning_rate: 0.1\n",
          "warmup_steps: 0.1\nlearning_rate: 0.1\n", 1),
+    Case("removed-training-argument", "learning_rate: 1\noverwrite_output_dir: true\n",
+         "learning_rate: 1\nfinetuning_type: lora\noverwrite_output_dir: true\n", 2),
     Case("deprecated-training-argument", "learning_rate: 0.1\ngradient_checkpointing: true\n",
          "learning_rate: 0.1\nactivation_checkpointing: true\n", 2,
          fixed="learning_rate: 0.1\nactivation_checkpointing: true\n"),
@@ -93,6 +98,8 @@ CASES = [
          f"{DEEPSPEED}  zero_stage: 3\n  offload_param_nvme_path: none\n", 4),
     Case("block-not-in-force", "distributed_type: MULTI_GPU\nfsdp_config:\n  fsdp_version: 2\n",
          "distributed_type: MULTI_GPU\nfsdp_config: {}\n", 2),
+    Case("block-not-in-force", "distributed_type: FSDP\ndeepspeed_config:\n  zero_stage: 2\n",
+         "distributed_type: XLA\nfsdp_config:\n  xla_fsdp_v2: true\n", 2),
     Case("dp-replicate-alone", f"{FSDP}parallelism_config:\n  parallelism_config_dp_replicate_size: 2\n"
          "  parallelism_config_dp_shard_size: 1\n",
          f"{MESH}  parallelism_config_dp_replicate_size: 2\n", 5),
@@ -141,6 +148,8 @@ CASES = [
          f"{DEEPSPEED}  offload_param_device: cpu\n  zero_stage: 3\n", 3, fixed=f"{DEEPSPEED}  zero_stage: 2\n"),
     Case("nvme-without-path", zero(3, offload_optimizer={"device": "nvme"}), zero(3, offload_optimizer=NVME), 1,
          "ds.json"),
+    Case("nvme-below-stage-3", zero(2, offload_optimizer=NVME), zero(2, offload_optimizer={"device": "cpu"}), 1,
+         "ds.json"),
     Case("nvme-in-memory", zero(3, offload_optimizer=NVME | {"nvme_path": "/dev/shm/x"}),
          zero(3, offload_optimizer=NVME), 1, "ds.json"),
     Case("nvme-prefetch", zero(3, offload_param=NVME), zero(3, offload_param=NVME, stage3_prefetch_bucket_size=0),
@@ -150,6 +159,8 @@ CASES = [
          fixed=zero(3, offload_param=NVME, stage3_prefetch_bucket_size=0)),
     Case("sub-group-size-zero", zero(3, sub_group_size=0), zero(3, sub_group_size=1e9), 1, "ds.json", fixed=zero(3)),
     Case("max-live-parameters-zero", zero(3, stage3_max_live_parameters=0), zero(3), 1, "ds.json", fixed=zero(3)),
+    Case("max-live-parameters-zero", zero(3, max_live_parameters=0), zero(2, max_live_parameters=0), 1, "ds.json",
+         fixed=zero(3)),
     Case("overlap-below-stage-3", zero(2, overlap_comm=True), zero(3, overlap_comm=True), 1, "ds.json",
          fixed=zero(2, overlap_comm=False)),
     Case("optimizer-of-json", '{"zero_optimization": {}, "optimizer": {"type": "AdamW"}}', zero(1), 1, "ds.json"),
@@ -255,6 +266,15 @@ def test_what_an_older_library_still_takes_is_no_finding(tmp_path: Path, monkeyp
     assert lint_paths([tmp_path]).findings == []
     monkeypatch.setattr("toolkit.lint.check.installed_version", lambda _: "0.20.0")
     assert [each.rule for each in lint_paths([tmp_path]).findings] == ["removed-deepspeed-key"]
+
+
+def test_another_installed_version_is_said_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "mine.yaml").write_text("distributed_type: FSDP\nnum_processes: 2\n")
+    findings = lint_paths([tmp_path]).findings
+    assert len(findings) == 2
+    assert other_versions(findings) == []
+    monkeypatch.setattr("toolkit.lint.door.installed_version", lambda _: "1.16.2")
+    assert other_versions(findings) == ["note: accelerate 1.16.2 is installed; its rules were checked with 1.15.0"]
 
 
 def test_the_type_of_a_file_system_is_read_from_the_mounts() -> None:

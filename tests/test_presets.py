@@ -473,6 +473,7 @@ def test_the_accelerate_keys_are_those_of_the_installed_accelerate() -> None:
 READ_DEEPSPEED_KEYS = """
 import json
 from deepspeed.runtime import config
+from deepspeed.runtime.precision_config import DeepSpeedBF16Config, DeepSpeedFP16Config
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 from deepspeed.runtime.zero.offload_config import DeepSpeedZeroOffloadOptimizerConfig, DeepSpeedZeroOffloadParamConfig
 
@@ -491,6 +492,8 @@ def current(model):
 config.DeepSpeedConfig(Watched(train_batch_size=1))
 removed = set(config._REMOVED_TOP_LEVEL_CONFIG_KEYS)
 print("KEYS " + json.dumps({
+    "bf16": current(DeepSpeedBF16Config),
+    "fp16": current(DeepSpeedFP16Config),
     "top": sorted(Watched.asked - removed - {"bfloat16"}),
     "zero": current(DeepSpeedZeroConfig),
     "offload_optimizer": current(DeepSpeedZeroOffloadOptimizerConfig),
@@ -507,6 +510,7 @@ def test_the_deepspeed_keys_are_those_of_the_installed_deepspeed() -> None:
     found = {name: set(keys) for name, keys in json.loads(read.stdout.rpartition("KEYS ")[2]).items()}
     assert found["top"] == known.DEEPSPEED_KEYS  # `bfloat16` is an old spelling of `bf16`
     assert found["zero"] == known.ZERO_KEYS
+    assert {name: found[name] for name in ("bf16", "fp16")} == known.PRECISION_KEYS
     assert found["offload_optimizer"] == known.OFFLOAD_KEYS["offload_optimizer"]
     assert found["offload_param"] == known.OFFLOAD_KEYS["offload_param"]
 

@@ -61,6 +61,16 @@ OFFLOAD_KEYS = {
     ),
     "offload_param": _words("buffer_count buffer_size device max_in_cpu nvme_path pin_memory"),
 }
+# Strict too: `auto_cast` and the loss scale are fp16's alone.
+PRECISION_KEYS = {
+    "bf16": _words(
+        "bf16_master_weights_and_grads bf16_optimizer_states check_grad_overflow enabled immediate_grad_update"
+    ),
+    "fp16": _words(
+        "auto_cast consecutive_hysteresis enabled fp16_master_weights_and_grads hysteresis initial_scale_power"
+        " loss_scale loss_scale_window min_loss_scale"
+    ),
+}
 # Without those that DeepSpeed 0.19.8 removed and refuses (`elasticity`, `amp`, ...).
 DEEPSPEED_KEYS = _words("""
     activation_checkpointing aio autotuning bf16 checkpoint comet comms_logger communication_data_type compile

@@ -137,7 +137,8 @@ def deepspeed_truths(removed: list[str], removed_zero: list[str], deprecated: di
         return raised(lambda: DeepSpeedConfig(given))
 
     SEEN["unknown-deepspeed-key"] = config(gradient_cliping=1.0)
-    SEEN["refused-zero-key"] = [config({"reduce_bucket": 5}), config({"offload_optimizer": {"devise": "cpu"}})]
+    SEEN["refused-nested-key"] = [config({"reduce_bucket": 5}), config({"offload_optimizer": {"devise": "cpu"}})]
+    SEEN["refused-nested-key"].append(config(bf16={"enabled": True, "loss_scale": 0}))
     SEEN["field-names-are-taken"] = config({"stage": 3, "prefetch_bucket_size": 5})
     SEEN["removed-deepspeed-key"] = {name: config(**{name: {"enabled": False}}) for name in removed}
     SEEN["removed-deepspeed-key"] |= {name: config({name: 1}) for name in removed_zero}

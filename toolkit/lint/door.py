@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from toolkit.errors import EXIT_DONE, EXIT_RUN_FAILED, EXIT_WRONG_INPUT, ToolkitError
+from toolkit.installed import installed_version, version_numbers
 from toolkit.lint.check import Linted, fixed_text, lint_paths
 from toolkit.lint.finding import Finding
 
@@ -34,6 +35,8 @@ def run_lint(paths: Sequence[Path], *, as_json: bool, fix: bool, in_place: bool,
         for finding in linted.findings:
             print(sentence(finding))
     say(summary(linted))
+    for line in other_versions(linted.findings):
+        say(line)
     if linted.unreadable:
         return EXIT_WRONG_INPUT
     return EXIT_RUN_FAILED if linted.findings else EXIT_DONE
@@ -55,6 +58,21 @@ def summary(linted: Linted) -> str:
     levels = Counter(finding.level for finding in linted.findings)
     counts = ", ".join(f"{count} {level}{'' if count == 1 else 's'}" for level, count in levels.items())
     return f"{files}: {counts or 'clean'}"
+
+
+def other_versions(findings: Sequence[Finding]) -> list[str]:
+    """A line for each library that is installed in another version than the findings were checked with."""
+    lines = []
+    for library, checked in sorted({(name, version) for name, version in map(_library, findings)}):
+        installed = installed_version(library)
+        if installed is not None and version_numbers(installed)[:2] != version_numbers(checked)[:2]:
+            lines.append(f"note: {library} {installed} is installed; its rules were checked with {checked}")
+    return lines
+
+
+def _library(finding: Finding) -> tuple[str, str]:
+    name, _, version = finding.checked_against.partition(" ")
+    return name, version
 
 
 def _fix(paths: Sequence[Path], *, in_place: bool, as_json: bool, say: Callable[[str], None]) -> None:

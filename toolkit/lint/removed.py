@@ -67,6 +67,12 @@ TRAINING_ARGUMENTS_REMOVED: dict[str, str | None] = {
     "warmup_ratio": "warmup_steps: a number below 1 is a share of all steps",
     "xpu_backend": "ddp_backend",
 }
+# Scripts that have a removed field as an argument of their own, by a key that only their files have:
+# LLaMA-Factory 0.9.5, ms-swift 4.6.
+OWN_ARGUMENTS = {
+    "finetuning_type": {"overwrite_output_dir"},
+    "tuner_type": {"group_by_length", "logging_dir", "warmup_ratio"},
+}
 # Words that still work and end in transformers 6.
 TRAINING_ARGUMENTS_DEPRECATED = {
     "gradient_checkpointing": "activation_checkpointing",

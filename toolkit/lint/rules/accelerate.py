@@ -27,6 +27,8 @@ MACHINE_FACTS: dict[str, object] = {
     "gpu_ids": "all",
     "fsdp_config.fsdp_transformer_layer_cls_to_wrap": None,
 }
+# Others, XLA for one, have uses of their own for these blocks.
+ENGINES = ("NO", "MULTI_GPU", "MULTI_CPU", "DEEPSPEED", "FSDP")
 # Words for which YAML reads an unquoted `no` as false, and false is none of them.
 ACCELERATE_WORDS = ("mixed_precision",)
 TRAINER_WORDS = ("eval_strategy", "save_strategy", "logging_strategy")
@@ -98,7 +100,7 @@ def block_not_in_force(doc: Document) -> Iterator[Hit]:
     """A block of another engine is read and has no effect: `distributed_type` alone chooses the engine."""
     for block, kind in {"fsdp_config": "FSDP", "deepspeed_config": "DEEPSPEED"}.items():
         found = word(doc.get("distributed_type"))
-        if doc.block(block) and found and found != kind:
+        if doc.block(block) and found in ENGINES and found != kind:
             yield Hit(key=block, message=f"distributed_type is {shown(found)}: {block} has no effect",
                       fix=f"`distributed_type: {kind}`, or leave {block} out")  # fmt: skip
 

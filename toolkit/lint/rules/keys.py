@@ -14,12 +14,14 @@ from toolkit.keys import (
     FSDP_KEYS,
     OFFLOAD_KEYS,
     PARALLELISM_KEYS,
+    PRECISION_KEYS,
     ZERO_KEYS,
 )
 from toolkit.lint.document import ACCELERATE, DEEPSPEED, TRAINER, Document
 from toolkit.lint.finding import ERROR, NOTE, WARNING, Edit, Hit, rule
 from toolkit.lint.removed import (
     DEEPSPEED_REMOVED,
+    OWN_ARGUMENTS,
     TRAINING_ARGUMENTS_DEPRECATED,
     TRAINING_ARGUMENTS_REMOVED,
     TRAINING_ARGUMENTS_RENAMED,
@@ -40,6 +42,7 @@ TRAINER_FSDP_KEYS = {
 }
 # As near as a slip of the fingers: other scripts have arguments of their own in the same file.
 SLIP = 0.88
+NEAR = 0.75
 COMMENT = ("_", "//", "#", "$")
 
 
@@ -48,14 +51,16 @@ def shown(name: str) -> str:
     return name if len(name) <= 60 else f"{name[:57]}..."
 
 
-def _unknown(block: str, name: str, known: Any, what: str) -> Hit:
-    key = f"{block}.{name}" if block else name
-    close = nearest(name, known) if len(name) <= 100 else None
+def _unknown(doc: Document, block: str, name: str, known: Any, what: str) -> Hit:
+    """The nearest known key is named; it is written only where it is near enough and not there yet."""
+    prefix = f"{block}." if block else ""
+    key = f"{prefix}{name}"
+    close = nearest(name, known, cutoff=NEAR) if len(name) <= 100 else None
     return Hit(
         key=key,
         message=f"`{shown(name)}` {what}",
         fix=f"`{close}`" if close else "leave it out",
-        edit=Edit(key=key, rename=close) if close and nearest(name, known, cutoff=0.8) else None,
+        edit=Edit(key=key, rename=close) if close and not doc.has(f"{prefix}{close}") else None,
     )
 
 
@@ -66,7 +71,9 @@ def unknown_key(doc: Document) -> Iterator[Hit]:
         return
     for name in doc.data:
         if name not in ACCELERATE_KEYS | OLD_ACCELERATE_KEYS:
-            yield _unknown("", name, ACCELERATE_KEYS, "is no key of an accelerate configuration; it refuses to start")
+            yield _unknown(
+                doc, "", name, ACCELERATE_KEYS, "is no key of an accelerate configuration; it refuses to start"
+            )
 
 
 @rule("unknown-nested-key", ERROR, ACCELERATE, library="accelerate", fix="the nearest known key, or nothing")
@@ -81,7 +88,7 @@ def unknown_nested_key(doc: Document) -> Iterator[Hit]:
         for name in doc.block(block):
             prefixed = name if block != "fsdp_config" or name.startswith("fsdp") else f"fsdp_{name}"
             if prefixed not in known:
-                yield _unknown(block, name, known, f"in {block} is read by nothing: accelerate says no word")
+                yield _unknown(doc, block, name, known, f"in {block} is read by nothing: accelerate says no word")
 
 
 @rule("unknown-deepspeed-key", ERROR, DEEPSPEED, library="deepspeed", fix="the nearest known key, or nothing")
@@ -90,20 +97,22 @@ def unknown_deepspeed_key(doc: Document) -> Iterator[Hit]:
     known = DEEPSPEED_KEYS | MORE_DEEPSPEED_KEYS | set(DEEPSPEED_REMOVED)
     for name in doc.data:
         if name not in known and not name.startswith(COMMENT):
-            yield _unknown("", name, DEEPSPEED_KEYS, "is read by nothing: DeepSpeed says no word")
+            yield _unknown(doc, "", name, DEEPSPEED_KEYS, "is read by nothing: DeepSpeed says no word")
 
 
-@rule("refused-zero-key", ERROR, DEEPSPEED, library="deepspeed", fix="the nearest known key, or nothing")
-def refused_zero_key(doc: Document) -> Iterator[Hit]:
-    """DeepSpeed refuses an unknown key inside `zero_optimization` and its offload blocks, after the ranks started."""
+@rule("refused-nested-key", ERROR, DEEPSPEED, library="deepspeed", fix="the nearest known key, or nothing")
+def refused_nested_key(doc: Document) -> Iterator[Hit]:
+    """DeepSpeed refuses an unknown key inside `zero_optimization`, its offload blocks, `bf16` and `fp16`, after the
+    ranks started."""
     for name in doc.block("zero_optimization"):
         own_name = f"stage3_{name}" in ZERO_KEYS  # the model's field name, which it also takes
         if name not in ZERO_KEYS | set(ZERO_DEPRECATED) | set(ZERO_REMOVED) and not own_name:
-            yield _unknown("zero_optimization", name, ZERO_KEYS, "in zero_optimization is refused by DeepSpeed")
-    for block, known in OFFLOAD_KEYS.items():
-        for name in doc.block(f"zero_optimization.{block}"):
+            yield _unknown(doc, "zero_optimization", name, ZERO_KEYS, "in zero_optimization is refused by DeepSpeed")
+    strict = {f"zero_optimization.{block}": known for block, known in OFFLOAD_KEYS.items()} | PRECISION_KEYS
+    for block, known in strict.items():
+        for name in doc.block(block):
             if name not in known:
-                yield _unknown(f"zero_optimization.{block}", name, known, f"in {block} is refused by DeepSpeed")
+                yield _unknown(doc, block, name, known, f"in {block.rpartition('.')[2]} is refused by DeepSpeed")
 
 
 @rule("removed-deepspeed-key", ERROR, DEEPSPEED, library="deepspeed", removed_in="0.19.8", fix="nothing")
@@ -133,8 +142,9 @@ def deprecated_zero_key(doc: Document) -> Iterator[Hit]:
 @rule("removed-training-argument", ERROR, TRAINER, library="transformers", fix="the field of today, or nothing")
 def removed_training_argument(doc: Document) -> Iterator[Hit]:
     """transformers 5 has no such field any more: `HfArgumentParser` and `TrainingArguments(...)` raise."""
+    own = {name for mark, names in OWN_ARGUMENTS.items() if doc.has(mark) for name in names}
     for name, instead in TRAINING_ARGUMENTS_REMOVED.items():
-        if doc.has(name) and name not in training_argument_types():
+        if doc.has(name) and name not in training_argument_types() and name not in own:
             renamed = TRAINING_ARGUMENTS_RENAMED.get(name)
             taken = renamed is not None and doc.has(renamed)
             yield Hit(
@@ -179,7 +189,7 @@ def unknown_fsdp_config_key(doc: Document) -> Iterator[Hit]:
     """The Trainer drops an unknown key of `fsdp_config` without a word: the default stays."""
     for name in doc.block("fsdp_config"):
         if name.removeprefix("fsdp_") not in TRAINER_FSDP_KEYS:
-            yield _unknown("fsdp_config", name, TRAINER_FSDP_KEYS, "in fsdp_config is read by nothing")
+            yield _unknown(doc, "fsdp_config", name, TRAINER_FSDP_KEYS, "in fsdp_config is read by nothing")
 
 
 @rule("duplicate-key", WARNING, ACCELERATE, DEEPSPEED, TRAINER, library="pyyaml", fix="one of the two")
