@@ -86,3 +86,21 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory, tokenizer: Any) -> Path
         LlamaForCausalLM(config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
+
+
+@pytest.fixture(scope="session")
+def preset_runs(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, faq_alpaca: Path) -> dict[str, Path]:
+    """One run folder a preset that a CPU can run, all started by `accelerate launch --config_file` on the same job."""
+    from launching import CPU_PRESETS, GLOBAL_BATCH, ROOT, accelerate_launch
+
+    folder = tmp_path_factory.mktemp("presets")
+    for preset, ranks in CPU_PRESETS.items():
+        words = ["--model_name_or_path", str(tiny_model), "--dataset", str(faq_alpaca), "--max_seq_length", "64"]
+        words += ["--max_steps", "3", "--per_device_train_batch_size", str(GLOBAL_BATCH // ranks)]
+        words += ["--learning_rate", "1e-3", "--save_strategy", "no", "--output_dir", str(folder / preset)]
+        mesh = ["--parallelism_config_dp_shard_size", "2"] if preset == "fsdp2_hybrid" else []
+        config = ROOT / "accelerate_configs" / f"{preset}.yaml"
+        script = "train_and_fingerprint.py"
+        ended = accelerate_launch(config, *words, script=script, num_processes=ranks, options=mesh)
+        assert ended.returncode == 0, f"{preset}:\n{ended.stdout[-3000:]}\n{ended.stderr[-3000:]}"
+    return {preset: folder / preset for preset in CPU_PRESETS}

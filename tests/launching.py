@@ -13,6 +13,13 @@ from typing import Any
 ROOT = Path(__file__).parent.parent
 SCRIPTS = Path(__file__).parent / "scripts"
 
+# Every preset that a CPU can run, and the ranks that its runs have here; the global batch is the same for all.
+CPU_PRESETS = {
+    **{name: 2 for name in ("ddp", "zero1", "zero2", "zero3", "zero3_cpu_offload", "fsdp2")},
+    **{"single": 1, "zero2_cpu_offload": 2, "fsdp2_grad_op": 2, "fsdp2_cpu_offload": 2, "fsdp2_hybrid": 4},
+}
+GLOBAL_BATCH = 4
+
 
 def accelerate_launch(
     config: Path,

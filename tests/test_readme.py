@@ -159,7 +159,10 @@ def test_every_toolkit_command_of_a_page_is_understood(monkeypatch: pytest.Monke
     program = typer.main.get_command(app)
     for _, name, *words in commands:
         options, _, training = shlex.join(words).partition(" -- ")
-        context = program.commands[name].make_context(name, shlex.split(options))  # type: ignore[attr-defined]
+        command, given = program.commands[name], shlex.split(options)  # type: ignore[attr-defined]
+        while hasattr(command, "commands"):  # `toolkit preset show`: a command of commands
+            command = command.commands[given.pop(0)]
+        context = command.make_context(name, given)
         presets = context.params.get("preset") or []
         assert set([presets] if isinstance(presets, str) else presets) <= set(preset_names())
         if training:

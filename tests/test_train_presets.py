@@ -11,7 +11,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from launching import ROOT, accelerate_launch, losses, read
+from launching import CPU_PRESETS, GLOBAL_BATCH, losses, read
+
+from toolkit.presets import list_presets
 
 pytestmark = pytest.mark.launch
 
@@ -45,39 +47,25 @@ HELD_BYTES = {
     "fsdp2_hybrid": {"parameter": 4 * P // 2, "gradient": 4 * P // 2, "optimizer": 8 * P // 2},
 }
 PRESETS = list(HELD_BYTES)
-TWO_RANKS = [preset for preset in PRESETS if preset not in ("single", "fsdp2_hybrid")]
-GLOBAL_BATCH = 4  # sequences a step, however many ranks share them
+TWO_RANKS = [preset for preset, ranks in CPU_PRESETS.items() if ranks == 2]
 # Observed: equal to 15 digits at the first step, 2e-7 relative after two updates.
 LOSS_TOLERANCE = 1e-6
 
 
-def ranks_of(preset: str) -> int:
-    return {"single": 1, "fsdp2_hybrid": 4}.get(preset, 2)
+@pytest.fixture
+def runs(preset_runs: dict[str, Path]) -> dict[str, Path]:
+    return preset_runs
 
 
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, faq_alpaca: Path) -> dict[str, Path]:
-    """One run folder a preset, from the same command; the global batch is the same for all."""
-    folder = tmp_path_factory.mktemp("presets")
-    for preset in PRESETS:
-        words = ["--model_name_or_path", str(tiny_model), "--dataset", str(faq_alpaca), "--max_seq_length", "64"]
-        words += ["--max_steps", "3", "--save_strategy", "no"]
-        words += ["--per_device_train_batch_size", str(GLOBAL_BATCH // ranks_of(preset))]
-        words += ["--learning_rate", "1e-3", "--output_dir", str(folder / preset)]
-        config = ROOT / "accelerate_configs" / f"{preset}.yaml"
-        mesh = ["--parallelism_config_dp_shard_size", "2"] if preset == "fsdp2_hybrid" else []
-        ended = accelerate_launch(
-            config, *words, script="train_and_fingerprint.py", num_processes=ranks_of(preset), options=mesh
-        )
-        assert ended.returncode == 0, f"{preset}:\n{ended.stdout[-3000:]}\n{ended.stderr[-3000:]}"
-    return {preset: folder / preset for preset in PRESETS}
+def test_every_preset_that_a_cpu_can_run_is_here() -> None:
+    assert set(PRESETS) == set(CPU_PRESETS) == {preset.name for preset in list_presets() if preset.needs_gpu is None}
 
 
 @pytest.mark.parametrize("preset", PRESETS)
 def test_each_rank_holds_the_bytes_that_the_preset_promises(runs: dict[str, Path], preset: str) -> None:
     attestation = read(runs[preset] / "attestation.json")
     assert attestation["verdict"] == "attested"
-    assert [rank["world_size"] for rank in attestation["ranks"]] == [ranks_of(preset)] * ranks_of(preset)
+    assert [rank["world_size"] for rank in attestation["ranks"]] == [CPU_PRESETS[preset]] * CPU_PRESETS[preset]
     for rank in attestation["ranks"]:
         assert {part: rank[f"{part}_bytes"] for part in HELD_BYTES[preset]} == HELD_BYTES[preset]
 
@@ -85,7 +73,7 @@ def test_each_rank_holds_the_bytes_that_the_preset_promises(runs: dict[str, Path
 @pytest.mark.parametrize("preset", PRESETS)
 def test_the_run_folder_holds_exactly_its_files_and_the_model(runs: dict[str, Path], preset: str) -> None:
     found = {str(path.relative_to(runs[preset])) for path in runs[preset].rglob("*") if path.is_file()}
-    rows = {f"ranks/rank{rank}.jsonl" for rank in range(ranks_of(preset))}
+    rows = {f"ranks/rank{rank}.jsonl" for rank in range(CPU_PRESETS[preset])}
     assert found == RUN_FILES | rows | MODEL_FILES | {"live_logits.pt"}
 
 
@@ -93,7 +81,7 @@ def test_the_run_folder_holds_exactly_its_files_and_the_model(runs: dict[str, Pa
 def test_run_json_says_what_ran_and_how_it_ended(runs: dict[str, Path], preset: str) -> None:
     run = read(runs[preset] / "run.json")
     assert (run["status"], run["exit_code"], run["preset"]) == ("completed", 0, preset)
-    assert (run["world_size"], run["spec"]["global_batch_size"]) == (ranks_of(preset), GLOBAL_BATCH)
+    assert (run["world_size"], run["spec"]["global_batch_size"]) == (CPU_PRESETS[preset], GLOBAL_BATCH)
     assert run["preset_files"][f"accelerate_configs/{preset}.yaml"].startswith("# ")
     assert run["versions"]["torch"] is not None
     assert run["measured"]["timed_steps"] == 1
@@ -102,7 +90,7 @@ def test_run_json_says_what_ran_and_how_it_ended(runs: dict[str, Path], preset: 
 
 @pytest.mark.parametrize("preset", PRESETS)
 def test_the_loss_of_every_step_equals_that_of_ddp(runs: dict[str, Path], preset: str) -> None:
-    assert losses(runs[preset], ranks_of(preset)) == pytest.approx(losses(runs["ddp"]), rel=LOSS_TOLERANCE)
+    assert losses(runs[preset], CPU_PRESETS[preset]) == pytest.approx(losses(runs["ddp"]), rel=LOSS_TOLERANCE)
 
 
 @pytest.mark.parametrize("preset", PRESETS)

@@ -64,6 +64,36 @@ def _offloads(preset: object) -> list[tuple[str, str | None]]:
     return [(name, getattr(preset, f"offload_{name}")) for name in ("optimizer", "param")]
 
 
+preset_app = typer.Typer(no_args_is_help=True, help="Print or copy a preset's files, to use from any directory.")
+app.add_typer(preset_app, name="preset")
+
+
+@preset_app.command()
+def show(
+    name: Annotated[str, typer.Argument(help=PRESET_HELP)],
+    form: Annotated[str, typer.Option("--as", help="accelerate, deepspeed or trainer")] = "accelerate",
+) -> None:
+    """Print one preset: accelerate's YAML, DeepSpeed's JSON, or a YAML of training arguments."""
+    from toolkit.presets import load_preset
+    from toolkit.presets.export import shown
+
+    print(shown(load_preset(name), form), end="")
+
+
+@preset_app.command()
+def export(
+    folder: Annotated[Path, typer.Argument(help="where to put the files", metavar="DIR")],
+    names: Annotated[list[str] | None, typer.Argument(help="presets; all if none is named", metavar="NAME...")] = None,
+    force: Annotated[bool, typer.Option("--force", help="overwrite files that are there")] = False,
+) -> None:
+    """Copy presets, each JSON beside its YAML; paths inside are absolute, so export again after moving the folder."""
+    from toolkit.presets import load_preset, preset_names
+    from toolkit.presets.export import export_presets
+
+    for path in export_presets([load_preset(name) for name in names or preset_names()], folder, force=force):
+        print(path)
+
+
 @app.command()
 def train(
     preset: Annotated[str, typer.Option(help=PRESET_HELP)],

@@ -30,14 +30,13 @@ def enable_fsdp_on_cpu() -> None:
 def _finish(state: Any, fsdp_plugin: Any) -> None:
     from accelerate.state import PartialState
     from accelerate.utils import DistributedType
+    from torch.distributed.fsdp import CPUOffloadPolicy
 
     if fsdp_plugin is None or state.distributed_type != DistributedType.MULTI_CPU:
         return
     if state._mixed_precision != "no":
         fsdp_plugin.set_mixed_precision(state._mixed_precision)
-    if fsdp_plugin.cpu_offload:
-        from torch.distributed.fsdp import CPUOffloadPolicy
-
+    if isinstance(fsdp_plugin.cpu_offload, CPUOffloadPolicy):
         fsdp_plugin.cpu_offload = CPUOffloadPolicy(pin_memory=False)  # memory is pinned for a GPU, and none is there
     state.distributed_type = DistributedType.FSDP
     state.fsdp_plugin = fsdp_plugin

@@ -1,0 +1,106 @@
+"""A preset's files in the form that a program wants, which hold from any working directory.
+
+>>> print(shown(load_preset("ddp"), "accelerate"), end="")
+# Model, gradients and optimizer states fit on one GPU: replicate them, and only gradients travel.
+distributed_type: MULTI_GPU
+mixed_precision: bf16
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import uuid
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from toolkit.errors import ToolkitError
+from toolkit.presets.preset import Preset
+from toolkit.presets.trainer import launcher_environment, trainer_arguments
+
+FORMS = ("accelerate", "deepspeed", "trainer")
+# The one line of a YAML that depends on where its pair lies.
+JSON_LINE = re.compile(r"^(\s*deepspeed_config_file:\s*)\S.*$", re.MULTILINE)
+
+
+def shown(preset: Preset, form: str) -> str:
+    """The preset in one form: accelerate's YAML, DeepSpeed's JSON, or a YAML of training arguments.
+
+    Raises ToolkitError for an unknown form, and for DeepSpeed's where the preset has none.
+    """
+    if form == "accelerate":
+        return accelerate_text(preset, preset.deepspeed_config_path)
+    if form == "trainer":
+        return trainer_text(preset)
+    if form != "deepspeed":
+        raise ToolkitError(f"--as {form} is not one of {', '.join(FORMS)}")
+    if preset.deepspeed_config_path is None:
+        raise ToolkitError(
+            f"preset {preset.name!r} has no DeepSpeed JSON: its engine is {preset.engine}",
+            hint=f"`toolkit preset show {preset.name}`",
+        )
+    return preset.deepspeed_config_path.read_text()
+
+
+def accelerate_text(preset: Preset, json_path: Path | None) -> str:
+    """The YAML, comments kept, its JSON as an absolute path: accelerate resolves any other from where it is started."""
+    text = preset.accelerate_config_path.read_text()
+    if json_path is None:
+        return text
+    quoted = json.dumps(str(json_path.absolute()), ensure_ascii=False)
+    moved = JSON_LINE.sub(lambda line: line[1] + quoted, text)
+    wanted = preset.accelerate_config()
+    wanted["deepspeed_config"]["deepspeed_config_file"] = str(json_path.absolute())
+    # A user's own file may write the block in another style; it is then written anew, without its comments.
+    return moved if yaml.safe_load(moved) == wanted else yaml.safe_dump(wanted, sort_keys=False)
+
+
+def trainer_text(preset: Preset) -> str:
+    """Training arguments as YAML, and in comments what only the environment can say."""
+    arguments: dict[str, Any] = trainer_arguments(preset, precision=preset.mixed_precision)
+    if preset.deepspeed_config_path is not None:
+        arguments["deepspeed"] = str(preset.deepspeed_config_path)
+    lines = [f"# {preset.summary}"] if preset.summary else []
+    environment = launcher_environment(preset, precision=preset.mixed_precision)
+    if preset.replicas > 1:
+        environment["PARALLELISM_CONFIG_DP_SHARD_SIZE"] = f"...  (processes / {preset.replicas})"
+    if preset.engine == "fsdp2":
+        lines.append("# These must be in the environment before the model is loaded:")
+        lines += [f"#   export {name}={value}" for name, value in environment.items()]
+    return "\n".join([*lines, yaml.safe_dump(arguments, sort_keys=False)])
+
+
+def export_presets(presets: Sequence[Preset], folder: Path, *, force: bool) -> list[Path]:
+    """Copy each pair into one folder, the JSON beside its YAML; the paths written, YAML first.
+
+    Raises ToolkitError before anything is written where a file is there already and `force` is not given.
+    """
+    texts: dict[Path, str] = {}
+    for preset in presets:
+        json_path = None if preset.deepspeed_config_path is None else folder / f"{preset.name}.json"
+        texts[folder / f"{preset.name}.yaml"] = accelerate_text(preset, json_path)
+        if json_path is not None:
+            texts[json_path] = shown(preset, "deepspeed")
+    present = [path for path in texts if path.exists()]
+    if present and not force:
+        raise ToolkitError(f"{present[0]} is already there; nothing was written", hint="`--force` overwrites it")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for path in sorted(texts, key=lambda path: path.suffix):  # a YAML never names a JSON that is not there yet
+            _write(path, texts[path])
+    except OSError as error:
+        raise ToolkitError(f"{folder} cannot be written: {error.strerror}", hint="name another folder") from None
+    return list(texts)
+
+
+def _write(path: Path, text: str) -> None:
+    """Under a temporary name, then renamed: a reader sees the old file or the new one."""
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}")
+    try:
+        temporary.write_text(text)
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
