@@ -37,10 +37,12 @@ TrainingArguments = Annotated[
 def presets(as_json: Annotated[bool, typer.Option("--json", help="the table as JSON")] = False) -> None:
     """The presets: name, engine, what is sharded and offloaded, and when to choose each."""
     from toolkit.presets import list_presets
+    from toolkit.presets.contract import contract
 
     found = list_presets()
     if as_json:
-        print(json.dumps([preset.as_row() for preset in found], indent=2))
+        rows = [preset.as_row() | {"contract": contract(preset).as_row()} for preset in found]
+        print(json.dumps(rows, indent=2))
         return
     from rich.console import Console
     from rich.table import Table
