@@ -29,7 +29,7 @@ NAMES = [
 
 ROW_KEYS = (
     "name engine sharding offload_optimizer offload_param mixed_precision min_world_size accelerate_config"
-    " deepspeed_config summary"
+    " deepspeed_config summary contract"
 )
 # name: engine, sharding, offload of the optimizer, of the parameters, smallest world size, has a DeepSpeed JSON
 PROMISES: dict[str, tuple[str, str, str | None, str | None, int, bool]] = {

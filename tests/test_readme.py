@@ -24,6 +24,7 @@ import typer
 
 from toolkit.cli import app
 from toolkit.presets import Preset, list_presets, preset_names
+from toolkit.presets.contract import contract
 from toolkit.runs.arguments import DataArguments, ModelArguments
 from toolkit.runs.argv import read_arguments, read_config_file
 from toolkit.runs.folder import read_json
@@ -100,6 +101,18 @@ def preset_line(preset: Preset) -> str:
     return f"| {' | '.join([*cells, preset.summary])} |"
 
 
+def contract_table() -> str:
+    head = ["preset", "GPU bytes a parameter", "host bytes", "traffic", "FSDP1", "elsewhere", "needs", "not with"]
+    lines = [f"| {' | '.join(head)} |", "| :--- " * len(head) + "|"]
+    for preset in list_presets():
+        promised = contract(preset)
+        cells = [f"`{preset.name}`", promised.bytes_on("gpu"), promised.bytes_on("cpu"), promised.communication]
+        cells += [promised.fsdp1_name or "–", promised.other_name or "–"]
+        cells += ["; ".join(promised.needs), "; ".join(promised.not_with) or "–"]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
 def argument_table() -> str:
     fields = [*dataclasses.fields(ModelArguments), *dataclasses.fields(DataArguments)]
     return "\n".join(
@@ -115,26 +128,28 @@ def help_text() -> str:
     return "\n".join(["```", "$ toolkit --help", *lines, "```"])
 
 
-GENERATED = {"presets": preset_table, "arguments": argument_table, "help": help_text}
+GENERATED = {"presets": preset_table, "arguments": argument_table, "help": help_text, "contracts": contract_table}
+PAGE_OF = {name: README for name in GENERATED} | {"contracts": ROOT / "docs" / "presets.md"}
 
 
 def generated(text: str, name: str) -> re.Match[str]:
     found = re.search(rf"<!-- generated: {name} -->\n(.*?)\n?<!-- /generated -->", text, re.DOTALL)
-    assert found, f"README.md has no block `generated: {name}`"
+    assert found, f"{PAGE_OF[name].name} has no block `generated: {name}`"
     return found
 
 
 def write_generated() -> None:
-    text = README.read_text()
     for name, render in GENERATED.items():
+        text = PAGE_OF[name].read_text()
         block, written = generated(text, name), f"<!-- generated: {name} -->\n{render()}\n<!-- /generated -->"
-        text = text[: block.start()] + written + text[block.end() :]
-    README.write_text(text)
+        PAGE_OF[name].write_text(text[: block.start()] + written + text[block.end() :])
 
 
 @pytest.mark.parametrize("name", GENERATED)
 def test_generated_blocks_are_what_the_program_says(name: str) -> None:
-    assert generated(README.read_text(), name)[1] == GENERATED[name](), "write it again: python tests/test_readme.py"
+    assert generated(PAGE_OF[name].read_text(), name)[1] == GENERATED[name](), (
+        "write it again: python tests/test_readme.py"
+    )
 
 
 # -- commands

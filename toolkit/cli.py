@@ -40,10 +40,12 @@ NvmePath = Annotated[str | None, typer.Option(help=NVME_HELP, envvar="TOOLKIT_NV
 def presets(as_json: Annotated[bool, typer.Option("--json", help="the table as JSON")] = False) -> None:
     """The presets: name, engine, what is sharded and offloaded, and when to choose each."""
     from toolkit.presets import list_presets
+    from toolkit.presets.contract import contract
 
     found = list_presets()
     if as_json:
-        print(json.dumps([preset.as_row() for preset in found], indent=2))
+        rows = [preset.as_row() | {"contract": contract(preset).as_row()} for preset in found]
+        print(json.dumps(rows, indent=2))
         return
     from rich.console import Console
     from rich.table import Table

@@ -1,0 +1,89 @@
+"""The contract of each preset, derived from its files: held against integers that real runs are held against too."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import test_train_bf16 as bf16
+
+from toolkit.presets import list_presets, load_preset, preset_names, read_preset
+from toolkit.presets.contract import PARTS, contract
+
+
+def bytes_of(name: str, part: str, ranks: int) -> int:
+    """The formula, worked out for the tiny Llama."""
+    state: Any = getattr(contract(load_preset(name)), part)
+    shards = {"1": 1, "N": ranks, "S": ranks // load_preset(name).replicas}[state.shared_by]
+    return int(state.whole * bf16.P // shards)
+
+
+@pytest.mark.parametrize("name", bf16.HELD_BYTES)
+@pytest.mark.parametrize("part", PARTS)
+def test_the_formulas_give_the_bytes_that_two_ranks_hold_in_bf16(name: str, part: str) -> None:
+    gathered = 2 * bf16.NORMS if (name, part) == ("zero3", "parameter") else 0  # kept whole beside their shards
+    assert bytes_of(name, part, ranks=2) + gathered == bf16.HELD_BYTES[name][part]
+
+
+@pytest.mark.parametrize(
+    ("name", "on_gpu", "on_cpu", "communication"),
+    [
+        ("single", "4 + 4 + 8", "0", "0"),
+        ("ddp", "4 + 4 + 8", "0", "2 P a step"),
+        ("zero1", "2 + 2 + 12/N", "0", "2 P a step"),
+        ("zero2", "2 + 2/N + 12/N", "0", "1 P a micro-step, 1 P a step"),
+        ("zero2_cpu_offload", "2", "4/N + 12/N", "1 P a micro-step, 1 P a step"),
+        ("zero3", "2/N + 2/N + 12/N", "0", "3 P a micro-step"),
+        ("zero3_cpu_offload", "0", "2/N + 6/N + 12/N", "3 P a micro-step"),
+        ("zeropp", "2/N + 2/N + 12/N", "0", "0.75 P a micro-step between machines"),
+        ("fsdp2", "4/N + 4/N + 8/N", "0", "3 P a micro-step"),
+        ("fsdp2_grad_op", "4/N + 4/N + 8/N", "0", "2 P a micro-step"),
+        ("fsdp2_cpu_offload", "0", "4/N + 4/N + 8/N", "3 P a micro-step"),
+        ("fsdp2_hybrid", "4/S + 4/S + 8/S", "0", "3 P a micro-step in a replica, 2 P/S between"),
+    ],
+)
+def test_bytes_and_traffic_of_each_preset(name: str, on_gpu: str, on_cpu: str, communication: str) -> None:
+    promised = contract(load_preset(name))
+    assert (promised.bytes_on("gpu"), promised.bytes_on("cpu")) == (on_gpu, on_cpu)
+    assert promised.communication == communication
+
+
+def test_sixteen_bytes_a_parameter_wherever_they_lie() -> None:
+    # Offloaded ZeRO gradients are wider: an fp32 one at stage 2, a bf16 and an fp32 one at stage 3.
+    wider = {"zero2_cpu_offload": 2, "zero3_cpu_offload": 4}
+    for preset in list_presets():
+        whole = sum(getattr(contract(preset), part).whole for part in PARTS)
+        assert whole == 16 + wider.get(preset.name, 0), preset.name
+
+
+def test_what_shards_parameters_does_not_work_with_qlora() -> None:
+    warned = {
+        name for name in preset_names() if any("QLoRA" in limit for limit in contract(load_preset(name)).not_with)
+    }
+    assert warned == {preset.name for preset in list_presets() if "parameter" in preset.sharded_parts}
+
+
+def test_the_names_in_fsdp1() -> None:
+    names = {name: contract(load_preset(name)).fsdp1_name for name in preset_names()}
+    assert (names["ddp"], names["zero1"], names["zero2"]) == ("NO_SHARD", None, "SHARD_GRAD_OP")
+    assert (names["fsdp2"], names["zero3"], names["fsdp2_hybrid"]) == ("FULL_SHARD", "FULL_SHARD", "HYBRID_SHARD")
+
+
+def test_what_a_preset_needs() -> None:
+    assert contract(load_preset("ddp")).needs == ("1+ processes",)
+    assert contract(load_preset("zeropp")).needs == (
+        "8+, by 8 processes", "deepspeed", "a GPU and nvcc, for DeepSpeed's CUDA quantiser",
+    )  # fmt: skip
+    assert "the launcher's `--parallelism_config_dp_shard_size` S = N/2" in contract(load_preset("fsdp2_hybrid")).needs
+
+
+def test_a_users_own_file_has_a_contract_too(tmp_path: Path) -> None:
+    (tmp_path / "mine.json").write_text(
+        '{"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme", "nvme_path": "/x"}}}'
+    )
+    path = tmp_path / "mine.yaml"
+    path.write_text("distributed_type: DEEPSPEED\ndeepspeed_config:\n  deepspeed_config_file: mine.json\n")
+    promised = contract(read_preset(path))
+    assert (promised.optimizer.device, promised.gradient.device, promised.parameter.device) == ("nvme", "cpu", "gpu")
+    assert "a local NVMe disk, and libaio" in promised.needs
