@@ -46,6 +46,11 @@ def read_arguments(argv: Sequence[str]) -> dict[str, Any]:
     values |= _read_flags(rest)
     for name, value in values.items():
         _check_value(name, value)
+    if values.get("resume_from_checkpoint") not in (None, "", "false", "False", False):
+        raise ToolkitError(
+            "--resume_from_checkpoint is not taken yet: the run would start from step 0 without a word",
+            hint="remove it; the checkpoint's weights can be given as `--model_name_or_path CHECKPOINT`",
+        )
     return values
 
 
