@@ -38,6 +38,14 @@ def accelerate_launch(
     return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=600, check=False)
 
 
+def torchrun(script: str, *words: str, num_processes: int) -> subprocess.CompletedProcess[str]:
+    """A script of the user's own under torchrun; one process is started without it."""
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(num_processes)]
+    command = [sys.executable, *(launcher if num_processes > 1 else []), str(SCRIPTS / script), *words]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)
+
+
 def toolkit(*words: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
     """The command line in a process of its own."""
     command = [sys.executable, "-m", "toolkit", *words]

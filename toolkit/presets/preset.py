@@ -9,12 +9,15 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
 from toolkit.errors import ToolkitError
 from toolkit.presets.keys import check_accelerate_keys, check_deepspeed_keys
+
+if TYPE_CHECKING:
+    from transformers import TrainingArguments
 
 SHARDING_OF_STAGE = {0: "replicate", 1: "shard_optimizer", 2: "shard_grad_op", 3: "full_shard"}
 QUANTIZED_KEYS = ("zero_quantized_weights", "zero_quantized_gradients", "zero_quantized_nontrainable_weights")
@@ -84,6 +87,19 @@ class Preset:
     def deepspeed_config(self) -> dict[str, Any] | None:
         """The DeepSpeed JSON as a dict, or None for another engine."""
         return None if self.deepspeed_config_path is None else _read_mapping(self.deepspeed_config_path)
+
+    def training_arguments(self, **training_arguments: Any) -> TrainingArguments:
+        """A `transformers.TrainingArguments` with this strategy in force, for a Trainer of your own.
+
+        Call it before the model is loaded, in a script started with torchrun or with `accelerate launch` without a
+        configuration file. Takes all of `TrainingArguments`' own, at least `output_dir`. bf16 on a GPU and fp32 on a
+        CPU unless given; load the model with `dtype=torch.float32`, so that there are fp32 masters.
+
+        Raises ToolkitError for what would silently put something else in force.
+        """
+        from toolkit.presets import door
+
+        return door.training_arguments(self, training_arguments)
 
     def texts(self) -> dict[str, str]:
         """File name to text of each file of the pair, for a run folder."""

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from transformers import PrinterCallback, set_seed
 
 from toolkit.hardware.machine import describe_machine, git_commit, library_versions
+from toolkit.presets.cpu_fsdp import enable_fsdp_on_cpu
 from toolkit.runs import status
 from toolkit.runs.arguments import DataArguments
 from toolkit.runs.folder import MEASUREMENT_VERSION, RunFolder, start_facts
@@ -27,7 +28,6 @@ from toolkit.runs.steps import measure, read_steps
 from toolkit.train.arguments import Arguments, parse
 from toolkit.train.attest.attestation import Attestation
 from toolkit.train.batches import Collator
-from toolkit.train.cpu_fsdp import enable_fsdp_on_cpu
 from toolkit.train.data_preflight import preflight_lines
 from toolkit.train.failure import Progress
 from toolkit.train.meter import Meter

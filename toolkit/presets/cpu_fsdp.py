@@ -18,6 +18,8 @@ def enable_fsdp_on_cpu() -> None:
     from accelerate.state import AcceleratorState
 
     original = AcceleratorState.__init__
+    if hasattr(original, "__wrapped__"):
+        return  # it is already
 
     @functools.wraps(original)
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
