@@ -51,7 +51,7 @@ def test_bytes_and_traffic_of_each_preset(name: str, on_gpu: str, on_cpu: str, c
 
 def test_sixteen_bytes_a_parameter_wherever_they_lie() -> None:
     # Offloaded ZeRO gradients are wider: an fp32 one at stage 2, a bf16 and an fp32 one at stage 3.
-    wider = {"zero2_cpu_offload": 2, "zero3_cpu_offload": 4}
+    wider = {"zero2_cpu_offload": 2, "zero3_cpu_offload": 4, "zero3_nvme_offload": 4}
     for preset in list_presets():
         whole = sum(getattr(contract(preset), part).whole for part in PARTS)
         assert whole == 16 + wider.get(preset.name, 0), preset.name
