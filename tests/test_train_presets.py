@@ -58,7 +58,9 @@ def runs(preset_runs: dict[str, Path]) -> dict[str, Path]:
 
 
 def test_every_preset_that_a_cpu_can_run_is_here() -> None:
-    assert set(PRESETS) == set(CPU_PRESETS) == {preset.name for preset in list_presets() if preset.needs_gpu is None}
+    on_a_disk = {"zero3_nvme_offload"}  # runs in test_train_nvme.py, where libaio is
+    runnable = {preset.name for preset in list_presets() if preset.needs_gpu is None}
+    assert set(PRESETS) == set(CPU_PRESETS) == runnable - on_a_disk
 
 
 @pytest.mark.parametrize("preset", PRESETS)
