@@ -559,5 +559,13 @@ def test_a_rank_that_a_signal_ended_is_the_cause_not_the_peer_that_lost_it(tmp_p
     assert (starved.status, starved.exit_code) == ("host_out_of_memory", 3)
 
 
+def test_a_rank_killed_after_another_failed_is_no_cause() -> None:
+    log = (
+        "[1]:\n  rank      : 1 (local_rank: 1)\n  exitcode  : -9 (pid: 8)  (SIGKILL)\n"
+        "Root Cause (first observed failure):\n[0]:\n  rank      : 0 (local_rank: 0)\n  exitcode  : 2 (pid: 7) \n"
+    )
+    assert killed_rank(log) is None
+
+
 def test_ranks_that_the_agent_ended_are_no_cause() -> None:
     assert killed_rank("rank      : 1 (local_rank: 1)\n  exitcode  : -15 (pid: 8)  (SIGTERM)") is None

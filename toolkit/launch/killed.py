@@ -11,7 +11,8 @@ import signal
 from typing import NamedTuple
 
 # The root cause as torch's elastic agent prints it (torch/distributed/elastic/multiprocessing/errors, torch 2.13).
-_ROOT_CAUSE = re.compile(r"rank\s+: (?P<rank>\d+) \(local_rank: \d+\)\s+exitcode\s+: -(?P<number>\d+) ")
+_ENDED = re.compile(r"rank\s+: (?P<rank>\d+) \(local_rank: \d+\)\s+exitcode\s+: -(?P<number>\d+) ")
+ROOT_CAUSE = "Root Cause (first observed failure)"
 # The agent itself ends the other ranks with these.
 _BY_THE_AGENT = (signal.SIGTERM, signal.SIGINT)
 
@@ -24,10 +25,10 @@ class Killed(NamedTuple):
 
 
 def killed_rank(log: str) -> Killed | None:
-    """The last rank in the log that a signal ended, the agent's own signals left out; the root cause stands last."""
+    """The rank that failed first, if a signal ended it; what the agent then did to the others is no cause."""
     found = [
         (int(match["rank"]), int(match["number"]))
-        for match in _ROOT_CAUSE.finditer(log)
+        for match in _ENDED.finditer(log.rpartition(ROOT_CAUSE)[2])
         if int(match["number"]) not in _BY_THE_AGENT
     ]
     return Killed(found[-1][0], signal.Signals(found[-1][1]).name) if found else None

@@ -33,7 +33,6 @@ class Progress:
     output_dir: Path | None = None
     swap_folder: Path | None = None
     """This run's own folder on an NVMe disk, removed at the end."""
-    facts: dict[str, Any] = field(default_factory=dict)
     phases: list[tuple[str, float]] = field(default_factory=lambda: [("start", psutil.Process().create_time())])
     """Each phase of the run with the Unix time when it began; `start` is the start of this process."""
 
