@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from toolkit.cache import torch_extensions_folder
+from toolkit.cache import path_with_ninja, torch_extensions_folder
 from toolkit.doctor import ops
 from toolkit.errors import ToolkitError
 
@@ -96,7 +96,7 @@ def test_a_failed_compilation_shows_its_last_line_and_its_log(
 
 def test_ninja_is_found_in_an_environment_that_is_not_activated(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/usr/bin")
-    assert ops.path_with_ninja() == f"{Path(sys.executable).parent}{os.pathsep}/usr/bin"
+    assert path_with_ninja() == f"{Path(sys.executable).parent}{os.pathsep}/usr/bin"
 
 
 @pytest.mark.launch
@@ -104,7 +104,7 @@ def test_compiled_ops_load_without_compiling() -> None:
     ops.compile_ops()
     libraries = [ops.extensions_folder() / op / f"{op}.so" for op in ops.CPU_OPS]
     before = [library.stat().st_mtime_ns for library in libraries]
-    environment = {**os.environ, "PATH": ops.path_with_ninja()}
+    environment = {**os.environ, "PATH": path_with_ninja()}
     subprocess.run([sys.executable, "-c", ops._LOAD_IN_A_CHILD, *ops.CPU_OPS.values()], env=environment, check=True)
     assert [library.stat().st_mtime_ns for library in libraries] == before
 

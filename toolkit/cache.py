@@ -65,3 +65,8 @@ def _is_fresh(library: Path) -> bool:
     """Installing torch or DeepSpeed anew, even the same version, makes ninja compile again: its sources are younger."""
     sources = [Path(str(distribution(name).locate_file(f"{name}/__init__.py"))) for name in ("torch", "deepspeed")]
     return library.is_file() and library.stat().st_mtime >= max(source.stat().st_mtime for source in sources)
+
+
+def path_with_ninja() -> str:
+    """PATH with this environment's programs first: torch looks for ninja there, activated or not."""
+    return os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])

@@ -28,6 +28,7 @@ from toolkit.cache import (
     extensions_folder,
     op_library,
     op_lock,
+    path_with_ninja,
     use_cached_extensions,
 )
 from toolkit.errors import EXIT_WRONG_INPUT, ToolkitError
@@ -98,11 +99,6 @@ def check_compiler() -> None:
             f"Python.h is missing from {sysconfig.get_path('include')}; compiling needs Python's headers",
             hint=f"apt-get install libpython{sys.version_info.major}.{sys.version_info.minor}-dev",
         )
-
-
-def path_with_ninja() -> str:
-    """PATH with this environment's programs first: torch looks for ninja there, activated or not."""
-    return os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
 
 
 def _compile_in_a_child(log: Path, builders: list[str]) -> None:

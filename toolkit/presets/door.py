@@ -17,7 +17,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from toolkit.cache import use_cached_extensions
+from toolkit.cache import path_with_ninja, use_cached_extensions
 from toolkit.errors import ToolkitError
 from toolkit.presets.cpu_fsdp import enable_fsdp_on_cpu
 from toolkit.presets.preset import Preset
@@ -147,7 +147,7 @@ def _start_deepspeed_on_cpu() -> None:
     """DeepSpeed's own group first: `zero.Init` would otherwise read a world size of 1 inside `from_pretrained`."""
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     use_cached_extensions()
-    os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"  # ninja
+    os.environ["PATH"] = path_with_ninja()
     import deepspeed
 
     if not deepspeed.comm.is_initialized():

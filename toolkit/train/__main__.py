@@ -7,16 +7,15 @@ import os
 import shutil
 import sys
 import warnings
-from pathlib import Path
 
-from toolkit.cache import use_cached_extensions
+from toolkit.cache import path_with_ninja, use_cached_extensions
 from toolkit.errors import EXIT_DONE
 
 
 def prepare_environment() -> None:
     """What torch and DeepSpeed read when they are imported."""
     use_cached_extensions()
-    os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"  # ninja
+    os.environ["PATH"] = path_with_ninja()
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # a log file holds lines, not bars
     # Deprecations inside torch and DeepSpeed, printed hundreds of times a run; none is about the user's job.
