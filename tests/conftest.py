@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,17 @@ os.environ["TOKENIZERS_PARALLELISM"] = "false"
 # A shell starts a background job with SIGINT ignored, and every process below would inherit that: Ctrl-C is tested.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture(autouse=True)
+def _same_environment() -> Iterator[None]:
+    """Libraries speak through the environment (`TrainingArguments(deepspeed=...)` sets `ACCELERATE_USE_DEEPSPEED`):
+    what one test leaves there, the processes that the next one starts would inherit."""
+    before = dict(os.environ)
+    yield
+    for name in os.environ.keys() - before.keys():
+        del os.environ[name]
+    os.environ.update(before)
 
 
 @cache

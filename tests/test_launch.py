@@ -169,6 +169,16 @@ def test_a_run_has_no_standard_input(tmp_path: Path) -> None:
     assert (tmp_path / "log").read_text() == "''\n"
 
 
+def test_a_strategy_that_a_library_left_in_the_environment_is_not_passed_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")  # as building TrainingArguments(deepspeed=...) does
+    lines: list[str] = []
+    program = "import os; print(os.environ.get('ACCELERATE_USE_DEEPSPEED'))"
+    run_command(python_command(program), tmp_path / "log", on_line=lines.append)
+    assert lines == ["None"]
+
+
 def test_a_timeout_ends_the_run(tmp_path: Path) -> None:
     command = python_command("import time; print('hello', flush=True); time.sleep(600)")
     outcome = run_command(command, tmp_path / "log", on_line=lambda _: None, timeout_seconds=0.7)

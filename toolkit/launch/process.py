@@ -62,7 +62,7 @@ def run_command(
 def _start(command: LaunchCommand) -> subprocess.Popen[str]:
     return subprocess.Popen(
         command.argv,
-        env=os.environ | command.environment,
+        env=_environment() | command.environment,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -71,6 +71,12 @@ def _start(command: LaunchCommand) -> subprocess.Popen[str]:
         start_new_session=True,
         preexec_fn=_die_with_parent,
     )
+
+
+def _environment() -> dict[str, str]:
+    """Without the strategy that a library has put into this process's environment: the preset says it."""
+    left_out = ("ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_FSDP", "ACCELERATE_USE_PARALLELISM_CONFIG")
+    return {name: value for name, value in os.environ.items() if name not in left_out}
 
 
 def _die_with_parent() -> None:
