@@ -391,8 +391,3 @@ def test_the_statuses_are_those_of_the_contract() -> None:
 
 def test_this_process_is_not_a_run_that_is_still_going(tmp_path: Path) -> None:
     filled(tmp_path / "out", {"status": "running", "launcher_pid": os.getpid()}).check_unused()
-
-
-def test_an_argument_that_would_have_no_effect_is_refused() -> None:
-    with pytest.raises(ToolkitError, match="--resume_from_checkpoint is not taken yet"):
-        read_arguments(["--resume_from_checkpoint", "out/checkpoint-8"])

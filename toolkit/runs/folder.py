@@ -84,7 +84,7 @@ class RunFolder:
         if run.get("status") == COMPLETED and not resume:
             raise ToolkitError(
                 f"{self.path} already holds a finished run, which is never overwritten",
-                hint=f"name another folder, remove it (`rm -r {self.path}`), or `--resume_from_checkpoint latest`",
+                hint=f"name another folder, or remove it: `rm -r {self.path}`",
             )
         if run.get("status") == RUNNING and _is_alive(run.get("launcher_pid")):
             raise ToolkitError(
