@@ -49,7 +49,7 @@ def convert(
         check_room(out, 4 * STATES * sum(map(math.prod, skeleton.shapes.values())))
         temporary = temporary_of(out)
         WRITERS[preset.engine](temporary, source, skeleton, groups)
-        copy_side_files(path, temporary, same_ranks=detect(path).world_size == num_processes)
+        copy_side_files(description, temporary, same_ranks=detect(path).world_size == num_processes)
         manifest = converted_manifest(description, source, preset, num_processes, path)
         files = file_entries(temporary, files_of(temporary))
         complete(temporary, out.absolute(), manifest | {"files": files})
@@ -102,13 +102,15 @@ def optimized_names(source: Source) -> list[str]:
     return names
 
 
-def copy_side_files(path: Path, folder: Path, *, same_ranks: bool) -> None:
+def copy_side_files(description: Description, folder: Path, *, same_ranks: bool) -> None:
     """What does not depend on the engine: schedule, Trainer state, tokenizer, configuration, and random states."""
-    names = [*("scheduler.pt", "trainer_state.json", "training_args.bin", "config.json", "generation_config.json")]
-    names += [*("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "adapter_config.json")]
-    wanted = [path / name for name in names] + (sorted(path.glob("rng_state*.pth")) if same_ranks else [])
+    own = ("scheduler.pt", "trainer_state.json", "training_args.bin")
+    wanted: list[Path | None] = [description.path / name for name in own if (description.path / name).exists()]
+    wanted += [*description.side_files(), description.find("config.json", base=not description.adapter)]
+    wanted += [description.adapter_config if description.adapter else None]
+    wanted += sorted(description.path.glob("rng_state*.pth")) if same_ranks else []
     for file in wanted:
-        if file.exists() and not (folder / file.name).exists():
+        if file is not None:
             shutil.copyfile(file, folder / file.name)
 
 

@@ -28,7 +28,7 @@ class DcpSource:
     @cached_property
     def keys(self) -> dict[str, str]:
         """Parameter name to key; adapters are saved without their name, which optimizer states keep."""
-        saved = {key.removeprefix("model."): key for key in self.model.metadata.state_dict_metadata}
+        saved = {key.removeprefix("model."): key for key in self.model.keys}
         optimized = {without_adapter_name(name): name for name in self.optimized() or []}
         return {optimized.get(name, name): key for name, key in saved.items()}
 
@@ -66,6 +66,10 @@ class _Folder:
     def __init__(self, path: Any) -> None:
         self.path = path
         self.metadata = dcp.FileSystemReader(path).read_metadata() if path.is_dir() else None
+
+    @property
+    def keys(self) -> list[str]:
+        return [] if self.metadata is None else list(self.metadata.state_dict_metadata)
 
     @property
     def paths(self) -> dict[str, Any]:

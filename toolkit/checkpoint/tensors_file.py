@@ -32,7 +32,7 @@ class Entry:
 
     @property
     def bytes(self) -> int:
-        return math.prod(self.shape) * self.dtype.itemsize
+        return math.prod(self.shape) * int(self.dtype.itemsize)
 
 
 def write_safetensors(path: Path, entries: Sequence[Entry]) -> None:
@@ -63,7 +63,8 @@ def write_model(folder: Path, entries: Sequence[Entry], *, max_shard_bytes: int,
     if len(shards) == 1:
         write_safetensors(folder / f"{stem}.safetensors", shards[0])
         return [folder / f"{stem}.safetensors"]
-    weight_map, paths = {}, []
+    weight_map: dict[str, str] = {}
+    paths = []
     for number, shard in enumerate(shards, 1):
         paths.append(folder / f"{stem}-{number:05d}-of-{len(shards):05d}.safetensors")
         write_safetensors(paths[-1], shard)
