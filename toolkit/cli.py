@@ -112,7 +112,7 @@ def train(
     """
     from toolkit.launch.command import launch_command
     from toolkit.launch.nvme import check_nvme
-    from toolkit.launch.preflight import check_job, check_output
+    from toolkit.launch.preflight import check_job, check_output, check_resume
     from toolkit.launch.run import run_training
     from toolkit.presets import load_preset
 
@@ -120,7 +120,8 @@ def train(
     chosen = load_preset(preset)
     on_cpu = _on_cpu(cpu)
     job = check_job(chosen, num_processes=num_processes, training_argv=argv, cpu=on_cpu)
-    output_dir = check_output(job.arguments)
+    output_dir = check_output(job.arguments, engine=chosen.engine)
+    check_resume(chosen, num_processes=num_processes, arguments=job.arguments)
     nvme = check_nvme(chosen, nvme_path=nvme_path, arguments=job.arguments, cpu=on_cpu)
     _say_device(on_cpu, cpu)
     disk = None

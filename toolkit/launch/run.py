@@ -18,6 +18,7 @@ from toolkit.launch.nvme import NvmeDisk
 from toolkit.launch.process import Outcome, run_command
 from toolkit.presets import Preset
 from toolkit.runs import status
+from toolkit.runs.argv import read_arguments, resumes
 from toolkit.runs.folder import RunFolder, read_json, start_facts, write_json
 from toolkit.runs.nvme import swap_folder
 
@@ -55,7 +56,7 @@ def run_training(
     disk = None if nvme is None else nvme.path
     command = launch_command(preset, num_processes=num_processes, training_argv=training_argv, cpu=cpu, nvme_path=disk)
     folder = RunFolder(output_dir)
-    folder.prepare()
+    folder.prepare(resume=resumes(read_arguments(training_argv)))
     facts = {} if nvme is None else {"nvme": nvme.facts()}
     folder.update_run(**_planned(preset, num_processes, training_argv, command), **facts)
     kills_before = host_memory_kills()
