@@ -111,6 +111,7 @@ def train(
     `python -m toolkit.train --help`.
     """
     from toolkit.launch.command import launch_command
+    from toolkit.launch.elsewhere import fitting_checkpoint
     from toolkit.launch.nvme import check_nvme
     from toolkit.launch.preflight import check_job, check_output, check_resume
     from toolkit.launch.run import run_training
@@ -121,7 +122,9 @@ def train(
     on_cpu = _on_cpu(cpu)
     job = check_job(chosen, num_processes=num_processes, training_argv=argv, cpu=on_cpu)
     output_dir = check_output(job.arguments, engine=chosen.engine)
-    check_resume(chosen, num_processes=num_processes, arguments=job.arguments)
+    fitting = fitting_checkpoint(chosen, num_processes=num_processes, job=job, say=say)
+    argv = [*argv, *fitting.words]
+    check_resume(chosen, num_processes=num_processes, arguments=job.arguments | fitting.arguments)
     nvme = check_nvme(chosen, nvme_path=nvme_path, arguments=job.arguments, cpu=on_cpu)
     _say_device(on_cpu, cpu)
     disk = None
@@ -131,16 +134,19 @@ def train(
     elif nvme_path is not None:
         say(f"--nvme-path has no effect: preset {chosen.name!r} swaps to no disk")
     say(launch_command(chosen, num_processes=num_processes, training_argv=argv, cpu=on_cpu, nvme_path=disk).shown)
-    result = run_training(
-        chosen,
-        num_processes=num_processes,
-        training_argv=argv,
-        output_dir=output_dir,
-        cpu=on_cpu,
-        on_line=say,
-        timeout_seconds=timeout_minutes and timeout_minutes * 60,
-        nvme=nvme,
-    )
+    try:
+        result = run_training(
+            chosen,
+            num_processes=num_processes,
+            training_argv=argv,
+            output_dir=output_dir,
+            cpu=on_cpu,
+            on_line=say,
+            timeout_seconds=timeout_minutes and timeout_minutes * 60,
+            nvme=nvme,
+        )
+    finally:
+        fitting.remove()
     if result.failure is not None:
         _say_failure(result.status, result.failure)
     raise typer.Exit(result.exit_code)

@@ -130,6 +130,7 @@ def converted_manifest(
         "engine": engine,
         "sharding": preset.sharding,
         "world_size": num_processes,
+        **rescaled_batch(known, num_processes),
         "universal": preset.engine == "deepspeed",
         "converted_from": {
             "path": str(path.absolute()),
@@ -138,3 +139,12 @@ def converted_manifest(
             "world_size": known.get("world_size", source.layout.world_size),
         },
     }
+
+
+def rescaled_batch(known: dict[str, Any], num_processes: int) -> dict[str, Any]:
+    """With other ranks the same global batch has other parts, which the run chooses; only the product is kept."""
+    names = ("per_device_train_batch_size", "gradient_accumulation_steps", "world_size")
+    if any(known.get(name) is None for name in names) or known["world_size"] == num_processes:
+        return {}
+    product = math.prod(int(known[name]) for name in names)
+    return {"per_device_train_batch_size": None, "gradient_accumulation_steps": None, "global_batch_size": product}
