@@ -22,6 +22,17 @@ SIDE_FILES = (
 )
 
 
+FINGERPRINT = "fingerprint.json"
+
+
+def recorded_answer(path: Path, *, dtype: str = "float32") -> dict[str, Any] | None:
+    """The manifest's fingerprint, with the coarser of the dtypes that computed it and that it is held against."""
+    manifest = read_json(path / MANIFEST) or {}
+    if not manifest.get("fingerprint"):
+        return None
+    return {**manifest["fingerprint"], "compute_dtype": manifest.get("compute_dtype") if dtype == "float32" else dtype}
+
+
 @dataclass(frozen=True)
 class Description:
     """Of one checkpoint or model folder."""

@@ -12,13 +12,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from toolkit.checkpoint.description import Description, Skeleton
+from toolkit.checkpoint.description import FINGERPRINT, Description, Skeleton, recorded_answer
 from toolkit.checkpoint.layout import detect
 from toolkit.checkpoint.source import open_source
 from toolkit.checkpoint.tensors_file import DTYPES, Entry, write_model
 from toolkit.checkpoint.weights import check_names, merged_entries, model_entries, name_states
 from toolkit.errors import ToolkitError
 from toolkit.runs.checkpoints import MANIFEST, read_checkpoint
+from toolkit.runs.folder import write_json
 from toolkit.units import gib
 
 DEFAULT_SHARD_BYTES = 5 * 10**9
@@ -135,6 +136,9 @@ def _write(
         write_model(temporary, entries, max_shard_bytes=limit, stem="adapter_model" if adapter else "model")
         for path in description.side_files():
             shutil.copyfile(path, temporary / path.name)
+        recorded = recorded_answer(description.path, dtype=dtype)
+        if recorded is not None:
+            write_json(temporary / FINGERPRINT, recorded)
         if adapter:
             config = description.peft_config()
             config.inference_mode = True

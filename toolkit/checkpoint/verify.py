@@ -16,18 +16,17 @@ from typing import Any
 
 import torch
 
-from toolkit.checkpoint.description import Description, Skeleton
+from toolkit.checkpoint.description import FINGERPRINT, Description, Skeleton, recorded_answer
 from toolkit.checkpoint.export import export
 from toolkit.checkpoint.layout import is_checkpoint
 from toolkit.checkpoint.names import ADAPTER
 from toolkit.checkpoint.plain_source import WeightFiles
 from toolkit.errors import ToolkitError
-from toolkit.runs.checkpoints import MANIFEST, read_checkpoint
+from toolkit.runs.checkpoints import MANIFEST, list_checkpoints, read_checkpoint
 from toolkit.runs.folder import read_json
 
 # Of the largest logit, by the dtype in which the live model computed; the reloaded one computes in fp32.
 TOLERANCE = {"float32": 1e-4, "bfloat16": 5e-2, "float16": 1e-2}
-FINGERPRINT = "fingerprint.json"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,6 +52,8 @@ def verify(path: Path, *, base_model: str | None = None) -> Verified:
     if not path.is_dir():
         raise ToolkitError(f"no such folder: {path}", hint="name a checkpoint, an exported folder or a run folder")
     if not is_checkpoint(path):
+        if not any(path.glob("*model*.safetensors")):
+            raise ToolkitError(f"{path} holds no model and no checkpoint", hint="name a folder `checkpoint-STEP`")
         return _verified(path, path, "model", base_model)
     checkpoint = read_checkpoint(path)
     problem = checkpoint.problem(deep=True) if (path / MANIFEST).exists() else None
@@ -118,11 +119,15 @@ def not_finite(tensor: torch.Tensor) -> str | None:
 
 
 def find_fingerprint(path: Path) -> dict[str, Any] | None:
-    """What the live model answered: of the checkpoint's manifest, or beside a model."""
-    manifest = read_json(path / MANIFEST) or {}
-    if "fingerprint" in manifest:
-        return {**manifest["fingerprint"], "compute_dtype": manifest.get("compute_dtype")}
-    return read_json(path / FINGERPRINT)
+    """What the live model answered: in a checkpoint's manifest, beside an exported model, or, for the trained model
+    of a run folder, in the checkpoint of its last step."""
+    if (path / FINGERPRINT).exists():
+        return read_json(path / FINGERPRINT)
+    newest = next((each.path for each in list_checkpoints(path)), None)
+    if not is_checkpoint(path) and newest is not None:
+        state = read_json(newest / "trainer_state.json") or {}
+        return recorded_answer(newest) if state.get("global_step") == state.get("max_steps") else None
+    return recorded_answer(path)
 
 
 def answer(model: Path, description: Description, input_ids: list[int]) -> torch.Tensor:

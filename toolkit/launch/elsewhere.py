@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 import subprocess
 import sys
@@ -92,12 +93,11 @@ def differs(manifest: Manifest, preset: Preset, num_processes: int) -> bool:
 def check_same_batch(checkpoint: Checkpoint, global_batch_size: int) -> None:
     """The data go on where they stopped only if a step still has as many sequences."""
     manifest = checkpoint.manifest or {}
-    parts = [
-        manifest.get(name) for name in ("per_device_train_batch_size", "gradient_accumulation_steps", "world_size")
-    ]
-    if None in parts:
+    names = ("per_device_train_batch_size", "gradient_accumulation_steps", "world_size")
+    parts = [int(manifest[name]) for name in names if manifest.get(name) is not None]
+    then = math.prod(parts)
+    if len(parts) < len(names):
         return
-    then = int(parts[0]) * int(parts[1]) * int(parts[2])
     if then != global_batch_size:
         raise ToolkitError(
             f"{checkpoint.path} was trained with {then} sequences a step over all ranks, now it is {global_batch_size}:"
