@@ -13,7 +13,9 @@ from typing import Any
 import pytest
 from launching import ROOT, accelerate_launch, losses, read, toolkit
 
-pytestmark = pytest.mark.launch
+# peft asks transformers for a deprecated name; `python -m toolkit.checkpoint` hides it too.
+DEPRECATED = "ignore:.is_gradient_checkpointing. is deprecated:FutureWarning"
+pytestmark = [pytest.mark.launch, pytest.mark.filterwarnings(DEPRECATED)]
 
 LORA = ["--lora_r", "4"]
 CASES = ["ddp", "zero2", "zero3", "fsdp2", "zero3-lora", "fsdp2-lora"]
