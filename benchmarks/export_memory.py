@@ -63,7 +63,7 @@ def train(preset: str, model: Path, output: Path) -> None:
     from toolkit.demo.assets import default_data_file
 
     words = ["--model_name_or_path", str(model), "--dataset", str(default_data_file("faq-en-alpaca.jsonl"))]
-    words += ["--max_seq_length", "16", "--max_steps", "1", "--per_device_train_batch_size", "1", "--save_steps", "1"]
+    words += ["--max_seq_length", "64", "--max_steps", "1", "--per_device_train_batch_size", "1", "--save_steps", "1"]
     words += ["--save_model", "false", "--output_dir", str(output)]
     command = [sys.executable, "-m", "toolkit", "train", "--preset", preset, "--num-processes", "2", "--cpu", "--"]
     subprocess.run([*command, *words], cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
