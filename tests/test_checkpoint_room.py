@@ -233,3 +233,24 @@ def test_a_converted_checkpoint_holds_the_source_s_weights_and_moments(runs: dic
     assert before.optimizer_step() == after.optimizer_step() == 4
     manifest = read(tmp_path / "moved" / "manifest.json")
     assert (manifest["preset"], manifest["world_size"], manifest["converted_from"]["preset"]) == ("fsdp2", 4, "zero3")
+
+
+@pytest.mark.parametrize(("source", "preset"), [("zero3-lora", "ddp"), ("fsdp2-lora", "ddp"), ("zero3-lora", "fsdp2")])
+def test_an_adapter_moves_with_its_moments(runs: dict[str, Path], source: str, preset: str, tmp_path: Path) -> None:
+    import torch
+
+    from toolkit.checkpoint.convert import convert
+    from toolkit.checkpoint.description import Description, Skeleton
+    from toolkit.checkpoint.source import MOMENTS, open_source
+    from toolkit.checkpoint.weights import name_states
+    from toolkit.presets import load_preset
+
+    convert(runs[source] / "checkpoint-4", tmp_path / "moved", load_preset(preset), num_processes=2)
+    before, after = open_source(runs[source] / "checkpoint-4"), open_source(tmp_path / "moved")
+    name_states(after, Skeleton(Description(runs[source] / "checkpoint-4")))
+    names = before.optimized()
+    assert names is not None
+    assert len(names) == 28  # two layers of seven projections, A and B each
+    for name in names:
+        assert torch.equal(before.weight(name), after.weight(name))
+        assert all(torch.equal(before.moment(name, moment), after.moment(name, moment)) for moment in MOMENTS)
