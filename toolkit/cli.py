@@ -111,6 +111,7 @@ def train(
     `python -m toolkit.train --help`.
     """
     from toolkit.launch.command import launch_command
+    from toolkit.launch.elsewhere import fitting_checkpoint
     from toolkit.launch.nvme import check_nvme
     from toolkit.launch.preflight import check_job, check_output, check_resume
     from toolkit.launch.run import run_training
@@ -121,7 +122,9 @@ def train(
     on_cpu = _on_cpu(cpu)
     job = check_job(chosen, num_processes=num_processes, training_argv=argv, cpu=on_cpu)
     output_dir = check_output(job.arguments, engine=chosen.engine)
-    check_resume(chosen, num_processes=num_processes, arguments=job.arguments)
+    fitting = fitting_checkpoint(chosen, num_processes=num_processes, job=job, say=say)
+    argv = [*argv, *fitting.words]
+    check_resume(chosen, num_processes=num_processes, arguments=job.arguments | fitting.arguments)
     nvme = check_nvme(chosen, nvme_path=nvme_path, arguments=job.arguments, cpu=on_cpu)
     _say_device(on_cpu, cpu)
     disk = None
@@ -131,16 +134,19 @@ def train(
     elif nvme_path is not None:
         say(f"--nvme-path has no effect: preset {chosen.name!r} swaps to no disk")
     say(launch_command(chosen, num_processes=num_processes, training_argv=argv, cpu=on_cpu, nvme_path=disk).shown)
-    result = run_training(
-        chosen,
-        num_processes=num_processes,
-        training_argv=argv,
-        output_dir=output_dir,
-        cpu=on_cpu,
-        on_line=say,
-        timeout_seconds=timeout_minutes and timeout_minutes * 60,
-        nvme=nvme,
-    )
+    try:
+        result = run_training(
+            chosen,
+            num_processes=num_processes,
+            training_argv=argv,
+            output_dir=output_dir,
+            cpu=on_cpu,
+            on_line=say,
+            timeout_seconds=timeout_minutes and timeout_minutes * 60,
+            nvme=nvme,
+        )
+    finally:
+        fitting.remove()
     if result.failure is not None:
         _say_failure(result.status, result.failure)
     raise typer.Exit(result.exit_code)
@@ -203,6 +209,68 @@ def report(
 
     for folder in folders:
         write_report_again(folder)
+
+
+checkpoint_app = typer.Typer(no_args_is_help=True, help="Look into a checkpoint, export it, prove it, or move it.")
+app.add_typer(checkpoint_app, name="checkpoint")
+
+CheckpointPath = Annotated[Path, typer.Argument(help="a checkpoint folder", metavar="CHECKPOINT")]
+BaseModel = Annotated[str | None, typer.Option(help="the base model, where the recorded one is not there")]
+
+
+@checkpoint_app.command()
+def inspect(
+    path: Annotated[Path, typer.Argument(help="a checkpoint, or a run folder with several", metavar="DIR")],
+    as_json: Annotated[bool, typer.Option("--json", help="the facts as JSON")] = False,
+) -> None:
+    """Engine, preset, step, world size, parameters and bytes; complete, or damaged and where (exit code 1)."""
+    _checkpoint("inspect", path, *(["--json"] if as_json else []))
+
+
+@checkpoint_app.command("export")
+def export_checkpoint(
+    path: CheckpointPath,
+    out: Annotated[Path, typer.Argument(help="a new folder", metavar="OUT")],
+    merge_lora: Annotated[bool, typer.Option("--merge-lora", help="add the adapter to its base model")] = False,
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16")] = "float32",
+    max_shard_size: Annotated[str, typer.Option(help="largest weights file")] = "5GB",
+    base_model: BaseModel = None,
+) -> None:
+    """Write any engine's checkpoint as one Hugging Face folder of safetensors, one tensor in memory at a time."""
+    options = ["--dtype", dtype, "--max-shard-size", max_shard_size, *(["--merge-lora"] if merge_lora else [])]
+    _checkpoint("export", path, out, *options, base_model=base_model)
+
+
+@checkpoint_app.command()
+def verify(
+    path: Annotated[Path, typer.Argument(help="a checkpoint, an exported folder, or a run folder", metavar="DIR")],
+    as_json: Annotated[bool, typer.Option("--json", help="the result as JSON")] = False,
+    base_model: BaseModel = None,
+) -> None:
+    """Load it again: no tensor missing, empty or NaN, and logits equal to the live model's. Exit code 1 if not."""
+    _checkpoint("verify", path, *(["--json"] if as_json else []), base_model=base_model)
+
+
+@checkpoint_app.command()
+def convert(
+    path: CheckpointPath,
+    out: Annotated[Path, typer.Argument(help="a new folder", metavar="OUT")],
+    preset: Annotated[str, typer.Option(help=PRESET_HELP)],
+    num_processes: Annotated[int, typer.Option(help=PROCESSES_HELP)],
+    base_model: BaseModel = None,
+) -> None:
+    """Make a checkpoint, optimizer states included, that another preset or number of processes resumes from."""
+    options = ["--preset", preset, "--num-processes", str(num_processes)]
+    _checkpoint("convert", path, out, *options, base_model=base_model)
+
+
+def _checkpoint(*words: object, base_model: str | None = None) -> None:
+    """The room that reads tensors runs in a process of its own."""
+    import subprocess
+
+    named = [] if base_model is None else ["--base-model", base_model]
+    command = [sys.executable, "-m", "toolkit.checkpoint", *map(str, words), *named]
+    raise typer.Exit(subprocess.run(command, check=False).returncode)
 
 
 @app.command()

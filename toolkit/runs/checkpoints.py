@@ -134,7 +134,8 @@ def check_same_layout(checkpoint: Checkpoint, *, engine: str, sharding: str, wor
     if differing:
         raise ToolkitError(
             f"{checkpoint.path} was written with {'; '.join(differing)}: its shards do not fit this run",
-            hint=f"resume with `--preset {manifest.get('preset')}` and `--num-processes {manifest.get('world_size')}`",
+            hint=f"resume with `--preset {manifest.get('preset')}` and `--num-processes {manifest.get('world_size')}`;"
+            " or make it fit: `toolkit checkpoint convert`",
         )
 
 

@@ -29,6 +29,7 @@ def finish_checkpoint(trainer: Any, staging: Path, facts: Manifest) -> None:
     written, checkpoint = staging / name, Path(trainer.args.output_dir) / name
     _barrier()  # every rank's files are written
     if trainer.args.process_index == 0:
+        describe_shards(trainer, written)
         (written / "README.md").unlink(missing_ok=True)  # peft's empty model card, which names local paths
     if trainer.args.process_index == 0 and trainer.state.best_global_step:
         _name_best_checkpoint(trainer, written)
@@ -43,6 +44,19 @@ def finish_checkpoint(trainer: Any, staging: Path, facts: Manifest) -> None:
             best_model_checkpoint=trainer.state.best_model_checkpoint,
         )
     _barrier()
+
+
+def describe_shards(trainer: Any, folder: Path) -> None:
+    """Configuration and tokenizer beside FSDP's shards, as every other engine saves them: one can export them alone."""
+    if not trainer.is_fsdp_enabled:
+        return
+    plain = trainer.accelerator.unwrap_model(trainer.model_wrapped, keep_torch_compile=False)
+    described = [plain.config, plain.generation_config, trainer.processing_class]
+    if hasattr(plain, "peft_config"):
+        described = [*plain.peft_config.values(), trainer.processing_class]
+    for part in described:
+        if part is not None:
+            part.save_pretrained(folder)
 
 
 def leave_out_tied_weights(engine: Any) -> None:

@@ -39,6 +39,7 @@ from toolkit.train.promise import Promise, find_promise
 from toolkit.train.saving import save_final_model
 from toolkit.train.tokens import Tokenized, load_rows, tokenize
 from toolkit.train.trainer import MeasuredTrainer
+from toolkit.train.universal import prepare_universal
 from toolkit.units import number
 
 PREPARED_VARIABLE = "TOOLKIT_RUN_PREPARED"
@@ -66,6 +67,7 @@ def run(argv: Sequence[str], progress: Progress) -> None:
     model = load_model(model_arguments)
     progress.enter("engine")
     trainer = build_trainer(model, tokenizer, data, training, folder, promise, progress, resumed)
+    prepare_universal(trainer, None if resumed is None else resumed.path)
     trainer.train(resume_from_checkpoint=None if resumed is None else str(resumed.path))
     progress.enter("save")
     if model_arguments.save_model:
