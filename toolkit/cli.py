@@ -104,6 +104,13 @@ def train(
     cpu: Annotated[bool | None, typer.Option("--cpu/--no-cpu", help=CPU_HELP)] = None,
     timeout_minutes: Annotated[float | None, typer.Option(help="end the run as timed_out after this long")] = None,
     nvme_path: NvmePath = None,
+    hang_timeout_minutes: Annotated[
+        float | None, typer.Option(help="end a run in which no rank gets on for this long; 20 if not given, 0: never")
+    ] = None,
+    stop_minutes: Annotated[float, typer.Option(help="after Ctrl-C or SIGTERM, wait this long for a checkpoint")] = 5,
+    max_restarts: Annotated[
+        int, typer.Option(help="after a killed or hanging rank, go on from the last checkpoint, this often at most")
+    ] = 0,
 ) -> None:
     """Check the job, print the launch command, and run it.
 
@@ -112,13 +119,16 @@ def train(
     """
     from toolkit.launch.command import launch_command
     from toolkit.launch.nvme import check_nvme
-    from toolkit.launch.preflight import check_job, check_output
+    from toolkit.launch.preflight import check_job, check_limits, check_output
+    from toolkit.launch.restarts import Limits
     from toolkit.launch.run import run_training
     from toolkit.presets import load_preset
 
     argv = training_arguments or []
     chosen = load_preset(preset)
     on_cpu = _on_cpu(cpu)
+    limits = Limits(hang_timeout_minutes=hang_timeout_minutes, stop_minutes=stop_minutes, max_restarts=max_restarts)
+    check_limits(limits)
     job = check_job(chosen, num_processes=num_processes, training_argv=argv, cpu=on_cpu)
     output_dir = check_output(job.arguments)
     nvme = check_nvme(chosen, nvme_path=nvme_path, arguments=job.arguments, cpu=on_cpu)
@@ -139,6 +149,7 @@ def train(
         on_line=say,
         timeout_seconds=timeout_minutes and timeout_minutes * 60,
         nvme=nvme,
+        limits=limits,
     )
     if result.failure is not None:
         _say_failure(result.status, result.failure)

@@ -29,14 +29,16 @@ from toolkit.train.arguments import Arguments, parse
 from toolkit.train.attest.attestation import Attestation
 from toolkit.train.batches import Collator
 from toolkit.train.data_preflight import preflight_lines
-from toolkit.train.failure import Progress
+from toolkit.train.failure import Progress, report_failure, report_hang
 from toolkit.train.meter import Meter
 from toolkit.train.modelling import load_model, load_tokenizer
 from toolkit.train.nvme import name_swap_folder, prepare_nvme, swap_bytes
 from toolkit.train.promise import Promise, find_promise
 from toolkit.train.saving import save_final_model
+from toolkit.train.stopping import Stopping
 from toolkit.train.tokens import Tokenized, load_rows, tokenize
 from toolkit.train.trainer import MeasuredTrainer
+from toolkit.train.watchdog import Watchdog
 from toolkit.units import number
 
 PREPARED_VARIABLE = "TOOLKIT_RUN_PREPARED"
@@ -54,6 +56,7 @@ def run(argv: Sequence[str], progress: Progress) -> None:
     folder = RunFolder(Path(training.output_dir))
     open_folder(folder, argv, promise, arguments)
     progress.output_dir = folder.path
+    stopping = watch_over(progress, folder, training)
     set_seed(training.seed)
     progress.enter("data")
     tokenizer = load_tokenizer(model_arguments, chat_template=data_arguments.chat_template)
@@ -63,7 +66,9 @@ def run(argv: Sequence[str], progress: Progress) -> None:
     model = load_model(model_arguments)
     progress.enter("engine")
     trainer = build_trainer(model, tokenizer, data, training, folder, promise, progress)
+    trainer.add_callback(stopping)
     trainer.train()
+    stopping.raise_if_stopped()
     progress.enter("save")
     if model_arguments.save_model:
         save_final_model(trainer, tokenizer, folder.path)
@@ -95,12 +100,25 @@ def open_folder(folder: RunFolder, argv: Sequence[str], promise: Promise, argume
         folder.check_unused()
         barrier()
         if training.process_index == 0:
+            folder.hold()
             folder.prepare()
             write_log(folder.log)
     barrier()
     if training.process_index == 0:
         started = {} if PREPARED_VARIABLE in os.environ else start_facts()
         folder.update_run(**started, **first_facts(argv, promise, arguments))
+
+
+def watch_over(progress: Progress, folder: RunFolder, training: Any) -> Stopping:
+    """From here on the rank shows signs of life, and answers signals."""
+    rank = training.process_index
+    ranks = folder.rank_rows(rank).parent
+    Watchdog(progress, ranks=ranks, rank=rank, on_hang=lambda failure: report_hang(failure, progress)).start()
+    stopping = Stopping(
+        progress, rank=rank, world_size=training.world_size, report=lambda error: report_failure(error, progress)
+    )
+    stopping.listen()
+    return stopping
 
 
 def first_facts(argv: Sequence[str], promise: Promise, arguments: Arguments) -> dict[str, Any]:
