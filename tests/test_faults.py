@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import signal
 import subprocess
@@ -18,7 +17,6 @@ import psutil
 import pytest
 from launching import ROOT, read
 
-from toolkit.launch.process import processes_of
 from toolkit.runs.pulses import Pulse, read_pulses
 
 pytestmark = pytest.mark.launch
@@ -68,10 +66,15 @@ def start(tmp_path: Path, tiny_model: Path, faq_alpaca: Path) -> Iterator[Start]
     started: list[Running] = []
 
     def begin(
-        *words: str, options: tuple[str, ...] = (), preset: str = "ddp", plain: bool = False, shell: str = "", **more: str
+        *words: str,
+        options: tuple[str, ...] = (),
+        preset: str = "ddp",
+        plain: bool = False,
+        shell: str = "",
+        **more: str,
     ) -> Running:
         out = tmp_path / "out"
-        given = ["--model_name_or_path", str(tiny_model), "--dataset", str(faq_alpaca), "--max_seq_length", "32"]
+        given = ["--model_name_or_path", str(tiny_model), "--dataset", str(faq_alpaca), "--max_seq_length", "64"]
         given += ["--max_steps", "100000", "--per_device_train_batch_size", "1", "--lr_scheduler_type", "constant"]
         given += ["--save_strategy", "no", "--output_dir", str(out), *words]
         config = str(ROOT / "accelerate_configs" / f"{preset}.yaml")
@@ -90,10 +93,11 @@ def start(tmp_path: Path, tiny_model: Path, faq_alpaca: Path) -> Iterator[Start]
     yield begin
     for running in started:
         pulses = read_pulses(running.folder / "ranks")
-        for found in [pulse.process for pulse in pulses] + [psutil.Process(running.process.pid)]:
+        for found in [pulse.process for pulse in pulses]:
             if found is not None:
                 with contextlib.suppress(psutil.Error):
                     found.kill()
+        running.process.kill()
         running.process.communicate()
 
 

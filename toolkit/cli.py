@@ -157,10 +157,9 @@ def train(
 
 
 def _say_failure(status: str, failure: dict[str, object]) -> None:
-    """The failure once, at the end; what a rank has said already is not said again."""
-    if failure.get("traceback") or failure.get("rank") is None or "seen_by_peer" in failure:
-        say(f"error: {status}: {failure['message']}")
-    if (failure.get("rank") is None or "seen_by_peer" in failure) and failure.get("hint"):
+    """The failure once, at the end: what follows its file in the log is not relayed."""
+    say(f"error: {status}: {failure['message']}")
+    if failure.get("hint"):
         say(f"  hint: {failure['hint']}")
 
 

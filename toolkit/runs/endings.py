@@ -58,6 +58,12 @@ def failure_of_memory(who: str, phase: str | None, step: int, cause: str) -> tup
     )
 
 
+def kept(output_dir: Path) -> str:
+    """The newest whole checkpoint, in words."""
+    whole = next((found for found in list_checkpoints(output_dir) if found.problem() is None), None)
+    return "there is no whole checkpoint" if whole is None else f"{whole.path.name} is the newest whole checkpoint"
+
+
 def failure_of_disk(output_dir: Path, who: str, phase: str, step: int) -> tuple[str, str]:
     """Message and hint where the run folder's disk is full. Removes half checkpoints first: nothing reads them."""
     free = shutil.disk_usage(output_dir).free
@@ -66,8 +72,8 @@ def failure_of_disk(output_dir: Path, who: str, phase: str, step: int) -> tuple[
         shutil.rmtree(half, ignore_errors=True)
     whole = [found for found in list_checkpoints(output_dir) if found.problem() is None]
     needed = f", a checkpoint needs {gib(whole[0].bytes)}" if whole and whole[0].bytes else ""
-    kept = f"; checkpoint-{whole[0].step} is whole" if whole else "; no checkpoint is whole"
-    message = f"{who} found the disk of {output_dir} full in phase {phase}, step {step}: {gib(free)} free{needed}{kept}"
+    room = f"{gib(free)} free{needed}; {kept(output_dir)}"
+    message = f"{who} found the disk of {output_dir} full in phase {phase}, step {step}: {room}"
     return (
         message,
         "make room or keep fewer checkpoints (`--save_total_limit 1`), then `--resume_from_checkpoint latest`",

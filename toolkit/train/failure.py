@@ -6,6 +6,7 @@ The first rank to create the file speaks; the others end quietly with the same e
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import sys
@@ -18,9 +19,10 @@ from typing import Any
 
 import psutil
 
+from toolkit.data import iter_rows, resolve_source
 from toolkit.errors import AttestationFailed, OutOfMemory, RunFailed, ToolkitError
 from toolkit.runs import status
-from toolkit.runs.endings import failure_of_disk, failure_of_memory, is_disk_full, is_out_of_memory
+from toolkit.runs.endings import failure_of_disk, failure_of_memory, is_disk_full, is_out_of_memory, kept
 from toolkit.runs.folder import RunFolder
 from toolkit.runs.pulses import Pulse, read_pulses
 
@@ -39,6 +41,7 @@ class Progress:
     micro_steps: int = 0
     """Batches begun in this process."""
     output_dir: Path | None = None
+    dataset: str | None = None
     swap_folder: Path | None = None
     """This run's own folder on an NVMe disk, removed at the end."""
     phases: list[tuple[str, float]] = field(default_factory=lambda: [("start", psutil.Process().create_time())])
@@ -118,6 +121,8 @@ def is_collective_timeout(error: BaseException) -> bool:
 def _failure(error: BaseException, kind: str, rank: int, progress: Progress, wrong_input: bool) -> dict[str, Any]:
     message = error.message if isinstance(error, ToolkitError) else f"{type(error).__name__}: {error}"
     hint = getattr(error, "hint", None)
+    if isinstance(error, Diverged) and progress.output_dir is not None:
+        hint = f"{hint}; {kept(progress.output_dir)}"
     if kind == status.HOST_OUT_OF_MEMORY:
         message, hint = failure_of_memory(f"rank {rank}", progress.phase, progress.step, message)
     elif (lost := _lost_peer(error, kind, progress, rank)) is not None:
@@ -138,8 +143,20 @@ def _failure(error: BaseException, kind: str, rank: int, progress: Progress, wro
         "wrong_input": wrong_input,
         "peak_bytes": _peak_bytes(),
         "traceback": None if isinstance(error, ToolkitError) else traceback.format_exc(),
-        **({"rows": list(error.rows)} if isinstance(error, Diverged) else {}),
+        **(_rows(error.rows, progress) if isinstance(error, Diverged) else {}),
     }
+
+
+def _rows(numbers: tuple[int, ...], progress: Progress) -> dict[str, Any]:
+    """The rows of this rank's part of the step, counted from 1, and where a local file has them."""
+    rows = sorted(number + 1 for number in numbers)
+    places: list[str] = []
+    with contextlib.suppress(ToolkitError, OSError, TypeError, ValueError):
+        source = resolve_source(str(progress.dataset))
+        if source.path is not None and rows:
+            found = itertools.islice(iter_rows(source.path), rows[-1])
+            places = [place for number, (place, _) in enumerate(found, start=1) if number in rows]
+    return {"rows": rows, "places": places}
 
 
 def _lost_peer(error: BaseException, kind: str, progress: Progress, rank: int) -> Pulse | None:

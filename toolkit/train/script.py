@@ -55,7 +55,7 @@ def run(argv: Sequence[str], progress: Progress) -> None:
     model_arguments, data_arguments, training = arguments
     folder = RunFolder(Path(training.output_dir))
     open_folder(folder, argv, promise, arguments)
-    progress.output_dir = folder.path
+    progress.output_dir, progress.dataset = folder.path, data_arguments.dataset
     stopping = watch_over(progress, folder, training)
     set_seed(training.seed)
     progress.enter("data")
@@ -66,7 +66,7 @@ def run(argv: Sequence[str], progress: Progress) -> None:
     model = load_model(model_arguments)
     progress.enter("engine")
     trainer = build_trainer(model, tokenizer, data, training, folder, promise, progress)
-    trainer.add_callback(stopping)
+    trainer.callback_handler.callbacks.insert(0, stopping)  # before the meter, which looks at a step that is saved
     trainer.train()
     stopping.raise_if_stopped()
     progress.enter("save")
