@@ -35,17 +35,10 @@ class RunResult:
     failure: dict[str, Any] | None
 
 
-def conclude(
-    folder: RunFolder,
-    outcome: Outcome,
-    *,
-    killed_for_memory: bool,
-    log_start: int = 0,
-    hang: dict[str, Any] | None = None,
-) -> RunResult:
-    """The final status. `log_start` is where this attempt's log begins; `hang` what the launcher itself saw."""
+def conclude(folder: RunFolder, outcome: Outcome, *, killed_for_memory: bool, log_start: int = 0) -> RunResult:
+    """The final status. `log_start` is where this attempt's log begins."""
     log = _read_log(folder.log, log_start)
-    failure = hang or _said_or_seen(folder, outcome, log, killed_for_memory=killed_for_memory)
+    failure = _said_or_seen(folder, outcome, log, killed_for_memory=killed_for_memory)
     ended = _ending(folder, outcome, failure, log, killed_for_memory=killed_for_memory)
     if ended != status.COMPLETED and failure is None:
         failure = _silent_failure(folder, ended, outcome, log)
