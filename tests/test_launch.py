@@ -530,6 +530,29 @@ def test_a_disk_without_room_is_refused(tmp_path: Path) -> None:
     preflight.check_disk(tmp_path, needed=1)
 
 
+@pytest.mark.parametrize(
+    ("words", "count"),
+    [
+        ({"max_steps": "10", "save_steps": "3"}, 4),  # after 3, 6, 9 and the last
+        ({"max_steps": "10", "save_steps": "3", "save_total_limit": "2"}, 3),  # two, and the one being written
+        ({"max_steps": "10", "save_steps": "0.5"}, 2),
+        ({"max_steps": "10"}, 1),
+        ({"save_strategy": "epoch", "save_total_limit": "1"}, 2),
+        ({"save_strategy": "epoch"}, 1),
+        ({"save_strategy": "no", "max_steps": "10", "save_steps": "1"}, 0),
+    ],
+)
+def test_the_forecast_counts_the_checkpoints_that_lie_there_at_once(words: dict[str, str], count: int) -> None:
+    assert preflight.checkpoints_on_disk(words) == count
+
+
+def test_the_forecast_of_what_a_run_saves(model: Path) -> None:
+    arguments = {"model_name_or_path": str(model), "max_steps": "4", "save_steps": "1"}
+    assert preflight.saved_bytes(arguments, engine="ddp") == 1000 + 4 * 3000
+    assert preflight.saved_bytes(arguments | {"save_model": "false"}, engine="deepspeed") == 4 * 5000
+    assert preflight.saved_bytes(arguments | {"lora_r": "8"}, engine="ddp") == 0
+
+
 def test_a_saved_model_needs_fp32_weights(model: Path) -> None:
     assert preflight.weight_bytes(model) == 1000
     (model / "config.json").write_text('{"dtype": "bfloat16"}')

@@ -119,7 +119,7 @@ def train(
     """
     from toolkit.launch.command import launch_command
     from toolkit.launch.nvme import check_nvme
-    from toolkit.launch.preflight import check_job, check_limits, check_output
+    from toolkit.launch.preflight import check_job, check_limits, check_output, check_resume
     from toolkit.launch.restarts import Limits
     from toolkit.launch.run import run_training
     from toolkit.presets import load_preset
@@ -130,7 +130,8 @@ def train(
     limits = Limits(hang_timeout_minutes=hang_timeout_minutes, stop_minutes=stop_minutes, max_restarts=max_restarts)
     check_limits(limits)
     job = check_job(chosen, num_processes=num_processes, training_argv=argv, cpu=on_cpu)
-    output_dir = check_output(job.arguments)
+    output_dir = check_output(job.arguments, engine=chosen.engine)
+    check_resume(chosen, num_processes=num_processes, arguments=job.arguments)
     nvme = check_nvme(chosen, nvme_path=nvme_path, arguments=job.arguments, cpu=on_cpu)
     _say_device(on_cpu, cpu)
     disk = None

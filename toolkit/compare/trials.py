@@ -18,7 +18,7 @@ from toolkit.runs.folder import read_json, write_json
 SPEC_FILE = "comparison.json"
 SCHEMA_VERSION = 1
 # A comparison chooses these itself, the same for every trial.
-OWN_ARGUMENTS = ("output_dir", "save_model", "save_strategy", "untimed_steps")
+OWN_ARGUMENTS = ("output_dir", "save_model", "save_strategy", "untimed_steps", "resume_from_checkpoint")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

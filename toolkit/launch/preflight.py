@@ -17,14 +17,25 @@ from toolkit.errors import ToolkitError
 from toolkit.hardware.gpus import count_gpus
 from toolkit.launch.restarts import Limits
 from toolkit.presets import Preset
-from toolkit.runs.argv import flag, integer, read_arguments
+from toolkit.runs.argv import flag, integer, read_arguments, resumes
+from toolkit.runs.checkpoints import (
+    LATEST_WORDS,
+    Checkpoint,
+    check_goes_on,
+    check_named,
+    check_same_layout,
+    list_checkpoints,
+)
 from toolkit.runs.folder import RunFolder, read_json
 from toolkit.units import gib
 
 POSITIVE = ("per_device_train_batch_size", "gradient_accumulation_steps", "max_seq_length", "lora_r", "lora_alpha")
 DEFAULT_BATCH = 8  # transformers' per_device_train_batch_size
-# fp32: the weights once more, an fp32 master under DeepSpeed, momentum and variance.
-CHECKPOINT_WEIGHTS = 4
+DEFAULT_SEED = 42  # transformers' seed
+# Bytes of one checkpoint over those of the fp32 weights: weights, momentum and variance; DeepSpeed keeps an fp32 master
+# too, and writes the weights once as its own and (ZeRO-1, 2) once as safetensors. Tied embeddings may be written twice.
+CHECKPOINT_WEIGHTS = {"none": 3, "ddp": 3, "fsdp2": 3, "deepspeed": 5}
+DEFAULT_SAVE_STEPS = 500  # transformers' save_steps
 WEIGHT_SUFFIXES = (".safetensors", ".bin")
 
 
@@ -179,23 +190,63 @@ def check_rows_fill_a_step(rows: int | None, batch: int, dataset: str) -> None:
         )
 
 
-def check_output(arguments: dict[str, Any]) -> Path:
-    """The output folder: named, free, writable, on a disk with room for the trained model."""
+def check_output(arguments: dict[str, Any], *, engine: str = "deepspeed") -> Path:
+    """The output folder: named, free, writable, on a disk with room for the checkpoints and the trained model."""
     check_required(arguments, ("output_dir",))
     folder = RunFolder(Path(str(arguments["output_dir"])))
-    folder.check_unused()
+    folder.check_unused(resume=resumes(arguments))
     folder.check_writable()
-    check_disk(folder.path, needed=saved_bytes(arguments))
+    check_disk(folder.path, needed=saved_bytes(arguments, engine=engine))
     return folder.path
 
 
-def saved_bytes(arguments: dict[str, Any]) -> int:
-    """Bytes of the trained model and of one checkpoint beside it; adapters are small beside their base."""
+def check_resume(preset: Preset, *, num_processes: int, arguments: dict[str, Any]) -> None:
+    """Hold the checkpoint that the run is to go on from against the run, before any rank starts.
+
+    One that is named is read to its last byte. `latest` is found, and read, by rank 0; here its manifest is enough.
+    """
+    if not resumes(arguments):
+        return
+    asked = str(arguments["resume_from_checkpoint"])
+    if asked.lower() not in LATEST_WORDS:
+        checkpoint: Checkpoint | None = check_named(Path(asked))
+    else:
+        there = list_checkpoints(Path(str(arguments["output_dir"])))
+        checkpoint = next((found for found in there if found.problem() is None), None)
+    if checkpoint is None:
+        return
+    check_same_layout(checkpoint, engine=preset.engine, sharding=preset.sharding, world_size=num_processes)
+    check_goes_on(
+        checkpoint,
+        per_device_train_batch_size=integer(arguments, "per_device_train_batch_size", DEFAULT_BATCH),
+        gradient_accumulation_steps=integer(arguments, "gradient_accumulation_steps", 1),
+        seed=integer(arguments, "seed", DEFAULT_SEED),
+        max_steps=integer(arguments, "max_steps", -1),
+    )
+
+
+def saved_bytes(arguments: dict[str, Any], *, engine: str) -> int:
+    """Bytes of the trained model and of the checkpoints beside it; adapters are small beside their base."""
     if arguments.get("lora_r") is not None:
         return 0
     weights = weight_bytes(local_folder(str(arguments["model_name_or_path"])))
     model = weights if flag(arguments.get("save_model", True)) else 0
-    return model + (0 if arguments.get("save_strategy") == "no" else CHECKPOINT_WEIGHTS * weights)
+    return model + checkpoints_on_disk(arguments) * CHECKPOINT_WEIGHTS[engine] * weights
+
+
+def checkpoints_on_disk(arguments: dict[str, Any]) -> int:
+    """The most that lie there at once: an old one is removed only when the new one is complete.
+
+    Where the number of saves is not known before the data are read, as many as are kept, or one.
+    """
+    strategy = str(arguments.get("save_strategy", "steps"))
+    if strategy == "no":
+        return 0
+    limit = integer(arguments, "save_total_limit", 0)
+    steps, every = integer(arguments, "max_steps", -1), float(arguments.get("save_steps") or DEFAULT_SAVE_STEPS)
+    every = every * steps if 0 < every < 1 else every  # a share of all steps
+    saves = -(-steps // max(1, int(every))) if steps > 0 and strategy == "steps" else max(1, limit + 1)
+    return min(saves, limit + 1) if limit > 0 else saves
 
 
 def weight_bytes(model: Path) -> int:

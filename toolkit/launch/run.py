@@ -20,6 +20,7 @@ from toolkit.launch.process import Outcome, run_command
 from toolkit.launch.restarts import Limits, Restarts, ask_ranks_to_stop
 from toolkit.presets import Preset
 from toolkit.runs import status
+from toolkit.runs.argv import read_arguments, resumes
 from toolkit.runs.folder import RunFolder, start_facts
 from toolkit.runs.nvme import swap_folder
 
@@ -88,7 +89,7 @@ def _run_once(
         hang_timeout_minutes=start.limits.hang_timeout_minutes,
     )
     if first:
-        folder.prepare()
+        folder.prepare(resume=resumes(read_arguments(start.argv)))
         facts = {} if start.nvme is None else {"nvme": start.nvme.facts()}
         folder.update_run(**_planned(start.preset, start.num_processes, start.argv, command), **facts)
     else:

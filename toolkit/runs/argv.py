@@ -46,11 +46,6 @@ def read_arguments(argv: Sequence[str]) -> dict[str, Any]:
     values |= _read_flags(rest)
     for name, value in values.items():
         _check_value(name, value)
-    if values.get("resume_from_checkpoint") not in (None, "", "false", "False", False):
-        raise ToolkitError(
-            "--resume_from_checkpoint is not taken yet: the run would start from step 0 without a word",
-            hint="remove it; the checkpoint's weights can be given as `--model_name_or_path CHECKPOINT`",
-        )
     return values
 
 
@@ -67,6 +62,11 @@ def read_config_file(path: Path) -> dict[str, Any]:
     for name in content:
         _check_name(str(name), where=f"{path}: unknown key {name!r}", prefix="")
     return content
+
+
+def resumes(values: dict[str, Any]) -> bool:
+    """Whether the run is to go on from a checkpoint."""
+    return str(values.get("resume_from_checkpoint") or "false").lower() not in ("false", "none")
 
 
 def flag(value: Any) -> bool:

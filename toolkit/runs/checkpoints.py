@@ -122,6 +122,54 @@ def check_named(path: Path) -> Checkpoint:
     )
 
 
+def check_same_layout(checkpoint: Checkpoint, *, engine: str, sharding: str, world_size: int) -> None:
+    """Refuse a checkpoint that another engine, sharding or number of ranks wrote: its shards are not this run's."""
+    manifest = checkpoint.manifest or {}
+    asked = {"engine": engine, "sharding": sharding, "world_size": world_size}
+    if "ddp" in (engine, manifest.get("engine")) and world_size == 1:
+        asked["engine"] = manifest.get("engine") if manifest.get("engine") in ("none", "ddp") else engine
+    differing = [
+        f"{name} {manifest.get(name)}, not {value}" for name, value in asked.items() if manifest.get(name) != value
+    ]
+    if differing:
+        raise ToolkitError(
+            f"{checkpoint.path} was written with {'; '.join(differing)}: its shards do not fit this run",
+            hint=f"resume with `--preset {manifest.get('preset')}` and `--num-processes {manifest.get('world_size')}`",
+        )
+
+
+def check_goes_on(
+    checkpoint: Checkpoint,
+    *,
+    per_device_train_batch_size: int,
+    gradient_accumulation_steps: int,
+    seed: int,
+    max_steps: int,
+) -> None:
+    """Refuse a job that would not go on with the same data, or has nothing left to do.
+
+    `max_steps` of 0 or less: not known, since the run is counted in epochs.
+    """
+    asked = {
+        "per_device_train_batch_size": per_device_train_batch_size,
+        "gradient_accumulation_steps": gradient_accumulation_steps,
+        "seed": seed,
+    }
+    for name, now in asked.items():
+        then = (checkpoint.manifest or {}).get(name)
+        if then not in (None, now):
+            raise ToolkitError(
+                f"{checkpoint.path} was trained with --{name} {then}, now it is {now}: the data would not go on"
+                " where they stopped",
+                hint=f"`--{name} {then}`",
+            )
+    if 0 < max_steps <= checkpoint.step:
+        raise ToolkitError(
+            f"{checkpoint.path} has {checkpoint.step} steps already, --max_steps is {max_steps}",
+            hint=f"`--max_steps {2 * checkpoint.step}`, or another number above {checkpoint.step}, goes on",
+        )
+
+
 def saving_folder(output_dir: Path, step: int) -> Path:
     """Where a checkpoint is while it is being written."""
     return output_dir / f"{SAVING_PREFIX}checkpoint-{step}"

@@ -62,18 +62,21 @@ class RunFolder:
         write_json(self.run_json, run)
         return run
 
-    def prepare(self) -> None:
+    def prepare(self, *, resume: bool = False) -> None:
         """Make the folder ready for a new run; a finished or running one is refused, an unfinished one replaced.
+
+        A run that resumes keeps its log, and the rows of each rank until the rank itself drops those that it will
+        train again.
 
         Raises ToolkitError for a folder that holds a finished run or cannot be written.
         """
-        self.check_unused()
+        self.check_unused(resume=resume)
         self.check_writable()
         self._make()
-        for leftover in [self.failure_json, self.attestation_json, self.log, *self.path.glob("ranks/rank*.jsonl")]:
+        rows = [] if resume else [self.log, *self.path.glob("ranks/rank*.jsonl")]
+        for leftover in [self.failure_json, self.attestation_json, self.run_json, *rows]:
             leftover.unlink(missing_ok=True)
         self.forget_pulses()
-        self.run_json.unlink(missing_ok=True)
 
     def hold(self) -> int | None:
         """Hold the folder for this process and those that inherit the descriptor; gone when the last of them is.
@@ -101,17 +104,17 @@ class RunFolder:
             hint="wait for it, stop it, or name another folder: `--output_dir DIR`",
         )
 
-    def check_unused(self) -> None:
-        """Refuse a folder that must not be written over."""
+    def check_unused(self, *, resume: bool = False) -> None:
+        """Refuse a folder that must not be written over; a run that resumes may go on in a finished one."""
         if self.path.exists() and not self.path.is_dir():
             raise ToolkitError(f"output_dir {self.path} is a file", hint="name a folder: `--output_dir DIR`")
         run = self.read_run()
         if run is None:
             return
-        if run.get("status") == COMPLETED:
+        if run.get("status") == COMPLETED and not resume:
             raise ToolkitError(
                 f"{self.path} already holds a finished run, which is never overwritten",
-                hint=f"name another folder, or remove it: `rm -r {self.path}`",
+                hint=f"name another folder, remove it (`rm -r {self.path}`), or `--resume_from_checkpoint latest`",
             )
         if run.get("status") == RUNNING and _is_alive(run.get("launcher_pid")):
             raise ToolkitError(

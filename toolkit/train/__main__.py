@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import atexit
 import gc
 import os
 import shutil
 import sys
 import warnings
+from typing import NoReturn
 
 from toolkit.cache import path_with_ninja, use_cached_extensions
 from toolkit.errors import EXIT_DONE
@@ -54,5 +56,13 @@ def main(argv: list[str] | None = None) -> int:
     return EXIT_DONE
 
 
+def leave(code: int) -> NoReturn:
+    """End without tearing the interpreter down: gloo's threads, still there, have aborted a rank that was done."""
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

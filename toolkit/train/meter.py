@@ -19,6 +19,8 @@ from typing import Any
 import torch
 from transformers import TrainerCallback
 
+from toolkit.runs.folder import write_text
+from toolkit.runs.steps import read_rows
 from toolkit.train.batches import BatchFacts
 from toolkit.train.failure import Diverged, Progress
 
@@ -39,7 +41,9 @@ class _Step:
 class Meter(TrainerCallback):  # type: ignore[misc]
     """Writes one row a step to `ranks/rankR.jsonl`, and prints progress on rank 0."""
 
-    def __init__(self, path: Path, *, rank: int, device: torch.device, progress: Progress) -> None:
+    def __init__(
+        self, path: Path, *, rank: int, device: torch.device, progress: Progress, resumed_step: int = 0
+    ) -> None:
         self.path, self.rank, self.progress = path, rank, progress
         self.max_steps = 0
         self.scaled = False
@@ -50,7 +54,8 @@ class Meter(TrainerCallback):  # type: ignore[misc]
         self.waiting: deque[tuple[int, _Step]] = deque()
         self.printed_at = 0.0
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        self.path.write_text("")
+        self.resumed_step = resumed_step
+        keep_rows(self.path, up_to=resumed_step)
 
     def add_batch(self, facts: BatchFacts | None) -> None:
         """One micro-step's batch, as the collator counted it."""
@@ -124,6 +129,7 @@ class Meter(TrainerCallback):  # type: ignore[misc]
     def _row(self, number: int, step: _Step) -> dict[str, Any]:
         return {
             "step": number,
+            "step_of_process": number - self.resumed_step,
             "rank": self.rank,
             "seconds": self._seconds(step),
             "cpu_seconds": step.cpu_seconds,
@@ -207,6 +213,12 @@ class DriverMemory:
         except Exception:  # NVML is optional
             return None
         return next((process.usedGpuMemory for process in processes if process.pid == os.getpid()), None)
+
+
+def keep_rows(path: Path, *, up_to: int) -> None:
+    """Rows of a run that is resumed, as far as its checkpoint; what came after it is trained again."""
+    kept = [row for row in read_rows(path) if row["step"] <= up_to] if path.exists() else []
+    write_text(path, "".join(json.dumps(row) + "\n" for row in kept))
 
 
 def grad_norm_facts(grad_norm: Any) -> dict[str, float | int | None]:

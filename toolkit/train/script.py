@@ -23,11 +23,13 @@ from toolkit.hardware.machine import describe_machine, git_commit, library_versi
 from toolkit.presets.cpu_fsdp import enable_fsdp_on_cpu
 from toolkit.runs import status
 from toolkit.runs.arguments import DataArguments
+from toolkit.runs.checkpoints import Checkpoint, check_goes_on, check_same_layout, remove_unfinished
 from toolkit.runs.folder import MEASUREMENT_VERSION, RunFolder, start_facts
 from toolkit.runs.steps import measure, read_steps
 from toolkit.train.arguments import Arguments, parse
 from toolkit.train.attest.attestation import Attestation
 from toolkit.train.batches import Collator
+from toolkit.train.checkpointing import manifest_facts, resume_point
 from toolkit.train.data_preflight import preflight_lines
 from toolkit.train.failure import Progress, report_failure, report_hang
 from toolkit.train.meter import Meter
@@ -54,7 +56,8 @@ def run(argv: Sequence[str], progress: Progress) -> None:
     arguments = parse(argv, promise)
     model_arguments, data_arguments, training = arguments
     folder = RunFolder(Path(training.output_dir))
-    open_folder(folder, argv, promise, arguments)
+    resumed = find_checkpoint(training, promise)
+    open_folder(folder, argv, promise, arguments, resumed)
     progress.output_dir, progress.dataset = folder.path, data_arguments.dataset
     stopping = watch_over(progress, folder, training)
     set_seed(training.seed)
@@ -65,9 +68,9 @@ def run(argv: Sequence[str], progress: Progress) -> None:
     nvme = prepare_nvme(training, model_arguments)
     model = load_model(model_arguments)
     progress.enter("engine")
-    trainer = build_trainer(model, tokenizer, data, training, folder, promise, progress)
+    trainer = build_trainer(model, tokenizer, data, training, folder, promise, progress, resumed)
     trainer.callback_handler.callbacks.insert(0, stopping)  # before the meter, which looks at a step that is saved
-    trainer.train()
+    trainer.train(resume_from_checkpoint=None if resumed is None else str(resumed.path))
     stopping.raise_if_stopped()
     progress.enter("save")
     if model_arguments.save_model:
@@ -93,20 +96,44 @@ def quiet_libraries() -> None:
     logging.disable_progress_bar()
 
 
-def open_folder(folder: RunFolder, argv: Sequence[str], promise: Promise, arguments: Arguments) -> None:
+def find_checkpoint(training: Any, promise: Promise) -> Checkpoint | None:
+    """What this run resumes from, held against what it is; said once."""
+    checkpoint = resume_point(training, verified=PREPARED_VARIABLE in os.environ)
+    if checkpoint is None:
+        return None
+    preset = promise.preset
+    if preset is not None:
+        check_same_layout(
+            checkpoint,
+            engine=preset.engine,
+            sharding=preset.sharding,
+            world_size=training.world_size,
+        )
+    batch = ("per_device_train_batch_size", "gradient_accumulation_steps", "seed", "max_steps")
+    check_goes_on(checkpoint, **{name: getattr(training, name) for name in batch})
+    if training.process_index == 0:
+        print(f"resume: from {checkpoint.path}, after step {checkpoint.step}", flush=True)
+    return checkpoint
+
+
+def open_folder(
+    folder: RunFolder, argv: Sequence[str], promise: Promise, arguments: Arguments, resumed: Checkpoint | None
+) -> None:
     """Refuse a finished run's folder on every rank before any rank writes, then let rank 0 write run.json."""
     training = arguments[2]
     if PREPARED_VARIABLE not in os.environ:
-        folder.check_unused()
+        folder.check_unused(resume=resumed is not None)
         barrier()
         if training.process_index == 0:
             folder.hold()
-            folder.prepare()
+            folder.prepare(resume=resumed is not None)
             write_log(folder.log)
     barrier()
     if training.process_index == 0:
         started = {} if PREPARED_VARIABLE in os.environ else start_facts()
-        folder.update_run(**started, **first_facts(argv, promise, arguments))
+        came_from = None if resumed is None else {"path": str(resumed.path), "step": resumed.step}
+        folder.update_run(**started, **first_facts(argv, promise, arguments), resumed_from=came_from)
+        remove_unfinished(folder.path)
 
 
 def watch_over(progress: Progress, folder: RunFolder, training: Any) -> Stopping:
@@ -175,7 +202,14 @@ def read_data(tokenizer: Any, arguments: DataArguments, training: Any) -> Tokeni
 
 
 def build_trainer(
-    model: Any, tokenizer: Any, data: Tokenized, training: Any, folder: RunFolder, promise: Promise, progress: Progress
+    model: Any,
+    tokenizer: Any,
+    data: Tokenized,
+    training: Any,
+    folder: RunFolder,
+    promise: Promise,
+    progress: Progress,
+    resumed: Checkpoint | None,
 ) -> MeasuredTrainer:
     """The Trainer with its meter and its attestation; the meter's clock starts after attesting, not before."""
     meter = Meter(
@@ -183,6 +217,7 @@ def build_trainer(
         rank=training.process_index,
         device=training.device,
         progress=progress,
+        resumed_step=0 if resumed is None else resumed.step,
     )
     attestation = Attestation(folder.attestation_json, promise, precision=training.mixed_precision, progress=progress)
     trainer = MeasuredTrainer(
@@ -198,6 +233,8 @@ def build_trainer(
     trainer.remove_callback(PrinterCallback)  # the meter prints instead
     attestation.trainer = trainer
     attestation.after = meter.restart_clock
+    preset = None if promise.preset is None else promise.preset.name
+    trainer.manifest_facts = lambda: manifest_facts(trainer, attestation.own, preset=preset)
     return trainer
 
 

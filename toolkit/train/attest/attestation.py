@@ -41,6 +41,8 @@ class Attestation(TrainerCallback):  # type: ignore[misc]
         self.after: Callable[[], None] = lambda: None
         self.gradients: Facts | None = None
         self.weights = ""
+        self.own: Facts = {}
+        """What this rank read of itself, once it has."""
 
     def on_train_begin(self, *_: Any, **__: Any) -> None:
         self.progress.enter("attest")
@@ -63,6 +65,7 @@ class Attestation(TrainerCallback):  # type: ignore[misc]
         own = read_rank(self.trainer, self.gradients or {})
         own |= self._byte_facts(own)
         own["initial_weights_sha256"] = self.weights
+        self.own = own
         self._conclude(_gather(own))
         self.progress.enter("train")
         self.after()

@@ -1,0 +1,185 @@
+"""A run that is stopped and resumed gives the losses of the run that was not: bit for bit, for each engine.
+
+18 rows on two ranks, micro-batches of 2, two of them a step: an epoch has 5 micro-batches a rank, so 3 steps, the
+last of them short. Step 2 is in the middle of the first epoch, step 3 its end, step 5 in the middle of the second.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from launching import ROOT, accelerate_launch, read, toolkit
+
+from toolkit.runs.checkpoints import list_checkpoints, read_checkpoint
+from toolkit.runs.folder import RunFolder
+from toolkit.runs.steps import measure
+
+pytestmark = pytest.mark.launch
+
+STEPS = 6
+LORA = ["--lora_r", "4", "--lora_dropout", "0.1"]  # dropout: the random numbers must go on too
+TINY_BYTES = 4 * 3_219_776
+CASES = [
+    ("ddp", "full", 2),
+    ("ddp", "lora", 5),
+    ("zero1", "full", 5),
+    ("zero2", "full", 3),
+    ("zero2", "lora", 3),
+    ("zero3", "full", 2),
+    ("zero3", "lora", 5),
+    ("fsdp2", "full", 5),
+    ("fsdp2", "lora", 2),
+]
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, faq_alpaca: Path) -> list[str]:
+    rows = tmp_path_factory.mktemp("rows") / "rows.jsonl"
+    rows.write_text("\n".join(faq_alpaca.read_text().splitlines()[:18]) + "\n")
+    words = ["--model_name_or_path", str(tiny_model), "--dataset", str(rows), "--max_seq_length", "64"]
+    words += ["--per_device_train_batch_size", "2", "--gradient_accumulation_steps", "2"]
+    return [*words, "--max_steps", str(STEPS), "--save_steps", "1", "--save_model", "false"]
+
+
+@pytest.fixture(scope="module")
+def whole_runs(tmp_path_factory: pytest.TempPathFactory, job: list[str]) -> dict[tuple[str, str], Path]:
+    """One uninterrupted run a case, with a checkpoint after each step."""
+    folder = tmp_path_factory.mktemp("whole")
+    found = {}
+    for preset, method, _ in CASES:
+        output = found[preset, method] = folder / f"{preset}-{method}"
+        train(preset, job, method, output)
+    return found
+
+
+def train(preset: str, job: list[str], method: str, output: Path, *words: str) -> str:
+    lora = LORA if method == "lora" else []
+    config = ROOT / "accelerate_configs" / f"{preset}.yaml"
+    ended = accelerate_launch(config, *job, *lora, "--output_dir", str(output), *words)
+    assert ended.returncode == 0, f"{ended.stdout[-2000:]}\n{ended.stderr[-2000:]}"
+    return ended.stdout + ended.stderr
+
+
+def rows_after(folder: Path, step: int) -> list[list[tuple[Any, ...]]]:
+    """What each rank trained on and what came of it, for the steps after `step`."""
+    found = []
+    for rank in (0, 1):
+        rows = [json.loads(line) for line in RunFolder(folder).rank_rows(rank).read_text().splitlines()]
+        keys = ("step", "loss", "grad_norm", "local_grad_norm", "batch_sha256")
+        found.append([tuple(row[key] for key in keys) for row in rows if row["step"] > step])
+    return found
+
+
+@pytest.mark.parametrize(("preset", "method", "step"), CASES, ids=lambda value: str(value))
+def test_a_resumed_run_gives_the_same_losses_bit_for_bit(
+    preset: str, method: str, step: int, job: list[str], whole_runs: dict[tuple[str, str], Path], tmp_path: Path
+) -> None:
+    whole = whole_runs[preset, method]
+    train(preset, job, method, tmp_path / "out", "--resume_from_checkpoint", str(whole / f"checkpoint-{step}"))
+    expected = rows_after(whole, step)
+    assert [len(rank) for rank in expected] == [STEPS - step] * 2
+    assert rows_after(tmp_path / "out", 0) == expected
+    run = read(tmp_path / "out" / "run.json")
+    assert run["resumed_from"] == {"path": str(whole / f"checkpoint-{step}"), "step": step}
+    assert read(tmp_path / "out" / "attestation.json")["verdict"] == "attested"
+
+
+@pytest.mark.parametrize(("preset", "method", "step"), CASES, ids=lambda value: str(value))
+def test_every_checkpoint_is_complete_and_says_what_it_is(
+    preset: str, method: str, step: int, whole_runs: dict[tuple[str, str], Path]
+) -> None:
+    del step
+    found = list_checkpoints(whole_runs[preset, method])
+    assert [checkpoint.step for checkpoint in found] == [6, 5, 4, 3, 2, 1]
+    assert [checkpoint.problem(deep=True) for checkpoint in found] == [None] * STEPS
+    manifest = found[0].manifest
+    assert manifest is not None
+    assert (manifest["preset"], manifest["world_size"], manifest["adapter"]) == (preset, 2, method == "lora")
+    assert len(manifest["fingerprint"]["logits"]) == 64
+
+
+@pytest.mark.parametrize("preset", ["ddp", "zero2", "zero3", "fsdp2"])
+def test_a_checkpoint_of_adapters_leaves_the_base_out(preset: str, whole_runs: dict[tuple[str, str], Path]) -> None:
+    checkpoint = list_checkpoints(whole_runs[preset, "lora"])[0]
+    assert checkpoint.bytes is not None
+    tokenizer = sum(entry["bytes"] for entry in (checkpoint.manifest or {})["files"] if "token" in entry["path"])
+    assert 0 < checkpoint.bytes - tokenizer < TINY_BYTES / 10
+
+
+@pytest.fixture
+def stopped(whole_runs: dict[tuple[str, str], Path], tmp_path: Path) -> Path:
+    """A run that was killed after step 4: its rows go to step 5, its newest checkpoint is damaged."""
+    folder = tmp_path / "stopped"
+    shutil.copytree(whole_runs["ddp", "full"], folder)
+    for step in (5, 6):
+        shutil.rmtree(folder / f"checkpoint-{step}")
+    (folder / ".saving-checkpoint-5").mkdir()
+    weights = bytearray((folder / "checkpoint-4" / "model.safetensors").read_bytes())
+    weights[-1] ^= 1
+    (folder / "checkpoint-4" / "model.safetensors").write_bytes(weights)
+    for rank in (0, 1):
+        rows = RunFolder(folder).rank_rows(rank)
+        rows.write_text("".join(rows.read_text().splitlines(keepends=True)[:5]))
+    RunFolder(folder).update_run(status="failed", exit_code=1)
+    return folder
+
+
+def test_latest_names_a_damaged_checkpoint_and_goes_on_from_the_one_before(
+    stopped: Path, job: list[str], whole_runs: dict[tuple[str, str], Path]
+) -> None:
+    words = ["--output_dir", str(stopped), "--resume_from_checkpoint", "latest", "--save_total_limit", "2"]
+    ended = toolkit("train", "--preset", "ddp", "--num-processes", "2", "--cpu", "--", *job, *words)
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    assert f"skipped {stopped}/checkpoint-4: model.safetensors is damaged (checksum)" in ended.stderr
+    assert f"resume: from {stopped}/checkpoint-3, after step 3" in ended.stderr
+    assert rows_after(stopped, 0) == rows_after(whole_runs["ddp", "full"], 0)  # one row a step, before and after
+    assert sorted(path.name for path in stopped.glob("*checkpoint-*")) == ["checkpoint-5", "checkpoint-6"]
+    assert not list(stopped.glob(".saving-*"))
+    run = read(stopped / "run.json")
+    assert (run["status"], run["measured"]["steps"]) == ("completed", STEPS)
+
+
+def test_a_resumed_run_has_untimed_steps_again() -> None:
+    def row(step: int, step_of_process: int, seconds: float) -> dict[str, Any]:
+        counts = {"tokens": 100, "non_padding_tokens": 100, "supervised_tokens": 50, "cpu_seconds": seconds}
+        nothing = {"grad_norm": 1.0, "loss": 1.0, "batch_sha256": "", "rank": 0}
+        peaks = dict.fromkeys(("peak_allocated_bytes", "peak_reserved_bytes", "peak_host_bytes"))
+        return {"step": step, "step_of_process": step_of_process, "seconds": seconds, **counts, **nothing, **peaks}
+
+    steps = [[row(1, 1, 9.0)], [row(2, 2, 1.0)], [row(3, 1, 9.0)], [row(4, 2, 1.0)]]
+    measured = measure(steps, untimed_steps=1)
+    assert (measured.steps, measured.timed_steps, measured.tokens_per_second) == (4, 2, 100)
+
+
+def refused(job: list[str], checkpoint: Path, output: Path, *words: str, preset: str = "ddp") -> str:
+    given = [*job, "--output_dir", str(output), "--resume_from_checkpoint", str(checkpoint), *words]
+    ended = toolkit("train", "--preset", preset, "--num-processes", "2", "--cpu", "--", *given)
+    assert ended.returncode == 2, ended.stderr[-2000:]
+    return ended.stderr
+
+
+def test_a_checkpoint_that_cannot_be_resumed_from_is_refused_before_a_rank_starts(
+    stopped: Path, job: list[str], tmp_path: Path
+) -> None:
+    damaged = refused(job, stopped / "checkpoint-4", tmp_path / "out")
+    assert "checkpoint-4 cannot be used: model.safetensors is damaged (checksum)" in damaged
+    assert f"the one before is complete: `{stopped}/checkpoint-3`" in damaged
+    other = refused(job, stopped / "checkpoint-3", tmp_path / "out", preset="zero2")
+    assert "checkpoint-3 was written with engine ddp, not deepspeed; sharding replicate, not shard_grad_op" in other
+    assert "`--preset ddp`" in other
+    batch = refused(job, stopped / "checkpoint-3", tmp_path / "out", "--per_device_train_batch_size", "1")
+    assert "was trained with --per_device_train_batch_size 2, now it is 1" in batch
+    done = refused(job, stopped / "checkpoint-3", tmp_path / "out", "--max_steps", "3")
+    assert "has 3 steps already, --max_steps is 3" in done
+    missing = refused(job, stopped / "checkpoint-9", tmp_path / "out")
+    assert "checkpoint-9 cannot be used: it does not exist" in missing
+    assert not (tmp_path / "out" / "ranks").exists()
+
+
+def test_the_newest_checkpoint_of_an_empty_folder_is_none(tmp_path: Path) -> None:
+    assert list_checkpoints(tmp_path) == []
+    assert read_checkpoint(tmp_path).problem() == "manifest.json is missing: it was not written to its end"
