@@ -15,7 +15,7 @@ from typing import Any
 
 import psutil
 import pytest
-from launching import ROOT, read
+from launching import ROOT, losses, read
 
 from toolkit.runs.pulses import Pulse, read_pulses
 
@@ -234,3 +234,21 @@ def test_a_full_disk_is_told_and_leaves_the_checkpoint_before_whole(start: Start
         assert not list(disk.glob(".saving-*"))
     finally:
         subprocess.run(["umount", "-l", str(disk)], check=True)
+
+
+def test_a_killed_rank_is_started_again_and_ends_with_the_same_losses(start: Start, tmp_path: Path) -> None:
+    words = ("--save_strategy", "steps", "--save_steps", "5", "--save_total_limit", "2", "--max_steps", "60")
+    run = start(*words, options=("--max-restarts", "1"))
+    run.until_step(12)
+    os.kill(run.pulse(1).pid, signal.SIGKILL)
+    code, said = run.ended()
+    assert (code, run.run()["status"]) == (0, "completed"), said
+    (restart,) = run.run()["restarts"]
+    assert (restart["rank"], restart["status"]) == (1, "failed")
+    assert restart["resumed_from_step"] >= 5
+    assert 0 <= restart["lost_steps"] <= 6  # since the last checkpoint, which the kill may have cut off
+    resumed = losses(run.folder)
+    run.folder.rename(tmp_path / "killed")
+    assert start(*words).ended()[0] == 0
+    assert resumed == losses(tmp_path / "out")
+    assert len(resumed) == 60
