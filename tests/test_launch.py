@@ -586,7 +586,7 @@ def test_a_rank_that_a_signal_ended_is_the_cause_not_the_peer_that_lost_it(tmp_p
     ended = conclude(folder, Outcome(exit_code=1, seconds=1.0), killed_for_memory=False)
     assert (ended.status, ended.exit_code) == ("failed", 1)
     assert ended.failure is not None
-    assert (ended.failure["rank"], ended.failure["message"]) == (1, "rank 1 is gone: SIGKILL ended it")
+    assert (ended.failure["rank"], ended.failure["message"]) == (1, "rank 1 is gone in step 1: SIGKILL ended it")
     assert ended.failure["seen_by_peer"]["message"] == "Connection reset by peer"
     starved = conclude(folder, Outcome(exit_code=1, seconds=1.0), killed_for_memory=True)
     assert (starved.status, starved.exit_code) == ("host_out_of_memory", 3)

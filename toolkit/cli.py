@@ -104,6 +104,13 @@ def train(
     cpu: Annotated[bool | None, typer.Option("--cpu/--no-cpu", help=CPU_HELP)] = None,
     timeout_minutes: Annotated[float | None, typer.Option(help="end the run as timed_out after this long")] = None,
     nvme_path: NvmePath = None,
+    hang_timeout_minutes: Annotated[
+        float | None, typer.Option(help="end a run in which no rank gets on for this long; 20 if not given, 0: never")
+    ] = None,
+    stop_minutes: Annotated[float, typer.Option(help="after Ctrl-C or SIGTERM, wait this long for a checkpoint")] = 5,
+    max_restarts: Annotated[
+        int, typer.Option(help="after a killed or hanging rank, go on from the last checkpoint, this often at most")
+    ] = 0,
 ) -> None:
     """Check the job, print the launch command, and run it.
 
@@ -113,13 +120,16 @@ def train(
     from toolkit.launch.command import launch_command
     from toolkit.launch.elsewhere import fitting_checkpoint
     from toolkit.launch.nvme import check_nvme
-    from toolkit.launch.preflight import check_job, check_output, check_resume
+    from toolkit.launch.preflight import check_job, check_limits, check_output, check_resume
+    from toolkit.launch.restarts import Limits
     from toolkit.launch.run import run_training
     from toolkit.presets import load_preset
 
     argv = training_arguments or []
     chosen = load_preset(preset)
     on_cpu = _on_cpu(cpu)
+    limits = Limits(hang_timeout_minutes=hang_timeout_minutes, stop_minutes=stop_minutes, max_restarts=max_restarts)
+    check_limits(limits)
     job = check_job(chosen, num_processes=num_processes, training_argv=argv, cpu=on_cpu)
     output_dir = check_output(job.arguments, engine=chosen.engine)
     fitting = fitting_checkpoint(chosen, num_processes=num_processes, job=job, say=say)
@@ -144,6 +154,7 @@ def train(
             on_line=say,
             timeout_seconds=timeout_minutes and timeout_minutes * 60,
             nvme=nvme,
+            limits=limits,
         )
     finally:
         fitting.remove()
@@ -153,10 +164,9 @@ def train(
 
 
 def _say_failure(status: str, failure: dict[str, object]) -> None:
-    """The failure once, at the end; what a rank has said already is not said again."""
-    if failure.get("traceback") or failure.get("rank") is None or "seen_by_peer" in failure:
-        say(f"error: {status}: {failure['message']}")
-    if (failure.get("rank") is None or "seen_by_peer" in failure) and failure.get("hint"):
+    """The failure once, at the end: what follows its file in the log is not relayed."""
+    say(f"error: {status}: {failure['message']}")
+    if failure.get("hint"):
         say(f"  hint: {failure['hint']}")
 
 

@@ -13,6 +13,7 @@ from toolkit.compare.rows import Row, row_of, with_parity
 from toolkit.compare.trials import Comparison, Trial
 from toolkit.hardware.machine import describe_machine, git_commit, library_versions
 from toolkit.launch.nvme import NvmeDisk
+from toolkit.launch.restarts import Limits
 from toolkit.launch.run import run_training
 from toolkit.presets import load_preset
 from toolkit.runs import status
@@ -61,6 +62,7 @@ def run_trials(
                 on_line=on_line,
                 timeout_seconds=timeout_seconds,
                 nvme=nvme.get(trial.preset),
+                limits=Limits(stop_minutes=0),  # a trial is repeated whole
             )
             if result.status == status.INTERRUPTED:
                 raise Stopped

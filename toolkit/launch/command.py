@@ -17,6 +17,7 @@ from pathlib import Path
 from toolkit.cache import torch_extensions_folder
 from toolkit.presets import Preset
 from toolkit.runs.nvme import NVME_PATH_VARIABLE
+from toolkit.runs.pulses import HANG_TIMEOUT_VARIABLE
 
 RUN_ID_VARIABLE = "TOOLKIT_RUN_ID"
 
@@ -35,7 +36,13 @@ class LaunchCommand:
 
 
 def launch_command(
-    preset: Preset, *, num_processes: int, training_argv: Sequence[str], cpu: bool, nvme_path: Path | None = None
+    preset: Preset,
+    *,
+    num_processes: int,
+    training_argv: Sequence[str],
+    cpu: bool,
+    nvme_path: Path | None = None,
+    hang_timeout_minutes: float | None = None,
 ) -> LaunchCommand:
     """The command for `num_processes` ranks on this machine."""
     options = ["--config_file", str(preset.accelerate_config_path)]
@@ -49,11 +56,12 @@ def launch_command(
     script = ["-m", "toolkit.train", *training_argv]
     port = ["--num_machines", "1", "--main_process_port", "0"]  # 0: a free one
     run_id = uuid.uuid4().hex
-    disk = {} if nvme_path is None else {NVME_PATH_VARIABLE: str(nvme_path)}
-    by_hand = [f"{name}={shlex.quote(value)}" for name, value in disk.items()]
+    given = {NVME_PATH_VARIABLE: nvme_path, HANG_TIMEOUT_VARIABLE: hang_timeout_minutes}
+    added = {name: str(value) for name, value in given.items() if value is not None}
+    by_hand = [f"{name}={shlex.quote(value)}" for name, value in added.items()]
     return LaunchCommand(
         argv=[sys.executable, "-m", "accelerate.commands.launch", *options, *port, *script],
-        environment=_environment(preset, num_processes, cpu=cpu, run_id=run_id) | disk,
+        environment=_environment(preset, num_processes, cpu=cpu, run_id=run_id) | added,
         shown=" ".join([*by_hand, shlex.join(["accelerate", "launch", *options, *script])]),
         run_id=run_id,
     )

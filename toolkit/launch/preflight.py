@@ -15,6 +15,7 @@ from typing import Any
 from toolkit.data.files import check_file, is_hub_id, resolve_source
 from toolkit.errors import ToolkitError
 from toolkit.hardware.gpus import count_gpus
+from toolkit.launch.restarts import Limits
 from toolkit.presets import Preset
 from toolkit.runs.argv import flag, integer, read_arguments, resumes
 from toolkit.runs.checkpoints import (
@@ -61,6 +62,18 @@ def check_job(preset: Preset, *, num_processes: int, training_argv: Sequence[str
     batch = global_batch_size(arguments, num_processes)
     check_rows_fill_a_step(rows, batch, str(arguments["dataset"]))
     return Job(arguments=arguments, global_batch_size=batch)
+
+
+def check_limits(limits: Limits) -> None:
+    """Minutes and counts that mean something."""
+    given = {
+        "--hang-timeout-minutes": limits.hang_timeout_minutes,
+        "--stop-minutes": limits.stop_minutes,
+        "--max-restarts": limits.max_restarts,
+    }
+    for name, value in given.items():
+        if value is not None and not value >= 0:
+            raise ToolkitError(f"{name} is {value:g}, expected 0 or more")
 
 
 def check_process_count(num_processes: int, *, gpus: int | None, preset: Preset) -> None:

@@ -14,7 +14,7 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
@@ -24,6 +24,8 @@ import psutil
 from toolkit.launch.command import RUN_ID_VARIABLE, LaunchCommand
 
 GRACE_SECONDS = 15.0
+# A saved checkpoint is worth waiting for; a second signal does not wait.
+STOP_MINUTES = 5.0
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
@@ -43,23 +45,36 @@ def run_command(
     *,
     on_line: Callable[[str], None],
     timeout_seconds: float | None = None,
+    ask_to_stop: Callable[[], bool] | None = None,
+    stop_seconds: float = STOP_MINUTES * 60,
+    inherit: Sequence[int] = (),
 ) -> Outcome:
-    """Start the command and wait. Whatever happens (Ctrl-C too), all its processes are gone afterwards."""
+    """Start the command and wait. Whatever happens (Ctrl-C too), all its processes are gone afterwards.
+
+    At the first signal `ask_to_stop` asks the ranks to save and end, if there are any to ask, and they have
+    `stop_seconds` for it; a second signal ends them at once. `inherit` are descriptors that the command keeps open.
+    """
     started = time.monotonic()
     timed_out = interrupted = False
     with log.open("a", encoding="utf-8", errors="replace") as file, terminate_as_interrupt():
-        process = _start(command)
+        process = _start(command, inherit)
+        lines = _lines_of(process)
         try:
-            timed_out = not _follow(process, file, on_line, deadline=timeout_seconds and started + timeout_seconds)
+            timed_out = not _follow(
+                process, lines, file, on_line, deadline=timeout_seconds and started + timeout_seconds
+            )
         except KeyboardInterrupt:
             interrupted = True
+            with contextlib.suppress(KeyboardInterrupt):
+                if ask_to_stop is not None and ask_to_stop():
+                    _follow(process, lines, file, on_line, deadline=time.monotonic() + stop_seconds)
         finally:
             _stop(process, command.run_id, graceful=timed_out or interrupted)
     seconds = time.monotonic() - started
     return Outcome(exit_code=process.returncode, seconds=seconds, timed_out=timed_out, interrupted=interrupted)
 
 
-def _start(command: LaunchCommand) -> subprocess.Popen[str]:
+def _start(command: LaunchCommand, inherit: Sequence[int]) -> subprocess.Popen[str]:
     return subprocess.Popen(
         command.argv,
         env=_environment() | command.environment,
@@ -69,6 +84,7 @@ def _start(command: LaunchCommand) -> subprocess.Popen[str]:
         text=True,
         errors="replace",
         start_new_session=True,
+        pass_fds=tuple(inherit),
         preexec_fn=_die_with_parent,
     )
 
@@ -85,13 +101,23 @@ def _die_with_parent() -> None:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
-def _follow(
-    process: subprocess.Popen[str], file: IO[str], on_line: Callable[[str], None], *, deadline: float | None
-) -> bool:
-    """Copy lines to the log until the process ends; False when the deadline passed first."""
+def _lines_of(process: subprocess.Popen[str]) -> queue.Queue[str | None]:
+    """What the process says, line by line; None at its end."""
     assert process.stdout is not None
     lines: queue.Queue[str | None] = queue.Queue()
     threading.Thread(target=_read, args=(process.stdout, lines), daemon=True).start()
+    return lines
+
+
+def _follow(
+    process: subprocess.Popen[str],
+    lines: queue.Queue[str | None],
+    file: IO[str],
+    on_line: Callable[[str], None],
+    *,
+    deadline: float | None,
+) -> bool:
+    """Copy lines to the log until the process ends; False when the deadline passed first."""
     while True:
         remaining = None if deadline is None else deadline - time.monotonic()
         if remaining is not None and remaining <= 0:
@@ -105,8 +131,9 @@ def _follow(
         if line is None:
             process.wait()
             return True
-        file.write(line)
-        file.flush()
+        with contextlib.suppress(OSError):  # a full disk: the ranks tell, and the line is still shown
+            file.write(line)
+            file.flush()
         on_line(line.rstrip("\n"))
 
 

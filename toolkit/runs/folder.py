@@ -6,6 +6,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
 import os
 import tempfile
@@ -22,6 +24,7 @@ from toolkit.runs.status import COMPLETED, RUNNING
 SCHEMA_VERSION = 1
 # Raised whenever what a number counts changes, so that two reports are never compared across the change.
 MEASUREMENT_VERSION = 1
+LOCK = "run.lock"
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +76,33 @@ class RunFolder:
         rows = [] if resume else [self.log, *self.path.glob("ranks/rank*.jsonl")]
         for leftover in [self.failure_json, self.attestation_json, self.run_json, *rows]:
             leftover.unlink(missing_ok=True)
+        self.forget_pulses()
+
+    def hold(self) -> int | None:
+        """Hold the folder for this process and those that inherit the descriptor; gone when the last of them is.
+
+        None on a file system that has no locks. Raises ToolkitError while another run holds it.
+        """
+        self._make()
+        descriptor = os.open(self.path / LOCK, os.O_RDWR | os.O_CREAT, 0o666)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            holder = os.pread(descriptor, 32, 0).decode(errors="replace").strip()
+            os.close(descriptor)
+            if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
+                return None
+            raise self._held(holder) from None
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, str(os.getpid()).encode(), 0)
+        return descriptor
+
+    def _held(self, holder: str) -> ToolkitError:
+        who = f" (process {holder})" if holder else ""
+        return ToolkitError(
+            f"{self.path} holds a run that is still going{who}",
+            hint="wait for it, stop it, or name another folder: `--output_dir DIR`",
+        )
 
     def check_unused(self, *, resume: bool = False) -> None:
         """Refuse a folder that must not be written over; a run that resumes may go on in a finished one."""
@@ -91,6 +121,12 @@ class RunFolder:
                 f"{self.path} holds a run that is still going (process {run['launcher_pid']})",
                 hint="wait for it, or name another folder",
             )
+
+    def forget_pulses(self) -> None:
+        """Remove the signs of life of processes that are gone."""
+        for pattern in ("rank*.pulse", "rank*.stacks", "hang.claim"):
+            for leftover in (self.path / "ranks").glob(pattern):
+                leftover.unlink(missing_ok=True)
 
     def check_writable(self) -> None:
         """Refuse a folder that cannot be made or written; nothing is left behind by the attempt."""

@@ -24,6 +24,8 @@ class BatchFacts:
     """Labels that are not -100 after the causal shift."""
     sha256: str
     """Of the int64 bytes of the padded input ids, then of the labels: the token order's fingerprint."""
+    rows: tuple[int, ...] = ()
+    """Numbers of the rows, from 0, in the data set as it was read; of all documents where rows are packed."""
 
 
 class Collator:

@@ -46,6 +46,8 @@ class Meter(TrainerCallback):  # type: ignore[misc]
     ) -> None:
         self.path, self.rank, self.progress = path, rank, progress
         self.max_steps = 0
+        self.scaled = False
+        """fp16 skips a step whose gradient overflowed, and lowers its loss scale: no divergence."""
         self.cuda = device.type == "cuda"
         self.driver = DriverMemory(device)
         self.step = _Step()
@@ -76,7 +78,7 @@ class Meter(TrainerCallback):  # type: ignore[misc]
         self.restart_clock()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        del args, control
+        self.scaled = bool(args.fp16)
         self.max_steps = state.max_steps  # known once the Trainer has counted the batches
         finished, self.step = self.step, _Step()
         self.restart_clock()  # here, so that what the meter itself costs is part of the next step
@@ -84,7 +86,7 @@ class Meter(TrainerCallback):  # type: ignore[misc]
         finished.cpu_seconds = self.step.cpu_seconds - finished.cpu_seconds
         self.progress.step = state.global_step
         self.waiting.append((state.global_step, finished))
-        self.flush(wait=False)
+        self.flush(wait=control.should_save)  # a step that diverged is not saved
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any) -> None:
         """What the Trainer logs, means over all ranks; its own speeds, which count untimed steps, are left out."""
@@ -112,8 +114,17 @@ class Meter(TrainerCallback):  # type: ignore[misc]
             with self.path.open("a") as file:
                 file.write(json.dumps(row) + "\n")
             self._print(row)
-            if not math.isfinite(row["loss"]):
-                raise Diverged(f"the loss is {row['loss']} at step {number}", hint="lower `--learning_rate`")
+            self._check_finite(row, step)
+
+    def _check_finite(self, row: dict[str, Any], step: _Step) -> None:
+        """Refuse to go on with a loss or a gradient that is no number: the weights are lost from here on."""
+        norms = {} if self.scaled else {"gradient norm": row["grad_norm"] or row["local_grad_norm"]}
+        for name, value in ({"loss": row["loss"]} | norms).items():
+            if value is not None and not math.isfinite(value):
+                rows = tuple(number for facts in step.facts for number in facts.rows)
+                raise Diverged(
+                    f"the {name} is {value} at step {row['step']}", hint="lower `--learning_rate`", rows=rows
+                )
 
     def _row(self, number: int, step: _Step) -> dict[str, Any]:
         return {

@@ -31,15 +31,17 @@ from toolkit.train.attest.attestation import Attestation
 from toolkit.train.batches import Collator
 from toolkit.train.checkpointing import manifest_facts, resume_point
 from toolkit.train.data_preflight import preflight_lines
-from toolkit.train.failure import Progress
+from toolkit.train.failure import Progress, report_failure, report_hang
 from toolkit.train.meter import Meter
 from toolkit.train.modelling import load_model, load_tokenizer
 from toolkit.train.nvme import name_swap_folder, prepare_nvme, swap_bytes
 from toolkit.train.promise import Promise, find_promise
 from toolkit.train.saving import save_final_model
+from toolkit.train.stopping import Stopping
 from toolkit.train.tokens import Tokenized, load_rows, tokenize
 from toolkit.train.trainer import MeasuredTrainer
 from toolkit.train.universal import prepare_universal
+from toolkit.train.watchdog import Watchdog
 from toolkit.units import number
 
 PREPARED_VARIABLE = "TOOLKIT_RUN_PREPARED"
@@ -57,7 +59,8 @@ def run(argv: Sequence[str], progress: Progress) -> None:
     folder = RunFolder(Path(training.output_dir))
     resumed = find_checkpoint(training, promise)
     open_folder(folder, argv, promise, arguments, resumed)
-    progress.output_dir = folder.path
+    progress.output_dir, progress.dataset = folder.path, data_arguments.dataset
+    stopping = watch_over(progress, folder, training)
     set_seed(training.seed)
     progress.enter("data")
     tokenizer = load_tokenizer(model_arguments, chat_template=data_arguments.chat_template)
@@ -68,7 +71,9 @@ def run(argv: Sequence[str], progress: Progress) -> None:
     progress.enter("engine")
     trainer = build_trainer(model, tokenizer, data, training, folder, promise, progress, resumed)
     prepare_universal(trainer, None if resumed is None else resumed.path)
+    trainer.callback_handler.callbacks.insert(0, stopping)  # before the meter, which looks at a step that is saved
     trainer.train(resume_from_checkpoint=None if resumed is None else str(resumed.path))
+    stopping.raise_if_stopped()
     progress.enter("save")
     if model_arguments.save_model:
         save_final_model(trainer, tokenizer, folder.path)
@@ -122,6 +127,7 @@ def open_folder(
         folder.check_unused(resume=resumed is not None)
         barrier()
         if training.process_index == 0:
+            folder.hold()
             folder.prepare(resume=resumed is not None)
             write_log(folder.log)
     barrier()
@@ -130,6 +136,18 @@ def open_folder(
         came_from = None if resumed is None else {"path": str(resumed.path), "step": resumed.step}
         folder.update_run(**started, **first_facts(argv, promise, arguments), resumed_from=came_from)
         remove_unfinished(folder.path)
+
+
+def watch_over(progress: Progress, folder: RunFolder, training: Any) -> Stopping:
+    """From here on the rank shows signs of life, and answers signals."""
+    rank = training.process_index
+    ranks = folder.rank_rows(rank).parent
+    Watchdog(progress, ranks=ranks, rank=rank, on_hang=lambda failure: report_hang(failure, progress)).start()
+    stopping = Stopping(
+        progress, rank=rank, world_size=training.world_size, report=lambda error: report_failure(error, progress)
+    )
+    stopping.listen()
+    return stopping
 
 
 def first_facts(argv: Sequence[str], promise: Promise, arguments: Arguments) -> dict[str, Any]:

@@ -31,7 +31,7 @@ class MeasuredTrainer(Trainer):  # type: ignore[misc]
 
     def training_step(self, model: Any, inputs: dict[str, Any], num_items_in_batch: Any = None) -> torch.Tensor:
         self.meter.add_batch(inputs.pop(BATCH_FACTS, None))
-        self.progress.phase = "forward"
+        self.progress.phase, self.progress.micro_steps = "forward", self.progress.micro_steps + 1
         loss: torch.Tensor = super().training_step(model, inputs, num_items_in_batch)
         self.progress.phase = "step"
         self.meter.add_loss(loss)
