@@ -18,6 +18,7 @@ from toolkit.hardware.gpus import count_gpus
 from toolkit.presets import Preset
 from toolkit.runs.argv import flag, integer, read_arguments
 from toolkit.runs.folder import RunFolder, read_json
+from toolkit.runs.switches import check_switches
 from toolkit.units import gib
 
 POSITIVE = ("per_device_train_batch_size", "gradient_accumulation_steps", "max_seq_length", "lora_r", "lora_alpha")
@@ -45,6 +46,7 @@ def check_job(preset: Preset, *, num_processes: int, training_argv: Sequence[str
     arguments = read_arguments(training_argv)
     check_required(arguments, ("model_name_or_path", "dataset"))
     check_positive(arguments)
+    check_switches(arguments, preset, num_processes=num_processes, on_cpu=cpu)
     check_model(str(arguments["model_name_or_path"]))
     rows = check_dataset(str(arguments["dataset"]))
     batch = global_batch_size(arguments, num_processes)

@@ -27,7 +27,8 @@ class ModelArguments:
         default_factory=lambda: ["all-linear"], metadata={"help": "module names that get an adapter"}
     )
     lora_config: list[str] | None = field(
-        default=None, metadata={"help": "any other `LoraConfig` field as key=value: use_dora=true, use_rslora=true, ..."}
+        default=None,
+        metadata={"help": "any other `LoraConfig` field as key=value: use_dora=true, use_rslora=true, ..."},
     )
     load_in_4bit: bool = field(
         default=False, metadata={"help": "QLoRA: the frozen base model in 4-bit NF4 (bitsandbytes); needs --lora_r"}

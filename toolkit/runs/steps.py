@@ -85,11 +85,12 @@ def read_steps(folder: RunFolder) -> list[list[Row]]:
 def measure(steps: list[list[Row]], *, untimed_steps: int) -> Measured:
     """Reduce the rows of all ranks: seconds by the slowest rank, tokens by sum, peaks by maximum."""
     step_seconds = _over_ranks(steps, "seconds", max)
-    timed = step_seconds[untimed_steps:]
-    tokens, non_padding = _over_ranks(steps, "tokens", sum), _over_ranks(steps, "non_padding_tokens", sum)
+    timed_steps = [step for step in steps[untimed_steps:] if not step[0].get("profiled")]
+    timed = _over_ranks(timed_steps, "seconds", max)
+    tokens, non_padding = _over_ranks(timed_steps, "tokens", sum), _over_ranks(timed_steps, "non_padding_tokens", sum)
 
-    def rate(counted: list[float], clock: list[float] = step_seconds) -> float | None:
-        return throughput(step_seconds=clock, tokens=counted, untimed_steps=untimed_steps)
+    def rate(counted: list[float], clock: list[float] = timed) -> float | None:
+        return throughput(step_seconds=clock, tokens=counted, untimed_steps=0)
 
     return Measured(
         steps=len(steps),
@@ -100,9 +101,9 @@ def measure(steps: list[list[Row]], *, untimed_steps: int) -> Measured:
         step_seconds_p90=percentile(timed, 0.9),
         tokens_per_second=rate(tokens),
         non_padding_tokens_per_second=rate(non_padding),
-        supervised_tokens_per_second=rate(_over_ranks(steps, "supervised_tokens", sum)),
-        tokens_per_cpu_second=rate(tokens, _over_ranks(steps, "cpu_seconds", sum)),
-        padding_fraction=_padding(tokens[untimed_steps:], non_padding[untimed_steps:]),
+        supervised_tokens_per_second=rate(_over_ranks(timed_steps, "supervised_tokens", sum)),
+        tokens_per_cpu_second=rate(tokens, _over_ranks(timed_steps, "cpu_seconds", sum)),
+        padding_fraction=_padding(tokens, non_padding),
         losses=_over_ranks(steps, "loss", lambda losses: math.fsum(losses) / len(losses)),
         grad_norms=[grad_norm(step) for step in steps],
         batch_sha256=[[row["batch_sha256"] for row in step] for step in steps],

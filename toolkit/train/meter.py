@@ -31,6 +31,7 @@ class _Step:
     losses: list[torch.Tensor] = field(default_factory=list)
     grad_norm: Any = None
     memory: dict[str, int | None] = field(default_factory=dict)
+    profiled: bool = False
     start: Any = None
     end: Any = None
     cpu_seconds: float = 0.0
@@ -42,6 +43,8 @@ class Meter(TrainerCallback):  # type: ignore[misc]
     def __init__(self, path: Path, *, rank: int, device: torch.device, progress: Progress) -> None:
         self.path, self.rank, self.progress = path, rank, progress
         self.max_steps = 0
+        self.profiled = False
+        """Whether the step under way is profiled: its row says so, and it is not timed."""
         self.cuda = device.type == "cuda"
         self.driver = DriverMemory(device)
         self.step = _Step()
@@ -74,6 +77,7 @@ class Meter(TrainerCallback):  # type: ignore[misc]
         del args, control
         self.max_steps = state.max_steps  # known once the Trainer has counted the batches
         finished, self.step = self.step, _Step()
+        finished.profiled = self.profiled
         self.restart_clock()  # here, so that what the meter itself costs is part of the next step
         finished.end, finished.memory = self.step.start, self._memory()
         finished.cpu_seconds = self.step.cpu_seconds - finished.cpu_seconds
@@ -123,6 +127,7 @@ class Meter(TrainerCallback):  # type: ignore[misc]
             **grad_norm_facts(step.grad_norm),
             "batch_sha256": "+".join(facts.sha256[:16] for facts in step.facts),
             **step.memory,
+            **({"profiled": True} if step.profiled else {}),
         }
 
     def _now(self) -> Any:

@@ -31,6 +31,7 @@ from toolkit.train.batches import Collator
 from toolkit.train.data_preflight import preflight_lines
 from toolkit.train.failure import Progress
 from toolkit.train.meter import Meter
+from toolkit.train.methods import Methods
 from toolkit.train.modelling import load_model, load_tokenizer
 from toolkit.train.nvme import name_swap_folder, prepare_nvme, swap_bytes
 from toolkit.train.promise import Promise, find_promise
@@ -63,6 +64,7 @@ def run(argv: Sequence[str], progress: Progress) -> None:
     model = load_model(model_arguments)
     progress.enter("engine")
     trainer = build_trainer(model, tokenizer, data, training, folder, promise, progress)
+    methods = Methods(trainer, arguments, folder)
     trainer.train()
     progress.enter("save")
     if model_arguments.save_model:
@@ -73,6 +75,7 @@ def run(argv: Sequence[str], progress: Progress) -> None:
             )
     if nvme is not None:
         write_nvme_facts(folder, training, nvme)
+    methods.write_facts()
     close_folder(folder, training, model_arguments.untimed_steps, progress)
     remove_swap_files(progress, training)
     if dist.is_initialized():
@@ -121,6 +124,7 @@ def first_facts(argv: Sequence[str], promise: Promise, arguments: Arguments) -> 
             "max_steps": training.max_steps,
             "num_train_epochs": training.num_train_epochs,
             "learning_rate": training.learning_rate,
+            "lr_scaling": None if training.scaled_rate is None else asdict(training.scaled_rate),
             "per_device_train_batch_size": training.per_device_train_batch_size,
             "gradient_accumulation_steps": training.gradient_accumulation_steps,
             "global_batch_size": training.per_device_train_batch_size

@@ -38,6 +38,8 @@ class Attestation(TrainerCallback):  # type: ignore[misc]
         self.path, self.promise, self.progress = path, promise, progress
         self.compute_dtype = DTYPE_OF_PRECISION[precision]
         self.trainer: Any = None
+        self.asked: Facts = {}
+        """What the arguments switch on, beside what is known here."""
         self.after: Callable[[], None] = lambda: None
         self.gradients: Facts | None = None
         self.weights = ""
@@ -110,6 +112,7 @@ class Attestation(TrainerCallback):  # type: ignore[misc]
             "gradient_clipping": args.max_grad_norm,
             "activation_checkpointing": bool(args.activation_checkpointing) or _preset_recomputes(self.promise.preset),
         }
+        asked |= self.asked
         return promised_facts(
             self.promise.preset,
             self.promise.world_size,

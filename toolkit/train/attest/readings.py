@@ -19,6 +19,7 @@ from toolkit.train.attest.swapped import (
     swaps_every_large_shard,
 )
 from toolkit.train.attest.tensors import device_types, dtype_names, full_size, local_bytes
+from toolkit.train.switches import read_switches
 
 Facts = dict[str, Any]
 
@@ -38,6 +39,7 @@ def read_rank(trainer: Any, gradients: Facts) -> Facts:
         "num_params": sum(map(full_size, parameters)),
         "num_trainable_params": sum(full_size(p) for p in parameters if p.requires_grad),
         "activation_checkpointing": uses_activation_checkpointing(plain),
+        **read_switches(trainer, plain),
         "attn_implementation": getattr(plain.config, "_attn_implementation", None),
     }
 
