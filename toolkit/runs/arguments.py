@@ -28,7 +28,7 @@ class ModelArguments:
     )
     lora_config: list[str] | None = field(
         default=None,
-        metadata={"help": "any other `LoraConfig` field as key=value: use_dora=true, use_rslora=true, ..."},
+        metadata={"help": "any other `LoraConfig` field as key=value: use_dora=true, ..."},
     )
     load_in_4bit: bool = field(
         default=False, metadata={"help": "QLoRA: the frozen base model in 4-bit NF4 (bitsandbytes); needs --lora_r"}
