@@ -65,14 +65,14 @@ def check_switches(
     Raises ToolkitError for what does not work, alone, with another argument, or under this preset.
     """
     _check_own(arguments)
-    _check_adapters(arguments, preset, on_cpu=on_cpu)
+    _check_adapters(arguments, preset)
     _check_kernels(arguments, on_cpu=on_cpu)
     check_trackers(arguments.get("report_to"))
     engine, name = (None, "") if preset is None else (preset.engine, preset.name)
     check_comm_hook(arguments, engine=engine, preset=name, num_processes=num_processes)
     if preset is not None:
         _check_strategy(arguments, preset)
-    return without_effect(arguments, engine, name, on_cpu=on_cpu)
+    return without_effect(arguments, engine, name)
 
 
 def _on(arguments: Arguments, name: str) -> bool:
@@ -114,7 +114,7 @@ def profiled_steps(text: str) -> tuple[int, int]:
     return first, last
 
 
-def _check_adapters(arguments: Arguments, preset: PresetFacts | None, *, on_cpu: bool) -> None:
+def _check_adapters(arguments: Arguments, preset: PresetFacts | None) -> None:
     lora = arguments.get("lora_r") is not None
     fields = lora_fields(arguments.get("lora_config"))
     for name in ("lora_config", "load_in_4bit"):
@@ -127,7 +127,7 @@ def _check_adapters(arguments: Arguments, preset: PresetFacts | None, *, on_cpu:
                 hint="`--lora_config layers_to_transform=[0,1]`, or `--lora_target_modules q_proj v_proj`",
             )
     if _on(arguments, "load_in_4bit"):
-        _check_4bit(preset, on_cpu=on_cpu)
+        _check_4bit(preset)
     if fields.get("use_dora") and preset is not None and preset.engine == "deepspeed" and preset.offload_param:
         raise ToolkitError(
             f"DoRA does not work under preset {preset.name!r}: its norms are computed from whole base weights",
@@ -135,8 +135,7 @@ def _check_adapters(arguments: Arguments, preset: PresetFacts | None, *, on_cpu:
         )
 
 
-def _check_4bit(preset: PresetFacts | None, *, on_cpu: bool) -> None:
-    del on_cpu
+def _check_4bit(preset: PresetFacts | None) -> None:
     reasons = {
         ("deepspeed", "full_shard"): "every GPU would load the whole model (peft#2016)",
         ("deepspeed", "hybrid_shard"): "every GPU would load the whole model (peft#2016)",
@@ -161,6 +160,11 @@ def _check_kernels(arguments: Arguments, *, on_cpu: bool) -> None:
         raise ToolkitError("--use_liger_kernel needs a GPU: its kernels are Triton's", hint="leave it out on a CPU")
     if _on(arguments, "use_liger_kernel") and not is_importable("liger_kernel"):
         raise ToolkitError("--use_liger_kernel needs liger-kernel", hint='pip install "finetune-toolkit[gpu]"')
+    if _on(arguments, "activation_checkpointing_offload") and on_cpu:
+        raise ToolkitError(
+            "--activation_checkpointing_offload needs a GPU: on a CPU activations are in host memory already",
+            hint="leave it out on a CPU",
+        )
     if _on(arguments, "memory_snapshot") and on_cpu:
         raise ToolkitError(
             "--memory_snapshot needs a GPU: it records CUDA's allocator", hint="`--profile_steps 3:5` works on a CPU"
@@ -193,7 +197,7 @@ def _check_strategy(arguments: Arguments, preset: PresetFacts) -> None:
             )
 
 
-def without_effect(arguments: Arguments, engine: str | None, preset: str, *, on_cpu: bool) -> list[str]:
+def without_effect(arguments: Arguments, engine: str | None, preset: str) -> list[str]:
     """One line for each argument that changes nothing here."""
     lines: list[str] = []
     if engine not in (None, "ddp"):
@@ -213,10 +217,6 @@ def without_effect(arguments: Arguments, engine: str | None, preset: str, *, on_
     ]
     if engine == "fsdp2" and recomputes(arguments) and _given(arguments, "activation_checkpointing_kwargs"):
         lines.append("--activation_checkpointing_kwargs has no effect: FSDP2 checkpoints each layer itself")
-    if _on(arguments, "activation_checkpointing_offload") and on_cpu:
-        lines.append(
-            "--activation_checkpointing_offload has no effect on a CPU: activations are in host memory already"
-        )
     lines += [
         f"--{name} is an old name: write --{name.replace('gradient', 'activation')}"
         for name in ("gradient_checkpointing", "gradient_checkpointing_kwargs")

@@ -41,12 +41,22 @@ class CountingDist:
 
     def all_gather(self, tensors: list[torch.Tensor], tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         self._count(tensor, dist.get_world_size() - 1)
-        return dist.all_gather(tensors, tensor, *args, **kwargs)
+        return _Gathered(dist.all_gather(tensors, tensor, *args, **kwargs), tensors)
 
     def _count(self, tensor: torch.Tensor, ring_share: float) -> None:
         size = tensor.numel() * tensor.element_size()
         self.bytes, self.ring_bytes, self.calls = self.bytes + size, self.ring_bytes + ring_share * size, self.calls + 1
         self.dtypes.add(str(tensor.dtype).removeprefix("torch."))
+
+
+class _Gathered:
+    """A gather's work whose future holds `[tensors]`, as NCCL's does and torch's int8 hook expects; gloo's is flat."""
+
+    def __init__(self, work: Any, tensors: list[torch.Tensor]) -> None:
+        self.work, self.tensors = work, tensors
+
+    def get_future(self) -> Any:
+        return self.work.get_future().then(lambda _: [self.tensors])
 
 
 class HookInForce:
@@ -103,7 +113,7 @@ def register_hook(wrapped: Any, arguments: ModelArguments) -> HookInForce | None
         )
     counter = CountingDist()
     for module in HOOK_MODULES:
-        module.dist = counter  # type: ignore[attr-defined]
+        setattr(module, "dist", counter)  # noqa: B010  (mypy)
     state, function = _hook(arguments)
     hook = HookInForce(arguments.ddp_comm_hook, function, counter)
     wrapped.register_comm_hook(state, hook)

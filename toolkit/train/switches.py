@@ -59,6 +59,8 @@ def rate_lines(rate: ScaledRate | None, training: Any) -> list[str]:
     """The arithmetic, for the log."""
     if rate is None:
         return []
+    if not training.warmup_steps:
+        return [f"{rate.sentence}, without warm-up"]
     warm = f"{training.warmup_steps:.0%} of the" if training.warmup_steps < 1 else f"{training.warmup_steps:.0f}"
     return [f"{rate.sentence}, after a warm-up of {warm} steps (`--warmup_steps` changes it)"]
 
@@ -93,7 +95,9 @@ def read_switches(trainer: Any, plain: Any) -> Facts:
 
 def _offloads_activations(plain: Any) -> bool:
     """FSDP wraps the layer; the Trainer gives it a checkpoint function that saves on the host."""
-    if any(type(module).__name__ == "OffloadWrapper" for module in plain.modules()):
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import OffloadWrapper
+
+    if any(isinstance(module, OffloadWrapper) for module in plain.modules()):
         return True
     functions = [getattr(m, "_gradient_checkpointing_func", None) for m in plain.modules()]
     inner = {getattr(function, "func", function) for function in functions if function is not None}

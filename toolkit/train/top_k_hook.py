@@ -58,4 +58,4 @@ def top_k_hook(state: TopK, bucket: dist.GradBucket) -> torch.futures.Future[tor
             buffer.index_add_(0, their_indices, their_values / ranks)
         return buffer
 
-    return work.get_future().then(add_up)  # type: ignore[no-any-return]
+    return work.get_future().then(add_up)

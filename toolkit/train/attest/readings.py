@@ -59,9 +59,11 @@ def is_fsdp2(wrapped: Any) -> bool:
 
 
 def uses_activation_checkpointing(plain: Any) -> bool:
-    """Whether any module recomputes its activations."""
+    """Whether any module recomputes its activations. FSDP2 makes subclasses of what it shards."""
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
+
     return any(
-        getattr(module, "gradient_checkpointing", False) is True or type(module).__name__ == "CheckpointWrapper"
+        getattr(module, "gradient_checkpointing", False) is True or isinstance(module, CheckpointWrapper)
         for module in plain.modules()
     )
 
