@@ -116,7 +116,7 @@ def profiled_steps(text: str) -> tuple[int, int]:
 
 def _check_adapters(arguments: Arguments, preset: PresetFacts | None) -> None:
     lora = arguments.get("lora_r") is not None
-    fields = lora_fields(arguments.get("lora_config"))
+    lora_fields(arguments.get("lora_config"))
     for name in ("lora_config", "load_in_4bit"):
         if _given(arguments, name) and not lora:
             raise ToolkitError(f"--{name} needs --lora_r", hint="add `--lora_r 16`")
@@ -128,11 +128,6 @@ def _check_adapters(arguments: Arguments, preset: PresetFacts | None) -> None:
             )
     if _on(arguments, "load_in_4bit"):
         _check_4bit(preset)
-    if fields.get("use_dora") and preset is not None and preset.engine == "deepspeed" and preset.offload_param:
-        raise ToolkitError(
-            f"DoRA does not work under preset {preset.name!r}: its norms are computed from whole base weights",
-            hint="`--preset zero2_cpu_offload`, or leave out `use_dora`",
-        )
 
 
 def _check_4bit(preset: PresetFacts | None) -> None:

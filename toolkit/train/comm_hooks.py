@@ -50,13 +50,13 @@ class CountingDist:
 
 
 class _Gathered:
-    """A gather's work whose future holds `[tensors]`, as NCCL's does and torch's int8 hook expects; gloo's is flat."""
+    """A gather's work whose future holds one stacked tensor, as NCCL's does and torch's int8 hook expects it."""
 
     def __init__(self, work: Any, tensors: list[torch.Tensor]) -> None:
         self.work, self.tensors = work, tensors
 
     def get_future(self) -> Any:
-        return self.work.get_future().then(lambda _: [self.tensors])
+        return self.work.get_future().then(lambda _: [torch.stack(self.tensors)])
 
 
 class HookInForce:
