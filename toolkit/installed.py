@@ -33,10 +33,45 @@ def training_argument_types() -> dict[str, str]:
 
     Empty where transformers is not installed.
     """
-    spec = importlib.util.find_spec("transformers")
+    return _field_types("transformers", "training_args.py", "TrainingArguments")
+
+
+@functools.cache
+def lora_config_types() -> dict[str, str]:
+    """The same of peft's `LoraConfig`, without what it inherits."""
+    return _field_types("peft", "tuners/lora/config.py", "LoraConfig")
+
+
+@functools.cache
+def tracker_names() -> tuple[str, ...]:
+    """What transformers' `report_to` knows, read from its source."""
+    tree = _source("transformers", "integrations/integration_utils.py")
+    tables = [
+        node.value
+        for node in (tree.body if tree else [])
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "INTEGRATION_TO_CALLBACK"
+    ]
+    keys = [key for table in tables if isinstance(table, ast.Dict) for key in table.keys]
+    return tuple(str(key.value) for key in keys if isinstance(key, ast.Constant))
+
+
+def is_importable(module: str) -> bool:
+    """Whether a module is there; it is not imported, only the packages above it are."""
+    try:
+        return importlib.util.find_spec(module) is not None
+    except (ImportError, ValueError):
+        return False
+
+
+def _source(library: str, file: str) -> ast.Module | None:
+    spec = importlib.util.find_spec(library)
     if spec is None or spec.origin is None:
-        return {}
-    tree = ast.parse((Path(spec.origin).parent / "training_args.py").read_text())
-    bodies = [node.body for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "TrainingArguments"]
-    fields = [node for node in bodies[0] if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)]
+        return None
+    return ast.parse((Path(spec.origin).parent / file).read_text())
+
+
+def _field_types(library: str, file: str, name: str) -> dict[str, str]:
+    tree = _source(library, file)
+    classes = [node for node in (tree.body if tree else []) if isinstance(node, ast.ClassDef) and node.name == name]
+    fields = [node for node in (classes[0].body if classes else []) if isinstance(node, ast.AnnAssign)]
     return {node.target.id: ast.unparse(node.annotation) for node in fields if isinstance(node.target, ast.Name)}

@@ -26,6 +26,7 @@ from toolkit.launch.process import terminate_as_interrupt
 from toolkit.presets import load_preset
 from toolkit.runs import status
 from toolkit.runs.argv import integer
+from toolkit.runs.switches import check_switches
 from toolkit.units import number, seconds
 
 TABLE_COLUMNS = 100  # narrower, presets and statuses would be broken over lines
@@ -66,6 +67,8 @@ def run_comparison(
             check_process_count(n, gpus=gpus, preset=preset)
     largest = max(comparison.num_processes)
     job = check_job(chosen[0], num_processes=largest, training_argv=training_arguments, cpu=cpu)
+    for preset in chosen:
+        check_switches(job.arguments, preset, num_processes=largest, on_cpu=cpu)
     refuse_own_arguments(job.arguments, integer(job.arguments, "max_steps", 0), untimed_steps)
     nvme = {preset.name: check_nvme(preset, nvme_path=nvme_path, arguments=job.arguments, cpu=cpu) for preset in chosen}
     open_comparison(output, comparison, resume=resume)

@@ -27,6 +27,7 @@ from toolkit.runs.checkpoints import (
     list_checkpoints,
 )
 from toolkit.runs.folder import RunFolder, read_json
+from toolkit.runs.switches import check_switches
 from toolkit.units import gib
 
 POSITIVE = ("per_device_train_batch_size", "gradient_accumulation_steps", "max_seq_length", "lora_r", "lora_alpha")
@@ -57,6 +58,7 @@ def check_job(preset: Preset, *, num_processes: int, training_argv: Sequence[str
     arguments = read_arguments(training_argv)
     check_required(arguments, ("model_name_or_path", "dataset"))
     check_positive(arguments)
+    check_switches(arguments, preset, num_processes=num_processes, on_cpu=cpu)
     check_model(str(arguments["model_name_or_path"]))
     rows = check_dataset(str(arguments["dataset"]))
     batch = global_batch_size(arguments, num_processes)

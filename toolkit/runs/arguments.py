@@ -26,6 +26,53 @@ class ModelArguments:
     lora_target_modules: list[str] = field(
         default_factory=lambda: ["all-linear"], metadata={"help": "module names that get an adapter"}
     )
+    lora_config: list[str] | None = field(
+        default=None,
+        metadata={"help": "any other `LoraConfig` field as key=value: use_dora=true, ..."},
+    )
+    load_in_4bit: bool = field(
+        default=False, metadata={"help": "QLoRA: the frozen base model in 4-bit NF4 (bitsandbytes); needs --lora_r"}
+    )
+    freeze: list[str] | None = field(
+        default=None, metadata={"help": "name patterns of parameters that are not trained: `model.embed_tokens.*`"}
+    )
+    train_only: list[str] | None = field(
+        default=None, metadata={"help": "name patterns of the only parameters that are trained"}
+    )
+    lr_scaling: str | None = field(
+        default=None,
+        metadata={
+            "help": "scale the learning rate with the global batch: `linear` or `sqrt`; off if not given",
+            "choices": ["linear", "sqrt"],
+        },
+    )
+    lr_reference_batch_size: int | None = field(
+        default=None, metadata={"help": "the global batch (sequences) that --learning_rate was found for"}
+    )
+    activation_checkpointing_offload: bool = field(
+        default=False, metadata={"help": "keep what activation checkpointing saves in host memory"}
+    )
+    ddp_comm_hook: str | None = field(
+        default=None,
+        metadata={
+            "help": "compress gradients between ranks (DDP): `bf16`, `fp16`, `power_sgd`, `int8`, `top_k`; `allreduce`"
+            " only counts",
+            "choices": ["allreduce", "bf16", "fp16", "power_sgd", "int8", "top_k"],
+        },
+    )
+    ddp_comm_hook_top_k_fraction: float = field(
+        default=0.01, metadata={"help": "share of the gradient's elements that `top_k` sends each step"}
+    )
+    ddp_comm_hook_power_sgd_rank: int = field(default=1, metadata={"help": "rank of `power_sgd`'s factors"})
+    ddp_comm_hook_power_sgd_start: int = field(
+        default=10, metadata={"help": "steps that `power_sgd` leaves uncompressed first; at least 2"}
+    )
+    profile_steps: str | None = field(
+        default=None, metadata={"help": "profile optimizer steps A to B (`3:5`, both included); they are not timed"}
+    )
+    memory_snapshot: bool = field(
+        default=False, metadata={"help": "record CUDA's allocations, one file a rank for pytorch.org/memory_viz"}
+    )
     save_model: bool = field(default=True, metadata={"help": "save the trained model in the output folder at the end"})
     untimed_steps: int = field(
         default=2, metadata={"help": "first optimizer steps left out of speed (compilation, allocator growth)"}

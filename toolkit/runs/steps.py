@@ -89,7 +89,9 @@ def measure(steps: list[list[Row]], *, untimed_steps: int) -> Measured:
     """
     step_seconds = _over_ranks(steps, "seconds", max)
     timed_rows = [
-        step for number, step in enumerate(steps, 1) if step[0].get("step_of_process", number) > untimed_steps
+        step
+        for number, step in enumerate(steps, 1)
+        if step[0].get("step_of_process", number) > untimed_steps and not step[0].get("profiled")
     ]
     timed = _over_ranks(timed_rows, "seconds", max)
     tokens, non_padding = _over_ranks(timed_rows, "tokens", sum), _over_ranks(timed_rows, "non_padding_tokens", sum)

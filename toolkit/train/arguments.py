@@ -17,7 +17,9 @@ from transformers import HfArgumentParser, TrainingArguments
 from toolkit.errors import ToolkitError
 from toolkit.runs.arguments import DataArguments, ModelArguments
 from toolkit.runs.argv import CONFIG_SUFFIXES, read_arguments, read_config_file
+from toolkit.runs.switches import check_switches, recomputes
 from toolkit.train.promise import Promise
+from toolkit.train.switches import engine_values, rate_lines, rate_values, scaled_learning_rate
 
 Arguments = tuple[ModelArguments, DataArguments, TrainingArguments]
 
@@ -38,12 +40,23 @@ def parse(argv: Sequence[str], promise: Promise) -> Arguments:
         if given.get(name) is None:
             raise ToolkitError(f"--{name} is missing", hint=f"add `--{name} ...`, or `{name}: ...` in a YAML file")
     values |= _decided_by_machine(given, promise)
+    warnings = check_switches(
+        given, promise.preset, num_processes=promise.world_size, on_cpu=bool(values.get("use_cpu"))
+    )
+    rate = scaled_learning_rate(values)
+    recompute = recomputes(values)
+    values |= engine_values(values, promise) | rate_values(rate, given)
     try:
         model, data, training = _parser().parse_dict(values)
     except (ValueError, TypeError, NotImplementedError) as error:
         raise ToolkitError(" ".join(str(error).split())) from None
     if promise.preset is not None and promise.preset.engine == "none":
         training._n_gpu = min(training._n_gpu, 1)  # with several visible GPUs the Trainer would run DataParallel
+    # What run.json and the attestation ask for; no fields of transformers', so that it saves nothing of them.
+    training.scaled_rate, training.recompute_by_engine = rate, recompute
+    if training.process_index == 0:
+        for line in [*(f"warning: {line}" for line in warnings), *rate_lines(rate, training)]:
+            print(line, flush=True)
     return model, data, training
 
 

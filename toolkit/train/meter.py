@@ -33,6 +33,7 @@ class _Step:
     losses: list[torch.Tensor] = field(default_factory=list)
     grad_norm: Any = None
     memory: dict[str, int | None] = field(default_factory=dict)
+    profiled: bool = False
     start: Any = None
     end: Any = None
     cpu_seconds: float = 0.0
@@ -48,6 +49,8 @@ class Meter(TrainerCallback):  # type: ignore[misc]
         self.max_steps = 0
         self.scaled = False
         """fp16 skips a step whose gradient overflowed, and lowers its loss scale: no divergence."""
+        self.profiled = False
+        """Whether the step under way is profiled: its row says so, and it is not timed."""
         self.cuda = device.type == "cuda"
         self.driver = DriverMemory(device)
         self.step = _Step()
@@ -81,6 +84,7 @@ class Meter(TrainerCallback):  # type: ignore[misc]
         self.scaled = bool(args.fp16)
         self.max_steps = state.max_steps  # known once the Trainer has counted the batches
         finished, self.step = self.step, _Step()
+        finished.profiled = self.profiled
         self.restart_clock()  # here, so that what the meter itself costs is part of the next step
         finished.end, finished.memory = self.step.start, self._memory()
         finished.cpu_seconds = self.step.cpu_seconds - finished.cpu_seconds
@@ -140,6 +144,7 @@ class Meter(TrainerCallback):  # type: ignore[misc]
             **grad_norm_facts(step.grad_norm),
             "batch_sha256": "+".join(facts.sha256[:16] for facts in step.facts),
             **step.memory,
+            **({"profiled": True} if step.profiled else {}),
         }
 
     def _now(self) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,8 @@ from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from toolkit.errors import ToolkitError
 from toolkit.runs.arguments import ModelArguments
+from toolkit.train.adapters import quantization, with_lora
+from toolkit.train.freezing import freeze
 
 
 def load_tokenizer(arguments: ModelArguments, *, chat_template: str | None) -> Any:
@@ -25,15 +28,21 @@ def load_tokenizer(arguments: ModelArguments, *, chat_template: str | None) -> A
 
 
 def load_model(arguments: ModelArguments) -> Any:
-    """The model with fp32 weights, and LoRA adapters on it if asked for.
+    """The model with fp32 weights, and LoRA adapters on it or parts of it frozen, as asked for.
 
     A bf16 checkpoint would otherwise load as bf16, and a Trainer without a sharding engine would then keep
     bf16 optimizer states and no fp32 masters.
     """
     extra = {"attn_implementation": arguments.attn_implementation} if arguments.attn_implementation else {}
+    extra |= quantization(arguments)
     model = _from_pretrained(AutoModelForCausalLM, arguments, dtype=torch.float32, **extra)
     model.config.use_cache = False
-    return model if arguments.lora_r is None else _with_lora(model, arguments)
+    if arguments.lora_r is not None:
+        return with_lora(model, arguments)
+    for line in freeze(model, frozen=arguments.freeze, trained=arguments.train_only):
+        if os.environ.get("RANK", "0") == "0":
+            print(line, flush=True)
+    return model
 
 
 def model_without_weights(arguments: ModelArguments) -> Any:
@@ -50,26 +59,9 @@ def _from_pretrained(auto_class: Any, arguments: ModelArguments, **extra: Any) -
         return auto_class.from_pretrained(
             name, revision=arguments.revision, trust_remote_code=arguments.trust_remote_code, **extra
         )
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, ImportError) as error:
         first_line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ToolkitError(
             f"model {name!r} cannot be loaded: {first_line}",
             hint="give a local folder with config.json, weights and tokenizer, or a hub id that this machine can reach",
         ) from None
-
-
-def _with_lora(model: Any, arguments: ModelArguments) -> Any:
-    from peft import LoraConfig, get_peft_model
-
-    targets: Any = arguments.lora_target_modules
-    config = LoraConfig(
-        task_type="CAUSAL_LM",
-        r=arguments.lora_r,
-        lora_alpha=arguments.lora_alpha or 2 * (arguments.lora_r or 0),
-        lora_dropout=arguments.lora_dropout,
-        target_modules="all-linear" if targets == ["all-linear"] else targets,
-    )
-    try:
-        return get_peft_model(model, config)
-    except ValueError as error:
-        raise ToolkitError(f"LoRA: {' '.join(str(error).split())}", hint="see `--lora_target_modules`") from None

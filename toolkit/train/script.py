@@ -33,6 +33,7 @@ from toolkit.train.checkpointing import manifest_facts, resume_point
 from toolkit.train.data_preflight import preflight_lines
 from toolkit.train.failure import Progress, report_failure, report_hang
 from toolkit.train.meter import Meter
+from toolkit.train.methods import Methods
 from toolkit.train.modelling import load_model, load_tokenizer
 from toolkit.train.nvme import name_swap_folder, prepare_nvme, swap_bytes
 from toolkit.train.promise import Promise, find_promise
@@ -70,6 +71,7 @@ def run(argv: Sequence[str], progress: Progress) -> None:
     model = load_model(model_arguments)
     progress.enter("engine")
     trainer = build_trainer(model, tokenizer, data, training, folder, promise, progress, resumed)
+    methods = Methods(trainer, arguments, folder)
     prepare_universal(trainer, None if resumed is None else resumed.path)
     trainer.callback_handler.callbacks.insert(0, stopping)  # before the meter, which looks at a step that is saved
     trainer.train(resume_from_checkpoint=None if resumed is None else str(resumed.path))
@@ -83,6 +85,7 @@ def run(argv: Sequence[str], progress: Progress) -> None:
             )
     if nvme is not None:
         write_nvme_facts(folder, training, nvme)
+    methods.write_facts()
     close_folder(folder, training, model_arguments.untimed_steps, progress)
     remove_swap_files(progress, training)
     if dist.is_initialized():
@@ -168,6 +171,7 @@ def first_facts(argv: Sequence[str], promise: Promise, arguments: Arguments) -> 
             "max_steps": training.max_steps,
             "num_train_epochs": training.num_train_epochs,
             "learning_rate": training.learning_rate,
+            "lr_scaling": None if training.scaled_rate is None else asdict(training.scaled_rate),
             "per_device_train_batch_size": training.per_device_train_batch_size,
             "gradient_accumulation_steps": training.gradient_accumulation_steps,
             "global_batch_size": training.per_device_train_batch_size

@@ -37,6 +37,10 @@ class MeasuredTrainer(Trainer):  # type: ignore[misc]
         self.meter.add_loss(loss)
         return loss
 
+    def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
+        with torch.profiler.record_function("toolkit.data_wait"):
+            return super().get_batch_samples(*args, **kwargs)
+
     def compute_loss(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         loss = super().compute_loss(model, inputs, *args, **kwargs)
         self.progress.phase = "backward"

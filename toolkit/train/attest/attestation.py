@@ -23,7 +23,7 @@ from toolkit.train.attest.check import byte_differences, describe, differences, 
 from toolkit.train.attest.gradients import read_gradients, watch_deepspeed_gradients
 from toolkit.train.attest.readings import Facts, read_rank
 from toolkit.train.attest.sizes import ADAM_STATES, limits
-from toolkit.train.attest.tensors import full_shape, weights_sha256
+from toolkit.train.attest.tensors import full_shape, local_bytes, weights_sha256
 from toolkit.train.failure import Progress
 from toolkit.train.promise import Promise
 
@@ -38,6 +38,8 @@ class Attestation(TrainerCallback):  # type: ignore[misc]
         self.path, self.promise, self.progress = path, promise, progress
         self.compute_dtype = DTYPE_OF_PRECISION[precision]
         self.trainer: Any = None
+        self.asked: Facts = {}
+        """What the arguments switch on, beside what is known here."""
         self.after: Callable[[], None] = lambda: None
         self.gradients: Facts | None = None
         self.weights = ""
@@ -80,6 +82,8 @@ class Attestation(TrainerCallback):  # type: ignore[misc]
             return {"byte_limits": {}, "whole_bytes": {}}
         parameters = list(self.trainer.model_wrapped.parameters())
         trained = [p for p in parameters if p.requires_grad]
+        packed = [p for p in parameters if hasattr(p, "quant_state")]  # 4-bit: no dtype says its bytes
+        parameters = [p for p in parameters if not hasattr(p, "quant_state")]
         held = {"parameter": (parameters, _element_bytes(own["compute_dtype"] if _casts(own) else own["master_dtype"]))}
         held["gradient"] = (trained, _element_bytes(own["gradient_dtype"]))
         if str(getattr(self.trainer.args.optim, "value", self.trainer.args.optim)).startswith("adamw_torch"):
@@ -87,12 +91,12 @@ class Attestation(TrainerCallback):  # type: ignore[misc]
             held["optimizer"] = (trained, (ADAM_STATES + masters) * _element_bytes("float32"))
         shapes = {part: [full_shape(p) for p in which] for part, (which, _) in held.items()}
         ranks = own.get("dp_shard_size") or own["world_size"]
-        return {
-            "byte_limits": {
-                part: limits(preset, part, shapes[part], size, ranks=ranks) for part, (_, size) in held.items()
-            },
-            "whole_bytes": {part: sum(map(math.prod, shapes[part])) * size for part, (_, size) in held.items()},
-        }
+        allowed = {part: limits(preset, part, shapes[part], size, ranks=ranks) for part, (_, size) in held.items()}
+        whole = {part: sum(map(math.prod, shapes[part])) * size for part, (_, size) in held.items()}
+        extra = local_bytes(packed)
+        allowed["parameter"] = (allowed["parameter"][0] + extra, allowed["parameter"][1] + extra)
+        whole["parameter"] += extra
+        return {"byte_limits": allowed, "whole_bytes": whole}
 
     def _conclude(self, ranks: list[Facts]) -> None:
         found = self._differences(ranks)
@@ -113,6 +117,7 @@ class Attestation(TrainerCallback):  # type: ignore[misc]
             "gradient_clipping": args.max_grad_norm,
             "activation_checkpointing": bool(args.activation_checkpointing) or _preset_recomputes(self.promise.preset),
         }
+        asked |= self.asked
         return promised_facts(
             self.promise.preset,
             self.promise.world_size,

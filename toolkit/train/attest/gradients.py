@@ -7,6 +7,7 @@ from typing import Any
 
 from toolkit.train.attest.readings import is_fsdp2
 from toolkit.train.attest.tensors import dtype_names, local_bytes
+from toolkit.train.comm_hooks import registered_hook
 
 Facts = dict[str, Any]
 
@@ -20,7 +21,9 @@ def read_gradients(trainer: Any) -> Facts:
         reduce_dtype = str(wrapped.communication_data_type).removeprefix("torch.")
     else:
         tensors = [p.grad for p in wrapped.parameters() if p.grad is not None]
-        reduce_dtype = fsdp2_reduce_dtype(wrapped) or dtype_names(tensors)
+        hook = registered_hook(wrapped)
+        sent = None if hook is None else "+".join(sorted(hook.counter.dtypes))
+        reduce_dtype = sent or fsdp2_reduce_dtype(wrapped) or dtype_names(tensors)
     return {
         "gradient_bytes": local_bytes(tensors),
         "gradient_dtype": dtype_names(tensors),

@@ -19,6 +19,7 @@ from toolkit.train.attest.swapped import (
     swaps_every_large_shard,
 )
 from toolkit.train.attest.tensors import device_types, dtype_names, full_size, local_bytes
+from toolkit.train.switches import read_switches
 
 Facts = dict[str, Any]
 
@@ -38,6 +39,7 @@ def read_rank(trainer: Any, gradients: Facts) -> Facts:
         "num_params": sum(map(full_size, parameters)),
         "num_trainable_params": sum(full_size(p) for p in parameters if p.requires_grad),
         "activation_checkpointing": uses_activation_checkpointing(plain),
+        **read_switches(trainer, plain),
         "attn_implementation": getattr(plain.config, "_attn_implementation", None),
     }
 
@@ -57,9 +59,11 @@ def is_fsdp2(wrapped: Any) -> bool:
 
 
 def uses_activation_checkpointing(plain: Any) -> bool:
-    """Whether any module recomputes its activations."""
+    """Whether any module recomputes its activations. FSDP2 makes subclasses of what it shards."""
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
+
     return any(
-        getattr(module, "gradient_checkpointing", False) is True or type(module).__name__ == "CheckpointWrapper"
+        getattr(module, "gradient_checkpointing", False) is True or isinstance(module, CheckpointWrapper)
         for module in plain.modules()
     )
 

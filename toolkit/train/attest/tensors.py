@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import math
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -40,7 +41,10 @@ def device_types(tensors: Iterable[Any]) -> set[str]:
 
 
 def full_size(parameter: Any) -> int:
-    """Elements of the whole parameter, also where ZeRO-3 keeps only a shard of it."""
+    """Elements of the whole parameter, also where ZeRO-3 keeps only a shard of it, or two 4-bit ones fill a byte."""
+    quantized = getattr(parameter, "quant_state", None)
+    if quantized is not None:
+        return math.prod(quantized.shape)
     return int(getattr(parameter, "ds_numel", None) or parameter.numel())
 
 

@@ -1,0 +1,125 @@
+"""Methods and switches for real on two CPU ranks: each is read back, and what it is to change is looked at."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from launching import ROOT, accelerate_launch, losses, read
+
+from toolkit.installed import is_importable
+
+pytestmark = pytest.mark.launch
+
+P = 3_219_776
+Start = Callable[..., Path]
+
+
+@pytest.fixture(scope="module")
+def start(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, faq_alpaca: Path) -> Start:
+    """A run of three steps under a preset with more arguments; gives its folder."""
+
+    def run(preset: str, *words: str) -> Path:
+        folder = tmp_path_factory.mktemp("methods") / preset
+        job = ["--model_name_or_path", str(tiny_model), "--dataset", str(faq_alpaca), "--max_seq_length", "64"]
+        job += ["--max_steps", "3", "--per_device_train_batch_size", "2", "--learning_rate", "1e-3"]
+        job += ["--save_strategy", "no", "--output_dir", str(folder), *words]
+        ended = accelerate_launch(ROOT / "accelerate_configs" / f"{preset}.yaml", *job)
+        assert ended.returncode == 0, f"{ended.stdout[-3000:]}\n{ended.stderr[-3000:]}"
+        return folder
+
+    return run
+
+
+def ranks(folder: Path) -> list[dict[str, Any]]:
+    attestation = read(folder / "attestation.json")
+    assert attestation["verdict"] == "attested"
+    facts: list[dict[str, Any]] = attestation["ranks"]
+    return facts
+
+
+def weights(folder: Path) -> dict[str, Any]:
+    from safetensors.torch import load_file
+
+    return load_file(folder / "model.safetensors")
+
+
+# name -> bytes handed over in the last step, of 4 P that DDP would send, and their dtypes
+HOOKS = {
+    "bf16": (2 * P, "bfloat16"),
+    # half of 1 % of two buckets, rounded up for each: an int32 index and an fp32 value
+    "top_k": (None, "float32+int32"),
+}
+
+
+@pytest.mark.parametrize("hook", HOOKS)
+def test_a_hook_is_called_by_the_live_model_and_its_bytes_are_counted(start: Start, hook: str) -> None:
+    profiled = ["--profile_steps", "2:2"] if hook == "bf16" else []
+    folder = start("ddp", "--ddp_comm_hook", hook, *profiled)
+    sent, dtypes = HOOKS[hook]
+    run = read(folder / "run.json")
+    facts = run["ddp_comm_hook"]
+    assert facts["uncompressed_bytes_per_step"] == 4 * P
+    if sent is not None:
+        assert facts["communication_bytes_per_step"] == sent
+    else:
+        assert 0.02 * P * 4 <= facts["communication_bytes_per_step"] <= 0.02 * P * 4 + 2 * 8
+    for rank in ranks(folder):
+        assert (rank["ddp_comm_hook"], rank["reduce_dtype"]) == (hook, dtypes)
+    if profiled:
+        check_profile(folder, run["profile"])
+
+
+def check_profile(folder: Path, profile: dict[str, Any]) -> None:
+    """One row a rank; parts that add up to the step; a trace beside; the step is not timed."""
+    assert [(row["rank"], row["step"]) for row in profile["steps"]] == [(0, 2), (1, 2)]
+    for row in profile["steps"]:
+        parts = [row[f"{part}_seconds"] for part in ("compute", "exposed_communication", "data_wait", "idle")]
+        assert sum(parts) == pytest.approx(row["step_seconds"])
+        assert min(row["compute_seconds"], row["communication_seconds"]) > 0
+    assert sorted(path.name for path in (folder / "profile").iterdir()) == ["rank0.json.gz", "rank1.json.gz"]
+    lines = (folder / "ranks" / "rank0.jsonl").read_text().splitlines()
+    assert ['"profiled": true' in line for line in lines] == [False, True, False]
+
+
+@pytest.mark.parametrize("preset", ["ddp", "zero3", "fsdp2"])
+def test_frozen_weights_stay_and_the_others_move(start: Start, preset: str, tiny_model: Path) -> None:
+    noise = ["--neftune_noise_alpha", "5"]
+    folder = start(preset, "--freeze", "model.embed_tokens.*", "model.layers.0.self_attn.*", *noise)
+    before, after = weights(tiny_model), weights(folder)
+    frozen = {name for name in before if name == "model.embed_tokens.weight" or "layers.0.self_attn" in name}
+    assert len(frozen) == 5
+    assert {name for name in before if after[name].equal(before[name])} == frozen
+    for rank in ranks(folder):
+        assert rank["num_params"] == P
+        assert rank["num_trainable_params"] == sum(t.numel() for name, t in before.items() if name not in frozen)
+        assert rank["neftune_noise_alpha"] == 5
+
+
+@pytest.mark.parametrize("preset", ["zero3", "fsdp2"])
+def test_activation_checkpointing_is_one_switch_and_changes_no_loss(
+    start: Start, preset: str, preset_runs: dict[str, Path]
+) -> None:
+    folder = start(preset, "--activation_checkpointing", "true")
+    assert all(rank["activation_checkpointing"] for rank in ranks(folder))
+    assert losses(folder) == pytest.approx(losses(preset_runs["ddp"]), rel=1e-6)
+
+
+def test_dora_trains_and_saves_under_zero3_with_a_scaled_rate(start: Start) -> None:
+    scaling = ["--lr_scaling", "linear", "--lr_reference_batch_size", "2"]
+    folder = start("zero3", "--lora_r", "4", "--lora_config", "use_dora=true", "use_rslora=true", *scaling)
+    config = read(folder / "adapter_config.json")
+    assert (config["use_dora"], config["use_rslora"], config["r"]) == (True, True, 4)
+    spec = read(folder / "run.json")["spec"]
+    assert (spec["learning_rate"], spec["lr_scaling"]["base_learning_rate"]) == (2e-3, 1e-3)
+    assert "learning rate 0.001 × 4/2 (linear) = 0.002, after a warm-up of 5%" in (folder / "train.log").read_text()
+
+
+@pytest.mark.skipif(not is_importable("bitsandbytes"), reason="bitsandbytes is not installed")
+def test_qlora_trains_adapters_on_a_4_bit_base(start: Start) -> None:
+    folder = start("zero2", "--lora_r", "4", "--load_in_4bit", "true")
+    for rank in ranks(folder):
+        assert (rank["load_in_4bit"], rank["master_dtype"]) == (True, "float32")
+        assert rank["parameter_bytes"] < 4 * rank["num_params"]

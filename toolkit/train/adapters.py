@@ -1,0 +1,58 @@
+"""LoRA adapters on a model, and the 4-bit base of QLoRA.
+
+model = with_lora(model, arguments)
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from toolkit.errors import ToolkitError
+from toolkit.runs.arguments import ModelArguments
+from toolkit.runs.lora import lora_fields
+
+
+def with_lora(model: Any, arguments: ModelArguments) -> Any:
+    """The model with adapters, of which alone is trained; any other `LoraConfig` field passes through."""
+    from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
+
+    targets: Any = arguments.lora_target_modules
+    fields = lora_fields(arguments.lora_config)
+    try:
+        config = LoraConfig(
+            task_type="CAUSAL_LM",
+            r=arguments.lora_r,
+            lora_alpha=arguments.lora_alpha or 2 * (arguments.lora_r or 0),
+            lora_dropout=arguments.lora_dropout,
+            target_modules="all-linear" if targets == ["all-linear"] else targets,
+            **fields,
+        )
+        if arguments.load_in_4bit:
+            # the Trainer decides about activation checkpointing, after this
+            model = prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
+        return get_peft_model(model, config)
+    except (ValueError, TypeError, ImportError) as error:
+        given = f" with {', '.join(f'{name}={value}' for name, value in fields.items())}" if fields else ""
+        raise ToolkitError(
+            f"LoRA{given}: {' '.join(str(error).split())}", hint="see `--lora_target_modules` and `--lora_config`"
+        ) from None
+
+
+def quantization(arguments: ModelArguments) -> dict[str, Any]:
+    """What `from_pretrained` needs for a 4-bit base: NF4, its constants quantised again, computed in bf16.
+
+    QLoRA (Dettmers et al., https://arxiv.org/abs/2305.14314), section 3.
+    """
+    if not arguments.load_in_4bit:
+        return {}
+    from transformers import BitsAndBytesConfig
+
+    config = BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=torch.bfloat16,
+    )
+    return {"quantization_config": config}
