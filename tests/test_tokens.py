@@ -215,9 +215,12 @@ def test_the_stats_count_rows_tokens_and_what_was_cut(tokenizer: Any) -> None:
         "supervised_tokens": 2 + 3 + 1,
         "longest_row_tokens": 5,
         "sample": "« a a<|im_end|>»",
+        "packs": None,
+        "pack_fill_fraction": None,
     }
-    assert result.dataset.column_names == ["input_ids", "labels"]
-    assert len(result.dataset) == 3
+    assert result.dataset.column_names == ["input_ids", "labels", "length", "row"]
+    assert result.dataset["length"][:] == [3, 4, 2]
+    assert result.dataset["row"][:] == [0, 1, 2]
 
 
 def test_the_preflight_names_the_format_and_shows_the_supervised_part(tokenizer: Any) -> None:
@@ -316,7 +319,10 @@ def test_other_ranks_show_no_progress_bar(
 # -- batches
 
 
-ROWS = [{"input_ids": [5, 6, 7], "labels": [IGNORED, 6, 7]}, {"input_ids": [8, 9], "labels": [8, 9]}]
+ROWS = [
+    {"input_ids": [5, 6, 7], "labels": [IGNORED, 6, 7], "row": 4},
+    {"input_ids": [8, 9], "labels": [8, 9], "row": 2},
+]
 
 
 def test_a_batch_is_padded_on_the_right_and_counted(tokenizer: Any) -> None:
@@ -332,6 +338,7 @@ def test_a_batch_is_padded_on_the_right_and_counted(tokenizer: Any) -> None:
         non_padding_tokens=5,
         supervised_tokens=3,  # 6, 7 and 9: nothing predicts the first token of a row
         sha256=hashlib.sha256(content).hexdigest(),
+        rows=(4, 2),
     )
     assert before == (tokenizer.init_kwargs, tokenizer.padding_side, tokenizer.pad_token)
 

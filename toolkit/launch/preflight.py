@@ -20,7 +20,14 @@ from toolkit.runs.argv import flag, integer, read_arguments
 from toolkit.runs.folder import RunFolder, read_json
 from toolkit.units import gib
 
-POSITIVE = ("per_device_train_batch_size", "gradient_accumulation_steps", "max_seq_length", "lora_r", "lora_alpha")
+POSITIVE = (
+    "per_device_train_batch_size",
+    "gradient_accumulation_steps",
+    "max_seq_length",
+    "lora_r",
+    "lora_alpha",
+    "preprocessing_num_workers",
+)
 DEFAULT_BATCH = 8  # transformers' per_device_train_batch_size
 # fp32: the weights once more, an fp32 master under DeepSpeed, momentum and variance.
 CHECKPOINT_WEIGHTS = 4
@@ -47,6 +54,8 @@ def check_job(preset: Preset, *, num_processes: int, training_argv: Sequence[str
     check_positive(arguments)
     check_model(str(arguments["model_name_or_path"]))
     rows = check_dataset(str(arguments["dataset"]))
+    if arguments.get("eval_dataset") is not None:
+        check_dataset(str(arguments["eval_dataset"]))
     batch = global_batch_size(arguments, num_processes)
     check_rows_fill_a_step(rows, batch, str(arguments["dataset"]))
     return Job(arguments=arguments, global_batch_size=batch)

@@ -28,7 +28,8 @@ class Progress:
     """Where this rank is, for a failure to name, and when it got there."""
 
     phase: str = "start"
-    """`start`, `arguments`, `data`, `load`, `engine`, `attest`, `train`, `forward`, `backward`, `step`, `save`."""
+    """`start`, `arguments`, `data`, `load`, `engine`, `attest`, `train`, `forward`, `backward`, `step`,
+    `evaluate`, `save`."""
     step: int = 0
     output_dir: Path | None = None
     swap_folder: Path | None = None
