@@ -150,6 +150,22 @@ def test_packed_and_alone_give_each_token_the_same_loss(model: Any, tokenizer: A
     assert len(together) == tokenized.stats.supervised_tokens
 
 
+def test_the_loss_needs_no_logits_but_the_supervised(model: Any, tokenizer: Any) -> None:
+    packs = [joined([row(0, 9), row(1, 5)])]
+    losses, gradients = [], []
+    for supervised_logits in (False, True):
+        batch = PackCollator(tokenizer, supervised_logits=supervised_logits)(packs)
+        facts = batch.pop(BATCH_FACTS)
+        model.zero_grad()
+        output = model(**batch)
+        output.loss.backward()
+        losses.append(output.loss.item())
+        gradients.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
+    assert output.logits.shape[1] == facts.supervised_tokens == 12
+    assert losses[1] == pytest.approx(losses[0], abs=1e-6)
+    torch.testing.assert_close(gradients[1], gradients[0], rtol=1e-5, atol=1e-7)
+
+
 def test_the_live_model_is_asked_whether_documents_keep_to_themselves(model: Any, tokenizer: Any) -> None:
     facts = read_packing(live(model, PackCollator(tokenizer)), compute_dtype="float32")
     assert facts["packing"] == "isolated"

@@ -54,10 +54,12 @@ class PackCollator(Collator):
     Padding is a document of its own. The first token of a document is no target: nothing predicts it.
     """
 
-    def __init__(self, tokenizer: Any, *, one_row: bool = False) -> None:
+    def __init__(self, tokenizer: Any, *, one_row: bool = False, supervised_logits: bool = False) -> None:
         super().__init__(tokenizer)
         self.one_row = one_row
         """All packs of a batch behind each other, for attention that takes lengths instead of a mask."""
+        self.supervised_logits = supervised_logits
+        """Where a batch is one row, ask the model for no logits but those that the loss looks at."""
 
     def __call__(self, packs: Sequence[dict[str, Any]]) -> dict[str, Any]:
         rows = [_chained(packs)] if self.one_row else packs
@@ -66,7 +68,14 @@ class PackCollator(Collator):
         positions = [_positions(row["documents"], input_ids.shape[1]) for row in rows]
         facts = _batch_facts(input_ids, labels, rows)
         position_ids = torch.tensor(positions, dtype=torch.int64)
-        return {"input_ids": input_ids, "position_ids": position_ids, "labels": labels, BATCH_FACTS: facts}
+        batch = {"input_ids": input_ids, "position_ids": position_ids, "labels": labels, BATCH_FACTS: facts}
+        return batch | _supervised_logits(labels) if self.supervised_logits and len(rows) == 1 else batch
+
+
+def _supervised_logits(labels: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The places whose next token is supervised, and those tokens, in transformers' words."""
+    places = (labels[0, 1:] != IGNORED).nonzero().flatten()
+    return {"logits_to_keep": places, "shift_labels": labels[:, places + 1]}
 
 
 def _chained(packs: Sequence[dict[str, Any]]) -> dict[str, Any]:

@@ -100,3 +100,10 @@ def check_model_packs(model: Any) -> None:
 def packs_into_one_row(model: Any) -> bool:
     """Whether the attention wants all packs of a batch in one row: flash attention reads no position ids of several."""
     return "flash" in str(getattr(model.config, "_attn_implementation", ""))
+
+
+def gives_chosen_logits(model: Any, training: Any) -> bool:
+    """Whether the model's head can be asked for some places only, and the loss is its own, in eager mode."""
+    plain = model.get_base_model() if hasattr(model, "get_base_model") else model
+    own_loss = not (training.label_smoothing_factor or training.use_liger_kernel or training.torch_compile)
+    return own_loss and "logits_to_keep" in inspect.signature(plain.forward).parameters

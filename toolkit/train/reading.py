@@ -18,7 +18,7 @@ from toolkit.runs.folder import RunFolder
 from toolkit.train.batches import Collator, PackCollator
 from toolkit.train.data_preflight import DataStats, preflight_lines
 from toolkit.train.evaluation import EvaluationRows, held_out
-from toolkit.train.packing import PackedRows, packs_into_one_row
+from toolkit.train.packing import PackedRows, gives_chosen_logits, packs_into_one_row
 from toolkit.train.tokens import RowEncoder, Tokenized, encode_rows, keep_supervised, load_rows, row_encoder
 
 
@@ -133,6 +133,9 @@ def check_packs_fill_a_step(data: Data, training: Any) -> None:
         )
 
 
-def collator(tokenizer: Any, model: Any, *, packing: bool) -> Collator:
+def collator(tokenizer: Any, model: Any, training: Any, *, packing: bool) -> Collator:
     """What makes batches of the rows, or of the packs in the shape that the model's attention wants."""
-    return PackCollator(tokenizer, one_row=packs_into_one_row(model)) if packing else Collator(tokenizer)
+    if not packing:
+        return Collator(tokenizer)
+    chosen = gives_chosen_logits(model, training)
+    return PackCollator(tokenizer, one_row=packs_into_one_row(model), supervised_logits=chosen)

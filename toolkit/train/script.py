@@ -156,7 +156,7 @@ def build_trainer(
         args=training,
         train_dataset=data.train,
         eval_dataset=data.evaluation,
-        data_collator=collator(tokenizer, model, packing=data.stats.packs is not None),
+        data_collator=collator(tokenizer, model, training, packing=data.stats.packs is not None),
         processing_class=tokenizer,
         callbacks=[meter, attestation],
         meter=meter,

@@ -74,7 +74,8 @@ def _pack(*documents: list[int]) -> Facts:
 
 def _losses(trainer: Any, batch: Facts) -> list[torch.Tensor]:
     """Each document's losses, token by token."""
-    batch.pop(BATCH_FACTS)
+    for name in (BATCH_FACTS, "logits_to_keep", "shift_labels"):
+        batch.pop(name, None)
     targets = batch.pop("labels")
     inputs = trainer._prepare_inputs(batch)
     with torch.no_grad(), trainer.compute_loss_context_manager():
