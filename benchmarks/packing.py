@@ -2,7 +2,7 @@
 
     python benchmarks/packing.py --repeats 3 --work DIR
 
-Two CPU ranks under DDP, fp32, `max_seq_length` 512, the same rows, loss on all tokens, as many sequences a
+Two CPU ranks under DDP, fp32, `max_seq_length` 512, the same rows, loss on the assistant's tokens, as many sequences a
 micro-batch on every side. The model is the default one cut to its first layers (`--layers`), so that a run takes
 less than a minute. TRL runs in an environment of its own under DIR; `--trl-python` names one that is there already.
 """
@@ -23,10 +23,16 @@ from record import print_table, spread, write_result
 ROOT = Path(__file__).parents[1]
 SIDES = ("toolkit packing", "toolkit padding", "TRL padding", "TRL packing")
 MAX_SEQ_LENGTH = 512
+# The default model's own template without its default system message, and with the block that TRL needs.
+CHAT_TEMPLATE = (
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' }}"
+    "{% if message['role'] == 'assistant' %}{% generation %}{{ message['content'] + '<|im_end|>' }}{% endgeneration %}"
+    "{% else %}{{ message['content'] + '<|im_end|>' }}{% endif %}{{ '\n' }}{% endfor %}"
+)
 
 
 def cut_model(folder: Path, layers: int) -> Path:
-    """The default model's first layers, embedding and head."""
+    """The default model's first layers, embedding and head, with a template that marks what the assistant says."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -35,7 +41,9 @@ def cut_model(folder: Path, layers: int) -> Path:
     source = prepare_default_model()
     model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32, num_hidden_layers=layers)
     model.save_pretrained(folder)
-    AutoTokenizer.from_pretrained(source).save_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(source)
+    tokenizer.chat_template = CHAT_TEMPLATE
+    tokenizer.save_pretrained(folder)
     return folder
 
 
@@ -56,7 +64,7 @@ def run_side(side: str, given: argparse.Namespace, model: Path, data: Path, trl_
             python = trl_python
         else:
             script = ["-m", "toolkit.train", "--model_name_or_path", str(model), "--dataset", str(data)]
-            script += ["--max_seq_length", str(MAX_SEQ_LENGTH), "--loss_on", "all", "--learning_rate", "1e-4"]
+            script += ["--max_seq_length", str(MAX_SEQ_LENGTH), "--loss_on", "assistant", "--learning_rate", "1e-4"]
             script += ["--save_model", "false", "--save_strategy", "no"]
             python = sys.executable
         launch = ["-m", "accelerate.commands.launch", "--config_file", "accelerate_configs/ddp.yaml"]

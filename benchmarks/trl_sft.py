@@ -56,6 +56,7 @@ def main():
         learning_rate=1e-4,
         max_length=512,
         packing=given.packing == "true",
+        assistant_only_loss=True,
         gradient_checkpointing=False,
         save_strategy="no",
         report_to="none",
