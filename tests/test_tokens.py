@@ -18,7 +18,7 @@ from toolkit.data import Sample
 from toolkit.errors import ToolkitError
 from toolkit.train.batches import BATCH_FACTS, IGNORED, BatchFacts, Collator
 from toolkit.train.data_preflight import mark_supervised, preflight_lines
-from toolkit.train.tokens import Tokenized, encode, load_rows, tokenize
+from toolkit.train.tokens import Tokenized, encode, encode_rows, load_rows, row_encoder, tokenize
 
 TURNS = [
     {"role": "system", "content": "Be brief."},
@@ -215,9 +215,12 @@ def test_the_stats_count_rows_tokens_and_what_was_cut(tokenizer: Any) -> None:
         "supervised_tokens": 2 + 3 + 1,
         "longest_row_tokens": 5,
         "sample": "« a a<|im_end|>»",
+        "packs": None,
+        "pack_fill_fraction": None,
     }
-    assert result.dataset.column_names == ["input_ids", "labels"]
-    assert len(result.dataset) == 3
+    assert result.dataset.column_names == ["input_ids", "labels", "length", "row"]
+    assert result.dataset["length"][:] == [3, 4, 2]
+    assert result.dataset["row"][:] == [0, 1, 2]
 
 
 def test_the_preflight_names_the_format_and_shows_the_supervised_part(tokenizer: Any) -> None:
@@ -299,6 +302,49 @@ def test_a_changed_template_or_length_is_tokenized_again(tokenizer: Any, tmp_pat
     assert tokens(tokenizer, 128) != tokens(shouting, 128)
 
 
+def test_a_system_prompt_opens_the_conversations_that_have_none(tokenizer: Any) -> None:
+    rows = [{"messages": TURNS}, {"messages": TURNS[1:]}]
+    dataset = datasets.Dataset.from_list(rows)
+    encoder = row_encoder(
+        tokenizer=tokenizer, data_format="messages", max_seq_length=128, loss_on=None, system_prompt="Be kind."
+    )
+    encoded = encode_rows(dataset, encoder)
+    texts = [tokenizer.decode(row["input_ids"]) for row in encoded]
+    assert [text.split("<|im_end|>")[0] for text in texts] == [
+        "<|im_start|>system\nBe brief.",
+        "<|im_start|>system\nBe kind.",
+    ]
+    assert encoded["supervised"][:] == [encoded[0]["supervised"]] * 2
+
+
+def test_several_processes_give_the_same_tokens_once(tokenizer: Any, tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps({"text": " a" * number}) + "\n" for number in range(1, 9)))
+    dataset, data_format = load_rows(str(path), "train")
+    encoder = row_encoder(
+        tokenizer=tokenizer, data_format=data_format, max_seq_length=128, loss_on=None, system_prompt=None
+    )
+    two = encode_rows(dataset, encoder, num_proc=2)
+    files = [(file["filename"], Path(file["filename"]).stat().st_mtime_ns) for file in two.cache_files]
+    again = encode_rows(dataset, encoder, num_proc=2)
+    assert [(file["filename"], Path(file["filename"]).stat().st_mtime_ns) for file in again.cache_files] == files
+    assert two["row"][:] == list(range(8))
+    assert two[:] == again[:] == encode_rows(dataset, encoder)[:]
+
+
+def test_tools_and_their_calls_reach_the_template(tokenizer: Any) -> None:
+    template = (
+        "{% for tool in tools %}[{{ tool['function']['name'] }}]{% endfor %}{% for message in messages %}"
+        "{{ message['role'] }}:{{ message['content'] }}{% for call in message.get('tool_calls', []) %}"
+        "<{{ call['function']['name'] }}={{ call['function']['arguments'] | tojson }}>{% endfor %};{% endfor %}"
+    )
+    call = {"type": "function", "function": {"name": "weather", "arguments": {"city": "Lund"}}}
+    turns = [{"role": "user", "content": "Hej"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+    tools = [{"type": "function", "function": {"name": "weather"}}]
+    input_ids, _ = encode(Sample(messages=turns, tools=tools), with_template(tokenizer, template), everything=True)
+    assert tokenizer.decode(input_ids) == '[weather]user:Hej;assistant:<weather={"city": "Lund"}>;'
+
+
 def test_a_hub_id_that_cannot_be_loaded_is_named() -> None:
     with pytest.raises(ToolkitError, match="data set 'nobody/nothing', split 'train' cannot be loaded"):
         load_rows("nobody/nothing", "train")
@@ -316,7 +362,10 @@ def test_other_ranks_show_no_progress_bar(
 # -- batches
 
 
-ROWS = [{"input_ids": [5, 6, 7], "labels": [IGNORED, 6, 7]}, {"input_ids": [8, 9], "labels": [8, 9]}]
+ROWS = [
+    {"input_ids": [5, 6, 7], "labels": [IGNORED, 6, 7], "row": 4},
+    {"input_ids": [8, 9], "labels": [8, 9], "row": 2},
+]
 
 
 def test_a_batch_is_padded_on_the_right_and_counted(tokenizer: Any) -> None:
@@ -332,6 +381,7 @@ def test_a_batch_is_padded_on_the_right_and_counted(tokenizer: Any) -> None:
         non_padding_tokens=5,
         supervised_tokens=3,  # 6, 7 and 9: nothing predicts the first token of a row
         sha256=hashlib.sha256(content).hexdigest(),
+        rows=(4, 2),
     )
     assert before == (tokenizer.init_kwargs, tokenizer.padding_side, tokenizer.pad_token)
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from toolkit.errors import ToolkitError, did_you_mean
@@ -96,6 +96,16 @@ def check_row(row: Row, data_format: str) -> None:
 def to_sample(row: Row, data_format: str) -> Sample:
     """The row as a Sample; the row has passed `check_row`."""
     return _CONVERSIONS[data_format](_present(row))
+
+
+def with_system_prompt(sample: Sample, system_prompt: str | None) -> Sample:
+    """The conversation with this system message in front, where it opens with none."""
+    messages = sample.messages
+    if system_prompt is None or not messages or messages[0]["role"] in ("system", "developer"):
+        return sample
+    context = sample.first_supervised_message + 1 if sample.first_supervised_message else 0
+    opened = [{"role": "system", "content": system_prompt}, *messages]
+    return replace(sample, messages=opened, first_supervised_message=context)
 
 
 def format_fields(row: Row, data_format: str) -> dict[str, Any]:

@@ -30,7 +30,14 @@ from toolkit.runs.folder import RunFolder, read_json
 from toolkit.runs.switches import check_switches
 from toolkit.units import gib
 
-POSITIVE = ("per_device_train_batch_size", "gradient_accumulation_steps", "max_seq_length", "lora_r", "lora_alpha")
+POSITIVE = (
+    "per_device_train_batch_size",
+    "gradient_accumulation_steps",
+    "max_seq_length",
+    "lora_r",
+    "lora_alpha",
+    "preprocessing_num_workers",
+)
 DEFAULT_BATCH = 8  # transformers' per_device_train_batch_size
 DEFAULT_SEED = 42  # transformers' seed
 # Bytes of one checkpoint over those of the fp32 weights: weights, momentum and variance; DeepSpeed keeps an fp32 master
@@ -61,6 +68,8 @@ def check_job(preset: Preset, *, num_processes: int, training_argv: Sequence[str
     check_switches(arguments, preset, num_processes=num_processes, on_cpu=cpu)
     check_model(str(arguments["model_name_or_path"]))
     rows = check_dataset(str(arguments["dataset"]))
+    if arguments.get("eval_dataset") is not None:
+        check_dataset(str(arguments["eval_dataset"]))
     batch = global_batch_size(arguments, num_processes)
     check_rows_fill_a_step(rows, batch, str(arguments["dataset"]))
     return Job(arguments=arguments, global_batch_size=batch)

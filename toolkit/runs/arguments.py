@@ -99,3 +99,21 @@ class DataArguments:
     chat_template: str | None = field(
         default=None, metadata={"help": "a Jinja file to use instead of the tokenizer's chat template"}
     )
+    system_prompt: str | None = field(
+        default=None, metadata={"help": "text that opens each conversation that has no system message"}
+    )
+    packing: bool = field(
+        default=False,
+        metadata={"help": "join rows into sequences of up to `max_seq_length`, without attention between rows"},
+    )
+    eval_dataset: str | None = field(
+        default=None, metadata={"help": "rows for the evaluation loss: a file or a hub id, as `dataset`"}
+    )
+    eval_dataset_split: str = field(default="validation", metadata={"help": "the split of that hub id"})
+    val_size: float | None = field(
+        default=None,
+        metadata={"help": "hold rows out for evaluation, by seed: a fraction below 1, or a number of rows"},
+    )
+    preprocessing_num_workers: int | None = field(
+        default=None, metadata={"help": "processes that tokenise; one if not given"}
+    )

@@ -74,7 +74,7 @@ def _namespace(argv: list[str]) -> argparse.Namespace:
 
 def _decided_by_machine(given: dict[str, Any], promise: Promise) -> dict[str, Any]:
     """CPU where there is no GPU, and the preset's precision on a GPU (fp32 on a CPU) unless the user says."""
-    decided: dict[str, Any] = {}
+    decided: dict[str, Any] = {"remove_unused_columns": False}  # the collator reads columns that no model takes
     if not torch.cuda.is_available():
         decided["use_cpu"] = True
         os.environ["ACCELERATE_USE_CPU"] = "false" if _is_deepspeed() else "true"

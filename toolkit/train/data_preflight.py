@@ -30,6 +30,10 @@ class DataStats:
     """Before cutting: the `max_seq_length` that would cut nothing."""
     sample: str
     """The first kept row, decoded, its supervised parts between « and »."""
+    packs: int | None = None
+    """Sequences that the kept rows were joined into; None without packing."""
+    pack_fill_fraction: float | None = None
+    """Tokens over what the packs could hold."""
 
 
 def nothing_to_learn(encoded: datasets.Dataset, max_seq_length: int) -> ToolkitError:
@@ -79,9 +83,17 @@ def preflight_lines(stats: DataStats) -> list[str]:
         f"  {stats.tokens:,} tokens, {stats.supervised_tokens:,} supervised ({share:.0%});"
         f" longest row {stats.longest_row_tokens:,} tokens",
         f"  {stats.truncated_rows:,} rows truncated, {stats.dropped_rows:,} dropped for having no supervised token",
+        *_pack_lines(stats, kept),
         "  first row, supervised part between « and »:",
     ]
     return lines + [f"  | {line}" for line in _shortened(stats.sample).splitlines()]
+
+
+def _pack_lines(stats: DataStats, kept: int) -> list[str]:
+    if stats.packs is None or stats.pack_fill_fraction is None:
+        return []
+    rows, full = f"{kept / stats.packs:.1f} rows", f"{stats.pack_fill_fraction:.1%} full"
+    return [f"  packed into {stats.packs:,} sequences of {rows}, {full}; a batch counts these sequences"]
 
 
 def _shortened(text: str, *, at_most: int = 1200) -> str:

@@ -36,7 +36,8 @@ class Progress:
     """Where this rank is, for a failure to name, and when it got there."""
 
     phase: str = "start"
-    """`start`, `arguments`, `data`, `load`, `engine`, `attest`, `train`, `forward`, `backward`, `step`, `save`."""
+    """`start`, `arguments`, `data`, `load`, `engine`, `attest`, `train`, `forward`, `backward`, `step`,
+    `evaluate`, `save`."""
     step: int = 0
     micro_steps: int = 0
     """Batches begun in this process."""

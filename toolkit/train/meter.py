@@ -96,7 +96,7 @@ class Meter(TrainerCallback):  # type: ignore[misc]
         """What the Trainer logs, means over all ranks; its own speeds, which count untimed steps, are left out."""
         del args, control
         shown = {name: value for name, value in (logs or {}).items() if name not in ("epoch", "total_flos")}
-        if state.is_world_process_zero and "train_runtime" not in shown:
+        if state.is_world_process_zero and not shown.keys() & {"train_runtime", "eval_loss"}:
             words = "  ".join(f"{name} {value:.6g}" for name, value in shown.items() if isinstance(value, (int, float)))
             print(f"log at step {state.global_step}, all ranks: {words}", flush=True)
         self.restart_clock()

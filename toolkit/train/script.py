@@ -22,24 +22,23 @@ from transformers import PrinterCallback, set_seed
 from toolkit.hardware.machine import describe_machine, git_commit, library_versions
 from toolkit.presets.cpu_fsdp import enable_fsdp_on_cpu
 from toolkit.runs import status
-from toolkit.runs.arguments import DataArguments
 from toolkit.runs.checkpoints import Checkpoint, check_goes_on, check_same_layout, remove_unfinished
 from toolkit.runs.folder import MEASUREMENT_VERSION, RunFolder, start_facts
 from toolkit.runs.steps import measure, read_steps
 from toolkit.train.arguments import Arguments, parse
 from toolkit.train.attest.attestation import Attestation
-from toolkit.train.batches import Collator
 from toolkit.train.checkpointing import manifest_facts, resume_point
-from toolkit.train.data_preflight import preflight_lines
+from toolkit.train.evaluation import Evaluations
 from toolkit.train.failure import Progress, report_failure, report_hang
 from toolkit.train.meter import Meter
 from toolkit.train.methods import Methods
 from toolkit.train.modelling import load_model, load_tokenizer
 from toolkit.train.nvme import name_swap_folder, prepare_nvme, swap_bytes
+from toolkit.train.packing import check_model_packs
 from toolkit.train.promise import Promise, find_promise
+from toolkit.train.reading import Data, collator, read_data
 from toolkit.train.saving import save_final_model
 from toolkit.train.stopping import Stopping
-from toolkit.train.tokens import Tokenized, load_rows, tokenize
 from toolkit.train.trainer import MeasuredTrainer
 from toolkit.train.universal import prepare_universal
 from toolkit.train.watchdog import Watchdog
@@ -69,6 +68,8 @@ def run(argv: Sequence[str], progress: Progress) -> None:
     progress.enter("load")
     nvme = prepare_nvme(training, model_arguments)
     model = load_model(model_arguments)
+    if data_arguments.packing:
+        check_model_packs(model)
     progress.enter("engine")
     trainer = build_trainer(model, tokenizer, data, training, folder, promise, progress, resumed)
     methods = Methods(trainer, arguments, folder)
@@ -190,27 +191,10 @@ def first_facts(argv: Sequence[str], promise: Promise, arguments: Arguments) -> 
     }
 
 
-def read_data(tokenizer: Any, arguments: DataArguments, training: Any) -> Tokenized:
-    """Tokenise on rank 0 first, the others from its cache, and print the preflight once."""
-    with training.main_process_first(desc="tokenising"):
-        rows, data_format = load_rows(str(arguments.dataset), arguments.dataset_split)
-        data = tokenize(
-            rows,
-            tokenizer=tokenizer,
-            data_format=data_format,
-            max_seq_length=arguments.max_seq_length,
-            loss_on=arguments.loss_on,
-        )
-    if training.process_index == 0:
-        print("\n".join(preflight_lines(data.stats)), flush=True)
-        RunFolder(Path(training.output_dir)).update_run(data=asdict(data.stats))
-    return data
-
-
 def build_trainer(
     model: Any,
     tokenizer: Any,
-    data: Tokenized,
+    data: Data,
     training: Any,
     folder: RunFolder,
     promise: Promise,
@@ -229,13 +213,16 @@ def build_trainer(
     trainer = MeasuredTrainer(
         model=model,
         args=training,
-        train_dataset=data.dataset,
-        data_collator=Collator(tokenizer),
+        train_dataset=data.train,
+        eval_dataset=data.evaluation,
+        data_collator=collator(tokenizer, model, training, packing=data.stats.packs is not None),
         processing_class=tokenizer,
         callbacks=[meter, attestation],
         meter=meter,
         progress=progress,
     )
+    if data.evaluation is not None:
+        trainer.add_callback(Evaluations(folder))
     trainer.remove_callback(PrinterCallback)  # the meter prints instead
     attestation.trainer = trainer
     attestation.after = meter.restart_clock

@@ -21,7 +21,8 @@ from typing import Any
 import datasets
 import transformers
 
-from toolkit.data import Sample, check_file, check_row, detect_format, formats, iter_rows, resolve_source, to_sample
+from toolkit.data import Sample, check_file, check_row, detect_format, formats, iter_rows, resolve_source
+from toolkit.data.formats import to_sample, with_system_prompt
 from toolkit.errors import ToolkitError
 from toolkit.train import conversations
 from toolkit.train.batches import IGNORED
@@ -34,7 +35,7 @@ PLACE = "place"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tokenized:
-    """Columns `input_ids` and `labels`, and what is known about them."""
+    """Columns `input_ids`, `labels`, `length` and `row` (its number from 0 as read), and what is known about them."""
 
     dataset: datasets.Dataset
     stats: DataStats
@@ -122,38 +123,62 @@ def _fingerprint(*parts: object) -> str:
 def tokenize(
     dataset: datasets.Dataset, *, tokenizer: Any, data_format: str, max_seq_length: int, loss_on: str | None
 ) -> Tokenized:
-    """Every row as input ids and labels, cut to `max_seq_length`; rows with nothing to learn from are dropped.
+    """Every row as input ids and labels, cut to `max_seq_length`; rows with nothing to learn from are dropped."""
+    encoder = row_encoder(
+        tokenizer=tokenizer, data_format=data_format, max_seq_length=max_seq_length, loss_on=loss_on, system_prompt=None
+    )
+    return keep_supervised(encode_rows(dataset, encoder), encoder)
+
+
+def row_encoder(
+    *, tokenizer: Any, data_format: str, max_seq_length: int, loss_on: str | None, system_prompt: str | None
+) -> RowEncoder:
+    """What turns one row into tokens.
 
     `loss_on` is `assistant` (or completion), `all`, or None: assistant for chat and prompt/completion, all for text.
     """
     if data_format == "text" and loss_on == "assistant":
         raise ToolkitError("`loss_on: assistant` has nothing to find in plain text", hint="leave `--loss_on` out")
-    encode = _RowEncoder(
+    return RowEncoder(
         tokenizer=tokenizer,
         data_format=data_format,
         max_seq_length=max_seq_length,
         everything=loss_on == "all" or data_format == "text",
+        system_prompt=system_prompt,
     )
+
+
+def encode_rows(dataset: datasets.Dataset, encoder: RowEncoder, *, num_proc: int | None = None) -> datasets.Dataset:
+    """All rows as tokens, from the cache of datasets where it has them."""
+    num_proc = None if num_proc is None else min(num_proc, len(dataset))
     with _progress_on_first_rank_only():
-        encoded = dataset.map(
-            encode,
+        return dataset.map(
+            encoder,
             with_indices=True,
             remove_columns=dataset.column_names,
             features=_FEATURES,
-            new_fingerprint=_fingerprint(dataset._fingerprint, *encode.cache_key()),
+            new_fingerprint=_fingerprint(dataset._fingerprint, *encoder.cache_key()),
+            num_proc=num_proc,
             desc="Tokenizing",
         )
+
+
+def keep_supervised(encoded: datasets.Dataset, encoder: RowEncoder) -> Tokenized:
+    """The rows that there is something to learn from."""
     kept = [index for index, supervised in enumerate(encoded["supervised"][:]) if supervised]
     if not kept:
-        raise nothing_to_learn(encoded, max_seq_length)
-    stats = data_stats(encoded, kept, tokenizer, data_format, max_seq_length)
-    return Tokenized(dataset=encoded.select(kept).select_columns(["input_ids", "labels"]), stats=stats)
+        raise nothing_to_learn(encoded, encoder.max_seq_length)
+    stats = data_stats(encoded, kept, encoder.tokenizer, encoder.data_format, encoder.max_seq_length)
+    return Tokenized(dataset=encoded.select(kept).select_columns(COLUMNS), stats=stats)
 
 
+COLUMNS = ["input_ids", "labels", "length", "row"]
 _FEATURES = datasets.Features(
     {
         "input_ids": datasets.List(datasets.Value("int32")),
         "labels": datasets.List(datasets.Value("int32")),
+        "length": datasets.Value("int64"),
+        "row": datasets.Value("int64"),
         "supervised": datasets.Value("int64"),
         "uncut_tokens": datasets.Value("int64"),
     }
@@ -161,19 +186,20 @@ _FEATURES = datasets.Features(
 
 
 @dataclass(frozen=True, kw_only=True)
-class _RowEncoder:
+class RowEncoder:
     """What `Dataset.map` calls on each row."""
 
     tokenizer: Any
     data_format: str
     max_seq_length: int
     everything: bool
+    system_prompt: str | None
 
     def __call__(self, row: dict[str, Any], index: int) -> dict[str, Any]:
         try:
             row, place = (json.loads(row[JSON_ROW]), row[PLACE]) if JSON_ROW in row else (row, f"row {index + 1}")
             check_row(row, self.data_format)
-            sample = to_sample(row, self.data_format)
+            sample = with_system_prompt(to_sample(row, self.data_format), self.system_prompt)
             input_ids, supervised = encode(
                 sample, self.tokenizer, everything=self.everything, max_tokens=self.max_seq_length
             )
@@ -186,6 +212,8 @@ class _RowEncoder:
         return {
             "input_ids": input_ids[: self.max_seq_length],
             "labels": labels,
+            "length": len(labels),
+            "row": index,
             "supervised": sum(label != IGNORED for label in labels[1:]),
             "uncut_tokens": len(input_ids),
         }
@@ -196,7 +224,8 @@ class _RowEncoder:
         vocabulary = backend.to_str() if backend is not None else sorted(self.tokenizer.get_vocab().items())
         special = sorted(self.tokenizer.special_tokens_map.items())
         template = self.tokenizer.chat_template
-        return vocabulary, str(special), str(template), self.data_format, self.max_seq_length, self.everything
+        asked = self.data_format, self.max_seq_length, self.everything, self.system_prompt
+        return vocabulary, str(special), str(template), *asked
 
 
 def encode(sample: Sample, tokenizer: Any, *, everything: bool = False, max_tokens: int | None = None) -> Encoded:

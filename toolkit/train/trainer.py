@@ -10,13 +10,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils.data import SequentialSampler
 from transformers import Trainer
+from transformers.trainer_pt_utils import LengthGroupedSampler
 
 from toolkit.runs.checkpoints import saving_folder
 from toolkit.train.batches import BATCH_FACTS
 from toolkit.train.checkpointing import finish_checkpoint, leave_out_tied_weights
+from toolkit.train.evaluation import EvaluatedTokens
 from toolkit.train.failure import Progress
 from toolkit.train.meter import Meter
+from toolkit.train.sampling import SeededLengthGroups
 
 
 class MeasuredTrainer(Trainer):  # type: ignore[misc]
@@ -28,6 +32,7 @@ class MeasuredTrainer(Trainer):  # type: ignore[misc]
         self.manifest_facts: Callable[[], dict[str, Any]] = dict
         self.staging: Path | None = None
         """Where a checkpoint is being written; None while none is."""
+        self.evaluated = EvaluatedTokens()
 
     def training_step(self, model: Any, inputs: dict[str, Any], num_items_in_batch: Any = None) -> torch.Tensor:
         self.meter.add_batch(inputs.pop(BATCH_FACTS, None))
@@ -46,9 +51,32 @@ class MeasuredTrainer(Trainer):  # type: ignore[misc]
         self.progress.phase = "backward"
         return loss
 
-    def prediction_step(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-        inputs.pop(BATCH_FACTS, None)
-        return super().prediction_step(model, inputs, *args, **kwargs)
+    def _get_train_sampler(self, train_dataset: Any = None) -> Any:
+        sampler = super()._get_train_sampler(train_dataset)
+        if not isinstance(sampler, LengthGroupedSampler):
+            return sampler
+        seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
+        batch = self.args.train_batch_size * self.args.gradient_accumulation_steps * self.args.world_size
+        return SeededLengthGroups(batch, sampler.lengths, seed=seed)
+
+    def _get_eval_sampler(self, eval_dataset: Any) -> Any:
+        return SequentialSampler(eval_dataset)
+
+    def evaluation_loop(self, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any) -> Any:
+        """The Trainer's loop, with the loss over all supervised tokens instead of its mean of batch means."""
+        self.progress.phase, self.evaluated = "evaluate", EvaluatedTokens()
+        output = super().evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **kwargs)
+        figures = self.evaluated.over_all_ranks(self.args.device)
+        output.metrics.update({f"{metric_key_prefix}_{name}": value for name, value in figures.items()})
+        return output
+
+    def prediction_step(self, model: Any, inputs: dict[str, Any], *_: Any, **__: Any) -> Any:
+        """One batch's mean loss, unscaled by the number of ranks."""
+        facts = inputs.pop(BATCH_FACTS)
+        with torch.no_grad(), self.compute_loss_context_manager():
+            loss = model(**self._prepare_inputs(inputs)).loss.detach().float()
+        self.evaluated.add(loss, facts.supervised_tokens)
+        return loss, None, None
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         self.progress.enter("save")

@@ -21,9 +21,11 @@ from toolkit.presets import Preset
 from toolkit.runs.folder import write_json
 from toolkit.train.attest.check import byte_differences, describe, differences, promised_facts, unequal
 from toolkit.train.attest.gradients import read_gradients, watch_deepspeed_gradients
+from toolkit.train.attest.packing import check_isolated, read_packing
 from toolkit.train.attest.readings import Facts, read_rank
 from toolkit.train.attest.sizes import ADAM_STATES, limits
 from toolkit.train.attest.tensors import full_shape, local_bytes, weights_sha256
+from toolkit.train.batches import PackCollator
 from toolkit.train.failure import Progress
 from toolkit.train.promise import Promise
 
@@ -45,6 +47,7 @@ class Attestation(TrainerCallback):  # type: ignore[misc]
         self.weights = ""
         self.own: Facts = {}
         """What this rank read of itself, once it has."""
+        self.packing: Facts = {"packing": None}
 
     def on_train_begin(self, *_: Any, **__: Any) -> None:
         self.progress.enter("attest")
@@ -52,6 +55,9 @@ class Attestation(TrainerCallback):  # type: ignore[misc]
         self.weights = weights_sha256(plain, TORCH_DTYPES[self.compute_dtype])
         if hasattr(self.trainer.model_wrapped, "zero_optimization_stage"):
             watch_deepspeed_gradients(self.trainer.model_wrapped, self._look_at_gradients)
+        if isinstance(self.trainer.data_collator, PackCollator):
+            self.packing = read_packing(self.trainer, compute_dtype=self.compute_dtype)
+            check_isolated(self.packing, getattr(plain.config, "_attn_implementation", None))
         self.progress.enter("train")
         self.after()
 
@@ -66,7 +72,7 @@ class Attestation(TrainerCallback):  # type: ignore[misc]
         self.progress.enter("attest")
         own = read_rank(self.trainer, self.gradients or {})
         own |= self._byte_facts(own)
-        own["initial_weights_sha256"] = self.weights
+        own |= self.packing | {"initial_weights_sha256": self.weights}
         self.own = own
         self._conclude(_gather(own))
         self.progress.enter("train")
