@@ -180,7 +180,7 @@ def test_a_folder_in_use_is_refused_to_a_second_run(start: Start) -> None:
 
 def test_a_loss_that_is_no_number_ends_the_run_as_diverged(start: Start) -> None:
     warm_up = ("--lr_scheduler_type", "constant_with_warmup", "--warmup_steps", "2", "--learning_rate", "1e30")
-    run = start("--save_strategy", "steps", "--save_steps", "1", *warm_up)
+    run = start("--save_strategy", "steps", "--save_steps", "1", "--max_steps", "20", *warm_up)
     code, said = run.ended()
     failure = run.failure()
     assert (code, failure["kind"], run.run()["status"]) == (1, "diverged", "diverged")
