@@ -155,9 +155,9 @@ def test_a_resumed_run_has_untimed_steps_again() -> None:
     assert (measured.steps, measured.timed_steps, measured.tokens_per_second) == (4, 2, 100)
 
 
-def refused(job: list[str], checkpoint: Path, output: Path, *words: str, preset: str = "ddp") -> str:
+def refused(job: list[str], checkpoint: Path, output: Path, *words: str) -> str:
     given = [*job, "--output_dir", str(output), "--resume_from_checkpoint", str(checkpoint), *words]
-    ended = toolkit("train", "--preset", preset, "--num-processes", "2", "--cpu", "--", *given)
+    ended = toolkit("train", "--preset", "ddp", "--num-processes", "2", "--cpu", "--", *given)
     assert ended.returncode == 2, ended.stderr[-2000:]
     return ended.stderr
 
@@ -168,9 +168,11 @@ def test_a_checkpoint_that_cannot_be_resumed_from_is_refused_before_a_rank_start
     damaged = refused(job, stopped / "checkpoint-4", tmp_path / "out")
     assert "checkpoint-4 cannot be used: model.safetensors is damaged (checksum)" in damaged
     assert f"the one before is complete: `{stopped}/checkpoint-3`" in damaged
-    other = refused(job, stopped / "checkpoint-3", tmp_path / "out", preset="zero2")
-    assert "checkpoint-3 was written with engine ddp, not deepspeed; sharding replicate, not shard_grad_op" in other
-    assert "`--preset ddp`" in other
+    words = ["--output_dir", str(tmp_path / "out"), "--resume_from_checkpoint", str(stopped / "checkpoint-3")]
+    other = accelerate_launch(ROOT / "accelerate_configs" / "zero2.yaml", *job, *words)  # `toolkit train` converts
+    assert other.returncode != 0
+    assert "was written with engine ddp, not deepspeed; sharding replicate, not shard_grad_op" in other.stderr
+    assert "`toolkit checkpoint convert`" in other.stderr
     batch = refused(job, stopped / "checkpoint-3", tmp_path / "out", "--per_device_train_batch_size", "1")
     assert "was trained with --per_device_train_batch_size 2, now it is 1" in batch
     done = refused(job, stopped / "checkpoint-3", tmp_path / "out", "--max_steps", "3")
