@@ -49,8 +49,7 @@ def top_k_hook(state: TopK, bucket: dist.GradBucket) -> torch.futures.Future[tor
     sent = indices.to(torch.int32)  # a bucket has fewer than 2**31 elements
     all_indices = [torch.empty_like(sent) for _ in range(ranks)]
     all_values = [torch.empty_like(values) for _ in range(ranks)]
-    dist.all_gather(all_indices, sent, async_op=True)
-    work = dist.all_gather(all_values, values, async_op=True)  # the same queue: it ends after the one before
+    gathers = [dist.all_gather(all_indices, sent, async_op=True), dist.all_gather(all_values, values, async_op=True)]
 
     def add_up(_: torch.futures.Future[list[torch.Tensor]]) -> torch.Tensor:
         buffer.zero_()
@@ -58,4 +57,5 @@ def top_k_hook(state: TopK, bucket: dist.GradBucket) -> torch.futures.Future[tor
             buffer.index_add_(0, their_indices, their_values / ranks)
         return buffer
 
-    return work.get_future().then(add_up)
+    # Both, by name: gloo's threads may finish the second before the first.
+    return torch.futures.collect_all([work.get_future() for work in gathers]).then(add_up)
