@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-WRAPPER_PARTS = ("module.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.")
+WRAPPER_PARTS = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.", "module.")  # the part of others last
 
 
 def local(tensor: Any) -> torch.Tensor:
