@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-WRAPPER_PARTS = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.", "module.")  # the part of others last
+# The last is a part of others.
+WRAPPER_PARTS = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.", "module.")
 
 
 def local(tensor: Any) -> torch.Tensor:
