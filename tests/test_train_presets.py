@@ -19,7 +19,7 @@ pytestmark = pytest.mark.launch
 
 P = 3_219_776
 NORMS = 5 * 64
-RUN_FILES = {"run.json", "attestation.json", "train.log"}
+RUN_FILES = {"run.json", "run.lock", "attestation.json", "train.log"}
 MODEL_FILES = {
     "chat_template.jinja",
     "config.json",
@@ -75,7 +75,8 @@ def test_each_rank_holds_the_bytes_that_the_preset_promises(runs: dict[str, Path
 @pytest.mark.parametrize("preset", PRESETS)
 def test_the_run_folder_holds_exactly_its_files_and_the_model(runs: dict[str, Path], preset: str) -> None:
     found = {str(path.relative_to(runs[preset])) for path in runs[preset].rglob("*") if path.is_file()}
-    rows = {f"ranks/rank{rank}.jsonl" for rank in range(CPU_PRESETS[preset])}
+    ends = ("jsonl", "pulse", "stacks")
+    rows = {f"ranks/rank{rank}.{end}" for rank in range(CPU_PRESETS[preset]) for end in ends}
     assert found == RUN_FILES | rows | MODEL_FILES | {"live_logits.pt"}
 
 

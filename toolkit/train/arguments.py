@@ -54,9 +54,7 @@ def parse(argv: Sequence[str], promise: Promise) -> Arguments:
         training._n_gpu = min(training._n_gpu, 1)  # with several visible GPUs the Trainer would run DataParallel
     # What run.json and the attestation ask for; no fields of transformers', so that it saves nothing of them.
     training.scaled_rate, training.recompute_by_engine = rate, recompute
-    if training.process_index == 0:
-        for line in [*(f"warning: {line}" for line in warnings), *rate_lines(rate, training)]:
-            print(line, flush=True)
+    training.notes = [*(f"warning: {line}" for line in warnings), *rate_lines(rate, training)]
     return model, data, training
 
 

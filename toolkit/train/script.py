@@ -60,6 +60,8 @@ def run(argv: Sequence[str], progress: Progress) -> None:
     resumed = find_checkpoint(training, promise)
     open_folder(folder, argv, promise, arguments, resumed)
     progress.output_dir, progress.dataset = folder.path, data_arguments.dataset
+    if training.process_index == 0:
+        print("".join(f"{line}\n" for line in training.notes), end="", flush=True)  # the log is open now
     stopping = watch_over(progress, folder, training)
     set_seed(training.seed)
     progress.enter("data")
