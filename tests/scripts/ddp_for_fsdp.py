@@ -14,4 +14,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    door.leave(main())

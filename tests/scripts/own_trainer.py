@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 from toolkit import load_preset
+from toolkit.train.__main__ import leave
 
 
 def main(preset_name: str, model_folder: str, output: str) -> None:
@@ -32,8 +33,6 @@ def main(preset_name: str, model_folder: str, output: str) -> None:
     trainer = Trainer(model=model, args=args, train_dataset=rows)
     trainer.add_callback(attestation(preset, trainer, Path(output)))
     trainer.train()
-    if torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()
 
 
 def attestation(preset, trainer, folder: Path):
@@ -52,3 +51,4 @@ def attestation(preset, trainer, folder: Path):
 
 if __name__ == "__main__":
     main(*sys.argv[1:])
+    leave(0)

@@ -57,7 +57,11 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def leave(code: int) -> NoReturn:
-    """End without tearing the interpreter down: gloo's threads, still there, have aborted a rank that was done."""
+    """End without tearing the interpreter down.
+
+    gloo's threads may still hold tensors of finished collectives; letting go of one while the interpreter ends aborts
+    a rank that was done, destroyed process group or not (https://github.com/pytorch/pytorch/pull/179291).
+    """
     atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()
