@@ -12,13 +12,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from toolkit.checkpoint.description import FINGERPRINT, Description, Skeleton, recorded_answer
+from toolkit.checkpoint.description import Description, Skeleton, recorded_answer
 from toolkit.checkpoint.layout import detect
 from toolkit.checkpoint.source import open_source
 from toolkit.checkpoint.tensors_file import DTYPES, Entry, write_model
 from toolkit.checkpoint.weights import check_names, merged_entries, model_entries, name_states
 from toolkit.errors import ToolkitError
-from toolkit.runs.checkpoints import MANIFEST, read_checkpoint
+from toolkit.runs.checkpoints import FINGERPRINT, MANIFEST, read_checkpoint
 from toolkit.runs.folder import write_json
 from toolkit.units import gib
 
