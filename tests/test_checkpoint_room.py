@@ -6,7 +6,9 @@ Of the runs of the fixture `saved_runs`: six steps of the tiny Llama on two rank
 from __future__ import annotations
 
 import json
+import resource
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -250,3 +252,38 @@ def test_an_adapter_moves_with_its_moments(runs: dict[str, Path], source: str, p
     for name in names:
         assert torch.equal(before.weight(name), after.weight(name))
         assert all(torch.equal(before.moment(name, moment), after.moment(name, moment)) for moment in MOMENTS)
+
+
+@pytest.fixture
+def small_disk() -> Iterator[None]:
+    """No file may grow above 4 MB: the system refuses to write on, as it does on a full disk."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4_000_000, before[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@pytest.mark.usefixtures("small_disk")
+def test_a_disk_that_fills_up_during_an_export_is_said_and_nothing_is_left(
+    runs: dict[str, Path], tmp_path: Path
+) -> None:
+    from toolkit.checkpoint.export import export
+    from toolkit.errors import ToolkitError
+
+    with pytest.raises(ToolkitError, match=r"out cannot be written: File too large; nothing of it was kept"):
+        export(runs["zero2"] / "checkpoint-6", tmp_path / "out")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("preset", ["ddp", "zero3", "fsdp2"])
+@pytest.mark.usefixtures("small_disk")
+def test_a_disk_that_fills_up_during_a_conversion_is_said_and_nothing_is_left(
+    runs: dict[str, Path], preset: str, tmp_path: Path
+) -> None:
+    from toolkit.checkpoint.convert import convert
+    from toolkit.errors import ToolkitError
+    from toolkit.presets import load_preset
+
+    with pytest.raises(ToolkitError, match=r"out cannot be written: .*; nothing of it was kept"):
+        convert(runs["zero2"] / "checkpoint-6", tmp_path / "out", load_preset(preset), num_processes=4)
+    assert list(tmp_path.iterdir()) == []

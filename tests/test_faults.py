@@ -17,6 +17,7 @@ import psutil
 import pytest
 from launching import ROOT, losses, read
 
+from toolkit.runs.checkpoints import list_checkpoints
 from toolkit.runs.pulses import Pulse, read_pulses
 
 pytestmark = pytest.mark.launch
@@ -280,6 +281,40 @@ def test_a_loss_that_is_no_number_ends_the_run_as_diverged(start: Starter) -> No
     assert (run.folder / "checkpoint-1").is_dir()  # the learning rate was still 0
     assert not (run.folder / f"checkpoint-{failure['step']}").exists()
     assert "lower `--learning_rate`" in said
+
+
+def test_weights_that_are_no_numbers_never_take_the_place_of_good_ones(start: Starter) -> None:
+    # the update of step 2 overflows; its loss, computed before, is sound, and `--save_total_limit 1` keeps one
+    warm_up = ("--lr_scheduler_type", "constant_with_warmup", "--warmup_steps", "2", "--learning_rate", "1e39")
+    words = ("--save_strategy", "steps", "--save_steps", "1", "--save_total_limit", "1", "--max_steps", "20")
+    run = start(*words, *warm_up)
+    code, said = run.ended()
+    assert (code, run.failure()["kind"], run.run()["status"]) == (1, "diverged", "diverged")
+    assert run.steps() == 2
+    assert "the weights after step 2 are lost, and not saved" in said
+    assert "checkpoint-1 is the newest whole checkpoint" in said
+    assert [path.name for path in run.folder.glob("*checkpoint-*")] == ["checkpoint-1"]
+
+
+def test_a_second_signal_during_the_save_ends_the_run_at_once_and_keeps_the_checkpoint_before(start: Starter) -> None:
+    run = start("--save_strategy", "steps", "--save_steps", "3", "--save_total_limit", "2")
+    run.until_step(4)
+    stopped = run.pulse(1)
+    while not list(run.folder.glob(".saving-*")):  # stopped between two saves: the next one, then
+        os.kill(stopped.pid, signal.SIGCONT)
+        run.until(lambda: list(run.folder.glob(".saving-*")))
+        os.kill(stopped.pid, signal.SIGSTOP)
+    run.process.send_signal(signal.SIGTERM)
+    assert run.process.stderr is not None
+    assert any("a second signal ends the run at once" in line for line in run.process.stderr)
+    run.process.send_signal(signal.SIGTERM)
+    said = run.process.stderr.read()
+    assert (run.process.wait(), run.failure()["kind"], run.run()["status"]) == (1, "interrupted", "interrupted")
+    assert "is the newest whole checkpoint" in said
+    assert not psutil.pid_exists(stopped.pid)
+    found = list_checkpoints(run.folder)
+    assert found
+    assert [checkpoint.problem(deep=True) for checkpoint in found] == [None] * len(found)
 
 
 def test_memory_that_the_kernel_takes_back_is_host_out_of_memory(start: Starter, tmp_path: Path) -> None:

@@ -368,7 +368,7 @@ def test_a_timeout_is_a_status(tmp_path: Path) -> None:
 
 def test_an_interrupt_is_a_status_whatever_a_rank_wrote_while_it_was_ended(tmp_path: Path) -> None:
     folder = running_folder(tmp_path / "silent")
-    assert ended(folder, interrupted=True)[2]["message"] == "stopped by a signal"
+    assert ended(folder, interrupted=True)[2]["message"].startswith("ended by a signal, without a checkpoint")
     folder = running_folder(tmp_path / "spoken")
     write_json(folder.failure_json, {"kind": "failed", "message": "connection reset", "wrong_input": False})
     assert ended(folder, interrupted=True)[:2] == ("interrupted", 1)
