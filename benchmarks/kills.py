@@ -22,7 +22,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from record import RESULTS, print_table, spread, write_result
+from record import RESULTS, print_table, spread, write_result, write_table
 
 from toolkit.demo.assets import default_data_file
 from toolkit.runs.checkpoints import list_checkpoints
@@ -30,6 +30,7 @@ from toolkit.runs.folder import RunFolder
 from toolkit.runs.pulses import read_pulses
 from toolkit.runs.steps import read_rows
 
+DOCUMENT = Path(__file__).parent.parent / "docs" / "faults.md"
 PRESETS = ("ddp", "zero2", "fsdp2")
 STEPS, SAVE_STEPS, KILLS_A_RUN = 40, 4, 5
 # Steps of an attempt before its kill, and seconds after that step: a forward, a backward or a save may be cut off.
@@ -173,14 +174,17 @@ def summary(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return rows
 
 
-def table(rows: list[dict[str, Any]]) -> None:
-    header = ["preset", "kills", "s to end: median", "max", "steps lost: median", "max", "runs", "equal bit for bit"]
-    cells = []
-    for row in rows:
-        seconds, lost = row["seconds_to_end"], row["lost_steps"]
-        figures = [f"{seconds['median']:.1f}", f"{seconds['max']:.1f}", f"{lost['median']:g}", lost["max"]]
-        cells.append([row["preset"], row["kills"], *figures, row["runs"], row["runs_equal_bit_for_bit"]])
-    print_table(header, cells)
+HEADER = (
+    *("preset", "kills", "seconds from the kill to the attempt's end: median", "largest"),
+    *("steps lost: median", "largest", "more than since the last checkpoint", "runs, equal bit for bit"),
+)
+
+
+def cells(row: dict[str, Any]) -> list[object]:
+    seconds, lost = row["seconds_to_end"], row["lost_steps"]
+    figures = [row["kills"], f"{seconds['median']:.1f}", f"{seconds['max']:.1f}", f"{lost['median']:g}", lost["max"]]
+    equal = f"{row['runs']}, {row['runs_equal_bit_for_bit']}"
+    return [row["preset"], *figures, row["kills_that_lost_more"], equal]
 
 
 def main() -> int:
@@ -205,7 +209,8 @@ def main() -> int:
             "goal_seconds": GOAL_SECONDS,
         }
         write_result("kills", {"job": job, "summary": summary(runs), "runs": runs})
-    table(summary(runs))
+        write_table(DOCUMENT, "kills", HEADER, [cells(row) for row in summary(runs)])
+    print_table(HEADER, [cells(row) for row in summary(runs)])
     return 0 if all(run["bit_for_bit"] for run in runs) else 1
 
 
