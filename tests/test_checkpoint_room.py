@@ -101,17 +101,19 @@ def checkpoint(runs: dict[str, Path], tmp_path: Path) -> Path:
     return Path(shutil.copytree(runs["zero3"] / "checkpoint-6", tmp_path / "run" / "checkpoint-6"))
 
 
-def test_a_damaged_file_is_named_and_not_exported(checkpoint: Path, tmp_path: Path) -> None:
+def test_a_damaged_file_is_named_and_not_exported(
+    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from toolkit.checkpoint.__main__ import main
+
     file = next(checkpoint.glob("global_step6/*optim_states.pt"))
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 1
     file.write_bytes(content)
-    looked = toolkit("checkpoint", "inspect", str(checkpoint))
-    assert looked.returncode == 1
-    assert f"damaged: global_step6/{file.name} is damaged (checksum)" in looked.stdout
-    ended = toolkit("checkpoint", "export", str(checkpoint), str(tmp_path / "out"))
-    assert ended.returncode == 2
-    assert file.name in ended.stderr
+    assert main(["inspect", str(checkpoint)]) == 1
+    assert f"damaged: global_step6/{file.name} is damaged (checksum)" in capsys.readouterr().out
+    assert main(["export", str(checkpoint), str(tmp_path / "out")]) == 2
+    assert file.name in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
 

@@ -46,7 +46,10 @@ def test_the_argv_is_accelerates_launcher_with_the_presets_file() -> None:
 
 
 def test_a_deepspeed_json_is_named_by_its_absolute_path() -> None:
-    command = launch_command(load_preset("zero3"), num_processes=4, training_argv=[], cpu=False)
+    command = launch_command(
+        load_preset("zero3"), num_processes=4, training_argv=[], cpu=False, hang_timeout_minutes=0.05
+    )
+    assert command.environment["TOOLKIT_HANG_TIMEOUT_MINUTES"] == "0.05"
     assert command.shown == (
         f"accelerate launch --config_file {YAMLS}/zero3.yaml --deepspeed_config_file {JSONS}/zero3.json"
         " --num_processes 4 -m toolkit.train"
