@@ -46,15 +46,20 @@ def test_the_argv_is_accelerates_launcher_with_the_presets_file() -> None:
 
 
 def test_a_deepspeed_json_is_named_by_its_absolute_path() -> None:
-    command = launch_command(
-        load_preset("zero3"), num_processes=4, training_argv=[], cpu=False, hang_timeout_minutes=0.05
-    )
-    assert command.environment["TOOLKIT_HANG_TIMEOUT_MINUTES"] == "0.05"
+    command = launch_command(load_preset("zero3"), num_processes=4, training_argv=[], cpu=False)
     assert command.shown == (
         f"accelerate launch --config_file {YAMLS}/zero3.yaml --deepspeed_config_file {JSONS}/zero3.json"
         " --num_processes 4 -m toolkit.train"
     )
     assert command.argv[5:7] == ["--deepspeed_config_file", str(JSONS / "zero3.json")]
+
+
+def test_the_limit_for_a_hang_reaches_the_ranks_by_their_environment() -> None:
+    command = launch_command(
+        load_preset("ddp"), num_processes=2, training_argv=[], cpu=False, hang_timeout_minutes=0.05
+    )
+    assert command.environment["TOOLKIT_HANG_TIMEOUT_MINUTES"] == "0.05"
+    assert command.shown.startswith("TOOLKIT_HANG_TIMEOUT_MINUTES=0.05 accelerate launch ")
 
 
 def test_a_hybrid_mesh_gets_its_shard_degree_from_the_number_of_processes() -> None:
