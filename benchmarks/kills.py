@@ -31,6 +31,7 @@ from toolkit.runs.pulses import read_pulses
 from toolkit.runs.steps import read_rows
 
 DOCUMENT = Path(__file__).parent.parent / "docs" / "faults.md"
+TABLE = "kills"
 PRESETS = ("ddp", "zero2", "fsdp2")
 STEPS, SAVE_STEPS, KILLS_A_RUN = 40, 4, 5
 # Steps of an attempt before its kill, and seconds after that step: a forward, a backward or a save may be cut off.
@@ -187,6 +188,10 @@ def cells(row: dict[str, Any]) -> list[object]:
     return [row["preset"], *figures, row["kills_that_lost_more"], equal]
 
 
+def table_rows(found: dict[str, Any]) -> list[list[object]]:
+    return [cells(row) for row in found["summary"]]
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("work", type=Path, help="must hold `model`, a small model with its tokenizer")
@@ -208,8 +213,9 @@ def main() -> int:
             "seed": arguments.seed,
             "goal_seconds": GOAL_SECONDS,
         }
-        write_result("kills", {"job": job, "summary": summary(runs), "runs": runs})
-        write_table(DOCUMENT, "kills", HEADER, [cells(row) for row in summary(runs)])
+        found = {"job": job, "summary": summary(runs), "runs": runs}
+        write_result("kills", found)
+        write_table(DOCUMENT, TABLE, HEADER, table_rows(found))
     print_table(HEADER, [cells(row) for row in summary(runs)])
     return 0 if all(run["bit_for_bit"] for run in runs) else 1
 

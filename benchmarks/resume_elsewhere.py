@@ -23,6 +23,7 @@ from toolkit.runs.folder import RunFolder
 from toolkit.runs.steps import measure, read_steps
 
 DOCUMENT = Path(__file__).parent.parent / "docs" / "checkpoints-commands.md"
+TABLE = "pairs"
 PRESETS = ("ddp", "zero1", "zero2", "zero3", "fsdp2")
 STEPS, SAVED, GLOBAL_BATCH = 10, 4, 4
 HEADER = ("from, 2 ranks", "to", "largest difference of a loss, relative")
@@ -73,6 +74,10 @@ def cells(each: dict[str, Any]) -> tuple[str, str, str]:
     return f"`{each['source']}`", to, "failed" if difference is None else f"{difference:.1e}" if difference else "0"
 
 
+def table_rows(found: dict[str, Any]) -> list[tuple[str, str, str]]:
+    return [cells(each) for each in found["rows"]]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("work", type=Path, help="must hold `model`, a small model with its tokenizer")
@@ -85,8 +90,9 @@ def main() -> None:
         rows[pair] = row(*pair, arguments.work.absolute())
         print(json.dumps(rows[pair]), flush=True)
         ordered = [rows[each] for each in pairs() if each in rows]
-        write_result("resume_elsewhere", {"pairs": len(pairs()), "rows": ordered})
-        write_table(DOCUMENT, "pairs", HEADER, [cells(each) for each in ordered])
+        found = {"pairs": len(pairs()), "rows": ordered}
+        write_result("resume_elsewhere", found)
+        write_table(DOCUMENT, TABLE, HEADER, table_rows(found))
 
 
 if __name__ == "__main__":
