@@ -58,6 +58,15 @@ def write_result(name: str, figures: dict[str, Any]) -> Path:
     return path
 
 
+def write_table(document: Path, name: str, header: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
+    """Between the lines `<!-- name -->` and `<!-- end of name -->` of a document, in place of what was there."""
+    lines = [f"| {' | '.join(map(str, cells))} |" for cells in [header, [":---"] * len(header), *rows]]
+    before, opened, rest = document.read_text().partition(f"<!-- {name} -->\n")
+    _, closed, after = rest.partition(f"<!-- end of {name} -->")
+    assert closed, f"{document} has no lines for the table {name}"
+    document.write_text("\n".join([before + opened, *lines, "", closed + after]))
+
+
 def print_table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
     """Columns as wide as they need to be."""
     cells = [[str(cell) for cell in row] for row in [header, *rows]]

@@ -1,23 +1,32 @@
 """Resume every preset's checkpoint under every other, and on other world sizes: losses against the uninterrupted run.
 
-    python benchmarks/resume_elsewhere.py WORK_FOLDER [--only zero2-zero3-2 ...]
+    python benchmarks/resume_elsewhere.py WORK_FOLDER [--pairs 5]
 
-The tiny random Llama of the tests, 10 steps, saved after step 4 with weight decay 0.1; a global batch of 4. Each pair
-trains the other 6 steps. The difference is the largest of a step's loss, over the loss. A pair done before is kept.
+The tiny random Llama of the tests (WORK_FOLDER/model), 10 steps, saved after step 4 with weight decay 0.1; a global
+batch of 4. Each pair trains the other 6 steps. The difference is the largest of a step's loss, over the loss. Pairs
+that are done are kept: the same command goes on, `--pairs` at a time. The table is docs/checkpoints-commands.md's.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parent.parent
+from record import RESULTS, write_result, write_table
+
+from toolkit.demo.assets import default_data_file
+from toolkit.runs.folder import RunFolder
+from toolkit.runs.steps import measure, read_steps
+
+DOCUMENT = Path(__file__).parent.parent / "docs" / "checkpoints-commands.md"
+TABLE = "pairs"
 PRESETS = ("ddp", "zero1", "zero2", "zero3", "fsdp2")
-STEPS, SAVED = 10, 4
-RESULTS = ROOT / "benchmarks" / "results" / "resume_elsewhere.json"
+STEPS, SAVED, GLOBAL_BATCH = 10, 4, 4
+HEADER = ("from, 2 ranks", "to", "largest difference of a loss, relative")
 
 
 def pairs() -> list[tuple[str, str, int]]:
@@ -30,51 +39,61 @@ def pairs() -> list[tuple[str, str, int]]:
 
 def train(preset: str, ranks: int, model: Path, output: Path, *words: str) -> str | None:
     """None, or the last words of a run that failed."""
-    from toolkit.demo.assets import default_data_file
-
     job = ["--model_name_or_path", str(model), "--dataset", str(default_data_file("faq-en-alpaca.jsonl"))]
     job += ["--max_seq_length", "64", "--learning_rate", "1e-3", "--weight_decay", "0.1", "--max_steps", str(STEPS)]
-    job += ["--per_device_train_batch_size", str(4 // ranks), "--save_model", "false", "--output_dir", str(output)]
+    job += ["--per_device_train_batch_size", str(GLOBAL_BATCH // ranks), "--save_model", "false"]
     command = [sys.executable, "-m", "toolkit", "train", "--preset", preset, "--num-processes", str(ranks), "--cpu"]
-    ended = subprocess.run([*command, "--", *job, *words], cwd=ROOT, capture_output=True, text=True, check=False)
+    command += ["--", *job, "--output_dir", str(output), *words]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False)
     return None if ended.returncode == 0 else ended.stderr[-600:]
 
 
-def losses(folder: Path, ranks: int) -> list[float]:
-    files = [folder / "ranks" / f"rank{rank}.jsonl" for rank in range(ranks)]
-    rows = [[json.loads(line)["loss"] for line in file.read_text().splitlines()] for file in files]
-    return [sum(step) / ranks for step in zip(*rows, strict=True)]
+def losses(folder: Path) -> list[float]:
+    return measure(read_steps(RunFolder(folder)), untimed_steps=0).losses
 
 
-def row(source: str, target: str, ranks: int, model: Path, folder: Path) -> dict[str, Any]:
-    whole = folder / source
+def row(source: str, target: str, ranks: int, work: Path) -> dict[str, Any]:
+    model, whole = work / "model", work / source
     if not (whole / f"checkpoint-{SAVED}").exists():
         failed = train(source, 2, model, whole, "--save_steps", str(SAVED))
         assert failed is None, failed
-    output = folder / f"{source}-{target}-{ranks}"
+    output = work / f"{source}-{target}-{ranks}"
     words = ["--save_strategy", "no", "--resume_from_checkpoint", str(whole / f"checkpoint-{SAVED}")]
     failed = train(target, ranks, model, output, *words)
     facts = {"source": source, "source_world_size": 2, "target": target, "target_world_size": ranks}
     if failed is not None:
         return {**facts, "largest_relative_difference": None, "failed": failed}
-    expected, found = losses(whole, 2)[SAVED:], losses(output, ranks)
+    expected, found = losses(whole)[SAVED:], losses(output)
     assert len(expected) == len(found) == STEPS - SAVED
     return {**facts, "largest_relative_difference": max(abs(a - b) / a for a, b in zip(expected, found, strict=True))}
 
 
-def main(folder: Path, only: list[str]) -> None:
-    model = folder / "model"
-    assert model.exists(), f"put a small model with its tokenizer into {model}"
-    known = json.loads(RESULTS.read_text())["rows"] if RESULTS.exists() else []
+def cells(each: dict[str, Any]) -> tuple[str, str, str]:
+    difference = each["largest_relative_difference"]
+    to = f"`{each['target']}`, {each['target_world_size']} rank{'s' * (each['target_world_size'] > 1)}"
+    return f"`{each['source']}`", to, "failed" if difference is None else f"{difference:.1e}" if difference else "0"
+
+
+def table_rows(found: dict[str, Any]) -> list[tuple[str, str, str]]:
+    return [cells(each) for each in found["rows"]]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("work", type=Path, help="must hold `model`, a small model with its tokenizer")
+    parser.add_argument("--pairs", type=int, default=None, help="at most so many now")
+    arguments = parser.parse_args()
+    kept = RESULTS / "resume_elsewhere.json"
+    known = json.loads(kept.read_text())["rows"] if kept.exists() else []
     rows = {(each["source"], each["target"], each["target_world_size"]): each for each in known}
-    for pair in pairs():
-        if (only and "-".join(map(str, pair)) not in only) or pair in rows:
-            continue
-        rows[pair] = row(*pair, model, folder)
+    for pair in [pair for pair in pairs() if pair not in rows][: arguments.pairs]:
+        rows[pair] = row(*pair, arguments.work.absolute())
         print(json.dumps(rows[pair]), flush=True)
-        content = {"command": "python benchmarks/resume_elsewhere.py WORK_FOLDER", "rows": list(rows.values())}
-        RESULTS.write_text(json.dumps(content, indent=2) + "\n")
+        ordered = [rows[each] for each in pairs() if each in rows]
+        found = {"pairs": len(pairs()), "rows": ordered}
+        write_result("resume_elsewhere", found)
+        write_table(DOCUMENT, TABLE, HEADER, table_rows(found))
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]).absolute(), [word for word in sys.argv[2:] if word != "--only"])
+    main()

@@ -121,3 +121,30 @@ def preset_runs(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, faq_
         ended = accelerate_launch(config, *words, script=script, num_processes=ranks, options=mesh)
         assert ended.returncode == 0, f"{preset}:\n{ended.stdout[-3000:]}\n{ended.stderr[-3000:]}"
     return {preset: folder / preset for preset in CPU_PRESETS}
+
+
+@pytest.fixture(scope="session")
+def saved_runs(tmp_path_factory: pytest.TempPathFactory, saved_job: list[str]) -> dict[str, Path]:
+    """One uninterrupted run a case of `launching.SAVED`, with its checkpoints: to resume, export, verify, convert."""
+    from launching import LORA, ROOT, SAVED, accelerate_launch
+
+    folder = tmp_path_factory.mktemp("saved")
+    for case, save_steps in SAVED.items():
+        preset, _, lora = case.partition("-")
+        words = [*saved_job, *(LORA if lora else []), "--save_steps", str(save_steps), "--output_dir"]
+        ended = accelerate_launch(ROOT / "accelerate_configs" / f"{preset}.yaml", *words, str(folder / case))
+        assert ended.returncode == 0, f"{case}:\n{ended.stdout[-2000:]}\n{ended.stderr[-2000:]}"
+    return {case: folder / case for case in SAVED}
+
+
+@pytest.fixture(scope="session")
+def saved_job(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, faq_alpaca: Path) -> list[str]:
+    """20 rows in micro-batches of 2 on two ranks, two of them a step: an epoch has 5 micro-batches a rank, so 3 steps,
+    the last of them short. Step 2 is in the middle of the first epoch, 3 its end, 4 and 5 are in the second."""
+    from launching import SAVED_STEPS
+
+    rows = tmp_path_factory.mktemp("rows") / "rows.jsonl"
+    rows.write_text("\n".join(faq_alpaca.read_text().splitlines()[:20]) + "\n")
+    words = ["--model_name_or_path", str(tiny_model), "--dataset", str(rows), "--max_seq_length", "64"]
+    words += ["--per_device_train_batch_size", "2", "--gradient_accumulation_steps", "2", "--learning_rate", "1e-3"]
+    return [*words, "--weight_decay", "0.1", "--max_steps", str(SAVED_STEPS)]

@@ -1,53 +1,41 @@
 """Checkpoints of every engine: exported, verified, damaged on purpose, and resumed under other presets and ranks.
 
-One run of the tiny Llama a preset, four steps on two ranks, a checkpoint after steps 2 and 4.
+Of the runs of the fixture `saved_runs`: six steps of the tiny Llama on two ranks, with a checkpoint at the end.
 """
 
 from __future__ import annotations
 
 import json
+import resource
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from launching import ROOT, accelerate_launch, losses, read, toolkit
+from launching import SAVED, SAVED_STEPS, losses, read, toolkit
 
 # peft asks transformers for a deprecated name; `python -m toolkit.checkpoint` hides it too.
 DEPRECATED = "ignore:.is_gradient_checkpointing. is deprecated:FutureWarning"
 pytestmark = [pytest.mark.launch, pytest.mark.filterwarnings(DEPRECATED)]
 
-LORA = ["--lora_r", "4"]
 CASES = ["ddp", "zero2", "zero3", "fsdp2", "zero3-lora", "fsdp2-lora"]
 # Observed: 4e-7 after merging an adapter in fp32, 0 otherwise.
 TOLERANCE = 1e-6
 # Issue: 1e-4. Observed 9e-8: the sums of gradients are taken in another order.
 LOSS_TOLERANCE = 1e-5
+# Every pair: benchmarks/resume_elsewhere.py.
 MOVES = [
-    ("zero2", "zero3", 2),
+    ("zero2", "zero3", 4),
     ("zero3", "fsdp2", 2),
     ("fsdp2", "ddp", 2),
     ("zero2", "zero2", 1),
-    ("zero3", "zero3", 4),
 ]
 
 
-@pytest.fixture(scope="module")
-def job(tiny_model: Path, faq_alpaca: Path) -> list[str]:
-    words = ["--model_name_or_path", str(tiny_model), "--dataset", str(faq_alpaca), "--max_seq_length", "64"]
-    return [*words, "--learning_rate", "1e-3", "--weight_decay", "0.1", "--max_steps", "4"]
-
-
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory, job: list[str]) -> dict[str, Path]:
-    folder = tmp_path_factory.mktemp("runs")
-    for case in CASES:
-        preset, _, lora = case.partition("-")
-        words = [*job, "--per_device_train_batch_size", "2", "--save_steps", "2", "--output_dir", str(folder / case)]
-        config = ROOT / "accelerate_configs" / f"{preset}.yaml"
-        ended = accelerate_launch(config, *words, *(LORA if lora else []))
-        assert ended.returncode == 0, f"{case}:\n{ended.stdout[-2000:]}\n{ended.stderr[-2000:]}"
-    return {case: folder / case for case in CASES}
+@pytest.fixture
+def runs(saved_runs: dict[str, Path]) -> dict[str, Path]:
+    return saved_runs
 
 
 def logits(folder: Path, base: Path | None = None) -> Any:
@@ -70,11 +58,11 @@ def test_an_export_answers_like_the_model_that_the_run_saved(
     from toolkit.checkpoint.export import export
 
     base = tiny_model if case.endswith("-lora") else None
-    export(runs[case] / "checkpoint-4", tmp_path / "out")
+    export(runs[case] / "checkpoint-6", tmp_path / "out")
     torch.testing.assert_close(logits(tmp_path / "out", base), logits(runs[case], base), rtol=0, atol=TOLERANCE)
     assert (tmp_path / "out" / "tokenizer.json").exists()
     if base is not None:
-        export(runs[case] / "checkpoint-4", tmp_path / "merged", merge_lora=True)
+        export(runs[case] / "checkpoint-6", tmp_path / "merged", merge_lora=True)
         torch.testing.assert_close(logits(tmp_path / "merged"), logits(runs[case], base), rtol=0, atol=TOLERANCE)
 
 
@@ -82,8 +70,18 @@ def test_an_export_answers_like_the_model_that_the_run_saved(
 def test_a_checkpoint_gives_the_logits_of_the_live_model(runs: dict[str, Path], case: str) -> None:
     from toolkit.checkpoint.verify import verify
 
-    found = verify(runs[case] / "checkpoint-4")
+    found = verify(runs[case] / "checkpoint-6")
     assert found.problems == []
+    assert found.max_difference is not None
+    assert found.max_difference < TOLERANCE
+
+
+@pytest.mark.parametrize("case", ["zero2", "zero3", "fsdp2", "zero3-lora", "fsdp2-lora"])
+def test_the_trained_model_gives_the_logits_of_the_live_one(runs: dict[str, Path], case: str) -> None:
+    from toolkit.checkpoint.verify import verify
+
+    found = verify(runs[case])
+    assert (found.kind, found.problems) == ("model", [])
     assert found.max_difference is not None
     assert found.max_difference < TOLERANCE
 
@@ -91,7 +89,7 @@ def test_a_checkpoint_gives_the_logits_of_the_live_model(runs: dict[str, Path], 
 def test_inspect_says_what_each_checkpoint_of_a_run_is(runs: dict[str, Path]) -> None:
     ended = toolkit("checkpoint", "inspect", str(runs["zero3"]), "--json")
     found = json.loads(ended.stdout)["checkpoints"]
-    assert [each["step"] for each in found] == [4, 2]
+    assert [each["step"] for each in found] == [6, 4, 2]
     assert {each["state"] for each in found} == {"complete"}
     assert (found[0]["engine"], found[0]["preset"], found[0]["world_size"]) == ("deepspeed", "zero3", 2)
     assert (found[0]["num_params"], found[0]["adapter"]) == (3_219_776, False)
@@ -100,20 +98,22 @@ def test_inspect_says_what_each_checkpoint_of_a_run_is(runs: dict[str, Path]) ->
 
 @pytest.fixture
 def checkpoint(runs: dict[str, Path], tmp_path: Path) -> Path:
-    return Path(shutil.copytree(runs["zero3"] / "checkpoint-4", tmp_path / "run" / "checkpoint-4"))
+    return Path(shutil.copytree(runs["zero3"] / "checkpoint-6", tmp_path / "run" / "checkpoint-6"))
 
 
-def test_a_damaged_file_is_named_and_not_exported(checkpoint: Path, tmp_path: Path) -> None:
-    file = next(checkpoint.glob("global_step4/*optim_states.pt"))
+def test_a_damaged_file_is_named_and_not_exported(
+    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from toolkit.checkpoint.__main__ import main
+
+    file = next(checkpoint.glob("global_step6/*optim_states.pt"))
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 1
     file.write_bytes(content)
-    looked = toolkit("checkpoint", "inspect", str(checkpoint))
-    assert looked.returncode == 1
-    assert f"damaged: global_step4/{file.name} is damaged (checksum)" in looked.stdout
-    ended = toolkit("checkpoint", "export", str(checkpoint), str(tmp_path / "out"))
-    assert ended.returncode == 2
-    assert file.name in ended.stderr
+    assert main(["inspect", str(checkpoint)]) == 1
+    assert f"damaged: global_step6/{file.name} is damaged (checksum)" in capsys.readouterr().out
+    assert main(["export", str(checkpoint), str(tmp_path / "out")]) == 2
+    assert file.name in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
 
@@ -123,7 +123,7 @@ def test_a_checkpoint_without_a_manifest_is_read_and_said_to_be_of_unknown_compl
     (checkpoint / "manifest.json").unlink()
     facts = look(checkpoint)
     assert facts["state"] == "no manifest: completeness unknown"
-    assert (facts["engine"], facts["step"], facts["world_size"]) == ("deepspeed", 4, 2)
+    assert (facts["engine"], facts["step"], facts["world_size"]) == ("deepspeed", 6, 2)
 
 
 def test_an_export_never_writes_over_anything(checkpoint: Path, tmp_path: Path) -> None:
@@ -141,7 +141,7 @@ def test_shards_are_no_larger_than_asked_and_load(runs: dict[str, Path], tmp_pat
 
     from toolkit.checkpoint.export import export
 
-    export(runs["fsdp2"] / "checkpoint-4", tmp_path / "out", max_shard_bytes=200_000)
+    export(runs["fsdp2"] / "checkpoint-6", tmp_path / "out", max_shard_bytes=200_000)
     index = read(tmp_path / "out" / "model.safetensors.index.json")
     assert len(set(index["weight_map"].values())) == 3  # the embedding alone, then 296,192 bytes of the rest
     torch.testing.assert_close(logits(tmp_path / "out"), logits(runs["fsdp2"]), rtol=0, atol=TOLERANCE)
@@ -155,8 +155,6 @@ def exported(runs: dict[str, Path], tmp_path: Path) -> Path:
     for path in runs["ddp"].iterdir():
         if path.is_file() and path.suffix in (".json", ".safetensors", ".jinja"):
             shutil.copyfile(path, folder / path.name)
-    fingerprint = read(runs["ddp"] / "checkpoint-4" / "manifest.json")["fingerprint"]
-    (folder / "fingerprint.json").write_text(json.dumps({**fingerprint, "compute_dtype": "float32"}))
     return folder
 
 
@@ -188,14 +186,16 @@ def test_a_damaged_tensor_is_named(exported: Path, damage: Any, said: str | None
 
 @pytest.mark.parametrize(("source", "preset", "ranks"), MOVES)
 def test_a_run_resumes_elsewhere_with_the_same_losses(
-    runs: dict[str, Path], job: list[str], source: str, preset: str, ranks: int, tmp_path: Path
+    runs: dict[str, Path], saved_job: list[str], source: str, preset: str, ranks: int, tmp_path: Path
 ) -> None:
-    words = [*job, "--per_device_train_batch_size", str(4 // ranks), "--save_strategy", "no", "--save_model", "false"]
-    words += ["--output_dir", str(tmp_path / "out"), "--resume_from_checkpoint", str(runs[source] / "checkpoint-2")]
+    checkpoint, batch = runs[source] / f"checkpoint-{SAVED[source]}", str(4 // ranks)
+    words = [*saved_job, "--per_device_train_batch_size", batch, "--save_strategy", "no", "--save_model", "false"]
+    words += ["--output_dir", str(tmp_path / "out"), "--resume_from_checkpoint", str(checkpoint)]
     ended = toolkit("train", "--preset", preset, "--num-processes", str(ranks), "--cpu", "--", *words)
     assert ended.returncode == 0, f"{ended.stdout[-2000:]}\n{ended.stderr[-3000:]}"
     assert f"converting it for {preset} on {ranks}" in ended.stderr
-    assert losses(tmp_path / "out", ranks) == pytest.approx(losses(runs[source])[2:], rel=LOSS_TOLERANCE)
+    assert losses(tmp_path / "out", ranks) == pytest.approx(losses(runs[source])[SAVED[source] :], rel=LOSS_TOLERANCE)
+    assert len(losses(runs[source])) == SAVED_STEPS
     assert not (tmp_path / "out" / ".resume").exists()
 
 
@@ -222,15 +222,15 @@ def test_a_converted_checkpoint_holds_the_source_s_weights_and_moments(runs: dic
     from toolkit.checkpoint.source import MOMENTS, open_source
     from toolkit.presets import load_preset
 
-    convert(runs["zero3"] / "checkpoint-4", tmp_path / "moved", load_preset("fsdp2"), num_processes=4)
-    before, after = open_source(runs["zero3"] / "checkpoint-4"), open_source(tmp_path / "moved")
+    convert(runs["zero3"] / "checkpoint-6", tmp_path / "moved", load_preset("fsdp2"), num_processes=4)
+    before, after = open_source(runs["zero3"] / "checkpoint-6"), open_source(tmp_path / "moved")
     names = before.optimized()
     assert names is not None
     assert len(names) == 20
     for name in names:
         assert torch.equal(before.weight(name), after.weight(name))
         assert all(torch.equal(before.moment(name, moment), after.moment(name, moment)) for moment in MOMENTS)
-    assert before.optimizer_step() == after.optimizer_step() == 4
+    assert before.optimizer_step() == after.optimizer_step() == 6
     manifest = read(tmp_path / "moved" / "manifest.json")
     assert (manifest["preset"], manifest["world_size"], manifest["converted_from"]["preset"]) == ("fsdp2", 4, "zero3")
 
@@ -245,12 +245,47 @@ def test_an_adapter_moves_with_its_moments(runs: dict[str, Path], source: str, p
     from toolkit.checkpoint.weights import name_states
     from toolkit.presets import load_preset
 
-    convert(runs[source] / "checkpoint-4", tmp_path / "moved", load_preset(preset), num_processes=2)
-    before, after = open_source(runs[source] / "checkpoint-4"), open_source(tmp_path / "moved")
-    name_states(after, Skeleton(Description(runs[source] / "checkpoint-4")))
+    convert(runs[source] / "checkpoint-6", tmp_path / "moved", load_preset(preset), num_processes=2)
+    before, after = open_source(runs[source] / "checkpoint-6"), open_source(tmp_path / "moved")
+    name_states(after, Skeleton(Description(runs[source] / "checkpoint-6")))
     names = before.optimized()
     assert names is not None
     assert len(names) == 28  # two layers of seven projections, A and B each
     for name in names:
         assert torch.equal(before.weight(name), after.weight(name))
         assert all(torch.equal(before.moment(name, moment), after.moment(name, moment)) for moment in MOMENTS)
+
+
+@pytest.fixture
+def small_disk() -> Iterator[None]:
+    """No file may grow above 4 MB: the system refuses to write on, as it does on a full disk."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4_000_000, before[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@pytest.mark.usefixtures("small_disk")
+def test_a_disk_that_fills_up_during_an_export_is_said_and_nothing_is_left(
+    runs: dict[str, Path], tmp_path: Path
+) -> None:
+    from toolkit.checkpoint.export import export
+    from toolkit.errors import ToolkitError
+
+    with pytest.raises(ToolkitError, match=r"out cannot be written: File too large; nothing of it was kept"):
+        export(runs["zero2"] / "checkpoint-6", tmp_path / "out")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("preset", ["ddp", "zero3", "fsdp2"])
+@pytest.mark.usefixtures("small_disk")
+def test_a_disk_that_fills_up_during_a_conversion_is_said_and_nothing_is_left(
+    runs: dict[str, Path], preset: str, tmp_path: Path
+) -> None:
+    from toolkit.checkpoint.convert import convert
+    from toolkit.errors import ToolkitError
+    from toolkit.presets import load_preset
+
+    with pytest.raises(ToolkitError, match=r"out cannot be written: .*; nothing of it was kept"):
+        convert(runs["zero2"] / "checkpoint-6", tmp_path / "out", load_preset(preset), num_processes=4)
+    assert list(tmp_path.iterdir()) == []

@@ -117,6 +117,7 @@ def test_the_words_of_a_machine_without_room_are_known() -> None:
     error = RuntimeError("unexpected pos 64 vs 0")
     error.__context__ = RuntimeError("PytorchStreamWriter failed writing file data/0: file write failed")
     assert is_disk_full(error)
+    assert is_disk_full(RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 704 vs 598"))
     assert not is_disk_full(ValueError("no"))
 
 

@@ -54,6 +54,14 @@ def test_a_deepspeed_json_is_named_by_its_absolute_path() -> None:
     assert command.argv[5:7] == ["--deepspeed_config_file", str(JSONS / "zero3.json")]
 
 
+def test_the_limit_for_a_hang_reaches_the_ranks_by_their_environment() -> None:
+    command = launch_command(
+        load_preset("ddp"), num_processes=2, training_argv=[], cpu=False, hang_timeout_minutes=0.05
+    )
+    assert command.environment["TOOLKIT_HANG_TIMEOUT_MINUTES"] == "0.05"
+    assert command.shown.startswith("TOOLKIT_HANG_TIMEOUT_MINUTES=0.05 accelerate launch ")
+
+
 def test_a_hybrid_mesh_gets_its_shard_degree_from_the_number_of_processes() -> None:
     command = launch_command(load_preset("fsdp2_hybrid"), num_processes=8, training_argv=[], cpu=False)
     assert "--num_processes 8 --parallelism_config_dp_shard_size 4 -m toolkit.train" in command.shown
@@ -368,7 +376,7 @@ def test_a_timeout_is_a_status(tmp_path: Path) -> None:
 
 def test_an_interrupt_is_a_status_whatever_a_rank_wrote_while_it_was_ended(tmp_path: Path) -> None:
     folder = running_folder(tmp_path / "silent")
-    assert ended(folder, interrupted=True)[2]["message"] == "stopped by a signal"
+    assert ended(folder, interrupted=True)[2]["message"].startswith("ended by a signal, without a checkpoint")
     folder = running_folder(tmp_path / "spoken")
     write_json(folder.failure_json, {"kind": "failed", "message": "connection reset", "wrong_input": False})
     assert ended(folder, interrupted=True)[:2] == ("interrupted", 1)

@@ -1,7 +1,7 @@
 """A run that is stopped and resumed gives the losses of the run that was not: bit for bit, for each engine.
 
-18 rows on two ranks, micro-batches of 2, two of them a step: an epoch has 5 micro-batches a rank, so 3 steps, the
-last of them short. Step 2 is in the middle of the first epoch, step 3 its end, step 5 in the middle of the second.
+The runs that were not are those of the fixture `saved_runs`. `ddp` is resumed from its damaged folder below, and
+after kills and signals in test_faults.py; every preset and stop point in `benchmarks/resume_exactness.py`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from launching import ROOT, accelerate_launch, read, toolkit
+from launching import LORA, ROOT, SAVED, SAVED_STEPS, accelerate_launch, read, toolkit
 
 from toolkit.runs.checkpoints import list_checkpoints, read_checkpoint
 from toolkit.runs.folder import RunFolder
@@ -20,48 +20,13 @@ from toolkit.runs.steps import measure
 
 pytestmark = pytest.mark.launch
 
-STEPS = 6
-LORA = ["--lora_r", "4", "--lora_dropout", "0.1"]  # dropout: the random numbers must go on too
 TINY_BYTES = 4 * 3_219_776
-CASES = [
-    ("ddp", "full", 2),
-    ("ddp", "lora", 5),
-    ("zero1", "full", 5),
-    ("zero2", "full", 3),
-    ("zero2", "lora", 3),
-    ("zero3", "full", 2),
-    ("zero3", "lora", 5),
-    ("fsdp2", "full", 5),
-    ("fsdp2", "lora", 2),
-]
+RESUMED = ["zero2-lora", "zero3", "zero3-lora", "fsdp2", "fsdp2-lora"]
 
 
-@pytest.fixture(scope="module")
-def job(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, faq_alpaca: Path) -> list[str]:
-    rows = tmp_path_factory.mktemp("rows") / "rows.jsonl"
-    rows.write_text("\n".join(faq_alpaca.read_text().splitlines()[:18]) + "\n")
-    words = ["--model_name_or_path", str(tiny_model), "--dataset", str(rows), "--max_seq_length", "64"]
-    words += ["--per_device_train_batch_size", "2", "--gradient_accumulation_steps", "2"]
-    return [*words, "--max_steps", str(STEPS), "--save_steps", "1", "--save_model", "false"]
-
-
-@pytest.fixture(scope="module")
-def whole_runs(tmp_path_factory: pytest.TempPathFactory, job: list[str]) -> dict[tuple[str, str], Path]:
-    """One uninterrupted run a case, with a checkpoint after each step."""
-    folder = tmp_path_factory.mktemp("whole")
-    found = {}
-    for preset, method, _ in CASES:
-        output = found[preset, method] = folder / f"{preset}-{method}"
-        train(preset, job, method, output)
-    return found
-
-
-def train(preset: str, job: list[str], method: str, output: Path, *words: str) -> str:
-    lora = LORA if method == "lora" else []
-    config = ROOT / "accelerate_configs" / f"{preset}.yaml"
-    ended = accelerate_launch(config, *job, *lora, "--output_dir", str(output), *words)
-    assert ended.returncode == 0, f"{ended.stdout[-2000:]}\n{ended.stderr[-2000:]}"
-    return ended.stdout + ended.stderr
+@pytest.fixture
+def job(saved_job: list[str]) -> list[str]:
+    return [*saved_job, "--save_steps", "1", "--save_model", "false"]
 
 
 def rows_after(folder: Path, step: int) -> list[list[tuple[Any, ...]]]:
@@ -74,47 +39,52 @@ def rows_after(folder: Path, step: int) -> list[list[tuple[Any, ...]]]:
     return found
 
 
-@pytest.mark.parametrize(("preset", "method", "step"), CASES, ids=lambda value: str(value))
+@pytest.mark.parametrize("case", RESUMED)
 def test_a_resumed_run_gives_the_same_losses_bit_for_bit(
-    preset: str, method: str, step: int, job: list[str], whole_runs: dict[tuple[str, str], Path], tmp_path: Path
+    case: str, saved_job: list[str], saved_runs: dict[str, Path], tmp_path: Path
 ) -> None:
-    whole = whole_runs[preset, method]
-    train(preset, job, method, tmp_path / "out", "--resume_from_checkpoint", str(whole / f"checkpoint-{step}"))
+    preset, _, lora = case.partition("-")
+    whole, step = saved_runs[case], SAVED[case]
+    words = [*saved_job, *(LORA if lora else []), "--save_strategy", "no", "--save_model", "false"]
+    words += ["--output_dir", str(tmp_path / "out"), "--resume_from_checkpoint", str(whole / f"checkpoint-{step}")]
+    ended = accelerate_launch(ROOT / "accelerate_configs" / f"{preset}.yaml", *words)
+    assert ended.returncode == 0, f"{ended.stdout[-2000:]}\n{ended.stderr[-2000:]}"
     expected = rows_after(whole, step)
-    assert [len(rank) for rank in expected] == [STEPS - step] * 2
+    assert [len(rank) for rank in expected] == [SAVED_STEPS - step] * 2
     assert rows_after(tmp_path / "out", 0) == expected
     run = read(tmp_path / "out" / "run.json")
     assert run["resumed_from"] == {"path": str(whole / f"checkpoint-{step}"), "step": step}
     assert read(tmp_path / "out" / "attestation.json")["verdict"] == "attested"
 
 
-@pytest.mark.parametrize(("preset", "method", "step"), CASES, ids=lambda value: str(value))
-def test_every_checkpoint_is_complete_and_says_what_it_is(
-    preset: str, method: str, step: int, whole_runs: dict[tuple[str, str], Path]
-) -> None:
-    del step
-    found = list_checkpoints(whole_runs[preset, method])
-    assert [checkpoint.step for checkpoint in found] == [6, 5, 4, 3, 2, 1]
-    assert [checkpoint.problem(deep=True) for checkpoint in found] == [None] * STEPS
+@pytest.mark.parametrize("case", SAVED)
+def test_every_checkpoint_is_complete_and_says_what_it_is(case: str, saved_runs: dict[str, Path]) -> None:
+    found = list_checkpoints(saved_runs[case])
+    steps = {*range(SAVED[case], SAVED_STEPS, SAVED[case]), SAVED_STEPS}
+    assert [checkpoint.step for checkpoint in found] == sorted(steps, reverse=True)
+    assert [checkpoint.problem(deep=True) for checkpoint in found] == [None] * len(steps)
     manifest = found[0].manifest
     assert manifest is not None
-    assert (manifest["preset"], manifest["world_size"], manifest["adapter"]) == (preset, 2, method == "lora")
+    preset, _, lora = case.partition("-")
+    assert (manifest["preset"], manifest["world_size"], manifest["adapter"]) == (preset, 2, bool(lora))
     assert len(manifest["fingerprint"]["logits"]) == 64
 
 
-@pytest.mark.parametrize("preset", ["ddp", "zero2", "zero3", "fsdp2"])
-def test_a_checkpoint_of_adapters_leaves_the_base_out(preset: str, whole_runs: dict[tuple[str, str], Path]) -> None:
-    checkpoint = list_checkpoints(whole_runs[preset, "lora"])[0]
+@pytest.mark.parametrize("case", ["zero2-lora", "zero3-lora", "fsdp2-lora"])  # ddp: test_faults.py
+def test_a_checkpoint_of_adapters_leaves_the_base_out(case: str, saved_runs: dict[str, Path]) -> None:
+    checkpoint = list_checkpoints(saved_runs[case])[0]
     assert checkpoint.bytes is not None
     tokenizer = sum(entry["bytes"] for entry in (checkpoint.manifest or {})["files"] if "token" in entry["path"])
     assert 0 < checkpoint.bytes - tokenizer < TINY_BYTES / 10
 
 
 @pytest.fixture
-def stopped(whole_runs: dict[tuple[str, str], Path], tmp_path: Path) -> Path:
+def stopped(saved_runs: dict[str, Path], tmp_path: Path) -> Path:
     """A run that was killed after step 4: its rows go to step 5, its newest checkpoint is damaged."""
     folder = tmp_path / "stopped"
-    shutil.copytree(whole_runs["ddp", "full"], folder)
+    shutil.copytree(saved_runs["ddp"], folder)
+    for trained in ("model.safetensors", "config.json"):
+        (folder / trained).unlink()
     for step in (5, 6):
         shutil.rmtree(folder / f"checkpoint-{step}")
     (folder / ".saving-checkpoint-5").mkdir()
@@ -129,18 +99,18 @@ def stopped(whole_runs: dict[tuple[str, str], Path], tmp_path: Path) -> Path:
 
 
 def test_latest_names_a_damaged_checkpoint_and_goes_on_from_the_one_before(
-    stopped: Path, job: list[str], whole_runs: dict[tuple[str, str], Path]
+    stopped: Path, job: list[str], saved_runs: dict[str, Path]
 ) -> None:
     words = ["--output_dir", str(stopped), "--resume_from_checkpoint", "latest", "--save_total_limit", "2"]
     ended = toolkit("train", "--preset", "ddp", "--num-processes", "2", "--cpu", "--", *job, *words)
     assert ended.returncode == 0, ended.stderr[-3000:]
     assert f"skipped {stopped}/checkpoint-4: model.safetensors is damaged (checksum)" in ended.stderr
     assert f"resume: from {stopped}/checkpoint-3, after step 3" in ended.stderr
-    assert rows_after(stopped, 0) == rows_after(whole_runs["ddp", "full"], 0)  # one row a step, before and after
+    assert rows_after(stopped, 0) == rows_after(saved_runs["ddp"], 0)  # one row a step, before and after
     assert sorted(path.name for path in stopped.glob("*checkpoint-*")) == ["checkpoint-5", "checkpoint-6"]
     assert not list(stopped.glob(".saving-*"))
     run = read(stopped / "run.json")
-    assert (run["status"], run["measured"]["steps"]) == ("completed", STEPS)
+    assert (run["status"], run["measured"]["steps"]) == ("completed", SAVED_STEPS)
 
 
 def test_a_resumed_run_has_untimed_steps_again() -> None:
@@ -169,7 +139,8 @@ def test_a_checkpoint_that_cannot_be_resumed_from_is_refused_before_a_rank_start
     assert "checkpoint-4 cannot be used: model.safetensors is damaged (checksum)" in damaged
     assert f"the one before is complete: `{stopped}/checkpoint-3`" in damaged
     words = ["--output_dir", str(tmp_path / "out"), "--resume_from_checkpoint", str(stopped / "checkpoint-3")]
-    other = accelerate_launch(ROOT / "accelerate_configs" / "zero2.yaml", *job, *words)  # `toolkit train` converts
+    # by hand and, which is quicker, in one process: `toolkit train` converts
+    other = accelerate_launch(ROOT / "accelerate_configs" / "zero2.yaml", *job, *words, num_processes=1)
     assert other.returncode != 0
     assert "was written with engine ddp, not deepspeed; sharding replicate, not shard_grad_op" in other.stderr
     assert "`toolkit checkpoint convert`" in other.stderr

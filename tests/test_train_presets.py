@@ -23,6 +23,7 @@ RUN_FILES = {"run.json", "run.lock", "attestation.json", "train.log"}
 MODEL_FILES = {
     "chat_template.jinja",
     "config.json",
+    "fingerprint.json",
     "generation_config.json",
     "model.safetensors",
     "tokenizer.json",

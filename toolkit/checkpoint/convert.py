@@ -17,7 +17,7 @@ from typing import Any
 
 from toolkit.checkpoint.dcp_target import write_dcp
 from toolkit.checkpoint.description import Description, Skeleton
-from toolkit.checkpoint.export import check_free, check_room, check_whole, temporary_of
+from toolkit.checkpoint.export import SIDE_BYTES, check_free, check_room, check_whole, written_beside
 from toolkit.checkpoint.layout import detect
 from toolkit.checkpoint.plain_target import write_plain
 from toolkit.checkpoint.source import Source, open_source
@@ -46,17 +46,16 @@ def convert(
         name_states(source, skeleton)
         check_names(source, skeleton)
         groups = skeleton.groups(optimized_names(source))
-        check_room(out, 4 * STATES * sum(map(math.prod, skeleton.shapes.values())))
-        temporary = temporary_of(out)
-        WRITERS[preset.engine](temporary, source, skeleton, groups)
-        copy_side_files(description, temporary, same_ranks=detect(path).world_size == num_processes)
-        manifest = converted_manifest(description, source, preset, num_processes, path)
-        files = file_entries(temporary, files_of(temporary))
-        complete(temporary, out.absolute(), manifest | {"files": files})
+        check_room(out, 4 * STATES * sum(map(math.prod, skeleton.shapes.values())) + SIDE_BYTES)
+        with written_beside(out) as temporary:
+            WRITERS[preset.engine](temporary, source, skeleton, groups)
+            copy_side_files(description, temporary, same_ranks=detect(path).world_size == num_processes)
+            manifest = converted_manifest(description, source, preset, num_processes, path)
+            files = file_entries(temporary, files_of(temporary))
+            complete(temporary, out.absolute(), manifest | {"files": files})
         return manifest
     finally:
         source.close()
-        shutil.rmtree(out.absolute().with_name(f".exporting-{out.name}"), ignore_errors=True)
 
 
 def check_pair(preset: Preset, num_processes: int) -> None:

@@ -22,9 +22,6 @@ SIDE_FILES = (
 )
 
 
-FINGERPRINT = "fingerprint.json"
-
-
 def recorded_answer(path: Path, *, dtype: str = "float32") -> dict[str, Any] | None:
     """The manifest's fingerprint, with the coarser of the dtypes that computed it and that it is held against."""
     manifest = read_json(path / MANIFEST) or {}

@@ -7,18 +7,20 @@ Written as `.exporting-NAME` beside the folder and then renamed, so that a folde
 
 from __future__ import annotations
 
+import contextlib
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from toolkit.checkpoint.description import FINGERPRINT, Description, Skeleton, recorded_answer
+from toolkit.checkpoint.description import Description, Skeleton, recorded_answer
 from toolkit.checkpoint.layout import detect
 from toolkit.checkpoint.source import open_source
 from toolkit.checkpoint.tensors_file import DTYPES, Entry, write_model
 from toolkit.checkpoint.weights import check_names, merged_entries, model_entries, name_states
 from toolkit.errors import ToolkitError
-from toolkit.runs.checkpoints import MANIFEST, read_checkpoint
+from toolkit.runs.checkpoints import FINGERPRINT, MANIFEST, read_checkpoint
+from toolkit.runs.endings import is_disk_full
 from toolkit.runs.folder import write_json
 from toolkit.units import gib
 
@@ -99,12 +101,26 @@ def check_room(out: Path, needed: int) -> None:
         )
 
 
-def temporary_of(out: Path) -> Path:
-    """A clean folder beside `out`, on the same disk."""
+@contextlib.contextmanager
+def written_beside(out: Path) -> Iterator[Path]:
+    """A clean folder beside `out`, on the same disk, which is to get its name; gone afterwards, whatever happened.
+
+    Raises ToolkitError for a disk that cannot be written.
+    """
     temporary = out.absolute().with_name(f".exporting-{out.name}")
     shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir(parents=True)
-    return temporary
+    try:
+        temporary.mkdir(parents=True)
+        yield temporary
+    except BaseException as error:  # torch's zip writer and its distributed checkpoint raise no OSError
+        if not isinstance(error, OSError) and not is_disk_full(error):
+            raise
+        why = error.strerror if isinstance(error, OSError) and error.strerror else "No space left on device"
+        raise ToolkitError(
+            f"{out} cannot be written: {why}; nothing of it was kept", hint="make room, or name a folder elsewhere"
+        ) from None
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
 
 
 def move_into_place(temporary: Path, out: Path) -> None:
@@ -130,8 +146,7 @@ def _write(
     dtype: str,
     max_shard_bytes: int,
 ) -> None:
-    temporary = temporary_of(out)
-    try:
+    with written_beside(out) as temporary:
         limit = sum(entry.bytes for entry in entries) if adapter else max_shard_bytes  # peft reads one file
         write_model(temporary, entries, max_shard_bytes=limit, stem="adapter_model" if adapter else "model")
         for path in description.side_files():
@@ -148,7 +163,3 @@ def _write(
             config.dtype, config.use_cache = dtype, True
             config.save_pretrained(temporary)
         move_into_place(temporary, out)
-    except OSError as error:
-        raise ToolkitError(f"{out} cannot be written: {error.strerror or error}") from None
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)

@@ -16,13 +16,13 @@ from typing import Any
 
 import torch
 
-from toolkit.checkpoint.description import FINGERPRINT, Description, Skeleton, recorded_answer
+from toolkit.checkpoint.description import Description, Skeleton, recorded_answer
 from toolkit.checkpoint.export import export
 from toolkit.checkpoint.layout import is_checkpoint
 from toolkit.checkpoint.names import ADAPTER
 from toolkit.checkpoint.plain_source import WeightFiles
 from toolkit.errors import ToolkitError
-from toolkit.runs.checkpoints import MANIFEST, list_checkpoints, read_checkpoint
+from toolkit.runs.checkpoints import FINGERPRINT, MANIFEST, read_checkpoint
 from toolkit.runs.folder import read_json
 
 # Of the largest logit, by the dtype in which the live model computed; the reloaded one computes in fp32.
@@ -119,15 +119,8 @@ def not_finite(tensor: torch.Tensor) -> str | None:
 
 
 def find_fingerprint(path: Path) -> dict[str, Any] | None:
-    """What the live model answered: in a checkpoint's manifest, beside an exported model, or, for the trained model
-    of a run folder, in the checkpoint of its last step."""
-    if (path / FINGERPRINT).exists():
-        return read_json(path / FINGERPRINT)
-    newest = next((each.path for each in list_checkpoints(path)), None)
-    if not is_checkpoint(path) and newest is not None:
-        state = read_json(newest / "trainer_state.json") or {}
-        return recorded_answer(newest) if state.get("global_step") == state.get("max_steps") else None
-    return recorded_answer(path)
+    """What the live model answered: in a checkpoint's manifest, or beside a trained or exported model."""
+    return recorded_answer(path) if is_checkpoint(path) else read_json(path / FINGERPRINT)
 
 
 def answer(model: Path, description: Description, input_ids: list[int]) -> torch.Tensor:

@@ -13,7 +13,7 @@ from typing import Any
 from toolkit.launch.killed import killed_rank
 from toolkit.launch.process import Outcome
 from toolkit.runs import status
-from toolkit.runs.endings import failure_of_memory, is_out_of_memory
+from toolkit.runs.endings import failure_of_memory, is_out_of_memory, kept
 from toolkit.runs.folder import RunFolder, read_json, write_json
 from toolkit.runs.pulses import read_pulses
 from toolkit.runs.steps import read_rows
@@ -105,7 +105,7 @@ def _ending(
 def _silent_failure(folder: RunFolder, ended: str, outcome: Outcome, log: str) -> dict[str, Any]:
     """No rank could write: say what is known, and where to look."""
     causes = {
-        status.INTERRUPTED: "stopped by a signal",
+        status.INTERRUPTED: f"ended by a signal, without a checkpoint of its last step; {kept(folder.path)}",
         status.TIMED_OUT: f"still running after {outcome.seconds:.0f} s",
         status.HOST_OUT_OF_MEMORY: "a process was killed by the kernel because host memory ran out",
     }

@@ -55,7 +55,7 @@ def run_command(
     `stop_seconds` for it; a second signal ends them at once. `inherit` are descriptors that the command keeps open.
     """
     started = time.monotonic()
-    timed_out = interrupted = False
+    timed_out = interrupted = impatient = False
     with log.open("a", encoding="utf-8", errors="replace") as file, terminate_as_interrupt():
         process = _start(command, inherit)
         lines = _lines_of(process)
@@ -65,11 +65,13 @@ def run_command(
             )
         except KeyboardInterrupt:
             interrupted = True
-            with contextlib.suppress(KeyboardInterrupt):
+            try:
                 if ask_to_stop is not None and ask_to_stop():
                     _follow(process, lines, file, on_line, deadline=time.monotonic() + stop_seconds)
+            except KeyboardInterrupt:
+                impatient = True
         finally:
-            _stop(process, command.run_id, graceful=timed_out or interrupted)
+            _stop(process, command.run_id, graceful=(timed_out or interrupted) and not impatient)
     seconds = time.monotonic() - started
     return Outcome(exit_code=process.returncode, seconds=seconds, timed_out=timed_out, interrupted=interrupted)
 

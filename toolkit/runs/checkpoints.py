@@ -26,6 +26,7 @@ from toolkit.runs.folder import read_json, write_json
 
 SCHEMA_VERSION = 1
 MANIFEST = "manifest.json"
+FINGERPRINT = "fingerprint.json"  # the live model's answer to fixed tokens, beside a model that it is proved with
 SAVING_PREFIX = ".saving-"
 CHUNK_BYTES = 2**20
 # What `--resume_from_checkpoint` takes for "the newest complete one"; the Trainer itself takes a bare flag or `true`.

@@ -6,6 +6,7 @@ manifest, and the folder gets its name. A save that is killed leaves nothing tha
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from transformers.trainer_utils import rotate_checkpoints
 
 from toolkit.runs import checkpoints
 from toolkit.runs.checkpoints import Checkpoint, Manifest
+from toolkit.train.failure import Diverged
 
 FINGERPRINT_TOKENS = 16
 FINGERPRINT_LOGITS = 64
@@ -109,8 +111,31 @@ def manifest_facts(trainer: Any, attested: dict[str, Any], *, preset: str | None
         "per_device_train_batch_size": training.per_device_train_batch_size,
         "gradient_accumulation_steps": training.gradient_accumulation_steps,
         "seed": training.seed,
-        "fingerprint": None if attested["offload_param"] == "nvme" else fingerprint(plain),
+        "fingerprint": live_answer(trainer, attested),
     }
+
+
+def live_answer(trainer: Any, attested: dict[str, Any]) -> dict[str, Any] | None:
+    """The fingerprint of the model as it is now; None where parameters lie on an NVMe disk or nothing was trained.
+
+    Raises Diverged where it is no number, so that such weights never take the place of good ones on the disk.
+    """
+    if not attested or attested["offload_param"] == "nvme":
+        return None
+    answer = fingerprint(trainer.accelerator.unwrap_model(trainer.model_wrapped, keep_torch_compile=False))
+    check_finite(answer["logits"], step=trainer.state.global_step)
+    return answer | {"compute_dtype": attested["compute_dtype"]}
+
+
+def check_finite(logits: list[float], *, step: int) -> None:
+    """The update of a step can ruin the weights while its loss, which was computed before, is still a number."""
+    bad = sum(not math.isfinite(logit) for logit in logits)
+    if bad:
+        raise Diverged(
+            f"the weights after step {step} are lost, and not saved: of their {len(logits)} logits for fixed tokens"
+            f" {bad} are NaN or infinite",
+            hint="lower `--learning_rate`",
+        )
 
 
 def fingerprint(plain: Any) -> dict[str, Any]:

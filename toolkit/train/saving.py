@@ -1,5 +1,7 @@
 """Save the trained model so that `from_pretrained` (or `PeftModel`) loads it, under every preset.
 
+Beside it lies the live model's answer to fixed tokens, which `toolkit checkpoint verify` asks the saved one for.
+
 The files are written to a temporary folder and moved one by one, the weights' index and configuration last, so
 that a killed save leaves no folder that half loads.
 """
@@ -11,11 +13,18 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+from toolkit.runs.checkpoints import FINGERPRINT
+from toolkit.runs.folder import write_json
+
 LAST = ("config.json", "adapter_config.json")
 
 
 def save_final_model(trainer: Any, tokenizer: Any, folder: Path) -> None:
-    """Gather the weights from all ranks, and let rank 0 write them; every rank must call it."""
+    """Gather the weights from all ranks, and let rank 0 write them; every rank must call it.
+
+    Raises Diverged for weights that are no numbers: nothing is written then.
+    """
+    answer = trainer.live_answer()
     state = whole_state_dict(trainer)
     if not trainer.accelerator.is_main_process:
         return
@@ -26,6 +35,9 @@ def save_final_model(trainer: Any, tokenizer: Any, folder: Path) -> None:
     plain.save_pretrained(temporary, state_dict=state)
     tokenizer.save_pretrained(temporary)
     (temporary / "README.md").unlink(missing_ok=True)  # peft's empty model card, which names local paths
+    (folder / FINGERPRINT).unlink(missing_ok=True)  # of the weights that are replaced
+    if answer is not None:
+        write_json(temporary / FINGERPRINT, answer)
     for path in sorted(temporary.iterdir(), key=lambda path: path.name in LAST):
         path.chmod(0o666 & ~_umask())  # safetensors writes for the owner alone
         path.replace(folder / path.name)

@@ -27,7 +27,7 @@ from toolkit.runs.folder import MEASUREMENT_VERSION, RunFolder, start_facts
 from toolkit.runs.steps import measure, read_steps
 from toolkit.train.arguments import Arguments, parse
 from toolkit.train.attest.attestation import Attestation
-from toolkit.train.checkpointing import manifest_facts, resume_point
+from toolkit.train.checkpointing import live_answer, manifest_facts, resume_point
 from toolkit.train.evaluation import Evaluations
 from toolkit.train.failure import Progress, report_failure, report_hang
 from toolkit.train.meter import Meter
@@ -230,6 +230,7 @@ def build_trainer(
     attestation.after = meter.restart_clock
     preset = None if promise.preset is None else promise.preset.name
     trainer.manifest_facts = lambda: manifest_facts(trainer, attestation.own, preset=preset)
+    trainer.live_answer = lambda: live_answer(trainer, attestation.own)
     return trainer
 
 

@@ -30,6 +30,7 @@ class MeasuredTrainer(Trainer):  # type: ignore[misc]
         super().__init__(*args, **kwargs)
         self.meter, self.progress = meter, progress
         self.manifest_facts: Callable[[], dict[str, Any]] = dict
+        self.live_answer: Callable[[], dict[str, Any] | None] = lambda: None
         self.staging: Path | None = None
         """Where a checkpoint is being written; None while none is."""
         self.evaluated = EvaluatedTokens()
@@ -81,6 +82,7 @@ class MeasuredTrainer(Trainer):  # type: ignore[misc]
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         self.progress.enter("save")
         self.meter.flush(wait=True)  # no checkpoint without the rows of its steps
+        facts = self.manifest_facts()  # first: weights that are lost are not written
         if hasattr(self.model_wrapped, "zero_optimization_stage") and "module_state_dict" not in vars(
             self.model_wrapped
         ):
@@ -88,7 +90,7 @@ class MeasuredTrainer(Trainer):  # type: ignore[misc]
         self.staging = saving_folder(Path(self.args.output_dir), self.state.global_step)
         super()._save_checkpoint(model, trial)
         staging, self.staging = self.staging, None
-        finish_checkpoint(self, staging, self.manifest_facts())
+        finish_checkpoint(self, staging, facts)
         self.progress.enter("train")
 
     def _get_output_dir(self, trial: Any) -> str:

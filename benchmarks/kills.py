@@ -1,0 +1,224 @@
+"""Kill a random rank at a random step, again and again: how soon the attempt ends, what is lost, and the final losses.
+
+    python benchmarks/kills.py WORK_FOLDER [--kills 50] [--seed 0] [--runs 2]
+
+A run of the tiny random Llama under `--max-restarts 5` is killed five times with SIGKILL and must end with the losses,
+gradient norms and batches of the run that nobody touched, bit for bit. Which rank, after which step (0: before the
+first) and how long after it follow from the seed. Finished runs are kept: the same command goes on, `--runs` at a time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from record import RESULTS, print_table, spread, write_result, write_table
+
+from toolkit.demo.assets import default_data_file
+from toolkit.runs.checkpoints import list_checkpoints
+from toolkit.runs.folder import RunFolder
+from toolkit.runs.pulses import read_pulses
+from toolkit.runs.steps import read_rows
+
+DOCUMENT = Path(__file__).parent.parent / "docs" / "faults.md"
+TABLE = "kills"
+PRESETS = ("ddp", "zero2", "fsdp2")
+STEPS, SAVE_STEPS, KILLS_A_RUN = 40, 4, 5
+# Steps of an attempt before its kill, and seconds after that step: a forward, a backward or a save may be cut off.
+LAST_STEP_OF_ATTEMPT, DELAY_SECONDS = 10, 0.3
+GOAL_SECONDS = 30.0
+COMPARED = ("step", "loss", "grad_norm", "local_grad_norm", "batch_sha256")
+
+
+def start(preset: str, model: Path, output: Path, *, max_restarts: int) -> subprocess.Popen[str]:
+    job = ["--model_name_or_path", str(model), "--dataset", str(default_data_file("faq-en-alpaca.jsonl"))]
+    job += ["--max_seq_length", "64", "--learning_rate", "1e-3", "--max_steps", str(STEPS), "--save_model", "false"]
+    job += ["--per_device_train_batch_size", "1", "--save_steps", str(SAVE_STEPS), "--save_total_limit", "2"]
+    options = ["--preset", preset, "--num-processes", "2", "--cpu", "--max-restarts", str(max_restarts)]
+    command = [sys.executable, "-m", "toolkit", "train", *options, "--", *job, "--output_dir", str(output)]
+    silent = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    return subprocess.Popen(command, text=True, **silent)  # type: ignore[call-overload,no-any-return]
+
+
+def trained(folder: RunFolder) -> list[list[list[Any]]]:
+    """What each rank trained on and what came of it."""
+    return [[[row[key] for key in COMPARED] for row in read_rows(folder.rank_rows(rank))] for rank in (0, 1)]
+
+
+def reference(preset: str, model: Path, work: Path) -> list[list[list[Any]]]:
+    """The run that nobody touched; trained once."""
+    kept = work / f"{preset}-reference.json"
+    if not kept.exists():
+        folder = RunFolder(work / f"{preset}-reference")
+        assert start(preset, model, folder.path, max_restarts=0).wait() == 0, folder.log.read_text()[-2000:]
+        kept.write_text(json.dumps(trained(folder)))
+    return json.loads(kept.read_text())  # type: ignore[no-any-return]
+
+
+def steps_of(folder: RunFolder, rank: int) -> int:
+    path = folder.rank_rows(rank)
+    return max((row["step"] for row in read_rows(path)), default=0) if path.exists() else 0
+
+
+def row_files(folder: RunFolder) -> dict[int, int]:
+    """The inode of each rank's file of rows."""
+    return {rank: path.stat().st_ino for rank in (0, 1) if (path := folder.rank_rows(rank)).exists()}
+
+
+def is_new(folder: RunFolder, rank: int, rows: dict[int, int]) -> bool:
+    found = row_files(folder)
+    return rank in found and found[rank] != rows.get(rank)
+
+
+def restarts_of(folder: RunFolder) -> list[dict[str, Any]]:
+    return list((folder.read_run() or {}).get("restarts") or [])
+
+
+def wait_for(condition: Callable[[], object], process: subprocess.Popen[str]) -> None:
+    while not condition():
+        assert process.poll() is None, f"the run ended by itself with code {process.returncode}"
+        time.sleep(0.01)
+
+
+def kill_once(
+    folder: RunFolder, process: subprocess.Popen[str], chance: random.Random, *, resumed: int, rows: dict[int, int]
+) -> dict[str, Any]:
+    """One SIGKILL of an attempt that begins after step `resumed`, and what the launcher made of it.
+
+    `rows`: the ranks' files of rows of the attempt before, which the new one replaces by those that it keeps.
+    """
+    rank, steps, delay = chance.randrange(2), chance.randint(0, LAST_STEP_OF_ATTEMPT), chance.uniform(0, DELAY_SECONDS)
+    before, ranks = len(restarts_of(folder)), folder.path / "ranks"
+    wait_for(lambda: len(read_pulses(ranks)) == 2, process)
+    wait_for(lambda: not steps or (is_new(folder, rank, rows) and steps_of(folder, rank) >= resumed + steps), process)
+    time.sleep(delay)
+    pid = next(pulse.pid for pulse in read_pulses(ranks) if pulse.rank == rank)
+    os.kill(pid, signal.SIGKILL)
+    killed = time.monotonic()
+    wait_for(lambda: len(restarts_of(folder)) > before, process)
+    seconds = time.monotonic() - killed
+    restart = restarts_of(folder)[-1]
+    reached = restart["lost_steps"] + restart["resumed_from_step"]
+    newest = next((each.step for each in list_checkpoints(folder.path) if each.problem(deep=True) is None), 0)
+    return {
+        "rank": rank,
+        "named_rank": restart["rank"],
+        "steps_of_attempt": reached - resumed,
+        "step_reached": reached,
+        "message": restart["message"],
+        "seconds_to_end": round(seconds, 2),
+        "newest_checkpoint_step": newest,
+        "save_cut_off": newest < reached // SAVE_STEPS * SAVE_STEPS,
+        "resumed_from_step": restart["resumed_from_step"],
+        "lost_steps": restart["lost_steps"],
+        "load_average_1_minute": round(os.getloadavg()[0], 1),
+    }
+
+
+def run_once(number: int, preset: str, seed: int, model: Path, work: Path) -> dict[str, Any]:
+    """One run that is killed five times and ends by itself."""
+    chance = random.Random(f"{seed}-{number}-{preset}")
+    expected = reference(preset, model, work)
+    output = work / f"{preset}-{number}-{int(time.time())}"
+    process, folder = start(preset, model, output, max_restarts=KILLS_A_RUN), RunFolder(output)
+    kills: list[dict[str, Any]] = []
+    resumed, rows = 0, row_files(folder)
+    for _ in range(KILLS_A_RUN):
+        kill = kill_once(folder, process, chance, resumed=resumed, rows=rows)
+        resumed, rows = kill["resumed_from_step"], row_files(folder)
+        kills.append(kill)
+        words = f"rank {kill['rank']} after step {kill['step_reached']}: ended after {kill['seconds_to_end']} s"
+        print(f"{preset} {number}: {words}, {kill['lost_steps']} steps lost ({kill['message']})", flush=True)
+    code = process.wait()
+    equal = trained(folder) == expected
+    print(f"{preset} {number}: exit code {code}; equal to the run without kills: {equal}", flush=True)
+    facts = {"run": number, "preset": preset, "date": datetime.now(UTC).isoformat(timespec="seconds")}
+    return facts | {"exit_code": code, "bit_for_bit": equal, "kills": kills}
+
+
+def is_bounded(kill: dict[str, Any]) -> bool:
+    """The rank is named, the newest whole checkpoint is used, and what came before it is all that is left."""
+    allowed = 2 * SAVE_STEPS if kill["save_cut_off"] else SAVE_STEPS
+    used = kill["resumed_from_step"] == kill["newest_checkpoint_step"]
+    return kill["named_rank"] == kill["rank"] and used and kill["lost_steps"] < allowed
+
+
+def summary(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """A row a preset, and one for all."""
+    rows = []
+    for preset in (*PRESETS, "all"):
+        own = [run for run in runs if preset in (run["preset"], "all")]
+        kills = [kill for run in own for kill in run["kills"]]
+        if kills:
+            rows.append(
+                {
+                    "preset": preset,
+                    "kills": len(kills),
+                    "seconds_to_end": spread([kill["seconds_to_end"] for kill in kills]),
+                    "kills_over_the_goal": sum(kill["seconds_to_end"] > GOAL_SECONDS for kill in kills),
+                    "lost_steps": spread([kill["lost_steps"] for kill in kills]),
+                    "kills_that_lost_more": sum(not is_bounded(kill) for kill in kills),
+                    "runs": len(own),
+                    "runs_equal_bit_for_bit": sum(run["bit_for_bit"] and run["exit_code"] == 0 for run in own),
+                }
+            )
+    return rows
+
+
+HEADER = (
+    *("preset", "kills", "seconds from the kill to the attempt's end: median", "largest"),
+    *("steps lost: median", "largest", "more than since the last checkpoint", "runs, equal bit for bit"),
+)
+
+
+def cells(row: dict[str, Any]) -> list[object]:
+    seconds, lost = row["seconds_to_end"], row["lost_steps"]
+    figures = [row["kills"], f"{seconds['median']:.1f}", f"{seconds['max']:.1f}", f"{lost['median']:g}", lost["max"]]
+    equal = f"{row['runs']}, {row['runs_equal_bit_for_bit']}"
+    return [row["preset"], *figures, row["kills_that_lost_more"], equal]
+
+
+def table_rows(found: dict[str, Any]) -> list[list[object]]:
+    return [cells(row) for row in found["summary"]]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("work", type=Path, help="must hold `model`, a small model with its tokenizer")
+    parser.add_argument("--kills", type=int, default=50)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--runs", type=int, default=None, help="at most so many now")
+    arguments = parser.parse_args()
+    kept = RESULTS / "kills.json"
+    runs = json.loads(kept.read_text())["runs"] if kept.exists() else []
+    done = {run["run"] for run in runs}
+    wanted = [number for number in range(-(-arguments.kills // KILLS_A_RUN)) if number not in done]
+    for number in wanted[: arguments.runs]:
+        preset = PRESETS[number % len(PRESETS)]
+        runs.append(run_once(number, preset, arguments.seed, arguments.work / "model", arguments.work.absolute()))
+        job = {
+            "steps": STEPS,
+            "save_steps": SAVE_STEPS,
+            "ranks": 2,
+            "seed": arguments.seed,
+            "goal_seconds": GOAL_SECONDS,
+        }
+        found = {"job": job, "summary": summary(runs), "runs": runs}
+        write_result("kills", found)
+        write_table(DOCUMENT, TABLE, HEADER, table_rows(found))
+    print_table(HEADER, [cells(row) for row in summary(runs)])
+    return 0 if all(run["bit_for_bit"] for run in runs) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
