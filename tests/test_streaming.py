@@ -265,7 +265,7 @@ def test_too_few_rows_are_too_few_packs() -> None:
 def job(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, faq_sharegpt: Path) -> list[str]:
     rows = tmp_path_factory.mktemp("rows") / "rows.jsonl"
     rows.write_text("\n".join(faq_sharegpt.read_text().splitlines()[:60]) + "\n")
-    words = ["--model_name_or_path", str(tiny_model), "--dataset", str(rows), "--max_seq_length", "128"]
+    words = ["--model_name_or_path", str(tiny_model), "--dataset", str(rows), "--max_seq_length", "256"]
     words += [
         "--streaming",
         "true",

@@ -17,7 +17,7 @@ import torch
 from accelerate.data_loader import prepare_data_loader
 
 from toolkit.errors import ToolkitError
-from toolkit.runs.folder import write_json
+from toolkit.runs.folder import write_text
 from toolkit.train.packing import Row
 from toolkit.train.streaming import BLANK, LANE_STATE, STREAM_ERROR, LaneState, TokenStream
 
@@ -54,7 +54,9 @@ class StreamCollator:
         if BLANK in rows[0]:
             return {BLANK: True}
         states = tuple(row[LANE_STATE] for row in rows)
-        batch = self.collator([{name: value for name, value in row.items() if name != LANE_STATE} for row in rows])
+        batch: Batch = self.collator(
+            [{name: value for name, value in row.items() if name != LANE_STATE} for row in rows]
+        )
         return batch | {LANE_STATES: LaneStates(states)}
 
 
@@ -93,7 +95,7 @@ def _with_way_on(error: ToolkitError, *, begun: bool) -> ToolkitError:
     """What the run has trained so far stays right when the row is mended: no step had it, nor any row behind it."""
     if not begun:
         return error
-    on = "mend the row, then `--resume_from_checkpoint latest` goes on from the last checkpoint"
+    on = "mend or remove the row, then `--resume_from_checkpoint latest` goes on from the last checkpoint"
     return ToolkitError(error.message, hint=on if error.hint is None else f"{error.hint}; {on}")
 
 
@@ -103,7 +105,7 @@ def _with_way_on(error: ToolkitError, *, begun: bool) -> ToolkitError:
 def write_lanes(checkpoint: Path, states: States, *, rank: int) -> None:
     """Where this rank's lanes stand; the manifest lists the file as any other."""
     lanes = [asdict(state) for _, state in sorted(states.items())]
-    write_json(checkpoint / LANES_FILES.replace("*", str(rank)), {"lanes": lanes})
+    write_text(checkpoint / LANES_FILES.replace("*", str(rank)), json.dumps({"lanes": lanes}))
 
 
 def read_lanes(checkpoint: Path) -> States:

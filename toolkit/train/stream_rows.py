@@ -18,7 +18,7 @@ import datasets
 
 from toolkit.data import checked_rows, detect_format, formats, resolve_source
 from toolkit.runs.rows import check_rows_fill_a_step
-from toolkit.train.tokens import PLACE, format_of_hub, load_hub
+from toolkit.train.tokens import PLACE, format_of_first_row, load_hub
 
 FIELDS = "fields"
 NUMBER = "row"
@@ -59,13 +59,13 @@ def read_stream(source: str, split: str, *, buffer_size: int, seed: int) -> RowS
     path = resolve_source(source).path
     if path is not None:
         rows = datasets.IterableDataset.from_generator(_file_rows, gen_kwargs={"path": str(path)})
-        first = next(checked_rows(path))[1]
+        first: dict[str, Any] | None = next(checked_rows(path))[1]
     else:
         rows = load_hub(source, split, streaming=True)
         first = next(iter(rows), None)
     return RowStream(
         name=source,
-        data_format=format_of_hub(source, split, first) if path is None else detect_format(first),
+        data_format=format_of_first_row(source, split, first),
         rows=rows.shuffle(seed=seed, buffer_size=buffer_size),
         buffer_size=buffer_size,
         is_file=path is not None,

@@ -50,7 +50,7 @@ def load_rows(source: str, split: str) -> tuple[datasets.Dataset, str]:
     if resolved.path is not None:
         return _load_file(resolved.path)
     dataset = load_hub(source, split)
-    return dataset, format_of_hub(source, split, dataset[0] if len(dataset) else None)
+    return dataset, format_of_first_row(source, split, dataset[0] if len(dataset) else None)
 
 
 def _load_file(path: Path) -> tuple[datasets.Dataset, str]:
@@ -91,8 +91,8 @@ def load_hub(name: str, split: str, *, streaming: bool = False) -> Any:
         raise ToolkitError(f"data set {name!r}, split {split!r} cannot be loaded: {why}", hint=hint) from error
 
 
-def format_of_hub(name: str, split: str, first_row: dict[str, Any] | None) -> str:
-    """The format of a hub data set, by its first row."""
+def format_of_first_row(name: str, split: str, first_row: dict[str, Any] | None) -> str:
+    """The format of a data set, by its first row."""
     if first_row is None:
         raise ToolkitError(f"{name}: split {split!r} has no rows")
     try:
@@ -212,7 +212,7 @@ class RowEncoder:
             return self.encode_row(json.loads(row[JSON_ROW]), number=index, place=row[PLACE])
         return self.encode_row(row, number=index, place=f"row {index + 1}")
 
-    def encode_row(self, row: dict[str, Any], *, number: int, place: str) -> dict[str, Any]:
+    def encode_row(self, row: dict[str, Any], *, number: int | None, place: str) -> dict[str, Any]:
         """The row's tokens, and what is known of them; an error names the `place`."""
         try:
             check_row(row, self.data_format)
