@@ -217,6 +217,7 @@ def test_the_stats_count_rows_tokens_and_what_was_cut(tokenizer: Any) -> None:
         "sample": "« a a<|im_end|>»",
         "packs": None,
         "pack_fill_fraction": None,
+        "streamed": False,
     }
     assert result.dataset.column_names == ["input_ids", "labels", "length", "row"]
     assert result.dataset["length"][:] == [3, 4, 2]

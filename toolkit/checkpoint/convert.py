@@ -108,6 +108,7 @@ def copy_side_files(description: Description, folder: Path, *, same_ranks: bool)
     wanted += [*description.side_files(), description.find("config.json", base=not description.adapter)]
     wanted += [description.adapter_config if description.adapter else None]
     wanted += sorted(description.path.glob("rng_state*.pth")) if same_ranks else []
+    wanted += sorted(description.path.glob("stream_rank*.json"))  # by lane, not by rank
     for file in wanted:
         if file is not None:
             shutil.copyfile(file, folder / file.name)

@@ -27,6 +27,7 @@ from toolkit.runs.checkpoints import (
     list_checkpoints,
 )
 from toolkit.runs.folder import RunFolder, read_json
+from toolkit.runs.rows import check_rows_fill_a_step, streaming_buffer_size
 from toolkit.runs.switches import check_switches
 from toolkit.units import gib
 
@@ -37,6 +38,7 @@ POSITIVE = (
     "lora_r",
     "lora_alpha",
     "preprocessing_num_workers",
+    "streaming_buffer_size",
 )
 DEFAULT_BATCH = 8  # transformers' per_device_train_batch_size
 DEFAULT_SEED = 42  # transformers' seed
@@ -71,7 +73,7 @@ def check_job(preset: Preset, *, num_processes: int, training_argv: Sequence[str
     if arguments.get("eval_dataset") is not None:
         check_dataset(str(arguments["eval_dataset"]))
     batch = global_batch_size(arguments, num_processes)
-    check_rows_fill_a_step(rows, batch, str(arguments["dataset"]))
+    check_rows_fill_a_step(rows, batch, str(arguments["dataset"]), packing=flag(arguments.get("packing", False)))
     return Job(arguments=arguments, global_batch_size=batch)
 
 
@@ -192,15 +194,6 @@ def global_batch_size(arguments: dict[str, Any], num_processes: int) -> int:
     return micro * integer(arguments, "gradient_accumulation_steps", 1) * num_processes
 
 
-def check_rows_fill_a_step(rows: int | None, batch: int, dataset: str) -> None:
-    """Fewer rows than one global batch would be repeated within a step without a word."""
-    if rows is not None and rows < batch:
-        raise ToolkitError(
-            f"{dataset} has {rows} rows, fewer than one global batch of {batch} sequences",
-            hint="lower `--per_device_train_batch_size`, `--gradient_accumulation_steps` or the number of processes",
-        )
-
-
 def check_output(arguments: dict[str, Any], *, engine: str = "deepspeed") -> Path:
     """The output folder: named, free, writable, on a disk with room for the checkpoints and the trained model."""
     check_required(arguments, ("output_dir",))
@@ -233,6 +226,7 @@ def check_resume(preset: Preset, *, num_processes: int, arguments: dict[str, Any
         gradient_accumulation_steps=integer(arguments, "gradient_accumulation_steps", 1),
         seed=integer(arguments, "seed", DEFAULT_SEED),
         max_steps=integer(arguments, "max_steps", -1),
+        streaming_buffer_size=streaming_buffer_size(arguments),
     )
 
 

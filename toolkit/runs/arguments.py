@@ -114,6 +114,12 @@ class DataArguments:
         default=None,
         metadata={"help": "hold rows out for evaluation, by seed: a fraction below 1, or a number of rows"},
     )
+    streaming: bool = field(
+        default=False, metadata={"help": "read and tokenise the rows while training; needs --max_steps"}
+    )
+    streaming_buffer_size: int = field(
+        default=1000, metadata={"help": "rows that a streamed data set is shuffled among; 1 keeps the file's order"}
+    )
     preprocessing_num_workers: int | None = field(
         default=None, metadata={"help": "processes that tokenise; one if not given"}
     )

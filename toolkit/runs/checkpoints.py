@@ -147,15 +147,17 @@ def check_goes_on(
     gradient_accumulation_steps: int,
     seed: int,
     max_steps: int,
+    streaming_buffer_size: int = 0,
 ) -> None:
     """Refuse a job that would not go on with the same data, or has nothing left to do.
 
-    `max_steps` of 0 or less: not known, since the run is counted in epochs.
+    `max_steps` of 0 or less: not known, since the run is counted in epochs. `streaming_buffer_size` 0: not streamed.
     """
     asked = {
         "per_device_train_batch_size": per_device_train_batch_size,
         "gradient_accumulation_steps": gradient_accumulation_steps,
         "seed": seed,
+        "streaming_buffer_size": streaming_buffer_size,
     }
     for name, now in asked.items():
         then = (checkpoint.manifest or {}).get(name)
@@ -163,13 +165,17 @@ def check_goes_on(
             raise ToolkitError(
                 f"{checkpoint.path} was trained with --{name} {then}, now it is {now}: the data would not go on"
                 " where they stopped",
-                hint=f"`--{name} {then}`",
+                hint=f"`--{name} {then}`" if name != "streaming_buffer_size" else _same_stream(int(then)),
             )
     if 0 < max_steps <= checkpoint.step:
         raise ToolkitError(
             f"{checkpoint.path} has {checkpoint.step} steps already, --max_steps is {max_steps}",
             hint=f"`--max_steps {2 * checkpoint.step}`, or another number above {checkpoint.step}, goes on",
         )
+
+
+def _same_stream(buffer_size: int) -> str:
+    return f"`--streaming true --streaming_buffer_size {buffer_size}`" if buffer_size else "leave `--streaming` out"
 
 
 def saving_folder(output_dir: Path, step: int) -> Path:

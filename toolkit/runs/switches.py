@@ -17,6 +17,7 @@ from toolkit.runs.argv import flag
 from toolkit.runs.comm_hooks import OPTIONS, check_comm_hook
 from toolkit.runs.learning_rate import check_scaling
 from toolkit.runs.lora import lora_fields
+from toolkit.runs.rows import check_streaming, without_streaming
 
 
 class PresetFacts(Protocol):
@@ -85,6 +86,7 @@ def _given(arguments: Arguments, name: str) -> bool:
 
 def _check_own(arguments: Arguments) -> None:
     check_scaling(arguments)
+    check_streaming(arguments)
     if arguments.get("profile_steps") is not None:
         profiled_steps(str(arguments["profile_steps"]))
     if arguments.get("freeze") and arguments.get("train_only"):
@@ -194,7 +196,7 @@ def _check_strategy(arguments: Arguments, preset: PresetFacts) -> None:
 
 def without_effect(arguments: Arguments, engine: str | None, preset: str) -> list[str]:
     """One line for each argument that changes nothing here."""
-    lines: list[str] = []
+    lines = without_streaming(arguments)
     if engine not in (None, "ddp"):
         lines += [
             f"--{name} has no effect: preset {preset!r} does not train with DDP"

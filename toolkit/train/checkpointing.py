@@ -111,6 +111,7 @@ def manifest_facts(trainer: Any, attested: dict[str, Any], *, preset: str | None
         "per_device_train_batch_size": training.per_device_train_batch_size,
         "gradient_accumulation_steps": training.gradient_accumulation_steps,
         "seed": training.seed,
+        "streaming_buffer_size": getattr(trainer.train_dataset, "buffer_size", 0),
         "fingerprint": live_answer(trainer, attested),
     }
 

@@ -34,6 +34,17 @@ class DataStats:
     """Sequences that the kept rows were joined into; None without packing."""
     pack_fill_fraction: float | None = None
     """Tokens over what the packs could hold."""
+    streamed: bool = False
+    """Of a stream: all counts are of its first rows only."""
+
+
+def system_prompt_lines(encoded: datasets.Dataset, system_prompt: str | None) -> list[str]:
+    """A warning where no row took the system prompt."""
+    if system_prompt is None or any(encoded["got_system_prompt"][:]):
+        return []
+    return [
+        "warning: --system_prompt has no effect: every row looked at is plain text or has a system message of its own"
+    ]
 
 
 def nothing_to_learn(encoded: datasets.Dataset, max_seq_length: int) -> ToolkitError:
@@ -79,7 +90,7 @@ def preflight_lines(stats: DataStats) -> list[str]:
     kept = stats.rows - stats.dropped_rows
     share = stats.supervised_tokens / stats.tokens
     lines = [
-        f"data: {stats.format} format, {stats.rows:,} rows, {kept:,} kept",
+        f"data: {stats.format} format, {_what(stats)}, {kept:,} kept",
         f"  {stats.tokens:,} tokens, {stats.supervised_tokens:,} supervised ({share:.0%});"
         f" longest row {stats.longest_row_tokens:,} tokens",
         f"  {stats.truncated_rows:,} rows truncated, {stats.dropped_rows:,} dropped for having no supervised token",
@@ -87,6 +98,10 @@ def preflight_lines(stats: DataStats) -> list[str]:
         "  first row, supervised part between « and »:",
     ]
     return lines + [f"  | {line}" for line in _shortened(stats.sample).splitlines()]
+
+
+def _what(stats: DataStats) -> str:
+    return f"streamed; of the first {stats.rows:,} rows" if stats.streamed else f"{stats.rows:,} rows"
 
 
 def _pack_lines(stats: DataStats, kept: int) -> list[str]:

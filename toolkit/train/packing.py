@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import inspect
 from bisect import bisect_left, insort
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import datasets
@@ -42,21 +43,50 @@ def best_fit(lengths: Sequence[int], *, max_tokens: int) -> list[list[int]]:
     return packs
 
 
-def pack_stream(rows: Iterable[Row], *, max_tokens: int, open_packs: int = 32) -> Iterator[Row]:
-    """Packs of a stream: each row into the fullest open pack with room; the fullest is given out when all are open."""
-    waiting: list[tuple[int, int, list[Row]]] = []  # tokens left, number for a stable order, rows
-    for number, row in enumerate(rows):
+@dataclass(slots=True)
+class OpenPack:
+    """Rows that share a sequence which has room left."""
+
+    room_tokens: int
+    rows: list[Row] = field(default_factory=list)
+
+
+class OpenPacks:
+    """Packs of rows that come one by one: each goes into the fullest with room; the fullest is given out.
+
+    >>> packs = OpenPacks(max_tokens=3, at_most=1)
+    >>> [packs.add({"input_ids": tokens}) for tokens in ([1, 2], [3])]
+    [None, [{'input_ids': [1, 2]}, {'input_ids': [3]}]]
+    """
+
+    def __init__(self, *, max_tokens: int, at_most: int) -> None:
+        self.max_tokens, self.at_most = max_tokens, at_most
+        self.packs: list[OpenPack] = []
+        """In the order in which they were opened."""
+
+    def add(self, row: Row) -> list[Row] | None:
+        """The rows of a pack that has no room, or of the fullest where more than `at_most` are open."""
         tokens = len(row["input_ids"])
-        fitting = [pack for pack in waiting if pack[0] >= tokens]
-        left, first, inside = min(fitting, key=lambda pack: pack[:2], default=(max_tokens, number, []))
-        waiting = [pack for pack in waiting if pack[1] != first]
-        waiting.append((left - tokens, first, [*inside, row]))
-        if len(waiting) > open_packs or left == tokens:
-            fullest = min(waiting, key=lambda pack: pack[:2])
-            waiting.remove(fullest)
-            yield joined(fullest[2])
-    for pack in sorted(waiting, key=lambda pack: pack[1]):
-        yield joined(pack[2])
+        pack = min((pack for pack in self.packs if pack.room_tokens >= tokens), key=_room, default=None)
+        if pack is None:
+            pack = OpenPack(self.max_tokens)
+            self.packs.append(pack)
+        pack.rows.append(row)
+        pack.room_tokens -= tokens
+        if len(self.packs) <= self.at_most and pack.room_tokens:
+            return None
+        fullest = min(self.packs, key=_room)
+        self.packs.remove(fullest)
+        return fullest.rows
+
+    def restore(self, packs: Iterable[list[Row]]) -> None:
+        """Open packs as they were, in their order."""
+        for rows in packs:
+            self.packs.append(OpenPack(self.max_tokens - sum(len(row["input_ids"]) for row in rows), rows))
+
+
+def _room(pack: OpenPack) -> int:
+    return pack.room_tokens
 
 
 def joined(rows: Sequence[Row]) -> Row:
@@ -65,7 +95,7 @@ def joined(rows: Sequence[Row]) -> Row:
         "input_ids": [token for row in rows for token in row["input_ids"]],
         "labels": [label for row in rows for label in row["labels"]],
         "documents": [len(row["input_ids"]) for row in rows],
-        "rows": [row["row"] for row in rows],
+        "rows": [row["row"] for row in rows if "row" in row],
     }
 
 

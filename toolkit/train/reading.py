@@ -6,7 +6,8 @@ Trainer(..., train_dataset=data.train, eval_dataset=data.evaluation, data_collat
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
+import itertools
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,25 @@ from toolkit.errors import ToolkitError
 from toolkit.runs.arguments import DataArguments
 from toolkit.runs.folder import RunFolder
 from toolkit.train.batches import Collator, PackCollator
-from toolkit.train.data_preflight import DataStats, preflight_lines
+from toolkit.train.data_preflight import DataStats, preflight_lines, system_prompt_lines
 from toolkit.train.evaluation import EvaluationRows, held_out
 from toolkit.train.packing import PackedRows, gives_chosen_logits, packs_into_one_row
-from toolkit.train.tokens import RowEncoder, Tokenized, encode_rows, keep_supervised, load_rows, row_encoder
+from toolkit.train.stream_loading import own_lanes
+from toolkit.train.stream_rows import FIELDS, read_stream
+from toolkit.train.streaming import TokenStream
+from toolkit.train.tokens import (
+    PLACE,
+    RowEncoder,
+    Tokenized,
+    encode_rows,
+    encoded_dataset,
+    keep_supervised,
+    load_rows,
+    row_encoder,
+)
+
+FIRST_ROWS = 100
+"""Rows of a stream that are tokenised before the training starts, to show what they become."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,23 +46,20 @@ class Data:
     stats: DataStats
     evaluation: Any = None
     evaluation_stats: DataStats | None = None
+    warnings: list[str] = field(default_factory=list)
 
 
 def read_data(tokenizer: Any, arguments: DataArguments, training: Any) -> Data:
     """Tokenise on rank 0 first, the others from its cache, and print the preflight once."""
+    check_evaluation_rows(arguments, training)
+    data = streamed_data(tokenizer, arguments, training) if arguments.streaming else None
     with training.main_process_first(desc="tokenising"):
-        encoded, encoder = encoded_rows(tokenizer, arguments)
-        train, evaluation = split(encoded, arguments, training)
+        data = data or whole_data(tokenizer, arguments, training)
         if arguments.eval_dataset is not None:
             evaluation, encoder = encoded_rows(tokenizer, evaluation_arguments(arguments))
-        rows, stats = pack(keep_supervised(train, encoder), arguments)
-        data = Data(train=rows, stats=stats)
-        if evaluation is not None:
             data = with_evaluation(data, keep_supervised(evaluation, encoder), arguments, training)
-    if arguments.packing:
-        check_packs_fill_a_step(data, training)
     if training.process_index == 0:
-        print("\n".join(preflight_lines(data.stats)), flush=True)
+        print("\n".join([*preflight_lines(data.stats), *data.warnings]), flush=True)
         facts = {"data": asdict(data.stats)}
         if data.evaluation_stats is not None:
             print(evaluation_line(data.evaluation_stats), flush=True)
@@ -55,19 +68,53 @@ def read_data(tokenizer: Any, arguments: DataArguments, training: Any) -> Data:
     return data
 
 
+def check_evaluation_rows(arguments: DataArguments, training: Any) -> None:
+    """Refuse two sources of rows for evaluation, or none where evaluations are asked for."""
+    asks = str(getattr(training.eval_strategy, "value", training.eval_strategy)) != "no"
+    if arguments.eval_dataset is not None and arguments.val_size is not None:
+        raise ToolkitError("both --eval_dataset and --val_size are given", hint="leave one of them out")
+    if asks and arguments.val_size is None and arguments.eval_dataset is None:
+        raise ToolkitError(
+            "--eval_strategy asks for evaluations, and there are no rows for them",
+            hint="`--eval_dataset FILE`" + ("" if arguments.streaming else ", or `--val_size 0.05` holds some out"),
+        )
+
+
+def whole_data(tokenizer: Any, arguments: DataArguments, training: Any) -> Data:
+    """Every row tokenised before the first step, without those that `val_size` holds out."""
+    encoded, encoder = encoded_rows(tokenizer, arguments)
+    train, evaluation = split(encoded, arguments, training)
+    rows, stats = pack(keep_supervised(train, encoder), arguments)
+    data = Data(train=rows, stats=stats, warnings=system_prompt_lines(encoded, arguments.system_prompt))
+    if arguments.packing:
+        check_packs_fill_a_step(data, training)
+    if evaluation is None:
+        return data
+    return with_evaluation(data, keep_supervised(evaluation, encoder), arguments, training)
+
+
+def streamed_data(tokenizer: Any, arguments: DataArguments, training: Any) -> Data:
+    """Rows that are tokenised while they are trained on; the stats are of the first."""
+    rows = read_stream(
+        str(arguments.dataset),
+        arguments.dataset_split,
+        buffer_size=arguments.streaming_buffer_size,
+        seed=training.seed if training.data_seed is None else training.data_seed,
+    )
+    encoder = encoder_of(tokenizer, arguments, rows.data_format)
+    first = enumerate(itertools.islice(rows.epoch(0), FIRST_ROWS))
+    encoded = encoded_dataset([encoder.encode_row(row[FIELDS], number=n, place=row[PLACE]) for n, row in first])
+    stats = replace(keep_supervised(encoded, encoder).stats, streamed=True)
+    lanes = training.train_batch_size * training.gradient_accumulation_steps * training.world_size
+    stream = TokenStream(rows, encoder, lanes=lanes, own=own_lanes(training), packing=arguments.packing)
+    return Data(train=stream, stats=stats, warnings=system_prompt_lines(encoded, arguments.system_prompt))
+
+
 def split(
     encoded: datasets.Dataset, arguments: DataArguments, training: Any
 ) -> tuple[datasets.Dataset, datasets.Dataset | None]:
     """The rows to train on, and those that `val_size` holds out, chosen by their number and the seed alone."""
-    asks = str(getattr(training.eval_strategy, "value", training.eval_strategy)) != "no"
-    if arguments.eval_dataset is not None and arguments.val_size is not None:
-        raise ToolkitError("both --eval_dataset and --val_size are given", hint="leave one of them out")
     if arguments.val_size is None:
-        if asks and arguments.eval_dataset is None:
-            raise ToolkitError(
-                "--eval_strategy asks for evaluations, and there are no rows for them",
-                hint="`--eval_dataset FILE`, or `--val_size 0.05` holds some out",
-            )
         return encoded, None
     if arguments.val_size <= 0 or arguments.val_size >= len(encoded):
         raise ToolkitError(

@@ -24,6 +24,7 @@ from toolkit.presets.cpu_fsdp import enable_fsdp_on_cpu
 from toolkit.runs import status
 from toolkit.runs.checkpoints import Checkpoint, check_goes_on, check_same_layout, remove_unfinished
 from toolkit.runs.folder import MEASUREMENT_VERSION, RunFolder, start_facts
+from toolkit.runs.rows import streaming_buffer_size
 from toolkit.runs.steps import measure, read_steps
 from toolkit.train.arguments import Arguments, parse
 from toolkit.train.attest.attestation import Attestation
@@ -39,6 +40,7 @@ from toolkit.train.promise import Promise, find_promise
 from toolkit.train.reading import Data, collator, read_data
 from toolkit.train.saving import save_final_model
 from toolkit.train.stopping import Stopping
+from toolkit.train.stream_loading import resume_stream
 from toolkit.train.trainer import MeasuredTrainer
 from toolkit.train.universal import prepare_universal
 from toolkit.train.watchdog import Watchdog
@@ -57,7 +59,7 @@ def run(argv: Sequence[str], progress: Progress) -> None:
     arguments = parse(argv, promise)
     model_arguments, data_arguments, training = arguments
     folder = RunFolder(Path(training.output_dir))
-    resumed = find_checkpoint(training, promise)
+    resumed = find_checkpoint(training, promise, streaming_buffer_size(asdict(data_arguments)))
     open_folder(folder, argv, promise, arguments, resumed)
     progress.output_dir, progress.dataset = folder.path, data_arguments.dataset
     if training.process_index == 0:
@@ -73,7 +75,11 @@ def run(argv: Sequence[str], progress: Progress) -> None:
     if data_arguments.packing:
         check_model_packs(model)
     progress.enter("engine")
-    trainer = build_trainer(model, tokenizer, data, training, folder, promise, progress, resumed)
+    if resumed is not None:
+        resume_stream(data.train, resumed.path, step=resumed.step, training=training)
+    trainer = build_trainer(
+        model, tokenizer, data, training, folder, promise, progress, resumed, packing=data_arguments.packing
+    )
     methods = Methods(trainer, arguments, folder)
     prepare_universal(trainer, None if resumed is None else resumed.path)
     trainer.callback_handler.callbacks.insert(0, stopping)  # before the meter, which looks at a step that is saved
@@ -104,7 +110,7 @@ def quiet_libraries() -> None:
     logging.disable_progress_bar()
 
 
-def find_checkpoint(training: Any, promise: Promise) -> Checkpoint | None:
+def find_checkpoint(training: Any, promise: Promise, buffer_size: int) -> Checkpoint | None:
     """What this run resumes from, held against what it is; said once."""
     checkpoint = resume_point(training, verified=PREPARED_VARIABLE in os.environ)
     if checkpoint is None:
@@ -118,7 +124,7 @@ def find_checkpoint(training: Any, promise: Promise) -> Checkpoint | None:
             world_size=training.world_size,
         )
     batch = ("per_device_train_batch_size", "gradient_accumulation_steps", "seed", "max_steps")
-    check_goes_on(checkpoint, **{name: getattr(training, name) for name in batch})
+    check_goes_on(checkpoint, **{name: getattr(training, name) for name in batch}, streaming_buffer_size=buffer_size)
     if training.process_index == 0:
         print(f"resume: from {checkpoint.path}, after step {checkpoint.step}", flush=True)
     return checkpoint
@@ -202,6 +208,8 @@ def build_trainer(
     promise: Promise,
     progress: Progress,
     resumed: Checkpoint | None,
+    *,
+    packing: bool,
 ) -> MeasuredTrainer:
     """The Trainer with its meter and its attestation; the meter's clock starts after attesting, not before."""
     meter = Meter(
@@ -217,7 +225,7 @@ def build_trainer(
         args=training,
         train_dataset=data.train,
         eval_dataset=data.evaluation,
-        data_collator=collator(tokenizer, model, training, packing=data.stats.packs is not None),
+        data_collator=collator(tokenizer, model, training, packing=packing),
         processing_class=tokenizer,
         callbacks=[meter, attestation],
         meter=meter,

@@ -49,13 +49,8 @@ def load_rows(source: str, split: str) -> tuple[datasets.Dataset, str]:
     resolved = resolve_source(source)
     if resolved.path is not None:
         return _load_file(resolved.path)
-    dataset = _load_hub(source, split)
-    if len(dataset) == 0:
-        raise ToolkitError(f"{source}: split {split!r} has no rows")
-    try:
-        return dataset, detect_format(dataset[0])
-    except ToolkitError as error:
-        raise ToolkitError(f"{source}: row 1: {error.message}", hint=error.hint) from None
+    dataset = load_hub(source, split)
+    return dataset, format_of_first_row(source, split, dataset[0] if len(dataset) else None)
 
 
 def _load_file(path: Path) -> tuple[datasets.Dataset, str]:
@@ -85,14 +80,25 @@ def _json_rows(path: str, data_format: str, content: str) -> Iterator[dict[str, 
         yield {PLACE: place, JSON_ROW: json.dumps(formats.format_fields(row, data_format))}
 
 
-def _load_hub(name: str, split: str) -> datasets.Dataset:
+def load_hub(name: str, split: str, *, streaming: bool = False) -> Any:
+    """A hub data set, fetched, or to be read as it is asked for."""
     try:
         with _progress_on_first_rank_only():
-            return datasets.load_dataset(name, split=split)
+            return datasets.load_dataset(name, split=split, streaming=streaming)
     except Exception as error:  # network, names, splits and configurations each have their own classes
         why = (str(error).strip().splitlines() or [type(error).__name__])[0]
         hint = "check the name and `--dataset_split`; without network, pass a local file"
         raise ToolkitError(f"data set {name!r}, split {split!r} cannot be loaded: {why}", hint=hint) from error
+
+
+def format_of_first_row(name: str, split: str, first_row: dict[str, Any] | None) -> str:
+    """The format of a data set, by its first row."""
+    if first_row is None:
+        raise ToolkitError(f"{name}: split {split!r} has no rows")
+    try:
+        return detect_format(first_row)
+    except ToolkitError as error:
+        raise ToolkitError(f"{name}: row 1: {error.message}", hint=error.hint) from None
 
 
 @contextmanager
@@ -163,6 +169,11 @@ def encode_rows(dataset: datasets.Dataset, encoder: RowEncoder, *, num_proc: int
         )
 
 
+def encoded_dataset(rows: list[dict[str, Any]]) -> datasets.Dataset:
+    """What the encoder made of a few rows, in memory."""
+    return datasets.Dataset.from_list(rows, features=_FEATURES)
+
+
 def keep_supervised(encoded: datasets.Dataset, encoder: RowEncoder) -> Tokenized:
     """The rows that there is something to learn from."""
     kept = [index for index, supervised in enumerate(encoded["supervised"][:]) if supervised]
@@ -181,6 +192,7 @@ _FEATURES = datasets.Features(
         "row": datasets.Value("int64"),
         "supervised": datasets.Value("int64"),
         "uncut_tokens": datasets.Value("int64"),
+        "got_system_prompt": datasets.Value("bool"),
     }
 )
 
@@ -196,10 +208,16 @@ class RowEncoder:
     system_prompt: str | None
 
     def __call__(self, row: dict[str, Any], index: int) -> dict[str, Any]:
+        if JSON_ROW in row:
+            return self.encode_row(json.loads(row[JSON_ROW]), number=index, place=row[PLACE])
+        return self.encode_row(row, number=index, place=f"row {index + 1}")
+
+    def encode_row(self, row: dict[str, Any], *, number: int | None, place: str) -> dict[str, Any]:
+        """The row's tokens, and what is known of them; an error names the `place`."""
         try:
-            row, place = (json.loads(row[JSON_ROW]), row[PLACE]) if JSON_ROW in row else (row, f"row {index + 1}")
             check_row(row, self.data_format)
-            sample = with_system_prompt(to_sample(row, self.data_format), self.system_prompt)
+            whole = to_sample(row, self.data_format)
+            sample = with_system_prompt(whole, self.system_prompt)
             input_ids, supervised = encode(
                 sample, self.tokenizer, everything=self.everything, max_tokens=self.max_seq_length
             )
@@ -213,9 +231,10 @@ class RowEncoder:
             "input_ids": input_ids[: self.max_seq_length],
             "labels": labels,
             "length": len(labels),
-            "row": index,
+            "row": number,
             "supervised": sum(label != IGNORED for label in labels[1:]),
             "uncut_tokens": len(input_ids),
+            "got_system_prompt": sample is not whole,
         }
 
     def cache_key(self) -> tuple[object, ...]:

@@ -21,6 +21,8 @@ from toolkit.train.evaluation import EvaluatedTokens
 from toolkit.train.failure import Progress
 from toolkit.train.meter import Meter
 from toolkit.train.sampling import SeededLengthGroups
+from toolkit.train.stream_loading import States, noting, stream_loader, write_lanes
+from toolkit.train.streaming import TokenStream
 
 
 class MeasuredTrainer(Trainer):  # type: ignore[misc]
@@ -34,6 +36,8 @@ class MeasuredTrainer(Trainer):  # type: ignore[misc]
         self.staging: Path | None = None
         """Where a checkpoint is being written; None while none is."""
         self.evaluated = EvaluatedTokens()
+        self.lane_states: States = {}
+        """Of a stream: where each lane of this rank stands behind what is trained on."""
 
     def training_step(self, model: Any, inputs: dict[str, Any], num_items_in_batch: Any = None) -> torch.Tensor:
         self.meter.add_batch(inputs.pop(BATCH_FACTS, None))
@@ -43,9 +47,17 @@ class MeasuredTrainer(Trainer):  # type: ignore[misc]
         self.meter.add_loss(loss)
         return loss
 
-    def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
+    def get_train_dataloader(self) -> Any:
+        if not isinstance(self.train_dataset, TokenStream):
+            return super().get_train_dataloader()
+        return stream_loader(self.train_dataset, self.data_collator, self.args, self.accelerator.device)
+
+    def get_batch_samples(self, epoch_iterator: Any, *args: Any, **kwargs: Any) -> Any:
+        self.progress.phase = "data"
+        if isinstance(self.train_dataset, TokenStream):
+            epoch_iterator = noting(epoch_iterator, self.lane_states)
         with torch.profiler.record_function("toolkit.data_wait"):
-            return super().get_batch_samples(*args, **kwargs)
+            return super().get_batch_samples(epoch_iterator, *args, **kwargs)
 
     def compute_loss(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         loss = super().compute_loss(model, inputs, *args, **kwargs)
@@ -89,6 +101,10 @@ class MeasuredTrainer(Trainer):  # type: ignore[misc]
             leave_out_tied_weights(self.model_wrapped)
         self.staging = saving_folder(Path(self.args.output_dir), self.state.global_step)
         super()._save_checkpoint(model, trial)
+        if self.lane_states:
+            write_lanes(
+                self.staging / f"checkpoint-{self.state.global_step}", self.lane_states, rank=self.args.process_index
+            )
         staging, self.staging = self.staging, None
         finish_checkpoint(self, staging, facts)
         self.progress.enter("train")
