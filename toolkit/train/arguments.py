@@ -80,7 +80,7 @@ def _decided_by_machine(given: dict[str, Any], promise: Promise) -> dict[str, An
     on_cpu = bool(decided.get("use_cpu") or given.get("use_cpu"))
     if on_cpu and promise.preset is not None and promise.preset.needs_gpu is not None:
         raise ToolkitError(f"preset {promise.preset.name!r} does not run on a CPU: {promise.preset.needs_gpu}")
-    said = {name: flag(given[name]) for name in ("bf16", "fp16") if name in given}
+    said: dict[str, Any] = {name: flag(given[name]) for name in ("bf16", "fp16") if name in given}
     promised = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")  # the launcher's
     if promise.preset is not None:
         promised = promise.preset.mixed_precision
