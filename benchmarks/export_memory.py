@@ -34,29 +34,14 @@ print(json.dumps({"baseline_bytes": baseline, "peak_bytes": peak}))
 
 def make_model(folder: Path) -> None:
     """Random weights, the real tokenizer."""
-    import torch
-    from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+    from transformers import AutoTokenizer
 
     from toolkit.demo.assets import prepare_default_model
+    from toolkit.demo.random_model import random_llama
 
-    tokenizer = AutoTokenizer.from_pretrained(prepare_default_model())
-    config = LlamaConfig(
-        vocab_size=49152,
-        hidden_size=768,
-        intermediate_size=2048,
-        num_hidden_layers=12,
-        num_attention_heads=12,
-        num_key_value_heads=12,
-        max_position_embeddings=512,
-        tie_word_embeddings=True,
-        dtype="float32",
-        pad_token_id=tokenizer.pad_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-        bos_token_id=tokenizer.bos_token_id,
-    )
-    torch.manual_seed(0)
-    LlamaForCausalLM(config).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+    sizes = {"hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 12, "num_attention_heads": 12}
+    sizes |= {"num_key_value_heads": 12, "max_position_embeddings": 512, "tie_word_embeddings": True}
+    random_llama(folder, AutoTokenizer.from_pretrained(prepare_default_model()), **sizes)
 
 
 def train(preset: str, model: Path, output: Path) -> None:

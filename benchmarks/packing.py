@@ -1,10 +1,13 @@
 """Supervised tokens a second on ragged conversations: packing, padding to the longest of the batch, and TRL.
 
-    python benchmarks/packing.py --repeats 3 --work DIR
+    python benchmarks/packing.py --work DIR              # resumes; `--trials 1` runs one trial and stops
 
-Two CPU ranks under DDP, fp32, `max_seq_length` 512, the same rows, loss on the assistant's tokens, as many sequences a
-micro-batch on every side. The model is the default one cut to its first layers (`--layers`), so that a run takes
-less than a minute. TRL runs in an environment of its own under DIR; `--trl-python` names one that is there already.
+Two CPU ranks under DDP, fp32, SmolLM2-135M with LoRA on all linear layers, the chitchat data at `max_seq_length` 512,
+loss on the assistant's tokens. A pack holds 1.53 rows, so 5 packs a rank and step are as many supervised tokens as 8
+rows. Each repeat has a seed of its own, and so other rows; since the few rows of a run are no measure of how many
+tokens are supervised, a run gives computed tokens a second, and the whole data the share of them that is supervised.
+Finished trials are lines of DIR/trials.jsonl. TRL runs in an environment of its own; `--trl-python` names one that is
+there already. On a busy machine believe the CPU seconds.
 """
 
 from __future__ import annotations
@@ -14,6 +17,8 @@ import json
 import subprocess
 import sys
 import tempfile
+from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +26,10 @@ from overhead import environment
 from record import print_table, spread, write_result
 
 ROOT = Path(__file__).parents[1]
-SIDES = ("toolkit packing", "toolkit padding", "TRL padding", "TRL packing")
 MAX_SEQ_LENGTH = 512
+LEARNING_RATE = "1e-4"
+SUMMED = ("tokens", "supervised_tokens", "cpu_seconds")
+HEADER = ["side", "runs", "a second", "min", "max", "a CPU second", "min", "max", "packing over it: s", "CPU s"]
 # The default model's own template without its default system message, and with the block that TRL needs.
 CHAT_TEMPLATE = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' }}"
@@ -31,55 +38,41 @@ CHAT_TEMPLATE = (
 )
 
 
-def cut_model(folder: Path, layers: int) -> Path:
-    """The default model's first layers, embedding and head, with a template that marks what the assistant says."""
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Side:
+    """One way of training on the same rows."""
+
+    packing: bool
+    batch: int
+    """Sequences of a micro-batch on each rank."""
+    accumulate: int = 1
+    trl: bool = False
+
+
+SIDES = {
+    "packing": Side(packing=True, batch=1, accumulate=5),
+    "padding": Side(packing=False, batch=8),
+    # Several packs a micro-batch: transformers can then only be asked for all logits, as padding is.
+    "packing, all logits": Side(packing=True, batch=5),
+    "TRL padding": Side(packing=False, batch=8, trl=True),
+    "TRL packing": Side(packing=True, batch=1, accumulate=5, trl=True),
+}
+
+
+def marked_model(folder: Path) -> Path:
+    """The default model with a chat template that marks what the assistant says."""
+    from transformers import AutoTokenizer
 
     from toolkit.demo.assets import prepare_default_model
 
     source = prepare_default_model()
-    model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32, num_hidden_layers=layers)
-    model.save_pretrained(folder)
     tokenizer = AutoTokenizer.from_pretrained(source)
     tokenizer.chat_template = CHAT_TEMPLATE
     tokenizer.save_pretrained(folder)
+    for name in ("config.json", "generation_config.json", "model.safetensors"):
+        if not (folder / name).exists():
+            (folder / name).symlink_to(source / name)
     return folder
-
-
-def run_side(side: str, given: argparse.Namespace, model: Path, data: Path, trl_python: str) -> dict[str, float]:
-    """Supervised and all tokens of the timed steps of both ranks, over the slowest rank's seconds of each step."""
-    steps = given.untimed_steps + given.steps
-    with tempfile.TemporaryDirectory(dir=given.work) as output:
-        packs = "true" if side.endswith("packing") else "false"
-        words = ["--output_dir", output, "--max_steps", str(steps), "--packing", packs]
-        words += [
-            "--per_device_train_batch_size",
-            str(given.batch),
-            "--gradient_accumulation_steps",
-            str(given.accumulate),
-        ]
-        if side.startswith("TRL"):
-            script = [str(Path(__file__).parent / "trl_sft.py"), "--model", str(model), "--data", str(data)]
-            python = trl_python
-        else:
-            script = ["-m", "toolkit.train", "--model_name_or_path", str(model), "--dataset", str(data)]
-            script += ["--max_seq_length", str(MAX_SEQ_LENGTH), "--loss_on", "assistant", "--learning_rate", "1e-4"]
-            script += ["--save_model", "false", "--save_strategy", "no"]
-            python = sys.executable
-        launch = ["-m", "accelerate.commands.launch", "--config_file", "accelerate_configs/ddp.yaml"]
-        launch += ["--num_processes", "2", "--main_process_port", "0"]
-        done = subprocess.run(
-            [python, *launch, *script, *words], cwd=ROOT, env=environment(), capture_output=True, text=True, check=False
-        )
-        if done.returncode:
-            raise SystemExit(f"{side} ended with {done.returncode}:\n{done.stdout[-2000:]}{done.stderr[-4000:]}")
-        files = [Path(output) / "ranks" / f"rank{rank}.jsonl" for rank in (0, 1)]
-        ranks = [[json.loads(line) for line in file.read_text().splitlines()] for file in files]
-    timed = list(zip(*ranks, strict=True))[given.untimed_steps :]
-    seconds = sum(max(row["seconds"] for row in step) for step in timed)
-    counted = {name: sum(row[name] for step in timed for row in step) for name in ("tokens", "supervised_tokens")}
-    return counted | {"seconds": seconds, "supervised_tokens_per_second": counted["supervised_tokens"] / seconds}
 
 
 def trl_environment(work: Path) -> str:
@@ -92,39 +85,139 @@ def trl_environment(work: Path) -> str:
     return str(python)
 
 
+def command(side: Side, given: argparse.Namespace, *, seed: int, output: str) -> list[str]:
+    """`accelerate launch` of the training script, or of TRL's."""
+    from toolkit.demo.assets import chitchat_data_file
+
+    model, data = given.work / "model", chitchat_data_file()
+    words = {"output_dir": output, "packing": str(side.packing).lower(), "seed": seed, "learning_rate": LEARNING_RATE}
+    words |= {"per_device_train_batch_size": side.batch, "gradient_accumulation_steps": side.accumulate}
+    words |= {"max_steps": given.untimed_steps + given.steps, "lora_r": given.lora_r}
+    if side.trl:
+        words |= {"model": model, "data": data, "max_length": MAX_SEQ_LENGTH}
+        script = [str(Path(__file__).parent / "trl_sft.py")]
+    else:
+        words |= {"model_name_or_path": model, "dataset": data, "max_seq_length": MAX_SEQ_LENGTH}
+        words |= {"loss_on": "assistant", "save_model": "false", "save_strategy": "no"}
+        script = ["-m", "toolkit.train"]
+    python = given.trl_python if side.trl else sys.executable
+    launch = ["-m", "accelerate.commands.launch", "--config_file", "accelerate_configs/ddp.yaml"]
+    launch += ["--num_processes", "2", "--main_process_port", "0"]
+    return [python, *launch, *script, *(word for name, value in words.items() for word in (f"--{name}", str(value)))]
+
+
+def run_trial(name: str, given: argparse.Namespace, *, seed: int) -> dict[str, Any]:
+    """Each step's tokens and CPU seconds of both ranks, and its seconds on the slowest."""
+    with tempfile.TemporaryDirectory(dir=given.work) as output:
+        argv = command(SIDES[name], given, seed=seed, output=output)
+        done = subprocess.run(argv, cwd=ROOT, env=environment(), capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise SystemExit(f"{name} ended with {done.returncode}:\n{done.stdout[-2000:]}{done.stderr[-4000:]}")
+        files = [Path(output) / "ranks" / f"rank{rank}.jsonl" for rank in (0, 1)]
+        ranks = [[json.loads(line) for line in file.read_text().splitlines()] for file in files]
+    steps = list(zip(*ranks, strict=True))
+    figures: dict[str, Any] = {name: [sum(row[name] for row in step) for step in steps] for name in SUMMED}
+    figures["step_seconds"] = [max(row["seconds"] for row in step) for step in steps]
+    figures["losses"] = [sum(row["loss"] for row in step) / len(step) for step in steps]
+    return {"side": name, "seed": seed, **figures}
+
+
+def timed(given: argparse.Namespace, trial: dict[str, Any], field: str) -> float:
+    return float(sum(trial[field][given.untimed_steps :]))
+
+
+def supervised_fractions(given: argparse.Namespace) -> dict[str, float]:
+    """Supervised tokens of the whole data over what a side computes for them, padding included."""
+    import random
+
+    from toolkit.demo.assets import chitchat_data_file
+    from toolkit.runs.arguments import ModelArguments
+    from toolkit.train.modelling import load_tokenizer
+    from toolkit.train.packing import PackedRows
+    from toolkit.train.tokens import load_rows, tokenize
+
+    tokenizer = load_tokenizer(ModelArguments(model_name_or_path=str(given.work / "model")), chat_template=None)
+    rows, data_format = load_rows(str(chitchat_data_file()), "train")
+    options = {"data_format": data_format, "max_seq_length": MAX_SEQ_LENGTH, "loss_on": "assistant"}
+    tokenized = tokenize(rows, tokenizer=tokenizer, **options)
+    stats, lengths = tokenized.stats, {False: tokenized.dataset["length"][:]}
+    packs = PackedRows(tokenized.dataset, max_tokens=MAX_SEQ_LENGTH).packs
+    lengths[True] = [sum(lengths[False][row] for row in pack) for pack in packs]
+    fractions = {}
+    for name, side in SIDES.items():
+        drawn = random.Random(0).sample(lengths[side.packing], len(lengths[side.packing]))
+        batches = [drawn[first : first + side.batch] for first in range(0, len(drawn), side.batch)]
+        fractions[name] = stats.supervised_tokens / sum(len(batch) * max(batch) for batch in batches)
+    return fractions
+
+
+def finish(given: argparse.Namespace, trials: list[dict[str, Any]]) -> dict[str, Any]:
+    """Each side's supervised tokens a second: as the batches fell, and at the whole data's share of such tokens."""
+    figures: dict[str, Any] = {}
+    fractions = supervised_fractions(given)
+    for name, fraction in fractions.items():
+        runs = [trial for trial in trials if trial["side"] == name]
+        if not runs:
+            continue
+        supervised, tokens, seconds, cpu_seconds = (
+            [timed(given, run, field) for run in runs]
+            for field in ("supervised_tokens", "tokens", "step_seconds", "cpu_seconds")
+        )
+        figures[name] = {
+            "runs": len(runs),
+            "supervised_fraction": fraction,
+            "supervised_fraction_of_the_batches": sum(supervised) / sum(tokens),
+            "supervised_tokens_per_step": sum(supervised) / len(runs) / given.steps,
+            "per_second_of_the_batches": spread([a / b for a, b in zip(supervised, seconds, strict=True)]),
+            "per_second": spread([fraction * a / b for a, b in zip(tokens, seconds, strict=True)]),
+            "per_cpu_second": spread([fraction * a / b for a, b in zip(tokens, cpu_seconds, strict=True)]),
+        }
+    return figures
+
+
+def table(figures: dict[str, Any]) -> list[list[str]]:
+    rows = []
+    for name, figure in figures.items():
+        clocks = figure["per_second"], figure["per_cpu_second"]
+        ours = figures["packing"]["per_second"], figures["packing"]["per_cpu_second"]
+        shown = [f"{clock[field]:.1f}" for clock in clocks for field in ("median", "min", "max")]
+        ratios = [f"{one['median'] / clock['median']:.2f}" for one, clock in zip(ours, clocks, strict=True)]
+        rows.append([name, str(figure["runs"]), *shown, *ratios])
+    return rows
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="Supervised tokens a second: packing, padding, TRL.")
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=3, help="timed optimizer steps of a run")
-    parser.add_argument("--untimed-steps", type=int, default=1)
-    parser.add_argument("--batch", type=int, default=8, help="sequences of a micro-batch on each rank")
-    parser.add_argument("--accumulate", type=int, default=1)
-    parser.add_argument("--layers", type=int, default=2)
+    parser.add_argument("--steps", type=int, default=1, help="timed optimizer steps of a run")
+    parser.add_argument("--untimed-steps", type=int, default=0)
+    parser.add_argument("--lora-r", type=int, default=16)
     parser.add_argument("--work", type=Path, required=True)
     parser.add_argument("--trl-python")
-    parser.add_argument("--sides", nargs="+", choices=SIDES, default=SIDES)
+    parser.add_argument("--sides", nargs="+", choices=SIDES, default=list(SIDES))
+    parser.add_argument("--trials", type=int, help="stop after this many; the next call goes on")
     given = parser.parse_args()
     given.work.mkdir(parents=True, exist_ok=True)
-    from toolkit.demo.assets import chitchat_data_file
-
-    needs_trl = any(side.startswith("TRL") for side in given.sides)
-    trl_python = given.trl_python or (trl_environment(given.work) if needs_trl else "")
-    model, data = cut_model(given.work / "model", given.layers), chitchat_data_file()
-    runs: dict[str, list[dict[str, float]]] = {side: [] for side in given.sides}
-    for repeat in range(given.repeats):
-        order = given.sides if repeat % 2 == 0 else list(reversed(given.sides))
-        for side in order:
-            runs[side].append(run_side(side, given, model, data, trl_python))
-    figures = {side: spread([run["supervised_tokens_per_second"] for run in rows]) for side, rows in runs.items()}
-    ours = figures[given.sides[0]]["median"]
-    header = ["side", "supervised tokens/s", "min", "max", f"{given.sides[0]} over it"]
-    rows = [
-        [side, *(f"{figure[name]:.0f}" for name in ("median", "min", "max")), f"{ours / figure['median']:.2f}"]
-        for side, figure in figures.items()
-    ]
-    print_table(header, rows)
-    options: dict[str, Any] = {name: value for name, value in vars(given).items() if name not in ("work", "trl_python")}
-    print(write_result("packing", {"options": options, "supervised_tokens_per_second": figures, "runs": runs}))
+    given.trl_python = given.trl_python or trl_environment(given.work)
+    marked_model(given.work / "model")
+    ledger = given.work / "trials.jsonl"
+    trials = [json.loads(line) for line in ledger.read_text().splitlines()] if ledger.exists() else []
+    finished = {(trial["side"], trial["seed"]) for trial in trials}
+    wanted = [(name, seed) for seed, name in product(range(1, given.repeats + 1), given.sides)]
+    waiting = [trial for trial in wanted if trial not in finished][: given.trials]
+    for name, seed in waiting:
+        trials.append(run_trial(name, given, seed=seed))
+        with ledger.open("a") as file:
+            file.write(json.dumps(trials[-1]) + "\n")
+        print(json.dumps(trials[-1]), flush=True)
+    figures = finish(given, trials)
+    if "packing" in figures:
+        print_table(HEADER, table(figures))
+    if finished | set(waiting) >= set(wanted):
+        options = {
+            name: value for name, value in vars(given).items() if name not in ("work", "trl_python", "trials", "sides")
+        }
+        print(write_result("packing", {"options": options, "supervised_tokens_per_second": figures, "runs": trials}))
 
 
 if __name__ == "__main__":

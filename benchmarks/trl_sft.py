@@ -10,42 +10,50 @@ from pathlib import Path
 
 import datasets
 import torch
+from peft import LoraConfig
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl import SFTConfig, SFTTrainer
 
+COUNTED = ("tokens", "supervised_tokens", "loss")
+
 
 class Clock(TrainerCallback):
-    """Wall seconds of each step, from the end of the one before."""
+    """Wall and CPU seconds of each step, from the end of the one before."""
 
     def __init__(self):
-        self.seconds = []
+        self.steps = []
 
     def on_train_begin(self, *_, **__):
-        self.started = time.perf_counter()
+        self.started = (time.perf_counter(), time.process_time())
 
     def on_step_end(self, *_, **__):
-        now = time.perf_counter()
-        self.seconds.append(now - self.started)
+        now = (time.perf_counter(), time.process_time())
+        seconds, cpu_seconds = (after - before for after, before in zip(now, self.started, strict=True))
+        self.steps.append({"seconds": seconds, "cpu_seconds": cpu_seconds})
         self.started = now
 
 
 class CountingTrainer(SFTTrainer):
-    """Keeps the number of tokens and of labels that are learned of each micro-step."""
+    """Keeps the number of tokens and of labels that are learned of each micro-step, and its share of the loss."""
 
     counted = ()
 
     def training_step(self, model, inputs, *args, **kwargs):
         learned = int((inputs["labels"][:, 1:] != -100).sum())
-        self.counted = (*self.counted, (inputs["input_ids"].numel(), learned))
-        return super().training_step(model, inputs, *args, **kwargs)
+        loss = super().training_step(model, inputs, *args, **kwargs)
+        facts = {"tokens": inputs["input_ids"].numel(), "supervised_tokens": learned, "loss": loss.item()}
+        self.counted = (*self.counted, facts)
+        return loss
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     for name in ("model", "data", "output_dir"):
         parser.add_argument(f"--{name}", type=Path, required=True)
-    for name in ("max_steps", "per_device_train_batch_size", "gradient_accumulation_steps"):
+    counts = ("max_steps", "per_device_train_batch_size", "gradient_accumulation_steps", "max_length", "seed", "lora_r")
+    for name in counts:
         parser.add_argument(f"--{name}", type=int, required=True)
+    parser.add_argument("--learning_rate", type=float, required=True)
     parser.add_argument("--packing", choices=["true", "false"], required=True)
     given = parser.parse_args()
     arguments = SFTConfig(
@@ -53,8 +61,9 @@ def main():
         max_steps=given.max_steps,
         per_device_train_batch_size=given.per_device_train_batch_size,
         gradient_accumulation_steps=given.gradient_accumulation_steps,
-        learning_rate=1e-4,
-        max_length=512,
+        learning_rate=given.learning_rate,
+        max_length=given.max_length,
+        seed=given.seed,
         packing=given.packing == "true",
         assistant_only_loss=True,
         gradient_checkpointing=False,
@@ -66,20 +75,20 @@ def main():
         ddp_find_unused_parameters=False,
     )
     clock = Clock()
-    rows = datasets.Dataset.from_list([json.loads(line) for line in given.data.read_text().splitlines()])
+    rows = datasets.load_dataset("json", data_files=str(given.data), split="train")
     trainer = CountingTrainer(
         model=AutoModelForCausalLM.from_pretrained(given.model, dtype=torch.float32),
         args=arguments,
         train_dataset=rows,
         processing_class=AutoTokenizer.from_pretrained(given.model),
+        peft_config=LoraConfig(r=given.lora_r, lora_alpha=2 * given.lora_r, target_modules="all-linear"),
         callbacks=[clock],
     )
     trainer.train()
     each = given.gradient_accumulation_steps
-    steps = [trainer.counted[index * each : (index + 1) * each] for index in range(len(clock.seconds))]
     written = [
-        {"seconds": seconds, "tokens": sum(t for t, _ in step), "supervised_tokens": sum(n for _, n in step)}
-        for seconds, step in zip(clock.seconds, steps, strict=True)
+        clocked | {name: sum(facts[name] for facts in trainer.counted[index * each :][:each]) for name in COUNTED}
+        for index, clocked in enumerate(clock.steps)
     ]
     folder = given.output_dir / "ranks"
     folder.mkdir(parents=True, exist_ok=True)

@@ -80,29 +80,11 @@ def tokenizer(real_model: Path) -> Any:
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory, tokenizer: Any) -> Path:
     """A random Llama of 3.2 M parameters with the real tokenizer; fp32, tied embeddings, seed 0."""
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from toolkit.demo.random_model import random_llama
 
-    config = LlamaConfig(
-        vocab_size=49152,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=512,
-        tie_word_embeddings=True,
-        bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-        dtype="float32",
-    )
-    folder = tmp_path_factory.mktemp("models") / "tiny-llama"
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        LlamaForCausalLM(config).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+    sizes |= {"num_key_value_heads": 2, "max_position_embeddings": 512, "tie_word_embeddings": True}
+    return random_llama(tmp_path_factory.mktemp("models") / "tiny-llama", tokenizer, **sizes)
 
 
 @pytest.fixture(scope="session")

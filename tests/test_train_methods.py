@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import math
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,12 +24,13 @@ Start = Callable[..., Path]
 def start(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, faq_alpaca: Path) -> Start:
     """A run of three steps under a preset with more arguments; gives its folder."""
 
-    def run(preset: str, *words: str) -> Path:
+    def run(preset: str, *words: str, num_processes: int = 2, variables: dict[str, str] | None = None) -> Path:
         folder = tmp_path_factory.mktemp("methods") / preset
         job = ["--model_name_or_path", str(tiny_model), "--dataset", str(faq_alpaca), "--max_seq_length", "64"]
         job += ["--max_steps", "3", "--per_device_train_batch_size", "2", "--learning_rate", "1e-3"]
         job += ["--save_strategy", "no", "--output_dir", str(folder), *words]
-        ended = accelerate_launch(ROOT / "accelerate_configs" / f"{preset}.yaml", *job)
+        config = ROOT / "accelerate_configs" / f"{preset}.yaml"
+        ended = accelerate_launch(config, *job, num_processes=num_processes, variables=variables)
         assert ended.returncode == 0, f"{ended.stdout[-3000:]}\n{ended.stderr[-3000:]}"
         return folder
 
@@ -117,9 +121,25 @@ def test_dora_trains_and_saves_under_zero3_with_a_scaled_rate(start: Start) -> N
     assert "learning rate 0.001 × 4/2 (linear) = 0.002, after a warm-up of 5%" in (folder / "train.log").read_text()
 
 
-@pytest.mark.skipif(not is_importable("bitsandbytes"), reason="bitsandbytes is not installed")
+needs_bitsandbytes = pytest.mark.skipif(not is_importable("bitsandbytes"), reason="bitsandbytes is not installed")
+
+
+@needs_bitsandbytes
 def test_qlora_trains_adapters_on_a_4_bit_base(start: Start) -> None:
     folder = start("zero2", "--lora_r", "4", "--load_in_4bit", "true")
     for rank in ranks(folder):
         assert (rank["load_in_4bit"], rank["master_dtype"]) == (True, "float32")
         assert rank["parameter_bytes"] < 4 * rank["num_params"]
+
+
+@pytest.mark.gpu
+@needs_bitsandbytes
+def test_qlora_computes_in_bf16_on_a_gpu(start: Start) -> None:
+    seen = {"CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]}
+    folder = start("single", "--lora_r", "4", "--load_in_4bit", "true", num_processes=1, variables=seen)
+    (rank,) = ranks(folder)
+    assert rank["device"].startswith("cuda")
+    assert (rank["load_in_4bit"], rank["compute_dtype"], rank["master_dtype"]) == (True, "bfloat16", "float32")
+    assert rank["parameter_bytes"] < 4 * rank["num_params"]
+    steps = [json.loads(line) for line in (folder / "ranks" / "rank0.jsonl").read_text().splitlines()]
+    assert all(math.isfinite(step["loss"]) for step in steps)

@@ -51,9 +51,10 @@ def rows(tmp_path_factory: pytest.TempPathFactory, faq_alpaca: Path) -> Path:
 @pytest.fixture(scope="module")
 def wide_model(tmp_path_factory: pytest.TempPathFactory, rows: Path) -> Path:
     """Few tokens and wide layers, so that most shards are large enough to be swapped."""
-    import torch
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+    from transformers import PreTrainedTokenizerFast
+
+    from toolkit.demo.random_model import random_llama
 
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer = Tokenizer(models.BPE())
@@ -65,27 +66,10 @@ def wide_model(tmp_path_factory: pytest.TempPathFactory, rows: Path) -> Path:
         show_progress=False,
     )
     tokenizer.train_from_iterator(rows.read_text().splitlines(), trainer)
-    config = LlamaConfig(
-        vocab_size=1000,
-        hidden_size=768,
-        intermediate_size=1024,
-        num_hidden_layers=2,
-        num_attention_heads=8,
-        num_key_value_heads=8,
-        max_position_embeddings=256,
-        tie_word_embeddings=False,
-        bos_token_id=0,
-        eos_token_id=1,
-        pad_token_id=1,
-        dtype="float32",
-    )
-    folder = tmp_path_factory.mktemp("models") / "wide-llama"
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        LlamaForCausalLM(config).save_pretrained(folder)
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", pad_token="</s>")
-    fast.save_pretrained(folder)
-    return folder
+    sizes = {"hidden_size": 768, "intermediate_size": 1024, "num_hidden_layers": 2, "num_attention_heads": 8}
+    sizes |= {"num_key_value_heads": 8, "max_position_embeddings": 256, "tie_word_embeddings": False}
+    return random_llama(tmp_path_factory.mktemp("models") / "wide-llama", fast, **sizes)
 
 
 @pytest.fixture(scope="module")

@@ -21,7 +21,7 @@ from toolkit.cache import path_with_ninja, use_cached_extensions
 from toolkit.errors import ToolkitError
 from toolkit.presets.cpu_fsdp import enable_fsdp_on_cpu
 from toolkit.presets.preset import Preset
-from toolkit.presets.trainer import launcher_environment, trainer_arguments
+from toolkit.presets.trainer import chosen_precision, launcher_environment, trainer_arguments
 
 if TYPE_CHECKING:
     from transformers import TrainingArguments
@@ -44,7 +44,7 @@ def training_arguments(preset: Preset, given: dict[str, Any]) -> TrainingArgumen
     if preset.accelerate_config_path not in _in_force:
         refuse_late_call(preset)
     on_cpu = _on_cpu(given)
-    precision = _precision(preset, given, on_cpu=on_cpu)
+    precision = chosen_precision(given, preset.mixed_precision, on_cpu=on_cpu)
     decided = trainer_arguments(preset, precision=precision)
     os.environ.update(launcher_environment(preset, precision=precision, world_size=world_size))
     if on_cpu:
@@ -119,16 +119,6 @@ def _on_cpu(given: dict[str, Any]) -> bool:
     import torch
 
     return bool(given.get("use_cpu")) or not torch.cuda.is_available()
-
-
-def _precision(preset: Preset, given: dict[str, Any], *, on_cpu: bool) -> str:
-    """What the user says, else the preset's on a GPU and fp32 on a CPU."""
-    for precision in ("bf16", "fp16"):
-        if given.get(precision):
-            return precision
-    if on_cpu or "bf16" in given or "fp16" in given:
-        return "no"
-    return preset.mixed_precision
 
 
 def _prepare_cpu(preset: Preset) -> None:

@@ -6,6 +6,7 @@ False
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from toolkit.errors import ToolkitError
@@ -32,6 +33,18 @@ YAML_KEYS = {
     *("parallelism_config", "num_processes", "num_machines", "machine_rank", "main_process_ip", "main_process_port"),
     *("gpu_ids", "rdzv_backend", "same_network", "main_training_function", "use_cpu", "debug"),
 }
+
+
+def chosen_precision(given: Mapping[str, Any], promised: str, *, on_cpu: bool) -> str:
+    """`bf16`, `fp16` or `no`: what the user says, else the promised one on a GPU and fp32 on a CPU.
+
+    >>> chosen_precision({"bf16": False}, "bf16", on_cpu=False)
+    'no'
+    """
+    for precision in ("bf16", "fp16"):
+        if given.get(precision):
+            return precision
+    return "no" if on_cpu or "bf16" in given or "fp16" in given else promised
 
 
 def trainer_arguments(preset: Preset, *, precision: str) -> dict[str, Any]:

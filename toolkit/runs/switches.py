@@ -53,7 +53,6 @@ NEEDS = {
     "lora_dropout": "lora_r",
     "lora_target_modules": "lora_r",
     "activation_checkpointing_kwargs": "activation_checkpointing",
-    "torch_compile_mode": "torch_compile",
     "liger_kernel_config": "use_liger_kernel",
 }
 

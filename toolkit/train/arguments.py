@@ -15,8 +15,9 @@ import torch
 from transformers import HfArgumentParser, TrainingArguments
 
 from toolkit.errors import ToolkitError
+from toolkit.presets.trainer import chosen_precision
 from toolkit.runs.arguments import DataArguments, ModelArguments
-from toolkit.runs.argv import CONFIG_SUFFIXES, read_arguments, read_config_file
+from toolkit.runs.argv import CONFIG_SUFFIXES, flag, read_arguments, read_config_file
 from toolkit.runs.switches import check_switches, recomputes
 from toolkit.train.promise import Promise
 from toolkit.train.switches import engine_values, rate_lines, rate_values, scaled_learning_rate
@@ -79,10 +80,13 @@ def _decided_by_machine(given: dict[str, Any], promise: Promise) -> dict[str, An
     on_cpu = bool(decided.get("use_cpu") or given.get("use_cpu"))
     if on_cpu and promise.preset is not None and promise.preset.needs_gpu is not None:
         raise ToolkitError(f"preset {promise.preset.name!r} does not run on a CPU: {promise.preset.needs_gpu}")
-    if "bf16" not in given and "fp16" not in given:
-        precision = promised_precision(promise, on_cpu=on_cpu)
-        decided |= {"bf16": precision == "bf16", "fp16": precision == "fp16"}
-        os.environ["ACCELERATE_MIXED_PRECISION"] = precision
+    said: dict[str, Any] = {name: flag(given[name]) for name in ("bf16", "fp16") if name in given}
+    promised = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")  # the launcher's
+    if promise.preset is not None:
+        promised = promise.preset.mixed_precision
+    precision = chosen_precision(said, promised, on_cpu=on_cpu)
+    decided |= {"bf16": precision == "bf16", "fp16": precision == "fp16"}
+    os.environ["ACCELERATE_MIXED_PRECISION"] = precision
     if "disable_tqdm" not in given:
         decided["disable_tqdm"] = True  # one line a step is printed instead, which a log file can hold
     if "ddp_find_unused_parameters" not in given:
@@ -93,12 +97,3 @@ def _decided_by_machine(given: dict[str, Any], promise: Promise) -> dict[str, An
 def _is_deepspeed() -> bool:
     """With ACCELERATE_USE_CPU, accelerate turns a DeepSpeed run into DDP."""
     return os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true"
-
-
-def promised_precision(promise: Promise, *, on_cpu: bool) -> str:
-    """`bf16`, `fp16` or `no`: the preset's on a GPU; fp32 on a CPU."""
-    if on_cpu:
-        return "no"
-    if promise.preset is not None:
-        return promise.preset.mixed_precision
-    return os.environ.get("ACCELERATE_MIXED_PRECISION", "no")

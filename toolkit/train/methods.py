@@ -13,6 +13,7 @@ from transformers import TrainerCallback
 from toolkit.runs.folder import RunFolder
 from toolkit.train.arguments import Arguments
 from toolkit.train.attest.attestation import Attestation
+from toolkit.train.attest.tensors import uncompiled
 from toolkit.train.comm_hooks import HookInForce, register_hook
 from toolkit.train.profiling import MemorySnapshot, Profiler
 from toolkit.train.switches import asked_facts
@@ -53,7 +54,7 @@ class CommunicationHook(TrainerCallback):  # type: ignore[misc]
         self.hook: HookInForce | None = None
 
     def on_train_begin(self, *_: Any, **__: Any) -> None:
-        self.hook = register_hook(self.trainer.model_wrapped, self.model)
+        self.hook = register_hook(uncompiled(self.trainer.model_wrapped), self.model)
 
     def on_step_end(self, *_: Any, **__: Any) -> None:
         if self.hook is not None:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from toolkit.train.attest.readings import is_fsdp2
-from toolkit.train.attest.tensors import dtype_names, local_bytes
+from toolkit.train.attest.tensors import dtype_names, local_bytes, uncompiled
 from toolkit.train.comm_hooks import registered_hook
 
 Facts = dict[str, Any]
@@ -14,7 +14,7 @@ Facts = dict[str, Any]
 
 def read_gradients(trainer: Any) -> Facts:
     """Bytes of the reduced gradients that this rank holds, and the dtype that they travelled in."""
-    wrapped = trainer.model_wrapped
+    wrapped = uncompiled(trainer.model_wrapped)
     reduce_dtype: str | None
     if hasattr(wrapped, "zero_optimization_stage"):
         tensors = deepspeed_gradients(wrapped)

@@ -18,7 +18,7 @@ from toolkit.train.attest.swapped import (
     swaps_every_large_group,
     swaps_every_large_shard,
 )
-from toolkit.train.attest.tensors import device_types, dtype_names, full_size, local_bytes
+from toolkit.train.attest.tensors import device_types, dtype_names, full_size, local_bytes, uncompiled
 from toolkit.train.switches import read_switches
 
 Facts = dict[str, Any]
@@ -26,7 +26,7 @@ Facts = dict[str, Any]
 
 def read_rank(trainer: Any, gradients: Facts) -> Facts:
     """Everything that one rank can say of itself after its first optimizer step."""
-    wrapped = trainer.model_wrapped
+    wrapped = uncompiled(trainer.model_wrapped)
     plain = trainer.accelerator.unwrap_model(wrapped, keep_torch_compile=False)
     parameters = list(plain.parameters())
     return {
@@ -55,7 +55,7 @@ def is_fsdp2(wrapped: Any) -> bool:
     """Whether torch's fully_shard manages this module."""
     from torch.distributed.fsdp import FSDPModule
 
-    return isinstance(getattr(wrapped, "_orig_mod", wrapped), FSDPModule)
+    return isinstance(wrapped, FSDPModule)
 
 
 def uses_activation_checkpointing(plain: Any) -> bool:

@@ -20,6 +20,11 @@ def local(tensor: Any) -> torch.Tensor:
     return held
 
 
+def uncompiled(module: Any) -> Any:
+    """What `torch.compile` was given; under DDP and FSDP2 its wrapper is the outermost."""
+    return getattr(module, "_orig_mod", module)
+
+
 def local_bytes(tensors: Iterable[Any]) -> int:
     """Bytes of what this rank holds of the tensors, each storage region counted once."""
     seen: dict[tuple[int, int], int] = {}
