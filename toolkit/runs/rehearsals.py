@@ -90,6 +90,6 @@ def refuse_rehearsals(folders: Sequence[Path]) -> None:
         said = rehearsal_of(RunFolder(folder).read_run())
         if said is not None:
             raise ToolkitError(
-                f"{folder} is a rehearsal of rank {said.rank} of {said.world_size}, no run: it has no speed and no loss",
+                f"{folder} is a rehearsal (rank {said.rank} of {said.world_size}): it has no speed and no loss",
                 hint="`toolkit train` or `toolkit compare` make runs",
             )

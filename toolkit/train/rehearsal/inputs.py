@@ -35,7 +35,7 @@ def rehearsal_data(model: ModelArguments, data: DataArguments, training: Any) ->
     return None, Data(train=rows, stats=rows.stats(packed=data.packing))
 
 
-class SyntheticRows(Dataset[dict[str, Any]]):
+class SyntheticRows(Dataset[dict[str, Any]]):  # type: ignore[misc]
     """Random tokens, each a target: rows as long as they may be, so that a batch is as large as it can get.
 
     One global batch of them; the Trainer begins again at its end.
