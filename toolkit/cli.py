@@ -171,6 +171,35 @@ def _say_failure(status: str, failure: dict[str, object]) -> None:
 
 
 @app.command()
+def rehearse(
+    preset: Annotated[str, typer.Option(help=PRESET_HELP)],
+    world_size: Annotated[int, typer.Option(help="ranks of the world that is rehearsed; none of them is needed")],
+    training_arguments: TrainingArguments = None,
+    rank: Annotated[int, typer.Option(help="the rank that this process is")] = 0,
+    cpu: Annotated[bool | None, typer.Option("--cpu/--no-cpu", help=CPU_HELP)] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="what was found as JSON")] = False,
+) -> None:
+    """Run the real training script and engine as one rank of any world, in one process, and say what it holds.
+
+    After `--`: at least --model_name_or_path (a config.json is enough). Without --dataset, rows of random tokens;
+    without --output_dir, nothing is kept.
+    """
+    from toolkit.launch.rehearsal_lines import result_facts, result_lines
+    from toolkit.launch.rehearse import plan_rehearsal, rehearse_once
+    from toolkit.presets import load_preset
+
+    argv, on_cpu = training_arguments or [], _on_cpu(cpu)
+    planned = plan_rehearsal(load_preset(preset), world_size=world_size, rank=rank, training_argv=argv, cpu=on_cpu)
+    if on_cpu and cpu is None:
+        say("no GPU is visible: rehearsing on the CPU in fp32")
+    result, run = rehearse_once(planned, on_line=say)
+    if result.failure is not None:
+        _say_failure(result.status, result.failure)
+        raise typer.Exit(result.exit_code)
+    print(json.dumps(result_facts(run), indent=2) if as_json else "\n".join(result_lines(run)))
+
+
+@app.command()
 def compare(
     preset: Annotated[list[str], typer.Option(help=f"{PRESET_HELP}; repeat it")],
     output: Annotated[Path, typer.Option(help="folder of the comparison: trials, ledger, report")],

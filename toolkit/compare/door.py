@@ -26,6 +26,7 @@ from toolkit.launch.process import terminate_as_interrupt
 from toolkit.presets import load_preset
 from toolkit.runs import status
 from toolkit.runs.argv import integer
+from toolkit.runs.rehearsals import refuse_rehearsals
 from toolkit.runs.switches import check_switches
 from toolkit.units import number, seconds
 
@@ -107,6 +108,7 @@ def _run(
 
 def write_report_again(folder: Path) -> None:
     """The report from results.json."""
+    refuse_rehearsals([folder])
     _publish(load_results(folder), folder)
 
 

@@ -19,6 +19,7 @@ from toolkit.presets import load_preset
 from toolkit.runs import status
 from toolkit.runs.argv import integer, read_arguments
 from toolkit.runs.folder import RunFolder
+from toolkit.runs.rehearsals import refuse_rehearsals
 
 DEFAULT_SEED = 42  # transformers' TrainingArguments
 DEFAULT_BATCH = 8
@@ -45,6 +46,7 @@ def run_trials(
     Raises Stopped when a signal ended a trial.
     """
     ledger = Ledger(folder / LEDGER_FILE)
+    refuse_rehearsals([folder / "trials" / trial.id for trial in comparison.trials()])
     for trial in comparison.trials():
         done = ledger.read().get(trial.id)
         if done is not None and not (retry_failed and done["status"] != status.COMPLETED):

@@ -36,7 +36,7 @@ class Collator:
     """
 
     def __init__(self, tokenizer: Any) -> None:
-        pad, end = tokenizer.pad_token_id, tokenizer.eos_token_id
+        pad, end = (getattr(tokenizer, name, None) for name in ("pad_token_id", "eos_token_id"))
         self.pad_id: int = next((token for token in (pad, end) if token is not None), 0)  # masked, so any id will do
 
     def __call__(self, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:

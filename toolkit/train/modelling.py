@@ -18,7 +18,7 @@ from toolkit.train.freezing import freeze
 
 def load_tokenizer(arguments: ModelArguments, *, chat_template: str | None) -> Any:
     """The model's tokenizer, with the chat template of a file if one is given."""
-    tokenizer = _from_pretrained(AutoTokenizer, arguments)
+    tokenizer = from_pretrained(AutoTokenizer, arguments)
     if chat_template is not None:
         try:
             tokenizer.chat_template = Path(chat_template).read_text()
@@ -35,7 +35,12 @@ def load_model(arguments: ModelArguments) -> Any:
     """
     extra = {"attn_implementation": arguments.attn_implementation} if arguments.attn_implementation else {}
     extra |= quantization(arguments)
-    model = _from_pretrained(AutoModelForCausalLM, arguments, dtype=torch.float32, **extra)
+    model = from_pretrained(AutoModelForCausalLM, arguments, dtype=torch.float32, **extra)
+    return prepare_model(model, arguments)
+
+
+def prepare_model(model: Any, arguments: ModelArguments) -> Any:
+    """What of the loaded model is trained: adapters on it, or parts of it."""
     model.config.use_cache = False
     if arguments.lora_r is not None:
         return with_lora(model, arguments)
@@ -48,12 +53,13 @@ def load_model(arguments: ModelArguments) -> Any:
 def model_without_weights(arguments: ModelArguments) -> Any:
     """The model's shapes. DeepSpeed's configuration is forgotten: under it the model would be sharded already."""
     unset_hf_deepspeed_config()
-    config = _from_pretrained(AutoConfig, arguments)
+    config = from_pretrained(AutoConfig, arguments)
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(config, trust_remote_code=arguments.trust_remote_code)
 
 
-def _from_pretrained(auto_class: Any, arguments: ModelArguments, **extra: Any) -> Any:
+def from_pretrained(auto_class: Any, arguments: ModelArguments, **extra: Any) -> Any:
+    """Whatever transformers loads by the model's name, its errors in one line."""
     name = arguments.model_name_or_path
     try:
         return auto_class.from_pretrained(

@@ -24,6 +24,7 @@ from toolkit.presets.cpu_fsdp import enable_fsdp_on_cpu
 from toolkit.runs import status
 from toolkit.runs.checkpoints import Checkpoint, check_goes_on, check_same_layout, remove_unfinished
 from toolkit.runs.folder import MEASUREMENT_VERSION, RunFolder, start_facts
+from toolkit.runs.rehearsals import Rehearsed
 from toolkit.runs.rows import streaming_buffer_size
 from toolkit.runs.steps import measure, read_steps
 from toolkit.train.arguments import Arguments, parse
@@ -38,6 +39,9 @@ from toolkit.train.nvme import name_swap_folder, prepare_nvme, swap_bytes
 from toolkit.train.packing import check_model_packs
 from toolkit.train.promise import Promise, find_promise
 from toolkit.train.reading import Data, collator, read_data
+from toolkit.train.rehearsal.inputs import rehearsal_data, rehearsal_model
+from toolkit.train.rehearsal.recording import FakeWorld, RehearsedAttestation, RehearsedMeter, close_rehearsal
+from toolkit.train.rehearsal.stage import set_the_stage
 from toolkit.train.saving import save_final_model
 from toolkit.train.stopping import Stopping
 from toolkit.train.stream_loading import resume_stream
@@ -54,37 +58,45 @@ def run(argv: Sequence[str], progress: Progress) -> None:
     progress.enter("arguments")
     promise = find_promise()
     quiet_libraries()
+    rehearsed = set_the_stage(promise)
     enable_fsdp_on_cpu()
     progress.swap_folder = name_swap_folder()
     arguments = parse(argv, promise)
     model_arguments, data_arguments, training = arguments
     folder = RunFolder(Path(training.output_dir))
     resumed = find_checkpoint(training, promise, streaming_buffer_size(asdict(data_arguments)))
-    open_folder(folder, argv, promise, arguments, resumed)
+    open_folder(folder, argv, promise, arguments, resumed, rehearsed)
     progress.output_dir, progress.dataset = folder.path, data_arguments.dataset
     if training.process_index == 0:
         print("".join(f"{line}\n" for line in training.notes), end="", flush=True)  # the log is open now
-    stopping = watch_over(progress, folder, training)
+    stopping = watch_over(progress, folder, training, alone=rehearsed is not None)
     set_seed(training.seed)
     progress.enter("data")
-    tokenizer = load_tokenizer(model_arguments, chat_template=data_arguments.chat_template)
-    data = read_data(tokenizer, data_arguments, training)
+    if rehearsed is None:
+        tokenizer = load_tokenizer(model_arguments, chat_template=data_arguments.chat_template)
+        data = read_data(tokenizer, data_arguments, training)
+    else:
+        tokenizer, data = rehearsal_data(model_arguments, data_arguments, training)
     progress.enter("load")
     nvme = prepare_nvme(training, model_arguments)
-    model = load_model(model_arguments)
+    model = load_model(model_arguments) if rehearsed is None else rehearsal_model(model_arguments)
     if data_arguments.packing:
         check_model_packs(model)
     progress.enter("engine")
     if resumed is not None:
         resume_stream(data.train, resumed.path, step=resumed.step, training=training)
+    packing = data_arguments.packing
     trainer = build_trainer(
-        model, tokenizer, data, training, folder, promise, progress, resumed, packing=data_arguments.packing
+        model, tokenizer, data, training, folder, promise, progress, resumed, rehearsed=rehearsed, packing=packing
     )
     methods = Methods(trainer, arguments, folder)
     prepare_universal(trainer, None if resumed is None else resumed.path)
     trainer.callback_handler.callbacks.insert(0, stopping)  # before the meter, which looks at a step that is saved
     trainer.train(resume_from_checkpoint=None if resumed is None else str(resumed.path))
     stopping.raise_if_stopped()
+    if rehearsed is not None:
+        close_rehearsal(folder, rehearsed, trainer, model_arguments, progress)
+        return
     progress.enter("save")
     if model_arguments.save_model:
         save_final_model(trainer, tokenizer, folder.path)
@@ -131,32 +143,45 @@ def find_checkpoint(training: Any, promise: Promise, buffer_size: int) -> Checkp
 
 
 def open_folder(
-    folder: RunFolder, argv: Sequence[str], promise: Promise, arguments: Arguments, resumed: Checkpoint | None
+    folder: RunFolder,
+    argv: Sequence[str],
+    promise: Promise,
+    arguments: Arguments,
+    resumed: Checkpoint | None,
+    rehearsed: Rehearsed | None,
 ) -> None:
-    """Refuse a finished run's folder on every rank before any rank writes, then let rank 0 write run.json."""
+    """Refuse a finished run's folder on every rank before any rank writes, then let rank 0 write run.json.
+
+    In a rehearsal there is one rank to write, whichever it is.
+    """
     training = arguments[2]
+    writes = training.process_index == 0 or rehearsed is not None
     if PREPARED_VARIABLE not in os.environ:
         folder.check_unused(resume=resumed is not None)
         barrier()
-        if training.process_index == 0:
+        if writes:
             folder.hold()
             folder.prepare(resume=resumed is not None)
             write_log(folder.log)
     barrier()
-    if training.process_index == 0:
+    if writes:
         started = {} if PREPARED_VARIABLE in os.environ else start_facts()
         came_from = None if resumed is None else {"path": str(resumed.path), "step": resumed.step}
-        folder.update_run(**started, **first_facts(argv, promise, arguments), resumed_from=came_from)
+        here = {} if rehearsed is None else {"rehearsal": asdict(rehearsed)}
+        folder.update_run(**started, **first_facts(argv, promise, arguments), resumed_from=came_from, **here)
         remove_unfinished(folder.path)
 
 
-def watch_over(progress: Progress, folder: RunFolder, training: Any) -> Stopping:
-    """From here on the rank shows signs of life, and answers signals."""
+def watch_over(progress: Progress, folder: RunFolder, training: Any, *, alone: bool) -> Stopping:
+    """From here on the rank shows signs of life, and answers signals; `alone`, it asks no other rank."""
     rank = training.process_index
     ranks = folder.rank_rows(rank).parent
     Watchdog(progress, ranks=ranks, rank=rank, on_hang=lambda failure: report_hang(failure, progress)).start()
     stopping = Stopping(
-        progress, rank=rank, world_size=training.world_size, report=lambda error: report_failure(error, progress)
+        progress,
+        rank=rank,
+        world_size=1 if alone else training.world_size,
+        report=lambda error: report_failure(error, progress),
     )
     stopping.listen()
     return stopping
@@ -209,17 +234,23 @@ def build_trainer(
     progress: Progress,
     resumed: Checkpoint | None,
     *,
+    rehearsed: Rehearsed | None,
     packing: bool,
 ) -> MeasuredTrainer:
     """The Trainer with its meter and its attestation; the meter's clock starts after attesting, not before."""
-    meter = Meter(
+    meter_class, attestation_class = (
+        (Meter, Attestation) if rehearsed is None else (RehearsedMeter, RehearsedAttestation)
+    )
+    meter = meter_class(
         folder.rank_rows(training.process_index),
         rank=training.process_index,
         device=training.device,
         progress=progress,
         resumed_step=0 if resumed is None else resumed.step,
     )
-    attestation = Attestation(folder.attestation_json, promise, precision=training.mixed_precision, progress=progress)
+    attestation = attestation_class(
+        folder.attestation_json, promise, precision=training.mixed_precision, progress=progress
+    )
     trainer = MeasuredTrainer(
         model=model,
         args=training,
@@ -233,6 +264,8 @@ def build_trainer(
     )
     if data.evaluation is not None:
         trainer.add_callback(Evaluations(folder))
+    if rehearsed is not None:
+        trainer.add_callback(FakeWorld(trainer))
     trainer.remove_callback(PrinterCallback)  # the meter prints instead
     attestation.trainer = trainer
     attestation.after = meter.restart_clock

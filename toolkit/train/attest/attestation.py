@@ -44,7 +44,7 @@ class Attestation(TrainerCallback):  # type: ignore[misc]
         """What the arguments switch on, beside what is known here."""
         self.after: Callable[[], None] = lambda: None
         self.gradients: Facts | None = None
-        self.weights = ""
+        self.weights: str | None = ""
         self.own: Facts = {}
         """What this rank read of itself, once it has."""
         self.packing: Facts = {"packing": None}
@@ -52,7 +52,7 @@ class Attestation(TrainerCallback):  # type: ignore[misc]
     def on_train_begin(self, *_: Any, **__: Any) -> None:
         self.progress.enter("attest")
         plain = self.trainer.accelerator.unwrap_model(self.trainer.model_wrapped, keep_torch_compile=False)
-        self.weights = weights_sha256(plain, TORCH_DTYPES[self.compute_dtype])
+        self.weights = self._digest(plain)
         if hasattr(self.trainer.model_wrapped, "zero_optimization_stage"):
             watch_deepspeed_gradients(self.trainer.model_wrapped, self._look_at_gradients)
         if isinstance(self.trainer.data_collator, PackCollator):
@@ -74,7 +74,7 @@ class Attestation(TrainerCallback):  # type: ignore[misc]
         own |= self._byte_facts(own)
         own |= self.packing | {"initial_weights_sha256": self.weights}
         self.own = own
-        self._conclude(_gather(own))
+        self._conclude(own)
         self.progress.enter("train")
         self.after()
 
@@ -104,7 +104,12 @@ class Attestation(TrainerCallback):  # type: ignore[misc]
         whole["parameter"] += extra
         return {"byte_limits": allowed, "whole_bytes": whole}
 
-    def _conclude(self, ranks: list[Facts]) -> None:
+    def _digest(self, plain: Any) -> str | None:
+        """Of the whole weights, before the first step."""
+        return weights_sha256(plain, TORCH_DTYPES[self.compute_dtype])
+
+    def _conclude(self, own: Facts) -> None:
+        ranks = _gather(own)
         found = self._differences(ranks)
         promised = self._promised()
         if self.trainer.args.process_index == 0:

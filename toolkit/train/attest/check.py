@@ -29,9 +29,8 @@ def promised_facts(
         return promised
     if preset.replicas > 1 and dp_shard_size is not None:
         promised["dp_shard_size"] = dp_shard_size
-    alone = preset.engine == "ddp" and world_size == 1  # DDP wraps nothing when there is nobody to reduce with
     return promised | {
-        "engine": "none" if alone else preset.engine,
+        "engine": preset.engine,
         "sharding": preset.sharding,
         "offload_optimizer": preset.offload_optimizer,
         "offload_param": preset.offload_param,
@@ -53,6 +52,11 @@ def differences(promised: Facts, ranks: list[Facts]) -> list[Facts]:
 
 def byte_differences(ranks: list[Facts]) -> list[Facts]:
     """Parts of the model states whose bytes are outside the limits, or whose shards do not add up to the whole."""
+    return limit_differences(ranks) + _missing_bytes(ranks)
+
+
+def limit_differences(ranks: list[Facts]) -> list[Facts]:
+    """Parts whose bytes on a rank are outside the limits of its sharding."""
     found: list[Facts] = []
     for facts in ranks:
         for part, (lowest, highest) in facts["byte_limits"].items():
@@ -60,7 +64,7 @@ def byte_differences(ranks: list[Facts]) -> list[Facts]:
             if not lowest <= held <= highest:
                 promised = lowest if lowest == highest else f"{lowest} to {highest}"
                 found.append({"fact": f"{part}_bytes", "rank": facts["rank"], "promised": promised, "found": held})
-    return found + _missing_bytes(ranks)
+    return found
 
 
 def _missing_bytes(ranks: list[Facts]) -> list[Facts]:

@@ -1,0 +1,197 @@
+"""Shard bytes of the real engines, rank by rank, for tiny models of eight architectures: what a planner must equal.
+
+    python benchmarks/rehearsal_sizes.py --output benchmarks/results/shard_bytes.json --minutes 3
+
+Each case is `toolkit rehearse` without its command line: the training script with a fake process group, one step in
+a process of its own, forked from one that has imported everything. Cases that the output holds already are left out,
+so the same command goes on. `--cases FILE` runs those of a JSON list instead (the tests do).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+import time
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+# One layer more than two, and sizes that few world sizes divide: padding shows.
+SIZES = {"hidden_size": 60, "intermediate_size": 100, "num_hidden_layers": 3, "vocab_size": 517}
+HEADS = {"num_attention_heads": 6, "num_key_value_heads": 2, "max_position_embeddings": 64}
+NAMED = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0, "dtype": "float32"}
+LLAMA = {**SIZES, **HEADS, **NAMED, "model_type": "llama"}
+ARCHITECTURES: dict[str, dict[str, Any]] = {
+    "llama_tied": {**LLAMA, "tie_word_embeddings": True},
+    "llama_untied": {**LLAMA, "tie_word_embeddings": False},
+    "qwen2": {**LLAMA, "model_type": "qwen2", "tie_word_embeddings": True},
+    "qwen3": {**LLAMA, "model_type": "qwen3", "head_dim": 16, "tie_word_embeddings": False},
+    "gemma2": {**LLAMA, "model_type": "gemma2", "head_dim": 16, "tie_word_embeddings": True},
+    "mistral": {**LLAMA, "model_type": "mistral", "head_dim": 10, "tie_word_embeddings": False},
+    "mixtral": {**LLAMA, "model_type": "mixtral", "num_local_experts": 5, "tie_word_embeddings": False},
+    "gpt2": {
+        **{"model_type": "gpt2", "n_embd": 60, "n_layer": 3, "n_head": 6, "n_positions": 64, "vocab_size": 517},
+        **{"tie_word_embeddings": True, "bos_token_id": 1, "eos_token_id": 2, "dtype": "float32"},
+    },
+}
+EVERY_SIZE, SOME_SIZES, EVEN_SIZES = (1, 2, 3, 4, 5, 7, 8, 16, 32, 64), (2, 3, 8, 64), (4, 6, 8, 64)
+WORLD_SIZES = {
+    **{"single": (1,), "ddp": (1, 2, 64), "zero1": EVERY_SIZE, "zero2": EVERY_SIZE, "zero3": EVERY_SIZE},
+    **{"fsdp2": EVERY_SIZE[1:], "fsdp2_grad_op": SOME_SIZES, "fsdp2_hybrid": EVEN_SIZES},
+    **{name: SOME_SIZES for name in ("zero2_cpu_offload", "zero3_cpu_offload", "fsdp2_cpu_offload")},
+}
+LORA = ["--lora_r", "4"]
+LORA_SIZES = {"ddp": (2,), "zero2": (2, 7), "zero3": (2, 7), "fsdp2": (2, 7)}
+STEP = ["--max_steps", "1", "--per_device_train_batch_size", "1", "--max_seq_length", "16", "--report_to", "none"]
+NOT_KEPT = ["--save_model", "false", "--save_strategy", "no", "--dataset", "synthetic"]
+PARTS = ("parameter_bytes", "gradient_bytes", "optimizer_bytes", "num_params", "num_trainable_params", "dp_shard_size")
+TIMEOUT_SECONDS = 120
+Case = dict[str, Any]
+
+
+def all_cases() -> list[Case]:
+    """The whole sweep, in an order that gives every preset and architecture something early."""
+    cases = [
+        {"architecture": architecture, "preset": preset, "world_size": world_size, "rank": rank, "arguments": []}
+        for architecture in ARCHITECTURES
+        for preset, sizes in WORLD_SIZES.items()
+        for world_size in sizes
+        for rank in sorted({0, world_size - 1} | ({world_size // 2} if preset.startswith("fsdp2") else set()))
+        if preset != "ddp" or rank == 0
+    ]
+    cases += [
+        {"architecture": "llama_untied", "preset": preset, "world_size": world_size, "rank": 0, "arguments": LORA}
+        for preset, sizes in LORA_SIZES.items()
+        for world_size in sizes
+    ]
+    return sorted(cases, key=lambda case: (case["world_size"] not in (2, 8, 64), case["rank"] != 0))
+
+
+def key(case: Case) -> str:
+    """By which a case is known."""
+    return json.dumps([case[name] for name in ("architecture", "preset", "world_size", "rank", "arguments")])
+
+
+def prepare() -> None:
+    """Import once what every case needs; the forked processes find it there."""
+    os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
+    from toolkit.train.__main__ import prepare_environment
+
+    prepare_environment()
+    import accelerate.commands.launch  # noqa: F401
+    import deepspeed  # noqa: F401
+    import transformers
+
+    import toolkit.train.script  # noqa: F401
+
+    for config in ARCHITECTURES.values():
+        transformers.AutoConfig.for_model(config["model_type"])
+
+
+def rehearse(case: Case, model: Path, work: Path) -> Case:
+    """One case in a forked process: its bytes, or the error it ended with."""
+    folder = work / f"{case['preset']}-{case['world_size']}-{case['rank']}-{time.monotonic_ns()}"
+    child = os.fork()
+    if child == 0:
+        _be_the_rank(case, model, folder)
+    deadline = time.monotonic() + TIMEOUT_SECONDS
+    while os.waitpid(child, os.WNOHANG) == (0, 0):
+        if time.monotonic() > deadline:
+            os.kill(child, 9)
+        time.sleep(0.01)
+    return case | _found(folder)
+
+
+def _be_the_rank(case: Case, model: Path, folder: Path) -> None:
+    from toolkit.presets import load_preset
+    from toolkit.train.__main__ import main
+
+    folder.mkdir(parents=True)
+    log = os.open(folder / "train.log", os.O_WRONLY | os.O_CREAT)
+    os.dup2(log, 1), os.dup2(log, 2)
+    os.environ |= {
+        "TOOLKIT_PRESET": str(load_preset(case["preset"]).accelerate_config_path),
+        "TOOLKIT_WORLD_SIZE": str(case["world_size"]),
+        "TOOLKIT_REHEARSAL_RANK": str(case["rank"]),
+        "TOOLKIT_RUN_PREPARED": "1",
+    }
+    words = ["--model_name_or_path", str(model), *STEP, *NOT_KEPT, *case["arguments"], "--output_dir", str(folder)]
+    try:
+        os._exit(main(words))
+    finally:
+        os._exit(1)  # not the parent's way out, which removes the folder
+
+
+def _found(folder: Path) -> Case:
+    attested = folder / "attestation.json"
+    if not attested.is_file():
+        words = (folder / "train.log").read_text(errors="replace").strip().splitlines()
+        return {"status": "failed", "message": " ".join(words[-3:])}
+    attestation = json.loads(attested.read_text())
+    own = attestation["ranks"][0]
+    return {"status": attestation["verdict"]} | {name: own.get(name) for name in PARTS}
+
+
+def model_file(name: str, work: Path) -> Path:
+    """The architecture's config.json, or a path that is given as one."""
+    if name not in ARCHITECTURES:
+        return Path(name)
+    path = work / name / "config.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(ARCHITECTURES[name]))
+    return path
+
+
+def read_results(path: Path) -> dict[str, Any]:
+    """What an earlier call found, or an empty beginning."""
+    return json.loads(path.read_text()) if path.is_file() else {"cases": []}
+
+
+def write_results(path: Path, cases: list[Case]) -> None:
+    """Cases one a line, in the sweep's order, with what is needed to do them again."""
+    from toolkit.hardware.machine import git_commit, library_versions
+
+    order = {key(case): position for position, case in enumerate(all_cases())}
+    lines = ",\n".join(json.dumps(case) for case in sorted(cases, key=lambda case: order.get(key(case), -1)))
+    facts = {
+        "command": "python benchmarks/rehearsal_sizes.py --output benchmarks/results/shard_bytes.json",
+        "date": datetime.now(UTC).date().isoformat(),
+        "git_commit": git_commit(Path(__file__).parent),
+        "versions": library_versions(),
+        "device": "cpu, fp32",
+        "training_arguments": STEP,
+        "architectures": ARCHITECTURES,
+    }
+    path.write_text(json.dumps(facts, indent=1)[:-2] + f',\n "cases": [\n{lines}\n ]\n}}\n')
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", maxsplit=1)[0])
+    parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("--cases", type=Path, help="a JSON list of cases, instead of the sweep")
+    parser.add_argument("--minutes", type=float, default=60.0, help="begin no case after this long")
+    given = parser.parse_args()
+    started, wanted = time.monotonic(), json.loads(given.cases.read_text()) if given.cases else all_cases()
+    found = read_results(given.output)["cases"]
+    done = {key(case) for case in found if case["status"] == "attested"}
+    found = [case for case in found if key(case) in done]
+    missing = [case for case in wanted if key(case) not in done]
+    if missing:
+        prepare()
+    with tempfile.TemporaryDirectory() as work:
+        for case in missing:
+            if time.monotonic() - started > given.minutes * 60:
+                break
+            found.append(rehearse(case, model_file(case["architecture"], Path(work)), Path(work)))
+            if found[-1]["status"] != "attested":
+                print(json.dumps(found[-1]), file=sys.stderr, flush=True)
+    write_results(given.output, found)
+    left = len(wanted) - len({key(case) for case in found} & {key(case) for case in wanted})
+    print(f"{len(found)} cases in {given.output}, {left} left, {time.monotonic() - started:.0f} s")
+
+
+if __name__ == "__main__":
+    main()
