@@ -135,9 +135,9 @@ def _zero3(job: TrafficJob) -> Iterator[Collective]:
         name = "reduce_scatter" if zero.get("reduce_scatter", True) else "all_reduce"
         payload = steps * bytes_each * padded
         yield Collective(name=name, purpose="gradients", payload_bytes=payload, calls=calls, **everyone)
-    small = [size for size in trained if size <= persistent]
-    kept = bytes_each * sum(_multiple(size, ranks) for size in small)
-    yield from _gather("small updated parameters", kept, 1, **everyone)
+    everything = [tensor.num_elements for layer in (*job.layers, job.shape.outer) for tensor in layer]
+    kept = bytes_each * sum(_multiple(size, ranks) for size in everything if size <= persistent)
+    yield from _gather("small parameters, after the step", kept, 1, **everyone)
 
 
 def _quantized_gradients(elements: int, ranks: int, machine: int, calls: int) -> Iterator[Collective]:
