@@ -11,11 +11,11 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from toolkit.models.shape import Layer, is_embedding
-from toolkit.plan.traffic import Collective, TrafficJob
+from toolkit.plan.traffic import Collective, TrafficJob, elements_of
 from toolkit.plan.zero3_gathers import zero3_gathers
 from toolkit.presets.preset import Preset
 
@@ -40,7 +40,7 @@ def step_collectives(job: TrafficJob) -> tuple[Collective, ...]:
 
 def _ddp(job: TrafficJob) -> Iterator[Collective]:
     """fp32 gradients of fp32 weights, in the last micro-step; in buckets of 25 MiB."""
-    payload = 4 * _elements(job.trained)
+    payload = 4 * elements_of(job.trained)
     calls = math.ceil(payload / DDP_BUCKET_BYTES)
     yield Collective(
         name="all_reduce", purpose="gradients", payload_bytes=payload, group_size=job.world_size, calls=calls
@@ -86,7 +86,7 @@ def _zero12(job: TrafficJob) -> Iterator[Collective]:
     paper's reduce-scatter would send half. ZeRO-2 does so in every micro-step, ZeRO-1 (and 0) in the last one.
     """
     zero = _zero_config(job.preset)
-    sharding, trained = job.preset.sharding, _elements(job.trained)
+    sharding, trained = job.preset.sharding, elements_of(job.trained)
     steps = job.gradient_accumulation_steps if sharding == "shard_grad_op" else 1
     to_owner = zero.get("reduce_scatter", True) and not zero.get("use_multi_rank_bucket_allreduce", True)
     bucket = int(zero.get("reduce_bucket_size", BUCKET))
@@ -189,10 +189,6 @@ def _padded_groups(job: TrafficJob, multiple: int) -> int:
         for tensor in layer:
             sizes[tensor.decays] += tensor.num_elements
     return sum(_multiple(size, multiple) for size in sizes.values())
-
-
-def _elements(layers: Iterable[Layer]) -> int:
-    return sum(tensor.num_elements for layer in layers for tensor in layer)
 
 
 def _multiple(size: int, of: int) -> int:

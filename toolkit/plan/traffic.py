@@ -72,3 +72,8 @@ class TrafficJob:
 def communication_bytes(collectives: Iterable[Collective]) -> int:
     """Bytes that each GPU sends in a step, over rings."""
     return sum(collective.sent_bytes for collective in collectives)
+
+
+def elements_of(layers: Iterable[Layer]) -> int:
+    """Elements of all tensors of some layers."""
+    return sum(tensor.num_elements for layer in layers for tensor in layer)
