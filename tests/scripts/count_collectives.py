@@ -52,7 +52,7 @@ def count_steps() -> None:
     class Count(TorchDispatchMode):
         def __init__(self) -> None:
             super().__init__()
-            self.bytes, self.calls, self.groups = Counter(), Counter(), Counter()
+            self.bytes, self.calls = Counter(), Counter()
 
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
             ended = func(*args, **(kwargs or {}))
@@ -69,11 +69,11 @@ def count_steps() -> None:
             self.calls[collective] += 1
 
     class EachStep(TrainerCallback):
-        def on_step_begin(self, args, state, control, **kwargs):
+        def on_step_begin(self, *_positional, **_named):
             self.count = Count()
             self.count.__enter__()
 
-        def on_step_end(self, args, state, control, **kwargs):
+        def on_step_end(self, args, state, *_positional, **_named):
             self.count.__exit__(None, None, None)
             counted = {
                 name: {"bytes": self.count.bytes[name], "calls": self.count.calls[name]} for name in self.count.bytes
