@@ -1,1 +1,1 @@
-"""Plan a job before anything is launched: memory, communication, step time, and the preset to use. No torch."""
+"""Know before the run: memory, traffic and time of a preset, by arithmetic alone."""
