@@ -1,7 +1,7 @@
 """Each preset at its best for a job: the largest micro-batch that fits, with and without activation checkpointing.
 
-    >>> found = candidates(ask)
-    >>> found[0].preset.name, found[0].job.per_device_train_batch_size
+>>> found = candidates(ask)
+>>> found[0].preset.name, found[0].job.per_device_train_batch_size
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from toolkit.plan.links import Cluster
 from toolkit.plan.memory import MemoryPlan, plan_memory
 from toolkit.plan.step_time import StepTime, step_time
 from toolkit.plan.traffic import TrafficJob
-from toolkit.plan.verdict import verdict
+from toolkit.plan.verdict import FITS, memory_verdict
 from toolkit.presets.preset import Preset
-from toolkit.units import GIB, gib
+from toolkit.units import gib
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,7 +94,15 @@ class Candidate:
     @property
     def fits(self) -> bool:
         """Whether it may be chosen."""
-        return self.verdict == "fits" and self.refused is None
+        return self.verdict == FITS and self.refused is None
+
+    @property
+    def settings(self) -> str:
+        """Micro-batch, accumulation and checkpointing, for people."""
+        said = f"micro-batch {self.job.per_device_train_batch_size}"
+        if self.job.gradient_accumulation_steps > 1:
+            said += f", accumulation {self.job.gradient_accumulation_steps}"
+        return said + (", activation checkpointing" if self.job.activation_checkpointing else "")
 
     @property
     def seconds(self) -> float:
@@ -123,23 +131,26 @@ def refusal(ask: Ask, preset: Preset) -> str | None:
         return "needs a local NVMe disk (`--nvme-gb-per-second`)"
     if ask.gpu.peak_flops("fp16") is not None and ask.gpu.peak_flops("bf16") is None:
         return f"computes in {preset.mixed_precision}, for which {ask.gpu.name} has no units"
-    if ask.job.load_in_4bit and "parameter" in preset.sharded_parts:
-        return "does not shard 4-bit weights (docs/training.md)"
-    if preset.engine == "deepspeed" and preset.sharding == "hybrid_shard" and ask.cluster.num_machines == 1:
-        return "is for several machines"
+    offloads = preset.offload_optimizer or preset.offload_param
+    if ask.job.load_in_4bit and (offloads or "parameter" in preset.sharded_parts):
+        return "does not shard or offload 4-bit weights"
+    if preset.needs_gpu is not None:
+        return "quantises what it sends, so it trains another problem (docs/numerics.md): choose it by hand"
+    if preset.engine == "ddp" and ask.world_size == 1:
+        return "is `single` where there is one process"
     return None
 
 
 def _best(ask: Ask, preset: Preset) -> Candidate:
     """The faster of with and without checkpointing; the smaller one where nothing fits."""
-    both = [_largest(ask, preset, checkpointing=checkpointing) for checkpointing in (False, True)]
+    both = [largest(ask, preset, checkpointing=checkpointing) for checkpointing in (False, True)]
     fitting = [candidate for candidate in both if candidate.fits]
     if fitting:
         return min(fitting, key=lambda one: one.seconds)
     return min(both, key=lambda one: one.memory.planned_peak_bytes)
 
 
-def _largest(ask: Ask, preset: Preset, *, checkpointing: bool) -> Candidate:
+def largest(ask: Ask, preset: Preset, *, checkpointing: bool) -> Candidate:
     """The largest micro-batch that fits, or the smallest there is."""
     sizes = ask.micro_batches
     made: dict[int, Candidate] = {}
@@ -157,13 +168,13 @@ def _largest(ask: Ask, preset: Preset, *, checkpointing: bool) -> Candidate:
 
 def _candidate(ask: Ask, preset: Preset, job: Job) -> Candidate:
     memory = plan_memory(ask.shape, preset, world_size=ask.world_size, job=job)
-    said = verdict(memory, ask.gpu.memory_bytes)
+    said = memory_verdict(memory, memory_bytes=ask.gpu.memory_bytes)
     host = ask.host_memory_bytes
     refused = None
     if host is not None and memory.host.peak_bytes > host:
         refused = f"needs {gib(memory.host.peak_bytes)} of host memory a machine, which has {gib(host)}"
     speed = None
-    if said == "fits" and refused is None:
+    if said == FITS and refused is None:
         traffic = traffic_job(ask.shape, preset, job, world_size=ask.world_size)
         speed = step_time(
             traffic,
@@ -186,8 +197,3 @@ def traffic_job(shape: ModelShape, preset: Preset, job: Job, *, world_size: int)
         adapters=adapters,
         activation_checkpointing=job.activation_checkpointing,
     )
-
-
-def gpu_gib(ask: Ask) -> float:
-    """The GPU's memory in GiB."""
-    return ask.gpu.memory_bytes / GIB
