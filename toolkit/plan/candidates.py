@@ -175,7 +175,7 @@ def _candidate(ask: Ask, preset: Preset, job: Job) -> Candidate:
         refused = f"needs {gib(memory.host.peak_bytes)} of host memory a machine, which has {gib(host)}"
     speed = None
     if said == FITS and refused is None:
-        traffic = traffic_job(ask.shape, preset, job, world_size=ask.world_size)
+        traffic = traffic_of(ask.shape, preset, job, world_size=ask.world_size)
         speed = step_time(
             traffic,
             ask.cluster,
@@ -186,7 +186,7 @@ def _candidate(ask: Ask, preset: Preset, job: Job) -> Candidate:
     return Candidate(preset=preset, job=job, memory=memory, verdict=said, speed=speed, refused=refused)
 
 
-def traffic_job(shape: ModelShape, preset: Preset, job: Job, *, world_size: int) -> TrafficJob:
+def traffic_of(shape: ModelShape, preset: Preset, job: Job, *, world_size: int) -> TrafficJob:
     """The same job as its traffic sees it."""
     adapters: tuple[Layer, ...] = () if job.lora_r is None else lora_layers(shape, job.lora_r)
     return TrafficJob(
