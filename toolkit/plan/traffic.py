@@ -10,9 +10,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from toolkit.models.shape import Layer, ModelShape
+from toolkit.plan.engine import Engine, engine_of
 from toolkit.presets.preset import Preset
-
-COMPUTE_BYTES = {"bf16": 2, "fp16": 2, "no": 4}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,7 +53,17 @@ class TrafficJob:
     @property
     def element_bytes(self) -> int:
         """Of a parameter or gradient in the compute dtype."""
-        return COMPUTE_BYTES[self.mixed_precision or self.preset.mixed_precision]
+        return self.engine.element_bytes
+
+    @property
+    def engine(self) -> Engine:
+        """The preset's engine at this world size, buckets and thresholds in elements."""
+        return engine_of(
+            self.preset,
+            world_size=self.world_size,
+            hidden_size=self.shape.hidden_size,
+            mixed_precision=self.mixed_precision,
+        )
 
     @property
     def layers(self) -> tuple[Layer, ...]:
