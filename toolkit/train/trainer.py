@@ -62,6 +62,7 @@ class MeasuredTrainer(Trainer):  # type: ignore[misc]
     def compute_loss(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         loss = super().compute_loss(model, inputs, *args, **kwargs)
         self.progress.phase = "backward"
+        self.meter.enter_backward()
         return loss
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Any:
