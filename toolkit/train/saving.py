@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import time
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ LAST = ("config.json", "adapter_config.json")
 
 def save_final_model(trainer: Any, tokenizer: Any, folder: Path) -> None:
     """Gather the weights from all ranks, and let rank 0 write them; every rank must call it."""
+    started = time.monotonic()
     state = whole_state_dict(trainer)
     if not trainer.accelerator.is_main_process:
         return
@@ -26,10 +28,12 @@ def save_final_model(trainer: Any, tokenizer: Any, folder: Path) -> None:
     plain.save_pretrained(temporary, state_dict=state)
     tokenizer.save_pretrained(temporary)
     (temporary / "README.md").unlink(missing_ok=True)  # peft's empty model card, which names local paths
+    written = []
     for path in sorted(temporary.iterdir(), key=lambda path: path.name in LAST):
         path.chmod(0o666 & ~_umask())  # safetensors writes for the owner alone
-        path.replace(folder / path.name)
+        written.append(path.replace(folder / path.name))
     temporary.rmdir()
+    trainer.note_save("model", written, started)
 
 
 def _umask() -> int:
