@@ -20,7 +20,7 @@ from toolkit.compare.report.csvfile import csv_text
 from toolkit.compare.report.html import html_text
 from toolkit.compare.report.markdown import markdown_text
 from toolkit.compare.report.plot import plot_png
-from toolkit.compare.results import Environment, Job, Results, Row, load_results
+from toolkit.compare.results import Environment, Failure, Figures, Job, Method, Results, Row, TrialRow, load_results
 from toolkit.errors import ToolkitError
 
 ROOT = Path(__file__).parent.parent
@@ -149,7 +149,7 @@ def test_console_table_is_exact_at_100_columns(results: Results) -> None:
         "ddp completed 400 0.500 4.0 4.0 8.0 1,500 2.0000 1.00",
         "zero2 completed 300 0.667 4.0 2.0 4.0 1,600 2.0000 0.75",
         "zero3 out_of_memory n/a n/a n/a n/a n/a n/a n/a n/a",
-        "fsdp2 parity differs 800 0.250 2.0 2.0 4.0 1,550 2.2000 n/a",
+        "fsdp2 parity failed n/a n/a 2.0 2.0 4.0 1,550 2.2000 n/a",
     ]
     assert [line.split()[0] for line in lines[:1]] == ["peak"]
     assert "RSS" in lines[1]
@@ -239,10 +239,11 @@ def test_csv_columns_are_frozen(results: Results) -> None:
         "tokens_per_cpu_second,supervised_tokens_per_second,padding_fraction,timed_steps,step_seconds_median,"
         "step_seconds_p90,num_params,num_trainable_params,parameter_bytes,gradient_bytes,optimizer_bytes,"
         "peak_allocated_bytes,peak_reserved_bytes,peak_host_bytes,peak_rank,first_loss,last_loss,ratio_to_reference,"
-        "wall_seconds,timed_seconds,run_folder,command"
+        "wall_seconds,timed_seconds,run_folder,command,group,repeats,difference,rank,rank_skew,speed_up,"
+        "scaling_efficiency"
     )
     assert len(lines) == 4  # the message with a line break is one line too
-    assert lines[1].startswith("zero2-n2-r0,zero2,2,completed,,agrees,,300.0,150.0,120.0,112.5,0.25,2,0.6667,0.72,")
+    assert lines[1].startswith("zero2-n2,zero2,2,completed,,agrees,,300.0,150.0,120.0,112.5,0.25,2,0.6667,0.72,")
 
 
 # Markdown
@@ -258,13 +259,13 @@ def test_markdown_table_is_exact(results: Results) -> None:
         "| ddp | completed | 400 | 0.500 | 4.0 | 4.0 | 8.0 | 1,500 | 2.0000 | 1.00 |",
         "| zero2 | completed | 300 | 0.667 | 4.0 | 2.0 | 4.0 | 1,600 | 2.0000 | 0.75 |",
         "| zero3 | out_of_memory | n/a | n/a | n/a | n/a | n/a | n/a | n/a | n/a |",
-        "| fsdp2 | parity differs | 800 | 0.250 | 2.0 | 2.0 | 4.0 | 1,550 | 2.2000 | n/a |",
+        "| fsdp2 | parity failed | n/a | n/a | 2.0 | 2.0 | 4.0 | 1,550 | 2.2000 | n/a |",
     ]
 
 
 def test_markdown_shows_each_difference_to_the_reference(results: Results) -> None:
     lines = markdown_text(results).splitlines()
-    assert "| fsdp2 | differs | 2.750000 | +1.0e-01 | 2.200000 | +1.0e-01 |" in lines
+    assert "| fsdp2 | parity failed | 2.750000 | +1.0e-01 | 2.200000 | +1.0e-01 |" in lines
     assert "| zero3 | n/a | 2.500000 | 0 | 2.500000 | n/a |" in lines  # it never reached the reference's last step
 
 
@@ -353,6 +354,9 @@ def test_schema_types_and_docs_name_the_same_keys() -> None:
         (parts["environment"], Environment),
         (parts["job"], Job),
         (parts["rows"]["items"], Row),
+        (parts["rows"]["items"]["properties"]["failure"], Failure),
+        (parts["trials"]["items"], TrialRow),
+        (parts["method"], Method),
     ]
     for schema, shape in shapes:
         assert list(schema["properties"]) == schema["required"] == list(shape.__annotations__)
@@ -393,6 +397,19 @@ def test_loading_names_the_row_and_the_key(results: Results, tmp_path: Path) -> 
     (tmp_path / "results.json").write_text(json.dumps(results))
     with pytest.raises(ToolkitError, match=r"rows\[1\] has no preset"):
         load_results(tmp_path)
+
+
+def test_loading_reads_results_from_before_trials_were_repeated(results: Results, tmp_path: Path) -> None:
+    old: dict[str, Any] = json.loads(json.dumps(results))
+    del old["trials"], old["method"]
+    old["rows"] = [{key: row[key] for key in Figures.__annotations__} for row in old["rows"]]
+    old["rows"][3].update(parity="differs", tokens_per_second=800.0)
+    (tmp_path / "results.json").write_text(json.dumps(old))
+    read = load_results(tmp_path)
+    assert [row["repeats"] for row in read["rows"]] == [1, 1, 0, 1]
+    assert {row["difference"] for row in read["rows"]} == {None}
+    assert (read["rows"][3]["parity"], read["rows"][3]["tokens_per_second"]) == ("parity failed", None)
+    assert read["trials"][0]["timed_step_numbers"] == [3, 4]
 
 
 def test_loading_welcomes_keys_that_it_does_not_know(tmp_path: Path) -> None:

@@ -55,6 +55,24 @@ def tracker_names() -> tuple[str, ...]:
     return tuple(str(key.value) for key in keys if isinstance(key, ast.Constant))
 
 
+@functools.cache
+def model_types() -> tuple[str, ...]:
+    """Every `model_type` that transformers has a configuration for, read from its source; none if not installed."""
+    tree = _source("transformers", "models/auto/auto_mappings.py")
+    tables = [
+        node.value
+        for node in (tree.body if tree else [])
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "CONFIG_MAPPING_NAMES"
+    ]
+    return tuple(ast.literal_eval(pair.elts[0]) for table in tables for pair in _pairs(table))
+
+
+def _pairs(table: ast.expr) -> list[ast.Tuple]:
+    """The `("llama", "LlamaConfig")` inside an `OrderedDict([...])`."""
+    listed = table.args[0].elts if isinstance(table, ast.Call) and isinstance(table.args[0], ast.List) else []
+    return [pair for pair in listed if isinstance(pair, ast.Tuple)]
+
+
 def is_importable(module: str) -> bool:
     """Whether a module is there; it is not imported, only the packages above it are."""
     try:

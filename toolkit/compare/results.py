@@ -11,12 +11,13 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Literal, TypedDict, cast
+from typing import Any, Literal, TypedDict, cast
 
 from toolkit.errors import ToolkitError
 
 SCHEMA_VERSION = 1
 RESULTS_FILE = "results.json"
+OLD_PARITY = {"differs": "parity failed"}
 
 RowStatus = Literal[
     "completed",
@@ -27,8 +28,13 @@ RowStatus = Literal[
     "attestation_failed",
     "failed",
     "interrupted",
+    "not_supported",
 ]
-Parity = Literal["reference", "agrees", "differs"]
+Parity = Literal["reference", "agrees", "parity failed"]
+Difference = Literal["reference", "faster", "slower", "no difference seen"]
+Scaling = Literal["strong", "weak"]
+Interval = list[float]
+"""`[low, high]`."""
 
 
 class Gpu(TypedDict):
@@ -64,8 +70,19 @@ class Job(TypedDict):
     compute_dtype: str
 
 
-class Row(TypedDict):
-    """One trial. A figure that was not measured is None; bytes are of one rank, the largest."""
+class Failure(TypedDict):
+    """Why a row did not complete, as facts."""
+
+    kind: str
+    phase: str | None
+    step: int | None
+    rank: int | None
+    predicted_bytes: int | None
+    measured_bytes: int | None
+
+
+class Figures(TypedDict):
+    """What a trial and a row both have. A figure that was not measured is None; bytes are of the largest rank."""
 
     trial: str
     preset: str
@@ -103,6 +120,67 @@ class Row(TypedDict):
     command: str
 
 
+class TrialRow(Figures):
+    """One trial: one repeat of a row in fresh processes."""
+
+    repeat: int
+    position: int
+    startup_seconds: float | None
+    step_tokens: list[int]
+    timed_step_numbers: list[int]
+
+
+class Row(Figures):
+    """One preset with one number of processes, over all its repeats."""
+
+    group: str | None
+    repeats: int
+    step_seconds_interval: Interval | None
+    tokens_per_second_interval: Interval | None
+    ratio_interval: Interval | None
+    difference: Difference | None
+    rank: int | None
+    rank_skew: float | None
+    failure: Failure | None
+    speed_up: float | None
+    scaling_efficiency: float | None
+
+
+SPEEDS = (
+    "tokens_per_second",
+    "tokens_per_second_per_gpu",
+    "tokens_per_cpu_second",
+    "supervised_tokens_per_second",
+    "step_seconds_median",
+    "step_seconds_p90",
+    "step_seconds_interval",
+    "tokens_per_second_interval",
+    "ratio_to_reference",
+    "ratio_interval",
+    "difference",
+    "rank",
+    "speed_up",
+    "scaling_efficiency",
+)
+"""What is withheld from a row that trained another problem: its `step_seconds` too, which are then empty."""
+
+
+def withheld(row: Mapping[str, Any]) -> dict[str, Any]:
+    """A row or a trial without its speeds."""
+    return {key: None if key in SPEEDS else value for key, value in row.items()} | {"step_seconds": []}
+
+
+class Method(TypedDict):
+    """How the rows were measured and compared."""
+
+    repeats: int
+    order_seed: int
+    interval: str
+    ratio_confidence: float
+    target_interval: float | None
+    scaling: Scaling | None
+
+
 class Results(TypedDict):
     """A comparison: one job under several presets, on one machine."""
 
@@ -112,6 +190,8 @@ class Results(TypedDict):
     environment: Environment
     job: Job
     rows: list[Row]
+    trials: list[TrialRow]
+    method: Method
 
 
 def load_results(path: str | Path) -> Results:
@@ -121,6 +201,8 @@ def load_results(path: str | Path) -> Results:
     if not isinstance(found, dict) or "schema_version" not in found:
         raise ToolkitError(f"{file} is not a comparison's {RESULTS_FILE}: it has no schema_version")
     _check_version(file, found["schema_version"])
+    if "trials" not in found:
+        found = _with_single_trials(found)
     _check_keys(file, found)
     return cast(Results, found)
 
@@ -139,6 +221,30 @@ def _read_json(file: Path) -> object:
         raise ToolkitError(f"{file} is not text in UTF-8 (byte {error.start})") from error
 
 
+def _with_single_trials(found: dict[str, object]) -> dict[str, object]:
+    """Results from before trials were repeated: each row is its only trial, and claims no interval."""
+    rows, job = found.get("rows"), found.get("job")
+    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
+        return found
+    none = dict.fromkeys(key for key in Row.__annotations__ if key not in Figures.__annotations__)
+    untimed = job.get("untimed_steps", 0) if isinstance(job, dict) else 0
+    renamed = [row | {"parity": OLD_PARITY.get(row.get("parity"), row.get("parity"))} for row in rows]
+    renamed = [withheld(row) if row["parity"] == "parity failed" else row for row in renamed]
+    method = dict.fromkeys(Method.__annotations__) | {"repeats": 1, "order_seed": 0, "ratio_confidence": 0.99}
+    return found | {
+        "rows": [none | row | {"repeats": int(row.get("status") == "completed")} for row in renamed],
+        "trials": [_single_trial(row, position, untimed) for position, row in enumerate(renamed)],
+        "method": method | {"interval": "none: single runs"},
+    }
+
+
+def _single_trial(row: dict[str, object], position: int, untimed_steps: int) -> dict[str, object]:
+    steps = row.get("step_seconds")
+    timed = list(range(untimed_steps + 1, len(steps) + 1)) if isinstance(steps, list) else []
+    added = {"repeat": 0, "position": position, "startup_seconds": None, "step_tokens": []}
+    return row | added | {"timed_step_numbers": timed}
+
+
 def _check_version(file: Path, version: object) -> None:
     if version != SCHEMA_VERSION or isinstance(version, bool):
         raise ToolkitError(
@@ -151,10 +257,13 @@ def _check_keys(file: Path, found: Mapping[str, object]) -> None:
     _require(file, "results", found, Results)
     _require(file, "environment", found["environment"], Environment)
     _require(file, "job", found["job"], Job)
-    if not isinstance(found["rows"], list):
-        raise ToolkitError(f"{file}: rows is not a list")
-    for index, row in enumerate(found["rows"]):
-        _require(file, f"rows[{index}]", row, Row)
+    _require(file, "method", found["method"], Method)
+    for name, shape in (("rows", Row), ("trials", TrialRow)):
+        rows = found[name]
+        if not isinstance(rows, list):
+            raise ToolkitError(f"{file}: {name} is not a list")
+        for index, row in enumerate(rows):
+            _require(file, f"{name}[{index}]", row, shape)
 
 
 def _require(file: Path, place: str, found: object, shape: type) -> None:

@@ -95,7 +95,11 @@ def _beside(row: Row, reference: Row | None) -> Row:
         return row | {"parity": "reference", "ratio_to_reference": 1.0}
     problem = difference(row, reference)
     ratio = None if problem else _ratio(row["tokens_per_second"], reference["tokens_per_second"])
-    return row | {"parity": "differs" if problem else "agrees", "parity_message": problem, "ratio_to_reference": ratio}
+    return row | {
+        "parity": "parity failed" if problem else "agrees",
+        "parity_message": problem,
+        "ratio_to_reference": ratio,
+    }
 
 
 def difference(row: Row, reference: Row) -> str | None:

@@ -41,7 +41,7 @@ def speed_bars(results: Results) -> str:
     bars = []
     for label, row, value in zip(facts.labels(results), results["rows"], speeds, strict=True):
         inside = _part(value, longest, "speed" if facts.comparable(row) else None)
-        text = f"{speed(value)} ({facts.PARITY_DIFFERS})" if facts.differs(row) else speed(value)
+        text = f"{speed(value)} ({facts.PARITY_FAILED})" if facts.differs(row) else speed(value)
         bars.append(_bar(label, row, inside, text))
     return "".join(bars) or NOTHING
 

@@ -14,8 +14,8 @@ from typing import cast
 from toolkit.compare.report import facts
 from toolkit.compare.results import Results, Row
 
-PER_STEP_KEYS = ("losses", "step_seconds", "grad_norms")
-COLUMNS = tuple(key for key in Row.__annotations__ if key not in PER_STEP_KEYS)
+NOT_SCALAR = ("losses", "step_seconds", "grad_norms", "failure")
+COLUMNS = tuple(key for key in Row.__annotations__ if key not in NOT_SCALAR and not key.endswith("_interval"))
 """Stable: a new key of `Row` goes to the end of what was there, or this order changes for a reader."""
 
 

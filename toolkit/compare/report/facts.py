@@ -1,7 +1,7 @@
 """What a row may be said to show: whether it finished, trained the same problem, and can be compared.
 
->>> status_text({"status": "completed", "parity": "differs"})    # doctest: +SKIP
-'parity differs'
+>>> status_text({"status": "completed", "parity": "parity failed"})    # doctest: +SKIP
+'parity failed'
 """
 
 from __future__ import annotations
@@ -11,18 +11,19 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import cast
 
-from toolkit.compare.results import Results, Row
+from toolkit.compare.results import Results, Row, withheld
 
-PARITY_DIFFERS = "parity differs"
+PARITY_FAILED = "parity failed"
 PART_KEYS = ("parameter_bytes", "gradient_bytes", "optimizer_bytes")
 
 
 def honest(results: Results) -> Results:
-    """A copy that claims no more than it may: NaN and infinity are unknown, no ratio without parity."""
+    """A copy that claims no more than it may: NaN and infinity are unknown, no speed without parity."""
     copy = cast(Results, _finite(results))
     for row in copy["rows"]:
-        if not finished(row) or row["parity"] == "differs":
+        if not finished(row):
             row["ratio_to_reference"] = None
+    copy["rows"] = [cast(Row, withheld(row)) if differs(row) else row for row in copy["rows"]]
     return copy
 
 
@@ -42,7 +43,7 @@ def finished(row: Row) -> bool:
 
 def differs(row: Row) -> bool:
     """Whether it finished and trained something else than the reference did."""
-    return finished(row) and row["parity"] == "differs"
+    return finished(row) and row["parity"] == PARITY_FAILED
 
 
 def comparable(row: Row) -> bool:
@@ -52,7 +53,7 @@ def comparable(row: Row) -> bool:
 
 def status_text(row: Row) -> str:
     """The status as a table shows it."""
-    return PARITY_DIFFERS if differs(row) else row["status"]
+    return PARITY_FAILED if differs(row) else row["status"]
 
 
 def curve_name(label: str, row: Row) -> str:

@@ -100,7 +100,7 @@ def _speed_text(row: Row) -> str:
     if not facts.finished(row):
         return row["status"]
     figure = speed(row["tokens_per_second"])
-    return f"{figure} ({facts.PARITY_DIFFERS})" if facts.differs(row) else figure
+    return f"{figure} ({facts.PARITY_FAILED})" if facts.differs(row) else figure
 
 
 def _write_beside(axes: Axes, lengths: Sequence[float], texts: Sequence[str]) -> None:

@@ -47,7 +47,7 @@ def notes(results: Results) -> list[str]:
         said.append(f"{CPU_SPEEDS[0].upper()}{CPU_SPEEDS[1:]}; bytes held by a rank do carry over.")
         said.append("A CPU has no allocator peak: peak memory is resident host memory (RSS), libraries included.")
     if any(facts.differs(row) for row in results["rows"]):
-        said.append("Parity differs: the row did not train the reference's problem, so its speed is not compared.")
+        said.append("Parity failed: the row did not train the reference's problem, so its speed is not compared.")
     if any(facts.finished(row) and row["parity"] is None for row in results["rows"]):
         said.append("A row whose parity is n/a could not be checked against the reference, and is not compared.")
     return said

@@ -18,12 +18,12 @@ from transformers import TrainerCallback
 
 from toolkit.errors import AttestationFailed
 from toolkit.presets import Preset
+from toolkit.presets.sizes import ADAM_STATES, limits
 from toolkit.runs.folder import write_json
 from toolkit.train.attest.check import byte_differences, describe, differences, promised_facts, unequal
 from toolkit.train.attest.gradients import read_gradients, watch_deepspeed_gradients
 from toolkit.train.attest.packing import check_isolated, read_packing
 from toolkit.train.attest.readings import Facts, read_rank
-from toolkit.train.attest.sizes import ADAM_STATES, limits
 from toolkit.train.attest.tensors import full_shape, local_bytes, weights_sha256
 from toolkit.train.batches import PackCollator
 from toolkit.train.failure import Progress

@@ -16,7 +16,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from toolkit.presets import Preset
+from toolkit.presets.preset import Preset
 
 Facts = dict[str, Any]
 

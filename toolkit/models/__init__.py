@@ -1,0 +1,1 @@
+"""A model as data: its tensors and widths, out of `config.json`."""
