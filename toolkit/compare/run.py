@@ -11,7 +11,8 @@ from toolkit.compare.ledger import LEDGER_FILE, Ledger
 from toolkit.compare.results import SCHEMA_VERSION, Results
 from toolkit.compare.rows import Row, row_of, with_parity
 from toolkit.compare.trials import Comparison, Trial
-from toolkit.hardware.machine import describe_machine, git_commit, library_versions
+from toolkit.hardware.container import cpu_limit, memory_limit_bytes
+from toolkit.hardware.machine import describe_machine, disk_facts, git_commit, gpu_links, library_versions
 from toolkit.launch.nvme import NvmeDisk
 from toolkit.launch.restarts import Limits
 from toolkit.launch.run import run_training
@@ -79,14 +80,14 @@ def results_of(comparison: Comparison, folder: Path) -> Results:
         "schema_version": SCHEMA_VERSION,
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
         "reference": comparison.reference,
-        "environment": _environment(comparison),
+        "environment": _environment(comparison, folder),
         "job": _job(comparison, rows),
         "rows": with_parity(rows, comparison.reference),
     }
     return cast(Results, results)
 
 
-def _environment(comparison: Comparison) -> dict[str, Any]:
+def _environment(comparison: Comparison, folder: Path) -> dict[str, Any]:
     machine = describe_machine()
     return {
         "device": "cpu" if comparison.cpu else "cuda",
@@ -94,6 +95,10 @@ def _environment(comparison: Comparison) -> dict[str, Any]:
         **{key: machine[key] for key in ("cpu", "cpu_count", "host_memory_bytes", "python", "system")},
         "versions": {name: found for name, found in library_versions().items() if found is not None},
         "git_commit": git_commit(Path(__file__).parent),
+        "disk": disk_facts(folder),
+        "links": None if comparison.cpu else gpu_links(),
+        "memory_limit_bytes": memory_limit_bytes(),
+        "cpu_limit": cpu_limit(),
     }
 
 
