@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 
 from toolkit.compare.efficiency import cost_per_million_tokens, efficiency, flops_per_token, mean_seq_length, peak_flops
-from toolkit.compare.readings import extra_readings, row_readings, startup_seconds, trial_readings
+from toolkit.compare.extra_facts import extras_of
+from toolkit.compare.extras import words_of
+from toolkit.compare.readings import extra_readings, row_readings, trial_readings
 from toolkit.hardware.container import cpu_cores, cpu_limit, memory_limit_bytes
 from toolkit.hardware.machine import disk_facts, gpu_facts
 from toolkit.hardware.nvml import Nvml, throttle_names
@@ -18,7 +20,6 @@ from toolkit.runs.steps import measure
 
 GPU = {"device": "cuda", "gpus": [{"name": "NVIDIA H100 80GB HBM3", "memory_bytes": 85520809984}] * 2}
 CPU = {"device": "cpu", "gpus": []}
-JOB = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 1}
 # The tiny Llama: 2 layers of q 64x64, k and v 32x64, o 64x64, three of 64x128, two norms of 64; one final norm; a
 # tied embedding of 49152 x 64.
 LAYER = 64 * 64 * 2 + 32 * 64 * 2 + 3 * 64 * 128 + 2 * 64
@@ -38,7 +39,7 @@ def trial(**changes: Any) -> dict[str, Any]:
         "step_tokens": [999, 400, 360],
         "timed_step_numbers": [2, 3],
         "compute_dtype": "bfloat16",
-        "activation_checkpointing": False,
+        "problem": {"activation_checkpointing": False, "global_batch_size": 4},
     } | changes
 
 
@@ -76,13 +77,6 @@ def test_what_nobody_measured_is_unknown() -> None:
     found = row_readings(row(tokens_per_second=None), [trial()])
     assert {key for key, value in found.items() if value is not None} == set()
     assert {value for value in extra_readings(None).values()} == {None}
-
-
-def test_start_up_is_from_the_launch_to_the_first_step() -> None:
-    run = {"started_unix": 100.0, "phases": [["start", 103.0], ["load", 105.0], ["train", 109.5], ["train", 110.0]]}
-    assert startup_seconds(run) == 9.5
-    assert startup_seconds({"started_unix": 100.0, "phases": [["start", 103.0]]}) is None
-    assert startup_seconds({}) is None
 
 
 def test_a_run_that_ran_out_of_memory_shows_how_far_it_came(tmp_path: Path) -> None:
@@ -132,9 +126,7 @@ def test_adapters_are_four_a_frozen_and_six_a_trained_parameter(tiny_model: Path
 
 def test_mfu_is_of_the_dense_peak_and_counts_timed_steps_alone(tiny_model: Path) -> None:
     """760 tokens in two timed steps of 2 ranks x 2 sequences: 95 each. An H100's dense bf16 peak is 989 TFLOP/s."""
-    found = efficiency(
-        row(), [trial()], shape=read_model(str(tiny_model)), environment=GPU, job=JOB, price_per_gpu_hour=3.0
-    )
+    found = efficiency(row(), [trial()], shape=read_model(str(tiny_model)), environment=GPU, price_per_gpu_hour=3.0)
     attention = 12 * 2 * 64 * 95
     assert found["flops_per_token"]["seq_length"] == 95
     assert found["mfu"] == pytest.approx(500 * (6 * P + attention // 2) / 989e12, rel=1e-3)
@@ -145,10 +137,10 @@ def test_mfu_is_of_the_dense_peak_and_counts_timed_steps_alone(tiny_model: Path)
 
 def test_there_is_no_mfu_without_a_peak_a_shape_or_a_speed(tiny_model: Path) -> None:
     shape = read_model(str(tiny_model))
-    none = {"environment": GPU, "job": JOB, "price_per_gpu_hour": None}
+    none = {"environment": GPU, "price_per_gpu_hour": None}
     assert efficiency(row(), [trial()], shape=None, **none)["mfu"] is None
     assert efficiency(row(tokens_per_second_per_gpu=None), [trial()], shape=shape, **none)["mfu"] is None
-    on_cpu = efficiency(row(), [trial()], shape=shape, environment=CPU, job=JOB, price_per_gpu_hour=None)
+    on_cpu = efficiency(row(), [trial()], shape=shape, environment=CPU, price_per_gpu_hour=None)
     assert (on_cpu["mfu"], on_cpu["flops_per_token"]["seq_length"]) == (None, 95)
     unlisted = {"device": "cuda", "gpus": [{"name": "Imaginary 9000", "memory_bytes": 1}]}
     assert peak_flops(unlisted, "bfloat16") is None
@@ -163,7 +155,7 @@ def test_cost_is_the_price_of_all_gpus_over_the_speed_of_all_ranks() -> None:
 
 
 def test_a_trial_without_timed_steps_has_no_length() -> None:
-    assert mean_seq_length(trial(timed_step_numbers=[]), 4) is None
+    assert mean_seq_length(trial(timed_step_numbers=[])) is None
 
 
 # -- environment
@@ -216,3 +208,28 @@ def test_the_smallest_limit_above_this_process_holds(tmp_path: Path) -> None:
 def test_a_folder_s_disk_has_a_size(tmp_path: Path) -> None:
     found = disk_facts(tmp_path)
     assert 0 < found["free_bytes"] <= found["total_bytes"]
+
+
+# -- runs beside the trials
+
+
+def test_such_a_run_has_a_few_steps_of_which_the_last_are_profiled_and_saved() -> None:
+    assert words_of(("profile", "save"), untimed_steps=2) == [
+        *("--max_steps", "4", "--profile_steps", "3:4"),
+        *("--save_strategy", "steps", "--save_steps", "4"),
+    ]
+    assert words_of(("save",), untimed_steps=0) == ["--max_steps", "2", "--save_strategy", "steps", "--save_steps", "2"]
+
+
+def test_a_row_knows_only_what_a_completed_run_beside_it_says() -> None:
+    profile = {"communication_fraction": 0.25, "exposed_communication_fraction": 0.1, "timeline": None}
+    save = {"save_seconds": 3.0, "save_bytes": 7}
+    beside = {
+        "ddp-n2-profile": {"trial": "ddp-n2-profile", "status": "completed", "kinds": ["profile"], **profile},
+        "ddp-n2-save": {"trial": "ddp-n2-save", "status": "failed", "kinds": ["save"], **save},
+        "zero2-n2-save": {"trial": "zero2-n2-save", "status": "completed", "kinds": ["save"], **save},
+        "ddp-n2-r0": {"trial": "ddp-n2-r0", "status": "completed"},
+    }
+    found = extras_of(beside, "ddp-n2")
+    assert (found["communication_fraction"], found["save_seconds"]) == (0.25, None)
+    assert extras_of(beside, "zero2-n2")["save_bytes"] == 7

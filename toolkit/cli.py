@@ -9,11 +9,13 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import typer
 
 from toolkit.errors import EXIT_RUN_FAILED, EXIT_WRONG_INPUT, ToolkitError
+
+Value = TypeVar("Value")
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -25,6 +27,7 @@ app = typer.Typer(
 PRESET_HELP = "a preset's name (see `toolkit presets`), or an accelerate YAML file"
 PROCESSES_HELP = "ranks to start on this machine, one a GPU"
 NVME_HELP = "folder on a local NVMe disk, for presets that swap to one; or TOOLKIT_NVME_PATH in the environment"
+PRICE_HELP = "what one GPU costs an hour: rows then say what a million tokens cost"
 CPU_HELP = "train on the CPU; the default where no GPU is visible"
 TABLE_COLUMNS = 100
 # click's, or that of typer's own copy of click, which exports only its subclass.
@@ -172,42 +175,103 @@ def _say_failure(status: str, failure: dict[str, object]) -> None:
 
 @app.command()
 def compare(
-    preset: Annotated[list[str], typer.Option(help=f"{PRESET_HELP}; repeat it")],
-    output: Annotated[Path, typer.Option(help="folder of the comparison: trials, ledger, report")],
-    num_processes: Annotated[list[int], typer.Option(help=f"{PROCESSES_HELP}; repeat it for several world sizes")],
+    preset: Annotated[list[str] | None, typer.Option(help=f"{PRESET_HELP}; repeat it")] = None,
+    output: Annotated[Path | None, typer.Option(help="folder of the comparison: trials, ledger, report")] = None,
+    num_processes: Annotated[
+        list[str] | None, typer.Option(help=f"{PROCESSES_HELP}; `1,2,4` compares several world sizes")
+    ] = None,
     training_arguments: TrainingArguments = None,
+    variant: Annotated[
+        list[str] | None,
+        typer.Option(help='a preset under another name, with arguments of its own: "NAME=PRESET --argument value"'),
+    ] = None,
+    repeats: Annotated[int, typer.Option(help="trials of each row, interleaved; with one, nothing is claimed")] = 3,
+    order_seed: Annotated[int, typer.Option(help="seed of the trials' order")] = 0,
     resume: Annotated[bool, typer.Option("--resume", help="go on where the comparison in --output stopped")] = False,
     retry_failed: Annotated[
         bool, typer.Option("--retry-failed", help="with --resume: run the failed trials again")
     ] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="print every trial's command; start nothing")] = False,
     untimed_steps: Annotated[int, typer.Option(help="first steps of each trial that no speed counts")] = 2,
+    target_interval: Annotated[
+        float | None,
+        typer.Option(
+            help="end a trial when its median step is known to this share; 0.01 on GPUs, 0.03 on a CPU or with"
+            " offload if not given; 0: never"
+        ),
+    ] = None,
+    trial_minutes: Annotated[
+        float | None, typer.Option(help="end a trial's steps after this long, as completed")
+    ] = None,
+    trial_timeout_minutes: Annotated[float, typer.Option(help="end a trial as timed_out after this long")] = 120,
     reference: Annotated[
         str | None, typer.Option(help="the preset that ratios are to; default: ddp, else the first")
     ] = None,
+    scaling: Annotated[
+        str | None, typer.Option(help="over several world sizes: strong (same global batch) or weak, the default")
+    ] = None,
+    find_max_batch: Annotated[
+        int | None, typer.Option(help="search each row's largest micro-batch up to this one, and compare there")
+    ] = None,
+    replay: Annotated[
+        Path | None, typer.Option(help="a comparison's folder: run its --row again", metavar="DIR")
+    ] = None,
+    row: Annotated[str | None, typer.Option(help="with --replay: the row, such as zero2-n2")] = None,
+    profile: Annotated[
+        bool,
+        typer.Option("--profile", help="one more run of each row, profiled: communication, and one step's picture"),
+    ] = False,
+    measure_save: Annotated[
+        bool, typer.Option("--measure-save", help="one more run of each row that saves a checkpoint: seconds and bytes")
+    ] = False,
+    price_per_gpu_hour: Annotated[float | None, typer.Option(help=PRICE_HELP, min=0)] = None,
     cpu: Annotated[bool | None, typer.Option("--cpu/--no-cpu", help=CPU_HELP)] = None,
-    trial_timeout_minutes: Annotated[float, typer.Option(help="end a trial as timed_out after this long")] = 120,
     nvme_path: NvmePath = None,
 ) -> None:
     """Train the same job under each preset, and report memory, speed and loss.
 
-    After `--`: the job, at least --model_name_or_path, --dataset and --max_steps, as for `toolkit train`.
+    Needs --preset, --num-processes and --output. After `--`: the job, at least --model_name_or_path, --dataset and
+    --max_steps, as for `toolkit train`.
     """
-    from toolkit.compare.door import run_comparison
+    from toolkit.compare import door
 
-    run_comparison(
-        preset,
-        output=output,
-        num_processes=num_processes,
+    if replay is not None:
+        name = _given("row", row)
+        door.replay(replay, name, timeout_seconds=trial_timeout_minutes * 60, nvme_path=nvme_path)
+        return
+    asked = door.Asked(
+        presets=preset or [],
+        variants=variant or [],
+        num_processes=_given("num-processes", num_processes),
         training_arguments=training_arguments or [],
-        resume=resume,
-        retry_failed=retry_failed,
+        repeats=repeats,
+        order_seed=order_seed,
         untimed_steps=untimed_steps,
+        target_interval=target_interval,
+        trial_minutes=trial_minutes,
         reference=reference,
+        scaling=scaling,
+        find_max_batch=find_max_batch,
         cpu=_on_cpu(cpu),
-        on_checked=lambda on_cpu: _say_device(on_cpu, cpu),
-        timeout_seconds=trial_timeout_minutes * 60,
         nvme_path=nvme_path,
     )
+    door.run_comparison(
+        asked,
+        output=_given("output", output),
+        resume=resume,
+        retry_failed=retry_failed,
+        dry_run=dry_run,
+        on_checked=lambda on_cpu: _say_device(on_cpu, cpu),
+        timeout_seconds=trial_timeout_minutes * 60,
+        beside=door.Beside(profile=profile, measure_save=measure_save, price_per_gpu_hour=price_per_gpu_hour),
+    )
+
+
+def _given(name: str, value: Value | None) -> Value:
+    """An option that only some uses of a command can do without."""
+    if not value:
+        raise ToolkitError(f"missing option '--{name}'", hint="see `toolkit compare --help`")
+    return value
 
 
 @app.command()

@@ -2,112 +2,218 @@
 
 from __future__ import annotations
 
-import re
-import sys
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from toolkit.compare.asked import (
+    Entry,
+    entries,
+    numbers_of_processes,
+    scaling_of,
+    strong_batches,
+    unsupported_rows,
+)
+from toolkit.compare.dry_run import dry_run_text
+from toolkit.compare.extras import run_extras
+from toolkit.compare.largest_batch import find_largest_batches, with_largest_batches
+from toolkit.compare.ledger import LEDGER_FILE, Ledger, alone
+from toolkit.compare.replay import replay_row
 from toolkit.compare.report import console_table, summary_sentence, write_report
+from toolkit.compare.reported import at_price
 from toolkit.compare.results import Results, load_results
-from toolkit.compare.rows import Row
-from toolkit.compare.run import Stopped, results_of, run_trials
-from toolkit.compare.trials import Comparison, Trial, open_comparison, plan_comparison, refuse_own_arguments
-from toolkit.errors import EXIT_RUN_FAILED
-from toolkit.hardware.gpus import count_gpus
+from toolkit.compare.run import Runner, Stopped, Telling, results_of
+from toolkit.compare.screen import Screen, talk
+from toolkit.compare.trials import (
+    Comparison,
+    open_comparison,
+    plan_comparison,
+    read_comparison,
+    refuse_own_arguments,
+    row_name,
+)
+from toolkit.errors import EXIT_RUN_FAILED, ToolkitError
 from toolkit.launch.nvme import NvmeDisk, check_nvme
-from toolkit.launch.preflight import check_job, check_process_count
+from toolkit.launch.preflight import check_job
 from toolkit.launch.process import terminate_as_interrupt
-from toolkit.presets import load_preset
-from toolkit.runs import status
-from toolkit.runs.argv import integer
-from toolkit.runs.switches import check_switches
-from toolkit.units import number, seconds
+from toolkit.runs.argv import integer, read_arguments
 
+# Half the 95 % interval of a trial's median step, over the median. Offloading waits for host memory, and a CPU for
+# its neighbours: both vary more from step to step.
+TARGET_ON_GPU, TARGET_ON_CPU = 0.01, 0.03
 TABLE_COLUMNS = 100  # narrower, presets and statuses would be broken over lines
-STEP_LINE = re.compile(r"^step (\d+)/(\d+) ")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Asked:
+    """What `toolkit compare` was given, beside the folder and what only this call does."""
+
+    presets: Sequence[str]
+    variants: Sequence[str]
+    num_processes: Sequence[str]
+    training_arguments: Sequence[str]
+    repeats: int
+    order_seed: int
+    untimed_steps: int
+    target_interval: float | None
+    """None: by the device and the preset."""
+    trial_minutes: float | None
+    reference: str | None
+    scaling: str | None
+    find_max_batch: int | None
+    cpu: bool
+    nvme_path: str | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Beside:
+    """What is measured or said beside the trials; a comparison may be resumed with more of it."""
+
+    profile: bool = False
+    measure_save: bool = False
+    price_per_gpu_hour: float | None = None
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """Of the runs that no speed counts."""
+        return tuple(kind for kind, asked in (("profile", self.profile), ("save", self.measure_save)) if asked)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Checked:
+    """A comparison that can start."""
+
+    comparison: Comparison
+    unsupported: dict[str, str]
+    nvme: dict[str, NvmeDisk | None]
+
+
+def check_comparison(asked: Asked) -> Checked:
+    """Everything that can be known before a trial. Raises ToolkitError for what is wrong with the job."""
+    found = entries(asked.presets, asked.variants)
+    comparison = plan(asked, found)
+    unsupported = unsupported_rows(found, comparison)
+    rows = [(entry, n) for n in comparison.num_processes for entry in found]
+    can = [(entry, n) for entry, n in rows if row_name(entry.name, n) not in unsupported]
+    job = check_job(can[-1][0].preset, num_processes=can[-1][1], training_argv=asked.training_arguments, cpu=asked.cpu)
+    refuse_own_arguments(job.arguments, integer(job.arguments, "max_steps", 0), asked.untimed_steps)
+    for entry in found:
+        refuse_own_arguments(read_arguments(entry.extra_arguments), 0, 0)
+    nvme = {
+        entry.name: check_nvme(entry.preset, nvme_path=asked.nvme_path, arguments=job.arguments, cpu=asked.cpu)
+        for entry in {id(entry): entry for entry, _ in can}.values()
+    }
+    return Checked(comparison=comparison, unsupported=unsupported, nvme=nvme)
+
+
+def plan(asked: Asked, found: Sequence[Entry]) -> Comparison:
+    """The comparison, before anything is looked at but names and numbers."""
+    if asked.repeats < 1:
+        raise ToolkitError(f"--repeats is {asked.repeats}, expected 1 or more")
+    numbers = numbers_of_processes(asked.num_processes)
+    scaling = scaling_of(asked.scaling, numbers)
+    arguments = read_arguments(asked.training_arguments)
+    return plan_comparison(
+        {entry.name: entry.preset for entry in found},
+        loads={entry.name: entry.given for entry in found},
+        extra_arguments={entry.name: entry.extra_arguments for entry in found if entry.extra_arguments},
+        num_processes=numbers,
+        training_arguments=asked.training_arguments,
+        untimed_steps=asked.untimed_steps,
+        reference=asked.reference,
+        cpu=asked.cpu,
+        repeats=asked.repeats,
+        order_seed=asked.order_seed,
+        target_interval=target_interval(asked, found),
+        trial_minutes=asked.trial_minutes,
+        scaling=scaling,
+        find_max_batch=asked.find_max_batch,
+        batches=strong_batches(found, arguments, numbers) if scaling == "strong" else {},
+    )
+
+
+def target_interval(asked: Asked, found: Sequence[Entry]) -> float | None:
+    """Half the interval of the median step at which a trial has timed enough; 0 times all steps."""
+    if asked.target_interval is not None:
+        if not 0 <= asked.target_interval < 1:
+            raise ToolkitError(f"--target-interval is {asked.target_interval}, expected a share from 0 to below 1")
+        return asked.target_interval or None
+    offloads = any(entry.preset.offload_optimizer or entry.preset.offload_param for entry in found)
+    return TARGET_ON_CPU if asked.cpu or offloads else TARGET_ON_GPU
 
 
 def run_comparison(
-    presets: Sequence[str],
+    asked: Asked,
     *,
     output: Path,
-    num_processes: Sequence[int],
-    training_arguments: Sequence[str],
     resume: bool,
     retry_failed: bool,
-    untimed_steps: int,
-    reference: str | None,
-    cpu: bool,
+    dry_run: bool,
     on_checked: Callable[[bool], None],
     timeout_seconds: float,
-    nvme_path: str | None,
+    beside: Beside,
 ) -> None:
     """Run or resume a comparison, write its report, print its table.
 
     Raises ToolkitError before any trial for what is wrong with the job; a trial that fails is a row.
     """
-    chosen = [load_preset(name) for name in presets]
-    comparison = plan_comparison(
-        chosen,
-        num_processes=num_processes,
-        training_arguments=training_arguments,
-        untimed_steps=untimed_steps,
-        reference=reference,
-        cpu=cpu,
+    checked = check_comparison(asked)
+    if dry_run:
+        print(dry_run_text(checked.comparison, output, checked.unsupported))
+        return
+    open_comparison(output, checked.comparison, resume=resume)
+    with alone(output):
+        on_checked(asked.cpu)
+        if asked.cpu and beside.price_per_gpu_hour is not None:
+            talk().print("--price-per-gpu-hour has no effect: no GPU is used")
+        comparison = _run(checked, output, beside, retry_failed=retry_failed, timeout_seconds=timeout_seconds)
+        found = results_of(comparison, output, checked.unsupported, price_per_gpu_hour=beside.price_per_gpu_hour)
+        _publish(found, output)
+
+
+def _run(checked: Checked, output: Path, beside: Beside, *, retry_failed: bool, timeout_seconds: float) -> Comparison:
+    """All trials, after the search for each row's largest micro-batch where that is asked for."""
+    comparison = checked.comparison
+    runs = [trial.row for trial in comparison.trials() if trial.row not in checked.unsupported]
+    screen = Screen(len(runs) + (len(set(runs)) if beside.kinds else 0))
+    runner = Runner(
+        comparison=comparison,
+        folder=output,
+        timeout_seconds=timeout_seconds,
+        nvme=checked.nvme,
+        telling=Telling(start=screen.start, line=screen.line, finish=screen.finish, skip=screen.skip),
     )
-    gpus = None if cpu else count_gpus()
-    for preset in chosen:
-        for n in comparison.num_processes:
-            check_process_count(n, gpus=gpus, preset=preset)
-    largest = max(comparison.num_processes)
-    job = check_job(chosen[0], num_processes=largest, training_argv=training_arguments, cpu=cpu)
-    for preset in chosen:
-        check_switches(job.arguments, preset, num_processes=largest, on_cpu=cpu)
-    refuse_own_arguments(job.arguments, integer(job.arguments, "max_steps", 0), untimed_steps)
-    nvme = {preset.name: check_nvme(preset, nvme_path=nvme_path, arguments=job.arguments, cpu=cpu) for preset in chosen}
-    open_comparison(output, comparison, resume=resume)
-    on_checked(cpu)
-    given = {preset.name: name for preset, name in zip(chosen, presets, strict=True)}
-    _run(comparison, output, given, nvme, retry_failed, timeout_seconds)
-    _publish(results_of(comparison, output), output)
-
-
-def _run(
-    comparison: Comparison,
-    output: Path,
-    presets: dict[str, str],
-    nvme: dict[str, NvmeDisk | None],
-    retry_failed: bool,
-    timeout_seconds: float,
-) -> None:
-    screen = _Screen(len(comparison.trials()))
     try:
         with terminate_as_interrupt(), screen:
-            run_trials(
-                comparison,
-                output,
-                presets,
-                retry_failed=retry_failed,
-                timeout_seconds=timeout_seconds,
-                on_start=screen.start,
-                on_line=screen.line,
-                on_finish=screen.finish,
-                nvme=nvme,
-            )
+            if comparison.find_max_batch is not None:
+                runner = find_largest_batches(runner, checked.unsupported)
+            runner.run(checked.unsupported, retry_failed=retry_failed)
+            run_extras(runner, checked.unsupported, kinds=beside.kinds, retry_failed=retry_failed)
     except (Stopped, KeyboardInterrupt):
-        _talk().print("stopped; finished trials are kept. The same command with `--resume` goes on.")
+        talk().print("stopped; finished trials are kept. The same command with `--resume` goes on.")
         raise typer.Exit(EXIT_RUN_FAILED) from None
+    return runner.comparison
 
 
-def write_report_again(folder: Path) -> None:
-    """The report from results.json."""
-    _publish(load_results(folder), folder)
+def replay(folder: Path, row: str, *, timeout_seconds: float, nvme_path: str | None) -> None:
+    """Run one row of a comparison again, and say whether its speed lands where its repeats expect it."""
+    comparison = with_largest_batches(read_comparison(folder), Ledger(folder / LEDGER_FILE))
+    screen = Screen(1)
+    telling = Telling(start=screen.start, line=screen.line, finish=screen.finish, skip=screen.skip)
+    with alone(folder), terminate_as_interrupt(), screen:
+        said = replay_row(
+            comparison, folder, row, telling=telling, timeout_seconds=timeout_seconds, nvme_path=nvme_path
+        )
+    print(said)
+
+
+def write_report_again(folder: Path, *, price_per_gpu_hour: float | None) -> None:
+    """The report from results.json, its costs at another price if there is one."""
+    results = load_results(folder)
+    _publish(results if price_per_gpu_hour is None else at_price(results, price_per_gpu_hour), folder)
 
 
 def _publish(results: Results, folder: Path) -> None:
@@ -116,56 +222,3 @@ def _publish(results: Results, folder: Path) -> None:
     print(summary_sentence(results))
     for path in (files.markdown, files.html, files.results_json, files.results_csv, files.plot):
         print(path)
-
-
-def _talk() -> Console:
-    return Console(stderr=True, highlight=False, soft_wrap=True)  # a pipe keeps one line a trial
-
-
-class _Screen:
-    """Bars on a terminal; one line when a trial starts and one when it ends anywhere else."""
-
-    def __init__(self, total: int) -> None:
-        self.console = _talk()
-        self.total, self.finished = total, 0
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-        self.bars = Progress(*columns, console=self.console) if self.console.is_terminal else None
-        self.trials = self.bars.add_task("trials", total=total) if self.bars else None
-        self.steps: Any = None
-
-    def __enter__(self) -> None:
-        (self.bars or nullcontext()).__enter__()
-
-    def __exit__(self, *exception: Any) -> None:
-        if self.bars:
-            self.bars.__exit__(*exception)
-
-    def start(self, trial: Trial) -> None:
-        if self.bars:
-            self.steps = self.bars.add_task(f"{trial.id}: starting", total=None)
-        else:
-            self.console.print(f"[{self.finished + 1}/{self.total}] {trial.id}: starting", markup=False)
-        sys.stderr.flush()
-
-    def line(self, text: str) -> None:
-        """A line of the trial's own output: its steps move the bar."""
-        match = STEP_LINE.match(text)
-        if match and self.bars:
-            name = str(self.bars.tasks[self.steps].description).split(":")[0]
-            completed, total = int(match[1]), int(match[2])
-            self.bars.update(self.steps, completed=completed, total=total if total > 0 else None, description=name)
-
-    def finish(self, trial: Trial, row: Row, from_ledger: bool) -> None:
-        self.finished += 1
-        if self.bars and self.steps is not None and not from_ledger:
-            self.bars.remove_task(self.steps)
-        if self.bars and self.trials is not None:
-            self.bars.update(self.trials, completed=self.finished)
-        note = "already in the ledger" if from_ledger else f"in {seconds(row['wall_seconds'])}"
-        if row["status"] == status.COMPLETED:
-            words = (
-                f"completed, {number(row['tokens_per_second'], 0)} tokens/s, last loss {number(row['last_loss'], 4)}"
-            )
-        else:
-            words = f"{row['status']}: {row['message']}"
-        self.console.print(f"[{self.finished}/{self.total}] {trial.id}: {words} ({note})", markup=False)

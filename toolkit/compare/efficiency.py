@@ -70,10 +70,11 @@ def peak_flops(environment: Mapping[str, Any], compute_dtype: str | None) -> flo
     return None if gpu is None or dtype is None else gpu.peak_flops(dtype)
 
 
-def mean_seq_length(trial: Mapping[str, Any], sequences_per_step: int) -> int | None:
+def mean_seq_length(trial: Mapping[str, Any]) -> int | None:
     """Tokens of the timed steps, padding included, over their sequences, rounded."""
     tokens = [trial["step_tokens"][number - 1] for number in trial["timed_step_numbers"]]
-    return round(statistics.fmean(tokens) / sequences_per_step) if tokens and sequences_per_step else None
+    sequences = (trial.get("problem") or {}).get("global_batch_size")
+    return round(statistics.fmean(tokens) / sequences) if tokens and sequences else None
 
 
 def efficiency(
@@ -82,19 +83,13 @@ def efficiency(
     *,
     shape: ModelShape | None,
     environment: Mapping[str, Any],
-    job: Mapping[str, Any],
     price_per_gpu_hour: float | None,
 ) -> Facts:
     """A row's operations, shares of the peak, and cost; what is unknown is None."""
     facts: Facts = dict.fromkeys(("flops_per_token", "mfu", "mfu_full_attention", "hfu"))
-    facts["cost_per_million_tokens"] = cost_per_million_tokens(
-        tokens_per_second=row["non_padding_tokens_per_second"],
-        world_size=row["world_size"],
-        price_per_gpu_hour=price_per_gpu_hour,
-    )
-    sequences = job["per_device_train_batch_size"] * job["gradient_accumulation_steps"] * row["world_size"]
+    facts["cost_per_million_tokens"] = cost_of(row, environment, price_per_gpu_hour)
     trial = next((trial for trial in trials if trial["timed_step_numbers"] and trial["step_tokens"]), None)
-    length = None if trial is None else mean_seq_length(trial, sequences)
+    length = None if trial is None else mean_seq_length(trial)
     if shape is None or trial is None or length is None or row["num_params"] is None:
         return facts
     flops = flops_per_token(
@@ -102,7 +97,7 @@ def efficiency(
         num_params=row["num_params"],
         num_trainable_params=row["num_trainable_params"],
         seq_length=length,
-        recompute=bool(trial.get("activation_checkpointing")),
+        recompute=bool((trial.get("problem") or {}).get("activation_checkpointing")),
     )
     peak = peak_flops(environment, trial.get("compute_dtype"))
     speed = row["tokens_per_second_per_gpu"]
@@ -118,6 +113,17 @@ def efficiency(
         "mfu_full_attention": share("full_attention"),
         "hfu": share("hardware"),
     }
+
+
+def cost_of(row: Mapping[str, Any], environment: Mapping[str, Any], price_per_gpu_hour: float | None) -> float | None:
+    """A row's cost; there is none where no GPU is rented."""
+    if environment["device"] == "cpu":
+        return None
+    return cost_per_million_tokens(
+        tokens_per_second=row["non_padding_tokens_per_second"],
+        world_size=row["world_size"],
+        price_per_gpu_hour=price_per_gpu_hour,
+    )
 
 
 def cost_per_million_tokens(

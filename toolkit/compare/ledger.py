@@ -5,12 +5,18 @@ Killed at any byte it can be read again: a last line that was cut off is dropped
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from toolkit.errors import ToolkitError
+
+LOCK_FILE = "comparison.lock"
 LEDGER_FILE = "ledger.jsonl"
 
 
@@ -43,3 +49,28 @@ class Ledger:
         whole = sum(len(line) + 1 for line in self._whole_lines())
         if self.path.exists() and self.path.stat().st_size > whole:
             os.truncate(self.path, whole)
+
+
+@contextlib.contextmanager
+def alone(folder: Path) -> Iterator[None]:
+    """Hold a comparison's folder while it runs; the kernel lets go of it when this process ends, however it does.
+
+    Raises ToolkitError while another process runs the same comparison.
+    """
+    descriptor = os.open(folder / LOCK_FILE, os.O_RDWR | os.O_CREAT, 0o666)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = os.pread(descriptor, 32, 0).decode(errors="replace").strip()
+            raise ToolkitError(
+                f"{folder} holds a comparison that is still going (process {holder})",
+                hint="wait for it, or name another folder: `--output DIR`",
+            ) from None
+        except OSError:  # a file system without locks
+            pass
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, str(os.getpid()).encode(), 0)
+        yield
+    finally:
+        os.close(descriptor)

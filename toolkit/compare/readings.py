@@ -22,8 +22,7 @@ Trials = Sequence[Mapping[str, Any]]
 
 def trial_readings(folder: RunFolder, measured: Measured) -> Facts:
     """The readings of one trial."""
-    run, attested = folder.read_run() or {}, read_json(folder.attestation_json) or {}
-    ranks = attested.get("ranks") or [{}]
+    attested = read_json(folder.attestation_json) or {}
     failure = read_json(folder.failure_json) or {}
     return {
         "non_padding_tokens_per_second": measured.non_padding_tokens_per_second,
@@ -33,16 +32,7 @@ def trial_readings(folder: RunFolder, measured: Measured) -> Facts:
         "energy_joules": measured.energy_joules,
         "throttle_reasons": measured.throttle_reasons,
         "attestation_sha256": attested.get("sha256"),
-        "startup_seconds": startup_seconds(run),
-        "activation_checkpointing": ranks[0].get("activation_checkpointing"),
     }
-
-
-def startup_seconds(run: Mapping[str, Any]) -> float | None:
-    """From the launch to the first step, by rank 0's clock; None where no step was begun."""
-    begun = next((at for phase, at in run.get("phases") or [] if phase == "train"), None)
-    started = run.get("started_unix")
-    return None if begun is None or started is None else round(begun - started, 3)
 
 
 def row_readings(row: Mapping[str, Any], trials: Trials) -> Facts:

@@ -17,6 +17,8 @@ from toolkit.errors import ToolkitError
 
 SCHEMA_VERSION = 1
 RESULTS_FILE = "results.json"
+NOT_SUPPORTED = "not_supported"
+"""Status of a row that cannot run here; no run has it."""
 OLD_PARITY = {"differs": "parity failed"}
 
 RowStatus = Literal[
@@ -362,7 +364,7 @@ def _with_later_keys(found: dict[str, Any]) -> dict[str, Any]:
 def _single_trial(row: dict[str, object], position: int, untimed_steps: int) -> dict[str, object]:
     steps = row.get("step_seconds")
     timed = list(range(untimed_steps + 1, len(steps) + 1)) if isinstance(steps, list) else []
-    added = {"repeat": 0, "position": position, "startup_seconds": None, "step_tokens": []}
+    added: dict[str, object] = {"repeat": 0, "position": position, "startup_seconds": None, "step_tokens": []}
     return row | added | {"timed_step_numbers": timed}
 
 

@@ -1,6 +1,6 @@
-"""A trial's row, from its run folder; and what a row is worth beside the reference's.
+"""A trial's row, from its run folder alone: what it measured, and the facts of the problem that it trained.
 
-A row never compares itself: parity and ratio are filled in when all rows are there.
+row = row_of(trial, RunFolder(folder / "trials" / trial.id), folder, untimed_steps=2, position=0)
 """
 
 from __future__ import annotations
@@ -8,21 +8,39 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from toolkit.compare.readings import trial_readings
 from toolkit.compare.trials import Trial
 from toolkit.runs import status
 from toolkit.runs.folder import RunFolder, read_json
-from toolkit.runs.steps import measure, read_steps
+from toolkit.runs.steps import Measured, measure, read_steps
 
 Row = dict[str, Any]
 
-# Largest relative difference of the first step's loss: the same weights and batches, before any update.
-FIRST_LOSS_TOLERANCE = {"float32": 1e-5, "bfloat16": 1e-3, "float16": 1e-3}
+# What each rank attests and parity is judged by; a fact that ranks do not share is a list of theirs.
+ATTESTED = (
+    "world_size",
+    "engine",
+    "sharding",
+    "compute_dtype",
+    "master_dtype",
+    "optimizer_dtype",
+    "reduce_dtype",
+    "gradient_clipping",
+    "activation_checkpointing",
+    "num_trainable_params",
+    "initial_weights_sha256",
+    "ddp_comm_hook",
+    "packing",
+)
+# What the training script understood, with defaults filled in.
+SPECIFIED = ("global_batch_size", "learning_rate", "seed", "max_steps")
 
 
-def row_of(trial: Trial, folder: RunFolder, comparison_folder: Path, *, untimed_steps: int) -> Row:
+def row_of(trial: Trial, folder: RunFolder, comparison_folder: Path, *, untimed_steps: int, position: int) -> Row:
     """Everything that one finished trial shows; nothing but its run folder is read."""
     run = folder.read_run() or {}
     failure = read_json(folder.failure_json)
+    measured = measure(read_steps(folder), untimed_steps=untimed_steps)
     return {
         "trial": trial.id,
         "preset": trial.preset,
@@ -33,16 +51,55 @@ def row_of(trial: Trial, folder: RunFolder, comparison_folder: Path, *, untimed_
         "parity": None,
         "parity_message": None,
         "ratio_to_reference": None,
-        **_speed(folder, trial, untimed_steps),
+        **_speed(measured, trial),
         **_memory(folder),
+        **trial_readings(folder, measured),
         "wall_seconds": run.get("wall_seconds"),
         "run_folder": str(folder.path.relative_to(comparison_folder)),
         "command": run.get("command", ""),
+        "repeat": trial.repeat,
+        "position": position,
+        "startup_seconds": startup_seconds(run),
+        "failure": failure_facts(run, failure, measured),
+        "problem": problem_facts(run, read_json(folder.attestation_json) or {}),
     }
 
 
-def _speed(folder: RunFolder, trial: Trial, untimed_steps: int) -> Row:
-    measured = measure(read_steps(folder), untimed_steps=untimed_steps)
+def startup_seconds(run: Row) -> float | None:
+    """From launch until training begins, attesting the weights before it included."""
+    begun = next((when for phase, when in run.get("phases") or [] if phase == "train"), None)
+    return None if begun is None or "started_unix" not in run else float(begun - run["started_unix"])
+
+
+def failure_facts(run: Row, failure: Row | None, measured: Measured) -> Row | None:
+    """Kind, phase and bytes of a trial that did not complete; None of one that did."""
+    if run.get("status") == status.COMPLETED:
+        return None
+    said = failure or {}
+    peaks = (said.get("peak_bytes"), measured.peak_allocated_bytes or measured.peak_host_bytes)
+    return {
+        "kind": run.get("status", status.FAILED),
+        "phase": said.get("phase"),
+        "step": said.get("step"),
+        "rank": said.get("rank"),
+        "predicted_bytes": None,
+        "measured_bytes": max((peak for peak in peaks if peak), default=None),
+    }
+
+
+def problem_facts(run: Row, attested: Row) -> Row:
+    """What was trained, from what the ranks attest and from the arguments that the script understood."""
+    ranks, spec = attested.get("ranks") or [], run.get("spec") or {}
+    facts = {fact: _of_all([rank.get(fact) for rank in ranks]) for fact in ATTESTED}
+    promised = (attested.get("promised") or {}).get("master_dtype")
+    return facts | {fact: spec.get(fact) for fact in SPECIFIED} | {"ranks": len(ranks), "promised_masters": promised}
+
+
+def _of_all(values: list[Any]) -> Any:
+    return values[0] if values and all(value == values[0] for value in values) else (values or None)
+
+
+def _speed(measured: Measured, trial: Trial) -> Row:
     tokens_per_second = measured.tokens_per_second
     return {
         "tokens_per_second": tokens_per_second,
@@ -59,6 +116,9 @@ def _speed(folder: RunFolder, trial: Trial, untimed_steps: int) -> Row:
         "losses": measured.losses,
         "step_seconds": measured.step_seconds,
         "grad_norms": measured.grad_norms,
+        "step_tokens": measured.step_tokens,
+        "timed_step_numbers": measured.timed_step_numbers,
+        "rank_skew": measured.rank_skew,
         "batch_sha256": measured.batch_sha256,
         "peak_allocated_bytes": measured.peak_allocated_bytes,
         "peak_reserved_bytes": measured.peak_reserved_bytes,
@@ -77,54 +137,4 @@ def _memory(folder: RunFolder) -> Row:
         "num_params": ranks[0].get("num_params"),
         "num_trainable_params": ranks[0].get("num_trainable_params"),
         "compute_dtype": ranks[0].get("compute_dtype"),
-        "initial_weights_sha256": ranks[0].get("initial_weights_sha256"),
-        "attestation_sha256": attested.get("sha256"),
     }
-
-
-def with_parity(rows: list[Row], reference: str) -> list[Row]:
-    """Each row beside the reference's row of the same world size; a row that differs gets no ratio."""
-    references = {row["world_size"]: row for row in rows if row["preset"] == reference}
-    return [_beside(row, references.get(row["world_size"])) for row in rows]
-
-
-def _beside(row: Row, reference: Row | None) -> Row:
-    if row["status"] != status.COMPLETED or reference is None or reference["status"] != status.COMPLETED:
-        return row | {"parity": None, "parity_message": None, "ratio_to_reference": None}
-    if row is reference:
-        return row | {"parity": "reference", "ratio_to_reference": 1.0}
-    problem = difference(row, reference)
-    ratio = None if problem else _ratio(row["tokens_per_second"], reference["tokens_per_second"])
-    return row | {
-        "parity": "parity failed" if problem else "agrees",
-        "parity_message": problem,
-        "ratio_to_reference": ratio,
-    }
-
-
-def difference(row: Row, reference: Row) -> str | None:
-    """Why a row did not train the reference's problem, or None: weights, batches, then the first loss."""
-    against = f"those of {reference['preset']}"
-    if row["num_trainable_params"] != reference["num_trainable_params"]:
-        return f"{row['num_trainable_params']} trainable parameters, {reference['num_trainable_params']} in {against}"
-    if row["initial_weights_sha256"] != reference["initial_weights_sha256"]:
-        return f"its initial weights are not {against}"
-    if row["batch_sha256"] != reference["batch_sha256"]:
-        return f"its batches, or their order, are not {against}"
-    return _first_loss_difference(row, reference)
-
-
-def _first_loss_difference(row: Row, reference: Row) -> str | None:
-    own, other = row["first_loss"], reference["first_loss"]
-    allowed = FIRST_LOSS_TOLERANCE.get(row["compute_dtype"], 0.0)
-    relative = abs(own - other) / abs(other) if other else abs(own)
-    if relative <= allowed:
-        return None
-    return (
-        f"first loss {own:.6f} against {other:.6f} of {reference['preset']}"
-        f" (relative {relative:.1e}, allowed {allowed:.0e})"
-    )
-
-
-def _ratio(own: float | None, other: float | None) -> float | None:
-    return own / other if own is not None and other else None

@@ -133,6 +133,9 @@ def check_positive(arguments: dict[str, Any]) -> None:
     for name in POSITIVE:
         if name in arguments and arguments[name] is not None and integer(arguments, name, 1) < 1:
             raise ToolkitError(f"--{name} is {arguments[name]}, expected 1 or more")
+    for name in ("stop_when_steps_within", "stop_after_minutes"):
+        if arguments.get(name) is not None and not float(arguments[name]) > 0:
+            raise ToolkitError(f"--{name} is {arguments[name]}, expected more than 0")
 
 
 def check_model(name: str) -> None:

@@ -77,6 +77,13 @@ class ModelArguments:
     untimed_steps: int = field(
         default=2, metadata={"help": "first optimizer steps left out of speed (compilation, allocator growth)"}
     )
+    stop_when_steps_within: float | None = field(
+        default=None,
+        metadata={"help": "end early when the 95 % interval of the median timed step is within this share of it: 0.03"},
+    )
+    stop_after_minutes: float | None = field(
+        default=None, metadata={"help": "end early, as completed, when the steps have taken this long"}
+    )
 
 
 @dataclass(kw_only=True)

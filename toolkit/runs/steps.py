@@ -31,6 +31,12 @@ class Measured:
     """Wall time of the timed steps, data loading included; evaluation, saving and logging are outside."""
     step_seconds: list[float]
     """Per step, the slowest rank."""
+    step_tokens: list[int]
+    """Per step, of all ranks, padding included."""
+    timed_step_numbers: list[int]
+    """Places of the timed steps among all, from 1."""
+    rank_skew: float | None
+    """Median seconds before the first backward, of the slowest rank over those of the median rank."""
     step_seconds_median: float | None
     step_seconds_p90: float | None
     tokens_per_second: float | None
@@ -100,11 +106,12 @@ def measure(steps: list[list[Row]], *, untimed_steps: int) -> Measured:
     A run that was resumed has untimed steps again, since its processes are new.
     """
     step_seconds = _over_ranks(steps, "seconds", max)
-    timed_rows = [
-        step
+    timed_steps = {
+        number: step
         for number, step in enumerate(steps, 1)
         if step[0].get("step_of_process", number) > untimed_steps and not step[0].get("profiled")
-    ]
+    }
+    timed_rows = list(timed_steps.values())
     timed = _over_ranks(timed_rows, "seconds", max)
     by_rank = list(zip(*timed_rows, strict=True))
     tokens, non_padding = _over_ranks(timed_rows, "tokens", sum), _over_ranks(timed_rows, "non_padding_tokens", sum)
@@ -117,6 +124,9 @@ def measure(steps: list[list[Row]], *, untimed_steps: int) -> Measured:
         timed_steps=len(timed),
         timed_seconds=math.fsum(timed),
         step_seconds=step_seconds,
+        step_tokens=[sum(row["tokens"] for row in step) for step in steps],
+        timed_step_numbers=list(timed_steps),
+        rank_skew=rank_skew(timed_rows),
         step_seconds_median=statistics.median(timed) if timed else None,
         step_seconds_p90=percentile(timed, 0.9),
         tokens_per_second=rate(tokens),
@@ -132,6 +142,21 @@ def measure(steps: list[list[Row]], *, untimed_steps: int) -> Measured:
         throttle_reasons=throttle_reasons(by_rank),
         **_peaks(steps),
     )
+
+
+def rank_skew(steps: list[list[Row]]) -> float | None:
+    """How much longer the slowest rank takes than the median one, before ranks wait for each other's gradients.
+
+    The lower median: of two ranks, the faster. None where a row does not say.
+    """
+    if not steps or any(not row.get("own_seconds") for step in steps for row in step):
+        return None
+    of_ranks = [statistics.median(seconds) for seconds in zip(*_own_seconds(steps), strict=True)]
+    return float(max(of_ranks) / statistics.median_low(of_ranks))
+
+
+def _own_seconds(steps: list[list[Row]]) -> list[list[float]]:
+    return [[row["own_seconds"] for row in step] for step in steps]
 
 
 def _padding(tokens: Sequence[float], non_padding: Sequence[float]) -> float | None:

@@ -35,6 +35,8 @@ class _Step:
     memory: dict[str, Any] = field(default_factory=dict)
     profiled: bool = False
     start: Any = None
+    backward: Any = None
+    """When the first backward began: data loading and the first forward are before it."""
     end: Any = None
     cpu_seconds: float = 0.0
 
@@ -47,6 +49,9 @@ class Meter(TrainerCallback):  # type: ignore[misc]
     ) -> None:
         self.path, self.rank, self.progress = path, rank, progress
         self.max_steps = 0
+        self.untimed_steps = 0
+        self.timed_seconds: list[float] = []
+        """This rank's timed steps so far, as far as the device has finished them."""
         self.scaled = False
         """fp16 skips a step whose gradient overflowed, and lowers its loss scale: no divergence."""
         self.profiled = False
@@ -72,6 +77,11 @@ class Meter(TrainerCallback):  # type: ignore[misc]
     def add_grad_norm(self, grad_norm: Any) -> None:
         """The gradient norm before clipping, over all ranks."""
         self.step.grad_norm = grad_norm
+
+    def enter_backward(self) -> None:
+        """The first micro-step's forward has been asked for: from here on ranks wait for each other's gradients."""
+        if self.step.backward is None:
+            self.step.backward = self._now()
 
     def restart_clock(self) -> None:
         """Begin a step's time now: what came before is not part of it."""
@@ -120,6 +130,8 @@ class Meter(TrainerCallback):  # type: ignore[misc]
         while self.waiting and (wait or not self.cuda or self.waiting[0][1].end.query()):
             number, step = self.waiting.popleft()
             row = self._row(number, step)
+            if row["step_of_process"] > self.untimed_steps and not step.profiled:
+                self.timed_seconds.append(row["seconds"])
             with self.path.open("a") as file:
                 file.write(json.dumps(row) + "\n")
             self._print(row)
@@ -140,7 +152,8 @@ class Meter(TrainerCallback):  # type: ignore[misc]
             "step": number,
             "step_of_process": number - self.resumed_step,
             "rank": self.rank,
-            "seconds": self._seconds(step),
+            "seconds": self._seconds(step.start, step.end),
+            "own_seconds": self._seconds(step.start, step.backward) if step.backward is not None else None,
             "cpu_seconds": step.cpu_seconds,
             "tokens": sum(facts.tokens for facts in step.facts),
             "non_padding_tokens": sum(facts.non_padding_tokens for facts in step.facts),
@@ -159,11 +172,11 @@ class Meter(TrainerCallback):  # type: ignore[misc]
         event.record()
         return event
 
-    def _seconds(self, step: _Step) -> float:
+    def _seconds(self, start: Any, end: Any) -> float:
         if not self.cuda:
-            return float(step.end - step.start)
-        step.end.synchronize()
-        return float(step.start.elapsed_time(step.end)) / 1000
+            return float(end - start)
+        end.synchronize()
+        return float(start.elapsed_time(end)) / 1000
 
     def _print(self, row: dict[str, Any]) -> None:
         """Rank 0, at most one line a second, and always the last step."""

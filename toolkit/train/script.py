@@ -22,12 +22,14 @@ from transformers import PrinterCallback, set_seed
 from toolkit.hardware.machine import describe_machine, git_commit, library_versions
 from toolkit.presets.cpu_fsdp import enable_fsdp_on_cpu
 from toolkit.runs import status
+from toolkit.runs.arguments import ModelArguments
 from toolkit.runs.checkpoints import Checkpoint, check_goes_on, check_same_layout, remove_unfinished
 from toolkit.runs.folder import MEASUREMENT_VERSION, RunFolder, start_facts
 from toolkit.runs.steps import measure, read_steps
 from toolkit.train.arguments import Arguments, parse
 from toolkit.train.attest.attestation import Attestation
 from toolkit.train.checkpointing import manifest_facts, resume_point
+from toolkit.train.enough import EnoughSteps
 from toolkit.train.evaluation import Evaluations
 from toolkit.train.failure import Progress, report_failure, report_hang
 from toolkit.train.meter import Meter
@@ -75,6 +77,7 @@ def run(argv: Sequence[str], progress: Progress) -> None:
     progress.enter("engine")
     trainer = build_trainer(model, tokenizer, data, training, folder, promise, progress, resumed)
     methods = Methods(trainer, arguments, folder)
+    enough = stop_early(trainer, model_arguments)
     prepare_universal(trainer, None if resumed is None else resumed.path)
     trainer.callback_handler.callbacks.insert(0, stopping)  # before the meter, which looks at a step that is saved
     trainer.train(resume_from_checkpoint=None if resumed is None else str(resumed.path))
@@ -89,6 +92,8 @@ def run(argv: Sequence[str], progress: Progress) -> None:
     if nvme is not None:
         write_nvme_facts(folder, training, nvme)
     methods.write_facts()
+    if enough is not None and enough.stopped_after is not None and training.process_index == 0:
+        folder.update_run(stopped_after=enough.stopped_after)
     close_folder(folder, training, model_arguments.untimed_steps, progress, trainer.saves)
     remove_swap_files(progress, training)
     if dist.is_initialized():
@@ -233,6 +238,23 @@ def build_trainer(
     return trainer
 
 
+def stop_early(trainer: MeasuredTrainer, given: ModelArguments) -> EnoughSteps | None:
+    """End the run before its last step where the arguments say when; the meter counts the timed steps."""
+    trainer.meter.untimed_steps = given.untimed_steps
+    within, minutes = given.stop_when_steps_within, given.stop_after_minutes
+    if within is None and minutes is None:
+        return None
+    enough = EnoughSteps(
+        trainer.meter,
+        within=within,
+        minutes=minutes,
+        world_size=trainer.args.world_size,
+        evaluates=trainer.eval_dataset is not None,
+    )
+    trainer.add_callback(enough)
+    return enough
+
+
 def write_nvme_facts(folder: RunFolder, training: Any, nvme: dict[str, Any]) -> None:
     """Beside what the launcher measured of the disk: the buffers in force, and what lay on the disk at the end."""
     barrier()
@@ -256,7 +278,7 @@ def close_folder(
     if training.process_index != 0:
         return
     measured = measure(read_steps(folder), untimed_steps=untimed_steps)
-    lists = ("step_seconds", "losses", "grad_norms", "batch_sha256")
+    lists = ("step_seconds", "step_tokens", "timed_step_numbers", "losses", "grad_norms", "batch_sha256")
     summary = {name: value for name, value in asdict(measured).items() if name not in lists}
     summary |= {"first_loss": measured.losses[0], "last_loss": measured.losses[-1]} if measured.losses else {}
     finished = datetime.now(UTC).isoformat(timespec="seconds")

@@ -78,12 +78,9 @@ class Stopping(TrainerCallback):  # type: ignore[misc]
         """Publish this rank's step and read the others'."""
         if self.world_size == 1:
             return [step]
-        wait = timedelta(seconds=ANSWER_SECONDS)
-        address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        store = dist.TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=wait)
-        prefix = f"stop/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
-        store.set(f"{prefix}/{self.rank}", str(step))
-        return [int(store.get(f"{prefix}/{rank}")) for rank in range(self.world_size)]
+        store = join_store(timedelta(seconds=ANSWER_SECONDS))
+        store.set(f"stop/{self.rank}", str(step))
+        return [int(store.get(f"stop/{rank}")) for rank in range(self.world_size)]
 
     def _end(self, why: str) -> None:
         """Without the main thread, which may be waiting for a rank that never comes."""
@@ -123,6 +120,13 @@ class Stopping(TrainerCallback):  # type: ignore[misc]
         saved = f"checkpoint-{step} was saved" if self.saves else "no checkpoint was saved (`--save_strategy no`)"
         hint = "the same command with `--resume_from_checkpoint latest` goes on" if self.saves else None
         raise Interrupted(f"{self.signal.name} ended the run after step {step}; {saved}", hint=hint)
+
+
+def join_store(wait: timedelta) -> Any:
+    """A connection of this rank's own to the process group's store: what all ranks can write and read."""
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    store = dist.TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=wait)
+    return dist.PrefixStore(f"toolkit/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
 
 def _forget_signals() -> None:

@@ -55,6 +55,7 @@ class MeasuredTrainer(Trainer):  # type: ignore[misc]
         if model.training:
             self._climb("forward")
         self.progress.phase = "backward"
+        self.meter.enter_backward()
         return loss
 
     def _climb(self, rung: str) -> None:

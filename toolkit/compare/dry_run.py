@@ -1,0 +1,57 @@
+"""What a comparison would do, before anything is started or paid for: each trial's command, and how long it may take.
+
+print(dry_run_text(comparison, Path("out/comparison"), unsupported={}))
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from toolkit.compare.ledger import LEDGER_FILE, Ledger
+from toolkit.compare.trials import Comparison, Trial
+from toolkit.launch.command import launch_command
+from toolkit.presets import load_preset
+from toolkit.runs import status
+from toolkit.units import NOT_AVAILABLE, seconds
+
+Row = dict[str, Any]
+
+
+def dry_run_text(comparison: Comparison, folder: Path, unsupported: Mapping[str, str]) -> str:
+    """Every trial in the running order; durations are those of trials in the folder's ledger, where it has any."""
+    ledger = Ledger(folder / LEDGER_FILE).read()
+    trials = comparison.trials()
+    left = [trial for trial in trials if trial.id not in ledger and trial.row not in unsupported]
+    lines = []
+    for place, trial in enumerate(trials, 1):
+        lines.append(f"[{place}/{len(trials)}] {trial.id}: {_expectation(trial, ledger, unsupported)}")
+        if trial.row not in unsupported:
+            lines.append(f"    {_command(comparison, trial, folder)}")
+    expected = [expected_seconds(trial, ledger) for trial in left]
+    known = [duration for duration in expected if duration is not None]
+    whole = seconds(sum(known)) if known and len(known) == len(expected) else NOT_AVAILABLE
+    return "\n".join([*lines, f"{len(left)} of {len(trials)} trials to run, in {whole}; nothing was started"])
+
+
+def expected_seconds(trial: Trial, ledger: Mapping[str, Row]) -> float | None:
+    """Median wall time of the trials of this row that are in the ledger, else of any; None without one."""
+    done = [row for row in ledger.values() if row["status"] == status.COMPLETED and row.get("wall_seconds")]
+    same = [row for row in done if (row["preset"], row["world_size"]) == (trial.preset, trial.num_processes)]
+    return statistics.median(row["wall_seconds"] for row in same or done) if done else None
+
+
+def _expectation(trial: Trial, ledger: Mapping[str, Row], unsupported: Mapping[str, str]) -> str:
+    if trial.row in unsupported:
+        return f"not supported here: {unsupported[trial.row]}"
+    if trial.id in ledger:
+        return f"{ledger[trial.id]['status']}, already in the ledger"
+    return f"duration {seconds(expected_seconds(trial, ledger))}, predicted memory {NOT_AVAILABLE}"
+
+
+def _command(comparison: Comparison, trial: Trial, folder: Path) -> str:
+    argv = comparison.training_argv(trial.preset, trial.num_processes, folder / "trials" / trial.id)
+    preset = load_preset(comparison.loads[trial.preset])
+    return launch_command(preset, num_processes=trial.num_processes, training_argv=argv, cpu=comparison.cpu).shown
