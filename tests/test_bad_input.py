@@ -284,8 +284,32 @@ def test_a_comparison_without_a_timed_step(job: Job) -> None:
 
 def test_a_preset_that_is_compared_with_itself(job: Job) -> None:
     said = job.compare("--preset", "ddp", "--preset", "zero2", "--preset", "ddp")
-    assert (said.error, said.hint) == ("--preset ddp is given twice", "name each preset once")
+    assert said.error == "--preset ddp is given twice"
+    assert said.hint == "name each preset once; `--variant again=ddp` is the same under another name"
     assert not job.output.exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        (["--repeats", "0"], "--repeats is 0, expected 1 or more"),
+        (["--target-interval", "3"], "--target-interval is 3.0, expected a share from 0 to below 1"),
+        (["--scaling", "strong"], "--scaling needs several numbers of processes"),
+        (["--find-max-batch", "0"], "--find-max-batch is 0, expected 1 or more"),
+        (["--trial-minutes", "0"], "--trial-minutes is 0, expected more than 0"),
+        (["--variant", "again"], "--variant 'again', expected a name of letters, digits and _, `=`, a preset, and"),
+        (["--preset", "zeropp", "--num-processes", "two"], "--num-processes is 'two', expected whole numbers"),
+    ],
+)
+def test_a_method_that_cannot_be(job: Job, options: list[str], error: str) -> None:
+    said = job.compare("--preset", "ddp", *options)
+    assert said.error.startswith(error)
+    assert not job.output.exists()
+
+
+def test_presets_of_which_none_can_run_here(job: Job) -> None:
+    said = job.compare("--preset", "zeropp", "--cpu")
+    assert said.error.startswith("preset 'zeropp' does not run on a CPU")
 
 
 def test_a_reference_that_is_not_compared(job: Job) -> None:
@@ -303,19 +327,19 @@ def prepared_comparison(job: Job, **changed: object) -> dict[str, Any]:
     """The folder as a comparison of ddp and zero2 leaves it when it is stopped before its first trial ends."""
     from dataclasses import asdict
 
-    from toolkit.compare.trials import SPEC_FILE, open_comparison, plan_comparison
-    from toolkit.presets import load_preset
+    from toolkit.compare.asked import entries
+    from toolkit.compare.door import Asked, plan
+    from toolkit.compare.trials import SCHEMA_VERSION, SPEC_FILE, open_comparison
 
-    comparison = plan_comparison(
-        [load_preset("ddp"), load_preset("zero2")],
-        num_processes=[2],
+    asked = Asked(
+        presets=["ddp", "zero2"],
+        num_processes=["2"],
         training_arguments=job.arguments("--max_steps", "8"),
-        untimed_steps=2,
-        reference=None,
         cpu=True,
     )
+    comparison = plan(asked, entries(asked.presets, asked.variants))
     open_comparison(job.output, comparison, resume=False)
-    write_json(job.output / SPEC_FILE, {"schema_version": 1, **asdict(comparison), **changed})
+    write_json(job.output / SPEC_FILE, {"schema_version": SCHEMA_VERSION, **asdict(comparison), **changed})
     return contents(job.output)
 
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from toolkit.compare.aggregate import compared
+from toolkit.compare.dry_run import dry_run_text
+from toolkit.compare.ledger import Ledger
 from toolkit.compare.trials import Comparison, Trial
 
 Row = dict[str, Any]
@@ -333,3 +336,14 @@ def test_trials_are_interleaved_in_an_order_of_their_own_each_round() -> None:
     assert order == [(each.repeat, each.preset) for each in spec.trials()]
     other = comparison("ddp", "a", "b", "c", order_seed=2)
     assert order != [(each.repeat, each.preset) for each in other.trials()]
+
+
+def test_a_dry_run_multiplies_what_the_ledger_took_by_the_price(tmp_path: Path) -> None:
+    """Two trials of 90 s are in the ledger; the other of each row takes as long on two GPUs at 4 an hour."""
+    spec = comparison("ddp", "zero2", repeats=2)
+    spec.loads.update(ddp="ddp", zero2="zero2")
+    ledger = Ledger(tmp_path / "ledger.jsonl")
+    for preset in ("ddp", "zero2"):
+        ledger.append(trial(preset, 0, wall_seconds=90.0))
+    last = dry_run_text(spec, tmp_path, {}, price_per_gpu_hour=4.0).splitlines()[-1]
+    assert last == "2 of 4 trials to run, in 3 min 00 s, at 0.40; nothing was started"

@@ -52,20 +52,30 @@ class Asked:
     """What `toolkit compare` was given, beside the folder and what only this call does."""
 
     presets: Sequence[str]
-    variants: Sequence[str]
+    variants: Sequence[str] = ()
     num_processes: Sequence[str]
     training_arguments: Sequence[str]
-    repeats: int
-    order_seed: int
-    untimed_steps: int
-    target_interval: float | None
+    repeats: int = 3
+    order_seed: int = 0
+    untimed_steps: int = 2
+    target_interval: float | None = None
     """None: by the device and the preset."""
-    trial_minutes: float | None
-    reference: str | None
-    scaling: str | None
-    find_max_batch: int | None
+    trial_minutes: float | None = None
+    reference: str | None = None
+    scaling: str | None = None
+    find_max_batch: int | None = None
     cpu: bool
-    nvme_path: str | None
+    nvme_path: str | None = None
+
+    def check(self) -> None:
+        """Numbers that mean something."""
+        for name, value in {"repeats": self.repeats, "find-max-batch": self.find_max_batch}.items():
+            if value is not None and value < 1:
+                raise ToolkitError(f"--{name} is {value}, expected 1 or more")
+        if self.trial_minutes is not None and not self.trial_minutes > 0:
+            raise ToolkitError(f"--trial-minutes is {self.trial_minutes:g}, expected more than 0")
+        if self.target_interval is not None and not 0 <= self.target_interval < 1:
+            raise ToolkitError(f"--target-interval is {self.target_interval}, expected a share from 0 to below 1")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -111,8 +121,7 @@ def check_comparison(asked: Asked) -> Checked:
 
 def plan(asked: Asked, found: Sequence[Entry]) -> Comparison:
     """The comparison, before anything is looked at but names and numbers."""
-    if asked.repeats < 1:
-        raise ToolkitError(f"--repeats is {asked.repeats}, expected 1 or more")
+    asked.check()
     numbers = numbers_of_processes(asked.num_processes)
     scaling = scaling_of(asked.scaling, numbers)
     arguments = read_arguments(asked.training_arguments)
@@ -138,8 +147,6 @@ def plan(asked: Asked, found: Sequence[Entry]) -> Comparison:
 def target_interval(asked: Asked, found: Sequence[Entry]) -> float | None:
     """Half the interval of the median step at which a trial has timed enough; 0 times all steps."""
     if asked.target_interval is not None:
-        if not 0 <= asked.target_interval < 1:
-            raise ToolkitError(f"--target-interval is {asked.target_interval}, expected a share from 0 to below 1")
         return asked.target_interval or None
     offloads = any(entry.preset.offload_optimizer or entry.preset.offload_param for entry in found)
     return TARGET_ON_CPU if asked.cpu or offloads else TARGET_ON_GPU

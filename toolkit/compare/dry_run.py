@@ -15,12 +15,14 @@ from toolkit.compare.trials import Comparison, Trial
 from toolkit.launch.command import launch_command
 from toolkit.presets import load_preset
 from toolkit.runs import status
-from toolkit.units import NOT_AVAILABLE, seconds
+from toolkit.units import NOT_AVAILABLE, number, seconds
 
 Row = dict[str, Any]
 
 
-def dry_run_text(comparison: Comparison, folder: Path, unsupported: Mapping[str, str]) -> str:
+def dry_run_text(
+    comparison: Comparison, folder: Path, unsupported: Mapping[str, str], *, price_per_gpu_hour: float | None = None
+) -> str:
     """Every trial in the running order; durations are those of trials in the folder's ledger, where it has any."""
     ledger = Ledger(folder / LEDGER_FILE).read()
     trials = comparison.trials()
@@ -32,8 +34,13 @@ def dry_run_text(comparison: Comparison, folder: Path, unsupported: Mapping[str,
             lines.append(f"    {_command(comparison, trial, folder)}")
     expected = [expected_seconds(trial, ledger) for trial in left]
     known = [duration for duration in expected if duration is not None]
-    whole = seconds(sum(known)) if known and len(known) == len(expected) else NOT_AVAILABLE
-    return "\n".join([*lines, f"{len(left)} of {len(trials)} trials to run, in {whole}; nothing was started"])
+    complete = len(known) == len(expected)
+    whole = seconds(sum(known)) if known and complete else NOT_AVAILABLE
+    cost = ""
+    if price_per_gpu_hour is not None:
+        gpu_seconds = sum(trial.num_processes * (duration or 0) for trial, duration in zip(left, expected, strict=True))
+        cost = f", at {number(gpu_seconds / 3600 * price_per_gpu_hour, 2) if known and complete else NOT_AVAILABLE}"
+    return "\n".join([*lines, f"{len(left)} of {len(trials)} trials to run, in {whole}{cost}; nothing was started"])
 
 
 def expected_seconds(trial: Trial, ledger: Mapping[str, Row]) -> float | None:

@@ -67,16 +67,17 @@ class Runner:
         return Ledger(self.folder / LEDGER_FILE)
 
     def run(self, unsupported: Mapping[str, str], *, retry_failed: bool) -> None:
-        """Every trial that the ledger lacks; a repeat of one that failed is not tried unless failures are.
+        """Every trial that the ledger lacks; after a failure no other repeat of its row is tried.
 
         Raises Stopped when a signal ended a trial.
         """
+        retried = self._failed() if retry_failed else set()
         for position, trial in enumerate(self.comparison.trials()):
             if trial.row in unsupported:
                 continue
-            finished = self.ledger.read()
+            finished = {name: row for name, row in self.ledger.read().items() if name not in retried}
             done = finished.get(trial.id)
-            if done is not None and not (retry_failed and done["status"] != status.COMPLETED):
+            if done is not None:
                 self.telling.finish(trial.id, done, True)
             elif failed := _failed_repeat(finished, trial):
                 self.telling.skip(trial.id, f"{failed['trial']} ended as {failed['status']}")
@@ -84,6 +85,11 @@ class Runner:
                 self.telling.start(trial.id)
                 run_folder = self.train(trial, self.folder / "trials" / trial.id)
                 self.record(trial, run_folder, position)
+                retried.discard(trial.id)
+
+    def _failed(self) -> set[str]:
+        """Trials in the ledger that did not complete."""
+        return {name for name, row in self.ledger.read().items() if row["status"] != status.COMPLETED}
 
     def train(self, trial: Trial, path: Path, extra: Sequence[str] = ()) -> RunFolder:
         """One run in fresh processes; one that was complete before the ledger's line was written is kept."""
