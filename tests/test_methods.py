@@ -14,7 +14,7 @@ from toolkit.runs.steps import measure
 from toolkit.runs.switches import check_switches, profiled_steps
 from toolkit.train.freezing import freeze
 from toolkit.train.intervals import step_parts, union, without
-from toolkit.train.profiling import step_tables
+from toolkit.train.profiling import Spans, step_tables, timeline
 
 
 def check(preset: str = "ddp", num_processes: int = 2, **arguments: Any) -> list[str]:
@@ -199,7 +199,7 @@ def test_a_cpu_s_collation_is_waiting_for_data_and_a_gpu_s_kernels_are_what_comp
         event("aten::mm", 20, 60),
         event("gloo:all_reduce", 50, 80, tid=2),
     ]
-    (row,) = step_tables(on_cpu, first=3, last=3)
+    (row,) = step_tables(Spans.of(on_cpu), first=3, last=3)
     assert row["step"] == 3
     assert [round(row[f"{part}_seconds"] * 1e6) for part in ("compute", "exposed_communication", "data_wait")] == [
         40,
@@ -207,12 +207,30 @@ def test_a_cpu_s_collation_is_waiting_for_data_and_a_gpu_s_kernels_are_what_comp
         10,
     ]
     kernels = [event("gemm", 30, 40, "kernel", 7), event("ncclDevKernel_AllReduce", 35, 55, "kernel", 8)]
-    (row,) = step_tables([*on_cpu, *kernels], first=3, last=3)
+    (row,) = step_tables(Spans.of([*on_cpu, *kernels]), first=3, last=3)
     assert [round(row[f"{part}_seconds"] * 1e6) for part in ("compute", "exposed_communication", "data_wait")] == [
         10,
         15,
         10,
     ]
+
+
+def test_a_timeline_counts_from_the_step_and_leaves_out_what_no_page_shows() -> None:
+    trace = [
+        event("ProfilerStep#0", 0, 500, "user_annotation"),
+        event("ProfilerStep#1", 1000, 2000, "user_annotation"),
+        event("aten::mm", 900, 1100),  # begun before the step
+        event("aten::mm", 1300, 1301),  # half a 500th of it
+        event("gloo:all_reduce", 1400, 1500, tid=2),
+        event("gloo:all_reduce", 1501, 1600, tid=2),  # drawn as one with the first
+    ]
+    drawn = timeline({"baseTimeNanoseconds": 5 * 10**9}, Spans.of(trace), number=1)
+    assert drawn == {
+        "start_unix": pytest.approx(5.001),
+        "seconds": 0.001,
+        "lanes": {"compute": [[0.0, 0.0001]], "communication": [[0.0004, 0.0006]], "data_wait": []},
+    }
+    assert timeline({}, Spans.of([]), number=0) is None
 
 
 def test_profiled_steps_are_a_range_from_one() -> None:

@@ -86,7 +86,16 @@ def test_a_configuration_file_is_enough_and_rows_are_synthetic_unless_given(tmp_
     assert argv[: len(words)] == words
     assert argv[len(words) :][:2] == ["--dataset", "synthetic"]
     assert argv.count("--max_steps") == 1
-    assert argv[-8:] == ["--save_model", "false", "--save_strategy", "no", "--eval_strategy", "no", "--report_to", "none"]
+    assert argv[-8:] == [
+        "--save_model",
+        "false",
+        "--save_strategy",
+        "no",
+        "--eval_strategy",
+        "no",
+        "--report_to",
+        "none",
+    ]
 
 
 def test_parts_add_up() -> None:

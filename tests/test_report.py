@@ -20,7 +20,21 @@ from toolkit.compare.report.csvfile import csv_text
 from toolkit.compare.report.html import html_text
 from toolkit.compare.report.markdown import markdown_text
 from toolkit.compare.report.plot import plot_png
-from toolkit.compare.results import Environment, Failure, Figures, Job, Method, Results, Row, TrialRow, load_results
+from toolkit.compare.results import (
+    Disk,
+    Environment,
+    Failure,
+    Figures,
+    FlopsPerToken,
+    Job,
+    Ladder,
+    Method,
+    Results,
+    Row,
+    Timeline,
+    TrialRow,
+    load_results,
+)
 from toolkit.errors import ToolkitError
 
 ROOT = Path(__file__).parent.parent
@@ -43,6 +57,12 @@ def gpu_results(results: Results) -> Results:
         if row["status"] == "completed":
             row.update(peak_allocated_bytes=40 * GIB, peak_reserved_bytes=48 * GIB, parameter_bytes=4 * GIB)
     return results
+
+
+@pytest.fixture
+def made_up() -> Results:
+    """Two and four H100s with every figure there is, made up by hand: no machine measured them."""
+    return load_results(FIXTURE.with_name("results_made_up_gpus.json"))
 
 
 def only(results: Results, *presets: str) -> Results:
@@ -102,12 +122,26 @@ def test_summary_claims_no_order_for_a_lone_row(results: Results) -> None:
     )
 
 
-def test_summary_calls_one_fastest_only_where_runs_were_repeated(results: Results) -> None:
+def repeat(results: Results, **half_widths: float) -> Results:
+    """Rows with intervals of their speeds, so wide to each side, as a share."""
+    for row in results["rows"]:
+        if row["preset"] in half_widths and row["tokens_per_second"] is not None:
+            middle, half = row["tokens_per_second"], half_widths[row["preset"]]
+            row.update(repeats=3, tokens_per_second_interval=[middle * (1 - half), middle * (1 + half)])
+    return results
+
+
+def test_summary_calls_one_fastest_only_where_intervals_separate(results: Results) -> None:
     assert "fastest" not in summary_sentence(results)
-    again = copy.deepcopy(results["rows"][1])
-    again.update(trial="zero2-n2-r1")
-    results["rows"].append(again)
-    assert "ddp trained fastest of" in summary_sentence(results)
+    narrow = summary_sentence(repeat(copy.deepcopy(results), ddp=0.1, zero2=0.1))  # 360 to 440, 270 to 330
+    assert "ddp is the fastest that fits (400 tokens/s); zero2 holds 38 % fewer model-state bytes for 25 %" in narrow
+    wide = summary_sentence(repeat(results, ddp=0.2, zero2=0.2))  # 320 to 480, 240 to 360
+    assert "no difference in speed is seen between ddp and zero2, the fastest of the 2 of 4" in wide
+    assert "zero2 holds 38 % fewer model-state bytes with no difference seen in speed" in wide
+
+
+def test_summary_ranks_nothing_between_a_repeated_row_and_a_single_one(results: Results) -> None:
+    assert "in single runs, unranked" in summary_sentence(repeat(results, ddp=0.1))
 
 
 def test_summary_ranks_nothing_when_the_reference_failed(results: Results) -> None:
@@ -240,7 +274,9 @@ def test_csv_columns_are_frozen(results: Results) -> None:
         "step_seconds_p90,num_params,num_trainable_params,parameter_bytes,gradient_bytes,optimizer_bytes,"
         "peak_allocated_bytes,peak_reserved_bytes,peak_host_bytes,peak_rank,first_loss,last_loss,ratio_to_reference,"
         "wall_seconds,timed_seconds,run_folder,command,group,repeats,difference,rank,rank_skew,speed_up,"
-        "scaling_efficiency"
+        "scaling_efficiency,non_padding_tokens_per_second,peak_driver_bytes,allocator_retries,energy_joules,"
+        "attestation_sha256,startup_seconds,planned_peak_bytes,mfu,mfu_full_attention,hfu,cost_per_million_tokens,"
+        "communication_fraction,exposed_communication_fraction,save_seconds,save_bytes"
     )
     assert len(lines) == 4  # the message with a line break is one line too
     assert lines[1].startswith("zero2-n2,zero2,2,completed,,agrees,,300.0,150.0,120.0,112.5,0.25,2,0.6667,0.72,")
@@ -306,7 +342,7 @@ def test_html_escapes_names_in_attributes_and_charts(results: Results) -> None:
 
 def test_html_tables_scroll_by_themselves_and_sort_by_number(results: Results) -> None:
     page = html_text(results)
-    assert page.count("<table") == page.count('<div class="scroll"><table') == 6
+    assert page.count("<table") == page.count('<div class="scroll"><table') == 9
     assert '<td class="num" data-value="400.0">400</td>' in page
     assert '<td class="num">n/a</td>' in page
 
@@ -317,7 +353,124 @@ def test_html_marks_a_failed_row_instead_of_drawing_it(results: Results) -> None
     assert all("out_of_memory" in bar and "<i" not in bar for bar in bars)
 
 
+# A full page: several world sizes, intervals, what was planned, a profile, failures
+
+
+def bars(page: str, label: str) -> list[str]:
+    return [line for line in page.splitlines() if 'class="bar"' in line and f">{label}<" in line]
+
+
+def widths(bar: str) -> list[float]:
+    return [float(found) for found in re.findall(r"<i[^>]*width:([\d.]+)%", bar)]
+
+
+def test_summary_of_repeated_gpus_says_what_is_fastest_and_what_less_memory_costs(made_up: Results) -> None:
+    assert summary_sentence(made_up) == (
+        "On 2 × NVIDIA H100 80GB HBM3, zero2 n2 is the fastest that fits (27,000 tokens/s); fsdp2 n2 uses 31 % less"
+        " memory for 8 % less speed; on 4 × NVIDIA H100 80GB HBM3, zero2 n4 is the fastest of 3 presets (50,220"
+        " tokens/s); fsdp2 n4 uses 44 % less memory for 5 % less speed; from 2 to 4 processes zero2 becomes 1.86 times"
+        " as fast (93 % of ideal); 1 did not finish (ddp: out_of_memory); 1 did not train the same problem (zero1)."
+    )
+
+
+def test_a_memory_bar_is_the_peak_in_parts_against_capacity_and_plan(made_up: Results) -> None:
+    """68 % of the line are the longest of all: ddp's plan of 86.3 GiB. zero2 n2 peaks at 55 GiB."""
+    memory, _ = bars(html_text(made_up), "zero2 n2")
+    parameters, gradients, optimizer, rest, _ = widths(memory)
+    scale = 68 / 86.3
+    assert sum((parameters, gradients, optimizer, rest)) == pytest.approx(55 * scale, abs=0.05)
+    assert parameters == pytest.approx(8e9 / GIB * scale, abs=0.01)
+    assert (optimizer / parameters, gradients / parameters) == pytest.approx((3, 0.5), abs=0.01)
+    assert f'<u class="tick" style="left:{56.5 * scale:.2f}%">' in memory
+    assert f'<u class="capacity" style="left:{81559 / 1024 * scale:.2f}%">' in memory
+
+
+def test_a_row_that_ran_out_of_memory_shows_what_was_measured_and_planned(made_up: Results) -> None:
+    memory, speeds = bars(html_text(made_up), "ddp")
+    assert "out_of_memory in step, 74.10 GiB measured" in memory
+    assert 'class="hatch"' in memory
+    assert '<u class="tick" style="left:68.00%">' in memory
+    assert "<i" not in speeds
+
+
+def test_without_a_plan_there_is_no_marker(made_up: Results) -> None:
+    for row in made_up["rows"]:
+        row["planned_peak_bytes"] = None
+    made_up["rows"] = made_up["rows"][1:]
+    page = html_text(made_up)
+    assert 'class="tick"' not in page
+    assert ">planned<" not in page
+
+
+def test_offloaded_states_are_not_drawn_as_gpu_memory(made_up: Results) -> None:
+    made_up["rows"][1]["peak_allocated_bytes"] = 20 * GIB
+    memory, _ = bars(html_text(made_up), "zero2 n2")
+    assert len(widths(memory)) == 2  # the peak, and the room up to the plan's mark
+    assert "20.00 GiB (model states, host included: 33.53)" in memory
+
+
+def test_a_speed_has_its_interval_and_one_without_parity_has_no_bar(made_up: Results) -> None:
+    page = html_text(made_up)
+    speeds = bars(page, "zero3 n4")[1]
+    scale = 68 / 50571.5  # the longest: the upper end of zero2 n4
+    low, high = 44208.3, 45191.7
+    found = re.search(r'class="span" style="left:([\d.]+)%;width:([\d.]+)%', speeds)
+    assert found is not None
+    assert (float(found[1]), float(found[2])) == pytest.approx((low * scale, (high - low) * scale), abs=0.02)
+    assert "44,700 (44,208 to 45,192)" in speeds
+    assert "<i" not in bars(page, "zero1")[1]
+
+
+def test_scaling_and_timeline_are_there_only_with_something_to_show(made_up: Results, results: Results) -> None:
+    full, small = html_text(made_up), html_text(results)
+    for heading in ("<h2>Scaling</h2>", "<h2>One step of every rank</h2>", "<h3>GPU links</h3>"):
+        assert heading in full
+        assert heading not in small
+    assert full.count("<details") == 6  # one a row with a profile, the first open
+    assert full.count("<details open>") == 1
+    assert full.count('class="rank"><b>rank 3') == 3
+
+
+def test_the_full_page_stays_self_contained_and_names_each_replay(made_up: Results) -> None:
+    page = html_text(made_up)
+    assert not re.search(r"(https?:)?//[a-z]|@import|url\(", page.replace("// A press", ""))
+    assert "toolkit compare --replay DIR --row zero2-n4" in page
+    assert "power limit 700 W" in page
+    assert "NV18" in page
+
+
+def test_notes_of_gpus_say_what_mfu_counts_the_price_and_throttling(made_up: Results) -> None:
+    said = notes(made_up)
+    assert "Cost: of a million non-padding tokens, at 2.5 a GPU-hour." in said
+    assert any(note.startswith("MFU: all parameters and causal attention, padding included") for note in said)
+    held = "GPU clocks were held down during timed steps: zero2 n2 (software power cap), zero2 n4 (software power cap)."
+    assert held in said
+
+
+def test_markdown_of_repeated_rows_has_intervals_mfu_and_cost(made_up: Results) -> None:
+    lines = markdown_text(made_up).splitlines()
+    assert lines[0] == "# Comparison: 5 presets on 2 and 4 × NVIDIA H100 80GB HBM3"
+    assert (
+        "| fsdp2 n2 | completed | 24,840 | 24,641–25,039 | 31.6 % | 0.0635 | 1.319 | 7.45 | 7.45 | 14.90 | 37.95"
+        " | 1.3999 | 0.92 |"
+    ) in lines
+    assert "| ddp | out_of_memory | 15.00 | 36.10 | 44.60 | n/a | allocated |" in lines  # the ladder
+
+
+def test_the_made_up_mfu_is_what_its_own_numbers_give(made_up: Results) -> None:
+    """The fixture is worked by hand: 4e9 parameters, 36 layers of width 2560, 2048 tokens, an H100's 989 TFLOP/s."""
+    row = made_up["rows"][1]
+    causal = 6 * 4_000_000_000 + 6 * 36 * 2560 * 2048
+    assert row["flops_per_token"] is not None
+    assert row["flops_per_token"]["causal"] == causal
+    assert row["mfu"] == pytest.approx(13_500 * causal / 989e12, rel=1e-4)
+
+
 # Plot
+
+
+def test_plot_draws_intervals(made_up: Results) -> None:
+    assert plot_png(made_up).startswith(b"\x89PNG\r\n")
 
 
 def test_plot_is_a_png_for_hostile_names_too(results: Results) -> None:
@@ -328,7 +481,7 @@ def test_plot_is_a_png_for_hostile_names_too(results: Results) -> None:
 # Schema
 
 
-@pytest.mark.parametrize("fixture", ["results", "gpu_results"])
+@pytest.mark.parametrize("fixture", ["results", "gpu_results", "made_up"])
 def test_schema_accepts_the_fixture(fixture: str, request: pytest.FixtureRequest) -> None:
     jsonschema = pytest.importorskip("jsonschema", reason="jsonschema is in the extra [dev]")
     jsonschema.Draft202012Validator.check_schema(SCHEMA)
@@ -357,6 +510,10 @@ def test_schema_types_and_docs_name_the_same_keys() -> None:
         (parts["rows"]["items"]["properties"]["failure"], Failure),
         (parts["trials"]["items"], TrialRow),
         (parts["method"], Method),
+        (parts["environment"]["properties"]["disk"], Disk),
+        (parts["rows"]["items"]["properties"]["memory_ladder"], Ladder),
+        (parts["rows"]["items"]["properties"]["flops_per_token"], FlopsPerToken),
+        (parts["rows"]["items"]["properties"]["timeline"], Timeline),
     ]
     for schema, shape in shapes:
         assert list(schema["properties"]) == schema["required"] == list(shape.__annotations__)
@@ -410,6 +567,7 @@ def test_loading_reads_results_from_before_trials_were_repeated(results: Results
     assert {row["difference"] for row in read["rows"]} == {None}
     assert (read["rows"][3]["parity"], read["rows"][3]["tokens_per_second"]) == ("parity failed", None)
     assert read["trials"][0]["timed_step_numbers"] == [3, 4]
+    assert (read["rows"][0]["mfu"], read["price_per_gpu_hour"], read["environment"]["disk"]) == (None, None, None)
 
 
 def test_loading_welcomes_keys_that_it_does_not_know(tmp_path: Path) -> None:

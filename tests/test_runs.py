@@ -318,6 +318,45 @@ def test_without_an_allocator_the_resident_set_names_the_rank() -> None:
     assert (measured.peak_allocated_bytes, measured.peak_host_bytes, measured.peak_rank) == (None, 20, 1)
 
 
+def reading(at: float, joules: float | None, *reasons: str) -> dict[str, Any]:
+    return {"monotonic_seconds": at, "energy_joules": joules, "throttle_reasons": list(reasons)}
+
+
+def test_energy_is_the_power_between_readings_over_the_timed_steps_of_all_ranks() -> None:
+    first = [{"seconds": 9.0, "gpu_reading": reading(9.0, 0.0, "software power cap")}] * 2  # untimed
+    timed = [
+        [{"gpu_reading": reading(10.0, 1000.0)}, {"gpu_reading": reading(10.5, 5000.0)}],
+        [{"gpu_reading": None}, {"gpu_reading": None}],
+        [{"gpu_reading": reading(12.0, 1600.0)}, {"gpu_reading": reading(12.5, 5800.0, "hardware slowdown")}],
+    ]
+    steps = [[row(rank, **step[rank]) for rank in (0, 1)] for step in [first, *timed]]
+    measured = measure(steps, untimed_steps=1)
+    assert measured.energy_joules == 2100  # (600 / 2 + 800 / 2) W over 3 timed steps of 1 s
+    assert measured.throttle_reasons == ["hardware slowdown"]
+
+
+def test_energy_is_unknown_where_one_rank_shows_no_counter() -> None:
+    ones = [[row(0, gpu_reading=reading(at, 100.0 * at)), row(1, gpu_reading=reading(at, None))] for at in (1.0, 2.0)]
+    assert measure(ones, untimed_steps=0).energy_joules is None
+    assert measure(ones, untimed_steps=0).throttle_reasons == []
+    assert measure([[row(0)]], untimed_steps=0).throttle_reasons is None
+
+
+def test_the_ladder_is_the_highest_rank_s_at_each_rung() -> None:
+    ladder = {"bytes_of": "allocated", "load": 4, "forward": 9, "backward": 8, "step": 16}
+    other = {"bytes_of": "allocated", "load": 5, "forward": 7, "backward": None, "step": None}
+    steps = [[row(0, memory_ladder=ladder), row(1, memory_ladder=other)], [row(0), row(1)]]
+    expected = {"bytes_of": "allocated", "load": 5, "forward": 9, "backward": 8, "step": 16}
+    assert measure(steps, untimed_steps=0).memory_ladder == expected
+    assert measure([[row(0)]], untimed_steps=0).memory_ladder is None
+
+
+def test_driver_peak_and_retries_are_of_the_largest_rank() -> None:
+    steps = [[row(0, driver_bytes=7, allocator_retries=0), row(1, driver_bytes=None, allocator_retries=2)]]
+    measured = measure(steps, untimed_steps=0)
+    assert (measured.peak_driver_bytes, measured.allocator_retries) == (7, 2)
+
+
 def test_no_step_has_no_speed_and_no_peak() -> None:
     measured = measure([], untimed_steps=2)
     assert (measured.steps, measured.losses, measured.tokens_per_second, measured.peak_rank) == (0, [], None, None)

@@ -74,6 +74,20 @@ def test_a_hook_is_called_by_the_live_model_and_its_bytes_are_counted(start: Sta
         assert (rank["ddp_comm_hook"], rank["reduce_dtype"]) == (hook, dtypes)
     if profiled:
         check_profile(folder, run["profile"])
+        check_ladder(folder, run)
+
+
+def check_ladder(folder: Path, run: dict[str, Any]) -> None:
+    """Resident bytes of each rank's first step, in its first row alone; the run has the highest of each rung."""
+    rows = [
+        [json.loads(line) for line in path.read_text().splitlines()] for path in sorted(folder.glob("ranks/*.jsonl"))
+    ]
+    assert [["memory_ladder" in row for row in rank] for rank in rows] == [[True, False, False]] * 2
+    first, second = (rank[0]["memory_ladder"] for rank in rows)
+    assert first["bytes_of"] == "rss"
+    for rung in ("load", "forward", "backward", "step"):
+        assert 4 * P < min(first[rung], second[rung]) <= max(rank[0]["peak_host_bytes"] for rank in rows)
+        assert run["measured"]["memory_ladder"][rung] == max(first[rung], second[rung])
 
 
 def check_profile(folder: Path, profile: dict[str, Any]) -> None:
@@ -83,6 +97,13 @@ def check_profile(folder: Path, profile: dict[str, Any]) -> None:
         parts = [row[f"{part}_seconds"] for part in ("compute", "exposed_communication", "data_wait", "idle")]
         assert sum(parts) == pytest.approx(row["step_seconds"])
         assert min(row["compute_seconds"], row["communication_seconds"]) > 0
+    first, second = profile["timeline"]
+    assert (first["rank"], second["rank"]) == (0, 1)
+    assert abs(first["start_unix"] - second["start_unix"]) < first["seconds"]  # one clock: the ranks meet in the step
+    for rank in (first, second):
+        assert rank["lanes"]["compute"]
+        assert rank["lanes"]["communication"]
+        assert all(0 <= start < end <= rank["seconds"] + 1e-6 for lane in rank["lanes"].values() for start, end in lane)
     assert sorted(path.name for path in (folder / "profile").iterdir()) == ["rank0.json.gz", "rank1.json.gz"]
     lines = (folder / "ranks" / "rank0.jsonl").read_text().splitlines()
     assert ['"profiled": true' in line for line in lines] == [False, True, False]

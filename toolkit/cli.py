@@ -27,6 +27,7 @@ app = typer.Typer(
 PRESET_HELP = "a preset's name (see `toolkit presets`), or an accelerate YAML file"
 PROCESSES_HELP = "ranks to start on this machine, one a GPU"
 NVME_HELP = "folder on a local NVMe disk, for presets that swap to one; or TOOLKIT_NVME_PATH in the environment"
+PRICE_HELP = "what one GPU costs an hour: rows then say what a million tokens cost"
 CPU_HELP = "train on the CPU; the default where no GPU is visible"
 TABLE_COLUMNS = 100
 # click's, or that of typer's own copy of click, which exports only its subclass.
@@ -352,6 +353,14 @@ def compare(
         Path | None, typer.Option(help="a comparison's folder: run its --row again", metavar="DIR")
     ] = None,
     row: Annotated[str | None, typer.Option(help="with --replay: the row, such as zero2-n2")] = None,
+    profile: Annotated[
+        bool,
+        typer.Option("--profile", help="one more run of each row, profiled: communication, and one step's picture"),
+    ] = False,
+    measure_save: Annotated[
+        bool, typer.Option("--measure-save", help="one more run of each row that saves a checkpoint: seconds and bytes")
+    ] = False,
+    price_per_gpu_hour: Annotated[float | None, typer.Option(help=PRICE_HELP, min=0)] = None,
     cpu: Annotated[bool | None, typer.Option("--cpu/--no-cpu", help=CPU_HELP)] = None,
     nvme_path: NvmePath = None,
 ) -> None:
@@ -390,6 +399,7 @@ def compare(
         dry_run=dry_run,
         on_checked=lambda on_cpu: _say_device(on_cpu, cpu),
         timeout_seconds=trial_timeout_minutes * 60,
+        beside=door.Beside(profile=profile, measure_save=measure_save, price_per_gpu_hour=price_per_gpu_hour),
     )
 
 

@@ -18,10 +18,12 @@ from toolkit.compare.asked import (
     unsupported_rows,
 )
 from toolkit.compare.dry_run import dry_run_text
+from toolkit.compare.extras import run_extras
 from toolkit.compare.largest_batch import find_largest_batches, with_largest_batches
 from toolkit.compare.ledger import LEDGER_FILE, Ledger, alone
 from toolkit.compare.replay import replay_row
 from toolkit.compare.report import console_table, summary_sentence, write_report
+from toolkit.compare.reported import at_price
 from toolkit.compare.results import Results, load_results
 from toolkit.compare.run import Runner, Stopped, Telling, results_of
 from toolkit.compare.screen import Screen, talk
@@ -75,6 +77,20 @@ class Asked:
             raise ToolkitError(f"--trial-minutes is {self.trial_minutes:g}, expected more than 0")
         if self.target_interval is not None and not 0 <= self.target_interval < 1:
             raise ToolkitError(f"--target-interval is {self.target_interval}, expected a share from 0 to below 1")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Beside:
+    """What is measured or said beside the trials; a comparison may be resumed with more of it."""
+
+    profile: bool = False
+    measure_save: bool = False
+    price_per_gpu_hour: float | None = None
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """Of the runs that no speed counts."""
+        return tuple(kind for kind, asked in (("profile", self.profile), ("save", self.measure_save)) if asked)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -146,6 +162,7 @@ def run_comparison(
     dry_run: bool,
     on_checked: Callable[[bool], None],
     timeout_seconds: float,
+    beside: Beside,
 ) -> None:
     """Run or resume a comparison, write its report, print its table.
 
@@ -158,14 +175,18 @@ def run_comparison(
     open_comparison(output, checked.comparison, resume=resume)
     with alone(output):
         on_checked(asked.cpu)
-        comparison = _run(checked, output, retry_failed=retry_failed, timeout_seconds=timeout_seconds)
-        _publish(results_of(comparison, output, checked.unsupported), output)
+        if asked.cpu and beside.price_per_gpu_hour is not None:
+            talk().print("--price-per-gpu-hour has no effect: no GPU is used")
+        comparison = _run(checked, output, beside, retry_failed=retry_failed, timeout_seconds=timeout_seconds)
+        found = results_of(comparison, output, checked.unsupported, price_per_gpu_hour=beside.price_per_gpu_hour)
+        _publish(found, output)
 
 
-def _run(checked: Checked, output: Path, *, retry_failed: bool, timeout_seconds: float) -> Comparison:
+def _run(checked: Checked, output: Path, beside: Beside, *, retry_failed: bool, timeout_seconds: float) -> Comparison:
     """All trials, after the search for each row's largest micro-batch where that is asked for."""
     comparison = checked.comparison
-    screen = Screen(sum(trial.row not in checked.unsupported for trial in comparison.trials()))
+    runs = [trial.row for trial in comparison.trials() if trial.row not in checked.unsupported]
+    screen = Screen(len(runs) + (len(set(runs)) if beside.kinds else 0))
     runner = Runner(
         comparison=comparison,
         folder=output,
@@ -178,6 +199,7 @@ def _run(checked: Checked, output: Path, *, retry_failed: bool, timeout_seconds:
             if comparison.find_max_batch is not None:
                 runner = find_largest_batches(runner, checked.unsupported)
             runner.run(checked.unsupported, retry_failed=retry_failed)
+            run_extras(runner, checked.unsupported, kinds=beside.kinds, retry_failed=retry_failed)
     except (Stopped, KeyboardInterrupt):
         talk().print("stopped; finished trials are kept. The same command with `--resume` goes on.")
         raise typer.Exit(EXIT_RUN_FAILED) from None
@@ -196,10 +218,11 @@ def replay(folder: Path, row: str, *, timeout_seconds: float, nvme_path: str | N
     print(said)
 
 
-def write_report_again(folder: Path) -> None:
-    """The report from results.json."""
+def write_report_again(folder: Path, *, price_per_gpu_hour: float | None) -> None:
+    """The report from results.json, its costs at another price if there is one."""
     refuse_rehearsals([folder])
-    _publish(load_results(folder), folder)
+    results = load_results(folder)
+    _publish(results if price_per_gpu_hour is None else at_price(results, price_per_gpu_hour), folder)
 
 
 def _publish(results: Results, folder: Path) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal, TypedDict, cast
+from typing import Any, Literal, NotRequired, TypedDict, cast
 
 from toolkit.errors import ToolkitError
 
@@ -44,6 +44,18 @@ class Gpu(TypedDict):
 
     name: str
     memory_bytes: int | None
+    driver: NotRequired[str | None]
+    power_limit_watts: NotRequired[float | None]
+    max_sm_clock_mhz: NotRequired[int | None]
+    max_memory_clock_mhz: NotRequired[int | None]
+
+
+class Disk(TypedDict):
+    """The disk that the comparison wrote to."""
+
+    filesystem: str | None
+    total_bytes: int | None
+    free_bytes: int | None
 
 
 class Environment(TypedDict):
@@ -57,6 +69,10 @@ class Environment(TypedDict):
     versions: dict[str, str]
     python: str
     git_commit: str | None
+    disk: Disk | None
+    links: str | None
+    memory_limit_bytes: int | None
+    cpu_limit: float | None
 
 
 class Job(TypedDict):
@@ -81,6 +97,34 @@ class Failure(TypedDict):
     rank: int | None
     predicted_bytes: int | None
     measured_bytes: int | None
+
+
+class Ladder(TypedDict):
+    """Bytes of the largest rank at four moments of its first step."""
+
+    bytes_of: str
+    load: int | None
+    forward: int | None
+    backward: int | None
+    step: int | None
+
+
+class FlopsPerToken(TypedDict):
+    """Operations of one token, counted in each way that is in use."""
+
+    num_params: int
+    seq_length: int
+    causal: int
+    full_attention: int
+    without_embeddings: int
+    hardware: int
+
+
+class Timeline(TypedDict):
+    """One profiled step on every rank."""
+
+    step: int
+    ranks: list[dict[str, Any]]
 
 
 class Figures(TypedDict):
@@ -130,6 +174,13 @@ class TrialRow(Figures):
     startup_seconds: float | None
     step_tokens: list[int]
     timed_step_numbers: list[int]
+    non_padding_tokens_per_second: float | None
+    peak_driver_bytes: int | None
+    allocator_retries: int | None
+    memory_ladder: Ladder | None
+    energy_joules: float | None
+    throttle_reasons: list[str] | None
+    attestation_sha256: str | None
 
 
 class Row(Figures):
@@ -146,6 +197,25 @@ class Row(Figures):
     failure: Failure | None
     speed_up: float | None
     scaling_efficiency: float | None
+    non_padding_tokens_per_second: float | None
+    peak_driver_bytes: int | None
+    allocator_retries: int | None
+    memory_ladder: Ladder | None
+    energy_joules: float | None
+    throttle_reasons: list[str] | None
+    attestation_sha256: str | None
+    startup_seconds: float | None
+    planned_peak_bytes: int | None
+    flops_per_token: FlopsPerToken | None
+    mfu: float | None
+    mfu_full_attention: float | None
+    hfu: float | None
+    cost_per_million_tokens: float | None
+    communication_fraction: float | None
+    exposed_communication_fraction: float | None
+    save_seconds: float | None
+    save_bytes: int | None
+    timeline: Timeline | None
 
 
 SPEEDS = (
@@ -163,6 +233,11 @@ SPEEDS = (
     "rank",
     "speed_up",
     "scaling_efficiency",
+    "non_padding_tokens_per_second",
+    "mfu",
+    "mfu_full_attention",
+    "hfu",
+    "cost_per_million_tokens",
 )
 """What is withheld from a row that trained another problem: its `step_seconds` too, which are then empty."""
 
@@ -194,6 +269,39 @@ class Results(TypedDict):
     rows: list[Row]
     trials: list[TrialRow]
     method: Method
+    price_per_gpu_hour: float | None
+
+
+_READINGS = (
+    "non_padding_tokens_per_second",
+    "peak_driver_bytes",
+    "allocator_retries",
+    "memory_ladder",
+    "energy_joules",
+    "throttle_reasons",
+    "attestation_sha256",
+)
+# Keys that came later under the same schema version; where they are missing, they are unknown.
+LATER = {
+    "results": ("price_per_gpu_hour",),
+    "environment": ("disk", "links", "memory_limit_bytes", "cpu_limit"),
+    "trials": _READINGS,
+    "rows": (
+        *_READINGS,
+        "startup_seconds",
+        "planned_peak_bytes",
+        "flops_per_token",
+        "mfu",
+        "mfu_full_attention",
+        "hfu",
+        "cost_per_million_tokens",
+        "communication_fraction",
+        "exposed_communication_fraction",
+        "save_seconds",
+        "save_bytes",
+        "timeline",
+    ),
+}
 
 
 def load_results(path: str | Path) -> Results:
@@ -205,6 +313,7 @@ def load_results(path: str | Path) -> Results:
     _check_version(file, found["schema_version"])
     if "trials" not in found:
         found = _with_single_trials(found)
+    found = _with_later_keys(found)
     _check_keys(file, found)
     return cast(Results, found)
 
@@ -238,6 +347,18 @@ def _with_single_trials(found: dict[str, object]) -> dict[str, object]:
         "trials": [_single_trial(row, position, untimed) for position, row in enumerate(renamed)],
         "method": method | {"interval": "none: single runs"},
     }
+
+
+def _with_later_keys(found: dict[str, Any]) -> dict[str, Any]:
+    """Results from before a key was there: it is unknown."""
+    filled = dict.fromkeys(LATER["results"]) | found
+    for place in ("rows", "trials"):
+        if isinstance(filled.get(place), list):
+            none = dict.fromkeys(LATER[place])
+            filled[place] = [none | row if isinstance(row, dict) else row for row in filled[place]]
+    if isinstance(filled.get("environment"), dict):
+        filled["environment"] = dict.fromkeys(LATER["environment"]) | filled["environment"]
+    return filled
 
 
 def _single_trial(row: dict[str, object], position: int, untimed_steps: int) -> dict[str, object]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from toolkit.compare.readings import trial_readings
 from toolkit.compare.trials import Trial
 from toolkit.runs import status
 from toolkit.runs.folder import RunFolder, read_json
@@ -52,6 +53,7 @@ def row_of(trial: Trial, folder: RunFolder, comparison_folder: Path, *, untimed_
         "ratio_to_reference": None,
         **_speed(measured, trial),
         **_memory(folder),
+        **trial_readings(folder, measured),
         "wall_seconds": run.get("wall_seconds"),
         "run_folder": str(folder.path.relative_to(comparison_folder)),
         "command": run.get("command", ""),
@@ -135,5 +137,4 @@ def _memory(folder: RunFolder) -> Row:
         "num_params": ranks[0].get("num_params"),
         "num_trainable_params": ranks[0].get("num_trainable_params"),
         "compute_dtype": ranks[0].get("compute_dtype"),
-        "attestation_sha256": attested.get("sha256"),
     }

@@ -12,13 +12,16 @@ from typing import Any, cast
 
 from toolkit.compare.aggregate import compared
 from toolkit.compare.claims import confidence_of
+from toolkit.compare.efficiency import shape_of_model
 from toolkit.compare.intervals import METHOD
 from toolkit.compare.ledger import LEDGER_FILE, Ledger
+from toolkit.compare.reported import with_readings
 from toolkit.compare.results import SCHEMA_VERSION, Results
 from toolkit.compare.rows import Row, row_of
 from toolkit.compare.trials import Comparison, Trial
 from toolkit.errors import ToolkitError
-from toolkit.hardware.machine import describe_machine, git_commit, library_versions
+from toolkit.hardware.container import cpu_limit, memory_limit_bytes
+from toolkit.hardware.machine import describe_machine, disk_facts, git_commit, gpu_links, library_versions
 from toolkit.launch.nvme import NvmeDisk
 from toolkit.launch.restarts import Limits
 from toolkit.launch.run import run_training
@@ -145,18 +148,35 @@ def _failed_repeat(finished: Mapping[str, Row], trial: Trial) -> Row | None:
     return next((row for row in same if row["status"] != status.COMPLETED), None)
 
 
-def results_of(comparison: Comparison, folder: Path, unsupported: Mapping[str, str]) -> Results:
+def results_of(
+    comparison: Comparison,
+    folder: Path,
+    unsupported: Mapping[str, str],
+    *,
+    price_per_gpu_hour: float | None = None,
+) -> Results:
     """The comparison's results from its ledger, rows in the order that was asked for."""
-    rows, trials = compared(Ledger(folder / LEDGER_FILE).read(), comparison, unsupported)
+    finished = Ledger(folder / LEDGER_FILE).read()
+    rows, trials = compared(finished, comparison, unsupported)
+    environment = _environment(comparison, folder)
+    rows = with_readings(
+        rows,
+        trials,
+        finished,
+        shape=shape_of_model(_job(comparison, rows)["model"]),
+        environment=environment,
+        price_per_gpu_hour=price_per_gpu_hour,
+    )
     results: dict[str, Any] = {
         "schema_version": SCHEMA_VERSION,
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
         "reference": comparison.reference,
-        "environment": _environment(comparison),
+        "environment": environment,
         "job": _job(comparison, rows),
         "rows": rows,
         "trials": trials,
         "method": _method(comparison, rows),
+        "price_per_gpu_hour": price_per_gpu_hour,
     }
     return cast(Results, results)
 
@@ -172,7 +192,7 @@ def _method(comparison: Comparison, rows: list[Row]) -> dict[str, Any]:
     }
 
 
-def _environment(comparison: Comparison) -> dict[str, Any]:
+def _environment(comparison: Comparison, folder: Path) -> dict[str, Any]:
     machine = describe_machine()
     return {
         "device": "cpu" if comparison.cpu else "cuda",
@@ -180,6 +200,10 @@ def _environment(comparison: Comparison) -> dict[str, Any]:
         **{key: machine[key] for key in ("cpu", "cpu_count", "host_memory_bytes", "python", "system")},
         "versions": {name: found for name, found in library_versions().items() if found is not None},
         "git_commit": git_commit(Path(__file__).parent),
+        "disk": disk_facts(folder),
+        "links": None if comparison.cpu else gpu_links(),
+        "memory_limit_bytes": memory_limit_bytes(),
+        "cpu_limit": cpu_limit(),
     }
 
 

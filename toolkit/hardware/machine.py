@@ -6,13 +6,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
+import re
+import shutil
 import subprocess
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from toolkit.hardware.disks import mount_of
 from toolkit.units import MIB
 
 LIBRARIES = ("torch", "accelerate", "transformers", "deepspeed", "peft", "datasets", "finetune-toolkit")
@@ -63,14 +67,48 @@ def _cpu_name() -> str | None:
     return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), None)
 
 
+def gpu_links() -> str | None:
+    """How the GPUs are connected: nvidia-smi's own table, without its colours; None without nvidia-smi."""
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        return re.sub(r"\x1b\[[0-9;]*m", "", _output(["nvidia-smi", "topo", "-m"]))
+    return None
+
+
+def disk_facts(folder: Path) -> dict[str, Any]:
+    """File system, size and room of the disk under a folder that is there."""
+    usage, mount = shutil.disk_usage(folder), None
+    with contextlib.suppress(OSError):
+        mount = mount_of(folder)
+    filesystem = None if mount is None else mount.filesystem
+    return {"filesystem": filesystem, "total_bytes": usage.total, "free_bytes": usage.free}
+
+
+# nvidia-smi's name of each figure, and ours.
+GPU_FIGURES = {
+    "power.limit": "power_limit_watts",
+    "clocks.max.sm": "max_sm_clock_mhz",
+    "clocks.max.memory": "max_memory_clock_mhz",
+}
+
+
 def _gpus() -> list[dict[str, Any]]:
-    """Name, memory in bytes and driver of each GPU, as nvidia-smi gives them."""
-    query = ["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader,nounits"]
+    """Name, memory in bytes, driver, power limit and highest clocks of each GPU, as nvidia-smi gives them."""
+    wanted = ",".join(("name", "memory.total", "driver_version", *GPU_FIGURES))
     try:
-        rows = [line.split(", ") for line in _output(query).splitlines()]
+        rows = _output(["nvidia-smi", f"--query-gpu={wanted}", "--format=csv,noheader,nounits"]).splitlines()
     except (OSError, subprocess.SubprocessError):
         return []
-    return [
-        {"name": name, "memory_bytes": int(mib) * MIB if mib.isdigit() else None, "driver": driver}
-        for name, mib, driver in rows
-    ]
+    return [gpu_facts(row.split(", ")) for row in rows]
+
+
+def gpu_facts(fields: list[str]) -> dict[str, Any]:
+    """One line of nvidia-smi's answer; what it does not know is None."""
+    name, mib, driver, *figures = fields
+    facts: dict[str, Any] = {
+        "name": name,
+        "memory_bytes": int(mib) * MIB if mib.isdigit() else None,
+        "driver": driver,
+    }
+    for key, text in zip(GPU_FIGURES.values(), figures, strict=False):
+        facts[key] = None if not text.replace(".", "", 1).isdigit() else float(text) if "." in text else int(text)
+    return facts

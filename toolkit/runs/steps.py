@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.runs.folder import RunFolder
+from toolkit.runs.gpu_readings import energy_joules, throttle_reasons
+from toolkit.runs.ladder import highest
 
 Row = dict[str, Any]
 
@@ -54,6 +56,16 @@ class Measured:
     """Largest resident set of one rank's process."""
     peak_rank: int | None
     """The rank of the allocated peak, or of the resident set where there is no allocator."""
+    peak_driver_bytes: int | None
+    """Largest that the driver counted for one rank's process, asked at most once a second."""
+    allocator_retries: int | None
+    """Of the rank with most."""
+    memory_ladder: dict[str, Any] | None
+    """After loading, first forward, first backward and first step: each rung's maximum over ranks."""
+    energy_joules: float | None
+    """Of all ranks' GPUs over the timed steps: mean power between readings times `timed_seconds`."""
+    throttle_reasons: list[str] | None
+    """Why a GPU's clocks were held down in a timed step; empty where none were."""
     batch_sha256: list[list[str]]
     """Per step, each rank's batches in the order trained."""
 
@@ -101,6 +113,7 @@ def measure(steps: list[list[Row]], *, untimed_steps: int) -> Measured:
     }
     timed_rows = list(timed_steps.values())
     timed = _over_ranks(timed_rows, "seconds", max)
+    by_rank = list(zip(*timed_rows, strict=True))
     tokens, non_padding = _over_ranks(timed_rows, "tokens", sum), _over_ranks(timed_rows, "non_padding_tokens", sum)
 
     def rate(counted: list[float], clock: list[float] = timed) -> float | None:
@@ -124,6 +137,9 @@ def measure(steps: list[list[Row]], *, untimed_steps: int) -> Measured:
         losses=_over_ranks(steps, "loss", lambda losses: math.fsum(losses) / len(losses)),
         grad_norms=[grad_norm(step) for step in steps],
         batch_sha256=[[row["batch_sha256"] for row in step] for step in steps],
+        memory_ladder=highest(row.get("memory_ladder") for step in steps for row in step),
+        energy_joules=energy_joules(by_rank, seconds=math.fsum(timed)),
+        throttle_reasons=throttle_reasons(by_rank),
         **_peaks(steps),
     )
 
@@ -162,10 +178,14 @@ def _over_ranks(steps: list[list[Row]], key: str, reduce: Callable[[list[float]]
 
 
 def _peaks(steps: list[list[Row]]) -> dict[str, int | None]:
-    """Maximum over steps and ranks of each peak, and the rank that it was on."""
+    """Maximum over steps and ranks of each peak, and the rank that the largest was on."""
     rows = [row for step in steps for row in step]
-    keys = ("peak_allocated_bytes", "peak_reserved_bytes", "peak_host_bytes")
-    peaks: dict[str, int | None] = {key: max((row[key] for row in rows if row[key]), default=None) for key in keys}
+    peaks = {key: _largest(rows, key) for key in ("peak_allocated_bytes", "peak_reserved_bytes", "peak_host_bytes")}
     deciding = "peak_allocated_bytes" if peaks["peak_allocated_bytes"] is not None else "peak_host_bytes"
     holder = next((row["rank"] for row in rows if row[deciding] and row[deciding] == peaks[deciding]), None)
-    return peaks | {"peak_rank": holder}
+    counted = {"peak_driver_bytes": _largest(rows, "driver_bytes"), "peak_rank": holder}
+    return peaks | counted | {"allocator_retries": _largest(rows, "allocator_retries")}
+
+
+def _largest(rows: list[Row], key: str) -> int | None:
+    return max((row[key] for row in rows if row.get(key) is not None), default=None)

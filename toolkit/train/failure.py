@@ -15,7 +15,7 @@ import time
 import traceback
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import psutil
 
@@ -25,6 +25,9 @@ from toolkit.runs import status
 from toolkit.runs.endings import failure_of_disk, failure_of_memory, is_disk_full, is_out_of_memory, kept
 from toolkit.runs.folder import RunFolder
 from toolkit.runs.pulses import Pulse, read_pulses
+
+if TYPE_CHECKING:
+    from toolkit.train.ladder import Ladder
 
 RESUME = "the same command with `--resume_from_checkpoint latest` goes on from the last checkpoint"
 # As gloo and NCCL's watchdog say it (torch 2.13).
@@ -45,6 +48,8 @@ class Progress:
     dataset: str | None = None
     swap_folder: Path | None = None
     """This run's own folder on an NVMe disk, removed at the end."""
+    ladder: Ladder | None = None
+    """Bytes at each stage of the first step; None before the engine is ready."""
     phases: list[tuple[str, float]] = field(default_factory=lambda: [("start", psutil.Process().create_time())])
     """Each phase of the run with the Unix time when it began; `start` is the start of this process."""
 
@@ -143,6 +148,7 @@ def _failure(error: BaseException, kind: str, rank: int, progress: Progress, wro
         "hint": hint,
         "wrong_input": wrong_input,
         "peak_bytes": _peak_bytes(),
+        "memory_ladder": None if progress.ladder is None else progress.ladder.facts(),
         "traceback": None if isinstance(error, ToolkitError) else traceback.format_exc(),
         **(_rows(error.rows, progress) if isinstance(error, Diverged) else {}),
     }

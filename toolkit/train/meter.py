@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import resource
 import time
 from collections import deque
 from dataclasses import dataclass, field
@@ -23,6 +21,8 @@ from toolkit.runs.folder import write_text
 from toolkit.runs.steps import read_rows
 from toolkit.train.batches import BatchFacts
 from toolkit.train.failure import Diverged, Progress
+from toolkit.train.ladder import Ladder
+from toolkit.train.sensors import Sensors
 
 
 @dataclass(slots=True)
@@ -32,7 +32,7 @@ class _Step:
     facts: list[BatchFacts] = field(default_factory=list)
     losses: list[torch.Tensor] = field(default_factory=list)
     grad_norm: Any = None
-    memory: dict[str, int | None] = field(default_factory=dict)
+    memory: dict[str, Any] = field(default_factory=dict)
     profiled: bool = False
     start: Any = None
     backward: Any = None
@@ -57,7 +57,7 @@ class Meter(TrainerCallback):  # type: ignore[misc]
         self.profiled = False
         """Whether the step under way is profiled: its row says so, and it is not timed."""
         self.cuda = device.type == "cuda"
-        self.driver = DriverMemory(device)
+        self.sensors = Sensors(device)
         self.step = _Step()
         self.waiting: deque[tuple[int, _Step]] = deque()
         self.printed_at = 0.0
@@ -88,6 +88,8 @@ class Meter(TrainerCallback):  # type: ignore[misc]
         self.step.start, self.step.cpu_seconds = self._now(), time.process_time()
 
     def on_train_begin(self, *_: Any, **__: Any) -> None:
+        self.progress.ladder = Ladder(on_gpu=self.cuda)
+        self.progress.ladder.climb("load")
         self.restart_clock()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
@@ -96,8 +98,11 @@ class Meter(TrainerCallback):  # type: ignore[misc]
         finished, self.step = self.step, _Step()
         finished.profiled = self.profiled
         self.restart_clock()  # here, so that what the meter itself costs is part of the next step
-        finished.end, finished.memory = self.step.start, self._memory()
+        finished.end, finished.memory = self.step.start, self.sensors.read()
         finished.cpu_seconds = self.step.cpu_seconds - finished.cpu_seconds
+        if state.global_step == self.resumed_step + 1 and self.progress.ladder is not None:
+            self.progress.ladder.climb("step")
+            finished.memory["memory_ladder"] = self.progress.ladder.facts()
         self.progress.step = state.global_step
         self.waiting.append((state.global_step, finished))
         self.flush(wait=control.should_save)  # a step that diverged is not saved
@@ -173,25 +178,6 @@ class Meter(TrainerCallback):  # type: ignore[misc]
         end.synchronize()
         return float(start.elapsed_time(end)) / 1000
 
-    def _memory(self) -> dict[str, int | None]:
-        """Peaks so far; the allocator's numbers do not exist on a CPU."""
-        host = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts KiB
-        if not self.cuda:
-            return {
-                "peak_allocated_bytes": None,
-                "peak_reserved_bytes": None,
-                "allocator_retries": None,
-                "driver_bytes": None,
-                "peak_host_bytes": host,
-            }
-        return {
-            "peak_allocated_bytes": torch.cuda.max_memory_allocated(),
-            "peak_reserved_bytes": torch.cuda.max_memory_reserved(),
-            "allocator_retries": torch.cuda.memory_stats().get("num_alloc_retries", 0),
-            "driver_bytes": self.driver.bytes_now(),
-            "peak_host_bytes": host,
-        }
-
     def _print(self, row: dict[str, Any]) -> None:
         """Rank 0, at most one line a second, and always the last step."""
         now = time.monotonic()
@@ -205,32 +191,6 @@ class Meter(TrainerCallback):  # type: ignore[misc]
             f"  {row['seconds']:.2f} s  {speed:,.0f} tokens/s",
             flush=True,
         )
-
-
-class DriverMemory:
-    """Memory that the driver counts for this process (context and libraries included), asked at most once a second."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device, self.asked_at = device, -math.inf
-        self.answer: int | None = None
-
-    def bytes_now(self) -> int | None:
-        """None without NVML, or where a container hides it."""
-        if time.monotonic() - self.asked_at > 1:
-            self.asked_at, self.answer = time.monotonic(), self._ask()
-        return self.answer
-
-    def _ask(self) -> int | None:
-        try:
-            import pynvml
-
-            pynvml.nvmlInit()
-            uuid = torch.cuda.get_device_properties(self.device).uuid
-            handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")
-            processes = pynvml.nvmlDeviceGetComputeRunningProcesses(handle)
-        except Exception:  # NVML is optional
-            return None
-        return next((process.usedGpuMemory for process in processes if process.pid == os.getpid()), None)
 
 
 def keep_rows(path: Path, *, up_to: int) -> None:

@@ -12,7 +12,7 @@ import gzip
 import json
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -21,6 +21,7 @@ from transformers import TrainerCallback
 
 from toolkit.runs.switches import profiled_steps
 from toolkit.train.intervals import Interval, step_parts, without
+from toolkit.train.timeline import rank_timeline
 
 DATA_WAIT = "toolkit.data_wait"
 STEP = "ProfilerStep#"
@@ -35,7 +36,7 @@ class Profiler(TrainerCallback):  # type: ignore[misc]
         self.trainer, self.folder = trainer, folder
         self.first, self.last = profiled_steps(steps)
         self.running: Any = None
-        self.own: list[dict[str, float]] = []
+        self.own: dict[str, Any] = {"steps": [], "timeline": None}
         folder.mkdir(parents=True, exist_ok=True)
 
     @property
@@ -75,8 +76,12 @@ class Profiler(TrainerCallback):  # type: ignore[misc]
         self.running.stop()
         self.running.export_chrome_trace(str(self.trace))
         self.running = None
-        events = json.loads(gzip.decompress(self.trace.read_bytes()))["traceEvents"]
-        self.own = step_tables(events, first=self.first, last=self.last)
+        trace = json.loads(gzip.decompress(self.trace.read_bytes()))
+        spans = Spans.of(trace["traceEvents"])
+        self.own = {
+            "steps": step_tables(spans, first=self.first, last=self.last),
+            "timeline": timeline(trace, spans, number=self.last - self.first),
+        }
 
     def tables(self) -> dict[str, Any]:
         """Every rank's steps; every rank must call it. Rank 0 prints the table."""
@@ -84,23 +89,51 @@ class Profiler(TrainerCallback):  # type: ignore[misc]
         if dist.is_initialized():
             ranks = [None] * dist.get_world_size()
             dist.all_gather_object(ranks, self.own)
-        rows = [{"rank": rank, **row} for rank, own in enumerate(ranks) for row in own]
+        rows = [{"rank": rank, **row} for rank, own in enumerate(ranks) for row in own["steps"]]
+        drawn = [{"rank": rank, **own["timeline"]} for rank, own in enumerate(ranks) if own["timeline"]]
         if self.trainer.args.process_index == 0:
             print("\n".join(table_lines(rows)), flush=True)
-        return {"first_step": self.first, "last_step": self.last, "steps": rows}
+        return {"first_step": self.first, "last_step": self.last, "steps": rows, "timeline": drawn}
 
 
-def step_tables(events: Iterable[dict[str, Any]], *, first: int, last: int) -> list[dict[str, float]]:
-    """One row a step, in seconds, out of a Chrome trace's events (microseconds)."""
-    spans = [event for event in events if event.get("ph") == "X" and event.get("dur")]
-    steps = sorted({interval(e) for e in spans if e["name"].startswith(STEP) and e.get("cat") != "gpu_user_annotation"})
-    waits = [e for e in spans if e["name"] == DATA_WAIT and e.get("cat") != "gpu_user_annotation"]
-    compute, communication = device_time(spans, waits)
+class Spans(NamedTuple):
+    """A Chrome trace's spans (microseconds) by what they say."""
+
+    steps: list[Interval]
+    compute: list[Interval]
+    communication: list[Interval]
+    data_wait: list[Interval]
+
+    @classmethod
+    def of(cls, events: Iterable[dict[str, Any]]) -> Spans:
+        spans = [event for event in events if event.get("ph") == "X" and event.get("dur")]
+        host = [event for event in spans if event.get("cat") != "gpu_user_annotation"]
+        waits = [event for event in host if event["name"] == DATA_WAIT]
+        steps = sorted({interval(event) for event in host if event["name"].startswith(STEP)})
+        return cls(steps, *device_time(spans, waits), [interval(event) for event in waits])
+
+    def lanes(self) -> dict[str, list[Interval]]:
+        return {name: getattr(self, name) for name in ("compute", "communication", "data_wait")}
+
+
+def step_tables(spans: Spans, *, first: int, last: int) -> list[dict[str, float]]:
+    """One row a step, in seconds."""
     rows = []
-    for number, step in zip(range(first, last + 1), steps, strict=False):
-        parts = step_parts(step, compute=compute, communication=communication, data_wait=map(interval, waits))
+    for number, step in zip(range(first, last + 1), spans.steps, strict=False):
+        parts = step_parts(step, **spans.lanes())
         rows.append({"step": number} | {f"{part}_seconds": value / 1e6 for part, value in parts.items()})
     return rows
+
+
+def timeline(trace: dict[str, Any], spans: Spans, *, number: int) -> dict[str, Any] | None:
+    """One profiled step, counted from 0, as a picture; the trace counts from its own base time.
+
+    The profiler opens one more step than it was asked for: the last one is empty.
+    """
+    if len(spans.steps) <= number:
+        return None
+    epoch = float(trace.get("baseTimeNanoseconds", 0)) / 1e9
+    return rank_timeline(spans.steps[number], spans.lanes(), epoch_seconds=epoch)
 
 
 def device_time(spans: list[dict[str, Any]], waits: list[dict[str, Any]]) -> tuple[list[Interval], list[Interval]]:

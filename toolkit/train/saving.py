@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import time
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ def save_final_model(trainer: Any, tokenizer: Any, folder: Path) -> None:
     Raises Diverged for weights that are no numbers: nothing is written then.
     """
     answer = trainer.live_answer()
+    started = time.monotonic()
     state = whole_state_dict(trainer)
     if not trainer.accelerator.is_main_process:
         return
@@ -38,10 +40,12 @@ def save_final_model(trainer: Any, tokenizer: Any, folder: Path) -> None:
     (folder / FINGERPRINT).unlink(missing_ok=True)  # of the weights that are replaced
     if answer is not None:
         write_json(temporary / FINGERPRINT, answer)
+    written = []
     for path in sorted(temporary.iterdir(), key=lambda path: path.name in LAST):
         path.chmod(0o666 & ~_umask())  # safetensors writes for the owner alone
-        path.replace(folder / path.name)
+        written.append(path.replace(folder / path.name))
     temporary.rmdir()
+    trainer.note_save("model", written, started)
 
 
 def _umask() -> int:

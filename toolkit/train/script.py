@@ -112,7 +112,7 @@ def run(argv: Sequence[str], progress: Progress) -> None:
     methods.write_facts()
     if enough is not None and enough.stopped_after is not None and training.process_index == 0:
         folder.update_run(stopped_after=enough.stopped_after)
-    close_folder(folder, training, model_arguments.untimed_steps, progress)
+    close_folder(folder, training, model_arguments.untimed_steps, progress, trainer.saves)
     remove_swap_files(progress, training)
     if dist.is_initialized():
         dist.destroy_process_group()  # its threads abort a process that just exits
@@ -312,7 +312,9 @@ def remove_swap_files(progress: Progress, training: Any) -> None:
         shutil.rmtree(progress.swap_folder, ignore_errors=True)
 
 
-def close_folder(folder: RunFolder, training: Any, untimed_steps: int, progress: Progress) -> None:
+def close_folder(
+    folder: RunFolder, training: Any, untimed_steps: int, progress: Progress, saves: list[dict[str, Any]]
+) -> None:
     """After every rank has written its rows: the summary, rank 0's phases, and the status."""
     barrier()
     if training.process_index != 0:
@@ -323,7 +325,14 @@ def close_folder(folder: RunFolder, training: Any, untimed_steps: int, progress:
     summary |= {"first_loss": measured.losses[0], "last_loss": measured.losses[-1]} if measured.losses else {}
     finished = datetime.now(UTC).isoformat(timespec="seconds")
     progress.enter("end")
-    folder.update_run(status=status.COMPLETED, exit_code=0, finished=finished, measured=summary, phases=progress.phases)
+    folder.update_run(
+        status=status.COMPLETED,
+        exit_code=0,
+        finished=finished,
+        measured=summary,
+        saves=saves,
+        phases=progress.phases,
+    )
     speed = f"{number(measured.tokens_per_second, 0)} tokens/s over {measured.timed_steps} timed"
     if measured.tokens_per_second is None:
         speed = f"none timed: untimed_steps is {untimed_steps}"

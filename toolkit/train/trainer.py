@@ -5,7 +5,8 @@ Nothing of the training is changed: batches, losses and the gradient norm pass b
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch.utils.data import SequentialSampler
 from transformers import Trainer
 from transformers.trainer_pt_utils import LengthGroupedSampler
 
-from toolkit.runs.checkpoints import saving_folder
+from toolkit.runs.checkpoints import files_of, saving_folder
 from toolkit.train.batches import BATCH_FACTS
 from toolkit.train.checkpointing import finish_checkpoint, leave_out_tied_weights
 from toolkit.train.evaluation import EvaluatedTokens
@@ -38,12 +39,15 @@ class MeasuredTrainer(Trainer):  # type: ignore[misc]
         self.evaluated = EvaluatedTokens()
         self.lane_states: States = {}
         """Of a stream: where each lane of this rank stands behind what is trained on."""
+        self.saves: list[dict[str, Any]] = []
+        """Each save of this run, for run.json; of rank 0."""
 
     def training_step(self, model: Any, inputs: dict[str, Any], num_items_in_batch: Any = None) -> torch.Tensor:
         self.meter.add_batch(inputs.pop(BATCH_FACTS, None))
         self.progress.phase, self.progress.micro_steps = "forward", self.progress.micro_steps + 1
         loss: torch.Tensor = super().training_step(model, inputs, num_items_in_batch)
         self.progress.phase = "step"
+        self._climb("backward")
         self.meter.add_loss(loss)
         return loss
 
@@ -61,9 +65,15 @@ class MeasuredTrainer(Trainer):  # type: ignore[misc]
 
     def compute_loss(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         loss = super().compute_loss(model, inputs, *args, **kwargs)
+        if model.training:
+            self._climb("forward")
         self.progress.phase = "backward"
         self.meter.enter_backward()
         return loss
+
+    def _climb(self, rung: str) -> None:
+        if self.progress.ladder is not None:
+            self.progress.ladder.climb(rung)
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Any:
         sampler = super()._get_train_sampler(train_dataset)
@@ -96,6 +106,7 @@ class MeasuredTrainer(Trainer):  # type: ignore[misc]
         self.progress.enter("save")
         self.meter.flush(wait=True)  # no checkpoint without the rows of its steps
         facts = self.manifest_facts()  # first: weights that are lost are not written
+        started = time.monotonic()
         if hasattr(self.model_wrapped, "zero_optimization_stage") and "module_state_dict" not in vars(
             self.model_wrapped
         ):
@@ -108,7 +119,16 @@ class MeasuredTrainer(Trainer):  # type: ignore[misc]
             )
         staging, self.staging = self.staging, None
         finish_checkpoint(self, staging, facts)
+        checkpoint = Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}"
+        self.note_save("checkpoint", files_of(checkpoint), started)
         self.progress.enter("train")
+
+    def note_save(self, kind: str, files: Iterable[Path], started: float) -> None:
+        """How long a save took, and the bytes of its files; rank 0 counts what all ranks wrote."""
+        if self.args.process_index == 0:
+            size = sum(path.stat().st_size for path in files)
+            seconds = time.monotonic() - started
+            self.saves.append({"kind": kind, "step": self.state.global_step, "seconds": seconds, "bytes": size})
 
     def _get_output_dir(self, trial: Any) -> str:
         return str(super()._get_output_dir(trial) if self.staging is None else self.staging)

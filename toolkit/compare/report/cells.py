@@ -81,6 +81,16 @@ def percent(fraction: float | None) -> str:
     return NOT_AVAILABLE if fraction is None else f"{100 * fraction:.0f} %"
 
 
+def tenths(fraction: float | None) -> str:
+    """A fraction as a percentage with one digit."""
+    return NOT_AVAILABLE if fraction is None else f"{100 * fraction:.1f} %"
+
+
+def price(amount: float | None) -> str:
+    """Money with three significant digits, without a currency: nobody said which."""
+    return NOT_AVAILABLE if amount is None else f"{amount:.3g}"
+
+
 def measured(value: float | None, show: Callable[[float | None], str]) -> Cell:
     """A figure as `show` writes it."""
     return Cell(text=show(value), value=value)

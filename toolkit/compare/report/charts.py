@@ -1,49 +1,24 @@
-"""Bars and curves of the HTML page: plain elements that stretch, so that text keeps its size on a phone.
+"""Curves of the HTML page: losses overlaid, speed-up by processes, and one step of every rank.
 
->>> memory_bars(results)                                 # doctest: +SKIP
+>>> losses_chart(results)                                # doctest: +SKIP
 '<div class="legend">...'
 """
 
 from __future__ import annotations
 
 import html
+from collections.abc import Sequence
 
 from toolkit.compare.report import facts
-from toolkit.compare.report.cells import speed
-from toolkit.compare.report.palette import CURVES, PARTS, curve_widths
-from toolkit.compare.report.sheets import results_unit
-from toolkit.compare.results import Results, Row
+from toolkit.compare.report.bars import NOTHING
+from toolkit.compare.report.marks import Axes, Line, legend, line_chart
+from toolkit.compare.report.palette import CURVES, LANES, curve_widths
+from toolkit.compare.results import Results, Row, Timeline
+from toolkit.units import seconds
 
-# The text beside the longest bar needs the rest of the line, on a phone too.
-LONGEST_BAR_PERCENT = 68.0
-# A curve's box in its own units; the page stretches it.
-CHART_WIDTH, CHART_HEIGHT = 1000.0, 300.0
-NOTHING = '<p class="quiet">Nothing was measured.</p>'
-
-
-def memory_bars(results: Results) -> str:
-    """One bar a row, from the parts of its model states; a row that did not finish shows its status."""
-    unit = results_unit(results)
-    whole = [facts.model_state_bytes(row) if facts.finished(row) else None for row in results["rows"]]
-    longest = max((size for size in whole if size), default=0)
-    bars = []
-    for label, row, held in zip(facts.labels(results), results["rows"], whole, strict=True):
-        parts = [_part(facts.part_bytes(row, part.key), longest, f"p{index}") for index, part in enumerate(PARTS)]
-        text = f"{unit.cell(held).text} {unit.name}" if held is not None else "n/a"
-        bars.append(_bar(label, row, "".join(parts), text))
-    return _legend([(f"p{index}", part.name) for index, part in enumerate(PARTS)]) + "".join(bars)
-
-
-def speed_bars(results: Results) -> str:
-    """One bar a row; hatched where the speed is not comparable with the reference's."""
-    speeds = [row["tokens_per_second"] if facts.finished(row) else None for row in results["rows"]]
-    longest = max((value for value in speeds if value), default=0.0)
-    bars = []
-    for label, row, value in zip(facts.labels(results), results["rows"], speeds, strict=True):
-        inside = _part(value, longest, "speed" if facts.comparable(row) else None)
-        text = f"{speed(value)} ({facts.PARITY_FAILED})" if facts.differs(row) else speed(value)
-        bars.append(_bar(label, row, inside, text))
-    return "".join(bars) or NOTHING
+# One rank's picture in its own units: compute and waiting for data above, communication below.
+LANE_WIDTH, LANE_HEIGHT = 1000.0, 9.0
+LANE_TOP = {"compute": 0.0, "data_wait": 0.0, "communication": 11.0}
 
 
 def losses_chart(results: Results) -> str:
@@ -51,60 +26,96 @@ def losses_chart(results: Results) -> str:
     known = [loss for row in results["rows"] for loss in row["losses"] if loss is not None]
     if not known:
         return NOTHING
-    lowest, highest = min(known), max(known)
-    num_steps = max(len(row["losses"]) for row in results["rows"])
     named = zip(facts.labels(results), results["rows"], curve_widths(len(results["rows"])), strict=True)
-    curves, entries = [], []
+    lines, entries = [], []
     for index, (label, row, width) in enumerate(named):
         if row["losses"]:
             colour = f"c{index % len(CURVES)}"
-            curves.append(_curve(row["losses"], lowest, highest, num_steps, colour, width))
+            points = [(float(step), loss) for step, loss in enumerate(row["losses"], 1) if loss is not None]
+            lines.append(Line(points=points, colour=colour, width=width))
             entries.append((colour, facts.curve_name(label, row)))
-    return f"{_legend(entries)}{_axes(curves, lowest, highest, num_steps)}"
+    low, high, last = min(known), max(known), max(len(row["losses"]) for row in results["rows"])
+    axes = Axes(
+        left=1.0,
+        right=float(last),
+        low=low,
+        high=high,
+        y_labels=[f"{mark:.3f}" for mark in (high, (high + low) / 2, low)],
+        x_labels=["step 1", f"step {last}"],
+        title="loss by step",
+    )
+    wide = '<p class="quiet">Where curves coincide, an earlier one is the wider line behind a later one.</p>'
+    return f"{legend(entries)}{line_chart(lines, axes)}{wide}"
 
 
-def _bar(label: str, row: Row, parts: str, text: str) -> str:
-    if not facts.finished(row):
-        parts, text = "", f'<span class="alarm">{row["status"]}</span>'
-    else:
-        text = f"<span>{html.escape(text)}</span>"
-    return f'<div class="bar"><b>{html.escape(facts.one_line(label))}</b><div class="track">{parts}{text}</div></div>\n'
-
-
-def _part(size: float | None, longest: float, colour: str | None) -> str:
-    if not size or not longest:
+def scaling_chart(results: Results) -> str:
+    """Speed-up over each preset's fewest processes, beside the ideal; nothing for one number of processes."""
+    curves: dict[str, list[tuple[float, float]]] = {}
+    for row in results["rows"]:
+        if row["speed_up"] is not None and facts.comparable(row):
+            curves.setdefault(row["preset"], []).append((float(row["world_size"]), row["speed_up"]))
+    curves = {preset: sorted(points) for preset, points in curves.items() if len(points) > 1}
+    if not curves:
         return ""
-    fill = f"width:{LONGEST_BAR_PERCENT * size / longest:.2f}%"
-    return (
-        f'<i class="hatch" style="{fill}"></i>'
-        if colour is None
-        else f'<i style="{fill};background:var(--{colour})"></i>'
+    sizes = sorted({size for points in curves.values() for size, _ in points})
+    most = max(sizes[-1] / sizes[0], *(rise for points in curves.values() for _, rise in points))
+    lines = [Line(points=[(sizes[0], 1.0), (sizes[-1], sizes[-1] / sizes[0])], colour="muted", width=1.5, dashed=True)]
+    entries = [("muted", "ideal")]
+    for index, (preset, points) in enumerate(curves.items(), 1):
+        colour = f"c{index % len(CURVES)}"
+        lines.append(Line(points=points, colour=colour, width=2.0, dots=True))
+        entries.append((colour, facts.one_line(preset)))
+    axes = Axes(
+        left=sizes[0],
+        right=sizes[-1],
+        low=1.0,
+        high=most,
+        y_labels=[f"{mark:.2f}×" for mark in (most, (most + 1) / 2, 1.0)],
+        x_labels=[f"{sizes[0]:.0f} processes", f"{sizes[-1]:.0f}"],
+        title="speed-up by number of processes",
     )
+    return legend(entries) + line_chart(lines, axes)
 
 
-def _legend(entries: list[tuple[str, str]]) -> str:
-    marks = [f'<span><i style="background:var(--{colour})"></i>{html.escape(name)}</span>' for colour, name in entries]
-    return f'<div class="legend">{"".join(marks)}</div>'
-
-
-def _curve(losses: list[float | None], lowest: float, highest: float, num_steps: int, colour: str, width: float) -> str:
-    """A line through the known losses; the highest loss is at the top, the first step at the left."""
-    across, down = max(num_steps - 1, 1), (highest - lowest) or 1.0
-    points = [
-        f"{CHART_WIDTH * step / across:.1f},{CHART_HEIGHT * (highest - loss) / down:.1f}"
-        for step, loss in enumerate(losses)
-        if loss is not None
+def timelines(results: Results) -> str:
+    """One profiled step of each row that has one, the first open."""
+    rows = zip(facts.labels(results), results["rows"], strict=True)
+    drawn = [(label, row, row["timeline"]) for label, row in rows if row["timeline"]]
+    if not drawn:
+        return ""
+    blocks = [
+        f"<details{' open' if index == 0 else ''}><summary>{html.escape(facts.one_line(label))}</summary>"
+        f"{_timeline(row, timeline)}</details>"
+        for index, (label, row, timeline) in enumerate(drawn)
     ]
-    points = points * 2 if len(points) == 1 else points  # a lone step is a dot
-    return f'<polyline points="{" ".join(points)}" style="stroke:var(--{colour});stroke-width:{width:.1f}px"/>'
+    said = "A profiler slows a step: lengths compare within a picture, not with the speeds above."
+    entries = [(lane.key, lane.name) for lane in LANES]
+    return f'{legend(entries)}{"".join(blocks)}<p class="quiet">{said}</p>'
 
 
-def _axes(curves: list[str], lowest: float, highest: float, num_steps: int) -> str:
-    box = f"0 0 {CHART_WIDTH:.0f} {CHART_HEIGHT:.0f}"
-    marks = [highest, (highest + lowest) / 2, lowest]
-    return (
-        f'<div class="chart"><div class="y">{"".join(f"<span>{mark:.3f}</span>" for mark in marks)}</div>'
-        f'<svg viewBox="{box}" preserveAspectRatio="none" role="img" aria-label="loss by step">{"".join(curves)}</svg>'
-        f'<div class="x"><span>step 1</span><span>step {num_steps}</span></div></div>'
-        '<p class="quiet">Where curves coincide, an earlier one is the wider line behind a later one.</p>'
+def _timeline(row: Row, timeline: Timeline) -> str:
+    del row
+    longest = max(rank["start_seconds"] + rank["seconds"] for rank in timeline["ranks"]) or 1.0
+    ranks = "".join(
+        f'<div class="rank"><b>rank {rank["rank"]}</b><svg viewBox="0 0 {LANE_WIDTH:.0f} 20"'
+        f' preserveAspectRatio="none" role="img" aria-label="rank {rank["rank"]}">'
+        + "".join(_lane(lane.key, rank, longest) for lane in LANES)
+        + "</svg></div>"
+        for rank in timeline["ranks"]
     )
+    ends = f'<div class="rank x"><b></b><span>step {timeline["step"]}</span><span>{seconds(longest)}</span></div>'
+    return ranks + ends
+
+
+def _lane(key: str, rank: dict[str, object], longest: float) -> str:
+    """A lane's intervals as one path."""
+    start, lanes = rank["start_seconds"], rank["lanes"]
+    assert isinstance(start, (int, float))
+    assert isinstance(lanes, dict)
+    intervals: Sequence[Sequence[float]] = lanes.get(key, [])
+    scale, top = LANE_WIDTH / longest, LANE_TOP[key]
+    boxes = [
+        f"M{(start + at) * scale:.1f} {top:g}h{(end - at) * scale:.1f}v{LANE_HEIGHT:g}h-{(end - at) * scale:.1f}z"
+        for at, end in intervals
+    ]
+    return f'<path d="{"".join(boxes)}" fill="var(--{key})"/>' if boxes else ""

@@ -27,7 +27,7 @@ def console_table(results: Results) -> Table:
     from rich.text import Text
 
     results = facts.honest(results)
-    sheet = comparison_sheet(results)
+    sheet = comparison_sheet(results, narrow=True)
     table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
     table.caption, table.caption_justify = Text("\n".join(_reasons(results)), style=""), "left"
     for column in sheet.columns:

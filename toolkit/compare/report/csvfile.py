@@ -14,7 +14,10 @@ from typing import cast
 from toolkit.compare.report import facts
 from toolkit.compare.results import Results, Row
 
-NOT_SCALAR = ("losses", "step_seconds", "grad_norms", "failure")
+NOT_SCALAR = (
+    *("losses", "step_seconds", "grad_norms", "failure", "memory_ladder", "throttle_reasons", "flops_per_token"),
+    "timeline",
+)
 COLUMNS = tuple(key for key in Row.__annotations__ if key not in NOT_SCALAR and not key.endswith("_interval"))
 """Stable: a new key of `Row` goes to the end of what was there, or this order changes for a reader."""
 

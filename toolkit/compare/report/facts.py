@@ -82,6 +82,28 @@ def peak_bytes(results: Results, row: Row) -> int | None:
     return row["peak_host_bytes"] if on_cpu(results) else row["peak_allocated_bytes"]
 
 
+def repeated(row: Row) -> bool:
+    """Whether its speed has an interval: only then can it be said to differ from another's."""
+    return row["tokens_per_second_interval"] is not None
+
+
+def separated(one: Row, other: Row) -> bool:
+    """Whether the intervals of two speeds leave no doubt which is higher."""
+    first, second = one["tokens_per_second_interval"], other["tokens_per_second_interval"]
+    return first is not None and second is not None and (first[1] < second[0] or second[1] < first[0])
+
+
+def capacity_bytes(results: Results) -> int | None:
+    """Memory of one GPU, the smallest where they differ."""
+    known = [gpu["memory_bytes"] for gpu in results["environment"]["gpus"] if gpu["memory_bytes"]]
+    return min(known, default=None)
+
+
+def out_of_memory(row: Row) -> bool:
+    """Whether it did not fit, on a GPU or on the host."""
+    return row["status"] in ("out_of_memory", "host_out_of_memory")
+
+
 def reference_row(results: Results, world_size: int) -> Row | None:
     """The reference's finished row with the same number of processes."""
     rows = (row for row in results["rows"] if row["preset"] == results["reference"] and row["world_size"] == world_size)

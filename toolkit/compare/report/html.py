@@ -11,10 +11,12 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from toolkit.compare.report import facts
+from toolkit.compare.report.bars import memory_bars, speed_bars
 from toolkit.compare.report.cells import Cell, Column, Sheet
-from toolkit.compare.report.charts import losses_chart, memory_bars, speed_bars
-from toolkit.compare.report.details import environment_facts, failure_facts, job_facts
-from toolkit.compare.report.palette import CURVES, MUTED, PARTS, SPEED
+from toolkit.compare.report.charts import losses_chart, scaling_chart, timelines
+from toolkit.compare.report.details import environment_facts, failure_facts, job_facts, method_facts, replay_line
+from toolkit.compare.report.details_sheets import efficiency_sheet, ladder_sheet, scaling_sheet, trials_sheet
+from toolkit.compare.report.palette import CURVES, LANES, MUTED, PARTS, REST, SPEED
 from toolkit.compare.report.sheets import comparison_sheet, memory_sheet, parity_sheet, speed_sheet
 from toolkit.compare.report.summary import notes, summary_sentence, title
 from toolkit.compare.results import Results
@@ -46,18 +48,38 @@ def _body(results: Results) -> str:
         f'<p class="summary">{_text(summary_sentence(results))}</p>',
         _sheet(results, comparison_sheet(results)),
         f'<ul class="notes">{"".join(f"<li>{_text(note)}</li>" for note in notes(results))}</ul>',
-        f"<h2>Model states of one rank</h2>{memory_bars(results)}",
-        f"<h2>Tokens per second, all ranks</h2>{speed_bars(results)}",
-        f"<h2>Loss by step</h2>{losses_chart(results)}",
-        f"<h2>Failures</h2>{_failures(results)}",
-        f"<h2>Parity</h2>{_parity(results)}",
-        f"<h2>Memory of one rank</h2>{_sheet(results, memory_sheet(results))}",
-        f"<h2>Speed</h2>{_sheet(results, speed_sheet(results))}",
-        f"<h2>Job</h2>{_pairs(job_facts(results))}",
-        f"<h2>Environment</h2>{_pairs(environment_facts(results))}",
-        f"<h2>Commands</h2>{_commands(results)}",
+        _section(_memory_title(results), memory_bars(results)),
+        _section("Tokens per second, all ranks", speed_bars(results)),
+        _section("Loss by step", losses_chart(results)),
+        _section("Scaling", scaling_chart(results) + _maybe_sheet(results, scaling_sheet(results))),
+        _section("One step of every rank", timelines(results)),
+        _section("Failures", _failures(results)),
+        _section("Parity", _parity(results)),
+        _section("Memory of one rank", _sheet(results, memory_sheet(results))),
+        _section("Memory ladder: the first step of the largest rank", _maybe_sheet(results, ladder_sheet(results))),
+        _section("Speed", _sheet(results, speed_sheet(results))),
+        _section("Efficiency, cost, communication", _sheet(results, efficiency_sheet(results))),
+        _section("Trials", _table(trials_sheet(results), [True] * len(results["trials"])) if results["trials"] else ""),
+        _section("Method", _pairs(method_facts(results))),
+        _section("Job", _pairs(job_facts(results))),
+        _section("Environment", _pairs(environment_facts(results)) + _links(results)),
+        _section("Commands", _commands(results)),
     ]
-    return "\n".join(sections)
+    return "\n".join(section for section in sections if section)
+
+
+def _section(name: str, content: str) -> str:
+    """A heading and what is under it; nothing without content."""
+    return f"<h2>{name}</h2>{content}" if content else ""
+
+
+def _memory_title(results: Results) -> str:
+    return "Model states of one rank" if facts.on_cpu(results) else "Memory of one rank, by part"
+
+
+def _links(results: Results) -> str:
+    links = results["environment"]["links"]
+    return f'<h3>GPU links</h3><pre class="wide">{_lines(facts.many_lines(links))}</pre>' if links else ""
 
 
 def _failures(results: Results) -> str:
@@ -80,17 +102,28 @@ def _parity(results: Results) -> str:
 
 def _commands(results: Results) -> str:
     rows = zip(facts.labels(results), results["rows"], strict=True)
-    return "".join(
-        f"<h3>{_text(label)}</h3><pre>{_lines(facts.many_lines(row['command']))}</pre>" for label, row in rows
+    said = '<p class="quiet">DIR is this comparison\'s folder: a row is run again and held against its interval.</p>'
+    return said + "".join(
+        f"<h3>{_text(label)}</h3><pre>{_lines([replay_line(row), *facts.many_lines(row['command'])])}</pre>"
+        for label, row in rows
     )
 
 
+def _maybe_sheet(results: Results, sheet: Sheet | None) -> str:
+    return "" if sheet is None else _sheet(results, sheet)
+
+
 def _sheet(results: Results, sheet: Sheet) -> str:
+    """A table of the results' rows; those that cannot be compared stand back."""
+    return _table(sheet, [facts.comparable(row) for row in results["rows"]])
+
+
+def _table(sheet: Sheet, ordinary: Sequence[bool]) -> str:
     """A sortable table in a box of its own that scrolls sideways."""
     heads = "".join(_heading(column) for column in sheet.columns)
-    rows = zip(sheet.rows, results["rows"], strict=True)
     body = "\n".join(
-        f"<tr{_class('' if facts.comparable(row) else 'out')}>{_cells(sheet, cells)}</tr>" for cells, row in rows
+        f"<tr{_class('' if plain else 'out')}>{_cells(sheet, cells)}</tr>"
+        for cells, plain in zip(sheet.rows, ordinary, strict=True)
     )
     table = f'<table class="sheet"><thead><tr>{heads}</tr></thead>\n<tbody>\n{body}\n</tbody></table>'
     return f'<div class="scroll">{table}</div>'
@@ -108,7 +141,7 @@ def _cells(sheet: Sheet, cells: Sequence[Cell]) -> str:
     written = [f'<th scope="row">{_breakable(name.text)}</th>']
     for column, cell in zip(sheet.columns[1:], others, strict=True):
         value = "" if cell.value is None else f' data-value="{cell.value!r}"'
-        kind = "num" if column.numeric else "status"
+        kind = "num" if column.numeric else "status" if column.header in ("status", "parity") else ""
         written.append(f"<td{_class(kind)}{value}>{_breakable(cell.text)}</td>")
     return "".join(written)
 
@@ -123,7 +156,7 @@ def _colours() -> str:
     named = {f"p{index}": part for index, part in enumerate(PARTS)} | {
         f"c{index}": colour for index, colour in enumerate(CURVES)
     }
-    named |= {"speed": SPEED, "muted": MUTED}
+    named |= {"speed": SPEED, "muted": MUTED, "rest": REST} | {lane.key: lane for lane in LANES}
     light = [f"--{name}: {colour.light};" for name, colour in named.items()] + _page_colours("light")
     dark = [f"--{name}: {colour.dark};" for name, colour in named.items()] + _page_colours("dark")
     on_screen = f"@media screen and (prefers-color-scheme: dark) {{ :root {{ {' '.join(dark)} }} }}"

@@ -12,7 +12,8 @@ from collections.abc import Iterable, Sequence
 
 from toolkit.compare.report import facts
 from toolkit.compare.report.cells import Sheet
-from toolkit.compare.report.details import environment_facts, failure_facts, job_facts
+from toolkit.compare.report.details import environment_facts, failure_facts, job_facts, method_facts, replay_line
+from toolkit.compare.report.details_sheets import efficiency_sheet, ladder_sheet, scaling_sheet
 from toolkit.compare.report.sheets import comparison_sheet, memory_sheet, parity_sheet, speed_sheet
 from toolkit.compare.report.summary import notes, summary_sentence, title
 from toolkit.compare.results import Results
@@ -33,15 +34,26 @@ def markdown_text(results: Results) -> str:
         *_parity(results),
         "## Memory of one rank",
         _table(memory_sheet(results)),
+        *_maybe("Memory ladder: the first step of the largest rank", ladder_sheet(results)),
         "## Speed",
         _table(speed_sheet(results)),
+        "## Efficiency, cost, communication",
+        _table(efficiency_sheet(results)),
+        *_maybe("Scaling", scaling_sheet(results)),
+        "## Method",
+        _pairs(method_facts(results)),
         "## Job",
         _pairs(job_facts(results)),
         "## Environment",
         _pairs(environment_facts(results)),
+        *_links(results),
         *_commands(results),
     ]
     return "\n\n".join(blocks) + "\n"
+
+
+def _maybe(name: str, sheet: Sheet | None) -> list[str]:
+    return [] if sheet is None else [f"## {name}", _table(sheet)]
 
 
 def _failures(results: Results) -> list[str]:
@@ -61,11 +73,16 @@ def _parity(results: Results) -> list[str]:
     return ["## Parity", compared, _table(parity_sheet(results)), *(["\n".join(said)] if said else [])]
 
 
+def _links(results: Results) -> list[str]:
+    links = results["environment"]["links"]
+    return [_code(facts.many_lines(links), "text")] if links else []
+
+
 def _commands(results: Results) -> list[str]:
     lines = [
         line
         for label, row in zip(facts.labels(results), results["rows"], strict=True)
-        for line in (f"# {facts.one_line(label)}", *facts.many_lines(row["command"]))
+        for line in (f"# {facts.one_line(label)}", replay_line(row), *facts.many_lines(row["command"]))
     ]
     return ["## Commands", _code(lines, "bash")]
 

@@ -19,11 +19,11 @@ class Colour:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Part(Colour):
-    """A part of the model states and its colour."""
+    """A part of the model states, or of a step, and its colour."""
 
     name: str
     key: str
-    """The row's key that holds its bytes."""
+    """The row's key that holds its bytes, or the lane's in a timeline."""
 
 
 # Hues of Okabe and Ito (https://jfly.uni-koeln.de/color/), darker or lighter for contrast with the page.
@@ -31,6 +31,12 @@ PARTS = (
     Part(name="parameters", key="parameter_bytes", light="#0072B2", dark="#4AA3DF"),
     Part(name="gradients", key="gradient_bytes", light="#E69F00", dark="#E8B04A"),
     Part(name="optimizer", key="optimizer_bytes", light="#009E73", dark="#3CC79D"),
+)
+REST = Colour(light="#C7B5DA", dark="#8F7BA8")
+LANES = (
+    Part(name="compute", key="compute", light="#0072B2", dark="#4AA3DF"),
+    Part(name="waiting for data", key="data_wait", light="#E69F00", dark="#E8B04A"),
+    Part(name="communication (lower line)", key="communication", light="#CC79A7", dark="#DF9CC2"),
 )
 SPEED = Colour(light="#4A6FA5", dark="#7C9FD3")
 MUTED = Colour(light="#6B7280", dark="#9AA3AF")

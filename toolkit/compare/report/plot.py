@@ -57,6 +57,10 @@ def _draw_speed(axes: Axes, results: Results) -> None:
     rows = results["rows"]
     speeds = [(row["tokens_per_second"] or 0.0) if facts.finished(row) else 0.0 for row in rows]
     bars = axes.barh(range(len(rows)), speeds, color=SPEED.light, height=0.66)
+    for place, row in enumerate(rows):
+        if row["tokens_per_second_interval"] is not None:
+            low, high = row["tokens_per_second_interval"]
+            axes.plot([low, high], [place, place], color="black", marker="|", markersize=7, linewidth=1)
     for bar, row in zip(bars, rows, strict=True):
         if facts.finished(row) and not facts.comparable(row):
             bar.set(facecolor="white", edgecolor=MUTED.light, hatch="///")

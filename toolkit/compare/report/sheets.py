@@ -6,7 +6,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import cast
 
 from toolkit.compare.report import facts
 from toolkit.compare.report.cells import (
@@ -18,7 +20,9 @@ from toolkit.compare.report.cells import (
     measured,
     number_cell,
     percent,
+    price,
     speed,
+    tenths,
     text_cell,
     text_column,
 )
@@ -28,13 +32,18 @@ from toolkit.units import NOT_AVAILABLE
 SHORT_NAME = 6
 
 
-def comparison_sheet(results: Results) -> Sheet:
-    """The table that everyone reads first; a row that did not finish has no figures in it."""
+def comparison_sheet(results: Results, *, narrow: bool = False) -> Sheet:
+    """The table that everyone reads first; a row that did not finish has no figures in it.
+
+    Intervals, MFU and cost have columns where a row has them and there is room.
+    """
     unit = results_unit(results)
     peak = "RSS" if facts.on_cpu(results) else "alloc."
-    return _sheet(
+    more = [] if narrow else [column for column in _OPTIONAL if column.known(results)]
+    return row_sheet(
         (
             "tokens\n/s",
+            *(column.header for column in more),
             "step\ns",
             *_part_headers(unit),
             f"peak\n{peak}\n{unit.name}",
@@ -44,6 +53,7 @@ def comparison_sheet(results: Results) -> Sheet:
         results,
         lambda row: (
             measured(row["tokens_per_second"], speed),
+            *(column.cell(row) for column in more),
             number_cell(row["step_seconds_median"], 3),
             *_part_cells(row, unit),
             unit.cell(facts.peak_bytes(results, row)),
@@ -53,28 +63,71 @@ def comparison_sheet(results: Results) -> Sheet:
     )
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Optional:
+    """A column that is there only where a row has the figure."""
+
+    header: str
+    key: str
+    cell: Callable[[Row], Cell]
+
+    def known(self, results: Results) -> bool:
+        return any(cast(Mapping[str, object], row)[self.key] is not None for row in results["rows"])
+
+
+def interval_cell(bounds: Sequence[float] | None, show: Callable[[float], str]) -> Cell:
+    """`low to high`, sorted by the low end."""
+    return (
+        Cell(text=NOT_AVAILABLE)
+        if bounds is None
+        else Cell(text=f"{show(bounds[0])}–{show(bounds[1])}", value=bounds[0])
+    )
+
+
+_OPTIONAL = (
+    _Optional(
+        header="95 %\ninterval",
+        key="tokens_per_second_interval",
+        cell=lambda row: interval_cell(row["tokens_per_second_interval"], speed),
+    ),
+    _Optional(header="MFU", key="mfu", cell=lambda row: measured(row["mfu"], tenths)),
+    _Optional(
+        header="cost per\n10⁶ tokens",
+        key="cost_per_million_tokens",
+        cell=lambda row: measured(row["cost_per_million_tokens"], price),
+    ),
+)
+
+
 def memory_sheet(results: Results) -> Sheet:
     """Where the bytes of one rank go, beside the reference's."""
     unit = results_unit(results)
-    peaks = [f"{name}\n{unit.name}" for name in ("peak allocated", "peak reserved", "peak host (RSS)")]
-    return _sheet(
-        (*_part_headers(unit), f"model states\n{unit.name}", "of reference", *peaks, "peak on\nrank"),
+    names = ("peak planned", "peak allocated", "peak reserved", "peak driver", "peak host (RSS)")
+    peaks = [f"{name}\n{unit.name}" for name in names]
+    return row_sheet(
+        (*_part_headers(unit), f"model states\n{unit.name}", "of reference", *peaks, "peak on\nrank", "retries"),
         results,
         lambda row: (
             *_part_cells(row, unit),
             unit.cell(facts.model_state_bytes(row)),
             measured(_share_of_reference(results, row), percent),
-            *(unit.cell(row[key]) for key in ("peak_allocated_bytes", "peak_reserved_bytes", "peak_host_bytes")),
+            unit.cell(row["planned_peak_bytes"]),
+            unit.cell(row["peak_allocated_bytes"]),
+            unit.cell(row["peak_reserved_bytes"]),
+            unit.cell(row["peak_driver_bytes"]),
+            unit.cell(row["peak_host_bytes"]),
             number_cell(row["peak_rank"], 0),
+            number_cell(row["allocator_retries"], 0),
         ),
     )
 
 
 def speed_sheet(results: Results) -> Sheet:
     """How fast, counted in every way that the trials measured."""
-    return _sheet(
+    return row_sheet(
         (
             "tokens/s a process" if facts.on_cpu(results) else "tokens/s a GPU",
+            "non-padding tokens/s",
             "supervised tokens/s",
             "tokens per CPU-second",
             "padding",
@@ -87,6 +140,7 @@ def speed_sheet(results: Results) -> Sheet:
         results,
         lambda row: (
             measured(row["tokens_per_second_per_gpu"], speed),
+            measured(row["non_padding_tokens_per_second"], speed),
             measured(row["supervised_tokens_per_second"], speed),
             measured(row["tokens_per_cpu_second"], speed),
             measured(row["padding_fraction"], percent),
@@ -116,7 +170,7 @@ def results_unit(results: Results) -> ByteUnit:
     return byte_unit([*parts, *(facts.peak_bytes(results, row) for row in rows)])
 
 
-def _sheet(headers: tuple[str, ...], results: Results, figures: Callable[[Row], tuple[Cell, ...]]) -> Sheet:
+def row_sheet(headers: tuple[str, ...], results: Results, figures: Callable[[Row], tuple[Cell, ...]]) -> Sheet:
     """Preset and status, then the figures of each row that finished."""
     blank = tuple(Cell(text=NOT_AVAILABLE) for _ in headers)
     rows = zip(facts.labels(results), results["rows"], strict=True)

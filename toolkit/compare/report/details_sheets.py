@@ -1,0 +1,121 @@
+"""The tables further down: efficiency and cost, the memory ladder, scaling, and every trial.
+
+>>> [cell.text for cell in trials_sheet(results).rows[0]][:2]          # doctest: +SKIP
+['zero2-n2-r0', 'completed']
+"""
+
+from __future__ import annotations
+
+from toolkit.compare.report import facts
+from toolkit.compare.report.cells import (
+    ByteUnit,
+    Cell,
+    Column,
+    Sheet,
+    byte_unit,
+    measured,
+    number_cell,
+    percent,
+    price,
+    speed,
+    tenths,
+    text_cell,
+    text_column,
+)
+from toolkit.compare.report.sheets import interval_cell, row_sheet
+from toolkit.compare.results import Results, Row
+from toolkit.units import GIB, NOT_AVAILABLE, number
+
+
+def efficiency_sheet(results: Results) -> Sheet:
+    """What the speed is worth: beside the reference, the peak, the price, and what it was spent on."""
+    return row_sheet(
+        (
+            f"ratio to {results['reference']}",
+            "its interval",
+            "rank",
+            *("MFU", "MFU, full attention", "HFU"),
+            "cost per 10⁶ tokens",
+            "energy kJ",
+            "communi-\ncation",
+            "of it exposed",
+            "save s",
+            "save GiB",
+            "start-up s",
+            "rank skew",
+        ),
+        results,
+        lambda row: (
+            number_cell(row["ratio_to_reference"], 3),
+            interval_cell(row["ratio_interval"], lambda bound: f"{bound:.3f}"),
+            number_cell(row["rank"], 0),
+            *(measured(share, tenths) for share in (row["mfu"], row["mfu_full_attention"], row["hfu"])),
+            measured(row["cost_per_million_tokens"], price),
+            measured(row["energy_joules"], lambda joules: number(None if joules is None else joules / 1000, 1)),
+            measured(row["communication_fraction"], percent),
+            measured(row["exposed_communication_fraction"], percent),
+            number_cell(row["save_seconds"], 1),
+            ByteUnit(name="GiB", num_bytes=GIB).cell(row["save_bytes"]),
+            number_cell(row["startup_seconds"], 1),
+            number_cell(row["rank_skew"], 2),
+        ),
+    )
+
+
+def ladder_sheet(results: Results) -> Sheet | None:
+    """Bytes after each stage of the first step, for rows that failed too; None where no row has any."""
+    ladders = [row["memory_ladder"] for row in results["rows"]]
+    if not any(ladders):
+        return None
+    unit = byte_unit(ladder[rung] for ladder in ladders if ladder for rung in ("load", "forward", "backward", "step"))
+    names = ("after loading", "after forward", "after backward", "after step")
+    columns = (text_column("preset"), text_column("status"), *(Column(header=f"{name}\n{unit.name}") for name in names))
+    rows = zip(facts.labels(results), results["rows"], strict=True)
+    return Sheet(
+        columns=(*columns, text_column("bytes of")),
+        rows=tuple((text_cell(label), text_cell(facts.status_text(row)), *_rungs(row, unit)) for label, row in rows),
+    )
+
+
+def _rungs(row: Row, unit: ByteUnit) -> tuple[Cell, ...]:
+    ladder = row["memory_ladder"]
+    if ladder is None:
+        return tuple(Cell(text=NOT_AVAILABLE) for _ in range(5))
+    sizes = (ladder["load"], ladder["forward"], ladder["backward"], ladder["step"])
+    return (*(unit.cell(size) for size in sizes), text_cell(ladder["bytes_of"]))
+
+
+def scaling_sheet(results: Results) -> Sheet | None:
+    """Speed-up of each preset by number of processes; None where there is one number of processes."""
+    if not any(row["scaling_efficiency"] is not None and row["speed_up"] != 1 for row in results["rows"]):
+        return None
+    return row_sheet(
+        ("processes", "tokens/s", "speed-up", "of ideal"),
+        results,
+        lambda row: (
+            number_cell(row["world_size"], 0),
+            measured(row["tokens_per_second"], speed),
+            number_cell(row["speed_up"], 2),
+            measured(row["scaling_efficiency"], percent),
+        ),
+    )
+
+
+def trials_sheet(results: Results) -> Sheet:
+    """Every run that a row stands on, in the order in which they ran."""
+    headers = ("tokens/s", "step median s", "timed steps", "start-up s", "wall s")
+    return Sheet(
+        columns=(text_column("trial"), text_column("status"), *(Column(header=header) for header in headers)),
+        rows=tuple(
+            (
+                text_cell(trial["trial"]),
+                text_cell(trial["status"]),
+                measured(trial["tokens_per_second"], speed),
+                number_cell(trial["step_seconds_median"], 3),
+                number_cell(trial["timed_steps"], 0),
+                number_cell(trial["startup_seconds"], 1),
+                number_cell(trial["wall_seconds"], 1),
+            )
+            for trial in results["trials"]
+        ),
+    )
