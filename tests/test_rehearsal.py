@@ -16,7 +16,7 @@ import pytest
 from launching import CPU_PRESETS, ROOT, read, toolkit
 
 from toolkit.compare.door import write_report_again
-from toolkit.compare.run import run_trials
+from toolkit.compare.run import Runner, Telling
 from toolkit.compare.trials import plan_comparison
 from toolkit.errors import ToolkitError
 from toolkit.launch.rehearsal_lines import part_rows
@@ -27,8 +27,6 @@ from toolkit.runs.rehearsals import check_rehearsal
 
 PARTS = ("parameter_bytes", "gradient_bytes", "optimizer_bytes")
 LARGE = 64
-TALK: dict[str, Any] = {"on_start": print, "on_line": print, "on_finish": print}
-TRIALS = {"retry_failed": False, "timeout_seconds": None, "nvme": {}, **TALK}
 
 
 # -- what is refused, without torch
@@ -104,15 +102,17 @@ def test_parts_add_up() -> None:
 
 def test_a_comparison_and_a_report_refuse_a_rehearsal(tmp_path: Path) -> None:
     job = {"num_processes": [2], "training_arguments": [], "untimed_steps": 1, "reference": "ddp", "cpu": True}
-    comparison = plan_comparison([load_preset("ddp")], **job)
+    comparison = plan_comparison({"ddp": load_preset("ddp")}, loads={"ddp": "ddp"}, repeats=1, **job)
     (trial,) = comparison.trials()
     for folder in (tmp_path / "trials" / trial.id, tmp_path):
         RunFolder(folder).update_run(status="completed", rehearsal={"world_size": 8, "rank": 3})
+    telling = Telling(start=print, line=print, finish=print, skip=print)
+    runner = Runner(comparison=comparison, folder=tmp_path, timeout_seconds=None, nvme={}, telling=telling)
     refused = r"is a rehearsal \(rank 3 of 8\): it has no speed and no loss"
     with pytest.raises(ToolkitError, match=refused):
-        run_trials(comparison, tmp_path, {"ddp": "ddp"}, **TRIALS)
+        runner.run({}, retry_failed=False)
     with pytest.raises(ToolkitError, match=refused):
-        write_report_again(tmp_path)
+        write_report_again(tmp_path, price_per_gpu_hour=None)
 
 
 # -- against real runs
