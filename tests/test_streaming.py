@@ -357,17 +357,17 @@ def test_a_malformed_row_deep_in_a_stream_ends_both_ranks_and_a_mended_file_goes
     tmp_path: Path, tiny_model: Path
 ) -> None:
     rows = tmp_path / "rows.jsonl"
-    unread = "x" * 2**20  # a field of no format, so that `toolkit train` looks at the first 33 rows only
-    sound = [json.dumps({"text": f"row number {n}", "unread": unread}) + "\n" for n in range(40)]
-    rows.write_text("".join(sound) + '{"text": 41, "unread": ""}\n')
+    unread = "x" * 2**18  # a field of no format, so that `toolkit train` looks at the first 128 rows only
+    sound = [json.dumps({"text": f"row number {n}", "unread": unread}) + "\n" for n in range(134)]
+    rows.write_text("".join(sound) + '{"text": 135, "unread": ""}\n')
     words = ["--model_name_or_path", str(tiny_model), "--dataset", str(rows), "--output_dir", str(tmp_path / "out")]
-    words += ["--streaming", "true", "--streaming_buffer_size", "4", "--per_device_train_batch_size", "1"]
-    words += ["--max_steps", "22", "--save_steps", "10", "--save_model", "false"]
+    words += ["--streaming", "true", "--streaming_buffer_size", "4", "--per_device_train_batch_size", "4"]
+    words += ["--max_steps", "18", "--save_steps", "8", "--save_model", "false"]
     command = ["train", "--preset", "ddp", "--num-processes", "2", "--cpu", "--", *words]
     ended = toolkit(*command)
     assert ended.returncode == 2, ended.stderr[-3000:]
     assert "Traceback" not in ended.stdout + ended.stderr
-    message = f"{rows}: row 41, line 41: `text` is number, expected a string"
+    message = f"{rows}: row 135, line 135: `text` is number, expected a string"
     assert message in ended.stderr
     failure = read(tmp_path / "out" / "failure.json")
     assert (failure["kind"], failure["wrong_input"], failure["phase"]) == ("failed", True, "data")
@@ -376,7 +376,7 @@ def test_a_malformed_row_deep_in_a_stream_ends_both_ranks_and_a_mended_file_goes
     assert read(tmp_path / "out" / "run.json")["status"] == "failed"
     assert [pulse for pulse in read_pulses(tmp_path / "out" / "ranks") if pulse.process is not None] == []
 
-    rows.write_text("".join(sound) + '{"text": "row number 40", "unread": ""}\n')
+    rows.write_text("".join(sound) + '{"text": "row number 134", "unread": ""}\n')
     ended = toolkit(*command, "--resume_from_checkpoint", "latest")
     assert ended.returncode == 0, ended.stderr[-3000:]
-    assert read(tmp_path / "out" / "run.json")["resumed_from"]["step"] == 10
+    assert read(tmp_path / "out" / "run.json")["resumed_from"]["step"] == 16
