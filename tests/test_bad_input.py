@@ -124,6 +124,18 @@ def test_fewer_rows_than_a_global_batch(job: Job) -> None:
     assert said.error == f"{job.rows} has 32 rows, fewer than one global batch of 34 sequences"
 
 
+def test_fewer_rows_than_packs_of_a_global_batch(job: Job) -> None:
+    said = job.train("--per_device_train_batch_size", "17", "--packing", "true")
+    assert said.error.startswith(f"{job.rows} has 32 rows, which make no more packs than that, fewer than one")
+
+
+def test_a_stream_without_an_end(job: Job) -> None:
+    said = job.train("--streaming")
+    assert said.error.startswith("--streaming needs --max_steps")
+    assert said.hint == "`--max_steps 1000`"
+    assert not job.output.exists()
+
+
 # -- arguments
 
 

@@ -18,9 +18,9 @@ from toolkit.runs.pulses import read_pulses
 from toolkit.runs.rows import check_rows_fill_a_step, check_streaming, without_streaming
 from toolkit.train.batches import BATCH_FACTS, Collator, PackCollator
 from toolkit.train.packing import OpenPacks
-from toolkit.train.stream_loading import States, noting, own_lanes, read_lanes, stream_loader, write_lanes
-from toolkit.train.stream_rows import FIELDS, NUMBER, RowStream, read_stream
-from toolkit.train.streaming import TokenStream
+from toolkit.train.stream_loading import States, noting, read_lanes, share_of, stream_loader, write_lanes
+from toolkit.train.stream_rows import RowStream, read_stream
+from toolkit.train.streaming import LANE_GROUPS, Share, TokenStream
 from toolkit.train.tokens import RowEncoder, row_encoder
 
 EMPTY = 3  # every third row has an answer that is cut away
@@ -45,9 +45,9 @@ def encoder(tokenizer: Any, rows: RowStream) -> RowEncoder:
     )
 
 
-def stream(path: Path, tokenizer: Any, *, lanes: int, own: list[int], packing: bool = False) -> TokenStream:
+def stream(path: Path, tokenizer: Any, training: Any, *, packing: bool = False) -> TokenStream:
     rows = read_stream(str(path), "train", buffer_size=8, seed=1)
-    return TokenStream(rows, encoder(tokenizer, rows), lanes=lanes, own=own, packing=packing)
+    return TokenStream(rows, encoder(tokenizer, rows), share_of(training), packing=packing)
 
 
 def rank(index: int, ranks: int, *, batch: int, micro_steps: int = 1, workers: int = 0) -> Any:
@@ -65,10 +65,9 @@ def rank(index: int, ranks: int, *, batch: int, micro_steps: int = 1, workers: i
 
 def steps_of(training: Any, path: Path, tokenizer: Any, *, steps: int, packing: bool) -> list[list[tuple[Any, ...]]]:
     """Tokens of each sequence of a rank's first steps."""
-    lanes = training.train_batch_size * training.gradient_accumulation_steps * training.world_size
-    own = own_lanes(training)
-    sequences = iter(stream(path, tokenizer, lanes=lanes, own=own, packing=packing))
-    return [[tuple(row["input_ids"]) for row in itertools.islice(sequences, len(own))] for _ in range(steps)]
+    sequences = iter(stream(path, tokenizer, training, packing=packing))
+    a_step = training.train_batch_size * training.gradient_accumulation_steps
+    return [[tuple(row["input_ids"]) for row in itertools.islice(sequences, a_step)] for _ in range(steps)]
 
 
 # -- rows
@@ -76,24 +75,24 @@ def steps_of(training: Any, path: Path, tokenizer: Any, *, steps: int, packing: 
 
 def test_an_epoch_is_every_row_once_in_an_order_of_its_own(rows: Path) -> None:
     shuffled = read_stream(str(rows), "train", buffer_size=8, seed=1)
-    first = [row[NUMBER] for row in shuffled.epoch(0)]
+    first = [row.number for row in shuffled.epoch(0)]
     assert sorted(first) == list(range(ROWS))
     assert first != sorted(first)
-    second = [row[NUMBER] for row in shuffled.epoch(1)]
+    second = [row.number for row in shuffled.epoch(1)]
     assert sorted(second) == list(range(ROWS))
     assert second != first
-    assert [row[NUMBER] for row in read_stream(str(rows), "train", buffer_size=8, seed=1).epoch(0)] == first
-    assert [row[NUMBER] for row in read_stream(str(rows), "train", buffer_size=8, seed=2).epoch(0)] != first
-    assert [row[NUMBER] for row in read_stream(str(rows), "train", buffer_size=1, seed=1).epoch(0)] == list(range(ROWS))
+    assert [row.number for row in read_stream(str(rows), "train", buffer_size=8, seed=1).epoch(0)] == first
+    assert [row.number for row in read_stream(str(rows), "train", buffer_size=8, seed=2).epoch(0)] != first
+    assert [row.number for row in read_stream(str(rows), "train", buffer_size=1, seed=1).epoch(0)] == list(range(ROWS))
 
 
-def test_no_more_is_read_than_is_asked_for_and_the_buffer_holds(tmp_path: Path) -> None:
+def test_no_more_is_read_than_the_buffer_needs(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
-    path.write_text('{"text": "a"}\n' * 20 + '{"txt": "b"}\n')
-    shuffled = read_stream(str(path), "train", buffer_size=4, seed=1)
-    assert len(list(itertools.islice(shuffled.epoch(0), 16))) == 16
-    with pytest.raises(ToolkitError, match=r"rows.jsonl: row 21, line 21: no field `text`; fields found: txt"):
-        list(shuffled.epoch(0))
+    path.write_text('{"text": "a"}\n' * 20 + "{broken\n")
+    rows = read_stream(str(path), "train", buffer_size=4, seed=1).epoch(0)
+    assert len(list(itertools.islice(rows, 18))) == 18
+    with pytest.raises(ToolkitError, match=r"rows.jsonl: row 21, line 21: malformed JSON"):
+        list(rows)
 
 
 @pytest.mark.parametrize("suffix", ["json", "csv", "parquet"])
@@ -107,7 +106,7 @@ def test_every_kind_of_file_is_streamed(suffix: str, tmp_path: Path) -> None:
     else:
         table.to_csv(path, index=False) if suffix == "csv" else table.to_parquet(path)
     found = list(read_stream(str(path), "train", buffer_size=1, seed=1).epoch(0))
-    assert [row[FIELDS] for row in found] == [{"text": f"row {n}"} for n in range(5)]
+    assert [row.fields["text"] for row in found] == [f"row {n}" for n in range(5)]
 
 
 def test_rows_of_the_hub_are_streamed_without_numbers(monkeypatch: pytest.MonkeyPatch, tokenizer: Any) -> None:
@@ -116,10 +115,12 @@ def test_rows_of_the_hub_are_streamed_without_numbers(monkeypatch: pytest.Monkey
     made = datasets.Dataset.from_list([{"text": f"row {n}", "id": n} for n in range(6)])
     monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: made.to_iterable_dataset(num_shards=2))
     found = read_stream("owner/name", "train", buffer_size=1, seed=1)
-    assert sorted(row[FIELDS]["text"] for row in found.epoch(0)) == [f"row {n}" for n in range(6)]
-    lanes = TokenStream(found, encoder(tokenizer, found), lanes=2, own=[0, 1], packing=True)
-    batch = PackCollator(tokenizer)([{k: v for k, v in next(iter(lanes)).items() if k != "lane_state"}])
-    assert batch[BATCH_FACTS].rows == ()
+    found_row = min(found.epoch(0), key=lambda row: row.fields["id"])
+    assert sorted(row.fields["text"] for row in found.epoch(0)) == [f"row {n}" for n in range(6)]
+    share = Share(rank=0, world_size=1, per_device_train_batch_size=1, gradient_accumulation_steps=1)
+    sequence = next(iter(TokenStream(found, encoder(tokenizer, found), share, packing=True)))
+    assert sequence["rows"] == []
+    assert found_row.where("owner/name") == "owner/name: the row that begins {'text': 'row 0', 'id': 0}"
 
 
 # -- lanes
@@ -137,34 +138,59 @@ def test_a_step_is_the_same_for_any_number_of_ranks(rows: Path, tokenizer: Any, 
     assert len({sequence for step in one for sequence in step}) > 12
 
 
-def test_lanes_are_dealt_as_batches_are_where_nothing_is_streamed() -> None:
-    assert own_lanes(rank(0, 2, batch=2, micro_steps=2)) == [0, 1, 4, 5]
-    assert own_lanes(rank(1, 2, batch=2, micro_steps=2)) == [2, 3, 6, 7]
+def test_lanes_are_shared_out_as_batches_are_where_nothing_is_streamed() -> None:
+    share = share_of(rank(1, 2, batch=2, micro_steps=2))
+    assert [share.lanes(batch) for batch in range(4)] == [[2, 3], [6, 7], [10, 11], [14, 15]]
+    assert share.lanes(2 * LANE_GROUPS) == [2, 3]
 
 
-def test_rows_with_nothing_to_learn_are_dropped_and_no_other(rows: Path, tokenizer: Any) -> None:
-    found = itertools.islice(stream(rows, tokenizer, lanes=1, own=[0]), 2 * (ROWS - ROWS // EMPTY - 1))
-    numbers = [row[NUMBER] for row in found]
-    kept = [number for number in range(ROWS) if number % EMPTY]
-    assert sorted(numbers) == sorted(2 * kept)
+def test_without_dropped_rows_a_step_trains_on_the_next_rows(tmp_path: Path, tokenizer: Any) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(f'{{"text": "row {number}"}}\n' for number in range(100)))
+    order = [row.number for row in read_stream(str(path), "train", buffer_size=8, seed=1).epoch(0)]
+    found = itertools.islice(stream(path, tokenizer, rank(0, 1, batch=4)), 100)
+    assert [row["row"] for row in found] == order
+
+
+@pytest.mark.parametrize("packing", [False, True])
+def test_every_row_with_something_to_learn_is_trained_on_and_no_other(
+    rows: Path, tokenizer: Any, packing: bool
+) -> None:
+    found = itertools.islice(stream(rows, tokenizer, rank(0, 1, batch=1), packing=packing), 6 * ROWS)
+    numbers = [number for row in found for number in (row["rows"] if packing else [row["row"]])]
+    assert set(numbers) == {number for number in range(ROWS) if number % EMPTY}
 
 
 def test_a_stream_of_nothing_to_learn_ends(tmp_path: Path, tokenizer: Any) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text(json.dumps({"prompt": "long " * 60, "completion": "word"}) + "\n")
-    with pytest.raises(ToolkitError, match="no supervised token in any row of a whole epoch"):
-        list(noting(loader(path, tokenizer, lanes=1), {}))
+    with pytest.raises(ToolkitError, match="no supervised token in 10 rows behind each other"):
+        list(noting(loader(path, tokenizer, micro_steps=1), {}))
 
 
 def test_fewer_rows_than_a_global_batch_are_refused(rows: Path, tokenizer: Any) -> None:
     with pytest.raises(ToolkitError, match=r"rows.jsonl has 37 rows, fewer than one global batch of 64 sequences"):
-        list(noting(loader(rows, tokenizer, lanes=64), {}))
+        list(noting(loader(rows, tokenizer, micro_steps=64), {}))
 
 
-def loader(path: Path, tokenizer: Any, *, lanes: int, workers: int = 0, packing: bool = False) -> Any:
+def loader(
+    path: Path,
+    tokenizer: Any,
+    *,
+    workers: int = 0,
+    packing: bool = False,
+    micro_steps: int = 2,
+    go_on: tuple[States, int] | None = None,
+) -> Any:
+    """Batches of one sequence, as the Trainer gets them; it skips those that a checkpoint has."""
+    training = rank(0, 1, batch=1, micro_steps=micro_steps, workers=workers)
+    sequences = stream(path, tokenizer, training, packing=packing)
+    if go_on is not None:
+        sequences.go_on(go_on[0], batches=go_on[1])
     collator = PackCollator(tokenizer) if packing else Collator(tokenizer)
-    sequences = stream(path, tokenizer, lanes=lanes, own=[0], packing=packing)
-    return iter(stream_loader(sequences, collator, rank(0, 1, batch=1, workers=workers), torch.device("cpu")))
+    batches = stream_loader(sequences, collator, training, torch.device("cpu"))
+    batches.skip_batches = 0 if go_on is None else go_on[1]
+    return iter(batches)
 
 
 # -- resuming
@@ -175,25 +201,32 @@ def hashes(batches: Any, number: int, states: States) -> list[str]:
 
 
 @pytest.mark.parametrize("packing", [False, True])
-@pytest.mark.parametrize("stop", [1, 7, 40])
+@pytest.mark.parametrize("stops", [[2], [14], [70, 6]])
 def test_a_stream_goes_on_where_it_stood_and_tokenises_nothing_twice(
-    rows: Path, tokenizer: Any, tmp_path: Path, packing: bool, stop: int, monkeypatch: pytest.MonkeyPatch
+    rows: Path, tokenizer: Any, tmp_path: Path, packing: bool, stops: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole = hashes(loader(rows, tokenizer, lanes=2, packing=packing), stop + 10, {})
+    whole = hashes(loader(rows, tokenizer, packing=packing), sum(stops) + 20, {})
     states: States = {}
-    hashes(loader(rows, tokenizer, lanes=2, packing=packing), stop, states)
-    write_lanes(tmp_path, states, rank=0)
+    done = 0
+    for stop in stops:  # stopped once more, a run writes the lanes that it has not come to as it found them
+        hashes(loader(rows, tokenizer, packing=packing, go_on=(dict(states), done) if done else None), stop, states)
+        done += stop
+    write_lanes(tmp_path, states, rank=0, world_size=1)
     tokenised = []
     encode = RowEncoder.encode_row
     monkeypatch.setattr(RowEncoder, "encode_row", lambda *a, **k: tokenised.append(k["number"]) or encode(*a, **k))
-    again = stream(rows, tokenizer, lanes=2, own=[0], packing=packing)
-    again.go_on(read_lanes(tmp_path), sequences=stop)
-    collator = PackCollator(tokenizer) if packing else Collator(tokenizer)
-    batches = stream_loader(again, collator, rank(0, 1, batch=1), torch.device("cpu"))
-    batches.skip_batches = stop  # as the Trainer does it
-    assert hashes(iter(batches), 10, {}) == whole[stop:]
+    found = read_lanes(tmp_path)
+    assert found == states
+    assert hashes(loader(rows, tokenizer, packing=packing, go_on=(found, done)), 20, {}) == whole[done:]
     if not packing:
-        assert len(tokenised) < 25  # 10 are trained on, 1 is read ahead, about a third of the rows is dropped
+        assert len(tokenised) < 50  # 20 are trained on, 1 is read ahead, about a third of the rows is dropped
+
+
+def test_lanes_of_a_missing_rank_are_not_believed(tmp_path: Path) -> None:
+    write_lanes(tmp_path, {}, rank=0, world_size=2)
+    assert read_lanes(tmp_path) is None
+    write_lanes(tmp_path, {}, rank=1, world_size=2)
+    assert read_lanes(tmp_path) == {}
 
 
 def test_open_packs_fill_up_and_never_overflow() -> None:
@@ -211,17 +244,18 @@ def test_a_wrong_row_comes_as_itself_from_a_worker_process_too(tmp_path: Path, t
     path = tmp_path / "rows.jsonl"
     path.write_text('{"text": "a b c"}\n' * 20 + "{broken\n")
     states: States = {}
-    batches = noting(loader(path, tokenizer, lanes=1, workers=workers), states)
+    batches = noting(loader(path, tokenizer, workers=workers), states)
     with pytest.raises(ToolkitError, match=r"rows.jsonl: row 21, line 21: malformed JSON") as caught:
         list(batches)
     assert caught.value.hint is not None
     assert "Traceback" not in str(caught.value)
-    assert states[0].taken == 12  # of the 20 sound rows, 8 are in the buffer when row 21 is read
+    assert sum(state.taken for state in states.values()) == 16  # 4 of the 20 sound rows are still in the buffer
 
 
-def test_workers_do_not_change_the_order(rows: Path, tokenizer: Any) -> None:
-    alone = hashes(loader(rows, tokenizer, lanes=2), 30, {})
-    assert hashes(loader(rows, tokenizer, lanes=2, workers=1), 30, {}) == alone
+@pytest.mark.parametrize("packing", [False, True])
+def test_workers_do_not_change_the_order(rows: Path, tokenizer: Any, packing: bool) -> None:
+    alone = hashes(loader(rows, tokenizer, packing=packing), 60, {})
+    assert hashes(loader(rows, tokenizer, packing=packing, workers=2), 60, {}) == alone
 
 
 def test_an_error_keeps_its_hint_between_processes() -> None:
@@ -235,7 +269,7 @@ def test_an_error_keeps_its_hint_between_processes() -> None:
         ({}, "--streaming needs --max_steps"),
         ({"max_steps": "5", "val_size": "0.1"}, "--val_size with --streaming"),
         ({"max_steps": "5", "train_sampling_strategy": "group_by_length"}, "group_by_length with --streaming"),
-        ({"max_steps": "5", "dataloader_num_workers": "4"}, "--dataloader_num_workers is 4, and one process"),
+        ({"max_steps": "5", "dataloader_num_workers": "3"}, "is 3, and a stream is shared out among 0, 1, 2, 4 or 8"),
     ],
 )
 def test_what_a_stream_cannot_do_is_refused(given: dict[str, str], message: str) -> None:
@@ -248,7 +282,7 @@ def test_switches_without_effect_are_named() -> None:
     assert without_streaming({"streaming_buffer_size": "5"}) == [
         "--streaming_buffer_size has no effect without --streaming"
     ]
-    assert "--dataloader_num_workers 1" in without_streaming({"streaming": True, "preprocessing_num_workers": 2})[0]
+    assert "`--dataloader_num_workers` has" in without_streaming({"streaming": True, "preprocessing_num_workers": 2})[0]
     assert without_streaming({"streaming": True, "streaming_buffer_size": "5"}) == []
 
 
@@ -297,7 +331,7 @@ def test_a_streamed_run_is_the_same_under_another_preset_and_when_it_is_resumed(
 ) -> None:
     held_out = tmp_path / "held_out.jsonl"
     held_out.write_text("\n".join(faq_alpaca.read_text().splitlines()[60:70]) + "\n")
-    steps = ["--save_steps", "3", "--eval_dataset", str(held_out), "--dataloader_num_workers", "1"]
+    steps = ["--save_steps", "3", "--eval_dataset", str(held_out), "--dataloader_num_workers", "2"]
     whole = trained("ddp", tmp_path / "whole", [*job, *steps])
     assert whole["step"] == [1, 2, 3, 4, 5] * 2
     assert len(set(whole["batch_sha256"])) == 10
@@ -323,17 +357,17 @@ def test_a_malformed_row_deep_in_a_stream_ends_both_ranks_and_a_mended_file_goes
     tmp_path: Path, tiny_model: Path
 ) -> None:
     rows = tmp_path / "rows.jsonl"
-    unread = "x" * 2**20  # a field of no format, so that `toolkit train` looks at the first 33 rows only
-    sound = [json.dumps({"text": f"row number {n}", "unread": unread}) + "\n" for n in range(40)]
-    rows.write_text("".join(sound) + '{"text": 41, "unread": ""}\n')
+    unread = "x" * 2**18  # a field of no format, so that `toolkit train` looks at the first 128 rows only
+    sound = [json.dumps({"text": f"row number {n}", "unread": unread}) + "\n" for n in range(134)]
+    rows.write_text("".join(sound) + '{"text": 135, "unread": ""}\n')
     words = ["--model_name_or_path", str(tiny_model), "--dataset", str(rows), "--output_dir", str(tmp_path / "out")]
-    words += ["--streaming", "true", "--streaming_buffer_size", "4", "--per_device_train_batch_size", "1"]
-    words += ["--max_steps", "22", "--save_steps", "10", "--save_model", "false"]
+    words += ["--streaming", "true", "--streaming_buffer_size", "4", "--per_device_train_batch_size", "4"]
+    words += ["--max_steps", "18", "--save_steps", "8", "--save_model", "false"]
     command = ["train", "--preset", "ddp", "--num-processes", "2", "--cpu", "--", *words]
     ended = toolkit(*command)
     assert ended.returncode == 2, ended.stderr[-3000:]
     assert "Traceback" not in ended.stdout + ended.stderr
-    message = f"{rows}: row 41, line 41: `text` is number, expected a string"
+    message = f"{rows}: row 135, line 135: `text` is number, expected a string"
     assert message in ended.stderr
     failure = read(tmp_path / "out" / "failure.json")
     assert (failure["kind"], failure["wrong_input"], failure["phase"]) == ("failed", True, "data")
@@ -342,7 +376,7 @@ def test_a_malformed_row_deep_in_a_stream_ends_both_ranks_and_a_mended_file_goes
     assert read(tmp_path / "out" / "run.json")["status"] == "failed"
     assert [pulse for pulse in read_pulses(tmp_path / "out" / "ranks") if pulse.process is not None] == []
 
-    rows.write_text("".join(sound) + '{"text": "row number 40", "unread": ""}\n')
+    rows.write_text("".join(sound) + '{"text": "row number 134", "unread": ""}\n')
     ended = toolkit(*command, "--resume_from_checkpoint", "latest")
     assert ended.returncode == 0, ended.stderr[-3000:]
-    assert read(tmp_path / "out" / "run.json")["resumed_from"]["step"] == 10
+    assert read(tmp_path / "out" / "run.json")["resumed_from"]["step"] == 16

@@ -17,7 +17,7 @@ import torch
 from toolkit.data import Sample
 from toolkit.errors import ToolkitError
 from toolkit.train.batches import BATCH_FACTS, IGNORED, BatchFacts, Collator
-from toolkit.train.data_preflight import mark_supervised, preflight_lines
+from toolkit.train.data_preflight import mark_supervised, preflight_lines, system_prompt_lines
 from toolkit.train.tokens import Tokenized, encode, encode_rows, load_rows, row_encoder, tokenize
 
 TURNS = [
@@ -316,6 +316,19 @@ def test_a_system_prompt_opens_the_conversations_that_have_none(tokenizer: Any) 
         "<|im_start|>system\nBe kind.",
     ]
     assert encoded["supervised"][:] == [encoded[0]["supervised"]] * 2
+
+
+def test_a_system_prompt_that_no_row_takes_is_told(tokenizer: Any) -> None:
+    def lines(rows: list[dict[str, Any]], data_format: str, system_prompt: str | None = "Be kind.") -> list[str]:
+        encoder = row_encoder(
+            tokenizer=tokenizer, data_format=data_format, max_seq_length=128, loss_on=None, system_prompt=system_prompt
+        )
+        return system_prompt_lines(encode_rows(datasets.Dataset.from_list(rows), encoder), system_prompt)
+
+    assert lines([{"messages": TURNS}, {"messages": TURNS[1:]}], "messages") == []
+    assert lines([{"text": "plain"}], "text", system_prompt=None) == []
+    for told in (lines([{"messages": TURNS}], "messages"), lines([{"text": "plain"}], "text")):
+        assert [line.split(":")[1] for line in told] == [" --system_prompt has no effect"]
 
 
 def test_several_processes_give_the_same_tokens_once(tokenizer: Any, tmp_path: Path) -> None:

@@ -85,21 +85,6 @@ def iter_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 def check_file(path: Path, *, max_bytes: int | None = 32 * 2**20) -> FileCheck:
     """Check every row against the format of the first, until about `max_bytes` were read (None: to the end)."""
     data_format, rows = "", 0
-    for data_format, (_, _, bytes_read) in _checked_rows(path):
-        rows += 1
-        if max_bytes is not None and bytes_read >= max_bytes:
-            return FileCheck(path=path, format=data_format, rows=rows, complete=False)
-    return FileCheck(path=path, format=data_format, rows=rows, complete=True)
-
-
-def checked_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """As `iter_rows`, each row checked against the format of the first when it is read: for a file read only once."""
-    for _, (place, row, _) in _checked_rows(path):
-        yield place, row
-
-
-def _checked_rows(path: Path) -> Iterator[tuple[str, Placed]]:
-    data_format = ""
     for place, row, bytes_read in _placed_rows(path):
         try:
             data_format = data_format or detect_format(row)
@@ -108,7 +93,10 @@ def _checked_rows(path: Path) -> Iterator[tuple[str, Placed]]:
             raise failure_at(path, place, error.message, hint=error.hint) from None
         except RecursionError:
             raise failure_at(path, place, "nested too deeply") from None
-        yield data_format, (place, row, bytes_read)
+        rows += 1
+        if max_bytes is not None and bytes_read >= max_bytes:
+            return FileCheck(path=path, format=data_format, rows=rows, complete=False)
+    return FileCheck(path=path, format=data_format, rows=rows, complete=True)
 
 
 def _nearest_file(path: Path) -> str | None:

@@ -15,6 +15,9 @@ from toolkit.runs.argv import flag, integer
 
 Arguments = dict[str, Any]
 
+WORKERS = (0, 1, 2, 4, 8)
+"""Processes of one rank that can tokenise a stream; 0: the rank itself."""
+
 
 def check_rows_fill_a_step(rows: int | None, batch: int, dataset: str, *, packing: bool = False) -> None:
     """Fewer rows than one global batch would be repeated within a step without a word; None: not known yet."""
@@ -28,7 +31,7 @@ def check_rows_fill_a_step(rows: int | None, batch: int, dataset: str, *, packin
 
 
 def check_streaming(arguments: Arguments) -> None:
-    """Refuse what a stream cannot do: it has no length, no second look at a row, and one reader a rank."""
+    """Refuse what a stream cannot do: it has no length and no second look at a row."""
     if not flag(arguments.get("streaming", False)):
         return
     if integer(arguments, "max_steps", -1) <= 0:
@@ -47,10 +50,11 @@ def check_streaming(arguments: Arguments) -> None:
             f"--train_sampling_strategy {order} with --streaming: rows are shuffled in a buffer as they come",
             hint="`--streaming_buffer_size 1` keeps the file's order; `--packing true` pads less",
         )
-    if integer(arguments, "dataloader_num_workers", 0) > 1:
+    if integer(arguments, "dataloader_num_workers", 0) not in WORKERS:
         raise ToolkitError(
-            f"--dataloader_num_workers is {arguments['dataloader_num_workers']}, and one process reads a stream",
-            hint="`--dataloader_num_workers 1` tokenises beside the training",
+            f"--dataloader_num_workers is {arguments['dataloader_num_workers']}, and a stream is shared out among"
+            f" {', '.join(map(str, WORKERS[:-1]))} or {WORKERS[-1]} processes",
+            hint=f"`--dataloader_num_workers {WORKERS[-1]}`",
         )
 
 
@@ -58,7 +62,7 @@ def without_streaming(arguments: Arguments) -> list[str]:
     """One line for an argument that streaming, or its absence, leaves without effect."""
     streams = flag(arguments.get("streaming", False))
     if streams and arguments.get("preprocessing_num_workers") is not None:
-        return ["--preprocessing_num_workers has no effect with --streaming; `--dataloader_num_workers 1` has"]
+        return ["--preprocessing_num_workers has no effect with --streaming: `--dataloader_num_workers` has"]
     if not streams and "streaming_buffer_size" in arguments:
         return ["--streaming_buffer_size has no effect without --streaming"]
     return []

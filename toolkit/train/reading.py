@@ -20,11 +20,10 @@ from toolkit.train.batches import Collator, PackCollator
 from toolkit.train.data_preflight import DataStats, preflight_lines, system_prompt_lines
 from toolkit.train.evaluation import EvaluationRows, held_out
 from toolkit.train.packing import PackedRows, gives_chosen_logits, packs_into_one_row
-from toolkit.train.stream_loading import own_lanes
-from toolkit.train.stream_rows import FIELDS, read_stream
+from toolkit.train.stream_loading import share_of
+from toolkit.train.stream_rows import read_stream
 from toolkit.train.streaming import TokenStream
 from toolkit.train.tokens import (
-    PLACE,
     RowEncoder,
     Tokenized,
     encode_rows,
@@ -103,10 +102,11 @@ def streamed_data(tokenizer: Any, arguments: DataArguments, training: Any) -> Da
     )
     encoder = encoder_of(tokenizer, arguments, rows.data_format)
     first = enumerate(itertools.islice(rows.epoch(0), FIRST_ROWS))
-    encoded = encoded_dataset([encoder.encode_row(row[FIELDS], number=n, place=row[PLACE]) for n, row in first])
+    encoded = encoded_dataset(
+        [encoder.encode_row(row.fields, number=n, place=row.where(rows.name)) for n, row in first]
+    )
     stats = replace(keep_supervised(encoded, encoder).stats, streamed=True)
-    lanes = training.train_batch_size * training.gradient_accumulation_steps * training.world_size
-    stream = TokenStream(rows, encoder, lanes=lanes, own=own_lanes(training), packing=arguments.packing)
+    stream = TokenStream(rows, encoder, share_of(training), packing=arguments.packing)
     return Data(train=stream, stats=stats, warnings=system_prompt_lines(encoded, arguments.system_prompt))
 
 

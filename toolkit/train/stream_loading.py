@@ -19,7 +19,7 @@ from accelerate.data_loader import prepare_data_loader
 from toolkit.errors import ToolkitError
 from toolkit.runs.folder import write_text
 from toolkit.train.packing import Row
-from toolkit.train.streaming import BLANK, LANE_STATE, STREAM_ERROR, LaneState, TokenStream
+from toolkit.train.streaming import BLANK, LANE_STATE, STREAM_ERROR, LaneState, Share, TokenStream
 
 LANE_STATES = "lane_states"
 LANES_FILES = "stream_rank*.json"
@@ -28,17 +28,14 @@ Batch = dict[str, Any]
 States = dict[int, LaneState]
 
 
-def own_lanes(training: Any) -> list[int]:
-    """The lanes of this rank in the order in which it trains on them.
-
-    As where nothing is streamed: micro-step by micro-step, rank by rank, `per_device_train_batch_size` each.
-    """
-    batch, ranks = training.train_batch_size, training.world_size
-    return [
-        (micro_step * ranks + training.process_index) * batch + place
-        for micro_step in range(training.gradient_accumulation_steps)
-        for place in range(batch)
-    ]
+def share_of(training: Any) -> Share:
+    """As the training arguments say."""
+    return Share(
+        rank=training.process_index,
+        world_size=training.world_size,
+        per_device_train_batch_size=training.train_batch_size,
+        gradient_accumulation_steps=training.gradient_accumulation_steps,
+    )
 
 
 class StreamCollator:
@@ -95,35 +92,38 @@ def _with_way_on(error: ToolkitError, *, begun: bool) -> ToolkitError:
     """What the run has trained so far stays right when the row is mended: no step had it, nor any row behind it."""
     if not begun:
         return error
-    on = "mend or remove the row, then `--resume_from_checkpoint latest` goes on from the last checkpoint"
+    on = "mend the row, then `--resume_from_checkpoint latest` goes on from the last checkpoint"
     return ToolkitError(error.message, hint=on if error.hint is None else f"{error.hint}; {on}")
 
 
 # -- in a checkpoint
 
 
-def write_lanes(checkpoint: Path, states: States, *, rank: int) -> None:
+def write_lanes(checkpoint: Path, states: States, *, rank: int, world_size: int) -> None:
     """Where this rank's lanes stand; the manifest lists the file as any other."""
     lanes = [asdict(state) for _, state in sorted(states.items())]
-    write_text(checkpoint / LANES_FILES.replace("*", str(rank)), json.dumps({"lanes": lanes}))
+    text = json.dumps({"world_size": world_size, "lanes": lanes})
+    write_text(checkpoint / LANES_FILES.replace("*", str(rank)), text)
 
 
-def read_lanes(checkpoint: Path) -> States:
-    """Of all ranks that wrote the checkpoint: this run may have another number of them."""
+def read_lanes(checkpoint: Path) -> States | None:
+    """Of all ranks that wrote the checkpoint: this run may have another number of them. None if a file is missing."""
     states: States = {}
-    for path in checkpoint.glob(LANES_FILES):
+    paths, ranks = list(checkpoint.glob(LANES_FILES)), 0
+    for path in paths:
         try:
-            lanes = json.loads(path.read_text())["lanes"]
+            written = json.loads(path.read_text())
+            ranks, lanes = written["world_size"], written["lanes"]
         except (OSError, ValueError, KeyError) as error:
             raise ToolkitError(f"{path} cannot be read: {error}", hint="resume from the checkpoint before") from None
         for lane in lanes:
             packs = tuple(map(tuple, lane["open"]))
             states[lane["lane"]] = LaneState(lane=lane["lane"], taken=lane["taken"], open=packs)
-    return states
+    return states if len(paths) == ranks > 0 else None
 
 
 def resume_stream(train: Any, checkpoint: Path, *, step: int, training: Any) -> None:
     """Begin a stream where the checkpoint stands; without its files, it is tokenised again from its beginning."""
-    if isinstance(train, TokenStream):
-        sequences = step * training.gradient_accumulation_steps * training.train_batch_size
-        train.go_on(read_lanes(checkpoint), sequences=sequences)
+    states = read_lanes(checkpoint) if isinstance(train, TokenStream) else None
+    if states is not None:
+        train.go_on(states, batches=step * training.gradient_accumulation_steps)

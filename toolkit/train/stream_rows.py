@@ -12,19 +12,27 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import datasets
 
-from toolkit.data import checked_rows, detect_format, formats, resolve_source
+from toolkit.data import iter_rows, resolve_source
 from toolkit.runs.rows import check_rows_fill_a_step
-from toolkit.train.tokens import PLACE, format_of_first_row, load_hub
+from toolkit.train.tokens import format_of_first_row, load_hub
 
-FIELDS = "fields"
-NUMBER = "row"
 
-PlacedRow = dict[str, Any]
-"""`fields` that the format reads, and where the row stands: `place` in words, `row` its number from 0 in a file."""
+class StreamedRow(NamedTuple):
+    """A row as it was read, unchecked."""
+
+    fields: dict[str, Any]
+    place: str | None
+    """In the file, in words; the shards of a hub data set come in an order of their own, so that a row has none."""
+    number: int | None
+    """From 0 in a file."""
+
+    def where(self, name: str) -> str:
+        """For an error in it."""
+        return f"{name}: {self.place or f'the row that begins {str(self.fields)[:80]}'}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,17 +42,21 @@ class RowStream:
     name: str
     data_format: str
     rows: datasets.IterableDataset
+    """In the order of the source."""
     buffer_size: int
+    seed: int
     is_file: bool
 
-    def epoch(self, number: int) -> Iterator[PlacedRow]:
+    def epoch(self, number: int) -> Iterator[StreamedRow]:
         """Every row once, in the order of this epoch."""
-        self.rows.set_epoch(number)
-        for batch in self.rows.iter(batch_size=1):  # iter(rows) shuffles in another order in a worker process
+        shards = {"max_buffer_input_shards": 1} if self.is_file else {}  # else each row comes through a thread
+        # Not set_epoch: worker processes would share one epoch. Not iter(rows): in a worker it shuffles otherwise.
+        shuffled = self.rows.shuffle(seed=[self.seed, number], buffer_size=self.buffer_size, **shards)
+        for batch in shuffled.iter(batch_size=1):
             row = {name: values[0] for name, values in batch.items()}
-            yield row if self.is_file else _hub_row(row, self.name, self.data_format)
+            yield StreamedRow(**row) if self.is_file else StreamedRow(row, None, None)
 
-    def endless(self, *, at_least: int) -> Iterator[tuple[int, PlacedRow]]:
+    def endless(self, *, at_least: int) -> Iterator[tuple[int, StreamedRow]]:
         """Each epoch's rows behind those of the one before, with the epoch's number."""
         for epoch in itertools.count():
             rows = 0
@@ -59,28 +71,21 @@ def read_stream(source: str, split: str, *, buffer_size: int, seed: int) -> RowS
     path = resolve_source(source).path
     if path is not None:
         rows = datasets.IterableDataset.from_generator(_file_rows, gen_kwargs={"path": str(path)})
-        first: dict[str, Any] | None = next(checked_rows(path))[1]
+        first: dict[str, Any] | None = next(iter_rows(path))[1]
     else:
         rows = load_hub(source, split, streaming=True)
         first = next(iter(rows), None)
     return RowStream(
         name=source,
         data_format=format_of_first_row(source, split, first),
-        rows=rows.shuffle(seed=seed, buffer_size=buffer_size),
+        rows=rows,
         buffer_size=buffer_size,
+        seed=seed,
         is_file=path is not None,
     )
 
 
-def _file_rows(path: str) -> Iterator[PlacedRow]:
-    """Every rank reads, and so checks, every row: all of them end at a wrong one."""
-    data_format = ""
-    for number, (place, row) in enumerate(checked_rows(Path(path))):
-        data_format = data_format or detect_format(row)
-        yield {FIELDS: formats.format_fields(row, data_format), PLACE: f"{path}: {place}", NUMBER: number}
-
-
-def _hub_row(row: dict[str, Any], name: str, data_format: str) -> PlacedRow:
-    """Shards come in an order of their own, so that a row has no number; its beginning must tell which it is."""
-    fields = formats.format_fields(row, data_format)
-    return {FIELDS: fields, PLACE: f"{name}: the row that begins {str(fields)[:80]}"}
+def _file_rows(path: str) -> Iterator[dict[str, Any]]:
+    """Every rank parses every row; the one that trains on it looks at its fields."""
+    for number, (place, row) in enumerate(iter_rows(Path(path))):
+        yield {"fields": row, "place": place, "number": number}

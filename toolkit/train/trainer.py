@@ -37,7 +37,8 @@ class MeasuredTrainer(Trainer):  # type: ignore[misc]
         self.staging: Path | None = None
         """Where a checkpoint is being written; None while none is."""
         self.evaluated = EvaluatedTokens()
-        self.lane_states: States = {}
+        streamed = isinstance(self.train_dataset, TokenStream)
+        self.lane_states: States = self.train_dataset.own_states() if streamed else {}
         """Of a stream: where each lane of this rank stands behind what is trained on."""
         self.saves: list[dict[str, Any]] = []
         """Each save of this run, for run.json; of rank 0."""
@@ -114,9 +115,8 @@ class MeasuredTrainer(Trainer):  # type: ignore[misc]
         self.staging = saving_folder(Path(self.args.output_dir), self.state.global_step)
         super()._save_checkpoint(model, trial)
         if self.lane_states:
-            write_lanes(
-                self.staging / f"checkpoint-{self.state.global_step}", self.lane_states, rank=self.args.process_index
-            )
+            written = self.staging / f"checkpoint-{self.state.global_step}"
+            write_lanes(written, self.lane_states, rank=self.args.process_index, world_size=self.args.world_size)
         staging, self.staging = self.staging, None
         finish_checkpoint(self, staging, facts)
         checkpoint = Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}"
