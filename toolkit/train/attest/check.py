@@ -29,9 +29,8 @@ def promised_facts(
         return promised
     if preset.replicas > 1 and dp_shard_size is not None:
         promised["dp_shard_size"] = dp_shard_size
-    alone = preset.engine == "ddp" and world_size == 1  # DDP wraps nothing when there is nobody to reduce with
     return promised | {
-        "engine": "none" if alone else preset.engine,
+        "engine": preset.engine,
         "sharding": preset.sharding,
         "offload_optimizer": preset.offload_optimizer,
         "offload_param": preset.offload_param,
