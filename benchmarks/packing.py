@@ -52,10 +52,10 @@ class Side:
 SIDES = {
     "packing": Side(packing=True, batch=1, accumulate=5),
     "padding": Side(packing=False, batch=8),
-    # Several packs a micro-batch: transformers can then only be asked for all logits, as padding is.
-    "packing, all logits": Side(packing=True, batch=5),
     "TRL padding": Side(packing=False, batch=8, trl=True),
     "TRL packing": Side(packing=True, batch=1, accumulate=5, trl=True),
+    # Several packs a micro-batch: transformers can then only be asked for all logits, as padding is.
+    "packing, all logits": Side(packing=True, batch=5),
 }
 
 

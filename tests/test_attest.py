@@ -51,10 +51,8 @@ def test_a_preset_promises_its_engine_its_sharding_and_fp32_masters() -> None:
     }
 
 
-def test_ddp_of_one_process_wraps_nothing() -> None:
-    assert promise("ddp", 1)["engine"] == "none"
-    assert promise("ddp", 2)["engine"] == "ddp"
-    assert promise("zero1", 1)["engine"] == "deepspeed"
+def test_one_process_under_a_launcher_has_the_engine_all_the_same() -> None:
+    assert [promise(preset, 1)["engine"] for preset in ("ddp", "zero1", "fsdp2")] == ["ddp", "deepspeed", "fsdp2"]
 
 
 def test_a_hybrid_mesh_promises_the_degree_that_was_asked_for() -> None:

@@ -132,6 +132,16 @@ def test_activation_checkpointing_is_one_switch_and_changes_no_loss(
     assert losses(folder) == pytest.approx(losses(preset_runs["ddp"]), rel=1e-6)
 
 
+def test_a_compiled_model_is_read_through_its_wrapper_and_one_process_under_ddp_is_ddp(
+    start: Start, preset_runs: dict[str, Path]
+) -> None:
+    compiled = ["--torch_compile", "true", "--torch_compile_backend", "aot_eager"]  # the graph without inductor's C++
+    folder = start("ddp", *compiled, "--per_device_train_batch_size", "4", num_processes=1)
+    (rank,) = ranks(folder)
+    assert (rank["torch_compile"], rank["engine"], rank["wrapper"]) == (True, "ddp", "DistributedDataParallel")
+    assert losses(folder, 1) == pytest.approx(losses(preset_runs["single"], 1), rel=1e-6)
+
+
 def test_dora_trains_and_saves_under_zero3_with_a_scaled_rate(start: Start) -> None:
     scaling = ["--lr_scaling", "linear", "--lr_reference_batch_size", "2"]
     folder = start("zero3", "--lora_r", "4", "--lora_config", "use_dora=true", "use_rslora=true", *scaling)
