@@ -39,7 +39,13 @@ from toolkit.train.packing import check_model_packs
 from toolkit.train.promise import Promise, find_promise
 from toolkit.train.reading import Data, collator, read_data
 from toolkit.train.rehearsal.inputs import rehearsal_data, rehearsal_model
-from toolkit.train.rehearsal.recording import FakeWorld, RehearsedAttestation, RehearsedMeter, close_rehearsal
+from toolkit.train.rehearsal.recording import (
+    FakeWorld,
+    RehearsedAttestation,
+    RehearsedMeter,
+    close_rehearsal,
+    close_trace,
+)
 from toolkit.train.rehearsal.stage import set_the_stage
 from toolkit.train.saving import save_final_model
 from toolkit.train.stopping import Stopping
@@ -69,6 +75,11 @@ def run(argv: Sequence[str], progress: Progress) -> None:
         print("".join(f"{line}\n" for line in training.notes), end="", flush=True)  # the log is open now
     stopping = watch_over(progress, folder, training, alone=rehearsed is not None)
     set_seed(training.seed)
+    if rehearsed is not None and rehearsed.fake_tensors:
+        from toolkit.train.rehearsal.fake_tensors import trace
+
+        close_trace(folder, rehearsed, trace(arguments, promise), progress)
+        return
     progress.enter("data")
     if rehearsed is None:
         tokenizer = load_tokenizer(model_arguments, chat_template=data_arguments.chat_template)
