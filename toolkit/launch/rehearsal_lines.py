@@ -53,7 +53,7 @@ def _traced_lines(facts: Mapping[str, Any]) -> list[str]:
 
 def _gpu_lines(facts: Mapping[str, Any]) -> list[str]:
     lines = [f"peak of {facts['steps']} steps by the allocator:"]
-    for phase, peaks in facts["phases"].items():
+    for phase, peaks in facts["phase_peaks"].items():
         allocated, reserved = peaks["peak_allocated_bytes"], peaks["peak_reserved_bytes"]
         lines.append(f"  {phase:<10} {gib(allocated):>10} allocated, {gib(reserved):>10} reserved")
     step = seconds(facts["compute_step_seconds"])

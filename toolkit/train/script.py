@@ -39,6 +39,7 @@ from toolkit.train.packing import check_model_packs
 from toolkit.train.promise import Promise, find_promise
 from toolkit.train.reading import Data, collator, read_data
 from toolkit.train.rehearsal.inputs import rehearsal_data, rehearsal_model
+from toolkit.train.rehearsal.phase_peaks import RehearsedTrainer
 from toolkit.train.rehearsal.recording import (
     FakeWorld,
     RehearsedAttestation,
@@ -240,9 +241,11 @@ def build_trainer(
     rehearsed: Rehearsed | None,
 ) -> MeasuredTrainer:
     """The Trainer with its meter and its attestation; the meter's clock starts after attesting, not before."""
-    meter_class, attestation_class = (
-        (Meter, Attestation) if rehearsed is None else (RehearsedMeter, RehearsedAttestation)
+    of_a_run, of_a_rehearsal = (
+        (Meter, Attestation, MeasuredTrainer),
+        (RehearsedMeter, RehearsedAttestation, RehearsedTrainer),
     )
+    meter_class, attestation_class, trainer_class = of_a_run if rehearsed is None else of_a_rehearsal
     meter = meter_class(
         folder.rank_rows(training.process_index),
         rank=training.process_index,
@@ -253,7 +256,7 @@ def build_trainer(
     attestation = attestation_class(
         folder.attestation_json, promise, precision=training.mixed_precision, progress=progress
     )
-    trainer = MeasuredTrainer(
+    trainer = trainer_class(
         model=model,
         args=training,
         train_dataset=data.train,

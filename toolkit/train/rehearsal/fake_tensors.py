@@ -10,6 +10,7 @@ no fake tensors: its gradient buckets are counted as one tensor beside the model
 from __future__ import annotations
 
 import contextlib
+import resource
 import warnings
 from collections import Counter
 from typing import Any
@@ -63,7 +64,8 @@ def trace(arguments: Arguments, promise: Promise) -> Facts:
     peaks = {
         name: told(peak, serials) for name, peak in memory.peaks.items() if name in ("forward", "backward", "step")
     }
-    return own | {"peaks": peaks, "not_told": list(TRACE_CANNOT_TELL)}
+    host = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts KiB
+    return own | {"steps": STEPS, "peaks": peaks, "peak_host_bytes": host, "not_told": list(TRACE_CANNOT_TELL)}
 
 
 class TracedTrainer(Trainer):  # type: ignore[misc]

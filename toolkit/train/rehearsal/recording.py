@@ -24,6 +24,7 @@ from toolkit.train.attest.readings import Facts
 from toolkit.train.failure import Progress
 from toolkit.train.meter import Meter
 from toolkit.train.rehearsal.inputs import has_local_weights
+from toolkit.train.rehearsal.phase_peaks import PhasePeaks
 from toolkit.train.rehearsal.stage import fill_shards, let_ddp_reduce
 
 MEANINGLESS = ("loss", "grad_norm", "local_grad_norm", "grad_norm_ranks")
@@ -51,7 +52,14 @@ class RehearsedAttestation(Attestation):
 
 
 class RehearsedMeter(Meter):
-    """Rows of a rehearsal say so, and hold no loss."""
+    """Rows of a rehearsal say so, and hold no loss; its peaks are told by phase too."""
+
+    def __init__(self, *args: Any, device: Any, **kwargs: Any) -> None:
+        super().__init__(*args, device=device, **kwargs)
+        self.peaks = PhasePeaks(device)
+
+    def _memory(self) -> dict[str, int | None]:
+        return super()._memory() | self.peaks.highest()
 
     def _row(self, number: int, step: Any) -> dict[str, Any]:
         row = super()._row(number, step)
@@ -86,6 +94,7 @@ def close_rehearsal(
     own = next(c.own for c in trainer.callback_handler.callbacks if isinstance(c, RehearsedAttestation))
     rows = read_rows(folder.rank_rows(rehearsed.rank))
     facts = rehearsed_facts(rehearsed, own, rows, untimed_steps=model.untimed_steps)
+    facts["phase_peaks"] = trainer.meter.peaks.told()
     _complete(folder, facts | {"random_weights": not has_local_weights(model)}, progress)
 
 
