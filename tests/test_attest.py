@@ -51,8 +51,10 @@ def test_a_preset_promises_its_engine_its_sharding_and_fp32_masters() -> None:
     }
 
 
-def test_ddp_of_one_process_wraps_nothing() -> None:
+def test_ddp_of_one_process_wraps_nothing_but_on_a_cpu() -> None:
     assert promise("ddp", 1)["engine"] == "none"
+    on_cpu = promised_facts(load_preset("ddp"), 1, compute_dtype="float32", asked={}, on_cpu=True)
+    assert on_cpu["engine"] == "ddp"
     assert promise("ddp", 2)["engine"] == "ddp"
     assert promise("zero1", 1)["engine"] == "deepspeed"
 

@@ -11,10 +11,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from toolkit.errors import ToolkitError
-from toolkit.presets import Preset
 from toolkit.runs.folder import RunFolder
 
 RANK_VARIABLE = "TOOLKIT_REHEARSAL_RANK"
@@ -37,6 +36,27 @@ CANNOT_TELL = (
 )
 
 
+class PresetFacts(Protocol):
+    """What is asked of a preset here."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def engine(self) -> str: ...
+    @property
+    def offload_optimizer(self) -> str | None: ...
+    @property
+    def offload_param(self) -> str | None: ...
+    @property
+    def min_world_size(self) -> int: ...
+    @property
+    def max_world_size(self) -> int | None: ...
+    @property
+    def world_size_multiple(self) -> int: ...
+    @property
+    def needs_gpu(self) -> str | None: ...
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rehearsed:
     """Which rank of which world."""
@@ -47,7 +67,7 @@ class Rehearsed:
     """Shapes without memory: peaks by part instead of readings of real tensors."""
 
 
-def check_rehearsal(preset: Preset, *, world_size: int, rank: int) -> None:
+def check_rehearsal(preset: PresetFacts, *, world_size: int, rank: int) -> None:
     """Refuse a world that the preset does not train in, a rank that is not in it, and what no rehearsal can tell."""
     if world_size < 1:
         raise ToolkitError(f"--world-size is {world_size}, expected 1 or more")
@@ -78,7 +98,7 @@ def check_rehearsal(preset: Preset, *, world_size: int, rank: int) -> None:
         )
 
 
-def check_traced(preset: Preset) -> None:
+def check_traced(preset: PresetFacts) -> None:
     """Refuse the engines that do not run on fake tensors, and what one memory cannot tell apart."""
     why = None
     if preset.engine == "deepspeed":
@@ -92,7 +112,7 @@ def check_traced(preset: Preset) -> None:
         )
 
 
-def cannot_rehearse(preset: Preset) -> str | None:
+def cannot_rehearse(preset: PresetFacts) -> str | None:
     """Why the preset's engine does not run with collectives that move nothing, or None where it does."""
     if "nvme" in (preset.offload_optimizer, preset.offload_param):
         return "its swap files belong to a real run on a real disk"
