@@ -51,8 +51,12 @@ def test_a_preset_promises_its_engine_its_sharding_and_fp32_masters() -> None:
     }
 
 
-def test_one_process_under_a_launcher_has_the_engine_all_the_same() -> None:
-    assert [promise(preset, 1)["engine"] for preset in ("ddp", "zero1", "fsdp2")] == ["ddp", "deepspeed", "fsdp2"]
+def test_ddp_of_one_process_wraps_nothing_but_on_a_cpu() -> None:
+    assert promise("ddp", 1)["engine"] == "none"
+    on_cpu = promised_facts(load_preset("ddp"), 1, compute_dtype="float32", asked={}, on_cpu=True)
+    assert on_cpu["engine"] == "ddp"
+    assert promise("ddp", 2)["engine"] == "ddp"
+    assert [promise(preset, 1)["engine"] for preset in ("zero1", "fsdp2")] == ["deepspeed", "fsdp2"]
 
 
 def test_a_hybrid_mesh_promises_the_degree_that_was_asked_for() -> None:

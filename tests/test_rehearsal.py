@@ -194,3 +194,87 @@ def test_the_command_says_what_it_found_and_its_folder_says_what_it_is(tmp_path:
     assert not list((tmp_path / "out").glob("*.safetensors"))
     again = toolkit(*command)
     assert (again.returncode, "already holds a finished run" in again.stderr) == (2, True)
+
+
+# -- fake tensors
+
+
+LLAMA = {
+    **{"model_type": "llama", "vocab_size": 1009, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2},
+    **{"num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": False},
+}
+# Embedding and head 1009 x 64 each; a layer has q and o 64 x 64, k and v 32 x 64, gate, up and down 128 x 64, 2 norms.
+P = 2 * 1009 * 64 + 2 * (2 * 64 * 64 + 2 * 32 * 64 + 3 * 128 * 64 + 2 * 64) + 64
+
+
+@pytest.fixture(scope="module")
+def traced(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """16 rows of 256 tokens under FSDP2, so that logits outweigh everything else."""
+    path = tmp_path_factory.mktemp("traced") / "config.json"
+    path.write_text(json.dumps(LLAMA))
+    words = ["--model_name_or_path", str(path), "--max_seq_length", "256", "--per_device_train_batch_size", "16"]
+    ended = toolkit("rehearse", "--preset", "fsdp2", "--world-size", "4", "--fake-tensors", "--json", "--", *words)
+    assert ended.returncode == 0, ended.stderr
+    found: dict[str, Any] = json.loads(ended.stdout)
+    return found
+
+
+@pytest.mark.launch
+def test_fake_tensors_hold_the_states_of_this_rank_and_no_others(traced: dict[str, Any]) -> None:
+    """The first of four ranks holds 253 of 1009 rows of the embedding and the head, and a quarter of the rest."""
+    held = P // 4 + 2 * (253 * 4 - 1009) * 64 // 4
+    assert traced["num_params"] == P
+    assert {part: traced[part] for part in PARTS} == {
+        "parameter_bytes": 4 * held,
+        "gradient_bytes": 4 * held,
+        "optimizer_bytes": 8 * held,
+    }
+    step = traced["peaks"]["step"]["parts"]
+    assert (step["parameter"], step["gradient"], step["optimizer"]) == (4 * held, 4 * held, 8 * held)
+
+
+@pytest.mark.launch
+def test_fake_tensors_count_the_logits_and_their_copies(traced: dict[str, Any]) -> None:
+    """bf16 logits, their fp32 copy and its log-softmax are alive when the loss is taken; in backward one more."""
+    logits = 16 * 256 * 1009
+    assert traced["peaks"]["forward"]["parts"]["logits"] == (2 + 4 + 4) * logits
+    assert traced["peaks"]["backward"]["parts"]["logits"] >= (4 + 4) * logits
+    total = traced["peaks"]["forward"]
+    assert total["total_bytes"] == sum(total["parts"].values())
+
+
+@pytest.mark.parametrize(
+    ("preset", "words", "message"),
+    [
+        ("zero3", [], "--fake-tensors does not work with preset 'zero3': DeepSpeed looks into"),
+        ("fsdp2_cpu_offload", [], "--fake-tensors does not work with preset 'fsdp2_cpu_offload': what is offloaded"),
+        ("fsdp2", ["--dataset", "rows.jsonl"], "--dataset is not traced"),
+        ("ddp", ["--packing"], "--packing is not traced"),
+    ],
+)
+def test_what_fake_tensors_cannot_trace_is_refused(tmp_path: Path, preset: str, words: list[str], message: str) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    (tmp_path / "rows.jsonl").write_text('{"text": "a"}\n')
+    argv = ["--model_name_or_path", str(tmp_path), *(str(tmp_path / w) if w.endswith(".jsonl") else w for w in words)]
+    with pytest.raises(ToolkitError, match=message):
+        plan_rehearsal(load_preset(preset), world_size=4, rank=0, training_argv=argv, cpu=True, fake_tensors=True)
+
+
+# -- on a GPU
+
+
+@pytest.mark.gpu
+@pytest.mark.launch
+@pytest.mark.parametrize("preset", ["ddp", "zero2", "zero3", "fsdp2"])
+def test_a_gpu_tells_the_peak_of_each_phase_and_the_seconds_of_a_step(tmp_path: Path, preset: str) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    words = ["--model_name_or_path", str(tmp_path / "config.json"), "--max_seq_length", "256"]
+    ended = toolkit("rehearse", "--preset", preset, "--world-size", "8", "--no-cpu", "--json", "--", *words)
+    assert ended.returncode == 0, ended.stderr
+    found = json.loads(ended.stdout)
+    states = sum(found[part] for part in PARTS)
+    assert set(found["phase_peaks"]) == {"load", "forward", "backward", "step"}
+    assert all(p["peak_reserved_bytes"] >= p["peak_allocated_bytes"] > 0 for p in found["phase_peaks"].values())
+    assert found["peak_allocated_bytes"] == max(p["peak_allocated_bytes"] for p in found["phase_peaks"].values())
+    assert found["peak_allocated_bytes"] > states
+    assert found["compute_step_seconds"] > 0

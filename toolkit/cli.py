@@ -287,6 +287,9 @@ def rehearse(
     training_arguments: TrainingArguments = None,
     rank: Annotated[int, typer.Option(help="the rank that this process is")] = 0,
     cpu: Annotated[bool | None, typer.Option("--cpu/--no-cpu", help=CPU_HELP)] = None,
+    fake_tensors: Annotated[
+        bool, typer.Option("--fake-tensors", help="peaks by part of a model that does not fit here (FSDP2, DDP)")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="what was found as JSON")] = False,
 ) -> None:
     """Run the real training script and engine as one rank of any world, in one process, and say what it holds.
@@ -299,8 +302,15 @@ def rehearse(
     from toolkit.presets import load_preset
 
     argv, on_cpu = training_arguments or [], _on_cpu(cpu)
-    planned = plan_rehearsal(load_preset(preset), world_size=world_size, rank=rank, training_argv=argv, cpu=on_cpu)
-    if on_cpu and cpu is None:
+    planned = plan_rehearsal(
+        load_preset(preset),
+        world_size=world_size,
+        rank=rank,
+        training_argv=argv,
+        cpu=on_cpu,
+        fake_tensors=fake_tensors,
+    )
+    if on_cpu and cpu is None and not fake_tensors:
         say("no GPU is visible: rehearsing on the CPU in fp32")
     result, run = rehearse_once(planned, on_line=say)
     if result.failure is not None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from toolkit.units import gib, seconds
+from toolkit.units import MIB, gib, seconds
 
 PARTS = ("parameter", "gradient", "optimizer")
 
@@ -38,12 +38,22 @@ def result_lines(run: Mapping[str, Any]) -> list[str]:
         "model states that this rank holds, read back from the live objects in the first step:",
         *(f"  {part:<10} {held:>18,} bytes  {gib(held):>10}" for part, held in part_rows(facts)),
     ]
+    if facts["fake_tensors"]:
+        return [*lines, *_traced_lines(facts)]
     return [*lines, *(_gpu_lines(facts) if device == "cuda" else _cpu_lines(facts))]
+
+
+def _traced_lines(facts: Mapping[str, Any]) -> list[str]:
+    lines = ["highest moment of each phase on fake tensors:"]
+    for phase, peak in facts["peaks"].items():
+        parts = ", ".join(f"{part} {gib(size)}" for part, size in peak["parts"].items() if size >= MIB)
+        lines.append(f"  {phase:<10} {gib(peak['total_bytes']):>10}: {parts}")
+    return [*lines, _not_told(facts)]
 
 
 def _gpu_lines(facts: Mapping[str, Any]) -> list[str]:
     lines = [f"peak of {facts['steps']} steps by the allocator:"]
-    for phase, peaks in facts["phases"].items():
+    for phase, peaks in facts["phase_peaks"].items():
         allocated, reserved = peaks["peak_allocated_bytes"], peaks["peak_reserved_bytes"]
         lines.append(f"  {phase:<10} {gib(allocated):>10} allocated, {gib(reserved):>10} reserved")
     step = seconds(facts["compute_step_seconds"])

@@ -25,7 +25,6 @@ from toolkit.launch.preflight import (
     check_hub_model,
     check_positive,
     check_required,
-    check_runs_on_cpu,
     local_folder,
 )
 from toolkit.launch.process import run_command
@@ -33,7 +32,15 @@ from toolkit.presets import Preset
 from toolkit.runs import status
 from toolkit.runs.argv import flag, read_arguments, resumes
 from toolkit.runs.folder import RunFolder, read_json, start_facts
-from toolkit.runs.rehearsals import DEFAULT_STEPS, FORCED_ARGUMENTS, RANK_VARIABLE, SYNTHETIC, check_rehearsal
+from toolkit.runs.rehearsals import (
+    DEFAULT_STEPS,
+    FAKE_TENSORS_VARIABLE,
+    FORCED_ARGUMENTS,
+    RANK_VARIABLE,
+    SYNTHETIC,
+    check_rehearsal,
+    check_traced,
+)
 from toolkit.runs.switches import check_switches
 
 
@@ -46,16 +53,25 @@ class Rehearsal:
     rank: int
     training_argv: list[str]
     cpu: bool
+    fake_tensors: bool = False
 
 
-def plan_rehearsal(preset: Preset, *, world_size: int, rank: int, training_argv: Sequence[str], cpu: bool) -> Rehearsal:
+def plan_rehearsal(
+    preset: Preset,
+    *,
+    world_size: int,
+    rank: int,
+    training_argv: Sequence[str],
+    cpu: bool,
+    fake_tensors: bool = False,
+) -> Rehearsal:
     """Every check that needs no torch, and the training arguments with what a rehearsal decides.
 
     Raises ToolkitError for the first thing that is wrong, and for what cannot be rehearsed.
     """
     check_rehearsal(preset, world_size=world_size, rank=rank)
-    if cpu:
-        check_runs_on_cpu(preset)
+    if fake_tensors:
+        check_traced(preset)
     arguments = read_arguments(training_argv)
     check_required(arguments, ("model_name_or_path",))
     check_positive(arguments)
@@ -65,9 +81,34 @@ def plan_rehearsal(preset: Preset, *, world_size: int, rank: int, training_argv:
     if "dataset" in arguments and arguments["dataset"] != SYNTHETIC:
         check_dataset(str(arguments["dataset"]))
     defaults = {"dataset": SYNTHETIC, "max_steps": str(DEFAULT_STEPS)}
+    if fake_tensors:
+        _check_traced_job(arguments)
+        defaults |= _gpu_precision(preset, arguments)
     added = {name: value for name, value in defaults.items() if name not in arguments} | FORCED_ARGUMENTS
     words = [word for name, value in added.items() for word in (f"--{name}", value)]
-    return Rehearsal(preset=preset, world_size=world_size, rank=rank, training_argv=[*training_argv, *words], cpu=cpu)
+    return Rehearsal(
+        preset=preset,
+        world_size=world_size,
+        rank=rank,
+        training_argv=[*training_argv, *words],
+        cpu=cpu or fake_tensors,
+        fake_tensors=fake_tensors,
+    )
+
+
+def _gpu_precision(preset: Preset, arguments: dict[str, Any]) -> dict[str, str]:
+    """Traced as on a GPU; a CPU would compute in fp32."""
+    said = "bf16" in arguments or "fp16" in arguments or preset.mixed_precision == "no"
+    return {} if said else {preset.mixed_precision: "true"}
+
+
+def _check_traced_job(arguments: dict[str, Any]) -> None:
+    for name in ("dataset", "load_in_4bit", "torch_compile", "packing", "activation_checkpointing_offload"):
+        if flag(arguments.get(name, False)) or (name == "dataset" and arguments.get(name, SYNTHETIC) != SYNTHETIC):
+            raise ToolkitError(
+                f"--{name} is not traced: fake tensors have shapes and no values",
+                hint=f"leave --{name} out, or leave --fake-tensors out",
+            )
 
 
 def _check_told(arguments: dict[str, Any]) -> None:
@@ -110,6 +151,7 @@ def rehearsal_command(rehearsal: Rehearsal) -> LaunchCommand:
         RANK_VARIABLE: str(rehearsal.rank),
         "TOOLKIT_RUN_PREPARED": "1",
         "PYTHONUNBUFFERED": "1",
+        **({FAKE_TENSORS_VARIABLE: "1"} if rehearsal.fake_tensors else {}),
         **({"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"} if rehearsal.cpu else {}),
     }
     argv = [sys.executable, "-m", "toolkit.train", *rehearsal.training_argv]

@@ -11,10 +11,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from toolkit.errors import ToolkitError
-from toolkit.presets import Preset
 from toolkit.runs.folder import RunFolder
 
 RANK_VARIABLE = "TOOLKIT_REHEARSAL_RANK"
@@ -23,11 +22,39 @@ SYNTHETIC = "synthetic"
 DEFAULT_STEPS = 3
 # What a rehearsal would only lose time with; weights are not worth saving.
 FORCED_ARGUMENTS = {"save_model": "false", "save_strategy": "no", "eval_strategy": "no", "report_to": "none"}
+FAKE_TENSORS_VARIABLE = "TOOLKIT_REHEARSAL_FAKE_TENSORS"
+TRACE_CANNOT_TELL = (
+    "what an allocator adds: rounding, fragmentation, cached blocks",
+    "workspaces of kernels and libraries, the CUDA context, the communication library's buffers",
+    "the peak while the model is loaded",
+    "time, losses and gradient norms",
+)
 CANNOT_TELL = (
     "losses, gradient norms and accuracies (what other ranks would have sent is not there)",
     "the speed of collectives, and of a step that waits for them",
     "whether all ranks hold the same weights and different batches",
 )
+
+
+class PresetFacts(Protocol):
+    """What is asked of a preset here."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def engine(self) -> str: ...
+    @property
+    def offload_optimizer(self) -> str | None: ...
+    @property
+    def offload_param(self) -> str | None: ...
+    @property
+    def min_world_size(self) -> int: ...
+    @property
+    def max_world_size(self) -> int | None: ...
+    @property
+    def world_size_multiple(self) -> int: ...
+    @property
+    def needs_gpu(self) -> str | None: ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,9 +63,11 @@ class Rehearsed:
 
     world_size: int
     rank: int
+    fake_tensors: bool = False
+    """Shapes without memory: peaks by part instead of readings of real tensors."""
 
 
-def check_rehearsal(preset: Preset, *, world_size: int, rank: int) -> None:
+def check_rehearsal(preset: PresetFacts, *, world_size: int, rank: int) -> None:
     """Refuse a world that the preset does not train in, a rank that is not in it, and what no rehearsal can tell."""
     if world_size < 1:
         raise ToolkitError(f"--world-size is {world_size}, expected 1 or more")
@@ -69,7 +98,21 @@ def check_rehearsal(preset: Preset, *, world_size: int, rank: int) -> None:
         )
 
 
-def cannot_rehearse(preset: Preset) -> str | None:
+def check_traced(preset: PresetFacts) -> None:
+    """Refuse the engines that do not run on fake tensors, and what one memory cannot tell apart."""
+    why = None
+    if preset.engine == "deepspeed":
+        why = "DeepSpeed looks into its tensors' values and addresses"
+    elif preset.offload_optimizer or preset.offload_param:
+        why = "what is offloaded and what is not would lie in one memory"
+    if why is not None:
+        raise ToolkitError(
+            f"--fake-tensors does not work with preset {preset.name!r}: {why}",
+            hint="leave --fake-tensors out, for exact bytes of the model states; or `--preset fsdp2`",
+        )
+
+
+def cannot_rehearse(preset: PresetFacts) -> str | None:
     """Why the preset's engine does not run with collectives that move nothing, or None where it does."""
     if "nvme" in (preset.offload_optimizer, preset.offload_param):
         return "its swap files belong to a real run on a real disk"
@@ -81,7 +124,7 @@ def cannot_rehearse(preset: Preset) -> str | None:
 def rehearsal_of(run: dict[str, Any] | None) -> Rehearsed | None:
     """What run.json says of a rehearsal; None for a run."""
     said = (run or {}).get("rehearsal")
-    return None if not said else Rehearsed(world_size=said["world_size"], rank=said["rank"])
+    return None if not said else Rehearsed(**{name: said[name] for name in ("world_size", "rank")})
 
 
 def refuse_rehearsals(folders: Sequence[Path]) -> None:

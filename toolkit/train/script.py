@@ -42,7 +42,14 @@ from toolkit.train.packing import check_model_packs
 from toolkit.train.promise import Promise, find_promise
 from toolkit.train.reading import Data, collator, read_data
 from toolkit.train.rehearsal.inputs import rehearsal_data, rehearsal_model
-from toolkit.train.rehearsal.recording import FakeWorld, RehearsedAttestation, RehearsedMeter, close_rehearsal
+from toolkit.train.rehearsal.phase_peaks import RehearsedTrainer
+from toolkit.train.rehearsal.recording import (
+    FakeWorld,
+    RehearsedAttestation,
+    RehearsedMeter,
+    close_rehearsal,
+    close_trace,
+)
 from toolkit.train.rehearsal.stage import set_the_stage
 from toolkit.train.saving import save_final_model
 from toolkit.train.stopping import Stopping
@@ -73,6 +80,11 @@ def run(argv: Sequence[str], progress: Progress) -> None:
         print("".join(f"{line}\n" for line in training.notes), end="", flush=True)  # the log is open now
     stopping = watch_over(progress, folder, training, alone=rehearsed is not None)
     set_seed(training.seed)
+    if rehearsed is not None and rehearsed.fake_tensors:
+        from toolkit.train.rehearsal.fake_tensors import trace
+
+        close_trace(folder, rehearsed, trace(arguments, promise), progress)
+        return
     progress.enter("data")
     if rehearsed is None:
         tokenizer = load_tokenizer(model_arguments, chat_template=data_arguments.chat_template)
@@ -243,9 +255,11 @@ def build_trainer(
     packing: bool,
 ) -> MeasuredTrainer:
     """The Trainer with its meter and its attestation; the meter's clock starts after attesting, not before."""
-    meter_class, attestation_class = (
-        (Meter, Attestation) if rehearsed is None else (RehearsedMeter, RehearsedAttestation)
+    of_a_run, of_a_rehearsal = (
+        (Meter, Attestation, MeasuredTrainer),
+        (RehearsedMeter, RehearsedAttestation, RehearsedTrainer),
     )
+    meter_class, attestation_class, trainer_class = of_a_run if rehearsed is None else of_a_rehearsal
     meter = meter_class(
         folder.rank_rows(training.process_index),
         rank=training.process_index,
@@ -256,7 +270,7 @@ def build_trainer(
     attestation = attestation_class(
         folder.attestation_json, promise, precision=training.mixed_precision, progress=progress
     )
-    trainer = MeasuredTrainer(
+    trainer = trainer_class(
         model=model,
         args=training,
         train_dataset=data.train,

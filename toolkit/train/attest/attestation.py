@@ -135,6 +135,7 @@ class Attestation(TrainerCallback):  # type: ignore[misc]
             compute_dtype=self.compute_dtype,
             asked=asked,
             dp_shard_size=self.promise.dp_shard_size,
+            on_cpu=args.device.type == "cpu",
         )
 
     def _differences(self, ranks: list[Facts]) -> list[Facts]:

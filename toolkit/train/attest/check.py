@@ -20,6 +20,7 @@ def promised_facts(
     compute_dtype: str,
     asked: Facts,
     dp_shard_size: int | None = None,
+    on_cpu: bool = False,
 ) -> Facts:
     """Facts that must hold on every rank. `asked` is what the training arguments ask for."""
     promised = dict(asked)
@@ -29,8 +30,10 @@ def promised_facts(
         return promised
     if preset.replicas > 1 and dp_shard_size is not None:
         promised["dp_shard_size"] = dp_shard_size
+    # accelerate 1.15 wraps a process alone in DDP on a CPU only; with a GPU there is nobody to reduce with.
+    alone = preset.engine == "ddp" and world_size == 1 and not on_cpu
     return promised | {
-        "engine": preset.engine,
+        "engine": "none" if alone else preset.engine,
         "sharding": preset.sharding,
         "offload_optimizer": preset.offload_optimizer,
         "offload_param": preset.offload_param,

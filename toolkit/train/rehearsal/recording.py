@@ -6,6 +6,7 @@ The readings of the live objects are those of a run. What other ranks would have
 from __future__ import annotations
 
 import statistics
+from dataclasses import asdict
 from datetime import UTC, datetime
 from typing import Any
 
@@ -23,6 +24,7 @@ from toolkit.train.attest.readings import Facts
 from toolkit.train.failure import Progress
 from toolkit.train.meter import Meter
 from toolkit.train.rehearsal.inputs import has_local_weights
+from toolkit.train.rehearsal.phase_peaks import PhasePeaks
 from toolkit.train.rehearsal.stage import fill_shards, let_ddp_reduce
 
 MEANINGLESS = ("loss", "grad_norm", "local_grad_norm", "grad_norm_ranks")
@@ -50,7 +52,14 @@ class RehearsedAttestation(Attestation):
 
 
 class RehearsedMeter(Meter):
-    """Rows of a rehearsal say so, and hold no loss."""
+    """Rows of a rehearsal say so, and hold no loss; its peaks are told by phase too."""
+
+    def __init__(self, *args: Any, device: Any, **kwargs: Any) -> None:
+        super().__init__(*args, device=device, **kwargs)
+        self.peaks = PhasePeaks(device)
+
+    def _memory(self) -> dict[str, int | None]:
+        return super()._memory() | self.peaks.highest()
 
     def _row(self, number: int, step: Any) -> dict[str, Any]:
         row = super()._row(number, step)
@@ -85,13 +94,23 @@ def close_rehearsal(
     own = next(c.own for c in trainer.callback_handler.callbacks if isinstance(c, RehearsedAttestation))
     rows = read_rows(folder.rank_rows(rehearsed.rank))
     facts = rehearsed_facts(rehearsed, own, rows, untimed_steps=model.untimed_steps)
+    facts["phase_peaks"] = trainer.meter.peaks.told()
+    _complete(folder, facts | {"random_weights": not has_local_weights(model)}, progress)
+
+
+def close_trace(folder: RunFolder, rehearsed: Rehearsed, facts: Facts, progress: Progress) -> None:
+    """The same of a rehearsal on fake tensors."""
+    _complete(folder, asdict(rehearsed) | facts | {"random_weights": True}, progress)
+
+
+def _complete(folder: RunFolder, facts: Facts, progress: Progress) -> None:
     progress.enter("end")
     folder.update_run(
         status=status.COMPLETED,
         exit_code=0,
         finished=datetime.now(UTC).isoformat(timespec="seconds"),
         phases=progress.phases,
-        rehearsal=facts | {"random_weights": not has_local_weights(model)},
+        rehearsal=facts,
     )
 
 
@@ -103,8 +122,7 @@ def rehearsed_facts(rehearsed: Rehearsed, own: Facts, rows: list[Facts], *, unti
     }
     timed = [row["seconds"] for row in rows[untimed_steps:]]
     return {
-        "world_size": rehearsed.world_size,
-        "rank": rehearsed.rank,
+        **asdict(rehearsed),
         "steps": len(rows),
         **{f"{part}_bytes": own[f"{part}_bytes"] for part in PARTS},
         "num_params": own["num_params"],

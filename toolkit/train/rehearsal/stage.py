@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from toolkit.presets import Preset
-from toolkit.runs.rehearsals import RANK_VARIABLE, Rehearsed
+from toolkit.runs.rehearsals import FAKE_TENSORS_VARIABLE, RANK_VARIABLE, Rehearsed
 from toolkit.train.promise import Promise
 
 FILLED_VALUE = 0.01
@@ -27,8 +27,16 @@ def set_the_stage(promise: Promise) -> Rehearsed | None:
         return None
     assert promise.preset is not None, "toolkit rehearse names a preset"
     assert promise.world_size is not None, "toolkit rehearse names a world size"
-    rehearsed = Rehearsed(world_size=promise.world_size, rank=int(os.environ[RANK_VARIABLE]))
+    rehearsed = Rehearsed(
+        world_size=promise.world_size,
+        rank=int(os.environ[RANK_VARIABLE]),
+        fake_tensors=FAKE_TENSORS_VARIABLE in os.environ,
+    )
     os.environ.update(launcher_environment(promise.preset, world_size=rehearsed.world_size))
+    if rehearsed.fake_tensors:
+        os.environ["ACCELERATE_TORCH_DEVICE"] = "cpu"  # not cpu:0, which fake tensors take for another device
+        if promise.preset.engine == "ddp":
+            return rehearsed  # its reducer takes no fake tensors: the model is traced without it
     if promise.preset.engine != "none":
         os.environ.update(rank_environment(rehearsed))
     if rehearsed.world_size > 1:  # alone, the engine starts its own group as in a run

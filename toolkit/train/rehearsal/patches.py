@@ -1,0 +1,83 @@
+"""What torch 2.13 needs to run FSDP2 on fake tensors, and to tell what it allocates; undone afterwards.
+
+with on_fake_tensors(memory, engine="fsdp2"):
+    ...
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp._fully_shard import _fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
+
+from toolkit.train.rehearsal.live_memory import LiveMemory
+
+
+@contextlib.contextmanager
+def on_fake_tensors(memory: LiveMemory, *, engine: str) -> Iterator[None]:
+    """What is made inside has shapes only, and is counted."""
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_replaced(torch.nn.Module, "_apply", _apply_without_swapping))
+        if engine == "fsdp2":
+            for owner, name, context in _around(memory):
+                stack.enter_context(_replaced(owner, name, _inside(context, getattr(owner, name))))
+        stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+        stack.enter_context(memory)
+        yield
+
+
+def _around(memory: LiveMemory) -> list[tuple[Any, str, Callable[[], Any]]]:
+    """What FSDP2 allocates to gather and to reduce is tagged; meshes hold ranks whose values are asked for.
+
+    DTensor tries each operation once on tensors of the whole shape, to learn the result's: nothing of that is real.
+    """
+    return [
+        (FSDPParamGroup, "unshard", lambda: memory.tagged("gathered")),
+        (FSDPParamGroup, "wait_for_unshard", lambda: memory.tagged("gathered")),
+        (FSDPParamGroup, "post_backward", lambda: memory.tagged("reduction")),
+        (ShardingPropagator, "_propagate_tensor_meta_non_cached", memory.unseen),
+        (_fully_shard, "_init_default_mesh", unset_fake_temporarily),
+        (DeviceMesh, "__getitem__", unset_fake_temporarily),
+        (DeviceMesh, "_flatten", unset_fake_temporarily),
+    ]
+
+
+def _inside(context: Callable[[], Any], function: Any) -> Any:
+    @functools.wraps(function)
+    def inside(*args: Any, **kwargs: Any) -> Any:
+        with context():
+            return function(*args, **kwargs)
+
+    return inside
+
+
+@contextlib.contextmanager
+def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    original = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, original)
+
+
+def _apply_without_swapping(module: Any, fn: Callable[[Any], Any], recurse: bool = True) -> Any:
+    """`Module._apply` would swap each fake parameter for its copy, and cannot where moving it changed nothing."""
+    for part in module.modules() if recurse else [module]:
+        for key, parameter in part._parameters.items():
+            if parameter is None:
+                continue
+            with torch.no_grad():
+                applied = fn(parameter)
+            if applied is not parameter:
+                part._parameters[key] = torch.nn.Parameter(applied, parameter.requires_grad)
+        part._buffers.update({key: fn(buffer) for key, buffer in part._buffers.items() if buffer is not None})
+    return module
