@@ -160,6 +160,12 @@ def test_a_host_that_is_too_small_rules_offload_out(shape: ModelShape) -> None:
     )
 
 
+def test_offload_names_the_host_memory_that_nobody_gave(shape: ModelShape) -> None:
+    said = found(ask(shape, memory_gib=16)).reasons
+    assert any("--host-memory-gib" in reason for reason in said)
+    assert not any("--host-memory-gib" in reason for reason in found(ask(shape)).reasons)
+
+
 def test_a_gpu_without_bf16_has_no_preset(shape: ModelShape) -> None:
     with pytest.raises(ToolkitError, match=r"no preset is for 8 × v100-32gb: .*has no units"):
         recommend(ask(shape, gpu=find_gpu("v100-32gb")), [load_preset("ddp")])
@@ -169,6 +175,7 @@ def test_without_a_peak_the_least_sharding_that_fits_is_chosen_and_no_speed_is_c
     answer = found(ask(shape, gpu=gpu_by_hand(None, memory_gib=80)))
     assert answer.choice.preset.name == "zero1"
     assert answer.choice.speed is None
+    assert answer.why_not["zero2"].startswith("fits too, and shards or offloads more: ")
     assert any("--gpu-tflops" in line for line in lines_of(answer, ask(shape), model="m"))
 
 

@@ -132,7 +132,7 @@ def test_offload_and_disk_only_slow_down() -> None:
 
 
 def test_efficiency_is_zero_infinity_s_formula() -> None:
-    """Batch 2 at length 1024 over 70 GB/s beside 70 TFLOP/s: an intensity of 2,048 operations a byte keeps two thirds."""
+    """Batch 2 at length 1024 over 70 GB/s beside 70 TFLOP/s: 2,048 operations a byte keep two thirds."""
     intensity, bandwidth, peak, moved = 2 * 1024, 70e9, 70e12, 1e9
     kept = efficiency(compute_seconds=intensity * moved / peak, transfer_seconds=moved / bandwidth)
     assert kept == pytest.approx(intensity * bandwidth / (intensity * bandwidth + peak))
