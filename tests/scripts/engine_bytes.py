@@ -12,6 +12,7 @@ import itertools
 import json
 import os
 import sys
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -61,7 +62,7 @@ def read(cases: list[dict[str, Any]]) -> None:
 
 def held_bytes(preset: Preset, case: dict[str, Any]) -> dict[str, int]:
     model = AutoModelForCausalLM.from_config(
-        AutoConfig.from_pretrained(os.path.dirname(case["config"])), dtype=torch.float32
+        AutoConfig.from_pretrained(Path(case["config"]).parent), dtype=torch.float32
     )
     hidden_size = model.config.hidden_size
     if case.get("lora_r"):

@@ -56,6 +56,8 @@ class Activations:
     autocast: bool = False
     """fp32 weights under autocast, against weights that are bf16 when they are used (DeepSpeed, FSDP2)."""
     lora_r: int | None = None
+    quantized: bool = False
+    """4-bit weights are unpacked where they are used, and not kept."""
 
     def layer_bytes_per_token(self, *, seq_length: int, padded: bool = False) -> int:
         """Of the layer that keeps most."""
@@ -96,7 +98,7 @@ class Activations:
             tensor.num_elements * count
             for kind, count in self.shape.layer_kinds.items()
             for tensor in kind
-            if is_linear(tensor)
+            if is_linear(tensor) and not self.quantized
         )
         return 2 * (linear + self.shape.vocab_size * self.shape.hidden_size)
 

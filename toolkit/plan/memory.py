@@ -92,7 +92,7 @@ class _Moments:
     def __init__(self, shape: ModelShape, engine: Engine, job: Job, weights: Weights, states: ModelStates) -> None:
         self.job, self.engine, self.weights, self.states = job, engine, weights, states
         self.buffers: Buffers = buffers(engine, weights, states, job)
-        activations = Activations(shape=shape, autocast=engine.autocasts, lora_r=job.lora_r)
+        activations = Activations(shape=shape, autocast=engine.autocasts, lora_r=job.lora_r, quantized=job.load_in_4bit)
         wider = 2 if engine.element_bytes == 4 else 1  # fp32 compute keeps at most twice the bytes
         self.tokens = job.tokens * wider
         length, padded = job.max_seq_length, job.has_padding
@@ -103,7 +103,7 @@ class _Moments:
             self.kept = self.tokens * activations.all_layers_bytes_per_token(seq_length=length, padded=padded)
         self.outer = self.tokens * activations.outer_bytes_per_token
         self.working = self.tokens * activations.backward_bytes_per_token
-        self.copies = activations.weight_copy_bytes
+        self.copies = activations.weight_copy_bytes + (2 * weights.largest_linear if job.load_in_4bit else 0)
         self.logits = logits_bytes(
             loss=job.loss, tokens=self.tokens, vocab_size=shape.vocab_size, hidden_size=shape.hidden_size
         )

@@ -67,6 +67,11 @@ class Weights:
         return max(tensor.num_elements for tensor, _ in (*self.trained, *self.frozen))
 
     @cached_property
+    def largest_linear(self) -> int:
+        """Elements of the largest weight of a linear layer."""
+        return max(tensor.num_elements for kind in self.shape.layer_kinds for tensor in kind if is_linear(tensor))
+
+    @cached_property
     def largest_trained(self) -> int:
         """Elements of the largest tensor that is trained."""
         return max(tensor.num_elements for tensor, _ in self.trained)
