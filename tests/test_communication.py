@@ -31,9 +31,11 @@ def counted(folder: Path, rank: int = 0) -> dict[str, int]:
 
 
 def planned(job: TrafficJob) -> dict[str, int]:
+    """Payload by collective, those among fewer than all ranks apart, as the run counts them."""
     payloads: Counter[str] = Counter()
     for collective in step_collectives(job):
-        payloads[collective.name] += collective.payload_bytes
+        among = "" if collective.group_size == job.world_size else f" of {collective.group_size}"
+        payloads[collective.name + among] += collective.payload_bytes
     return dict(payloads)
 
 

@@ -85,8 +85,13 @@ def _reasons(ask: Ask, choice: Candidate, fitting: list[Candidate], thumb: Candi
     memory = gib(choice.memory.planned_peak_bytes)
     reasons = [f"planned peak {memory} of {gib(ask.gpu.memory_bytes)} a GPU, in the {choice.memory.peak.phase}"]
     best = min(fitting, key=lambda one: one.seconds)
-    if best is not choice:
+    if best is not choice and choice.speed is not None:
         reasons.append(f"{choice.preset.name} takes {ratios(choice, best)} the seconds of {best.preset.name}")
+    if ask.host_memory_bytes is None and (choice.preset.offload_optimizer or choice.preset.offload_param):
+        host = gib(choice.memory.host.peak_bytes)
+        reasons.append(
+            f"every machine is taken to have {host} of host memory (`--host-memory-gib` says what yours has)"
+        )
     if choice.job.activation_checkpointing:
         reasons.append(_why_checkpointing(ask, choice))
     if thumb.preset.name != choice.preset.name:
@@ -127,13 +132,16 @@ def _reason_against(ask: Ask, candidate: Candidate, choice: Candidate) -> str:
 
 def _against(candidate: Candidate, choice: Candidate) -> str:
     """Time at both ends and memory, beside the choice."""
+    planned = f"{gib(candidate.memory.planned_peak_bytes)} a GPU ({candidate.settings})"
+    if candidate.speed is None:
+        return f"fits too, and shards or offloads more: {planned}"
     low, high = sorted(candidate.times(choice))
     said = f"{ratios(candidate, choice)} the seconds"
     if high <= NO_DIFFERENCE and low >= 1 / NO_DIFFERENCE:
         said = f"no difference that a plan can tell ({said})"
-    if low < 1 < high:
+    elif low < 1 < high:
         said += ", so faster or slower by the links"
-    return f"{said}; {gib(candidate.memory.planned_peak_bytes)} a GPU ({candidate.settings})"
+    return f"{said}; {planned}"
 
 
 def ratios(one: Candidate, other: Candidate) -> str:
