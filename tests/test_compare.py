@@ -196,8 +196,8 @@ def rewrite_rows(rank: int, change: Callable[[dict[str, Any]], None]) -> Callabl
     return edit
 
 
-def without_padding(row: dict[str, Any]) -> None:
-    row["tokens"] = row["non_padding_tokens"]
+def padding_alone(row: dict[str, Any]) -> None:
+    row["tokens"] -= row["non_padding_tokens"]
 
 
 def every_step_timed(row: dict[str, Any]) -> None:
@@ -223,7 +223,7 @@ FAULTS: dict[str, tuple[Callable[[Path], None], str]] = {
     ),
     "one process for two": (one_rank, "1 ranks attested, 2 were asked for"),
     "DDP for another engine": (attest("engine", "ddp", 0, 1), "engine is ddp, promised deepspeed"),
-    "tokens without padding": (rewrite_rows(0, without_padding), "step 1 has "),
+    "a count of padding alone": (rewrite_rows(0, padding_alone), "step 1 has "),
     "activation checkpointing": (
         attest("activation_checkpointing", True, 0, 1),
         "activation_checkpointing is True, False in ddp-n2-r0",
