@@ -351,13 +351,13 @@ def _with_single_trials(found: dict[str, object]) -> dict[str, object]:
 
 def _with_later_keys(found: dict[str, Any]) -> dict[str, Any]:
     """Results from before a key was there: it is unknown."""
-    filled = dict.fromkeys(LATER["results"]) | found
+    filled: dict[str, Any] = dict.fromkeys(LATER["results"]) | found
     for place in ("rows", "trials"):
-        if isinstance(filled.get(place), list):
+        if isinstance(rows := filled.get(place), list):
             none = dict.fromkeys(LATER[place])
-            filled[place] = [none | row if isinstance(row, dict) else row for row in filled[place]]
-    if isinstance(filled.get("environment"), dict):
-        filled["environment"] = dict.fromkeys(LATER["environment"]) | filled["environment"]
+            filled[place] = [none | row if isinstance(row, dict) else row for row in rows]
+    if isinstance(environment := filled.get("environment"), dict):
+        filled["environment"] = dict.fromkeys(LATER["environment"]) | environment
     return filled
 
 
