@@ -138,7 +138,8 @@ def _flat(environment: Mapping[str, Any]) -> dict[str, str]:
 
 def pair_title(paired: Paired) -> str:
     """When each was made."""
-    return f"Before and after: {paired.before['created']} and {paired.after['created']}"
+    dates = [results["created"].replace("T", " ")[:16] for results in (paired.before, paired.after)]
+    return f"Before and after: {' and '.join(dates)}"
 
 
 def pair_sentence(paired: Paired) -> str:
