@@ -21,6 +21,7 @@ TINY = {
     "pad_token_id": 0,
 }
 GPT2 = {"vocab_size": 96, "n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 40}
+EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
 SHAPES: list[tuple[str, dict[str, Any]]] = [
     ("llama", TINY),
     ("llama", TINY | {"attention_bias": True, "mlp_bias": True, "head_dim": 16, "tie_word_embeddings": True}),
@@ -104,6 +105,8 @@ def test_tensors_are_those_that_transformers_makes(model_type: str, fields: dict
     outer = [(name, tuple(p.shape)) for name, p in model.named_parameters() if id(p) not in inside]
     assert sorted((tensor.name, tensor.shape) for tensor in shape.outer) == sorted(outer)
     assert shape.attention == model.config._attn_implementation
+    words = ("hidden_act", "hidden_activation", "activation_function")
+    assert shape.activation in [getattr(model.config, word, None) for word in words]
 
 
 @pytest.mark.parametrize(("model_type", "fields"), SHAPES, ids=lambda value: value if isinstance(value, str) else "")

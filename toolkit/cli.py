@@ -100,6 +100,56 @@ def export(
 
 
 @app.command()
+def plan(
+    model: Annotated[str, typer.Argument(help="a hub id, a folder, or a config.json", metavar="MODEL")],
+    world_size: Annotated[list[int], typer.Option(help="number of GPUs; repeat it")],
+    preset: Annotated[list[str] | None, typer.Option(help=f"{PRESET_HELP}; repeat it; all that fit if none")] = None,
+    gpu: Annotated[str | None, typer.Option(help="a GPU's name: h100, a100-80gb, rtx-4090, ...")] = None,
+    gpu_memory_gib: Annotated[float | None, typer.Option(help="memory of one GPU, given by hand")] = None,
+    gpu_tflops: Annotated[float | None, typer.Option(help="dense bf16 peak of one GPU, given by hand")] = None,
+    per_device_train_batch_size: Annotated[int, typer.Option(help="sequences of a micro-batch")] = 1,
+    max_seq_length: Annotated[int, typer.Option(help="tokens of a sequence")] = 1024,
+    gradient_accumulation_steps: Annotated[int, typer.Option(help="micro-batches of a step")] = 1,
+    activation_checkpointing: Annotated[
+        bool, typer.Option("--activation-checkpointing/--no-activation-checkpointing", help="recompute activations")
+    ] = False,
+    lora_r: Annotated[int | None, typer.Option(help="LoRA adapters of this rank; full if not given")] = None,
+    load_in_4bit: Annotated[bool, typer.Option("--load-in-4bit", help="QLoRA: the base in 4 bits")] = False,
+    loss: Annotated[str, typer.Option(help="full, chunked, or fused (Liger)")] = "full",
+    optimizer: Annotated[str, typer.Option(help="fused (the Trainer's default) or foreach")] = "fused",
+    gpus_per_machine: Annotated[int, typer.Option(help="GPUs that share a host")] = 8,
+    host_memory_gib: Annotated[float | None, typer.Option(help="a host's memory, to judge offload by")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="the plans as JSON")] = False,
+) -> None:
+    """Memory, traffic and time of a job before it runs: what fits, with how much left. Arithmetic only."""
+    from toolkit.plan.door import run_plan
+    from toolkit.plan.job import Job
+
+    job = Job(
+        per_device_train_batch_size=per_device_train_batch_size,
+        max_seq_length=max_seq_length,
+        gradient_accumulation_steps=gradient_accumulation_steps,
+        activation_checkpointing=activation_checkpointing,
+        lora_r=lora_r,
+        load_in_4bit=load_in_4bit,
+        loss=loss,
+        optimizer=optimizer,
+        gpus_per_machine=gpus_per_machine,
+    )
+    run_plan(
+        model,
+        presets=preset or [],
+        world_sizes=world_size,
+        job=job,
+        gpu=gpu,
+        gpu_memory_gib=gpu_memory_gib,
+        gpu_tflops=gpu_tflops,
+        host_memory_gib=host_memory_gib,
+        as_json=as_json,
+    )
+
+
+@app.command()
 def train(
     preset: Annotated[str, typer.Option(help=PRESET_HELP)],
     num_processes: Annotated[int, typer.Option(help=PROCESSES_HELP)],

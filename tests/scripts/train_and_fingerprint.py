@@ -1,10 +1,13 @@
-"""The training script, which also writes the live model's logits on fixed tokens just before it saves.
+"""The training script, which also writes the live model's logits on fixed tokens just before it saves, and counts the
+collectives of each step.
 
 Started like `-m toolkit.train`; all ranks take part in the forward, since shards are on all of them.
 """
 
 import sys
 from pathlib import Path
+
+from count_collectives import count_steps
 
 import toolkit.train.__main__ as door
 
@@ -29,6 +32,7 @@ def main() -> int:
         save(trainer, tokenizer, folder)
 
     script.save_final_model = fingerprint_and_save
+    count_steps()
     return door.main(sys.argv[1:])
 
 

@@ -42,6 +42,7 @@ class Family:
     experts: str | None = None
     """`mixtral`, `qwen2_moe` or `qwen3_moe`."""
     attention: str = "sdpa"
+    activation: str = "silu"
     unknown_flags: tuple[str, ...] = ()
     """Options that change the tensors, and are left to the meta device."""
 
@@ -53,6 +54,7 @@ GEMMA_NORMS = (
     "post_feedforward_layernorm",
 )
 BIAS = "attention_bias"
+GELU_TANH = "gelu_pytorch_tanh"
 LLAMA_LIKE = {
     "llama": Family(qkv_bias=BIAS, output_bias=BIAS, mlp_bias="mlp_bias"),
     "granite": Family(qkv_bias=BIAS, output_bias=BIAS, mlp_bias="mlp_bias"),
@@ -60,12 +62,26 @@ LLAMA_LIKE = {
     "mistral": Family(num_kv_heads=8),
     "qwen2": Family(qkv_bias=True, num_kv_heads=32),
     "qwen3": Family(qkv_bias=BIAS, output_bias=BIAS, qk_norm="head", head_dim=128, num_kv_heads=32),
-    "gemma": Family(qkv_bias=BIAS, output_bias=BIAS, head_dim=256, num_kv_heads=16, tied=True),
+    "gemma": Family(qkv_bias=BIAS, output_bias=BIAS, head_dim=256, num_kv_heads=16, tied=True, activation=GELU_TANH),
     "gemma2": Family(
-        qkv_bias=BIAS, output_bias=BIAS, norms=GEMMA_NORMS, head_dim=256, num_kv_heads=4, tied=True, attention="eager"
+        qkv_bias=BIAS,
+        output_bias=BIAS,
+        norms=GEMMA_NORMS,
+        head_dim=256,
+        num_kv_heads=4,
+        tied=True,
+        attention="eager",
+        activation=GELU_TANH,
     ),
     "gemma3_text": Family(
-        qkv_bias=BIAS, output_bias=BIAS, qk_norm="head", norms=GEMMA_NORMS, head_dim=256, num_kv_heads=4, tied=True
+        qkv_bias=BIAS,
+        output_bias=BIAS,
+        qk_norm="head",
+        norms=GEMMA_NORMS,
+        head_dim=256,
+        num_kv_heads=4,
+        tied=True,
+        activation=GELU_TANH,
     ),
     "mixtral": Family(num_kv_heads=8, experts="mixtral"),
     "qwen2_moe": Family(qkv_bias="qkv_bias", num_kv_heads=16, experts="qwen2_moe"),
@@ -161,6 +177,7 @@ def _llama_like(model_type: str, family: Family, fields: Fields) -> ModelShape:
             *(() if tied else (Tensor(name="lm_head.weight", shape=(widths.vocab, hidden)),)),
         ),
         attention=family.attention,
+        activation=fields.word("hidden_act", "hidden_activation", default=family.activation),
     )
 
 
@@ -275,7 +292,7 @@ def _norm(name: str, width: int) -> Layer:
     return (Tensor(name=f"{name}.weight", shape=(width,)), Tensor(name=f"{name}.bias", shape=(width,)))
 
 
-def _plain(model_type: str, widths: Widths, layer: Layer, outer: Layer, *, tied: bool) -> ModelShape:
+def _plain(model_type: str, widths: Widths, layer: Layer, outer: Layer, *, tied: bool, activation: str) -> ModelShape:
     """A shape without gates, experts or other layers."""
     return ModelShape(
         model_type=model_type,
@@ -290,6 +307,7 @@ def _plain(model_type: str, widths: Widths, layer: Layer, outer: Layer, *, tied:
         tied_embeddings=tied,
         layers=(layer,) * widths.layers,
         outer=outer,
+        activation=activation,
     )
 
 
@@ -335,7 +353,8 @@ def _gpt2(fields: Fields) -> ModelShape:
         *_norm("transformer.ln_f", hidden),
         *_head("lm_head", widths, tied=tied),
     )
-    return _plain("gpt2", widths, layer, outer, tied=tied)
+    activation = fields.word("activation_function", default="gelu_new")
+    return _plain("gpt2", widths, layer, outer, tied=tied, activation=activation)
 
 
 def _phi(fields: Fields) -> ModelShape | None:
@@ -355,7 +374,8 @@ def _phi(fields: Fields) -> ModelShape | None:
     embedding = Tensor(name="model.embed_tokens.weight", shape=(widths.vocab, hidden))
     head = _head("lm_head", widths, tied=False, bias=True)
     outer = (embedding, *_norm("model.final_layernorm", hidden), *(head[1:] if tied else head))
-    return _plain("phi", widths, layer, outer, tied=tied)
+    activation = fields.word("hidden_act", default="gelu_new")
+    return _plain("phi", widths, layer, outer, tied=tied, activation=activation)
 
 
 def _gpt_neox(fields: Fields) -> ModelShape:
@@ -372,7 +392,8 @@ def _gpt_neox(fields: Fields) -> ModelShape:
     tied = fields.flag("tie_word_embeddings")
     embedding = Tensor(name="gpt_neox.embed_in.weight", shape=(widths.vocab, hidden))
     outer = (embedding, *_norm("gpt_neox.final_layer_norm", hidden), *_head("lm_head", widths, tied=tied))
-    return _plain("gpt_neox", widths, layer, outer, tied=tied)
+    activation = fields.word("hidden_act", default="gelu")
+    return _plain("gpt_neox", widths, layer, outer, tied=tied, activation=activation)
 
 
 def _opt(fields: Fields) -> ModelShape | None:
@@ -400,7 +421,8 @@ def _opt(fields: Fields) -> ModelShape | None:
         *_norm("model.decoder.final_layer_norm", hidden),
         *_head("lm_head", widths, tied=tied),
     )
-    return _plain("opt", widths, layer, outer, tied=tied)
+    activation = fields.word("activation_function", default="relu")
+    return _plain("opt", widths, layer, outer, tied=tied, activation=activation)
 
 
 OTHERS: dict[str, Callable[[Fields], ModelShape | None]] = {

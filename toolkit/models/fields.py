@@ -42,6 +42,10 @@ class Fields:
             raise ToolkitError(f"{self.where}: {name} is {value!r}, expected true or false")
         return value
 
+    def word(self, *names: str, default: str) -> str:
+        """A word under the first of the names that is there."""
+        return next((str(self.values[name]) for name in names if self.values.get(name)), default)
+
     def _sound(self, name: str, value: Any) -> int:
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise ToolkitError(f"{self.where}: {name} is {value!r}, expected an integer of 1 or more")

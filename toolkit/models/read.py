@@ -8,10 +8,14 @@ Where arithmetic does not know the architecture, transformers builds it on the m
 from __future__ import annotations
 
 import json
+import logging
+import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from toolkit.errors import ToolkitError, nearest
 from toolkit.installed import model_types
@@ -21,6 +25,7 @@ from toolkit.models.shape import ModelShape, Tensor
 
 CONFIG = "config.json"
 COUNTING_SECONDS = 300
+HUB_SECONDS = 5
 
 
 def read_model(MODEL: str) -> ModelShape:  # noqa: N803
@@ -53,9 +58,10 @@ def _from_hub(model: str) -> Path:
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
+    logging.getLogger("huggingface_hub").setLevel(logging.CRITICAL)  # it would tell of every attempt
     folder_way = f"`toolkit plan FOLDER`, with the model's {CONFIG} in it"
     try:
-        return Path(hf_hub_download(model, CONFIG))
+        return Path(hf_hub_download(model, CONFIG, local_files_only=not _hub_answers()))
     except HFValidationError:
         raise ToolkitError(f"{model!r} is no folder and cannot be a hub id", hint=folder_way) from None
     except (LocalEntryNotFoundError, OSError) as error:
@@ -64,6 +70,18 @@ def _from_hub(model: str) -> Path:
         else:
             reason = "the hub cannot be reached, and it is not in the hub's cache"
         raise ToolkitError(f"{model!r} is no folder here, and {reason}", hint=folder_way) from None
+
+
+def _hub_answers() -> bool:
+    """Tried once, because the hub's client tries for half a minute. Behind a proxy it is left to the client."""
+    if os.environ.get("https_proxy") or os.environ.get("HTTPS_PROXY"):
+        return True
+    address = urlsplit(os.environ.get("HF_ENDPOINT", "https://huggingface.co"))
+    try:
+        socket.create_connection((str(address.hostname), address.port or 443), timeout=HUB_SECONDS).close()
+    except OSError:
+        return False
+    return True
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -66,6 +66,8 @@ class ModelShape:
     """Embeddings, final norm and head, in the model's order; a tied head is there once, as the embedding."""
     attention: str = "sdpa"
     """transformers' default implementation for it: `sdpa`, or `eager`, which keeps the scores."""
+    activation: str = "silu"
+    """Of the MLP, as the configuration names it."""
     counted_on: str = "arithmetic"
     """`arithmetic`, or `meta device`: built by transformers without memory."""
 

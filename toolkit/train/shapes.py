@@ -47,6 +47,7 @@ def described(model: Any) -> dict[str, Any]:
         "num_experts": first(config, "num_experts", "num_local_experts", "n_routed_experts"),
         "experts_per_token": first(config, "num_experts_per_tok", "experts_per_token"),
         "attention": model.config._attn_implementation,
+        "activation": str(getattr(config, "hidden_act", None) or getattr(config, "hidden_activation", None) or "silu"),
         "layers_of_kind": kinds,
         "layer_kinds": [kinds.index(layer) for layer in tensors],
         "outer": outer,

@@ -1,0 +1,168 @@
+"""Collectives counted in real CPU runs, beside what the planner says: every preset, two and four ranks.
+
+    python benchmarks/communication.py                                  # all configurations; minutes
+    python benchmarks/communication.py --only zero3 --only fsdp2        # these presets; the others' rows are kept
+
+Payload is the whole tensor of each collective, of the last optimizer step of rank 0 (tests/scripts/
+count_collectives.py). A row that failed keeps its error. The model is a random Llama, in fp32 as on every CPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from record import RESULTS, print_table, write_result
+
+from toolkit.demo.assets import default_data_file, prepare_default_model
+from toolkit.models.lora import lora_layers
+from toolkit.models.read import read_model
+from toolkit.models.shape import ModelShape
+from toolkit.plan.communication import step_collectives
+from toolkit.plan.traffic import TrafficJob, communication_bytes
+from toolkit.presets import load_preset
+
+ROOT = Path(__file__).parent.parent
+SCRIPT = ROOT / "tests" / "scripts" / "count_collectives.py"
+STEPS = 2  # ZeRO-3's first step records the order of modules and sends more
+NOISE_BYTES = 20_000  # losses, norms, flags, and that record
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """One run."""
+
+    preset: str
+    ranks: int
+    accumulation: int = 1
+    lora_r: int | None = None
+    checkpointing: bool = False
+
+    @property
+    def name(self) -> str:
+        """`zero3 n4 a2 lora`."""
+        parts = [self.preset, f"n{self.ranks}", f"a{self.accumulation}"]
+        return " ".join([*parts, *(["lora"] if self.lora_r else []), *(["ckpt"] if self.checkpointing else [])])
+
+    def job(self, shape: ModelShape) -> TrafficJob:
+        """What the planner is asked."""
+        return TrafficJob(
+            preset=load_preset(self.preset),
+            shape=shape,
+            world_size=self.ranks,
+            gradient_accumulation_steps=self.accumulation,
+            adapters=() if self.lora_r is None else lora_layers(shape, self.lora_r),
+            activation_checkpointing=self.checkpointing,
+            mixed_precision="no",
+        )
+
+
+def settings() -> list[Setting]:
+    sharded = ("zero1", "zero2", "zero3", "zero2_cpu_offload", "zero3_cpu_offload")
+    torch = ("fsdp2", "fsdp2_grad_op", "fsdp2_cpu_offload")
+    main = ("ddp", "zero2", "zero3", "fsdp2")
+    found = [Setting(preset=name, ranks=2, accumulation=2) for name in ("ddp", *sharded, *torch)]
+    found += [Setting(preset=name, ranks=4) for name in (*main, "fsdp2_hybrid")]
+    found += [Setting(preset="fsdp2_hybrid", ranks=4, accumulation=2)]
+    found += [Setting(preset=name, ranks=2, lora_r=8) for name in main]
+    return found + [Setting(preset=name, ranks=2, checkpointing=True) for name in ("zero3", "fsdp2")]
+
+
+def make_model(folder: Path) -> Path:
+    """A Llama of 27.8 million parameters, six layers, untied, with the demo's tokenizer."""
+    import torch
+    from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+    tokenizer = AutoTokenizer.from_pretrained(prepare_default_model())
+    config = LlamaConfig(
+        vocab_size=49_152,
+        hidden_size=256,
+        intermediate_size=512,
+        num_hidden_layers=6,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=512,
+        tie_word_embeddings=False,
+        dtype="float32",
+    )
+    torch.manual_seed(0)
+    LlamaForCausalLM(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def count(setting: Setting, model: Path, output: Path) -> dict[str, int]:
+    """Payload by collective of the last step; raises with the run's last lines."""
+    words = {"model_name_or_path": model, "dataset": default_data_file("faq-en-alpaca.jsonl"), "output_dir": output}
+    words |= {"max_steps": STEPS, "max_seq_length": 64, "per_device_train_batch_size": 1, "save_strategy": "no"}
+    words |= {"gradient_accumulation_steps": setting.accumulation, "save_model": "false"}
+    words |= {} if setting.lora_r is None else {"lora_r": setting.lora_r}
+    words |= {"activation_checkpointing": "true"} if setting.checkpointing else {}
+    config = ROOT / "accelerate_configs" / f"{setting.preset}.yaml"
+    mesh = ["--parallelism_config_dp_shard_size", str(setting.ranks // 2)] if "hybrid" in setting.preset else []
+    launcher = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(config)]
+    launcher += ["--num_processes", str(setting.ranks), "--main_process_port", "0", *mesh, str(SCRIPT)]
+    flat = [word for name, value in words.items() for word in (f"--{name}", str(value))]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([*launcher, *flat], cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        raise RuntimeError("\n".join(done.stderr.strip().splitlines()[-3:]))
+    last = json.loads((output / "collectives" / "rank0.jsonl").read_text().splitlines()[-1])
+    return {name: one["bytes"] for name, one in last.items() if name != "step" and one["bytes"] > NOISE_BYTES}
+
+
+def row(setting: Setting, model: Path, output: Path) -> dict[str, Any]:
+    """Counted and planned payload of each collective, and the largest difference."""
+    shape = read_model(str(model))
+    collectives = step_collectives(setting.job(shape))
+    planned: Counter[str] = Counter()
+    for collective in collectives:
+        planned[collective.name] += collective.payload_bytes
+    facts = {"setting": setting.name, "planned": dict(planned), "sent_bytes": communication_bytes(collectives)}
+    try:
+        counted = count(setting, model, output)
+    except RuntimeError as error:
+        return facts | {"error": str(error)}
+    names = planned.keys() | counted.keys()
+    gaps = [abs(planned[name] - counted.get(name, 0)) / max(counted.get(name, 0), 1) for name in names]
+    return facts | {"counted": counted, "largest_difference": max(gaps)}
+
+
+def said(one: dict[str, Any]) -> str:
+    """Counted bytes by collective, or why there are none."""
+    return one.get("error") or " ".join(f"{name} {size:,}" for name, size in one["counted"].items())
+
+
+def kept_rows() -> list[dict[str, Any]]:
+    path = RESULTS / "communication.json"
+    return json.loads(path.read_text())["rows"] if path.is_file() else []
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", action="append", help="a preset; the rows of others are kept as they are")
+    arguments = parser.parse_args()
+    wanted = [setting for setting in settings() if not arguments.only or setting.preset in arguments.only]
+    rows = {one["setting"]: one for one in kept_rows()}
+    with tempfile.TemporaryDirectory() as scratch:
+        model = make_model(Path(scratch) / "model")
+        num_params = read_model(str(model)).num_params
+        for setting in wanted:
+            rows[setting.name] = row(setting, model, Path(scratch) / setting.name.replace(" ", "-"))
+            print(setting.name, rows[setting.name].get("largest_difference", "failed"), file=sys.stderr, flush=True)
+            write_result("communication", {"num_params": num_params, "rows": list(rows.values())})
+    cells = [[name, said(one), f"{one.get('largest_difference', float('nan')):.1e}"] for name, one in rows.items()]
+    print_table(["setting", "counted payload", "largest difference"], cells)
+    return 0 if all(one.get("largest_difference", 1) <= 0.01 for one in rows.values()) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,96 @@
+"""The training script, with the payload of every collective of every optimizer step counted on each rank.
+
+    accelerate launch --config_file ... tests/scripts/count_collectives.py ...    # as `-m toolkit.train`
+
+Counted where all of them pass, torch's dispatcher: DDP's and FSDP2's own, DeepSpeed's, and those of gradient
+clipping. A payload is the whole tensor: what an all-gather ends with, what a reduce-scatter starts with. One JSON line
+a step in `collectives/rank0.jsonl` of the run folder: {"step": 1, "all_gather": {"bytes": ..., "calls": ...}, ...}.
+"""
+
+import json
+import sys
+from collections import Counter
+from pathlib import Path
+
+import toolkit.train.__main__ as door
+
+# The dispatcher's operator → the collective, and which of its arguments holds the whole tensor.
+OPERATORS = {
+    "allreduce_": ("all_reduce", 0),
+    "allreduce_coalesced_": ("all_reduce", 0),
+    "reduce_": ("reduce", 0),
+    "broadcast_": ("broadcast", 0),
+    "_allgather_base_": ("all_gather", 0),
+    "allgather_": ("all_gather", 0),
+    "allgather_into_tensor_coalesced_": ("all_gather", 0),
+    "_reduce_scatter_base_": ("reduce_scatter", 1),
+    "reduce_scatter_": ("reduce_scatter", 1),
+    "reduce_scatter_tensor_coalesced_": ("reduce_scatter", 1),
+    "alltoall_base_": ("all_to_all", 1),
+    "alltoall_": ("all_to_all", 1),
+}
+FUNCTIONAL = {"all_reduce": "all_reduce", "all_gather_into_tensor": "all_gather", "broadcast": "broadcast"}
+
+
+def main() -> int:
+    door.prepare_environment()
+    count_steps()
+    return door.main(sys.argv[1:])
+
+
+def count_steps() -> None:
+    """From here on, every Trainer counts its steps' collectives."""
+    import torch
+    from torch.utils._python_dispatch import TorchDispatchMode
+    from transformers import Trainer, TrainerCallback
+
+    def num_bytes(value) -> int:
+        if isinstance(value, torch.Tensor):
+            return value.numel() * value.element_size()
+        return sum(num_bytes(item) for item in value)
+
+    class Count(TorchDispatchMode):
+        def __init__(self) -> None:
+            super().__init__()
+            self.bytes, self.calls = Counter(), Counter()
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            ended = func(*args, **(kwargs or {}))
+            space, _, name = func._schema.name.partition("::")
+            if space == "c10d" and name in OPERATORS:
+                collective, place = OPERATORS[name]
+                self.add(collective, args[place])
+            elif space == "_c10d_functional" and name in FUNCTIONAL:
+                self.add(FUNCTIONAL[name], ended if isinstance(ended, torch.Tensor) else args[0])
+            return ended
+
+        def add(self, collective: str, whole) -> None:
+            self.bytes[collective] += num_bytes(whole)
+            self.calls[collective] += 1
+
+    class EachStep(TrainerCallback):
+        def on_step_begin(self, *_positional, **_named):
+            self.count = Count()
+            self.count.__enter__()
+
+        def on_step_end(self, args, state, *_positional, **_named):
+            self.count.__exit__(None, None, None)
+            counted = {
+                name: {"bytes": self.count.bytes[name], "calls": self.count.calls[name]} for name in self.count.bytes
+            }
+            path = Path(args.output_dir) / "collectives" / f"rank{args.process_index}.jsonl"
+            path.parent.mkdir(exist_ok=True)
+            with path.open("a") as file:
+                file.write(json.dumps({"step": state.global_step, **counted}) + "\n")
+
+    begin = Trainer.__init__
+
+    def counting(self, *args, **kwargs):
+        begin(self, *args, **kwargs)
+        self.callback_handler.callbacks.insert(0, EachStep())
+
+    Trainer.__init__ = counting
+
+
+if __name__ == "__main__":
+    door.leave(main())

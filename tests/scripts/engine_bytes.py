@@ -1,0 +1,191 @@
+"""Bytes of parameters, gradients and optimizer states that real engines hold for one rank of many.
+
+$ python engine_bytes.py < cases.json
+
+A case is {"config": PATH, "preset": NAME, "world_size": N, "rank": R, "lora_r": null}. The process group is torch's
+`fake` one, whose collectives move nothing, so one process stands for any rank. Prints one JSON line a case, in order.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import sys
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from transformers import AutoConfig, AutoModelForCausalLM, Trainer
+
+from toolkit.plan.engine import engine_of
+from toolkit.presets import Preset, load_preset
+from toolkit.train.attest.gradients import deepspeed_gradients
+from toolkit.train.attest.readings import read_deepspeed, read_fsdp2, read_torch
+from toolkit.train.attest.tensors import local_bytes
+
+LENGTH = 8
+
+
+def main() -> None:
+    """Each (preset, world size, rank) in a process of its own, forked after the imports."""
+    import deepspeed  # noqa: F401
+    import peft  # noqa: F401
+
+    cases = json.load(sys.stdin)
+    key = ("preset", "world_size", "rank")
+    for _, group in itertools.groupby(cases, key=lambda case: [case[name] for name in key]):
+        in_a_child(list(group))
+
+
+def in_a_child(cases: list[dict[str, Any]]) -> None:
+    sys.stdout.flush()
+    child = os.fork()
+    if child == 0:
+        read(cases)
+        sys.stdout.flush()
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0, cases[0]
+
+
+def read(cases: list[dict[str, Any]]) -> None:
+    preset, world_size, rank = load_preset(cases[0]["preset"]), cases[0]["world_size"], cases[0]["rank"]
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": "0", "WORLD_SIZE": str(world_size), "LOCAL_SIZE": str(world_size)}
+    stdout, sys.stdout = sys.stdout, sys.stderr  # deepspeed prints
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+    for case in cases:
+        print(json.dumps(held_bytes(preset, case)), file=stdout, flush=True)
+    sys.stdout = stdout
+
+
+def held_bytes(preset: Preset, case: dict[str, Any]) -> dict[str, int]:
+    model = AutoModelForCausalLM.from_config(
+        AutoConfig.from_pretrained(os.path.dirname(case["config"])), dtype=torch.float32
+    )
+    hidden_size = model.config.hidden_size
+    if case.get("lora_r"):
+        from peft import LoraConfig, get_peft_model
+
+        model = get_peft_model(model, LoraConfig(r=case["lora_r"], target_modules="all-linear", task_type="CAUSAL_LM"))
+    run = run_deepspeed if preset.engine == "deepspeed" else run_fsdp2 if preset.engine == "fsdp2" else run_plain
+    return run(preset, model.train(), hidden_size)
+
+
+def groups_of(model: Any) -> list[dict[str, Any]]:
+    """The Trainer's two groups, of what is trained."""
+    decayed = set(Trainer.get_decay_parameter_names(None, model))
+    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    groups = [[p for name, p in named if (name in decayed) is with_decay] for with_decay in (True, False)]
+    return [{"params": group} for group in groups if group]
+
+
+def backward(model: Any, engine: Any = None) -> None:
+    tokens = torch.ones(1, LENGTH, dtype=torch.long)
+    loss = (engine or model)(input_ids=tokens, labels=tokens, use_cache=False).loss
+    loss = torch.nan_to_num(loss) if engine is None else loss
+    engine.backward(loss) if engine is not None else loss.backward()
+
+
+def run_plain(_: Preset, model: Any, __: int) -> dict[str, int]:
+    optimizer = torch.optim.AdamW(groups_of(model), fused=True)
+    backward(model)
+    gradients = local_bytes(p.grad for p in model.parameters() if p.grad is not None)
+    optimizer.step()
+    return of(read_torch(plain_trainer(optimizer), model, list(model.parameters())), gradients)
+
+
+def run_fsdp2(preset: Preset, model: Any, _: int) -> dict[str, int]:
+    """Wrapped by accelerate's own function, under the policy that accelerate makes of the preset."""
+    from accelerate.state import AcceleratorState
+    from accelerate.utils import FullyShardedDataParallelPlugin
+    from accelerate.utils.fsdp_utils import fsdp2_prepare_model
+    from torch.distributed.fsdp import CPUOffloadPolicy
+
+    ranks = dist.get_world_size()
+    from torch.distributed.device_mesh import init_device_mesh
+
+    shape = (preset.replicas, ranks // preset.replicas) if preset.replicas > 1 else (ranks,)
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("r", "s")[-len(shape) :])
+    plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=2,
+        reshard_after_forward=preset.sharding != "shard_grad_op",
+        auto_wrap_policy="transformer_based_wrap",
+        cpu_ram_efficient_loading=False,
+    )
+    plugin.set_mixed_precision("bf16")
+    if preset.offload_param:
+        plugin.cpu_offload = CPUOffloadPolicy(pin_memory=False)
+    state: Any = type("State", (), {"fsdp_plugin": plugin})()
+    names = list(mesh.mesh_dim_names)
+    accelerator: Any = type(
+        "Accelerator",
+        (),
+        {
+            "state": state,
+            "torch_device_mesh": {tuple(names): mesh},
+            "parallelism_config": type("P", (), {"fsdp_dim_names": names})(),
+            "mixed_precision": "bf16",
+            "is_main_process": True,
+            "device": torch.device("cpu"),
+        },
+    )()
+    model = fsdp2_prepare_model(accelerator, model)
+    del AcceleratorState
+    optimizer = torch.optim.AdamW(groups_of(model), fused=True)
+    backward(model)
+    gradients = local_bytes(p.grad for p in model.parameters() if p.grad is not None)
+    optimizer.step()
+    return of(read_fsdp2(plain_trainer(optimizer), model, list(model.parameters())), gradients)
+
+
+def run_deepspeed(preset: Preset, model: Any, hidden_size: int) -> dict[str, int]:
+    import deepspeed
+
+    config = preset.deepspeed_config() or {}
+    settings = engine_of(preset, world_size=dist.get_world_size(), hidden_size=hidden_size)
+    zero = config["zero_optimization"]
+    autos = {
+        "reduce_bucket_size": settings.reduce_bucket,
+        "stage3_prefetch_bucket_size": settings.prefetch_bucket,
+        "stage3_param_persistence_threshold": settings.persistence_threshold,
+    }
+    config["zero_optimization"] = zero | {key: autos[key] for key, value in zero.items() if value == "auto"}
+    config |= {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1, "gradient_clipping": 1.0}
+    config.pop("train_batch_size")
+    config["bf16"] = {"enabled": True}
+    if preset.offload_optimizer:
+        from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+        optimizer: Any = DeepSpeedCPUAdam(groups_of(model))
+        config["zero_optimization"]["offload_optimizer"]["pin_memory"] = False
+    else:
+        optimizer = torch.optim.AdamW(groups_of(model), fused=True)
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config, dist_init_required=False)
+    seen: dict[str, int] = {}
+    watched = "reduce_gradients" if settings.sharding == "shard_optimizer" else "step"
+    original = getattr(engine.optimizer, watched)
+
+    def look(*args: Any, **kwargs: Any) -> Any:
+        seen.setdefault("gradients", local_bytes(deepspeed_gradients(engine)))
+        return original(*args, **kwargs)
+
+    setattr(engine.optimizer, watched, look)
+    backward(model, engine)
+    engine.step()
+    return of(read_deepspeed(None, engine, list(engine.module.parameters())), seen["gradients"])
+
+
+def plain_trainer(optimizer: Any) -> Any:
+    """What the readings look at."""
+    accelerator = type("A", (), {"mixed_precision": "bf16"})()
+    args = type("T", (), {"max_grad_norm": 1.0})()
+    return type("Trainer", (), {"optimizer": optimizer, "accelerator": accelerator, "args": args})()
+
+
+def of(facts: dict[str, Any], gradients: int) -> dict[str, int]:
+    return {"parameter": facts["parameter_bytes"], "gradient": gradients, "optimizer": facts["optimizer_bytes"]}
+
+
+if __name__ == "__main__":
+    main()

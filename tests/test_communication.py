@@ -1,0 +1,209 @@
+"""Planned traffic against collectives counted in real runs, and the seconds that it takes worked by hand."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from launching import CPU_PRESETS, ROOT, accelerate_launch
+
+from toolkit.errors import ToolkitError
+from toolkit.hardware.gpu_table import find_gpu
+from toolkit.models.lora import lora_layers
+from toolkit.models.read import read_model
+from toolkit.models.shape import ModelShape, Tensor
+from toolkit.plan.communication import step_collectives
+from toolkit.plan.links import Cluster
+from toolkit.plan.traffic import Collective, TrafficJob, communication_bytes
+from toolkit.plan.zero3_gathers import zero3_gathers
+from toolkit.presets import load_preset
+
+NOISE_BYTES = 1024  # losses, norms, flags and the recorded order of modules: no plan counts them
+
+
+def counted(folder: Path, rank: int = 0) -> dict[str, int]:
+    """Payload by collective of the last step; the first one of ZeRO-3 records, and sends more."""
+    rows = [json.loads(line) for line in (folder / "collectives" / f"rank{rank}.jsonl").read_text().splitlines()]
+    return {name: row["bytes"] for name, row in rows[-1].items() if name != "step" and row["bytes"] > NOISE_BYTES}
+
+
+def planned(job: TrafficJob) -> dict[str, int]:
+    payloads: Counter[str] = Counter()
+    for collective in step_collectives(job):
+        payloads[collective.name] += collective.payload_bytes
+    return dict(payloads)
+
+
+def assert_planned(job: TrafficJob, folder: Path) -> None:
+    seen, plan = counted(folder), planned(job)
+    assert plan.keys() == seen.keys()
+    assert plan == {name: pytest.approx(payload, rel=0.01) for name, payload in seen.items()}
+
+
+@pytest.mark.launch
+@pytest.mark.parametrize("preset", [name for name, ranks in CPU_PRESETS.items() if ranks > 1])
+def test_the_planned_payload_of_each_collective_is_what_a_real_run_sends(
+    preset: str, preset_runs: dict[str, Path], tiny_model: Path
+) -> None:
+    job = TrafficJob(
+        preset=load_preset(preset),
+        shape=read_model(str(tiny_model)),
+        world_size=CPU_PRESETS[preset],
+        mixed_precision="no",
+    )
+    assert_planned(job, preset_runs[preset])
+
+
+@pytest.mark.launch
+@pytest.mark.parametrize(("preset", "lora_rank"), [("zero2", None), ("zero3", None), ("fsdp2", 8)])
+def test_accumulation_and_adapters_travel_as_planned(
+    preset: str, lora_rank: int | None, tmp_path: Path, tiny_model: Path, faq_alpaca: Path
+) -> None:
+    words = ["--model_name_or_path", str(tiny_model), "--dataset", str(faq_alpaca), "--max_seq_length", "64"]
+    words += ["--max_steps", "2", "--per_device_train_batch_size", "1", "--gradient_accumulation_steps", "2"]
+    words += ["--save_strategy", "no", "--save_model", "false", "--output_dir", str(tmp_path / "run")]
+    words += [] if lora_rank is None else ["--lora_r", str(lora_rank)]
+    config = ROOT / "accelerate_configs" / f"{preset}.yaml"
+    ended = accelerate_launch(config, *words, script="count_collectives.py")
+    assert ended.returncode == 0, ended.stderr[-2000:]
+    shape = read_model(str(tiny_model))
+    job = TrafficJob(
+        preset=load_preset(preset),
+        shape=shape,
+        world_size=2,
+        gradient_accumulation_steps=2,
+        adapters=() if lora_rank is None else lora_layers(shape, lora_rank),
+        mixed_precision="no",
+    )
+    assert_planned(job, tmp_path / "run")
+
+
+LAYER = (Tensor(name="mlp.weight", shape=(8, 8)), Tensor(name="norm.weight", shape=(8,)))
+SMALL = ModelShape(
+    model_type="llama",
+    num_layers=2,
+    hidden_size=8,
+    intermediate_size=8,
+    num_attention_heads=2,
+    num_kv_heads=2,
+    head_dim=4,
+    vocab_size=100,
+    gated_mlp=False,
+    activation="silu",
+    tied_embeddings=False,
+    layers=(LAYER, LAYER),
+    outer=(Tensor(name="embed_tokens.weight", shape=(100, 8)), Tensor(name="lm_head.weight", shape=(100, 8))),
+)
+PARAMS = 2 * 72 + 1600
+
+
+def job_of(preset: str, **changes: object) -> TrafficJob:
+    job = TrafficJob(preset=load_preset(preset), shape=SMALL, world_size=4)
+    return replace(job, **changes)  # type: ignore[arg-type]
+
+
+def test_one_process_sends_nothing() -> None:
+    assert step_collectives(job_of("single", world_size=1)) == ()
+
+
+def test_ddp_sends_fp32_gradients_once_a_step() -> None:
+    (reduction,) = step_collectives(job_of("ddp", gradient_accumulation_steps=4))
+    assert (reduction.name, reduction.payload_bytes) == ("all_reduce", 4 * PARAMS)
+    assert reduction.sent_bytes == 4 * PARAMS * 2 * 3 // 4
+
+
+def test_zero1_reduces_once_and_zero2_in_every_micro_step_and_neither_scatters() -> None:
+    gathered = 2 * (1728 + 16)  # both parameter groups are multiples of 8 already
+    assert planned(job_of("zero1", gradient_accumulation_steps=3)) == {"all_reduce": 2 * PARAMS, "all_gather": gathered}
+    assert planned(job_of("zero2", gradient_accumulation_steps=3)) == {"all_reduce": 6 * PARAMS, "all_gather": gathered}
+
+
+def test_offloading_sends_the_same_between_gpus() -> None:
+    for preset in ("zero2", "zero3", "fsdp2"):
+        assert planned(job_of(f"{preset}_cpu_offload")) == planned(job_of(preset))
+
+
+def test_fsdp2_gathers_twice_but_what_is_used_last() -> None:
+    plan = {item.purpose: item.payload_bytes for item in step_collectives(job_of("fsdp2"))}
+    assert plan["parameters in the forward"] == 2 * PARAMS
+    assert plan["parameters in the backward"] == 2 * (PARAMS - 800)  # the head stays from forward to backward
+    assert plan["gradients"] == 2 * PARAMS
+
+
+def test_fsdp2_pads_the_first_dimension() -> None:
+    plan = {item.purpose: item.payload_bytes for item in step_collectives(job_of("fsdp2", world_size=16))}
+    assert plan["gradients"] == 2 * (2 * (16 * 8 + 16) + 2 * 112 * 8)
+
+
+def test_a_hybrid_mesh_gathers_within_a_replica_and_reduces_shards_between() -> None:
+    between = step_collectives(job_of("fsdp2_hybrid"))[-1]
+    assert (between.name, between.group, between.group_size) == ("all_reduce", "replicas", 2)
+    assert between.payload_bytes == 2 * PARAMS // 2
+
+
+def test_zero3_gathers_a_small_model_once_and_a_large_one_again() -> None:
+    job = job_of("zero3")
+    first, again = zero3_gathers(job, persistent=8, reuse=10**9)
+    assert (sum(first.elements()), dict(again)) == (64 * 2 + 800 * 2, {})
+    first, again = zero3_gathers(job, persistent=8, reuse=0)
+    assert again == first
+    # The head is used again at once; the last layer after the head and a norm twice, 1,616 elements later.
+    assert dict(zero3_gathers(job, persistent=8, reuse=1617)[1]) == {64: 1, 800: 1}
+
+
+def test_zero3_with_checkpointing_uses_a_layer_once_more() -> None:
+    again = zero3_gathers(job_of("zero3", activation_checkpointing=True), persistent=8, reuse=0)[1]
+    assert again[64] == 4
+
+
+def test_zeropp_sends_a_byte_a_weight_between_machines_once_a_step() -> None:
+    plan = {
+        item.purpose: item for item in step_collectives(job_of("zeropp", world_size=16, gradient_accumulation_steps=2))
+    }
+    assert plan["parameters in the step's first use"].payload_bytes == 1600  # the rest stays: 64 elements and less
+    assert plan["gradients between machines"].group_size == 2
+    assert plan["gradients between machines"].payload_bytes == plan["gradients"].payload_bytes // 8
+
+
+def test_traffic_of_seven_billion_parameters_is_the_published_anchor() -> None:
+    """7e9 parameters in bf16 on 8 GPUs, fully sharded: 3·2·7e9·7/8 = 36.75 GB a step, 61 ms at 600 GB/s."""
+    layer = (Tensor(name="mlp.weight", shape=(1_000_000, 7_000)),)
+    shape = replace(SMALL, num_layers=1, layers=(layer,), outer=())
+    sent = communication_bytes(step_collectives(job_of("fsdp2", shape=shape, world_size=8)))
+    assert sent == 36_750_000_000
+    assert sent / 600e9 == pytest.approx(0.06125)
+
+
+H100 = find_gpu("h100-sxm")
+
+
+def gather(**changes: object) -> Collective:
+    made = Collective(name="all_gather", purpose="parameters", payload_bytes=8 * 45 * 10**9, group_size=8)
+    return replace(made, **changes)  # type: ignore[arg-type]
+
+
+def test_seconds_are_bytes_over_the_link_and_a_hop_to_each_rank() -> None:
+    low, high = Cluster(gpu=H100, world_size=8).seconds(gather())
+    assert low == pytest.approx(7 * 45e9 / 450e9, rel=1e-4)
+    assert high == pytest.approx(7 * 45e9 / (0.24 * 450e9), rel=1e-4)
+    low, _ = Cluster(gpu=H100, world_size=8).seconds(gather(payload_bytes=0, calls=10))
+    assert low == pytest.approx(10 * (3.6e-6 + 7 * 0.47e-6))
+
+
+def test_a_ring_through_machines_is_as_fast_as_one_machine_s_network() -> None:
+    two = Cluster(gpu=H100, world_size=16, network_bytes_per_second=100 * 10**9)
+    low, _ = two.seconds(gather(group_size=16, payload_bytes=16 * 10**9))
+    assert low == pytest.approx(15e9 / 100e9, rel=1e-3)
+    # One GPU of each machine: eight such rings share the network.
+    low, _ = two.seconds(gather(group="replicas", group_size=2, payload_bytes=2 * 10**9))
+    assert low == pytest.approx(1e9 / (100e9 / 8), rel=1e-3)
+
+
+def test_gpus_must_fill_their_machines() -> None:
+    with pytest.raises(ToolkitError, match="12 GPUs do not fill machines of 8"):
+        Cluster(gpu=H100, world_size=12)
+    with pytest.raises(ToolkitError, match="world_size is 0, expected 1 to a million"):
+        Cluster(gpu=H100, world_size=0)

@@ -1,0 +1,108 @@
+"""What an engine holds beside the model states: buckets, gathered layers, copies while loading and stepping.
+
+    >>> buffers(engine_of(load_preset("ddp"), world_size=2, hidden_size=64), weights).lasting_bytes
+    12879104
+
+Read in deepspeed 0.19.8, torch 2.13 and accelerate 1.15; each line says where. Not yet held against a GPU.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from toolkit.plan.engine import Engine
+from toolkit.plan.job import Job
+from toolkit.plan.states import FP32, ModelStates
+from toolkit.plan.weights import Weights
+
+# FSDP2 in the forward: a layer that computes, the next one being copied out of its all-gather, and that all-gather
+# (torch, `_fsdp_param_group.py`, `wait_for_unshard`).
+FORWARD_LAYERS = 3
+# In the backward: parameters, gradients and reduce-scatter input of a layer, the reduce-scatter input of the one
+# before, which is still being sent, and the next one's parameters (`post_backward`, `_prefetch_unshard`).
+BACKWARD_LAYERS = 5
+NORM_BYTES = 8  # DeepSpeed takes gradient norms in fp64, one tensor at a time (`zero/utils.py`, `get_norm_dtype`)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Buffers:
+    """Bytes on the GPU, by when they are there."""
+
+    lasting_bytes: int = 0
+    """As long as the run."""
+    forward_bytes: int = 0
+    loss_bytes: int = 0
+    """When forward is through and backward begins."""
+    backward_bytes: int = 0
+    accumulated_bytes: int = 0
+    """Whole gradients that wait for the last micro-step, where the Trainer defers their reduction."""
+    step_bytes: int = 0
+    load_bytes: int = 0
+    """Beside the parameters, while the model is put together."""
+
+
+def buffers(engine: Engine, weights: Weights, states: ModelStates, job: Job) -> Buffers:
+    """Of one engine."""
+    if engine.kind == "fsdp2":
+        return _fsdp2(engine, weights, states, job)
+    if engine.kind == "deepspeed":
+        return _zero3(engine, weights) if engine.shards_parameters else _zero12(engine, weights)
+    # DDP's buckets are a second copy of the gradients, unless `gradient_as_bucket_view` is set; accelerate leaves it.
+    buckets = FP32 * weights.num_trained if engine.kind == "ddp" else 0
+    foreach = FP32 * weights.num_trained if job.optimizer == "foreach" else 0
+    return Buffers(lasting_bytes=buckets, step_bytes=foreach, backward_bytes=2 * weights.largest_trained)
+
+
+def _fsdp2(engine: Engine, weights: Weights, states: ModelStates, job: Job) -> Buffers:
+    """Every layer is gathered alone; final norm and head stay gathered from forward to backward."""
+    element, layer, tail = engine.element_bytes, weights.largest_layer, weights.tail
+    whole = weights.num_trained + weights.num_frozen
+    resharded = engine.sharding != "shard_grad_op"
+    gathered = tail if resharded else whole
+    working = 3 * layer if resharded else 2 * layer  # of the backward's five, two are parameters
+    trained = 0 if weights.frozen else 1
+    return Buffers(
+        forward_bytes=element * (gathered + (FORWARD_LAYERS * layer if resharded else layer)),
+        loss_bytes=element * (gathered + (layer if resharded else 0)),
+        backward_bytes=element * (gathered + (BACKWARD_LAYERS * layer if resharded else working)),
+        accumulated_bytes=trained * element * weights.num_trained if job.gradient_accumulation_steps > 1 else 0,
+        step_bytes=states.gradient_bytes if job.optimizer == "foreach" else 0,
+        load_bytes=FP32 * weights.largest,  # one whole tensor at a time is broadcast by rank 0
+    )
+
+
+def _zero12(engine: Engine, weights: Weights) -> Buffers:
+    """A reduction bucket from backward to step; in the step the partition's gradients flat, and in fp32 beside it."""
+    share = weights.num_trained // engine.world_size
+    bucket = engine.element_bytes * engine.reduce_bucket * engine.reduce_buckets
+    norm = NORM_BYTES * min(weights.largest_trained, share)
+    flat = (engine.element_bytes + FP32) * share
+    if engine.offload_optimizer:  # one gradient at a time is put together on the GPU
+        staging = engine.element_bytes * weights.largest_trained
+        return Buffers(lasting_bytes=staging, backward_bytes=bucket, step_bytes=0)
+    return Buffers(
+        backward_bytes=bucket + engine.element_bytes * weights.largest_trained,
+        step_bytes=max(norm, flat),
+        # `stage_1_and_2.py` line 440: where the GPU has room for it, a group is flattened there.
+        load_bytes=engine.element_bytes * weights.num_trained,
+    )
+
+
+def _zero3(engine: Engine, weights: Weights) -> Buffers:
+    """Gathered: what is used again within the reuse distance (forth and back, so half of it), the module that computes,
+    and a prefetch bucket (`partitioned_param_coordinator.py`, `__params_to_release`)."""
+    whole = weights.num_trained + weights.num_frozen
+    kept = min(whole, engine.reuse_distance // 2 + weights.largest + engine.prefetch_bucket)
+    share = weights.num_trained // engine.world_size
+    sub_group = min(share, engine.sub_group)
+    second = engine.element_bytes * whole // engine.machine_partition if engine.machine_partition > 1 else 0
+    on_gpu = 0 if engine.offload_optimizer else (engine.element_bytes + FP32) * sub_group
+    gradient = engine.element_bytes * weights.largest_trained
+    return Buffers(
+        lasting_bytes=engine.element_bytes * engine.reduce_bucket + second,
+        forward_bytes=engine.element_bytes * kept,
+        loss_bytes=engine.element_bytes * kept,
+        backward_bytes=engine.element_bytes * kept + 2 * gradient,
+        step_bytes=on_gpu,
+        load_bytes=FP32 * weights.largest + (0 if engine.offload_optimizer else FP32 * sub_group),
+    )

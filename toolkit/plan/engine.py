@@ -1,0 +1,128 @@
+"""An engine at one world size: what a preset's files say of sharding, buffers and thresholds, `auto` filled in.
+
+    >>> engine_of(load_preset("zero3"), world_size=8, hidden_size=4096).reduce_bucket
+    16777216
+
+transformers 5 fills `auto` from the hidden size (`integrations/deepspeed.py`); what a file leaves out is the library's
+default (deepspeed 0.19.8, `runtime/zero/config.py`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+from toolkit.errors import ToolkitError
+from toolkit.presets.preset import Preset
+
+REDUCE_BUCKET, PREFETCH_BUCKET, SUB_GROUP = 500_000_000, 50_000_000, 1_000_000_000
+PERSISTENCE_THRESHOLD, REUSE_DISTANCE = 100_000, 1_000_000_000
+ELEMENT_BYTES = {"bf16": 2, "fp16": 2, "no": 4}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Engine:
+    """What decides bytes, once the world size is known."""
+
+    kind: str
+    """`none`, `ddp`, `deepspeed` or `fsdp2`; `none` too where DDP has nobody to reduce with."""
+    sharding: str
+    shards_parameters: bool
+    world_size: int
+    shard_ranks: int
+    """Ranks that share one copy of the model."""
+    rank: int = 0
+    element_bytes: int = 2
+    """Of a parameter when it is computed with."""
+    offload_optimizer: str | None = None
+    offload_param: str | None = None
+    reduce_bucket: int = 0
+    """Elements of each of the buffers that gradients are put together in."""
+    reduce_buckets: int = 1
+    prefetch_bucket: int = 0
+    persistence_threshold: int = 0
+    reuse_distance: int = 0
+    sub_group: int = SUB_GROUP
+    machine_partition: int = 1
+    """ZeRO++: ranks of a machine that share a second copy of the parameters; 1 where there is none."""
+    pins: bool = True
+    """Whether what is offloaded is in page-locked memory."""
+
+    @property
+    def shard_rank(self) -> int:
+        """This rank's place among those that share its copy."""
+        return self.rank % self.shard_ranks
+
+    @property
+    def autocasts(self) -> bool:
+        """Whether fp32 weights are cast where they are used; DeepSpeed's and FSDP2's are bf16 by then."""
+        return self.kind in ("none", "ddp") and self.element_bytes == 2
+
+
+def engine_of(
+    preset: Preset, *, world_size: int, hidden_size: int, rank: int = 0, mixed_precision: str | None = None
+) -> Engine:
+    """The engine of a preset; `mixed_precision` overrides the preset's own, as `--bf16 false` does."""
+    alone = preset.engine == "ddp" and world_size == 1
+    return Engine(
+        kind="none" if alone else preset.engine,
+        sharding=preset.sharding,
+        shards_parameters="parameter" in preset.sharded_parts,
+        world_size=world_size,
+        shard_ranks=max(1, world_size // preset.replicas),
+        rank=rank,
+        element_bytes=ELEMENT_BYTES[mixed_precision or preset.mixed_precision],
+        offload_optimizer=preset.offload_optimizer,
+        offload_param=preset.offload_param,
+        **_zero_settings(preset, hidden_size),
+    )
+
+
+@lru_cache(maxsize=256)
+def zero_block(preset: Preset) -> dict[str, Any]:
+    """The preset's `zero_optimization` block, read once."""
+    return dict((preset.deepspeed_config() or {}).get("zero_optimization") or {})
+
+
+def _zero_settings(preset: Preset, hidden_size: int) -> dict[str, Any]:
+    if preset.engine != "deepspeed":
+        return {}
+    zero = zero_block(preset)
+    full = "parameter" in preset.sharded_parts
+    square = hidden_size * hidden_size
+
+    def setting(key: str, auto: int, default: int) -> int:
+        value = zero.get(key, default)
+        return int(auto if value == "auto" else value)
+
+    overlaps = zero.get("overlap_comm", full)
+    return {
+        "reduce_bucket": setting("reduce_bucket_size", square, REDUCE_BUCKET),
+        # ZeRO-3 has one buffer, and reduces a bucket while the next fills the same one.
+        "reduce_buckets": 2 if overlaps and not full else 1,
+        "prefetch_bucket": setting("stage3_prefetch_bucket_size", int(0.9 * square), PREFETCH_BUCKET),
+        "persistence_threshold": setting("stage3_param_persistence_threshold", 10 * hidden_size, PERSISTENCE_THRESHOLD),
+        "reuse_distance": setting("stage3_max_reuse_distance", REUSE_DISTANCE, REUSE_DISTANCE),
+        "sub_group": setting("sub_group_size", SUB_GROUP, SUB_GROUP),
+        "machine_partition": int(zero.get("zero_hpz_partition_size", 1)),
+        "pins": bool((zero.get("offload_optimizer") or {}).get("pin_memory", True)),
+    }
+
+
+def check_fits_world(preset: Preset, world_size: int) -> None:
+    """Raises ToolkitError for a number of processes that the preset cannot have."""
+    reason = why_not(preset, world_size)
+    if reason is not None:
+        raise ToolkitError(f"preset {preset.name!r} {reason}, --world-size is {world_size}")
+
+
+def why_not(preset: Preset, world_size: int) -> str | None:
+    """What keeps a preset from this number of processes, or None."""
+    if preset.max_world_size is not None and world_size > preset.max_world_size:
+        return f"is for {preset.max_world_size} process"
+    if world_size < preset.min_world_size:
+        return f"needs at least {preset.min_world_size} processes"
+    if world_size % preset.world_size_multiple:
+        return f"needs a multiple of {preset.world_size_multiple} processes"
+    return None

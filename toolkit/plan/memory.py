@@ -1,0 +1,196 @@
+"""GPU memory of one rank by part and by phase: load, forward, backward, optimizer step. The peak is the worst of them.
+
+    >>> plan = plan_memory(shape, load_preset("zero2"), world_size=8, job=Job(max_seq_length=2048))
+    >>> plan.peak.phase, plan.planned_peak_bytes
+
+Every part stands in a module of its own with its formula: states, activations, buffers, overhead.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+from toolkit.models.shape import ModelShape
+from toolkit.plan.activations import Activations, logits_bytes
+from toolkit.plan.buffers import Buffers, buffers
+from toolkit.plan.engine import Engine, engine_of
+from toolkit.plan.host import HostMemory, host_memory
+from toolkit.plan.job import Job
+from toolkit.plan.overhead import overhead_bytes
+from toolkit.plan.states import ModelStates, model_states
+from toolkit.plan.weights import Weights, job_weights
+from toolkit.presets.preset import Preset
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Phase:
+    """What is allocated on the GPU at the worst moment of a phase."""
+
+    phase: str
+    """`load`, `forward`, `backward` or `step`."""
+    parameter_bytes: int = 0
+    gradient_bytes: int = 0
+    optimizer_bytes: int = 0
+    activation_bytes: int = 0
+    logits_bytes: int = 0
+    buffer_bytes: int = 0
+    """Buckets, gathered layers, copies of weights and gradients."""
+
+    @property
+    def allocated_bytes(self) -> int:
+        """All parts."""
+        return sum(getattr(self, field.name) for field in fields(self) if field.name != "phase")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MemoryPlan:
+    """One rank of one preset at one world size."""
+
+    states: ModelStates
+    """Wherever they lie, as the attestation counts them."""
+    phases: tuple[Phase, ...]
+    overhead_bytes: int
+    host: HostMemory
+
+    @property
+    def peak(self) -> Phase:
+        """The worst phase."""
+        return max(self.phases, key=lambda phase: phase.allocated_bytes)
+
+    @property
+    def planned_peak_bytes(self) -> int:
+        """What the GPU shows as used: allocated at the peak, and the overhead."""
+        return self.peak.allocated_bytes + self.overhead_bytes
+
+
+def plan_memory(
+    shape: ModelShape, preset: Preset, *, world_size: int, job: Job, mixed_precision: str | None = None
+) -> MemoryPlan:
+    """The plan of rank 0."""
+    engine = engine_of(preset, world_size=world_size, hidden_size=shape.hidden_size, mixed_precision=mixed_precision)
+    return plan_engine(shape, engine, job)
+
+
+def plan_engine(shape: ModelShape, engine: Engine, job: Job) -> MemoryPlan:
+    """The same of an engine that no preset describes."""
+    weights = job_weights(shape, job)
+    states = model_states(engine, weights)
+    moments = _Moments(shape, engine, job, weights, states)
+    phases = (moments.load(), moments.forward(), moments.backward(), moments.step())
+    allocated = max(phase.allocated_bytes for phase in phases)
+    return MemoryPlan(
+        states=states,
+        phases=phases,
+        overhead_bytes=overhead_bytes(engine, allocated_bytes=allocated),
+        host=host_memory(engine, weights, states, job),
+    )
+
+
+class _Moments:
+    """The moments in which memory may be fullest."""
+
+    def __init__(self, shape: ModelShape, engine: Engine, job: Job, weights: Weights, states: ModelStates) -> None:
+        self.job, self.engine, self.weights, self.states = job, engine, weights, states
+        self.buffers: Buffers = buffers(engine, weights, states, job)
+        activations = Activations(shape=shape, autocast=engine.autocasts, lora_r=job.lora_r, quantized=job.load_in_4bit)
+        wider = 2 if engine.element_bytes == 4 else 1  # fp32 compute keeps at most twice the bytes
+        self.tokens = job.tokens * wider
+        length, padded = job.max_seq_length, job.has_padding
+        self.one_layer = self.tokens * activations.layer_bytes_per_token(seq_length=length, padded=padded)
+        if job.activation_checkpointing:
+            self.kept = self.tokens * activations.checkpoint_bytes_per_token * shape.num_layers
+        else:
+            self.kept = self.tokens * activations.all_layers_bytes_per_token(seq_length=length, padded=padded)
+        self.outer = self.tokens * activations.outer_bytes_per_token
+        self.working = self.tokens * activations.backward_bytes_per_token
+        self.copies = activations.weight_copy_bytes + (2 * weights.largest_linear if job.load_in_4bit else 0)
+        self.logits = logits_bytes(
+            loss=job.loss, tokens=self.tokens, vocab_size=shape.vocab_size, hidden_size=shape.hidden_size
+        )
+        self.head = shape.vocab_size * shape.hidden_size
+
+    def load(self) -> Phase:
+        """Whole or sharded parameters arrive, and what the engine needs to put them in place."""
+        return Phase(phase="load", parameter_bytes=self._parameters, buffer_bytes=self.buffers.load_bytes)
+
+    def forward(self) -> Phase:
+        """Its end: everything is kept, and the logits are there in two dtypes."""
+        return self._phase(
+            "forward",
+            activations=self.kept + self.outer,
+            logits=self.logits[0],
+            buffers=self.buffers.forward_bytes,
+            copies=self.copies,
+            gradients=self._gradients_before,
+        )
+
+    def backward(self) -> Phase:
+        """The worst of three moments: at the loss, in the last layer (it comes first), in the first (it comes last)."""
+        kept = 0 if self.job.activation_checkpointing else self.copies
+        again = self.one_layer if self.job.activation_checkpointing else 0
+        loss = self._phase(
+            "backward",
+            activations=self.kept + self.outer,
+            logits=self.logits[1],
+            buffers=self.buffers.loss_bytes,
+            copies=kept,
+            gradients=self._gradients_before,
+        )
+        first = self._phase(
+            "backward",
+            activations=self.kept + again + self.working,
+            buffers=self.buffers.backward_bytes,
+            copies=kept,
+            gradients=max(self._gradients_before, min(self._gradients, self._head_gradient)),
+        )
+        last = self._phase(
+            "backward",
+            activations=self.one_layer + self.working,
+            buffers=self.buffers.backward_bytes,
+            gradients=self._gradients,
+        )
+        return max(loss, first, last, key=lambda phase: phase.allocated_bytes)
+
+    def step(self) -> Phase:
+        """Gradients are reduced, activations gone. ZeRO-1 keeps only its partition of the gradients by now."""
+        gradients = self._gradients
+        if self.engine.sharding == "shard_optimizer":
+            gradients //= self.engine.world_size
+        return self._phase("step", buffers=self.buffers.step_bytes, gradients=gradients)
+
+    def _phase(
+        self, name: str, *, activations: int = 0, logits: int = 0, buffers: int = 0, copies: int = 0, gradients: int
+    ) -> Phase:
+        waiting = self.buffers.accumulated_bytes if name != "step" else 0
+        return Phase(
+            phase=name,
+            parameter_bytes=self._parameters,
+            gradient_bytes=gradients,
+            optimizer_bytes=0 if self.engine.offload_optimizer else self.states.optimizer_bytes,
+            activation_bytes=activations,
+            logits_bytes=logits,
+            buffer_bytes=self.buffers.lasting_bytes + buffers + copies + waiting,
+        )
+
+    @property
+    def _parameters(self) -> int:
+        """On the GPU between steps: of what is offloaded only what ZeRO-3 keeps whole."""
+        return self.states.gathered_bytes if self.engine.offload_param else self.states.parameter_bytes
+
+    @property
+    def _gradients(self) -> int:
+        """Reduced to where their optimizer is."""
+        return 0 if self.engine.offload_optimizer else self.states.gradient_bytes
+
+    @property
+    def _gradients_before(self) -> int:
+        """There in the forward already: those of earlier micro-steps, and ZeRO-3's partition, which is never freed."""
+        lasting = self.engine.kind == "deepspeed" and self.engine.shards_parameters
+        return self._gradients if lasting or self.job.gradient_accumulation_steps > 1 else 0
+
+    @property
+    def _head_gradient(self) -> int:
+        """The first gradient that the backward makes."""
+        if self.weights.frozen or not self.weights.num_trained:
+            return 0
+        return int(self._gradients * (self.head / self.weights.num_trained))

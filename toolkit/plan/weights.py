@@ -1,0 +1,126 @@
+"""The tensors of a job by what happens to them: trained or frozen, and in which unit they are gathered.
+
+>>> weights_of(shape, Job(lora_r=8)).num_trained
+1703936
+
+Sums are over kinds of layers, so that a plan costs the same for 2 layers and for 200.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+
+from toolkit.models.lora import adapters_of, is_linear
+from toolkit.models.shape import Layer, ModelShape, Tensor, is_embedding
+from toolkit.plan.job import Job
+
+# NF4 with its constants quantised again: half a byte, 8 bits a block of 64, 32 bits a block of 64 · 256
+# (QLoRA, https://arxiv.org/abs/2305.14314, section 3).
+NF4_BLOCK, NF4_SECOND_BLOCK = 64, 256
+HEADS = ("lm_head",)
+Counted = tuple[tuple[Tensor, int], ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Weights:
+    """Every tensor with the number of times that the model has it."""
+
+    shape: ModelShape
+    trained: Counted
+    frozen: Counted
+    quantized: bool
+
+    @cached_property
+    def num_trained(self) -> int:
+        """Elements that are trained."""
+        return total(self.trained, _elements)
+
+    @cached_property
+    def num_frozen(self) -> int:
+        """Elements that are not."""
+        return total(self.frozen, _elements)
+
+    @cached_property
+    def num_quantized(self) -> int:
+        """Frozen elements that are kept in 4 bits: those of linear layers, the head left out."""
+        return (
+            total(self.frozen, lambda tensor: tensor.num_elements if is_linear(tensor) else 0) if self.quantized else 0
+        )
+
+    @cached_property
+    def quantized_bytes(self) -> int:
+        """Of the 4-bit weights and their constants."""
+        blocks = -(-self.num_quantized // NF4_BLOCK)
+        return self.num_quantized // 2 + blocks + 4 * -(-blocks // NF4_SECOND_BLOCK)
+
+    @cached_property
+    def groups(self) -> tuple[int, int]:
+        """Trained elements with and without weight decay: the Trainer's two parameter groups."""
+        decayed = total(self.trained, lambda tensor: tensor.num_elements if tensor.decays else 0)
+        return decayed, self.num_trained - decayed
+
+    @cached_property
+    def largest(self) -> int:
+        """Elements of the largest tensor."""
+        return max(tensor.num_elements for tensor, _ in (*self.trained, *self.frozen))
+
+    @cached_property
+    def largest_linear(self) -> int:
+        """Elements of the largest weight of a linear layer."""
+        return max(tensor.num_elements for kind in self.shape.layer_kinds for tensor in kind if is_linear(tensor))
+
+    @cached_property
+    def largest_trained(self) -> int:
+        """Elements of the largest tensor that is trained."""
+        return max(tensor.num_elements for tensor, _ in self.trained)
+
+    @cached_property
+    def largest_layer(self) -> int:
+        """Elements of the largest layer, adapters included: what FSDP2 gathers at once."""
+        adapters = self.num_adapters // max(self.shape.num_layers, 1)
+        return max(sum(map(_elements, kind)) for kind in self.shape.layer_kinds) + adapters
+
+    @cached_property
+    def num_adapters(self) -> int:
+        """Elements of LoRA's tensors."""
+        return self.num_trained if self.frozen else 0
+
+    @cached_property
+    def tail(self) -> int:
+        """Elements that accelerate's FSDP2 keeps gathered from forward to backward: final norm and head."""
+        embeddings = [tensor for tensor in self.shape.outer if is_embedding(tensor)]
+        own_unit = 0 if self.shape.tied_embeddings or not embeddings else embeddings[0].num_elements
+        return sum(map(_elements, self.shape.outer)) - own_unit
+
+
+@lru_cache(maxsize=64)
+def weights_of(shape: ModelShape, lora_r: int | None, quantized: bool) -> Weights:
+    """All tensors are trained, or only the adapters of `lora_r`."""
+    base = _counted(shape.layer_kinds, shape.outer)
+    if lora_r is None:
+        return Weights(shape=shape, trained=base, frozen=(), quantized=False)
+    adapters = {
+        tuple(part for tensor in kind for part in adapters_of(tensor, rank=lora_r)): count
+        for kind, count in shape.layer_kinds.items()
+    }
+    return Weights(shape=shape, trained=_counted(adapters, ()), frozen=base, quantized=quantized)
+
+
+def job_weights(shape: ModelShape, job: Job) -> Weights:
+    """The tensors of a job."""
+    return weights_of(shape, job.lora_r, job.load_in_4bit)
+
+
+def total(tensors: Counted, size: Callable[[Tensor], int]) -> int:
+    """The sum of a size over tensors, each as often as it is there."""
+    return sum(size(tensor) * count for tensor, count in tensors)
+
+
+def _counted(kinds: dict[Layer, int], outer: Layer) -> Counted:
+    return (*((tensor, count) for kind, count in kinds.items() for tensor in kind), *((tensor, 1) for tensor in outer))
+
+
+def _elements(tensor: Tensor) -> int:
+    return tensor.num_elements
