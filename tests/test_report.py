@@ -278,7 +278,7 @@ def test_csv_columns_are_frozen(results: Results) -> None:
         "peak_allocated_bytes,peak_reserved_bytes,peak_host_bytes,peak_rank,first_loss,last_loss,ratio_to_reference,"
         "wall_seconds,timed_seconds,run_folder,command,group,repeats,difference,rank,rank_skew,speed_up,"
         "scaling_efficiency,non_padding_tokens_per_second,peak_driver_bytes,allocator_retries,energy_joules,"
-        "attestation_sha256,startup_seconds,planned_peak_bytes,mfu,mfu_full_attention,hfu,cost_per_million_tokens,"
+        "attestation_sha256,startup_seconds,planned_peak_bytes,planned_allocated_bytes,mfu,mfu_full_attention,hfu,cost_per_million_tokens,"
         "communication_fraction,exposed_communication_fraction,save_seconds,save_bytes"
     )
     assert len(lines) == 4  # the message with a line break is one line too
@@ -398,7 +398,7 @@ def test_a_row_that_ran_out_of_memory_shows_what_was_measured_and_planned(made_u
 
 def test_without_a_plan_there_is_no_marker(made_up: Results) -> None:
     for row in made_up["rows"]:
-        row["planned_peak_bytes"] = None
+        row["planned_allocated_bytes"] = None
     made_up["rows"] = made_up["rows"][1:]
     page = html_text(made_up)
     assert 'class="tick"' not in page

@@ -18,6 +18,7 @@ from toolkit.compare.asked import (
     unsupported_rows,
 )
 from toolkit.compare.dry_run import dry_run_text
+from toolkit.compare.efficiency import shape_of_model
 from toolkit.compare.extras import run_extras
 from toolkit.compare.largest_batch import find_largest_batches, with_largest_batches
 from toolkit.compare.ledger import LEDGER_FILE, Ledger, alone
@@ -177,8 +178,9 @@ def run_comparison(
     """
     checked = check_comparison(asked)
     if dry_run:
+        shape = shape_of_model(read_arguments(asked.training_arguments)["model_name_or_path"])
         price = beside.price_per_gpu_hour
-        print(dry_run_text(checked.comparison, output, checked.unsupported, price_per_gpu_hour=price))
+        print(dry_run_text(checked.comparison, output, checked.unsupported, price_per_gpu_hour=price, shape=shape))
         return
     open_comparison(output, checked.comparison, resume=resume)
     with alone(output):

@@ -206,6 +206,7 @@ class Row(Figures):
     attestation_sha256: str | None
     startup_seconds: float | None
     planned_peak_bytes: int | None
+    planned_allocated_bytes: int | None
     flops_per_token: FlopsPerToken | None
     mfu: float | None
     mfu_full_attention: float | None
@@ -290,6 +291,7 @@ LATER = {
         *_READINGS,
         "startup_seconds",
         "planned_peak_bytes",
+        "planned_allocated_bytes",
         "flops_per_token",
         "mfu",
         "mfu_full_attention",
