@@ -11,8 +11,8 @@ import pytest
 import yaml
 
 from toolkit.presets import load_preset, preset_names
-from toolkit.train.attest.check import byte_differences, describe, differences, promised_facts, unequal
 from toolkit.presets.sizes import largest_shard, limits
+from toolkit.train.attest.check import byte_differences, describe, differences, promised_facts, unequal
 from toolkit.train.promise import launcher_options, promise_of_command
 
 ROOT = Path(__file__).parent.parent

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from toolkit.compare.loading import load_results
 from toolkit.compare.report import console_table, notes, summary_sentence, write_report
 from toolkit.compare.report.cells import byte_unit
 from toolkit.compare.report.csvfile import csv_text
@@ -33,7 +34,6 @@ from toolkit.compare.results import (
     Row,
     Timeline,
     TrialRow,
-    load_results,
 )
 from toolkit.errors import ToolkitError
 

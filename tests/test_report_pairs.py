@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 from launching import toolkit
 
+from toolkit.compare.loading import load_results
 from toolkit.compare.report import pair_sentence, pair_table, pair_up, write_pair
 from toolkit.compare.report.pair_files import pair_html, pair_markdown
-from toolkit.compare.results import Results, load_results
+from toolkit.compare.results import Results
 from toolkit.errors import ToolkitError
 
 FIXTURES = Path(__file__).parent / "fixtures"

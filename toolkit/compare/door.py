@@ -22,6 +22,7 @@ from toolkit.compare.efficiency import shape_of_model
 from toolkit.compare.extras import run_extras
 from toolkit.compare.largest_batch import find_largest_batches, with_largest_batches
 from toolkit.compare.ledger import LEDGER_FILE, Ledger, alone
+from toolkit.compare.loading import load_results
 from toolkit.compare.replay import replay_row
 from toolkit.compare.report import (
     console_table,
@@ -33,7 +34,7 @@ from toolkit.compare.report import (
     write_report,
 )
 from toolkit.compare.reported import at_price
-from toolkit.compare.results import Results, load_results
+from toolkit.compare.results import Results
 from toolkit.compare.run import Runner, Stopped, Telling, results_of
 from toolkit.compare.screen import Screen, talk
 from toolkit.compare.trials import (
