@@ -134,6 +134,7 @@ LOSSES = [2.0, 1.9, 1.8, 1.7, 1.6, 1.5, 1.4, 1.3]
         ),
         ({"batch_sha256": step(BATCHES, 1, ["00"])}, "step 1 has batches of 1 ranks, of 2 in ddp-n2-r0"),
         ({"step_tokens": [150] * 8}, "step 1 has 150 tokens, 200 in ddp-n2-r0"),
+        ({"step_tokens": [0] * 8}, "step 1 has 0 tokens, 200 in ddp-n2-r0"),
         ({"losses": step(LOSSES, 1, 2.00003)}, "loss of step 1 is 2.000030, allowed 2.000000 ± 0.000020 of ddp"),
         ({"losses": step(LOSSES, 8, 1.31)}, "loss of step 8 is 1.310000, allowed 1.300000 ± 0.000130 of ddp"),
         ({"grad_norms": [3.1] * 8}, "gradient norm of step 1 is 3.100000, allowed 3.000000 ± 0.000300 of ddp"),

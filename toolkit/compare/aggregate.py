@@ -15,7 +15,7 @@ from typing import Any
 from toolkit.compare import results
 from toolkit.compare.claims import beside, common_steps, has_speed, rank_of, speeds_of
 from toolkit.compare.intervals import centre, interval
-from toolkit.compare.results import NOT_SUPPORTED, Failure, withheld
+from toolkit.compare.results import NOT_SUPPORTED, SPEEDS, Failure, withheld
 from toolkit.compare.trials import Comparison, row_name
 from toolkit.compare.verdicts import group_of, judged
 from toolkit.runs import status
@@ -84,13 +84,14 @@ def _row(name: str, trials: Sequence[Row], steps: int) -> Row:
     row |= {key: _reduced(centre, trials, key) for key in CENTRES}
     row |= {key: _reduced(statistics.median, trials, key) for key in MEDIANS}
     row |= _largest(trials)
-    return row | (
-        _row_speeds(trials, steps) if steps else {"step_seconds_interval": None, "tokens_per_second_interval": None}
-    )
+    return row | _row_speeds(trials, steps)
 
 
 def _row_speeds(trials: Sequence[Row], steps: int) -> Row:
-    speeds = speeds_of(trials, steps)
+    """Of the first timed steps; unknown where none is timed, or where no tokens were counted."""
+    speeds = speeds_of(trials, steps) if steps else []
+    if not speeds or min(speeds) <= 0:
+        return dict.fromkeys(SPEEDS)
     timed = [[t["step_seconds"][number - 1] for number in t["timed_step_numbers"][:steps]] for t in trials]
     medians = [statistics.median(seconds) for seconds in timed]
     return {
