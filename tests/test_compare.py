@@ -21,7 +21,7 @@ from toolkit.compare.asked import Entry, numbers_of_processes, parse_variant, st
 from toolkit.compare.dry_run import dry_run_text
 from toolkit.compare.largest_batch import largest_that_runs
 from toolkit.compare.ledger import Ledger, alone
-from toolkit.compare.results import load_results
+from toolkit.compare.loading import load_results
 from toolkit.compare.rows import row_of
 from toolkit.compare.trials import Trial, open_comparison, read_comparison
 from toolkit.errors import ToolkitError

@@ -10,11 +10,16 @@ import pytest
 from toolkit.compare.efficiency import cost_per_million_tokens, efficiency, flops_per_token, mean_seq_length, peak_flops
 from toolkit.compare.extra_facts import extras_of
 from toolkit.compare.extras import words_of
+from toolkit.compare.planned import job_of, planned_bytes
 from toolkit.compare.readings import extra_readings, row_readings, trial_readings
+from toolkit.compare.trials import plan_comparison
 from toolkit.hardware.container import cpu_cores, cpu_limit, memory_limit_bytes
 from toolkit.hardware.machine import disk_facts, gpu_facts
 from toolkit.hardware.nvml import Nvml, throttle_names
 from toolkit.models.read import read_model
+from toolkit.plan.job import Job
+from toolkit.plan.memory import plan_memory
+from toolkit.presets import load_preset
 from toolkit.runs.folder import RunFolder, write_json
 from toolkit.runs.steps import measure
 
@@ -233,3 +238,42 @@ def test_a_row_knows_only_what_a_completed_run_beside_it_says() -> None:
     found = extras_of(beside, "ddp-n2")
     assert (found["communication_fraction"], found["save_seconds"]) == (0.25, None)
     assert extras_of(beside, "zero2-n2")["save_bytes"] == 7
+
+
+# -- the plan
+
+
+def test_a_row_s_arguments_are_the_planner_s_job() -> None:
+    words = {
+        "per_device_train_batch_size": "4",
+        "max_seq_length": "512",
+        "gradient_checkpointing": "true",
+        "lora_r": "8",
+    }
+    assert job_of(words) == Job(
+        per_device_train_batch_size=4, max_seq_length=512, activation_checkpointing=True, lora_r=8
+    )
+    assert job_of({}).per_device_train_batch_size == 8  # transformers' default
+
+
+def test_a_row_on_gpus_has_the_planner_s_peaks_and_one_on_a_cpu_none(tiny_model: Path) -> None:
+    def compared(*, cpu: bool) -> Any:
+        arguments = ["--model_name_or_path", str(tiny_model), "--dataset", "rows.jsonl", "--max_steps", "4"]
+        return plan_comparison(
+            {"zero2": load_preset("zero2")},
+            loads={"zero2": "zero2"},
+            extra_arguments={},
+            num_processes=[2],
+            training_arguments=arguments,
+            untimed_steps=2,
+            reference=None,
+            cpu=cpu,
+        )
+
+    shape = read_model(str(tiny_model))
+    found = planned_bytes(compared(cpu=False), "zero2", 2, shape=shape)
+    plan = plan_memory(shape, load_preset("zero2"), world_size=2, job=Job(per_device_train_batch_size=8))
+    assert found["planned_allocated_bytes"] == plan.peak.allocated_bytes
+    assert found["planned_peak_bytes"] == plan.planned_peak_bytes
+    assert set(planned_bytes(compared(cpu=True), "zero2", 2, shape=shape).values()) == {None}
+    assert set(planned_bytes(compared(cpu=False), "zero2", 2, shape=None).values()) == {None}

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from toolkit.compare.loading import load_results
 from toolkit.compare.report import console_table, notes, summary_sentence, write_report
 from toolkit.compare.report.cells import byte_unit
 from toolkit.compare.report.csvfile import csv_text
@@ -33,7 +34,6 @@ from toolkit.compare.results import (
     Row,
     Timeline,
     TrialRow,
-    load_results,
 )
 from toolkit.errors import ToolkitError
 
@@ -122,26 +122,29 @@ def test_summary_claims_no_order_for_a_lone_row(results: Results) -> None:
     )
 
 
-def repeat(results: Results, **half_widths: float) -> Results:
-    """Rows with intervals of their speeds, so wide to each side, as a share."""
-    for row in results["rows"]:
-        if row["preset"] in half_widths and row["tokens_per_second"] is not None:
-            middle, half = row["tokens_per_second"], half_widths[row["preset"]]
-            row.update(repeats=3, tokens_per_second_interval=[middle * (1 - half), middle * (1 + half)])
+def repeat(results: Results, *presets: str, ranked: bool = True) -> Results:
+    """Rows with intervals of 10 % to each side; with `ranked` the comparison says that they are separated."""
+    rows = [row for row in results["rows"] if row["preset"] in presets]
+    for rank, row in enumerate(rows, 1):
+        middle = row["tokens_per_second"] or 0.0
+        row.update(repeats=3, tokens_per_second_interval=[middle * 0.9, middle * 1.1], rank=rank if ranked else None)
+        row["difference"] = "reference" if row["preset"] == "ddp" else "no difference seen"
     return results
 
 
-def test_summary_calls_one_fastest_only_where_intervals_separate(results: Results) -> None:
+def test_summary_calls_one_fastest_only_where_the_comparison_ranks_it(results: Results) -> None:
     assert "fastest" not in summary_sentence(results)
-    narrow = summary_sentence(repeat(copy.deepcopy(results), ddp=0.1, zero2=0.1))  # 360 to 440, 270 to 330
-    assert "ddp is the fastest that fits (400 tokens/s); zero2 holds 38 % fewer model-state bytes for 25 %" in narrow
-    wide = summary_sentence(repeat(results, ddp=0.2, zero2=0.2))  # 320 to 480, 240 to 360
-    assert "no difference in speed is seen between ddp and zero2, the fastest of the 2 of 4" in wide
-    assert "zero2 holds 38 % fewer model-state bytes with no difference seen in speed" in wide
+    ranked = summary_sentence(repeat(copy.deepcopy(results), "ddp", "zero2"))
+    assert "ddp is the fastest that fits (400 tokens/s); zero2 holds 38 % fewer model-state bytes for 25 %" in ranked
+    unranked = summary_sentence(repeat(results, "ddp", "zero2", ranked=False))
+    assert "no difference in speed is seen between ddp and zero2, the fastest of the 2 of 4" in unranked
+    assert "zero2 holds 38 % fewer model-state bytes with no difference seen in speed" in unranked
+    results["rows"][1]["difference"] = "slower"  # separated from the reference, and there are only two
+    assert "for 25 % less speed" in summary_sentence(results)
 
 
 def test_summary_ranks_nothing_between_a_repeated_row_and_a_single_one(results: Results) -> None:
-    assert "in single runs, unranked" in summary_sentence(repeat(results, ddp=0.1))
+    assert "in single runs, unranked" in summary_sentence(repeat(results, "ddp"))
 
 
 def test_summary_ranks_nothing_when_the_reference_failed(results: Results) -> None:
@@ -275,7 +278,7 @@ def test_csv_columns_are_frozen(results: Results) -> None:
         "peak_allocated_bytes,peak_reserved_bytes,peak_host_bytes,peak_rank,first_loss,last_loss,ratio_to_reference,"
         "wall_seconds,timed_seconds,run_folder,command,group,repeats,difference,rank,rank_skew,speed_up,"
         "scaling_efficiency,non_padding_tokens_per_second,peak_driver_bytes,allocator_retries,energy_joules,"
-        "attestation_sha256,startup_seconds,planned_peak_bytes,mfu,mfu_full_attention,hfu,cost_per_million_tokens,"
+        "attestation_sha256,startup_seconds,planned_peak_bytes,planned_allocated_bytes,mfu,mfu_full_attention,hfu,cost_per_million_tokens,"
         "communication_fraction,exposed_communication_fraction,save_seconds,save_bytes"
     )
     assert len(lines) == 4  # the message with a line break is one line too
@@ -395,7 +398,7 @@ def test_a_row_that_ran_out_of_memory_shows_what_was_measured_and_planned(made_u
 
 def test_without_a_plan_there_is_no_marker(made_up: Results) -> None:
     for row in made_up["rows"]:
-        row["planned_peak_bytes"] = None
+        row["planned_allocated_bytes"] = None
     made_up["rows"] = made_up["rows"][1:]
     page = html_text(made_up)
     assert 'class="tick"' not in page

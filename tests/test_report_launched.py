@@ -71,3 +71,16 @@ def test_the_environment_says_its_disk_and_limits(comparison: Path) -> None:
     assert 0 < found["disk"]["free_bytes"] <= found["disk"]["total_bytes"]
     assert found["links"] is None
     assert found["memory_limit_bytes"] is None or found["memory_limit_bytes"] > 0
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_the_ladder_is_of_the_allocator(tmp_path: Path, tiny_model: Path, faq_alpaca: Path) -> None:
+    job = ["--model_name_or_path", str(tiny_model), "--dataset", str(faq_alpaca), "--max_seq_length", "64"]
+    job += ["--max_steps", "4", "--save_strategy", "no", "--save_model", "false", "--output_dir", str(tmp_path / "run")]
+    ended = toolkit("train", "--preset", "single", "--num-processes", "1", "--no-cpu", "--", *job)
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    measured = read(tmp_path / "run" / "run.json")["measured"]
+    ladder = measured["memory_ladder"]
+    assert ladder["bytes_of"] == "allocated"
+    assert 4 * P <= ladder["load"] < ladder["forward"]
+    assert ladder["load"] + 8 * P <= ladder["step"] <= measured["peak_allocated_bytes"]  # AdamW's two fp32 states

@@ -422,13 +422,25 @@ def _given(name: str, value: Value | None) -> Value:
 
 @app.command()
 def report(
-    folders: Annotated[list[Path], typer.Argument(help="folders of comparisons", metavar="DIR...")],
+    folders: Annotated[
+        list[Path], typer.Argument(help="a comparison's folder; or two: before and after", metavar="DIR [DIR]")
+    ],
+    price_per_gpu_hour: Annotated[float | None, typer.Option(help=PRICE_HELP, min=0)] = None,
 ) -> None:
-    """Write the report of a comparison again, from its files alone."""
-    from toolkit.compare.door import write_report_again
+    """Write the report of a comparison again, from its files alone; of two comparisons, what changed between them.
 
-    for folder in folders:
-        write_report_again(folder)
+    Two must train the same job: else it says what differs, with exit code 2.
+    """
+    from toolkit.compare import door
+
+    if len(folders) > 2:
+        raise ToolkitError(f"{len(folders)} folders are given, expected one, or two that are compared")
+    if len(folders) == 2:
+        if price_per_gpu_hour is not None:
+            raise ToolkitError("--price-per-gpu-hour belongs to the report of one comparison", hint="name one folder")
+        door.report_both(*folders)
+        return
+    door.write_report_again(folders[0], price_per_gpu_hour=price_per_gpu_hour)
 
 
 checkpoint_app = typer.Typer(no_args_is_help=True, help="Look into a checkpoint, export it, prove it, or move it.")

@@ -18,13 +18,23 @@ from toolkit.compare.asked import (
     unsupported_rows,
 )
 from toolkit.compare.dry_run import dry_run_text
+from toolkit.compare.efficiency import shape_of_model
 from toolkit.compare.extras import run_extras
 from toolkit.compare.largest_batch import find_largest_batches, with_largest_batches
 from toolkit.compare.ledger import LEDGER_FILE, Ledger, alone
+from toolkit.compare.loading import load_results
 from toolkit.compare.replay import replay_row
-from toolkit.compare.report import console_table, summary_sentence, write_report
+from toolkit.compare.report import (
+    console_table,
+    pair_sentence,
+    pair_table,
+    pair_up,
+    summary_sentence,
+    write_pair,
+    write_report,
+)
 from toolkit.compare.reported import at_price
-from toolkit.compare.results import Results, load_results
+from toolkit.compare.results import Results
 from toolkit.compare.run import Runner, Stopped, Telling, results_of
 from toolkit.compare.screen import Screen, talk
 from toolkit.compare.trials import (
@@ -170,7 +180,9 @@ def run_comparison(
     """
     checked = check_comparison(asked)
     if dry_run:
-        print(dry_run_text(checked.comparison, output, checked.unsupported))
+        shape = shape_of_model(read_arguments(asked.training_arguments)["model_name_or_path"])
+        price = beside.price_per_gpu_hour
+        print(dry_run_text(checked.comparison, output, checked.unsupported, price_per_gpu_hour=price, shape=shape))
         return
     open_comparison(output, checked.comparison, resume=resume)
     with alone(output):
@@ -223,6 +235,19 @@ def write_report_again(folder: Path, *, price_per_gpu_hour: float | None) -> Non
     refuse_rehearsals([folder])
     results = load_results(folder)
     _publish(results if price_per_gpu_hour is None else at_price(results, price_per_gpu_hour), folder)
+
+
+def report_both(before: Path, after: Path) -> None:
+    """Two comparisons of one job side by side; the files go beside the later one's."""
+    paired = pair_up(load_results(before), load_results(after))
+    folder = after if after.is_dir() else after.parent
+    files = write_pair(paired, folder)
+    Console(width=max(Console().width, TABLE_COLUMNS)).print(pair_table(paired))
+    for name, old, new in paired.environment:
+        print(f"{name}: {old} -> {new}")
+    print(pair_sentence(paired))
+    for path in (files.markdown, files.html):
+        print(path)
 
 
 def _publish(results: Results, folder: Path) -> None:

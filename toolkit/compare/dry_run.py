@@ -11,17 +11,24 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.compare.ledger import LEDGER_FILE, Ledger
+from toolkit.compare.planned import planned_bytes
 from toolkit.compare.trials import Comparison, Trial
 from toolkit.launch.command import launch_command
+from toolkit.models.shape import ModelShape
 from toolkit.presets import load_preset
 from toolkit.runs import status
-from toolkit.units import NOT_AVAILABLE, number, seconds
+from toolkit.units import NOT_AVAILABLE, gib, number, seconds
 
 Row = dict[str, Any]
 
 
 def dry_run_text(
-    comparison: Comparison, folder: Path, unsupported: Mapping[str, str], *, price_per_gpu_hour: float | None = None
+    comparison: Comparison,
+    folder: Path,
+    unsupported: Mapping[str, str],
+    *,
+    price_per_gpu_hour: float | None = None,
+    shape: ModelShape | None = None,
 ) -> str:
     """Every trial in the running order; durations are those of trials in the folder's ledger, where it has any."""
     ledger = Ledger(folder / LEDGER_FILE).read()
@@ -29,7 +36,9 @@ def dry_run_text(
     left = [trial for trial in trials if trial.id not in ledger and trial.row not in unsupported]
     lines = []
     for place, trial in enumerate(trials, 1):
-        lines.append(f"[{place}/{len(trials)}] {trial.id}: {_expectation(trial, ledger, unsupported)}")
+        planned = planned_bytes(comparison, trial.preset, trial.num_processes, shape=shape)["planned_peak_bytes"]
+        expected_here = _expectation(trial, ledger, unsupported, planned)
+        lines.append(f"[{place}/{len(trials)}] {trial.id}: {expected_here}")
         if trial.row not in unsupported:
             lines.append(f"    {_command(comparison, trial, folder)}")
     expected = [expected_seconds(trial, ledger) for trial in left]
@@ -50,12 +59,14 @@ def expected_seconds(trial: Trial, ledger: Mapping[str, Row]) -> float | None:
     return statistics.median(row["wall_seconds"] for row in same or done) if done else None
 
 
-def _expectation(trial: Trial, ledger: Mapping[str, Row], unsupported: Mapping[str, str]) -> str:
+def _expectation(
+    trial: Trial, ledger: Mapping[str, Row], unsupported: Mapping[str, str], planned_peak_bytes: int | None
+) -> str:
     if trial.row in unsupported:
         return f"not supported here: {unsupported[trial.row]}"
     if trial.id in ledger:
         return f"{ledger[trial.id]['status']}, already in the ledger"
-    return f"duration {seconds(expected_seconds(trial, ledger))}, predicted memory {NOT_AVAILABLE}"
+    return f"duration {seconds(expected_seconds(trial, ledger))}, predicted memory {gib(planned_peak_bytes)}"
 
 
 def _command(comparison: Comparison, trial: Trial, folder: Path) -> str:

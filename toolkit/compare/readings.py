@@ -67,7 +67,7 @@ def extra_readings(folder: RunFolder | None) -> Facts:
     """What the one run that no speed counts shows: a profile, a save, or both. Everything is None without one."""
     run = {} if folder is None else folder.read_run() or {}
     steps = (run.get("profile") or {}).get("steps") or []
-    saved = next((save for save in run.get("saves") or [] if save["kind"] == "checkpoint"), {})
+    saved: Facts = next((save for save in run.get("saves") or [] if save["kind"] == "checkpoint"), {})
     return {
         "communication_fraction": share_of_steps(steps, "communication_seconds"),
         "exposed_communication_fraction": share_of_steps(steps, "exposed_communication_seconds"),

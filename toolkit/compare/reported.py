@@ -10,8 +10,10 @@ from typing import Any
 
 from toolkit.compare.efficiency import cost_of, efficiency
 from toolkit.compare.extra_facts import extras_of
+from toolkit.compare.planned import planned_bytes
 from toolkit.compare.readings import row_readings
 from toolkit.compare.results import Results
+from toolkit.compare.trials import Comparison
 from toolkit.models.shape import ModelShape
 
 Row = dict[str, Any]
@@ -22,15 +24,20 @@ def with_readings(
     trials: Sequence[Row],
     finished: Mapping[str, Row],
     *,
+    comparison: Comparison,
     shape: ModelShape | None,
     environment: Mapping[str, Any],
     price_per_gpu_hour: float | None,
 ) -> list[Row]:
-    """Each row from its own trials, and from what the ledger has beside them."""
+    """Each row from its own trials, from what the ledger has beside them, and from the planner."""
     completed = []
     for row in rows:
         own = [trial for trial in trials if trial["trial"].rpartition("-r")[0] == row["trial"]]
-        row = {"planned_peak_bytes": None, **row} | row_readings(row, own) | extras_of(finished, row["trial"])
+        row = row | row_readings(row, own) | extras_of(finished, row["trial"])
+        planned = planned_bytes(comparison, row["preset"], row["world_size"], shape=shape)
+        if row["failure"] is not None:
+            row["failure"] = row["failure"] | {"predicted_bytes": planned["planned_peak_bytes"]}
+        row |= planned
         completed.append(
             row | efficiency(row, own, shape=shape, environment=environment, price_per_gpu_hour=price_per_gpu_hour)
         )

@@ -163,6 +163,7 @@ def results_of(
         rows,
         trials,
         finished,
+        comparison=comparison,
         shape=shape_of_model(_job(comparison, rows)["model"]),
         environment=environment,
         price_per_gpu_hour=price_per_gpu_hour,

@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from toolkit.train.intervals import Interval, within
@@ -27,7 +27,7 @@ def lane(intervals: Iterable[Interval], step: Interval) -> list[Interval]:
     return [(start, end) for start, end in joined if end - start >= finest]
 
 
-def rank_timeline(step: Interval, lanes: dict[str, Iterable[Interval]], *, epoch_seconds: float) -> dict[str, Any]:
+def rank_timeline(step: Interval, lanes: Mapping[str, Iterable[Interval]], *, epoch_seconds: float) -> dict[str, Any]:
     """Start of the step (seconds since 1970), its length, and each lane's intervals in seconds from that start."""
     drawn = {name: [(start - step[0], end - step[0]) for start, end in lane(of, step)] for name, of in lanes.items()}
     return {

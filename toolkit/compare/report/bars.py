@@ -56,7 +56,7 @@ def memory_bars(results: Results) -> str:
 
 
 def _memory_bar(results: Results, row: Row, unit: ByteUnit) -> Bar:
-    planned = row["planned_peak_bytes"]
+    planned = row["planned_allocated_bytes"]
     if not facts.finished(row):
         return _failed_bar(row, unit, on_cpu=facts.on_cpu(results))
     parts = [(facts.part_bytes(row, part.key), f"p{index}") for index, part in enumerate(PARTS)]
@@ -77,7 +77,7 @@ def _failed_bar(row: Row, unit: ByteUnit, *, on_cpu: bool) -> Bar:
     if failure is None or on_cpu or not facts.out_of_memory(row):
         return Bar(pieces=(), text=row["status"], alarm=True)
     phase = f" in {failure['phase']}" if failure["phase"] else ""
-    measured, planned = failure["measured_bytes"], failure["predicted_bytes"] or row["planned_peak_bytes"]
+    measured, planned = failure["measured_bytes"], row["planned_allocated_bytes"]
     said = "" if measured is None else f", {unit.cell(measured).text} {unit.name} measured"
     pieces: tuple[tuple[float, str | None], ...] = () if measured is None else ((float(measured), None),)
     return Bar(pieces=pieces, text=f"{row['status']}{phase}{said}", alarm=True, tick=planned)

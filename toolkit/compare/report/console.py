@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from toolkit.compare.report import facts
-from toolkit.compare.report.cells import Column
+from toolkit.compare.report.cells import Column, Sheet
 from toolkit.compare.report.sheets import comparison_sheet
 from toolkit.compare.results import Results
 
@@ -22,14 +22,21 @@ MESSAGE_CHARACTERS = 180
 
 def console_table(results: Results) -> Table:
     """One line a row, in the order given; below it, why a row has no ratio."""
+    from rich.text import Text
+
+    results = facts.honest(results)
+    table = sheet_table(comparison_sheet(results, narrow=True))
+    table.caption, table.caption_justify = Text("\n".join(_reasons(results)), style=""), "left"
+    return table
+
+
+def sheet_table(sheet: Sheet) -> Table:
+    """A sheet as lines without colour."""
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
     from rich.text import Text
 
-    results = facts.honest(results)
-    sheet = comparison_sheet(results, narrow=True)
     table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
-    table.caption, table.caption_justify = Text("\n".join(_reasons(results)), style=""), "left"
     for column in sheet.columns:
         _add_column(table, column)
     for cells in sheet.rows:

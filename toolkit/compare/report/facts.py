@@ -88,9 +88,14 @@ def repeated(row: Row) -> bool:
 
 
 def separated(one: Row, other: Row) -> bool:
-    """Whether the intervals of two speeds leave no doubt which is higher."""
-    first, second = one["tokens_per_second_interval"], other["tokens_per_second_interval"]
-    return first is not None and second is not None and (first[1] < second[0] or second[1] < first[0])
+    """Whether the comparison claims that the speeds of two rows with one number of processes differ.
+
+    A row with a rank is separated from every other; a difference is one from the reference.
+    """
+    if one["rank"] is not None or other["rank"] is not None:
+        return True
+    claimed = [row["difference"] for row, beside in ((one, other), (other, one)) if beside["difference"] == "reference"]
+    return any(difference in ("faster", "slower") for difference in claimed)
 
 
 def capacity_bytes(results: Results) -> int | None:

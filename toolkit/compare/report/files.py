@@ -51,6 +51,11 @@ def json_text(results: Results) -> str:
     return json.dumps(facts.honest(results), indent=2, ensure_ascii=False, allow_nan=False) + "\n"
 
 
+def write_text_file(file: Path, text: str) -> Path:
+    """A text, whole or not at all."""
+    return _write(file, lambda: _utf8(text))
+
+
 def _write(file: Path, render: Callable[[], bytes]) -> Path:
     """To a temporary name beside the file, then renamed: a reader sees the old file or the new one."""
     content = render()

@@ -29,17 +29,27 @@ PAGE = {
 
 
 def html_text(results: Results) -> str:
-    """The whole page, its style and its few lines of script inlined."""
+    """The whole page of a comparison."""
     results = facts.honest(results)
+    return page(title(results), _body(results))
+
+
+def page(name: str, body: str) -> str:
+    """A page around a body, its style and its few lines of script inlined."""
     here = Path(__file__).parent
     style, script = (here / "page.css").read_text("utf-8"), (here / "page.js").read_text("utf-8")
     return (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         '<meta name="color-scheme" content="light dark">\n'
-        f"<title>{_text(title(results))}</title>\n<style>\n{_colours()}{style}</style>\n</head>\n<body>\n"
-        f"{_body(results)}\n<script>\n{script}</script>\n</body>\n</html>\n"
+        f"<title>{_text(name)}</title>\n<style>\n{_colours()}{style}</style>\n</head>\n<body>\n"
+        f"{body}\n<script>\n{script}</script>\n</body>\n</html>\n"
     )
+
+
+def plain_table(sheet: Sheet) -> str:
+    """A sortable table, all of whose rows are alike."""
+    return _table(sheet, [True] * len(sheet.rows))
 
 
 def _body(results: Results) -> str:
@@ -59,7 +69,7 @@ def _body(results: Results) -> str:
         _section("Memory ladder: the first step of the largest rank", _maybe_sheet(results, ladder_sheet(results))),
         _section("Speed", _sheet(results, speed_sheet(results))),
         _section("Efficiency, cost, communication", _sheet(results, efficiency_sheet(results))),
-        _section("Trials", _table(trials_sheet(results), [True] * len(results["trials"])) if results["trials"] else ""),
+        _section("Trials", plain_table(trials_sheet(results)) if results["trials"] else ""),
         _section("Method", _pairs(method_facts(results))),
         _section("Job", _pairs(job_facts(results))),
         _section("Environment", _pairs(environment_facts(results)) + _links(results)),

@@ -25,20 +25,20 @@ def markdown_text(results: Results) -> str:
     """Summary, table and plot first; then what failed, the details, and how to run it again."""
     results = facts.honest(results)
     blocks = [
-        f"# {_text(title(results))}",
-        _text(summary_sentence(results)),
-        _table(comparison_sheet(results)),
+        f"# {heading_text(title(results))}",
+        heading_text(summary_sentence(results)),
+        sheet_lines(comparison_sheet(results)),
         f"![Model-state bytes, tokens/s and loss of each preset]({PLOT_FILE})",
         "\n".join(f"- {note}" for note in notes(results)),
         *_failures(results),
         *_parity(results),
         "## Memory of one rank",
-        _table(memory_sheet(results)),
+        sheet_lines(memory_sheet(results)),
         *_maybe("Memory ladder: the first step of the largest rank", ladder_sheet(results)),
         "## Speed",
-        _table(speed_sheet(results)),
+        sheet_lines(speed_sheet(results)),
         "## Efficiency, cost, communication",
-        _table(efficiency_sheet(results)),
+        sheet_lines(efficiency_sheet(results)),
         *_maybe("Scaling", scaling_sheet(results)),
         "## Method",
         _pairs(method_facts(results)),
@@ -53,7 +53,7 @@ def markdown_text(results: Results) -> str:
 
 
 def _maybe(name: str, sheet: Sheet | None) -> list[str]:
-    return [] if sheet is None else [f"## {name}", _table(sheet)]
+    return [] if sheet is None else [f"## {name}", sheet_lines(sheet)]
 
 
 def _failures(results: Results) -> list[str]:
@@ -61,16 +61,20 @@ def _failures(results: Results) -> list[str]:
     failed = [(label, row) for label, row in rows if not facts.finished(row)]
     blocks = ["## Failures"]
     for label, row in failed:
-        blocks.append(f"**{_text(label)}: {row['status']}** ({_text(failure_facts(results, row))})")
+        blocks.append(f"**{heading_text(label)}: {row['status']}** ({heading_text(failure_facts(results, row))})")
         blocks.append(_code(facts.many_lines(row["message"] or "no message"), "text"))
     return [*blocks, *([] if failed else ["Every row finished."])]
 
 
 def _parity(results: Results) -> list[str]:
     rows = zip(facts.labels(results), results["rows"], strict=True)
-    said = [f"- {_text(label)}: {_text(row['parity_message'])}" for label, row in rows if row["parity_message"]]
-    compared = f"Differences are relative to {_text(results['reference'])} with the same number of processes."
-    return ["## Parity", compared, _table(parity_sheet(results)), *(["\n".join(said)] if said else [])]
+    said = [
+        f"- {heading_text(label)}: {heading_text(row['parity_message'])}"
+        for label, row in rows
+        if row["parity_message"]
+    ]
+    compared = f"Differences are relative to {heading_text(results['reference'])} with the same number of processes."
+    return ["## Parity", compared, sheet_lines(parity_sheet(results)), *(["\n".join(said)] if said else [])]
 
 
 def _links(results: Results) -> list[str]:
@@ -87,16 +91,21 @@ def _commands(results: Results) -> list[str]:
     return ["## Commands", _code(lines, "bash")]
 
 
-def _table(sheet: Sheet) -> str:
-    header = [_text(column.header) for column in sheet.columns]
+def sheet_lines(sheet: Sheet) -> str:
+    """A table."""
+    header = [heading_text(column.header) for column in sheet.columns]
     rule = ["---:" if column.numeric else ":---" for column in sheet.columns]
-    body = [[_text(cell.text) for cell in cells] for cells in sheet.rows]
+    body = [[heading_text(cell.text) for cell in cells] for cells in sheet.rows]
     return "\n".join(_line(cells) for cells in [header, rule, *body])
 
 
 def _pairs(pairs: Iterable[tuple[str, str]]) -> str:
     return "\n".join(
-        [_line(["", ""]), _line([":---", ":---"]), *(_line([_text(name), _text(value)]) for name, value in pairs)]
+        [
+            _line(["", ""]),
+            _line([":---", ":---"]),
+            *(_line([heading_text(name), heading_text(value)]) for name, value in pairs),
+        ]
     )
 
 
@@ -104,7 +113,7 @@ def _line(cells: Sequence[str]) -> str:
     return f"| {' | '.join(cells)} |"
 
 
-def _text(text: str | None) -> str:
+def heading_text(text: str | None) -> str:
     """One line that no Markdown, table or HTML can break out of."""
     return re.sub(r"([\\|`*\[\]])", r"\\\1", html.escape(facts.one_line(text), quote=False))
 

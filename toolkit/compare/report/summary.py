@@ -110,7 +110,7 @@ def _size_clauses(results: Results, named: Sequence[Named], world_size: int) -> 
 def _leader(fit: Sequence[Named], num_rows: int, *, fits: bool) -> str:
     """The fastest, if intervals separate it from every other; else those between which no difference was seen."""
     label, top = _top(fit)
-    close = [name for name, row in fit if row is not top and not facts.separated(row, top)]
+    close = [name for name, row in fit if row is not top and top["rank"] is None and not facts.separated(row, top)]
     among = _presets(num_rows) if len(fit) == num_rows else f"the {len(fit)} of {num_rows} that can be compared"
     if close:
         return f"no difference in speed is seen between {_and([label, *close])}, the fastest of {among}"
