@@ -147,6 +147,8 @@ def loaded_after(code: str, cwd: Path = ROOT) -> set[str]:
         ["train", "--preset", "zero2", "--num-processes", "2", "--", "--model_name_or_path", "no-such-model"],
         ["compare", "--preset", "zero4", "--num-processes", "2", "--output", "out"],
         ["report", "no-such-folder"],
+        ["plan", "no-such-folder/config.json", "--world-size", "8"],
+        ["recommend", "no-such-folder/config.json", "--world-size", "8"],
         ["lint", str(ROOT / "examples"), str(ROOT / "ds_configs"), "--json"],
     ],
     ids=" ".join,

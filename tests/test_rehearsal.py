@@ -101,8 +101,9 @@ def test_parts_add_up() -> None:
 
 
 def test_a_comparison_and_a_report_refuse_a_rehearsal(tmp_path: Path) -> None:
-    job = {"num_processes": [2], "training_arguments": [], "untimed_steps": 1, "reference": "ddp", "cpu": True}
-    comparison = plan_comparison({"ddp": load_preset("ddp")}, loads={"ddp": "ddp"}, repeats=1, **job)
+    job: dict[str, Any] = {"num_processes": [2], "training_arguments": [], "untimed_steps": 1, "reference": "ddp"}
+    job |= {"cpu": True, "extra_arguments": {}}
+    comparison = plan_comparison({"ddp": load_preset("ddp")}, loads={"ddp": "ddp"}, **job)
     (trial,) = comparison.trials()
     for folder in (tmp_path / "trials" / trial.id, tmp_path):
         RunFolder(folder).update_run(status="completed", rehearsal={"world_size": 8, "rank": 3})
