@@ -21,7 +21,7 @@ from toolkit.runs.steps import measure
 pytestmark = pytest.mark.launch
 
 TINY_BYTES = 4 * 3_219_776
-RESUMED = ["zero2-lora", "zero3", "zero3-lora", "fsdp2", "fsdp2-lora"]
+RESUMED = ["zero2-lora", "zero3-lora", "fsdp2", "fsdp2-lora"]
 
 
 @pytest.fixture
