@@ -1,16 +1,18 @@
 """Kill a random rank at a random step, again and again: how soon the attempt ends, what is lost, and the final losses.
 
-    python benchmarks/kills.py WORK_FOLDER [--kills 50] [--seed 0] [--runs 2]
+    python benchmarks/kills.py WORK_FOLDER [--kills 50] [--seed 0] [--seconds 180]
 
-A run of the tiny random Llama under `--max-restarts 5` is killed five times with SIGKILL and must end with the losses,
-gradient norms and batches of the run that nobody touched, bit for bit. Which rank, after which step (0: before the
-first) and how long after it follow from the seed. Finished runs are kept: the same command goes on, `--runs` at a time.
+A run of the tiny random Llama under `--max-restarts 5` is killed up to five times with SIGKILL and must end with the
+losses, gradient norms and batches of the run that nobody touched, bit for bit. Which rank, after which step (0: before
+the first) and how long after it follow from the seed. Finished runs are kept: the same command goes on. After
+`--seconds` nothing more is killed, and the run under way goes on to its end.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import random
 import signal
@@ -125,15 +127,16 @@ def kill_once(
     }
 
 
-def run_once(number: int, preset: str, seed: int, model: Path, work: Path) -> dict[str, Any]:
-    """One run that is killed five times and ends by itself."""
+def run_once(number: int, seed: int, most: int, until: float, work: Path) -> dict[str, Any]:
+    """One run that is killed up to `most` times, not after `until`, and ends by itself."""
+    preset, model = PRESETS[number % len(PRESETS)], work / "model"
     chance = random.Random(f"{seed}-{number}-{preset}")
     expected = reference(preset, model, work)
     output = work / f"{preset}-{number}-{int(time.time())}"
     process, folder = start(preset, model, output, max_restarts=KILLS_A_RUN), RunFolder(output)
     kills: list[dict[str, Any]] = []
     resumed, rows = 0, row_files(folder)
-    for _ in range(KILLS_A_RUN):
+    while len(kills) < most and time.monotonic() < until:
         kill = kill_once(folder, process, chance, resumed=resumed, rows=rows)
         resumed, rows = kill["resumed_from_step"], row_files(folder)
         kills.append(kill)
@@ -197,15 +200,14 @@ def main() -> int:
     parser.add_argument("work", type=Path, help="must hold `model`, a small model with its tokenizer")
     parser.add_argument("--kills", type=int, default=50)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--runs", type=int, default=None, help="at most so many now")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="no kill after so many")
     arguments = parser.parse_args()
     kept = RESULTS / "kills.json"
     runs = json.loads(kept.read_text())["runs"] if kept.exists() else []
-    done = {run["run"] for run in runs}
-    wanted = [number for number in range(-(-arguments.kills // KILLS_A_RUN)) if number not in done]
-    for number in wanted[: arguments.runs]:
-        preset = PRESETS[number % len(PRESETS)]
-        runs.append(run_once(number, preset, arguments.seed, arguments.work / "model", arguments.work.absolute()))
+    until = time.monotonic() + arguments.seconds
+    while (left := arguments.kills - sum(len(run["kills"]) for run in runs)) > 0 and time.monotonic() < until:
+        most = min(left, KILLS_A_RUN)
+        runs.append(run_once(len(runs), arguments.seed, most, until, arguments.work.absolute()))
         job = {
             "steps": STEPS,
             "save_steps": SAVE_STEPS,

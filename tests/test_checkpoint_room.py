@@ -49,7 +49,7 @@ def logits(folder: Path, base: Path | None = None) -> Any:
         return model(input_ids=torch.arange(100, 140)[None]).logits
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", ["zero2", "zero3-lora", "fsdp2-lora"])  # others: by their fingerprints, below
 def test_an_export_answers_like_the_model_that_the_run_saved(
     runs: dict[str, Path], case: str, tiny_model: Path, tmp_path: Path
 ) -> None:

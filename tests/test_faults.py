@@ -230,15 +230,15 @@ def test_a_checkpoint_of_ddp_adapters_leaves_the_base_out(story: Story) -> None:
 def test_a_stopped_rank_is_told_from_the_one_that_waits_for_it(start: Starter) -> None:
     run = start(plain=True, TOOLKIT_HANG_TIMEOUT_MINUTES="0.05")  # the ranks end it by themselves
     run.until_step(3)
-    pid = run.pulse(1).pid
-    os.kill(pid, signal.SIGSTOP)
+    stopped = run.pulse(1)
+    os.kill(stopped.pid, signal.SIGSTOP)
     code, said = run.ended()
     failure = run.failure()
     assert (code, failure["kind"], failure["rank"], run.run()["status"]) == (1, "timed_out", 1, "timed_out")
-    assert f"rank 1 does not answer (its process {pid} is stopped)" in said
+    assert f"rank 1 does not answer (its process {stopped.pid} is stopped)" in said
     assert sorted(failure["stacks"]) == ["0", "1"]
     assert all("in training_step" in stacks or "in _run_epoch" in stacks for stacks in failure["stacks"].values())
-    assert not psutil.pid_exists(pid)
+    assert stopped.is_gone
 
 
 def test_a_folder_in_use_is_refused_and_its_run_goes_on_until_sigterm_saves_it(start: Starter) -> None:
@@ -304,7 +304,7 @@ def test_a_second_signal_during_the_save_ends_the_run_at_once_and_keeps_the_chec
     said = run.process.stderr.read()
     assert (run.process.wait(), run.failure()["kind"], run.run()["status"]) == (1, "interrupted", "interrupted")
     assert "is the newest whole checkpoint" in said
-    assert not psutil.pid_exists(stopped.pid)
+    assert stopped.is_gone
     found = list_checkpoints(run.folder)
     assert found
     assert [checkpoint.problem(deep=True) for checkpoint in found] == [None] * len(found)
