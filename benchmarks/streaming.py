@@ -25,7 +25,7 @@ from toolkit.train.tokens import RowEncoder, row_encoder
 
 MAX_SEQ_LENGTH = 1024
 PARSED_ROWS = 6000
-SEQUENCES = 400
+SEQUENCES = 240
 SHARE = Share(rank=0, world_size=1, per_device_train_batch_size=8, gradient_accumulation_steps=1)
 
 
@@ -100,7 +100,7 @@ def main() -> None:
         text = files["faq"].read_text().rstrip("\n") + "\n"
         large.write_text(text * 500)
         first = {"file_bytes": large.stat().st_size, "cpu_seconds": first_sequence(large, tokenizer)}
-    fill = {str(number): pack_fill(files["chitchat"], tokenizer, rows=600, open_packs=number) for number in (4, 32)}
+    fill = {str(number): pack_fill(files["chitchat"], tokenizer, rows=1000, open_packs=number) for number in (4, 8, 32)}
     names = list(next(iter(costs.values())))
     print_table(["data", *names], [[name, *(f"{found[key]:,.3g}" for key in names)] for name, found in costs.items()])
     print(f"first sequence of {first['file_bytes'] / 2**20:.0f} MiB: {first['cpu_seconds']:.2f} s; pack fill {fill}")

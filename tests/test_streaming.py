@@ -353,8 +353,8 @@ def test_a_streamed_run_is_the_same_under_another_preset_and_when_it_is_resumed(
 
 
 @pytest.mark.launch
-def test_a_malformed_row_deep_in_a_stream_ends_both_ranks_and_a_mended_file_goes_on(
-    tmp_path: Path, tiny_model: Path
+def test_a_malformed_row_deep_in_a_stream_ends_both_ranks_and_the_mended_file_goes_on_in_one(
+    tmp_path: Path, tiny_model: Path, tokenizer: Any
 ) -> None:
     rows = tmp_path / "rows.jsonl"
     unread = "x" * 2**18  # a field of no format, so that `toolkit train` looks at the first 128 rows only
@@ -377,6 +377,14 @@ def test_a_malformed_row_deep_in_a_stream_ends_both_ranks_and_a_mended_file_goes
     assert [pulse for pulse in read_pulses(tmp_path / "out" / "ranks") if pulse.process is not None] == []
 
     rows.write_text("".join(sound) + '{"text": "row number 134", "unread": ""}\n')
-    ended = toolkit(*command, "--resume_from_checkpoint", "latest")
+    single = ["train", "--preset", "single", "--num-processes", "1", "--cpu", "--", *words]
+    ended = toolkit(*single, "--per_device_train_batch_size", "8", "--resume_from_checkpoint", "latest")
     assert ended.returncode == 0, ended.stderr[-3000:]
     assert read(tmp_path / "out" / "run.json")["resumed_from"]["step"] == 16
+    steps = [json.loads(line) for line in (tmp_path / "out" / "ranks" / "rank0.jsonl").read_text().splitlines()]
+    stream = read_stream(str(rows), "train", buffer_size=4, seed=42)
+    encode = row_encoder(tokenizer=tokenizer, data_format="text", max_seq_length=1024, loss_on=None, system_prompt=None)
+    training = rank(0, 1, batch=8)
+    whole = stream_loader(TokenStream(stream, encode, share_of(training)), Collator(tokenizer), training, "cpu")
+    expected = [sha256[:16] for sha256 in hashes(iter(whole), 18, {})]
+    assert [row["batch_sha256"] for row in steps if row["step"] > 16] == expected[16:]

@@ -32,9 +32,9 @@ STREAM_ERROR = "stream_error"
 LANE_STATE = "lane_state"
 BLANK = "blank"
 LANE_GROUPS = WORKERS[-1]
-# Packs of 1,024 tokens of chitchat conversations are 98.5 % full with 4 open in a lane, 99.5 % with 32; but a lane
-# tokenises so many before it gives the first one out.
-OPEN_PACKS = 4
+# Packs of 1,024 tokens of chitchat conversations are 97.7 % full with 4 open in a lane, 99.0 % with 8, 99.6 % with 32
+# (benchmarks/streaming.py); but a lane tokenises so many before it gives the first one out.
+OPEN_PACKS = 8
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
