@@ -28,6 +28,7 @@ from record import print_table, spread, write_result
 ROOT = Path(__file__).parents[1]
 MAX_SEQ_LENGTH = 512
 LEARNING_RATE = "1e-4"
+PRESET_OF_RANKS = {1: "single", 2: "ddp"}
 SUMMED = ("tokens", "supervised_tokens", "cpu_seconds")
 HEADER = ["side", "runs", "a second", "min", "max", "a CPU second", "min", "max", "packing over it: s", "CPU s"]
 # The default model's own template without its default system message, and with the block that TRL needs.
@@ -43,19 +44,25 @@ class Side:
     """One way of training on the same rows."""
 
     packing: bool
-    batch: int
-    """Sequences of a micro-batch on each rank."""
-    accumulate: int = 1
+    single: bool = False
+    """One pack a micro-batch, accumulated; otherwise all sequences of a step are one micro-batch."""
     trl: bool = False
 
+    def batch(self, rows: int) -> tuple[int, int]:
+        """Sequences of a micro-batch and micro-batches of a step for about this many rows on each rank."""
+        sequences = round(rows / ROWS_OF_A_PACK) if self.packing else rows
+        return (1, sequences) if self.single else (sequences, 1)
 
+
+ROWS_OF_A_PACK = 1.53
+ROWS_OF_A_STEP = 8  # on each rank; transformers' and TRL's default
 SIDES = {
-    "packing": Side(packing=True, batch=1, accumulate=5),
-    "padding": Side(packing=False, batch=8),
-    "TRL padding": Side(packing=False, batch=8, trl=True),
-    "TRL packing": Side(packing=True, batch=1, accumulate=5, trl=True),
+    "packing": Side(packing=True, single=True),
+    "padding": Side(packing=False),
+    "TRL padding": Side(packing=False, trl=True),
+    "TRL packing": Side(packing=True, single=True, trl=True),
     # Several packs a micro-batch: transformers can then only be asked for all logits, as padding is.
-    "packing, all logits": Side(packing=True, batch=5),
+    "packing, all logits": Side(packing=True),
 }
 
 
@@ -91,7 +98,8 @@ def command(side: Side, given: argparse.Namespace, *, seed: int, output: str) ->
 
     model, data = given.work / "model", chitchat_data_file()
     words = {"output_dir": output, "packing": str(side.packing).lower(), "seed": seed, "learning_rate": LEARNING_RATE}
-    words |= {"per_device_train_batch_size": side.batch, "gradient_accumulation_steps": side.accumulate}
+    batch, accumulate = side.batch(given.rows)
+    words |= {"per_device_train_batch_size": batch, "gradient_accumulation_steps": accumulate}
     words |= {"max_steps": given.untimed_steps + given.steps, "lora_r": given.lora_r}
     if side.trl:
         words |= {"model": model, "data": data, "max_length": MAX_SEQ_LENGTH}
@@ -101,8 +109,13 @@ def command(side: Side, given: argparse.Namespace, *, seed: int, output: str) ->
         words |= {"loss_on": "assistant", "save_model": "false", "save_strategy": "no"}
         script = ["-m", "toolkit.train"]
     python = given.trl_python if side.trl else sys.executable
-    launch = ["-m", "accelerate.commands.launch", "--config_file", "accelerate_configs/ddp.yaml"]
-    launch += ["--num_processes", "2", "--main_process_port", "0"]
+    launch = [
+        "-m",
+        "accelerate.commands.launch",
+        "--config_file",
+        f"accelerate_configs/{PRESET_OF_RANKS[given.ranks]}.yaml",
+    ]
+    launch += ["--num_processes", str(given.ranks), "--main_process_port", "0"]
     return [python, *launch, *script, *(word for name, value in words.items() for word in (f"--{name}", str(value)))]
 
 
@@ -113,7 +126,7 @@ def run_trial(name: str, given: argparse.Namespace, *, seed: int) -> dict[str, A
         done = subprocess.run(argv, cwd=ROOT, env=environment(), capture_output=True, text=True, check=False)
         if done.returncode:
             raise SystemExit(f"{name} ended with {done.returncode}:\n{done.stdout[-2000:]}{done.stderr[-4000:]}")
-        files = [Path(output) / "ranks" / f"rank{rank}.jsonl" for rank in (0, 1)]
+        files = [Path(output) / "ranks" / f"rank{rank}.jsonl" for rank in range(given.ranks)]
         ranks = [[json.loads(line) for line in file.read_text().splitlines()] for file in files]
     steps = list(zip(*ranks, strict=True))
     figures: dict[str, Any] = {name: [sum(row[name] for row in step) for step in steps] for name in SUMMED}
@@ -146,7 +159,8 @@ def supervised_fractions(given: argparse.Namespace) -> dict[str, float]:
     fractions = {}
     for name, side in SIDES.items():
         drawn = random.Random(0).sample(lengths[side.packing], len(lengths[side.packing]))
-        batches = [drawn[first : first + side.batch] for first in range(0, len(drawn), side.batch)]
+        batch, _ = side.batch(ROWS_OF_A_STEP)
+        batches = [drawn[first : first + batch] for first in range(0, len(drawn), batch)]
         fractions[name] = stats.supervised_tokens / sum(len(batch) * max(batch) for batch in batches)
     return fractions
 
@@ -191,10 +205,13 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--steps", type=int, default=1, help="timed optimizer steps of a run")
     parser.add_argument("--untimed-steps", type=int, default=0)
+    parser.add_argument("--ranks", type=int, choices=PRESET_OF_RANKS, default=2)
+    parser.add_argument("--rows", type=int, default=ROWS_OF_A_STEP, help="rows of a step on each rank")
     parser.add_argument("--lora-r", type=int, default=16)
     parser.add_argument("--work", type=Path, required=True)
     parser.add_argument("--trl-python")
     parser.add_argument("--sides", nargs="+", choices=SIDES, default=list(SIDES))
+    parser.add_argument("--name", default="packing", help="of the result file")
     parser.add_argument("--trials", type=int, help="stop after this many; the next call goes on")
     given = parser.parse_args()
     given.work.mkdir(parents=True, exist_ok=True)
@@ -217,7 +234,7 @@ def main() -> None:
         options = {
             name: value for name, value in vars(given).items() if name not in ("work", "trl_python", "trials", "sides")
         }
-        print(write_result("packing", {"options": options, "supervised_tokens_per_second": figures, "runs": trials}))
+        print(write_result(given.name, {"options": options, "supervised_tokens_per_second": figures, "runs": trials}))
 
 
 if __name__ == "__main__":

@@ -93,7 +93,8 @@ def main():
     folder = given.output_dir / "ranks"
     folder.mkdir(parents=True, exist_ok=True)
     (folder / f"rank{arguments.process_index}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in written))
-    torch.distributed.destroy_process_group()
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
 
 
 if __name__ == "__main__":
