@@ -31,11 +31,20 @@ def prepare(*, cpu: bool) -> None:
 
 
 def rehearse(
-    *, preset: str, world_size: int, rank: int, words: Sequence[str], folder: Path, timeout_seconds: float
+    *,
+    preset: str,
+    world_size: int,
+    rank: int,
+    words: Sequence[str],
+    folder: Path,
+    timeout_seconds: float,
+    fake_tensors: bool = False,
 ) -> int | None:
     """One rehearsal in `folder`; its exit code, or None where it was ended for its time."""
     child = os.fork()
     if child == 0:
+        if fake_tensors:
+            os.environ["TOOLKIT_REHEARSAL_FAKE_TENSORS"], words = "1", ["--bf16", "true", *words]
         _be_the_rank(preset, world_size, rank, words, folder)
     deadline, ended_for_time = time.monotonic() + timeout_seconds, False
     while (ended := os.waitpid(child, os.WNOHANG)) == (0, 0):

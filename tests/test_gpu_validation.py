@@ -48,7 +48,13 @@ def test_the_first_pass_meets_every_architecture_under_every_preset_once() -> No
 def case_of(split: str, planned: int, measured: int) -> dict[str, Any]:
     states = dict.fromkeys(("parameter_bytes", "gradient_bytes", "optimizer_bytes"), 10)
     plan = {**states, "phases": {"forward": {"allocated_bytes": planned}}, "planned_peak_bytes": planned}
-    found = {**states, "status": "completed", "peak_allocated_bytes": measured, "peak_reserved_bytes": measured}
+    found = {
+        **states,
+        "status": "completed",
+        "peak_allocated_bytes": measured,
+        "peak_reserved_bytes": measured,
+        "peaks": None,
+    }
     return {
         **{"id": "1", "split": split, "world_size": 1, "planned": plan | {"step_seconds": [0.9, 1.3]}},
         "measured": found | {"compute_step_seconds": 1.0},

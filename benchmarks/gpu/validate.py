@@ -3,6 +3,7 @@
     python benchmarks/gpu/validate.py --output out --minutes 9        # goes on where it stopped
     python benchmarks/gpu/validate.py --output out --report           # the table again, from out/cases.jsonl
     python benchmarks/gpu/validate.py --output out --tiny             # on a CPU: a few tiny cases, to try the script
+    python benchmarks/gpu/validate.py --output out --fake-tensors     # on a CPU: the grid's FSDP2 and DDP cases, traced
 
 The grid is `grid.py`, and its digest stands beside every result. One JSON line a case in `cases.jsonl`, flushed;
 `results.json` has all of them and what is needed to do them again. A case that runs out of memory is a result.
@@ -33,6 +34,8 @@ STEPS, UNTIMED_STEPS, LORA_RANK = 6, 2, 16
 TIMEOUT_SECONDS = 150
 MEASURED = ("parameter_bytes", "gradient_bytes", "optimizer_bytes", "num_params", "num_trainable_params")
 MEASURED += ("peak_allocated_bytes", "peak_reserved_bytes", "peak_host_bytes", "phase_peaks", "compute_step_seconds")
+MEASURED += ("peaks",)
+TRACED = ("single", "ddp", "fsdp2", "fsdp2_grad_op", "fsdp2_hybrid")
 # Issue 6, goals on the test half: mean and 95th percentile of the absolute error.
 GOALS = {"allocated": (0.02, 0.05), "reserved": (0.05, 0.10), "step": (0.08, None)}
 
@@ -46,14 +49,15 @@ def words_of(case: Case, model: Path) -> list[str]:
     return [*words, "--lora_r", str(LORA_RANK)] if case["method"] == "lora" else words
 
 
-def measured(case: Case, work: Path) -> dict[str, Any]:
+def measured(case: Case, work: Path, *, fake_tensors: bool = False) -> dict[str, Any]:
     """One rehearsal in a process of its own: its facts, or how it failed."""
     model = work / case["architecture"] / "config.json"
     model.parent.mkdir(parents=True, exist_ok=True)
     model.write_text(json.dumps((ARCHITECTURES | TINY_ARCHITECTURES)[case["architecture"]]))
     folder, started = work / case["id"], time.monotonic()
     named = {name: case[name] for name in ("preset", "world_size", "rank")}
-    code = rehearse(**named, words=words_of(case, model), folder=folder, timeout_seconds=TIMEOUT_SECONDS)
+    how = {"timeout_seconds": TIMEOUT_SECONDS, "fake_tensors": fake_tensors}
+    code = rehearse(**named, words=words_of(case, model), folder=folder, **how)
     seconds = {"wall_seconds": round(time.monotonic() - started, 1)}
     run_json, failure_json = folder / "run.json", folder / "failure.json"
     run = json.loads(run_json.read_text()) if run_json.is_file() else {}
@@ -103,6 +107,9 @@ def errors(case: Case) -> dict[str, float]:
     if found["peak_allocated_bytes"]:
         told["allocated"] = (max(p["allocated_bytes"] for p in plan["phases"].values()), found["peak_allocated_bytes"])
         told["reserved"] = (plan["planned_peak_bytes"], found["peak_reserved_bytes"])
+    if found["peaks"]:
+        planned = [plan["phases"][phase]["allocated_bytes"] for phase in found["peaks"]]
+        told["traced"] = (max(planned), max(peak["total_bytes"] for peak in found["peaks"].values()))
     if found["compute_step_seconds"] and case["world_size"] == 1 and plan["step_seconds"]:
         told["step"] = (statistics.mean(plan["step_seconds"]), found["compute_step_seconds"])
     return {name: planned / measured - 1 for name, (planned, measured) in told.items()}
@@ -113,7 +120,7 @@ def summary(cases: list[Case]) -> list[dict[str, Any]]:
     rows = []
     for split in ("calibration", "test"):
         found = [errors(case) for case in cases if case["split"] == split]
-        for what in ("states", "allocated", "reserved", "step"):
+        for what in ("states", "traced", "allocated", "reserved", "step"):
             values = sorted(abs(error[what]) for error in found if what in error)
             if values:
                 rows.append(
@@ -190,11 +197,14 @@ def main() -> None:
     parser.add_argument("--output", type=Path, required=True, help="folder of cases.jsonl and results.json")
     parser.add_argument("--minutes", type=float, default=9.0, help="begin no case after this long")
     parser.add_argument("--tiny", action="store_true", help="a few tiny cases on the CPU")
+    parser.add_argument("--fake-tensors", action="store_true", help="the cases that can be traced, on a CPU")
     parser.add_argument("--limit", type=int, help="at most so many cases of the grid")
     parser.add_argument("--gpu", default="h100", help="as the planner names it")
     parser.add_argument("--report", action="store_true", help="run nothing")
     given = parser.parse_args()
     started, grid = time.monotonic(), tiny_grid() if given.tiny else registered_grid()
+    if given.fake_tensors:
+        grid = [case for case in grid if case["preset"] in TRACED]
     given.output.mkdir(parents=True, exist_ok=True)
     path = given.output / "cases.jsonl"
     finished = read_cases(path)
@@ -202,13 +212,16 @@ def main() -> None:
     done = {case["id"] for case in finished}
     left = [] if given.report else [case for case in grid[: given.limit] if case["id"] not in done]
     if left:
-        prepare(cpu=given.tiny)
+        prepare(cpu=given.tiny or given.fake_tensors)
     with tempfile.TemporaryDirectory() as folder, path.open("a") as file:
         plan = planner(given.gpu, Path(folder))
         for case in left:
             if time.monotonic() - started > given.minutes * 60:
                 break
-            row = case | {"planned": plan(case), "measured": measured(case, Path(folder))}
+            row = case | {
+                "planned": plan(case),
+                "measured": measured(case, Path(folder), fake_tensors=given.fake_tensors),
+            }
             file.write(json.dumps(row) + "\n")
             file.flush()
             os.fsync(file.fileno())

@@ -28,6 +28,9 @@ def on_fake_tensors(memory: LiveMemory, *, engine: str) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         stack.enter_context(_replaced(torch.nn.Module, "_apply", _apply_without_swapping))
         stack.enter_context(_replaced(masking_utils, "find_packed_sequence_indices", _one_document_a_row))
+        attention = torch.nn.functional.scaled_dot_product_attention
+        without = functools.partial(_without_dropout, attention)
+        stack.enter_context(_replaced(torch.nn.functional, "scaled_dot_product_attention", without))
         if engine == "fsdp2":
             for owner, name, context in _around(memory):
                 stack.enter_context(_replaced(owner, name, _inside(context, getattr(owner, name))))
@@ -69,6 +72,12 @@ def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
         yield
     finally:
         setattr(owner, name, original)
+
+
+def _without_dropout(attention: Any, *args: Any, dropout_p: float = 0.0, **kwargs: Any) -> Any:
+    """A CPU's flash attention has no dropout, and all scores would be there; a GPU's keeps the seed alone."""
+    del dropout_p
+    return attention(*args, **kwargs)
 
 
 def _one_document_a_row(position_ids: torch.Tensor) -> None:
