@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 import tempfile
 import time
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
+
+from rehearsing import log_tail, prepare, rehearse
 
 # One layer more than two, and sizes that few world sizes divide: padding shows.
 SIZES = {"hidden_size": 60, "intermediate_size": 100, "num_hidden_layers": 3, "vocab_size": 517}
@@ -45,8 +46,7 @@ WORLD_SIZES = {
 }
 LORA = ["--lora_r", "4"]
 LORA_SIZES = {"ddp": (2,), "zero2": (2, 7), "zero3": (2, 7), "fsdp2": (2, 7)}
-STEP = ["--max_steps", "1", "--per_device_train_batch_size", "1", "--max_seq_length", "16", "--report_to", "none"]
-NOT_KEPT = ["--save_model", "false", "--save_strategy", "no", "--dataset", "synthetic"]
+STEP = ["--max_steps", "1", "--per_device_train_batch_size", "1", "--max_seq_length", "16"]
 PARTS = ("parameter_bytes", "gradient_bytes", "optimizer_bytes", "num_params", "num_trainable_params", "dp_shard_size")
 TIMEOUT_SECONDS = 120
 Case = dict[str, Any]
@@ -75,61 +75,24 @@ def key(case: Case) -> str:
     return json.dumps([case[name] for name in ("architecture", "preset", "world_size", "rank", "arguments")])
 
 
-def prepare() -> None:
-    """Import once what every case needs; the forked processes find it there."""
-    os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
-    from toolkit.train.__main__ import prepare_environment
-
-    prepare_environment()
-    import accelerate.commands.launch  # noqa: F401
-    import deepspeed  # noqa: F401
-    import transformers
-
-    import toolkit.train.script  # noqa: F401
-
-    for config in ARCHITECTURES.values():
-        transformers.AutoConfig.for_model(config["model_type"])
-
-
-def rehearse(case: Case, model: Path, work: Path) -> Case:
+def found_by(case: Case, model: Path, work: Path) -> Case:
     """One case in a forked process: its bytes, or the error it ended with."""
     folder = work / f"{case['preset']}-{case['world_size']}-{case['rank']}-{time.monotonic_ns()}"
-    child = os.fork()
-    if child == 0:
-        _be_the_rank(case, model, folder)
-    deadline = time.monotonic() + TIMEOUT_SECONDS
-    while os.waitpid(child, os.WNOHANG) == (0, 0):
-        if time.monotonic() > deadline:
-            os.kill(child, 9)
-        time.sleep(0.01)
+    rehearse(
+        preset=case["preset"],
+        world_size=case["world_size"],
+        rank=case["rank"],
+        words=["--model_name_or_path", str(model), *STEP, *case["arguments"]],
+        folder=folder,
+        timeout_seconds=TIMEOUT_SECONDS,
+    )
     return case | _found(folder)
-
-
-def _be_the_rank(case: Case, model: Path, folder: Path) -> None:
-    from toolkit.presets import load_preset
-    from toolkit.train.__main__ import main
-
-    folder.mkdir(parents=True)
-    log = os.open(folder / "train.log", os.O_WRONLY | os.O_CREAT)
-    os.dup2(log, 1), os.dup2(log, 2)
-    os.environ |= {
-        "TOOLKIT_PRESET": str(load_preset(case["preset"]).accelerate_config_path),
-        "TOOLKIT_WORLD_SIZE": str(case["world_size"]),
-        "TOOLKIT_REHEARSAL_RANK": str(case["rank"]),
-        "TOOLKIT_RUN_PREPARED": "1",
-    }
-    words = ["--model_name_or_path", str(model), *STEP, *NOT_KEPT, *case["arguments"], "--output_dir", str(folder)]
-    try:
-        os._exit(main(words))
-    finally:
-        os._exit(1)  # not the parent's way out, which removes the folder
 
 
 def _found(folder: Path) -> Case:
     attested = folder / "attestation.json"
     if not attested.is_file():
-        words = (folder / "train.log").read_text(errors="replace").strip().splitlines()
-        return {"status": "failed", "message": " ".join(words[-3:])}
+        return {"status": "failed", "message": log_tail(folder)}
     attestation = json.loads(attested.read_text())
     own = attestation["ranks"][0]
     return {"status": attestation["verdict"]} | {name: own.get(name) for name in PARTS}
@@ -180,12 +143,12 @@ def main() -> None:
     found = [case for case in found if key(case) in done]
     missing = [case for case in wanted if key(case) not in done]
     if missing:
-        prepare()
+        prepare(cpu=True)
     with tempfile.TemporaryDirectory() as work:
         for case in missing:
             if time.monotonic() - started > given.minutes * 60:
                 break
-            found.append(rehearse(case, model_file(case["architecture"], Path(work)), Path(work)))
+            found.append(found_by(case, model_file(case["architecture"], Path(work)), Path(work)))
             if found[-1]["status"] != "attested":
                 print(json.dumps(found[-1]), file=sys.stderr, flush=True)
     write_results(given.output, found)

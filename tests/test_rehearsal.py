@@ -190,6 +190,8 @@ def test_the_command_says_what_it_found_and_its_folder_says_what_it_is(tmp_path:
     run = read(tmp_path / "out" / "run.json")
     assert (run["status"], run["rehearsal"]["rank"], run["rehearsal"]["random_weights"]) == ("completed", 3, False)
     assert "measured" not in run
+    page = (ROOT / "docs" / "run-folder.md").read_text()
+    assert [key for key in run["rehearsal"] if f"`{key}`" not in page] == []
     rows = [json.loads(line) for line in (tmp_path / "out" / "ranks" / "rank3.jsonl").read_text().splitlines()]
     assert [(row["rehearsed"], row["loss"], row["grad_norm"]) for row in rows] == [(True, None, None)] * 3
     assert not list((tmp_path / "out").glob("*.safetensors"))

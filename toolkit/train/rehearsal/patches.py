@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp._fully_shard import _fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
+from transformers import masking_utils
 
 from toolkit.train.rehearsal.live_memory import LiveMemory
 
@@ -26,6 +27,10 @@ def on_fake_tensors(memory: LiveMemory, *, engine: str) -> Iterator[None]:
     """What is made inside has shapes only, and is counted."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(_replaced(torch.nn.Module, "_apply", _apply_without_swapping))
+        stack.enter_context(_replaced(masking_utils, "find_packed_sequence_indices", _one_document_a_row))
+        attention = torch.nn.functional.scaled_dot_product_attention
+        without = functools.partial(_without_dropout, attention)
+        stack.enter_context(_replaced(torch.nn.functional, "scaled_dot_product_attention", without))
         if engine == "fsdp2":
             for owner, name, context in _around(memory):
                 stack.enter_context(_replaced(owner, name, _inside(context, getattr(owner, name))))
@@ -67,6 +72,17 @@ def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
         yield
     finally:
         setattr(owner, name, original)
+
+
+def _without_dropout(attention: Any, *args: Any, dropout_p: float = 0.0, **kwargs: Any) -> Any:
+    """A CPU's flash attention has no dropout, and all scores would be there; a GPU's keeps the seed alone."""
+    del dropout_p
+    return attention(*args, **kwargs)
+
+
+def _one_document_a_row(position_ids: torch.Tensor) -> None:
+    """transformers would look for packed documents in the values, and make a mask where it cannot."""
+    del position_ids
 
 
 def _apply_without_swapping(module: Any, fn: Callable[[Any], Any], recurse: bool = True) -> Any:

@@ -1,0 +1,139 @@
+"""The grid of the GPU validation, registered before anything was measured: which cases, and in which half each is.
+
+    >>> cases = registered_grid()
+    >>> len(cases), digest(cases)[:8]
+
+Constants of the planner may be fitted on the calibration half only; errors are published of the test half. An
+architecture is in one half, so nothing of the test half was seen. The order is part of the grid: every preset meets
+every architecture in the first pass, so that a run that is cut short is still balanced.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import random
+from typing import Any
+
+Case = dict[str, Any]
+
+SEED = 6
+PASSES = 3
+LLAMA = {"model_type": "llama", "max_position_embeddings": 8192, "dtype": "bfloat16"}
+# Shapes of published models (their config.json), without weights: parameter counts from 0.36 to 3.2 billion, so that
+# peaks spread over an 80 GB card.
+CALIBRATION: dict[str, dict[str, Any]] = {
+    "llama-1b": {
+        **LLAMA,
+        **{"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32},
+        **{"num_key_value_heads": 8, "vocab_size": 128256, "tie_word_embeddings": True},
+    },
+    "qwen2-0.5b": {
+        **LLAMA,
+        "model_type": "qwen2",
+        **{"hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24, "num_attention_heads": 14},
+        **{"num_key_value_heads": 2, "vocab_size": 151936, "tie_word_embeddings": True},
+    },
+    "gpt2-medium": {
+        **{"model_type": "gpt2", "n_embd": 1024, "n_layer": 24, "n_head": 16, "n_positions": 8192},
+        **{"vocab_size": 50257, "tie_word_embeddings": True, "dtype": "bfloat16"},
+    },
+}
+TEST: dict[str, dict[str, Any]] = {
+    "llama-3b": {
+        **LLAMA,
+        **{"hidden_size": 3072, "intermediate_size": 8192, "num_hidden_layers": 28, "num_attention_heads": 24},
+        **{"num_key_value_heads": 8, "vocab_size": 128256, "tie_word_embeddings": True},
+    },
+    "qwen3-1.7b": {
+        **LLAMA,
+        "model_type": "qwen3",
+        **{"hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 28, "num_attention_heads": 16},
+        **{"num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936, "tie_word_embeddings": True},
+    },
+    "gemma2-2b": {
+        **LLAMA,
+        "model_type": "gemma2",
+        **{"hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26, "num_attention_heads": 8},
+        **{"num_key_value_heads": 4, "head_dim": 256, "vocab_size": 256000, "tie_word_embeddings": True},
+    },
+    # Mistral's proportions and untied embeddings at a size that fits
+    "mistral-2b": {
+        **LLAMA,
+        "model_type": "mistral",
+        **{"hidden_size": 2560, "intermediate_size": 8960, "num_hidden_layers": 20, "num_attention_heads": 20},
+        **{"num_key_value_heads": 4, "vocab_size": 32000, "tie_word_embeddings": False},
+    },
+    # Mixtral's eight experts, two a token, likewise
+    "mixtral-1b": {
+        **LLAMA,
+        "model_type": "mixtral",
+        **{"hidden_size": 1024, "intermediate_size": 3584, "num_hidden_layers": 12, "num_attention_heads": 16},
+        **{"num_key_value_heads": 4, "num_local_experts": 8, "num_experts_per_tok": 2, "vocab_size": 32000},
+        **{"tie_word_embeddings": False},
+    },
+}
+ARCHITECTURES = CALIBRATION | TEST
+WORLD_SIZES = {
+    "single": (1,),
+    **{name: (1, 2, 8, 64) for name in ("ddp", "zero1", "zero2", "zero3", "zero2_cpu_offload", "zero3_cpu_offload")},
+    **{name: (2, 8, 64) for name in ("fsdp2", "fsdp2_grad_op", "fsdp2_cpu_offload")},
+    "fsdp2_hybrid": (8, 64),
+}
+METHODS = ("full", "lora")
+# Length and rows of a micro-batch: 4,096 to 16,384 tokens, so that short rows are no small job.
+BATCHES = ((512, 8), (1024, 8), (2048, 4), (4096, 2), (8192, 1), (8192, 2))
+TINY = {
+    **{"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4},
+    **{"num_key_value_heads": 2, "vocab_size": 517, "tie_word_embeddings": True, "max_position_embeddings": 64},
+}
+TINY_ARCHITECTURES = {"tiny-llama": LLAMA | TINY, "tiny-qwen3": LLAMA | TINY | {"model_type": "qwen3", "head_dim": 16}}
+
+
+def registered_grid() -> list[Case]:
+    """Every architecture under every preset, three times, each time another job."""
+    chance = random.Random(SEED)
+    cases = []
+    for _ in range(PASSES):
+        once = [_case(name, preset, chance) for name in ARCHITECTURES for preset in WORLD_SIZES]
+        chance.shuffle(once)
+        cases += once
+    return [case | {"id": f"{number:03d}"} for number, case in enumerate(cases)]
+
+
+def _case(architecture: str, preset: str, chance: random.Random) -> Case:
+    length, rows = chance.choice(BATCHES)
+    return {
+        "split": "calibration" if architecture in CALIBRATION else "test",
+        "architecture": architecture,
+        "preset": preset,
+        "world_size": chance.choice(WORLD_SIZES[preset]),
+        "rank": 0,
+        "method": chance.choice(METHODS),
+        "activation_checkpointing": chance.random() < 0.5,
+        "max_seq_length": length,
+        "per_device_train_batch_size": rows,
+    }
+
+
+def tiny_grid() -> list[Case]:
+    """A few cases that a CPU rehearses in seconds, to try the script with."""
+    jobs = [("ddp", 2, "full", False), ("zero2", 8, "full", True), ("zero3", 64, "lora", False)]
+    jobs += [("fsdp2", 8, "lora", True)]
+    cases = [
+        {
+            "split": split,
+            "architecture": architecture,
+            **{"preset": preset, "world_size": world_size, "rank": 0, "method": method},
+            **{"activation_checkpointing": recomputes, "max_seq_length": 32, "per_device_train_batch_size": 2},
+        }
+        for preset, world_size, method, recomputes in jobs
+        for architecture, split in (("tiny-llama", "calibration"), ("tiny-qwen3", "test"))
+    ]
+    return [case | {"id": f"tiny-{number}"} for number, case in enumerate(cases)]
+
+
+def digest(cases: list[Case]) -> str:
+    """SHA-256 of the cases and of the architectures: the registration that results are held against."""
+    body = {"cases": cases, "architectures": ARCHITECTURES | TINY_ARCHITECTURES}
+    return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()

@@ -1,0 +1,101 @@
+"""The GPU validation's grid is registered and balanced, and its script runs on a CPU, goes on, and sums up."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+from launching import CPU_PRESETS, ROOT, read
+
+FOLDER = ROOT / "benchmarks" / "gpu"
+sys.path[:0] = [str(FOLDER), str(FOLDER.parent)]
+
+import grid  # noqa: E402
+import validate  # noqa: E402
+
+from toolkit.presets import load_preset  # noqa: E402
+from toolkit.runs.rehearsals import check_rehearsal  # noqa: E402
+
+# Of the grid as it was registered, before any measurement. A change here is a new registration.
+REGISTERED = "7a25c5890c55833b4dea95e6d2a7160f5c0cfffb42255b11c2d4605846e9be3d"
+
+
+def test_the_grid_is_the_registered_one() -> None:
+    assert grid.digest(grid.registered_grid()) == REGISTERED
+
+
+def test_halves_share_no_architecture_and_every_case_can_be_rehearsed() -> None:
+    cases = grid.registered_grid()
+    assert not set(grid.CALIBRATION) & set(grid.TEST)
+    assert {case["architecture"] for case in cases if case["split"] == "test"} == set(grid.TEST)
+    for case in cases:
+        check_rehearsal(load_preset(case["preset"]), world_size=case["world_size"], rank=case["rank"])
+    assert {case["preset"] for case in cases} == set(CPU_PRESETS)  # every preset that can be rehearsed
+
+
+def test_the_first_pass_meets_every_architecture_under_every_preset_once() -> None:
+    first = grid.registered_grid()[: len(grid.ARCHITECTURES) * len(grid.WORLD_SIZES)]
+    assert set(Counter((case["architecture"], case["preset"]) for case in first).values()) == {1}
+    for name, values in {"world_size": {1, 2, 8, 64}, "method": {"full", "lora"}, "max_seq_length": None}.items():
+        assert {case[name] for case in first} == (values or {512, 1024, 2048, 4096, 8192})
+
+
+def case_of(split: str, planned: int, measured: int) -> dict[str, Any]:
+    states = dict.fromkeys(("parameter_bytes", "gradient_bytes", "optimizer_bytes"), 10)
+    plan = {**states, "phases": {"forward": {"allocated_bytes": planned}}, "planned_peak_bytes": planned}
+    found = {
+        **states,
+        "status": "completed",
+        "peak_allocated_bytes": measured,
+        "peak_reserved_bytes": measured,
+        "peaks": None,
+    }
+    return {
+        **{"id": "1", "split": split, "world_size": 1, "planned": plan | {"step_seconds": [0.9, 1.3]}},
+        "measured": found | {"compute_step_seconds": 1.0},
+    }
+
+
+def test_errors_are_planned_over_measured_and_summed_up_by_half() -> None:
+    cases = [case_of("test", 90, 100), case_of("test", 105, 100), case_of("calibration", 100, 100)]
+    rows = {(row["split"], row["what"]): row for row in validate.summary(cases)}
+    assert rows["test", "allocated"]["mean"] == pytest.approx(0.075)
+    assert rows["test", "allocated"]["p95"] == pytest.approx(0.10)
+    assert rows["test", "allocated"]["under"] == 0.5
+    assert rows["calibration", "allocated"]["mean"] == 0
+    assert rows["test", "step"]["mean"] == pytest.approx(0.1)
+    assert rows["test", "states"]["mean"] == 0
+
+
+def test_a_case_that_was_called_fits_and_ran_out_of_memory_is_named() -> None:
+    case = case_of("test", 90, 100)
+    case["planned"]["verdict"], case["measured"] = "fits", {"status": "out_of_memory"}
+    assert validate.out_of_memory_among_fits([case]) == ["1"]
+    assert validate.errors(case) == {}
+
+
+@pytest.mark.launch
+def test_the_script_runs_on_a_cpu_and_goes_on_where_it_stopped(tmp_path: Path) -> None:
+    def call(limit: int) -> list[dict[str, Any]]:
+        words = ["--output", str(tmp_path), "--tiny", "--limit", str(limit)]
+        command = [sys.executable, str(FOLDER / "validate.py"), *words]
+        ended = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, cwd=ROOT)
+        assert ended.returncode == 0, ended.stderr[-2000:]
+        return [json.loads(line) for line in (tmp_path / "cases.jsonl").read_text().splitlines()]
+
+    first = call(1)
+    with (tmp_path / "cases.jsonl").open("a") as file:
+        file.write('{"id": "tiny-1", "spl')  # killed while it wrote
+    again = call(2)
+    assert [case["measured"]["status"] for case in first] == ["completed"]
+    assert again[:1] == first
+    assert [case["id"] for case in again] == ["tiny-0", "tiny-1"]
+    results = read(tmp_path / "results.json")
+    assert results["grid_sha256"] == grid.digest(grid.tiny_grid())
+    assert results["cases"][0]["measured"]["parameter_bytes"] > 0
+    assert results["versions"]["torch"]
