@@ -1,4 +1,7 @@
-"""What is recommended as GPUs get smaller, why, and what is refused."""
+"""What is recommended as GPUs get smaller, why, and what is refused.
+
+python tests/test_recommend.py    # writes the table of docs/recommend.md again
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import json
 import shlex
 from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -38,6 +42,9 @@ CONFIG = {
     "tie_word_embeddings": False,
 }
 H100 = find_gpu("h100-sxm")
+DOCS = Path(__file__).parent.parent / "docs" / "recommend.md"
+MEMORIES = (400, 200, 180, 150, 100, 70, 60, 50, 45, 40, 36, 28, 24, 20, 10)
+BLOCK = ("<!-- generated: by memory -->\n", "<!-- /generated -->")
 
 
 @pytest.fixture(scope="module")
@@ -60,6 +67,24 @@ def ask(shape: ModelShape, *, memory_gib: float = 79.14, **changes: Any) -> Ask:
 
 def found(asked: Ask, wish: str = "fastest") -> Recommendation:
     return recommend(asked, list_presets(), wish=wish)
+
+
+def by_memory(shape: ModelShape) -> str:
+    """The table of the docs: what is recommended, what the rule of thumb says, and what that would cost."""
+    lines = ["| GiB a GPU | recommended | the rule | what the rule would cost |", "| ---: | :--- | :--- | :--- |"]
+    for memory_gib in MEMORIES:
+        answer = found(ask(shape, memory_gib=memory_gib))
+        job, thumb = answer.choice.job, answer.rule_of_thumb
+        recomputes = ", recomputing" if job.activation_checkpointing else ""
+        cost = "" if thumb == answer.choice.preset.name else answer.why_not[thumb]
+        chosen = f"`{answer.choice.preset.name}`, micro-batch {job.per_device_train_batch_size}{recomputes}"
+        lines.append(f"| {memory_gib} | {chosen} | `{thumb}` | {cost} |")
+    return "\n".join(lines) + "\n"
+
+
+def test_the_table_of_the_docs_is_what_is_recommended(shape: ModelShape) -> None:
+    block = DOCS.read_text().split(BLOCK[0])[1].split(BLOCK[1])[0]
+    assert block == by_memory(shape), "write it again: python tests/test_recommend.py"
 
 
 @pytest.mark.parametrize(
@@ -252,3 +277,11 @@ def test_the_command_line_answers_without_torch(model: Path, tmp_path: Path) -> 
     refused = toolkit("recommend", str(model), "--gpu", "h100", "--world-size", "8", "--wish", "cheapest")
     assert refused.returncode == 2
     assert "--wish is 'cheapest', expected fastest or least-memory" in refused.stderr
+
+
+if __name__ == "__main__":
+    with TemporaryDirectory() as scratch:
+        (Path(scratch) / "config.json").write_text(json.dumps(CONFIG))
+        head, _, rest = DOCS.read_text().partition(BLOCK[0])
+        table = by_memory(read_model(scratch))
+        DOCS.write_text(head + BLOCK[0] + table + BLOCK[1] + rest.partition(BLOCK[1])[2])

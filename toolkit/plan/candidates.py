@@ -13,14 +13,13 @@ from dataclasses import dataclass, replace
 
 from toolkit.errors import ToolkitError
 from toolkit.hardware.gpu_table import Gpu
-from toolkit.models.lora import lora_layers
-from toolkit.models.shape import Layer, ModelShape
+from toolkit.models.shape import ModelShape
 from toolkit.plan.engine import why_not
 from toolkit.plan.job import Job
 from toolkit.plan.links import Cluster
 from toolkit.plan.memory import MemoryPlan, plan_memory
 from toolkit.plan.step_time import StepTime, step_time
-from toolkit.plan.traffic import TrafficJob
+from toolkit.plan.traffic import traffic_of
 from toolkit.plan.verdict import FITS, memory_verdict
 from toolkit.presets.preset import Preset
 from toolkit.units import gib
@@ -184,16 +183,3 @@ def _candidate(ask: Ask, preset: Preset, job: Job) -> Candidate:
             nvme_bytes_per_second=ask.nvme_bytes_per_second,
         )
     return Candidate(preset=preset, job=job, memory=memory, verdict=said, speed=speed, refused=refused)
-
-
-def traffic_of(shape: ModelShape, preset: Preset, job: Job, *, world_size: int) -> TrafficJob:
-    """The same job as its traffic sees it."""
-    adapters: tuple[Layer, ...] = () if job.lora_r is None else lora_layers(shape, job.lora_r)
-    return TrafficJob(
-        preset=preset,
-        shape=shape,
-        world_size=world_size,
-        gradient_accumulation_steps=job.gradient_accumulation_steps,
-        adapters=adapters,
-        activation_checkpointing=job.activation_checkpointing,
-    )

@@ -11,11 +11,12 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from toolkit.plan.candidates import Ask, Candidate, traffic_of
+from toolkit.plan.candidates import Ask, Candidate
 from toolkit.plan.links import Interval
 from toolkit.plan.recommend import Recommendation
 from toolkit.plan.scaling import ScalingPoint, doubled, scaling_curve
 from toolkit.plan.step_time import StepTime, step_time
+from toolkit.plan.traffic import traffic_of
 
 COMPARED_STEPS = 20
 

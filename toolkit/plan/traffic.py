@@ -8,9 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import cache
 
+from toolkit.models.lora import lora_layers
 from toolkit.models.shape import Layer, ModelShape
 from toolkit.plan.engine import Engine, engine_of
+from toolkit.plan.job import Job
 from toolkit.presets.preset import Preset
 
 
@@ -76,6 +79,21 @@ class TrafficJob:
     def trained(self) -> Iterator[Layer]:
         """Groups of tensors whose gradients travel."""
         yield from self.adapters or (*self.shape.layers, self.shape.outer)
+
+
+def traffic_of(shape: ModelShape, preset: Preset, job: Job, *, world_size: int) -> TrafficJob:
+    """A planned job as its traffic sees it."""
+    return TrafficJob(
+        preset=preset,
+        shape=shape,
+        world_size=world_size,
+        gradient_accumulation_steps=job.gradient_accumulation_steps,
+        adapters=() if job.lora_r is None else _adapters(shape, job.lora_r),
+        activation_checkpointing=job.activation_checkpointing,
+    )
+
+
+_adapters = cache(lora_layers)
 
 
 def communication_bytes(collectives: Iterable[Collective]) -> int:
