@@ -348,3 +348,20 @@ def test_a_dry_run_multiplies_what_the_ledger_took_by_the_price(tmp_path: Path) 
         ledger.append(trial(preset, 0, wall_seconds=90.0))
     last = dry_run_text(spec, tmp_path, {}, price_per_gpu_hour=4.0).splitlines()[-1]
     assert last == "2 of 4 trials to run, in 3 min 00 s, at 0.40; nothing was started"
+
+
+def test_the_bars_of_a_terminal_follow_one_trial_after_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    from toolkit.compare.screen import Screen
+
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("TERM", "xterm")
+    screen = Screen(2)
+    assert screen.bars is not None
+    with screen:
+        for name in ("ddp-n2-r0", "zero2-n2-r0"):
+            screen.start(name)
+            screen.line("step 3/8  on rank 0: loss 2.0")
+            steps = screen.bars.tasks[-1]
+            assert (steps.description, steps.completed, steps.total) == (name, 3, 8)
+            screen.finish(name, {"status": "failed", "message": "m", "wall_seconds": 1.0}, False)
+    assert screen.bars.tasks[0].completed == 2
