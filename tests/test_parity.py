@@ -180,6 +180,15 @@ def test_losses_in_bf16_have_a_wider_floor() -> None:
     assert rows_of(comparison("ddp", "other"), *reference, *others)["other-n2"]["parity"] == "agrees"
 
 
+def test_the_floor_of_a_curve_grows_with_a_long_run() -> None:
+    """1e-4 up to step 30, 2e-4 at step 60."""
+    long = {"losses": [2.0] * 60, "step_tokens": [200] * 60}
+    for last, parity in ((2.0003, "agrees"), (2.0005, "parity failed")):
+        changed = long | {"losses": [2.0] * 59 + [last]}
+        trials = [trial("ddp", 0, **long), trial("other", 0, **changed)]
+        assert rows_of(comparison("ddp", "other", repeats=1), *trials)["other-n2"]["parity"] == parity
+
+
 def test_steps_that_only_one_side_ran_are_not_held_against_it() -> None:
     short = {
         "losses": LOSSES[:7],
