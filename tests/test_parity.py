@@ -180,6 +180,15 @@ def test_losses_in_bf16_have_a_wider_floor() -> None:
     assert rows_of(comparison("ddp", "other"), *reference, *others)["other-n2"]["parity"] == "agrees"
 
 
+def test_the_floor_of_a_curve_grows_with_a_long_run() -> None:
+    """1e-4 up to step 30, 2e-4 at step 60."""
+    long = {"losses": [2.0] * 60, "step_tokens": [200] * 60}
+    for last, parity in ((2.0003, "agrees"), (2.0005, "parity failed")):
+        changed = long | {"losses": [2.0] * 59 + [last]}
+        trials = [trial("ddp", 0, **long), trial("other", 0, **changed)]
+        assert rows_of(comparison("ddp", "other", repeats=1), *trials)["other-n2"]["parity"] == parity
+
+
 def test_steps_that_only_one_side_ran_are_not_held_against_it() -> None:
     short = {
         "losses": LOSSES[:7],
@@ -348,3 +357,20 @@ def test_a_dry_run_multiplies_what_the_ledger_took_by_the_price(tmp_path: Path) 
         ledger.append(trial(preset, 0, wall_seconds=90.0))
     last = dry_run_text(spec, tmp_path, {}, price_per_gpu_hour=4.0).splitlines()[-1]
     assert last == "2 of 4 trials to run, in 3 min 00 s, at 0.40; nothing was started"
+
+
+def test_the_bars_of_a_terminal_follow_one_trial_after_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    from toolkit.compare.screen import Screen
+
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("TERM", "xterm")
+    screen = Screen(2)
+    assert screen.bars is not None
+    with screen:
+        for name in ("ddp-n2-r0", "zero2-n2-r0"):
+            screen.start(name)
+            screen.line("step 3/8  on rank 0: loss 2.0")
+            steps = screen.bars.tasks[-1]
+            assert (steps.description, steps.completed, steps.total) == (name, 3, 8)
+            screen.finish(name, {"status": "failed", "message": "m", "wall_seconds": 1.0}, False)
+    assert screen.bars.tasks[0].completed == 2

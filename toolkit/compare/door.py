@@ -203,7 +203,9 @@ def _run(checked: Checked, output: Path, beside: Beside, *, retry_failed: bool, 
         folder=output,
         timeout_seconds=timeout_seconds,
         nvme=checked.nvme,
-        telling=Telling(start=screen.start, line=screen.line, finish=screen.finish, skip=screen.skip),
+        telling=Telling(
+            start=screen.start, line=screen.line, finish=screen.finish, skip=screen.skip, probe=screen.probe
+        ),
     )
     try:
         with terminate_as_interrupt(), screen:
@@ -221,7 +223,7 @@ def replay(folder: Path, row: str, *, timeout_seconds: float, nvme_path: str | N
     """Run one row of a comparison again, and say whether its speed lands where its repeats expect it."""
     comparison = with_largest_batches(read_comparison(folder), Ledger(folder / LEDGER_FILE))
     screen = Screen(1)
-    telling = Telling(start=screen.start, line=screen.line, finish=screen.finish, skip=screen.skip)
+    telling = Telling(start=screen.start, line=screen.line, finish=screen.finish, skip=screen.skip, probe=screen.probe)
     with alone(folder), terminate_as_interrupt(), screen:
         said = replay_row(
             comparison, folder, row, telling=telling, timeout_seconds=timeout_seconds, nvme_path=nvme_path

@@ -44,11 +44,11 @@ def dry_run_text(
     expected = [expected_seconds(trial, ledger) for trial in left]
     known = [duration for duration in expected if duration is not None]
     complete = len(known) == len(expected)
-    whole = seconds(sum(known)) if known and complete else NOT_AVAILABLE
+    whole = seconds(sum(known)) if complete else NOT_AVAILABLE
     cost = ""
     if price_per_gpu_hour is not None:
         gpu_seconds = sum(trial.num_processes * (duration or 0) for trial, duration in zip(left, expected, strict=True))
-        cost = f", at {number(gpu_seconds / 3600 * price_per_gpu_hour, 2) if known and complete else NOT_AVAILABLE}"
+        cost = f", at {number(gpu_seconds / 3600 * price_per_gpu_hour, 2) if complete else NOT_AVAILABLE}"
     return "\n".join([*lines, f"{len(left)} of {len(trials)} trials to run, in {whole}{cost}; nothing was started"])
 
 

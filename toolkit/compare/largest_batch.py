@@ -81,10 +81,9 @@ def _probe(runner: Runner, preset: str, num_processes: int, size: int) -> Row:
     """A short run at this micro-batch, in the ledger."""
     name = f"{row_name(preset, num_processes)}-b{size}"
     trial = Trial(preset=preset, num_processes=num_processes, repeat=0)
-    runner.telling.start(name)
     words = [f"--{BATCH}", str(size), "--max_steps", str(PROBE_STEPS)]
     run_folder = runner.train(trial, runner.folder / "probes" / name, words)
     row = row_of(trial, run_folder, runner.folder, untimed_steps=0, position=0) | {"trial": name}
     runner.ledger.append(row)
-    runner.telling.finish(name, row, False)
+    runner.telling.probe(name, row)
     return row

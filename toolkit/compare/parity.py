@@ -38,6 +38,8 @@ HERE = ("world_size", "global_batch_size", "learning_rate")
 FIRST_LOSS = {"float32": 1e-5, "bfloat16": 1e-3, "float16": 1e-3}
 FIRST_GRAD_NORM = {"float32": 1e-4, "bfloat16": 2e-2, "float16": 2e-2}
 CURVE = {"float32": 1e-4, "bfloat16": 1e-2, "float16": 1e-2}
+# Rounding drives two correct runs apart the further, the longer they are: the floor of a curve grows from here on.
+CURVE_STEPS = 30
 # Three repeats span about two standard deviations; a further trial of the same problem lies within three such spans.
 BAND_SPANS = 3
 
@@ -86,13 +88,14 @@ def outside_band(trial: Row, references: Sequence[Row]) -> str | None:
     """The first loss, the first gradient norm or the first step whose loss lies outside the reference's band."""
     dtype = str(trial["problem"]["compute_dtype"])
     figures = (("loss", "losses", FIRST_LOSS), ("gradient norm", "grad_norms", FIRST_GRAD_NORM))
-    for words, key, floor in figures:
-        said = _outside(f"{words} of step 1", [row[key][:1] for row in (trial, *references)], 0, floor.get(dtype, 0.0))
+    for words, key, floors in figures:
+        said = _outside(f"{words} of step 1", [row[key][:1] for row in (trial, *references)], 0, floors.get(dtype, 0.0))
         if said is not None:
             return f"{said} of {references[0]['preset']}"
     curves = [row["losses"] for row in (trial, *references)]
     for step in range(1, min(map(len, curves))):
-        said = _outside(f"loss of step {step + 1}", curves, step, CURVE.get(dtype, 0.0))
+        floor = CURVE.get(dtype, 0.0) * max(1.0, (step + 1) / CURVE_STEPS)
+        said = _outside(f"loss of step {step + 1}", curves, step, floor)
         if said is not None:
             return f"{said} of {references[0]['preset']}"
     return None

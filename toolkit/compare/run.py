@@ -50,6 +50,8 @@ class Telling:
     """A trial's name, its row, and whether the ledger had it."""
     skip: Callable[[str, str], None]
     """A trial's name, and why it is not run."""
+    probe: Callable[[str, Row], None]
+    """A run that is no trial, and its row."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -35,6 +35,7 @@ class Screen:
         self.bars = Progress(*columns, console=self.console) if self.console.is_terminal else None
         self.trials = self.bars.add_task("trials", total=total) if self.bars else None
         self.steps: Any = None
+        self.trial = ""
 
     def __enter__(self) -> None:
         (self.bars or nullcontext()).__enter__()
@@ -44,6 +45,7 @@ class Screen:
             self.bars.__exit__(*exception)
 
     def start(self, trial: str) -> None:
+        self.trial = trial
         if self.bars:
             self.steps = self.bars.add_task(f"{trial}: starting", total=None)
         else:
@@ -53,15 +55,16 @@ class Screen:
     def line(self, text: str) -> None:
         """A line of the trial's own output: its steps move the bar."""
         match = STEP_LINE.match(text)
-        if match and self.bars:
-            name = str(self.bars.tasks[self.steps].description).split(":")[0]
+        if match and self.bars and self.steps is not None:
             completed, total = int(match[1]), int(match[2])
-            self.bars.update(self.steps, completed=completed, total=total if total > 0 else None, description=name)
+            shown = total if total > 0 else None
+            self.bars.update(self.steps, completed=completed, total=shown, description=self.trial)
 
     def finish(self, trial: str, row: Row, from_ledger: bool) -> None:
         self.finished += 1
         if self.bars and self.steps is not None and not from_ledger:
             self.bars.remove_task(self.steps)
+            self.steps = None
         if self.bars and self.trials is not None:
             self.bars.update(self.trials, completed=self.finished)
         note = "already in the ledger" if from_ledger else f"in {seconds(row['wall_seconds'])}"
@@ -72,6 +75,10 @@ class Screen:
         else:
             words = f"{row['status']}: {row['message']}"
         self.console.print(f"[{self.finished}/{self.total}] {trial}: {words} ({note})", markup=False)
+
+    def probe(self, name: str, row: Row) -> None:
+        """A run that is no trial, and so not counted."""
+        self.console.print(f"probe {name}: {row['status']} (in {seconds(row['wall_seconds'])})", markup=False)
 
     def skip(self, trial: str, why: str) -> None:
         """A trial that is not run."""
