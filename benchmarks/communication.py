@@ -125,7 +125,8 @@ def row(setting: Setting, model: Path, output: Path) -> dict[str, Any]:
     collectives = step_collectives(setting.job(shape))
     planned: Counter[str] = Counter()
     for collective in collectives:
-        planned[collective.name] += collective.payload_bytes
+        among = "" if collective.group_size == setting.ranks else f" of {collective.group_size}"
+        planned[collective.name + among] += collective.payload_bytes
     facts = {"setting": setting.name, "planned": dict(planned), "sent_bytes": communication_bytes(collectives)}
     try:
         counted = count(setting, model, output)

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from launching import CPU_PRESETS, ROOT, accelerate_launch
+from launching import CPU_PRESETS, ROOT, accelerate_launch, torchrun
 
 from toolkit.errors import ToolkitError
 from toolkit.hardware.gpu_table import find_gpu
@@ -31,9 +31,11 @@ def counted(folder: Path, rank: int = 0) -> dict[str, int]:
 
 
 def planned(job: TrafficJob) -> dict[str, int]:
+    """Payload by collective, those among fewer than all ranks apart, as the run counts them."""
     payloads: Counter[str] = Counter()
     for collective in step_collectives(job):
-        payloads[collective.name] += collective.payload_bytes
+        among = "" if collective.group_size == job.world_size else f" of {collective.group_size}"
+        payloads[collective.name + among] += collective.payload_bytes
     return dict(payloads)
 
 
@@ -76,6 +78,39 @@ def test_accumulation_and_adapters_travel_as_planned(
         world_size=2,
         gradient_accumulation_steps=2,
         adapters=() if lora_rank is None else lora_layers(shape, lora_rank),
+        mixed_precision="no",
+    )
+    assert_planned(job, tmp_path / "run")
+
+
+def two_machines(folder: Path) -> Path:
+    """ZeRO-3 with hpZ in machines of two, as `zeropp` has it, without the quantisation that needs a GPU."""
+    config = json.loads((ROOT / "ds_configs" / "zeropp.json").read_text())
+    zero = config["zero_optimization"] | {"zero_hpz_partition_size": 2, "stage3_max_reuse_distance": 0}
+    zero |= {"stage3_prefetch_bucket_size": 0, "zero_quantized_weights": False, "zero_quantized_gradients": False}
+    (folder / "hpz.json").write_text(json.dumps(config | {"zero_optimization": zero}))
+    lines = ["distributed_type: DEEPSPEED", "deepspeed_config:", f"  deepspeed_config_file: {folder / 'hpz.json'}"]
+    (folder / "hpz.yaml").write_text("\n".join(lines) + "\n")
+    return folder / "hpz.yaml"
+
+
+@pytest.mark.launch
+@pytest.mark.parametrize(("preset", "ranks"), [("hpz", 4), ("fsdp2_hybrid", 64)])
+def test_rank_0_of_many_calls_what_is_planned(
+    preset: str, ranks: int, tmp_path: Path, tiny_model: Path, faq_alpaca: Path
+) -> None:
+    """In one process, with torch's fake process group: what would be sent is counted, nothing is."""
+    config = two_machines(tmp_path) if preset == "hpz" else ROOT / "accelerate_configs" / f"{preset}.yaml"
+    words = ["--model_name_or_path", str(tiny_model), "--dataset", str(faq_alpaca), "--max_seq_length", "64"]
+    words += ["--max_steps", "2", "--per_device_train_batch_size", "1", "--gradient_accumulation_steps", "2"]
+    words += ["--save_strategy", "no", "--save_model", "false", "--output_dir", str(tmp_path / "run")]
+    ended = torchrun("count_alone.py", str(config), str(ranks), *words, num_processes=1)
+    assert ended.returncode == 0, ended.stderr[-2000:]
+    job = TrafficJob(
+        preset=load_preset(str(config)),
+        shape=read_model(str(tiny_model)),
+        world_size=ranks,
+        gradient_accumulation_steps=2,
         mixed_precision="no",
     )
     assert_planned(job, tmp_path / "run")

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from toolkit.errors import ToolkitError
 from toolkit.models.architectures import known_types
-from toolkit.models.read import read_model
+from toolkit.models.lora import lora_layers
+from toolkit.models.read import _counted_shape, read_model
 from toolkit.models.shape import ModelShape
 
 TINY = {
@@ -119,3 +123,107 @@ def test_weight_decay_is_where_the_trainer_puts_it(model_type: str, fields: dict
     expected = sum(p.numel() for name, p in model.named_parameters() if name in decayed)
     tensors = [tensor for layer in shape.layers for tensor in layer] + list(shape.outer)
     assert sum(tensor.num_elements for tensor in tensors if tensor.decays) == expected
+
+
+def test_what_arithmetic_does_not_know_is_counted_on_the_meta_device(tmp_path: Path) -> None:
+    path = config_file(tmp_path, "cohere", TINY)
+    shape = read_model(str(path))
+    assert shape.counted_on == "meta device"
+    assert shape.num_params == sum(p.numel() for p in built(path).parameters())
+    assert (shape.num_layers, shape.num_kv_heads, shape.gated_mlp) == (3, 2, True)
+    assert len(set(shape.layers)) == 1
+
+
+def test_counting_on_the_meta_device_agrees_with_arithmetic(tmp_path: Path) -> None:
+    path = config_file(tmp_path, "qwen3_moe", TINY | EXPERTS | {"mlp_only_layers": [1]})
+    counted, arithmetic = _counted_shape(path), read_model(str(path))
+    assert counted.layers == arithmetic.layers
+    assert sorted(map(str, counted.outer)) == sorted(map(str, arithmetic.outer))
+    for name in ("hidden_size", "intermediate_size", "num_experts", "experts_per_token", "head_dim", "gated_mlp"):
+        assert getattr(counted, name) == getattr(arithmetic, name), name
+
+
+def test_a_token_passes_through_its_own_experts_only(tmp_path: Path) -> None:
+    shape = read_model(str(config_file(tmp_path, "mixtral", TINY | {"num_local_experts": 4, "num_experts_per_tok": 1})))
+    experts = 3 * 4 * 3 * 32 * 48  # layers, experts, matrices
+    assert shape.num_params - shape.num_active_params == experts * 3 // 4
+
+
+def test_embeddings_are_counted_once_when_tied(tmp_path: Path) -> None:
+    tied = read_model(str(config_file(tmp_path / "a", "llama", TINY | {"tie_word_embeddings": True})))
+    untied = read_model(str(config_file(tmp_path / "b", "llama", TINY)))
+    assert untied.num_params - tied.num_params == 96 * 32 == tied.num_embedding_params == untied.num_embedding_params
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
+@pytest.mark.filterwarnings(
+    "ignore:The following (rank|alpha)_pattern keys:RuntimeWarning"
+)  # peft's own, for fused experts
+@pytest.mark.parametrize("model_type", ["llama", "gpt2", "mixtral"])
+def test_adapters_are_those_that_peft_makes(model_type: str, tmp_path: Path) -> None:
+    from peft import LoraConfig, get_peft_model
+
+    fields = next(fields for kind, fields in SHAPES if kind == model_type)
+    path = config_file(tmp_path, model_type, fields)
+    config = LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM", fan_in_fan_out=model_type == "gpt2")
+    model = get_peft_model(built(path), config)
+    real = sorted(tuple(p.shape) for p in model.parameters() if p.requires_grad)
+    planned = sorted(tensor.shape for layer in lora_layers(read_model(str(path)), 4) for tensor in layer)
+    assert planned == real
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"hidden_size": None}, "has no `hidden_size`"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers is 0, expected an integer of 1 or more"),
+        ({"vocab_size": -1}, "vocab_size is -1"),
+        ({"hidden_size": 10**15}, "hidden_size is 1,000,000,000,000,000, expected"),
+        ({"num_hidden_layers": 10**6}, "num_hidden_layers is 1,000,000, expected 10,000 or less"),
+        ({"intermediate_size": "big"}, "intermediate_size is 'big'"),
+        ({"num_attention_heads": True}, "num_attention_heads is True"),
+        ({"num_key_value_heads": 3}, "num_key_value_heads is 3, expected a divisor of 4 heads"),
+        ({"num_attention_heads": 5, "num_key_value_heads": 5}, "hidden_size 32 is not a multiple of 5"),
+        ({"model_type": "lama"}, "did you mean `llama`?"),
+        ({"model_type": None}, "has no `model_type`"),
+        ({"tie_word_embeddings": "yes"}, "tie_word_embeddings is 'yes', expected true or false"),
+    ],
+)
+def test_a_configuration_that_makes_no_sense_is_refused_by_field(
+    fields: dict[str, Any], said: str, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"} | TINY | fields))
+    with pytest.raises(ToolkitError, match=re.escape(said)):
+        read_model(str(tmp_path))
+
+
+def test_a_model_that_is_no_language_model_is_refused(tmp_path: Path) -> None:
+    path = config_file(tmp_path, "vit", {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4})
+    with pytest.raises(ToolkitError, match="transformers cannot build a language model from it"):
+        read_model(str(path))
+
+
+@pytest.mark.parametrize(
+    ("model", "said"),
+    [
+        ("no/such/folder", "no such file or folder"),
+        ("./nothing", "no such file or folder"),
+        ("someone/model", "the hub cannot be reached"),
+        ("some one/model", "cannot be a hub id"),
+    ],
+)
+def test_a_model_that_is_not_there_names_the_folder_way(model: str, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("toolkit.models.read._hub_answers", lambda: False)
+    with pytest.raises(ToolkitError, match=said):
+        read_model(model)
+
+
+def test_a_broken_file_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    for text, said in (("{", "cannot be read"), ("[]", "holds list")):
+        path.write_text(text)
+        with pytest.raises(ToolkitError, match=said):
+            read_model(str(path))
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ToolkitError, match=r"has no config\.json"):
+        read_model(str(tmp_path / "empty"))

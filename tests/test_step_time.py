@@ -13,7 +13,7 @@ from toolkit.hardware.gpu_table import find_gpu, gpu_by_hand
 from toolkit.models.shape import Layer, ModelShape, Tensor
 from toolkit.plan.links import Cluster
 from toolkit.plan.scaling import doubled, failure_loss, pipeline_bubble, scaling_curve, young_daly_seconds
-from toolkit.plan.step_time import StepTime, job_flops, step_time, zero_infinity_efficiency
+from toolkit.plan.step_time import StepTime, efficiency, job_flops, step_time
 from toolkit.plan.traffic import TrafficJob
 from toolkit.presets import load_preset
 
@@ -131,11 +131,12 @@ def test_offload_and_disk_only_slow_down() -> None:
     assert speeds[0].offload_efficiency is None
 
 
-def test_zero_infinity_s_formula_at_the_paper_s_point() -> None:
-    """Batch 2 at length 1024, 70 GB/s, 70 TFLOP/s: 2048 operations a byte keep two thirds."""
-    share = zero_infinity_efficiency(flops_per_byte=2 * 1024, bytes_per_second=70e9, flops_per_second=70e12)
-    assert share == pytest.approx(2048 * 70e9 / (2048 * 70e9 + 70e12))
-    assert round(share, 2) == 0.67
+def test_efficiency_is_zero_infinity_s_formula() -> None:
+    """Batch 2 at length 1024 over 70 GB/s beside 70 TFLOP/s: 2,048 operations a byte keep two thirds."""
+    intensity, bandwidth, peak, moved = 2 * 1024, 70e9, 70e12, 1e9
+    kept = efficiency(compute_seconds=intensity * moved / peak, transfer_seconds=moved / bandwidth)
+    assert kept == pytest.approx(intensity * bandwidth / (intensity * bandwidth + peak))
+    assert round(kept, 2) == 0.67
 
 
 def test_a_gpu_without_the_dtype_has_no_time() -> None:

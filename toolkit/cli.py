@@ -150,6 +150,63 @@ def plan(
 
 
 @app.command()
+def recommend(
+    model: Annotated[str, typer.Argument(help="a hub id, a folder, or a config.json", metavar="MODEL")],
+    world_size: Annotated[int, typer.Option(help="number of GPUs")],
+    gpu: Annotated[str | None, typer.Option(help="a GPU's name: h100, a100-80gb, rtx-4090, ...")] = None,
+    max_seq_length: Annotated[int, typer.Option(help="tokens of a sequence")] = 1024,
+    global_batch_size: Annotated[int | None, typer.Option(help="sequences of a step; 32 or more if not given")] = None,
+    lora_r: Annotated[int | None, typer.Option(help="LoRA adapters of this rank; full if not given")] = None,
+    load_in_4bit: Annotated[bool, typer.Option("--load-in-4bit", help="QLoRA: the base in 4 bits")] = False,
+    wish: Annotated[str, typer.Option(help="fastest, or least-memory")] = "fastest",
+    preset: Annotated[list[str] | None, typer.Option(help=f"{PRESET_HELP}; only these; repeat it")] = None,
+    price_per_gpu_hour: Annotated[float | None, typer.Option(help="dollars")] = None,
+    gpus_per_machine: Annotated[int, typer.Option(help="GPUs that share a host")] = 8,
+    host_memory_gib: Annotated[float | None, typer.Option(help="a host's memory, to judge offload by")] = None,
+    network_gb_per_second: Annotated[
+        float | None, typer.Option(help="a machine's network, all cards, one direction")
+    ] = None,
+    nvme_gb_per_second: Annotated[float | None, typer.Option(help="a machine's local disk, if there is one")] = None,
+    gpu_memory_gib: Annotated[float | None, typer.Option(help="memory of one GPU, given by hand")] = None,
+    gpu_tflops: Annotated[float | None, typer.Option(help="dense bf16 peak of one GPU, given by hand")] = None,
+    gpu_link_gb_per_second: Annotated[
+        float | None, typer.Option(help="from one GPU to the next, one direction, given by hand")
+    ] = None,
+    scaling: Annotated[bool, typer.Option("--scaling", help="also the curve to 1,024 GPUs")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="the recommendation as JSON")] = False,
+) -> None:
+    """The preset, micro-batch and checkpointing to use, with reasons, the next best, and the commands."""
+    from toolkit.plan.job import Job
+    from toolkit.plan.recommend_door import Hardware, run_recommend
+
+    hardware = Hardware(
+        gpu=gpu,
+        world_size=world_size,
+        gpus_per_machine=gpus_per_machine,
+        gpu_memory_gib=gpu_memory_gib,
+        gpu_tflops=gpu_tflops,
+        gpu_link_gb_per_second=gpu_link_gb_per_second,
+        network_gb_per_second=network_gb_per_second,
+        nvme_gb_per_second=nvme_gb_per_second,
+        host_memory_gib=host_memory_gib,
+        price_per_gpu_hour=price_per_gpu_hour,
+    )
+    job = Job(
+        max_seq_length=max_seq_length, lora_r=lora_r, load_in_4bit=load_in_4bit, gpus_per_machine=gpus_per_machine
+    )
+    run_recommend(
+        model,
+        hardware=hardware,
+        job=job,
+        presets=preset or [],
+        global_batch_size=global_batch_size,
+        wish=wish,
+        scaling=scaling,
+        json_wanted=as_json,
+    )
+
+
+@app.command()
 def train(
     preset: Annotated[str, typer.Option(help=PRESET_HELP)],
     num_processes: Annotated[int, typer.Option(help=PROCESSES_HELP)],

@@ -4,7 +4,8 @@
 
 Counted where all of them pass, torch's dispatcher: DDP's and FSDP2's own, DeepSpeed's, and those of gradient
 clipping. A payload is the whole tensor: what an all-gather ends with, what a reduce-scatter starts with. One JSON line
-a step in `collectives/rank0.jsonl` of the run folder: {"step": 1, "all_gather": {"bytes": ..., "calls": ...}, ...}.
+a step in `collectives/rank0.jsonl` of the run folder: {"step": 1, "all_gather": {"bytes": ..., "calls": ...}, ...}; a
+collective among fewer than all ranks has their number in its name: `all_gather of 2`.
 """
 
 import json
@@ -41,6 +42,8 @@ def main() -> int:
 def count_steps() -> None:
     """From here on, every Trainer counts its steps' collectives."""
     import torch
+    import torch.distributed as dist
+    from torch.distributed.distributed_c10d import _resolve_process_group
     from torch.utils._python_dispatch import TorchDispatchMode
     from transformers import Trainer, TrainerCallback
 
@@ -59,12 +62,15 @@ def count_steps() -> None:
             space, _, name = func._schema.name.partition("::")
             if space == "c10d" and name in OPERATORS:
                 collective, place = OPERATORS[name]
-                self.add(collective, args[place])
+                group = next(arg for arg in args if isinstance(arg, torch.ScriptObject))
+                self.add(collective, args[place], dist.ProcessGroup.unbox(group).size())
             elif space == "_c10d_functional" and name in FUNCTIONAL:
-                self.add(FUNCTIONAL[name], ended if isinstance(ended, torch.Tensor) else args[0])
+                whole = ended if isinstance(ended, torch.Tensor) else args[0]
+                self.add(FUNCTIONAL[name], whole, _resolve_process_group(args[-1]).size())
             return ended
 
-        def add(self, collective: str, whole) -> None:
+        def add(self, collective: str, whole, ranks: int) -> None:
+            collective += "" if ranks == dist.get_world_size() else f" of {ranks}"
             self.bytes[collective] += num_bytes(whole)
             self.calls[collective] += 1
 

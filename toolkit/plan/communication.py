@@ -15,14 +15,11 @@ from collections.abc import Iterator
 from typing import Any
 
 from toolkit.models.shape import Layer, is_embedding
+from toolkit.plan.engine import zero_block
 from toolkit.plan.traffic import Collective, TrafficJob, elements_of
 from toolkit.plan.zero3_gathers import zero3_gathers
-from toolkit.presets.preset import Preset
 
 DDP_BUCKET_BYTES = 25 * 2**20
-# deepspeed's defaults, in elements.
-BUCKET = 500_000_000
-PREFETCH_BUCKET, PERSISTENCE_THRESHOLD, MAX_REUSE_DISTANCE = 50_000_000, 100_000, 1_000_000_000
 
 
 def step_collectives(job: TrafficJob) -> tuple[Collective, ...]:
@@ -57,7 +54,7 @@ def _fsdp2(job: TrafficJob) -> Iterator[Collective]:
     steps, bytes_each = job.gradient_accumulation_steps, job.element_bytes
     replicas = job.preset.replicas
     ranks = job.world_size // replicas
-    inside = {"group_size": ranks, "group": "replica" if replicas > 1 else "all"}
+    inside: dict[str, Any] = {"group_size": ranks, "group": "replica" if replicas > 1 else "all"}
     embedding = () if job.shape.tied_embeddings else tuple(filter(is_embedding, job.shape.outer))[:1]
     whole = (*job.layers, job.shape.outer)
     again = () if job.preset.sharding == "shard_grad_op" else (*job.layers, embedding)
@@ -85,17 +82,16 @@ def _zero12(job: TrafficJob) -> Iterator[Collective]:
     `use_multi_rank_bucket_allreduce`, deepspeed's default, makes one all-reduce of a bucket's gradients, where the
     paper's reduce-scatter would send half. ZeRO-2 does so in every micro-step, ZeRO-1 (and 0) in the last one.
     """
-    zero = _zero_config(job.preset)
+    zero = zero_block(job.preset)
     sharding, trained = job.preset.sharding, elements_of(job.trained)
     steps = job.gradient_accumulation_steps if sharding == "shard_grad_op" else 1
     to_owner = zero.get("reduce_scatter", True) and not zero.get("use_multi_rank_bucket_allreduce", True)
-    bucket = int(zero.get("reduce_bucket_size", BUCKET))
     yield Collective(
         name="reduce" if to_owner and sharding != "replicate" else "all_reduce",
         purpose="gradients",
         payload_bytes=steps * job.element_bytes * trained,
         group_size=job.world_size,
-        calls=steps * math.ceil(trained / bucket),
+        calls=steps * math.ceil(trained / max(job.engine.reduce_bucket, 1)),
     )
     if sharding != "replicate":
         groups = 1 if job.adapters else 2  # the Trainer's parameter groups, with and without weight decay
@@ -111,14 +107,12 @@ def _zero12(job: TrafficJob) -> Iterator[Collective]:
 
 def _zero3(job: TrafficJob) -> Iterator[Collective]:
     """Each tensor is gathered where it is used and not there, its gradient reduced in every micro-step."""
-    zero, ranks, steps = _zero_config(job.preset), job.world_size, job.gradient_accumulation_steps
-    hidden, bytes_each = job.shape.hidden_size, job.element_bytes
-    persistent = _count(zero, "stage3_param_persistence_threshold", 10 * hidden, PERSISTENCE_THRESHOLD)
-    reuse = _count(zero, "stage3_max_reuse_distance", MAX_REUSE_DISTANCE, MAX_REUSE_DISTANCE)
-    prefetch = max(_count(zero, "stage3_prefetch_bucket_size", 9 * hidden * hidden // 10, PREFETCH_BUCKET), 1)
-    first, again = (_padded_gathers(part, ranks) for part in zero3_gathers(job, persistent, reuse))
-    machine = zero.get("zero_hpz_partition_size", 1)
-    everyone = {"group_size": ranks, "group": "all"}
+    zero, ranks, steps = zero_block(job.preset), job.world_size, job.gradient_accumulation_steps
+    engine = job.engine
+    bytes_each, persistent, machine = engine.element_bytes, engine.persistence_threshold, engine.machine_partition
+    prefetch = max(engine.prefetch_bucket, 1)
+    first, again = (_padded_gathers(part, ranks) for part in zero3_gathers(job, persistent, engine.reuse_distance))
+    everyone: dict[str, Any] = {"group_size": ranks, "group": "all"}
     gathers = [("forward", steps * first, everyone), ("backward", steps * again, everyone)]
     if machine > 1:  # hpZ: the first gather of a step crosses machines, all others find a copy within theirs
         later = (steps - 1) * first + steps * again
@@ -128,7 +122,7 @@ def _zero3(job: TrafficJob) -> Iterator[Collective]:
         yield from _gather(f"parameters in the {where}", weight_bytes * elements, -(-elements // prefetch), **group)
     trained = [tensor.num_elements for layer in job.trained for tensor in layer]
     padded = sum(_multiple(size, ranks) for size in trained)
-    calls = steps * math.ceil(padded / max(_count(zero, "reduce_bucket_size", hidden * hidden, BUCKET), 1))
+    calls = steps * math.ceil(padded / max(engine.reduce_bucket, 1))
     if zero.get("zero_quantized_gradients") and ranks > machine:
         yield from _quantized_gradients(steps * padded, ranks, machine, calls)
     else:
@@ -142,7 +136,7 @@ def _zero3(job: TrafficJob) -> Iterator[Collective]:
 
 def _quantized_gradients(elements: int, ranks: int, machine: int, calls: int) -> Iterator[Collective]:
     """qgZ: 4 bits an element to the ranks of the machine, then their sums to the same rank of the other machines."""
-    common = {"name": "all_to_all", "calls": calls}
+    common: dict[str, Any] = {"name": "all_to_all", "calls": calls}
     yield Collective(purpose="gradients", payload_bytes=elements // 2, **_machine(machine), **common)
     yield Collective(
         purpose="gradients between machines",
@@ -193,14 +187,3 @@ def _padded_groups(job: TrafficJob, multiple: int) -> int:
 
 def _multiple(size: int, of: int) -> int:
     return -(-size // of) * of
-
-
-def _zero_config(preset: Preset) -> dict[str, Any]:
-    config = preset.deepspeed_config() or {}
-    return dict(config.get("zero_optimization") or {})
-
-
-def _count(zero: dict[str, Any], key: str, automatic: int, default: int) -> int:
-    """A number of elements: given, `auto` (transformers takes the hidden size), or deepspeed's default."""
-    value = zero.get(key, default)
-    return automatic if value == "auto" else int(value)

@@ -9,12 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
 from typing import Any
 
 from toolkit.errors import ToolkitError
 from toolkit.hardware.gpu_table import Gpu
-from toolkit.models.lora import lora_layers
 from toolkit.models.shape import ModelShape
 from toolkit.plan.communication import step_collectives
 from toolkit.plan.engine import check_fits_world, why_not
@@ -22,7 +20,7 @@ from toolkit.plan.job import Job, check_job, check_world_size
 from toolkit.plan.links import Cluster, Interval
 from toolkit.plan.memory import MemoryPlan, plan_memory
 from toolkit.plan.step_time import StepTime, step_time
-from toolkit.plan.traffic import TrafficJob, communication_bytes
+from toolkit.plan.traffic import communication_bytes, traffic_of
 from toolkit.plan.verdict import FITS, largest_micro_batch, memory_verdict, smallest_world_size
 from toolkit.plan.weights import job_weights
 from toolkit.presets.preset import Preset
@@ -172,7 +170,7 @@ def _smallest(request: Request, preset: Preset) -> int | None:
 def _plan(request: Request, preset: Preset, world_size: int, smallest: int | None) -> Plan:
     shape, job = request.shape, request.job
     memory = plan_memory(shape, preset, world_size=world_size, job=job)
-    traffic = _traffic(request, preset, world_size)
+    traffic = traffic_of(shape, preset, job, world_size=world_size)
     cluster = Cluster(gpu=request.gpu, world_size=world_size, gpus_per_machine=job.gpus_per_machine)
     speed = step_time(
         traffic,
@@ -194,18 +192,3 @@ def _plan(request: Request, preset: Preset, world_size: int, smallest: int | Non
         largest_micro_batch=largest_micro_batch(lambda size: _fits(request, preset, world_size, size)),
         smallest_world_size=smallest,
     )
-
-
-def _traffic(request: Request, preset: Preset, world_size: int) -> TrafficJob:
-    job = request.job
-    return TrafficJob(
-        preset=preset,
-        shape=request.shape,
-        world_size=world_size,
-        gradient_accumulation_steps=job.gradient_accumulation_steps,
-        adapters=_adapters(request.shape, job.lora_r) if job.lora_r else (),
-        activation_checkpointing=job.activation_checkpointing,
-    )
-
-
-_adapters = cache(lora_layers)

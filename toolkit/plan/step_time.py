@@ -126,14 +126,13 @@ def job_flops(job: TrafficJob, seq_length: int) -> TokenFlops:
     )
 
 
-def zero_infinity_efficiency(*, flops_per_byte: float, bytes_per_second: float, flops_per_second: float) -> float:
-    """Share of its speed that a GPU keeps when states pass by at a bandwidth, nothing overlapping.
+def efficiency(*, compute_seconds: float, transfer_seconds: float) -> float:
+    """Share of its speed that a GPU keeps when states pass by and nothing overlaps.
 
-    ZeRO-Infinity paper, section 4.1 (https://arxiv.org/abs/2104.07857): AIT·bw / (AIT·bw + peak), where the arithmetic
-    intensity AIT is length · batch for parameters and gradients, a quarter of that for the optimizer's states.
+    ZeRO-Infinity's AIT·bw / (AIT·bw + peak) (section 4.1, https://arxiv.org/abs/2104.07857), its arithmetic intensity
+    AIT being the operations over the bytes that move for them.
     """
-    moved = flops_per_byte * bytes_per_second
-    return moved / (moved + flops_per_second)
+    return compute_seconds / (compute_seconds + transfer_seconds)
 
 
 def _dtype(job: TrafficJob) -> str:
@@ -213,8 +212,8 @@ def _disk_bytes(job: TrafficJob) -> float:
 
 
 def _shares(compute: Interval, offload: Interval) -> Interval:
-    worst, best = compute[0] / (compute[0] + offload[1]), compute[1] / (compute[1] + offload[0])
-    return worst, best
+    worst = efficiency(compute_seconds=compute[0], transfer_seconds=offload[1])
+    return worst, efficiency(compute_seconds=compute[1], transfer_seconds=offload[0])
 
 
 def _sum(intervals: Iterable[Interval]) -> Interval:

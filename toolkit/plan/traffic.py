@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import cache
 
+from toolkit.models.lora import lora_layers
 from toolkit.models.shape import Layer, ModelShape
+from toolkit.plan.engine import Engine, engine_of
+from toolkit.plan.job import Job
 from toolkit.presets.preset import Preset
-
-COMPUTE_BYTES = {"bf16": 2, "fp16": 2, "no": 4}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,7 +56,17 @@ class TrafficJob:
     @property
     def element_bytes(self) -> int:
         """Of a parameter or gradient in the compute dtype."""
-        return COMPUTE_BYTES[self.mixed_precision or self.preset.mixed_precision]
+        return self.engine.element_bytes
+
+    @property
+    def engine(self) -> Engine:
+        """The preset's engine at this world size, buckets and thresholds in elements."""
+        return engine_of(
+            self.preset,
+            world_size=self.world_size,
+            hidden_size=self.shape.hidden_size,
+            mixed_precision=self.mixed_precision,
+        )
 
     @property
     def layers(self) -> tuple[Layer, ...]:
@@ -67,6 +79,21 @@ class TrafficJob:
     def trained(self) -> Iterator[Layer]:
         """Groups of tensors whose gradients travel."""
         yield from self.adapters or (*self.shape.layers, self.shape.outer)
+
+
+def traffic_of(shape: ModelShape, preset: Preset, job: Job, *, world_size: int) -> TrafficJob:
+    """A planned job as its traffic sees it."""
+    return TrafficJob(
+        preset=preset,
+        shape=shape,
+        world_size=world_size,
+        gradient_accumulation_steps=job.gradient_accumulation_steps,
+        adapters=() if job.lora_r is None else _adapters(shape, job.lora_r),
+        activation_checkpointing=job.activation_checkpointing,
+    )
+
+
+_adapters = cache(lora_layers)
 
 
 def communication_bytes(collectives: Iterable[Collective]) -> int:
