@@ -31,7 +31,7 @@ def test_speeds_count_the_timed_steps_of_all_ranks_by_the_slower_one() -> None:
 
 
 def test_the_first_step_is_in_no_speed() -> None:
-    """It took 7.3 s for 340 tokens, twice as long a token as the rest; with both untimed steps it would read 80, not 86."""
+    """7.3 s for 340 tokens, twice as long a token as later; with both untimed steps the speed would read 80, not 86."""
     steps = read_steps(RECORDED)
     with_all = measure(steps, untimed_steps=0)
     timed = measure(steps, untimed_steps=2)
