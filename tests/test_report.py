@@ -157,6 +157,19 @@ def test_summary_ranks_nothing_when_the_reference_failed(results: Results) -> No
     assert "fastest" not in sentence
 
 
+def test_summary_tells_what_cannot_run_from_what_failed(results: Results) -> None:
+    results["rows"][2].update(status="not_supported", message="zeropp needs 8 processes")
+    sentence = summary_sentence(results)
+    assert "1 cannot run here (zero3)" in sentence
+    assert "did not finish" not in sentence
+
+
+def test_summary_says_what_differs_by_design(results: Results) -> None:
+    results["rows"][1].update(group="ddp_comm_hook int8", parity=None)
+    assert "different by design, so not ranked here: zero2 (ddp_comm_hook int8)" in summary_sentence(results)
+    assert "could not be checked" not in summary_sentence(results)
+
+
 def test_summary_never_compares_different_process_counts(results: Results) -> None:
     faster = copy.deepcopy(results["rows"][0])
     faster.update(world_size=4, trial="ddp-n4-r0", tokens_per_second=900.0)

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from toolkit.compare.report import facts
 from toolkit.compare.report.cells import percent, speed
-from toolkit.compare.results import Results, Row
+from toolkit.compare.results import NOT_SUPPORTED, Results, Row
 
 Named = tuple[str, Row]
 """A row with the label that the report gives it."""
@@ -201,17 +201,20 @@ def _smallest(results: Results, fit: Sequence[Named], world_size: int) -> list[s
 
 def _left_out(named: Sequence[Named]) -> list[str]:
     """The rows that take no part in the order, each with its reason."""
-    failed = [f"{label}: {row['status']}" for label, row in named if not facts.finished(row)]
+    absent = [label for label, row in named if row["status"] == NOT_SUPPORTED]
+    failed = [f"{label}: {row['status']}" for label, row in named if not facts.finished(row) and label not in absent]
     other = [label for label, row in named if facts.differs(row)]
     unknown = [label for label, row in named if facts.finished(row) and row["parity"] is None and not row["group"]]
-    grouped = [f"{label}: {row['group']}" for label, row in named if facts.finished(row) and row["group"]]
+    grouped = [f"{label} ({row['group']})" for label, row in named if facts.finished(row) and row["group"]]
     clauses = []
     if failed:
         clauses.append(f"{len(failed)} did not finish ({', '.join(failed)})")
+    if absent:
+        clauses.append(f"{len(absent)} cannot run here ({', '.join(absent)})")
     if other:
         clauses.append(f"{len(other)} did not train the same problem ({', '.join(other)})")
     if grouped:
-        clauses.append(f"{len(grouped)} differ by design and are not ranked here ({', '.join(grouped)})")
+        clauses.append(f"different by design, so not ranked here: {', '.join(grouped)}")
     if unknown:
         clauses.append(f"{len(unknown)} could not be checked against the reference ({', '.join(unknown)})")
     return clauses
