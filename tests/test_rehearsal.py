@@ -107,7 +107,7 @@ def test_a_comparison_and_a_report_refuse_a_rehearsal(tmp_path: Path) -> None:
     (trial,) = comparison.trials()
     for folder in (tmp_path / "trials" / trial.id, tmp_path):
         RunFolder(folder).update_run(status="completed", rehearsal={"world_size": 8, "rank": 3})
-    telling = Telling(start=print, line=print, finish=print, skip=print)
+    telling = Telling(start=print, line=print, finish=print, skip=print, probe=print)
     runner = Runner(comparison=comparison, folder=tmp_path, timeout_seconds=None, nvme={}, telling=telling)
     refused = r"is a rehearsal \(rank 3 of 8\): it has no speed and no loss"
     with pytest.raises(ToolkitError, match=refused):
