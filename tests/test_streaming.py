@@ -14,6 +14,7 @@ import torch
 from launching import ROOT, accelerate_launch, read, toolkit
 
 from toolkit.errors import ToolkitError
+from toolkit.runs.checkpoints import Checkpoint, check_goes_on
 from toolkit.runs.pulses import read_pulses
 from toolkit.runs.rows import check_rows_fill_a_step, check_streaming, without_streaming
 from toolkit.train.batches import BATCH_FACTS, Collator, PackCollator
@@ -227,6 +228,23 @@ def test_lanes_of_a_missing_rank_are_not_believed(tmp_path: Path) -> None:
     assert read_lanes(tmp_path) is None
     write_lanes(tmp_path, {}, rank=1, world_size=2)
     assert read_lanes(tmp_path) == {}
+
+
+@pytest.mark.parametrize(
+    ("then", "now", "hint"),
+    [
+        (8, 16, "`--streaming true --streaming_buffer_size 8`"),
+        (8, 0, "buffer_size 8`"),
+        (0, 8, "leave `--streaming` out"),
+    ],
+)
+def test_another_buffer_would_not_go_on_with_the_same_rows(then: int, now: int, hint: str, tmp_path: Path) -> None:
+    asked = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 1, "seed": 42, "max_steps": 9}
+    checkpoint = Checkpoint(path=tmp_path, step=3, manifest={"streaming_buffer_size": then})
+    with pytest.raises(ToolkitError, match="the data would not go on") as caught:
+        check_goes_on(checkpoint, **asked, streaming_buffer_size=now)
+    assert str(caught.value.hint).endswith(hint)
+    check_goes_on(checkpoint, **asked, streaming_buffer_size=then)
 
 
 def test_open_packs_fill_up_and_never_overflow() -> None:
