@@ -132,14 +132,20 @@ def test_activation_checkpointing_is_one_switch_and_changes_no_loss(
     assert losses(folder) == pytest.approx(losses(preset_runs["ddp"]), rel=1e-6)
 
 
-def test_a_compiled_model_is_read_through_its_wrapper_and_one_process_under_ddp_is_ddp(
-    start: Start, preset_runs: dict[str, Path]
+# what is wrapped outermost: the compiler's wrapper is around DDP, and FSDP2 shards it
+COMPILED = {"ddp": "DistributedDataParallel", "fsdp2": "FSDPOptimizedModule"}
+
+
+@pytest.mark.parametrize("preset", COMPILED)
+def test_a_compiled_model_in_one_process_is_read_through_its_wrapper(
+    start: Start, preset: str, preset_runs: dict[str, Path], tiny_model: Path
 ) -> None:
     compiled = ["--torch_compile", "true", "--torch_compile_backend", "aot_eager"]  # the graph without inductor's C++
-    folder = start("ddp", *compiled, "--per_device_train_batch_size", "4", num_processes=1)
+    folder = start(preset, *compiled, "--per_device_train_batch_size", "4", num_processes=1)
     (rank,) = ranks(folder)
-    assert (rank["torch_compile"], rank["engine"], rank["wrapper"]) == (True, "ddp", "DistributedDataParallel")
+    assert (rank["torch_compile"], rank["engine"], rank["wrapper"]) == (True, preset, COMPILED[preset])
     assert losses(folder, 1) == pytest.approx(losses(preset_runs["single"], 1), rel=1e-6)
+    assert weights(folder).keys() == weights(tiny_model).keys()
 
 
 def test_dora_trains_and_saves_under_zero3_with_a_scaled_rate(start: Start) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 
 from toolkit.runs.checkpoints import FINGERPRINT
 from toolkit.runs.folder import write_json
+from toolkit.train.attest.tensors import uncompiled
 
 LAST = ("config.json", "adapter_config.json")
 
@@ -57,7 +58,7 @@ def _umask() -> int:
 
 def whole_state_dict(trainer: Any) -> dict[str, Any]:
     """All weights on rank 0, whatever shards them; with adapters under ZeRO-3, only those are gathered."""
-    wrapped = trainer.model_wrapped
+    wrapped = uncompiled(trainer.model_wrapped)  # accelerate would keep `_orig_mod.` in the names
     plain = trainer.accelerator.unwrap_model(wrapped, keep_torch_compile=False)
     zero3 = hasattr(wrapped, "zero_optimization_stage") and wrapped.zero_optimization_stage() == 3
     state: dict[str, Any] = (

@@ -21,8 +21,10 @@ def local(tensor: Any) -> torch.Tensor:
 
 
 def uncompiled(module: Any) -> Any:
-    """What `torch.compile` was given; under DDP and FSDP2 its wrapper is the outermost."""
-    return getattr(module, "_orig_mod", module)
+    """What `torch.compile` was given. FSDP2 shards the compiler's wrapper itself, which stays outermost there."""
+    from torch.distributed.fsdp import FSDPModule
+
+    return module if isinstance(module, FSDPModule) else getattr(module, "_orig_mod", module)
 
 
 def local_bytes(tensors: Iterable[Any]) -> int:
