@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections import Counter
@@ -81,21 +82,18 @@ def test_a_case_that_was_called_fits_and_ran_out_of_memory_is_named() -> None:
 
 @pytest.mark.launch
 def test_the_script_runs_on_a_cpu_and_goes_on_where_it_stopped(tmp_path: Path) -> None:
-    def call(limit: int) -> list[dict[str, Any]]:
-        words = ["--output", str(tmp_path), "--tiny", "--limit", str(limit)]
-        command = [sys.executable, str(FOLDER / "validate.py"), *words]
-        ended = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, cwd=ROOT)
-        assert ended.returncode == 0, ended.stderr[-2000:]
-        return [json.loads(line) for line in (tmp_path / "cases.jsonl").read_text().splitlines()]
-
-    first = call(1)
-    with (tmp_path / "cases.jsonl").open("a") as file:
-        file.write('{"id": "tiny-1", "spl')  # killed while it wrote
-    again = call(2)
-    assert [case["measured"]["status"] for case in first] == ["completed"]
-    assert again[:1] == first
-    assert [case["id"] for case in again] == ["tiny-0", "tiny-1"]
+    finished = grid.tiny_grid()[0] | {"planned": None, "measured": {"status": "out_of_memory"}}
+    lines = tmp_path / "cases.jsonl"
+    lines.write_text(json.dumps(finished) + '\n{"id": "tiny-1", "spl')  # killed while it wrote
+    words = ["--output", str(tmp_path), "--tiny", "--limit", "2"]
+    command = [sys.executable, str(FOLDER / "validate.py"), *words]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    assert ended.returncode == 0, ended.stderr[-2000:]
+    first, second = [json.loads(line) for line in lines.read_text().splitlines()]
+    assert first == finished
+    assert (second["id"], second["measured"]["status"]) == ("tiny-1", "completed")
     results = read(tmp_path / "results.json")
     assert results["grid_sha256"] == grid.digest(grid.tiny_grid())
-    assert results["cases"][0]["measured"]["parameter_bytes"] > 0
+    assert results["cases"][1]["measured"]["parameter_bytes"] > 0
     assert results["versions"]["torch"]

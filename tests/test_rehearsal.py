@@ -128,12 +128,14 @@ def rehearsal(preset: str, world_size: int, rank: int, model: Path, *arguments: 
 def rehearsed(
     tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, faq_alpaca: Path
 ) -> dict[tuple[str, int, int], dict[str, Any]]:
-    """Every rank of the real runs, one of 64 ranks under each preset, and one with the real rows."""
+    """First and last rank of the real runs, one of 64 ranks under each preset, and one with the real rows."""
     folder = tmp_path_factory.mktemp("rehearsals")
     config = tiny_model / "config.json"
-    cases = [rehearsal(p, size, rank, config) for p, size in CPU_PRESETS.items() for rank in range(size)]
+    cases = [rehearsal(p, size, rank, config) for p, size in CPU_PRESETS.items() for rank in {0, size - 1}]
     cases += [rehearsal(p, LARGE, LARGE - 1, config) for p in CPU_PRESETS if p != "single"]
-    cases += [rehearsal("zero2", 3, 1, tiny_model, "--dataset", str(faq_alpaca), "--packing")]
+    cases += [
+        rehearsal("zero2", 3, 1, tiny_model, "--dataset", str(faq_alpaca), "--max_seq_length", "256", "--packing")
+    ]
     (folder / "cases.json").write_text(json.dumps(cases))
     words = ["--cases", str(folder / "cases.json"), "--output", str(folder / "found.json")]
     command = [sys.executable, str(ROOT / "benchmarks" / "rehearsal_sizes.py"), *words]
@@ -145,11 +147,11 @@ def rehearsed(
 
 @pytest.mark.launch
 @pytest.mark.parametrize("preset", CPU_PRESETS)
-def test_each_rank_holds_to_the_byte_what_it_holds_in_a_real_run(
+def test_a_rank_holds_to_the_byte_what_it_holds_in_a_real_run(
     preset: str, rehearsed: dict[tuple[str, int, int], dict[str, Any]], preset_runs: dict[str, Path]
 ) -> None:
-    attestation = read(preset_runs[preset] / "attestation.json")
-    for real in attestation["ranks"]:
+    ranks = read(preset_runs[preset] / "attestation.json")["ranks"]
+    for real in (ranks[0], ranks[-1]):
         alone = rehearsed[preset, CPU_PRESETS[preset], real["rank"]]
         assert alone["status"] == "attested"
         assert {part: alone[part] for part in PARTS} == {part: real[part] for part in PARTS}
