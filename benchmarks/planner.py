@@ -2,9 +2,9 @@
 
     python benchmarks/planner.py --rounds 5
 
-The estimator answers for a model that is built, so transformers builds it without memory (on the meta device) first;
-both sides are timed in one process after their imports, from `config.json` to the last answer. The goal: all plans in
-less than a second, and 20 times as fast as the estimator's ZeRO-2 and ZeRO-3 for the same sizes.
+The estimator answers for a model that has been built. Here transformers builds it on the meta device, without weights,
+which is kinder than the estimator's documentation, where it is loaded. Two figures: from typing to the answer, each
+side in a process of its own, and in one process after all imports, from `config.json` to the last answer.
 """
 
 from __future__ import annotations
@@ -13,12 +13,14 @@ import argparse
 import contextlib
 import io
 import json
+import subprocess
+import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
-from record import print_table, spread, write_result
+from record import pairs, print_table, spread, write_result
 
 from toolkit.hardware.gpu_table import find_gpu
 from toolkit.models.read import read_model
@@ -26,6 +28,7 @@ from toolkit.plan.job import Job
 from toolkit.plan.planner import Request, make_plans
 from toolkit.presets import list_presets
 
+ROOT = Path(__file__).parent.parent
 SIZES = (1, 2, 4, 8, 16, 32, 64, 128)
 # Llama-3.1-8B's.
 CONFIG = {
@@ -70,10 +73,26 @@ def estimate_all(config: Path) -> int:
 
 
 def seconds(answer: Any, config: Path) -> float:
-    """Of one round."""
+    """Of one round in this process."""
     started = time.perf_counter()
     answer(config)
     return time.perf_counter() - started
+
+
+def process_seconds(command: list[str]) -> float:
+    """Of one command, from start to exit."""
+    started = time.perf_counter()
+    subprocess.run(command, cwd=ROOT, capture_output=True, check=True)
+    return time.perf_counter() - started
+
+
+def commands(config: Path) -> tuple[list[str], list[str]]:
+    """What a user would start on either side."""
+    sizes = [word for size in SIZES for word in ("--world-size", str(size))]
+    how = ["--gpu", "h100-sxm", "--max-seq-length", "4096", "--activation-checkpointing", "--json"]
+    call = f"import planner; planner.estimate_all(planner.Path({str(config)!r}))"
+    estimate = f"import sys; sys.path.insert(0, 'benchmarks'); {call}"
+    return [sys.executable, "-m", "toolkit", "plan", str(config), *sizes, *how], [sys.executable, "-c", estimate]
 
 
 def main() -> None:
@@ -83,24 +102,23 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         config = Path(folder) / "config.json"
         config.write_text(json.dumps(CONFIG))
-        plans, estimates = plan_all(config), estimate_all(config)  # imports and caches
-        ours = [seconds(plan_all, config) for _ in range(rounds)]
-        theirs = [seconds(estimate_all, config) for _ in range(rounds)]
-    figures = {
-        "plans": plans,
-        "plan_seconds": spread(ours),
-        "estimates": estimates,
-        "estimator_seconds": spread(theirs),
-        "estimator_over_plan": spread(theirs)["median"] / spread(ours)["median"],
-        "estimator_over_plan_per_answer": (spread(theirs)["median"] / estimates) / (spread(ours)["median"] / plans),
-    }
-    print_table(["side", "answers", "median s"], [
-        ("toolkit plan", plans, f"{spread(ours)['median']:.3f}"),
-        ("DeepSpeed's estimators", estimates, f"{spread(theirs)['median']:.3f}"),
-    ])  # fmt: skip
-    print(
-        f"{figures['estimator_over_plan']:.1f} times as fast; an answer {figures['estimator_over_plan_per_answer']:.0f}"
+        answers = plan_all(config), estimate_all(config)  # imports and caches
+        inside = pairs(rounds, lambda: seconds(plan_all, config), lambda: seconds(estimate_all, config))
+        ours, theirs = commands(config)
+        typed = pairs(rounds, lambda: process_seconds(ours), lambda: process_seconds(theirs))
+    figures: dict[str, Any] = {"plans": answers[0], "estimates": answers[1]}
+    for name, measured in (("process", typed), ("in_process", inside)):
+        plan, estimate = ([pair[side] for pair in measured] for side in (0, 1))
+        ratios = [theirs / ours for ours, theirs in measured]
+        figures[name] = {"plan_seconds": spread(plan), "estimator_seconds": spread(estimate), "ratio": spread(ratios)}
+    print_table(
+        ["", "plan s", "estimator s", "estimator / plan"],
+        [
+            (name, *(f"{figures[name][key]['median']:.3f}" for key in ("plan_seconds", "estimator_seconds", "ratio")))
+            for name in ("process", "in_process")
+        ],
     )
+    print(f"answers: {answers[0]} plans, {answers[1]} estimates")
     print(write_result("planner", figures))
 
 
