@@ -17,7 +17,7 @@ from toolkit.plan.states import FP32, STATES, ModelStates
 from toolkit.plan.weights import Weights
 from toolkit.units import MIB
 
-# The training script, deepspeed and peft imported, nothing loaded: 476 MB resident at most on a CPU (torch's CPU build).
+# The training script, deepspeed and peft imported, nothing loaded: 476 MB resident at most (torch's CPU build).
 # CUDA's libraries add to it on a GPU; that was not measured.
 PROCESS_BYTES = 500 * MIB
 

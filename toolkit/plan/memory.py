@@ -96,8 +96,8 @@ def _activations(shape: ModelShape, autocast: bool, lora_r: int | None, quantize
 @lru_cache(maxsize=1024)
 def _layer_bytes(activations: Activations, seq_length: int, padded: bool) -> tuple[int, int]:
     """A token's in the largest layer, and in all."""
-    how = {"seq_length": seq_length, "padded": padded}
-    return activations.layer_bytes_per_token(**how), activations.all_layers_bytes_per_token(**how)
+    largest = activations.layer_bytes_per_token(seq_length=seq_length, padded=padded)
+    return largest, activations.all_layers_bytes_per_token(seq_length=seq_length, padded=padded)
 
 
 class _Moments:
