@@ -15,7 +15,22 @@ from toolkit.plan.verdict import LARGEST_WORLD_SIZE
 from toolkit.units import NOT_AVAILABLE, gib, number
 
 TABLE_COLUMNS = 126
-COLUMNS = """preset|GPUs|verdict|peak|states|acts|logits|buffers|other|left|host|batch|min|tokens/s/GPU""".split("|")
+COLUMNS = [
+    "preset",
+    "GPUs",
+    "verdict",
+    "peak",
+    "states",
+    "acts",
+    "logits",
+    "buffers",
+    "other",
+    "left",
+    "host",
+    "batch",
+    "min",
+    "tokens/s/GPU",
+]
 
 
 def print_plans(plans: Sequence[Plan], request: Request) -> None:
