@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AutoConfig, AutoModelForCausalLM, Trainer
 
+from toolkit.cache import use_cached_extensions
 from toolkit.plan.engine import engine_of
 from toolkit.presets import Preset, load_preset
 from toolkit.train.attest.gradients import deepspeed_gradients
@@ -30,34 +31,30 @@ LENGTH = 8
 
 
 def main() -> None:
-    """Each (preset, world size, rank) in a process of its own, forked after the imports."""
-    import deepspeed  # noqa: F401
-    import peft  # noqa: F401
-
-    cases = json.load(sys.stdin)
-    key = ("preset", "world_size", "rank")
-    for _, group in itertools.groupby(cases, key=lambda case: [case[name] for name in key]):
-        in_a_child(list(group))
-
-
-def in_a_child(cases: list[dict[str, Any]]) -> None:
-    sys.stdout.flush()
-    child = os.fork()
-    if child == 0:
-        read(cases)
-        sys.stdout.flush()
-        os._exit(0)
-    assert os.waitpid(child, 0)[1] == 0, cases[0]
-
-
-def read(cases: list[dict[str, Any]]) -> None:
-    preset, world_size, rank = load_preset(cases[0]["preset"]), cases[0]["world_size"], cases[0]["rank"]
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": "0", "WORLD_SIZE": str(world_size), "LOCAL_SIZE": str(world_size)}
+    """All cases in one process; a group is left before the next is made."""
     stdout, sys.stdout = sys.stdout, sys.stderr  # deepspeed prints
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
-    for case in cases:
-        print(json.dumps(held_bytes(preset, case)), file=stdout, flush=True)
-    sys.stdout = stdout
+    use_cached_extensions()
+    os.environ |= {"DS_ACCELERATOR": "cpu", "LOCAL_RANK": "0"}
+    cases = json.load(sys.stdin)
+    place = ("world_size", "rank")
+    for (world_size, rank), group in itertools.groupby(cases, key=lambda case: tuple(case[name] for name in place)):
+        os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_SIZE": str(world_size)}
+        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+        for case in group:
+            print(json.dumps(held_bytes(load_preset(case["preset"]), case)), file=stdout, flush=True)
+        leave_group()
+
+
+def leave_group() -> None:
+    """deepspeed keeps the group that it found first."""
+    dist.destroy_process_group()
+    if "deepspeed" in sys.modules:
+        from deepspeed import comm
+        from deepspeed.utils import groups
+
+        comm.comm.cdb = None
+        for name in [name for name in vars(groups) if name.startswith("_") and name.isupper() and "GROUP" in name]:
+            setattr(groups, name, None)
 
 
 def held_bytes(preset: Preset, case: dict[str, Any]) -> dict[str, int]:
