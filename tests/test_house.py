@@ -147,6 +147,8 @@ def loaded_after(code: str, cwd: Path = ROOT) -> set[str]:
         ["train", "--preset", "zero2", "--num-processes", "2", "--", "--model_name_or_path", "no-such-model"],
         ["compare", "--preset", "zero4", "--num-processes", "2", "--output", "out"],
         ["report", "no-such-folder"],
+        ["plan", "--help"],
+        ["plan", str(ROOT / "tests" / "fixtures" / "llama-8b"), "--world-size", "8", "--gpu", "h100", "--json"],
         ["lint", str(ROOT / "examples"), str(ROOT / "ds_configs"), "--json"],
     ],
     ids=" ".join,

@@ -159,7 +159,7 @@ def test_embeddings_are_counted_once_when_tied(tmp_path: Path) -> None:
 @pytest.mark.filterwarnings(
     "ignore:The following (rank|alpha)_pattern keys:RuntimeWarning"
 )  # peft's own, for fused experts
-@pytest.mark.parametrize("model_type", ["llama", "gpt2", "mixtral"])
+@pytest.mark.parametrize("model_type", ["llama", "gpt2", "mixtral", "qwen2_moe", "qwen3_moe"])
 def test_adapters_are_those_that_peft_makes(model_type: str, tmp_path: Path) -> None:
     from peft import LoraConfig, get_peft_model
 

@@ -8,7 +8,8 @@ Every part stands in a module of its own with its formula: states, activations, 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
+from functools import lru_cache
 
 from toolkit.models.shape import ModelShape
 from toolkit.plan.activations import Activations, logits_bytes
@@ -39,7 +40,8 @@ class Phase:
     @property
     def allocated_bytes(self) -> int:
         """All parts."""
-        return sum(getattr(self, field.name) for field in fields(self) if field.name != "phase")
+        states = self.parameter_bytes + self.gradient_bytes + self.optimizer_bytes
+        return states + self.activation_bytes + self.logits_bytes + self.buffer_bytes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -86,6 +88,18 @@ def plan_engine(shape: ModelShape, engine: Engine, job: Job) -> MemoryPlan:
     )
 
 
+@lru_cache(maxsize=64)
+def _activations(shape: ModelShape, autocast: bool, lora_r: int | None, quantized: bool) -> Activations:
+    return Activations(shape=shape, autocast=autocast, lora_r=lora_r, quantized=quantized)
+
+
+@lru_cache(maxsize=1024)
+def _layer_bytes(activations: Activations, seq_length: int, padded: bool) -> tuple[int, int]:
+    """A token's in the largest layer, and in all."""
+    how = {"seq_length": seq_length, "padded": padded}
+    return activations.layer_bytes_per_token(**how), activations.all_layers_bytes_per_token(**how)
+
+
 class _Moments:
     """The moments in which memory may be fullest."""
 
@@ -95,12 +109,12 @@ class _Moments:
         activations = Activations(shape=shape, autocast=engine.autocasts, lora_r=job.lora_r, quantized=job.load_in_4bit)
         wider = 2 if engine.element_bytes == 4 else 1  # fp32 compute keeps at most twice the bytes
         self.tokens = job.tokens * wider
-        length, padded = job.max_seq_length, job.has_padding
-        self.one_layer = self.tokens * activations.layer_bytes_per_token(seq_length=length, padded=padded)
+        one_layer, all_layers = _layer_bytes(activations, job.max_seq_length, job.has_padding)
+        self.one_layer = self.tokens * one_layer
         if job.activation_checkpointing:
             self.kept = self.tokens * activations.checkpoint_bytes_per_token * shape.num_layers
         else:
-            self.kept = self.tokens * activations.all_layers_bytes_per_token(seq_length=length, padded=padded)
+            self.kept = self.tokens * all_layers
         self.outer = self.tokens * activations.outer_bytes_per_token
         self.working = self.tokens * activations.backward_bytes_per_token
         self.copies = activations.weight_copy_bytes + (2 * weights.largest_linear if job.load_in_4bit else 0)

@@ -178,6 +178,7 @@ def _plan(request: Request, preset: Preset, world_size: int, smallest: int | Non
         per_device_train_batch_size=job.per_device_train_batch_size,
         seq_length=job.max_seq_length,
     )
+    sent = communication_bytes(step_collectives(traffic)) if speed is None else speed.communication_bytes_per_step
     return Plan(
         preset=preset.name,
         world_size=world_size,
@@ -187,7 +188,7 @@ def _plan(request: Request, preset: Preset, world_size: int, smallest: int | Non
         memory=memory,
         num_params=shape.num_params,
         num_trainable_params=job_weights(shape, job).num_trained,
-        communication_bytes_per_step=communication_bytes(step_collectives(traffic)),
+        communication_bytes_per_step=sent,
         speed=speed,
         largest_micro_batch=largest_micro_batch(lambda size: _fits(request, preset, world_size, size)),
         smallest_world_size=smallest,
