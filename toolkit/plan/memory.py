@@ -122,6 +122,9 @@ class _Moments:
             loss=job.loss, tokens=self.tokens, vocab_size=shape.vocab_size, hidden_size=shape.hidden_size
         )
         self.head = shape.vocab_size * shape.hidden_size
+        # A tied embedding's gradient comes in two: the head's waits, the lookup's is made, and they are added up.
+        tied = shape.tied_embeddings and not weights.frozen
+        self.tied_gradients = 2 * activations.stream_bytes * self.head if tied else 0
 
     def load(self) -> Phase:
         """Whole or sharded parameters arrive, and what the engine needs to put them in place."""
@@ -139,7 +142,7 @@ class _Moments:
         )
 
     def backward(self) -> Phase:
-        """The worst of three moments: at the loss, in the last layer (it comes first), in the first (it comes last)."""
+        """The worst of four moments: the loss, the last layer (it comes first), the first layer, a tied embedding."""
         kept = 0 if self.job.activation_checkpointing else self.copies
         again = self.one_layer if self.job.activation_checkpointing else 0
         loss = self._phase(
@@ -163,7 +166,8 @@ class _Moments:
             buffers=self.buffers.backward_bytes,
             gradients=self._gradients,
         )
-        return max(loss, first, last, key=lambda phase: phase.allocated_bytes)
+        tied = self._phase("backward", buffers=self.buffers.loss_bytes + self.tied_gradients, gradients=self._gradients)
+        return max(loss, first, last, tied, key=lambda phase: phase.allocated_bytes)
 
     def step(self) -> Phase:
         """Gradients are reduced, activations gone. ZeRO-1 keeps only its partition of the gradients by now."""
@@ -198,7 +202,10 @@ class _Moments:
 
     @property
     def _gradients_before(self) -> int:
-        """There in the forward already: those of earlier micro-steps, and ZeRO-3's partition, which is never freed."""
+        """There in the forward already: those of earlier micro-steps, and ZeRO-3's partition, which is never freed.
+        FSDP2's wait whole (`accumulated_bytes`), and are sharded in the last micro-step."""
+        if self.engine.kind == "fsdp2":
+            return 0
         lasting = self.engine.kind == "deepspeed" and self.engine.shards_parameters
         return self._gradients if lasting or self.job.gradient_accumulation_steps > 1 else 0
 
