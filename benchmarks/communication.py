@@ -1,9 +1,11 @@
-"""Collectives counted in real CPU runs, beside what the planner says: every preset, two and four ranks.
+"""Collectives counted in CPU runs, beside what the planner says: every preset.
 
-    python benchmarks/communication.py                                  # all configurations; minutes
+    python benchmarks/communication.py                                  # two and four real ranks; minutes
+    python benchmarks/communication.py --alone                          # rank 0 of 8 and 64, in one process
     python benchmarks/communication.py --only zero3 --only fsdp2        # these presets; the others' rows are kept
 
-Payload is the whole tensor of each collective, of the last optimizer step of rank 0 (tests/scripts/
+`--alone` gives the collectives to torch's fake process group: the engine calls what it would, nothing travels. DDP does
+not train so. Payload is the whole tensor of each collective, of the last optimizer step of rank 0 (tests/scripts/
 count_collectives.py). A row that failed keeps its error. The model is a random Llama, in fp32 as on every CPU.
 """
 
@@ -31,7 +33,7 @@ from toolkit.plan.traffic import TrafficJob, communication_bytes
 from toolkit.presets import load_preset
 
 ROOT = Path(__file__).parent.parent
-SCRIPT = ROOT / "tests" / "scripts" / "count_collectives.py"
+SCRIPTS = ROOT / "tests" / "scripts"
 STEPS = 2  # ZeRO-3's first step records the order of modules and sends more
 NOISE_BYTES = 20_000  # losses, norms, flags, and that record
 
@@ -45,12 +47,15 @@ class Setting:
     accumulation: int = 1
     lora_r: int | None = None
     checkpointing: bool = False
+    alone: bool = False
+    """Rank 0 in one process, instead of all ranks."""
 
     @property
     def name(self) -> str:
         """`zero3 n4 a2 lora`."""
         parts = [self.preset, f"n{self.ranks}", f"a{self.accumulation}"]
-        return " ".join([*parts, *(["lora"] if self.lora_r else []), *(["ckpt"] if self.checkpointing else [])])
+        extras = {"lora": self.lora_r, "ckpt": self.checkpointing, "alone": self.alone}
+        return " ".join([*parts, *(name for name, there in extras.items() if there)])
 
     def job(self, shape: ModelShape) -> TrafficJob:
         """What the planner is asked."""
@@ -65,7 +70,15 @@ class Setting:
         )
 
 
+def lone_settings() -> list[Setting]:
+    names = ("zero1", "zero2", "zero2_cpu_offload", "zero3", "fsdp2", "fsdp2_grad_op", "fsdp2_hybrid")
+    found = [Setting(preset=name, ranks=8, accumulation=2, alone=True) for name in names]
+    found += [Setting(preset=name, ranks=64, alone=True) for name in ("zero1", "zero3", "fsdp2", "fsdp2_hybrid")]
+    return found + [Setting(preset=name, ranks=64, lora_r=8, alone=True) for name in ("zero3", "fsdp2")]
+
+
 def settings() -> list[Setting]:
+    """Real ranks."""
     sharded = ("zero1", "zero2", "zero3", "zero2_cpu_offload", "zero3_cpu_offload")
     torch = ("fsdp2", "fsdp2_grad_op", "fsdp2_cpu_offload")
     main = ("ddp", "zero2", "zero3", "fsdp2")
@@ -109,7 +122,10 @@ def count(setting: Setting, model: Path, output: Path) -> dict[str, int]:
     config = ROOT / "accelerate_configs" / f"{setting.preset}.yaml"
     mesh = ["--parallelism_config_dp_shard_size", str(setting.ranks // 2)] if "hybrid" in setting.preset else []
     launcher = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(config)]
-    launcher += ["--num_processes", str(setting.ranks), "--main_process_port", "0", *mesh, str(SCRIPT)]
+    launcher += ["--num_processes", str(setting.ranks), "--main_process_port", "0", *mesh]
+    launcher += [str(SCRIPTS / "count_collectives.py")]
+    if setting.alone:
+        launcher = [sys.executable, str(SCRIPTS / "count_alone.py"), str(config), str(setting.ranks)]
     flat = [word for name, value in words.items() for word in (f"--{name}", str(value))]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     done = subprocess.run([*launcher, *flat], cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
@@ -150,16 +166,21 @@ def kept_rows() -> list[dict[str, Any]]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", action="append", help="a preset; the rows of others are kept as they are")
+    parser.add_argument(
+        "--alone", action="store_true", help="rank 0 of 8 and 64 in one process, not two and four ranks"
+    )
     arguments = parser.parse_args()
-    wanted = [setting for setting in settings() if not arguments.only or setting.preset in arguments.only]
-    rows = {one["setting"]: one for one in kept_rows()}
+    every = lone_settings() if arguments.alone else settings()
+    wanted = [setting for setting in every if not arguments.only or setting.preset in arguments.only]
     with tempfile.TemporaryDirectory() as scratch:
         model = make_model(Path(scratch) / "model")
         num_params = read_model(str(model)).num_params
         for setting in wanted:
-            rows[setting.name] = row(setting, model, Path(scratch) / setting.name.replace(" ", "-"))
-            print(setting.name, rows[setting.name].get("largest_difference", "failed"), file=sys.stderr, flush=True)
+            made = row(setting, model, Path(scratch) / setting.name.replace(" ", "-"))
+            rows = {one["setting"]: one for one in kept_rows()} | {setting.name: made}
+            print(setting.name, made.get("largest_difference", "failed"), file=sys.stderr, flush=True)
             write_result("communication", {"num_params": num_params, "rows": list(rows.values())})
+    rows = {one["setting"]: one for one in kept_rows()}
     cells = [[name, said(one), f"{one.get('largest_difference', float('nan')):.1e}"] for name, one in rows.items()]
     print_table(["setting", "counted payload", "largest difference"], cells)
     return 0 if all(one.get("largest_difference", 1) <= 0.01 for one in rows.values()) else 1

@@ -90,13 +90,10 @@ CASES = [
     ("llama", False, True),
     ("llama", True, False),
     ("qwen3", True, True),
-    ("gemma", False, False),
     ("gemma2", True, False),
-    ("mixtral", False, False),
     ("mixtral", True, False),
     ("gpt_neox", True, False),
     ("olmo2", False, True),
-    ("phi3", False, False),
     ("stablelm", True, True),
 ]
 

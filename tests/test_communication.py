@@ -60,7 +60,7 @@ def test_the_planned_payload_of_each_collective_is_what_a_real_run_sends(
 
 
 @pytest.mark.launch
-@pytest.mark.parametrize(("preset", "lora_rank"), [("zero2", None), ("zero3", None), ("fsdp2", 8)])
+@pytest.mark.parametrize(("preset", "lora_rank"), [("zero2", None), ("fsdp2", 8)])
 def test_accumulation_and_adapters_travel_as_planned(
     preset: str, lora_rank: int | None, tmp_path: Path, tiny_model: Path, faq_alpaca: Path
 ) -> None:

@@ -95,7 +95,11 @@ def test_every_known_architecture_is_held_against_transformers() -> None:
 
 
 @pytest.mark.parametrize(("model_type", "fields"), SHAPES, ids=lambda value: value if isinstance(value, str) else "")
-def test_tensors_are_those_that_transformers_makes(model_type: str, fields: dict[str, Any], tmp_path: Path) -> None:
+def test_tensors_and_their_weight_decay_are_those_of_transformers(
+    model_type: str, fields: dict[str, Any], tmp_path: Path
+) -> None:
+    from transformers import Trainer
+
     path = config_file(tmp_path, model_type, fields)
     model, shape = built(path), read_model(str(path))
     classes = set(model._no_split_modules)
@@ -109,20 +113,13 @@ def test_tensors_are_those_that_transformers_makes(model_type: str, fields: dict
     outer = [(name, tuple(p.shape)) for name, p in model.named_parameters() if id(p) not in inside]
     assert sorted((tensor.name, tensor.shape) for tensor in shape.outer) == sorted(outer)
     assert shape.attention == model.config._attn_implementation
+    decayed = set(Trainer.get_decay_parameter_names(None, model))
+    tensors = [tensor for layer in shape.layers for tensor in layer] + list(shape.outer)
+    assert sum(tensor.num_elements for tensor in tensors if tensor.decays) == sum(
+        p.numel() for name, p in model.named_parameters() if name in decayed
+    )
     words = ("hidden_act", "hidden_activation", "activation_function")
     assert shape.activation in [getattr(model.config, word, None) for word in words]
-
-
-@pytest.mark.parametrize(("model_type", "fields"), SHAPES, ids=lambda value: value if isinstance(value, str) else "")
-def test_weight_decay_is_where_the_trainer_puts_it(model_type: str, fields: dict[str, Any], tmp_path: Path) -> None:
-    from transformers import Trainer
-
-    path = config_file(tmp_path, model_type, fields)
-    model, shape = built(path), read_model(str(path))
-    decayed = set(Trainer.get_decay_parameter_names(None, model))
-    expected = sum(p.numel() for name, p in model.named_parameters() if name in decayed)
-    tensors = [tensor for layer in shape.layers for tensor in layer] + list(shape.outer)
-    assert sum(tensor.num_elements for tensor in tensors if tensor.decays) == expected
 
 
 def test_what_arithmetic_does_not_know_is_counted_on_the_meta_device(tmp_path: Path) -> None:
@@ -159,7 +156,7 @@ def test_embeddings_are_counted_once_when_tied(tmp_path: Path) -> None:
 @pytest.mark.filterwarnings(
     "ignore:The following (rank|alpha)_pattern keys:RuntimeWarning"
 )  # peft's own, for fused experts
-@pytest.mark.parametrize("model_type", ["llama", "gpt2", "mixtral"])
+@pytest.mark.parametrize("model_type", ["llama", "gpt2", "mixtral", "qwen2_moe", "qwen3_moe"])
 def test_adapters_are_those_that_peft_makes(model_type: str, tmp_path: Path) -> None:
     from peft import LoraConfig, get_peft_model
 

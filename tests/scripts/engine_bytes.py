@@ -38,7 +38,7 @@ def main() -> None:
     cases = json.load(sys.stdin)
     place = ("world_size", "rank")
     for (world_size, rank), group in itertools.groupby(cases, key=lambda case: tuple(case[name] for name in place)):
-        os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_SIZE": str(world_size)}
+        os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world_size)}  # with LOCAL_SIZE deepspeed waits for others
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
         for case in group:
             print(json.dumps(held_bytes(load_preset(case["preset"]), case)), file=stdout, flush=True)

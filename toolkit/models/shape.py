@@ -42,8 +42,9 @@ class Tensor:
 Layer = tuple[Tensor, ...]
 
 
-# Not slotted, so that sums over all tensors are made once.
-@dataclass(frozen=True, kw_only=True)
+# Not slotted, so that sums over all tensors are made once; equal only to itself, so that what is kept for a shape is
+# found without a look at each of its tensors.
+@dataclass(frozen=True, kw_only=True, eq=False)
 class ModelShape:
     """What a plan has to know of a causal language model."""
 

@@ -8,7 +8,8 @@ Every part stands in a module of its own with its formula: states, activations, 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
+from functools import lru_cache
 
 from toolkit.models.shape import ModelShape
 from toolkit.plan.activations import Activations, logits_bytes
@@ -39,7 +40,8 @@ class Phase:
     @property
     def allocated_bytes(self) -> int:
         """All parts."""
-        return sum(getattr(self, field.name) for field in fields(self) if field.name != "phase")
+        states = self.parameter_bytes + self.gradient_bytes + self.optimizer_bytes
+        return states + self.activation_bytes + self.logits_bytes + self.buffer_bytes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -86,6 +88,18 @@ def plan_engine(shape: ModelShape, engine: Engine, job: Job) -> MemoryPlan:
     )
 
 
+@lru_cache(maxsize=64)
+def _activations(shape: ModelShape, autocast: bool, lora_r: int | None, quantized: bool) -> Activations:
+    return Activations(shape=shape, autocast=autocast, lora_r=lora_r, quantized=quantized)
+
+
+@lru_cache(maxsize=1024)
+def _layer_bytes(activations: Activations, seq_length: int, padded: bool) -> tuple[int, int]:
+    """A token's in the largest layer, and in all."""
+    largest = activations.layer_bytes_per_token(seq_length=seq_length, padded=padded)
+    return largest, activations.all_layers_bytes_per_token(seq_length=seq_length, padded=padded)
+
+
 class _Moments:
     """The moments in which memory may be fullest."""
 
@@ -95,12 +109,12 @@ class _Moments:
         activations = Activations(shape=shape, autocast=engine.autocasts, lora_r=job.lora_r, quantized=job.load_in_4bit)
         wider = 2 if engine.element_bytes == 4 else 1  # fp32 compute keeps at most twice the bytes
         self.tokens = job.tokens * wider
-        length, padded = job.max_seq_length, job.has_padding
-        self.one_layer = self.tokens * activations.layer_bytes_per_token(seq_length=length, padded=padded)
+        one_layer, all_layers = _layer_bytes(activations, job.max_seq_length, job.has_padding)
+        self.one_layer = self.tokens * one_layer
         if job.activation_checkpointing:
             self.kept = self.tokens * activations.checkpoint_bytes_per_token * shape.num_layers
         else:
-            self.kept = self.tokens * activations.all_layers_bytes_per_token(seq_length=length, padded=padded)
+            self.kept = self.tokens * all_layers
         self.outer = self.tokens * activations.outer_bytes_per_token
         self.working = self.tokens * activations.backward_bytes_per_token
         self.copies = activations.weight_copy_bytes + (2 * weights.largest_linear if job.load_in_4bit else 0)
@@ -108,6 +122,9 @@ class _Moments:
             loss=job.loss, tokens=self.tokens, vocab_size=shape.vocab_size, hidden_size=shape.hidden_size
         )
         self.head = shape.vocab_size * shape.hidden_size
+        # A tied embedding's gradient comes in two: the head's waits, the lookup's is made, and they are added up.
+        tied = shape.tied_embeddings and not weights.frozen
+        self.tied_gradients = 2 * activations.stream_bytes * self.head if tied else 0
 
     def load(self) -> Phase:
         """Whole or sharded parameters arrive, and what the engine needs to put them in place."""
@@ -125,7 +142,7 @@ class _Moments:
         )
 
     def backward(self) -> Phase:
-        """The worst of three moments: at the loss, in the last layer (it comes first), in the first (it comes last)."""
+        """The worst of four moments: the loss, the last layer (it comes first), the first layer, a tied embedding."""
         kept = 0 if self.job.activation_checkpointing else self.copies
         again = self.one_layer if self.job.activation_checkpointing else 0
         loss = self._phase(
@@ -149,7 +166,8 @@ class _Moments:
             buffers=self.buffers.backward_bytes,
             gradients=self._gradients,
         )
-        return max(loss, first, last, key=lambda phase: phase.allocated_bytes)
+        tied = self._phase("backward", buffers=self.buffers.loss_bytes + self.tied_gradients, gradients=self._gradients)
+        return max(loss, first, last, tied, key=lambda phase: phase.allocated_bytes)
 
     def step(self) -> Phase:
         """Gradients are reduced, activations gone. ZeRO-1 keeps only its partition of the gradients by now."""
@@ -184,7 +202,10 @@ class _Moments:
 
     @property
     def _gradients_before(self) -> int:
-        """There in the forward already: those of earlier micro-steps, and ZeRO-3's partition, which is never freed."""
+        """There in the forward already: those of earlier micro-steps, and ZeRO-3's partition, which is never freed.
+        FSDP2's wait whole (`accumulated_bytes`), and are sharded in the last micro-step."""
+        if self.engine.kind == "fsdp2":
+            return 0
         lasting = self.engine.kind == "deepspeed" and self.engine.shards_parameters
         return self._gradients if lasting or self.job.gradient_accumulation_steps > 1 else 0
 

@@ -17,7 +17,7 @@ from toolkit.models.shape import ModelShape
 from toolkit.plan.communication import step_collectives
 from toolkit.plan.engine import check_fits_world, why_not
 from toolkit.plan.job import Job, check_job, check_world_size
-from toolkit.plan.links import Cluster, Interval
+from toolkit.plan.links import Cluster
 from toolkit.plan.memory import MemoryPlan, plan_memory
 from toolkit.plan.step_time import StepTime, step_time
 from toolkit.plan.traffic import communication_bytes, traffic_of
@@ -93,9 +93,9 @@ class Plan:
             "largest_micro_batch": self.largest_micro_batch,
             "smallest_world_size": self.smallest_world_size,
             "communication_bytes_per_step": self.communication_bytes_per_step,
-            "step_seconds": _pair(speed and speed.step_seconds),
-            "tokens_per_second_per_gpu": _pair(speed and speed.tokens_per_second_per_gpu),
-            "mfu": _pair(speed and speed.mfu),
+            "step_seconds": None if speed is None else list(speed.step_seconds),
+            "tokens_per_second_per_gpu": None if speed is None else list(speed.tokens_per_second_per_gpu),
+            "mfu": None if speed is None else list(speed.mfu),
         }
 
 
@@ -104,10 +104,6 @@ def _parts(phase: Any) -> dict[str, int]:
     return {f"{name}_bytes": getattr(phase, f"{name}_bytes") for name in names} | {
         "allocated_bytes": phase.allocated_bytes
     }
-
-
-def _pair(interval: Interval | None) -> list[float] | None:
-    return None if interval is None else list(interval)
 
 
 def make_plans(request: Request) -> list[Plan]:
@@ -178,6 +174,7 @@ def _plan(request: Request, preset: Preset, world_size: int, smallest: int | Non
         per_device_train_batch_size=job.per_device_train_batch_size,
         seq_length=job.max_seq_length,
     )
+    sent = communication_bytes(step_collectives(traffic)) if speed is None else speed.communication_bytes_per_step
     return Plan(
         preset=preset.name,
         world_size=world_size,
@@ -187,7 +184,7 @@ def _plan(request: Request, preset: Preset, world_size: int, smallest: int | Non
         memory=memory,
         num_params=shape.num_params,
         num_trainable_params=job_weights(shape, job).num_trained,
-        communication_bytes_per_step=communication_bytes(step_collectives(traffic)),
+        communication_bytes_per_step=sent,
         speed=speed,
         largest_micro_batch=largest_micro_batch(lambda size: _fits(request, preset, world_size, size)),
         smallest_world_size=smallest,

@@ -86,7 +86,8 @@ def _zero3(engine: Engine, weights: Weights) -> ModelStates:
         return partition_share(tensor.num_elements, ranks=engine.world_size)
 
     def gathered(tensor: Tensor) -> int:
-        return tensor.num_elements if tensor.num_elements <= engine.persistence_threshold else 0
+        alone = engine.world_size == 1  # the shard is the whole then
+        return 0 if alone or tensor.num_elements > engine.persistence_threshold else tensor.num_elements
 
     trained, frozen = total(weights.trained, share), total(weights.frozen, share)
     whole = engine.element_bytes * (total(weights.trained, gathered) + total(weights.frozen, gathered))

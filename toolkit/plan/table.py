@@ -15,8 +15,22 @@ from toolkit.plan.verdict import LARGEST_WORLD_SIZE
 from toolkit.units import NOT_AVAILABLE, gib, number
 
 TABLE_COLUMNS = 126
-COLUMNS = ("preset", "GPUs", "verdict", "peak", "states", "acts", "logits", "buffers", "other", "left", "host")
-COLUMNS = (*COLUMNS, "batch", "min", "tokens/s/GPU")
+COLUMNS = [
+    "preset",
+    "GPUs",
+    "verdict",
+    "peak",
+    "states",
+    "acts",
+    "logits",
+    "buffers",
+    "other",
+    "left",
+    "host",
+    "batch",
+    "min",
+    "tokens/s/GPU",
+]
 
 
 def print_plans(plans: Sequence[Plan], request: Request) -> None:
@@ -50,8 +64,8 @@ def _heading(request: Request) -> str:
 def _cells(plan: Plan) -> list[str]:
     memory, peak = plan.memory, plan.memory.peak
     states = peak.parameter_bytes + peak.gradient_bytes + peak.optimizer_bytes
-    sizes = (memory.planned_peak_bytes, states, peak.activation_bytes, peak.logits_bytes, peak.buffer_bytes)
-    sizes = (*sizes, memory.overhead_bytes, plan.headroom_bytes, memory.host.peak_bytes)
+    parts = [memory.planned_peak_bytes, states, peak.activation_bytes, peak.logits_bytes, peak.buffer_bytes]
+    sizes = [*parts, memory.overhead_bytes, plan.headroom_bytes, memory.host.peak_bytes]
     return [
         plan.preset,
         str(plan.world_size),

@@ -8,11 +8,12 @@ Sums are over kinds of layers, so that a plan costs the same for 2 layers and fo
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
-from toolkit.models.lora import adapters_of, is_linear
+from toolkit.models.lora import is_linear, lora_layer
 from toolkit.models.shape import Layer, ModelShape, Tensor, is_embedding
 from toolkit.plan.job import Job
 
@@ -101,10 +102,9 @@ def weights_of(shape: ModelShape, lora_r: int | None, quantized: bool) -> Weight
     base = _counted(shape.layer_kinds, shape.outer)
     if lora_r is None:
         return Weights(shape=shape, trained=base, frozen=(), quantized=False)
-    adapters = {
-        tuple(part for tensor in kind for part in adapters_of(tensor, rank=lora_r)): count
-        for kind, count in shape.layer_kinds.items()
-    }
+    adapters: Counter[Layer] = Counter()
+    for kind, count in shape.layer_kinds.items():
+        adapters[lora_layer(shape, kind, lora_r)] += count
     return Weights(shape=shape, trained=_counted(adapters, ()), frozen=base, quantized=quantized)
 
 
