@@ -147,14 +147,11 @@ def pair_sentence(paired: Paired) -> str:
     if not paired.pairs:
         return "No row is in both comparisons."
     judged = [pair for pair in paired.pairs if pair.verdict is not None]
-    said = {word: [pair for pair in judged if pair.verdict == word] for word in ("faster", "slower")}
-    parts = [f"{len(found)} became {word}{_named(found)}" for word, found in said.items()]
-    unseen = sum(pair.verdict == "no difference seen" for pair in judged)
-    parts += [f"no difference is seen in {unseen}"]
-    clauses = [f"Of {len(paired.pairs)} rows in both, {', '.join(parts)}"]
     single = [pair.name for pair in paired.pairs if pair.verdict is None and pair.ratio is not None]
+    clauses = [_judged(judged, len(paired.pairs)) if judged else f"{len(paired.pairs)} rows are in both"]
     if single:
-        clauses.append(f"{len(single)} are single runs, of which nothing is claimed ({', '.join(single)})")
+        which = f" ({', '.join(single)})" if judged else ""
+        clauses.append(f"{len(single)} of single runs, of which nothing is claimed{which}")
     changed = [
         f"{pair.name}: {facts.status_text(pair.before)} before, {facts.status_text(pair.after)} after"
         for pair in paired.pairs
@@ -164,6 +161,13 @@ def pair_sentence(paired: Paired) -> str:
     clauses += [f"only before: {', '.join(paired.only_before)}"] * bool(paired.only_before)
     clauses += [f"only after: {', '.join(paired.only_after)}"] * bool(paired.only_after)
     return "; ".join(clauses) + "."
+
+
+def _judged(pairs: Sequence[Pair], num_rows: int) -> str:
+    said = {word: [pair for pair in pairs if pair.verdict == word] for word in ("faster", "slower")}
+    parts = [f"{len(found)} became {word}{_named(found)}" for word, found in said.items()]
+    unseen = sum(pair.verdict == "no difference seen" for pair in pairs)
+    return f"Of {num_rows} rows in both, {', '.join(parts)}, no difference is seen in {unseen}"
 
 
 def _named(pairs: Sequence[Pair]) -> str:

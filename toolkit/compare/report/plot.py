@@ -103,8 +103,7 @@ def _memory_text(row: Row, unit: ByteUnit) -> str:
 def _speed_text(row: Row) -> str:
     if not facts.finished(row):
         return row["status"]
-    figure = speed(row["tokens_per_second"])
-    return f"{figure} ({facts.PARITY_FAILED})" if facts.differs(row) else figure
+    return facts.PARITY_FAILED if facts.differs(row) else speed(row["tokens_per_second"])
 
 
 def _write_beside(axes: Axes, lengths: Sequence[float], texts: Sequence[str]) -> None:

@@ -45,7 +45,9 @@ def notes(results: Results) -> list[str]:
     if single_runs(results):
         said.insert(0, "Single runs, not ranked by significance: a small difference may be noise.")
     else:
-        said.insert(0, f"Intervals: {results['method']['interval']}. Where they overlap, no difference is claimed.")
+        method = results["method"]
+        sure = f"a difference is claimed only where the ratio's ({100 * method['ratio_confidence']:g} %) leaves 1 out"
+        said.insert(0, f"Intervals: {method['interval']}; {sure}.")
     if facts.on_cpu(results):
         said.append(f"{CPU_SPEEDS[0].upper()}{CPU_SPEEDS[1:]}; bytes held by a rank do carry over.")
         said.append("A CPU has no allocator peak: peak memory is resident host memory (RSS), libraries included.")
