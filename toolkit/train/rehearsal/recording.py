@@ -59,7 +59,8 @@ class RehearsedMeter(Meter):
         self.peaks = PhasePeaks(device)
 
     def _memory(self) -> dict[str, int | None]:
-        return super()._memory() | self.peaks.highest()
+        held: dict[str, int | None] = super()._memory()
+        return held | self.peaks.highest()
 
     def _row(self, number: int, step: Any) -> dict[str, Any]:
         row = super()._row(number, step)
