@@ -4,7 +4,7 @@
     366728
 
 Terms in bytes a token and layer, for a hidden width h, queries q, keys kv, an MLP of f, and bf16 compute. Each was
-read off the saved tensors of real models on a CPU (torch 2.13, transformers 5.23), where the sum is within 0.2 %; the test
+read off the saved tensors of real models on a CPU (torch 2.13, transformers 5.23), the sum within 0.2 %; the test
 is `tests/test_activations.py`, the table `docs/plan.md`.
 
 - RMSNorm: its input in fp32 (4h), the normalised row in bf16 for the weight's gradient (2h), one number (4).
