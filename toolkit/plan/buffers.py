@@ -15,12 +15,9 @@ from toolkit.plan.job import Job
 from toolkit.plan.states import FP32, ModelStates
 from toolkit.plan.weights import Weights
 
-# FSDP2 in the forward: a layer that computes, the next one being copied out of its all-gather, and that all-gather
-# (torch, `_fsdp_param_group.py`, `wait_for_unshard`).
-FORWARD_LAYERS = 3
-# In the backward: parameters, gradients and reduce-scatter input of a layer, the reduce-scatter input of the one
-# before, which is still being sent, and the next one's parameters (`post_backward`, `_prefetch_unshard`).
-BACKWARD_LAYERS = 5
+# FSDP2 in the backward: parameters of the layer and of the next one, gradients, and the reduce-scatter's input (torch,
+# `_fsdp_param_group.py`, `post_backward` and `_prefetch_unshard`); without resharding the last two alone.
+BACKWARD_LAYERS, WHOLE_BACKWARD_LAYERS = 4, 2
 NORM_BYTES = 8  # DeepSpeed takes gradient norms in fp64, one tensor at a time (`zero/utils.py`, `get_norm_dtype`)
 
 
@@ -56,15 +53,14 @@ def buffers(engine: Engine, weights: Weights, states: ModelStates, job: Job) -> 
 def _fsdp2(engine: Engine, weights: Weights, states: ModelStates, job: Job) -> Buffers:
     """Every layer is gathered alone; final norm and head stay gathered from forward to backward."""
     element, layer, tail = engine.element_bytes, weights.largest_layer, weights.tail
-    whole = weights.num_trained + weights.num_frozen
     resharded = engine.sharding != "shard_grad_op"
-    gathered = tail if resharded else whole
-    working = 3 * layer if resharded else 2 * layer  # of the backward's five, two are parameters
+    whole = 0 if resharded else weights.num_trained + weights.num_frozen
     trained = 0 if weights.frozen else 1
     return Buffers(
-        forward_bytes=element * (gathered + (FORWARD_LAYERS * layer if resharded else layer)),
-        loss_bytes=element * (gathered + (layer if resharded else 0)),
-        backward_bytes=element * (gathered + (BACKWARD_LAYERS * layer if resharded else working)),
+        # What the last unit was gathered through stays until the next gather: the tail, or a layer where it is tied.
+        forward_bytes=element * ((tail if resharded else whole) + (layer if weights.shape.tied_embeddings else tail)),
+        loss_bytes=element * (tail if resharded else whole),
+        backward_bytes=element * (BACKWARD_LAYERS * layer if resharded else whole + WHOLE_BACKWARD_LAYERS * layer),
         accumulated_bytes=trained * element * weights.num_trained if job.gradient_accumulation_steps > 1 else 0,
         step_bytes=states.gradient_bytes if job.optimizer == "foreach" else 0,
         load_bytes=FP32 * weights.largest,  # one whole tensor at a time is broadcast by rank 0

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from toolkit.models.shape import ModelShape
-from toolkit.plan.activations import Activations, logits_bytes
+from toolkit.plan.activations import SOFTCAPPED, Activations, logits_bytes
 from toolkit.plan.buffers import Buffers, buffers
 from toolkit.plan.engine import Engine, engine_of
 from toolkit.plan.host import HostMemory, host_memory
@@ -119,7 +119,11 @@ class _Moments:
         self.working = self.tokens * activations.backward_bytes_per_token
         self.copies = activations.weight_copy_bytes + (2 * weights.largest_linear if job.load_in_4bit else 0)
         self.logits = logits_bytes(
-            loss=job.loss, tokens=self.tokens, vocab_size=shape.vocab_size, hidden_size=shape.hidden_size
+            loss=job.loss,
+            tokens=self.tokens,
+            vocab_size=shape.vocab_size,
+            hidden_size=shape.hidden_size,
+            softcapped=shape.model_type in SOFTCAPPED,
         )
         self.head = shape.vocab_size * shape.hidden_size
         # A tied embedding's gradient comes in two: the head's waits, the lookup's is made, and they are added up.
