@@ -41,7 +41,7 @@ def trial(
     facts = {
         "ranks": world_size,
         "world_size": world_size,
-        "engine": "ddp" if world_size > 1 else "none",
+        "engine": "ddp",
         "sharding": "replicate",
         "compute_dtype": "float32",
         "master_dtype": "float32",
@@ -137,7 +137,7 @@ LOSSES = [2.0, 1.9, 1.8, 1.7, 1.6, 1.5, 1.4, 1.3]
         ({"step_tokens": [0] * 8}, "step 1 has 0 tokens, 200 in ddp-n2-r0"),
         ({"losses": step(LOSSES, 1, 2.00003)}, "loss of step 1 is 2.000030, allowed 2.000000 ± 0.000020 of ddp"),
         ({"losses": step(LOSSES, 8, 1.31)}, "loss of step 8 is 1.310000, allowed 1.300000 ± 0.000130 of ddp"),
-        ({"grad_norms": [3.1] * 8}, "gradient norm of step 1 is 3.100000, allowed 3.000000 ± 0.000300 of ddp"),
+        ({"grad_norms": [3.1] * 8}, "gradient norm of step 1 is 3.100000, allowed 3.000000 ± 0.003000 of ddp"),
     ],
 )
 def test_another_problem_is_caught_by_its_own_check_and_its_speed_withheld(changes: Row, said: str) -> None:
@@ -374,3 +374,12 @@ def test_the_bars_of_a_terminal_follow_one_trial_after_another(monkeypatch: pyte
             assert (steps.description, steps.completed, steps.total) == (name, 3, 8)
             screen.finish(name, {"status": "failed", "message": "m", "wall_seconds": 1.0}, False)
     assert screen.bars.tasks[0].completed == 2
+
+
+def test_one_process_of_ddp_is_wrapped_on_a_cpu_and_not_on_a_gpu() -> None:
+    from dataclasses import replace
+
+    on_cpu = comparison("ddp")
+    assert [on_cpu.promised("ddp", n)["engine"] for n in (1, 2)] == ["ddp", "ddp"]
+    on_gpu = replace(on_cpu, cpu=False)
+    assert [on_gpu.promised("ddp", n)["engine"] for n in (1, 2)] == ["none", "ddp"]

@@ -35,8 +35,10 @@ EVERYWHERE = (
 # Equal where the number of processes is: a scaled rate and a weakly scaled batch follow it.
 HERE = ("world_size", "global_batch_size", "learning_rate")
 
+# Relative floors of the band. Measured on a 3.2 M Llama, 30 steps on two CPU ranks, against ddp (docs/compare.md):
+# fp32 0, 6e-5 and 2e-6 (zero3, fsdp2), bf16 5e-4, 9e-5 and 3e-3 (zero2, fsdp2).
 FIRST_LOSS = {"float32": 1e-5, "bfloat16": 1e-3, "float16": 1e-3}
-FIRST_GRAD_NORM = {"float32": 1e-4, "bfloat16": 2e-2, "float16": 2e-2}
+FIRST_GRAD_NORM = {"float32": 1e-3, "bfloat16": 1e-2, "float16": 1e-2}
 CURVE = {"float32": 1e-4, "bfloat16": 1e-2, "float16": 1e-2}
 # Rounding drives two correct runs apart the further, the longer they are: the floor of a curve grows from here on.
 CURVE_STEPS = 30

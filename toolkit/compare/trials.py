@@ -115,9 +115,9 @@ class Comparison:
         return [*self.training_arguments, *self.extra_arguments.get(preset, []), *words]
 
     def promised(self, preset: str, num_processes: int) -> dict[str, Any]:
-        """What a trial must attest; DDP wraps nothing where there is nobody to reduce with."""
+        """What a trial must attest. On a GPU accelerate wraps nothing where there is nobody to reduce with."""
         promise = self.promises[preset]
-        alone = promise["engine"] == "ddp" and num_processes == 1
+        alone = promise["engine"] == "ddp" and num_processes == 1 and not self.cpu
         return {"engine": "none" if alone else promise["engine"], "sharding": promise["sharding"]}
 
     def arguments(self, preset: str, num_processes: int) -> dict[str, Any]:
