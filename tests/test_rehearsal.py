@@ -128,7 +128,7 @@ def rehearsal(preset: str, world_size: int, rank: int, model: Path, *arguments: 
 def rehearsed(
     tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, faq_alpaca: Path
 ) -> dict[tuple[str, int, int], dict[str, Any]]:
-    """First and last rank of the real runs, one of 64 ranks under one preset of each kind, and one with the real rows."""
+    """First and last rank of the real runs, one of 64 under a preset of each kind, and one with the real rows."""
     folder = tmp_path_factory.mktemp("rehearsals")
     config = tiny_model / "config.json"
     cases = [rehearsal(p, size, rank, config) for p, size in CPU_PRESETS.items() for rank in {0, size - 1}]
