@@ -189,6 +189,15 @@ def test_zero3_gathers_a_small_model_once_and_a_large_one_again() -> None:
     assert dict(zero3_gathers(job, persistent=8, reuse=1617)[1]) == {64: 1, 800: 1}
 
 
+def test_a_preset_that_fetches_nothing_ahead_gathers_one_tensor_a_call() -> None:
+    job = job_of("zero3_nvme_offload")
+    assert job.engine.prefetch_bucket == 0
+    counted = zero3_gathers(job, job.engine.persistence_threshold, job.engine.reuse_distance)
+    tensors = sum(part.total() for part in counted)
+    gathers = [one.calls for one in step_collectives(job) if one.name == "all_gather" and "small" not in one.purpose]
+    assert all(0 <= calls <= tensors for calls in gathers)
+
+
 def test_zero3_with_checkpointing_uses_a_layer_once_more() -> None:
     again = zero3_gathers(job_of("zero3", activation_checkpointing=True), persistent=8, reuse=0)[1]
     assert again[64] == 4

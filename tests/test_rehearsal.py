@@ -266,6 +266,25 @@ def test_what_fake_tensors_cannot_trace_is_refused(tmp_path: Path, preset: str, 
         plan_rehearsal(load_preset(preset), world_size=4, rank=0, training_argv=argv, cpu=True, fake_tensors=True)
 
 
+# -- beside a plan
+
+
+@pytest.mark.launch
+def test_a_plan_is_verified_part_by_part_and_says_what_it_cannot_verify(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    presets = ["--preset", "zero2", "--preset", "zero3_nvme_offload"]
+    words = [str(tmp_path), *presets, "--world-size", "8", "--gpu", "h100", "--max-seq-length", "32"]
+    ended = toolkit("plan", *words, "--verify", "--cpu", "--json")
+    assert ended.returncode == 0, ended.stderr
+    found = json.loads(ended.stdout)
+    zero2, nvme = found["verified"]
+    assert (zero2["preset"], zero2["world_size"], zero2["rehearsed_on"]) == ("zero2", 8, "cpu")
+    assert [part["part"] for part in zero2["parts"]] == ["parameter", "gradient", "optimizer"]
+    assert all(part["planned_bytes"] == part["rehearsed_bytes"] > 0 for part in zero2["parts"])
+    assert nvme["parts"] == []
+    assert nvme["why_not"].endswith("its swap files belong to a real run on a real disk")
+
+
 # -- on a GPU
 
 

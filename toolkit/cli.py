@@ -8,12 +8,18 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
 from toolkit.errors import EXIT_RUN_FAILED, EXIT_WRONG_INPUT, ToolkitError
+
+if TYPE_CHECKING:
+    from toolkit.compare.plan_check import Checked
+    from toolkit.plan.job import Job
+    from toolkit.plan.planner import Plan
 
 Value = TypeVar("Value")
 
@@ -119,11 +125,16 @@ def plan(
     optimizer: Annotated[str, typer.Option(help="fused (the Trainer's default) or foreach")] = "fused",
     gpus_per_machine: Annotated[int, typer.Option(help="GPUs that share a host")] = 8,
     host_memory_gib: Annotated[float | None, typer.Option(help="a host's memory, to judge offload by")] = None,
+    verify: Annotated[
+        bool, typer.Option("--verify", help="rehearse rank 0 of each plan, and show both part by part")
+    ] = False,
+    cpu: Annotated[bool | None, typer.Option("--cpu/--no-cpu", help="where --verify rehearses")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="the plans as JSON")] = False,
 ) -> None:
     """Memory, traffic and time of a job before it runs: what fits, with how much left. Arithmetic only."""
-    from toolkit.plan.door import run_plan
+    from toolkit.plan.door import plans_of, print_json
     from toolkit.plan.job import Job
+    from toolkit.plan.table import print_plans
 
     job = Job(
         per_device_train_batch_size=per_device_train_batch_size,
@@ -136,7 +147,7 @@ def plan(
         optimizer=optimizer,
         gpus_per_machine=gpus_per_machine,
     )
-    run_plan(
+    plans, request = plans_of(
         model,
         presets=preset or [],
         world_sizes=world_size,
@@ -145,8 +156,26 @@ def plan(
         gpu_memory_gib=gpu_memory_gib,
         gpu_tflops=gpu_tflops,
         host_memory_gib=host_memory_gib,
-        as_json=as_json,
     )
+    if not as_json:
+        print_plans(plans, request)
+    checked = _check_plans(model, plans, job, cpu=cpu, as_json=as_json) if verify else []
+    if as_json:
+        print_json(model, plans, request, **({"verified": [one.as_row() for one in checked]} if verify else {}))
+    if any(one.failed for one in checked):
+        raise typer.Exit(EXIT_RUN_FAILED)
+
+
+def _check_plans(model: str, plans: Sequence[Plan], job: Job, *, cpu: bool | None, as_json: bool) -> list[Checked]:
+    """Each plan beside a rehearsal, told as they end."""
+    from toolkit.compare.plan_check import check_plans
+
+    checked = []
+    for one in check_plans(model, [plan.as_row() for plan in plans], job, cpu=_on_cpu(cpu), say=say):
+        checked.append(one)
+        if not as_json:
+            print("\n" + "\n".join(one.lines()))
+    return checked
 
 
 @app.command()

@@ -111,7 +111,9 @@ def _zero3(job: TrafficJob) -> Iterator[Collective]:
     engine = job.engine
     bytes_each, persistent, machine = engine.element_bytes, engine.persistence_threshold, engine.machine_partition
     prefetch = max(engine.prefetch_bucket, 1)
-    first, again = (_padded_gathers(part, ranks) for part in zero3_gathers(job, persistent, engine.reuse_distance))
+    counted = zero3_gathers(job, persistent, engine.reuse_distance)
+    first, again = (_padded_gathers(part, ranks) for part in counted)
+    tensors = steps * sum(part.total() for part in counted)
     everyone: dict[str, Any] = {"group_size": ranks, "group": "all"}
     gathers = [("forward", steps * first, everyone), ("backward", steps * again, everyone)]
     if machine > 1:  # hpZ: the first gather of a step crosses machines, all others find a copy within theirs
@@ -119,7 +121,9 @@ def _zero3(job: TrafficJob) -> Iterator[Collective]:
         gathers = [("step's first use", first, everyone), ("later uses", later, _machine(machine))]
     weight_bytes = 1 if zero.get("zero_quantized_weights") else bytes_each
     for where, elements, group in gathers:
-        yield from _gather(f"parameters in the {where}", weight_bytes * elements, -(-elements // prefetch), **group)
+        # A gather fills a prefetch bucket, or takes one tensor where the preset fetches nothing ahead.
+        calls = min(-(-elements // prefetch), tensors)
+        yield from _gather(f"parameters in the {where}", weight_bytes * elements, calls, **group)
     trained = [tensor.num_elements for layer in job.trained for tensor in layer]
     padded = sum(_multiple(size, ranks) for size in trained)
     calls = steps * math.ceil(padded / max(engine.reduce_bucket, 1))

@@ -7,18 +7,18 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from typing import Any
 
 from toolkit.errors import ToolkitError
 from toolkit.hardware.gpu_table import Gpu, find_gpu, gpu_by_hand
 from toolkit.models.read import read_model
 from toolkit.plan.job import Job
-from toolkit.plan.planner import Request, make_plans
-from toolkit.plan.table import print_plans
+from toolkit.plan.planner import Plan, Request, make_plans
 from toolkit.presets import list_presets, load_preset
 from toolkit.units import GIB
 
 
-def run_plan(
+def plans_of(
     model: str,
     *,
     presets: Sequence[str],
@@ -28,9 +28,8 @@ def run_plan(
     gpu_memory_gib: float | None,
     gpu_tflops: float | None,
     host_memory_gib: float | None,
-    as_json: bool,
-) -> None:
-    """Print the plans of the named presets, or of all that can have the world sizes."""
+) -> tuple[list[Plan], Request]:
+    """The plans of the named presets, or of all that can have the world sizes, and what was asked."""
     chosen_gpu = the_gpu(gpu, memory_gib=gpu_memory_gib, tflops=gpu_tflops)
     if host_memory_gib is not None and not 0 < host_memory_gib < 10**6:
         raise ToolkitError(f"--host-memory-gib is {host_memory_gib}, expected more than 0 and below a million")
@@ -45,12 +44,14 @@ def run_plan(
         host_memory_bytes=None if host_memory_gib is None else round(host_memory_gib * GIB),
         strict=bool(presets),
     )
-    plans = make_plans(request)
-    if as_json:
-        head = {"model": model, "model_type": shape.model_type, "counted_on": shape.counted_on}
-        print(json.dumps(head | {"plans": [plan.as_row() for plan in plans]}, indent=2))
-        return
-    print_plans(plans, request)
+    return make_plans(request), request
+
+
+def print_json(model: str, plans: Sequence[Plan], request: Request, **more: Any) -> None:
+    """The plans as JSON, with what else was found."""
+    shape = request.shape
+    head = {"model": model, "model_type": shape.model_type, "counted_on": shape.counted_on}
+    print(json.dumps(head | {"plans": [plan.as_row() for plan in plans]} | more, indent=2))
 
 
 def the_gpu(name: str | None, *, memory_gib: float | None, tflops: float | None) -> Gpu:
