@@ -78,7 +78,8 @@ def test_the_run_folder_holds_exactly_its_files_and_the_model(runs: dict[str, Pa
     found = {str(path.relative_to(runs[preset])) for path in runs[preset].rglob("*") if path.is_file()}
     ends = ("jsonl", "pulse", "stacks")
     rows = {f"ranks/rank{rank}.{end}" for rank in range(CPU_PRESETS[preset]) for end in ends}
-    assert found == RUN_FILES | rows | MODEL_FILES | {"live_logits.pt"}
+    counted = {f"collectives/rank{rank}.jsonl" for rank in range(CPU_PRESETS[preset])}  # the script's, as the logits
+    assert found == RUN_FILES | rows | MODEL_FILES | {"live_logits.pt"} | counted
 
 
 @pytest.mark.parametrize("preset", PRESETS)

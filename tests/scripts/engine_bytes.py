@@ -20,9 +20,9 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AutoConfig, AutoModelForCausalLM, Trainer
 
-from toolkit.cache import use_cached_extensions
 from toolkit.plan.engine import engine_of
 from toolkit.presets import Preset, load_preset
+from toolkit.train.__main__ import prepare_environment
 from toolkit.train.attest.gradients import deepspeed_gradients
 from toolkit.train.attest.readings import read_deepspeed, read_fsdp2, read_torch
 from toolkit.train.attest.tensors import local_bytes
@@ -33,7 +33,7 @@ LENGTH = 8
 def main() -> None:
     """All cases in one process; a group is left before the next is made."""
     stdout, sys.stdout = sys.stdout, sys.stderr  # deepspeed prints
-    use_cached_extensions()
+    prepare_environment()
     os.environ |= {"DS_ACCELERATOR": "cpu", "LOCAL_RANK": "0"}
     cases = json.load(sys.stdin)
     place = ("world_size", "rank")
