@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -180,11 +179,11 @@ def test_the_largest_micro_batch_and_the_smallest_world_fit_and_the_next_do_not(
     assert plan.smallest_world_size == 2
 
 
-def test_all_presets_and_eight_world_sizes_of_8b_take_less_than_a_second() -> None:
-    started = time.process_time()
-    plans = make_plans(request(world_sizes=SIZES))
-    assert len(plans) > 80
-    assert time.process_time() - started < 10  # 0.5 s alone (benchmarks/planner.py); this only notices a disaster
+def test_all_presets_and_eight_world_sizes_are_planned_in_one_call() -> None:
+    plans = make_plans(request(world_sizes=SIZES))  # benchmarks/planner.py has the seconds
+    made = {(plan.preset, plan.world_size) for plan in plans}
+    assert len(made) == len(plans) > 80
+    assert {size for _, size in made} == set(SIZES)
 
 
 def test_a_preset_is_left_out_where_it_cannot_be_unless_it_is_named() -> None:
