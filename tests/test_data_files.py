@@ -6,7 +6,6 @@ import csv
 import json
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -218,10 +217,8 @@ def test_a_file_that_may_not_be_read_is_named(write: Write, monkeypatch: pytest.
     ("name", "data_format"), [("faq-en-alpaca.jsonl", "alpaca"), ("faq-en-sharegpt.jsonl", "sharegpt")]
 )
 def test_the_real_files_are_sound(name: str, data_format: str) -> None:
-    start = time.perf_counter()
     check = check_file(faq(name))
     assert (check.format, check.rows, check.complete) == (data_format, 503, True)
-    assert time.perf_counter() - start < 0.2
 
 
 def test_real_rows_survive_a_csv_file(tmp_path: Path) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -147,9 +146,7 @@ def test_an_unknown_option_is_refused(capsys: pytest.CaptureFixture[str]) -> Non
     assert capsys.readouterr().err == "error: the only option is --async-io\n"
 
 
-def test_asking_again_takes_a_moment(extensions: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_asking_again_compiles_nothing(extensions: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pretend_compiled(extensions)
-    started = time.monotonic()
     assert ops.main() == 0
-    assert time.monotonic() - started < 1
     assert capsys.readouterr().err == f"DeepSpeed's CPU ops are already compiled in {extensions}\n"
