@@ -600,6 +600,19 @@ def test_a_rank_that_a_signal_ended_is_the_cause_not_the_peer_that_lost_it(tmp_p
     assert (starved.status, starved.exit_code) == ("host_out_of_memory", 3)
 
 
+def test_a_rank_that_the_launcher_ended_after_a_kill_is_no_interruption(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    write_json(folder.failure_json, {"kind": "interrupted", "message": "SIGTERM ended the run in step 1", "rank": 0})
+    folder.log.write_text(
+        "Root Cause (first observed failure):\n"
+        "[0]:\n  rank      : 1 (local_rank: 1)\n  exitcode  : -9 (pid: 8)  (SIGKILL)\n"
+    )
+    ended = conclude(folder, Outcome(exit_code=1, seconds=1.0), killed_for_memory=False)
+    assert (ended.status, ended.exit_code) == ("failed", 1)
+    assert ended.failure is not None
+    assert ended.failure["message"] == "rank 1 is gone in step 1: SIGKILL ended it"
+
+
 def test_a_rank_killed_after_another_failed_is_no_cause() -> None:
     log = (
         "[1]:\n  rank      : 1 (local_rank: 1)\n  exitcode  : -9 (pid: 8)  (SIGKILL)\n"

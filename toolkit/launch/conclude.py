@@ -21,6 +21,9 @@ from toolkit.runs.steps import read_rows
 LOG_LINES_IN_A_MESSAGE = 3
 RESUME = "`--resume_from_checkpoint latest` goes on from the last checkpoint; `--max-restarts N` does so by itself"
 
+# What a rank says whose peer is gone: a connection broke, or the launcher's SIGTERM came.
+CONSEQUENCES = (status.FAILED, status.INTERRUPTED)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunResult:
@@ -60,11 +63,12 @@ def _read_log(path: Path, start: int) -> str:
 def _said_or_seen(folder: RunFolder, outcome: Outcome, log: str, *, killed_for_memory: bool) -> dict[str, Any] | None:
     """failure.json; but where a signal ended a rank, that is the cause, and what its peers say a consequence.
 
-    A rank that gave its own cause (not merely that it failed) is believed: its peers were ended after it.
+    A rank that gave its own cause (not merely that it failed, or that the launcher ended it) is believed: its peers
+    were ended after it.
     """
     failure = read_json(folder.failure_json)
     killed = killed_rank(log)
-    spoke = failure is not None and (failure["kind"] != status.FAILED or bool(failure.get("wrong_input")))
+    spoke = failure is not None and (failure["kind"] not in CONSEQUENCES or bool(failure.get("wrong_input")))
     if killed is None or outcome.interrupted or outcome.timed_out or spoke:
         return failure
     aborted_for_memory = killed.signal == "SIGABRT" and is_out_of_memory(log)
