@@ -16,8 +16,8 @@ from typing import Any
 
 from record import print_table, write_result
 
-from toolkit.plan.engine import why_not
 from toolkit.presets import load_preset
+from toolkit.presets.world import why_not
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 import test_engine_bytes as engines

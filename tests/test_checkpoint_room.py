@@ -201,7 +201,11 @@ def test_a_run_resumes_elsewhere_with_the_same_losses(
 
 @pytest.mark.parametrize(
     ("preset", "ranks", "said"),
-    [("zero3_nvme_offload", 2, "swaps to NVMe"), ("fsdp2_hybrid", 3, "needs 4"), ("single", 2, "trains in 1 process")],
+    [
+        ("zero3_nvme_offload", 2, "swaps to NVMe"),
+        ("fsdp2_hybrid", 3, "needs at least 4"),
+        ("single", 2, "in one process"),
+    ],
 )
 def test_an_impossible_pair_is_refused_before_anything_is_written(
     checkpoint: Path, tmp_path: Path, preset: str, ranks: int, said: str

@@ -74,16 +74,21 @@ def test_a_script_without_a_launcher_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "world_size", "processes"),
-    [("fsdp2", 1, "2+"), ("fsdp2_hybrid", 5, "4+, by 2"), ("single", 2, "1"), ("zeropp", 12, "8+, by 8")],
+    ("name", "world_size", "reason", "instead"),
+    [
+        ("fsdp2", 1, "needs at least 2 processes", 2),
+        ("fsdp2_hybrid", 5, "needs a multiple of 2 processes", 6),
+        ("single", 2, "trains in one process", 1),
+        ("zeropp", 12, "needs a multiple of 8 processes", 16),
+    ],
 )
 def test_a_number_of_processes_that_cannot_be_is_refused(
-    name: str, world_size: int, processes: str, monkeypatch: pytest.MonkeyPatch
+    name: str, world_size: int, reason: str, instead: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     started_in(monkeypatch, world_size)
-    assert refusal(name).message == (
-        f"preset {name!r} trains in {processes} processes, this script was started in {world_size}"
-    )
+    refused = refusal(name)
+    assert refused.message == f"preset {name!r} {reason}, this script was started in {world_size}"
+    assert refused.hint == f"`torchrun --nproc_per_node {instead} script.py`"
 
 
 @pytest.mark.parametrize("variable", door.ENGINE_VARIABLES)

@@ -19,8 +19,8 @@ sys.path[:0] = [str(FOLDER), str(FOLDER.parent)]
 import grid  # noqa: E402
 import validate  # noqa: E402
 
+from toolkit.launch.rehearsable import check_rehearsal  # noqa: E402
 from toolkit.presets import load_preset  # noqa: E402
-from toolkit.runs.rehearsals import check_rehearsal  # noqa: E402
 
 # Of the grid as it was registered, before any measurement. A change here is a new registration.
 REGISTERED = "7a25c5890c55833b4dea95e6d2a7160f5c0cfffb42255b11c2d4605846e9be3d"

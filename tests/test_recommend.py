@@ -132,7 +132,7 @@ def test_the_largest_micro_batch_that_fits_is_taken(shape: ModelShape) -> None:
 
 def test_what_cannot_be_is_named_with_its_reason(shape: ModelShape) -> None:
     why_not = found(ask(shape)).why_not
-    assert why_not["single"] == "is for 1 process"
+    assert why_not["single"] == "trains in one process"
     assert why_not["zero3_nvme_offload"].startswith("needs a local NVMe disk")
     assert "another problem" in why_not["zeropp"]
     assert why_not["ddp"].startswith("does not fit: ")

@@ -19,11 +19,11 @@ from toolkit.compare.door import write_report_again
 from toolkit.compare.run import Runner, Telling
 from toolkit.compare.trials import plan_comparison
 from toolkit.errors import ToolkitError
+from toolkit.launch.rehearsable import check_rehearsal
 from toolkit.launch.rehearsal_lines import part_rows
 from toolkit.launch.rehearse import plan_rehearsal
 from toolkit.presets import load_preset
 from toolkit.runs.folder import RunFolder
-from toolkit.runs.rehearsals import check_rehearsal
 
 PARTS = ("parameter_bytes", "gradient_bytes", "optimizer_bytes")
 LARGE = 64

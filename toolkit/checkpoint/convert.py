@@ -25,6 +25,7 @@ from toolkit.checkpoint.universal_target import write_universal
 from toolkit.checkpoint.weights import check_names, name_states
 from toolkit.errors import ToolkitError
 from toolkit.presets import Preset
+from toolkit.presets.world import check_trains_in
 from toolkit.runs.checkpoints import complete, file_entries, files_of
 
 WRITERS = {"deepspeed": write_universal, "fsdp2": write_dcp, "ddp": write_plain, "none": write_plain}
@@ -65,10 +66,7 @@ def check_pair(preset: Preset, num_processes: int) -> None:
             f"preset {preset.name!r} swaps to NVMe: DeepSpeed resumes it only from its own swap files",
             hint="`--preset zero3_cpu_offload`",
         )
-    if num_processes < preset.min_world_size or num_processes % preset.world_size_multiple:
-        raise ToolkitError(f"preset {preset.name!r} needs {preset.processes} processes, got {num_processes}")
-    if preset.max_world_size is not None and num_processes > preset.max_world_size:
-        raise ToolkitError(f"preset {preset.name!r} trains in {preset.max_world_size} process, got {num_processes}")
+    check_trains_in(preset, num_processes, given=f"got {num_processes}", option="--num-processes")
 
 
 def check_source(path: Path) -> None:

@@ -14,10 +14,12 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from toolkit.errors import ToolkitError
-from toolkit.hardware.machine import describe_machine
+from toolkit.hardware.container import memory_limit_bytes
+from toolkit.hardware.machine import host_memory_bytes
+from toolkit.launch.rehearsable import cannot_trace
 from toolkit.launch.rehearse import Rehearsal, plan_rehearsal, rehearse_once
 from toolkit.plan.job import Job
-from toolkit.presets import Preset, load_preset
+from toolkit.presets import load_preset
 from toolkit.runs.side_by_side import Difference, side_by_side
 from toolkit.units import NOT_AVAILABLE, gib
 
@@ -95,7 +97,7 @@ def rehearsal_of(model: str, row: Row, job: Job, *, cpu: bool) -> Rehearsal:
     preset = load_preset(row["preset"])
     if job.loss == "chunked":
         raise ToolkitError("--loss chunked is planned only: the training script has no such loss")
-    fake_tensors = cpu and can_trace(preset) and not job.load_in_4bit
+    fake_tensors = cpu and cannot_trace(preset) is None and not job.load_in_4bit
     argv = training_words(model, job, cpu=cpu)
     rehearsal = plan_rehearsal(
         preset, world_size=row["world_size"], rank=0, training_argv=argv, cpu=cpu, fake_tensors=fake_tensors
@@ -103,11 +105,6 @@ def rehearsal_of(model: str, row: Row, job: Job, *, cpu: bool) -> Rehearsal:
     if cpu and not fake_tensors:
         check_host_memory(row, job)
     return rehearsal
-
-
-def can_trace(preset: Preset) -> bool:
-    """Whether the engine runs on fake tensors, and one memory is enough."""
-    return preset.engine != "deepspeed" and preset.offload_optimizer is None and preset.offload_param is None
 
 
 def training_words(model: str, job: Job, *, cpu: bool) -> list[str]:
@@ -131,6 +128,6 @@ def check_host_memory(row: Row, job: Job) -> None:
     held = sum(row[f"{part}_bytes"] for part in ("parameter", "gradient", "optimizer", "activation", "logits"))
     offloaded = row["host_bytes"] // min(row["world_size"], job.gpus_per_machine)
     needed = held + offloaded + LOADING_BYTES_PER_PARAMETER * row["num_params"]
-    there = describe_machine()["host_memory_bytes"]
-    if there is not None and needed > there:
+    there = memory_limit_bytes() or host_memory_bytes()
+    if needed > there:
         raise ToolkitError(f"it needs about {gib(needed)} of host memory, and this machine has {gib(there)}")

@@ -9,16 +9,17 @@ Version 1 and version 2 of the kernel's cgroups; None where nothing is limited o
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Iterator
 from pathlib import Path
+
+from toolkit.hardware.machine import host_memory_bytes
 
 CGROUP_ROOT = Path("/sys/fs/cgroup")
 
 
 def memory_limit_bytes(root: Path = CGROUP_ROOT) -> int | None:
     """The smallest limit above this process that is below the machine's memory."""
-    installed = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    installed = host_memory_bytes()
     said = [*_read(root, "", "memory.max"), *_read(root, "memory", "memory.limit_in_bytes")]
     return min((int(text) for text in said if text.isdigit() and int(text) < installed), default=None)
 

@@ -38,11 +38,16 @@ def describe_machine() -> dict[str, Any]:
     return {
         "cpu": _cpu_name(),
         "cpu_count": len(os.sched_getaffinity(0)),
-        "host_memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "host_memory_bytes": host_memory_bytes(),
         "system": f"{platform.system()} {platform.release()}",
         "python": platform.python_version(),
         "gpus": _gpus(),
     }
+
+
+def host_memory_bytes() -> int:
+    """Memory of this machine, in use or not."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def git_commit(folder: Path) -> str | None:

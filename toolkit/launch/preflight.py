@@ -17,6 +17,7 @@ from toolkit.errors import ToolkitError
 from toolkit.hardware.gpus import count_gpus
 from toolkit.launch.restarts import Limits
 from toolkit.presets import Preset
+from toolkit.presets.world import check_trains_in
 from toolkit.runs.argv import flag, integer, read_arguments, resumes
 from toolkit.runs.checkpoints import (
     LATEST_WORDS,
@@ -95,21 +96,7 @@ def check_process_count(num_processes: int, *, gpus: int | None, preset: Preset)
         raise ToolkitError(f"--num-processes is {num_processes}, expected 1 or more")
     if gpus is None:
         check_runs_on_cpu(preset)
-    if num_processes < preset.min_world_size:
-        raise ToolkitError(
-            f"preset {preset.name!r} needs at least {preset.min_world_size} processes, got {num_processes}",
-            hint=f"`--num-processes {preset.min_world_size}`, or `--preset ddp` for fewer",
-        )
-    if preset.max_world_size is not None and num_processes > preset.max_world_size:
-        raise ToolkitError(
-            f"preset {preset.name!r} trains in one process, got {num_processes}",
-            hint="`--num-processes 1`, or `--preset ddp` for several",
-        )
-    if num_processes % preset.world_size_multiple:
-        raise ToolkitError(
-            f"preset {preset.name!r} needs a multiple of {preset.world_size_multiple} processes, got {num_processes}",
-            hint=f"`--num-processes {num_processes + -num_processes % preset.world_size_multiple}`",
-        )
+    check_trains_in(preset, num_processes, given=f"got {num_processes}", option="--num-processes")
     if gpus is not None and num_processes > gpus:
         raise ToolkitError(
             f"{num_processes} processes, but {gpus} GPUs are visible here",

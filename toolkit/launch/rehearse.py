@@ -28,6 +28,7 @@ from toolkit.launch.preflight import (
     local_folder,
 )
 from toolkit.launch.process import run_command
+from toolkit.launch.rehearsable import check_rehearsal, check_traced
 from toolkit.presets import Preset
 from toolkit.runs import status
 from toolkit.runs.argv import flag, read_arguments, resumes
@@ -38,8 +39,6 @@ from toolkit.runs.rehearsals import (
     FORCED_ARGUMENTS,
     RANK_VARIABLE,
     SYNTHETIC,
-    check_rehearsal,
-    check_traced,
 )
 from toolkit.runs.switches import check_switches
 

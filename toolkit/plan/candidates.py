@@ -14,7 +14,6 @@ from dataclasses import dataclass, replace
 from toolkit.errors import ToolkitError
 from toolkit.hardware.gpu_table import Gpu
 from toolkit.models.shape import ModelShape
-from toolkit.plan.engine import why_not
 from toolkit.plan.job import Job
 from toolkit.plan.links import Cluster
 from toolkit.plan.memory import MemoryPlan, plan_memory
@@ -22,6 +21,7 @@ from toolkit.plan.step_time import StepTime, step_time
 from toolkit.plan.traffic import traffic_of
 from toolkit.plan.verdict import FITS, memory_verdict
 from toolkit.presets.preset import Preset
+from toolkit.presets.world import why_not
 from toolkit.units import gib
 
 

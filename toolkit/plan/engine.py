@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from toolkit.errors import ToolkitError
 from toolkit.presets.preset import Preset
 
 REDUCE_BUCKET, PREFETCH_BUCKET, SUB_GROUP = 500_000_000, 50_000_000, 1_000_000_000
@@ -108,21 +107,3 @@ def _zero_settings(preset: Preset, hidden_size: int) -> dict[str, Any]:
         "machine_partition": int(zero.get("zero_hpz_partition_size", 1)),
         "pins": bool((zero.get("offload_optimizer") or {}).get("pin_memory", True)),
     }
-
-
-def check_fits_world(preset: Preset, world_size: int) -> None:
-    """Raises ToolkitError for a number of processes that the preset cannot have."""
-    reason = why_not(preset, world_size)
-    if reason is not None:
-        raise ToolkitError(f"preset {preset.name!r} {reason}, --world-size is {world_size}")
-
-
-def why_not(preset: Preset, world_size: int) -> str | None:
-    """What keeps a preset from this number of processes, or None."""
-    if preset.max_world_size is not None and world_size > preset.max_world_size:
-        return f"is for {preset.max_world_size} process"
-    if world_size < preset.min_world_size:
-        return f"needs at least {preset.min_world_size} processes"
-    if world_size % preset.world_size_multiple:
-        return f"needs a multiple of {preset.world_size_multiple} processes"
-    return None

@@ -15,7 +15,6 @@ from toolkit.errors import ToolkitError
 from toolkit.hardware.gpu_table import Gpu
 from toolkit.models.shape import ModelShape
 from toolkit.plan.communication import step_collectives
-from toolkit.plan.engine import check_fits_world, why_not
 from toolkit.plan.job import Job, check_job, check_world_size
 from toolkit.plan.links import Cluster
 from toolkit.plan.memory import MemoryPlan, plan_memory
@@ -24,6 +23,7 @@ from toolkit.plan.traffic import communication_bytes, traffic_of
 from toolkit.plan.verdict import FITS, largest_micro_batch, memory_verdict, smallest_world_size
 from toolkit.plan.weights import job_weights
 from toolkit.presets.preset import Preset
+from toolkit.presets.world import check_trains_in, why_not
 
 # What the toolkit refuses to start as well (`toolkit/runs/switches.py`).
 WHY_NO_QLORA = "4-bit weights are not sharded or offloaded"
@@ -128,7 +128,7 @@ def _chosen(request: Request) -> Iterator[tuple[Preset, int]]:
     for world_size in request.world_sizes:
         for preset in request.presets:
             if request.strict:
-                check_fits_world(preset, world_size)
+                check_trains_in(preset, world_size, given=f"--world-size is {world_size}", option="--world-size")
                 _check_quantized(preset, request.job)
             elif why_not(preset, world_size) is not None or not _takes_quantized(preset, request.job):
                 continue

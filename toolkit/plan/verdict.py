@@ -11,9 +11,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from toolkit.plan.engine import why_not
 from toolkit.plan.memory import MemoryPlan
 from toolkit.presets.preset import Preset
+from toolkit.presets.world import why_not
 
 FITS, DOES_NOT_FIT, TOO_CLOSE = "fits", "does_not_fit", "too_close"
 UNCERTAINTY = 0.15

@@ -22,6 +22,7 @@ from toolkit.errors import ToolkitError
 from toolkit.presets.cpu_fsdp import enable_fsdp_on_cpu
 from toolkit.presets.preset import Preset
 from toolkit.presets.trainer import chosen_precision, launcher_environment, trainer_arguments
+from toolkit.presets.world import next_world_size, why_not
 
 if TYPE_CHECKING:
     from transformers import TrainingArguments
@@ -76,11 +77,11 @@ def refuse_world_size(preset: Preset, world_size: int) -> None:
             f"preset {preset.name!r} needs a launcher: no LOCAL_RANK is in the environment",
             hint=f"`torchrun --nproc_per_node {preset.min_world_size} script.py`, or `accelerate launch`",
         )
-    too_many = preset.max_world_size is not None and world_size > preset.max_world_size
-    if too_many or world_size < preset.min_world_size or world_size % preset.world_size_multiple:
+    reason = why_not(preset, world_size)
+    if reason is not None:
         raise ToolkitError(
-            f"preset {preset.name!r} trains in {preset.processes} processes, this script was started in {world_size}",
-            hint=f"`torchrun --nproc_per_node {preset.min_world_size} script.py`",
+            f"preset {preset.name!r} {reason}, this script was started in {world_size}",
+            hint=f"`torchrun --nproc_per_node {next_world_size(preset, world_size)} script.py`",
         )
 
 

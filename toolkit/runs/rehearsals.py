@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from toolkit.errors import ToolkitError
 from toolkit.runs.folder import RunFolder
@@ -36,27 +36,6 @@ CANNOT_TELL = (
 )
 
 
-class PresetFacts(Protocol):
-    """What is asked of a preset here."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def engine(self) -> str: ...
-    @property
-    def offload_optimizer(self) -> str | None: ...
-    @property
-    def offload_param(self) -> str | None: ...
-    @property
-    def min_world_size(self) -> int: ...
-    @property
-    def max_world_size(self) -> int | None: ...
-    @property
-    def world_size_multiple(self) -> int: ...
-    @property
-    def needs_gpu(self) -> str | None: ...
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rehearsed:
     """Which rank of which world."""
@@ -65,60 +44,6 @@ class Rehearsed:
     rank: int
     fake_tensors: bool = False
     """Shapes without memory: peaks by part instead of readings of real tensors."""
-
-
-def check_rehearsal(preset: PresetFacts, *, world_size: int, rank: int) -> None:
-    """Refuse a world that the preset does not train in, a rank that is not in it, and what no rehearsal can tell."""
-    if world_size < 1:
-        raise ToolkitError(f"--world-size is {world_size}, expected 1 or more")
-    if world_size < preset.min_world_size:
-        raise ToolkitError(
-            f"preset {preset.name!r} needs at least {preset.min_world_size} processes, --world-size is {world_size}",
-            hint=f"`--world-size {preset.min_world_size}`",
-        )
-    if preset.max_world_size is not None and world_size > preset.max_world_size:
-        raise ToolkitError(
-            f"preset {preset.name!r} trains in one process, --world-size is {world_size}",
-            hint="`--world-size 1`, or `--preset ddp` for several",
-        )
-    if world_size % preset.world_size_multiple:
-        raise ToolkitError(
-            f"preset {preset.name!r} needs a multiple of {preset.world_size_multiple} processes,"
-            f" --world-size is {world_size}",
-            hint=f"`--world-size {world_size + -world_size % preset.world_size_multiple}`",
-        )
-    if not 0 <= rank < world_size:
-        raise ToolkitError(
-            f"--rank is {rank}, and a world of {world_size} has ranks 0 to {world_size - 1}", hint="`--rank 0`"
-        )
-    why = cannot_rehearse(preset)
-    if why is not None:
-        raise ToolkitError(
-            f"preset {preset.name!r} cannot be rehearsed: {why}", hint="`toolkit plan` has its arithmetic"
-        )
-
-
-def check_traced(preset: PresetFacts) -> None:
-    """Refuse the engines that do not run on fake tensors, and what one memory cannot tell apart."""
-    why = None
-    if preset.engine == "deepspeed":
-        why = "DeepSpeed looks into its tensors' values and addresses"
-    elif preset.offload_optimizer or preset.offload_param:
-        why = "what is offloaded and what is not would lie in one memory"
-    if why is not None:
-        raise ToolkitError(
-            f"--fake-tensors does not work with preset {preset.name!r}: {why}",
-            hint="leave --fake-tensors out, for exact bytes of the model states; or `--preset fsdp2`",
-        )
-
-
-def cannot_rehearse(preset: PresetFacts) -> str | None:
-    """Why the preset's engine does not run with collectives that move nothing, or None where it does."""
-    if "nvme" in (preset.offload_optimizer, preset.offload_param):
-        return "its swap files belong to a real run on a real disk"
-    if preset.needs_gpu is not None:
-        return f"{preset.needs_gpu}, and its quantised collectives need other ranks"
-    return None
 
 
 def rehearsal_of(run: dict[str, Any] | None) -> Rehearsed | None:
