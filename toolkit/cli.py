@@ -18,6 +18,7 @@ from toolkit.errors import EXIT_RUN_FAILED, EXIT_WRONG_INPUT, ToolkitError
 
 if TYPE_CHECKING:
     from toolkit.compare.plan_check import Checked
+    from toolkit.launch.door import Ready
     from toolkit.plan.job import Job
     from toolkit.plan.planner import Plan
 
@@ -256,50 +257,38 @@ def train(
     After `--`: at least --model_name_or_path, --dataset and --output_dir. All training arguments:
     `python -m toolkit.train --help`.
     """
-    from toolkit.launch.command import launch_command
-    from toolkit.launch.elsewhere import fitting_checkpoint
-    from toolkit.launch.nvme import check_nvme
-    from toolkit.launch.preflight import check_job, check_limits, check_output, check_resume
+    from toolkit.launch.door import check_training
+    from toolkit.launch.door import train as start
     from toolkit.launch.restarts import Limits
-    from toolkit.launch.run import run_training
     from toolkit.presets import load_preset
 
-    argv = training_arguments or []
-    chosen = load_preset(preset)
-    on_cpu = _on_cpu(cpu)
-    limits = Limits(hang_timeout_minutes=hang_timeout_minutes, stop_minutes=stop_minutes, max_restarts=max_restarts)
-    check_limits(limits)
-    job = check_job(chosen, num_processes=num_processes, training_argv=argv, cpu=on_cpu)
-    output_dir = check_output(job.arguments, engine=chosen.engine)
-    fitting = fitting_checkpoint(chosen, num_processes=num_processes, job=job, say=say)
-    argv = [*argv, *fitting.words]
-    check_resume(chosen, num_processes=num_processes, arguments=job.arguments | fitting.arguments)
-    nvme = check_nvme(chosen, nvme_path=nvme_path, arguments=job.arguments, cpu=on_cpu)
-    _say_device(on_cpu, cpu)
-    disk = None
-    if nvme is not None:
-        disk = nvme.path
-        say("\n".join([nvme.line(), *nvme.warnings]))
+    ready = check_training(
+        load_preset(preset),
+        num_processes=num_processes,
+        training_argv=training_arguments or [],
+        cpu=_on_cpu(cpu),
+        nvme_path=nvme_path,
+        limits=Limits(hang_timeout_minutes=hang_timeout_minutes, stop_minutes=stop_minutes, max_restarts=max_restarts),
+        say=say,
+    )
+    _say_device(ready.cpu, cpu)
+    if ready.nvme is not None:
+        say("\n".join([ready.nvme.line(), *ready.nvme.warnings]))
     elif nvme_path is not None:
-        say(f"--nvme-path has no effect: preset {chosen.name!r} swaps to no disk")
-    say(launch_command(chosen, num_processes=num_processes, training_argv=argv, cpu=on_cpu, nvme_path=disk).shown)
-    try:
-        result = run_training(
-            chosen,
-            num_processes=num_processes,
-            training_argv=argv,
-            output_dir=output_dir,
-            cpu=on_cpu,
-            on_line=say,
-            timeout_seconds=timeout_minutes and timeout_minutes * 60,
-            nvme=nvme,
-            limits=limits,
-        )
-    finally:
-        fitting.remove()
+        say(f"--nvme-path has no effect: preset {ready.preset.name!r} swaps to no disk")
+    result = start(ready, plan=_planned(ready), timeout_minutes=timeout_minutes, say=say)
     if result.failure is not None:
         _say_failure(result.status, result.failure)
     raise typer.Exit(result.exit_code)
+
+
+def _planned(ready: Ready) -> dict[str, Any] | None:
+    """What this machine's GPUs will hold, said before they are used; a CPU is not planned."""
+    if ready.cpu:
+        return None
+    from toolkit.plan.of_run import plan_here
+
+    return plan_here(ready.preset, ready.arguments, world_size=ready.num_processes, say=say)
 
 
 def _say_failure(status: str, failure: dict[str, object]) -> None:

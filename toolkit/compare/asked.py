@@ -17,9 +17,9 @@ from toolkit.compare.results import Scaling
 from toolkit.compare.trials import Comparison, row_name
 from toolkit.errors import ToolkitError
 from toolkit.hardware.gpus import count_gpus
-from toolkit.launch.preflight import DEFAULT_BATCH, check_process_count
+from toolkit.launch.preflight import check_process_count
 from toolkit.presets import Preset, load_preset
-from toolkit.runs.argv import integer, read_arguments
+from toolkit.runs.argv import DEFAULT_BATCH, integer, read_arguments
 from toolkit.runs.switches import check_switches
 
 VARIANT_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.]*")

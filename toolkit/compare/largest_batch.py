@@ -17,9 +17,8 @@ from toolkit.compare.rows import row_of
 from toolkit.compare.run import Runner
 from toolkit.compare.trials import Comparison, Trial, row_name
 from toolkit.errors import ToolkitError
-from toolkit.launch.preflight import DEFAULT_BATCH
 from toolkit.runs import status
-from toolkit.runs.argv import integer
+from toolkit.runs.argv import DEFAULT_BATCH, integer
 
 Row = dict[str, Any]
 BATCH = "per_device_train_batch_size"

@@ -6,16 +6,13 @@ planned_bytes(comparison, "zero2", 2, shape=shape)["planned_peak_bytes"]
 from __future__ import annotations
 
 import contextlib
-from typing import Any
 
 from toolkit.compare.trials import Comparison
 from toolkit.errors import ToolkitError
-from toolkit.launch.preflight import DEFAULT_BATCH
 from toolkit.models.shape import ModelShape
-from toolkit.plan.job import Job
 from toolkit.plan.memory import plan_memory
+from toolkit.plan.of_run import job_of
 from toolkit.presets import load_preset
-from toolkit.runs.argv import flag, integer
 
 Facts = dict[str, int | None]
 NOTHING: Facts = {"planned_peak_bytes": None, "planned_allocated_bytes": None}
@@ -31,18 +28,3 @@ def planned_bytes(comparison: Comparison, preset: str, num_processes: int, *, sh
         allocated = plan.peak.allocated_bytes
         return {"planned_peak_bytes": plan.planned_peak_bytes, "planned_allocated_bytes": allocated}
     return NOTHING
-
-
-def job_of(arguments: dict[str, Any]) -> Job:
-    """The planner's job of training arguments."""
-    recomputes = any(
-        flag(arguments.get(name, False)) for name in ("activation_checkpointing", "gradient_checkpointing")
-    )
-    return Job(
-        per_device_train_batch_size=integer(arguments, "per_device_train_batch_size", DEFAULT_BATCH),
-        max_seq_length=integer(arguments, "max_seq_length", Job().max_seq_length),
-        gradient_accumulation_steps=integer(arguments, "gradient_accumulation_steps", 1),
-        activation_checkpointing=recomputes,
-        lora_r=integer(arguments, "lora_r", 0) or None,
-        load_in_4bit=flag(arguments.get("load_in_4bit", False)),
-    )

@@ -27,12 +27,11 @@ from toolkit.launch.restarts import Limits
 from toolkit.launch.run import run_training
 from toolkit.presets import load_preset
 from toolkit.runs import status
-from toolkit.runs.argv import integer, read_arguments
+from toolkit.runs.argv import DEFAULT_BATCH, integer, read_arguments
 from toolkit.runs.folder import RunFolder
 from toolkit.runs.rehearsals import refuse_rehearsals
 
 DEFAULT_SEED = 42  # transformers' TrainingArguments
-DEFAULT_BATCH = 8
 # Ranks notice within seconds that the launcher is gone; a save that is under way may take longer.
 ORPHAN_SECONDS = 120.0
 

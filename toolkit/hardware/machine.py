@@ -106,6 +106,11 @@ def _gpus() -> list[dict[str, Any]]:
     return [gpu_facts(row.split(", ")) for row in rows]
 
 
+def gpu_names() -> list[str]:
+    """Of each GPU, as nvidia-smi prints it."""
+    return [str(gpu["name"]) for gpu in _gpus()]
+
+
 def gpu_facts(fields: list[str]) -> dict[str, Any]:
     """One line of nvidia-smi's answer; what it does not know is None."""
     name, mib, driver, *figures = fields

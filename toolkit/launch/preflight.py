@@ -18,7 +18,7 @@ from toolkit.hardware.gpus import count_gpus
 from toolkit.launch.restarts import Limits
 from toolkit.presets import Preset
 from toolkit.presets.world import check_trains_in
-from toolkit.runs.argv import flag, integer, read_arguments, resumes
+from toolkit.runs.argv import DEFAULT_BATCH, flag, integer, read_arguments, resumes
 from toolkit.runs.checkpoints import (
     LATEST_WORDS,
     Checkpoint,
@@ -41,7 +41,6 @@ POSITIVE = (
     "preprocessing_num_workers",
     "streaming_buffer_size",
 )
-DEFAULT_BATCH = 8  # transformers' per_device_train_batch_size
 DEFAULT_SEED = 42  # transformers' seed
 # Bytes of one checkpoint over those of the fp32 weights: weights, momentum and variance; DeepSpeed keeps an fp32 master
 # too, and writes the weights once as its own and (ZeRO-1, 2) once as safetensors. Tied embeddings may be written twice.

@@ -197,5 +197,6 @@ def _planned(rehearsal: Rehearsal, command: LaunchCommand) -> dict[str, Any]:
         "world_size": rehearsal.world_size,
         "rehearsal": {"world_size": rehearsal.world_size, "rank": rehearsal.rank},
         "training_arguments": rehearsal.training_argv,
+        "plan": None,
         "command": command.shown,
     }

@@ -36,8 +36,11 @@ def run_training(
     timeout_seconds: float | None = None,
     nvme: NvmeDisk | None = None,
     limits: Limits = Limits(),  # noqa: B008  (frozen)
+    plan: dict[str, Any] | None = None,
 ) -> RunResult:
     """Train in `output_dir`, which must hold no finished run, and start again as often as `limits` say.
+
+    `plan` is what was planned for it, for its run.json.
 
     Raises ToolkitError for a folder that cannot be used; every other ending is in the result.
     """
@@ -47,7 +50,7 @@ def run_training(
         started, restarts = time.monotonic(), Restarts(folder, limits.max_restarts)
         while True:
             left = None if timeout_seconds is None else timeout_seconds - (time.monotonic() - started)
-            start = _Start(preset, num_processes, [*training_argv, *restarts.arguments()], cpu, nvme, limits)
+            start = _Start(preset, num_processes, [*training_argv, *restarts.arguments()], cpu, nvme, limits, plan)
             result, outcome = _run_once(
                 folder, start, on_line, lock=lock, timeout_seconds=left, first=not restarts.done
             )
@@ -68,6 +71,7 @@ class _Start(NamedTuple):
     cpu: bool
     nvme: NvmeDisk | None
     limits: Limits
+    plan: dict[str, Any] | None
 
 
 def _run_once(
@@ -91,7 +95,7 @@ def _run_once(
     if first:
         folder.prepare(resume=resumes(read_arguments(start.argv)))
         facts = {} if start.nvme is None else {"nvme": start.nvme.facts()}
-        folder.update_run(**_planned(start.preset, start.num_processes, start.argv, command), **facts)
+        folder.update_run(**_planned(start, command), **facts)
     else:
         folder.update_run(status=status.RUNNING, exit_code=None, launcher_pid=os.getpid(), command=command.shown)
     kills_before = host_memory_kills()
@@ -116,17 +120,16 @@ def _run_once(
     return conclude(folder, outcome, killed_for_memory=killed, log_start=log_start), outcome
 
 
-def _planned(
-    preset: Preset, num_processes: int, training_argv: Sequence[str], command: LaunchCommand
-) -> dict[str, Any]:
+def _planned(start: _Start, command: LaunchCommand) -> dict[str, Any]:
     return {
         "status": status.RUNNING,
         "exit_code": None,
         "launcher_pid": os.getpid(),
         **start_facts(),
-        "preset": preset.name,
-        "preset_files": preset.texts(),
-        "world_size": num_processes,
-        "training_arguments": list(training_argv),
+        "preset": start.preset.name,
+        "preset_files": start.preset.texts(),
+        "world_size": start.num_processes,
+        "training_arguments": start.argv,
+        "plan": start.plan,
         "command": command.shown,
     }

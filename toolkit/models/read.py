@@ -28,8 +28,8 @@ COUNTING_SECONDS = 300
 HUB_SECONDS = 5
 
 
-def read_model(MODEL: str) -> ModelShape:  # noqa: N803
-    """The shape of MODEL.
+def read_model(MODEL: str, *, count: bool = True) -> ModelShape:  # noqa: N803
+    """The shape of MODEL; without `count`, of an architecture that arithmetic knows, since counting takes seconds.
 
     Raises ToolkitError for what is not there, cannot be read, lacks a field, or is no language model.
     """
@@ -37,6 +37,8 @@ def read_model(MODEL: str) -> ModelShape:  # noqa: N803
     fields = Fields(_read_json(path), str(path))
     _check_type(fields)
     shape = shape_of(fields)
+    if shape is None and not count:
+        raise ToolkitError(f"model_type {fields.values['model_type']!r} is not known to arithmetic", hint=_known())
     return shape if shape is not None else _counted_shape(path)
 
 

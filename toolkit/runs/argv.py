@@ -20,6 +20,7 @@ from toolkit.errors import ToolkitError, did_you_mean
 from toolkit.installed import training_argument_types
 from toolkit.runs.arguments import DataArguments, ModelArguments
 
+DEFAULT_BATCH = 8  # transformers' per_device_train_batch_size
 CONFIG_SUFFIXES = (".yaml", ".yml", ".json")
 # What transformers' own parser takes for a boolean.
 TRUE_WORDS = {"true", "1", "yes", "y", "t"}
