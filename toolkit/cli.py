@@ -43,6 +43,15 @@ TrainingArguments = Annotated[
     list[str] | None, typer.Argument(help="after `--`: arguments of the training script, passed on unchanged")
 ]
 
+ModelName = Annotated[str, typer.Argument(help="a hub id, a folder, or a config.json", metavar="MODEL")]
+GpuName = Annotated[str | None, typer.Option(help="a GPU's name: h100, a100-80gb, rtx-4090, ...")]
+GpuMemory = Annotated[float | None, typer.Option(help="memory of one GPU, given by hand")]
+GpuTflops = Annotated[float | None, typer.Option(help="dense bf16 peak of one GPU, given by hand")]
+SeqLength = Annotated[int, typer.Option(help="tokens of a sequence")]
+LoraRank = Annotated[int | None, typer.Option(help="LoRA adapters of this rank; full if not given")]
+Quantized = Annotated[bool, typer.Option("--load-in-4bit", help="QLoRA: the base in 4 bits")]
+GpusPerMachine = Annotated[int, typer.Option(help="GPUs that share a host")]
+HostMemory = Annotated[float | None, typer.Option(help="a host's memory, to judge offload by")]
 NvmePath = Annotated[str | None, typer.Option(help=NVME_HELP, envvar="TOOLKIT_NVME_PATH", show_envvar=False)]
 
 
@@ -108,24 +117,24 @@ def export(
 
 @app.command()
 def plan(
-    model: Annotated[str, typer.Argument(help="a hub id, a folder, or a config.json", metavar="MODEL")],
+    model: ModelName,
     world_size: Annotated[list[int], typer.Option(help="number of GPUs; repeat it")],
     preset: Annotated[list[str] | None, typer.Option(help=f"{PRESET_HELP}; repeat it; all that fit if none")] = None,
-    gpu: Annotated[str | None, typer.Option(help="a GPU's name: h100, a100-80gb, rtx-4090, ...")] = None,
-    gpu_memory_gib: Annotated[float | None, typer.Option(help="memory of one GPU, given by hand")] = None,
-    gpu_tflops: Annotated[float | None, typer.Option(help="dense bf16 peak of one GPU, given by hand")] = None,
+    gpu: GpuName = None,
+    gpu_memory_gib: GpuMemory = None,
+    gpu_tflops: GpuTflops = None,
     per_device_train_batch_size: Annotated[int, typer.Option(help="sequences of a micro-batch")] = 1,
-    max_seq_length: Annotated[int, typer.Option(help="tokens of a sequence")] = 1024,
+    max_seq_length: SeqLength = 1024,
     gradient_accumulation_steps: Annotated[int, typer.Option(help="micro-batches of a step")] = 1,
     activation_checkpointing: Annotated[
         bool, typer.Option("--activation-checkpointing/--no-activation-checkpointing", help="recompute activations")
     ] = False,
-    lora_r: Annotated[int | None, typer.Option(help="LoRA adapters of this rank; full if not given")] = None,
-    load_in_4bit: Annotated[bool, typer.Option("--load-in-4bit", help="QLoRA: the base in 4 bits")] = False,
+    lora_r: LoraRank = None,
+    load_in_4bit: Quantized = False,
     loss: Annotated[str, typer.Option(help="full, chunked, or fused (Liger)")] = "full",
     optimizer: Annotated[str, typer.Option(help="fused (the Trainer's default) or foreach")] = "fused",
-    gpus_per_machine: Annotated[int, typer.Option(help="GPUs that share a host")] = 8,
-    host_memory_gib: Annotated[float | None, typer.Option(help="a host's memory, to judge offload by")] = None,
+    gpus_per_machine: GpusPerMachine = 8,
+    host_memory_gib: HostMemory = None,
     verify: Annotated[
         bool, typer.Option("--verify", help="rehearse rank 0 of each plan, and show both part by part")
     ] = False,
@@ -181,24 +190,24 @@ def _check_plans(model: str, plans: Sequence[Plan], job: Job, *, cpu: bool | Non
 
 @app.command()
 def recommend(
-    model: Annotated[str, typer.Argument(help="a hub id, a folder, or a config.json", metavar="MODEL")],
+    model: ModelName,
     world_size: Annotated[int, typer.Option(help="number of GPUs")],
-    gpu: Annotated[str | None, typer.Option(help="a GPU's name: h100, a100-80gb, rtx-4090, ...")] = None,
-    max_seq_length: Annotated[int, typer.Option(help="tokens of a sequence")] = 1024,
+    gpu: GpuName = None,
+    max_seq_length: SeqLength = 1024,
     global_batch_size: Annotated[int | None, typer.Option(help="sequences of a step; 32 or more if not given")] = None,
-    lora_r: Annotated[int | None, typer.Option(help="LoRA adapters of this rank; full if not given")] = None,
-    load_in_4bit: Annotated[bool, typer.Option("--load-in-4bit", help="QLoRA: the base in 4 bits")] = False,
+    lora_r: LoraRank = None,
+    load_in_4bit: Quantized = False,
     wish: Annotated[str, typer.Option(help="fastest, or least-memory")] = "fastest",
     preset: Annotated[list[str] | None, typer.Option(help=f"{PRESET_HELP}; only these; repeat it")] = None,
     price_per_gpu_hour: Annotated[float | None, typer.Option(help="dollars")] = None,
-    gpus_per_machine: Annotated[int, typer.Option(help="GPUs that share a host")] = 8,
-    host_memory_gib: Annotated[float | None, typer.Option(help="a host's memory, to judge offload by")] = None,
+    gpus_per_machine: GpusPerMachine = 8,
+    host_memory_gib: HostMemory = None,
     network_gb_per_second: Annotated[
         float | None, typer.Option(help="a machine's network, all cards, one direction")
     ] = None,
     nvme_gb_per_second: Annotated[float | None, typer.Option(help="a machine's local disk, if there is one")] = None,
-    gpu_memory_gib: Annotated[float | None, typer.Option(help="memory of one GPU, given by hand")] = None,
-    gpu_tflops: Annotated[float | None, typer.Option(help="dense bf16 peak of one GPU, given by hand")] = None,
+    gpu_memory_gib: GpuMemory = None,
+    gpu_tflops: GpuTflops = None,
     gpu_link_gb_per_second: Annotated[
         float | None, typer.Option(help="from one GPU to the next, one direction, given by hand")
     ] = None,
