@@ -584,9 +584,16 @@ def test_a_job_without_an_output_folder_is_refused(model: Path) -> None:
         preflight.check_output({"model_name_or_path": str(model)})
 
 
-def test_a_rank_that_a_signal_ended_is_the_cause_not_the_peer_that_lost_it(tmp_path: Path) -> None:
+PEERS = {
+    "failed": {"message": "Connection reset by peer", "rank": 0},
+    "interrupted": {"message": "SIGTERM ended the run in step 1", "rank": 0},  # the launcher ends the others
+}
+
+
+@pytest.mark.parametrize("kind", PEERS)
+def test_a_rank_that_a_signal_ended_is_the_cause_not_the_peer_that_lost_it(kind: str, tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
-    write_json(folder.failure_json, {"kind": "failed", "rank": 0, "message": "Connection reset by peer"})
+    write_json(folder.failure_json, {"kind": kind} | PEERS[kind])
     folder.log.write_text(
         "[1]:\n  rank      : 0 (local_rank: 0)\n  exitcode  : 1 (pid: 7) \nRoot Cause (first observed failure):\n"
         "[0]:\n  rank      : 1 (local_rank: 1)\n  exitcode  : -9 (pid: 8)  (SIGKILL)\n"
@@ -595,22 +602,9 @@ def test_a_rank_that_a_signal_ended_is_the_cause_not_the_peer_that_lost_it(tmp_p
     assert (ended.status, ended.exit_code) == ("failed", 1)
     assert ended.failure is not None
     assert (ended.failure["rank"], ended.failure["message"]) == (1, "rank 1 is gone in step 1: SIGKILL ended it")
-    assert ended.failure["seen_by_peer"]["message"] == "Connection reset by peer"
+    assert ended.failure["seen_by_peer"]["message"] == PEERS[kind]["message"]
     starved = conclude(folder, Outcome(exit_code=1, seconds=1.0), killed_for_memory=True)
     assert (starved.status, starved.exit_code) == ("host_out_of_memory", 3)
-
-
-def test_a_rank_that_the_launcher_ended_after_a_kill_is_no_interruption(tmp_path: Path) -> None:
-    folder = RunFolder(tmp_path)
-    write_json(folder.failure_json, {"kind": "interrupted", "message": "SIGTERM ended the run in step 1", "rank": 0})
-    folder.log.write_text(
-        "Root Cause (first observed failure):\n"
-        "[0]:\n  rank      : 1 (local_rank: 1)\n  exitcode  : -9 (pid: 8)  (SIGKILL)\n"
-    )
-    ended = conclude(folder, Outcome(exit_code=1, seconds=1.0), killed_for_memory=False)
-    assert (ended.status, ended.exit_code) == ("failed", 1)
-    assert ended.failure is not None
-    assert ended.failure["message"] == "rank 1 is gone in step 1: SIGKILL ended it"
 
 
 def test_a_rank_killed_after_another_failed_is_no_cause() -> None:

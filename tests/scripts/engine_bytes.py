@@ -86,23 +86,26 @@ def backward(model: Any, engine: Any = None) -> None:
 
 
 def run_plain(_: Preset, model: Any, __: int) -> dict[str, int]:
+    return stepped(model, read_torch)
+
+
+def stepped(model: Any, read: Any) -> dict[str, int]:
+    """One step with torch's own optimizer; gradients are read before it."""
     optimizer = torch.optim.AdamW(groups_of(model), fused=True)
     backward(model)
     gradients = local_bytes(p.grad for p in model.parameters() if p.grad is not None)
     optimizer.step()
-    return of(read_torch(plain_trainer(optimizer), model, list(model.parameters())), gradients)
+    return of(read(plain_trainer(optimizer), model, list(model.parameters())), gradients)
 
 
 def run_fsdp2(preset: Preset, model: Any, _: int) -> dict[str, int]:
     """Wrapped by accelerate's own function, under the policy that accelerate makes of the preset."""
-    from accelerate.state import AcceleratorState
     from accelerate.utils import FullyShardedDataParallelPlugin
     from accelerate.utils.fsdp_utils import fsdp2_prepare_model
+    from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import CPUOffloadPolicy
 
     ranks = dist.get_world_size()
-    from torch.distributed.device_mesh import init_device_mesh
-
     shape = (preset.replicas, ranks // preset.replicas) if preset.replicas > 1 else (ranks,)
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("r", "s")[-len(shape) :])
     plugin = FullyShardedDataParallelPlugin(
@@ -128,13 +131,7 @@ def run_fsdp2(preset: Preset, model: Any, _: int) -> dict[str, int]:
             "device": torch.device("cpu"),
         },
     )()
-    model = fsdp2_prepare_model(accelerator, model)
-    del AcceleratorState
-    optimizer = torch.optim.AdamW(groups_of(model), fused=True)
-    backward(model)
-    gradients = local_bytes(p.grad for p in model.parameters() if p.grad is not None)
-    optimizer.step()
-    return of(read_fsdp2(plain_trainer(optimizer), model, list(model.parameters())), gradients)
+    return stepped(fsdp2_prepare_model(accelerator, model), read_fsdp2)
 
 
 def run_deepspeed(preset: Preset, model: Any, hidden_size: int) -> dict[str, int]:
