@@ -27,7 +27,7 @@ from toolkit.runs.checkpoints import Checkpoint, check_goes_on, check_same_layou
 from toolkit.runs.folder import MEASUREMENT_VERSION, RunFolder, start_facts
 from toolkit.runs.rehearsals import Rehearsed
 from toolkit.runs.rows import streaming_buffer_size
-from toolkit.runs.steps import measure, read_steps
+from toolkit.runs.steps import PER_STEP, measure, read_steps
 from toolkit.train.arguments import Arguments, parse
 from toolkit.train.attest.attestation import Attestation
 from toolkit.train.checkpointing import live_answer, manifest_facts, resume_point
@@ -334,8 +334,7 @@ def close_folder(
     if training.process_index != 0:
         return
     measured = measure(read_steps(folder), untimed_steps=untimed_steps)
-    lists = ("step_seconds", "step_tokens", "timed_step_numbers", "losses", "grad_norms", "batch_sha256")
-    summary = {name: value for name, value in asdict(measured).items() if name not in lists}
+    summary = {name: value for name, value in asdict(measured).items() if name not in PER_STEP}
     summary |= {"first_loss": measured.losses[0], "last_loss": measured.losses[-1]} if measured.losses else {}
     finished = datetime.now(UTC).isoformat(timespec="seconds")
     progress.enter("end")

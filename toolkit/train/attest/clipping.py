@@ -1,0 +1,88 @@
+"""Whether gradients are clipped: the norm that the Trainer tells of the first step, and that of what is optimized with.
+
+Every rank reads its own part, without a collective; `clipping_differences` puts the parts of all ranks together.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from torch.nn.utils import get_total_norm
+
+from toolkit.runs.steps import grad_norm
+from toolkit.train.attest.tensors import local
+from toolkit.train.meter import grad_norm_facts
+
+Facts = dict[str, Any]
+
+# Both norms are of fp32 gradients; DeepSpeed and torch add 1e-6 to the divisor.
+TOLERANCE = 1e-2
+AT_OPTIMIZER = "optimizer_norm"
+
+
+class GradientNorms:
+    """Watches the first step: `facts` has both norms as this rank knows them, its own share of a sharded one."""
+
+    def __init__(self) -> None:
+        self.facts: Facts = grad_norm_facts(None) | {AT_OPTIMIZER: None}
+
+    def watch(self, trainer: Any) -> None:
+        """Look at what the Trainer tells and at what reaches the optimizer, until `close`."""
+        told = trainer._get_grad_norm
+
+        def tell(*args: Any, **kwargs: Any) -> Any:
+            norm = told(*args, **kwargs)
+            self.facts |= grad_norm_facts(norm)
+            return norm
+
+        self.trainer, self.trainer._get_grad_norm = trainer, tell
+        self.hook = inner_optimizer(trainer).register_step_pre_hook(self._look)
+
+    def close(self) -> None:
+        """Take both looks away again."""
+        del self.trainer._get_grad_norm
+        self.hook.remove()
+
+    def _look(self, optimizer: Any, *_: Any) -> None:
+        """DeepSpeed calls its inner optimizer once a group of parameters: their norms add up as squares."""
+        gradients = [local(p.grad) for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        norm = float(get_total_norm([gradient for gradient in gradients if gradient.numel()]))
+        self.facts[AT_OPTIMIZER] = math.hypot(self.facts[AT_OPTIMIZER] or 0.0, norm)
+
+
+def inner_optimizer(trainer: Any) -> Any:
+    """torch's optimizer, below what accelerate and DeepSpeed put around it."""
+    wrapped = trainer.model_wrapped
+    outer = wrapped.optimizer if hasattr(wrapped, "zero_optimization_stage") else trainer.optimizer
+    return getattr(outer, "optimizer", outer)
+
+
+def clipping_differences(ranks: list[Facts], threshold: float) -> list[Facts]:
+    """A norm at the optimizer that is not the one told, clipped; nothing where a norm is unknown."""
+    before, after = grad_norm(ranks), _at_optimizer(ranks)
+    if before is None or after is None or not math.isfinite(before):
+        return []
+    promised = min(before, threshold or math.inf)
+    if math.isclose(after, promised, rel_tol=TOLERANCE):
+        return []
+    said = f"{promised:.4f} ({before:.4f}, clipped at {threshold:g})"
+    return [{"fact": "gradient norm at the optimizer", "rank": None, "promised": said, "found": f"{after:.4f}"}]
+
+
+def without_norms(ranks: list[Facts], threshold: float) -> list[Facts]:
+    """Norms differ from run to run in their last digits: what is kept is whether there was anything to clip."""
+    before = grad_norm(ranks)
+    bites = None if before is None else bool(0 < threshold < before)
+    norms = GradientNorms().facts
+    return [{name: fact for name, fact in facts.items() if name not in norms} | {"clipped": bites} for facts in ranks]
+
+
+def _at_optimizer(ranks: list[Facts]) -> float | None:
+    """Over all ranks; each replica of the model has all of the gradient."""
+    shares = [facts[AT_OPTIMIZER] for facts in ranks]
+    if None in shares:
+        return None
+    whole = ranks[0]["sharding"] == "replicate"
+    replicas = len(ranks) if whole else len(ranks) // (ranks[0].get("dp_shard_size") or len(ranks))
+    return math.hypot(*shares) / math.sqrt(replicas)
