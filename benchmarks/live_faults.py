@@ -50,6 +50,7 @@ class Fault(NamedTuple):
 
 
 DTYPE, NORM = "attestation: optimizer_dtype", "attestation: gradient norm at the optimizer"
+TRIED = "attestation: norm of a large gradient, clipped"
 WORLD, RECOMPUTES = "attestation: world_size", "attestation: activation_checkpointing"
 FAULTS = {
     "bf16 Adam states": (
@@ -62,6 +63,7 @@ FAULTS = {
         Fault("no_clipping_zero2", "zero2", "the same", NORM),
         Fault("no_clipping_zero3", "zero3", "the same", NORM),
         Fault("no_clipping_fsdp2", "fsdp2", "the same", NORM),
+        Fault("nothing_to_clip_yet", "ddp --max_grad_norm 100", "the same, where no gradient is that large", TRIED),
         Fault("clipping_off", "ddp --max_grad_norm 0", "its arguments say so", "parity: gradient_clipping"),
     ),
     "another seed or data order": (

@@ -1,6 +1,7 @@
 """Whether gradients are clipped: the norm that the Trainer tells of the first step, and that of what is optimized with.
 
 Every rank reads its own part, without a collective; `clipping_differences` puts the parts of all ranks together.
+The first step's gradient may be too small to tell, so `tried_norm` has one clipped that is not.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import torch
 from torch.nn.utils import get_total_norm
 
 from toolkit.runs.steps import grad_norm
@@ -18,14 +20,17 @@ Facts = dict[str, Any]
 
 # Both norms are of fp32 gradients; DeepSpeed and torch add 1e-6 to the divisor.
 TOLERANCE = 1e-2
-AT_OPTIMIZER = "optimizer_norm"
+AT_OPTIMIZER, TRIED = "optimizer_norm", "tried_norm"
+TRIED_TIMES = 10
+"""The threshold: what is tried is that much too large."""
+AT_THE_OPTIMIZER, WHEN_TRIED = "gradient norm at the optimizer", "norm of a large gradient, clipped"
 
 
 class GradientNorms:
     """Watches the first step: `facts` has both norms as this rank knows them, its own share of a sharded one."""
 
     def __init__(self) -> None:
-        self.facts: Facts = grad_norm_facts(None) | {AT_OPTIMIZER: None}
+        self.facts: Facts = grad_norm_facts(None) | {AT_OPTIMIZER: None, TRIED: None}
 
     def watch(self, trainer: Any) -> None:
         """Look at what the Trainer tells and at what reaches the optimizer, until `close`."""
@@ -40,9 +45,10 @@ class GradientNorms:
         self.hook = inner_optimizer(trainer).register_step_pre_hook(self._look)
 
     def close(self) -> None:
-        """Take both looks away again."""
+        """Take both looks away again, and have a large gradient clipped."""
         del self.trainer._get_grad_norm
         self.hook.remove()
+        self.facts[TRIED] = tried_norm(self.trainer)
 
     def _look(self, optimizer: Any, *_: Any) -> None:
         """DeepSpeed calls its inner optimizer once a group of parameters: their norms add up as squares."""
@@ -58,16 +64,56 @@ def inner_optimizer(trainer: Any) -> Any:
     return getattr(outer, "optimizer", outer)
 
 
+def tried_norm(trainer: Any) -> float | None:
+    """What is left of a gradient ten times too large; None without clipping, or where it cannot be tried.
+
+    Every rank must call it: under FSDP2 ranks agree on the norm.
+    """
+    threshold, scaled = trainer.args.max_grad_norm, trainer.args.fp16  # fp16's scaler takes a second look amiss
+    if not threshold or scaled:
+        return None
+    if hasattr(trainer.model_wrapped, "zero_optimization_stage"):
+        return _tried_by_deepspeed(trainer.model_wrapped.optimizer, threshold)
+    return _tried_by_trainer(trainer, threshold)
+
+
+def _tried_by_trainer(trainer: Any, threshold: float) -> float:
+    """With a gradient of the smallest trained parameter alone."""
+    trained = (p for p in trainer.model_wrapped.parameters() if p.requires_grad and p.numel())
+    smallest = min(trained, key=lambda p: p.numel())
+    element = TRIED_TIMES * threshold / math.sqrt(smallest.numel())
+    smallest.grad = torch.full_like(smallest, element)
+    trainer._clip_grad_norm(trainer.model_wrapped)
+    kept, smallest.grad = local(smallest.grad), None
+    return threshold if not kept.numel() else TRIED_TIMES * threshold * float(kept.flatten()[0]) / element
+
+
+def _tried_by_deepspeed(zero: Any, threshold: float) -> float | None:
+    """ZeRO-1 and 2 clip what they are given; ZeRO-3 only its own gradients, which are gone after the step."""
+    if hasattr(zero, "fp32_partitioned_groups_flat"):
+        return None
+    tried = torch.tensor([TRIED_TIMES * threshold], device=zero.device)
+    zero.unscale_and_clip_grads([tried], tried.clone())
+    return float(tried)
+
+
 def clipping_differences(ranks: list[Facts], threshold: float) -> list[Facts]:
     """A norm at the optimizer that is not the one told, clipped; nothing where a norm is unknown."""
     before, after = grad_norm(ranks), _at_optimizer(ranks)
     if before is None or after is None or not math.isfinite(before):
         return []
+    found = _difference(AT_THE_OPTIMIZER, before, after, threshold, rank=None)
+    tried = [] if found else [(facts["rank"], facts[TRIED]) for facts in ranks if facts[TRIED] is not None]
+    large = TRIED_TIMES * threshold
+    return found + [d for rank, kept in tried for d in _difference(WHEN_TRIED, large, kept, threshold, rank=rank)]
+
+
+def _difference(fact: str, before: float, after: float, threshold: float, *, rank: int | None) -> list[Facts]:
     promised = min(before, threshold or math.inf)
     if math.isclose(after, promised, rel_tol=TOLERANCE):
         return []
     said = f"{promised:.4f} ({before:.4f}, clipped at {threshold:g})"
-    return [{"fact": "gradient norm at the optimizer", "rank": None, "promised": said, "found": f"{after:.4f}"}]
+    return [{"fact": fact, "rank": rank, "promised": said, "found": f"{after:.4f}"}]
 
 
 def without_norms(ranks: list[Facts], threshold: float) -> list[Facts]:
