@@ -122,11 +122,11 @@ PARITY = {
 }
 
 
-def compare(folder: Path, job: Sequence[str], *options: str) -> None:
+def compare(folder: Path, training: Sequence[str], *options: str) -> None:
     """One comparison, or what is left of it."""
     command = ["compare", *options, "--repeats", "1", "--target-interval", "0", "--cpu", "--resume"]
     ended = subprocess.run(
-        [sys.executable, "-m", "toolkit", *command, "--output", str(folder), "--", *job],
+        [sys.executable, "-m", "toolkit", *command, "--output", str(folder), "--", *training],
         env=os.environ | {"PYTHONPATH": os.pathsep.join([str(FAULTY_RANKS), str(FAULTY_RANKS.parent.parent)])},
         stdout=subprocess.DEVNULL,
         check=False,
@@ -191,13 +191,14 @@ def main() -> int:
     parser.add_argument("--work", type=Path, required=True, help="where the comparisons are kept")
     parser.add_argument("--only", nargs="*", help="rows of faults; all if not given, and only then a result is written")
     given = parser.parse_args()
-    job = job_in(given.work)
+    model = tiny_model(given.work / "tiny-llama")
+    training = job(model, default_data_file("faq-en-alpaca.jsonl"))
     every = [(name, fault) for name, faults in FAULTS.items() for fault in faults]
     chosen = [(name, fault) for name, fault in every if given.only is None or fault.row in given.only]
     presets = [word for name in ("ddp", *CONTROLS) for word in ("--preset", name)]
     two, scaled = given.work / "two", given.work / "scaled"
-    compare(two, job, *presets, *variants([fault for _, fault in chosen]), "--num-processes", "2")
-    compare(scaled, job, *variants([AT_TWO]), "--num-processes", "1,2")
+    compare(two, training, *presets, *variants([fault for _, fault in chosen]), "--num-processes", "2")
+    compare(scaled, training, *variants([AT_TWO]), "--num-processes", "1,2")
     controls = {name: figures(two, f"{name}-n2") for name in ("ddp", *CONTROLS)}
     controls[f"{AT_TWO.row}, one process"] = figures(scaled, f"{AT_TWO.row}-n1")
     faults = [judged(name, fault, figures(two, f"{fault.row}-n2")) for name, fault in chosen]
@@ -205,15 +206,19 @@ def main() -> int:
     return publish({"controls": controls, "faults": faults}, write=given.only is None)
 
 
-def job_in(work: Path) -> list[str]:
-    """The training arguments; the model is made once."""
+def tiny_model(folder: Path) -> Path:
+    """The model of the tests, made once."""
     from transformers import AutoTokenizer
 
-    model = work / "tiny-llama"
-    if not model.exists():
-        random_llama(model, AutoTokenizer.from_pretrained(prepare_default_model()), **SIZES)
-    job = ["--model_name_or_path", str(model), "--dataset", str(default_data_file("faq-en-alpaca.jsonl"))]
-    return [*job, "--max_seq_length", "64", "--max_steps", "8", "--per_device_train_batch_size", "2"]
+    if not folder.exists():
+        random_llama(folder, AutoTokenizer.from_pretrained(prepare_default_model()), **SIZES)
+    return folder
+
+
+def job(model: Path, dataset: Path) -> list[str]:
+    """The training arguments of every row."""
+    words = ["--model_name_or_path", str(model), "--dataset", str(dataset), "--max_seq_length", "64"]
+    return [*words, "--max_steps", "8", "--per_device_train_batch_size", "2", "--learning_rate", "1e-3"]
 
 
 def publish(found: dict[str, Any], *, write: bool) -> int:
