@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch.nn.utils import get_total_norm
+from torch.optim import Optimizer
 
 from toolkit.runs.steps import grad_norm
 from toolkit.train.attest.tensors import local
@@ -42,12 +43,14 @@ class GradientNorms:
             return norm
 
         self.trainer, self.trainer._get_grad_norm = trainer, tell
-        self.hook = inner_optimizer(trainer).register_step_pre_hook(self._look)
+        optimizer = inner_optimizer(trainer)
+        self.hook = optimizer.register_step_pre_hook(self._look) if isinstance(optimizer, Optimizer) else None
 
     def close(self) -> None:
         """Take both looks away again, and have a large gradient clipped."""
         del self.trainer._get_grad_norm
-        self.hook.remove()
+        if self.hook is not None:
+            self.hook.remove()
         self.facts[TRIED] = tried_norm(self.trainer)
 
     def _look(self, optimizer: Any, *_: Any) -> None:
@@ -99,16 +102,17 @@ def _tried_by_deepspeed(zero: Any, threshold: float) -> float | None:
 
 def clipping_differences(ranks: list[Facts], threshold: float) -> list[Facts]:
     """A norm at the optimizer that is not the one told, clipped; nothing where a norm is unknown."""
-    before, after = grad_norm(ranks), _at_optimizer(ranks)
-    if before is None or after is None or not math.isfinite(before):
-        return []
-    found = _difference(AT_THE_OPTIMIZER, before, after, threshold, rank=None)
-    tried = [] if found else [(facts["rank"], facts[TRIED]) for facts in ranks if facts[TRIED] is not None]
+    found = _difference(AT_THE_OPTIMIZER, grad_norm(ranks), _at_optimizer(ranks), threshold, rank=None)
+    tried = [] if found else [(facts["rank"], facts[TRIED]) for facts in ranks]
     large = TRIED_TIMES * threshold
     return found + [d for rank, kept in tried for d in _difference(WHEN_TRIED, large, kept, threshold, rank=rank)]
 
 
-def _difference(fact: str, before: float, after: float, threshold: float, *, rank: int | None) -> list[Facts]:
+def _difference(
+    fact: str, before: float | None, after: float | None, threshold: float, *, rank: int | None
+) -> list[Facts]:
+    if before is None or after is None or not math.isfinite(before):
+        return []
     promised = min(before, threshold or math.inf)
     if math.isclose(after, promised, rel_tol=TOLERANCE):
         return []
