@@ -34,8 +34,8 @@ class MeasuredTrainer(Trainer):  # type: ignore[misc]
         self.meter, self.progress = meter, progress
         self.manifest_facts: Callable[[], dict[str, Any]] = dict
         self.live_answer: Callable[[], dict[str, Any] | None] = lambda: None
-        self.watched = False
-        """Whether the meter knows when the model's forward waits for other ranks."""
+        self.watched = bool(self.args.torch_compile)
+        """Whether the meter knows when the model's forward waits for other ranks, or hooks would break its graph."""
         self.staging: Path | None = None
         """Where a checkpoint is being written; None while none is."""
         self.evaluated = EvaluatedTokens()
