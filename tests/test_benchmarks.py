@@ -15,11 +15,11 @@ from launching import ROOT
 def record(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     yield __import__("record")
-    for name in ("record", "kills", "resume_elsewhere"):
+    for name in ("record", "kills", "live_faults", "resume_elsewhere"):
         sys.modules.pop(name, None)
 
 
-@pytest.mark.parametrize("name", ["kills", "resume_elsewhere"])
+@pytest.mark.parametrize("name", ["kills", "live_faults", "resume_elsewhere"])
 def test_a_table_in_the_docs_is_that_of_the_results(name: str, record: Any, tmp_path: Path) -> None:
     benchmark = __import__(name)
     found = json.loads((record.RESULTS / f"{name}.json").read_text())

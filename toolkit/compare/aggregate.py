@@ -27,7 +27,9 @@ Row = dict[str, Any]
 CENTRES = ("tokens_per_cpu_second", "supervised_tokens_per_second", "rank_skew")
 MEDIANS = ("wall_seconds", "timed_seconds")
 LARGEST = ("peak_allocated_bytes", "peak_reserved_bytes", "peak_host_bytes")
-OF_A_TRIAL = ("repeat", "position", "startup_seconds", "step_tokens", "timed_step_numbers", "problem", "batch_sha256")
+# Of each step, for parity alone: in the ledger, not in results.json.
+ONLY_JUDGED = ("batch_sha256", "step_non_padding_tokens", "step_supervised_tokens")
+OF_A_TRIAL = ("repeat", "position", "startup_seconds", "step_tokens", "timed_step_numbers", "problem", *ONLY_JUDGED)
 NOTHING: Row = {
     "ratio_interval": None,
     "difference": None,
@@ -132,7 +134,7 @@ def _without_trial_keys(trial: Row) -> Row:
 
 def _shown_trial(trial: Row, said: Row) -> Row:
     """A trial as results.json has it: with its row's parity, and without a speed that is withheld."""
-    shown = {key: value for key, value in trial.items() if key != "batch_sha256"}
+    shown = {key: value for key, value in trial.items() if key not in ONLY_JUDGED}
     shown |= {key: said[key] for key in ("parity", "parity_message") if key in said}
     return withheld(shown) if shown["parity"] == "parity failed" else shown
 

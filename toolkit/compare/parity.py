@@ -3,8 +3,8 @@
     problem = unlike(trial, reference_trial)        # 'gradient_clipping is 0.0, 1.0 in ddp-n2-r0', or None
 
 Checked in this order, each check with both values: what the trial's own preset promises; the facts that must be equal;
-tokens and batches of each step and rank; then the first loss and gradient norm, and the loss of every step, against
-the band that the reference's own repeats show. Plain rows in, sentences out.
+the batch of each step and rank, what was counted of it, and which steps were timed; then the first loss and gradient
+norm, and the loss of every step, against the band that the reference's own repeats show. Plain rows in, sentences out.
 """
 
 from __future__ import annotations
@@ -34,6 +34,13 @@ EVERYWHERE = (
 )
 # Equal where the number of processes is: a scaled rate and a weakly scaled batch follow it.
 HERE = ("world_size", "global_batch_size", "learning_rate")
+
+# What is counted of each step, over all ranks.
+COUNTED = {
+    "step_tokens": "tokens",
+    "step_non_padding_tokens": "non-padding tokens",
+    "step_supervised_tokens": "supervised tokens",
+}
 
 # Relative floors of the band. Measured on a 3.2 M Llama, 30 steps on two CPU ranks, against ddp (docs/compare.md):
 # fp32 0, 6e-5 and 2e-6 (zero3, fsdp2), bf16 5e-4, 9e-5 and 3e-3 (zero2, fsdp2).
@@ -73,10 +80,7 @@ def unlike(trial: Row, reference: Row, *, names: Sequence[str] = (*EVERYWHERE, *
 
 
 def other_batches(trial: Row, reference: Row) -> str | None:
-    """The first step whose tokens, or whose batch on a rank, are not the reference's; steps that both have."""
-    for step, (own, other) in enumerate(zip(trial["step_tokens"], reference["step_tokens"], strict=False), 1):
-        if own != other:
-            return f"step {step} has {own:,} tokens, {other:,} in {reference['trial']}"
+    """The first step whose batch on a rank is not the reference's; steps that both have."""
     for step, (own, other) in enumerate(zip(trial["batch_sha256"], reference["batch_sha256"], strict=False), 1):
         if len(own) != len(other):
             return f"step {step} has batches of {len(own)} ranks, of {len(other)} in {reference['trial']}"
@@ -84,6 +88,25 @@ def other_batches(trial: Row, reference: Row) -> str | None:
             if mine != theirs:
                 return f"batch of step {step} on rank {rank} is {mine}, {theirs} in {reference['trial']}"
     return None
+
+
+def other_counts(trial: Row, reference: Row) -> str | None:
+    """The first step of which something else was counted than of the reference's: batches alike count alike."""
+    for key, words in COUNTED.items():
+        for step, (own, other) in enumerate(zip(trial.get(key, ()), reference.get(key, ()), strict=False), 1):
+            if own != other:
+                return f"step {step} has {own:,} {words}, {other:,} in {reference['trial']}"
+    return None
+
+
+def other_timing(trial: Row, *, untimed_steps: int) -> str | None:
+    """Steps timed that should not be, or the reverse: speeds of a comparison count the same steps."""
+    found = trial["timed_step_numbers"]
+    promised = list(range(untimed_steps + 1, len(trial["step_seconds"]) + 1))
+    if found == promised:
+        return None
+    step = min(set(found) ^ set(promised))
+    return f"step {step} is {'timed' if step in found else 'not timed'}, with untimed_steps {untimed_steps}"
 
 
 def outside_band(trial: Row, references: Sequence[Row]) -> str | None:

@@ -117,6 +117,8 @@ def _speed(measured: Measured, trial: Trial) -> Row:
         "step_seconds": measured.step_seconds,
         "grad_norms": measured.grad_norms,
         "step_tokens": measured.step_tokens,
+        "step_non_padding_tokens": measured.step_non_padding_tokens,
+        "step_supervised_tokens": measured.step_supervised_tokens,
         "timed_step_numbers": measured.timed_step_numbers,
         "rank_skew": measured.rank_skew,
         "batch_sha256": measured.batch_sha256,

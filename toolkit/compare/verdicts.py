@@ -91,10 +91,14 @@ def _other_facts(
 
 
 def _other_training(trial: Row, references: Sequence[Row], comparison: Comparison, *, by_design: bool) -> str | None:
-    """Batches unlike the reference's, which only a batch of its own explains; losses outside its band."""
+    """Batches unlike the reference's, which only a batch of its own explains; other steps timed than was asked;
+    losses outside its band."""
     batch = "per_device_train_batch_size"
     own, other = (comparison.arguments(row["preset"], row["world_size"]) for row in (trial, references[0]))
-    found = parity.other_batches(trial, references[0]) if str(own.get(batch)) == str(other.get(batch)) else None
+    found = None
+    if str(own.get(batch)) == str(other.get(batch)):
+        found = parity.other_batches(trial, references[0]) or parity.other_counts(trial, references[0])
+    found = found or parity.other_timing(trial, untimed_steps=comparison.untimed_steps)
     return found or (None if by_design else parity.outside_band(trial, references))
 
 

@@ -33,10 +33,12 @@ class Measured:
     """Per step, the slowest rank."""
     step_tokens: list[int]
     """Per step, of all ranks, padding included."""
+    step_non_padding_tokens: list[int]
+    step_supervised_tokens: list[int]
     timed_step_numbers: list[int]
     """Places of the timed steps among all, from 1."""
     rank_skew: float | None
-    """Median seconds before the first backward, of the slowest rank over those of the median rank."""
+    """Median `own_seconds` of the slowest rank over those of the median rank."""
     step_seconds_median: float | None
     step_seconds_p90: float | None
     tokens_per_second: float | None
@@ -68,6 +70,19 @@ class Measured:
     """Why a GPU's clocks were held down in a timed step; empty where none were."""
     batch_sha256: list[list[str]]
     """Per step, each rank's batches in the order trained."""
+
+
+PER_STEP = (
+    "step_seconds",
+    "step_tokens",
+    "step_non_padding_tokens",
+    "step_supervised_tokens",
+    "timed_step_numbers",
+    "losses",
+    "grad_norms",
+    "batch_sha256",
+)
+"""What of it has a value a step: too much for a summary."""
 
 
 def throughput(*, step_seconds: Sequence[float], tokens: Sequence[float], untimed_steps: int) -> float | None:
@@ -124,7 +139,9 @@ def measure(steps: list[list[Row]], *, untimed_steps: int) -> Measured:
         timed_steps=len(timed),
         timed_seconds=math.fsum(timed),
         step_seconds=step_seconds,
-        step_tokens=[sum(row["tokens"] for row in step) for step in steps],
+        step_tokens=_counted(steps, "tokens"),
+        step_non_padding_tokens=_counted(steps, "non_padding_tokens"),
+        step_supervised_tokens=_counted(steps, "supervised_tokens"),
         timed_step_numbers=list(timed_steps),
         rank_skew=rank_skew(timed_rows),
         step_seconds_median=statistics.median(timed) if timed else None,
@@ -145,7 +162,7 @@ def measure(steps: list[list[Row]], *, untimed_steps: int) -> Measured:
 
 
 def rank_skew(steps: list[list[Row]]) -> float | None:
-    """How much longer the slowest rank takes than the median one, before ranks wait for each other's gradients.
+    """How much longer the slowest rank takes than the median one, where ranks do not wait for each other.
 
     The lower median: of two ranks, the faster. None where a row does not say.
     """
@@ -171,6 +188,10 @@ def grad_norm(step: list[Row]) -> float | None:
     if ranks is None or None in shares:
         return None
     return math.sqrt(math.fsum(share * share for share in shares if share is not None) * ranks / len(step))
+
+
+def _counted(steps: list[list[Row]], key: str) -> list[int]:
+    return [sum(row[key] for row in step) for step in steps]
 
 
 def _over_ranks(steps: list[list[Row]], key: str, reduce: Callable[[list[float]], float]) -> list[float]:

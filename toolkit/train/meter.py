@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.fsdp import FSDPModule
 from transformers import TrainerCallback
 
 from toolkit.runs.folder import write_text
@@ -35,8 +36,9 @@ class _Step:
     memory: dict[str, Any] = field(default_factory=dict)
     profiled: bool = False
     start: Any = None
-    backward: Any = None
-    """When the first backward began: data loading and the first forward are before it."""
+    own: list[Any] = field(default_factory=list)
+    """When this rank began to work by itself, when it began to wait for others, and so on in turns."""
+    in_backward: bool = False
     end: Any = None
     cpu_seconds: float = 0.0
 
@@ -80,17 +82,32 @@ class Meter(TrainerCallback):  # type: ignore[misc]
 
     def enter_backward(self) -> None:
         """The first micro-step's forward has been asked for: from here on ranks wait for each other's gradients."""
-        if self.step.backward is None:
-            self.step.backward = self._now()
+        self.wait()
+        self.step.in_backward = True
+
+    def wait(self) -> None:
+        """What follows is no work of this rank by itself, until `go_on`."""
+        if len(self.step.own) % 2 == 1:
+            self.step.own.append(self._now())
+
+    def go_on(self) -> None:
+        """The wait for other ranks is over; the one that begins with backward ends with the last one."""
+        if len(self.step.own) % 2 == 0 and not self.step.in_backward:
+            self.step.own.append(self._now())
 
     def restart_clock(self) -> None:
         """Begin a step's time now: what came before is not part of it."""
         self.step.start, self.step.cpu_seconds = self._now(), time.process_time()
+        self.step.own = [self.step.start]
 
     def on_train_begin(self, *_: Any, **__: Any) -> None:
         self.progress.ladder = Ladder(on_gpu=self.cuda)
         self.progress.ladder.climb("load")
         self.restart_clock()
+
+    def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
+        self.step.in_backward = False  # gradients are added up and clipped
+        self.go_on()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self.scaled = bool(args.fp16)
@@ -153,7 +170,7 @@ class Meter(TrainerCallback):  # type: ignore[misc]
             "step_of_process": number - self.resumed_step,
             "rank": self.rank,
             "seconds": self._seconds(step.start, step.end),
-            "own_seconds": self._seconds(step.start, step.backward) if step.backward is not None else None,
+            "own_seconds": self._own_seconds(step),
             "cpu_seconds": step.cpu_seconds,
             "tokens": sum(facts.tokens for facts in step.facts),
             "non_padding_tokens": sum(facts.non_padding_tokens for facts in step.facts),
@@ -164,6 +181,11 @@ class Meter(TrainerCallback):  # type: ignore[misc]
             **step.memory,
             **({"profiled": True} if step.profiled else {}),
         }
+
+    def _own_seconds(self, step: _Step) -> float | None:
+        """Of the turns that this rank worked by itself; None of a step that never told of its backward."""
+        turns = [*step.own, step.end]
+        return math.fsum(map(self._seconds, turns[::2], turns[1::2])) if len(turns) > 2 else None
 
     def _now(self) -> Any:
         if not self.cuda:
@@ -191,6 +213,17 @@ class Meter(TrainerCallback):  # type: ignore[misc]
             f"  {row['seconds']:.2f} s  {speed:,.0f} tokens/s",
             flush=True,
         )
+
+
+def watch_waits(model: Any, meter: Meter) -> None:
+    """In forward, DDP waits for the buffers of rank 0, and each module that FSDP2 shards for the others' shards."""
+    if isinstance(model, torch.nn.parallel.DistributedDataParallel):
+        waits = [(model, model.module)]
+    else:
+        waits = [(module, module) for module in model.modules() if isinstance(module, FSDPModule)]
+    for before, after in waits:
+        before.register_forward_pre_hook(lambda *_: meter.wait(), prepend=True)
+        after.register_forward_pre_hook(lambda *_: meter.go_on())
 
 
 def keep_rows(path: Path, *, up_to: int) -> None:

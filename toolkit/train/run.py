@@ -25,7 +25,7 @@ from toolkit.runs.arguments import DataArguments, ModelArguments
 from toolkit.runs.checkpoints import Checkpoint, remove_unfinished
 from toolkit.runs.folder import MEASUREMENT_VERSION, RunFolder, start_facts
 from toolkit.runs.rehearsals import Rehearsed
-from toolkit.runs.steps import Measured, measure, read_steps
+from toolkit.runs.steps import PER_STEP, Measured, measure, read_steps
 from toolkit.train.arguments import Arguments
 from toolkit.train.failure import Progress
 from toolkit.train.nvme import swap_bytes
@@ -33,7 +33,6 @@ from toolkit.train.promise import Promise
 from toolkit.units import number
 
 PREPARED_VARIABLE = "TOOLKIT_RUN_PREPARED"
-LISTS = ("step_seconds", "step_tokens", "timed_step_numbers", "losses", "grad_norms", "batch_sha256")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -144,7 +143,7 @@ def close_folder(run: Run, saves: list[dict[str, Any]]) -> None:
         return
     untimed_steps = run.model.untimed_steps
     measured = measure(read_steps(run.folder), untimed_steps=untimed_steps)
-    summary = {name: value for name, value in asdict(measured).items() if name not in LISTS}
+    summary = {name: value for name, value in asdict(measured).items() if name not in PER_STEP}
     summary |= {"first_loss": measured.losses[0], "last_loss": measured.losses[-1]} if measured.losses else {}
     finished = datetime.now(UTC).isoformat(timespec="seconds")
     run.progress.enter("end")

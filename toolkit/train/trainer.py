@@ -20,7 +20,7 @@ from toolkit.train.batches import BATCH_FACTS
 from toolkit.train.checkpointing import finish_checkpoint, leave_out_tied_weights
 from toolkit.train.evaluation import EvaluatedTokens
 from toolkit.train.failure import Progress
-from toolkit.train.meter import Meter
+from toolkit.train.meter import Meter, watch_waits
 from toolkit.train.sampling import SeededLengthGroups
 from toolkit.train.stream_loading import States, noting, stream_loader, write_lanes
 from toolkit.train.streaming import TokenStream
@@ -34,6 +34,8 @@ class MeasuredTrainer(Trainer):  # type: ignore[misc]
         self.meter, self.progress = meter, progress
         self.manifest_facts: Callable[[], dict[str, Any]] = dict
         self.live_answer: Callable[[], dict[str, Any] | None] = lambda: None
+        self.watched = bool(self.args.torch_compile)
+        """Whether the meter knows when the model's forward waits for other ranks, or hooks would break its graph."""
         self.staging: Path | None = None
         """Where a checkpoint is being written; None while none is."""
         self.evaluated = EvaluatedTokens()
@@ -64,7 +66,16 @@ class MeasuredTrainer(Trainer):  # type: ignore[misc]
         with torch.profiler.record_function("toolkit.data_wait"):
             return super().get_batch_samples(epoch_iterator, *args, **kwargs)
 
+    def _get_num_items_in_batch(self, *args: Any, **kwargs: Any) -> Any:
+        self.meter.wait()  # tokens are counted over all ranks
+        number = super()._get_num_items_in_batch(*args, **kwargs)
+        self.meter.go_on()
+        return number
+
     def compute_loss(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        if not self.watched:
+            watch_waits(model, self.meter)
+            self.watched = True
         loss = super().compute_loss(model, inputs, *args, **kwargs)
         if model.training:
             self._climb("forward")

@@ -21,9 +21,11 @@ from toolkit.presets import Preset
 from toolkit.presets.sizes import ADAM_STATES, limits
 from toolkit.runs.folder import write_json
 from toolkit.train.attest.check import byte_differences, describe, differences, promised_facts, unequal
+from toolkit.train.attest.clipping import GradientNorms, clipping_differences, without_norms
 from toolkit.train.attest.gradients import read_gradients, watch_deepspeed_gradients
 from toolkit.train.attest.packing import check_isolated, read_packing
 from toolkit.train.attest.readings import Facts, read_rank
+from toolkit.train.attest.recomputation import Recomputation
 from toolkit.train.attest.tensors import full_shape, local_bytes, weights_sha256
 from toolkit.train.batches import PackCollator
 from toolkit.train.failure import Progress
@@ -44,6 +46,7 @@ class Attestation(TrainerCallback):  # type: ignore[misc]
         """What the arguments switch on, beside what is known here."""
         self.after: Callable[[], None] = lambda: None
         self.gradients: Facts | None = None
+        self.norms, self.recomputation = GradientNorms(), Recomputation()
         self.weights: str | None = ""
         self.own: Facts = {}
         """What this rank read of itself, once it has."""
@@ -58,6 +61,9 @@ class Attestation(TrainerCallback):  # type: ignore[misc]
         if isinstance(self.trainer.data_collator, PackCollator):
             self.packing = read_packing(self.trainer, compute_dtype=self.compute_dtype)
             check_isolated(self.packing, getattr(plain.config, "_attn_implementation", None))
+        self.norms.watch(self.trainer)
+        if not self.trainer.args.torch_compile:  # a hook would have the graph made twice
+            self.recomputation.watch()
         self.progress.enter("train")
         self.after()
 
@@ -70,7 +76,9 @@ class Attestation(TrainerCallback):  # type: ignore[misc]
         if state.global_step != self.trainer._initial_global_step + 1:
             return
         self.progress.enter("attest")
-        own = read_rank(self.trainer, self.gradients or {})
+        self.norms.close()
+        self.recomputation.close()
+        own = read_rank(self.trainer, self.gradients or {}, recomputed=self.recomputation.seen)
         own |= self._byte_facts(own)
         own |= self.packing | {"initial_weights_sha256": self.weights}
         self.own = own
@@ -109,8 +117,9 @@ class Attestation(TrainerCallback):  # type: ignore[misc]
         return weights_sha256(plain, TORCH_DTYPES[self.compute_dtype])
 
     def _conclude(self, own: Facts) -> None:
-        ranks = _gather(own)
+        ranks = _gather(own | self.norms.facts)
         found = self._differences(ranks)
+        ranks = without_norms(ranks, self.trainer.args.max_grad_norm)
         promised = self._promised()
         if self.trainer.args.process_index == 0:
             write_json(self.path, attestation(self.promise.preset, promised, ranks, found))
@@ -125,6 +134,7 @@ class Attestation(TrainerCallback):  # type: ignore[misc]
     def _promised(self) -> Facts:
         args = self.trainer.args
         asked = {
+            "seed": args.seed,
             "gradient_clipping": args.max_grad_norm,
             "activation_checkpointing": bool(args.activation_checkpointing) or _preset_recomputes(self.promise.preset),
         }
@@ -140,6 +150,7 @@ class Attestation(TrainerCallback):  # type: ignore[misc]
 
     def _differences(self, ranks: list[Facts]) -> list[Facts]:
         found = differences(self._promised(), ranks) + unequal("initial_weights_sha256", ranks)
+        found += clipping_differences(ranks, self.trainer.args.max_grad_norm)
         # Bytes are asked only of an engine that is the promised one: otherwise one cause would be told many times.
         return found or byte_differences(ranks)
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from toolkit.train.attest.recomputation import recomputes_activations
 from toolkit.train.attest.swapped import (
     is_on_disk,
     optimizer_disk_bytes,
@@ -24,8 +25,9 @@ from toolkit.train.switches import read_switches
 Facts = dict[str, Any]
 
 
-def read_rank(trainer: Any, gradients: Facts) -> Facts:
-    """Everything that one rank can say of itself after its first optimizer step."""
+def read_rank(trainer: Any, gradients: Facts, *, recomputed: bool | None) -> Facts:
+    """Everything that one rank can say of itself after its first optimizer step, in which activations were or were
+    not seen to be recomputed."""
     wrapped = uncompiled(trainer.model_wrapped)
     plain = trainer.accelerator.unwrap_model(wrapped, keep_torch_compile=False)
     parameters = list(plain.parameters())
@@ -38,7 +40,8 @@ def read_rank(trainer: Any, gradients: Facts) -> Facts:
         **gradients,
         "num_params": sum(map(full_size, parameters)),
         "num_trainable_params": sum(full_size(p) for p in parameters if p.requires_grad),
-        "activation_checkpointing": uses_activation_checkpointing(plain),
+        "activation_checkpointing": recomputes_activations(plain, recomputed),
+        "seed": torch.initial_seed(),
         **read_switches(trainer, plain),
         "attn_implementation": getattr(plain.config, "_attn_implementation", None),
     }
@@ -56,16 +59,6 @@ def is_fsdp2(wrapped: Any) -> bool:
     from torch.distributed.fsdp import FSDPModule
 
     return isinstance(wrapped, FSDPModule)
-
-
-def uses_activation_checkpointing(plain: Any) -> bool:
-    """Whether any module recomputes its activations. FSDP2 makes subclasses of what it shards."""
-    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
-
-    return any(
-        getattr(module, "gradient_checkpointing", False) is True or isinstance(module, CheckpointWrapper)
-        for module in plain.modules()
-    )
 
 
 def torch_optimizer_states(optimizer: Any) -> list[torch.Tensor]:

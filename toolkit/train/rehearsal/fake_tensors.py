@@ -26,7 +26,8 @@ from toolkit.runs.rehearsals import TRACE_CANNOT_TELL
 from toolkit.train.arguments import Arguments
 from toolkit.train.attest.attestation import DTYPE_OF_PRECISION
 from toolkit.train.attest.check import describe, differences, promised_facts
-from toolkit.train.attest.readings import engine_reader, torch_optimizer_states, uses_activation_checkpointing
+from toolkit.train.attest.readings import engine_reader, torch_optimizer_states
+from toolkit.train.attest.recomputation import recomputes_activations
 from toolkit.train.attest.tensors import full_size, local
 from toolkit.train.modelling import from_pretrained
 from toolkit.train.promise import Promise
@@ -171,7 +172,7 @@ def readings(trainer: TracedTrainer, promise: Promise) -> Facts:
     return {
         "num_params": sum(map(full_size, parameters)),
         "num_trainable_params": sum(full_size(p) for p in parameters if p.requires_grad),
-        "activation_checkpointing": uses_activation_checkpointing(wrapped),
+        "activation_checkpointing": recomputes_activations(wrapped, None),
     }
 
 

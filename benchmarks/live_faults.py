@@ -1,0 +1,239 @@
+"""Real comparisons in which one side really does something else: each fault must be caught by the check meant for it.
+
+    python benchmarks/live_faults.py --work DIR
+
+Every row of one `toolkit compare` is a trial of the tiny Llama on two CPU ranks. A row that is named after a fault has
+it put into its ranks by `benchmarks/faulty_ranks`; rows of the same presets without one are the controls, and must pass
+every check. Stopped and started again, it goes on: finished trials are in the ledgers under DIR.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from record import print_table, write_result, write_table
+
+from toolkit.compare.loading import load_results
+from toolkit.demo.assets import default_data_file, prepare_default_model
+from toolkit.demo.random_model import random_llama
+from toolkit.runs.folder import read_json
+
+FAULTY_RANKS = Path(__file__).parent / "faulty_ranks"
+DOCUMENT = Path(__file__).parent.parent / "docs" / "trust.md"
+TABLE = "live faults"
+HEADER = ("Fault", "What one side does", "Preset, arguments", "Caught by", "What is said")
+SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+SIZES |= {"num_key_value_heads": 2, "max_position_embeddings": 512, "tie_word_embeddings": True}
+SKEWED = 2.0
+"""A rank slept 0.3 s a step, several times what it otherwise takes by itself."""
+CONTROLS = ("zero2", "zero3", "fsdp2")
+"""Beside ddp, the reference."""
+
+
+class Fault(NamedTuple):
+    """One row that is wrong on purpose."""
+
+    row: str
+    """Its name; a fault of this name in `faulty_ranks` is put into its ranks."""
+    variant: str
+    """A preset and arguments, as `--variant` has them."""
+    does: str
+    caught_by: str
+    """The check that must catch it: a fact of the attestation, a check of parity, or `rank_skew`."""
+
+
+DTYPE, NORM = "attestation: optimizer_dtype", "attestation: gradient norm at the optimizer"
+TRIED = "attestation: norm of a large gradient, clipped"
+WORLD, RECOMPUTES = "attestation: world_size", "attestation: activation_checkpointing"
+FAULTS = {
+    "bf16 Adam states": (
+        Fault("bf16_adam", "ddp", "Adam's moments are kept in bf16", DTYPE),
+        Fault("bf16_adam_on_rank_1", "ddp", "the same on one rank", DTYPE),
+        Fault("bf16_adam_zero2", "zero2", "the same inside DeepSpeed", DTYPE),
+    ),
+    "gradient clipping off": (
+        Fault("no_clipping", "ddp", "the norm is told, nothing is clipped", NORM),
+        Fault("no_clipping_zero2", "zero2", "the same", NORM),
+        Fault("no_clipping_zero3", "zero3", "the same", NORM),
+        Fault("no_clipping_fsdp2", "fsdp2", "the same", NORM),
+        Fault("nothing_to_clip_yet", "ddp --max_grad_norm 100", "the same, where no gradient is that large", TRIED),
+        Fault("clipping_off", "ddp --max_grad_norm 0", "its arguments say so", "parity: gradient_clipping"),
+    ),
+    "another seed or data order": (
+        Fault("order_on_rank_1", "ddp", "rank 1 takes its rows in another order", "parity: batch"),
+        Fault("seed_on_rank_1", "ddp", "rank 1 has another seed", "attestation: seed"),
+        Fault("other_seed", "ddp --seed 43", "all ranks have another seed", "parity: seed"),
+    ),
+    "world size 1 for 2": (
+        Fault("one_process", "ddp", "one rank trains, the other ends", WORLD),
+        Fault("each_alone", "ddp", "two ranks train, each alone", WORLD),
+    ),
+    "DDP for FSDP": (
+        Fault("ddp_for_fsdp2", "fsdp2", "accelerate runs DDP", "attestation: engine"),
+        Fault("fsdp2_without_resharding", "fsdp2", "weights stay gathered after forward", "attestation: sharding"),
+    ),
+    "tokens miscounted": (
+        Fault("padding_counted_alone", "ddp", "only padding is counted", "parity: tokens"),
+        Fault("padding_counted_as_text", "ddp", "padding is counted as text", "parity: non-padding tokens"),
+        Fault("prompt_counted_as_supervised", "ddp", "so are prompts as supervised", "parity: supervised tokens"),
+        Fault("padded_to_the_longest", "ddp", "counted right, but all rows are padded to 64", "parity: batch"),
+    ),
+    "first step in the timing": (
+        Fault("first_step_timed", "ddp", "all steps are timed, the first is 1 s slower", "parity: timed steps"),
+        Fault("first_step_timed_as_fast", "ddp", "all steps are timed, none is slower", "parity: timed steps"),
+        Fault("compiled_late", "ddp", "the first timed step is 1 s slower", "parity: first timed step"),
+    ),
+    "one rank slowed": (
+        Fault("slow_rank", "ddp", "0.3 s before each forward", "rank_skew"),
+        Fault("slow_rank_zero2", "zero2", "the same", "rank_skew"),
+        Fault("slow_rank_fsdp2", "fsdp2", "the same", "rank_skew"),
+        Fault("slow_loading_on_rank_1", "ddp", "0.3 s in data loading", "rank_skew"),
+        Fault("slow_optimizer_on_rank_1", "ddp", "0.3 s in the optimizer", "rank_skew"),
+    ),
+    "activation checkpointing changed": (
+        Fault("checkpointing", "ddp", "switched on in the model", RECOMPUTES),
+        Fault("checkpointing_without_a_flag", "ddp", "done, and no module says so", RECOMPUTES),
+        Fault("no_checkpointing", "ddp --activation_checkpointing true", "asked for, and not done", RECOMPUTES),
+        Fault(
+            "recomputing",
+            "ddp --activation_checkpointing true",
+            "its arguments say so",
+            "parity: activation_checkpointing",
+        ),
+    ),
+}
+# Compared with itself: the reference with one process is the control of the reference with two.
+AT_TWO = Fault("checkpointing_at_two", "ddp", "off with one process, on with two", "parity: activation_checkpointing")
+
+# How a message of parity begins, and the check that says it. Any other names its fact first.
+PARITY = {
+    r"batch of step \d+ on rank \d+ is": "batch",
+    r"step \d+ has [\d,]+ (tokens|non-padding tokens|supervised tokens),": "",
+    r"step \d+ is (?:not )?timed": "timed steps",
+    r"step \d+, the first timed, took": "first timed step",
+    r"(\w+) is ": "",
+}
+
+
+def compare(folder: Path, training: Sequence[str], *options: str) -> None:
+    """One comparison, or what is left of it."""
+    command = ["compare", *options, "--repeats", "1", "--target-interval", "0", "--cpu", "--resume"]
+    ended = subprocess.run(
+        [sys.executable, "-m", "toolkit", *command, "--output", str(folder), "--", *training],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(FAULTY_RANKS), str(FAULTY_RANKS.parent.parent)])},
+        stdout=subprocess.DEVNULL,
+        check=False,
+    )
+    if ended.returncode:
+        raise SystemExit(f"the comparison in {folder} ended with {ended.returncode}")
+
+
+def variants(faults: Sequence[Fault]) -> list[str]:
+    return [word for fault in faults for word in ("--variant", f"{fault.row}={fault.variant}")]
+
+
+def caught_by(row: dict[str, Any], run: Path) -> str | None:
+    """The check that spoke first, read from what the run and the comparison wrote; None where nothing was found."""
+    if row["status"] == "attestation_failed":
+        first = (read_json(run / "attestation.json") or {})["differences"][0]
+        return f"attestation: {first['fact']}"
+    if row["parity"] == "parity failed":
+        return f"parity: {parity_check(row['parity_message'])}"
+    return "rank_skew" if row["status"] == "completed" and (row["rank_skew"] or 0) > SKEWED else None
+
+
+def parity_check(message: str) -> str:
+    for pattern, name in PARITY.items():
+        if found := re.match(pattern, message):
+            return name or found[1]
+    return message
+
+
+def figures(folder: Path, name: str) -> dict[str, Any]:
+    """What the comparison says of one row."""
+    row: Any = next(row for row in load_results(folder)["rows"] if row["trial"] == name)
+    run = folder / row["run_folder"]
+    log = (run / "train.log").read_text()
+    shown = ("status", "parity", "tokens_per_second", "rank", "rank_skew")
+    return {
+        "found_by": caught_by(row, run),
+        "message": row["parity_message"] or row["message"],
+        "ranks_that_acted": sorted(int(rank) for rank in re.findall(r"^fault \w+ acts on rank (\d+)$", log, re.M)),
+        **{key: row[key] for key in shown},
+    }
+
+
+def judged(name: str, fault: Fault, found: dict[str, Any]) -> dict[str, Any]:
+    """The fault beside what became of it."""
+    slow = fault.caught_by == "rank_skew"
+    kept = found["tokens_per_second"] is not None and found["parity"] == "agrees"
+    withheld = found["tokens_per_second"] is None and found["rank"] is None
+    as_it_should = found["found_by"] == fault.caught_by and (kept if slow else withheld)
+    if slow:
+        found = found | {"message": f"rank_skew {found['rank_skew']:.1f}; its speed is kept"}
+    return {"fault": name, **fault._asdict(), "as_it_should": as_it_should, **found}
+
+
+def table_rows(found: dict[str, Any]) -> list[list[object]]:
+    shown = ("fault", "does", "variant", "found_by")
+    return [[*(row[key] for key in shown), f"`{row['message']}`"] for row in found["faults"]]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Faults in live comparisons, each caught by its own check.")
+    parser.add_argument("--work", type=Path, required=True, help="where the comparisons are kept")
+    parser.add_argument("--only", nargs="*", help="rows of faults; all if not given, and only then a result is written")
+    given = parser.parse_args()
+    model = tiny_model(given.work / "tiny-llama")
+    training = job(model, default_data_file("faq-en-alpaca.jsonl"))
+    every = [(name, fault) for name, faults in FAULTS.items() for fault in faults]
+    chosen = [(name, fault) for name, fault in every if given.only is None or fault.row in given.only]
+    presets = [word for name in ("ddp", *CONTROLS) for word in ("--preset", name)]
+    two, scaled = given.work / "two", given.work / "scaled"
+    compare(two, training, *presets, *variants([fault for _, fault in chosen]), "--num-processes", "2")
+    compare(scaled, training, *variants([AT_TWO]), "--num-processes", "1,2")
+    controls = {name: figures(two, f"{name}-n2") for name in ("ddp", *CONTROLS)}
+    controls[f"{AT_TWO.row}, one process"] = figures(scaled, f"{AT_TWO.row}-n1")
+    faults = [judged(name, fault, figures(two, f"{fault.row}-n2")) for name, fault in chosen]
+    faults.append(judged(every[-1][0], AT_TWO, figures(scaled, f"{AT_TWO.row}-n2")))
+    return publish({"controls": controls, "faults": faults}, write=given.only is None)
+
+
+def tiny_model(folder: Path) -> Path:
+    """The model of the tests, made once."""
+    from transformers import AutoTokenizer
+
+    if not folder.exists():
+        random_llama(folder, AutoTokenizer.from_pretrained(prepare_default_model()), **SIZES)
+    return folder
+
+
+def job(model: Path, dataset: Path) -> list[str]:
+    """The training arguments of every row."""
+    words = ["--model_name_or_path", str(model), "--dataset", str(dataset), "--max_seq_length", "64"]
+    return [*words, "--max_steps", "8", "--per_device_train_batch_size", "2", "--learning_rate", "1e-3"]
+
+
+def publish(found: dict[str, Any], *, write: bool) -> int:
+    """Print and write the table; 1 where a fault was missed, or a control was not clean."""
+    print_table(HEADER, table_rows(found))
+    missed = [row["row"] for row in found["faults"] if not row["as_it_should"]]
+    flagged = [name for name, row in found["controls"].items() if row["found_by"] is not None]
+    idle = [row["row"] for row in found["faults"] if " " not in row["variant"] and not row["ranks_that_acted"]]
+    for words, names in (("missed", missed), ("flagged without a fault", flagged), ("never acted", idle)):
+        print(f"{words}: {', '.join(names) or 'none'}")
+    if write:
+        print(write_result("live_faults", found))
+        write_table(DOCUMENT, TABLE, HEADER, table_rows(found))
+    return int(bool(missed or flagged or idle))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
