@@ -30,6 +30,7 @@ from toolkit.compare.results import (
     Job,
     Ladder,
     Method,
+    Probe,
     Results,
     Row,
     Timeline,
@@ -292,7 +293,7 @@ def test_csv_columns_are_frozen(results: Results) -> None:
         "wall_seconds,timed_seconds,run_folder,command,group,repeats,difference,rank,rank_skew,speed_up,"
         "scaling_efficiency,non_padding_tokens_per_second,peak_driver_bytes,allocator_retries,energy_joules,"
         "attestation_sha256,startup_seconds,planned_peak_bytes,planned_allocated_bytes,mfu,mfu_full_attention,hfu,cost_per_million_tokens,"
-        "communication_fraction,exposed_communication_fraction,save_seconds,save_bytes"
+        "communication_fraction,exposed_communication_fraction,save_seconds,save_bytes,per_device_train_batch_size"
     )
     assert len(lines) == 4  # the message with a line break is one line too
     assert lines[1].startswith("zero2-n2,zero2,2,completed,,agrees,,300.0,150.0,120.0,112.5,0.25,2,0.6667,0.72,")
@@ -530,6 +531,7 @@ def test_schema_types_and_docs_name_the_same_keys() -> None:
         (parts["rows"]["items"]["properties"]["memory_ladder"], Ladder),
         (parts["rows"]["items"]["properties"]["flops_per_token"], FlopsPerToken),
         (parts["rows"]["items"]["properties"]["timeline"], Timeline),
+        (parts["rows"]["items"]["properties"]["probes"]["items"], Probe),
     ]
     for schema, shape in shapes:
         assert list(schema["properties"]) == schema["required"] == list(shape.__annotations__)

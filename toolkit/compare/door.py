@@ -20,9 +20,10 @@ from toolkit.compare.asked import (
 from toolkit.compare.dry_run import dry_run_text
 from toolkit.compare.efficiency import shape_of_model
 from toolkit.compare.extras import run_extras
-from toolkit.compare.largest_batch import find_largest_batches, with_largest_batches
+from toolkit.compare.largest_batch import find_largest_batches
 from toolkit.compare.ledger import LEDGER_FILE, Ledger, alone
 from toolkit.compare.loading import load_results
+from toolkit.compare.probes import with_largest_batches
 from toolkit.compare.replay import replay_row
 from toolkit.compare.report import (
     console_table,
@@ -85,6 +86,11 @@ class Asked:
                 raise ToolkitError(f"--{name} is {value}, expected 1 or more")
         if self.trial_minutes is not None and not self.trial_minutes > 0:
             raise ToolkitError(f"--trial-minutes is {self.trial_minutes:g}, expected more than 0")
+        if self.find_max_batch is not None and self.scaling == "strong":
+            raise ToolkitError(
+                "--find-max-batch with --scaling strong: each searches a micro-batch, for another reason",
+                hint="leave one of them out; weak scaling compares each row at its largest micro-batch",
+            )
         if self.target_interval is not None and not 0 <= self.target_interval < 1:
             raise ToolkitError(f"--target-interval is {self.target_interval}, expected a share from 0 to below 1")
 
@@ -208,12 +214,14 @@ def _run(checked: Checked, output: Path, beside: Beside, *, retry_failed: bool, 
             start=screen.start, line=screen.line, finish=screen.finish, skip=screen.skip, probe=screen.probe
         ),
     )
+    cannot = dict(checked.unsupported)
     try:
         with terminate_as_interrupt(), screen:
             if comparison.find_max_batch is not None:
-                runner = find_largest_batches(runner, checked.unsupported)
-            runner.run(checked.unsupported, retry_failed=retry_failed)
-            run_extras(runner, checked.unsupported, kinds=beside.kinds, retry_failed=retry_failed)
+                runner, without = find_largest_batches(runner, cannot, retry_failed=retry_failed)
+                cannot |= without
+            runner.run(cannot, retry_failed=retry_failed)
+            run_extras(runner, cannot, kinds=beside.kinds, retry_failed=retry_failed)
     except (Stopped, KeyboardInterrupt):
         talk().print("stopped; finished trials are kept. The same command with `--resume` goes on.")
         raise typer.Exit(EXIT_RUN_FAILED) from None

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from toolkit.compare.ledger import LEDGER_FILE, Ledger
 from toolkit.compare.planned import planned_bytes
-from toolkit.compare.trials import Comparison, Trial
+from toolkit.compare.probes import Probes, bounds, completed, most_probes, probes_among, with_largest_batches
+from toolkit.compare.trials import Comparison, Trial, row_name
 from toolkit.launch.command import launch_command
 from toolkit.models.shape import ModelShape
 from toolkit.presets import load_preset
@@ -32,9 +34,10 @@ def dry_run_text(
 ) -> str:
     """Every trial in the running order; durations are those of trials in the folder's ledger, where it has any."""
     ledger = Ledger(folder / LEDGER_FILE).read()
+    comparison = with_largest_batches(comparison, Ledger(folder / LEDGER_FILE))
     trials = comparison.trials()
     left = [trial for trial in trials if trial.id not in ledger and trial.row not in unsupported]
-    lines = []
+    lines = _searches(comparison, ledger, unsupported)
     for place, trial in enumerate(trials, 1):
         planned = planned_bytes(comparison, trial.preset, trial.num_processes, shape=shape)["planned_peak_bytes"]
         expected_here = _expectation(trial, ledger, unsupported, planned)
@@ -50,6 +53,26 @@ def dry_run_text(
         gpu_seconds = sum(trial.num_processes * (duration or 0) for trial, duration in zip(left, expected, strict=True))
         cost = f", at {number(gpu_seconds / 3600 * price_per_gpu_hour, 2) if complete else NOT_AVAILABLE}"
     return "\n".join([*lines, f"{len(left)} of {len(trials)} trials to run, in {whole}{cost}; nothing was started"])
+
+
+def _searches(comparison: Comparison, ledger: Mapping[str, Row], unsupported: Mapping[str, str]) -> list[str]:
+    """One line a row whose largest micro-batch is searched before its trials."""
+    if comparison.find_max_batch is None:
+        return []
+    rows = [row for row in comparison.rows() if row_name(*row) not in unsupported]
+    return [_search(comparison, preset, n, probes_among(ledger, row_name(preset, n))) for preset, n in rows]
+
+
+def _search(comparison: Comparison, preset: str, num_processes: int, tried: Probes) -> str:
+    start, cap = bounds(replace(comparison, batches={}), preset, num_processes)
+    name = row_name(preset, num_processes)
+    if not tried:
+        most = most_probes(start=start, cap=cap)
+        return (
+            f"{name}: first its largest micro-batch is searched, from {start} to {cap}: at most {most} runs of 2 steps"
+        )
+    found = max(completed(tried), default=None)
+    return f"{name}: of micro-batches up to {cap}, {', '.join(map(str, tried))} were tried, and {found or 'none'} runs"
 
 
 def expected_seconds(trial: Trial, ledger: Mapping[str, Row]) -> float | None:

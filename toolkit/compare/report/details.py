@@ -102,7 +102,7 @@ def failure_facts(results: Results, row: Row) -> str:
         said.append(f"in phase {failure['phase']}")
     if failure and failure["predicted_bytes"] is not None:
         said.append(f"predicted peak {gib(failure['predicted_bytes'])}")
-    peak = facts.peak_bytes(results, row)
+    peak = failure["measured_bytes"] if failure else facts.peak_bytes(results, row)
     if peak is not None:
         said.append(f"last measured peak {gib(peak)}")
     if row["peak_rank"] is not None:
@@ -110,6 +110,13 @@ def failure_facts(results: Results, row: Row) -> str:
     if row["wall_seconds"] is not None:
         said.append(f"after {seconds(row['wall_seconds'])}")
     return ", ".join([*said, f"folder {facts.one_line(row['run_folder'])}"])
+
+
+def probes_note(results: Results) -> str:
+    """What the table of probes shows."""
+    peaks = "on a CPU the planner predicts nothing, and what was measured is resident memory (RSS) of the largest rank"
+    each = "Each size was tried for two steps that begin with the longest rows; none was tried twice"
+    return f"{each}{f'; {peaks}' if facts.on_cpu(results) else ''}."
 
 
 def _parameter_counts(results: Results) -> str:

@@ -23,7 +23,7 @@ from toolkit.compare.report.cells import (
     text_column,
 )
 from toolkit.compare.report.sheets import interval_cell, row_sheet
-from toolkit.compare.results import Results, Row
+from toolkit.compare.results import Failure, Results, Row
 from toolkit.units import GIB, NOT_AVAILABLE, number
 
 
@@ -98,6 +98,48 @@ def scaling_sheet(results: Results) -> Sheet | None:
             number_cell(row["speed_up"], 2),
             measured(row["scaling_efficiency"], percent),
         ),
+    )
+
+
+def probes_sheet(results: Results) -> Sheet | None:
+    """Each size that the search for the largest micro-batch tried; None where there was no search."""
+    tried = [
+        (label, probe)
+        for label, row in zip(facts.labels(results), results["rows"], strict=True)
+        for probe in row["probes"] or ()
+    ]
+    if not tried:
+        return None
+    headers = ("phase", "predicted peak\nGiB", "last measured\npeak GiB")
+    return Sheet(
+        columns=(
+            text_column("preset"),
+            Column(header="micro-batch"),
+            text_column("status"),
+            text_column(headers[0]),
+            *(Column(header=header) for header in headers[1:]),
+        ),
+        rows=tuple(
+            (
+                text_cell(label),
+                number_cell(probe["per_device_train_batch_size"], 0),
+                text_cell(probe["status"]),
+                *_failure_cells(probe["failure"]),
+            )
+            for label, probe in tried
+        ),
+    )
+
+
+def _failure_cells(failure: Failure | None) -> tuple[Cell, ...]:
+    """Phase and bytes of a failure; blank for a probe that ran."""
+    if failure is None:
+        return (text_cell(""), text_cell(""), text_cell(""))
+    unit = ByteUnit(name="GiB", num_bytes=GIB)
+    return (
+        text_cell(failure["phase"] or NOT_AVAILABLE),
+        unit.cell(failure["predicted_bytes"]),
+        unit.cell(failure["measured_bytes"]),
     )
 
 

@@ -14,8 +14,21 @@ from toolkit.compare.report import facts
 from toolkit.compare.report.bars import memory_bars, speed_bars
 from toolkit.compare.report.cells import Cell, Column, Sheet
 from toolkit.compare.report.charts import losses_chart, scaling_chart, timelines
-from toolkit.compare.report.details import environment_facts, failure_facts, job_facts, method_facts, replay_line
-from toolkit.compare.report.details_sheets import efficiency_sheet, ladder_sheet, scaling_sheet, trials_sheet
+from toolkit.compare.report.details import (
+    environment_facts,
+    failure_facts,
+    job_facts,
+    method_facts,
+    probes_note,
+    replay_line,
+)
+from toolkit.compare.report.details_sheets import (
+    efficiency_sheet,
+    ladder_sheet,
+    probes_sheet,
+    scaling_sheet,
+    trials_sheet,
+)
 from toolkit.compare.report.palette import CURVES, LANES, MUTED, PARTS, REST, SPEED
 from toolkit.compare.report.sheets import comparison_sheet, memory_sheet, parity_sheet, speed_sheet
 from toolkit.compare.report.summary import notes, summary_sentence, title
@@ -63,6 +76,7 @@ def _body(results: Results) -> str:
         _section("Loss by step", losses_chart(results)),
         _section("Scaling", scaling_chart(results) + _maybe_sheet(results, scaling_sheet(results))),
         _section("One step of every rank", timelines(results)),
+        _section("Largest micro-batch", _probes(results)),
         _section("Failures", _failures(results)),
         _section("Parity", _parity(results)),
         _section("Memory of one rank", _sheet(results, memory_sheet(results))),
@@ -90,6 +104,11 @@ def _memory_title(results: Results) -> str:
 def _links(results: Results) -> str:
     links = results["environment"]["links"]
     return f'<h3>GPU links</h3><pre class="wide">{_lines(facts.many_lines(links))}</pre>' if links else ""
+
+
+def _probes(results: Results) -> str:
+    sheet = probes_sheet(results)
+    return "" if sheet is None else f'<p class="quiet">{_text(probes_note(results))}</p>{plain_table(sheet)}'
 
 
 def _failures(results: Results) -> str:

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from toolkit.compare.report import facts
 from toolkit.compare.report.cells import Sheet
 from toolkit.compare.report.details import environment_facts, failure_facts, job_facts, method_facts, replay_line
-from toolkit.compare.report.details_sheets import efficiency_sheet, ladder_sheet, scaling_sheet
+from toolkit.compare.report.details_sheets import efficiency_sheet, ladder_sheet, probes_sheet, scaling_sheet
 from toolkit.compare.report.sheets import comparison_sheet, memory_sheet, parity_sheet, speed_sheet
 from toolkit.compare.report.summary import notes, summary_sentence, title
 from toolkit.compare.results import Results
@@ -30,6 +30,7 @@ def markdown_text(results: Results) -> str:
         sheet_lines(comparison_sheet(results)),
         f"![Model-state bytes, tokens/s and loss of each preset]({PLOT_FILE})",
         "\n".join(f"- {note}" for note in notes(results)),
+        *_maybe("Largest micro-batch", probes_sheet(results)),
         *_failures(results),
         *_parity(results),
         "## Memory of one rank",

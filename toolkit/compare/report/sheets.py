@@ -86,6 +86,11 @@ def interval_cell(bounds: Sequence[float] | None, show: Callable[[float], str]) 
 
 _OPTIONAL = (
     _Optional(
+        header="micro-\nbatch",
+        key="probes",
+        cell=lambda row: number_cell(row["per_device_train_batch_size"], 0),
+    ),
+    _Optional(
         header="95 %\ninterval",
         key="tokens_per_second_interval",
         cell=lambda row: interval_cell(row["tokens_per_second_interval"], speed),

@@ -25,7 +25,7 @@ def summary_sentence(results: Results) -> str:
     if not named:
         return "Nothing was compared: there are no rows."
     clauses = [clause for size in _world_sizes(results) for clause in _size_clauses(results, named, size)]
-    clauses += [*_scaling(results), *_left_out(named)]
+    clauses += [*_scaling(results), *_largest_batches(named), *_left_out(named)]
     if facts.on_cpu(results):
         clauses.append(CPU_SPEEDS)
     return "; ".join(clauses) + "."
@@ -164,6 +164,16 @@ def _scaling(results: Results) -> list[str]:
         f"from {first['world_size']} to {last['world_size']} processes {results['reference']} becomes"
         f" {last['speed_up'] or 0.0:.2f} times as fast ({percent(last['scaling_efficiency'])} of ideal)"
     ]
+
+
+def _largest_batches(named: Sequence[Named]) -> list[str]:
+    """Where each row's largest micro-batch was searched, what was found."""
+    ran = [
+        f"{row['per_device_train_batch_size']} ({label})"
+        for label, row in named
+        if any(probe["status"] == "completed" for probe in row["probes"] or ())
+    ]
+    return [f"the largest micro-batch that runs is {', '.join(ran)}"] if ran else []
 
 
 def _fastest(fit: Sequence[Named], num_rows: int) -> str:
