@@ -41,7 +41,8 @@ def losses_chart(results: Results) -> str:
         low=low,
         high=high,
         y_labels=[f"{mark:.3f}" for mark in (high, (high + low) / 2, low)],
-        x_labels=["step 1", f"step {last}"],
+        x_labels=[(1.0, "1"), (float(last), f"{last}")],
+        x_name="step",
         title="loss by step",
     )
     wide = '<p class="quiet">Where curves coincide, an earlier one is the wider line behind a later one.</p>'
@@ -58,7 +59,8 @@ def scaling_chart(results: Results) -> str:
     if not curves:
         return ""
     sizes = sorted({size for points in curves.values() for size, _ in points})
-    most = max(sizes[-1] / sizes[0], *(rise for points in curves.values() for _, rise in points))
+    rises = [rise for points in curves.values() for _, rise in points]
+    least, most = min(1.0, *rises), max(sizes[-1] / sizes[0], *rises)
     lines = [Line(points=[(sizes[0], 1.0), (sizes[-1], sizes[-1] / sizes[0])], colour="muted", width=1.5, dashed=True)]
     entries = [("muted", "ideal")]
     for index, (preset, points) in enumerate(curves.items(), 1):
@@ -68,10 +70,11 @@ def scaling_chart(results: Results) -> str:
     axes = Axes(
         left=sizes[0],
         right=sizes[-1],
-        low=1.0,
+        low=least,
         high=most,
-        y_labels=[f"{mark:.2f}×" for mark in (most, (most + 1) / 2, 1.0)],
-        x_labels=[f"{sizes[0]:.0f} processes", f"{sizes[-1]:.0f}"],
+        y_labels=[f"{mark:.2f}×" for mark in (most, (most + least) / 2, least)],
+        x_labels=[(size, f"{size:.0f}") for size in sizes],
+        x_name="processes",
         title="speed-up by number of processes",
     )
     return legend(entries) + line_chart(lines, axes)

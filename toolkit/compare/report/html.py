@@ -23,6 +23,7 @@ from toolkit.compare.report.details import (
     replay_line,
 )
 from toolkit.compare.report.details_sheets import (
+    beside_sheet,
     efficiency_sheet,
     ladder_sheet,
     probes_sheet,
@@ -33,6 +34,7 @@ from toolkit.compare.report.palette import CURVES, LANES, MUTED, PARTS, REST, SP
 from toolkit.compare.report.sheets import comparison_sheet, memory_sheet, parity_sheet, speed_sheet
 from toolkit.compare.report.summary import notes, summary_sentence, title
 from toolkit.compare.results import Results
+from toolkit.units import NOT_AVAILABLE
 
 PAGE = {
     "light": ("#ffffff", "#1f2328", "#d8dee4", "#f3f5f7", "#b42318"),
@@ -79,10 +81,11 @@ def _body(results: Results) -> str:
         _section("Largest micro-batch", _probes(results)),
         _section("Failures", _failures(results)),
         _section("Parity", _parity(results)),
-        _section("Memory of one rank", _sheet(results, memory_sheet(results))),
+        _section("Memory of one rank", _maybe_sheet(results, memory_sheet(results))),
         _section("Memory ladder: the first step of the largest rank", _maybe_sheet(results, ladder_sheet(results))),
-        _section("Speed", _sheet(results, speed_sheet(results))),
-        _section("Efficiency, cost, communication", _sheet(results, efficiency_sheet(results))),
+        _section("Speed", _maybe_sheet(results, speed_sheet(results))),
+        _section("Efficiency and cost", _maybe_sheet(results, efficiency_sheet(results))),
+        _section("Communication, saving, starting", _maybe_sheet(results, beside_sheet(results))),
         _section("Trials", plain_table(trials_sheet(results)) if results["trials"] else ""),
         _section("Method", _pairs(method_facts(results))),
         _section("Job", _pairs(job_facts(results))),
@@ -170,7 +173,8 @@ def _cells(sheet: Sheet, cells: Sequence[Cell]) -> str:
     written = [f'<th scope="row">{_breakable(name.text)}</th>']
     for column, cell in zip(sheet.columns[1:], others, strict=True):
         value = "" if cell.value is None else f' data-value="{cell.value!r}"'
-        kind = "num" if column.numeric else "status" if column.header in ("status", "parity") else ""
+        says = column.header in ("status", "parity") and cell.text != NOT_AVAILABLE
+        kind = "num" if column.numeric else "status" if says else ""
         written.append(f"<td{_class(kind)}{value}>{_breakable(cell.text)}</td>")
     return "".join(written)
 

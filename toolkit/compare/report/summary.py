@@ -97,7 +97,7 @@ def _world_sizes(results: Results) -> list[int]:
 
 def _size_clauses(results: Results, named: Sequence[Named], world_size: int) -> list[str]:
     """Fastest and smallest among the rows with one number of processes."""
-    here = [(label, row) for label, row in named if row["world_size"] == world_size]
+    here = [(_without_size(label, row), row) for label, row in named if row["world_size"] == world_size]
     fit = [(label, row) for label, row in here if facts.comparable(row) and row["tokens_per_second"] is not None]
     fit = [(label, row) for label, row in fit if row["group"] is None]
     start = "On" if world_size == min(row["world_size"] for _, row in named) else "on"
@@ -107,6 +107,11 @@ def _size_clauses(results: Results, named: Sequence[Named], world_size: int) -> 
         fits = any(facts.out_of_memory(row) for _, row in here)
         return [place + _leader(fit, len(here), fits=fits), *_trade(results, fit, world_size)]
     return [place + _fastest(fit, len(here)), *_smallest(results, fit, world_size)]
+
+
+def _without_size(label: str, row: Row) -> str:
+    """The clause says the number of processes."""
+    return row["preset"] if label == f"{row['preset']} n{row['world_size']}" else label
 
 
 def _leader(fit: Sequence[Named], num_rows: int, *, fits: bool) -> str:
