@@ -629,3 +629,20 @@ def test_the_scaling_chart_names_each_number_of_processes_where_it_stands(made_u
         ("33.33", "33", "4"),
         ("100.00", "100", "8"),
     ]
+
+
+def test_an_interval_far_beyond_the_others_ends_open_and_leaves_the_bars_their_room(made_up: Results) -> None:
+    made_up["rows"][1]["tokens_per_second_interval"] = [2_000.0, 400_000.0]
+    page = html_text(made_up)
+    speeds = bars(page, "zero2 n2")[1]
+    assert 'class="span open"' in speeds
+    assert "27,000 (2,000 to 400,000)" in speeds
+    assert widths(bars(page, "zero2 n4")[1])[0] == pytest.approx(68 / 1.5, abs=0.01)  # the fastest
+
+
+def test_what_cannot_run_here_is_no_alarm(made_up: Results) -> None:
+    made_up["rows"][0].update(status="not_supported", message="needs CUDA kernels", failure=None)
+    page = html_text(made_up)
+    assert '<td class="status">not_' not in page
+    assert all('class="alarm' not in bar for bar in bars(page, "ddp"))
+    assert "steps with a loss" not in page

@@ -26,14 +26,13 @@ def losses_chart(results: Results) -> str:
     known = [loss for row in results["rows"] for loss in row["losses"] if loss is not None]
     if not known:
         return NOTHING
-    named = zip(facts.labels(results), results["rows"], curve_widths(len(results["rows"])), strict=True)
+    named = [(label, row) for label, row in zip(facts.labels(results), results["rows"], strict=True) if row["losses"]]
     lines, entries = [], []
-    for index, (label, row, width) in enumerate(named):
-        if row["losses"]:
-            colour = f"c{index % len(CURVES)}"
-            points = [(float(step), loss) for step, loss in enumerate(row["losses"], 1) if loss is not None]
-            lines.append(Line(points=points, colour=colour, width=width))
-            entries.append((colour, facts.curve_name(label, row)))
+    for index, ((label, row), width) in enumerate(zip(named, curve_widths(len(named)), strict=True)):
+        colour = f"c{index % len(CURVES)}"
+        points = [(float(step), loss) for step, loss in enumerate(row["losses"], 1) if loss is not None]
+        lines.append(Line(points=points, colour=colour, width=width))
+        entries.append((colour, facts.curve_name(label, row)))
     low, high, last = min(known), max(known), max(len(row["losses"]) for row in results["rows"])
     axes = Axes(
         left=1.0,

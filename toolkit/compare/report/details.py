@@ -10,7 +10,7 @@ import shlex
 from collections import Counter
 
 from toolkit.compare.report import facts
-from toolkit.compare.results import Gpu, Results, Row
+from toolkit.compare.results import NOT_SUPPORTED, Gpu, Results, Row
 from toolkit.units import NOT_AVAILABLE, gib, number, seconds
 
 
@@ -56,7 +56,7 @@ def method_facts(results: Results) -> list[tuple[str, str]]:
         ("repeats", f"{method['repeats']}, in an order drawn with seed {method['order_seed']}"),
         ("timed steps", early),
         ("intervals", method["interval"]),
-        ("confidence of a ratio", f"{100 * method['ratio_confidence']:g} %"),
+        ("confidence of a ratio", f"{100 * method['ratio_confidence']:.4g} %"),
         ("scaling", method["scaling"] or NOT_AVAILABLE),
     ]
 
@@ -95,7 +95,9 @@ def _disk(results: Results) -> str:
 
 
 def failure_facts(results: Results, row: Row) -> str:
-    """What a failed row did measure before it ended."""
+    """What a failed row did measure before it ended; nothing of one that cannot run here."""
+    if row["status"] == NOT_SUPPORTED:
+        return ""
     said = [f"world_size {row['world_size']}", f"steps with a loss: {len(row['losses'])}"]
     failure = row["failure"]
     if failure and failure["phase"]:

@@ -33,7 +33,7 @@ from toolkit.compare.report.details_sheets import (
 from toolkit.compare.report.palette import CURVES, LANES, MUTED, PARTS, REST, SPEED
 from toolkit.compare.report.sheets import comparison_sheet, memory_sheet, parity_sheet, speed_sheet
 from toolkit.compare.report.summary import notes, summary_sentence, title
-from toolkit.compare.results import Results
+from toolkit.compare.results import NOT_SUPPORTED, Results
 from toolkit.units import NOT_AVAILABLE
 
 PAGE = {
@@ -116,12 +116,16 @@ def _probes(results: Results) -> str:
 
 def _failures(results: Results) -> str:
     blocks = [
-        f'<h3>{_text(label)}: {row["status"]}</h3><p class="quiet">{_text(failure_facts(results, row))}</p>'
+        f"<h3>{_text(label)}: {row['status']}</h3>{_quiet(failure_facts(results, row))}"
         f"<pre>{_lines(facts.many_lines(row['message'] or 'no message'))}</pre>"
         for label, row in zip(facts.labels(results), results["rows"], strict=True)
         if not facts.finished(row)
     ]
     return "".join(blocks) or "<p>Every row finished.</p>"
+
+
+def _quiet(text: str) -> str:
+    return f'<p class="quiet">{_text(text)}</p>' if text else ""
 
 
 def _parity(results: Results) -> str:
@@ -173,7 +177,7 @@ def _cells(sheet: Sheet, cells: Sequence[Cell]) -> str:
     written = [f'<th scope="row">{_breakable(name.text)}</th>']
     for column, cell in zip(sheet.columns[1:], others, strict=True):
         value = "" if cell.value is None else f' data-value="{cell.value!r}"'
-        says = column.header in ("status", "parity") and cell.text != NOT_AVAILABLE
+        says = column.header in ("status", "parity") and cell.text not in (NOT_AVAILABLE, NOT_SUPPORTED)
         kind = "num" if column.numeric else "status" if says else ""
         written.append(f"<td{_class(kind)}{value}>{_breakable(cell.text)}</td>")
     return "".join(written)

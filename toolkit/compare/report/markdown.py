@@ -66,7 +66,8 @@ def _failures(results: Results) -> list[str]:
     failed = [(label, row) for label, row in rows if not facts.finished(row)]
     blocks = ["## Failures"]
     for label, row in failed:
-        blocks.append(f"**{heading_text(label)}: {row['status']}** ({heading_text(failure_facts(results, row))})")
+        said = failure_facts(results, row)
+        blocks.append(f"**{heading_text(label)}: {row['status']}**" + (f" ({heading_text(said)})" if said else ""))
         blocks.append(_code(facts.many_lines(row["message"] or "no message"), "text"))
     return [*blocks, *([] if failed else ["Every row finished."])]
 

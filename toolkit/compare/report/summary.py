@@ -46,7 +46,7 @@ def notes(results: Results) -> list[str]:
         said.insert(0, "Single runs, not ranked by significance: a small difference may be noise.")
     else:
         method = results["method"]
-        sure = f"a difference is claimed only where the ratio's ({100 * method['ratio_confidence']:g} %) leaves 1 out"
+        sure = f"a difference is claimed only where the ratio's ({100 * method['ratio_confidence']:.4g} %) leaves 1 out"
         said.insert(0, f"Intervals: {method['interval']}; {sure}.")
     if facts.on_cpu(results):
         said.append(f"{CPU_SPEEDS[0].upper()}{CPU_SPEEDS[1:]}; bytes held by a rank do carry over.")
