@@ -1,6 +1,6 @@
 """Tokens per second of the timed steps under `toolkit train`, against a bare Trainer script on the same job.
 
-    python benchmarks/overhead.py --preset ddp zero2 --pairs 5
+    python benchmarks/overhead.py --preset ddp zero2 --pairs 5 --work DIR
 
 Both sides train LoRA on the default model in fp32 on two CPU ranks, on the same batches: their losses are compared
 step by step. A ratio of 1 means that the toolkit costs nothing; the goal is a median of at least 0.98.
@@ -15,12 +15,13 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from record import pairs, print_table, spread, write_result
+from record import print_table, spread, write_result
 
 ROOT = Path(__file__).parents[1]
 BIN = Path(sys.executable).parent
@@ -147,18 +148,30 @@ def prepare(scratch: Path, steps: int, untimed_steps: int) -> Job:
     return Job(model=model, dataset=dataset, tokens=tokens, scratch=scratch, steps=steps, untimed_steps=untimed_steps)
 
 
-def compare(preset: str, job: Job, number: int) -> dict[str, Any]:
-    """Interleaved pairs of one preset: ratios pair by pair, and whether both sides trained the same."""
-    measured = pairs(number, lambda: run_toolkit(preset, job), lambda: run_bare(preset, job))
+def measure_pair(preset: str, number: int, job: Job) -> dict[str, Any]:
+    """Both sides once; every second pair begins with the bare script."""
+    sides: dict[str, Callable[[str, Job], Side]] = {"toolkit": run_toolkit, "bare": run_bare}
+    order = sides if number % 2 == 0 else reversed(sides)
+    measured = {name: asdict(sides[name](preset, job)) for name in order}
+    return {"preset": preset, "number": number, **measured}
+
+
+def reduced(preset: str, measured: list[dict[str, Any]]) -> dict[str, Any]:
+    """One preset: ratios pair by pair, and whether both sides trained the same."""
+    both = [(Side(**pair["toolkit"]), Side(**pair["bare"])) for pair in measured]
     return {
         "preset": preset,
-        "tokens": measured[0][0].tokens,
+        "tokens": both[0][0].tokens,
         # The same tokens on both sides: their ratio per second is the inverse ratio of the seconds.
-        "ratio_wall": spread([bare.wall_seconds / ours.wall_seconds for ours, bare in measured]),
-        "ratio_cpu": spread([bare.cpu_seconds / ours.cpu_seconds for ours, bare in measured]),
-        "largest_loss_difference": max(loss_difference(ours, bare) for ours, bare in measured),
-        "pairs": [{"toolkit": asdict(ours), "bare": asdict(bare)} for ours, bare in measured],
+        "ratio_wall": spread([bare.wall_seconds / ours.wall_seconds for ours, bare in both]),
+        "ratio_cpu": spread([bare.cpu_seconds / ours.cpu_seconds for ours, bare in both]),
+        "largest_loss_difference": max(loss_difference(ours, bare) for ours, bare in both),
+        "pairs": [{side: seconds_of(pair[side]) for side in ("toolkit", "bare")} for pair in measured],
     }
+
+
+def seconds_of(side: dict[str, Any]) -> dict[str, float]:
+    return {name: side[name] for name in ("wall_seconds", "cpu_seconds")}
 
 
 def loss_difference(ours: Side, bare: Side) -> float:
@@ -188,10 +201,24 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=22)
     parser.add_argument("--untimed-steps", type=int, default=2)
     parser.add_argument("--name", default="overhead", help="of the result file")
+    parser.add_argument("--work", type=Path, required=True, help="keeps finished pairs; the same command goes on")
+    parser.add_argument("--at-most", type=int, help="stop after this many pairs; the next call goes on")
     given = parser.parse_args()
+    given.work.mkdir(parents=True, exist_ok=True)
+    ledger = given.work / "pairs.jsonl"
+    done = [json.loads(line) for line in ledger.read_text().splitlines()] if ledger.exists() else []
+    finished = {(pair["preset"], pair["number"]) for pair in done}
+    wanted = [(preset, number) for number in range(given.pairs) for preset in given.preset]
+    waiting = [pair for pair in wanted if pair not in finished]
     with tempfile.TemporaryDirectory() as scratch:
         job = prepare(Path(scratch), given.steps, given.untimed_steps)
-        results = [compare(preset, job, given.pairs) for preset in given.preset]
+        for preset, number in waiting[: given.at_most]:
+            done.append(measure_pair(preset, number, job))
+            with ledger.open("a") as file:
+                file.write(json.dumps(done[-1]) + "\n")
+    if given.at_most is not None and len(waiting) > given.at_most:
+        raise SystemExit(f"{len(waiting) - given.at_most} of {len(wanted)} pairs are left: the same command goes on")
+    results = [reduced(preset, [pair for pair in done if pair["preset"] == preset]) for preset in given.preset]
     header = ["preset", "figure", "toolkit", "bare", "median ratio", "min", "max", f"goal {GOAL}"]
     print_table(header, [row for result in results for row in table_rows(result)])
     for result in results:

@@ -8,13 +8,14 @@ Reads run folders only, and of them what rank 0 wrote: `phases` of run.json, and
 from __future__ import annotations
 
 import argparse
+import itertools
 from pathlib import Path
 from typing import Any
 
 from record import print_table, write_result
 
 from toolkit.runs.folder import RunFolder, read_json
-from toolkit.runs.steps import read_rows
+from toolkit.runs.steps import measure, read_rows, read_steps
 
 # Phases of `toolkit.train.failure.Progress` under the words of the table, in the order of a run.
 PARTS = {
@@ -30,7 +31,10 @@ PARTS = {
     "train": "between steps",
     "save": "save",
     "end": "exit",
+    "between": "until the next trial",
 }
+RESTARTED_SECONDS = 15.0
+"""A longer gap between two trials is a comparison that was stopped and resumed, and counts as none of it."""
 
 
 def wall_parts(folder: RunFolder, untimed_steps: int) -> dict[str, float]:
@@ -58,7 +62,19 @@ def trials(folder: Path) -> dict[str, dict[str, float]]:
         run = RunFolder(path).read_run() or {}
         if run.get("status") == "completed" and "phases" in run:
             found[path.name] = wall_parts(RunFolder(path), comparison["untimed_steps"])
-    return found
+    starts = {name: (RunFolder(folder / "trials" / name).read_run() or {})["started_unix"] for name in found}
+    order = sorted(found, key=lambda name: float(starts[name]))
+    for name, following in itertools.pairwise(order):
+        gap = starts[following] - starts[name] - sum(found[name].values())
+        found[name]["between"] = gap if gap < RESTARTED_SECONDS else 0.0
+    return {name: found[name] for name in order}
+
+
+def step_median(folder: Path, trial: str) -> float:
+    """Of the timed steps, the slowest rank's."""
+    untimed = (read_json(folder / "comparison.json") or {})["untimed_steps"]
+    measured = measure(read_steps(RunFolder(folder / "trials" / trial)), untimed_steps=untimed)
+    return measured.step_seconds_median or 0.0
 
 
 def shares(found: dict[str, dict[str, float]]) -> dict[str, Any]:
@@ -84,7 +100,9 @@ def main() -> None:
     rows.append(["share", "100 %", *(f"{share[part]:.0%}".replace("%", " %") for part in PARTS)])
     print_table(["trial, seconds", "wall", *PARTS.values()], rows)
     print(f"{share['timed']:.1%} of {share['wall_seconds']:.0f} s in timed steps".replace("%", " %"))
-    print(write_result(given.name, {"trials": found, "share": share}))
+    medians = {name: step_median(given.folder, name) for name in found}
+    print(f"median timed step {min(medians.values()):.2f} to {max(medians.values()):.2f} s")
+    print(write_result(given.name, {"trials": found, "step_seconds_median": medians, "share": share}))
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -161,7 +162,8 @@ def test_a_dry_run_knows_the_durations_of_a_ledger_and_starts_nothing(finished: 
     assert "ddp-n2-r0: completed, already in the ledger" in said
     assert "zeropp-n2-r0: not supported here: needs CUDA kernels" in said
     assert "--num_processes 2 -m toolkit.train" in said
-    assert said.splitlines()[-1].startswith("1 of 8 trials to run, in ")
+    assert "0 of 8 trials to run, in " in said.splitlines()[-1]
+    assert re.search(r"flash-n2-r\d: not run, since flash-n2-r\d ended as failed", said)
     assert sorted(finished.rglob("*")) == before
 
 

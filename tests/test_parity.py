@@ -24,10 +24,10 @@ def comparison(*presets: str, num_processes: tuple[int, ...] = (2,), **changes: 
         presets=list(presets),
         preset_files={},
         promises={name: promise for name in presets},
-        loads={},
+        loads=changes.pop("loads", {}),
         extra_arguments=changes.pop("extra_arguments", {}),
         num_processes=list(num_processes),
-        training_arguments=[],
+        training_arguments=changes.pop("training_arguments", []),
         untimed_steps=2,
         reference="ddp",
         cpu=True,
@@ -263,6 +263,15 @@ def test_scaling_is_against_the_fewest_processes() -> None:
     assert (rows["ddp-n1"]["speed_up"], rows["ddp-n1"]["scaling_efficiency"]) == (1.0, 1.0)
     assert rows["ddp-n2"]["speed_up"] == pytest.approx(1.6)
     assert rows["ddp-n2"]["scaling_efficiency"] == pytest.approx(0.8)
+
+
+def test_a_preset_with_one_number_of_processes_has_no_scaling_among_others_that_have() -> None:
+    """fsdp2 needs two processes: beside ddp with one and two it is no 100 % of ideal."""
+    spec = comparison("ddp", "fsdp2", num_processes=(1, 2), scaling="weak")
+    trials = [trial("ddp", r, world_size=n) for n in (1, 2) for r in range(3)]
+    rows = rows_of(spec, *trials, *(trial("fsdp2", r) for r in range(3)))
+    assert (rows["fsdp2-n2"]["speed_up"], rows["fsdp2-n2"]["scaling_efficiency"]) == (None, None)
+    assert rows["ddp-n2"]["scaling_efficiency"] == pytest.approx(1.0)
 
 
 def test_rows_are_ranked_only_where_intervals_separate_them() -> None:

@@ -30,6 +30,7 @@ from toolkit.compare.results import (
     Job,
     Ladder,
     Method,
+    Probe,
     Results,
     Row,
     Timeline,
@@ -175,8 +176,8 @@ def test_summary_never_compares_different_process_counts(results: Results) -> No
     faster.update(world_size=4, trial="ddp-n4-r0", tokens_per_second=900.0)
     results["rows"] = [*results["rows"][:2], faster]
     sentence = summary_sentence(results)
-    assert "On 2 CPU processes, 2 presets ran at 300 (zero2) to 400 tokens/s (ddp n2) in single runs" in sentence
-    assert "on 4 CPU processes, ddp n4 ran at 900 tokens/s, with no comparable row" in sentence
+    assert "On 2 CPU processes, 2 presets ran at 300 (zero2) to 400 tokens/s (ddp) in single runs" in sentence
+    assert "on 4 CPU processes, ddp ran at 900 tokens/s, with no comparable row" in sentence
 
 
 def test_no_rows_is_said(results: Results) -> None:
@@ -292,7 +293,7 @@ def test_csv_columns_are_frozen(results: Results) -> None:
         "wall_seconds,timed_seconds,run_folder,command,group,repeats,difference,rank,rank_skew,speed_up,"
         "scaling_efficiency,non_padding_tokens_per_second,peak_driver_bytes,allocator_retries,energy_joules,"
         "attestation_sha256,startup_seconds,planned_peak_bytes,planned_allocated_bytes,mfu,mfu_full_attention,hfu,cost_per_million_tokens,"
-        "communication_fraction,exposed_communication_fraction,save_seconds,save_bytes"
+        "communication_fraction,exposed_communication_fraction,save_seconds,save_bytes,per_device_train_batch_size"
     )
     assert len(lines) == 4  # the message with a line break is one line too
     assert lines[1].startswith("zero2-n2,zero2,2,completed,,agrees,,300.0,150.0,120.0,112.5,0.25,2,0.6667,0.72,")
@@ -358,7 +359,7 @@ def test_html_escapes_names_in_attributes_and_charts(results: Results) -> None:
 
 def test_html_tables_scroll_by_themselves_and_sort_by_number(results: Results) -> None:
     page = html_text(results)
-    assert page.count("<table") == page.count('<div class="scroll"><table') == 9
+    assert page.count("<table") == page.count('<div class="scroll"><table') == 10
     assert '<td class="num" data-value="400.0">400</td>' in page
     assert '<td class="num">n/a</td>' in page
 
@@ -382,9 +383,9 @@ def widths(bar: str) -> list[float]:
 
 def test_summary_of_repeated_gpus_says_what_is_fastest_and_what_less_memory_costs(made_up: Results) -> None:
     assert summary_sentence(made_up) == (
-        "On 2 × NVIDIA H100 80GB HBM3, zero2 n2 is the fastest that fits (27,000 tokens/s); fsdp2 n2 uses 31 % less"
-        " memory for 8 % less speed; on 4 × NVIDIA H100 80GB HBM3, zero2 n4 is the fastest of 3 presets (50,220"
-        " tokens/s); fsdp2 n4 uses 44 % less memory for 5 % less speed; from 2 to 4 processes zero2 becomes 1.86 times"
+        "On 2 × NVIDIA H100 80GB HBM3, zero2 is the fastest that fits (27,000 tokens/s); fsdp2 uses 31 % less"
+        " memory for 8 % less speed; on 4 × NVIDIA H100 80GB HBM3, zero2 is the fastest of 3 presets (50,220"
+        " tokens/s); fsdp2 uses 44 % less memory for 5 % less speed; from 2 to 4 processes zero2 becomes 1.86 times"
         " as fast (93 % of ideal); 1 did not finish (ddp: out_of_memory); 1 did not train the same problem (zero1)."
     )
 
@@ -530,6 +531,7 @@ def test_schema_types_and_docs_name_the_same_keys() -> None:
         (parts["rows"]["items"]["properties"]["memory_ladder"], Ladder),
         (parts["rows"]["items"]["properties"]["flops_per_token"], FlopsPerToken),
         (parts["rows"]["items"]["properties"]["timeline"], Timeline),
+        (parts["rows"]["items"]["properties"]["probes"]["items"], Probe),
     ]
     for schema, shape in shapes:
         assert list(schema["properties"]) == schema["required"] == list(shape.__annotations__)
@@ -590,3 +592,57 @@ def test_loading_welcomes_keys_that_it_does_not_know(tmp_path: Path) -> None:
     newer = json.loads(FIXTURE.read_text("utf-8")) | {"comment": "more keys may be added"}
     (tmp_path / "results.json").write_text(json.dumps(newer))
     assert load_results(tmp_path)["reference"] == "ddp"
+
+
+# What reads badly
+
+
+def test_a_column_that_no_row_has_is_left_out_and_a_table_without_figures_too(results: Results) -> None:
+    page = html_text(results)
+    assert "MFU" not in page
+    assert "peak\ndriver" not in page
+    for row in results["rows"]:
+        row.update(status="failed")
+    assert "<h2>Speed</h2>" not in html_text(results)
+
+
+def test_a_slow_down_stays_inside_the_scaling_chart(made_up: Results) -> None:
+    for row in made_up["rows"]:
+        if row["speed_up"] is not None and row["world_size"] == 4:
+            row["speed_up"] = 0.8
+    chart = html_text(made_up).split("<h2>Scaling</h2>")[1].split("</svg>")[0]
+    assert "<span>0.80×</span>" in chart
+    heights = [
+        float(point.split(",")[1]) for points in re.findall(r'points="([^"]+)"', chart) for point in points.split()
+    ]
+    assert min(heights) >= 0
+    assert max(heights) <= 300
+
+
+def test_the_scaling_chart_names_each_number_of_processes_where_it_stands(made_up: Results) -> None:
+    for row in list(made_up["rows"]):
+        if row["world_size"] == 4:
+            made_up["rows"].append(row | {"world_size": 8, "trial": f"{row['preset']}-n8", "speed_up": 3.0})  # type: ignore[arg-type,operator]
+    chart = html_text(made_up).split("<h2>Scaling</h2>")[1].split("</div></div>")[0]
+    assert re.findall(r"left:([\d.]+)%;translate:-(\d+)%\">(\d)<", chart) == [
+        ("0.00", "0", "2"),
+        ("33.33", "33", "4"),
+        ("100.00", "100", "8"),
+    ]
+
+
+def test_an_interval_far_beyond_the_others_ends_open_and_leaves_the_bars_their_room(made_up: Results) -> None:
+    made_up["rows"][1]["tokens_per_second_interval"] = [2_000.0, 400_000.0]
+    page = html_text(made_up)
+    speeds = bars(page, "zero2 n2")[1]
+    assert 'class="span open"' in speeds
+    assert "27,000 (2,000 to 400,000)" in speeds
+    assert widths(bars(page, "zero2 n4")[1])[0] == pytest.approx(68 / 1.5, abs=0.01)  # the fastest
+
+
+def test_what_cannot_run_here_is_no_alarm(made_up: Results) -> None:
+    made_up["rows"][0].update(status="not_supported", message="needs CUDA kernels", failure=None)
+    page = html_text(made_up)
+    assert '<td class="status">not_' not in page
+    assert all('class="alarm' not in bar for bar in bars(page, "ddp"))
+    assert "steps with a loss" not in page

@@ -383,6 +383,9 @@ def compare(
     scaling: Annotated[
         str | None, typer.Option(help="over several world sizes: strong (same global batch) or weak, the default")
     ] = None,
+    gpu: Annotated[
+        str | None, typer.Option(help="with --dry-run: predict for this GPU, such as h100, which need not be here")
+    ] = None,
     find_max_batch: Annotated[
         int | None, typer.Option(help="search each row's largest micro-batch up to this one, and compare there")
     ] = None,
@@ -425,8 +428,9 @@ def compare(
         reference=reference,
         scaling=scaling,
         find_max_batch=find_max_batch,
-        cpu=_on_cpu(cpu),
+        cpu=gpu is None and _on_cpu(cpu),
         nvme_path=nvme_path,
+        gpu=gpu,
     )
     door.run_comparison(
         asked,

@@ -117,9 +117,13 @@ def scaling_of(asked: str | None, num_processes: Sequence[int]) -> Scaling | Non
     return "strong" if asked == "strong" else "weak"
 
 
-def unsupported_rows(found: Sequence[Entry], comparison: Comparison) -> dict[str, str]:
-    """Rows that cannot run here, with the reason. Raises the first reason where it holds for all of them."""
-    gpus = None if comparison.cpu else count_gpus()
+def unsupported_rows(found: Sequence[Entry], comparison: Comparison, *, gpus: int | None = None) -> dict[str, str]:
+    """Rows that cannot run here, with the reason. Raises the first reason where it holds for all of them.
+
+    `gpus` is how many there are where it is not this machine that trains.
+    """
+    if gpus is None and not comparison.cpu:
+        gpus = count_gpus()
     reasons: dict[str, ToolkitError] = {}
     for entry, n in _pairs(found, comparison.num_processes):
         try:

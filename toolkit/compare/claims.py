@@ -63,10 +63,10 @@ def confidence_of(rows: Sequence[Row]) -> float:
 
 
 def _scaling(row: Row, rows: Sequence[Row]) -> Row:
-    """Speed over that of the same preset with the fewest processes that it ran with."""
+    """Speed over that of the same preset with the fewest processes; nothing where it ran with one number alone."""
     same = [other for other in rows if other["preset"] == row["preset"] and has_speed(other)]
     fewest = min(same, key=lambda other: other["world_size"])
-    if len({other["world_size"] for other in rows}) == 1:
+    if len({other["world_size"] for other in same}) == 1:
         return {}
     speed_up = row["tokens_per_second"] / fewest["tokens_per_second"]
     return {"speed_up": speed_up, "scaling_efficiency": speed_up / (row["world_size"] / fewest["world_size"])}

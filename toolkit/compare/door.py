@@ -20,9 +20,10 @@ from toolkit.compare.asked import (
 from toolkit.compare.dry_run import dry_run_text
 from toolkit.compare.efficiency import shape_of_model
 from toolkit.compare.extras import run_extras
-from toolkit.compare.largest_batch import find_largest_batches, with_largest_batches
+from toolkit.compare.largest_batch import find_largest_batches
 from toolkit.compare.ledger import LEDGER_FILE, Ledger, alone
 from toolkit.compare.loading import load_results
+from toolkit.compare.probes import with_largest_batches
 from toolkit.compare.replay import replay_row
 from toolkit.compare.report import (
     console_table,
@@ -46,6 +47,8 @@ from toolkit.compare.trials import (
     row_name,
 )
 from toolkit.errors import EXIT_RUN_FAILED, ToolkitError
+from toolkit.hardware.gpu_table import Gpu, find_gpu, known_gpu
+from toolkit.hardware.machine import describe_machine
 from toolkit.launch.nvme import NvmeDisk, check_nvme
 from toolkit.launch.preflight import check_job
 from toolkit.launch.process import terminate_as_interrupt
@@ -77,6 +80,13 @@ class Asked:
     find_max_batch: int | None = None
     cpu: bool
     nvme_path: str | None = None
+    gpu: str | None = None
+    """With `--dry-run`: the GPU that is predicted for, which need not be here."""
+
+    @property
+    def gpus(self) -> int | None:
+        """GPUs of the machine that is predicted for: as many as are asked for; None where it is this one."""
+        return None if self.gpu is None else max(numbers_of_processes(self.num_processes))
 
     def check(self) -> None:
         """Numbers that mean something."""
@@ -85,6 +95,11 @@ class Asked:
                 raise ToolkitError(f"--{name} is {value}, expected 1 or more")
         if self.trial_minutes is not None and not self.trial_minutes > 0:
             raise ToolkitError(f"--trial-minutes is {self.trial_minutes:g}, expected more than 0")
+        if self.find_max_batch is not None and self.scaling == "strong":
+            raise ToolkitError(
+                "--find-max-batch with --scaling strong: each searches a micro-batch, for another reason",
+                hint="leave one of them out; weak scaling compares each row at its largest micro-batch",
+            )
         if self.target_interval is not None and not 0 <= self.target_interval < 1:
             raise ToolkitError(f"--target-interval is {self.target_interval}, expected a share from 0 to below 1")
 
@@ -116,10 +131,11 @@ def check_comparison(asked: Asked) -> Checked:
     """Everything that can be known before a trial. Raises ToolkitError for what is wrong with the job."""
     found = entries(asked.presets, asked.variants)
     comparison = plan(asked, found)
-    unsupported = unsupported_rows(found, comparison)
+    unsupported = unsupported_rows(found, comparison, gpus=asked.gpus)
     rows = [(entry, n) for n in comparison.num_processes for entry in found]
     can = [(entry, n) for entry, n in rows if row_name(entry.name, n) not in unsupported]
-    job = check_job(can[-1][0].preset, num_processes=can[-1][1], training_argv=asked.training_arguments, cpu=asked.cpu)
+    preset, n = can[-1][0].preset, can[-1][1]
+    job = check_job(preset, num_processes=n, training_argv=asked.training_arguments, cpu=asked.cpu, gpus=asked.gpus)
     refuse_own_arguments(job.arguments, integer(job.arguments, "max_steps", 0), asked.untimed_steps)
     for entry in found:
         refuse_own_arguments(read_arguments(entry.extra_arguments), 0, 0)
@@ -178,11 +194,18 @@ def run_comparison(
 
     Raises ToolkitError before any trial for what is wrong with the job; a trial that fails is a row.
     """
+    if asked.gpu is not None and not dry_run:
+        raise ToolkitError("--gpu belongs to --dry-run: trials run on the GPUs that are here", hint="add `--dry-run`")
+    gpu = gpu_of(asked)
     checked = check_comparison(asked)
     if dry_run:
         shape = shape_of_model(read_arguments(asked.training_arguments)["model_name_or_path"])
         price = beside.price_per_gpu_hour
-        print(dry_run_text(checked.comparison, output, checked.unsupported, price_per_gpu_hour=price, shape=shape))
+        print(
+            dry_run_text(
+                checked.comparison, output, checked.unsupported, price_per_gpu_hour=price, shape=shape, gpu=gpu
+            )
+        )
         return
     open_comparison(output, checked.comparison, resume=resume)
     with alone(output):
@@ -192,6 +215,14 @@ def run_comparison(
         comparison = _run(checked, output, beside, retry_failed=retry_failed, timeout_seconds=timeout_seconds)
         found = results_of(comparison, output, checked.unsupported, price_per_gpu_hour=beside.price_per_gpu_hour)
         _publish(found, output)
+
+
+def gpu_of(asked: Asked) -> Gpu | None:
+    """The GPU that is named, or that is here, as far as the planner lists it; None on a CPU."""
+    if asked.gpu is not None:
+        return find_gpu(asked.gpu)
+    names = set() if asked.cpu else {gpu["name"] for gpu in describe_machine()["gpus"]}
+    return known_gpu(names.pop()) if len(names) == 1 else None
 
 
 def _run(checked: Checked, output: Path, beside: Beside, *, retry_failed: bool, timeout_seconds: float) -> Comparison:
@@ -208,12 +239,14 @@ def _run(checked: Checked, output: Path, beside: Beside, *, retry_failed: bool, 
             start=screen.start, line=screen.line, finish=screen.finish, skip=screen.skip, probe=screen.probe
         ),
     )
+    cannot = dict(checked.unsupported)
     try:
         with terminate_as_interrupt(), screen:
             if comparison.find_max_batch is not None:
-                runner = find_largest_batches(runner, checked.unsupported)
-            runner.run(checked.unsupported, retry_failed=retry_failed)
-            run_extras(runner, checked.unsupported, kinds=beside.kinds, retry_failed=retry_failed)
+                runner, without = find_largest_batches(runner, cannot, retry_failed=retry_failed)
+                cannot |= without
+            runner.run(cannot, retry_failed=retry_failed)
+            run_extras(runner, cannot, kinds=beside.kinds, retry_failed=retry_failed)
     except (Stopped, KeyboardInterrupt):
         talk().print("stopped; finished trials are kept. The same command with `--resume` goes on.")
         raise typer.Exit(EXIT_RUN_FAILED) from None

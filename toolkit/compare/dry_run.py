@@ -5,21 +5,31 @@ print(dry_run_text(comparison, Path("out/comparison"), unsupported={}))
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from toolkit.compare.expected import Expected, expected_time
 from toolkit.compare.ledger import LEDGER_FILE, Ledger
 from toolkit.compare.planned import planned_bytes
-from toolkit.compare.trials import Comparison, Trial
+from toolkit.compare.probes import Probes, bounds, completed, most_probes, probes_among, with_largest_batches
+from toolkit.compare.run import failed_repeat
+from toolkit.compare.trials import Comparison, Trial, row_name
+from toolkit.hardware.gpu_table import Gpu
 from toolkit.launch.command import launch_command
 from toolkit.models.shape import ModelShape
 from toolkit.presets import load_preset
-from toolkit.runs import status
 from toolkit.units import NOT_AVAILABLE, gib, number, seconds
 
 Row = dict[str, Any]
+SECONDS_PER_HOUR = 3600
+SAID_BY = {
+    "trials": "as its trials in the ledger",
+    "other trials": "as other rows' trials in the ledger",
+    "planner": "of steps, by the planner",
+}
+"""Where an expected duration comes from, beside a trial."""
 
 
 def dry_run_text(
@@ -29,44 +39,96 @@ def dry_run_text(
     *,
     price_per_gpu_hour: float | None = None,
     shape: ModelShape | None = None,
+    gpu: Gpu | None = None,
 ) -> str:
-    """Every trial in the running order; durations are those of trials in the folder's ledger, where it has any."""
+    """Every trial in the running order, what it takes, and what all that are left take and cost."""
     ledger = Ledger(folder / LEDGER_FILE).read()
+    comparison = with_largest_batches(comparison, Ledger(folder / LEDGER_FILE))
     trials = comparison.trials()
-    left = [trial for trial in trials if trial.id not in ledger and trial.row not in unsupported]
-    lines = []
+    left = [trial for trial in trials if _why_not(trial, ledger, unsupported) is None]
+    expected = {trial.id: expected_time(trial, ledger, comparison, shape=shape, gpu=gpu) for trial in left}
+    lines = _searches(comparison, ledger, unsupported)
     for place, trial in enumerate(trials, 1):
         planned = planned_bytes(comparison, trial.preset, trial.num_processes, shape=shape)["planned_peak_bytes"]
-        expected_here = _expectation(trial, ledger, unsupported, planned)
-        lines.append(f"[{place}/{len(trials)}] {trial.id}: {expected_here}")
+        said = _why_not(trial, ledger, unsupported) or _expectation(expected.get(trial.id), planned)
+        lines.append(f"[{place}/{len(trials)}] {trial.id}: {said}")
         if trial.row not in unsupported:
             lines.append(f"    {_command(comparison, trial, folder)}")
-    expected = [expected_seconds(trial, ledger) for trial in left]
-    known = [duration for duration in expected if duration is not None]
-    complete = len(known) == len(expected)
-    whole = seconds(sum(known)) if complete else NOT_AVAILABLE
-    cost = ""
-    if price_per_gpu_hour is not None:
-        gpu_seconds = sum(trial.num_processes * (duration or 0) for trial, duration in zip(left, expected, strict=True))
-        cost = f", at {number(gpu_seconds / 3600 * price_per_gpu_hour, 2) if complete else NOT_AVAILABLE}"
-    return "\n".join([*lines, f"{len(left)} of {len(trials)} trials to run, in {whole}{cost}; nothing was started"])
+    whole = [(trial, expected[trial.id]) for trial in left]
+    said = f"{len(left)} of {len(trials)} trials to run, in {_whole(whole, price_per_gpu_hour)}; nothing was started"
+    return "\n".join([*lines, said, *_sources(comparison, list(expected.values()), gpu)])
 
 
-def expected_seconds(trial: Trial, ledger: Mapping[str, Row]) -> float | None:
-    """Median wall time of the trials of this row that are in the ledger, else of any; None without one."""
-    done = [row for row in ledger.values() if row["status"] == status.COMPLETED and row.get("wall_seconds")]
-    same = [row for row in done if (row["preset"], row["world_size"]) == (trial.preset, trial.num_processes)]
-    return statistics.median(row["wall_seconds"] for row in same or done) if done else None
+def _searches(comparison: Comparison, ledger: Mapping[str, Row], unsupported: Mapping[str, str]) -> list[str]:
+    """One line a row whose largest micro-batch is searched before its trials."""
+    if comparison.find_max_batch is None:
+        return []
+    rows = [row for row in comparison.rows() if row_name(*row) not in unsupported]
+    return [_search(comparison, preset, n, probes_among(ledger, row_name(preset, n))) for preset, n in rows]
 
 
-def _expectation(
-    trial: Trial, ledger: Mapping[str, Row], unsupported: Mapping[str, str], planned_peak_bytes: int | None
-) -> str:
+def _search(comparison: Comparison, preset: str, num_processes: int, tried: Probes) -> str:
+    start, cap = bounds(replace(comparison, batches={}), preset, num_processes)
+    name = row_name(preset, num_processes)
+    if not tried:
+        most = most_probes(start=start, cap=cap)
+        return (
+            f"{name}: first its largest micro-batch is searched, from {start} to {cap}: at most {most} runs of 2 steps"
+        )
+    found = max(completed(tried), default=None)
+    return f"{name}: of micro-batches up to {cap}, {', '.join(map(str, tried))} were tried, and {found or 'none'} runs"
+
+
+def _why_not(trial: Trial, ledger: Mapping[str, Row], unsupported: Mapping[str, str]) -> str | None:
+    """Why a trial would not be run; None for one that would."""
     if trial.row in unsupported:
         return f"not supported here: {unsupported[trial.row]}"
     if trial.id in ledger:
         return f"{ledger[trial.id]['status']}, already in the ledger"
-    return f"duration {seconds(expected_seconds(trial, ledger))}, predicted memory {gib(planned_peak_bytes)}"
+    failed = failed_repeat(ledger, trial)
+    return None if failed is None else f"not run, since {failed['trial']} ended as {failed['status']}"
+
+
+def _expectation(expected: Expected | None, planned_peak_bytes: int | None) -> str:
+    if expected is None:
+        return f"duration {NOT_AVAILABLE}, predicted memory {gib(planned_peak_bytes)}"
+    said = f"{_from_to(expected.low, expected.high)} {SAID_BY[expected.source]}"
+    return f"duration {said}; predicted memory {gib(planned_peak_bytes)}"
+
+
+def _whole(left: Sequence[tuple[Trial, Expected | None]], price_per_gpu_hour: float | None) -> str:
+    """Seconds of all trials that are left, and what their GPUs cost in that time."""
+    known = [(trial.num_processes, expected) for trial, expected in left if expected is not None]
+    if len(known) < len(left):
+        return NOT_AVAILABLE + ("" if price_per_gpu_hour is None else f", at {NOT_AVAILABLE}")
+    said = _from_to(sum(expected.low for _, expected in known), sum(expected.high for _, expected in known))
+    if price_per_gpu_hour is None:
+        return said
+    costs = [
+        sum(n * bound for n, bound in bounds_of) / SECONDS_PER_HOUR * price_per_gpu_hour
+        for bounds_of in ([(n, e.low) for n, e in known], [(n, e.high) for n, e in known])
+    ]
+    low, high = (number(cost, 2) for cost in costs)
+    return f"{said}, at {low if low == high else f'{low} to {high}'}"
+
+
+def _sources(comparison: Comparison, expected: Sequence[Expected | None], gpu: Gpu | None) -> list[str]:
+    """What a duration counts, and why there is none."""
+    said = []
+    if any(found is not None and found.source == "planner" for found in expected):
+        said.append(
+            f"durations by the planner are of steps on {gpu.name if gpu else NOT_AVAILABLE}, with rows of full length;"
+            " starting, loading and saving come on top, and are known after a first trial"
+        )
+    if any(found is None for found in expected) and comparison.cpu:
+        said.append("on a CPU no duration is known before a first trial: run it, stop it, and look again")
+    elif any(found is None for found in expected):
+        said.append("no duration is known before a first trial: the planner needs a GPU that it lists, and --max_steps")
+    return said
+
+
+def _from_to(low: float, high: float) -> str:
+    return seconds(low) if seconds(low) == seconds(high) else f"{seconds(low)} to {seconds(high)}"
 
 
 def _command(comparison: Comparison, trial: Trial, folder: Path) -> str:

@@ -12,18 +12,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from toolkit.compare.ledger import Ledger
+from toolkit.compare.probes import Probes, bounds, completed, probe_words, probes_among, with_largest_batches
 from toolkit.compare.rows import row_of
 from toolkit.compare.run import Runner
-from toolkit.compare.trials import Comparison, Trial, row_name
-from toolkit.errors import ToolkitError
+from toolkit.compare.trials import Trial, row_name
 from toolkit.runs import status
-from toolkit.runs.argv import DEFAULT_BATCH, integer
 
 Row = dict[str, Any]
-BATCH = "per_device_train_batch_size"
-# Optimizer states are there after the first step; the second holds everything.
-PROBE_STEPS = 2
 OUT_OF_MEMORY = (status.OUT_OF_MEMORY, status.HOST_OUT_OF_MEMORY)
 
 
@@ -36,53 +31,66 @@ def largest_that_runs(runs: Callable[[int], bool], *, start: int, cap: int) -> i
     return low or None
 
 
-def find_largest_batches(runner: Runner, unsupported: Mapping[str, str]) -> Runner:
-    """The same runner, with each row at its largest micro-batch."""
-    for preset, n in runner.comparison.rows():
-        if row_name(preset, n) not in unsupported:
-            _search(runner, preset, n)
-    return replace(runner, comparison=with_largest_batches(runner.comparison, runner.ledger))
+def search(known: Probes, probe: Callable[[int], Row], *, start: int, cap: int) -> int | None:
+    """The largest micro-batch whose probe completes; None where none does. No size in `known` is probed again.
 
-
-def with_largest_batches(comparison: Comparison, ledger: Ledger) -> Comparison:
-    """Each row at the largest micro-batch that a probe in the ledger ran."""
-    if comparison.find_max_batch is None:
-        return comparison
-    batches = dict(comparison.batches)
-    for preset, n in comparison.rows():
-        ran = [size for size, row in probes(ledger, preset, n).items() if row["status"] == status.COMPLETED]
-        if ran:
-            batches[row_name(preset, n)] = {BATCH: max(ran)}
-    return replace(comparison, batches=batches)
-
-
-def probes(ledger: Ledger, preset: str, num_processes: int) -> dict[int, Row]:
-    """Micro-batch to the probe of it that the ledger has."""
-    prefix = f"{row_name(preset, num_processes)}-b"
-    found = {name: row for name, row in ledger.read().items() if name.startswith(prefix)}
-    return {int(name.removeprefix(prefix)): row for name, row in found.items()}
-
-
-def _search(runner: Runner, preset: str, num_processes: int) -> None:
-    arguments = runner.comparison.arguments(preset, num_processes)
-    start, cap = integer(arguments, BATCH, DEFAULT_BATCH), runner.comparison.find_max_batch or 1
+    A size that fails for another reason than memory does not run either. Where nothing has run yet, such a reason is
+    not the size's, and no smaller one is tried.
+    """
+    found, hopeless = dict(known), False
 
     def runs(size: int) -> bool:
-        row = probes(runner.ledger, preset, num_processes).get(size) or _probe(runner, preset, num_processes, size)
-        if row["status"] not in (status.COMPLETED, *OUT_OF_MEMORY):
-            raise ToolkitError(f"{row['trial']} ended as {row['status']}: {row['message']}")
-        return bool(row["status"] == status.COMPLETED)
+        nonlocal hopeless
+        if hopeless:
+            return False
+        if size not in found:
+            found[size] = probe(size)
+        hopeless = found[size]["status"] not in OUT_OF_MEMORY and not completed(found)
+        return bool(found[size]["status"] == status.COMPLETED)
 
-    largest_that_runs(runs, start=start, cap=cap)
+    return largest_that_runs(runs, start=start, cap=cap)
+
+
+def find_largest_batches(
+    runner: Runner, unsupported: Mapping[str, str], *, retry_failed: bool = False
+) -> tuple[Runner, dict[str, str]]:
+    """The same runner with each row at its largest micro-batch, and why the rows without any cannot run."""
+    without: dict[str, str] = {}
+    for preset, n in runner.comparison.rows():
+        name = row_name(preset, n)
+        if name not in unsupported and _search_row(runner, preset, n, retry_failed=retry_failed) is None:
+            without[name] = _record_failure(runner, Trial(preset=preset, num_processes=n, repeat=0))
+    return replace(runner, comparison=with_largest_batches(runner.comparison, runner.ledger)), without
+
+
+def _search_row(runner: Runner, preset: str, num_processes: int, *, retry_failed: bool) -> int | None:
+    known = probes_among(runner.ledger.read(), row_name(preset, num_processes))
+    if retry_failed and not completed(known):
+        known = {}
+    start, cap = bounds(runner.comparison, preset, num_processes)
+    return search(known, lambda size: _probe(runner, preset, num_processes, size), start=start, cap=cap)
 
 
 def _probe(runner: Runner, preset: str, num_processes: int, size: int) -> Row:
     """A short run at this micro-batch, in the ledger."""
     name = f"{row_name(preset, num_processes)}-b{size}"
     trial = Trial(preset=preset, num_processes=num_processes, repeat=0)
-    words = [f"--{BATCH}", str(size), "--max_steps", str(PROBE_STEPS)]
+    words = probe_words(runner.comparison.arguments(preset, num_processes), size)
     run_folder = runner.train(trial, runner.folder / "probes" / name, words)
     row = row_of(trial, run_folder, runner.folder, untimed_steps=0, position=0) | {"trial": name}
     runner.ledger.append(row)
     runner.telling.probe(name, row)
     return row
+
+
+def _record_failure(runner: Runner, trial: Trial) -> str:
+    """What the smallest size ended as is what its row ended as, and stands in the ledger as the first repeat: why."""
+    finished = runner.ledger.read()
+    size, row = next(iter(probes_among(finished, trial.row).items()))
+    why = f"micro-batch {size} ended as {row['status']}"
+    failed = row | {"trial": trial.id, "message": f"with a micro-batch of {size}: {row['message']}"}
+    if finished.get(trial.id) != failed:
+        runner.ledger.append(failed)
+    for repeat in range(runner.comparison.repeats):
+        runner.telling.skip(replace(trial, repeat=repeat).id, why)
+    return why

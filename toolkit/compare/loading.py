@@ -56,6 +56,8 @@ LATER = {
         "save_seconds",
         "save_bytes",
         "timeline",
+        "per_device_train_batch_size",
+        "probes",
     ),
 }
 

@@ -11,6 +11,7 @@ from typing import Any
 from toolkit.compare.efficiency import cost_of, efficiency
 from toolkit.compare.extra_facts import extras_of
 from toolkit.compare.planned import planned_bytes
+from toolkit.compare.probes import batch_facts
 from toolkit.compare.readings import row_readings
 from toolkit.compare.results import Results
 from toolkit.compare.trials import Comparison
@@ -37,7 +38,7 @@ def with_readings(
         planned = planned_bytes(comparison, row["preset"], row["world_size"], shape=shape)
         if row["failure"] is not None:
             row["failure"] = row["failure"] | {"predicted_bytes": planned["planned_peak_bytes"]}
-        row |= planned
+        row |= planned | batch_facts(comparison, row["preset"], row["world_size"], finished, shape=shape)
         completed.append(
             row | efficiency(row, own, shape=shape, environment=environment, price_per_gpu_hour=price_per_gpu_hour)
         )

@@ -94,6 +94,15 @@ class Failure(TypedDict):
     measured_bytes: int | None
 
 
+class Probe(TypedDict):
+    """One size that the search for the largest micro-batch tried."""
+
+    per_device_train_batch_size: int
+    status: RowStatus
+    message: str | None
+    failure: Failure | None
+
+
 class Ladder(TypedDict):
     """Bytes of the largest rank at four moments of its first step."""
 
@@ -212,6 +221,8 @@ class Row(Figures):
     save_seconds: float | None
     save_bytes: int | None
     timeline: Timeline | None
+    per_device_train_batch_size: int | None
+    probes: list[Probe] | None
 
 
 SPEEDS = (

@@ -82,7 +82,7 @@ class Runner:
             done = finished.get(trial.id)
             if done is not None:
                 self.telling.finish(trial.id, done, True)
-            elif failed := _failed_repeat(finished, trial):
+            elif failed := failed_repeat(finished, trial):
                 self.telling.skip(trial.id, f"{failed['trial']} ended as {failed['status']}")
             else:
                 self.telling.start(trial.id)
@@ -142,7 +142,7 @@ def wait_until_free(folder: RunFolder, seconds: float = ORPHAN_SECONDS) -> None:
         return
 
 
-def _failed_repeat(finished: Mapping[str, Row], trial: Trial) -> Row | None:
+def failed_repeat(finished: Mapping[str, Row], trial: Trial) -> Row | None:
     """Another repeat of the same row that failed: what ran out of memory once does so again, and costs as much."""
     name = f"{trial.row}-r"
     same = (row for key, row in finished.items() if key.startswith(name) and key != trial.id)

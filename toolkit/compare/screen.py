@@ -78,7 +78,8 @@ class Screen:
 
     def probe(self, name: str, row: Row) -> None:
         """A run that is no trial, and so not counted."""
-        self.console.print(f"probe {name}: {row['status']} (in {seconds(row['wall_seconds'])})", markup=False)
+        phase = f" in phase {row['phase']}" if row.get("phase") else ""
+        self.console.print(f"probe {name}: {row['status']}{phase} (in {seconds(row['wall_seconds'])})", markup=False)
 
     def skip(self, trial: str, why: str) -> None:
         """A trial that is not run."""

@@ -72,7 +72,7 @@ def _said_or_seen(folder: RunFolder, outcome: Outcome, log: str, *, killed_for_m
     if killed is None or outcome.interrupted or outcome.timed_out or spoke:
         return failure
     aborted_for_memory = killed.signal == "SIGABRT" and is_out_of_memory(log)
-    step, phase = where_rank_was(folder, killed.rank)
+    step, phase, peak = where_rank_was(folder, killed.rank)
     where = f"in step {step + 1}" + (f", phase {phase}" if phase else "")
     if killed_for_memory or aborted_for_memory:
         how = "" if aborted_for_memory else "the kernel ended it"
@@ -80,15 +80,17 @@ def _said_or_seen(folder: RunFolder, outcome: Outcome, log: str, *, killed_for_m
         seen = _failure(status.HOST_OUT_OF_MEMORY, message, hint)
     else:
         seen = _failure(status.FAILED, f"rank {killed.rank} is gone {where}: {killed.signal} ended it", RESUME)
-    return seen | {"rank": killed.rank, "step": step, "phase": phase, "seen_by_peer": failure}
+    where_it_was = {"rank": killed.rank, "step": step, "phase": phase, "peak_bytes": peak}
+    return seen | where_it_was | {"seen_by_peer": failure}
 
 
-def where_rank_was(folder: RunFolder, rank: int) -> tuple[int, str | None]:
-    """Optimizer steps that a rank finished, by its rows, and the phase that it last told."""
+def where_rank_was(folder: RunFolder, rank: int) -> tuple[int, str | None, int | None]:
+    """Optimizer steps that a rank finished, by its rows; the phase and the resident peak that it last told."""
     rows = folder.rank_rows(rank)
     steps = [row["step"] for row in read_rows(rows)] if rows.exists() else []
     pulse = next((pulse for pulse in read_pulses(rows.parent) if pulse.rank == rank), None)
-    return (steps[-1] if steps else 0), None if pulse is None else pulse.phase
+    last_step = steps[-1] if steps else 0
+    return (last_step, None, None) if pulse is None else (last_step, pulse.phase, pulse.peak_host_bytes)
 
 
 def _ending(

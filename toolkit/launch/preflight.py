@@ -58,12 +58,17 @@ class Job:
     """Sequences an optimizer step, over all ranks."""
 
 
-def check_job(preset: Preset, *, num_processes: int, training_argv: Sequence[str], cpu: bool) -> Job:
+def check_job(
+    preset: Preset, *, num_processes: int, training_argv: Sequence[str], cpu: bool, gpus: int | None = None
+) -> Job:
     """Every check; the caller checks the output folder, which a comparison chooses itself.
+
+    `gpus` is how many there are where it is not this machine that trains.
 
     Raises ToolkitError for the first thing that is wrong.
     """
-    check_process_count(num_processes, gpus=None if cpu else count_gpus(), preset=preset)
+    here = count_gpus if gpus is None else lambda: gpus
+    check_process_count(num_processes, gpus=None if cpu else here(), preset=preset)
     arguments = read_arguments(training_argv)
     check_required(arguments, ("model_name_or_path", "dataset"))
     check_positive(arguments)

@@ -12,6 +12,7 @@ import contextlib
 import json
 import os
 import re
+import resource
 import signal
 import time
 from collections.abc import Sequence
@@ -51,6 +52,8 @@ class Pulse:
     progress_unix: float
     """When step, batch or phase last changed."""
     written_unix: float
+    peak_host_bytes: int | None = None
+    """Highest resident memory of the process so far: of one that is killed, the last that is known."""
 
     @property
     def process(self) -> psutil.Process | None:
@@ -67,6 +70,11 @@ class Pulse:
     def is_gone(self) -> bool:
         """Whether the process was on this machine and is there no more."""
         return self.host == os.uname().nodename and self.process is None
+
+
+def peak_resident_bytes() -> int:
+    """Highest resident memory of this process since it started."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts KiB
 
 
 def pulse_path(ranks: Path, rank: int) -> Path:

@@ -24,7 +24,7 @@ from toolkit.errors import AttestationFailed, OutOfMemory, RunFailed, ToolkitErr
 from toolkit.runs import status
 from toolkit.runs.endings import failure_of_disk, failure_of_memory, is_disk_full, is_out_of_memory, kept
 from toolkit.runs.folder import RunFolder
-from toolkit.runs.pulses import Pulse, read_pulses
+from toolkit.runs.pulses import Pulse, peak_resident_bytes, read_pulses
 
 if TYPE_CHECKING:
     from toolkit.train.ladder import Ladder
@@ -147,7 +147,7 @@ def _failure(error: BaseException, kind: str, rank: int, progress: Progress, wro
         "message": message,
         "hint": hint,
         "wrong_input": wrong_input,
-        "peak_bytes": _peak_bytes(),
+        "peak_bytes": _peak_bytes(kind),
         "memory_ladder": None if progress.ladder is None else progress.ladder.facts(),
         "traceback": None if isinstance(error, ToolkitError) else traceback.format_exc(),
         **(_rows(error.rows, progress) if isinstance(error, Diverged) else {}),
@@ -198,7 +198,9 @@ def _print(error: BaseException, rank: int, progress: Progress) -> None:
     traceback.print_exc()
 
 
-def _peak_bytes() -> int | None:
+def _peak_bytes(kind: str) -> int:
+    """The allocator's peak on a GPU; the resident one on a CPU, and where it is host memory that ran out."""
     import torch
 
-    return torch.cuda.max_memory_allocated() if torch.cuda.is_available() else None
+    of_host = kind == status.HOST_OUT_OF_MEMORY or not torch.cuda.is_available()
+    return peak_resident_bytes() if of_host else torch.cuda.max_memory_allocated()

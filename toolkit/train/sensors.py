@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import math
 import os
-import resource
 import time
 from typing import Any
 
 import torch
 
 from toolkit.hardware.nvml import Nvml
+from toolkit.runs.pulses import peak_resident_bytes
 
 SECONDS_BETWEEN_READINGS = 1.0
 
@@ -29,7 +29,6 @@ class Sensors:
 
     def read(self) -> dict[str, Any]:
         """The memory keys of a row."""
-        host = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts KiB
         reading = self._reading()
         return {
             "peak_allocated_bytes": torch.cuda.max_memory_allocated() if self.cuda else None,
@@ -37,7 +36,7 @@ class Sensors:
             "allocator_retries": torch.cuda.memory_stats().get("num_alloc_retries", 0) if self.cuda else None,
             "driver_bytes": self.driver_bytes,
             "gpu_reading": reading,
-            "peak_host_bytes": host,
+            "peak_host_bytes": peak_resident_bytes(),
         }
 
     def _reading(self) -> dict[str, Any] | None:

@@ -29,6 +29,7 @@ from toolkit.runs.pulses import (
     HANG_TIMEOUT_VARIABLE,
     STACKS_SIGNAL,
     Pulse,
+    peak_resident_bytes,
     read_pulses,
     stacks_path,
     write_pulse,
@@ -114,6 +115,7 @@ class Watchdog:
             phase=self.progress.phase,
             progress_unix=self.progress_unix,
             written_unix=now,
+            peak_host_bytes=peak_resident_bytes(),
         )
 
     def _judge(self) -> None:

@@ -9,17 +9,19 @@ Plain elements that stretch, so that text keeps its size on a phone.
 from __future__ import annotations
 
 import html
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from toolkit.compare.report import facts
 from toolkit.compare.report.cells import ByteUnit, speed
 from toolkit.compare.report.marks import legend
 from toolkit.compare.report.palette import PARTS
 from toolkit.compare.report.sheets import results_unit
-from toolkit.compare.results import Results, Row
+from toolkit.compare.results import NOT_SUPPORTED, Results, Row
 
 # The text beside the longest bar needs the rest of the line, on a phone too.
 LONGEST_BAR_PERCENT = 68.0
+# An interval is drawn up to this many times the largest figure: that of two repeats can be ten times as long.
+LONGEST_SPAN = 1.5
 NOTHING = '<p class="quiet">Nothing was measured.</p>'
 
 
@@ -35,6 +37,8 @@ class Bar:
     """Where something was expected to end."""
     span: tuple[float, float] | None = None
     """Low and high end of an interval."""
+    open_span: bool = False
+    """Whether the interval goes on to the right."""
 
     @property
     def end(self) -> float:
@@ -75,7 +79,7 @@ def _failed_bar(row: Row, unit: ByteUnit, *, on_cpu: bool) -> Bar:
     """What it held when it ended, hatched; what was planned, marked. On a CPU that would be libraries too."""
     failure = row["failure"]
     if failure is None or on_cpu or not facts.out_of_memory(row):
-        return Bar(pieces=(), text=row["status"], alarm=True)
+        return Bar(pieces=(), text=row["status"], alarm=row["status"] != NOT_SUPPORTED)
     phase = f" in {failure['phase']}" if failure["phase"] else ""
     measured, planned = failure["measured_bytes"], row["planned_allocated_bytes"]
     said = "" if measured is None else f", {unit.cell(measured).text} {unit.name} measured"
@@ -89,12 +93,21 @@ def speed_bars(results: Results) -> str:
     if not bars:
         return NOTHING
     marks = [("span", "95 % interval over repeats")] * any(bar.span for bar in bars)
+    largest = max((length for bar in bars for length, _ in bar.pieces), default=0.0)
+    bars = [_cut(bar, LONGEST_SPAN * largest) for bar in bars]
     return (legend([], marks) if marks else "") + _drawn(results, bars, max(bar.end for bar in bars), None)
+
+
+def _cut(bar: Bar, longest: float) -> Bar:
+    """An interval that would leave the other bars no room ends open; its text says where it ends."""
+    if bar.span is None or bar.span[1] <= longest:
+        return bar
+    return replace(bar, span=(bar.span[0], longest), open_span=True)
 
 
 def _speed_bar(row: Row) -> Bar:
     if not facts.finished(row):
-        return Bar(pieces=(), text=row["status"], alarm=True)
+        return Bar(pieces=(), text=row["status"], alarm=row["status"] != NOT_SUPPORTED)
     value, bounds = row["tokens_per_second"], row["tokens_per_second_interval"]
     if facts.differs(row):
         return Bar(pieces=(), text=facts.PARITY_FAILED, alarm=True)
@@ -126,7 +139,8 @@ def _pieces(bar: Bar, scale: float) -> str:
         drawn.append(f'<u class="tick" style="left:{bar.tick * scale:.2f}%"></u>')
     if bar.span:
         low, high = bar.span
-        drawn.append(f'<u class="span" style="left:{low * scale:.2f}%;width:{(high - low) * scale:.2f}%"></u>')
+        kind = "span open" if bar.open_span else "span"
+        drawn.append(f'<u class="{kind}" style="left:{low * scale:.2f}%;width:{(high - low) * scale:.2f}%"></u>')
     return "".join(drawn)
 
 

@@ -40,6 +40,21 @@ class Sheet:
     rows: tuple[tuple[Cell, ...], ...]
 
 
+def known_columns(sheet: Sheet) -> Sheet | None:
+    """The sheet without columns of figures that no row has; None where no figure is left."""
+    kept = [
+        index
+        for index, column in enumerate(sheet.columns)
+        if not column.numeric or any(row[index].value is not None for row in sheet.rows)
+    ]
+    if not any(sheet.columns[index].numeric for index in kept):
+        return None
+    return Sheet(
+        columns=tuple(sheet.columns[index] for index in kept),
+        rows=tuple(tuple(row[index] for index in kept) for row in sheet.rows),
+    )
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ByteUnit:
     """One unit for every size of a table, so that a column can be compared at a glance."""

@@ -26,14 +26,13 @@ def losses_chart(results: Results) -> str:
     known = [loss for row in results["rows"] for loss in row["losses"] if loss is not None]
     if not known:
         return NOTHING
-    named = zip(facts.labels(results), results["rows"], curve_widths(len(results["rows"])), strict=True)
+    named = [(label, row) for label, row in zip(facts.labels(results), results["rows"], strict=True) if row["losses"]]
     lines, entries = [], []
-    for index, (label, row, width) in enumerate(named):
-        if row["losses"]:
-            colour = f"c{index % len(CURVES)}"
-            points = [(float(step), loss) for step, loss in enumerate(row["losses"], 1) if loss is not None]
-            lines.append(Line(points=points, colour=colour, width=width))
-            entries.append((colour, facts.curve_name(label, row)))
+    for index, ((label, row), width) in enumerate(zip(named, curve_widths(len(named)), strict=True)):
+        colour = f"c{index % len(CURVES)}"
+        points = [(float(step), loss) for step, loss in enumerate(row["losses"], 1) if loss is not None]
+        lines.append(Line(points=points, colour=colour, width=width))
+        entries.append((colour, facts.curve_name(label, row)))
     low, high, last = min(known), max(known), max(len(row["losses"]) for row in results["rows"])
     axes = Axes(
         left=1.0,
@@ -41,7 +40,8 @@ def losses_chart(results: Results) -> str:
         low=low,
         high=high,
         y_labels=[f"{mark:.3f}" for mark in (high, (high + low) / 2, low)],
-        x_labels=["step 1", f"step {last}"],
+        x_labels=[(1.0, "1"), (float(last), f"{last}")],
+        x_name="step",
         title="loss by step",
     )
     wide = '<p class="quiet">Where curves coincide, an earlier one is the wider line behind a later one.</p>'
@@ -58,7 +58,8 @@ def scaling_chart(results: Results) -> str:
     if not curves:
         return ""
     sizes = sorted({size for points in curves.values() for size, _ in points})
-    most = max(sizes[-1] / sizes[0], *(rise for points in curves.values() for _, rise in points))
+    rises = [rise for points in curves.values() for _, rise in points]
+    least, most = min(1.0, *rises), max(sizes[-1] / sizes[0], *rises)
     lines = [Line(points=[(sizes[0], 1.0), (sizes[-1], sizes[-1] / sizes[0])], colour="muted", width=1.5, dashed=True)]
     entries = [("muted", "ideal")]
     for index, (preset, points) in enumerate(curves.items(), 1):
@@ -68,10 +69,11 @@ def scaling_chart(results: Results) -> str:
     axes = Axes(
         left=sizes[0],
         right=sizes[-1],
-        low=1.0,
+        low=least,
         high=most,
-        y_labels=[f"{mark:.2f}×" for mark in (most, (most + 1) / 2, 1.0)],
-        x_labels=[f"{sizes[0]:.0f} processes", f"{sizes[-1]:.0f}"],
+        y_labels=[f"{mark:.2f}×" for mark in (most, (most + least) / 2, least)],
+        x_labels=[(size, f"{size:.0f}") for size in sizes],
+        x_name="processes",
         title="speed-up by number of processes",
     )
     return legend(entries) + line_chart(lines, axes)

@@ -16,7 +16,7 @@ from toolkit.compare.results import Results, Row
 
 NOT_SCALAR = (
     *("losses", "step_seconds", "grad_norms", "failure", "memory_ladder", "throttle_reasons", "flops_per_token"),
-    "timeline",
+    *("timeline", "probes"),
 )
 COLUMNS = tuple(key for key in Row.__annotations__ if key not in NOT_SCALAR and not key.endswith("_interval"))
 """Stable: a new key of `Row` goes to the end of what was there, or this order changes for a reader."""

@@ -10,7 +10,7 @@ import shlex
 from collections import Counter
 
 from toolkit.compare.report import facts
-from toolkit.compare.results import Gpu, Results, Row
+from toolkit.compare.results import NOT_SUPPORTED, Gpu, Results, Row
 from toolkit.units import NOT_AVAILABLE, gib, number, seconds
 
 
@@ -56,7 +56,7 @@ def method_facts(results: Results) -> list[tuple[str, str]]:
         ("repeats", f"{method['repeats']}, in an order drawn with seed {method['order_seed']}"),
         ("timed steps", early),
         ("intervals", method["interval"]),
-        ("confidence of a ratio", f"{100 * method['ratio_confidence']:g} %"),
+        ("confidence of a ratio", f"{100 * method['ratio_confidence']:.4g} %"),
         ("scaling", method["scaling"] or NOT_AVAILABLE),
     ]
 
@@ -95,14 +95,16 @@ def _disk(results: Results) -> str:
 
 
 def failure_facts(results: Results, row: Row) -> str:
-    """What a failed row did measure before it ended."""
+    """What a failed row did measure before it ended; nothing of one that cannot run here."""
+    if row["status"] == NOT_SUPPORTED:
+        return ""
     said = [f"world_size {row['world_size']}", f"steps with a loss: {len(row['losses'])}"]
     failure = row["failure"]
     if failure and failure["phase"]:
         said.append(f"in phase {failure['phase']}")
     if failure and failure["predicted_bytes"] is not None:
         said.append(f"predicted peak {gib(failure['predicted_bytes'])}")
-    peak = facts.peak_bytes(results, row)
+    peak = failure["measured_bytes"] if failure else facts.peak_bytes(results, row)
     if peak is not None:
         said.append(f"last measured peak {gib(peak)}")
     if row["peak_rank"] is not None:
@@ -110,6 +112,13 @@ def failure_facts(results: Results, row: Row) -> str:
     if row["wall_seconds"] is not None:
         said.append(f"after {seconds(row['wall_seconds'])}")
     return ", ".join([*said, f"folder {facts.one_line(row['run_folder'])}"])
+
+
+def probes_note(results: Results) -> str:
+    """What the table of probes shows."""
+    peaks = "on a CPU the planner predicts nothing, and what was measured is resident memory (RSS) of the largest rank"
+    each = "Each size was tried for two steps that begin with the longest rows; none was tried twice"
+    return f"{each}{f'; {peaks}' if facts.on_cpu(results) else ''}."
 
 
 def _parameter_counts(results: Results) -> str:

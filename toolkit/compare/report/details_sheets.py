@@ -1,4 +1,4 @@
-"""The tables further down: efficiency and cost, the memory ladder, scaling, and every trial.
+"""The tables further down: efficiency, what stands beside the steps, the memory ladder, scaling, every trial.
 
 >>> [cell.text for cell in trials_sheet(results).rows[0]][:2]          # doctest: +SKIP
 ['zero2-n2-r0', 'completed']
@@ -13,6 +13,7 @@ from toolkit.compare.report.cells import (
     Column,
     Sheet,
     byte_unit,
+    known_columns,
     measured,
     number_cell,
     percent,
@@ -23,26 +24,21 @@ from toolkit.compare.report.cells import (
     text_column,
 )
 from toolkit.compare.report.sheets import interval_cell, row_sheet
-from toolkit.compare.results import Results, Row
+from toolkit.compare.results import Failure, Results, Row
 from toolkit.units import GIB, NOT_AVAILABLE, number
 
 
-def efficiency_sheet(results: Results) -> Sheet:
-    """What the speed is worth: beside the reference, the peak, the price, and what it was spent on."""
-    return row_sheet(
+def efficiency_sheet(results: Results) -> Sheet | None:
+    """What the speed is worth: beside the reference, the peak and the price; None where nothing of it is known."""
+    sheet = row_sheet(
         (
-            f"ratio to {results['reference']}",
-            "its interval",
-            "rank",
-            *("MFU", "MFU, full attention", "HFU"),
-            "cost per 10⁶ tokens",
-            "energy kJ",
-            "communi-\ncation",
-            "of it exposed",
-            "save s",
-            "save GiB",
-            "start-up s",
-            "rank skew",
+            f"ratio to\n{results['reference']}",
+            "its\ninterval",
+            "place\nby speed",
+            *("MFU", "MFU, full\nattention", "HFU"),
+            "cost per\n10⁶ tokens",
+            "energy\nkJ",
+            "rank\nskew",
         ),
         results,
         lambda row: (
@@ -52,14 +48,27 @@ def efficiency_sheet(results: Results) -> Sheet:
             *(measured(share, tenths) for share in (row["mfu"], row["mfu_full_attention"], row["hfu"])),
             measured(row["cost_per_million_tokens"], price),
             measured(row["energy_joules"], lambda joules: number(None if joules is None else joules / 1000, 1)),
+            number_cell(row["rank_skew"], 2),
+        ),
+    )
+    return known_columns(sheet)
+
+
+def beside_sheet(results: Results) -> Sheet | None:
+    """What stands beside the steps: communication, saving, starting; None where nothing of it is known."""
+    sheet = row_sheet(
+        ("communication", "of it exposed", "save s", "checkpoint GiB", "start-up s", "wall s"),
+        results,
+        lambda row: (
             measured(row["communication_fraction"], percent),
             measured(row["exposed_communication_fraction"], percent),
             number_cell(row["save_seconds"], 1),
             ByteUnit(name="GiB", num_bytes=GIB).cell(row["save_bytes"]),
             number_cell(row["startup_seconds"], 1),
-            number_cell(row["rank_skew"], 2),
+            number_cell(row["wall_seconds"], 1),
         ),
     )
+    return known_columns(sheet)
 
 
 def ladder_sheet(results: Results) -> Sheet | None:
@@ -98,6 +107,48 @@ def scaling_sheet(results: Results) -> Sheet | None:
             number_cell(row["speed_up"], 2),
             measured(row["scaling_efficiency"], percent),
         ),
+    )
+
+
+def probes_sheet(results: Results) -> Sheet | None:
+    """Each size that the search for the largest micro-batch tried; None where there was no search."""
+    tried = [
+        (label, probe)
+        for label, row in zip(facts.labels(results), results["rows"], strict=True)
+        for probe in row["probes"] or ()
+    ]
+    if not tried:
+        return None
+    headers = ("phase", "predicted peak\nGiB", "last measured\npeak GiB")
+    return Sheet(
+        columns=(
+            text_column("preset"),
+            Column(header="micro-batch"),
+            text_column("status"),
+            text_column(headers[0]),
+            *(Column(header=header) for header in headers[1:]),
+        ),
+        rows=tuple(
+            (
+                text_cell(label),
+                number_cell(probe["per_device_train_batch_size"], 0),
+                text_cell(probe["status"]),
+                *_failure_cells(probe["failure"]),
+            )
+            for label, probe in tried
+        ),
+    )
+
+
+def _failure_cells(failure: Failure | None) -> tuple[Cell, ...]:
+    """Phase and bytes of a failure; blank for a probe that ran."""
+    if failure is None:
+        return (text_cell(""), text_cell(""), text_cell(""))
+    unit = ByteUnit(name="GiB", num_bytes=GIB)
+    return (
+        text_cell(failure["phase"] or NOT_AVAILABLE),
+        unit.cell(failure["predicted_bytes"]),
+        unit.cell(failure["measured_bytes"]),
     )
 
 

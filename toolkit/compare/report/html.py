@@ -14,12 +14,27 @@ from toolkit.compare.report import facts
 from toolkit.compare.report.bars import memory_bars, speed_bars
 from toolkit.compare.report.cells import Cell, Column, Sheet
 from toolkit.compare.report.charts import losses_chart, scaling_chart, timelines
-from toolkit.compare.report.details import environment_facts, failure_facts, job_facts, method_facts, replay_line
-from toolkit.compare.report.details_sheets import efficiency_sheet, ladder_sheet, scaling_sheet, trials_sheet
+from toolkit.compare.report.details import (
+    environment_facts,
+    failure_facts,
+    job_facts,
+    method_facts,
+    probes_note,
+    replay_line,
+)
+from toolkit.compare.report.details_sheets import (
+    beside_sheet,
+    efficiency_sheet,
+    ladder_sheet,
+    probes_sheet,
+    scaling_sheet,
+    trials_sheet,
+)
 from toolkit.compare.report.palette import CURVES, LANES, MUTED, PARTS, REST, SPEED
 from toolkit.compare.report.sheets import comparison_sheet, memory_sheet, parity_sheet, speed_sheet
 from toolkit.compare.report.summary import notes, summary_sentence, title
-from toolkit.compare.results import Results
+from toolkit.compare.results import NOT_SUPPORTED, Results
+from toolkit.units import NOT_AVAILABLE
 
 PAGE = {
     "light": ("#ffffff", "#1f2328", "#d8dee4", "#f3f5f7", "#b42318"),
@@ -63,12 +78,14 @@ def _body(results: Results) -> str:
         _section("Loss by step", losses_chart(results)),
         _section("Scaling", scaling_chart(results) + _maybe_sheet(results, scaling_sheet(results))),
         _section("One step of every rank", timelines(results)),
+        _section("Largest micro-batch", _probes(results)),
         _section("Failures", _failures(results)),
         _section("Parity", _parity(results)),
-        _section("Memory of one rank", _sheet(results, memory_sheet(results))),
+        _section("Memory of one rank", _maybe_sheet(results, memory_sheet(results))),
         _section("Memory ladder: the first step of the largest rank", _maybe_sheet(results, ladder_sheet(results))),
-        _section("Speed", _sheet(results, speed_sheet(results))),
-        _section("Efficiency, cost, communication", _sheet(results, efficiency_sheet(results))),
+        _section("Speed", _maybe_sheet(results, speed_sheet(results))),
+        _section("Efficiency and cost", _maybe_sheet(results, efficiency_sheet(results))),
+        _section("Communication, saving, starting", _maybe_sheet(results, beside_sheet(results))),
         _section("Trials", plain_table(trials_sheet(results)) if results["trials"] else ""),
         _section("Method", _pairs(method_facts(results))),
         _section("Job", _pairs(job_facts(results))),
@@ -92,14 +109,23 @@ def _links(results: Results) -> str:
     return f'<h3>GPU links</h3><pre class="wide">{_lines(facts.many_lines(links))}</pre>' if links else ""
 
 
+def _probes(results: Results) -> str:
+    sheet = probes_sheet(results)
+    return "" if sheet is None else f'<p class="quiet">{_text(probes_note(results))}</p>{plain_table(sheet)}'
+
+
 def _failures(results: Results) -> str:
     blocks = [
-        f'<h3>{_text(label)}: {row["status"]}</h3><p class="quiet">{_text(failure_facts(results, row))}</p>'
+        f"<h3>{_text(label)}: {row['status']}</h3>{_quiet(failure_facts(results, row))}"
         f"<pre>{_lines(facts.many_lines(row['message'] or 'no message'))}</pre>"
         for label, row in zip(facts.labels(results), results["rows"], strict=True)
         if not facts.finished(row)
     ]
     return "".join(blocks) or "<p>Every row finished.</p>"
+
+
+def _quiet(text: str) -> str:
+    return f'<p class="quiet">{_text(text)}</p>' if text else ""
 
 
 def _parity(results: Results) -> str:
@@ -151,7 +177,8 @@ def _cells(sheet: Sheet, cells: Sequence[Cell]) -> str:
     written = [f'<th scope="row">{_breakable(name.text)}</th>']
     for column, cell in zip(sheet.columns[1:], others, strict=True):
         value = "" if cell.value is None else f' data-value="{cell.value!r}"'
-        kind = "num" if column.numeric else "status" if column.header in ("status", "parity") else ""
+        says = column.header in ("status", "parity") and cell.text not in (NOT_AVAILABLE, NOT_SUPPORTED)
+        kind = "num" if column.numeric else "status" if says else ""
         written.append(f"<td{_class(kind)}{value}>{_breakable(cell.text)}</td>")
     return "".join(written)
 

@@ -13,7 +13,13 @@ from collections.abc import Iterable, Sequence
 from toolkit.compare.report import facts
 from toolkit.compare.report.cells import Sheet
 from toolkit.compare.report.details import environment_facts, failure_facts, job_facts, method_facts, replay_line
-from toolkit.compare.report.details_sheets import efficiency_sheet, ladder_sheet, scaling_sheet
+from toolkit.compare.report.details_sheets import (
+    beside_sheet,
+    efficiency_sheet,
+    ladder_sheet,
+    probes_sheet,
+    scaling_sheet,
+)
 from toolkit.compare.report.sheets import comparison_sheet, memory_sheet, parity_sheet, speed_sheet
 from toolkit.compare.report.summary import notes, summary_sentence, title
 from toolkit.compare.results import Results
@@ -30,15 +36,14 @@ def markdown_text(results: Results) -> str:
         sheet_lines(comparison_sheet(results)),
         f"![Model-state bytes, tokens/s and loss of each preset]({PLOT_FILE})",
         "\n".join(f"- {note}" for note in notes(results)),
+        *_maybe("Largest micro-batch", probes_sheet(results)),
         *_failures(results),
         *_parity(results),
-        "## Memory of one rank",
-        sheet_lines(memory_sheet(results)),
+        *_maybe("Memory of one rank", memory_sheet(results)),
         *_maybe("Memory ladder: the first step of the largest rank", ladder_sheet(results)),
-        "## Speed",
-        sheet_lines(speed_sheet(results)),
-        "## Efficiency, cost, communication",
-        sheet_lines(efficiency_sheet(results)),
+        *_maybe("Speed", speed_sheet(results)),
+        *_maybe("Efficiency and cost", efficiency_sheet(results)),
+        *_maybe("Communication, saving, starting", beside_sheet(results)),
         *_maybe("Scaling", scaling_sheet(results)),
         "## Method",
         _pairs(method_facts(results)),
@@ -61,7 +66,8 @@ def _failures(results: Results) -> list[str]:
     failed = [(label, row) for label, row in rows if not facts.finished(row)]
     blocks = ["## Failures"]
     for label, row in failed:
-        blocks.append(f"**{heading_text(label)}: {row['status']}** ({heading_text(failure_facts(results, row))})")
+        said = failure_facts(results, row)
+        blocks.append(f"**{heading_text(label)}: {row['status']}**" + (f" ({heading_text(said)})" if said else ""))
         blocks.append(_code(facts.many_lines(row["message"] or "no message"), "text"))
     return [*blocks, *([] if failed else ["Every row finished."])]
 

@@ -36,27 +36,34 @@ class Line:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Axes:
-    """What the box spans; the labels stand beside it, evenly spaced, from high to low and from left to right."""
+    """What the box spans; labels stand beside it, evenly spaced from high to low, and below it where they belong."""
 
     left: float
     right: float
     low: float
     high: float
     y_labels: Sequence[str]
-    x_labels: Sequence[str]
+    x_labels: Sequence[tuple[float, str]]
+    x_name: str
     title: str
 
 
 def line_chart(lines: Sequence[Line], axes: Axes) -> str:
     """The box with its lines and labels."""
     down = "".join(f"<span>{html.escape(label)}</span>" for label in axes.y_labels)
-    across = "".join(f"<span>{html.escape(label)}</span>" for label in axes.x_labels)
+    across = "".join(_below(place, label, axes) for place, label in axes.x_labels)
     return (
         f'<div class="chart"><div class="y">{down}</div>'
         f'<svg viewBox="0 0 {WIDTH:.0f} {HEIGHT:.0f}" preserveAspectRatio="none" role="img"'
         f' aria-label="{html.escape(axes.title)}">{"".join(_line(line, axes) for line in lines)}</svg>'
-        f'<div class="x">{across}</div></div>'
+        f'<div class="x">{across}</div><div class="name">{html.escape(axes.x_name)}</div></div>'
     )
+
+
+def _below(place: float, label: str, axes: Axes) -> str:
+    """A label under its place; the first and the last stay inside the box."""
+    share = (place - axes.left) / ((axes.right - axes.left) or 1.0)
+    return f'<span style="left:{100 * share:.2f}%;translate:-{100 * share:.0f}%">{html.escape(label)}</span>'
 
 
 def _line(line: Line, axes: Axes) -> str:

@@ -51,7 +51,11 @@ CURVES = (
 )
 
 
+WIDEST = 9.0
+"""Of a curve under all others, in points."""
+
+
 def curve_widths(count: int) -> list[float]:
     """From wide to narrow, in points: a curve drawn on an equal one leaves its edges in sight."""
-    step = 1.6 if count <= len(CURVES) else 11.0 / count
+    step = min(1.6, WIDEST / max(count, 1))
     return [1.4 + step * (count - 1 - index) for index in range(count)]

@@ -17,6 +17,7 @@ from toolkit.compare.report.cells import (
     Column,
     Sheet,
     byte_unit,
+    known_columns,
     measured,
     number_cell,
     percent,
@@ -86,6 +87,11 @@ def interval_cell(bounds: Sequence[float] | None, show: Callable[[float], str]) 
 
 _OPTIONAL = (
     _Optional(
+        header="micro-\nbatch",
+        key="probes",
+        cell=lambda row: number_cell(row["per_device_train_batch_size"], 0),
+    ),
+    _Optional(
         header="95 %\ninterval",
         key="tokens_per_second_interval",
         cell=lambda row: interval_cell(row["tokens_per_second_interval"], speed),
@@ -99,13 +105,13 @@ _OPTIONAL = (
 )
 
 
-def memory_sheet(results: Results) -> Sheet:
-    """Where the bytes of one rank go, beside the reference's."""
+def memory_sheet(results: Results) -> Sheet | None:
+    """Where the bytes of one rank go, beside the reference's; None where no row knows any."""
     unit = results_unit(results)
-    names = ("peak planned", "peak allocated", "peak reserved", "peak driver", "peak host (RSS)")
+    names = ("peak\nplanned", "peak\nallocated", "peak\nreserved", "peak\ndriver", "peak\nRSS")
     peaks = [f"{name}\n{unit.name}" for name in names]
-    return row_sheet(
-        (*_part_headers(unit), f"model states\n{unit.name}", "of reference", *peaks, "peak on\nrank", "retries"),
+    sheet = row_sheet(
+        (*_part_headers(unit), f"model\nstates\n{unit.name}", "of\nref.", *peaks, "on\nrank", "re-\ntries"),
         results,
         lambda row: (
             *_part_cells(row, unit),
@@ -120,22 +126,22 @@ def memory_sheet(results: Results) -> Sheet:
             number_cell(row["allocator_retries"], 0),
         ),
     )
+    return known_columns(sheet)
 
 
-def speed_sheet(results: Results) -> Sheet:
-    """How fast, counted in every way that the trials measured."""
-    return row_sheet(
+def speed_sheet(results: Results) -> Sheet | None:
+    """How fast, counted in every way that the trials measured; None where no row finished."""
+    sheet = row_sheet(
         (
-            "tokens/s a process" if facts.on_cpu(results) else "tokens/s a GPU",
-            "non-padding tokens/s",
-            "supervised tokens/s",
-            "tokens per CPU-second",
+            "tokens/s\na process" if facts.on_cpu(results) else "tokens/s\na GPU",
+            "non-padding\ntokens/s",
+            "supervised\ntokens/s",
+            "tokens per\nCPU-second",
             "padding",
-            "step median s",
-            "step p90 s",
-            "timed steps",
-            "timed s",
-            "wall s",
+            "step\nmedian s",
+            "step\np90 s",
+            "timed\nsteps",
+            "timed\ns",
         ),
         results,
         lambda row: (
@@ -148,9 +154,9 @@ def speed_sheet(results: Results) -> Sheet:
             number_cell(row["step_seconds_p90"], 3),
             number_cell(row["timed_steps"], 0),
             number_cell(row["timed_seconds"], 1),
-            number_cell(row["wall_seconds"], 1),
         ),
     )
+    return known_columns(sheet)
 
 
 def parity_sheet(results: Results) -> Sheet:

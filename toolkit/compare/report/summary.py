@@ -25,7 +25,7 @@ def summary_sentence(results: Results) -> str:
     if not named:
         return "Nothing was compared: there are no rows."
     clauses = [clause for size in _world_sizes(results) for clause in _size_clauses(results, named, size)]
-    clauses += [*_scaling(results), *_left_out(named)]
+    clauses += [*_scaling(results), *_largest_batches(named), *_left_out(named)]
     if facts.on_cpu(results):
         clauses.append(CPU_SPEEDS)
     return "; ".join(clauses) + "."
@@ -46,7 +46,7 @@ def notes(results: Results) -> list[str]:
         said.insert(0, "Single runs, not ranked by significance: a small difference may be noise.")
     else:
         method = results["method"]
-        sure = f"a difference is claimed only where the ratio's ({100 * method['ratio_confidence']:g} %) leaves 1 out"
+        sure = f"a difference is claimed only where the ratio's ({100 * method['ratio_confidence']:.4g} %) leaves 1 out"
         said.insert(0, f"Intervals: {method['interval']}; {sure}.")
     if facts.on_cpu(results):
         said.append(f"{CPU_SPEEDS[0].upper()}{CPU_SPEEDS[1:]}; bytes held by a rank do carry over.")
@@ -97,7 +97,7 @@ def _world_sizes(results: Results) -> list[int]:
 
 def _size_clauses(results: Results, named: Sequence[Named], world_size: int) -> list[str]:
     """Fastest and smallest among the rows with one number of processes."""
-    here = [(label, row) for label, row in named if row["world_size"] == world_size]
+    here = [(_without_size(label, row), row) for label, row in named if row["world_size"] == world_size]
     fit = [(label, row) for label, row in here if facts.comparable(row) and row["tokens_per_second"] is not None]
     fit = [(label, row) for label, row in fit if row["group"] is None]
     start = "On" if world_size == min(row["world_size"] for _, row in named) else "on"
@@ -107,6 +107,11 @@ def _size_clauses(results: Results, named: Sequence[Named], world_size: int) -> 
         fits = any(facts.out_of_memory(row) for _, row in here)
         return [place + _leader(fit, len(here), fits=fits), *_trade(results, fit, world_size)]
     return [place + _fastest(fit, len(here)), *_smallest(results, fit, world_size)]
+
+
+def _without_size(label: str, row: Row) -> str:
+    """The clause says the number of processes."""
+    return row["preset"] if label == f"{row['preset']} n{row['world_size']}" else label
 
 
 def _leader(fit: Sequence[Named], num_rows: int, *, fits: bool) -> str:
@@ -164,6 +169,16 @@ def _scaling(results: Results) -> list[str]:
         f"from {first['world_size']} to {last['world_size']} processes {results['reference']} becomes"
         f" {last['speed_up'] or 0.0:.2f} times as fast ({percent(last['scaling_efficiency'])} of ideal)"
     ]
+
+
+def _largest_batches(named: Sequence[Named]) -> list[str]:
+    """Where each row's largest micro-batch was searched, what was found."""
+    ran = [
+        f"{row['per_device_train_batch_size']} ({label})"
+        for label, row in named
+        if any(probe["status"] == "completed" for probe in row["probes"] or ())
+    ]
+    return [f"the largest micro-batch that runs is {', '.join(ran)}"] if ran else []
 
 
 def _fastest(fit: Sequence[Named], num_rows: int) -> str:

@@ -10,7 +10,6 @@ no fake tensors: its gradient buckets are counted as one tensor beside the model
 from __future__ import annotations
 
 import contextlib
-import resource
 import warnings
 from collections import Counter
 from typing import Any
@@ -22,6 +21,7 @@ from transformers.initialization import no_init_weights
 
 from toolkit.errors import AttestationFailed
 from toolkit.presets import Preset
+from toolkit.runs.pulses import peak_resident_bytes
 from toolkit.runs.rehearsals import TRACE_CANNOT_TELL
 from toolkit.train.arguments import Arguments
 from toolkit.train.attest.attestation import DTYPE_OF_PRECISION
@@ -65,8 +65,12 @@ def trace(arguments: Arguments, promise: Promise) -> Facts:
     peaks = {
         name: told(peak, serials) for name, peak in memory.peaks.items() if name in ("forward", "backward", "step")
     }
-    host = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts KiB
-    return own | {"steps": STEPS, "peaks": peaks, "peak_host_bytes": host, "not_told": list(TRACE_CANNOT_TELL)}
+    return own | {
+        "steps": STEPS,
+        "peaks": peaks,
+        "peak_host_bytes": peak_resident_bytes(),
+        "not_told": list(TRACE_CANNOT_TELL),
+    }
 
 
 class TracedTrainer(Trainer):  # type: ignore[misc]
