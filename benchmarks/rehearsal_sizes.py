@@ -32,7 +32,10 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "qwen3": {**LLAMA, "model_type": "qwen3", "head_dim": 16, "tie_word_embeddings": False},
     "gemma2": {**LLAMA, "model_type": "gemma2", "head_dim": 16, "tie_word_embeddings": True},
     "mistral": {**LLAMA, "model_type": "mistral", "head_dim": 10, "tie_word_embeddings": False},
-    "mixtral": {**LLAMA, "model_type": "mixtral", "num_local_experts": 5, "tie_word_embeddings": False},
+    "mixtral": {
+        **{**LLAMA, "model_type": "mixtral", "tie_word_embeddings": False},
+        **{"num_local_experts": 5, "num_experts_per_tok": 2},
+    },
     "gpt2": {
         **{"model_type": "gpt2", "n_embd": 60, "n_layer": 3, "n_head": 6, "n_positions": 64, "vocab_size": 517},
         **{"tie_word_embeddings": True, "bos_token_id": 1, "eos_token_id": 2, "dtype": "float32"},
