@@ -29,7 +29,7 @@ from typing import Any
 import psutil
 from record import RESULTS, print_table, write_result, write_table
 
-from toolkit.demo.assets import default_data_file, prepare_default_model
+from toolkit.demo.assets import prepare_default_model
 from toolkit.models.read import read_model
 from toolkit.models.shape import ModelShape
 from toolkit.plan.engine import engine_of
@@ -70,7 +70,7 @@ class Setting:
     @property
     def words(self) -> dict[str, Any]:
         """Of the training script."""
-        words: dict[str, Any] = {"max_steps": STEPS, "max_seq_length": self.seq_length, "packing": "true"}
+        words: dict[str, Any] = {"max_steps": STEPS, "max_seq_length": self.seq_length}
         words |= {"per_device_train_batch_size": 1, "gradient_accumulation_steps": self.accumulation}
         words |= {} if self.lora_r is None else {"lora_r": self.lora_r}
         return words | ({"activation_checkpointing": "true"} if self.checkpointing else {})
@@ -108,7 +108,7 @@ def planned(setting: Setting, shape: ModelShape) -> dict[str, int]:
 def measured(setting: Setting, model: Path, output: Path) -> dict[str, Any]:
     """Highest sums of the ranks' memory; raises with the run's last lines."""
     words = setting.words | {"model_name_or_path": model, "output_dir": output, "save_strategy": "no"}
-    words |= {"dataset": default_data_file("faq-en-alpaca.jsonl"), "save_model": "false"}
+    words |= {"dataset": long_rows(output.with_suffix(".jsonl")), "save_model": "false"}
     config = ROOT / "accelerate_configs" / f"{setting.preset}.yaml"
     launcher = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(config)]
     launcher += ["--num_processes", str(setting.ranks), "--main_process_port", "0", "-m", "toolkit.train"]
@@ -125,6 +125,14 @@ def measured(setting: Setting, model: Path, output: Path) -> dict[str, Any]:
     return reduced(samples, json.loads((output / "run.json").read_text()), output)
 
 
+def long_rows(path: Path) -> Path:
+    """Rows that fill any length, of which every token is trained on."""
+    words = [f"{number} is {number % 7} more than a multiple of seven." for number in range(400)]
+    rows = [{"text": " ".join(words[start:] + words[:start])} for start in range(16)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
 Sample = tuple[float, dict[int, dict[str, int]], int]
 
 
@@ -134,20 +142,19 @@ def watched(run: subprocess.Popen[str]) -> list[Sample]:
     while run.poll() is None:
         with contextlib.suppress(psutil.Error):
             found = {child.pid: child for child in psutil.Process(run.pid).children(recursive=True)}
-            ranks = {pid: kinds(pid) for pid in found if rank_of(pid) is not None}
+            ranks = {pid: kinds(pid) for pid in found if is_rank(pid)}
             others = sum(kinds(pid).get("Pss", 0) for pid in [run.pid, *found] if pid not in ranks)
             samples.append((time.time(), ranks, others))
         time.sleep(SECONDS_BETWEEN)
     return samples
 
 
-def rank_of(pid: int) -> str | None:
-    """The process's `RANK`, None for one that is no rank."""
+def is_rank(pid: int) -> bool:
+    """Whether the process is the training script, and not its launcher."""
     with contextlib.suppress(OSError):
-        for word in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
-            if word.startswith(b"RANK="):
-                return word[5:].decode()
-    return None
+        words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+        return b"toolkit.train" in words and b"accelerate.commands.launch" not in words
+    return False
 
 
 def kinds(pid: int) -> dict[str, int]:

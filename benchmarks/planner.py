@@ -4,8 +4,8 @@
 
 The estimator answers for a model that has been built; its documentation loads it with `from_pretrained`. Measured are
 
-- `loaded`: so, in bf16. transformers 5 maps the checkpoint into memory and reads no weight of it; here it is a hole in a
-  file.
+- `loaded`: so, in bf16. transformers 5 maps the checkpoint into memory and reads no weight of it; here it is a hole
+  in a file.
 - `initialised`: made by `from_config` in bf16 with random weights, as by someone who has no checkpoint. Once.
 - `built`: the same, its random weights left out and its memory never touched.
 - `meta`: made on the meta device, without memory. The estimator counts tensors by their address, which all share

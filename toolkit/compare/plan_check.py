@@ -16,7 +16,7 @@ from typing import Any
 from toolkit.errors import ToolkitError
 from toolkit.hardware.machine import describe_machine
 from toolkit.launch.rehearse import Rehearsal, plan_rehearsal, rehearse_once
-from toolkit.plan.job import Job
+from toolkit.plan.job import OPTIMIZERS, Job
 from toolkit.presets import Preset, load_preset
 from toolkit.runs.side_by_side import Difference, side_by_side
 from toolkit.units import NOT_AVAILABLE, gib
@@ -24,7 +24,6 @@ from toolkit.units import NOT_AVAILABLE, gib
 Row = Mapping[str, Any]
 # The fp32 weights as they are loaded, and the engine's own copy of them, beside what the plan counts.
 LOADING_BYTES_PER_PARAMETER = 8
-OPTIMIZERS = {"fused": "adamw_torch_fused", "foreach": "adamw_torch"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -95,6 +94,8 @@ def rehearsal_of(model: str, row: Row, job: Job, *, cpu: bool) -> Rehearsal:
     preset = load_preset(row["preset"])
     if job.loss == "chunked":
         raise ToolkitError("--loss chunked is planned only: the training script has no such loss")
+    if job.packing:
+        raise ToolkitError("--packing is planned only: the rows of a rehearsal are full, and need no mask")
     fake_tensors = cpu and can_trace(preset) and not job.load_in_4bit
     argv = training_words(model, job, cpu=cpu)
     rehearsal = plan_rehearsal(

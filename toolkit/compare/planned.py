@@ -12,7 +12,7 @@ from toolkit.compare.trials import Comparison
 from toolkit.errors import ToolkitError
 from toolkit.launch.preflight import DEFAULT_BATCH
 from toolkit.models.shape import ModelShape
-from toolkit.plan.job import Job
+from toolkit.plan.job import OPTIMIZERS, Job, check_job
 from toolkit.plan.memory import plan_memory
 from toolkit.presets import load_preset
 from toolkit.runs.argv import flag, integer
@@ -27,6 +27,7 @@ def planned_bytes(comparison: Comparison, preset: str, num_processes: int, *, sh
         return NOTHING
     with contextlib.suppress(ToolkitError):
         job = job_of(comparison.arguments(preset, num_processes))
+        check_job(job, shape)
         plan = plan_memory(shape, load_preset(comparison.loads[preset]), world_size=num_processes, job=job)
         allocated = plan.peak.allocated_bytes
         return {"planned_peak_bytes": plan.planned_peak_bytes, "planned_allocated_bytes": allocated}
@@ -34,10 +35,12 @@ def planned_bytes(comparison: Comparison, preset: str, num_processes: int, *, sh
 
 
 def job_of(arguments: dict[str, Any]) -> Job:
-    """The planner's job of training arguments."""
+    """The planner's job of training arguments; `check_job` refuses an optimizer that is not planned."""
     recomputes = any(
         flag(arguments.get(name, False)) for name in ("activation_checkpointing", "gradient_checkpointing")
     )
+    optim = str(arguments.get("optim") or OPTIMIZERS[Job().optimizer])
+    planned = {theirs: ours for ours, theirs in OPTIMIZERS.items()}
     return Job(
         per_device_train_batch_size=integer(arguments, "per_device_train_batch_size", DEFAULT_BATCH),
         max_seq_length=integer(arguments, "max_seq_length", Job().max_seq_length),
@@ -45,4 +48,6 @@ def job_of(arguments: dict[str, Any]) -> Job:
         activation_checkpointing=recomputes,
         lora_r=integer(arguments, "lora_r", 0) or None,
         load_in_4bit=flag(arguments.get("load_in_4bit", False)),
+        packing=flag(arguments.get("packing", False)),
+        optimizer=planned.get(optim, optim),
     )
