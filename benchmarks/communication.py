@@ -126,19 +126,29 @@ def count(setting: Setting, model: Path, output: Path) -> dict[str, int]:
 def row(setting: Setting, model: Path, output: Path) -> dict[str, Any]:
     """Counted and planned payload of each collective, and the largest difference."""
     shape = read_model(str(model))
-    collectives = step_collectives(setting.job(shape))
-    planned: Counter[str] = Counter()
-    for collective in collectives:
-        among = "" if collective.group_size == setting.ranks else f" of {collective.group_size}"
-        planned[collective.name + among] += collective.payload_bytes
-    facts = {"setting": setting.name, "planned": dict(planned), "sent_bytes": communication_bytes(collectives)}
+    sent = communication_bytes(step_collectives(setting.job(shape)))
+    facts = {"setting": setting.name, "planned": dict(planned(setting, shape)), "sent_bytes": sent}
     try:
         counted = count(setting, model, output)
     except RuntimeError as error:
         return facts | {"error": str(error)}
-    names = planned.keys() | counted.keys()
-    gaps = [abs(planned[name] - counted.get(name, 0)) / max(counted.get(name, 0), 1) for name in names]
-    return facts | {"counted": counted, "largest_difference": max(gaps)}
+    return facts | {"counted": counted, "largest_difference": largest_difference(setting, shape, counted)}
+
+
+def planned(setting: Setting, shape: ModelShape) -> Counter[str]:
+    """Payload of each collective; the name says among how many ranks, where not among all."""
+    payloads: Counter[str] = Counter()
+    for collective in step_collectives(setting.job(shape)):
+        among = "" if collective.group_size == setting.ranks else f" of {collective.group_size}"
+        payloads[collective.name + among] += collective.payload_bytes
+    return payloads
+
+
+def largest_difference(setting: Setting, shape: ModelShape, counted: dict[str, int]) -> float:
+    """Of any collective's plan, as a share of what was counted."""
+    plan = planned(setting, shape)
+    names = plan.keys() | counted.keys()
+    return max(abs(plan[name] - counted.get(name, 0)) / max(counted.get(name, 0), 1) for name in names)
 
 
 def said(one: dict[str, Any]) -> str:
