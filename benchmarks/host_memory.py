@@ -17,6 +17,7 @@ import argparse
 import contextlib
 import json
 import os
+import shutil
 import statistics
 import subprocess
 import sys
@@ -42,6 +43,8 @@ from toolkit.units import GIB
 ROOT = Path(__file__).parent.parent
 DOCUMENT, TABLE = ROOT / "docs" / "plan.md", "host memory"
 RANKS, STEPS, SECONDS_BETWEEN = 2, 2, 0.02
+# glibc keeps what is freed in pieces below 32 MiB, thread by thread; with this threshold it gives tensors back.
+MMAP_THRESHOLD_BYTES = 65_536
 SHARED = ("ddp", "zero1", "zero2", "zero3", "fsdp2", "fsdp2_grad_op")
 OFFLOADED = ("zero2_cpu_offload", "zero3_cpu_offload", "fsdp2_cpu_offload")
 
@@ -55,6 +58,8 @@ class Setting:
     lora_r: int | None = None
     accumulation: int = 1
     checkpointing: bool = False
+    keeps_freed: bool = False
+    """Whether malloc is as it is, instead of giving every freed tensor back."""
 
     @property
     def ranks(self) -> int:
@@ -64,7 +69,12 @@ class Setting:
     @property
     def name(self) -> str:
         """`zero3 128 lora`."""
-        extras = {"lora": self.lora_r, f"a{self.accumulation}": self.accumulation > 1, "ckpt": self.checkpointing}
+        extras = {
+            "lora": self.lora_r,
+            f"a{self.accumulation}": self.accumulation > 1,
+            "ckpt": self.checkpointing,
+            "malloc": self.keeps_freed,
+        }
         return " ".join([self.preset, str(self.seq_length), *(name for name, there in extras.items() if there)])
 
     @property
@@ -81,6 +91,7 @@ def settings() -> list[Setting]:
     found = [Setting(preset=name) for name in ("single", *SHARED, *OFFLOADED)]
     found += [Setting(preset=name, seq_length=1024) for name in ("ddp", "zero2", "zero3", "fsdp2")]
     found += [Setting(preset=name, lora_r=16) for name in ("ddp", "zero2", "zero3", "fsdp2", *OFFLOADED)]
+    found += [Setting(preset=name, keeps_freed=True) for name in ("ddp", "zero2", "zero3")]
     found += [Setting(preset=name, accumulation=2) for name in ("zero2", "fsdp2", "zero2_cpu_offload")]
     return found + [Setting(preset=name, seq_length=1024, checkpointing=True) for name in ("ddp", "zero3", "fsdp2")]
 
@@ -98,7 +109,7 @@ def planned(setting: Setting, shape: ModelShape) -> dict[str, int]:
     memory = plan_engine(shape, replace(engine, pins=False), job)
     held = {phase.phase: setting.ranks * phase.allocated_bytes for phase in memory.phases}
     return {
-        "loading_bytes": memory.host.loading_bytes,
+        "loading_bytes": max(memory.host.loading_bytes, memory.host.training_bytes + held["load"]),
         "training_bytes": memory.host.training_bytes + max(held.values()),
         "offloaded_bytes": memory.host.training_bytes - setting.ranks * PROCESS_BYTES,
         **{f"{name}_phase_bytes": size for name, size in held.items()},
@@ -114,6 +125,7 @@ def measured(setting: Setting, model: Path, output: Path) -> dict[str, Any]:
     launcher += ["--num_processes", str(setting.ranks), "--main_process_port", "0", "-m", "toolkit.train"]
     flat = [word for name, value in words.items() for word in (f"--{name}", str(value))]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    environment |= {} if setting.keeps_freed else {"MALLOC_MMAP_THRESHOLD_": str(MMAP_THRESHOLD_BYTES)}
     log = output.with_suffix(".log")
     with log.open("w") as file:
         run = subprocess.Popen(
@@ -123,6 +135,17 @@ def measured(setting: Setting, model: Path, output: Path) -> dict[str, Any]:
     if run.returncode != 0:
         raise RuntimeError(" ".join(log.read_text().strip().splitlines()[-3:]))
     return reduced(samples, json.loads((output / "run.json").read_text()), output)
+
+
+def bf16_copy(model: Path, folder: Path) -> Path:
+    """The model as most checkpoints are: the script casts its weights to fp32, so that they are no mapped file."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    shutil.copytree(model, folder)
+    weights = folder / "model.safetensors"
+    save_file({name: one.to(torch.bfloat16) for name, one in load_file(weights).items()}, weights, {"format": "pt"})
+    return folder
 
 
 def long_rows(path: Path) -> Path:
@@ -176,8 +199,8 @@ def reduced(samples: list[Sample], run: dict[str, Any], output: Path) -> dict[st
     found: dict[str, Any] = {}
     for part, (start, end) in parts.items():
         sums = [summed(ranks) for at, ranks, _ in samples if start <= at < end and ranks]
-        highest = max(sums, key=lambda one: one["Pss"])
-        found |= {f"{part}_bytes": highest["Pss"], f"{part}_file_bytes": highest["Pss_File"]}
+        highest = max(sums, key=lambda one: one["Pss"] - one["Pss_File"])
+        found |= {f"{part}_bytes": highest["Pss"] - highest["Pss_File"], f"{part}_file_bytes": highest["Pss_File"]}
     rows = [path.read_text().splitlines() for path in sorted((output / "ranks").glob("rank*.jsonl"))]
     peaks = [max(json.loads(line)["peak_host_bytes"] for line in lines) for lines in rows]
     return found | {
@@ -244,10 +267,11 @@ def main() -> int:
     parser.add_argument("--missing", action="store_true", help="leave out what has been measured")
     parser.add_argument("--table", action="store_true", help="measure nothing: plan again, and write the table")
     given = parser.parse_args()
-    rows, model = kept_rows(), prepare_default_model()
+    rows = kept_rows()
     done = {name for name, one in rows.items() if "measured" in one and given.missing}
     wanted = [one for one in settings() if not given.only or one.preset in given.only]
     with tempfile.TemporaryDirectory() as scratch:
+        model = bf16_copy(prepare_default_model(), Path(scratch) / "model")
         for setting in [one for one in wanted if one.name not in done and not given.table]:
             rows = kept_rows() | {setting.name: row(setting, model, Path(scratch) / setting.name.replace(" ", "-"))}
             print(setting.name, rows[setting.name].get("error", "measured"), file=sys.stderr, flush=True)
