@@ -3,6 +3,7 @@
     python benchmarks/communication.py                                  # two and four real ranks; minutes
     python benchmarks/communication.py --alone                          # rank 0 of 8 and 64, in one process
     python benchmarks/communication.py --only zero3 --only fsdp2        # these presets; the others' rows are kept
+    python benchmarks/communication.py --missing                        # those that have no row yet, or an error
 
 `--alone` gives the collectives to torch's fake process group: the engine calls what it would, nothing travels. DDP does
 not train so. Payload is the whole tensor of each collective, of the last optimizer step of rank 0 (tests/scripts/
@@ -25,6 +26,7 @@ from typing import Any
 from record import RESULTS, print_table, write_result
 
 from toolkit.demo.assets import default_data_file, prepare_default_model
+from toolkit.demo.random_model import random_llama
 from toolkit.models.lora import lora_layers
 from toolkit.models.read import read_model
 from toolkit.models.shape import ModelShape
@@ -35,6 +37,8 @@ from toolkit.presets import load_preset
 ROOT = Path(__file__).parent.parent
 SCRIPTS = ROOT / "tests" / "scripts"
 STEPS = 2  # ZeRO-3's first step records the order of modules and sends more
+SIZES = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 6, "num_attention_heads": 4}
+SIZES |= {"num_key_value_heads": 2, "max_position_embeddings": 512, "tie_word_embeddings": False}
 NOISE_BYTES = 20_000  # losses, norms, flags, and that record
 
 
@@ -90,26 +94,10 @@ def settings() -> list[Setting]:
 
 
 def make_model(folder: Path) -> Path:
-    """A Llama of 27.8 million parameters, six layers, untied, with the demo's tokenizer."""
-    import torch
-    from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+    """A Llama of 28.7 million parameters, six layers, untied, with the demo's tokenizer."""
+    from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(prepare_default_model())
-    config = LlamaConfig(
-        vocab_size=49_152,
-        hidden_size=256,
-        intermediate_size=512,
-        num_hidden_layers=6,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=512,
-        tie_word_embeddings=False,
-        dtype="float32",
-    )
-    torch.manual_seed(0)
-    LlamaForCausalLM(config).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
+    return random_llama(folder, AutoTokenizer.from_pretrained(prepare_default_model()), **SIZES)
 
 
 def count(setting: Setting, model: Path, output: Path) -> dict[str, int]:
@@ -138,19 +126,29 @@ def count(setting: Setting, model: Path, output: Path) -> dict[str, int]:
 def row(setting: Setting, model: Path, output: Path) -> dict[str, Any]:
     """Counted and planned payload of each collective, and the largest difference."""
     shape = read_model(str(model))
-    collectives = step_collectives(setting.job(shape))
-    planned: Counter[str] = Counter()
-    for collective in collectives:
-        among = "" if collective.group_size == setting.ranks else f" of {collective.group_size}"
-        planned[collective.name + among] += collective.payload_bytes
-    facts = {"setting": setting.name, "planned": dict(planned), "sent_bytes": communication_bytes(collectives)}
+    sent = communication_bytes(step_collectives(setting.job(shape)))
+    facts = {"setting": setting.name, "planned": dict(planned(setting, shape)), "sent_bytes": sent}
     try:
         counted = count(setting, model, output)
     except RuntimeError as error:
         return facts | {"error": str(error)}
-    names = planned.keys() | counted.keys()
-    gaps = [abs(planned[name] - counted.get(name, 0)) / max(counted.get(name, 0), 1) for name in names]
-    return facts | {"counted": counted, "largest_difference": max(gaps)}
+    return facts | {"counted": counted, "largest_difference": largest_difference(setting, shape, counted)}
+
+
+def planned(setting: Setting, shape: ModelShape) -> Counter[str]:
+    """Payload of each collective; the name says among how many ranks, where not among all."""
+    payloads: Counter[str] = Counter()
+    for collective in step_collectives(setting.job(shape)):
+        among = "" if collective.group_size == setting.ranks else f" of {collective.group_size}"
+        payloads[collective.name + among] += collective.payload_bytes
+    return payloads
+
+
+def largest_difference(setting: Setting, shape: ModelShape, counted: dict[str, int]) -> float:
+    """Of any collective's plan, as a share of what was counted."""
+    plan = planned(setting, shape)
+    names = plan.keys() | counted.keys()
+    return max(abs(plan[name] - counted.get(name, 0)) / max(counted.get(name, 0), 1) for name in names)
 
 
 def said(one: dict[str, Any]) -> str:
@@ -169,9 +167,12 @@ def main() -> int:
     parser.add_argument(
         "--alone", action="store_true", help="rank 0 of 8 and 64 in one process, not two and four ranks"
     )
+    parser.add_argument("--missing", action="store_true", help="leave out what has been counted")
     arguments = parser.parse_args()
+    counted = {one["setting"] for one in kept_rows() if "counted" in one and arguments.missing}
     every = lone_settings() if arguments.alone else settings()
-    wanted = [setting for setting in every if not arguments.only or setting.preset in arguments.only]
+    named = [setting for setting in every if not arguments.only or setting.preset in arguments.only]
+    wanted = [setting for setting in named if setting.name not in counted]
     with tempfile.TemporaryDirectory() as scratch:
         model = make_model(Path(scratch) / "model")
         num_params = read_model(str(model)).num_params

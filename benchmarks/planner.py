@@ -2,9 +2,16 @@
 
     python benchmarks/planner.py --rounds 5
 
-The estimator answers for a model that has been built. Here transformers builds it on the meta device, without weights,
-which is kinder than the estimator's documentation, where it is loaded. Two figures: from typing to the answer, each
-side in a process of its own, and in one process after all imports, from `config.json` to the last answer.
+The estimator answers for a model that has been built; its documentation loads it with `from_pretrained`. Measured are
+
+- `loaded`: so, in bf16. transformers 5 maps the checkpoint into memory and reads no weight of it; here it is a hole
+  in a file.
+- `initialised`: made by `from_config` in bf16 with random weights, as by someone who has no checkpoint. Once.
+- `built`: the same, its random weights left out and its memory never touched.
+- `meta`: made on the meta device, without memory. The estimator counts tensors by their address, which all share
+  there, so that its answer is of one tensor: fast, and wrong (`estimated_params`).
+
+Once in one process after all imports, from `config.json` to the last answer; once as commands, from typing to exit.
 """
 
 from __future__ import annotations
@@ -17,6 +24,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,18 +37,9 @@ from toolkit.plan.planner import Request, make_plans
 from toolkit.presets import list_presets
 
 ROOT = Path(__file__).parent.parent
+MODEL = ROOT / "tests" / "fixtures" / "llama-8b"
 SIZES = (1, 2, 4, 8, 16, 32, 64, 128)
-# Llama-3.1-8B's.
-CONFIG = {
-    "model_type": "llama",
-    "vocab_size": 128256,
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "max_position_embeddings": 8192,
-}
+WAYS = ("loaded", "built", "meta", "initialised")
 
 
 def plan_all(config: Path) -> int:
@@ -56,26 +55,54 @@ def plan_all(config: Path) -> int:
     return len(make_plans(request))
 
 
-def estimate_all(config: Path) -> int:
-    """DeepSpeed's two estimators at every size: what they print, thrown away."""
-    import torch
+def estimate_all(folder: Path, way: str) -> int:
+    """DeepSpeed's two estimators at every size, what they print thrown away; the parameters that they count."""
     from deepspeed.runtime.zero.stage3 import estimate_zero3_model_states_mem_needs_all_live as zero3
+    from deepspeed.runtime.zero.stage3 import model_to_params
     from deepspeed.runtime.zero.stage_1_and_2 import estimate_zero2_model_states_mem_needs_all_live as zero2
-    from transformers import AutoConfig, AutoModelForCausalLM
 
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(config.parent))
+    model = made_model(folder, way)
     with contextlib.redirect_stdout(io.StringIO()):
         for size in SIZES:
             zero2(model, num_gpus_per_node=min(size, 8), num_nodes=max(size // 8, 1))
             zero3(model, num_gpus_per_node=min(size, 8), num_nodes=max(size // 8, 1))
-    return 2 * len(SIZES)
+    return int(model_to_params(model)[0])
 
 
-def seconds(answer: Any, config: Path) -> float:
+def made_model(folder: Path, way: str) -> Any:
+    """The 8B model, by one of `WAYS`."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.initialization import no_init_weights
+
+    if way == "loaded":
+        return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    config = AutoConfig.from_pretrained(folder)
+    if way == "initialised":
+        return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    with torch.device("meta" if way == "meta" else "cpu"), no_init_weights():
+        return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+
+
+def hollow_checkpoint(folder: Path) -> Path:
+    """A checkpoint of the right shapes whose weights are a hole in a file."""
+    folder.mkdir()
+    (folder / "config.json").write_text((MODEL / "config.json").read_text())
+    header, end = {}, 0
+    for name, tensor in made_model(folder, "meta").state_dict().items():
+        begin, end = end, end + tensor.numel() * 2
+        header[name] = {"dtype": "BF16", "shape": list(tensor.shape), "data_offsets": [begin, end]}
+    text = json.dumps(header).encode()
+    with (folder / "model.safetensors").open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        file.truncate(8 + len(text) + end)
+    return folder
+
+
+def seconds(answer: Callable[[], Any]) -> float:
     """Of one round in this process."""
     started = time.perf_counter()
-    answer(config)
+    answer()
     return time.perf_counter() - started
 
 
@@ -86,40 +113,67 @@ def process_seconds(command: list[str]) -> float:
     return time.perf_counter() - started
 
 
-def commands(config: Path) -> tuple[list[str], list[str]]:
-    """What a user would start on either side."""
+def plan_command() -> list[str]:
+    """What a user would type."""
     sizes = [word for size in SIZES for word in ("--world-size", str(size))]
     how = ["--gpu", "h100-sxm", "--max-seq-length", "4096", "--activation-checkpointing", "--json"]
-    call = f"import planner; planner.estimate_all(planner.Path({str(config)!r}))"
-    estimate = f"import sys; sys.path.insert(0, 'benchmarks'); {call}"
-    return [sys.executable, "-m", "toolkit", "plan", str(config), *sizes, *how], [sys.executable, "-c", estimate]
+    return [sys.executable, "-m", "toolkit", "plan", str(MODEL), *sizes, *how]
+
+
+def estimate_command(folder: Path, way: str) -> list[str]:
+    """What a user of the estimator would type, in as few imports."""
+    call = f"import planner; planner.estimate_all(planner.Path({str(folder)!r}), {way!r})"
+    return [sys.executable, "-c", f"import sys; sys.path.insert(0, 'benchmarks'); {call}"]
+
+
+def compared(measured: list[tuple[float, float]]) -> dict[str, Any]:
+    """Medians of either side, and of the ratio of each pair."""
+    ours, theirs = ([pair[side] for pair in measured] for side in (0, 1))
+    ratios = [estimator / plan for plan, estimator in measured]
+    return {"plan_seconds": spread(ours), "estimator_seconds": spread(theirs), "ratio": spread(ratios)}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", maxsplit=1)[0])
     parser.add_argument("--rounds", type=int, default=5)
-    rounds = parser.parse_args().rounds
-    with tempfile.TemporaryDirectory() as folder:
-        config = Path(folder) / "config.json"
-        config.write_text(json.dumps(CONFIG))
-        answers = plan_all(config), estimate_all(config)  # imports and caches
-        inside = pairs(rounds, lambda: seconds(plan_all, config), lambda: seconds(estimate_all, config))
-        ours, theirs = commands(config)
-        typed = pairs(rounds, lambda: process_seconds(ours), lambda: process_seconds(theirs))
-    figures: dict[str, Any] = {"plans": answers[0], "estimates": answers[1]}
-    for name, measured in (("process", typed), ("in_process", inside)):
-        plan, estimate = ([pair[side] for pair in measured] for side in (0, 1))
-        ratios = [theirs / ours for ours, theirs in measured]
-        figures[name] = {"plan_seconds": spread(plan), "estimator_seconds": spread(estimate), "ratio": spread(ratios)}
-    print_table(
-        ["", "plan s", "estimator s", "estimator / plan"],
-        [
-            (name, *(f"{figures[name][key]['median']:.3f}" for key in ("plan_seconds", "estimator_seconds", "ratio")))
-            for name in ("process", "in_process")
-        ],
-    )
-    print(f"answers: {answers[0]} plans, {answers[1]} estimates")
+    parser.add_argument("--way", action="append", choices=WAYS, help="how the estimator's model is made; all of them")
+    given = parser.parse_args()
+    figures: dict[str, Any] = {"plans": plan_all(MODEL), "estimates": 2 * len(SIZES)}
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = hollow_checkpoint(Path(scratch) / "model")
+        for way in given.way or WAYS:
+            figures[way] = once(folder, way) if way == "initialised" else both(folder, way, rounds=given.rounds)
+    print_table(["", "", "plan s", "estimator s", "estimator / plan"], table_rows(figures))
+    print(f"answers: {figures['plans']} plans, {figures['estimates']} estimates")
     print(write_result("planner", figures))
+
+
+def once(folder: Path, way: str) -> dict[str, Any]:
+    """In one process alone: what takes a minute needs no median. The other ways have done the imports."""
+    counted: list[int] = []
+    estimator = seconds(lambda: counted.append(estimate_all(folder, way)))
+    return {"estimated_params": counted[0], "in_process": compared([(seconds(lambda: plan_all(MODEL)), estimator)])}
+
+
+def both(folder: Path, way: str, *, rounds: int) -> dict[str, Any]:
+    """Ours against the estimator on a model made in this way: in one process, and as commands."""
+    counted = estimate_all(folder, way)  # imports, and the file's pages
+    inside = pairs(rounds, lambda: seconds(lambda: plan_all(MODEL)), lambda: seconds(lambda: estimate_all(folder, way)))
+    ours, theirs = plan_command(), estimate_command(folder, way)
+    typed = pairs(rounds, lambda: process_seconds(ours), lambda: process_seconds(theirs))
+    return {"estimated_params": counted, "in_process": compared(inside), "command": compared(typed)}
+
+
+def table_rows(figures: dict[str, Any]) -> list[tuple[str, ...]]:
+    """Medians, by way and by what was timed."""
+    keys = ("plan_seconds", "estimator_seconds", "ratio")
+    return [
+        (way, timed, *(f"{figures[way][timed][key]['median']:.3f}" for key in keys))
+        for way in WAYS
+        if way in figures
+        for timed in ("in_process", "command")
+        if timed in figures[way]
+    ]
 
 
 if __name__ == "__main__":

@@ -32,7 +32,10 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "qwen3": {**LLAMA, "model_type": "qwen3", "head_dim": 16, "tie_word_embeddings": False},
     "gemma2": {**LLAMA, "model_type": "gemma2", "head_dim": 16, "tie_word_embeddings": True},
     "mistral": {**LLAMA, "model_type": "mistral", "head_dim": 10, "tie_word_embeddings": False},
-    "mixtral": {**LLAMA, "model_type": "mixtral", "num_local_experts": 5, "tie_word_embeddings": False},
+    "mixtral": {
+        **{**LLAMA, "model_type": "mixtral", "tie_word_embeddings": False},
+        **{"num_local_experts": 5, "num_experts_per_tok": 2},
+    },
     "gpt2": {
         **{"model_type": "gpt2", "n_embd": 60, "n_layer": 3, "n_head": 6, "n_positions": 64, "vocab_size": 517},
         **{"tie_word_embeddings": True, "bos_token_id": 1, "eos_token_id": 2, "dtype": "float32"},
@@ -108,6 +111,35 @@ def model_file(name: str, work: Path) -> Path:
     return path
 
 
+def planned(case: Case, model: Path) -> Case:
+    """What the planner says that the case holds, by the same names; in fp32, as rehearsed."""
+    from toolkit.models.read import read_model
+    from toolkit.plan.engine import engine_of
+    from toolkit.plan.states import model_states
+    from toolkit.plan.weights import weights_of
+    from toolkit.presets import load_preset
+
+    shape = read_model(str(model))
+    place = {"world_size": case["world_size"], "rank": case["rank"], "hidden_size": shape.hidden_size}
+    engine = engine_of(load_preset(case["preset"]), mixed_precision="no", **place)
+    weights = weights_of(shape, int(LORA[1]) if case["arguments"] == LORA else None, False)
+    states = model_states(engine, weights)
+    return {name: getattr(states, name) for name in PARTS[:3]} | {
+        "num_params": weights.num_trained + weights.num_frozen,
+        "num_trainable_params": weights.num_trained,
+    }
+
+
+def differing(cases: list[Case], work: Path) -> list[Case]:
+    """Cases of the sweep that do not hold what is planned, with the plan; none is rehearsed."""
+    found = []
+    for case in (case for case in cases if case["architecture"] in ARCHITECTURES and "num_params" in case):
+        plan = planned(case, model_file(case["architecture"], work))
+        if any(case[name] != value for name, value in plan.items()):
+            found.append(case | {"planned": plan})
+    return found
+
+
 def read_results(path: Path) -> dict[str, Any]:
     """What an earlier call found, or an empty beginning."""
     return json.loads(path.read_text()) if path.is_file() else {"cases": []}
@@ -139,7 +171,7 @@ def main() -> None:
     given = parser.parse_args()
     started, wanted = time.monotonic(), json.loads(given.cases.read_text()) if given.cases else all_cases()
     found = read_results(given.output)["cases"]
-    done = {key(case) for case in found if case["status"] == "attested"}
+    done = {key(case) for case in found if "num_params" in case}
     found = [case for case in found if key(case) in done]
     missing = [case for case in wanted if key(case) not in done]
     if missing:
@@ -151,6 +183,9 @@ def main() -> None:
             found.append(found_by(case, model_file(case["architecture"], Path(work)), Path(work)))
             if found[-1]["status"] != "attested":
                 print(json.dumps(found[-1]), file=sys.stderr, flush=True)
+        if not given.cases:
+            wrong = differing(found, Path(work))
+            print(f"{len(wrong)} of {len(found)} cases hold other bytes than planned", *wrong[:3], sep="\n")
     write_results(given.output, found)
     left = len(wanted) - len({key(case) for case in found} & {key(case) for case in wanted})
     print(f"{len(found)} cases in {given.output}, {left} left, {time.monotonic() - started:.0f} s")

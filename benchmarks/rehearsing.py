@@ -8,11 +8,15 @@ A forked process has a world, a model and an engine of its own, and finds the li
 
 from __future__ import annotations
 
+import importlib
 import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
+MODULES = ("accelerate.commands.launch", "deepspeed", "peft", "torch.distributed.fsdp", "toolkit.train.script")
+# deepspeed's muon compiles a function, which imports torch's compiler: two thirds of a tiny rehearsal's time.
+CPU_MODULES = ("deepspeed.runtime.zero.muon.muon_optimizer", "deepspeed.runtime.zero.stage3", "deepspeed.ops.adam")
 NOT_KEPT = ["--save_model", "false", "--save_strategy", "no", "--dataset", "synthetic", "--report_to", "none"]
 
 
@@ -24,10 +28,18 @@ def prepare(*, cpu: bool) -> None:
     from toolkit.train.__main__ import prepare_environment
 
     prepare_environment()
-    import accelerate.commands.launch  # noqa: F401
-    import deepspeed  # noqa: F401
+    for name in (*MODULES, *(CPU_MODULES if cpu else ())):
+        importlib.import_module(name)
+    if cpu:
+        _ask_the_processor_once()
 
-    import toolkit.train.script  # noqa: F401
+
+def _ask_the_processor_once() -> None:
+    """DeepSpeed's CPU Adam asks py-cpuinfo for its flags three times, in processes that take a second each."""
+    import cpuinfo
+
+    found = cpuinfo.get_cpu_info()
+    cpuinfo.get_cpu_info = lambda: found
 
 
 def rehearse(

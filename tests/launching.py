@@ -12,6 +12,7 @@ from typing import Any
 
 ROOT = Path(__file__).parent.parent
 SCRIPTS = Path(__file__).parent / "scripts"
+LLAMA_8B_CONFIG = Path(__file__).parent / "fixtures" / "llama-8b" / "config.json"
 
 # Every preset that a CPU can run, and the ranks that its runs have here; the global batch is the same for all.
 CPU_PRESETS = {

@@ -10,12 +10,22 @@ from typing import Any
 import pytest
 from launching import ROOT
 
+from toolkit.models.read import read_model
+
 
 @pytest.fixture
 def record(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     yield __import__("record")
-    for name in ("record", "kills", "live_faults", "resume_elsewhere"):
+    for name in (
+        "record",
+        "kills",
+        "live_faults",
+        "resume_elsewhere",
+        "rehearsing",
+        "rehearsal_sizes",
+        "communication",
+    ):
         sys.modules.pop(name, None)
 
 
@@ -28,3 +38,23 @@ def test_a_table_in_the_docs_is_that_of_the_results(name: str, record: Any, tmp_
     record.write_table(copy, benchmark.TABLE, benchmark.HEADER, benchmark.table_rows(found))
     assert copy.read_text() == benchmark.DOCUMENT.read_text()
     assert found["command"].startswith(f"python benchmarks/{name}.py ")
+
+
+def test_the_plan_has_the_bytes_of_every_case_of_the_sweep(record: Any, tmp_path: Path) -> None:
+    sweep = __import__("rehearsal_sizes")
+    cases = json.loads((record.RESULTS / "shard_bytes.json").read_text())["cases"]
+    assert {case["architecture"] for case in cases} == set(sweep.ARCHITECTURES)
+    assert {case["preset"] for case in cases} == set(sweep.WORLD_SIZES)
+    assert sweep.differing(cases, tmp_path) == []
+
+
+def test_the_plan_has_the_bytes_of_every_collective_that_was_counted(record: Any, tmp_path: Path) -> None:
+    benchmark = __import__("communication")
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "vocab_size": 49_152, **benchmark.SIZES}))
+    shape = read_model(str(tmp_path))
+    found = json.loads((record.RESULTS / "communication.json").read_text())
+    counted = {row["setting"]: row["counted"] for row in found["rows"]}
+    settings = {setting.name: setting for setting in (*benchmark.lone_settings(), *benchmark.settings())}
+    assert (counted.keys(), found["num_params"]) == (settings.keys(), shape.num_params)
+    for name, setting in settings.items():
+        assert benchmark.largest_difference(setting, shape, counted[name]) < 0.01, name

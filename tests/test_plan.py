@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from launching import toolkit
+from launching import LLAMA_8B_CONFIG, toolkit
 
 from toolkit.errors import ToolkitError
 from toolkit.hardware.gpu_table import find_gpu, gpu_by_hand
@@ -27,15 +27,7 @@ from toolkit.plan.weights import weights_of
 from toolkit.presets import list_presets, load_preset
 from toolkit.units import GIB
 
-LLAMA_8B = {
-    "model_type": "llama",
-    "vocab_size": 128256,
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-}
+LLAMA_8B = json.loads(LLAMA_8B_CONFIG.read_text())
 P = 8_030_261_248
 SIZES = (1, 2, 4, 8, 16, 32, 64, 128)
 
@@ -52,13 +44,6 @@ def request(*presets: str, world_sizes: tuple[int, ...] = (8,), **how: Any) -> R
     return Request(
         shape=shape(), presets=chosen, world_sizes=world_sizes, job=job, gpu=find_gpu("h100-sxm"), strict=bool(presets)
     )
-
-
-@pytest.fixture(scope="module")
-def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("llama-8b") / "config.json"
-    path.write_text(json.dumps(LLAMA_8B))
-    return path
 
 
 def test_the_states_of_8b_by_hand() -> None:
@@ -230,8 +215,8 @@ def test_a_gpu_that_is_not_listed_has_no_speed_unless_its_peak_is_given() -> Non
     assert known.as_row()["mfu"][0] < known.as_row()["mfu"][1] < 1
 
 
-def test_the_json_has_the_promised_keys(config: Path) -> None:
-    done = toolkit("plan", str(config), "--world-size", "8", "--world-size", "16", "--gpu", "h100", "--json")
+def test_the_json_has_the_promised_keys() -> None:
+    done = toolkit("plan", str(LLAMA_8B_CONFIG), "--world-size", "8", "--world-size", "16", "--gpu", "h100", "--json")
     assert done.returncode == 0, done.stderr
     answer = json.loads(done.stdout)
     assert answer["counted_on"] == "arithmetic"
@@ -253,8 +238,10 @@ def test_every_key_of_the_json_is_in_the_docs() -> None:
     assert [key for key in plan.as_row() if f"`{key}`" not in documented] == []
 
 
-def test_the_table_says_what_it_is_of_and_how_far_to_trust_it(config: Path) -> None:
-    done = toolkit("plan", str(config), "--world-size", "8", "--gpu", "h100", "--preset", "zero3", "--preset", "ddp")
+def test_the_table_says_what_it_is_of_and_how_far_to_trust_it() -> None:
+    done = toolkit(
+        "plan", str(LLAMA_8B_CONFIG), "--world-size", "8", "--gpu", "h100", "--preset", "zero3", "--preset", "ddp"
+    )
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
     assert "llama, 8,030,261,248 parameters; full fine-tune" in done.stdout
@@ -278,8 +265,10 @@ def test_the_table_says_what_it_is_of_and_how_far_to_trust_it(config: Path) -> N
         (["--gpu", "h100", "--world-size", "12"], "12 GPUs do not fill machines of 8"),
     ],
 )
-def test_wrong_input_is_two_lines_and_exit_code_2(config: Path, words: list[str], said: str) -> None:
-    done = toolkit("plan", str(config), *(["--world-size", "8"] if "--world-size" not in words else []), *words)
+def test_wrong_input_is_two_lines_and_exit_code_2(words: list[str], said: str) -> None:
+    done = toolkit(
+        "plan", str(LLAMA_8B_CONFIG), *(["--world-size", "8"] if "--world-size" not in words else []), *words
+    )
     assert (done.returncode, done.stdout) == (2, "")
     assert said in done.stderr
     assert len(done.stderr.strip().splitlines()) <= 2

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import json
 import shlex
+import shutil
 from dataclasses import replace
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
-from launching import toolkit
+from launching import LLAMA_8B_CONFIG, toolkit
 from test_house import HEAVY, loaded_after
 
 from toolkit.errors import ToolkitError
@@ -29,18 +29,6 @@ from toolkit.plan.recommendation_text import lines_of
 from toolkit.presets import list_presets, load_preset
 from toolkit.units import GIB
 
-# Llama 3.1 8B's widths.
-CONFIG = {
-    "model_type": "llama",
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "vocab_size": 128256,
-    "max_position_embeddings": 131072,
-    "tie_word_embeddings": False,
-}
 H100 = find_gpu("h100-sxm")
 DOCS = Path(__file__).parent.parent / "docs" / "recommend.md"
 MEMORIES = (400, 200, 180, 150, 100, 70, 60, 50, 45, 40, 36, 28, 24, 20, 10)
@@ -49,9 +37,7 @@ BLOCK = ("<!-- generated: by memory -->\n", "<!-- /generated -->")
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("llama-8b")
-    (folder / "config.json").write_text(json.dumps(CONFIG))
-    return folder
+    return shutil.copytree(LLAMA_8B_CONFIG.parent, tmp_path_factory.mktemp("models") / "llama-8b")
 
 
 @pytest.fixture(scope="module")
@@ -280,8 +266,6 @@ def test_the_command_line_answers_without_torch(model: Path, tmp_path: Path) -> 
 
 
 if __name__ == "__main__":
-    with TemporaryDirectory() as scratch:
-        (Path(scratch) / "config.json").write_text(json.dumps(CONFIG))
-        head, _, rest = DOCS.read_text().partition(BLOCK[0])
-        table = by_memory(read_model(scratch))
-        DOCS.write_text(head + BLOCK[0] + table + BLOCK[1] + rest.partition(BLOCK[1])[2])
+    head, _, rest = DOCS.read_text().partition(BLOCK[0])
+    table = by_memory(read_model(str(LLAMA_8B_CONFIG)))
+    DOCS.write_text(head + BLOCK[0] + table + BLOCK[1] + rest.partition(BLOCK[1])[2])

@@ -18,7 +18,7 @@ from toolkit.hardware.container import memory_limit_bytes
 from toolkit.hardware.machine import host_memory_bytes
 from toolkit.launch.rehearsable import cannot_trace
 from toolkit.launch.rehearse import Rehearsal, plan_rehearsal, rehearse_once
-from toolkit.plan.job import Job
+from toolkit.plan.job import OPTIMIZERS, Job
 from toolkit.presets import load_preset
 from toolkit.runs.side_by_side import Difference, side_by_side
 from toolkit.units import NOT_AVAILABLE, gib
@@ -26,7 +26,6 @@ from toolkit.units import NOT_AVAILABLE, gib
 Row = Mapping[str, Any]
 # The fp32 weights as they are loaded, and the engine's own copy of them, beside what the plan counts.
 LOADING_BYTES_PER_PARAMETER = 8
-OPTIMIZERS = {"fused": "adamw_torch_fused", "foreach": "adamw_torch"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -97,6 +96,8 @@ def rehearsal_of(model: str, row: Row, job: Job, *, cpu: bool) -> Rehearsal:
     preset = load_preset(row["preset"])
     if job.loss == "chunked":
         raise ToolkitError("--loss chunked is planned only: the training script has no such loss")
+    if job.packing:
+        raise ToolkitError("--packing is planned only: the rows of a rehearsal are full, and need no mask")
     fake_tensors = cpu and cannot_trace(preset) is None and not job.load_in_4bit
     argv = training_words(model, job, cpu=cpu)
     rehearsal = plan_rehearsal(

@@ -10,6 +10,7 @@ import contextlib
 from toolkit.compare.trials import Comparison
 from toolkit.errors import ToolkitError
 from toolkit.models.shape import ModelShape
+from toolkit.plan.job import check_job
 from toolkit.plan.memory import plan_memory
 from toolkit.plan.of_run import job_of
 from toolkit.presets import load_preset
@@ -24,6 +25,7 @@ def planned_bytes(comparison: Comparison, preset: str, num_processes: int, *, sh
         return NOTHING
     with contextlib.suppress(ToolkitError):
         job = job_of(comparison.arguments(preset, num_processes))
+        check_job(job, shape)
         plan = plan_memory(shape, load_preset(comparison.loads[preset]), world_size=num_processes, job=job)
         allocated = plan.peak.allocated_bytes
         return {"planned_peak_bytes": plan.planned_peak_bytes, "planned_allocated_bytes": allocated}

@@ -42,6 +42,17 @@ def read_model(MODEL: str, *, count: bool = True) -> ModelShape:  # noqa: N803
     return shape if shape is not None else _counted_shape(path)
 
 
+def check_unquantized(model: str) -> None:
+    """Raises ToolkitError for a checkpoint that is quantized already: what its weights take depends on its method."""
+    quantized = _read_json(config_path(model)).get("quantization_config")
+    if quantized:
+        method = quantized.get("quant_method", "unknown") if isinstance(quantized, dict) else quantized
+        raise ToolkitError(
+            f"{model} is quantized already (`quantization_config`, method {method}): that is not planned",
+            hint="plan the model that it was made of, with `--lora-r 16 --load-in-4bit` for 4-bit NF4",
+        )
+
+
 def config_path(model: str) -> Path:
     """Where MODEL's configuration lies; a hub id's is fetched into the hub's own cache."""
     path = Path(model).expanduser()

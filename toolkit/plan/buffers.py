@@ -14,10 +14,14 @@ from toolkit.plan.engine import Engine
 from toolkit.plan.job import Job
 from toolkit.plan.states import FP32, ModelStates
 from toolkit.plan.weights import Weights
+from toolkit.units import MIB
 
 # FSDP2 in the backward: parameters of the layer and of the next one, gradients, and the reduce-scatter's input (torch,
 # `_fsdp_param_group.py`, `post_backward` and `_prefetch_unshard`); without resharding the last two alone.
 BACKWARD_LAYERS, WHOLE_BACKWARD_LAYERS = 4, 2
+# DDP's first broadcast of all parameters: flat copies of this size, two on their way (torch, `distributed.py`,
+# `broadcast_bucket_size`; `c10d/comm.cpp`, `broadcast_coalesced`).
+BROADCAST_BYTES, BROADCASTS = 250 * MIB, 2
 NORM_BYTES = 8  # DeepSpeed takes gradient norms in fp64, one tensor at a time (`zero/utils.py`, `get_norm_dtype`)
 
 
@@ -47,7 +51,13 @@ def buffers(engine: Engine, weights: Weights, states: ModelStates, job: Job) -> 
     # DDP's buckets are a second copy of the gradients, unless `gradient_as_bucket_view` is set; accelerate leaves it.
     buckets = FP32 * weights.num_trained if engine.kind == "ddp" else 0
     foreach = FP32 * weights.num_trained if job.optimizer == "foreach" else 0
-    return Buffers(lasting_bytes=buckets, step_bytes=foreach, backward_bytes=2 * weights.largest_trained)
+    whole = FP32 * (weights.num_trained + weights.num_frozen - weights.num_quantized) + weights.quantized_bytes
+    return Buffers(
+        lasting_bytes=buckets,
+        step_bytes=foreach,
+        backward_bytes=2 * weights.largest_trained,
+        load_bytes=min(whole, BROADCASTS * BROADCAST_BYTES) if engine.kind == "ddp" else 0,
+    )
 
 
 def _fsdp2(engine: Engine, weights: Weights, states: ModelStates, job: Job) -> Buffers:
@@ -79,8 +89,9 @@ def _zero12(engine: Engine, weights: Weights) -> Buffers:
     return Buffers(
         backward_bytes=bucket + engine.element_bytes * weights.largest_trained,
         step_bytes=max(norm, flat),
-        # `stage_1_and_2.py` line 440: where the GPU has room for it, a group is flattened there.
-        load_bytes=engine.element_bytes * weights.num_trained,
+        # `stage_1_and_2.py` line 440: where the GPU has room for it, a group is flattened there; later come masters
+        # and gradients of zeros (`initialize_optimizer_states`).
+        load_bytes=max(engine.element_bytes * weights.num_trained, 2 * FP32 * share),
     )
 
 
@@ -100,5 +111,9 @@ def _zero3(engine: Engine, weights: Weights) -> Buffers:
         loss_bytes=engine.element_bytes * kept,
         backward_bytes=engine.element_bytes * kept + 2 * gradient,
         step_bytes=on_gpu,
-        load_bytes=FP32 * weights.largest + (0 if engine.offload_optimizer else FP32 * sub_group),
+        # `stage3.py`: a tensor arrives whole; later masters, then a sub-group's zeros or the partition of gradients.
+        load_bytes=max(
+            FP32 * weights.largest,
+            0 if engine.offload_optimizer else FP32 * share + max(FP32 * sub_group, engine.element_bytes * share),
+        ),
     )

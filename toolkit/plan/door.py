@@ -11,7 +11,7 @@ from typing import Any
 
 from toolkit.errors import ToolkitError
 from toolkit.hardware.gpu_table import Gpu, find_gpu, gpu_by_hand
-from toolkit.models.read import read_model
+from toolkit.models.read import check_unquantized, read_model
 from toolkit.plan.job import Job
 from toolkit.plan.planner import Plan, Request, make_plans
 from toolkit.presets import list_presets, load_preset
@@ -34,6 +34,7 @@ def plans_of(
     if host_memory_gib is not None and not 0 < host_memory_gib < 10**6:
         raise ToolkitError(f"--host-memory-gib is {host_memory_gib}, expected more than 0 and below a million")
     chosen = [load_preset(name) for name in dict.fromkeys(presets)] or list_presets()
+    check_unquantized(model)
     shape = read_model(model)
     request = Request(
         shape=shape,

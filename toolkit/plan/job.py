@@ -13,7 +13,10 @@ from toolkit.errors import ToolkitError
 from toolkit.models.shape import ModelShape
 
 LOSSES = ("full", "chunked", "fused")
-OPTIMIZERS = ("fused", "foreach")
+OPTIMIZERS = {"fused": "adamw_torch_fused", "foreach": "adamw_torch"}  # and the Trainer's names
+BITS_HINT = (
+    "`--optimizer fused` is the most it can take; `--optim adamw_bnb_8bit` after `--` of `toolkit train` measures"
+)
 # More is a slip of the keyboard: a micro-batch, length or world size beyond any cluster.
 LARGEST = {
     "per_device_train_batch_size": 2**20,
@@ -35,6 +38,8 @@ class Job:
     activation_checkpointing: bool = False
     lora_r: int | None = None
     load_in_4bit: bool = False
+    packing: bool = False
+    """Rows joined to full length."""
     loss: str = "full"
     """`full`: transformers' own; `chunked`: upcast in eight chunks; `fused`: Liger's, with the head in it."""
     optimizer: str = "fused"
@@ -47,9 +52,10 @@ class Job:
         return self.per_device_train_batch_size * self.max_seq_length
 
     @property
-    def has_padding(self) -> bool:
-        """Rows of several lengths in one batch need a mask, and then SDPA repeats keys and values for each head."""
-        return self.per_device_train_batch_size > 1
+    def has_mask(self) -> bool:
+        """Rows of several lengths in one batch, or documents of one pack, need a mask: SDPA then repeats keys and
+        values for each head."""
+        return self.packing or self.per_device_train_batch_size > 1
 
 
 def check_job(job: Job, shape: ModelShape) -> None:
@@ -58,6 +64,8 @@ def check_job(job: Job, shape: ModelShape) -> None:
         value = getattr(job, name)
         if value is not None:
             check_size(option(name), value, LARGEST[name])
+    if "8bit" in job.optimizer.replace("_", "").replace("-", ""):
+        raise ToolkitError(f"--optimizer {job.optimizer}: optimizer states of 8 bits are not planned", hint=BITS_HINT)
     for name, known in (("loss", LOSSES), ("optimizer", OPTIMIZERS)):
         if getattr(job, name) not in known:
             raise ToolkitError(f"{option(name)} is {getattr(job, name)!r}, expected one of {', '.join(known)}")

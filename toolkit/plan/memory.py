@@ -90,14 +90,15 @@ def plan_engine(shape: ModelShape, engine: Engine, job: Job) -> MemoryPlan:
 
 @lru_cache(maxsize=64)
 def _activations(shape: ModelShape, autocast: bool, lora_r: int | None, quantized: bool) -> Activations:
+    """One for all micro-batches and world sizes: what it has summed up is kept in it."""
     return Activations(shape=shape, autocast=autocast, lora_r=lora_r, quantized=quantized)
 
 
 @lru_cache(maxsize=1024)
-def _layer_bytes(activations: Activations, seq_length: int, padded: bool) -> tuple[int, int]:
+def _layer_bytes(activations: Activations, seq_length: int, masked: bool) -> tuple[int, int]:
     """A token's in the largest layer, and in all."""
-    largest = activations.layer_bytes_per_token(seq_length=seq_length, padded=padded)
-    return largest, activations.all_layers_bytes_per_token(seq_length=seq_length, padded=padded)
+    largest = activations.layer_bytes_per_token(seq_length=seq_length, padded=masked)
+    return largest, activations.all_layers_bytes_per_token(seq_length=seq_length, padded=masked)
 
 
 class _Moments:
@@ -106,10 +107,10 @@ class _Moments:
     def __init__(self, shape: ModelShape, engine: Engine, job: Job, weights: Weights, states: ModelStates) -> None:
         self.job, self.engine, self.weights, self.states = job, engine, weights, states
         self.buffers: Buffers = buffers(engine, weights, states, job)
-        activations = Activations(shape=shape, autocast=engine.autocasts, lora_r=job.lora_r, quantized=job.load_in_4bit)
+        activations = _activations(shape, engine.autocasts, job.lora_r, job.load_in_4bit)
         wider = 2 if engine.element_bytes == 4 else 1  # fp32 compute keeps at most twice the bytes
         self.tokens = job.tokens * wider
-        one_layer, all_layers = _layer_bytes(activations, job.max_seq_length, job.has_padding)
+        one_layer, all_layers = _layer_bytes(activations, job.max_seq_length, job.has_mask)
         self.one_layer = self.tokens * one_layer
         if job.activation_checkpointing:
             self.kept = self.tokens * activations.checkpoint_bytes_per_token * shape.num_layers

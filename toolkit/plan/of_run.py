@@ -13,20 +13,20 @@ from toolkit.errors import ToolkitError
 from toolkit.hardware.gpu_table import Gpu, find_gpu
 from toolkit.hardware.machine import gpu_names
 from toolkit.models.read import read_model
-from toolkit.plan.job import Job
+from toolkit.plan.job import OPTIMIZERS, Job
 from toolkit.plan.planner import Plan, Request, make_plans
 from toolkit.plan.verdict import DOES_NOT_FIT, FITS, TOO_CLOSE
 from toolkit.presets.preset import Preset
 from toolkit.runs.argv import DEFAULT_BATCH, flag, integer
 from toolkit.units import gib
 
-OPTIMIZER_OF = {"adamw_torch_fused": "fused", "adamw_torch": "foreach"}
+OPTIMIZER_OF = {theirs: ours for ours, theirs in OPTIMIZERS.items()}
 WORDS = {FITS: "fits", DOES_NOT_FIT: "does not fit", TOO_CLOSE: "too close to call"}
 
 
 def job_of(arguments: dict[str, Any]) -> Job:
     """The planner's job of training arguments. Raises ToolkitError for an optimizer that it does not plan."""
-    optimizer = str(arguments.get("optim", "adamw_torch_fused"))
+    optimizer = str(arguments.get("optim") or OPTIMIZERS[Job().optimizer])
     if optimizer not in OPTIMIZER_OF:
         raise ToolkitError(f"--optim {optimizer} is not planned", hint=f"planned: {', '.join(OPTIMIZER_OF)}")
     recomputes = ("activation_checkpointing", "gradient_checkpointing")
@@ -37,6 +37,7 @@ def job_of(arguments: dict[str, Any]) -> Job:
         activation_checkpointing=any(flag(arguments.get(name, False)) for name in recomputes),
         lora_r=integer(arguments, "lora_r", 0) or None,
         load_in_4bit=flag(arguments.get("load_in_4bit", False)),
+        packing=flag(arguments.get("packing", False)),
         loss="fused" if flag(arguments.get("use_liger_kernel", False)) else "full",
         optimizer=OPTIMIZER_OF[optimizer],
     )

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from toolkit.errors import ToolkitError, did_you_mean
 from toolkit.hardware.gpu_table import GIGA, Gpu, find_gpu, gpu_by_hand
-from toolkit.models.read import read_model
+from toolkit.models.read import check_unquantized, read_model
 from toolkit.models.shape import ModelShape
 from toolkit.plan.candidates import Ask
 from toolkit.plan.job import Job, check_job, check_size, check_world_size
@@ -68,6 +68,7 @@ def run_recommend(
     """Print the recommendation."""
     if wish not in WISHES:
         raise ToolkitError(f"--wish is {wish!r}, expected {' or '.join(WISHES)}", hint=did_you_mean(wish, WISHES))
+    check_unquantized(model)
     shape = read_model(model)
     ask = make_ask(shape, hardware, job, global_batch_size)
     chosen = [load_preset(name) for name in dict.fromkeys(presets)] or list_presets()

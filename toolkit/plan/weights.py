@@ -18,9 +18,10 @@ from toolkit.models.shape import Layer, ModelShape, Tensor, is_embedding
 from toolkit.plan.job import Job
 
 # NF4 with its constants quantised again: half a byte, 8 bits a block of 64, 32 bits a block of 64 · 256
-# (QLoRA, https://arxiv.org/abs/2305.14314, section 3).
+# (QLoRA, https://arxiv.org/abs/2305.14314, section 3). bitsandbytes 0.50.2 keeps with each weight its two tables, of 16
+# and 256 fp32 numbers, and the constants' mean (`functional.py`, `quantize_4bit`, `quantize_blockwise`).
 NF4_BLOCK, NF4_SECOND_BLOCK = 64, 256
-HEADS = ("lm_head",)
+NF4_TABLES_BYTES = 4 * (16 + 256 + 1)
 Counted = tuple[tuple[Tensor, int], ...]
 
 
@@ -44,17 +45,20 @@ class Weights:
         return total(self.frozen, _elements)
 
     @cached_property
+    def in_4bit(self) -> Counted:
+        """Weights that bitsandbytes packs: of linear layers, but neither the head nor a mixture's fused experts."""
+        kinds = self.shape.layer_kinds.items() if self.quantized else ()
+        return tuple((tensor, count) for kind, count in kinds for tensor in kind if is_linear(tensor))
+
+    @cached_property
     def num_quantized(self) -> int:
-        """Frozen elements that are kept in 4 bits: those of linear layers, the head left out."""
-        return (
-            total(self.frozen, lambda tensor: tensor.num_elements if is_linear(tensor) else 0) if self.quantized else 0
-        )
+        """Frozen elements that are kept in 4 bits."""
+        return total(self.in_4bit, _elements)
 
     @cached_property
     def quantized_bytes(self) -> int:
         """Of the 4-bit weights and their constants."""
-        blocks = -(-self.num_quantized // NF4_BLOCK)
-        return self.num_quantized // 2 + blocks + 4 * -(-blocks // NF4_SECOND_BLOCK)
+        return total(self.in_4bit, _nf4_bytes)
 
     @cached_property
     def groups(self) -> tuple[int, int]:
@@ -124,3 +128,8 @@ def _counted(kinds: dict[Layer, int], outer: Layer) -> Counted:
 
 def _elements(tensor: Tensor) -> int:
     return tensor.num_elements
+
+
+def _nf4_bytes(tensor: Tensor) -> int:
+    blocks = -(-tensor.num_elements // NF4_BLOCK)
+    return -(-tensor.num_elements // 2) + blocks + 4 * -(-blocks // NF4_SECOND_BLOCK) + NF4_TABLES_BYTES

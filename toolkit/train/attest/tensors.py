@@ -28,13 +28,23 @@ def uncompiled(module: Any) -> Any:
 
 
 def local_bytes(tensors: Iterable[Any]) -> int:
-    """Bytes of what this rank holds of the tensors, each storage region counted once."""
+    """Bytes of what this rank holds of the tensors, 4-bit ones with their constants, each storage region once."""
     seen: dict[tuple[int, int], int] = {}
-    for tensor in map(local, tensors):
-        size = tensor.numel() * tensor.element_size()
-        if size:
-            seen[tensor.data_ptr(), size] = size
+    for tensor in tensors:
+        for part in (local(tensor), *constants(tensor)):
+            size = part.numel() * part.element_size()
+            if size:
+                seen[part.data_ptr(), size] = size
     return sum(seen.values())
+
+
+def constants(tensor: Any) -> list[torch.Tensor]:
+    """What bitsandbytes unpacks a 4-bit weight with: scales, the scales' own scales, and tables; nothing of others."""
+    state = getattr(tensor, "quant_state", None)
+    if state is None:
+        return []
+    second = [state.offset, state.state2.absmax, state.state2.code] if state.nested else []
+    return [state.absmax, state.code, *second]
 
 
 def dtype_names(tensors: Iterable[Any]) -> str | None:

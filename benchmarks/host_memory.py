@@ -1,0 +1,303 @@
+"""Host memory of real two-rank CPU runs against the plan: every preset, while loading and while training.
+
+    python benchmarks/host_memory.py                  # the whole grid; minutes a few rows
+    python benchmarks/host_memory.py --missing        # those that have no row yet, or an error
+    python benchmarks/host_memory.py --table          # the table of docs/plan.md again, nothing measured
+
+Measured: the sum over ranks of their proportional set size (`/proc/PID/smaps_rollup`, a page that two ranks share
+counts half for each), read every 20 ms from outside, its highest sum before and after the weights are loaded. The
+launcher is told apart. Planned: on a CPU the accelerator's memory and the host's are one, so a rank needs the plan's
+process, what it would hold on the GPU at the peak (without CUDA's overhead), and the plan's offloaded blocks, not
+page-locked and so not rounded up. Everything is in fp32, as in every CPU run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+from record import RESULTS, print_table, write_result, write_table
+
+from toolkit.demo.assets import prepare_default_model
+from toolkit.models.read import read_model
+from toolkit.models.shape import ModelShape
+from toolkit.plan.engine import engine_of
+from toolkit.plan.host import PROCESS_BYTES
+from toolkit.plan.job import Job
+from toolkit.plan.memory import plan_engine
+from toolkit.presets import load_preset
+from toolkit.units import GIB
+
+ROOT = Path(__file__).parent.parent
+DOCUMENT, TABLE = ROOT / "docs" / "plan.md", "host memory"
+RANKS, STEPS, SECONDS_BETWEEN = 2, 2, 0.02
+# glibc keeps what is freed in pieces below 32 MiB, thread by thread; with this threshold it gives tensors back.
+MMAP_THRESHOLD_BYTES = 65_536
+SHARED = ("ddp", "zero1", "zero2", "zero3", "fsdp2", "fsdp2_grad_op")
+OFFLOADED = ("zero2_cpu_offload", "zero3_cpu_offload", "fsdp2_cpu_offload")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """One run of the default model."""
+
+    preset: str
+    seq_length: int = 128
+    lora_r: int | None = None
+    accumulation: int = 1
+    checkpointing: bool = False
+    keeps_freed: bool = False
+    """Whether malloc is as it is, instead of giving every freed tensor back."""
+
+    @property
+    def ranks(self) -> int:
+        """`single` has one."""
+        return 1 if self.preset == "single" else RANKS
+
+    @property
+    def name(self) -> str:
+        """`zero3 128 lora`."""
+        extras = {
+            "lora": self.lora_r,
+            f"a{self.accumulation}": self.accumulation > 1,
+            "ckpt": self.checkpointing,
+            "malloc": self.keeps_freed,
+        }
+        return " ".join([self.preset, str(self.seq_length), *(name for name, there in extras.items() if there)])
+
+    @property
+    def words(self) -> dict[str, Any]:
+        """Of the training script."""
+        words: dict[str, Any] = {"max_steps": STEPS, "max_seq_length": self.seq_length}
+        words |= {"per_device_train_batch_size": 1, "gradient_accumulation_steps": self.accumulation}
+        words |= {} if self.lora_r is None else {"lora_r": self.lora_r}
+        return words | ({"activation_checkpointing": "true"} if self.checkpointing else {})
+
+
+def settings() -> list[Setting]:
+    """Every preset with little to compute, and what moves the other parts."""
+    found = [Setting(preset=name) for name in ("single", *SHARED, *OFFLOADED)]
+    found += [Setting(preset=name, seq_length=1024) for name in ("ddp", "zero2", "zero3", "fsdp2")]
+    found += [Setting(preset=name, lora_r=16) for name in ("ddp", "zero2", "zero3", "fsdp2", *OFFLOADED)]
+    found += [Setting(preset=name, keeps_freed=True) for name in ("ddp", "zero2", "zero3")]
+    found += [Setting(preset=name, accumulation=2) for name in ("zero2", "fsdp2", "zero2_cpu_offload")]
+    return found + [Setting(preset=name, seq_length=1024, checkpointing=True) for name in ("ddp", "zero3", "fsdp2")]
+
+
+def planned(setting: Setting, shape: ModelShape) -> dict[str, int]:
+    """Of all ranks together, in bytes."""
+    preset = load_preset(setting.preset)
+    engine = engine_of(preset, world_size=setting.ranks, hidden_size=shape.hidden_size, mixed_precision="no")
+    job = Job(
+        max_seq_length=setting.seq_length,
+        gradient_accumulation_steps=setting.accumulation,
+        lora_r=setting.lora_r,
+        activation_checkpointing=setting.checkpointing,
+    )
+    memory = plan_engine(shape, replace(engine, pins=False), job)
+    held = {phase.phase: setting.ranks * phase.allocated_bytes for phase in memory.phases}
+    return {
+        "loading_bytes": max(memory.host.loading_bytes, memory.host.training_bytes + held["load"]),
+        "training_bytes": memory.host.training_bytes + max(held.values()),
+        "offloaded_bytes": memory.host.training_bytes - setting.ranks * PROCESS_BYTES,
+        **{f"{name}_phase_bytes": size for name, size in held.items()},
+    }
+
+
+def measured(setting: Setting, model: Path, output: Path) -> dict[str, Any]:
+    """Highest sums of the ranks' memory; raises with the run's last lines."""
+    words = setting.words | {"model_name_or_path": model, "output_dir": output, "save_strategy": "no"}
+    words |= {"dataset": long_rows(output.with_suffix(".jsonl")), "save_model": "false"}
+    config = ROOT / "accelerate_configs" / f"{setting.preset}.yaml"
+    launcher = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(config)]
+    launcher += ["--num_processes", str(setting.ranks), "--main_process_port", "0", "-m", "toolkit.train"]
+    flat = [word for name, value in words.items() for word in (f"--{name}", str(value))]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    environment |= {} if setting.keeps_freed else {"MALLOC_MMAP_THRESHOLD_": str(MMAP_THRESHOLD_BYTES)}
+    log = output.with_suffix(".log")
+    with log.open("w") as file:
+        run = subprocess.Popen(
+            [*launcher, *flat], cwd=ROOT, env=environment, stdout=file, stderr=subprocess.STDOUT, text=True
+        )
+        samples = watched(run)
+    if run.returncode != 0:
+        raise RuntimeError(" ".join(log.read_text().strip().splitlines()[-3:]))
+    return reduced(samples, json.loads((output / "run.json").read_text()), output)
+
+
+def bf16_copy(model: Path, folder: Path) -> Path:
+    """The model as most checkpoints are: the script casts its weights to fp32, so that they are no mapped file."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    shutil.copytree(model, folder)
+    weights = folder / "model.safetensors"
+    save_file({name: one.to(torch.bfloat16) for name, one in load_file(weights).items()}, weights, {"format": "pt"})
+    return folder
+
+
+def long_rows(path: Path) -> Path:
+    """Rows that fill any length, of which every token is trained on."""
+    words = [f"{number} is {number % 7} more than a multiple of seven." for number in range(400)]
+    rows = [{"text": " ".join(words[start:] + words[:start])} for start in range(16)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+Sample = tuple[float, dict[int, dict[str, int]], int]
+
+
+def watched(run: subprocess.Popen[str]) -> list[Sample]:
+    """Until it ends: when, each rank's memory by kind, and the launcher's."""
+    samples = []
+    while run.poll() is None:
+        with contextlib.suppress(psutil.Error):
+            found = {child.pid: child for child in psutil.Process(run.pid).children(recursive=True)}
+            ranks = {pid: kinds(pid) for pid in found if is_rank(pid)}
+            others = sum(kinds(pid).get("Pss", 0) for pid in [run.pid, *found] if pid not in ranks)
+            samples.append((time.time(), ranks, others))
+        time.sleep(SECONDS_BETWEEN)
+    return samples
+
+
+def is_rank(pid: int) -> bool:
+    """Whether the process is the training script, and not its launcher."""
+    with contextlib.suppress(OSError):
+        words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+        return b"toolkit.train" in words and b"accelerate.commands.launch" not in words
+    return False
+
+
+def kinds(pid: int) -> dict[str, int]:
+    """Bytes of a process by the names of `smaps_rollup`; nothing where it is gone."""
+    with contextlib.suppress(OSError):
+        lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()[1:]
+        return {line.split(":")[0]: int(line.split()[1]) * 1024 for line in lines}
+    return {}
+
+
+def reduced(samples: list[Sample], run: dict[str, Any], output: Path) -> dict[str, Any]:
+    """Highest sums over ranks: of the libraries before loading, while loading, and from there to the end."""
+    began = {name: at for name, at in reversed(run["phases"])}  # each phase's first time
+    parts = {
+        "libraries": (0.0, began["load"]),
+        "loading": (began["load"], began["attest"]),
+        "training": (began["attest"], float("inf")),
+    }
+    found: dict[str, Any] = {}
+    for part, (start, end) in parts.items():
+        sums = [summed(ranks) for at, ranks, _ in samples if start <= at < end and ranks]
+        highest = max(sums, key=lambda one: one["Pss"] - one["Pss_File"])
+        found |= {f"{part}_bytes": highest["Pss"] - highest["Pss_File"], f"{part}_file_bytes": highest["Pss_File"]}
+    rows = [path.read_text().splitlines() for path in sorted((output / "ranks").glob("rank*.jsonl"))]
+    peaks = [max(json.loads(line)["peak_host_bytes"] for line in lines) for lines in rows]
+    return found | {
+        "peak_host_bytes_of_ranks": peaks,
+        "launcher_bytes": max(others for _, _, others in samples),
+        "samples": len(samples),
+    }
+
+
+def summed(ranks: dict[int, dict[str, int]]) -> dict[str, int]:
+    """Over processes."""
+    return {kind: sum(one.get(kind, 0) for one in ranks.values()) for kind in ("Pss", "Pss_File")}
+
+
+def row(setting: Setting, model: Path, output: Path) -> dict[str, Any]:
+    """One run; one that failed keeps its error."""
+    facts = {"setting": setting.name, "ranks": setting.ranks}
+    try:
+        return facts | {"measured": measured(setting, model, output)}
+    except RuntimeError as error:
+        return facts | {"error": str(error)}
+
+
+def kept_rows() -> dict[str, dict[str, Any]]:
+    path = RESULTS / "host_memory.json"
+    return {one["setting"]: one for one in json.loads(path.read_text())["rows"]} if path.is_file() else {}
+
+
+def write_rows(rows: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """In the grid's order, each with today's plan, and the errors over all of them."""
+    shape = read_model(str(prepare_default_model()))
+    by_name = {setting.name: setting for setting in settings()}
+    found = [rows[name] | {"planned": planned(setting, shape)} for name, setting in by_name.items() if name in rows]
+    figures = {"model": "SmolLM2-135M-Instruct", "num_params": shape.num_params, "rows": found}
+    figures |= {part: errors(found, part) for part in ("loading", "training")}
+    write_result("host_memory", figures)
+    return figures
+
+
+def difference(one: dict[str, Any], part: str) -> float:
+    """Planned over measured, less one."""
+    return float(one["planned"][f"{part}_bytes"] / one["measured"][f"{part}_bytes"] - 1)
+
+
+def errors(rows: list[dict[str, Any]], part: str) -> dict[str, Any]:
+    """Of what was measured: mean and 95th percentile of the absolute error, and how often the plan was too low."""
+    found = [difference(one, part) for one in rows if "measured" in one]
+    if not found:
+        return {}
+    absolute = sorted(map(abs, found))
+    return {
+        "cases": len(found),
+        "mean_error": statistics.fmean(absolute),
+        "p95_error": absolute[min(len(absolute) - 1, int(0.95 * len(absolute)))],
+        "underestimated": sum(error < 0 for error in found),
+        "worst_underestimate": min(0.0, *found),
+        "worst_overestimate": max(0.0, *found),
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", maxsplit=1)[0])
+    parser.add_argument("--only", action="append", help="a preset; the rows of others are kept as they are")
+    parser.add_argument("--missing", action="store_true", help="leave out what has been measured")
+    parser.add_argument("--table", action="store_true", help="measure nothing: plan again, and write the table")
+    given = parser.parse_args()
+    rows = kept_rows()
+    done = {name for name, one in rows.items() if "measured" in one and given.missing}
+    wanted = [one for one in settings() if not given.only or one.preset in given.only]
+    with tempfile.TemporaryDirectory() as scratch:
+        model = bf16_copy(prepare_default_model(), Path(scratch) / "model")
+        for setting in [one for one in wanted if one.name not in done and not given.table]:
+            rows = kept_rows() | {setting.name: row(setting, model, Path(scratch) / setting.name.replace(" ", "-"))}
+            print(setting.name, rows[setting.name].get("error", "measured"), file=sys.stderr, flush=True)
+            write_rows(rows)
+    figures = write_rows(kept_rows())
+    print_table(HEADER, table_rows(figures))
+    if given.table:
+        write_table(DOCUMENT, TABLE, HEADER, table_rows(figures))
+    return 0 if all("measured" in one for one in figures["rows"]) else 1
+
+
+HEADER = ["job", "loading, measured GiB", "planned", "", "training, measured GiB", "planned", ""]
+
+
+def table_rows(figures: dict[str, Any]) -> list[list[str]]:
+    """GiB of two ranks together, and the differences."""
+    return [[one["setting"], *cells(one, "loading"), *cells(one, "training")] for one in figures["rows"]]
+
+
+def cells(one: dict[str, Any], part: str) -> list[str]:
+    """Measured, planned, difference."""
+    if "measured" not in one:
+        return ["failed", "", ""]
+    sizes = [f"{one[side][f'{part}_bytes'] / GIB:.2f}" for side in ("measured", "planned")]
+    return [*sizes, f"{difference(one, part):+.1%}"]
+
+
+if __name__ == "__main__":
+    sys.exit(main())
