@@ -5,8 +5,9 @@
 
 Constants of the planner may be fitted on the calibration half only; errors are published of the test half. An
 architecture is in one half, and so is its family. Registered twice: in the first grid, of which nothing was measured,
-Qwen 3, Gemma 2 and Mistral stood in the test half, and traces of those families then shaped formulas. The order is part of the grid: every preset meets
-every architecture in the first pass, so that a run that is cut short is still balanced.
+Qwen 3, Gemma 2 and Mistral stood in the test half, and traces of those families then shaped formulas. The order is part
+of the grid: every preset meets every architecture in the first pass, so that a run that is cut short is still balanced.
+Rows are full, so nothing is padded.
 """
 
 from __future__ import annotations
@@ -152,7 +153,7 @@ TINY_ARCHITECTURES = {"tiny-llama": LLAMA | TINY, "tiny-qwen3": LLAMA | TINY | {
 
 
 def registered_grid() -> list[Case]:
-    """Every architecture under every preset, three times, each time another job. Rows are full, so nothing is padded."""
+    """Every architecture under every preset, three times, each time another job."""
     chance = random.Random(SEED)
     cases = []
     for _ in range(PASSES):

@@ -85,6 +85,7 @@ def planner(gpu: str, work: Path) -> Callable[[Case], dict[str, Any] | None]:
             max_seq_length=case["max_seq_length"],
             activation_checkpointing=case["activation_checkpointing"],
             lora_r=LORA_RANK if case["method"] == "lora" else None,
+            rows_differ=False,
         )
         path = work / f"{case['architecture']}.json"
         path.write_text(json.dumps((ARCHITECTURES | TINY_ARCHITECTURES)[case["architecture"]]))

@@ -40,6 +40,8 @@ class Job:
     optimizer: str = "fused"
     """`fused` is the Trainer's default; `foreach` needs a copy of what it updates."""
     gpus_per_machine: int = 8
+    rows_differ: bool | None = None
+    """Whether rows of one micro-batch have several lengths; None: where there is more than one row."""
 
     @property
     def tokens(self) -> int:
@@ -49,7 +51,7 @@ class Job:
     @property
     def has_padding(self) -> bool:
         """Rows of several lengths in one batch need a mask, and then SDPA repeats keys and values for each head."""
-        return self.per_device_train_batch_size > 1
+        return self.per_device_train_batch_size > 1 if self.rows_differ is None else self.rows_differ
 
 
 def check_job(job: Job, shape: ModelShape) -> None:
