@@ -22,6 +22,7 @@ import math
 from dataclasses import dataclass
 from functools import cached_property
 
+from toolkit.models.kept import KeptByModel
 from toolkit.models.lora import is_linear
 from toolkit.models.shape import EXPERTS, Layer, ModelShape, Tensor
 
@@ -30,7 +31,7 @@ FP32_NORMS = ("gemma", "gemma2", "gemma3_text", "olmo2")
 NORMS_WITHOUT_WEIGHTS = {"olmo": 2}  # a layer's norms that are no tensors
 SHARED_NORM_INPUT = ("gpt_neox",)  # both norms of a layer read the same residual stream
 SOFTCAPPED = ("gemma2",)
-DROPOUT_MASKS = {"gpt2": 2, "opt": 2}  # of one byte; trained with dropout unless the configuration says 0
+DROPOUT_MASKS = 2  # of one byte, where a configuration has dropout: after attention and after the MLP
 # Half-rotated queries are put together anew, head by head; attention's output then lies so too, and the next linear
 # layer keeps a copy of it.
 REORDERED_HEADS = ("gpt_neox", "phi", "phi3", "stablelm")
@@ -61,11 +62,36 @@ class Activations:
 
     def layer_bytes_per_token(self, *, seq_length: int, padded: bool = False) -> int:
         """Of the layer that keeps most."""
-        return max(self._layer(kind, seq_length, padded) for kind in self.shape.layer_kinds)
+        counted = self._counted(seq_length, padded)
+        if counted is not None:
+            return counted.largest.token_bytes(seq_length)
+        masked = padded or self._slides(seq_length)
+        return max(self._layer(kind, seq_length, masked) for kind in self.shape.layer_kinds)
 
     def all_layers_bytes_per_token(self, *, seq_length: int, padded: bool = False) -> int:
         """Of all layers together."""
-        return sum(self._layer(kind, seq_length, padded) * count for kind, count in self.shape.layer_kinds.items())
+        counted = self._counted(seq_length, padded)
+        if counted is not None:
+            return counted.layers.token_bytes(seq_length)
+        kept = self._all_layers(seq_length, padded)
+        if padded or not self._slides(seq_length):
+            return kept
+        masked = self._all_layers(seq_length, True)
+        return kept + (masked - kept) * self.shape.num_sliding_layers // self.shape.num_layers
+
+    def _all_layers(self, seq_length: int, masked: bool) -> int:
+        return sum(self._layer(kind, seq_length, masked) * count for kind, count in self.shape.layer_kinds.items())
+
+    def _slides(self, seq_length: int) -> bool:
+        """Whether rows are as long as a window, which needs a mask as padding does."""
+        return self.shape.sliding_window is not None and seq_length >= self.shape.sliding_window
+
+    def _counted(self, seq_length: int, padded: bool) -> KeptByModel | None:
+        """What was read off this model's saved tensors, if it was."""
+        if self.shape.kept is None:
+            return None
+        mask = "padding" if padded else "window" if self._slides(seq_length) else "none"
+        return self.shape.kept.of(autocast=self.autocast, lora_r=self.lora_r, mask=mask)
 
     @property
     def checkpoint_bytes_per_token(self) -> int:
@@ -87,6 +113,9 @@ class Activations:
     @property
     def outer_bytes_per_token(self) -> int:
         """After the layers: the final norm and what the head reads."""
+        counted = self._counted(1, False)
+        if counted is not None:
+            return counted.outer.per_token
         return self._norm_bytes(self.shape.hidden_size) + 2 * self.shape.hidden_size + 4
 
     @cached_property
@@ -94,6 +123,9 @@ class Activations:
         """bf16 copies that autocast makes of linear weights, kept until the backward is through with them."""
         if not self.autocast:
             return 0
+        counted = self._counted(1, False)
+        if counted is not None and not self.quantized:
+            return counted.layers.fixed + counted.outer.fixed
         linear = sum(
             tensor.num_elements * count
             for kind, count in self.shape.layer_kinds.items()
@@ -132,7 +164,7 @@ class Activations:
             else:
                 total += self._norm_bytes(hidden) + 4
         without = NORMS_WITHOUT_WEIGHTS.get(self.shape.model_type, 0)
-        masks = DROPOUT_MASKS.get(self.shape.model_type, 0) * hidden
+        masks = DROPOUT_MASKS * hidden if self.shape.dropout else 0
         return total + without * (4 * hidden + 8) + masks
 
     def _qk_norm(self, name: str, tensor: Tensor) -> int:

@@ -53,6 +53,8 @@ class MemoryPlan:
     phases: tuple[Phase, ...]
     overhead_bytes: int
     host: HostMemory
+    knows_activations: bool = True
+    """Whether they are this architecture's own, and not Llama's in their stead."""
 
     @property
     def peak(self) -> Phase:
@@ -85,6 +87,7 @@ def plan_engine(shape: ModelShape, engine: Engine, job: Job) -> MemoryPlan:
         phases=phases,
         overhead_bytes=overhead_bytes(engine, allocated_bytes=allocated),
         host=host_memory(engine, weights, states, job),
+        knows_activations=shape.activations_from != "llama",
     )
 
 

@@ -27,18 +27,26 @@ from toolkit.train.rehearsal.live_memory import LiveMemory
 def on_fake_tensors(memory: LiveMemory, *, engine: str) -> Iterator[None]:
     """What is made inside has shapes only, and is counted."""
     with contextlib.ExitStack() as stack:
-        stack.enter_context(_replaced(torch.nn.Module, "_apply", _apply_without_swapping))
-        stack.enter_context(_replaced(masking_utils, "find_packed_sequence_indices", _one_document_a_row))
-        attention = torch.nn.functional.scaled_dot_product_attention
-        without = functools.partial(_without_dropout, attention)
-        stack.enter_context(_replaced(torch.nn.functional, "scaled_dot_product_attention", without))
-        stack.enter_context(_replaced(torch.nn.functional, "dropout", _dropout_of_a_gpu))
-        stack.enter_context(_replaced(moe, "_can_use_grouped_mm", _takes_bf16_alone))
+        stack.enter_context(as_a_gpu_keeps())
         if engine == "fsdp2":
             for owner, name, context in _around(memory):
                 stack.enter_context(_replaced(owner, name, _inside(context, getattr(owner, name))))
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         stack.enter_context(memory)
+        yield
+
+
+@contextlib.contextmanager
+def as_a_gpu_keeps() -> Iterator[None]:
+    """Operators keep for the backward what a GPU's keep, and nothing looks into values that are not there."""
+    attention = torch.nn.functional.scaled_dot_product_attention
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_replaced(torch.nn.Module, "_apply", _apply_without_swapping))
+        stack.enter_context(_replaced(masking_utils, "find_packed_sequence_indices", _one_document_a_row))
+        without = functools.partial(_without_dropout, attention)
+        stack.enter_context(_replaced(torch.nn.functional, "scaled_dot_product_attention", without))
+        stack.enter_context(_replaced(torch.nn.functional, "dropout", _dropout_of_a_gpu))
+        stack.enter_context(_replaced(moe, "_can_use_grouped_mm", _takes_bf16_alone))
         yield
 
 
