@@ -4,7 +4,8 @@
     [0, 367360, 0.0]
 
 Each storage that autograd saves counts once, for the layer that saves it first. Rows of three lengths tell what is
-there whatever the batch, what each token adds, and what each position of its row adds to each token.
+there whatever the batch, what each token adds, and what each position of its row adds to each token. Layers of one
+kind keep the same, but for the first, so only as many are run as it takes to meet each kind.
 """
 
 from __future__ import annotations
@@ -31,22 +32,44 @@ Sizes = dict[str, int]
 Fit = dict[str, list[Any]]
 
 
-def count_kept(config: Any) -> list[dict[str, Any]]:
+def count_kept(whole: Any) -> list[dict[str, Any]]:
     """One row a kind of compute, of training and of mask, as `toolkit.models.kept` reads them."""
-    return [row for autocast in (False, True) for row in _of_compute(config, autocast=autocast)]
+    kinds = layer_kinds(whole)
+    config = shortened(whole.config, kinds)
+    return [row for autocast in (False, True) for row in _of_compute(config, kinds, autocast=autocast)]
 
 
-def _of_compute(config: Any, *, autocast: bool) -> Iterator[dict[str, Any]]:
+def layer_kinds(model: Any) -> list[str]:
+    """Of each layer, its tensors and what its configuration calls it."""
+    layers = list(decoder_layers(model).values())
+    types = getattr(model.config.get_text_config(), "layer_types", None) or [""] * len(layers)
+    tensors = (str([(name, tuple(p.shape)) for name, p in layer.named_parameters()]) for layer in layers)
+    return [f"{kind} {own}" for kind, own in zip(types, tensors, strict=False)]
+
+
+def shortened(config: Any, kinds: list[str]) -> Any:
+    """The same with as few layers as hold each kind after the first layer."""
+    needed = max((kinds.index(kind, 1) + 1 for kind in set(kinds[1:])), default=1)
+    config = copy.deepcopy(config)
+    text = config.get_text_config()
+    if text.num_hidden_layers == len(kinds):
+        text.num_hidden_layers = needed
+        if getattr(text, "layer_types", None):
+            text.layer_types = text.layer_types[:needed]
+    return config
+
+
+def _of_compute(config: Any, kinds: list[str], *, autocast: bool) -> Iterator[dict[str, Any]]:
     named = {"autocast": autocast, "per_rank": False}
     with as_a_gpu_keeps(), FakeTensorMode(allow_non_fake_inputs=True):
         model = _model(config, autocast=autocast)
         masks = _masks(model)
         for mask in masks:
-            yield named | {"lora": False, "mask": mask} | _fitted(model, mask, autocast=autocast)
+            yield named | {"lora": False, "mask": mask} | _fitted(model, kinds, mask, autocast=autocast)
         fewer, more = (_with_adapters(_model(config, autocast=autocast), rank) for rank in RANKS)
         for mask in masks:
-            yield named | {"lora": True, "mask": mask} | _fitted(fewer, mask, autocast=autocast)
-        ranks = [_fitted(adapted, "none", autocast=autocast) for adapted in (fewer, more)]
+            yield named | {"lora": True, "mask": mask} | _fitted(fewer, kinds, mask, autocast=autocast)
+        ranks = [_fitted(adapted, kinds, "none", autocast=autocast) for adapted in (fewer, more)]
         yield named | {"lora": True, "mask": "none", "per_rank": True} | _slope(*ranks)
 
 
@@ -80,20 +103,17 @@ def _masks(model: Any) -> list[str]:
     return ["none", "padding", *(["window"] if window else [])]
 
 
-def _fitted(model: Any, mask: str, *, autocast: bool) -> Fit:
+def _fitted(model: Any, kinds: list[str], mask: str, *, autocast: bool) -> Fit:
     """`layers`, `largest` and `outer`, each as bytes whatever the batch, a token, and a token and position."""
     forwards = [_saved(model, length, mask, autocast=autocast) for length in LENGTHS]
-    by_layer = {
-        name: _fit([sizes.get(name, 0) for sizes in forwards]) for name in sorted({*forwards[0], *forwards[-1]})
-    }
-    outer = by_layer.pop(OUTSIDE, [0, 0, 0.0])
-    layers = list(by_layer.values())
-    # What is computed once for all layers counts for the first: another one is the largest.
-    others = layers[1:] or layers
+    run = [_fit([sizes.get(name, 0) for sizes in forwards]) for name in decoder_layers(model)]
+    # What is computed once for all layers counts for the first, and above it gradients flow to frozen layers' inputs.
+    of_kind = {kind: parts for kind, parts in zip(kinds[1:], run[1:], strict=False)}
+    layers = [*run[:1], *(of_kind[kind] for kind in kinds[1:])]
     return {
-        "layers": [sum(parts) for parts in zip(*layers, strict=True)] if layers else [0, 0, 0.0],
-        "largest": max(others, key=lambda parts: parts[1] + parts[2] * LENGTHS[-1], default=[0, 0, 0.0]),
-        "outer": outer,
+        "layers": [sum(parts) for parts in zip(*layers, strict=True)],
+        "largest": max(layers[1:] or layers, key=lambda parts: parts[1] + parts[2] * LENGTHS[-1]),
+        "outer": _fit([sizes.get(OUTSIDE, 0) for sizes in forwards]),
     }
 
 

@@ -28,16 +28,16 @@ def main(argv: list[str]) -> None:
     except Exception as error:  # whatever transformers raises for somebody's file
         lines = str(error).strip().splitlines() or [type(error).__name__]
         sys.exit(f"error: {lines[0]}")
-    print(json.dumps(described(model) | kept_by(config)))
+    print(json.dumps(described(model) | kept_by(model)))
 
 
-def kept_by(config: Any) -> dict[str, Any]:
+def kept_by(model: Any) -> dict[str, Any]:
     """What forwards on fake tensors keep; nothing, and why, for a model that cannot run so."""
     from toolkit.train.kept import RANKS, count_kept
 
     warnings.simplefilter("ignore")  # for people who train
     try:
-        return {"kept": count_kept(config), "kept_rank": RANKS[0], "why_not_kept": None}
+        return {"kept": count_kept(model), "kept_rank": RANKS[0], "why_not_kept": None}
     except Exception as error:  # whatever somebody's architecture does with values that are not there
         lines = str(error).strip().splitlines() or [type(error).__name__]
         return {"kept": [], "kept_rank": RANKS[0], "why_not_kept": lines[0]}
