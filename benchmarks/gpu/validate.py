@@ -171,6 +171,7 @@ def main() -> None:
     parser.add_argument("--fake-tensors", action="store_true", help="the cases that can be traced, on a CPU")
     parser.add_argument("--limit", type=int, help="at most so many cases of the grid")
     parser.add_argument("--gpu", default="h100", help="as the planner names it")
+    parser.add_argument("--measure-only", action="store_true", help="leave the plans to a later --report")
     parser.add_argument("--report", action="store_true", help="run nothing")
     given = parser.parse_args()
     started, grid = time.monotonic(), tiny_grid() if given.tiny else registered_grid()
@@ -185,7 +186,7 @@ def main() -> None:
     if left:
         prepare(cpu=given.tiny or given.fake_tensors)
     with tempfile.TemporaryDirectory() as folder, path.open("a") as file:
-        plan = planner(given.gpu, Path(folder))
+        plan = (lambda _: None) if given.measure_only else planner(given.gpu, Path(folder))
         for case in left:
             if time.monotonic() - started > given.minutes * 60:
                 break
