@@ -85,7 +85,7 @@ def planned(folder: Path, *, autocast: bool, padded: bool, lora_r: int | None = 
         Activations(shape=read_model(str(folder / str(layers))), autocast=autocast, lora_r=lora_r) for layers in (2, 3)
     )
     tokens = three.layer_bytes_per_token(seq_length=LENGTH, padded=padded)
-    return tokens + (three.weight_copy_bytes - two.weight_copy_bytes) / (BATCH * LENGTH)
+    return tokens + (three.fixed_bytes - two.fixed_bytes) / (BATCH * LENGTH)
 
 
 # All of them, with and without padding: benchmarks/activations.py.

@@ -120,7 +120,11 @@ class _Moments:
             self.kept = self.tokens * all_layers
         self.outer = self.tokens * activations.outer_bytes_per_token
         self.working = self.tokens * activations.backward_bytes_per_token
-        self.copies = activations.weight_copy_bytes + (2 * weights.largest_linear if job.load_in_4bit else 0)
+        unpacked = 2 * weights.largest_linear if job.load_in_4bit else 0
+        self.layer_copies = activations.layer_fixed_bytes + unpacked
+        self.head_copy = activations.head_copy_bytes
+        self.kept_copies = unpacked if job.activation_checkpointing else activations.fixed_bytes + unpacked
+        self.cached_copies = activations.fixed_bytes + unpacked if activations.caches_copies else self.kept_copies
         self.logits = logits_bytes(
             loss=job.loss,
             tokens=self.tokens,
@@ -144,33 +148,34 @@ class _Moments:
             activations=self.kept + self.outer,
             logits=self.logits[0],
             buffers=self.buffers.forward_bytes,
-            copies=self.copies,
+            copies=self.cached_copies + self.head_copy,
             gradients=self._gradients_before,
         )
 
     def backward(self) -> Phase:
         """The worst of four moments: the loss, the last layer (it comes first), the first layer, a tied embedding."""
-        kept = 0 if self.job.activation_checkpointing else self.copies
-        again = self.one_layer if self.job.activation_checkpointing else 0
+        recomputes = self.job.activation_checkpointing
+        again = self.one_layer if recomputes else 0
         loss = self._phase(
             "backward",
             activations=self.kept + self.outer,
             logits=self.logits[1],
             buffers=self.buffers.loss_bytes,
-            copies=kept,
+            copies=self.kept_copies + self.head_copy,
             gradients=self._gradients_before,
         )
         first = self._phase(
             "backward",
             activations=self.kept + again + self.working,
             buffers=self.buffers.backward_bytes,
-            copies=kept,
+            copies=self.layer_copies if recomputes else self.kept_copies,
             gradients=max(self._gradients_before, min(self._gradients, self._head_gradient)),
         )
         last = self._phase(
             "backward",
             activations=self.one_layer + self.working,
             buffers=self.buffers.backward_bytes,
+            copies=self.layer_copies,
             gradients=self._gradients,
         )
         tied = self._phase("backward", buffers=self.buffers.loss_bytes + self.tied_gradients, gradients=self._gradients)
