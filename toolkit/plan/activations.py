@@ -95,6 +95,15 @@ class Activations:
         biased = any(tensor.name == first.replace("weight", "bias") for tensor in self.shape.layers[0])
         return rotary - (self.stream_bytes * (hidden + 2) if biased else self._norm_bytes(hidden) + 4)
 
+    def mask_bytes(self, *, rows: int, seq_length: int, padded: bool) -> int:
+        """Of the masks that all layers read: for full attention, for a window; without padding one for all rows."""
+        slides, eager = self._slides(seq_length), self.shape.attention == "eager"
+        number = int(padded or eager or slides)
+        if (padded or eager) and 0 < self.shape.num_sliding_layers < self.shape.num_layers:
+            number = 2
+        each = self.stream_bytes if eager else 1
+        return number * each * seq_length**2 * (rows if padded else 1)
+
     def _slides(self, seq_length: int) -> bool:
         """Whether rows are as long as a window, which needs a mask as padding does."""
         return self.shape.sliding_window is not None and seq_length >= self.shape.sliding_window

@@ -112,10 +112,13 @@ class _Moments:
         activations = Activations(shape=shape, autocast=engine.autocasts, lora_r=job.lora_r, quantized=job.load_in_4bit)
         wider = 2 if engine.element_bytes == 4 else 1  # fp32 compute keeps at most twice the bytes
         self.tokens = job.tokens * wider
-        one_layer, all_layers = _layer_bytes(activations, job.max_seq_length, job.has_padding)
+        rows = {"seq_length": job.max_seq_length, "padded": job.has_padding}
+        one_layer, all_layers = _layer_bytes(activations, **rows)
         self.one_layer = self.tokens * one_layer
+        recomputes = job.activation_checkpointing  # layers are handed the masks again
+        self.masks = activations.mask_bytes(rows=job.per_device_train_batch_size, **rows) if recomputes else 0
         if job.activation_checkpointing:
-            self.kept = self.tokens * activations.checkpoint_bytes_per_token * shape.num_layers
+            self.kept = self.tokens * activations.checkpoint_bytes_per_token * shape.num_layers + self.masks
         else:
             self.kept = self.tokens * all_layers
         self.outer = self.tokens * activations.outer_bytes_per_token
@@ -173,12 +176,12 @@ class _Moments:
         )
         last = self._phase(
             "backward",
-            activations=self.one_layer + self.working,
-            buffers=self.buffers.backward_bytes,
+            activations=self.one_layer + self.working + self.masks,
+            buffers=self.buffers.first_layer_bytes,
             copies=self.layer_copies,
-            gradients=self._gradients,
+            gradients=self._gradients_at_first_layer,
         )
-        tied = self._phase("backward", buffers=self.buffers.loss_bytes + self.tied_gradients, gradients=self._gradients)
+        tied = self._phase("backward", buffers=self.buffers.end_bytes + self.tied_gradients, gradients=self._gradients)
         return max(loss, first, last, tied, key=lambda phase: phase.allocated_bytes)
 
     def step(self) -> Phase:
@@ -220,6 +223,17 @@ class _Moments:
             return 0
         lasting = self.engine.kind == "deepspeed" and self.engine.shards_parameters
         return self._gradients if lasting or self.job.gradient_accumulation_steps > 1 else 0
+
+    @property
+    def _gradients_at_first_layer(self) -> int:
+        """Of all above it: its own come as its activations go, and an embedding's of its own comes last."""
+        if self.engine.kind == "deepspeed" or not self.weights.num_trained:
+            return self._gradients
+        if self.weights.frozen:
+            return self._gradients - self._gradients // self.weights.shape.num_layers
+        later = self.weights.largest_layer + (0 if self.weights.shape.tied_embeddings else self.head)
+        share = 1 - min(later, self.weights.num_trained) / self.weights.num_trained
+        return max(self._gradients_before, int(self._gradients * share))
 
     @property
     def _head_gradient(self) -> int:
