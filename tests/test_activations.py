@@ -128,6 +128,19 @@ def test_what_is_counted_on_fake_tensors_is_what_the_formulas_say(tmp_path: Path
         assert both[1].layer_bytes_per_token(**how) == pytest.approx(both[0].layer_bytes_per_token(**how), rel=0.02)
 
 
+def test_experts_with_adapters_are_kept_merged_and_autocasts_copies_of_what_is_frozen_are_not_cached(
+    tmp_path: Path,
+) -> None:
+    shape = read_model(str(config_file(tmp_path, "mixtral", MODELS["mixtral"] | {"num_hidden_layers": 1})))
+    experts, linear = 4 * 3 * 352 * 128, 2 * 128 * 128 + 2 * 32 * 128
+    in_bf16, under_autocast = (Activations(shape=shape, lora_r=4, autocast=autocast) for autocast in (False, True))
+    assert in_bf16.fixed_bytes == 2 * experts
+    assert under_autocast.fixed_bytes == 4 * experts + 2 * linear
+    assert Activations(shape=shape, autocast=True).fixed_bytes == 2 * linear
+    assert Activations(shape=shape, autocast=True).caches_copies
+    assert not under_autocast.caches_copies
+
+
 def test_rows_as_long_as_a_window_have_a_mask(tmp_path: Path) -> None:
     shape = read_model(str(config_file(tmp_path, "gemma3_text", MODELS["gemma3_text"] | {"sliding_window": 512})))
     activations = Activations(shape=shape)
