@@ -184,6 +184,7 @@ def test_adapters_are_those_that_peft_makes(model_type: str, tmp_path: Path) -> 
         ({"model_type": "lama"}, "did you mean `llama`?"),
         ({"model_type": None}, "has no `model_type`"),
         ({"tie_word_embeddings": "yes"}, "tie_word_embeddings is 'yes', expected true or false"),
+        ({"model_type": "phi", "resid_pdrop": 2}, "resid_pdrop is 2, expected a number from 0 to 1"),
     ],
 )
 def test_a_configuration_that_makes_no_sense_is_refused_by_field(

@@ -145,6 +145,16 @@ def test_verdicts_leave_room_for_what_is_not_exact() -> None:
     assert words == ["fits", "too_close", "too_close", "does_not_fit"]
 
 
+def test_an_architecture_whose_activations_nobody_knows_is_too_close_to_call_sooner() -> None:
+    known, unknown = shape(), replace(shape(), counted_on="meta device", why_not_kept="it looks into values")
+    plans = [
+        plan_memory(one, load_preset("zero2"), world_size=8, job=Job(max_seq_length=2048)) for one in (known, unknown)
+    ]
+    assert plans[0].peak == plans[1].peak  # the same numbers, less believed
+    memory = round(1.2 * plans[0].planned_peak_bytes)
+    assert [memory_verdict(plan, memory_bytes=memory) for plan in plans] == ["fits", "too_close"]
+
+
 def test_the_largest_micro_batch_is_the_last_that_fits() -> None:
     for limit in (1, 2, 3, 7, 8, 1000, 4096):
         assert largest_micro_batch(lambda size, limit=limit: size <= limit) == limit
@@ -219,7 +229,7 @@ def test_the_json_has_the_promised_keys() -> None:
     done = toolkit("plan", str(LLAMA_8B_CONFIG), "--world-size", "8", "--world-size", "16", "--gpu", "h100", "--json")
     assert done.returncode == 0, done.stderr
     answer = json.loads(done.stdout)
-    assert answer["counted_on"] == "arithmetic"
+    assert (answer["counted_on"], answer["activations_from"]) == ("arithmetic", "formulas")
     assert {row["world_size"] for row in answer["plans"]} == {8, 16}
     promised = """preset world_size gpu verdict planned_peak_bytes headroom_bytes num_params parameter_bytes
         gradient_bytes optimizer_bytes activation_bytes logits_bytes buffer_bytes overhead_bytes host_bytes

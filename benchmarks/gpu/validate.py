@@ -12,9 +12,11 @@ The grid is `grid.py`, and its digest stands beside every result. One JSON line 
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib.util
 import json
 import os
+import shlex
 import statistics
 import sys
 import tempfile
@@ -27,6 +29,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from grid import ARCHITECTURES, TINY_ARCHITECTURES, Case, digest, registered_grid, tiny_grid
+from judged import errors, out_of_memory_among_fits, summary, verdicts_against_traces
 from record import print_table
 from rehearsing import log_tail, prepare, rehearse
 
@@ -36,8 +39,6 @@ MEASURED = ("parameter_bytes", "gradient_bytes", "optimizer_bytes", "num_params"
 MEASURED += ("peak_allocated_bytes", "peak_reserved_bytes", "peak_host_bytes", "phase_peaks", "compute_step_seconds")
 MEASURED += ("peaks",)
 TRACED = ("single", "ddp", "fsdp2", "fsdp2_grad_op", "fsdp2_hybrid")
-# Issue 6, goals on the test half: mean and 95th percentile of the absolute error.
-GOALS = {"allocated": (0.02, 0.05), "reserved": (0.05, 0.10), "step": (0.08, None)}
 
 
 def words_of(case: Case, model: Path) -> list[str]:
@@ -79,65 +80,30 @@ def planner(gpu: str, work: Path) -> Callable[[Case], dict[str, Any] | None]:
     from toolkit.plan.planner import Request, make_plans
     from toolkit.presets import load_preset
 
+    @functools.cache
+    def shape_of(architecture: str) -> Any:
+        path = work / f"{architecture}.json"
+        path.write_text(json.dumps((ARCHITECTURES | TINY_ARCHITECTURES)[architecture]))
+        return read_model(str(path))
+
     def plan(case: Case) -> dict[str, Any] | None:
         job = Job(
             per_device_train_batch_size=case["per_device_train_batch_size"],
             max_seq_length=case["max_seq_length"],
             activation_checkpointing=case["activation_checkpointing"],
             lora_r=LORA_RANK if case["method"] == "lora" else None,
+            rows_differ=False,
         )
-        path = work / f"{case['architecture']}.json"
-        path.write_text(json.dumps((ARCHITECTURES | TINY_ARCHITECTURES)[case["architecture"]]))
+        shape = shape_of(case["architecture"])
         names = {"presets": [load_preset(case["preset"])], "world_sizes": [case["world_size"]]}
         try:
-            return make_plans(Request(shape=read_model(str(path)), **names, job=job, gpu=find_gpu(gpu)))[0].as_row()
+            row = make_plans(Request(shape=shape, **names, job=job, gpu=find_gpu(gpu)))[0].as_row()
+            return row | {"activations_from": shape.activations_from}
         except ToolkitError as error:
             print(f"{case['id']}: no plan: {error.message}", file=sys.stderr)
             return None
 
     return plan
-
-
-def errors(case: Case) -> dict[str, float]:
-    """Planned over measured, minus one, of what both sides have."""
-    plan, found = case.get("planned"), case["measured"]
-    if not plan or found["status"] != "completed":
-        return {}
-    told = {"states": (sum(plan[name] for name in MEASURED[:3]), sum(found[name] for name in MEASURED[:3]))}
-    if found["peak_allocated_bytes"]:
-        told["allocated"] = (max(p["allocated_bytes"] for p in plan["phases"].values()), found["peak_allocated_bytes"])
-        told["reserved"] = (plan["planned_peak_bytes"], found["peak_reserved_bytes"])
-    if found["peaks"]:
-        planned = [plan["phases"][phase]["allocated_bytes"] for phase in found["peaks"]]
-        told["traced"] = (max(planned), max(peak["total_bytes"] for peak in found["peaks"].values()))
-    if found["compute_step_seconds"] and case["world_size"] == 1 and plan["step_seconds"]:
-        told["step"] = (statistics.mean(plan["step_seconds"]), found["compute_step_seconds"])
-    return {name: planned / measured - 1 for name, (planned, measured) in told.items()}
-
-
-def summary(cases: list[Case]) -> list[dict[str, Any]]:
-    """Errors of each half: mean and 95th percentile of their absolute value, and how often less was planned."""
-    rows = []
-    for split in ("calibration", "test"):
-        found = [errors(case) for case in cases if case["split"] == split]
-        for what in ("states", "traced", "allocated", "reserved", "step"):
-            values = sorted(abs(error[what]) for error in found if what in error)
-            if values:
-                rows.append(
-                    {
-                        **{"split": split, "what": what, "cases": len(values), "mean": statistics.mean(values)},
-                        "p95": values[min(len(values) - 1, round(0.95 * len(values)))],
-                        "under": sum(error[what] < 0 for error in found if what in error) / len(values),
-                        "goal": GOALS.get(what),
-                    }
-                )
-    return rows
-
-
-def out_of_memory_among_fits(cases: list[Case]) -> list[str]:
-    """Cases that were called `fits` and ran out of memory; the goal is none."""
-    fits = [case for case in cases if (case.get("planned") or {}).get("verdict") == "fits"]
-    return [case["id"] for case in fits if case["measured"]["status"] == "out_of_memory"]
 
 
 def read_cases(path: Path) -> list[Case]:
@@ -158,7 +124,7 @@ def write_results(folder: Path, grid: list[Case], cases: list[Case]) -> Path:
     from toolkit.hardware.machine import describe_machine, git_commit, library_versions
 
     facts = {
-        "command": "python benchmarks/gpu/validate.py --output DIR",
+        "command": shlex.join(["python", *sys.argv]),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "git_commit": git_commit(Path(__file__).parent),
         "versions": library_versions(),
@@ -173,10 +139,11 @@ def write_results(folder: Path, grid: list[Case], cases: list[Case]) -> Path:
         },
         "summary": summary(cases),
         "out_of_memory_among_fits": out_of_memory_among_fits(cases),
-        "cases": [case | {"errors": errors(case)} for case in cases],
+        "verdicts_against_traces": verdicts_against_traces(cases),
     }
+    lines = ",\n".join(json.dumps(case | {"errors": errors(case)}) for case in cases)
     path = folder / "results.json"
-    path.write_text(json.dumps(facts, indent=1) + "\n")
+    path.write_text(json.dumps(facts, indent=1)[:-2] + f',\n "cases": [\n{lines}\n]\n}}\n')
     return path
 
 
@@ -186,10 +153,14 @@ def print_summary(cases: list[Case]) -> None:
     done = sum(case["measured"]["status"] == "completed" for case in cases)
     print(f"{len(cases)} cases, {done} completed (most often: {', '.join(statuses) or 'none'})")
     rows = [
-        (row["split"], row["what"], row["cases"], f"{row['mean']:.1%}", f"{row['p95']:.1%}", f"{row['under']:.0%}")
+        (
+            *(row["split"], row["what"], row["name"], row["cases"], f"{row['mean']:.1%}", f"{row['p95']:.1%}"),
+            *(f"{row['under']:.0%}", f"{row['worst']:+.1%} ({row['worst_case']})"),
+        )
         for row in summary(cases)
     ]
-    print_table(("half", "of", "cases", "mean error", "p95", "planned less"), rows)
+    print_table(("half", "of", "", "cases", "mean error", "p95", "planned less", "worst"), rows)
+    print(json.dumps(verdicts_against_traces(cases)))
 
 
 def main() -> None:
@@ -200,6 +171,7 @@ def main() -> None:
     parser.add_argument("--fake-tensors", action="store_true", help="the cases that can be traced, on a CPU")
     parser.add_argument("--limit", type=int, help="at most so many cases of the grid")
     parser.add_argument("--gpu", default="h100", help="as the planner names it")
+    parser.add_argument("--measure-only", action="store_true", help="leave the plans to a later --report")
     parser.add_argument("--report", action="store_true", help="run nothing")
     given = parser.parse_args()
     started, grid = time.monotonic(), tiny_grid() if given.tiny else registered_grid()
@@ -214,7 +186,7 @@ def main() -> None:
     if left:
         prepare(cpu=given.tiny or given.fake_tensors)
     with tempfile.TemporaryDirectory() as folder, path.open("a") as file:
-        plan = planner(given.gpu, Path(folder))
+        plan = (lambda _: None) if given.measure_only else planner(given.gpu, Path(folder))
         for case in left:
             if time.monotonic() - started > given.minutes * 60:
                 break

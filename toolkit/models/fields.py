@@ -42,6 +42,15 @@ class Fields:
             raise ToolkitError(f"{self.where}: {name} is {value!r}, expected true or false")
         return value
 
+    def share(self, name: str, *, default: float) -> float:
+        """A number from 0 to 1."""
+        value = self.values.get(name)
+        if value is None:
+            return default
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
+            raise ToolkitError(f"{self.where}: {name} is {value!r}, expected a number from 0 to 1")
+        return float(value)
+
     def word(self, *names: str, default: str) -> str:
         """A word under the first of the names that is there."""
         return next((str(self.values[name]) for name in names if self.values.get(name)), default)

@@ -21,6 +21,7 @@ from toolkit.errors import ToolkitError, nearest
 from toolkit.installed import model_types
 from toolkit.models.architectures import known_types, shape_of
 from toolkit.models.fields import Fields
+from toolkit.models.kept import counted_of
 from toolkit.models.shape import ModelShape, Tensor
 
 CONFIG = "config.json"
@@ -141,7 +142,9 @@ def _counted_shape(path: Path) -> ModelShape:
     ordered = list(kinds.values())
     layers = tuple(ordered[kind] for kind in counted.pop("layer_kinds"))
     outer = tuple(map(_tensor, counted.pop("outer")))
-    return ModelShape(**counted, layers=layers, outer=outer, counted_on="meta device")
+    kept = counted_of(counted.pop("kept"), counted.pop("kept_rank"))
+    reason = counted.pop("why_not_kept")
+    return ModelShape(**counted, layers=layers, outer=outer, counted_on="meta device", kept=kept, why_not_kept=reason)
 
 
 def _tensor(named: list[Any]) -> Tensor:

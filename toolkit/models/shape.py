@@ -15,6 +15,8 @@ from collections import Counter
 from dataclasses import dataclass
 from functools import cached_property
 
+from toolkit.models.kept import Counted
+
 # transformers 5 names neither norms nor biases in the group that decays (`Trainer.get_decay_parameter_names`);
 # `ln_` are GPT-2's, which it knows by their class.
 NOT_DECAYED = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)|(?:^|\.)ln_")
@@ -71,6 +73,22 @@ class ModelShape:
     """Of the MLP, as the configuration names it."""
     counted_on: str = "arithmetic"
     """`arithmetic`, or `meta device`: built by transformers without memory."""
+    kept: Counted | None = None
+    """What its forward keeps, where that was counted; None: the plan's formulas."""
+    why_not_kept: str | None = None
+    """Where neither is known: the formulas are then Llama's."""
+    sliding_window: int | None = None
+    """Rows of this length and longer need a mask."""
+    num_sliding_layers: int = 0
+    dropout: bool = False
+    """Whether the residual stream is trained with dropout."""
+
+    @property
+    def activations_from(self) -> str:
+        """`formulas` of this architecture, `saved tensors` of it, or `llama`'s formulas for want of both."""
+        if self.counted_on == "arithmetic":
+            return "formulas"
+        return "saved tensors" if self.kept is not None else "llama"
 
     @cached_property
     def layer_kinds(self) -> dict[Layer, int]:

@@ -22,7 +22,8 @@ import math
 from dataclasses import dataclass
 from functools import cached_property
 
-from toolkit.models.lora import is_linear
+from toolkit.models.kept import KeptByModel
+from toolkit.models.lora import EXPERTS_ADAPTED, is_linear
 from toolkit.models.shape import EXPERTS, Layer, ModelShape, Tensor
 
 # Norms that multiply by their weight in fp32 and so keep the fp32 row.
@@ -30,10 +31,12 @@ FP32_NORMS = ("gemma", "gemma2", "gemma3_text", "olmo2")
 NORMS_WITHOUT_WEIGHTS = {"olmo": 2}  # a layer's norms that are no tensors
 SHARED_NORM_INPUT = ("gpt_neox",)  # both norms of a layer read the same residual stream
 SOFTCAPPED = ("gemma2",)
-DROPOUT_MASKS = {"gpt2": 2, "opt": 2}  # of one byte; trained with dropout unless the configuration says 0
+DROPOUT_MASKS = 2  # of one byte, where a configuration has dropout: after attention and after the MLP
 # Half-rotated queries are put together anew, head by head; attention's output then lies so too, and the next linear
 # layer keeps a copy of it.
 REORDERED_HEADS = ("gpt_neox", "phi", "phi3", "stablelm")
+FIRST_NORMS = ("input_layernorm.weight", "ln_1.weight", "self_attn_layer_norm.weight")
+LEARNT_POSITIONS = ("gpt2", "opt")
 ONE_INPUT = ("phi",)  # attention and MLP read the same norm
 ATTENTION_INPUTS = ("q_proj", "k_proj", "v_proj", "qkv_proj", "c_attn", "query_key_value")
 MLP_OUTPUTS = ("down_proj", "fc2", "dense_4h_to_h")
@@ -61,11 +64,56 @@ class Activations:
 
     def layer_bytes_per_token(self, *, seq_length: int, padded: bool = False) -> int:
         """Of the layer that keeps most."""
-        return max(self._layer(kind, seq_length, padded) for kind in self.shape.layer_kinds)
+        counted = self._counted(seq_length, padded)
+        if counted is not None:
+            return counted.largest.token_bytes(seq_length)
+        masked = padded or self._slides(seq_length)
+        return max(self._layer(kind, seq_length, masked) for kind in self.shape.layer_kinds)
 
     def all_layers_bytes_per_token(self, *, seq_length: int, padded: bool = False) -> int:
         """Of all layers together."""
-        return sum(self._layer(kind, seq_length, padded) * count for kind, count in self.shape.layer_kinds.items())
+        counted = self._counted(seq_length, padded)
+        if counted is not None:
+            return counted.layers.token_bytes(seq_length)
+        kept = self._all_layers(seq_length, padded)
+        if padded or not self._slides(seq_length):
+            return kept
+        masked = self._all_layers(seq_length, True)
+        return kept + (masked - kept) * self.shape.num_sliding_layers // self.shape.num_layers
+
+    def _all_layers(self, seq_length: int, masked: bool) -> int:
+        kinds = self.shape.layer_kinds.items()
+        return sum(self._layer(kind, seq_length, masked) * count for kind, count in kinds) + self._first_layer()
+
+    def _first_layer(self) -> int:
+        """Beside what others keep: cosines and sines, made once; less its first norm, if nothing is trained before."""
+        rotary = 0 if self.shape.model_type in LEARNT_POSITIONS else 2 * self.stream_bytes * self.shape.head_dim
+        first = next((tensor.name for tensor in self.shape.layers[0] if tensor.name in FIRST_NORMS), None)
+        if first is None or self.lora_r is None:
+            return rotary
+        hidden = self.shape.hidden_size
+        biased = any(tensor.name == first.replace("weight", "bias") for tensor in self.shape.layers[0])
+        return rotary - (self.stream_bytes * (hidden + 2) if biased else self._norm_bytes(hidden) + 4)
+
+    def mask_bytes(self, *, rows: int, seq_length: int, padded: bool) -> int:
+        """Of the masks that all layers read: for full attention, for a window; without padding one for all rows."""
+        slides, eager = self._slides(seq_length), self.shape.attention == "eager"
+        number = int(padded or eager or slides)
+        if (padded or eager) and 0 < self.shape.num_sliding_layers < self.shape.num_layers:
+            number = 2
+        each = self.stream_bytes if eager else 1
+        return number * each * seq_length**2 * (rows if padded else 1)
+
+    def _slides(self, seq_length: int) -> bool:
+        """Whether rows are as long as a window, which needs a mask as padding does."""
+        return self.shape.sliding_window is not None and seq_length >= self.shape.sliding_window
+
+    def _counted(self, seq_length: int, padded: bool) -> KeptByModel | None:
+        """What was read off this model's saved tensors, if it was."""
+        if self.shape.kept is None:
+            return None
+        mask = "padding" if padded else "window" if self._slides(seq_length) else "none"
+        return self.shape.kept.of(autocast=self.autocast, lora_r=self.lora_r, mask=mask)
 
     @property
     def checkpoint_bytes_per_token(self) -> int:
@@ -86,21 +134,52 @@ class Activations:
 
     @property
     def outer_bytes_per_token(self) -> int:
-        """After the layers: the final norm and what the head reads."""
-        return self._norm_bytes(self.shape.hidden_size) + 2 * self.shape.hidden_size + 4
+        """After the layers: the final norm and what the head reads, which a frozen head does not keep."""
+        counted = self._counted(1, False)
+        if counted is not None:
+            return counted.outer.per_token
+        hidden = self.shape.hidden_size
+        biased = any("norm" in tensor.name or "ln_" in tensor.name for tensor in self.shape.outer if _is_bias(tensor))
+        norm = self.stream_bytes * (hidden + 2) if biased else self._norm_bytes(hidden) + 4
+        trained = 2 * hidden + (hidden if self.shape.dropout else 0)  # a mask of the embeddings' dropout
+        return norm + (trained if self.lora_r is None else 0)
 
     @cached_property
-    def weight_copy_bytes(self) -> int:
-        """bf16 copies that autocast makes of linear weights, kept until the backward is through with them."""
-        if not self.autocast:
-            return 0
-        linear = sum(
-            tensor.num_elements * count
-            for kind, count in self.shape.layer_kinds.items()
-            for tensor in kind
-            if is_linear(tensor) and not self.quantized
-        )
-        return 2 * (linear + self.shape.vocab_size * self.shape.hidden_size)
+    def fixed_bytes(self) -> int:
+        """Kept by all layers whatever the batch: bf16 copies of linear weights under autocast, and experts that
+        adapters were added to."""
+        counted = self._counted(1, False)
+        if counted is not None and not self.quantized:
+            return counted.layers.fixed
+        return sum(self._fixed(kind) * count for kind, count in self.shape.layer_kinds.items())
+
+    @cached_property
+    def layer_fixed_bytes(self) -> int:
+        """The same of the layer that keeps most."""
+        counted = self._counted(1, False)
+        if counted is not None and not self.quantized:
+            return counted.largest.fixed
+        return max(map(self._fixed, self.shape.layer_kinds))
+
+    @property
+    def head_copy_bytes(self) -> int:
+        """The head's bf16 copy, kept from the forward's end until the backward has begun."""
+        return 2 * self.shape.vocab_size * self.shape.hidden_size if self.autocast else 0
+
+    @property
+    def caches_copies(self) -> bool:
+        """autocast keeps its copies of what is trained until the forward ends, whether the backward needs them or not;
+        those of frozen weights are made anew (`aten/src/ATen/autocast_mode.cpp`, `cached_cast`)."""
+        return self.autocast and self.lora_r is None
+
+    def _fixed(self, kind: Layer) -> int:
+        linear = sum(tensor.num_elements for tensor in kind if is_linear(tensor))
+        copies = 2 * linear if self.autocast and not self.quantized else 0
+        if self.lora_r is None or self.shape.model_type not in EXPERTS_ADAPTED:
+            return copies
+        # peft adds an adapter's product to the fused experts' weights, and the products with them keep the sum.
+        experts = sum(tensor.num_elements for tensor in kind if EXPERTS.search(tensor.name))
+        return copies + (4 if self.autocast else 2) * experts
 
     @property
     def _keeps_normalised(self) -> bool:
@@ -132,7 +211,7 @@ class Activations:
             else:
                 total += self._norm_bytes(hidden) + 4
         without = NORMS_WITHOUT_WEIGHTS.get(self.shape.model_type, 0)
-        masks = DROPOUT_MASKS.get(self.shape.model_type, 0) * hidden
+        masks = DROPOUT_MASKS * hidden if self.shape.dropout else 0
         return total + without * (4 * hidden + 8) + masks
 
     def _qk_norm(self, name: str, tensor: Tensor) -> int:
@@ -186,7 +265,8 @@ class Activations:
         if self.lora_r is None:
             return 0
         adapted = sum(1 for tensor in kind if is_linear(tensor))
-        output_copy = 2 * self.shape.num_attention_heads * self.shape.head_dim if self.autocast else 0
+        copies = self.autocast and self.shape.attention != "eager"  # whose output lies as the next layer reads it
+        output_copy = 2 * self.shape.num_attention_heads * self.shape.head_dim if copies else 0
         return 2 * self.lora_r * adapted + output_copy
 
 
@@ -229,6 +309,10 @@ def _is_gpt2(kind: Layer) -> bool:
 
 def _is_norm(tensor: Tensor) -> bool:
     return len(tensor.shape) == 1 and not tensor.decays and ("norm" in tensor.name or "ln_" in tensor.name)
+
+
+def _is_bias(tensor: Tensor) -> bool:
+    return tensor.name.endswith(".bias")
 
 
 def _is_mlp_output(tensor: Tensor) -> bool:

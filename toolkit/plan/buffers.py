@@ -17,8 +17,9 @@ from toolkit.plan.weights import Weights
 from toolkit.units import MIB
 
 # FSDP2 in the backward: parameters of the layer and of the next one, gradients, and the reduce-scatter's input (torch,
-# `_fsdp_param_group.py`, `post_backward` and `_prefetch_unshard`); without resharding the last two alone.
-BACKWARD_LAYERS, WHOLE_BACKWARD_LAYERS = 4, 2
+# `_fsdp_param_group.py`, `post_backward` and `_prefetch_unshard`). Without resharding the first two are there anyway,
+# and go layer by layer; frozen layers have no gradients, and the first layer has no next one.
+PARAMETER_LAYERS, GRADIENT_LAYERS = 2, 2
 # DDP's first broadcast of all parameters: flat copies of this size, two on their way (torch, `distributed.py`,
 # `broadcast_bucket_size`; `c10d/comm.cpp`, `broadcast_coalesced`).
 BROADCAST_BYTES, BROADCASTS = 250 * MIB, 2
@@ -35,6 +36,11 @@ class Buffers:
     loss_bytes: int = 0
     """When forward is through and backward begins."""
     backward_bytes: int = 0
+    """While the last layer goes backward, which comes first."""
+    first_layer_bytes: int = 0
+    """While the first layer does."""
+    end_bytes: int = 0
+    """When layers are through, and an embedding's gradient is made."""
     accumulated_bytes: int = 0
     """Whole gradients that wait for the last micro-step, where the Trainer defers their reduction."""
     step_bytes: int = 0
@@ -52,10 +58,12 @@ def buffers(engine: Engine, weights: Weights, states: ModelStates, job: Job) -> 
     buckets = FP32 * weights.num_trained if engine.kind == "ddp" else 0
     foreach = FP32 * weights.num_trained if job.optimizer == "foreach" else 0
     whole = FP32 * (weights.num_trained + weights.num_frozen - weights.num_quantized) + weights.quantized_bytes
+    temporary = 2 * weights.largest_linear
     return Buffers(
         lasting_bytes=buckets,
         step_bytes=foreach,
-        backward_bytes=2 * weights.largest_trained,
+        backward_bytes=temporary,
+        first_layer_bytes=temporary,
         load_bytes=min(whole, BROADCASTS * BROADCAST_BYTES) if engine.kind == "ddp" else 0,
     )
 
@@ -66,11 +74,16 @@ def _fsdp2(engine: Engine, weights: Weights, states: ModelStates, job: Job) -> B
     resharded = engine.sharding != "shard_grad_op"
     whole = 0 if resharded else weights.num_trained + weights.num_frozen
     trained = 0 if weights.frozen else 1
+    gradients = GRADIENT_LAYERS * trained
+    # An embedding that is not the head is reduced alone, last: its gradient, and the reduce-scatter's two ends.
+    alone = 0 if weights.shape.tied_embeddings else trained * weights.embedding
     return Buffers(
         # What the last unit was gathered through stays until the next gather: the tail, or a layer where it is tied.
         forward_bytes=element * ((tail if resharded else whole) + (layer if weights.shape.tied_embeddings else tail)),
         loss_bytes=element * (tail if resharded else whole),
-        backward_bytes=element * (BACKWARD_LAYERS * layer if resharded else whole + WHOLE_BACKWARD_LAYERS * layer),
+        backward_bytes=element * (whole + (gradients + (PARAMETER_LAYERS if resharded else 0)) * layer),
+        first_layer_bytes=element * (gradients + 1) * layer,
+        end_bytes=element * (2 * alone + alone // engine.shard_ranks if alone else tail),
         accumulated_bytes=trained * element * weights.num_trained if job.gradient_accumulation_steps > 1 else 0,
         step_bytes=states.gradient_bytes if job.optimizer == "foreach" else 0,
         load_bytes=FP32 * weights.largest,  # one whole tensor at a time is broadcast by rank 0
@@ -85,9 +98,11 @@ def _zero12(engine: Engine, weights: Weights) -> Buffers:
     flat = (engine.element_bytes + FP32) * share
     if engine.offload_optimizer:  # one gradient at a time is put together on the GPU
         staging = engine.element_bytes * weights.largest_trained
-        return Buffers(lasting_bytes=staging, backward_bytes=bucket, step_bytes=0)
+        return Buffers(lasting_bytes=staging, backward_bytes=bucket, first_layer_bytes=bucket, step_bytes=0)
+    reduced = bucket + engine.element_bytes * weights.largest_trained
     return Buffers(
-        backward_bytes=bucket + engine.element_bytes * weights.largest_trained,
+        backward_bytes=reduced,
+        first_layer_bytes=reduced,
         step_bytes=max(norm, flat),
         # `stage_1_and_2.py` line 440: where the GPU has room for it, a group is flattened there; later come masters
         # and gradients of zeros (`initialize_optimizer_states`).
@@ -110,6 +125,8 @@ def _zero3(engine: Engine, weights: Weights) -> Buffers:
         forward_bytes=engine.element_bytes * kept,
         loss_bytes=engine.element_bytes * kept,
         backward_bytes=engine.element_bytes * kept + 2 * gradient,
+        first_layer_bytes=engine.element_bytes * kept + 2 * gradient,
+        end_bytes=engine.element_bytes * kept,
         step_bytes=on_gpu,
         # `stage3.py`: a tensor arrives whole; later masters, then a sub-group's zeros or the partition of gradients.
         load_bytes=max(

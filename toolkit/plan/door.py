@@ -52,6 +52,7 @@ def print_json(model: str, plans: Sequence[Plan], request: Request, **more: Any)
     """The plans as JSON, with what else was found."""
     shape = request.shape
     head = {"model": model, "model_type": shape.model_type, "counted_on": shape.counted_on}
+    head |= {"activations_from": shape.activations_from}
     print(json.dumps(head | {"plans": [plan.as_row() for plan in plans]} | more, indent=2))
 
 

@@ -45,6 +45,8 @@ class Job:
     optimizer: str = "fused"
     """`fused` is the Trainer's default; `foreach` needs a copy of what it updates."""
     gpus_per_machine: int = 8
+    rows_differ: bool | None = None
+    """Whether rows of one micro-batch have several lengths; None: where there is more than one row."""
 
     @property
     def tokens(self) -> int:
@@ -55,7 +57,8 @@ class Job:
     def has_mask(self) -> bool:
         """Rows of several lengths in one batch, or documents of one pack, need a mask: SDPA then repeats keys and
         values for each head."""
-        return self.packing or self.per_device_train_batch_size > 1
+        differ = self.per_device_train_batch_size > 1 if self.rows_differ is None else self.rows_differ
+        return self.packing or differ
 
 
 def check_job(job: Job, shape: ModelShape) -> None:

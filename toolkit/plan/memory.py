@@ -53,6 +53,8 @@ class MemoryPlan:
     phases: tuple[Phase, ...]
     overhead_bytes: int
     host: HostMemory
+    knows_activations: bool = True
+    """Whether they are this architecture's own, and not Llama's in their stead."""
 
     @property
     def peak(self) -> Phase:
@@ -85,6 +87,7 @@ def plan_engine(shape: ModelShape, engine: Engine, job: Job) -> MemoryPlan:
         phases=phases,
         overhead_bytes=overhead_bytes(engine, allocated_bytes=allocated),
         host=host_memory(engine, weights, states, job),
+        knows_activations=shape.activations_from != "llama",
     )
 
 
@@ -95,10 +98,10 @@ def _activations(shape: ModelShape, autocast: bool, lora_r: int | None, quantize
 
 
 @lru_cache(maxsize=1024)
-def _layer_bytes(activations: Activations, seq_length: int, masked: bool) -> tuple[int, int]:
+def _layer_bytes(activations: Activations, seq_length: int, padded: bool) -> tuple[int, int]:
     """A token's in the largest layer, and in all."""
-    largest = activations.layer_bytes_per_token(seq_length=seq_length, padded=masked)
-    return largest, activations.all_layers_bytes_per_token(seq_length=seq_length, padded=masked)
+    largest = activations.layer_bytes_per_token(seq_length=seq_length, padded=padded)
+    return largest, activations.all_layers_bytes_per_token(seq_length=seq_length, padded=padded)
 
 
 class _Moments:
@@ -110,15 +113,22 @@ class _Moments:
         activations = _activations(shape, engine.autocasts, job.lora_r, job.load_in_4bit)
         wider = 2 if engine.element_bytes == 4 else 1  # fp32 compute keeps at most twice the bytes
         self.tokens = job.tokens * wider
-        one_layer, all_layers = _layer_bytes(activations, job.max_seq_length, job.has_mask)
+        rows = {"seq_length": job.max_seq_length, "padded": job.has_mask}
+        one_layer, all_layers = _layer_bytes(activations, **rows)
         self.one_layer = self.tokens * one_layer
+        recomputes = job.activation_checkpointing  # layers are handed the masks again
+        self.masks = activations.mask_bytes(rows=job.per_device_train_batch_size, **rows) if recomputes else 0
         if job.activation_checkpointing:
-            self.kept = self.tokens * activations.checkpoint_bytes_per_token * shape.num_layers
+            self.kept = self.tokens * activations.checkpoint_bytes_per_token * shape.num_layers + self.masks
         else:
             self.kept = self.tokens * all_layers
         self.outer = self.tokens * activations.outer_bytes_per_token
         self.working = self.tokens * activations.backward_bytes_per_token
-        self.copies = activations.weight_copy_bytes + (2 * weights.largest_linear if job.load_in_4bit else 0)
+        unpacked = 2 * weights.largest_linear if job.load_in_4bit else 0
+        self.layer_copies = activations.layer_fixed_bytes + unpacked
+        self.head_copy = activations.head_copy_bytes
+        self.kept_copies = unpacked if job.activation_checkpointing else activations.fixed_bytes + unpacked
+        self.cached_copies = activations.fixed_bytes + unpacked if activations.caches_copies else self.kept_copies
         self.logits = logits_bytes(
             loss=job.loss,
             tokens=self.tokens,
@@ -142,36 +152,37 @@ class _Moments:
             activations=self.kept + self.outer,
             logits=self.logits[0],
             buffers=self.buffers.forward_bytes,
-            copies=self.copies,
+            copies=self.cached_copies + self.head_copy,
             gradients=self._gradients_before,
         )
 
     def backward(self) -> Phase:
         """The worst of four moments: the loss, the last layer (it comes first), the first layer, a tied embedding."""
-        kept = 0 if self.job.activation_checkpointing else self.copies
-        again = self.one_layer if self.job.activation_checkpointing else 0
+        recomputes = self.job.activation_checkpointing
+        again = self.one_layer if recomputes else 0
         loss = self._phase(
             "backward",
             activations=self.kept + self.outer,
             logits=self.logits[1],
             buffers=self.buffers.loss_bytes,
-            copies=kept,
+            copies=self.kept_copies + self.head_copy,
             gradients=self._gradients_before,
         )
         first = self._phase(
             "backward",
             activations=self.kept + again + self.working,
             buffers=self.buffers.backward_bytes,
-            copies=kept,
+            copies=self.layer_copies if recomputes else self.kept_copies,
             gradients=max(self._gradients_before, min(self._gradients, self._head_gradient)),
         )
         last = self._phase(
             "backward",
-            activations=self.one_layer + self.working,
-            buffers=self.buffers.backward_bytes,
-            gradients=self._gradients,
+            activations=self.one_layer + self.working + self.masks,
+            buffers=self.buffers.first_layer_bytes,
+            copies=self.layer_copies,
+            gradients=self._gradients_at_first_layer,
         )
-        tied = self._phase("backward", buffers=self.buffers.loss_bytes + self.tied_gradients, gradients=self._gradients)
+        tied = self._phase("backward", buffers=self.buffers.end_bytes + self.tied_gradients, gradients=self._gradients)
         return max(loss, first, last, tied, key=lambda phase: phase.allocated_bytes)
 
     def step(self) -> Phase:
@@ -213,6 +224,17 @@ class _Moments:
             return 0
         lasting = self.engine.kind == "deepspeed" and self.engine.shards_parameters
         return self._gradients if lasting or self.job.gradient_accumulation_steps > 1 else 0
+
+    @property
+    def _gradients_at_first_layer(self) -> int:
+        """Of all above it: its own come as its activations go, and an embedding's of its own comes last."""
+        if self.engine.kind == "deepspeed" or not self.weights.num_trained:
+            return self._gradients
+        if self.weights.frozen:
+            return self._gradients - self._gradients // self.weights.shape.num_layers
+        later = self.weights.largest_layer + (0 if self.weights.shape.tied_embeddings else self.head)
+        share = 1 - min(later, self.weights.num_trained) / self.weights.num_trained
+        return max(self._gradients_before, int(self._gradients * share))
 
     @property
     def _head_gradient(self) -> int:

@@ -57,6 +57,9 @@ def _heading(request: Request) -> str:
         "activations recomputed" if job.activation_checkpointing else "",
         f"{request.gpu.name}, {gib(request.gpu.memory_bytes)}",
         "" if shape.counted_on == "arithmetic" else f"counted on the {shape.counted_on}",
+        f"activations as Llama's, for want of its own ({shape.why_not_kept})"
+        if shape.activations_from == "llama"
+        else "",
     ]
     return "; ".join(part for part in parts if part)
 

@@ -17,13 +17,15 @@ from toolkit.presets.world import why_not
 
 FITS, DOES_NOT_FIT, TOO_CLOSE = "fits", "does_not_fit", "too_close"
 UNCERTAINTY = 0.15
+# Where Llama's activations stand for those of an architecture that nobody has counted.
+UNCERTAINTY_UNKNOWN = 0.5
 LARGEST_MICRO_BATCH = 4096
 LARGEST_WORLD_SIZE = 1024
 
 
-def verdict(*, planned_peak_bytes: int, exact_bytes: int, memory_bytes: int) -> str:
+def verdict(*, planned_peak_bytes: int, exact_bytes: int, memory_bytes: int, uncertainty: float = UNCERTAINTY) -> str:
     """One word; `exact_bytes` of the peak are certain."""
-    margin = int(UNCERTAINTY * (planned_peak_bytes - exact_bytes))
+    margin = int(uncertainty * (planned_peak_bytes - exact_bytes))
     if planned_peak_bytes + margin <= memory_bytes:
         return FITS
     return DOES_NOT_FIT if planned_peak_bytes - margin > memory_bytes else TOO_CLOSE
@@ -33,7 +35,12 @@ def memory_verdict(plan: MemoryPlan, *, memory_bytes: int, host_bytes: int | Non
     """Of a plan on a GPU, and on its machine where the host's memory is given."""
     peak = plan.peak
     exact = peak.parameter_bytes + peak.gradient_bytes + peak.optimizer_bytes
-    word = verdict(planned_peak_bytes=plan.planned_peak_bytes, exact_bytes=exact, memory_bytes=memory_bytes)
+    word = verdict(
+        planned_peak_bytes=plan.planned_peak_bytes,
+        exact_bytes=exact,
+        memory_bytes=memory_bytes,
+        uncertainty=UNCERTAINTY if plan.knows_activations else UNCERTAINTY_UNKNOWN,
+    )
     if host_bytes is not None and plan.host.peak_bytes > host_bytes:
         return DOES_NOT_FIT
     return word

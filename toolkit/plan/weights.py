@@ -93,6 +93,11 @@ class Weights:
         return self.num_trained if self.frozen else 0
 
     @cached_property
+    def embedding(self) -> int:
+        """Elements of the tokens' embedding."""
+        return next((tensor.num_elements for tensor in self.shape.outer if is_embedding(tensor)), 0)
+
+    @cached_property
     def tail(self) -> int:
         """Elements that accelerate's FSDP2 keeps gathered from forward to backward: final norm and head."""
         embeddings = [tensor for tensor in self.shape.outer if is_embedding(tensor)]

@@ -1,4 +1,4 @@
-"""A model's tensors as transformers makes them, on the meta device: no weights, no memory.
+"""A model's tensors as transformers makes them, on the meta device, and what its forward keeps: no weights, no memory.
 
 $ python -m toolkit.train.shapes config.json
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,19 @@ def main(argv: list[str]) -> None:
     except Exception as error:  # whatever transformers raises for somebody's file
         lines = str(error).strip().splitlines() or [type(error).__name__]
         sys.exit(f"error: {lines[0]}")
-    print(json.dumps(described(model)))
+    print(json.dumps(described(model) | kept_by(model)))
+
+
+def kept_by(model: Any) -> dict[str, Any]:
+    """What forwards on fake tensors keep; nothing, and why, for a model that cannot run so."""
+    from toolkit.train.kept import RANKS, count_kept
+
+    warnings.simplefilter("ignore")  # for people who train
+    try:
+        return {"kept": count_kept(model), "kept_rank": RANKS[0], "why_not_kept": None}
+    except Exception as error:  # whatever somebody's architecture does with values that are not there
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        return {"kept": [], "kept_rank": RANKS[0], "why_not_kept": lines[0]}
 
 
 def described(model: Any) -> dict[str, Any]:
@@ -48,6 +61,7 @@ def described(model: Any) -> dict[str, Any]:
         "experts_per_token": first(config, "num_experts_per_tok", "experts_per_token"),
         "attention": model.config._attn_implementation,
         "activation": str(getattr(config, "hidden_act", None) or getattr(config, "hidden_activation", None) or "silu"),
+        "sliding_window": getattr(config, "sliding_window", None) or None,
         "layers_of_kind": kinds,
         "layer_kinds": [kinds.index(layer) for layer in tensors],
         "outer": outer,

@@ -37,11 +37,11 @@ from toolkit.train.rehearsal.patches import on_fake_tensors
 
 Facts = dict[str, Any]
 
-STEPS = 2  # the first makes the optimizer's states, the second has them beside its activations
+STEPS = 1  # optimizer states are made before it, as a first step would
 
 
 def trace(arguments: Arguments, promise: Promise) -> Facts:
-    """Peaks of two optimizer steps by phase and part, and the bytes that this rank holds.
+    """Peaks of an optimizer step by phase and part, and the bytes that this rank holds.
 
     Raises AttestationFailed where what wraps the model is not what the preset promises.
     """
@@ -57,8 +57,8 @@ def trace(arguments: Arguments, promise: Promise) -> Facts:
         buckets = reduction_buckets(trainer.model_wrapped, promise.preset, memory)
         batch = synthetic_batch(training.per_device_train_batch_size, data_arguments.max_seq_length)
         held = Held(memory)
-        for _ in range(STEPS):
-            one_step(trainer, batch, held)
+        make_optimizer_states(trainer, memory)
+        one_step(trainer, batch, held)
         own = readings(trainer, promise) | held.facts()
         del buckets
     serials = held.serials
@@ -123,6 +123,17 @@ class Held:
     def facts(self) -> Facts:
         """As a run's attestation names them."""
         return {f"{part}_bytes": size for part, size in self.bytes.items()}
+
+
+def make_optimizer_states(trainer: TracedTrainer, memory: LiveMemory) -> None:
+    """As the step before this one did, without its forward and backward, which would be traced like the next."""
+    model = trainer.model_wrapped
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.grad = torch.zeros_like(parameter)
+    with memory.phase("step"):
+        trainer.optimizer.step()
+    model.zero_grad()
 
 
 def one_step(trainer: TracedTrainer, batch: dict[str, torch.Tensor], held: Held) -> None:

@@ -30,6 +30,8 @@ class Live:
     serial: int
     tag: str
     storage: weakref.ref[Any]
+    bytes: int
+    """As last looked at."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +51,9 @@ class LiveMemory(TorchDispatchMode):  # type: ignore[misc]
         self.wide = wide
         """The vocabulary's size: a tensor whose last dimension it is holds logits or their gradient."""
         self.live: dict[int, Live] = {}
+        self.live_bytes = 0
+        self.resized: dict[int, Live] = {}
+        """What an engine frees and fills again while the storage lives: its size is looked up each time."""
         self.born = 0
         self.phase_name = "load"
         self.tags: list[str] = []
@@ -108,12 +113,28 @@ class LiveMemory(TorchDispatchMode):  # type: ignore[misc]
         logits = tensor.dim() > 1 and tensor.shape[-1] == self.wide
         tag = self.tags[-1] if self.tags else "logits" if logits else self.phase_name
         self.born += 1
-        self.live[key] = Live(self.born, tag, weakref.ref(storage, lambda _: self.live.pop(key, None)))
+        entry = Live(self.born, tag, weakref.ref(storage, lambda _: self._forget(key)), storage.nbytes())
+        self.live[key] = entry
+        self.live_bytes += entry.bytes
+        if self.tags:
+            self.resized[key] = entry
         return True
 
+    def _forget(self, key: int) -> None:
+        entry = self.live.pop(key, None)
+        self.resized.pop(key, None)
+        self.live_bytes -= entry.bytes if entry is not None else 0
+
+    def _look_again(self) -> None:
+        """Summing all storages at each allocation would take as long as the trace itself."""
+        for entry in list(self.resized.values()):
+            storage = entry.storage()
+            now = 0 if storage is None else storage.nbytes()
+            self.live_bytes += now - entry.bytes
+            entry.bytes = now
+
     def _note_peak(self) -> None:
-        sizes = [(entry, 0 if (s := entry.storage()) is None else s.nbytes()) for entry in list(self.live.values())]
-        total = sum(size for _, size in sizes)
-        if total > self.peaks.get(self.phase_name, Peak()).total_bytes:
-            held = {entry.serial: (entry.tag, size) for entry, size in sizes if size}
-            self.peaks[self.phase_name] = Peak(total, held)
+        self._look_again()
+        if self.live_bytes > self.peaks.get(self.phase_name, Peak()).total_bytes:
+            held = {entry.serial: (entry.tag, entry.bytes) for entry in self.live.values() if entry.bytes}
+            self.peaks[self.phase_name] = Peak(self.live_bytes, held)

@@ -18,6 +18,7 @@ from torch.distributed.fsdp._fully_shard import _fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from transformers import masking_utils
+from transformers.integrations import moe
 
 from toolkit.train.rehearsal.live_memory import LiveMemory
 
@@ -26,16 +27,26 @@ from toolkit.train.rehearsal.live_memory import LiveMemory
 def on_fake_tensors(memory: LiveMemory, *, engine: str) -> Iterator[None]:
     """What is made inside has shapes only, and is counted."""
     with contextlib.ExitStack() as stack:
-        stack.enter_context(_replaced(torch.nn.Module, "_apply", _apply_without_swapping))
-        stack.enter_context(_replaced(masking_utils, "find_packed_sequence_indices", _one_document_a_row))
-        attention = torch.nn.functional.scaled_dot_product_attention
-        without = functools.partial(_without_dropout, attention)
-        stack.enter_context(_replaced(torch.nn.functional, "scaled_dot_product_attention", without))
+        stack.enter_context(as_a_gpu_keeps())
         if engine == "fsdp2":
             for owner, name, context in _around(memory):
                 stack.enter_context(_replaced(owner, name, _inside(context, getattr(owner, name))))
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         stack.enter_context(memory)
+        yield
+
+
+@contextlib.contextmanager
+def as_a_gpu_keeps() -> Iterator[None]:
+    """Operators keep for the backward what a GPU's keep, and nothing looks into values that are not there."""
+    attention = torch.nn.functional.scaled_dot_product_attention
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_replaced(torch.nn.Module, "_apply", _apply_without_swapping))
+        stack.enter_context(_replaced(masking_utils, "find_packed_sequence_indices", _one_document_a_row))
+        without = functools.partial(_without_dropout, attention)
+        stack.enter_context(_replaced(torch.nn.functional, "scaled_dot_product_attention", without))
+        stack.enter_context(_replaced(torch.nn.functional, "dropout", _dropout_of_a_gpu))
+        stack.enter_context(_replaced(moe, "_can_use_grouped_mm", _takes_bf16_alone))
         yield
 
 
@@ -78,6 +89,19 @@ def _without_dropout(attention: Any, *args: Any, dropout_p: float = 0.0, **kwarg
     """A CPU's flash attention has no dropout, and all scores would be there; a GPU's keeps the seed alone."""
     del dropout_p
     return attention(*args, **kwargs)
+
+
+def _dropout_of_a_gpu(tensor: Any, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
+    """A GPU keeps a mask of one byte an element; a CPU keeps noise in the tensor's own dtype."""
+    del inplace
+    return torch.native_dropout(tensor, p, True)[0] if training and p else tensor
+
+
+def _takes_bf16_alone(tensor: Any, weight: Any, offs: Any) -> bool:
+    """torch's rule for the shapes of grouped products refuses fp32, which its kernels take; transformers' own does not,
+    and keeps the same tensors."""
+    del tensor, offs
+    return bool(weight.dtype == torch.bfloat16)
 
 
 def _one_document_a_row(position_ids: torch.Tensor) -> None:

@@ -1,0 +1,116 @@
+"""Plans judged by what was measured or traced: errors, how they spread over halves, presets and methods, and verdicts.
+
+>>> summary(cases)[0]
+{'split': 'test', 'group': 'all', 'what': 'traced', 'cases': 60, 'mean': 0.012, 'p95': 0.04, ...}
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+from typing import Any
+
+from grid import Case
+
+STATES = ("parameter_bytes", "gradient_bytes", "optimizer_bytes")
+KINDS = ("states", "traced", "allocated", "reserved", "step")
+# Issue 6, goals on the test half: mean and 95th percentile of the absolute error.
+GOALS = {"allocated": (0.02, 0.05), "traced": (0.02, 0.05), "reserved": (0.05, 0.10), "step": (0.08, None)}
+# Cards on which a case is called `fits` or not, from a laptop's neighbour to the grid's own.
+CARDS = ("t4", "rtx-4090", "a100-40gb", "l40s", "h100")
+
+
+def errors(case: Case) -> dict[str, float]:
+    """Planned over measured, minus one, of what both sides have."""
+    plan, found = case.get("planned"), case["measured"]
+    if not plan or found["status"] != "completed":
+        return {}
+    told = {"states": (sum(plan[name] for name in STATES), sum(found[name] for name in STATES))}
+    if found["peak_allocated_bytes"]:
+        told["allocated"] = (max(p["allocated_bytes"] for p in plan["phases"].values()), found["peak_allocated_bytes"])
+        told["reserved"] = (plan["planned_peak_bytes"], found["peak_reserved_bytes"])
+    if found["peaks"]:
+        told["traced"] = (max(plan["phases"][phase]["allocated_bytes"] for phase in found["peaks"]), traced_peak(case))
+    if found["compute_step_seconds"] and case["world_size"] == 1 and plan["step_seconds"]:
+        told["step"] = (statistics.mean(plan["step_seconds"]), found["compute_step_seconds"])
+    return {name: planned / measured - 1 for name, (planned, measured) in told.items()}
+
+
+def traced_peak(case: Case) -> int:
+    """The highest moment on fake tensors."""
+    return max(int(peak["total_bytes"]) for peak in case["measured"]["peaks"].values())
+
+
+def summary(cases: list[Case]) -> list[dict[str, Any]]:
+    """Of each half: everything, by preset, by method, by checkpointing, by where activations came from."""
+    rows = []
+    for group, name_of in GROUPS.items():
+        for split in ("calibration", "test"):
+            half = [case for case in cases if case["split"] == split]
+            for name in sorted({name_of(case) for case in half}):
+                rows += _of_group([case for case in half if name_of(case) == name], split, group, name)
+    return rows
+
+
+GROUPS: dict[str, Callable[[Case], str]] = {
+    "all": lambda _: "all",
+    "preset": lambda case: str(case["preset"]),
+    "method": lambda case: str(case["method"]),
+    "checkpointing": lambda case: "recomputed" if case["activation_checkpointing"] else "kept",
+    "activations": lambda case: str((case.get("planned") or {}).get("activations_from", "none")),
+    "architecture": lambda case: str(case["architecture"]),
+}
+
+
+def _of_group(cases: list[Case], split: str, group: str, name: str) -> list[dict[str, Any]]:
+    found = [(case["id"], errors(case)) for case in cases]
+    rows = []
+    for what in KINDS:
+        signed = [(error[what], number) for number, error in found if what in error]
+        values = sorted(abs(value) for value, _ in signed)
+        if values and (group == "all" or what in ("traced", "allocated")):
+            worst = max(signed, key=lambda pair: abs(pair[0]))
+            rows.append(
+                {
+                    **{"split": split, "group": group, "name": name, "what": what, "cases": len(values)},
+                    **{"mean": statistics.mean(values), "p95": values[min(len(values) - 1, round(0.95 * len(values)))]},
+                    "under": sum(value < 0 for value, _ in signed) / len(values),
+                    **{"worst": worst[0], "worst_case": worst[1], "goal": GOALS.get(what)},
+                }
+            )
+    return rows
+
+
+def out_of_memory_among_fits(cases: list[Case]) -> list[str]:
+    """Cases that were called `fits` and ran out of memory; the goal is none."""
+    fits = [case for case in cases if (case.get("planned") or {}).get("verdict") == "fits"]
+    return [case["id"] for case in fits if case["measured"]["status"] == "out_of_memory"]
+
+
+def verdicts_against_traces(cases: list[Case]) -> dict[str, Any]:
+    """Verdicts on several cards, by whether the traced peak and the planned overhead would fit; wrong ones by name."""
+    from toolkit.hardware.gpu_table import find_gpu
+    from toolkit.plan.verdict import UNCERTAINTY, UNCERTAINTY_UNKNOWN, verdict
+
+    said: dict[str, int] = {}
+    wrong = []
+    for case in cases:
+        plan = case.get("planned")
+        if not plan or case["measured"]["status"] != "completed" or not case["measured"]["peaks"]:
+            continue
+        peak = plan["phases"][plan["peak_phase"]]
+        known = plan.get("activations_from") != "llama"
+        for card in CARDS:
+            memory = find_gpu(card).memory_bytes
+            word = verdict(
+                planned_peak_bytes=plan["planned_peak_bytes"],
+                exact_bytes=sum(peak[name] for name in STATES),
+                memory_bytes=memory,
+                uncertainty=UNCERTAINTY if known else UNCERTAINTY_UNKNOWN,
+            )
+            fits = traced_peak(case) + plan["overhead_bytes"] <= memory
+            key = f"{word}, {'would fit' if fits else 'would not fit'}"
+            said[key] = said.get(key, 0) + 1
+            if (word, fits) in (("fits", False), ("does_not_fit", True)):
+                wrong.append(f"{case['id']} on {card}: {key}")
+    return {"cards": list(CARDS), "said": said, "wrong": wrong}

@@ -1,0 +1,173 @@
+"""What a model's forward keeps for its backward, counted on fake tensors: any architecture, no weights, no memory.
+
+    >>> count_kept(config)[0]["layers"]
+    [0, 367360, 0.0]
+
+Each storage that autograd saves counts once, for the layer that saves it first. Rows of three lengths tell what is
+there whatever the batch, what each token adds, and what each position of its row adds to each token. Layers of one
+kind keep the same, but for the first, so only as many are run as it takes to meet each kind.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from transformers import AutoModelForCausalLM
+from transformers.initialization import no_init_weights
+
+from toolkit.train.rehearsal.patches import as_a_gpu_keeps
+from toolkit.train.shapes import decoder_layers
+
+ROWS = 2
+LENGTHS = (64, 128, 192)
+WINDOW = 32  # every length is past it
+RANKS = (8, 16)
+OUTSIDE = "outside"
+Sizes = dict[str, int]
+Fit = dict[str, list[Any]]
+
+
+def count_kept(whole: Any) -> list[dict[str, Any]]:
+    """One row a kind of compute, of training and of mask, as `toolkit.models.kept` reads them."""
+    kinds = layer_kinds(whole)
+    config = shortened(whole.config, kinds)
+    return [row for autocast in (False, True) for row in _of_compute(config, kinds, autocast=autocast)]
+
+
+def layer_kinds(model: Any) -> list[str]:
+    """Of each layer, its tensors and what its configuration calls it."""
+    layers = list(decoder_layers(model).values())
+    types = getattr(model.config.get_text_config(), "layer_types", None) or [""] * len(layers)
+    tensors = (str([(name, tuple(p.shape)) for name, p in layer.named_parameters()]) for layer in layers)
+    return [f"{kind} {own}" for kind, own in zip(types, tensors, strict=False)]
+
+
+def shortened(config: Any, kinds: list[str]) -> Any:
+    """The same with as few layers as hold each kind after the first layer."""
+    needed = max((kinds.index(kind, 1) + 1 for kind in set(kinds[1:])), default=1)
+    config = copy.deepcopy(config)
+    text = config.get_text_config()
+    if text.num_hidden_layers == len(kinds):
+        text.num_hidden_layers = needed
+        if getattr(text, "layer_types", None):
+            text.layer_types = text.layer_types[:needed]
+    return config
+
+
+def _of_compute(config: Any, kinds: list[str], *, autocast: bool) -> Iterator[dict[str, Any]]:
+    named = {"autocast": autocast, "per_rank": False}
+    with as_a_gpu_keeps(), FakeTensorMode(allow_non_fake_inputs=True):
+        model = _model(config, autocast=autocast)
+        masks = _masks(model)
+        for mask in masks:
+            yield named | {"lora": False, "mask": mask} | _fitted(model, kinds, mask, autocast=autocast)
+        fewer, more = (_with_adapters(_model(config, autocast=autocast), rank) for rank in RANKS)
+        for mask in masks:
+            yield named | {"lora": True, "mask": mask} | _fitted(fewer, kinds, mask, autocast=autocast)
+        ranks = [_fitted(adapted, kinds, "none", autocast=autocast) for adapted in (fewer, more)]
+        yield named | {"lora": True, "mask": "none", "per_rank": True} | _slope(*ranks)
+
+
+def _slope(fewer: Fit, more: Fit) -> Fit:
+    """What one more rank adds."""
+    apart = RANKS[1] - RANKS[0]
+    return {part: [round((b - a) / apart) for a, b in zip(fewer[part], more[part], strict=True)] for part in fewer}
+
+
+def _model(config: Any, *, autocast: bool) -> Any:
+    """fp32 under autocast; bf16 as DeepSpeed and FSDP2 compute with."""
+    config = copy.deepcopy(config)
+    with no_init_weights():
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32 if autocast else torch.bfloat16)
+    model.config.use_cache = False
+    return model.train()
+
+
+def _with_adapters(model: Any, rank: int) -> Any:
+    from peft import LoraConfig, get_peft_model
+
+    adapted = get_peft_model(
+        model, LoraConfig(r=rank, target_modules="all-linear", task_type="CAUSAL_LM"), autocast_adapter_dtype=False
+    )
+    return adapted.train()
+
+
+def _masks(model: Any) -> list[str]:
+    """A window is one if the configuration has it in use."""
+    window = getattr(model.config.get_text_config(), "sliding_window", None)
+    return ["none", "padding", *(["window"] if window else [])]
+
+
+def _fitted(model: Any, kinds: list[str], mask: str, *, autocast: bool) -> Fit:
+    """`layers`, `largest` and `outer`, each as bytes whatever the batch, a token, and a token and position."""
+    forwards = [_saved(model, length, mask, autocast=autocast) for length in LENGTHS]
+    run = [_fit([sizes.get(name, 0) for sizes in forwards]) for name in decoder_layers(model)]
+    # What is computed once for all layers counts for the first, and above it gradients flow to frozen layers' inputs.
+    of_kind = {kind: parts for kind, parts in zip(kinds[1:], run[1:], strict=False)}
+    layers = [*run[:1], *(of_kind[kind] for kind in kinds[1:])]
+    return {
+        "layers": [sum(parts) for parts in zip(*layers, strict=True)],
+        "largest": max(layers[1:] or layers, key=lambda parts: parts[1] + parts[2] * LENGTHS[-1]),
+        "outer": _fit([sizes.get(OUTSIDE, 0) for sizes in forwards]),
+    }
+
+
+def _fit(sizes: list[int]) -> list[Any]:
+    """The parabola through three lengths, of which each is a multiple of the first."""
+    step, tokens = LENGTHS[0], ROWS * LENGTHS[0]
+    square = (sizes[2] - 2 * sizes[1] + sizes[0]) / 2
+    line = sizes[1] - sizes[0] - 3 * square
+    return [round(sizes[0] - line - square), round(line / tokens), square / (tokens * step)]
+
+
+def _saved(model: Any, length: int, mask: str, *, autocast: bool) -> Sizes:
+    """Bytes that one forward saves, by the layer that is under way; logits are the plan's."""
+    layers = decoder_layers(model)
+    place, sizes, kept = [OUTSIDE], Counter[str](), []
+    own = {t.untyped_storage()._cdata for t in (*model.parameters(), *model.buffers())}
+    seen = set(own)
+    vocabulary = model.config.get_text_config().vocab_size
+    hooks = [
+        hook
+        for name, layer in layers.items()
+        for hook in (
+            layer.register_forward_pre_hook(lambda *_, name=name: place.append(name)),
+            layer.register_forward_hook(lambda *_: place.pop() and None),
+        )
+    ]
+
+    def pack(tensor: Any) -> Any:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in seen:
+            seen.add(storage._cdata)
+            kept.append(tensor)
+            wide = place[-1] == OUTSIDE and tensor.dim() > 0 and tensor.shape[-1] == vocabulary and tensor.dim() != 2
+            sizes[place[-1]] += 0 if wide else storage.nbytes()
+        return tensor
+
+    compute = torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), compute:
+        model(**_batch(model, length, mask))
+    for hook in hooks:
+        hook.remove()
+    return dict(sizes)
+
+
+def _batch(model: Any, length: int, mask: str) -> dict[str, Any]:
+    """Positions are given: without them a model looks into the mask's values."""
+    config = model.config.get_text_config()
+    window = getattr(config, "sliding_window", None)
+    if window:
+        config.sliding_window = WINDOW if mask == "window" else 1 << 20
+    tokens = torch.zeros(ROWS, length, dtype=torch.int64)
+    return {
+        "input_ids": tokens,
+        "attention_mask": torch.ones_like(tokens) if mask == "padding" else None,
+        "position_ids": torch.arange(length).expand(ROWS, length),
+        "use_cache": False,
+    }
