@@ -12,12 +12,12 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal, NamedTuple
 
-from toolkit.compare.planned import job_of
 from toolkit.compare.trials import Comparison, Trial, row_name
 from toolkit.errors import ToolkitError
 from toolkit.hardware.gpu_table import Gpu
 from toolkit.models.shape import ModelShape
 from toolkit.plan.links import Cluster
+from toolkit.plan.of_run import job_of
 from toolkit.plan.step_time import step_time
 from toolkit.plan.traffic import traffic_of
 from toolkit.presets import load_preset

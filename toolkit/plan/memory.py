@@ -113,11 +113,12 @@ class _Moments:
         activations = _activations(shape, engine.autocasts, job.lora_r, job.load_in_4bit)
         wider = 2 if engine.element_bytes == 4 else 1  # fp32 compute keeps at most twice the bytes
         self.tokens = job.tokens * wider
-        rows = {"seq_length": job.max_seq_length, "padded": job.has_mask}
-        one_layer, all_layers = _layer_bytes(activations, **rows)
+        length, masked = job.max_seq_length, job.has_mask
+        one_layer, all_layers = _layer_bytes(activations, length, masked)
         self.one_layer = self.tokens * one_layer
         recomputes = job.activation_checkpointing  # layers are handed the masks again
-        self.masks = activations.mask_bytes(rows=job.per_device_train_batch_size, **rows) if recomputes else 0
+        micro_batch = job.per_device_train_batch_size
+        self.masks = activations.mask_bytes(rows=micro_batch, seq_length=length, padded=masked) if recomputes else 0
         if job.activation_checkpointing:
             self.kept = self.tokens * activations.checkpoint_bytes_per_token * shape.num_layers + self.masks
         else:
