@@ -76,7 +76,7 @@ def bf16_adam_on_rank_1(rank: int) -> None:
 def stored_as(optimizer: Any, dtype: Any) -> None:
     """Adam's moments in another dtype."""
     for state in optimizer.state.values():
-        for name in ("exp_avg", "exp_avg_sq"):
+        for name in {"exp_avg", "exp_avg_sq"} & state.keys():  # none before the first step
             state[name] = state[name].to(dtype)
 
 
