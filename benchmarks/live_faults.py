@@ -165,7 +165,7 @@ def figures(folder: Path, name: str) -> dict[str, Any]:
     return {
         "found_by": caught_by(row, run),
         "message": row["parity_message"] or row["message"],
-        "ranks_that_acted": sorted(int(rank) for rank in re.findall(r"^fault \w+ acts on rank (\d+)$", log, re.M)),
+        "ranks_that_acted": sorted(int(rank) for rank in re.findall(r"fault \w+ acts on rank (\d+)", log)),
         **{key: row[key] for key in shown},
     }
 
