@@ -193,10 +193,12 @@ def padded_to_the_longest(_: int) -> None:
 
     import toolkit.train.batches as batches
 
+    widest = int(argument("--max_seq_length") or 0)
+
     @around(batches, "_padded")
     def padded(original: Any, rows: Any, fill: int) -> Any:
         found = original(rows, fill)
-        return torch.nn.functional.pad(found, (0, 64 - found.shape[1]), value=fill)
+        return torch.nn.functional.pad(found, (0, widest - found.shape[1]), value=fill)
 
 
 def counted_as(wrong: Callable[[Any], dict[str, int]]) -> None:
@@ -329,10 +331,14 @@ def checkpointing_at_two(_: int) -> None:
 
 def row_of_this_rank() -> str | None:
     """`bf16_adam` in a rank of trials/bf16_adam-n2-r0; None where this is no rank of a trial."""
+    folder = argument("--output_dir") if "RANK" in os.environ else None
+    return None if folder is None else Path(folder).name.rpartition("-n")[0]
+
+
+def argument(name: str) -> str | None:
+    """Of the rank's own command."""
     words = sys.orig_argv
-    if "RANK" not in os.environ or "--output_dir" not in words:
-        return None
-    return Path(words[words.index("--output_dir") + 1]).name.rpartition("-n")[0]
+    return words[words.index(name) + 1] if name in words else None
 
 
 def install() -> None:
