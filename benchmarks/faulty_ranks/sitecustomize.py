@@ -46,7 +46,8 @@ def around(owner: Any, name: str) -> Callable[[Callable[..., Any]], None]:
 @functools.cache
 def tell() -> None:
     """Once a rank, in its log: a fault that never acted proves nothing."""
-    print(f"fault {row_of_this_rank()} acts on rank {os.environ['RANK']}", flush=True)
+    line = f"fault {row_of_this_rank()} acts on rank {os.environ['RANK']}\n"
+    os.write(sys.stdout.fileno(), line.encode())  # at once: both ranks write into one log
 
 
 # 1. Adam's states in bf16
@@ -76,7 +77,7 @@ def bf16_adam_on_rank_1(rank: int) -> None:
 def stored_as(optimizer: Any, dtype: Any) -> None:
     """Adam's moments in another dtype."""
     for state in optimizer.state.values():
-        for name in ("exp_avg", "exp_avg_sq"):
+        for name in {"exp_avg", "exp_avg_sq"} & state.keys():  # none before the first step
             state[name] = state[name].to(dtype)
 
 
@@ -192,10 +193,12 @@ def padded_to_the_longest(_: int) -> None:
 
     import toolkit.train.batches as batches
 
+    widest = int(argument("--max_seq_length") or 0)
+
     @around(batches, "_padded")
     def padded(original: Any, rows: Any, fill: int) -> Any:
         found = original(rows, fill)
-        return torch.nn.functional.pad(found, (0, 64 - found.shape[1]), value=fill)
+        return torch.nn.functional.pad(found, (0, widest - found.shape[1]), value=fill)
 
 
 def counted_as(wrong: Callable[[Any], dict[str, int]]) -> None:
@@ -328,10 +331,14 @@ def checkpointing_at_two(_: int) -> None:
 
 def row_of_this_rank() -> str | None:
     """`bf16_adam` in a rank of trials/bf16_adam-n2-r0; None where this is no rank of a trial."""
+    folder = argument("--output_dir") if "RANK" in os.environ else None
+    return None if folder is None else Path(folder).name.rpartition("-n")[0]
+
+
+def argument(name: str) -> str | None:
+    """Of the rank's own command."""
     words = sys.orig_argv
-    if "RANK" not in os.environ or "--output_dir" not in words:
-        return None
-    return Path(words[words.index("--output_dir") + 1]).name.rpartition("-n")[0]
+    return words[words.index(name) + 1] if name in words else None
 
 
 def install() -> None:

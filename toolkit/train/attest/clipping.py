@@ -10,6 +10,7 @@ import math
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 
@@ -31,10 +32,13 @@ class GradientNorms:
     """Watches the first step: `facts` has both norms as this rank knows them, its own share of a sharded one."""
 
     def __init__(self) -> None:
+        self.trainer: Any = None
         self.facts: Facts = grad_norm_facts(None) | {AT_OPTIMIZER: None, TRIED: None}
 
     def watch(self, trainer: Any) -> None:
         """Look at what the Trainer tells and at what reaches the optimizer, until `close`."""
+        if dist.is_initialized() and dist.get_backend() == "fake":
+            return  # in a rehearsal no norm is added up over ranks
         told = trainer._get_grad_norm
 
         def tell(*args: Any, **kwargs: Any) -> Any:
@@ -43,14 +47,15 @@ class GradientNorms:
             return norm
 
         self.trainer, self.trainer._get_grad_norm = trainer, tell
-        optimizer = inner_optimizer(trainer)
-        self.hook = optimizer.register_step_pre_hook(self._look) if isinstance(optimizer, Optimizer) else None
+        self.hooks = [optimizer.register_step_pre_hook(self._look) for optimizer in inner_optimizers(trainer)]
 
     def close(self) -> None:
         """Take both looks away again, and have a large gradient clipped."""
+        if self.trainer is None:
+            return
         del self.trainer._get_grad_norm
-        if self.hook is not None:
-            self.hook.remove()
+        for hook in self.hooks:
+            hook.remove()
         self.facts[TRIED] = tried_norm(self.trainer)
 
     def _look(self, optimizer: Any, *_: Any) -> None:
@@ -60,11 +65,12 @@ class GradientNorms:
         self.facts[AT_OPTIMIZER] = math.hypot(self.facts[AT_OPTIMIZER] or 0.0, norm)
 
 
-def inner_optimizer(trainer: Any) -> Any:
-    """torch's optimizer, below what accelerate and DeepSpeed put around it."""
+def inner_optimizers(trainer: Any) -> list[Optimizer]:
+    """torch's optimizers, below what accelerate and DeepSpeed put around them; partial offloading has one more."""
     wrapped = trainer.model_wrapped
     outer = wrapped.optimizer if hasattr(wrapped, "zero_optimization_stage") else trainer.optimizer
-    return getattr(outer, "optimizer", outer)
+    found = (getattr(outer, "optimizer", outer), getattr(outer, "backup_optimizer", None))
+    return [optimizer for optimizer in found if isinstance(optimizer, Optimizer)]
 
 
 def tried_norm(trainer: Any) -> float | None:
