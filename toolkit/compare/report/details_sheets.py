@@ -125,7 +125,7 @@ def probes_sheet(results: Results) -> Sheet | None:
         columns=(
             text_column("preset"),
             Column(header="largest\nthat runs"),
-            text_column("tried"),
+            Column(header="tried"),
             Column(header="smallest\nthat does not"),
             text_column("status"),
             text_column("in phase"),
