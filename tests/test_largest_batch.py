@@ -15,12 +15,14 @@ from typing import Any
 
 import pytest
 from launching import ROOT, read
-from test_parity import comparison
+from test_parity import comparison, trial
 
+from toolkit.compare.aggregate import compared
 from toolkit.compare.dry_run import dry_run_text
-from toolkit.compare.largest_batch import search
+from toolkit.compare.largest_batch import find_largest_batches, search
 from toolkit.compare.ledger import Ledger
 from toolkit.compare.probes import bounds, most_probes, probe_words, probes_among, with_largest_batches
+from toolkit.compare.run import Runner, Telling
 
 Row = dict[str, Any]
 SIZES = range(1, 41)
@@ -105,6 +107,36 @@ def test_rows_are_compared_at_the_largest_that_ran_or_at_the_smallest_that_did_n
     assert {name: list(batch.values()) for name, batch in found.batches.items()} == {"ddp-n2": [8], "zero2-n2": [2]}
 
 
+def test_a_row_that_no_size_runs_is_one_failure_however_often_it_is_gone_on_with(
+    tmp_path: Path, faq_alpaca: Path
+) -> None:
+    """Every probe of ddp is in the ledger, so nothing is started."""
+    ledger, skipped = Ledger(tmp_path / "ledger.jsonl"), list[str]()
+    failure = {"kind": "host_out_of_memory", "phase": "forward", "measured_bytes": 7}
+    for size in (4, 2, 1):
+        short = {"status": "host_out_of_memory", "message": "no room", "failure": failure | {"measured_bytes": size}}
+        ledger.append(trial("ddp", 0, tokens_per_second=None, **short) | {"trial": f"ddp-n2-b{size}"})
+    words = ["--dataset", str(faq_alpaca), "--per_device_train_batch_size", "4"]
+    asked = comparison("ddp", find_max_batch=8, training_arguments=words)
+    telling = Telling(
+        start=print, line=print, finish=print, skip=lambda name, why: skipped.append(f"{name}: {why}"), probe=print
+    )
+    runner = Runner(comparison=asked, folder=tmp_path, timeout_seconds=None, nvme={}, telling=telling)
+    for _ in range(2):
+        runner, without = find_largest_batches(runner, {})
+    assert without == {"ddp-n2": "micro-batch 1 ended as host_out_of_memory"}
+    assert skipped[:2] == [f"ddp-n2-r{repeat}: micro-batch 1 ended as host_out_of_memory" for repeat in (0, 1)]
+    runner.run(without, retry_failed=True)  # would start a trial otherwise
+    assert list(ledger.read()) == ["ddp-n2-b4", "ddp-n2-b2", "ddp-n2-b1", "ddp-n2-r0"]
+    assert len((tmp_path / "ledger.jsonl").read_text().splitlines()) == 4
+    (row,), _ = compared(ledger.read(), asked, {})
+    assert (row["status"], row["message"], row["failure"]["measured_bytes"]) == (
+        "host_out_of_memory",
+        "with a micro-batch of 1: no room",
+        1,
+    )
+
+
 def test_a_dry_run_says_how_long_a_search_may_be_and_what_one_has_found(tmp_path: Path, faq_alpaca: Path) -> None:
     words = ["--model_name_or_path", "m", "--dataset", str(faq_alpaca), "--per_device_train_batch_size", "4"]
     asked = comparison(
@@ -162,5 +194,5 @@ def test_a_search_meets_the_limit_of_host_memory_and_the_comparison_goes_on(
         assert 2**29 < probe["failure"]["measured_bytes"] <= DATA_LIMIT_BYTES + 2**30
     assert (row["status"], row["timed_steps"]) == ("completed", 1)
     page = (tmp_path / "cmp" / "report.html").read_text()
-    assert page.count("host_<wbr>out_<wbr>of_<wbr>memory") == len(failed)
+    assert page.count("host_<wbr>out_<wbr>of_<wbr>memory") == 1  # the smallest that does not run
     assert f"the largest micro-batch that runs is {largest} (ddp)" in ended.stdout.replace("\n", " ")

@@ -646,3 +646,26 @@ def test_what_cannot_run_here_is_no_alarm(made_up: Results) -> None:
     assert '<td class="status">not_' not in page
     assert all('class="alarm' not in bar for bar in bars(page, "ddp"))
     assert "steps with a loss" not in page
+
+
+def test_a_search_shows_what_it_tried_and_how_the_smallest_that_does_not_run_ended(made_up: Results) -> None:
+    assert "Largest micro-batch" not in html_text(made_up) + markdown_text(made_up)
+    failure: Any = {"kind": "out_of_memory", "phase": "backward", "step": 0, "rank": 0}
+    failure |= {"predicted_bytes": 84 * GIB, "measured_bytes": 78 * GIB}
+    for row, sizes in zip(made_up["rows"][1:3], ({4: 0, 6: 1, 8: 1}, {4: 0, 8: 0}), strict=True):
+        row["per_device_train_batch_size"] = max(size for size, failed in sizes.items() if not failed)
+        row["probes"] = [
+            {
+                "per_device_train_batch_size": size,
+                "status": "out_of_memory" if failed else "completed",
+                "message": "no room" if failed else None,
+                "failure": failure if failed else None,
+            }
+            for size, failed in sizes.items()
+        ]
+    lines = markdown_text(made_up).splitlines()
+    assert "| zero2 n2 | 4 | 4, 6, 8 | 6 | out_of_memory | backward | 84.00 | 78.00 |" in lines
+    assert "| zero3 n2 | 8 | 4, 8 | none |  |  |  |  |" in lines
+    assert "the largest micro-batch that runs is 4 (zero2 n2), 8 (zero3 n2)" in summary_sentence(made_up)
+    jsonschema = pytest.importorskip("jsonschema", reason="jsonschema is in the extra [dev]")
+    jsonschema.validate(made_up, SCHEMA)

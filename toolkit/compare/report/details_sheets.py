@@ -6,6 +6,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Final
+
 from toolkit.compare.report import facts
 from toolkit.compare.report.cells import (
     ByteUnit,
@@ -24,8 +27,10 @@ from toolkit.compare.report.cells import (
     text_column,
 )
 from toolkit.compare.report.sheets import interval_cell, row_sheet
-from toolkit.compare.results import Failure, Results, Row
+from toolkit.compare.results import Probe, Results, Row
 from toolkit.units import GIB, NOT_AVAILABLE, number
+
+BATCH: Final = "per_device_train_batch_size"
 
 
 def efficiency_sheet(results: Results) -> Sheet | None:
@@ -111,41 +116,40 @@ def scaling_sheet(results: Results) -> Sheet | None:
 
 
 def probes_sheet(results: Results) -> Sheet | None:
-    """Each size that the search for the largest micro-batch tried; None where there was no search."""
-    tried = [
-        (label, probe)
-        for label, row in zip(facts.labels(results), results["rows"], strict=True)
-        for probe in row["probes"] or ()
-    ]
-    if not tried:
+    """What the search for each row's largest micro-batch tried, and where it ended; None where there was no search."""
+    rows = zip(facts.labels(results), results["rows"], strict=True)
+    searched = [(label, row["probes"]) for label, row in rows if row["probes"]]
+    if not searched:
         return None
-    headers = ("phase", "predicted peak\nGiB", "last measured\npeak GiB")
     return Sheet(
         columns=(
             text_column("preset"),
-            Column(header="micro-batch"),
+            Column(header="largest\nthat runs"),
+            Column(header="tried"),
+            Column(header="smallest\nthat does not"),
             text_column("status"),
-            text_column(headers[0]),
-            *(Column(header=header) for header in headers[1:]),
+            text_column("in phase"),
+            Column(header="predicted\npeak GiB"),
+            Column(header="last measured\npeak GiB"),
         ),
-        rows=tuple(
-            (
-                text_cell(label),
-                number_cell(probe["per_device_train_batch_size"], 0),
-                text_cell(probe["status"]),
-                *_failure_cells(probe["failure"]),
-            )
-            for label, probe in tried
-        ),
+        rows=tuple((text_cell(label), *_probe_cells(probes)) for label, probes in searched),
     )
 
 
-def _failure_cells(failure: Failure | None) -> tuple[Cell, ...]:
-    """Phase and bytes of a failure; blank for a probe that ran."""
-    if failure is None:
-        return (text_cell(""), text_cell(""), text_cell(""))
-    unit = ByteUnit(name="GiB", num_bytes=GIB)
+def _probe_cells(probes: Sequence[Probe]) -> tuple[Cell, ...]:
+    """Sizes, and the failure of the smallest size that does not run."""
+    ran = [probe[BATCH] for probe in probes if probe["status"] == "completed"]
+    tried = sorted(probe[BATCH] for probe in probes)
+    failed = min((probe for probe in probes if probe["failure"]), key=lambda probe: probe[BATCH], default=None)
+    sizes = (number_cell(max(ran, default=None), 0), text_cell(", ".join(map(str, tried))))
+    if failed is None or failed["failure"] is None:
+        none = Cell(text="none")
+        return (*sizes, none, *(text_cell("") for _ in range(4)))
+    failure, unit = failed["failure"], ByteUnit(name="GiB", num_bytes=GIB)
     return (
+        *sizes,
+        number_cell(failed[BATCH], 0),
+        text_cell(failed["status"]),
         text_cell(failure["phase"] or NOT_AVAILABLE),
         unit.cell(failure["predicted_bytes"]),
         unit.cell(failure["measured_bytes"]),
