@@ -109,7 +109,9 @@ def planned(setting: Setting, shape: ModelShape) -> dict[str, int]:
     )
     memory = plan_engine(shape, replace(engine, pins=False), job)
     held = {phase.phase: setting.ranks * phase.allocated_bytes for phase in memory.phases}
-    loading = max(memory.host.loading_bytes, memory.host.training_bytes + held["load"])
+    # Until FSDP2 is made, rank 0 has the whole model on the host beside all shards; other engines move it.
+    whole_first = memory.host.loading_bytes + (held["load"] if preset.engine == "fsdp2" else 0)
+    loading = max(whole_first, setting.ranks * PROCESS_BYTES + held["load"] + memory.host.early_bytes)
     return {
         "loading_bytes": loading,
         "run_bytes": max(loading, memory.host.training_bytes + max(held.values())),
