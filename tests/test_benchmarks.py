@@ -19,6 +19,7 @@ def record(monkeypatch: pytest.MonkeyPatch) -> Any:
     yield __import__("record")
     for name in (
         "record",
+        "host_memory",
         "kills",
         "live_faults",
         "resume_elsewhere",
@@ -29,7 +30,7 @@ def record(monkeypatch: pytest.MonkeyPatch) -> Any:
         sys.modules.pop(name, None)
 
 
-@pytest.mark.parametrize("name", ["kills", "live_faults", "resume_elsewhere"])
+@pytest.mark.parametrize("name", ["kills", "live_faults", "resume_elsewhere", "host_memory"])
 def test_a_table_in_the_docs_is_that_of_the_results(name: str, record: Any, tmp_path: Path) -> None:
     benchmark = __import__(name)
     found = json.loads((record.RESULTS / f"{name}.json").read_text())
@@ -58,3 +59,14 @@ def test_the_plan_has_the_bytes_of_every_collective_that_was_counted(record: Any
     assert (counted.keys(), found["num_params"]) == (settings.keys(), shape.num_params)
     for name, setting in settings.items():
         assert benchmark.largest_difference(setting, shape, counted[name]) < 0.01, name
+
+
+def test_the_plan_beside_the_measured_host_memory_is_todays(record: Any, tmp_path: Path) -> None:
+    benchmark = __import__("host_memory")
+    found = json.loads((record.RESULTS / "host_memory.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(found["config"]))
+    shape = read_model(str(tmp_path))
+    settings = {setting.name: setting for setting in benchmark.settings()}
+    assert [row["setting"] for row in found["rows"]] == list(settings)
+    for row in found["rows"]:
+        assert row["planned"] == benchmark.planned(settings[row["setting"]], shape), row["setting"]

@@ -94,6 +94,10 @@ def _zero12(engine: Engine, weights: Weights) -> Buffers:
     """A reduction bucket from backward to step; in the step the partition's gradients flat, and in fp32 beside it."""
     share = weights.num_trained // engine.world_size
     bucket = engine.element_bytes * engine.reduce_bucket * engine.reduce_buckets
+    if engine.sharding == "shard_grad_op":
+        # What is in a bucket is reduced in a flat copy (`allreduce_bucket`). ZeRO-1's whole gradients cover it: as they
+        # are reduced they go.
+        bucket += engine.element_bytes * min(engine.reduce_bucket, weights.num_trained)
     norm = NORM_BYTES * min(weights.largest_trained, share)
     flat = (engine.element_bytes + FP32) * share
     if engine.offload_optimizer:  # one gradient at a time is put together on the GPU

@@ -28,6 +28,8 @@ class HostMemory:
 
     loading_bytes: int
     training_bytes: int
+    early_bytes: int
+    """Offloaded before the first step; Adam's states come with it."""
     disk_bytes: int
 
     @property
@@ -40,10 +42,11 @@ def host_memory(engine: Engine, weights: Weights, states: ModelStates, job: Job)
     """Of the machine with the most ranks."""
     ranks = min(engine.world_size, job.gpus_per_machine)
     processes = ranks * PROCESS_BYTES
-    offloaded = ranks * sum(_blocks(engine, weights, states))
+    early = ranks * sum(_early_blocks(engine, weights, states))
     return HostMemory(
-        loading_bytes=processes + _loading(engine, weights, ranks) + (offloaded if engine.shards_parameters else 0),
-        training_bytes=processes + offloaded,
+        loading_bytes=processes + _loading(engine, weights, ranks) + (early if engine.shards_parameters else 0),
+        early_bytes=early,
+        training_bytes=processes + early + ranks * _late_bytes(engine, states),
         disk_bytes=ranks * _disk(engine, states),
     )
 
@@ -59,19 +62,28 @@ def _loading(engine: Engine, weights: Weights, ranks: int) -> int:
     return ranks * whole
 
 
-def _blocks(engine: Engine, weights: Weights, states: ModelStates) -> Iterator[int]:
-    """What a rank keeps in host memory, block by block."""
+def _late_bytes(engine: Engine, states: ModelStates) -> int:
+    """What a rank keeps in host memory from its first step on: DeepSpeed too leaves Adam's states to that
+    (`initialize_optimizer_states`)."""
+    if engine.offload_optimizer != "cpu":
+        return 0
+    if engine.kind == "fsdp2":
+        return states.gradient_bytes + states.optimizer_bytes
+    return STATES * (states.optimizer_bytes // (STATES + FP32))
+
+
+def _early_blocks(engine: Engine, weights: Weights, states: ModelStates) -> Iterator[int]:
+    """What a rank keeps in host memory as soon as its engine is made, block by block."""
     if engine.offload_optimizer is None:
         return
-    share = states.optimizer_bytes // (STATES if engine.kind == "fsdp2" else STATES + FP32)
     if engine.kind == "fsdp2":
-        yield states.parameter_bytes + states.gradient_bytes + states.optimizer_bytes
+        yield states.parameter_bytes
         return
+    share = states.optimizer_bytes // (STATES + FP32)
     rounded = _power_of_two if engine.pins else int
     bit16 = engine.element_bytes
     if engine.offload_optimizer == "cpu":
         yield rounded(FP32 * share)  # masters
-        yield STATES * share
     yield rounded(FP32 * share)  # gradients as the optimizer reads them
     yield rounded(bit16 * share)  # the updated parameters on their way back, or ZeRO-3's partition of gradients
     if not engine.shards_parameters:

@@ -140,7 +140,7 @@ class _Moments:
         self.head = shape.vocab_size * shape.hidden_size
         # A tied embedding's gradient comes in two: the head's waits, the lookup's is made, and they are added up.
         tied = shape.tied_embeddings and not weights.frozen
-        self.tied_gradients = 2 * activations.stream_bytes * self.head if tied else 0
+        self.tied_gradients = 2 * wider * activations.stream_bytes * self.head if tied else 0
 
     def load(self) -> Phase:
         """Whole or sharded parameters arrive, and what the engine needs to put them in place."""
