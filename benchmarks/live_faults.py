@@ -178,13 +178,18 @@ def judged(name: str, fault: Fault, found: dict[str, Any]) -> dict[str, Any]:
     withheld = found["tokens_per_second"] is None and found["rank"] is None
     as_it_should = found["found_by"] == fault.caught_by and (kept if slow else withheld)
     if slow and kept:
-        found = found | {"message": f"rank_skew {found['rank_skew']:.1f}; its speed is kept"}
+        found = found | {"message": f"rank_skew {found['rank_skew']:.1f}, its speed is kept"}
     return {"fault": name, **fault._asdict(), "as_it_should": as_it_should, **found}
 
 
 def table_rows(found: dict[str, Any]) -> list[list[object]]:
     shown = ("fault", "does", "variant", "found_by")
-    return [[*(row[key] for key in shown), f"`{row['message']}`"] for row in found["faults"]]
+    return [[*(row[key] for key in shown), f"`{first_said(row['message'])}`"] for row in found["faults"]]
+
+
+def first_said(message: str) -> str:
+    """Of several differences, and without what all of them begin with."""
+    return message.removeprefix("the run is not what it promised: ").partition("; ")[0]
 
 
 def main() -> int:

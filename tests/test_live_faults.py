@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from launching import ROOT
 
-ROWS = ("bf16_adam", "no_clipping", "order_on_rank_1", "checkpointing_without_a_flag")
+ROWS = ("bf16_adam", "no_clipping", "order_on_rank_1")
 
 
 @pytest.fixture(scope="module")
@@ -24,7 +24,7 @@ def live_faults() -> Iterator[Any]:
 
 @pytest.fixture(scope="module")
 def compared(live_faults: Any, tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, faq_alpaca: Path) -> Path:
-    """ddp beside itself with four faults, one trial each."""
+    """ddp beside itself with three faults, one trial each."""
     folder = tmp_path_factory.mktemp("faults") / "cmp"
     job = live_faults.job(tiny_model, faq_alpaca)
     faults = [fault for kind in live_faults.FAULTS.values() for fault in kind if fault.row in ROWS]

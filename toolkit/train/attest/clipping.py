@@ -33,6 +33,7 @@ class GradientNorms:
 
     def __init__(self) -> None:
         self.trainer: Any = None
+        self.hooks: list[Any] = []
         self.facts: Facts = grad_norm_facts(None) | {AT_OPTIMIZER: None, TRIED: None}
 
     def watch(self, trainer: Any) -> None:
