@@ -191,7 +191,7 @@ def test_a_search_meets_the_limit_of_host_memory_and_the_comparison_goes_on(
     for probe in failed:
         assert probe["status"] == probe["failure"]["kind"] == "host_out_of_memory"
         assert probe["failure"]["phase"] in ("forward", "backward", "step")
-        assert 2**29 < probe["failure"]["measured_bytes"] <= DATA_LIMIT_BYTES + 2**30
+        assert 2**28 < probe["failure"]["measured_bytes"] <= DATA_LIMIT_BYTES + 2**30
     assert (row["status"], row["timed_steps"]) == ("completed", 1)
     page = (tmp_path / "cmp" / "report.html").read_text()
     assert page.count("host_<wbr>out_<wbr>of_<wbr>memory") == 1  # the smallest that does not run

@@ -80,15 +80,16 @@ def scaling_chart(results: Results) -> str:
 
 
 def timelines(results: Results) -> str:
-    """One profiled step of each row that has one, the first open."""
+    """One profiled step of each row that has one; open is the first of those with most ranks."""
     rows = zip(facts.labels(results), results["rows"], strict=True)
     drawn = [(label, row, row["timeline"]) for label, row in rows if row["timeline"]]
     if not drawn:
         return ""
+    most = max(drawn, key=lambda one: len(one[2]["ranks"]))
     blocks = [
-        f"<details{' open' if index == 0 else ''}><summary>{html.escape(facts.one_line(label))}</summary>"
+        f"<details{' open' if row is most[1] else ''}><summary>{html.escape(facts.one_line(label))}</summary>"
         f"{_timeline(row, timeline)}</details>"
-        for index, (label, row, timeline) in enumerate(drawn)
+        for label, row, timeline in drawn
     ]
     said = "A profiler slows a step: lengths compare within a picture, not with the speeds above."
     entries = [(lane.key, lane.name) for lane in LANES]

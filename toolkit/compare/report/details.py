@@ -116,7 +116,9 @@ def failure_facts(results: Results, row: Row) -> str:
 
 def probes_note(results: Results) -> str:
     """What the table of probes shows."""
-    peaks = "on a CPU the planner predicts nothing, and what was measured is resident memory (RSS) of the largest rank"
+    peaks = (
+        "on a CPU the planner predicts nothing, and what was measured is resident memory (RSS) of the rank that failed"
+    )
     each = "Each size ran for two steps that begin with the longest rows; none was tried twice"
     return f"{each}{f'; {peaks}' if facts.on_cpu(results) else ''}."
 

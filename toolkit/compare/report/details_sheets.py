@@ -48,7 +48,7 @@ def efficiency_sheet(results: Results) -> Sheet | None:
         results,
         lambda row: (
             number_cell(row["ratio_to_reference"], 3),
-            interval_cell(row["ratio_interval"], lambda bound: f"{bound:.3f}"),
+            interval_cell(row["ratio_interval"], lambda bound: number(bound, 3 if bound < 100 else 0)),
             number_cell(row["rank"], 0),
             *(measured(share, tenths) for share in (row["mfu"], row["mfu_full_attention"], row["hfu"])),
             measured(row["cost_per_million_tokens"], price),

@@ -36,6 +36,8 @@ from toolkit.compare.report.summary import notes, summary_sentence, title
 from toolkit.compare.results import NOT_SUPPORTED, Results
 from toolkit.units import NOT_AVAILABLE
 
+NO_ALARM = ("completed", "reference", "agrees", NOT_SUPPORTED, NOT_AVAILABLE)
+"""What a status or a parity may say in a row that is not compared, without being red."""
 PAGE = {
     "light": ("#ffffff", "#1f2328", "#d8dee4", "#f3f5f7", "#b42318"),
     "dark": ("#14171a", "#e6e8ea", "#363c43", "#20252a", "#ff8a7a"),
@@ -177,7 +179,7 @@ def _cells(sheet: Sheet, cells: Sequence[Cell]) -> str:
     written = [f'<th scope="row">{_breakable(name.text)}</th>']
     for column, cell in zip(sheet.columns[1:], others, strict=True):
         value = "" if cell.value is None else f' data-value="{cell.value!r}"'
-        says = column.header in ("status", "parity") and cell.text not in (NOT_AVAILABLE, NOT_SUPPORTED)
+        says = column.header in ("status", "parity") and cell.text not in NO_ALARM
         kind = "num" if column.numeric else "status" if says else ""
         written.append(f"<td{_class(kind)}{value}>{_breakable(cell.text)}</td>")
     return "".join(written)
