@@ -109,7 +109,7 @@ class _Moments:
     def __init__(self, shape: ModelShape, engine: Engine, job: Job, weights: Weights, states: ModelStates) -> None:
         self.job, self.engine, self.weights, self.states = job, engine, weights, states
         self.buffers: Buffers = buffers(engine, weights, states, job)
-        activations = Activations(shape=shape, autocast=engine.autocasts, lora_r=job.lora_r, quantized=job.load_in_4bit)
+        activations = _activations(shape, engine.autocasts, job.lora_r, job.load_in_4bit)
         wider = 2 if engine.element_bytes == 4 else 1  # fp32 compute keeps at most twice the bytes
         self.tokens = job.tokens * wider
         rows = {"seq_length": job.max_seq_length, "padded": job.has_padding}
