@@ -72,6 +72,8 @@ class Counted:
     """What one more rank of all adapters adds, by compute."""
     counted_rank: int
     """The rank of the adapters in `kept`."""
+    logit_bytes: int
+    """Of each logit, before the loss."""
 
     def of(self, *, autocast: bool, lora_r: int | None, mask: str) -> KeptByModel:
         """Adapters of any rank: what they keep grows with it."""
@@ -95,6 +97,7 @@ def counted_of(rows: Sequence[Mapping[str, Any]], rank: int) -> Counted | None:
         kept=kept,
         per_rank={row["autocast"]: _by_model(row) for row in rows if row["per_rank"]},
         counted_rank=rank,
+        logit_bytes=rows[0]["logit_bytes"],
     )
 
 

@@ -12,11 +12,12 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from toolkit.models.shape import ModelShape
-from toolkit.plan.activations import SOFTCAPPED, Activations, logits_bytes
+from toolkit.plan.activations import Activations
 from toolkit.plan.buffers import Buffers, buffers
 from toolkit.plan.engine import Engine, engine_of
 from toolkit.plan.host import HostMemory, host_memory
 from toolkit.plan.job import Job
+from toolkit.plan.logits import logits_bytes
 from toolkit.plan.overhead import overhead_bytes
 from toolkit.plan.states import ModelStates, model_states
 from toolkit.plan.weights import Weights, job_weights
@@ -133,7 +134,7 @@ class _Moments:
             tokens=self.tokens,
             vocab_size=shape.vocab_size,
             hidden_size=shape.hidden_size,
-            softcapped=shape.model_type in SOFTCAPPED,
+            kept_bytes=activations.logit_bytes,
         )
         self.head = shape.vocab_size * shape.hidden_size
         # A tied embedding's gradient comes in two: the head's waits, the lookup's is made, and they are added up.

@@ -27,9 +27,10 @@ ROWS = 2
 LENGTHS = (64, 128, 192)
 WINDOW = 32  # every length is past it
 RANKS = (8, 16)
-OUTSIDE = "outside"
+OUTSIDE, LOGITS = "outside", "logits"
+PARTS = ("layers", "largest", "outer")
 Sizes = dict[str, int]
-Fit = dict[str, list[Any]]
+Fit = dict[str, Any]
 
 
 def count_kept(whole: Any) -> list[dict[str, Any]]:
@@ -76,7 +77,7 @@ def _of_compute(config: Any, kinds: list[str], *, autocast: bool) -> Iterator[di
 def _slope(fewer: Fit, more: Fit) -> Fit:
     """What one more rank adds."""
     apart = RANKS[1] - RANKS[0]
-    return {part: [round((b - a) / apart) for a, b in zip(fewer[part], more[part], strict=True)] for part in fewer}
+    return {part: [round((b - a) / apart) for a, b in zip(fewer[part], more[part], strict=True)] for part in PARTS}
 
 
 def _model(config: Any, *, autocast: bool) -> Any:
@@ -114,7 +115,13 @@ def _fitted(model: Any, kinds: list[str], mask: str, *, autocast: bool) -> Fit:
         "layers": [sum(parts) for parts in zip(*layers, strict=True)],
         "largest": max(layers[1:] or layers, key=lambda parts: parts[1] + parts[2] * LENGTHS[-1]),
         "outer": _fit([sizes.get(OUTSIDE, 0) for sizes in forwards]),
+        "logit_bytes": forwards[0].get(LOGITS, 0) // (ROWS * LENGTHS[0] * vocabulary_of(model)),
     }
+
+
+def vocabulary_of(model: Any) -> int:
+    """Its size: what is as wide holds logits."""
+    return int(model.config.get_text_config().vocab_size)
 
 
 def _fit(sizes: list[int]) -> list[Any]:
@@ -126,12 +133,12 @@ def _fit(sizes: list[int]) -> list[Any]:
 
 
 def _saved(model: Any, length: int, mask: str, *, autocast: bool) -> Sizes:
-    """Bytes that one forward saves, by the layer that is under way; logits are the plan's."""
+    """Bytes that one forward saves, by the layer that is under way; there is no loss yet."""
     layers = decoder_layers(model)
     place, sizes, kept = [OUTSIDE], Counter[str](), []
     own = {t.untyped_storage()._cdata for t in (*model.parameters(), *model.buffers())}
     seen = set(own)
-    vocabulary = model.config.get_text_config().vocab_size
+    vocabulary = vocabulary_of(model)
     hooks = [
         hook
         for name, layer in layers.items()
@@ -146,8 +153,8 @@ def _saved(model: Any, length: int, mask: str, *, autocast: bool) -> Sizes:
         if storage._cdata not in seen:
             seen.add(storage._cdata)
             kept.append(tensor)
-            wide = place[-1] == OUTSIDE and tensor.dim() > 0 and tensor.shape[-1] == vocabulary and tensor.dim() != 2
-            sizes[place[-1]] += 0 if wide else storage.nbytes()
+            wide = tensor.dim() == 3 and tensor.shape[-1] == vocabulary
+            sizes[LOGITS if wide else place[-1]] += storage.nbytes()
         return tensor
 
     compute = torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast)
