@@ -113,15 +113,15 @@ class _Moments:
         activations = _activations(shape, engine.autocasts, job.lora_r, job.load_in_4bit)
         wider = 2 if engine.element_bytes == 4 else 1  # fp32 compute keeps at most twice the bytes
         self.tokens = job.tokens * wider
-        rows = {"seq_length": job.max_seq_length, "padded": job.has_padding}
-        one_layer, all_layers = _layer_bytes(activations, **rows)
+        one_layer, all_layers = _layer_bytes(activations, job.max_seq_length, job.has_padding)
         self.one_layer = self.tokens * one_layer
-        recomputes = job.activation_checkpointing  # layers are handed the masks again
-        self.masks = activations.mask_bytes(rows=job.per_device_train_batch_size, **rows) if recomputes else 0
-        if job.activation_checkpointing:
+        self.masks = 0
+        self.kept = self.tokens * all_layers
+        if job.activation_checkpointing:  # layers are handed the masks again
+            self.masks = activations.mask_bytes(
+                rows=job.per_device_train_batch_size, seq_length=job.max_seq_length, padded=job.has_padding
+            )
             self.kept = self.tokens * activations.checkpoint_bytes_per_token * shape.num_layers + self.masks
-        else:
-            self.kept = self.tokens * all_layers
         self.outer = self.tokens * activations.outer_bytes_per_token
         self.working = self.tokens * activations.backward_bytes_per_token
         unpacked = 2 * weights.largest_linear if job.load_in_4bit else 0

@@ -101,11 +101,11 @@ def _computed_with(tensor: Any) -> Any:
     return tensor.to(torch.get_autocast_dtype("cpu")) if torch.is_autocast_enabled("cpu") else tensor
 
 
-class _FusedAttention(torch.autograd.Function):
+class _FusedAttention(torch.autograd.Function):  # type: ignore[misc]
     """Query, key, value, output and a number a head and row; a mask in the query's dtype. There are no values."""
 
     @staticmethod
-    def forward(ctx: Any, query: Any, key: Any, value: Any, mask: Any) -> Any:  # type: ignore[override]
+    def forward(ctx: Any, query: Any, key: Any, value: Any, mask: Any) -> Any:
         rows, heads, length, _ = query.shape
         output = query.new_empty(rows, length, heads, value.shape[-1]).transpose(1, 2)
         numbers = query.new_empty(rows, heads, length, dtype=torch.float32)
@@ -114,7 +114,7 @@ class _FusedAttention(torch.autograd.Function):
         return output
 
     @staticmethod
-    def backward(ctx: Any, gradient: Any) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Any) -> Any:
         del gradient
         return *(torch.empty_like(tensor) for tensor in ctx.saved_tensors[:3]), None
 
