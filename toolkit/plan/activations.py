@@ -124,10 +124,12 @@ class Activations:
         """Of an element of the residual stream."""
         return 4 if self.autocast else 2
 
-    @property
-    def backward_bytes_per_token(self) -> int:
-        """Gradients of activations that are alive at once while a layer goes backward: of both halves of the MLP, and
+    def backward_bytes_per_token(self, *, seq_length: int, padded: bool = False) -> int:
+        """What the layer that keeps most needs beside while it goes backward: gradients of both halves of the MLP, and
         of the residual stream."""
+        counted = self._counted(seq_length, padded)
+        if counted is not None:
+            return max(0, counted.working.token_bytes(seq_length))
         experts = self.shape.experts_per_token or 1
         return 4 * self.shape.intermediate_size * experts + 2 * self.stream_bytes * self.shape.hidden_size
 

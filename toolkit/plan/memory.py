@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 from toolkit.models.shape import ModelShape
 from toolkit.plan.activations import Activations
@@ -98,10 +99,14 @@ def _activations(shape: ModelShape, autocast: bool, lora_r: int | None, quantize
 
 
 @lru_cache(maxsize=1024)
-def _layer_bytes(activations: Activations, seq_length: int, padded: bool) -> tuple[int, int]:
-    """A token's in the largest layer, and in all."""
-    largest = activations.layer_bytes_per_token(seq_length=seq_length, padded=padded)
-    return largest, activations.all_layers_bytes_per_token(seq_length=seq_length, padded=padded)
+def _layer_bytes(activations: Activations, seq_length: int, padded: bool) -> tuple[int, int, int]:
+    """A token's in the largest layer, in all, and what the largest needs beside while it goes backward."""
+    how: Any = {"seq_length": seq_length, "padded": padded}
+    return (
+        activations.layer_bytes_per_token(**how),
+        activations.all_layers_bytes_per_token(**how),
+        activations.backward_bytes_per_token(**how),
+    )
 
 
 class _Moments:
@@ -113,7 +118,7 @@ class _Moments:
         activations = _activations(shape, engine.autocasts, job.lora_r, job.load_in_4bit)
         wider = 2 if engine.element_bytes == 4 else 1  # fp32 compute keeps at most twice the bytes
         self.tokens = job.tokens * wider
-        one_layer, all_layers = _layer_bytes(activations, job.max_seq_length, job.has_padding)
+        one_layer, all_layers, working = _layer_bytes(activations, job.max_seq_length, job.has_padding)
         self.one_layer = self.tokens * one_layer
         self.masks = 0
         self.kept = self.tokens * all_layers
@@ -123,7 +128,7 @@ class _Moments:
             )
             self.kept = self.tokens * activations.checkpoint_bytes_per_token * shape.num_layers + self.masks
         self.outer = self.tokens * activations.outer_bytes_per_token
-        self.working = self.tokens * activations.backward_bytes_per_token
+        self.working = self.tokens * working
         unpacked = 2 * weights.largest_linear if job.load_in_4bit else 0
         self.layer_copies = activations.layer_fixed_bytes + unpacked
         self.head_copy = activations.head_copy_bytes

@@ -11,25 +11,28 @@ kind keep the same, but for the first, so only as many are run as it takes to me
 from __future__ import annotations
 
 import copy
+import functools
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_leaves, tree_map
 from transformers import AutoModelForCausalLM
 from transformers.initialization import no_init_weights
 
+from toolkit.train.rehearsal.live_memory import LiveMemory
 from toolkit.train.rehearsal.patches import as_a_gpu_keeps
 from toolkit.train.shapes import decoder_layers
 
 ROWS = 2
-LENGTHS = (64, 128, 192)
+LENGTHS = (1024, 2048, 3072)  # a job's own, since another moment is the highest where rows are short
 WINDOW = 32  # every length is past it
 RANKS = (8, 16)
-OUTSIDE, LOGITS = "outside", "logits"
-PARTS = ("layers", "largest", "outer")
-Sizes = dict[str, int]
+OUTSIDE, LOGITS, PEAK = "outside", "logits", "peak"
+PARTS = ("layers", "largest", "working", "outer")
+Sizes = Counter[Any]
 Fit = dict[str, Any]
 
 
@@ -105,18 +108,29 @@ def _masks(model: Any) -> list[str]:
 
 
 def _fitted(model: Any, kinds: list[str], mask: str, *, autocast: bool) -> Fit:
-    """`layers`, `largest` and `outer`, each as bytes whatever the batch, a token, and a token and position."""
-    forwards = [_saved(model, length, mask, autocast=autocast) for length in LENGTHS]
-    run = [_fit([sizes.get(name, 0) for sizes in forwards]) for name in decoder_layers(model)]
+    """Each part as bytes whatever the batch, a token, and a token and position.
+
+    `layers` and the `largest` of them, `outer`, and `working`: what the largest needs beside while it goes backward.
+    """
+    layers = list(decoder_layers(model))
+    named = dict(zip(kinds, layers, strict=False))  # the last of each kind
+    forwards = [_forward(model, length, mask, peaks_of=named.values(), autocast=autocast) for length in LENGTHS]
+    kept = {kind: _fit([sizes[name] for sizes in forwards]) for kind, name in named.items()}
+    peaks = {kind: _fit([sizes[name, PEAK] for sizes in forwards]) for kind, name in named.items()}
     # What is computed once for all layers counts for the first, and above it gradients flow to frozen layers' inputs.
-    of_kind = {kind: parts for kind, parts in zip(kinds[1:], run[1:], strict=False)}
-    layers = [*run[:1], *(of_kind[kind] for kind in kinds[1:])]
+    all_layers = [_fit([sizes[layers[0]] for sizes in forwards]), *(kept[kind] for kind in kinds[1:])]
+    largest = max(set(kinds[1:] or kinds), key=lambda kind: _of_length(peaks[kind]))
     return {
-        "layers": [sum(parts) for parts in zip(*layers, strict=True)],
-        "largest": max(layers[1:] or layers, key=lambda parts: parts[1] + parts[2] * LENGTHS[-1]),
-        "outer": _fit([sizes.get(OUTSIDE, 0) for sizes in forwards]),
-        "logit_bytes": forwards[0].get(LOGITS, 0) // (ROWS * LENGTHS[0] * vocabulary_of(model)),
+        "layers": [sum(parts) for parts in zip(*all_layers, strict=True)],
+        "largest": kept[largest],
+        "working": [peak - own for peak, own in zip(peaks[largest], kept[largest], strict=True)],
+        "outer": _fit([sizes[OUTSIDE] for sizes in forwards]),
+        "logit_bytes": forwards[0][LOGITS] // (ROWS * LENGTHS[0] * vocabulary_of(model)),
     }
+
+
+def _of_length(parts: list[Any]) -> float:
+    return float(parts[1] + parts[2] * LENGTHS[-1])
 
 
 def vocabulary_of(model: Any) -> int:
@@ -132,21 +146,16 @@ def _fit(sizes: list[int]) -> list[Any]:
     return [round(sizes[0] - line - square), round(line / tokens), square / (tokens * step)]
 
 
-def _saved(model: Any, length: int, mask: str, *, autocast: bool) -> Sizes:
-    """Bytes that one forward saves, by the layer that is under way; there is no loss yet."""
-    layers = decoder_layers(model)
-    place, sizes, kept = [OUTSIDE], Counter[str](), []
-    own = {t.untyped_storage()._cdata for t in (*model.parameters(), *model.buffers())}
-    seen = set(own)
-    vocabulary = vocabulary_of(model)
-    hooks = [
-        hook
-        for name, layer in layers.items()
-        for hook in (
-            layer.register_forward_pre_hook(lambda *_, name=name: place.append(name)),
-            layer.register_forward_hook(lambda *_: place.pop() and None),
-        )
-    ]
+def _forward(model: Any, length: int, mask: str, *, peaks_of: Iterable[str], autocast: bool) -> Sizes:
+    """Bytes that one forward saves, by the layer that is under way, and some layers' peaks; there is no loss yet."""
+    calls: dict[str, tuple[Any, Any]] = {}
+    place, sizes, kept = [OUTSIDE], Counter[Any](), []
+    seen = {t.untyped_storage()._cdata for t in (*model.parameters(), *model.buffers())}
+    vocabulary, layers = vocabulary_of(model), decoder_layers(model)
+
+    def enter(name: str, args: Any, kwargs: Any) -> None:
+        calls[name] = (args, kwargs)
+        place.append(name)
 
     def pack(tensor: Any) -> Any:
         storage = tensor.untyped_storage()
@@ -157,12 +166,40 @@ def _saved(model: Any, length: int, mask: str, *, autocast: bool) -> Sizes:
             sizes[LOGITS if wide else place[-1]] += storage.nbytes()
         return tensor
 
+    hooks = []
+    for name, layer in layers.items():
+        entering = functools.partial(lambda name, _, args, kwargs: enter(name, args, kwargs), name)
+        hooks += [layer.register_forward_pre_hook(entering, with_kwargs=True)]
+        hooks += [layer.register_forward_hook(lambda *_: place.pop() and None)]
     compute = torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast)
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), compute:
         model(**_batch(model, length, mask))
     for hook in hooks:
         hook.remove()
-    return dict(sizes)
+    for name in peaks_of:
+        sizes[name, PEAK] = _layer_peak(layers[name], *calls[name], autocast=autocast)
+    return sizes
+
+
+def _layer_peak(layer: Any, args: Any, kwargs: Any, *, autocast: bool) -> int:
+    """Highest bytes beside its inputs while a layer goes forward and backward, as one that is recomputed does."""
+    args, kwargs = tree_map(_as_input, (args, kwargs))
+    memory = LiveMemory(wide=0)
+    with memory:
+        memory.known(t for t in (*layer.parameters(), *tree_leaves((args, kwargs))) if isinstance(t, torch.Tensor))
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+            output = next(t for t in tree_leaves(layer(*args, **kwargs)) if isinstance(t, torch.Tensor))
+        with memory.phase(PEAK):
+            output.backward(torch.empty_like(output))
+    layer.zero_grad()
+    return memory.peaks[PEAK].total_bytes
+
+
+def _as_input(value: Any) -> Any:
+    """A leaf that wants a gradient, as the residual stream is one."""
+    if not isinstance(value, torch.Tensor) or not value.is_floating_point():
+        return value
+    return value.detach().requires_grad_(value.requires_grad)
 
 
 def _batch(model: Any, length: int, mask: str) -> dict[str, Any]:
