@@ -56,10 +56,11 @@ def shortened(config: Any, kinds: list[str]) -> Any:
     needed = max((kinds.index(kind, 1) + 1 for kind in set(kinds[1:])), default=1)
     config = copy.deepcopy(config)
     text = config.get_text_config()
-    if text.num_hidden_layers == len(kinds):
+    if getattr(text, "num_hidden_layers", None) == len(kinds):
+        for name, value in list(vars(text).items()):
+            if isinstance(value, list) and len(value) == len(kinds):  # what each layer is
+                setattr(text, name, value[:needed])
         text.num_hidden_layers = needed
-        if getattr(text, "layer_types", None):
-            text.layer_types = text.layer_types[:needed]
     return config
 
 
