@@ -68,14 +68,21 @@ def _of_compute(config: Any, kinds: list[str], *, autocast: bool) -> Iterator[di
     named = {"autocast": autocast, "per_rank": False}
     with as_a_gpu_keeps(), FakeTensorMode(allow_non_fake_inputs=True):
         model = _model(config, autocast=autocast)
-        masks = _masks(model)
-        for mask in masks:
-            yield named | {"lora": False, "mask": mask} | _fitted(model, kinds, mask, autocast=autocast)
+        yield from (named | {"lora": False} | row for row in _by_mask(model, kinds, autocast=autocast))
         fewer, more = (_with_adapters(_model(config, autocast=autocast), rank) for rank in RANKS)
-        for mask in masks:
-            yield named | {"lora": True, "mask": mask} | _fitted(fewer, kinds, mask, autocast=autocast)
-        ranks = [_fitted(adapted, kinds, "none", autocast=autocast) for adapted in (fewer, more)]
-        yield named | {"lora": True, "mask": "none", "per_rank": True} | _slope(*ranks)
+        rows = list(_by_mask(fewer, kinds, autocast=autocast))
+        yield from (named | {"lora": True} | row for row in rows)
+        slope = _slope(rows[0], _fitted(more, kinds, "none", autocast=autocast))
+        yield named | {"lora": True, "mask": "none", "per_rank": True} | slope
+
+
+def _by_mask(model: Any, kinds: list[str], *, autocast: bool) -> Iterator[dict[str, Any]]:
+    """Without a mask first; what a layer needs beside while it goes backward is the same with one."""
+    first = _fitted(model, kinds, "none", autocast=autocast)
+    yield {"mask": "none"} | first
+    for mask in _masks(model)[1:]:
+        row = _fitted(model, kinds, mask, autocast=autocast, peaks=False)
+        yield {"mask": mask} | row | {"working": first["working"]}
 
 
 def _slope(fewer: Fit, more: Fit) -> Fit:
@@ -108,23 +115,24 @@ def _masks(model: Any) -> list[str]:
     return ["none", "padding", *(["window"] if window else [])]
 
 
-def _fitted(model: Any, kinds: list[str], mask: str, *, autocast: bool) -> Fit:
+def _fitted(model: Any, kinds: list[str], mask: str, *, autocast: bool, peaks: bool = True) -> Fit:
     """Each part as bytes whatever the batch, a token, and a token and position.
 
     `layers` and the `largest` of them, `outer`, and `working`: what the largest needs beside while it goes backward.
     """
     layers = list(decoder_layers(model))
     named = dict(zip(kinds, layers, strict=False))  # the last of each kind
-    forwards = [_forward(model, length, mask, peaks_of=named.values(), autocast=autocast) for length in LENGTHS]
+    peaks_of = named.values() if peaks else ()
+    forwards = [_forward(model, length, mask, peaks_of=peaks_of, autocast=autocast) for length in LENGTHS]
     kept = {kind: _fit([sizes[name] for sizes in forwards]) for kind, name in named.items()}
-    peaks = {kind: _fit([sizes[name, PEAK] for sizes in forwards]) for kind, name in named.items()}
+    highest = {kind: _fit([sizes[name, PEAK] for sizes in forwards]) for kind, name in named.items()} if peaks else kept
     # What is computed once for all layers counts for the first, and above it gradients flow to frozen layers' inputs.
     all_layers = [_fit([sizes[layers[0]] for sizes in forwards]), *(kept[kind] for kind in kinds[1:])]
-    largest = max(set(kinds[1:] or kinds), key=lambda kind: _of_length(peaks[kind]))
+    largest = max(set(kinds[1:] or kinds), key=lambda kind: _of_length(highest[kind]))
     return {
         "layers": [sum(parts) for parts in zip(*all_layers, strict=True)],
         "largest": kept[largest],
-        "working": [peak - own for peak, own in zip(peaks[largest], kept[largest], strict=True)],
+        "working": [peak - own for peak, own in zip(highest[largest], kept[largest], strict=True)],
         "outer": _fit([sizes[OUTSIDE] for sizes in forwards]),
         "logit_bytes": forwards[0][LOGITS] // (ROWS * LENGTHS[0] * vocabulary_of(model)),
     }
