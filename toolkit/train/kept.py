@@ -1,7 +1,7 @@
 """What a model's forward keeps for its backward, counted on fake tensors: any architecture, no weights, no memory.
 
-    >>> count_kept(config)[0]["layers"]
-    [0, 367360, 0.0]
+    >>> count_kept(model_on_the_meta_device)[0]["layers"]
+    [0, 1739136, 0.0]
 
 Each storage that autograd saves counts once, for the layer that saves it first. Rows of three lengths tell what is
 there whatever the batch, what each token adds, and what each position of its row adds to each token. Layers of one
