@@ -151,8 +151,15 @@ class _Moments:
         return Phase(phase="load", parameter_bytes=self._parameters, buffer_bytes=self.buffers.load_bytes)
 
     def forward(self) -> Phase:
-        """Its end: everything is kept, and the logits are there in two dtypes."""
-        return self._phase(
+        """The last layer, or the end: everything is kept, and the logits are there in two dtypes."""
+        last = self._phase(
+            "forward",
+            activations=self.kept,
+            buffers=self.buffers.forward_layer_bytes,
+            copies=self.kept_copies,
+            gradients=self._gradients_before,
+        )
+        end = self._phase(
             "forward",
             activations=self.kept + self.outer,
             logits=self.logits[0],
@@ -160,6 +167,7 @@ class _Moments:
             copies=self.cached_copies + self.head_copy,
             gradients=self._gradients_before,
         )
+        return max(last, end, key=lambda phase: phase.allocated_bytes)
 
     def backward(self) -> Phase:
         """The worst of four moments: the loss, the last layer (it comes first), the first layer, a tied embedding."""
