@@ -13,8 +13,9 @@ from test_models import EXPERTS, TINY, config_file
 from toolkit.models.fields import Fields
 from toolkit.models.read import _counted_shape, read_model
 from toolkit.models.windows import window_of
-from toolkit.plan.activations import Activations, logits_bytes
+from toolkit.plan.activations import Activations
 from toolkit.plan.job import LOSSES
+from toolkit.plan.logits import logits_bytes
 
 BATCH, LENGTH = 2, 96
 WIDE = TINY | {"hidden_size": 128, "intermediate_size": 352, "num_attention_heads": 8, "num_key_value_heads": 2}

@@ -158,6 +158,7 @@ def plan(
         loss=loss,
         optimizer=optimizer,
         gpus_per_machine=gpus_per_machine,
+        rows_differ=False if verify else None,  # a rehearsal's rows are full
     )
     plans, request = plans_of(
         model,

@@ -81,6 +81,29 @@ def _of_group(cases: list[Case], split: str, group: str, name: str) -> list[dict
     return rows
 
 
+TABLE_HEADER = ("half", "cases of", "cases", "mean error", "p95", "planned less", "worst")
+TABLE_HEADER += ("before: mean", "before: p95", "before: worst")
+
+
+def traced_rows(rows: list[dict[str, Any]], before: list[dict[str, Any]]) -> list[tuple[str, ...]]:
+    """The summary of traced peaks as a table, an earlier planner's beside it."""
+    earlier = {(row["split"], row["group"], row["name"]): row for row in before if row["what"] == "traced"}
+    table = []
+    for row in rows:
+        if row["what"] != "traced":
+            continue
+        old = earlier.get((row["split"], row["group"], row["name"]))
+        then = tuple(_share(old[name]) for name in ("mean", "p95", "worst")) if old else ("n/a",) * 3
+        name = {"all": "all"}.get(row["group"], f"`{row['name']}`")
+        now = (_share(row["mean"]), _share(row["p95"]), f"{row['under']:.0%}".replace("%", " %"), _share(row["worst"]))
+        table.append((row["split"], name, str(row["cases"]), *now, *then))
+    return table
+
+
+def _share(value: float) -> str:
+    return f"{100 * value:.2f} %"
+
+
 def out_of_memory_among_fits(cases: list[Case]) -> list[str]:
     """Cases that were called `fits` and ran out of memory; the goal is none."""
     fits = [case for case in cases if (case.get("planned") or {}).get("verdict") == "fits"]

@@ -29,8 +29,8 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from grid import ARCHITECTURES, TINY_ARCHITECTURES, Case, digest, registered_grid, tiny_grid
-from judged import errors, out_of_memory_among_fits, summary, verdicts_against_traces
-from record import print_table
+from judged import TABLE_HEADER, errors, out_of_memory_among_fits, summary, traced_rows, verdicts_against_traces
+from record import print_table, write_table
 from rehearsing import log_tail, prepare, rehearse
 
 STEPS, UNTIMED_STEPS, LORA_RANK = 6, 2, 16
@@ -119,7 +119,7 @@ def _whole_lines(path: Path) -> Iterator[Case]:
             continue
 
 
-def write_results(folder: Path, grid: list[Case], cases: list[Case]) -> Path:
+def write_results(folder: Path, grid: list[Case], cases: list[Case], *, before: Path | None = None) -> Path:
     """results.json: every case, the errors, and what is needed to do it again."""
     from toolkit.hardware.machine import describe_machine, git_commit, library_versions
 
@@ -141,6 +141,10 @@ def write_results(folder: Path, grid: list[Case], cases: list[Case]) -> Path:
         "out_of_memory_among_fits": out_of_memory_among_fits(cases),
         "verdicts_against_traces": verdicts_against_traces(cases),
     }
+    if before is not None:
+        earlier = json.loads(before.read_text())
+        facts["before"] = {name: earlier[name] for name in ("git_commit", "summary", "verdicts_against_traces")}
+        facts["before"] |= {"errors": {case["id"]: case["errors"] for case in earlier["cases"]}}
     lines = ",\n".join(json.dumps(case | {"errors": errors(case)}) for case in cases)
     path = folder / "results.json"
     path.write_text(json.dumps(facts, indent=1)[:-2] + f',\n "cases": [\n{lines}\n]\n}}\n')
@@ -172,6 +176,8 @@ def main() -> None:
     parser.add_argument("--limit", type=int, help="at most so many cases of the grid")
     parser.add_argument("--gpu", default="h100", help="as the planner names it")
     parser.add_argument("--measure-only", action="store_true", help="leave the plans to a later --report")
+    parser.add_argument("--before", type=Path, help="results.json of an earlier planner on the same cases, to show too")
+    parser.add_argument("--write-table", type=Path, help="a document with lines for the table `traced grid`")
     parser.add_argument("--report", action="store_true", help="run nothing")
     given = parser.parse_args()
     started, grid = time.monotonic(), tiny_grid() if given.tiny else registered_grid()
@@ -201,7 +207,12 @@ def main() -> None:
         # Plans are arithmetic: those of earlier calls are made again, so that a better planner needs no new measuring.
         cases = [case | {"planned": plan(case) or case.get("planned")} for case in read_cases(path)]
     print_summary(cases)
-    print(write_results(given.output, grid, cases))
+    path = write_results(given.output, grid, cases, before=given.before)
+    print(path)
+    if given.write_table is not None:
+        found = json.loads(path.read_text())
+        rows = traced_rows(found["summary"], found.get("before", {}).get("summary", []))
+        write_table(given.write_table, "traced grid", TABLE_HEADER, rows)
 
 
 if __name__ == "__main__":

@@ -31,13 +31,6 @@ class Kept:
         """Of one token."""
         return self.per_token + round(self.per_position * seq_length)
 
-    def __sub__(self, other: Kept) -> Kept:
-        return Kept(
-            fixed=self.fixed - other.fixed,
-            per_token=self.per_token - other.per_token,
-            per_position=self.per_position - other.per_position,
-        )
-
     def plus(self, other: Kept, times: float) -> Kept:
         """This and so many times the other."""
         return Kept(
@@ -55,6 +48,8 @@ class KeptByModel:
     """All layers together."""
     largest: Kept
     """The layer that keeps most."""
+    working: Kept
+    """What that layer needs beside while it goes backward."""
     outer: Kept
     """Outside the layers, without logits."""
 
@@ -72,6 +67,8 @@ class Counted:
     """What one more rank of all adapters adds, by compute."""
     counted_rank: int
     """The rank of the adapters in `kept`."""
+    logit_bytes: int
+    """Of each logit, before the loss."""
 
     def of(self, *, autocast: bool, lora_r: int | None, mask: str) -> KeptByModel:
         """Adapters of any rank: what they keep grows with it."""
@@ -82,6 +79,7 @@ class Counted:
         return KeptByModel(
             layers=found.layers.plus(more.layers, times),
             largest=found.largest.plus(more.largest, times),
+            working=found.working.plus(more.working, times),
             outer=found.outer.plus(more.outer, times),
         )
 
@@ -95,6 +93,7 @@ def counted_of(rows: Sequence[Mapping[str, Any]], rank: int) -> Counted | None:
         kept=kept,
         per_rank={row["autocast"]: _by_model(row) for row in rows if row["per_rank"]},
         counted_rank=rank,
+        logit_bytes=rows[0]["logit_bytes"],
     )
 
 
@@ -103,4 +102,4 @@ def _by_model(row: Mapping[str, Any]) -> KeptByModel:
         fixed, per_token, per_position = row[name]
         return Kept(fixed=fixed, per_token=per_token, per_position=per_position)
 
-    return KeptByModel(layers=one("layers"), largest=one("largest"), outer=one("outer"))
+    return KeptByModel(layers=one("layers"), largest=one("largest"), working=one("working"), outer=one("outer"))

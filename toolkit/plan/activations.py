@@ -18,7 +18,6 @@ its own of what it reads, and a bf16 copy of its weights.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -125,10 +124,12 @@ class Activations:
         """Of an element of the residual stream."""
         return 4 if self.autocast else 2
 
-    @property
-    def backward_bytes_per_token(self) -> int:
-        """Gradients of activations that are alive at once while a layer goes backward: of both halves of the MLP, and
+    def backward_bytes_per_token(self, *, seq_length: int, padded: bool = False) -> int:
+        """What the layer that keeps most needs beside while it goes backward: gradients of both halves of the MLP, and
         of the residual stream."""
+        counted = self._counted(seq_length, padded)
+        if counted is not None:
+            return max(0, counted.working.token_bytes(seq_length))
         experts = self.shape.experts_per_token or 1
         return 4 * self.shape.intermediate_size * experts + 2 * self.stream_bytes * self.shape.hidden_size
 
@@ -165,6 +166,13 @@ class Activations:
     def head_copy_bytes(self) -> int:
         """The head's bf16 copy, kept from the forward's end until the backward has begun."""
         return 2 * self.shape.vocab_size * self.shape.hidden_size if self.autocast else 0
+
+    @property
+    def logit_bytes(self) -> int:
+        """Kept of each logit on its way to the loss: what a soft cap gives."""
+        if self.shape.kept is not None:
+            return self.shape.kept.logit_bytes
+        return 2 if self.shape.model_type in SOFTCAPPED else 0
 
     @property
     def caches_copies(self) -> bool:
@@ -268,29 +276,6 @@ class Activations:
         copies = self.autocast and self.shape.attention != "eager"  # whose output lies as the next layer reads it
         output_copy = 2 * self.shape.num_attention_heads * self.shape.head_dim if copies else 0
         return 2 * self.lora_r * adapted + output_copy
-
-
-def logits_bytes(
-    *, loss: str, tokens: int, vocab_size: int, hidden_size: int, softcapped: bool = False
-) -> tuple[int, int]:
-    """Bytes of logits and loss at the end of the forward, and at the start of the backward.
-
-    `full`: bf16 logits, their fp32 copy and the fp32 log-probabilities (2 + 4 + 4); backward the log-probabilities,
-    the gradient of the loss, and that of the logits (4 + 4 + 4): transformers' `ForCausalLMLoss`, torch's
-    `cross_entropy`. `chunked`: bf16 logits and their gradient, and an eighth of the rest, as torchtune's chunked loss.
-    `fused`: one chunk of bf16 logits, the head's gradient and that of what it reads (Liger-Kernel,
-    `fused_linear_cross_entropy`).
-    """
-    logits = tokens * vocab_size
-    if loss == "full":
-        capped = 2 * logits if softcapped else 0  # the bf16 result of Gemma 2's cap
-        return 10 * logits + capped, 12 * logits + capped
-    if loss == "chunked":
-        return 2 * logits + logits, 4 * logits + logits
-    chunks = math.ceil(vocab_size / max(hidden_size, 1))
-    chunk = min(tokens, 1 << (math.ceil(tokens / chunks) - 1).bit_length())
-    fused = 2 * chunk * vocab_size + 2 * vocab_size * hidden_size + 2 * tokens * hidden_size
-    return fused, 2 * vocab_size * hidden_size + 2 * tokens * hidden_size
 
 
 def _count(kind: Layer, names: tuple[str, ...]) -> int:

@@ -20,6 +20,7 @@ from toolkit.units import MIB
 # `_fsdp_param_group.py`, `post_backward` and `_prefetch_unshard`). Without resharding the first two are there anyway,
 # and go layer by layer; frozen layers have no gradients, and the first layer has no next one.
 PARAMETER_LAYERS, GRADIENT_LAYERS = 2, 2
+FORWARD_LAYERS = 3  # the layer, the next one, and what it is gathered through
 # DDP's first broadcast of all parameters: flat copies of this size, two on their way (torch, `distributed.py`,
 # `broadcast_bucket_size`; `c10d/comm.cpp`, `broadcast_coalesced`).
 BROADCAST_BYTES, BROADCASTS = 250 * MIB, 2
@@ -33,6 +34,8 @@ class Buffers:
     lasting_bytes: int = 0
     """As long as the run."""
     forward_bytes: int = 0
+    forward_layer_bytes: int = 0
+    """While a layer goes forward."""
     loss_bytes: int = 0
     """When forward is through and backward begins."""
     backward_bytes: int = 0
@@ -70,7 +73,8 @@ def buffers(engine: Engine, weights: Weights, states: ModelStates, job: Job) -> 
 
 def _fsdp2(engine: Engine, weights: Weights, states: ModelStates, job: Job) -> Buffers:
     """Every layer is gathered alone; final norm and head stay gathered from forward to backward."""
-    element, layer, tail = engine.element_bytes, weights.largest_layer, weights.tail
+    element, tail = engine.element_bytes, weights.tail
+    layer = weights.gathered_layer(engine.shard_ranks)
     resharded = engine.sharding != "shard_grad_op"
     whole = 0 if resharded else weights.num_trained + weights.num_frozen
     trained = 0 if weights.frozen else 1
@@ -80,6 +84,7 @@ def _fsdp2(engine: Engine, weights: Weights, states: ModelStates, job: Job) -> B
     return Buffers(
         # What the last unit was gathered through stays until the next gather: the tail, or a layer where it is tied.
         forward_bytes=element * ((tail if resharded else whole) + (layer if weights.shape.tied_embeddings else tail)),
+        forward_layer_bytes=element * FORWARD_LAYERS * layer if resharded else 0,
         loss_bytes=element * (tail if resharded else whole),
         backward_bytes=element * (whole + (gradients + (PARAMETER_LAYERS if resharded else 0)) * layer),
         first_layer_bytes=element * (gradients + 1) * layer,

@@ -10,13 +10,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 from toolkit.models.shape import ModelShape
-from toolkit.plan.activations import SOFTCAPPED, Activations, logits_bytes
+from toolkit.plan.activations import Activations
 from toolkit.plan.buffers import Buffers, buffers
 from toolkit.plan.engine import Engine, engine_of
 from toolkit.plan.host import HostMemory, host_memory
 from toolkit.plan.job import Job
+from toolkit.plan.logits import logits_bytes
 from toolkit.plan.overhead import overhead_bytes
 from toolkit.plan.states import ModelStates, model_states
 from toolkit.plan.weights import Weights, job_weights
@@ -98,10 +100,14 @@ def _activations(shape: ModelShape, autocast: bool, lora_r: int | None, quantize
 
 
 @lru_cache(maxsize=1024)
-def _layer_bytes(activations: Activations, seq_length: int, padded: bool) -> tuple[int, int]:
-    """A token's in the largest layer, and in all."""
-    largest = activations.layer_bytes_per_token(seq_length=seq_length, padded=padded)
-    return largest, activations.all_layers_bytes_per_token(seq_length=seq_length, padded=padded)
+def _layer_bytes(activations: Activations, seq_length: int, padded: bool) -> tuple[int, int, int]:
+    """A token's in the largest layer, in all, and what the largest needs beside while it goes backward."""
+    how: Any = {"seq_length": seq_length, "padded": padded}
+    return (
+        activations.layer_bytes_per_token(**how),
+        activations.all_layers_bytes_per_token(**how),
+        activations.backward_bytes_per_token(**how),
+    )
 
 
 class _Moments:
@@ -114,17 +120,16 @@ class _Moments:
         wider = 2 if engine.element_bytes == 4 else 1  # fp32 compute keeps at most twice the bytes
         self.tokens = job.tokens * wider
         length, masked = job.max_seq_length, job.has_mask
-        one_layer, all_layers = _layer_bytes(activations, length, masked)
+        one_layer, all_layers, working = _layer_bytes(activations, length, masked)
         self.one_layer = self.tokens * one_layer
-        recomputes = job.activation_checkpointing  # layers are handed the masks again
-        micro_batch = job.per_device_train_batch_size
-        self.masks = activations.mask_bytes(rows=micro_batch, seq_length=length, padded=masked) if recomputes else 0
-        if job.activation_checkpointing:
+        self.masks = 0
+        self.kept = self.tokens * all_layers
+        if job.activation_checkpointing:  # layers are handed the masks again
+            micro_batch = job.per_device_train_batch_size
+            self.masks = activations.mask_bytes(rows=micro_batch, seq_length=length, padded=masked)
             self.kept = self.tokens * activations.checkpoint_bytes_per_token * shape.num_layers + self.masks
-        else:
-            self.kept = self.tokens * all_layers
         self.outer = self.tokens * activations.outer_bytes_per_token
-        self.working = self.tokens * activations.backward_bytes_per_token
+        self.working = self.tokens * working
         unpacked = 2 * weights.largest_linear if job.load_in_4bit else 0
         self.layer_copies = activations.layer_fixed_bytes + unpacked
         self.head_copy = activations.head_copy_bytes
@@ -135,7 +140,7 @@ class _Moments:
             tokens=self.tokens,
             vocab_size=shape.vocab_size,
             hidden_size=shape.hidden_size,
-            softcapped=shape.model_type in SOFTCAPPED,
+            kept_bytes=activations.logit_bytes,
         )
         self.head = shape.vocab_size * shape.hidden_size
         # A tied embedding's gradient comes in two: the head's waits, the lookup's is made, and they are added up.
@@ -147,8 +152,15 @@ class _Moments:
         return Phase(phase="load", parameter_bytes=self._parameters, buffer_bytes=self.buffers.load_bytes)
 
     def forward(self) -> Phase:
-        """Its end: everything is kept, and the logits are there in two dtypes."""
-        return self._phase(
+        """The last layer, or the end: everything is kept, and the logits are there in two dtypes."""
+        last = self._phase(
+            "forward",
+            activations=self.kept,
+            buffers=self.buffers.forward_layer_bytes,
+            copies=self.kept_copies,
+            gradients=self._gradients_before,
+        )
+        end = self._phase(
             "forward",
             activations=self.kept + self.outer,
             logits=self.logits[0],
@@ -156,6 +168,7 @@ class _Moments:
             copies=self.cached_copies + self.head_copy,
             gradients=self._gradients_before,
         )
+        return max(last, end, key=lambda phase: phase.allocated_bytes)
 
     def backward(self) -> Phase:
         """The worst of four moments: the loss, the last layer (it comes first), the first layer, a tied embedding."""

@@ -16,6 +16,7 @@ from functools import cached_property, lru_cache
 from toolkit.models.lora import is_linear, lora_layer
 from toolkit.models.shape import Layer, ModelShape, Tensor, is_embedding
 from toolkit.plan.job import Job
+from toolkit.presets.sizes import rows_share
 
 # NF4 with its constants quantised again: half a byte, 8 bits a block of 64, 32 bits a block of 64 · 256
 # (QLoRA, https://arxiv.org/abs/2305.14314, section 3). bitsandbytes 0.50.2 keeps with each weight its two tables, of 16
@@ -86,6 +87,15 @@ class Weights:
         """Elements of the largest layer, adapters included: what FSDP2 gathers at once."""
         adapters = self.num_adapters // max(self.shape.num_layers, 1)
         return max(sum(map(_elements, kind)) for kind in self.shape.layer_kinds) + adapters
+
+    def gathered_layer(self, ranks: int) -> int:
+        """The same as it is gathered over so many ranks: each tensor's rows padded to a multiple of them, which makes
+        8 experts on 64 ranks eight times as large."""
+        padded = (
+            sum(ranks * rows_share(tensor.shape, ranks=ranks, rank=0) for tensor in kind)
+            for kind in self.shape.layer_kinds
+        )
+        return max(padded) + self.num_adapters // max(self.shape.num_layers, 1)
 
     @cached_property
     def num_adapters(self) -> int:

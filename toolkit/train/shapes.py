@@ -8,6 +8,7 @@ Prints one line of JSON for `toolkit.models.read`, which imports no torch.
 from __future__ import annotations
 
 import json
+import signal
 import sys
 import warnings
 from pathlib import Path
@@ -16,6 +17,8 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging
+
+KEPT_SECONDS = 60  # linear attention in Python loops over a row takes longer
 
 
 def main(argv: list[str]) -> None:
@@ -36,11 +39,17 @@ def kept_by(model: Any) -> dict[str, Any]:
     from toolkit.train.kept import RANKS, count_kept
 
     warnings.simplefilter("ignore")  # for people who train
+    signal.signal(signal.SIGALRM, _too_long)
+    signal.alarm(KEPT_SECONDS)
     try:
         return {"kept": count_kept(model), "kept_rank": RANKS[0], "why_not_kept": None}
     except Exception as error:  # whatever somebody's architecture does with values that are not there
         lines = str(error).strip().splitlines() or [type(error).__name__]
         return {"kept": [], "kept_rank": RANKS[0], "why_not_kept": lines[0]}
+
+
+def _too_long(*_: Any) -> None:
+    raise TimeoutError(f"its forward took more than {KEPT_SECONDS} s on fake tensors")
 
 
 def described(model: Any) -> dict[str, Any]:

@@ -54,7 +54,7 @@ def trace(arguments: Arguments, promise: Promise) -> Facts:
             model = model_from_config(model_arguments)
         model.tie_weights()
         trainer = prepared_trainer(model, training, memory)
-        buckets = reduction_buckets(trainer.model_wrapped, promise.preset, memory)
+        buckets = reduction_buckets(trainer.model_wrapped, promise.preset, memory, alone=promise.world_size == 1)
         batch = synthetic_batch(training.per_device_train_batch_size, data_arguments.max_seq_length)
         held = Held(memory)
         make_optimizer_states(trainer, memory)
@@ -161,9 +161,9 @@ def synthetic_batch(rows: int, length: int) -> dict[str, torch.Tensor]:
     return {"input_ids": tokens, "labels": tokens, "position_ids": torch.arange(length).expand(rows, length)}
 
 
-def reduction_buckets(model: Any, preset: Preset, memory: LiveMemory) -> torch.Tensor | None:
+def reduction_buckets(model: Any, preset: Preset, memory: LiveMemory, *, alone: bool) -> torch.Tensor | None:
     """DDP keeps a second copy of all gradients, in the buckets that it reduces."""
-    if preset.engine != "ddp":
+    if preset.engine != "ddp" or alone:
         return None
     with memory.tagged("buckets"):
         return torch.empty(sum(p.numel() for p in model.parameters() if p.requires_grad))

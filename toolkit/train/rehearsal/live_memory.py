@@ -98,6 +98,14 @@ class LiveMemory(TorchDispatchMode):  # type: ignore[misc]
         finally:
             self.tags.pop()
 
+    def known(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Storages that were there before and do not count."""
+        for tensor in tensors:
+            self._see(tensor)
+            entry = self.live[tensor.untyped_storage()._cdata]
+            self.live_bytes -= entry.bytes
+            entry.bytes = 0
+
     def serials(self, tensors: Iterable[torch.Tensor]) -> set[int]:
         """Which storages tensors are in, of those that were seen."""
         found = (self.live.get(tensor.untyped_storage()._cdata) for tensor in tensors)

@@ -43,8 +43,8 @@ def as_a_gpu_keeps() -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         stack.enter_context(_replaced(torch.nn.Module, "_apply", _apply_without_swapping))
         stack.enter_context(_replaced(masking_utils, "find_packed_sequence_indices", _one_document_a_row))
-        without = functools.partial(_without_dropout, attention)
-        stack.enter_context(_replaced(torch.nn.functional, "scaled_dot_product_attention", without))
+        of_a_gpu = functools.partial(_attention_of_a_gpu, attention)
+        stack.enter_context(_replaced(torch.nn.functional, "scaled_dot_product_attention", of_a_gpu))
         stack.enter_context(_replaced(torch.nn.functional, "dropout", _dropout_of_a_gpu))
         stack.enter_context(_replaced(moe, "_can_use_grouped_mm", _takes_bf16_alone))
         yield
@@ -85,10 +85,38 @@ def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
         setattr(owner, name, original)
 
 
-def _without_dropout(attention: Any, *args: Any, dropout_p: float = 0.0, **kwargs: Any) -> Any:
-    """A CPU's flash attention has no dropout, and all scores would be there; a GPU's keeps the seed alone."""
+def _attention_of_a_gpu(attention: Any, *args: Any, dropout_p: float = 0.0, **kwargs: Any) -> Any:
+    """A CPU's flash attention has no dropout, and no values of another width than keys: all scores would be there. A
+    GPU's kernels keep the seed alone, and take such values."""
     del dropout_p
+    query, key, value = args[:3]
+    if query.shape[1] == value.shape[1] and query.shape[-1] != value.shape[-1]:
+        mask = kwargs.get("attn_mask", args[3] if len(args) > 3 else None)
+        return _FusedAttention.apply(*(_computed_with(part) for part in (query, key, value)), mask)
     return attention(*args, **kwargs)
+
+
+def _computed_with(tensor: Any) -> Any:
+    """As autocast would hand it to the kernel."""
+    return tensor.to(torch.get_autocast_dtype("cpu")) if torch.is_autocast_enabled("cpu") else tensor
+
+
+class _FusedAttention(torch.autograd.Function):  # type: ignore[misc]
+    """Query, key, value, output and a number a head and row; a mask in the query's dtype. There are no values."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Any, key: Any, value: Any, mask: Any) -> Any:
+        rows, heads, length, _ = query.shape
+        output = query.new_empty(rows, length, heads, value.shape[-1]).transpose(1, 2)
+        numbers = query.new_empty(rows, heads, length, dtype=torch.float32)
+        bias = () if mask is None else (mask.to(query.dtype),)
+        ctx.save_for_backward(query, key, value, output, numbers, *bias)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Any) -> Any:
+        del gradient
+        return *(torch.empty_like(tensor) for tensor in ctx.saved_tensors[:3]), None
 
 
 def _dropout_of_a_gpu(tensor: Any, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
