@@ -10,13 +10,13 @@ import pytest
 from launching import LLAMA_8B_CONFIG, ROOT, read, toolkit
 from test_models import config_file
 
-from toolkit.compare.planned import job_of
 from toolkit.errors import ToolkitError
 from toolkit.installed import is_importable
 from toolkit.models.read import read_model
 from toolkit.plan.engine import engine_of
 from toolkit.plan.job import Job, check_job
 from toolkit.plan.memory import plan_memory
+from toolkit.plan.of_run import job_of
 from toolkit.plan.states import model_states
 from toolkit.plan.weights import Weights, weights_of
 from toolkit.presets import load_preset
@@ -79,15 +79,19 @@ def test_8_bit_states_are_refused_by_name(optim: str) -> None:
     with pytest.raises(
         ToolkitError, match=f"--optimizer {optim}: optimizer states of 8 bits are not planned"
     ) as refused:
-        check_job(job_of({"optim": optim}), shape)
+        check_job(Job(optimizer=optim), shape)
     assert "`--optimizer fused`" in str(refused.value.hint)
+    with pytest.raises(ToolkitError, match=f"--optim {optim} is not planned"):
+        job_of({"optim": optim})
 
 
 def test_what_is_no_adamw_is_not_planned_as_one() -> None:
     assert job_of({"optim": "adamw_torch"}).optimizer == "foreach"
     assert job_of({}).optimizer == "fused"
     with pytest.raises(ToolkitError, match="--optimizer is 'adafactor', expected one of fused, foreach"):
-        check_job(job_of({"optim": "adafactor"}), read_model(str(LLAMA_8B_CONFIG)))
+        check_job(Job(optimizer="adafactor"), read_model(str(LLAMA_8B_CONFIG)))
+    with pytest.raises(ToolkitError, match="--optim adafactor is not planned"):
+        job_of({"optim": "adafactor"})
 
 
 @pytest.mark.parametrize("command", ["plan", "recommend"])
