@@ -31,15 +31,7 @@ def prepare(*, cpu: bool) -> None:
     for name in (*MODULES, *(CPU_MODULES if cpu else ())):
         importlib.import_module(name)
     if cpu:
-        _ask_the_processor_once()
-
-
-def _ask_the_processor_once() -> None:
-    """DeepSpeed's CPU Adam asks py-cpuinfo for its flags three times, in processes that take a second each."""
-    import cpuinfo
-
-    found = cpuinfo.get_cpu_info()
-    cpuinfo.get_cpu_info = lambda: found
+        importlib.import_module("cpuinfo").get_cpu_info()  # remembered, also by what is forked from here
 
 
 def rehearse(

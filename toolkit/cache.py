@@ -8,6 +8,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import hashlib
 import os
 import sys
@@ -37,6 +39,14 @@ def torch_extensions_folder() -> Path:
 def use_cached_extensions() -> None:
     """Point torch at the compiled ops, unless the user already chose a folder."""
     os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(torch_extensions_folder()))
+
+
+def ask_processor_once() -> None:
+    """py-cpuinfo takes a second and processes of its own each time; DeepSpeed asks it three times to load one op."""
+    with contextlib.suppress(ImportError):
+        import cpuinfo
+
+        cpuinfo.get_cpu_info = functools.cache(cpuinfo.get_cpu_info)
 
 
 def extensions_folder() -> Path:

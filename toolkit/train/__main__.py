@@ -10,13 +10,14 @@ import sys
 import warnings
 from typing import NoReturn
 
-from toolkit.cache import path_with_ninja, use_cached_extensions
+from toolkit.cache import ask_processor_once, path_with_ninja, use_cached_extensions
 from toolkit.errors import EXIT_DONE
 
 
 def prepare_environment() -> None:
     """What torch and DeepSpeed read when they are imported."""
     use_cached_extensions()
+    ask_processor_once()
     os.environ["PATH"] = path_with_ninja()
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # a log file holds lines, not bars
