@@ -47,8 +47,8 @@ from toolkit.compare.trials import (
     row_name,
 )
 from toolkit.errors import EXIT_RUN_FAILED, ToolkitError
-from toolkit.hardware.gpu_table import Gpu, find_gpu, known_gpu
-from toolkit.hardware.machine import describe_machine
+from toolkit.hardware.gpu_table import Gpu, common_gpu, find_gpu
+from toolkit.hardware.machine import gpu_names
 from toolkit.launch.nvme import NvmeDisk, check_nvme
 from toolkit.launch.preflight import check_job
 from toolkit.launch.process import terminate_as_interrupt
@@ -221,8 +221,7 @@ def gpu_of(asked: Asked) -> Gpu | None:
     """The GPU that is named, or that is here, as far as the planner lists it; None on a CPU."""
     if asked.gpu is not None:
         return find_gpu(asked.gpu)
-    names = set() if asked.cpu else {gpu["name"] for gpu in describe_machine()["gpus"]}
-    return known_gpu(names.pop()) if len(names) == 1 else None
+    return None if asked.cpu else common_gpu(gpu_names())
 
 
 def _run(checked: Checked, output: Path, beside: Beside, *, retry_failed: bool, timeout_seconds: float) -> Comparison:

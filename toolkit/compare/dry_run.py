@@ -13,17 +13,24 @@ from typing import Any
 from toolkit.compare.expected import Expected, expected_time
 from toolkit.compare.ledger import LEDGER_FILE, Ledger
 from toolkit.compare.planned import planned_bytes
-from toolkit.compare.probes import Probes, bounds, completed, most_probes, probes_among, with_largest_batches
+from toolkit.compare.probes import (
+    PROBE_STEPS,
+    Probes,
+    bounds,
+    completed,
+    most_probes,
+    probes_among,
+    with_largest_batches,
+)
 from toolkit.compare.run import failed_repeat
 from toolkit.compare.trials import Comparison, Trial, row_name
 from toolkit.hardware.gpu_table import Gpu
 from toolkit.launch.command import launch_command
 from toolkit.models.shape import ModelShape
 from toolkit.presets import load_preset
-from toolkit.units import NOT_AVAILABLE, gib, number, seconds
+from toolkit.units import NOT_AVAILABLE, SECONDS_PER_HOUR, gib, number, seconds
 
 Row = dict[str, Any]
-SECONDS_PER_HOUR = 3600
 SAID_BY = {
     "trials": "as its trials in the ledger",
     "other trials": "as other rows' trials in the ledger",
@@ -72,9 +79,8 @@ def _search(comparison: Comparison, preset: str, num_processes: int, tried: Prob
     name = row_name(preset, num_processes)
     if not tried:
         most = most_probes(start=start, cap=cap)
-        return (
-            f"{name}: first its largest micro-batch is searched, from {start} to {cap}: at most {most} runs of 2 steps"
-        )
+        asked = f"{name}: first its largest micro-batch is searched, from {start} to {cap}"
+        return f"{asked}: at most {most} runs of {PROBE_STEPS} steps"
     found = max(completed(tried), default=None)
     return f"{name}: of micro-batches up to {cap}, {', '.join(map(str, tried))} were tried, and {found or 'none'} runs"
 

@@ -12,14 +12,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from toolkit.errors import ToolkitError
-from toolkit.hardware.gpu_table import known_gpu
+from toolkit.hardware.gpu_table import common_gpu
 from toolkit.models.flops import flops_of, mfu
 from toolkit.models.read import read_model
 from toolkit.models.shape import ModelShape
+from toolkit.units import SECONDS_PER_HOUR
 
 Facts = dict[str, Any]
 PEAK_OF_DTYPE = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
-SECONDS_PER_HOUR = 3600
 
 
 def shape_of_model(model: str) -> ModelShape | None:
@@ -64,8 +64,7 @@ def flops_per_token(
 
 def peak_flops(environment: Mapping[str, Any], compute_dtype: str | None) -> float | None:
     """Dense peak of one GPU in the compute dtype; None on a CPU, for an unlisted GPU, or for GPUs that differ."""
-    names = {gpu["name"] for gpu in environment["gpus"]} if environment["device"] != "cpu" else set()
-    gpu = known_gpu(names.pop()) if len(names) == 1 else None
+    gpu = common_gpu(gpu["name"] for gpu in environment["gpus"]) if environment["device"] != "cpu" else None
     dtype = PEAK_OF_DTYPE.get(compute_dtype or "")
     return None if gpu is None or dtype is None else gpu.peak_flops(dtype)
 

@@ -11,6 +11,7 @@ all report less than the card's label. Link rates are those of one direction, al
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from toolkit.errors import ToolkitError, nearest
@@ -77,6 +78,12 @@ def find_gpu(name: str) -> Gpu:
 def known_gpu(name: str) -> Gpu | None:
     """As `find_gpu`, but None for a name that the table does not hold: no peak is known, so there is no MFU."""
     return _BY_KEY.get(_key(name))
+
+
+def common_gpu(names: Iterable[str]) -> Gpu | None:
+    """What all of a machine's GPUs are; None without any, for several kinds, and for one that is not listed."""
+    kinds = set(names)
+    return known_gpu(kinds.pop()) if len(kinds) == 1 else None
 
 
 def gpu_by_hand(

@@ -67,8 +67,9 @@ def check_job(
 
     Raises ToolkitError for the first thing that is wrong.
     """
-    here = count_gpus if gpus is None else lambda: gpus
-    check_process_count(num_processes, gpus=None if cpu else here(), preset=preset)
+    if gpus is None and not cpu:
+        gpus = count_gpus()
+    check_process_count(num_processes, gpus=gpus, preset=preset)
     arguments = read_arguments(training_argv)
     check_required(arguments, ("model_name_or_path", "dataset"))
     check_positive(arguments)

@@ -1,7 +1,7 @@
 """What a forward keeps for its backward, where it was counted and not written down as a formula.
 
-    >>> Kept(fixed=1000, per_token=40, per_position=2).bytes(tokens=8, seq_length=16)
-    1576
+    >>> Kept(fixed=1000, per_token=40, per_position=2).token_bytes(16)
+    72
 
 `toolkit.train.kept` counts it on fake tensors, in the child process that also counts the parameters.
 """
@@ -23,12 +23,8 @@ class Kept:
     per_position: float
     """Masks, and the scores of attention that keeps them."""
 
-    def bytes(self, *, tokens: int, seq_length: int) -> int:
-        """Of so many tokens in rows of that length."""
-        return self.fixed + self.token_bytes(seq_length) * tokens
-
     def token_bytes(self, seq_length: int) -> int:
-        """Of one token."""
+        """Of one token in rows of that length, without what is fixed."""
         return self.per_token + round(self.per_position * seq_length)
 
     def plus(self, other: Kept, times: float) -> Kept:

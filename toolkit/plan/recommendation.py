@@ -17,6 +17,7 @@ from toolkit.plan.recommend import Recommendation
 from toolkit.plan.scaling import ScalingPoint, doubled, scaling_curve
 from toolkit.plan.step_time import StepTime, step_time
 from toolkit.plan.traffic import traffic_of
+from toolkit.units import SECONDS_PER_HOUR
 
 COMPARED_STEPS = 20
 
@@ -26,7 +27,7 @@ def dollars_per_million_tokens(price_per_gpu_hour: float | None, speed: StepTime
     if price_per_gpu_hour is None or speed is None:
         return None
     slow, fast = speed.tokens_per_second_per_gpu
-    return price_per_gpu_hour / (fast * 3600) * 1e6, price_per_gpu_hour / (slow * 3600) * 1e6
+    return price_per_gpu_hour / (fast * SECONDS_PER_HOUR) * 1e6, price_per_gpu_hour / (slow * SECONDS_PER_HOUR) * 1e6
 
 
 def as_json(found: Recommendation, ask: Ask, *, model: str, wish: str, price: float | None) -> dict[str, Any]:

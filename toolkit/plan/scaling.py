@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from toolkit.errors import ToolkitError
 from toolkit.plan.links import Interval
 from toolkit.plan.step_time import StepTime
+from toolkit.units import SECONDS_PER_HOUR
 
 LARGEST_WORLD_SIZE = 1024
 # Llama 3's training met 419 unexpected interruptions in 54 days on 16,384 H100 (https://arxiv.org/abs/2407.21783,
@@ -48,7 +49,7 @@ def scaling_curve(
                 tokens_per_second=(rates[0] * size, rates[1] * size),
                 scaling_efficiency=(rates[0] / first[0], rates[1] / first[1]),
                 failure_loss=failure_loss(
-                    save_seconds=save_seconds, mean_seconds_to_failure=GPU_HOURS_TO_FAILURE * 3600 / size
+                    save_seconds=save_seconds, mean_seconds_to_failure=GPU_HOURS_TO_FAILURE * SECONDS_PER_HOUR / size
                 ),
             )
         )
