@@ -1,15 +1,21 @@
-"""What all tests share: no network, the real model and data, and a tiny model that speaks the real tokens."""
+"""Shared by all tests: no network, the real model and data, a tiny model with the real tokenizer, and runs of it."""
 
 from __future__ import annotations
 
+import fcntl
 import os
+import shutil
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from toolkit.run.warm_start import SOCKET_VARIABLE
+
+BuildOnce = Callable[[str, Callable[[Path], object]], Path]
 
 # Before any test module imports a library that reads them.
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -23,8 +29,8 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 @pytest.fixture(autouse=True)
 def _same_environment() -> Iterator[None]:
-    """Libraries speak through the environment (`TrainingArguments(deepspeed=...)` sets `ACCELERATE_USE_DEEPSPEED`):
-    what one test leaves there, the processes that the next one starts would inherit."""
+    """Restore the environment: libraries set variables (`TrainingArguments(deepspeed=...)` sets
+    `ACCELERATE_USE_DEEPSPEED`), which the processes of the next test would inherit."""
     before = dict(os.environ)
     yield
     for name in os.environ.keys() - before.keys():
@@ -43,6 +49,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("gpu") and not _has_gpu():
             item.add_marker(pytest.mark.skip(reason="no CUDA GPU"))
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Fork what a test launches from a fork server, unless the test is about the cold start itself."""
+    os.environ.pop(SOCKET_VARIABLE, None)
+    if item.get_closest_marker("launch") and not item.get_closest_marker("cold_start"):
+        from launching import fork_server
+
+        os.environ[SOCKET_VARIABLE] = fork_server().socket_path
 
 
 @pytest.fixture(scope="session")
@@ -78,55 +93,81 @@ def tokenizer(real_model: Path) -> Any:
 
 
 @pytest.fixture(scope="session")
-def tiny_model(tmp_path_factory: pytest.TempPathFactory, tokenizer: Any) -> Path:
-    """A random Llama of 3.2 M parameters with the real tokenizer; fp32, tied embeddings, seed 0."""
-    from toolkit.demo.random_model import random_llama
+def build_once(tmp_path_factory: pytest.TempPathFactory) -> BuildOnce:
+    """Return a function that builds a folder of the session once, whichever of its parallel workers needs it first."""
+    base = tmp_path_factory.getbasetemp()
+    shared = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
 
-    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
-    sizes |= {"num_key_value_heads": 2, "max_position_embeddings": 512, "tie_word_embeddings": True}
-    return random_llama(tmp_path_factory.mktemp("models") / "tiny-llama", tokenizer, **sizes)
+    def build_once(name: str, build: Callable[[Path], object]) -> Path:
+        folder, complete = shared / name, shared / f"{name}.complete"
+        with (shared / f"{name}.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not complete.exists():
+                shutil.rmtree(folder, ignore_errors=True)
+                folder.mkdir()
+                build(folder)
+                complete.touch()
+        return folder
+
+    return build_once
 
 
 @pytest.fixture(scope="session")
-def preset_runs(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, faq_alpaca: Path) -> dict[str, Path]:
-    """One run folder a preset that a CPU can run, all started by `accelerate launch --config_file` on the same job."""
+def tiny_model(build_once: BuildOnce, tokenizer: Any) -> Path:
+    """A random Llama of 3.2 M parameters with the real tokenizer; fp32, tied embeddings, seed 0."""
+    from toolkit.demo.assets import random_llama
+
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+    sizes |= {"num_key_value_heads": 2, "max_position_embeddings": 512, "tie_word_embeddings": True}
+    return build_once("models", lambda folder: random_llama(folder / "tiny-llama", tokenizer, **sizes)) / "tiny-llama"
+
+
+@pytest.fixture(scope="session")
+def preset_runs(build_once: BuildOnce, tiny_model: Path, faq_alpaca: Path) -> dict[str, Path]:
+    """One run folder per preset that a CPU can run, all started cold by `accelerate launch`, on the same job."""
     from launching import CPU_PRESETS, GLOBAL_BATCH, ROOT, accelerate_launch
 
-    folder = tmp_path_factory.mktemp("presets")
-    for preset, ranks in CPU_PRESETS.items():
-        words = ["--model_name_or_path", str(tiny_model), "--dataset", str(faq_alpaca), "--max_seq_length", "64"]
-        words += ["--max_steps", "3", "--per_device_train_batch_size", str(GLOBAL_BATCH // ranks)]
-        words += ["--learning_rate", "1e-3", "--save_strategy", "no", "--output_dir", str(folder / preset)]
-        mesh = ["--parallelism_config_dp_shard_size", "2"] if preset == "fsdp2_hybrid" else []
-        config = ROOT / "accelerate_configs" / f"{preset}.yaml"
-        script = "train_and_fingerprint.py"
-        ended = accelerate_launch(config, *words, script=script, num_processes=ranks, options=mesh)
-        assert ended.returncode == 0, f"{preset}:\n{ended.stdout[-3000:]}\n{ended.stderr[-3000:]}"
+    def run_all(folder: Path) -> None:
+        for preset, ranks in CPU_PRESETS.items():
+            words = ["--model_name_or_path", str(tiny_model), "--dataset", str(faq_alpaca), "--max_seq_length", "64"]
+            words += ["--max_steps", "3", "--per_device_train_batch_size", str(GLOBAL_BATCH // ranks)]
+            words += ["--learning_rate", "1e-3", "--save_strategy", "no", "--output_dir", str(folder / preset)]
+            mesh = ["--parallelism_config_dp_shard_size", "2"] if preset == "fsdp2_hybrid" else []
+            config = ROOT / "accelerate_configs" / f"{preset}.yaml"
+            script = "train_and_fingerprint.py"
+            ended = accelerate_launch(config, *words, script=script, num_processes=ranks, options=mesh, cold=True)
+            assert ended.returncode == 0, f"{preset}:\n{ended.stdout[-3000:]}\n{ended.stderr[-3000:]}"
+
+    folder = build_once("preset_runs", run_all)
     return {preset: folder / preset for preset in CPU_PRESETS}
 
 
 @pytest.fixture(scope="session")
-def saved_runs(tmp_path_factory: pytest.TempPathFactory, saved_job: list[str]) -> dict[str, Path]:
-    """One uninterrupted run a case of `launching.SAVED`, with its checkpoints: to resume, export, verify, convert."""
+def saved_runs(build_once: BuildOnce, saved_job: list[str]) -> dict[str, Path]:
+    """One uninterrupted run per case of `launching.SAVED`, with checkpoints to resume, export, verify and convert."""
     from launching import LORA, ROOT, SAVED, accelerate_launch
 
-    folder = tmp_path_factory.mktemp("saved")
-    for case, save_steps in SAVED.items():
-        preset, _, lora = case.partition("-")
-        words = [*saved_job, *(LORA if lora else []), "--save_steps", str(save_steps), "--output_dir"]
-        ended = accelerate_launch(ROOT / "accelerate_configs" / f"{preset}.yaml", *words, str(folder / case))
-        assert ended.returncode == 0, f"{case}:\n{ended.stdout[-2000:]}\n{ended.stderr[-2000:]}"
+    def run_all(folder: Path) -> None:
+        for case, save_steps in SAVED.items():
+            preset, _, lora = case.partition("-")
+            words = [*saved_job, *(LORA if lora else []), "--save_steps", str(save_steps), "--output_dir"]
+            ended = accelerate_launch(ROOT / "accelerate_configs" / f"{preset}.yaml", *words, str(folder / case))
+            assert ended.returncode == 0, f"{case}:\n{ended.stdout[-2000:]}\n{ended.stderr[-2000:]}"
+
+    folder = build_once("saved_runs", run_all)
     return {case: folder / case for case in SAVED}
 
 
 @pytest.fixture(scope="session")
-def saved_job(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, faq_alpaca: Path) -> list[str]:
-    """20 rows in micro-batches of 2 on two ranks, two of them a step: an epoch has 5 micro-batches a rank, so 3 steps,
-    the last of them short. Step 2 is in the middle of the first epoch, 3 its end, 4 and 5 are in the second."""
+def saved_job(build_once: BuildOnce, tiny_model: Path, faq_alpaca: Path) -> list[str]:
+    """20 rows, 2 ranks, batch size 2, accumulation 2: an epoch has 5 batches per rank, so 3 steps, the last one short.
+
+    Step 2 is in the middle of the first epoch, step 3 is its end, steps 4 and 5 are in the second epoch.
+    """
     from launching import SAVED_STEPS
 
-    rows = tmp_path_factory.mktemp("rows") / "rows.jsonl"
-    rows.write_text("\n".join(faq_alpaca.read_text().splitlines()[:20]) + "\n")
+    first_rows = "\n".join(faq_alpaca.read_text().splitlines()[:20]) + "\n"
+    rows = build_once("rows", lambda folder: (folder / "rows.jsonl").write_text(first_rows)) / "rows.jsonl"
     words = ["--model_name_or_path", str(tiny_model), "--dataset", str(rows), "--max_seq_length", "64"]
     words += ["--per_device_train_batch_size", "2", "--gradient_accumulation_steps", "2", "--learning_rate", "1e-3"]
     return [*words, "--weight_decay", "0.1", "--max_steps", str(SAVED_STEPS)]

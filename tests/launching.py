@@ -1,14 +1,21 @@
-"""Start real distributed runs for tests, by hand as a user would: `accelerate launch --config_file ...`."""
+"""Start real distributed runs for tests: through `accelerate launch`, `torchrun` and the toolkit's own commands."""
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import json
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
+from subprocess import CompletedProcess
 from typing import Any
+
+from toolkit.run.warm_start import SOCKET_VARIABLE, ForkServer, fork_process, start_fork_server
 
 ROOT = Path(__file__).parent.parent
 SCRIPTS = Path(__file__).parent / "scripts"
@@ -27,6 +34,18 @@ SAVED = {"ddp": 1, "zero2": 3, "zero2-lora": 2, "zero3": 2, "zero3-lora": 5, "fs
 LORA = ["--lora_r", "4", "--lora_dropout", "0.1"]  # dropout: the random numbers must go on too
 
 
+@cache
+def fork_server() -> ForkServer:
+    """One server for the whole session, on the CPU; it ends with pytest, whatever ends pytest."""
+    server = start_fork_server(cpu_environment())
+    atexit.register(server.stop)
+    return server
+
+
+def cpu_environment() -> dict[str, str]:
+    return os.environ | {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
+
+
 def accelerate_launch(
     config: Path,
     *words: str,
@@ -35,28 +54,54 @@ def accelerate_launch(
     options: Sequence[str] = (),
     cwd: Path = ROOT,
     variables: dict[str, str] | None = None,
-) -> subprocess.CompletedProcess[str]:
-    """Two ranks on the CPU, from the repository root; `options` are accelerate's own."""
+    cold: bool = False,
+) -> CompletedProcess[str]:
+    """Run two ranks on the CPU, from the repository root; `options` are accelerate's own.
+
+    Launcher and ranks are forked from `fork_server`, 8 s faster than started cold. Their parents' command lines then do
+    not name the preset, so the environment does, as under `toolkit train`.
+    """
     started = ["-m", "toolkit.train"] if script is None else [str(SCRIPTS / script)]
     named = ["--config_file", str(config), "--num_processes", str(num_processes), "--main_process_port", "0"]
     command = [sys.executable, "-m", "accelerate.commands.launch", *named, *options, *started, *words]
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""} | (variables or {})
-    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=600, check=False)
+    environment = cpu_environment() | (variables or {})
+    if cold or SOCKET_VARIABLE not in os.environ:
+        return run_captured(command, environment, cwd=cwd)
+    preset = {"TOOLKIT_PRESET": str((cwd / config).resolve()), "TOOLKIT_WORLD_SIZE": str(num_processes)}
+    return run_warm(command, environment | preset, cwd=cwd)
 
 
-def torchrun(script: str, *words: str, num_processes: int) -> subprocess.CompletedProcess[str]:
-    """A script of the user's own under torchrun; one process is started without it."""
+def torchrun(script: str, *words: str, num_processes: int) -> CompletedProcess[str]:
+    """Run a script of the user's own under torchrun; one process is started without it."""
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(num_processes)]
     command = [sys.executable, *(launcher if num_processes > 1 else []), str(SCRIPTS / script), *words]
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)
+    return run_warm(command, cpu_environment() | {"OMP_NUM_THREADS": "1"})
 
 
-def toolkit(*words: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
-    """The command line in a process of its own."""
-    command = [sys.executable, "-m", "toolkit", *words]
+def toolkit(*words: str, cwd: Path = ROOT) -> CompletedProcess[str]:
+    """Run the command line in a process of its own."""
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    return run_captured([sys.executable, "-m", "toolkit", *words], environment, cwd=cwd)
+
+
+def run_captured(command: Sequence[str], environment: dict[str, str], cwd: Path = ROOT) -> CompletedProcess[str]:
     return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=900, check=False)
+
+
+def run_warm(command: Sequence[str], environment: dict[str, str], cwd: Path = ROOT) -> CompletedProcess[str]:
+    """Like `run_captured`, forked from the session's server; cold where the test says so."""
+    server = os.environ.get(SOCKET_VARIABLE)
+    if server is None:
+        return run_captured(command, environment, cwd=cwd)
+    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err, contextlib.chdir(cwd):
+        process = fork_process(server, command, environment=environment, stdout=out.fileno(), stderr=err.fileno())
+        try:
+            code = process.wait(900)
+        finally:
+            process.kill()
+        out.seek(0)
+        err.seek(0)
+        return CompletedProcess(command, code, out.read(), err.read())
 
 
 def read(path: Path) -> Any:

@@ -1,4 +1,4 @@
-"""The GPU validation's grid is registered and balanced, and its script runs on a CPU, goes on, and sums up."""
+"""The grid of the GPU validation is registered and balanced; its script runs on a CPU, resumes, and sums up errors."""
 
 from __future__ import annotations
 
@@ -17,12 +17,13 @@ FOLDER = ROOT / "benchmarks" / "gpu"
 sys.path[:0] = [str(FOLDER), str(FOLDER.parent)]
 
 import grid  # noqa: E402
+import plan_errors  # noqa: E402
 import validate  # noqa: E402
 
-from toolkit.launch.rehearsable import check_rehearsal  # noqa: E402
 from toolkit.presets import load_preset  # noqa: E402
+from toolkit.rehearse.rehearsal import check_rehearsal  # noqa: E402
 
-# Of the grid as it was registered, before any measurement. A change here is a new registration.
+# Digest of the grid as registered before any measurement. A change here is a new registration.
 REGISTERED = "07a99232a5bcf600c43a492b771a584d9901fc8524386cf3730bded1d166dbc5"
 
 
@@ -39,7 +40,7 @@ def test_halves_share_no_architecture_and_every_case_can_be_rehearsed() -> None:
     assert {case["preset"] for case in cases} == set(CPU_PRESETS)  # every preset that can be rehearsed
 
 
-def test_the_first_pass_meets_every_architecture_under_every_preset_once() -> None:
+def test_the_first_pass_has_every_architecture_under_every_preset_once() -> None:
     first = grid.registered_grid()[: len(grid.ARCHITECTURES) * len(grid.WORLD_SIZES)]
     assert set(Counter((case["architecture"], case["preset"]) for case in first).values()) == {1}
     for name, values in {"world_size": {1, 2, 8, 64}, "method": {"full", "lora"}, "max_seq_length": None}.items():
@@ -74,15 +75,15 @@ def test_errors_are_planned_over_measured_and_summed_up_by_half() -> None:
     assert rows["test", "states"]["mean"] == 0
 
 
-def test_a_case_that_was_called_fits_and_ran_out_of_memory_is_named() -> None:
+def test_a_case_with_the_verdict_fits_that_ran_out_of_memory_is_listed() -> None:
     case = case_of("test", 90, 100)
     case["planned"]["verdict"], case["measured"] = "fits", {"status": "out_of_memory"}
     assert validate.out_of_memory_among_fits([case]) == ["1"]
-    assert validate.errors(case) == {}
+    assert plan_errors.plan_errors(case) == {}
 
 
 @pytest.mark.launch
-def test_the_script_runs_on_a_cpu_and_goes_on_where_it_stopped(tmp_path: Path) -> None:
+def test_the_script_runs_on_a_cpu_and_resumes_where_it_stopped(tmp_path: Path) -> None:
     finished = grid.tiny_grid()[0] | {"planned": None, "measured": {"status": "out_of_memory"}}
     lines = tmp_path / "cases.jsonl"
     lines.write_text(json.dumps(finished) + '\n{"id": "tiny-1", "spl')  # killed while it wrote

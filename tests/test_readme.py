@@ -1,6 +1,6 @@
-"""The README and the docs cannot drift: commands run, tables are the program's own, links lead somewhere.
+"""README.md and docs/ agree with the program: commands run, tables are generated, links resolve.
 
-A comment in front of a ```bash block says how it is tested, with its substitutions. To write generated blocks again:
+A comment before a ```bash block says how it is tested, with its substitutions. To write the generated blocks again:
 
     python tests/test_readme.py
 """
@@ -24,10 +24,9 @@ import typer
 
 from toolkit.cli import app
 from toolkit.presets import Preset, list_presets, preset_names
-from toolkit.presets.contract import contract
-from toolkit.runs.arguments import DataArguments, ModelArguments
-from toolkit.runs.argv import read_arguments, read_config_file
-from toolkit.runs.folder import read_json
+from toolkit.presets.characteristics import characteristics
+from toolkit.run.folder import read_json
+from toolkit.run.script_arguments import DataArguments, ModelArguments, read_arguments, read_config_file
 
 ROOT = Path(__file__).resolve().parent.parent
 README = ROOT / "README.md"
@@ -39,18 +38,18 @@ WITHOUT_A_LINE = {"toolkit/__init__.py", "toolkit/__main__.py", "toolkit/py.type
 
 @dataclasses.dataclass(frozen=True)
 class Block:
-    """A ```bash block, and what the comment in front of it says: `launch; "20" becomes "2"; a remark`."""
+    """A ```bash block and the comment before it, for example `launch; "20" becomes "2"; a remark`."""
 
-    mark: str
+    comment: str
     text: str
 
     @property
     def kind(self) -> str:
-        return self.mark.split(";")[0].strip()
+        return self.comment.split(";")[0].strip()
 
     def substituted(self) -> str:
         text = self.text
-        for old, new in re.findall(r'"([^"]+)" becomes "([^"]+)"', self.mark):
+        for old, new in re.findall(r'"([^"]+)" becomes "([^"]+)"', self.comment):
             assert old in text, f"nothing to substitute for {old!r} in:\n{text}"
             text = text.replace(old, new)
         return text
@@ -58,15 +57,16 @@ class Block:
 
 def bash_blocks(page: Path) -> list[Block]:
     found = re.findall(r"(?:<!-- test: ([^\n]*) -->\n)?```(?:bash|console|sh)\n(.*?)```", page.read_text(), re.DOTALL)
-    return [Block(mark, text) for mark, text in found]
+    return [Block(comment, text) for comment, text in found]
 
 
-def marked(kind: str) -> list[Block]:
+def blocks_of_kind(kind: str) -> list[Block]:
+    """Return the README's blocks of a kind: `launch`, `lint` or `variables`."""
     return [block for block in bash_blocks(README) if block.kind == kind]
 
 
 def toolkit_commands() -> list[list[str]]:
-    """Each `toolkit ...` command of any page, as words."""
+    """Return each `toolkit ...` command of any page, split into words."""
     lines = [
         line
         for page in PAGES
@@ -101,14 +101,23 @@ def preset_line(preset: Preset) -> str:
     return f"| {' | '.join([*cells, preset.summary])} |"
 
 
-def contract_table() -> str:
-    head = ["preset", "GPU bytes a parameter", "host bytes", "traffic", "FSDP1", "elsewhere", "needs", "not with"]
+def characteristics_table() -> str:
+    head = [
+        "preset",
+        "GPU bytes per parameter",
+        "host bytes",
+        "communication",
+        "FSDP1",
+        "equivalent",
+        "needs",
+        "not with",
+    ]
     lines = [f"| {' | '.join(head)} |", "| :--- " * len(head) + "|"]
     for preset in list_presets():
-        promised = contract(preset)
-        cells = [f"`{preset.name}`", promised.bytes_on("gpu"), promised.bytes_on("cpu"), promised.communication]
-        cells += [promised.fsdp1_name or "–", promised.other_name or "–"]
-        cells += ["; ".join(promised.needs), "; ".join(promised.not_with) or "–"]
+        found = characteristics(preset)
+        cells = [f"`{preset.name}`", found.bytes_on("gpu"), found.bytes_on("cpu"), found.communication]
+        cells += [found.fsdp1_name or "–", found.other_name or "–"]
+        cells += ["; ".join(found.needs), "; ".join(found.not_with) or "–"]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
@@ -117,7 +126,7 @@ def argument_table() -> str:
     fields = [*dataclasses.fields(ModelArguments), *dataclasses.fields(DataArguments)]
     return "\n".join(
         ["| argument | what it is |", "| :--- | :--- |"]
-        + [f"| `--{field.name}` | {field.metadata['help'].replace('|', '/')} |" for field in fields]
+        + [f"| `--{field.name}` | {field.metadata['help'].replace('|', '/').replace('%%', '%')} |" for field in fields]
     )
 
 
@@ -128,8 +137,13 @@ def help_text() -> str:
     return "\n".join(["```", "$ toolkit --help", *lines, "```"])
 
 
-GENERATED = {"presets": preset_table, "arguments": argument_table, "help": help_text, "contracts": contract_table}
-PAGE_OF = {name: README for name in GENERATED} | {"contracts": ROOT / "docs" / "presets.md"}
+GENERATED = {
+    "presets": preset_table,
+    "arguments": argument_table,
+    "help": help_text,
+    "characteristics": characteristics_table,
+}
+PAGE_OF = {name: README for name in GENERATED} | {"characteristics": ROOT / "docs" / "presets.md"}
 
 
 def generated(text: str, name: str) -> re.Match[str]:
@@ -146,28 +160,26 @@ def write_generated() -> None:
 
 
 @pytest.mark.parametrize("name", GENERATED)
-def test_generated_blocks_are_what_the_program_says(name: str) -> None:
-    assert generated(PAGE_OF[name].read_text(), name)[1] == GENERATED[name](), (
-        "write it again: python tests/test_readme.py"
-    )
+def test_generated_blocks_are_up_to_date(name: str) -> None:
+    assert generated(PAGE_OF[name].read_text(), name)[1] == GENERATED[name](), "run: python tests/test_readme.py"
 
 
 # -- commands
 
 
 def test_the_variables_are_the_demos_model_and_data(real_model: Path, faq_alpaca: Path) -> None:
-    (block,) = marked("variables")
+    (block,) = blocks_of_kind("variables")
     shown = run_bash(block.text + 'echo "$model"; echo "$data"')
     assert (shown.returncode, shown.stdout.split()) == (0, [str(real_model), str(faq_alpaca)])
 
 
-def test_our_own_configuration_files_are_clean_as_the_page_says() -> None:
-    (block,) = marked("lint")
+def test_our_own_configuration_files_have_no_findings() -> None:
+    (block,) = blocks_of_kind("lint")
     shown = run_bash(block.text)
     assert (shown.returncode, shown.stdout) == (0, ""), shown.stderr
 
 
-def test_every_toolkit_command_of_a_page_is_understood(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_toolkit_command_of_a_page_is_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)  # the example's path is relative to it
     commands = toolkit_commands()
     assert {words[1] for words in commands} >= {"train", "compare", "report"}
@@ -184,16 +196,17 @@ def test_every_toolkit_command_of_a_page_is_understood(monkeypatch: pytest.Monke
             assert read_arguments(shlex.split(training))["model_name_or_path"] == "$model"
 
 
-def test_the_python_lines_say_what_they_return() -> None:
-    lines = "\n".join(re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL))
-    examples = doctest.DocTestParser().get_doctest(lines, {}, "README.md", str(README), 0)
-    assert len(examples.examples) > 3
+@pytest.mark.parametrize("page", [page for page in PAGES if ">>> " in page.read_text()], ids=lambda page: page.name)
+def test_every_python_example_of_a_page_runs(page: Path) -> None:
+    lines = "\n".join(re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL))
+    examples = doctest.DocTestParser().get_doctest(lines, {}, page.name, str(page), 0)
+    assert len(examples.examples) == page.read_text().count(">>> ")
     assert doctest.DocTestRunner().run(examples).failed == 0
 
 
 @pytest.mark.launch
-@pytest.mark.parametrize("block", marked("launch"), ids=lambda block: block.text.split()[0])
-def test_a_launched_command_leaves_the_run_folder_that_the_page_describes(
+@pytest.mark.parametrize("block", blocks_of_kind("launch"), ids=lambda block: block.text.split()[0])
+def test_a_launched_command_writes_the_run_folder_that_the_page_describes(
     block: Block, tiny_model: Path, faq_alpaca: Path, tmp_path: Path
 ) -> None:
     ended = run_bash(block.substituted(), model=str(tiny_model), data=str(faq_alpaca), FOLDER=str(tmp_path))
@@ -242,19 +255,19 @@ def tree_lines() -> list[str]:
     return [line.rstrip("/") for line in lines]
 
 
-def test_the_tree_has_every_folder_and_every_room() -> None:
+def test_the_tree_lists_every_folder_and_every_package() -> None:
     parts = [path.split("/") for path in listed_files()]
     folders = {path[0] for path in parts if len(path) > 1 and not path[0].startswith(".")}
-    rooms = {"/".join(path[:2]) for path in parts if path[0] == "toolkit"} - WITHOUT_A_LINE
-    assert folders | rooms <= set(tree_lines())
+    modules = {"/".join(path[:2]) for path in parts if path[0] == "toolkit"} - WITHOUT_A_LINE
+    assert folders | modules <= set(tree_lines())
 
 
-def test_the_tree_names_nothing_that_is_not_there() -> None:
+def test_everything_in_the_tree_exists() -> None:
     assert [line for line in tree_lines() if not (ROOT / line).exists()] == []
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_every_relative_link_leads_somewhere(page: Path) -> None:
+def test_every_relative_link_resolves(page: Path) -> None:
     targets = [target for target in re.findall(r"\]\(([^)]+)\)", page.read_text()) if "://" not in target]
     for target in targets:
         path, _, section = target.partition("#")
@@ -267,13 +280,13 @@ def heading_id(line: str) -> str:
     return re.sub(r"[^\w -]", "", line.lstrip("#").strip().lower()).replace(" ", "-")
 
 
-def test_the_readme_carries_the_attribution_of_the_data() -> None:
+def test_the_readme_has_the_attribution_of_the_data() -> None:
     from toolkit.demo.assets import DATA_ATTRIBUTION
 
     assert DATA_ATTRIBUTION in README.read_text()
 
 
-def test_the_example_has_only_known_keys_and_a_command_uses_it() -> None:
+def test_the_example_configuration_has_known_keys_and_is_used_by_a_command() -> None:
     assert "lora_r" in read_config_file(ROOT / EXAMPLE)
     assert any(EXAMPLE in words for words in toolkit_commands())
 

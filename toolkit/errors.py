@@ -1,13 +1,14 @@
 """Errors that name the value, what was expected, and the next thing to type.
 
-    >>> str(ToolkitError("unknown preset 'zero4'", hint="did you mean `zero3`?"))
-    "unknown preset 'zero4'\\n  hint: did you mean `zero3`?"
+>>> print(ToolkitError("unknown preset 'zero4'", hint="did you mean `zero3`?"))
+unknown preset 'zero4'
+  hint: did you mean `zero3`?
 
-The tree:
+The hierarchy:
 
-- ToolkitError            what the user can fix; exit code 2, two lines, no traceback
+- ToolkitError            invalid input, which the user can fix; exit code 2, two lines, no traceback
   - RunFailed             the run itself failed; exit code 1
-    - AttestationFailed   the run was not what its preset promises
+    - AttestationFailed   the run-time verification found a difference from the preset
   - OutOfMemory           a GPU or the host ran out of memory; exit code 3
 """
 
@@ -18,14 +19,14 @@ from collections.abc import Iterable
 
 EXIT_DONE = 0
 EXIT_RUN_FAILED = 1
-EXIT_WRONG_INPUT = 2
+EXIT_INVALID_INPUT = 2
 EXIT_OUT_OF_MEMORY = 3
 
 
 class ToolkitError(Exception):
-    """Wrong input: `message` says what is wrong, `hint` is the next thing to type."""
+    """Invalid input: `message` says what is wrong, `hint` is the next thing to type."""
 
-    exit_code = EXIT_WRONG_INPUT
+    exit_code = EXIT_INVALID_INPUT
 
     def __init__(self, message: str, *, hint: str | None = None) -> None:
         super().__init__(message)
@@ -37,28 +38,28 @@ class ToolkitError(Exception):
 
 
 class RunFailed(ToolkitError):
-    """The run started and did not finish."""
+    """The run started and failed."""
 
     exit_code = EXIT_RUN_FAILED
 
 
 class AttestationFailed(RunFailed):
-    """What was really in force differs from what the preset promises."""
+    """What is in effect differs from what the preset specifies."""
 
 
 class OutOfMemory(ToolkitError):
-    """Memory ran out, on a GPU or on the host."""
+    """A GPU or the host ran out of memory."""
 
     exit_code = EXIT_OUT_OF_MEMORY
 
 
 def nearest(name: str, known: Iterable[str], *, cutoff: float = 0.6) -> str | None:
-    """The known name closest to `name`, or None when nothing is close."""
+    """Return the known name closest to `name`, or None when nothing is close."""
     close = difflib.get_close_matches(name, list(known), n=1, cutoff=cutoff)
     return close[0] if close else None
 
 
 def did_you_mean(name: str, known: Iterable[str], *, otherwise: str | None = None) -> str | None:
-    """A hint with the nearest known name, or `otherwise` when nothing is close."""
+    """Return a hint with the nearest known name, or `otherwise` when nothing is close."""
     close = nearest(name, known)
     return f"did you mean `{close}`?" if close else otherwise

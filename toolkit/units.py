@@ -1,4 +1,4 @@
-"""Bytes, seconds and unknowns as people read them.
+"""Bytes, seconds and unknown values as text for people.
 
 >>> gib(3 * 2**30)
 '3.00 GiB'
@@ -15,7 +15,7 @@ NOT_AVAILABLE = "n/a"
 
 
 def gib(num_bytes: int | None) -> str:
-    """Bytes as GiB (2**30), or as MiB below a tenth of one."""
+    """Format bytes as GiB (2**30), or as MiB below a tenth of a GiB."""
     if num_bytes is None:
         return NOT_AVAILABLE
     if abs(num_bytes) < GIB // 10:
@@ -24,12 +24,12 @@ def gib(num_bytes: int | None) -> str:
 
 
 def number(value: float | None, digits: int = 2) -> str:
-    """A number with thousands separators, or `n/a`."""
+    """Format a number with thousands separators, or `n/a`."""
     return NOT_AVAILABLE if value is None else f"{value:,.{digits}f}"
 
 
 def seconds(value: float | None) -> str:
-    """A duration: milliseconds below a second, minutes above two."""
+    """Format a duration: milliseconds below a second, minutes above two."""
     if value is None:
         return NOT_AVAILABLE
     if value < 1:

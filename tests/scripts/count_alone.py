@@ -25,23 +25,12 @@ def main() -> int:
 
 
 def launched(config: str, world_size: int) -> dict[str, str]:
-    """What `accelerate launch` would put into rank 0's environment."""
-    from accelerate.commands import launch
-    from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu_env
+    """What `accelerate launch` would put into rank 0's environment, on a node of eight ranks."""
+    from toolkit.presets import load_preset
+    from toolkit.run.environment import launcher_environment, rank_environment
 
-    mesh = ["--parallelism_config_dp_shard_size", str(world_size // 2)] if "hybrid" in config else []
-    words = ["--config_file", config, "--num_processes", str(world_size), *mesh, "script.py"]
-    arguments, _, _ = launch._validate_launch_command(launch.launch_command_parser().parse_args(words))
-    if arguments.use_deepspeed:
-        arguments.deepspeed_fields_from_accelerate_config = "deepspeed_config_file"
-        told = prepare_deepspeed_cmd_env(arguments)[1]
-    else:
-        told = prepare_multi_gpu_env(arguments)
-    told = {name: value for name, value in told.items() if name.startswith(("ACCELERATE", "FSDP", "PARALLELISM"))}
-    if arguments.use_deepspeed:
-        told.pop("ACCELERATE_USE_CPU", None)  # it would turn the engine into DDP
-    rank = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": "8"}
-    return told | rank | {"MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
+    rank = rank_environment(world_size=world_size, rank=0, local_rank=0, local_world_size=8, master_port=29500)
+    return launcher_environment(load_preset(config), world_size=world_size) | rank
 
 
 if __name__ == "__main__":

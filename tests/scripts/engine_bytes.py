@@ -20,12 +20,13 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AutoConfig, AutoModelForCausalLM, Trainer
 
-from toolkit.plan.engine import engine_of
+from toolkit.plan.engine_settings import engine_settings
 from toolkit.presets import Preset, load_preset
-from toolkit.train.__main__ import prepare_environment
-from toolkit.train.attest.gradients import deepspeed_gradients
-from toolkit.train.attest.readings import read_deepspeed, read_fsdp2, read_torch
+from toolkit.train.attest.read_deepspeed import deepspeed_gradients, read_deepspeed
+from toolkit.train.attest.read_fsdp2 import read_fsdp2
+from toolkit.train.attest.read_rank import read_torch
 from toolkit.train.attest.tensors import local_bytes
+from toolkit.train.rank_process import prepare_environment
 
 LENGTH = 8
 
@@ -138,7 +139,7 @@ def run_deepspeed(preset: Preset, model: Any, hidden_size: int) -> dict[str, int
     import deepspeed
 
     config = preset.deepspeed_config() or {}
-    settings = engine_of(preset, world_size=dist.get_world_size(), hidden_size=hidden_size)
+    settings = engine_settings(preset, world_size=dist.get_world_size(), hidden_size=hidden_size)
     zero = config["zero_optimization"]
     autos = {
         "reduce_bucket_size": settings.reduce_bucket,
@@ -168,7 +169,7 @@ def run_deepspeed(preset: Preset, model: Any, hidden_size: int) -> dict[str, int
     setattr(engine.optimizer, watched, look)
     backward(model, engine)
     engine.step()
-    return of(read_deepspeed(None, engine, list(engine.module.parameters())), seen["gradients"])
+    return of(read_deepspeed(engine, list(engine.module.parameters())), seen["gradients"])
 
 
 def plain_trainer(optimizer: Any) -> Any:

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 from toolkit import load_preset
-from toolkit.train.__main__ import leave
+from toolkit.train.rank_process import leave
 
 
 def main(preset_name: str, model_folder: str, output: str) -> None:
@@ -37,16 +37,11 @@ def main(preset_name: str, model_folder: str, output: str) -> None:
 
 def attestation(preset, trainer, folder: Path):
     from toolkit.train.attest.attestation import Attestation
-    from toolkit.train.failure import Progress
-    from toolkit.train.promise import Promise
+    from toolkit.train.health.progress import Progress
+    from toolkit.train.launch_context import LaunchContext
 
-    size = trainer.args.world_size
-    promise = Promise(preset=preset, world_size=size, dp_shard_size=preset.dp_shard_size(size))
-    callback = Attestation(
-        folder / "attestation.json", promise, precision=trainer.args.mixed_precision, progress=Progress()
-    )
-    callback.trainer = trainer
-    return callback
+    launch = LaunchContext.of_preset(preset, trainer.args.world_size)
+    return Attestation(folder / "attestation.json", launch, trainer=trainer, progress=Progress())
 
 
 if __name__ == "__main__":

@@ -1,1 +1,1 @@
-"""Checkpoints after training: look into one, export it, prove it, and turn it into another preset's."""
+"""Checkpoints after training: inspect, export, verify, and convert to another preset or number of processes."""

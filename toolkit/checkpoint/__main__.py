@@ -1,6 +1,6 @@
-"""The commands' own process: `python -m toolkit.checkpoint inspect|export|verify|convert`.
+"""The process of `toolkit checkpoint`: `python -m toolkit.checkpoint inspect|export|verify|convert`.
 
-`toolkit checkpoint` starts it, so that the command line itself never imports torch.
+It is a process of its own so that the command line never imports torch.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import json
 import os
 import sys
 import warnings
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
@@ -18,116 +19,122 @@ from toolkit.units import gib
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one command; what a user can fix is two lines and an exit code."""
-    words = parser().parse_args(argv)
-    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed is asked for file formats only
+    """Run one command and return its exit code; a ToolkitError is printed in two lines."""
+    options = _parser().parse_args(argv)
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed only reads its files here
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     warnings.filterwarnings("ignore")
     try:
-        return int(words.run(words))
+        return int(options.run(options))
     except ToolkitError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
         return error.exit_code
 
 
-def parser() -> argparse.ArgumentParser:
-    """Arguments as `toolkit checkpoint` passes them on."""
-    top = argparse.ArgumentParser(prog="python -m toolkit.checkpoint")
-    commands = top.add_subparsers(required=True)
-    inspecting = _command(commands, "inspect", run_inspect)
-    inspecting.add_argument("--json", action="store_true", dest="as_json")
-    exporting = _command(commands, "export", run_export)
-    exporting.add_argument("out", type=Path)
-    exporting.add_argument("--merge-lora", action="store_true")
-    exporting.add_argument("--dtype", default="float32")
-    exporting.add_argument("--max-shard-size", default="5GB")
-    exporting.add_argument("--base-model")
-    verifying = _command(commands, "verify", run_verify)
-    verifying.add_argument("--json", action="store_true", dest="as_json")
-    verifying.add_argument("--base-model")
-    converting = _command(commands, "convert", run_convert)
-    converting.add_argument("out", type=Path)
-    converting.add_argument("--preset", required=True)
-    converting.add_argument("--num-processes", type=int, required=True)
-    converting.add_argument("--base-model")
-    return top
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m toolkit.checkpoint")
+    commands = parser.add_subparsers(required=True)
+
+    def command(name: str, run: Callable[[argparse.Namespace], int]) -> argparse.ArgumentParser:
+        added = commands.add_parser(name)
+        added.add_argument("path", type=Path)
+        added.set_defaults(run=run)
+        return added
+
+    inspect = command("inspect", _inspect)
+    inspect.add_argument("--json", action="store_true", dest="as_json")
+    export = command("export", _export)
+    export.add_argument("out", type=Path)
+    export.add_argument("--merge-lora", action="store_true")
+    export.add_argument("--dtype", default="float32")
+    export.add_argument("--max-shard-size", default="5GB")
+    export.add_argument("--base-model")
+    verify = command("verify", _verify)
+    verify.add_argument("--json", action="store_true", dest="as_json")
+    verify.add_argument("--base-model")
+    convert = command("convert", _convert)
+    convert.add_argument("out", type=Path)
+    convert.add_argument("--preset", required=True)
+    convert.add_argument("--num-processes", type=int, required=True)
+    convert.add_argument("--base-model")
+    return parser
 
 
-def _command(
-    commands: argparse._SubParsersAction[argparse.ArgumentParser], name: str, run: object
-) -> argparse.ArgumentParser:
-    command = commands.add_parser(name)
-    command.add_argument("path", type=Path)
-    command.set_defaults(run=run)
-    return command
+# Each command imports its own module: inspect needs no torch.
 
 
-def run_inspect(words: argparse.Namespace) -> int:
-    from toolkit.checkpoint.look import lines, look_at_all
+def _inspect(options: argparse.Namespace) -> int:
+    from toolkit.checkpoint.inspect import inspect_all
 
-    found = look_at_all(words.path)
-    if words.as_json:
-        print(json.dumps({"checkpoints": found}, indent=2))
+    found = inspect_all(options.path)
+    if options.as_json:
+        print(json.dumps({"checkpoints": [asdict(summary) for summary in found]}, indent=2))
     else:
-        print("\n".join(line for facts in found for line in lines(facts)))
-    return EXIT_RUN_FAILED if any(facts["problem"] for facts in found) else EXIT_DONE
+        print("\n".join(line for summary in found for line in summary.lines()))
+    return EXIT_RUN_FAILED if any(summary.problem for summary in found) else EXIT_DONE
 
 
-def run_export(words: argparse.Namespace) -> int:
-    from toolkit.checkpoint.export import export
+def _export(options: argparse.Namespace) -> int:
+    from toolkit.checkpoint.hf_export import export
 
-    done = export(
-        words.path,
-        words.out,
-        merge_lora=words.merge_lora,
-        dtype=words.dtype,
-        max_shard_bytes=size_of(words.max_shard_size),
-        base_model=words.base_model,
+    result = export(
+        options.path,
+        options.out,
+        merge_lora=options.merge_lora,
+        dtype=options.dtype,
+        max_shard_bytes=parse_size(options.max_shard_size),
+        base_model=options.base_model,
     )
-    kind = "adapter" if done.adapter else "model"
-    print(f"{done.folder}: {kind} of {done.num_tensors} tensors, {gib(done.bytes)}")
+    kind = "adapter" if result.adapter else "model"
+    print(f"{result.folder}: {kind} of {result.num_tensors} tensors, {gib(result.bytes)}")
     return EXIT_DONE
 
 
-def run_verify(words: argparse.Namespace) -> int:
+def _verify(options: argparse.Namespace) -> int:
     from toolkit.checkpoint.verify import verify
 
-    found = verify(words.path, base_model=words.base_model)
-    if words.as_json:
-        print(json.dumps(asdict(found), indent=2))
-    elif found.sound:
+    result = verify(options.path, base_model=options.base_model)
+    if options.as_json:
+        print(json.dumps(asdict(result), indent=2))
+    elif result.sound:
         compared = "no fingerprint was recorded, so logits were not compared"
-        if found.max_difference is not None:
-            compared = f"logits within {found.max_difference:.2g} of the live model's (allowed {found.tolerance:g})"
-        print(f"{found.path}: sound, {found.num_tensors} tensors; {compared}")
+        if result.max_difference is not None:
+            compared = f"logits within {result.max_difference:.2g} of the live model's (allowed {result.tolerance:g})"
+        print(f"{result.path}: sound, {result.num_tensors} tensors; {compared}")
     else:
-        print("\n".join([f"{found.path}: not sound", *(f"  {problem}" for problem in found.problems)]))
-    return EXIT_DONE if found.sound else EXIT_RUN_FAILED
+        print("\n".join([f"{result.path}: not sound", *(f"  {problem}" for problem in result.problems)]))
+    return EXIT_DONE if result.sound else EXIT_RUN_FAILED
 
 
-def run_convert(words: argparse.Namespace) -> int:
+def _convert(options: argparse.Namespace) -> int:
     from toolkit.checkpoint.convert import convert
     from toolkit.presets import load_preset
 
-    preset = load_preset(words.preset)
-    done = convert(words.path, words.out, preset, num_processes=words.num_processes, base_model=words.base_model)
-    if done["converted_from"]["world_size"] != words.num_processes:
-        print("the ranks' random states are not carried over: dropout draws other numbers", file=sys.stderr)
-    print(f"{words.out}: step {done['step']} for {preset.name} on {words.num_processes} processes")
+    preset = load_preset(options.preset)
+    manifest = convert(
+        options.path, options.out, preset, num_processes=options.num_processes, base_model=options.base_model
+    )
+    if manifest["converted_from"]["world_size"] != options.num_processes:
+        print("the ranks' random states are not carried over, so dropout draws differ", file=sys.stderr)
+    print(f"{options.out}: step {manifest['step']} for {preset.name} on {options.num_processes} processes")
     return EXIT_DONE
 
 
-def size_of(text: str) -> int:
-    """`5GB`, `500MB` or bytes. Raises ToolkitError for anything else."""
+def parse_size(text: str) -> int:
+    """Return the bytes of `5GB`, `500MB`, `2GiB` or a plain number. Raises ToolkitError for anything else.
+
+    >>> parse_size("5GB"), parse_size("2 MiB")
+    (5000000000, 2097152)
+    """
     units = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "": 1}
-    digits = text.rstrip("KMGIBkmgib ")
-    unit = text[len(digits) :].strip().upper()
+    number = text.rstrip("KMGIBkmgib ")
+    unit = text[len(number) :].strip().upper()
     try:
-        size = int(float(digits) * units[unit])
+        size = int(float(number) * units[unit])
     except (ValueError, KeyError):
         raise ToolkitError(f"--max-shard-size is {text!r}, expected a size", hint="`--max-shard-size 5GB`") from None
     if size < 1:
-        raise ToolkitError(f"--max-shard-size is {text!r}, expected more than nothing")
+        raise ToolkitError(f"--max-shard-size is {text!r}, expected at least one byte")
     return size
 
 

@@ -1,10 +1,10 @@
-"""A checkpoint for another preset or another number of processes, optimizer states included.
+"""Convert a checkpoint to another preset or number of processes, with its optimizer states.
 
->>> convert(Path("out/checkpoint-8"), Path("moved"), load_preset("zero3"), num_processes=4)
+    convert(Path("out/checkpoint-8"), Path("converted"), load_preset("zero3"), num_processes=4)
 
-For DeepSpeed presets its universal layout is written, for FSDP2 a distributed checkpoint, else `optimizer.pt`: each
-is read by any number of ranks. Schedule, step and data position carry over. The random states of the ranks do only
-where their number stays: with another, dropout draws other numbers.
+DeepSpeed presets get its universal layout, FSDP2 a distributed checkpoint, the others `optimizer.pt`: any number of
+ranks reads each of them. Schedule, step and data position are carried over. The ranks' random states are only if the
+number of ranks stays: with another number dropout draws differ.
 """
 
 from __future__ import annotations
@@ -15,62 +15,48 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from toolkit.checkpoint.dcp_target import write_dcp
-from toolkit.checkpoint.description import Description, Skeleton
-from toolkit.checkpoint.export import SIDE_BYTES, check_free, check_room, check_whole, written_beside
+from toolkit.checkpoint.engines import open_checkpoint, write_checkpoint
+from toolkit.checkpoint.hf_export import SIDE_FILE_BYTES, check_complete
 from toolkit.checkpoint.layout import detect
-from toolkit.checkpoint.plain_target import write_plain
-from toolkit.checkpoint.source import Source, open_source
-from toolkit.checkpoint.universal_target import write_universal
-from toolkit.checkpoint.weights import check_names, name_states
+from toolkit.checkpoint.model_definition import MetaModel, ModelFiles
+from toolkit.checkpoint.output_folder import check_disk_space, check_empty, temporary_beside
+from toolkit.checkpoint.reader import CheckpointReader
+from toolkit.checkpoint.weights import check_names
 from toolkit.errors import ToolkitError
 from toolkit.presets import Preset
-from toolkit.presets.world import check_trains_in
-from toolkit.runs.checkpoints import complete, file_entries, files_of
+from toolkit.presets.support import check_supported
+from toolkit.run.checkpoints import checkpoint_files, commit_checkpoint, file_entries
 
-WRITERS = {"deepspeed": write_universal, "fsdp2": write_dcp, "ddp": write_plain, "none": write_plain}
-STATES = 3  # weight and two moments
+BYTES_PER_PARAMETER = 3 * 4  # fp32 weight and Adam's two moments
 
 
 def convert(
     path: Path, out: Path, preset: Preset, *, num_processes: int, base_model: str | None = None
 ) -> dict[str, Any]:
-    """Write `out`, and return its manifest. Raises ToolkitError for a pair that is impossible, before writing."""
-    check_pair(preset, num_processes)
-    check_whole(path)
-    check_free(out)
-    check_source(path)
-    description = Description(path, base_model)
-    skeleton = Skeleton(description)
-    source = open_source(path)
+    """Write `out` and return its manifest. Raises ToolkitError for an impossible conversion before it writes."""
+    check_supported(preset, world_size=num_processes, purpose="convert")
+    check_complete(path)
+    check_empty(out)
+    _check_source(path)
+    files = ModelFiles(path, base_model)
+    model = MetaModel(files)
+    reader = open_checkpoint(path, model)
     try:
-        name_states(source, skeleton)
-        check_names(source, skeleton)
-        groups = skeleton.groups(optimized_names(source))
-        check_room(out, 4 * STATES * sum(map(math.prod, skeleton.shapes.values())) + SIDE_BYTES)
-        with written_beside(out) as temporary:
-            WRITERS[preset.engine](temporary, source, skeleton, groups)
-            copy_side_files(description, temporary, same_ranks=detect(path).world_size == num_processes)
-            manifest = converted_manifest(description, source, preset, num_processes, path)
-            files = file_entries(temporary, files_of(temporary))
-            complete(temporary, out.absolute(), manifest | {"files": files})
+        check_names(reader, model)
+        groups = model.groups(_optimized_names(reader))
+        check_disk_space(out, BYTES_PER_PARAMETER * sum(map(math.prod, model.shapes.values())) + SIDE_FILE_BYTES)
+        with temporary_beside(out) as temporary:
+            write_checkpoint(preset.engine, temporary, reader, model, groups)
+            _copy_side_files(files, temporary, same_ranks=detect(path).world_size == num_processes)
+            manifest = _converted_manifest(files, reader, preset, num_processes, path)
+            entries = file_entries(temporary, checkpoint_files(temporary))
+            commit_checkpoint(temporary, out.absolute(), manifest | {"files": entries})
         return manifest
     finally:
-        source.close()
+        reader.close()
 
 
-def check_pair(preset: Preset, num_processes: int) -> None:
-    """Refuse what cannot be resumed from any conversion."""
-    if "nvme" in (preset.offload_optimizer, preset.offload_param):
-        raise ToolkitError(
-            f"preset {preset.name!r} swaps to NVMe: DeepSpeed resumes it only from its own swap files",
-            hint="`--preset zero3_cpu_offload`",
-        )
-    check_trains_in(preset, num_processes, given=f"got {num_processes}", option="--num-processes")
-
-
-def check_source(path: Path) -> None:
-    """Refuse states that have no counterpart elsewhere."""
+def _check_source(path: Path) -> None:
     layout = detect(path)
     if (layout.state_folder / "offloaded_tensors").is_dir():
         raise ToolkitError(
@@ -81,68 +67,68 @@ def check_source(path: Path) -> None:
         raise ToolkitError(f"{path} has no optimizer states (optimizer.pt)", hint="it was saved with save_only_model")
 
 
-def optimized_names(source: Source) -> list[str]:
-    """Parameters with optimizer states. Raises ToolkitError for an optimizer that is not Adam."""
-    names = source.optimized()
+def _optimized_names(reader: CheckpointReader) -> list[str]:
+    """Raise ToolkitError for an optimizer that is not Adam."""
+    names = reader.optimized()
     if not names:
-        raise ToolkitError(f"{source.layout.path} has no optimizer states of Adam's kind (exp_avg, exp_avg_sq)")
+        raise ToolkitError(f"{reader.layout.path} has no Adam optimizer states (exp_avg, exp_avg_sq)")
     try:
-        first = source.moment(names[0], "exp_avg")
-        source.optimizer_step()
+        first = reader.moment(names[0], "exp_avg")
+        reader.optimizer_step()
     except KeyError as error:
         raise ToolkitError(
-            f"{source.layout.path} holds no {error} for {names[0]}: only Adam and AdamW in fp32 are converted",
+            f"{reader.layout.path} holds no {error} for {names[0]}: only Adam and AdamW in fp32 are converted",
             hint="resume it with the preset and the number of processes that it was saved with",
         ) from None
     if str(first.dtype) != "torch.float32":
-        raise ToolkitError(f"the moments in {source.layout.path} are {first.dtype}; only fp32 ones are converted")
+        raise ToolkitError(f"the moments in {reader.layout.path} are {first.dtype}; only fp32 ones are converted")
     return names
 
 
-def copy_side_files(description: Description, folder: Path, *, same_ranks: bool) -> None:
-    """What does not depend on the engine: schedule, Trainer state, tokenizer, configuration, and random states."""
-    own = ("scheduler.pt", "trainer_state.json", "training_args.bin")
-    wanted: list[Path | None] = [description.path / name for name in own if (description.path / name).exists()]
-    wanted += [*description.side_files(), description.find("config.json", base=not description.adapter)]
-    wanted += [description.adapter_config if description.adapter else None]
-    wanted += sorted(description.path.glob("rng_state*.pth")) if same_ranks else []
-    wanted += sorted(description.path.glob("stream_rank*.json"))  # by lane, not by rank
-    for file in wanted:
+def _copy_side_files(files: ModelFiles, folder: Path, *, same_ranks: bool) -> None:
+    """Copy what does not depend on the engine: schedule, Trainer state, tokenizer, configuration, random states."""
+    names = ("scheduler.pt", "trainer_state.json", "training_args.bin")
+    copied: list[Path | None] = [files.path / name for name in names if (files.path / name).exists()]
+    copied += [*files.tokenizer_files(), files.find("config.json", base=not files.adapter)]
+    copied += [files.adapter_config if files.adapter else None]
+    copied += sorted(files.path.glob("rng_state*.pth")) if same_ranks else []
+    copied += sorted(files.path.glob("stream_rank*.json"))  # states of lanes, which do not depend on the ranks
+    for file in copied:
         if file is not None:
             shutil.copyfile(file, folder / file.name)
 
 
-def converted_manifest(
-    description: Description, source: Source, preset: Preset, num_processes: int, path: Path
+def _converted_manifest(
+    files: ModelFiles, reader: CheckpointReader, preset: Preset, num_processes: int, path: Path
 ) -> dict[str, Any]:
-    """The source's manifest with the new preset; made from the files where there is none."""
-    known = {k: v for k, v in description.manifest.items() if k not in ("files", "sha256", "schema_version")}
+    """The source's manifest with the new preset, or a new one if the source has none."""
+    recorded = {k: v for k, v in files.manifest.items() if k not in ("files", "sha256", "schema_version")}
     state = json.loads((path / "trainer_state.json").read_text())
     engine = "none" if preset.engine == "ddp" and num_processes == 1 else preset.engine
     return {
         "step": state["global_step"],
-        "adapter": description.adapter,
-        "model_name_or_path": description.base,
-        **known,
+        "adapter": files.adapter,
+        "model_name_or_path": files.base,
+        **recorded,
         "preset": preset.name,
         "engine": engine,
         "sharding": preset.sharding,
         "world_size": num_processes,
-        **rescaled_batch(known, num_processes),
+        **_rescaled_batch(recorded, num_processes),
         "universal": preset.engine == "deepspeed",
         "converted_from": {
             "path": str(path.absolute()),
-            "preset": known.get("preset"),
-            "engine": known.get("engine", source.layout.engine),
-            "world_size": known.get("world_size", source.layout.world_size),
+            "preset": recorded.get("preset"),
+            "engine": recorded.get("engine", reader.layout.engine),
+            "world_size": recorded.get("world_size", reader.layout.world_size),
         },
     }
 
 
-def rescaled_batch(known: dict[str, Any], num_processes: int) -> dict[str, Any]:
-    """With other ranks the same global batch has other parts, which the run chooses; only the product is kept."""
+def _rescaled_batch(recorded: dict[str, Any], num_processes: int) -> dict[str, Any]:
+    """With another number of ranks only the global batch size is recorded; the run chooses its factors."""
     names = ("per_device_train_batch_size", "gradient_accumulation_steps", "world_size")
-    if any(known.get(name) is None for name in names) or known["world_size"] == num_processes:
+    if any(recorded.get(name) is None for name in names) or recorded["world_size"] == num_processes:
         return {}
-    product = math.prod(int(known[name]) for name in names)
+    product = math.prod(int(recorded[name]) for name in names)
     return {"per_device_train_batch_size": None, "gradient_accumulation_steps": None, "global_batch_size": product}

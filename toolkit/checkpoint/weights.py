@@ -1,4 +1,4 @@
-"""The weights of a checkpoint under the names and in the files that `from_pretrained` (or peft) reads."""
+"""A checkpoint's weights under the names that `from_pretrained` (or peft) reads, optionally with an adapter merged."""
 
 from __future__ import annotations
 
@@ -8,95 +8,75 @@ from typing import Any
 
 import torch
 
-from toolkit.checkpoint.description import Description, Skeleton
-from toolkit.checkpoint.names import ADAPTER
-from toolkit.checkpoint.plain_source import PlainSource, WeightFiles
-from toolkit.checkpoint.source import Source
-from toolkit.checkpoint.tensors_file import Entry
+from toolkit.checkpoint.model_definition import ADAPTER_NAME, MetaModel, ModelFiles
+from toolkit.checkpoint.reader import CheckpointReader
+from toolkit.checkpoint.safetensors_files import SavedTensor, WeightFiles
 from toolkit.errors import ToolkitError
 
 
-def name_states(source: Source, skeleton: Skeleton) -> None:
-    """Tell a reader of numbered states whose they are. Raises ToolkitError where that cannot be known."""
-    if not isinstance(source, PlainSource):
-        return
-    groups = skeleton.groups(skeleton.trainable)
-    sizes = [len(group) for group in groups if group]
-    found = [size for size in source.group_sizes if size]
-    if found and found != sizes:
-        raise ToolkitError(
-            f"{source.layout.path}/optimizer.pt has parameter groups of {found}, the model's are {sizes}: with frozen"
-            " layers or an optimizer of one's own, whose states they are is not recorded",
-            hint="resume it with the preset and the number of processes that it was saved with",
-        )
-    source.name_states([name for group in groups for name in group], skeleton.saved_names)
-
-
-def check_names(source: Source, skeleton: Skeleton) -> None:
-    """Every weight of the model is there, in its shape, and none that the model does not know."""
-    saved, expected = source.shapes(), skeleton.shapes
+def check_names(reader: CheckpointReader, model: MetaModel) -> None:
+    """Raise ToolkitError unless the checkpoint has every weight of the model, in its shape."""
+    saved, expected = reader.shapes(), model.shapes
     missing = [name for name in expected if name not in saved]
     if missing:
-        raise ToolkitError(f"{source.layout.path} lacks {_some(missing)}")
+        raise ToolkitError(f"{reader.layout.path} lacks {_listed(missing)}")
     for name, shape in expected.items():
         if saved[name] != shape:
-            raise ToolkitError(f"{name} in {source.layout.path} has shape {saved[name]}, the model's is {shape}")
+            raise ToolkitError(f"{name} in {reader.layout.path} has shape {saved[name]}, the model's is {shape}")
 
 
-def model_entries(source: Source, skeleton: Skeleton, dtype: torch.dtype) -> list[Entry]:
-    """Every weight of the model, or of the adapter under peft's names."""
+def model_tensors(reader: CheckpointReader, model: MetaModel, dtype: torch.dtype) -> list[SavedTensor]:
+    """Return every weight of the model, or of the adapter under peft's names."""
     return [
-        Entry(name=skeleton.saved_names.get(name, name), shape=shape, dtype=dtype, read=partial(source.weight, name))
-        for name, shape in skeleton.shapes.items()
+        SavedTensor(name=model.saved_names.get(name, name), shape=shape, dtype=dtype, read=partial(reader.weight, name))
+        for name, shape in model.shapes.items()
     ]
 
 
-def merged_entries(source: Source, skeleton: Skeleton, description: Description, dtype: torch.dtype) -> list[Entry]:
-    """The base model's weights, with the adapter added where there is one: peft's own arithmetic, layer by layer."""
-    assert description.base_folder is not None
-    base = WeightFiles(description.base_folder)
-    targets = _adapted_layers(skeleton)
-    plain = {name.replace(".base_layer.", "."): name for name in _base_names(skeleton)}
-    missing = [name for name in plain if name not in base.files]
+def merged_tensors(
+    reader: CheckpointReader, model: MetaModel, files: ModelFiles, dtype: torch.dtype
+) -> list[SavedTensor]:
+    """Return the base model's weights with the adapter merged into them, layer by layer with peft's own arithmetic."""
+    assert files.base_folder is not None
+    base = WeightFiles(files.base_folder)
+    layers = {name: module for name, module in model.base_model.named_modules() if hasattr(module, "lora_A")}
+    in_training = {name.replace(".base_layer.", "."): name for name in _base_names(model)}
+    missing = [name for name in in_training if name not in base.files]
     if missing:
-        raise ToolkitError(f"the base model {description.base} lacks {_some(missing)}")
+        raise ToolkitError(f"the base model {files.base} lacks {_listed(missing)}")
     shapes = base.shapes()
 
-    def reader(name: str) -> Callable[[], torch.Tensor]:
-        layer = targets.get(plain[name].rpartition(".base_layer.")[0])
-        if layer is None or not plain[name].endswith("base_layer.weight"):
+    def read(name: str) -> Callable[[], torch.Tensor]:
+        training_name = in_training[name]
+        layer = layers.get(training_name.rpartition(".base_layer.")[0])
+        if layer is None or not training_name.endswith("base_layer.weight"):
             return partial(base.read, name)
-        return partial(_merged, layer, partial(base.read, name), source, plain[name].rpartition("base_layer.")[0])
+        return partial(_merged, layer, partial(base.read, name), reader, training_name.rpartition("base_layer.")[0])
 
-    return [Entry(name=name, shape=shapes[name], dtype=dtype, read=reader(name)) for name in plain]
-
-
-def _base_names(skeleton: Skeleton) -> list[str]:
-    """Names inside the base model; adapters are left out."""
-    prefix = "base_model.model."
-    named = [name for name, _ in skeleton.model.named_parameters() if name not in set(skeleton.trainable)]
-    return [name.removeprefix(prefix) for name in named]
+    return [SavedTensor(name=name, shape=shapes[name], dtype=dtype, read=read(name)) for name in in_training]
 
 
-def _adapted_layers(skeleton: Skeleton) -> dict[str, Any]:
-    return {name: module for name, module in skeleton.plain.named_modules() if hasattr(module, "lora_A")}
+def _base_names(model: MetaModel) -> list[str]:
+    """Names of the base model's parameters inside the training model."""
+    trainable = set(model.trainable)
+    names = [name for name, _ in model.training_model.named_parameters() if name not in trainable]
+    return [name.removeprefix("base_model.model.") for name in names]
 
 
-def _merged(layer: Any, read_base: Callable[[], torch.Tensor], source: Source, name: str) -> torch.Tensor:
-    """One layer brought to life, merged, and emptied again."""
+def _merged(layer: Any, read_base: Callable[[], torch.Tensor], reader: CheckpointReader, name: str) -> torch.Tensor:
+    """Load one layer from the meta device, merge it, and send it back."""
     layer.to_empty(device="cpu")
     prefix = f"base_model.model.{name}"
     state = {"base_layer.weight": read_base().float()}
-    for key in layer.state_dict():
-        if f"{prefix}{key}" in source.shapes():
-            state[key] = source.weight(f"{prefix}{key}")
+    saved = reader.shapes()
+    state |= {key: reader.weight(f"{prefix}{key}") for key in layer.state_dict() if f"{prefix}{key}" in saved}
     layer.load_state_dict(state, strict=False)
-    layer.merge(adapter_names=[ADAPTER])
+    layer.merge(adapter_names=[ADAPTER_NAME])
     merged: torch.Tensor = layer.base_layer.weight.data.clone()
     layer.merged_adapters.clear()
     layer.to("meta")
     return merged
 
 
-def _some(names: list[str]) -> str:
+def _listed(names: list[str]) -> str:
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

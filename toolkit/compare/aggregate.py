@@ -1,156 +1,184 @@
-"""Rows over repeats: figures with intervals, parity, what may be claimed, and ranks.
+"""Make rows of trials: figures over repeats, parity, ratios and ranks.
 
-    rows, trials = compared(ledger_rows, comparison, unsupported={})
-
-A trial is judged alone and beside the reference; a row is what its trials are together. Every figure of speed of a
-row counts the same steps, those that all trials with its number of processes have timed.
+A trial is judged beside the baseline's; a row is what its trials are together. Every speed of a row counts the same
+steps: those that all trials with its number of processes have timed.
 """
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from toolkit.compare import results
-from toolkit.compare.claims import beside, common_steps, has_speed, rank_of, speeds_of
-from toolkit.compare.intervals import centre, interval
-from toolkit.compare.results import NOT_SUPPORTED, SPEEDS, Failure, withheld
-from toolkit.compare.trials import Comparison, row_name
-from toolkit.compare.verdicts import group_of, judged
-from toolkit.runs import status
-from toolkit.runs.steps import percentile
+from toolkit.compare.columns import Repeats, columns_of
+from toolkit.compare.ledger import LedgerRecord, TrialRecord
+from toolkit.compare.parity import check_parity, design_group
+from toolkit.compare.result_values import NOT_SUPPORTED, Failure, MemoryByPhase, RowKey
+from toolkit.compare.rows import Row
+from toolkit.compare.significance import (
+    common_steps,
+    compare_with_baseline,
+    geometric_mean,
+    has_speed,
+    mean_interval,
+    rank_of,
+    speeds_of,
+)
+from toolkit.compare.specification import ComparisonSpec
+from toolkit.compare.trial_figures import TrialResult
+from toolkit.run.measurements import max_memory_by_phase, percentile
 
-Row = dict[str, Any]
-
-# How a key of a row comes from its repeats; any other key is that of the repeat whose speed is the middle one.
-CENTRES = ("tokens_per_cpu_second", "supervised_tokens_per_second", "rank_skew")
-MEDIANS = ("wall_seconds", "timed_seconds")
-LARGEST = ("peak_allocated_bytes", "peak_reserved_bytes", "peak_host_bytes")
-# Of each step, for parity alone: in the ledger, not in results.json.
-ONLY_JUDGED = ("batch_sha256", "step_non_padding_tokens", "step_supervised_tokens")
-OF_A_TRIAL = ("repeat", "position", "startup_seconds", "step_tokens", "timed_step_numbers", "problem", *ONLY_JUDGED)
-NOTHING: Row = {
-    "ratio_interval": None,
-    "difference": None,
-    "rank": None,
-    "speed_up": None,
-    "scaling_efficiency": None,
-}
+COLUMNS = columns_of(Row)
+# What a row takes from one of its repeats: every key that both have.
+FROM_TRIAL = tuple(key for key in Row.model_fields if key in TrialResult.model_fields)
+NO_SPEED: dict[str, Any] = {key: None for key, column in COLUMNS.items() if column.is_speed}
+# The other keys of a row, unknown until something sets them.
+NOT_FROM_TRIAL: dict[str, Any] = dict.fromkeys(key for key in Row.model_fields if key not in FROM_TRIAL)
 
 
-def compared(
-    finished: Mapping[str, Row], comparison: Comparison, unsupported: Mapping[str, str]
-) -> tuple[list[Row], list[Row]]:
-    """Rows as asked for, and trials in the running order. `unsupported` is a row's name and why it cannot run."""
-    trials = [finished[trial.id] for trial in comparison.trials() if trial.id in finished]
-    by_row: dict[str, list[Row]] = {row_name(*row): [] for row in comparison.rows()}
-    by_row |= _grouped(trials)
-    common = {n: common_steps([t for t in trials if t["world_size"] == n]) for n in comparison.num_processes}
+def aggregate_trials(
+    records: Mapping[str, LedgerRecord], spec: ComparisonSpec, unsupported: Mapping[str, str]
+) -> tuple[list[Row], list[TrialResult]]:
+    """Return rows in the order of the options, and trials in running order, from the ledger's records.
+
+    `unsupported` maps the name of a row that cannot run on this node to the reason.
+    """
+    found = [records.get(trial.id) for trial in spec.trials()]
+    trials = [record for record in found if isinstance(record, TrialRecord)]
+    by_row: dict[RowKey, list[TrialRecord]] = {row: [] for row in spec.rows()}
+    for trial in sorted(trials, key=lambda trial: trial.repeat):
+        by_row[trial.key].append(trial)
+    common = {size: common_steps([trial for trial in trials if trial.world_size == size]) for size in spec.world_sizes}
     rows = []
-    for preset, n in comparison.rows():
-        name = row_name(preset, n)
-        group = group_of(comparison, preset, n, by_row[name])
-        if name in unsupported:
-            rows.append(_unsupported(preset, n, unsupported[name]) | {"group": group})
-        elif by_row[name]:
-            rows.append(_row(name, by_row[name], common[n]) | {"group": group})
-    said = {row["trial"]: judged(row, by_row, comparison) for row in rows}
-    rows = [row | said[row["trial"]] for row in rows]
-    rows = [withheld(row) if row["parity"] == "parity failed" else row for row in rows]
-    speeds = {
-        row["trial"]: speeds_of(by_row[row["trial"]], common[row["world_size"]]) for row in rows if has_speed(row)
-    }
-    rows = [row | beside(row, rows, speeds, comparison) for row in rows]
-    rows = [row | {"rank": rank_of(row, rows, speeds)} for row in rows]
-    return rows, [_shown_trial(trial, said.get(trial["trial"].rpartition("-r")[0], {})) for trial in trials]
+    for key, repeats in by_row.items():
+        group = design_group(spec, key, repeats)
+        if key.name in unsupported:
+            rows.append(_unsupported_row(key, unsupported[key.name]).updated(group=group))
+        elif repeats:
+            rows.append(_row(key, repeats, common[key.world_size]).updated(group=group))
+    rows = [row.updated(**check_parity(row, by_row, spec)) for row in rows]
+    speeds = {row.key: speeds_of(by_row[row.key], common[row.world_size]) for row in rows if has_speed(row)}
+    rows = [row.updated(**compare_with_baseline(row, rows, speeds, spec)) for row in rows]
+    rows = [row.updated(rank=rank_of(row, rows, speeds)) for row in rows]
+    parity = {row.key: (row.parity, row.parity_message) for row in rows}
+    return rows, [_with_parity(trial.result, *parity.get(trial.key, (None, None))) for trial in trials]
 
 
-def _grouped(trials: Sequence[Row]) -> dict[str, list[Row]]:
-    found: dict[str, list[Row]] = {}
-    for trial in sorted(trials, key=lambda trial: trial["repeat"]):
-        found.setdefault(row_name(trial["preset"], trial["world_size"]), []).append(trial)
-    return found
-
-
-def _row(name: str, trials: Sequence[Row], steps: int) -> Row:
-    """One row from its repeats; completed if all that ran are."""
-    completed = [trial for trial in trials if trial["status"] == status.COMPLETED]
-    failed = next((trial for trial in trials if trial["status"] != status.COMPLETED), None)
+def _row(key: RowKey, trials: Sequence[TrialRecord], steps: int) -> Row:
+    """One row of its repeats: completed if all that ran are, otherwise what its first failed repeat is."""
+    completed = [trial for trial in trials if trial.completed]
+    failed = next((trial for trial in trials if not trial.completed), None)
+    shown = failed or _middle(trials, steps)
+    values = {key: getattr(shown, key) for key in FROM_TRIAL} | NOT_FROM_TRIAL
+    values |= {"trial": key.name, "repeats": len(completed)} | _over_repeats(trials, FROM_ALL_REPEATS)
     if failed is not None:
-        row = _without_trial_keys(failed) | {"trial": name, "repeats": len(completed)} | NOTHING
-        message = f"{len(completed)} of {len(trials)} repeats completed; {failed['message']}"
-        none = {"step_seconds_interval": None, "tokens_per_second_interval": None}
-        return row | none | ({"message": message} if completed else {})
-    row = _without_trial_keys(_middle(trials, steps)) | {"trial": name, "repeats": len(trials)} | NOTHING
-    row |= {key: _reduced(centre, trials, key) for key in CENTRES}
-    row |= {key: _reduced(statistics.median, trials, key) for key in MEDIANS}
-    row |= _largest(trials)
-    return row | _row_speeds(trials, steps)
+        if completed:
+            values["message"] = f"{len(completed)} of {len(trials)} repeats completed; {failed.message}"
+    else:
+        values |= _over_repeats(trials, FROM_COMPLETED_REPEATS) | _peak_rank(trials) | _speeds(trials, steps)
+    speed, padding = values["tokens_per_second"], values["padding_fraction"]
+    values["non_padding_tokens_per_second"] = None if speed is None or padding is None else speed * (1 - padding)
+    return Row.model_validate(values)
 
 
-def _row_speeds(trials: Sequence[Row], steps: int) -> Row:
-    """Of the first timed steps; unknown where none is timed, or where no tokens were counted."""
+def _unsupported_row(key: RowKey, reason: str) -> Row:
+    """A row that cannot run on this node."""
+    none = dict.fromkeys(Row.model_fields)
+    failure = Failure(kind=NOT_SUPPORTED, **dict.fromkeys(key for key in Failure.model_fields if key != "kind"))
+    return Row.model_validate(
+        none
+        | {
+            "trial": key.name,
+            "preset": key.preset,
+            "world_size": key.world_size,
+            "status": NOT_SUPPORTED,
+            "message": reason,
+            "timed_steps": 0,
+            "repeats": 0,
+            "failure": failure,
+            **{key: () for key in ("losses", "step_seconds", "grad_norms")},
+            **{key: "" for key in ("run_folder", "command")},
+        }
+    )
+
+
+def _with_parity(trial: TrialResult, parity: str | None, message: str | None) -> TrialResult:
+    """A trial of a row that failed parity has no speed either."""
+    return trial.updated(parity=parity, parity_message=message) if parity else trial
+
+
+def _speeds(trials: Sequence[TrialRecord], steps: int) -> dict[str, Any]:
+    """Speeds over the first timed steps; unknown where none is timed, or where no tokens were counted."""
     speeds = speeds_of(trials, steps) if steps else []
     if not speeds or min(speeds) <= 0:
-        return dict.fromkeys(SPEEDS)
-    timed = [[t["step_seconds"][number - 1] for number in t["timed_step_numbers"][:steps]] for t in trials]
+        return NO_SPEED
+    timed = [[trial.step_seconds[number - 1] or 0.0 for number in trial.timed_step_numbers[:steps]] for trial in trials]
     medians = [statistics.median(seconds) for seconds in timed]
     return {
         "timed_steps": steps,
-        "tokens_per_second": centre(speeds),
-        "tokens_per_second_per_gpu": centre(speeds) / trials[0]["world_size"],
-        "tokens_per_second_interval": interval(speeds),
-        "step_seconds_median": centre(medians),
-        "step_seconds_p90": centre([percentile(seconds, 0.9) or 0.0 for seconds in timed]),
-        "step_seconds_interval": interval(medians),
+        "tokens_per_second": geometric_mean(speeds),
+        "tokens_per_second_per_gpu": geometric_mean(speeds) / trials[0].world_size,
+        "tokens_per_second_interval": mean_interval(speeds),
+        "step_seconds_median": geometric_mean(medians),
+        "step_seconds_p90": geometric_mean([percentile(seconds, 0.9) or 0.0 for seconds in timed]),
+        "step_seconds_interval": mean_interval(medians),
     }
 
 
-def _middle(trials: Sequence[Row], steps: int) -> Row:
-    """The repeat whose speed is the middle one, the slower of two."""
+def _middle(trials: Sequence[TrialRecord], steps: int) -> TrialRecord:
+    """The repeat with the median speed, the slower of two."""
     if not steps:
         return trials[0]
     order = sorted(zip(speeds_of(trials, steps), range(len(trials)), strict=True))
     return trials[order[(len(order) - 1) // 2][1]]
 
 
-def _reduced(reduce: Any, trials: Sequence[Row], key: str) -> float | None:
-    values = [trial[key] for trial in trials]
-    return None if any(value is None for value in values) or 0 in values else reduce(values)
-
-
-def _largest(trials: Sequence[Row]) -> Row:
-    """Peaks over all repeats, and the rank of the highest."""
-    found: Row = {key: max((t[key] for t in trials if t[key] is not None), default=None) for key in LARGEST}
-    deciding = "peak_allocated_bytes" if found["peak_allocated_bytes"] is not None else "peak_host_bytes"
-    holder = next((t["peak_rank"] for t in trials if t[deciding] == found[deciding]), None)
-    return found | {"peak_rank": holder}
-
-
-def _without_trial_keys(trial: Row) -> Row:
-    return {key: value for key, value in trial.items() if key not in OF_A_TRIAL}
-
-
-def _shown_trial(trial: Row, said: Row) -> Row:
-    """A trial as results.json has it: with its row's parity, and without a speed that is withheld."""
-    shown = {key: value for key, value in trial.items() if key not in ONLY_JUDGED}
-    shown |= {key: said[key] for key in ("parity", "parity_message") if key in said}
-    return withheld(shown) if shown["parity"] == "parity failed" else shown
-
-
-def _unsupported(preset: str, num_processes: int, why: str) -> Row:
-    """A row that cannot run here, with the reason."""
-    facts = dict.fromkeys(Failure.__annotations__) | {"kind": NOT_SUPPORTED}
-    return dict.fromkeys(results.Row.__annotations__) | {
-        "trial": row_name(preset, num_processes),
-        "preset": preset,
-        "world_size": num_processes,
-        "status": NOT_SUPPORTED,
-        "message": why,
-        "timed_steps": 0,
-        "repeats": 0,
-        "failure": facts,
-        **{key: [] for key in ("losses", "step_seconds", "grad_norms")},
-        **{key: "" for key in ("run_folder", "command")},
+def _over_repeats(trials: Sequence[TrialRecord], rules: Mapping[Repeats, Callable[[list[Any]], Any]]) -> dict[str, Any]:
+    """The keys of a row whose declaration has one of these rules."""
+    return {
+        key: rules[column.repeats]([getattr(trial, key) for trial in trials])
+        for key, column in COLUMNS.items()
+        if column.repeats is not None and column.repeats in rules
     }
+
+
+def _if_all_known(reduce: Callable[[list[float]], float]) -> Callable[[list[Any]], float | None]:
+    """A repeat without the figure, or with zero steps in it, leaves the row without it too."""
+    return lambda values: reduce(values) if all(values) else None
+
+
+def _if_any_known(reduce: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
+    def reduced(values: list[Any]) -> Any:
+        known = [value for value in values if value is not None]
+        return reduce(known) if known else None
+
+    return reduced
+
+
+def _largest(values: list[Any]) -> Any:
+    if isinstance(values[0], MemoryByPhase):
+        return max_memory_by_phase(value.model_dump() for value in values)
+    return max(values)
+
+
+def _union(values: list[Sequence[str]]) -> list[str]:
+    return sorted({item for value in values for item in value})
+
+
+FROM_COMPLETED_REPEATS: Mapping[Repeats, Callable[[list[Any]], Any]] = {
+    Repeats.GEOMETRIC_MEAN: _if_all_known(geometric_mean),
+    Repeats.MEDIAN: _if_all_known(statistics.median),
+    Repeats.LARGEST: _if_any_known(_largest),
+}
+FROM_ALL_REPEATS: Mapping[Repeats, Callable[[list[Any]], Any]] = {
+    Repeats.MEDIAN_OF_ALL: _if_any_known(statistics.median),
+    Repeats.LARGEST_OF_ALL: _if_any_known(_largest),
+    Repeats.UNION_OF_ALL: _if_any_known(_union),
+}
+
+
+def _peak_rank(trials: Sequence[TrialRecord]) -> dict[str, Any]:
+    """The rank of the max_memory_by_phase peak over all repeats."""
+    key = "peak_allocated_bytes" if any(t.peak_allocated_bytes is not None for t in trials) else "peak_host_bytes"
+    highest_trial = max(trials, key=lambda trial: getattr(trial, key) or 0)
+    return {"peak_rank": highest_trial.peak_rank}

@@ -1,143 +1,144 @@
-"""What a comparison would do, before anything is started or paid for: each trial's command, and how long it may take.
-
-print(dry_run_text(comparison, Path("out/comparison"), unsupported={}))
-"""
+"""What a comparison would do, before anything starts: each trial's command, predicted memory, duration and cost."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-from toolkit.compare.expected import Expected, expected_time
-from toolkit.compare.ledger import LEDGER_FILE, Ledger
-from toolkit.compare.planned import planned_bytes
-from toolkit.compare.probes import (
+from toolkit.compare.batch_search import (
     PROBE_STEPS,
-    Probes,
-    bounds,
-    completed,
+    completed_sizes,
     most_probes,
-    probes_among,
+    search_bounds,
     with_largest_batches,
 )
-from toolkit.compare.run import failed_repeat
-from toolkit.compare.trials import Comparison, Trial, row_name
-from toolkit.hardware.gpu_table import Gpu
-from toolkit.launch.command import launch_command
-from toolkit.models.shape import ModelShape
+from toolkit.compare.ledger import LEDGER_FILE, Ledger, LedgerRecord, ProbeRecord, probes_of
+from toolkit.compare.options import CompareOptions
+from toolkit.compare.predictions import ExpectedDuration, expected_duration, planned_memory, read_shape
+from toolkit.compare.result_values import RowKey
+from toolkit.compare.runner import failed_repeat
+from toolkit.compare.specification import ComparisonSpec, Trial
+from toolkit.hardware.gpu_table import Gpu, common_gpu, find_gpu
+from toolkit.hardware.gpus import gpu_names
 from toolkit.presets import load_preset
+from toolkit.run.command import launch_command
 from toolkit.units import NOT_AVAILABLE, SECONDS_PER_HOUR, gib, number, seconds
 
-Row = dict[str, Any]
-SAID_BY = {
-    "trials": "as its trials in the ledger",
-    "other trials": "as other rows' trials in the ledger",
+SOURCE_TEXTS = {
+    "trials": "by its trials in the ledger",
+    "other trials": "by other rows' trials in the ledger",
     "planner": "of steps, by the planner",
 }
-"""Where an expected duration comes from, beside a trial."""
 
 
-def dry_run_text(
-    comparison: Comparison,
-    folder: Path,
-    unsupported: Mapping[str, str],
-    *,
-    price_per_gpu_hour: float | None = None,
-    shape: ModelShape | None = None,
-    gpu: Gpu | None = None,
-) -> str:
-    """Every trial in the running order, what it takes, and what all that are left take and cost."""
-    ledger = Ledger(folder / LEDGER_FILE).read()
-    comparison = with_largest_batches(comparison, Ledger(folder / LEDGER_FILE))
-    trials = comparison.trials()
-    left = [trial for trial in trials if _why_not(trial, ledger, unsupported) is None]
-    expected = {trial.id: expected_time(trial, ledger, comparison, shape=shape, gpu=gpu) for trial in left}
-    lines = _searches(comparison, ledger, unsupported)
+def dry_run_text(options: CompareOptions, spec: ComparisonSpec, unsupported: Mapping[str, str]) -> str:
+    """Return every trial in running order, and the duration and cost of those that are left.
+
+    `unsupported` maps the rows that cannot run to the reason.
+    """
+    ledger = Ledger(options.folder / LEDGER_FILE)
+    records, spec_of_trials = ledger.read(), with_largest_batches(spec, ledger)
+    trials, gpu = spec.trials(), gpu_to_predict_for(options)
+    shape = read_shape(spec.model)
+    left = [trial for trial in trials if _reason_to_skip(trial, records, unsupported) is None]
+    durations = {trial: expected_duration(trial.row, records, spec_of_trials, shape=shape, gpu=gpu) for trial in left}
+    lines = _search_lines(spec, records, unsupported)
     for place, trial in enumerate(trials, 1):
-        planned = planned_bytes(comparison, trial.preset, trial.num_processes, shape=shape)["planned_peak_bytes"]
-        said = _why_not(trial, ledger, unsupported) or _expectation(expected.get(trial.id), planned)
-        lines.append(f"[{place}/{len(trials)}] {trial.id}: {said}")
-        if trial.row not in unsupported:
-            lines.append(f"    {_command(comparison, trial, folder)}")
-    whole = [(trial, expected[trial.id]) for trial in left]
-    said = f"{len(left)} of {len(trials)} trials to run, in {_whole(whole, price_per_gpu_hour)}; nothing was started"
-    return "\n".join([*lines, said, *_sources(comparison, list(expected.values()), gpu)])
+        memory = gib(planned_memory(spec_of_trials, trial.row, shape=shape).peak_bytes)
+        outlook = _reason_to_skip(trial, records, unsupported) or _outlook(durations[trial], memory)
+        lines.append(f"[{place}/{len(trials)}] {trial.id}: {outlook}")
+        if trial.row.name not in unsupported:
+            lines.append(f"    {_command(spec_of_trials, trial, options.folder)}")
+    total = _total(durations, options.price_per_gpu_hour)
+    lines.append(f"{len(left)} of {len(trials)} trials to run, in {total}; nothing was started")
+    return "\n".join([*lines, *_notes(spec, list(durations.values()), gpu)])
 
 
-def _searches(comparison: Comparison, ledger: Mapping[str, Row], unsupported: Mapping[str, str]) -> list[str]:
-    """One line a row whose largest micro-batch is searched before its trials."""
-    if comparison.find_max_batch is None:
+def gpu_to_predict_for(options: CompareOptions) -> Gpu | None:
+    """Return the GPU of `--gpu`, or else of this node if all are of one listed kind; None on a CPU."""
+    if options.gpu is not None:
+        return find_gpu(options.gpu)
+    return None if options.on_cpu else common_gpu(gpu_names())
+
+
+def _search_lines(
+    spec: ComparisonSpec, records: Mapping[str, LedgerRecord], unsupported: Mapping[str, str]
+) -> list[str]:
+    """One line per row whose largest micro-batch is searched before its trials."""
+    if spec.find_max_batch is None:
         return []
-    rows = [row for row in comparison.rows() if row_name(*row) not in unsupported]
-    return [_search(comparison, preset, n, probes_among(ledger, row_name(preset, n))) for preset, n in rows]
+    rows = [row for row in spec.rows() if row.name not in unsupported]
+    return [_search_line(spec, row, probes_of(records, row)) for row in rows]
 
 
-def _search(comparison: Comparison, preset: str, num_processes: int, tried: Probes) -> str:
-    start, cap = bounds(replace(comparison, batches={}), preset, num_processes)
-    name = row_name(preset, num_processes)
-    if not tried:
+def _search_line(spec: ComparisonSpec, row: RowKey, probes: Mapping[int, ProbeRecord]) -> str:
+    start, cap = search_bounds(spec, row)
+    if not probes:
         most = most_probes(start=start, cap=cap)
-        asked = f"{name}: first its largest micro-batch is searched, from {start} to {cap}"
-        return f"{asked}: at most {most} runs of {PROBE_STEPS} steps"
-    found = max(completed(tried), default=None)
-    return f"{name}: of micro-batches up to {cap}, {', '.join(map(str, tried))} were tried, and {found or 'none'} runs"
+        return (
+            f"{row.name}: its largest micro-batch is searched first, from {start} to {cap}: at most {most} runs of"
+            f" {PROBE_STEPS} steps"
+        )
+    largest = max(completed_sizes(probes.values()), default=None)
+    tried = ", ".join(map(str, probes))
+    return f"{row.name}: of micro-batches up to {cap}, {tried} were tried, and {largest or 'none'} runs"
 
 
-def _why_not(trial: Trial, ledger: Mapping[str, Row], unsupported: Mapping[str, str]) -> str | None:
-    """Why a trial would not be run; None for one that would."""
-    if trial.row in unsupported:
-        return f"not supported here: {unsupported[trial.row]}"
-    if trial.id in ledger:
-        return f"{ledger[trial.id]['status']}, already in the ledger"
-    failed = failed_repeat(ledger, trial)
-    return None if failed is None else f"not run, since {failed['trial']} ended as {failed['status']}"
+def _reason_to_skip(trial: Trial, records: Mapping[str, LedgerRecord], unsupported: Mapping[str, str]) -> str | None:
+    """Why the trial would not run; None if it would."""
+    if trial.row.name in unsupported:
+        return f"not supported here: {unsupported[trial.row.name]}"
+    if trial.id in records:
+        return f"{records[trial.id].status}, already in the ledger"
+    failed = failed_repeat(records, trial)
+    return None if failed is None else f"not run, since {failed.trial} ended as {failed.status}"
 
 
-def _expectation(expected: Expected | None, planned_peak_bytes: int | None) -> str:
-    if expected is None:
-        return f"duration {NOT_AVAILABLE}, predicted memory {gib(planned_peak_bytes)}"
-    said = f"{_from_to(expected.low, expected.high)} {SAID_BY[expected.source]}"
-    return f"duration {said}; predicted memory {gib(planned_peak_bytes)}"
+def _outlook(duration: ExpectedDuration | None, memory: str) -> str:
+    if duration is None:
+        return f"duration {NOT_AVAILABLE}, predicted memory {memory}"
+    source = SOURCE_TEXTS[duration.source]
+    return f"duration {_range(duration.low, duration.high)} {source}; predicted memory {memory}"
 
 
-def _whole(left: Sequence[tuple[Trial, Expected | None]], price_per_gpu_hour: float | None) -> str:
-    """Seconds of all trials that are left, and what their GPUs cost in that time."""
-    known = [(trial.num_processes, expected) for trial, expected in left if expected is not None]
-    if len(known) < len(left):
+def _total(durations: Mapping[Trial, ExpectedDuration | None], price_per_gpu_hour: float | None) -> str:
+    """Duration of the trials that are left, and the cost of their GPUs for as long."""
+    known = {trial: duration for trial, duration in durations.items() if duration is not None}
+    if len(known) < len(durations):
         return NOT_AVAILABLE + ("" if price_per_gpu_hour is None else f", at {NOT_AVAILABLE}")
-    said = _from_to(sum(expected.low for _, expected in known), sum(expected.high for _, expected in known))
+    total = _range(sum(duration.low for duration in known.values()), sum(duration.high for duration in known.values()))
     if price_per_gpu_hour is None:
-        return said
-    costs = [
-        sum(n * bound for n, bound in bounds_of) / SECONDS_PER_HOUR * price_per_gpu_hour
-        for bounds_of in ([(n, e.low) for n, e in known], [(n, e.high) for n, e in known])
-    ]
-    low, high = (number(cost, 2) for cost in costs)
-    return f"{said}, at {low if low == high else f'{low} to {high}'}"
+        return total
+    gpu_seconds = (
+        sum(trial.row.world_size * duration.low for trial, duration in known.items()),
+        sum(trial.row.world_size * duration.high for trial, duration in known.items()),
+    )
+    low, high = (number(part / SECONDS_PER_HOUR * price_per_gpu_hour, 2) for part in gpu_seconds)
+    return f"{total}, at {low if low == high else f'{low} to {high}'}"
 
 
-def _sources(comparison: Comparison, expected: Sequence[Expected | None], gpu: Gpu | None) -> list[str]:
-    """What a duration counts, and why there is none."""
-    said = []
-    if any(found is not None and found.source == "planner" for found in expected):
-        said.append(
+def _notes(spec: ComparisonSpec, durations: Sequence[ExpectedDuration | None], gpu: Gpu | None) -> list[str]:
+    """What the durations count, and why one is unknown."""
+    notes = []
+    if any(duration is not None and duration.source == "planner" for duration in durations):
+        notes.append(
             f"durations by the planner are of steps on {gpu.name if gpu else NOT_AVAILABLE}, with rows of full length;"
             " starting, loading and saving come on top, and are known after a first trial"
         )
-    if any(found is None for found in expected) and comparison.cpu:
-        said.append("on a CPU no duration is known before a first trial: run it, stop it, and look again")
-    elif any(found is None for found in expected):
-        said.append("no duration is known before a first trial: the planner needs a GPU that it lists, and --max_steps")
-    return said
+    if None in durations and spec.cpu:
+        notes.append("on a CPU no duration is known before a first trial: run one, stop, and repeat the dry run")
+    elif None in durations:
+        notes.append(
+            "no duration is known before a first trial: the planner needs a GPU that it lists, and --max_steps"
+        )
+    return notes
 
 
-def _from_to(low: float, high: float) -> str:
+def _range(low: float, high: float) -> str:
     return seconds(low) if seconds(low) == seconds(high) else f"{seconds(low)} to {seconds(high)}"
 
 
-def _command(comparison: Comparison, trial: Trial, folder: Path) -> str:
-    argv = comparison.training_argv(trial.preset, trial.num_processes, folder / "trials" / trial.id)
-    preset = load_preset(comparison.loads[trial.preset])
-    return launch_command(preset, num_processes=trial.num_processes, training_argv=argv, cpu=comparison.cpu).shown
+def _command(spec: ComparisonSpec, trial: Trial, folder: Path) -> str:
+    preset = load_preset(spec.preset_sources[trial.row.preset])
+    argv = spec.training_argv(trial.row, folder / "trials" / trial.id)
+    return launch_command(preset, num_processes=trial.row.world_size, training_argv=argv, cpu=spec.cpu).shown

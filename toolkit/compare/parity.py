@@ -1,10 +1,13 @@
-"""Whether a trial trained the reference's problem: what it was before the first step, and what came of it.
+"""Parity: did the trials of a row train the baseline's problem?
 
-    problem = unlike(trial, reference_trial)        # 'gradient_clipping is 0.0, 1.0 in ddp-n2-r0', or None
+>>> trial = RunRecord.model_construct(timed_step_numbers=(2, 3), step_seconds=(9.0, 0.5, 0.5))
+>>> timing_difference(trial, untimed_steps=2)
+'step 2 is timed, with untimed_steps 2'
 
-Checked in this order, each check with both values: what the trial's own preset promises; the facts that must be equal;
-the batch of each step and rank, what was counted of it, and which steps were timed; then the first loss and gradient
-norm, and the loss of every step, against the band that the reference's own repeats show. Plain rows in, sentences out.
+The checks, in this order, each with both values in its message: what the trial's preset specifies; the facts that must
+be equal; the batch of each step and rank, what was counted of it, and which steps were timed; then the first loss and
+gradient norm, and the loss of every step, against the band of the baseline's own repeats. A row fails if one of its
+repeats does.
 """
 
 from __future__ import annotations
@@ -14,13 +17,16 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-Row = dict[str, Any]
+from toolkit.compare.ledger import RunRecord, TrialRecord
+from toolkit.compare.result_values import PARITY_FAILED, RowKey, TrainedProblem
+from toolkit.compare.rows import Row
+from toolkit.compare.specification import BATCH_ARGUMENT, ComparisonSpec
 
-# The numerics contract (docs/numerics.md): masters and optimizer states.
+# The numerics contract (docs/numerics.md): master weights and optimizer states.
 CONTRACT = ("master_dtype", "optimizer_dtype")
 CONTRACT_DTYPE = "float32"
-# Equal in every trial of a comparison, whatever the number of processes.
-EVERYWHERE = (
+# Equal in every trial of a comparison, with any number of processes.
+FACTS_OF_COMPARISON = (
     "num_trainable_params",
     "initial_weights_sha256",
     "compute_dtype",
@@ -32,11 +38,13 @@ EVERYWHERE = (
     "seed",
     "max_steps",
 )
-# Equal where the number of processes is: a scaled rate and a weakly scaled batch follow it.
-HERE = ("world_size", "global_batch_size", "learning_rate")
+# Equal with the same number of processes, which a scaled learning rate and a weakly scaled batch follow.
+FACTS_OF_WORLD_SIZE = ("world_size", "global_batch_size", "learning_rate")
+# A row that differs by design may have others than the baseline.
+FREE_BY_DESIGN = ("master_dtype", "optimizer_dtype", "global_batch_size", "learning_rate")
 
-# What is counted of each step, over all ranks.
-COUNTED = {
+# Counted in each step, over all ranks.
+COUNTS = {
     "step_tokens": "tokens",
     "step_non_padding_tokens": "non-padding tokens",
     "step_supervised_tokens": "supervised tokens",
@@ -44,107 +52,197 @@ COUNTED = {
 
 # Relative floors of the band. Measured on a 3.2 M Llama, 30 steps on two CPU ranks, against ddp (docs/compare.md):
 # fp32 0, 6e-5 and 2e-6 (zero3, fsdp2), bf16 5e-4, 9e-5 and 3e-3 (zero2, fsdp2).
-FIRST_LOSS = {"float32": 1e-5, "bfloat16": 1e-3, "float16": 1e-3}
-FIRST_GRAD_NORM = {"float32": 1e-3, "bfloat16": 1e-2, "float16": 1e-2}
-CURVE = {"float32": 1e-4, "bfloat16": 1e-2, "float16": 1e-2}
-# Rounding drives two correct runs apart the further, the longer they are: the floor of a curve grows from here on.
+FIRST_LOSS_FLOOR = {"float32": 1e-5, "bfloat16": 1e-3, "float16": 1e-3}
+FIRST_GRAD_NORM_FLOOR = {"float32": 1e-3, "bfloat16": 1e-2, "float16": 1e-2}
+LOSS_CURVE_FLOOR = {"float32": 1e-4, "bfloat16": 1e-2, "float16": 1e-2}
+# Rounding drives two correct runs apart, the further the longer they are: a curve's floor grows from this step on.
 CURVE_STEPS = 30
-# Three repeats span about two standard deviations; a further trial of the same problem lies within three such spans.
+# Three repeats span about two standard deviations; one more trial of the same problem lies within three such spans.
 BAND_SPANS = 3
+# The first timed step over the median of the others, from which on it belongs to the untimed steps.
+SLOW_FIRST_STEP = 2
+MIN_STEPS_TO_JUDGE_FIRST = 4
 
 
-def promise_broken(trial: Row, promised: Mapping[str, Any]) -> str | None:
-    """What the trial attests otherwise than its preset, its command and the numerics contract say."""
-    facts = trial["problem"]
-    masters = facts["promised_masters"] or CONTRACT_DTYPE
-    if facts["ranks"] != trial["world_size"]:
-        return f"{facts['ranks']} ranks attested, {trial['world_size']} were asked for"
-    expected = {"world_size": trial["world_size"], **promised, **dict.fromkeys(CONTRACT, masters)}
-    return next(
-        (
-            f"{name} is {_shown(facts[name])}, promised {value}"
-            for name, value in expected.items()
-            if facts[name] != value
-        ),
-        None,
-    )
+# Rows
 
 
-def unlike(trial: Row, reference: Row, *, names: Sequence[str] = (*EVERYWHERE, *HERE)) -> str | None:
-    """The first fact that is not the reference's."""
-    own, other = trial["problem"], reference["problem"]
-    for name in names:
-        if own[name] != other[name]:
-            return f"{name} is {_shown(own[name])}, {_shown(other[name])} in {reference['trial']}"
+def design_group(spec: ComparisonSpec, row: RowKey, trials: Sequence[RunRecord]) -> str | None:
+    """Return what sets a row apart from the baseline by design; None if nothing does."""
+    baseline = spec.baseline(row.world_size)
+    own, other = spec.arguments(row), spec.arguments(baseline)
+    labels = []
+    if own.get("ddp_comm_hook") != other.get("ddp_comm_hook"):
+        labels.append(f"ddp_comm_hook {own.get('ddp_comm_hook', 'none')}")
+    if spec.expected[row.preset].quantises != spec.expected[baseline.preset].quantises:
+        labels.append("quantised communication")
+    masters = {_problem_of(trial).promised_masters for trial in trials} - {None, CONTRACT_DTYPE}
+    if masters:
+        labels.append(f"{masters.pop()} masters")
+    if not _same_batch(spec, row, baseline):
+        labels.append(f"{BATCH_ARGUMENT} {own.get(BATCH_ARGUMENT)}")
+    return ", ".join(labels) or None
+
+
+def check_parity(row: Row, trials: Mapping[RowKey, Sequence[TrialRecord]], spec: ComparisonSpec) -> dict[str, Any]:
+    """Return the `parity` and `parity_message` columns of a row, from the trials of all rows."""
+    baseline = [trial for trial in trials.get(spec.baseline(row.world_size), ()) if trial.completed]
+    if not row.completed or not baseline:
+        return {"parity": None, "parity_message": None}
+    message = _first_difference(trials[row.key], baseline, trials, spec, by_design=row.group is not None)
+    if message is not None:
+        return {"parity": PARITY_FAILED, "parity_message": message}
+    if row.preset == spec.reference:
+        return {"parity": "reference", "parity_message": None}
+    if row.group is not None:
+        return {"parity": None, "parity_message": f"differs by design: {row.group}; its losses are not compared"}
+    return {"parity": "agrees", "parity_message": None}
+
+
+def _first_difference(
+    repeats: Sequence[TrialRecord],
+    baseline: Sequence[TrialRecord],
+    trials: Mapping[RowKey, Sequence[TrialRecord]],
+    spec: ComparisonSpec,
+    *,
+    by_design: bool,
+) -> str | None:
+    fewest = [trial for trial in trials.get(spec.baseline(min(spec.world_sizes)), ()) if trial.completed]
+    for trial in repeats:
+        message = (
+            preset_difference(trial, spec.expected_facts(trial.key))
+            or _fact_difference(trial, baseline[0], fewest[:1], spec, by_design=by_design)
+            or _training_difference(trial, baseline, spec, by_design=by_design)
+        )
+        if message is not None:
+            return message if len(repeats) == 1 else f"repeat {trial.repeat}: {message}"
+    return slow_first_step(repeats)
+
+
+def _fact_difference(
+    trial: TrialRecord,
+    baseline: TrialRecord,
+    fewest: Sequence[TrialRecord],
+    spec: ComparisonSpec,
+    *,
+    by_design: bool,
+) -> str | None:
+    """Against the baseline with the same number of processes, then against the one with the fewest."""
+    free = FREE_BY_DESIGN if by_design else ()
+    strong = ("global_batch_size",) if spec.scaling == "strong" else ()
+    same_size = [name for name in (*FACTS_OF_COMPARISON, *FACTS_OF_WORLD_SIZE) if name not in free]
+    any_size = [name for name in (*FACTS_OF_COMPARISON, *strong) if name not in free]
+    message = fact_difference(trial, baseline, same_size)
+    for other in fewest:
+        message = message or fact_difference(trial, other, any_size)
+    return message
+
+
+def _training_difference(
+    trial: TrialRecord, baseline: Sequence[TrialRecord], spec: ComparisonSpec, *, by_design: bool
+) -> str | None:
+    """Batches, unless the row has a micro-batch of its own; timed steps; and losses, unless it differs by design."""
+    message = None
+    if _same_batch(spec, trial.key, baseline[0].key):
+        message = batch_difference(trial, baseline[0]) or count_difference(trial, baseline[0])
+    message = message or timing_difference(trial, untimed_steps=spec.untimed_steps)
+    return message or (None if by_design else outside_band(trial, baseline))
+
+
+def _same_batch(spec: ComparisonSpec, row: RowKey, other: RowKey) -> bool:
+    own, others = (spec.arguments(key).get(BATCH_ARGUMENT) for key in (row, other))
+    return str(own) == str(others)
+
+
+# Trials
+
+
+def preset_difference(trial: TrialRecord, expected: Mapping[str, Any]) -> str | None:
+    """Return the first fact that is not what the trial's preset, its command and the numerics contract specify."""
+    facts = _problem_of(trial)
+    if facts.ranks != trial.world_size:
+        return f"{facts.ranks} ranks attested, expected {trial.world_size}"
+    masters = facts.promised_masters or CONTRACT_DTYPE
+    for name, value in {"world_size": trial.world_size, **expected, **dict.fromkeys(CONTRACT, masters)}.items():
+        found = getattr(facts, name)
+        if found != value:
+            return f"{name} is {_shown(found)}, expected {value}"
     return None
 
 
-def other_batches(trial: Row, reference: Row) -> str | None:
-    """The first step whose batch on a rank is not the reference's; steps that both have."""
-    for step, (own, other) in enumerate(zip(trial["batch_sha256"], reference["batch_sha256"], strict=False), 1):
+def fact_difference(trial: TrialRecord, baseline: TrialRecord, names: Sequence[str]) -> str | None:
+    """Return the first of the named facts that is not the baseline's."""
+    for name in names:
+        own, other = getattr(_problem_of(trial), name), getattr(_problem_of(baseline), name)
+        if own != other:
+            return f"{name} is {_shown(own)}, {_shown(other)} in {baseline.trial}"
+    return None
+
+
+def batch_difference(trial: TrialRecord, baseline: TrialRecord) -> str | None:
+    """Return the first step whose batch on a rank is not the baseline's, among the steps that both ran."""
+    for step, (own, other) in enumerate(zip(trial.batch_sha256, baseline.batch_sha256, strict=False), 1):
         if len(own) != len(other):
-            return f"step {step} has batches of {len(own)} ranks, of {len(other)} in {reference['trial']}"
+            return f"step {step} has batches of {len(own)} ranks, of {len(other)} in {baseline.trial}"
         for rank, (mine, theirs) in enumerate(zip(own, other, strict=True)):
             if mine != theirs:
-                return f"batch of step {step} on rank {rank} is {mine}, {theirs} in {reference['trial']}"
+                return f"batch of step {step} on rank {rank} is {mine}, {theirs} in {baseline.trial}"
     return None
 
 
-def other_counts(trial: Row, reference: Row) -> str | None:
-    """The first step of which something else was counted than of the reference's: batches alike count alike."""
-    for key, words in COUNTED.items():
-        for step, (own, other) in enumerate(zip(trial.get(key, ()), reference.get(key, ()), strict=False), 1):
+def count_difference(trial: TrialRecord, baseline: TrialRecord) -> str | None:
+    """Return the first step with another count of tokens than the baseline's; equal batches have equal counts."""
+    for key, noun in COUNTS.items():
+        for step, (own, other) in enumerate(zip(getattr(trial, key), getattr(baseline, key), strict=False), 1):
             if own != other:
-                return f"step {step} has {own:,} {words}, {other:,} in {reference['trial']}"
+                return f"step {step} has {own:,} {noun}, {other:,} in {baseline.trial}"
     return None
 
 
-def other_timing(trial: Row, *, untimed_steps: int) -> str | None:
-    """Steps timed that should not be, or the reverse: speeds of a comparison count the same steps."""
-    found = trial["timed_step_numbers"]
-    promised = list(range(untimed_steps + 1, len(trial["step_seconds"]) + 1))
-    if found == promised:
+def timing_difference(trial: RunRecord, *, untimed_steps: int) -> str | None:
+    """Return the first step that is timed and should not be, or the reverse: all speeds count the same steps."""
+    found = set(trial.timed_step_numbers)
+    expected = set(range(untimed_steps + 1, len(trial.step_seconds) + 1))
+    if found == expected:
         return None
-    step = min(set(found) ^ set(promised))
+    step = min(found ^ expected)
     return f"step {step} is {'timed' if step in found else 'not timed'}, with untimed_steps {untimed_steps}"
 
 
-def outside_band(trial: Row, references: Sequence[Row]) -> str | None:
-    """The first loss, the first gradient norm or the first step whose loss lies outside the reference's band."""
-    dtype = str(trial["problem"]["compute_dtype"])
-    figures = (("loss", "losses", FIRST_LOSS), ("gradient norm", "grad_norms", FIRST_GRAD_NORM))
-    for words, key, floors in figures:
-        said = _outside(f"{words} of step 1", [row[key][:1] for row in (trial, *references)], 0, floors.get(dtype, 0.0))
-        if said is not None:
-            return f"{said} of {references[0]['preset']}"
-    curves = [row["losses"] for row in (trial, *references)]
-    for step in range(1, min(map(len, curves))):
-        floor = CURVE.get(dtype, 0.0) * max(1.0, (step + 1) / CURVE_STEPS)
-        said = _outside(f"loss of step {step + 1}", curves, step, floor)
-        if said is not None:
-            return f"{said} of {references[0]['preset']}"
-    return None
+def outside_band(trial: TrialRecord, baseline: Sequence[TrialRecord]) -> str | None:
+    """Return the first loss or gradient norm outside the band of the baseline's repeats."""
+    dtype = str(_problem_of(trial).compute_dtype)
+    losses = [record.losses for record in (trial, *baseline)]
+    grad_norms = [record.grad_norms for record in (trial, *baseline)]
+    message = _outside("loss of step 1", losses, 0, FIRST_LOSS_FLOOR.get(dtype, 0.0))
+    message = message or _outside("gradient norm of step 1", grad_norms, 0, FIRST_GRAD_NORM_FLOOR.get(dtype, 0.0))
+    for step in range(1, min(map(len, losses))):
+        floor = LOSS_CURVE_FLOOR.get(dtype, 0.0) * max(1.0, (step + 1) / CURVE_STEPS)
+        message = message or _outside(f"loss of step {step + 1}", losses, step, floor)
+    return message and f"{message} of {baseline[0].preset}"
 
 
-def untimed_step_in_timing(trials: Sequence[Row]) -> str | None:
-    """Whether the first timed step is a slow one in every repeat: compilation or growth that should be untimed."""
-    shown = []
-    for trial in trials:
-        seconds = [trial["step_seconds"][number - 1] for number in trial["timed_step_numbers"]]
-        if len(seconds) < 4 or seconds[0] <= 2 * statistics.median(seconds[1:]):
+def slow_first_step(repeats: Sequence[RunRecord]) -> str | None:
+    """Return a message if the first timed step is slow in every repeat: compilation or allocation to leave untimed."""
+    slow = []
+    for trial in repeats:
+        first, *others = [trial.step_seconds[number - 1] or 0.0 for number in trial.timed_step_numbers] or [0.0]
+        if len(others) + 1 < MIN_STEPS_TO_JUDGE_FIRST or first <= SLOW_FIRST_STEP * statistics.median(others):
             return None
-        shown.append((trial["timed_step_numbers"][0], seconds[0], statistics.median(seconds[1:])))
-    if not shown:
+        slow.append((trial.timed_step_numbers[0], first, statistics.median(others)))
+    if not slow:
         return None
-    step, first, median = shown[0]
-    slow = f"step {step}, the first timed, took {first:.3f} s"
-    return f"{slow}, the median of the others {median:.3f} s: raise untimed_steps"
+    step, first, median = slow[0]
+    return (
+        f"step {step}, the first timed, took {first:.3f} s, the median of the others {median:.3f} s: raise"
+        " untimed_steps"
+    )
 
 
-def _outside(words: str, curves: Sequence[Sequence[float | None]], step: int, floor: float) -> str | None:
-    """One value of the trial (the first curve) against the same value of the reference's repeats."""
+def _outside(label: str, curves: Sequence[Sequence[float | None]], step: int, floor: float) -> str | None:
+    """One value of the trial (the first curve) against the same value of the baseline's repeats."""
     values = [curve[step] for curve in curves if len(curve) > step]
-    own, *others = (value if value is not None and math.isfinite(value) else None for value in values)
+    own, *others = (value if value is not None and math.isfinite(value) else None for value in values or [None])
     known = [value for value in others if value is not None]
     if own is None or not known:
         return None
@@ -152,11 +250,15 @@ def _outside(words: str, curves: Sequence[Sequence[float | None]], step: int, fl
     allowed = max(floor * abs(middle), BAND_SPANS * (max(known) - min(known)))
     if abs(own - middle) <= allowed:
         return None
-    return f"{words} is {own:.6f}, allowed {middle:.6f} ± {allowed:.6f}"
+    return f"{label} is {own:.6f}, allowed {middle:.6f} ± {allowed:.6f}"
+
+
+def _problem_of(trial: RunRecord) -> TrainedProblem:
+    return trial.problem or TrainedProblem()
 
 
 def _shown(value: Any) -> str:
-    """A digest by its beginning; what ranks do not share, rank by rank."""
+    """A digest by its first digits; values that ranks do not share, rank by rank."""
     if isinstance(value, list):
         return f"{', '.join(map(_shown, value))} by rank"
     return value[:12] if isinstance(value, str) and len(value) == 64 else str(value)

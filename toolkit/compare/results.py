@@ -1,279 +1,173 @@
-"""The shape of results.json, the one dict that a comparison hands to its report.
+"""`results.json` as a type: one job, the machine, rows and trials. Reports are made from it alone.
 
->>> withheld({"preset": "zero2", "tokens_per_second": 9.0})["tokens_per_second"] is None
-True
-
-The keys are documented in docs/results.md and checked by results.schema.json beside this file.
+The columns of rows and trials are declared in `rows.py`; docs/results.md and results.schema.json are generated from
+both by `python -m toolkit.compare.results_reference`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, Literal, NotRequired, TypedDict
+from collections import Counter
+from typing import Annotated, Literal
 
-SCHEMA_VERSION = 1
+from pydantic import ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveInt
+
+from toolkit.compare.columns import Column
+from toolkit.compare.result_values import Bytes, Model
+from toolkit.compare.rows import Row
+from toolkit.compare.trial_figures import TrialResult
+
+SCHEMA_VERSION: Literal[1] = 1
 RESULTS_FILE = "results.json"
-NOT_SUPPORTED = "not_supported"
-"""Status of a row that cannot run here; no run has it."""
-
-RowStatus = Literal[
-    "completed",
-    "out_of_memory",
-    "host_out_of_memory",
-    "timed_out",
-    "diverged",
-    "attestation_failed",
-    "failed",
-    "interrupted",
-    "not_supported",
-]
-Parity = Literal["reference", "agrees", "parity failed"]
-Difference = Literal["reference", "faster", "slower", "no difference seen"]
 Scaling = Literal["strong", "weak"]
-Interval = list[float]
-"""`[low, high]`."""
 
 
-class Gpu(TypedDict):
-    """One GPU of the machine, as the driver names it."""
+class InstalledGpu(Model):
+    """One GPU."""
 
-    name: str
-    memory_bytes: int | None
-    driver: NotRequired[str | None]
-    power_limit_watts: NotRequired[float | None]
-    max_sm_clock_mhz: NotRequired[int | None]
-    max_memory_clock_mhz: NotRequired[int | None]
-
-
-class Disk(TypedDict):
-    """The disk that the comparison wrote to."""
-
-    filesystem: str | None
-    total_bytes: int | None
-    free_bytes: int | None
+    name: Annotated[str, Column("Name that the driver reports.")]
+    memory_bytes: Annotated[Bytes, Column("Total memory of this GPU.", unit="bytes")]
+    driver: Annotated[str | None, Column("Version of the driver.")] = None
+    power_limit_watts: Annotated[NonNegativeFloat | None, Column("Power limit in effect.", unit="W")] = None
+    max_sm_clock_mhz: Annotated[NonNegativeInt | None, Column("Highest SM clock.", unit="MHz")] = None
+    max_memory_clock_mhz: Annotated[NonNegativeInt | None, Column("Highest memory clock.", unit="MHz")] = None
 
 
-class Environment(TypedDict):
-    """The machine and the versions that every row ran on."""
+class Disk(Model):
+    """The disk that the comparison was written to."""
 
-    device: str
-    gpus: list[Gpu]
-    cpu: str | None
-    cpu_count: int | None
-    host_memory_bytes: int | None
-    versions: dict[str, str]
-    python: str
-    git_commit: str | None
-    disk: Disk | None
-    links: str | None
-    memory_limit_bytes: int | None
-    cpu_limit: float | None
+    filesystem: Annotated[str | None, Column("Its file system.")]
+    total_bytes: Annotated[Bytes, Column("Its size.", unit="bytes")]
+    free_bytes: Annotated[Bytes, Column("Free space when the comparison was written.", unit="bytes")]
 
 
-class Job(TypedDict):
-    """The one fine-tuning job that every row trains."""
+class Environment(Model):
+    """The node and the versions that every row ran on."""
 
-    model: str
-    dataset: str
-    training_arguments: list[str]
-    untimed_steps: int
-    seed: int
-    per_device_train_batch_size: int
-    gradient_accumulation_steps: int
-    compute_dtype: str
-
-
-class Failure(TypedDict):
-    """Why a row did not complete, as facts."""
-
-    kind: str
-    phase: str | None
-    step: int | None
-    rank: int | None
-    predicted_bytes: int | None
-    measured_bytes: int | None
-
-
-class Probe(TypedDict):
-    """One size that the search for the largest micro-batch tried."""
-
-    per_device_train_batch_size: int
-    status: RowStatus
-    message: str | None
-    failure: Failure | None
+    device: Annotated[str, Column("`cpu`, or the accelerator that computed, such as `cuda`.")]
+    gpus: Annotated[tuple[InstalledGpu, ...], Column("Every GPU of the node; empty on a CPU.")]
+    cpu: Annotated[str | None, Column("Model name of the CPU.")]
+    cpu_count: Annotated[
+        PositiveInt | None, Column("CPU cores that the processes may use (a container's limit, where there is one).")
+    ]
+    host_memory_bytes: Annotated[Bytes, Column("Host memory that the processes may use.", unit="bytes")]
+    versions: Annotated[dict[str, str], Column("Version of each library, by distribution name.")]
+    python: Annotated[str, Column("Version of Python.")]
+    git_commit: Annotated[str | None, Column("Commit of the working tree that ran the comparison.")]
+    disk: Annotated[Disk | None, Column("The disk that the comparison was written to.")] = None
+    links: Annotated[
+        str | None,
+        Column("How the GPUs are connected: the output of `nvidia-smi topo -m`; null where it is not available."),
+    ] = None
+    memory_limit_bytes: Annotated[
+        Bytes, Column("Host memory that the container (cgroup) allows; null without a limit.", unit="bytes")
+    ] = None
+    cpu_limit: Annotated[
+        NonNegativeFloat | None, Column("CPU cores that the container (cgroup) allows; null without a limit.")
+    ] = None
+    system: Annotated[str | None, Column("Operating system and kernel.")] = None
 
 
-class Ladder(TypedDict):
-    """Bytes of the largest rank at four moments of its first step."""
+class ComparedJob(Model):
+    """The fine-tuning job that every row trains."""
 
-    bytes_of: str
-    load: int | None
-    forward: int | None
-    backward: int | None
-    step: int | None
-
-
-class FlopsPerToken(TypedDict):
-    """Operations of one token, counted in each way that is in use."""
-
-    num_params: int
-    seq_length: int
-    causal: int
-    full_attention: int
-    without_embeddings: int
-    hardware: int
+    model: Annotated[str, Column("Hub id or folder of the model.")]
+    dataset: Annotated[str, Column("Hub id or file of the data.")]
+    training_arguments: Annotated[tuple[str, ...], Column("What followed `--`, as the training script received it.")]
+    untimed_steps: Annotated[NonNegativeInt, Column("Optimizer steps at the start that no speed counts.")]
+    seed: Annotated[int, Column("Seed of data order and initialisation, the same for every row.")]
+    per_device_train_batch_size: Annotated[PositiveInt, Column("Sequences per accumulation step and rank.")]
+    gradient_accumulation_steps: Annotated[PositiveInt, Column("Accumulation steps per optimizer step.")]
+    compute_dtype: Annotated[str, Column("Dtype of the forward and backward passes, such as `float32` or `bfloat16`.")]
 
 
-class Timeline(TypedDict):
-    """One profiled step on every rank."""
-
-    step: int
-    ranks: list[dict[str, Any]]
-
-
-class Figures(TypedDict):
-    """What a trial and a row both have. A figure that was not measured is None; bytes are of the largest rank."""
-
-    trial: str
-    preset: str
-    world_size: int
-    status: RowStatus
-    message: str | None
-    parity: Parity | None
-    parity_message: str | None
-    tokens_per_second: float | None
-    tokens_per_second_per_gpu: float | None
-    tokens_per_cpu_second: float | None
-    supervised_tokens_per_second: float | None
-    padding_fraction: float | None
-    timed_steps: int
-    step_seconds_median: float | None
-    step_seconds_p90: float | None
-    num_params: int | None
-    num_trainable_params: int | None
-    parameter_bytes: int | None
-    gradient_bytes: int | None
-    optimizer_bytes: int | None
-    peak_allocated_bytes: int | None
-    peak_reserved_bytes: int | None
-    peak_host_bytes: int | None
-    peak_rank: int | None
-    first_loss: float | None
-    last_loss: float | None
-    ratio_to_reference: float | None
-    wall_seconds: float | None
-    timed_seconds: float | None
-    losses: list[float | None]
-    step_seconds: list[float | None]
-    grad_norms: list[float | None]
-    run_folder: str
-    command: str
-
-
-class TrialRow(Figures):
-    """One trial: one repeat of a row in fresh processes."""
-
-    repeat: int
-    position: int
-    startup_seconds: float | None
-    step_tokens: list[int]
-    timed_step_numbers: list[int]
-    non_padding_tokens_per_second: float | None
-    peak_driver_bytes: int | None
-    allocator_retries: int | None
-    memory_ladder: Ladder | None
-    energy_joules: float | None
-    throttle_reasons: list[str] | None
-    attestation_sha256: str | None
-
-
-class Row(Figures):
-    """One preset with one number of processes, over all its repeats."""
-
-    group: str | None
-    repeats: int
-    step_seconds_interval: Interval | None
-    tokens_per_second_interval: Interval | None
-    ratio_interval: Interval | None
-    difference: Difference | None
-    rank: int | None
-    rank_skew: float | None
-    failure: Failure | None
-    speed_up: float | None
-    scaling_efficiency: float | None
-    non_padding_tokens_per_second: float | None
-    peak_driver_bytes: int | None
-    allocator_retries: int | None
-    memory_ladder: Ladder | None
-    energy_joules: float | None
-    throttle_reasons: list[str] | None
-    attestation_sha256: str | None
-    startup_seconds: float | None
-    planned_peak_bytes: int | None
-    planned_allocated_bytes: int | None
-    flops_per_token: FlopsPerToken | None
-    mfu: float | None
-    mfu_full_attention: float | None
-    hfu: float | None
-    cost_per_million_tokens: float | None
-    communication_fraction: float | None
-    exposed_communication_fraction: float | None
-    save_seconds: float | None
-    save_bytes: int | None
-    timeline: Timeline | None
-    per_device_train_batch_size: int | None
-    probes: list[Probe] | None
-
-
-SPEEDS = (
-    "tokens_per_second",
-    "tokens_per_second_per_gpu",
-    "tokens_per_cpu_second",
-    "supervised_tokens_per_second",
-    "step_seconds_median",
-    "step_seconds_p90",
-    "step_seconds_interval",
-    "tokens_per_second_interval",
-    "ratio_to_reference",
-    "ratio_interval",
-    "difference",
-    "rank",
-    "speed_up",
-    "scaling_efficiency",
-    "non_padding_tokens_per_second",
-    "mfu",
-    "mfu_full_attention",
-    "hfu",
-    "cost_per_million_tokens",
-)
-"""What is withheld from a row that trained another problem: its `step_seconds` too, which are then empty."""
-
-
-def withheld(row: Mapping[str, Any]) -> dict[str, Any]:
-    """A row or a trial without its speeds."""
-    return {key: None if key in SPEEDS else value for key, value in row.items()} | {"step_seconds": []}
-
-
-class Method(TypedDict):
+class ComparisonMethod(Model):
     """How the rows were measured and compared."""
 
-    repeats: int
-    order_seed: int
-    interval: str
-    ratio_confidence: float
-    target_interval: float | None
-    scaling: Scaling | None
+    repeats: Annotated[PositiveInt, Column("Repeats of each row that were planned.")]
+    order_seed: Annotated[int, Column("Seed of the running order.")]
+    interval: Annotated[str, Column("How intervals are computed, in words.")]
+    ratio_confidence: Annotated[float, Field(ge=0, le=1), Column("Confidence level of each `ratio_interval` (0 to 1).")]
+    target_interval: Annotated[
+        NonNegativeFloat | None,
+        Column(
+            "A trial ended early once half the 95 % confidence interval of its median step was within this fraction of"
+            " the median; null: all steps ran."
+        ),
+    ] = None
+    scaling: Annotated[
+        Scaling | None,
+        Column(
+            "`strong`: the same global batch for each number of processes; `weak`: the same batch per process; null"
+            " with a single number of processes."
+        ),
+    ] = None
 
 
-class Results(TypedDict):
-    """A comparison: one job under several presets, on one machine."""
+class Results(Model):
+    """A comparison of presets on one fine-tuning job. An unknown is null; bytes are integers; keys may be added."""
 
-    schema_version: int
-    created: str
-    reference: str
-    environment: Environment
-    job: Job
-    rows: list[Row]
-    trials: list[TrialRow]
-    method: Method
-    price_per_gpu_hour: float | None
+    model_config = ConfigDict(title=RESULTS_FILE)
+
+    schema_version: Annotated[
+        Literal[1], Column("Version of this schema; raised when a key changes its meaning or is removed.")
+    ] = SCHEMA_VERSION
+    created: Annotated[
+        str,
+        Field(json_schema_extra={"format": "date-time"}),
+        Column("When the comparison was written (ISO 8601, UTC)."),
+    ]
+    reference: Annotated[str, Column("The baseline: the preset that the others are compared with.")]
+    environment: Annotated[Environment, Column("The node and the versions that every row ran on.")]
+    job: Annotated[ComparedJob, Column("The fine-tuning job that every row trains.")]
+    rows: Annotated[tuple[Row, ...], Column("One per preset and number of processes, in the order of the options.")]
+    trials: Annotated[tuple[TrialResult, ...], Column("One per trial that ran, in the running order.")]
+    method: Annotated[ComparisonMethod, Column("How the rows were measured and compared.")]
+    price_per_gpu_hour: Annotated[
+        NonNegativeFloat | None, Column("Price of one GPU for an hour, as given; null if none was given.")
+    ] = None
+
+    @property
+    def on_cpu(self) -> bool:
+        """The comparison ran without a GPU."""
+        return self.environment.device == "cpu"
+
+    @property
+    def gpu_memory_bytes(self) -> int | None:
+        """Memory of one GPU, the smallest where they differ."""
+        return min((gpu.memory_bytes for gpu in self.environment.gpus if gpu.memory_bytes), default=None)
+
+    @property
+    def single_runs(self) -> bool:
+        """No row was repeated, so that none has an interval."""
+        return not any(row.repeated for row in self.rows)
+
+    @property
+    def world_sizes(self) -> list[int]:
+        """Numbers of processes, ascending."""
+        return sorted({row.world_size for row in self.rows})
+
+    @property
+    def labelled_rows(self) -> list[tuple[str, Row]]:
+        """Rows with short labels: the preset, with the number of processes or the trial where that is ambiguous."""
+        presets = Counter(row.preset for row in self.rows)
+        sizes = Counter(row.key for row in self.rows)
+        return [
+            (
+                row.preset
+                if presets[row.preset] == 1
+                else f"{row.preset} n{row.world_size}"
+                if sizes[row.key] == 1
+                else row.trial,
+                row,
+            )
+            for row in self.rows
+        ]
+
+    def baseline(self, world_size: int) -> Row | None:
+        """Return the baseline's completed row with the same number of processes."""
+        same = (row for row in self.rows if (row.preset, row.world_size) == (self.reference, world_size))
+        return next((row for row in same if row.completed), None)
+
+    def peak_bytes(self, row: Row) -> int | None:
+        """Return the row's peak: allocated on a GPU, resident host memory on a CPU."""
+        return row.peak_host_bytes if self.on_cpu else row.peak_allocated_bytes

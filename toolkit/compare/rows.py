@@ -1,142 +1,246 @@
-"""A trial's row, from its run folder alone: what it measured, and the facts of the problem that it trained.
-
-row = row_of(trial, RunFolder(folder / "trials" / trial.id), folder, untimed_steps=2, position=0)
-"""
+"""The rows of `results.json`: what repeats, the baseline, the planner and side runs add to the figures of a trial."""
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any
+from typing import Annotated
 
-from toolkit.compare.readings import trial_readings
-from toolkit.compare.trials import Trial
-from toolkit.runs import status
-from toolkit.runs.folder import RunFolder, read_json
-from toolkit.runs.steps import Measured, measure, read_steps
-
-Row = dict[str, Any]
-
-# What each rank attests and parity is judged by; a fact that ranks do not share is a list of theirs.
-ATTESTED = (
-    "world_size",
-    "engine",
-    "sharding",
-    "compute_dtype",
-    "master_dtype",
-    "optimizer_dtype",
-    "reduce_dtype",
-    "gradient_clipping",
-    "activation_checkpointing",
-    "num_trainable_params",
-    "initial_weights_sha256",
-    "ddp_comm_hook",
-    "packing",
+from pydantic import (
+    ConfigDict,
+    NonNegativeInt,
+    PositiveInt,
 )
-# What the training script understood, with defaults filled in.
-SPECIFIED = ("global_batch_size", "learning_rate", "seed", "max_steps")
+
+from toolkit.compare.columns import (
+    Column,
+    Display,
+    Repeats,
+    fixed,
+    interval,
+    percent,
+    price,
+    speed,
+    tenths_of_percent,
+)
+from toolkit.compare.result_values import (
+    Bytes,
+    Difference,
+    FlopsPerToken,
+    Interval,
+    Measured,
+    Probe,
+)
+from toolkit.compare.trial_figures import (
+    CommunicationFraction,
+    ExposedCommunicationFraction,
+    FailureFacts,
+    Figures,
+    RankSkew,
+    Readings,
+    SaveBytes,
+    SaveSeconds,
+    TimelineOrNone,
+)
+from toolkit.units import number
 
 
-def row_of(trial: Trial, folder: RunFolder, comparison_folder: Path, *, untimed_steps: int, position: int) -> Row:
-    """Everything that one finished trial shows; nothing but its run folder is read."""
-    run = folder.read_run() or {}
-    failure = read_json(folder.failure_json)
-    measured = measure(read_steps(folder), untimed_steps=untimed_steps)
-    return {
-        "trial": trial.id,
-        "preset": trial.preset,
-        "world_size": trial.num_processes,
-        "status": run.get("status", status.FAILED),
-        "message": None if failure is None else failure.get("message"),
-        "phase": None if failure is None else failure.get("phase"),
-        "parity": None,
-        "parity_message": None,
-        "ratio_to_reference": None,
-        **_speed(measured, trial),
-        **_memory(folder),
-        **trial_readings(folder, measured),
-        "wall_seconds": run.get("wall_seconds"),
-        "run_folder": str(folder.path.relative_to(comparison_folder)),
-        "command": run.get("command", ""),
-        "repeat": trial.repeat,
-        "position": position,
-        "startup_seconds": startup_seconds(run),
-        "failure": failure_facts(run, failure, measured),
-        "problem": problem_facts(run, read_json(folder.attestation_json) or {}),
-    }
+class _Claims(Figures):
+    """What repeats and the baseline add to a row."""
+
+    group: Annotated[
+        str | None,
+        Column(
+            "What sets the row apart by design, such as `ddp_comm_hook int8`: its losses are not compared with the"
+            " baseline's, and it is ranked only within its group. Null: it trains the baseline's problem."
+        ),
+    ]
+    repeats: Annotated[NonNegativeInt, Column("Repeats that completed.")]
+    step_seconds_interval: Annotated[
+        Interval | None,
+        Column(
+            "95 % confidence interval `[low, high]` of `step_seconds_median` over repeats; null with fewer than two.",
+            unit="s",
+            is_speed=True,
+            in_csv=False,
+        ),
+    ]
+    tokens_per_second_interval: Annotated[
+        Interval | None,
+        Column(
+            "95 % confidence interval `[low, high]` of `tokens_per_second` over repeats; null with fewer than two.",
+            unit="tokens/s",
+            is_speed=True,
+            in_csv=False,
+            display=Display(
+                heading="95 %\ninterval", format=interval(speed), only_if_known="tokens_per_second_interval"
+            ),
+        ),
+    ]
+    ratio_interval: Annotated[
+        Interval | None,
+        Column(
+            "Confidence interval `[low, high]` of `ratio_to_reference`, at `method.ratio_confidence`; null with fewer"
+            " than two repeats of either.",
+            is_speed=True,
+            in_csv=False,
+            display=Display(
+                heading="its\ninterval", format=interval(lambda bound: number(bound, 3 if bound < 100 else 0))
+            ),
+        ),
+    ]
+    difference: Annotated[
+        Difference | None,
+        Column(
+            "`faster` or `slower` than the baseline where `ratio_interval` excludes 1, else `no difference seen`;"
+            " `reference` for the baseline itself; null without an interval.",
+            is_speed=True,
+        ),
+    ]
+    rank: Annotated[
+        PositiveInt | None,
+        Column(
+            "Place by speed among the rows of its `world_size` and `group`, 1 the fastest; null unless intervals"
+            " separate it from every other.",
+            is_speed=True,
+            display=Display(heading="place\nby speed", format=fixed(0)),
+        ),
+    ]
+    rank_skew: RankSkew
+    failure: FailureFacts
+    speed_up: Annotated[
+        Measured,
+        Column(
+            "`tokens_per_second` over that of the same preset with the fewest processes; null where it ran with a"
+            " single number of processes.",
+            is_speed=True,
+            display=Display(heading="speed-up", format=fixed(2)),
+        ),
+    ]
+    scaling_efficiency: Annotated[
+        Measured,
+        Column(
+            "`speed_up` over the ratio of the numbers of processes; 1 is ideal.",
+            is_speed=True,
+            display=Display(heading="of ideal", format=percent),
+        ),
+    ]
 
 
-def startup_seconds(run: Row) -> float | None:
-    """From launch until training begins, attesting the weights before it included."""
-    begun = next((when for phase, when in run.get("phases") or [] if phase == "train"), None)
-    return None if begun is None or "started_unix" not in run else float(begun - run["started_unix"])
+class Row(Readings, _Claims):
+    """One preset with one number of processes, over all its repeats.
 
+    Results from before a key was recorded lack it: those keys have a default.
+    """
 
-def failure_facts(run: Row, failure: Row | None, measured: Measured) -> Row | None:
-    """Kind, phase and bytes of a trial that did not complete; None of one that did."""
-    if run.get("status") == status.COMPLETED:
-        return None
-    said = failure or {}
-    peaks = (said.get("peak_bytes"), measured.peak_allocated_bytes or measured.peak_host_bytes)
-    return {
-        "kind": run.get("status", status.FAILED),
-        "phase": said.get("phase"),
-        "step": said.get("step"),
-        "rank": said.get("rank"),
-        "predicted_bytes": None,
-        "measured_bytes": max((peak for peak in peaks if peak), default=None),
-    }
+    model_config = ConfigDict(
+        json_schema_extra={
+            "allOf": [
+                {
+                    "if": {
+                        "anyOf": [
+                            {"properties": {"status": {"not": {"const": "completed"}}}},
+                            {"properties": {"parity": {"const": "parity failed"}}},
+                        ]
+                    },
+                    "then": {"properties": {"ratio_to_reference": {"type": "null"}}},
+                },
+                {
+                    "if": {"properties": {"parity": {"const": "parity failed"}}, "required": ["parity"]},
+                    "then": {"properties": {"tokens_per_second": {"type": "null"}, "rank": {"type": "null"}}},
+                },
+            ]
+        }
+    )
 
+    planned_peak_bytes: Annotated[
+        Bytes,
+        Column(
+            "Peak of one rank that the planner predicts, as the GPU reports it: with CUDA context and fragmentation;"
+            " null on a CPU or without a plan.",
+            unit="bytes",
+            display=Display(heading="peak\nplanned\n{unit}"),
+        ),
+    ] = None
+    planned_allocated_bytes: Annotated[
+        Bytes,
+        Column(
+            "The part of it that the allocator holds at the peak: compare with `peak_allocated_bytes`; null without a"
+            " plan.",
+            unit="bytes",
+        ),
+    ] = None
+    flops_per_token: Annotated[
+        FlopsPerToken | None,
+        Column("FLOPs of one token; null where the model's shape is unknown.", in_csv=False),
+    ] = None
+    mfu: Annotated[
+        Measured,
+        Column(
+            "Model FLOPs utilisation: `flops_per_token.causal` times `tokens_per_second_per_gpu`, padding included,"
+            " over the GPU's dense peak in the compute dtype (0 to 1); null on a CPU or an unlisted GPU.",
+            is_speed=True,
+            display=Display(heading="MFU", format=tenths_of_percent, only_if_known="mfu"),
+        ),
+    ] = None
+    mfu_full_attention: Annotated[
+        Measured,
+        Column(
+            "The same with `flops_per_token.full_attention`, as most published figures count.",
+            is_speed=True,
+            display=Display(heading="MFU, full\nattention", format=tenths_of_percent),
+        ),
+    ] = None
+    hfu: Annotated[
+        Measured,
+        Column(
+            "Hardware FLOPs utilisation: the same with `flops_per_token.hardware`.",
+            is_speed=True,
+            display=Display(heading="HFU", format=tenths_of_percent),
+        ),
+    ] = None
+    cost_per_million_tokens: Annotated[
+        Measured,
+        Column(
+            "Price of a million non-padding tokens, in the currency of `price_per_gpu_hour`; null on a CPU or without a"
+            " price.",
+            is_speed=True,
+            display=Display(heading="cost per\n10⁶ tokens", format=price, only_if_known="cost_per_million_tokens"),
+        ),
+    ] = None
+    communication_fraction: CommunicationFraction = None
+    exposed_communication_fraction: ExposedCommunicationFraction = None
+    save_seconds: SaveSeconds = None
+    save_bytes: SaveBytes = None
+    timeline: TimelineOrNone = None
+    per_device_train_batch_size: Annotated[
+        PositiveInt | None,
+        Column(
+            "Sequences per accumulation step and rank in this row; null in results from before it was recorded.",
+            display=Display(heading="micro-\nbatch", format=fixed(0), only_if_known="probes"),
+        ),
+    ] = None
+    probes: Annotated[
+        tuple[Probe, ...] | None,
+        Column(
+            "Sizes that the search for the largest micro-batch tried, by size; null without `--find-max-batch`.",
+            in_csv=False,
+        ),
+    ] = None
+    phase: Annotated[str | None, Column("The phase in which it failed.", in_csv=False)] = None
+    compute_dtype: Annotated[
+        str | None, Column("Dtype of the forward and backward passes.", repeats=Repeats.MIDDLE, in_csv=False)
+    ] = None
 
-def problem_facts(run: Row, attested: Row) -> Row:
-    """What was trained, from what the ranks attest and from the arguments that the script understood."""
-    ranks, spec = attested.get("ranks") or [], run.get("spec") or {}
-    facts = {fact: _of_all([rank.get(fact) for rank in ranks]) for fact in ATTESTED}
-    promised = (attested.get("promised") or {}).get("master_dtype")
-    return facts | {fact: spec.get(fact) for fact in SPECIFIED} | {"ranks": len(ranks), "promised_masters": promised}
+    @property
+    def repeated(self) -> bool:
+        """Its speed has an interval: only then can it be said to differ from another's."""
+        return self.tokens_per_second_interval is not None
 
+    def separated_from(self, other: Row) -> bool:
+        """Return True where the comparison claims that the speeds of two rows of one `world_size` differ.
 
-def _of_all(values: list[Any]) -> Any:
-    return values[0] if values and all(value == values[0] for value in values) else (values or None)
-
-
-def _speed(measured: Measured, trial: Trial) -> Row:
-    tokens_per_second = measured.tokens_per_second
-    return {
-        "tokens_per_second": tokens_per_second,
-        "tokens_per_second_per_gpu": None if tokens_per_second is None else tokens_per_second / trial.num_processes,
-        "tokens_per_cpu_second": measured.tokens_per_cpu_second,
-        "supervised_tokens_per_second": measured.supervised_tokens_per_second,
-        "padding_fraction": measured.padding_fraction,
-        "timed_steps": measured.timed_steps,
-        "timed_seconds": measured.timed_seconds,
-        "step_seconds_median": measured.step_seconds_median,
-        "step_seconds_p90": measured.step_seconds_p90,
-        "first_loss": measured.losses[0] if measured.losses else None,
-        "last_loss": measured.losses[-1] if measured.losses else None,
-        "losses": measured.losses,
-        "step_seconds": measured.step_seconds,
-        "grad_norms": measured.grad_norms,
-        "step_tokens": measured.step_tokens,
-        "step_non_padding_tokens": measured.step_non_padding_tokens,
-        "step_supervised_tokens": measured.step_supervised_tokens,
-        "timed_step_numbers": measured.timed_step_numbers,
-        "rank_skew": measured.rank_skew,
-        "batch_sha256": measured.batch_sha256,
-        "peak_allocated_bytes": measured.peak_allocated_bytes,
-        "peak_reserved_bytes": measured.peak_reserved_bytes,
-        "peak_host_bytes": measured.peak_host_bytes,
-        "peak_rank": measured.peak_rank,
-    }
-
-
-def _memory(folder: RunFolder) -> Row:
-    """Model states of the rank that holds most of each, as attested."""
-    attested = read_json(folder.attestation_json) or {}
-    ranks = attested.get("ranks") or [{}]
-    parts = ("parameter_bytes", "gradient_bytes", "optimizer_bytes")
-    return {
-        **{part: max((rank[part] for rank in ranks if part in rank), default=None) for part in parts},
-        "num_params": ranks[0].get("num_params"),
-        "num_trainable_params": ranks[0].get("num_trainable_params"),
-        "compute_dtype": ranks[0].get("compute_dtype"),
-    }
+        A row with a rank is separated from every other; a difference is one from the baseline.
+        """
+        if self.rank is not None or other.rank is not None:
+            return True
+        claimed = [row.difference for row, base in ((self, other), (other, self)) if base.difference == "reference"]
+        return any(difference in ("faster", "slower") for difference in claimed)

@@ -1,13 +1,13 @@
-"""Rows of training data: which format they have, and where in a file the wrong one is. No torch here.
+"""Rows of training data: their formats, and reading and checking the files that hold them. No torch.
 
 >>> detect_format({"instruction": "Hej", "output": "Hello"})
 'alpaca'
 """
 
-from toolkit.data.files import (
+from toolkit.data.data_files import (
     SUFFIXES,
+    DataSource,
     FileCheck,
-    Source,
     check_file,
     is_hub_id,
     iter_rows,
@@ -18,9 +18,9 @@ from toolkit.data.formats import FORMATS, Sample, check_row, detect_format, to_s
 __all__ = [
     "FORMATS",
     "SUFFIXES",
+    "DataSource",
     "FileCheck",
     "Sample",
-    "Source",
     "check_file",
     "check_row",
     "detect_format",

@@ -1,10 +1,10 @@
-"""Recognise a row's format, check it, and turn it into a conversation, a prompt with its completion, or a text.
+"""Detect a row's format, check it, and convert it to a conversation, a prompt with its completion, or a text.
 
     >>> sample = to_sample({"instruction": "Hej", "input": "", "output": "Hello"}, "alpaca")
     >>> [message["role"] for message in sample.messages]
     ['user', 'assistant']
 
-A key whose value is None counts as absent: Arrow adds such keys to rows that lack them.
+A key whose value is None counts as missing, because Arrow adds such keys to rows that lack them.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ FORMATS = tuple(REQUIRED_FIELDS)
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 
-# LLaMA-Factory's `function_call` is what the model says, `observation` is what the tool answers.
+# LLaMA-Factory's `function_call` is the model's turn, `observation` the tool's result.
 SHAREGPT_ROLES = {
     "system": "system",
     "human": "user",
@@ -58,7 +58,7 @@ SHAREGPT_ROLES = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sample:
-    """One row, whatever its format was: exactly one of `messages`, `prompt` (with `completion`) and `text` is set."""
+    """One row of any format: exactly one of `messages`, `prompt` (with `completion`) and `text` is set."""
 
     messages: list[Message] | None = None
     first_supervised_message: int = 0
@@ -70,7 +70,10 @@ class Sample:
 
 
 def detect_format(row: Row) -> str:
-    """The first format whose fields are all in the row."""
+    """Return the first format of `FORMATS` whose required fields are all in the row.
+
+    Raises ToolkitError with the fields found and the fields expected.
+    """
     present = _present(row)
     for name, fields in REQUIRED_FIELDS.items():
         if all(field in present for field in fields):
@@ -80,7 +83,7 @@ def detect_format(row: Row) -> str:
 
 
 def check_row(row: Row, data_format: str) -> None:
-    """Raise a ToolkitError that says which field of the row is missing or of the wrong type."""
+    """Raise ToolkitError with the name of a field that is missing or has the wrong type."""
     present = _present(row)
     for field in REQUIRED_FIELDS[data_format]:
         if field not in present:
@@ -94,12 +97,12 @@ def check_row(row: Row, data_format: str) -> None:
 
 
 def to_sample(row: Row, data_format: str) -> Sample:
-    """The row as a Sample; the row has passed `check_row`."""
+    """Convert a row that has passed `check_row`."""
     return _CONVERSIONS[data_format](_present(row))
 
 
 def with_system_prompt(sample: Sample, system_prompt: str | None) -> Sample:
-    """The conversation with this system message in front, where it opens with none."""
+    """Return the conversation with this system message in front, unless it begins with its own."""
     messages = sample.messages
     if system_prompt is None or not messages or messages[0]["role"] in ("system", "developer"):
         return sample
@@ -109,13 +112,13 @@ def with_system_prompt(sample: Sample, system_prompt: str | None) -> Sample:
 
 
 def format_fields(row: Row, data_format: str) -> dict[str, Any]:
-    """The part of the row that its format reads; the rest (ids, dates, scores) is left behind."""
+    """Return the fields that the format reads; others (ids, dates, scores) are dropped."""
     names = REQUIRED_FIELDS[data_format] + OPTIONAL_FIELDS.get(data_format, ())
     return {name: row[name] for name in names if row.get(name) is not None}
 
 
 def field_names(fields: Iterable[str], *, at_most: int = 12) -> str:
-    """Field names on one line, whatever they contain."""
+    """Return field names in one printable line."""
     names = list(fields)
     shown = [name if name.isprintable() and len(name) <= 60 else repr(name[:60]) for name in names[:at_most]]
     return ", ".join(shown + [f"and {len(names) - at_most} more"] * (len(names) > at_most)) or "none"
@@ -126,14 +129,13 @@ def _present(row: Row) -> dict[str, Any]:
 
 
 def _without_none(value: Any) -> Any:
-    """Arrow unifies the tool calls of all rows into one struct and fills what a call lacks with None."""
+    """Arrow unifies the tool calls of all rows into one struct, and fills a call's missing fields with None."""
     if isinstance(value, dict):
         return {key: _without_none(item) for key, item in value.items() if item is not None}
     return [_without_none(item) for item in value] if isinstance(value, list) else value
 
 
-def _kind(value: object) -> str:
-    """A type in the words of JSON."""
+def _json_type(value: object) -> str:
     names = {type(None): "null", bool: "boolean", int: "number", float: "number", str: "string", dict: "object"}
     return names.get(type(value), type(value).__name__)
 
@@ -143,12 +145,12 @@ def _kind(value: object) -> str:
 
 def _check_text(value: object, what: str) -> None:
     if not isinstance(value, str):
-        raise ToolkitError(f"{what} is {_kind(value)}, expected a string")
+        raise ToolkitError(f"{what} is {_json_type(value)}, expected a string")
     try:
         value.encode()
     except UnicodeEncodeError as error:
         raise ToolkitError(
-            f"{what} holds half of a surrogate pair at character {error.start}, which is no text"
+            f"{what} has an unpaired surrogate at character {error.start}, which is not valid text"
         ) from None
 
 
@@ -161,12 +163,12 @@ def _check_texts(row: Row, *fields: str) -> None:
 def _check_turns(turns: object, field: str, *, check_turn: Callable[[Row, str], None]) -> None:
     if not isinstance(turns, list):
         hint = "CSV cells are strings: keep conversations in JSONL or Parquet" if isinstance(turns, str) else None
-        raise ToolkitError(f"`{field}` is {_kind(turns)}, expected a list of objects", hint=hint)
+        raise ToolkitError(f"`{field}` is {_json_type(turns)}, expected a list of objects", hint=hint)
     if not turns:
         raise ToolkitError(f"`{field}` is empty: a conversation needs at least one message")
     for number, turn in enumerate(turns, start=1):
         if not isinstance(turn, dict):
-            raise ToolkitError(f"message {number} of `{field}` is {_kind(turn)}, expected an object")
+            raise ToolkitError(f"message {number} of `{field}` is {_json_type(turn)}, expected an object")
         check_turn(_present(turn), f"message {number} of `{field}`")
 
 
@@ -222,7 +224,7 @@ _CHECKS: dict[str, Callable[[Row], None]] = {
 
 
 def _tools(row: Row) -> list[dict[str, Any]] | None:
-    """The tools that a chat template lists: a list of JSON schemas, or the same as JSON text."""
+    """Tools for the chat template: a list of JSON schemas, or the same as JSON text."""
     tools = row.get("tools")
     if isinstance(tools, str):
         try:
@@ -230,12 +232,12 @@ def _tools(row: Row) -> list[dict[str, Any]] | None:
         except (ValueError, RecursionError):
             raise ToolkitError("`tools` is a string that is not JSON, expected a list of objects") from None
     if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
-        raise ToolkitError(f"`tools` is {_kind(tools)}, expected a list of objects")
+        raise ToolkitError(f"`tools` is {_json_type(tools)}, expected a list of objects")
     return [_without_none(tool) for tool in tools] if tools else None
 
 
 def _messages(messages: list[Message]) -> list[Message]:
-    """Messages with all their keys; a tool call without content gets the empty string, which every template renders."""
+    """Messages without None; a tool call without content gets an empty one, which every template renders."""
     return [{"content": "", **_without_none(message)} for message in messages]
 
 

@@ -1,1 +1,1 @@
-"""The model and the data that a newcomer's first run uses, out of their packages and into a cache."""
+"""The model and data of a first run, from their packages into the cache."""

@@ -1,7 +1,7 @@
-"""Print what the demo's job needs, making it first if need be.
+"""Print the inputs of the demo job, and prepare them on first use.
 
-python -m toolkit.demo --model            # the folder of the default model
-python -m toolkit.demo --num-processes    # all GPUs where there are two or more, otherwise 2
+python -m toolkit.demo --model            # folder of the default model
+python -m toolkit.demo --num-processes    # number of GPUs, at least 2
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from toolkit.errors import ToolkitError
 
 
 def num_processes() -> int:
+    """Return the number of GPUs, at least 2."""
     from toolkit.hardware.gpus import count_gpus
 
     return max(2, count_gpus())
@@ -25,17 +26,20 @@ def _data_file() -> str:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m toolkit.demo", description="What the demo's job needs.")
-    what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("--prepare", action="store_true", help="make both the model and the data ready")
-    what.add_argument("--model", action="store_true", help="the folder of the default model")
-    what.add_argument("--data", action="store_true", help="the file of the default data")
-    what.add_argument("--num-processes", action="store_true", help="all GPUs where there are two or more, otherwise 2")
+    parser = argparse.ArgumentParser(
+        prog="python -m toolkit.demo", description="Print the inputs of the demo job, and prepare them on first use."
+    )
+    action = parser.add_mutually_exclusive_group(required=True)
+    action.add_argument("--prepare", action="store_true", help="prepare the model and the data")
+    action.add_argument("--model", action="store_true", help="print the folder of the default model")
+    action.add_argument("--data", action="store_true", help="print the file of the default data")
+    action.add_argument("--num-processes", action="store_true", help="print the number of GPUs, at least 2")
     parser.add_argument("--verify", action="store_true", help="check the model's weights by SHA-256, not only by size")
     return parser
 
 
 def main(argv: list[str] | None = None) -> int:
+    """Run the command and return its exit code."""
     arguments = _parser().parse_args(argv)
     try:
         if arguments.model or arguments.prepare:

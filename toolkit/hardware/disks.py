@@ -1,4 +1,4 @@
-"""Disks: which one a folder lies on, whether it takes direct I/O, and how fast.
+"""Disks: the mount that a folder is on, direct I/O, and read and write rates.
 
 >>> mount_of(Path("/data/swap"), "/dev/sda1 / ext4 rw 0 0\\n/dev/nvme0n1 /data xfs rw 0 0\\n").filesystem
 'xfs'
@@ -19,7 +19,7 @@ from pathlib import Path
 
 MEMORY_FILESYSTEMS = {"tmpfs", "ramfs", "devtmpfs"}
 NETWORK_FILESYSTEMS = {"nfs", "nfs4", "cifs", "smb3", "9p", "ceph", "lustre", "glusterfs", "beegfs", "gpfs", "afs"}
-BLOCK_BYTES = 4096  # what direct I/O must be aligned to on the disks of today
+BLOCK_BYTES = 4096  # alignment of direct I/O on current disks
 CHUNK_BYTES = 8 * 2**20
 PROBE_BYTES = 256 * 2**20
 PROBE_SECONDS = 1.0
@@ -27,7 +27,7 @@ PROBE_SECONDS = 1.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Mount:
-    """What a folder lies on."""
+    """Mount that a folder is on."""
 
     filesystem: str
     mount_point: str
@@ -43,14 +43,17 @@ class Mount:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DiskRates:
-    """One stream past the page cache, in chunks of 8 MiB; a disk's own or its host's cache still counts."""
+    """Rates of one stream that bypasses the page cache, in chunks of 8 MiB; other caches still count."""
 
     write_bytes_per_second: int
     read_bytes_per_second: int
 
 
 def mount_of(folder: Path, mounts: str | None = None) -> Mount | None:
-    """The mount with the longest path above the folder, from the text of /proc/mounts; a later one covers."""
+    """Return the mount with the longest path above the folder; the later of two with the same path.
+
+    `mounts` is the text of /proc/mounts, which is read if it is not given.
+    """
     if mounts is None:
         mounts = Path("/proc/mounts").read_text()
     target, found = folder.resolve(), None
@@ -64,21 +67,21 @@ def mount_of(folder: Path, mounts: str | None = None) -> Mount | None:
 
 
 def free_bytes(folder: Path) -> int:
-    """What this user may still write there."""
+    """Return the bytes that this user can still write there."""
     return shutil.disk_usage(folder).free
 
 
 def try_direct_io(folder: Path) -> None:
-    """Write one aligned block past the page cache. Raises OSError where that cannot be done."""
+    """Write one aligned block with direct I/O. Raises OSError if the disk does not support it."""
     with _direct_file(folder) as descriptor, mmap.mmap(-1, BLOCK_BYTES) as block:
         if os.write(descriptor, block) != BLOCK_BYTES:
             raise OSError(None, "a short write")
 
 
 def measure_rates(folder: Path) -> DiskRates:
-    """Write up to 256 MiB and read it again, each for about a second at most; nothing stays behind."""
+    """Measure rates with a temporary file of up to 256 MiB, written and read for about a second each."""
     with _direct_file(folder) as descriptor, mmap.mmap(-1, CHUNK_BYTES) as chunk:
-        chunk[:] = os.urandom(CHUNK_BYTES)  # some disks store zeros as nothing
+        chunk[:] = os.urandom(CHUNK_BYTES)  # some disks do not store zeros
         started = time.monotonic()
         written = 0
         while written < PROBE_BYTES and time.monotonic() - started < PROBE_SECONDS:
@@ -98,7 +101,7 @@ def measure_rates(folder: Path) -> DiskRates:
 
 @contextmanager
 def _direct_file(folder: Path) -> Iterator[int]:
-    """A new file in the folder, open for direct I/O, gone afterwards."""
+    """Descriptor of a temporary file in the folder, open for direct I/O."""
     number, name = tempfile.mkstemp(dir=folder, prefix=".direct-io-probe-")
     os.close(number)
     try:

@@ -1,11 +1,11 @@
-"""GPUs as their vendors state them: memory, dense peaks, bandwidth, links, power; and the one that a name means.
+"""GPUs as their vendors specify them: memory, dense peaks, bandwidth, interconnect, power; and lookup by name.
 
     >>> find_gpu("NVIDIA H100 80GB HBM3").name
     'h100-sxm'
 
-A peak that a data sheet gives with sparsity only stands here halved, in TFLOP/s with fp32 accumulation. Memory is the
-smallest total that torch reports for the card in public out-of-memory messages: drivers differ by up to 0.5 GiB, and
-all report less than the card's label. Link rates are those of one direction, all links of the GPU together.
+Peaks are dense, in TFLOP/s with fp32 accumulation; where a data sheet gives a peak with sparsity only, it is halved.
+Memory is the smallest total that torch reports for the card in public out-of-memory messages: drivers differ by up to
+0.5 GiB, and all report less than the label. Interconnect rates are for one direction, all links of a GPU together.
 """
 
 from __future__ import annotations
@@ -25,41 +25,41 @@ DTYPES = ("bf16", "fp16", "tf32", "fp32")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Gpu:
-    """One GPU as torch sees it, so a card of two chips is two of these."""
+    """One GPU as torch sees it: a card with two chips is two of these."""
 
     name: str
     aliases: tuple[str, ...]
-    """What nvidia-smi, rocm-smi and torch call it, and its short names."""
+    """Names in nvidia-smi, rocm-smi and torch, and short names."""
     memory_bytes: int
-    """What a process may allocate at most, context and other processes included."""
+    """Memory available to all processes, their CUDA contexts included."""
     bf16_tflops: float | None
     fp16_tflops: float | None
     tf32_tflops: float | None
     fp32_tflops: float | None
     memory_bytes_per_second: int | None
     nvlink_bytes_per_second: int | None
-    """To the other GPUs of the machine (NVLink, Infinity Fabric); None where the card has only PCIe."""
+    """Rate to the other GPUs of the node (NVLink, Infinity Fabric); None if the card has only PCIe."""
     pcie_bytes_per_second: int
     power_watts: int | None
     source: str
 
     def peak_flops(self, dtype: str) -> float | None:
-        """Dense peak of a dtype, in FLOP/s; None where the GPU has no such units."""
+        """Return the dense peak of a dtype in FLOP/s; None if it is unknown or the GPU has no units for it."""
         if dtype not in DTYPES:
-            raise ToolkitError(f"no peak is kept for dtype {dtype!r}, only for {', '.join(DTYPES)}")
+            raise ToolkitError(f"there is no peak for dtype {dtype!r}, only for {', '.join(DTYPES)}")
         tflops: float | None = getattr(self, f"{dtype}_tflops")
         return None if tflops is None else tflops * TERA
 
     @property
     def link_bytes_per_second(self) -> int:
-        """To the next GPU of the same machine, one direction."""
+        """Rate to the next GPU of the same node, one direction."""
         return self.nvlink_bytes_per_second or self.pcie_bytes_per_second
 
 
 def find_gpu(name: str) -> Gpu:
-    """The GPU of a short name, or of what nvidia-smi and torch print.
+    """Return the GPU with a short name, or with the name that nvidia-smi and torch print.
 
-    Raises ToolkitError for an unknown name, with the nearest one and how to give the numbers by hand.
+    Raises ToolkitError for an unknown name, with the nearest one and the options for other GPUs.
     """
     found = known_gpu(name)
     if found is not None:
@@ -71,29 +71,32 @@ def find_gpu(name: str) -> Gpu:
     guess = f"did you mean `{_BY_KEY[close].name}`? " if close else ""
     raise ToolkitError(
         f"unknown GPU {name!r}; known: {', '.join(gpu.name for gpu in GPUS)}",
-        hint=f"{guess}Another one is given by hand: --gpu-memory-gib and --gpu-tflops",
+        hint=f"{guess}For other GPUs, use --gpu-memory-gib and --gpu-tflops",
     )
 
 
 def known_gpu(name: str) -> Gpu | None:
-    """As `find_gpu`, but None for a name that the table does not hold: no peak is known, so there is no MFU."""
+    """Return the GPU as `find_gpu` does, or None for a name that is not in the table."""
     return _BY_KEY.get(_key(name))
 
 
 def common_gpu(names: Iterable[str]) -> Gpu | None:
-    """What all of a machine's GPUs are; None without any, for several kinds, and for one that is not listed."""
+    """Return the GPU that all the names mean; None for no name, several kinds, or one that is not in the table."""
     kinds = set(names)
     return known_gpu(kinds.pop()) if len(kinds) == 1 else None
 
 
-def gpu_by_hand(
-    base: Gpu | None,
+def custom_gpu(
+    listed: Gpu | None,
     *,
     memory_gib: float | None = None,
     tflops: float | None = None,
     link_gb_per_second: float | None = None,
 ) -> Gpu:
-    """A GPU of the table with some numbers replaced, or one that is not in it: then memory and peak are needed."""
+    """Return a GPU of the table with some numbers replaced, or one that is not in it.
+
+    Raises ToolkitError for values out of range, and for a GPU that is not in the table and has no memory size.
+    """
     for option, value in (
         ("--gpu-memory-gib", memory_gib),
         ("--gpu-tflops", tflops),
@@ -101,27 +104,29 @@ def gpu_by_hand(
     ):
         if value is not None and not 0 < value < 10**6:
             raise ToolkitError(f"{option} is {value}, expected more than 0 and below a million")
-    if base is None and memory_gib is None:
+    if listed is not None and (memory_gib, tflops, link_gb_per_second) == (None, None, None):
+        return listed
+    if listed is None and memory_gib is None:
         raise ToolkitError("no GPU is named", hint="--gpu NAME, or --gpu-memory-gib and --gpu-tflops")
     link = None if link_gb_per_second is None else round(link_gb_per_second * GIGA)
     given = {
-        "name": "by-hand" if base is None else f"{base.name}, changed by hand",
+        "name": "custom" if listed is None else f"{listed.name}, customized",
         "aliases": (),
         "memory_bytes": None if memory_gib is None else round(memory_gib * GIB),
         "bf16_tflops": tflops,
         "fp16_tflops": tflops,
         "nvlink_bytes_per_second": link,
-        "source": "by hand",
+        "source": "command line",
     }
-    if base is None:
+    if listed is None:
         unknown = dict.fromkeys(("tf32_tflops", "fp32_tflops", "memory_bytes_per_second", "power_watts"))
         return Gpu(**(unknown | {"pcie_bytes_per_second": PCIE_BYTES_PER_SECOND[4]} | given))  # type: ignore[arg-type]
-    kept = {field: getattr(base, field) for field in Gpu.__slots__}
-    return Gpu(**(kept | {key: value for key, value in given.items() if value is not None}))
+    specified = {field: getattr(listed, field) for field in Gpu.__slots__}
+    return Gpu(**(specified | {key: value for key, value in given.items() if value is not None}))
 
 
 def _key(name: str) -> str:
-    """`NVIDIA A100-SXM4-80GB` → `a100-sxm4-80gb`: vendor and family words say nothing that the rest does not."""
+    """`NVIDIA A100-SXM4-80GB` → `a100-sxm4-80gb`: vendor and family words are redundant."""
     words = re.split(r"[^a-z0-9]+", name.lower())
     return "-".join(word for word in words if word and word not in {"nvidia", "amd", "instinct", "tesla", "geforce"})
 
@@ -143,7 +148,7 @@ def _gpu(
     watts: int,
     source: str,
 ) -> Gpu:
-    """One row: peaks are bf16, fp16, tf32, fp32."""
+    """One row of the table; peaks are bf16, fp16, tf32, fp32 in TFLOP/s."""
     bf16, fp16, tf32, fp32 = peaks
     return Gpu(
         name=name,

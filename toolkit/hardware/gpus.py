@@ -1,4 +1,4 @@
-"""GPUs of this machine, counted without torch (importing it takes seconds).
+"""GPUs of this node, counted and described without torch, whose import takes seconds.
 
 >>> visible_gpus(["0", "1", "2"], cuda_visible_devices="2,0")
 2
@@ -6,14 +6,31 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import re
 import shutil
 import subprocess
 from pathlib import Path
+from typing import Any
+
+from toolkit.units import MIB
+
+# Column of nvidia-smi -> key in run.json.
+GPU_FIGURES = {
+    "power.limit": "power_limit_watts",
+    "clocks.max.sm": "max_sm_clock_mhz",
+    "clocks.max.memory": "max_memory_clock_mhz",
+}
+
+
+def count_gpus() -> int:
+    """Return the number of GPUs that this process may use; respects `CUDA_VISIBLE_DEVICES`."""
+    return visible_gpus(installed_gpus(), cuda_visible_devices=os.environ.get("CUDA_VISIBLE_DEVICES"))
 
 
 def visible_gpus(installed: list[str], *, cuda_visible_devices: str | None) -> int:
-    """GPUs that a process may use: CUDA stops at the first entry that names no installed GPU."""
+    """Return the number of GPUs that are visible: CUDA stops at the first entry that names no installed GPU."""
     if cuda_visible_devices is None:
         return len(installed)
     count = 0
@@ -25,18 +42,13 @@ def visible_gpus(installed: list[str], *, cuda_visible_devices: str | None) -> i
 
 
 def installed_gpus() -> list[str]:
-    """Indices of the NVIDIA GPUs that the driver lists; none without a driver."""
+    """Return the indices of the NVIDIA GPUs that the driver lists; empty without a driver."""
     listed = sorted(Path("/proc/driver/nvidia/gpus").glob("*")) if Path("/proc/driver/nvidia/gpus").is_dir() else []
-    return [str(index) for index in range(len(listed) or _nvidia_smi_count())]
+    return [str(index) for index in range(len(listed) or _count_with_nvidia_smi())]
 
 
-def count_gpus() -> int:
-    """GPUs that this process may use, `CUDA_VISIBLE_DEVICES` respected."""
-    return visible_gpus(installed_gpus(), cuda_visible_devices=os.environ.get("CUDA_VISIBLE_DEVICES"))
-
-
-def _nvidia_smi_count() -> int:
-    """In a container /proc may be hidden while nvidia-smi answers."""
+def _count_with_nvidia_smi() -> int:
+    """In a container, /proc may be hidden while nvidia-smi works."""
     if shutil.which("nvidia-smi") is None:
         return 0
     try:
@@ -44,3 +56,47 @@ def _nvidia_smi_count() -> int:
     except (OSError, subprocess.TimeoutExpired):
         return 0
     return sum(line.startswith("GPU ") for line in listing.stdout.splitlines())
+
+
+def gpu_names() -> list[str]:
+    """Return the name of each GPU as nvidia-smi prints it; empty without nvidia-smi."""
+    return [str(gpu["name"]) for gpu in describe_gpus()]
+
+
+def describe_gpus() -> list[dict[str, Any]]:
+    """Return name, memory in bytes, driver, power limit and highest clocks of each GPU, as nvidia-smi reports them."""
+    columns = ",".join(("name", "memory.total", "driver_version", *GPU_FIGURES))
+    try:
+        rows = _nvidia_smi(f"--query-gpu={columns}", "--format=csv,noheader,nounits").splitlines()
+    except (OSError, subprocess.SubprocessError):
+        return []
+    return [read_gpu_row(row.split(", ")) for row in rows]
+
+
+def read_gpu_row(fields: list[str]) -> dict[str, Any]:
+    """Return one row of nvidia-smi's output as values; None for those it does not know.
+
+    >>> read_gpu_row(["Tesla T4", "15360", "570.86.15", "[N/A]", "1590", "5001"])["max_sm_clock_mhz"]
+    1590
+    """
+    name, mib, driver, *figures = fields
+    facts: dict[str, Any] = {
+        "name": name,
+        "memory_bytes": int(mib) * MIB if mib.isdigit() else None,
+        "driver": driver,
+    }
+    for key, text in zip(GPU_FIGURES.values(), figures, strict=False):
+        facts[key] = None if not text.replace(".", "", 1).isdigit() else float(text) if "." in text else int(text)
+    return facts
+
+
+def gpu_topology() -> str | None:
+    """Return how the GPUs are connected: nvidia-smi's own table without colours; None without nvidia-smi."""
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        return re.sub(r"\x1b\[[0-9;]*m", "", _nvidia_smi("topo", "-m"))
+    return None
+
+
+def _nvidia_smi(*arguments: str) -> str:
+    command = ["nvidia-smi", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()

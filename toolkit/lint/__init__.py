@@ -1,11 +1,12 @@
-"""Lint: what a configuration does in fact, in anybody's accelerate YAML, DeepSpeed JSON or Trainer arguments.
+"""Check what a configuration really does, in any accelerate YAML, DeepSpeed JSON or Trainer arguments.
 
 >>> from pathlib import Path
 >>> lint_paths([Path("ds_configs")]).findings
 []
 """
 
-from toolkit.lint.check import Linted, fixed_text, lint_document, lint_paths
-from toolkit.lint.finding import Finding
+from toolkit.lint.check import LintResult, lint_document, lint_paths
+from toolkit.lint.findings import Finding
+from toolkit.lint.fixes import fixed_text
 
-__all__ = ["Finding", "Linted", "fixed_text", "lint_document", "lint_paths"]
+__all__ = ["Finding", "LintResult", "fixed_text", "lint_document", "lint_paths"]

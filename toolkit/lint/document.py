@@ -1,44 +1,50 @@
-"""A configuration file as keys, values and the place of each, whatever it holds.
+"""A configuration file as a document: its keys, values and their lines, and the library that reads it.
 
-    >>> read_text("zero_optimization:\\n  stage: 2\\n", "mine.yaml").line("zero_optimization.stage")
-    2
-
-Nothing in a file is executed, and its size, depth and expanded aliases are bounded before anything is built.
+>>> document = read_text("zero_optimization:\\n  stage: 2\\n", "mine.yaml")
+>>> document.kind, document.get("zero_optimization.stage"), document.line("zero_optimization.stage")
+('deepspeed', 2, 2)
 """
 
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass, field
+from collections.abc import Set
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from toolkit.errors import ToolkitError
-from toolkit.lint import json_places, yaml_places
-from toolkit.lint.places import Entry, NotAConfiguration
+from toolkit.errors import ToolkitError, nearest
+from toolkit.lint.positions import KeyPosition, NotAConfiguration, parse_json, parse_yaml
+from toolkit.lint.removed_keys import DEEPSPEED_REMOVED, TRAINING_ARGUMENTS_REMOVED
+from toolkit.presets.known_keys import ACCELERATE_KEYS, DEEPSPEED_KEYS
+from toolkit.versions import training_argument_types
 
 ACCELERATE, DEEPSPEED, TRAINER = "accelerate", "deepspeed", "trainer"
 SUFFIXES = (".yaml", ".yml", ".json")
 MAX_BYTES = 2**20
+MAX_PATH_LENGTH = 1024
+
+_ABSENT = object()
 
 
 @dataclass(frozen=True, kw_only=True)
 class Document:
-    """One file. Keys are dotted; an item of a list has its index as a key."""
+    """One configuration file. Keys are dotted; an item of a list has its index as a key."""
 
     path: str
     text: str
-    entries: dict[str, Entry]
-    duplicates: tuple[Entry, ...]
     data: dict[str, Any]
+    positions: dict[str, KeyPosition]
+    duplicates: tuple[KeyPosition, ...]
+    """Keys that repeat one in the same block."""
     is_json: bool
-    kind: str | None = None
+    kind: str | None
     """`accelerate`, `deepspeed`, `trainer`, or None for something else."""
-    named: dict[str, Document] = field(default_factory=dict)
-    """Key to the DeepSpeed JSON that it names, where that file was found."""
+    deepspeed_json: Document | None = None
+    """The DeepSpeed JSON that this file names, where it was found."""
 
     def get(self, key: str, default: Any = None) -> Any:
-        """The value of a dotted key; the default where there is none, or no mapping on the way."""
+        """Return the value of a dotted key, or the default where the key is absent."""
         value: Any = self.data
         for part in key.split("."):
             if not isinstance(value, dict) or part not in value:
@@ -47,31 +53,45 @@ class Document:
         return value
 
     def has(self, key: str) -> bool:
+        """Return True where a dotted key is present, whatever its value."""
         return self.get(key, _ABSENT) is not _ABSENT
 
     def block(self, key: str) -> dict[str, Any]:
-        """A nested mapping, empty where it is absent or something else."""
+        """Return a nested mapping; empty where it is absent or something else."""
         value = self.get(key)
         return value if isinstance(value, dict) else {}
 
     def line(self, key: str) -> int | None:
-        """Where a key stands, 1-based; a key that is absent has no line."""
-        entry = self.entries.get(key)
-        return entry.line if entry else None
+        """Return the 1-based line of a key, or None where it is absent."""
+        position = self.positions.get(key)
+        return position.line if position else None
 
 
-_ABSENT = object()
+# -- reading
 
 
-def read_document(path: Path) -> Document:
-    """Read a file that may hold anything; its kind is not decided here.
+def load_document(path: Path) -> Document:
+    """Read a file, recognise its kind, and read the DeepSpeed JSON that it names.
 
-    Raises ToolkitError for a file that is missing, too large, not text, not YAML or JSON, or no mapping.
+    Raises ToolkitError for a file that is missing, too large, not text, not YAML or JSON, or not a mapping.
     """
+    return with_deepspeed_json(_read_file(path))
+
+
+def with_deepspeed_json(document: Document) -> Document:
+    """Return the document with the DeepSpeed JSON that it names, where that file exists."""
+    named = next((path for path in deepspeed_file_candidates(document) if path.is_file()), None)
+    if document.kind in (None, DEEPSPEED) or named is None or named.suffix != ".json":
+        return document
+    json_document = dataclasses.replace(_read_file(named), kind=DEEPSPEED)
+    return dataclasses.replace(document, deepspeed_json=json_document)
+
+
+def _read_file(path: Path) -> Document:
     try:
         if path.stat().st_size > MAX_BYTES:
             raise ToolkitError(
-                f"{path} has {path.stat().st_size:,} bytes, more than the 1 MiB of any configuration",
+                f"{path} has {path.stat().st_size:,} bytes; configurations of up to 1 MiB are read",
                 hint="name the configuration, not the data",
             )
         raw = path.read_bytes()
@@ -87,15 +107,95 @@ def read_document(path: Path) -> Document:
 
 
 def read_text(text: str, path: str) -> Document:
-    """Text as a document; the suffix of `path` says whether it is JSON."""
+    """Parse a text; the suffix of `path` decides between JSON and YAML, the keys decide its kind."""
     is_json = path.endswith(".json")
-    reader = json_places if is_json else yaml_places
-    data, entries, duplicates = reader.read(text, path)
+    data, positions, duplicates = (parse_json if is_json else parse_yaml)(text, path)
     if not isinstance(data, dict):
-        raise NotAConfiguration(f"{path} holds {type(data).__name__}, expected keys and values")
-    return Document(path=path, text=text, entries=entries, duplicates=tuple(duplicates), data=data, is_json=is_json)
+        raise NotAConfiguration(f"{path} contains {type(data).__name__}, expected keys and values")
+    return Document(
+        path=path,
+        text=text,
+        data=data,
+        positions=positions,
+        duplicates=tuple(duplicates),
+        is_json=is_json,
+        kind=detect_kind(data),
+    )
 
 
-def with_kind(document: Document, kind: str | None) -> Document:
-    """The same document, recognised."""
-    return dataclasses.replace(document, kind=kind)
+# -- the DeepSpeed JSON that a YAML names
+
+
+def deepspeed_file_key(document: Document) -> str:
+    """Return the key that names the DeepSpeed JSON, in an accelerate YAML or in Trainer arguments."""
+    return "deepspeed_config.deepspeed_config_file" if document.has("deepspeed_config") else "deepspeed"
+
+
+def deepspeed_file_candidates(document: Document) -> list[Path]:
+    """Return where the named DeepSpeed JSON may be; empty where the document names no file.
+
+    The first is relative to the working directory, as the libraries resolve it. The others are relative to the YAML's
+    folder and its parent, where its author may have meant it.
+    """
+    named = document.get(deepspeed_file_key(document))
+    if not isinstance(named, str) or named in ("", "none") or named.startswith("{"):
+        return []
+    if len(named) > MAX_PATH_LENGTH or "\0" in named:
+        return []
+    folder = Path(document.path).absolute().parent
+    return [Path(named), folder / named, folder.parent / named, folder / Path(named).name]
+
+
+# -- the kind of a file
+
+# Keys of other programs' formats that share key names with `TrainingArguments`.
+FOREIGN_KEYS = {"base_model", "snr_results"}
+# Keys that several libraries have, which decide nothing unless their value has the shape of one library's.
+SHARED_KEYS = {
+    *("debug", "use_cpu", "fsdp_config", "parallelism_config", "bf16", "fp16", "gradient_accumulation_steps"),
+    *("optimizer", "scheduler", "compile", "checkpoint", "pipeline", "commands"),
+}
+# Keys that only one library has, each enough to decide.
+DECISIVE_KEYS = {
+    ACCELERATE: {"distributed_type", "compute_environment", "deepspeed_config", "main_training_function"},
+    DEEPSPEED: {"zero_optimization", "train_micro_batch_size_per_gpu", "train_batch_size"},
+}
+
+
+def detect_kind(data: dict[str, Any]) -> str | None:
+    """Return the library that reads these keys: `accelerate`, `deepspeed`, `trainer`, or None for another program's.
+
+    >>> detect_kind({"zero_optimization": {"stage": 2}})
+    'deepspeed'
+    """
+    keys = set(data)
+    if keys & FOREIGN_KEYS:
+        return None
+    for kind, decisive in DECISIVE_KEYS.items():
+        if keys & decisive:
+            return kind
+    known_keys: dict[str, Set[str]] = {
+        ACCELERATE: ACCELERATE_KEYS,
+        DEEPSPEED: DEEPSPEED_KEYS | set(DEEPSPEED_REMOVED),
+        TRAINER: set(training_argument_types()) | set(TRAINING_ARGUMENTS_REMOVED),
+    }
+    counts = {kind: len((keys & known) - SHARED_KEYS) for kind, known in known_keys.items()}
+    best = max(counts, key=lambda kind: counts[kind])
+    return best if counts[best] > 0 else _kind_by_value(data) or _kind_by_misspelt_key(keys)
+
+
+def _kind_by_value(data: dict[str, Any]) -> str | None:
+    """Decide by the shape of a value whose key several libraries have."""
+    if any(isinstance(data.get(key), dict) for key in ("bf16", "fp16", "optimizer", "scheduler")):
+        return DEEPSPEED
+    blocks = [data[key] for key in ("fsdp_config", "parallelism_config") if isinstance(data.get(key), dict)]
+    if any(key.startswith(("fsdp_", "parallelism_config_")) for block in blocks for key in block):
+        return ACCELERATE
+    return TRAINER if set(data) & set(training_argument_types()) else None
+
+
+def _kind_by_misspelt_key(keys: set[str]) -> str | None:
+    for kind, decisive in DECISIVE_KEYS.items():
+        if any(nearest(key, decisive, cutoff=0.85) for key in sorted(keys)[:50]):
+            return kind
+    return None

@@ -1,1 +1,1 @@
-"""A model as data: its tensors and widths, out of `config.json`."""
+"""Tensors, FLOPs and activation sizes of an architecture, from its `config.json`."""

@@ -1,10 +1,10 @@
-"""Floating-point operations of a token, and what share of a GPU's peak a measured speed is.
+"""Floating-point operations per token, and model FLOPs utilisation (MFU).
 
     >>> token_flops(num_params=125_311_488, num_layers=12, attention_width=768, seq_length=2048).model_flops
-    978338304
+    978361344
 
-A multiplication with its addition is two operations. Norms, activations, softmax and the optimizer are left out, as
-in the published figures (PaLM, appendix B, https://arxiv.org/abs/2204.02311).
+A multiply-add is two operations. Norms, activation functions, softmax and the optimizer are not counted, as in
+published figures (PaLM, appendix B, https://arxiv.org/abs/2204.02311).
 """
 
 from __future__ import annotations
@@ -16,31 +16,31 @@ from toolkit.models.shape import ModelShape
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokenFlops:
-    """Operations of one token through the whole model, averaged over a sequence."""
+    """Operations of one token in a training step, averaged over a sequence."""
 
     dense_forward: int
-    """2 a parameter that the token passes through."""
+    """2 per parameter that the token passes through."""
     attention_forward: int
-    """Scores and weighted values: 4 · layers · width · length, half of it where only the causal half is counted."""
+    """Scores and weighted values: 4 · layers · width · length; half of it if only the causal half is counted."""
     dense_backward: int
-    """2 a parameter for the gradient that is passed down, and 2 a trained one for its own."""
+    """2 per parameter for the gradient of its input, and 2 per trained parameter for its own gradient."""
     attention_backward: int
     recomputed: int = 0
-    """What activation checkpointing does again: one more forward pass."""
+    """Activation checkpointing: one more forward pass."""
 
     @property
     def forward_flops(self) -> int:
-        """The forward pass alone."""
+        """Operations of the forward pass."""
         return self.dense_forward + self.attention_forward
 
     @property
     def model_flops(self) -> int:
-        """What the training needs, however it is done: MFU counts these."""
+        """Operations that the training needs, without recomputation: MFU counts these."""
         return self.forward_flops + self.dense_backward + self.attention_backward
 
     @property
     def hardware_flops(self) -> int:
-        """What the GPU does, recomputation included: HFU counts these."""
+        """Operations that the GPU executes, with recomputation: HFU counts these."""
         return self.model_flops + self.recomputed
 
 
@@ -54,11 +54,11 @@ def token_flops(
     causal: bool = False,
     recompute: bool = False,
 ) -> TokenFlops:
-    """From bare numbers: 6·N + 12·L·d·s for full training with full attention.
+    """Return the operations from plain numbers: 6·N + 12·L·d·s for full fine-tuning with full attention.
 
-    `num_trainable_params` is None where all of them are trained; with N_f frozen ones it is 4·N_f + 6·N_t. The
-    gradient is passed down through all layers even where only the last are trained, which counts too much then.
-    `causal` counts the half of the scores that causal attention needs; published figures mostly count all.
+    `num_trainable_params` is None if all are trained; with N_f frozen and N_t trained ones it is 4·N_f + 6·N_t. The
+    gradient is assumed to flow through all layers, which counts too much if only the last ones are trained. `causal`
+    counts only the half of the scores that causal attention needs; most published figures count all.
     """
     trained = num_params if num_trainable_params is None else num_trainable_params
     attention = 4 * num_layers * attention_width * seq_length // (2 if causal else 1)
@@ -81,11 +81,11 @@ def flops_of(
     recompute: bool = False,
     count_embeddings: bool = True,
 ) -> TokenFlops:
-    """For a model: a mixture of experts counts what one token passes through.
+    """Return the operations for a model; a mixture of experts counts what one token passes through.
 
-    `num_adapter_params` are those of LoRA, beside the model's own: alone trained unless `num_trainable_params` says
-    otherwise. `count_embeddings=False` leaves out a table that is only looked up; a tied one is multiplied as the
-    head, and counts. Published figures mostly count all parameters.
+    `num_adapter_params` are the parameters of LoRA, in addition to the model's; only they are trained, unless
+    `num_trainable_params` is given. `count_embeddings=False` leaves out embeddings that are only looked up; a tied one
+    is also the head, and counts. Most published figures count all parameters.
     """
     num_params = shape.num_active_params if count_embeddings else num_matmul_params(shape)
     if num_trainable_params is None and num_adapter_params:
@@ -104,15 +104,15 @@ def flops_of(
 
 
 def num_matmul_params(shape: ModelShape) -> int:
-    """Parameters that a token is multiplied by: all that it passes through but tables that are only looked up."""
+    """Return the parameters that take part in matrix multiplications: without embeddings that are only looked up."""
     tied_head = shape.vocab_size * shape.hidden_size if shape.tied_embeddings else 0
     return shape.num_active_params - shape.num_embedding_params + tied_head
 
 
 def mfu(*, tokens_per_second_per_gpu: float, flops_per_token: int, peak_flops: float | None) -> float | None:
-    """Share of the dense peak that the needed operations make up, between 0 and 1; None where the peak is unknown.
+    """Return the share of the dense peak, from 0 to 1; None if the peak is unknown.
 
-    With `hardware_flops` in place of `model_flops` it is the HFU.
+    With `hardware_flops` instead of `model_flops` as `flops_per_token`, this is the HFU.
     """
     if peak_flops is None:
         return None

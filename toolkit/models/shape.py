@@ -1,10 +1,10 @@
-"""A model's tensors by layer, and the widths that its activations follow.
+"""The tensors of a model, layer by layer, and the dimensions that decide its activations.
 
     >>> Tensor(name="mlp.up_proj.weight", shape=(48, 32)).num_elements
     1536
 
-Names are relative to the layer, so that layers of one kind are one object: what is added up over layers is added up
-over kinds.
+Tensor names are relative to their layer, so identical layers are one object: sums over layers become sums over the
+few distinct layers (`ModelShape.layer_kinds`), and planning 80 layers costs the same as planning 2.
 """
 
 from __future__ import annotations
@@ -15,46 +15,62 @@ from collections import Counter
 from dataclasses import dataclass
 from functools import cached_property
 
-from toolkit.models.kept import Counted
+from toolkit.models.saved_activations import CountedActivations
 
-# transformers 5 names neither norms nor biases in the group that decays (`Trainer.get_decay_parameter_names`);
-# `ln_` are GPT-2's, which it knows by their class.
-NOT_DECAYED = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)|(?:^|\.)ln_")
+# transformers 5 leaves norms and biases out of the weight-decay group (`Trainer.get_decay_parameter_names`). It finds
+# GPT-2's norms by their class; here they are found by their name, `ln_`.
+NO_WEIGHT_DECAY = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)|(?:^|\.)ln_")
 EXPERTS = re.compile(r"(?:^|\.)experts\.")
+ROUTER = "mlp.gate.weight"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tensor:
-    """One trainable tensor, by its name within a layer, or in the model if it is outside the layers."""
+    """One parameter tensor, named relative to its layer, or to the model if it is outside the layers."""
 
     name: str
     shape: tuple[int, ...]
 
     @property
     def num_elements(self) -> int:
-        """Elements of the whole tensor."""
+        """Number of elements."""
         return math.prod(self.shape)
 
     @property
-    def decays(self) -> bool:
-        """Whether the Trainer puts it into the group with weight decay."""
-        return NOT_DECAYED.search(self.name.lower()) is None
+    def has_weight_decay(self) -> bool:
+        """True if the Trainer puts this tensor into the parameter group with weight decay."""
+        return NO_WEIGHT_DECAY.search(self.name.lower()) is None
+
+    @property
+    def is_expert(self) -> bool:
+        """True for the fused weights of a mixture's experts."""
+        return EXPERTS.search(self.name) is not None
+
+    @property
+    def is_linear_weight(self) -> bool:
+        """True for the weight of a linear layer; fused experts and their router are not linear layers."""
+        return len(self.shape) == 2 and self.name.endswith(".weight") and self.name != ROUTER
+
+    @property
+    def is_embedding(self) -> bool:
+        """True for token and position embeddings, by the names that transformers gives them."""
+        return any(word in self.name for word in ("embed", "wte", "wpe"))
 
 
 Layer = tuple[Tensor, ...]
 
 
-# Not slotted, so that sums over all tensors are made once; equal only to itself, so that what is kept for a shape is
-# found without a look at each of its tensors.
+# Without slots, so that sums are cached on the instance; compared by identity, so that caches keyed by a shape need not
+# hash thousands of tensors.
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ModelShape:
-    """What a plan has to know of a causal language model."""
+    """Everything the planner knows about a causal language model."""
 
     model_type: str
     num_layers: int
     hidden_size: int
     intermediate_size: int
-    """Width of a dense layer's MLP; in a mixture of experts, of one expert."""
+    """Width of a dense layer's MLP; in a mixture of experts, width of one expert."""
     num_attention_heads: int
     num_kv_heads: int
     head_dim: int
@@ -64,35 +80,35 @@ class ModelShape:
     num_experts: int | None = None
     experts_per_token: int | None = None
     layers: tuple[Layer, ...]
-    """The tensors of each decoder layer."""
+    """Tensors of each decoder layer."""
     outer: Layer
-    """Embeddings, final norm and head, in the model's order; a tied head is there once, as the embedding."""
+    """Embeddings, final norm and head, in the model's order; a tied head appears once, as the embedding."""
     attention: str = "sdpa"
-    """transformers' default implementation for it: `sdpa`, or `eager`, which keeps the scores."""
+    """Default attention implementation in transformers: `sdpa`, or `eager`, which saves the scores."""
     activation: str = "silu"
-    """Of the MLP, as the configuration names it."""
+    """Activation function of the MLP, as the configuration names it."""
     counted_on: str = "arithmetic"
-    """`arithmetic`, or `meta device`: built by transformers without memory."""
-    kept: Counted | None = None
-    """What its forward keeps, where that was counted; None: the plan's formulas."""
-    why_not_kept: str | None = None
-    """Where neither is known: the formulas are then Llama's."""
+    """`arithmetic`, or `meta device` if transformers built the model without memory."""
+    counted_activations: CountedActivations | None = None
+    """Activations counted on fake tensors; None where the formulas of `toolkit.models.activations` apply."""
+    why_not_counted: str | None = None
+    """Reason for which the activations of an unknown architecture could not be counted; Llama's formulas apply."""
     sliding_window: int | None = None
-    """Rows of this length and longer need a mask."""
+    """Rows of at least this many tokens need an attention mask."""
     num_sliding_layers: int = 0
     dropout: bool = False
-    """Whether the residual stream is trained with dropout."""
+    """True if the residual stream is trained with dropout."""
 
     @property
     def activations_from(self) -> str:
-        """`formulas` of this architecture, `saved tensors` of it, or `llama`'s formulas for want of both."""
+        """Source of the activation sizes: `formulas`, `saved tensors`, or `llama` for lack of both."""
         if self.counted_on == "arithmetic":
             return "formulas"
-        return "saved tensors" if self.kept is not None else "llama"
+        return "llama" if self.counted_activations is None else "saved tensors"
 
     @cached_property
     def layer_kinds(self) -> dict[Layer, int]:
-        """Each kind of layer with the number of layers of it."""
+        """Each distinct layer with the number of times the model has it."""
         return dict(Counter(self.layers))
 
     @cached_property
@@ -102,7 +118,7 @@ class ModelShape:
 
     @cached_property
     def num_layer_params(self) -> int:
-        """Elements of all layers."""
+        """Elements of all decoder layers."""
         return sum(_elements(layer) * count for layer, count in self.layer_kinds.items())
 
     @cached_property
@@ -114,19 +130,29 @@ class ModelShape:
             tensor.num_elements * count
             for layer, count in self.layer_kinds.items()
             for tensor in layer
-            if EXPERTS.search(tensor.name)
+            if tensor.is_expert
         )
         return self.num_params - experts + experts * self.experts_per_token // self.num_experts
 
     @cached_property
     def num_embedding_params(self) -> int:
-        """Elements that tokens and positions are looked up in, a tied head's among them."""
-        return sum(tensor.num_elements for tensor in self.outer if is_embedding(tensor))
+        """Elements of token and position embeddings, a tied head included."""
+        return sum(tensor.num_elements for tensor in self.outer if tensor.is_embedding)
 
 
-def is_embedding(tensor: Tensor) -> bool:
-    """Whether rows of it are looked up, by the names that transformers gives such tensors."""
-    return any(word in tensor.name for word in ("embed", "wte", "wpe"))
+def linear(name: str, rows: int, columns: int, *, bias: bool = False) -> Layer:
+    """Return the tensors of a linear layer.
+
+    >>> [tensor.name for tensor in linear("fc1", 8, 4, bias=True)]
+    ['fc1.weight', 'fc1.bias']
+    """
+    weight = Tensor(name=f"{name}.weight", shape=(rows, columns))
+    return (weight, Tensor(name=f"{name}.bias", shape=(rows,))) if bias else (weight,)
+
+
+def layer_norm(name: str, width: int) -> Layer:
+    """Return weight and bias of a LayerNorm."""
+    return (Tensor(name=f"{name}.weight", shape=(width,)), Tensor(name=f"{name}.bias", shape=(width,)))
 
 
 def _elements(layer: Layer) -> int:

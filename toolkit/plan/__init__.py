@@ -1,1 +1,1 @@
-"""Know before the run: memory, traffic and time of a preset, by arithmetic alone."""
+"""Plan a job before it runs: memory, communication, step time, and the preset to use."""

@@ -1,8 +1,4 @@
-"""Each preset at its best for a job: the largest micro-batch that fits, with and without activation checkpointing.
-
->>> found = candidates(ask)
->>> found[0].preset.name, found[0].job.per_device_train_batch_size
-"""
+"""Each preset at its best for a job: the largest micro-batch that fits, with or without activation checkpointing."""
 
 from __future__ import annotations
 
@@ -14,46 +10,45 @@ from dataclasses import dataclass, replace
 from toolkit.errors import ToolkitError
 from toolkit.hardware.gpu_table import Gpu
 from toolkit.models.shape import ModelShape
-from toolkit.plan.job import Job
-from toolkit.plan.links import Cluster
+from toolkit.plan.interconnect import Interconnect
+from toolkit.plan.job import TrainingJob, TrainingSetup
 from toolkit.plan.memory import MemoryPlan, plan_memory
+from toolkit.plan.memory_verdict import FITS, memory_verdict
 from toolkit.plan.step_time import StepTime, step_time
-from toolkit.plan.traffic import traffic_of
-from toolkit.plan.verdict import FITS, memory_verdict
 from toolkit.presets.preset import Preset
-from toolkit.presets.world import why_not
+from toolkit.presets.support import Device, unsupported
 from toolkit.units import gib
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ask:
-    """What somebody wants to train, and on what."""
+class RecommendRequest:
+    """What to train and on which hardware, with the model and GPU resolved."""
 
     shape: ModelShape
     gpu: Gpu
     world_size: int
     global_batch_size: int
-    """Sequences a step, over all GPUs and micro-steps."""
-    job: Job
-    """Length, LoRA, 4 bits; its micro-batch, accumulation and checkpointing are what is looked for."""
+    """Sequences per optimizer step, over all GPUs and accumulation steps."""
+    job: TrainingJob
+    """Length, LoRA, 4 bits; micro-batch, accumulation and activation checkpointing are to be found."""
     network_bytes_per_second: int | None = None
     nvme_bytes_per_second: int | None = None
-    """Of a machine's disks; None: there is none, and no preset that needs one is considered."""
+    """Disks of a node; None: it has none, and presets that need one are left out."""
     host_memory_bytes: int | None = None
-    """Of one machine; None: as much as it takes."""
+    """Host memory of one node; None: as much as needed."""
 
     def __post_init__(self) -> None:
         if self.global_batch_size % self.world_size:
-            fitting = math.ceil(self.global_batch_size / self.world_size) * self.world_size
+            multiple = math.ceil(self.global_batch_size / self.world_size) * self.world_size
             raise ToolkitError(
                 f"--global-batch-size {self.global_batch_size} is not divisible by {self.world_size} GPUs",
-                hint=f"`--global-batch-size {fitting}`",
+                hint=f"`--global-batch-size {multiple}`",
             )
 
     @property
-    def cluster(self) -> Cluster:
-        """The GPUs and what joins them."""
-        return Cluster(
+    def interconnect(self) -> Interconnect:
+        """The GPUs and what connects them."""
+        return Interconnect(
             gpu=self.gpu,
             world_size=self.world_size,
             gpus_per_machine=self.job.gpus_per_machine,
@@ -62,12 +57,12 @@ class Ask:
 
     @property
     def micro_batches(self) -> list[int]:
-        """What one GPU's share of the global batch divides into, ascending."""
+        """Divisors of one GPU's share of the global batch, ascending."""
         share = self.global_batch_size // self.world_size
         return [size for size in range(1, share + 1) if share % size == 0]
 
-    def job_of(self, micro_batch: int, *, checkpointing: bool) -> Job:
-        """The job with its open values filled in."""
+    def job_with(self, *, micro_batch: int, checkpointing: bool) -> TrainingJob:
+        """Return the job with micro-batch, accumulation and activation checkpointing filled in."""
         return replace(
             self.job,
             per_device_train_batch_size=micro_batch,
@@ -78,108 +73,93 @@ class Ask:
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """A preset with its micro-batch, accumulation and checkpointing, and what is planned for it."""
+    """A preset with its micro-batch, accumulation and checkpointing, and the plan for it."""
 
     preset: Preset
-    job: Job
+    job: TrainingJob
     memory: MemoryPlan
     verdict: str
-    """`fits`, `too_close` or `does_not_fit`: that of the GPU."""
+    """Verdict for the GPU: `fits`, `too_close` or `does_not_fit`."""
     speed: StepTime | None
-    """None where the GPU's peak is unknown."""
-    refused: str | None = None
-    """Why it is none, although the GPU may hold it."""
+    """None if the GPU's peak is unknown, or the candidate does not fit."""
+    host_refusal: str | None = None
+    """Reason for which the node's host memory is too small; None if it is not."""
 
     @property
     def fits(self) -> bool:
-        """Whether it may be chosen."""
-        return self.verdict == FITS and self.refused is None
+        """True if the candidate can be chosen."""
+        return self.verdict == FITS and self.host_refusal is None
 
     @property
     def settings(self) -> str:
         """Micro-batch, accumulation and checkpointing, for people."""
-        said = f"micro-batch {self.job.per_device_train_batch_size}"
+        text = f"micro-batch {self.job.per_device_train_batch_size}"
         if self.job.gradient_accumulation_steps > 1:
-            said += f", accumulation {self.job.gradient_accumulation_steps}"
-        return said + (", activation checkpointing" if self.job.activation_checkpointing else "")
+            text += f", accumulation {self.job.gradient_accumulation_steps}"
+        return text + (", activation checkpointing" if self.job.activation_checkpointing else "")
 
     @property
     def seconds(self) -> float:
-        """Middle of the step's interval, geometric; 1 without a peak, so that all are equal."""
+        """Geometric mean of the step's range; 1 without a known peak, so that all candidates are equal."""
         return 1.0 if self.speed is None else math.sqrt(self.speed.step_seconds[0] * self.speed.step_seconds[1])
 
-    def times(self, other: Candidate) -> tuple[float, float]:
-        """This step's seconds over the other's: all at the best rates, all at the worst."""
+    def time_ratios(self, other: Candidate) -> tuple[float, float]:
+        """Return this step time over the other's, both at the best rates and both at the worst."""
         if self.speed is None or other.speed is None:
             return 1.0, 1.0
-        mine, others = self.speed.step_seconds, other.speed.step_seconds
-        return mine[0] / others[0], mine[1] / others[1]
+        own, others = self.speed.step_seconds, other.speed.step_seconds
+        return own[0] / others[0], own[1] / others[1]
 
 
-def candidates(ask: Ask, presets: Iterable[Preset]) -> list[Candidate]:
-    """One candidate for each preset that the job and the number of GPUs allow, fitting or not."""
-    return [_best(ask, preset) for preset in presets if refusal(ask, preset) is None]
+def best_candidates(request: RecommendRequest, presets: Iterable[Preset]) -> list[Candidate]:
+    """Return one candidate per preset that supports the job and world size, whether it fits or not."""
+    return [_best(request, preset) for preset in presets if refusal(request, preset) is None]
 
 
-def refusal(ask: Ask, preset: Preset) -> str | None:
-    """What rules a preset out before any arithmetic."""
-    reason = why_not(preset, ask.world_size)
-    if reason is not None:
-        return reason
-    if "nvme" in (preset.offload_optimizer, preset.offload_param) and ask.nvme_bytes_per_second is None:
-        return "needs a local NVMe disk (`--nvme-gb-per-second`)"
-    if ask.gpu.peak_flops("fp16") is not None and ask.gpu.peak_flops("bf16") is None:
-        return f"computes in {preset.mixed_precision}, for which {ask.gpu.name} has no units"
-    offloads = preset.offload_optimizer or preset.offload_param
-    if ask.job.load_in_4bit and (offloads or "parameter" in preset.sharded_parts):
-        return "does not shard or offload 4-bit weights"
-    if preset.needs_gpu is not None:
-        return "quantises what it sends, so it trains another problem (docs/numerics.md): choose it by hand"
-    if preset.engine == "ddp" and ask.world_size == 1:
-        return "is `single` where there is one process"
-    return None
+def refusal(request: RecommendRequest, preset: Preset) -> str | None:
+    """Return the reason that rules a preset out before anything is planned, or None."""
+    device = Device(
+        name=request.gpu.name,
+        has_bf16=request.gpu.peak_flops("fp16") is None or request.gpu.peak_flops("bf16") is not None,
+        has_nvme=request.nvme_bytes_per_second is not None,
+    )
+    reason = unsupported(preset, request.job.method, world_size=request.world_size, device=device, purpose="recommend")
+    return None if reason is None else reason.why
 
 
-def _best(ask: Ask, preset: Preset) -> Candidate:
-    """The faster of with and without checkpointing; the smaller one where nothing fits."""
-    both = [largest(ask, preset, checkpointing=checkpointing) for checkpointing in (False, True)]
+def _best(request: RecommendRequest, preset: Preset) -> Candidate:
+    """The faster of with and without activation checkpointing; the smaller one if neither fits."""
+    both = [largest_candidate(request, preset, checkpointing=checkpointing) for checkpointing in (False, True)]
     fitting = [candidate for candidate in both if candidate.fits]
     if fitting:
-        return min(fitting, key=lambda one: one.seconds)
-    return min(both, key=lambda one: one.memory.planned_peak_bytes)
+        return min(fitting, key=lambda candidate: candidate.seconds)
+    return min(both, key=lambda candidate: candidate.memory.planned_peak_bytes)
 
 
-def largest(ask: Ask, preset: Preset, *, checkpointing: bool) -> Candidate:
-    """The largest micro-batch that fits, or the smallest there is."""
-    sizes = ask.micro_batches
-    made: dict[int, Candidate] = {}
+def largest_candidate(request: RecommendRequest, preset: Preset, *, checkpointing: bool) -> Candidate:
+    """Return the candidate with the largest micro-batch that fits, or with the smallest one if none fits."""
+    sizes = request.micro_batches
+    planned: dict[int, Candidate] = {}
 
-    def fails(size: int) -> bool:
-        made[size] = _candidate(ask, preset, ask.job_of(size, checkpointing=checkpointing))
-        return not made[size].fits
+    def does_not_fit(size: int) -> bool:
+        planned[size] = _candidate(request, preset, request.job_with(micro_batch=size, checkpointing=checkpointing))
+        return not planned[size].fits
 
-    place = bisect.bisect_left(sizes, True, key=fails)
-    size = sizes[max(place - 1, 0)]
-    if size not in made:
-        fails(size)
-    return made[size]
+    first_that_does_not = bisect.bisect_left(sizes, True, key=does_not_fit)
+    size = sizes[max(first_that_does_not - 1, 0)]
+    if size not in planned:
+        does_not_fit(size)
+    return planned[size]
 
 
-def _candidate(ask: Ask, preset: Preset, job: Job) -> Candidate:
-    memory = plan_memory(ask.shape, preset, world_size=ask.world_size, job=job)
-    said = memory_verdict(memory, memory_bytes=ask.gpu.memory_bytes)
-    host = ask.host_memory_bytes
-    refused = None
+def _candidate(request: RecommendRequest, preset: Preset, job: TrainingJob) -> Candidate:
+    memory = plan_memory(request.shape, preset, world_size=request.world_size, job=job)
+    verdict = memory_verdict(memory, memory_bytes=request.gpu.memory_bytes)
+    host, host_refusal = request.host_memory_bytes, None
     if host is not None and memory.host.peak_bytes > host:
-        refused = f"needs {gib(memory.host.peak_bytes)} of host memory a machine, which has {gib(host)}"
+        host_refusal = f"needs {gib(memory.host.peak_bytes)} of host memory per node, which has {gib(host)}"
     speed = None
-    if said == FITS and refused is None:
-        traffic = traffic_of(ask.shape, preset, job, world_size=ask.world_size)
-        speed = step_time(
-            traffic,
-            ask.cluster,
-            per_device_train_batch_size=job.per_device_train_batch_size,
-            seq_length=job.max_seq_length,
-            nvme_bytes_per_second=ask.nvme_bytes_per_second,
-        )
-    return Candidate(preset=preset, job=job, memory=memory, verdict=said, speed=speed, refused=refused)
+    if verdict == FITS and host_refusal is None:
+        setup = TrainingSetup(shape=request.shape, preset=preset, world_size=request.world_size, job=job)
+        speed = step_time(setup, request.interconnect, nvme_bytes_per_second=request.nvme_bytes_per_second)
+    return Candidate(preset=preset, job=job, memory=memory, verdict=verdict, speed=speed, host_refusal=host_refusal)

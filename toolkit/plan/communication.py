@@ -1,70 +1,99 @@
-"""What one GPU sends in an optimizer step, by collective: from the preset's files and the model's tensors.
+"""Communication volume: what one GPU sends in an optimizer step, by collective.
 
-    >>> job = TrafficJob(preset=load_preset("zero2"), shape=shape, world_size=8)
-    >>> communication_bytes(step_collectives(job))
+    >>> Collective(name="all_gather", purpose="parameters", payload_bytes=800, group_size=4).sent_bytes
+    600
 
-Read in deepspeed 0.19.8, torch 2.13 and accelerate 1.15, and held against collectives counted in real runs of two and
-four CPU ranks (docs/communication.md). Left out: the few bytes of losses, norms and flags.
+Derived from the preset's files and the model's tensors, as read in the source of deepspeed 0.19.8, torch 2.13 and
+accelerate 1.15, and compared with collectives counted in real runs of two and four CPU ranks (docs/communication.md).
+The few bytes of losses, norms and flags are left out.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
-from toolkit.models.shape import Layer, is_embedding
-from toolkit.plan.engine import zero_block
-from toolkit.plan.traffic import Collective, TrafficJob, elements_of
-from toolkit.plan.zero3_gathers import zero3_gathers
+from toolkit.models.shape import Layer
+from toolkit.plan.engine_settings import zero_block
+from toolkit.plan.job import TrainingSetup
 
 DDP_BUCKET_BYTES = 25 * 2**20
 
 
-def step_collectives(job: TrafficJob) -> tuple[Collective, ...]:
-    """Everything that travels in one optimizer step of `gradient_accumulation_steps` micro-steps."""
-    if job.world_size == 1:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Collective:
+    """All collectives of one kind and purpose in an optimizer step, as one rank sees them."""
+
+    name: str
+    """`all_reduce`, `all_gather`, `reduce_scatter`, `reduce` or `all_to_all`."""
+    purpose: str
+    """`gradients`, `parameters in the forward`, ..."""
+    payload_bytes: int
+    """Complete tensors, padding included: the output of a gather, the input of a reduction."""
+    group_size: int
+    group: str = "all"
+    """`all` ranks, the ranks of one `replica`, or one rank of each of the `replicas`."""
+    calls: int = 1
+
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes that each rank of a ring sends: (N-1)/N of the payload, twice for an all-reduce."""
+        passes = 2 if self.name == "all_reduce" else 1
+        return self.payload_bytes * passes * (self.group_size - 1) // self.group_size
+
+
+def communication_bytes(collectives: Iterable[Collective]) -> int:
+    """Return the bytes that each GPU sends, over rings."""
+    return sum(collective.sent_bytes for collective in collectives)
+
+
+def step_collectives(setup: TrainingSetup) -> tuple[Collective, ...]:
+    """Return all collectives of one optimizer step, its accumulation steps included."""
+    if setup.world_size == 1:
         return ()
-    if job.preset.engine == "fsdp2":
-        return tuple(_fsdp2(job))
-    if job.preset.engine != "deepspeed":
-        return tuple(_ddp(job))
-    if "parameter" in job.preset.sharded_parts:
-        return tuple(_zero3(job))
-    return tuple(_zero12(job))
+    if setup.preset.engine == "fsdp2":
+        return tuple(_fsdp2(setup))
+    if setup.preset.engine != "deepspeed":
+        return tuple(_ddp(setup))
+    if "parameter" in setup.preset.sharded_parts:
+        return tuple(_zero3(setup))
+    return tuple(_zero12(setup))
 
 
-def _ddp(job: TrafficJob) -> Iterator[Collective]:
-    """fp32 gradients of fp32 weights, in the last micro-step; in buckets of 25 MiB."""
-    payload = 4 * elements_of(job.trained)
+def _ddp(setup: TrainingSetup) -> Iterator[Collective]:
+    """fp32 gradients of fp32 weights, in the last accumulation step; in buckets of 25 MiB."""
+    payload = 4 * setup.num_trained
     calls = math.ceil(payload / DDP_BUCKET_BYTES)
     yield Collective(
-        name="all_reduce", purpose="gradients", payload_bytes=payload, group_size=job.world_size, calls=calls
+        name="all_reduce", purpose="gradients", payload_bytes=payload, group_size=setup.world_size, calls=calls
     )
 
 
-def _fsdp2(job: TrafficJob) -> Iterator[Collective]:
-    """Units are gathered in every micro-step, and gradients reduced in the last one.
+def _fsdp2(setup: TrainingSetup) -> Iterator[Collective]:
+    """Units are gathered in every accumulation step, and gradients reduced in the last one.
 
-    accelerate makes a unit of each layer, of an untied input embedding, and of what comes last: final norm, head, and
-    a tied embedding, which is not freed between forward and backward. The Trainer defers the reduction
-    (`accelerator.no_sync`), so whole gradients wait on every rank meanwhile.
+    accelerate makes a unit of each layer, of an untied input embedding, and of the root: final norm, head, and a tied
+    embedding, which stay gathered between forward and backward. The Trainer defers the reduction
+    (`accelerator.no_sync`), so unsharded gradients wait on every rank meanwhile.
     """
-    steps, bytes_each = job.gradient_accumulation_steps, job.element_bytes
-    replicas = job.preset.replicas
-    ranks = job.world_size // replicas
+    steps, element_bytes = setup.job.gradient_accumulation_steps, setup.engine.element_bytes
+    replicas = setup.preset.replicas
+    ranks = setup.world_size // replicas
     inside: dict[str, Any] = {"group_size": ranks, "group": "replica" if replicas > 1 else "all"}
-    embedding = () if job.shape.tied_embeddings else tuple(filter(is_embedding, job.shape.outer))[:1]
-    whole = (*job.layers, job.shape.outer)
-    again = () if job.preset.sharding == "shard_grad_op" else (*job.layers, embedding)
+    embeddings = tuple(tensor for tensor in setup.shape.outer if tensor.is_embedding)
+    embedding = () if setup.shape.tied_embeddings else embeddings[:1]
+    units = (*setup.layers, setup.shape.outer)
+    regathered = () if setup.preset.sharding == "shard_grad_op" else (*setup.layers, embedding)
     if ranks > 1:
-        for purpose, units in (("parameters in the forward", whole), ("parameters in the backward", again)):
-            payload = steps * bytes_each * sum(_padded_rows(unit, ranks) for unit in units)
-            yield from _gather(purpose, payload, steps * len(units), **inside)
-    trained = bytes_each * sum(_padded_rows(unit, ranks) for unit in job.trained)
+        for purpose, gathered in (("parameters in the forward", units), ("parameters in the backward", regathered)):
+            payload = steps * element_bytes * sum(_padded_rows(unit, ranks) for unit in gathered)
+            yield from _gather(purpose, payload, steps * len(gathered), **inside)
+    trained = element_bytes * sum(_padded_rows(unit, ranks) for unit in setup.trained)
     if ranks > 1:
-        yield Collective(name="reduce_scatter", purpose="gradients", payload_bytes=trained, calls=len(whole), **inside)
+        yield Collective(name="reduce_scatter", purpose="gradients", payload_bytes=trained, calls=len(units), **inside)
     if replicas > 1:
         yield Collective(
             name="all_reduce",
@@ -72,122 +101,159 @@ def _fsdp2(job: TrafficJob) -> Iterator[Collective]:
             payload_bytes=trained // ranks,
             group_size=replicas,
             group="replicas",
-            calls=len(whole),
+            calls=len(units),
         )
 
 
-def _zero12(job: TrafficJob) -> Iterator[Collective]:
+def _zero12(setup: TrainingSetup) -> Iterator[Collective]:
     """Gradients are all-reduced although each rank keeps a share; updated shares are gathered after the step.
 
-    `use_multi_rank_bucket_allreduce`, deepspeed's default, makes one all-reduce of a bucket's gradients, where the
-    paper's reduce-scatter would send half. ZeRO-2 does so in every micro-step, ZeRO-1 (and 0) in the last one.
+    `use_multi_rank_bucket_allreduce`, DeepSpeed's default, all-reduces the gradients of a bucket, where the paper's
+    reduce-scatter would send half. ZeRO-2 does so in every accumulation step, ZeRO-1 (and 0) in the last one.
     """
-    zero = zero_block(job.preset)
-    sharding, trained = job.preset.sharding, elements_of(job.trained)
-    steps = job.gradient_accumulation_steps if sharding == "shard_grad_op" else 1
+    zero = zero_block(setup.preset)
+    sharding, element_bytes = setup.preset.sharding, setup.engine.element_bytes
+    steps = setup.job.gradient_accumulation_steps if sharding == "shard_grad_op" else 1
     to_owner = zero.get("reduce_scatter", True) and not zero.get("use_multi_rank_bucket_allreduce", True)
     yield Collective(
         name="reduce" if to_owner and sharding != "replicate" else "all_reduce",
         purpose="gradients",
-        payload_bytes=steps * job.element_bytes * trained,
-        group_size=job.world_size,
-        calls=steps * math.ceil(trained / max(job.engine.reduce_bucket, 1)),
+        payload_bytes=steps * element_bytes * setup.num_trained,
+        group_size=setup.world_size,
+        calls=steps * math.ceil(setup.num_trained / max(setup.engine.reduce_bucket, 1)),
     )
     if sharding != "replicate":
-        groups = 1 if job.adapters else 2  # the Trainer's parameter groups, with and without weight decay
-        payload = job.element_bytes * _padded_groups(job, 2 * job.world_size)
         yield Collective(
             name="all_gather",
             purpose="updated parameters",
-            payload_bytes=payload,
-            group_size=job.world_size,
-            calls=groups,
+            payload_bytes=element_bytes * _padded_groups(setup, 2 * setup.world_size),
+            group_size=setup.world_size,
+            calls=1 if setup.adapters else 2,  # the Trainer's parameter groups, with and without weight decay
         )
 
 
-def _zero3(job: TrafficJob) -> Iterator[Collective]:
-    """Each tensor is gathered where it is used and not there, its gradient reduced in every micro-step."""
-    zero, ranks, steps = zero_block(job.preset), job.world_size, job.gradient_accumulation_steps
-    engine = job.engine
-    bytes_each, persistent, machine = engine.element_bytes, engine.persistence_threshold, engine.machine_partition
-    prefetch = max(engine.prefetch_bucket, 1)
-    counted = zero3_gathers(job, persistent, engine.reuse_distance)
-    first, again = (_padded_gathers(part, ranks) for part in counted)
-    tensors = steps * sum(part.total() for part in counted)
+def _zero3(setup: TrainingSetup) -> Iterator[Collective]:
+    """Tensors are gathered where they are used and missing; gradients are reduced in every accumulation step."""
+    zero, ranks, engine = zero_block(setup.preset), setup.world_size, setup.engine
+    steps, element_bytes, node = setup.job.gradient_accumulation_steps, engine.element_bytes, engine.secondary_partition
     everyone: dict[str, Any] = {"group_size": ranks, "group": "all"}
-    gathers = [("forward", steps * first, everyone), ("backward", steps * again, everyone)]
-    if machine > 1:  # hpZ: the first gather of a step crosses machines, all others find a copy within theirs
-        later = (steps - 1) * first + steps * again
-        gathers = [("step's first use", first, everyone), ("later uses", later, _machine(machine))]
-    weight_bytes = 1 if zero.get("zero_quantized_weights") else bytes_each
-    for where, elements, group in gathers:
-        # A gather fills a prefetch bucket, or takes one tensor where the preset fetches nothing ahead.
-        calls = min(-(-elements // prefetch), tensors)
-        yield from _gather(f"parameters in the {where}", weight_bytes * elements, calls, **group)
-    trained = [tensor.num_elements for layer in job.trained for tensor in layer]
-    padded = sum(_multiple(size, ranks) for size in trained)
+    yield from _zero3_gathers(setup, everyone)
+    trained = [tensor.num_elements for layer in setup.trained for tensor in layer]
+    padded = sum(_round_up(size, ranks) for size in trained)
     calls = steps * math.ceil(padded / max(engine.reduce_bucket, 1))
-    if zero.get("zero_quantized_gradients") and ranks > machine:
-        yield from _quantized_gradients(steps * padded, ranks, machine, calls)
+    if zero.get("zero_quantized_gradients") and ranks > node:
+        yield from _quantized_gradients(steps * padded, ranks, node, calls)
     else:
         name = "reduce_scatter" if zero.get("reduce_scatter", True) else "all_reduce"
-        payload = steps * bytes_each * padded
+        payload = steps * element_bytes * padded
         yield Collective(name=name, purpose="gradients", payload_bytes=payload, calls=calls, **everyone)
-    everything = [tensor.num_elements for layer in (*job.layers, job.shape.outer) for tensor in layer]
-    kept = bytes_each * sum(_multiple(size, ranks) for size in everything if size <= persistent)
-    yield from _gather("small parameters, after the step", kept, 1, **everyone)
+    sizes = [tensor.num_elements for layer in (*setup.layers, setup.shape.outer) for tensor in layer]
+    small = sum(_round_up(size, ranks) for size in sizes if size <= engine.persistence_threshold)
+    yield from _gather("small parameters, after the step", element_bytes * small, 1, **everyone)
 
 
-def _quantized_gradients(elements: int, ranks: int, machine: int, calls: int) -> Iterator[Collective]:
-    """qgZ: 4 bits an element to the ranks of the machine, then their sums to the same rank of the other machines."""
+def _zero3_gathers(setup: TrainingSetup, everyone: dict[str, Any]) -> Iterator[Collective]:
+    """All gathers of forward and backward; with hpZ, only the first one of a step crosses nodes."""
+    engine, steps, node = setup.engine, setup.job.gradient_accumulation_steps, setup.engine.secondary_partition
+    counted = zero3_gathers(setup, persistent=engine.persistence_threshold, reuse=engine.reuse_distance)
+    first, again = (sum(_round_up(size, setup.world_size) * times for size, times in part.items()) for part in counted)
+    tensors = steps * sum(part.total() for part in counted)
+    gathers = [("forward", steps * first, everyone), ("backward", steps * again, everyone)]
+    if node > 1:
+        later = (steps - 1) * first + steps * again
+        gathers = [("step's first use", first, everyone), ("later uses", later, _one_node(node))]
+    element_bytes = 1 if zero_block(setup.preset).get("zero_quantized_weights") else engine.element_bytes
+    for phase, elements, group in gathers:
+        # A gather fills a prefetch bucket, or takes one tensor if the preset prefetches nothing.
+        calls = min(-(-elements // max(engine.prefetch_bucket, 1)), tensors)
+        yield from _gather(f"parameters in the {phase}", element_bytes * elements, calls, **group)
+
+
+def zero3_gathers(setup: TrainingSetup, *, persistent: int, reuse: int) -> tuple[Counter[int], Counter[int]]:
+    """Return how often tensors of each size are gathered in an accumulation step: for the first time, and again.
+
+    DeepSpeed 0.19.8 records the order in which modules are used, and releases a tensor after a use unless it is used
+    again within `reuse` elements (`stage3_max_reuse_distance`): a model of up to half that size is gathered once.
+    Tensors of up to `persistent` elements are never released.
+    """
+    uses = _zero3_uses(setup)
+    next_use: dict[int, int] = {}
+    elements_before = [0]
+    for _, size in uses:
+        elements_before.append(elements_before[-1] + size)
+    was_released = [True] * len(uses)
+    for position in range(len(uses) - 1, -1, -1):
+        tensor, _ = uses[position]
+        following = next_use.get(tensor)
+        if following is not None:
+            was_released[following] = elements_before[following] - elements_before[position + 1] >= reuse
+        next_use[tensor] = position
+    first: Counter[int] = Counter()
+    again: Counter[int] = Counter()
+    for position, (tensor, size) in enumerate(uses):
+        if size <= persistent:
+            continue
+        if next_use[tensor] == position:
+            first[size] += 1
+        elif was_released[position]:
+            again[size] += 1
+    return first, again
+
+
+def _zero3_uses(setup: TrainingSetup) -> list[tuple[int, int]]:
+    """(tensor, elements) in order of use: forward, then backward, each layer recomputed before its backward."""
+    numbers = iter(range(10**9))
+    embeddings = [(next(numbers), tensor.num_elements) for tensor in setup.shape.outer if tensor.is_embedding]
+    layers = [[(next(numbers), tensor.num_elements) for tensor in layer] for layer in setup.layers]
+    rest = [(next(numbers), tensor.num_elements) for tensor in setup.shape.outer if not tensor.is_embedding]
+    head = [*rest, *(embeddings[:1] if setup.shape.tied_embeddings else [])]
+    uses = [*embeddings, *(use for layer in layers for use in layer), *head, *reversed(head)]
+    for layer in reversed(layers):
+        uses += [*layer, *reversed(layer)] if setup.job.activation_checkpointing else [*reversed(layer)]
+    return uses + list(reversed(embeddings))
+
+
+def _quantized_gradients(elements: int, ranks: int, node: int, calls: int) -> Iterator[Collective]:
+    """qgZ: 4 bits per element to the ranks of the node, then their sums to the same rank of the other nodes."""
     common: dict[str, Any] = {"name": "all_to_all", "calls": calls}
-    yield Collective(purpose="gradients", payload_bytes=elements // 2, **_machine(machine), **common)
+    yield Collective(purpose="gradients", payload_bytes=elements // 2, **_one_node(node), **common)
     yield Collective(
-        purpose="gradients between machines",
-        payload_bytes=elements // 2 // machine,
-        group_size=ranks // machine,
+        purpose="gradients between nodes",
+        payload_bytes=elements // 2 // node,
+        group_size=ranks // node,
         group="replicas",
         **common,
     )
 
 
-def _machine(size: int) -> dict[str, Any]:
-    return {"group_size": size, "group": "replica"}
+def _one_node(ranks: int) -> dict[str, Any]:
+    return {"group_size": ranks, "group": "replica"}
 
 
 def _gather(purpose: str, payload: int, calls: int, *, group_size: int, group: str) -> Iterator[Collective]:
     if payload:
         yield Collective(
-            name="all_gather",
-            purpose=purpose,
-            payload_bytes=payload,
-            group_size=group_size,
-            group=group,
-            calls=calls,
+            name="all_gather", purpose=purpose, payload_bytes=payload, group_size=group_size, group=group, calls=calls
         )
 
 
-def _padded_gathers(gathers: Counter[int], ranks: int) -> int:
-    return sum(_multiple(size, ranks) * times for size, times in gathers.items())
-
-
 def _padded_rows(layer: Layer, ranks: int) -> int:
-    """Elements of a layer as FSDP2 cuts it: the first dimension of each tensor rounded up to a multiple."""
+    """Elements of a layer under FSDP2: the first dimension of each tensor is rounded up to a multiple of the ranks."""
     return sum(
-        _multiple(tensor.shape[0], ranks) * (tensor.num_elements // max(tensor.shape[0], 1))
+        _round_up(tensor.shape[0], ranks) * (tensor.num_elements // max(tensor.shape[0], 1))
         for tensor in layer
         if tensor.shape
     )
 
 
-def _padded_groups(job: TrafficJob, multiple: int) -> int:
-    """Elements of the flat buffers of ZeRO-1 and ZeRO-2, one a parameter group."""
+def _padded_groups(setup: TrainingSetup, multiple: int) -> int:
+    """Elements of the flat buffers of ZeRO-1 and ZeRO-2, one per parameter group."""
     sizes = {True: 0, False: 0}
-    for layer in job.trained:
+    for layer in setup.trained:
         for tensor in layer:
-            sizes[tensor.decays] += tensor.num_elements
-    return sum(_multiple(size, multiple) for size in sizes.values())
+            sizes[tensor.has_weight_decay] += tensor.num_elements
+    return sum(_round_up(size, multiple) for size in sizes.values())
 
 
-def _multiple(size: int, of: int) -> int:
-    return -(-size // of) * of
+def _round_up(size: int, multiple: int) -> int:
+    return -(-size // multiple) * multiple

@@ -1,23 +1,29 @@
-"""What is to be trained and how: the values that a plan needs beside model, preset and world size.
+"""A training job as the planner sees it, and one setup of it: model, preset, world size and job together.
 
->>> Job(per_device_train_batch_size=2, max_seq_length=1024).tokens
+>>> TrainingJob(per_device_train_batch_size=2, max_seq_length=1024).tokens
 2048
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields
-from typing import Any
+from functools import cache, cached_property
 
 from toolkit.errors import ToolkitError
-from toolkit.models.shape import ModelShape
+from toolkit.models.lora import lora_layers
+from toolkit.models.shape import Layer, ModelShape
+from toolkit.plan.engine_settings import EngineSettings, engine_settings
+from toolkit.presets.preset import Preset
+from toolkit.presets.support import PLANNED_OPTIMIZERS, Method, check_supported
 
 LOSSES = ("full", "chunked", "fused")
-OPTIMIZERS = {"fused": "adamw_torch_fused", "foreach": "adamw_torch"}  # and the Trainer's names
-BITS_HINT = (
-    "`--optimizer fused` is the most it can take; `--optim adamw_bnb_8bit` after `--` of `toolkit train` measures"
+OPTIMIZERS = dict(zip(("fused", "foreach"), PLANNED_OPTIMIZERS, strict=True))
+"""Name in the planner -> name in `TrainingArguments.optim`."""
+OPTIMIZER_8BIT_HINT = (
+    "`--optimizer fused` is an upper bound; `--optim adamw_bnb_8bit` after `--` of `toolkit train` measures"
 )
-# More is a slip of the keyboard: a micro-batch, length or world size beyond any cluster.
+# Larger values are typing errors: a micro-batch, length or world size beyond any cluster.
 LARGEST = {
     "per_device_train_batch_size": 2**20,
     "max_seq_length": 2**27,
@@ -25,12 +31,12 @@ LARGEST = {
     "lora_r": 2**16,
     "gpus_per_machine": 2**10,
 }
-LARGEST_WORLD = 2**20
+LARGEST_WORLD_SIZE = 2**20
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Job:
-    """The names are those of the training arguments."""
+class TrainingJob:
+    """What is trained and how, apart from model, preset and world size; names are those of the training arguments."""
 
     per_device_train_batch_size: int = 1
     max_seq_length: int = 1024
@@ -39,58 +45,133 @@ class Job:
     lora_r: int | None = None
     load_in_4bit: bool = False
     packing: bool = False
-    """Rows joined to full length."""
+    """Several documents in each row, up to its full length."""
     loss: str = "full"
-    """`full`: transformers' own; `chunked`: upcast in eight chunks; `fused`: Liger's, with the head in it."""
+    """`full`: transformers' own; `chunked`: cast to fp32 in eight chunks; `fused`: Liger's, head included."""
     optimizer: str = "fused"
-    """`fused` is the Trainer's default; `foreach` needs a copy of what it updates."""
+    """`fused`, the Trainer's default, or `foreach`, which needs a copy of what it updates."""
     gpus_per_machine: int = 8
-    rows_differ: bool | None = None
-    """Whether rows of one micro-batch have several lengths; None: where there is more than one row."""
+    lengths_differ: bool | None = None
+    """True if rows of one micro-batch have different lengths; None: if there is more than one row."""
 
     @property
     def tokens(self) -> int:
-        """Of one micro-batch on one GPU, every row at full length."""
+        """Tokens in one micro-batch on one GPU, every row at full length."""
         return self.per_device_train_batch_size * self.max_seq_length
 
     @property
-    def has_mask(self) -> bool:
-        """Rows of several lengths in one batch, or documents of one pack, need a mask: SDPA then repeats keys and
-        values for each head."""
-        differ = self.per_device_train_batch_size > 1 if self.rows_differ is None else self.rows_differ
+    def needs_mask(self) -> bool:
+        """True for padded or packed rows: with a mask, SDPA repeats keys and values for each head."""
+        differ = self.per_device_train_batch_size > 1 if self.lengths_differ is None else self.lengths_differ
         return self.packing or differ
 
+    @property
+    def method(self) -> Method:
+        """The part of the job that decides which presets support it."""
+        return Method(
+            lora=self.lora_r is not None,
+            load_in_4bit=self.load_in_4bit,
+            packing=self.packing,
+            activation_checkpointing=self.activation_checkpointing,
+            use_liger_kernel=self.loss == "fused",
+            optim=OPTIMIZERS.get(self.optimizer, self.optimizer),
+        )
 
-def check_job(job: Job, shape: ModelShape) -> None:
-    """Raises ToolkitError for a value that is no size, and for combinations that no run has."""
+    @property
+    def method_text(self) -> str:
+        """Training method, for people."""
+        if self.lora_r is None:
+            return "full fine-tune"
+        return f"{'QLoRA' if self.load_in_4bit else 'LoRA'} r={self.lora_r}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingSetup:
+    """One job on one model under one preset at one world size: everything that decides communication and step time."""
+
+    shape: ModelShape
+    preset: Preset
+    world_size: int
+    job: TrainingJob = TrainingJob()
+    mixed_precision: str | None = None
+    """None: the preset's own; `no` for a run on a CPU."""
+
+    @cached_property
+    def engine(self) -> EngineSettings:
+        """The preset's engine at this world size, buckets and thresholds in elements."""
+        return engine_settings(
+            self.preset,
+            world_size=self.world_size,
+            hidden_size=self.shape.hidden_size,
+            mixed_precision=self.mixed_precision,
+        )
+
+    @property
+    def adapters(self) -> tuple[Layer, ...]:
+        """LoRA tensors of each layer; empty for a full fine-tune."""
+        return () if self.job.lora_r is None else _lora_layers(self.shape, self.job.lora_r)
+
+    @property
+    def layers(self) -> tuple[Layer, ...]:
+        """Tensors of each decoder layer, LoRA's included."""
+        if not self.adapters:
+            return self.shape.layers
+        return tuple(own + added for own, added in zip(self.shape.layers, self.adapters, strict=True))
+
+    @property
+    def trained(self) -> Iterator[Layer]:
+        """Groups of tensors that have gradients."""
+        yield from self.adapters or (*self.shape.layers, self.shape.outer)
+
+    @cached_property
+    def num_trained(self) -> int:
+        """Elements that have gradients."""
+        return num_elements(self.trained)
+
+    @cached_property
+    def num_total(self) -> int:
+        """Elements of model and adapters."""
+        return num_elements((*self.layers, self.shape.outer))
+
+
+_lora_layers = cache(lora_layers)
+
+
+def num_elements(layers: Iterable[Layer]) -> int:
+    """Return the number of elements in all tensors of some layers."""
+    return sum(tensor.num_elements for layer in layers for tensor in layer)
+
+
+def check_job(job: TrainingJob, shape: ModelShape) -> None:
+    """Raise ToolkitError for values out of range, and for combinations that cannot be trained."""
     for name in (field.name for field in fields(job) if field.name in LARGEST):
         value = getattr(job, name)
         if value is not None:
-            check_size(option(name), value, LARGEST[name])
+            check_size(_option(name), value, LARGEST[name])
     if "8bit" in job.optimizer.replace("_", "").replace("-", ""):
-        raise ToolkitError(f"--optimizer {job.optimizer}: optimizer states of 8 bits are not planned", hint=BITS_HINT)
+        raise ToolkitError(
+            f"--optimizer {job.optimizer}: 8-bit optimizer states are not planned", hint=OPTIMIZER_8BIT_HINT
+        )
     for name, known in (("loss", LOSSES), ("optimizer", OPTIMIZERS)):
         if getattr(job, name) not in known:
-            raise ToolkitError(f"{option(name)} is {getattr(job, name)!r}, expected one of {', '.join(known)}")
-    if job.load_in_4bit and job.lora_r is None:
-        raise ToolkitError("--load-in-4bit needs --lora-r: 4-bit weights are not trained", hint="add `--lora-r 16`")
+            raise ToolkitError(f"{_option(name)} is {getattr(job, name)!r}, expected one of {', '.join(known)}")
+    check_supported(None, job.method, purpose="plan")
     if job.lora_r is not None and job.lora_r > shape.hidden_size > 0:
         raise ToolkitError(f"--lora-r is {job.lora_r}, expected at most the hidden size {shape.hidden_size}")
 
 
 def check_world_size(world_size: int) -> None:
-    """Raises ToolkitError for what cannot be a number of processes."""
-    check_size("--world-size", world_size, LARGEST_WORLD)
+    """Raise ToolkitError for a number that cannot be a world size."""
+    check_size("--world-size", world_size, LARGEST_WORLD_SIZE)
 
 
-def check_size(name: str, value: Any, largest: int) -> None:
-    """Raises ToolkitError for zero, negative and absurd values."""
+def check_size(option: str, value: int, largest: int) -> None:
+    """Raise ToolkitError for a value below 1 or above `largest`."""
     if value < 1:
-        raise ToolkitError(f"{name} is {value}, expected 1 or more")
+        raise ToolkitError(f"{option} is {value}, expected 1 or more")
     if value > largest:
-        raise ToolkitError(f"{name} is {value:,}, expected {largest:,} or less")
+        raise ToolkitError(f"{option} is {value:,}, expected {largest:,} or less")
 
 
-def option(name: str) -> str:
-    """`--max-seq-length` of `max_seq_length`."""
+def _option(name: str) -> str:
     return "--" + name.replace("_", "-")

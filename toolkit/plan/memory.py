@@ -1,33 +1,40 @@
-"""GPU memory of one rank by part and by phase: load, forward, backward, optimizer step. The peak is the worst of them.
+"""GPU memory of one rank by phase and part: load, forward, backward, optimizer step. The peak is the largest phase.
 
-    >>> plan = plan_memory(shape, load_preset("zero2"), world_size=8, job=Job(max_seq_length=2048))
-    >>> plan.peak.phase, plan.planned_peak_bytes
+    >>> from toolkit.models.config_fields import ConfigFields
+    >>> from toolkit.models.llama_family import llama_shape
+    >>> from toolkit.presets import load_preset
+    >>> sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+    >>> shape = llama_shape("llama", ConfigFields(sizes | {"vocab_size": 1000}, "config.json"))
+    >>> plan = plan_memory(shape, load_preset("zero2"), world_size=8, job=TrainingJob(max_seq_length=2048))
+    >>> plan.peak.phase
+    'backward'
 
-Every part stands in a module of its own with its formula: states, activations, buffers, overhead.
+The parts are computed in modules of their own: `model_states`, `engine_buffers`, `host_memory` and
+`toolkit.models.activations`.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
 
+from toolkit.models.activations import Activations
+from toolkit.models.saved_activations import SavedActivations
 from toolkit.models.shape import ModelShape
-from toolkit.plan.activations import Activations
-from toolkit.plan.buffers import Buffers, buffers
-from toolkit.plan.engine import Engine, engine_of
-from toolkit.plan.host import HostMemory, host_memory
-from toolkit.plan.job import Job
-from toolkit.plan.logits import logits_bytes
-from toolkit.plan.overhead import overhead_bytes
-from toolkit.plan.states import ModelStates, model_states
-from toolkit.plan.weights import Weights, job_weights
+from toolkit.plan.engine_buffers import engine_buffers, overhead_bytes
+from toolkit.plan.engine_settings import EngineSettings, engine_settings
+from toolkit.plan.host_memory import HostMemory, host_memory
+from toolkit.plan.job import TrainingJob
+from toolkit.plan.model_states import JobWeights, ModelStates, job_weights, model_states
 from toolkit.presets.preset import Preset
+
+PARTS = ("parameter", "gradient", "optimizer", "activation", "logits", "buffer")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Phase:
-    """What is allocated on the GPU at the worst moment of a phase."""
+class PhaseMemory:
+    """Bytes allocated on the GPU at the peak of one phase."""
 
     phase: str
     """`load`, `forward`, `backward` or `step`."""
@@ -40,167 +47,207 @@ class Phase:
     """Buckets, gathered layers, copies of weights and gradients."""
 
     @property
+    def state_bytes(self) -> int:
+        """Model states on the GPU."""
+        return self.parameter_bytes + self.gradient_bytes + self.optimizer_bytes
+
+    @property
     def allocated_bytes(self) -> int:
-        """All parts."""
-        states = self.parameter_bytes + self.gradient_bytes + self.optimizer_bytes
-        return states + self.activation_bytes + self.logits_bytes + self.buffer_bytes
+        """Sum of all parts."""
+        return self.state_bytes + self.activation_bytes + self.logits_bytes + self.buffer_bytes
+
+    def as_row(self) -> dict[str, int]:
+        """Return the parts as `toolkit plan --json` prints them."""
+        return {f"{part}_bytes": getattr(self, f"{part}_bytes") for part in PARTS} | {
+            "allocated_bytes": self.allocated_bytes
+        }
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryPlan:
-    """One rank of one preset at one world size."""
+    """Planned memory of rank 0 of one preset at one world size."""
 
     states: ModelStates
-    """Wherever they lie, as the attestation counts them."""
-    phases: tuple[Phase, ...]
+    """Model states wherever they are, as the attestation counts them."""
+    phases: tuple[PhaseMemory, ...]
     overhead_bytes: int
     host: HostMemory
-    knows_activations: bool = True
-    """Whether they are this architecture's own, and not Llama's in their stead."""
+    activations_known: bool = True
+    """False if Llama's activations stand in for those of an architecture that could not be counted."""
 
     @property
-    def peak(self) -> Phase:
-        """The worst phase."""
+    def peak(self) -> PhaseMemory:
+        """The phase that allocates most."""
         return max(self.phases, key=lambda phase: phase.allocated_bytes)
 
     @property
     def planned_peak_bytes(self) -> int:
-        """What the GPU shows as used: allocated at the peak, and the overhead."""
+        """Memory that the GPU reports as used: allocated at the peak, and the overhead."""
         return self.peak.allocated_bytes + self.overhead_bytes
 
 
 def plan_memory(
-    shape: ModelShape, preset: Preset, *, world_size: int, job: Job, mixed_precision: str | None = None
+    shape: ModelShape, preset: Preset, *, world_size: int, job: TrainingJob, mixed_precision: str | None = None
 ) -> MemoryPlan:
-    """The plan of rank 0."""
-    engine = engine_of(preset, world_size=world_size, hidden_size=shape.hidden_size, mixed_precision=mixed_precision)
-    return plan_engine(shape, engine, job)
+    """Return the memory of rank 0; `mixed_precision` overrides the preset's own."""
+    engine = engine_settings(
+        preset, world_size=world_size, hidden_size=shape.hidden_size, mixed_precision=mixed_precision
+    )
+    return plan_engine_memory(shape, engine, job)
 
 
-def plan_engine(shape: ModelShape, engine: Engine, job: Job) -> MemoryPlan:
-    """The same of an engine that no preset describes."""
-    weights = job_weights(shape, job)
+def plan_engine_memory(shape: ModelShape, engine: EngineSettings, job: TrainingJob) -> MemoryPlan:
+    """Return the memory under engine settings that need not come from a preset."""
+    weights = job_weights(shape, job.lora_r, job.load_in_4bit)
     states = model_states(engine, weights)
-    moments = _Moments(shape, engine, job, weights, states)
-    phases = (moments.load(), moments.forward(), moments.backward(), moments.step())
-    allocated = max(phase.allocated_bytes for phase in phases)
+    phases = _Phases(shape, engine, job, weights, states)
+    peaks = (phases.load(), phases.forward(), phases.backward(), phases.step())
+    allocated = max(phase.allocated_bytes for phase in peaks)
     return MemoryPlan(
         states=states,
-        phases=phases,
+        phases=peaks,
         overhead_bytes=overhead_bytes(engine, allocated_bytes=allocated),
         host=host_memory(engine, weights, states, job),
-        knows_activations=shape.activations_from != "llama",
+        activations_known=shape.activations_from != "llama",
     )
+
+
+def logits_bytes(*, loss: str, tokens: int, vocab_size: int, hidden_size: int, saved_bytes: int = 0) -> tuple[int, int]:
+    """Return the bytes of logits and loss at the end of the forward and at the start of the backward.
+
+    `saved_bytes` are saved per logit before the loss.
+
+    - `full`: bf16 logits, their fp32 copy and the fp32 log-probabilities (2 + 4 + 4); in the backward the
+      log-probabilities and the gradients of loss and logits (4 + 4 + 4): transformers' `ForCausalLMLoss`, torch's
+      `cross_entropy`.
+    - `chunked`: bf16 logits and their gradient, and an eighth of the rest, as torchtune's chunked loss.
+    - `fused`: one chunk of bf16 logits and the gradients of the head and of its input (Liger-Kernel,
+      `fused_linear_cross_entropy`).
+
+    >>> logits_bytes(loss="full", tokens=1, vocab_size=100, hidden_size=8)
+    (1000, 1200)
+    """
+    logits = tokens * vocab_size
+    if loss == "full":
+        return (10 + saved_bytes) * logits, (12 + saved_bytes) * logits
+    if loss == "chunked":
+        return 2 * logits + logits, 4 * logits + logits
+    chunks = math.ceil(vocab_size / max(hidden_size, 1))
+    chunk = min(tokens, 1 << (math.ceil(tokens / chunks) - 1).bit_length())
+    gradients = 2 * vocab_size * hidden_size + 2 * tokens * hidden_size
+    return 2 * chunk * vocab_size + gradients, gradients
 
 
 @lru_cache(maxsize=64)
-def _activations(shape: ModelShape, autocast: bool, lora_r: int | None, quantized: bool) -> Activations:
-    """One for all micro-batches and world sizes: what it has summed up is kept in it."""
-    return Activations(shape=shape, autocast=autocast, lora_r=lora_r, quantized=quantized)
+def _activations(shape: ModelShape, autocast: bool, lora_r: int | None, load_in_4bit: bool) -> Activations:
+    """One object for all micro-batches and world sizes."""
+    return Activations(shape=shape, autocast=autocast, lora_r=lora_r, load_in_4bit=load_in_4bit)
 
 
-@lru_cache(maxsize=1024)
-def _layer_bytes(activations: Activations, seq_length: int, padded: bool) -> tuple[int, int, int]:
-    """A token's in the largest layer, in all, and what the largest needs beside while it goes backward."""
-    how: Any = {"seq_length": seq_length, "padded": padded}
-    return (
-        activations.layer_bytes_per_token(**how),
-        activations.all_layers_bytes_per_token(**how),
-        activations.backward_bytes_per_token(**how),
-    )
+@lru_cache(maxsize=256)
+def _saved(activations: Activations, mask: str) -> SavedActivations:
+    return activations.saved(mask)
 
 
-class _Moments:
-    """The moments in which memory may be fullest."""
+class _Phases:
+    """Candidates for the peak of each phase."""
 
-    def __init__(self, shape: ModelShape, engine: Engine, job: Job, weights: Weights, states: ModelStates) -> None:
+    def __init__(
+        self, shape: ModelShape, engine: EngineSettings, job: TrainingJob, weights: JobWeights, states: ModelStates
+    ) -> None:
         self.job, self.engine, self.weights, self.states = job, engine, weights, states
-        self.buffers: Buffers = buffers(engine, weights, states, job)
-        activations = _activations(shape, engine.autocasts, job.lora_r, job.load_in_4bit)
-        wider = 2 if engine.element_bytes == 4 else 1  # fp32 compute keeps at most twice the bytes
-        self.tokens = job.tokens * wider
-        length, masked = job.max_seq_length, job.has_mask
-        one_layer, all_layers, working = _layer_bytes(activations, length, masked)
-        self.one_layer = self.tokens * one_layer
+        self.buffers = engine_buffers(engine, weights, states, job)
+        fp32_factor = 2 if engine.element_bytes == 4 else 1  # fp32 compute saves at most twice the bytes
+        self.tokens = job.tokens * fp32_factor
+        self._set_activations(shape)
+        self.head = shape.vocab_size * shape.hidden_size
+        # A tied embedding has two gradients, of the head and of the lookup, which are added up.
+        tied = shape.tied_embeddings and not weights.frozen
+        residual_bytes = 4 if engine.autocasts else 2
+        self.tied_gradients = 2 * fp32_factor * residual_bytes * self.head if tied else 0
+
+    def _set_activations(self, shape: ModelShape) -> None:
+        job, length = self.job, self.job.max_seq_length
+        activations = _activations(shape, self.engine.autocasts, job.lora_r, job.load_in_4bit)
+        saved = _saved(activations, activations.mask_at(length, padded=job.needs_mask))
+        self.one_layer = self.tokens * saved.largest_layer.token_bytes(length)
+        self.layer_backward = self.tokens * max(0, saved.backward.token_bytes(length))
+        self.outer = self.tokens * saved.outer.per_token
         self.masks = 0
-        self.kept = self.tokens * all_layers
-        if job.activation_checkpointing:  # layers are handed the masks again
-            micro_batch = job.per_device_train_batch_size
-            self.masks = activations.mask_bytes(rows=micro_batch, seq_length=length, padded=masked)
-            self.kept = self.tokens * activations.checkpoint_bytes_per_token * shape.num_layers + self.masks
-        self.outer = self.tokens * activations.outer_bytes_per_token
-        self.working = self.tokens * working
-        unpacked = 2 * weights.largest_linear if job.load_in_4bit else 0
-        self.layer_copies = activations.layer_fixed_bytes + unpacked
+        self.saved = self.tokens * saved.layers.token_bytes(length)
+        if job.activation_checkpointing:  # layers get the masks again when they are recomputed
+            rows = job.per_device_train_batch_size
+            self.masks = activations.mask_bytes(rows=rows, seq_length=length, padded=job.needs_mask)
+            self.saved = self.tokens * activations.checkpoint_bytes_per_token * shape.num_layers + self.masks
+        dequantized = 2 * self.weights.largest_linear if job.load_in_4bit else 0
+        self.layer_copies = saved.largest_layer.fixed + dequantized
+        all_copies = saved.layers.fixed + dequantized
+        self.saved_copies = dequantized if job.activation_checkpointing else all_copies
+        self.forward_copies = all_copies if activations.caches_weight_copies else self.saved_copies
         self.head_copy = activations.head_copy_bytes
-        self.kept_copies = unpacked if job.activation_checkpointing else activations.fixed_bytes + unpacked
-        self.cached_copies = activations.fixed_bytes + unpacked if activations.caches_copies else self.kept_copies
         self.logits = logits_bytes(
             loss=job.loss,
             tokens=self.tokens,
             vocab_size=shape.vocab_size,
             hidden_size=shape.hidden_size,
-            kept_bytes=activations.logit_bytes,
+            saved_bytes=saved.logit_bytes,
         )
-        self.head = shape.vocab_size * shape.hidden_size
-        # A tied embedding's gradient comes in two: the head's waits, the lookup's is made, and they are added up.
-        tied = shape.tied_embeddings and not weights.frozen
-        self.tied_gradients = 2 * wider * activations.stream_bytes * self.head if tied else 0
 
-    def load(self) -> Phase:
-        """Whole or sharded parameters arrive, and what the engine needs to put them in place."""
-        return Phase(phase="load", parameter_bytes=self._parameters, buffer_bytes=self.buffers.load_bytes)
+    def load(self) -> PhaseMemory:
+        """Parameters, complete or sharded, and what the engine needs to put them in place."""
+        return PhaseMemory(phase="load", parameter_bytes=self._parameters, buffer_bytes=self.buffers.load_bytes)
 
-    def forward(self) -> Phase:
-        """The last layer, or the end: everything is kept, and the logits are there in two dtypes."""
-        last = self._phase(
+    def forward(self) -> PhaseMemory:
+        """In the last layer, or at the end, when the logits exist in two dtypes."""
+        last_layer = self._phase(
             "forward",
-            activations=self.kept,
+            activations=self.saved,
             buffers=self.buffers.forward_layer_bytes,
-            copies=self.kept_copies,
-            gradients=self._gradients_before,
+            copies=self.saved_copies,
+            gradients=self._gradients_in_forward,
         )
         end = self._phase(
             "forward",
-            activations=self.kept + self.outer,
+            activations=self.saved + self.outer,
             logits=self.logits[0],
             buffers=self.buffers.forward_bytes,
-            copies=self.cached_copies + self.head_copy,
-            gradients=self._gradients_before,
+            copies=self.forward_copies + self.head_copy,
+            gradients=self._gradients_in_forward,
         )
-        return max(last, end, key=lambda phase: phase.allocated_bytes)
+        return max(last_layer, end, key=lambda phase: phase.allocated_bytes)
 
-    def backward(self) -> Phase:
-        """The worst of four moments: the loss, the last layer (it comes first), the first layer, a tied embedding."""
-        recomputes = self.job.activation_checkpointing
-        again = self.one_layer if recomputes else 0
+    def backward(self) -> PhaseMemory:
+        """At the loss, in the last layer (the first to run backward), in the first layer, or at a tied embedding."""
+        checkpointing = self.job.activation_checkpointing
         loss = self._phase(
             "backward",
-            activations=self.kept + self.outer,
+            activations=self.saved + self.outer,
             logits=self.logits[1],
             buffers=self.buffers.loss_bytes,
-            copies=self.kept_copies + self.head_copy,
-            gradients=self._gradients_before,
+            copies=self.saved_copies + self.head_copy,
+            gradients=self._gradients_in_forward,
         )
-        first = self._phase(
+        last_layer = self._phase(
             "backward",
-            activations=self.kept + again + self.working,
+            activations=self.saved + (self.one_layer if checkpointing else 0) + self.layer_backward,
             buffers=self.buffers.backward_bytes,
-            copies=self.layer_copies if recomputes else self.kept_copies,
-            gradients=max(self._gradients_before, min(self._gradients, self._head_gradient)),
+            copies=self.layer_copies if checkpointing else self.saved_copies,
+            gradients=max(self._gradients_in_forward, min(self._gradients, self._head_gradient)),
         )
-        last = self._phase(
+        first_layer = self._phase(
             "backward",
-            activations=self.one_layer + self.working + self.masks,
+            activations=self.one_layer + self.layer_backward + self.masks,
             buffers=self.buffers.first_layer_bytes,
             copies=self.layer_copies,
             gradients=self._gradients_at_first_layer,
         )
-        tied = self._phase("backward", buffers=self.buffers.end_bytes + self.tied_gradients, gradients=self._gradients)
-        return max(loss, first, last, tied, key=lambda phase: phase.allocated_bytes)
+        embedding = self._phase(
+            "backward", buffers=self.buffers.end_bytes + self.tied_gradients, gradients=self._gradients
+        )
+        return max(loss, last_layer, first_layer, embedding, key=lambda phase: phase.allocated_bytes)
 
-    def step(self) -> Phase:
-        """Gradients are reduced, activations gone. ZeRO-1 keeps only its partition of the gradients by now."""
+    def step(self) -> PhaseMemory:
+        """Activations are gone and gradients reduced: ZeRO-1 has freed all but its partition of them."""
         gradients = self._gradients
         if self.engine.sharding == "shard_optimizer":
             gradients //= self.engine.world_size
@@ -208,51 +255,53 @@ class _Moments:
 
     def _phase(
         self, name: str, *, activations: int = 0, logits: int = 0, buffers: int = 0, copies: int = 0, gradients: int
-    ) -> Phase:
-        waiting = self.buffers.accumulated_bytes if name != "step" else 0
-        return Phase(
+    ) -> PhaseMemory:
+        accumulated = self.buffers.accumulated_bytes if name != "step" else 0
+        return PhaseMemory(
             phase=name,
             parameter_bytes=self._parameters,
             gradient_bytes=gradients,
             optimizer_bytes=0 if self.engine.offload_optimizer else self.states.optimizer_bytes,
             activation_bytes=activations,
             logits_bytes=logits,
-            buffer_bytes=self.buffers.lasting_bytes + buffers + copies + waiting,
+            buffer_bytes=self.buffers.lasting_bytes + buffers + copies + accumulated,
         )
 
     @property
     def _parameters(self) -> int:
-        """On the GPU between steps: of what is offloaded only what ZeRO-3 keeps whole."""
-        return self.states.gathered_bytes if self.engine.offload_param else self.states.parameter_bytes
+        """On the GPU between steps; offloaded parameters leave only those that ZeRO-3 keeps whole."""
+        return self.states.persistent_bytes if self.engine.offload_param else self.states.parameter_bytes
 
     @property
     def _gradients(self) -> int:
-        """Reduced to where their optimizer is."""
+        """On the GPU after the reduction; they go where the optimizer is."""
         return 0 if self.engine.offload_optimizer else self.states.gradient_bytes
 
     @property
-    def _gradients_before(self) -> int:
-        """There in the forward already: those of earlier micro-steps, and ZeRO-3's partition, which is never freed.
-        FSDP2's wait whole (`accumulated_bytes`), and are sharded in the last micro-step."""
+    def _gradients_in_forward(self) -> int:
+        """Those of earlier accumulation steps, and ZeRO-3's partition, which is never freed.
+
+        FSDP2's wait unsharded (`accumulated_bytes`) until the last accumulation step.
+        """
         if self.engine.kind == "fsdp2":
             return 0
-        lasting = self.engine.kind == "deepspeed" and self.engine.shards_parameters
-        return self._gradients if lasting or self.job.gradient_accumulation_steps > 1 else 0
+        never_freed = self.engine.kind == "deepspeed" and self.engine.shards_parameters
+        return self._gradients if never_freed or self.job.gradient_accumulation_steps > 1 else 0
 
     @property
     def _gradients_at_first_layer(self) -> int:
-        """Of all above it: its own come as its activations go, and an embedding's of its own comes last."""
+        """Gradients of all later layers: the first layer's appear as its activations go, an untied embedding's last."""
         if self.engine.kind == "deepspeed" or not self.weights.num_trained:
             return self._gradients
         if self.weights.frozen:
             return self._gradients - self._gradients // self.weights.shape.num_layers
-        later = self.weights.largest_layer + (0 if self.weights.shape.tied_embeddings else self.head)
-        share = 1 - min(later, self.weights.num_trained) / self.weights.num_trained
-        return max(self._gradients_before, int(self._gradients * share))
+        missing = self.weights.largest_layer + (0 if self.weights.shape.tied_embeddings else self.head)
+        share = 1 - min(missing, self.weights.num_trained) / self.weights.num_trained
+        return max(self._gradients_in_forward, int(self._gradients * share))
 
     @property
     def _head_gradient(self) -> int:
-        """The first gradient that the backward makes."""
+        """The first gradient of the backward."""
         if self.weights.frozen or not self.weights.num_trained:
             return 0
         return int(self._gradients * (self.head / self.weights.num_trained))

@@ -1,8 +1,7 @@
-"""One plan for each preset and world size: memory, traffic and time put together.
+"""`toolkit plan`: one plan per preset and world size, from memory, communication and step time.
 
-    >>> plans = make_plans(request)
-
-Values in, values out: `door.py` reads and prints.
+request = plan_request("meta-llama/Llama-3.1-8B", PlanOptions(world_size=(8,), gpu="h100"))
+plans = make_plans(request)
 """
 
 from __future__ import annotations
@@ -12,63 +11,63 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from toolkit.errors import ToolkitError
-from toolkit.hardware.gpu_table import Gpu
+from toolkit.hardware.gpu_table import Gpu, custom_gpu, find_gpu
+from toolkit.models.read_model import check_unquantized, read_model
 from toolkit.models.shape import ModelShape
-from toolkit.plan.communication import step_collectives
-from toolkit.plan.job import Job, check_job, check_world_size
-from toolkit.plan.links import Cluster
+from toolkit.plan.communication import communication_bytes, step_collectives
+from toolkit.plan.interconnect import Interconnect
+from toolkit.plan.job import TrainingJob, TrainingSetup, check_job, check_world_size
 from toolkit.plan.memory import MemoryPlan, plan_memory
+from toolkit.plan.memory_verdict import FITS, largest_micro_batch, memory_verdict, smallest_world_size
+from toolkit.plan.model_states import job_weights
+from toolkit.plan.options import PlanOptions
 from toolkit.plan.step_time import StepTime, step_time
-from toolkit.plan.traffic import communication_bytes, traffic_of
-from toolkit.plan.verdict import FITS, largest_micro_batch, memory_verdict, smallest_world_size
-from toolkit.plan.weights import job_weights
+from toolkit.presets import list_presets, load_preset
 from toolkit.presets.preset import Preset
-from toolkit.presets.world import check_trains_in, why_not
-
-# What the toolkit refuses to start as well (`toolkit/runs/switches.py`).
-WHY_NO_QLORA = "4-bit weights are not sharded or offloaded"
+from toolkit.presets.support import check_supported, unsupported
+from toolkit.units import GIB
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Request:
-    """What to plan for."""
+class PlanRequest:
+    """What to plan, with model, presets and GPU resolved."""
 
     shape: ModelShape
     presets: Sequence[Preset]
     world_sizes: Sequence[int]
-    job: Job
+    job: TrainingJob
     gpu: Gpu
     host_memory_bytes: int | None = None
-    """Of a machine; None: not judged."""
+    """Host memory of a node; None: not part of the verdict."""
     strict: bool = True
-    """Whether a preset that cannot have a world size is an error, or left out."""
+    """True: a preset that does not support a world size is an error; False: it is left out."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
-    """The answer for one preset at one world size."""
+    """The plan of one preset at one world size."""
 
     preset: str
     world_size: int
     gpu: str
     verdict: str
-    memory_bytes: int
-    """Of the GPU."""
+    gpu_memory_bytes: int
     memory: MemoryPlan
     num_params: int
     num_trainable_params: int
     communication_bytes_per_step: int
     speed: StepTime | None
+    """None if the GPU's peak is unknown."""
     largest_micro_batch: int | None
     smallest_world_size: int | None
 
     @property
     def headroom_bytes(self) -> int:
-        """What the GPU has left at the peak; negative where it lacks."""
-        return self.memory_bytes - self.memory.planned_peak_bytes
+        """Memory of the GPU that is left at the peak; negative if the plan does not fit."""
+        return self.gpu_memory_bytes - self.memory.planned_peak_bytes
 
     def as_row(self) -> dict[str, Any]:
-        """As `toolkit plan --json` gives it."""
+        """Return the plan as `toolkit plan --json` prints it."""
         memory, peak, speed = self.memory, self.memory.peak, self.speed
         return {
             "preset": self.preset,
@@ -89,7 +88,7 @@ class Plan:
             "host_bytes": memory.host.peak_bytes,
             "disk_bytes": memory.host.disk_bytes,
             "peak_phase": peak.phase,
-            "phases": {phase.phase: _parts(phase) for phase in memory.phases},
+            "phases": {phase.phase: phase.as_row() for phase in memory.phases},
             "largest_micro_batch": self.largest_micro_batch,
             "smallest_world_size": self.smallest_world_size,
             "communication_bytes_per_step": self.communication_bytes_per_step,
@@ -99,91 +98,103 @@ class Plan:
         }
 
 
-def _parts(phase: Any) -> dict[str, int]:
-    names = ("parameter", "gradient", "optimizer", "activation", "logits", "buffer")
-    return {f"{name}_bytes": getattr(phase, f"{name}_bytes") for name in names} | {
-        "allocated_bytes": phase.allocated_bytes
-    }
+def plan_request(model: str, options: PlanOptions) -> PlanRequest:
+    """Return the request with model, presets and GPU read. Raises ToolkitError for what cannot be read."""
+    gpu = _find_gpu(options)
+    host_memory_gib = options.host_memory_gib
+    if host_memory_gib is not None and not 0 < host_memory_gib < 10**6:
+        raise ToolkitError(f"--host-memory-gib is {host_memory_gib}, expected more than 0 and below a million")
+    presets = [load_preset(name) for name in dict.fromkeys(options.preset)] or list_presets()
+    check_unquantized(model)
+    return PlanRequest(
+        shape=read_model(model),
+        presets=presets,
+        world_sizes=sorted(set(options.world_size)),
+        job=TrainingJob(
+            per_device_train_batch_size=options.per_device_train_batch_size,
+            max_seq_length=options.max_seq_length,
+            gradient_accumulation_steps=options.gradient_accumulation_steps,
+            activation_checkpointing=options.activation_checkpointing,
+            lora_r=options.lora_r,
+            load_in_4bit=options.load_in_4bit,
+            packing=options.packing,
+            loss=options.loss,
+            optimizer=options.optimizer,
+            gpus_per_machine=options.gpus_per_machine,
+            lengths_differ=False if options.verify else None,  # a rehearsal's rows all have the full length
+        ),
+        gpu=gpu,
+        host_memory_bytes=None if host_memory_gib is None else round(host_memory_gib * GIB),
+        strict=bool(options.preset),
+    )
 
 
-def make_plans(request: Request) -> list[Plan]:
-    """By world size, then in the order of the presets.
+def _find_gpu(options: PlanOptions) -> Gpu:
+    if options.gpu is None and options.gpu_memory_gib is None:
+        raise ToolkitError("no GPU is named", hint="--gpu NAME, for example `--gpu h100`, or --gpu-memory-gib")
+    listed = None if options.gpu is None else find_gpu(options.gpu)
+    return custom_gpu(listed, memory_gib=options.gpu_memory_gib, tflops=options.gpu_tflops)
 
-    Raises ToolkitError for what no run could be: see `check_job`, `check_world_size`, and each preset's limits.
+
+def make_plans(request: PlanRequest) -> list[Plan]:
+    """Return the plans by world size, then in the order of the presets.
+
+    Raises ToolkitError for what cannot be trained: see `check_job`, `check_world_size`, and the limits of each preset.
     """
     check_job(request.job, request.shape)
     for world_size in request.world_sizes:
         check_world_size(world_size)
-        Cluster(gpu=request.gpu, world_size=world_size, gpus_per_machine=request.job.gpus_per_machine)
-    chosen = list(_chosen(request))
-    if not chosen:
+        Interconnect(gpu=request.gpu, world_size=world_size, gpus_per_machine=request.job.gpus_per_machine)
+    supported = list(_supported(request))
+    if not supported:
         sizes = ", ".join(map(str, request.world_sizes))
         raise ToolkitError(f"no preset trains this in {sizes} processes", hint="see `toolkit presets`")
-    named = {preset.name: preset for preset, _ in chosen}
-    smallest = {name: _smallest(request, preset) for name, preset in named.items()}
-    return [_plan(request, preset, size, smallest[preset.name]) for preset, size in chosen]
+    by_name = {preset.name: preset for preset, _ in supported}
+    smallest = {name: _smallest_world_size(request, preset) for name, preset in by_name.items()}
+    return [_plan(request, preset, size, smallest[preset.name]) for preset, size in supported]
 
 
-def _chosen(request: Request) -> Iterator[tuple[Preset, int]]:
+def _supported(request: PlanRequest) -> Iterator[tuple[Preset, int]]:
     for world_size in request.world_sizes:
         for preset in request.presets:
             if request.strict:
-                check_trains_in(preset, world_size, given=f"--world-size is {world_size}", option="--world-size")
-                _check_quantized(preset, request.job)
-            elif why_not(preset, world_size) is not None or not _takes_quantized(preset, request.job):
+                check_supported(preset, request.job.method, world_size=world_size, purpose="plan")
+            elif unsupported(preset, request.job.method, world_size=world_size, purpose="plan") is not None:
                 continue
             yield preset, world_size
 
 
-def _takes_quantized(preset: Preset, job: Job) -> bool:
-    offloads = preset.offload_optimizer or preset.offload_param
-    return not job.load_in_4bit or not (offloads or "parameter" in preset.sharded_parts)
-
-
-def _check_quantized(preset: Preset, job: Job) -> None:
-    if not _takes_quantized(preset, job):
-        raise ToolkitError(
-            f"--load-in-4bit does not work under preset {preset.name!r}: {WHY_NO_QLORA}",
-            hint="`--preset ddp`, `zero1` or `zero2`",
-        )
-
-
-def _fits(request: Request, preset: Preset, world_size: int, micro_batch: int) -> bool:
+def _fits(request: PlanRequest, preset: Preset, world_size: int, micro_batch: int) -> bool:
     job = replace(request.job, per_device_train_batch_size=micro_batch)
     memory = plan_memory(request.shape, preset, world_size=world_size, job=job)
-    return _judged(request, memory) == FITS
+    return _verdict(request, memory) == FITS
 
 
-def _judged(request: Request, memory: MemoryPlan) -> str:
-    return memory_verdict(memory, memory_bytes=request.gpu.memory_bytes, host_bytes=request.host_memory_bytes)
-
-
-def _smallest(request: Request, preset: Preset) -> int | None:
+def _smallest_world_size(request: PlanRequest, preset: Preset) -> int | None:
     micro_batch = request.job.per_device_train_batch_size
     return smallest_world_size(preset, lambda size: _fits(request, preset, size, micro_batch))
 
 
-def _plan(request: Request, preset: Preset, world_size: int, smallest: int | None) -> Plan:
+def _verdict(request: PlanRequest, memory: MemoryPlan) -> str:
+    return memory_verdict(memory, memory_bytes=request.gpu.memory_bytes, host_bytes=request.host_memory_bytes)
+
+
+def _plan(request: PlanRequest, preset: Preset, world_size: int, smallest: int | None) -> Plan:
     shape, job = request.shape, request.job
     memory = plan_memory(shape, preset, world_size=world_size, job=job)
-    traffic = traffic_of(shape, preset, job, world_size=world_size)
-    cluster = Cluster(gpu=request.gpu, world_size=world_size, gpus_per_machine=job.gpus_per_machine)
-    speed = step_time(
-        traffic,
-        cluster,
-        per_device_train_batch_size=job.per_device_train_batch_size,
-        seq_length=job.max_seq_length,
-    )
-    sent = communication_bytes(step_collectives(traffic)) if speed is None else speed.communication_bytes_per_step
+    setup = TrainingSetup(shape=shape, preset=preset, world_size=world_size, job=job)
+    interconnect = Interconnect(gpu=request.gpu, world_size=world_size, gpus_per_machine=job.gpus_per_machine)
+    speed = step_time(setup, interconnect)
+    sent = communication_bytes(step_collectives(setup)) if speed is None else speed.communication_bytes_per_step
     return Plan(
         preset=preset.name,
         world_size=world_size,
         gpu=request.gpu.name,
-        verdict=_judged(request, memory),
-        memory_bytes=request.gpu.memory_bytes,
+        verdict=_verdict(request, memory),
+        gpu_memory_bytes=request.gpu.memory_bytes,
         memory=memory,
         num_params=shape.num_params,
-        num_trainable_params=job_weights(shape, job).num_trained,
+        num_trainable_params=job_weights(shape, job.lora_r, job.load_in_4bit).num_trained,
         communication_bytes_per_step=sent,
         speed=speed,
         largest_micro_batch=largest_micro_batch(lambda size: _fits(request, preset, world_size, size)),

@@ -1,12 +1,12 @@
-"""The preset to use, with reasons that are numbers: the plans of all presets, compared.
+"""`toolkit recommend`: the preset to use, with reasons that are numbers, from the plans of all presets.
 
-    >>> found = recommend(ask, list_presets())
-    >>> found.choice.preset.name, [other.preset.name for other in found.others]
+    request = recommend_request("meta-llama/Llama-3.1-8B", RecommendOptions(world_size=8, gpu="h100"))
+    recommendation = recommend(request, list_presets())
 
-No tree of rules decides. Of the presets that fit, each at its best micro-batch, the fastest sets the mark; those that
-no plan can tell from it count as equal, and of them the one that shards and offloads least is chosen. Two presets share
-what the plan does not know (how fast this GPU and these links really are), so they are compared at the same end of
-their intervals, never across.
+There is no tree of rules. Of the presets that fit, each with its best micro-batch, the fastest sets the standard;
+presets whose plans cannot be told apart from it count as equally fast, and of these the one that shards and offloads
+least is chosen. Two presets share what a plan does not know (how fast this GPU and this interconnect really are), so
+they are compared at the same end of their ranges and never across.
 """
 
 from __future__ import annotations
@@ -14,161 +14,217 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from toolkit.errors import ToolkitError
-from toolkit.plan.candidates import Ask, Candidate, candidates, largest, refusal
-from toolkit.plan.verdict import TOO_CLOSE
+from toolkit.errors import ToolkitError, did_you_mean
+from toolkit.hardware.gpu_table import GIGA, custom_gpu, find_gpu
+from toolkit.models.read_model import check_unquantized, read_model
+from toolkit.models.shape import ModelShape
+from toolkit.plan.candidates import Candidate, RecommendRequest, best_candidates, largest_candidate, refusal
+from toolkit.plan.job import TrainingJob, check_job, check_size, check_world_size
+from toolkit.plan.memory_verdict import TOO_CLOSE
+from toolkit.plan.options import RecommendOptions
 from toolkit.presets.preset import Preset
-from toolkit.units import gib
+from toolkit.units import GIB, gib
 
-# Repeats of one offload run differ by up to 15 % in public comparisons; a plan tells no more than a run does.
-NO_DIFFERENCE = 1.15
-WISHES = ("fastest", "least-memory")
-LARGEST_TRIED = 1024
+# Repeats of one run with offload differ by up to 15 % in public comparisons; a plan is no more precise than a run.
+EQUAL_WITHIN = 1.15
+OBJECTIVES = ("fastest", "least-memory")
+LARGEST_WORLD_SIZE = 1024
+DEFAULT_GLOBAL_BATCH = 32  # sequences; rounded up to a multiple of the GPUs
+LARGEST_GLOBAL_BATCH = 2**20
 
 
 @dataclass(frozen=True, kw_only=True)
 class Recommendation:
-    """What to use, and what was not chosen."""
+    """The chosen preset, and the reasons against the others."""
 
     choice: Candidate
     others: tuple[Candidate, ...]
     """The two next best that fit."""
     reasons: tuple[str, ...]
     why_not: dict[str, str]
-    """Of every other preset, by name."""
+    """Reason against every other preset, by name."""
     rule_of_thumb: str
-    """The preset that the least sharding which fits would take, whatever its speed."""
+    """The preset that fits with the least sharding, regardless of speed."""
 
 
-def recommend(ask: Ask, presets: Sequence[Preset], *, wish: str = "fastest") -> Recommendation:
-    """Raises ToolkitError where nothing fits, with the smallest number of GPUs on which something does."""
-    found = candidates(ask, presets)
-    fitting = [candidate for candidate in found if candidate.fits]
-    if not fitting:
-        raise _nothing_fits(ask, presets, found)
-    ordered = _ordered(fitting, wish)
-    choice, others = ordered[0], tuple(ordered[1:3])
-    thumb = min(fitting, key=_sharding)
-    return Recommendation(
-        choice=choice,
-        others=others,
-        reasons=tuple(_reasons(ask, choice, fitting, thumb)),
-        why_not=_why_not(ask, presets, found, choice),
-        rule_of_thumb=thumb.preset.name,
+def recommend_request(model: str, options: RecommendOptions) -> RecommendRequest:
+    """Return the request with model and GPU read. Raises ToolkitError for what cannot be read or trained."""
+    if options.wish not in OBJECTIVES:
+        raise ToolkitError(
+            f"--wish is {options.wish!r}, expected {' or '.join(OBJECTIVES)}",
+            hint=did_you_mean(options.wish, OBJECTIVES),
+        )
+    check_unquantized(model)
+    return request_for_shape(read_model(model), options)
+
+
+def request_for_shape(shape: ModelShape, options: RecommendOptions) -> RecommendRequest:
+    """Return the request for a model that has been read. Raises ToolkitError for values out of range."""
+    job = TrainingJob(
+        max_seq_length=options.max_seq_length,
+        lora_r=options.lora_r,
+        load_in_4bit=options.load_in_4bit,
+        gpus_per_machine=options.gpus_per_machine,
+    )
+    check_job(job, shape)
+    world_size = options.world_size
+    check_world_size(world_size)
+    if options.global_batch_size is not None:
+        check_size("--global-batch-size", options.global_batch_size, LARGEST_GLOBAL_BATCH)
+    gpu = custom_gpu(
+        None if options.gpu is None else find_gpu(options.gpu),
+        memory_gib=options.gpu_memory_gib,
+        tflops=options.gpu_tflops,
+        link_gb_per_second=options.gpu_link_gb_per_second,
+    )
+    return RecommendRequest(
+        shape=shape,
+        gpu=gpu,
+        world_size=world_size,
+        global_batch_size=options.global_batch_size or -(-DEFAULT_GLOBAL_BATCH // world_size) * world_size,
+        job=job,
+        network_bytes_per_second=_scaled("--network-gb-per-second", options.network_gb_per_second, GIGA),
+        nvme_bytes_per_second=_scaled("--nvme-gb-per-second", options.nvme_gb_per_second, GIGA),
+        host_memory_bytes=_scaled("--host-memory-gib", options.host_memory_gib, GIB),
     )
 
 
-def _ordered(fitting: list[Candidate], wish: str) -> list[Candidate]:
-    """Best first. The equal of the best come before the rest, the least sharded of them first."""
-    if wish == "least-memory":
-        return sorted(fitting, key=lambda one: (one.memory.planned_peak_bytes, one.seconds))
-    best = min(fitting, key=lambda one: one.seconds)
-    equal = [one for one in fitting if _equal(one, best)]
-    rest = [one for one in fitting if not _equal(one, best)]
-    return sorted(equal, key=_sharding) + sorted(rest, key=lambda one: one.seconds)
+def _scaled(option: str, value: float | None, unit: int) -> int | None:
+    if value is None:
+        return None
+    if not 0 < value < 10**6:
+        raise ToolkitError(f"{option} is {value}, expected more than 0 and below a million")
+    return round(value * unit)
 
 
-def _equal(one: Candidate, best: Candidate) -> bool:
-    return max(one.times(best)) <= NO_DIFFERENCE
+def recommend(request: RecommendRequest, presets: Sequence[Preset], *, objective: str = "fastest") -> Recommendation:
+    """Return the recommendation for an objective, one of `OBJECTIVES`.
+
+    Raises ToolkitError if nothing fits, with the smallest number of GPUs on which something does.
+    """
+    candidates = best_candidates(request, presets)
+    fitting = [candidate for candidate in candidates if candidate.fits]
+    if not fitting:
+        raise _nothing_fits(request, presets, candidates)
+    ordered = _best_first(fitting, objective)
+    choice, others = ordered[0], tuple(ordered[1:3])
+    rule_of_thumb = min(fitting, key=_sharding)
+    return Recommendation(
+        choice=choice,
+        others=others,
+        reasons=tuple(_reasons(request, choice, fitting, rule_of_thumb)),
+        why_not=_reasons_against(request, presets, candidates, choice),
+        rule_of_thumb=rule_of_thumb.preset.name,
+    )
+
+
+def _best_first(fitting: list[Candidate], objective: str) -> list[Candidate]:
+    """Candidates as fast as the fastest come first, the least sharded of them at the front."""
+    if objective == "least-memory":
+        return sorted(fitting, key=lambda candidate: (candidate.memory.planned_peak_bytes, candidate.seconds))
+    fastest = min(fitting, key=lambda candidate: candidate.seconds)
+    equal = [candidate for candidate in fitting if max(candidate.time_ratios(fastest)) <= EQUAL_WITHIN]
+    slower = [candidate for candidate in fitting if candidate not in equal]
+    return sorted(equal, key=_sharding) + sorted(slower, key=lambda candidate: candidate.seconds)
 
 
 def _sharding(candidate: Candidate) -> tuple[int, int, bool, float, str]:
-    """Offloads, parts that are sharded, whether replicas are kept; then seconds."""
+    """Offloads, sharded parts, hybrid sharding; then seconds."""
     preset = candidate.preset
-    places = {None: 0, "cpu": 1, "nvme": 2}
-    offloads = places[preset.offload_optimizer] + places[preset.offload_param]
+    cost = {None: 0, "cpu": 1, "nvme": 2}
+    offloads = cost[preset.offload_optimizer] + cost[preset.offload_param]
     hybrid = preset.sharding == "hybrid_shard"
     return offloads, len(preset.sharded_parts), hybrid, candidate.seconds, preset.name
 
 
-def _reasons(ask: Ask, choice: Candidate, fitting: list[Candidate], thumb: Candidate) -> list[str]:
-    memory = gib(choice.memory.planned_peak_bytes)
-    reasons = [f"planned peak {memory} of {gib(ask.gpu.memory_bytes)} a GPU, in the {choice.memory.peak.phase}"]
-    best = min(fitting, key=lambda one: one.seconds)
-    if best is not choice and choice.speed is not None:
-        reasons.append(f"{choice.preset.name} takes {ratios(choice, best)} the seconds of {best.preset.name}")
-    if ask.host_memory_bytes is None and (choice.preset.offload_optimizer or choice.preset.offload_param):
+def _reasons(
+    request: RecommendRequest, choice: Candidate, fitting: list[Candidate], rule_of_thumb: Candidate
+) -> list[str]:
+    peak, gpu = gib(choice.memory.planned_peak_bytes), gib(request.gpu.memory_bytes)
+    reasons = [f"planned peak {peak} of {gpu} per GPU, in the {choice.memory.peak.phase}"]
+    fastest = min(fitting, key=lambda candidate: candidate.seconds)
+    if fastest is not choice and choice.speed is not None:
+        reasons.append(f"{choice.preset.name} takes {ratios_text(choice, fastest)} as long as {fastest.preset.name}")
+    if request.host_memory_bytes is None and (choice.preset.offload_optimizer or choice.preset.offload_param):
         host = gib(choice.memory.host.peak_bytes)
-        reasons.append(
-            f"every machine is taken to have {host} of host memory (`--host-memory-gib` says what yours has)"
-        )
+        reasons.append(f"each node is assumed to have {host} of host memory (`--host-memory-gib` sets what it has)")
     if choice.job.activation_checkpointing:
-        reasons.append(_why_checkpointing(ask, choice))
-    if thumb.preset.name != choice.preset.name:
+        without = largest_candidate(request, choice.preset, checkpointing=False)
+        if without.fits:
+            against = f"({without.settings}) it takes {ratios_text(without, choice)} as long"
+        else:
+            against = _too_large(request, without)
+        reasons.append(f"without activation checkpointing {against}")
+    if rule_of_thumb.preset.name != choice.preset.name:
         reasons.append(
-            f"the rule of thumb, the least sharding that fits, is {thumb.preset.name}: {_against(thumb, choice)}"
+            "the rule of thumb, the least sharding that fits, is "
+            f"{rule_of_thumb.preset.name}: {_compared(rule_of_thumb, choice)}"
         )
     return reasons
 
 
-def _why_checkpointing(ask: Ask, choice: Candidate) -> str:
-    without = largest(ask, choice.preset, checkpointing=False)
-    if without.fits:
-        return f"without activation checkpointing ({without.settings}) it takes {ratios(without, choice)} the seconds"
-    return f"without activation checkpointing {_too_large(ask, without)}"
+def _too_large(request: RecommendRequest, candidate: Candidate) -> str:
+    if candidate.host_refusal is not None:
+        return f"it {candidate.host_refusal}"
+    needed, available = gib(candidate.memory.planned_peak_bytes), gib(request.gpu.memory_bytes)
+    verdict = "it is too close to call" if candidate.verdict == TOO_CLOSE else "it does not fit"
+    return f"{verdict}: {needed} of {available} ({candidate.settings})"
 
 
-def _too_large(ask: Ask, candidate: Candidate) -> str:
-    if candidate.refused is not None:
-        return f"it {candidate.refused}"
-    needs, has = gib(candidate.memory.planned_peak_bytes), gib(ask.gpu.memory_bytes)
-    said = "it is too close to call" if candidate.verdict == TOO_CLOSE else "it does not fit"
-    return f"{said}: {needs} of {has} ({candidate.settings})"
-
-
-def _why_not(ask: Ask, presets: Sequence[Preset], found: list[Candidate], choice: Candidate) -> dict[str, str]:
-    reasons = {preset.name: reason for preset in presets if (reason := refusal(ask, preset)) is not None}
-    for candidate in found:
+def _reasons_against(
+    request: RecommendRequest, presets: Sequence[Preset], candidates: list[Candidate], choice: Candidate
+) -> dict[str, str]:
+    reasons = {preset.name: reason for preset in presets if (reason := refusal(request, preset)) is not None}
+    for candidate in candidates:
         if candidate is not choice:
-            reasons[candidate.preset.name] = _reason_against(ask, candidate, choice)
+            too_large = _too_large(request, candidate).removeprefix("it ").removeprefix("is ")
+            reasons[candidate.preset.name] = _compared(candidate, choice) if candidate.fits else too_large
     return reasons
 
 
-def _reason_against(ask: Ask, candidate: Candidate, choice: Candidate) -> str:
-    if candidate.fits:
-        return _against(candidate, choice)
-    return _too_large(ask, candidate).removeprefix("it ").removeprefix("is ")
-
-
-def _against(candidate: Candidate, choice: Candidate) -> str:
-    """Time at both ends and memory, beside the choice."""
-    planned = f"{gib(candidate.memory.planned_peak_bytes)} a GPU ({candidate.settings})"
+def _compared(candidate: Candidate, choice: Candidate) -> str:
+    """Time at both ends of the range, and memory, compared with the choice."""
+    planned = f"{gib(candidate.memory.planned_peak_bytes)} per GPU ({candidate.settings})"
     if candidate.speed is None:
         return f"fits too, and shards or offloads more: {planned}"
-    low, high = sorted(candidate.times(choice))
-    said = f"{ratios(candidate, choice)} the seconds"
-    if high <= NO_DIFFERENCE and low >= 1 / NO_DIFFERENCE:
-        said = f"no difference that a plan can tell ({said})"
+    low, high = sorted(candidate.time_ratios(choice))
+    text = f"{ratios_text(candidate, choice)} as long"
+    if high <= EQUAL_WITHIN and low >= 1 / EQUAL_WITHIN:
+        text = f"no difference that a plan can tell ({text})"
     elif low < 1 < high:
-        said += ", so faster or slower by the links"
-    return f"{said}; {planned}"
+        text += ", so faster or slower depending on the interconnect"
+    return f"{text}; {planned}"
 
 
-def ratios(one: Candidate, other: Candidate) -> str:
-    """`1.02 to 1.31 times`: at the best rates and at the worst, in ascending order."""
-    low, high = sorted(one.times(other))
+def ratios_text(one: Candidate, other: Candidate) -> str:
+    """Return the ratios of step times at both ends of the range, ascending, as `1.02 to 1.31 times`."""
+    low, high = sorted(one.time_ratios(other))
     return f"{low:.2f} times" if f"{low:.2f}" == f"{high:.2f}" else f"{low:.2f} to {high:.2f} times"
 
 
-def _nothing_fits(ask: Ask, presets: Sequence[Preset], found: list[Candidate]) -> ToolkitError:
-    where = f"{ask.world_size} × {ask.gpu.name}"
-    nearest = min(found, key=lambda one: (one.refused is not None, one.memory.planned_peak_bytes), default=None)
-    if nearest is None:
-        reasons = "; ".join(f"{preset.name} {refusal(ask, preset)}" for preset in presets)
-        return ToolkitError(f"no preset is for {where}: {reasons}", hint="see `toolkit presets`")
-    reason = _too_large(ask, nearest).removeprefix("it ")
+def _nothing_fits(request: RecommendRequest, presets: Sequence[Preset], candidates: list[Candidate]) -> ToolkitError:
+    hardware = f"{request.world_size} × {request.gpu.name}"
+    if not candidates:
+        reasons = "; ".join(f"{preset.name} {refusal(request, preset)}" for preset in presets)
+        return ToolkitError(f"no preset is for {hardware}: {reasons}", hint="see `toolkit presets`")
+    smallest = min(
+        candidates,
+        key=lambda candidate: (candidate.host_refusal is not None, candidate.memory.planned_peak_bytes),
+    )
+    reason = _too_large(request, smallest).removeprefix("it ")
     return ToolkitError(
-        f"nothing fits on {where}: {nearest.preset.name}, the smallest, {reason}", hint=_way_out(ask, presets)
+        f"nothing fits on {hardware}: {smallest.preset.name}, the smallest, {reason}", hint=_way_out(request, presets)
     )
 
 
-def _way_out(ask: Ask, presets: Sequence[Preset]) -> str:
-    """The next doubling on which something fits; else other ways out."""
-    size = 2 * ask.world_size
-    while size <= LARGEST_TRIED:
-        batch = -(-ask.global_batch_size // size) * size
-        if any(one.fits for one in candidates(replace(ask, world_size=size, global_batch_size=batch), presets)):
+def _way_out(request: RecommendRequest, presets: Sequence[Preset]) -> str:
+    """The next doubling of the GPUs on which something fits, or other ways to save memory."""
+    size = 2 * request.world_size
+    while size <= LARGEST_WORLD_SIZE:
+        batch = -(-request.global_batch_size // size) * size
+        larger = replace(request, world_size=size, global_batch_size=batch)
+        if any(candidate.fits for candidate in best_candidates(larger, presets)):
             return f"`--world-size {size}` fits"
         size *= 2
-    adapters = "" if ask.job.lora_r else "`--lora-r 16`, "
+    adapters = "" if request.job.lora_r else "`--lora-r 16`, "
     return f"{adapters}a shorter `--max-seq-length`, or a larger GPU"

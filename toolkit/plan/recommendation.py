@@ -1,7 +1,4 @@
-"""A recommendation as programs read it, with the commands to run it and to check it.
-
->>> train_command(found.choice, ask, "meta-llama/Llama-3.1-8B")
-"""
+"""A recommendation as people and programs read it, with the commands that run and compare it."""
 
 from __future__ import annotations
 
@@ -11,55 +8,58 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from toolkit.plan.candidates import Ask, Candidate
-from toolkit.plan.links import Interval
+from toolkit.plan.candidates import Candidate, RecommendRequest
+from toolkit.plan.interconnect import Range
+from toolkit.plan.job import TrainingJob, TrainingSetup
 from toolkit.plan.recommend import Recommendation
-from toolkit.plan.scaling import ScalingPoint, doubled, scaling_curve
+from toolkit.plan.scaling import ScalingPoint, doublings, scaling_curve
 from toolkit.plan.step_time import StepTime, step_time
-from toolkit.plan.traffic import traffic_of
-from toolkit.units import SECONDS_PER_HOUR
+from toolkit.units import SECONDS_PER_HOUR, gib, seconds
 
 COMPARED_STEPS = 20
 
 
-def dollars_per_million_tokens(price_per_gpu_hour: float | None, speed: StepTime | None) -> Interval | None:
-    """At the fast end and at the slow end; None without a price or a speed."""
+def dollars_per_million_tokens(price_per_gpu_hour: float | None, speed: StepTime | None) -> Range | None:
+    """Return the price at the fast and at the slow end; None without a price or a speed."""
     if price_per_gpu_hour is None or speed is None:
         return None
     slow, fast = speed.tokens_per_second_per_gpu
     return price_per_gpu_hour / (fast * SECONDS_PER_HOUR) * 1e6, price_per_gpu_hour / (slow * SECONDS_PER_HOUR) * 1e6
 
 
-def as_json(found: Recommendation, ask: Ask, *, model: str, wish: str, price: float | None) -> dict[str, Any]:
-    """As `toolkit recommend --json` gives it."""
+def recommendation_json(
+    recommendation: Recommendation, request: RecommendRequest, *, model: str, objective: str, price: float | None
+) -> dict[str, Any]:
+    """Return the recommendation as `toolkit recommend --json` prints it; `price` is in dollars per GPU-hour."""
+    choice, others, why_not = recommendation.choice, recommendation.others, recommendation.why_not
     return {
         "model": model,
-        "num_params": ask.shape.num_params,
-        "gpu": ask.gpu.name,
-        "world_size": ask.world_size,
-        "wish": wish,
-        "choice": _row(found.choice, ask, price),
-        "reasons": list(found.reasons),
-        "others": [_row(other, ask, price) | {"why_not": found.why_not[other.preset.name]} for other in found.others],
-        "why_not": found.why_not,
-        "rule_of_thumb": found.rule_of_thumb,
-        "scaling": [asdict(point) for point in scaling_of(found.choice, ask)],
-        "command": train_command(found.choice, ask, model),
-        "compare_command": compare_command([found.choice, *found.others], ask, model),
+        "num_params": request.shape.num_params,
+        "gpu": request.gpu.name,
+        "world_size": request.world_size,
+        "wish": objective,
+        "choice": _row(choice, request, price),
+        "reasons": list(recommendation.reasons),
+        "others": [_row(other, request, price) | {"why_not": why_not[other.preset.name]} for other in others],
+        "why_not": why_not,
+        "rule_of_thumb": recommendation.rule_of_thumb,
+        "scaling": [asdict(point) for point in scaling_of(choice, request)],
+        "command": train_command(choice, request, model),
+        "compare_command": compare_command([choice, *others], request, model),
     }
 
 
-def _row(candidate: Candidate, ask: Ask, price: float | None) -> dict[str, Any]:
+def _row(candidate: Candidate, request: RecommendRequest, price: float | None) -> dict[str, Any]:
     job, memory, speed = candidate.job, candidate.memory, candidate.speed
     return {
         "preset": candidate.preset.name,
         "per_device_train_batch_size": job.per_device_train_batch_size,
         "gradient_accumulation_steps": job.gradient_accumulation_steps,
-        "global_batch_size": ask.global_batch_size,
+        "global_batch_size": request.global_batch_size,
         "activation_checkpointing": job.activation_checkpointing,
         "verdict": candidate.verdict,
         "planned_peak_bytes": memory.planned_peak_bytes,
-        "headroom_bytes": ask.gpu.memory_bytes - memory.planned_peak_bytes,
+        "headroom_bytes": request.gpu.memory_bytes - memory.planned_peak_bytes,
         "host_bytes": memory.host.peak_bytes,
         "disk_bytes": memory.host.disk_bytes,
         "communication_bytes_per_step": None if speed is None else speed.communication_bytes_per_step,
@@ -71,60 +71,125 @@ def _row(candidate: Candidate, ask: Ask, price: float | None) -> dict[str, Any]:
     }
 
 
-def scaling_of(candidate: Candidate, ask: Ask) -> list[ScalingPoint]:
-    """From the asked number of GPUs to 1,024, the micro-batch unchanged; none where the peak is unknown."""
+def recommendation_lines(
+    recommendation: Recommendation,
+    request: RecommendRequest,
+    *,
+    model: str,
+    price: float | None = None,
+    scaling: bool = False,
+) -> list[str]:
+    """Return the recommendation as lines of text that are legible without colour."""
+    choice, others, why_not = recommendation.choice, recommendation.others, recommendation.why_not
+    lines = [
+        f"{model}: {request.shape.num_params:,} parameters, {request.job.method_text}, "
+        f"{request.job.max_seq_length:,} tokens, {request.global_batch_size} sequences per step, "
+        f"on {request.world_size} × {request.gpu.name}",
+        "",
+        f"  use       {choice.preset.name}: {choice.settings}",
+        *_facts(choice, request, price),
+        *(f"  because   {reason}" for reason in recommendation.reasons),
+        "",
+        *(f"  next      {other.preset.name}: {why_not[other.preset.name]}" for other in others),
+    ]
+    shown = {choice.preset.name, *(other.preset.name for other in others)}
+    lines += [f"  not       {name}: {reason}" for name, reason in why_not.items() if name not in shown]
+    lines += ["", *_scaling_lines(scaling_of(choice, request))] if scaling else []
+    lines += ["", "run it:", f"  {train_command(choice, request, model)}"]
+    compare = compare_command([choice, *others], request, model)
+    if compare is None:
+        return [*lines, "", "No figure above is measured; `toolkit compare` measures on one node."]
+    return [*lines, "", "No figure above is measured; this measures:", f"  {compare}"]
 
-    def speed(size: int) -> StepTime | None:
-        if (candidate.preset.max_world_size or size) < size:
-            return None
-        job = candidate.job
-        return step_time(
-            traffic_of(ask.shape, candidate.preset, job, world_size=size),
-            replace(ask.cluster, world_size=size),
-            per_device_train_batch_size=job.per_device_train_batch_size,
-            seq_length=job.max_seq_length,
-            nvme_bytes_per_second=ask.nvme_bytes_per_second,
+
+def _facts(choice: Candidate, request: RecommendRequest, price: float | None) -> list[str]:
+    memory, speed = choice.memory, choice.speed
+    left = gib(request.gpu.memory_bytes - memory.planned_peak_bytes)
+    disk = f", {gib(memory.host.disk_bytes)} on its disk" if memory.host.disk_bytes else ""
+    lines = [
+        f"  memory    {gib(memory.planned_peak_bytes)} of {gib(request.gpu.memory_bytes)} per GPU, {left} left; "
+        f"{gib(memory.host.peak_bytes)} of host memory per node{disk}"
+    ]
+    if speed is None:
+        return [*lines, "  speed     n/a: the GPU's peak is not known (`--gpu-tflops`)"]
+    low, high = speed.tokens_per_second_per_gpu
+    lines.append(
+        f"  speed     {low:,.0f} to {high:,.0f} tokens/s per GPU, MFU {speed.mfu[0]:.0%} to {speed.mfu[1]:.0%}, "
+        f"{seconds(speed.step_seconds[0])} to {seconds(speed.step_seconds[1])} per step"
+    )
+    if speed.communication_bytes_per_step:
+        fast, slow = speed.communication_seconds
+        lines.append(
+            f"  network   {speed.communication_bytes_per_step / 1e9:,.1f} GB sent per step and GPU: {seconds(fast)} to "
+            f"{seconds(slow)} without overlap"
         )
+    if speed.offload_efficiency is not None:
+        worst, best = speed.offload_efficiency
+        lines.append(f"  offload   leaves {worst:.0%} to {best:.0%} of the time to the GPU without overlap")
+    dollars = dollars_per_million_tokens(price, speed)
+    if dollars is not None:
+        lines.append(
+            f"  price     ${dollars[0]:.3f} to ${dollars[1]:.3f} per million tokens at ${price:.2f} per GPU-hour"
+        )
+    return lines
 
-    sizes = [size for size in doubled(ask.world_size) if _fills(size, ask)]
-    return scaling_curve(speed, sizes)
+
+def _scaling_lines(points: Sequence[ScalingPoint]) -> list[str]:
+    lines = ["  GPUs   tokens/s of all (low to high)   efficiency     lost to failures"]
+    for point in points:
+        low, high = point.tokens_per_second
+        worst, best = sorted(point.scaling_efficiency)
+        lines.append(
+            f"  {point.world_size:>5}  {f'{low:,.0f} to {high:,.0f}':<30}  {f'{worst:.0%} to {best:.0%}':<13}  "
+            f"{point.failure_loss:.1%}"
+        )
+    return lines
 
 
-def _fills(size: int, ask: Ask) -> bool:
-    machine = ask.job.gpus_per_machine
-    return size <= machine or size % machine == 0
+def scaling_of(candidate: Candidate, request: RecommendRequest) -> list[ScalingPoint]:
+    """Return the curve from the request's GPUs to 1,024 with the same micro-batch; empty if the peak is unknown."""
+
+    def step_time_at(world_size: int) -> StepTime | None:
+        if (candidate.preset.max_world_size or world_size) < world_size:
+            return None
+        setup = TrainingSetup(shape=request.shape, preset=candidate.preset, world_size=world_size, job=candidate.job)
+        interconnect = replace(request.interconnect, world_size=world_size)
+        return step_time(setup, interconnect, nvme_bytes_per_second=request.nvme_bytes_per_second)
+
+    per_node = request.job.gpus_per_machine
+    fills_nodes = [size for size in doublings(request.world_size) if size <= per_node or size % per_node == 0]
+    return scaling_curve(step_time_at, fills_nodes)
 
 
-def train_command(candidate: Candidate, ask: Ask, model: str) -> str:
-    """For one machine `toolkit train`; for several accelerate's launcher, once a machine."""
-    words = _training_words(candidate, model, output="OUTPUT_DIR")
-    preset, machines = candidate.preset, ask.cluster.num_machines
-    if machines == 1:
-        return f"toolkit train --preset {preset.name} --num-processes {ask.world_size} -- {words}"
-    launcher = f"accelerate launch --config_file accelerate_configs/{preset.name}.yaml --num_processes {ask.world_size}"
-    launcher += f" --num_machines {machines} --machine_rank RANK --main_process_ip HOST --main_process_port 29500"
-    degree = preset.dp_shard_size(ask.world_size)
+def train_command(candidate: Candidate, request: RecommendRequest, model: str) -> str:
+    """Return the command that trains: `toolkit train` on one node, accelerate's launcher, once per node, on several."""
+    words = _training_words(candidate.job, model, output="OUTPUT_DIR")
+    preset, nodes = candidate.preset, request.interconnect.num_nodes
+    if nodes == 1:
+        return f"toolkit train --preset {preset.name} --num-processes {request.world_size} -- {words}"
+    config = f"accelerate_configs/{preset.name}.yaml"
+    launcher = f"accelerate launch --config_file {config} --num_processes {request.world_size}"
+    launcher += f" --num_machines {nodes} --machine_rank RANK --main_process_ip HOST --main_process_port 29500"
+    degree = preset.dp_shard_size(request.world_size)
     launcher += "" if degree is None else f" --parallelism_config_dp_shard_size {degree}"
     return f"{launcher} -m toolkit.train {words}"
 
 
-def compare_command(compared: Sequence[Candidate], ask: Ask, model: str) -> str | None:
-    """The same job under each, with settings that all of them fit; None for several machines."""
-    if ask.cluster.num_machines > 1:
+def compare_command(compared: Sequence[Candidate], request: RecommendRequest, model: str) -> str | None:
+    """Return the command that compares candidates on settings that all of them fit; None for several nodes."""
+    if request.interconnect.num_nodes > 1:
         return None
-    smallest = min(one.job.per_device_train_batch_size for one in compared)
-    checkpointing = any(one.job.activation_checkpointing for one in compared)
-    common = replace(compared[0], job=ask.job_of(smallest, checkpointing=checkpointing))
-    presets = " ".join(f"--preset {one.preset.name}" for one in compared)
-    words = _training_words(common, model, output=None)
+    smallest = min(candidate.job.per_device_train_batch_size for candidate in compared)
+    checkpointing = any(candidate.job.activation_checkpointing for candidate in compared)
+    job = request.job_with(micro_batch=smallest, checkpointing=checkpointing)
+    presets = " ".join(f"--preset {candidate.preset.name}" for candidate in compared)
     return (
-        f"toolkit compare {presets} --num-processes {ask.world_size} --output COMPARISON_DIR -- "
-        f"{words} --max_steps {COMPARED_STEPS}"
+        f"toolkit compare {presets} --num-processes {request.world_size} --output COMPARISON_DIR -- "
+        f"{_training_words(job, model, output=None)} --max_steps {COMPARED_STEPS}"
     )
 
 
-def _training_words(candidate: Candidate, model: str, *, output: str | None) -> str:
-    job = candidate.job
+def _training_words(job: TrainingJob, model: str, *, output: str | None) -> str:
     folder = str(Path(model).parent) if model.endswith("config.json") else model
     words = ["--model_name_or_path", folder, "--dataset", "DATASET", "--max_seq_length", str(job.max_seq_length)]
     words += ["--per_device_train_batch_size", str(job.per_device_train_batch_size)]

@@ -1,6 +1,7 @@
-"""A preset's files in the form that a program wants, which hold from any working directory.
+"""A preset's files in the form that a program reads, valid from any working directory.
 
->>> print(shown(load_preset("ddp"), "accelerate"), end="")
+>>> from toolkit.presets import load_preset
+>>> print(preset_text(load_preset("ddp"), "accelerate"), end="")
 # Model, gradients and optimizer states fit on one GPU: replicate them, and only gradients travel.
 distributed_type: MULTI_GPU
 mixed_precision: bf16
@@ -19,17 +20,17 @@ import yaml
 
 from toolkit.errors import ToolkitError
 from toolkit.presets.preset import Preset
-from toolkit.presets.trainer import launcher_environment, trainer_arguments
+from toolkit.presets.training_arguments import strategy_variables, trainer_arguments
 
 FORMS = ("accelerate", "deepspeed", "trainer")
-# The one line of a YAML that depends on where its pair lies.
+# The only line of a YAML that depends on the location of its JSON.
 JSON_LINE = re.compile(r"^(\s*deepspeed_config_file:\s*)\S.*$", re.MULTILINE)
 
 
-def shown(preset: Preset, form: str) -> str:
-    """The preset in one form: accelerate's YAML, DeepSpeed's JSON, or a YAML of training arguments.
+def preset_text(preset: Preset, form: str) -> str:
+    """Return the preset as accelerate's YAML, as DeepSpeed's JSON, or as a YAML of training arguments.
 
-    Raises ToolkitError for an unknown form, and for DeepSpeed's where the preset has none.
+    Raises ToolkitError for an unknown form, and for `deepspeed` where the preset has no JSON.
     """
     if form == "accelerate":
         return accelerate_text(preset, preset.deepspeed_config_path)
@@ -46,7 +47,10 @@ def shown(preset: Preset, form: str) -> str:
 
 
 def accelerate_text(preset: Preset, json_path: Path | None) -> str:
-    """The YAML, comments kept, its JSON as an absolute path: accelerate resolves any other from where it is started."""
+    """Return the YAML with its comments, and its JSON as an absolute path.
+
+    accelerate resolves a relative path against the working directory.
+    """
     text = preset.accelerate_config_path.read_text()
     if json_path is None:
         return text
@@ -54,17 +58,17 @@ def accelerate_text(preset: Preset, json_path: Path | None) -> str:
     moved = JSON_LINE.sub(lambda line: line[1] + quoted, text)
     wanted = preset.accelerate_config()
     wanted["deepspeed_config"]["deepspeed_config_file"] = str(json_path.absolute())
-    # A user's own file may write the block in another style; it is then written anew, without its comments.
+    # A user's file may use another YAML style; it is then written again, without its comments.
     return moved if yaml.safe_load(moved) == wanted else yaml.safe_dump(wanted, sort_keys=False)
 
 
 def trainer_text(preset: Preset) -> str:
-    """Training arguments as YAML, and in comments what only the environment can say."""
+    """Return training arguments as YAML, with comments for what only environment variables can set."""
     arguments: dict[str, Any] = trainer_arguments(preset, precision=preset.mixed_precision)
     if preset.deepspeed_config_path is not None:
         arguments["deepspeed"] = str(preset.deepspeed_config_path)
     lines = [f"# {preset.summary}"] if preset.summary else []
-    environment = launcher_environment(preset, precision=preset.mixed_precision)
+    environment = strategy_variables(preset, precision=preset.mixed_precision)
     if preset.replicas > 1:
         environment["PARALLELISM_CONFIG_DP_SHARD_SIZE"] = f"...  (processes / {preset.replicas})"
     if preset.engine == "fsdp2":
@@ -74,22 +78,22 @@ def trainer_text(preset: Preset) -> str:
 
 
 def export_presets(presets: Sequence[Preset], folder: Path, *, force: bool) -> list[Path]:
-    """Copy each pair into one folder, the JSON beside its YAML; the paths written, YAML first.
+    """Copy presets into one folder, each JSON beside its YAML, and return the paths written, YAML first.
 
-    Raises ToolkitError before anything is written where a file is there already and `force` is not given.
+    Raises ToolkitError, before anything is written, if a file exists and `force` is False.
     """
     texts: dict[Path, str] = {}
     for preset in presets:
         json_path = None if preset.deepspeed_config_path is None else folder / f"{preset.name}.json"
         texts[folder / f"{preset.name}.yaml"] = accelerate_text(preset, json_path)
         if json_path is not None:
-            texts[json_path] = shown(preset, "deepspeed")
+            texts[json_path] = preset_text(preset, "deepspeed")
     present = [path for path in texts if path.exists()]
     if present and not force:
-        raise ToolkitError(f"{present[0]} is already there; nothing was written", hint="`--force` overwrites it")
+        raise ToolkitError(f"{present[0]} exists already; nothing was written", hint="`--force` overwrites it")
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        for path in sorted(texts, key=lambda path: path.suffix):  # a YAML never names a JSON that is not there yet
+        for path in sorted(texts, key=lambda path: path.suffix):  # a YAML never names a JSON that does not exist yet
             _write(path, texts[path])
     except OSError as error:
         raise ToolkitError(f"{folder} cannot be written: {error.strerror}", hint="name another folder") from None

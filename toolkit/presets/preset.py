@@ -1,20 +1,21 @@
-"""One preset: an accelerate YAML, its DeepSpeed JSON if it names one, and what the pair promises.
+"""Presets: found by name or read from a user's own accelerate YAML.
 
->>> read_preset(Path("accelerate_configs/zero3.yaml")).engine
+>>> load_preset("zero3").engine
 'deepspeed'
+>>> "ddp" in preset_names()
+True
 """
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import yaml
-
-from toolkit.errors import ToolkitError
-from toolkit.presets.keys import check_accelerate_keys, check_deepspeed_keys
+from toolkit.errors import ToolkitError, nearest
+from toolkit.presets.known_keys import check_accelerate_keys, check_deepspeed_keys
+from toolkit.presets.spec import PresetSpec, read_mapping
+from toolkit.presets.training_arguments import training_arguments
 
 if TYPE_CHECKING:
     from transformers import TrainingArguments
@@ -25,89 +26,28 @@ ENGINE_OF_TYPE = {"NO": "none", "MULTI_GPU": "ddp", "MULTI_CPU": "ddp", "DEEPSPE
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Preset:
-    """What a pair of files promises; the files themselves stay the only truth."""
+class Preset(PresetSpec):
+    """A preset, as `load_preset` and `read_preset` return it."""
 
-    name: str
-    """The stem of the accelerate YAML."""
-    summary: str
-    """When to choose it: the first comment line of the YAML."""
-    engine: str
-    """`none`, `ddp`, `deepspeed` or `fsdp2`."""
-    sharding: str
-    """`replicate`, `shard_optimizer`, `shard_grad_op`, `full_shard` or `hybrid_shard`."""
-    offload_optimizer: str | None
-    """`cpu`, `nvme` or None."""
-    offload_param: str | None
-    """`cpu`, `nvme` or None."""
-    mixed_precision: str
-    """Compute dtype on a GPU: `bf16`, `fp16` or `no` (fp32)."""
-    min_world_size: int
-    max_world_size: int | None = None
-    """1 where there is nobody to share with; None: as many as there are."""
-    world_size_multiple: int = 1
-    """The number of processes must be a multiple of it: replicas of a hybrid mesh, GPUs of a ZeRO++ machine."""
-    replicas: int = 1
-    """Copies of the whole model that a hybrid mesh keeps, unless the launcher's flags say otherwise."""
-    needs_gpu: str | None = None
-    """Why a CPU cannot run it, or None where it can."""
-    accelerate_config_path: Path
-    deepspeed_config_path: Path | None
-
-    @property
-    def sharded_parts(self) -> tuple[str, ...]:
-        """The model states that each rank holds only a share of between steps."""
-        if self.sharding == "shard_grad_op" and self.engine == "fsdp2":
-            return ("parameter", "gradient", "optimizer")  # parameters are whole from forward to backward only
-        return {
-            "replicate": (),
-            "shard_optimizer": ("optimizer",),
-            "shard_grad_op": ("gradient", "optimizer"),
-        }.get(self.sharding, ("parameter", "gradient", "optimizer"))
-
-    @property
-    def processes(self) -> str:
-        """How many processes it trains in, for people: `1`, `2+`, `8+, by 8`."""
-        if self.max_world_size == self.min_world_size:
-            return str(self.min_world_size)
-        step = f", by {self.world_size_multiple}" if self.world_size_multiple > 1 else ""
-        return f"{self.min_world_size}+{step}"
-
-    def dp_shard_size(self, world_size: int) -> int | None:
-        """Ranks that share one copy of the model in a hybrid mesh; None where the launcher needs no such degree."""
-        return world_size // self.replicas if self.replicas > 1 else None
-
-    def accelerate_config(self) -> dict[str, Any]:
-        """The YAML as accelerate reads it, its DeepSpeed JSON as an absolute path."""
-        config = _read_mapping(self.accelerate_config_path)
-        if self.deepspeed_config_path is not None:
-            config["deepspeed_config"]["deepspeed_config_file"] = str(self.deepspeed_config_path)
-        return config
-
-    def deepspeed_config(self) -> dict[str, Any] | None:
-        """The DeepSpeed JSON as a dict, or None for another engine."""
-        return None if self.deepspeed_config_path is None else _read_mapping(self.deepspeed_config_path)
-
-    def training_arguments(self, **training_arguments: Any) -> TrainingArguments:
-        """A `transformers.TrainingArguments` with this strategy in force, for a Trainer of your own.
+    def training_arguments(self, **arguments: Any) -> TrainingArguments:
+        """Return a `transformers.TrainingArguments` that puts this strategy in effect, for a Trainer of your own.
 
         Call it before the model is loaded, in a script started with torchrun or with `accelerate launch` without a
-        configuration file. Takes all of `TrainingArguments`' own, at least `output_dir`. bf16 on a GPU and fp32 on a
-        CPU unless given; load the model with `dtype=torch.float32`, so that there are fp32 masters.
+        configuration file. It takes every argument of `TrainingArguments`, at least `output_dir`. The default
+        precision is the preset's on a GPU and fp32 on a CPU. Load the model with `dtype=torch.float32`, which gives
+        fp32 master weights.
 
-        Raises ToolkitError for what would silently put something else in force.
+        Raises ToolkitError for anything that would silently put another strategy in effect.
         """
-        from toolkit.presets import door
-
-        return door.training_arguments(self, training_arguments)
+        return training_arguments(self, arguments)
 
     def texts(self) -> dict[str, str]:
-        """File name to text of each file of the pair, for a run folder."""
+        """Return file name to text for each of the preset's files, as a run folder records them."""
         paths = [self.accelerate_config_path, self.deepspeed_config_path]
         return {f"{path.parent.name}/{path.name}": path.read_text() for path in paths if path is not None}
 
     def as_row(self) -> dict[str, Any]:
-        """The preset as `toolkit presets --json` gives it."""
+        """Return the preset as `toolkit presets --json` prints it."""
         json_path = self.deepspeed_config_path
         return {
             "name": self.name,
@@ -123,16 +63,50 @@ class Preset:
         }
 
 
+def presets_root() -> Path:
+    """Return the folder of `accelerate_configs/` and `ds_configs/`: inside the wheel, or the checkout."""
+    package = Path(__file__).resolve().parent.parent
+    packed = package / "_presets"
+    return packed if packed.is_dir() else package.parent
+
+
+def preset_names() -> list[str]:
+    """Return the names of all presets that ship with the toolkit, sorted."""
+    return sorted(path.stem for path in (presets_root() / "accelerate_configs").glob("*.yaml"))
+
+
+def list_presets() -> list[Preset]:
+    """Return all presets that ship with the toolkit, sorted by name."""
+    return [load_preset(name) for name in preset_names()]
+
+
+def load_preset(name: str) -> Preset:
+    """Load a preset by name, or by the path of an accelerate YAML.
+
+    Raises ToolkitError for an unknown name, with all names and the nearest one.
+    """
+    if name.endswith((".yaml", ".yml")):
+        return read_preset(Path(name))
+    names = preset_names()
+    if name not in names:
+        close = nearest(name, names)
+        raise ToolkitError(
+            f"unknown preset {name!r}; available: {', '.join(names)}",
+            hint=f"did you mean `{close}`?" if close else "see `toolkit presets`",
+        )
+    return read_preset(presets_root() / "accelerate_configs" / f"{name}.yaml")
+
+
 def read_preset(path: Path) -> Preset:
-    """Read an accelerate YAML, ours or a user's, and say what it promises.
+    """Read an accelerate YAML, ours or a user's, and the DeepSpeed JSON that it names.
 
     Raises ToolkitError for a file that cannot be read, an unknown key, FSDP1, or an unknown engine.
     """
-    config = _read_mapping(path)
+    config = read_mapping(path)
     check_accelerate_keys(config, path)
     engine = _engine(config, path)
     json_path = _deepspeed_path(config, path)
-    promise = _deepspeed_promise(json_path, path) if engine == "deepspeed" else _torch_promise(config, path)
+    fields = _deepspeed_fields(json_path, path) if engine == "deepspeed" else _torch_fields(config, path)
     return Preset(
         name=path.stem,
         summary=_first_comment(path),
@@ -140,20 +114,8 @@ def read_preset(path: Path) -> Preset:
         max_world_size=1 if engine == "none" else None,
         accelerate_config_path=path.resolve(),
         deepspeed_config_path=json_path,
-        **promise,
+        **fields,
     )
-
-
-def _read_mapping(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text()) if path.suffix == ".json" else yaml.safe_load(path.read_text())
-    except FileNotFoundError:
-        raise ToolkitError(f"no such file: {path}") from None
-    except (ValueError, yaml.YAMLError, OSError) as error:
-        raise ToolkitError(f"{path} cannot be read: {' '.join(str(error).split())}") from None
-    if not isinstance(content, dict):
-        raise ToolkitError(f"{path} holds {type(content).__name__}, expected keys and values")
-    return content
 
 
 def _first_comment(path: Path) -> str:
@@ -173,27 +135,27 @@ def _engine(config: dict[str, Any], path: Path) -> str:
 
 
 def _deepspeed_path(config: dict[str, Any], path: Path) -> Path | None:
-    """accelerate resolves the JSON against the working directory; beside the YAML's folder any directory will do."""
+    """accelerate resolves the JSON against the working directory; here a path relative to the YAML works as well."""
     named: str | None = (config.get("deepspeed_config") or {}).get("deepspeed_config_file")
     if named is None:
         return None
     tried = [path.resolve().parent.parent / named, path.resolve().parent / named, Path.cwd() / named]
     found = next((candidate for candidate in tried if candidate.is_file()), None)
     if found is None:
-        raise ToolkitError(f"{path}: deepspeed_config_file {named!r} is not there", hint=f"looked in {tried[0]}")
+        raise ToolkitError(f"{path}: deepspeed_config_file {named!r} does not exist", hint=f"tried {tried[0]} first")
     return found.resolve()
 
 
-def _deepspeed_promise(json_path: Path | None, path: Path) -> dict[str, Any]:
+def _deepspeed_fields(json_path: Path | None, path: Path) -> dict[str, Any]:
     if json_path is None:
         raise ToolkitError(
             f"{path}: deepspeed_config names no deepspeed_config_file",
             hint="put the DeepSpeed settings into a JSON file and name it there",
         )
-    deepspeed = _read_mapping(json_path)
+    deepspeed = read_mapping(json_path)
     check_deepspeed_keys(deepspeed, json_path)
     zero = deepspeed.get("zero_optimization") or {}
-    hpz = _machine_size(zero, json_path)
+    hpz = _hpz_partition_size(zero, json_path)
     quantized = [key for key in QUANTIZED_KEYS if zero.get(key)]
     return {
         "sharding": "hybrid_shard" if hpz > 1 else SHARDING_OF_STAGE[_stage(zero, json_path)],
@@ -213,11 +175,11 @@ def _stage(zero: dict[str, Any], path: Path) -> int:
     return int(stage)
 
 
-def _machine_size(zero: dict[str, Any], path: Path) -> int:
-    """ZeRO++ keeps a second copy of the parameters within groups of this many ranks; 1 where there is none."""
+def _hpz_partition_size(zero: dict[str, Any], path: Path) -> int:
+    """ZeRO++ keeps a second copy of the parameters within groups of this many ranks; 1 means none."""
     size = zero.get("zero_hpz_partition_size", 1)
     if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-        raise ToolkitError(f"{path}: zero_hpz_partition_size is {size!r}, expected the number of GPUs of a machine")
+        raise ToolkitError(f"{path}: zero_hpz_partition_size is {size!r}, expected the number of GPUs per node")
     return size
 
 
@@ -227,21 +189,21 @@ def _offload_device(zero: dict[str, Any], block: str) -> str | None:
 
 
 def _deepspeed_precision(deepspeed: dict[str, Any]) -> str:
-    """A block that is `auto` leaves the value to `TrainingArguments`, and names the precision that it is for."""
+    """`auto` in a precision block leaves the value to `TrainingArguments`, but still names the precision."""
     for precision in ("bf16", "fp16"):
         if (deepspeed.get(precision) or {}).get("enabled") in (True, "auto"):
             return precision
     return "no"
 
 
-def _torch_promise(config: dict[str, Any], path: Path) -> dict[str, Any]:
+def _torch_fields(config: dict[str, Any], path: Path) -> dict[str, Any]:
     fsdp = config.get("fsdp_config") or {}
     offload = "cpu" if fsdp.get("fsdp_offload_params") else None
     replicas = _replicas(config, path)
-    sharded = 2 if config.get("distributed_type") == "FSDP" else 1
+    min_shards = 2 if config.get("distributed_type") == "FSDP" else 1
     return {
         "sharding": _fsdp_sharding(config, fsdp, path),
-        "min_world_size": sharded * replicas,
+        "min_world_size": min_shards * replicas,
         "world_size_multiple": replicas,
         "replicas": replicas,
         "offload_optimizer": offload,
@@ -251,7 +213,7 @@ def _torch_promise(config: dict[str, Any], path: Path) -> dict[str, Any]:
 
 
 def _replicas(config: dict[str, Any], path: Path) -> int:
-    """The replicate degree of a hybrid mesh; 1 where there is none."""
+    """The replicate degree of a hybrid mesh; 1 for any other."""
     replicas = (config.get("parallelism_config") or {}).get("parallelism_config_dp_replicate_size", 1)
     if not isinstance(replicas, int) or isinstance(replicas, bool) or replicas < 1:
         raise ToolkitError(f"{path}: parallelism_config_dp_replicate_size is {replicas!r}, expected 1 or more")

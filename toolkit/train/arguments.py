@@ -1,4 +1,4 @@
-"""Flags, a YAML file, or both, into the three dataclasses of the training script.
+"""Flags, a YAML file, or both, parsed into the three dataclasses of the training script.
 
 accelerate launch ... -m toolkit.train config.yaml --max_steps 8
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -15,14 +16,38 @@ import torch
 from transformers import HfArgumentParser, TrainingArguments
 
 from toolkit.errors import ToolkitError
-from toolkit.presets.trainer import chosen_precision
-from toolkit.runs.arguments import DataArguments, ModelArguments
-from toolkit.runs.argv import CONFIG_SUFFIXES, flag, read_arguments, read_config_file
-from toolkit.runs.switches import check_switches, recomputes
-from toolkit.train.promise import Promise
-from toolkit.train.switches import engine_values, rate_lines, rate_values, scaled_learning_rate
+from toolkit.presets.training_arguments import resolve_precision
+from toolkit.run.argument_checks import check_arguments
+from toolkit.run.learning_rate import WARMUP_SHARE, ScaledRate, scaled_rate
+from toolkit.run.script_arguments import (
+    CONFIG_SUFFIXES,
+    DataArguments,
+    ModelArguments,
+    flag,
+    read_arguments,
+    read_config_file,
+    uses_activation_checkpointing,
+)
+from toolkit.train.launch_context import LaunchContext
 
-Arguments = tuple[ModelArguments, DataArguments, TrainingArguments]
+REQUIRED = ("model_name_or_path", "dataset", "output_dir")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Arguments:
+    """The arguments in effect, with what the preset and the node decide filled in."""
+
+    model: ModelArguments
+    data: DataArguments
+    training: TrainingArguments
+    argv: Sequence[str]
+    """The training arguments as they were given."""
+    scaled_rate: ScaledRate | None = None
+    """The learning rate scaled with the global batch size; None where `--lr_scaling` is off."""
+    activation_checkpointing: bool = False
+    """Switched on by the user, whichever library carries it out: under FSDP2 `training` does not have it."""
+    notes: list[str] = field(default_factory=list)
+    """Warnings and explanations for the log."""
 
 
 class _Parser(HfArgumentParser):  # type: ignore[misc]
@@ -30,40 +55,51 @@ class _Parser(HfArgumentParser):  # type: ignore[misc]
         raise ToolkitError(message, hint="see `python -m toolkit.train --help`")
 
 
-def parse(argv: Sequence[str], promise: Promise) -> Arguments:
-    """The arguments with what the preset and the machine decide filled in.
+def parse_args(argv: Sequence[str], launch: LaunchContext) -> Arguments:
+    """Parse the training script's arguments and set the environment that accelerate reads.
 
-    Raises ToolkitError for an unknown or missing argument, or a value that transformers refuses.
+    Raises ToolkitError for an unknown or missing argument, and for a value that transformers refuses.
     """
     given = read_arguments(argv) if "--help" not in argv else {}
-    values = vars(_namespace(list(argv)))
-    for name in ("model_name_or_path", "dataset", "output_dir"):
+    values = vars(_parse_flags(list(argv)))
+    for name in REQUIRED:
         if given.get(name) is None:
             raise ToolkitError(f"--{name} is missing", hint=f"add `--{name} ...`, or `{name}: ...` in a YAML file")
-    values |= _decided_by_machine(given, promise)
-    warnings = check_switches(
-        given, promise.preset, num_processes=promise.world_size, on_cpu=bool(values.get("use_cpu"))
+    values |= _device_and_precision(given, launch) | _defaults_unless_given(given)
+    warnings = check_arguments(
+        given,
+        launch.preset,
+        num_processes=launch.world_size,
+        on_cpu=bool(values.get("use_cpu")),
+        purpose="launched",
     )
-    rate = scaled_learning_rate(values)
-    recompute = recomputes(values)
-    values |= engine_values(values, promise) | rate_values(rate, given)
+    rate, checkpointing = _scaled_learning_rate(values), uses_activation_checkpointing(values)
+    if checkpointing:
+        values |= _activation_checkpointing(launch, offload=bool(values["activation_checkpointing_offload"]))
+    if rate is not None:
+        values |= _rate_and_warmup(rate, given)
     try:
         model, data, training = _parser().parse_dict(values)
     except (ValueError, TypeError, NotImplementedError) as error:
         raise ToolkitError(" ".join(str(error).split())) from None
-    if promise.preset is not None and promise.preset.engine == "none":
+    if launch.preset is not None and launch.preset.engine == "none":
         training._n_gpu = min(training._n_gpu, 1)  # with several visible GPUs the Trainer would run DataParallel
-    # What run.json and the attestation ask for; no fields of transformers', so that it saves nothing of them.
-    training.scaled_rate, training.recompute_by_engine = rate, recompute
-    training.notes = [*(f"warning: {line}" for line in warnings), *rate_lines(rate, training)]
-    return model, data, training
+    return Arguments(
+        model=model,
+        data=data,
+        training=training,
+        argv=argv,
+        scaled_rate=rate,
+        activation_checkpointing=checkpointing,
+        notes=[*(f"warning: {line}" for line in warnings), *_rate_lines(rate, training)],
+    )
 
 
 def _parser() -> _Parser:
     return _Parser((ModelArguments, DataArguments, TrainingArguments), prog="python -m toolkit.train")
 
 
-def _namespace(argv: list[str]) -> argparse.Namespace:
+def _parse_flags(argv: list[str]) -> argparse.Namespace:
     parser = _parser()
     if argv and argv[0].endswith(CONFIG_SUFFIXES):
         parser.set_defaults(**read_config_file(Path(argv.pop(0))))
@@ -71,29 +107,65 @@ def _namespace(argv: list[str]) -> argparse.Namespace:
     return namespace
 
 
-def _decided_by_machine(given: dict[str, Any], promise: Promise) -> dict[str, Any]:
-    """CPU where there is no GPU, and the preset's precision on a GPU (fp32 on a CPU) unless the user says."""
-    decided: dict[str, Any] = {"remove_unused_columns": False}  # the collator reads columns that no model takes
+def _device_and_precision(given: dict[str, Any], launch: LaunchContext) -> dict[str, Any]:
+    """Choose the CPU where there is no GPU; the preset's precision on a GPU and fp32 on a CPU, unless given."""
+    values: dict[str, Any] = {}
     if not torch.cuda.is_available():
-        decided["use_cpu"] = True
-        os.environ["ACCELERATE_USE_CPU"] = "false" if _is_deepspeed() else "true"
-    on_cpu = bool(decided.get("use_cpu") or given.get("use_cpu"))
-    if on_cpu and promise.preset is not None and promise.preset.needs_gpu is not None:
-        raise ToolkitError(f"preset {promise.preset.name!r} does not run on a CPU: {promise.preset.needs_gpu}")
-    said: dict[str, Any] = {name: flag(given[name]) for name in ("bf16", "fp16") if name in given}
-    promised = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")  # the launcher's
-    if promise.preset is not None:
-        promised = promise.preset.mixed_precision
-    precision = chosen_precision(said, promised, on_cpu=on_cpu)
-    decided |= {"bf16": precision == "bf16", "fp16": precision == "fp16"}
+        values["use_cpu"] = True
+        # With ACCELERATE_USE_CPU, accelerate turns a DeepSpeed run into DDP.
+        deepspeed = os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true"
+        os.environ["ACCELERATE_USE_CPU"] = "false" if deepspeed else "true"
+    on_cpu = bool(values.get("use_cpu") or given.get("use_cpu"))
+    specified = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")  # by the launcher
+    if launch.preset is not None:
+        specified = launch.preset.mixed_precision
+    flags: dict[str, Any] = {name: flag(given[name]) for name in ("bf16", "fp16") if name in given}
+    precision = resolve_precision(flags, specified, on_cpu=on_cpu)
     os.environ["ACCELERATE_MIXED_PRECISION"] = precision
-    if "disable_tqdm" not in given:
-        decided["disable_tqdm"] = True  # one line a step is printed instead, which a log file can hold
-    if "ddp_find_unused_parameters" not in given:
-        decided["ddp_find_unused_parameters"] = False  # the Trainer's default walks the graph once more every step
-    return decided
+    return values | {"bf16": precision == "bf16", "fp16": precision == "fp16"}
 
 
-def _is_deepspeed() -> bool:
-    """With ACCELERATE_USE_CPU, accelerate turns a DeepSpeed run into DDP."""
-    return os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true"
+def _defaults_unless_given(given: dict[str, Any]) -> dict[str, Any]:
+    defaults = {
+        "disable_tqdm": True,  # the step timer prints lines, which a log file can hold
+        "ddp_find_unused_parameters": False,  # the Trainer's default walks the graph once more every step
+    }
+    # The collator reads columns that no model takes.
+    return {"remove_unused_columns": False} | {n: value for n, value in defaults.items() if n not in given}
+
+
+def _activation_checkpointing(launch: LaunchContext, *, offload: bool) -> dict[str, Any]:
+    """Return the Trainer's arguments that make one switch mean the same under every engine."""
+    if launch.preset is not None and launch.preset.engine == "fsdp2":
+        # accelerate's plugin reads these; the Trainer's own would gather each layer's weights once more in backward
+        os.environ["FSDP_ACTIVATION_CHECKPOINTING"] = "true"
+        os.environ["FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD"] = str(offload).lower()
+        return {"activation_checkpointing": False, "gradient_checkpointing": None}
+    return {"activation_checkpointing_kwargs": {"use_reentrant": False, "offload": True}} if offload else {}
+
+
+def _scaled_learning_rate(values: dict[str, Any]) -> ScaledRate | None:
+    if values["lr_scaling"] is None:
+        return None
+    sequences_per_rank = int(values["per_device_train_batch_size"]) * int(values["gradient_accumulation_steps"])
+    return scaled_rate(
+        float(values["learning_rate"]),
+        rule=values["lr_scaling"],
+        global_batch_size=sequences_per_rank * int(os.environ.get("WORLD_SIZE", "1")),
+        reference_batch_size=int(values["lr_reference_batch_size"]),
+    )
+
+
+def _rate_and_warmup(rate: ScaledRate, given: dict[str, Any]) -> dict[str, Any]:
+    """Warm up to a rate that is higher than the base, unless the user gives the warm-up."""
+    warms_up = rate.learning_rate > rate.base_learning_rate and "warmup_steps" not in given
+    return {"learning_rate": rate.learning_rate} | ({"warmup_steps": WARMUP_SHARE} if warms_up else {})
+
+
+def _rate_lines(rate: ScaledRate | None, training: TrainingArguments) -> list[str]:
+    if rate is None:
+        return []
+    if not training.warmup_steps:
+        return [f"{rate.sentence}, without warm-up"]
+    warmup = f"{training.warmup_steps:.0%} of the" if training.warmup_steps < 1 else f"{training.warmup_steps:.0f}"
+    return [f"{rate.sentence}, after a warm-up of {warmup} steps (`--warmup_steps` changes it)"]

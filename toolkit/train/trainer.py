@@ -1,57 +1,77 @@
-"""transformers' Trainer, with the meter told what each micro-step trained on.
+"""transformers' Trainer with a step timer and complete-or-absent checkpoints, and how it is built for a run.
 
-Nothing of the training is changed: batches, losses and the gradient norm pass by and are written down.
+Training itself is unchanged: batches, losses and the gradient norm are recorded as they pass.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.utils.data import SequentialSampler
-from transformers import Trainer
+from transformers import PrinterCallback, Trainer, TrainerCallback
 from transformers.trainer_pt_utils import LengthGroupedSampler
 
-from toolkit.runs.checkpoints import files_of, saving_folder
-from toolkit.train.batches import BATCH_FACTS
-from toolkit.train.checkpointing import finish_checkpoint, leave_out_tied_weights
-from toolkit.train.evaluation import EvaluatedTokens
-from toolkit.train.failure import Progress
-from toolkit.train.meter import Meter, watch_waits
-from toolkit.train.sampling import SeededLengthGroups
-from toolkit.train.stream_loading import States, noting, stream_loader, write_lanes
-from toolkit.train.streaming import TokenStream
+from toolkit.run.checkpoints import checkpoint_files, saving_folder
+from toolkit.train.active_run import ActiveRun
+from toolkit.train.attest.attestation import Attestation
+from toolkit.train.attest.readings import RankReading
+from toolkit.train.attest.training_methods import expected_methods
+from toolkit.train.checkpointing.manifest import (
+    fingerprint,
+    finish_checkpoint,
+    leave_out_tied_weights,
+    manifest_facts,
+)
+from toolkit.train.checkpointing.resume import UniversalCheckpoint, is_universal
+from toolkit.train.data.collation import BATCH_FACTS, SeededLengthGroups
+from toolkit.train.data.dataset import Data, make_collator
+from toolkit.train.data.packing import check_model_packs
+from toolkit.train.data.stream_loader import (
+    LaneStates,
+    record_lane_states,
+    resume_stream,
+    stream_loader,
+    write_lane_states,
+)
+from toolkit.train.data.streaming import TokenStream
+from toolkit.train.engine.comm_hooks import CommunicationHook
+from toolkit.train.engine.nvme_offload import NvmeOffload, offload_blocks
+from toolkit.train.metrics.early_stopping import EarlyStopping
+from toolkit.train.metrics.evaluation import EvaluatedTokens, Evaluations
+from toolkit.train.metrics.profiler import MemorySnapshot, Profiler
+from toolkit.train.metrics.step_breakdown import DATA_WAIT_EVENT
+from toolkit.train.metrics.timer import StepTimer, time_waits_in_forward
 
 
 class MeasuredTrainer(Trainer):  # type: ignore[misc]
     """A Trainer whose collator adds the batch's facts under `BATCH_FACTS`."""
 
-    def __init__(self, *args: Any, meter: Meter, progress: Progress, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.meter, self.progress = meter, progress
-        self.manifest_facts: Callable[[], dict[str, Any]] = dict
-        self.live_answer: Callable[[], dict[str, Any] | None] = lambda: None
-        self.watched = bool(self.args.torch_compile)
-        """Whether the meter knows when the model's forward waits for other ranks, or hooks would break its graph."""
+    def __init__(self, *, run: ActiveRun, timer: StepTimer, **kwargs: Any) -> None:
+        super().__init__(args=run.arguments.training, **kwargs)
+        self.run, self.timer, self.progress = run, timer, run.progress
+        self.times_waits = bool(self.args.torch_compile)
+        """True once the timer is told when forward waits for other ranks. Hooks would break a compiled graph."""
         self.staging: Path | None = None
         """Where a checkpoint is being written; None while none is."""
         self.evaluated = EvaluatedTokens()
         streamed = isinstance(self.train_dataset, TokenStream)
-        self.lane_states: States = self.train_dataset.own_states() if streamed else {}
-        """Of a stream: where each lane of this rank stands behind what is trained on."""
+        self.lane_states: LaneStates = self.train_dataset.own_states() if streamed else {}
+        """Position of each lane of this rank in a stream, after what has been trained on."""
         self.saves: list[dict[str, Any]] = []
-        """Each save of this run, for run.json; of rank 0."""
+        """Each save of this run, for run.json; on rank 0."""
 
     def training_step(self, model: Any, inputs: dict[str, Any], num_items_in_batch: Any = None) -> torch.Tensor:
-        self.meter.add_batch(inputs.pop(BATCH_FACTS, None))
+        self.timer.add_batch(inputs.pop(BATCH_FACTS, None))
         self.progress.phase, self.progress.micro_steps = "forward", self.progress.micro_steps + 1
         loss: torch.Tensor = super().training_step(model, inputs, num_items_in_batch)
         self.progress.phase = "step"
-        self._climb("backward")
-        self.meter.add_loss(loss)
+        self._record_memory("backward")
+        self.timer.add_loss(loss)
         return loss
 
     def get_train_dataloader(self) -> Any:
@@ -62,30 +82,30 @@ class MeasuredTrainer(Trainer):  # type: ignore[misc]
     def get_batch_samples(self, epoch_iterator: Any, *args: Any, **kwargs: Any) -> Any:
         self.progress.phase = "data"
         if isinstance(self.train_dataset, TokenStream):
-            epoch_iterator = noting(epoch_iterator, self.lane_states)
-        with torch.profiler.record_function("toolkit.data_wait"):
+            epoch_iterator = record_lane_states(epoch_iterator, self.lane_states)
+        with torch.profiler.record_function(DATA_WAIT_EVENT):
             return super().get_batch_samples(epoch_iterator, *args, **kwargs)
 
     def _get_num_items_in_batch(self, *args: Any, **kwargs: Any) -> Any:
-        self.meter.wait()  # tokens are counted over all ranks
+        self.timer.begin_wait()  # tokens are counted over all ranks
         number = super()._get_num_items_in_batch(*args, **kwargs)
-        self.meter.go_on()
+        self.timer.end_wait()
         return number
 
     def compute_loss(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-        if not self.watched:
-            watch_waits(model, self.meter)
-            self.watched = True
+        if not self.times_waits:
+            time_waits_in_forward(model, self.timer)
+            self.times_waits = True
         loss = super().compute_loss(model, inputs, *args, **kwargs)
         if model.training:
-            self._climb("forward")
+            self._record_memory("forward")
         self.progress.phase = "backward"
-        self.meter.enter_backward()
+        self.timer.enter_backward()
         return loss
 
-    def _climb(self, rung: str) -> None:
-        if self.progress.ladder is not None:
-            self.progress.ladder.climb(rung)
+    def _record_memory(self, phase: str) -> None:
+        if self.progress.memory_by_phase is not None:
+            self.progress.memory_by_phase.record(phase)
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Any:
         sampler = super()._get_train_sampler(train_dataset)
@@ -99,7 +119,7 @@ class MeasuredTrainer(Trainer):  # type: ignore[misc]
         return SequentialSampler(eval_dataset)
 
     def evaluation_loop(self, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any) -> Any:
-        """The Trainer's loop, with the loss over all supervised tokens instead of its mean of batch means."""
+        """Return the Trainer's output with the loss over all supervised tokens instead of its mean of batch means."""
         self.progress.phase, self.evaluated = "evaluate", EvaluatedTokens()
         output = super().evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **kwargs)
         figures = self.evaluated.over_all_ranks(self.args.device)
@@ -107,7 +127,7 @@ class MeasuredTrainer(Trainer):  # type: ignore[misc]
         return output
 
     def prediction_step(self, model: Any, inputs: dict[str, Any], *_: Any, **__: Any) -> Any:
-        """One batch's mean loss, unscaled by the number of ranks."""
+        """Return one batch's mean loss, unscaled by the number of ranks."""
         facts = inputs.pop(BATCH_FACTS)
         with torch.no_grad(), self.compute_loss_context_manager():
             loss = model(**self._prepare_inputs(inputs)).loss.detach().float()
@@ -116,26 +136,38 @@ class MeasuredTrainer(Trainer):  # type: ignore[misc]
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         self.progress.enter("save")
-        self.meter.flush(wait=True)  # no checkpoint without the rows of its steps
-        facts = self.manifest_facts()  # first: weights that are lost are not written
+        self.timer.flush(wait=True)  # no checkpoint without the rows of its steps
+        preset, reading = self.run.launch.preset, self.reading
+        assert reading is not None
+        # First: it raises where the weights are lost, and those are not written.
+        facts = manifest_facts(self, reading, preset=None if preset is None else preset.name)
         started = time.monotonic()
-        if hasattr(self.model_wrapped, "zero_optimization_stage") and "module_state_dict" not in vars(
-            self.model_wrapped
-        ):
-            leave_out_tied_weights(self.model_wrapped)
+        wrapped = self.model_wrapped
+        if hasattr(wrapped, "zero_optimization_stage") and "module_state_dict" not in vars(wrapped):
+            leave_out_tied_weights(wrapped)
         self.staging = saving_folder(Path(self.args.output_dir), self.state.global_step)
         super()._save_checkpoint(model, trial)
         if self.lane_states:
             written = self.staging / f"checkpoint-{self.state.global_step}"
-            write_lanes(written, self.lane_states, rank=self.args.process_index, world_size=self.args.world_size)
+            write_lane_states(written, self.lane_states, rank=self.args.process_index, world_size=self.args.world_size)
         staging, self.staging = self.staging, None
         finish_checkpoint(self, staging, facts)
         checkpoint = Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}"
-        self.note_save("checkpoint", files_of(checkpoint), started)
+        self.note_save("checkpoint", checkpoint_files(checkpoint), started)
         self.progress.enter("train")
 
+    @property
+    def reading(self) -> RankReading | None:
+        """What this rank read back of itself after its first step; None before."""
+        callbacks = self.callback_handler.callbacks
+        return next(callback.reading for callback in callbacks if isinstance(callback, Attestation))
+
+    def fingerprint(self) -> dict[str, Any] | None:
+        """Return the live model's logits for fixed tokens. Collective; raises Diverged where they are not finite."""
+        return fingerprint(self, self.reading)
+
     def note_save(self, kind: str, files: Iterable[Path], started: float) -> None:
-        """How long a save took, and the bytes of its files; rank 0 counts what all ranks wrote."""
+        """Record how long a save took and the bytes of its files; rank 0 counts what all ranks wrote."""
         if self.args.process_index == 0:
             size = sum(path.stat().st_size for path in files)
             seconds = time.monotonic() - started
@@ -146,5 +178,95 @@ class MeasuredTrainer(Trainer):  # type: ignore[misc]
 
     def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
         grad_norm = super()._get_grad_norm(model, grad_norm)
-        self.meter.add_grad_norm(grad_norm)
+        self.timer.add_grad_norm(grad_norm)
         return grad_norm
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainerParts:
+    """What a Trainer is built from; a rehearsal gives other parts."""
+
+    trainer: type[MeasuredTrainer] = MeasuredTrainer
+    timer: type[StepTimer] = StepTimer
+    attestation: type[Attestation] = Attestation
+    callbacks: Callable[[MeasuredTrainer], Sequence[TrainerCallback]] = lambda _: ()
+    """More callbacks, after the attestation."""
+
+
+def build_trainer(
+    run: ActiveRun, model: Any, tokenizer: Any, data: Data, parts: TrainerParts = TrainerParts()
+) -> MeasuredTrainer:
+    """Build the Trainer with all its callbacks, and position a stream where the run resumes.
+
+    Raises ToolkitError for a model that cannot be trained on packed rows.
+    """
+    args, training = run.arguments, run.arguments.training
+    if args.data.packing:
+        check_model_packs(model)
+    run.progress.enter("engine")
+    timer = parts.timer(
+        run.folder.rank_rows(run.rank),
+        rank=run.rank,
+        device=training.device,
+        progress=run.progress,
+        untimed_steps=args.model.untimed_steps,
+        resumed_step=run.resumed_step,
+    )
+    trainer = parts.trainer(
+        run=run,
+        timer=timer,
+        model=model,
+        train_dataset=data.train,
+        eval_dataset=data.evaluation,
+        data_collator=make_collator(tokenizer, model, training, packing=args.data.packing),
+        processing_class=tokenizer,
+    )
+    trainer.remove_callback(PrinterCallback)  # the timer prints instead
+    for callback in _callbacks(run, trainer, parts):
+        trainer.add_callback(callback)
+    if run.checkpoint is not None:
+        resume_stream(data.train, run.checkpoint.path, step=run.checkpoint.step, training=training)
+    return trainer
+
+
+def _callbacks(run: ActiveRun, trainer: MeasuredTrainer, parts: TrainerParts) -> list[TrainerCallback]:
+    """Return the run's callbacks. The Trainer calls them in this order at every event."""
+    model, timer = run.arguments.model, trainer.timer
+    callbacks = [
+        run.stop_on_signal,  # before the timer, which waits for the device where this decides to save
+        timer,  # before all that spends time between steps
+        parts.attestation(
+            run.folder.attestation_json,
+            run.launch,
+            trainer=trainer,
+            progress=run.progress,
+            expected_settings=expected_methods(run.arguments),
+            on_done=timer.restart_clock,  # reading back is no part of a step
+        ),
+        *parts.callbacks(trainer),
+    ]
+    if trainer.eval_dataset is not None:
+        callbacks.append(Evaluations(run.folder))
+    if model.ddp_comm_hook is not None:
+        callbacks.append(CommunicationHook(run, trainer))
+    if offload_blocks(run.arguments.training):
+        callbacks.append(NvmeOffload(run))
+    # After the timer: at a step's end it records whether that step was profiled, and then these decide about the next.
+    if model.profile_steps is not None:
+        callbacks.append(Profiler(run, timer, model.profile_steps))
+    if model.memory_snapshot:
+        callbacks.append(MemorySnapshot(run))
+    # After the timer too: it decides by the times of the finished steps.
+    if model.stop_when_steps_within is not None or model.stop_after_minutes is not None:
+        callbacks.append(
+            EarlyStopping(
+                run,
+                timer,
+                within=model.stop_when_steps_within,
+                minutes=model.stop_after_minutes,
+                evaluates=trainer.eval_dataset is not None,
+            )
+        )
+    if is_universal(run.checkpoint):
+        callbacks.append(UniversalCheckpoint(trainer))
+    return callbacks

@@ -1,3 +1,11 @@
-"""The rules, one small function each, by family; importing this room registers them in this order."""
+"""The lint rules, one small function each, in one module per topic; they run in the order of their definition."""
 
-from toolkit.lint.rules import keys, accelerate, fsdp, deepspeed, trainer, pairs  # noqa: F401, I001
+from toolkit.lint.findings import LintRule
+from toolkit.lint.rules import accelerate, deepspeed, fsdp, keys, pairs, trainer
+
+RULES: tuple[LintRule, ...] = tuple(
+    value
+    for module in (keys, accelerate, fsdp, deepspeed, trainer, pairs)
+    for value in vars(module).values()
+    if isinstance(value, LintRule)
+)

@@ -1,23 +1,23 @@
-"""Rules about a YAML and the DeepSpeed JSON that it names: found, not repeated, not contradicted."""
+"""Rules about a YAML and the DeepSpeed JSON that it names: the file exists, and the two do not repeat or contradict."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
 
-from toolkit.lint.document import ACCELERATE, TRAINER, Document
-from toolkit.lint.finding import ERROR, WARNING, Edit, Hit, rule
-from toolkit.lint.naming import candidates, naming_key
-from toolkit.lint.rules.deepspeed import BATCH, stage
-from toolkit.lint.rules.values import integer, is_deepspeed, shown, truth
+from toolkit.lint.document import ACCELERATE, TRAINER, Document, deepspeed_file_candidates, deepspeed_file_key
+from toolkit.lint.findings import ERROR, WARNING, Edit, Match, rule
+from toolkit.lint.rules.deepspeed import BATCH_KEYS
+from toolkit.lint.rules.settings import as_bool, as_float, as_int, is_deepspeed, shorten, zero_stage
+from toolkit.presets.support import rejects_auto_find_batch_size
 
-# accelerate 1.15, DeepSpeedPlugin._deepspeed_config_checks. `zero3_init_flag` may stay.
+# accelerate 1.15, DeepSpeedPlugin._deepspeed_config_checks; `zero3_init_flag` is allowed.
 OWNED_BY_JSON = (
     *("gradient_accumulation_steps", "gradient_clipping", "zero_stage", "offload_optimizer_device"),
     *("offload_param_device", "offload_optimizer_nvme_path", "offload_param_nvme_path", "zero3_save_16bit_model"),
 )
-# Numbers that both state: the Trainer's field and DeepSpeed's key.
-BOTH = {
+# Numbers that both files have: the Trainer's field and DeepSpeed's key.
+NUMBERS_IN_BOTH = {
     "per_device_train_batch_size": "train_micro_batch_size_per_gpu",
     "gradient_accumulation_steps": "gradient_accumulation_steps",
     "max_grad_norm": "gradient_clipping",
@@ -28,93 +28,104 @@ BOTH = {
 }
 
 
-@rule(
-    "deepspeed-file-missing", ERROR, ACCELERATE, TRAINER, library="accelerate", fix="the path of a file that is there"
-)
-def deepspeed_file_missing(doc: Document) -> Iterator[Hit]:
-    """The JSON that the YAML names is not there: accelerate takes the path for base64 text, and raises."""
-    key, paths = naming_key(doc), candidates(doc)
+@rule("deepspeed-file-missing", ERROR, ACCELERATE, TRAINER, library="accelerate", fix="the path of an existing file")
+def deepspeed_file_missing(doc: Document) -> Iterator[Match]:
+    """The JSON that the YAML names does not exist: accelerate takes the path for base64 text, and raises."""
+    key, paths = deepspeed_file_key(doc), deepspeed_file_candidates(doc)
     if paths and not any(path.is_file() for path in paths):
-        yield Hit(key=key, message=f"{shown(doc.get(key))} is not there", fix="a path that exists")
+        yield Match(key=key, message=f"{shorten(doc.get(key))} does not exist", fix="a path that exists")
 
 
 @rule("deepspeed-file-relative", WARNING, ACCELERATE, TRAINER, library="accelerate", fix="an absolute path")
-def deepspeed_file_relative(doc: Document) -> Iterator[Hit]:
-    """A relative path is resolved against the working directory, not the YAML's folder: from here it is not found."""
-    key, paths = naming_key(doc), candidates(doc)
+def deepspeed_file_relative(doc: Document) -> Iterator[Match]:
+    """A relative path is resolved against the working directory, not the YAML's folder; from here it is not found."""
+    key, paths = deepspeed_file_key(doc), deepspeed_file_candidates(doc)
     found = next((path for path in paths if path.is_file()), None)
     if found is not None and not Path(str(doc.get(key))).is_file():
-        yield Hit(key=key, message=f"{shown(doc.get(key))} is not found from {Path.cwd()}",
-                  fix=f"`{found.resolve()}`", edit=Edit(key=key, value=str(found.resolve())))  # fmt: skip
+        yield Match(
+            key=key,
+            message=f"{shorten(doc.get(key))} is not found from {Path.cwd()}",
+            fix=f"`{found.resolve()}`",
+            edit=Edit(key=key, value=str(found.resolve())),
+        )
 
 
-@rule("key-owned-by-json", ERROR, ACCELERATE, library="accelerate", fix="nothing: the JSON says it")
-def key_owned_by_json(doc: Document) -> Iterator[Hit]:
-    """With a `deepspeed_config_file`, accelerate refuses a YAML that repeats what the JSON owns, even if equal."""
+@rule("key-owned-by-json", ERROR, ACCELERATE, library="accelerate", fix="nothing: the JSON has it")
+def key_owned_by_json(doc: Document) -> Iterator[Match]:
+    """With a `deepspeed_config_file`, accelerate refuses a YAML that repeats a setting of the JSON, even if equal."""
     if doc.get("deepspeed_config.deepspeed_config_file") is None or not is_deepspeed(doc):
         return
     for name in OWNED_BY_JSON:
         key = f"deepspeed_config.{name}"
         if doc.has(key):
-            yield Hit(key=key, message=f"accelerate refuses {name} beside deepspeed_config_file", fix="leave it out",
-                      edit=Edit(key=key))  # fmt: skip
+            yield Match(
+                key=key,
+                message=f"accelerate refuses {name} together with deepspeed_config_file",
+                fix="remove it",
+                edit=Edit(key=key),
+            )
 
 
-@rule("precision-owned-by-json", ERROR, ACCELERATE, library="accelerate", fix="nothing: the JSON says it")
-def precision_owned_by_json(doc: Document) -> Iterator[Hit]:
-    """With a `deepspeed_config_file`, accelerate refuses `mixed_precision` in the YAML, whether it agrees or not."""
-    given = doc.get("mixed_precision")
-    if given is not None and doc.get("deepspeed_config.deepspeed_config_file") is not None and is_deepspeed(doc):
-        says = _json_precision(doc.named.get(naming_key(doc)))
-        than = f"; the JSON says {says}" if says and says != given else ""
-        yield Hit(key="mixed_precision", message=f"accelerate refuses it beside deepspeed_config_file{than}",
-                  fix="leave it out", edit=Edit(key="mixed_precision"))  # fmt: skip
-
-
-def _json_precision(json: Document | None) -> str | None:
-    names = [name for name in ("bf16", "fp16") if json is not None and truth(json.get(f"{name}.enabled"))]
-    return names[0] if names else None
+@rule("precision-owned-by-json", ERROR, ACCELERATE, library="accelerate", fix="nothing: the JSON has it")
+def precision_owned_by_json(doc: Document) -> Iterator[Match]:
+    """With a `deepspeed_config_file`, accelerate refuses `mixed_precision` in the YAML, even if the two agree."""
+    precision = doc.get("mixed_precision")
+    if precision is None or doc.get("deepspeed_config.deepspeed_config_file") is None or not is_deepspeed(doc):
+        return
+    json = doc.deepspeed_json
+    in_json = next((name for name in ("bf16", "fp16") if json and as_bool(json.get(f"{name}.enabled"))), None)
+    contradiction = f"; the JSON has {in_json}" if in_json and in_json != precision else ""
+    yield Match(
+        key="mixed_precision",
+        message=f"accelerate refuses it together with deepspeed_config_file{contradiction}",
+        fix="remove it",
+        edit=Edit(key="mixed_precision"),
+    )
 
 
 @rule("batch-arithmetic-of-pair", ERROR, ACCELERATE, library="deepspeed", fix='"auto" in the JSON')
-def batch_arithmetic_of_pair(doc: Document) -> Iterator[Hit]:
-    """DeepSpeed asserts train_batch_size = micro-batch x accumulation x processes, and these numbers differ."""
-    json, processes = doc.named.get(naming_key(doc)), integer(doc.get("num_processes"))
+def batch_arithmetic_of_pair(doc: Document) -> Iterator[Match]:
+    """DeepSpeed asserts train_batch_size = train_micro_batch_size_per_gpu x gradient_accumulation_steps x processes,
+    and these numbers differ."""
+    json, processes = doc.deepspeed_json, as_int(doc.get("num_processes"))
     if json is None or not processes:
         return
-    total, micro, accumulated = (integer(json.get(key)) for key in BATCH)
-    if total and micro and accumulated and total != micro * accumulated * processes:
-        yield Hit(key="num_processes", message=f"{total} is not {micro} x {accumulated} x {processes}",
-                  fix='`"auto"` for all three in the JSON')  # fmt: skip
+    total, per_gpu, accumulation = (as_int(json.get(key)) for key in BATCH_KEYS)
+    if total and per_gpu and accumulation and total != per_gpu * accumulation * processes:
+        yield Match(
+            key="num_processes",
+            message=f"{total} is not {per_gpu} x {accumulation} x {processes}",
+            fix='`"auto"` for all three in the JSON',
+        )
 
 
 @rule("differs-from-json", ERROR, TRAINER, library="transformers", fix='"auto" in the JSON')
-def differs_from_json(doc: Document) -> Iterator[Hit]:
+def differs_from_json(doc: Document) -> Iterator[Match]:
     """The Trainer compares its arguments with the JSON, and raises in every rank where they differ."""
-    json = doc.named.get(naming_key(doc))
+    json = doc.deepspeed_json
     if json is None:
         return
-    for field, key in BOTH.items():
-        mine, its = doc.get(field), json.get(key)
-        if _number(mine) is not None and _number(its) is not None and _number(mine) != _number(its):
-            yield Hit(key=field, message=f"{shown(mine)} here, {shown(its)} in {key}", fix='`"auto"` in the JSON')
+    fix = '`"auto"` in the JSON'
+    for field, key in NUMBERS_IN_BOTH.items():
+        here, there = doc.get(field), json.get(key)
+        if as_float(here) is not None and as_float(there) is not None and as_float(here) != as_float(there):
+            yield Match(key=field, message=f"{shorten(here)} here, {shorten(there)} in {key}", fix=fix)
     for name in ("bf16", "fp16"):
-        mine, its = truth(doc.get(name)), truth(json.get(f"{name}.enabled"))
-        if mine is not None and its is not None and mine != its:
-            yield Hit(key=name, message=f"{mine} here, {its} in {name}.enabled", fix='`"auto"` in the JSON')
-
-
-def _number(value: object) -> float | None:
-    try:
-        return None if isinstance(value, bool) else float(str(value))
-    except ValueError:
-        return None
+        flag, json_flag = as_bool(doc.get(name)), as_bool(json.get(f"{name}.enabled"))
+        if flag is not None and json_flag is not None and flag != json_flag:
+            yield Match(key=name, message=f"{flag} here, {json_flag} in {name}.enabled", fix=fix)
 
 
 @rule("auto-batch-at-stage-3", ERROR, TRAINER, library="transformers", fix="auto_find_batch_size: false, or stage 2")
-def auto_batch_at_stage_3(doc: Document) -> Iterator[Hit]:
+def auto_batch_at_stage_3(doc: Document) -> Iterator[Match]:
     """The Trainer refuses `auto_find_batch_size` under ZeRO-3."""
-    json = doc.named.get(naming_key(doc))
-    if json is not None and truth(doc.get("auto_find_batch_size")) and stage(json) == 3:
-        yield Hit(key="auto_find_batch_size", message="refused under ZeRO-3", fix="`auto_find_batch_size: false`",
-                  edit=Edit(key="auto_find_batch_size"))  # fmt: skip
+    json = doc.deepspeed_json
+    if json is None or not as_bool(doc.get("auto_find_batch_size")):
+        return
+    if rejects_auto_find_batch_size(engine="deepspeed", zero_stage=zero_stage(json)):
+        yield Match(
+            key="auto_find_batch_size",
+            message="refused under ZeRO-3",
+            fix="`auto_find_batch_size: false`",
+            edit=Edit(key="auto_find_batch_size"),
+        )

@@ -1,1 +1,1 @@
-"""Attestation: what was really in force, read back from the live objects and held against the preset's promise."""
+"""Run-time verification: read back from the live objects what is in effect, and check it against the preset."""

@@ -1,6 +1,6 @@
-"""The attestation as a Trainer callback: digests before the first step, readings after it, then the verdict.
+"""The verification of a run as a Trainer callback: digests before the first step, readings after it, then the verdict.
 
-A run whose live objects differ from the preset's promise ends here, with both values.
+A run that does not match its preset ends here, with both values of each difference.
 """
 
 from __future__ import annotations
@@ -18,187 +18,210 @@ from transformers import TrainerCallback
 
 from toolkit.errors import AttestationFailed
 from toolkit.presets import Preset
-from toolkit.presets.sizes import ADAM_STATES, limits
-from toolkit.runs.folder import write_json
-from toolkit.train.attest.check import byte_differences, describe, differences, promised_facts, unequal
-from toolkit.train.attest.clipping import GradientNorms, clipping_differences, without_norms
-from toolkit.train.attest.gradients import read_gradients, watch_deepspeed_gradients
-from toolkit.train.attest.packing import check_isolated, read_packing
-from toolkit.train.attest.readings import Facts, read_rank
-from toolkit.train.attest.recomputation import Recomputation
+from toolkit.presets.shard_bytes import ADAM_STATES, shard_byte_limits
+from toolkit.run.folder import write_json
+from toolkit.train.attest.activation_checkpointing import RecomputeDetector
+from toolkit.train.attest.clipping import NormReader, NormReading, clipping_differences, gradient_replicas, was_clipped
+from toolkit.train.attest.differences import byte_differences, differences, expected_values, rank_differences
+from toolkit.train.attest.document_isolation import check_isolated, read_packing
+from toolkit.train.attest.read_deepspeed import call_at_gradient_peak
+from toolkit.train.attest.read_rank import read_gradients, read_rank
+from toolkit.train.attest.readings import (
+    ByteReading,
+    Difference,
+    GradientReading,
+    PackingReading,
+    RankReading,
+    Values,
+)
 from toolkit.train.attest.tensors import full_shape, local_bytes, weights_sha256
-from toolkit.train.batches import PackCollator
-from toolkit.train.failure import Progress
-from toolkit.train.promise import Promise
+from toolkit.train.data.collation import PackCollator
+from toolkit.train.health.progress import Progress
+from toolkit.train.launch_context import LaunchContext
 
 TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 DTYPE_OF_PRECISION = {"no": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 
 class Attestation(TrainerCallback):  # type: ignore[misc]
-    """Attests one run. `trainer` is set once it exists; `after` is called when attesting is over."""
+    """Verifies one run and writes `attestation.json`. Raises AttestationFailed on every rank if the run differs.
 
-    def __init__(self, path: Path, promise: Promise, *, precision: str, progress: Progress) -> None:
-        self.path, self.promise, self.progress = path, promise, progress
-        self.compute_dtype = DTYPE_OF_PRECISION[precision]
-        self.trainer: Any = None
-        self.asked: Facts = {}
-        """What the arguments switch on, beside what is known here."""
-        self.after: Callable[[], None] = lambda: None
-        self.gradients: Facts | None = None
-        self.norms, self.recomputation = GradientNorms(), Recomputation()
-        self.weights: str | None = ""
-        self.own: Facts = {}
-        """What this rank read of itself, once it has."""
-        self.packing: Facts = {"packing": None}
+    The first step is read, so it must be added before `train()`.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        launch: LaunchContext,
+        *,
+        trainer: Any,
+        progress: Progress,
+        expected_settings: Values | None = None,
+        on_done: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Verify the model of `trainer` against `launch`, and write to `path`.
+
+        `expected_settings` are the readings that the training arguments determine, beside those known here.
+        `on_done` is called when training resumes after a verification, so that a timer can leave it out.
+        """
+        self.path, self.launch, self.progress, self.on_done = path, launch, progress, on_done
+        self.trainer = trainer
+        self.compute_dtype = DTYPE_OF_PRECISION[trainer.args.mixed_precision]
+        self.expected_settings = expected_settings or {}
+        self.reading: RankReading | None = None
+        """This rank's reading, once the first step is over."""
+        self.initial_weights: str | None = None
+        self.gradients: GradientReading | None = None
+        self.packing: PackingReading = {"packing": None}
+        self.norms, self.recompute = NormReader(), RecomputeDetector()
 
     def on_train_begin(self, *_: Any, **__: Any) -> None:
         self.progress.enter("attest")
-        plain = self.trainer.accelerator.unwrap_model(self.trainer.model_wrapped, keep_torch_compile=False)
-        self.weights = self._digest(plain)
-        if hasattr(self.trainer.model_wrapped, "zero_optimization_stage"):
-            watch_deepspeed_gradients(self.trainer.model_wrapped, self._look_at_gradients)
+        wrapped = self.trainer.model_wrapped
+        plain = self.trainer.accelerator.unwrap_model(wrapped, keep_torch_compile=False)
+        self.initial_weights = self.hash_weights(plain)
+        if hasattr(wrapped, "zero_optimization_stage"):
+            call_at_gradient_peak(wrapped, self._read_gradients)
         if isinstance(self.trainer.data_collator, PackCollator):
             self.packing = read_packing(self.trainer, compute_dtype=self.compute_dtype)
             check_isolated(self.packing, getattr(plain.config, "_attn_implementation", None))
-        self.norms.watch(self.trainer)
-        if not self.trainer.args.torch_compile:  # a hook would have the graph made twice
-            self.recomputation.watch()
+        self.norms.start(self.trainer)
+        if not self.trainer.args.torch_compile:  # a hook would make torch compile the graph a second time
+            self.recompute.start()
         self.progress.enter("train")
-        self.after()
+        self.on_done()
 
     def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
         if self.gradients is None:
-            self._look_at_gradients()
+            self._read_gradients()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         del args, control
         if state.global_step != self.trainer._initial_global_step + 1:
             return
         self.progress.enter("attest")
-        self.norms.close()
-        self.recomputation.close()
-        own = read_rank(self.trainer, self.gradients or {}, recomputed=self.recomputation.seen)
-        own |= self._byte_facts(own)
-        own |= self.packing | {"initial_weights_sha256": self.weights}
-        self.own = own
-        self._conclude(own)
+        self.norms.stop()
+        self.recompute.stop()
+        reading = read_rank(self.trainer, self.gradients or {}, recompute_detected=self.recompute.detected)
+        reading.update(expected_bytes(self.launch.preset, self.trainer, reading))  # type: ignore[typeddict-item]
+        reading.update(self.packing)  # type: ignore[typeddict-item]
+        reading["initial_weights_sha256"] = self.initial_weights
+        self.reading = reading
+        self.verify(reading)
         self.progress.enter("train")
-        self.after()
+        self.on_done()
 
-    def _look_at_gradients(self) -> None:
-        self.gradients = read_gradients(self.trainer)
+    def hash_weights(self, model: Any) -> str | None:
+        """Return the digest of the initial weights; every rank takes part. A rehearsal has none."""
+        return weights_sha256(model, TORCH_DTYPES[self.compute_dtype])
 
-    def _byte_facts(self, own: Facts) -> Facts:
-        """What the preset's sharding allows each part on this rank, from the shapes of the live parameters."""
-        preset = self.promise.preset
-        if preset is None:
-            return {"byte_limits": {}, "whole_bytes": {}}
-        parameters = list(self.trainer.model_wrapped.parameters())
-        trained = [p for p in parameters if p.requires_grad]
-        packed = [p for p in parameters if hasattr(p, "quant_state")]  # 4-bit: no dtype says its bytes
-        parameters = [p for p in parameters if not hasattr(p, "quant_state")]
-        held = {"parameter": (parameters, _element_bytes(own["compute_dtype"] if _casts(own) else own["master_dtype"]))}
-        held["gradient"] = (trained, _element_bytes(own["gradient_dtype"]))
-        if str(getattr(self.trainer.args.optim, "value", self.trainer.args.optim)).startswith("adamw_torch"):
-            masters = 1 if own["engine"] == "deepspeed" else 0
-            held["optimizer"] = (trained, (ADAM_STATES + masters) * _element_bytes("float32"))
-        shapes = {part: [full_shape(p) for p in which] for part, (which, _) in held.items()}
-        ranks = own.get("dp_shard_size") or own["world_size"]
-        allowed = {part: limits(preset, part, shapes[part], size, ranks=ranks) for part, (_, size) in held.items()}
-        whole = {part: sum(map(math.prod, shapes[part])) * size for part, (_, size) in held.items()}
-        extra = local_bytes(packed)
-        allowed["parameter"] = (allowed["parameter"][0] + extra, allowed["parameter"][1] + extra)
-        whole["parameter"] += extra
-        return {"byte_limits": allowed, "whole_bytes": whole}
-
-    def _digest(self, plain: Any) -> str | None:
-        """Of the whole weights, before the first step."""
-        return weights_sha256(plain, TORCH_DTYPES[self.compute_dtype])
-
-    def _conclude(self, own: Facts) -> None:
-        ranks = _gather(own | self.norms.facts)
-        found = self._differences(ranks)
-        ranks = without_norms(ranks, self.trainer.args.max_grad_norm)
-        promised = self._promised()
+    def verify(self, reading: RankReading) -> None:
+        """Gather the readings of all ranks, write `attestation.json` on rank 0, and raise on every rank."""
+        gathered = _gather((reading, self.norms.reading))
+        ranks, norms = [reading for reading, _ in gathered], [norm for _, norm in gathered]
+        expected, threshold = self.expected_values(), self.trainer.args.max_grad_norm
+        found = differences(expected, ranks) + rank_differences("initial_weights_sha256", ranks)
+        found += clipping_differences(norms, threshold, replicas=gradient_replicas(ranks))
+        # Bytes are checked only if the engine is right: one cause would be reported many times otherwise.
+        found = found or byte_differences(ranks)
+        clipped = was_clipped(norms, threshold)
+        ranks = [{**reading, "clipped": clipped} for reading in ranks]
+        preset = self.launch.preset
         if self.trainer.args.process_index == 0:
-            write_json(self.path, attestation(self.promise.preset, promised, ranks, found))
-            if self.promise.preset is None:
-                print("attestation: no preset is known for this run, so its readings are held against none", flush=True)
+            write_json(self.path, attestation_json(preset, expected, ranks, found))
+            if preset is None:
+                print("attestation: no preset is known for this run, so its readings are not checked", flush=True)
             elif not found:
-                print(attested_line(self.promise.preset, ranks[0]), flush=True)
+                print(verified_line(preset, ranks[0]), flush=True)
         if found:
-            first = "; ".join(describe(difference) for difference in found[:3])
-            raise AttestationFailed(f"the run is not what it promised: {first}", hint=f"all values are in {self.path}")
+            first = "; ".join(map(str, found[:3]))
+            raise AttestationFailed(
+                f"the run does not match its preset and arguments: {first}", hint=f"all values are in {self.path}"
+            )
 
-    def _promised(self) -> Facts:
-        args = self.trainer.args
-        asked = {
+    def expected_values(self) -> Values:
+        """Return the values that every rank must read, from the preset and the training arguments."""
+        args, preset = self.trainer.args, self.launch.preset
+        # FSDP's YAML can switch checkpointing on where `TrainingArguments` does not see it.
+        fsdp = {} if preset is None else preset.accelerate_config().get("fsdp_config") or {}
+        settings = {
             "seed": args.seed,
             "gradient_clipping": args.max_grad_norm,
-            "activation_checkpointing": bool(args.activation_checkpointing) or _preset_recomputes(self.promise.preset),
+            "activation_checkpointing": bool(
+                args.activation_checkpointing or fsdp.get("fsdp_activation_checkpointing")
+            ),
         }
-        asked |= self.asked
-        return promised_facts(
-            self.promise.preset,
-            self.promise.world_size,
+        return expected_values(
+            preset,
+            self.launch.world_size,
             compute_dtype=self.compute_dtype,
-            asked=asked,
-            dp_shard_size=self.promise.dp_shard_size,
+            settings=settings | self.expected_settings,
+            dp_shard_size=self.launch.dp_shard_size,
             on_cpu=args.device.type == "cpu",
         )
 
-    def _differences(self, ranks: list[Facts]) -> list[Facts]:
-        found = differences(self._promised(), ranks) + unequal("initial_weights_sha256", ranks)
-        found += clipping_differences(ranks, self.trainer.args.max_grad_norm)
-        # Bytes are asked only of an engine that is the promised one: otherwise one cause would be told many times.
-        return found or byte_differences(ranks)
+    def _read_gradients(self) -> None:
+        self.gradients = read_gradients(self.trainer)
 
 
-def attestation(preset: Preset | None, promised: Facts, ranks: list[Facts], found: list[Facts]) -> Facts:
-    """attestation.json; its digest leaves out what differs from run to run."""
+def expected_bytes(preset: Preset | None, trainer: Any, reading: RankReading) -> ByteReading:
+    """Return the bytes that the preset's sharding allows each part on this rank, from the live parameters' shapes."""
+    if preset is None:
+        return {"byte_limits": {}, "whole_bytes": {}}
+    everything = list(trainer.model_wrapped.parameters())
+    trained = [p for p in everything if p.requires_grad]
+    parameters = [p for p in everything if not hasattr(p, "quant_state")]
+    # DeepSpeed keeps parameters in the compute dtype; DDP and FSDP2 keep the fp32 master weights themselves.
+    deepspeed = reading["engine"] == "deepspeed"
+    parts = {
+        "parameter": (parameters, _element_bytes(reading["compute_dtype" if deepspeed else "master_dtype"])),
+        "gradient": (trained, _element_bytes(reading["gradient_dtype"])),
+    }
+    if str(getattr(trainer.args.optim, "value", trainer.args.optim)).startswith("adamw_torch"):
+        parts["optimizer"] = (trained, (ADAM_STATES + deepspeed) * _element_bytes("float32"))
+    shapes = {part: [full_shape(p) for p in tensors] for part, (tensors, _) in parts.items()}
+    ranks = reading.get("dp_shard_size") or reading["world_size"]
+    allowed = {
+        part: shard_byte_limits(preset, part, shapes[part], size, ranks=ranks) for part, (_, size) in parts.items()
+    }
+    whole = {part: sum(map(math.prod, shapes[part])) * size for part, (_, size) in parts.items()}
+    quantized = local_bytes(p for p in everything if hasattr(p, "quant_state"))  # no dtype tells their bytes
+    lowest, highest = allowed["parameter"]
+    allowed["parameter"] = (lowest + quantized, highest + quantized)
+    whole["parameter"] += quantized
+    return {"byte_limits": allowed, "whole_bytes": whole}
+
+
+def attestation_json(
+    preset: Preset | None, expected: Values, ranks: list[RankReading], found: list[Difference]
+) -> Values:
+    """Return the content of `attestation.json`. Its digest is equal for equal runs."""
+    verdict = "attested" if preset is not None else "no_preset"
     body = {
         "schema_version": 1,
         "preset": None if preset is None else preset.name,
-        "verdict": verdict(preset, found),
-        "promised": promised,
-        "differences": found,
+        "verdict": "attestation_failed" if found else verdict,
+        "promised": expected,
+        "differences": [difference.to_json() for difference in found],
         "ranks": ranks,
     }
     return body | {"sha256": hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()}
 
 
-def attested_line(preset: Preset, facts: Facts) -> str:
-    """What is in force, in one line for the log."""
-    trained = f"{facts['num_trainable_params']:,} of {facts['num_params']:,} parameters trained"
-    where = f"{facts['world_size']} ranks, {facts['compute_dtype']} compute, {facts['master_dtype']} masters"
-    return f"attested: {preset.name} ({facts['engine']}, {facts['sharding']}), {where}; {trained}"
-
-
-def verdict(preset: Preset | None, found: list[Facts]) -> str:
-    """`attested`, `attestation_failed`, or `no_preset` where nobody said what to hold the readings against."""
-    if found:
-        return "attestation_failed"
-    return "attested" if preset is not None else "no_preset"
-
-
-def _preset_recomputes(preset: Preset | None) -> bool:
-    """FSDP can be told to checkpoint activations in the YAML, where `TrainingArguments` does not see it."""
-    fsdp = {} if preset is None else preset.accelerate_config().get("fsdp_config") or {}
-    return bool(fsdp.get("fsdp_activation_checkpointing"))
-
-
-def _casts(own: Facts) -> bool:
-    """DeepSpeed keeps parameters in the compute dtype; DDP and FSDP2 keep the masters themselves."""
-    return bool(own["engine"] == "deepspeed")
+def verified_line(preset: Preset, reading: RankReading) -> str:
+    """Return the log line of a verified run."""
+    trained = f"{reading['num_trainable_params']:,} of {reading['num_params']:,} parameters trained"
+    dtypes = f"{reading['compute_dtype']} compute, {reading['master_dtype']} master weights"
+    engine = f"{reading['engine']}, {reading['sharding']}"
+    return f"verified: {preset.name} ({engine}), {reading['world_size']} ranks, {dtypes}; {trained}"
 
 
 def _element_bytes(dtype: str | None) -> int:
     return TORCH_DTYPES[dtype].itemsize if dtype in TORCH_DTYPES else 0
 
 
-def _gather(own: Facts) -> list[Facts]:
-    """Every rank's facts on every rank, so that all of them come to the same verdict."""
+def _gather(own: tuple[RankReading, NormReading]) -> list[tuple[RankReading, NormReading]]:
+    """Every rank's reading on every rank, so that all of them come to the same verdict."""
     if not dist.is_initialized():
         return [own]
     gathered: list[Any] = [None] * dist.get_world_size()

@@ -1,4 +1,4 @@
-"""Bytes, dtypes and digests of live tensors, whatever engine holds them."""
+"""Bytes, dtypes and digests of live tensors under any engine: DTensors, ZeRO-3 shards, 4-bit weights."""
 
 from __future__ import annotations
 
@@ -10,36 +10,36 @@ from typing import Any
 
 import torch
 
-# The last is a part of others.
-WRAPPER_PARTS = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.", "module.")
+# `module.` comes last: it is part of the names before it.
+_WRAPPER_PREFIXES = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.", "module.")
 
 
 def local(tensor: Any) -> torch.Tensor:
-    """The part of a tensor that this rank holds: a DTensor's shard, or the tensor itself."""
+    """Return the part of a tensor that this rank holds: a DTensor's shard, or the tensor itself."""
     held: torch.Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
     return held
 
 
 def uncompiled(module: Any) -> Any:
-    """What `torch.compile` was given. FSDP2 shards the compiler's wrapper itself, which stays outermost there."""
+    """Return the module inside `torch.compile`'s wrapper; FSDP2 shards the wrapper itself, which is kept."""
     from torch.distributed.fsdp import FSDPModule
 
     return module if isinstance(module, FSDPModule) else getattr(module, "_orig_mod", module)
 
 
 def local_bytes(tensors: Iterable[Any]) -> int:
-    """Bytes of what this rank holds of the tensors, 4-bit ones with their constants, each storage region once."""
+    """Return the bytes that this rank holds of the tensors, each storage region once, with 4-bit weights' constants."""
     seen: dict[tuple[int, int], int] = {}
     for tensor in tensors:
-        for part in (local(tensor), *constants(tensor)):
+        for part in (local(tensor), *_quantization_constants(tensor)):
             size = part.numel() * part.element_size()
             if size:
                 seen[part.data_ptr(), size] = size
     return sum(seen.values())
 
 
-def constants(tensor: Any) -> list[torch.Tensor]:
-    """What bitsandbytes unpacks a 4-bit weight with: scales, the scales' own scales, and tables; nothing of others."""
+def _quantization_constants(tensor: Any) -> list[torch.Tensor]:
+    """Scales, their own scales and code tables, which bitsandbytes keeps beside a 4-bit weight."""
     state = getattr(tensor, "quant_state", None)
     if state is None:
         return []
@@ -47,19 +47,26 @@ def constants(tensor: Any) -> list[torch.Tensor]:
     return [state.absmax, state.code, *second]
 
 
+def optimizer_state_tensors(optimizer: Any) -> list[torch.Tensor]:
+    """Return the tensors that an optimizer keeps per parameter, without scalar step counters."""
+    inner = getattr(optimizer, "optimizer", optimizer)
+    states = [value for state in inner.state.values() for value in state.values()]
+    return [value for value in states if isinstance(value, torch.Tensor) and value.dim() > 0]
+
+
 def dtype_names(tensors: Iterable[Any]) -> str | None:
-    """`float32`, or several names joined by `+`; None without tensors."""
+    """Return `float32`, or several sorted names joined by `+`; None without tensors."""
     names = sorted({str(tensor.dtype).removeprefix("torch.") for tensor in tensors})
     return "+".join(names) or None
 
 
 def device_types(tensors: Iterable[Any]) -> set[str]:
-    """`cpu`, `cuda`, ... of the tensors that hold something."""
+    """Return the device types (`cpu`, `cuda`) of the tensors that are not empty."""
     return {local(tensor).device.type for tensor in tensors if local(tensor).numel()}
 
 
 def full_size(parameter: Any) -> int:
-    """Elements of the whole parameter, also where ZeRO-3 keeps only a shard of it, or two 4-bit ones fill a byte."""
+    """Return the elements of the unsharded parameter, also under ZeRO-3 and where two 4-bit elements share a byte."""
     quantized = getattr(parameter, "quant_state", None)
     if quantized is not None:
         return math.prod(quantized.shape)
@@ -67,33 +74,37 @@ def full_size(parameter: Any) -> int:
 
 
 def full_shape(parameter: Any) -> tuple[int, ...]:
-    """Shape of the whole parameter."""
+    """Return the shape of the unsharded parameter."""
     return tuple(getattr(parameter, "ds_shape", None) or parameter.shape)
 
 
 def clean_name(name: str) -> str:
-    """A parameter's name without what engines and wrappers put in front of its parts."""
-    for part in WRAPPER_PARTS:
+    """Return a parameter's name without the parts that engines and wrappers add.
+
+    >>> clean_name("module._orig_mod.model.norm.weight")
+    'model.norm.weight'
+    """
+    for part in _WRAPPER_PREFIXES:
         name = name.replace(part, "")
     return name
 
 
 def weights_sha256(model: Any, dtype: torch.dtype) -> str:
-    """SHA-256 of all whole parameters in name order, rounded to the compute dtype.
+    """Return the SHA-256 of all unsharded parameters in name order, rounded to the compute dtype.
 
     Gathers one parameter at a time, so every rank must call it.
     """
     digest = hashlib.sha256()
     for name, parameter in sorted((clean_name(name), p) for name, p in model.named_parameters()):
-        with _whole(parameter) as whole:
-            flat = whole.detach().to(dtype=dtype, device="cpu").contiguous().view(-1).view(torch.uint8)
+        with _gathered(parameter) as full:
+            flat = full.detach().to(dtype=dtype, device="cpu").contiguous().view(-1).view(torch.uint8)
             digest.update(name.encode())
             digest.update(memoryview(flat.numpy()))
     return digest.hexdigest()
 
 
 @contextlib.contextmanager
-def _whole(parameter: Any) -> Iterator[torch.Tensor]:
+def _gathered(parameter: Any) -> Iterator[torch.Tensor]:
     if hasattr(parameter, "ds_id"):
         import deepspeed
 

@@ -1,0 +1,119 @@
+"""Converted checkpoints hold the same weights and moments, and resume with the same losses."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from launching import SAVED, SAVED_STEPS, losses, read, toolkit
+
+# peft reads a deprecated attribute of transformers; `python -m toolkit.checkpoint` hides the warning too.
+DEPRECATED = "ignore:.is_gradient_checkpointing. is deprecated:FutureWarning"
+pytestmark = [pytest.mark.launch, pytest.mark.filterwarnings(DEPRECATED)]
+
+# Allowed: 1e-4. Observed: 9e-8, since gradients are summed in another order.
+LOSS_TOLERANCE = 1e-5
+# Every pair: benchmarks/resume_conversion.py.
+CONVERSIONS = [
+    ("zero2", "zero3", 4),
+    ("zero3", "fsdp2", 2),
+    ("fsdp2", "ddp", 2),
+    ("zero2", "zero2", 1),
+]
+
+
+@pytest.mark.parametrize(("source", "preset", "ranks"), CONVERSIONS)
+def test_a_run_resumes_under_another_preset_or_world_size_with_the_same_losses(
+    saved_runs: dict[str, Path], saved_job: list[str], source: str, preset: str, ranks: int, tmp_path: Path
+) -> None:
+    checkpoint, batch = saved_runs[source] / f"checkpoint-{SAVED[source]}", str(4 // ranks)
+    words = [*saved_job, "--per_device_train_batch_size", batch, "--save_strategy", "no", "--save_model", "false"]
+    words += ["--output_dir", str(tmp_path / "out"), "--resume_from_checkpoint", str(checkpoint)]
+    ended = toolkit("train", "--preset", preset, "--num-processes", str(ranks), "--cpu", "--", *words)
+    assert ended.returncode == 0, f"{ended.stdout[-2000:]}\n{ended.stderr[-3000:]}"
+    assert f"converting it for {preset} on {ranks}" in ended.stderr
+    assert losses(tmp_path / "out", ranks) == pytest.approx(
+        losses(saved_runs[source])[SAVED[source] :], rel=LOSS_TOLERANCE
+    )
+    assert len(losses(saved_runs[source])) == SAVED_STEPS
+    assert not (tmp_path / "out" / ".resume").exists()
+
+
+@pytest.mark.parametrize(
+    ("preset", "ranks", "message"),
+    [
+        ("zero3_nvme_offload", 2, "swaps to NVMe"),
+        ("fsdp2_hybrid", 3, "needs at least 4"),
+        ("single", 2, "in one process"),
+    ],
+)
+def test_an_impossible_conversion_is_refused_before_anything_is_written(
+    checkpoint: Path, tmp_path: Path, preset: str, ranks: int, message: str
+) -> None:
+    from toolkit.checkpoint.convert import convert
+    from toolkit.errors import ToolkitError
+    from toolkit.presets import load_preset
+
+    with pytest.raises(ToolkitError, match=message):
+        convert(checkpoint, tmp_path / "out", load_preset(preset), num_processes=ranks)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_converted_checkpoint_holds_the_same_weights_and_moments(saved_runs: dict[str, Path], tmp_path: Path) -> None:
+    import torch
+
+    from toolkit.checkpoint.convert import convert
+    from toolkit.checkpoint.engines import open_checkpoint
+    from toolkit.checkpoint.model_definition import MetaModel, ModelFiles
+    from toolkit.checkpoint.reader import MOMENTS
+    from toolkit.presets import load_preset
+
+    convert(saved_runs["zero3"] / "checkpoint-6", tmp_path / "converted", load_preset("fsdp2"), num_processes=4)
+    model = MetaModel(ModelFiles(saved_runs["zero3"] / "checkpoint-6"))
+    before = open_checkpoint(saved_runs["zero3"] / "checkpoint-6", model)
+    after = open_checkpoint(tmp_path / "converted", model)
+    names = before.optimized()
+    assert len(names) == 20
+    for name in names:
+        assert torch.equal(before.weight(name), after.weight(name))
+        assert all(torch.equal(before.moment(name, moment), after.moment(name, moment)) for moment in MOMENTS)
+    assert before.optimizer_step() == after.optimizer_step() == 6
+    manifest = read(tmp_path / "converted" / "manifest.json")
+    assert (manifest["preset"], manifest["world_size"], manifest["converted_from"]["preset"]) == ("fsdp2", 4, "zero3")
+
+
+@pytest.mark.parametrize(("source", "preset"), [("zero3-lora", "ddp"), ("fsdp2-lora", "ddp"), ("zero3-lora", "fsdp2")])
+def test_a_converted_adapter_keeps_its_moments(
+    saved_runs: dict[str, Path], source: str, preset: str, tmp_path: Path
+) -> None:
+    import torch
+
+    from toolkit.checkpoint.convert import convert
+    from toolkit.checkpoint.engines import open_checkpoint
+    from toolkit.checkpoint.model_definition import MetaModel, ModelFiles
+    from toolkit.checkpoint.reader import MOMENTS
+    from toolkit.presets import load_preset
+
+    convert(saved_runs[source] / "checkpoint-6", tmp_path / "converted", load_preset(preset), num_processes=2)
+    model = MetaModel(ModelFiles(saved_runs[source] / "checkpoint-6"))
+    before = open_checkpoint(saved_runs[source] / "checkpoint-6", model)
+    after = open_checkpoint(tmp_path / "converted", model)
+    names = before.optimized()
+    assert len(names) == 28  # two layers of seven projections, A and B each
+    for name in names:
+        assert torch.equal(before.weight(name), after.weight(name))
+        assert all(torch.equal(before.moment(name, moment), after.moment(name, moment)) for moment in MOMENTS)
+
+
+@pytest.mark.parametrize("preset", ["ddp", "zero3", "fsdp2"])
+@pytest.mark.usefixtures("small_disk")
+def test_a_full_disk_during_a_conversion_is_reported_and_nothing_is_left(
+    saved_runs: dict[str, Path], preset: str, tmp_path: Path
+) -> None:
+    from toolkit.checkpoint.convert import convert
+    from toolkit.errors import ToolkitError
+    from toolkit.presets import load_preset
+
+    with pytest.raises(ToolkitError, match=r"out cannot be written: .*; everything written so far was removed"):
+        convert(saved_runs["zero2"] / "checkpoint-6", tmp_path / "out", load_preset(preset), num_processes=4)
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,67 @@
+"""A dataclass of options becomes a command's flags, and the command receives it back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from toolkit.cli.options import expand_options
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """Options of a made-up command."""
+
+    preset: Annotated[tuple[str, ...], typer.Option(help="repeatable")] = ()
+    world_size: Annotated[tuple[int, ...], typer.Option(help="repeatable, required")]
+    gpu: Annotated[str | None, typer.Option(help="optional")] = None
+    fast: Annotated[bool, typer.Option("--fast", help="a flag")] = False
+    internal: int = 7
+
+
+@pytest.fixture
+def run() -> Any:
+    app, received = typer.Typer(), []
+
+    @app.command()
+    @expand_options
+    def command(model: Annotated[str, typer.Argument()], options: Options) -> None:
+        """Do something."""
+        received.append((model, options))
+
+    def invoke(*words: str) -> Any:
+        result = CliRunner().invoke(app, words)
+        return received.pop() if received else result
+
+    return invoke
+
+
+def test_flags_arrive_as_the_dataclass_with_tuples(run: Any) -> None:
+    model, options = run("llama", "--world-size", "2", "--world-size", "4", "--preset", "ddp", "--fast")
+    assert model == "llama"
+    assert options == Options(world_size=(2, 4), preset=("ddp",), fast=True)
+
+
+def test_defaults_are_those_of_the_dataclass(run: Any) -> None:
+    _, options = run("llama", "--world-size", "2")
+    assert options == Options(world_size=(2,))
+
+
+def test_a_field_without_a_default_is_required(run: Any) -> None:
+    result = run("llama")
+    assert result.exit_code == 2
+    assert "--world-size" in result.output
+
+
+def test_a_field_without_a_typer_annotation_is_no_flag(run: Any) -> None:
+    assert run("llama", "--world-size", "2", "--internal", "3").exit_code == 2
+
+
+def test_the_help_is_that_of_the_command_and_its_fields(run: Any) -> None:
+    text = run("--help").output
+    assert "Do something." in text
+    assert "repeatable, required" in text

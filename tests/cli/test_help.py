@@ -1,0 +1,50 @@
+"""Every `--help` renders, in the terminal and for the training script."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from toolkit.cli import app
+
+
+def command_paths(command: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    yield path
+    for name, child in getattr(command, "commands", {}).items():
+        yield from command_paths(child, (*path, name))
+
+
+PATHS = list(command_paths(typer.main.get_command(app)))
+
+
+def test_the_commands_are_found() -> None:
+    assert {("presets",), ("preset", "show"), ("checkpoint", "convert"), ("compare",)} <= set(PATHS)
+
+
+@pytest.mark.parametrize("path", PATHS, ids=lambda path: " ".join(path) or "toolkit")
+def test_help_renders_and_describes_the_command_and_every_option(path: tuple[str, ...]) -> None:
+    result = CliRunner().invoke(app, [*path, "--help"], env={"COLUMNS": "200", "TERM": "dumb"})
+    assert result.exit_code == 0, result.output
+    assert "Usage: " in result.output
+    command: Any = typer.main.get_command(app)
+    for name in path:
+        command = command.commands[name]
+    assert command.help
+    described = [parameter for parameter in command.params if parameter.name != "help"]
+    assert [parameter.name for parameter in described if not parameter.help] == []
+
+
+@pytest.mark.parametrize("module", ["toolkit.train", "toolkit.checkpoint", "toolkit.demo"])
+def test_help_of_a_module_that_python_runs_renders(module: str) -> None:
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, "-m", module, "--help"]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment, check=False)
+    assert (ended.returncode, "Traceback" in ended.stderr) == (0, False), ended.stderr[-2000:]
+    assert "usage: " in ended.stdout.lower()

@@ -1,0 +1,109 @@
+"""The command `toolkit lint`: what it prints, its exit codes, and the files that it fixes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from launching import toolkit
+
+from toolkit.cli.lint import version_notes
+from toolkit.lint import lint_paths
+
+FSDP1_FILE = """# kept
+distributed_type: FSDP  # kept too
+fsdp_config:
+  fsdp_version: 2
+  fsdp_reshard_after_forward: SHARD_GRAD_OP  # kept as well
+  fsdp_backward_prefetch: BACKWARD_PRE  # goes with its key
+  # stays
+  fsdp_offload_parms: true
+"""
+FSDP2_FILE = """# kept
+distributed_type: FSDP  # kept too
+fsdp_config:
+  fsdp_version: 2
+  fsdp_reshard_after_forward: false  # kept as well
+  # stays
+  fsdp_offload_params: true
+"""
+
+
+def lint_json(*words: str, cwd: Path) -> tuple[int, list[dict[str, Any]]]:
+    ended = toolkit("lint", *words, "--json", cwd=cwd)
+    return ended.returncode, json.loads(ended.stdout)["findings"]
+
+
+def test_findings_as_json_and_the_exit_code(tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text("distributed_type: MULTI_CPU\n")
+    code, findings = lint_json("mine.yaml", cwd=tmp_path)
+    assert code == 1
+    assert findings == [
+        {
+            "file": "mine.yaml",
+            "key": "distributed_type",
+            "line": 1,
+            "level": "error",
+            "rule": "starts-one-process",
+            "message": "any --num_processes is ignored: distributed_type MULTI_CPU starts one process",
+            "fix": "`distributed_type: MULTI_GPU`, with `use_cpu: true`",
+            "checked_against": "accelerate 1.15.0",
+        }
+    ]
+    (tmp_path / "mine.yaml").write_text("distributed_type: MULTI_GPU\n")
+    assert lint_json("mine.yaml", cwd=tmp_path) == (0, [])
+    refused = toolkit("lint", "gone.yaml", cwd=tmp_path)
+    assert (refused.returncode, refused.stdout, refused.stderr) == (2, "", "error: no such file: gone.yaml\n")
+
+
+def test_a_broken_file_in_a_folder_gives_exit_code_2_and_the_other_findings(tmp_path: Path) -> None:
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "sub" / "mine.yaml").write_text("distributed_type: MULTI_CPU\n")
+    (tmp_path / "broken.yaml").write_text("a: [")
+    (tmp_path / "rows.json").write_text('[{"text": "data, not a configuration"}]')
+    ended = toolkit("lint", ".", cwd=tmp_path)
+    assert ended.returncode == 2
+    assert ended.stdout.splitlines()[0].startswith("sub/mine.yaml:1: error[starts-one-process] distributed_type: ")
+    assert "error: broken.yaml is not YAML" in ended.stderr
+    assert ended.stderr.splitlines()[-1] == "1 file: 1 error"
+
+
+def test_fix_writes_to_stdout_and_keeps_comments_and_the_file(tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text(FSDP1_FILE)
+    ended = toolkit("lint", "mine.yaml", "--fix", cwd=tmp_path)
+    assert (ended.returncode, ended.stdout) == (0, FSDP2_FILE)
+    assert (tmp_path / "mine.yaml").read_text() == FSDP1_FILE
+
+
+def test_fix_in_place_keeps_the_old_text_in_a_backup(tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text(FSDP1_FILE)
+    ended = toolkit("lint", ".", "--fix", "--in-place", cwd=tmp_path)
+    assert (ended.returncode, ended.stdout) == (0, "")
+    assert (tmp_path / "mine.yaml").read_text() == FSDP2_FILE
+    assert (tmp_path / "mine.yaml.bak").read_text() == FSDP1_FILE
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        (["a.yaml", "--in-place"], "--in-place has no effect without --fix"),
+        (["a.yaml", "b.yaml", "--fix"], "--fix writes one file to stdout"),
+    ],
+)
+def test_options_that_exclude_each_other_are_refused(words: list[str], why: str, tmp_path: Path) -> None:
+    for name in ("a.yaml", "b.yaml"):
+        (tmp_path / name).write_text("distributed_type: FSDP\n")
+    ended = toolkit("lint", *words, cwd=tmp_path)
+    assert ended.returncode == 2
+    assert why in ended.stderr
+
+
+def test_another_installed_version_is_noted_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "mine.yaml").write_text("distributed_type: FSDP\nnum_processes: 2\n")
+    findings = lint_paths([tmp_path]).findings
+    assert len(findings) == 2
+    assert version_notes(findings) == []
+    monkeypatch.setattr("toolkit.versions.installed_version", lambda _: "1.16.2")
+    assert version_notes(findings) == ["note: accelerate 1.16.2 is installed; its rules were checked with 1.15.0"]

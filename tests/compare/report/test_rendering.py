@@ -1,0 +1,108 @@
+"""HTML and Markdown are self-contained, escape every value, and show the exact figures."""
+
+from __future__ import annotations
+
+import re
+
+from results_documents import Document, Tags, bars, html_text, markdown_text
+
+
+def test_markdown_table_is_exact(results: Document) -> None:
+    lines = markdown_text(results).splitlines()
+    assert lines[0] == "# Comparison: 4 presets on 2 CPU processes"
+    assert lines[4:10] == [
+        "| preset | status | tokens /s | step s | param. MiB | grad. MiB | optim. MiB | peak RSS MiB | last loss"
+        " | ratio to ddp |",
+        "| :--- | :--- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
+        "| ddp | completed | 400 | 0.500 | 4.0 | 4.0 | 8.0 | 1,500 | 2.0000 | 1.00 |",
+        "| zero2 | completed | 300 | 0.667 | 4.0 | 2.0 | 4.0 | 1,600 | 2.0000 | 0.75 |",
+        "| zero3 | out_of_memory | n/a | n/a | n/a | n/a | n/a | n/a | n/a | n/a |",
+        "| fsdp2 | parity failed | n/a | n/a | 2.0 | 2.0 | 4.0 | 1,550 | 2.2000 | n/a |",
+    ]
+
+
+def test_markdown_shows_each_difference_from_the_baseline(results: Document) -> None:
+    lines = markdown_text(results).splitlines()
+    assert "| fsdp2 | parity failed | 2.750000 | +1.0e-01 | 2.200000 | +1.0e-01 |" in lines
+    assert "| zero3 | n/a | 2.500000 | 0 | 2.500000 | n/a |" in lines  # it never reached the reference's last step
+
+
+def test_markdown_escapes_hostile_text(results: Document) -> None:
+    text = markdown_text(results)
+    assert r"models/&lt;b&gt;tiny\|llama&lt;/b&gt;" in text
+    assert "````text\n<script>alert('loss')</script> | CUDA out of memory.\nTried to allocate" in text
+    assert "first loss 2.75 against 2.5 of ddp \\| relative 1e-1, allowed 1e-5 &lt;b&gt;" in text
+    tables = [line for line in text.splitlines() if line.startswith("|")]
+    assert all(line.endswith("|") for line in tables)
+    assert text.count("](comparison.png)") == 1
+
+
+def test_html_makes_no_request(results: Document) -> None:
+    page = html_text(results)
+    assert not re.search(r"(https?:)?//[a-z]|@import|url\(", page.replace("// Clicking", ""))
+    for tag, attributes in Tags(page).found:
+        assert tag not in ("link", "img", "iframe", "object", "embed", "base")
+        assert not {"src", "href", "srcset", "action"} & set(attributes)
+
+
+def test_html_escapes_what_it_shows(results: Document) -> None:
+    page = html_text(results)
+    assert page.count("<script>") == 1  # its own
+    assert "&lt;script&gt;alert(&#39;loss&#39;)&lt;/script&gt; | CUDA out of memory.\nTried to allocate" in page
+    assert "models/&lt;b&gt;tiny|llama&lt;/b&gt;" in page
+
+
+def test_html_escapes_names_in_attributes_and_charts(results: Document) -> None:
+    for row in results["rows"]:
+        row["preset"] = f'"><img src=x onerror=alert(1)>{row["preset"]}'
+    results["environment"]["device"] = "cuda"
+    assert "img" not in {tag for tag, _ in Tags(html_text(results)).found}
+
+
+def test_html_tables_scroll_by_themselves_and_sort_by_number(results: Document) -> None:
+    page = html_text(results)
+    assert page.count("<table") == page.count('<div class="scroll"><table') == 10
+    assert '<td class="num" data-value="400.0">400</td>' in page
+    assert '<td class="num">n/a</td>' in page
+
+
+def test_html_marks_a_failed_row_instead_of_drawing_it(results: Document) -> None:
+    bars = [line for line in html_text(results).splitlines() if 'class="bar"' in line and ">zero3<" in line]
+    assert len(bars) == 2  # memory and speed
+    assert all("out_of_memory" in bar and "<i" not in bar for bar in bars)
+
+
+def test_scaling_and_timelines_are_shown_only_where_there_are_any(made_up: Document, results: Document) -> None:
+    full, small = html_text(made_up), html_text(results)
+    for heading in ("<h2>Scaling</h2>", "<h2>One step of every rank</h2>", "<h3>GPU interconnect</h3>"):
+        assert heading in full
+        assert heading not in small
+    assert full.count("<details") == 6  # one a row with a profile, the first open
+    assert full.count("<details open>") == 1
+    assert full.count('class="rank"><b>rank 3') == 3
+
+
+def test_the_full_page_stays_self_contained_and_has_the_command_of_each_replay(made_up: Document) -> None:
+    page = html_text(made_up)
+    assert not re.search(r"(https?:)?//[a-z]|@import|url\(", page.replace("// Clicking", ""))
+    assert "toolkit compare --replay DIR --row zero2-n4" in page
+    assert "power limit 700 W" in page
+    assert "NV18" in page
+
+
+def test_markdown_of_repeated_rows_has_intervals_mfu_and_cost(made_up: Document) -> None:
+    lines = markdown_text(made_up).splitlines()
+    assert lines[0] == "# Comparison: 5 presets on 2 and 4 × NVIDIA H100 80GB HBM3"
+    assert (
+        "| fsdp2 n2 | completed | 24,840 | 24,641–25,039 | 31.6 % | 0.0635 | 1.319 | 7.45 | 7.45 | 14.90 | 37.95"
+        " | 1.3999 | 0.92 |"
+    ) in lines
+    assert "| ddp | out_of_memory | 15.00 | 36.10 | 44.60 | n/a | allocated |" in lines  # memory by phase
+
+
+def test_an_unsupported_row_is_not_shown_in_red(made_up: Document) -> None:
+    made_up["rows"][0].update(status="not_supported", message="needs CUDA kernels", failure=None)
+    page = html_text(made_up)
+    assert '<td class="status">not_' not in page
+    assert all('class="alarm' not in bar for bar in bars(page, "ddp"))
+    assert "steps with a loss" not in page

@@ -1,0 +1,114 @@
+"""The ledger survives a kill at any byte, and records of earlier versions are still read."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+from comparison_records import probe, trial
+
+from toolkit.compare.ledger import (
+    Ledger,
+    ProbeRecord,
+    SideRunRecord,
+    TrialRecord,
+    comparison_lock,
+    probes_of,
+    side_runs_of,
+    trials_of,
+)
+from toolkit.compare.result_values import RowKey
+from toolkit.errors import ToolkitError
+
+OLD_COMPARISON = Path(__file__).parents[1] / "fixtures" / "comparison_before_typed_results"
+ZERO2 = RowKey(preset="zero2", world_size=2)
+
+
+def test_a_line_cut_off_by_a_kill_is_dropped_at_any_byte(tmp_path: Path) -> None:
+    complete = Ledger(tmp_path / "complete.jsonl")
+    for repeat in range(2):
+        complete.append(trial("ddp", repeat))
+    content = complete.path.read_bytes()
+    first = content.index(b"\n") + 1
+    for cut in [0, 1, first // 2, *range(first - 2, first + 2), len(content) - 2, len(content) - 1, len(content)]:
+        torn = Ledger(tmp_path / "torn.jsonl")
+        torn.path.write_bytes(content[:cut])
+        kept = [] if cut < first else (["ddp-n2-r0"] if cut < len(content) else ["ddp-n2-r0", "ddp-n2-r1"])
+        assert list(torn.read()) == kept
+        torn.append(trial("zero2", 0))
+        assert list(torn.read()) == [*kept, "zero2-n2-r0"]
+
+
+def test_a_record_is_read_as_it_was_appended(tmp_path: Path) -> None:
+    ledger = Ledger(tmp_path / "ledger.jsonl")
+    records = [
+        trial("zero2", 0),
+        probe("zero2", 4, status="out_of_memory"),
+        SideRunRecord.of(trial("zero2", 0), trial="zero2-n2-profile", kinds=["profile"], communication_fraction=0.25),
+    ]
+    for record in records:
+        ledger.append(record)
+    assert list(ledger.read().values()) == records
+
+
+def test_records_are_found_by_row_and_kind_not_by_name() -> None:
+    """The variant `zero2-n2` makes rows whose names begin like those of `zero2` on two processes."""
+    found = [
+        trial("zero2", 1),
+        trial("zero2", 0),
+        trial("zero2-n2", 0),
+        probe("zero2", 8),
+        probe("zero2", 4),
+        SideRunRecord.of(trial("zero2", 0), trial="zero2-n2-save", kinds=["save"], save_bytes=7),
+    ]
+    records = {record.trial: record for record in found}
+    assert [record.repeat for record in trials_of(records, ZERO2)] == [0, 1]
+    assert list(probes_of(records, ZERO2)) == [4, 8]
+    assert [record.save_bytes for record in side_runs_of(records, ZERO2, "save")] == [7]
+    assert side_runs_of(records, ZERO2, "profile") == []
+
+
+def test_not_a_number_is_written_as_an_unknown(tmp_path: Path) -> None:
+    ledger = Ledger(tmp_path / "ledger.jsonl")
+    ledger.append(trial("ddp", 0, losses=[2.0, float("nan")], last_loss=float("inf")))
+    (line,) = ledger.path.read_text().splitlines()
+    written = json.loads(line, parse_constant=pytest.fail)
+    assert (written["losses"], written["last_loss"]) == ([2.0, None], None)
+
+
+def test_a_ledger_of_an_earlier_version_is_read_with_the_kind_of_each_record(tmp_path: Path) -> None:
+    """Until kinds were recorded, they followed from a record's name."""
+    lines = [json.loads(record.model_dump_json(exclude={"kind"})) for record in (trial("ddp", 0), probe("ddp", 4))]
+    lines[1].pop("per_device_train_batch_size")
+    lines.append(lines[0] | {"trial": "ddp-n2-profile", "kinds": ["profile"], "communication_fraction": 0.5})
+    (tmp_path / "ledger.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    first, second, third = Ledger(tmp_path / "ledger.jsonl").read().values()
+    assert (first, type(first)) == (trial("ddp", 0), TrialRecord)
+    assert isinstance(second, ProbeRecord)
+    assert second.per_device_train_batch_size == 4
+    assert isinstance(third, SideRunRecord)
+    assert third.communication_fraction == 0.5
+
+
+def test_a_recorded_ledger_of_an_earlier_version_keeps_every_value() -> None:
+    lines = [json.loads(line) for line in (OLD_COMPARISON / "ledger.jsonl").read_text().splitlines()]
+    records = Ledger(OLD_COMPARISON / "ledger.jsonl").read()
+    assert [json.loads(records[line["trial"]].model_dump_json()) for line in lines] == [
+        line | {"kind": "trial"} for line in lines
+    ]
+
+
+def test_a_line_that_is_no_record_is_named(tmp_path: Path) -> None:
+    (tmp_path / "ledger.jsonl").write_text('{"trial": "ddp-n2-r0"}\n')
+    with pytest.raises(ToolkitError, match=r"ledger.jsonl, line 1: trial has no preset, world_size, status"):
+        Ledger(tmp_path / "ledger.jsonl").read()
+
+
+def test_two_runners_never_share_a_folder(tmp_path: Path) -> None:
+    running = rf"still running \(process {os.getpid()}\)"
+    with comparison_lock(tmp_path), pytest.raises(ToolkitError, match=running), comparison_lock(tmp_path):
+        pass
+    with comparison_lock(tmp_path):
+        pass

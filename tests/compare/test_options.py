@@ -1,0 +1,50 @@
+"""The options of `toolkit compare`: values that make no comparison are refused where they are built."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from toolkit.compare.options import CompareOptions
+from toolkit.errors import ToolkitError
+
+
+def options(*num_processes: str) -> CompareOptions:
+    return CompareOptions(preset=("ddp",), num_processes=num_processes, output=Path("out"))
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"), [(["2"], (2,)), (["1,2,4"], (1, 2, 4)), (["1", "2"], (1, 2)), (["2, 2", "1"], (2, 1))]
+)
+def test_world_sizes_are_separate_or_with_commas(given: list[str], expected: tuple[int, ...]) -> None:
+    assert options(*given).world_sizes == expected
+
+
+def test_a_world_size_that_is_not_a_number_is_refused() -> None:
+    with pytest.raises(ToolkitError, match="--num-processes is 'two'"):
+        options("1,two")
+
+
+def test_rows_scale_weakly_by_default_and_only_with_several_world_sizes() -> None:
+    assert options("1,2").effective_scaling == "weak"
+    assert options("2").effective_scaling is None
+
+
+def test_an_output_is_required_and_with_a_replay_a_row() -> None:
+    with pytest.raises(ToolkitError, match="missing option '--output'"):
+        CompareOptions(preset=("ddp",), num_processes=("2",))
+    with pytest.raises(ToolkitError, match="missing option '--row'"):
+        CompareOptions(replay=Path("out"))
+    assert CompareOptions(replay=Path("out"), row="ddp-n2").folder == Path("out")
+
+
+WARM_STARTS = [(True, None, True), (False, None, False), (True, False, False), (False, True, True)]
+
+
+@pytest.mark.parametrize(("cpu", "warm_start", "expected"), WARM_STARTS)
+def test_runs_start_warm_by_default_on_a_cpu_where_that_is_measured(
+    cpu: bool, warm_start: bool | None, expected: bool
+) -> None:
+    given = CompareOptions(preset=("ddp",), num_processes=("2",), output=Path("out"), cpu=cpu, warm_start=warm_start)
+    assert given.starts_warm is expected

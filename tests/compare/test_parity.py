@@ -1,0 +1,182 @@
+"""Parity: trials in which one thing is changed, each caught by its own check."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+from comparison_records import DDP, aggregate_rows, comparison, row_beside_ddp, trial
+
+BATCHES = [[f"{number}0", f"{number}1"] for number in range(8)]
+LOSSES = [2.0, 1.9, 1.8, 1.7, 1.6, 1.5, 1.4, 1.3]
+
+
+def step(values: list[Any], number: int, value: Any) -> list[Any]:
+    """Return the list with one step's value changed."""
+    return [*values[: number - 1], value, *values[number:]]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"problem": {"optimizer_dtype": "bfloat16"}}, "optimizer_dtype is bfloat16, expected float32"),
+        ({"problem": {"master_dtype": "bfloat16"}}, "master_dtype is bfloat16, expected float32"),
+        ({"problem": {"gradient_clipping": 0.0}}, "gradient_clipping is 0.0, 1.0 in ddp-n2-r0"),
+        ({"problem": {"seed": 43}}, "seed is 43, 42 in ddp-n2-r0"),
+        ({"problem": {"learning_rate": 2e-3}}, "learning_rate is 0.002, 0.001 in ddp-n2-r0"),
+        ({"problem": {"global_batch_size": 8}}, "global_batch_size is 8, 4 in ddp-n2-r0"),
+        ({"problem": {"num_trainable_params": 9}}, "num_trainable_params is 9, 10 in ddp-n2-r0"),
+        ({"problem": {"activation_checkpointing": True}}, "activation_checkpointing is True, False in ddp-n2-r0"),
+        (
+            {"problem": {"initial_weights_sha256": "b" * 64}},
+            "initial_weights_sha256 is bbbbbbbbbbbb, aaaaaaaaaaaa in ddp-n2-r0",
+        ),
+        ({"problem": {"world_size": 1, "ranks": 1}}, "1 ranks attested, expected 2"),
+        ({"problem": {"world_size": [2, 1]}}, "world_size is 2, 1 by rank, expected 2"),
+        ({"problem": {"engine": "fsdp2"}}, "engine is fsdp2, expected ddp"),
+        (
+            {"batch_sha256": step(BATCHES, 3, ["20", "x1"])},
+            "batch of step 3 on rank 1 is x1, 21 in ddp-n2-r0",
+        ),
+        ({"batch_sha256": step(BATCHES, 1, ["00"])}, "step 1 has batches of 1 ranks, of 2 in ddp-n2-r0"),
+        ({"step_tokens": [150] * 8}, "step 1 has 150 tokens, 200 in ddp-n2-r0"),
+        ({"step_tokens": [0] * 8}, "step 1 has 0 tokens, 200 in ddp-n2-r0"),
+        ({"step_non_padding_tokens": [200] * 8}, "step 1 has 200 non-padding tokens, 180 in ddp-n2-r0"),
+        ({"step_supervised_tokens": [180] * 8}, "step 1 has 180 supervised tokens, 90 in ddp-n2-r0"),
+        ({"step_tokens": [150] * 8, "batch_sha256": step(BATCHES, 2, ["x0", "x1"])}, "batch of step 2 on rank 0 is x0"),
+        ({"timed_step_numbers": [3, 4, 5, 6, 7]}, "step 8 is not timed, with untimed_steps 2"),
+        ({"losses": step(LOSSES, 1, 2.00003)}, "loss of step 1 is 2.000030, allowed 2.000000 ± 0.000020 of ddp"),
+        ({"losses": step(LOSSES, 8, 1.31)}, "loss of step 8 is 1.310000, allowed 1.300000 ± 0.000130 of ddp"),
+        ({"grad_norms": [3.1] * 8}, "gradient norm of step 1 is 3.100000, allowed 3.000000 ± 0.003000 of ddp"),
+    ],
+)
+def test_a_trial_of_another_problem_fails_its_own_check_and_has_no_speed(changes: dict[str, Any], message: str) -> None:
+    row = row_beside_ddp(**changes)
+    assert row.parity == "parity failed"
+    assert row.parity_message.startswith(f"repeat 0: {message}")
+    speeds = ("tokens_per_second", "ratio_to_reference", "ratio_interval", "difference", "rank", "step_seconds_median")
+    assert [getattr(row, key) for key in speeds] == [None] * 6
+    assert row.step_seconds == ()
+
+
+def test_an_equal_row_agrees_and_keeps_its_speed() -> None:
+    row = row_beside_ddp()
+    assert (row.parity, row.parity_message, row.repeats) == ("agrees", None, 3)
+    assert row.tokens_per_second == pytest.approx(200 / 0.5, rel=1e-3)
+    assert (row.difference, row.rank) == ("no difference seen", None)
+    assert row.ratio_interval[0] < row.ratio_to_reference == 1.0 < row.ratio_interval[1]
+
+
+def test_a_row_fails_parity_if_one_of_its_repeats_does() -> None:
+    baseline = [trial("ddp", repeat) for repeat in range(3)]
+    others = [trial("other", repeat, problem={"seed": 43} if repeat == 2 else None) for repeat in range(3)]
+    row = aggregate_rows(comparison("ddp", "other"), *baseline, *others)["other-n2"]
+    assert row.parity_message == "repeat 2: seed is 43, 42 in ddp-n2-r0"
+
+
+def test_a_loss_may_vary_as_much_as_the_baseline_s_repeats() -> None:
+    baseline = [trial("ddp", repeat, losses=step(LOSSES, 8, 1.3 + 0.01 * repeat)) for repeat in range(3)]
+    inside = [trial("other", repeat, losses=step(LOSSES, 8, 1.36)) for repeat in range(3)]
+    assert aggregate_rows(comparison("ddp", "other"), *baseline, *inside)["other-n2"].parity == "agrees"
+    outside = [trial("other", repeat, losses=step(LOSSES, 8, 1.38)) for repeat in range(3)]
+    row = aggregate_rows(comparison("ddp", "other"), *baseline, *outside)["other-n2"]
+    assert row.parity_message == "repeat 0: loss of step 8 is 1.380000, allowed 1.310000 ± 0.060000 of ddp"
+
+
+def test_the_band_of_losses_is_wider_in_bf16() -> None:
+    half = {"compute_dtype": "bfloat16"}
+    baseline = [trial("ddp", repeat, problem=half) for repeat in range(3)]
+    others = [trial("other", repeat, problem=half, losses=step(LOSSES, 1, 2.0015)) for repeat in range(3)]
+    assert aggregate_rows(comparison("ddp", "other"), *baseline, *others)["other-n2"].parity == "agrees"
+
+
+def test_the_band_of_losses_grows_with_the_number_of_steps() -> None:
+    """1e-4 up to step 30, 2e-4 at step 60."""
+    long = {"losses": [2.0] * 60, "step_tokens": [200] * 60}
+    for last, parity in ((2.0003, "agrees"), (2.0005, "parity failed")):
+        changed = long | {"losses": [2.0] * 59 + [last]}
+        trials = [trial("ddp", 0, **long), trial("other", 0, **changed)]
+        assert aggregate_rows(comparison("ddp", "other", repeats=1), *trials)["other-n2"].parity == parity
+
+
+def test_only_steps_that_both_rows_ran_are_compared() -> None:
+    short = {
+        "losses": LOSSES[:7],
+        "batch_sha256": BATCHES[:7],
+        "step_tokens": [200] * 7,
+        "step_seconds": [9.0, 0.7, *[0.5] * 5],
+        "timed_step_numbers": [3, 4, 5, 6, 7],
+    }
+    row = row_beside_ddp(**short)
+    assert (row.parity, row.timed_steps) == ("agrees", 5)
+
+
+def test_a_timed_first_step_fails_parity() -> None:
+    """However slow it is: the steps to be timed are known."""
+    for first in (9.0, 0.5):
+        row = row_beside_ddp(step_seconds=[first, *[0.5] * 7], timed_step_numbers=[1, 2, 3, 4, 5, 6, 7, 8])
+        assert row.parity == "parity failed"
+        assert row.parity_message == "repeat 0: step 1 is timed, with untimed_steps 2"
+
+
+def test_a_first_timed_step_that_is_slow_in_every_repeat_fails_parity() -> None:
+    row = row_beside_ddp(step_seconds=[9.0, 0.7, 9.0, *[0.5] * 5])
+    assert row.parity == "parity failed"
+    assert row.parity_message == (
+        "step 3, the first timed, took 9.000 s, the median of the others 0.500 s: raise untimed_steps"
+    )
+
+
+def test_a_slow_step_in_one_repeat_is_noise() -> None:
+    noisy = trial("other", 0, step_seconds=[9.0, 0.7, 2.0, *[0.5] * 5])
+    trials = [*(trial("ddp", repeat) for repeat in range(3)), noisy, *(trial("other", r) for r in (1, 2))]
+    assert aggregate_rows(comparison("ddp", "other"), *trials)["other-n2"].parity == "agrees"
+
+
+def test_activation_checkpointing_must_not_change_with_the_world_size() -> None:
+    spec = comparison("ddp", world_sizes=(1, 2))
+    small = [trial("ddp", repeat, world_size=1) for repeat in range(3)]
+    large = [trial("ddp", repeat, problem={"activation_checkpointing": True}) for repeat in range(3)]
+    rows = aggregate_rows(spec, *small, *large)
+    assert rows["ddp-n1"].parity == "reference"
+    assert rows["ddp-n2"].parity_message == "repeat 0: activation_checkpointing is True, False in ddp-n1-r0"
+
+
+def test_strong_scaling_fails_parity_if_the_global_batch_grows() -> None:
+    trials = [trial("ddp", repeat, world_size=n) for n in (1, 2) for repeat in range(3)]
+    weak = aggregate_rows(comparison("ddp", world_sizes=(1, 2), scaling="weak"), *trials)
+    assert weak["ddp-n2"].parity == "reference"
+    strong = aggregate_rows(comparison("ddp", world_sizes=(1, 2), scaling="strong"), *trials)
+    assert strong["ddp-n2"].parity_message == "repeat 0: global_batch_size is 4, 2 in ddp-n1-r0"
+
+
+def test_nothing_is_compared_with_a_failed_baseline() -> None:
+    failed = trial("ddp", 0, status="out_of_memory", message="no room", tokens_per_second=None)
+    row = aggregate_rows(comparison("ddp", "other", repeats=1), failed, trial("other", 0))["other-n2"]
+    assert (row.parity, row.ratio_to_reference, row.tokens_per_second) == (None, None, pytest.approx(400))
+
+
+def test_a_communication_hook_forms_its_own_group() -> None:
+    spec = comparison("ddp", "ddp_int8", extra_arguments={"ddp_int8": ["--ddp_comm_hook", "int8"]})
+    trials = [trial("ddp", r) for r in range(3)] + [
+        trial("ddp_int8", r, losses=[9.0] * 8, slower=0.5) for r in range(3)
+    ]
+    row = aggregate_rows(spec, *trials)["ddp_int8-n2"]
+    assert (row.group, row.parity, row.rank) == ("ddp_comm_hook int8", None, None)
+    assert re.match(r"differs by design: ddp_comm_hook int8", row.parity_message)
+    assert (row.difference, row.ratio_to_reference) == ("faster", pytest.approx(2.0))
+
+
+def test_a_row_that_differs_by_design_must_still_train_on_the_same_data() -> None:
+    spec = comparison("ddp", "ddp_int8", extra_arguments={"ddp_int8": ["--ddp_comm_hook", "int8"]})
+    trials = [trial("ddp", r) for r in range(3)]
+    trials += [trial("ddp_int8", r, problem={"seed": 1}) for r in range(3)]
+    assert aggregate_rows(spec, *trials)["ddp_int8-n2"].parity == "parity failed"
+
+
+def test_quantized_communication_forms_its_own_group() -> None:
+    expected = {"ddp": DDP, "zeropp": DDP.model_copy(update={"quantises": True})}
+    spec = comparison("ddp", "zeropp", expected=expected)
+    rows = aggregate_rows(spec, *(trial(name, r) for name in ("ddp", "zeropp") for r in range(3)))
+    assert rows["zeropp-n2"].group == "quantised communication"

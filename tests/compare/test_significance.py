@@ -1,0 +1,159 @@
+"""Intervals of speeds and ratios, against tables and sampling and on a preset compared with itself; then ranks."""
+
+from __future__ import annotations
+
+import math
+import random
+import statistics
+
+import pytest
+from comparison_records import aggregate_rows, comparison, row_beside_ddp, trial
+
+from toolkit.compare.significance import (
+    difference,
+    geometric_mean,
+    mean_interval,
+    prediction_interval,
+    ratio_confidence,
+    ratio_interval,
+    student_t,
+)
+
+
+@pytest.mark.parametrize(
+    ("confidence", "freedom", "expected"),
+    [(0.95, 1, 12.706), (0.95, 2, 4.303), (0.95, 10, 2.228), (0.99, 2, 9.925), (0.99, 4, 4.604), (0.99, 30, 2.750)],
+)
+def test_student_t_equals_the_published_tables(confidence: float, freedom: float, expected: float) -> None:
+    assert student_t(confidence, freedom) == pytest.approx(expected, abs=5e-4)
+
+
+def test_student_t_interpolates_for_fractional_degrees_of_freedom() -> None:
+    assert student_t(0.99, 4) < student_t(0.99, 3.5) < student_t(0.99, 3)
+
+
+def test_an_interval_worked_out_by_hand() -> None:
+    # logs 0, 0, 0.03: mean 0.01, standard deviation 0.017320508, over sqrt 3 is 0.01; t(0.95, 2) = 4.302653
+    low, high = mean_interval([1.0, 1.0, math.exp(0.03)]) or (0, 0)
+    assert (math.log(low), math.log(high)) == pytest.approx((0.01 - 0.04302653, 0.01 + 0.04302653), abs=1e-7)
+
+
+def test_a_ratio_worked_out_by_hand() -> None:
+    # equal variances 0.0003: error sqrt(2 * 0.0001), 4 degrees of freedom, t(0.99, 4) = 4.604095
+    own, other = [1.0, 1.0, math.exp(0.03)], [2.0, 2.0, 2 * math.exp(0.03)]
+    low, high = ratio_interval(own, other, 0.99) or (0, 0)
+    half = 4.604095 * math.sqrt(2e-4)
+    assert (math.log(2 * low), math.log(2 * high)) == pytest.approx((-half, half), abs=1e-6)
+    assert difference((low, high)) == "slower"
+
+
+def test_a_single_repeat_has_no_interval() -> None:
+    assert mean_interval([3.0]) is None
+    assert ratio_interval([3.0], [1.0, 1.0], 0.99) is None
+    assert difference(None) is None
+
+
+@pytest.mark.parametrize(
+    ("ratio", "claim"), [((1.01, 1.2), "faster"), ((0.8, 0.99), "slower"), ((0.99, 1.01), "no difference seen")]
+)
+def test_a_difference_is_claimed_only_if_the_interval_excludes_one(ratio: tuple[float, float], claim: str) -> None:
+    assert difference(ratio) == claim
+
+
+def test_more_rows_need_a_higher_confidence() -> None:
+    assert [ratio_confidence(n) for n in (0, 1, 5, 10)] == pytest.approx([0.99, 0.99, 0.99, 0.995])
+
+
+def figures(rng: random.Random, repeats: int, *, between: float, within: float, steps: int = 30) -> list[float]:
+    """Speeds of trials whose level varies by `between` from trial to trial, and whose steps vary by `within`."""
+    found = []
+    for _ in range(repeats):
+        level = rng.gauss(0, between)
+        found.append(1 / math.exp(statistics.median(rng.gauss(level, within) for _ in range(steps))))
+    return found
+
+
+@pytest.mark.parametrize(("between", "within"), [(0.05, 0.02), (0.003, 0.05), (0.0, 0.1)])
+def test_a_preset_differs_from_itself_in_at_most_two_of_a_hundred(between: float, within: float) -> None:
+    """An interval over pooled steps would claim a difference in most of those whose trials vary."""
+    rng, claims, comparisons = random.Random(0), 0, 400
+    for _ in range(comparisons):
+        a, b = (figures(rng, 3, between=between, within=within) for _ in range(2))
+        claims += difference(ratio_interval(a, b, ratio_confidence(1))) != "no difference seen"
+    assert claims <= 0.02 * comparisons
+
+
+def test_a_common_drift_adds_no_false_claims() -> None:
+    rng, claims = random.Random(1), 0
+    for _ in range(400):
+        drift = [math.exp(rng.gauss(0, 0.1)) for _ in range(3)]
+        a, b = ([f * d for f, d in zip(figures(rng, 3, between=0.01, within=0), drift, strict=True)] for _ in range(2))
+        claims += difference(ratio_interval(a, b, 0.99)) != "no difference seen"
+    assert claims <= 8
+
+
+def test_a_difference_of_five_percent_is_mostly_seen_if_trials_vary_by_half_a_percent() -> None:
+    rng, seen = random.Random(0), 0
+    for _ in range(100):
+        a, b = (figures(rng, 3, between=0.005, within=0.02) for _ in range(2))
+        seen += difference(ratio_interval([1.05 * f for f in a], b, 0.99)) == "faster"
+    assert seen >= 75
+
+
+def test_one_more_trial_lies_in_the_prediction_interval_as_often_as_stated() -> None:
+    rng, inside = random.Random(0), 0
+    for _ in range(400):
+        *three, one = figures(rng, 4, between=0.02, within=0.0, steps=1)
+        low, high = prediction_interval(three) or (0, 0)
+        inside += low <= one <= high
+    assert 0.92 * 400 <= inside <= 0.98 * 400
+
+
+def test_the_centre_is_the_geometric_mean() -> None:
+    assert geometric_mean([1.0, 4.0]) == pytest.approx(2.0)
+
+
+def test_all_speeds_count_the_same_steps() -> None:
+    """The baseline ran two slow steps more; its speed leaves them out, because the other row stopped before them."""
+    short = [trial("other", 0, step_seconds=[9.0, 0.7, *[0.5] * 4], timed_step_numbers=[3, 4, 5, 6])]
+    slow_end = [trial("ddp", 0, step_seconds=[9.0, 0.7, 0.5, 0.5, 0.5, 0.5, 5.0, 5.0])]
+    rows = aggregate_rows(comparison("ddp", "other", repeats=1), *slow_end, *short)
+    assert rows["ddp-n2"].tokens_per_second == pytest.approx(400)
+    assert rows["other-n2"].ratio_to_reference == pytest.approx(1.0)
+
+
+def test_scaling_is_relative_to_the_fewest_processes() -> None:
+    spec = comparison("ddp", world_sizes=(1, 2), scaling="weak")
+    rows = aggregate_rows(
+        spec, *(trial("ddp", r, world_size=n, slower=1.25 if n == 2 else 1) for n in (1, 2) for r in range(3))
+    )
+    assert (rows["ddp-n1"].speed_up, rows["ddp-n1"].scaling_efficiency) == (1.0, 1.0)
+    assert rows["ddp-n2"].speed_up == pytest.approx(1.6)
+    assert rows["ddp-n2"].scaling_efficiency == pytest.approx(0.8)
+
+
+def test_a_preset_with_a_single_world_size_has_no_scaling() -> None:
+    """fsdp2 needs two processes, so next to ddp with one and two it has no efficiency of 100 %."""
+    spec = comparison("ddp", "fsdp2", world_sizes=(1, 2), scaling="weak")
+    trials = [trial("ddp", r, world_size=n) for n in (1, 2) for r in range(3)]
+    rows = aggregate_rows(spec, *trials, *(trial("fsdp2", r) for r in range(3)))
+    assert (rows["fsdp2-n2"].speed_up, rows["fsdp2-n2"].scaling_efficiency) == (None, None)
+    assert rows["ddp-n2"].scaling_efficiency == pytest.approx(1.0)
+
+
+def test_rows_are_ranked_only_if_intervals_separate_them() -> None:
+    trials = [trial("ddp", repeat) for repeat in range(3)]
+    trials += [trial("slow", repeat, slower=1.5) for repeat in range(3)]
+    rows = aggregate_rows(comparison("ddp", "slow"), *trials)
+    assert [(row.rank, row.difference) for row in rows.values()] == [(1, "reference"), (2, "slower")]
+    trials += [trial("alike", repeat, slower=1.001) for repeat in range(3)]
+    rows = aggregate_rows(comparison("ddp", "slow", "alike"), *trials)
+    assert [row.rank for row in rows.values()] == [None, 3, None]
+    assert rows["alike-n2"].difference == "no difference seen"
+
+
+def test_single_runs_support_no_claim() -> None:
+    row = row_beside_ddp(repeats=1, slower=2.0)
+    assert row.ratio_to_reference == pytest.approx(0.5)
+    claims = ("ratio_interval", "difference", "rank", "tokens_per_second_interval", "step_seconds_interval")
+    assert [getattr(row, key) for key in claims] == [None] * 5

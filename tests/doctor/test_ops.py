@@ -1,0 +1,152 @@
+"""DeepSpeed's CPU ops are compiled once, and a killed compilation does not block the next."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from toolkit.cache import are_compiled, path_with_ninja, torch_extensions_folder
+from toolkit.doctor import ops
+from toolkit.errors import ToolkitError
+
+
+@pytest.fixture
+def extensions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    return tmp_path
+
+
+def pretend_compiled(folder: Path, *more: str) -> None:
+    for op in (*ops.CPU_OPS, *more):
+        (folder / op).mkdir(exist_ok=True)
+        (folder / op / f"{op}.so").touch()
+
+
+def test_ops_are_compiled_when_each_has_its_library(extensions: Path) -> None:
+    assert not are_compiled(ops.CPU_OPS)
+    pretend_compiled(extensions)
+    assert are_compiled(ops.CPU_OPS)
+    (extensions / "cpu_adam" / "cpu_adam.so").unlink()
+    assert not are_compiled(ops.CPU_OPS)
+
+
+def test_a_library_that_is_still_locked_does_not_count(extensions: Path) -> None:
+    pretend_compiled(extensions)
+    (extensions / "cpu_adam" / "lock").touch()
+    assert not are_compiled(ops.CPU_OPS)
+
+
+def test_a_library_older_than_the_installed_sources_does_not_count(extensions: Path) -> None:
+    pretend_compiled(extensions)
+    os.utime(extensions / "cpu_adam" / "cpu_adam.so", (0, 0))
+    assert not are_compiled(ops.CPU_OPS)
+
+
+def test_the_user_may_choose_the_folder(extensions: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert ops.extensions_folder() == extensions
+    monkeypatch.delenv("TORCH_EXTENSIONS_DIR")
+    assert ops.extensions_folder() == torch_extensions_folder()
+
+
+def test_a_stale_lock_of_a_killed_compilation_is_removed(extensions: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pretend_compiled(extensions)
+    (extensions / "cpu_adam" / "lock").touch()
+    assert ops.compile_ops() == 0.0
+    assert not (extensions / "cpu_adam" / "lock").exists()
+    assert capsys.readouterr().out == ""
+
+
+def test_a_lock_held_by_a_live_process_is_kept(extensions: Path) -> None:
+    lock = extensions / "lock"
+    with lock.open("w"):
+        ops._drop_stale_lock(lock)
+        assert lock.exists()
+    ops._drop_stale_lock(lock)
+    assert not lock.exists()
+
+
+def test_a_missing_compiler_is_reported_with_the_fix(
+    extensions: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PATH", str(extensions))
+    monkeypatch.delenv("CXX", raising=False)
+    assert ops.main() == 2
+    expected = ["error: no C++ compiler: 'c++' is not on PATH", "  hint: apt-get install g++   (or set CXX)"]
+    assert capsys.readouterr().err.splitlines() == expected
+
+
+def test_missing_python_headers_are_reported_with_the_fix(extensions: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sysconfig.get_path", lambda _name: str(extensions))
+    with pytest.raises(ToolkitError, match=r"Python\.h is missing .*\n  hint: apt-get install libpython3\.\d+-dev"):
+        ops.check_compiler()
+
+
+def test_a_failed_compilation_reports_its_last_line_and_its_log(
+    extensions: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ops, "_LOAD_CODE", "raise SystemExit('ninja: build stopped')")
+    with pytest.raises(ToolkitError, match=rf"ninja: build stopped\n  hint: see the log: {extensions}/compile\.log"):
+        ops.compile_ops()
+
+
+def test_ninja_is_found_in_an_environment_that_is_not_activated(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/usr/bin")
+    assert path_with_ninja() == f"{Path(sys.executable).parent}{os.pathsep}/usr/bin"
+
+
+@pytest.mark.launch
+def test_compiled_ops_load_without_compiling() -> None:
+    ops.compile_ops()
+    libraries = [ops.extensions_folder() / op / f"{op}.so" for op in ops.CPU_OPS]
+    before = [library.stat().st_mtime_ns for library in libraries]
+    environment = {**os.environ, "PATH": path_with_ninja()}
+    subprocess.run([sys.executable, "-c", ops._LOAD_CODE, *ops.CPU_OPS.values()], env=environment, check=True)
+    assert [library.stat().st_mtime_ns for library in libraries] == before
+
+
+def test_async_io_is_compiled_only_on_request(
+    extensions: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(ops, "has_libaio_header", lambda: True)
+    pretend_compiled(extensions)
+    assert ops.main() == 0
+    monkeypatch.setattr(ops, "_LOAD_CODE", "import sys; raise SystemExit(f'asked for {sys.argv[1:]}')")
+    assert ops.main(["--async-io"]) == 2
+    assert "'PinMemoryBuilder', 'AsyncIOBuilder']" in capsys.readouterr().err
+    pretend_compiled(extensions, "pin_memory", "async_io")
+    assert ops.main(["--async-io"]) == 0
+
+
+def test_without_libaio_the_other_ops_are_compiled_and_the_fix_is_printed(
+    extensions: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(ops, "has_libaio_header", lambda: False)
+    pretend_compiled(extensions)
+    assert ops.main(["--async-io"]) == 0
+    assert capsys.readouterr().err.splitlines()[-1] == (
+        "without NVMe offload: libaio.h is missing; apt-get install libaio-dev, then"
+        " `python -m toolkit.doctor.ops --async-io`"
+    )
+
+
+def test_the_compiler_searches_the_header(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("CPLUS_INCLUDE_PATH", str(tmp_path))
+    (tmp_path / "libaio.h").touch()
+    assert ops.has_libaio_header()
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    assert not ops.has_libaio_header()
+
+
+def test_an_unknown_option_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert ops.main(["--asyncio"]) == 2
+    assert capsys.readouterr().err == "error: the only option is --async-io\n"
+
+
+def test_compiling_again_does_nothing(extensions: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pretend_compiled(extensions)
+    assert ops.main() == 0
+    assert capsys.readouterr().err == f"DeepSpeed's CPU ops are already compiled in {extensions}\n"

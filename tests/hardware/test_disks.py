@@ -1,0 +1,49 @@
+"""Mounts and rates of local disks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from toolkit.hardware import disks
+from toolkit.hardware.disks import Mount, measure_rates, mount_of
+
+MOUNTS = """\
+/dev/sda1 / ext4 rw 0 0
+/dev/nvme0n1 /data xfs rw 0 0
+tmpfs /data/scratch tmpfs rw 0 0
+server:/home /home nfs4 rw 0 0
+/dev/sdb1 /mnt/with\\040space ext4 rw 0 0
+sshfs /far fuse.sshfs rw 0 0
+"""
+
+
+@pytest.mark.parametrize(
+    ("folder", "filesystem", "kind"),
+    [
+        ("/data/swap", "xfs", "local"),
+        ("/database", "ext4", "local"),
+        ("/data/scratch/here", "tmpfs", "memory"),
+        ("/home/me", "nfs4", "network"),
+        ("/far", "fuse.sshfs", "network"),
+        ("/mnt/with space/x", "ext4", "local"),
+    ],
+)
+def test_the_longest_mount_point_above_a_folder_is_its_mount(folder: str, filesystem: str, kind: str) -> None:
+    mount = mount_of(Path(folder), MOUNTS)
+    assert mount is not None
+    assert (mount.filesystem, mount.kind) == (filesystem, kind)
+
+
+def test_a_later_mount_covers_an_earlier_one() -> None:
+    mount = mount_of(Path("/data"), MOUNTS + "tmpfs /data tmpfs rw 0 0\n")
+    assert mount == Mount(filesystem="tmpfs", mount_point="/data")
+
+
+def test_rates_are_measured_and_nothing_stays_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(disks, "PROBE_BYTES", 16 * 2**20)
+    rates = measure_rates(tmp_path)
+    assert rates.write_bytes_per_second > 2**20
+    assert rates.read_bytes_per_second > 2**20
+    assert list(tmp_path.iterdir()) == []

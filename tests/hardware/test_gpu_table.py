@@ -1,0 +1,76 @@
+"""The GPU table: lookup by any of a card's names, and figures that are dense, ordered and sourced."""
+
+from __future__ import annotations
+
+import pytest
+
+from toolkit.errors import ToolkitError
+from toolkit.hardware.gpu_table import DTYPES, GPUS, Gpu, custom_gpu, find_gpu, known_gpu
+from toolkit.units import GIB
+
+
+@pytest.mark.parametrize(
+    ("driver_name", "name"),
+    [
+        ("NVIDIA H100 80GB HBM3", "h100-sxm"),
+        ("NVIDIA H100 PCIe", "h100-pcie"),
+        ("NVIDIA A100-SXM4-80GB", "a100-80gb"),
+        ("NVIDIA A100 80GB PCIe", "a100-80gb-pcie"),
+        ("Tesla V100-SXM2-32GB", "v100-32gb"),
+        ("NVIDIA GeForce RTX 4090", "rtx-4090"),
+        ("AMD Instinct MI300X", "mi300x"),
+        ("H200", "h200"),
+        ("a100_80gb", "a100-80gb"),
+    ],
+)
+def test_a_gpu_is_found_by_the_name_its_driver_prints(driver_name: str, name: str) -> None:
+    assert find_gpu(driver_name).name == name
+
+
+def test_an_unknown_name_is_refused_with_the_nearest_gpu_and_the_options_for_others() -> None:
+    with pytest.raises(ToolkitError, match="unknown GPU 'h10O'") as refused:
+        find_gpu("h10O")
+    assert "h100-sxm" in str(refused.value.hint)
+    assert "--gpu-memory-gib" in str(refused.value.hint)
+    assert known_gpu("NVIDIA H20") is None
+
+
+def test_a_name_that_means_several_cards_is_refused_with_all_of_them() -> None:
+    with pytest.raises(ToolkitError, match="may be a100-40gb or a100-80gb"):
+        find_gpu("A100")
+
+
+def test_no_two_gpus_share_a_name() -> None:
+    names = [name.lower() for gpu in GPUS for name in {gpu.name, *gpu.aliases}]
+    assert len(names) == len(set(names))
+    assert len(GPUS) >= 20
+
+
+@pytest.mark.parametrize("gpu", GPUS, ids=lambda gpu: gpu.name)
+def test_peaks_are_dense_ordered_and_sourced(gpu: Gpu) -> None:
+    fp16, tf32, fp32 = (gpu.peak_flops(dtype) for dtype in DTYPES[1:])
+    assert fp16 is not None
+    assert fp32 is not None
+    assert gpu.peak_flops("bf16") in (fp16, None)
+    # A tensor core's TF32 rate is half its fp16 rate; a sparse figure among dense ones would double the ratio.
+    assert tf32 is None or fp16 / tf32 == pytest.approx(2, rel=0.02)
+    assert fp32 <= fp16
+    assert gpu.memory_bytes < 200 * GIB
+    assert gpu.source
+
+
+def test_given_numbers_replace_those_of_the_table() -> None:
+    gpu = custom_gpu(find_gpu("h100"), memory_gib=40)
+    assert gpu.memory_bytes == 40 * GIB
+    assert gpu.bf16_tflops == 989.4
+    alone = custom_gpu(None, memory_gib=24, tflops=100, link_gb_per_second=10)
+    assert (alone.peak_flops("bf16"), alone.link_bytes_per_second) == (100e12, 10**10)
+
+
+def test_given_numbers_out_of_range_are_refused() -> None:
+    with pytest.raises(ToolkitError, match="--gpu-memory-gib is -1, expected more than 0"):
+        custom_gpu(None, memory_gib=-1)
+    with pytest.raises(ToolkitError, match="no GPU is named"):
+        custom_gpu(None, tflops=10)
+    with pytest.raises(ToolkitError, match="there is no peak for dtype 'fp8'"):
+        find_gpu("h100").peak_flops("fp8")

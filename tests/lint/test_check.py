@@ -1,0 +1,190 @@
+"""Linting any file: findings, or one clear error."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import random
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from toolkit.errors import ToolkitError
+from toolkit.lint import Finding, fixed_text, lint_document, lint_paths
+from toolkit.lint.document import MAX_BYTES, read_text, with_deepspeed_json
+from toolkit.lint.positions import MAX_VALUES
+
+ROOT = Path(__file__).parents[2]
+OUR_FILES = [
+    *sorted((ROOT / "accelerate_configs").glob("*.yaml")),
+    *sorted((ROOT / "ds_configs").glob("*.json")),
+    *sorted((ROOT / "examples").glob("*.yaml")),
+]
+
+# -- our own files
+
+
+def test_our_presets_and_examples_have_no_findings(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)  # presets name their JSON relative to the root
+    assert len(OUR_FILES) >= 11
+    linted = lint_paths(OUR_FILES)
+    assert linted.findings == []
+    assert {Path(file).resolve() for file in linted.files} == set(OUR_FILES)
+
+
+# -- fuzzing
+
+SEEDS = {
+    **{path.name: path.read_text() for path in OUR_FILES},
+    "all.yaml": "distributed_type: FSDP\nnum_processes: 2\nmixed_precision: no\nparallelism_config:\n"
+    "  parallelism_config_dp_replicate_size: 2\nfsdp_config: {fsdp_version: 2, fsdp_sharding_strategy: NO_SHARD,\n"
+    "  fsdp_reshard_after_forward: X, fsdp_state_dict_type: FULL_STATE_DICT}\n",
+    "trainer.yaml": "learning_rate: &a 1e-4\nfsdp: [full_shard]\nfsdp_config:\n  version: 2\nfp16: true\nbf16: *a\n"
+    "save_strategy: no\ndeepspeed: ds.json\nsave_only_model: true\nwarmup_ratio: 0.1\n",
+    "ds.json": '{"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}, "sub_group_size": 0},\n'
+    ' "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}}, "train_batch_size": 10, "fp16": {"enabled": true}}',
+}
+PIECES = [
+    *("{", "}", "[", "]", ":", ",", '"', "'", "\n", "\t", " ", "- ", "&a ", "*a", "<<: ", "!!", "!!int ", "? ", "|\n"),
+    *("!!python/object/apply:os.system ", "%YAML 9\n", "---\n", "...\n", "#", "\\", "\\u", "\x00", "\x7f", "\ufeff"),
+    *("null", "true", "no", "NO", "1e999", ".inf", "-.nan", "0x", "0b2", "1:2:3", "2001-99-99", "~", "é", "\U0001f600"),
+    *("9" * 5000, "[" * 60, "a: " * 9, "stage", "zero_optimization", "fsdp_config", "auto", "deepspeed", "NaN"),
+]
+
+
+def mutated(text: str, dice: random.Random) -> str:
+    """Return the text with one to three changes."""
+    for _ in range(dice.randint(1, 3)):
+        text = changed(text, dice)
+    return text
+
+
+def changed(text: str, dice: random.Random) -> str:
+    """Return the text with one change: a letter, a piece of syntax, or lines moved, repeated, cut or swapped."""
+    at, to = sorted(dice.randrange(len(text) + 1) for _ in range(2))
+    lines = text.split("\n")
+    changes: list[Callable[[], str]] = [
+        lambda: text[:at] + dice.choice(PIECES) + text[at:],
+        lambda: text[:at] + chr(dice.randrange(1, 0x3000)) + text[at + 1 :],
+        lambda: text[:at] + text[min(to, at + 12) :],
+        lambda: text[:to] + text[at:to] + text[to:],
+        lambda: "\n".join(dice.sample(lines, len(lines))),
+        lambda: text[:at],
+        lambda: text[:at] + dice.choice(PIECES) + text[min(to, at + 20) :],
+    ]
+    return dice.choice(changes)()
+
+
+def findings_or_error(text: str, name: str) -> list[Finding] | ToolkitError:
+    try:
+        return lint_document(with_deepspeed_json(read_text(text, name)))
+    except ToolkitError as error:
+        return error
+
+
+def test_five_thousand_mutated_files_give_findings_or_one_clear_error() -> None:
+    dice = random.Random(3)
+    ends = Counter[str]()
+    for index in range(5000):
+        name = dice.choice(sorted(SEEDS))
+        text = mutated(SEEDS[name], dice)
+        end = findings_or_error(text, f"nowhere/{name}")
+        if isinstance(end, ToolkitError):
+            one_line = f"nowhere/{name}" in end.message and "\n" not in end.message
+            assert one_line, f"mutation {index}: {end.message}"
+        json.dumps([dataclasses.asdict(found) for found in end] if isinstance(end, list) else str(end)).encode()
+        ends["error" if isinstance(end, ToolkitError) else "found" if end else "clean"] += 1
+    assert min(ends[name] for name in ("error", "found", "clean")) > 300  # the mutations produce all three
+
+
+def test_fixing_a_mutated_file_gives_a_file_that_can_be_read(tmp_path: Path) -> None:
+    dice = random.Random(4)
+    fixed = 0
+    for index in range(300):
+        folder = tmp_path / str(index)
+        folder.mkdir()
+        path = folder / dice.choice(["all.yaml", "trainer.yaml", "ds.json"])
+        path.write_text(mutated(SEEDS[path.name], dice), newline="")
+        if isinstance(findings_or_error(path.read_bytes().decode(), str(path)), ToolkitError):
+            continue
+        text = fixed_text(path)
+        fixed += text != path.read_bytes().decode()
+        read_text(text, str(path))
+    assert fixed > 50
+
+
+def bomb() -> str:
+    levels = [f"k{n}: &k{n} [{', '.join([f'*k{n - 1}'] * 9)}]" for n in range(1, 15)]
+    return "\n".join(["distributed_type: FSDP", "k0: &k0 [x, x]", *levels])
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "why"),
+    [
+        ("a.yaml", "distributed_type: !!python/object/apply:os.system ['touch executed']", "names an object; refused"),
+        ("a.yaml", "x: !!python/name:os.system ''", "names an object; refused"),
+        ("a.yaml", "x: !mine 1", "names an object; refused"),
+        ("a.yaml", bomb(), f"more than {MAX_VALUES:,} values"),
+        ("a.yaml", "a: &a [*a]", "nested more than"),
+        ("a.yaml", "[" * 500_000, "nested more than"),
+        ("a.json", "[" * 500_000, "nested more than"),
+        ("a.yaml", f"a: [{'1,' * 400_000}]", f"more than {MAX_VALUES:,} values"),
+        ("a.json", f"[{'1,' * 400_000}1]", f"more than {MAX_VALUES:,} values"),
+        ("a.json", '{"a": ' + "1" * 900_000 + "}", "is not JSON: Exceeds the limit"),
+        ("a.yaml", "a: " + "1" * 900_000, "cannot be read: Exceeds the limit"),
+        ("a.yaml", "a: 1\n---\nb: 2\n", "is not YAML: expected a single document"),
+        ("a.yaml", "- a list", "contains list, expected keys and values"),
+        ("a.yaml", "", "contains NoneType, expected keys and values"),
+        ("a.json", '{"a": 1,}', "is not JSON"),
+        ("a.yaml", "{a: 1}: 2", "a key that is not a string"),
+        ("a.yaml", "rows: 1\ncolumns: 2\n", "is neither an accelerate configuration nor"),
+        ("a.yaml", "base_model: x\nlearning_rate: 1\n", "is neither an accelerate configuration nor"),
+        ("a.yaml", "#" * MAX_BYTES + "\n", "configurations of up to 1 MiB"),
+    ],
+    ids=lambda value: value[:24] if isinstance(value, str) else None,
+)
+def test_a_file_that_is_not_a_configuration_is_refused_with_the_reason(
+    name: str, text: str, why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / name).write_text(text)
+    with pytest.raises(ToolkitError) as caught:
+        lint_paths([Path(name)])
+    assert why in caught.value.message
+    assert not (tmp_path / "executed").exists()
+
+
+@pytest.mark.parametrize(
+    "text",
+    [f"distributed_type: FSDP\n{'# word' * 170_000}\n", f"distributed_type: FSDP\ndebug: '{'x ' * 520_000}'\n"],
+    ids=["comment", "string"],
+)
+def test_a_file_of_almost_one_mebibyte_is_read_completely(text: str, tmp_path: Path) -> None:
+    path = tmp_path / "a.yaml"
+    path.write_text(text)
+    assert MAX_BYTES * 0.95 < path.stat().st_size <= MAX_BYTES
+    assert [finding.rule for finding in lint_paths([path]).findings] == ["fsdp1-by-omission"]
+
+
+def test_a_thousand_unknown_keys_are_all_found(tmp_path: Path) -> None:
+    path = tmp_path / "a.yaml"
+    path.write_text("distributed_type: FSDP\n" + "".join(f"fsdp_sharding_{n}: 1\n" for n in range(1000)))
+    assert len(lint_paths([path]).findings) == 1001
+
+
+def test_a_missing_file_or_one_that_is_not_utf8_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_bytes(b"a: \xff\n")
+    with pytest.raises(ToolkitError, match="is not UTF-8 text: byte 3"):
+        lint_paths([tmp_path / "a.yaml"])
+    with pytest.raises(ToolkitError, match="no such file"):
+        lint_paths([tmp_path / "b.yaml"])
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ToolkitError, match="no configuration in"):
+        lint_paths([tmp_path / "empty"])
+
+
+def test_positions_are_right_after_characters_of_several_bytes(tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text("# é 😀\ndistributed_type: FSDP  # 😀\nfsdp_config: {fsdp_versoin: 2}\n")
+    assert fixed_text(tmp_path / "a.yaml").splitlines()[2] == "fsdp_config: {fsdp_version: 2}"

@@ -1,0 +1,200 @@
+"""The installed libraries behave as the lint rules say: shown on a CPU where possible, else found in their source."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from toolkit.lint import removed_keys as removed
+from toolkit.lint.findings import CHECKED_VERSIONS
+from toolkit.lint.rules import RULES
+from toolkit.lint.rules.keys import TRAINER_FSDP_KEYS
+from toolkit.versions import installed_version, training_argument_types, version_numbers
+
+ROOT = Path(__file__).parents[2]
+ACCEPTED = "nothing"  # the library raised nothing
+
+# What the library did, or a part of its error message.
+EXPECTED: dict[str, Any] = {
+    "unknown-key": "had unknown keys (['mixed_precison'])",
+    "unknown-nested-key": "true",  # the default, though the misspelt key said false
+    "starts-one-process": ["simple_launcher", "simple_launcher", "multi_gpu_launcher"],
+    "unquoted-no": "'bool' object has no attribute 'lower'",
+    "pdsh-by-default": ["deepspeed", "--hostfile", "None", "--no_local_rank", "--launcher", "pdsh"],
+    "block-not-in-force": "not set",
+    "dp-replicate-alone": "no dimension for FSDP to shard across",
+    "cp-with-sp": "mutually exclusive",
+    "fsdp1-by-omission": "1",
+    "fsdp1-reshard-ignored": ["ShardingStrategy.FULL_SHARD", "None"],  # SHARD_GRAD_OP was asked for
+    "fsdp2-reshard-word": "invalid truth value shard_grad_op",
+    "fsdp2-strategy-ignored": True,  # resharded after forward, though SHARD_GRAD_OP was asked for
+    "fsdp2-obsolete-key": [None, None, None, None],
+    "loading-without-sync": "set `--fsdp_sync_module_states` to `True`",
+    "key-owned-by-json": "accelerate config variables will be ignored",
+    "precision-owned-by-json": "accelerate config variables will be ignored",
+    "no-zero-block": "Please specify the ZeRO optimization config",
+    "deepspeed-file-missing": "Expected a string path to an existing deepspeed config",
+    "deepspeed-file-relative": "Expected a string path to an existing deepspeed config",
+    "duplicate-key": [2, 2],
+    "unknown-deepspeed-key": ACCEPTED,
+    "fp16-and-bf16-json": "cannot be simultaneously enabled",
+    "batch-arithmetic": "train_batch_size is not equal to",
+    "batch-arithmetic-of-pair": "16 != 4 * 2 * 1",
+    "offload-param-below-stage-3": ACCEPTED,
+    "nvme-without-path": ACCEPTED,
+    "overlap-below-stage-3": [False, True],  # the defaults at stage 2 and 3
+    "misspelt-training-argument": "not used by the HfArgumentParser: ['learning_rte']",
+    "fp16-and-bf16": "At most one of fp16 and bf16",
+    "unknown-fsdp-config-key": True,  # the default, though the misspelt key said false
+    "not-auto": "gradient_accumulation_steps=4 vs hf gradient_accumulation_steps=2",
+    "optimizer-of-json": "DummyOptim",  # DeepSpeed builds its own, though adafactor was asked for
+}
+# Rules that rest on the same behaviour as another rule.
+SHOWN_BY_ANOTHER = {"yaml-not-auto": "not-auto", "differs-from-json": "not-auto"}
+# Behaviour that only GPUs, disks or long runs show, and where the library states it: package, module, text.
+FOUND_IN_SOURCE = {
+    "cp-needs-fsdp2": ("accelerate", "state.py", "Using `cp_size>1` requires FSDP2"),
+    "checkpointing-twice": ("transformers", "trainer.py", "can't both be set to True"),
+    "sharded-save-only-model": (
+        "transformers",
+        "trainer.py",
+        "not compatible with FSDP state dict type 'SHARDED_STATE",
+    ),
+    "save-only-model-best": (
+        "transformers",
+        "trainer.py",
+        "with `save_only_model` along with `load_best_model_at_end`",
+    ),
+    "auto-batch-at-stage-3": ("transformers", "trainer.py", "isn't supported yet with DeepSpeed Zero-3"),
+    "stage-3-without-gather": ("accelerate", "accelerator.py", "Cannot get 16bit model weights"),
+    "offload-without-cpu-adam": ("accelerate", "accelerator.py", '"zero_force_ds_cpu_optimizer", True)'),
+    "nvme-below-stage-3": (
+        "deepspeed",
+        "runtime/zero/stage_1_and_2.py",
+        "offload_optimizer_config.device != OffloadDeviceEnum.none:\n            self.cpu_offload = True",
+    ),
+    "nvme-prefetch": (
+        "deepspeed",
+        "runtime/swap_tensor/partitioned_param_swapper.py",
+        "already assigned swap buffer id",
+    ),
+}
+# Properties of a cluster or a policy, and costs that are measured elsewhere.
+NOT_SHOWN = {
+    *("machine-facts", "remote-by-default", "full-state-dict", "nvme-in-memory", "sub-group-size-zero"),
+    "max-live-parameters-zero",
+}
+
+
+@cache
+def seen() -> dict[str, Any]:
+    """Return what the libraries did; one process for all rules, because importing them takes longest."""
+    lists = {
+        "deepspeed": sorted(removed.DEEPSPEED_REMOVED),
+        "zero": list(removed.ZERO_REMOVED),
+        "deprecated": list(removed.ZERO_DEPRECATED),
+        "arguments": sorted(removed.TRAINING_ARGUMENTS_REMOVED),
+    }
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "tests" / "scripts" / "lint_truths.py"), json.dumps(lists)],
+        env=os.environ | {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)},
+        capture_output=True, text=True, timeout=240, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return dict(json.loads(done.stdout.rpartition("SEEN ")[2]))
+
+
+@pytest.mark.parametrize("rule", EXPECTED)
+def test_the_library_does_what_the_rule_says(rule: str) -> None:
+    expected, found = EXPECTED[rule], seen()[rule]
+    assert expected in found if isinstance(expected, str) else found == expected
+
+
+@pytest.mark.parametrize("rule", FOUND_IN_SOURCE)
+def test_the_source_of_the_library_states_what_a_cpu_cannot_show(rule: str) -> None:
+    package, module, sentence = FOUND_IN_SOURCE[rule]
+    spec = importlib.util.find_spec(package)
+    assert spec is not None
+    assert spec.origin is not None
+    assert sentence in (Path(spec.origin).parent / module).read_text()
+
+
+def test_settings_that_libraries_accept_are_no_finding() -> None:
+    assert seen()["prefix-is-added"] == "false"
+    assert seen()["field-names-are-taken"] == ACCEPTED
+    assert seen()["pair-alone"] == ACCEPTED
+
+
+def test_the_nvme_path_of_the_yaml_never_reaches_a_rank() -> None:
+    assert seen()["never-forwarded"]["offload_param"] == {"device": "nvme", "nvme_path": "none"}
+
+
+def test_deepspeed_refuses_unknown_keys_of_its_strict_blocks() -> None:
+    assert all("Extra inputs are not permitted" in message for message in seen()["refused-nested-key"])
+
+
+def test_deepspeed_refuses_each_removed_key_and_accepts_each_deprecated_one() -> None:
+    said = seen()["removed-deepspeed-key"]
+    assert set(said) == set(removed.DEEPSPEED_REMOVED) | set(removed.ZERO_REMOVED)
+    assert all("removed" in each for each in said.values())
+    assert set(seen()["deprecated-zero-key"].values()) == {ACCEPTED}
+
+
+def test_transformers_refuses_each_removed_argument_and_has_what_replaces_it() -> None:
+    said = seen()["removed-training-argument"]
+    assert all("Some keys are not used" in each for each in said.values())
+    assert set(removed.TRAINING_ARGUMENTS_RENAMED.values()) <= set(training_argument_types())
+    replaced = {
+        str(new).partition(":")[0] for new in removed.TRAINING_ARGUMENTS_REMOVED.values() if new and "the " not in new
+    }
+    assert replaced - {"warmup_steps"} <= set(training_argument_types())
+
+
+def test_transformers_warns_of_what_version_6_removes() -> None:
+    assert any("`activation_checkpointing` instead" in message for message in seen()["deprecated-training-argument"])
+
+
+def test_transformers_refuses_false_where_the_word_no_is_meant() -> None:
+    assert "False is not a valid SaveStrategy" in seen()["unquoted-no-strategy"][0]
+
+
+def test_words_in_fsdp_mean_version_2_and_hybrid_ones_are_refused() -> None:
+    version, reshard, refused = seen()["fsdp-as-words"]
+    assert (version, reshard) == (2, False)
+    assert "is only available with FSDP1" in refused
+
+
+def test_the_keys_of_the_trainers_fsdp_config_are_those_that_its_source_reads() -> None:
+    spec = importlib.util.find_spec("transformers")
+    assert spec is not None
+    assert spec.origin is not None
+    source = (Path(spec.origin).parent / "training_args.py").read_text()
+    assert [key for key in TRAINER_FSDP_KEYS if f'"{key}"' not in source] == []
+
+
+def test_every_rule_is_shown_found_in_source_or_listed_as_neither() -> None:
+    own_tests = {
+        "never-forwarded",
+        "refused-nested-key",
+        "removed-deepspeed-key",
+        "deprecated-zero-key",
+        "fsdp-as-words",
+    }
+    own_tests |= {"removed-training-argument", "deprecated-training-argument"}
+    assert {rule.name for rule in RULES} == set(EXPECTED) | set(SHOWN_BY_ANOTHER) | set(
+        FOUND_IN_SOURCE
+    ) | NOT_SHOWN | own_tests
+    assert [rule.name for rule in RULES if rule.level == "error" and rule.name in NOT_SHOWN] == []
+
+
+def test_the_rules_were_checked_with_the_installed_versions() -> None:
+    for library, version in CHECKED_VERSIONS.items():
+        assert version_numbers(installed_version(library) or "") == version_numbers(version), library

@@ -1,0 +1,273 @@
+"""Each rule reports a bad file at its line, and has no finding in a good one."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from toolkit.hardware.disks import Mount
+from toolkit.lint import Finding, fixed_text, lint_paths
+from toolkit.lint.findings import CHECKED_VERSIONS
+from toolkit.lint.rules import RULES
+from toolkit.lint.rules import deepspeed as deepspeed_rules
+
+FSDP = "distributed_type: FSDP\nfsdp_config:\n  fsdp_version: 2\n"
+FSDP1 = "distributed_type: FSDP\nfsdp_config:\n  fsdp_version: 1\n"
+DEEPSPEED = "distributed_type: DEEPSPEED\ndeepspeed_config:\n"
+PAIR = f"{DEEPSPEED}  deepspeed_config_file: ds.json\n"
+MESH = f"{FSDP}parallelism_config:\n  parallelism_config_dp_shard_size: 2\n"
+
+
+def zero(stage: int, **more: object) -> str:
+    return json.dumps({"zero_optimization": {"stage": stage, "stage3_gather_16bit_weights_on_model_save": True} | more})
+
+
+@dataclass(frozen=True)
+class Case:
+    """A bad and a good file for one rule; `line` is where the finding is in the bad file, None for a missing key."""
+
+    rule: str
+    bad: str
+    good: str
+    line: int | None
+    name: str = "mine.yaml"
+    deepspeed_json: str | None = None
+    """Text of a ds.json next to it."""
+    fixed: str | None = None
+    """The bad file after `--fix`, where the fix is mechanical."""
+
+
+NVME = {"device": "nvme", "nvme_path": "/local"}
+CASES = [
+    Case("unknown-key", "distributed_type: MULTI_GPU\nmixed_precison: bf16\n",
+         "distributed_type: MULTI_GPU\nmixed_precision: bf16\n", 2,
+         fixed="distributed_type: MULTI_GPU\nmixed_precision: bf16\n"),
+    Case("unknown-nested-key", f"{FSDP}  fsdp_reshard_after_forwrd: false  # keep\n",
+         f"{FSDP}  reshard_after_forward: false\n", 4, fixed=f"{FSDP}  fsdp_reshard_after_forward: false  # keep\n"),
+    Case("unknown-deepspeed-key", '{\n"zero_optimization": {"stage": 1},\n"gradient_cliping": "auto"}',
+         '{"_why": "a comment", "zero_optimization": {"stage": 1}, "gradient_clipping": "auto"}', 3, "ds.json",
+         fixed='{\n"zero_optimization": {"stage": 1},\n"gradient_clipping": "auto"}'),
+    Case("refused-nested-key", '{"zero_optimization": {"stage": 1,\n"reduce_bucket": 5}}',
+         '{"zero_optimization": {"stage": 1, "reduce_bucket_size": 5}}', 2, "ds.json"),
+    Case("refused-nested-key", '{"zero_optimization": {"offload_optimizer": {"devise": "cpu"}}}',
+         '{"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}', 1, "ds.json",
+         fixed='{"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}'),
+    Case("refused-nested-key", '{"zero_optimization": {"stage": 1}, "bf16": {"enabled": "auto",\n"loss_scale": 0}}',
+         '{"zero_optimization": {"stage": 1}, "fp16": {"enabled": "auto", "loss_scale": 0}}', 2, "ds.json"),
+    Case("removed-deepspeed-key", '{"zero_optimization": {"stage": 1},\n "elasticity": {"enabled": false}}',
+         '{"zero_optimization": {"stage": 1}}', 2, "ds.json", fixed='{"zero_optimization": {"stage": 1}}'),
+    Case("removed-deepspeed-key", '{"zero_optimization": {"mics_shard_size": 2, "stage": 1}}',
+         '{"zero_optimization": {"stage": 1}}', 1, "ds.json", fixed='{"zero_optimization": {"stage": 1}}'),
+    Case("deprecated-zero-key", '{"zero_optimization": {"stage": 2, "cpu_offload": true}}',
+         '{"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}', 1, "ds.json"),
+    Case("removed-training-argument", "learning_rate: 0.1\nevaluation_strategy: epoch  # each\n",
+         "learning_rate: 0.1\neval_strategy: epoch\n", 2, fixed="learning_rate: 0.1\neval_strategy: epoch  # each\n"),
+    Case("removed-training-argument", "overwrite_output_dir: true\nlearning_rate: 0.1\n", "learning_rate: 0.1\n", 1,
+         fixed="learning_rate: 0.1\n"),
+    Case("removed-training-argument", "warmup_ratio: 0.1\nlearning_rate: 0.1\n",
+         "warmup_steps: 0.1\nlearning_rate: 0.1\n", 1),
+    Case("removed-training-argument", "learning_rate: 1\noverwrite_output_dir: true\n",
+         "learning_rate: 1\nfinetuning_type: lora\noverwrite_output_dir: true\n", 2),
+    Case("deprecated-training-argument", "learning_rate: 0.1\ngradient_checkpointing: true\n",
+         "learning_rate: 0.1\nactivation_checkpointing: true\n", 2,
+         fixed="learning_rate: 0.1\nactivation_checkpointing: true\n"),
+    Case("misspelt-training-argument", "learning_rte: 0.1\nmax_steps: 2\n", "learning_rate: 0.1\nmax_length: 2\n", 1,
+         fixed="learning_rate: 0.1\nmax_steps: 2\n"),
+    Case("unknown-fsdp-config-key", "max_steps: 2\nfsdp: true\nfsdp_config:\n  reshard_after_forwrd: false\n",
+         "max_steps: 2\nfsdp: true\nfsdp_config:\n  fsdp_reshard_after_forward: false\n", 4,
+         fixed="max_steps: 2\nfsdp: true\nfsdp_config:\n  reshard_after_forward: false\n"),
+    Case("duplicate-key", "max_steps: 2\nlearning_rate: 1\nmax_steps: 3\n", "max_steps: 3\nlearning_rate: 1\n", 3),
+    Case("duplicate-key", '{"zero_optimization": {"stage": 1,\n"stage": 2}}', '{"zero_optimization": {"stage": 2}}', 2,
+         "ds.json"),
+    Case("starts-one-process", "distributed_type: MULTI_CPU\nnum_processes: 2\n",
+         "distributed_type: MULTI_GPU\nuse_cpu: true\n", 1),
+    Case("starts-one-process", 'distributed_type: "NO"\nnum_processes: 8\n',
+         'distributed_type: "NO"\nnum_processes: 1\n', 1),
+    Case("machine-facts", "distributed_type: MULTI_GPU\nnum_processes: 8\n",
+         "distributed_type: MULTI_GPU\nnum_machines: 1\ngpu_ids: all\n", 2),
+    Case("unquoted-no", "distributed_type: MULTI_GPU\nmixed_precision: no\n",
+         'distributed_type: MULTI_GPU\nmixed_precision: "no"\n', 2,
+         fixed='distributed_type: MULTI_GPU\nmixed_precision: "no"\n'),
+    Case("unquoted-no", "max_steps: 2\nsave_strategy: no  # never\n", 'max_steps: 2\nsave_strategy: "no"\n', 2,
+         fixed='max_steps: 2\nsave_strategy: "no"  # never\n'),
+    Case("pdsh-by-default", f"num_machines: 2\n{DEEPSPEED}  zero_stage: 2\n",
+         f"num_machines: 2\n{DEEPSPEED}  deepspeed_multinode_launcher: standard\n", None),
+    Case("never-forwarded", f"{DEEPSPEED}  zero_stage: 3\n  offload_param_nvme_path: /local\n",
+         f"{DEEPSPEED}  zero_stage: 3\n  offload_param_nvme_path: none\n", 4),
+    Case("block-not-in-force", "distributed_type: MULTI_GPU\nfsdp_config:\n  fsdp_version: 2\n",
+         "distributed_type: MULTI_GPU\nfsdp_config: {}\n", 2),
+    Case("block-not-in-force", "distributed_type: FSDP\ndeepspeed_config:\n  zero_stage: 2\n",
+         "distributed_type: XLA\nfsdp_config:\n  xla_fsdp_v2: true\n", 2),
+    Case("dp-replicate-alone", f"{FSDP}parallelism_config:\n  parallelism_config_dp_replicate_size: 2\n"
+         "  parallelism_config_dp_shard_size: 1\n",
+         f"{MESH}  parallelism_config_dp_replicate_size: 2\n", 5),
+    Case("cp-with-sp", f"{MESH}  parallelism_config_cp_size: 2\n  parallelism_config_sp_size: 2\n",
+         f"{MESH}  parallelism_config_cp_size: 2\n", 7),
+    Case("cp-needs-fsdp2", f"{FSDP1}parallelism_config:\n  parallelism_config_cp_size: 2\n",
+         f"{MESH}  parallelism_config_cp_size: 2\n", 5),
+    Case("remote-by-default", "max_steps: 2\npush_to_hub: true\n", "max_steps: 2\npush_to_hub: false\n", 2),
+    Case("remote-by-default", "max_steps: 2\ntrust_remote_code: true\n", "max_steps: 2\n", 2),
+    Case("fsdp1-by-omission", "distributed_type: FSDP\nfsdp_config:\n  fsdp_offload_params: false\n", FSDP, None),
+    Case("fsdp1-reshard-ignored", f"{FSDP1}  fsdp_reshard_after_forward: SHARD_GRAD_OP\n",
+         f"{FSDP1}  fsdp_sharding_strategy: SHARD_GRAD_OP\n", 4,
+         fixed=f"{FSDP1}  fsdp_sharding_strategy: SHARD_GRAD_OP\n"),
+    Case("fsdp1-reshard-ignored",
+         "distributed_type: FSDP\nfsdp_config:\n  fsdp_reshard_after_forward: SHARD_GRAD_OP\n",
+         "distributed_type: FSDP\nfsdp_config:\n  fsdp_reshard_after_forward: FULL_SHARD\n", 3),
+    Case("fsdp2-reshard-word", f"{FSDP}  fsdp_reshard_after_forward: SHARD_GRAD_OP\n",
+         f"{FSDP}  fsdp_reshard_after_forward: false\n", 4, fixed=f"{FSDP}  fsdp_reshard_after_forward: false\n"),
+    Case("fsdp2-strategy-ignored", f"{FSDP}  fsdp_sharding_strategy: SHARD_GRAD_OP\n",
+         f"{FSDP}  fsdp_reshard_after_forward: false\n", 4),
+    Case("fsdp2-obsolete-key", f"{FSDP}  fsdp_use_orig_params: true  # FSDP1\n  fsdp_offload_params: true\n",
+         f"{FSDP1}  fsdp_use_orig_params: true\n", 4, fixed=f"{FSDP}  fsdp_offload_params: true\n"),
+    Case("loading-without-sync", f"{FSDP1}  fsdp_sync_module_states: false\n",
+         f"{FSDP1}  fsdp_sync_module_states: false\n  fsdp_cpu_ram_efficient_loading: false\n", 4,
+         fixed=f"{FSDP1}  fsdp_sync_module_states: true\n"),
+    Case("full-state-dict", f"{FSDP}  fsdp_state_dict_type: FULL_STATE_DICT\n",
+         f"{FSDP}  fsdp_state_dict_type: SHARDED_STATE_DICT\n", 4),
+    Case("not-auto", '{"zero_optimization": {"stage": 1}, "train_batch_size": 16,\n"bf16": {"enabled": true}}',
+         '{"zero_optimization": {"stage": 1}, "train_batch_size": "auto", "bf16": {"enabled": "auto"}}', 1, "ds.json",
+         fixed='{"zero_optimization": {"stage": 1}, "train_batch_size": "auto",\n"bf16": {"enabled": "auto"}}'),
+    Case("yaml-not-auto", f"{DEEPSPEED}  zero_stage: 2\n  gradient_accumulation_steps: 4\n",
+         f"{DEEPSPEED}  zero_stage: 2\n  gradient_accumulation_steps: auto\n", 4,
+         fixed=f"{DEEPSPEED}  zero_stage: 2\n"),
+    Case("no-zero-block", '{"train_batch_size": "auto"}', zero(0), None, "ds.json"),
+    Case("fp16-and-bf16-json", '{"zero_optimization": {}, "fp16": {"enabled": true}, "bf16": {"enabled": true}}',
+         '{"zero_optimization": {}, "fp16": {"enabled": "auto"}, "bf16": {"enabled": "auto"}}', 1, "ds.json"),
+    Case("batch-arithmetic",
+         '{"zero_optimization": {}, "train_batch_size": 10, "train_micro_batch_size_per_gpu": 4}',
+         '{"zero_optimization": {}, "train_batch_size": 16, "train_micro_batch_size_per_gpu": 4}', 1, "ds.json"),
+    Case("batch-arithmetic", '{"zero_optimization": {}, "gradient_accumulation_steps": 0}',
+         '{"zero_optimization": {}, "gradient_accumulation_steps": 1}', 1, "ds.json",
+         fixed='{"zero_optimization": {}, "gradient_accumulation_steps": "auto"}'),
+    Case("offload-param-below-stage-3", '{"zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}}}',
+         zero(3, offload_param={"device": "cpu"}), 1, "ds.json", fixed='{"zero_optimization": {"stage": 2}}'),
+    Case("offload-param-below-stage-3", f"{DEEPSPEED}  offload_param_device: cpu\n  zero_stage: 2\n",
+         f"{DEEPSPEED}  offload_param_device: cpu\n  zero_stage: 3\n", 3, fixed=f"{DEEPSPEED}  zero_stage: 2\n"),
+    Case("nvme-without-path", zero(3, offload_optimizer={"device": "nvme"}), zero(3, offload_optimizer=NVME), 1,
+         "ds.json"),
+    Case("nvme-below-stage-3", zero(2, offload_optimizer=NVME), zero(2, offload_optimizer={"device": "cpu"}), 1,
+         "ds.json"),
+    Case("nvme-in-memory", zero(3, offload_optimizer=NVME | {"nvme_path": "/dev/shm/x"}),
+         zero(3, offload_optimizer=NVME), 1, "ds.json"),
+    Case("nvme-prefetch", zero(3, offload_param=NVME), zero(3, offload_param=NVME, stage3_prefetch_bucket_size=0),
+         None, "ds.json"),
+    Case("nvme-prefetch", zero(3, offload_param=NVME, stage3_prefetch_bucket_size="auto"),
+         zero(3, offload_optimizer=NVME, stage3_prefetch_bucket_size="auto"), 1, "ds.json",
+         fixed=zero(3, offload_param=NVME, stage3_prefetch_bucket_size=0)),
+    Case("sub-group-size-zero", zero(3, sub_group_size=0), zero(3, sub_group_size=1e9), 1, "ds.json", fixed=zero(3)),
+    Case("max-live-parameters-zero", zero(3, stage3_max_live_parameters=0), zero(3), 1, "ds.json", fixed=zero(3)),
+    Case("max-live-parameters-zero", zero(3, max_live_parameters=0), zero(2, max_live_parameters=0), 1, "ds.json",
+         fixed=zero(3)),
+    Case("overlap-below-stage-3", zero(2, overlap_comm=True), zero(3, overlap_comm=True), 1, "ds.json",
+         fixed=zero(2, overlap_comm=False)),
+    Case("optimizer-of-json", '{"zero_optimization": {}, "optimizer": {"type": "AdamW"}}', zero(1), 1, "ds.json"),
+    Case("offload-without-cpu-adam",
+         '{"zero_force_ds_cpu_optimizer": false, "zero_optimization": {"offload_optimizer": {"device": "cpu"}}}',
+         '{"zero_force_ds_cpu_optimizer": false, "zero_optimization": {"stage": 2}}', 1, "ds.json",
+         fixed='{"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}'),
+    Case("stage-3-without-gather", '{"zero_optimization": {"stage": 3}}', zero(3), None, "ds.json"),
+    Case("stage-3-without-gather", zero(3).replace("true", "false"), zero(3), 1, "ds.json", fixed=zero(3)),
+    Case("fp16-and-bf16", "max_steps: 2\nfp16: true\nbf16: true\n", "max_steps: 2\nfp16: false\nbf16: true\n", 2),
+    Case("checkpointing-twice",
+         "fsdp: true\nactivation_checkpointing: true\nfsdp_config: {activation_checkpointing: true}\nmax_steps: 1\n",
+         "fsdp: true\nfsdp_config: {activation_checkpointing: true}\nmax_steps: 1\n", 2,
+         fixed="fsdp: true\nfsdp_config: {activation_checkpointing: true}\nmax_steps: 1\n"),
+    Case("sharded-save-only-model",
+         "fsdp: true\nfsdp_config: {state_dict_type: SHARDED_STATE_DICT}\nsave_only_model: true\n",
+         "fsdp: true\nfsdp_config: {state_dict_type: FULL_STATE_DICT}\nsave_only_model: true\n", 3,
+         fixed="fsdp: true\nfsdp_config: {state_dict_type: SHARDED_STATE_DICT}\n"),
+    Case("save-only-model-best", "fsdp: true\nsave_only_model: true\nload_best_model_at_end: true\n",
+         "fsdp: true\nload_best_model_at_end: true\n", 2),
+    Case("fsdp-as-words", "max_steps: 2\nfsdp: full_shard auto_wrap\n", "max_steps: 2\nfsdp: true\n", 2),
+    Case("deepspeed-file-missing", f"{DEEPSPEED}  deepspeed_config_file: gone.json\n", PAIR, 3, deepspeed_json=zero(1)),
+    Case("deepspeed-file-relative", PAIR, f"{DEEPSPEED}  zero_stage: 2\n", 3, deepspeed_json=zero(1)),
+    Case("key-owned-by-json", f"{PAIR}  zero_stage: 1\n  zero3_init_flag: true\n", f"{PAIR}  zero3_init_flag: true\n",
+         4, deepspeed_json=zero(1)),
+    Case("precision-owned-by-json", f"{PAIR}mixed_precision: bf16\n", PAIR, 4, deepspeed_json=zero(1)),
+    Case("batch-arithmetic-of-pair", f"num_processes: 2\n{PAIR}", f"num_processes: 4\n{PAIR}", 1,
+         deepspeed_json='{"zero_optimization": {}, "train_batch_size": 16, "train_micro_batch_size_per_gpu": 4,'
+                ' "gradient_accumulation_steps": 1}'),
+    Case("differs-from-json", "deepspeed: ds.json\ngradient_accumulation_steps: 2\n",
+         "deepspeed: ds.json\ngradient_accumulation_steps: 4\n", 2,
+         deepspeed_json='{"zero_optimization": {}, "gradient_accumulation_steps": 4}'),
+    Case("differs-from-json", "deepspeed: ds.json\nbf16: false\n", "deepspeed: ds.json\nbf16: true\n", 2,
+         deepspeed_json='{"zero_optimization": {}, "bf16": {"enabled": true}}'),
+    Case("auto-batch-at-stage-3", "deepspeed: ds.json\nauto_find_batch_size: true\n", "deepspeed: ds.json\n", 2,
+         deepspeed_json=zero(3)),
+]  # fmt: skip
+IDS = [f"{case.rule}-{index}" for index, case in enumerate(CASES)]
+
+
+def written(folder: Path, case: Case, text: str) -> Path:
+    (folder / case.name).write_text(text)
+    if case.deepspeed_json is not None:
+        (folder / "ds.json").write_text(case.deepspeed_json)
+    return folder / case.name
+
+
+def findings(path: Path, rule: str) -> list[Finding]:
+    return [each for each in lint_paths([path]).findings if each.rule == rule and each.file == str(path)]
+
+
+@pytest.fixture(autouse=True)
+def file_systems(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make file systems independent of the machine that the tests run on."""
+
+    def mount_of(path: Path) -> Mount:
+        return Mount(filesystem="tmpfs" if "shm" in str(path) else "ext4", mount_point="/")
+
+    monkeypatch.setattr(deepspeed_rules, "mount_of", mount_of)
+
+
+@pytest.mark.parametrize("case", CASES, ids=IDS)
+def test_a_bad_file_has_a_finding_at_its_line_and_a_good_one_has_none(case: Case, tmp_path: Path) -> None:
+    found = findings(written(tmp_path, case, case.bad), case.rule)
+    assert [each.line for each in found][:1] == [case.line]
+    assert all(each.message and each.fix and each.checked_against.split()[0] in CHECKED_VERSIONS for each in found)
+    assert findings(written(tmp_path, case, case.good), case.rule) == []
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case.fixed is not None], ids=lambda case: case.rule)
+def test_a_mechanical_fix_gives_exactly_this_file_and_no_more_finding(case: Case, tmp_path: Path) -> None:
+    path = written(tmp_path, case, case.bad)
+    fixed = fixed_text(path)
+    assert fixed == case.fixed
+    assert findings(written(tmp_path, case, fixed), case.rule) == []
+
+
+def test_every_rule_has_a_bad_and_a_good_file_and_a_description() -> None:
+    assert {rule.name for rule in RULES} == {case.rule for case in CASES}
+    assert len({rule.name for rule in RULES}) == len(RULES)
+    assert all(rule.description and rule.fix and rule.level in ("error", "warning", "note") for rule in RULES)
+
+
+def test_the_json_that_a_yaml_names_is_linted_too(tmp_path: Path) -> None:
+    (tmp_path / "ds.json").write_text('{"zero_optimization": {"stage": 1},\n"gradient_cliping": 1}')
+    (tmp_path / "mine.yaml").write_text(PAIR)
+    linted = lint_paths([tmp_path / "mine.yaml"])
+    assert [Path(file).name for file in linted.files] == ["mine.yaml", "ds.json"]
+    assert [(Path(each.file).name, each.line, each.rule) for each in linted.findings] == [
+        ("mine.yaml", 3, "deepspeed-file-relative"),
+        ("ds.json", 2, "unknown-deepspeed-key"),
+    ]
+
+
+def test_a_json_that_exists_relative_to_the_working_directory_is_no_finding(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "ds.json").write_text(zero(1))
+    (tmp_path / "mine.yaml").write_text(PAIR)
+    assert lint_paths([tmp_path]).findings == []
+
+
+def test_what_an_older_library_still_accepts_is_no_finding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "ds.json").write_text('{"zero_optimization": {"stage": 1}, "elasticity": {}}')
+    monkeypatch.setattr("toolkit.lint.check.installed_version", lambda _: "0.19.6")
+    assert lint_paths([tmp_path]).findings == []
+    monkeypatch.setattr("toolkit.lint.check.installed_version", lambda _: "0.20.0")
+    assert [each.rule for each in lint_paths([tmp_path]).findings] == ["removed-deepspeed-key"]

@@ -1,0 +1,96 @@
+"""Configurations of tiny models: one per architecture that has formulas, with the options that change its tensors."""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from toolkit.models.config_fields import ConfigFields
+from toolkit.models.llama_family import llama_shape
+from toolkit.models.shape import ModelShape
+
+LLAMA_8B_PARAMS = 8_030_261_248
+
+TINY = {
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "pad_token_id": 0,
+}
+GPT2 = {"vocab_size": 96, "n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 40}
+EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
+ARCHITECTURES: list[tuple[str, dict[str, Any]]] = [
+    ("llama", TINY),
+    ("llama", TINY | {"attention_bias": True, "mlp_bias": True, "head_dim": 16, "tie_word_embeddings": True}),
+    ("granite", TINY),
+    ("smollm3", TINY),
+    ("mistral", TINY),
+    ("qwen2", TINY),
+    ("qwen2", TINY | {"tie_word_embeddings": True}),
+    ("qwen3", TINY),
+    ("gemma", TINY),
+    ("gemma2", TINY),
+    ("gemma3_text", TINY),
+    ("gemma3_text", TINY | {"tie_word_embeddings": False}),
+    ("mixtral", TINY | {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    (
+        "qwen2_moe",
+        TINY
+        | {
+            "num_experts": 6,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 8,
+            "shared_expert_intermediate_size": 24,
+        },
+    ),
+    (
+        "qwen3_moe",
+        TINY | {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 8, "mlp_only_layers": [1]},
+    ),
+    (
+        "qwen3_moe",
+        TINY | {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 8, "decoder_sparse_step": 2},
+    ),
+    ("gpt2", GPT2),
+    ("gpt2", GPT2 | {"n_inner": 80, "tie_word_embeddings": False}),
+    ("phi3", TINY),
+    ("phi", TINY),
+    ("olmo", TINY),
+    ("olmo2", TINY),
+    ("opt", TINY | {"ffn_dim": 48, "word_embed_proj_dim": 32, "max_position_embeddings": 64}),
+    ("gpt_neox", TINY),
+    ("stablelm", TINY),
+]
+# Wide enough for the terms of a layer to differ from each other.
+WIDE = TINY | {"hidden_size": 128, "intermediate_size": 352, "num_attention_heads": 8, "num_key_value_heads": 2}
+
+
+def config_file(folder: Path, model_type: str, fields: dict[str, Any]) -> Path:
+    """Write the `config.json` that transformers would save for these fields, and return its path."""
+    from transformers import AutoConfig
+
+    AutoConfig.for_model(model_type, **fields).save_pretrained(folder)
+    return folder / "config.json"
+
+
+def built(path: Path) -> Any:
+    """Return the model as transformers builds it on the meta device."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path.parent))
+
+
+@cache
+def llama_8b() -> ModelShape:
+    """Return the shape of Llama 3.1 8B (`fixtures/llama-8b`)."""
+    fields = json.loads((Path(__file__).parent / "fixtures" / "llama-8b" / "config.json").read_text())
+    shape = llama_shape("llama", ConfigFields(fields, "config.json"))
+    assert shape is not None
+    return shape

@@ -1,0 +1,247 @@
+"""The formulas for activation sizes against the counting on fake tensors, and the counting against real models.
+
+This is the contract between the two sources of `SavedActivations`: for every architecture that has formulas, and for
+every option that changes the result, the formulas agree with what transformers and autograd really do. The full matrix
+of padding and compute dtypes on real tensors is in `benchmarks/activations.py`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from model_configs import EXPERTS, WIDE, built, config_file
+
+from toolkit.models.activations import PARTIAL_ROTARY, TWO_ROTARY_EMBEDDINGS, Activations
+from toolkit.models.config_fields import ConfigFields
+from toolkit.models.llama_family import sliding_window
+from toolkit.models.read_model import read_model, types_with_formulas
+from toolkit.models.saved_activations import MASKS, CountedActivations, read_counted
+from toolkit.models.shape import ModelShape
+
+BATCH, LENGTH = 2, 96
+EXPERTS_80 = EXPERTS | {"moe_intermediate_size": 80}
+HEAD_32 = WIDE | {"head_dim": 32}
+OPT = WIDE | {"ffn_dim": 512, "word_embed_proj_dim": 128, "dropout": 0.0, "max_position_embeddings": 4096}
+GPT2 = {"vocab_size": 96, "n_embd": 128, "n_layer": 3, "n_head": 8, "n_positions": 4096}
+NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+# Every architecture with formulas, then the options that change what its layers save.
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", WIDE),
+    "llama-biases": ("llama", WIDE | {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}),
+    "granite": ("granite", WIDE),
+    "smollm3": ("smollm3", WIDE),
+    "mistral": ("mistral", HEAD_32),
+    "qwen2": ("qwen2", WIDE),
+    "qwen3": ("qwen3", HEAD_32),
+    "gemma": ("gemma", HEAD_32),
+    "gemma2": ("gemma2", HEAD_32),
+    "gemma3": ("gemma3_text", HEAD_32 | {"num_hidden_layers": 6}),
+    "mixtral": ("mixtral", WIDE | {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "qwen2-moe": ("qwen2_moe", WIDE | EXPERTS_80 | {"shared_expert_intermediate_size": 96}),
+    "qwen3-moe": ("qwen3_moe", HEAD_32 | EXPERTS_80),
+    "qwen3-moe-dense-layer": ("qwen3_moe", HEAD_32 | EXPERTS_80 | {"mlp_only_layers": [1]}),
+    "gpt2": ("gpt2", GPT2 | NO_DROPOUT),
+    "gpt2-dropout": ("gpt2", GPT2),
+    "gpt-neox": ("gpt_neox", WIDE),
+    "olmo": ("olmo", WIDE),
+    "olmo2": ("olmo2", WIDE),
+    "opt": ("opt", OPT),
+    "opt-gelu-dropout": ("opt", OPT | {"dropout": 0.1, "activation_function": "gelu"}),
+    "phi": ("phi", WIDE),
+    "phi3": ("phi3", WIDE),
+    "stablelm": ("stablelm", WIDE | {"num_key_value_heads": 4}),
+}
+
+
+@pytest.fixture(scope="module")
+def counted_models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[ModelShape, CountedActivations]]:
+    """The shape by formulas and the counted activations of one of `MODELS`; each is counted once."""
+
+    @cache
+    def count(name: str) -> tuple[ModelShape, CountedActivations]:
+        from toolkit.models.count_activations import RANKS, count_activations
+
+        model_type, fields = MODELS[name]
+        path = config_file(tmp_path_factory.mktemp(name), model_type, fields)
+        counted = read_counted(count_activations(built(path)), RANKS[0])
+        assert counted is not None
+        return read_model(str(path)), counted
+
+    return count
+
+
+def test_every_architecture_with_formulas_is_counted() -> None:
+    assert {model_type for model_type, _ in MODELS.values()} == set(types_with_formulas())
+
+
+@pytest.mark.filterwarnings("ignore")  # of transformers and peft, for people who train
+@pytest.mark.parametrize("name", MODELS)
+def test_formulas_agree_with_the_counting(name: str, counted_models: Any) -> None:
+    """Under bf16 and autocast, full and LoRA of two ranks, with every mask that the model has."""
+    shape, counted = counted_models(name)
+    masks = [mask for mask in MASKS if (False, False, mask) in counted.saved]
+    for autocast, lora_r, mask in itertools.product((False, True), (None, 8, 24), masks):
+        case = (name, f"autocast={autocast}", f"lora_r={lora_r}", mask)
+        formula = Activations(shape=shape, autocast=autocast, lora_r=lora_r).saved(mask)
+        found = counted.at(autocast=autocast, lora_r=lora_r, mask=mask)
+        for length in (32, 2048):
+            # Partial rotary embeddings are counted as full ones: some bytes per token, once for all layers.
+            slack = 2 * (4 if autocast else 2) * shape.head_dim if shape.model_type in PARTIAL_ROTARY else 0
+            layers = formula.layers.token_bytes(length), found.layers.token_bytes(length)
+            assert layers[0] == pytest.approx(layers[1], rel=0.0025, abs=slack), case
+            peaks = [
+                part.largest_layer.token_bytes(length) + max(0, part.backward.token_bytes(length))
+                for part in (formula, found)
+            ]
+            assert peaks[0] == pytest.approx(peaks[1], rel=0.2), case
+        # Position indices and, for mixtures, a few fixed bytes are not in the formulas.
+        assert formula.outer.per_token == pytest.approx(found.outer.per_token, abs=8), case
+        assert formula.layers.fixed == pytest.approx(found.layers.fixed, rel=0.04, abs=16_384), case
+        assert formula.logit_bytes == found.logit_bytes, case
+        if len(shape.layer_kinds) == 1 and shape.model_type not in TWO_ROTARY_EMBEDDINGS:
+            largest = formula.largest_layer, found.largest_layer
+            assert largest[0].per_token == pytest.approx(largest[1].per_token, rel=0.0025), case
+            assert largest[0].per_position == pytest.approx(largest[1].per_position), case
+
+
+def saved_bytes(path: Path, *, autocast: bool, padded: bool, lora_r: int | None = None) -> int:
+    """Bytes of the storages that one forward of a real model saves, without parameters and buffers."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path.parent), dtype=torch.float32)
+    if lora_r is not None:
+        from peft import LoraConfig, get_peft_model
+
+        model = get_peft_model(model, LoraConfig(r=lora_r, target_modules="all-linear", task_type="CAUSAL_LM"))
+    model = model.train() if autocast else model.to(torch.bfloat16).train()
+    existing = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers())}
+    storages: dict[int, int] = {}
+    alive: list[Any] = []
+
+    def pack(tensor: Any) -> Any:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in existing:
+            storages[storage.data_ptr()] = storage.nbytes()
+            alive.append(tensor)
+        return tensor
+
+    tokens = torch.randint(1, 90, (BATCH, LENGTH))
+    mask = torch.ones_like(tokens)
+    mask[0, -3:] = 0 if padded else 1
+    mode = torch.autocast("cpu", dtype=torch.bfloat16) if autocast else contextlib.nullcontext()
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), mode:
+        model(input_ids=tokens, attention_mask=mask, labels=tokens, use_cache=False)
+    return sum(storages.values())
+
+
+def layer_bytes(folder: Path, name: str, **how: Any) -> float:
+    """Bytes per token that one more layer of a real model saves."""
+    model_type, fields = MODELS[name]
+    layers = "n_layer" if "n_layer" in fields else "num_hidden_layers"
+    two, three = (
+        saved_bytes(config_file(folder / str(number), model_type, fields | {layers: number}), **how)
+        for number in (2, 3)
+    )
+    return (three - two) / (BATCH * LENGTH)
+
+
+def planned_layer_bytes(folder: Path, *, autocast: bool, padded: bool, lora_r: int | None = None) -> float:
+    """The same by formula, for the configurations that `layer_bytes` wrote; tokens share the copies of weights."""
+    two, three = (
+        Activations(shape=read_model(str(folder / str(number))), autocast=autocast, lora_r=lora_r).saved(
+            "padding" if padded else "none"
+        )
+        for number in (2, 3)
+    )
+    tokens = three.layers.token_bytes(LENGTH) - two.layers.token_bytes(LENGTH)
+    return tokens + (three.layers.fixed - two.layers.fixed) / (BATCH * LENGTH)
+
+
+# A few of each; benchmarks/activations.py has all of them.
+CASES = [
+    ("llama", False, True),
+    ("llama", True, False),
+    ("qwen3", True, True),
+    ("gemma2", True, False),
+    ("mixtral", True, False),
+    ("gpt-neox", True, False),
+    ("olmo2", False, True),
+    ("opt", False, False),
+    ("stablelm", True, True),
+]
+
+
+@pytest.mark.parametrize(("name", "autocast", "padded"), CASES)
+def test_formulas_agree_with_the_tensors_that_a_real_layer_saves(
+    name: str, autocast: bool, padded: bool, tmp_path: Path
+) -> None:
+    real = layer_bytes(tmp_path, name, autocast=autocast, padded=padded)
+    assert planned_layer_bytes(tmp_path, autocast=autocast, padded=padded) == pytest.approx(real, rel=0.02)
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
+@pytest.mark.parametrize(("name", "autocast"), [("llama", False), ("llama", True), ("qwen3", False)])
+def test_formulas_agree_with_the_tensors_that_a_real_layer_with_adapters_saves(
+    name: str, autocast: bool, tmp_path: Path
+) -> None:
+    real = layer_bytes(tmp_path, name, autocast=autocast, padded=False, lora_r=8)
+    planned = planned_layer_bytes(tmp_path, autocast=autocast, padded=False, lora_r=8)
+    assert planned == pytest.approx(real, rel=0.03)
+
+
+def test_adapted_experts_save_the_merged_weights_and_autocast_caches_trained_weights_only(tmp_path: Path) -> None:
+    fields = MODELS["mixtral"][1] | {"num_hidden_layers": 1}
+    shape = read_model(str(config_file(tmp_path, "mixtral", fields)))
+    experts, linear = 4 * 3 * 352 * 128, 2 * 128 * 128 + 2 * 32 * 128
+    bf16, autocast = (Activations(shape=shape, lora_r=4, autocast=enabled) for enabled in (False, True))
+    assert bf16.saved("none").layers.fixed == 2 * experts
+    full = Activations(shape=shape, autocast=True)
+    assert full.saved("none").layers.fixed == 2 * linear
+    assert full.caches_weight_copies
+    assert not autocast.caches_weight_copies
+
+
+def test_rows_as_long_as_the_sliding_window_have_a_mask(tmp_path: Path) -> None:
+    fields = MODELS["gemma3"][1] | {"sliding_window": 512, "num_hidden_layers": 3}
+    shape = read_model(str(config_file(tmp_path, "gemma3_text", fields)))
+    activations = Activations(shape=shape)
+    assert shape.num_sliding_layers == shape.num_layers  # every sixth layer is full, and there are fewer
+    assert [activations.mask_at(length, padded=False) for length in (511, 512)] == ["none", "window"]
+    assert activations.mask_at(511, padded=True) == "padding"
+    plain, window, padding = (activations.saved(mask).layers for mask in MASKS[:1] + MASKS[:0:-1])
+    assert window.token_bytes(512) == padding.token_bytes(512) > plain.token_bytes(512)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "fields", "expected"),
+    [
+        ("mistral", {}, (4096, 12)),
+        ("mistral", {"sliding_window": None}, (None, 0)),
+        ("gemma2", {"sliding_window": 4096}, (4096, 6)),
+        ("gemma3_text", {"sliding_window": 1024}, (1024, 10)),
+        ("gemma3_text", {"layer_types": ["sliding_attention"] * 3 + ["full_attention"] * 9}, (4096, 3)),
+        ("qwen2", {"sliding_window": 4096}, (None, 0)),
+        ("qwen2", {"use_sliding_window": True, "max_window_layers": 4}, (4096, 8)),
+        ("phi3", {"sliding_window": 2047}, (2047, 12)),
+        ("llama", {"sliding_window": 2047}, (None, 0)),
+    ],
+)
+def test_sliding_windows_are_read_as_transformers_reads_them(
+    model_type: str, fields: dict[str, Any], expected: tuple[int | None, int]
+) -> None:
+    assert sliding_window(model_type, ConfigFields(fields, "config.json"), num_layers=12) == expected
+
+
+def test_the_terms_of_llama_by_hand(tmp_path: Path) -> None:
+    shape = read_model(str(config_file(tmp_path, "llama", WIDE)))
+    # 16·128 + 4·(128 + 32) + 8·352 + 4·8 + 8
+    assert Activations(shape=shape).saved("none").largest_layer.token_bytes(LENGTH) == 5544
+    assert Activations(shape=shape, autocast=True).checkpoint_bytes_per_token == 4 * 128

@@ -1,0 +1,94 @@
+"""Planned model states against real engines, to the byte: rank 0 and the last rank of up to 64, in one process.
+
+The process group is torch's `fake` one, whose collectives move nothing; the rest is real (`scripts/engine_bytes.py`).
+All presets, sizes and models: `python benchmarks/engine_bytes.py`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from launching import ROOT, SCRIPTS
+from model_configs import EXPERTS, GPT2, TINY, config_file
+
+from toolkit.models.read_model import read_model
+from toolkit.plan.engine_settings import engine_settings
+from toolkit.plan.model_states import job_weights, model_states
+from toolkit.presets import load_preset
+
+pytestmark = pytest.mark.launch
+
+Case = dict[str, Any]
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", TINY | {"vocab_size": 97}),
+    "llama-tied": ("llama", TINY | {"tie_word_embeddings": True}),
+    "qwen2": ("qwen2", TINY),
+    "gemma": ("gemma", TINY | {"head_dim": 8}),
+    "mistral": ("mistral", TINY),
+    "qwen3-moe": ("qwen3_moe", TINY | EXPERTS),
+    "gpt2": ("gpt2", GPT2),
+}
+PRESETS = ["zero1", "zero2", "zero3", "zero2_cpu_offload", "zero3_cpu_offload", "fsdp2", "fsdp2_grad_op"]
+PRESETS += ["fsdp2_hybrid", "fsdp2_cpu_offload"]
+# A few of each: every preset, size and model is there, and both ends of a group.
+SPARSE = [
+    ("llama", 64, 0, PRESETS, None),
+    ("gpt2", 64, 63, ["zero1", "zero2", "fsdp2"], None),
+    ("gemma", 8, 0, ["zero1", "zero2", "zero3", "fsdp2"], None),
+    ("qwen3-moe", 8, 0, ["zero2", "zero3", "fsdp2", "fsdp2_hybrid"], None),
+    ("llama", 8, 7, ["zero2", "fsdp2", "fsdp2_hybrid"], 4),
+    ("llama-tied", 4, 0, ["zero1", "zero3", "fsdp2"], 4),
+    ("qwen2", 2, 1, ["ddp", "zero2", "fsdp2"], None),
+    ("mistral", 2, 0, ["ddp", "zero3", "fsdp2_grad_op"], 4),
+    ("gpt2", 1, 0, ["ddp", "zero1", "zero3"], None),
+]
+
+
+def all_cases(folder: Path, sparse: Any = SPARSE) -> list[Case]:
+    configs = {name: config_of(folder, name) for name, *_ in sparse}
+    return [
+        {"config": str(configs[name]), "preset": preset, "world_size": size, "rank": rank, "lora_r": lora_r}
+        for name, size, rank, presets, lora_r in sparse
+        for preset in presets
+    ]
+
+
+def config_of(folder: Path, name: str) -> Path:
+    """Written once."""
+    path = folder / name / "config.json"
+    return path if path.is_file() else config_file(folder / name, *MODELS[name])
+
+
+def held(cases: list[Case]) -> list[dict[str, int]]:
+    """What the engines hold, in one child process."""
+    variables = os.environ | {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, str(SCRIPTS / "engine_bytes.py")]
+    done = subprocess.run(
+        command, input=json.dumps(cases), env=variables, capture_output=True, text=True, timeout=500, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def planned(case: Case) -> dict[str, int]:
+    shape = read_model(case["config"])
+    engine = engine_settings(
+        load_preset(case["preset"]), world_size=case["world_size"], hidden_size=shape.hidden_size, rank=case["rank"]
+    )
+    states = model_states(engine, job_weights(shape, case["lora_r"], False))
+    return {part: getattr(states, f"{part}_bytes") for part in ("parameter", "gradient", "optimizer")}
+
+
+def test_planned_states_are_those_that_engines_hold(tmp_path: Path) -> None:
+    cases = all_cases(tmp_path)
+    differing = [
+        (case, real, planned(case)) for case, real in zip(cases, held(cases), strict=True) if real != planned(case)
+    ]
+    assert differing == []
+    assert {case["preset"] for case in cases} >= {*PRESETS, "ddp"}

@@ -1,0 +1,51 @@
+"""Training jobs: what is refused, and with which message."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from launching import LLAMA_8B_CONFIG
+from model_configs import llama_8b
+
+from toolkit.errors import ToolkitError
+from toolkit.models.read_model import read_model
+from toolkit.plan.job import TrainingJob, check_job
+from toolkit.plan.planned_run import job_from_arguments
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ({"per_device_train_batch_size": 0}, "--per-device-train-batch-size is 0, expected 1 or more"),
+        ({"max_seq_length": -5}, "--max-seq-length is -5, expected 1 or more"),
+        ({"max_seq_length": 10**12}, "expected 134,217,728 or less"),
+        ({"gradient_accumulation_steps": 0}, "--gradient-accumulation-steps is 0"),
+        ({"lora_r": 0}, "--lora-r is 0"),
+        ({"lora_r": 9000}, "--lora-r is 9000, expected at most the hidden size 4096"),
+        ({"load_in_4bit": True}, "--load-in-4bit needs --lora-r"),
+        ({"loss": "fast"}, "--loss is 'fast', expected one of full, chunked, fused"),
+    ],
+)
+def test_values_out_of_range_are_refused_by_option(how: dict[str, Any], message: str) -> None:
+    with pytest.raises(ToolkitError, match=message):
+        check_job(TrainingJob(**how), llama_8b())
+
+
+@pytest.mark.parametrize("optim", ["adamw_bnb_8bit", "paged_adamw_8bit", "adamw_torch_8bit"])
+def test_8_bit_optimizer_states_are_refused_by_name(optim: str) -> None:
+    shape = read_model(str(LLAMA_8B_CONFIG))
+    with pytest.raises(ToolkitError, match=f"--optimizer {optim}: 8-bit optimizer states are not planned") as refused:
+        check_job(TrainingJob(optimizer=optim), shape)
+    assert "`--optimizer fused`" in str(refused.value.hint)
+    with pytest.raises(ToolkitError, match=f"--optim {optim} is not planned"):
+        job_from_arguments({"optim": optim})
+
+
+def test_optimizers_other_than_adamw_are_refused() -> None:
+    assert job_from_arguments({"optim": "adamw_torch"}).optimizer == "foreach"
+    assert job_from_arguments({}).optimizer == "fused"
+    with pytest.raises(ToolkitError, match="--optimizer is 'adafactor', expected one of fused, foreach"):
+        check_job(TrainingJob(optimizer="adafactor"), read_model(str(LLAMA_8B_CONFIG)))
+    with pytest.raises(ToolkitError, match="--optim adafactor is not planned"):
+        job_from_arguments({"optim": "adafactor"})

@@ -1,0 +1,75 @@
+"""GPU memory by phase and part."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from launching import LLAMA_8B_CONFIG
+from model_configs import LLAMA_8B_PARAMS, llama_8b
+
+from toolkit.models.read_model import read_model
+from toolkit.plan.host_memory import PROCESS_BYTES
+from toolkit.plan.job import LOSSES, TrainingJob
+from toolkit.plan.memory import logits_bytes, plan_memory
+from toolkit.presets import list_presets, load_preset
+
+
+def test_parts_of_a_phase_add_up_and_the_peak_is_the_largest_phase() -> None:
+    for preset in list_presets():
+        size = preset.min_world_size
+        plan = plan_memory(llama_8b(), preset, world_size=size, job=TrainingJob())
+        parts = ("parameter", "gradient", "optimizer", "activation", "logits", "buffer")
+        for phase in plan.phases:
+            assert phase.allocated_bytes == sum(getattr(phase, f"{part}_bytes") for part in parts)
+        assert plan.planned_peak_bytes - plan.overhead_bytes == max(phase.allocated_bytes for phase in plan.phases)
+        assert [phase.phase for phase in plan.phases] == ["load", "forward", "backward", "step"]
+
+
+@pytest.mark.parametrize(
+    ("more", "less"),
+    [
+        ({"per_device_train_batch_size": 4}, {"per_device_train_batch_size": 2}),
+        ({"max_seq_length": 8192}, {"max_seq_length": 4096}),
+        ({}, {"activation_checkpointing": True}),
+        ({"gradient_accumulation_steps": 4}, {}),
+        ({"lora_r": 64}, {"lora_r": 8}),
+        ({"lora_r": 8}, {"lora_r": 8, "load_in_4bit": True}),
+        ({}, {"lora_r": 8}),
+        ({"optimizer": "foreach", "max_seq_length": 128}, {"max_seq_length": 128}),
+    ],
+)
+def test_each_option_changes_memory_in_the_right_direction(more: dict[str, Any], less: dict[str, Any]) -> None:
+    def peak(how: dict[str, Any]) -> int:
+        return plan_memory(
+            llama_8b(), load_preset("ddp"), world_size=2, job=TrainingJob(**{"max_seq_length": 8192} | how)
+        ).planned_peak_bytes
+
+    assert peak(more) > peak(less)
+
+
+def test_offload_moves_model_states_from_the_gpu_to_host_or_disk() -> None:
+    on_gpu = plan_memory(llama_8b(), load_preset("zero3"), world_size=8, job=TrainingJob())
+    offloaded = plan_memory(llama_8b(), load_preset("zero3_cpu_offload"), world_size=8, job=TrainingJob())
+    on_disk = plan_memory(llama_8b(), load_preset("zero3_nvme_offload"), world_size=8, job=TrainingJob())
+    assert offloaded.peak.optimizer_bytes == offloaded.peak.gradient_bytes == 0
+    assert offloaded.host.training_bytes > 8 * PROCESS_BYTES + 16 * LLAMA_8B_PARAMS > on_gpu.host.training_bytes
+    assert on_disk.host.disk_bytes == pytest.approx(18 * LLAMA_8B_PARAMS, rel=0.01)  # docs/nvme.md
+    assert on_disk.host.training_bytes < offloaded.host.training_bytes
+
+
+def test_packed_rows_need_as_much_memory_as_padded_ones() -> None:
+    def kept(**how: Any) -> int:
+        job = TrainingJob(max_seq_length=2048, **how)
+        return plan_memory(
+            read_model(str(LLAMA_8B_CONFIG)), load_preset("fsdp2"), world_size=8, job=job
+        ).peak.allocated_bytes
+
+    assert kept(packing=True) > kept()
+    assert kept(packing=True, per_device_train_batch_size=2) == kept(per_device_train_batch_size=2)
+
+
+def test_full_cross_entropy_takes_12_bytes_per_logit_and_the_other_losses_less() -> None:
+    peaks = {loss: max(logits_bytes(loss=loss, tokens=4096, vocab_size=32000, hidden_size=4096)) for loss in LOSSES}
+    assert peaks["full"] == 12 * 4096 * 32000
+    assert peaks["full"] > peaks["chunked"] > peaks["fused"]

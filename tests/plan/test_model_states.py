@@ -1,0 +1,74 @@
+"""Model states worked out by hand, and QLoRA's bytes compared with what bitsandbytes holds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from launching import LLAMA_8B_CONFIG, ROOT, read
+from model_configs import LLAMA_8B_PARAMS, config_file, llama_8b
+
+from toolkit.models.read_model import read_model
+from toolkit.plan.engine_settings import engine_settings
+from toolkit.plan.model_states import JobWeights, job_weights, model_states
+from toolkit.presets import load_preset
+from toolkit.versions import is_importable
+
+MEASURED = read(ROOT / "benchmarks" / "results" / "quantized_bytes.json")
+needs_bitsandbytes = pytest.mark.skipif(not is_importable("bitsandbytes"), reason="bitsandbytes is not installed")
+
+
+def test_model_states_of_an_8b_model_by_hand() -> None:
+    held = {
+        name: model_states(
+            engine_settings(load_preset(name), world_size=8, hidden_size=4096), job_weights(llama_8b(), None, False)
+        )
+        for name in ("ddp", "zero1", "zero2", "fsdp2")
+    }
+    assert (held["ddp"].parameter_bytes, held["ddp"].gradient_bytes, held["ddp"].optimizer_bytes) == (
+        4 * LLAMA_8B_PARAMS,
+        4 * LLAMA_8B_PARAMS,
+        8 * LLAMA_8B_PARAMS,
+    )
+    assert (held["zero1"].parameter_bytes, held["zero1"].gradient_bytes) == (2 * LLAMA_8B_PARAMS, 2 * LLAMA_8B_PARAMS)
+    assert held["zero2"].gradient_bytes == 2 * LLAMA_8B_PARAMS // 8
+    assert held["zero2"].optimizer_bytes == 12 * LLAMA_8B_PARAMS // 8
+    assert held["fsdp2"].total_bytes == 16 * LLAMA_8B_PARAMS // 8
+
+
+def quantized(config: Path) -> tuple[JobWeights, int]:
+    """Tensors, and bytes of all parameters in one process."""
+    shape = read_model(str(config))
+    weights = job_weights(shape, MEASURED["lora_r"], True)
+    engine = engine_settings(load_preset("single"), world_size=1, hidden_size=shape.hidden_size)
+    return weights, model_states(engine, weights).parameter_bytes
+
+
+@pytest.mark.parametrize("row", MEASURED["rows"], ids=lambda row: row["architecture"])
+def test_planned_4_bit_weights_have_the_measured_bytes(row: dict[str, Any], tmp_path: Path) -> None:
+    fields = {name: value for name, value in row["config"].items() if name != "model_type"}
+    weights, parameter_bytes = quantized(config_file(tmp_path, row["config"]["model_type"], fields))
+    assert (weights.num_quantized, parameter_bytes) == (row["held"]["num_in_4bit"], row["held"]["parameter_bytes"])
+
+
+@needs_bitsandbytes
+@pytest.mark.filterwarnings("ignore")
+def test_bitsandbytes_holds_the_measured_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    row = MEASURED["rows"][0]
+    assert __import__("quantized_bytes").held(row["config"], tmp_path) == row["held"]
+
+
+def test_4_bit_weights_by_hand() -> None:
+    (layer,) = read_model(str(LLAMA_8B_CONFIG)).layer_kinds
+    weights = job_weights(read_model(str(LLAMA_8B_CONFIG)), 16, True)
+    names = {tensor.name for tensor, _ in weights.in_4bit}
+    assert names == {tensor.name for tensor in layer if "proj" in tensor.name}
+    # q_proj: 4096 x 4096 weights in 262,144 blocks of 64, those in 1,024 of 256, and tables of 16 + 256 + 1 numbers
+    packed, scales, second, tables = 8_388_608, 262_144, 4 * 1_024, 4 * 273
+    per_element = weights.quantized_bytes / weights.num_quantized
+    assert per_element == pytest.approx((packed + scales + second + tables) / 4096**2, rel=1e-3)
+    # embeddings and head stay in fp32: 2 * 128256 * 4096, beside norms and adapters
+    plain = weights.num_trained + weights.num_frozen - weights.num_quantized
+    assert plain - weights.num_trained == 2 * 128_256 * 4_096 + 65 * 4_096

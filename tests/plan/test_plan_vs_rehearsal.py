@@ -1,0 +1,53 @@
+"""Plans compared with rehearsals: parts are matched by name, differences are relative to the rehearsal."""
+
+from __future__ import annotations
+
+import pytest
+
+from toolkit.plan.plan_vs_rehearsal import PartDifference, compare_parts
+
+PLAN = {
+    **{"parameter_bytes": 80, "gradient_bytes": 100, "optimizer_bytes": 200},
+    "phases": {
+        "backward": {
+            **{"parameter_bytes": 80, "gradient_bytes": 0, "optimizer_bytes": 200, "activation_bytes": 300},
+            **{"logits_bytes": 50, "buffer_bytes": 40, "allocated_bytes": 670},
+        }
+    },
+}
+
+
+def test_model_states_are_compared_to_the_byte() -> None:
+    rows = compare_parts(PLAN, {"parameter_bytes": 100, "gradient_bytes": 100, "optimizer_bytes": 160})
+    assert [(row.part, row.planned_bytes, row.rehearsed_bytes) for row in rows] == [
+        ("parameter", 80, 100),
+        ("gradient", 100, 100),
+        ("optimizer", 200, 160),
+    ]
+    assert [row.relative for row in rows] == pytest.approx([-0.2, 0.0, 0.25])
+
+
+def test_parts_of_a_trace_on_fake_tensors_are_summed_up_to_parts_of_the_plan() -> None:
+    parts = {"parameter": 80, "optimizer": 200, "forward": 250, "backward": 50, "gathered": 30, "reduction": 10}
+    peaks = {"backward": {"total_bytes": 700, "parts": parts | {"logits": 80}}}
+    rows = {row.part: row for row in compare_parts(PLAN, {"peaks": peaks})}
+    assert set(rows) == {
+        *(f"backward: {part}" for part in ("parameter", "gradient", "optimizer", "activation", "logits", "buffer")),
+        "backward: allocated",
+    }
+    assert rows["backward: activation"].relative == 0
+    assert rows["backward: buffer"].rehearsed_bytes == 40
+    assert rows["backward: gradient"].relative == 0  # nothing planned, nothing found
+    assert rows["backward: allocated"].as_row() == {
+        **{"part": "backward: allocated", "planned_bytes": 670, "rehearsed_bytes": 700},
+        "difference": pytest.approx(-30 / 700),
+    }
+
+
+def test_the_peaks_of_a_gpu_are_compared_without_parts() -> None:
+    found = {"phase_peaks": {"backward": {"peak_allocated_bytes": 600, "peak_reserved_bytes": 900}}}
+    assert [(row.part, row.rehearsed_bytes) for row in compare_parts(PLAN, found)] == [("backward: allocated", 600)]
+
+
+def test_a_part_that_only_the_plan_has_has_no_relative_difference() -> None:
+    assert PartDifference(part="logits", planned_bytes=5, rehearsed_bytes=0).relative is None

@@ -1,0 +1,163 @@
+"""`toolkit plan`: presets and limits, the table and the JSON, and requests that are refused."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from launching import LLAMA_8B_CONFIG, toolkit
+from model_configs import LLAMA_8B_PARAMS, llama_8b
+
+from toolkit.errors import ToolkitError
+from toolkit.hardware.gpu_table import custom_gpu, find_gpu
+from toolkit.plan.job import TrainingJob
+from toolkit.plan.memory import plan_memory
+from toolkit.plan.memory_verdict import memory_verdict
+from toolkit.plan.planner import Plan, PlanRequest, make_plans
+from toolkit.presets import list_presets, load_preset
+from toolkit.units import GIB
+
+SIZES = (1, 2, 4, 8, 16, 32, 64, 128)
+
+
+def request(*presets: str, world_sizes: tuple[int, ...] = (8,), **how: Any) -> PlanRequest:
+    chosen = [load_preset(name) for name in presets] or list_presets()
+    job = TrainingJob(max_seq_length=2048, **how)
+    return PlanRequest(
+        shape=llama_8b(),
+        presets=chosen,
+        world_sizes=world_sizes,
+        job=job,
+        gpu=find_gpu("h100-sxm"),
+        strict=bool(presets),
+    )
+
+
+def test_the_largest_micro_batch_and_the_smallest_world_size_fit_and_the_next_ones_do_not() -> None:
+    [plan] = make_plans(request("zero3", activation_checkpointing=True))
+    assert plan.largest_micro_batch is not None
+    job = TrainingJob(max_seq_length=2048, activation_checkpointing=True)
+    fits = []
+    for size in (plan.largest_micro_batch, plan.largest_micro_batch + 1):
+        larger = replace(job, per_device_train_batch_size=size)
+        memory = plan_memory(llama_8b(), load_preset("zero3"), world_size=8, job=larger)
+        fits.append(memory_verdict(memory, memory_bytes=plan.gpu_memory_bytes))
+    assert fits[0] == "fits" != fits[1]
+    assert plan.smallest_world_size == 2
+
+
+def test_all_presets_and_eight_world_sizes_are_planned_in_one_call() -> None:
+    plans = make_plans(request(world_sizes=SIZES))  # benchmarks/planner.py has the seconds
+    made = {(plan.preset, plan.world_size) for plan in plans}
+    assert len(made) == len(plans) > 80
+    assert {size for _, size in made} == set(SIZES)
+
+
+def test_a_preset_that_does_not_support_the_world_size_is_left_out_or_if_named_an_error() -> None:
+    names = {plan.preset for plan in make_plans(request(world_sizes=(1,)))}
+    assert "single" in names
+    assert not names & {"fsdp2", "zeropp", "fsdp2_hybrid"}
+    with pytest.raises(ToolkitError, match="'zeropp' needs at least 8 processes"):
+        make_plans(request("zeropp", world_sizes=(2,)))
+    with pytest.raises(ToolkitError, match="'zeropp' needs a multiple of 8"):
+        make_plans(replace(request("zeropp"), world_sizes=(12,), job=TrainingJob(gpus_per_machine=4)))
+
+
+def test_qlora_is_planned_for_the_presets_that_support_it() -> None:
+    names = {plan.preset for plan in make_plans(request(world_sizes=(2,), lora_r=8, load_in_4bit=True))}
+    assert names == {"ddp", "zero1", "zero2"}
+    with pytest.raises(ToolkitError, match="--load-in-4bit does not work under preset 'zero3'"):
+        make_plans(request("zero3", lora_r=8, load_in_4bit=True))
+
+
+def test_a_custom_gpu_has_no_speed_unless_its_peak_is_given() -> None:
+    unlisted = replace(request("zero2"), gpu=custom_gpu(None, memory_gib=48))
+    [plan] = make_plans(unlisted)
+    assert (plan.speed, plan.as_row()["mfu"], plan.as_row()["step_seconds"]) == (None, None, None)
+    assert plan.communication_bytes_per_step > 0
+    [known] = make_plans(replace(unlisted, gpu=custom_gpu(None, memory_gib=48, tflops=300)))
+    assert known.as_row()["mfu"][0] < known.as_row()["mfu"][1] < 1
+
+
+def test_the_json_has_the_promised_keys() -> None:
+    done = toolkit("plan", str(LLAMA_8B_CONFIG), "--world-size", "8", "--world-size", "16", "--gpu", "h100", "--json")
+    assert done.returncode == 0, done.stderr
+    answer = json.loads(done.stdout)
+    assert (answer["counted_on"], answer["activations_from"]) == ("arithmetic", "formulas")
+    assert {row["world_size"] for row in answer["plans"]} == {8, 16}
+    promised = """preset world_size gpu verdict planned_peak_bytes headroom_bytes num_params parameter_bytes
+        gradient_bytes optimizer_bytes activation_bytes logits_bytes buffer_bytes overhead_bytes host_bytes
+        communication_bytes_per_step step_seconds tokens_per_second_per_gpu mfu"""
+    for row in answer["plans"]:
+        assert set(promised.split()) <= set(row)
+        assert row["verdict"] in ("fits", "does_not_fit", "too_close")
+        assert row["num_params"] == LLAMA_8B_PARAMS
+        assert row["headroom_bytes"] + row["planned_peak_bytes"] == find_gpu("h100").memory_bytes
+        assert len(row["step_seconds"]) == len(row["mfu"]) == 2
+
+
+def test_every_key_of_the_json_is_in_the_docs() -> None:
+    documented = (Path(__file__).parents[2] / "docs" / "plan.md").read_text()
+    [plan] = make_plans(request("zero2"))
+    assert [key for key in plan.as_row() if f"`{key}`" not in documented] == []
+
+
+def test_the_table_describes_the_job_and_says_what_is_exact() -> None:
+    done = toolkit(
+        "plan", str(LLAMA_8B_CONFIG), "--world-size", "8", "--gpu", "h100", "--preset", "zero3", "--preset", "ddp"
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    assert "llama, 8,030,261,248 parameters; full fine-tune" in done.stdout
+    lines = {line.split()[0]: line for line in done.stdout.splitlines() if line}
+    assert "does not fit" in lines["ddp"]
+    assert " fits " in lines["zero3"]
+    assert "has not been checked\nagainst a GPU" in done.stdout
+    assert "\x1b" not in done.stdout
+    assert "…" not in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--gpu", "h1000"], "unknown GPU 'h1000'"),
+        ([], "no GPU is named"),
+        (["--gpu-memory-gib", "0"], "--gpu-memory-gib is 0.0"),
+        (["--gpu", "h100", "--preset", "zero4"], "did you mean `zero3`?"),
+        (["--gpu", "h100", "--world-size", "0"], "--world-size is 0, expected 1 or more"),
+        (["--gpu", "h100", "--world-size", "9999999999"], "--world-size is 9,999,999,999"),
+        (["--gpu", "h100", "--world-size", "12"], "12 GPUs do not fill nodes of 8"),
+    ],
+)
+def test_invalid_input_is_two_lines_and_exit_code_2(words: list[str], message: str) -> None:
+    done = toolkit(
+        "plan", str(LLAMA_8B_CONFIG), *(["--world-size", "8"] if "--world-size" not in words else []), *words
+    )
+    assert (done.returncode, done.stdout) == (2, "")
+    assert message in done.stderr
+    assert len(done.stderr.strip().splitlines()) <= 2
+
+
+def test_plans_are_json_values() -> None:
+    assert all(isinstance(plan, Plan) and json.dumps(plan.as_row()) for plan in make_plans(request()))
+    assert GIB == 2**30
+
+
+@pytest.mark.parametrize("command", ["plan", "recommend"])
+def test_a_quantized_checkpoint_is_refused_with_its_method(command: str, tmp_path: Path) -> None:
+    fields = json.loads(LLAMA_8B_CONFIG.read_text()) | {"quantization_config": {"quant_method": "gptq", "bits": 4}}
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    done = toolkit(command, str(tmp_path), "--world-size", "8", "--gpu", "h100")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "already quantized (`quantization_config`, method gptq)" in done.stderr
+    assert "--load-in-4bit" in done.stderr
+
+
+def test_an_unknown_option_for_8_bit_loading_is_refused_with_the_nearest_one() -> None:
+    done = toolkit("plan", str(LLAMA_8B_CONFIG), "--world-size", "8", "--gpu", "h100", "--load-in-8bit")
+    assert done.returncode == 2
+    assert "--load-in-8bit" in done.stderr
+    assert "--load-in-4bit" in done.stderr

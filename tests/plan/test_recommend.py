@@ -1,0 +1,287 @@
+"""Recommendations for GPUs of different sizes, their reasons, and requests that are refused.
+
+PYTHONPATH=tests:. python tests/plan/test_recommend.py    # rewrites the table in docs/recommend.md
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from launching import LLAMA_8B_CONFIG, toolkit
+from loaded_modules import HEAVY, loaded_after
+
+from toolkit.errors import ToolkitError
+from toolkit.hardware.gpu_table import custom_gpu, find_gpu
+from toolkit.models.read_model import read_model
+from toolkit.models.shape import ModelShape
+from toolkit.plan.candidates import RecommendRequest, best_candidates, largest_candidate
+from toolkit.plan.job import TrainingJob
+from toolkit.plan.options import RecommendOptions
+from toolkit.plan.recommend import EQUAL_WITHIN, Recommendation, recommend, request_for_shape
+from toolkit.plan.recommendation import (
+    compare_command,
+    dollars_per_million_tokens,
+    recommendation_json,
+    recommendation_lines,
+    train_command,
+)
+from toolkit.presets import list_presets, load_preset
+from toolkit.units import GIB
+
+H100 = find_gpu("h100-sxm")
+DOCS = Path(__file__).parents[2] / "docs" / "recommend.md"
+MEMORIES = (400, 200, 180, 150, 100, 70, 60, 50, 45, 40, 36, 28, 24, 20, 10)
+BLOCK = ("<!-- generated: by memory -->\n", "<!-- /generated -->")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return shutil.copytree(LLAMA_8B_CONFIG.parent, tmp_path_factory.mktemp("models") / "llama-8b")
+
+
+@pytest.fixture(scope="module")
+def shape(model: Path) -> ModelShape:
+    return read_model(str(model))
+
+
+def request(shape: ModelShape, *, memory_gib: float = 79.14, **changes: Any) -> RecommendRequest:
+    gpu = custom_gpu(H100, memory_gib=memory_gib)
+    asked = RecommendRequest(
+        shape=shape, gpu=gpu, world_size=8, global_batch_size=64, job=TrainingJob(max_seq_length=2048)
+    )
+    return replace(asked, **changes)
+
+
+def found(asked: RecommendRequest, objective: str = "fastest") -> Recommendation:
+    return recommend(asked, list_presets(), objective=objective)
+
+
+def by_memory(shape: ModelShape) -> str:
+    """The table in the docs: the recommendation, the rule of thumb, and what the rule would cost."""
+    lines = ["| GiB per GPU | recommended | rule of thumb | cost of the rule |", "| ---: | :--- | :--- | :--- |"]
+    for memory_gib in MEMORIES:
+        answer = found(request(shape, memory_gib=memory_gib))
+        job, rule = answer.choice.job, answer.rule_of_thumb
+        recomputes = ", checkpointing" if job.activation_checkpointing else ""
+        cost = "" if rule == answer.choice.preset.name else answer.why_not[rule]
+        chosen = f"`{answer.choice.preset.name}`, micro-batch {job.per_device_train_batch_size}{recomputes}"
+        lines.append(f"| {memory_gib} | {chosen} | `{rule}` | {cost} |")
+    return "\n".join(lines) + "\n"
+
+
+def test_the_table_in_the_docs_is_up_to_date(shape: ModelShape) -> None:
+    block = DOCS.read_text().split(BLOCK[0])[1].split(BLOCK[1])[0]
+    assert block == by_memory(shape), "rewrite it: PYTHONPATH=tests:. python tests/plan/test_recommend.py"
+
+
+@pytest.mark.parametrize(
+    ("memory_gib", "expected"),
+    [(400, {"ddp"}), (200, {"ddp"}), (120, {"zero1"}), (36, {"zero3", "fsdp2"}), (16, {"zero3_cpu_offload"})],
+)
+def test_the_rule_of_thumb_is_recommended_where_it_is_right(
+    shape: ModelShape, memory_gib: float, expected: set[str]
+) -> None:
+    """All fits: replicate. The optimizer does not: shard it. Nothing does: shard all. Not even that: offload."""
+    answer = found(request(shape, memory_gib=memory_gib))
+    assert answer.choice.preset.name in expected
+    assert answer.rule_of_thumb in expected
+
+
+def test_a_choice_against_the_rule_of_thumb_says_by_how_much_it_is_better(shape: ModelShape) -> None:
+    differing = 0
+    for memory_gib in (400, 300, 200, 180, 150, 100, 79, 60, 50, 45, 40, 36, 24, 16):
+        answer = found(request(shape, memory_gib=memory_gib))
+        if answer.choice.preset.name == answer.rule_of_thumb:
+            continue
+        differing += 1
+        (said,) = [reason for reason in answer.reasons if "rule of thumb" in reason]
+        assert answer.rule_of_thumb in said
+        assert "as long" in said
+        rule = next(
+            one for one in best_candidates(request(shape, memory_gib=memory_gib), [load_preset(answer.rule_of_thumb)])
+        )
+        assert max(rule.time_ratios(answer.choice)) > EQUAL_WITHIN
+    assert 0 < differing < 7
+
+
+def test_full_sharding_is_faster_than_zero2_which_reduces_in_every_accumulation_step(shape: ModelShape) -> None:
+    """At 45 GiB gradients must be sharded. ZeRO-2 all-reduces them in every accumulation step."""
+    answer = found(request(shape, memory_gib=45))
+    assert answer.rule_of_thumb == "zero2"
+    assert "parameter" in answer.choice.preset.sharded_parts
+    assert answer.why_not["zero2"].startswith("1.")
+
+
+def test_the_largest_micro_batch_that_fits_is_taken(shape: ModelShape) -> None:
+    asked = request(shape)
+    one = largest_candidate(asked, load_preset("fsdp2"), checkpointing=True)
+    size = one.job.per_device_train_batch_size
+    assert one.fits
+    assert size * one.job.gradient_accumulation_steps == 8
+    assert (
+        size == 8
+        or not largest_candidate(replace(asked, global_batch_size=8 * 2 * size), one.preset, checkpointing=True).fits
+    )
+
+
+def test_every_other_preset_has_a_reason_against_it(shape: ModelShape) -> None:
+    why_not = found(request(shape)).why_not
+    assert why_not["single"] == "trains in one process"
+    assert why_not["zero3_nvme_offload"].startswith("needs a local NVMe disk")
+    assert "changes the training problem" in why_not["zeropp"]
+    assert why_not["ddp"].startswith("does not fit: ")
+    assert "GiB of 79.14 GiB (micro-batch 1" in why_not["ddp"]
+    names = {preset.name for preset in list_presets()}
+    assert names - why_not.keys() == {found(request(shape)).choice.preset.name}
+
+
+def test_least_memory_is_another_objective(shape: ModelShape) -> None:
+    answer = found(request(shape), objective="least-memory")
+    peaks = [one.memory.planned_peak_bytes for one in best_candidates(request(shape), list_presets()) if one.fits]
+    assert answer.choice.memory.planned_peak_bytes == min(peaks)
+
+
+def test_one_gpu_gets_the_single_process_preset(shape: ModelShape) -> None:
+    assert found(request(shape, memory_gib=200, world_size=1)).choice.preset.name == "single"
+
+
+def test_lora_on_a_model_that_fits_is_replicated(shape: ModelShape) -> None:
+    asked = request(shape, job=TrainingJob(max_seq_length=2048, lora_r=16))
+    assert found(asked).choice.preset.name == "ddp"
+
+
+def test_4_bit_weights_are_neither_sharded_nor_offloaded(shape: ModelShape) -> None:
+    asked = request(shape, memory_gib=24, job=TrainingJob(max_seq_length=1024, lora_r=16, load_in_4bit=True))
+    answer = found(asked)
+    assert answer.choice.preset.sharded_parts in ((), ("optimizer",), ("gradient", "optimizer"))
+    assert answer.why_not["fsdp2"] == "FSDP2 does not shard 4-bit weights (accelerate#3983, bitsandbytes#1945)"
+
+
+def test_an_error_that_nothing_fits_names_the_smallest_plan_and_what_would_fit(shape: ModelShape) -> None:
+    presets = [load_preset("fsdp2"), load_preset("zero3")]
+    with pytest.raises(
+        ToolkitError, match=r"nothing fits on 8 × h100-sxm.*does not fit: .* GiB of 20.00 GiB"
+    ) as refused:
+        recommend(request(shape, memory_gib=20), presets)
+    assert refused.value.hint is not None
+    assert refused.value.hint.startswith("`--world-size ")
+    with pytest.raises(ToolkitError, match="nothing fits") as refused:
+        recommend(request(shape, memory_gib=2), presets)
+    assert refused.value.hint == "`--lora-r 16`, a shorter `--max-seq-length`, or a larger GPU"
+
+
+def test_a_node_with_too_little_host_memory_rules_out_offload(shape: ModelShape) -> None:
+    asked = request(shape, memory_gib=24, host_memory_bytes=64 * GIB)
+    with pytest.raises(ToolkitError, match="nothing fits"):
+        recommend(asked, [load_preset("zero3_cpu_offload")])
+    assert (
+        "of host memory per node, which has 64.00 GiB" in found(replace(asked, gpu=H100)).why_not["zero3_cpu_offload"]
+    )
+
+
+def test_a_choice_with_offload_names_the_host_memory_it_assumes(shape: ModelShape) -> None:
+    said = found(request(shape, memory_gib=16)).reasons
+    assert any("--host-memory-gib" in reason for reason in said)
+    assert not any("--host-memory-gib" in reason for reason in found(request(shape)).reasons)
+
+
+def test_a_gpu_without_bf16_has_no_preset(shape: ModelShape) -> None:
+    with pytest.raises(ToolkitError, match=r"no preset is for 8 × v100-32gb: .*has no hardware"):
+        recommend(request(shape, gpu=find_gpu("v100-32gb")), [load_preset("ddp")])
+
+
+def test_without_a_known_peak_the_least_sharding_that_fits_is_chosen_and_no_speed_is_shown(shape: ModelShape) -> None:
+    answer = found(request(shape, gpu=custom_gpu(None, memory_gib=80)))
+    assert answer.choice.preset.name == "zero1"
+    assert answer.choice.speed is None
+    assert answer.why_not["zero2"].startswith("fits too, and shards or offloads more: ")
+    assert any("--gpu-tflops" in line for line in recommendation_lines(answer, request(shape), model="m"))
+
+
+def test_the_global_batch_must_be_divisible(shape: ModelShape) -> None:
+    with pytest.raises(ToolkitError, match="--global-batch-size 30 is not divisible by 8 GPUs") as refused:
+        request(shape, global_batch_size=30)
+    assert refused.value.hint == "`--global-batch-size 32`"
+    options = RecommendOptions(gpu="h100", world_size=8)
+    with pytest.raises(ToolkitError, match="--global-batch-size is 0, expected 1 or more"):
+        request_for_shape(shape, replace(options, global_batch_size=0))
+    with pytest.raises(ToolkitError, match="--network-gb-per-second is -1, expected more than 0"):
+        request_for_shape(shape, replace(options, network_gb_per_second=-1))
+
+
+def test_the_default_batch_is_32_or_the_next_multiple_of_the_gpus(shape: ModelShape) -> None:
+    for world_size, batch in ((8, 32), (24, 48)):
+        options = RecommendOptions(gpu="h100", world_size=world_size)
+        assert request_for_shape(shape, options).global_batch_size == batch
+
+
+def test_dollars_come_from_tokens_and_hours(shape: ModelShape) -> None:
+    speed = found(request(shape)).choice.speed
+    assert speed is not None
+    cheap, dear = dollars_per_million_tokens(3.6, speed) or (0.0, 0.0)
+    slow, fast = speed.tokens_per_second_per_gpu
+    assert (cheap, dear) == pytest.approx((1000 / fast, 1000 / slow))
+    assert dollars_per_million_tokens(None, speed) is None
+
+
+def test_the_commands_have_the_planned_settings(shape: ModelShape, model: Path) -> None:
+    asked = request(shape, memory_gib=45)
+    answer = found(asked)
+    words = shlex.split(train_command(answer.choice, asked, str(model / "config.json")))
+    job = answer.choice.job
+    assert words[:6] == ["toolkit", "train", "--preset", answer.choice.preset.name, "--num-processes", "8"]
+    assert words[words.index("--model_name_or_path") + 1] == str(model)
+    assert words[words.index("--per_device_train_batch_size") + 1] == str(job.per_device_train_batch_size)
+    assert ("--activation_checkpointing" in words) == job.activation_checkpointing
+    compared = compare_command([answer.choice, *answer.others], asked, str(model))
+    assert compared is not None
+    assert compared.count("--preset ") == 3
+
+
+def test_several_nodes_are_launched_by_accelerate(shape: ModelShape) -> None:
+    asked = request(shape, world_size=32, network_bytes_per_second=50 * 10**9)
+    (hybrid,) = best_candidates(asked, [load_preset("fsdp2_hybrid")])
+    command = train_command(hybrid, asked, "org/model")
+    assert "--num_machines 4 " in command
+    assert "--parallelism_config_dp_shard_size 16 " in command
+    assert compare_command([hybrid], asked, "org/model") is None
+
+
+def test_the_json_has_numbers_and_a_reason_for_each_preset(shape: ModelShape) -> None:
+    asked = request(shape)
+    answer = json.loads(json.dumps(recommendation_json(found(asked), asked, model="m", objective="fastest", price=2.0)))
+    assert answer["choice"]["planned_peak_bytes"] + answer["choice"]["headroom_bytes"] == asked.gpu.memory_bytes
+    assert len(answer["choice"]["step_seconds"]) == 2
+    assert [other["preset"] for other in answer["others"]] == list(dict.fromkeys(o["preset"] for o in answer["others"]))
+    assert all(other["why_not"] for other in answer["others"])
+    assert [point["world_size"] for point in answer["scaling"]] == [8, 16, 32, 64, 128, 256, 512, 1024]
+
+
+def test_the_printed_command_is_accepted_except_for_its_placeholder_dataset(model: Path) -> None:
+    (model / "model.safetensors").touch()
+    asked = toolkit("recommend", str(model), "--gpu", "h100", "--world-size", "2", "--lora-r", "8", "--json")
+    assert asked.returncode == 0, asked.stderr
+    words = shlex.split(json.loads(asked.stdout)["command"])
+    refused = toolkit(*words[1:4], "--cpu", *words[4:])
+    assert refused.returncode == 2
+    assert "DATASET" in refused.stderr
+
+
+def test_the_command_line_answers_without_torch(model: Path, tmp_path: Path) -> None:
+    words = ["recommend", str(model), "--gpu", "h100", "--world-size", "8", "--scaling"]
+    assert not loaded_after(f"import toolkit.cli; toolkit.cli.main({words!r})", cwd=tmp_path) & HEAVY
+    refused = toolkit("recommend", str(model), "--gpu", "h100", "--world-size", "8", "--wish", "cheapest")
+    assert refused.returncode == 2
+    assert "--wish is 'cheapest', expected fastest or least-memory" in refused.stderr
+
+
+if __name__ == "__main__":
+    head, _, rest = DOCS.read_text().partition(BLOCK[0])
+    table = by_memory(read_model(str(LLAMA_8B_CONFIG)))
+    DOCS.write_text(head + BLOCK[0] + table + BLOCK[1] + rest.partition(BLOCK[1])[2])

@@ -1,0 +1,150 @@
+"""Planned step times, compared with published runs and with parts worked out by hand."""
+
+from __future__ import annotations
+
+import statistics
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from published_runs import MPT, published
+
+from toolkit.hardware.gpu_table import custom_gpu, find_gpu
+from toolkit.models.lora import lora_layers
+from toolkit.models.shape import Layer, ModelShape, Tensor
+from toolkit.plan.interconnect import Interconnect
+from toolkit.plan.job import TrainingJob, TrainingSetup, num_elements
+from toolkit.plan.step_time import StepTime, offload_efficiency, setup_flops, step_time
+from toolkit.presets import load_preset
+
+VOCABULARY = 50_368
+
+
+def mpt(name: str) -> ModelShape:
+    """MosaicML's models: learned positions, biases, a tied head, no gate (llm-foundry)."""
+    width, layers = MPT[name]
+    shapes = {"norm_1": (width,), "Wqkv": (3 * width, width), "out_proj": (width, width), "norm_2": (width,)}
+    shapes |= {"up_proj": (4 * width, width), "down_proj": (width, 4 * width)}
+    weights = tuple(Tensor(name=f"{part}.weight", shape=size) for part, size in shapes.items())
+    biases = tuple(Tensor(name=f"{part}.bias", shape=size[:1]) for part, size in shapes.items())
+    layer: Layer = weights + biases
+    outer = {"wte": (VOCABULARY, width), "wpe": (2048, width)}
+    norms = (Tensor(name="norm_f.weight", shape=(width,)), Tensor(name="norm_f.bias", shape=(width,)))
+    return ModelShape(
+        model_type="mpt",
+        num_layers=layers,
+        hidden_size=width,
+        intermediate_size=4 * width,
+        num_attention_heads=width // 64,
+        num_kv_heads=width // 64,
+        head_dim=64,
+        vocab_size=VOCABULARY,
+        gated_mlp=False,
+        activation="gelu",
+        tied_embeddings=True,
+        layers=(layer,) * layers,
+        outer=(*(Tensor(name=f"{part}.weight", shape=size) for part, size in outer.items()), *norms),
+    )
+
+
+def speed_of(row: dict[str, str]) -> StepTime:
+    job = TrainingJob(
+        per_device_train_batch_size=int(row["mbs"]),
+        max_seq_length=int(row["seq"]),
+        gradient_accumulation_steps=int(row["gacc"]),
+        activation_checkpointing=row["ac"] == "True",
+    )
+    setup = TrainingSetup(shape=mpt(row["model"]), preset=load_preset("fsdp2"), world_size=int(row["gpus"]), job=job)
+    speed = step_time(setup, Interconnect(gpu=find_gpu(row["gpu"]), world_size=setup.world_size))
+    assert speed is not None
+    return speed
+
+
+def test_published_speeds_lie_inside_the_range_and_the_range_is_narrow() -> None:
+    """No constant of the model was taken from these rows."""
+    rows = published()
+    assert all(mpt(row["model"]).num_params == int(row["params"]) for row in rows)
+    inside, widths = 0, []
+    for row in rows:
+        low, high = speed_of(row).tokens_per_second_per_gpu
+        inside += low <= float(row["tok_s_gpu"]) <= high
+        widths.append(high / low)
+    assert inside == len(rows) == 41
+    assert statistics.median(widths) < 2.7
+    assert max(widths) < 3.6
+
+
+def test_planned_mfu_counts_the_same_operations_as_the_published_one() -> None:
+    row = published()[4]  # 7b on 8 GPUs
+    speed = speed_of(row)
+    low, high = speed.mfu
+    assert low < float(row["mfu"]) / 100 < high
+    tokens = speed.tokens_per_second_per_gpu
+    assert high / low == pytest.approx(tokens[1] / tokens[0])
+
+
+JOB = TrainingJob(per_device_train_batch_size=4, max_seq_length=1024)
+SETUP = TrainingSetup(shape=mpt("125m"), preset=load_preset("ddp"), world_size=8, job=JOB)
+A100 = Interconnect(gpu=find_gpu("a100-80gb"), world_size=8)
+
+
+def timed(preset: str, **job: Any) -> StepTime:
+    setup = replace(SETUP, preset=load_preset(preset), job=replace(JOB, **job))
+    speed = step_time(setup, A100)
+    assert speed is not None
+    return speed
+
+
+def test_everything_overlaps_at_best_and_nothing_at_worst() -> None:
+    speed = timed("ddp")
+    assert speed.step_seconds[0] == pytest.approx(
+        max(speed.compute_seconds[0], speed.communication_seconds[0]) + speed.optimizer_seconds[0]
+    )
+    parts = (speed.compute_seconds, speed.communication_seconds, speed.offload_seconds, speed.optimizer_seconds)
+    assert speed.step_seconds[1] == pytest.approx(sum(part[1] for part in parts))
+    serial = timed("zero1")  # DeepSpeed does not overlap below stage 3
+    assert serial.step_seconds[0] >= serial.compute_seconds[0] + serial.communication_seconds[0]
+
+
+def test_adam_moves_28_bytes_per_parameter_of_the_gpus_share() -> None:
+    params = SETUP.shape.num_params
+    assert timed("ddp").optimizer_seconds[0] == pytest.approx(28 * params / (2039e9 * 0.95))
+    assert timed("zero1").optimizer_seconds[0] == pytest.approx(28 * params / 8 / (2039e9 * 0.95))
+
+
+def test_activation_checkpointing_costs_time_but_mfu_does_not_count_it() -> None:
+    plain, recomputed = timed("ddp"), timed("ddp", activation_checkpointing=True)
+    assert recomputed.flops_per_token == plain.flops_per_token
+    assert recomputed.compute_seconds[1] == pytest.approx(4 / 3 * plain.compute_seconds[1])
+
+
+def test_offload_to_host_and_disk_slows_a_step_down() -> None:
+    speeds = [timed(name) for name in ("zero3", "zero3_cpu_offload", "zero3_nvme_offload")]
+    assert speeds[0].offload_seconds == (0.0, 0.0)
+    assert speeds[0].step_seconds[1] < speeds[1].step_seconds[1] < speeds[2].step_seconds[1]
+    assert speeds[1].offload_efficiency is not None
+    low, high = speeds[1].offload_efficiency
+    assert 0 < low < high < 1
+    assert speeds[0].offload_efficiency is None
+
+
+def test_offload_efficiency_is_the_formula_of_zero_infinity() -> None:
+    """Batch 2 at length 1024 over 70 GB/s with 70 TFLOP/s: at 2,048 operations per byte, two thirds of the speed."""
+    intensity, bandwidth, peak, moved = 2 * 1024, 70e9, 70e12, 1e9
+    share = offload_efficiency(compute_seconds=intensity * moved / peak, transfer_seconds=moved / bandwidth)
+    assert share == pytest.approx(intensity * bandwidth / (intensity * bandwidth + peak))
+    assert round(share, 2) == 0.67
+
+
+def test_a_gpu_without_a_peak_in_the_dtype_has_no_step_time() -> None:
+    v100 = Interconnect(gpu=find_gpu("v100-32gb"), world_size=8)
+    assert step_time(SETUP, v100) is None
+    assert step_time(SETUP, replace(v100, gpu=custom_gpu(None, memory_gib=24))) is None
+
+
+def test_adapters_save_the_gradients_of_frozen_weights() -> None:
+    setup = replace(SETUP, job=replace(JOB, lora_r=8))
+    adapters = num_elements(lora_layers(SETUP.shape, 8))
+    assert adapters == 12 * 8 * (4 * 768 + 2 * 768 + 2 * 5 * 768)  # Wqkv, out_proj, and both halves of the MLP
+    flops = setup_flops(setup)
+    assert flops.dense_backward == 2 * (SETUP.shape.num_params + adapters) + 2 * adapters

@@ -1,0 +1,177 @@
+"""`toolkit preset show | export`: files that hold from any working directory, and nothing overwritten by accident."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from launching import ROOT, accelerate_launch, read, toolkit
+
+from toolkit.errors import ToolkitError
+from toolkit.presets import list_presets, load_preset, preset_names, read_preset
+from toolkit.presets.export import export_presets, preset_text
+from toolkit.presets.training_arguments import FSDP_ENVIRONMENT_KEYS, strategy_variables, trainer_arguments
+from toolkit.run.environment import launcher_environment
+
+DEEPSPEED = [preset.name for preset in list_presets() if preset.engine == "deepspeed"]
+
+
+def comments(text: str) -> list[str]:
+    return [line for line in text.splitlines() if line.startswith("#")]
+
+
+# -- show
+
+
+@pytest.mark.parametrize("name", preset_names())
+def test_the_yaml_is_shown_with_its_comments_and_a_json_that_is_found_anywhere(name: str) -> None:
+    preset = load_preset(name)
+    text = preset_text(preset, "accelerate")
+    assert yaml.safe_load(text) == preset.accelerate_config()
+    assert comments(text) == comments(preset.accelerate_config_path.read_text())
+    assert ("ds_configs" in text) == (name in DEEPSPEED)
+
+
+def test_a_block_in_another_style_is_written_anew(tmp_path: Path) -> None:
+    (tmp_path / "mine.json").write_text("{}")
+    path = tmp_path / "mine.yaml"
+    path.write_text("{distributed_type: DEEPSPEED, deepspeed_config: {deepspeed_config_file: mine.json}}\n")
+    config = yaml.safe_load(preset_text(read_preset(path), "accelerate"))
+    assert config["deepspeed_config"] == {"deepspeed_config_file": str(tmp_path / "mine.json")}
+
+
+@pytest.mark.parametrize("name", DEEPSPEED)
+def test_deepspeeds_form_is_the_json(name: str) -> None:
+    assert json.loads(preset_text(load_preset(name), "deepspeed")) == load_preset(name).deepspeed_config()
+
+
+def test_a_preset_without_a_json_has_no_deepspeed_form() -> None:
+    with pytest.raises(ToolkitError, match="'fsdp2' has no DeepSpeed JSON: its engine is fsdp2"):
+        preset_text(load_preset("fsdp2"), "deepspeed")
+
+
+def test_the_command_prints_what_was_asked_for_from_another_directory(tmp_path: Path) -> None:
+    ended = toolkit("preset", "show", "zero2", "--as", "deepspeed", cwd=tmp_path)
+    assert (ended.returncode, ended.stdout) == (0, (ROOT / "ds_configs" / "zero2.json").read_text())
+    refused = toolkit("preset", "show", "zero2", "--as", "megatron", cwd=tmp_path)
+    assert (refused.returncode, refused.stdout) == (2, "")
+    assert refused.stderr == "error: --as megatron is not one of accelerate, deepspeed, trainer\n"
+
+
+# -- the Trainer's form
+
+
+@pytest.mark.parametrize("name", preset_names())
+def test_transformers_itself_takes_the_trainers_form(name: str, tmp_path: Path) -> None:
+    from transformers import HfArgumentParser, TrainingArguments
+
+    told = yaml.safe_load(preset_text(load_preset(name), "trainer"))
+    assert Path(told.pop("deepspeed", ROOT)).exists()  # DeepSpeed's own parsing has its tests under torchrun
+    told |= {"output_dir": str(tmp_path), "use_cpu": True}
+    (arguments,) = HfArgumentParser(TrainingArguments).parse_dict(told)
+    assert arguments.bf16 is True
+    if name.startswith("fsdp2"):
+        plugin = arguments.fsdp_plugin_args
+        assert (plugin["fsdp_version"], plugin["state_dict_type"]) == (2, "SHARDED_STATE_DICT")
+        assert plugin["reshard_after_forward"] is (name != "fsdp2_grad_op")
+        assert plugin.get("cpu_offload", False) is (name == "fsdp2_cpu_offload")
+
+
+def test_what_only_the_environment_carries_is_told_in_comments() -> None:
+    told = comments(preset_text(load_preset("fsdp2_hybrid"), "trainer"))
+    assert "#   export FSDP_CPU_RAM_EFFICIENT_LOADING=true" in told
+    assert "#   export PARALLELISM_CONFIG_DP_REPLICATE_SIZE=2" in told
+    assert "#   export PARALLELISM_CONFIG_DP_SHARD_SIZE=...  (processes / 2)" in told
+
+
+@pytest.mark.parametrize("name", preset_names())
+def test_the_variables_beside_the_arguments_equal_those_of_accelerates_launcher(name: str) -> None:
+    preset = load_preset(name)
+    launched = launcher_environment(preset, world_size=8)
+    precision = launched["ACCELERATE_MIXED_PRECISION"]
+    ours = strategy_variables(preset, precision=precision, world_size=8)
+    assert {key: launched.get(key) for key in ours} == ours
+    for switch in ("DEEPSPEED", "FSDP", "PARALLELISM_CONFIG"):
+        assert ours.get(f"ACCELERATE_USE_{switch}") == launched.get(f"ACCELERATE_USE_{switch}")
+
+
+def fsdp_preset(folder: Path, line: str) -> Any:
+    path = folder / "mine.yaml"
+    path.write_text(f"distributed_type: FSDP\n{line}\nfsdp_config:\n  fsdp_version: 2\n")
+    return read_preset(path)
+
+
+def test_keys_that_the_environment_carries_are_not_lost(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    keys = "".join(f"  {key}: true\n" for key in FSDP_ENVIRONMENT_KEYS)
+    path.write_text(f"distributed_type: FSDP\nfsdp_config:\n  fsdp_version: 2\n{keys}")
+    assert trainer_arguments(read_preset(path), precision="no")["fsdp_config"] == {"version": 2}
+    environment = strategy_variables(read_preset(path), precision="no")
+    assert {key: environment[key.upper()] for key in FSDP_ENVIRONMENT_KEYS} == dict.fromkeys(
+        FSDP_ENVIRONMENT_KEYS, "true"
+    )
+
+
+@pytest.mark.parametrize("line", ["enable_cpu_affinity: true", "dynamo_config: {dynamo_backend: INDUCTOR}"])
+def test_a_key_that_only_the_launcher_reads_is_refused(line: str, tmp_path: Path) -> None:
+    with pytest.raises(ToolkitError, match=f"cannot carry '{line.split(':')[0]}'") as caught:
+        trainer_arguments(fsdp_preset(tmp_path, line), precision="no")
+    assert caught.value.hint == "start the script with `accelerate launch --config_file`, or remove the key"
+
+
+# -- export
+
+
+def test_a_pair_is_written_side_by_side_and_read_back_the_same(tmp_path: Path) -> None:
+    written = export_presets(list_presets(), tmp_path / "mine", force=False)
+    assert {path.name for path in written} == {path.name for path in (tmp_path / "mine").iterdir()}
+    assert len(written) == len(preset_names()) + len(DEEPSPEED)
+    for preset in list_presets():
+        copy = read_preset(tmp_path / "mine" / f"{preset.name}.yaml")
+        assert copy.deepspeed_config() == preset.deepspeed_config()
+        paths = ("accelerate_config", "deepspeed_config")
+        assert {k: v for k, v in copy.as_row().items() if k not in paths} == {
+            k: v for k, v in preset.as_row().items() if k not in paths
+        }
+
+
+def test_nothing_is_overwritten_without_force(tmp_path: Path) -> None:
+    (tmp_path / "zero2.json").write_text("mine")
+    with pytest.raises(ToolkitError, match=r"zero2\.json exists already; nothing was written"):
+        export_presets([load_preset("ddp"), load_preset("zero2")], tmp_path, force=False)
+    assert [path.name for path in tmp_path.iterdir()] == ["zero2.json"]
+    export_presets([load_preset("zero2")], tmp_path, force=True)
+    assert json.loads((tmp_path / "zero2.json").read_text()) == load_preset("zero2").deepspeed_config()
+
+
+def test_a_folder_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ToolkitError, match="file cannot be written"):
+        export_presets([load_preset("ddp")], tmp_path / "file", force=False)
+
+
+def test_a_relative_folder_gives_an_absolute_json(tmp_path: Path) -> None:
+    ended = toolkit("preset", "export", "here", "zero1", cwd=tmp_path)
+    assert (ended.returncode, ended.stdout.split()) == (0, ["here/zero1.yaml", "here/zero1.json"])
+    config = yaml.safe_load((tmp_path / "here" / "zero1.yaml").read_text())
+    assert config["deepspeed_config"]["deepspeed_config_file"] == str(tmp_path / "here" / "zero1.json")
+
+
+@pytest.mark.launch
+def test_an_exported_pair_trains_from_another_working_directory(
+    tmp_path: Path, tiny_model: Path, faq_alpaca: Path
+) -> None:
+    elsewhere = tmp_path / "else where"
+    elsewhere.mkdir()
+    (pair, _) = export_presets([load_preset("zero1")], tmp_path / "my pairs", force=False)
+    words = ["--model_name_or_path", str(tiny_model), "--dataset", str(faq_alpaca), "--max_seq_length", "64"]
+    words += ["--max_steps", "1", "--per_device_train_batch_size", "1", "--save_model", "false"]
+    words += ["--save_strategy", "no", "--output_dir", "run"]
+    ended = accelerate_launch(Path(os.path.relpath(pair, elsewhere)), *words, cwd=elsewhere)
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    attestation = read(elsewhere / "run" / "attestation.json")
+    assert (attestation["verdict"], attestation["preset"]) == ("attested", "zero1")

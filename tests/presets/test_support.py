@@ -1,0 +1,176 @@
+"""Each compatibility rule is written once: every part of the toolkit that asks gets the same answer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from toolkit.errors import ToolkitError
+from toolkit.hardware.gpu_table import find_gpu
+from toolkit.models.read_model import read_model
+from toolkit.plan.candidates import RecommendRequest, refusal
+from toolkit.plan.job import TrainingJob
+from toolkit.plan.planner import PlanRequest, make_plans
+from toolkit.presets import Preset, list_presets, load_preset, preset_names
+from toolkit.presets.support import CPU, Device, Method, limitations, next_world_size, supports_world_size, unsupported
+from toolkit.rehearse.rehearsal import check_rehearsal
+from toolkit.run.argument_checks import check_arguments
+from toolkit.run.preflight import check_process_count
+from toolkit.run.script_arguments import read_method
+
+LLAMA_8B = Path(__file__).parent.parent / "fixtures" / "llama-8b"
+WORLD_SIZES = (1, 2, 3, 4, 8, 16)  # on nodes of 8 GPUs, which the planner fills
+QLORA_PRESETS = {"single", "ddp", "zero1", "zero2"}
+QLORA = {"lora_r": "8", "load_in_4bit": "true"}
+
+
+def works(check: Callable[[], Any]) -> bool:
+    try:
+        check()
+    except ToolkitError:
+        return False
+    return True
+
+
+@pytest.fixture(autouse=True)
+def installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """bitsandbytes and Liger need a GPU to be installed; whether they are is not what is tested."""
+    monkeypatch.setattr("toolkit.run.argument_checks.is_importable", lambda _: True)
+
+
+def planned(preset: Preset, world_size: int, job: TrainingJob) -> bool:
+    request = PlanRequest(
+        shape=read_model(str(LLAMA_8B)), presets=[preset], world_sizes=[world_size], job=job, gpu=find_gpu("h100")
+    )
+    return works(lambda: make_plans(request))
+
+
+def recommended(preset: Preset, world_size: int, job: TrainingJob) -> str | None:
+    ask = RecommendRequest(
+        shape=read_model(str(LLAMA_8B)),
+        gpu=find_gpu("h100"),
+        world_size=world_size,
+        global_batch_size=world_size,
+        job=job,
+        nvme_bytes_per_second=2**32,
+    )
+    return refusal(ask, preset)
+
+
+# -- all askers agree
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@pytest.mark.parametrize("name", preset_names())
+def test_launcher_planner_recommendation_and_rehearsal_accept_the_same_world_sizes(name: str, world_size: int) -> None:
+    preset = load_preset(name)
+    expected = supports_world_size(preset, world_size)
+    assert works(lambda: check_process_count(world_size, gpus=16, preset=preset)) is expected
+    assert planned(preset, world_size, TrainingJob(max_seq_length=64)) is expected
+    if not expected:
+        assert recommended(preset, world_size, TrainingJob(max_seq_length=64)) is not None
+    if unsupported(preset, purpose="rehearse") is None:
+        assert works(lambda: check_rehearsal(preset, world_size=world_size, rank=0)) is expected
+
+
+@pytest.mark.parametrize("name", preset_names())
+def test_launcher_planner_recommendation_and_docs_agree_on_qlora(name: str) -> None:
+    preset = load_preset(name)
+    world_size = next_world_size(preset, 2)
+    job = TrainingJob(max_seq_length=64, lora_r=8, load_in_4bit=True)
+    expected = name in QLORA_PRESETS
+    assert (unsupported(preset, Method(lora=True, load_in_4bit=True)) is None) is expected
+    assert works(lambda: check_arguments(QLORA, preset, num_processes=world_size, on_cpu=False)) is expected
+    assert planned(preset, world_size, job) is expected
+    assert any(line.startswith("QLoRA") for line in limitations(preset)) is not expected
+    if not expected:
+        reason = unsupported(preset, job.method, purpose="recommend")
+        assert reason is not None
+        assert recommended(preset, world_size, job) == reason.why
+
+
+ARGUMENTS: dict[str, dict[str, str]] = {
+    "full": {},
+    "lora": {"lora_r": "8"},
+    "qlora": QLORA,
+    "4 bits without LoRA": {"load_in_4bit": "true"},
+    "comm hook": {"ddp_comm_hook": "bf16"},
+    "packing": {"packing": "true"},
+    "checkpointing offload": {"activation_checkpointing": "true", "activation_checkpointing_offload": "true"},
+    "Liger": {"use_liger_kernel": "true"},
+    "save only model": {"save_only_model": "true"},
+    "batch size search": {"auto_find_batch_size": "true"},
+}
+
+
+@pytest.mark.parametrize("on_cpu", [False, True])
+@pytest.mark.parametrize("method", ARGUMENTS)
+@pytest.mark.parametrize("name", preset_names())
+def test_the_launcher_gives_the_reason_of_the_rule(name: str, method: str, on_cpu: bool) -> None:
+    preset, arguments = load_preset(name), ARGUMENTS[method]
+    world_size = next_world_size(preset, 2)
+    device = CPU if on_cpu else Device()
+    reason = unsupported(preset, read_method(arguments), world_size=world_size, device=device)
+    if reason is None:
+        assert check_arguments(arguments, preset, num_processes=world_size, on_cpu=on_cpu) == []
+        return
+    with pytest.raises(ToolkitError) as error:
+        check_arguments(arguments, preset, num_processes=world_size, on_cpu=on_cpu)
+    assert (error.value.message, error.value.hint) == (reason.message, reason.hint)
+
+
+# -- the rules themselves
+
+
+def test_a_comm_hook_needs_ddp() -> None:
+    accepted = {
+        preset.name
+        for preset in list_presets()
+        if unsupported(preset, Method(ddp_comm_hook="bf16"), world_size=next_world_size(preset, 2)) is None
+    }
+    assert accepted == {"ddp"}
+
+
+def test_only_zero3_rejects_the_batch_size_search() -> None:
+    rejected = {p.name for p in list_presets() if unsupported(p, Method(auto_find_batch_size=True)) is not None}
+    assert rejected == {"zero3", "zero3_cpu_offload", "zero3_nvme_offload", "zeropp"}
+
+
+def test_only_sharded_state_dicts_reject_saving_the_model_alone(tmp_path: Path) -> None:
+    rejected = {p.name for p in list_presets() if unsupported(p, Method(save_only_model=True)) is not None}
+    assert rejected == {"fsdp2", "fsdp2_cpu_offload", "fsdp2_grad_op", "fsdp2_hybrid"}
+    path = tmp_path / "full.yaml"
+    path.write_text("distributed_type: FSDP\nfsdp_config: {fsdp_version: 2, fsdp_state_dict_type: FULL_STATE_DICT}\n")
+    assert unsupported(load_preset(str(path)), Method(save_only_model=True)) is None
+
+
+def test_options_are_spelled_as_they_are_typed() -> None:
+    preset, method = load_preset("zero3"), Method(lora=True, load_in_4bit=True)
+    launched, planned_ = unsupported(preset, method), unsupported(preset, method, purpose="plan")
+    assert launched is not None
+    assert planned_ is not None
+    assert launched.message.startswith("--load_in_4bit does not work under preset 'zero3'")
+    assert planned_.message.startswith("--load-in-4bit does not work under preset 'zero3'")
+
+
+@pytest.mark.parametrize(
+    ("name", "world_size", "instead"), [("zeropp", 12, 16), ("fsdp2_hybrid", 5, 6), ("single", 4, 1), ("zero2", 3, 3)]
+)
+def test_the_next_supported_world_size_is_the_hint(name: str, world_size: int, instead: int) -> None:
+    assert next_world_size(load_preset(name), world_size) == instead
+
+
+def test_an_optimizer_that_is_not_planned_is_named() -> None:
+    reason = unsupported(None, Method(optim="adafactor"), purpose="plan")
+    assert reason is not None
+    assert reason.message == "--optim adafactor is not planned"
+    assert unsupported(None, Method(optim="adafactor")) is None
+
+
+def test_a_rank_that_is_running_is_not_refused_for_its_world_size() -> None:
+    """`toolkit train` would refuse it; a plain `accelerate launch` may run FSDP2 in one process."""
+    assert unsupported(load_preset("fsdp2"), world_size=1) is not None
+    assert unsupported(load_preset("fsdp2"), world_size=1, purpose="launched") is None

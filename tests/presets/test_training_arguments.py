@@ -1,0 +1,180 @@
+"""`Preset.training_arguments` puts the same strategy in effect in a user's script as accelerate's launcher does."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from launching import CPU_PRESETS, ROOT, read, torchrun
+
+from toolkit.errors import ToolkitError
+from toolkit.presets import load_preset, training_arguments
+
+# -- in effect
+
+
+# Each engine, kind of sharding and offload, and mesh; the others differ from these in values that a file alone holds.
+OWN = ("ddp", "single", "zero2", "zero3_cpu_offload", "fsdp2_grad_op", "fsdp2_cpu_offload", "fsdp2_hybrid")
+
+
+@pytest.fixture(scope="module")
+def own_runs(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> dict[str, Path]:
+    """Each preset in a plain Trainer script under torchrun, no accelerate launcher and no YAML."""
+    folder = tmp_path_factory.mktemp("own")
+    for preset in OWN:
+        words = [preset, str(tiny_model), str(folder / preset)]
+        ended = torchrun("own_trainer.py", *words, num_processes=CPU_PRESETS[preset])
+        assert ended.returncode == 0, f"{preset}:\n{ended.stdout[-3000:]}\n{ended.stderr[-5000:]}"
+    return {preset: folder / preset for preset in OWN}
+
+
+@pytest.mark.launch
+@pytest.mark.parametrize("preset", OWN)
+def test_the_verified_facts_equal_those_of_a_run_under_accelerates_launcher(
+    preset: str, own_runs: dict[str, Path], preset_runs: dict[str, Path]
+) -> None:
+    own, launched = (read(runs[preset] / "attestation.json") for runs in (own_runs, preset_runs))
+    assert own["verdict"] == launched["verdict"] == "attested"
+    assert len(own["ranks"]) == CPU_PRESETS[preset]
+    facts = {"engine", "sharding", "world_size", "parameter_bytes", "gradient_bytes", "optimizer_bytes"}
+    facts |= {"compute_dtype", "master_dtype", "optimizer_dtype", "reduce_dtype", "initial_weights_sha256"}
+    assert facts <= set(own["ranks"][0])
+    assert own["ranks"] == launched["ranks"]
+
+
+# -- refused, each with the sentence that says what to do
+
+
+@pytest.fixture(autouse=True)
+def plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in (*training_arguments.ENGINE_VARIABLES, "LOCAL_RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(training_arguments, "_presets_in_effect", [])
+    if (state := sys.modules.get("accelerate.state")) is not None:  # an earlier test may have made an Accelerator
+        monkeypatch.setattr(state.AcceleratorState, "_shared_state", {})
+        monkeypatch.setattr(state.PartialState, "_shared_state", {})
+
+
+def started_in(monkeypatch: pytest.MonkeyPatch, world_size: int) -> None:
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", str(world_size))
+
+
+def refusal(name: str, **given: Any) -> ToolkitError:
+    with pytest.raises(ToolkitError) as caught:
+        load_preset(name).training_arguments(output_dir="unused", **given)
+    return caught.value
+
+
+@pytest.mark.parametrize("name", training_arguments.STRATEGY_ARGUMENTS)
+def test_an_argument_that_the_preset_decides_is_refused(name: str) -> None:
+    assert refusal("zero3", **{name: {"stage": 2}}).message.startswith(f"{name} is set by the preset: 'zero3'")
+
+
+def test_a_script_without_a_launcher_is_refused() -> None:
+    error = refusal("fsdp2")
+    assert error.message == "preset 'fsdp2' needs a launcher: no LOCAL_RANK is in the environment"
+    assert error.hint == "`torchrun --nproc_per_node 2 script.py`, or `accelerate launch`"
+
+
+@pytest.mark.parametrize(
+    ("name", "world_size", "reason", "instead"),
+    [
+        ("fsdp2", 1, "needs at least 2 processes", 2),
+        ("fsdp2_hybrid", 5, "needs a multiple of 2 processes", 6),
+        ("single", 2, "trains in one process", 1),
+        ("zeropp", 12, "needs a multiple of 8 processes", 16),
+    ],
+)
+def test_an_unsupported_number_of_processes_is_refused(
+    name: str, world_size: int, reason: str, instead: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started_in(monkeypatch, world_size)
+    refused = refusal(name)
+    assert refused.message == f"preset {name!r} {reason}, this script was started in {world_size}"
+    assert refused.hint == f"`torchrun --nproc_per_node {instead} script.py`"
+
+
+@pytest.mark.parametrize("variable", training_arguments.ENGINE_VARIABLES)
+def test_a_launcher_with_an_engine_of_its_own_is_refused(variable: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    started_in(monkeypatch, 2)
+    monkeypatch.setenv(variable, "true")
+    assert refusal("zero2").message.startswith(f"{variable} is set: this script was started by `accelerate launch`")
+
+
+def test_a_second_preset_in_one_process_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    started_in(monkeypatch, 2)
+    monkeypatch.setattr(training_arguments, "_presets_in_effect", [load_preset("zero2").accelerate_config_path])
+    assert refusal("zero3").message == "preset 'zero2' is in effect in this process, so 'zero3' cannot be"
+
+
+def test_a_key_that_only_the_launcher_reads_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    started_in(monkeypatch, 2)
+    path = tmp_path / "mine.yaml"
+    path.write_text("distributed_type: MULTI_GPU\ndynamo_config: {dynamo_backend: INDUCTOR}\n")
+    assert "training arguments cannot carry 'dynamo_config'" in refusal(str(path)).message
+
+
+def test_quantised_weights_are_refused_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    started_in(monkeypatch, 8)
+    assert refusal("zeropp", use_cpu=True).message.startswith("preset 'zeropp' does not run on a CPU: zero_quantized")
+
+
+# In processes of their own: what they leave behind would be in effect for every later test.
+GROUP = "import torch.distributed as dist; dist.init_process_group('gloo', init_method='file://' + sys.argv[1])"
+ACCELERATOR = "import os, accelerate; os.environ.pop('LOCAL_RANK'); accelerate.Accelerator(cpu=True)"
+MODEL = "import transformers as t; model = t.LlamaForCausalLM(t.LlamaConfig(vocab_size=8, hidden_size=8,\
+ intermediate_size=8, num_hidden_layers=1, num_attention_heads=1))"
+
+
+@pytest.mark.parametrize(
+    ("before", "preset", "why"),
+    [
+        (GROUP, "zero3", "a process group exists already"),
+        (ACCELERATOR, "ddp", "an Accelerator exists already"),
+        (MODEL, "zero3", "a complete model is loaded already in every process; 'zero3' shards it while it is loaded"),
+        (MODEL, "ddp", None),
+        (f"{MODEL}; del model", "zero3", None),
+    ],
+)
+def test_what_was_made_before_the_preset_is_refused_where_it_matters(
+    before: str, preset: str, why: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started_in(monkeypatch, 1)
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    program = f"import sys\n{before}\nfrom toolkit.presets import load_preset, training_arguments\n"
+    program += f"training_arguments._refuse_late_call(load_preset({preset!r}))"
+    if before == GROUP:
+        program = program.replace("sys.argv[1])", "sys.argv[1], rank=0, world_size=1)")
+    command = [sys.executable, "-c", program, str(tmp_path / "rendezvous")]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert ended.returncode == (0 if why is None else 1), ended.stderr
+    assert why is None or f"ToolkitError: {why}" in ended.stderr
+
+
+# -- what the arguments carry, in a process that trains nothing
+
+
+def arguments_of(preset: str, given: str, tmp_path: Path) -> list[str]:
+    program = (
+        f"from toolkit import load_preset\n"
+        f"given = dict(output_dir={str(tmp_path)!r}, report_to='none', {given})\n"
+        f"args = load_preset({preset!r}).training_arguments(**given)\n"
+        "print('READ', args.bf16, args.mixed_precision, args.use_cpu, args.n_gpu)"
+    )
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
+    assert ended.returncode == 0, ended.stderr[-2000:]
+    return ended.stdout.rpartition("READ ")[2].split()
+
+
+@pytest.mark.parametrize(("given", "bf16", "precision"), [("", "False", "no"), ("bf16=True", "True", "bf16")])
+def test_a_cpu_computes_in_fp32_unless_told_otherwise(
+    given: str, bf16: str, precision: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    assert arguments_of("single", given, tmp_path) == [bf16, precision, "True", "0"]

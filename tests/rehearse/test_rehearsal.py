@@ -1,0 +1,234 @@
+"""A rehearsal of rank r of N holds what that rank holds in a real run, and is never mistaken for one.
+
+The real side are the runs of `preset_runs`: two ranks, `single` one, `fsdp2_hybrid` four.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from comparison_records import comparison
+from launching import CPU_PRESETS, ROOT, read, toolkit
+from small_llama import LLAMA
+
+from toolkit.compare.commands import write_report_again
+from toolkit.compare.console_progress import ConsoleProgress
+from toolkit.compare.runner import Runner
+from toolkit.errors import ToolkitError
+from toolkit.presets import load_preset
+from toolkit.rehearse.rehearsal import check_rehearsal, plan_rehearsal
+from toolkit.run.folder import RunFolder
+
+PARTS = ("parameter_bytes", "gradient_bytes", "optimizer_bytes")
+LARGE = 64
+OF_64 = ("ddp", "zero2", "zero3_cpu_offload", "fsdp2", "fsdp2_hybrid")
+
+
+# -- refused before torch is imported
+
+
+@pytest.mark.parametrize(
+    ("preset", "world_size", "rank", "message", "hint"),
+    [
+        ("zero3", 0, 0, "--world-size is 0, expected 1 or more", None),
+        ("zero3", 4, 4, "--rank is 4, and a world of 4 has ranks 0 to 3", "`--rank 0`"),
+        ("zero3", 4, -1, "--rank is -1, and a world of 4 has ranks 0 to 3", "`--rank 0`"),
+        ("fsdp2", 1, 0, "preset 'fsdp2' needs at least 2 processes, --world-size is 1", "`--world-size 2`"),
+        ("fsdp2_hybrid", 7, 0, "preset 'fsdp2_hybrid' needs a multiple of 2 processes, --world-size is 7", "size 8`"),
+        ("single", 2, 0, "preset 'single' trains in one process, --world-size is 2", "`--preset ddp` for several"),
+        ("zero3_nvme_offload", 4, 0, "cannot be rehearsed: its swap files belong to a real run", "`toolkit plan`"),
+        ("zeropp", 8, 0, "cannot be rehearsed: zero_quantized_weights runs CUDA kernels", "`toolkit plan`"),
+    ],
+)
+def test_a_world_that_cannot_be_rehearsed_is_refused(
+    preset: str, world_size: int, rank: int, message: str, hint: str | None
+) -> None:
+    with pytest.raises(ToolkitError) as refused:
+        check_rehearsal(load_preset(preset), world_size=world_size, rank=rank)
+    assert message in refused.value.message
+    assert refused.value.hint == hint or str(hint) in str(refused.value.hint)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "--model_name_or_path is missing"),
+        (["--model_name_or_path", "{folder}"], "has no config.json"),
+        (["--model_name_or_path", "{folder}/broken.json"], "is not a JSON object"),
+        (["--model_name_or_path", "{folder}/nothing.json"], "neither a folder, a config.json nor a hub id"),
+        (["--model_name_or_path", "{model}", "--resume_from_checkpoint", "latest"], "trains nothing to resume"),
+        (["--model_name_or_path", "{model}", "--ddp_comm_hook", "bf16"], "--ddp_comm_hook cannot be rehearsed"),
+        (["--model_name_or_path", "{model}", "--max_stepz", "2"], "unknown argument --max_stepz"),
+        (["--model_name_or_path", "{model}", "--dataset", "{folder}/none.jsonl"], "none.jsonl"),
+    ],
+)
+def test_a_job_that_cannot_be_rehearsed_is_refused(tmp_path: Path, words: list[str], message: str) -> None:
+    (tmp_path / "broken.json").write_text("[1")
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text('{"model_type": "llama"}')
+    argv = [word.format(folder=tmp_path, model=model) for word in words]
+    with pytest.raises(ToolkitError, match=message):
+        plan_rehearsal(load_preset("ddp"), world_size=2, rank=0, training_argv=argv, cpu=True)
+
+
+def test_a_configuration_file_suffices_and_rows_are_synthetic_unless_given(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    words = ["--model_name_or_path", str(tmp_path / "config.json"), "--max_steps", "5", "--save_strategy", "steps"]
+    argv = plan_rehearsal(load_preset("zero3"), world_size=64, rank=63, training_argv=words, cpu=True).training_argv
+    assert argv[: len(words)] == words
+    assert argv[len(words) :][:2] == ["--dataset", "synthetic"]
+    assert argv.count("--max_steps") == 1
+    assert argv[-8:] == [
+        "--save_model",
+        "false",
+        "--save_strategy",
+        "no",
+        "--eval_strategy",
+        "no",
+        "--report_to",
+        "none",
+    ]
+
+
+def test_a_comparison_and_a_report_refuse_a_rehearsal(tmp_path: Path) -> None:
+    spec = comparison("ddp", repeats=1)
+    (trial,) = spec.trials()
+    for folder in (tmp_path / "trials" / trial.id, tmp_path):
+        RunFolder(folder).update_run(status="completed", rehearsal={"world_size": 8, "rank": 3})
+    runner = Runner(spec=spec, folder=tmp_path, timeout_seconds=None, nvme={}, progress=ConsoleProgress(1))
+    refused = r"is a rehearsal \(rank 3 of 8\): it has no speed and no loss"
+    with pytest.raises(ToolkitError, match=refused):
+        runner.run({}, retry_failed=False)
+    with pytest.raises(ToolkitError, match=refused):
+        write_report_again(tmp_path, price_per_gpu_hour=None)
+
+
+# -- compared with real runs
+
+
+def rehearsal(preset: str, world_size: int, rank: int, model: Path, *arguments: str) -> dict[str, Any]:
+    words = {"preset": preset, "world_size": world_size, "rank": rank}
+    return {"architecture": str(model), **words, "arguments": list(arguments)}
+
+
+@pytest.fixture(scope="module")
+def rehearsed(
+    tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, faq_alpaca: Path
+) -> dict[tuple[str, int, int], dict[str, Any]]:
+    """First and last rank of the real runs, one of 64 under a preset of each kind, and one with the real rows."""
+    folder = tmp_path_factory.mktemp("rehearsals")
+    config = tiny_model / "config.json"
+    cases = [rehearsal(p, size, rank, config) for p, size in CPU_PRESETS.items() for rank in {0, size - 1}]
+    cases += [rehearsal(p, LARGE, LARGE - 1, config) for p in OF_64]
+    cases += [
+        rehearsal("zero2", 3, 1, tiny_model, "--dataset", str(faq_alpaca), "--max_seq_length", "256", "--packing")
+    ]
+    (folder / "cases.json").write_text(json.dumps(cases))
+    words = ["--cases", str(folder / "cases.json"), "--output", str(folder / "found.json")]
+    command = [sys.executable, str(ROOT / "benchmarks" / "shard_bytes.py"), *words]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    return {(case["preset"], case["world_size"], case["rank"]): case for case in read(folder / "found.json")["cases"]}
+
+
+@pytest.mark.launch
+@pytest.mark.parametrize("preset", CPU_PRESETS)
+def test_a_rehearsed_rank_holds_exactly_the_bytes_of_a_real_run(
+    preset: str, rehearsed: dict[tuple[str, int, int], dict[str, Any]], preset_runs: dict[str, Path]
+) -> None:
+    ranks = read(preset_runs[preset] / "attestation.json")["ranks"]
+    for real in (ranks[0], ranks[-1]):
+        alone = rehearsed[preset, CPU_PRESETS[preset], real["rank"]]
+        assert alone["status"] == "attested"
+        assert {part: alone[part] for part in PARTS} == {part: real[part] for part in PARTS}
+
+
+@pytest.mark.launch
+@pytest.mark.parametrize("preset", OF_64)
+def test_one_of_64_ranks_is_rehearsed_in_one_process(
+    preset: str, rehearsed: dict[tuple[str, int, int], dict[str, Any]]
+) -> None:
+    """The last rank; the tiny Llama's embedding has 49,152 x 64 elements of its 3,219,776."""
+    found = rehearsed[preset, LARGE, LARGE - 1]
+    assert found["status"] == "attested"
+    sharded, masters = load_preset(preset).sharded_parts, 12 if preset.startswith("zero") else 8
+    share = 1 / (LARGE if preset != "fsdp2_hybrid" else LARGE // 2)
+    whole = {"parameter": 4 * found["num_params"], "gradient": 4 * found["num_params"]}
+    for part, total in (whole | {"optimizer": masters * found["num_params"]}).items():
+        held = total * share if part in sharded else total
+        assert found[f"{part}_bytes"] == pytest.approx(held, rel=0.01), part
+
+
+@pytest.mark.launch
+def test_real_rows_and_weights_are_rehearsed_where_they_are_given(
+    rehearsed: dict[tuple[str, int, int], dict[str, Any]],
+) -> None:
+    assert rehearsed["zero2", 3, 1]["status"] == "attested"
+
+
+@pytest.mark.launch
+def test_the_command_prints_its_results_and_marks_its_folder_as_a_rehearsal(tmp_path: Path, tiny_model: Path) -> None:
+    words = ["--model_name_or_path", str(tiny_model), "--max_seq_length", "32", "--output_dir", str(tmp_path / "out")]
+    command = ["rehearse", "--preset", "fsdp2", "--world-size", "8", "--rank", "3", "--cpu", "--json", "--", *words]
+    ended = toolkit(*command)
+    assert ended.returncode == 0, ended.stderr
+    found = json.loads(ended.stdout)
+    assert (found["world_size"], found["rank"], found["parameter_bytes"]) == (8, 3, 4 * 3_219_776 // 8)
+    assert found["compute_step_seconds"] is None
+    run = read(tmp_path / "out" / "run.json")
+    assert (run["status"], run["rehearsal"]["rank"], run["rehearsal"]["random_weights"]) == ("completed", 3, False)
+    assert "measured" not in run
+    page = (ROOT / "docs" / "run-folder.md").read_text()
+    assert [key for key in run["rehearsal"] if f"`{key}`" not in page] == []
+    rows = [json.loads(line) for line in (tmp_path / "out" / "ranks" / "rank3.jsonl").read_text().splitlines()]
+    assert [(row["rehearsed"], row["loss"], row["grad_norm"]) for row in rows] == [(True, None, None)] * 3
+    assert not list((tmp_path / "out").glob("*.safetensors"))
+    again = toolkit(*command)
+    assert (again.returncode, "already holds a finished run" in again.stderr) == (2, True)
+
+
+# -- verification of a plan
+
+
+@pytest.mark.launch
+def test_a_plan_is_verified_part_by_part_and_names_what_it_cannot_verify(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    presets = ["--preset", "zero2", "--preset", "zero3_nvme_offload"]
+    words = [str(tmp_path), *presets, "--world-size", "8", "--gpu", "h100", "--max-seq-length", "32"]
+    ended = toolkit("plan", *words, "--verify", "--cpu", "--json")
+    assert ended.returncode == 0, ended.stderr
+    found = json.loads(ended.stdout)
+    zero2, nvme = found["verified"]
+    assert (zero2["preset"], zero2["world_size"], zero2["rehearsed_on"]) == ("zero2", 8, "cpu")
+    assert [part["part"] for part in zero2["parts"]] == ["parameter", "gradient", "optimizer"]
+    assert all(part["planned_bytes"] == part["rehearsed_bytes"] > 0 for part in zero2["parts"])
+    assert nvme["parts"] == []
+    assert nvme["why_not"].endswith("its swap files belong to a real run on a real disk")
+
+
+# -- on a GPU
+
+
+@pytest.mark.gpu
+@pytest.mark.launch
+@pytest.mark.parametrize("preset", ["ddp", "zero2", "zero3", "fsdp2"])
+def test_a_gpu_measures_the_peak_of_each_phase_and_the_seconds_of_a_step(tmp_path: Path, preset: str) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    words = ["--model_name_or_path", str(tmp_path / "config.json"), "--max_seq_length", "256"]
+    ended = toolkit("rehearse", "--preset", preset, "--world-size", "8", "--no-cpu", "--json", "--", *words)
+    assert ended.returncode == 0, ended.stderr
+    found = json.loads(ended.stdout)
+    states = sum(found[part] for part in PARTS)
+    assert set(found["phase_peaks"]) == {"load", "forward", "backward", "step"}
+    assert all(p["peak_reserved_bytes"] >= p["peak_allocated_bytes"] > 0 for p in found["phase_peaks"].values())
+    assert found["peak_allocated_bytes"] == max(p["peak_allocated_bytes"] for p in found["phase_peaks"].values())
+    assert found["peak_allocated_bytes"] > states
+    assert found["compute_step_seconds"] > 0

@@ -1,0 +1,31 @@
+"""The parts of the Trainer that a rehearsal replaces."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from toolkit.rehearse.trainer_parts import RehearsedTimer
+from toolkit.train.health.progress import Progress
+
+
+@pytest.fixture
+def timer(tmp_path: Path) -> RehearsedTimer:
+    return RehearsedTimer(tmp_path / "rank3.jsonl", rank=3, device=torch.device("cpu"), progress=Progress())
+
+
+def test_peaks_of_a_step_are_those_over_all_phases(timer: RehearsedTimer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each phase resets the allocator's own peak, so that it only knows the last one."""
+    monkeypatch.setattr(timer.device_readings, "read", lambda: {"peak_allocated_bytes": 1, "peak_host_bytes": 5})
+    timer.peaks.peaks = {
+        "load": {"peak_allocated_bytes": 2, "peak_reserved_bytes": 9},
+        "backward": {"peak_allocated_bytes": 7, "peak_reserved_bytes": 8},
+    }
+    assert timer._read_memory() == {"peak_allocated_bytes": 7, "peak_reserved_bytes": 9, "peak_host_bytes": 5}
+
+
+def test_a_cpu_has_no_peaks_by_phase(timer: RehearsedTimer) -> None:
+    timer.peaks.enter("forward")
+    assert timer.peaks.by_phase() == timer.peaks.highest() == {}

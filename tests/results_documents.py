@@ -1,0 +1,91 @@
+"""Documents of the form of results.json that tests change, and the reports that are made of them."""
+
+from __future__ import annotations
+
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+from toolkit.compare import report
+from toolkit.compare.read_results import load_results
+from toolkit.compare.report import png_plot, rendering, report_files, two_comparisons
+from toolkit.compare.report.report_files import ReportFiles
+from toolkit.compare.report.two_comparisons import BeforeAndAfter
+from toolkit.compare.results import Results
+
+FIXTURES = Path(__file__).parent / "fixtures"
+ROOT = Path(__file__).parents[1]
+GIB = 2**30
+Document = dict[str, Any]
+
+
+def read(file: Path) -> Document:
+    return load_results(file).model_dump(mode="json")
+
+
+def summary_sentence(document: Document) -> str:
+    return report.summary_sentence(Results.model_validate(document))
+
+
+def notes(document: Document) -> list[str]:
+    return report.notes(Results.model_validate(document))
+
+
+def write_report(document: Document, folder: Path) -> ReportFiles:
+    return report.write_report(Results.model_validate(document), folder)
+
+
+def html_text(document: Document) -> str:
+    return rendering.html_text(Results.model_validate(document))
+
+
+def markdown_text(document: Document) -> str:
+    return rendering.markdown_text(Results.model_validate(document))
+
+
+def csv_text(document: Document) -> str:
+    return report_files.csv_text(Results.model_validate(document))
+
+
+def plot_png(document: Document) -> bytes:
+    return png_plot.plot_png(Results.model_validate(document))
+
+
+def before_and_after(before: Document, after: Document) -> BeforeAndAfter:
+    return two_comparisons.before_and_after(Results.model_validate(before), Results.model_validate(after))
+
+
+def only(results: Document, *presets: str) -> Document:
+    """The results of some presets."""
+    results["rows"] = [row for row in results["rows"] if row["preset"] in presets]
+    return results
+
+
+def console_lines(results: Document) -> list[str]:
+    from rich.console import Console
+
+    console = Console(width=100, no_color=True, file=None, record=True, force_terminal=False, quiet=False)
+    with console.capture() as captured:
+        console.print(report.console_table(Results.model_validate(results)))
+    return [line.rstrip() for line in captured.get().splitlines()]
+
+
+class Tags(HTMLParser):
+    """Every tag of a page with its attributes."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.found: list[tuple[str, dict[str, str | None]]] = []
+        self.feed(page)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.found.append((tag, dict(attrs)))
+
+
+def bars(page: str, label: str) -> list[str]:
+    return [line for line in page.splitlines() if 'class="bar"' in line and f">{label}<" in line]
+
+
+def widths(bar: str) -> list[float]:
+    return [float(found) for found in re.findall(r"<i[^>]*width:([\d.]+)%", bar)]

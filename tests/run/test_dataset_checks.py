@@ -1,0 +1,59 @@
+"""Streaming options are checked before the launch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from toolkit.errors import ToolkitError
+from toolkit.run.checkpoints import Checkpoint, check_resume_settings
+from toolkit.run.dataset_checks import check_rows_fill_a_step, check_streaming, streaming_warnings
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({}, "--streaming needs --max_steps"),
+        ({"max_steps": "5", "val_size": "0.1"}, "--val_size with --streaming"),
+        ({"max_steps": "5", "train_sampling_strategy": "group_by_length"}, "group_by_length with --streaming"),
+        ({"max_steps": "5", "dataloader_num_workers": "3"}, "is 3, and a stream is divided among 0, 1, 2, 4 or 8"),
+    ],
+)
+def test_unsupported_streaming_options_are_refused(given: dict[str, str], message: str) -> None:
+    with pytest.raises(ToolkitError, match=message):
+        check_streaming({"streaming": "true", **given})
+    check_streaming(given)
+
+
+def test_options_without_effect_are_reported() -> None:
+    assert streaming_warnings({"streaming_buffer_size": "5"}) == [
+        "--streaming_buffer_size has no effect without --streaming"
+    ]
+    assert (
+        "`--dataloader_num_workers` has" in streaming_warnings({"streaming": True, "preprocessing_num_workers": 2})[0]
+    )
+    assert streaming_warnings({"streaming": True, "streaming_buffer_size": "5"}) == []
+
+
+def test_fewer_rows_than_a_global_batch_make_too_few_packs() -> None:
+    check_rows_fill_a_step(4, 4, "rows.jsonl", packing=True)
+    with pytest.raises(ToolkitError, match="has 3 rows, which make at most as many packed sequences, fewer"):
+        check_rows_fill_a_step(3, 4, "rows.jsonl", packing=True)
+
+
+@pytest.mark.parametrize(
+    ("then", "now", "hint"),
+    [
+        (8, 16, "`--streaming true --streaming_buffer_size 8`"),
+        (8, 0, "buffer_size 8`"),
+        (0, 8, "leave `--streaming` out"),
+    ],
+)
+def test_resuming_with_another_streaming_buffer_is_refused(then: int, now: int, hint: str, tmp_path: Path) -> None:
+    options = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 1, "seed": 42, "max_steps": 9}
+    checkpoint = Checkpoint(path=tmp_path, step=3, manifest={"streaming_buffer_size": then})
+    with pytest.raises(ToolkitError, match="the data would not resume") as caught:
+        check_resume_settings(checkpoint, **options, streaming_buffer_size=now)
+    assert str(caught.value.hint).endswith(hint)
+    check_resume_settings(checkpoint, **options, streaming_buffer_size=then)

@@ -1,0 +1,99 @@
+"""The launch command is built once, and restarts of a run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from toolkit.errors import ToolkitError
+from toolkit.run import launch
+from toolkit.run.command import LaunchCommand
+from toolkit.run.exit_status import RunResult
+from toolkit.run.folder import RunFolder, write_json
+from toolkit.run.launch import Restarts, can_restart
+from toolkit.run.options import TrainOptions
+from toolkit.run.process import ProcessResult
+
+
+@pytest.mark.parametrize(
+    ("status", "killed", "outcome", "again"),
+    [
+        ("failed", True, {}, True),
+        ("failed", False, {}, False),
+        ("timed_out", False, {}, True),
+        ("timed_out", False, {"timed_out": True}, False),  # `--timeout-minutes`: the time is up
+        ("host_out_of_memory", False, {}, True),
+        ("out_of_memory", False, {}, False),
+        ("diverged", False, {}, False),
+        ("attestation_failed", False, {}, False),
+        ("failed", True, {"interrupted": True}, False),
+    ],
+)
+def test_only_faults_that_a_restart_may_fix_are_restarted(
+    status: str, killed: bool, outcome: dict[str, bool], again: bool, tmp_path: Path
+) -> None:
+    failure = {"kind": status} | ({"seen_by_peer": None} if killed else {})
+    result = RunResult(folder=RunFolder(tmp_path), status=status, exit_code=1, seconds=1.0, failure=failure)
+    assert can_restart(result, ProcessResult(exit_code=1, seconds=1.0, **outcome)) is again
+
+
+def test_a_restart_reports_the_lost_steps_and_keeps_the_rows(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    folder.prepare()
+    for rank, steps in ((0, 3), (1, 2)):
+        folder.rank_rows(rank).write_text("".join(f'{{"step": {step}}}\n' for step in range(1, steps + 1)))
+    failure = {"kind": "failed", "rank": 1, "step": 2, "message": "gone", "seen_by_peer": None}
+    write_json(folder.failure_json, failure)
+    result = RunResult(folder=folder, status="failed", exit_code=1, seconds=1.0, failure=failure)
+    restarts, outcome = Restarts(folder, max_restarts=1), ProcessResult(exit_code=1, seconds=1.0)
+    assert restarts.prepare_next(result, outcome)
+    assert (folder.read_run() or {})["restarts"] == [
+        {"rank": 1, "step": 2, "status": "failed", "message": "gone", "resumed_from_step": 0, "lost_steps": 2}
+    ]
+    assert folder.rank_rows(1).exists()
+    assert not folder.failure_json.exists()
+    assert not restarts.prepare_next(result, outcome)  # one was allowed
+
+
+# -- the launch command is built once
+
+
+def test_the_printed_command_is_executed_and_recorded(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"instruction": "Hej", "output": "Hello"}\n' * 32)
+    words = ["--model_name_or_path", str(tiny_model), "--dataset", str(rows), "--output_dir", str(tmp_path / "out")]
+    options = TrainOptions(
+        preset="ddp", num_processes=2, training_arguments=tuple(words), cpu=True, hang_timeout_minutes=7, max_restarts=1
+    )
+    executed: list[LaunchCommand] = []
+
+    def run_command(command: LaunchCommand, *_: Any, **__: Any) -> ProcessResult:
+        executed.append(command)
+        run = {"kind": "timed_out", "rank": 1, "step": 0, "message": "hung"}
+        write_json(tmp_path / "out" / "failure.json", run)
+        return ProcessResult(exit_code=1, seconds=1.0)
+
+    monkeypatch.setattr(launch, "run_command", run_command)
+    printed: list[str] = []
+    prepared = launch.prepare_run(options, on_message=printed.append)
+    launch.train(prepared, plan=None, on_message=printed.append)
+    first, second = executed
+    assert first is prepared.command
+    assert printed[0] == first.shown
+    assert first.shown.startswith("TOOLKIT_HANG_TIMEOUT_MINUTES=7 accelerate launch")
+    assert first.environment["TOOLKIT_HANG_TIMEOUT_MINUTES"] == "7"
+    assert second.argv == [*first.argv, "--resume_from_checkpoint", "latest"]
+    assert second.run_id != first.run_id == first.environment["TOOLKIT_RUN_ID"]
+    assert second.environment == first.environment | {"TOOLKIT_RUN_ID": second.run_id}
+    assert (RunFolder(tmp_path / "out").read_run() or {})["command"] == second.shown
+
+
+@pytest.mark.parametrize("name", ["hang_timeout_minutes", "stop_minutes", "max_restarts"])
+def test_a_negative_limit_is_refused(name: str) -> None:
+    limit: dict[str, Any] = {name: -1}
+    with pytest.raises(ToolkitError, match=f"--{name.replace('_', '-')} is -1, expected 0 or more"):
+        TrainOptions(preset="ddp", num_processes=2, **limit)

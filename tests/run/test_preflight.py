@@ -1,0 +1,172 @@
+"""Checks of a job before any rank starts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from toolkit.errors import ToolkitError
+from toolkit.presets import load_preset
+from toolkit.run import preflight
+from toolkit.run.folder import write_json
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """What a model folder shows without torch: a configuration and 1,000 bytes of weights."""
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text('{"dtype": "float32"}')
+    (folder / "model.safetensors").write_bytes(bytes(1000))
+    return folder
+
+
+@pytest.fixture
+def rows(tmp_path: Path) -> Path:
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"text": "hej"}\n' * 16)
+    return path
+
+
+def check(model: object, rows: object, *words: str, preset: str = "ddp", n: int = 2) -> preflight.CheckedJob:
+    argv = ["--model_name_or_path", str(model), "--dataset", str(rows), *words]
+    return preflight.check_job(load_preset(preset), num_processes=n, training_argv=argv, cpu=True)
+
+
+def test_a_valid_job_passes_with_its_global_batch_size(model: Path, rows: Path) -> None:
+    job = check(model, rows, "--per_device_train_batch_size", "2", "--gradient_accumulation_steps", "4")
+    assert job.global_batch_size == 16  # 2 x 4 x 2 ranks, and 16 rows
+    assert check(model, rows).global_batch_size == 16  # transformers' default of 8 a device
+
+
+@pytest.mark.parametrize(
+    ("preset", "n", "gpus", "message", "hint"),
+    [
+        ("ddp", 4, 2, "4 processes, but 2 GPUs are visible here", "`--num-processes 2`"),
+        ("ddp", 1, 0, "1 processes, but 0 GPUs are visible here", "`--cpu` trains on the CPU"),
+        ("ddp", 0, None, "--num-processes is 0, expected 1 or more", None),
+        ("fsdp2", 1, None, "preset 'fsdp2' needs at least 2 processes, got 1", None),
+        ("fsdp2_hybrid", 2, None, "preset 'fsdp2_hybrid' needs at least 4 processes, got 2", None),
+        ("fsdp2_hybrid", 5, 8, "preset 'fsdp2_hybrid' needs a multiple of 2 processes, got 5", "`--num-processes 6`"),
+        ("zeropp", 12, 16, "preset 'zeropp' needs a multiple of 8 processes, got 12", "`--num-processes 16`"),
+        (
+            "single",
+            2,
+            2,
+            "preset 'single' trains in one process, got 2",
+            "`--num-processes 1`, or `--preset ddp` for several",
+        ),
+        (
+            "zeropp",
+            2,
+            None,
+            "preset 'zeropp' does not run on a CPU: zero_quantized_weights runs CUDA kernels of DeepSpeed's",
+            "`--preset zero3`",
+        ),
+    ],
+)
+def test_an_unsupported_number_of_processes_is_refused(
+    preset: str, n: int, gpus: int | None, message: str, hint: str | None
+) -> None:
+    with pytest.raises(ToolkitError) as caught:
+        preflight.check_process_count(n, gpus=gpus, preset=load_preset(preset))
+    assert caught.value.message == message
+    assert hint is None or caught.value.hint == hint
+
+
+def test_as_many_processes_as_gpus_pass() -> None:
+    preflight.check_process_count(2, gpus=2, preset=load_preset("fsdp2"))
+
+
+def test_a_missing_model_is_refused(rows: Path, tmp_path: Path) -> None:
+    for name in (str(tmp_path / "nowhere"), "gpt2", "~no-such-user/model", "x" * 5000, str(rows)):
+        with pytest.raises(ToolkitError, match="is neither a folder nor a hub id"):
+            check(name, rows)
+
+
+def test_an_incomplete_model_folder_is_refused(model: Path, rows: Path) -> None:
+    (model / "model.safetensors").unlink()
+    with pytest.raises(ToolkitError, match=r"has no weights \(\*\.safetensors or \*\.bin\)"):
+        check(model, rows)
+    (model / "config.json").write_text('{"dtype": ')
+    with pytest.raises(ToolkitError, match=r"config\.json is not a JSON object"):
+        check(model, rows)
+    (model / "config.json").unlink()
+    with pytest.raises(ToolkitError, match=r"has no config\.json"):
+        check(model, rows)
+
+
+def test_a_missing_dataset_is_refused_with_the_nearest_file_name(model: Path, rows: Path) -> None:
+    with pytest.raises(ToolkitError, match="no such data file") as caught:
+        check(model, rows.with_name("row.jsonl"))
+    assert caught.value.hint == f"did you mean `{rows}`?"
+
+
+def test_too_few_rows_for_one_global_batch_are_refused(model: Path, rows: Path) -> None:
+    with pytest.raises(ToolkitError, match="has 16 rows, fewer than one global batch of 18 sequences"):
+        check(model, rows, "--per_device_train_batch_size", "9")
+
+
+@pytest.mark.parametrize("name", preflight.POSITIVE)
+def test_a_count_of_zero_is_refused(name: str, model: Path, rows: Path) -> None:
+    with pytest.raises(ToolkitError, match=f"--{name} is 0, expected 1 or more"):
+        check(model, rows, f"--{name}", "0")
+
+
+def test_a_job_without_a_model_or_data_is_refused(model: Path) -> None:
+    for argv, missing in (([], "model_name_or_path"), (["--model_name_or_path", str(model)], "dataset")):
+        with pytest.raises(ToolkitError, match=f"--{missing} is missing"):
+            preflight.check_job(load_preset("ddp"), num_processes=2, training_argv=argv, cpu=True)
+
+
+def test_a_disk_without_enough_space_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ToolkitError, match=f"{tmp_path} has .* free, and the run saves about 931322574.62 GiB"):
+        preflight.check_disk(tmp_path / "not" / "yet" / "there", needed=10**18)
+    preflight.check_disk(tmp_path, needed=1)
+
+
+@pytest.mark.parametrize(
+    ("words", "count"),
+    [
+        ({"max_steps": "10", "save_steps": "3"}, 4),  # after 3, 6, 9 and the last
+        ({"max_steps": "10", "save_steps": "3", "save_total_limit": "2"}, 3),  # two, and the one being written
+        ({"max_steps": "10", "save_steps": "0.5"}, 2),
+        ({"max_steps": "10"}, 1),
+        ({"save_strategy": "epoch", "save_total_limit": "1"}, 2),
+        ({"save_strategy": "epoch"}, 1),
+        ({"save_strategy": "no", "max_steps": "10", "save_steps": "1"}, 0),
+    ],
+)
+def test_the_estimate_counts_the_checkpoints_on_disk_at_once(words: dict[str, str], count: int) -> None:
+    assert preflight.checkpoints_on_disk(words) == count
+
+
+def test_the_estimated_size_of_the_saved_files(model: Path) -> None:
+    arguments = {"model_name_or_path": str(model), "max_steps": "4", "save_steps": "1"}
+    assert preflight.saved_bytes(arguments, engine="ddp") == 1000 + 4 * 3000
+    assert preflight.saved_bytes(arguments | {"save_model": "false"}, engine="deepspeed") == 4 * 5000
+    assert preflight.saved_bytes(arguments | {"lora_r": "8"}, engine="ddp") == 0
+
+
+def test_a_saved_model_needs_fp32_weights(model: Path) -> None:
+    assert preflight.weight_bytes(model) == 1000
+    (model / "config.json").write_text('{"dtype": "bfloat16"}')
+    assert preflight.weight_bytes(model) == 2000
+    (model / "config.json").write_text('{"torch_dtype": "float16"}')
+    assert preflight.weight_bytes(model) == 2000
+    assert preflight.weight_bytes(Path("owner/name")) == 0
+
+
+def test_an_output_folder_with_a_finished_run_is_refused(model: Path, tmp_path: Path) -> None:
+    arguments = {"model_name_or_path": str(model), "output_dir": str(tmp_path / "out")}
+    assert preflight.check_output(arguments) == tmp_path / "out"
+    assert not (tmp_path / "out").exists()
+    write_json(tmp_path / "out" / "run.json", {"status": "completed"})
+    with pytest.raises(ToolkitError, match="already holds a finished run"):
+        preflight.check_output(arguments)
+
+
+def test_a_job_without_an_output_folder_is_refused(model: Path) -> None:
+    with pytest.raises(ToolkitError, match="--output_dir is missing"):
+        preflight.check_output({"model_name_or_path": str(model)})

@@ -1,0 +1,207 @@
+"""The architecture's two walls, import cost and the process boundary; and no import cycles.
+
+CONTRIBUTING.md explains both walls. Imports are read from the syntax trees, so that those inside functions and those
+for type checking count as well.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator, Mapping
+from functools import cache
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import pytest
+from loaded_modules import HEAVY, loaded_after
+
+ROOT = Path(__file__).parent.parent
+PACKAGE = ROOT / "toolkit"
+LLAMA_8B = str(ROOT / "tests" / "fixtures" / "llama-8b")
+
+# Libraries that a light command may load for its work, but not to print its help.
+NOT_FOR_HELP = {"jinja2", "matplotlib", "numpy"}  # pydantic is not among them: Typer 0.29 imports it itself
+MODULES = sorted(PACKAGE.rglob("*.py"))
+
+
+def name_of(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def package_of(module: str) -> str:
+    """Return the package or module directly below toolkit/; empty for toolkit itself."""
+    return module.split(".")[1] if "." in module else ""
+
+
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(), filename=str(path))
+
+
+def imports(tree: ast.AST) -> Iterator[str]:
+    """Yield the absolute name of everything that is imported."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert not node.level, "imports are absolute"
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+@cache
+def module_graph() -> Mapping[str, frozenset[str]]:
+    """Return for each module of the toolkit the modules of the toolkit that it imports."""
+    names = {name_of(path) for path in MODULES}
+
+    def module_of(name: str) -> str:
+        return name if name in names else name.rpartition(".")[0]
+
+    return {
+        name_of(path): frozenset(
+            module_of(name) for name in imports(parsed(path)) if name == "toolkit" or name.startswith("toolkit.")
+        )
+        for path in MODULES
+    }
+
+
+def package_graph() -> dict[str, set[str]]:
+    graph: dict[str, set[str]] = {}
+    for module, imported in module_graph().items():
+        own = package_of(module)
+        graph.setdefault(own, set()).update(package_of(name) for name in imported if package_of(name) != own)
+    return graph
+
+
+def import_cycle(graph: Mapping[str, object]) -> list[str]:
+    """Return names that import each other in a cycle; empty where there is none."""
+    try:
+        TopologicalSorter(graph).prepare()  # type: ignore[arg-type]
+    except CycleError as error:
+        return list(error.args[1])
+    return []
+
+
+def test_the_modules_are_found() -> None:
+    assert len(module_graph()) > 50
+    assert {"toolkit.errors", "toolkit.presets.preset", "toolkit.train.attest.differences"} <= set(module_graph())
+
+
+def test_a_cycle_is_found() -> None:
+    assert import_cycle({"a": {"b"}, "b": {"c"}, "c": {"a"}}) == ["a", "c", "b", "a"]
+    assert import_cycle({"a": {"b"}, "b": set()}) == []
+
+
+def test_imports_inside_functions_are_seen() -> None:
+    tree = ast.parse("def f():\n    import torch.nn\nif TYPE_CHECKING:\n    from toolkit.train import script\n")
+    assert set(imports(tree)) == {"torch.nn", "toolkit.train.script"}
+
+
+def test_there_is_no_import_cycle_between_packages() -> None:
+    assert import_cycle(package_graph()) == []
+
+
+def test_there_is_no_import_cycle_between_modules() -> None:
+    assert import_cycle(module_graph()) == []
+
+
+def test_training_code_is_started_as_a_process_and_imported_only_by_the_rehearsal() -> None:
+    assert {package for package, imported in package_graph().items() if "train" in imported} <= {"rehearse"}
+
+
+def test_training_code_knows_nothing_of_comparisons_plans_and_rehearsals() -> None:
+    assert not package_graph()["train"] & {"compare", "plan", "rehearse", "checkpoint", "cli"}
+
+
+def test_running_a_job_knows_nothing_of_comparisons_and_plans() -> None:
+    assert not package_graph()["run"] & {"compare", "plan", "train", "checkpoint", "cli"}
+
+
+def test_a_comparison_reads_run_folders_and_imports_no_training_code() -> None:
+    assert not package_graph()["compare"] & {"train", "checkpoint", "cli"}
+
+
+def test_only_the_entry_point_imports_the_command_line() -> None:
+    assert {
+        module for module, imported in module_graph().items() if any(map(is_cli, imported)) and not is_cli(module)
+    } <= {"toolkit.__main__"}
+
+
+def is_cli(module: str) -> bool:
+    return package_of(module) == "cli"
+
+
+@pytest.mark.parametrize("path", MODULES, ids=name_of)
+def test_every_module_has_a_docstring(path: Path) -> None:
+    assert ast.get_docstring(parsed(path)), f"{path} has no docstring"
+
+
+def test_no_module_has_a_name_that_could_hold_anything() -> None:
+    parts = {part for path in MODULES for part in name_of(path).split(".")}
+    assert not parts & {"utils", "util", "helpers", "helper", "common", "manager", "misc", "runs", "door"}
+
+
+def test_no_two_modules_share_a_name() -> None:
+    """Two files of one name are one concept cut in half. Commands and lint rules are named after what they serve.
+
+    `options` is the dataclass of a command's options, next to the work that takes it.
+    """
+    named_after_others = {PACKAGE / "cli", PACKAGE / "lint" / "rules"}
+    names = [path.stem for path in MODULES if not path.stem.startswith("__") and path.parent not in named_after_others]
+    assert sorted(name for name in set(names) - {"options"} if names.count(name) > 1) == []
+
+
+def test_no_two_public_classes_share_a_name() -> None:
+    names = [
+        node.name
+        for path in MODULES
+        for node in parsed(path).body
+        if isinstance(node, ast.ClassDef) and not node.name.startswith("_")
+    ]
+    assert sorted(name for name in set(names) if names.count(name) > 1) == []
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--help"],
+        ["presets"],
+        ["presets", "--json"],
+        ["train", "--help"],
+        ["train", "--preset", "zero4", "--num-processes", "2"],
+        ["train", "--preset", "zero2", "--num-processes", "2", "--", "--max_stepz", "8"],
+        ["train", "--preset", "zero2", "--num-processes", "2", "--", "--model_name_or_path", "no-such-model"],
+        ["compare", "--help"],
+        ["compare", "--preset", "zero4", "--num-processes", "2", "--output", "out"],
+        ["report", "no-such-folder"],
+        ["plan", "--help"],
+        ["plan", LLAMA_8B, "--world-size", "8", "--gpu", "h100", "--json"],
+        ["recommend", LLAMA_8B, "--world-size", "8", "--gpu", "h100"],
+        ["rehearse", "--help"],
+        ["lint", str(ROOT / "examples"), str(ROOT / "ds_configs"), "--json"],
+    ],
+    ids=" ".join,
+)
+def test_a_light_command_does_not_import_torch(arguments: list[str], tmp_path: Path) -> None:
+    loaded = loaded_after(f"import toolkit.cli; toolkit.cli.main({arguments!r})", cwd=tmp_path)
+    assert "typer" in loaded
+    assert not loaded & HEAVY
+    assert "--help" not in arguments or not loaded & NOT_FOR_HELP
+    assert not list(tmp_path.iterdir())
+
+
+def test_refusing_a_data_row_does_not_import_torch(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    (tmp_path / "model" / "model.safetensors").touch()
+    (tmp_path / "rows.jsonl").write_text('{"text": "sound"}\n{"text": 1}\n')
+    argv = ["train", "--preset", "ddp", "--num-processes", "1", "--", "--model_name_or_path", "model"]
+    loaded = loaded_after(f"import toolkit.cli; toolkit.cli.main({[*argv, '--dataset', 'rows.jsonl']!r})", cwd=tmp_path)
+    assert not loaded & HEAVY
+    assert not {name for name in loaded if name.startswith("toolkit.train")}
+
+
+@pytest.mark.parametrize("module", ["toolkit", "toolkit.cli", "toolkit.compare.commands", "toolkit.run.launch"])
+def test_importing_a_light_module_does_not_import_torch(module: str) -> None:
+    loaded = loaded_after(f"import {module}")
+    assert "toolkit" in loaded
+    assert not loaded & HEAVY

@@ -1,0 +1,158 @@
+"""A run that is stopped and resumed has the losses of an uninterrupted run, bit for bit, under each engine.
+
+The uninterrupted runs are those of the fixture `saved_runs`. `ddp` is resumed from its damaged folder below, and
+after kills and signals in test_faults.py; every preset and stop point in `benchmarks/resume_exactness.py`.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from launching import LORA, ROOT, SAVED, SAVED_STEPS, accelerate_launch, read, toolkit
+
+from toolkit.run.checkpoints import list_checkpoints, read_checkpoint
+from toolkit.run.folder import RunFolder
+from toolkit.run.measurements import measure
+
+pytestmark = pytest.mark.launch
+
+TINY_BYTES = 4 * 3_219_776
+RESUMED = ["zero2-lora", "zero3-lora", "fsdp2", "fsdp2-lora"]
+
+
+@pytest.fixture
+def job(saved_job: list[str]) -> list[str]:
+    return [*saved_job, "--save_steps", "1", "--save_model", "false"]
+
+
+def rows_after(folder: Path, step: int) -> list[list[tuple[Any, ...]]]:
+    """Each rank's batches, losses and norms for the steps after `step`."""
+    found = []
+    for rank in (0, 1):
+        rows = [json.loads(line) for line in RunFolder(folder).rank_rows(rank).read_text().splitlines()]
+        keys = ("step", "loss", "grad_norm", "local_grad_norm", "batch_sha256")
+        found.append([tuple(row[key] for key in keys) for row in rows if row["step"] > step])
+    return found
+
+
+@pytest.mark.parametrize("case", RESUMED)
+def test_a_resumed_run_gives_the_same_losses_bit_for_bit(
+    case: str, saved_job: list[str], saved_runs: dict[str, Path], tmp_path: Path
+) -> None:
+    preset, _, lora = case.partition("-")
+    whole, step = saved_runs[case], SAVED[case]
+    words = [*saved_job, *(LORA if lora else []), "--save_strategy", "no", "--save_model", "false"]
+    words += ["--output_dir", str(tmp_path / "out"), "--resume_from_checkpoint", str(whole / f"checkpoint-{step}")]
+    ended = accelerate_launch(ROOT / "accelerate_configs" / f"{preset}.yaml", *words)
+    assert ended.returncode == 0, f"{ended.stdout[-2000:]}\n{ended.stderr[-2000:]}"
+    expected = rows_after(whole, step)
+    assert [len(rank) for rank in expected] == [SAVED_STEPS - step] * 2
+    assert rows_after(tmp_path / "out", 0) == expected
+    run = read(tmp_path / "out" / "run.json")
+    assert run["resumed_from"] == {"path": str(whole / f"checkpoint-{step}"), "step": step}
+    assert read(tmp_path / "out" / "attestation.json")["verdict"] == "attested"
+
+
+@pytest.mark.parametrize("case", SAVED)
+def test_every_checkpoint_is_complete_and_described_by_its_manifest(case: str, saved_runs: dict[str, Path]) -> None:
+    found = list_checkpoints(saved_runs[case])
+    steps = {*range(SAVED[case], SAVED_STEPS, SAVED[case]), SAVED_STEPS}
+    assert [checkpoint.step for checkpoint in found] == sorted(steps, reverse=True)
+    assert [checkpoint.problem(deep=True) for checkpoint in found] == [None] * len(steps)
+    manifest = found[0].manifest
+    assert manifest is not None
+    preset, _, lora = case.partition("-")
+    assert (manifest["preset"], manifest["world_size"], manifest["adapter"]) == (preset, 2, bool(lora))
+    assert len(manifest["fingerprint"]["logits"]) == 64
+
+
+@pytest.mark.parametrize("case", ["zero2-lora", "zero3-lora", "fsdp2-lora"])  # ddp: test_faults.py
+def test_an_adapter_checkpoint_has_no_base_weights(case: str, saved_runs: dict[str, Path]) -> None:
+    checkpoint = list_checkpoints(saved_runs[case])[0]
+    assert checkpoint.bytes is not None
+    tokenizer = sum(entry["bytes"] for entry in (checkpoint.manifest or {})["files"] if "token" in entry["path"])
+    assert 0 < checkpoint.bytes - tokenizer < TINY_BYTES / 10
+
+
+@pytest.fixture
+def stopped(saved_runs: dict[str, Path], tmp_path: Path) -> Path:
+    """A run that was killed after step 4: its rows go to step 5, its newest checkpoint is damaged."""
+    folder = tmp_path / "stopped"
+    shutil.copytree(saved_runs["ddp"], folder)
+    for trained in ("model.safetensors", "config.json"):
+        (folder / trained).unlink()
+    for step in (5, 6):
+        shutil.rmtree(folder / f"checkpoint-{step}")
+    (folder / ".saving-checkpoint-5").mkdir()
+    weights = bytearray((folder / "checkpoint-4" / "model.safetensors").read_bytes())
+    weights[-1] ^= 1
+    (folder / "checkpoint-4" / "model.safetensors").write_bytes(weights)
+    for rank in (0, 1):
+        rows = RunFolder(folder).rank_rows(rank)
+        rows.write_text("".join(rows.read_text().splitlines(keepends=True)[:5]))
+    RunFolder(folder).update_run(status="failed", exit_code=1)
+    return folder
+
+
+def test_latest_reports_a_damaged_checkpoint_and_resumes_from_the_one_before(
+    stopped: Path, job: list[str], saved_runs: dict[str, Path]
+) -> None:
+    words = ["--output_dir", str(stopped), "--resume_from_checkpoint", "latest", "--save_total_limit", "2"]
+    ended = toolkit("train", "--preset", "ddp", "--num-processes", "2", "--cpu", "--", *job, *words)
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    assert f"skipped {stopped}/checkpoint-4: model.safetensors is damaged (checksum)" in ended.stderr
+    assert f"resume: from {stopped}/checkpoint-3, after step 3" in ended.stderr
+    assert rows_after(stopped, 0) == rows_after(saved_runs["ddp"], 0)  # one row a step, before and after
+    assert sorted(path.name for path in stopped.glob("*checkpoint-*")) == ["checkpoint-5", "checkpoint-6"]
+    assert not list(stopped.glob(".saving-*"))
+    run = read(stopped / "run.json")
+    assert (run["status"], run["measured"]["steps"]) == ("completed", SAVED_STEPS)
+
+
+def test_a_resumed_run_has_untimed_steps_again() -> None:
+    def row(step: int, step_of_process: int, seconds: float) -> dict[str, Any]:
+        counts = {"tokens": 100, "non_padding_tokens": 100, "supervised_tokens": 50, "cpu_seconds": seconds}
+        nothing = {"grad_norm": 1.0, "loss": 1.0, "batch_sha256": "", "rank": 0}
+        peaks = dict.fromkeys(("peak_allocated_bytes", "peak_reserved_bytes", "peak_host_bytes"))
+        return {"step": step, "step_of_process": step_of_process, "seconds": seconds, **counts, **nothing, **peaks}
+
+    steps = [[row(1, 1, 9.0)], [row(2, 2, 1.0)], [row(3, 1, 9.0)], [row(4, 2, 1.0)]]
+    measured = measure(steps, untimed_steps=1)
+    assert (measured.steps, measured.timed_steps, measured.tokens_per_second) == (4, 2, 100)
+
+
+def refused(job: list[str], checkpoint: Path, output: Path, *words: str) -> str:
+    given = [*job, "--output_dir", str(output), "--resume_from_checkpoint", str(checkpoint), *words]
+    ended = toolkit("train", "--preset", "ddp", "--num-processes", "2", "--cpu", "--", *given)
+    assert ended.returncode == 2, ended.stderr[-2000:]
+    return ended.stderr
+
+
+def test_a_checkpoint_that_cannot_be_resumed_from_is_refused_before_a_rank_starts(
+    stopped: Path, job: list[str], tmp_path: Path
+) -> None:
+    damaged = refused(job, stopped / "checkpoint-4", tmp_path / "out")
+    assert "checkpoint-4 cannot be used: model.safetensors is damaged (checksum)" in damaged
+    assert f"the previous one is complete: `{stopped}/checkpoint-3`" in damaged
+    words = ["--output_dir", str(tmp_path / "out"), "--resume_from_checkpoint", str(stopped / "checkpoint-3")]
+    # `toolkit train` would convert; in one process because that is quicker
+    other = accelerate_launch(ROOT / "accelerate_configs" / "zero2.yaml", *job, *words, num_processes=1)
+    assert other.returncode != 0
+    assert "was written with sharding replicate, not shard_grad_op; world_size 2, not 1" in other.stderr
+    assert "`toolkit checkpoint convert`" in other.stderr
+    batch = refused(job, stopped / "checkpoint-3", tmp_path / "out", "--per_device_train_batch_size", "1")
+    assert "was trained with --per_device_train_batch_size 2, now it is 1" in batch
+    done = refused(job, stopped / "checkpoint-3", tmp_path / "out", "--max_steps", "3")
+    assert "has 3 steps already, --max_steps is 3" in done
+    missing = refused(job, stopped / "checkpoint-9", tmp_path / "out")
+    assert "checkpoint-9 cannot be used: it does not exist" in missing
+    assert not (tmp_path / "out" / "ranks").exists()
+
+
+def test_the_newest_checkpoint_of_an_empty_folder_is_none(tmp_path: Path) -> None:
+    assert list_checkpoints(tmp_path) == []
+    assert read_checkpoint(tmp_path).problem() == "manifest.json is missing: it was not written completely"

@@ -1,0 +1,201 @@
+"""Tokenisation: supervised tokens, statistics, the cache, and refused rows."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pytest
+from conversations import TURNS, marked, tokenized, with_template
+
+from toolkit.data import Sample
+from toolkit.errors import ToolkitError
+from toolkit.train.data.tokenization import encode, encode_rows, load_rows, row_encoder, tokenize
+
+
+@pytest.fixture(autouse=True)
+def _separate_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+
+
+# -- supervision
+
+
+def test_a_completion_and_its_end_are_supervised_and_the_prompt_is_not(tokenizer: Any) -> None:
+    sample = Sample(prompt="2 + 2 =", completion=" 4")
+    assert marked(sample, tokenizer) == "2 + 2 =« 4<|im_end|>»"
+    assert marked(sample, tokenizer, supervise_all=True) == "«2 + 2 = 4<|im_end|>»"
+
+
+def test_text_is_supervised_and_ended_once(tokenizer: Any) -> None:
+    assert marked(Sample(text="Hello"), tokenizer) == "«Hello<|im_end|>»"
+    assert marked(Sample(text="Hello<|im_end|>"), tokenizer) == "«Hello<|im_end|>»"
+
+
+# -- refused rows
+
+
+def test_rows_without_an_assistant_turn_are_refused(tokenizer: Any) -> None:
+    with pytest.raises(ToolkitError, match="no supervised token in any of the 2 rows: no assistant turn"):
+        tokenized([{"messages": TURNS[:2]}] * 2, tokenizer, "messages")
+
+
+def test_prompts_that_fill_the_length_are_refused(tokenizer: Any) -> None:
+    with pytest.raises(ToolkitError, match="every prompt fills max_seq_length=8") as caught:
+        tokenized([{"messages": TURNS}], tokenizer, "messages", max_seq_length=8)
+    assert (
+        caught.value.hint == f"raise it: the longest row has {len(encode(Sample(messages=TURNS), tokenizer)[0])} tokens"
+    )
+
+
+def test_an_invalid_hub_row_is_reported_by_its_number(tokenizer: Any) -> None:
+    rows = [{"messages": TURNS}, {"messages": []}]
+    with pytest.raises(ToolkitError, match="row 2: `messages` is empty"):
+        tokenized(rows, tokenizer, "messages")
+
+
+def test_loss_on_assistant_is_refused_for_text(tokenizer: Any) -> None:
+    with pytest.raises(ToolkitError, match="plain text"):
+        tokenized([{"text": "Hello"}], tokenizer, "text", loss_on="assistant")
+
+
+# -- statistics
+
+
+def test_the_statistics_count_rows_tokens_and_truncated_rows(tokenizer: Any) -> None:
+    # " a" is one token: 2 + end, 4 + end (cut to 4), 1 + end, and an empty row whose only token nothing predicts.
+    rows = [{"text": " a a"}, {"text": " a a a a"}, {"text": " a"}, {"text": ""}]
+    result = tokenized(rows, tokenizer, "text", max_seq_length=4)
+    assert dataclasses.asdict(result.stats) == {
+        "format": "text",
+        "rows": 4,
+        "dropped_rows": 1,
+        "truncated_rows": 1,
+        "tokens": 3 + 4 + 2,
+        "supervised_tokens": 2 + 3 + 1,
+        "longest_row_tokens": 5,
+        "sample": "« a a<|im_end|>»",
+        "packs": None,
+        "pack_fill_fraction": None,
+        "streamed": False,
+    }
+    assert result.dataset.column_names == ["input_ids", "labels", "length", "row"]
+    assert result.dataset["length"][:] == [3, 4, 2]
+    assert result.dataset["row"][:] == [0, 1, 2]
+
+
+# -- files
+
+
+def test_both_formats_of_the_real_data_give_the_same_tokens(
+    tokenizer: Any, faq_alpaca: Path, faq_sharegpt: Path
+) -> None:
+    results = []
+    for path, expected in ((faq_alpaca, "alpaca"), (faq_sharegpt, "sharegpt")):
+        dataset, data_format = load_rows(str(path), "train")
+        assert data_format == expected
+        results.append(
+            tokenize(dataset, tokenizer=tokenizer, data_format=data_format, max_seq_length=128, loss_on=None)
+        )
+    alpaca, sharegpt = results
+    assert alpaca.dataset[:] == sharegpt.dataset[:]
+    assert (alpaca.stats.rows, alpaca.stats.tokens, alpaca.stats.supervised_tokens) == (503, 50263, 29839)
+    assert (alpaca.stats.truncated_rows, alpaca.stats.dropped_rows, alpaca.stats.longest_row_tokens) == (68, 0, 169)
+
+
+def test_an_invalid_row_of_a_file_is_reported_by_its_line(tokenizer: Any, tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text("\n" + json.dumps({"messages": TURNS}))
+    dataset, data_format = load_rows(str(path), "train")
+    with pytest.raises(ToolkitError, match="row 1, line 2: the data are conversations"):
+        tokenize(
+            dataset,
+            tokenizer=with_template(tokenizer, None),
+            data_format=data_format,
+            max_seq_length=128,
+            loss_on=None,
+        )
+
+
+def test_rows_may_have_different_fields(tmp_path: Path) -> None:
+    call = {"function": {"name": "weather", "arguments": {"city": "Lund"}}}
+    other = {"function": {"name": "add", "arguments": {"city": 3, "b": [1, "x"]}}}
+    rows = [
+        {"messages": [{"role": "assistant", "tool_calls": [called]}], "score": score}
+        for called, score in ((call, 1), (other, "high"))
+    ]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("\n".join(map(json.dumps, rows)))
+    dataset, _ = load_rows(str(path), "train")
+    assert [json.loads(row)["messages"] for row in dataset["json_row"]] == [row["messages"] for row in rows]
+
+
+def test_an_edited_file_is_read_again(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    for text in ("before", "after!"):
+        path.write_text(json.dumps({"text": text}))
+        dataset, _ = load_rows(str(path), "train")
+        assert json.loads(dataset[0]["json_row"]) == {"text": text}
+
+
+def test_a_changed_template_or_length_is_tokenized_again(tokenizer: Any, tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps({"messages": TURNS}))
+    dataset, _ = load_rows(str(path), "train")
+    shouting = with_template(tokenizer, tokenizer.chat_template.replace("SmolLM", "SMOLLM").replace("'\n'", "'!\n'"))
+
+    def tokens(tokenizer: Any, max_seq_length: int) -> list[int]:
+        result = tokenize(
+            dataset, tokenizer=tokenizer, data_format="messages", max_seq_length=max_seq_length, loss_on="all"
+        )
+        return list(result.dataset[0]["input_ids"])
+
+    assert tokens(tokenizer, 128)[:5] == tokens(tokenizer, 5)
+    assert tokens(tokenizer, 128) != tokens(shouting, 128)
+
+
+def test_a_system_prompt_is_added_to_conversations_without_one(tokenizer: Any) -> None:
+    rows = [{"messages": TURNS}, {"messages": TURNS[1:]}]
+    dataset = datasets.Dataset.from_list(rows)
+    encoder = row_encoder(
+        tokenizer=tokenizer, data_format="messages", max_seq_length=128, loss_on=None, system_prompt="Be kind."
+    )
+    encoded = encode_rows(dataset, encoder)
+    texts = [tokenizer.decode(row["input_ids"]) for row in encoded]
+    assert [text.split("<|im_end|>")[0] for text in texts] == [
+        "<|im_start|>system\nBe brief.",
+        "<|im_start|>system\nBe kind.",
+    ]
+    assert encoded["supervised"][:] == [encoded[0]["supervised"]] * 2
+
+
+def test_several_processes_give_the_same_tokens_once(tokenizer: Any, tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps({"text": " a" * number}) + "\n" for number in range(1, 9)))
+    dataset, data_format = load_rows(str(path), "train")
+    encoder = row_encoder(
+        tokenizer=tokenizer, data_format=data_format, max_seq_length=128, loss_on=None, system_prompt=None
+    )
+    two = encode_rows(dataset, encoder, num_proc=2)
+    files = [(file["filename"], Path(file["filename"]).stat().st_mtime_ns) for file in two.cache_files]
+    again = encode_rows(dataset, encoder, num_proc=2)
+    assert [(file["filename"], Path(file["filename"]).stat().st_mtime_ns) for file in again.cache_files] == files
+    assert two["row"][:] == list(range(8))
+    assert two[:] == again[:] == encode_rows(dataset, encoder)[:]
+
+
+def test_a_hub_id_that_cannot_be_loaded_is_reported() -> None:
+    with pytest.raises(ToolkitError, match="data set 'nobody/nothing', split 'train' cannot be loaded"):
+        load_rows("nobody/nothing", "train")
+
+
+def test_other_ranks_show_no_progress_bar(
+    tokenizer: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("RANK", "1")
+    tokenized([{"text": "Hello"}], tokenizer, "text")
+    assert capsys.readouterr().err == ""
+    assert datasets.is_progress_bar_enabled()

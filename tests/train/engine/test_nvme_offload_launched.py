@@ -1,0 +1,170 @@
+"""ZeRO-Infinity on two CPU ranks: parameters and optimizer on a disk, with the losses of offload to memory.
+
+The model is a Llama with 2 layers, hidden 768, intermediate 1024, 1,000 tokens and an untied head, so that most
+shards are of 1 MiB and more, below which DeepSpeed leaves a tensor in memory:
+
+    embedding and head     2 x 1000 x 768       shards of 1.5 MB: on the disk
+    q, k, v, o             2 x 4 x 768 x 768    shards of 1.2 MB: on the disk
+    gate, up, down         2 x 3 x 768 x 1024   shards of 1.6 MB: on the disk
+    norms                  5 x 768              in memory, gathered
+"""
+
+from __future__ import annotations
+
+import ctypes.util
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from launching import ROOT, accelerate_launch, losses, read, toolkit
+
+from toolkit.cache import ASYNC_IO_OPS, COMPILE_ASYNC_IO, INSTALL_LIBAIO, are_compiled
+
+HAS_LIBAIO = ctypes.util.find_library("aio") is not None
+
+pytestmark = [
+    pytest.mark.launch,
+    pytest.mark.skipif(not HAS_LIBAIO, reason=f"libaio is not installed: {INSTALL_LIBAIO}"),
+    pytest.mark.skipif(not are_compiled(ASYNC_IO_OPS), reason=f"async_io is not compiled: {COMPILE_ASYNC_IO}"),
+]
+
+ON_DISK = 2 * 1000 * 768 + 2 * (4 * 768 * 768 + 3 * 768 * 1024)
+NORMS = 5 * 768
+P = ON_DISK + NORMS
+# Observed: equal in every recorded digit.
+LOSS_TOLERANCE = 1e-6
+STEPS = ["--max_seq_length", "48", "--max_steps", "4", "--per_device_train_batch_size", "2", "--learning_rate", "1e-3"]
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory: pytest.TempPathFactory, faq_alpaca: Path) -> Path:
+    """64 rows as prompt and completion: the small tokenizer has no chat template."""
+    path = tmp_path_factory.mktemp("rows") / "rows.jsonl"
+    found = [json.loads(line) for line in faq_alpaca.read_text().splitlines()[:64]]
+    lines = [json.dumps({"prompt": row["instruction"], "completion": row["output"]}) for row in found]
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+@pytest.fixture(scope="module")
+def wide_model(tmp_path_factory: pytest.TempPathFactory, rows: Path) -> Path:
+    """Few tokens and wide layers, so that most shards are large enough to be swapped."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    from toolkit.demo.assets import random_llama
+
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer, tokenizer.decoder = byte_level, decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=1000,
+        special_tokens=["<s>", "</s>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(rows.read_text().splitlines(), trainer)
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", pad_token="</s>")
+    sizes = {"hidden_size": 768, "intermediate_size": 1024, "num_hidden_layers": 2, "num_attention_heads": 8}
+    sizes |= {"num_key_value_heads": 8, "max_position_embeddings": 256, "tie_word_embeddings": False}
+    return random_llama(tmp_path_factory.mktemp("models") / "wide-llama", fast, **sizes)
+
+
+@pytest.fixture(scope="module")
+def disk(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder for swap files: pytest's temporary folders are on a disk here."""
+    return tmp_path_factory.mktemp("nvme")
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory, wide_model: Path, rows: Path, disk: Path) -> dict[str, Path]:
+    """The same job in memory and on the disk, each by a plain `accelerate launch`."""
+    folder = tmp_path_factory.mktemp("runs")
+    job = ["--model_name_or_path", str(wide_model), "--dataset", str(rows), *STEPS, "--save_strategy", "no"]
+    for preset in ("zero3", "zero3_nvme_offload"):
+        config = ROOT / "accelerate_configs" / f"{preset}.yaml"
+        words = [*job, "--output_dir", str(folder / preset)]
+        variables = {"TOOLKIT_NVME_PATH": str(disk)}
+        ended = accelerate_launch(config, *words, script="train_and_fingerprint.py", variables=variables)
+        assert ended.returncode == 0, f"{preset}:\n{ended.stdout[-3000:]}\n{ended.stderr[-3000:]}"
+    return {"memory": folder / "zero3", "disk": folder / "zero3_nvme_offload"}
+
+
+def test_every_loss_equals_that_of_offload_to_memory(runs: dict[str, Path]) -> None:
+    assert len(losses(runs["disk"])) == 4
+    assert losses(runs["disk"]) == pytest.approx(losses(runs["memory"]), rel=LOSS_TOLERANCE)
+
+
+def test_offload_is_read_back_from_the_swap_files(runs: dict[str, Path]) -> None:
+    attestation = read(runs["disk"] / "attestation.json")
+    assert attestation["verdict"] == "attested"
+    for rank in attestation["ranks"]:
+        assert (rank["offload_optimizer"], rank["offload_param"]) == ("nvme", "nvme")
+        assert (rank["compute_dtype"], rank["master_dtype"], rank["optimizer_dtype"]) == ("float32",) * 3
+        assert rank["optimizer_class"] == "DeepSpeedCPUAdam"
+
+
+def test_each_rank_holds_half_and_records_its_bytes_on_the_disk(runs: dict[str, Path]) -> None:
+    for rank in read(runs["disk"] / "attestation.json")["ranks"]:
+        assert rank["parameter_disk_bytes"] == 4 * ON_DISK // 2
+        assert rank["parameter_bytes"] == 4 * P // 2 + 4 * NORMS  # norms are gathered in addition to their shards
+        assert rank["optimizer_disk_bytes"] == 12 * ON_DISK // 2
+        assert rank["optimizer_bytes"] == 12 * P // 2
+        assert rank["gradient_bytes"] == 4 * P // 2
+    for rank in read(runs["memory"] / "attestation.json")["ranks"]:
+        assert (rank["parameter_disk_bytes"], rank["optimizer_disk_bytes"]) == (0, 0)
+
+
+def test_the_saved_folder_loads_and_gives_the_live_model_s_logits(runs: dict[str, Path]) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(runs["disk"])
+    assert model.num_parameters() == P
+    live = torch.load(runs["disk"] / "live_logits.pt")
+    torch.testing.assert_close(live, torch.load(runs["memory"] / "live_logits.pt"), rtol=1e-5, atol=1e-5)
+    from scripts.train_and_fingerprint import FIXED_TOKENS
+
+    with torch.no_grad():
+        reloaded = model(input_ids=torch.tensor(FIXED_TOKENS) % model.config.vocab_size).logits
+    torch.testing.assert_close(reloaded, live, rtol=1e-5, atol=1e-5)
+
+
+def test_buffers_follow_the_model_and_swap_files_are_gone(runs: dict[str, Path], disk: Path) -> None:
+    facts = read(runs["disk"] / "run.json")["nvme"]
+    assert facts["buffer_size"] == 768 * 1024 // 2  # gate, up and down
+    assert facts["buffer_count"] == 4  # q, k, v and o
+    assert facts["swap_bytes"] >= 20 * ON_DISK  # parameters, master weights, momentum, variance and gradients
+    assert not Path(facts["swap_folder"]).exists()
+    assert list(disk.iterdir()) == []
+    assert "nvme" not in read(runs["memory"] / "run.json")
+
+
+def test_toolkit_train_measures_the_disk_and_leaves_nothing_on_it(
+    wide_model: Path, rows: Path, disk: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    job = ["--model_name_or_path", str(wide_model), "--dataset", str(rows), *STEPS, "--save_model", "false"]
+    options = ["--preset", "zero3_nvme_offload", "--num-processes", "2", "--cpu", "--nvme-path", str(disk)]
+    ended = toolkit("train", *options, "--", *job, "--output_dir", str(out))
+    assert ended.returncode == 0, ended.stderr
+    facts = read(out / "run.json")["nvme"]
+    measured: dict[str, Any] = {key: facts[f"{key}_bytes_per_second"] for key in ("read", "write")}
+    assert all(rate > 2**20 for rate in measured.values())
+    assert facts["path"] == str(disk)
+    assert facts["needed_bytes"] == 20 * P
+    assert facts["needed_bytes"] >= facts["swap_bytes"]
+    assert list(disk.iterdir()) == []
+
+
+def test_a_plain_launch_without_a_disk_is_refused(wide_model: Path, rows: Path, tmp_path: Path) -> None:
+    assert "TOOLKIT_NVME_PATH" not in os.environ
+    words = ["--model_name_or_path", str(wide_model), "--dataset", str(rows), "--output_dir", str(tmp_path / "out")]
+    ended = accelerate_launch(ROOT / "accelerate_configs" / "zero3_nvme_offload.yaml", *words)
+    assert ended.returncode == 1
+    failure = read(tmp_path / "out" / "failure.json")
+    assert failure["message"] == "offload_optimizer is on NVMe, and no disk is named"
+    assert failure["wrong_input"] is True
+    assert not (ROOT / "none").exists()  # accelerate's word for no path would become a folder

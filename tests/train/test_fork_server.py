@@ -1,0 +1,219 @@
+"""A forked process is the one that a cold start gives: its environment, its interpreter, its end, and its losses."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from launching import CPU_PRESETS, GLOBAL_BATCH, ROOT, accelerate_launch, cpu_environment, fork_server, losses, read
+
+from toolkit.run.exit_status import find_killed_rank
+from toolkit.run.process import processes_of
+from toolkit.run.warm_start import ForkedProcess, RefusedError, fork_process
+from toolkit.train.fork_server import READ_AFTER_IMPORT
+
+pytestmark = pytest.mark.launch
+
+# Made for each launch, or by the test session.
+OF_ONE_LAUNCH = {"MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_ERROR_FILE"}
+# A cold launch is recognised by the launcher's command line instead.
+OF_A_FORKED_LAUNCH = {"TOOLKIT_PRESET", "TOOLKIT_WORLD_SIZE", "TOOLKIT_FORK_SERVER"}
+
+
+def differences(forked: dict[str, Any], cold: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """Return what differs between two processes, variables by their names."""
+    both = [state | state["environment"] for state in (forked, cold)]
+    names = {*both[0], *both[1]} - OF_ONE_LAUNCH - OF_A_FORKED_LAUNCH - {"environment", "random", "torch_seed"}
+    names = {name for name in names if not name.startswith("PYTEST_")}
+    pairs = {name: (both[0].get(name), both[1].get(name)) for name in sorted(names)}
+    return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
+
+
+@pytest.mark.parametrize("preset", CPU_PRESETS)
+def test_a_forked_rank_has_the_environment_and_state_of_a_cold_one(
+    preset: str, preset_runs: dict[str, Path], tmp_path: Path
+) -> None:
+    config, ranks = ROOT / "accelerate_configs" / f"{preset}.yaml", CPU_PRESETS[preset]
+    mesh = ["--parallelism_config_dp_shard_size", "2"] if preset == "fsdp2_hybrid" else []
+    prefix = str(tmp_path / "rank")
+    ended = accelerate_launch(config, prefix, script="process_state.py", num_processes=ranks, options=mesh)
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    assert "cold start" not in ended.stderr  # as the launcher says of a rank that the server refuses
+    forked = [read(Path(f"{prefix}{rank}.json")) for rank in range(ranks)]
+    cold = [read(preset_runs[preset].with_name(f"{preset}.rank{rank}.json")) for rank in range(ranks)]
+    different = [differences(*states) for states in zip(forked, cold, strict=True)]
+    if preset == "single":  # accelerate starts a lone process in its own session, the server in a new one
+        assert different[0].pop("leads_its_session") == (True, False)
+    assert different == [{}] * ranks
+    for seeds in zip(*([*state["random"], state["torch_seed"]] for state in forked), strict=True):
+        assert len(set(seeds)) == ranks
+
+
+@pytest.mark.parametrize("preset", ["ddp", "zero3", "fsdp2"])
+def test_forked_ranks_train_with_the_losses_of_a_cold_start_bit_for_bit(
+    preset: str, preset_runs: dict[str, Path], tiny_model: Path, faq_alpaca: Path, tmp_path: Path
+) -> None:
+    job = ["--model_name_or_path", str(tiny_model), "--dataset", str(faq_alpaca), "--max_seq_length", "64"]
+    job += ["--max_steps", "3", "--per_device_train_batch_size", str(GLOBAL_BATCH // 2), "--learning_rate", "1e-3"]
+    job += ["--save_strategy", "no", "--output_dir", str(tmp_path / "run")]
+    ended = accelerate_launch(ROOT / "accelerate_configs" / f"{preset}.yaml", *job)
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    assert losses(tmp_path / "run") == losses(preset_runs[preset])
+
+
+def test_the_launcher_names_a_forked_rank_that_a_signal_ended(tmp_path: Path) -> None:
+    script = tmp_path / "rank_1_dies.py"
+    script.write_text("import os, time\nos.kill(os.getpid(), 9) if os.environ['RANK'] == '1' else time.sleep(60)\n")
+    ended = accelerate_launch(ROOT / "accelerate_configs" / "ddp.yaml", script=str(script))
+    assert ended.returncode == 1
+    killed = find_killed_rank(ended.stderr)
+    assert killed is not None
+    assert (killed.rank, killed.signal) == (1, "SIGKILL")
+
+
+def test_a_rank_that_fails_ends_the_other_and_the_launcher_with_code_1(tmp_path: Path) -> None:
+    script = tmp_path / "rank_1_fails.py"
+    script.write_text("import os, sys, time\nsys.exit('no luck') if os.environ['RANK'] == '1' else time.sleep(60)\n")
+    ended = accelerate_launch(ROOT / "accelerate_configs" / "ddp.yaml", script=str(script))
+    assert ended.returncode == 1
+    assert "no luck" in ended.stderr
+    assert "exitcode  : 1" in ended.stderr
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Any]:
+    """Fork a program of a few lines; what is left of it is killed."""
+    started: list[ForkedProcess] = []
+
+    def start(program: str, *words: str, **variables: str) -> ForkedProcess:
+        script = tmp_path / f"program{len(started)}.py"
+        script.write_text(program)
+        environment = cpu_environment() | variables
+        process = fork_process(
+            fork_server().socket_path, [sys.executable, str(script), *words], environment=environment
+        )
+        started.append(process)
+        return process
+
+    yield start
+    for process in started:
+        process.kill()
+        process.wait(10)
+        process.stdout.close()
+
+
+def output(process: ForkedProcess) -> list[str]:
+    assert process.stdout is not None
+    return process.stdout.read().splitlines()
+
+
+@pytest.mark.parametrize(
+    ("program", "code"),
+    [
+        ("", 0),
+        ("raise SystemExit(3)", 3),
+        ("raise SystemExit('a message')", 1),
+        ("1 / 0", 1),
+        ("import os; os.abort()", -signal.SIGABRT),
+        ("raise KeyboardInterrupt", -signal.SIGINT),
+        ("import threading, os, time\nthreading.Timer(0.2, lambda: print('after')).start()", 0),
+    ],
+)
+def test_a_forked_program_ends_as_python_ends(start: Any, program: str, code: int) -> None:
+    process = start(program)
+    said = output(process)
+    assert process.wait(10) == code
+    cold = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert cold.returncode == code
+    assert said[-1:] == (cold.stdout + cold.stderr).splitlines()[-1:]
+
+
+def test_a_forked_program_runs_as_main_with_its_arguments_and_its_folder_first_on_the_path(
+    start: Any, tmp_path: Path
+) -> None:
+    process = start(
+        "import sys\nprint(__name__, sys.argv[1:], sys.path[0], sys.modules['__main__'].__name__)", "--a", "b"
+    )
+    assert output(process) == [f"__main__ ['--a', 'b'] {tmp_path} __main__"]
+
+
+def test_a_process_that_its_owner_gives_up_gets_sigterm(start: Any) -> None:
+    process = start("import time\nprint('up')\ntime.sleep(60)")
+    assert process.stdout.readline() == "up\n"
+    process.close()
+    deadline = time.monotonic() + 5
+    while psutil.pid_exists(process.pid) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not psutil.pid_exists(process.pid)
+
+
+def test_a_forked_process_and_what_it_starts_are_found_by_the_run_s_id(start: Any) -> None:
+    run_id = "0123456789abcdef" * 2
+    program = "import os, time\npid = os.fork()\nprint('up') if pid else None\ntime.sleep(60)"
+    process = start(program, TOOLKIT_RUN_ID=run_id)
+    assert process.stdout.readline() == "up\n"
+    found = processes_of(run_id)
+    assert len(found) == 2
+    assert process.pid in {each.pid for each in found}
+    for each in found:
+        each.kill()
+
+
+def test_a_server_ends_with_its_owner_and_takes_its_processes_along(tmp_path: Path) -> None:
+    script = tmp_path / "sleep.py"
+    script.write_text("import time\ntime.sleep(60)\n")
+    owner = f"""
+import os, sys, time
+from toolkit.run.warm_start import fork_process, start_fork_server
+server = start_fork_server(os.environ)
+process = fork_process(server.socket_path, [sys.executable, {str(script)!r}], environment=os.environ)
+print(server.process.pid, process.pid, flush=True)
+time.sleep(60)
+"""
+    environment = cpu_environment()
+    with subprocess.Popen([sys.executable, "-c", owner], env=environment, stdout=subprocess.PIPE, text=True) as running:
+        assert running.stdout is not None
+        pids = [int(word) for word in running.stdout.readline().split()]
+        assert all(psutil.pid_exists(pid) for pid in pids)
+        running.kill()
+    deadline = time.monotonic() + 10
+    while any(psutil.pid_exists(pid) for pid in pids) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert not [pid for pid in pids if psutil.pid_exists(pid)]
+
+
+def test_what_libraries_read_at_import_cannot_differ(start: Any) -> None:
+    with pytest.raises(RefusedError, match="HF_HOME"):
+        start("", HF_HOME="/elsewhere")
+
+
+def test_a_folder_with_another_toolkit_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "toolkit").mkdir()
+    (tmp_path / "toolkit" / "__init__.py").touch()
+    monkeypatch.chdir(tmp_path)
+    command = [sys.executable, "-m", "toolkit.train"]
+    with pytest.raises(RefusedError, match="another toolkit"):
+        fork_process(fork_server().socket_path, command, environment=cpu_environment())
+
+
+def test_a_server_that_is_gone_is_a_refusal(tmp_path: Path) -> None:
+    with pytest.raises(RefusedError, match="no fork server"):
+        fork_process(str(tmp_path / "gone"), [sys.executable, "-m", "toolkit.train"], environment=os.environ)
+
+
+@pytest.mark.parametrize("name", ["RANK", "LOCAL_RANK", "ACCELERATE_USE_FSDP", "FSDP_VERSION", "OMP_NUM_THREADS"])
+def test_the_launcher_s_variables_are_read_after_import(name: str) -> None:
+    assert READ_AFTER_IMPORT.fullmatch(name)
+
+
+@pytest.mark.parametrize("name", ["HF_HOME", "CUDA_VISIBLE_DEVICES", "PYTHONHASHSEED", "LD_PRELOAD", "LANG", "HOME"])
+def test_what_libraries_or_python_read_at_start_is_not(name: str) -> None:
+    assert not READ_AFTER_IMPORT.fullmatch(name)

@@ -1,0 +1,90 @@
+"""The preset and world size of a launch are read from the launcher's own command line."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import yaml
+
+from toolkit.presets import load_preset
+from toolkit.train.launch_context import accelerate_launch_arguments, context_of_command
+
+ROOT = Path(__file__).parents[2]
+
+LAUNCHERS: dict[str, Callable[[], list[str]]] = {
+    "console script": lambda: ["/usr/bin/python3", "/venv/bin/accelerate", "launch"],
+    "console script by name": lambda: ["accelerate", "launch"],
+    "accelerate-launch": lambda: ["/usr/bin/python3", "/venv/bin/accelerate-launch"],
+    "module": lambda: ["python", "-m", "accelerate.commands.launch"],
+    "module unbuffered": lambda: ["python", "-u", "-m", "accelerate.commands.launch"],
+}
+
+
+@pytest.mark.parametrize("spelling", LAUNCHERS)
+def test_every_spelling_of_the_launcher_is_recognised(spelling: str) -> None:
+    assert accelerate_launch_arguments([*LAUNCHERS[spelling](), "--num_processes", "2"]) == ["--num_processes", "2"]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["python", "-m", "toolkit.train", "--dataset", "accelerate"],
+        ["/venv/bin/accelerate", "config"],
+        ["torchrun", "train.py"],
+        ["bash"],
+        [],
+    ],
+    ids=" ".join,
+)
+def test_another_program_is_not_taken_for_the_launcher(words: list[str]) -> None:
+    assert accelerate_launch_arguments(words) is None
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--config_file", "accelerate_configs/zero2.yaml", "--num_processes", "2", "-m", "toolkit.train"],
+        ["--config_file=accelerate_configs/zero2.yaml", "--num_processes=2", "-m", "toolkit.train"],
+        ["--config-file", "accelerate_configs/zero2.yaml", "--num-processes", "2", "--module", "toolkit.train"],
+        ["--num-processes=2", "--config-file=accelerate_configs/zero2.yaml", "train.py", "--num_processes", "9"],
+        [
+            "--num_processes",
+            "2",
+            "--config_file",
+            str(ROOT / "accelerate_configs" / "zero2.yaml"),
+            "-m",
+            "toolkit.train",
+        ],
+    ],
+    ids=" ".join,
+)
+def test_preset_and_world_size_are_read_from_the_launchers_options(options: list[str]) -> None:
+    found = context_of_command(options, ROOT)
+    assert found.preset == load_preset("zero2")
+    assert found.world_size == 2
+
+
+def test_script_arguments_are_not_taken_for_accelerate_launch_arguments() -> None:
+    found = context_of_command(["--num_processes", "2", "-m", "toolkit.train", "--config_file", "x.yaml"], ROOT)
+    assert (found.preset, found.world_size) == (None, 2)
+
+
+def test_num_processes_comes_from_the_file_unless_a_flag_gives_it(tmp_path: Path) -> None:
+    config = yaml.safe_load((ROOT / "accelerate_configs" / "ddp.yaml").read_text()) | {"num_processes": 4}
+    (tmp_path / "mine.yaml").write_text(yaml.safe_dump(config))
+    assert context_of_command(["--config_file", "mine.yaml", "-m", "toolkit.train"], tmp_path).world_size == 4
+    flagged = ["--config_file", "mine.yaml", "--num_processes", "2", "-m", "toolkit.train"]
+    assert context_of_command(flagged, tmp_path).world_size == 2
+
+
+def test_a_launch_without_options_has_no_preset_and_no_world_size() -> None:
+    found = context_of_command(["-m", "toolkit.train"], ROOT)
+    assert (found.preset, found.world_size) == (None, None)
+
+
+def test_the_shard_degree_is_read_from_the_launchers_flags() -> None:
+    words = ["--config_file", "accelerate_configs/fsdp2_hybrid.yaml", "--num_processes", "8"]
+    found = context_of_command([*words, "--parallelism_config_dp_shard_size=4", "-m", "toolkit.train"], ROOT)
+    assert (found.world_size, found.dp_shard_size) == (8, 4)

@@ -1,0 +1,205 @@
+"""Read DeepSpeed ZeRO checkpoints one parameter at a time, and write DeepSpeed's universal checkpoints.
+
+DeepSpeed's own `zero_to_fp32` and `ds_to_universal` build the complete model in memory or a second copy on disk. The
+offsets that they use are in the files: `param_slice_mappings` (ZeRO-1, 2), `param_shapes` (ZeRO-3).
+"""
+
+from __future__ import annotations
+
+import math
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from toolkit.checkpoint.layout import Layout, rank_of
+from toolkit.checkpoint.model_definition import MetaModel
+from toolkit.checkpoint.reader import MOMENTS, CheckpointReader, MappedFiles, group_hyperparameters
+from toolkit.errors import ToolkitError
+
+
+class Fragment(NamedTuple):
+    """A part of one parameter in one rank's flat buffer."""
+
+    path: Path
+    group: int
+    start: int
+    num_elements: int
+
+
+class DeepSpeedReader:
+    """Reads `global_stepN/`: one file of optimizer states per rank, and one or more of model states."""
+
+    def __init__(self, layout: Layout) -> None:
+        self.layout, self.files = layout, MappedFiles()
+        self.optim = sorted(layout.state_folder.glob("*_optim_states.pt"), key=rank_of)
+        self.model = sorted(layout.state_folder.glob("*_model_states.pt"), key=rank_of)
+        if not self.optim or not self.model:
+            raise ToolkitError(f"{layout.state_folder} has no *_optim_states.pt and *_model_states.pt files")
+        first = self._optimizer_part(self.optim[0])
+        self.stage = int(getattr(first["zero_stage"], "value", first["zero_stage"]))
+        base = self._base_optimizer(self.optim[0])
+        self.hyperparameters = [{k: v for k, v in group.items() if k != "params"} for group in base["param_groups"]]
+        self._check_ranks(first)
+
+    def _check_ranks(self, first: Any) -> None:
+        counts = first.get("partition_count", len(self.optim))
+        ranks = max(counts) if isinstance(counts, (list, tuple)) else int(counts)
+        if ranks != len(self.optim):
+            raise ToolkitError(
+                f"{self.layout.state_folder} has optimizer states of {len(self.optim)} ranks, expected {ranks}"
+            )
+
+    @cached_property
+    def shapes_by_group(self) -> list[dict[str, tuple[int, ...]]]:
+        groups = self.files[self.model[0]]["param_shapes"]
+        groups = [groups] if isinstance(groups, dict) else groups
+        return [{name: tuple(shape) for name, shape in group.items()} for group in groups]
+
+    @cached_property
+    def fragments(self) -> dict[str, list[Fragment]]:
+        """The fragments of each trained parameter, in order."""
+        return self._stage3_fragments() if self.stage == 3 else self._stage12_fragments()
+
+    def _stage12_fragments(self) -> dict[str, list[Fragment]]:
+        found: dict[str, list[Fragment]] = {}
+        for path in self.optim:
+            for group, mapping in enumerate(self._optimizer_part(path)["param_slice_mappings"]):
+                for name, address in mapping.items():
+                    found.setdefault(name, []).append(Fragment(path, group, address.start, address.numel))
+        return found
+
+    def _stage3_fragments(self) -> dict[str, list[Fragment]]:
+        """Every rank holds an equal share of every parameter, the last one padded."""
+        found: dict[str, list[Fragment]] = {}
+        for group, shapes in enumerate(self.shapes_by_group):
+            start = 0
+            for name, shape in shapes.items():
+                share = math.ceil(math.prod(shape) / len(self.optim))
+                found[name] = [Fragment(path, group, start, share) for path in self.optim]
+                start += share
+        return found
+
+    @cached_property
+    def frozen(self) -> dict[str, tuple[int, ...]]:
+        shapes = self.files[self.model[0]].get("frozen_param_shapes") or {}
+        return {name: tuple(shape) for name, shape in shapes.items()}
+
+    @cached_property
+    def buffers(self) -> dict[str, tuple[int, ...]]:
+        state = self.files[self.model[0]]
+        return {name: tuple(state["module"][name].shape) for name in state["buffer_names"] if name in state["module"]}
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        return {name: shape for group in self.shapes_by_group for name, shape in group.items()} | (
+            self.frozen | self.buffers
+        )
+
+    def optimized(self) -> list[str]:
+        return [name for group in self.shapes_by_group for name in group]
+
+    def weight(self, name: str) -> torch.Tensor:
+        if name in self.fragments:
+            return self._gather(name, "fp32")
+        self.files.release()
+        if self.stage == 3 and name in self.frozen:
+            return self._frozen_shards(name)
+        return self.files.copy(self.files[self.model[0]]["module"][name])
+
+    def moment(self, name: str, state: str) -> torch.Tensor:
+        return self._gather(name, state)
+
+    def optimizer_step(self) -> float:
+        return float(self._base_optimizer(self.optim[0])["state"][0]["step"])
+
+    def close(self) -> None:
+        self.files.close()
+
+    def _gather(self, name: str, state: str) -> torch.Tensor:
+        self.files.release()
+        shape = self.shapes()[name]
+        full, at = torch.empty(math.prod(shape)), 0
+        for path, group, start, numel in self.fragments[name]:
+            taken = min(numel, full.numel() - at)
+            if taken <= 0:
+                break
+            flat = self._flat(path, group, state).narrow(0, start, taken)
+            full[at : at + taken].copy_(flat)
+            self.files.read_bytes += flat.nbytes
+            at += taken
+        if at != full.numel():
+            raise ToolkitError(f"{name} has {at} elements in {self.layout.state_folder}, expected {full.numel()}")
+        return full.view(shape)
+
+    def _flat(self, path: Path, group: int, state: str) -> torch.Tensor:
+        if state == "fp32":
+            masters = "fp32_flat_groups" if self.stage == 3 else "single_partition_of_fp32_groups"
+            flat: torch.Tensor = self._optimizer_part(path)[masters][group]
+        else:
+            flat = self._base_optimizer(path)["state"][group][state]
+        return flat.view(-1)
+
+    def _optimizer_part(self, path: Path) -> Any:
+        return self.files[path]["optimizer_state_dict"]
+
+    def _base_optimizer(self, path: Path) -> Any:
+        part = self._optimizer_part(path)
+        return part["base_optimizer_state"] if "base_optimizer_state" in part else part["optimizer_state_dict"]
+
+    def _frozen_shards(self, name: str) -> torch.Tensor:
+        shards = [self.files[path]["frozen_param_fragments"][name].view(-1) for path in self.model]
+        shape = self.frozen[name]
+        return self.files.copy(torch.cat(shards)[: math.prod(shape)].view(shape))
+
+
+def write_universal(folder: Path, reader: CheckpointReader, model: MetaModel, groups: list[list[str]]) -> None:
+    """Write a universal checkpoint, which every ZeRO stage and world size loads.
+
+    `latest_universal`, `global_stepN_universal/zero/NAME/{fp32,exp_avg,exp_avg_sq,step}.pt`, and the global state.
+    DeepSpeed's `ds_to_universal` converts DeepSpeed's own checkpoints only.
+    """
+    del model
+    from deepspeed import __version__
+
+    step = reader.optimizer_step()
+    tag = f"global_step{int(step)}_universal"
+    states = folder / tag / "zero"
+    for name in [name for names in groups for name in names]:
+        (states / name).mkdir(parents=True)
+        torch.save({"param": reader.weight(name).float()}, states / name / "fp32.pt")
+        for moment in MOMENTS:
+            torch.save({"param": reader.moment(name, moment)}, states / name / f"{moment}.pt")
+        torch.save(torch.tensor(step), states / name / "step.pt")
+    saved = [group_hyperparameters(reader, position, groups) for position, names in enumerate(groups) if names]
+    torch.save(_global_state(saved, step, __version__), states / "optimizer_state.pt")
+    # Stages 1 and 2 read the first name, stage 3 the second. The module's own weights would be ignored.
+    for name in ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt"):
+        torch.save(_model_state(step, __version__), folder / tag / name)
+    (folder / "latest_universal").write_text(tag)
+
+
+def _global_state(groups: list[dict[str, Any]], step: float, version: str) -> dict[str, Any]:
+    """State of all parameters together.
+
+    Stage 3 copies the first group's values to all groups. Those that differ (weight decay) are left out, so that each
+    group keeps the value of the run's own arguments.
+    """
+    shared = {key: value for key, value in groups[0].items() if all(group.get(key) == value for group in groups)}
+    return {
+        "ds_version": version,
+        "param_groups": groups,
+        "optimizer_state_dict": {"state": {0: {"step": torch.tensor(step)}}, "param_groups": [shared]},
+    }
+
+
+def _model_state(step: float, version: str) -> dict[str, Any]:
+    return {
+        "module": {},
+        "lr_scheduler": None,
+        "global_steps": int(step),
+        "skipped_steps": 0,
+        "dp_world_size": 1,
+        "mp_world_size": 1,
+        "ds_version": version,
+    }

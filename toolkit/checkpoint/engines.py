@@ -1,0 +1,41 @@
+"""The reader and the writer of each engine's checkpoints."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from toolkit.checkpoint.dcp_checkpoint import DcpReader, write_dcp
+from toolkit.checkpoint.deepspeed_checkpoint import DeepSpeedReader, write_universal
+from toolkit.checkpoint.layout import detect
+from toolkit.checkpoint.model_definition import MetaModel
+from toolkit.checkpoint.plain_checkpoint import PlainReader, write_plain
+from toolkit.checkpoint.reader import CheckpointReader
+from toolkit.errors import ToolkitError
+
+_WRITERS = {"deepspeed": write_universal, "fsdp2": write_dcp, "ddp": write_plain, "none": write_plain}
+
+
+def open_checkpoint(path: Path, model: MetaModel) -> CheckpointReader:
+    """Return the reader of a checkpoint. `model` names the states that DDP numbers.
+
+    Raises ToolkitError for a converted DeepSpeed checkpoint, and for numbered states that cannot be named.
+    """
+    layout = detect(path)
+    match layout.engine:
+        case "deepspeed":
+            return DeepSpeedReader(layout)
+        case "fsdp2":
+            return DcpReader(layout)
+        case "plain":
+            return PlainReader(layout, model)
+    raise ToolkitError(
+        f"{path} was converted for a DeepSpeed preset, and cannot be read again",
+        hint="use the checkpoint that it was converted from (`converted_from` in its manifest.json)",
+    )
+
+
+def write_checkpoint(
+    engine: str, folder: Path, reader: CheckpointReader, model: MetaModel, groups: list[list[str]]
+) -> None:
+    """Write weights and optimizer states as a preset of `engine` resumes them; `groups` are parameter names."""
+    _WRITERS[engine](folder, reader, model, groups)

@@ -1,0 +1,114 @@
+"""Export any engine's checkpoint as one Hugging Face folder, with one tensor in memory at a time.
+
+`export(Path("out/checkpoint-8"), Path("model"))` writes the folder `model`, or nothing at all.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from toolkit.checkpoint.engines import open_checkpoint
+from toolkit.checkpoint.layout import detect
+from toolkit.checkpoint.model_definition import MetaModel, ModelFiles
+from toolkit.checkpoint.output_folder import check_disk_space, check_empty, rename_to, temporary_beside
+from toolkit.checkpoint.safetensors_files import DEFAULT_SHARD_BYTES, DTYPES, SavedTensor, write_model
+from toolkit.checkpoint.weights import check_names, merged_tensors, model_tensors
+from toolkit.errors import ToolkitError
+from toolkit.run.checkpoints import FINGERPRINT, MANIFEST, read_checkpoint
+from toolkit.run.folder import write_json
+
+# A generous estimate of the tokenizer and configuration files beside the weights.
+SIDE_FILE_BYTES = 64 * 2**20
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExportResult:
+    """The folder that was written."""
+
+    folder: Path
+    num_tensors: int
+    bytes: int
+    adapter: bool
+
+
+def export(
+    path: Path,
+    out: Path,
+    *,
+    merge_lora: bool = False,
+    dtype: str = "float32",
+    max_shard_bytes: int = DEFAULT_SHARD_BYTES,
+    base_model: str | None = None,
+) -> ExportResult:
+    """Write the model (or adapter) of a checkpoint into `out`.
+
+    Raises ToolkitError for a damaged checkpoint, a folder that is not empty, and too little disk space.
+    """
+    if dtype not in DTYPES:
+        raise ToolkitError(f"dtype {dtype!r} is not one of {', '.join(DTYPES)}")
+    check_complete(path)
+    check_empty(out)
+    detect(path)  # refuses a folder that is not a checkpoint before anything is loaded
+    files = ModelFiles(path, base_model)
+    _check_merge(files, merge_lora=merge_lora)
+    model = MetaModel(files)
+    reader = open_checkpoint(path, model)
+    try:
+        check_names(reader, model)
+        if merge_lora:
+            tensors = merged_tensors(reader, model, files, DTYPES[dtype])
+        else:
+            tensors = model_tensors(reader, model, DTYPES[dtype])
+        size = sum(tensor.bytes for tensor in tensors)
+        check_disk_space(out, size + SIDE_FILE_BYTES)
+        adapter = files.adapter and not merge_lora
+        shard_bytes = size if adapter else max_shard_bytes  # peft reads one file
+        _write(out, files, tensors, adapter=adapter, dtype=dtype, max_shard_bytes=shard_bytes)
+    finally:
+        reader.close()
+    return ExportResult(folder=out, num_tensors=len(tensors), bytes=size, adapter=adapter)
+
+
+def check_complete(path: Path) -> None:
+    """Raise ToolkitError if a file differs from the manifest; a checkpoint without one cannot be checked."""
+    if (path / MANIFEST).exists():
+        problem = read_checkpoint(path).problem(deep=True)
+        if problem is not None:
+            raise ToolkitError(f"{path} is damaged: {problem}", hint=f"`toolkit checkpoint inspect {path.parent}`")
+
+
+def _check_merge(files: ModelFiles, *, merge_lora: bool) -> None:
+    if merge_lora and not files.adapter:
+        raise ToolkitError(f"{files.path} holds a full model: there is no adapter to merge")
+    if merge_lora and files.base_folder is None:
+        raise ToolkitError(f"{files.path} does not record its base model", hint="`--base-model FOLDER`")
+
+
+def _write(
+    out: Path,
+    files: ModelFiles,
+    tensors: Sequence[SavedTensor],
+    *,
+    adapter: bool,
+    dtype: str,
+    max_shard_bytes: int,
+) -> None:
+    with temporary_beside(out) as temporary:
+        write_model(temporary, tensors, max_shard_bytes=max_shard_bytes, stem="adapter_model" if adapter else "model")
+        for path in files.tokenizer_files():
+            shutil.copyfile(path, temporary / path.name)
+        recorded = files.fingerprint(dtype=dtype)
+        if recorded is not None:
+            write_json(temporary / FINGERPRINT, recorded)
+        if adapter:
+            config = files.peft_config()
+            config.inference_mode = True
+            config.save_pretrained(temporary)
+        else:
+            config = files.model_config()
+            config.dtype, config.use_cache = dtype, True
+            config.save_pretrained(temporary)
+        rename_to(out, temporary)

@@ -1,0 +1,123 @@
+"""Inspect one checkpoint, or all checkpoints of a run folder, without loading a tensor. No torch.
+
+`inspect_checkpoint(Path("out/checkpoint-8")).engine` is `deepspeed`, for example.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from toolkit.checkpoint.layout import FSDP_MODEL, FSDP_OPTIMIZER, Layout, detect, is_checkpoint
+from toolkit.errors import ToolkitError
+from toolkit.run.checkpoints import MANIFEST, list_checkpoints, read_checkpoint
+from toolkit.run.folder import read_json
+from toolkit.units import gib
+
+# Parts of file names. DeepSpeed's fp32 master weights are in the optimizer's files, and count as such.
+_MODEL_FILES = (
+    *(FSDP_MODEL, "model.safetensors", "model-", "adapter_model", "pytorch_model", "model_states.pt", "fp32.pt"),
+)
+_OPTIMIZER_FILES = (FSDP_OPTIMIZER, "optimizer.pt", "optim_states.pt", "exp_avg", "optimizer_state.pt")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CheckpointSummary:
+    """One checkpoint; fields are the keys of `inspect --json`, None where neither manifest nor files tell."""
+
+    path: str
+    state: str
+    """`complete`, `damaged` or `no manifest: completeness unknown`."""
+    problem: str | None
+    step: int | None
+    preset: str | None
+    engine: str | None
+    sharding: str | None
+    world_size: int | None
+    num_params: int | None
+    num_trainable_params: int | None
+    adapter: bool | None
+    converted_from: dict[str, Any] | None
+    model_bytes: int
+    optimizer_bytes: int
+    other_bytes: int
+
+    def lines(self) -> list[str]:
+        """Return the summary for a terminal."""
+
+        def shown(value: Any) -> str:
+            return "n/a" if value is None else f"{value:,}" if isinstance(value, int) else str(value)
+
+        kind = {True: "adapter", False: "full model", None: "n/a"}[self.adapter]
+        lines = [
+            self.path,
+            f"  {self.state}{': ' + self.problem if self.problem else ''}",
+            f"  step {shown(self.step)}, preset {shown(self.preset)}, engine {shown(self.engine)}"
+            f" ({shown(self.sharding)}), {shown(self.world_size)} ranks",
+            f"  {kind}, {shown(self.num_trainable_params)} of {shown(self.num_params)} parameters trained",
+            f"  model {gib(self.model_bytes)}, optimizer {gib(self.optimizer_bytes)}, other {gib(self.other_bytes)}",
+        ]
+        return lines + ([f"  converted from {self.converted_from['path']}"] if self.converted_from else [])
+
+
+def inspect_all(path: Path) -> list[CheckpointSummary]:
+    """Inspect a checkpoint, or all checkpoints of a run folder, newest first. Raises ToolkitError if there is none."""
+    if not path.is_dir():
+        raise ToolkitError(f"no such folder: {path}", hint="name a checkpoint or a run folder")
+    inside = [checkpoint.path for checkpoint in list_checkpoints(path)]
+    if not is_checkpoint(path) and inside:
+        return [inspect_checkpoint(each) for each in inside]
+    return [inspect_checkpoint(path)]
+
+
+def inspect_checkpoint(path: Path) -> CheckpointSummary:
+    """Inspect one checkpoint; with a manifest every byte is read. Raises ToolkitError if the folder holds none."""
+    checkpoint = read_checkpoint(path)
+    manifest, has_manifest = checkpoint.manifest or {}, (path / MANIFEST).exists()
+    layout, problem = None, None
+    try:
+        layout = detect(path)
+    except ToolkitError as error:
+        problem = error.message
+        if not has_manifest:
+            raise
+    if has_manifest:
+        problem = checkpoint.problem(deep=True) or problem
+        state = "complete" if problem is None else "damaged"
+    else:
+        state = "no manifest: completeness unknown"
+    return CheckpointSummary(
+        path=str(path),
+        state=state,
+        problem=problem,
+        step=manifest.get("step", (read_json(path / "trainer_state.json") or {}).get("global_step")),
+        preset=manifest.get("preset"),
+        engine=manifest.get("engine", _engine(layout)),
+        sharding=manifest.get("sharding"),
+        world_size=manifest.get("world_size", layout.world_size if layout else None),
+        num_params=manifest.get("num_params"),
+        num_trainable_params=manifest.get("num_trainable_params"),
+        adapter=manifest.get("adapter", layout.adapter if layout else None),
+        converted_from=manifest.get("converted_from"),
+        **_bytes_by_role(path),
+    )
+
+
+def _bytes_by_role(path: Path) -> dict[str, int]:
+    found = {"model_bytes": 0, "optimizer_bytes": 0, "other_bytes": 0}
+    for file in path.rglob("*"):
+        if file.is_file():
+            name = file.relative_to(path).as_posix()
+            optimizer = any(part in name for part in _OPTIMIZER_FILES)
+            model = not optimizer and any(part in name for part in _MODEL_FILES)
+            found["optimizer_bytes" if optimizer else "model_bytes" if model else "other_bytes"] += file.stat().st_size
+    return found
+
+
+def _engine(layout: Layout | None) -> str | None:
+    if layout is None:
+        return None
+    if layout.engine == "plain":
+        return "ddp" if (layout.world_size or 1) > 1 else "none"
+    return "deepspeed" if layout.engine == "universal" else layout.engine

@@ -1,0 +1,202 @@
+"""The model that a checkpoint belongs to: its configuration, tokenizer, adapter and base model.
+
+Each file is searched in the checkpoint, then in the run folder around it, then in the base model that the manifest
+names.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from toolkit.errors import ToolkitError
+from toolkit.run.checkpoints import FINGERPRINT, MANIFEST
+from toolkit.run.folder import RunFolder, read_json
+
+ADAPTER_NAME = "default"  # peft's name of the one adapter that the training script makes
+TOKENIZER_FILES = (
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json"),
+    *("merges.txt", "spiece.model", "tokenizer.model", "chat_template.jinja", "generation_config.json"),
+)
+
+
+def without_adapter_name(name: str) -> str:
+    """Return a parameter's name as peft saves it, without the adapter's own name.
+
+    >>> without_adapter_name("q_proj.lora_A.default.weight")
+    'q_proj.lora_A.weight'
+    """
+    parts = [part for part in name.split(".") if part != ADAPTER_NAME]
+    saved = ".".join(parts)
+    # DoRA's magnitude is a module with a weight in the model, and the vector itself in the file.
+    return saved.removesuffix(".weight") if "lora_magnitude_vector" in parts else saved
+
+
+@dataclass(frozen=True)
+class ModelFiles:
+    """The files of one checkpoint's or model folder's model."""
+
+    path: Path
+    base_override: str | None = None
+    """The base model to use instead of the recorded one."""
+
+    @cached_property
+    def manifest(self) -> dict[str, Any]:
+        return read_json(self.path / MANIFEST) or {}
+
+    @cached_property
+    def run(self) -> dict[str, Any]:
+        return next((run for folder in self.folders[:2] if (run := RunFolder(folder).read_run())), {})
+
+    @property
+    def folders(self) -> list[Path]:
+        """The checkpoint, and the run folder around it if there is one."""
+        return [self.path, *([self.path.parent] if (self.path.parent / "run.json").exists() else [])]
+
+    @cached_property
+    def base(self) -> str | None:
+        """The model that training started from: a folder or a hub id."""
+        adapter = read_json(self.adapter_config) if self.adapter_config is not None else None
+        spec = (self.run.get("spec") or {}).get("model") or {}
+        candidates = [self.base_override, self.manifest.get("model_name_or_path"), spec.get("model_name_or_path")]
+        candidates += [(adapter or {}).get("base_model_name_or_path")]
+        return next((str(name) for name in candidates if name), None)
+
+    @cached_property
+    def base_folder(self) -> Path | None:
+        """The base model's local files; those of a hub id are downloaded."""
+        if self.base is None:
+            return None
+        if Path(self.base).expanduser().is_dir():
+            return Path(self.base).expanduser()
+        from huggingface_hub import snapshot_download
+
+        try:
+            return Path(snapshot_download(self.base, allow_patterns=["*.json", "*.safetensors", "*.jinja", "*.model"]))
+        except Exception as error:  # no network, no such id, no permission: each has its own class
+            first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            raise ToolkitError(
+                f"the base model {self.base!r} of {self.path} cannot be found: {first}",
+                hint="name it: `--base-model FOLDER`",
+            ) from None
+
+    def find(self, name: str, *, base: bool = True) -> Path | None:
+        """Return the nearest file of this name; None if there is none."""
+        near = next((folder / name for folder in self.folders if (folder / name).exists()), None)
+        if near is not None or not base or self.base_folder is None:
+            return near
+        return self.base_folder / name if (self.base_folder / name).exists() else None
+
+    def fingerprint(self, *, dtype: str = "float32") -> dict[str, Any] | None:
+        """Return the live model's recorded logits for fixed tokens; None if none were recorded.
+
+        They are in a checkpoint's manifest, or beside a trained or exported model. `compute_dtype` is the coarser of
+        the dtype that computed them and the `dtype` of the weights that they are compared with.
+        """
+        recorded = self.manifest.get("fingerprint") if self.manifest else read_json(self.path / FINGERPRINT)
+        if not recorded:
+            return None
+        computed_in = recorded.get("compute_dtype", self.manifest.get("compute_dtype"))
+        return {**recorded, "compute_dtype": computed_in if dtype == "float32" else dtype}
+
+    @cached_property
+    def adapter_config(self) -> Path | None:
+        return self.find("adapter_config.json", base=False)
+
+    @property
+    def adapter(self) -> bool:
+        """True if an adapter was trained."""
+        return bool(self.manifest.get("adapter", self.adapter_config is not None))
+
+    def tokenizer_files(self) -> list[Path]:
+        """Return the nearest files of the tokenizer, and of the generation configuration."""
+        return [path for name in TOKENIZER_FILES if (path := self.find(name)) is not None]
+
+    def model_config(self) -> Any:
+        """Return the model's transformers configuration. Raises ToolkitError if there is none."""
+        from transformers import AutoConfig
+
+        path = None if self.adapter else self.find("config.json")
+        folder = path.parent if path is not None else self.base_folder
+        if folder is None:
+            raise ToolkitError(
+                f"{self.path} has no config.json, and no base model is recorded",
+                hint="name it: `--base-model FOLDER`",
+            )
+        return AutoConfig.from_pretrained(folder)
+
+    def peft_config(self) -> Any:
+        """Return the adapter's peft configuration. Raises ToolkitError if there is none."""
+        from peft import PeftConfig
+
+        if self.adapter_config is None:
+            raise ToolkitError(
+                f"{self.path} holds an adapter, but neither it nor the run folder around it has an adapter_config.json",
+                hint="copy the adapter_config.json of the same run into it",
+            )
+        return PeftConfig.from_pretrained(self.adapter_config.parent)
+
+
+class MetaModel:
+    """The training model on the meta device: parameter names in its own order, ties, and the optimizer's groups."""
+
+    def __init__(self, files: ModelFiles) -> None:
+        from transformers import AutoModelForCausalLM
+
+        config = files.model_config()
+        with torch.device("meta"):
+            self.base_model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+            self.training_model = self.base_model
+            if files.adapter:
+                from peft import get_peft_model
+
+                peft_config = files.peft_config()
+                peft_config.inference_mode = False
+                self.training_model = get_peft_model(self.base_model, peft_config)
+        self.adapter = files.adapter
+
+    @cached_property
+    def trainable(self) -> list[str]:
+        """Names of trainable parameters in the model's order; a tied weight appears once."""
+        return [name for name, parameter in self.training_model.named_parameters() if parameter.requires_grad]
+
+    @cached_property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shapes of the saved weights: parameters (a tied weight once) and persistent buffers; an adapter's alone."""
+        named = dict(self.training_model.named_parameters())
+        buffers = {
+            name: buffer
+            for name, buffer in self.training_model.named_buffers()
+            if name in self.training_model.state_dict()
+        }
+        found = {name: tuple(tensor.shape) for name, tensor in (named | buffers).items()}
+        return {name: shape for name, shape in found.items() if not self.adapter or name in set(self.trainable)}
+
+    @cached_property
+    def saved_names(self) -> dict[str, str]:
+        """Parameter name to the name in an adapter's file; empty for a full model, which saves its own names."""
+        if not self.adapter:
+            return {}
+        from peft import get_peft_model_state_dict
+
+        saved = list(get_peft_model_state_dict(self.training_model, save_embedding_layers=False))
+        if len(saved) != len(self.trainable):
+            raise ToolkitError(
+                f"the adapter saves {len(saved)} tensors and trains {len(self.trainable)}: its kind is not supported"
+            )
+        return dict(zip(self.trainable, saved, strict=True))
+
+    def groups(self, optimized: list[str]) -> list[list[str]]:
+        """Return the Trainer's parameter groups of the optimized names: with weight decay, and without it."""
+        from transformers import Trainer
+
+        chosen = set(optimized)
+        decayed = set(Trainer.get_decay_parameter_names(None, self.training_model))
+        return [
+            [name for name in self.trainable if name in chosen and (name in decayed) is with_decay]
+            for with_decay in (True, False)
+        ]

@@ -1,0 +1,85 @@
+"""Read and write the checkpoints of DDP and of a single process: safetensors and `optimizer.pt`.
+
+The optimizer's states are numbered in the order of the Trainer's parameter groups; the model's own order names them.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from toolkit.checkpoint.layout import Layout
+from toolkit.checkpoint.model_definition import MetaModel
+from toolkit.checkpoint.reader import MOMENTS, CheckpointReader, MappedFiles, group_hyperparameters
+from toolkit.checkpoint.safetensors_files import DEFAULT_SHARD_BYTES, WeightFiles, write_model
+from toolkit.checkpoint.weights import model_tensors
+from toolkit.errors import ToolkitError
+
+
+class PlainReader:
+    """Reads `model.safetensors` (or shards, or an adapter) and `optimizer.pt`."""
+
+    def __init__(self, layout: Layout, model: MetaModel) -> None:
+        """Raise ToolkitError where the model does not tell which parameter a numbered state belongs to."""
+        self.layout, self.files, self.weights = layout, MappedFiles(), WeightFiles(layout.path)
+        self.saved_names = model.saved_names
+        path = layout.path / "optimizer.pt"
+        self.optimizer_file = path if path.exists() else None
+        groups = self.files[path]["param_groups"] if path.exists() else []
+        self.hyperparameters = [{k: v for k, v in group.items() if k != "params"} for group in groups]
+        self.numbers = self._state_numbers(model, [len(group["params"]) for group in groups])
+
+    def _state_numbers(self, model: MetaModel, found_sizes: list[int]) -> dict[str, int]:
+        groups = model.groups(model.trainable)
+        sizes, found = [len(group) for group in groups if group], [size for size in found_sizes if size]
+        if found and found != sizes:
+            raise ToolkitError(
+                f"{self.layout.path}/optimizer.pt has parameter groups of {found}, the model's are {sizes}: with frozen"
+                " layers or a custom optimizer the file does not record which parameter a state belongs to",
+                hint="resume it with the preset and the number of processes that it was saved with",
+            )
+        return {name: number for number, name in enumerate(name for group in groups for name in group)}
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        names = {saved: name for name, saved in self.saved_names.items()}
+        return {names.get(saved, saved): shape for saved, shape in self.weights.shapes().items()}
+
+    def optimized(self) -> list[str]:
+        return [] if self.optimizer_file is None else list(self.numbers)
+
+    def weight(self, name: str) -> torch.Tensor:
+        return self.weights.read(self.saved_names.get(name, name))
+
+    def moment(self, name: str, state: str) -> torch.Tensor:
+        self.files.release()
+        return self.files.copy(self._states()[self.numbers[name]][state])
+
+    def optimizer_step(self) -> float:
+        return float(next(iter(self._states().values()))["step"])
+
+    def close(self) -> None:
+        self.files.close()
+
+    def _states(self) -> Any:
+        assert self.optimizer_file is not None
+        return self.files[self.optimizer_file]["state"]
+
+
+def write_plain(folder: Path, reader: CheckpointReader, model: MetaModel, groups: list[list[str]]) -> None:
+    """Write the weights, and torch's optimizer state numbered in the order of the groups."""
+    tensors = model_tensors(reader, model, torch.float32)
+    limit = sum(tensor.bytes for tensor in tensors) if model.adapter else DEFAULT_SHARD_BYTES
+    write_model(folder, tensors, max_shard_bytes=limit, stem="adapter_model" if model.adapter else "model")
+    step = reader.optimizer_step()
+    states: dict[int, dict[str, torch.Tensor]] = {}
+    param_groups: list[dict[str, object]] = []
+    # The Trainer makes a group even if no parameter is in it: adapters have no norm layers.
+    for position, names in enumerate(groups):
+        numbers = list(range(len(states), len(states) + len(names)))
+        for number, name in zip(numbers, names, strict=True):
+            moments = {moment: reader.moment(name, moment) for moment in MOMENTS}
+            states[number] = {"step": torch.tensor(step, dtype=torch.float32), **moments}
+        param_groups.append({**group_hyperparameters(reader, position, groups), "params": numbers})
+    torch.save({"state": states, "param_groups": param_groups}, folder / "optimizer.pt")

@@ -1,0 +1,88 @@
+"""One interface to any engine's checkpoint: fp32 weights and Adam moments, one parameter at a time.
+
+`engines.open_checkpoint` returns the reader of a checkpoint's engine. Parameter names are those of the training model;
+adapters keep peft's `.default.`.
+"""
+
+from __future__ import annotations
+
+import gc
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from toolkit.checkpoint.layout import Layout
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+# A mapped page counts as this process's memory until its mapping is dropped.
+MAPPED_BYTES = 64 * 2**20
+
+
+class CheckpointReader(Protocol):
+    """Reads tensors on request and keeps none of them."""
+
+    layout: Layout
+    hyperparameters: list[dict[str, Any]]
+    """Hyperparameters of each parameter group, without the parameters; empty without optimizer states."""
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Return the shape of every saved weight."""
+
+    def optimized(self) -> list[str]:
+        """Return the names of the parameters that have optimizer states."""
+
+    def weight(self, name: str) -> torch.Tensor:
+        """Return the weight that the optimizer updates (fp32 under every preset)."""
+
+    def moment(self, name: str, state: str) -> torch.Tensor:
+        """Return `exp_avg` or `exp_avg_sq`, in the weight's shape. Raises KeyError if there is none."""
+
+    def optimizer_step(self) -> float:
+        """Return Adam's own step count."""
+
+    def close(self) -> None:
+        """Close the files."""
+
+
+def group_hyperparameters(reader: CheckpointReader, position: int, groups: list[list[str]]) -> dict[str, object]:
+    """Return the hyperparameters of one of the Trainer's parameter groups (`groups`: the names in each).
+
+    DeepSpeed drops a group without parameters, torch keeps it.
+    """
+    saved = reader.hyperparameters
+    if len(saved) == len(groups):
+        return saved[position]
+    filled = [index for index, names in enumerate(groups) if names]
+    group = dict(saved[filled.index(position)] if position in filled and len(saved) == len(filled) else saved[0])
+    return group if position in filled else group | {"weight_decay": 0.0}
+
+
+class MappedFiles:
+    """Files of `torch.save`, memory-mapped, and unmapped together once `mapped_bytes` were read from them."""
+
+    def __init__(self, mapped_bytes: int = MAPPED_BYTES) -> None:
+        self.mapped_bytes, self.read_bytes = mapped_bytes, 0
+        self.loaded: dict[Path, Any] = {}
+
+    def __getitem__(self, path: Path) -> Any:
+        if path not in self.loaded:
+            self.loaded[path] = torch.load(path, map_location="cpu", mmap=True, weights_only=False)
+        return self.loaded[path]
+
+    def copy(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a copy of a mapped tensor, and count its bytes as read."""
+        self.read_bytes += tensor.nbytes
+        return tensor.detach().clone(memory_format=torch.contiguous_format)
+
+    def release(self) -> None:
+        """Unmap the files if enough was read. No view of them may be alive."""
+        if self.read_bytes >= self.mapped_bytes:
+            self.close()
+
+    def close(self) -> None:
+        """Unmap the files."""
+        self.loaded.clear()
+        self.read_bytes = 0
+        gc.collect()

@@ -1,0 +1,21 @@
+"""`toolkit compare`: train the same job under several presets, and report the differences."""
+
+from __future__ import annotations
+
+from toolkit.cli.options import expand_options
+from toolkit.compare.options import CompareOptions
+
+
+@expand_options
+def compare(options: CompareOptions) -> None:
+    """Train the same job under each preset, and report memory, speed and loss.
+
+    Needs --preset, --num-processes and --output. After `--`: the job, at least --model_name_or_path, --dataset and
+    --max_steps, as for `toolkit train`.
+    """
+    from toolkit.compare import commands
+
+    if options.replay is not None:
+        commands.replay(options)
+    else:
+        commands.run_comparison(options)

@@ -1,0 +1,105 @@
+"""`toolkit lint`: print or fix what a configuration file really does."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from toolkit.cli.output import print_message
+from toolkit.errors import EXIT_INVALID_INPUT, EXIT_RUN_FAILED, ToolkitError
+from toolkit.flags import JsonOutput
+
+if TYPE_CHECKING:
+    from toolkit.lint import Finding, LintResult
+
+
+def lint(
+    paths: Annotated[list[Path], typer.Argument(help="configuration files, or folders of them", metavar="FILE...")],
+    as_json: JsonOutput = False,
+    fix: Annotated[bool, typer.Option("--fix", help="write the file with its mechanical fixes to stdout")] = False,
+    in_place: Annotated[
+        bool, typer.Option("--in-place", help="with --fix: change the files, and keep each old one as FILE.bak")
+    ] = False,
+) -> None:
+    """Explain what an accelerate YAML, DeepSpeed JSON or Trainer file really does, and what to write instead.
+
+    A DeepSpeed JSON that a YAML names is checked with it. Exit code 0: clean; 1: findings; 2: a file cannot be read.
+    """
+    from toolkit.lint import lint_paths
+
+    if in_place and not fix:
+        raise ToolkitError("--in-place has no effect without --fix", hint="add `--fix`")
+    if fix:
+        _fix(paths, in_place=in_place, as_json=as_json)
+        if not in_place:
+            return
+    result = lint_paths(paths)
+    for error in result.unreadable:
+        print_message(f"error: {error}")
+    if as_json:
+        print(json.dumps({"findings": [dataclasses.asdict(finding) for finding in result.findings]}, indent=2))
+    else:
+        for finding in result.findings:
+            print(format_finding(finding))
+    print_message(format_summary(result))
+    for line in version_notes(result.findings):
+        print_message(line)
+    if result.unreadable:
+        raise typer.Exit(EXIT_INVALID_INPUT)
+    if result.findings:
+        raise typer.Exit(EXIT_RUN_FAILED)
+
+
+def format_finding(finding: Finding) -> str:
+    """Return a finding in two lines, the first in the form that compilers use."""
+    place = finding.file if finding.line is None else f"{finding.file}:{finding.line}"
+    key = f" {finding.key}:" if finding.key else ""
+    return (
+        f"{place}: {finding.level}[{finding.rule}]{key} {finding.message}\n"
+        f"  write {finding.fix}  (checked with {finding.checked_against})"
+    )
+
+
+def format_summary(result: LintResult) -> str:
+    """Return the number of files, and of findings by level, in one line."""
+    files = f"{len(result.files)} file{'' if len(result.files) == 1 else 's'}"
+    levels = Counter(finding.level for finding in result.findings)
+    counts = ", ".join(f"{count} {level}{'' if count == 1 else 's'}" for level, count in levels.items())
+    return f"{files}: {counts or 'clean'}"
+
+
+def version_notes(findings: Sequence[Finding]) -> list[str]:
+    """Return a line for each library that is installed in another version than its rules were checked with."""
+    from toolkit.versions import installed_version, version_numbers
+
+    lines = []
+    for library, checked in sorted({tuple(finding.checked_against.split(" ", 1)) for finding in findings}):
+        installed = installed_version(library)
+        if installed is not None and version_numbers(installed)[:2] != version_numbers(checked)[:2]:
+            lines.append(f"note: {library} {installed} is installed; its rules were checked with {checked}")
+    return lines
+
+
+def _fix(paths: Sequence[Path], *, in_place: bool, as_json: bool) -> None:
+    import shutil
+
+    from toolkit.lint import fixed_text, lint_paths
+
+    files = [Path(name) for name in lint_paths(paths).files] if any(path.is_dir() for path in paths) else list(paths)
+    if not in_place:
+        if len(files) != 1 or as_json:
+            raise ToolkitError("--fix writes one file to stdout", hint="add `--in-place`; a `.bak` is kept of each")
+        print(fixed_text(files[0]), end="")
+        return
+    for file in files:
+        fixed = fixed_text(file)
+        if fixed != file.read_bytes().decode():
+            shutil.copy2(file, file.with_name(f"{file.name}.bak"))
+            file.write_bytes(fixed.encode())
+            print_message(f"fixed {file}; the old text is in {file.name}.bak")

@@ -1,0 +1,84 @@
+"""A command's options as one dataclass.
+
+A command takes a dataclass whose fields are annotated as Typer parameters:
+
+    @dataclass(frozen=True, kw_only=True)
+    class PlanOptions:
+        world_size: Annotated[tuple[int, ...], typer.Option(help="number of GPUs; repeatable")]
+        gpu: Annotated[str | None, typer.Option(help="GPU name, for example h100")] = None
+
+    @app.command()
+    @expand_options
+    def plan(model: ModelName, options: PlanOptions) -> None: ...
+
+A new flag is one field: the command line, its help, and the work that receives the dataclass all read it there.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Annotated, Any, get_args, get_origin, get_type_hints
+
+
+def expand_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Replace each parameter of `command` that is a dataclass by the dataclass's fields, for Typer to read.
+
+    Only fields that are annotated with `typer.Option` or `typer.Argument` become parameters; the others keep their
+    defaults. Typer has no variable-length tuples, so `tuple[X, ...]` is parsed as a list and handed over as a tuple.
+    """
+    hints = get_type_hints(command, include_extras=True)
+    parameters: list[inspect.Parameter] = []
+    fields_of: dict[str, tuple[type, dict[str, bool]]] = {}
+    for name, parameter in inspect.signature(command).parameters.items():
+        hint = hints[name]
+        if isinstance(hint, type) and dataclasses.is_dataclass(hint):
+            expanded = _field_parameters(hint)
+            parameters += [each for each, _ in expanded]
+            fields_of[name] = (hint, {each.name: is_tuple for each, is_tuple in expanded})
+        else:
+            parameters.append(parameter.replace(annotation=hint, kind=inspect.Parameter.KEYWORD_ONLY))
+
+    @functools.wraps(command)
+    def run(**given: Any) -> None:
+        for name, (options_type, fields) in fields_of.items():
+            values = {field: given.pop(field) for field in fields}
+            given[name] = options_type(
+                **{field: tuple(value or ()) if fields[field] else value for field, value in values.items()}
+            )
+        command(**given)
+
+    run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    del run.__wrapped__  # inspect would read the command's own signature through it
+    return run
+
+
+def _field_parameters(options_type: type) -> list[tuple[inspect.Parameter, bool]]:
+    """Each annotated field as a parameter, and whether its value is a tuple."""
+    hints = get_type_hints(options_type, include_extras=True)
+    found = []
+    for field in dataclasses.fields(options_type):
+        if get_origin(hints[field.name]) is not Annotated:
+            continue
+        value_type, *metadata = get_args(hints[field.name])
+        is_tuple = get_origin(value_type) is tuple
+        default: Any = inspect.Parameter.empty
+        if field.default is not dataclasses.MISSING:
+            default = field.default
+        elif field.default_factory is not dataclasses.MISSING:
+            default = field.default_factory()
+        if is_tuple:
+            value_type = list[get_args(value_type)[0]]  # type: ignore[misc]
+            default = None if default == () else default
+            value_type = value_type | None if default is None else value_type
+        parameter = inspect.Parameter(
+            field.name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=default,
+            annotation=Annotated[value_type, *metadata],
+        )
+        found.append((parameter, is_tuple))
+    return found

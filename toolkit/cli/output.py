@@ -1,0 +1,34 @@
+"""What several commands print: messages go to stderr, data goes to stdout."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+
+
+def print_message(line: str) -> None:
+    """Print a line for the user to stderr, at once."""
+    print(line, file=sys.stderr, flush=True)
+
+
+def print_failure(status: str, failure: Mapping[str, object]) -> None:
+    """Print why a run failed, with what to do about it.
+
+    The run's log is relayed only up to the failure, so this is where the user reads it.
+    """
+    print_message(f"error: {status}: {failure['message']}")
+    if failure.get("hint"):
+        print_message(f"  hint: {failure['hint']}")
+
+
+def uses_cpu(choice: bool | None) -> bool:
+    """Return the user's `--cpu/--no-cpu`, or by default whether no GPU is visible."""
+    from toolkit.hardware.gpus import count_gpus
+
+    return count_gpus() == 0 if choice is None else choice
+
+
+def print_device(on_cpu: bool, choice: bool | None) -> None:
+    """Say that a run uses the CPU where the user did not choose it."""
+    if on_cpu and choice is None:
+        print_message("no GPU is visible: training on the CPU (gloo, fp32)")

@@ -1,0 +1,56 @@
+"""`toolkit plan`: memory, communication and time of a job before it runs."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from toolkit.cli.options import expand_options
+from toolkit.cli.output import print_message, uses_cpu
+from toolkit.errors import EXIT_RUN_FAILED
+from toolkit.flags import JsonOutput, ModelName
+from toolkit.plan.options import PlanOptions
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from toolkit.plan.plan_vs_rehearsal import PlanVerification
+    from toolkit.plan.planner import Plan, PlanRequest
+
+
+@expand_options
+def plan(
+    model: ModelName,
+    options: PlanOptions,
+    cpu: Annotated[bool | None, typer.Option("--cpu/--no-cpu", help="device that --verify rehearses on")] = None,
+    as_json: JsonOutput = False,
+) -> None:
+    """Plan a job's memory, communication and time: what fits, and with how much headroom. Runs nothing."""
+    from toolkit.plan.plan_table import print_json, print_plans
+    from toolkit.plan.planner import make_plans, plan_request
+
+    request = plan_request(model, options)
+    plans = make_plans(request)
+    if not as_json:
+        print_plans(plans, request)
+    verified = _verify(model, plans, request, cpu=cpu, as_json=as_json) if options.verify else []
+    if as_json:
+        more = {"verified": [verification.as_row() for verification in verified]} if options.verify else {}
+        print_json(model, plans, request, **more)
+    if any(verification.failed for verification in verified):
+        raise typer.Exit(EXIT_RUN_FAILED)
+
+
+def _verify(
+    model: str, plans: Sequence[Plan], request: PlanRequest, *, cpu: bool | None, as_json: bool
+) -> list[PlanVerification]:
+    """Rehearse rank 0 of each plan, and print each comparison when its rehearsal ends."""
+    from toolkit.plan.plan_vs_rehearsal import verify_plans
+
+    verified = []
+    for verification in verify_plans(model, plans, request.job, cpu=uses_cpu(cpu), say=print_message):
+        verified.append(verification)
+        if not as_json:
+            print("\n" + "\n".join(verification.lines()))
+    return verified

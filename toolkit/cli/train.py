@@ -1,0 +1,47 @@
+"""`toolkit train`: check a job, print its launch command, and run it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from toolkit.cli.options import expand_options
+from toolkit.cli.output import print_device, print_failure, print_message
+from toolkit.run.options import TrainOptions
+
+if TYPE_CHECKING:
+    from toolkit.run.launch import PreparedRun
+
+
+@expand_options
+def train(options: TrainOptions) -> None:
+    """Check the job, print the launch command, and run it.
+
+    After `--`: at least --model_name_or_path, --dataset and --output_dir. All training arguments:
+    `python -m toolkit.train --help`.
+    """
+    from toolkit.run.launch import prepare_run
+    from toolkit.run.launch import train as run_prepared
+
+    prepared = prepare_run(options, on_message=print_message)
+    print_device(options.on_cpu, options.cpu)
+    if prepared.nvme is not None:
+        print_message("\n".join([prepared.nvme.describe(), *prepared.nvme.warnings]))
+    elif options.nvme_path is not None:
+        print_message(f"--nvme-path has no effect: preset {prepared.preset.name!r} does not offload to a disk")
+    result = run_prepared(prepared, plan=_plan(prepared), on_message=print_message)
+    if result.failure is not None:
+        print_failure(result.status, result.failure)
+    raise typer.Exit(result.exit_code)
+
+
+def _plan(prepared: PreparedRun) -> dict[str, Any] | None:
+    """Plan the run on this node's GPUs, before they are used; runs on a CPU are not planned."""
+    if prepared.options.on_cpu:
+        return None
+    from toolkit.plan.planned_run import plan_run_here
+
+    return plan_run_here(
+        prepared.preset, prepared.arguments, world_size=prepared.options.num_processes, say=print_message
+    )

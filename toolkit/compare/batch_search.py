@@ -1,0 +1,150 @@
+"""The search for the largest micro-batch of each row that runs, by doubling and then halving.
+
+>>> largest_that_runs(lambda size: size <= 12, start=2, cap=64)
+12
+
+A probe is a run of two steps and a record in the ledger, like a trial: an interrupted search resumes, and no size that
+ran out of memory is tried again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from toolkit.compare.ledger import Ledger, ProbeRecord, TrialRecord, probes_of
+from toolkit.compare.result_values import RowKey
+from toolkit.compare.run_record import read_run_record
+from toolkit.compare.runner import Runner
+from toolkit.compare.specification import BATCH_ARGUMENT, ComparisonSpec, Trial
+from toolkit.run.preflight import check_dataset
+from toolkit.run.script_arguments import DEFAULT_BATCH, flag, integer
+
+# Optimizer states are allocated in the first step; the second holds everything.
+PROBE_STEPS = 2
+
+
+def largest_that_runs(runs: Callable[[int], bool], *, start: int, cap: int) -> int | None:
+    """Return the largest size up to `cap` that runs, None if none does. Assumes that every smaller size runs too."""
+    low, high, size = 0, cap + 1, min(start, cap)  # low runs, high does not
+    while high - low > 1:
+        low, high = (size, high) if runs(size) else (low, size)
+        size = min(2 * low, cap) if high == cap + 1 and low else (low + high) // 2
+    return low or None
+
+
+def most_probes(*, start: int, cap: int) -> int:
+    """Return the number of sizes that the longest search tries: any doubling may be the one that fails.
+
+    >>> most_probes(start=1, cap=2)
+    2
+    """
+    low, size, tried, most = 0, min(start, cap), 0, 0
+    while True:
+        tried += 1
+        most = max(most, tried + (size - low - 1).bit_length())
+        if size == cap:
+            return most
+        low, size = size, min(2 * size, cap)
+
+
+def search(
+    known: Mapping[int, ProbeRecord], probe: Callable[[int], ProbeRecord], *, start: int, cap: int
+) -> int | None:
+    """Return the largest micro-batch whose probe completes, None if none does. Sizes in `known` are not probed again.
+
+    A failure for another reason than memory means that the size does not run. If no size has run yet, the reason is
+    not the size, and no smaller one is tried.
+    """
+    found, unrelated_failure = dict(known), False
+
+    def runs(size: int) -> bool:
+        nonlocal unrelated_failure
+        if unrelated_failure:
+            return False
+        if size not in found:
+            found[size] = probe(size)
+        outcome = found[size]
+        unrelated_failure = not (outcome.completed or outcome.out_of_memory or completed_sizes(found.values()))
+        return outcome.completed
+
+    return largest_that_runs(runs, start=start, cap=cap)
+
+
+def completed_sizes(probes: Iterable[ProbeRecord]) -> list[int]:
+    """Return the micro-batches that ran."""
+    return [probe.per_device_train_batch_size for probe in probes if probe.completed]
+
+
+def search_bounds(spec: ComparisonSpec, row: RowKey) -> tuple[int, int]:
+    """Return where a row's search starts (the job's own micro-batch) and ends (what the option or the data allow)."""
+    arguments = spec.arguments(row)
+    cap = spec.find_max_batch or 1
+    dataset_rows = check_dataset(str(arguments["dataset"]))
+    if dataset_rows is not None:
+        micro_batches_per_step = row.world_size * integer(arguments, "gradient_accumulation_steps", 1)
+        cap = max(1, min(cap, dataset_rows // micro_batches_per_step))
+    return min(integer(arguments, BATCH_ARGUMENT, DEFAULT_BATCH), cap), cap
+
+
+def with_largest_batches(spec: ComparisonSpec, ledger: Ledger) -> ComparisonSpec:
+    """Return the comparison with each row at the largest micro-batch that ran, or at the smallest if none did."""
+    if spec.find_max_batch is None:
+        return spec
+    batches, records = dict(spec.batches), ledger.read()
+    for row in spec.rows():
+        if probes := probes_of(records, row):
+            batches[row.name] = {BATCH_ARGUMENT: max(completed_sizes(probes.values()), default=min(probes))}
+    return spec.with_batches(batches)
+
+
+def find_largest_batches(
+    runner: Runner, unsupported: Mapping[str, str], *, retry_failed: bool = False
+) -> tuple[Runner, dict[str, str]]:
+    """Return a runner with each row at its largest micro-batch, and for the rows without any the reason."""
+    without: dict[str, str] = {}
+    for row in runner.spec.rows():
+        if row.name not in unsupported and _search_row(runner, row, retry_failed=retry_failed) is None:
+            without[row.name] = _record_failure(runner, row)
+    return replace(runner, spec=with_largest_batches(runner.spec, runner.ledger)), without
+
+
+def _search_row(runner: Runner, row: RowKey, *, retry_failed: bool) -> int | None:
+    known = probes_of(runner.ledger.read(), row)
+    if retry_failed and not completed_sizes(known.values()):
+        known = {}
+    start, cap = search_bounds(runner.spec, row)
+    return search(known, lambda size: _probe(runner, row, size), start=start, cap=cap)
+
+
+def _probe(runner: Runner, row: RowKey, size: int) -> ProbeRecord:
+    name = f"{row.name}-b{size}"
+    arguments = probe_arguments(runner.spec.arguments(row), size)
+    run_folder = runner.start_run(row, runner.folder / "probes" / name, arguments)
+    measured = read_run_record(Trial(row=row, repeat=0), run_folder, runner.folder, untimed_steps=0, position=0)
+    probe = ProbeRecord.of(measured, trial=name, per_device_train_batch_size=size)
+    runner.ledger.append(probe)
+    runner.progress.finish_probe(probe)
+    return probe
+
+
+def probe_arguments(arguments: Mapping[str, Any], size: int) -> list[str]:
+    """Return the training arguments of a probe, which begins with the longest rows: no trial pads a batch further."""
+    words = [f"--{BATCH_ARGUMENT}", str(size), "--max_steps", str(PROBE_STEPS)]
+    without_order = any(flag(arguments.get(name, False)) for name in ("streaming", "packing"))
+    return words if without_order else [*words, "--train_sampling_strategy", "group_by_length"]
+
+
+def _record_failure(runner: Runner, row: RowKey) -> str:
+    """Record the outcome of the smallest size as the row's first trial; return the reason."""
+    records = runner.ledger.read()
+    size, probe = next(iter(probes_of(records, row).items()))
+    reason = f"micro-batch {size} ended as {probe.status}"
+    first, *_ = trials = runner.spec.trials_of(row)
+    failed = TrialRecord.of(probe, trial=first.id, message=f"with a micro-batch of {size}: {probe.message}")
+    if records.get(first.id) != failed:
+        runner.ledger.append(failed)
+    for trial in trials:
+        runner.progress.skip(trial.id, reason)
+    return reason

@@ -1,0 +1,218 @@
+"""`toolkit compare` and `toolkit report`: check the job, run the trials, write the report, print table and files."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import typer
+from rich.console import Console
+
+from toolkit.compare.batch_search import find_largest_batches, with_largest_batches
+from toolkit.compare.build_results import at_price, build_results
+from toolkit.compare.console_progress import ConsoleProgress, stderr_console
+from toolkit.compare.dry_run import dry_run_text
+from toolkit.compare.ledger import LEDGER_FILE, Ledger, comparison_lock
+from toolkit.compare.options import CompareOptions
+from toolkit.compare.read_results import load_results
+from toolkit.compare.replay import replay_row
+from toolkit.compare.report import (
+    console_table,
+    summary_sentence,
+    write_report,
+)
+from toolkit.compare.report.two_comparisons import before_and_after
+from toolkit.compare.result_values import RowKey
+from toolkit.compare.results import Results
+from toolkit.compare.runner import ComparisonInterrupted, Runner
+from toolkit.compare.side_runs import run_side_runs
+from toolkit.compare.specification import ComparisonSpec, make_specification, open_comparison, read_comparison
+from toolkit.compare.variants import Variant, load_variants
+from toolkit.errors import EXIT_RUN_FAILED, ToolkitError
+from toolkit.hardware.gpus import count_gpus
+from toolkit.rehearse.rehearsed_rank import refuse_rehearsals
+from toolkit.run.argument_checks import check_arguments
+from toolkit.run.nvme import NvmeDisk, check_nvme
+from toolkit.run.preflight import check_job, check_process_count
+from toolkit.run.process import terminate_as_interrupt
+from toolkit.run.script_arguments import integer, read_arguments
+from toolkit.run.warm_start import WarmStart
+
+TABLE_COLUMNS = 100  # a narrower table would break presets and statuses over lines
+# Training arguments that the comparison sets, the same for every trial, and the options that stand for them.
+OWN_ARGUMENTS = {
+    "output_dir": "--output",
+    "save_model": None,
+    "save_strategy": None,
+    "untimed_steps": "--untimed-steps",
+    "resume_from_checkpoint": "--resume",
+    "stop_when_steps_within": "--target-interval",
+    "stop_after_minutes": "--trial-minutes",
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CheckedComparison:
+    """A comparison that passed every check that needs no rank."""
+
+    spec: ComparisonSpec
+    unsupported: dict[str, str]
+    """Name of each row that cannot run on this node, and the reason."""
+    nvme: dict[str, NvmeDisk | None]
+    """The disk of each preset that swaps to one."""
+
+
+def run_comparison(options: CompareOptions) -> None:
+    """Run or resume a comparison, write its report, and print its table.
+
+    Raises ToolkitError before any trial for an invalid job; a trial that fails is a row.
+    """
+    checked = check_comparison(options)
+    if options.dry_run:
+        print(dry_run_text(options, checked.spec, checked.unsupported))
+        return
+    open_comparison(options.folder, checked.spec, resume=options.resume)
+    with comparison_lock(options.folder):
+        _print_device(options)
+        spec = _run_trials(options, checked)
+        _publish(
+            build_results(spec, options.folder, checked.unsupported, price_per_gpu_hour=options.price_per_gpu_hour),
+            options.folder,
+        )
+
+
+def check_comparison(options: CompareOptions) -> CheckedComparison:
+    """Check everything that can be known before a trial. Raises ToolkitError for an invalid job."""
+    variants = load_variants(options.preset, options.variant)
+    spec = make_specification(options, variants)
+    by_name = {variant.name: variant for variant in variants}
+    unsupported = unsupported_rows(spec, by_name, gpus=options.predicted_gpus)
+    supported = [row for row in spec.rows() if row.name not in unsupported]
+    largest = supported[-1]
+    job = check_job(
+        by_name[largest.preset].preset,
+        num_processes=largest.world_size,
+        training_argv=options.training_arguments,
+        cpu=spec.cpu,
+        gpus=options.predicted_gpus,
+    )
+    _refuse_own_arguments([job.arguments, *(read_arguments(variant.extra_arguments) for variant in variants)])
+    _check_timed_steps(integer(job.arguments, "max_steps", 0), options.untimed_steps)
+    nvme = {
+        name: check_nvme(by_name[name].preset, nvme_path=options.nvme_path, arguments=job.arguments, cpu=spec.cpu)
+        for name in dict.fromkeys(row.preset for row in supported)
+    }
+    return CheckedComparison(spec=spec, unsupported=unsupported, nvme=nvme)
+
+
+def unsupported_rows(
+    spec: ComparisonSpec, variants: Mapping[str, Variant], *, gpus: int | None = None
+) -> dict[str, str]:
+    """Return the rows that cannot run here, with the reason. Raises the first reason if no row can.
+
+    `gpus` is the number of GPUs to check for, if not those of this node.
+    """
+    if gpus is None and not spec.cpu:
+        gpus = count_gpus()
+    reasons: dict[RowKey, ToolkitError] = {}
+    for row in spec.rows():
+        preset = variants[row.preset].preset
+        try:
+            check_process_count(row.world_size, gpus=gpus, preset=preset)
+            check_arguments(spec.arguments(row), preset, num_processes=row.world_size, on_cpu=spec.cpu)
+        except ToolkitError as error:
+            reasons[row] = error
+    if len(reasons) == len(spec.rows()):
+        raise next(iter(reasons.values()))
+    return {row.name: error.message for row, error in reasons.items()}
+
+
+def _refuse_own_arguments(argument_sets: Sequence[Mapping[str, Any]]) -> None:
+    for name, option in OWN_ARGUMENTS.items():
+        if any(name in arguments for arguments in argument_sets):
+            instead = "" if option is None else f"; `toolkit compare` has `{option}`"
+            raise ToolkitError(f"--{name} is set by the comparison itself", hint=f"remove it{instead}")
+
+
+def _check_timed_steps(max_steps: int, untimed_steps: int) -> None:
+    if 0 < max_steps <= untimed_steps:
+        raise ToolkitError(
+            f"--max_steps {max_steps} leaves no timed step after {untimed_steps} untimed ones",
+            hint=f"`--max_steps {untimed_steps + 8}` or more",
+        )
+
+
+def _print_device(options: CompareOptions) -> None:
+    """Report a device that the user did not choose, and an option that has no effect on it."""
+    if options.on_cpu and options.cpu is None:
+        stderr_console().print("no GPU is visible: training on the CPU (gloo, fp32)")
+    if options.on_cpu and options.price_per_gpu_hour is not None:
+        stderr_console().print("--price-per-gpu-hour has no effect: no GPU is used")
+
+
+def _run_trials(options: CompareOptions, checked: CheckedComparison) -> ComparisonSpec:
+    """Run the batch searches, the trials and the side runs; return the specification with the batches found."""
+    rows = [row for row in checked.spec.rows() if row.name not in checked.unsupported]
+    progress = ConsoleProgress(len(rows) * (checked.spec.repeats + bool(options.side_runs)))
+    skipped, retry_failed = dict(checked.unsupported), options.retry_failed
+    try:
+        with terminate_as_interrupt(), progress, WarmStart() as warm_start:
+            runner = Runner(
+                spec=checked.spec,
+                folder=options.folder,
+                timeout_seconds=60 * options.trial_timeout_minutes,
+                nvme=checked.nvme,
+                progress=progress,
+                warm_start=warm_start if options.starts_warm else None,
+            )
+            if options.find_max_batch is not None:
+                runner, without_batch = find_largest_batches(runner, skipped, retry_failed=retry_failed)
+                skipped |= without_batch
+            runner.run(skipped, retry_failed=retry_failed)
+            run_side_runs(runner, skipped, kinds=options.side_runs, retry_failed=retry_failed)
+    except (ComparisonInterrupted, KeyboardInterrupt):
+        stderr_console().print("stopped; finished trials are kept. The same command with `--resume` resumes.")
+        raise typer.Exit(EXIT_RUN_FAILED) from None
+    return runner.spec
+
+
+def replay(options: CompareOptions) -> None:
+    """Run one row of a comparison again, and print if its speed lands where its repeats predict it."""
+    spec = with_largest_batches(read_comparison(options.folder), Ledger(options.folder / LEDGER_FILE))
+    progress = ConsoleProgress(1)
+    with comparison_lock(options.folder), terminate_as_interrupt(), progress:
+        verdict = replay_row(options, spec, progress=progress)
+    print(verdict)
+
+
+def write_report_again(folder: Path, *, price_per_gpu_hour: float | None) -> None:
+    """Write the report from results.json, with costs at another price if one is given."""
+    refuse_rehearsals([folder])
+    results = load_results(folder)
+    _publish(results if price_per_gpu_hour is None else at_price(results, price_per_gpu_hour), folder)
+
+
+def report_both(before: Path, after: Path) -> None:
+    """Report two comparisons of one job side by side, into the folder of the later one."""
+    both = before_and_after(load_results(before), load_results(after))
+    files = both.write(after if after.is_dir() else after.parent)
+    _print_table(both.rich_table())
+    for name, old, new in both.environment:
+        print(f"{name}: {old} -> {new}")
+    print(both.summary)
+    for path in files:
+        print(path)
+
+
+def _publish(results: Results, folder: Path) -> None:
+    files = write_report(results, folder)
+    _print_table(console_table(results))
+    print(summary_sentence(results))
+    for path in (files.markdown, files.html, files.results_json, files.results_csv, files.plot):
+        print(path)
+
+
+def _print_table(table: Any) -> None:
+    Console(width=max(Console().width, TABLE_COLUMNS)).print(table)

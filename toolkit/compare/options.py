@@ -1,0 +1,174 @@
+"""The options of `toolkit compare`, in one dataclass from the command line to the work.
+
+>>> options = CompareOptions(preset=("ddp",), num_processes=("1,2", "4"), output=Path("out"))
+>>> options.world_sizes, options.effective_scaling
+((1, 2, 4), 'weak')
+
+The command line is made of the annotated fields (`toolkit.cli.options.expand_options`), so a new flag is one field.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from toolkit.errors import ToolkitError
+from toolkit.flags import PROCESSES_HELP, CpuFlag, NvmePath, PresetNames, PricePerGpuHour, TrainingArguments
+from toolkit.hardware.gpus import count_gpus
+
+if TYPE_CHECKING:  # the command line loads the options without pydantic
+    from toolkit.compare.ledger import SideRunKind
+    from toolkit.compare.results import Scaling
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CompareOptions:
+    """Everything that `toolkit compare` is given. Raises ToolkitError for values that make no comparison."""
+
+    preset: PresetNames = ()
+    output: Annotated[Path | None, typer.Option(help="folder of the comparison: run folders, ledger and report")] = None
+    num_processes: Annotated[
+        tuple[str, ...],
+        typer.Option(help=f"{PROCESSES_HELP}; `1,2,4` compares several world sizes"),
+    ] = ()
+    training_arguments: TrainingArguments = ()
+    variant: Annotated[
+        tuple[str, ...],
+        typer.Option(
+            help='a preset under another name, with arguments of its own: "NAME=PRESET --argument value"; repeatable'
+        ),
+    ] = ()
+    repeats: Annotated[
+        int, typer.Option(help="trials of each row, interleaved; a single one gives no confidence interval")
+    ] = 3
+    order_seed: Annotated[int, typer.Option(help="random seed of the order of trials")] = 0
+    resume: Annotated[bool, typer.Option("--resume", help="resume the comparison in --output where it stopped")] = False
+    retry_failed: Annotated[bool, typer.Option("--retry-failed", help="with --resume: run failed trials again")] = False
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="print the command of every trial; start nothing")] = False
+    untimed_steps: Annotated[int, typer.Option(help="first steps of each trial to leave out of the measured speed")] = 2
+    target_interval: Annotated[
+        float | None,
+        typer.Option(
+            help="stop a trial once its median step time is known to this fraction; default 0.01 on GPUs, 0.03 on a"
+            " CPU or with offload; 0 for never"
+        ),
+    ] = None
+    trial_minutes: Annotated[
+        float | None, typer.Option(help="stop training after this long; the trial counts as completed")
+    ] = None
+    trial_timeout_minutes: Annotated[float, typer.Option(help="stop a trial as timed_out after this long")] = 120
+    reference: Annotated[
+        str | None, typer.Option(help="baseline preset for ratios; default ddp, or else the first preset")
+    ] = None
+    scaling: Annotated[
+        str | None,
+        typer.Option(help="across world sizes: strong (same global batch) or weak (same batch per GPU, the default)"),
+    ] = None
+    gpu: Annotated[
+        str | None, typer.Option(help="with --dry-run: predict for this GPU, for example h100; it need not be here")
+    ] = None
+    find_max_batch: Annotated[
+        int | None,
+        typer.Option(help="find the largest per-device batch size of each row up to this, and compare rows at theirs"),
+    ] = None
+    replay: Annotated[Path | None, typer.Option(help="folder of a comparison: run its --row again", metavar="DIR")] = (
+        None
+    )
+    row: Annotated[str | None, typer.Option(help="with --replay: the row to run, for example zero2-n2")] = None
+    profile: Annotated[
+        bool,
+        typer.Option("--profile", help="run each row once more under the profiler: communication, and a timeline"),
+    ] = False
+    measure_save: Annotated[
+        bool,
+        typer.Option("--measure-save", help="run each row once more and save a checkpoint: seconds and bytes"),
+    ] = False
+    price_per_gpu_hour: PricePerGpuHour = None
+    cpu: CpuFlag = None
+    warm_start: Annotated[
+        bool | None,
+        typer.Option(
+            "--warm-start/--cold-start",
+            help="fork the ranks of each trial from a process that has imported the libraries, instead of starting"
+            " Python anew; the default on a CPU",
+        ),
+    ] = None
+    nvme_path: NvmePath = None
+
+    def __post_init__(self) -> None:
+        required = {"row": self.row} if self.replay else {"num-processes": self.num_processes, "output": self.output}
+        for name, given in required.items():
+            if not given:
+                raise ToolkitError(f"missing option '--{name}'", hint="see `toolkit compare --help`")
+        for name, value in {"repeats": self.repeats, "find-max-batch": self.find_max_batch}.items():
+            if value is not None and value < 1:
+                raise ToolkitError(f"--{name} is {value}, expected 1 or more")
+        if self.untimed_steps < 0:
+            raise ToolkitError(f"--untimed-steps is {self.untimed_steps}, expected 0 or more")
+        if self.trial_minutes is not None and not self.trial_minutes > 0:
+            raise ToolkitError(f"--trial-minutes is {self.trial_minutes:g}, expected more than 0")
+        if self.target_interval is not None and not 0 <= self.target_interval < 1:
+            raise ToolkitError(f"--target-interval is {self.target_interval}, expected a fraction from 0 to below 1")
+        if self.gpu is not None and not self.dry_run:
+            raise ToolkitError("--gpu needs --dry-run: trials run on the GPUs of this node", hint="add `--dry-run`")
+        self._check_scaling()
+
+    def _check_scaling(self) -> None:
+        if self.scaling not in (None, "strong", "weak"):
+            raise ToolkitError(f"--scaling is {self.scaling!r}, expected strong or weak")
+        if self.replay is None and len(self.world_sizes) == 1 and self.scaling is not None:
+            raise ToolkitError("--scaling needs several numbers of processes", hint="`--num-processes 1,2`")
+        if self.scaling == "strong" and self.find_max_batch is not None:
+            raise ToolkitError(
+                "--find-max-batch does not go with --scaling strong: each chooses the micro-batches",
+                hint="leave one of them out; weak scaling compares each row at its largest micro-batch",
+            )
+
+    @property
+    def folder(self) -> Path:
+        """The comparison's folder: `output`, or with `replay` the one whose row runs again."""
+        folder = self.replay or self.output
+        assert folder is not None
+        return folder
+
+    @property
+    def world_sizes(self) -> tuple[int, ...]:
+        """`num_processes` as numbers, each once, in the given order."""
+        words = [word.strip() for word in ",".join(self.num_processes).split(",")]
+        for word in words:
+            if not word.isdigit():
+                raise ToolkitError(f"--num-processes is {word!r}, expected whole numbers: `--num-processes 1,2,4`")
+        return tuple(dict.fromkeys(map(int, words)))
+
+    @property
+    def effective_scaling(self) -> Scaling | None:
+        """Weak unless given otherwise; None with a single world size."""
+        if len(self.world_sizes) == 1:
+            return None
+        return "strong" if self.scaling == "strong" else "weak"
+
+    @property
+    def on_cpu(self) -> bool:
+        """True if the trials run on the CPU; never when predicting for a named GPU."""
+        if self.gpu is not None:
+            return False
+        return count_gpus() == 0 if self.cpu is None else self.cpu
+
+    @property
+    def starts_warm(self) -> bool:
+        """True if runs are forked from one fork server; by default only where that is measured to change nothing."""
+        return self.on_cpu if self.warm_start is None else self.warm_start
+
+    @property
+    def predicted_gpus(self) -> int | None:
+        """Number of GPUs to predict for with `gpu`; None if the GPUs of this node count."""
+        return None if self.gpu is None else max(self.world_sizes)
+
+    @property
+    def side_runs(self) -> tuple[SideRunKind, ...]:
+        """Kinds of the side runs of each row."""
+        wanted: dict[SideRunKind, bool] = {"profile": self.profile, "save": self.measure_save}
+        return tuple(kind for kind in wanted if wanted[kind])

@@ -1,0 +1,119 @@
+"""What is known of a trial before it runs: its memory, from the planner, and its duration.
+
+The duration comes from trials in the ledger, else from the planner's step time. On a CPU none is known before a first
+trial.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterable, Mapping
+from typing import Literal, NamedTuple
+
+from toolkit.compare.ledger import LedgerRecord, TrialRecord
+from toolkit.compare.result_values import RowKey
+from toolkit.compare.specification import ComparisonSpec
+from toolkit.errors import ToolkitError
+from toolkit.hardware.gpu_table import Gpu
+from toolkit.models.read_model import read_model
+from toolkit.models.shape import ModelShape
+from toolkit.plan.interconnect import Interconnect
+from toolkit.plan.job import TrainingSetup, check_job
+from toolkit.plan.memory import plan_memory
+from toolkit.plan.planned_run import job_from_arguments
+from toolkit.plan.step_time import step_time
+from toolkit.presets import load_preset
+from toolkit.run.script_arguments import integer
+
+Source = Literal["trials", "planner", "other trials"]
+# When the training script ends a run early (toolkit/train/metrics/early_stopping.py): it decides after every fifth step
+# once ten steps are timed, and all ranks end two steps later.
+MIN_TIMED_STEPS, DECISION_INTERVAL, STEPS_AFTER_DECISION = 10, 5, 2
+
+
+class PlannedMemory(NamedTuple):
+    """Peak of one rank; None where nothing is planned."""
+
+    peak_bytes: int | None = None
+    """As the driver reports it for the process."""
+    allocated_bytes: int | None = None
+    """As the allocator reports it."""
+
+
+class ExpectedDuration(NamedTuple):
+    """Seconds of one trial, and their source."""
+
+    low: float
+    high: float
+    source: Source
+
+
+def read_shape(model: str) -> ModelShape | None:
+    """Return a model's shape; None if its configuration cannot be read or its architecture is unknown."""
+    with contextlib.suppress(ToolkitError, OSError, ImportError):
+        return read_model(model)
+    return None
+
+
+def planned_memory(spec: ComparisonSpec, row: RowKey, *, shape: ModelShape | None) -> PlannedMemory:
+    """Return the planner's prediction for sequences of full length on GPUs; unknown on a CPU or without a shape."""
+    if spec.cpu or shape is None:
+        return PlannedMemory()
+    with contextlib.suppress(ToolkitError):
+        job = job_from_arguments(spec.arguments(row))
+        check_job(job, shape)
+        preset = load_preset(spec.preset_sources[row.preset])
+        plan = plan_memory(shape, preset, world_size=row.world_size, job=job)
+        return PlannedMemory(plan.planned_peak_bytes, plan.peak.allocated_bytes)
+    return PlannedMemory()
+
+
+def expected_duration(
+    row: RowKey,
+    records: Mapping[str, LedgerRecord],
+    spec: ComparisonSpec,
+    *,
+    shape: ModelShape | None = None,
+    gpu: Gpu | None = None,
+) -> ExpectedDuration | None:
+    """Return the seconds of one trial of the row, lowest and highest; None if nothing is known.
+
+    The row's own trials in the ledger come first, then the planner's step time, then the trials of other rows. Probes
+    and side runs count for nothing: they have few steps.
+    """
+    trials = [record for record in records.values() if isinstance(record, TrialRecord) and record.completed]
+    own = [trial for trial in trials if trial.key == row]
+    return _range_of(own, "trials") or _planned_duration(row, spec, shape, gpu) or _range_of(trials, "other trials")
+
+
+def _range_of(trials: Iterable[TrialRecord], source: Source) -> ExpectedDuration | None:
+    seconds = [trial.wall_seconds for trial in trials if trial.wall_seconds]
+    return ExpectedDuration(min(seconds), max(seconds), source) if seconds else None
+
+
+def _planned_duration(
+    row: RowKey, spec: ComparisonSpec, shape: ModelShape | None, gpu: Gpu | None
+) -> ExpectedDuration | None:
+    """The steps alone, with sequences of full length; what comes before and after them is not planned."""
+    arguments = spec.arguments(row)
+    steps = integer(arguments, "max_steps", 0)
+    if spec.cpu or shape is None or gpu is None or steps <= 0:
+        return None
+    with contextlib.suppress(ToolkitError):
+        job, preset = job_from_arguments(arguments), load_preset(spec.preset_sources[row.preset])
+        setup = TrainingSetup(shape=shape, preset=preset, world_size=row.world_size, job=job)
+        planned = step_time(setup, Interconnect(gpu=gpu, world_size=row.world_size))
+        if planned is not None:
+            low, high = planned.step_seconds
+            limit = math.inf if spec.trial_minutes is None else 60 * spec.trial_minutes
+            return ExpectedDuration(low * _fewest_steps(spec, steps), min(high * steps, limit), "planner")
+    return None
+
+
+def _fewest_steps(spec: ComparisonSpec, steps: int) -> int:
+    """Steps after which a trial can end early at the soonest."""
+    if spec.target_interval is None:
+        return steps
+    first_decision = DECISION_INTERVAL * math.ceil((spec.untimed_steps + MIN_TIMED_STEPS) / DECISION_INTERVAL)
+    return min(steps, first_decision + STEPS_AFTER_DECISION)

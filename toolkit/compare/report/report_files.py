@@ -1,0 +1,85 @@
+"""Write a report's files into a folder, each completely or not at all."""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import io
+import json
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from toolkit.compare.columns import columns_of
+from toolkit.compare.report.png_plot import plot_png
+from toolkit.compare.report.rendering import PLOT_FILE, html_text, markdown_text
+from toolkit.compare.report.table_model import one_line
+from toolkit.compare.results import RESULTS_FILE, Results
+from toolkit.compare.rows import Row
+from toolkit.errors import ToolkitError
+
+CSV_COLUMNS = tuple(key for key, column in columns_of(Row).items() if column.in_csv)
+"""In the order of the declarations; readers rely on it, so new keys go to the end."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReportFiles:
+    """Paths of a report's files, in the order in which they are written."""
+
+    results_json: Path
+    results_csv: Path
+    markdown: Path
+    html: Path
+    plot: Path
+
+
+def write_report(results: Results, folder: str | Path) -> ReportFiles:
+    """Write the files of a comparison, the data first, so that it survives a failing plot.
+
+    Raises ToolkitError for a folder that cannot be written.
+    """
+    folder = Path(folder)
+    return ReportFiles(
+        results_json=write_text(folder / RESULTS_FILE, lambda: json_text(results)),
+        results_csv=write_text(folder / "results.csv", lambda: csv_text(results)),
+        markdown=write_text(folder / "report.md", lambda: markdown_text(results)),
+        html=write_text(folder / "report.html", lambda: html_text(results)),
+        plot=_write(folder / PLOT_FILE, lambda: plot_png(results)),
+    )
+
+
+def json_text(results: Results) -> str:
+    """Return `results.json` as it is written: indented, and strict JSON (an unknown is null, never NaN)."""
+    return json.dumps(results.model_dump(mode="json"), indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+
+
+def csv_text(results: Results) -> str:
+    """Return `results.csv`: a header, then one line per row; unknowns are empty, messages are one line."""
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(CSV_COLUMNS)
+    for row in results.rows:
+        values = (getattr(row, key) for key in CSV_COLUMNS)
+        writer.writerow([one_line(value) if isinstance(value, str) else value for value in values])
+    return text.getvalue()
+
+
+def write_text(file: Path, render: Callable[[], str]) -> Path:
+    """Write a text completely or not at all; a byte of a log that is not text becomes a question mark."""
+    return _write(file, lambda: render().encode("utf-8", errors="replace"))
+
+
+def _write(file: Path, render: Callable[[], bytes]) -> Path:
+    """Write to a temporary name beside the file, then rename: a reader sees the old file or the new one."""
+    content = render()
+    temporary = file.with_name(f".{file.name}.{os.getpid()}.tmp")
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        temporary.write_bytes(content)
+        temporary.replace(file)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+        raise ToolkitError(f"cannot write {file}: {error.strerror}", hint="name another folder") from error
+    return file

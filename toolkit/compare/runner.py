@@ -1,0 +1,164 @@
+"""Run the trials of a comparison: each in fresh processes, each in the ledger before the next one starts."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from toolkit.compare.ledger import LEDGER_FILE, Ledger, LedgerRecord, RunRecord, TrialRecord, trials_of
+from toolkit.compare.result_values import RowKey
+from toolkit.compare.run_record import read_run_record
+from toolkit.compare.specification import ComparisonSpec, Trial
+from toolkit.errors import ToolkitError
+from toolkit.rehearse.rehearsed_rank import refuse_rehearsals
+from toolkit.run import status
+from toolkit.run.environment import inherited_environment
+from toolkit.run.folder import RunFolder
+from toolkit.run.launch import command_of, run_training
+from toolkit.run.nvme import NvmeDisk
+from toolkit.run.options import TrainOptions
+from toolkit.run.warm_start import WarmStart
+
+# Ranks notice within seconds that the launcher is gone; a save that is under way may take longer.
+ORPHAN_SECONDS = 120.0
+
+
+class TrialProgress(Protocol):
+    """Receives what happens while the runs of a comparison take place."""
+
+    def start(self, name: str) -> None:
+        """Report that a trial or a side run starts."""
+
+    def output_line(self, line: str) -> None:
+        """Receive a line of the current run's output."""
+
+    def finish(self, record: RunRecord, *, from_ledger: bool = False) -> None:
+        """Report the outcome of a trial or a side run; `from_ledger` if an earlier command ran it."""
+
+    def finish_probe(self, record: RunRecord) -> None:
+        """Report the outcome of a probe, which is not counted."""
+
+    def skip(self, name: str, reason: str) -> None:
+        """Report a trial that is not run."""
+
+
+class ComparisonInterrupted(Exception):
+    """A signal ended the comparison; the ledger has every trial that finished."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Runner:
+    """Runs the trials of one comparison into its folder."""
+
+    spec: ComparisonSpec
+    folder: Path
+    timeout_seconds: float | None
+    """Of one run, which then ends as `timed_out`."""
+    nvme: Mapping[str, NvmeDisk | None]
+    """The disk of each preset that swaps to one, by the name under which the preset is compared."""
+    progress: TrialProgress
+    warm_start: WarmStart | None = None
+    """Runs are forked from it; None starts each cold."""
+
+    @property
+    def ledger(self) -> Ledger:
+        """The ledger in the folder."""
+        return Ledger(self.folder / LEDGER_FILE)
+
+    def run(self, unsupported: Mapping[str, str], *, retry_failed: bool) -> None:
+        """Run every trial that the ledger lacks; after a failure the other repeats of its row are skipped.
+
+        `unsupported` maps the rows that are not run to the reason. Raises ComparisonInterrupted on a signal.
+        """
+        trials = self.spec.trials()
+        refuse_rehearsals([self.folder / "trials" / trial.id for trial in trials])
+        retried = self._failed_trials() if retry_failed else set()
+        for position, trial in enumerate(trials):
+            if trial.row.name in unsupported:
+                continue
+            finished = {name: record for name, record in self.ledger.read().items() if name not in retried}
+            done = finished.get(trial.id)
+            if done is not None:
+                self.progress.finish(done, from_ledger=True)
+            elif failed := failed_repeat(finished, trial):
+                self.progress.skip(trial.id, f"{failed.trial} ended as {failed.status}")
+            else:
+                self.progress.start(trial.id)
+                run_folder = self.start_run(trial.row, self.folder / "trials" / trial.id)
+                self._record(trial, run_folder, position)
+                retried.discard(trial.id)
+
+    def _failed_trials(self) -> set[str]:
+        return {name for name, record in self.ledger.read().items() if not record.completed}
+
+    def start_run(self, row: RowKey, output_dir: Path, extra_arguments: Sequence[str] = ()) -> RunFolder:
+        """Train one row in fresh processes until it ends: the one place where a comparison starts a run.
+
+        A run that completed before its line was in the ledger is not repeated.
+        Raises ComparisonInterrupted on a signal.
+        """
+        run_folder = RunFolder(output_dir)
+        wait_until_free(run_folder)
+        if (run_folder.read_run() or {}).get("status") == status.COMPLETED:
+            return run_folder
+        options = TrainOptions(
+            preset=self.spec.preset_sources[row.preset],
+            num_processes=row.world_size,
+            training_arguments=(*self.spec.training_argv(row, output_dir), *extra_arguments),
+            cpu=self.spec.cpu,
+            timeout_minutes=None if self.timeout_seconds is None else self.timeout_seconds / 60,
+            stop_minutes=0,  # an interrupted trial is repeated from its beginning: no checkpoint
+        )
+        nvme, on_line = self.nvme.get(row.preset), self.progress.output_line
+        command = command_of(options, nvme=nvme)
+        fork_server = None
+        if self.warm_start is not None:
+            environment = inherited_environment() | command.environment
+            fork_server = self.warm_start.socket_path(environment, on_line=on_line)
+        result = run_training(
+            command,
+            options=options,
+            output_dir=output_dir,
+            nvme=nvme,
+            on_line=on_line,
+            fork_server=fork_server,
+        )
+        if result.status == status.INTERRUPTED:
+            raise ComparisonInterrupted
+        return run_folder
+
+    def _record(self, trial: Trial, run_folder: RunFolder, position: int) -> None:
+        untimed_steps = self.spec.untimed_steps
+        measured = read_run_record(trial, run_folder, self.folder, untimed_steps=untimed_steps, position=position)
+        record = TrialRecord.of(measured)
+        self.ledger.append(record)
+        self.progress.finish(record)
+
+
+def wait_until_free(folder: RunFolder, seconds: float = ORPHAN_SECONDS) -> None:
+    """Wait until the processes of a killed runner, which hold the folder, have ended.
+
+    Raises ToolkitError if they still hold it after `seconds`.
+    """
+    deadline = time.monotonic() + seconds
+    while True:
+        try:
+            lock = folder.hold()
+        except ToolkitError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.2)
+            continue
+        if lock is not None:
+            os.close(lock)
+        return
+
+
+def failed_repeat(records: Mapping[str, LedgerRecord], trial: Trial) -> TrialRecord | None:
+    """Return another repeat of the trial's row that failed; what ran out of memory once would do so again."""
+    repeats = trials_of(records, trial.row)
+    return next((record for record in repeats if record.trial != trial.id and not record.completed), None)

@@ -1,0 +1,209 @@
+"""What repeated trials allow to be claimed: intervals of speeds and ratios, differences, ranks and scaling.
+
+>>> difference((0.71, 0.78))
+'slower'
+
+The unit is the trial, never the step: the steps of one process share its placement, clocks and neighbors, so they vary
+less than processes do, and an interval over pooled steps would find differences between a preset and itself. Each
+trial gives one figure; the interval is Student's t over the logarithms of the trials' figures, because speeds vary by
+factors. The variance between the steps of a trial is inside the trial's figure, and so in the interval. Resampling
+three trials is no alternative: the bootstrap of so few clusters is too narrow (Cameron, Gelbach and Miller 2008,
+"Bootstrap-based improvements for inference with clustered errors"). Method: Kalibera and Jones 2013, "Rigorous
+benchmarking in reasonable time"; Georges, Buytaert and Eeckhout 2007, "Statistically rigorous Java performance
+evaluation".
+
+A ratio is the difference of two means of logarithms, with Welch's degrees of freedom: an offloading preset varies more
+than another. Trials are interleaved, so a drift during the comparison widens both sides and favors none.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from toolkit.compare.result_values import Difference, Interval, RowKey
+from toolkit.compare.rows import Row
+from toolkit.compare.specification import ComparisonSpec
+from toolkit.compare.trial_figures import TrialResult
+
+CONFIDENCE = 0.95
+# One false claim in a hundred comparisons of a preset with itself; at 95 % it would be one in twenty. When many rows
+# are compared with the baseline, all of them together make a false claim in at most one comparison of twenty
+# (Bonferroni).
+PAIR_ERROR = 0.01
+COMPARISON_ERROR = 0.05
+METHOD = (
+    "95 % Student t interval over the logarithms of the repeats' figures; a ratio by Welch's t at ratio_confidence:"
+    " 99 %, or more where over 5 rows are compared, so that a comparison without differences claims one at most once"
+    " in twenty"
+)
+SIMPSON_INTERVALS = 200
+
+Speeds = Mapping[RowKey, Sequence[float]]
+"""Tokens per second of each repeat of a row, over the same steps in all trials with its number of processes."""
+
+
+# Figures of several trials
+
+
+def geometric_mean(figures: Sequence[float]) -> float:
+    """Return the center of the figures of several trials."""
+    return math.exp(math.fsum(map(math.log, figures)) / len(figures))
+
+
+def mean_interval(figures: Sequence[float], confidence: float = CONFIDENCE) -> Interval | None:
+    """Return the interval of the geometric mean; None with fewer than two figures."""
+    if len(figures) < 2:
+        return None
+    logs = [math.log(figure) for figure in figures]
+    half = student_t(confidence, len(logs) - 1) * statistics.stdev(logs) / math.sqrt(len(logs))
+    return _exp_interval(statistics.fmean(logs), half)
+
+
+def prediction_interval(figures: Sequence[float], confidence: float = CONFIDENCE) -> Interval | None:
+    """Return the interval that one more repeat lies in, wider than that of the mean; None with fewer than two."""
+    if len(figures) < 2:
+        return None
+    logs = [math.log(figure) for figure in figures]
+    half = student_t(confidence, len(logs) - 1) * statistics.stdev(logs) * math.sqrt(1 + 1 / len(logs))
+    return _exp_interval(statistics.fmean(logs), half)
+
+
+def ratio_interval(own: Sequence[float], other: Sequence[float], confidence: float) -> Interval | None:
+    """Return the interval of the ratio of two geometric means; None with fewer than two repeats of either."""
+    if min(len(own), len(other)) < 2:
+        return None
+    logs = [[math.log(figure) for figure in figures] for figures in (own, other)]
+    errors = [statistics.variance(values) / len(values) for values in logs]
+    middle = statistics.fmean(logs[0]) - statistics.fmean(logs[1])
+    if sum(errors) == 0:
+        return _exp_interval(middle, 0.0)
+    freedom = sum(errors) ** 2 / sum(e**2 / (len(v) - 1) for e, v in zip(errors, logs, strict=True))
+    return _exp_interval(middle, student_t(confidence, freedom) * math.sqrt(sum(errors)))
+
+
+def ratio_confidence(num_ratios: int) -> float:
+    """Return the confidence level of each of this many ratios in one comparison."""
+    return 1 - min(PAIR_ERROR, COMPARISON_ERROR / max(1, num_ratios))
+
+
+def difference(ratio: Interval | None) -> Difference | None:
+    """Return the claim that a ratio's interval supports; None without an interval."""
+    if ratio is None:
+        return None
+    low, high = ratio
+    if low > 1:
+        return "faster"
+    return "slower" if high < 1 else "no difference seen"
+
+
+def student_t(confidence: float, freedom: float) -> float:
+    """Return the two-sided quantile of Student's t, for fractional degrees of freedom too.
+
+    >>> round(student_t(0.95, 2), 3)
+    4.303
+    """
+    # With t = sqrt(freedom) * tan(angle) the density is proportional to cos(angle) ** (freedom - 1).
+    low, high = 0.0, math.pi / 2
+    total = math.sqrt(math.pi) / 2 * math.exp(math.lgamma(freedom / 2) - math.lgamma((freedom + 1) / 2))
+    while high - low > 1e-10:
+        middle = (low + high) / 2
+        low, high = (middle, high) if _cosine_area(middle, freedom - 1) < confidence * total else (low, middle)
+    return math.sqrt(freedom) * math.tan(low)
+
+
+def _cosine_area(angle: float, power: float) -> float:
+    """Integral of cos(x) ** power from 0 to `angle`, by Simpson's rule."""
+    width = angle / SIMPSON_INTERVALS
+    weights = (1 if i in (0, SIMPSON_INTERVALS) else 4 if i % 2 else 2 for i in range(SIMPSON_INTERVALS + 1))
+    return width / 3 * math.fsum(weight * math.cos(i * width) ** power for i, weight in enumerate(weights))
+
+
+def _exp_interval(middle: float, half: float) -> Interval:
+    return math.exp(middle - half), math.exp(middle + half)
+
+
+# Rows of a comparison
+
+
+def common_steps(trials: Sequence[TrialResult]) -> int:
+    """Return the number of timed steps that every completed trial has."""
+    return min((len(trial.timed_step_numbers) for trial in trials if trial.completed), default=0)
+
+
+def speeds_of(trials: Sequence[TrialResult], steps: int) -> list[float]:
+    """Return the tokens per second of each repeat over its first timed steps."""
+    speeds = []
+    for trial in trials:
+        numbers = trial.timed_step_numbers[:steps]
+        seconds = sum(trial.step_seconds[number - 1] or 0.0 for number in numbers)
+        speeds.append(sum(trial.step_tokens[number - 1] for number in numbers) / seconds)
+    return speeds
+
+
+def has_speed(row: Row) -> bool:
+    """Return True if the row completed and its speed is not withheld."""
+    return row.completed and row.tokens_per_second is not None
+
+
+def compare_with_baseline(row: Row, rows: Sequence[Row], speeds: Speeds, spec: ComparisonSpec) -> dict[str, Any]:
+    """Return the row's ratio to the baseline with its claim, and its scaling, as columns."""
+    if row.key not in speeds:
+        return {"ratio_to_reference": None}
+    own, baseline = speeds[row.key], spec.baseline(row.world_size)
+    columns: dict[str, Any] = _scaling(row, rows)
+    if baseline not in speeds:
+        return columns | {"ratio_to_reference": None}
+    if row.key == baseline:
+        return columns | {"ratio_to_reference": 1.0, "difference": "reference"}
+    interval = ratio_interval(own, speeds[baseline], confidence_of(rows))
+    return columns | {
+        "ratio_to_reference": geometric_mean(own) / geometric_mean(speeds[baseline]),
+        "ratio_interval": interval,
+        "difference": difference(interval),
+    }
+
+
+def confidence_of(rows: Sequence[Row]) -> float:
+    """Return the confidence level of each ratio to a baseline, of which there is one per number of processes."""
+    return ratio_confidence(len(rows) - len({row.world_size for row in rows}))
+
+
+def _scaling(row: Row, rows: Sequence[Row]) -> dict[str, float]:
+    """Speed relative to the same preset with the fewest processes; nothing if it ran with a single number."""
+    speed_by_size = {
+        other.world_size: other.tokens_per_second or 0.0
+        for other in rows
+        if other.preset == row.preset and has_speed(other)
+    }
+    if len(speed_by_size) == 1:
+        return {}
+    fewest = min(speed_by_size)
+    speed_up = speed_by_size[row.world_size] / speed_by_size[fewest]
+    return {"speed_up": speed_up, "scaling_efficiency": speed_up / (row.world_size / fewest)}
+
+
+def rank_of(row: Row, rows: Sequence[Row], speeds: Speeds) -> int | None:
+    """Return the row's place among those of its number of processes and group.
+
+    None unless the row is separated from every other of them, at a confidence for all pairs together.
+    """
+    peers = [
+        other
+        for other in rows
+        if other.key in speeds and (other.world_size, other.group) == (row.world_size, row.group)
+    ]
+    if row not in peers or len(peers) < 2:
+        return None
+    confidence = ratio_confidence(len(list(itertools.combinations(peers, 2))))
+    claims = [
+        difference(ratio_interval(speeds[other.key], speeds[row.key], confidence))
+        for other in peers
+        if other is not row
+    ]
+    if any(claim not in ("faster", "slower") for claim in claims):
+        return None
+    return 1 + claims.count("faster")

@@ -1,0 +1,286 @@
+"""The specification of a comparison: its rows, its trials and their order, and the job that all of them train.
+
+>>> Trial(row=RowKey(preset="zero2", world_size=2), repeat=0).id
+'zero2-n2-r0'
+
+It is `comparison.json` in the comparison's folder. A comparison is resumed only with an equal specification.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from toolkit.compare.options import CompareOptions
+from toolkit.compare.result_values import RowKey
+from toolkit.compare.results import Scaling
+from toolkit.compare.variants import Variant
+from toolkit.errors import ToolkitError
+from toolkit.presets import Preset
+from toolkit.presets.preset import QUANTIZED_KEYS
+from toolkit.run.folder import read_json, write_json
+from toolkit.run.script_arguments import DEFAULT_BATCH, integer, read_arguments
+
+BATCH_ARGUMENT = "per_device_train_batch_size"
+SPEC_FILE = "comparison.json"
+SPEC_VERSION = 2  # version 1 had one repeat of each trial
+# Half the 95 % CI of a trial's median step, over the median. Offloading waits for host memory, and a CPU for its
+# neighbors: both vary more from step to step.
+TARGET_INTERVAL_ON_GPU, TARGET_INTERVAL_ON_CPU = 0.01, 0.03
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Trial:
+    """One repeat of a row, in fresh processes."""
+
+    row: RowKey
+    repeat: int
+
+    @property
+    def id(self) -> str:
+        """The trial's name in the ledger, and that of its run folder."""
+        return f"{self.row.name}-r{self.repeat}"
+
+
+class ExpectedStrategy(BaseModel):
+    """What the trials of a preset must report to be in effect, and what sets the preset apart by design."""
+
+    model_config = ConfigDict(frozen=True)
+
+    engine: str
+    sharding: str
+    quantises: bool
+    """True if the preset quantizes what it communicates."""
+
+
+# Attributes of `ComparisonSpec` that comparison.json has under another key.
+_JSON_KEYS = {"expected": "promises", "preset_sources": "loads", "world_sizes": "num_processes"}
+
+
+class ComparisonSpec(BaseModel):
+    """What is compared; two comparisons with equal specifications may share a folder."""
+
+    model_config = ConfigDict(
+        frozen=True, populate_by_name=True, alias_generator=lambda name: _JSON_KEYS.get(name, name)
+    )
+
+    presets: tuple[str, ...]
+    """Names of the presets, then of the variants."""
+    preset_files: dict[str, dict[str, str]]
+    """Name to the text of each file of its preset."""
+    expected: dict[str, ExpectedStrategy]
+    """Name to what its trials must report."""
+    preset_sources: dict[str, str]
+    """Name to what `load_preset` takes."""
+    extra_arguments: dict[str, tuple[str, ...]]
+    """Name of a variant to the training arguments that it alone has."""
+    world_sizes: tuple[int, ...]
+    training_arguments: tuple[str, ...]
+    untimed_steps: int
+    reference: str
+    """Name of the baseline."""
+    cpu: bool
+    repeats: int = 1
+    order_seed: int = 0
+    target_interval: float | None = None
+    """None runs all steps."""
+    trial_minutes: float | None = None
+    scaling: Scaling | None = None
+    find_max_batch: int | None = None
+    """Upper bound of the search for each row's largest micro-batch."""
+    batches: dict[str, dict[str, int]] = {}
+    """Row name to the batch arguments that it alone has: from strong scaling, or from a batch search."""
+
+    def rows(self) -> list[RowKey]:
+        """Return the rows in the order of the options: by world size, then by preset."""
+        return [RowKey(preset=preset, world_size=size) for size in self.world_sizes for preset in self.presets]
+
+    def trials(self) -> list[Trial]:
+        """Return the trials in running order: one round per repeat, each shuffled by `order_seed`."""
+        rows, shuffle = self.rows(), random.Random(self.order_seed)
+        ordered = []
+        for repeat in range(self.repeats):
+            round_of_rows = shuffle.sample(rows, len(rows)) if self.repeats > 1 else rows
+            ordered += [Trial(row=row, repeat=repeat) for row in round_of_rows]
+        return ordered
+
+    def trials_of(self, row: RowKey) -> list[Trial]:
+        """Return the repeats of one row."""
+        return [Trial(row=row, repeat=repeat) for repeat in range(self.repeats)]
+
+    @property
+    def model(self) -> str:
+        """The model that all trials train: a hub id or a path."""
+        return str(read_arguments(self.training_arguments).get("model_name_or_path"))
+
+    def baseline(self, world_size: int) -> RowKey:
+        """Return the baseline's row with this number of processes."""
+        return RowKey(preset=self.reference, world_size=world_size)
+
+    def arguments(self, row: RowKey) -> dict[str, Any]:
+        """Return a row's training arguments by name, without those that the comparison adds."""
+        argv = [*self.training_arguments, *self.extra_arguments.get(row.preset, ())]
+        return read_arguments(argv) | self.batches.get(row.name, {})
+
+    def training_argv(self, row: RowKey, output_dir: Path) -> list[str]:
+        """Return the user's arguments, then the row's, then the comparison's."""
+        added: dict[str, Any] = {
+            **self.batches.get(row.name, {}),
+            "output_dir": output_dir,
+            "save_model": "false",
+            "save_strategy": "no",
+            "untimed_steps": self.untimed_steps,
+        }
+        if self.target_interval is not None:
+            added["stop_when_steps_within"] = self.target_interval
+        if self.trial_minutes is not None:
+            added["stop_after_minutes"] = self.trial_minutes
+        flags = [word for name, value in added.items() for word in (f"--{name}", str(value))]
+        return [*self.training_arguments, *self.extra_arguments.get(row.preset, ()), *flags]
+
+    def expected_facts(self, row: RowKey) -> dict[str, Any]:
+        """Return the engine and sharding that a row's trials must report.
+
+        On one GPU accelerate wraps nothing for `ddp`: there is no other rank to reduce with.
+        """
+        expected = self.expected[row.preset]
+        unwrapped = expected.engine == "ddp" and row.world_size == 1 and not self.cpu
+        return {"engine": "none" if unwrapped else expected.engine, "sharding": expected.sharding}
+
+    def with_batches(self, batches: Mapping[str, dict[str, int]]) -> Self:
+        """Return the same comparison with other batch arguments by row name."""
+        return self.model_copy(update={"batches": dict(batches)})
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the content of comparison.json."""
+        return {"schema_version": SPEC_VERSION, **self.model_dump(mode="json", by_alias=True)}
+
+
+def make_specification(options: CompareOptions, variants: Sequence[Variant]) -> ComparisonSpec:
+    """Return the comparison that the options describe. Raises ToolkitError for an impossible baseline or batch."""
+    names = [variant.name for variant in variants]
+    baseline = options.reference or ("ddp" if "ddp" in names else names[0])
+    if baseline not in names:
+        raise ToolkitError(f"--reference {baseline} is not among the presets compared: {', '.join(names)}")
+    return ComparisonSpec(
+        presets=tuple(names),
+        preset_files={variant.name: variant.preset.texts() for variant in variants},
+        expected={variant.name: expected_strategy(variant.preset) for variant in variants},
+        preset_sources={variant.name: variant.source for variant in variants},
+        extra_arguments={variant.name: variant.extra_arguments for variant in variants if variant.extra_arguments},
+        world_sizes=options.world_sizes,
+        training_arguments=tuple(options.training_arguments),
+        untimed_steps=options.untimed_steps,
+        reference=baseline,
+        cpu=options.on_cpu,
+        repeats=options.repeats,
+        order_seed=options.order_seed,
+        target_interval=_target_interval(options, variants),
+        trial_minutes=options.trial_minutes,
+        scaling=options.effective_scaling,
+        find_max_batch=options.find_max_batch,
+        batches=_strong_scaling(options, names) if options.effective_scaling == "strong" else {},
+    )
+
+
+def expected_strategy(preset: Preset) -> ExpectedStrategy:
+    """Return what the trials of a preset must report."""
+    zero = (preset.deepspeed_config() or {}).get("zero_optimization") or {}
+    quantises = any(zero.get(key) for key in QUANTIZED_KEYS)
+    return ExpectedStrategy(engine=preset.engine, sharding=preset.sharding, quantises=quantises)
+
+
+def _target_interval(options: CompareOptions, variants: Sequence[Variant]) -> float | None:
+    if options.target_interval is not None:
+        return options.target_interval or None
+    offloads = any(variant.preset.offload_optimizer or variant.preset.offload_param for variant in variants)
+    return TARGET_INTERVAL_ON_CPU if options.on_cpu or offloads else TARGET_INTERVAL_ON_GPU
+
+
+def _strong_scaling(options: CompareOptions, names: Sequence[str]) -> dict[str, dict[str, int]]:
+    batches = strong_scaling_batches(read_arguments(options.training_arguments), options.world_sizes)
+    return {RowKey(preset=name, world_size=size).name: batch for size, batch in batches.items() for name in names}
+
+
+def strong_scaling_batches(arguments: Mapping[str, Any], world_sizes: Sequence[int]) -> dict[int, dict[str, int]]:
+    """Return the batch arguments for each world size that keep the global batch of the smallest one.
+
+    Fewer accumulation steps come first, then smaller micro-batches.
+
+    >>> strong_scaling_batches({"per_device_train_batch_size": 4}, [1, 2])[2]
+    {'per_device_train_batch_size': 2, 'gradient_accumulation_steps': 1}
+    """
+    arguments = dict(arguments)
+    micro_batch = integer(arguments, BATCH_ARGUMENT, DEFAULT_BATCH)
+    global_batch = micro_batch * integer(arguments, "gradient_accumulation_steps", 1) * min(world_sizes)
+    found: dict[int, dict[str, int]] = {}
+    for size in world_sizes:
+        if global_batch % size:
+            raise ToolkitError(
+                f"--scaling strong: a global batch of {global_batch} sequences cannot be shared by {size} processes",
+                hint=f"`--gradient_accumulation_steps` so that it is a multiple of {size}, or `--scaling weak`",
+            )
+        per_rank = global_batch // size
+        own = max(batch for batch in range(1, min(micro_batch, per_rank) + 1) if per_rank % batch == 0)
+        found[size] = {BATCH_ARGUMENT: own, "gradient_accumulation_steps": per_rank // own}
+    return found
+
+
+def open_comparison(folder: Path, spec: ComparisonSpec, *, resume: bool) -> None:
+    """Write the specification into a new folder, or compare it with the one that is resumed.
+
+    Raises ToolkitError for a folder that holds a comparison without `resume`, that holds another comparison, or that
+    cannot be written.
+    """
+    present, wanted = read_json(folder / SPEC_FILE), spec.as_json()
+    if present is None:
+        try:
+            write_json(folder / SPEC_FILE, wanted)
+        except OSError as error:
+            raise ToolkitError(f"--output {folder} cannot be written: {error.strerror}") from None
+        return
+    if not resume:
+        raise ToolkitError(f"{folder} already holds a comparison", hint="add `--resume`, or name another folder")
+    found = _parse(folder, present).as_json()
+    for key, value in wanted.items():
+        if found[key] != value:
+            raise ToolkitError(
+                f"{folder} holds another comparison: its {key} is {_short(found[key])}, now {_short(value)}",
+                hint="name another folder: `--output DIR`",
+            )
+
+
+def read_comparison(folder: Path) -> ComparisonSpec:
+    """Return the specification in a comparison's folder. Raises ToolkitError if there is none."""
+    present = read_json(folder / SPEC_FILE)
+    if present is None:
+        raise ToolkitError(f"{folder} holds no comparison", hint="name a folder of `toolkit compare`")
+    return _parse(folder, present)
+
+
+def _parse(folder: Path, content: Mapping[str, Any]) -> ComparisonSpec:
+    # Single runs of an older version have no intervals, and cannot be compared with repeated trials.
+    if content.get("schema_version") != SPEC_VERSION:
+        raise ToolkitError(
+            f"{folder} holds a comparison by an older toolkit, with single runs; it cannot be resumed",
+            hint=f"`toolkit report {folder}` still reads it; name another folder: `--output DIR`",
+        )
+    try:
+        return ComparisonSpec.model_validate(content)
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join(map(str, first["loc"]))
+        raise ToolkitError(
+            f"{folder / SPEC_FILE} cannot be read: {key}: {first['msg'].lower()}",
+            hint="name another folder: `--output DIR`",
+        ) from None
+
+
+def _short(value: object) -> str:
+    text = str(value)
+    return text if len(text) <= 120 else f"{text[:117]}..."

@@ -1,0 +1,248 @@
+"""Read and check a data file row by row; errors name the file, the row and the line.
+
+    >>> resolve_source("HuggingFaceH4/ultrachat_200k").kind
+    'hub'
+
+JSON lists, JSONL, CSV and Parquet are all streamed, so checking the first 32 MiB costs the same for any file size.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import re
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from toolkit.data.formats import check_row, detect_format
+from toolkit.data.text_files import JsonList, Lines, ReadValue, describe_json_error, error_at
+from toolkit.errors import ToolkitError, nearest
+
+SUFFIXES = (".json", ".jsonl", ".csv", ".parquet")
+JSONL_HINT = "a .jsonl file holds one JSON object per line; a .json file may hold a list of objects"
+
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DataSource:
+    """The `path` of a local file, or the `name` of a hub data set."""
+
+    kind: Literal["file", "hub"]
+    name: str
+    path: Path | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FileCheck:
+    """A file whose checked rows are valid."""
+
+    path: Path
+    format: str
+    rows: int
+    """Number of checked rows: all rows if `complete`."""
+    complete: bool
+
+
+def is_hub_id(source: str) -> bool:
+    """Return True if it reads as `owner/name`, and not as a data file in a folder."""
+    return _HUB_ID.fullmatch(source) is not None and not source.lower().endswith(SUFFIXES)
+
+
+def resolve_source(source: str) -> DataSource:
+    """Return the local file or hub id that `--dataset` names. Opens and downloads nothing.
+
+    Raises ToolkitError for a folder, an unknown suffix, and a name that is neither.
+    """
+    path = Path(os.path.expanduser(source))  # noqa: PTH111  (`Path.expanduser` raises for an unknown user)
+    try:
+        is_folder = path.is_dir()
+    except OSError as error:
+        raise ToolkitError(f"no such data file: {source[:80]}: {error.strerror}") from None
+    if is_folder:
+        inside = ", ".join(sorted(file.name for file in path.iterdir() if file.suffix.lower() in SUFFIXES)[:5])
+        raise ToolkitError(
+            f"{source or '.'} is a folder, expected a data file", hint=f"it holds: {inside or 'no data file'}"
+        )
+    if path.exists():
+        _reader(path)
+        return DataSource(kind="file", name=source, path=path)
+    suggestion = _nearest_file(path)
+    if suggestion is None and is_hub_id(source):
+        return DataSource(kind="hub", name=source)
+    hint = f"did you mean `{suggestion}`?" if suggestion else "give a path to a file, or a hub id like `owner/name`"
+    raise ToolkitError(f"no such data file: {source}", hint=hint)
+
+
+def iter_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the place of each row and the row. Raises ToolkitError with file and place for what cannot be read."""
+    for place, row, _ in _read_rows(path):
+        yield place, row
+
+
+def check_file(path: Path, *, max_bytes: int | None = 32 * 2**20) -> FileCheck:
+    """Check every row against the format of the first, up to about `max_bytes` (None: the whole file).
+
+    Raises ToolkitError with file and place for the first invalid row.
+    """
+    data_format, rows = "", 0
+    for place, row, bytes_read in _read_rows(path):
+        try:
+            data_format = data_format or detect_format(row)
+            check_row(row, data_format)
+        except ToolkitError as error:
+            raise error_at(path, place, error.message, hint=error.hint) from None
+        except RecursionError:
+            raise error_at(path, place, "nested too deeply") from None
+        rows += 1
+        if max_bytes is not None and bytes_read >= max_bytes:
+            return FileCheck(path=path, format=data_format, rows=rows, complete=False)
+    return FileCheck(path=path, format=data_format, rows=rows, complete=True)
+
+
+def _nearest_file(path: Path) -> str | None:
+    try:
+        close = nearest(path.name, [entry.name for entry in path.parent.iterdir() if entry.is_file()])
+    except OSError:
+        return None
+    return str(path.parent / close) if close else None
+
+
+def _read_rows(path: Path) -> Iterator[ReadValue]:
+    empty = True
+    try:
+        for place, row, bytes_read in _reader(path)(path):
+            if not isinstance(row, dict):
+                raise error_at(path, place, f"the row is not an object but {json.dumps(row)[:40]}", hint=JSONL_HINT)
+            empty = False
+            yield ReadValue(place, row, bytes_read)
+    except OSError as error:
+        why = error.strerror or (str(error).splitlines() or ["no reason given"])[0]
+        raise ToolkitError(f"{path} cannot be read: {why}") from None
+    if empty:
+        raise ToolkitError(f"{path} has no rows", hint="a data file needs at least one row")
+
+
+def _reader(path: Path) -> Callable[[Path], Iterator[ReadValue]]:
+    reader = _READERS.get(path.suffix.lower())
+    if reader is None:
+        raise ToolkitError(f"{path}: unsupported data file", hint=f"supported suffixes: {', '.join(SUFFIXES)}")
+    return reader
+
+
+# -- text
+
+
+def _read_jsonl(path: Path) -> Iterator[ReadValue]:
+    lines, row = Lines(path), 0
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        row += 1
+        place = f"row {row}, line {number}"
+        try:
+            value = json.loads(line.rstrip("\r\n"))
+        except (ValueError, RecursionError) as error:
+            raise error_at(path, place, describe_json_error(error), hint=JSONL_HINT) from None
+        yield ReadValue(place, value, lines.bytes_read)
+
+
+def _read_csv(path: Path) -> Iterator[ReadValue]:
+    csv.field_size_limit(sys.maxsize)  # a cell may hold a long document
+    lines = Lines(path)
+    records = _csv_records(path, lines)
+    _, header = next(records, ("", []))
+    if len(set(header)) < len(header):
+        raise error_at(path, "line 1", f"two columns have the same name: {', '.join(header)}")
+    for number, (place, record) in enumerate(records, start=1):
+        place = f"row {number}, {place}"
+        if len(record) != len(header):
+            raise error_at(path, place, f"{len(record)} cells for {len(header)} columns ({', '.join(header)})")
+        yield ReadValue(place, dict(zip(header, record, strict=True)), lines.bytes_read)
+
+
+def _csv_records(path: Path, lines: Lines) -> Iterator[tuple[str, list[str]]]:
+    """Records with their first lines. Strict, because an unclosed quote would otherwise swallow the file."""
+    reader = csv.reader(lines, strict=True)
+    while True:
+        place = f"line {reader.line_num + 1}"
+        try:
+            record = next(reader)
+        except StopIteration:
+            return
+        except csv.Error as error:
+            hint = "is a quote missing in this record?"
+            raise error_at(path, place, f"malformed CSV: {error}", hint=hint) from None
+        if record:
+            yield place, record
+
+
+# -- JSON files
+
+
+def _read_json(path: Path) -> Iterator[ReadValue]:
+    """A list of objects, JSON lines, or one object around the list (`{"data": [...]}`)."""
+    first_line = next((line for line in Lines(path) if line.strip()), "")
+    if first_line.lstrip().startswith("["):
+        return JsonList(path).rows()
+    try:
+        value = json.loads(first_line)
+    except (ValueError, RecursionError):
+        return _read_json_object(path)
+    return _read_json_object(path) if _wrapped_list(value) is not None else _read_jsonl(path)
+
+
+def _read_json_object(path: Path) -> Iterator[ReadValue]:
+    text = "".join(Lines(path))
+    try:
+        value = json.loads(text) if text.strip() else []
+    except json.JSONDecodeError as error:
+        raise error_at(path, f"line {error.lineno}", describe_json_error(error)) from None
+    except (ValueError, RecursionError) as error:
+        raise ToolkitError(f"{path}: {describe_json_error(error)}") from None
+    rows = _wrapped_list(value)
+    for number, row in enumerate([value] if rows is None and value else rows or [], start=1):
+        yield ReadValue(f"row {number}", row, len(text))
+
+
+def _wrapped_list(value: object) -> list[Any] | None:
+    """The only list in an object that is not a row itself."""
+    if not isinstance(value, dict):
+        return None
+    lists = [item for item in value.values() if isinstance(item, list)]
+    try:
+        detect_format(value)
+    except ToolkitError:
+        return lists[0] if len(lists) == 1 else None
+    return None
+
+
+# -- Parquet
+
+
+def _read_parquet(path: Path) -> Iterator[ReadValue]:
+    import pyarrow
+    import pyarrow.parquet
+
+    number, bytes_read = 0, 0
+    try:
+        with pyarrow.parquet.ParquetFile(path) as file:
+            for batch in file.iter_batches(batch_size=256):
+                bytes_read += batch.nbytes
+                for row in batch.to_pylist():
+                    number += 1
+                    yield ReadValue(f"row {number}", row, bytes_read)
+    except (pyarrow.ArrowException, ValueError, OverflowError) as error:
+        raise ToolkitError(f"{path} is not a valid Parquet file: {str(error).splitlines()[0]}") from None
+
+
+_READERS: dict[str, Callable[[Path], Iterator[ReadValue]]] = {
+    ".json": _read_json,
+    ".jsonl": _read_jsonl,
+    ".csv": _read_csv,
+    ".parquet": _read_parquet,
+}

@@ -1,0 +1,146 @@
+"""Read text files of rows: lines, and one long JSON list element by element. A syntax error has a row and a line."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from toolkit.errors import ToolkitError
+
+_CHUNK_CHARS = 2**20
+_SPACE = re.compile(r"\s*")
+_DECODER = json.JSONDecoder()
+
+
+class ReadValue(NamedTuple):
+    """A value read from a file: usually a row."""
+
+    place: str
+    """Its place in words, for error messages: `row 250, line 250`."""
+    value: Any
+    bytes_read: int
+    """Approximate bytes read up to its end."""
+
+
+def error_at(path: Path, place: str, why: str, *, hint: str | None = None) -> ToolkitError:
+    """Return an error that names the file, the place in it, and the cause."""
+    return ToolkitError(f"{path}: {place}: {why}", hint=hint)
+
+
+class Lines:
+    """The lines of a UTF-8 file, decoded one by one so that an invalid byte has a line number."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.bytes_read = 0
+
+    def __iter__(self) -> Iterator[str]:
+        with self.path.open("rb") as file:
+            for number, line in enumerate(file, start=1):
+                self.bytes_read += len(line)
+                yield self._decoded(line, number)
+
+    def _decoded(self, line: bytes, number: int) -> str:
+        try:
+            return line.decode("utf-8-sig" if number == 1 else "utf-8")
+        except UnicodeDecodeError as error:
+            why = f"byte {error.start + 1} (0x{line[error.start]:02x}) is not UTF-8"
+            raise error_at(self.path, f"line {number}", why, hint="save the file as UTF-8") from None
+
+
+def describe_json_error(error: ValueError | RecursionError) -> str:
+    """Return the cause of a failed `json.loads` in one line.
+
+    >>> describe_json_error(json.JSONDecodeError("Expecting value", "[,]", 1))
+    'malformed JSON: Expecting value (column 2)'
+    """
+    if isinstance(error, json.JSONDecodeError):
+        return f"malformed JSON: {error.msg} (column {error.colno})"
+    return "malformed JSON: " + ("nested too deeply" if isinstance(error, RecursionError) else str(error).split(";")[0])
+
+
+class JsonList:
+    """The elements of one JSON list, decoded as they are read, so that memory does not grow with the file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.text = ""
+        self.position = 0
+        """Index in `text` of the next character to decode."""
+        self.chars_dropped = 0
+        self.line = 1
+        self.line_position = 0
+        """`line` is the line of the character at `line_position`."""
+
+    def rows(self) -> Iterator[ReadValue]:
+        """Yield every element. Raises ToolkitError with row and line for malformed JSON."""
+        with self.path.open(encoding="utf-8-sig") as self.file:
+            number = 0
+            self._take("[")
+            while self._peek() != "]":
+                if number:
+                    self._take(",")
+                    self._peek()
+                number += 1
+                self.line, self.line_position = self._line(self.position), self.position
+                place = f"row {number}, line {self.line}"
+                yield ReadValue(place, self._value(place), self.chars_dropped + self.position)
+            self._take("]")
+            if self._peek():
+                raise self._error("more text after the end of the list")
+
+    def _more(self) -> bool:
+        """Drop the decoded text and read the next chunk; False at the end of the file."""
+        self.line, self.line_position = self._line(self.position), 0
+        self.chars_dropped += self.position
+        rest = self.text[self.position :]
+        try:
+            chunk = self.file.read(max(_CHUNK_CHARS, len(rest)))
+        except UnicodeDecodeError:
+            for _ in Lines(self.path):  # raises at the invalid byte
+                pass
+            raise
+        self.text, self.position = rest + chunk, 0
+        return bool(chunk)
+
+    def _peek(self) -> str:
+        """Return the next character that is not white space; empty at the end of the file."""
+        while True:
+            space = _SPACE.match(self.text, self.position)
+            self.position = space.end() if space else self.position
+            if self.position < len(self.text):
+                return self.text[self.position]
+            if not self._more():
+                return ""
+
+    def _take(self, expected: str) -> None:
+        if self._peek() != expected:
+            raise self._error(f"malformed JSON: expected `{expected}`" + (" or `]`" if expected == "," else ""))
+        self.position += 1
+
+    def _value(self, place: str) -> Any:
+        """Decode one element. An error that moves when more text is read is an element cut off by the chunk."""
+        failed_at = -1
+        while True:
+            try:
+                value, self.position = _DECODER.raw_decode(self.text, self.position)
+                return value
+            except json.JSONDecodeError as error:
+                offset = error.pos - self.position
+                is_final = offset == failed_at and not error.msg.startswith("Unterminated string")
+                line = self._line(error.pos)
+                if is_final or not self._more():
+                    where = place if place.endswith(f"line {line}") else f"{place} (error in line {line})"
+                    raise error_at(self.path, where, f"malformed JSON: {error.msg}") from None
+                failed_at = offset
+            except (ValueError, RecursionError) as error:
+                raise error_at(self.path, place, describe_json_error(error)) from None
+
+    def _line(self, position: int) -> int:
+        return self.line + self.text.count("\n", self.line_position, position)
+
+    def _error(self, why: str) -> ToolkitError:
+        return error_at(self.path, f"line {self._line(self.position)}", why)

@@ -1,0 +1,46 @@
+"""Command-line parameters that several commands share, as annotated types for their options dataclasses.
+
+A field of one of these types is a flag with its help text:
+
+    @dataclass(frozen=True, kw_only=True)
+    class TrainOptions:
+        preset: PresetName
+        cpu: CpuFlag = None
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+PRESET_HELP = "a preset's name (see `toolkit presets`), or the path of an accelerate YAML file"
+PROCESSES_HELP = "processes to start on this node, one per GPU"
+
+PresetName = Annotated[str, typer.Option(help=PRESET_HELP)]
+PresetNames = Annotated[tuple[str, ...], typer.Option(help=f"{PRESET_HELP}; repeatable")]
+NumProcesses = Annotated[int, typer.Option(help=PROCESSES_HELP)]
+TrainingArguments = Annotated[
+    tuple[str, ...], typer.Argument(help="after `--`: arguments of the training script, passed on unchanged")
+]
+CpuFlag = Annotated[
+    bool | None, typer.Option("--cpu/--no-cpu", help="train on the CPU; the default where no GPU is visible")
+]
+NvmePath = Annotated[
+    str | None,
+    typer.Option(
+        help="folder on a local NVMe disk, for presets that offload to one; also read from TOOLKIT_NVME_PATH",
+        envvar="TOOLKIT_NVME_PATH",
+        show_envvar=False,
+    ),
+]
+PricePerGpuHour = Annotated[
+    float | None,
+    typer.Option(
+        help="price of one GPU per hour, in dollars: the report then shows the cost of a million tokens", min=0
+    ),
+]
+ModelName = Annotated[
+    str, typer.Argument(help="a model's id on the Hugging Face hub, its folder, or a config.json", metavar="MODEL")
+]
+JsonOutput = Annotated[bool, typer.Option("--json", help="print JSON instead of text")]

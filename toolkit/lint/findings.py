@@ -1,0 +1,97 @@
+"""Findings, and the rules that report them."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from toolkit.lint.document import Document
+
+ERROR, WARNING, NOTE = "error", "warning", "note"
+
+# The versions that the rules were checked with; a finding names its library's.
+CHECKED_VERSIONS = {
+    "accelerate": "1.15.0",
+    "deepspeed": "0.19.8",
+    "transformers": "5.23.0",
+    "pyyaml": "6.0.3",
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Edit:
+    """A mechanical change of one key; it is removed where `rename` and `value` are both None."""
+
+    key: str
+    rename: str | None = None
+    value: str | bool | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Match:
+    """One place in a document where a rule applies."""
+
+    key: str
+    """Dotted, as `zero_optimization.stage`; empty where a top-level key is missing."""
+    message: str
+    """What really happens, with the values of this file."""
+    fix: str
+    """What to write instead."""
+    edit: Edit | None = None
+    """The fix as an edit, where it needs no decision."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Finding:
+    """One row of `toolkit lint --json`."""
+
+    file: str
+    key: str
+    line: int | None
+    """1-based; None where the key is missing."""
+    level: str
+    rule: str
+    message: str
+    fix: str
+    checked_against: str
+
+
+Check = Callable[[Document], Iterable[Match]]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LintRule:
+    """A named check of one or more kinds of files; the docstring of `check` says what the library does."""
+
+    name: str
+    level: str
+    kinds: tuple[str, ...]
+    library: str
+    fix: str
+    check: Check
+    removed_in: str | None = None
+    """For something that a library removed or changed: the version in which it did."""
+
+    @property
+    def description(self) -> str:
+        """What the library really does, in one or two sentences."""
+        return " ".join((inspect.getdoc(self.check) or "").split())
+
+    @property
+    def checked_against(self) -> str:
+        """The library and version that the rule was checked with, for example `accelerate 1.15.0`."""
+        return f"{self.library} {CHECKED_VERSIONS[self.library]}"
+
+
+def rule(
+    name: str, level: str, *kinds: str, library: str, fix: str, removed_in: str | None = None
+) -> Callable[[Check], LintRule]:
+    """Turn a check function into a LintRule; every rule that a module of `rules` defines is run."""
+
+    def make(check: Check) -> LintRule:
+        return LintRule(
+            name=name, level=level, kinds=kinds, library=library, fix=fix, check=check, removed_in=removed_in
+        )
+
+    return make

@@ -1,0 +1,81 @@
+"""Keys that libraries have removed or renamed, and what to write instead.
+
+`tests/lint/test_library_behaviour.py` checks that the installed libraries refuse them.
+"""
+
+from __future__ import annotations
+
+# DeepSpeed 0.19.8 refuses each, even when it is disabled.
+DEEPSPEED_REMOVED = {
+    "amp": "bf16",
+    "compression_training": None,
+    "curriculum_learning": "data_efficiency.data_sampling.curriculum_learning",
+    "eigenvalue": None,
+    "elasticity": None,
+    "graph_harvesting": None,
+    "nebula": None,
+    "progressive_layer_drop": None,
+    "quantize_training": None,
+    "sparse_attention": None,
+    "sparse_gradients": None,
+}
+ZERO_REMOVED = ("mics_hierarchical_params_gather", "mics_shard_size", "zeropp_loco_param")
+# Old spellings that DeepSpeed still accepts, with a warning in the log.
+ZERO_DEPRECATED = {
+    "cpu_offload": 'offload_optimizer: {"device": "cpu"}',
+    "cpu_offload_param": 'offload_param: {"device": "cpu"}',
+    "cpu_offload_use_pin_memory": "pin_memory in the offload blocks",
+    "stage3_gather_fp16_weights_on_model_save": "stage3_gather_16bit_weights_on_model_save",
+}
+# Fields of transformers 4 under their new names, with the same value.
+TRAINING_ARGUMENTS_RENAMED = {
+    "evaluation_strategy": "eval_strategy",
+    "no_cuda": "use_cpu",
+    "per_gpu_eval_batch_size": "per_device_eval_batch_size",
+    "per_gpu_train_batch_size": "per_device_train_batch_size",
+    "push_to_hub_token": "hub_token",
+    "torchdynamo": "torch_compile_backend",
+}
+# Every removed field of transformers 4, and its replacement; None where nothing replaces it.
+TRAINING_ARGUMENTS_REMOVED: dict[str, str | None] = {
+    **TRAINING_ARGUMENTS_RENAMED,
+    "adafactor": "optim: adafactor",
+    "dispatch_batches": "accelerator_config: {dispatch_batches: ...}",
+    "fp16_backend": None,
+    "fp16_opt_level": None,
+    "fsdp_min_num_params": "fsdp_config: {min_num_params: ...}",
+    "fsdp_transformer_layer_cls_to_wrap": "fsdp_config: {transformer_layer_cls_to_wrap: ...}",
+    "group_by_length": "train_sampling_strategy: group_by_length",
+    "half_precision_backend": None,
+    "include_inputs_for_metrics": "include_for_metrics: [inputs]",
+    "include_tokens_per_second": "include_num_input_tokens_seen",
+    "jit_mode_eval": None,
+    "logging_dir": "the environment variable TENSORBOARD_LOGGING_DIR",
+    "mp_parameters": None,
+    "overwrite_output_dir": None,
+    "past_index": None,
+    "push_to_hub_model_id": "hub_model_id",
+    "push_to_hub_organization": "hub_model_id: organization/name",
+    "ray_scope": None,
+    "save_safetensors": None,
+    "sharded_ddp": "fsdp: true",
+    "split_batches": "accelerator_config: {split_batches: ...}",
+    "tpu_metrics_debug": "debug: tpu_metrics_debug",
+    "tpu_num_cores": None,
+    "use_ipex": None,
+    "use_legacy_prediction_loop": None,
+    "use_mps_device": None,
+    "warmup_ratio": "warmup_steps: a number below 1 is a fraction of all steps",
+    "xpu_backend": "ddp_backend",
+}
+# Arguments of other training scripts that have the name of a removed field, under a key that identifies the script:
+# LLaMA-Factory 0.9.5 and ms-swift 4.6.
+SCRIPT_ARGUMENTS = {
+    "finetuning_type": {"overwrite_output_dir"},
+    "tuner_type": {"group_by_length", "logging_dir", "warmup_ratio"},
+}
+# Old names that still work and are removed in transformers 6.
+TRAINING_ARGUMENTS_DEPRECATED = {
+    "gradient_checkpointing": "activation_checkpointing",
+    "gradient_checkpointing_kwargs": "activation_checkpointing_kwargs",
+}

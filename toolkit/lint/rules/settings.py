@@ -1,0 +1,107 @@
+"""Read settings as the libraries do: a boolean may be a word, a number may be text, a prefix may be missing.
+
+>>> as_bool("True"), as_int("8"), as_int("auto")
+(True, 8, None)
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from toolkit.lint.document import Document
+
+TRUE_WORDS = {"true", "yes", "y", "t", "on", "1"}
+FALSE_WORDS = {"false", "no", "n", "f", "off", "0"}
+
+
+def as_bool(value: Any) -> bool | None:
+    """Return True or False, or None for a value that is neither."""
+    if isinstance(value, bool):
+        return value
+    word = str(value).lower() if isinstance(value, (str, int)) else ""
+    return True if word in TRUE_WORDS else False if word in FALSE_WORDS else None
+
+
+def as_int(value: Any) -> int | None:
+    """Return a whole number, or None for anything else: `auto`, a boolean, nothing."""
+    number = as_float(value)
+    return int(number) if number is not None and number.is_integer() else None
+
+
+def as_float(value: Any) -> float | None:
+    """Return a number, or None for anything else."""
+    if isinstance(value, bool) or not isinstance(value, (int, float, str)):
+        return None
+    try:
+        return float(value)
+    except (ValueError, OverflowError):
+        return None
+
+
+def as_enum(value: Any) -> str:
+    """Return a value in capitals, as the libraries compare enums; empty for a block or nothing."""
+    return str(value).upper() if isinstance(value, (str, int, bool)) else ""
+
+
+def shorten(value: Any) -> str:
+    """Return a value as text of at most 60 characters, to put in a message.
+
+    >>> len(shorten("x" * 1000))
+    60
+    """
+    text = str(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+# -- accelerate's configuration
+
+
+def is_fsdp(doc: Document) -> bool:
+    """Return True for an accelerate configuration that runs FSDP."""
+    return as_enum(doc.get("distributed_type")) == "FSDP"
+
+
+def is_deepspeed(doc: Document) -> bool:
+    """Return True for an accelerate configuration that runs DeepSpeed."""
+    return as_enum(doc.get("distributed_type")) == "DEEPSPEED"
+
+
+def fsdp_setting(doc: Document, name: str, default: Any = None) -> Any:
+    """Return a setting of `fsdp_config`; accelerate accepts its key with the prefix `fsdp_` and without."""
+    block = doc.block("fsdp_config")
+    return block.get(f"fsdp_{name}", block.get(name, default))
+
+
+def fsdp_key(doc: Document, name: str) -> str:
+    """Return the dotted key under which a setting of `fsdp_config` is written."""
+    prefix = "" if name in doc.block("fsdp_config") else "fsdp_"
+    return f"fsdp_config.{prefix}{name}"
+
+
+def fsdp_version(doc: Document) -> int:
+    """Return 1 or 2; accelerate's default is 1."""
+    return as_int(fsdp_setting(doc, "version", 1)) or 1
+
+
+def parallel_degree(doc: Document, name: str) -> int:
+    """Return one of accelerate's parallel sizes (`dp_shard`, `cp`, ...); 1 where it is absent."""
+    return as_int(doc.get(f"parallelism_config.parallelism_config_{name}_size", 1)) or 1
+
+
+# -- DeepSpeed's configuration
+
+
+def zero_stage(doc: Document) -> int:
+    """Return the ZeRO stage of a DeepSpeed JSON; DeepSpeed's default is 0."""
+    return as_int(doc.get("zero_optimization.stage", 0)) or 0
+
+
+def offload_device(doc: Document, part: str) -> str:
+    """Return where a DeepSpeed JSON offloads `optimizer` or `param` to: `none`, `cpu` or `nvme`."""
+    return str(doc.get(f"zero_optimization.offload_{part}.device", "none"))
+
+
+def stage3_key(doc: Document, name: str) -> str:
+    """Return the dotted key under which `stage3_NAME` is written; DeepSpeed accepts it without the prefix too."""
+    bare = f"zero_optimization.{name}"
+    return bare if doc.has(bare) else f"zero_optimization.stage3_{name}"

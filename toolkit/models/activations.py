@@ -1,0 +1,368 @@
+"""Activation sizes of a model: bytes that the forward pass saves for the backward pass.
+
+There is one model of activations, `SavedActivations`, with two sources:
+
+- **Counting**: `toolkit.models.count_activations` runs the model on fake tensors and sums up what autograd saves. It
+  works for almost any architecture, but needs torch, transformers and peft: 10 to 30 s in a child process, then cached.
+- **Formulas**, in this module, for the architectures of `toolkit.models.llama_family` and
+  `toolkit.models.other_decoders`: 0.1 s without torch, so that `toolkit plan` and `toolkit recommend` answer at once
+  and `toolkit train` can plan every run before it starts.
+
+The formulas are a fast path and not a second opinion: `tests/models/test_activations.py` counts every architecture that
+has formulas, with each option that changes the result, and fails where the bytes per token of the layers differ by more
+than 0.25 %.
+
+    >>> from toolkit.models.shape import ModelShape, linear
+    >>> layer = (*linear("mlp.fc1", 32, 8), *linear("mlp.fc2", 8, 32))
+    >>> sizes = {"num_layers": 2, "hidden_size": 8, "intermediate_size": 32, "vocab_size": 10, "head_dim": 4}
+    >>> heads = {"num_attention_heads": 2, "num_kv_heads": 2, "gated_mlp": False, "tied_embeddings": True}
+    >>> shape = ModelShape(model_type="opt", **sizes, **heads, layers=(layer, layer), outer=(), activation="relu")
+    >>> Activations(shape=shape).saved("none").layers.per_token  # 2 · (2·2·8 + 8·8 + 4·2 + 2·32)
+    336
+
+Terms in bytes per token and layer, for hidden width h, query width q, key width kv, MLP width f, and bf16 compute, as
+read off the saved tensors of transformers 5.23 under torch 2.13:
+
+- RMSNorm: its input in fp32 (4h), the normalised row in bf16 for the weight's gradient (2h), one fp32 statistic (4).
+- Inputs of linear layers: 2h shared by query, key and value, 2h shared by gate and up.
+- Attention (SDPA): query, key, value, output, and one fp32 statistic per head.
+- Gated MLP: gate, its activation, up, and their product: 8f.
+
+Under autocast (DDP and one process) the residual stream is fp32, so norms save 8h, and every linear layer saves its own
+bf16 copy of its input and of its weight.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from toolkit.models.lora import MODELS_WITH_ADAPTED_EXPERTS, lora_layer
+from toolkit.models.saved_activations import SavedActivations, SavedBytes
+from toolkit.models.shape import Layer, ModelShape, Tensor
+
+# Norms that multiply by their weight in fp32 and therefore save the normalised row in fp32.
+FP32_NORMS = ("gemma", "gemma2", "gemma3_text", "olmo2")
+NORMS_WITHOUT_WEIGHTS = {"olmo": 2}  # norms per layer that have no parameters
+SHARED_NORM_INPUT = ("gpt_neox",)  # both norms of a layer read the same residual stream
+SOFTCAPPED = ("gemma2",)
+TOKEN_BYTES = 8  # int64 indices, which an embedding saves for the gradient of its weight
+DROPOUT_MASKS = 2  # of one byte, if the configuration has dropout: after attention and after the MLP
+# Rotary embeddings on a part of each head rebuild the queries head by head; attention's output then has that layout,
+# and the next linear layer saves a contiguous copy.
+PARTIAL_ROTARY = ("gpt_neox", "phi", "phi3", "stablelm")
+FIRST_NORMS = ("input_layernorm.weight", "ln_1.weight", "self_attn_layer_norm.weight")
+LEARNED_POSITIONS = ("gpt2", "opt")
+TWO_ROTARY_EMBEDDINGS = ("gemma3_text",)  # one for sliding layers, one for the others
+FP32_ROTARY_EMBEDDINGS = ("olmo", "olmo2")
+NO_EMBEDDING_DROPOUT = ("opt",)
+PARALLEL_ATTENTION_AND_MLP = ("phi",)  # both read the output of one norm
+FUSED_ATTENTION_INPUTS = ("qkv_proj", "c_attn", "query_key_value")
+ATTENTION_INPUTS = ("q_proj", "k_proj", "v_proj", *FUSED_ATTENTION_INPUTS)
+MLP_INPUTS = ("gate_proj", "up_proj", "gate_up_proj", "fc1", "c_fc", "dense_h_to_4h")
+MLP_OUTPUTS = ("down_proj", "fc2", "dense_4h_to_h")
+# Bytes per element of the MLP's width: the activation's input and output. GPT-2's and Phi's activation function is five
+# Python operations; ReLU saves only its output.
+PLAIN_MLP_BYTES = {"gelu_new": 10, "gelu_fast": 10, "relu": 2}
+DEFAULT_PLAIN_MLP_BYTES = 4
+GATED_MLP_BYTES = 8
+DEFAULT_INPUT_READERS = 5  # query, key, value, gate and up, where the names are unknown
+SHARED_EXPERT_GATE = "mlp.shared_expert_gate.weight"  # Qwen2-MoE scales the shared expert's output, which is saved
+QK_NORM = ("q_norm", "k_norm", "q_layernorm", "k_layernorm")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Activations:
+    """Activation sizes of one model under one compute dtype and training method."""
+
+    shape: ModelShape
+    autocast: bool = False
+    """True for fp32 weights under autocast; False for weights that are bf16 when used (DeepSpeed, FSDP2)."""
+    lora_r: int | None = None
+    load_in_4bit: bool = False
+    """4-bit weights are dequantized where they are used, and the copy is not saved."""
+
+    def saved(self, mask: str) -> SavedActivations:
+        """Return what is saved with this attention mask, one of `toolkit.models.saved_activations.MASKS`."""
+        counted = self.shape.counted_activations
+        if counted is None:
+            return self._from_formulas(mask)
+        found = counted.at(autocast=self.autocast, lora_r=self.lora_r, mask=mask)
+        if not self.load_in_4bit:
+            return found
+        # Counting runs unquantized weights, whose bf16 copies a 4-bit model does not save.
+        largest = max(map(self._fixed, self.shape.layer_kinds))
+        return replace(
+            found,
+            layers=replace(found.layers, fixed=self._fixed_of_all_layers),
+            largest_layer=replace(found.largest_layer, fixed=largest),
+        )
+
+    def mask_at(self, seq_length: int, *, padded: bool) -> str:
+        """Return the kind of attention mask that rows of this length need."""
+        if padded:
+            return "padding"
+        window = self.shape.sliding_window
+        return "window" if window is not None and seq_length >= window else "none"
+
+    def mask_bytes(self, *, rows: int, seq_length: int, padded: bool) -> int:
+        """Return the bytes of the masks that all layers share: one for full attention, one for a sliding window.
+
+        Without padding, all rows of a batch share one mask.
+        """
+        eager = self.shape.attention == "eager"
+        number = int(eager or self.mask_at(seq_length, padded=padded) != "none")
+        if (padded or eager) and 0 < self.shape.num_sliding_layers < self.shape.num_layers:
+            number = 2
+        element_bytes = self.residual_bytes if eager else 1
+        return number * element_bytes * seq_length**2 * (rows if padded else 1)
+
+    @property
+    def residual_bytes(self) -> int:
+        """Bytes per element of the residual stream."""
+        return 4 if self.autocast else 2
+
+    @property
+    def checkpoint_bytes_per_token(self) -> int:
+        """Bytes per token saved for a layer under activation checkpointing: its input."""
+        return self.residual_bytes * self.shape.hidden_size
+
+    @property
+    def head_copy_bytes(self) -> int:
+        """Bytes of the head's bf16 copy, alive from the end of the forward until the backward has begun."""
+        return 2 * self.shape.vocab_size * self.shape.hidden_size if self.autocast else 0
+
+    @property
+    def caches_weight_copies(self) -> bool:
+        """True if autocast caches its bf16 copies until the forward ends, even if the backward does not need them.
+
+        It caches copies of trained weights only (torch, `aten/src/ATen/autocast_mode.cpp`, `cached_cast`).
+        """
+        return self.autocast and self.lora_r is None
+
+    def _from_formulas(self, mask: str) -> SavedActivations:
+        kinds = self.shape.layer_kinds
+        by_kind = {kind: self._layer(kind, masked=mask != "none") for kind in kinds}
+        masked = self._sum(by_kind)
+        if mask == "window":  # only sliding layers have a mask
+            plain = self._sum({kind: self._layer(kind, masked=False) for kind in kinds})
+            sliding, layers = self.shape.num_sliding_layers, self.shape.num_layers
+            masked = SavedBytes(
+                fixed=plain.fixed,
+                per_token=plain.per_token + (masked.per_token - plain.per_token) * sliding // layers,
+                per_position=plain.per_position + (masked.per_position - plain.per_position) * sliding / layers,
+            )
+        largest = max(by_kind.values(), key=lambda saved: saved.per_token)
+        return SavedActivations(
+            layers=masked,
+            largest_layer=replace(largest, fixed=max(saved.fixed for saved in by_kind.values())),
+            backward=self._backward(),
+            outer=SavedBytes(per_token=self._outer()),
+            logit_bytes=2 if self.shape.model_type in SOFTCAPPED else 0,
+        )
+
+    def _backward(self) -> SavedBytes:
+        """Gradients of both halves of the MLP and of the residual stream; of the scores if attention is eager.
+
+        Eager attention's backward is the peak of a layer: the activations of its MLP have been freed by then.
+        """
+        width = self.shape.intermediate_size
+        if self.shape.attention == "eager":
+            return SavedBytes(per_token=-GATED_MLP_BYTES * width, per_position=6 * self.shape.num_attention_heads)
+        routed = self.shape.experts_per_token or 1
+        return SavedBytes(per_token=4 * width * routed + 2 * self.residual_bytes * self.shape.hidden_size)
+
+    def _sum(self, by_kind: dict[Layer, SavedBytes]) -> SavedBytes:
+        counts = self.shape.layer_kinds
+        return SavedBytes(
+            fixed=self._fixed_of_all_layers,
+            per_token=sum(saved.per_token * counts[kind] for kind, saved in by_kind.items()) + self._first_layer(),
+            per_position=sum(saved.per_position * counts[kind] for kind, saved in by_kind.items()),
+        )
+
+    def _first_layer(self) -> int:
+        """What the first layer saves in addition: cosines and sines; less its first norm, if no input needs a gradient.
+
+        With adapters the embedding is frozen, so nothing below the first adapter has a backward.
+        """
+        rotary_bytes = 4 if self.shape.model_type in FP32_ROTARY_EMBEDDINGS else self.residual_bytes
+        rotary = 0 if self.shape.model_type in LEARNED_POSITIONS else 2 * rotary_bytes * self.shape.head_dim
+        if self.shape.model_type in TWO_ROTARY_EMBEDDINGS and 0 < self.shape.num_sliding_layers < self.shape.num_layers:
+            rotary *= 2
+        if self.lora_r is None:
+            return rotary
+        first = next((tensor.name for tensor in self.shape.layers[0] if tensor.name in FIRST_NORMS), None)
+        if first is not None:
+            biases = {tensor.name for tensor in self.shape.layers[0]}
+            return rotary - self._norm(has_bias=first.replace("weight", "bias") in biases)
+        return rotary - (self._norm_without_weight if self.shape.model_type in NORMS_WITHOUT_WEIGHTS else 0)
+
+    def _outer(self) -> int:
+        """The final norm, and if the head is trained its input and the tokens that were looked up."""
+        hidden = self.shape.hidden_size
+        norms = [tensor for tensor in self.shape.outer if "norm" in tensor.name or "ln_" in tensor.name]
+        norm = self._norm(has_bias=any(tensor.name.endswith(".bias") for tensor in norms))
+        if not norms:
+            norm = self._norm_without_weight
+        if self.lora_r is not None:
+            return norm
+        masked = self.shape.dropout and self.shape.model_type not in NO_EMBEDDING_DROPOUT
+        return norm + 2 * hidden + TOKEN_BYTES + (hidden if masked else 0)  # a dropout mask of one byte per element
+
+    @cached_property
+    def _fixed_of_all_layers(self) -> int:
+        every = sum(self._fixed(kind) * count for kind, count in self.shape.layer_kinds.items())
+        if self.lora_r is None or not self.autocast:
+            return every
+        # The input of the first layer needs no gradient, so weights and A matrices that read it are not copied.
+        names: tuple[str, ...] = ATTENTION_INPUTS
+        if self.shape.model_type in (*PARALLEL_ATTENTION_AND_MLP, *SHARED_NORM_INPUT):
+            names = (*ATTENTION_INPUTS, *MLP_INPUTS)
+        readers = [tensor for tensor in self.shape.layers[0] if _count((tensor,), names)]
+        weights = 0 if self.load_in_4bit else sum(tensor.num_elements for tensor in readers)
+        return every - 2 * (weights + len(readers) * self.lora_r * self.shape.hidden_size)
+
+    def _fixed(self, kind: Layer) -> int:
+        """bf16 copies of linear weights and adapters under autocast, and experts merged with their adapters."""
+        linear = sum(tensor.num_elements for tensor in kind if tensor.is_linear_weight)
+        copies = 2 * linear if self.autocast and not self.load_in_4bit else 0
+        if self.lora_r is None:
+            return copies
+        adapters = [tensor for tensor in lora_layer(self.shape, kind, self.lora_r) if not tensor.is_expert]
+        copies += 2 * sum(tensor.num_elements for tensor in adapters) if self.autocast else 0
+        if self.shape.model_type not in MODELS_WITH_ADAPTED_EXPERTS:
+            return copies
+        # peft adds the product of an adapter to the fused weights of the experts, and matmuls with the sum save it.
+        experts = sum(tensor.num_elements for tensor in kind if tensor.is_expert)
+        return copies + (4 if self.autocast else 2) * experts
+
+    def _layer(self, kind: Layer, *, masked: bool) -> SavedBytes:
+        attention = self._attention(kind, masked=masked)
+        parts = (self._norms(kind), self._linear_inputs(kind), self._mlp(kind), self._adapters(kind))
+        return replace(attention, fixed=self._fixed(kind), per_token=attention.per_token + sum(parts))
+
+    def _norm(self, *, has_bias: bool) -> int:
+        """A LayerNorm, which has a bias, or an RMSNorm of the hidden width."""
+        hidden = self.shape.hidden_size
+        return self.residual_bytes * (hidden + 2) if has_bias else self._rms_norm(hidden) + 4
+
+    @property
+    def _norm_without_weight(self) -> int:
+        """OLMo's LayerNorm, computed in fp32: its input and two statistics."""
+        return 4 * self.shape.hidden_size + 8
+
+    def _rms_norm(self, width: int) -> int:
+        """An RMSNorm without its statistic; a frozen norm needs no normalised row for its weight's gradient."""
+        normalised = 4 if self.autocast or self.shape.model_type in FP32_NORMS else 2
+        return (4 + (normalised if self.lora_r is None else 0)) * width
+
+    def _norms(self, kind: Layer) -> int:
+        """Norms of the hidden width, and those of query and key."""
+        hidden = self.shape.hidden_size
+        weights = [tensor for tensor in kind if _is_norm(tensor) and tensor.name.endswith(".weight")]
+        with_bias = {tensor.name.removesuffix(".bias") for tensor in kind if tensor.name.endswith(".bias")}
+        total = 0
+        for number, tensor in enumerate(weights):
+            name = tensor.name.removesuffix(".weight")
+            if any(part in name for part in QK_NORM):
+                total += self._qk_norm(name, tensor)
+            elif name in with_bias:
+                shared = number > 0 and self.shape.model_type in SHARED_NORM_INPUT
+                total += (0 if shared else self.residual_bytes * hidden) + 2 * self.residual_bytes
+            else:
+                total += self._norm(has_bias=False)
+        without_weights = NORMS_WITHOUT_WEIGHTS.get(self.shape.model_type, 0)
+        dropout = DROPOUT_MASKS * hidden if self.shape.dropout else 0
+        return total + without_weights * self._norm_without_weight + dropout
+
+    def _qk_norm(self, name: str, tensor: Tensor) -> int:
+        """Computed in fp32; one statistic per head, or a single one where all heads are normalised together."""
+        heads = self.shape.num_attention_heads if "q_" in name else self.shape.num_kv_heads
+        width = heads * self.shape.head_dim
+        together = tensor.num_elements == width and heads > 1
+        normalised = 4 if self.shape.model_type in FP32_NORMS else 2
+        return (4 + (normalised if self.lora_r is None else 0)) * width + 4 * (1 if together else heads)
+
+    def _linear_inputs(self, kind: Layer) -> int:
+        """Shared by all readers, or under autocast a bf16 copy for each of them."""
+        readers = _count(kind, ATTENTION_INPUTS) + _count(kind, MLP_INPUTS) + _has_experts(kind)
+        shared = 1 if self.shape.model_type in PARALLEL_ATTENTION_AND_MLP else 2
+        if self._has_frozen_mlp(kind):
+            readers, shared = readers - _count(kind, MLP_INPUTS), 1
+        return 2 * self.shape.hidden_size * ((readers or DEFAULT_INPUT_READERS) if self.autocast else shared)
+
+    def _has_frozen_mlp(self, kind: Layer) -> bool:
+        """True for the dense layers of mixtures in which peft adapts only experts: frozen weights need no input."""
+        adapted = self.lora_r is not None and self.shape.model_type in MODELS_WITH_ADAPTED_EXPERTS
+        return adapted and not _has_experts(kind)
+
+    def _attention(self, kind: Layer, *, masked: bool) -> SavedBytes:
+        heads, head_dim = self.shape.num_attention_heads, self.shape.head_dim
+        queries, keys = heads * head_dim, self.shape.num_kv_heads * head_dim
+        if self.shape.attention == "eager":
+            scores = 8 if self.shape.model_type in SOFTCAPPED else 6
+            return SavedBytes(per_token=8 * queries, per_position=scores * heads)
+        repeated = masked and keys < queries  # SDPA with a mask repeats keys and values for each head
+        saved = 4 * queries + 4 * (queries if repeated else keys) + 4 * heads
+        if self.shape.model_type in PARTIAL_ROTARY:
+            saved += 2 * queries
+        is_gpt2 = _count(kind, ("c_attn",)) > 0  # query, key and value are all views: no rotary embedding copies them
+        if _count(kind, FUSED_ATTENTION_INPUTS) and not repeated and not is_gpt2:
+            saved += 2 * queries + 2 * keys  # value is a view of the fused projection, which stays alive
+        return SavedBytes(per_token=saved, per_position=2 if masked else 0)
+
+    def _mlp(self, kind: Layer) -> int:
+        per_width = GATED_MLP_BYTES
+        if not self.shape.gated_mlp:
+            per_width = PLAIN_MLP_BYTES.get(self.shape.activation, DEFAULT_PLAIN_MLP_BYTES)
+            if self.shape.activation == "relu" and self.lora_r is not None and self.autocast:
+                per_width += 2  # ReLU saves its fp32-cast output, the adapter a bf16 copy of it
+        if self._has_frozen_mlp(kind):
+            per_width -= 2  # the input of the last projection
+        experts = self._experts(kind) if _has_experts(kind) else 0
+        dense = sum(_input_width(tensor) for tensor in kind if _is_mlp_output(tensor))
+        return experts + per_width * (dense or (0 if experts else self.shape.intermediate_size))
+
+    def _experts(self, kind: Layer) -> int:
+        """One row per expert that a token goes to. Fused experts are no linear layers: autocast leaves them in fp32."""
+        routed, hidden, width = self.shape.experts_per_token or 1, self.shape.hidden_size, self.shape.intermediate_size
+        row = 4 * hidden + GATED_MLP_BYTES * width
+        frozen = self.lora_r is not None and self.shape.model_type not in MODELS_WITH_ADAPTED_EXPERTS
+        if frozen and not self.autocast:  # torch's grouped matmul, for bf16 only, saves no inputs for frozen weights
+            row -= 2 * hidden + 2 * width
+        router = 4 * (self.shape.num_experts or 0) + 40 * routed
+        shared = 0
+        if any(tensor.name == SHARED_EXPERT_GATE for tensor in kind):
+            shared = (2 if self.lora_r is not None else self.residual_bytes) * hidden
+        return routed * row * (2 if self.autocast else 1) + router + shared
+
+    def _adapters(self, kind: Layer) -> int:
+        """The output of each A; under autocast also a bf16 copy of attention's output, unless it has been copied."""
+        if self.lora_r is None:
+            return 0
+        linear = [tensor for tensor in kind if tensor.is_linear_weight]
+        adapted = len(linear) - (_count(kind, (*MLP_INPUTS, *MLP_OUTPUTS)) if self._has_frozen_mlp(kind) else 0)
+        copied = self.shape.attention == "eager" or self.shape.model_type in PARTIAL_ROTARY
+        output = 2 * self.shape.num_attention_heads * self.shape.head_dim if self.autocast and not copied else 0
+        return 2 * self.lora_r * adapted + output
+
+
+def _count(kind: Layer, names: tuple[str, ...]) -> int:
+    return sum(1 for tensor in kind if tensor.is_linear_weight and tensor.name.split(".")[-2] in names)
+
+
+def _has_experts(kind: Layer) -> bool:
+    return any(tensor.is_expert for tensor in kind)
+
+
+def _is_norm(tensor: Tensor) -> bool:
+    return len(tensor.shape) == 1 and not tensor.has_weight_decay and ("norm" in tensor.name or "ln_" in tensor.name)
+
+
+def _is_mlp_output(tensor: Tensor) -> bool:
+    is_output = tensor.name.split(".")[-2] in MLP_OUTPUTS if "." in tensor.name else False
+    return tensor.is_linear_weight and (is_output or tensor.name == "mlp.c_proj.weight")
+
+
+def _input_width(tensor: Tensor) -> int:
+    return tensor.shape[0] if tensor.name == "mlp.c_proj.weight" else tensor.shape[1]

@@ -1,0 +1,118 @@
+"""Count a model's tensors and activations as transformers builds it, without weights or memory.
+
+    $ python -m toolkit.models.count_from_transformers config.json
+
+Prints one line of JSON for `toolkit.models.counted_shape`, which imports no torch.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.utils import logging
+
+from toolkit.models.count_activations import RANKS, count_activations, decoder_layers
+
+# Of processor time, so that the answer, which is cached, does not depend on how busy the node is. Linear attention in
+# Python, which loops over a row, takes longer.
+ACTIVATION_SECONDS = 60
+
+
+def main(argv: list[str]) -> None:
+    """Print the shape of the model that the configuration describes, or one line that says why it cannot be built."""
+    logging.set_verbosity_error()
+    try:
+        config = AutoConfig.from_pretrained(str(Path(argv[0]).parent), _configuration_file=Path(argv[0]).name)
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config)
+    except Exception as error:  # whatever transformers raises for an arbitrary configuration
+        sys.exit(f"error: {_first_line(error)}")
+    print(json.dumps(describe_tensors(model) | describe_activations(model)))
+
+
+def describe_activations(model: Any) -> dict[str, Any]:
+    """Return what forward passes on fake tensors save; no rows, and the reason, for a model that cannot run so."""
+    warnings.simplefilter("ignore")  # they address people who train
+    signal.signal(signal.SIGPROF, _raise_timeout)
+    signal.setitimer(signal.ITIMER_PROF, ACTIVATION_SECONDS)
+    rows, reason = [], None
+    try:
+        rows = count_activations(model)
+    except Exception as error:  # whatever an arbitrary architecture does with values that are not there
+        reason = _first_line(error)
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+    return {"activations": rows, "counted_rank": RANKS[0], "why_not_counted": reason}
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+def _raise_timeout(*_: Any) -> None:
+    raise TimeoutError(f"its forward takes more than {ACTIVATION_SECONDS} s on fake tensors")
+
+
+def describe_tensors(model: Any) -> dict[str, Any]:
+    """Return dimensions from the configuration and tensors from the modules, by the field names of `ModelShape`.
+
+    Layers are stored once per kind: `kind_of_layer` has the index into `layers_of_kind` for each layer.
+    """
+    config = model.config.get_text_config()
+    layers = decoder_layers(model)
+    tensors = [[[name, list(p.shape)] for name, p in layer.named_parameters()] for layer in layers.values()]
+    kinds = [kind for index, kind in enumerate(tensors) if kind not in tensors[:index]]
+    inside = {id(p) for layer in layers.values() for p in layer.parameters()}
+    outer = [[name, list(p.shape)] for name, p in model.named_parameters() if id(p) not in inside]
+    names = {name for layer in tensors for name, _ in layer}
+    return {
+        "model_type": model.config.model_type,
+        **_dimensions(config, num_layers=len(layers)),
+        "gated_mlp": any("gate_proj" in name or "gate_up" in name for name in names),
+        "tied_embeddings": _has_tied_head(model),
+        "num_experts": _first_integer(config, "num_experts", "num_local_experts", "n_routed_experts"),
+        "experts_per_token": _first_integer(config, "num_experts_per_tok", "experts_per_token"),
+        "attention": model.config._attn_implementation,
+        "activation": str(getattr(config, "hidden_act", None) or getattr(config, "hidden_activation", None) or "silu"),
+        "sliding_window": getattr(config, "sliding_window", None) or None,
+        "layers_of_kind": kinds,
+        "kind_of_layer": [kinds.index(layer) for layer in tensors],
+        "outer": outer,
+    }
+
+
+def _dimensions(config: Any, *, num_layers: int) -> dict[str, int]:
+    """0 where the architecture has no such dimension."""
+    hidden = _first_integer(config, "hidden_size", "n_embd", "d_model") or 0
+    heads = _first_integer(config, "num_attention_heads", "n_head") or 0
+    mlp = _first_integer(config, "moe_intermediate_size", "intermediate_size", "ffn_dim", "n_inner")
+    return {
+        "num_layers": num_layers,
+        "hidden_size": hidden,
+        "intermediate_size": mlp or 4 * hidden,
+        "num_attention_heads": heads,
+        "num_kv_heads": _first_integer(config, "num_key_value_heads") or heads,
+        "head_dim": _first_integer(config, "head_dim") or (hidden // heads if heads else 0),
+        "vocab_size": _first_integer(config, "vocab_size") or 0,
+    }
+
+
+def _has_tied_head(model: Any) -> bool:
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    return embedding is not None and head is not None and embedding.weight is head.weight
+
+
+def _first_integer(config: Any, *names: str) -> int | None:
+    found = (getattr(config, name, None) for name in names)
+    return next((value for value in found if isinstance(value, int) and not isinstance(value, bool)), None)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,94 @@
+"""Shape and activations of an architecture without formulas: counted by transformers in a child process, and cached.
+
+The child (`python -m toolkit.models.count_from_transformers`) imports torch and takes 10 to 30 s. Its answer depends on
+the configuration, on the counting code and on the installed libraries only, so it is stored under a hash of these in
+`cache_folder() / "counted-models"` and read in a millisecond from then on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from toolkit.cache import cache_folder
+from toolkit.errors import ToolkitError
+from toolkit.models.saved_activations import read_counted
+from toolkit.models.shape import ModelShape, Tensor
+from toolkit.versions import installed_version
+
+COUNTING_SECONDS = 300
+COUNTING_MODULES = ("count_from_transformers", "count_activations", "fake_tensor_patches", "live_memory")
+COUNTING_LIBRARIES = ("transformers", "torch", "peft")
+
+
+def count_shape(config: Path, values: Mapping[str, Any], *, hint: str | None = None) -> ModelShape:
+    """Return the shape of the model that `config` describes; `values` are its fields.
+
+    Raises ToolkitError, with the hint, if transformers cannot build a language model from it.
+    """
+    path = cached_count(values)
+    with contextlib.suppress(OSError, ValueError, LookupError, TypeError):  # missing, or damaged: count again
+        return _shape(json.loads(path.read_text()))
+    counted = _run_child(config, hint)
+    _write(path, json.dumps(counted))
+    return _shape(counted)
+
+
+def cached_count(values: Mapping[str, Any]) -> Path:
+    """Return the path of the cache entry of a configuration, whether or not it exists.
+
+    The name is a hash of everything that decides the answer, so an upgrade of a library counts again.
+    """
+    versions = {library: installed_version(library) for library in COUNTING_LIBRARIES}
+    digest = hashlib.sha256(json.dumps([values, versions], sort_keys=True).encode())
+    for module in COUNTING_MODULES:
+        digest.update((Path(__file__).parent / f"{module}.py").read_bytes())
+    return cache_folder() / "counted-models" / f"{digest.hexdigest()}.json"
+
+
+def _run_child(config: Path, hint: str | None) -> dict[str, Any]:
+    command = [sys.executable, "-m", "toolkit.models.count_from_transformers", str(config)]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=COUNTING_SECONDS, check=False)
+    except subprocess.TimeoutExpired:
+        raise ToolkitError(f"{config}: transformers did not build the model within {COUNTING_SECONDS} s") from None
+    if done.returncode:
+        reason = (done.stderr.strip().splitlines() or ["no reason given"])[-1].removeprefix("error: ")
+        raise ToolkitError(
+            f"{config}: transformers cannot build a language model from it: {reason}",
+            hint=None if hint is None else f"architectures that need no transformers: {hint}",
+        )
+    counted: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return counted
+
+
+def _write(path: Path, text: str) -> None:
+    """Write under a temporary name and rename, so that no reader sees half a file; a read-only cache is no error."""
+    with contextlib.suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=".part")
+        with os.fdopen(handle, "w") as file:
+            file.write(text)
+        Path(temporary).replace(path)
+
+
+def _shape(counted: Mapping[str, Any]) -> ModelShape:
+    fields = dict(counted)
+    kinds = [tuple(map(_tensor, layer)) for layer in fields.pop("layers_of_kind")]
+    layers = tuple(kinds[number] for number in fields.pop("kind_of_layer"))
+    outer = tuple(map(_tensor, fields.pop("outer")))
+    activations = read_counted(fields.pop("activations"), fields.pop("counted_rank"))
+    return ModelShape(**fields, layers=layers, outer=outer, counted_on="meta device", counted_activations=activations)
+
+
+def _tensor(named: list[Any]) -> Tensor:
+    name, shape = named
+    return Tensor(name=name, shape=tuple(shape))

@@ -1,0 +1,145 @@
+"""Read a model's shape from a hub id, a folder, or a `config.json`; no weights are fetched or opened.
+
+    $ toolkit plan Qwen/Qwen3-8B --gpu h100-80gb --world-size 8
+
+Architectures with formulas are read here in milliseconds. transformers builds all others on the meta device, in a child
+process whose answer is cached (`toolkit.models.counted_shape`).
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import socket
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from toolkit.errors import ToolkitError, nearest
+from toolkit.models.config_fields import ConfigFields
+from toolkit.models.counted_shape import count_shape
+from toolkit.models.llama_family import LLAMA_FAMILY, llama_shape
+from toolkit.models.other_decoders import OTHER_DECODERS
+from toolkit.models.shape import ModelShape
+from toolkit.versions import model_types
+
+CONFIG = "config.json"
+HUB_SECONDS = 5
+
+
+def read_model(MODEL: str, *, count: bool = True) -> ModelShape:  # noqa: N803
+    """Return the shape of MODEL.
+
+    With `count=False`, an architecture without formulas is an error, since counting it takes seconds. Raises
+    ToolkitError for a model that is missing, unreadable, incomplete, or not a language model.
+    """
+    path = config_path(MODEL)
+    fields = ConfigFields(_read_json(path), str(path))
+    _check_type(fields)
+    shape = shape_from_config(fields)
+    if shape is not None:
+        return shape
+    if not count:
+        raise ToolkitError(f"there are no formulas for model_type {fields.values['model_type']!r}", hint=_known())
+    return count_shape(path, fields.values, hint=_known())
+
+
+def shape_from_config(fields: ConfigFields) -> ModelShape | None:
+    """Return the shape by formula, or None for an architecture or option that has none.
+
+    >>> shape_from_config(ConfigFields({"model_type": "bert"}, "config.json")) is None
+    True
+
+    Raises ToolkitError for a field that is missing or invalid.
+    """
+    model_type = str(fields.values.get("model_type"))
+    if model_type in LLAMA_FAMILY:
+        return llama_shape(model_type, fields)
+    other = OTHER_DECODERS.get(model_type)
+    return None if other is None else other(fields)
+
+
+def types_with_formulas() -> list[str]:
+    """Return the model types that need no counting."""
+    return sorted([*LLAMA_FAMILY, *OTHER_DECODERS])
+
+
+def check_unquantized(model: str) -> None:
+    """Raise ToolkitError for a checkpoint that is already quantized: the size of its weights depends on its method."""
+    quantized = _read_json(config_path(model)).get("quantization_config")
+    if quantized:
+        method = quantized.get("quant_method", "unknown") if isinstance(quantized, dict) else quantized
+        raise ToolkitError(
+            f"{model} is already quantized (`quantization_config`, method {method}), which is not planned",
+            hint="plan the model it was made from, with `--lora-r 16 --load-in-4bit` for 4-bit NF4",
+        )
+
+
+def config_path(model: str) -> Path:
+    """Return the path of MODEL's configuration; a hub id's is downloaded into the hub's own cache."""
+    path = Path(model).expanduser()
+    if path.is_file():
+        return path
+    if path.is_dir():
+        if not (path / CONFIG).is_file():
+            raise ToolkitError(f"{path} has no {CONFIG}", hint="give a folder that holds a Hugging Face model")
+        return path / CONFIG
+    if model.count("/") > 1 or model.startswith((".", "/", "~")) or model.endswith(".json"):
+        raise ToolkitError(f"no such file or folder: {model}", hint=f"a hub id, a folder with {CONFIG}, or a {CONFIG}")
+    return _from_hub(model)
+
+
+def _from_hub(model: str) -> Path:
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    logging.getLogger("huggingface_hub").setLevel(logging.CRITICAL)  # it would log every attempt
+    local = f"`toolkit plan FOLDER`, with the model's {CONFIG} in it"
+    try:
+        return Path(hf_hub_download(model, CONFIG, local_files_only=not _hub_is_reachable()))
+    except HFValidationError:
+        raise ToolkitError(f"{model!r} is not a folder and cannot be a hub id", hint=local) from None
+    except (LocalEntryNotFoundError, OSError) as error:
+        if isinstance(error, HfHubHTTPError):
+            reason = f"the hub answers {error.response.status_code}: it does not exist, or you may not read it"
+        else:
+            reason = "the hub cannot be reached, and the model is not in the hub's cache"
+        raise ToolkitError(f"{model!r} is not a folder here, and {reason}", hint=local) from None
+
+
+def _hub_is_reachable() -> bool:
+    """Tried once, because the hub's client retries for half a minute; behind a proxy it is left to the client."""
+    if os.environ.get("https_proxy") or os.environ.get("HTTPS_PROXY"):
+        return True
+    address = urlsplit(os.environ.get("HF_ENDPOINT", "https://huggingface.co"))
+    try:
+        socket.create_connection((str(address.hostname), address.port or 443), timeout=HUB_SECONDS).close()
+    except OSError:
+        return False
+    return True
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        values = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise ToolkitError(f"{path} cannot be read: {' '.join(str(error).split())}") from None
+    if not isinstance(values, dict):
+        raise ToolkitError(f"{path} holds a {type(values).__name__}, expected the fields of a model")
+    return values
+
+
+def _check_type(fields: ConfigFields) -> None:
+    model_type = fields.values.get("model_type")
+    if not isinstance(model_type, str):
+        raise ToolkitError(f"{fields.source} has no `model_type`", hint=f"for example `llama`; known: {_known()}")
+    types = model_types()
+    if model_type not in types_with_formulas() and types and model_type not in types:
+        close = nearest(model_type, types)
+        hint = f"did you mean `{close}`?" if close else f"known: {_known()}, and {len(types)} types of transformers"
+        raise ToolkitError(f"{fields.source}: unknown model_type {model_type!r}", hint=hint)
+
+
+def _known() -> str:
+    return ", ".join(types_with_formulas())

@@ -1,0 +1,104 @@
+"""Time of collectives from bandwidth and latency: a range, since an interconnect reaches only part of its rate.
+
+    >>> from toolkit.hardware.gpu_table import find_gpu
+    >>> interconnect = Interconnect(gpu=find_gpu("h100"), world_size=8)
+    >>> gather = Collective(name="all_gather", purpose="parameters", payload_bytes=8 * 10**9, group_size=8)
+    >>> [round(seconds, 3) for seconds in interconnect.seconds(gather)]
+    [0.016, 0.065]
+
+No figure was measured on GPUs by this project; each constant names its source.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from toolkit.errors import ToolkitError
+from toolkit.hardware.gpu_table import GIGA, Gpu
+from toolkit.plan.communication import Collective
+
+Range = tuple[float, float]
+"""(low, high)."""
+
+# Bus bandwidth as a share of the rate: 107 of 450 GB/s with messages of 4 MiB on 8 H200; 235 of 300 on 8 A100 (where
+# NCCL's own table caps it, src/graph/tuning.cc); the full rate with large messages and reduction in the switch.
+BANDWIDTH_SHARE: Range = (0.24, 1.0)
+# Seconds per hop of a ring: NCCL's tuning table for rings with its LL and Simple protocols (src/graph/tuning.cc).
+HOP_SECONDS: dict[str, Range] = {
+    "nvlink": (0.47e-6, 3.4e-6),
+    "pcie": (1.0e-6, 5.7e-6),
+    "network": (2.7e-6, 9.6e-6),
+}
+CALL_SECONDS: Range = (3.6e-6, 8.4e-6)
+# Network of a node, all cards, one direction, if it is not given. With NVLink: from one card of 400 Gbit/s to one per
+# GPU; with PCIe cards: 10 to 100 Gbit/s.
+NETWORK_WITH_NVLINK: Range = (50 * GIGA, 400 * GIGA)
+NETWORK_WITH_PCIE: Range = (1.25 * GIGA, 12.5 * GIGA)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Interconnect:
+    """The GPUs of a run and what connects them."""
+
+    gpu: Gpu
+    world_size: int
+    gpus_per_machine: int = 8
+    network_bytes_per_second: int | None = None
+    """Network of one node, all cards, one direction; None: a wide range."""
+
+    def __post_init__(self) -> None:
+        for name in ("world_size", "gpus_per_machine"):
+            if not 1 <= getattr(self, name) <= 10**6:
+                raise ToolkitError(f"{name} is {getattr(self, name)}, expected 1 to a million")
+        if self.world_size > self.gpus_per_machine and self.world_size % self.gpus_per_machine:
+            raise ToolkitError(
+                f"{self.world_size} GPUs do not fill nodes of {self.gpus_per_machine}",
+                hint="--gpus-per-machine, or another --world-size",
+            )
+
+    @property
+    def num_nodes(self) -> int:
+        """Nodes that the run fills."""
+        return max(self.world_size // self.gpus_per_machine, 1)
+
+    def seconds(self, collective: Collective) -> Range:
+        """Return the seconds of all calls of a collective in one step, with nothing else running."""
+        slow, fast = self._bytes_per_second(collective)
+        low_latency, high_latency = self._latency(collective)
+        sent = collective.sent_bytes
+        return sent / fast + collective.calls * low_latency, sent / slow + collective.calls * high_latency
+
+    def _crosses_nodes(self, collective: Collective) -> bool:
+        if collective.group == "replicas":
+            return self.num_nodes > 1
+        return collective.group_size > self.gpus_per_machine
+
+    def _bytes_per_second(self, collective: Collective) -> Range:
+        """Rate of one rank. One ring through all GPUs passes each node's network once; rings that take one GPU of each
+        node share it."""
+        rate = self.gpu.link_bytes_per_second
+        slow, fast = rate * BANDWIDTH_SHARE[0], rate * BANDWIDTH_SHARE[1]
+        if not self._crosses_nodes(collective):
+            return slow, fast
+        rings = self.gpus_per_machine if collective.group == "replicas" else 1
+        low, high = self._network()
+        return min(slow, low / rings), min(fast, high / rings)
+
+    def _network(self) -> Range:
+        if self.network_bytes_per_second is not None:
+            return 0.5 * self.network_bytes_per_second, float(self.network_bytes_per_second)
+        return NETWORK_WITH_PCIE if self.gpu.nvlink_bytes_per_second is None else NETWORK_WITH_NVLINK
+
+    def _latency(self, collective: Collective) -> Range:
+        """Of one call: a ring takes a hop to each other rank, an all-reduce two."""
+        passes = 2 if collective.name == "all_reduce" else 1
+        hops = passes * (collective.group_size - 1)
+        across = 0
+        if self._crosses_nodes(collective):
+            across = hops if collective.group == "replicas" else passes * (self.num_nodes - 1)
+        inside = HOP_SECONDS["pcie" if self.gpu.nvlink_bytes_per_second is None else "nvlink"]
+        low, high = (
+            call + (hops - across) * hop + across * network
+            for call, hop, network in zip(CALL_SECONDS, inside, HOP_SECONDS["network"], strict=True)
+        )
+        return low, high

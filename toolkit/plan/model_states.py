@@ -1,0 +1,236 @@
+"""Model states of one rank between steps: parameters, gradients and optimizer states, exact to the byte.
+
+    >>> from toolkit.models.shape import ModelShape, linear
+    >>> from toolkit.plan.engine_settings import EngineSettings
+    >>> sizes = {"hidden_size": 8, "intermediate_size": 32, "num_layers": 1, "vocab_size": 10, "head_dim": 8}
+    >>> heads = {"num_attention_heads": 1, "num_kv_heads": 1, "gated_mlp": False, "tied_embeddings": True}
+    >>> shape = ModelShape(model_type="llama", **sizes, **heads, layers=(linear("fc", 10, 10),), outer=())
+    >>> engine = EngineSettings(kind="ddp", sharding="replicate", shards_parameters=False, world_size=2, shard_ranks=1)
+    >>> model_states(engine, job_weights(shape)).total_bytes  # 16 per parameter
+    1600
+
+Bytes per parameter are those of `toolkit.presets.characteristics`, padding is that of `toolkit.presets.shard_bytes`.
+Rank 0 has the largest share under every engine. `tests/plan/test_engine_bytes.py` compares all of it with real engines.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+
+from toolkit.models.lora import lora_layer
+from toolkit.models.shape import Layer, ModelShape, Tensor
+from toolkit.plan.engine_settings import EngineSettings
+from toolkit.presets.characteristics import OFFLOADED_GRADIENT_BYTES
+from toolkit.presets.shard_bytes import flat_share, partition_share, rows_share
+
+MASTER_AND_ADAM_BYTES = 12  # DeepSpeed: fp32 master weight, momentum, variance
+ADAM_BYTES = 8  # momentum and variance, for a parameter that is its own master weight
+FP32_BYTES = 4
+# NF4 with double quantization: half a byte per element, 8 bits per block of 64, 32 bits per block of 64 · 256
+# (QLoRA, https://arxiv.org/abs/2305.14314, section 3). With each weight, bitsandbytes 0.50.2 also stores two tables of
+# 16 and 256 fp32 numbers and the mean of the constants (`functional.py`, `quantize_4bit`, `quantize_blockwise`).
+NF4_BLOCK, NF4_SECOND_BLOCK = 64, 256
+NF4_TABLES_BYTES = 4 * (16 + 256 + 1)
+TensorCounts = tuple[tuple[Tensor, int], ...]
+"""Tensors with the number of times that the model has each."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobWeights:
+    """The tensors of a job, trained and frozen. Sums run over kinds of layers, not over layers."""
+
+    shape: ModelShape
+    trained: TensorCounts
+    frozen: TensorCounts
+    load_in_4bit: bool
+
+    @cached_property
+    def num_trained(self) -> int:
+        """Elements that are trained."""
+        return total(self.trained, _elements)
+
+    @cached_property
+    def num_frozen(self) -> int:
+        """Elements that are frozen."""
+        return total(self.frozen, _elements)
+
+    @cached_property
+    def in_4bit(self) -> TensorCounts:
+        """Weights that bitsandbytes quantizes: those of linear layers, but neither the head nor fused experts."""
+        kinds = self.shape.layer_kinds.items() if self.load_in_4bit else ()
+        return tuple((tensor, count) for kind, count in kinds for tensor in kind if tensor.is_linear_weight)
+
+    @cached_property
+    def num_quantized(self) -> int:
+        """Frozen elements that are stored in 4 bits."""
+        return total(self.in_4bit, _elements)
+
+    @cached_property
+    def num_unquantized(self) -> int:
+        """Elements, trained or frozen, that are not stored in 4 bits."""
+        return self.num_trained + self.num_frozen - self.num_quantized
+
+    @cached_property
+    def quantized_bytes(self) -> int:
+        """Bytes of the 4-bit weights and their constants."""
+        return total(self.in_4bit, _nf4_bytes)
+
+    @cached_property
+    def parameter_groups(self) -> tuple[int, int]:
+        """Trained elements with and without weight decay: the Trainer's two parameter groups."""
+        decayed = total(self.trained, lambda tensor: tensor.num_elements if tensor.has_weight_decay else 0)
+        return decayed, self.num_trained - decayed
+
+    @cached_property
+    def largest(self) -> int:
+        """Elements of the largest tensor."""
+        return max(tensor.num_elements for tensor, _ in (*self.trained, *self.frozen))
+
+    @cached_property
+    def largest_linear(self) -> int:
+        """Elements of the largest weight of a linear layer."""
+        return max(tensor.num_elements for kind in self.shape.layer_kinds for tensor in kind if tensor.is_linear_weight)
+
+    @cached_property
+    def largest_trained(self) -> int:
+        """Elements of the largest trained tensor."""
+        return max(tensor.num_elements for tensor, _ in self.trained)
+
+    @cached_property
+    def largest_layer(self) -> int:
+        """Elements of the largest layer, adapters included: what FSDP2 gathers at once."""
+        return max(sum(map(_elements, kind)) for kind in self.shape.layer_kinds) + self._adapters_per_layer
+
+    def largest_gathered_layer(self, ranks: int) -> int:
+        """Return the elements of the largest layer when gathered from `ranks` shards.
+
+        FSDP2 pads the rows of each tensor to a multiple of the ranks: 8 experts on 64 ranks take eight times the space.
+        """
+        padded = (
+            sum(ranks * rows_share(tensor.shape, ranks=ranks, rank=0) for tensor in kind)
+            for kind in self.shape.layer_kinds
+        )
+        return max(padded) + self._adapters_per_layer
+
+    @property
+    def _adapters_per_layer(self) -> int:
+        return (self.num_trained if self.frozen else 0) // max(self.shape.num_layers, 1)
+
+    @cached_property
+    def embedding(self) -> int:
+        """Elements of the token embedding."""
+        return next((tensor.num_elements for tensor in self.shape.outer if tensor.is_embedding), 0)
+
+    @cached_property
+    def root_unit(self) -> int:
+        """Elements of accelerate's root FSDP2 unit, gathered from forward to backward: final norm and head."""
+        embeddings = [tensor for tensor in self.shape.outer if tensor.is_embedding]
+        own_unit = 0 if self.shape.tied_embeddings or not embeddings else embeddings[0].num_elements
+        return sum(map(_elements, self.shape.outer)) - own_unit
+
+
+@lru_cache(maxsize=64)
+def job_weights(shape: ModelShape, lora_r: int | None = None, load_in_4bit: bool = False) -> JobWeights:
+    """Return all tensors: trained, or frozen with trained adapters of rank `lora_r`."""
+    base = _counted(shape.layer_kinds, shape.outer)
+    if lora_r is None:
+        return JobWeights(shape=shape, trained=base, frozen=(), load_in_4bit=False)
+    adapters: Counter[Layer] = Counter()
+    for kind, count in shape.layer_kinds.items():
+        adapters[lora_layer(shape, kind, lora_r)] += count
+    return JobWeights(shape=shape, trained=_counted(adapters, ()), frozen=base, load_in_4bit=load_in_4bit)
+
+
+def total(tensors: TensorCounts, size: Callable[[Tensor], int]) -> int:
+    """Return the sum of a size over all tensors."""
+    return sum(size(tensor) * count for tensor, count in tensors)
+
+
+def _counted(kinds: dict[Layer, int], outer: Layer) -> TensorCounts:
+    return (*((tensor, count) for kind, count in kinds.items() for tensor in kind), *((tensor, 1) for tensor in outer))
+
+
+def _elements(tensor: Tensor) -> int:
+    return tensor.num_elements
+
+
+def _nf4_bytes(tensor: Tensor) -> int:
+    blocks = -(-tensor.num_elements // NF4_BLOCK)
+    return -(-tensor.num_elements // 2) + blocks + 4 * -(-blocks // NF4_SECOND_BLOCK) + NF4_TABLES_BYTES
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelStates:
+    """Bytes of one rank, on the GPU, in host memory or on disk: what the attestation counts."""
+
+    parameter_bytes: int
+    gradient_bytes: int
+    optimizer_bytes: int
+    persistent_bytes: int = 0
+    """Part of `parameter_bytes`: small parameters that ZeRO-3 keeps whole on the GPU, in addition to their shards."""
+
+    @property
+    def total_bytes(self) -> int:
+        """Sum of the three states."""
+        return self.parameter_bytes + self.gradient_bytes + self.optimizer_bytes
+
+
+def model_states(engine: EngineSettings, weights: JobWeights) -> ModelStates:
+    """Return the bytes that the engine's rank holds between steps."""
+    if engine.kind == "fsdp2":
+        return _fsdp2(engine, weights)
+    if engine.kind != "deepspeed":
+        return ModelStates(
+            parameter_bytes=FP32_BYTES * weights.num_unquantized + weights.quantized_bytes,
+            gradient_bytes=FP32_BYTES * weights.num_trained,
+            optimizer_bytes=ADAM_BYTES * weights.num_trained,
+        )
+    return _zero3(engine, weights) if engine.shards_parameters else _zero12(engine, weights)
+
+
+def _fsdp2(engine: EngineSettings, weights: JobWeights) -> ModelStates:
+    def share(tensor: Tensor) -> int:
+        return rows_share(tensor.shape, ranks=engine.shard_ranks, rank=engine.shard_rank)
+
+    trained, frozen = total(weights.trained, share), total(weights.frozen, share)
+    return ModelStates(
+        parameter_bytes=FP32_BYTES * (trained + frozen),
+        gradient_bytes=FP32_BYTES * trained,
+        optimizer_bytes=ADAM_BYTES * trained,
+    )
+
+
+def _zero12(engine: EngineSettings, weights: JobWeights) -> ModelStates:
+    share = sum(flat_share(group, ranks=engine.world_size) for group in weights.parameter_groups if group)
+    gradient = engine.element_bytes * weights.num_trained
+    if engine.sharding == "shard_grad_op":
+        offloaded = OFFLOADED_GRADIENT_BYTES["shard_grad_op"] if engine.offload_optimizer else engine.element_bytes
+        gradient = offloaded * share
+    if engine.sharding == "replicate":
+        share = weights.num_trained
+    return ModelStates(
+        parameter_bytes=engine.element_bytes * weights.num_unquantized + weights.quantized_bytes,
+        gradient_bytes=gradient,
+        optimizer_bytes=MASTER_AND_ADAM_BYTES * share,
+    )
+
+
+def _zero3(engine: EngineSettings, weights: JobWeights) -> ModelStates:
+    def share(tensor: Tensor) -> int:
+        return partition_share(tensor.num_elements, ranks=engine.world_size)
+
+    def persistent(tensor: Tensor) -> int:
+        single = engine.world_size == 1  # the shard is the complete tensor then
+        return 0 if single or tensor.num_elements > engine.persistence_threshold else tensor.num_elements
+
+    trained, frozen = total(weights.trained, share), total(weights.frozen, share)
+    kept = engine.element_bytes * (total(weights.trained, persistent) + total(weights.frozen, persistent))
+    return ModelStates(
+        parameter_bytes=engine.element_bytes * (trained + frozen) + kept,
+        gradient_bytes=engine.element_bytes * trained,
+        optimizer_bytes=MASTER_AND_ADAM_BYTES * trained,
+        persistent_bytes=kept,
+    )

@@ -1,0 +1,87 @@
+"""Options of `toolkit plan` and `toolkit recommend`: one dataclass each, from the command line to the planner.
+
+The fields are annotated as Typer parameters, so a new flag is one field here. This module imports nothing of the
+planner: `toolkit --help` loads it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated
+
+from typer import Option
+
+from toolkit.flags import PRESET_HELP
+
+CHECKPOINTING_FLAG = "--activation-checkpointing/--no-activation-checkpointing"
+
+GpuName = Annotated[str | None, Option(help="GPU name: h100, a100-80gb, rtx-4090, ...")]
+GpuMemory = Annotated[float | None, Option(help="memory of one GPU, if the table does not have it")]
+GpuTflops = Annotated[float | None, Option(help="dense bf16 peak of one GPU, if the table does not have it")]
+SeqLength = Annotated[int, Option(help="tokens per sequence")]
+LoraRank = Annotated[int | None, Option(help="train LoRA adapters of this rank instead of all weights")]
+Quantized = Annotated[bool, Option("--load-in-4bit", help="QLoRA: quantize the base model to 4 bits")]
+GpusPerNode = Annotated[int, Option(help="GPUs per node")]
+HostMemoryGib = Annotated[float | None, Option(help="host memory of a node, to check offload against")]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanOptions:
+    """Options of `toolkit plan`, by the names of their flags."""
+
+    world_size: Annotated[tuple[int, ...], Option(help="number of GPUs; repeatable")]
+    preset: Annotated[
+        tuple[str, ...], Option(help=f"{PRESET_HELP}; repeatable; by default all that support the world size")
+    ] = ()
+    gpu: GpuName = None
+    gpu_memory_gib: GpuMemory = None
+    gpu_tflops: GpuTflops = None
+    per_device_train_batch_size: Annotated[int, Option(help="sequences per GPU and accumulation step")] = 1
+    max_seq_length: SeqLength = 1024
+    gradient_accumulation_steps: Annotated[int, Option(help="accumulation steps per optimizer step")] = 1
+    activation_checkpointing: Annotated[
+        bool, Option(CHECKPOINTING_FLAG, help="recompute activations in the backward pass instead of saving them")
+    ] = False
+    lora_r: LoraRank = None
+    load_in_4bit: Quantized = False
+    packing: Annotated[bool, Option("--packing", help="pack rows to full length, which needs an attention mask")] = (
+        False
+    )
+    loss: Annotated[str, Option(help="full, chunked, or fused (Liger)")] = "full"
+    optimizer: Annotated[str, Option(help="fused (the Trainer's default) or foreach")] = "fused"
+    gpus_per_machine: GpusPerNode = 8
+    host_memory_gib: HostMemoryGib = None
+    verify: Annotated[
+        bool, Option("--verify", help="rehearse rank 0 of each plan, and compare the two part by part")
+    ] = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecommendOptions:
+    """Options of `toolkit recommend`, by the names of their flags."""
+
+    world_size: Annotated[int, Option(help="number of GPUs")]
+    gpu: GpuName = None
+    max_seq_length: SeqLength = 1024
+    global_batch_size: Annotated[
+        int | None, Option(help="sequences per optimizer step; by default 32, rounded up to a multiple of the GPUs")
+    ] = None
+    lora_r: LoraRank = None
+    load_in_4bit: Quantized = False
+    wish: Annotated[str, Option(help="objective: fastest, or least-memory")] = "fastest"
+    preset: Annotated[tuple[str, ...], Option(help=f"{PRESET_HELP}; repeatable; considers only these")] = ()
+    price_per_gpu_hour: Annotated[float | None, Option(help="price of one GPU per hour, in dollars")] = None
+    gpus_per_machine: GpusPerNode = 8
+    host_memory_gib: HostMemoryGib = None
+    network_gb_per_second: Annotated[
+        float | None, Option(help="network bandwidth of a node, all cards, one direction")
+    ] = None
+    nvme_gb_per_second: Annotated[float | None, Option(help="bandwidth of a node's local NVMe disk, if it has one")] = (
+        None
+    )
+    gpu_memory_gib: GpuMemory = None
+    gpu_tflops: GpuTflops = None
+    gpu_link_gb_per_second: Annotated[
+        float | None, Option(help="GPU-to-GPU bandwidth, one direction, if the table does not have it")
+    ] = None
+    scaling: Annotated[bool, Option("--scaling", help="also show the scaling curve to 1,024 GPUs")] = False

@@ -1,0 +1,202 @@
+"""`toolkit plan --verify`: each plan compared with a rehearsal of the same rank, part by part.
+
+    >>> difference = compare_parts({"parameter_bytes": 8}, {"parameter_bytes": 10})[0]
+    >>> (difference.part, difference.planned_bytes, difference.rehearsed_bytes, round(difference.relative, 2))
+    ('parameter', 8, 10, -0.2)
+
+On a GPU the rehearsal is real and reports the allocator's peaks. Without a GPU, FSDP2 and DDP are traced on fake
+tensors, which gives the peak of each phase by part; DeepSpeed and offloading are rehearsed on the CPU in the plan's
+precision, which gives the model states.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from toolkit.errors import ToolkitError
+from toolkit.hardware.node import host_memory_bytes, memory_limit_bytes
+from toolkit.plan.job import OPTIMIZERS, TrainingJob
+from toolkit.plan.memory import PARTS
+from toolkit.plan.planner import Plan
+from toolkit.presets import load_preset
+from toolkit.presets.support import unsupported
+from toolkit.rehearse.rehearsal import Rehearsal, plan_rehearsal, rehearse_once
+from toolkit.units import NOT_AVAILABLE, gib
+
+STATES = PARTS[:3]
+# Parts of a rehearsal on fake tensors -> parts of a plan.
+PLANNED_PART = {
+    **{part: part for part in (*STATES, "logits")},
+    **{"forward": "activation", "backward": "activation", "load": "activation"},
+    **{"gathered": "buffer", "reduction": "buffer", "buckets": "buffer", "step": "buffer"},
+}
+# The fp32 weights as they are loaded, and the engine's copy of them, in addition to what the plan counts.
+LOADING_BYTES_PER_PARAMETER = 8
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PartDifference:
+    """One part of one rank's memory, planned and rehearsed."""
+
+    part: str
+    planned_bytes: int
+    rehearsed_bytes: int
+
+    @property
+    def relative(self) -> float | None:
+        """Planned over rehearsed, minus one; None if only the plan has this part."""
+        if self.rehearsed_bytes == 0:
+            return 0.0 if self.planned_bytes == 0 else None
+        return self.planned_bytes / self.rehearsed_bytes - 1
+
+    def as_row(self) -> dict[str, Any]:
+        """Return the values as `--json` prints them."""
+        sizes = {"planned_bytes": self.planned_bytes, "rehearsed_bytes": self.rehearsed_bytes}
+        return {"part": self.part, **sizes, "difference": self.relative}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlanVerification:
+    """One plan and its rehearsal, or the reason for which there is none."""
+
+    preset: str
+    world_size: int
+    rehearsed_on: str | None = None
+    """`cuda`, `cpu` or `fake tensors`."""
+    parts: tuple[PartDifference, ...] = ()
+    why_not: str | None = None
+    failed: bool = False
+    """True if a rehearsal was started and failed."""
+
+    def as_row(self) -> dict[str, Any]:
+        """Return the values as `--json` prints them."""
+        names = ("preset", "world_size", "rehearsed_on", "why_not")
+        return {name: getattr(self, name) for name in names} | {"parts": [part.as_row() for part in self.parts]}
+
+    def lines(self) -> list[str]:
+        """Return the lines of a table."""
+        head = f"{self.preset}, {self.world_size} processes, rank 0"
+        if self.why_not is not None:
+            return [f"{head}: not rehearsed: {self.why_not}"]
+        return [f"{head}, rehearsed on {self.rehearsed_on}:", *_table(self.parts)]
+
+
+def _table(parts: Sequence[PartDifference]) -> list[str]:
+    rows = [("", "planned", "rehearsed", "difference"), *((part.part, *_cells(part)) for part in parts)]
+    left, *widths = (max(len(row[column]) for row in rows) for column in range(4))
+    return [
+        f"  {label:<{left}}  " + "  ".join(f"{cell:>{width}}" for cell, width in zip(cells, widths, strict=True))
+        for label, *cells in rows
+    ]
+
+
+def _cells(part: PartDifference) -> tuple[str, str, str]:
+    share = NOT_AVAILABLE if part.relative is None else f"{part.relative:+.1%}"
+    return gib(part.planned_bytes), gib(part.rehearsed_bytes), share
+
+
+def compare_parts(plan: Mapping[str, Any], rehearsal: Mapping[str, Any]) -> list[PartDifference]:
+    """Return the differences in model states, then in each phase's peak as far as the rehearsal has it.
+
+    `plan` is a row of `toolkit plan --json`, `rehearsal` the facts of `toolkit rehearse --json`.
+    """
+    states = [
+        PartDifference(part=part, planned_bytes=plan[f"{part}_bytes"], rehearsed_bytes=rehearsal[f"{part}_bytes"])
+        for part in STATES
+        if f"{part}_bytes" in plan and f"{part}_bytes" in rehearsal
+    ]
+    return [*states, *_compare_phases(plan.get("phases") or {}, rehearsal)]
+
+
+def _compare_phases(planned: Mapping[str, Any], rehearsal: Mapping[str, Any]) -> Iterator[PartDifference]:
+    for phase, found in (rehearsal.get("peaks") or {}).items():  # on fake tensors
+        if phase in planned:
+            yield from _compare_traced(phase, planned[phase], found)
+    for phase, found in (rehearsal.get("phase_peaks") or {}).items():  # on a GPU
+        if phase in planned:
+            yield PartDifference(
+                part=f"{phase}: allocated",
+                planned_bytes=planned[phase]["allocated_bytes"],
+                rehearsed_bytes=found["peak_allocated_bytes"],
+            )
+
+
+def _compare_traced(phase: str, planned: Mapping[str, int], found: Mapping[str, Any]) -> Iterator[PartDifference]:
+    traced: dict[str, int] = {}
+    for tag, size in found["parts"].items():
+        traced[PLANNED_PART[tag]] = traced.get(PLANNED_PART[tag], 0) + size
+    for part in dict.fromkeys(PLANNED_PART.values()):
+        yield PartDifference(
+            part=f"{phase}: {part}", planned_bytes=planned[f"{part}_bytes"], rehearsed_bytes=traced.get(part, 0)
+        )
+    yield PartDifference(
+        part=f"{phase}: allocated", planned_bytes=planned["allocated_bytes"], rehearsed_bytes=found["total_bytes"]
+    )
+
+
+def verify_plans(
+    model: str, plans: Sequence[Plan], job: TrainingJob, *, cpu: bool, say: Callable[[str], None]
+) -> Iterator[PlanVerification]:
+    """Rehearse rank 0 of each plan in turn, and yield each comparison when its rehearsal ends (seconds to minutes)."""
+    for plan in plans:
+        named: dict[str, Any] = {"preset": plan.preset, "world_size": plan.world_size}
+        try:
+            rehearsal = rehearsal_of_plan(model, plan, job, cpu=cpu)
+        except ToolkitError as error:
+            yield PlanVerification(**named, why_not=error.message)
+            continue
+        say(f"rehearsing {plan.preset}, rank 0 of {plan.world_size}")
+        result, run = rehearse_once(rehearsal, on_line=lambda _: None)
+        if result.failure is not None:
+            reason = f"{result.status}: {result.failure.get('message')}"
+            yield PlanVerification(**named, why_not=reason, failed=True)
+            continue
+        device = "fake tensors" if rehearsal.fake_tensors else str(run["spec"]["device"])
+        parts = tuple(compare_parts(plan.as_row(), run["rehearsal"]))
+        yield PlanVerification(**named, rehearsed_on=device, parts=parts)
+
+
+def rehearsal_of_plan(model: str, plan: Plan, job: TrainingJob, *, cpu: bool) -> Rehearsal:
+    """Return the rehearsal of a plan's rank 0. Raises ToolkitError, with the reason, if this node cannot run it."""
+    preset = load_preset(plan.preset)
+    if job.loss == "chunked":
+        raise ToolkitError("--loss chunked is planned only: the training script has no such loss")
+    if job.packing:
+        raise ToolkitError("--packing is planned only: the rows of a rehearsal are full, and need no mask")
+    fake_tensors = cpu and unsupported(preset, job.method, purpose="trace") is None
+    argv = training_argv(model, job, cpu=cpu)
+    rehearsal = plan_rehearsal(
+        preset, world_size=plan.world_size, rank=0, training_argv=argv, cpu=cpu, fake_tensors=fake_tensors
+    )
+    if cpu and not fake_tensors:
+        check_host_memory(plan, job)
+    return rehearsal
+
+
+def training_argv(model: str, job: TrainingJob, *, cpu: bool) -> list[str]:
+    """Return the job as training arguments; on a CPU in bf16, as planned, where the default would be fp32."""
+    given = asdict(job)
+    names = ("per_device_train_batch_size", "max_seq_length", "gradient_accumulation_steps", "activation_checkpointing")
+    values = {name: given[name] for name in names} | {"optim": OPTIMIZERS[job.optimizer]}
+    values |= {name: given[name] for name in ("lora_r", "load_in_4bit") if given[name]}
+    values |= {"bf16": True} if cpu else {}
+    values |= {"use_liger_kernel": True} if job.loss == "fused" else {}
+    words = [word for name, value in values.items() for word in (f"--{name}", _word(value))]
+    return ["--model_name_or_path", model, *words]
+
+
+def _word(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def check_host_memory(plan: Plan, job: TrainingJob) -> None:
+    """Raise ToolkitError if this node's memory cannot hold a real rehearsal of the plan on the CPU."""
+    states, peak = plan.memory.states, plan.memory.peak
+    offloaded = plan.memory.host.peak_bytes // min(plan.world_size, job.gpus_per_machine)
+    needed = states.total_bytes + peak.activation_bytes + peak.logits_bytes + offloaded
+    needed += LOADING_BYTES_PER_PARAMETER * plan.num_params
+    available = memory_limit_bytes() or host_memory_bytes()
+    if needed > available:
+        raise ToolkitError(f"it needs about {gib(needed)} of host memory, and this node has {gib(available)}")

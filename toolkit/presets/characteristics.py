@@ -1,0 +1,147 @@
+"""The cost and the requirements of a preset: bytes per parameter, communication volume, needs, limitations.
+
+>>> from toolkit.presets import load_preset
+>>> characteristics(load_preset("zero2")).optimizer.formula
+'12/N'
+
+All of it follows from the preset's engine, sharding and offload; nothing here names a preset. Bytes are those of a full
+fine-tune with AdamW in bf16, per parameter and rank, between steps: what the run-time verification counts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from toolkit.presets.spec import PresetSpec
+from toolkit.presets.support import limitations
+
+# parameter, gradient, optimizer. DeepSpeed holds a bf16 parameter, and an fp32 master weight, momentum and variance
+# (ZeRO paper, section 3.1, https://arxiv.org/abs/1910.02054). Under DDP and FSDP2 the fp32 parameter is its own master
+# weight (docs/numerics.md).
+STATE_BYTES = {"deepspeed": (2, 2, 12), "fsdp2": (4, 4, 8), "ddp": (4, 4, 8), "none": (4, 4, 8)}
+PARTS = ("parameter", "gradient", "optimizer")
+# With its optimizer offloaded, ZeRO-2 keeps the fp32 gradients of its master weights, and ZeRO-3 a bf16 partition and
+# an fp32 copy of it (deepspeed 0.19.8, `stage_1_and_2.py` line 940, `stage3.py` lines 791 and 1342).
+OFFLOADED_GRADIENT_BYTES = {"shard_grad_op": 4, "full_shard": 6, "hybrid_shard": 6}
+
+# Elements that a rank sends and receives, in multiples of the trained model's parameters P, without the ring's factor
+# (N-1)/N: as the installed engines communicate, which docs/communication.md checks against counted runs; ZeRO++ from
+# table 1 of its paper (https://arxiv.org/abs/2306.10209).
+COMMUNICATION = {
+    ("none", "replicate"): "0",
+    ("ddp", "replicate"): "2 P per step",
+    ("deepspeed", "replicate"): "2 P per step",
+    ("deepspeed", "shard_optimizer"): "3 P per step",
+    ("deepspeed", "shard_grad_op"): "2 P per accumulation step, 1 P per step",
+    ("deepspeed", "full_shard"): "2 to 3 P per accumulation step",
+    ("deepspeed", "hybrid_shard"): "0.75 P per accumulation step between nodes",
+    ("fsdp2", "full_shard"): "2 P per accumulation step, 1 P per step",
+    ("fsdp2", "shard_grad_op"): "1 P per accumulation step, 1 P per step",
+    ("fsdp2", "hybrid_shard"): "2 P per accumulation step, 1 P per step, 2 P/S per step between replicas",
+}
+# (FSDP1's sharding strategy, the equivalent in another engine)
+OTHER_NAMES = {
+    ("none", "replicate"): (None, None),
+    ("ddp", "replicate"): ("NO_SHARD", "ZeRO-0"),
+    ("deepspeed", "replicate"): ("NO_SHARD", "DDP"),
+    ("deepspeed", "shard_optimizer"): (None, None),
+    ("deepspeed", "shard_grad_op"): ("SHARD_GRAD_OP", "close to FSDP2 without resharding"),
+    ("deepspeed", "full_shard"): ("FULL_SHARD", "FSDP2"),
+    ("deepspeed", "hybrid_shard"): ("close to HYBRID_SHARD", "ZeRO++ (hpZ, qwZ, qgZ)"),
+    ("fsdp2", "full_shard"): ("FULL_SHARD", "ZeRO-3"),
+    ("fsdp2", "shard_grad_op"): ("SHARD_GRAD_OP", "close to ZeRO-2, but parameters are shards between steps"),
+    ("fsdp2", "hybrid_shard"): ("HYBRID_SHARD", "close to ZeRO++'s hpZ"),
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StateBytes:
+    """Bytes per parameter of one part of the model states on one rank."""
+
+    unsharded_bytes: int
+    shards: str
+    """`1`, `N` (all ranks), or `S` (the ranks of one replica of a hybrid mesh)."""
+    device: str
+    """`gpu`, `cpu` or `nvme`: where the part is kept between steps."""
+
+    @property
+    def formula(self) -> str:
+        """Bytes per parameter as text: `4`, or `12/N`."""
+        return str(self.unsharded_bytes) if self.shards == "1" else f"{self.unsharded_bytes}/{self.shards}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Characteristics:
+    """The cost and the requirements of one preset, derived from its files."""
+
+    parameter: StateBytes
+    gradient: StateBytes
+    optimizer: StateBytes
+    communication: str
+    """Communication volume of a rank, in multiples of the number of parameters P."""
+    needs: tuple[str, ...]
+    not_with: tuple[str, ...]
+    """What the preset does not work with, and the upstream issue."""
+    fsdp1_name: str | None
+    """The equivalent sharding strategy of FSDP1."""
+    other_name: str | None
+    """The equivalent in another engine."""
+
+    def bytes_on(self, device: str) -> str:
+        """Return the formula of all parts kept on a device: `2 + 2/N + 12/N`, or `0`."""
+        found = [part.formula for part in (self.parameter, self.gradient, self.optimizer) if part.device == device]
+        return " + ".join(found) or "0"
+
+    def as_row(self) -> dict[str, Any]:
+        """Return the values under `contract` in `toolkit presets --json`."""
+        formulas = {f"{part}_bytes": getattr(self, part).formula for part in PARTS}
+        devices = {f"{part}_device": getattr(self, part).device for part in PARTS}
+        words = {key: value for key, value in asdict(self).items() if key not in PARTS}
+        return formulas | devices | words
+
+
+def characteristics(preset: PresetSpec) -> Characteristics:
+    """Derive the characteristics of a preset, shipped or a user's own."""
+    kind = (preset.engine, preset.sharding)
+    fsdp1_name, other_name = OTHER_NAMES[kind]
+    parameter, gradient, optimizer = (_state_bytes(preset, part) for part in PARTS)
+    return Characteristics(
+        parameter=parameter,
+        gradient=gradient,
+        optimizer=optimizer,
+        communication=COMMUNICATION[kind],
+        needs=_needs(preset),
+        not_with=limitations(preset),
+        fsdp1_name=fsdp1_name,
+        other_name=other_name,
+    )
+
+
+def _state_bytes(preset: PresetSpec, part: str) -> StateBytes:
+    unsharded = dict(zip(PARTS, STATE_BYTES[preset.engine], strict=True))[part]
+    shards = "1" if part not in preset.sharded_parts else "S" if preset.replicas > 1 else "N"
+    # Gradients are reduced to the device of the optimizer.
+    device = preset.offload_param if part == "parameter" else preset.offload_optimizer
+    if part == "gradient" and device and preset.engine == "deepspeed":
+        unsharded = OFFLOADED_GRADIENT_BYTES.get(preset.sharding, unsharded)
+    if part == "gradient" and device == "nvme":
+        device = "cpu"
+    return StateBytes(unsharded_bytes=unsharded, shards=shards, device=device or "gpu")
+
+
+def _needs(preset: PresetSpec) -> tuple[str, ...]:
+    needs = [f"{preset.processes} processes"]
+    if preset.replicas > 1:
+        needs.append(f"the launcher's `--parallelism_config_dp_shard_size` S = N/{preset.replicas}")
+    if preset.engine == "deepspeed":
+        needs.append("deepspeed")
+    if preset.engine == "deepspeed" and preset.offload_optimizer:
+        needs.append("a C++ compiler, for DeepSpeed's CPU Adam")
+    if preset.needs_gpu is not None:
+        needs.append("a GPU and nvcc, for DeepSpeed's CUDA quantiser")
+    if "cpu" in (preset.offload_optimizer, preset.offload_param):
+        needs.append("host memory for the offloaded states of all ranks on a node")
+    if "nvme" in (preset.offload_optimizer, preset.offload_param):
+        needs.append("a local NVMe disk, and libaio")
+    return tuple(needs)

@@ -1,0 +1,459 @@
+"""Compatibility rules: which preset works with which method, world size and device, and why not.
+
+Each rule is written once, here, with the upstream issue that explains it. The launcher, the training script, the
+planner, the recommendation, the rehearsal, the checkpoint conversion, `toolkit presets` and the docs all ask this
+module:
+
+    reason = unsupported(preset, Method(lora=True, load_in_4bit=True), world_size=8, purpose="plan")
+    check_supported(preset, method, world_size=8, device=CPU)       # raises ToolkitError with the reason and a hint
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from toolkit.errors import ToolkitError
+from toolkit.presets.spec import PresetSpec
+
+Purpose = Literal["train", "launched", "script", "convert", "plan", "recommend", "rehearse", "trace"]
+"""What the answer is for: a run of the toolkit, a rank that is running already (`launched`), a user's own script
+under torchrun (`script`), a checkpoint conversion, a plan, a recommendation, a rehearsal, or a rehearsal on fake
+tensors (`trace`)."""
+
+# The Trainer's names of the optimizers whose memory the planner knows.
+PLANNED_OPTIMIZERS = ("adamw_torch_fused", "adamw_torch")
+QLORA_PRESETS_HINT = "`--preset ddp`, `zero1` or `zero2`"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Method:
+    """How a model is fine-tuned, as far as it decides which presets work. Names are those of the arguments."""
+
+    lora: bool = False
+    load_in_4bit: bool = False
+    optim: str = PLANNED_OPTIMIZERS[0]
+    freeze: bool = False
+    train_only: bool = False
+    packing: bool = False
+    activation_checkpointing: bool = False
+    activation_checkpointing_offload: bool = False
+    use_liger_kernel: bool = False
+    torch_compile: bool = False
+    ddp_comm_hook: str | None = None
+    memory_snapshot: bool = False
+    auto_find_batch_size: bool = False
+    save_only_model: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Device:
+    """What the ranks run on."""
+
+    type: Literal["gpu", "cpu"] = "gpu"
+    count: int | None = None
+    """GPUs that are visible; None where it does not matter or is not known."""
+    name: str = "the GPU"
+    has_bf16: bool = True
+    has_nvme: bool = True
+    """A local NVMe disk can be named."""
+
+
+CPU = Device(type="cpu")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Reason:
+    """Why a combination does not work."""
+
+    rule: str
+    """Name of the rule."""
+    why: str
+    """A clause with the preset or the option as its subject: `needs at least 2 processes`."""
+    message: str
+    """A sentence that stands alone."""
+    hint: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Case:
+    preset: PresetSpec | None
+    method: Method
+    world_size: int | None
+    device: Device | None
+    purpose: Purpose
+
+    def option(self, name: str) -> str:
+        """The flag as it is typed: the planner's options are spelled with dashes."""
+        return "--" + (name.replace("_", "-") if self.purpose in ("plan", "recommend") else name)
+
+
+_Answer = tuple[str, str, str | None] | None
+"""Clause, sentence, hint; None where the rule does not object."""
+_Rule = Callable[[_Case], _Answer]
+_RULES: dict[str, _Rule] = {}
+
+
+def _rule(name: str) -> Callable[[_Rule], _Rule]:
+    def register(function: _Rule) -> _Rule:
+        _RULES[name] = function
+        return function
+
+    return register
+
+
+def reasons(
+    preset: PresetSpec | None,
+    method: Method | None = None,
+    *,
+    world_size: int | None = None,
+    device: Device | None = None,
+    purpose: Purpose = "train",
+) -> Iterator[Reason]:
+    """Yield every reason why the combination does not work, the most basic one first.
+
+    `preset`, `world_size` and `device` are None where they are not known; their rules then do not object.
+    """
+    case = _Case(preset=preset, method=method or Method(), world_size=world_size, device=device, purpose=purpose)
+    for name, rule in _RULES.items():
+        answer = rule(case)
+        if answer is not None:
+            why, message, hint = answer
+            yield Reason(rule=name, why=why, message=message, hint=hint)
+
+
+def unsupported(
+    preset: PresetSpec | None,
+    method: Method | None = None,
+    *,
+    world_size: int | None = None,
+    device: Device | None = None,
+    purpose: Purpose = "train",
+) -> Reason | None:
+    """Return the first reason why the combination does not work, or None where it works."""
+    return next(reasons(preset, method, world_size=world_size, device=device, purpose=purpose), None)
+
+
+def check_supported(
+    preset: PresetSpec | None,
+    method: Method | None = None,
+    *,
+    world_size: int | None = None,
+    device: Device | None = None,
+    purpose: Purpose = "train",
+) -> None:
+    """Raise ToolkitError with the first reason why the combination does not work."""
+    reason = unsupported(preset, method, world_size=world_size, device=device, purpose=purpose)
+    if reason is not None:
+        raise ToolkitError(reason.message, hint=reason.hint)
+
+
+def supports_world_size(preset: PresetSpec, world_size: int) -> bool:
+    """Return True if the preset can train in this number of processes."""
+    return unsupported(preset, world_size=world_size) is None
+
+
+def next_world_size(preset: PresetSpec, world_size: int) -> int:
+    """Return the smallest supported world size from `world_size` on, or the largest one below."""
+    multiple = preset.world_size_multiple
+    up = max(preset.min_world_size, world_size + -world_size % multiple)
+    return up if preset.max_world_size is None else min(up, preset.max_world_size)
+
+
+def limitations(preset: PresetSpec) -> tuple[str, ...]:
+    """Return what the preset does not work with, for `toolkit presets --json` and the docs.
+
+    The rules answer for the methods that the toolkit knows; the rest are upstream bugs outside the toolkit's reach.
+    """
+    lines = []
+    for label, method in _DOCUMENTED_METHODS.items():
+        reason = unsupported(preset, method)
+        if reason is not None:
+            lines.append(f"{label}: {reason.why}")
+    return (*lines, *_upstream_limitations(preset))
+
+
+_DOCUMENTED_METHODS = {
+    "QLoRA": Method(lora=True, load_in_4bit=True),
+    "`save_only_model`": Method(save_only_model=True),
+    "`auto_find_batch_size`": Method(auto_find_batch_size=True),
+}
+
+
+def _upstream_limitations(preset: PresetSpec) -> tuple[str, ...]:
+    if preset.engine == "fsdp2":
+        return ("the Trainer's activation checkpointing together with FSDP's own",)
+    if preset.engine == "deepspeed" and preset.shards_parameters:
+        return ("the Trainer's own save of LoRA adapters, which can be empty (trl#4416, peft#2892, DeepSpeed#7900)",)
+    if preset.engine == "deepspeed" and preset.sharding == "shard_grad_op":
+        return ("`overlap_comm`, which can give wrong gradients (DeepSpeed#7188, #5294, #8061)",)
+    return ()
+
+
+# -- the rules, in the order in which they are reported
+
+
+def _preset_answer(preset: PresetSpec, why: str, hint: str | None) -> _Answer:
+    return why, f"preset {preset.name!r} {why}", hint
+
+
+def _method_answer(case: _Case, option: str, why: str, hint: str | None) -> _Answer:
+    assert case.preset is not None
+    return why, f"{case.option(option)} does not work under preset {case.preset.name!r}: {why}", hint
+
+
+@_rule("needs-gpu")
+def _needs_gpu(case: _Case) -> _Answer:
+    preset = case.preset
+    if preset is None or preset.needs_gpu is None or case.device is None or case.device.type != "cpu":
+        return None
+    return _preset_answer(preset, f"does not run on a CPU: {preset.needs_gpu}", "`--preset zero3`")
+
+
+@_rule("world-size")
+def _world_size(case: _Case) -> _Answer:
+    preset, world_size = case.preset, case.world_size
+    if preset is None or world_size is None:
+        return None
+    if case.purpose == "launched":  # a plain launch may choose another, for example FSDP2 in one process
+        return None
+    above = preset.max_world_size is not None and world_size > preset.max_world_size
+    if world_size < preset.min_world_size:
+        why = f"needs at least {preset.min_world_size} processes"
+    elif above:
+        why = "trains in one process" if preset.max_world_size == 1 else f"takes {preset.max_world_size} at most"
+    elif world_size % preset.world_size_multiple:
+        why = f"needs a multiple of {preset.world_size_multiple} processes"
+    else:
+        return None
+    instead = next_world_size(preset, world_size)
+    if case.purpose == "script":
+        given, hint = f"this script was started in {world_size}", f"`torchrun --nproc_per_node {instead} script.py`"
+        return why, f"preset {preset.name!r} {why}, {given}", hint
+    if case.purpose in ("train", "convert"):
+        given, hint = f"got {world_size}", f"`--num-processes {instead}`"
+    else:
+        given, hint = f"--world-size is {world_size}", f"`--world-size {instead}`"
+    if above:
+        hint += ", or `--preset ddp` for several"
+    elif world_size < preset.min_world_size:
+        hint += ", or `--preset ddp` for fewer"
+    return why, f"preset {preset.name!r} {why}, {given}", hint
+
+
+@_rule("gpu-count")
+def _gpu_count(case: _Case) -> _Answer:
+    count = None if case.device is None else case.device.count
+    if count is None or case.world_size is None or case.world_size <= count:
+        return None
+    why = f"{case.world_size} processes, but {count} GPUs are visible here"
+    return why, why, f"`--num-processes {count}`" if count else "`--cpu` trains on the CPU"
+
+
+@_rule("nvme-disk")
+def _nvme_disk(case: _Case) -> _Answer:
+    preset = case.preset
+    if preset is None or not preset.uses_nvme:
+        return None
+    if case.purpose == "convert":
+        why = "swaps to NVMe: DeepSpeed resumes it only from its own swap files"
+        return _preset_answer(preset, why, "`--preset zero3_cpu_offload`")
+    if case.purpose == "recommend" and case.device is not None and not case.device.has_nvme:
+        return _preset_answer(preset, "needs a local NVMe disk (`--nvme-gb-per-second`)", None)
+    return None
+
+
+@_rule("rehearsal")
+def _rehearsal(case: _Case) -> _Answer:
+    preset = case.preset
+    if preset is None or case.purpose not in ("rehearse", "trace"):
+        return None
+    if preset.uses_nvme:
+        why = "its swap files belong to a real run on a real disk"
+    elif preset.needs_gpu is not None:
+        why = f"{preset.needs_gpu}, and its quantised collectives need other ranks"
+    else:
+        return None
+    return why, f"preset {preset.name!r} cannot be rehearsed: {why}", "`toolkit plan` calculates its memory"
+
+
+@_rule("fake-tensors")
+def _fake_tensors(case: _Case) -> _Answer:
+    preset = case.preset
+    if preset is None or case.purpose != "trace":
+        return None
+    if preset.engine == "deepspeed":
+        why = "DeepSpeed reads the values and addresses of its tensors"
+    elif preset.offload_optimizer or preset.offload_param:
+        why = "offloaded and resident tensors would share one memory"
+    else:
+        return None
+    hint = "leave --fake-tensors out, for exact bytes of the model states; or `--preset fsdp2`"
+    return why, f"--fake-tensors does not work with preset {preset.name!r}: {why}", hint
+
+
+@_rule("fake-tensor-method")
+def _fake_tensor_method(case: _Case) -> _Answer:
+    if case.purpose != "trace":
+        return None
+    for name in ("load_in_4bit", "torch_compile", "packing", "activation_checkpointing_offload"):
+        if getattr(case.method, name):
+            why = f"--{name} is not traced: fake tensors have shapes and no values"
+            return why, why, f"leave --{name} out, or leave --fake-tensors out"
+    return None
+
+
+@_rule("compute-dtype")
+def _compute_dtype(case: _Case) -> _Answer:
+    preset, device = case.preset, case.device
+    if preset is None or case.purpose != "recommend" or device is None or device.has_bf16:
+        return None
+    why = f"computes in {preset.mixed_precision}, for which {device.name} has no hardware"
+    return _preset_answer(preset, why, None)
+
+
+@_rule("planned-optimizer")
+def _planned_optimizer(case: _Case) -> _Answer:
+    if case.purpose not in ("plan", "recommend") or case.method.optim in PLANNED_OPTIMIZERS:
+        return None
+    why = f"--optim {case.method.optim} is not planned"
+    return why, why, f"planned: {', '.join(PLANNED_OPTIMIZERS)}"
+
+
+@_rule("freeze-and-train-only")
+def _freeze_and_train_only(case: _Case) -> _Answer:
+    if not (case.method.freeze and case.method.train_only):
+        return None
+    why = "--freeze and --train_only together"
+    return why, why, "use one of them"
+
+
+@_rule("checkpointing-offload")
+def _checkpointing_offload(case: _Case) -> _Answer:
+    if not case.method.activation_checkpointing_offload or case.method.activation_checkpointing:
+        return None
+    why = "--activation_checkpointing_offload without --activation_checkpointing: there are no checkpoints to offload"
+    return why, why, "add `--activation_checkpointing true`"
+
+
+@_rule("4bit-needs-lora")
+def _4bit_needs_lora(case: _Case) -> _Answer:
+    if not case.method.load_in_4bit or case.method.lora:
+        return None
+    option = case.option("lora_r")
+    why = f"{case.option('load_in_4bit')} needs {option}: 4-bit weights are not trained"
+    return why, why, f"add `{option} 16`"
+
+
+@_rule("freeze-with-lora")
+def _freeze_with_lora(case: _Case) -> _Answer:
+    name = "freeze" if case.method.freeze else "train_only" if case.method.train_only else None
+    if name is None or not case.method.lora:
+        return None
+    why = f"--{name} with --lora_r: only the adapters are trained already"
+    return why, why, "`--lora_config layers_to_transform=[0,1]`, or `--lora_target_modules q_proj v_proj`"
+
+
+@_rule("qlora")
+def _qlora(case: _Case) -> _Answer:
+    preset = case.preset
+    if preset is None or not case.method.load_in_4bit:
+        return None
+    if preset.engine == "fsdp2":
+        why = "FSDP2 does not shard 4-bit weights (accelerate#3983, bitsandbytes#1945)"
+    elif preset.shards_parameters:
+        why = "every GPU would load the whole model (peft#2016)"
+    elif preset.offload_optimizer or preset.offload_param:
+        why = "it is for models that fit on the GPU; the adapters' optimizer states are too small to offload"
+    else:
+        return None
+    return _method_answer(case, "load_in_4bit", why, QLORA_PRESETS_HINT)
+
+
+@_rule("gpu-only-method")
+def _gpu_only_method(case: _Case) -> _Answer:
+    if case.device is None or case.device.type != "cpu":
+        return None
+    for name, (because, hint) in _GPU_ONLY_METHODS.items():
+        if getattr(case.method, name):
+            why = f"--{name} needs a GPU: {because}"
+            return why, why, hint
+    return None
+
+
+_GPU_ONLY_METHODS = {
+    "use_liger_kernel": ("its kernels are written in Triton", "leave it out on a CPU"),
+    "activation_checkpointing_offload": ("on a CPU activations are in host memory already", "leave it out on a CPU"),
+    "memory_snapshot": ("it records CUDA's allocator", "`--profile_steps 3:5` works on a CPU"),
+}
+
+
+@_rule("comm-hook")
+def _comm_hook(case: _Case) -> _Answer:
+    if case.method.ddp_comm_hook is None:
+        return None
+    if case.purpose in ("rehearse", "trace"):
+        why = "--ddp_comm_hook cannot be rehearsed: a hook reads what the other ranks send"
+        return why, why, "leave it out"
+    if case.preset is not None and case.preset.engine in _NO_COMM_HOOK:
+        return _method_answer(case, "ddp_comm_hook", _NO_COMM_HOOK[case.preset.engine], "`--preset ddp`")
+    if case.world_size == 1:
+        why = f"--ddp_comm_hook with one process: {_NO_COMM_HOOK['none']}"
+        return why, why, "`--num-processes 2`"
+    return None
+
+
+_NO_COMM_HOOK = {
+    "deepspeed": "DeepSpeed reduces gradients itself",
+    "fsdp2": "FSDP2 reduce-scatters gradients itself, without DDP's buckets",
+    "none": "there is nothing to communicate",
+}
+
+
+def rejects_save_only_model(fsdp_state_dict_type: str) -> bool:
+    """Return True if the Trainer raises for `save_only_model` (transformers 5.23, `Trainer.__init__`)."""
+    return fsdp_state_dict_type == "SHARDED_STATE_DICT"
+
+
+def rejects_auto_find_batch_size(*, engine: str, zero_stage: int) -> bool:
+    """Return True if the Trainer raises for `auto_find_batch_size` (transformers 5.23, `Trainer.__init__`)."""
+    return engine == "deepspeed" and zero_stage == 3
+
+
+@_rule("save-only-model")
+def _save_only_model(case: _Case) -> _Answer:
+    # FSDP2's state dict is sharded unless the preset says otherwise.
+    preset = case.preset
+    if preset is None or preset.engine != "fsdp2" or not case.method.save_only_model:
+        return None
+    state_dict_type = preset.accelerate_config()["fsdp_config"].get("fsdp_state_dict_type", "SHARDED_STATE_DICT")
+    if not rejects_save_only_model(state_dict_type):
+        return None
+    why = "the Trainer rejects it with FSDP2's sharded state dict"
+    return _method_answer(case, "save_only_model", why, "leave it out")
+
+
+@_rule("auto-find-batch-size")
+def _auto_find_batch_size(case: _Case) -> _Answer:
+    preset = case.preset
+    if preset is None or not case.method.auto_find_batch_size:
+        return None
+    if not rejects_auto_find_batch_size(zero_stage=3 if preset.shards_parameters else 2, engine=preset.engine):
+        return None
+    why = "the Trainer rejects it with ZeRO-3"
+    return _method_answer(case, "auto_find_batch_size", why, "leave it out, or `--preset zero2`")
+
+
+@_rule("recommendation")
+def _recommendation(case: _Case) -> _Answer:
+    """Presets that work, but that are never recommended."""
+    preset = case.preset
+    if preset is None or case.purpose != "recommend":
+        return None
+    if preset.needs_gpu is not None:
+        why = "quantises its communication, which changes the training problem (docs/numerics.md): choose it manually"
+        return _preset_answer(preset, why, None)
+    if preset.engine == "ddp" and case.world_size == 1:
+        return _preset_answer(preset, "is `single` where there is one process", None)
+    return None

@@ -1,0 +1,272 @@
+"""A preset for transformers' Trainer: its arguments, the environment beside them, and both put in effect.
+
+    args = load_preset("zero3").training_arguments(output_dir="out")     # first
+    model = AutoModelForCausalLM.from_pretrained("model", dtype=torch.float32)
+    Trainer(model=model, args=args, train_dataset=rows).train()
+
+Such a script is started with `torchrun --nproc_per_node 2 script.py`, or with `accelerate launch` without a
+configuration file. The variables that `accelerate launch --config_file` would have set are set in the process itself,
+so this must happen before the model is loaded and before anything else starts a process group.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from toolkit.cache import path_with_ninja, use_cached_extensions
+from toolkit.errors import ToolkitError
+from toolkit.presets.spec import PresetSpec
+from toolkit.presets.support import CPU, check_supported
+
+if TYPE_CHECKING:
+    from transformers import TrainingArguments
+
+# accelerate's key -> the key of `TrainingArguments.fsdp_config` (transformers 5.23, `_process_fsdp_args`), which
+# silently drops every other one.
+FSDP_CONFIG_KEYS = {
+    "fsdp_version": "version",
+    "fsdp_reshard_after_forward": "reshard_after_forward",
+    "fsdp_offload_params": "cpu_offload",
+    "fsdp_auto_wrap_policy": "auto_wrap_policy",
+    "fsdp_min_num_params": "min_num_params",
+    "fsdp_transformer_layer_cls_to_wrap": "transformer_layer_cls_to_wrap",
+    "fsdp_cpu_ram_efficient_loading": "cpu_ram_efficient_loading",
+    "fsdp_state_dict_type": "state_dict_type",
+    "fsdp_activation_checkpointing": "activation_checkpointing",
+}
+# Only the environment carries these: accelerate's plugin reads them there, whoever constructs it.
+FSDP_ENVIRONMENT_KEYS = ("fsdp_activation_checkpointing_offload", "fsdp_ignored_modules")
+# What a preset may set at the YAML's top level; anything else is read by the launcher only.
+YAML_KEYS = {
+    *("compute_environment", "distributed_type", "mixed_precision", "fsdp_config", "deepspeed_config"),
+    *("parallelism_config", "num_processes", "num_machines", "machine_rank", "main_process_ip", "main_process_port"),
+    *("gpu_ids", "rdzv_backend", "same_network", "main_training_function", "use_cpu", "debug"),
+}
+STRATEGY_ARGUMENTS = ("deepspeed", "fsdp", "fsdp_config", "parallelism_config")
+# accelerate's launcher sets one of these when its configuration file names an engine.
+ENGINE_VARIABLES = ("ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_FSDP", "ACCELERATE_USE_MEGATRON_LM")
+
+_presets_in_effect: list[Path] = []  # the preset of this process, once one is in effect
+
+
+def resolve_precision(given: Mapping[str, Any], preset_precision: str, *, on_cpu: bool) -> str:
+    """Return `bf16`, `fp16` or `no`: the user's choice, else the preset's on a GPU and fp32 on a CPU.
+
+    >>> resolve_precision({"bf16": False}, "bf16", on_cpu=False)
+    'no'
+    """
+    for precision in ("bf16", "fp16"):
+        if given.get(precision):
+            return precision
+    return "no" if on_cpu or "bf16" in given or "fp16" in given else preset_precision
+
+
+def trainer_arguments(preset: PresetSpec, *, precision: str) -> dict[str, Any]:
+    """Return the arguments of `TrainingArguments` that put the strategy in effect.
+
+    Raises ToolkitError for a key that only `accelerate launch --config_file` can put in effect.
+
+    >>> from toolkit.presets import load_preset
+    >>> trainer_arguments(load_preset("fsdp2_grad_op"), precision="bf16")["fsdp_config"]["reshard_after_forward"]
+    False
+    """
+    _refuse_launcher_keys(preset)
+    arguments: dict[str, Any] = {"bf16": precision == "bf16", "fp16": precision == "fp16"}
+    if preset.engine == "deepspeed":
+        arguments["deepspeed"] = preset.deepspeed_config()
+    if preset.engine == "fsdp2":
+        fsdp = preset.accelerate_config()["fsdp_config"]
+        arguments["fsdp"] = True
+        arguments["fsdp_config"] = {
+            FSDP_CONFIG_KEYS[key]: value for key, value in fsdp.items() if key in FSDP_CONFIG_KEYS
+        }
+    if preset.engine == "ddp":
+        arguments["ddp_find_unused_parameters"] = False  # the Trainer's default traverses the graph again every step
+    return arguments
+
+
+def strategy_variables(preset: PresetSpec, *, precision: str, world_size: int | None = None) -> dict[str, str]:
+    """Return the part of the launcher's environment that `TrainingArguments` cannot carry.
+
+    `toolkit.run.environment.launcher_environment` derives the complete environment with accelerate's own functions; a
+    test checks that these variables have the same values. This function needs no accelerate, so that
+    `toolkit preset show --as trainer` can print them.
+    """
+    environment = {"ACCELERATE_MIXED_PRECISION": precision}
+    if preset.engine == "deepspeed":
+        environment["ACCELERATE_USE_DEEPSPEED"] = "true"
+    if preset.engine != "fsdp2":
+        return environment
+    config = preset.accelerate_config()
+    environment["ACCELERATE_USE_FSDP"] = "true"
+    for key, value in config["fsdp_config"].items():
+        name = key.upper().replace("TRANSFORMER_LAYER_CLS", "TRANSFORMER_CLS")
+        environment[name] = str(value).lower() if isinstance(value, bool) else str(value)
+    mesh = dict(config.get("parallelism_config") or {})
+    shard_size = preset.dp_shard_size(world_size) if world_size else None
+    if shard_size is not None:
+        mesh["parallelism_config_dp_shard_size"] = shard_size
+    if mesh:
+        environment["ACCELERATE_USE_PARALLELISM_CONFIG"] = "true"
+    return environment | {key.upper(): str(value) for key, value in mesh.items()}
+
+
+def training_arguments(preset: PresetSpec, given: dict[str, Any]) -> TrainingArguments:
+    """Put the preset in effect in this process, and return the arguments for its Trainer.
+
+    Raises ToolkitError for anything that would silently put another strategy in effect.
+    """
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    _refuse_strategy_arguments(preset, given)
+    _refuse_world_size(preset, world_size)
+    if preset.accelerate_config_path not in _presets_in_effect:
+        _refuse_late_call(preset)
+    on_cpu = _on_cpu(given)
+    precision = resolve_precision(given, preset.mixed_precision, on_cpu=on_cpu)
+    decided = trainer_arguments(preset, precision=precision)
+    os.environ.update(strategy_variables(preset, precision=precision, world_size=world_size))
+    if on_cpu:
+        _prepare_cpu(preset)
+        decided["use_cpu"] = True
+    from transformers import TrainingArguments
+
+    arguments = TrainingArguments(**{**decided, **given})
+    if preset.engine == "none":
+        arguments._n_gpu = min(arguments._n_gpu, 1)  # with several visible GPUs the Trainer would run DataParallel
+    _presets_in_effect.append(preset.accelerate_config_path)
+    return arguments
+
+
+def enable_fsdp_on_cpu() -> None:
+    """Let accelerate run FSDP2 on a CPU, for rehearsals and tests; a run without FSDP is not affected.
+
+    accelerate 1.15 turns MULTI_GPU (and other accelerators) into FSDP, but keeps MULTI_CPU although an FSDP plugin was
+    given, and would silently run DDP. The run-time verification of each run checks that FSDP2 is in effect.
+    """
+    if os.environ.get("ACCELERATE_USE_FSDP", "false").lower() != "true":
+        return
+    from accelerate.state import AcceleratorState
+
+    original = AcceleratorState.__init__
+    if hasattr(original, "__wrapped__"):
+        return  # patched already
+
+    @functools.wraps(original)
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        _switch_to_fsdp(self, kwargs.get("fsdp_plugin"))
+
+    AcceleratorState.__init__ = init
+
+
+def _switch_to_fsdp(state: Any, fsdp_plugin: Any) -> None:
+    from accelerate.state import PartialState
+    from accelerate.utils import DistributedType
+    from torch.distributed.fsdp import CPUOffloadPolicy
+
+    if fsdp_plugin is None or state.distributed_type != DistributedType.MULTI_CPU:
+        return
+    if state._mixed_precision != "no":
+        fsdp_plugin.set_mixed_precision(state._mixed_precision)
+    if isinstance(fsdp_plugin.cpu_offload, CPUOffloadPolicy):
+        fsdp_plugin.cpu_offload = CPUOffloadPolicy(pin_memory=False)  # pinning memory needs a GPU
+    state.distributed_type = DistributedType.FSDP
+    state.fsdp_plugin = fsdp_plugin
+    PartialState._shared_state["distributed_type"] = DistributedType.FSDP
+
+
+def _refuse_launcher_keys(preset: PresetSpec) -> None:
+    """Refuse keys that only accelerate's launcher reads, and FSDP1's, which have no meaning under FSDP2."""
+    config = preset.accelerate_config()
+    known = {"fsdp_config": {*FSDP_CONFIG_KEYS, *FSDP_ENVIRONMENT_KEYS}, "deepspeed_config": {"deepspeed_config_file"}}
+    lost = [key for key in config if key not in YAML_KEYS]
+    lost += [key for block, keys in known.items() for key in config.get(block) or {} if key not in keys]
+    if lost:
+        raise ToolkitError(
+            f"{preset.accelerate_config_path}: training arguments cannot carry {lost[0]!r}",
+            hint="start the script with `accelerate launch --config_file`, or remove the key",
+        )
+
+
+def _refuse_strategy_arguments(preset: PresetSpec, given: dict[str, Any]) -> None:
+    for name in STRATEGY_ARGUMENTS:
+        if given.get(name) is not None:
+            raise ToolkitError(
+                f"{name} is set by the preset: {preset.name!r} uses {preset.engine}",
+                hint="`toolkit preset export DIR` copies the files, to change there and load by path",
+            )
+
+
+def _refuse_world_size(preset: PresetSpec, world_size: int) -> None:
+    if "LOCAL_RANK" not in os.environ and preset.engine != "none":
+        raise ToolkitError(
+            f"preset {preset.name!r} needs a launcher: no LOCAL_RANK is in the environment",
+            hint=f"`torchrun --nproc_per_node {preset.min_world_size} script.py`, or `accelerate launch`",
+        )
+    check_supported(preset, world_size=world_size, purpose="script")
+
+
+def _refuse_late_call(preset: PresetSpec) -> None:
+    """Refuse a process in which something was set up for another strategy: an engine, a process group, a model."""
+    first = "call `training_arguments` first, before a model is loaded or an Accelerator is made"
+    if _presets_in_effect:
+        active = _presets_in_effect[0].stem
+        raise ToolkitError(f"preset {active!r} is in effect in this process, so {preset.name!r} cannot be")
+    for name in ENGINE_VARIABLES:
+        if os.environ.get(name, "false").lower() == "true":
+            raise ToolkitError(
+                f"{name} is set: this script was started by `accelerate launch` with an engine of its own",
+                hint="leave out `--config_file` and similar flags; the preset configures its engine",
+            )
+    torch, state = sys.modules.get("torch"), sys.modules.get("accelerate.state")
+    if torch is not None and torch.distributed.is_available() and torch.distributed.is_initialized():
+        raise ToolkitError("a process group exists already, made without the preset", hint=first)
+    if state is not None and (state.AcceleratorState._shared_state or state.PartialState._shared_state):
+        raise ToolkitError("an Accelerator exists already, made without the preset", hint=first)
+    if preset.shards_parameters and _model_is_loaded():
+        raise ToolkitError(
+            f"a complete model is loaded already in every process; {preset.name!r} shards it while it is loaded",
+            hint=first,
+        )
+
+
+def _model_is_loaded() -> bool:
+    modeling = sys.modules.get("transformers.modeling_utils")
+    if modeling is None:
+        return False
+    gc.collect()  # a model that nothing references any more does no harm
+    return any(issubclass(type(thing), modeling.PreTrainedModel) for thing in gc.get_objects())
+
+
+def _on_cpu(given: dict[str, Any]) -> bool:
+    import torch
+
+    return bool(given.get("use_cpu")) or not torch.cuda.is_available()
+
+
+def _prepare_cpu(preset: PresetSpec) -> None:
+    """Make each engine run without a GPU, where accelerate would silently fall back to DDP."""
+    check_supported(preset, device=CPU, purpose="script")
+    # With ACCELERATE_USE_CPU, accelerate turns a DeepSpeed run into DDP.
+    os.environ["ACCELERATE_USE_CPU"] = "false" if preset.engine == "deepspeed" else "true"
+    if preset.engine == "fsdp2":
+        enable_fsdp_on_cpu()
+    if preset.engine == "deepspeed":
+        _start_deepspeed_on_cpu()
+
+
+def _start_deepspeed_on_cpu() -> None:
+    """Start DeepSpeed's process group first: `zero.Init` would otherwise read a world size of 1."""
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    use_cached_extensions()
+    os.environ["PATH"] = path_with_ninja()
+    import deepspeed
+
+    if not deepspeed.comm.is_initialized():
+        deepspeed.init_distributed("gloo")

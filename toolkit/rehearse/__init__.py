@@ -1,0 +1,1 @@
+"""Rehearsals: the training script as one rank of a world whose other ranks do not exist."""

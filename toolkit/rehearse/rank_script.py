@@ -1,0 +1,79 @@
+"""The training script of a rehearsal: one process that is rank r of N, with a fake process group around it.
+
+It is `toolkit.train.script` with other parts: the same arguments, run folder, engine and Trainer; synthetic data where
+none is given, random weights where there are none, and a summary of what this rank held instead of a trained model.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from typing import Any
+
+from transformers import set_seed
+
+from toolkit.presets import Preset
+from toolkit.rehearse.fake_process_group import join_fake_world
+from toolkit.rehearse.rehearsed_rank import RehearsedRank
+from toolkit.rehearse.synthetic_inputs import has_local_weights, rehearsal_data, rehearsal_model
+from toolkit.rehearse.trace import trace
+from toolkit.rehearse.trainer_parts import REHEARSAL_PARTS
+from toolkit.run.measurements import read_rows
+from toolkit.train.active_run import ActiveRun, open_run
+from toolkit.train.arguments import parse_args
+from toolkit.train.health.hang_detection import start_health_checks
+from toolkit.train.health.progress import Progress
+from toolkit.train.launch_context import LaunchContext
+from toolkit.train.script import set_up_libraries
+from toolkit.train.trainer import build_trainer
+
+# A rehearsal measures neither of these: recorded in run.json and shown with every result.
+NOT_MEASURED = (
+    "losses, gradient norms and accuracies (what other ranks would have sent is not there)",
+    "the speed of collectives, and of a step that waits for them",
+    "whether all ranks hold the same weights and different batches",
+)
+MODEL_STATES = ("parameter_bytes", "gradient_bytes", "optimizer_bytes")
+PEAKS = ("peak_allocated_bytes", "peak_reserved_bytes", "peak_host_bytes")
+
+
+def main(rehearsed: RehearsedRank, preset: Preset, argv: Sequence[str], progress: Progress) -> None:
+    """Rehearse the rank with the training arguments `argv`. Raises whatever went wrong."""
+    progress.enter("arguments")
+    join_fake_world(rehearsed, preset)
+    set_up_libraries(progress)
+    launch = replace(LaunchContext.of_preset(preset, rehearsed.world_size), folder_prepared=True)
+    args = parse_args(argv, launch)
+    facts = {"rehearsal": asdict(rehearsed)}
+    with open_run(args, launch, progress, single_process=True, facts=facts) as run:
+        start_health_checks(run)
+        set_seed(args.training.seed)
+        if rehearsed.fake_tensors:
+            run.write_completion(rehearsal=facts["rehearsal"] | trace(args, launch) | {"random_weights": True})
+            return
+        progress.enter("data")
+        tokenizer, data = rehearsal_data(args)
+        progress.enter("load")
+        model = rehearsal_model(args.model)
+        trainer = build_trainer(run, model, tokenizer, data, REHEARSAL_PARTS)
+        trainer.train()
+        run.raise_if_stopped()
+        run.write_completion(rehearsal=rehearsal_facts(run, rehearsed, trainer))
+
+
+def rehearsal_facts(run: ActiveRun, rehearsed: RehearsedRank, trainer: Any) -> dict[str, Any]:
+    """Return run.json's `rehearsal`: the bytes that this rank held, read back after its first step, and its peaks."""
+    own, rows = dict(trainer.reading), read_rows(run.folder.rank_rows(rehearsed.rank))
+    timed = [row["seconds"] for row in rows[run.arguments.model.untimed_steps :]]
+    return {
+        **asdict(rehearsed),
+        "steps": len(rows),
+        **{name: own[name] for name in (*MODEL_STATES, "num_params", "num_trainable_params")},
+        **{name: max((row[name] for row in rows if row[name] is not None), default=None) for name in PEAKS},
+        # On a CPU, fp32 arithmetic says nothing about a GPU's step.
+        "compute_step_seconds": statistics.median(timed) if timed and own["device"].startswith("cuda") else None,
+        "not_told": list(NOT_MEASURED),
+        "phase_peaks": trainer.timer.peaks.by_phase(),
+        "random_weights": not has_local_weights(run.arguments.model),
+    }

@@ -1,0 +1,88 @@
+"""A rehearsal's model and rows: the real ones where they are given, otherwise of the same shapes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils.data import Dataset
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from toolkit.rehearse.fake_process_group import fill_shards
+from toolkit.rehearse.rehearsed_rank import SYNTHETIC
+from toolkit.run.script_arguments import ModelArguments
+from toolkit.train.arguments import Arguments
+from toolkit.train.data.data_report import DataStats
+from toolkit.train.data.dataset import Data, load_data
+from toolkit.train.model.loading import from_pretrained, load_model, load_tokenizer, prepare_model
+
+WEIGHT_SUFFIXES = (".safetensors", ".bin")
+
+
+def rehearsal_data(args: Arguments) -> tuple[Any, Data]:
+    """Return the tokenizer and the rows of `--dataset`; or None and synthetic rows, which need no tokenizer."""
+    if args.data.dataset != SYNTHETIC:
+        tokenizer = load_tokenizer(args.model, chat_template=args.data.chat_template)
+        return tokenizer, load_data(tokenizer, args.data, args.training)
+    training, config = args.training, from_pretrained(AutoConfig, args.model)
+    vocabulary = config.get_text_config().vocab_size
+    batch = training.per_device_train_batch_size * training.gradient_accumulation_steps * training.world_size
+    rows = SyntheticRows(batch, length=args.data.max_seq_length, vocabulary=vocabulary)
+    return None, Data(train=rows, stats=rows.stats(packed=args.data.packing))
+
+
+class SyntheticRows(Dataset[dict[str, Any]]):  # type: ignore[misc]
+    """Random tokens, all supervised: rows of the maximum length, so that a batch is as large as it can get.
+
+    `count` is one global batch; the Trainer starts over at its end.
+    """
+
+    def __init__(self, count: int, *, length: int, vocabulary: int) -> None:
+        self.count, self.length, self.vocabulary = count, length, vocabulary
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        generator = torch.Generator().manual_seed(index)
+        tokens = torch.randint(0, self.vocabulary, (self.length,), generator=generator).tolist()
+        return {"input_ids": tokens, "labels": tokens, "row": index, "rows": [index], "documents": [self.length]}
+
+    def stats(self, *, packed: bool) -> DataStats:
+        """Return the statistics that rows of a file would have."""
+        return DataStats(
+            format=SYNTHETIC,
+            rows=self.count,
+            dropped_rows=0,
+            truncated_rows=0,
+            tokens=self.count * self.length,
+            supervised_tokens=self.count * (self.length - 1),
+            longest_row_tokens=self.length,
+            sample="",
+            packs=self.count if packed else None,
+            pack_fill_fraction=1.0 if packed else None,
+        )
+
+
+def rehearsal_model(arguments: ModelArguments) -> Any:
+    """Return the model of a local folder with weights; without weights, the same shapes with random values."""
+    model = load_model(arguments) if has_local_weights(arguments) else model_from_config(arguments)
+    fill_shards(model)
+    return model
+
+
+def model_from_config(arguments: ModelArguments) -> Any:
+    """Return the model with random weights, sharded as they are made where the engine does so."""
+    config = from_pretrained(AutoConfig, arguments)
+    extra = {"attn_implementation": arguments.attn_implementation} if arguments.attn_implementation else {}
+    model = AutoModelForCausalLM.from_config(
+        config, dtype=torch.float32, trust_remote_code=arguments.trust_remote_code, **extra
+    )
+    return prepare_model(model, arguments)
+
+
+def has_local_weights(arguments: ModelArguments) -> bool:
+    """Return True for a local folder with weights. All else is rehearsed with random ones: memory is the same."""
+    folder = Path(str(arguments.model_name_or_path)).expanduser()
+    return folder.is_dir() and any(path.suffix in WEIGHT_SUFFIXES for path in folder.iterdir())

@@ -1,0 +1,210 @@
+"""A rehearsal on fake tensors: the Trainer's step and FSDP2 on a model that is too large for this node.
+
+The model has shapes and no memory; forward, backward and optimizer step run operator by operator, and every storage
+counts while it is alive. accelerate wraps the model (`fully_shard`), as in a run. DDP's own reducer is C++ and takes
+no fake tensors: its gradient buckets are counted as one tensor next to the model.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections import Counter
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+from transformers import AutoConfig, Trainer
+from transformers.initialization import no_init_weights
+
+from toolkit.errors import AttestationFailed
+from toolkit.models.fake_tensor_patches import on_fake_tensors
+from toolkit.models.live_memory import LiveMemory, MemoryPeak
+from toolkit.presets import Preset
+from toolkit.rehearse.synthetic_inputs import model_from_config
+from toolkit.run.heartbeat import peak_resident_bytes
+from toolkit.train.arguments import Arguments
+from toolkit.train.attest.activation_checkpointing import uses_activation_checkpointing
+from toolkit.train.attest.attestation import DTYPE_OF_PRECISION
+from toolkit.train.attest.differences import differences, expected_values
+from toolkit.train.attest.read_rank import read_engine
+from toolkit.train.attest.tensors import full_size, local, optimizer_state_tensors
+from toolkit.train.launch_context import LaunchContext
+from toolkit.train.model.loading import from_pretrained
+
+Facts = dict[str, Any]
+
+STEPS = 1  # optimizer states are made before it, as a first step would
+NOT_TRACED = (
+    "what an allocator adds: rounding, fragmentation, cached blocks",
+    "workspaces of kernels and libraries, the CUDA context, the communication library's buffers",
+    "the peak while the model is loaded",
+    "time, losses and gradient norms",
+)
+PHASES = ("forward", "backward", "step")
+
+
+def trace(args: Arguments, launch: LaunchContext) -> Facts:
+    """Return the peaks of an optimizer step by phase and part, and the bytes that this rank holds between steps.
+
+    `peaks` is {"forward": {"total_bytes": ..., "parts": {...}}, ...}. Raises AttestationFailed where what wraps the
+    model is not what the preset specifies.
+    """
+    assert launch.preset is not None
+    vocabulary = from_pretrained(AutoConfig, args.model).get_text_config().vocab_size
+    memory = LiveMemory(vocab_size=vocabulary)
+    with on_fake_tensors(memory, engine=launch.preset.engine):
+        with no_init_weights():
+            model = model_from_config(args.model)
+        model.tie_weights()
+        trainer = prepared_trainer(model, args.training, memory)
+        buckets = reduction_buckets(trainer.model_wrapped, launch.preset, memory, alone=launch.world_size == 1)
+        batch = full_batch(args.training.per_device_train_batch_size, args.data.max_seq_length)
+        states = TracedModelStates(memory)
+        make_optimizer_states(trainer, memory)
+        run_step(trainer, batch, states)
+        own = verified_facts(trainer, launch) | states.facts()
+        del buckets
+    return own | {
+        "steps": STEPS,
+        "peaks": {phase: peak_facts(memory.peaks[phase], states) for phase in PHASES if phase in memory.peaks},
+        "peak_host_bytes": peak_resident_bytes(),
+        "not_told": list(NOT_TRACED),
+    }
+
+
+class TracedTrainer(Trainer):  # type: ignore[misc]
+    """The Trainer, which reports forward and backward as separate phases."""
+
+    memory: LiveMemory
+
+    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+        with self.memory.phase("forward"):
+            return super().compute_loss(*args, **kwargs)
+
+
+def prepared_trainer(model: Any, training: Any, memory: LiveMemory) -> TracedTrainer:
+    """Wrap the model by the Trainer's own preparation, with an optimizer made afterwards.
+
+    accelerate finds the parameters that FSDP2 replaced by their addresses, and fake tensors have none. Loading from
+    rank 0 is left out: its full model would be the peak.
+    """
+    with unset_fake_temporarily():  # a hybrid mesh is made here, and reads its ranks
+        trainer = TracedTrainer(model=model, args=training)
+    trainer.memory = memory
+    plugin = getattr(trainer.accelerator.state, "fsdp_plugin", None)
+    if plugin is not None:
+        plugin.cpu_ram_efficient_loading = False
+    if training.activation_checkpointing:
+        trainer.model.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": False})
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*data_ptr")
+        wrapped, _ = trainer._prepare_for_training(STEPS, None, None)
+    trainer.optimizer = None
+    trainer.create_optimizer(wrapped)
+    trainer.current_gradient_accumulation_steps = training.gradient_accumulation_steps
+    wrapped.train()
+    return trainer
+
+
+class TracedModelStates:
+    """Storage serial numbers of the model states of all steps so far, and their bytes; no tensor is kept alive."""
+
+    def __init__(self, memory: LiveMemory) -> None:
+        self.memory = memory
+        self.serials: dict[str, set[int]] = {"parameter": set(), "optimizer": set(), "gradient": set()}
+        self.bytes: dict[str, int] = {}
+
+    def record(self, part: str, tensors: list[Any]) -> None:
+        """Record the tensors that a part consists of now."""
+        self.serials[part] |= self.memory.serials(tensors)
+        self.bytes[part] = storage_bytes(tensors)
+
+    def facts(self) -> Facts:
+        """Return the bytes under the names of a run's attestation."""
+        return {f"{part}_bytes": size for part, size in self.bytes.items()}
+
+
+def make_optimizer_states(trainer: TracedTrainer, memory: LiveMemory) -> None:
+    """Make optimizer states as a first step would, without its forward and backward."""
+    model = trainer.model_wrapped
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.grad = torch.zeros_like(parameter)
+    with memory.phase("step"):
+        trainer.optimizer.step()
+    model.zero_grad()
+
+
+def run_step(trainer: TracedTrainer, batch: dict[str, torch.Tensor], states: TracedModelStates) -> None:
+    """Run one optimizer step as the Trainer's loop does, and record the model states."""
+    memory = states.memory
+    model, accumulation_steps = trainer.model_wrapped, trainer.args.gradient_accumulation_steps
+    for accumulation_step in range(accumulation_steps):
+        last = accumulation_step == accumulation_steps - 1
+        sync = contextlib.nullcontext() if last else trainer.accelerator.no_sync(model=model)
+        with sync, memory.phase("backward"):
+            trainer.training_step(model, dict(batch))
+    trained = [p for p in model.parameters() if p.requires_grad]
+    states.record("gradient", [local(p.grad) for p in trained if p.grad is not None])
+    with memory.phase("step"):
+        trainer.accelerator.clip_grad_norm_(trained, trainer.args.max_grad_norm)
+        trainer.optimizer.step()
+    states.record("parameter", [local(p) for p in model.parameters()])
+    states.record("optimizer", [local(state) for state in optimizer_state_tensors(trainer.optimizer)])
+    model.zero_grad()
+
+
+def full_batch(rows: int, length: int) -> dict[str, torch.Tensor]:
+    """Return rows without padding. Positions are given: without them a model reads the values of the mask."""
+    tokens = torch.zeros(rows, length, dtype=torch.int64)
+    return {"input_ids": tokens, "labels": tokens, "position_ids": torch.arange(length).expand(rows, length)}
+
+
+def reduction_buckets(model: Any, preset: Preset, memory: LiveMemory, *, alone: bool) -> torch.Tensor | None:
+    """Return one tensor as large as DDP's buckets, a second copy of all gradients; None without DDP."""
+    if preset.engine != "ddp" or alone:
+        return None
+    with memory.tagged("buckets"):
+        return torch.empty(sum(p.numel() for p in model.parameters() if p.requires_grad))
+
+
+def verified_facts(trainer: TracedTrainer, launch: LaunchContext) -> Facts:
+    """Verify what wraps the model against the preset, and return its sizes.
+
+    Its bytes are counted by `TracedModelStates`: fake tensors have no addresses.
+    """
+    wrapped, parameters = trainer.model_wrapped, list(trainer.model_wrapped.parameters())
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*data_ptr")
+        own = {"rank": trainer.args.process_index, **read_engine(trainer, wrapped, parameters)}
+    compute = DTYPE_OF_PRECISION[trainer.args.mixed_precision]
+    expected = expected_values(
+        launch.preset, None, compute_dtype=compute, settings={}, dp_shard_size=launch.dp_shard_size
+    )
+    if launch.preset is not None and launch.preset.engine == "ddp":
+        del expected["engine"]  # its buckets are counted, and nothing wraps the model
+    found = differences(expected, [own])
+    if found:
+        raise AttestationFailed(f"the rehearsal does not match its preset: {found[0]}")
+    return {
+        "num_params": sum(map(full_size, parameters)),
+        "num_trainable_params": sum(full_size(p) for p in parameters if p.requires_grad),
+        "activation_checkpointing": uses_activation_checkpointing(wrapped, None),
+    }
+
+
+def storage_bytes(tensors: list[Any]) -> int:
+    """Return the bytes of the tensors, each storage region counted once."""
+    regions = {
+        (t.untyped_storage()._cdata, t.storage_offset(), t.numel()): t.numel() * t.element_size() for t in tensors
+    }
+    return sum(regions.values())
+
+
+def peak_facts(peak: MemoryPeak, states: TracedModelStates) -> Facts:
+    """Return a peak by part: model states by what they are, everything else by what it was allocated for."""
+    parts: Counter[str] = Counter()
+    for serial, (tag, size) in peak.storages.items():
+        parts[next((part for part, serials in states.serials.items() if serial in serials), tag)] += size
+    return {"total_bytes": peak.total_bytes, "parts": dict(parts.most_common())}

@@ -1,0 +1,146 @@
+"""The parts of a Trainer that a rehearsal replaces: step timer, attestation, and what the other ranks would have sent.
+
+The readings of the live objects are those of a run. What depends on other ranks is left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from transformers import TrainerCallback
+
+from toolkit.errors import AttestationFailed
+from toolkit.rehearse.fake_process_group import fill_shards, register_local_reduction
+from toolkit.run.folder import write_json
+from toolkit.train.attest.attestation import Attestation, attestation_json, verified_line
+from toolkit.train.attest.differences import byte_limit_differences, differences
+from toolkit.train.attest.readings import RankReading
+from toolkit.train.metrics.timer import StepTimer
+from toolkit.train.trainer import MeasuredTrainer, TrainerParts
+
+MEANINGLESS_COLUMNS = ("loss", "grad_norm", "local_grad_norm", "grad_norm_ranks")
+
+Peaks = dict[str, int]
+
+
+class RehearsedAttestation(Attestation):
+    """Verifies one rank's readings; sums over ranks and full weights cannot be read."""
+
+    def hash_weights(self, model: Any) -> str | None:
+        del model
+        return None  # gathering would fill in what other ranks hold
+
+    def verify(self, reading: RankReading) -> None:
+        expected, preset = self.expected_values(), self.launch.preset
+        found = differences(expected, [reading]) or byte_limit_differences([reading])
+        write_json(self.path, attestation_json(preset, expected, [reading], found))
+        assert preset is not None
+        if found:
+            raise AttestationFailed(
+                f"the rehearsal does not match its preset: {found[0]}", hint=f"all values are in {self.path}"
+            )
+        print(f"rank {reading['rank']} {verified_line(preset, reading)}", flush=True)
+
+
+class PhasePeaks:
+    """The allocator's peaks of `load`, `forward`, `backward` and `step`; empty on a CPU, which has no allocator.
+
+    The statistics are the host's, so nothing waits for the device.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.cuda = device.type == "cuda"
+        self.phase = "load"
+        self.peaks: dict[str, Peaks] = {}
+
+    def enter(self, phase: str) -> None:
+        """End the current phase, and begin this one with what is allocated now."""
+        if self.cuda:
+            self._record()
+            torch.cuda.reset_peak_memory_stats()
+        self.phase = phase
+
+    def by_phase(self) -> dict[str, Peaks]:
+        """Return `peak_allocated_bytes` and `peak_reserved_bytes` of every phase, the current one included."""
+        if self.cuda:
+            self._record()
+        return {phase: dict(peaks) for phase, peaks in self.peaks.items()}
+
+    def highest(self) -> Peaks:
+        """Return the peaks over all phases; empty on a CPU."""
+        phases = self.by_phase().values()
+        names = ("peak_allocated_bytes", "peak_reserved_bytes")
+        return {name: max(peaks[name] for peaks in phases) for name in names} if phases else {}
+
+    def _record(self) -> None:
+        now = {
+            "peak_allocated_bytes": torch.cuda.max_memory_allocated(),
+            "peak_reserved_bytes": torch.cuda.max_memory_reserved(),
+        }
+        before = self.peaks.get(self.phase, {})
+        self.peaks[self.phase] = {name: max(size, before.get(name, 0)) for name, size in now.items()}
+
+
+class RehearsedTimer(StepTimer):
+    """Writes rows that are marked as rehearsed and have no loss; reads the allocator's peaks by phase too."""
+
+    def __init__(self, *args: Any, device: torch.device, **kwargs: Any) -> None:
+        super().__init__(*args, device=device, **kwargs)
+        self.peaks = PhasePeaks(device)
+
+    def _read_memory(self) -> dict[str, Any]:
+        # The allocator's own peaks begin again with each phase.
+        return super()._read_memory() | self.peaks.highest()
+
+    def _row(self, number: int, step: Any) -> dict[str, Any]:
+        row = super()._row(number, step)
+        return row | dict.fromkeys(MEANINGLESS_COLUMNS) | {"rehearsed": True}
+
+    def _check_finite(self, row: dict[str, Any], step: Any) -> None:
+        del row, step  # a loss that is not finite says nothing about the job
+
+    def _print(self, row: dict[str, Any]) -> None:
+        print(f"step {row['step']}/{self.max_steps} rehearsed  {row['seconds']:.2f} s of compute", flush=True)
+
+    def on_log(self, *_: Any, **__: Any) -> None:
+        self.restart_clock()
+
+
+class RehearsedTrainer(MeasuredTrainer):
+    """The Trainer of a run, which also reports its phases."""
+
+    timer: RehearsedTimer
+
+    def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        self.timer.peaks.enter("forward")
+        loss = super().training_step(*args, **kwargs)
+        self.timer.peaks.enter("step")
+        return loss
+
+    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+        loss = super().compute_loss(*args, **kwargs)
+        self.timer.peaks.enter("backward")
+        return loss
+
+
+class FakeOtherRanks(TrainerCallback):  # type: ignore[misc]
+    """Gives the wrapped model what the other ranks would have sent before the first step."""
+
+    def __init__(self, trainer: Any) -> None:
+        self.trainer = trainer
+
+    def on_train_begin(self, *_: Any, **__: Any) -> None:
+        register_local_reduction(self.trainer.model_wrapped)
+        if not hasattr(self.trainer.model_wrapped, "zero_optimization_stage"):
+            fill_shards(self.trainer.model_wrapped)
+
+
+def _callbacks(trainer: MeasuredTrainer) -> Sequence[TrainerCallback]:
+    return [FakeOtherRanks(trainer)]
+
+
+REHEARSAL_PARTS = TrainerParts(
+    trainer=RehearsedTrainer, timer=RehearsedTimer, attestation=RehearsedAttestation, callbacks=_callbacks
+)

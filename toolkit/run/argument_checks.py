@@ -1,0 +1,174 @@
+"""Checks of the training arguments against each other, the preset and the installed packages. No torch.
+
+    warnings = check_arguments(arguments, preset, num_processes=2, on_cpu=True)
+
+`toolkit train` checks before the launch, and the training script checks again, so that a plain `accelerate launch`
+gives the same errors. Which preset supports which method is decided by `toolkit.presets.support`.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from toolkit.errors import ToolkitError, did_you_mean
+from toolkit.presets.spec import PresetSpec
+from toolkit.presets.support import CPU, Device, Purpose, check_supported
+from toolkit.presets.training_arguments import STRATEGY_ARGUMENTS
+from toolkit.run.dataset_checks import check_streaming, streaming_warnings
+from toolkit.run.learning_rate import check_scaling
+from toolkit.run.lora_config import lora_fields
+from toolkit.run.script_arguments import is_given, read_method, uses_activation_checkpointing
+from toolkit.versions import is_importable, tracker_names
+
+Arguments = dict[str, Any]
+
+# `allreduce` compresses nothing: it counts the bytes of plain DDP, for comparison with the others.
+COMM_HOOKS = ("allreduce", "bf16", "fp16", "power_sgd", "int8", "top_k")
+# option -> the hook that reads it
+COMM_HOOK_OPTIONS = {
+    "ddp_comm_hook_top_k_fraction": "top_k",
+    "ddp_comm_hook_power_sgd_rank": "power_sgd",
+    "ddp_comm_hook_power_sgd_start": "power_sgd",
+}
+# tracker -> a module that its callback needs, and the package that installs it
+TRACKER_MODULES = {
+    "azure_ml": ("azureml", "azureml-sdk"),
+    "comet_ml": ("comet_ml", "comet-ml"),
+    "tensorboard": ("tensorboard", "tensorboard"),
+    "dagshub": ("dagshub", "dagshub"),
+    "flyte": ("flytekit", "flytekit"),
+}
+DDP_ARGUMENTS = ("ddp_find_unused_parameters", "ddp_bucket_cap_mb", "ddp_broadcast_buffers", "ddp_static_graph")
+# argument -> the argument without which it has no effect
+PREREQUISITES = {
+    "lora_alpha": "lora_r",
+    "lora_dropout": "lora_r",
+    "lora_target_modules": "lora_r",
+    "activation_checkpointing_kwargs": "activation_checkpointing",
+    "liger_kernel_config": "use_liger_kernel",
+    **dict.fromkeys(COMM_HOOK_OPTIONS, "ddp_comm_hook"),
+}
+
+
+def check_arguments(
+    arguments: Arguments,
+    preset: PresetSpec | None,
+    *,
+    num_processes: int | None,
+    on_cpu: bool,
+    purpose: Purpose = "train",
+) -> list[str]:
+    """Check training arguments, and return one warning for each that has no effect.
+
+    `preset` and `num_processes` are None where a plain launch does not give them.
+
+    Raises ToolkitError for what does not work: a value, a combination, or a method that the preset does not support.
+    """
+    check_scaling(arguments)
+    check_streaming(arguments)
+    if arguments.get("profile_steps") is not None:
+        profiled_steps(str(arguments["profile_steps"]))
+    if preset is not None:
+        _check_strategy_arguments(arguments, preset)
+    _check_lora_config(arguments)
+    _check_comm_hook(arguments)
+    device = CPU if on_cpu else Device()
+    method = read_method(arguments)
+    check_supported(preset, method, world_size=num_processes, device=device, purpose=purpose)
+    if method.load_in_4bit and not is_importable("bitsandbytes"):
+        raise ToolkitError("--load_in_4bit needs bitsandbytes", hint='pip install "finetune-toolkit[gpu]"')
+    if method.use_liger_kernel and not is_importable("liger_kernel"):
+        raise ToolkitError("--use_liger_kernel needs liger-kernel", hint='pip install "finetune-toolkit[gpu]"')
+    check_trackers(arguments.get("report_to"))
+    return _ineffective_arguments(arguments, preset)
+
+
+def profiled_steps(text: str) -> tuple[int, int]:
+    """Return the first and last profiled optimizer step of `A:B`.
+
+    >>> profiled_steps("3:5")
+    (3, 5)
+    """
+    found = re.fullmatch(r"(\d+):(\d+)", text)
+    first, last = (int(found[1]), int(found[2])) if found else (0, 0)
+    if not 1 <= first <= last:
+        raise ToolkitError(f"--profile_steps is {text!r}, expected A:B with 1 <= A <= B", hint="`--profile_steps 3:5`")
+    return first, last
+
+
+def check_trackers(value: Any) -> None:
+    """Raise ToolkitError for a tracker that transformers does not know, or whose package is not installed."""
+    for name in value if isinstance(value, list) else [value]:
+        if name in (None, "none", "all"):
+            continue
+        known = tracker_names()
+        if known and name not in known:
+            hint = did_you_mean(str(name), known, otherwise=f"one of {', '.join(known)}")
+            raise ToolkitError(f"--report_to has no tracker {name!r}", hint=hint)
+        module, package = TRACKER_MODULES.get(str(name), (str(name), str(name)))
+        alternative = name == "tensorboard" and is_importable("tensorboardX")
+        if name != "kubeflow" and not alternative and not is_importable(module):
+            raise ToolkitError(
+                f"--report_to {name} needs a package that is not installed", hint=f"pip install {package}"
+            )
+
+
+def _check_strategy_arguments(arguments: Arguments, preset: PresetSpec) -> None:
+    for name in STRATEGY_ARGUMENTS:
+        if is_given(arguments, name):
+            raise ToolkitError(
+                f"--{name} would override the sharding of preset {preset.name!r}",
+                hint="put it into an accelerate YAML of your own: `--preset FILE`",
+            )
+
+
+def _check_lora_config(arguments: Arguments) -> None:
+    lora_fields(arguments.get("lora_config"))
+    if is_given(arguments, "lora_config") and arguments.get("lora_r") is None:
+        raise ToolkitError("--lora_config needs --lora_r", hint="add `--lora_r 16`")
+
+
+def _check_comm_hook(arguments: Arguments) -> None:
+    """Check the hook's name and the range of its options."""
+    name = arguments.get("ddp_comm_hook")
+    if name is None:
+        return
+    if name not in COMM_HOOKS:
+        raise ToolkitError(
+            f"--ddp_comm_hook is {name!r}, expected {', '.join(COMM_HOOKS)}", hint=did_you_mean(str(name), COMM_HOOKS)
+        )
+    fraction = float(arguments.get("ddp_comm_hook_top_k_fraction", 0.01))
+    if not 0 < fraction <= 1:
+        raise ToolkitError(f"--ddp_comm_hook_top_k_fraction is {fraction}, expected more than 0 and at most 1")
+    for option, lowest in (("ddp_comm_hook_power_sgd_rank", 1), ("ddp_comm_hook_power_sgd_start", 2)):
+        if int(arguments.get(option, lowest)) < lowest:
+            raise ToolkitError(f"--{option} is {arguments[option]}, expected {lowest} or more")
+
+
+def _ineffective_arguments(arguments: Arguments, preset: PresetSpec | None) -> list[str]:
+    lines = streaming_warnings(arguments)
+    if preset is not None and preset.engine != "ddp":
+        lines += [
+            f"--{name} has no effect: preset {preset.name!r} does not train with DDP"
+            for name in DDP_ARGUMENTS
+            if name in arguments
+        ]
+    for name, needed in PREREQUISITES.items():
+        if name in arguments and not is_given(arguments, needed):
+            lines.append(f"--{name} has no effect without --{needed}")
+    hook = arguments.get("ddp_comm_hook")
+    lines += [
+        f"--{name} has no effect: the hook is {hook}"
+        for name, reader in COMM_HOOK_OPTIONS.items()
+        if name in arguments and hook is not None and hook != reader
+    ]
+    fsdp_checkpointing = preset is not None and preset.engine == "fsdp2" and uses_activation_checkpointing(arguments)
+    if fsdp_checkpointing and is_given(arguments, "activation_checkpointing_kwargs"):
+        lines.append("--activation_checkpointing_kwargs has no effect: FSDP2 checkpoints each layer itself")
+    lines += [
+        f"--{name} is an old name: write --{name.replace('gradient', 'activation')}"
+        for name in ("gradient_checkpointing", "gradient_checkpointing_kwargs")
+        if name in arguments
+    ]
+    return lines

@@ -1,0 +1,258 @@
+"""Checkpoints of a run: their manifest, whether they are complete, and which is the newest.
+
+A checkpoint is `OUTPUT_DIR/checkpoint-STEP/` with `manifest.json`, which lists every other file with its size and
+SHA-256. It is written as `.saving-checkpoint-STEP`, the manifest last, and then renamed: an interrupted save leaves
+only a `.saving-` folder, which nothing reads.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shutil
+import sys
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from toolkit.errors import ToolkitError
+from toolkit.run.folder import read_json, write_json
+
+SCHEMA_VERSION = 1
+MANIFEST = "manifest.json"
+FINGERPRINT = "fingerprint.json"  # outputs of the live model for fixed tokens, with which an export is verified
+SAVING_PREFIX = ".saving-"
+CHUNK_BYTES = 2**20
+# Values of `--resume_from_checkpoint` for the newest complete checkpoint; the Trainer takes a bare flag or `true`.
+LATEST_WORDS = ("latest", "last", "true")
+_NAME = re.compile(r"checkpoint-(\d+)")
+
+Manifest = dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Checkpoint:
+    """A checkpoint folder and its manifest."""
+
+    path: Path
+    step: int
+    """Completed optimizer steps."""
+    manifest: Manifest | None
+    """None where it is missing or cannot be read."""
+
+    @property
+    def bytes(self) -> int | None:
+        """Size of all files in the manifest; None without one."""
+        return None if self.manifest is None else sum(int(entry["bytes"]) for entry in self.manifest["files"])
+
+    def problem(self, deep: bool = False) -> str | None:
+        """Return what is missing or damaged, or None for a complete checkpoint. `deep` verifies every checksum."""
+        if not self.path.is_dir():
+            return "it does not exist"
+        if self.manifest is None:
+            exists = (self.path / MANIFEST).exists()
+            return f"{MANIFEST} cannot be read" if exists else f"{MANIFEST} is missing: it was not written completely"
+        if self.manifest.get("sha256", digest := manifest_sha256(self.manifest)) != digest:
+            return f"{MANIFEST} is damaged (checksum)"
+        for entry in self.manifest["files"]:
+            found = file_problem(self.path, entry, deep=deep)
+            if found is not None:
+                return found
+        return None
+
+
+def file_problem(folder: Path, entry: dict[str, Any], *, deep: bool) -> str | None:
+    """Return what is wrong with one file of a manifest, or None."""
+    path = folder / entry["path"]
+    try:
+        size = path.stat().st_size
+        if size != entry["bytes"]:
+            return f"{entry['path']} has {size} bytes, expected {entry['bytes']}"
+        if deep and file_sha256(path) != entry["sha256"]:
+            return f"{entry['path']} is damaged (checksum)"
+    except OSError as error:
+        return f"{entry['path']} is missing" if isinstance(error, FileNotFoundError) else f"{path}: {error.strerror}"
+    return None
+
+
+def read_checkpoint(path: Path) -> Checkpoint:
+    """Read a folder as a checkpoint; `problem` says if it is one."""
+    manifest = read_json(path / MANIFEST)
+    if manifest is not None and not _is_manifest(manifest):
+        manifest = None
+    named = _NAME.fullmatch(path.name)
+    step = manifest["step"] if manifest is not None else int(named[1]) if named else 0
+    return Checkpoint(path=path, step=int(step), manifest=manifest)
+
+
+def list_checkpoints(output_dir: Path) -> list[Checkpoint]:
+    """Return all `checkpoint-STEP` folders, complete or not, newest first; unfinished saves are left out."""
+    if not output_dir.is_dir():
+        return []
+    found = [(int(match[1]), path) for path in output_dir.iterdir() if (match := _NAME.fullmatch(path.name))]
+    return [read_checkpoint(path) for _, path in sorted(found, reverse=True) if path.is_dir()]
+
+
+def latest_complete(
+    output_dir: Path, deep: bool = True, on_message: Callable[[str], None] | None = None
+) -> Checkpoint | None:
+    """Return the newest complete checkpoint; each one that is skipped is reported, by default on stderr."""
+    for checkpoint in list_checkpoints(output_dir):
+        problem = checkpoint.problem(deep=deep)
+        if problem is None:
+            return checkpoint
+        (on_message or _to_stderr)(f"skipped {checkpoint.path}: {problem}")
+    return None
+
+
+def read_complete_checkpoint(path: Path) -> Checkpoint:
+    """Read a checkpoint. Raises ToolkitError, naming the one before, if it is not complete."""
+    checkpoint = read_checkpoint(path)
+    problem = checkpoint.problem(deep=True)
+    if problem is None:
+        return checkpoint
+    older = [other for other in list_checkpoints(path.absolute().parent) if other.step < checkpoint.step]
+    before = next((other for other in older if other.problem(deep=True) is None), None)
+    raise ToolkitError(
+        f"checkpoint {path} cannot be used: {problem}",
+        hint="there is no earlier complete one" if before is None else f"the previous one is complete: `{before.path}`",
+    )
+
+
+def check_same_layout(checkpoint: Checkpoint, *, engine: str, sharding: str, world_size: int) -> None:
+    """Raise ToolkitError for a checkpoint of another engine, sharding or world size: its shards do not fit."""
+    manifest = checkpoint.manifest or {}
+    expected = {"engine": engine, "sharding": sharding, "world_size": world_size}
+    if "ddp" in (engine, manifest.get("engine")) and world_size == 1:
+        expected["engine"] = manifest.get("engine") if manifest.get("engine") in ("none", "ddp") else engine
+    differing = [
+        f"{name} {manifest.get(name)}, not {value}" for name, value in expected.items() if manifest.get(name) != value
+    ]
+    if differing:
+        raise ToolkitError(
+            f"{checkpoint.path} was written with {'; '.join(differing)}: its shards do not fit this run",
+            hint=f"resume with `--preset {manifest.get('preset')}` and `--num-processes {manifest.get('world_size')}`;"
+            " or convert it: `toolkit checkpoint convert`",
+        )
+
+
+def check_resume_settings(
+    checkpoint: Checkpoint,
+    *,
+    per_device_train_batch_size: int,
+    gradient_accumulation_steps: int,
+    seed: int,
+    max_steps: int,
+    streaming_buffer_size: int = 0,
+) -> None:
+    """Raise ToolkitError for a job that would not resume with the same data, or has no steps left.
+
+    `max_steps` of 0 or less means that the run is counted in epochs; `streaming_buffer_size` 0 means not streamed.
+    """
+    settings = {
+        "per_device_train_batch_size": per_device_train_batch_size,
+        "gradient_accumulation_steps": gradient_accumulation_steps,
+        "seed": seed,
+        "streaming_buffer_size": streaming_buffer_size,
+    }
+    for name, now in settings.items():
+        then = (checkpoint.manifest or {}).get(name)
+        if then not in (None, now):
+            raise ToolkitError(
+                f"{checkpoint.path} was trained with --{name} {then}, now it is {now}: the data would not resume"
+                " where they stopped",
+                hint=f"`--{name} {then}`" if name != "streaming_buffer_size" else _same_stream(int(then)),
+            )
+    if 0 < max_steps <= checkpoint.step:
+        raise ToolkitError(
+            f"{checkpoint.path} has {checkpoint.step} steps already, --max_steps is {max_steps}",
+            hint=f"`--max_steps {2 * checkpoint.step}`, or another number above {checkpoint.step}, continues",
+        )
+
+
+def _same_stream(buffer_size: int) -> str:
+    return f"`--streaming true --streaming_buffer_size {buffer_size}`" if buffer_size else "leave `--streaming` out"
+
+
+def saving_folder(output_dir: Path, step: int) -> Path:
+    """Return the folder in which a checkpoint is written before it is complete."""
+    return output_dir / f"{SAVING_PREFIX}checkpoint-{step}"
+
+
+def remove_unfinished(output_dir: Path) -> list[Path]:
+    """Remove what interrupted saves have left, and return it; never a checkpoint."""
+    leftovers = sorted(output_dir.glob(f"{SAVING_PREFIX}checkpoint-*"))
+    for path in leftovers:
+        shutil.rmtree(path, ignore_errors=True)
+    return leftovers
+
+
+def commit_checkpoint(folder: Path, checkpoint: Path, manifest: Manifest) -> None:
+    """Turn a folder whose files are all on disk into a checkpoint: write the manifest, then rename the folder.
+
+    A checkpoint of the same name is moved away first, so that the two are never mixed.
+    """
+    body = {"schema_version": SCHEMA_VERSION, **manifest}
+    write_json(folder / MANIFEST, body | {"sha256": manifest_sha256(body)})
+    sync(folder / MANIFEST)
+    sync(folder)
+    replaced = checkpoint.with_name(f"{SAVING_PREFIX}{checkpoint.name}-replaced")
+    shutil.rmtree(replaced, ignore_errors=True)
+    if checkpoint.exists():
+        checkpoint.rename(replaced)
+    folder.rename(checkpoint)
+    sync(checkpoint.parent)
+    shutil.rmtree(replaced, ignore_errors=True)
+
+
+def checkpoint_files(folder: Path) -> list[Path]:
+    """Return every file of a checkpoint's folder except the manifest, in name order."""
+    return sorted(path for path in folder.rglob("*") if path.is_file() and path != folder / MANIFEST)
+
+
+def file_entries(folder: Path, paths: Iterable[Path]) -> list[dict[str, Any]]:
+    """Return the manifest's entries for these files, after writing them to disk (fsync)."""
+    entries = []
+    for path in paths:
+        sync(path)
+        name = path.relative_to(folder).as_posix()
+        entries.append({"path": name, "bytes": path.stat().st_size, "sha256": file_sha256(path)})
+    return entries
+
+
+def file_sha256(path: Path) -> str:
+    """Return the SHA-256 of a file."""
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while chunk := file.read(CHUNK_BYTES):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+def manifest_sha256(manifest: Manifest) -> str:
+    """Return the SHA-256 of a manifest without its own checksum."""
+    body = {key: value for key, value in manifest.items() if key != "sha256"}
+    return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
+
+
+def sync(path: Path) -> None:
+    """Write a file's content, or a folder's names, to the disk (fsync)."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _is_manifest(content: dict[str, Any]) -> bool:
+    files = content.get("files")
+    if not isinstance(content.get("step"), int) or not isinstance(files, list):
+        return False
+    return all(isinstance(entry, dict) and {"path", "bytes", "sha256"} <= entry.keys() for entry in files)
+
+
+def _to_stderr(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)

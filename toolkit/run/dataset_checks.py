@@ -1,0 +1,77 @@
+"""Checks of a job's data before tokenization: enough rows for a step, and the limits of streaming.
+
+>>> check_rows_fill_a_step(8, 4, "faq.jsonl")
+
+No torch here: `toolkit train` checks before the launch, and the ranks check again.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from toolkit.errors import ToolkitError
+from toolkit.run.script_arguments import DataArguments, flag, integer
+
+Arguments = dict[str, Any]
+
+WORKERS = (0, 1, 2, 4, 8)
+"""Supported values of `--dataloader_num_workers` for a stream; 0 means that the rank itself tokenizes."""
+
+
+def check_rows_fill_a_step(rows: int | None, batch: int, dataset: str, *, packing: bool = False) -> None:
+    """Raise ToolkitError for fewer rows than one global batch: they would silently be repeated within a step.
+
+    `rows` is None where it is not known yet.
+    """
+    if rows is None or rows >= batch:
+        return
+    packs = ", which make at most as many packed sequences" if packing else ""
+    raise ToolkitError(
+        f"{dataset} has {rows} rows{packs}, fewer than one global batch of {batch} sequences",
+        hint="lower `--per_device_train_batch_size`, `--gradient_accumulation_steps` or the number of processes",
+    )
+
+
+def check_streaming(arguments: Arguments) -> None:
+    """Raise ToolkitError for arguments that need the length of a stream, or random access to its rows."""
+    if not flag(arguments.get("streaming", False)):
+        return
+    if integer(arguments, "max_steps", -1) <= 0:
+        raise ToolkitError(
+            "--streaming needs --max_steps: the number of rows is not known in advance",
+            hint="`--max_steps 1000`",
+        )
+    if arguments.get("val_size") is not None:
+        raise ToolkitError(
+            "--val_size with --streaming: rows cannot be held out of a stream",
+            hint="use another file: `--eval_dataset FILE`",
+        )
+    order = str(arguments.get("train_sampling_strategy") or "random")
+    if order != "random":
+        raise ToolkitError(
+            f"--train_sampling_strategy {order} with --streaming: rows are shuffled in a buffer",
+            hint="`--streaming_buffer_size 1` keeps the file's order; `--packing true` pads less",
+        )
+    if integer(arguments, "dataloader_num_workers", 0) not in WORKERS:
+        raise ToolkitError(
+            f"--dataloader_num_workers is {arguments['dataloader_num_workers']}, and a stream is divided among"
+            f" {', '.join(map(str, WORKERS[:-1]))} or {WORKERS[-1]} processes",
+            hint=f"`--dataloader_num_workers {WORKERS[-1]}`",
+        )
+
+
+def streaming_warnings(arguments: Arguments) -> list[str]:
+    """Return a warning for an argument that has no effect with or without streaming."""
+    streams = flag(arguments.get("streaming", False))
+    if streams and arguments.get("preprocessing_num_workers") is not None:
+        return ["--preprocessing_num_workers has no effect with --streaming: `--dataloader_num_workers` has"]
+    if not streams and "streaming_buffer_size" in arguments:
+        return ["--streaming_buffer_size has no effect without --streaming"]
+    return []
+
+
+def streaming_buffer_size(arguments: Arguments) -> int:
+    """Return the size of the shuffle buffer, on which a stream's order depends; 0 without streaming."""
+    if not flag(arguments.get("streaming", False)):
+        return 0
+    return integer(arguments, "streaming_buffer_size", DataArguments.streaming_buffer_size)

@@ -1,0 +1,199 @@
+"""The run folder: the files of one run, written so that a reader never sees an incomplete one.
+
+>>> RunFolder(Path("out")).rank_rows(1).name
+'rank1.jsonl'
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import tempfile
+import time
+import uuid
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from toolkit.errors import ToolkitError
+from toolkit.run.status import COMPLETED, RUNNING
+
+SCHEMA_VERSION = 1
+# Incremented whenever the meaning of a number changes, so that reports are not compared across the change.
+MEASUREMENT_VERSION = 1
+LOCK = "run.lock"
+
+
+@dataclass(frozen=True, slots=True)
+class RunFolder:
+    """Paths of one run's files."""
+
+    path: Path
+
+    @property
+    def run_json(self) -> Path:
+        """Configuration, plan, versions, status and results of the run."""
+        return self.path / "run.json"
+
+    @property
+    def attestation_json(self) -> Path:
+        """What was in effect on each rank, verified at run time."""
+        return self.path / "attestation.json"
+
+    @property
+    def failure_json(self) -> Path:
+        """Why the run failed; only there if it did."""
+        return self.path / "failure.json"
+
+    @property
+    def log(self) -> Path:
+        """Standard output and error of all ranks."""
+        return self.path / "train.log"
+
+    def rank_rows(self, rank: int) -> Path:
+        """Return the path of one rank's rows: one JSON line per step."""
+        return self.path / "ranks" / f"rank{rank}.jsonl"
+
+    def read_run(self) -> dict[str, Any] | None:
+        """Return run.json, or None where it cannot be read."""
+        return read_json(self.run_json)
+
+    def update_run(self, **facts: Any) -> dict[str, Any]:
+        """Merge facts into run.json, and return its content."""
+        run = (self.read_run() or {"schema_version": SCHEMA_VERSION}) | facts
+        write_json(self.run_json, run)
+        return run
+
+    def prepare(self, *, resume: bool = False) -> None:
+        """Prepare the folder for a new run; a finished or running one is refused, an unfinished one replaced.
+
+        A resumed run keeps its log, and the rows of each rank until the rank itself drops those of steps that it will
+        repeat.
+
+        Raises ToolkitError for a folder that holds a finished run or cannot be written.
+        """
+        self.check_unused(resume=resume)
+        self.check_writable()
+        self._make()
+        rows = [] if resume else [self.log, *self.path.glob("ranks/rank*.jsonl")]
+        for leftover in [self.failure_json, self.attestation_json, self.run_json, *rows]:
+            leftover.unlink(missing_ok=True)
+        self.remove_heartbeats()
+
+    def hold(self) -> int | None:
+        """Lock the folder for this process and those that inherit the descriptor, until the last of them exits.
+
+        Returns the descriptor, or None on a file system without locks. Raises ToolkitError while another run holds it.
+        """
+        self._make()
+        descriptor = os.open(self.path / LOCK, os.O_RDWR | os.O_CREAT, 0o666)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            holder = os.pread(descriptor, 32, 0).decode(errors="replace").strip()
+            os.close(descriptor)
+            if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
+                return None
+            raise self._held(holder) from None
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, str(os.getpid()).encode(), 0)
+        return descriptor
+
+    def _held(self, holder: str) -> ToolkitError:
+        who = f" (process {holder})" if holder else ""
+        return ToolkitError(
+            f"{self.path} holds a run that is still running{who}",
+            hint="wait for it, stop it, or name another folder: `--output_dir DIR`",
+        )
+
+    def check_unused(self, *, resume: bool = False) -> None:
+        """Raise ToolkitError for a folder that must not be overwritten; a resumed run may use a finished one."""
+        if self.path.exists() and not self.path.is_dir():
+            raise ToolkitError(f"output_dir {self.path} is a file", hint="name a folder: `--output_dir DIR`")
+        run = self.read_run()
+        if run is None:
+            return
+        if run.get("status") == COMPLETED and not resume:
+            raise ToolkitError(
+                f"{self.path} already holds a finished run, which is never overwritten",
+                hint=f"name another folder, or remove it: `rm -r {self.path}`",
+            )
+        if run.get("status") == RUNNING and _is_alive(run.get("launcher_pid")):
+            raise ToolkitError(
+                f"{self.path} holds a run that is still running (process {run['launcher_pid']})",
+                hint="wait for it, or name another folder",
+            )
+
+    def remove_heartbeats(self) -> None:
+        """Remove the heartbeats and stacks of earlier processes."""
+        for pattern in ("rank*.pulse", "rank*.stacks", "hang.claim"):
+            for leftover in (self.path / "ranks").glob(pattern):
+                leftover.unlink(missing_ok=True)
+
+    def check_writable(self) -> None:
+        """Raise ToolkitError for a folder that cannot be created or written, leaving nothing behind."""
+        ancestors = [self.path, *self.path.absolute().parents]
+        existing = next(path for path in ancestors if os.path.lexists(path))
+        try:
+            with tempfile.TemporaryDirectory(dir=existing, prefix=".write-probe-"):
+                pass
+        except OSError as error:
+            raise self._unwritable(error) from None
+
+    def _make(self) -> None:
+        try:
+            (self.path / "ranks").mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise self._unwritable(error) from None
+
+    def _unwritable(self, error: OSError) -> ToolkitError:
+        return ToolkitError(
+            f"output_dir {self.path} cannot be written: {error.strerror}",
+            hint="name a folder that you can write to: `--output_dir DIR`",
+        )
+
+
+def start_facts() -> dict[str, Any]:
+    """Return the start time of a run as run.json records it."""
+    now = time.time()
+    return {"started": datetime.fromtimestamp(now, UTC).isoformat(timespec="seconds"), "started_unix": now}
+
+
+def write_json(path: Path, content: Any) -> None:
+    """Write JSON under a temporary name, then rename it: a reader sees the old file or the new one."""
+    write_text(path, json.dumps(content, indent=2, default=str) + "\n")
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write text as `write_json` does."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}")
+    try:
+        temporary.write_text(text)
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def read_json(path: Path) -> dict[str, Any] | None:
+    """Read a JSON object from a file, or return None where there is none."""
+    try:
+        content = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return None
+    return content if isinstance(content, dict) else None
+
+
+def _is_alive(pid: Any) -> bool:
+    if not isinstance(pid, int) or pid == os.getpid():
+        return False
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True

@@ -1,0 +1,274 @@
+"""A training run from its options to its final status: checks, the command, the launch, restarts.
+
+    prepared = prepare_run(options, on_message=print)     # every check that needs no rank
+    result = train(prepared, plan=None, on_message=print)
+
+The failing rank writes failure.json itself; `toolkit.run.exit_status` works out the rest.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from toolkit.errors import ToolkitError
+from toolkit.presets import Preset, load_preset
+from toolkit.run import status
+from toolkit.run.checkpoints import latest_complete
+from toolkit.run.command import LaunchCommand, launch_command
+from toolkit.run.exit_status import RunResult, count_oom_kills, record_result
+from toolkit.run.folder import RunFolder, start_facts
+from toolkit.run.heartbeat import read_heartbeats
+from toolkit.run.measurements import read_rows
+from toolkit.run.nvme import NvmeDisk, check_nvme, swap_folder
+from toolkit.run.options import TrainOptions
+from toolkit.run.preflight import check_job, check_output, check_resume
+from toolkit.run.process import ProcessResult, run_command
+from toolkit.run.resume_conversion import ConvertedCheckpoint, convert_checkpoint
+from toolkit.run.script_arguments import read_arguments, resumes
+from toolkit.run.warm_start import server_in_environment
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PreparedRun:
+    """A run that passed every check that needs no torch, with the command that starts it."""
+
+    options: TrainOptions
+    preset: Preset
+    arguments: dict[str, Any]
+    """Training arguments by name."""
+    output_dir: Path
+    nvme: NvmeDisk | None
+    converted: ConvertedCheckpoint
+    command: LaunchCommand
+
+
+def prepare_run(options: TrainOptions, *, on_message: Callable[[str], None]) -> PreparedRun:
+    """Check the options, and build the launch command.
+
+    A checkpoint of another preset or number of processes is converted into the run folder; `train` removes it at the
+    end. Raises ToolkitError for the first problem.
+    """
+    preset, argv = load_preset(options.preset), options.training_arguments
+    num_processes, cpu = options.num_processes, options.on_cpu
+    job = check_job(preset, num_processes=num_processes, training_argv=argv, cpu=cpu)
+    output_dir = check_output(job.arguments, engine=preset.engine)
+    nvme = check_nvme(preset, nvme_path=options.nvme_path, arguments=job.arguments, cpu=cpu)
+    converted = convert_checkpoint(preset, num_processes=num_processes, job=job, on_message=on_message)
+    try:
+        check_resume(preset, num_processes=num_processes, arguments=job.arguments | converted.arguments)
+    except ToolkitError:
+        converted.remove()
+        raise
+    return PreparedRun(
+        options=options,
+        preset=preset,
+        arguments=job.arguments,
+        output_dir=output_dir,
+        nvme=nvme,
+        converted=converted,
+        command=command_of(options, nvme=nvme, extra_arguments=converted.argv),
+    )
+
+
+def command_of(
+    options: TrainOptions, *, nvme: NvmeDisk | None = None, extra_arguments: tuple[str, ...] = ()
+) -> LaunchCommand:
+    """Build the launch command of a run; `extra_arguments` follow the run's own training arguments."""
+    return launch_command(
+        load_preset(options.preset),
+        num_processes=options.num_processes,
+        training_argv=[*options.training_arguments, *extra_arguments],
+        cpu=options.on_cpu,
+        nvme_path=None if nvme is None else nvme.path,
+        hang_timeout_minutes=options.hang_timeout_minutes,
+    )
+
+
+def train(prepared: PreparedRun, *, plan: dict[str, Any] | None, on_message: Callable[[str], None]) -> RunResult:
+    """Print the command and run it. `plan` is recorded in run.json."""
+    on_message(prepared.command.shown)
+    try:
+        return run_training(
+            prepared.command,
+            options=prepared.options,
+            output_dir=prepared.output_dir,
+            nvme=prepared.nvme,
+            plan=plan,
+            on_line=on_message,
+            fork_server=server_in_environment(),
+        )
+    finally:
+        prepared.converted.remove()
+
+
+def run_training(
+    command: LaunchCommand,
+    *,
+    options: TrainOptions,
+    output_dir: Path,
+    on_line: Callable[[str], None],
+    nvme: NvmeDisk | None = None,
+    plan: dict[str, Any] | None = None,
+    fork_server: str | None = None,
+) -> RunResult:
+    """Train in `output_dir`, which must not hold a finished run, with as many restarts as the options allow.
+
+    `fork_server` is the socket of a server to start the ranks from, instead of a cold start.
+
+    Raises ToolkitError for a folder that cannot be used; every other outcome is in the result.
+    """
+    folder = RunFolder(output_dir)
+    lock = folder.hold()
+    timeout_seconds = None if options.timeout_minutes is None else options.timeout_minutes * 60
+    try:
+        started, restarts = time.monotonic(), Restarts(folder, options.max_restarts)
+        _record_start(folder, command, nvme=nvme, plan=plan)
+        attempt = command
+        while True:
+            left = None if timeout_seconds is None else timeout_seconds - (time.monotonic() - started)
+            result, process_result = _run_attempt(
+                folder,
+                attempt,
+                on_line,
+                fork_server=fork_server,
+                lock=lock,
+                timeout_seconds=left,
+                stop_minutes=options.stop_minutes,
+            )
+            if not restarts.prepare_next(result, process_result):
+                return result
+            on_line(restarts.describe_last())
+            attempt = command.resumed()
+            folder.update_run(status=status.RUNNING, exit_code=None, launcher_pid=os.getpid(), command=attempt.shown)
+    finally:
+        if lock is not None:
+            os.close(lock)
+
+
+def _record_start(
+    folder: RunFolder, command: LaunchCommand, *, nvme: NvmeDisk | None, plan: dict[str, Any] | None
+) -> None:
+    folder.prepare(resume=resumes(read_arguments(command.training_argv)))
+    facts: dict[str, Any] = {} if nvme is None else {"nvme": nvme.facts()}
+    folder.update_run(
+        status=status.RUNNING,
+        exit_code=None,
+        launcher_pid=os.getpid(),
+        **start_facts(),
+        preset=command.preset.name,
+        preset_files=command.preset.texts(),
+        world_size=command.num_processes,
+        training_arguments=command.training_argv,
+        plan=plan,
+        command=command.shown,
+        **facts,
+    )
+
+
+def _run_attempt(
+    folder: RunFolder,
+    command: LaunchCommand,
+    on_line: Callable[[str], None],
+    *,
+    fork_server: str | None,
+    lock: int | None,
+    timeout_seconds: float | None,
+    stop_minutes: float,
+) -> tuple[RunResult, ProcessResult]:
+    kills_before = count_oom_kills()
+    log_start = folder.log.stat().st_size if folder.log.exists() else 0
+
+    def relay(line: str) -> None:
+        if not folder.failure_json.exists():  # the launcher's own traceback follows
+            on_line(line)
+
+    process_result = run_command(
+        command,
+        folder.log,
+        on_line=relay,
+        timeout_seconds=timeout_seconds,
+        ask_to_stop=lambda: stop_ranks(folder, on_line) if stop_minutes else False,
+        stop_seconds=stop_minutes * 60,
+        inherit=[] if lock is None else [lock],
+        fork_server=fork_server,
+    )
+    if command.nvme_path is not None:  # killed ranks leave their swap files behind
+        shutil.rmtree(swap_folder(command.nvme_path, command.run_id), ignore_errors=True)
+    oom_killed = count_oom_kills() > kills_before
+    return record_result(folder, process_result, oom_killed=oom_killed, log_start=log_start), process_result
+
+
+def stop_ranks(folder: RunFolder, on_message: Callable[[str], None]) -> bool:
+    """Send SIGTERM to each rank itself, so that it saves a checkpoint and exits. False where no rank is alive.
+
+    torch's elastic agent would kill the ranks 30 s after its own SIGTERM.
+    """
+    heartbeats = [found for found in read_heartbeats(folder.path / "ranks") if found.process is not None]
+    for heartbeat in heartbeats:
+        with contextlib.suppress(OSError):
+            os.kill(heartbeat.pid, signal.SIGTERM)
+    if heartbeats:
+        on_message("stopping: every rank finishes its step and saves; a second signal ends the run at once")
+    return bool(heartbeats)
+
+
+@dataclass(slots=True)
+class Restarts:
+    """The restarts of one run, as `run.json` records them."""
+
+    folder: RunFolder
+    max_restarts: int
+    done: list[dict[str, Any]] = field(default_factory=list)
+
+    def prepare_next(self, result: RunResult, process_result: ProcessResult) -> bool:
+        """Return True if the run is to be restarted; its folder is then ready, with its checkpoints and rows kept."""
+        if len(self.done) >= self.max_restarts or not can_restart(result, process_result):
+            return False
+        failure = result.failure or {}
+        checkpoint = latest_complete(self.folder.path)
+        resumed, reached = (checkpoint.step if checkpoint else 0), _completed_steps(self.folder)
+        self.done.append(
+            {
+                "rank": failure.get("rank"),
+                "step": failure.get("step"),
+                "status": result.status,
+                "message": failure.get("message"),
+                "resumed_from_step": resumed,
+                "lost_steps": max(0, reached - resumed),
+            }
+        )
+        self.folder.failure_json.unlink(missing_ok=True)
+        self.folder.remove_heartbeats()
+        self.folder.update_run(restarts=self.done)
+        return True
+
+    def describe_last(self) -> str:
+        """Return the lines that are printed at a restart."""
+        last = self.done[-1]
+        return (
+            f"{last['status']}: {last['message']}\n"
+            f"restart {len(self.done)} of {self.max_restarts}, from step {last['resumed_from_step']}"
+            f" ({last['lost_steps']} steps lost)"
+        )
+
+
+def can_restart(result: RunResult, process_result: ProcessResult) -> bool:
+    """Return True for a fault that a restart may fix: a killed or hung rank, or host memory; not a fault of the job."""
+    if process_result.interrupted or process_result.timed_out:
+        return False
+    killed = "seen_by_peer" in (result.failure or {})
+    return killed or result.status in (status.TIMED_OUT, status.HOST_OUT_OF_MEMORY)
+
+
+def _completed_steps(folder: RunFolder) -> int:
+    """Optimizer steps that every rank completed, by the ranks' rows."""
+    last = [max((row["step"] for row in read_rows(path)), default=0) for path in folder.path.glob("ranks/rank*.jsonl")]
+    return min(last, default=0)

@@ -1,0 +1,54 @@
+"""The options of one training run, the same from the command line to the processes.
+
+>>> TrainOptions(preset="zero2", num_processes=2, max_restarts=-1)
+Traceback (most recent call last):
+toolkit.errors.ToolkitError: --max-restarts is -1, expected 0 or more
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated
+
+import typer
+
+from toolkit.errors import ToolkitError
+from toolkit.flags import CpuFlag, NumProcesses, NvmePath, PresetName, TrainingArguments
+from toolkit.hardware.gpus import count_gpus
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainOptions:
+    """The options of `toolkit train`; a comparison makes one for each trial."""
+
+    preset: PresetName
+    num_processes: NumProcesses
+    training_arguments: TrainingArguments = ()
+    cpu: CpuFlag = None
+    timeout_minutes: Annotated[float | None, typer.Option(help="stop the run as timed_out after this long")] = None
+    nvme_path: NvmePath = None
+    hang_timeout_minutes: Annotated[
+        float | None,
+        typer.Option(help="stop a run in which no rank makes progress for this long; default 20, 0 for never"),
+    ] = None
+    stop_minutes: Annotated[
+        float, typer.Option(help="after Ctrl-C or SIGTERM, wait this long for the checkpoint; 0 ends the run at once")
+    ] = 5.0
+    max_restarts: Annotated[
+        int, typer.Option(help="resume from the last checkpoint at most this often, after a rank was killed or hung")
+    ] = 0
+
+    def __post_init__(self) -> None:
+        limits = {
+            "--hang-timeout-minutes": self.hang_timeout_minutes,
+            "--stop-minutes": self.stop_minutes,
+            "--max-restarts": self.max_restarts,
+        }
+        for name, value in limits.items():
+            if value is not None and not value >= 0:
+                raise ToolkitError(f"{name} is {value:g}, expected 0 or more")
+
+    @property
+    def on_cpu(self) -> bool:
+        """True if the ranks train on the CPU: as the option says, or because no GPU is visible."""
+        return count_gpus() == 0 if self.cpu is None else self.cpu

@@ -1,0 +1,246 @@
+"""Checks of a job in under a second, before any rank starts: names, files, rows, batch arithmetic, disk space.
+
+Nothing here imports torch. What only a rank can know (a hub model's weights, GPU memory) is checked there.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from toolkit.data import check_file, is_hub_id, resolve_source
+from toolkit.errors import ToolkitError
+from toolkit.hardware.gpus import count_gpus
+from toolkit.presets import Preset
+from toolkit.presets.support import CPU, Device, check_supported
+from toolkit.run.argument_checks import check_arguments
+from toolkit.run.checkpoints import (
+    LATEST_WORDS,
+    Checkpoint,
+    check_resume_settings,
+    check_same_layout,
+    list_checkpoints,
+    read_complete_checkpoint,
+)
+from toolkit.run.dataset_checks import check_rows_fill_a_step, streaming_buffer_size
+from toolkit.run.folder import RunFolder, read_json
+from toolkit.run.script_arguments import DEFAULT_BATCH, flag, integer, read_arguments, resumes
+from toolkit.units import gib
+
+POSITIVE = (
+    "per_device_train_batch_size",
+    "gradient_accumulation_steps",
+    "max_seq_length",
+    "lora_r",
+    "lora_alpha",
+    "preprocessing_num_workers",
+    "streaming_buffer_size",
+)
+DEFAULT_SEED = 42  # transformers' seed
+# Size of a checkpoint in multiples of the fp32 weights: weights, momentum and variance. DeepSpeed saves fp32 master
+# weights as well, and (ZeRO-1 and ZeRO-2) its own copy of the weights beside the safetensors.
+CHECKPOINT_WEIGHTS = {"none": 3, "ddp": 3, "fsdp2": 3, "deepspeed": 5}
+DEFAULT_SAVE_STEPS = 500  # transformers' save_steps
+WEIGHT_SUFFIXES = (".safetensors", ".bin")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CheckedJob:
+    """Training arguments that passed every check."""
+
+    arguments: dict[str, Any]
+    global_batch_size: int
+    """Sequences per optimizer step, over all ranks."""
+
+
+def check_job(
+    preset: Preset, *, num_processes: int, training_argv: Sequence[str], cpu: bool, gpus: int | None = None
+) -> CheckedJob:
+    """Check everything but the output folder, which a comparison chooses itself.
+
+    `gpus` is the number of GPUs of another node, where the job runs there; default: those that are visible here.
+
+    Raises ToolkitError for the first problem.
+    """
+    if gpus is None and not cpu:
+        gpus = count_gpus()
+    check_process_count(num_processes, gpus=gpus, preset=preset)
+    arguments = read_arguments(training_argv)
+    check_required(arguments, ("model_name_or_path", "dataset"))
+    check_positive(arguments)
+    check_arguments(arguments, preset, num_processes=num_processes, on_cpu=cpu)
+    check_model(str(arguments["model_name_or_path"]))
+    rows = check_dataset(str(arguments["dataset"]))
+    if arguments.get("eval_dataset") is not None:
+        check_dataset(str(arguments["eval_dataset"]))
+    batch = global_batch_size(arguments, num_processes)
+    check_rows_fill_a_step(rows, batch, str(arguments["dataset"]), packing=flag(arguments.get("packing", False)))
+    return CheckedJob(arguments=arguments, global_batch_size=batch)
+
+
+def check_process_count(num_processes: int, *, gpus: int | None, preset: Preset) -> None:
+    """Raise ToolkitError for more processes than GPUs (None: on the CPU), or a world size that the preset rejects."""
+    if num_processes < 1:
+        raise ToolkitError(f"--num-processes is {num_processes}, expected 1 or more")
+    device = CPU if gpus is None else Device(count=gpus)
+    check_supported(preset, world_size=num_processes, device=device)
+
+
+def check_required(arguments: dict[str, Any], names: Sequence[str]) -> None:
+    """Raise ToolkitError for a required argument that is missing."""
+    for name in names:
+        if arguments.get(name) in (None, True, ""):
+            raise ToolkitError(f"--{name} is missing", hint=f"add `-- --{name} ...` after the toolkit's own options")
+
+
+def check_positive(arguments: dict[str, Any]) -> None:
+    """Raise ToolkitError for a count below one, or a limit that is not above zero."""
+    for name in POSITIVE:
+        if name in arguments and arguments[name] is not None and integer(arguments, name, 1) < 1:
+            raise ToolkitError(f"--{name} is {arguments[name]}, expected 1 or more")
+    for name in ("stop_when_steps_within", "stop_after_minutes"):
+        if arguments.get(name) is not None and not float(arguments[name]) > 0:
+            raise ToolkitError(f"--{name} is {arguments[name]}, expected more than 0")
+
+
+def check_model(name: str) -> None:
+    """Check that a model is a local folder with configuration and weights, or an id on the hub."""
+    folder = local_folder(name)
+    if os.path.isdir(folder):  # noqa: PTH112  (`Path.is_dir` raises for a name that is too long)
+        if not (folder / "config.json").is_file():
+            raise ToolkitError(
+                f"model folder {name} has no config.json", hint="name the folder that `save_pretrained` wrote"
+            )
+        if read_json(folder / "config.json") is None:
+            raise ToolkitError(f"{folder / 'config.json'} is not a JSON object", hint="download the model again")
+        if not any(path.suffix in WEIGHT_SUFFIXES for path in folder.iterdir()):
+            raise ToolkitError(f"model folder {name} has no weights (*.safetensors or *.bin)")
+        return
+    if os.path.exists(folder) or not is_hub_id(name):  # noqa: PTH110
+        raise ToolkitError(
+            f"model {name!r} is neither a folder nor a hub id",
+            hint="a hub id looks like `owner/name`; a folder must exist",
+        )
+    check_hub_model(name)
+
+
+def local_folder(name: str) -> Path:
+    """Return a model's name as a path."""
+    return Path(os.path.expanduser(name))  # noqa: PTH111  (`Path.expanduser` raises for an unknown user)
+
+
+def check_hub_model(name: str) -> None:
+    """Download a hub model's config.json, which is small, so that a wrong id is found before ranks start."""
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.utils.tqdm import disable_progress_bars
+
+    disable_progress_bars()
+    try:
+        hf_hub_download(name, "config.json")
+    except Exception as error:  # whatever it is, the ranks could not load the model either
+        words = str(error).strip().splitlines()
+        raise ToolkitError(
+            f"model {name!r} cannot be loaded from the hub: {words[0] if words else type(error).__name__}",
+            hint="check the id and the network, or name a local folder",
+        ) from None
+
+
+def check_dataset(source: str) -> int | None:
+    """Check each row of a local file, and return their number; None for a hub id or a very long file."""
+    resolved = resolve_source(source)
+    if resolved.path is None:
+        return None
+    checked = check_file(resolved.path)
+    return checked.rows if checked.complete else None
+
+
+def global_batch_size(arguments: dict[str, Any], num_processes: int) -> int:
+    """Return the sequences per optimizer step: micro-batch x accumulation steps x ranks."""
+    micro = integer(arguments, "per_device_train_batch_size", DEFAULT_BATCH)
+    return micro * integer(arguments, "gradient_accumulation_steps", 1) * num_processes
+
+
+def check_output(arguments: dict[str, Any], *, engine: str = "deepspeed") -> Path:
+    """Return the output folder, which must be unused and writable, with disk space for checkpoints and the model."""
+    check_required(arguments, ("output_dir",))
+    folder = RunFolder(Path(str(arguments["output_dir"])))
+    folder.check_unused(resume=resumes(arguments))
+    folder.check_writable()
+    check_disk(folder.path, needed=saved_bytes(arguments, engine=engine))
+    return folder.path
+
+
+def check_resume(preset: Preset, *, num_processes: int, arguments: dict[str, Any]) -> None:
+    """Check the checkpoint that the run resumes from against the run.
+
+    A checkpoint given by its path is read completely. `latest` is resolved and read by rank 0; here its manifest is
+    enough.
+    """
+    if not resumes(arguments):
+        return
+    named = str(arguments["resume_from_checkpoint"])
+    if named.lower() not in LATEST_WORDS:
+        checkpoint: Checkpoint | None = read_complete_checkpoint(Path(named))
+    else:
+        checkpoints = list_checkpoints(Path(str(arguments["output_dir"])))
+        checkpoint = next((found for found in checkpoints if found.problem() is None), None)
+    if checkpoint is None:
+        return
+    check_same_layout(checkpoint, engine=preset.engine, sharding=preset.sharding, world_size=num_processes)
+    check_resume_settings(
+        checkpoint,
+        per_device_train_batch_size=integer(arguments, "per_device_train_batch_size", DEFAULT_BATCH),
+        gradient_accumulation_steps=integer(arguments, "gradient_accumulation_steps", 1),
+        seed=integer(arguments, "seed", DEFAULT_SEED),
+        max_steps=integer(arguments, "max_steps", -1),
+        streaming_buffer_size=streaming_buffer_size(arguments),
+    )
+
+
+def saved_bytes(arguments: dict[str, Any], *, engine: str) -> int:
+    """Return the bytes of the trained model and its checkpoints; 0 for adapters, which are small."""
+    if arguments.get("lora_r") is not None:
+        return 0
+    weights = weight_bytes(local_folder(str(arguments["model_name_or_path"])))
+    model = weights if flag(arguments.get("save_model", True)) else 0
+    return model + checkpoints_on_disk(arguments) * CHECKPOINT_WEIGHTS[engine] * weights
+
+
+def checkpoints_on_disk(arguments: dict[str, Any]) -> int:
+    """Return the largest number of checkpoints on disk at once: an old one is removed after the new one is complete.
+
+    Where the number of saves is not known before the data are read: `save_total_limit` + 1, or one.
+    """
+    strategy = str(arguments.get("save_strategy", "steps"))
+    if strategy == "no":
+        return 0
+    limit = integer(arguments, "save_total_limit", 0)
+    steps, every = integer(arguments, "max_steps", -1), float(arguments.get("save_steps") or DEFAULT_SAVE_STEPS)
+    every = every * steps if 0 < every < 1 else every  # a fraction of all steps
+    saves = -(-steps // max(1, int(every))) if steps > 0 and strategy == "steps" else max(1, limit + 1)
+    return min(saves, limit + 1) if limit > 0 else saves
+
+
+def weight_bytes(model: Path) -> int:
+    """Return the bytes of a local model's weights in fp32; 0 for a hub id."""
+    if not model.is_dir():
+        return 0
+    config = read_json(model / "config.json") or {}
+    is_half = str(config.get("dtype") or config.get("torch_dtype")) in ("bfloat16", "float16")
+    stored = sum(path.stat().st_size for path in model.iterdir() if path.suffix in WEIGHT_SUFFIXES)
+    return stored * 2 if is_half else stored
+
+
+def check_disk(folder: Path, *, needed: int) -> None:
+    """Raise ToolkitError for a disk without enough space for `needed` bytes."""
+    existing = next((path for path in [folder, *folder.absolute().parents] if path.is_dir()), Path("/"))
+    free = shutil.disk_usage(existing).free
+    if free < needed:
+        raise ToolkitError(
+            f"{existing} has {gib(free)} free, and the run saves about {gib(needed)}",
+            hint="name a folder on another disk: `--output_dir DIR`; `--save_strategy no` writes no checkpoint",
+        )

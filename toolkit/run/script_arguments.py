@@ -1,0 +1,301 @@
+"""The arguments of the training script, read and checked without torch.
+
+>>> read_arguments(["--max_steps", "8"])["max_steps"]
+'8'
+
+`ModelArguments` and `DataArguments` are what the script takes beside transformers' own `TrainingArguments`. The
+launcher reads them here, before any rank starts; the script parses the same words again with transformers' parser.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from toolkit.errors import ToolkitError, did_you_mean
+from toolkit.presets.support import Method
+from toolkit.versions import training_argument_types
+
+DEFAULT_BATCH = 8  # transformers' per_device_train_batch_size
+CONFIG_SUFFIXES = (".yaml", ".yml", ".json")
+# The words that transformers' parser accepts for a boolean.
+TRUE_WORDS = {"true", "1", "yes", "y", "t"}
+FALSE_WORDS = {"false", "0", "no", "n", "f"}
+
+
+@dataclass(kw_only=True)
+class ModelArguments:
+    """The model, the training method and what is measured."""
+
+    model_name_or_path: str | None = field(default=None, metadata={"help": "a local folder, or a hub id"})
+    revision: str = field(default="main", metadata={"help": "branch, tag or commit of a hub id"})
+    trust_remote_code: bool = field(default=False, metadata={"help": "run code that the model's repository ships"})
+    attn_implementation: str | None = field(
+        default=None, metadata={"help": "sdpa, eager, flash_attention_2, ...; default: the model's"}
+    )
+    lora_r: int | None = field(default=None, metadata={"help": "train LoRA adapters of this rank; default: full"})
+    lora_alpha: int | None = field(default=None, metadata={"help": "LoRA scale; default: twice the rank"})
+    lora_dropout: float = field(default=0.0, metadata={"help": "dropout before the adapters"})
+    lora_target_modules: list[str] = field(
+        default_factory=lambda: ["all-linear"], metadata={"help": "names of the modules that get an adapter"}
+    )
+    lora_config: list[str] | None = field(
+        default=None,
+        metadata={"help": "any other `LoraConfig` field as key=value: use_dora=true, ..."},
+    )
+    load_in_4bit: bool = field(
+        default=False, metadata={"help": "QLoRA: the frozen base model in 4-bit NF4 (bitsandbytes); needs --lora_r"}
+    )
+    freeze: list[str] | None = field(
+        default=None, metadata={"help": "name patterns of parameters that are not trained: `model.embed_tokens.*`"}
+    )
+    train_only: list[str] | None = field(
+        default=None, metadata={"help": "name patterns of the only parameters that are trained"}
+    )
+    lr_scaling: str | None = field(
+        default=None,
+        metadata={
+            "help": "scale the learning rate with the global batch size: `linear` or `sqrt`; default: off",
+            "choices": ["linear", "sqrt"],
+        },
+    )
+    lr_reference_batch_size: int | None = field(
+        default=None, metadata={"help": "the global batch size (sequences) for which --learning_rate was tuned"}
+    )
+    activation_checkpointing_offload: bool = field(
+        default=False, metadata={"help": "keep the checkpointed activations in host memory"}
+    )
+    ddp_comm_hook: str | None = field(
+        default=None,
+        metadata={
+            "help": "compress gradients between ranks (DDP): `bf16`, `fp16`, `power_sgd`, `int8`, `top_k`; `allreduce`"
+            " compresses nothing",
+            "choices": ["allreduce", "bf16", "fp16", "power_sgd", "int8", "top_k"],
+        },
+    )
+    ddp_comm_hook_top_k_fraction: float = field(
+        default=0.01, metadata={"help": "fraction of the gradient's elements that `top_k` sends each step"}
+    )
+    ddp_comm_hook_power_sgd_rank: int = field(default=1, metadata={"help": "rank of the factors of `power_sgd`"})
+    ddp_comm_hook_power_sgd_start: int = field(
+        default=10, metadata={"help": "first steps that `power_sgd` does not compress; at least 2"}
+    )
+    profile_steps: str | None = field(
+        default=None, metadata={"help": "profile optimizer steps A to B (`3:5`, inclusive); they are not timed"}
+    )
+    memory_snapshot: bool = field(
+        default=False, metadata={"help": "record CUDA's allocations, one file per rank for pytorch.org/memory_viz"}
+    )
+    save_model: bool = field(default=True, metadata={"help": "save the trained model in the output folder at the end"})
+    untimed_steps: int = field(
+        default=2, metadata={"help": "first optimizer steps that no speed counts (compilation, allocator growth)"}
+    )
+    stop_when_steps_within: float | None = field(
+        default=None,
+        metadata={  # argparse formats help texts: a literal percent sign is written twice
+            "help": "stop once the 95 %% CI of the median step time is within this fraction of it, for example 0.03"
+        },
+    )
+    stop_after_minutes: float | None = field(
+        default=None, metadata={"help": "stop early, as completed, when the steps have taken this long"}
+    )
+
+
+@dataclass(kw_only=True)
+class DataArguments:
+    """The data and its tokenization."""
+
+    dataset: str | None = field(
+        default=None, metadata={"help": "a JSON, JSONL, CSV or Parquet file, or a hub id (owner/name)"}
+    )
+    dataset_split: str = field(default="train", metadata={"help": "the split of a hub id"})
+    max_seq_length: int = field(default=1024, metadata={"help": "longer rows are truncated to this many tokens"})
+    loss_on: str | None = field(
+        default=None,
+        metadata={
+            "help": "`assistant` (or completion) tokens only, or `all`; default: assistant for chat and"
+            " prompt/completion data, all for plain text",
+            "choices": ["assistant", "all"],
+        },
+    )
+    chat_template: str | None = field(
+        default=None, metadata={"help": "a Jinja file to use instead of the tokenizer's chat template"}
+    )
+    system_prompt: str | None = field(
+        default=None, metadata={"help": "system message for conversations that have none"}
+    )
+    packing: bool = field(
+        default=False,
+        metadata={"help": "pack rows into sequences of up to `max_seq_length`, without attention between rows"},
+    )
+    eval_dataset: str | None = field(
+        default=None, metadata={"help": "data for the evaluation loss: a file or a hub id, like `dataset`"}
+    )
+    eval_dataset_split: str = field(
+        default="validation", metadata={"help": "the split of `eval_dataset`, if that is a hub id"}
+    )
+    val_size: float | None = field(
+        default=None,
+        metadata={"help": "hold out rows for evaluation, chosen by the seed: a fraction below 1, or a number of rows"},
+    )
+    streaming: bool = field(
+        default=False, metadata={"help": "read and tokenize the rows during training; needs --max_steps"}
+    )
+    streaming_buffer_size: int = field(
+        default=1000, metadata={"help": "rows in the shuffle buffer of a stream; 1 keeps the file's order"}
+    )
+    preprocessing_num_workers: int | None = field(
+        default=None, metadata={"help": "processes for tokenization; default: one"}
+    )
+
+
+@functools.cache
+def argument_types() -> dict[str, str]:
+    """Return the name and annotation of every argument of the training script: ours, then `TrainingArguments`'."""
+    ours = [*dataclasses.fields(ModelArguments), *dataclasses.fields(DataArguments)]
+    if not training_argument_types():
+        raise ToolkitError("transformers is not installed", hint="pip install finetune-toolkit")
+    return {field.name: str(field.type) for field in ours} | training_argument_types()
+
+
+def read_arguments(argv: Sequence[str]) -> dict[str, Any]:
+    """Read names and values from an optional leading YAML or JSON file and from flags; flags win.
+
+    Raises ToolkitError for an unknown name (with the nearest one), a word that belongs to no flag, a value of the
+    wrong type, or a file that cannot be read.
+    """
+    rest = list(argv)
+    values = read_config_file(Path(rest.pop(0))) if rest and rest[0].endswith(CONFIG_SUFFIXES) else {}
+    values |= _read_flags(rest)
+    for name, value in values.items():
+        _check_value(name, value)
+    return values
+
+
+def read_config_file(path: Path) -> dict[str, Any]:
+    """Read a training configuration file, in which each key must be a known argument."""
+    try:
+        content = yaml.safe_load(path.read_text())
+    except FileNotFoundError:
+        raise ToolkitError(f"no such configuration file: {path}") from None
+    except (yaml.YAMLError, OSError, UnicodeDecodeError) as error:
+        raise ToolkitError(f"{path} cannot be read: {' '.join(str(error).split())}") from None
+    if not isinstance(content, dict):
+        raise ToolkitError(f"{path} holds no keys and values", hint="write one `name: value` per line")
+    for name in content:
+        _check_name(str(name), where=f"{path}: unknown key {name!r}", prefix="")
+    return content
+
+
+def resumes(values: dict[str, Any]) -> bool:
+    """Return True if the run resumes from a checkpoint."""
+    return str(values.get("resume_from_checkpoint") or "false").lower() not in ("false", "none")
+
+
+def flag(value: Any) -> bool:
+    """Return a boolean given on the command line or in a YAML file; a flag without a value is true."""
+    return value is True or str(value).lower() in TRUE_WORDS
+
+
+def read_method(arguments: dict[str, Any]) -> Method:
+    """Return the part of the training arguments that decides which presets support them."""
+
+    def is_on(name: str) -> bool:
+        return flag(arguments.get(name, False))
+
+    return Method(
+        lora=arguments.get("lora_r") is not None,
+        load_in_4bit=is_on("load_in_4bit"),
+        optim=str(arguments.get("optim") or Method().optim),
+        freeze=is_given(arguments, "freeze"),
+        train_only=is_given(arguments, "train_only"),
+        packing=is_on("packing"),
+        activation_checkpointing=uses_activation_checkpointing(arguments),
+        activation_checkpointing_offload=is_on("activation_checkpointing_offload"),
+        use_liger_kernel=is_on("use_liger_kernel"),
+        torch_compile=is_on("torch_compile"),
+        ddp_comm_hook=None if arguments.get("ddp_comm_hook") is None else str(arguments["ddp_comm_hook"]),
+        memory_snapshot=is_on("memory_snapshot"),
+        auto_find_batch_size=is_on("auto_find_batch_size"),
+        save_only_model=is_on("save_only_model"),
+    )
+
+
+def is_given(arguments: dict[str, Any], name: str) -> bool:
+    """Return True if an argument has a value other than none, false and empty."""
+    return str(arguments.get(name)).lower() not in ("none", "false", "", "[]", "{}")
+
+
+def uses_activation_checkpointing(arguments: dict[str, Any]) -> bool:
+    """Return True if activation checkpointing is on, by its present name or its old one."""
+    return any(flag(arguments.get(f"{name}_checkpointing", False)) for name in ("activation", "gradient"))
+
+
+def integer(values: dict[str, Any], name: str, default: int) -> int:
+    """Return an integer argument, or its default where it is absent or null."""
+    return default if values.get(name) is None else int(float(values[name]))
+
+
+def _read_flags(words: list[str]) -> dict[str, Any]:
+    values: dict[str, Any] = {}
+    while words:
+        word = words.pop(0)
+        if not word.startswith("--"):
+            raise ToolkitError(f"unexpected word {word!r}; a flag starts with `--`", hint=f"did you mean `--{word}`?")
+        name, equals, given = word[2:].partition("=")
+        name = name.replace("-", "_")
+        following = [given] if equals else _take_values(words)
+        if name not in argument_types() and name.startswith("no_") and _is_boolean(name[3:]):
+            name, following = name[3:], ["false"]
+        _check_name(name, where=f"unknown argument --{name}", prefix="--")
+        values[name] = _one_value(name, following)
+    return values
+
+
+def _one_value(name: str, following: list[str]) -> Any:
+    if len(following) == 1:
+        return following[0]
+    if following and "list" not in argument_types()[name]:
+        raise ToolkitError(f"unexpected word {following[1]!r} after --{name} {following[0]}")
+    if not following and not _is_boolean(name):
+        raise ToolkitError(f"--{name} has no value", hint=f"`--{name} VALUE`")
+    return following or True
+
+
+def _take_values(words: list[str]) -> list[str]:
+    taken: list[str] = []
+    while words and not words[0].startswith("--"):
+        taken.append(words.pop(0))
+    return taken
+
+
+def _is_boolean(name: str) -> bool:
+    return "bool" in argument_types().get(name, "")
+
+
+def _check_name(name: str, *, where: str, prefix: str) -> None:
+    types = argument_types()
+    if name not in types:
+        close = did_you_mean(name, types)
+        hint = close.replace("`", f"`{prefix}", 1) if close else "see `python -m toolkit.train --help`"
+        raise ToolkitError(where, hint=hint)
+
+
+def _check_value(name: str, value: Any) -> None:
+    annotation = argument_types()[name]
+    if annotation in ("bool", "bool | None") and str(value).lower() not in TRUE_WORDS | FALSE_WORDS | {"none"}:
+        raise ToolkitError(f"--{name} is {value!r}, expected true or false")
+    expected = {"int": int, "int | None": int, "float": float, "float | None": float}.get(annotation)
+    if expected is None or value is None:
+        return
+    try:
+        expected(value)
+    except (TypeError, ValueError):
+        kind = "a whole number" if expected is int else "a number"
+        raise ToolkitError(f"--{name} is {value!r}, expected {kind}") from None

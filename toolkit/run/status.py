@@ -1,0 +1,42 @@
+"""The statuses of a run, and the exit code of each.
+
+>>> exit_code_of("host_out_of_memory")
+3
+"""
+
+from __future__ import annotations
+
+from toolkit.errors import EXIT_DONE, EXIT_INVALID_INPUT, EXIT_OUT_OF_MEMORY, EXIT_RUN_FAILED
+
+PLANNED = "planned"
+RUNNING = "running"
+COMPLETED = "completed"
+OUT_OF_MEMORY = "out_of_memory"
+HOST_OUT_OF_MEMORY = "host_out_of_memory"
+TIMED_OUT = "timed_out"
+DIVERGED = "diverged"
+ATTESTATION_FAILED = "attestation_failed"
+FAILED = "failed"
+INTERRUPTED = "interrupted"
+
+STATUSES = (
+    PLANNED,
+    RUNNING,
+    COMPLETED,
+    OUT_OF_MEMORY,
+    HOST_OUT_OF_MEMORY,
+    TIMED_OUT,
+    DIVERGED,
+    ATTESTATION_FAILED,
+    FAILED,
+    INTERRUPTED,
+)
+
+
+def exit_code_of(status: str, *, invalid_input: bool = False) -> int:
+    """Return the exit code: 0 done, 1 the run failed, 2 invalid input, 3 out of memory."""
+    if invalid_input:
+        return EXIT_INVALID_INPUT
+    if status == COMPLETED:
+        return EXIT_DONE
+    return EXIT_OUT_OF_MEMORY if status in (OUT_OF_MEMORY, HOST_OUT_OF_MEMORY) else EXIT_RUN_FAILED

@@ -1,1 +1,0 @@
-"""A run as data: its arguments, its folder, its statuses, its measured steps."""

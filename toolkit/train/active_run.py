@@ -1,0 +1,225 @@
+"""The run in progress: its arguments, its folder, the checkpoint it resumes from, and how it is opened and completed.
+
+with open_run(args, launch, progress) as run:
+    ...
+    run.complete(trainer)
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from toolkit.hardware.node import describe_node, git_commit, library_versions
+from toolkit.run import status
+from toolkit.run.checkpoints import Checkpoint, remove_unfinished
+from toolkit.run.folder import MEASUREMENT_VERSION, RunFolder, start_facts
+from toolkit.run.measurements import PER_STEP, Measurements, measure, read_steps
+from toolkit.train.arguments import Arguments
+from toolkit.train.checkpointing.resume import find_checkpoint
+from toolkit.train.checkpointing.signals import StopOnSignal
+from toolkit.train.health.progress import Progress
+from toolkit.train.launch_context import LaunchContext
+from toolkit.units import number
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ActiveRun:
+    """One rank's part of the run in progress."""
+
+    arguments: Arguments
+    launch: LaunchContext
+    progress: Progress
+    folder: RunFolder
+    checkpoint: Checkpoint | None
+    """The checkpoint that the run resumes from."""
+    stop_on_signal: StopOnSignal
+    single_process: bool = False
+    """True where this process is the only one, whatever its rank and world size."""
+    facts: dict[str, Any] = field(default_factory=dict)
+    """More for run.json."""
+
+    @property
+    def rank(self) -> int:
+        return int(self.arguments.training.process_index)
+
+    @property
+    def writes(self) -> bool:
+        """True in the process that writes run.json and prints what is printed once."""
+        return self.rank == 0 or self.single_process
+
+    @property
+    def resume_path(self) -> str | None:
+        return None if self.checkpoint is None else str(self.checkpoint.path)
+
+    @property
+    def resumed_step(self) -> int:
+        """The step of the checkpoint that the run resumes from; 0 without one."""
+        return 0 if self.checkpoint is None else self.checkpoint.step
+
+    def barrier(self) -> None:
+        """Wait for all ranks."""
+        if dist.is_initialized():
+            dist.barrier()
+
+    def gather(self, value: Any) -> list[Any]:
+        """Return every rank's value, on every rank. Collective."""
+        if self.single_process or not dist.is_initialized():
+            return [value]
+        values: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(values, value)
+        return values
+
+    def raise_if_stopped(self) -> None:
+        """Raise Interrupted where a signal ended training."""
+        self.stop_on_signal.raise_if_stopped()
+
+    def complete(self, trainer: Any) -> None:
+        """Write the summary of all ranks' rows, rank 0's phases and the status. Collective."""
+        self.barrier()  # every rank has written its rows
+        if not self.writes:
+            return
+        untimed_steps = self.arguments.model.untimed_steps
+        measured = measure(read_steps(self.folder), untimed_steps=untimed_steps)
+        summary = {name: value for name, value in asdict(measured).items() if name not in PER_STEP}
+        summary |= {"first_loss": measured.losses[0], "last_loss": measured.losses[-1]} if measured.losses else {}
+        self.write_completion(measured=summary, saves=trainer.saves)
+        print(_last_line(measured, untimed_steps=untimed_steps, folder=self.folder.path), flush=True)
+
+    def write_completion(self, **facts: Any) -> None:
+        """Write run.json's status, times and `facts`."""
+        self.progress.enter("end")
+        self.folder.update_run(
+            status=status.COMPLETED,
+            exit_code=0,
+            finished=datetime.now(UTC).isoformat(timespec="seconds"),
+            phases=self.progress.phases,
+            **facts,
+        )
+
+
+@contextmanager
+def open_run(
+    arguments: Arguments,
+    launch: LaunchContext,
+    progress: Progress,
+    *,
+    single_process: bool = False,
+    facts: dict[str, Any] | None = None,
+) -> Iterator[ActiveRun]:
+    """Find the checkpoint to resume from and open the run folder; close the process group after a run that ended well.
+
+    `single_process` is true where no other rank has a process; `facts` is more for run.json. Raises ToolkitError for a
+    folder that holds a finished or a running run, and for a checkpoint that the run cannot resume from.
+    """
+    training = arguments.training
+    world_size = 1 if single_process else training.world_size
+    run = ActiveRun(
+        arguments=arguments,
+        launch=launch,
+        progress=progress,
+        folder=RunFolder(Path(training.output_dir)),
+        checkpoint=find_checkpoint(arguments, launch),
+        stop_on_signal=StopOnSignal(progress, rank=training.process_index, world_size=world_size),
+        single_process=single_process,
+        facts=facts or {},
+    )
+    _open_folder(run)
+    progress.output_dir, progress.dataset = run.folder.path, arguments.data.dataset
+    if run.writes:
+        print("".join(f"{line}\n" for line in arguments.notes), end="", flush=True)  # train.log is open now
+    yield run
+    # Not after an error: another rank may be waiting in a collective, and its swap files may still be read.
+    run.barrier()
+    if progress.swap_folder is not None and training.local_process_index == 0:
+        shutil.rmtree(progress.swap_folder, ignore_errors=True)
+    if dist.is_initialized():
+        dist.destroy_process_group()  # its threads abort a process that just exits
+
+
+def _open_folder(run: ActiveRun) -> None:
+    """Refuse a finished run's folder on every rank before any rank writes, then let one write run.json."""
+    folder, resume = run.folder, run.checkpoint is not None
+    if not run.launch.folder_prepared:
+        folder.check_unused(resume=resume)
+        run.barrier()
+        if run.writes:
+            folder.hold()
+            folder.prepare(resume=resume)
+            _copy_output_to(folder.log)
+    run.barrier()
+    if run.writes:
+        started = {} if run.launch.folder_prepared else start_facts() | {"plan": None}
+        folder.update_run(**started, **_run_facts(run))
+        remove_unfinished(folder.path)
+
+
+def _run_facts(run: ActiveRun) -> dict[str, Any]:
+    """Return what run.json records before the first step."""
+    preset, training, checkpoint = run.launch.preset, run.arguments.training, run.checkpoint
+    return {
+        "status": status.RUNNING,
+        "exit_code": None,
+        "preset": None if preset is None else preset.name,
+        "preset_files": {} if preset is None else preset.texts(),
+        "world_size": training.world_size,
+        "training_arguments": list(run.arguments.argv),
+        "spec": _spec(run.arguments),
+        "seed": training.seed,
+        "argv": sys.argv,
+        "versions": library_versions(),
+        "hardware": describe_node(),
+        "git_commit": git_commit(Path(__file__).parent),
+        "measurement_version": MEASUREMENT_VERSION,
+        "resumed_from": None if checkpoint is None else {"path": str(checkpoint.path), "step": checkpoint.step},
+        **run.facts,
+    }
+
+
+def _spec(arguments: Arguments) -> dict[str, Any]:
+    """Return the arguments in effect, with what the preset and the node decided."""
+    training, rate = arguments.training, arguments.scaled_rate
+    batch, accumulation = training.per_device_train_batch_size, training.gradient_accumulation_steps
+    return {
+        "model": asdict(arguments.model),
+        "data": asdict(arguments.data),
+        "seed": training.seed,
+        "max_steps": training.max_steps,
+        "num_train_epochs": training.num_train_epochs,
+        "learning_rate": training.learning_rate,
+        "lr_scaling": None if rate is None else asdict(rate),
+        "per_device_train_batch_size": batch,
+        "gradient_accumulation_steps": accumulation,
+        "global_batch_size": batch * accumulation * training.world_size,
+        "device": training.device.type,
+        "mixed_precision": training.mixed_precision,
+    }
+
+
+def _last_line(measured: Measurements, *, untimed_steps: int, folder: Path) -> str:
+    speed = f"{number(measured.tokens_per_second, 0)} tokens/s over {measured.timed_steps} timed"
+    if measured.tokens_per_second is None:
+        speed = f"none timed: untimed_steps is {untimed_steps}"
+    loss = f"loss {measured.losses[0]:.4f} to {measured.losses[-1]:.4f}; " if measured.losses else ""
+    return f"done: {measured.steps} steps, {loss}{speed}; {folder}"
+
+
+def _copy_output_to(log: Path) -> None:
+    """Copy this process's stdout and stderr into train.log, where no launcher does it."""
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+        copy = subprocess.Popen(
+            ["tee", "-a", str(log)], stdin=subprocess.PIPE, stdout=stream.fileno(), start_new_session=True
+        )
+        assert copy.stdin is not None
+        os.dup2(copy.stdin.fileno(), stream.fileno())

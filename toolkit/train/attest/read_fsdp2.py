@@ -1,0 +1,76 @@
+"""Read a model that torch's `fully_shard` (FSDP2) manages: sharding, bytes, dtypes, offload, reduction dtype."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
+
+from toolkit.train.attest.readings import EngineReading
+from toolkit.train.attest.tensors import dtype_names, local_bytes, optimizer_state_tensors
+
+
+def is_fsdp2(module: Any) -> bool:
+    """Return True if `fully_shard` manages this module."""
+    return isinstance(module, FSDPModule)
+
+
+def read_fsdp2(trainer: Any, model: Any, parameters: list[Any]) -> EngineReading:
+    """Read a sharded model after its first step. Its sharded parameters are the fp32 master weights."""
+    groups = _parameter_groups(model)
+    states = optimizer_state_tensors(trainer.optimizer)
+    trained = [p for p in parameters if p.requires_grad]
+    offload = "cpu" if all(isinstance(g.offload_policy, CPUOffloadPolicy) for g in groups) else None
+    policies = {g.mp_policy for g in groups}
+    compute = {str(p.param_dtype or trained[0].dtype).removeprefix("torch.") for p in policies}
+    return {
+        "engine": "fsdp2",
+        "sharding": _sharding(groups, parameters),
+        "dp_shard_size": _shard_size(parameters),
+        "parameter_bytes": local_bytes(parameters),
+        "optimizer_bytes": local_bytes(states),
+        "compute_dtype": "+".join(sorted(compute)),
+        "master_dtype": dtype_names(trained),
+        "optimizer_dtype": dtype_names(states),
+        "offload_optimizer": offload,
+        "offload_param": offload,
+        "gradient_clipping": trainer.args.max_grad_norm,
+    }
+
+
+def fsdp2_reduce_dtype(model: Any) -> str:
+    """Return the dtype of the reduce-scatter, from the mixed-precision policy of the first parameter group."""
+    policy, parameter = _parameter_groups(model)[0].mp_policy, next(model.parameters())
+    return str(policy.reduce_dtype or policy.param_dtype or parameter.dtype).removeprefix("torch.")
+
+
+def _parameter_groups(model: Any) -> list[Any]:
+    """Parameters that are gathered and resharded together, over all modules; the attribute's name follows torch's."""
+    groups: list[Any] = []
+    for module in model.modules():
+        if is_fsdp2(module):
+            state = module._get_fsdp_state()
+            several = getattr(state, "_fsdp_param_groups", None)
+            single = getattr(state, "_fsdp_param_group", None)
+            groups += list(several) if several else [single] if single is not None else []
+    return groups
+
+
+def _sharding(groups: list[Any], parameters: list[Any]) -> str:
+    """Embedding, final norm and root stay gathered by design, so one group that reshards is enough evidence."""
+    placements = {type(placement).__name__ for p in parameters for placement in getattr(p, "placements", ())}
+    if not placements & {"Shard", "_StridedShard"}:
+        return "replicate"
+    if "Replicate" in placements:
+        return "hybrid_shard"
+    return "full_shard" if any(g.post_forward_mesh_info is not None for g in groups) else "shard_grad_op"
+
+
+def _shard_size(parameters: list[Any]) -> int | None:
+    for parameter in parameters:
+        placements = getattr(parameter, "placements", ())
+        if any(placement.is_shard() for placement in placements):
+            sizes = zip(placements, parameter.device_mesh.shape, strict=True)
+            return math.prod(int(size) for placement, size in sizes if placement.is_shard())
+    return None

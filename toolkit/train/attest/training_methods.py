@@ -1,0 +1,68 @@
+"""Training methods that arguments switch on: the expected readings, and those of the live objects."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from toolkit.train.arguments import Arguments
+from toolkit.train.attest.readings import Values
+from toolkit.train.engine.comm_hooks import registered_hook
+
+
+def expected_methods(arguments: Arguments) -> Values:
+    """Return the values that every rank must read under these arguments."""
+    model, training = arguments.model, arguments.training
+    expected: Values = {
+        "ddp_comm_hook": model.ddp_comm_hook,
+        "activation_checkpointing_offload": model.activation_checkpointing_offload,
+        "torch_compile": bool(training.torch_compile),
+        "neftune_noise_alpha": training.neftune_noise_alpha,
+        "load_in_4bit": model.load_in_4bit,
+    }
+    if arguments.activation_checkpointing:
+        expected["activation_checkpointing"] = True
+    if model.attn_implementation is not None:
+        expected["attn_implementation"] = model.attn_implementation
+    return expected
+
+
+def read_methods(trainer: Any, plain: Any) -> Values:
+    """Read the methods in effect from the live modules; `plain` is the model without wrappers."""
+    hook = registered_hook(trainer.model_wrapped)
+    return {
+        "ddp_comm_hook": None if hook is None else hook.name,
+        "activation_checkpointing_offload": _offloads_activations(plain),
+        "torch_compile": _is_compiled(trainer.model_wrapped),
+        "neftune_noise_alpha": _neftune(plain),
+        "load_in_4bit": any(type(p).__name__ == "Params4bit" for p in plain.parameters()),
+    }
+
+
+def _offloads_activations(plain: Any) -> bool:
+    """FSDP wraps the layer; the Trainer gives the layer a checkpoint function that saves to host memory."""
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import OffloadWrapper
+
+    if any(isinstance(module, OffloadWrapper) for module in plain.modules()):
+        return True
+    functions = [getattr(m, "_gradient_checkpointing_func", None) for m in plain.modules()]
+    inner = {getattr(function, "func", function) for function in functions if function is not None}
+    return bool(inner) and torch.utils.checkpoint.checkpoint not in inner
+
+
+def _is_compiled(wrapped: Any) -> bool:
+    """Return True if a module was given to the compiler and the compiler made a graph of it."""
+    from torch._dynamo.utils import counters
+
+    return bool(counters["stats"]["unique_graphs"]) and any(
+        hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None
+        for module in wrapped.modules()
+    )
+
+
+def _neftune(plain: Any) -> float | None:
+    """Return the noise on the embedding's output, where its hook is registered."""
+    embedding = plain.get_input_embeddings()
+    hooked = any("neftune" in getattr(hook, "__name__", "") for hook in embedding._forward_hooks.values())
+    return getattr(embedding, "neftune_noise_alpha", None) if hooked else None

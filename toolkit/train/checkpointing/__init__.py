@@ -1,0 +1,1 @@
+"""Checkpoints: complete or absent; resume and signals."""

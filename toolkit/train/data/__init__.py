@@ -1,0 +1,1 @@
+"""Training data of a rank: tokenisation, packing, streaming, collation."""

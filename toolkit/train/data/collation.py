@@ -1,0 +1,135 @@
+"""Padded batches of token rows or packs, their recorded contents, and the order of rows grouped by length."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any
+
+import torch
+from transformers.trainer_pt_utils import LengthGroupedSampler
+
+IGNORED = -100  # the label that PyTorch's cross entropy ignores
+BATCH_FACTS = "batch_facts"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BatchFacts:
+    """The contents of one padded batch, counted on the CPU before it is moved to a device."""
+
+    tokens: int
+    """All tokens, with padding."""
+    non_padding_tokens: int
+    supervised_tokens: int
+    """Labels that are not ignored after the causal shift."""
+    sha256: str
+    """SHA-256 of the int64 bytes of the padded input ids, then of the labels: a fingerprint of the token order."""
+    rows: tuple[int, ...] = ()
+    """Indices of the rows in the data set as it was read; of all documents if rows are packed."""
+
+
+class Collator:
+    """Pads rows on the right to the longest of the batch, and adds `BatchFacts` under `BATCH_FACTS`.
+
+    `tokenizer.pad` would need a pad token, and would follow the tokenizer's padding side.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        pad, end = (getattr(tokenizer, name, None) for name in ("pad_token_id", "eos_token_id"))
+        self.pad_id: int = next((token for token in (pad, end) if token is not None), 0)  # masked, so any id works
+
+    def __call__(self, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        lengths = [len(row["input_ids"]) for row in rows]
+        input_ids = _padded([row["input_ids"] for row in rows], self.pad_id)
+        labels = _padded([row["labels"] for row in rows], IGNORED)
+        attention_mask = _padded([[1] * length for length in lengths], 0)
+        facts = _batch_facts(input_ids, labels, rows)
+        return {"input_ids": input_ids, "attention_mask": attention_mask, "labels": labels, BATCH_FACTS: facts}
+
+
+class PackCollator(Collator):
+    """Makes batches of packs without an attention mask: position ids restart where a document begins.
+
+    Padding counts as a document of its own. The first token of a document is not a target: nothing predicts it.
+    """
+
+    def __init__(self, tokenizer: Any, *, one_row: bool = False, supervised_logits: bool = False) -> None:
+        super().__init__(tokenizer)
+        self.one_row = one_row
+        """Concatenate all packs of a batch, for attention that takes lengths instead of a mask."""
+        self.supervised_logits = supervised_logits
+        """If a batch is one row, request only the logits at supervised positions."""
+
+    def __call__(self, packs: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        rows = [_chained(packs)] if self.one_row else packs
+        input_ids = _padded([row["input_ids"] for row in rows], self.pad_id)
+        labels = _padded([_without_first_tokens(row) for row in rows], IGNORED)
+        positions = [_positions(row["documents"], input_ids.shape[1]) for row in rows]
+        facts = _batch_facts(input_ids, labels, rows)
+        position_ids = torch.tensor(positions, dtype=torch.int64)
+        batch = {"input_ids": input_ids, "position_ids": position_ids, "labels": labels, BATCH_FACTS: facts}
+        return batch | _supervised_logits(labels) if self.supervised_logits and len(rows) == 1 else batch
+
+
+def _supervised_logits(labels: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Positions whose next token is supervised, and these tokens, as transformers' forward takes them."""
+    positions = (labels[0, 1:] != IGNORED).nonzero().flatten()
+    return {"logits_to_keep": positions, "shift_labels": labels[:, positions + 1]}
+
+
+def _chained(packs: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    return {name: list(chain.from_iterable(pack[name] for pack in packs)) for name in packs[0]}
+
+
+def _without_first_tokens(pack: dict[str, Any]) -> list[int]:
+    labels, start = list(pack["labels"]), 0
+    for tokens in pack["documents"]:
+        labels[start] = IGNORED
+        start += tokens
+    return labels
+
+
+def _positions(documents: Sequence[int], width: int) -> list[int]:
+    padding = width - sum(documents)
+    return list(chain.from_iterable(map(range, [*documents, padding])))
+
+
+def _padded(rows: Sequence[Sequence[int]], fill: int) -> torch.Tensor:
+    padded = torch.full((len(rows), max(map(len, rows))), fill, dtype=torch.int64)
+    for index, row in enumerate(rows):
+        padded[index, : len(row)] = torch.as_tensor(row, dtype=torch.int64)
+    return padded
+
+
+def _batch_facts(input_ids: torch.Tensor, labels: torch.Tensor, rows: Sequence[dict[str, Any]]) -> BatchFacts:
+    digest = hashlib.sha256(input_ids.numpy().tobytes())
+    digest.update(labels.numpy().tobytes())
+    numbers = [row["rows"] if "rows" in row else [row["row"]] for row in rows if "rows" in row or "row" in row]
+    return BatchFacts(
+        tokens=input_ids.numel(),
+        non_padding_tokens=sum(len(row["input_ids"]) for row in rows),
+        supervised_tokens=int((labels[:, 1:] != IGNORED).sum()),
+        sha256=digest.hexdigest(),
+        rows=tuple(chain.from_iterable(numbers)),
+    )
+
+
+class SeededLengthGroups(LengthGroupedSampler):  # type: ignore[misc]
+    """Sampler of rows grouped by similar length, in an order that follows from seed and epoch alone.
+
+    transformers draws from the process's own random state, which dropout advances differently on each rank: from the
+    second epoch on, ranks would split the rows differently, train on some twice and on others never.
+    """
+
+    def __init__(self, batch_size: int, lengths: list[int], *, seed: int) -> None:
+        super().__init__(batch_size, lengths=lengths)
+        self.seed, self.epoch = seed, 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[int]:
+        self.generator = torch.Generator().manual_seed(self.seed + self.epoch)
+        return iter(super().__iter__())

@@ -1,0 +1,116 @@
+"""Statistics of the tokenised rows, printed before training starts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any
+
+import datasets
+
+from toolkit.errors import ToolkitError
+from toolkit.train.data.collation import IGNORED
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DataStats:
+    """Counts of the tokenised rows; `tokens` and `supervised_tokens` are of the rows kept, after truncation."""
+
+    format: str
+    rows: int
+    """All rows read, also those dropped."""
+    dropped_rows: int
+    """Rows without a supervised token."""
+    truncated_rows: int
+    """Rows longer than `max_seq_length`, kept or dropped."""
+    tokens: int
+    supervised_tokens: int
+    """Labels that are not -100, without the first position of each row, which nothing predicts."""
+    longest_row_tokens: int
+    """Before truncation: the `max_seq_length` that would truncate nothing."""
+    sample: str
+    """The first row kept, decoded, with its supervised parts between « and »."""
+    packs: int | None = None
+    """Sequences that the rows were packed into; None without packing."""
+    pack_fill_fraction: float | None = None
+    """Tokens, as a fraction of the packs' capacity."""
+    streamed: bool = False
+    """True for a stream, whose counts are of its first rows only."""
+
+
+def system_prompt_lines(encoded: datasets.Dataset, system_prompt: str | None) -> list[str]:
+    """Return a warning if no row took the system prompt."""
+    if system_prompt is None or any(encoded["got_system_prompt"][:]):
+        return []
+    return ["warning: --system_prompt has no effect: every row read so far is plain text or has its own system message"]
+
+
+def no_supervised_tokens_error(encoded: datasets.Dataset, max_seq_length: int) -> ToolkitError:
+    """Return an error that explains why no row has a supervised token."""
+    rows, uncut = len(encoded), encoded["uncut_tokens"][:]
+    truncated = sum(tokens > max_seq_length for tokens in uncut)
+    why = f"no supervised token in any of the {rows:,} rows"
+    if truncated == rows:
+        hint = f"raise it: the longest row has {max(uncut):,} tokens"
+        return ToolkitError(f"{why}: every prompt fills max_seq_length={max_seq_length}", hint=hint)
+    hint = "check the roles and that the answers are not empty, or pass `--loss_on all`"
+    cut = f" ({truncated:,} were cut at max_seq_length={max_seq_length})" if truncated else ""
+    return ToolkitError(f"{why}{cut}: no assistant turn, completion or text to learn from", hint=hint)
+
+
+def data_stats(
+    encoded: datasets.Dataset, kept: list[int], tokenizer: Any, data_format: str, max_seq_length: int
+) -> DataStats:
+    """Count the encoded rows; `kept` are the indices of those with a supervised token."""
+    uncut, supervised = encoded["uncut_tokens"][:], encoded["supervised"][:]
+    return DataStats(
+        format=data_format,
+        rows=len(encoded),
+        dropped_rows=len(encoded) - len(kept),
+        truncated_rows=sum(tokens > max_seq_length for tokens in uncut),
+        tokens=sum(min(uncut[index], max_seq_length) for index in kept),
+        supervised_tokens=sum(supervised),
+        longest_row_tokens=max(uncut),
+        sample=mark_supervised(encoded[kept[0]], tokenizer),
+    )
+
+
+def mark_supervised(row: dict[str, Any], tokenizer: Any) -> str:
+    """Return the row's text, with « and » around its supervised parts."""
+    parts = []
+    pairs = zip(row["input_ids"], row["labels"], strict=True)
+    for supervised, run in groupby(pairs, key=lambda pair: pair[1] != IGNORED):
+        text = tokenizer.decode([token for token, _ in run], clean_up_tokenization_spaces=False)
+        parts.append(f"«{text}»" if supervised else text)
+    return "".join(parts)
+
+
+def preflight_lines(stats: DataStats) -> list[str]:
+    """Return the report that is printed before training."""
+    kept = stats.rows - stats.dropped_rows
+    share = stats.supervised_tokens / stats.tokens
+    lines = [
+        f"data: {stats.format} format, {_rows(stats)}, {kept:,} kept",
+        f"  {stats.tokens:,} tokens, {stats.supervised_tokens:,} supervised ({share:.0%});"
+        f" longest row {stats.longest_row_tokens:,} tokens",
+        f"  {stats.truncated_rows:,} rows truncated, {stats.dropped_rows:,} dropped without a supervised token",
+        *_pack_lines(stats, kept),
+        "  first row, supervised part between « and »:",
+    ]
+    return lines + [f"  | {line}" for line in _shortened(stats.sample).splitlines()]
+
+
+def _rows(stats: DataStats) -> str:
+    return f"streamed; of the first {stats.rows:,} rows" if stats.streamed else f"{stats.rows:,} rows"
+
+
+def _pack_lines(stats: DataStats, kept: int) -> list[str]:
+    if stats.packs is None or stats.pack_fill_fraction is None:
+        return []
+    rows, full = f"{kept / stats.packs:.1f} rows", f"{stats.pack_fill_fraction:.1%} full"
+    return [f"  packed into {stats.packs:,} sequences of {rows}, {full}; batch sizes count these sequences"]
+
+
+def _shortened(text: str, *, at_most: int = 1200) -> str:
+    """The beginning and the end, with the closing »."""
+    return text if len(text) <= at_most else f"{text[: at_most // 2]} … {text[-at_most // 2 :]}"

@@ -1,0 +1,289 @@
+"""A stream of training sequences: rows are read, shuffled, tokenised and packed while they are trained on.
+
+    rows = open_stream("rows.jsonl", "train", buffer_size=1000, seed=42)
+    share = BatchShare(rank=0, world_size=2, per_device_train_batch_size=1, gradient_accumulation_steps=1)
+    for sequence in TokenStream(rows, encoder, share): ...
+
+The order of rows follows from the file, the seed and the buffer alone; every rank reads all rows.
+
+Rows are dealt in turn to lanes: as many as a global batch has sequences, times `LANE_GROUPS`. A lane drops its rows
+without a supervised token and packs the others. A step trains on the next sequence of each lane of one group, and the
+groups take turns. So a rank tokenises the rows of its own lanes only, worker processes divide them by group, and
+neither the number of ranks nor that of workers changes what a step trains on.
+
+Each sequence carries the state of its lane after it. A checkpoint records these states; a resumed run reads the rows
+before them without tokenising them again.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import datasets
+import torch
+
+from toolkit.data import iter_rows, resolve_source
+from toolkit.errors import ToolkitError
+from toolkit.run.dataset_checks import WORKERS, check_rows_fill_a_step
+from toolkit.train.data.packing import OpenPacks, TokenRow, joined
+from toolkit.train.data.tokenization import RowEncoder, format_of_first_row, load_hub
+
+STREAM_ERROR = "stream_error"
+LANE_STATE = "lane_state"
+PLACEHOLDER = "placeholder"
+LANE_GROUPS = WORKERS[-1]  # each worker process takes whole groups
+# Packs of 1,024 tokens of chitchat conversations are 97.7 % full with 4 open packs per lane, 99.0 % with 8 and 99.6 %
+# with 32 (benchmarks/streaming.py). But a lane tokenises that many packs before it yields the first.
+OPEN_PACKS = 8
+
+
+# -- rows
+
+
+class StreamedRow(NamedTuple):
+    """A row as it was read, not checked yet."""
+
+    fields: dict[str, Any]
+    place: str | None
+    """Place in the file, in words. None on the hub, where the order of shards leaves a row no place."""
+    number: int | None
+    """Index of the row in a file, from 0."""
+
+    def place_in(self, name: str) -> str:
+        """Return the place of the row in the data set `name`, for error messages."""
+        return f"{name}: {self.place or f'the row that begins with {str(self.fields)[:80]}'}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RowStream:
+    """Rows of a file or hub data set, shuffled in a buffer and read lazily."""
+
+    name: str
+    data_format: str
+    rows: datasets.IterableDataset
+    """Rows in the order of the source."""
+    buffer_size: int
+    seed: int
+    is_file: bool
+
+    def epoch(self, number: int) -> Iterator[StreamedRow]:
+        """Yield every row once, in the order of this epoch."""
+        shards = {"max_buffer_input_shards": 1} if self.is_file else {}  # otherwise each row passes through a thread
+        # Not set_epoch: worker processes would share one epoch. Not iter(rows): it shuffles differently in a worker.
+        shuffled = self.rows.shuffle(seed=[self.seed, number], buffer_size=self.buffer_size, **shards)
+        for batch in shuffled.iter(batch_size=1):
+            row = {name: values[0] for name, values in batch.items()}
+            yield StreamedRow(**row) if self.is_file else StreamedRow(row, None, None)
+
+    def endless(self, *, at_least: int) -> Iterator[tuple[int, StreamedRow]]:
+        """Yield the rows of epoch after epoch, with the epoch's number.
+
+        Raises ToolkitError at the end of an epoch of fewer than `at_least` rows.
+        """
+        for epoch in itertools.count():
+            rows = 0
+            for row in self.epoch(epoch):
+                rows += 1
+                yield epoch, row
+            check_rows_fill_a_step(rows, max(at_least, 1), self.name)
+
+
+def open_stream(source: str, split: str, *, buffer_size: int, seed: int) -> RowStream:
+    """Open a local file or a hub data set. Only the first row is read, for the format."""
+    path = resolve_source(source).path
+    if path is not None:
+        rows = datasets.IterableDataset.from_generator(_file_rows, gen_kwargs={"path": str(path)})
+        first: dict[str, Any] | None = next(iter_rows(path))[1]
+    else:
+        rows = load_hub(source, split, streaming=True)
+        first = next(iter(rows), None)
+    return RowStream(
+        name=source,
+        data_format=format_of_first_row(source, split, first),
+        rows=rows,
+        buffer_size=buffer_size,
+        seed=seed,
+        is_file=path is not None,
+    )
+
+
+def _file_rows(path: str) -> Iterator[dict[str, Any]]:
+    """Every rank parses every row; only the rank that trains on a row checks its fields."""
+    for number, (place, row) in enumerate(iter_rows(Path(path))):
+        yield {"fields": row, "place": place, "number": number}
+
+
+# -- lanes
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LaneState:
+    """The position of a lane."""
+
+    lane: int
+    taken: int = 0
+    """Number of rows that it has taken from those dealt to it."""
+    open: tuple[tuple[int, ...], ...] = ()
+    """The rows in packs that are not full yet, by their number in the lane."""
+
+    def needs(self, number: int) -> bool:
+        """Return True if the lane still has to train on its row of this number."""
+        return number >= self.taken or any(number in pack for pack in self.open)
+
+
+class DealtRow(NamedTuple):
+    """A row that was dealt to a lane."""
+
+    number: int
+    """Index of the row in its lane, from 0."""
+    row: StreamedRow
+
+
+class RowDealer:
+    """Deals rows to all lanes in turn, and keeps those of its own lanes until they are taken."""
+
+    def __init__(self, rows: Iterator[tuple[int, StreamedRow]], *, lanes: int, own: Mapping[int, LaneState]) -> None:
+        self.rows, self.lanes, self.own = enumerate(rows), lanes, own
+        self.waiting: dict[int, deque[DealtRow]] = {lane: deque() for lane in own}
+        self.rows_per_epoch: int | None = None
+        """Known once the first epoch is over."""
+
+    def next_row(self, lane: int) -> DealtRow:
+        """Return the next row that the lane still has to train on."""
+        while not self.waiting[lane]:
+            count, (epoch, row) = next(self.rows)
+            if epoch == 1 and self.rows_per_epoch is None:
+                self.rows_per_epoch = count
+            number, receiver = divmod(count, self.lanes)
+            if receiver in self.own and self.own[receiver].needs(number):
+                self.waiting[receiver].append(DealtRow(number, row))
+        return self.waiting[lane].popleft()
+
+
+class Lane:
+    """Makes the sequences of one lane."""
+
+    def __init__(self, state: LaneState, dealer: RowDealer, encoder: RowEncoder, *, name: str, packing: bool) -> None:
+        self.number, self.taken, self.dealer, self.encoder, self.name = state.lane, state.taken, dealer, encoder, name
+        self.dropped = 0
+        """Consecutive rows without a supervised token."""
+        self.packs = OpenPacks(max_tokens=encoder.max_seq_length, at_most=OPEN_PACKS) if packing else None
+        if self.packs is not None:
+            rows = {number: self._encoded(dealer.next_row(self.number)) for number in sorted(sum(state.open, ()))}
+            self.packs.restore([[rows[number] for number in pack] for pack in state.open])
+
+    def next(self) -> TokenRow:
+        """Return one row, or one pack of rows, with the lane's state after it."""
+        while True:
+            row = self._next_supervised()
+            if self.packs is None:
+                return row | {LANE_STATE: self._state()}
+            rows = self.packs.add(row)
+            if rows is not None:
+                return joined(rows) | {LANE_STATE: self._state()}
+
+    def _state(self) -> LaneState:
+        packs = [] if self.packs is None else self.packs.packs
+        numbers = tuple(tuple(row[LANE_STATE] for row in pack.rows) for pack in packs)
+        return LaneState(lane=self.number, taken=self.taken, open=numbers)
+
+    def _next_supervised(self) -> TokenRow:
+        while True:
+            dealt = self.dealer.next_row(self.number)
+            self.taken = dealt.number + 1
+            row = self._encoded(dealt)
+            self.dropped = 0 if row["supervised"] else self.dropped + 1
+            if not self.dropped:
+                return row
+            self._check_progress()
+
+    def _check_progress(self) -> None:
+        rows_per_epoch = self.dealer.rows_per_epoch
+        if rows_per_epoch is not None and self.dropped >= 10 * rows_per_epoch:  # one epoch's rows may miss a lane
+            raise ToolkitError(
+                f"{self.name}: no supervised token in {self.dropped:,} consecutive rows",
+                hint="check that the answers are not empty, or raise `--max_seq_length`",
+            )
+
+    def _encoded(self, dealt: DealtRow) -> TokenRow:
+        """Tokens of a row; `LANE_STATE` holds its number in the lane."""
+        row = dealt.row
+        encoded = self.encoder.encode_row(row.fields, number=row.number, place=row.place_in(self.name))
+        names = ["input_ids", "labels", "supervised"] + ["row"] * (row.number is not None)
+        return {name: encoded[name] for name in names} | {LANE_STATE: dealt.number}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BatchShare:
+    """A rank's part of every global batch."""
+
+    rank: int
+    world_size: int
+    per_device_train_batch_size: int
+    gradient_accumulation_steps: int
+
+    @property
+    def global_batch_size(self) -> int:
+        return self.world_size * self.per_device_train_batch_size * self.gradient_accumulation_steps
+
+    def lanes(self, batch: int) -> list[int]:
+        """Return the lanes of this rank's micro-batch of this number, from 0.
+
+        Lanes are assigned as a data set that is not streamed is: by accumulation step, then by rank.
+        """
+        step, accumulation_step = divmod(batch, self.gradient_accumulation_steps)
+        group = step % LANE_GROUPS * self.global_batch_size
+        first = group + (accumulation_step * self.world_size + self.rank) * self.per_device_train_batch_size
+        return list(range(first, first + self.per_device_train_batch_size))
+
+
+class TokenStream(torch.utils.data.IterableDataset[TokenRow]):  # type: ignore[misc]
+    """The endless sequences of one rank's micro-batches; in a worker process, of that worker's micro-batches."""
+
+    def __init__(self, rows: RowStream, encoder: RowEncoder, share: BatchShare, *, packing: bool = False) -> None:
+        self.rows, self.encoder, self.share, self.packing = rows, encoder, share, packing
+        self.buffer_size = rows.buffer_size
+        self.start_states: Mapping[int, LaneState] = {}
+        """Start of the lanes that do not start with their first row."""
+        self.skipped_batches = 0
+
+    def resume(self, states: Mapping[int, LaneState], *, batches: int) -> None:
+        """Start from a checkpoint's lanes, after placeholders for the micro-batches that a resuming Trainer skips."""
+        self.start_states, self.skipped_batches = states, batches
+
+    def own_states(self) -> dict[int, LaneState]:
+        """Return the start of this rank's lanes that do not start with their first row."""
+        own = self._own_lanes(range(LANE_GROUPS * self.share.gradient_accumulation_steps))
+        return {lane: state for lane, state in own.items() if lane in self.start_states}
+
+    def __iter__(self) -> Iterator[TokenRow]:
+        """Yield sequences. Errors are yielded as `STREAM_ERROR`: raised in a worker they would be tracebacks."""
+        try:
+            yield from self._sequences()
+        except ToolkitError as error:
+            yield from itertools.repeat({STREAM_ERROR: error})
+
+    def _sequences(self) -> Iterator[TokenRow]:
+        worker = torch.utils.data.get_worker_info()
+        first, stride = (0, 1) if worker is None else (worker.id, worker.num_workers)
+        own = self._own_lanes(range(first, LANE_GROUPS * self.share.gradient_accumulation_steps, stride))
+        lanes, batch_size = LANE_GROUPS * self.share.global_batch_size, self.share.global_batch_size
+        dealer = RowDealer(self.rows.endless(at_least=batch_size), lanes=lanes, own=own)
+        started: dict[int, Lane] = {}
+        for batch in itertools.count(first, stride):
+            for lane in self.share.lanes(batch):
+                if batch < self.skipped_batches:
+                    yield {PLACEHOLDER: True}
+                    continue
+                if lane not in started:
+                    started[lane] = Lane(own[lane], dealer, self.encoder, name=self.rows.name, packing=self.packing)
+                yield started[lane].next()
+
+    def _own_lanes(self, batches: Iterable[int]) -> dict[int, LaneState]:
+        lanes = itertools.chain.from_iterable(map(self.share.lanes, batches))
+        return {lane: self.start_states.get(lane, LaneState(lane=lane)) for lane in lanes}

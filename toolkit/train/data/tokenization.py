@@ -1,0 +1,285 @@
+"""Tokenise rows, with labels only at supervised tokens.
+
+    dataset, data_format = load_rows("faq.jsonl", "train")
+    tokenized = tokenize(dataset, tokenizer=tokenizer, data_format=data_format, max_seq_length=1024, loss_on=None)
+
+Labels are -100 at all other tokens. They follow character spans of the rendered conversation, never token ids: where
+the pad token is also the end-of-turn token, masking by id would exclude the end of every turn from the loss.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import datasets
+import transformers
+
+from toolkit.data import Sample, check_file, check_row, detect_format, formats, iter_rows, resolve_source
+from toolkit.data.formats import to_sample, with_system_prompt
+from toolkit.errors import ToolkitError
+from toolkit.train.data import chat_template
+from toolkit.train.data.chat_template import Encoded, encode_chat
+from toolkit.train.data.collation import IGNORED
+from toolkit.train.data.data_report import DataStats, data_stats, no_supervised_tokens_error
+
+_JSON_ROW = "json_row"
+_PLACE = "place"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Tokenized:
+    """A dataset with the columns `input_ids`, `labels`, `length` and `row` (its index as read), and its statistics."""
+
+    dataset: datasets.Dataset
+    stats: DataStats
+
+
+# -- loading
+
+
+def load_rows(source: str, split: str) -> tuple[datasets.Dataset, str]:
+    """Return the rows of a local file (checked first) or of a hub data set, and their format."""
+    resolved = resolve_source(source)
+    if resolved.path is not None:
+        return _load_file(resolved.path)
+    dataset = load_hub(source, split)
+    return dataset, format_of_first_row(source, split, dataset[0] if len(dataset) else None)
+
+
+def _load_file(path: Path) -> tuple[datasets.Dataset, str]:
+    """Rows as JSON text: Arrow would infer types from the first rows, and give each tool call the keys of all."""
+    data_format = check_file(path, max_bytes=None).format
+    fingerprint = _fingerprint(path.read_bytes(), data_format)  # an edited file has another content
+    try:
+        with _progress_on_first_rank_only():
+            return _from_json_rows(path, data_format, fingerprint), data_format
+    except OSError as error:
+        cache = datasets.config.HF_DATASETS_CACHE
+        raise ToolkitError(f"rows cannot be cached in {cache}: {error}", hint="set HF_HOME to another folder") from None
+
+
+def _from_json_rows(path: Path, data_format: str, fingerprint: str) -> datasets.Dataset:
+    return datasets.Dataset.from_generator(
+        _json_rows,
+        gen_kwargs={"path": str(path), "data_format": data_format, "content": fingerprint},
+        features=datasets.Features({_PLACE: datasets.Value("string"), _JSON_ROW: datasets.Value("large_string")}),
+        fingerprint=fingerprint,
+    )
+
+
+def _json_rows(path: str, data_format: str, content: str) -> Iterator[dict[str, str]]:  # noqa: ARG001
+    """`content` identifies the version of the file in the cache of `datasets`."""
+    for place, row in iter_rows(Path(path)):
+        yield {_PLACE: place, _JSON_ROW: json.dumps(formats.format_fields(row, data_format))}
+
+
+def load_hub(name: str, split: str, *, streaming: bool = False) -> Any:
+    """Load a hub data set, downloaded or (`streaming`) read lazily. Raises ToolkitError if it cannot be loaded."""
+    try:
+        with _progress_on_first_rank_only():
+            return datasets.load_dataset(name, split=split, streaming=streaming)
+    except Exception as error:  # network, name, split and configuration errors have their own classes
+        why = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        hint = "check the name and `--dataset_split`; without network, pass a local file"
+        raise ToolkitError(f"data set {name!r}, split {split!r} cannot be loaded: {why}", hint=hint) from error
+
+
+def format_of_first_row(name: str, split: str, first_row: dict[str, Any] | None) -> str:
+    """Detect the format of a data set from its first row. Raises ToolkitError for an unknown format or no rows."""
+    if first_row is None:
+        raise ToolkitError(f"{name}: split {split!r} has no rows")
+    try:
+        return detect_format(first_row)
+    except ToolkitError as error:
+        raise ToolkitError(f"{name}: row 1: {error.message}", hint=error.hint) from None
+
+
+@contextmanager
+def _progress_on_first_rank_only() -> Iterator[None]:
+    if os.environ.get("RANK", "0") == "0" or not datasets.is_progress_bar_enabled():
+        yield
+        return
+    datasets.disable_progress_bars()
+    try:
+        yield
+    finally:
+        datasets.enable_progress_bars()
+
+
+def _fingerprint(*parts: object) -> str:
+    """A key for the cache of `datasets`. The code that computes the cached tokens is part of it."""
+    code = [Path(file).read_bytes() for file in (__file__, chat_template.__file__, formats.__file__)]
+    digest = hashlib.sha256(transformers.__version__.encode())
+    for part in (*code, *parts):
+        digest.update(part if isinstance(part, bytes) else repr(part).encode())
+        digest.update(b"\0")
+    return digest.hexdigest()[:32]
+
+
+# -- tokens
+
+
+def tokenize(
+    dataset: datasets.Dataset, *, tokenizer: Any, data_format: str, max_seq_length: int, loss_on: str | None
+) -> Tokenized:
+    """Tokenise every row, truncated to `max_seq_length`; rows without a supervised token are dropped."""
+    encoder = row_encoder(
+        tokenizer=tokenizer, data_format=data_format, max_seq_length=max_seq_length, loss_on=loss_on, system_prompt=None
+    )
+    return keep_supervised(encode_rows(dataset, encoder), encoder)
+
+
+def row_encoder(
+    *, tokenizer: Any, data_format: str, max_seq_length: int, loss_on: str | None, system_prompt: str | None
+) -> RowEncoder:
+    """Return the encoder for rows of one format.
+
+    `loss_on` is `assistant` (also the completion), `all`, or None: assistant for chat and prompt/completion, all for
+    text. Raises ToolkitError for `assistant` with text.
+    """
+    if data_format == "text" and loss_on == "assistant":
+        raise ToolkitError(
+            "`loss_on: assistant` has no effect on plain text: there is no assistant turn", hint="leave `--loss_on` out"
+        )
+    return RowEncoder(
+        tokenizer=tokenizer,
+        data_format=data_format,
+        max_seq_length=max_seq_length,
+        supervise_all=loss_on == "all" or data_format == "text",
+        system_prompt=system_prompt,
+    )
+
+
+def encode_rows(dataset: datasets.Dataset, encoder: RowEncoder, *, num_proc: int | None = None) -> datasets.Dataset:
+    """Tokenise all rows, or read them from the cache of `datasets`."""
+    num_proc = None if num_proc is None else min(num_proc, len(dataset))
+    with _progress_on_first_rank_only():
+        return dataset.map(
+            encoder,
+            with_indices=True,
+            remove_columns=dataset.column_names,
+            features=_FEATURES,
+            new_fingerprint=_fingerprint(dataset._fingerprint, *encoder.cache_key()),
+            num_proc=num_proc,
+            desc="Tokenizing",
+        )
+
+
+def encoded_dataset(rows: list[dict[str, Any]]) -> datasets.Dataset:
+    """Return a dataset of a few encoded rows, in memory."""
+    return datasets.Dataset.from_list(rows, features=_FEATURES)
+
+
+def keep_supervised(encoded: datasets.Dataset, encoder: RowEncoder) -> Tokenized:
+    """Drop the rows without a supervised token. Raises ToolkitError if none is left."""
+    kept = [index for index, supervised in enumerate(encoded["supervised"][:]) if supervised]
+    if not kept:
+        raise no_supervised_tokens_error(encoded, encoder.max_seq_length)
+    stats = data_stats(encoded, kept, encoder.tokenizer, encoder.data_format, encoder.max_seq_length)
+    return Tokenized(dataset=encoded.select(kept).select_columns(COLUMNS), stats=stats)
+
+
+COLUMNS = ["input_ids", "labels", "length", "row"]
+_FEATURES = datasets.Features(
+    {
+        "input_ids": datasets.List(datasets.Value("int32")),
+        "labels": datasets.List(datasets.Value("int32")),
+        "length": datasets.Value("int64"),
+        "row": datasets.Value("int64"),
+        "supervised": datasets.Value("int64"),
+        "uncut_tokens": datasets.Value("int64"),
+        "got_system_prompt": datasets.Value("bool"),
+    }
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowEncoder:
+    """Encodes one row; the callable that `Dataset.map` takes."""
+
+    tokenizer: Any
+    data_format: str
+    max_seq_length: int
+    supervise_all: bool
+    system_prompt: str | None
+
+    def __call__(self, row: dict[str, Any], index: int) -> dict[str, Any]:
+        if _JSON_ROW in row:
+            return self.encode_row(json.loads(row[_JSON_ROW]), number=index, place=row[_PLACE])
+        return self.encode_row(row, number=index, place=f"row {index + 1}")
+
+    def encode_row(self, row: dict[str, Any], *, number: int | None, place: str) -> dict[str, Any]:
+        """Return the row's tokens and counts. Raises ToolkitError with the `place` for an invalid row."""
+        try:
+            check_row(row, self.data_format)
+            original = to_sample(row, self.data_format)
+            sample = with_system_prompt(original, self.system_prompt)
+            input_ids, supervised = encode(
+                sample, self.tokenizer, supervise_all=self.supervise_all, max_tokens=self.max_seq_length
+            )
+        except ToolkitError as error:
+            raise ToolkitError(f"{place}: {error.message}", hint=error.hint) from None
+        except (UnicodeError, RecursionError) as error:
+            raise ToolkitError(f"{place}: the row cannot be tokenized: {error}") from None
+        labels = [token if learned else IGNORED for token, learned in zip(input_ids, supervised, strict=True)]
+        labels = labels[: self.max_seq_length]
+        return {
+            "input_ids": input_ids[: self.max_seq_length],
+            "labels": labels,
+            "length": len(labels),
+            "row": number,
+            "supervised": sum(label != IGNORED for label in labels[1:]),
+            "uncut_tokens": len(input_ids),
+            "got_system_prompt": sample is not original,
+        }
+
+    def cache_key(self) -> tuple[object, ...]:
+        """Return everything that the tokens depend on, beside the rows."""
+        backend = getattr(self.tokenizer, "backend_tokenizer", None)
+        vocabulary = backend.to_str() if backend is not None else sorted(self.tokenizer.get_vocab().items())
+        special = sorted(self.tokenizer.special_tokens_map.items())
+        template = self.tokenizer.chat_template
+        options = self.data_format, self.max_seq_length, self.supervise_all, self.system_prompt
+        return vocabulary, str(special), str(template), *options
+
+
+def encode(sample: Sample, tokenizer: Any, *, supervise_all: bool = False, max_tokens: int | None = None) -> Encoded:
+    """Tokenise one sample without truncation; `supervise_all` supervises prompts and user turns too.
+
+    Tokens behind `max_tokens`, which will be cut, may be left unsupervised.
+    """
+    if sample.messages is not None:
+        input_ids, supervised = encode_chat(sample, tokenizer, supervise_all=supervise_all, max_tokens=max_tokens)
+    elif sample.text is not None:
+        input_ids = _with_eos(_with_leading_special_tokens(sample.text, tokenizer), tokenizer)
+        supervised = [True] * len(input_ids)
+    else:
+        input_ids, supervised = _encode_prompt_completion(sample, tokenizer)
+    return input_ids, [True] * len(input_ids) if supervise_all else supervised
+
+
+def _with_leading_special_tokens(text: str, tokenizer: Any) -> list[int]:
+    """Tokens with the leading special tokens of the tokenizer, without an end-of-text token that it may append."""
+    input_ids: list[int] = tokenizer(text, verbose=False).input_ids
+    ends = bool(input_ids) and input_ids[-1] == tokenizer.eos_token_id and not text.endswith(tokenizer.eos_token)
+    return input_ids[:-1] if ends else input_ids
+
+
+def _with_eos(input_ids: list[int], tokenizer: Any) -> list[int]:
+    ended = tokenizer.eos_token_id is None or input_ids[-1:] == [tokenizer.eos_token_id]
+    return input_ids if ended else [*input_ids, tokenizer.eos_token_id]
+
+
+def _encode_prompt_completion(sample: Sample, tokenizer: Any) -> Encoded:
+    """The prompt is tokenised separately, as in generation."""
+    prompt = _with_leading_special_tokens(sample.prompt or "", tokenizer)
+    completion = tokenizer(sample.completion or "", add_special_tokens=False, verbose=False).input_ids
+    completion = _with_eos(completion, tokenizer)
+    return prompt + completion, [False] * len(prompt) + [True] * len(completion)

@@ -1,0 +1,1 @@
+"""Settings of single engines: DDP communication hooks, DeepSpeed's NVMe offload."""

@@ -1,0 +1,88 @@
+"""NVMe offload within a rank: the swap folder is named before DeepSpeed reads it, buffers are sized from the model.
+
+A preset's file knows neither the disk nor the model. accelerate fills `"nvme_path": "auto"` from the environment;
+`buffer_size` and `buffer_count` are filled here where the file leaves them out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from math import ceil
+from pathlib import Path
+from typing import Any
+
+from transformers import TrainerCallback
+
+from toolkit.errors import ToolkitError
+from toolkit.run.nvme import NVME_PATH_HINT, nvme_blocks
+from toolkit.run.script_arguments import ModelArguments
+from toolkit.train.active_run import ActiveRun
+from toolkit.train.arguments import Arguments
+from toolkit.train.model.loading import model_without_weights
+
+
+def size_swap_buffers(arguments: Arguments) -> None:
+    """Fill in the sizes of DeepSpeed's swap buffers; do nothing without NVMe offload.
+
+    Call it before the model is loaded: loading swaps already. Raises ToolkitError where no disk is named.
+    """
+    plugin, blocks = arguments.training.deepspeed_plugin, offload_blocks(arguments.training)
+    for name, block in blocks.items():
+        if str(block.get("nvme_path", "none")) in ("none", "auto"):
+            raise ToolkitError(f"{name} is on NVMe, and no disk is named", hint=NVME_PATH_HINT)
+    if (param := blocks.get("offload_param")) is not None:
+        sizes = buffers(_partitions(arguments.model, arguments.training.world_size))
+        param |= {name: value for name, value in sizes.items() if param.get(name, "auto") == "auto"}
+    if blocks:
+        plugin.set_deepspeed_weakref()  # what `from_pretrained` reads is a copy
+
+
+def offload_blocks(training: Any) -> dict[str, dict[str, Any]]:
+    """Return the blocks of the DeepSpeed configuration in effect that offload to NVMe, by name."""
+    plugin = training.deepspeed_plugin
+    return {} if plugin is None else nvme_blocks(plugin.deepspeed_config.get("zero_optimization") or {})
+
+
+class NvmeOffload(TrainerCallback):  # type: ignore[misc]
+    """Records in run.json the buffers in effect, and when training ends the bytes on the disk."""
+
+    def __init__(self, run: ActiveRun) -> None:
+        self.run, blocks = run, offload_blocks(run.arguments.training)
+        self.swap_folder = Path(next(iter(blocks.values()))["nvme_path"])
+        param = blocks.get("offload_param", {})
+        self.buffers = {name: param[name] for name in ("buffer_size", "buffer_count") if param}
+
+    def on_train_end(self, *_: Any, **__: Any) -> None:
+        self.run.barrier()
+        if self.run.writes:
+            measured_disk = (self.run.folder.read_run() or {}).get("nvme") or {}  # by the launcher
+            facts = {"swap_folder": str(self.swap_folder), **self.buffers, "swap_bytes": swap_bytes(self.swap_folder)}
+            self.run.folder.update_run(nvme=measured_disk | facts)
+
+
+def buffers(partitions: Mapping[str, list[int]]) -> dict[str, int]:
+    """Return buffers that hold the largest partition, one for each tensor that is gathered at a time.
+
+    >>> buffers({"attention": [8, 4], "head": [100]})
+    {'buffer_size': 100, 'buffer_count': 2}
+    """
+    largest = max((size for sizes in partitions.values() for size in sizes), default=1)
+    return {"buffer_size": largest, "buffer_count": max(2, *map(len, partitions.values()))}
+
+
+def _partitions(model_arguments: ModelArguments, world_size: int) -> dict[str, list[int]]:
+    """Return one rank's elements of each module's own tensors and its children's: loading gathers them together."""
+    model = model_without_weights(model_arguments)
+    return {
+        name: [
+            ceil(parameter.numel() / world_size)
+            for part in (module, *module.children())
+            for parameter in part.parameters(recurse=False)
+        ]
+        for name, module in model.named_modules()
+    }
+
+
+def swap_bytes(folder: Path) -> int:
+    """Return the bytes that the swap files of this node's ranks take on the disk."""
+    return sum(file.stat().st_size for file in folder.rglob("*.swp"))

@@ -1,0 +1,1 @@
+"""Progress of a rank, hang detection and the failure report."""

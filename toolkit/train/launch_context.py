@@ -1,0 +1,128 @@
+"""How this rank was launched: the preset, the number of processes, and the folders that the launcher prepared.
+
+`toolkit train` passes them in environment variables. A plain `accelerate launch --config_file F --num_processes N`
+passes its ranks neither, so they are read from the launcher's own command line, among this process's parents.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import psutil
+import yaml
+
+from toolkit.presets import Preset, load_preset, read_preset
+from toolkit.run.environment import (
+    NVME_PATH_VARIABLE,
+    PREPARED_VARIABLE,
+    PRESET_VARIABLE,
+    RUN_ID_VARIABLE,
+    WORLD_SIZE_VARIABLE,
+)
+from toolkit.run.nvme import ACCELERATE_VARIABLES, swap_folder
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LaunchContext:
+    """The preset and sizes that the live objects are verified against; None where the launcher gives none."""
+
+    preset: Preset | None
+    world_size: int | None
+    dp_shard_size: int | None = None
+    """Ranks that share one copy of the model in a hybrid mesh."""
+    folder_prepared: bool = False
+    """True if the launcher has locked and cleared the run folder, and verified the checkpoint that was named."""
+
+    @classmethod
+    def from_env(cls) -> LaunchContext:
+        """Read it from the environment, or from the command line of the `accelerate launch` above this process."""
+        if PRESET_VARIABLE in os.environ:
+            given = os.environ.get(WORLD_SIZE_VARIABLE)
+            context = cls.of_preset(load_preset(os.environ[PRESET_VARIABLE]), int(given) if given else None)
+        else:
+            context = _from_parent_processes()
+        return replace(context, folder_prepared=PREPARED_VARIABLE in os.environ)
+
+    @classmethod
+    def of_preset(cls, preset: Preset, world_size: int | None) -> LaunchContext:
+        """Return the context of a run under a preset, its hybrid mesh divided as the preset says."""
+        shard_size = preset.dp_shard_size(world_size) if world_size else None
+        return cls(preset=preset, world_size=world_size, dp_shard_size=shard_size)
+
+
+def _from_parent_processes() -> LaunchContext:
+    for parent in psutil.Process().parents():
+        try:
+            argv, folder = parent.cmdline(), Path(parent.cwd())
+        except psutil.Error:
+            continue
+        options = accelerate_launch_arguments(argv)
+        if options is not None:
+            return context_of_command(options, folder)
+    return LaunchContext(preset=None, world_size=None)
+
+
+def accelerate_launch_arguments(argv: list[str]) -> list[str] | None:
+    """Return what follows accelerate's launcher in an argv; None where the argv is another program's.
+
+    >>> accelerate_launch_arguments(["python", "/bin/accelerate", "launch", "--num_processes", "2", "script.py"])
+    ['--num_processes', '2', 'script.py']
+    """
+    names = [Path(word).name for word in argv[:4]]
+    for position, name in enumerate(names):
+        if name in ("accelerate-launch", "accelerate.commands.launch"):
+            return argv[position + 1 :]
+        if name == "accelerate" and argv[position + 1 : position + 2] == ["launch"]:
+            return argv[position + 2 :]
+    return None
+
+
+def context_of_command(options: list[str], folder: Path) -> LaunchContext:
+    """Read the options of an `accelerate launch` that was started in `folder`; its flags override its file."""
+    options = _before_script(options)
+    config_file, num_processes = _value_of(options, "config_file"), _value_of(options, "num_processes")
+    if config_file is None:
+        return LaunchContext(preset=None, world_size=_integer(num_processes))
+    path = folder / config_file
+    return LaunchContext(
+        preset=read_preset(path),
+        world_size=_integer(num_processes or yaml.safe_load(path.read_text()).get("num_processes")),
+        dp_shard_size=_integer(_value_of(options, "parallelism_config_dp_shard_size")),
+    )
+
+
+def _before_script(options: list[str]) -> list[str]:
+    """Return the launcher's own options; the script's arguments may repeat their names."""
+    ends = [position for position, word in enumerate(options) if word in ("-m", "--module") or word.endswith(".py")]
+    return options[: ends[0]] if ends else options
+
+
+def _value_of(options: list[str], name: str) -> str | None:
+    spellings = (f"--{name}", f"--{name.replace('_', '-')}")
+    for word, following in zip(options, [*options[1:], ""], strict=False):
+        if word in spellings:
+            return following
+        if word.startswith(tuple(f"{spelling}=" for spelling in spellings)):
+            return word.split("=", 1)[1]
+    return None
+
+
+def _integer(value: object) -> int | None:
+    return int(str(value)) if value is not None and str(value).isdigit() else None
+
+
+def name_swap_folder() -> Path | None:
+    """Give accelerate this run's own folder on the NVMe disk that the environment names; None without a disk.
+
+    The ranks of a node agree on it without communication: they share the launcher's id, or the launcher itself.
+    """
+    run_id = os.environ.get(RUN_ID_VARIABLE) or f"pid{os.getppid()}"
+    candidates = [os.environ.get(name) for name in (NVME_PATH_VARIABLE, *ACCELERATE_VARIABLES.values())]
+    disk = next(filter(None, candidates), None)
+    if disk is None:
+        return None
+    folder = swap_folder(Path(disk).expanduser().absolute(), run_id)
+    os.environ.update(dict.fromkeys(ACCELERATE_VARIABLES.values(), str(folder)))
+    return folder

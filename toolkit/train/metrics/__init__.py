@@ -1,0 +1,1 @@
+"""Measurements of a run: timer, memory by phase, profiler, evaluation, early stopping."""

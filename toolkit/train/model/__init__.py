@@ -1,0 +1,1 @@
+"""Load the model, add adapters, freeze parameters, and save the result."""

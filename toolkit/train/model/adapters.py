@@ -1,0 +1,58 @@
+"""LoRA adapters, and the 4-bit base model of QLoRA."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from toolkit.errors import ToolkitError
+from toolkit.run.lora_config import lora_fields
+from toolkit.run.script_arguments import ModelArguments
+
+
+def with_lora(model: Any, arguments: ModelArguments) -> Any:
+    """Return the model with trainable LoRA adapters on frozen weights; `lora_config` sets further `LoraConfig` fields.
+
+    Raises ToolkitError if peft rejects the configuration.
+    """
+    from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
+
+    targets: Any = arguments.lora_target_modules
+    fields = lora_fields(arguments.lora_config)
+    try:
+        config = LoraConfig(
+            task_type="CAUSAL_LM",
+            r=arguments.lora_r,
+            lora_alpha=arguments.lora_alpha or 2 * (arguments.lora_r or 0),
+            lora_dropout=arguments.lora_dropout,
+            target_modules="all-linear" if targets == ["all-linear"] else targets,
+            **fields,
+        )
+        if arguments.load_in_4bit:
+            # the Trainer enables activation checkpointing later
+            model = prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
+        return get_peft_model(model, config)
+    except (ValueError, TypeError, ImportError) as error:
+        given = f" with {', '.join(f'{name}={value}' for name, value in fields.items())}" if fields else ""
+        raise ToolkitError(
+            f"LoRA{given}: {' '.join(str(error).split())}", hint="see `--lora_target_modules` and `--lora_config`"
+        ) from None
+
+
+def quantization(arguments: ModelArguments) -> dict[str, Any]:
+    """Return the `from_pretrained` arguments of a 4-bit base: NF4 with double quantisation, computed in bf16.
+
+    QLoRA (Dettmers et al., https://arxiv.org/abs/2305.14314), section 3.
+    """
+    if not arguments.load_in_4bit:
+        return {}
+    from transformers import BitsAndBytesConfig
+
+    config = BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=torch.bfloat16,
+    )
+    return {"quantization_config": config}

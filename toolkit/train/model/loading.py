@@ -1,0 +1,76 @@
+"""Load the model and its tokenizer with fp32 weights, whatever the checkpoint's dtype (docs/numerics.md)."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers.integrations.deepspeed import unset_hf_deepspeed_config
+
+from toolkit.errors import ToolkitError
+from toolkit.run.script_arguments import ModelArguments
+from toolkit.train.model.adapters import quantization, with_lora
+from toolkit.train.model.freezing import freeze
+
+
+def load_tokenizer(arguments: ModelArguments, *, chat_template: str | None) -> Any:
+    """Return the model's tokenizer, with the chat template of the file `chat_template` if given."""
+    tokenizer = from_pretrained(AutoTokenizer, arguments)
+    if chat_template is not None:
+        try:
+            tokenizer.chat_template = Path(chat_template).read_text()
+        except OSError as error:
+            raise ToolkitError(f"chat_template {chat_template} cannot be read: {error.strerror}") from None
+    return tokenizer
+
+
+def load_model(arguments: ModelArguments) -> Any:
+    """Return the model with fp32 weights, with LoRA adapters or frozen parameters if the arguments say so.
+
+    A bf16 checkpoint would otherwise load as bf16, and a Trainer without a sharding engine would then keep bf16
+    optimizer states and no fp32 master weights.
+    """
+    extra = {"attn_implementation": arguments.attn_implementation} if arguments.attn_implementation else {}
+    extra |= quantization(arguments)
+    model = from_pretrained(AutoModelForCausalLM, arguments, dtype=torch.float32, **extra)
+    return prepare_model(model, arguments)
+
+
+def prepare_model(model: Any, arguments: ModelArguments) -> Any:
+    """Add LoRA adapters to a loaded model, or freeze parts of it."""
+    model.config.use_cache = False
+    if arguments.lora_r is not None:
+        return with_lora(model, arguments)
+    for line in freeze(model, frozen=arguments.freeze, trained=arguments.train_only):
+        if os.environ.get("RANK", "0") == "0":
+            print(line, flush=True)
+    return model
+
+
+def model_without_weights(arguments: ModelArguments) -> Any:
+    """Return the model on the meta device.
+
+    DeepSpeed's configuration is unset, because under ZeRO-3 `from_config` would shard the model.
+    """
+    unset_hf_deepspeed_config()
+    config = from_pretrained(AutoConfig, arguments)
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config, trust_remote_code=arguments.trust_remote_code)
+
+
+def from_pretrained(auto_class: Any, arguments: ModelArguments, **extra: Any) -> Any:
+    """Call `from_pretrained` for the model. Raises ToolkitError with the first line of an error."""
+    name = arguments.model_name_or_path
+    try:
+        return auto_class.from_pretrained(
+            name, revision=arguments.revision, trust_remote_code=arguments.trust_remote_code, **extra
+        )
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        first_line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise ToolkitError(
+            f"model {name!r} cannot be loaded: {first_line}",
+            hint="give a local folder with config.json, weights and tokenizer, or a hub id that this node can reach",
+        ) from None

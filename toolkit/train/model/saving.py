@@ -1,0 +1,69 @@
+"""Save the trained model so that `from_pretrained` (or `PeftModel`) loads it, under every preset.
+
+The live model's logits for fixed tokens are saved beside it, for `toolkit checkpoint verify`.
+
+Files are written to a temporary folder and moved one by one, the configuration last, so that an interrupted save
+leaves no folder that loads with missing weights.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+
+from toolkit.run.checkpoints import FINGERPRINT
+from toolkit.run.folder import write_json
+from toolkit.train.attest.tensors import uncompiled
+
+_MOVED_LAST = ("config.json", "adapter_config.json")
+
+
+def save_final_model(trainer: Any, tokenizer: Any, folder: Path) -> None:
+    """Gather the weights from all ranks, and write them on rank 0. Every rank must call it.
+
+    Raises Diverged before anything is written if the model's logits are NaN or infinite.
+    """
+    fingerprint = trainer.fingerprint()
+    started = time.monotonic()
+    state = full_state_dict(trainer)
+    if not trainer.accelerator.is_main_process:
+        return
+    temporary = folder / ".saving"
+    shutil.rmtree(temporary, ignore_errors=True)
+    plain = trainer.accelerator.unwrap_model(trainer.model_wrapped, keep_torch_compile=False)
+    plain.config.use_cache = True  # off during training only
+    plain.save_pretrained(temporary, state_dict=state)
+    tokenizer.save_pretrained(temporary)
+    (temporary / "README.md").unlink(missing_ok=True)  # peft's empty model card, with local paths
+    (folder / FINGERPRINT).unlink(missing_ok=True)  # belongs to the replaced weights
+    if fingerprint is not None:
+        write_json(temporary / FINGERPRINT, fingerprint)
+    written = []
+    for path in sorted(temporary.iterdir(), key=lambda path: path.name in _MOVED_LAST):
+        path.chmod(0o666 & ~_umask())  # safetensors writes files with mode 0600
+        written.append(path.replace(folder / path.name))
+    temporary.rmdir()
+    trainer.note_save("model", written, started)
+
+
+def _umask() -> int:
+    """The process's umask, which can only be read by setting it."""
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
+def full_state_dict(trainer: Any) -> dict[str, Any]:
+    """Return all weights on rank 0, under any engine; under ZeRO-3 with adapters only the adapters are gathered."""
+    wrapped = uncompiled(trainer.model_wrapped)  # accelerate would keep `_orig_mod.` in the names
+    plain = trainer.accelerator.unwrap_model(wrapped, keep_torch_compile=False)
+    zero3 = hasattr(wrapped, "zero_optimization_stage") and wrapped.zero_optimization_stage() == 3
+    state: dict[str, Any] = (
+        wrapped._zero3_consolidated_16bit_state_dict(exclude_frozen_parameters=True)
+        if zero3 and hasattr(plain, "peft_config")
+        else trainer.accelerator.get_state_dict(wrapped)
+    )
+    return state

@@ -1,0 +1,80 @@
+"""What the process of a rank does around its script: environment, imports, failure report, exit."""
+
+from __future__ import annotations
+
+import atexit
+import gc
+import os
+import shutil
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, NoReturn
+
+from toolkit.cache import cache_cpu_info, path_with_ninja, use_cached_extensions
+from toolkit.errors import EXIT_DONE
+
+if TYPE_CHECKING:
+    from toolkit.train.health.progress import Progress
+
+
+def prepare_environment() -> None:
+    """Set what torch, DeepSpeed and the Hugging Face libraries read when they are imported."""
+    use_cached_extensions()
+    cache_cpu_info()
+    os.environ["PATH"] = path_with_ninja()
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # a log file holds lines, not bars
+    # Deprecations inside torch and DeepSpeed, printed hundreds of times per run; none is about the user's job.
+    warnings.filterwarnings(
+        "ignore", category=FutureWarning, module=r"(torch\.distributed|transformers\.modeling_utils)"
+    )
+    import torch
+
+    if not torch.cuda.is_available():
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+
+
+@contextmanager
+def garbage_collector_off() -> Iterator[None]:
+    """Import without collecting, which would take a fifth of the time, and leave what was imported out of collection.
+
+    Searching the imported objects for garbage takes a second when the process exits.
+    """
+    gc.disable()
+    yield
+    gc.freeze()
+    gc.enable()
+
+
+def run_reporting_failures(run: Callable[[Progress], None]) -> int:
+    """Call `run` and return the exit code 0; turn every failure into failure.json, a message and an exit code."""
+    from toolkit.train.health.failure_report import report_failure
+    from toolkit.train.health.progress import Progress
+
+    progress = Progress()
+    try:
+        run(progress)
+    except SystemExit as leaving:  # --help
+        return int(leaving.code or 0)
+    except BaseException as error:  # every cause must reach failure.json
+        code = report_failure(error, progress)
+        if progress.swap_folder is not None:  # after the report: a rank without its swap files fails and reports that
+            shutil.rmtree(progress.swap_folder, ignore_errors=True)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)  # the other ranks may hang in a collective; their launcher ends them
+    return EXIT_DONE
+
+
+def leave(code: int) -> NoReturn:
+    """End the process without tearing the interpreter down.
+
+    gloo's threads may still hold tensors of finished collectives; releasing one while the interpreter shuts down
+    aborts a rank that was done, even after destroy_process_group (https://github.com/pytorch/pytorch/pull/179291).
+    """
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
