@@ -1,8 +1,9 @@
-"""What layers keep for their backward, planned and measured: by architecture, compute dtype and padding.
+"""Activation bytes that layers save for their backward pass, planned and measured, by architecture, dtype and padding.
 
     python benchmarks/activations.py
 
-Measured are the storages that a forward saves on a CPU (`tests/test_activations.py`), one layer more against one less.
+Measured are the storages that a forward pass saves on a CPU (`tests/models/test_activations.py`), as the difference
+between a model and one with a layer less.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from pathlib import Path
 
 from record import print_table, write_result
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
+sys.path.extend(str(Path(__file__).parent.parent / "tests" / folder) for folder in ("", "models", "plan"))
 import test_activations as activations
 
 
@@ -29,8 +30,8 @@ def main() -> None:
             for padded in (False, True):
                 with tempfile.TemporaryDirectory() as folder:
                     how = {"autocast": autocast, "padded": padded}
-                    measured = activations.of_one_layer(Path(folder), model_type, **how)
-                    planned = activations.planned(Path(folder), **how)
+                    measured = activations.layer_bytes(Path(folder), model_type, **how)
+                    planned = activations.planned_layer_bytes(Path(folder), **how)
                 rows.append({"model_type": model_type, **how, "planned": planned, "measured": measured})
     print_table(
         ["model", "compute", "padded", "planned", "measured"],

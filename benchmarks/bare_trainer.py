@@ -1,6 +1,6 @@
-"""The script that a careful user would write by hand: what `benchmarks/overhead.py` holds the toolkit against.
+"""A plain Trainer script: the baseline of `benchmarks/overhead.py`.
 
-Plain transformers, peft and accelerate; nothing of the toolkit. The data are tokenised already.
+Only transformers, peft and accelerate, nothing of the toolkit. The data are already tokenised.
 
     accelerate launch --config_file accelerate_configs/zero2.yaml --num_processes 2 --main_process_port 0 \\
         benchmarks/bare_trainer.py --model MODEL --data TOKENS --output OUT --max_steps 22
@@ -27,7 +27,7 @@ from transformers import (
 
 
 class Clock(TrainerCallback):
-    """Wall and processor seconds of each step, from the end of the one before."""
+    """Wall and CPU seconds of each step, from the end of the step before."""
 
     def __init__(self):
         self.rows = []
@@ -44,7 +44,7 @@ class Clock(TrainerCallback):
 
 
 class BareTrainer(Trainer):
-    """Keeps the losses, so that both sides can be shown to train the same."""
+    """Trainer that records its losses, to show that both sides train the same."""
 
     losses = ()
 
@@ -62,7 +62,7 @@ def main():
     parser.add_argument("--per_device_train_batch_size", type=int, default=1)
     parser.add_argument("--lora_r", type=int, default=8)
     given = parser.parse_args()
-    os.environ["ACCELERATE_MIXED_PRECISION"] = "no"  # the preset says bf16, for GPUs; this trains in fp32 on a CPU
+    os.environ["ACCELERATE_MIXED_PRECISION"] = "no"  # the preset specifies bf16, for GPUs; this trains in fp32 on a CPU
     training = TrainingArguments(
         output_dir=str(given.output),
         max_steps=given.max_steps,

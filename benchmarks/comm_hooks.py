@@ -1,10 +1,10 @@
-"""DDP's communication hooks side by side: bytes a step, and the loss beside the uncompressed one.
+"""Compare DDP's communication hooks: bytes per step, and the loss against the uncompressed one.
 
-    python benchmarks/comm_hooks.py --work DIR              # resumes: a finished hook is a line of DIR/hooks.jsonl
+    python benchmarks/comm_hooks.py --work DIR              # resumes: each finished hook is a line of DIR/hooks.jsonl
 
-Two CPU ranks train a random Llama of 3.2 M parameters on the same batches from the same weights; only what travels
-differs. The result has each hook's losses and bytes; the chart shows the losses, and how far each is from
-`allreduce`, which compresses nothing.
+Two CPU ranks train a random Llama of 3.2 M parameters on the same batches from the same weights; only the compression
+of gradients differs. The result has each hook's losses and bytes; the chart shows the losses, and their relative
+distance from those of `allreduce`, which compresses nothing.
 """
 
 from __future__ import annotations
@@ -19,11 +19,10 @@ from typing import Any
 
 from record import RESULTS, print_table, write_result
 
-from toolkit.demo.assets import default_data_file, prepare_default_model
-from toolkit.demo.random_model import random_llama
-from toolkit.runs.comm_hooks import HOOKS
-from toolkit.runs.folder import RunFolder
-from toolkit.runs.steps import measure, read_steps
+from toolkit.demo.assets import default_data_file, prepare_default_model, random_llama
+from toolkit.run.argument_checks import COMM_HOOKS
+from toolkit.run.folder import RunFolder
+from toolkit.run.measurements import measure, read_steps
 
 MARKS = (1, 10, 20, 40, 60)
 SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -31,16 +30,16 @@ SIZES |= {"num_key_value_heads": 2, "max_position_embeddings": 512, "tie_word_em
 
 
 def small_model(folder: Path) -> Path:
-    """The tests' own, with the real tokenizer."""
+    """Write the tests' small model, with the real tokenizer."""
     from transformers import AutoTokenizer
 
     return random_llama(folder, AutoTokenizer.from_pretrained(prepare_default_model()), **SIZES)
 
 
 def run_hook(hook: str, model: Path, arguments: argparse.Namespace) -> dict[str, Any]:
-    """One run: the hook's own facts, and the loss of each step."""
+    """Run one hook, and return its facts and the loss of each step."""
     output = arguments.work / hook
-    shutil.rmtree(output, ignore_errors=True)  # of a run that was cut off
+    shutil.rmtree(output, ignore_errors=True)  # left by an interrupted run
     job = {"model_name_or_path": model, "dataset": default_data_file("faq-en-alpaca.jsonl"), "output_dir": output}
     job |= {"max_steps": arguments.steps, "max_seq_length": 64, "per_device_train_batch_size": 4}
     job |= {"learning_rate": arguments.learning_rate, "save_strategy": "no", "save_model": "false"}
@@ -56,7 +55,7 @@ def run_hook(hook: str, model: Path, arguments: argparse.Namespace) -> dict[str,
 
 
 def chart(runs: list[dict[str, Any]], path: Path) -> None:
-    """Loss by step, and its relative distance from the uncompressed run's; one line a hook."""
+    """Plot the loss by step, and its relative distance from the uncompressed run's, one line per hook."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -85,10 +84,10 @@ def row(run: dict[str, Any], reference: dict[str, Any]) -> list[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="DDP's communication hooks: bytes a step, and the loss.")
+    parser = argparse.ArgumentParser(description="DDP's communication hooks: bytes per step, and the loss.")
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--learning_rate", type=float, default=1e-3)
-    parser.add_argument("--hooks", nargs="+", choices=list(HOOKS), default=list(HOOKS))
+    parser.add_argument("--hooks", nargs="+", choices=list(COMM_HOOKS), default=list(COMM_HOOKS))
     parser.add_argument("--work", type=Path, required=True)
     arguments = parser.parse_args()
     arguments.work.mkdir(parents=True, exist_ok=True)
@@ -103,7 +102,7 @@ def main() -> None:
     header = ["hook", "bytes a step", "of DDP's", "ring bytes"]
     header += [f"loss of step {step}" for step in MARKS if step <= arguments.steps]
     print_table([*header, "largest gap"], [row(run, runs[0]) for run in runs])
-    if len(runs) == len(HOOKS):
+    if len(runs) == len(COMM_HOOKS):
         options = {"steps": arguments.steps, "learning_rate": arguments.learning_rate, "model": SIZES}
         write_result("comm_hooks", {**options, "runs": runs})
         chart(runs, RESULTS / "comm_hooks.svg")

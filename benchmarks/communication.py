@@ -1,13 +1,14 @@
-"""Collectives counted in CPU runs, beside what the planner says: every preset.
+"""Communication volume counted in CPU runs, against the plan, for every preset.
 
     python benchmarks/communication.py                                  # two and four real ranks; minutes
     python benchmarks/communication.py --alone                          # rank 0 of 8 and 64, in one process
-    python benchmarks/communication.py --only zero3 --only fsdp2        # these presets; the others' rows are kept
-    python benchmarks/communication.py --missing                        # those that have no row yet, or an error
+    python benchmarks/communication.py --only zero3 --only fsdp2        # only these presets; other rows are kept
+    python benchmarks/communication.py --missing                        # only those without a row, or with an error
 
-`--alone` gives the collectives to torch's fake process group: the engine calls what it would, nothing travels. DDP does
-not train so. Payload is the whole tensor of each collective, of the last optimizer step of rank 0 (tests/scripts/
-count_collectives.py). A row that failed keeps its error. The model is a random Llama, in fp32 as on every CPU.
+With `--alone`, torch's fake process group takes the collectives: the engine makes its calls, and no data is sent. DDP
+cannot train that way. The payload is the full tensor of each collective, in the last optimizer step of rank 0
+(tests/scripts/count_collectives.py). A row that failed keeps its error. The model is a random Llama, in fp32 as on
+every CPU.
 """
 
 from __future__ import annotations
@@ -25,13 +26,11 @@ from typing import Any
 
 from record import RESULTS, print_table, write_result
 
-from toolkit.demo.assets import default_data_file, prepare_default_model
-from toolkit.demo.random_model import random_llama
-from toolkit.models.lora import lora_layers
-from toolkit.models.read import read_model
+from toolkit.demo.assets import default_data_file, prepare_default_model, random_llama
+from toolkit.models.read_model import read_model
 from toolkit.models.shape import ModelShape
-from toolkit.plan.communication import step_collectives
-from toolkit.plan.traffic import TrafficJob, communication_bytes
+from toolkit.plan.communication import communication_bytes, step_collectives
+from toolkit.plan.job import TrainingJob, TrainingSetup
 from toolkit.presets import load_preset
 
 ROOT = Path(__file__).parent.parent
@@ -39,12 +38,12 @@ SCRIPTS = ROOT / "tests" / "scripts"
 STEPS = 2  # ZeRO-3's first step records the order of modules and sends more
 SIZES = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 6, "num_attention_heads": 4}
 SIZES |= {"num_key_value_heads": 2, "max_position_embeddings": 512, "tie_word_embeddings": False}
-NOISE_BYTES = 20_000  # losses, norms, flags, and that record
+NOISE_BYTES = 20_000  # losses, norms, flags, and that recording
 
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """One run."""
+    """Settings of one run."""
 
     preset: str
     ranks: int
@@ -56,20 +55,22 @@ class Setting:
 
     @property
     def name(self) -> str:
-        """`zero3 n4 a2 lora`."""
+        """Name of the setting, for example `zero3 n4 a2 lora`."""
         parts = [self.preset, f"n{self.ranks}", f"a{self.accumulation}"]
         extras = {"lora": self.lora_r, "ckpt": self.checkpointing, "alone": self.alone}
         return " ".join([*parts, *(name for name, there in extras.items() if there)])
 
-    def job(self, shape: ModelShape) -> TrafficJob:
-        """What the planner is asked."""
-        return TrafficJob(
+    def setup(self, shape: ModelShape) -> TrainingSetup:
+        """The setup as the planner takes it."""
+        return TrainingSetup(
             preset=load_preset(self.preset),
             shape=shape,
             world_size=self.ranks,
-            gradient_accumulation_steps=self.accumulation,
-            adapters=() if self.lora_r is None else lora_layers(shape, self.lora_r),
-            activation_checkpointing=self.checkpointing,
+            job=TrainingJob(
+                gradient_accumulation_steps=self.accumulation,
+                lora_r=self.lora_r,
+                activation_checkpointing=self.checkpointing,
+            ),
             mixed_precision="no",
         )
 
@@ -82,7 +83,7 @@ def lone_settings() -> list[Setting]:
 
 
 def settings() -> list[Setting]:
-    """Real ranks."""
+    """Return the settings that run on real ranks."""
     sharded = ("zero1", "zero2", "zero3", "zero2_cpu_offload", "zero3_cpu_offload")
     torch = ("fsdp2", "fsdp2_grad_op", "fsdp2_cpu_offload")
     main = ("ddp", "zero2", "zero3", "fsdp2")
@@ -94,14 +95,14 @@ def settings() -> list[Setting]:
 
 
 def make_model(folder: Path) -> Path:
-    """A Llama of 28.7 million parameters, six layers, untied, with the demo's tokenizer."""
+    """Write a Llama of 28.7 million parameters, six layers, untied embeddings, with the demo's tokenizer."""
     from transformers import AutoTokenizer
 
     return random_llama(folder, AutoTokenizer.from_pretrained(prepare_default_model()), **SIZES)
 
 
 def count(setting: Setting, model: Path, output: Path) -> dict[str, int]:
-    """Payload by collective of the last step; raises with the run's last lines."""
+    """Return the payload of each collective in the last step; raise with the run's last lines if it failed."""
     words = {"model_name_or_path": model, "dataset": default_data_file("faq-en-alpaca.jsonl"), "output_dir": output}
     words |= {"max_steps": STEPS, "max_seq_length": 64, "per_device_train_batch_size": 1, "save_strategy": "no"}
     words |= {"gradient_accumulation_steps": setting.accumulation, "save_model": "false"}
@@ -124,9 +125,9 @@ def count(setting: Setting, model: Path, output: Path) -> dict[str, int]:
 
 
 def row(setting: Setting, model: Path, output: Path) -> dict[str, Any]:
-    """Counted and planned payload of each collective, and the largest difference."""
+    """Return the counted and planned payload of each collective, and the largest difference."""
     shape = read_model(str(model))
-    sent = communication_bytes(step_collectives(setting.job(shape)))
+    sent = communication_bytes(step_collectives(setting.setup(shape)))
     facts = {"setting": setting.name, "planned": dict(planned(setting, shape)), "sent_bytes": sent}
     try:
         counted = count(setting, model, output)
@@ -136,23 +137,23 @@ def row(setting: Setting, model: Path, output: Path) -> dict[str, Any]:
 
 
 def planned(setting: Setting, shape: ModelShape) -> Counter[str]:
-    """Payload of each collective; the name says among how many ranks, where not among all."""
+    """Return the planned payload of each collective; its name has the number of ranks where not all take part."""
     payloads: Counter[str] = Counter()
-    for collective in step_collectives(setting.job(shape)):
+    for collective in step_collectives(setting.setup(shape)):
         among = "" if collective.group_size == setting.ranks else f" of {collective.group_size}"
         payloads[collective.name + among] += collective.payload_bytes
     return payloads
 
 
 def largest_difference(setting: Setting, shape: ModelShape, counted: dict[str, int]) -> float:
-    """Of any collective's plan, as a share of what was counted."""
+    """Return the largest difference of any collective's plan, as a fraction of its counted payload."""
     plan = planned(setting, shape)
     names = plan.keys() | counted.keys()
     return max(abs(plan[name] - counted.get(name, 0)) / max(counted.get(name, 0), 1) for name in names)
 
 
 def said(one: dict[str, Any]) -> str:
-    """Counted bytes by collective, or why there are none."""
+    """Return the counted bytes by collective as text, or why there are none."""
     return one.get("error") or " ".join(f"{name} {size:,}" for name, size in one["counted"].items())
 
 
@@ -163,11 +164,11 @@ def kept_rows() -> list[dict[str, Any]]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", action="append", help="a preset; the rows of others are kept as they are")
+    parser.add_argument("--only", action="append", help="a preset to run; repeatable; rows of other presets are kept")
     parser.add_argument(
-        "--alone", action="store_true", help="rank 0 of 8 and 64 in one process, not two and four ranks"
+        "--alone", action="store_true", help="rank 0 of 8 and of 64 in one process, instead of two and four real ranks"
     )
-    parser.add_argument("--missing", action="store_true", help="leave out what has been counted")
+    parser.add_argument("--missing", action="store_true", help="skip what has been counted")
     arguments = parser.parse_args()
     counted = {one["setting"] for one in kept_rows() if "counted" in one and arguments.missing}
     every = lone_settings() if arguments.alone else settings()

@@ -1,9 +1,10 @@
-"""Planned model states against real engines, to the byte, for every preset that a CPU can run, 1 to 64 ranks.
+"""Planned model states against real engines, to the byte: every preset that runs on a CPU, 1 to 64 ranks.
 
     python benchmarks/engine_bytes.py --world-size 1 2 8 64
 
-Each case is a real engine in one process with torch's `fake` group (`tests/scripts/engine_bytes.py`), full and LoRA, at
-rank 0 and the last rank; ZeRO-3 at rank 0 alone, since it asks the others whether they agree (all ranks hold the same).
+Each case is a real engine in one process with torch's `fake` process group (`tests/scripts/engine_bytes.py`), full
+fine-tuning and LoRA, on rank 0 and the last rank; ZeRO-3 on rank 0 only, since it checks that the other ranks agree
+(all ranks hold equal bytes).
 """
 
 from __future__ import annotations
@@ -17,16 +18,16 @@ from typing import Any
 from record import print_table, write_result
 
 from toolkit.presets import load_preset
-from toolkit.presets.world import why_not
+from toolkit.presets.support import supports_world_size
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
+sys.path.extend(str(Path(__file__).parent.parent / "tests" / folder) for folder in ("", "models", "plan"))
 import test_engine_bytes as engines
 
 PRESETS = ["ddp", *engines.PRESETS]
 
 
 def cases(sizes: list[int], presets: list[str], folder: Path) -> list[dict[str, Any]]:
-    """Grouped by world size and rank, as the script wants them."""
+    """Return the cases grouped by world size and rank, as the script takes them."""
     return [
         case
         for size in sizes
@@ -43,8 +44,8 @@ def cases(sizes: list[int], presets: list[str], folder: Path) -> list[dict[str, 
 
 
 def usable(presets: list[str], size: int, rank: int) -> list[str]:
-    """Presets that can have this size, and be asked at this rank."""
-    found = [name for name in presets if why_not(load_preset(name), size) is None]
+    """Return the presets that support this world size, and can run as this rank."""
+    found = [name for name in presets if supports_world_size(load_preset(name), size)]
     return [name for name in found if rank == 0 or "zero3" not in name]
 
 

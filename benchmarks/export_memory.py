@@ -1,13 +1,14 @@
-"""Peak host memory of an export, above what the process holds before it, against its bound.
+"""Peak host memory of a checkpoint export, above what the process uses before it, against its bound.
 
     python benchmarks/export_memory.py WORK_FOLDER
 
-The bound of issue 4: 1.5 times the largest shard file (of the checkpoint that is read) plus the largest tensor. A
+The bound (issue 4) is 1.5 times the largest shard file (of the checkpoint that is read) plus the largest tensor. A
 random Llama of about 120 M parameters (480 MB in fp32) is trained for one step under each preset on two ranks.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import subprocess
@@ -21,23 +22,22 @@ MEASURE = """
 import json, resource, sys, threading, time
 from pathlib import Path
 import psutil, torch, transformers, deepspeed
-from toolkit.checkpoint import export as room
-from toolkit.checkpoint.description import Description, Skeleton
+from toolkit.checkpoint.hf_export import export
+from toolkit.checkpoint.model_definition import MetaModel, ModelFiles
 checkpoint, out = Path(sys.argv[1]), Path(sys.argv[2])
-Skeleton(Description(checkpoint))  # what transformers imports for the architecture
+MetaModel(ModelFiles(checkpoint))  # transformers' imports for the architecture
 baseline = psutil.Process().memory_info().rss
-room.export(checkpoint, out)
+export(checkpoint, out)
 peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 print(json.dumps({"baseline_bytes": baseline, "peak_bytes": peak}))
 """
 
 
 def make_model(folder: Path) -> None:
-    """Random weights, the real tokenizer."""
+    """Write a model with random weights and the real tokenizer."""
     from transformers import AutoTokenizer
 
-    from toolkit.demo.assets import prepare_default_model
-    from toolkit.demo.random_model import random_llama
+    from toolkit.demo.assets import prepare_default_model, random_llama
 
     sizes = {"hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 12, "num_attention_heads": 12}
     sizes |= {"num_key_value_heads": 12, "max_position_embeddings": 512, "tie_word_embeddings": True}
@@ -95,4 +95,6 @@ def main(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]).absolute())
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", maxsplit=1)[0])
+    parser.add_argument("work", type=Path, help="folder for the model and its checkpoints")
+    main(parser.parse_args().work.absolute())

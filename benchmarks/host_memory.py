@@ -1,14 +1,14 @@
-"""Host memory of real two-rank CPU runs against the plan: every preset, while loading and over the run.
+"""Host memory of real two-rank CPU runs against the plan, for every preset, while loading and over the run.
 
-    python benchmarks/host_memory.py                  # the whole grid; minutes a few rows
-    python benchmarks/host_memory.py --missing        # those that have no row yet, or an error
-    python benchmarks/host_memory.py --table          # the table of docs/plan.md again, nothing measured
+    python benchmarks/host_memory.py                  # all rows; several minutes
+    python benchmarks/host_memory.py --missing        # only those without a row, or with an error
+    python benchmarks/host_memory.py --table          # write the table of docs/plan.md again; measure nothing
 
-Measured: the ranks' peak resident memory as the run folder has it (`peak_host_bytes`), added up; and while loading the
-highest sum that was seen from outside of what the kernel cannot drop (`/proc/PID/smaps_rollup`, proportional set size
-without files). The launcher is told apart. Planned: on a CPU the accelerator's memory and the host's are one, so a
-rank needs the plan's process, what it would hold on the GPU at the peak (without CUDA's overhead), and the plan's
-offloaded blocks, not page-locked and so not rounded up. Everything is in fp32, as in every CPU run.
+Measured: the sum of the ranks' peak resident memory from the run folder (`peak_host_bytes`); and while loading, the
+highest sum, observed from outside, of memory that the kernel cannot drop (`/proc/PID/smaps_rollup`, proportional set
+size without files). The launcher is counted separately. Planned: on a CPU the accelerator's memory is host memory, so a
+rank needs the plan's process, its peak GPU memory (without CUDA's overhead), and the plan's offloaded blocks, which are
+not page-locked and so not rounded up. Everything is in fp32, as in every CPU run.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ import psutil
 from record import RESULTS, print_table, write_result, write_table
 
 from toolkit.demo.assets import prepare_default_model
-from toolkit.models.read import read_model
+from toolkit.models.read_model import read_model
 from toolkit.models.shape import ModelShape
-from toolkit.plan.engine import engine_of
-from toolkit.plan.host import PROCESS_BYTES
-from toolkit.plan.job import Job
-from toolkit.plan.memory import plan_engine
+from toolkit.plan.engine_settings import engine_settings
+from toolkit.plan.host_memory import PROCESS_BYTES
+from toolkit.plan.job import TrainingJob
+from toolkit.plan.memory import plan_engine_memory
 from toolkit.presets import load_preset
 from toolkit.units import GIB
 
 ROOT = Path(__file__).parent.parent
 DOCUMENT, TABLE = ROOT / "docs" / "plan.md", "host memory"
 RANKS, STEPS, SECONDS_BETWEEN = 2, 2, 0.02
-# glibc keeps what is freed in pieces below 32 MiB, thread by thread; with this threshold it gives tensors back.
+# glibc keeps freed blocks below 32 MiB, per thread; with this threshold it returns tensors to the system.
 MMAP_THRESHOLD_BYTES = 65_536
 SHARED = ("ddp", "zero1", "zero2", "zero3", "fsdp2", "fsdp2_grad_op")
 OFFLOADED = ("zero2_cpu_offload", "zero3_cpu_offload", "fsdp2_cpu_offload")
@@ -52,7 +52,7 @@ OFFLOADED = ("zero2_cpu_offload", "zero3_cpu_offload", "fsdp2_cpu_offload")
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """One run of the default model."""
+    """Settings of one run of the default model."""
 
     preset: str
     seq_length: int = 128
@@ -64,12 +64,12 @@ class Setting:
 
     @property
     def ranks(self) -> int:
-        """`single` has one."""
+        """Number of ranks: two, or one under `single`."""
         return 1 if self.preset == "single" else RANKS
 
     @property
     def name(self) -> str:
-        """`zero3 128 lora`."""
+        """Name of the setting, for example `zero3 128 lora`."""
         extras = {
             "lora": self.lora_r,
             f"a{self.accumulation}": self.accumulation > 1,
@@ -80,7 +80,7 @@ class Setting:
 
     @property
     def words(self) -> dict[str, Any]:
-        """Of the training script."""
+        """Arguments of the training script."""
         words: dict[str, Any] = {"max_steps": STEPS, "max_seq_length": self.seq_length}
         words |= {"per_device_train_batch_size": 1, "gradient_accumulation_steps": self.accumulation}
         words |= {} if self.lora_r is None else {"lora_r": self.lora_r}
@@ -88,7 +88,7 @@ class Setting:
 
 
 def settings() -> list[Setting]:
-    """Every preset with little to compute, and what moves the other parts."""
+    """Return every preset with a small job, and jobs that change one part of memory each."""
     found = [Setting(preset=name) for name in ("single", *SHARED, *OFFLOADED)]
     found += [Setting(preset=name, lora_r=16) for name in ("ddp", "zero3", "fsdp2", "zero2_cpu_offload")]
     found += [Setting(preset=name, accumulation=2) for name in ("zero2", "fsdp2")]
@@ -98,20 +98,20 @@ def settings() -> list[Setting]:
 
 
 def planned(setting: Setting, shape: ModelShape) -> dict[str, int]:
-    """Of all ranks together, in bytes."""
+    """Return the planned bytes of all ranks together."""
     preset = load_preset(setting.preset)
-    engine = engine_of(preset, world_size=setting.ranks, hidden_size=shape.hidden_size, mixed_precision="no")
-    job = Job(
+    engine = engine_settings(preset, world_size=setting.ranks, hidden_size=shape.hidden_size, mixed_precision="no")
+    job = TrainingJob(
         max_seq_length=setting.seq_length,
         gradient_accumulation_steps=setting.accumulation,
         lora_r=setting.lora_r,
         activation_checkpointing=setting.checkpointing,
     )
-    memory = plan_engine(shape, replace(engine, pins=False), job)
+    memory = plan_engine_memory(shape, replace(engine, pins_memory=False), job)
     held = {phase.phase: setting.ranks * phase.allocated_bytes for phase in memory.phases}
-    # Until FSDP2 is made, rank 0 has the whole model on the host beside all shards; other engines move it.
+    # Until FSDP2 wraps the model, rank 0 has the full model on the host next to all shards; other engines move it.
     whole_first = memory.host.loading_bytes + (held["load"] if preset.engine == "fsdp2" else 0)
-    loading = max(whole_first, setting.ranks * PROCESS_BYTES + held["load"] + memory.host.early_bytes)
+    loading = max(whole_first, setting.ranks * PROCESS_BYTES + held["load"] + memory.host.before_first_step_bytes)
     return {
         "loading_bytes": loading,
         "run_bytes": max(loading, memory.host.training_bytes + max(held.values())),
@@ -121,7 +121,7 @@ def planned(setting: Setting, shape: ModelShape) -> dict[str, int]:
 
 
 def measured(setting: Setting, model: Path, output: Path) -> dict[str, Any]:
-    """Highest sums of the ranks' memory; raises with the run's last lines."""
+    """Return the highest sums of the ranks' memory; raise with the run's last lines if it failed."""
     words = setting.words | {"model_name_or_path": model, "output_dir": output, "save_strategy": "no"}
     words |= {"dataset": long_rows(output.with_suffix(".jsonl")), "save_model": "false"}
     config = ROOT / "accelerate_configs" / f"{setting.preset}.yaml"
@@ -142,7 +142,7 @@ def measured(setting: Setting, model: Path, output: Path) -> dict[str, Any]:
 
 
 def bf16_copy(model: Path, folder: Path) -> Path:
-    """The model as most checkpoints are: the script casts its weights to fp32, so that they are no mapped file."""
+    """Write the model in bf16 like most checkpoints: the script casts it to fp32, so weights are not a mapped file."""
     import torch
     from safetensors.torch import load_file, save_file
 
@@ -153,7 +153,7 @@ def bf16_copy(model: Path, folder: Path) -> Path:
 
 
 def long_rows(path: Path) -> Path:
-    """Rows that fill any length, of which every token is trained on."""
+    """Write rows that fill any length, with a loss on every token."""
     words = [f"{number} is {number % 7} more than a multiple of seven." for number in range(400)]
     rows = [{"text": " ".join(words[start:] + words[:start])} for start in range(16)]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -164,7 +164,7 @@ Sample = tuple[float, dict[int, dict[str, int]], int]
 
 
 def watched(run: subprocess.Popen[str]) -> list[Sample]:
-    """Until it ends: when, each rank's memory by kind, and the launcher's."""
+    """Sample each rank's memory by kind, and the launcher's, until the run ends."""
     samples = []
     while run.poll() is None:
         with contextlib.suppress(psutil.Error):
@@ -177,7 +177,7 @@ def watched(run: subprocess.Popen[str]) -> list[Sample]:
 
 
 def is_rank(pid: int) -> bool:
-    """Whether the process is the training script, and not its launcher."""
+    """Return True for the training script, and False for its launcher."""
     with contextlib.suppress(OSError):
         words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
         return b"toolkit.train" in words and b"accelerate.commands.launch" not in words
@@ -185,7 +185,7 @@ def is_rank(pid: int) -> bool:
 
 
 def kinds(pid: int) -> dict[str, int]:
-    """Bytes of a process by the names of `smaps_rollup`; nothing where it is gone."""
+    """Return a process's bytes by the names of `smaps_rollup`; empty if it has ended."""
     with contextlib.suppress(OSError):
         lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()[1:]
         return {line.split(":")[0]: int(line.split()[1]) * 1024 for line in lines}
@@ -193,8 +193,8 @@ def kinds(pid: int) -> dict[str, int]:
 
 
 def reduced(samples: list[Sample], run: dict[str, Any], output: Path) -> dict[str, Any]:
-    """The ranks' own peaks, and the highest sums seen: of the libraries, while loading, and from there to the end."""
-    began = {name: at for name, at in reversed(run["phases"])}  # each phase's first time
+    """Return the ranks' own peaks, and the highest sums sampled: of the libraries, while loading, and after that."""
+    began = {name: at for name, at in reversed(run["phases"])}  # the first start of each phase
     parts = {
         "libraries": (0.0, began["load"]),
         "loading": (began["load"], began["attest"]),
@@ -216,12 +216,12 @@ def reduced(samples: list[Sample], run: dict[str, Any], output: Path) -> dict[st
 
 
 def summed(ranks: dict[int, dict[str, int]]) -> dict[str, int]:
-    """Over processes."""
+    """Return the sum over processes."""
     return {kind: sum(one.get(kind, 0) for one in ranks.values()) for kind in ("Pss", "Pss_File")}
 
 
 def row(setting: Setting, model: Path, output: Path) -> dict[str, Any]:
-    """One run; one that failed keeps its error."""
+    """Run one setting; a failed run keeps its error."""
     facts = {"setting": setting.name, "ranks": setting.ranks}
     try:
         return facts | {"measured": measured(setting, model, output)}
@@ -235,7 +235,7 @@ def kept_rows() -> dict[str, dict[str, Any]]:
 
 
 def write_rows(rows: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """In the grid's order, each with today's plan, and the errors over all of them."""
+    """Write the rows in the order of the settings, each with its current plan, and the errors over all of them."""
     model = prepare_default_model()
     shape = read_model(str(model))
     found = [rows[one.name] | {"planned": planned(one, shape)} for one in settings() if one.name in rows]
@@ -247,12 +247,15 @@ def write_rows(rows: dict[str, dict[str, Any]]) -> dict[str, Any]:
 
 
 def difference(one: dict[str, Any], part: str) -> float:
-    """Planned over measured, less one."""
+    """Return planned over measured, minus one."""
     return float(one["planned"][f"{part}_bytes"] / one["measured"][f"{part}_bytes"] - 1)
 
 
 def errors(rows: list[dict[str, Any]], part: str) -> dict[str, Any]:
-    """Mean and 95th percentile of the absolute error, and how often the plan was too low; malloc as it is left out."""
+    """Return mean and 95th percentile of the absolute error, and how often the plan was too low.
+
+    Rows with the default malloc are left out.
+    """
     keeping = {setting.name for setting in settings() if setting.keeps_freed}
     found = [difference(one, part) for one in rows if "measured" in one and one["setting"] not in keeping]
     if not found:
@@ -270,9 +273,9 @@ def errors(rows: list[dict[str, Any]], part: str) -> dict[str, Any]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", maxsplit=1)[0])
-    parser.add_argument("--only", action="append", help="a preset; the rows of others are kept as they are")
-    parser.add_argument("--missing", action="store_true", help="leave out what has been measured")
-    parser.add_argument("--table", action="store_true", help="measure nothing: plan again, and write the table")
+    parser.add_argument("--only", action="append", help="a preset to run; repeatable; rows of other presets are kept")
+    parser.add_argument("--missing", action="store_true", help="skip what has been measured")
+    parser.add_argument("--table", action="store_true", help="measure nothing; plan again and write the table")
     given = parser.parse_args()
     rows = kept_rows()
     done = {name for name, one in rows.items() if "measured" in one and given.missing}
@@ -295,7 +298,7 @@ PARTS = ("loading", "run")
 
 
 def table_rows(figures: dict[str, Any]) -> list[list[str]]:
-    """GiB of all ranks together, and the differences; then what they come to."""
+    """Return table rows: GiB of all ranks together and the differences, then the errors over all rows."""
     rows = [[one["setting"], *cells(one, "loading"), *cells(one, "run")] for one in figures["rows"]]
     both = [figures[part] for part in PARTS]
     sums = [["mean error", *(f"{one['mean_error']:.1%}" for one in both)]]
@@ -305,7 +308,7 @@ def table_rows(figures: dict[str, Any]) -> list[list[str]]:
 
 
 def cells(one: dict[str, Any], part: str) -> list[str]:
-    """Measured, planned, difference."""
+    """Return the cells measured, planned and difference."""
     if "measured" not in one:
         return ["failed", "", ""]
     sizes = [f"{one[side][f'{part}_bytes'] / GIB:.2f}" for side in ("measured", "planned")]

@@ -1,9 +1,9 @@
-"""SIGKILL the runner of a short comparison at random moments; after `--resume` the ledger holds each trial once.
+"""Kill the runner of a short comparison at random times; after `--resume` the ledger must have each trial once.
 
     python benchmarks/kill_runner.py --model MODEL --work DIR --kills 30
 
-The moments are uniform over the time that one trial takes, so that start-up, steps, and the writing of the row are all
-hit; when the comparison is finished, the next one begins. Stopped and started again, it goes on with its count.
+The times are uniform over the duration of one trial, so that start-up, steps and the writing of the row are all hit.
+When the comparison is finished, the next one begins. The same command resumes.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from typing import Any
 from record import write_result
 
 from toolkit.demo.assets import default_data_file, prepare_default_model
-from toolkit.runs.folder import read_json, write_json
+from toolkit.run.folder import read_json, write_json
 
 TRIALS = 4
 """Of one comparison: two rows, two repeats."""
 
 
 def start(folder: Path, model: str) -> subprocess.Popen[bytes]:
-    """The comparison, or what is left of it."""
+    """Start or resume the comparison."""
     job = ["--model_name_or_path", model, "--dataset", str(default_data_file("faq-en-alpaca.jsonl"))]
     job += ["--max_seq_length", "64", "--max_steps", "5", "--per_device_train_batch_size", "2"]
     options = ["--preset", "ddp", "--variant", "again=ddp", "--repeats", "2", "--num-processes", "2"]
@@ -40,14 +40,14 @@ def start(folder: Path, model: str) -> subprocess.Popen[bytes]:
 
 
 def ledger(folder: Path) -> list[str]:
-    """Trials in the ledger, each as often as it stands there; a line that a kill cut off is none."""
+    """Return the trials in the ledger, with repetitions; an incomplete last line is not one."""
     path = folder / "ledger.jsonl"
     lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
     return [json.loads(line)["trial"] for line in lines]
 
 
 def kill_once(folder: Path, model: str, seconds: float) -> str:
-    """Kill the runner `seconds` after its start; 'killed', or 'finished' where it was done before."""
+    """Kill the runner `seconds` after its start; return `killed`, or `finished` if it ended before."""
     runner = start(folder, model)
     try:
         runner.wait(seconds)
@@ -62,11 +62,13 @@ def kill_once(folder: Path, model: str, seconds: float) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Kill the runner at random moments and resume.")
-    parser.add_argument("--model", default=None, help="a folder; the default model if not given")
+    parser = argparse.ArgumentParser(description="Kill the runner at random times and resume.")
+    parser.add_argument("--model", default=None, help="model folder; the demo's model by default")
     parser.add_argument("--work", type=Path, required=True)
     parser.add_argument("--kills", type=int, default=30)
-    parser.add_argument("--longest-seconds", type=float, default=12.0, help="latest moment, after the runner's start")
+    parser.add_argument(
+        "--longest-seconds", type=float, default=12.0, help="latest kill, in seconds after the runner's start"
+    )
     parser.add_argument("--seed", type=int, default=0)
     given = parser.parse_args()
     model = given.model or str(prepare_default_model())
@@ -96,7 +98,7 @@ def folder_of(work: Path, state: dict[str, Any]) -> Path:
 
 
 def check(folder: Path) -> None:
-    """Each trial stands in the ledger once, and the results have all of them."""
+    """Check that each trial is in the ledger once, and that the results have all of them."""
     counted = Counter(ledger(folder))
     if len(counted) != TRIALS or set(counted.values()) != {1}:
         raise SystemExit(f"{folder}: {dict(counted)}, expected {TRIALS} trials, each once")

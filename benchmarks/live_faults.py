@@ -1,10 +1,10 @@
-"""Real comparisons in which one side really does something else: each fault must be caught by the check meant for it.
+"""Real comparisons with a fault in one row: each fault must be caught by the check that is meant for it.
 
     python benchmarks/live_faults.py --work DIR
 
-Every row of one `toolkit compare` is a trial of the tiny Llama on two CPU ranks. A row that is named after a fault has
-it put into its ranks by `benchmarks/faulty_ranks`; rows of the same presets without one are the controls, and must pass
-every check. Stopped and started again, it goes on: finished trials are in the ledgers under DIR.
+Every row of one `toolkit compare` is a trial of the tiny Llama on two CPU ranks. `benchmarks/faulty_ranks` injects a
+fault into the ranks of each row that is named after one; rows of the same presets without a fault are the controls, and
+must pass every check. Finished trials are in the ledgers under DIR: the same command resumes.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from typing import Any, NamedTuple
 
 from record import print_table, write_result, write_table
 
-from toolkit.compare.loading import load_results
-from toolkit.demo.assets import default_data_file, prepare_default_model
-from toolkit.demo.random_model import random_llama
-from toolkit.runs.folder import read_json
+from toolkit.compare.read_results import load_results
+from toolkit.compare.rows import Row
+from toolkit.demo.assets import default_data_file, prepare_default_model, random_llama
+from toolkit.run.folder import read_json
 
 FAULTY_RANKS = Path(__file__).parent / "faulty_ranks"
 DOCUMENT = Path(__file__).parent.parent / "docs" / "trust.md"
@@ -38,7 +38,7 @@ CONTROLS = ("zero2", "zero3", "fsdp2")
 
 
 class Fault(NamedTuple):
-    """One row that is wrong on purpose."""
+    """One row with an injected fault."""
 
     row: str
     """Its name; a fault of this name in `faulty_ranks` is put into its ranks."""
@@ -103,17 +103,17 @@ FAULTS = {
         ),
     ),
 }
-# Of rows of unlike lengths, so that there is padding.
+# Rows of different lengths, so that there is padding.
 MISCOUNTED = (
     Fault("padding_counted_alone", "ddp", "only padding is counted", "parity: tokens"),
     Fault("padding_counted_as_text", "ddp", "padding is counted as text", "parity: non-padding tokens"),
     Fault("prompt_counted_as_supervised", "ddp", "prompts are counted as supervised", "parity: supervised tokens"),
     Fault("padded_to_the_longest", "ddp", "counted right, but all rows are padded to 256", "parity: batch"),
 )
-# Compared with itself: the reference with one process is the control of the reference with two.
+# Compared with itself: the baseline with one process is the control of the baseline with two.
 AT_TWO = Fault("checkpointing_at_two", "ddp", "off with one process, on with two", "parity: activation_checkpointing")
 
-# How a message of parity begins, and the check that says it. Any other names its fact first.
+# How a parity message begins, and the check that reports it. Other messages begin with the fact that differs.
 PARITY = {
     r"batch of step \d+ on rank \d+ is": "batch",
     r"step \d+ has [\d,]+ (tokens|non-padding tokens|supervised tokens),": "",
@@ -124,7 +124,7 @@ PARITY = {
 
 
 def compare(folder: Path, training: Sequence[str], *options: str) -> None:
-    """One comparison, or what is left of it."""
+    """Run or resume one comparison."""
     command = ["compare", *options, "--repeats", "1", "--target-interval", "0", "--cpu", "--resume"]
     ended = subprocess.run(
         [sys.executable, "-m", "toolkit", *command, "--output", str(folder), "--", *training],
@@ -140,14 +140,14 @@ def variants(faults: Sequence[Fault]) -> list[str]:
     return [word for fault in faults for word in ("--variant", f"{fault.row}={fault.variant}")]
 
 
-def caught_by(row: dict[str, Any], run: Path) -> str | None:
-    """The check that spoke first, read from what the run and the comparison wrote; None where nothing was found."""
-    if row["status"] == "attestation_failed":
+def caught_by(row: Row, run: Path) -> str | None:
+    """Return the check that reported first, from the files of the run and the comparison; None if none did."""
+    if row.status == "attestation_failed":
         first = (read_json(run / "attestation.json") or {})["differences"][0]
         return f"attestation: {first['fact']}"
-    if row["parity"] == "parity failed":
-        return f"parity: {parity_check(row['parity_message'])}"
-    return "rank_skew" if row["status"] == "completed" and (row["rank_skew"] or 0) > SKEWED else None
+    if row.failed_parity:
+        return f"parity: {parity_check(row.parity_message or '')}"
+    return "rank_skew" if row.completed and (row.rank_skew or 0) > SKEWED else None
 
 
 def parity_check(message: str) -> str:
@@ -158,21 +158,21 @@ def parity_check(message: str) -> str:
 
 
 def figures(folder: Path, name: str) -> dict[str, Any]:
-    """What the comparison says of one row."""
-    row: Any = next(row for row in load_results(folder)["rows"] if row["trial"] == name)
-    run = folder / row["run_folder"]
+    """Return the comparison's verdicts on one row."""
+    row = next(row for row in load_results(folder).rows if row.trial == name)
+    run = folder / row.run_folder
     log = (run / "train.log").read_text()
     shown = ("status", "parity", "tokens_per_second", "rank", "rank_skew")
     return {
         "found_by": caught_by(row, run),
-        "message": row["parity_message"] or row["message"],
+        "message": row.parity_message or row.message,
         "ranks_that_acted": sorted(int(rank) for rank in re.findall(r"fault \w+ acts on rank (\d+)", log)),
-        **{key: row[key] for key in shown},
+        **{key: getattr(row, key) for key in shown},
     }
 
 
 def judged(name: str, fault: Fault, found: dict[str, Any]) -> dict[str, Any]:
-    """The fault beside what became of it."""
+    """Return the fault with how it was detected."""
     slow = fault.caught_by == "rank_skew"
     kept = found["tokens_per_second"] is not None and found["parity"] == "agrees"
     withheld = found["tokens_per_second"] is None and found["rank"] is None
@@ -184,17 +184,19 @@ def judged(name: str, fault: Fault, found: dict[str, Any]) -> dict[str, Any]:
 
 def table_rows(found: dict[str, Any]) -> list[list[object]]:
     shown = ("fault", "does", "variant", "found_by")
-    return [[*(row[key] for key in shown), f"`{first_said(row['message'])}`"] for row in found["faults"]]
+    return [[*(row[key] for key in shown), f"`{first_difference(row['message'])}`"] for row in found["faults"]]
 
 
-def first_said(message: str) -> str:
-    """Of several differences, and without what all of them begin with."""
-    return message.removeprefix("the run is not what it promised: ").partition("; ")[0]
+def first_difference(message: str) -> str:
+    """Return the first of several differences, without the introduction that all messages share."""
+    # The attestation's message begins with a sentence on the run, whose words differ between recorded versions.
+    difference = message.partition(": ")[2] if message.startswith("the run ") else message
+    return difference.partition("; ")[0]
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="Faults in live comparisons, each caught by its own check.")
-    parser.add_argument("--work", type=Path, required=True, help="where the comparisons are kept")
+    parser.add_argument("--work", type=Path, required=True, help="folder for the comparisons")
     given = parser.parse_args()
     model = tiny_model(given.work / "tiny-llama")
     data = default_data_file("faq-en-alpaca.jsonl")
@@ -214,7 +216,7 @@ def main() -> int:
 
 
 def tiny_model(folder: Path) -> Path:
-    """The model of the tests, made once."""
+    """Write the tests' tiny model, once."""
     from transformers import AutoTokenizer
 
     if not folder.exists():
@@ -223,7 +225,7 @@ def tiny_model(folder: Path) -> Path:
 
 
 def job(model: Path, dataset: Path, max_seq_length: int = 64) -> list[str]:
-    """The training arguments of every row; at 64 tokens nearly all are cut to one length."""
+    """Return the training arguments of every row; at 64 tokens nearly all sequences are truncated to one length."""
     words = ["--model_name_or_path", str(model), "--dataset", str(dataset), "--max_seq_length", str(max_seq_length)]
     return [*words, "--max_steps", "8", "--per_device_train_batch_size", "2", "--learning_rate", "1e-3"]
 
@@ -233,7 +235,7 @@ def clean(control: dict[str, Any]) -> bool:
 
 
 def publish(found: dict[str, Any]) -> int:
-    """Print and write the table; 1 where a fault was missed, or a control was not clean."""
+    """Print and write the table; return 1 if a fault was missed or a control failed a check."""
     print_table(HEADER, table_rows(found))
     missed = [row["row"] for row in found["faults"] if not row["as_it_should"]]
     flagged = [name for name, row in found["controls"].items() if not clean(row)]

@@ -1,4 +1,4 @@
-"""Tokens per second of the timed steps under `toolkit train`, against a bare Trainer script on the same job.
+"""Tokens per second of the timed steps under `toolkit train`, against a plain Trainer script on the same job.
 
     python benchmarks/overhead.py --preset ddp zero2 --pairs 5 --work DIR
 
@@ -32,7 +32,7 @@ GOAL = 0.98
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Job:
-    """One side's input, and where it may write."""
+    """Input of one side, and where it may write."""
 
     model: Path
     dataset: Path
@@ -45,7 +45,7 @@ class Job:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Side:
-    """One run: seconds over the timed steps, and what was trained."""
+    """Result of one run: seconds of the timed steps, losses and tokens."""
 
     wall_seconds: float
     """Per step the slowest rank, summed over the timed steps."""
@@ -58,7 +58,7 @@ class Side:
 
 
 def reduce(ranks: list[list[dict[str, Any]]], untimed_steps: int) -> Side:
-    """The same reduction for both sides, from each rank's rows."""
+    """Reduce the rows of all ranks, in the same way for both sides."""
     steps = list(zip(*ranks, strict=True))
     timed = steps[untimed_steps:]
     counted = [row["tokens"] for step in timed for row in step if "tokens" in row]
@@ -113,7 +113,7 @@ def execute(argv: list[str]) -> None:
 
 
 def environment() -> dict[str, str]:
-    """Threads, compiled ops and warnings as `toolkit train` sets them, so that only the scripts differ."""
+    """Return threads, compiled ops and warnings as `toolkit train` sets them, so that only the scripts differ."""
     from toolkit.cache import torch_extensions_folder
 
     chosen = {
@@ -129,13 +129,13 @@ def environment() -> dict[str, str]:
 
 
 def prepare(scratch: Path, steps: int, untimed_steps: int) -> Job:
-    """The default model and data, and the toolkit's own tokens of them on disk for the bare script."""
+    """Prepare the default model and data, and write the toolkit's tokens to disk for the plain script."""
     import datasets
 
     from toolkit.demo.assets import default_data_file, prepare_default_model
-    from toolkit.runs.arguments import ModelArguments
-    from toolkit.train.modelling import load_tokenizer
-    from toolkit.train.tokens import load_rows, tokenize
+    from toolkit.run.script_arguments import ModelArguments
+    from toolkit.train.data.tokenization import load_rows, tokenize
+    from toolkit.train.model.loading import load_tokenizer
 
     datasets.disable_progress_bars()
     model, dataset, tokens = prepare_default_model(), default_data_file(), scratch / "tokens"
@@ -149,7 +149,7 @@ def prepare(scratch: Path, steps: int, untimed_steps: int) -> Job:
 
 
 def measure_pair(preset: str, number: int, job: Job) -> dict[str, Any]:
-    """Both sides once; every second pair begins with the bare script."""
+    """Run both sides once; every second pair begins with the plain script."""
     sides: dict[str, Callable[[str, Job], Side]] = {"toolkit": run_toolkit, "bare": run_bare}
     order = sides if number % 2 == 0 else reversed(sides)
     measured = {name: asdict(sides[name](preset, job)) for name in order}
@@ -157,12 +157,12 @@ def measure_pair(preset: str, number: int, job: Job) -> dict[str, Any]:
 
 
 def reduced(preset: str, measured: list[dict[str, Any]]) -> dict[str, Any]:
-    """One preset: ratios pair by pair, and whether both sides trained the same."""
+    """Return one preset's ratios by pair, and whether both sides trained the same."""
     both = [(Side(**pair["toolkit"]), Side(**pair["bare"])) for pair in measured]
     return {
         "preset": preset,
         "tokens": both[0][0].tokens,
-        # The same tokens on both sides: their ratio per second is the inverse ratio of the seconds.
+        # Both sides train the same tokens, so that the ratio of tokens per second is the inverse ratio of the seconds.
         "ratio_wall": spread([bare.wall_seconds / ours.wall_seconds for ours, bare in both]),
         "ratio_cpu": spread([bare.cpu_seconds / ours.cpu_seconds for ours, bare in both]),
         "largest_loss_difference": max(loss_difference(ours, bare) for ours, bare in both),
@@ -175,7 +175,7 @@ def seconds_of(side: dict[str, Any]) -> dict[str, float]:
 
 
 def loss_difference(ours: Side, bare: Side) -> float:
-    """The largest relative difference between the losses of a step on a rank."""
+    """Return the largest relative difference between the two sides' losses, over steps and ranks."""
     both = zip(chain.from_iterable(ours.losses), chain.from_iterable(bare.losses), strict=True)
     return max(abs(a - b) / abs(b) for a, b in both)
 
@@ -195,14 +195,14 @@ def table_rows(result: dict[str, Any]) -> list[list[object]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Overhead of `toolkit train` against a bare Trainer script.")
+    parser = argparse.ArgumentParser(description="Overhead of `toolkit train` against a plain Trainer script.")
     parser.add_argument("--preset", nargs="+", default=["ddp", "zero2"])
     parser.add_argument("--pairs", type=int, default=5)
     parser.add_argument("--steps", type=int, default=22)
     parser.add_argument("--untimed-steps", type=int, default=2)
-    parser.add_argument("--name", default="overhead", help="of the result file")
-    parser.add_argument("--work", type=Path, required=True, help="keeps finished pairs; the same command goes on")
-    parser.add_argument("--at-most", type=int, help="stop after this many pairs; the next call goes on")
+    parser.add_argument("--name", default="overhead", help="name of the result file")
+    parser.add_argument("--work", type=Path, required=True, help="folder for finished pairs; the same command resumes")
+    parser.add_argument("--at-most", type=int, help="stop after this many pairs; the next call resumes")
     given = parser.parse_args()
     given.work.mkdir(parents=True, exist_ok=True)
     ledger = given.work / "pairs.jsonl"

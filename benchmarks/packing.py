@@ -1,13 +1,13 @@
-"""Supervised tokens a second on ragged conversations: packing, padding to the longest of the batch, and TRL.
+"""Supervised tokens per second on conversations of different lengths: packing, padding to the longest, and TRL.
 
     python benchmarks/packing.py --work DIR              # resumes; `--trials 1` runs one trial and stops
 
 Two CPU ranks under DDP, fp32, SmolLM2-135M with LoRA on all linear layers, the chitchat data at `max_seq_length` 512,
-loss on the assistant's tokens. A pack holds 1.53 rows, so 5 packs a rank and step are as many supervised tokens as 8
-rows. Each repeat has a seed of its own, and so other rows; since the few rows of a run are no measure of how many
-tokens are supervised, a run gives computed tokens a second, and the whole data the share of them that is supervised.
-Finished trials are lines of DIR/trials.jsonl. TRL runs in an environment of its own; `--trl-python` names one that is
-there already. On a busy machine believe the CPU seconds.
+loss on the assistant's tokens. A pack has 1.53 rows on average, so 5 packs per rank and step are as many supervised
+tokens as 8 rows. Each repeat has its own seed, and so other rows. The few rows of a run are too few to tell which
+fraction of tokens is supervised, so a run measures computed tokens per second, and that fraction comes from the
+complete data. Finished trials are lines of DIR/trials.jsonl. TRL runs in its own environment; `--trl-python` names an
+existing one. On a busy machine, trust the CPU seconds.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ LEARNING_RATE = "1e-4"
 PRESET_OF_RANKS = {1: "single", 2: "ddp"}
 SUMMED = ("tokens", "supervised_tokens", "cpu_seconds")
 HEADER = ["side", "runs", "a second", "min", "max", "a CPU second", "min", "max", "packing over it: s", "CPU s"]
-# The default model's own template without its default system message, and with the block that TRL needs.
+# The default model's template without its default system message, and with the block that TRL needs.
 CHAT_TEMPLATE = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' }}"
     "{% if message['role'] == 'assistant' %}{% generation %}{{ message['content'] + '<|im_end|>' }}{% endgeneration %}"
@@ -41,7 +41,7 @@ CHAT_TEMPLATE = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Side:
-    """One way of training on the same rows."""
+    """One way to train on the same rows."""
 
     packing: bool
     single: bool = False
@@ -49,25 +49,25 @@ class Side:
     trl: bool = False
 
     def batch(self, rows: int) -> tuple[int, int]:
-        """Sequences of a micro-batch and micro-batches of a step for about this many rows on each rank."""
+        """Return per-device batch size and accumulation steps for about this many rows per rank and step."""
         sequences = round(rows / ROWS_OF_A_PACK) if self.packing else rows
         return (1, sequences) if self.single else (sequences, 1)
 
 
 ROWS_OF_A_PACK = 1.53
-ROWS_OF_A_STEP = 8  # on each rank; transformers' and TRL's default
+ROWS_OF_A_STEP = 8  # per rank; the default of transformers and TRL
 SIDES = {
     "packing": Side(packing=True, single=True),
     "padding": Side(packing=False),
     "TRL padding": Side(packing=False, trl=True),
     "TRL packing": Side(packing=True, single=True, trl=True),
-    # Several packs a micro-batch: transformers can then only be asked for all logits, as padding is.
+    # Several packs per batch: transformers then computes all logits, as it does with padding.
     "packing, all logits": Side(packing=True),
 }
 
 
 def marked_model(folder: Path) -> Path:
-    """The default model with a chat template that marks what the assistant says."""
+    """Write the default model with a chat template that marks the assistant's tokens."""
     from transformers import AutoTokenizer
 
     from toolkit.demo.assets import prepare_default_model
@@ -83,7 +83,7 @@ def marked_model(folder: Path) -> Path:
 
 
 def trl_environment(work: Path) -> str:
-    """A virtual environment with TRL beside this toolkit's versions of everything else."""
+    """Create a virtual environment with TRL and this toolkit's versions of everything else."""
     python = work / "trl" / "bin" / "python"
     if not python.exists():
         subprocess.run([sys.executable, "-m", "venv", str(work / "trl")], check=True)
@@ -93,7 +93,7 @@ def trl_environment(work: Path) -> str:
 
 
 def command(side: Side, given: argparse.Namespace, *, seed: int, output: str) -> list[str]:
-    """`accelerate launch` of the training script, or of TRL's."""
+    """Return the `accelerate launch` command of the training script, or of TRL's."""
     from toolkit.demo.assets import chitchat_data_file
 
     model, data = given.work / "model", chitchat_data_file()
@@ -120,7 +120,7 @@ def command(side: Side, given: argparse.Namespace, *, seed: int, output: str) ->
 
 
 def run_trial(name: str, given: argparse.Namespace, *, seed: int) -> dict[str, Any]:
-    """Each step's tokens and CPU seconds of both ranks, and its seconds on the slowest."""
+    """Run one trial; return each step's tokens and CPU seconds of both ranks, and its seconds on the slowest."""
     with tempfile.TemporaryDirectory(dir=given.work) as output:
         argv = command(SIDES[name], given, seed=seed, output=output)
         done = subprocess.run(argv, cwd=ROOT, env=environment(), capture_output=True, text=True, check=False)
@@ -140,14 +140,14 @@ def timed(given: argparse.Namespace, trial: dict[str, Any], field: str) -> float
 
 
 def supervised_fractions(given: argparse.Namespace) -> dict[str, float]:
-    """Supervised tokens of the whole data over what a side computes for them, padding included."""
+    """Return the supervised tokens of the complete data over the tokens that each side computes, with padding."""
     import random
 
     from toolkit.demo.assets import chitchat_data_file
-    from toolkit.runs.arguments import ModelArguments
-    from toolkit.train.modelling import load_tokenizer
-    from toolkit.train.packing import PackedRows
-    from toolkit.train.tokens import load_rows, tokenize
+    from toolkit.run.script_arguments import ModelArguments
+    from toolkit.train.data.packing import PackedRows
+    from toolkit.train.data.tokenization import load_rows, tokenize
+    from toolkit.train.model.loading import load_tokenizer
 
     tokenizer = load_tokenizer(ModelArguments(model_name_or_path=str(given.work / "model")), chat_template=None)
     rows, data_format = load_rows(str(chitchat_data_file()), "train")
@@ -166,7 +166,7 @@ def supervised_fractions(given: argparse.Namespace) -> dict[str, float]:
 
 
 def finish(given: argparse.Namespace, trials: list[dict[str, Any]]) -> dict[str, Any]:
-    """Each side's supervised tokens a second: as the batches fell, and at the whole data's share of such tokens."""
+    """Return each side's supervised tokens per second: of its own batches, and at the complete data's fraction."""
     figures: dict[str, Any] = {}
     fractions = supervised_fractions(given)
     for name, fraction in fractions.items():
@@ -201,18 +201,18 @@ def table(figures: dict[str, Any]) -> list[list[str]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Supervised tokens a second: packing, padding, TRL.")
+    parser = argparse.ArgumentParser(description="Supervised tokens per second: packing, padding, TRL.")
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=1, help="timed optimizer steps of a run")
+    parser.add_argument("--steps", type=int, default=1, help="timed optimizer steps per run")
     parser.add_argument("--untimed-steps", type=int, default=0)
     parser.add_argument("--ranks", type=int, choices=PRESET_OF_RANKS, default=2)
-    parser.add_argument("--rows", type=int, default=ROWS_OF_A_STEP, help="rows of a step on each rank")
+    parser.add_argument("--rows", type=int, default=ROWS_OF_A_STEP, help="rows per rank and step")
     parser.add_argument("--lora-r", type=int, default=16)
     parser.add_argument("--work", type=Path, required=True)
     parser.add_argument("--trl-python")
     parser.add_argument("--sides", nargs="+", choices=SIDES, default=list(SIDES))
-    parser.add_argument("--name", default="packing", help="of the result file")
-    parser.add_argument("--trials", type=int, help="stop after this many; the next call goes on")
+    parser.add_argument("--name", default="packing", help="name of the result file")
+    parser.add_argument("--trials", type=int, help="stop after this many trials; the next call resumes")
     given = parser.parse_args()
     given.work.mkdir(parents=True, exist_ok=True)
     given.trl_python = given.trl_python or trl_environment(given.work)

@@ -1,15 +1,15 @@
-"""How fast the planner answers: all presets and eight world sizes of an 8B model, against DeepSpeed's estimator.
+"""Time the planner: all presets at eight world sizes for an 8B model, against DeepSpeed's estimator.
 
     python benchmarks/planner.py --rounds 5
 
-The estimator answers for a model that has been built; its documentation loads it with `from_pretrained`. Measured are
+The estimator needs a model that has been built; its documentation loads it with `from_pretrained`. Measured are
 
-- `loaded`: so, in bf16. transformers 5 maps the checkpoint into memory and reads no weight of it; here it is a hole
-  in a file.
-- `initialised`: made by `from_config` in bf16 with random weights, as by someone who has no checkpoint. Once.
-- `built`: the same, its random weights left out and its memory never touched.
-- `meta`: made on the meta device, without memory. The estimator counts tensors by their address, which all share
-  there, so that its answer is of one tensor: fast, and wrong (`estimated_params`).
+- `loaded`: that, in bf16. transformers 5 maps the checkpoint into memory and reads no weight of it; here it is a sparse
+  file.
+- `initialised`: built by `from_config` in bf16 with random weights, for a user without a checkpoint. Measured once.
+- `built`: the same without random weights, so that its memory is never touched.
+- `meta`: built on the meta device, without memory. The estimator identifies tensors by their address, which is the same
+  for all of them there, so that it counts a single tensor: fast, and wrong (`estimated_params`).
 
 Once in one process after all imports, from `config.json` to the last answer; once as commands, from typing to exit.
 """
@@ -31,9 +31,9 @@ from typing import Any
 from record import pairs, print_table, spread, write_result
 
 from toolkit.hardware.gpu_table import find_gpu
-from toolkit.models.read import read_model
-from toolkit.plan.job import Job
-from toolkit.plan.planner import Request, make_plans
+from toolkit.models.read_model import read_model
+from toolkit.plan.job import TrainingJob
+from toolkit.plan.planner import PlanRequest, make_plans
 from toolkit.presets import list_presets
 
 ROOT = Path(__file__).parent.parent
@@ -43,12 +43,12 @@ WAYS = ("loaded", "built", "meta", "initialised")
 
 
 def plan_all(config: Path) -> int:
-    """Every preset at every size, with largest micro-batch and smallest world size."""
-    request = Request(
+    """Plan every preset at every world size, with the largest batch size and the smallest world size."""
+    request = PlanRequest(
         shape=read_model(str(config)),
         presets=list_presets(),
         world_sizes=SIZES,
-        job=Job(max_seq_length=4096, activation_checkpointing=True),
+        job=TrainingJob(max_seq_length=4096, activation_checkpointing=True),
         gpu=find_gpu("h100-sxm"),
         strict=False,
     )
@@ -56,7 +56,7 @@ def plan_all(config: Path) -> int:
 
 
 def estimate_all(folder: Path, way: str) -> int:
-    """DeepSpeed's two estimators at every size, what they print thrown away; the parameters that they count."""
+    """Run DeepSpeed's two estimators at every world size, and return the number of parameters that they count."""
     from deepspeed.runtime.zero.stage3 import estimate_zero3_model_states_mem_needs_all_live as zero3
     from deepspeed.runtime.zero.stage3 import model_to_params
     from deepspeed.runtime.zero.stage_1_and_2 import estimate_zero2_model_states_mem_needs_all_live as zero2
@@ -70,7 +70,7 @@ def estimate_all(folder: Path, way: str) -> int:
 
 
 def made_model(folder: Path, way: str) -> Any:
-    """The 8B model, by one of `WAYS`."""
+    """Build the 8B model in one of `WAYS`."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.initialization import no_init_weights
@@ -85,7 +85,7 @@ def made_model(folder: Path, way: str) -> Any:
 
 
 def hollow_checkpoint(folder: Path) -> Path:
-    """A checkpoint of the right shapes whose weights are a hole in a file."""
+    """Write a checkpoint of the right shapes whose weights are a sparse file."""
     folder.mkdir()
     (folder / "config.json").write_text((MODEL / "config.json").read_text())
     header, end = {}, 0
@@ -100,34 +100,34 @@ def hollow_checkpoint(folder: Path) -> Path:
 
 
 def seconds(answer: Callable[[], Any]) -> float:
-    """Of one round in this process."""
+    """Return the seconds of one round in this process."""
     started = time.perf_counter()
     answer()
     return time.perf_counter() - started
 
 
 def process_seconds(command: list[str]) -> float:
-    """Of one command, from start to exit."""
+    """Return the seconds of one command, from start to exit."""
     started = time.perf_counter()
     subprocess.run(command, cwd=ROOT, capture_output=True, check=True)
     return time.perf_counter() - started
 
 
 def plan_command() -> list[str]:
-    """What a user would type."""
+    """Return the command that a user would type."""
     sizes = [word for size in SIZES for word in ("--world-size", str(size))]
     how = ["--gpu", "h100-sxm", "--max-seq-length", "4096", "--activation-checkpointing", "--json"]
     return [sys.executable, "-m", "toolkit", "plan", str(MODEL), *sizes, *how]
 
 
 def estimate_command(folder: Path, way: str) -> list[str]:
-    """What a user of the estimator would type, in as few imports."""
+    """Return the command that a user of the estimator would type, with as few imports as possible."""
     call = f"import planner; planner.estimate_all(planner.Path({str(folder)!r}), {way!r})"
     return [sys.executable, "-c", f"import sys; sys.path.insert(0, 'benchmarks'); {call}"]
 
 
 def compared(measured: list[tuple[float, float]]) -> dict[str, Any]:
-    """Medians of either side, and of the ratio of each pair."""
+    """Return the medians of both sides, and of the ratio of each pair."""
     ours, theirs = ([pair[side] for pair in measured] for side in (0, 1))
     ratios = [estimator / plan for plan, estimator in measured]
     return {"plan_seconds": spread(ours), "estimator_seconds": spread(theirs), "ratio": spread(ratios)}
@@ -136,7 +136,9 @@ def compared(measured: list[tuple[float, float]]) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", maxsplit=1)[0])
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--way", action="append", choices=WAYS, help="how the estimator's model is made; all of them")
+    parser.add_argument(
+        "--way", action="append", choices=WAYS, help="how the estimator's model is built; repeatable; all by default"
+    )
     given = parser.parse_args()
     figures: dict[str, Any] = {"plans": plan_all(MODEL), "estimates": 2 * len(SIZES)}
     with tempfile.TemporaryDirectory() as scratch:
@@ -149,15 +151,15 @@ def main() -> None:
 
 
 def once(folder: Path, way: str) -> dict[str, Any]:
-    """In one process alone: what takes a minute needs no median. The other ways have done the imports."""
+    """Measure once in one process, where it takes a minute; the other ways have done the imports."""
     counted: list[int] = []
     estimator = seconds(lambda: counted.append(estimate_all(folder, way)))
     return {"estimated_params": counted[0], "in_process": compared([(seconds(lambda: plan_all(MODEL)), estimator)])}
 
 
 def both(folder: Path, way: str, *, rounds: int) -> dict[str, Any]:
-    """Ours against the estimator on a model made in this way: in one process, and as commands."""
-    counted = estimate_all(folder, way)  # imports, and the file's pages
+    """Measure the planner against the estimator on a model built in this way, in one process and as commands."""
+    counted = estimate_all(folder, way)  # warms up imports and the file's pages
     inside = pairs(rounds, lambda: seconds(lambda: plan_all(MODEL)), lambda: seconds(lambda: estimate_all(folder, way)))
     ours, theirs = plan_command(), estimate_command(folder, way)
     typed = pairs(rounds, lambda: process_seconds(ours), lambda: process_seconds(theirs))
@@ -165,7 +167,7 @@ def both(folder: Path, way: str, *, rounds: int) -> dict[str, Any]:
 
 
 def table_rows(figures: dict[str, Any]) -> list[tuple[str, ...]]:
-    """Medians, by way and by what was timed."""
+    """Return table rows: medians, by way and by what was timed."""
     keys = ("plan_seconds", "estimator_seconds", "ratio")
     return [
         (way, timed, *(f"{figures[way][timed][key]['median']:.3f}" for key in keys))

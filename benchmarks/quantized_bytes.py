@@ -1,13 +1,14 @@
-"""Bytes of QLoRA's models as bitsandbytes holds them, for tiny models of eight architectures: what a plan must equal.
+"""Bytes of QLoRA models in bitsandbytes, for tiny models of eight architectures; a plan must equal them.
 
     python benchmarks/quantized_bytes.py
 
-Each is loaded as the training script loads it (4-bit NF4, double quantisation, LoRA adapters on top) and counted as
-the attestation counts: packed weights, their constants, and what stays in fp32. bitsandbytes' CPU build is enough.
+Each model is loaded as the training script loads it (4-bit NF4, double quantisation, LoRA adapters) and counted as the
+attestation counts it: packed weights, their constants, and what stays in fp32. bitsandbytes' CPU build is enough.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import tempfile
 from importlib.metadata import version
@@ -15,25 +16,24 @@ from pathlib import Path
 from typing import Any
 
 from record import print_table, write_result
-from rehearsal_sizes import ARCHITECTURES
+from shard_bytes import ARCHITECTURES
 
-from toolkit.models.read import read_model
-from toolkit.plan.engine import engine_of
-from toolkit.plan.states import model_states
-from toolkit.plan.weights import weights_of
+from toolkit.models.read_model import read_model
+from toolkit.plan.engine_settings import engine_settings
+from toolkit.plan.model_states import job_weights, model_states
 from toolkit.presets import load_preset
 
 LORA_R = 4
 
 
 def held(fields: dict[str, Any], folder: Path) -> dict[str, int]:
-    """Of a model with random weights, loaded from its own checkpoint."""
+    """Return the bytes of a model with random weights, loaded from its own checkpoint."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from toolkit.runs.arguments import ModelArguments
+    from toolkit.run.script_arguments import ModelArguments
     from toolkit.train.attest.tensors import full_size, local_bytes
-    from toolkit.train.modelling import load_model
+    from toolkit.train.model.loading import load_model
 
     AutoModelForCausalLM.from_config(AutoConfig.for_model(**fields), dtype=torch.float32).save_pretrained(folder)
     model = load_model(ModelArguments(model_name_or_path=str(folder), lora_r=LORA_R, load_in_4bit=True))
@@ -46,10 +46,10 @@ def held(fields: dict[str, Any], folder: Path) -> dict[str, int]:
 
 
 def planned(config: str) -> dict[str, int]:
-    """The same of the plan, one process."""
+    """Return the planned bytes, for one process."""
     shape = read_model(config)
-    weights = weights_of(shape, LORA_R, True)
-    engine = engine_of(load_preset("single"), world_size=1, hidden_size=shape.hidden_size)
+    weights = job_weights(shape, LORA_R, True)
+    engine = engine_settings(load_preset("single"), world_size=1, hidden_size=shape.hidden_size)
     return {
         "num_params": weights.num_trained + weights.num_frozen,
         "num_in_4bit": weights.num_quantized,
@@ -58,6 +58,7 @@ def planned(config: str) -> dict[str, int]:
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=(__doc__ or "").split("\n", maxsplit=1)[0]).parse_args()
     with tempfile.TemporaryDirectory() as scratch:
         rows = []
         for name, fields in ARCHITECTURES.items():

@@ -1,4 +1,4 @@
-"""What every benchmark shares: alternating pairs, medians, and a result file that says where it was measured.
+"""Helpers of every benchmark: interleaved pairs, medians, tables, and a result file with where it was measured.
 
 figures = pairs(5, run_a, run_b)
 write_result("overhead", {"pairs": figures})
@@ -16,7 +16,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, TypeVar
 
-from toolkit.hardware.machine import describe_machine, git_commit, library_versions
+from toolkit.hardware.node import describe_node, git_commit, library_versions
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -24,7 +24,7 @@ Figures = TypeVar("Figures")
 
 
 def pairs(number: int, a: Callable[[], Figures], b: Callable[[], Figures]) -> list[tuple[Figures, Figures]]:
-    """A B, B A, A B, ...: neither side always runs on the warmer or busier machine."""
+    """Run A B, B A, A B, ..., so that neither side always runs on the warmer or busier machine."""
     measured = []
     for index in range(number):
         if index % 2 == 0:
@@ -37,19 +37,19 @@ def pairs(number: int, a: Callable[[], Figures], b: Callable[[], Figures]) -> li
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:
-    """Median, minimum and maximum."""
+    """Return median, minimum and maximum."""
     return {"median": statistics.median(values), "min": min(values), "max": max(values)}
 
 
 def write_result(name: str, figures: dict[str, Any]) -> Path:
-    """benchmarks/results/NAME.json: the figures of every run, and where they were measured."""
+    """Write benchmarks/results/NAME.json: every figure, and command, commit, versions and machine; return its path."""
     result = {
         "benchmark": name,
         "command": shlex.join(["python", *sys.argv]),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "git_commit": git_commit(Path(__file__).parent),
         "versions": library_versions(),
-        "machine": describe_machine() | {"load_average_1_minute": os.getloadavg()[0]},
+        "machine": describe_node() | {"load_average_1_minute": os.getloadavg()[0]},
         **figures,
     }
     RESULTS.mkdir(exist_ok=True)
@@ -59,7 +59,7 @@ def write_result(name: str, figures: dict[str, Any]) -> Path:
 
 
 def write_table(document: Path, name: str, header: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
-    """Between the lines `<!-- name -->` and `<!-- end of name -->` of a document, in place of what was there."""
+    """Replace the table between the lines `<!-- name -->` and `<!-- end of name -->` of a document."""
     lines = [f"| {' | '.join(map(str, cells))} |" for cells in [header, [":---"] * len(header), *rows]]
     before, opened, rest = document.read_text().partition(f"<!-- {name} -->\n")
     _, closed, after = rest.partition(f"<!-- end of {name} -->")
@@ -68,7 +68,7 @@ def write_table(document: Path, name: str, header: Sequence[str], rows: Sequence
 
 
 def print_table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
-    """Columns as wide as they need to be."""
+    """Print rows in aligned columns."""
     cells = [[str(cell) for cell in row] for row in [header, *rows]]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     for row in cells:

@@ -1,10 +1,10 @@
-"""Stop every preset after every step, full and LoRA, and resume it: are the losses those of the run that went on?
+"""Stop every preset at several steps, full and LoRA, and resume: losses must equal those of the uninterrupted run.
 
     python benchmarks/resume_exactness.py WORK_FOLDER [--cases 5] [--only zero1]
 
-The tiny random Llama of the tests (WORK_FOLDER/model) on 18 rows, two ranks, micro-batches of 2, two of them a step:
-an epoch has 5 micro-batches a rank, so 3 steps, the last of them short and uneven. Compared bit for bit: loss, gradient
-norm and batch of each rank and step. Cases that are done are kept: the same command goes on, `--cases` at a time.
+The tests' tiny random Llama (WORK_FOLDER/model) on 18 rows: two ranks, per-device batch size 2, two accumulation steps.
+An epoch has 5 batches per rank, so 3 steps, the last of them short and uneven. Loss, gradient norm and batch of each
+rank and step are compared bit for bit. Finished cases are kept: the same command resumes, `--cases` at a time.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from typing import Any
 from record import RESULTS, write_result
 
 from toolkit.demo.assets import default_data_file
-from toolkit.runs.folder import RunFolder
-from toolkit.runs.steps import read_rows
+from toolkit.run.folder import RunFolder
+from toolkit.run.measurements import read_rows
 
 PRESETS = ("ddp", "zero1", "zero2", "zero3", "fsdp2", "zero2_cpu_offload", "zero3_cpu_offload", "fsdp2_grad_op")
 STEPS = 6
@@ -29,7 +29,7 @@ COMPARED = ("step", "loss", "grad_norm", "local_grad_norm", "batch_sha256")
 
 
 def cases() -> list[tuple[str, str, int]]:
-    """Each preset and method at the middle of an epoch, its end, and in the middle of the next."""
+    """Return each preset and method, stopped in the middle of an epoch, at its end, and in the middle of the next."""
     return [(preset, method, step) for step in (2, 3, 5) for preset in PRESETS for method in METHODS]
 
 
@@ -46,7 +46,7 @@ def train(preset: str, method: str, work: Path, output: Path, *words: str) -> Ru
 
 
 def trained(folder: RunFolder, *, after: int) -> list[list[list[Any]]]:
-    """What each rank trained on and what came of it."""
+    """Return each rank's batches, losses and gradient norms."""
     ranks = [read_rows(folder.rank_rows(rank)) for rank in (0, 1)]
     return [[[row[key] for key in COMPARED] for row in rows if row["step"] > after] for rows in ranks]
 
@@ -62,9 +62,9 @@ def exact(preset: str, method: str, step: int, work: Path) -> bool:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("work", type=Path, help="must hold `model`, a small model with its tokenizer")
-    parser.add_argument("--cases", type=int, default=None, help="at most so many now")
-    parser.add_argument("--only", default=None, help="a preset")
+    parser.add_argument("work", type=Path, help="folder that contains `model`, a small model with its tokenizer")
+    parser.add_argument("--cases", type=int, default=None, help="run at most this many cases now")
+    parser.add_argument("--only", default=None, help="run only this preset")
     arguments = parser.parse_args()
     kept = RESULTS / "resume_exactness.json"
     known = json.loads(kept.read_text())["rows"] if kept.exists() else []

@@ -1,13 +1,14 @@
-"""What a stream costs a rank's processor: parsing every row, tokenising its own, and going on after a checkpoint.
+"""CPU time of streaming per rank: parsing every row, tokenising its own, and resuming after a checkpoint.
 
     python benchmarks/streaming.py
 
-One process, in seconds of processor time, which other processes of a busy machine do not lengthen much. The chitchat
-data (conversations of many turns) and the FAQ (one answer a row), `max_seq_length` 1,024, a buffer of 1,000 rows.
+One process, in seconds of CPU time, which other processes on a busy machine hardly change. The chitchat data
+(conversations of many turns) and the FAQ (one answer per row), `max_seq_length` 1,024, a buffer of 1,000 rows.
 """
 
 from __future__ import annotations
 
+import argparse
 import itertools
 import tempfile
 import time
@@ -18,26 +19,25 @@ from typing import Any
 from record import print_table, write_result
 
 from toolkit.demo.assets import chitchat_data_file, default_data_file, prepare_default_model
-from toolkit.train.packing import OpenPacks
-from toolkit.train.stream_rows import RowStream, read_stream
-from toolkit.train.streaming import LANE_STATE, Share, TokenStream
-from toolkit.train.tokens import RowEncoder, row_encoder
+from toolkit.train.data.packing import OpenPacks
+from toolkit.train.data.streaming import LANE_STATE, BatchShare, RowStream, TokenStream, open_stream
+from toolkit.train.data.tokenization import RowEncoder, row_encoder
 
 MAX_SEQ_LENGTH = 1024
 PARSED_ROWS = 6000
 SEQUENCES = 240
-SHARE = Share(rank=0, world_size=1, per_device_train_batch_size=8, gradient_accumulation_steps=1)
+SHARE = BatchShare(rank=0, world_size=1, per_device_train_batch_size=8, gradient_accumulation_steps=1)
 
 
 def cpu_seconds(work: Callable[[], Any]) -> tuple[float, Any]:
-    """Of this process, and what the work gave."""
+    """Return the CPU seconds that `work` takes in this process, and its result."""
     start = time.process_time()
     found = work()
     return time.process_time() - start, found
 
 
 def opened(path: Path, tokenizer: Any) -> tuple[RowStream, RowEncoder]:
-    rows = read_stream(str(path), "train", buffer_size=1000, seed=42)
+    rows = open_stream(str(path), "train", buffer_size=1000, seed=42)
     encoder = row_encoder(
         tokenizer=tokenizer,
         data_format=rows.data_format,
@@ -49,13 +49,13 @@ def opened(path: Path, tokenizer: Any) -> tuple[RowStream, RowEncoder]:
 
 
 def cost(path: Path, tokenizer: Any) -> dict[str, float]:
-    """Of one file: rows parsed, rows tokenised and packed, and both again for a run that goes on behind them."""
+    """Return the cost of one file: parsing rows, tokenising and packing them, and both again for a resumed run."""
     rows, encoder = opened(path, tokenizer)
     parsing, _ = cpu_seconds(lambda: list(itertools.islice(rows.endless(at_least=1), PARSED_ROWS)))
     training, sequences = cpu_seconds(lambda: list(itertools.islice(TokenStream(rows, encoder, SHARE), SEQUENCES)))
     states = {row[LANE_STATE].lane: row[LANE_STATE] for row in sequences}
     resumed = TokenStream(rows, encoder, SHARE)
-    resumed.go_on(states, batches=SEQUENCES // 8)
+    resumed.resume(states, batches=SEQUENCES // 8)
     going_on, _ = cpu_seconds(lambda: list(itertools.islice(resumed, SEQUENCES, SEQUENCES + 1)))
     return {
         "parsed_rows_per_cpu_second": PARSED_ROWS / parsing,
@@ -67,7 +67,7 @@ def cost(path: Path, tokenizer: Any) -> dict[str, float]:
 
 
 def first_sequence(path: Path, tokenizer: Any) -> float:
-    """Processor seconds from opening a file to its first sequence."""
+    """Return the CPU seconds from opening a file to its first sequence."""
 
     def first() -> Any:
         rows, encoder = opened(path, tokenizer)
@@ -77,7 +77,7 @@ def first_sequence(path: Path, tokenizer: Any) -> float:
 
 
 def pack_fill(path: Path, tokenizer: Any, *, rows: int, open_packs: int) -> float:
-    """Tokens of the packs that were given out over what they could hold."""
+    """Return the tokens of the packs over their capacity."""
     stream, encoder = opened(path, tokenizer)
     packs = OpenPacks(max_tokens=MAX_SEQ_LENGTH, at_most=open_packs)
     given = [pack for row in encoded(stream, encoder, rows) if (pack := packs.add(row)) is not None]
@@ -90,6 +90,7 @@ def encoded(stream: RowStream, encoder: RowEncoder, number: int) -> Iterator[dic
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=(__doc__ or "").split("\n", maxsplit=1)[0]).parse_args()
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(prepare_default_model())

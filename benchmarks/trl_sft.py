@@ -1,6 +1,6 @@
-"""TRL's SFTTrainer on the rows of `benchmarks/packing.py`, with each step's seconds and labels written down.
+"""TRL's SFTTrainer on the rows of `benchmarks/packing.py`, recording the seconds and labels of each step.
 
-Nothing of the toolkit. TRL counts and measures as it always does; only its own logging is off.
+Nothing of the toolkit. TRL counts and measures as usual; only its logging is off.
 """
 
 import argparse
@@ -18,7 +18,7 @@ COUNTED = ("tokens", "supervised_tokens", "loss")
 
 
 class Clock(TrainerCallback):
-    """Wall and CPU seconds of each step, from the end of the one before."""
+    """Wall and CPU seconds of each step, from the end of the step before."""
 
     def __init__(self):
         self.steps = []
@@ -34,7 +34,7 @@ class Clock(TrainerCallback):
 
 
 class CountingTrainer(SFTTrainer):
-    """Keeps the number of tokens and of labels that are learned of each micro-step, and its share of the loss."""
+    """Trainer that records tokens, supervised labels and loss of each accumulation step."""
 
     counted = ()
 

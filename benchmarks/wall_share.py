@@ -1,4 +1,4 @@
-"""Where a comparison's wall time goes: the share spent in timed steps, and the rest by phase of each trial.
+"""Where a comparison's wall time goes: the fraction spent in timed steps, and the rest by phase of each trial.
 
     toolkit compare --preset ddp --preset zero2 --preset fsdp2 --num-processes 2 --repeats 3 --target-interval 0 \\
         --output wall-share --cpu -- --model_name_or_path "$(python -m toolkit.demo --model)" \\
@@ -6,9 +6,9 @@
         --per_device_train_batch_size 1 --lora_r 8
     python benchmarks/wall_share.py wall-share
 
-The demo's model and data with adapters, whose steps take about a second here, as steps on GPUs do; the demo's own
-job trains all weights and takes four.
-Reads run folders only, and of them what rank 0 wrote: `phases` of run.json, and its step seconds.
+The job is the demo's model and data with LoRA, whose steps take about a second here, as steps on GPUs do; the demo's
+own job trains all weights and takes four. Only run folders are read, and in them what rank 0 wrote: `phases` of
+run.json, and its step seconds.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from typing import Any
 
 from record import print_table, write_result
 
-from toolkit.runs.folder import RunFolder, read_json
-from toolkit.runs.steps import measure, read_rows, read_steps
+from toolkit.run.folder import RunFolder, read_json
+from toolkit.run.measurements import measure, read_rows, read_steps
 
-# Phases of `toolkit.train.failure.Progress` under the words of the table, in the order of a run.
+# Phases of `toolkit.train.health.failure_report.Progress` under the table's names, in the order of a run.
 PARTS = {
     "launcher": "launcher",
     "start": "imports",
@@ -44,7 +44,7 @@ RESTARTED_SECONDS = 15.0
 
 
 def wall_parts(folder: RunFolder, untimed_steps: int) -> dict[str, float]:
-    """Seconds of each part of one completed run; they add up to its wall time."""
+    """Return the seconds of each part of one completed run; they add up to its wall time."""
     run = folder.read_run() or {}
     begun, phases = run["started_unix"], run["phases"]
     ends = [*(began for _, began in phases[1:]), begun + run["wall_seconds"]]
@@ -54,12 +54,12 @@ def wall_parts(folder: RunFolder, untimed_steps: int) -> dict[str, float]:
         parts[name] += ended - began
     step_seconds = [row["seconds"] for row in read_rows(folder.rank_rows(0))]
     parts["untimed"], parts["timed"] = sum(step_seconds[:untimed_steps]), sum(step_seconds[untimed_steps:])
-    parts["train"] -= parts["untimed"] + parts["timed"]  # logs, and the end of training
+    parts["train"] -= parts["untimed"] + parts["timed"]  # logging, and the end of training
     return parts
 
 
 def trials(folder: Path) -> dict[str, dict[str, float]]:
-    """Each completed trial of a comparison, by its id."""
+    """Return each completed trial of a comparison by its id."""
     comparison = read_json(folder / "comparison.json")
     if comparison is None:
         raise SystemExit(f"{folder} holds no comparison")
@@ -77,14 +77,14 @@ def trials(folder: Path) -> dict[str, dict[str, float]]:
 
 
 def step_median(folder: Path, trial: str) -> float:
-    """Of the timed steps, the slowest rank's."""
+    """Return the median of the timed steps, of the slowest rank."""
     untimed = (read_json(folder / "comparison.json") or {})["untimed_steps"]
     measured = measure(read_steps(RunFolder(folder / "trials" / trial)), untimed_steps=untimed)
     return measured.step_seconds_median or 0.0
 
 
 def shares(found: dict[str, dict[str, float]]) -> dict[str, Any]:
-    """Over all trials, the share of their wall time that each part took."""
+    """Return the fraction of wall time that each part takes, over all trials."""
     totals = {part: sum(parts[part] for parts in found.values()) for part in PARTS}
     whole = sum(totals.values())
     return {part: seconds / whole for part, seconds in totals.items()} | {"wall_seconds": whole}
@@ -93,7 +93,7 @@ def shares(found: dict[str, dict[str, float]]) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Where a comparison's wall time goes.")
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--name", default="wall_share", help="of the result file")
+    parser.add_argument("--name", default="wall_share", help="name of the result file")
     given = parser.parse_args()
     found = trials(given.folder)
     if not found:

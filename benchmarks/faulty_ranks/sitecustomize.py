@@ -1,9 +1,9 @@
-"""Ranks that really do something else: on PYTHONPATH, it puts a fault into each trial whose row is named after one.
+"""Fault injection: on PYTHONPATH, this module puts a fault into each trial whose row is named after one.
 
     PYTHONPATH=benchmarks/faulty_ranks toolkit compare --preset ddp --variant bf16_adam=ddp ...
 
-Python imports this before a rank's own program. What is changed are objects of torch, accelerate, DeepSpeed, and of
-the meter, inside the ranks of that trial alone; nothing in the toolkit knows of it.
+Python imports it before a rank's own program. It patches objects of torch, accelerate, DeepSpeed and the toolkit's
+timer inside the ranks of that trial only; the toolkit itself does not know of it.
 """
 
 from __future__ import annotations
@@ -191,7 +191,7 @@ def padded_to_the_longest(_: int) -> None:
     """Each batch is as wide as the longest row may be; what is counted is what is trained on."""
     import torch
 
-    import toolkit.train.batches as batches
+    import toolkit.train.data.collation as batches
 
     widest = int(argument("--max_seq_length") or 0)
 
@@ -204,9 +204,9 @@ def padded_to_the_longest(_: int) -> None:
 def counted_as(wrong: Callable[[Any], dict[str, int]]) -> None:
     from dataclasses import replace
 
-    from toolkit.train.meter import Meter
+    from toolkit.train.metrics.timer import StepTimer
 
-    @around(Meter, "add_batch")
+    @around(StepTimer, "add_batch")
     def add_batch(original: Any, meter: Any, facts: Any) -> None:
         original(meter, replace(facts, **wrong(facts)))
 
@@ -233,9 +233,9 @@ def compiled_late(_: int) -> None:
 
 
 def every_step_timed() -> None:
-    from toolkit.train.meter import Meter
+    from toolkit.train.metrics.timer import StepTimer
 
-    @around(Meter, "_row")
+    @around(StepTimer, "_row")
     def row(original: Any, meter: Any, number: int, step: Any) -> Any:
         found = original(meter, number, step)
         return found | {"step_of_process": number + 2}
@@ -345,7 +345,7 @@ def install() -> None:
     row = row_of_this_rank()
     if row not in FAULTS:
         return
-    from toolkit.train.__main__ import prepare_environment
+    from toolkit.train.rank_process import prepare_environment
 
     prepare_environment()
     FAULTS[row](int(os.environ["RANK"]))

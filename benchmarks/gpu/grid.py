@@ -1,13 +1,10 @@
-"""The grid of the GPU validation, registered before anything was measured: which cases, and in which half each is.
+"""Cases of the GPU validation, registered before anything was measured, in a calibration half and a test half.
 
-    >>> cases = registered_grid()
-    >>> len(cases), digest(cases)[:8]
-
-Constants of the planner may be fitted on the calibration half only; errors are published of the test half. An
-architecture is in one half, and so is its family. Registered twice: in the first grid, of which nothing was measured,
-Qwen 3, Gemma 2 and Mistral stood in the test half, and traces of those families then shaped formulas. The order is part
-of the grid: every preset meets every architecture in the first pass, so that a run that is cut short is still balanced.
-Rows are full, so nothing is padded.
+Constants of the planner may be fitted on the calibration half only; published errors are those of the test half. Each
+architecture and its family belong to one half. The grid was registered twice: in the first one, of which nothing was
+measured, Qwen 3, Gemma 2 and Mistral were in the test half, and traces of these families then shaped formulas. The
+order is part of the grid: in the first pass every preset meets every architecture, so that a run that is cut short is
+still balanced. Rows are full, so nothing is padded.
 """
 
 from __future__ import annotations
@@ -40,7 +37,7 @@ CALIBRATION: dict[str, dict[str, Any]] = {
         **{"model_type": "gpt2", "n_embd": 1024, "n_layer": 24, "n_head": 16, "n_positions": 8192},
         **{"vocab_size": 50257, "tie_word_embeddings": True, "dtype": "bfloat16"},
     },
-    # The plan's formulas were shaped by traces and saved tensors of these families, so they test nothing.
+    # The planner's formulas were shaped by traces and saved tensors of these families, so they test nothing.
     "qwen3-1.7b": {
         **LLAMA,
         "model_type": "qwen3",
@@ -67,8 +64,8 @@ CALIBRATION: dict[str, dict[str, Any]] = {
         **{"tie_word_embeddings": False},
     },
 }
-# Families of which nothing but parameter counts had been held against anything when they were registered: three whose
-# tensors arithmetic knows, seven that transformers has to build.
+# Families of which only parameter counts had been checked when the grid was registered: three with formulas, seven that
+# transformers has to build.
 TEST: dict[str, dict[str, Any]] = {
     "granite-2b": {
         **LLAMA,
@@ -143,7 +140,7 @@ WORLD_SIZES = {
     "fsdp2_hybrid": (8, 64),
 }
 METHODS = ("full", "lora")
-# Length and rows of a micro-batch: 4,096 to 16,384 tokens, so that short rows are no small job.
+# Length and rows of a micro-batch: 4,096 to 16,384 tokens, so that jobs with short rows are not small.
 BATCHES = ((512, 8), (1024, 8), (2048, 4), (4096, 2), (8192, 1), (8192, 2))
 TINY = {
     **{"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4},
@@ -153,7 +150,7 @@ TINY_ARCHITECTURES = {"tiny-llama": LLAMA | TINY, "tiny-qwen3": LLAMA | TINY | {
 
 
 def registered_grid() -> list[Case]:
-    """Every architecture under every preset, three times, each time another job."""
+    """Return every architecture under every preset, three times, each time with another job."""
     chance = random.Random(SEED)
     cases = []
     for _ in range(PASSES):
@@ -179,7 +176,7 @@ def _case(architecture: str, preset: str, chance: random.Random) -> Case:
 
 
 def tiny_grid() -> list[Case]:
-    """A few cases that a CPU rehearses in seconds, to try the script with."""
+    """Return a few cases that a CPU rehearses in seconds, to try the script."""
     jobs = [("ddp", 2, "full", False), ("zero2", 8, "full", True), ("zero3", 64, "lora", False)]
     jobs += [("fsdp2", 8, "lora", True)]
     cases = [
@@ -196,6 +193,6 @@ def tiny_grid() -> list[Case]:
 
 
 def digest(cases: list[Case]) -> str:
-    """SHA-256 of the cases and of the architectures: the registration that results are held against."""
+    """Return the SHA-256 of cases and architectures, by which results name their grid."""
     body = {"cases": cases, "architectures": ARCHITECTURES | TINY_ARCHITECTURES}
     return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()

@@ -1,12 +1,12 @@
-"""Hold the planner against rehearsals on a GPU: peaks by phase, reserved bytes, seconds of a step's compute.
+"""Compare the planner with rehearsals on a GPU: peaks by phase, reserved bytes, compute seconds of a step.
 
-    python benchmarks/gpu/validate.py --output out --minutes 9        # goes on where it stopped
-    python benchmarks/gpu/validate.py --output out --report           # the table again, from out/cases.jsonl
+    python benchmarks/gpu/validate.py --output out --minutes 9        # resumes where it stopped
+    python benchmarks/gpu/validate.py --output out --report           # only the table, from out/cases.jsonl
     python benchmarks/gpu/validate.py --output out --tiny             # on a CPU: a few tiny cases, to try the script
     python benchmarks/gpu/validate.py --output out --fake-tensors     # on a CPU: the grid's FSDP2 and DDP cases, traced
 
-The grid is `grid.py`, and its digest stands beside every result. One JSON line a case in `cases.jsonl`, flushed;
-`results.json` has all of them and what is needed to do them again. A case that runs out of memory is a result.
+The grid is in `grid.py`; its digest is part of every result. Each case is one JSON line in `cases.jsonl`, flushed;
+`results.json` has all of them and what is needed to repeat them. A case that runs out of memory is a result.
 """
 
 from __future__ import annotations
@@ -28,10 +28,17 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
+from forked_rehearsals import log_tail, prepare, rehearse
 from grid import ARCHITECTURES, TINY_ARCHITECTURES, Case, digest, registered_grid, tiny_grid
-from judged import TABLE_HEADER, errors, out_of_memory_among_fits, summary, traced_rows, verdicts_against_traces
+from plan_errors import (
+    TABLE_HEADER,
+    out_of_memory_among_fits,
+    plan_errors,
+    summary,
+    traced_rows,
+    verdicts_against_traces,
+)
 from record import print_table, write_table
-from rehearsing import log_tail, prepare, rehearse
 
 STEPS, UNTIMED_STEPS, LORA_RANK = 6, 2, 16
 TIMEOUT_SECONDS = 150
@@ -42,7 +49,7 @@ TRACED = ("single", "ddp", "fsdp2", "fsdp2_grad_op", "fsdp2_hybrid")
 
 
 def words_of(case: Case, model: Path) -> list[str]:
-    """The training arguments of a case."""
+    """Return the training arguments of a case."""
     words = ["--model_name_or_path", str(model), "--max_steps", str(STEPS), "--untimed_steps", str(UNTIMED_STEPS)]
     words += ["--max_seq_length", str(case["max_seq_length"])]
     words += ["--per_device_train_batch_size", str(case["per_device_train_batch_size"])]
@@ -51,7 +58,7 @@ def words_of(case: Case, model: Path) -> list[str]:
 
 
 def measured(case: Case, work: Path, *, fake_tensors: bool = False) -> dict[str, Any]:
-    """One rehearsal in a process of its own: its facts, or how it failed."""
+    """Run one rehearsal in its own process; return its facts, or how it failed."""
     model = work / case["architecture"] / "config.json"
     model.parent.mkdir(parents=True, exist_ok=True)
     model.write_text(json.dumps((ARCHITECTURES | TINY_ARCHITECTURES)[case["architecture"]]))
@@ -70,14 +77,14 @@ def measured(case: Case, work: Path, *, fake_tensors: bool = False) -> dict[str,
 
 
 def planner(gpu: str, work: Path) -> Callable[[Case], dict[str, Any] | None]:
-    """What gives a case's plan as a row of `toolkit plan --json`; None where there is no planner or no plan."""
+    """Return a function from a case to its plan, a row of `toolkit plan --json`, or None if there is no plan."""
     if importlib.util.find_spec("toolkit.plan") is None:
         return lambda _: None
     from toolkit.errors import ToolkitError
     from toolkit.hardware.gpu_table import find_gpu
-    from toolkit.models.read import read_model
-    from toolkit.plan.job import Job
-    from toolkit.plan.planner import Request, make_plans
+    from toolkit.models.read_model import read_model
+    from toolkit.plan.job import TrainingJob
+    from toolkit.plan.planner import PlanRequest, make_plans
     from toolkit.presets import load_preset
 
     @functools.cache
@@ -87,17 +94,17 @@ def planner(gpu: str, work: Path) -> Callable[[Case], dict[str, Any] | None]:
         return read_model(str(path))
 
     def plan(case: Case) -> dict[str, Any] | None:
-        job = Job(
+        job = TrainingJob(
             per_device_train_batch_size=case["per_device_train_batch_size"],
             max_seq_length=case["max_seq_length"],
             activation_checkpointing=case["activation_checkpointing"],
             lora_r=LORA_RANK if case["method"] == "lora" else None,
-            rows_differ=False,
+            lengths_differ=False,
         )
         shape = shape_of(case["architecture"])
         names = {"presets": [load_preset(case["preset"])], "world_sizes": [case["world_size"]]}
         try:
-            row = make_plans(Request(shape=shape, **names, job=job, gpu=find_gpu(gpu)))[0].as_row()
+            row = make_plans(PlanRequest(shape=shape, **names, job=job, gpu=find_gpu(gpu)))[0].as_row()
             return row | {"activations_from": shape.activations_from}
         except ToolkitError as error:
             print(f"{case['id']}: no plan: {error.message}", file=sys.stderr)
@@ -107,11 +114,11 @@ def planner(gpu: str, work: Path) -> Callable[[Case], dict[str, Any] | None]:
 
 
 def read_cases(path: Path) -> list[Case]:
-    """Finished cases; a last line that was cut off is no case."""
-    return list(_whole_lines(path)) if path.is_file() else []
+    """Return the finished cases, without a last line that was cut off."""
+    return list(_complete_lines(path)) if path.is_file() else []
 
 
-def _whole_lines(path: Path) -> Iterator[Case]:
+def _complete_lines(path: Path) -> Iterator[Case]:
     for line in path.read_text().splitlines():
         try:
             yield json.loads(line)
@@ -120,15 +127,15 @@ def _whole_lines(path: Path) -> Iterator[Case]:
 
 
 def write_results(folder: Path, grid: list[Case], cases: list[Case], *, before: Path | None = None) -> Path:
-    """results.json: every case, the errors, and what is needed to do it again."""
-    from toolkit.hardware.machine import describe_machine, git_commit, library_versions
+    """Write results.json: every case, the errors, and what is needed to repeat it."""
+    from toolkit.hardware.node import describe_node, git_commit, library_versions
 
     facts = {
         "command": shlex.join(["python", *sys.argv]),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "git_commit": git_commit(Path(__file__).parent),
         "versions": library_versions(),
-        "machine": describe_machine(),
+        "machine": describe_node(),
         "grid_sha256": digest(grid),
         "registered_cases": len(grid),
         "steps": STEPS,
@@ -145,14 +152,14 @@ def write_results(folder: Path, grid: list[Case], cases: list[Case], *, before: 
         earlier = json.loads(before.read_text())
         facts["before"] = {name: earlier[name] for name in ("git_commit", "summary", "verdicts_against_traces")}
         facts["before"] |= {"errors": {case["id"]: case["errors"] for case in earlier["cases"]}}
-    lines = ",\n".join(json.dumps(case | {"errors": errors(case)}) for case in cases)
+    lines = ",\n".join(json.dumps(case | {"errors": plan_errors(case)}) for case in cases)
     path = folder / "results.json"
     path.write_text(json.dumps(facts, indent=1)[:-2] + f',\n "cases": [\n{lines}\n]\n}}\n')
     return path
 
 
 def print_summary(cases: list[Case]) -> None:
-    """A short table, last."""
+    """Print a short table."""
     statuses = statistics.multimode(case["measured"]["status"] for case in cases) if cases else []
     done = sum(case["measured"]["status"] == "completed" for case in cases)
     print(f"{len(cases)} cases, {done} completed (most often: {', '.join(statuses) or 'none'})")
@@ -170,15 +177,15 @@ def print_summary(cases: list[Case]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", maxsplit=1)[0])
     parser.add_argument("--output", type=Path, required=True, help="folder of cases.jsonl and results.json")
-    parser.add_argument("--minutes", type=float, default=9.0, help="begin no case after this long")
-    parser.add_argument("--tiny", action="store_true", help="a few tiny cases on the CPU")
-    parser.add_argument("--fake-tensors", action="store_true", help="the cases that can be traced, on a CPU")
-    parser.add_argument("--limit", type=int, help="at most so many cases of the grid")
-    parser.add_argument("--gpu", default="h100", help="as the planner names it")
-    parser.add_argument("--measure-only", action="store_true", help="leave the plans to a later --report")
-    parser.add_argument("--before", type=Path, help="results.json of an earlier planner on the same cases, to show too")
-    parser.add_argument("--write-table", type=Path, help="a document with lines for the table `traced grid`")
-    parser.add_argument("--report", action="store_true", help="run nothing")
+    parser.add_argument("--minutes", type=float, default=9.0, help="start no case after this long")
+    parser.add_argument("--tiny", action="store_true", help="run a few tiny cases on the CPU")
+    parser.add_argument("--fake-tensors", action="store_true", help="run the cases that can be traced, on a CPU")
+    parser.add_argument("--limit", type=int, help="run at most this many cases of the grid")
+    parser.add_argument("--gpu", default="h100", help="name of the GPU in the planner")
+    parser.add_argument("--measure-only", action="store_true", help="make no plans; a later --report does")
+    parser.add_argument("--before", type=Path, help="results.json of an earlier planner on the same cases")
+    parser.add_argument("--write-table", type=Path, help="document with markers for the table `traced grid`")
+    parser.add_argument("--report", action="store_true", help="run no cases")
     given = parser.parse_args()
     started, grid = time.monotonic(), tiny_grid() if given.tiny else registered_grid()
     if given.fake_tensors:
@@ -186,7 +193,7 @@ def main() -> None:
     given.output.mkdir(parents=True, exist_ok=True)
     path = given.output / "cases.jsonl"
     finished = read_cases(path)
-    path.write_text("".join(json.dumps(case) + "\n" for case in finished))  # without a half line at its end
+    path.write_text("".join(json.dumps(case) + "\n" for case in finished))  # without an incomplete last line
     done = {case["id"] for case in finished}
     left = [] if given.report else [case for case in grid[: given.limit] if case["id"] not in done]
     if left:
@@ -204,7 +211,7 @@ def main() -> None:
             file.flush()
             os.fsync(file.fileno())
             print(case["id"], case["architecture"], case["preset"], row["measured"]["status"], file=sys.stderr)
-        # Plans are arithmetic: those of earlier calls are made again, so that a better planner needs no new measuring.
+        # Plans are cheap: they are made again for all cases, so that a new planner needs no new measurements.
         cases = [case | {"planned": plan(case) or case.get("planned")} for case in read_cases(path)]
     print_summary(cases)
     path = write_results(given.output, grid, cases, before=given.before)

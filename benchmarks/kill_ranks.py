@@ -1,11 +1,11 @@
-"""Kill a random rank at a random step, again and again: how soon the attempt ends, what is lost, and the final losses.
+"""Kill random ranks at random steps: seconds until the attempt ends, steps lost, and the final losses.
 
-    python benchmarks/kills.py WORK_FOLDER [--kills 50] [--seed 0] [--seconds 180]
+    python benchmarks/kill_ranks.py WORK_FOLDER [--kills 50] [--seed 0] [--seconds 180]
 
-A run of the tiny random Llama under `--max-restarts 5` is killed up to five times with SIGKILL and must end with the
-losses, gradient norms and batches of the run that nobody touched, bit for bit. Which rank, after which step (0: before
-the first) and how long after it follow from the seed. Finished runs are kept: the same command goes on. After
-`--seconds` nothing more is killed, and the run under way goes on to its end.
+A run of the tiny random Llama under `--max-restarts 5` is killed up to five times with SIGKILL. It must end with the
+losses, gradient norms and batches of an undisturbed run, bit for bit. The seed determines the rank, the step (0: before
+the first) and the delay after it. Finished runs are kept: the same command resumes. After `--seconds` no more ranks are
+killed, and the current run finishes.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from typing import Any
 from record import RESULTS, print_table, spread, write_result, write_table
 
 from toolkit.demo.assets import default_data_file
-from toolkit.runs.checkpoints import list_checkpoints
-from toolkit.runs.folder import RunFolder
-from toolkit.runs.pulses import read_pulses
-from toolkit.runs.steps import read_rows
+from toolkit.run.checkpoints import list_checkpoints
+from toolkit.run.folder import RunFolder
+from toolkit.run.heartbeat import read_heartbeats
+from toolkit.run.measurements import read_rows
 
 DOCUMENT = Path(__file__).parent.parent / "docs" / "faults.md"
-TABLE = "kills"
+TABLE = "kill_ranks"
 PRESETS = ("ddp", "zero2", "fsdp2")
 STEPS, SAVE_STEPS, KILLS_A_RUN = 40, 4, 5
-# Steps of an attempt before its kill, and seconds after that step: a forward, a backward or a save may be cut off.
+# Steps of an attempt before its kill, and seconds after that step, so that a forward, a backward or a save is hit.
 LAST_STEP_OF_ATTEMPT, DELAY_SECONDS = 10, 0.3
 GOAL_SECONDS = 30.0
 COMPARED = ("step", "loss", "grad_norm", "local_grad_norm", "batch_sha256")
@@ -53,12 +53,12 @@ def start(preset: str, model: Path, output: Path, *, max_restarts: int) -> subpr
 
 
 def trained(folder: RunFolder) -> list[list[list[Any]]]:
-    """What each rank trained on and what came of it."""
+    """Return each rank's batches, losses and gradient norms."""
     return [[[row[key] for key in COMPARED] for row in read_rows(folder.rank_rows(rank))] for rank in (0, 1)]
 
 
 def reference(preset: str, model: Path, work: Path) -> list[list[list[Any]]]:
-    """The run that nobody touched; trained once."""
+    """Return the undisturbed run, trained once."""
     kept = work / f"{preset}-reference.json"
     if not kept.exists():
         folder = RunFolder(work / f"{preset}-reference")
@@ -73,7 +73,7 @@ def steps_of(folder: RunFolder, rank: int) -> int:
 
 
 def row_files(folder: RunFolder) -> dict[int, int]:
-    """The inode of each rank's file of rows."""
+    """Return the inode of each rank's file of rows."""
     return {rank: path.stat().st_ino for rank in (0, 1) if (path := folder.rank_rows(rank)).exists()}
 
 
@@ -95,16 +95,16 @@ def wait_for(condition: Callable[[], object], process: subprocess.Popen[str]) ->
 def kill_once(
     folder: RunFolder, process: subprocess.Popen[str], chance: random.Random, *, resumed: int, rows: dict[int, int]
 ) -> dict[str, Any]:
-    """One SIGKILL of an attempt that begins after step `resumed`, and what the launcher made of it.
+    """Send one SIGKILL to an attempt that begins after step `resumed`, and return how the launcher handled it.
 
-    `rows`: the ranks' files of rows of the attempt before, which the new one replaces by those that it keeps.
+    `rows` are the ranks' files of rows of the attempt before; the new attempt replaces them.
     """
     rank, steps, delay = chance.randrange(2), chance.randint(0, LAST_STEP_OF_ATTEMPT), chance.uniform(0, DELAY_SECONDS)
     before, ranks = len(restarts_of(folder)), folder.path / "ranks"
-    wait_for(lambda: len(read_pulses(ranks)) == 2, process)
+    wait_for(lambda: len(read_heartbeats(ranks)) == 2, process)
     wait_for(lambda: not steps or (is_new(folder, rank, rows) and steps_of(folder, rank) >= resumed + steps), process)
     time.sleep(delay)
-    pid = next(pulse.pid for pulse in read_pulses(ranks) if pulse.rank == rank)
+    pid = next(pulse.pid for pulse in read_heartbeats(ranks) if pulse.rank == rank)
     os.kill(pid, signal.SIGKILL)
     killed = time.monotonic()
     wait_for(lambda: len(restarts_of(folder)) > before, process)
@@ -128,7 +128,7 @@ def kill_once(
 
 
 def run_once(number: int, seed: int, most: int, until: float, work: Path) -> dict[str, Any]:
-    """One run that is killed up to `most` times, not after `until`, and ends by itself."""
+    """Run once, killed up to `most` times but not after `until`, until it ends by itself."""
     preset, model = PRESETS[number % len(PRESETS)], work / "model"
     chance = random.Random(f"{seed}-{number}-{preset}")
     expected = reference(preset, model, work)
@@ -150,14 +150,14 @@ def run_once(number: int, seed: int, most: int, until: float, work: Path) -> dic
 
 
 def is_bounded(kill: dict[str, Any]) -> bool:
-    """The rank is named, the newest whole checkpoint is used, and what came before it is all that is left."""
+    """Return True if the rank is named, the newest complete checkpoint is used, and only later steps are lost."""
     allowed = 2 * SAVE_STEPS if kill["save_cut_off"] else SAVE_STEPS
     used = kill["resumed_from_step"] == kill["newest_checkpoint_step"]
     return kill["named_rank"] == kill["rank"] and used and kill["lost_steps"] < allowed
 
 
 def summary(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """A row a preset, and one for all."""
+    """Return a row per preset, and one for all."""
     rows = []
     for preset in (*PRESETS, "all"):
         own = [run for run in runs if preset in (run["preset"], "all")]
@@ -197,12 +197,12 @@ def table_rows(found: dict[str, Any]) -> list[list[object]]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("work", type=Path, help="must hold `model`, a small model with its tokenizer")
+    parser.add_argument("work", type=Path, help="folder that contains `model`, a small model with its tokenizer")
     parser.add_argument("--kills", type=int, default=50)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--seconds", type=float, default=math.inf, help="no kill after so many")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="no kill after this many seconds")
     arguments = parser.parse_args()
-    kept = RESULTS / "kills.json"
+    kept = RESULTS / "kill_ranks.json"
     runs = json.loads(kept.read_text())["runs"] if kept.exists() else []
     until = time.monotonic() + arguments.seconds
     while (left := arguments.kills - sum(len(run["kills"]) for run in runs)) > 0 and time.monotonic() < until:
@@ -216,7 +216,7 @@ def main() -> int:
             "goal_seconds": GOAL_SECONDS,
         }
         found = {"job": job, "summary": summary(runs), "runs": runs}
-        write_result("kills", found)
+        write_result("kill_ranks", found)
         write_table(DOCUMENT, TABLE, HEADER, table_rows(found))
     print_table(HEADER, [cells(row) for row in summary(runs)])
     return 0 if all(run["bit_for_bit"] for run in runs) else 1

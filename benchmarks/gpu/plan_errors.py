@@ -1,8 +1,4 @@
-"""Plans judged by what was measured or traced: errors, how they spread over halves, presets and methods, and verdicts.
-
->>> summary(cases)[0]
-{'split': 'test', 'group': 'all', 'what': 'traced', 'cases': 60, 'mean': 0.012, 'p95': 0.04, ...}
-"""
+"""Errors of plans against measurements and traces, summed up by half, preset and method; and wrong verdicts."""
 
 from __future__ import annotations
 
@@ -13,42 +9,42 @@ from typing import Any
 from grid import Case
 
 STATES = ("parameter_bytes", "gradient_bytes", "optimizer_bytes")
-KINDS = ("states", "traced", "allocated", "reserved", "step")
-# Issue 6, goals on the test half: mean and 95th percentile of the absolute error.
+QUANTITIES = ("states", "traced", "allocated", "reserved", "step")
+# Goals on the test half: mean and 95th percentile of the absolute error.
 GOALS = {"allocated": (0.02, 0.05), "traced": (0.02, 0.05), "reserved": (0.05, 0.10), "step": (0.08, None)}
-# Cards on which a case is called `fits` or not, from a laptop's neighbour to the grid's own.
-CARDS = ("t4", "rtx-4090", "a100-40gb", "l40s", "h100")
+# GPUs whose verdicts are checked, from the smallest in the table to the one of the grid.
+GPUS = ("t4", "rtx-4090", "a100-40gb", "l40s", "h100")
 
 
-def errors(case: Case) -> dict[str, float]:
-    """Planned over measured, minus one, of what both sides have."""
+def plan_errors(case: Case) -> dict[str, float]:
+    """Return planned over measured, minus one, for each quantity that both have."""
     plan, found = case.get("planned"), case["measured"]
     if not plan or found["status"] != "completed":
         return {}
-    told = {"states": (sum(plan[name] for name in STATES), sum(found[name] for name in STATES))}
+    pairs = {"states": (sum(plan[name] for name in STATES), sum(found[name] for name in STATES))}
     if found["peak_allocated_bytes"]:
-        told["allocated"] = (max(p["allocated_bytes"] for p in plan["phases"].values()), found["peak_allocated_bytes"])
-        told["reserved"] = (plan["planned_peak_bytes"], found["peak_reserved_bytes"])
+        pairs["allocated"] = (max(p["allocated_bytes"] for p in plan["phases"].values()), found["peak_allocated_bytes"])
+        pairs["reserved"] = (plan["planned_peak_bytes"], found["peak_reserved_bytes"])
     if found["peaks"]:
-        told["traced"] = (max(plan["phases"][phase]["allocated_bytes"] for phase in found["peaks"]), traced_peak(case))
+        pairs["traced"] = (max(plan["phases"][phase]["allocated_bytes"] for phase in found["peaks"]), traced_peak(case))
     if found["compute_step_seconds"] and case["world_size"] == 1 and plan["step_seconds"]:
-        told["step"] = (statistics.mean(plan["step_seconds"]), found["compute_step_seconds"])
-    return {name: planned / measured - 1 for name, (planned, measured) in told.items()}
+        pairs["step"] = (statistics.mean(plan["step_seconds"]), found["compute_step_seconds"])
+    return {name: planned / measured - 1 for name, (planned, measured) in pairs.items()}
 
 
 def traced_peak(case: Case) -> int:
-    """The highest moment on fake tensors."""
+    """Return the highest peak on fake tensors."""
     return max(int(peak["total_bytes"]) for peak in case["measured"]["peaks"].values())
 
 
 def summary(cases: list[Case]) -> list[dict[str, Any]]:
-    """Of each half: everything, by preset, by method, by checkpointing, by where activations came from."""
+    """Return the errors of each half: of all cases, and by preset, method, checkpointing, source and architecture."""
     rows = []
     for group, name_of in GROUPS.items():
         for split in ("calibration", "test"):
             half = [case for case in cases if case["split"] == split]
             for name in sorted({name_of(case) for case in half}):
-                rows += _of_group([case for case in half if name_of(case) == name], split, group, name)
+                rows += _summarize([case for case in half if name_of(case) == name], split, group, name)
     return rows
 
 
@@ -62,10 +58,10 @@ GROUPS: dict[str, Callable[[Case], str]] = {
 }
 
 
-def _of_group(cases: list[Case], split: str, group: str, name: str) -> list[dict[str, Any]]:
-    found = [(case["id"], errors(case)) for case in cases]
+def _summarize(cases: list[Case], split: str, group: str, name: str) -> list[dict[str, Any]]:
+    found = [(case["id"], plan_errors(case)) for case in cases]
     rows = []
-    for what in KINDS:
+    for what in QUANTITIES:
         signed = [(error[what], number) for number, error in found if what in error]
         values = sorted(abs(value) for value, _ in signed)
         if values and (group == "all" or what in ("traced", "allocated")):
@@ -86,36 +82,41 @@ TABLE_HEADER += ("before: mean", "before: p95", "before: worst")
 
 
 def traced_rows(rows: list[dict[str, Any]], before: list[dict[str, Any]]) -> list[tuple[str, ...]]:
-    """The summary of traced peaks as a table, an earlier planner's beside it."""
+    """Return the summary of traced peaks as rows of a table, next to that of an earlier planner."""
     earlier = {(row["split"], row["group"], row["name"]): row for row in before if row["what"] == "traced"}
     table = []
     for row in rows:
         if row["what"] != "traced":
             continue
         old = earlier.get((row["split"], row["group"], row["name"]))
-        then = tuple(_share(old[name]) for name in ("mean", "p95", "worst")) if old else ("n/a",) * 3
+        then = tuple(_percent(old[name]) for name in ("mean", "p95", "worst")) if old else ("n/a",) * 3
         name = {"all": "all"}.get(row["group"], f"`{row['name']}`")
-        now = (_share(row["mean"]), _share(row["p95"]), f"{row['under']:.0%}".replace("%", " %"), _share(row["worst"]))
+        now = (
+            _percent(row["mean"]),
+            _percent(row["p95"]),
+            f"{row['under']:.0%}".replace("%", " %"),
+            _percent(row["worst"]),
+        )
         table.append((row["split"], name, str(row["cases"]), *now, *then))
     return table
 
 
-def _share(value: float) -> str:
+def _percent(value: float) -> str:
     return f"{100 * value:.2f} %"
 
 
 def out_of_memory_among_fits(cases: list[Case]) -> list[str]:
-    """Cases that were called `fits` and ran out of memory; the goal is none."""
+    """Return the cases with the verdict `fits` that ran out of memory; the goal is none."""
     fits = [case for case in cases if (case.get("planned") or {}).get("verdict") == "fits"]
     return [case["id"] for case in fits if case["measured"]["status"] == "out_of_memory"]
 
 
 def verdicts_against_traces(cases: list[Case]) -> dict[str, Any]:
-    """Verdicts on several cards, by whether the traced peak and the planned overhead would fit; wrong ones by name."""
+    """Count verdicts on several GPUs by whether the traced peak and the planned overhead fit; list the wrong ones."""
     from toolkit.hardware.gpu_table import find_gpu
-    from toolkit.plan.verdict import UNCERTAINTY, UNCERTAINTY_UNKNOWN, verdict
+    from toolkit.plan.memory_verdict import UNCERTAINTY, UNCERTAINTY_UNKNOWN, fit_verdict
 
-    said: dict[str, int] = {}
+    counts: dict[str, int] = {}
     wrong = []
     for case in cases:
         plan = case.get("planned")
@@ -123,9 +124,9 @@ def verdicts_against_traces(cases: list[Case]) -> dict[str, Any]:
             continue
         peak = plan["phases"][plan["peak_phase"]]
         known = plan.get("activations_from") != "llama"
-        for card in CARDS:
-            memory = find_gpu(card).memory_bytes
-            word = verdict(
+        for gpu in GPUS:
+            memory = find_gpu(gpu).memory_bytes
+            word = fit_verdict(
                 planned_peak_bytes=plan["planned_peak_bytes"],
                 exact_bytes=sum(peak[name] for name in STATES),
                 memory_bytes=memory,
@@ -133,7 +134,7 @@ def verdicts_against_traces(cases: list[Case]) -> dict[str, Any]:
             )
             fits = traced_peak(case) + plan["overhead_bytes"] <= memory
             key = f"{word}, {'would fit' if fits else 'would not fit'}"
-            said[key] = said.get(key, 0) + 1
+            counts[key] = counts.get(key, 0) + 1
             if (word, fits) in (("fits", False), ("does_not_fit", True)):
-                wrong.append(f"{case['id']} on {card}: {key}")
-    return {"cards": list(CARDS), "said": said, "wrong": wrong}
+                wrong.append(f"{case['id']} on {gpu}: {key}")
+    return {"cards": list(GPUS), "said": counts, "wrong": wrong}

@@ -1,10 +1,10 @@
 """Resume every preset's checkpoint under every other, and on other world sizes: losses against the uninterrupted run.
 
-    python benchmarks/resume_elsewhere.py WORK_FOLDER [--pairs 5]
+    python benchmarks/resume_conversion.py WORK_FOLDER [--pairs 5]
 
-The tiny random Llama of the tests (WORK_FOLDER/model), 10 steps, saved after step 4 with weight decay 0.1; a global
-batch of 4. Each pair trains the other 6 steps. The difference is the largest of a step's loss, over the loss. Pairs
-that are done are kept: the same command goes on, `--pairs` at a time. The table is docs/checkpoints-commands.md's.
+The tests' tiny random Llama (WORK_FOLDER/model), 10 steps, saved after step 4, weight decay 0.1, global batch size 4.
+Each pair trains the other 6 steps. The difference is the largest relative difference of a step's loss. Finished pairs
+are kept: the same command resumes, `--pairs` at a time. The table is in docs/checkpoints-commands.md.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from typing import Any
 from record import RESULTS, write_result, write_table
 
 from toolkit.demo.assets import default_data_file
-from toolkit.runs.folder import RunFolder
-from toolkit.runs.steps import measure, read_steps
+from toolkit.run.folder import RunFolder
+from toolkit.run.measurements import measure, read_steps
 
 DOCUMENT = Path(__file__).parent.parent / "docs" / "checkpoints-commands.md"
 TABLE = "pairs"
@@ -30,7 +30,7 @@ HEADER = ("from, 2 ranks", "to", "largest difference of a loss, relative")
 
 
 def pairs() -> list[tuple[str, str, int]]:
-    """Every preset to every other on two ranks; one and four ranks to and from each engine."""
+    """Return every pair of presets on two ranks, and each engine from and to one and four ranks."""
     found = [(source, target, 2) for source in PRESETS for target in PRESETS if source != target]
     found += [(name, name, 4) for name in PRESETS]
     found += [("ddp", "single", 1), ("fsdp2", "single", 1), ("zero1", "zero1", 1)]
@@ -38,7 +38,7 @@ def pairs() -> list[tuple[str, str, int]]:
 
 
 def train(preset: str, ranks: int, model: Path, output: Path, *words: str) -> str | None:
-    """None, or the last words of a run that failed."""
+    """Train; return None, or the last lines of a run that failed."""
     job = ["--model_name_or_path", str(model), "--dataset", str(default_data_file("faq-en-alpaca.jsonl"))]
     job += ["--max_seq_length", "64", "--learning_rate", "1e-3", "--weight_decay", "0.1", "--max_steps", str(STEPS)]
     job += ["--per_device_train_batch_size", str(GLOBAL_BATCH // ranks), "--save_model", "false"]
@@ -80,10 +80,10 @@ def table_rows(found: dict[str, Any]) -> list[tuple[str, str, str]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("work", type=Path, help="must hold `model`, a small model with its tokenizer")
-    parser.add_argument("--pairs", type=int, default=None, help="at most so many now")
+    parser.add_argument("work", type=Path, help="folder that contains `model`, a small model with its tokenizer")
+    parser.add_argument("--pairs", type=int, default=None, help="run at most this many pairs now")
     arguments = parser.parse_args()
-    kept = RESULTS / "resume_elsewhere.json"
+    kept = RESULTS / "resume_conversion.json"
     known = json.loads(kept.read_text())["rows"] if kept.exists() else []
     rows = {(each["source"], each["target"], each["target_world_size"]): each for each in known}
     for pair in [pair for pair in pairs() if pair not in rows][: arguments.pairs]:
@@ -91,7 +91,7 @@ def main() -> None:
         print(json.dumps(rows[pair]), flush=True)
         ordered = [rows[each] for each in pairs() if each in rows]
         found = {"pairs": len(pairs()), "rows": ordered}
-        write_result("resume_elsewhere", found)
+        write_result("resume_conversion", found)
         write_table(DOCUMENT, TABLE, HEADER, table_rows(found))
 
 

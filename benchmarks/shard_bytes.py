@@ -1,10 +1,10 @@
-"""Shard bytes of the real engines, rank by rank, for tiny models of eight architectures: what a planner must equal.
+"""Shard bytes of the real engines, rank by rank, for tiny models of eight architectures; the plan must equal them.
 
-    python benchmarks/rehearsal_sizes.py --output benchmarks/results/shard_bytes.json --minutes 3
+    python benchmarks/shard_bytes.py --output benchmarks/results/shard_bytes.json --minutes 3
 
-Each case is `toolkit rehearse` without its command line: the training script with a fake process group, one step in
-a process of its own, forked from one that has imported everything. Cases that the output holds already are left out,
-so the same command goes on. `--cases FILE` runs those of a JSON list instead (the tests do).
+Each case is what `toolkit rehearse` runs: the training script with a fake process group, one step, in a process forked
+from one that has imported everything. Cases that are already in the output are skipped, so the same command resumes.
+`--cases FILE` runs those of a JSON list instead, as the tests do.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from rehearsing import log_tail, prepare, rehearse
+from forked_rehearsals import log_tail, prepare, rehearse
 
-# One layer more than two, and sizes that few world sizes divide: padding shows.
+# Three layers, and sizes that few world sizes divide, so that padding shows.
 SIZES = {"hidden_size": 60, "intermediate_size": 100, "num_hidden_layers": 3, "vocab_size": 517}
 HEADS = {"num_attention_heads": 6, "num_key_value_heads": 2, "max_position_embeddings": 64}
 NAMED = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0, "dtype": "float32"}
@@ -56,7 +56,7 @@ Case = dict[str, Any]
 
 
 def all_cases() -> list[Case]:
-    """The whole sweep, in an order that gives every preset and architecture something early."""
+    """Return all cases, in an order that covers every preset and architecture early."""
     cases = [
         {"architecture": architecture, "preset": preset, "world_size": world_size, "rank": rank, "arguments": []}
         for architecture in ARCHITECTURES
@@ -74,12 +74,12 @@ def all_cases() -> list[Case]:
 
 
 def key(case: Case) -> str:
-    """By which a case is known."""
+    """Return what identifies a case."""
     return json.dumps([case[name] for name in ("architecture", "preset", "world_size", "rank", "arguments")])
 
 
 def found_by(case: Case, model: Path, work: Path) -> Case:
-    """One case in a forked process: its bytes, or the error it ended with."""
+    """Run one case in a forked process; return its bytes, or its error."""
     folder = work / f"{case['preset']}-{case['world_size']}-{case['rank']}-{time.monotonic_ns()}"
     rehearse(
         preset=case["preset"],
@@ -102,7 +102,7 @@ def _found(folder: Path) -> Case:
 
 
 def model_file(name: str, work: Path) -> Path:
-    """The architecture's config.json, or a path that is given as one."""
+    """Return the path of the architecture's config.json, or a path that is given instead."""
     if name not in ARCHITECTURES:
         return Path(name)
     path = work / name / "config.json"
@@ -112,17 +112,16 @@ def model_file(name: str, work: Path) -> Path:
 
 
 def planned(case: Case, model: Path) -> Case:
-    """What the planner says that the case holds, by the same names; in fp32, as rehearsed."""
-    from toolkit.models.read import read_model
-    from toolkit.plan.engine import engine_of
-    from toolkit.plan.states import model_states
-    from toolkit.plan.weights import weights_of
+    """Return the planned bytes of a case, by the same names; in fp32, as in the rehearsal."""
+    from toolkit.models.read_model import read_model
+    from toolkit.plan.engine_settings import engine_settings
+    from toolkit.plan.model_states import job_weights, model_states
     from toolkit.presets import load_preset
 
     shape = read_model(str(model))
     place = {"world_size": case["world_size"], "rank": case["rank"], "hidden_size": shape.hidden_size}
-    engine = engine_of(load_preset(case["preset"]), mixed_precision="no", **place)
-    weights = weights_of(shape, int(LORA[1]) if case["arguments"] == LORA else None, False)
+    engine = engine_settings(load_preset(case["preset"]), mixed_precision="no", **place)
+    weights = job_weights(shape, int(LORA[1]) if case["arguments"] == LORA else None, False)
     states = model_states(engine, weights)
     return {name: getattr(states, name) for name in PARTS[:3]} | {
         "num_params": weights.num_trained + weights.num_frozen,
@@ -131,7 +130,7 @@ def planned(case: Case, model: Path) -> Case:
 
 
 def differing(cases: list[Case], work: Path) -> list[Case]:
-    """Cases of the sweep that do not hold what is planned, with the plan; none is rehearsed."""
+    """Return the recorded cases whose bytes differ from the plan, with the plan; nothing is rehearsed."""
     found = []
     for case in (case for case in cases if case["architecture"] in ARCHITECTURES and "num_params" in case):
         plan = planned(case, model_file(case["architecture"], work))
@@ -141,18 +140,18 @@ def differing(cases: list[Case], work: Path) -> list[Case]:
 
 
 def read_results(path: Path) -> dict[str, Any]:
-    """What an earlier call found, or an empty beginning."""
+    """Return the results of an earlier call, or empty ones."""
     return json.loads(path.read_text()) if path.is_file() else {"cases": []}
 
 
 def write_results(path: Path, cases: list[Case]) -> None:
-    """Cases one a line, in the sweep's order, with what is needed to do them again."""
-    from toolkit.hardware.machine import git_commit, library_versions
+    """Write the cases, one per line in their fixed order, with what is needed to repeat them."""
+    from toolkit.hardware.node import git_commit, library_versions
 
     order = {key(case): position for position, case in enumerate(all_cases())}
     lines = ",\n".join(json.dumps(case) for case in sorted(cases, key=lambda case: order.get(key(case), -1)))
     facts = {
-        "command": "python benchmarks/rehearsal_sizes.py --output benchmarks/results/shard_bytes.json",
+        "command": "python benchmarks/shard_bytes.py --output benchmarks/results/shard_bytes.json",
         "date": datetime.now(UTC).date().isoformat(),
         "git_commit": git_commit(Path(__file__).parent),
         "versions": library_versions(),
@@ -166,8 +165,8 @@ def write_results(path: Path, cases: list[Case]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", maxsplit=1)[0])
     parser.add_argument("--output", type=Path, required=True)
-    parser.add_argument("--cases", type=Path, help="a JSON list of cases, instead of the sweep")
-    parser.add_argument("--minutes", type=float, default=60.0, help="begin no case after this long")
+    parser.add_argument("--cases", type=Path, help="a JSON list of cases to run instead")
+    parser.add_argument("--minutes", type=float, default=60.0, help="start no case after this long")
     given = parser.parse_args()
     started, wanted = time.monotonic(), json.loads(given.cases.read_text()) if given.cases else all_cases()
     found = read_results(given.output)["cases"]

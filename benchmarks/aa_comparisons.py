@@ -1,9 +1,9 @@
-"""A preset beside itself: over 20 seeded comparisons, a difference may be claimed in at most one.
+"""A/A test of `toolkit compare`: a preset against itself, where at most 1 of 20 comparisons may claim a difference.
 
-    python benchmarks/aa.py --model MODEL --work DIR
+    python benchmarks/aa_comparisons.py --model MODEL --work DIR
 
-Each comparison is `toolkit compare --preset P --variant again=P`, interleaved in the order of its own seed. Stopped
-and started again, it goes on: finished trials are in the ledgers under DIR.
+Each comparison is `toolkit compare --preset P --variant again=P`, with trials interleaved in the order of its own seed.
+Finished trials are in the ledgers under DIR: the same command resumes.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from typing import Any
 
 from record import print_table, write_result
 
-from toolkit.compare.loading import load_results
+from toolkit.compare.read_results import load_results
 from toolkit.demo.assets import default_data_file, prepare_default_model
 
 GOAL = 1
-"""Claims in 20 comparisons."""
+"""Largest number of claimed differences in 20 comparisons."""
 
 
 def compare(folder: Path, given: argparse.Namespace, seed: int) -> None:
-    """One comparison, or what is left of it."""
+    """Run or resume one comparison."""
     job = ["--model_name_or_path", given.model, "--dataset", str(default_data_file("faq-en-alpaca.jsonl"))]
     job += ["--max_seq_length", "64", "--max_steps", str(given.steps), "--per_device_train_batch_size", "2"]
     options = ["--preset", given.preset, "--variant", f"again={given.preset}", "--reference", given.preset]
@@ -37,27 +37,27 @@ def compare(folder: Path, given: argparse.Namespace, seed: int) -> None:
 
 
 def figures(folder: Path) -> dict[str, Any]:
-    """What one comparison claims, and how far its trials lie apart."""
+    """Return what one comparison claims, and the speeds of its trials."""
     results = load_results(folder)
-    again = next(row for row in results["rows"] if row["preset"] == "again")
+    again = next(row for row in results.rows if row.preset == "again")
     speeds = {
-        name: [trial["tokens_per_second"] for trial in results["trials"] if trial["preset"] == name]
-        for name in {row["preset"] for row in results["rows"]}
+        name: [trial.tokens_per_second for trial in results.trials if trial.preset == name]
+        for name in {row.preset for row in results.rows}
     }
     return {
-        "parity": again["parity"],
-        "difference": again["difference"],
-        "ratio": again["ratio_to_reference"],
-        "ratio_interval": again["ratio_interval"],
+        "parity": again.parity,
+        "difference": again.difference,
+        "ratio": again.ratio_to_reference,
+        "ratio_interval": again.ratio_interval,
         "tokens_per_second": speeds,
-        "timed_steps": again["timed_steps"],
+        "timed_steps": again.timed_steps,
     }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="How often a preset is claimed to differ from itself.")
-    parser.add_argument("--model", default=None, help="a folder; the default model if not given")
-    parser.add_argument("--work", type=Path, required=True, help="where the comparisons are kept")
+    parser = argparse.ArgumentParser(description="How often a comparison claims that a preset differs from itself.")
+    parser.add_argument("--model", default=None, help="model folder; the demo's model by default")
+    parser.add_argument("--work", type=Path, required=True, help="folder for the comparisons")
     parser.add_argument("--preset", default="ddp")
     parser.add_argument("--num-processes", type=int, default=2)
     parser.add_argument("--comparisons", type=int, default=20)
@@ -83,7 +83,7 @@ def main() -> None:
     ]
     print_table(["seed", "difference", "ratio", "low", "high"], rows)
     print(f"{len(claims)} of {len(found)} comparisons claim a difference; at most {GOAL} may")
-    print(write_result("aa", {"claims": len(claims), "goal": GOAL, "comparisons": found}))
+    print(write_result("aa_comparisons", {"claims": len(claims), "goal": GOAL, "comparisons": found}))
 
 
 if __name__ == "__main__":
