@@ -30,11 +30,17 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 @pytest.fixture(autouse=True)
 def _same_environment() -> Iterator[None]:
     """Restore the environment: libraries set variables (`TrainingArguments(deepspeed=...)` sets
-    `ACCELERATE_USE_DEEPSPEED`), which the processes of the next test would inherit."""
-    before = dict(os.environ)
+    `ACCELERATE_USE_DEEPSPEED`), which the processes of the next test would inherit.
+
+    The object is restored too: `datasets.Dataset.map(num_proc=...)` replaces `os.environ` by a copy, and a library that
+    holds the old object (rich) would not see what the next test sets.
+    """
+    environment, before = os.environ, dict(os.environ)
     yield
-    for name in os.environ.keys() - before.keys():
-        del os.environ[name]
+    for current in (os.environ, environment):
+        for name in current.keys() - before.keys():
+            del current[name]
+    os.environ = environment  # noqa: B003 -- the object itself, not its content
     os.environ.update(before)
 
 
