@@ -167,14 +167,16 @@ def test_a_forked_process_and_what_it_starts_are_found_by_the_run_s_id(start: An
         each.kill()
 
 
-def test_a_server_ends_with_its_owner_and_takes_its_processes_along(tmp_path: Path) -> None:
+@pytest.mark.parametrize("deepspeed", ["false", "true"])
+def test_a_server_ends_with_its_owner_and_takes_its_processes_along(deepspeed: str, tmp_path: Path) -> None:
     script = tmp_path / "sleep.py"
     script.write_text("import time\ntime.sleep(60)\n")
     owner = f"""
 import os, sys, time
 from toolkit.run.warm_start import fork_process, start_fork_server
 server = start_fork_server(os.environ)
-process = fork_process(server.socket_path, [sys.executable, {str(script)!r}], environment=os.environ)
+environment = os.environ | {{"ACCELERATE_USE_DEEPSPEED": {deepspeed!r}}}
+process = fork_process(server.socket_path, [sys.executable, {str(script)!r}], environment=environment)
 print(server.process.pid, process.pid, flush=True)
 time.sleep(60)
 """
@@ -193,6 +195,19 @@ time.sleep(60)
 def test_what_libraries_read_at_import_cannot_differ(start: Any) -> None:
     with pytest.raises(RefusedError, match="HF_HOME"):
         start("", HF_HOME="/elsewhere")
+
+
+def test_deepspeed_on_another_device_is_refused(start: Any) -> None:
+    with pytest.raises(RefusedError, match="DS_ACCELERATOR is xpu"):
+        start("", DS_ACCELERATOR="xpu")
+
+
+@pytest.mark.parametrize(("deepspeed", "imported"), [("false", False), ("true", True)])
+def test_only_ranks_of_deepspeed_have_imported_torch_s_compiler(start: Any, deepspeed: str, imported: bool) -> None:
+    process = start(
+        "import sys; print('torch._inductor.compile_fx' in sys.modules)", ACCELERATE_USE_DEEPSPEED=deepspeed
+    )
+    assert output(process) == [str(imported)]
 
 
 def test_a_folder_with_another_toolkit_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

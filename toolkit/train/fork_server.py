@@ -7,6 +7,9 @@
 launcher's own code still builds the environment of the ranks, monitors them, ends them and reports them, so exit codes
 and log lines are those of any other launch.
 
+On a node without a GPU, ranks of DeepSpeed are forked from a second server, a fork of the first one that has imported
+torch's compiler too, as DeepSpeed does: in the other ranks, its 45 MiB would add to the host memory that is measured.
+
 A forked process must behave like one that was started cold:
 
 - The server computes nothing and never initialises CUDA.
@@ -25,6 +28,7 @@ import array
 import atexit
 import contextlib
 import ctypes
+import importlib
 import importlib.machinery
 import json
 import os
@@ -40,6 +44,7 @@ import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -57,6 +62,9 @@ READ_AFTER_IMPORT = re.compile(
 )
 # Programs that start ranks as child processes.
 LAUNCHERS = ("accelerate.commands.launch", "torch.distributed.run")
+# DeepSpeed imports it when it creates an engine. It calls torch.compile, which imports torch's compiler (1 s).
+DEEPSPEED_COMPILES = "deepspeed.runtime.zero.muon.original_muon"
+NVML_CHECK = "PYTORCH_NVML_BASED_CUDA_CHECK"
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 MADV_POPULATE_READ = 22  # linux/mman.h, since Linux 5.14
 GRACE_SECONDS = 15.0
@@ -80,14 +88,22 @@ def main(socket_path: str) -> None:
 def import_training_script() -> dict[str, str]:
     """Import what every rank imports, like `toolkit.train.__main__`; return the variables that the libraries set.
 
-    DeepSpeed is imported by the ranks that use it (0.2 s), because it selects its device when it is imported.
+    DeepSpeed too, which accelerate imports in every rank if it is installed. It selects its device when it is imported,
+    so on a node with GPUs the rank imports it.
     """
     # Without NVML, the check for GPUs initialises the CUDA driver, which forked processes could not use any more.
-    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
+    os.environ[NVML_CHECK] = "1"
     with garbage_collector_off():
         prepare_environment()
         before = set(os.environ)
+        import torch
+
         import toolkit.train.script  # noqa: F401
+
+        if not torch.cuda.is_available():
+            import deepspeed  # noqa: F401
+
+            before.discard(NVML_CHECK)  # DeepSpeed sets it too
     return {name: value for name, value in os.environ.items() if name not in before}
 
 
@@ -136,17 +152,17 @@ def make_resident(stretches: Sequence[tuple[int, int]]) -> None:
 
 
 class Server:
-    """Forks a process per connection, reports its exit, and ends it if its owner disconnects."""
+    """Forks a process per request, reports its exit, and ends it if its owner disconnects."""
 
     def __init__(
         self,
-        listener: socket.socket,
+        requests: socket.socket,
         socket_path: str,
         *,
         environment: Mapping[str, str],
         set_by_imports: dict[str, str],
     ) -> None:
-        self.listener, self.socket_path = listener, socket_path
+        self.requests, self.socket_path = requests, socket_path
         self.environment, self.set_by_imports = environment, set_by_imports
         self.file_pages = resident_file_pages()
         self.selector = selectors.DefaultSelector()
@@ -154,10 +170,12 @@ class Server:
         """Connection to the owner of each process, by pid; processes whose owner disconnected have none."""
         self.running: dict[int, int] = {}
         """File descriptor (pidfd) of each process, by pid."""
+        self.deepspeed: DeepSpeedServer | None = None
+        """Started with the first rank of DeepSpeed."""
 
     def serve(self) -> None:
         """Serve until stdin is closed, then end all processes."""
-        self.selector.register(self.listener, selectors.EVENT_READ, self.accept)
+        self.selector.register(self.requests, selectors.EVENT_READ, self.accept)
         self.selector.register(sys.stdin.fileno(), selectors.EVENT_READ, None)
         while True:
             for key, _ in self.selector.select():
@@ -167,8 +185,8 @@ class Server:
                 key.data()
 
     def accept(self) -> None:
-        """Read one request, and fork its process or refuse it."""
-        connection, _ = self.listener.accept()
+        """Read one request from a new connection."""
+        connection, _ = self.requests.accept()
         connection.settimeout(REQUEST_SECONDS)
         try:
             _, descriptors, _, _ = socket.recv_fds(connection, 16, MAX_DESCRIPTORS)
@@ -178,17 +196,56 @@ class Server:
         if len(descriptors) < 3:
             connection.close()
             return
-        with os.fdopen(descriptors[0]) as file:
+        self.answer(connection, descriptors)
+
+    def answer(self, connection: socket.socket, descriptors: list[int]) -> None:
+        """Fork the process of a request, or refuse it. `descriptors` are its content, its streams, and the rest."""
+        with os.fdopen(os.dup(descriptors[0])) as file:
             file.seek(0)
             request = ForkRequest.from_json(file.read())
         refusal = why_refused(request, self.environment)
-        if refusal is None:
-            self.fork(request, connection, descriptors[1:])
-        else:
+        if refusal is not None:
             send(connection, {"refused": refusal})
             connection.close()
-        for descriptor in descriptors[1:]:
+        elif runs_deepspeed(request) and "deepspeed" in sys.modules:
+            self.deepspeed = self.deepspeed or self.start_deepspeed_server()
+            self.deepspeed.forward(connection, descriptors)
+        else:
+            self.fork(request, connection, descriptors[1:])
+        for descriptor in descriptors:
             os.close(descriptor)
+
+    def start_deepspeed_server(self) -> DeepSpeedServer:
+        """Fork the second server, which imports torch's compiler before it answers its first request."""
+        channel, requests = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        pid = os.fork()
+        if pid == 0:
+            try:
+                self.close_connections()
+                channel.close()
+                with garbage_collector_off():
+                    importlib.import_module(DEEPSPEED_COMPILES)
+                check_forkable()
+                ForwardedRequests(
+                    requests, self.socket_path, environment=self.environment, set_by_imports=self.set_by_imports
+                ).serve()
+            except BaseException:
+                sys.excepthook(*sys.exc_info())
+            finally:
+                os._exit(0)
+        requests.close()
+        return DeepSpeedServer(pid=pid, channel=channel)
+
+    def close_connections(self) -> None:
+        """Close what a forked process inherits: a copy of a connection would hide that its owner disconnected."""
+        for connection in self.connections.values():
+            connection.close()
+        for pidfd in self.running.values():
+            os.close(pidfd)
+        if self.deepspeed is not None:
+            self.deepspeed.channel.close()
+        self.requests.close()
+        self.selector.close()
 
     def fork(self, request: ForkRequest, connection: socket.socket, descriptors: list[int]) -> None:
         """Fork the process of a request; `descriptors` are its stdout, stderr, and those that it inherits."""
@@ -224,6 +281,8 @@ class Server:
     def end_all(self) -> None:
         """Send SIGTERM to every process, and SIGKILL to those that still run after `GRACE_SECONDS`."""
         deadline = time.monotonic() + GRACE_SECONDS
+        if self.deepspeed is not None:
+            self.deepspeed.channel.close()
         for pid in self.running:
             os.kill(pid, signal.SIGTERM)  # not reaped yet, so its pid is still its own
         while self.running and time.monotonic() < deadline:
@@ -233,6 +292,8 @@ class Server:
         for pid in list(self.running):
             os.kill(pid, signal.SIGKILL)
             self.reap(pid)
+        if self.deepspeed is not None:
+            os.waitpid(self.deepspeed.pid, 0)  # it ends its processes in the same time
 
     def run_child(
         self, request: ForkRequest, connection: socket.socket, descriptors: list[int], server_pid: int
@@ -242,13 +303,7 @@ class Server:
         try:
             become(request, descriptors, server_pid, self.set_by_imports)
             make_resident(self.file_pages)
-            # An inherited copy of another process's connection would hide that its owner disconnected.
-            for other in self.connections.values():
-                other.close()
-            for pidfd in self.running.values():
-                os.close(pidfd)
-            self.listener.close()
-            self.selector.close()
+            self.close_connections()
             send(connection, {"pid": os.getpid()})
             connection.close()
             if request.command.target in LAUNCHERS:
@@ -258,6 +313,55 @@ class Server:
             sys.excepthook(*sys.exc_info())
         finally:
             os._exit(code)
+
+
+class ForwardedRequests(Server):
+    """The second server, whose requests arrive through the first one; it ends with it."""
+
+    def serve(self) -> None:
+        """Serve until the first server closes its end of the channel, then end all processes."""
+        self.selector.register(self.requests, selectors.EVENT_READ, self.accept)
+        self.connected = True
+        while self.connected:
+            for key, _ in self.selector.select():
+                key.data()
+        self.end_all()
+
+    def accept(self) -> None:
+        """Read one request with its connection."""
+        content, descriptors, _, _ = socket.recv_fds(self.requests, 16, MAX_DESCRIPTORS + 1)
+        if content:
+            self.answer(socket.socket(fileno=descriptors[0]), descriptors[1:])
+        else:
+            self.connected = False
+            self.selector.unregister(self.requests)
+
+    def answer(self, connection: socket.socket, descriptors: list[int]) -> None:
+        """Fork the process of a request that the first server has checked."""
+        with os.fdopen(descriptors[0]) as file:
+            file.seek(0)
+            self.fork(ForkRequest.from_json(file.read()), connection, descriptors[1:])
+        for descriptor in descriptors[1:]:
+            os.close(descriptor)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DeepSpeedServer:
+    """The second server, as the first one sees it."""
+
+    pid: int
+    channel: socket.socket
+
+    def forward(self, connection: socket.socket, descriptors: list[int]) -> None:
+        """Pass a request on; if the second server has ended, the client starts the process cold."""
+        with contextlib.suppress(OSError):
+            socket.send_fds(self.channel, [b"start"], [connection.fileno(), *descriptors])
+        connection.close()
+
+
+def runs_deepspeed(request: ForkRequest) -> bool:
+    """Return True for a rank that accelerate runs with DeepSpeed."""
+    return request.environment.get("ACCELERATE_USE_DEEPSPEED", "").lower() == "true"
 
 
 def send(connection: socket.socket, message: dict[str, Any]) -> None:
@@ -270,6 +374,9 @@ def why_refused(request: ForkRequest, environment: Mapping[str, str]) -> str | N
     for name in sorted({*environment, *request.environment}):
         if environment.get(name) != request.environment.get(name) and not READ_AFTER_IMPORT.fullmatch(name):
             return f"libraries may read {name} when they are imported, and it has changed since the fork server started"
+    device = request.environment.get("DS_ACCELERATOR", "cpu")
+    if device != "cpu" and "deepspeed" in sys.modules:
+        return f"DS_ACCELERATOR is {device}, and DeepSpeed has selected the CPU when the fork server started"
     if Path("/proc/self/cgroup").read_text() != request.cgroups:
         return "the fork server runs in another control group, which may have another memory limit"
     added = set(path_entries(request.environment)) - {*path_entries(environment), request.working_directory}
