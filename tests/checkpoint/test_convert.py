@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from launching import SAVED, SAVED_STEPS, losses, read, toolkit
+from launching import ROOT, SAVED, SAVED_STEPS, accelerate_launch, losses, read, toolkit
 
 # peft reads a deprecated attribute of transformers; `python -m toolkit.checkpoint` hides the warning too.
 DEPRECATED = "ignore:.is_gradient_checkpointing. is deprecated:FutureWarning"
@@ -57,6 +57,27 @@ def test_an_impossible_conversion_is_refused_before_anything_is_written(
     with pytest.raises(ToolkitError, match=message):
         convert(checkpoint, tmp_path / "out", load_preset(preset), num_processes=ranks)
     assert not (tmp_path / "out").exists()
+
+
+def test_a_checkpoint_with_frozen_layers_is_exported_and_verified_and_only_its_conversion_is_refused(
+    saved_job: list[str], tmp_path: Path
+) -> None:
+    """DDP's file numbers the optimizer states of the trained parameters, and does not record which these are."""
+    from toolkit.checkpoint.convert import convert
+    from toolkit.checkpoint.hf_export import export
+    from toolkit.checkpoint.verify import verify
+    from toolkit.errors import ToolkitError
+    from toolkit.presets import load_preset
+
+    words = [*saved_job, "--freeze", "model.layers.0.*", "--max_steps", "1", "--save_steps", "1"]
+    ended = accelerate_launch(ROOT / "accelerate_configs" / "ddp.yaml", *words, "--output_dir", str(tmp_path / "run"))
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    checkpoint = tmp_path / "run" / "checkpoint-1"
+    assert verify(checkpoint).problems == []
+    export(checkpoint, tmp_path / "exported")
+    with pytest.raises(ToolkitError, match="with frozen layers"):
+        convert(checkpoint, tmp_path / "converted", load_preset("zero2"), num_processes=2)
+    assert not (tmp_path / "converted").exists()
 
 
 def test_a_converted_checkpoint_holds_the_same_weights_and_moments(saved_runs: dict[str, Path], tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ The optimizer's states are numbered in the order of the Trainer's parameter grou
 
 from __future__ import annotations
 
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -22,18 +23,22 @@ class PlainReader:
     """Reads `model.safetensors` (or shards, or an adapter) and `optimizer.pt`."""
 
     def __init__(self, layout: Layout, model: MetaModel) -> None:
-        """Raise ToolkitError where the model does not tell which parameter a numbered state belongs to."""
         self.layout, self.files, self.weights = layout, MappedFiles(), WeightFiles(layout.path)
-        self.saved_names = model.saved_names
+        self.model, self.saved_names = model, model.saved_names
         path = layout.path / "optimizer.pt"
         self.optimizer_file = path if path.exists() else None
         groups = self.files[path]["param_groups"] if path.exists() else []
         self.hyperparameters = [{k: v for k, v in group.items() if k != "params"} for group in groups]
-        self.numbers = self._state_numbers(model, [len(group["params"]) for group in groups])
+        self.group_sizes = [len(group["params"]) for group in groups]
 
-    def _state_numbers(self, model: MetaModel, found_sizes: list[int]) -> dict[str, int]:
-        groups = model.groups(model.trainable)
-        sizes, found = [len(group) for group in groups if group], [size for size in found_sizes if size]
+    @cached_property
+    def numbers(self) -> dict[str, int]:
+        """The number of each parameter's optimizer state.
+
+        Raises ToolkitError where the model does not tell which parameter a numbered state belongs to.
+        """
+        groups = self.model.groups(self.model.trainable)
+        sizes, found = [len(group) for group in groups if group], [size for size in self.group_sizes if size]
         if found and found != sizes:
             raise ToolkitError(
                 f"{self.layout.path}/optimizer.pt has parameter groups of {found}, the model's are {sizes}: with frozen"
