@@ -41,7 +41,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("qwen3", HEAD_32),
     "gemma": ("gemma", HEAD_32),
     "gemma2": ("gemma2", HEAD_32),
-    "gemma3": ("gemma3_text", HEAD_32 | {"num_hidden_layers": 6}),
+    "gemma3": ("gemma3_text", HEAD_32 | {"layer_types": ["sliding_attention"] * 2 + ["full_attention"]}),
     "mixtral": ("mixtral", WIDE | {"num_local_experts": 4, "num_experts_per_tok": 2}),
     "qwen2-moe": ("qwen2_moe", WIDE | EXPERTS_80 | {"shared_expert_intermediate_size": 96}),
     "qwen3-moe": ("qwen3_moe", HEAD_32 | EXPERTS_80),
@@ -210,7 +210,7 @@ def test_adapted_experts_save_the_merged_weights_and_autocast_caches_trained_wei
 
 
 def test_rows_as_long_as_the_sliding_window_have_a_mask(tmp_path: Path) -> None:
-    fields = MODELS["gemma3"][1] | {"sliding_window": 512, "num_hidden_layers": 3}
+    fields = HEAD_32 | {"sliding_window": 512}
     shape = read_model(str(config_file(tmp_path, "gemma3_text", fields)))
     activations = Activations(shape=shape)
     assert shape.num_sliding_layers == shape.num_layers  # every sixth layer is full, and there are fewer

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from pathlib import Path
+from subprocess import CompletedProcess
 from typing import Any
 
 import pytest
-from launching import CPU_PRESETS, ROOT, read, torchrun
+from launching import CPU_PRESETS, cpu_environment, read, run_warm, torchrun
 
 from toolkit.errors import ToolkitError
 from toolkit.presets import load_preset, training_arguments
@@ -123,13 +123,19 @@ def test_quantised_weights_are_refused_on_a_cpu(monkeypatch: pytest.MonkeyPatch)
     assert refusal("zeropp", use_cpu=True).message.startswith("preset 'zeropp' does not run on a CPU: zero_quantized")
 
 
-# In processes of their own: what they leave behind would be in effect for every later test.
+def run_program(program: str, folder: Path, *words: str) -> CompletedProcess[str]:
+    """Run a few lines in a process of their own: what they leave behind would be in effect for every later test."""
+    (folder / "program.py").write_text(program)
+    return run_warm([sys.executable, str(folder / "program.py"), *words], cpu_environment())
+
+
 GROUP = "import torch.distributed as dist; dist.init_process_group('gloo', init_method='file://' + sys.argv[1])"
 ACCELERATOR = "import os, accelerate; os.environ.pop('LOCAL_RANK'); accelerate.Accelerator(cpu=True)"
 MODEL = "import transformers as t; model = t.LlamaForCausalLM(t.LlamaConfig(vocab_size=8, hidden_size=8,\
  intermediate_size=8, num_hidden_layers=1, num_attention_heads=1))"
 
 
+@pytest.mark.launch
 @pytest.mark.parametrize(
     ("before", "preset", "why"),
     [
@@ -145,13 +151,11 @@ def test_what_was_made_before_the_preset_is_refused_where_it_matters(
 ) -> None:
     started_in(monkeypatch, 1)
     monkeypatch.setenv("RANK", "0")
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
     program = f"import sys\n{before}\nfrom toolkit.presets import load_preset, training_arguments\n"
     program += f"training_arguments._refuse_late_call(load_preset({preset!r}))"
     if before == GROUP:
         program = program.replace("sys.argv[1])", "sys.argv[1], rank=0, world_size=1)")
-    command = [sys.executable, "-c", program, str(tmp_path / "rendezvous")]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    ended = run_program(program, tmp_path, str(tmp_path / "rendezvous"))
     assert ended.returncode == (0 if why is None else 1), ended.stderr
     assert why is None or f"ToolkitError: {why}" in ended.stderr
 
@@ -166,15 +170,12 @@ def arguments_of(preset: str, given: str, tmp_path: Path) -> list[str]:
         f"args = load_preset({preset!r}).training_arguments(**given)\n"
         "print('READ', args.bf16, args.mixed_precision, args.use_cpu, args.n_gpu)"
     )
-    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
+    ended = run_program(program, tmp_path)
     assert ended.returncode == 0, ended.stderr[-2000:]
     return ended.stdout.rpartition("READ ")[2].split()
 
 
+@pytest.mark.launch
 @pytest.mark.parametrize(("given", "bf16", "precision"), [("", "False", "no"), ("bf16=True", "True", "bf16")])
-def test_a_cpu_computes_in_fp32_unless_told_otherwise(
-    given: str, bf16: str, precision: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+def test_a_cpu_computes_in_fp32_by_default(given: str, bf16: str, precision: str, tmp_path: Path) -> None:
     assert arguments_of("single", given, tmp_path) == [bf16, precision, "True", "0"]
