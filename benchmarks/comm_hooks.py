@@ -99,7 +99,7 @@ def main() -> None:
             runs.append(run_hook(hook, model, arguments))
             with ledger.open("a") as file:
                 file.write(json.dumps(runs[-1]) + "\n")
-    header = ["hook", "bytes a step", "of DDP's", "ring bytes"]
+    header = ["hook", "bytes per step", "of DDP's", "ring bytes"]
     header += [f"loss of step {step}" for step in MARKS if step <= arguments.steps]
     print_table([*header, "largest gap"], [row(run, runs[0]) for run in runs])
     if len(runs) == len(COMM_HOOKS):

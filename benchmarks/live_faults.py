@@ -28,13 +28,13 @@ from toolkit.run.folder import read_json
 FAULTY_RANKS = Path(__file__).parent / "faulty_ranks"
 DOCUMENT = Path(__file__).parent.parent / "docs" / "trust.md"
 TABLE = "live faults"
-HEADER = ("Fault", "What one side does", "Preset, arguments", "Caught by", "What is said")
+HEADER = ("Fault", "What one side does differently", "Preset, arguments", "Caught by", "Message")
 SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
 SIZES |= {"num_key_value_heads": 2, "max_position_embeddings": 512, "tie_word_embeddings": True}
 SKEWED = 2.0
 """A rank slept 0.3 s a step, several times what it otherwise takes by itself."""
 CONTROLS = ("zero2", "zero3", "fsdp2")
-"""Beside ddp, the reference."""
+"""Besides ddp, the baseline."""
 
 
 class Fault(NamedTuple):
@@ -59,7 +59,7 @@ FAULTS = {
         Fault("bf16_adam_zero2", "zero2", "the same inside DeepSpeed", DTYPE),
     ),
     "gradient clipping off": (
-        Fault("no_clipping", "ddp", "the norm is told, nothing is clipped", NORM),
+        Fault("no_clipping", "ddp", "the norm is computed, nothing is clipped", NORM),
         Fault("no_clipping_zero2", "zero2", "the same", NORM),
         Fault("no_clipping_zero3", "zero3", "the same", NORM),
         Fault("no_clipping_fsdp2", "fsdp2", "the same", NORM),
@@ -94,7 +94,7 @@ FAULTS = {
     "activation checkpointing changed": (
         Fault("checkpointing", "ddp", "switched on in the model", RECOMPUTES),
         Fault("checkpointing_without_a_flag", "ddp", "done, and no module says so", RECOMPUTES),
-        Fault("no_checkpointing", "ddp --activation_checkpointing true", "asked for, and not done", RECOMPUTES),
+        Fault("no_checkpointing", "ddp --activation_checkpointing true", "enabled, and not done", RECOMPUTES),
         Fault(
             "recomputing",
             "ddp --activation_checkpointing true",

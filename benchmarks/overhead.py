@@ -217,7 +217,7 @@ def main() -> None:
             with ledger.open("a") as file:
                 file.write(json.dumps(done[-1]) + "\n")
     if given.at_most is not None and len(waiting) > given.at_most:
-        raise SystemExit(f"{len(waiting) - given.at_most} of {len(wanted)} pairs are left: the same command goes on")
+        raise SystemExit(f"{len(waiting) - given.at_most} of {len(wanted)} pairs are left: the same command resumes")
     results = [reduced(preset, [pair for pair in done if pair["preset"] == preset]) for preset in given.preset]
     header = ["preset", "figure", "toolkit", "bare", "median ratio", "min", "max", f"goal {GOAL}"]
     print_table(header, [row for result in results for row in table_rows(result)])

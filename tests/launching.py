@@ -31,7 +31,7 @@ GLOBAL_BATCH = 4
 # The runs of the fixture `saved_runs`, and after how many steps each saves; it saves after the last one too.
 SAVED_STEPS = 6
 SAVED = {"ddp": 1, "zero2": 3, "zero2-lora": 2, "zero3": 2, "zero3-lora": 5, "fsdp2": 4, "fsdp2-lora": 3}
-LORA = ["--lora_r", "4", "--lora_dropout", "0.1"]  # dropout: the random numbers must go on too
+LORA = ["--lora_r", "4", "--lora_dropout", "0.1"]  # dropout: the random state must resume too
 
 
 @cache

@@ -29,7 +29,7 @@ def fault(install: Callable[[int], None]) -> Callable[[int], None]:
 
 
 def around(owner: Any, name: str) -> Callable[[Callable[..., Any]], None]:
-    """Put a function in the place of a method; it is given the original first, and is told of when it is called."""
+    """Replace a method by a function that receives the original first; each call is logged."""
     original = getattr(owner, name)
 
     def put(replacement: Callable[..., Any]) -> None:
@@ -353,6 +353,6 @@ def install() -> None:
 
 try:
     install()
-except BaseException:  # Python goes on after an error here, and would run the trial without its fault
+except BaseException:  # Python would continue after an error here, and run the trial without its fault
     traceback.print_exc()
     os._exit(97)

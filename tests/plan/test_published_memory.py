@@ -210,10 +210,10 @@ def test_from_8_to_128_gpus_only_the_shards_shrink() -> None:
     assert (peaks[0] - peaks[1]) / GIB == pytest.approx(14.0, rel=0.1)
 
 
-# --- torchtune's ladder (README; Llama-3.2-3B, one GPU): sign and size of each lever ---
+# --- torchtune's measurements, one change at a time (README; Llama-3.2-3B, one GPU): sign and size of each lever ---
 # 8,192 tokens once rows are packed: all levers below agree with it, the README does not say. bf16 weights, gradients
 # and states, so 8 bytes a parameter; compilation is no lever of a plan.
-LADDER = {row["step"]: float(row["peak_gib"]) for row in rows("torchtune_ladder")}
+TORCHTUNE = {row["step"]: float(row["peak_gib"]) for row in rows("torchtune_ladder")}
 
 
 def allocated_gib(**how: Any) -> float:
@@ -238,23 +238,23 @@ def test_torchtunes_levers_have_the_planned_sign() -> None:
 
 
 def test_torchtunes_packed_run_has_the_planned_size() -> None:
-    assert allocated_gib() == pytest.approx(LADDER["+packing"], rel=0.1)
+    assert allocated_gib() == pytest.approx(TORCHTUNE["+packing"], rel=0.1)
 
 
 def test_torchtunes_levers_have_the_planned_size() -> None:
     chunked = allocated_gib() - allocated_gib(loss="chunked")
-    assert chunked == pytest.approx(LADDER["+compile"] - LADDER["+chunked_cross_entropy"], rel=0.25)
+    assert chunked == pytest.approx(TORCHTUNE["+compile"] - TORCHTUNE["+chunked_cross_entropy"], rel=0.25)
     recomputed = allocated_gib(loss="chunked") - allocated_gib(loss="chunked", activation_checkpointing=True)
     # Compilation had taken 9 GiB of the activations away already.
-    measured = LADDER["+chunked_cross_entropy"] - LADDER["+activation_checkpointing"]
-    compiled = LADDER["+packing"] - LADDER["+compile"]
+    measured = TORCHTUNE["+chunked_cross_entropy"] - TORCHTUNE["+activation_checkpointing"]
+    compiled = TORCHTUNE["+packing"] - TORCHTUNE["+compile"]
     assert recomputed == pytest.approx(measured + compiled, rel=0.25)
 
 
 def test_4_bits_save_what_torchtune_saved() -> None:
     how: dict[str, Any] = {"loss": "chunked", "activation_checkpointing": True, "lora_r": 8}
     saved = allocated_gib(**how) - allocated_gib(**how, load_in_4bit=True)
-    assert saved == pytest.approx(LADDER["lora"] - LADDER["qlora"], rel=0.25)
+    assert saved == pytest.approx(TORCHTUNE["lora"] - TORCHTUNE["qlora"], rel=0.25)
 
 
 # --- MosaicML's runs (llm-foundry, scripts/train/benchmarking/README.md): they ran, so they fit ---
@@ -281,7 +281,7 @@ def test_what_ran_at_mosaicml_is_not_called_impossible(row: dict[str, str]) -> N
     job = TrainingJob(
         per_device_train_batch_size=int(row["mbs"]),
         max_seq_length=int(row["seq"]),
-        gradient_accumulation_steps=1,  # FSDP1 reduces in every micro-step
+        gradient_accumulation_steps=1,  # FSDP1 reduces in every accumulation step
         activation_checkpointing=row["ac"] == "True",
         loss="fused",
     )

@@ -45,7 +45,7 @@ def ended(folder: RunFolder, *, exit_code: int = 1, memory: bool = False, **how:
 )
 def test_the_failing_ranks_report_decides_the_status(kind: str, wrong_input: bool, code: int, tmp_path: Path) -> None:
     folder = running_folder(tmp_path)
-    written = {"kind": kind, "message": "said by rank 1", "rank": 1, "wrong_input": wrong_input}
+    written = {"kind": kind, "message": "reported by rank 1", "rank": 1, "wrong_input": wrong_input}
     write_json(folder.failure_json, written)
     assert ended(folder, memory=True) == (kind, code, written)
 

@@ -2,7 +2,7 @@
 
     torchrun --nproc_per_node 2 own_trainer.py PRESET MODEL OUTPUT
 
-The toolkit's attestation rides along as a callback, so that what is in force is read by the code that reads it in a
+The toolkit's attestation rides along as a callback, so that what is in effect is read by the code that reads it in a
 run of the toolkit's own.
 """
 

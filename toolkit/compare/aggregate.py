@@ -1,6 +1,6 @@
 """Make rows of trials: figures over repeats, parity, ratios and ranks.
 
-A trial is judged beside the baseline's; a row is what its trials are together. Every speed of a row counts the same
+Each trial is checked against the baseline's, and the trials of a row are combined. Every speed of a row counts the same
 steps: those that all trials with its number of processes have timed.
 """
 

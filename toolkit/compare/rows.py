@@ -232,7 +232,7 @@ class Row(Readings, _Claims):
 
     @property
     def repeated(self) -> bool:
-        """Its speed has an interval: only then can it be said to differ from another's."""
+        """True if its speed has a confidence interval: without one, no difference from another row is claimed."""
         return self.tokens_per_second_interval is not None
 
     def separated_from(self, other: Row) -> bool:

@@ -55,7 +55,7 @@ class MeasuredTrainer(Trainer):  # type: ignore[misc]
         super().__init__(args=run.arguments.training, **kwargs)
         self.run, self.timer, self.progress = run, timer, run.progress
         self.times_waits = bool(self.args.torch_compile)
-        """True once the timer is told when forward waits for other ranks. Hooks would break a compiled graph."""
+        """True once the timer is notified when forward waits for other ranks. Hooks would break a compiled graph."""
         self.staging: Path | None = None
         """Where a checkpoint is being written; None while none is."""
         self.evaluated = EvaluatedTokens()

@@ -24,5 +24,5 @@ def gpu_results(results: Document) -> Document:
 
 @pytest.fixture
 def made_up() -> Document:
-    """Two and four H100s with every figure there is, made up by hand: no machine measured them."""
+    """Two and four H100s with every figure there is, invented: no GPU measured them."""
     return read(FIXTURES / "results_made_up_gpus.json")

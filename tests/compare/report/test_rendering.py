@@ -77,7 +77,7 @@ def test_scaling_and_timelines_are_shown_only_where_there_are_any(made_up: Docum
     for heading in ("<h2>Scaling</h2>", "<h2>One step of every rank</h2>", "<h3>GPU interconnect</h3>"):
         assert heading in full
         assert heading not in small
-    assert full.count("<details") == 6  # one a row with a profile, the first open
+    assert full.count("<details") == 6  # one per row with a profile, the first open
     assert full.count("<details open>") == 1
     assert full.count('class="rank"><b>rank 3') == 3
 

@@ -44,7 +44,7 @@ def test_a_batch_search_shows_its_sizes_and_the_failure_of_the_smallest_that_doe
 
 
 def test_the_mfu_of_the_fixture_follows_from_its_own_numbers(made_up: Document) -> None:
-    """The fixture is worked by hand: 4e9 parameters, 36 layers of width 2560, 2048 tokens, an H100's 989 TFLOP/s."""
+    """The fixture is computed manually: 4e9 parameters, 36 layers of width 2560, 2048 tokens, an H100's 989 TFLOP/s."""
     row = made_up["rows"][1]
     causal = 6 * 4_000_000_000 + 6 * 36 * 2560 * 2048
     assert row["flops_per_token"] is not None

@@ -34,7 +34,7 @@ def test_the_end_of_turn_is_supervised_although_it_is_the_pad_token(tokenizer: A
     rows = tokenized([{"messages": TURNS}, {"messages": TURNS[:3]}], tokenizer, "messages").dataset
     batch = Collator(tokenizer)(list(rows))
     learned_ends = (batch["labels"] == tokenizer.pad_token_id).sum(dim=1)
-    assert learned_ends.tolist() == [2, 1]  # one a turn of the assistant, none for the padding
+    assert learned_ends.tolist() == [2, 1]  # one per turn of the assistant, none for the padding
 
 
 def test_a_generation_block_gives_the_same_spans_as_prefixes(tokenizer: Any) -> None:

@@ -58,7 +58,7 @@ class RowPair:
 
     @property
     def difference(self) -> Difference | None:
-        """What the interval of the ratio allows to be said; None without one."""
+        """The claim that the ratio's interval supports; None without an interval."""
         if self.ratio_interval is None:
             return None
         low, high = self.ratio_interval
@@ -85,15 +85,15 @@ class BeforeAndAfter:
 
     @property
     def summary(self) -> str:
-        """What became faster or slower, as far as intervals separate."""
+        """The rows that became faster or slower, claimed only where the ratio's interval excludes 1."""
         if not self.pairs:
             return "No row is in both comparisons."
-        judged = [pair for pair in self.pairs if pair.difference is not None]
+        compared = [pair for pair in self.pairs if pair.difference is not None]
         single = [pair.name for pair in self.pairs if pair.difference is None and pair.ratio is not None]
-        clauses = [_differences(judged, len(self.pairs)) if judged else f"{len(self.pairs)} rows are in both"]
+        clauses = [_differences(compared, len(self.pairs)) if compared else f"{len(self.pairs)} rows are in both"]
         if single:
-            which = f" ({', '.join(single)})" if judged else ""
-            clauses.append(f"{len(single)} of single runs, of which nothing is claimed{which}")
+            which = f" ({', '.join(single)})" if compared else ""
+            clauses.append(f"{len(single)} of single runs, about which nothing is claimed{which}")
         clauses += [
             f"{pair.name}: {pair.before.status_text} before, {pair.after.status_text} after"
             for pair in self.pairs
