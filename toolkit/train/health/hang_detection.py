@@ -6,6 +6,7 @@ file or compiling may take long, and is no hang.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import faulthandler
 import os
@@ -72,6 +73,7 @@ class Watchdog:
         self.last_position: tuple[Any, ...] = ()
         self.cpu_seconds = 0.0
         self.progress_unix = time.time()
+        self.writing = threading.Lock()
 
     def start(self) -> None:
         """Open the file for stack traces, handle the signal that requests them, and start watching."""
@@ -79,12 +81,14 @@ class Watchdog:
         self.stacks = stacks_path(self.ranks, self.rank).open("w")
         faulthandler.register(STACKS_SIGNAL, file=self.stacks, all_threads=True)
         self.beat()
+        # The process must not exit while a heartbeat is half written: its temporary file would stay in the run folder.
+        atexit.register(self.writing.acquire, timeout=HEARTBEAT_SECONDS)
         threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
 
     def _watch(self) -> None:
         while True:
             time.sleep(HEARTBEAT_SECONDS)
-            with contextlib.suppress(OSError):  # a full disk is reported by the main thread
+            with contextlib.suppress(OSError), self.writing:  # a full disk is reported by the main thread
                 self.beat()
             if self.limit_seconds and time.time() - self.progress_unix > self.limit_seconds:
                 self._end_if_all_ranks_hang()
