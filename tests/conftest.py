@@ -130,8 +130,11 @@ def tiny_model(build_once: BuildOnce, tokenizer: Any) -> Path:
 
 @pytest.fixture(scope="session")
 def preset_runs(build_once: BuildOnce, tiny_model: Path, faq_alpaca: Path) -> dict[str, Path]:
-    """One run folder per preset that a CPU can run, all started cold by `accelerate launch`, on the same job."""
-    from launching import CPU_PRESETS, GLOBAL_BATCH, ROOT, accelerate_launch
+    """One run folder per preset that a CPU can run, started by `accelerate launch` on the same job; six of them cold.
+
+    `test_fork_server.py` compares what the others are given with what a cold launcher gives.
+    """
+    from launching import COLD_PRESETS, CPU_PRESETS, GLOBAL_BATCH, ROOT, accelerate_launch
 
     def run_all(folder: Path) -> None:
         for preset, ranks in CPU_PRESETS.items():
@@ -140,8 +143,8 @@ def preset_runs(build_once: BuildOnce, tiny_model: Path, faq_alpaca: Path) -> di
             words += ["--learning_rate", "1e-3", "--save_strategy", "no", "--output_dir", str(folder / preset)]
             mesh = ["--parallelism_config_dp_shard_size", "2"] if preset == "fsdp2_hybrid" else []
             config = ROOT / "accelerate_configs" / f"{preset}.yaml"
-            script = "train_and_fingerprint.py"
-            ended = accelerate_launch(config, *words, script=script, num_processes=ranks, options=mesh, cold=True)
+            how = {"script": "train_and_fingerprint.py", "num_processes": ranks, "options": mesh}
+            ended = accelerate_launch(config, *words, **how, cold=preset in COLD_PRESETS)
             assert ended.returncode == 0, f"{preset}:\n{ended.stdout[-3000:]}\n{ended.stderr[-3000:]}"
 
     folder = build_once("preset_runs", run_all)

@@ -13,7 +13,17 @@ from typing import Any
 
 import psutil
 import pytest
-from launching import CPU_PRESETS, GLOBAL_BATCH, ROOT, accelerate_launch, cpu_environment, fork_server, losses, read
+from launching import (
+    COLD_PRESETS,
+    CPU_PRESETS,
+    GLOBAL_BATCH,
+    ROOT,
+    accelerate_launch,
+    cpu_environment,
+    fork_server,
+    losses,
+    read,
+)
 
 from toolkit.run.exit_status import find_killed_rank
 from toolkit.run.process import processes_of
@@ -37,17 +47,36 @@ def differences(forked: dict[str, Any], cold: dict[str, Any]) -> dict[str, tuple
     return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
 
 
-@pytest.mark.parametrize("preset", CPU_PRESETS)
+def states_of_ranks(preset: str, script: str, prefix: Path, *, cold: bool = False) -> list[dict[str, Any]]:
+    """Launch a script that writes a JSON file per rank, and return their content."""
+    config, ranks = ROOT / "accelerate_configs" / f"{preset}.yaml", CPU_PRESETS[preset]
+    mesh = ["--parallelism_config_dp_shard_size", "2"] if preset == "fsdp2_hybrid" else []
+    ended = accelerate_launch(config, str(prefix), script=script, num_processes=ranks, options=mesh, cold=cold)
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    assert "cold start" not in ended.stderr  # the launcher's message about a rank that the server refuses
+    return [read(prefix.with_name(f"{prefix.name}{rank}.json")) for rank in range(ranks)]
+
+
+@pytest.mark.parametrize("preset", [preset for preset in CPU_PRESETS if preset not in COLD_PRESETS])
+def test_a_forked_rank_has_every_variable_of_a_cold_one(
+    preset: str, preset_runs: dict[str, Path], tmp_path: Path
+) -> None:
+    """And no other variables than a cold rank has after its imports."""
+    forked = states_of_ranks(preset, "rank_environment.py", tmp_path / "forked")
+    cold = states_of_ranks(preset, "rank_environment.py", tmp_path / "cold", cold=True)
+    after_imports = read(preset_runs["ddp"].with_name("ddp.rank0.json"))["environment"]
+    for variables, expected in zip(forked, cold, strict=True):
+        wanted = expected.keys() - OF_ONE_LAUNCH - OF_A_FORKED_LAUNCH
+        assert {name: variables.get(name) for name in wanted} == {name: expected[name] for name in wanted}
+        assert variables.keys() - expected.keys() - OF_A_FORKED_LAUNCH <= after_imports.keys()
+
+
+@pytest.mark.parametrize("preset", COLD_PRESETS)
 def test_a_forked_rank_has_the_environment_and_state_of_a_cold_one(
     preset: str, preset_runs: dict[str, Path], tmp_path: Path
 ) -> None:
-    config, ranks = ROOT / "accelerate_configs" / f"{preset}.yaml", CPU_PRESETS[preset]
-    mesh = ["--parallelism_config_dp_shard_size", "2"] if preset == "fsdp2_hybrid" else []
-    prefix = str(tmp_path / "rank")
-    ended = accelerate_launch(config, prefix, script="process_state.py", num_processes=ranks, options=mesh)
-    assert ended.returncode == 0, ended.stderr[-3000:]
-    assert "cold start" not in ended.stderr  # as the launcher says of a rank that the server refuses
-    forked = [read(Path(f"{prefix}{rank}.json")) for rank in range(ranks)]
+    ranks = CPU_PRESETS[preset]
+    forked = states_of_ranks(preset, "process_state.py", tmp_path / "rank")
     cold = [read(preset_runs[preset].with_name(f"{preset}.rank{rank}.json")) for rank in range(ranks)]
     different = [differences(*states) for states in zip(forked, cold, strict=True)]
     if preset == "single":  # accelerate starts a lone process in its own session, the server in a new one
