@@ -432,8 +432,7 @@ class Readings(Model):
     startup_seconds: Annotated[
         Measured,
         Column(
-            "From launch to the first step: processes, imports (of a warm start, DeepSpeed only), data, model and"
-            " engine.",
+            "From launch to the first step: processes, imports (not of a warm start on a CPU), data, model and engine.",
             unit="s",
             repeats=Repeats.MEDIAN_OF_ALL,
             display=Display(heading="start-up s", format=fixed(1)),

@@ -223,6 +223,7 @@ class Server:
             try:
                 self.close_connections()
                 channel.close()
+                make_resident(self.file_pages)  # its own processes inherit what is resident here
                 with garbage_collector_off():
                     importlib.import_module(DEEPSPEED_COMPILES)
                 check_forkable()
