@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -27,7 +28,7 @@ from launching import (
 
 from toolkit.run.exit_status import find_killed_rank
 from toolkit.run.process import processes_of
-from toolkit.run.warm_start import ForkedProcess, RefusedError, fork_process
+from toolkit.run.warm_start import ForkedProcess, RefusedError, fork_process, start_fork_server
 from toolkit.train.fork_server import READ_AFTER_IMPORT
 
 pytestmark = pytest.mark.launch
@@ -244,6 +245,30 @@ def test_ranks_of_deepspeed_hold_what_other_ranks_hold_and_the_compiler(start: A
     program = "import psutil; print(psutil.Process().memory_info().rss >> 20)"
     other, deepspeed = (int(output(start(program, ACCELERATE_USE_DEEPSPEED=value))[0]) for value in ("false", "true"))
     assert other + 20 < deepspeed < other + 100
+
+
+def test_the_output_of_the_first_rank_of_deepspeed_ends_with_it(tmp_path: Path) -> None:
+    """The second server, which is forked for this rank, must not hold its streams open."""
+    script = tmp_path / "program.py"
+    script.write_text("print('done')")
+    environment = cpu_environment() | {"ACCELERATE_USE_DEEPSPEED": "true"}
+    server = start_fork_server(cpu_environment())
+    try:
+        process = fork_process(server.socket_path, [sys.executable, str(script)], environment=environment)
+        assert process.stdout.readline() == "done\n"
+        assert process.wait(30) == 0
+        assert select.select([process.stdout], [], [], 5)[0], "the pipe is still open"
+        assert process.stdout.read() == ""
+        process.stdout.close()
+    finally:
+        server.stop()
+
+
+@pytest.mark.parametrize("deepspeed", ["false", "true"])
+def test_a_forked_process_inherits_its_streams_alone(start: Any, deepspeed: str) -> None:
+    program = "import os\nfor n in os.listdir('/proc/self/fd'):\n    print(n, os.path.realpath(f'/proc/self/fd/{n}'))"
+    inherited = output(start(program, ACCELERATE_USE_DEEPSPEED=deepspeed))
+    assert not [line for line in inherited if "memfd" in line or "socket:" in line]
 
 
 def test_a_folder_with_another_toolkit_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

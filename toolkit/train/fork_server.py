@@ -200,29 +200,33 @@ class Server:
 
     def answer(self, connection: socket.socket, descriptors: list[int]) -> None:
         """Fork the process of a request, or refuse it. `descriptors` are its content, its streams, and the rest."""
-        with os.fdopen(os.dup(descriptors[0])) as file:
-            file.seek(0)
-            request = ForkRequest.from_json(file.read())
+        request = read_request(descriptors[0])
         refusal = why_refused(request, self.environment)
         if refusal is not None:
             send(connection, {"refused": refusal})
             connection.close()
         elif runs_deepspeed(request) and "deepspeed" in sys.modules:
-            self.deepspeed = self.deepspeed or self.start_deepspeed_server()
+            self.deepspeed = self.deepspeed or self.start_deepspeed_server(connection, descriptors)
             self.deepspeed.forward(connection, descriptors)
         else:
-            self.fork(request, connection, descriptors[1:])
+            self.fork(request, connection, descriptors)
         for descriptor in descriptors:
             os.close(descriptor)
 
-    def start_deepspeed_server(self) -> DeepSpeedServer:
-        """Fork the second server, which imports torch's compiler before it answers its first request."""
+    def start_deepspeed_server(self, connection: socket.socket, descriptors: list[int]) -> DeepSpeedServer:
+        """Fork the second server, which imports torch's compiler before it answers its first request.
+
+        That request is forwarded like all others: its connection and descriptors are closed in the new process.
+        """
         channel, requests = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         pid = os.fork()
         if pid == 0:
             try:
                 self.close_connections()
                 channel.close()
+                connection.close()
+                for descriptor in descriptors:
+                    os.close(descriptor)
                 make_resident(self.file_pages)  # its own processes inherit what is resident here
                 with garbage_collector_off():
                     importlib.import_module(DEEPSPEED_COMPILES)
@@ -249,7 +253,7 @@ class Server:
         self.selector.close()
 
     def fork(self, request: ForkRequest, connection: socket.socket, descriptors: list[int]) -> None:
-        """Fork the process of a request; `descriptors` are its stdout, stderr, and those that it inherits."""
+        """Fork the process of a request; `descriptors` are its content, stdout, stderr, and those that it inherits."""
         server_pid = os.getpid()
         pid = os.fork()
         if pid == 0:
@@ -302,7 +306,8 @@ class Server:
         """Run the program in the forked process, and exit."""
         code = 1
         try:
-            become(request, descriptors, server_pid, self.set_by_imports)
+            os.close(descriptors[0])
+            become(request, descriptors[1:], server_pid, self.set_by_imports)
             make_resident(self.file_pages)
             self.close_connections()
             send(connection, {"pid": os.getpid()})
@@ -339,10 +344,8 @@ class ForwardedRequests(Server):
 
     def answer(self, connection: socket.socket, descriptors: list[int]) -> None:
         """Fork the process of a request that the first server has checked."""
-        with os.fdopen(descriptors[0]) as file:
-            file.seek(0)
-            self.fork(ForkRequest.from_json(file.read()), connection, descriptors[1:])
-        for descriptor in descriptors[1:]:
+        self.fork(read_request(descriptors[0]), connection, descriptors)
+        for descriptor in descriptors:
             os.close(descriptor)
 
 
@@ -358,6 +361,13 @@ class DeepSpeedServer:
         with contextlib.suppress(OSError):
             socket.send_fds(self.channel, [b"start"], [connection.fileno(), *descriptors])
         connection.close()
+
+
+def read_request(descriptor: int) -> ForkRequest:
+    """Read the content of a request; the descriptor stays open."""
+    with os.fdopen(os.dup(descriptor)) as file:
+        file.seek(0)
+        return ForkRequest.from_json(file.read())
 
 
 def runs_deepspeed(request: ForkRequest) -> bool:
