@@ -11,23 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from preset_files import deepspeed_pair, write
 
 from toolkit.errors import ToolkitError
 from toolkit.presets import known_keys as known
 from toolkit.presets import read_preset
-
-
-def write(path: Path, text: str) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text)
-    return path
-
-
-def deepspeed_pair(folder: Path, config: dict[str, Any]) -> Path:
-    write(folder / "mine.json", json.dumps(config))
-    return write(
-        folder / "mine.yaml", "distributed_type: DEEPSPEED\ndeepspeed_config:\n  deepspeed_config_file: mine.json\n"
-    )
 
 
 def refusal(path: Path) -> ToolkitError:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import yaml
+from preset_files import deepspeed_pair, listed_presets, write
 
 from toolkit.errors import ToolkitError
 from toolkit.presets import list_presets, load_preset, preset_names, read_preset
@@ -87,16 +88,8 @@ OWNED_BY_TRAINING_ARGUMENTS = {
 }
 
 
-def rows() -> dict[str, dict[str, Any]]:
-    listed = subprocess.run(
-        [sys.executable, "-m", "toolkit", "presets", "--json"],
-        cwd=ROOT, capture_output=True, text=True, check=True, timeout=60,
-    )  # fmt: skip
-    return {row["name"]: row for row in json.loads(listed.stdout)}
-
-
 def test_every_preset_is_listed_with_the_documented_keys() -> None:
-    found = rows()
+    found = listed_presets()
     assert list(found) == NAMES == preset_names() == [preset.name for preset in list_presets()]
     assert all(list(row) == ROW_KEYS.split() for row in found.values())
 
@@ -271,19 +264,6 @@ def test_the_python_interface_gives_absolute_paths(name: str, tmp_path: Path, mo
     else:
         assert deepspeed is None
         assert list(preset.texts()) == [f"accelerate_configs/{name}.yaml"]
-
-
-def write(path: Path, text: str) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text)
-    return path
-
-
-def deepspeed_pair(folder: Path, config: dict[str, Any]) -> Path:
-    write(folder / "mine.json", json.dumps(config))
-    return write(
-        folder / "mine.yaml", "distributed_type: DEEPSPEED\ndeepspeed_config:\n  deepspeed_config_file: mine.json\n"
-    )
 
 
 def test_a_users_yaml_is_loaded_by_its_path(tmp_path: Path) -> None:

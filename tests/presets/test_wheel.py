@@ -8,9 +8,9 @@ import subprocess
 import sys
 import zipfile
 from pathlib import Path
-from typing import Any
 
 import pytest
+from preset_files import listed_presets
 
 ROOT = Path(__file__).parents[2]
 
@@ -19,14 +19,6 @@ YAMLS = sorted((ROOT / "accelerate_configs").glob("*.yaml"))
 
 
 JSONS = sorted((ROOT / "ds_configs").glob("*.json"))
-
-
-def rows() -> dict[str, dict[str, Any]]:
-    listed = subprocess.run(
-        [sys.executable, "-m", "toolkit", "presets", "--json"],
-        cwd=ROOT, capture_output=True, text=True, check=True, timeout=60,
-    )  # fmt: skip
-    return {row["name"]: row for row in json.loads(listed.stdout)}
 
 
 @pytest.fixture(scope="module")
@@ -71,5 +63,8 @@ def test_the_installed_wheel_lists_the_same_presets_from_another_directory(wheel
     assert all(Path(row["accelerate_config"]).is_relative_to(site) for row in installed)
     assert all(Path(row["deepspeed_config"]).is_relative_to(site) for row in installed if row["deepspeed_config"])
     paths = ("accelerate_config", "deepspeed_config")
-    promised = [{key: value for key, value in row.items() if key not in paths} for row in installed]
-    assert promised == [{key: value for key, value in row.items() if key not in paths} for row in rows().values()]
+    from_source, from_wheel = (
+        [{key: value for key, value in row.items() if key not in paths} for row in rows]
+        for rows in (listed_presets().values(), installed)
+    )
+    assert from_wheel == from_source

@@ -10,14 +10,13 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import os
 import subprocess
 import sys
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from toolkit.atomic_write import write_text
 from toolkit.cache import cache_folder
 from toolkit.errors import ToolkitError
 from toolkit.models.saved_activations import read_counted
@@ -38,7 +37,8 @@ def count_shape(config: Path, values: Mapping[str, Any], *, hint: str | None = N
     with contextlib.suppress(OSError, ValueError, LookupError, TypeError):  # missing, or damaged: count again
         return _shape(json.loads(path.read_text()))
     counted = _run_child(config, hint)
-    _write(path, json.dumps(counted))
+    with contextlib.suppress(OSError):  # a read-only cache is no error
+        write_text(path, json.dumps(counted))
     return _shape(counted)
 
 
@@ -68,16 +68,6 @@ def _run_child(config: Path, hint: str | None) -> dict[str, Any]:
         )
     counted: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return counted
-
-
-def _write(path: Path, text: str) -> None:
-    """Write under a temporary name and rename, so that no reader sees half a file; a read-only cache is no error."""
-    with contextlib.suppress(OSError):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=".part")
-        with os.fdopen(handle, "w") as file:
-            file.write(text)
-        Path(temporary).replace(path)
 
 
 def _shape(counted: Mapping[str, Any]) -> ModelShape:

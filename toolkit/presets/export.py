@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import json
 import re
-import uuid
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from toolkit.atomic_write import write_text
 from toolkit.errors import ToolkitError
 from toolkit.presets.preset import Preset
 from toolkit.presets.training_arguments import strategy_variables, trainer_arguments
@@ -94,17 +94,7 @@ def export_presets(presets: Sequence[Preset], folder: Path, *, force: bool) -> l
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for path in sorted(texts, key=lambda path: path.suffix):  # a YAML never names a JSON that does not exist yet
-            _write(path, texts[path])
+            write_text(path, texts[path])
     except OSError as error:
         raise ToolkitError(f"{folder} cannot be written: {error.strerror}", hint="name another folder") from None
     return list(texts)
-
-
-def _write(path: Path, text: str) -> None:
-    """Under a temporary name, then renamed: a reader sees the old file or the new one."""
-    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}")
-    try:
-        temporary.write_text(text)
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)

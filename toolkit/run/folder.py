@@ -12,12 +12,12 @@ import json
 import os
 import tempfile
 import time
-import uuid
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from toolkit.atomic_write import write_text
 from toolkit.errors import ToolkitError
 from toolkit.run.status import COMPLETED, RUNNING
 
@@ -165,17 +165,6 @@ def start_facts() -> dict[str, Any]:
 def write_json(path: Path, content: Any) -> None:
     """Write JSON under a temporary name, then rename it: a reader sees the old file or the new one."""
     write_text(path, json.dumps(content, indent=2, default=str) + "\n")
-
-
-def write_text(path: Path, text: str) -> None:
-    """Write text as `write_json` does."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}")
-    try:
-        temporary.write_text(text)
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def read_json(path: Path) -> dict[str, Any] | None:

@@ -1,0 +1,33 @@
+"""Preset files that tests write, and the presets that the command line lists."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+
+
+def write(path: Path, text: str) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    return path
+
+
+def deepspeed_pair(folder: Path, config: dict[str, Any]) -> Path:
+    write(folder / "mine.json", json.dumps(config))
+    return write(
+        folder / "mine.yaml", "distributed_type: DEEPSPEED\ndeepspeed_config:\n  deepspeed_config_file: mine.json\n"
+    )
+
+
+def listed_presets() -> dict[str, dict[str, Any]]:
+    """Return the rows of `toolkit presets --json` by name."""
+    listed = subprocess.run(
+        [sys.executable, "-m", "toolkit", "presets", "--json"],
+        cwd=ROOT, capture_output=True, text=True, check=True, timeout=60,
+    )  # fmt: skip
+    return {row["name"]: row for row in json.loads(listed.stdout)}
