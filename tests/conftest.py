@@ -134,16 +134,19 @@ def preset_runs(build_once: BuildOnce, tiny_model: Path, faq_alpaca: Path) -> di
 
     `test_fork_server.py` compares what the others are given with what a cold launcher gives.
     """
-    from launching import COLD_PRESETS, CPU_PRESETS, GLOBAL_BATCH, ROOT, accelerate_launch
+    from launching import COLD_PRESETS, CPU_PRESETS, GLOBAL_BATCH, MESH_OPTIONS, ROOT, accelerate_launch
 
     def run_all(folder: Path) -> None:
         for preset, ranks in CPU_PRESETS.items():
             words = ["--model_name_or_path", str(tiny_model), "--dataset", str(faq_alpaca), "--max_seq_length", "64"]
             words += ["--max_steps", "3", "--per_device_train_batch_size", str(GLOBAL_BATCH // ranks)]
             words += ["--learning_rate", "1e-3", "--save_strategy", "no", "--output_dir", str(folder / preset)]
-            mesh = ["--parallelism_config_dp_shard_size", "2"] if preset == "fsdp2_hybrid" else []
             config = ROOT / "accelerate_configs" / f"{preset}.yaml"
-            how = {"script": "train_and_fingerprint.py", "num_processes": ranks, "options": mesh}
+            how = {
+                "script": "train_and_fingerprint.py",
+                "num_processes": ranks,
+                "options": MESH_OPTIONS.get(preset, ()),
+            }
             ended = accelerate_launch(config, *words, **how, cold=preset in COLD_PRESETS)
             assert ended.returncode == 0, f"{preset}:\n{ended.stdout[-3000:]}\n{ended.stderr[-3000:]}"
 

@@ -27,6 +27,8 @@ CPU_PRESETS = {
     **{"single": 1, "zero2_cpu_offload": 2, "fsdp2_grad_op": 2, "fsdp2_cpu_offload": 2, "fsdp2_hybrid": 4},
 }
 GLOBAL_BATCH = 4
+# accelerate's own options for presets that leave their mesh to the launch.
+MESH_OPTIONS = {"fsdp2_hybrid": ["--parallelism_config_dp_shard_size", "2"]}
 # Of these, one per engine and kind of sharding and offload is started cold; 12 more ranks would import for 2 minutes.
 COLD_PRESETS = ("single", "ddp", "zero2", "zero3", "zero3_cpu_offload", "fsdp2")
 

@@ -18,6 +18,7 @@ from launching import (
     COLD_PRESETS,
     CPU_PRESETS,
     GLOBAL_BATCH,
+    MESH_OPTIONS,
     ROOT,
     accelerate_launch,
     cpu_environment,
@@ -51,7 +52,7 @@ def differences(forked: dict[str, Any], cold: dict[str, Any]) -> dict[str, tuple
 def states_of_ranks(preset: str, script: str, prefix: Path, *, cold: bool = False) -> list[dict[str, Any]]:
     """Launch a script that writes a JSON file per rank, and return their content."""
     config, ranks = ROOT / "accelerate_configs" / f"{preset}.yaml", CPU_PRESETS[preset]
-    mesh = ["--parallelism_config_dp_shard_size", "2"] if preset == "fsdp2_hybrid" else []
+    mesh = MESH_OPTIONS.get(preset, ())
     ended = accelerate_launch(config, str(prefix), script=script, num_processes=ranks, options=mesh, cold=cold)
     assert ended.returncode == 0, ended.stderr[-3000:]
     assert "cold start" not in ended.stderr  # the launcher's message about a rank that the server refuses
