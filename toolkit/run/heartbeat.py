@@ -28,6 +28,8 @@ HANG_CLAIM = "hang.claim"
 # Makes a rank write the stacks of all its threads. faulthandler does so in C, even while the GIL is held.
 STACKS_SIGNAL = signal.SIGUSR2
 STACKS_CHARACTERS = 8000
+# The outermost frame of a main thread, or the mark of a stack that is too deep. faulthandler writes that thread last.
+_LAST_LINE = re.compile(r" in (<module>|_run_module_as_main)$|^  \.\.\.$")
 # A rank writes every second; one that has not for this long does not run.
 UNRESPONSIVE_SECONDS = 5.0
 
@@ -113,11 +115,10 @@ def collect_stacks(ranks: Path, heartbeats: Sequence[Heartbeat], *, seconds: flo
     deadline = time.monotonic() + seconds
     while waiting and time.monotonic() < deadline:
         time.sleep(0.01)
-        for rank in [rank for rank in waiting if "File " in _stacks(ranks, rank)]:
+        for rank in [rank for rank in waiting if _is_complete(_stacks(ranks, rank))]:
             heartbeat = waiting.pop(rank)
             if rank in stopped:
                 _signal(heartbeat, signal.SIGSTOP)
-    time.sleep(0.1)  # the last lines
     return {str(heartbeat.rank): _stacks(ranks, heartbeat.rank) or "no answer" for heartbeat in heartbeats}
 
 
@@ -135,9 +136,13 @@ def _signal(heartbeat: Heartbeat, number: signal.Signals) -> None:
 
 def _stacks(ranks: Path, rank: int) -> str:
     try:
-        return stacks_path(ranks, rank).read_text(errors="replace")[:STACKS_CHARACTERS]
+        return stacks_path(ranks, rank).read_text(errors="replace")[-STACKS_CHARACTERS:]
     except OSError:
         return ""
+
+
+def _is_complete(stacks: str) -> bool:
+    return bool(stacks) and _LAST_LINE.search(stacks.splitlines()[-1]) is not None
 
 
 def main_thread(stacks: str) -> list[str]:
