@@ -5,6 +5,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping
 
+from toolkit.hardware.gpus import ON_CPU_MESSAGE
+
 
 def print_message(line: str) -> None:
     """Print a line for the user to stderr, at once."""
@@ -21,14 +23,7 @@ def print_failure(status: str, failure: Mapping[str, object]) -> None:
         print_message(f"  hint: {failure['hint']}")
 
 
-def uses_cpu(choice: bool | None) -> bool:
-    """Return the user's `--cpu/--no-cpu`, or by default whether no GPU is visible."""
-    from toolkit.hardware.gpus import count_gpus
-
-    return count_gpus() == 0 if choice is None else choice
-
-
 def print_device(on_cpu: bool, choice: bool | None) -> None:
     """Say that a run uses the CPU where the user did not choose it."""
     if on_cpu and choice is None:
-        print_message("no GPU is visible: training on the CPU (gloo, fp32)")
+        print_message(ON_CPU_MESSAGE)

@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from toolkit.cli.options import expand_options
-from toolkit.cli.output import print_message, uses_cpu
+from toolkit.cli.output import print_message
 from toolkit.errors import EXIT_RUN_FAILED
 from toolkit.flags import JsonOutput, ModelName
+from toolkit.hardware.gpus import trains_on_cpu
 from toolkit.plan.options import PlanOptions
 
 if TYPE_CHECKING:
@@ -49,7 +50,7 @@ def _verify(
     from toolkit.plan.plan_vs_rehearsal import verify_plans
 
     verified = []
-    for verification in verify_plans(model, plans, request.job, cpu=uses_cpu(cpu), say=print_message):
+    for verification in verify_plans(model, plans, request.job, cpu=trains_on_cpu(cpu), say=print_message):
         verified.append(verification)
         if not as_json:
             print("\n" + "\n".join(verification.lines()))

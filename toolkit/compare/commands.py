@@ -31,7 +31,7 @@ from toolkit.compare.side_runs import run_side_runs
 from toolkit.compare.specification import ComparisonSpec, make_specification, open_comparison, read_comparison
 from toolkit.compare.variants import Variant, load_variants
 from toolkit.errors import EXIT_RUN_FAILED, ToolkitError
-from toolkit.hardware.gpus import count_gpus
+from toolkit.hardware.gpus import ON_CPU_MESSAGE, count_gpus
 from toolkit.rehearse.rehearsed_rank import refuse_rehearsals
 from toolkit.run.argument_checks import check_arguments
 from toolkit.run.nvme import NvmeDisk, check_nvme
@@ -147,7 +147,7 @@ def _check_timed_steps(max_steps: int, untimed_steps: int) -> None:
 def _print_device(options: CompareOptions) -> None:
     """Report a device that the user did not choose, and an option that has no effect on it."""
     if options.on_cpu and options.cpu is None:
-        stderr_console().print("no GPU is visible: training on the CPU (gloo, fp32)")
+        stderr_console().print(ON_CPU_MESSAGE)
     if options.on_cpu and options.price_per_gpu_hour is not None:
         stderr_console().print("--price-per-gpu-hour has no effect: no GPU is used")
 

@@ -17,7 +17,7 @@ import typer
 
 from toolkit.errors import ToolkitError
 from toolkit.flags import PROCESSES_HELP, CpuFlag, NvmePath, PresetNames, PricePerGpuHour, TrainingArguments
-from toolkit.hardware.gpus import count_gpus
+from toolkit.hardware.gpus import trains_on_cpu
 
 if TYPE_CHECKING:  # the command line loads the options without pydantic
     from toolkit.compare.ledger import SideRunKind
@@ -155,7 +155,7 @@ class CompareOptions:
         """True if the trials run on the CPU; never when predicting for a named GPU."""
         if self.gpu is not None:
             return False
-        return count_gpus() == 0 if self.cpu is None else self.cpu
+        return trains_on_cpu(self.cpu)
 
     @property
     def starts_warm(self) -> bool:

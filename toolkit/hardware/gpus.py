@@ -23,10 +23,17 @@ GPU_FIGURES = {
     "clocks.max.memory": "max_memory_clock_mhz",
 }
 
+ON_CPU_MESSAGE = "no GPU is visible: training on the CPU (gloo, fp32)"
+
 
 def count_gpus() -> int:
     """Return the number of GPUs that this process may use; respects `CUDA_VISIBLE_DEVICES`."""
     return visible_gpus(installed_gpus(), cuda_visible_devices=os.environ.get("CUDA_VISIBLE_DEVICES"))
+
+
+def trains_on_cpu(choice: bool | None) -> bool:
+    """Return the user's `--cpu/--no-cpu`, or by default whether no GPU is visible."""
+    return count_gpus() == 0 if choice is None else choice
 
 
 def visible_gpus(installed: list[str], *, cuda_visible_devices: str | None) -> int:

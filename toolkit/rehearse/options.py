@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from toolkit.flags import CpuFlag, PresetName, TrainingArguments
-from toolkit.hardware.gpus import count_gpus
+from toolkit.hardware.gpus import trains_on_cpu
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -28,4 +28,4 @@ class RehearseOptions:
     @property
     def on_cpu(self) -> bool:
         """True if the rank runs on the CPU: as the option says, or because no GPU is visible."""
-        return count_gpus() == 0 if self.cpu is None else self.cpu
+        return trains_on_cpu(self.cpu)

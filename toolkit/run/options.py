@@ -14,7 +14,7 @@ import typer
 
 from toolkit.errors import ToolkitError
 from toolkit.flags import CpuFlag, NumProcesses, NvmePath, PresetName, TrainingArguments
-from toolkit.hardware.gpus import count_gpus
+from toolkit.hardware.gpus import trains_on_cpu
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,4 +51,4 @@ class TrainOptions:
     @property
     def on_cpu(self) -> bool:
         """True if the ranks train on the CPU: as the option says, or because no GPU is visible."""
-        return count_gpus() == 0 if self.cpu is None else self.cpu
+        return trains_on_cpu(self.cpu)
