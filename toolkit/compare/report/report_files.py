@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import csv
 import io
 import json
-import os
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from toolkit.atomic_write import write_bytes
 from toolkit.compare.columns import columns_of
 from toolkit.compare.report.png_plot import plot_png
 from toolkit.compare.report.rendering import PLOT_FILE, html_text, markdown_text
@@ -41,11 +39,11 @@ def write_report(results: Results, folder: str | Path) -> ReportFiles:
     """
     folder = Path(folder)
     return ReportFiles(
-        results_json=write_text(folder / RESULTS_FILE, lambda: json_text(results)),
-        results_csv=write_text(folder / "results.csv", lambda: csv_text(results)),
-        markdown=write_text(folder / "report.md", lambda: markdown_text(results)),
-        html=write_text(folder / "report.html", lambda: html_text(results)),
-        plot=_write(folder / PLOT_FILE, lambda: plot_png(results)),
+        results_json=write_report_file(folder / RESULTS_FILE, json_text(results)),
+        results_csv=write_report_file(folder / "results.csv", csv_text(results)),
+        markdown=write_report_file(folder / "report.md", markdown_text(results)),
+        html=write_report_file(folder / "report.html", html_text(results)),
+        plot=write_report_file(folder / PLOT_FILE, plot_png(results)),
     )
 
 
@@ -65,21 +63,13 @@ def csv_text(results: Results) -> str:
     return text.getvalue()
 
 
-def write_text(file: Path, render: Callable[[], str]) -> Path:
-    """Write a text completely or not at all; a byte of a log that is not text becomes a question mark."""
-    return _write(file, lambda: render().encode("utf-8", errors="replace"))
+def write_report_file(file: Path, content: str | bytes) -> Path:
+    """Write a file completely or not at all; a byte of a log that is not text becomes a question mark.
 
-
-def _write(file: Path, render: Callable[[], bytes]) -> Path:
-    """Write to a temporary name beside the file, then rename: a reader sees the old file or the new one."""
-    content = render()
-    temporary = file.with_name(f".{file.name}.{os.getpid()}.tmp")
+    Raises ToolkitError for a folder that cannot be written.
+    """
     try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_bytes(content)
-        temporary.replace(file)
+        write_bytes(file, content if isinstance(content, bytes) else content.encode("utf-8", errors="replace"))
     except OSError as error:
-        with contextlib.suppress(OSError):
-            temporary.unlink()
         raise ToolkitError(f"cannot write {file}: {error.strerror}", hint="name another folder") from error
     return file

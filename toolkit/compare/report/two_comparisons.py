@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from toolkit.compare.columns import Display, column_of, fixed, interval, speed
 from toolkit.compare.report.console_tables import rich_table
 from toolkit.compare.report.rendering import render
-from toolkit.compare.report.report_files import write_text
+from toolkit.compare.report.report_files import write_report_file
 from toolkit.compare.report.result_tables import bytes_cell, format_cell, results_unit
 from toolkit.compare.report.table_model import Cell, Heading, Table, number_cell, text_cell, text_heading
 from toolkit.compare.result_values import Difference, RowKey
@@ -140,8 +140,8 @@ class BeforeAndAfter:
     def write(self, folder: Path) -> tuple[Path, Path]:
         """Write Markdown and HTML into a folder; return their paths."""
         return (
-            write_text(folder / f"{FILE_NAME}.md", self.markdown),
-            write_text(folder / f"{FILE_NAME}.html", self.html),
+            write_report_file(folder / f"{FILE_NAME}.md", self.markdown()),
+            write_report_file(folder / f"{FILE_NAME}.html", self.html()),
         )
 
     def _rendered(self, template: str) -> str:
