@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
-import datasets
 import pytest
 from conversations import CHATML_WITH_GENERATION_BLOCK, RENDERED, TURNS, marked, tokenized, with_template
 
@@ -13,11 +11,6 @@ from toolkit.data import Sample
 from toolkit.errors import ToolkitError
 from toolkit.train.data.collation import Collator
 from toolkit.train.data.tokenization import encode
-
-
-@pytest.fixture(autouse=True)
-def _separate_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
 
 
 def test_only_the_assistant_turns_and_their_ends_are_supervised(tokenizer: Any) -> None:

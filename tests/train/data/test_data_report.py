@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import datasets
-import pytest
 
 from toolkit.train.data.data_report import preflight_lines, system_prompt_lines
 from toolkit.train.data.tokenization import encode_rows, row_encoder, tokenize
@@ -16,11 +14,6 @@ MESSAGES = [
     {"role": "user", "content": "Hej?"},
     {"role": "assistant", "content": "Hello"},
 ]
-
-
-@pytest.fixture(autouse=True)
-def _separate_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
 
 
 def test_the_report_names_the_format_and_shows_the_supervised_part(tokenizer: Any) -> None:

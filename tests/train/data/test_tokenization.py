@@ -15,12 +15,6 @@ from toolkit.data import Sample
 from toolkit.errors import ToolkitError
 from toolkit.train.data.tokenization import encode, encode_rows, load_rows, row_encoder, tokenize
 
-
-@pytest.fixture(autouse=True)
-def _separate_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
-
-
 # -- supervision
 
 
