@@ -10,7 +10,7 @@ from model_configs import llama_8b
 
 from toolkit.errors import ToolkitError
 from toolkit.models.read_model import read_model
-from toolkit.plan.job import TrainingJob, check_job
+from toolkit.plan.job import TrainingJob, check_planned_job
 from toolkit.plan.planned_run import job_from_arguments
 
 
@@ -29,14 +29,14 @@ from toolkit.plan.planned_run import job_from_arguments
 )
 def test_values_out_of_range_are_refused_by_option(how: dict[str, Any], message: str) -> None:
     with pytest.raises(ToolkitError, match=message):
-        check_job(TrainingJob(**how), llama_8b())
+        check_planned_job(TrainingJob(**how), llama_8b())
 
 
 @pytest.mark.parametrize("optim", ["adamw_bnb_8bit", "paged_adamw_8bit", "adamw_torch_8bit"])
 def test_8_bit_optimizer_states_are_refused_by_name(optim: str) -> None:
     shape = read_model(str(LLAMA_8B_CONFIG))
     with pytest.raises(ToolkitError, match=f"--optimizer {optim}: 8-bit optimizer states are not planned") as refused:
-        check_job(TrainingJob(optimizer=optim), shape)
+        check_planned_job(TrainingJob(optimizer=optim), shape)
     assert "`--optimizer fused`" in str(refused.value.hint)
     with pytest.raises(ToolkitError, match=f"--optim {optim} is not planned"):
         job_from_arguments({"optim": optim})
@@ -46,6 +46,6 @@ def test_optimizers_other_than_adamw_are_refused() -> None:
     assert job_from_arguments({"optim": "adamw_torch"}).optimizer == "foreach"
     assert job_from_arguments({}).optimizer == "fused"
     with pytest.raises(ToolkitError, match="--optimizer is 'adafactor', expected one of fused, foreach"):
-        check_job(TrainingJob(optimizer="adafactor"), read_model(str(LLAMA_8B_CONFIG)))
+        check_planned_job(TrainingJob(optimizer="adafactor"), read_model(str(LLAMA_8B_CONFIG)))
     with pytest.raises(ToolkitError, match="--optim adafactor is not planned"):
         job_from_arguments({"optim": "adafactor"})

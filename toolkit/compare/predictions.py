@@ -19,7 +19,7 @@ from toolkit.hardware.gpu_table import Gpu
 from toolkit.models.read_model import read_model
 from toolkit.models.shape import ModelShape
 from toolkit.plan.interconnect import Interconnect
-from toolkit.plan.job import TrainingSetup, check_job
+from toolkit.plan.job import TrainingSetup, check_planned_job
 from toolkit.plan.memory import plan_memory
 from toolkit.plan.planned_run import job_from_arguments
 from toolkit.plan.step_time import step_time
@@ -62,7 +62,7 @@ def planned_memory(spec: ComparisonSpec, row: RowKey, *, shape: ModelShape | Non
         return PlannedMemory()
     with contextlib.suppress(ToolkitError):
         job = job_from_arguments(spec.arguments(row))
-        check_job(job, shape)
+        check_planned_job(job, shape)
         preset = load_preset(spec.preset_sources[row.preset])
         plan = plan_memory(shape, preset, world_size=row.world_size, job=job)
         return PlannedMemory(plan.planned_peak_bytes, plan.peak.allocated_bytes)

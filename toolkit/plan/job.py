@@ -142,7 +142,7 @@ def num_elements(layers: Iterable[Layer]) -> int:
     return sum(tensor.num_elements for layer in layers for tensor in layer)
 
 
-def check_job(job: TrainingJob, shape: ModelShape) -> None:
+def check_planned_job(job: TrainingJob, shape: ModelShape) -> None:
     """Raise ToolkitError for values out of range, and for combinations that cannot be trained."""
     for name in (field.name for field in fields(job) if field.name in LARGEST):
         value = getattr(job, name)

@@ -16,7 +16,7 @@ from toolkit.models.read_model import check_unquantized, read_model
 from toolkit.models.shape import ModelShape
 from toolkit.plan.communication import communication_bytes, step_collectives
 from toolkit.plan.interconnect import Interconnect
-from toolkit.plan.job import TrainingJob, TrainingSetup, check_job, check_world_size
+from toolkit.plan.job import TrainingJob, TrainingSetup, check_planned_job, check_world_size
 from toolkit.plan.memory import MemoryPlan, plan_memory
 from toolkit.plan.memory_verdict import FITS, largest_micro_batch, memory_verdict, smallest_world_size
 from toolkit.plan.model_states import job_weights
@@ -139,9 +139,10 @@ def _find_gpu(options: PlanOptions) -> Gpu:
 def make_plans(request: PlanRequest) -> list[Plan]:
     """Return the plans by world size, then in the order of the presets.
 
-    Raises ToolkitError for what cannot be trained: see `check_job`, `check_world_size`, and the limits of each preset.
+    Raises ToolkitError for what cannot be trained: see `check_planned_job`, `check_world_size`, and the limits of each
+    preset.
     """
-    check_job(request.job, request.shape)
+    check_planned_job(request.job, request.shape)
     for world_size in request.world_sizes:
         check_world_size(world_size)
         Interconnect(gpu=request.gpu, world_size=world_size, gpus_per_machine=request.job.gpus_per_machine)

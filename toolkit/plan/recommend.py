@@ -19,7 +19,7 @@ from toolkit.hardware.gpu_table import GIGA, custom_gpu, find_gpu
 from toolkit.models.read_model import check_unquantized, read_model
 from toolkit.models.shape import ModelShape
 from toolkit.plan.candidates import Candidate, RecommendRequest, best_candidates, largest_candidate, refusal
-from toolkit.plan.job import TrainingJob, check_job, check_size, check_world_size
+from toolkit.plan.job import TrainingJob, check_planned_job, check_size, check_world_size
 from toolkit.plan.memory_verdict import TOO_CLOSE
 from toolkit.plan.options import RecommendOptions
 from toolkit.presets.preset import Preset
@@ -66,7 +66,7 @@ def request_for_shape(shape: ModelShape, options: RecommendOptions) -> Recommend
         load_in_4bit=options.load_in_4bit,
         gpus_per_machine=options.gpus_per_machine,
     )
-    check_job(job, shape)
+    check_planned_job(job, shape)
     world_size = options.world_size
     check_world_size(world_size)
     if options.global_batch_size is not None:
