@@ -28,8 +28,9 @@ from toolkit.compare.results import ComparedJob, ComparisonMethod, Environment, 
 from toolkit.compare.rows import Row
 from toolkit.compare.significance import METHOD, confidence_of
 from toolkit.compare.specification import BATCH_ARGUMENT, ComparisonSpec
+from toolkit.hardware.cgroups import cpu_limit, memory_limit_bytes
 from toolkit.hardware.gpus import gpu_topology
-from toolkit.hardware.node import cpu_limit, describe_node, disk_facts, git_commit, library_versions, memory_limit_bytes
+from toolkit.hardware.node import describe_node, disk_facts, git_commit, library_versions
 from toolkit.models.shape import ModelShape
 from toolkit.run.script_arguments import DEFAULT_BATCH, integer, read_arguments
 

@@ -16,7 +16,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from toolkit.errors import ToolkitError
-from toolkit.hardware.node import host_memory_bytes, memory_limit_bytes
+from toolkit.hardware.cgroups import memory_limit_bytes
+from toolkit.hardware.node import host_memory_bytes
 from toolkit.plan.job import OPTIMIZERS, TrainingJob
 from toolkit.plan.memory import PARTS
 from toolkit.plan.planner import Plan

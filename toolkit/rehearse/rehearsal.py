@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.errors import ToolkitError
+from toolkit.hardware.cgroups import count_oom_kills
 from toolkit.presets import Preset
 from toolkit.presets.support import Purpose, check_supported
 from toolkit.rehearse.rehearsed_rank import SYNTHETIC, RehearsedRank
@@ -25,7 +26,7 @@ from toolkit.run import status
 from toolkit.run.argument_checks import check_arguments
 from toolkit.run.command import ProcessCommand, new_run_id
 from toolkit.run.environment import process_environment
-from toolkit.run.exit_status import RunResult, count_oom_kills, record_result
+from toolkit.run.exit_status import RunResult, record_result
 from toolkit.run.folder import RunFolder, read_json, start_facts
 from toolkit.run.preflight import (
     check_dataset,

@@ -169,37 +169,3 @@ def find_killed_rank(log: str) -> KilledRank | None:
         if int(match["number"]) not in _AGENT_SIGNALS
     ]
     return KilledRank(found[-1][0], signal.Signals(found[-1][1]).name) if found else None
-
-
-def count_oom_kills() -> int:
-    """Return how many processes the kernel has killed for lack of memory: in this process's cgroup, or since boot.
-
-    The cgroup's own counter is preferred: /proc/vmstat counts the whole node, other containers included.
-    """
-    for path in _memory_events(Path("/proc/self/cgroup")):
-        counters = _counters(path)
-        if "oom_kill" in counters:
-            return counters["oom_kill"]
-    return _counters(Path("/proc/vmstat")).get("oom_kill", 0)
-
-
-def _memory_events(cgroups: Path) -> list[Path]:
-    """The counter files of cgroups version 2 and version 1."""
-    try:
-        lines = [line.split(":", 2) for line in cgroups.read_text().splitlines()]
-    except OSError:
-        return []
-    root = Path("/sys/fs/cgroup")
-    found = [root / name.lstrip("/") / "memory.events" for _, controllers, name in lines if not controllers]
-    for _, controllers, name in lines:
-        if "memory" in controllers.split(","):
-            found.append(root / "memory" / name.lstrip("/") / "memory.oom_control")
-    return found
-
-
-def _counters(path: Path) -> dict[str, int]:
-    try:
-        pairs = [line.split() for line in path.read_text().splitlines()]
-        return {name: int(value) for name, value in pairs}
-    except (OSError, ValueError):
-        return {}

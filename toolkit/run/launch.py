@@ -19,11 +19,12 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.errors import ToolkitError
+from toolkit.hardware.cgroups import count_oom_kills
 from toolkit.presets import Preset, load_preset
 from toolkit.run import status
 from toolkit.run.checkpoints import latest_complete
 from toolkit.run.command import LaunchCommand, launch_command
-from toolkit.run.exit_status import RunResult, count_oom_kills, record_result
+from toolkit.run.exit_status import RunResult, record_result
 from toolkit.run.folder import RunFolder, start_facts
 from toolkit.run.heartbeat import read_heartbeats
 from toolkit.run.measurements import read_rows
