@@ -7,7 +7,6 @@ knows which row it belongs to, and whether it is a trial, a probe of a micro-bat
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import os
 import re
@@ -29,6 +28,7 @@ from toolkit.compare.trial_figures import (
     TrialResult,
 )
 from toolkit.errors import ToolkitError
+from toolkit.run.folder import lock_file
 
 LOCK_FILE = "comparison.lock"
 LEDGER_FILE = "ledger.jsonl"
@@ -165,20 +165,16 @@ def comparison_lock(folder: Path) -> Iterator[None]:
 
     Raises ToolkitError while another process runs the same comparison.
     """
-    descriptor = os.open(folder / LOCK_FILE, os.O_RDWR | os.O_CREAT, 0o666)
+
+    def held(holder: str) -> ToolkitError:
+        return ToolkitError(
+            f"{folder} holds a comparison that is still running (process {holder})",
+            hint="wait for it, or name another folder: `--output DIR`",
+        )
+
+    descriptor = lock_file(folder / LOCK_FILE, held=held)
     try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            holder = os.pread(descriptor, 32, 0).decode(errors="replace").strip()
-            raise ToolkitError(
-                f"{folder} holds a comparison that is still running (process {holder})",
-                hint="wait for it, or name another folder: `--output DIR`",
-            ) from None
-        except OSError:  # a file system without locks
-            pass
-        os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, str(os.getpid()).encode(), 0)
         yield
     finally:
-        os.close(descriptor)
+        if descriptor is not None:
+            os.close(descriptor)

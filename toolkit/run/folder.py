@@ -12,6 +12,7 @@ import json
 import os
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -89,18 +90,7 @@ class RunFolder:
         Returns the descriptor, or None on a file system without locks. Raises ToolkitError while another run holds it.
         """
         self._make()
-        descriptor = os.open(self.path / LOCK, os.O_RDWR | os.O_CREAT, 0o666)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            holder = os.pread(descriptor, 32, 0).decode(errors="replace").strip()
-            os.close(descriptor)
-            if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
-                return None
-            raise self._held(holder) from None
-        os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, str(os.getpid()).encode(), 0)
-        return descriptor
+        return lock_file(self.path / LOCK, held=self._held)
 
     def _held(self, holder: str) -> ToolkitError:
         who = f" (process {holder})" if holder else ""
@@ -154,6 +144,26 @@ class RunFolder:
             f"output_dir {self.path} cannot be written: {error.strerror}",
             hint="name a folder that you can write to: `--output_dir DIR`",
         )
+
+
+def lock_file(path: Path, *, held: Callable[[str], ToolkitError]) -> int | None:
+    """Lock a file for this process and those that inherit the descriptor, until the last of them exits.
+
+    Returns the descriptor, or None on a file system without locks. While another process holds the lock, raises what
+    `held` returns for its pid (empty if unknown).
+    """
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        holder = os.pread(descriptor, 32, 0).decode(errors="replace").strip()
+        os.close(descriptor)
+        if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
+            return None
+        raise held(holder) from None
+    os.ftruncate(descriptor, 0)
+    os.pwrite(descriptor, str(os.getpid()).encode(), 0)
+    return descriptor
 
 
 def start_facts() -> dict[str, Any]:

@@ -109,12 +109,12 @@ def start_process(
         errors="replace",
         start_new_session=True,
         pass_fds=tuple(inherit),
-        preexec_fn=_end_with_parent,
+        preexec_fn=end_with_parent,
     )
 
 
-def _end_with_parent() -> None:
-    """Let the kernel send SIGTERM to the launcher if this program is killed."""
+def end_with_parent() -> None:
+    """Let the kernel send SIGTERM to this process when its parent ends, even if that is killed."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 

@@ -49,6 +49,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from toolkit.run.environment import RUN_ID_VARIABLE
+from toolkit.run.process import end_with_parent
 from toolkit.run.warm_start import RUN_ID_PLACEHOLDER, ForkRequest, RefusedError, fork_process, python_command
 from toolkit.train.rank_process import garbage_collector_off, prepare_environment
 
@@ -65,7 +66,6 @@ LAUNCHERS = ("accelerate.commands.launch", "torch.distributed.run")
 # DeepSpeed imports it when it creates an engine. It calls torch.compile, which imports torch's compiler (1 s).
 DEEPSPEED_COMPILES = "deepspeed.runtime.zero.muon.original_muon"
 NVML_CHECK = "PYTORCH_NVML_BASED_CUDA_CHECK"
-PR_SET_PDEATHSIG = 1  # linux/prctl.h
 MADV_POPULATE_READ = 22  # linux/mman.h, since Linux 5.14
 GRACE_SECONDS = 15.0
 REQUEST_SECONDS = 10.0
@@ -417,7 +417,7 @@ def path_entries(environment: Mapping[str, str]) -> list[str]:
 def become(request: ForkRequest, descriptors: list[int], server_pid: int, set_by_imports: dict[str, str]) -> None:
     """Give this process the session, streams, limits, working directory and environment of the request."""
     os.setsid()
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+    end_with_parent()
     if os.getppid() != server_pid:
         os._exit(1)  # the server exited before prctl took effect
     set_signal_handlers(request.ignored_signals)
