@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from toolkit.errors import ToolkitError
+from toolkit.hardware.disks import existing_folder, free_bytes
 from toolkit.run.resource_exhaustion import is_disk_full
 from toolkit.units import gib
 
@@ -20,8 +21,8 @@ def check_empty(out: Path) -> None:
 
 def check_disk_space(out: Path, needed_bytes: int) -> None:
     """Raise ToolkitError if the disk of `out` has fewer free bytes."""
-    existing = next(path for path in [out, *out.absolute().parents] if path.is_dir())
-    free = shutil.disk_usage(existing).free
+    existing = existing_folder(out)
+    free = free_bytes(existing)
     if free < needed_bytes:
         raise ToolkitError(
             f"{existing} has {gib(free)} free, {out} needs about {gib(needed_bytes)}",

@@ -66,6 +66,11 @@ def mount_of(folder: Path, mounts: str | None = None) -> Mount | None:
     return found
 
 
+def existing_folder(folder: Path) -> Path:
+    """Return the folder, or where it does not exist yet, its nearest parent that does."""
+    return next((path for path in [folder, *folder.absolute().parents] if path.is_dir()), Path("/"))
+
+
 def free_bytes(folder: Path) -> int:
     """Return the bytes that this user can still write there."""
     return shutil.disk_usage(folder).free

@@ -6,7 +6,6 @@ Nothing here imports torch. What only a rank can know (a hub model's weights, GP
 from __future__ import annotations
 
 import os
-import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any
 
 from toolkit.data import check_file, is_hub_id, resolve_source
 from toolkit.errors import ToolkitError
+from toolkit.hardware.disks import existing_folder, free_bytes
 from toolkit.hardware.gpus import count_gpus
 from toolkit.presets import Preset
 from toolkit.presets.support import CPU, Device, check_supported
@@ -237,8 +237,8 @@ def weight_bytes(model: Path) -> int:
 
 def check_disk(folder: Path, *, needed: int) -> None:
     """Raise ToolkitError for a disk without enough space for `needed` bytes."""
-    existing = next((path for path in [folder, *folder.absolute().parents] if path.is_dir()), Path("/"))
-    free = shutil.disk_usage(existing).free
+    existing = existing_folder(folder)
+    free = free_bytes(existing)
     if free < needed:
         raise ToolkitError(
             f"{existing} has {gib(free)} free, and the run saves about {gib(needed)}",

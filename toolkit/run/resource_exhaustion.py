@@ -10,6 +10,7 @@ import errno
 import shutil
 from pathlib import Path
 
+from toolkit.hardware.disks import free_bytes
 from toolkit.run.checkpoints import SAVING_PREFIX, list_checkpoints
 from toolkit.units import gib
 
@@ -67,7 +68,7 @@ def describe_latest_checkpoint(output_dir: Path) -> str:
 
 def describe_full_disk(output_dir: Path, who: str, phase: str, step: int) -> tuple[str, str]:
     """Remove incomplete checkpoints, which nothing reads, and return message and hint for a full disk."""
-    free = shutil.disk_usage(output_dir).free
+    free = free_bytes(output_dir)
     incomplete = [path for path in output_dir.glob(f"{SAVING_PREFIX}*") if path.is_dir()]
     for folder in incomplete:
         shutil.rmtree(folder, ignore_errors=True)
