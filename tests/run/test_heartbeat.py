@@ -6,37 +6,43 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 
 import psutil
 from heartbeats import STACKS, pulse
+from launching import ROOT
 
 from toolkit.run.heartbeat import collect_stacks, main_thread, read_heartbeats, stacks_path, write_heartbeat
 
-# Its stacks are some 400 kB, of which the main thread's come last.
-MANY_THREADS = """
-import faulthandler, signal, sys, threading, time
+# Its threads create and leave frames all the time.
+BUSY_THREADS = """
+import json, pathlib, sys, threading, time
+from toolkit.run.heartbeat import write_stacks_on_signal
 
-faulthandler.register(signal.SIGUSR2, file=open(sys.argv[1], "w"), all_threads=True)
+write_stacks_on_signal(open(sys.argv[1], "w"))
 
-def sleep_at_depth(depth, started):
+class Nested:
+    def __init__(self, depth):
+        self.inner = depth and Nested(depth - 1)
+
+def create_frames():
+    while True:
+        Nested(5)
+        pathlib.Path("a") / "b"
+        json.dumps({"step": [1, 2.5]}, indent=1)
+
+def descend(depth):
     if depth:
-        sleep_at_depth(depth - 1, started)
+        descend(depth - 1)
     else:
-        started.set()
-        time.sleep(600)
+        print("ready", flush=True)
+        while True:
+            time.sleep(0.01)
 
-def wait_in_the_main_thread():
-    print("ready", flush=True)
-    time.sleep(600)
-
-for _ in range(60):
-    started = threading.Event()
-    threading.Thread(target=sleep_at_depth, args=(90, started), daemon=True).start()
-    started.wait()
-wait_in_the_main_thread()
+for _ in range(4):
+    threading.Thread(target=create_frames, daemon=True).start()
+descend(30)
 """
 
 
@@ -55,25 +61,27 @@ def test_heartbeats_are_read_in_rank_order_without_incomplete_ones(tmp_path: Pat
     assert read_heartbeats(tmp_path) == [pulse(9), pulse(10)]
 
 
-def test_a_stopped_process_is_continued_until_its_stacks_are_complete(tmp_path: Path) -> None:
-    script = tmp_path / "many_threads.py"
-    script.write_text(MANY_THREADS)
+def test_a_stopped_process_writes_its_main_threads_stack_and_stays_stopped(tmp_path: Path) -> None:
+    script = tmp_path / "busy_threads.py"
+    script.write_text(BUSY_THREADS)
     command = [sys.executable, str(script), str(stacks_path(tmp_path, 0))]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None
             assert process.stdout.readline() == "ready\n"
-            os.kill(process.pid, signal.SIGSTOP)
-            os.waitpid(process.pid, os.WUNTRACED)
             found = psutil.Process(process.pid)
             rank = replace(
                 pulse(0), host=os.uname().nodename, pid=process.pid, process_started_unix=found.create_time()
             )
-            stacks = collect_stacks(tmp_path, [rank])["0"]
-            assert [frame.split()[0] for frame in main_thread(stacks)] == ["wait_in_the_main_thread", "<module>"]
-            deadline = time.monotonic() + 10
-            while found.status() != psutil.STATUS_STOPPED and time.monotonic() < deadline:
-                time.sleep(0.01)
-            assert found.status() == psutil.STATUS_STOPPED
+            for _ in range(60):
+                os.kill(process.pid, signal.SIGSTOP)
+                os.waitpid(process.pid, os.WUNTRACED)
+                stacks_path(tmp_path, 0).write_text("")
+                frames = [frame.split()[0] for frame in main_thread(collect_stacks(tmp_path, [rank])["0"])]
+                assert frames[-32:] == [*["descend"] * 31, "<module>"]
+                os.waitpid(process.pid, os.WUNTRACED)
+                assert found.status() == psutil.STATUS_STOPPED
+                os.kill(process.pid, signal.SIGCONT)
         finally:
             process.kill()

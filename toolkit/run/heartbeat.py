@@ -6,6 +6,8 @@ A rank writes `ranks/rankR.pulse` from a thread of its own; the launcher and the
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import faulthandler
 import json
 import os
 import re
@@ -15,6 +17,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import IO
 
 import psutil
 
@@ -25,8 +28,10 @@ HANG_TIMEOUT_VARIABLE = "TOOLKIT_HANG_TIMEOUT_MINUTES"
 DEFAULT_HANG_TIMEOUT_MINUTES = 20.0
 # Created by the rank that reports a hang, so that only one does.
 HANG_CLAIM = "hang.claim"
-# Makes a rank write the stacks of all its threads. faulthandler does so in C, even while the GIL is held.
+# Make a rank write the stacks of all its threads, or of its main thread alone. faulthandler does so in C, even while
+# the GIL is held.
 STACKS_SIGNAL = signal.SIGUSR2
+MAIN_STACK_SIGNAL = signal.SIGRTMIN + 1
 STACKS_CHARACTERS = 8000
 # The outermost frame of a main thread, or the mark of a stack that is too deep. faulthandler writes that thread last.
 _LAST_LINE = re.compile(r" in (<module>|_run_module_as_main)$|^  \.\.\.$")
@@ -102,15 +107,30 @@ def read_heartbeats(ranks: Path) -> list[Heartbeat]:
     return []
 
 
+def write_stacks_on_signal(file: IO[str]) -> None:
+    """Make this process write its stacks to the file, for `collect_stacks` to read."""
+    faulthandler.register(STACKS_SIGNAL, file=file, all_threads=True)
+    faulthandler.register(MAIN_STACK_SIGNAL, file=file, all_threads=False)
+
+
 def collect_stacks(ranks: Path, heartbeats: Sequence[Heartbeat], *, seconds: float = 3.0) -> dict[str, str]:
     """Signal every rank on this node to write the stacks of its threads, and return those written within `seconds`.
 
-    A stopped process (SIGSTOP) cannot answer, so it is continued until it has answered.
+    A stopped process (SIGSTOP) cannot answer, so it is continued until it has answered. All of its threads then run,
+    and to read the frames of a running thread from another one can crash the process: its main thread writes its own.
+    This process holds the GIL meanwhile, and other ranks wait.
     """
     waiting = {heartbeat.rank: heartbeat for heartbeat in heartbeats if heartbeat.process is not None}
     stopped = {rank for rank, heartbeat in waiting.items() if _is_stopped(heartbeat)}
     for heartbeat in waiting.values():
-        _signal(heartbeat, STACKS_SIGNAL)
+        if heartbeat.pid == os.getpid():
+            with stacks_path(ranks, heartbeat.rank).open("a") as file:
+                faulthandler.dump_traceback(file)
+            continue
+        if heartbeat.rank in stopped:
+            _signal_main_thread(heartbeat, MAIN_STACK_SIGNAL)
+        else:
+            _signal(heartbeat, STACKS_SIGNAL)
         _signal(heartbeat, signal.SIGCONT)
     deadline = time.monotonic() + seconds
     while waiting and time.monotonic() < deadline:
@@ -132,6 +152,10 @@ def _is_stopped(heartbeat: Heartbeat) -> bool:
 def _signal(heartbeat: Heartbeat, number: signal.Signals) -> None:
     with contextlib.suppress(OSError):
         os.kill(heartbeat.pid, number)
+
+
+def _signal_main_thread(heartbeat: Heartbeat, number: int) -> None:
+    ctypes.CDLL(None).tgkill(heartbeat.pid, heartbeat.pid, number)
 
 
 def _stacks(ranks: Path, rank: int) -> str:

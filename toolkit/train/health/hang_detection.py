@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import faulthandler
 import os
 import signal
 import sys
@@ -25,12 +24,12 @@ from toolkit.run.heartbeat import (
     DEFAULT_HANG_TIMEOUT_MINUTES,
     HANG_CLAIM,
     HANG_TIMEOUT_VARIABLE,
-    STACKS_SIGNAL,
     Heartbeat,
     peak_resident_bytes,
     read_heartbeats,
     stacks_path,
     write_heartbeat,
+    write_stacks_on_signal,
 )
 from toolkit.train.active_run import ActiveRun
 from toolkit.train.health.failure_report import report_hang
@@ -79,7 +78,7 @@ class Watchdog:
         """Open the file for stack traces, handle the signal that requests them, and start watching."""
         self.ranks.mkdir(parents=True, exist_ok=True)
         self.stacks = stacks_path(self.ranks, self.rank).open("w")
-        faulthandler.register(STACKS_SIGNAL, file=self.stacks, all_threads=True)
+        write_stacks_on_signal(self.stacks)
         self.beat()
         # The process must not exit while a heartbeat is half written: its temporary file would stay in the run folder.
         atexit.register(self.writing.acquire, timeout=HEARTBEAT_SECONDS)
