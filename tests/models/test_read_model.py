@@ -122,11 +122,11 @@ def test_a_model_that_is_no_language_model_is_refused(tmp_path: Path) -> None:
         ("no/such/folder", "no such file or folder"),
         ("./nothing", "no such file or folder"),
         ("someone/model", "the hub cannot be reached"),
-        ("some one/model", "cannot be a hub id"),
+        ("some one/model", "is neither a folder nor a hub id"),
     ],
 )
 def test_a_model_that_is_not_there_names_the_folder_way(model: str, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("toolkit.models.read_model._hub_is_reachable", lambda: False)
+    monkeypatch.setattr("toolkit.models.hub._is_reachable", lambda _: False)
     with pytest.raises(ToolkitError, match=said):
         read_model(model)
 

@@ -36,12 +36,18 @@ OF_64 = ("ddp", "zero2", "zero3_cpu_offload", "fsdp2", "fsdp2_hybrid")
 @pytest.mark.parametrize(
     ("preset", "world_size", "rank", "message", "hint"),
     [
-        ("zero3", 0, 0, "--world-size is 0, expected 1 or more", None),
+        ("zero3", 0, 0, "--num-processes is 0, expected 1 or more", None),
         ("zero3", 4, 4, "--rank is 4, and a world of 4 has ranks 0 to 3", "`--rank 0`"),
         ("zero3", 4, -1, "--rank is -1, and a world of 4 has ranks 0 to 3", "`--rank 0`"),
-        ("fsdp2", 1, 0, "preset 'fsdp2' needs at least 2 processes, --world-size is 1", "`--world-size 2`"),
-        ("fsdp2_hybrid", 7, 0, "preset 'fsdp2_hybrid' needs a multiple of 2 processes, --world-size is 7", "size 8`"),
-        ("single", 2, 0, "preset 'single' trains in one process, --world-size is 2", "`--preset ddp` for several"),
+        ("fsdp2", 1, 0, "preset 'fsdp2' needs at least 2 processes, --num-processes is 1", "`--num-processes 2`"),
+        (
+            "fsdp2_hybrid",
+            7,
+            0,
+            "preset 'fsdp2_hybrid' needs a multiple of 2 processes, --num-processes is 7",
+            "processes 8`",
+        ),
+        ("single", 2, 0, "preset 'single' trains in one process, --num-processes is 2", "`--preset ddp` for several"),
         ("zero3_nvme_offload", 4, 0, "cannot be rehearsed: its swap files belong to a real run", "`toolkit plan`"),
         ("zeropp", 8, 0, "cannot be rehearsed: zero_quantized_weights runs CUDA kernels", "`toolkit plan`"),
     ],
@@ -61,7 +67,7 @@ def test_a_world_that_cannot_be_rehearsed_is_refused(
         ([], "--model_name_or_path is missing"),
         (["--model_name_or_path", "{folder}"], "has no config.json"),
         (["--model_name_or_path", "{folder}/broken.json"], "is not a JSON object"),
-        (["--model_name_or_path", "{folder}/nothing.json"], "neither a folder, a config.json nor a hub id"),
+        (["--model_name_or_path", "{folder}/nothing.json"], "no such file or folder"),
         (["--model_name_or_path", "{model}", "--resume_from_checkpoint", "latest"], "trains nothing to resume"),
         (["--model_name_or_path", "{model}", "--ddp_comm_hook", "bf16"], "--ddp_comm_hook cannot be rehearsed"),
         (["--model_name_or_path", "{model}", "--max_stepz", "2"], "unknown argument --max_stepz"),
@@ -177,7 +183,7 @@ def test_real_rows_and_weights_are_rehearsed_where_they_are_given(
 @pytest.mark.launch
 def test_the_command_prints_its_results_and_marks_its_folder_as_a_rehearsal(tmp_path: Path, tiny_model: Path) -> None:
     words = ["--model_name_or_path", str(tiny_model), "--max_seq_length", "32", "--output_dir", str(tmp_path / "out")]
-    command = ["rehearse", "--preset", "fsdp2", "--world-size", "8", "--rank", "3", "--cpu", "--json", "--", *words]
+    command = ["rehearse", "--preset", "fsdp2", "--num-processes", "8", "--rank", "3", "--cpu", "--json", "--", *words]
     ended = toolkit(*command)
     assert ended.returncode == 0, ended.stderr
     found = json.loads(ended.stdout)
@@ -202,7 +208,7 @@ def test_the_command_prints_its_results_and_marks_its_folder_as_a_rehearsal(tmp_
 def test_a_plan_is_verified_part_by_part_and_names_what_it_cannot_verify(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
     presets = ["--preset", "zero2", "--preset", "zero3_nvme_offload"]
-    words = [str(tmp_path), *presets, "--world-size", "8", "--gpu", "h100", "--max-seq-length", "32"]
+    words = [str(tmp_path), *presets, "--num-processes", "8", "--gpu", "h100", "--max-seq-length", "32"]
     ended = toolkit("plan", *words, "--verify", "--cpu", "--json")
     assert ended.returncode == 0, ended.stderr
     found = json.loads(ended.stdout)
@@ -223,7 +229,7 @@ def test_a_plan_is_verified_part_by_part_and_names_what_it_cannot_verify(tmp_pat
 def test_a_gpu_measures_the_peak_of_each_phase_and_the_seconds_of_a_step(tmp_path: Path, preset: str) -> None:
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
     words = ["--model_name_or_path", str(tmp_path / "config.json"), "--max_seq_length", "256"]
-    ended = toolkit("rehearse", "--preset", preset, "--world-size", "8", "--no-cpu", "--json", "--", *words)
+    ended = toolkit("rehearse", "--preset", preset, "--num-processes", "8", "--no-cpu", "--json", "--", *words)
     assert ended.returncode == 0, ended.stderr
     found = json.loads(ended.stdout)
     states = sum(found[part] for part in PARTS)

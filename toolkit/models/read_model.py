@@ -1,6 +1,6 @@
 """Read a model's shape from a hub id, a folder, or a `config.json`; no weights are fetched or opened.
 
-    $ toolkit plan Qwen/Qwen3-8B --gpu h100-80gb --world-size 8
+    $ toolkit plan Qwen/Qwen3-8B --gpu h100-80gb --num-processes 8
 
 Architectures with formulas are read here in milliseconds. transformers builds all others on the meta device, in a child
 process whose answer is cached (`toolkit.models.counted_shape`).
@@ -9,23 +9,17 @@ process whose answer is cached (`toolkit.models.counted_shape`).
 from __future__ import annotations
 
 import json
-import logging
-import os
-import socket
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 from toolkit.errors import ToolkitError, nearest
 from toolkit.models.config_fields import ConfigFields
 from toolkit.models.counted_shape import count_shape
+from toolkit.models.hub import CONFIG, download_config
 from toolkit.models.llama_family import LLAMA_FAMILY, llama_shape
 from toolkit.models.other_decoders import OTHER_DECODERS
 from toolkit.models.shape import ModelShape
 from toolkit.versions import model_types
-
-CONFIG = "config.json"
-HUB_SECONDS = 5
 
 
 def read_model(MODEL: str, *, count: bool = True) -> ModelShape:  # noqa: N803
@@ -87,37 +81,7 @@ def config_path(model: str) -> Path:
         return path / CONFIG
     if model.count("/") > 1 or model.startswith((".", "/", "~")) or model.endswith(".json"):
         raise ToolkitError(f"no such file or folder: {model}", hint=f"a hub id, a folder with {CONFIG}, or a {CONFIG}")
-    return _from_hub(model)
-
-
-def _from_hub(model: str) -> Path:
-    from huggingface_hub import hf_hub_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-
-    logging.getLogger("huggingface_hub").setLevel(logging.CRITICAL)  # it would log every attempt
-    local = f"`toolkit plan FOLDER`, with the model's {CONFIG} in it"
-    try:
-        return Path(hf_hub_download(model, CONFIG, local_files_only=not _hub_is_reachable()))
-    except HFValidationError:
-        raise ToolkitError(f"{model!r} is not a folder and cannot be a hub id", hint=local) from None
-    except (LocalEntryNotFoundError, OSError) as error:
-        if isinstance(error, HfHubHTTPError):
-            reason = f"the hub answers {error.response.status_code}: it does not exist, or you may not read it"
-        else:
-            reason = "the hub cannot be reached, and the model is not in the hub's cache"
-        raise ToolkitError(f"{model!r} is not a folder here, and {reason}", hint=local) from None
-
-
-def _hub_is_reachable() -> bool:
-    """Tried once, because the hub's client retries for half a minute; behind a proxy it is left to the client."""
-    if os.environ.get("https_proxy") or os.environ.get("HTTPS_PROXY"):
-        return True
-    address = urlsplit(os.environ.get("HF_ENDPOINT", "https://huggingface.co"))
-    try:
-        socket.create_connection((str(address.hostname), address.port or 443), timeout=HUB_SECONDS).close()
-    except OSError:
-        return False
-    return True
+    return download_config(model)
 
 
 def _read_json(path: Path) -> dict[str, Any]:

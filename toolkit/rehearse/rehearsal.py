@@ -19,6 +19,7 @@ from typing import Any
 
 from toolkit.errors import ToolkitError
 from toolkit.hardware.cgroups import count_oom_kills
+from toolkit.models.read_model import config_path
 from toolkit.presets import Preset
 from toolkit.presets.support import Purpose, check_supported
 from toolkit.rehearse.rehearsed_rank import SYNTHETIC, RehearsedRank
@@ -28,13 +29,7 @@ from toolkit.run.command import ProcessCommand, new_run_id
 from toolkit.run.environment import process_environment
 from toolkit.run.exit_status import RunResult, record_result
 from toolkit.run.folder import RunFolder, read_json, start_facts
-from toolkit.run.preflight import (
-    check_dataset,
-    check_hub_model,
-    check_positive,
-    check_required,
-    local_folder,
-)
+from toolkit.run.preflight import check_dataset, check_positive, check_required
 from toolkit.run.process import run_command
 from toolkit.run.script_arguments import flag, read_arguments, resumes
 from toolkit.run.warm_start import server_in_environment
@@ -61,7 +56,7 @@ class Rehearsal:
 def check_rehearsal(preset: Preset, *, world_size: int, rank: int) -> None:
     """Raise ToolkitError for a world size that the preset does not support, a rank outside it, or no rehearsal."""
     if world_size < 1:
-        raise ToolkitError(f"--world-size is {world_size}, expected 1 or more")
+        raise ToolkitError(f"--num-processes is {world_size}, expected 1 or more")
     check_supported(preset, world_size=world_size, purpose="rehearse")
     if not 0 <= rank < world_size:
         raise ToolkitError(
@@ -125,20 +120,9 @@ def _gpu_precision(preset: Preset, arguments: dict[str, Any]) -> dict[str, str]:
 
 def check_configuration(name: str) -> None:
     """Check that a model's configuration can be read: a folder with config.json, the file itself, or a hub id."""
-    folder = local_folder(name)
-    path = folder / "config.json" if folder.is_dir() else folder
-    if path.suffix == ".json" and path.exists():
-        if read_json(path) is None:
-            raise ToolkitError(f"{path} is not a JSON object", hint="download the model's config.json again")
-    elif folder.is_dir():
-        raise ToolkitError(f"model folder {name} has no config.json", hint="name a folder that has one, or the file")
-    elif folder.exists() or name.count("/") != 1 or name.startswith(("/", ".", "~")):
-        raise ToolkitError(
-            f"model {name!r} is neither a folder, a config.json nor a hub id",
-            hint="a hub id looks like `owner/name`; a file must exist",
-        )
-    else:
-        check_hub_model(name)
+    path = config_path(name)
+    if read_json(path) is None:
+        raise ToolkitError(f"{path} is not a JSON object", hint="download the model's config.json again")
 
 
 def rehearsal_command(rehearsal: Rehearsal) -> ProcessCommand:

@@ -12,9 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.data import check_file, is_hub_id, resolve_source
+from toolkit.defaults import PER_DEVICE_TRAIN_BATCH_SIZE
 from toolkit.errors import ToolkitError
 from toolkit.hardware.disks import existing_folder, free_bytes
 from toolkit.hardware.gpus import count_gpus
+from toolkit.models.hub import download_config
 from toolkit.presets import Preset
 from toolkit.presets.support import CPU, Device, check_supported
 from toolkit.run.argument_checks import check_arguments
@@ -28,7 +30,7 @@ from toolkit.run.checkpoints import (
 )
 from toolkit.run.dataset_checks import check_rows_fill_a_step, streaming_buffer_size
 from toolkit.run.folder import RunFolder, read_json
-from toolkit.run.script_arguments import DEFAULT_BATCH, flag, integer, read_arguments, resumes
+from toolkit.run.script_arguments import flag, integer, read_arguments, resumes
 from toolkit.units import gib
 
 POSITIVE = (
@@ -73,7 +75,7 @@ def check_job(
     check_required(arguments, ("model_name_or_path", "dataset"))
     check_positive(arguments)
     check_arguments(arguments, preset, num_processes=num_processes, on_cpu=cpu)
-    check_model(str(arguments["model_name_or_path"]))
+    check_model(str(arguments["model_name_or_path"]), revision=arguments.get("revision"))
     rows = check_dataset(str(arguments["dataset"]))
     if arguments.get("eval_dataset") is not None:
         check_dataset(str(arguments["eval_dataset"]))
@@ -107,7 +109,7 @@ def check_positive(arguments: dict[str, Any]) -> None:
             raise ToolkitError(f"--{name} is {arguments[name]}, expected more than 0")
 
 
-def check_model(name: str) -> None:
+def check_model(name: str, *, revision: str | None = None) -> None:
     """Check that a model is a local folder with configuration and weights, or an id on the hub."""
     folder = local_folder(name)
     if os.path.isdir(folder):  # noqa: PTH112  (`Path.is_dir` raises for a name that is too long)
@@ -125,28 +127,12 @@ def check_model(name: str) -> None:
             f"model {name!r} is neither a folder nor a hub id",
             hint="a hub id looks like `owner/name`; a folder must exist",
         )
-    check_hub_model(name)
+    download_config(name, revision=revision)  # it is small, and a wrong id is found before ranks start
 
 
 def local_folder(name: str) -> Path:
     """Return a model's name as a path."""
     return Path(os.path.expanduser(name))  # noqa: PTH111  (`Path.expanduser` raises for an unknown user)
-
-
-def check_hub_model(name: str) -> None:
-    """Download a hub model's config.json, which is small, so that a wrong id is found before ranks start."""
-    from huggingface_hub import hf_hub_download
-    from huggingface_hub.utils.tqdm import disable_progress_bars
-
-    disable_progress_bars()
-    try:
-        hf_hub_download(name, "config.json")
-    except Exception as error:  # whatever it is, the ranks could not load the model either
-        words = str(error).strip().splitlines()
-        raise ToolkitError(
-            f"model {name!r} cannot be loaded from the hub: {words[0] if words else type(error).__name__}",
-            hint="check the id and the network, or name a local folder",
-        ) from None
 
 
 def check_dataset(source: str) -> int | None:
@@ -160,7 +146,7 @@ def check_dataset(source: str) -> int | None:
 
 def global_batch_size(arguments: dict[str, Any], num_processes: int) -> int:
     """Return the sequences per optimizer step: micro-batch x accumulation steps x ranks."""
-    micro = integer(arguments, "per_device_train_batch_size", DEFAULT_BATCH)
+    micro = integer(arguments, "per_device_train_batch_size", PER_DEVICE_TRAIN_BATCH_SIZE)
     return micro * integer(arguments, "gradient_accumulation_steps", 1) * num_processes
 
 
@@ -193,7 +179,7 @@ def check_resume(preset: Preset, *, num_processes: int, arguments: dict[str, Any
     check_same_layout(checkpoint, engine=preset.engine, sharding=preset.sharding, world_size=num_processes)
     check_resume_settings(
         checkpoint,
-        per_device_train_batch_size=integer(arguments, "per_device_train_batch_size", DEFAULT_BATCH),
+        per_device_train_batch_size=integer(arguments, "per_device_train_batch_size", PER_DEVICE_TRAIN_BATCH_SIZE),
         gradient_accumulation_steps=integer(arguments, "gradient_accumulation_steps", 1),
         seed=integer(arguments, "seed", DEFAULT_SEED),
         max_steps=integer(arguments, "max_steps", -1),
