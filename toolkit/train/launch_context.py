@@ -23,6 +23,9 @@ from toolkit.run.environment import (
 )
 from toolkit.run.nvme import ACCELERATE_VARIABLES, swap_folder
 
+# Set by `accelerate launch` from the YAML's `deepspeed_config_file`.
+DEEPSPEED_CONFIG_VARIABLE = "ACCELERATE_DEEPSPEED_CONFIG_FILE"
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LaunchContext:
@@ -111,6 +114,19 @@ def _value_of(options: list[str], name: str) -> str | None:
 
 def _integer(value: object) -> int | None:
     return int(str(value)) if value is not None and str(value).isdigit() else None
+
+
+def find_deepspeed_config(launch: LaunchContext) -> None:
+    """Give accelerate the absolute path of the preset's JSON where the working directory does not have it.
+
+    The preset's YAML names its JSON relative to the folder above its own; accelerate resolves the name against the
+    working directory.
+    """
+    named = os.environ.get(DEEPSPEED_CONFIG_VARIABLE)
+    if named is None or launch.preset is None or launch.preset.deepspeed_config_path is None:
+        return
+    if not Path(named).is_file():
+        os.environ[DEEPSPEED_CONFIG_VARIABLE] = str(launch.preset.deepspeed_config_path)
 
 
 def name_swap_folder() -> Path | None:

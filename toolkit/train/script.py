@@ -19,7 +19,7 @@ from toolkit.train.data.dataset import load_data
 from toolkit.train.engine.nvme_offload import size_swap_buffers
 from toolkit.train.health.hang_detection import start_health_checks
 from toolkit.train.health.progress import Progress
-from toolkit.train.launch_context import LaunchContext, name_swap_folder
+from toolkit.train.launch_context import LaunchContext, find_deepspeed_config, name_swap_folder
 from toolkit.train.model.loading import load_model, load_tokenizer
 from toolkit.train.model.saving import save_final_model
 from toolkit.train.trainer import build_trainer
@@ -33,6 +33,7 @@ def main(argv: Sequence[str], progress: Progress) -> None:
     progress.enter("arguments")
     set_up_libraries(progress)
     launch = LaunchContext.from_env()
+    find_deepspeed_config(launch)
     args = parse_args(argv, launch)
     with open_run(args, launch, progress) as run:
         start_health_checks(run)
