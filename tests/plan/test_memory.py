@@ -59,14 +59,14 @@ def test_offload_moves_model_states_from_the_gpu_to_host_or_disk() -> None:
 
 
 def test_packed_rows_need_as_much_memory_as_padded_ones() -> None:
-    def kept(**how: Any) -> int:
-        job = TrainingJob(max_seq_length=2048, **how)
+    def kept(rows: int, **how: Any) -> int:
+        job = TrainingJob(per_device_train_batch_size=rows, max_seq_length=2048, **how)
         return plan_memory(
             read_model(str(LLAMA_8B_CONFIG)), load_preset("fsdp2"), world_size=8, job=job
         ).peak.allocated_bytes
 
-    assert kept(packing=True) > kept()
-    assert kept(packing=True, per_device_train_batch_size=2) == kept(per_device_train_batch_size=2)
+    assert kept(1, packing=True) > kept(1)
+    assert kept(2, packing=True) == kept(2)
 
 
 def test_full_cross_entropy_takes_12_bytes_per_logit_and_the_other_losses_less() -> None:

@@ -75,7 +75,8 @@ def test_the_plan_of_a_run_is_that_of_the_plan_command(capsys: pytest.CaptureFix
     from toolkit import cli
 
     plan = plan_run(load_preset("fsdp2"), arguments(), world_size=8, gpu=find_gpu("h100"))
-    words = ["--world-size", "8", "--gpu", "h100", "--preset", "fsdp2", "--max-seq-length", "2048", "--json"]
+    words = ["--num-processes", "8", "--gpu", "h100", "--preset", "fsdp2", "--max-seq-length", "2048", "--json"]
+    words += ["--per-device-train-batch-size", "1"]
     with pytest.raises(SystemExit) as ended:
         cli.main(["plan", str(LLAMA_8B), *words])
     assert ended.value.code in (0, None)

@@ -37,7 +37,7 @@ def request(*presets: str, world_sizes: tuple[int, ...] = (8,), **how: Any) -> P
 
 
 def test_the_largest_micro_batch_and_the_smallest_world_size_fit_and_the_next_ones_do_not() -> None:
-    [plan] = make_plans(request("zero3", activation_checkpointing=True))
+    [plan] = make_plans(request("zero3", per_device_train_batch_size=1, activation_checkpointing=True))
     assert plan.largest_micro_batch is not None
     job = TrainingJob(max_seq_length=2048, activation_checkpointing=True)
     fits = []
@@ -83,7 +83,9 @@ def test_a_custom_gpu_has_no_speed_unless_its_peak_is_given() -> None:
 
 
 def test_the_json_has_the_promised_keys() -> None:
-    done = toolkit("plan", str(LLAMA_8B_CONFIG), "--world-size", "8", "--world-size", "16", "--gpu", "h100", "--json")
+    done = toolkit(
+        "plan", str(LLAMA_8B_CONFIG), "--num-processes", "8", "--num-processes", "16", "--gpu", "h100", "--json"
+    )
     assert done.returncode == 0, done.stderr
     answer = json.loads(done.stdout)
     assert (answer["counted_on"], answer["activations_from"]) == ("arithmetic", "formulas")
@@ -107,7 +109,10 @@ def test_every_key_of_the_json_is_in_the_docs() -> None:
 
 def test_the_table_describes_the_job_and_says_what_is_exact() -> None:
     done = toolkit(
-        "plan", str(LLAMA_8B_CONFIG), "--world-size", "8", "--gpu", "h100", "--preset", "zero3", "--preset", "ddp"
+        "plan",
+        str(LLAMA_8B_CONFIG),
+        *("--num-processes", "8", "--gpu", "h100", "--preset", "zero3", "--preset", "ddp"),
+        *("--per-device-train-batch-size", "2"),
     )
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
@@ -127,14 +132,14 @@ def test_the_table_describes_the_job_and_says_what_is_exact() -> None:
         ([], "no GPU is named"),
         (["--gpu-memory-gib", "0"], "--gpu-memory-gib is 0.0"),
         (["--gpu", "h100", "--preset", "zero4"], "did you mean `zero3`?"),
-        (["--gpu", "h100", "--world-size", "0"], "--world-size is 0, expected 1 or more"),
-        (["--gpu", "h100", "--world-size", "9999999999"], "--world-size is 9,999,999,999"),
-        (["--gpu", "h100", "--world-size", "12"], "12 GPUs do not fill nodes of 8"),
+        (["--gpu", "h100", "--num-processes", "0"], "--num-processes is 0, expected 1 or more"),
+        (["--gpu", "h100", "--num-processes", "9999999999"], "--num-processes is 9,999,999,999"),
+        (["--gpu", "h100", "--num-processes", "12"], "12 GPUs do not fill nodes of 8"),
     ],
 )
 def test_invalid_input_is_two_lines_and_exit_code_2(words: list[str], message: str) -> None:
     done = toolkit(
-        "plan", str(LLAMA_8B_CONFIG), *(["--world-size", "8"] if "--world-size" not in words else []), *words
+        "plan", str(LLAMA_8B_CONFIG), *(["--num-processes", "8"] if "--num-processes" not in words else []), *words
     )
     assert (done.returncode, done.stdout) == (2, "")
     assert message in done.stderr
@@ -150,14 +155,14 @@ def test_plans_are_json_values() -> None:
 def test_a_quantized_checkpoint_is_refused_with_its_method(command: str, tmp_path: Path) -> None:
     fields = json.loads(LLAMA_8B_CONFIG.read_text()) | {"quantization_config": {"quant_method": "gptq", "bits": 4}}
     (tmp_path / "config.json").write_text(json.dumps(fields))
-    done = toolkit(command, str(tmp_path), "--world-size", "8", "--gpu", "h100")
+    done = toolkit(command, str(tmp_path), "--num-processes", "8", "--gpu", "h100")
     assert (done.returncode, done.stdout) == (2, "")
     assert "already quantized (`quantization_config`, method gptq)" in done.stderr
     assert "--load-in-4bit" in done.stderr
 
 
 def test_an_unknown_option_for_8_bit_loading_is_refused_with_the_nearest_one() -> None:
-    done = toolkit("plan", str(LLAMA_8B_CONFIG), "--world-size", "8", "--gpu", "h100", "--load-in-8bit")
+    done = toolkit("plan", str(LLAMA_8B_CONFIG), "--num-processes", "8", "--gpu", "h100", "--load-in-8bit")
     assert done.returncode == 2
     assert "--load-in-8bit" in done.stderr
     assert "--load-in-4bit" in done.stderr

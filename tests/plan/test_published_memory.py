@@ -203,7 +203,7 @@ def test_full_offload_of_6_8b_is_not_half_a_gigabyte() -> None:
 # --- constants cancel: 8B under FSDP, 8 to 128 GPUs ---
 def test_from_8_to_128_gpus_only_the_shards_shrink() -> None:
     """Short rows, so that the peak falls when all gradients are there; long ones put it before."""
-    job = TrainingJob(max_seq_length=256, activation_checkpointing=True)
+    job = TrainingJob(per_device_train_batch_size=1, max_seq_length=256, activation_checkpointing=True)
     plans = [plan_memory(LLAMA_8B, load_preset("fsdp2"), world_size=ranks, job=job) for ranks in (8, 128)]
     peaks, states = [[plan.peak.allocated_bytes for plan in plans], [plan.states.total_bytes for plan in plans]]
     assert (states[0] - states[1]) / GIB == pytest.approx(14.0, abs=0.05)
@@ -218,7 +218,7 @@ TORCHTUNE = {row["step"]: float(row["peak_gib"]) for row in rows("torchtune_ladd
 
 def allocated_gib(**how: Any) -> float:
     """Activations and logits at their worst, beside 8 bytes a trained parameter and 2 a frozen one."""
-    job = TrainingJob(max_seq_length=8192, **how)
+    job = TrainingJob(per_device_train_batch_size=1, max_seq_length=8192, **how)
     engine = EngineSettings(
         kind="deepspeed", sharding="replicate", shards_parameters=False, world_size=1, shard_ranks=1
     )

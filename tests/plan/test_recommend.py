@@ -170,7 +170,7 @@ def test_an_error_that_nothing_fits_names_the_smallest_plan_and_what_would_fit(s
     ) as refused:
         recommend(request(shape, memory_gib=20), presets)
     assert refused.value.hint is not None
-    assert refused.value.hint.startswith("`--world-size ")
+    assert refused.value.hint.startswith("`--num-processes ")
     with pytest.raises(ToolkitError, match="nothing fits") as refused:
         recommend(request(shape, memory_gib=2), presets)
     assert refused.value.hint == "`--lora-r 16`, a shorter `--max-seq-length`, or a larger GPU"
@@ -253,6 +253,13 @@ def test_several_nodes_are_launched_by_accelerate(shape: ModelShape) -> None:
     assert compare_command([hybrid], asked, "org/model") is None
 
 
+def test_deepspeed_on_several_nodes_is_not_launched_with_pdsh(shape: ModelShape) -> None:
+    asked = request(shape, world_size=16, network_bytes_per_second=50 * 10**9)
+    (zero3,) = best_candidates(asked, [load_preset("zero3")])
+    words = shlex.split(train_command(zero3, asked, "org/model"))
+    assert words[words.index("--deepspeed_multinode_launcher") + 1] == "standard"
+
+
 def test_the_json_has_numbers_and_a_reason_for_each_preset(shape: ModelShape) -> None:
     asked = request(shape)
     answer = json.loads(json.dumps(recommendation_json(found(asked), asked, model="m", objective="fastest", price=2.0)))
@@ -265,7 +272,7 @@ def test_the_json_has_numbers_and_a_reason_for_each_preset(shape: ModelShape) ->
 
 def test_the_printed_command_is_accepted_except_for_its_placeholder_dataset(model: Path) -> None:
     (model / "model.safetensors").touch()
-    asked = toolkit("recommend", str(model), "--gpu", "h100", "--world-size", "2", "--lora-r", "8", "--json")
+    asked = toolkit("recommend", str(model), "--gpu", "h100", "--num-processes", "2", "--lora-r", "8", "--json")
     assert asked.returncode == 0, asked.stderr
     words = shlex.split(json.loads(asked.stdout)["command"])
     refused = toolkit(*words[1:4], "--cpu", *words[4:])
@@ -274,11 +281,11 @@ def test_the_printed_command_is_accepted_except_for_its_placeholder_dataset(mode
 
 
 def test_the_command_line_answers_without_torch(model: Path, tmp_path: Path) -> None:
-    words = ["recommend", str(model), "--gpu", "h100", "--world-size", "8", "--scaling"]
+    words = ["recommend", str(model), "--gpu", "h100", "--num-processes", "8", "--scaling"]
     assert not loaded_after(f"import toolkit.cli; toolkit.cli.main({words!r})", cwd=tmp_path) & HEAVY
-    refused = toolkit("recommend", str(model), "--gpu", "h100", "--world-size", "8", "--wish", "cheapest")
+    refused = toolkit("recommend", str(model), "--gpu", "h100", "--num-processes", "8", "--objective", "cheapest")
     assert refused.returncode == 2
-    assert "--wish is 'cheapest', expected fastest or least-memory" in refused.stderr
+    assert "--objective is 'cheapest', expected fastest or least-memory" in refused.stderr
 
 
 if __name__ == "__main__":

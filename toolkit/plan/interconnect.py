@@ -53,7 +53,7 @@ class Interconnect:
         if self.world_size > self.gpus_per_machine and self.world_size % self.gpus_per_machine:
             raise ToolkitError(
                 f"{self.world_size} GPUs do not fill nodes of {self.gpus_per_machine}",
-                hint="--gpus-per-machine, or another --world-size",
+                hint="--gpus-per-node, or another --num-processes",
             )
 
     @property

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields
 from functools import cache, cached_property
 
+from toolkit.defaults import GRADIENT_ACCUMULATION_STEPS, MAX_SEQ_LENGTH, PER_DEVICE_TRAIN_BATCH_SIZE
 from toolkit.errors import ToolkitError
 from toolkit.models.lora import lora_layers
 from toolkit.models.shape import Layer, ModelShape
@@ -38,9 +39,9 @@ LARGEST_WORLD_SIZE = 2**20
 class TrainingJob:
     """What is trained and how, apart from model, preset and world size; names are those of the training arguments."""
 
-    per_device_train_batch_size: int = 1
-    max_seq_length: int = 1024
-    gradient_accumulation_steps: int = 1
+    per_device_train_batch_size: int = PER_DEVICE_TRAIN_BATCH_SIZE
+    max_seq_length: int = MAX_SEQ_LENGTH
+    gradient_accumulation_steps: int = GRADIENT_ACCUMULATION_STEPS
     activation_checkpointing: bool = False
     lora_r: int | None = None
     load_in_4bit: bool = False
@@ -162,7 +163,7 @@ def check_planned_job(job: TrainingJob, shape: ModelShape) -> None:
 
 def check_world_size(world_size: int) -> None:
     """Raise ToolkitError for a number that cannot be a world size."""
-    check_size("--world-size", world_size, LARGEST_WORLD_SIZE)
+    check_size("--num-processes", world_size, LARGEST_WORLD_SIZE)
 
 
 def check_size(option: str, value: int, largest: int) -> None:

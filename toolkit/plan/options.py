@@ -11,6 +11,7 @@ from typing import Annotated
 
 from typer import Option
 
+from toolkit.defaults import GRADIENT_ACCUMULATION_STEPS, MAX_SEQ_LENGTH, PER_DEVICE_TRAIN_BATCH_SIZE
 from toolkit.flags import PRESET_HELP
 
 CHECKPOINTING_FLAG = "--activation-checkpointing/--no-activation-checkpointing"
@@ -21,7 +22,7 @@ GpuTflops = Annotated[float | None, Option(help="dense bf16 peak of one GPU, if 
 SeqLength = Annotated[int, Option(help="tokens per sequence")]
 LoraRank = Annotated[int | None, Option(help="train LoRA adapters of this rank instead of all weights")]
 Quantized = Annotated[bool, Option("--load-in-4bit", help="QLoRA: quantize the base model to 4 bits")]
-GpusPerNode = Annotated[int, Option(help="GPUs per node")]
+GpusPerNode = Annotated[int, Option("--gpus-per-node", help="GPUs per node")]
 HostMemoryGib = Annotated[float | None, Option(help="host memory of a node, to check offload against")]
 
 
@@ -29,16 +30,20 @@ HostMemoryGib = Annotated[float | None, Option(help="host memory of a node, to c
 class PlanOptions:
     """Options of `toolkit plan`, by the names of their flags."""
 
-    world_size: Annotated[tuple[int, ...], Option(help="number of GPUs; repeatable")]
+    world_size: Annotated[tuple[int, ...], Option("--num-processes", help="number of GPUs; repeatable")]
     preset: Annotated[
         tuple[str, ...], Option(help=f"{PRESET_HELP}; repeatable; by default all that support the world size")
     ] = ()
     gpu: GpuName = None
     gpu_memory_gib: GpuMemory = None
     gpu_tflops: GpuTflops = None
-    per_device_train_batch_size: Annotated[int, Option(help="sequences per GPU and accumulation step")] = 1
-    max_seq_length: SeqLength = 1024
-    gradient_accumulation_steps: Annotated[int, Option(help="accumulation steps per optimizer step")] = 1
+    per_device_train_batch_size: Annotated[int, Option(help="sequences per GPU and accumulation step")] = (
+        PER_DEVICE_TRAIN_BATCH_SIZE
+    )
+    max_seq_length: SeqLength = MAX_SEQ_LENGTH
+    gradient_accumulation_steps: Annotated[int, Option(help="accumulation steps per optimizer step")] = (
+        GRADIENT_ACCUMULATION_STEPS
+    )
     activation_checkpointing: Annotated[
         bool, Option(CHECKPOINTING_FLAG, help="recompute activations in the backward pass instead of saving them")
     ] = False
@@ -60,15 +65,15 @@ class PlanOptions:
 class RecommendOptions:
     """Options of `toolkit recommend`, by the names of their flags."""
 
-    world_size: Annotated[int, Option(help="number of GPUs")]
+    world_size: Annotated[int, Option("--num-processes", help="number of GPUs")]
     gpu: GpuName = None
-    max_seq_length: SeqLength = 1024
+    max_seq_length: SeqLength = MAX_SEQ_LENGTH
     global_batch_size: Annotated[
         int | None, Option(help="sequences per optimizer step; by default 32, rounded up to a multiple of the GPUs")
     ] = None
     lora_r: LoraRank = None
     load_in_4bit: Quantized = False
-    wish: Annotated[str, Option(help="objective: fastest, or least-memory")] = "fastest"
+    wish: Annotated[str, Option("--objective", help="fastest, or least-memory")] = "fastest"
     preset: Annotated[tuple[str, ...], Option(help=f"{PRESET_HELP}; repeatable; considers only these")] = ()
     price_per_gpu_hour: Annotated[float | None, Option(help="price of one GPU per hour, in dollars")] = None
     gpus_per_machine: GpusPerNode = 8

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from toolkit.defaults import PER_DEVICE_TRAIN_BATCH_SIZE
 from toolkit.errors import ToolkitError
 from toolkit.hardware.gpu_table import Gpu, find_gpu
 from toolkit.hardware.gpus import gpu_names
@@ -14,7 +15,7 @@ from toolkit.plan.memory_verdict import DOES_NOT_FIT, FITS, TOO_CLOSE
 from toolkit.plan.planner import Plan, PlanRequest, make_plans
 from toolkit.presets.preset import Preset
 from toolkit.presets.support import Method, check_supported
-from toolkit.run.script_arguments import DEFAULT_BATCH, flag, integer, uses_activation_checkpointing
+from toolkit.run.script_arguments import flag, integer, uses_activation_checkpointing
 from toolkit.units import gib
 
 OPTIMIZER_NAMES = {optim: name for name, optim in OPTIMIZERS.items()}
@@ -31,7 +32,7 @@ def job_from_arguments(arguments: dict[str, Any]) -> TrainingJob:
     optimizer = str(arguments.get("optim") or OPTIMIZERS[TrainingJob().optimizer])
     check_supported(None, Method(optim=optimizer), purpose="plan")
     return TrainingJob(
-        per_device_train_batch_size=integer(arguments, "per_device_train_batch_size", DEFAULT_BATCH),
+        per_device_train_batch_size=integer(arguments, "per_device_train_batch_size", PER_DEVICE_TRAIN_BATCH_SIZE),
         max_seq_length=integer(arguments, "max_seq_length", TrainingJob().max_seq_length),
         gradient_accumulation_steps=integer(arguments, "gradient_accumulation_steps", 1),
         activation_checkpointing=uses_activation_checkpointing(arguments),

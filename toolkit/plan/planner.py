@@ -1,6 +1,6 @@
 """`toolkit plan`: one plan per preset and world size, from memory, communication and step time.
 
-request = plan_request("meta-llama/Llama-3.1-8B", PlanOptions(world_size=(8,), gpu="h100"))
+request = plan_request("Qwen/Qwen3-8B", PlanOptions(world_size=(8,), gpu="h100"))
 plans = make_plans(request)
 """
 

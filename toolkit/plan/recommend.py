@@ -1,6 +1,6 @@
 """`toolkit recommend`: the preset to use, with reasons that are numbers, from the plans of all presets.
 
-    request = recommend_request("meta-llama/Llama-3.1-8B", RecommendOptions(world_size=8, gpu="h100"))
+    request = recommend_request("Qwen/Qwen3-8B", RecommendOptions(world_size=8, gpu="h100"))
     recommendation = recommend(request, list_presets())
 
 There is no tree of rules. Of the presets that fit, each with its best micro-batch, the fastest sets the standard;
@@ -51,7 +51,7 @@ def recommend_request(model: str, options: RecommendOptions) -> RecommendRequest
     """Return the request with model and GPU read. Raises ToolkitError for what cannot be read or trained."""
     if options.wish not in OBJECTIVES:
         raise ToolkitError(
-            f"--wish is {options.wish!r}, expected {' or '.join(OBJECTIVES)}",
+            f"--objective is {options.wish!r}, expected {' or '.join(OBJECTIVES)}",
             hint=did_you_mean(options.wish, OBJECTIVES),
         )
     check_unquantized(model)
@@ -224,7 +224,7 @@ def _way_out(request: RecommendRequest, presets: Sequence[Preset]) -> str:
         batch = -(-request.global_batch_size // size) * size
         larger = replace(request, world_size=size, global_batch_size=batch)
         if any(candidate.fits for candidate in best_candidates(larger, presets)):
-            return f"`--world-size {size}` fits"
+            return f"`--num-processes {size}` fits"
         size *= 2
     adapters = "" if request.job.lora_r else "`--lora-r 16`, "
     return f"{adapters}a shorter `--max-seq-length`, or a larger GPU"

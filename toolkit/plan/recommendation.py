@@ -170,6 +170,8 @@ def train_command(candidate: Candidate, request: RecommendRequest, model: str) -
     config = f"accelerate_configs/{preset.name}.yaml"
     launcher = f"accelerate launch --config_file {config} --num_processes {request.world_size}"
     launcher += f" --num_machines {nodes} --machine_rank RANK --main_process_ip HOST --main_process_port 29500"
+    # accelerate's default is pdsh, which needs a hostfile; without one, each node would train alone
+    launcher += " --deepspeed_multinode_launcher standard" if preset.engine == "deepspeed" else ""
     degree = preset.dp_shard_size(request.world_size)
     launcher += "" if degree is None else f" --parallelism_config_dp_shard_size {degree}"
     return f"{launcher} -m toolkit.train {words}"
@@ -184,7 +186,7 @@ def compare_command(compared: Sequence[Candidate], request: RecommendRequest, mo
     job = request.job_with(micro_batch=smallest, checkpointing=checkpointing)
     presets = " ".join(f"--preset {candidate.preset.name}" for candidate in compared)
     return (
-        f"toolkit compare {presets} --num-processes {request.world_size} --output COMPARISON_DIR -- "
+        f"toolkit compare {presets} --num-processes {request.world_size} --output-dir COMPARISON_DIR -- "
         f"{_training_words(job, model, output=None)} --max_steps {COMPARED_STEPS}"
     )
 

@@ -234,7 +234,7 @@ def _world_size(case: _Case) -> _Answer:
     if case.purpose in ("train", "convert"):
         given, hint = f"got {world_size}", f"`--num-processes {instead}`"
     else:
-        given, hint = f"--world-size is {world_size}", f"`--world-size {instead}`"
+        given, hint = f"--num-processes is {world_size}", f"`--num-processes {instead}`"
     if above:
         hint += ", or `--preset ddp` for several"
     elif world_size < preset.min_world_size:
