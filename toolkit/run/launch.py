@@ -58,7 +58,7 @@ def prepare_run(options: TrainOptions, *, on_message: Callable[[str], None]) -> 
     end. Raises ToolkitError for the first problem.
     """
     preset, argv = load_preset(options.preset), options.training_arguments
-    num_processes, cpu = options.num_processes, options.on_cpu
+    num_processes, cpu = options.world_size(preset), options.on_cpu
     job = check_job(preset, num_processes=num_processes, training_argv=argv, cpu=cpu)
     output_dir = check_output(job.arguments, engine=preset.engine)
     nvme = check_nvme(preset, nvme_path=options.nvme_path, arguments=job.arguments, cpu=cpu)
@@ -83,9 +83,10 @@ def command_of(
     options: TrainOptions, *, nvme: NvmeDisk | None = None, extra_arguments: tuple[str, ...] = ()
 ) -> LaunchCommand:
     """Build the launch command of a run; `extra_arguments` follow the run's own training arguments."""
+    preset = load_preset(options.preset)
     return launch_command(
-        load_preset(options.preset),
-        num_processes=options.num_processes,
+        preset,
+        num_processes=options.world_size(preset),
         training_argv=[*options.training_arguments, *extra_arguments],
         cpu=options.on_cpu,
         nvme_path=None if nvme is None else nvme.path,

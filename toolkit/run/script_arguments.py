@@ -18,11 +18,12 @@ from typing import Any
 
 import yaml
 
-from toolkit.errors import ToolkitError, did_you_mean
+from toolkit.defaults import MAX_SEQ_LENGTH
+from toolkit.errors import ToolkitError, nearest
 from toolkit.presets.support import Method
+from toolkit.run.argument_aliases import ALIASES, HINTS, canonical_flags, canonical_values
 from toolkit.versions import training_argument_types
 
-DEFAULT_BATCH = 8  # transformers' per_device_train_batch_size
 CONFIG_SUFFIXES = (".yaml", ".yml", ".json")
 # The words that transformers' parser accepts for a boolean.
 TRUE_WORDS = {"true", "1", "yes", "y", "t"}
@@ -115,7 +116,9 @@ class DataArguments:
         default=None, metadata={"help": "a JSON, JSONL, CSV or Parquet file, or a hub id (owner/name)"}
     )
     dataset_split: str = field(default="train", metadata={"help": "the split of a hub id"})
-    max_seq_length: int = field(default=1024, metadata={"help": "longer rows are truncated to this many tokens"})
+    max_seq_length: int = field(
+        default=MAX_SEQ_LENGTH, metadata={"help": "longer rows are truncated to this many tokens"}
+    )
     loss_on: str | None = field(
         default=None,
         metadata={
@@ -172,7 +175,7 @@ def read_arguments(argv: Sequence[str]) -> dict[str, Any]:
     """
     rest = list(argv)
     values = read_config_file(Path(rest.pop(0))) if rest and rest[0].endswith(CONFIG_SUFFIXES) else {}
-    values |= _read_flags(rest)
+    values |= _read_flags(canonical_flags(rest))
     for name, value in values.items():
         _check_value(name, value)
     return values
@@ -188,8 +191,9 @@ def read_config_file(path: Path) -> dict[str, Any]:
         raise ToolkitError(f"{path} cannot be read: {' '.join(str(error).split())}") from None
     if not isinstance(content, dict):
         raise ToolkitError(f"{path} holds no keys and values", hint="write one `name: value` per line")
+    content = canonical_values({str(name): value for name, value in content.items()}, where=f"{path}: ")
     for name in content:
-        _check_name(str(name), where=f"{path}: unknown key {name!r}", prefix="")
+        _check_name(name, where=f"{path}: unknown key {name!r}", prefix="")
     return content
 
 
@@ -282,9 +286,10 @@ def _is_boolean(name: str) -> bool:
 def _check_name(name: str, *, where: str, prefix: str) -> None:
     types = argument_types()
     if name not in types:
-        close = did_you_mean(name, types)
-        hint = close.replace("`", f"`{prefix}", 1) if close else "see `python -m toolkit.train --help`"
-        raise ToolkitError(where, hint=hint)
+        close = nearest(name, [*types, *ALIASES])
+        ours = ALIASES[close].name if close in ALIASES else close
+        guess = f"did you mean `{prefix}{ours}`?" if ours else "see `python -m toolkit.train --help`"
+        raise ToolkitError(where, hint=HINTS.get(name, guess))
 
 
 def _check_value(name: str, value: Any) -> None:

@@ -17,6 +17,7 @@ from transformers import HfArgumentParser, TrainingArguments
 
 from toolkit.errors import ToolkitError
 from toolkit.presets.training_arguments import resolve_precision
+from toolkit.run.argument_aliases import canonical_flags
 from toolkit.run.argument_checks import check_arguments
 from toolkit.run.learning_rate import WARMUP_SHARE, ScaledRate, scaled_rate
 from toolkit.run.script_arguments import (
@@ -103,7 +104,7 @@ def _parse_flags(argv: list[str]) -> argparse.Namespace:
     parser = _parser()
     if argv and argv[0].endswith(CONFIG_SUFFIXES):
         parser.set_defaults(**read_config_file(Path(argv.pop(0))))
-    namespace: argparse.Namespace = parser.parse_args(argv)
+    namespace: argparse.Namespace = parser.parse_args(canonical_flags(argv))
     return namespace
 
 
