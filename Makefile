@@ -62,7 +62,7 @@ demo: assets  ## compare one fine-tuning job under six presets; resumes where it
 	data="$$($(BIN)/python -m toolkit.demo --data 2>/dev/null)"; \
 	num_processes="$$($(BIN)/python -m toolkit.demo --num-processes)"; \
 	$(BIN)/toolkit compare $(addprefix --preset ,$(DEMO_PRESETS)) --num-processes "$$num_processes" \
-		--output "$(DEMO_OUTPUT)" --repeats "$(DEMO_REPEATS)" --resume -- $(DEMO_ARGS)
+		--output-dir "$(DEMO_OUTPUT)" --repeats "$(DEMO_REPEATS)" --resume -- $(DEMO_ARGS)
 
 test: assets  ## run the tests
 	@$(BIN)/python -m pytest --numprocesses $(TEST_WORKERS) --dist loadfile

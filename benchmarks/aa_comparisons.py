@@ -28,7 +28,7 @@ def compare(folder: Path, given: argparse.Namespace, seed: int) -> None:
     """Run or resume one comparison."""
     job = ["--model_name_or_path", given.model, "--dataset", str(default_data_file("faq-en-alpaca.jsonl"))]
     job += ["--max_seq_length", "64", "--max_steps", str(given.steps), "--per_device_train_batch_size", "2"]
-    options = ["--preset", given.preset, "--variant", f"again={given.preset}", "--reference", given.preset]
+    options = ["--preset", given.preset, "--variant", f"again={given.preset}", "--baseline", given.preset]
     options += ["--repeats", str(given.repeats), "--order-seed", str(seed), "--num-processes", str(given.num_processes)]
     command = ["compare", *options, "--output", str(folder), "--resume", "--cpu", "--", *job]
     subprocess.run(

@@ -115,7 +115,7 @@ def process_seconds(command: list[str]) -> float:
 
 def plan_command() -> list[str]:
     """Return the command that a user would type."""
-    sizes = [word for size in SIZES for word in ("--world-size", str(size))]
+    sizes = [word for size in SIZES for word in ("--num-processes", str(size))]
     how = ["--gpu", "h100-sxm", "--max-seq-length", "4096", "--activation-checkpointing", "--json"]
     return [sys.executable, "-m", "toolkit", "plan", str(MODEL), *sizes, *how]
 

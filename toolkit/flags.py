@@ -16,10 +16,11 @@ import typer
 
 PRESET_HELP = "a preset's name (see `toolkit presets`), or the path of an accelerate YAML file"
 PROCESSES_HELP = "processes to start on this node, one per GPU"
+DEFAULT_PROCESSES_HELP = "by default all visible GPUs, or two processes on a CPU"
 
 PresetName = Annotated[str, typer.Option(help=PRESET_HELP)]
 PresetNames = Annotated[tuple[str, ...], typer.Option(help=f"{PRESET_HELP}; repeatable")]
-NumProcesses = Annotated[int, typer.Option(help=PROCESSES_HELP)]
+NumProcesses = Annotated[int | None, typer.Option(help=f"{PROCESSES_HELP}; {DEFAULT_PROCESSES_HELP}")]
 TrainingArguments = Annotated[
     tuple[str, ...], typer.Argument(help="after `--`: arguments of the training script, passed on unchanged")
 ]

@@ -232,8 +232,8 @@ def test_a_model_folder_without_weights(job: Job) -> None:
 def test_a_hub_id_that_cannot_be_reached(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_CACHE", str(job.folder / "cache"))
     said = job.train(model_name_or_path="no-such-owner/no-such-model")
-    assert said.error.startswith("model 'no-such-owner/no-such-model' cannot be loaded from the hub: ")
-    assert said.hint == "check the id and the network, or name a local folder"
+    assert said.error.startswith("'no-such-owner/no-such-model' is not a folder here, the hub cannot be reached")
+    assert said.hint == "name a local folder that holds the model's config.json"
     assert not job.output.exists()
 
 
@@ -321,8 +321,8 @@ def test_presets_of_which_none_can_run_here(job: Job) -> None:
 
 
 def test_a_reference_that_is_not_compared(job: Job) -> None:
-    said = job.compare("--preset", "zero2", "--reference", "ddp")
-    assert said.error == "--reference ddp is not among the presets compared: zero2"
+    said = job.compare("--preset", "zero2", "--baseline", "ddp")
+    assert said.error == "--baseline ddp is not among the presets compared: zero2"
 
 
 def test_a_bad_job_is_refused_before_the_first_trial(job: Job) -> None:
@@ -377,7 +377,7 @@ def test_a_comparison_whose_presets_file_has_changed_is_another_one(job: Job) ->
 def test_a_comparison_that_cannot_be_written(job: Job) -> None:
     toolkit = ("compare", "--preset", "ddp", "--num-processes", "2", "--output", str(job.rows / "out"))
     said = refused(*toolkit, "--", *job.arguments("--max_steps", "8"), cwd=job.folder)
-    assert said.error == f"--output {job.rows / 'out'} cannot be written: Not a directory"
+    assert said.error == f"--output-dir {job.rows / 'out'} cannot be written: Not a directory"
 
 
 def test_a_report_of_a_folder_without_one(job: Job) -> None:

@@ -8,9 +8,9 @@ from toolkit.compare.options import CompareOptions
 
 @expand_options
 def compare(options: CompareOptions) -> None:
-    """Train the same job under each preset, and report memory, speed and loss.
+    """Train the same job under several presets, and report the differences.
 
-    Needs --preset, --num-processes and --output. After `--`: the job, at least --model_name_or_path, --dataset and
+    Needs --preset and --output-dir. After `--`: the job, at least --model_name_or_path, --dataset and
     --max_steps, as for `toolkit train`.
     """
     from toolkit.compare import commands

@@ -27,7 +27,9 @@ def lint(
         bool, typer.Option("--in-place", help="with --fix: change the files, and keep each old one as FILE.bak")
     ] = False,
 ) -> None:
-    """Explain what an accelerate YAML, DeepSpeed JSON or Trainer file really does, and what to write instead.
+    """Find settings in configuration files that do not do what they say.
+
+    Reads accelerate YAMLs, DeepSpeed JSONs and Trainer arguments, and says what to write instead.
 
     A DeepSpeed JSON that a YAML names is checked with it. Exit code 0: clean; 1: findings; 2: a file cannot be read.
     """

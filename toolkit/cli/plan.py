@@ -27,7 +27,10 @@ def plan(
     cpu: Annotated[bool | None, typer.Option("--cpu/--no-cpu", help="device that --verify rehearses on")] = None,
     as_json: JsonOutput = False,
 ) -> None:
-    """Plan a job's memory, communication and time: what fits, and with how much headroom. Runs nothing."""
+    """Plan memory, communication and speed of a job, before it runs.
+
+    Shows for each preset what fits, and with how much headroom. Runs nothing.
+    """
     from toolkit.plan.plan_table import print_json, print_plans
     from toolkit.plan.planner import make_plans, plan_request
 

@@ -16,11 +16,11 @@ if TYPE_CHECKING:
 
 MIN_TABLE_COLUMNS = 100  # preset names stay complete in a narrow terminal or a pipe
 
-preset_app = typer.Typer(no_args_is_help=True, help="Print or copy a preset's files, to use from any directory.")
+preset_app = typer.Typer(no_args_is_help=True, help="Print a preset, or copy its files.")
 
 
 def presets(as_json: JsonOutput = False) -> None:
-    """List the presets: name, engine, what is sharded and offloaded, and when to choose each."""
+    """List the presets and when to choose each: engine, sharding, offload, precision, processes."""
     from toolkit.presets import list_presets
     from toolkit.presets.characteristics import characteristics
 
@@ -53,7 +53,7 @@ def show(
     name: Annotated[str, typer.Argument(help=PRESET_HELP)],
     form: Annotated[str, typer.Option("--as", help="accelerate, deepspeed or trainer")] = "accelerate",
 ) -> None:
-    """Print one preset: accelerate's YAML, DeepSpeed's JSON, or a YAML of training arguments."""
+    """Print a preset as YAML for accelerate, JSON for DeepSpeed, or training arguments."""
     from toolkit.presets import load_preset
     from toolkit.presets.export import preset_text
 
@@ -68,9 +68,10 @@ def export(
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="overwrite existing files")] = False,
 ) -> None:
-    """Copy presets, each DeepSpeed JSON next to its YAML.
+    """Copy presets to a folder; the copies work from any directory.
 
-    Paths inside the files are absolute: export again after moving the folder.
+    Each DeepSpeed JSON is written next to its YAML. Paths inside the files are absolute: export again after moving
+    the folder.
     """
     from toolkit.presets import load_preset, preset_names
     from toolkit.presets.export import export_presets

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import sys
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 
+from toolkit import __version__
 from toolkit.cli.checkpoint import checkpoint_app
 from toolkit.cli.compare import compare
 from toolkit.cli.lint import lint
@@ -22,12 +23,47 @@ from toolkit.errors import EXIT_INVALID_INPUT, EXIT_RUN_FAILED, ToolkitError
 # click's UsageError, or that of Typer's own copy of click, which exports only this subclass of it.
 UsageError: type[Exception] = typer.BadParameter.__mro__[1]
 
+# Another tool's or an earlier word for an option -> ours. Every command accepts both; `--help` shows ours.
+OTHER_WORDS = {
+    "world-size": "num-processes",
+    "output": "output-dir",
+    "gpus-per-machine": "gpus-per-node",
+    "wish": "objective",
+    "reference": "baseline",
+}
+
+
+def option_word(given: str) -> str:
+    """Return our word for an option's name or an alias of it, with dashes.
+
+    >>> option_word("num_processes"), option_word("world_size")
+    ('num-processes', 'num-processes')
+    """
+    dashed = given.replace("_", "-")
+    return OTHER_WORDS.get(dashed, dashed)
+
+
 app = typer.Typer(
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
-    help="Fine-tune on several GPUs with a preset you chose, and compare presets on the same job.",
+    rich_markup_mode=None,  # rich's tables cut the names of options to fit 100 columns
+    context_settings={
+        "help_option_names": ["-h", "--help"],
+        "max_content_width": 100,
+        "token_normalize_func": option_word,
+    },
 )
+
+
+@app.callback()
+def toolkit(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version and exit; also after any command.")
+    ] = False,
+) -> None:
+    """Fine-tune on several GPUs with a preset you chose, and compare presets on the same job."""
+
+
 app.command()(presets)
 app.command()(plan)
 app.command()(recommend)
@@ -42,6 +78,10 @@ app.add_typer(checkpoint_app, name="checkpoint")
 
 def main(argv: list[str] | None = None) -> None:
     """Run a command and exit; an error that the user can fix is printed in two lines, without a traceback."""
+    words = sys.argv[1:] if argv is None else argv
+    if "--version" in words[: words.index("--") if "--" in words else None]:
+        print(f"finetune-toolkit {__version__}")
+        sys.exit(0)
     try:
         sys.exit(app(args=argv, prog_name="toolkit", standalone_mode=False))
     except ToolkitError as error:
@@ -61,7 +101,15 @@ def _print_usage_error(error: Any) -> None:
         error.show()
         return
     message = " ".join(str(error.format_message()).split())
-    # The toolkit's own options have dashes, training arguments have underscores.
-    misplaced = "no such option" in message.lower() and "_" in message
-    hint = "training arguments go after `--`" if misplaced else f"see `{error.ctx.command_path} --help`"
+    command = error.ctx.command_path if error.ctx else "toolkit"  # without a context if a value is missing
+    hint = "training arguments go after `--`" if _is_training_argument(error) else f"see `{command} --help`"
     print_message(f"error: {message[:1].lower()}{message[1:].rstrip('.')}\n  hint: {hint}")
+
+
+def _is_training_argument(error: Any) -> bool:
+    """Return True for an option that belongs after `--`."""
+    from toolkit.run.argument_aliases import ALIASES
+    from toolkit.run.script_arguments import argument_types
+
+    name = str(getattr(error, "option_name", "")).lstrip("-").replace("-", "_")
+    return type(error).__name__ == "NoSuchOption" and (name in argument_types() or name in ALIASES)

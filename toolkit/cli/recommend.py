@@ -11,7 +11,10 @@ from toolkit.plan.options import RecommendOptions
 
 @expand_options
 def recommend(model: ModelName, options: RecommendOptions, as_json: JsonOutput = False) -> None:
-    """Recommend a preset, batch size and activation checkpointing, with reasons, alternatives and the commands."""
+    """Recommend a preset and its settings for a model on some GPUs.
+
+    Prints the batch size and activation checkpointing, the reasons, the alternatives and the commands to run.
+    """
     from toolkit.plan.recommend import recommend as choose
     from toolkit.plan.recommend import recommend_request
     from toolkit.plan.recommendation import recommendation_json, recommendation_lines

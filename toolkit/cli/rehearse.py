@@ -14,7 +14,9 @@ from toolkit.rehearse.options import RehearseOptions
 
 @expand_options
 def rehearse(options: RehearseOptions, as_json: JsonOutput = False) -> None:
-    """Run the real training script and engine as one rank of any world, in one process, and measure its memory.
+    """Run one rank of a larger job here, and measure its memory.
+
+    The training script and the engine are the real ones; the other ranks are simulated.
 
     After `--`: at least --model_name_or_path (a config.json is enough). Without --dataset, rows of random tokens;
     without --output_dir, no files are kept.

@@ -17,9 +17,10 @@ def report(
     ],
     price_per_gpu_hour: PricePerGpuHour = None,
 ) -> None:
-    """Write the report of a comparison again, from its files alone; for two comparisons, what changed between them.
+    """Write the report of a comparison again, or compare two.
 
-    Two comparisons must train the same job; otherwise the differences are listed and the exit code is 2.
+    Reads the comparison's files alone. Two comparisons must train the same job; otherwise the differences are listed
+    and the exit code is 2.
     """
     from toolkit.compare import commands
 

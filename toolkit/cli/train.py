@@ -43,5 +43,5 @@ def _plan(prepared: PreparedRun) -> dict[str, Any] | None:
     from toolkit.plan.planned_run import plan_run_here
 
     return plan_run_here(
-        prepared.preset, prepared.arguments, world_size=prepared.options.num_processes, say=print_message
+        prepared.preset, prepared.arguments, world_size=prepared.command.num_processes, say=print_message
     )

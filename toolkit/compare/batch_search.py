@@ -18,8 +18,9 @@ from toolkit.compare.result_values import RowKey
 from toolkit.compare.run_record import read_run_record
 from toolkit.compare.runner import Runner
 from toolkit.compare.specification import BATCH_ARGUMENT, ComparisonSpec, Trial
+from toolkit.defaults import PER_DEVICE_TRAIN_BATCH_SIZE
 from toolkit.run.preflight import check_dataset
-from toolkit.run.script_arguments import DEFAULT_BATCH, flag, integer
+from toolkit.run.script_arguments import flag, integer
 
 # Optimizer states are allocated in the first step; the second holds everything.
 PROBE_STEPS = 2
@@ -85,7 +86,7 @@ def search_bounds(spec: ComparisonSpec, row: RowKey) -> tuple[int, int]:
     if dataset_rows is not None:
         micro_batches_per_step = row.world_size * integer(arguments, "gradient_accumulation_steps", 1)
         cap = max(1, min(cap, dataset_rows // micro_batches_per_step))
-    return min(integer(arguments, BATCH_ARGUMENT, DEFAULT_BATCH), cap), cap
+    return min(integer(arguments, BATCH_ARGUMENT, PER_DEVICE_TRAIN_BATCH_SIZE), cap), cap
 
 
 def with_largest_batches(spec: ComparisonSpec, ledger: Ledger) -> ComparisonSpec:

@@ -169,7 +169,7 @@ def comparison_lock(folder: Path) -> Iterator[None]:
     def held(holder: str) -> ToolkitError:
         return ToolkitError(
             f"{folder} holds a comparison that is still running (process {holder})",
-            hint="wait for it, or name another folder: `--output DIR`",
+            hint="wait for it, or name another folder: `--output-dir DIR`",
         )
 
     descriptor = lock_file(folder / LOCK_FILE, held=held)

@@ -16,8 +16,16 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from toolkit.errors import ToolkitError
-from toolkit.flags import PROCESSES_HELP, CpuFlag, NvmePath, PresetNames, PricePerGpuHour, TrainingArguments
-from toolkit.hardware.gpus import trains_on_cpu
+from toolkit.flags import (
+    DEFAULT_PROCESSES_HELP,
+    PROCESSES_HELP,
+    CpuFlag,
+    NvmePath,
+    PresetNames,
+    PricePerGpuHour,
+    TrainingArguments,
+)
+from toolkit.hardware.gpus import default_num_processes, trains_on_cpu
 
 if TYPE_CHECKING:  # the command line loads the options without pydantic
     from toolkit.compare.ledger import SideRunKind
@@ -29,10 +37,12 @@ class CompareOptions:
     """Everything that `toolkit compare` is given. Raises ToolkitError for values that make no comparison."""
 
     preset: PresetNames = ()
-    output: Annotated[Path | None, typer.Option(help="folder of the comparison: run folders, ledger and report")] = None
+    output: Annotated[
+        Path | None, typer.Option("--output-dir", help="folder of the comparison: run folders, ledger and report")
+    ] = None
     num_processes: Annotated[
         tuple[str, ...],
-        typer.Option(help=f"{PROCESSES_HELP}; `1,2,4` compares several world sizes"),
+        typer.Option(help=f"{PROCESSES_HELP}; `1,2,4` compares several world sizes; {DEFAULT_PROCESSES_HELP}"),
     ] = ()
     training_arguments: TrainingArguments = ()
     variant: Annotated[
@@ -45,7 +55,9 @@ class CompareOptions:
         int, typer.Option(help="trials of each row, interleaved; a single one gives no confidence interval")
     ] = 3
     order_seed: Annotated[int, typer.Option(help="random seed of the order of trials")] = 0
-    resume: Annotated[bool, typer.Option("--resume", help="resume the comparison in --output where it stopped")] = False
+    resume: Annotated[bool, typer.Option("--resume", help="resume the comparison in --output-dir where it stopped")] = (
+        False
+    )
     retry_failed: Annotated[bool, typer.Option("--retry-failed", help="with --resume: run failed trials again")] = False
     dry_run: Annotated[bool, typer.Option("--dry-run", help="print the command of every trial; start nothing")] = False
     untimed_steps: Annotated[int, typer.Option(help="first steps of each trial to leave out of the measured speed")] = 2
@@ -61,7 +73,8 @@ class CompareOptions:
     ] = None
     trial_timeout_minutes: Annotated[float, typer.Option(help="stop a trial as timed_out after this long")] = 120
     reference: Annotated[
-        str | None, typer.Option(help="baseline preset for ratios; default ddp, or else the first preset")
+        str | None,
+        typer.Option("--baseline", help="preset that ratios refer to; default ddp, or else the first preset"),
     ] = None
     scaling: Annotated[
         str | None,
@@ -99,7 +112,7 @@ class CompareOptions:
     nvme_path: NvmePath = None
 
     def __post_init__(self) -> None:
-        required = {"row": self.row} if self.replay else {"num-processes": self.num_processes, "output": self.output}
+        required = {"row": self.row} if self.replay else {"output-dir": self.output}
         for name, given in required.items():
             if not given:
                 raise ToolkitError(f"missing option '--{name}'", hint="see `toolkit compare --help`")
@@ -136,7 +149,9 @@ class CompareOptions:
 
     @property
     def world_sizes(self) -> tuple[int, ...]:
-        """`num_processes` as numbers, each once, in the given order."""
+        """`num_processes` as numbers, each once, in the given order; by default all visible GPUs, two on a CPU."""
+        if not self.num_processes:
+            return (default_num_processes(on_cpu=self.on_cpu),)
         words = [word.strip() for word in ",".join(self.num_processes).split(",")]
         for word in words:
             if not word.isdigit():

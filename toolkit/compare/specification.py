@@ -20,11 +20,12 @@ from toolkit.compare.options import CompareOptions
 from toolkit.compare.result_values import RowKey
 from toolkit.compare.results import Scaling
 from toolkit.compare.variants import Variant
+from toolkit.defaults import PER_DEVICE_TRAIN_BATCH_SIZE
 from toolkit.errors import ToolkitError
 from toolkit.presets import Preset
 from toolkit.presets.preset import QUANTIZED_KEYS
 from toolkit.run.folder import read_json, write_json
-from toolkit.run.script_arguments import DEFAULT_BATCH, integer, read_arguments
+from toolkit.run.script_arguments import integer, read_arguments
 
 BATCH_ARGUMENT = "per_device_train_batch_size"
 SPEC_FILE = "comparison.json"
@@ -166,7 +167,7 @@ def make_specification(options: CompareOptions, variants: Sequence[Variant]) -> 
     names = [variant.name for variant in variants]
     baseline = options.reference or ("ddp" if "ddp" in names else names[0])
     if baseline not in names:
-        raise ToolkitError(f"--reference {baseline} is not among the presets compared: {', '.join(names)}")
+        raise ToolkitError(f"--baseline {baseline} is not among the presets compared: {', '.join(names)}")
     return ComparisonSpec(
         presets=tuple(names),
         preset_files={variant.name: variant.preset.texts() for variant in variants},
@@ -216,7 +217,7 @@ def strong_scaling_batches(arguments: Mapping[str, Any], world_sizes: Sequence[i
     {'per_device_train_batch_size': 2, 'gradient_accumulation_steps': 1}
     """
     arguments = dict(arguments)
-    micro_batch = integer(arguments, BATCH_ARGUMENT, DEFAULT_BATCH)
+    micro_batch = integer(arguments, BATCH_ARGUMENT, PER_DEVICE_TRAIN_BATCH_SIZE)
     global_batch = micro_batch * integer(arguments, "gradient_accumulation_steps", 1) * min(world_sizes)
     found: dict[int, dict[str, int]] = {}
     for size in world_sizes:
@@ -242,7 +243,7 @@ def open_comparison(folder: Path, spec: ComparisonSpec, *, resume: bool) -> None
         try:
             write_json(folder / SPEC_FILE, wanted)
         except OSError as error:
-            raise ToolkitError(f"--output {folder} cannot be written: {error.strerror}") from None
+            raise ToolkitError(f"--output-dir {folder} cannot be written: {error.strerror}") from None
         return
     if not resume:
         raise ToolkitError(f"{folder} already holds a comparison", hint="add `--resume`, or name another folder")
@@ -251,7 +252,7 @@ def open_comparison(folder: Path, spec: ComparisonSpec, *, resume: bool) -> None
         if found[key] != value:
             raise ToolkitError(
                 f"{folder} holds another comparison: its {key} is {_short(found[key])}, now {_short(value)}",
-                hint="name another folder: `--output DIR`",
+                hint="name another folder: `--output-dir DIR`",
             )
 
 
@@ -268,7 +269,7 @@ def _parse(folder: Path, content: Mapping[str, Any]) -> ComparisonSpec:
     if content.get("schema_version") != SPEC_VERSION:
         raise ToolkitError(
             f"{folder} holds a comparison by an older toolkit, with single runs; it cannot be resumed",
-            hint=f"`toolkit report {folder}` still reads it; name another folder: `--output DIR`",
+            hint=f"`toolkit report {folder}` still reads it; name another folder: `--output-dir DIR`",
         )
     try:
         return ComparisonSpec.model_validate(content)
@@ -277,7 +278,7 @@ def _parse(folder: Path, content: Mapping[str, Any]) -> ComparisonSpec:
         key = ".".join(map(str, first["loc"]))
         raise ToolkitError(
             f"{folder / SPEC_FILE} cannot be read: {key}: {first['msg'].lower()}",
-            hint="name another folder: `--output DIR`",
+            hint="name another folder: `--output-dir DIR`",
         ) from None
 
 

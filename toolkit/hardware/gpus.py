@@ -24,6 +24,8 @@ GPU_FIGURES = {
 }
 
 ON_CPU_MESSAGE = "no GPU is visible: training on the CPU (gloo, fp32)"
+# Enough for every preset's communication to take place.
+CPU_PROCESSES = 2
 
 
 def count_gpus() -> int:
@@ -34,6 +36,11 @@ def count_gpus() -> int:
 def trains_on_cpu(choice: bool | None) -> bool:
     """Return the user's `--cpu/--no-cpu`, or by default whether no GPU is visible."""
     return count_gpus() == 0 if choice is None else choice
+
+
+def default_num_processes(*, on_cpu: bool) -> int:
+    """Return the processes of a run for which no number is given: one per visible GPU, or two on a CPU."""
+    return CPU_PROCESSES if on_cpu else max(1, count_gpus())
 
 
 def visible_gpus(installed: list[str], *, cuda_visible_devices: str | None) -> int:

@@ -16,7 +16,9 @@ class RehearseOptions:
     """One rank to rehearse, and its training arguments."""
 
     preset: PresetName
-    world_size: Annotated[int, typer.Option(help="number of ranks to rehearse; their GPUs are not needed")]
+    world_size: Annotated[
+        int, typer.Option("--num-processes", help="number of ranks to rehearse; their GPUs are not needed")
+    ]
     training_arguments: TrainingArguments = ()
     rank: Annotated[int, typer.Option(help="the rank to run")] = 0
     cpu: CpuFlag = None

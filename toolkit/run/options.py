@@ -8,13 +8,16 @@ toolkit.errors.ToolkitError: --max-restarts is -1, expected 0 or more
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from toolkit.errors import ToolkitError
 from toolkit.flags import CpuFlag, NumProcesses, NvmePath, PresetName, TrainingArguments
-from toolkit.hardware.gpus import trains_on_cpu
+from toolkit.hardware.gpus import default_num_processes, trains_on_cpu
+
+if TYPE_CHECKING:
+    from toolkit.presets import Preset
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -22,7 +25,7 @@ class TrainOptions:
     """The options of `toolkit train`; a comparison makes one for each trial."""
 
     preset: PresetName
-    num_processes: NumProcesses
+    num_processes: NumProcesses = None
     training_arguments: TrainingArguments = ()
     cpu: CpuFlag = None
     timeout_minutes: Annotated[float | None, typer.Option(help="stop the run as timed_out after this long")] = None
@@ -52,3 +55,10 @@ class TrainOptions:
     def on_cpu(self) -> bool:
         """True if the ranks train on the CPU: as the option says, or because no GPU is visible."""
         return trains_on_cpu(self.cpu)
+
+    def world_size(self, preset: Preset) -> int:
+        """Return the number of processes: as given, or by default all visible GPUs, two on a CPU, one for `single`."""
+        if self.num_processes is not None:
+            return self.num_processes
+        processes = default_num_processes(on_cpu=self.on_cpu)
+        return processes if preset.max_world_size is None else min(processes, preset.max_world_size)
