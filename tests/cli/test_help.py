@@ -12,7 +12,8 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from toolkit.cli import app
+from toolkit import __version__
+from toolkit.cli import app, main
 
 
 def command_paths(command: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
@@ -39,6 +40,26 @@ def test_help_renders_and_describes_the_command_and_every_option(path: tuple[str
     assert command.help
     described = [parameter for parameter in command.params if parameter.name != "help"]
     assert [parameter.name for parameter in described if not parameter.help] == []
+
+
+@pytest.mark.parametrize("path", PATHS, ids=lambda path: " ".join(path) or "toolkit")
+def test_at_100_columns_no_option_is_cut_or_broken(path: tuple[str, ...]) -> None:
+    result = CliRunner().invoke(app, [*path, "-h"], env={"COLUMNS": "100", "TERM": "dumb"})
+    command: Any = typer.main.get_command(app)
+    for name in path:
+        command = command.commands[name]
+    lines = result.output.splitlines()
+    assert max(map(len, lines)) <= 100
+    options = [option for parameter in command.params for option in parameter.opts if option.startswith("--")]
+    assert [option for option in options if not any(option in line.split() for line in lines)] == []
+    assert not [line for line in lines if line.endswith("-")], "a flag is broken in half"
+
+
+@pytest.mark.parametrize("words", [["--version"], ["plan", "--version"], ["checkpoint", "inspect", "--version"]])
+def test_version_is_printed_anywhere(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(words)
+    assert (ended.value.code, capsys.readouterr().out) == (0, f"finetune-toolkit {__version__}\n")
 
 
 @pytest.mark.parametrize("module", ["toolkit.train", "toolkit.checkpoint", "toolkit.demo"])

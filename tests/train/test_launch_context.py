@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from launching import accelerate_launch, read
 
 from toolkit.presets import load_preset
 from toolkit.train.launch_context import accelerate_launch_arguments, context_of_command
@@ -88,3 +89,15 @@ def test_the_shard_degree_is_read_from_the_launchers_flags() -> None:
     words = ["--config_file", "accelerate_configs/fsdp2_hybrid.yaml", "--num_processes", "8"]
     found = context_of_command([*words, "--parallelism_config_dp_shard_size=4", "-m", "toolkit.train"], ROOT)
     assert (found.world_size, found.dp_shard_size) == (8, 4)
+
+
+@pytest.mark.launch
+def test_a_deepspeed_preset_is_launched_from_any_working_directory(
+    tiny_model: Path, faq_alpaca: Path, tmp_path: Path
+) -> None:
+    job = ["--model_name_or_path", str(tiny_model), "--dataset", str(faq_alpaca), "--output_dir", "run"]
+    sizes = ["--max_seq_length", "128", "--max_steps", "1", "--save_strategy", "no"]
+    ended = accelerate_launch(ROOT / "accelerate_configs" / "zero2.yaml", *job, *sizes, cwd=tmp_path)
+    assert ended.returncode == 0, ended.stderr[-2000:]
+    attested = read(tmp_path / "run" / "attestation.json")["ranks"]
+    assert [rank["sharding"] for rank in attested] == ["shard_grad_op", "shard_grad_op"]

@@ -45,7 +45,12 @@ class PlanOptions:
         GRADIENT_ACCUMULATION_STEPS
     )
     activation_checkpointing: Annotated[
-        bool, Option(CHECKPOINTING_FLAG, help="recompute activations in the backward pass instead of saving them")
+        bool,
+        Option(
+            CHECKPOINTING_FLAG,
+            help="recompute activations in the backward pass instead of saving them; off by default",
+            show_default=False,  # Typer would break `no-activation-checkpointing` at its hyphens
+        ),
     ] = False
     lora_r: LoraRank = None
     load_in_4bit: Quantized = False

@@ -1,0 +1,51 @@
+"""Default number of processes of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from toolkit.compare.options import CompareOptions
+from toolkit.presets import load_preset
+from toolkit.run.options import TrainOptions
+
+
+@pytest.fixture
+def visible(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """An nvidia-smi that lists so many GPUs; a node that has real ones is left alone."""
+    if Path("/proc/driver/nvidia/gpus").is_dir():
+        pytest.skip("this node has GPUs of its own")
+
+    def list_gpus(count: int) -> None:
+        program = tmp_path / "nvidia-smi"
+        program.write_text("#!/bin/sh\n" + "".join(f"echo 'GPU {index}: NVIDIA H100'\n" for index in range(count)))
+        program.chmod(0o755)
+        monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+
+    return list_gpus
+
+
+@pytest.mark.parametrize(
+    ("gpus", "preset", "processes"), [(8, "zero3", 8), (1, "zero3", 1), (8, "single", 1), (0, "zero3", 2)]
+)
+def test_a_run_uses_all_visible_gpus_or_two_processes_on_a_cpu(
+    gpus: int, preset: str, processes: int, visible: Callable[[int], None]
+) -> None:
+    visible(gpus)
+    assert TrainOptions(preset=preset).world_size(load_preset(preset)) == processes
+
+
+def test_a_run_on_the_cpu_of_a_node_with_gpus_has_two_processes(visible: Callable[[int], None]) -> None:
+    visible(8)
+    assert TrainOptions(preset="ddp", cpu=True).world_size(load_preset("ddp")) == 2
+
+
+@pytest.mark.parametrize(("gpus", "world_sizes"), [(8, (8,)), (0, (2,))])
+def test_a_comparison_uses_them_too(
+    gpus: int, world_sizes: tuple[int, ...], visible: Callable[[int], None], tmp_path: Path
+) -> None:
+    visible(gpus)
+    assert CompareOptions(preset=("ddp",), output=tmp_path).world_sizes == world_sizes
