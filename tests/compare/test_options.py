@@ -32,7 +32,7 @@ def test_rows_scale_weakly_by_default_and_only_with_several_world_sizes() -> Non
 
 
 def test_an_output_is_required_and_with_a_replay_a_row() -> None:
-    with pytest.raises(ToolkitError, match="missing option '--output'"):
+    with pytest.raises(ToolkitError, match="missing option '--output-dir'"):
         CompareOptions(preset=("ddp",), num_processes=("2",))
     with pytest.raises(ToolkitError, match="missing option '--row'"):
         CompareOptions(replay=Path("out"))

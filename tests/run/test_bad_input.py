@@ -159,8 +159,8 @@ def test_an_unknown_flag_of_the_toolkit(job: Job) -> None:
 
 
 def test_an_option_of_the_toolkit_that_is_missing(job: Job) -> None:
-    said = refused("train", "--preset", "zero2", cwd=job.folder)
-    assert (said.error, said.hint) == ("missing option '--num-processes'", "see `toolkit train --help`")
+    said = refused("train", "--num-processes", "2", cwd=job.folder)
+    assert (said.error, said.hint) == ("missing option '--preset'", "see `toolkit train --help`")
 
 
 def test_a_command_that_does_not_exist(job: Job) -> None:

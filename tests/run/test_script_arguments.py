@@ -92,7 +92,7 @@ def test_an_absent_or_null_number_has_its_default() -> None:
         (["--max_stepz", "8"], "unknown argument --max_stepz", "did you mean `--max_steps`?"),
         (["--no_save_modl"], "unknown argument --no_save_modl", None),
         (["--qqq"], "unknown argument --qqq", "see `python -m toolkit.train --help`"),
-        (["--evaluation_strategy", "no"], "unknown argument --evaluation_strategy", None),
+        (["--evaluation_stratigy", "no"], "unknown argument --evaluation_stratigy", None),
         (["max_steps", "8"], "unexpected word 'max_steps'; a flag starts with `--`", "did you mean `--max_steps`?"),
         (["--max_steps", "8", "zero2"], "unexpected word 'zero2' after --max_steps 8", None),
         (["--max_steps", "--bf16"], "--max_steps has no value", "`--max_steps VALUE`"),
@@ -119,7 +119,7 @@ def test_an_invalid_argument_is_named_in_the_error(argv: list[str], message: str
         ("- max_steps", "holds no keys and values"),
         ("", "holds no keys and values"),
         ("a: [", "cannot be read: while parsing"),
-        ("1: 2", "unknown key 1"),
+        ("1: 2", "unknown key '1'"),
     ],
 )
 def test_an_invalid_configuration_file_is_named_in_the_error(text: str, message: str, tmp_path: Path) -> None:
