@@ -20,7 +20,7 @@ SHELL := /bin/bash
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help setup assets demo test lint types check clean
+.PHONY: help setup assets demo docs test lint types check clean
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -63,6 +63,12 @@ demo: assets  ## compare one fine-tuning job under six presets; resumes where it
 	num_processes="$$($(BIN)/python -m toolkit.demo --num-processes)"; \
 	$(BIN)/toolkit compare $(addprefix --preset ,$(DEMO_PRESETS)) --num-processes "$$num_processes" \
 		--output-dir "$(DEMO_OUTPUT)" --repeats "$(DEMO_REPEATS)" --resume -- $(DEMO_ARGS)
+
+# The variables turn off notices about the future of MkDocs.
+docs: setup  ## build the documentation into build/docs; open build/docs/index.html
+	@NO_MKDOCS_2_WARNING=1 DISABLE_MKDOCS_2_WARNING=true $(BIN)/mkdocs build --quiet --strict \
+		--config-file docs/site/mkdocs.yml
+	@echo "build/docs/index.html"
 
 test: assets  ## run the tests
 	@$(BIN)/python -m pytest --numprocesses $(TEST_WORKERS) --dist loadfile

@@ -26,7 +26,7 @@ from toolkit.demo.assets import default_data_file, prepare_default_model, random
 from toolkit.run.folder import read_json
 
 FAULTY_RANKS = Path(__file__).parent / "faulty_ranks"
-DOCUMENT = Path(__file__).parent.parent / "docs" / "trust.md"
+DOCUMENT = Path(__file__).parent.parent / "docs" / "evidence" / "trust.md"
 TABLE = "live faults"
 HEADER = ("Fault", "What one side does differently", "Preset, arguments", "Caught by", "Message")
 SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}

@@ -2,7 +2,7 @@
 
 A comment before a ```bash block says how it is tested, with its substitutions. To write the generated blocks again:
 
-    python tests/test_readme.py
+    PYTHONPATH=docs/site python tests/test_readme.py
 """
 
 from __future__ import annotations
@@ -21,16 +21,17 @@ from pathlib import Path
 
 import pytest
 import typer
+from reference_blocks import argument_table, characteristics_table, preset_table
 
 from toolkit.cli import app
-from toolkit.presets import Preset, list_presets, preset_names
-from toolkit.presets.characteristics import characteristics
+from toolkit.presets import preset_names
 from toolkit.run.folder import read_json
-from toolkit.run.script_arguments import DataArguments, ModelArguments, read_arguments, read_config_file
+from toolkit.run.script_arguments import read_arguments, read_config_file
 
 ROOT = Path(__file__).resolve().parent.parent
 README = ROOT / "README.md"
-PAGES = [README, ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [README, ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+UPDATE = "run: PYTHONPATH=docs/site python tests/test_readme.py"
 EXAMPLE = "examples/lora.yaml"
 PLAIN_SCREEN = {"TERM": "dumb", "NO_COLOR": "1", "COLUMNS": "100"}
 WITHOUT_A_LINE = {"toolkit/__init__.py", "toolkit/__main__.py", "toolkit/py.typed"}
@@ -53,6 +54,10 @@ class Block:
             assert old in text, f"nothing to substitute for {old!r} in:\n{text}"
             text = text.replace(old, new)
         return text
+
+
+def page_name(page: Path) -> str:
+    return page.relative_to(ROOT).as_posix()
 
 
 def bash_blocks(page: Path) -> list[Block]:
@@ -87,49 +92,6 @@ def run_bash(script: str, **variables: str) -> subprocess.CompletedProcess[str]:
 # -- generated blocks
 
 
-def preset_table() -> str:
-    lines = ["| preset | engine | sharding | offloads | precision | processes | when to choose it |"]
-    lines.append("| :--- " * 7 + "|")
-    return "\n".join(lines + [preset_line(preset) for preset in list_presets()])
-
-
-def preset_line(preset: Preset) -> str:
-    devices = {"optimizer": preset.offload_optimizer, "parameters": preset.offload_param}
-    offloads = ", ".join(f"{what} to {device}" for what, device in devices.items() if device) or "–"
-    engine, sharding = f"`{preset.engine}`", f"`{preset.sharding}`"
-    cells = [f"`{preset.name}`", engine, sharding, offloads, preset.mixed_precision, preset.processes]
-    return f"| {' | '.join([*cells, preset.summary])} |"
-
-
-def characteristics_table() -> str:
-    head = [
-        "preset",
-        "GPU bytes per parameter",
-        "host bytes",
-        "communication",
-        "FSDP1",
-        "equivalent",
-        "needs",
-        "not with",
-    ]
-    lines = [f"| {' | '.join(head)} |", "| :--- " * len(head) + "|"]
-    for preset in list_presets():
-        found = characteristics(preset)
-        cells = [f"`{preset.name}`", found.bytes_on("gpu"), found.bytes_on("cpu"), found.communication]
-        cells += [found.fsdp1_name or "–", found.other_name or "–"]
-        cells += ["; ".join(found.needs), "; ".join(found.not_with) or "–"]
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
-
-
-def argument_table() -> str:
-    fields = [*dataclasses.fields(ModelArguments), *dataclasses.fields(DataArguments)]
-    return "\n".join(
-        ["| argument | what it is |", "| :--- | :--- |"]
-        + [f"| `--{field.name}` | {field.metadata['help'].replace('|', '/').replace('%%', '%')} |" for field in fields]
-    )
-
-
 def help_text() -> str:
     shown = run_bash("toolkit --help")
     assert shown.returncode == 0, shown.stderr
@@ -143,7 +105,7 @@ GENERATED = {
     "help": help_text,
     "characteristics": characteristics_table,
 }
-PAGE_OF = {name: README for name in GENERATED} | {"characteristics": ROOT / "docs" / "presets.md"}
+PAGE_OF = {name: README for name in GENERATED} | {"characteristics": ROOT / "docs" / "reference" / "presets.md"}
 
 
 def generated(text: str, name: str) -> re.Match[str]:
@@ -161,7 +123,7 @@ def write_generated() -> None:
 
 @pytest.mark.parametrize("name", GENERATED)
 def test_generated_blocks_are_up_to_date(name: str) -> None:
-    assert generated(PAGE_OF[name].read_text(), name)[1] == GENERATED[name](), "run: python tests/test_readme.py"
+    assert generated(PAGE_OF[name].read_text(), name)[1] == GENERATED[name](), UPDATE
 
 
 # -- commands
@@ -196,7 +158,7 @@ def test_every_toolkit_command_of_a_page_is_accepted(monkeypatch: pytest.MonkeyP
             assert read_arguments(shlex.split(training))["model_name_or_path"] == "$model"
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if ">>> " in page.read_text()], ids=lambda page: page.name)
+@pytest.mark.parametrize("page", [page for page in PAGES if ">>> " in page.read_text()], ids=page_name)
 def test_every_python_example_of_a_page_runs(page: Path) -> None:
     lines = "\n".join(re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL))
     examples = doctest.DocTestParser().get_doctest(lines, {}, page.name, str(page), 0)
@@ -215,9 +177,9 @@ def test_a_launched_command_writes_the_run_folder_that_the_page_describes(
     run = read_json(folder / "run.json") or {}
     assert (run["status"], run["measured"]["steps"]) == ("completed", 2)
     assert set(described_files()) - {"failure.json", "ranks/rank0.jsonl"} <= {path.name for path in folder.iterdir()}
-    page = (ROOT / "docs" / "run-folder.md").read_text()
+    page = (ROOT / "docs" / "reference" / "run-folder.md").read_text()
     missing = sorted(key for key in keys_of(folder) if f"`{key}`" not in page)
-    assert not missing, f"docs/run-folder.md does not name {missing}"
+    assert not missing, f"docs/reference/run-folder.md does not name {missing}"
 
 
 def described_files() -> list[str]:
@@ -266,7 +228,7 @@ def test_everything_in_the_tree_exists() -> None:
     assert [line for line in tree_lines() if not (ROOT / line).exists()] == []
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=page_name)
 def test_every_relative_link_resolves(page: Path) -> None:
     targets = [target for target in re.findall(r"\]\(([^)]+)\)", page.read_text()) if "://" not in target]
     for target in targets:

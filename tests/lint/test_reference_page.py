@@ -1,4 +1,4 @@
-"""docs/lint.md is generated from the rules. To write it again:
+"""docs/reference/lint.md is generated from the rules. To write it again:
 
 python tests/lint/test_reference_page.py
 """
@@ -19,7 +19,7 @@ from toolkit.lint.findings import CHECKED_VERSIONS
 from toolkit.lint.rules import RULES
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGE = ROOT / "docs" / "lint.md"
+PAGE = ROOT / "docs" / "reference" / "lint.md"
 KEYS = ["file", "key", "line", "level", "rule", "message", "fix", "checked_against"]
 KIND_NAMES = {"accelerate": "accelerate", "deepspeed": "DeepSpeed JSON", "trainer": "Trainer"}
 
@@ -42,7 +42,7 @@ def counts() -> str:
 def written(text: str) -> str:
     for name, new in {"rules": table(), "counts": counts()}.items():
         pattern = rf"(<!-- generated: {name} -->\n).*?(\n<!-- /generated -->)"
-        assert re.search(pattern, text, re.DOTALL), f"docs/lint.md has no block {name}"
+        assert re.search(pattern, text, re.DOTALL), f"docs/reference/lint.md has no block {name}"
         text = re.sub(pattern, lambda found, new=new: found[1] + new + found[2], text, flags=re.DOTALL)
     return text
 

@@ -102,7 +102,7 @@ def test_the_json_has_the_promised_keys() -> None:
 
 
 def test_every_key_of_the_json_is_in_the_docs() -> None:
-    documented = (Path(__file__).parents[2] / "docs" / "plan.md").read_text()
+    documented = (Path(__file__).parents[2] / "docs" / "concepts" / "plan.md").read_text()
     [plan] = make_plans(request("zero2"))
     assert [key for key in plan.as_row() if f"`{key}`" not in documented] == []
 

@@ -192,7 +192,7 @@ def test_the_command_prints_its_results_and_marks_its_folder_as_a_rehearsal(tmp_
     run = read(tmp_path / "out" / "run.json")
     assert (run["status"], run["rehearsal"]["rank"], run["rehearsal"]["random_weights"]) == ("completed", 3, False)
     assert "measured" not in run
-    page = (ROOT / "docs" / "run-folder.md").read_text()
+    page = (ROOT / "docs" / "reference" / "run-folder.md").read_text()
     assert [key for key in run["rehearsal"] if f"`{key}`" not in page] == []
     rows = [json.loads(line) for line in (tmp_path / "out" / "ranks" / "rank3.jsonl").read_text().splitlines()]
     assert [(row["rehearsed"], row["loss"], row["grad_norm"]) for row in rows] == [(True, None, None)] * 3

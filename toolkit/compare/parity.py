@@ -22,7 +22,7 @@ from toolkit.compare.result_values import PARITY_FAILED, RowKey, TrainedProblem
 from toolkit.compare.rows import Row
 from toolkit.compare.specification import BATCH_ARGUMENT, ComparisonSpec
 
-# The numerics contract (docs/numerics.md): master weights and optimizer states.
+# The numerics contract (docs/reference/numerics.md): master weights and optimizer states.
 CONTRACT = ("master_dtype", "optimizer_dtype")
 CONTRACT_DTYPE = "float32"
 # Equal in every trial of a comparison, with any number of processes.
@@ -50,8 +50,8 @@ COUNTS = {
     "step_supervised_tokens": "supervised tokens",
 }
 
-# Relative floors of the band. Measured on a 3.2 M Llama, 30 steps on two CPU ranks, against ddp (docs/compare.md):
-# fp32 0, 6e-5 and 2e-6 (zero3, fsdp2), bf16 5e-4, 9e-5 and 3e-3 (zero2, fsdp2).
+# Relative floors of the band. Measured on a 3.2 M Llama, 30 steps on two CPU ranks, against ddp: fp32 0, 6e-5
+# and 2e-6 (zero3, fsdp2), bf16 5e-4, 9e-5 and 3e-3 (zero2, fsdp2); docs/evidence/trust.md has the table.
 FIRST_LOSS_FLOOR = {"float32": 1e-5, "bfloat16": 1e-3, "float16": 1e-3}
 FIRST_GRAD_NORM_FLOOR = {"float32": 1e-3, "bfloat16": 1e-2, "float16": 1e-2}
 LOSS_CURVE_FLOOR = {"float32": 1e-4, "bfloat16": 1e-2, "float16": 1e-2}

@@ -34,7 +34,7 @@ def load_results(path: str | Path) -> Results:
     try:
         return Results.model_validate(document)
     except ValidationError as error:
-        raise ToolkitError(f"{file}: {explain(error)}", hint="docs/results.md lists the keys") from None
+        raise ToolkitError(f"{file}: {explain(error)}", hint="docs/reference/results.md lists the keys") from None
 
 
 def explain(error: ValidationError) -> str:

@@ -95,8 +95,8 @@ class Failure(Model):
     phase: Annotated[
         str | None,
         Column(
-            "What the rank was doing: `load`, `forward`, `backward`, `step`, or another phase of docs/run-folder.md;"
-            " null where no rank could report it."
+            "What the rank was doing: `load`, `forward`, `backward`, `step`, or another phase of "
+            "docs/reference/run-folder.md; null where no rank could report it."
         ),
     ]
     step: Annotated[NonNegativeInt | None, Column("Optimizer steps completed before the failure.")]

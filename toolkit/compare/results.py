@@ -1,7 +1,7 @@
 """`results.json` as a type: one job, the machine, rows and trials. Reports are made from it alone.
 
-The columns of rows and trials are declared in `rows.py`; docs/results.md and results.schema.json are generated from
-both by `python -m toolkit.compare.results_reference`.
+The columns of rows and trials are declared in `rows.py`. `python -m toolkit.compare.results_reference` generates
+docs/reference/results.md and results.schema.json from both.
 """
 
 from __future__ import annotations

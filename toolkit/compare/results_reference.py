@@ -1,4 +1,4 @@
-"""Generate `results.schema.json` and the tables of docs/results.md from the declared columns.
+"""Generate `results.schema.json` and the tables of docs/reference/results.md from the declared columns.
 
     python -m toolkit.compare.results_reference
 
@@ -22,7 +22,7 @@ from toolkit.compare.rows import Row
 from toolkit.compare.trial_figures import Figures, TrialResult
 
 SCHEMA = Path(__file__).with_name("results.schema.json")
-DOCS = Path(__file__).parents[2] / "docs" / "results.md"
+DOCS = Path(__file__).parents[2] / "docs" / "reference" / "results.md"
 # Marks of the generated tables in the documentation, by model.
 TABLES: dict[str, type[BaseModel]] = {
     model.__name__: model
@@ -54,7 +54,7 @@ def docs_text(text: str) -> str:
     """Return the documentation with its tables as the declarations give them."""
     for name, model in TABLES.items():
         begin, end = f"<!-- columns of {name} -->", "<!-- end -->"
-        assert begin in text, f"docs/results.md has no table of {name}"
+        assert begin in text, f"docs/reference/results.md has no table of {name}"
         before, _, rest = text.partition(begin)
         _, _, after = rest.partition(end)
         text = "\n".join([f"{before}{begin}", "", *table_lines(model), "", f"{end}{after}"])

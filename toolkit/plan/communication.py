@@ -4,8 +4,8 @@
     600
 
 Derived from the preset's files and the model's tensors, as read in the source of deepspeed 0.19.8, torch 2.13 and
-accelerate 1.15, and compared with collectives counted in real runs of two and four CPU ranks (docs/communication.md).
-The few bytes of losses, norms and flags are left out.
+accelerate 1.15, and compared with collectives counted in real runs of two and four CPU ranks
+(docs/concepts/communication.md). The few bytes of losses, norms and flags are left out.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@
     True
 
 Read in the source of deepspeed 0.19.8, torch 2.13 and accelerate 1.15, named at each figure. None of it has been
-compared with a GPU yet; published ranges for the overhead are in `docs/plan.md`.
+compared with a GPU yet; published ranges for the overhead are in `docs/concepts/plan.md`.
 """
 
 from __future__ import annotations

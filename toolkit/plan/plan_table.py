@@ -96,6 +96,6 @@ def _footer(plans: Sequence[Plan]) -> str:
     disk = max(plan.memory.host.disk_bytes for plan in plans)
     lines = [
         "GiB (2**30), rank 0 at its peak; host: per node. Model states are exact; the rest has not been checked",
-        "against a GPU. batch: the largest that fits; min: the fewest GPUs that fit this batch. See docs/plan.md",
+        "against a GPU (docs/concepts/plan.md). batch: the largest that fits; min: the fewest GPUs for this batch.",
     ]
     return "\n".join([*lines, f"on disk, per node: up to {gib(disk)}"] if disk else lines)

@@ -4,7 +4,7 @@
     0.6666666666666666
 
 Nothing here was fitted to or checked on a GPU by this project. Rates are published measurements, each with its source;
-`tests/plan/test_step_time.py` checks the range against MosaicML's published A100 runs (docs/communication.md).
+`tests/plan/test_step_time.py` checks the range against MosaicML's published A100 runs (docs/concepts/communication.md).
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from toolkit.presets.support import limitations
 
 # parameter, gradient, optimizer. DeepSpeed holds a bf16 parameter, and an fp32 master weight, momentum and variance
 # (ZeRO paper, section 3.1, https://arxiv.org/abs/1910.02054). Under DDP and FSDP2 the fp32 parameter is its own master
-# weight (docs/numerics.md).
+# weight (docs/reference/numerics.md).
 STATE_BYTES = {"deepspeed": (2, 2, 12), "fsdp2": (4, 4, 8), "ddp": (4, 4, 8), "none": (4, 4, 8)}
 PARTS = ("parameter", "gradient", "optimizer")
 # With its optimizer offloaded, ZeRO-2 keeps the fp32 gradients of its master weights, and ZeRO-3 a bf16 partition and
@@ -26,8 +26,8 @@ PARTS = ("parameter", "gradient", "optimizer")
 OFFLOADED_GRADIENT_BYTES = {"shard_grad_op": 4, "full_shard": 6, "hybrid_shard": 6}
 
 # Elements that a rank sends and receives, in multiples of the trained model's parameters P, without the ring's factor
-# (N-1)/N: as the installed engines communicate, which docs/communication.md checks against counted runs; ZeRO++ from
-# table 1 of its paper (https://arxiv.org/abs/2306.10209).
+# (N-1)/N: as the installed engines communicate, which docs/concepts/communication.md checks against counted runs;
+# ZeRO++ from table 1 of its paper (https://arxiv.org/abs/2306.10209).
 COMMUNICATION = {
     ("none", "replicate"): "0",
     ("ddp", "replicate"): "2 P per step",

@@ -452,7 +452,10 @@ def _recommendation(case: _Case) -> _Answer:
     if preset is None or case.purpose != "recommend":
         return None
     if preset.needs_gpu is not None:
-        why = "quantises its communication, which changes the training problem (docs/numerics.md): choose it manually"
+        why = (
+            "quantises its communication, which changes the training problem (docs/reference/numerics.md): "
+            "choose it manually"
+        )
         return _preset_answer(preset, why, None)
     if preset.engine == "ddp" and case.world_size == 1:
         return _preset_answer(preset, "is `single` where there is one process", None)

@@ -1,0 +1,138 @@
+"""Tables and listings of the docs that are generated from the program.
+
+tests/test_readme.py checks those that are written in a page; `BUILT` are filled in when the site is built.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import typer
+
+import toolkit
+import toolkit.presets
+from toolkit.cli import app
+from toolkit.presets import Preset, list_presets
+from toolkit.presets.characteristics import characteristics
+from toolkit.run.argument_aliases import ALIASES, HINTS, Alias
+from toolkit.run.script_arguments import DataArguments, ModelArguments
+
+
+def markdown_table(head: list[str], rows: list[list[str]]) -> str:
+    """Return a Markdown table; the cells may hold Markdown."""
+    lines = [f"| {' | '.join(head)} |", "| :--- " * len(head) + "|"]
+    return "\n".join(lines + [f"| {' | '.join(row)} |" for row in rows])
+
+
+def preset_table() -> str:
+    """Return one row per preset: what it does and when to choose it."""
+    head = ["preset", "engine", "sharding", "offloads", "precision", "processes", "when to choose it"]
+    return markdown_table(head, [_preset_row(preset) for preset in list_presets()])
+
+
+def _preset_row(preset: Preset) -> list[str]:
+    devices = {"optimizer": preset.offload_optimizer, "parameters": preset.offload_param}
+    offloads = ", ".join(f"{what} to {device}" for what, device in devices.items() if device) or "–"
+    cells = [f"`{preset.name}`", f"`{preset.engine}`", f"`{preset.sharding}`", offloads]
+    return [*cells, preset.mixed_precision, preset.processes, preset.summary]
+
+
+def characteristics_table() -> str:
+    """Return one row per preset: bytes, communication volume, requirements and limits."""
+    head = ["preset", "GPU bytes per parameter", "host bytes", "communication"]
+    head += ["FSDP1", "equivalent", "needs", "not with"]
+    return markdown_table(head, [_characteristics_row(preset) for preset in list_presets()])
+
+
+def _characteristics_row(preset: Preset) -> list[str]:
+    found = characteristics(preset)
+    cells = [f"`{preset.name}`", found.bytes_on("gpu"), found.bytes_on("cpu"), found.communication]
+    cells += [found.fsdp1_name or "–", found.other_name or "–"]
+    return [*cells, "; ".join(found.needs), "; ".join(found.not_with) or "–"]
+
+
+def preset_files() -> str:
+    """Return the files of every preset, as they ship."""
+    return "\n".join(line for preset in list_presets() for line in _files_of(preset))
+
+
+def _files_of(preset: Preset) -> Iterator[str]:
+    yield f"### {preset.name}\n"
+    for name, text in preset.texts().items():
+        yield f'```{"json" if name.endswith("json") else "yaml"} title="{name}"\n{text.rstrip()}\n```\n'
+
+
+def argument_table() -> str:
+    """Return the arguments that the training script has beside those of `TrainingArguments`."""
+    fields = [*dataclasses.fields(ModelArguments), *dataclasses.fields(DataArguments)]
+    return markdown_table(
+        ["argument", "what it is"], [[f"`--{field.name}`", _argument_help(field)] for field in fields]
+    )
+
+
+def _argument_help(field: dataclasses.Field[Any]) -> str:
+    return str(field.metadata["help"]).replace("|", "/").replace("%%", "%")
+
+
+def alias_table() -> str:
+    """Return the arguments of TRL, axolotl and LLaMA-Factory that are accepted, and what they become."""
+    return markdown_table(
+        ["accepted", "becomes"], [row for word, alias in ALIASES.items() for row in _alias_rows(word, alias)]
+    )
+
+
+def _alias_rows(word: str, alias: Alias) -> Iterator[list[str]]:
+    if alias.values is None:
+        yield [f"`--{word}`", f"`--{alias.name}`"]
+        return
+    for theirs, ours in alias.values.items():
+        yield [f"`--{word} {theirs}`", f"`--{alias.name} {ours}`"]
+
+
+def hint_table() -> str:
+    """Return the arguments of other tools that mean something else here, with what to type instead."""
+    return markdown_table(["not accepted", "instead"], [[f"`--{word}`", hint] for word, hint in HINTS.items()])
+
+
+def commands() -> str:
+    """Return every command and subcommand: its help text, arguments and options."""
+    program: Any = typer.main.get_command(app)
+    return "\n".join(
+        line for name, command in program.commands.items() for line in _command(f"toolkit {name}", command)
+    )
+
+
+def _command(name: str, command: Any) -> Iterator[str]:
+    context = command.make_context(name, [], resilient_parsing=True)
+    yield f"## {name}\n\n{command.help}\n"
+    if hasattr(command, "commands"):
+        for word, below in command.commands.items():
+            yield from _command(f"{name} {word}", below)
+        return
+    yield f"```\n{command.get_usage(context).removeprefix('Usage: ')}\n```\n"
+    records = [record for parameter in command.params if (record := parameter.get_help_record(context))]
+    yield markdown_table(["argument or option", "what it is"], [[f"`{first}`", _cell(text)] for first, text in records])
+    yield ""
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "/").replace("<", "&lt;")
+
+
+def python_names() -> str:
+    """Return mkdocstrings' directives for every public name of the package."""
+    names = [f"toolkit.{name}" for name in toolkit.__all__ if not name.startswith("__")]
+    names += [f"toolkit.presets.{name}" for name in toolkit.presets.__all__ if name not in toolkit.__all__]
+    return "\n".join(f"::: {name}\n" for name in names)
+
+
+BUILT: dict[str, Callable[[], str]] = {
+    "arguments": argument_table,
+    "aliases": alias_table,
+    "hints": hint_table,
+    "commands": commands,
+    "preset_files": preset_files,
+    "python_names": python_names,
+}
