@@ -1,0 +1,116 @@
+"""The docs site builds without a warning, loads nothing from the network, and works in headless Chromium."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from browser import DESKTOP, PHONE, chromium, open_page
+from playwright.sync_api import Browser
+from reference_blocks import BUILT
+from results_documents import Tags
+
+import toolkit
+import toolkit.presets
+from toolkit.presets import preset_names
+from toolkit.run.script_arguments import argument_types
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = sorted(path.relative_to(ROOT / "docs").with_suffix(".html") for path in (ROOT / "docs").rglob("*.md"))
+PAGES += [Path("index.html"), Path("project/contributing.html"), Path("project/changelog.html")]
+# Attributes by which a browser loads something without a click.
+LOADING = {"script": "src", "img": "src", "iframe": "src", "source": "src", "link": "href", "object": "data"}
+NO_NOTICES = {"NO_MKDOCS_2_WARNING": "1", "DISABLE_MKDOCS_2_WARNING": "true"}
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "mkdocs", "build", "--quiet", "--strict"]
+    command += ["--config-file", "docs/site/mkdocs.yml", "--site-dir", str(folder)]
+    environment = os.environ | NO_NOTICES
+    built = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    assert (built.returncode, built.stdout, built.stderr) == (0, "", "")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with chromium() as started:
+        yield started
+
+
+def html(site: Path, page: str) -> str:
+    return (site / page).read_text("utf-8")
+
+
+def test_every_page_is_built_and_in_the_navigation(site: Path) -> None:
+    linked = set(re.findall(r'href="([\w./-]+\.html)"', html(site, "index.html")))
+    assert {page.as_posix() for page in PAGES} <= linked | {"index.html"}
+    assert all((site / page).is_file() for page in PAGES)
+
+
+def test_no_page_loads_anything_from_the_network(site: Path) -> None:
+    for page in site.rglob("*.html"):
+        tags = Tags(page.read_text("utf-8")).found
+        loaded = [attributes.get(LOADING[tag]) or "" for tag, attributes in tags if tag in LOADING]
+        assert [url for url in loaded if re.match(r"(https?:)?//", url)] == [], page
+    for style in site.rglob("*.css"):
+        assert not re.search(r"(url\(|@import)\s*[\"']?(https?:)?//", style.read_text("utf-8")), style
+
+
+def test_every_mark_of_a_page_has_its_block_and_is_filled_in(site: Path) -> None:
+    sources = "\n".join(path.read_text() for path in (ROOT / "docs").rglob("*.md"))
+    assert sorted(re.findall(r"^<!-- build: (\w+) -->$", sources, re.MULTILINE)) == sorted(BUILT)
+    assert not [page for page in PAGES if "<!-- build:" in html(site, str(page))]
+
+
+@pytest.mark.parametrize("command", ["plan", "train", "compare", "preset show", "checkpoint convert"])
+def test_the_command_reference_has_commands_and_subcommands(site: Path, command: str) -> None:
+    assert f'<h2 id="toolkit-{command.replace(" ", "-")}">' in html(site, "reference/cli.html")
+
+
+def test_the_argument_reference_has_our_arguments(site: Path) -> None:
+    page = html(site, "reference/arguments.html")
+    shown = set(re.findall(r"<code>--(\w+)</code></td>", page))
+    assert {"lora_r", "dataset", "untimed_steps", "model_name_or_path"} <= shown & set(argument_types())
+
+
+def test_the_preset_reference_has_the_files_of_every_preset(site: Path) -> None:
+    page = html(site, "reference/presets.html")
+    assert [name for name in preset_names() if f"accelerate_configs/{name}.yaml" not in page] == []
+
+
+@pytest.mark.parametrize("module", [toolkit, toolkit.presets], ids=lambda module: module.__name__)
+def test_the_python_reference_has_every_public_name(site: Path, module: object) -> None:
+    page = html(site, "reference/python.html")
+    names = [name for name in module.__all__ if not name.startswith("__")]  # type: ignore[attr-defined]
+    assert [name for name in names if not re.search(rf'<h2 id="[\w.]+\.{name}"', page)] == []
+
+
+@pytest.mark.browser
+def test_every_page_opens_without_errors_requests_or_overflow(browser: Browser, site: Path) -> None:
+    with open_page(browser, site / "index.html", PHONE) as opened:
+        for page in PAGES:
+            opened.page.goto((site / page).as_uri())
+            opened.page.wait_for_selector("html.js")  # the theme's script ran
+            for window in (PHONE, DESKTOP):
+                opened.page.set_viewport_size(window)
+                assert (opened.errors, opened.external_requests, opened.overflow()) == ([], [], []), page
+
+
+@pytest.mark.browser
+def test_the_search_of_a_site_opened_from_disk_finds_a_page(browser: Browser, site: Path) -> None:
+    with open_page(browser, site / "index.html") as opened:
+        field = opened.page.locator("input.md-search__input")
+        field.click()
+        field.press_sequentially("hpZ replica")
+        result = opened.page.locator(".md-search-result__item a").first
+        result.wait_for()
+        assert (opened.errors, opened.external_requests) == ([], [])
+        assert ".html" in (result.get_attribute("href") or "")
