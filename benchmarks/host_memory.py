@@ -2,7 +2,7 @@
 
     python benchmarks/host_memory.py                  # all rows; several minutes
     python benchmarks/host_memory.py --missing        # only those without a row, or with an error
-    python benchmarks/host_memory.py --table          # write the table of docs/concepts/plan.md again; measure nothing
+    python benchmarks/host_memory.py --table          # write the table of plan-accuracy.md again; measure nothing
 
 Measured: the sum of the ranks' peak resident memory from the run folder (`peak_host_bytes`); and while loading, the
 highest sum, observed from outside, of memory that the kernel cannot drop (`/proc/PID/smaps_rollup`, proportional set
@@ -42,7 +42,7 @@ from toolkit.presets import load_preset
 from toolkit.units import GIB
 
 ROOT = Path(__file__).parent.parent
-DOCUMENT, TABLE = ROOT / "docs" / "concepts" / "plan.md", "host memory"
+DOCUMENT, TABLE = ROOT / "docs" / "evidence" / "plan-accuracy.md", "host memory"
 RANKS, STEPS, SECONDS_BETWEEN = 2, 2, 0.02
 # glibc keeps freed blocks below 32 MiB, per thread; with this threshold it returns tensors to the system.
 MMAP_THRESHOLD_BYTES = 65_536

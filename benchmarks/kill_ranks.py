@@ -32,7 +32,7 @@ from toolkit.run.folder import RunFolder
 from toolkit.run.heartbeat import read_heartbeats
 from toolkit.run.measurements import read_rows
 
-DOCUMENT = Path(__file__).parent.parent / "docs" / "how-to" / "faults.md"
+DOCUMENT = Path(__file__).parent.parent / "docs" / "evidence" / "random-kills.md"
 TABLE = "kill_ranks"
 PRESETS = ("ddp", "zero2", "fsdp2")
 STEPS, SAVE_STEPS, KILLS_A_RUN = 40, 4, 5

@@ -4,7 +4,7 @@
 
 The tests' tiny random Llama (WORK_FOLDER/model), 10 steps, saved after step 4, weight decay 0.1, global batch size 4.
 Each pair trains the other 6 steps. The difference is the largest relative difference of a step's loss. Finished pairs
-are kept: the same command resumes, `--pairs` at a time. The table is in docs/how-to/checkpoints-commands.md.
+are kept: the same command resumes, `--pairs` at a time. The table is in docs/evidence/checkpoints.md.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from toolkit.demo.assets import default_data_file
 from toolkit.run.folder import RunFolder
 from toolkit.run.measurements import measure, read_steps
 
-DOCUMENT = Path(__file__).parent.parent / "docs" / "how-to" / "checkpoints-commands.md"
+DOCUMENT = Path(__file__).parent.parent / "docs" / "evidence" / "checkpoints.md"
 TABLE = "pairs"
 PRESETS = ("ddp", "zero1", "zero2", "zero3", "fsdp2")
 STEPS, SAVED, GLOBAL_BATCH = 10, 4, 4

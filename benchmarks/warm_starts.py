@@ -24,7 +24,7 @@ from toolkit.run.launch import command_of, run_training
 from toolkit.run.options import TrainOptions
 from toolkit.run.warm_start import WarmStart
 
-DOCUMENT = Path(__file__).parent.parent / "docs" / "concepts" / "compare.md"
+DOCUMENT = Path(__file__).parent.parent / "docs" / "evidence" / "comparison-time.md"
 TABLE = "warm_starts"
 RANKS = 2
 UNTIMED_STEPS = 2

@@ -1,0 +1,27 @@
+"""Pages name files that exist, and every benchmark is listed under evidence."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = sorted((ROOT / "docs").rglob("*.md"))
+# Modules that other benchmarks import or start.
+PARTS = {"record", "forked_rehearsals", "bare_trainer", "trl_sft"}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_every_file_that_a_page_names_exists(page: Path) -> None:
+    named = set(
+        re.findall(r"\b(?:toolkit|tests|benchmarks|examples)/[\w./-]+\.(?:py|json|yaml|svg|csv)\b", page.read_text())
+    )
+    assert sorted(name for name in named if not (ROOT / name).is_file()) == []
+
+
+@pytest.mark.parametrize("script", sorted((ROOT / "benchmarks").glob("*.py")), ids=lambda script: script.stem)
+def test_every_benchmark_is_in_the_list_of_evidence(script: Path) -> None:
+    listed = (ROOT / "docs" / "evidence" / "index.md").read_text()
+    assert script.stem in PARTS or f"`benchmarks/{script.name}`" in listed
