@@ -103,6 +103,7 @@ def planned(setting: Setting, shape: ModelShape) -> dict[str, int]:
     engine = engine_settings(preset, world_size=setting.ranks, hidden_size=shape.hidden_size, mixed_precision="no")
     job = TrainingJob(
         max_seq_length=setting.seq_length,
+        per_device_train_batch_size=1,
         gradient_accumulation_steps=setting.accumulation,
         lora_r=setting.lora_r,
         activation_checkpointing=setting.checkpointing,
