@@ -1,7 +1,7 @@
 """Pages of the docs site that are generated when it is built, run by MkDocs (plugin gen-files).
 
-README.md becomes the start page, marks `<!-- build: NAME -->` become blocks of reference_blocks.py, links to files of
-the repository become links to copies of them, and the navigation lists every page that exists.
+README.md becomes the start page. Text between `<!-- build: NAME -->` and `<!-- /build -->` is replaced by a block of
+reference_blocks.py. Links to files of the repository become links to copies of them. The navigation lists every page.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ SECTIONS = {
 }
 TITLES = {"how-to": "How-to"}
 COMMENT = re.compile(r"^<!-- .*? -->\n", re.MULTILINE)
-BUILD_MARK = re.compile(r"^<!-- build: (\w+) -->$", re.MULTILINE)
+BUILT_BLOCK = re.compile(r"^<!-- build: (\w+) -->\n.*?^<!-- /build -->$", re.MULTILINE | re.DOTALL)
+NESTED_ITEM = re.compile(r"^  - ", re.MULTILINE)
 LINK = re.compile(r"(?<=\]\()[^)\s]+(?=\))")
 
 
@@ -76,8 +77,9 @@ def link_on_site(target: str, file: str, page: str) -> str:
 
 def page_text(file: str, page: str) -> str:
     """Return the text of a page: blocks filled in, comments left out, links as the site needs them."""
-    text = BUILD_MARK.sub(lambda found: BUILT[found[1]](), (ROOT / file).read_text())
-    return LINK.sub(lambda found: link_on_site(found[0], file, page), COMMENT.sub("", text))
+    text = BUILT_BLOCK.sub(lambda found: BUILT[found[1]](), (ROOT / file).read_text())
+    text = NESTED_ITEM.sub("    - ", COMMENT.sub("", text))  # MkDocs needs four spaces, where GitHub needs two
+    return LINK.sub(lambda found: link_on_site(found[0], file, page), text)
 
 
 def title(text: str) -> str:

@@ -1,6 +1,7 @@
 """Tables and listings of the docs that are generated from the program.
 
-tests/test_readme.py checks those that are written in a page; `BUILT` are filled in when the site is built.
+tests/test_readme.py checks the ones that are committed in a page; the others, `BUILT`, are filled in when the site is
+built.
 """
 
 from __future__ import annotations
