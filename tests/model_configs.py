@@ -7,6 +7,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from toolkit.models.checked_counts import MIXTURES_WITH_ADAPTED_EXPERTS, MIXTURES_WITH_FROZEN_EXPERTS
 from toolkit.models.config_fields import ConfigFields
 from toolkit.models.llama_family import llama_shape
 from toolkit.models.shape import ModelShape
@@ -66,6 +67,22 @@ ARCHITECTURES: list[tuple[str, dict[str, Any]]] = [
     ("gpt_neox", TINY),
     ("stablelm", TINY),
 ]
+# Fields of mixtures by the names that architectures without formulas have for them: one dense layer, two with experts.
+MIXTURE = EXPERTS | {
+    "num_local_experts": 6,
+    "n_routed_experts": 6,
+    "moe_num_experts": 6,
+    "n_shared_experts": 1,
+    "moe_k": 2,
+    "moe_topk": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "moe_layer_start_index": 1,
+    "num_dense_layers": 1,
+    "num_layers": 3,
+    "head_dim": 8,
+}
 # Wide enough for the terms of a layer to differ from each other.
 WIDE = TINY | {"hidden_size": 128, "intermediate_size": 352, "num_attention_heads": 8, "num_key_value_heads": 2}
 
@@ -85,6 +102,13 @@ def built(path: Path) -> Any:
 
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path.parent))
+
+
+def fields_of(model_type: str) -> list[dict[str, Any]]:
+    """Return the tiny configurations of any architecture of `toolkit.models.checked_counts`."""
+    known = [fields for kind, fields in ARCHITECTURES if kind == model_type]
+    mixtures = (*MIXTURES_WITH_ADAPTED_EXPERTS, *MIXTURES_WITH_FROZEN_EXPERTS, "hunyuan_v1_dense", "ministral")
+    return known or [TINY | MIXTURE if model_type in mixtures else TINY]
 
 
 @cache

@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 from model_configs import TINY, config_file
 
+from toolkit.errors import ToolkitError
 from toolkit.models import counted_shape
 from toolkit.models.counted_shape import cached_count, count_shape
+from toolkit.models.lora import ALL_LINEAR, check_lora_targets
 from toolkit.models.read_model import read_model
 
 VALUES = {"model_type": "cohere", "hidden_size": 8}
@@ -20,8 +22,9 @@ ANSWER: dict[str, Any] = {
     **{"model_type": "cohere", "num_layers": 2, "hidden_size": 8, "intermediate_size": 16, "num_attention_heads": 2},
     **{"num_kv_heads": 2, "head_dim": 4, "vocab_size": 10, "gated_mlp": True, "tied_embeddings": True},
     **{"num_experts": None, "experts_per_token": None, "attention": "sdpa", "activation": "silu"},
-    **{"sliding_window": None, "layers_of_kind": [[["mlp.weight", [16, 8]]]], "kind_of_layer": [0, 0]},
-    **{"outer": [["embed_tokens.weight", [10, 8]]], "counted_rank": 8, "why_not_counted": None},
+    **{"sliding_window": None, "layers_of_kind": [[["mlp.weight", [16, 8], True]]], "kind_of_layer": [0, 0]},
+    **{"outer": [["embed_tokens.weight", [10, 8], False]], "counted_rank": 8, "why_not_counted": None},
+    **{"adapters_of_layer": [[["mlp", 16, 8, 1]], [["mlp", 16, 8, 1]]], "outer_adapters": [], "renamed_targets": {}},
     "activations": [
         {"autocast": False, "lora": False, "mask": "none", "per_rank": False, "logit_bytes": 0, **SAVED},
     ],
@@ -94,6 +97,13 @@ def test_a_cache_that_cannot_be_written_is_no_error(
     monkeypatch.setenv("TOOLKIT_CACHE", str(tmp_path / "file"))
     assert count_shape(Path("config.json"), VALUES).num_layers == 2
     assert len(children) == 1
+
+
+def test_a_model_that_peft_refuses_is_refused_with_its_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TOOLKIT_CACHE", str(tmp_path / "cache"))
+    shape = read_model(str(config_file(tmp_path, "mamba", TINY | {"num_hidden_layers": 1})))
+    with pytest.raises(ToolkitError, match=r"peft cannot adapt .* mamba: .*'out_proj' is incompatible"):
+        check_lora_targets(shape, ALL_LINEAR)
 
 
 def test_a_real_child_is_cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

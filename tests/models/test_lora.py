@@ -1,28 +1,52 @@
-"""LoRA adapters, compared with those that peft creates."""
+"""Where LoRA puts adapters. `test_checked_counts.py` compares them with peft's for every architecture."""
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
-from model_configs import ARCHITECTURES, built, config_file
+from model_configs import EXPERTS, TINY
 
-from toolkit.models.lora import lora_layers
-from toolkit.models.read_model import read_model
+from toolkit.errors import ToolkitError
+from toolkit.models.config_fields import ConfigFields
+from toolkit.models.lora import RENAMED_TARGETS, check_lora_targets, lora_layers
+from toolkit.models.read_model import shape_from_config
+from toolkit.models.shape import ModelShape
 
 
-@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
-@pytest.mark.filterwarnings(
-    "ignore:The following (rank|alpha)_pattern keys:RuntimeWarning"
-)  # peft's own, for fused experts
-@pytest.mark.parametrize("model_type", ["llama", "gpt2", "mixtral", "qwen2_moe", "qwen3_moe"])
-def test_adapters_are_those_that_peft_makes(model_type: str, tmp_path: Path) -> None:
-    from peft import LoraConfig, get_peft_model
+def shape_of(model_type: str) -> ModelShape:
+    shape = shape_from_config(ConfigFields({"model_type": model_type} | TINY | EXPERTS, "config.json"))
+    assert shape is not None
+    return shape
 
-    fields = next(fields for kind, fields in ARCHITECTURES if kind == model_type)
-    path = config_file(tmp_path, model_type, fields)
-    config = LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM", fan_in_fan_out=model_type == "gpt2")
-    model = get_peft_model(built(path), config)
-    real = sorted(tuple(p.shape) for p in model.parameters() if p.requires_grad)
-    planned = sorted(tensor.shape for layer in lora_layers(read_model(str(path)), 4) for tensor in layer)
-    assert planned == real
+
+def test_named_modules_are_matched_by_the_ends_of_their_names() -> None:
+    (first, *_) = lora_layers(shape_of("llama"), 4, ("q_proj", "mlp.up_proj", "proj"))
+    assert [tensor.name.split(".lora")[0] for tensor in first][::2] == ["self_attn.q_proj", "mlp.up_proj"]
+
+
+def test_each_expert_has_its_own_adapters_of_twice_the_rank_on_gate_and_up() -> None:
+    (first, *_) = lora_layers(shape_of("qwen3_moe"), 4, ("gate_proj", "up_proj"))
+    assert [tensor.shape for tensor in first] == [(6 * 2 * 4, 32), (2 * 8, 6 * 2 * 4)]
+
+
+def test_half_of_a_fused_tensor_is_refused_as_peft_refuses_it() -> None:
+    with pytest.raises(ToolkitError, match="LoRA on gate_proj needs up_proj too: qwen3_moe has both in one tensor"):
+        check_lora_targets(shape_of("qwen3_moe"), ("gate_proj",))
+
+
+def test_a_name_that_no_layer_has_is_an_error_with_the_names_that_there_are() -> None:
+    with pytest.raises(ToolkitError, match="no linear layer of llama is named c_attn") as error:
+        check_lora_targets(shape_of("llama"), ("c_attn",))
+    assert "q_proj" in str(error.value.hint)
+
+
+@pytest.mark.parametrize("name", ["lm_head", "embed_tokens"])
+def test_adapters_outside_the_layers_are_not_planned(name: str) -> None:
+    with pytest.raises(ToolkitError, match=f"LoRA on .*{name} is not planned"):
+        check_lora_targets(shape_of("llama"), ("q_proj", name))
+
+
+def test_the_renamed_modules_are_pefts() -> None:
+    from toolkit.models.count_from_transformers import _renamed_targets
+
+    for model_type in ("mixtral", "qwen2_moe", "qwen3_moe"):
+        assert _renamed_targets(model_type) == RENAMED_TARGETS.get(model_type, {})

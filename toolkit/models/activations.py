@@ -37,7 +37,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from toolkit.models.lora import MODELS_WITH_ADAPTED_EXPERTS, lora_layer
+from toolkit.models.lora import adapts_experts, lora_layer
 from toolkit.models.saved_activations import SavedActivations, SavedBytes
 from toolkit.models.shape import Layer, ModelShape, Tensor
 
@@ -230,7 +230,7 @@ class Activations:
             return copies
         adapters = [tensor for tensor in lora_layer(self.shape, kind, self.lora_r) if not tensor.is_expert]
         copies += 2 * sum(tensor.num_elements for tensor in adapters) if self.autocast else 0
-        if self.shape.model_type not in MODELS_WITH_ADAPTED_EXPERTS:
+        if not adapts_experts(self.shape):
             return copies
         # peft adds the product of an adapter to the fused weights of the experts, and matmuls with the sum save it.
         experts = sum(tensor.num_elements for tensor in kind if tensor.is_expert)
@@ -293,7 +293,7 @@ class Activations:
 
     def _has_frozen_mlp(self, kind: Layer) -> bool:
         """True for the dense layers of mixtures in which peft adapts only experts: frozen weights need no input."""
-        adapted = self.lora_r is not None and self.shape.model_type in MODELS_WITH_ADAPTED_EXPERTS
+        adapted = self.lora_r is not None and adapts_experts(self.shape)
         return adapted and not _has_experts(kind)
 
     def _attention(self, kind: Layer, *, masked: bool) -> SavedBytes:
@@ -327,7 +327,7 @@ class Activations:
         """One row per expert that a token goes to. Fused experts are no linear layers: autocast leaves them in fp32."""
         routed, hidden, width = self.shape.experts_per_token or 1, self.shape.hidden_size, self.shape.intermediate_size
         row = 4 * hidden + GATED_MLP_BYTES * width
-        frozen = self.lora_r is not None and self.shape.model_type not in MODELS_WITH_ADAPTED_EXPERTS
+        frozen = self.lora_r is not None and not adapts_experts(self.shape)
         if frozen and not self.autocast:  # torch's grouped matmul, for bf16 only, saves no inputs for frozen weights
             row -= 2 * hidden + 2 * width
         router = 4 * (self.shape.num_experts or 0) + 40 * routed

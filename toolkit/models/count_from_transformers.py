@@ -11,11 +11,13 @@ import json
 import signal
 import sys
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.pytorch_utils import Conv1D
 from transformers.utils import logging
 
 from toolkit.models.count_activations import RANKS, count_activations, decoder_layers
@@ -23,6 +25,7 @@ from toolkit.models.count_activations import RANKS, count_activations, decoder_l
 # Of processor time, so that the answer, which is cached, does not depend on how busy the node is. Linear attention in
 # Python, which loops over a row, takes longer.
 ACTIVATION_SECONDS = 60
+LINEAR = (torch.nn.Linear, Conv1D)  # what peft means by `all-linear`, and what bitsandbytes quantizes
 
 
 def main(argv: list[str]) -> None:
@@ -34,7 +37,8 @@ def main(argv: list[str]) -> None:
             model = AutoModelForCausalLM.from_config(config)
     except Exception as error:  # whatever transformers raises for an arbitrary configuration
         sys.exit(f"error: {_first_line(error)}")
-    print(json.dumps(describe_tensors(model) | describe_activations(model)))
+    described = describe_tensors(model) | describe_activations(model)
+    print(json.dumps(described | describe_adapters(model)))  # last: peft changes the model
 
 
 def describe_activations(model: Any) -> dict[str, Any]:
@@ -52,6 +56,55 @@ def describe_activations(model: Any) -> dict[str, Any]:
     return {"activations": rows, "counted_rank": RANKS[0], "why_not_counted": reason}
 
 
+def describe_adapters(model: Any) -> dict[str, Any]:
+    """Return the adapters that peft makes with `all-linear`, by the field names of `ModelShape`; replaces the modules.
+
+    `adapters_of_layer` has one list per layer. Without adapters, and with the reason, if peft refuses the model.
+    """
+    from peft import LoraConfig, get_peft_model
+
+    names = list(decoder_layers(model))
+    renamed = _renamed_targets(model.config.model_type)
+    warnings.simplefilter("ignore")
+    try:
+        adapted = get_peft_model(model, LoraConfig(r=1, target_modules="all-linear", task_type="CAUSAL_LM"))
+    except ValueError as error:
+        none = {"adapters_of_layer": [[]] * len(names), "outer_adapters": [], "renamed_targets": renamed}
+        return none | {"why_no_adapters": _first_line(error)}
+    of_layer: dict[str, list[Any]] = {name: [] for name in names}
+    outer = []
+    for target, sizes in _pairs(adapted):
+        layer = next((name for name in names if target.startswith(f"{name}.")), None)
+        if layer is None:
+            outer.append([target, *sizes])
+        else:
+            of_layer[layer].append([target.removeprefix(f"{layer}."), *sizes])
+    return {"adapters_of_layer": list(of_layer.values()), "outer_adapters": outer, "renamed_targets": renamed}
+
+
+def _pairs(adapted: Any) -> Iterator[tuple[str, list[int]]]:
+    """Name, rows, columns and rank of each adapter. Parameters of one module have wrappers inside each other."""
+    from peft.tuners.lora import LoraLayer, ParamWrapper
+
+    for name, module in adapted.base_model.model.named_modules():
+        if isinstance(module, LoraLayer) and module.lora_A:
+            a, b = module.lora_A["default"].weight, module.lora_B["default"].weight
+            target = name.replace(".base_layer", "")
+            target += f".{module.parameter_name}" if isinstance(module, ParamWrapper) else ""
+            yield target, [b.shape[0], a.shape[1], a.shape[0]]
+
+
+def _renamed_targets(model_type: str) -> dict[str, str]:
+    """What peft renames for a mixture whose experts transformers 5 fuses; nothing for any other model."""
+    from peft.utils import transformers_weight_conversion as conversion
+    from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+
+    family = conversion._MODEL_TO_CONVERSION_PATTERN.get(model_type)
+    if get_checkpoint_conversion_mapping(model_type) is None:
+        return {}
+    return dict(conversion._MOE_TARGET_MODULE_MAPPING.get(family, {}))
+
+
 def _first_line(error: Exception) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
@@ -66,12 +119,16 @@ def describe_tensors(model: Any) -> dict[str, Any]:
     Layers are stored once per kind: `kind_of_layer` has the index into `layers_of_kind` for each layer.
     """
     config = model.config.get_text_config()
+    config.allow_global_per_layer_attribute_access = True  # Gemma 4's heads differ between layers
     layers = decoder_layers(model)
-    tensors = [[[name, list(p.shape)] for name, p in layer.named_parameters()] for layer in layers.values()]
+    linear = {id(module.weight) for module in model.modules() if isinstance(module, LINEAR)}
+    tensors = [
+        [[name, list(p.shape), id(p) in linear] for name, p in layer.named_parameters()] for layer in layers.values()
+    ]
     kinds = [kind for index, kind in enumerate(tensors) if kind not in tensors[:index]]
     inside = {id(p) for layer in layers.values() for p in layer.parameters()}
-    outer = [[name, list(p.shape)] for name, p in model.named_parameters() if id(p) not in inside]
-    names = {name for layer in tensors for name, _ in layer}
+    outer = [[name, list(p.shape), id(p) in linear] for name, p in model.named_parameters() if id(p) not in inside]
+    names = {name for layer in tensors for name, _, _ in layer}
     return {
         "model_type": model.config.model_type,
         **_dimensions(config, num_layers=len(layers)),

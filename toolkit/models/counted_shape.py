@@ -20,7 +20,7 @@ from toolkit.atomic_write import write_text
 from toolkit.cache import cache_folder
 from toolkit.errors import ToolkitError
 from toolkit.models.saved_activations import read_counted
-from toolkit.models.shape import ModelShape, Tensor
+from toolkit.models.shape import Adapter, ModelShape, Tensor
 from toolkit.versions import installed_version
 
 COUNTING_SECONDS = 300
@@ -35,11 +35,11 @@ def count_shape(config: Path, values: Mapping[str, Any], *, hint: str | None = N
     """
     path = cached_count(values)
     with contextlib.suppress(OSError, ValueError, LookupError, TypeError):  # missing, or damaged: count again
-        return _shape(json.loads(path.read_text()))
+        return shape_from_counted(json.loads(path.read_text()))
     counted = _run_child(config, hint)
     with contextlib.suppress(OSError):  # a read-only cache is no error
         write_text(path, json.dumps(counted))
-    return _shape(counted)
+    return shape_from_counted(counted)
 
 
 def cached_count(values: Mapping[str, Any]) -> Path:
@@ -70,15 +70,31 @@ def _run_child(config: Path, hint: str | None) -> dict[str, Any]:
     return counted
 
 
-def _shape(counted: Mapping[str, Any]) -> ModelShape:
+def shape_from_counted(counted: Mapping[str, Any]) -> ModelShape:
+    """Return the shape that the child process describes."""
     fields = dict(counted)
     kinds = [tuple(map(_tensor, layer)) for layer in fields.pop("layers_of_kind")]
     layers = tuple(kinds[number] for number in fields.pop("kind_of_layer"))
     outer = tuple(map(_tensor, fields.pop("outer")))
     activations = read_counted(fields.pop("activations"), fields.pop("counted_rank"))
-    return ModelShape(**fields, layers=layers, outer=outer, counted_on="meta device", counted_activations=activations)
+    adapters = [tuple(map(_adapter, layer)) for layer in fields.pop("adapters_of_layer")]
+    outer_adapters = tuple(map(_adapter, fields.pop("outer_adapters")))
+    return ModelShape(
+        **fields,
+        layers=layers,
+        outer=outer,
+        counted_on="meta device",
+        counted_activations=activations,
+        counted_adapters=dict(zip(layers, adapters, strict=True)),  # layers with equal tensors have equal adapters
+        outer_adapters=outer_adapters,
+    )
 
 
 def _tensor(named: list[Any]) -> Tensor:
-    name, shape = named
-    return Tensor(name=name, shape=tuple(shape))
+    name, shape, in_linear = named
+    return Tensor(name=name, shape=tuple(shape), in_linear=in_linear)
+
+
+def _adapter(sizes: list[Any]) -> Adapter:
+    target, rows, columns, rank = sizes
+    return Adapter(target=target, rows=rows, columns=columns, rank_multiple=rank)

@@ -1,51 +1,134 @@
-"""Tensors that LoRA adds to each layer with `target_modules="all-linear"`, as peft 0.21 interprets it.
+"""Tensors that LoRA adds to a model, as peft 0.21 chooses them under transformers 5.
 
-    >>> [tensor.shape for tensor in adapters_of(Tensor(name="mlp.up_proj.weight", shape=(48, 32)), rank=8)]
+    >>> up = Tensor(name="mlp.up_proj.weight", shape=(48, 32))
+    >>> [tensor.shape for adapter in adapters_of(up) for tensor in adapter.tensors(rank=8)]
     [(8, 32), (48, 8)]
 
-The head has no adapter. In `MODELS_WITH_ADAPTED_EXPERTS`, peft adapts the fused experts and the router, with twice the
-rank on the fused gate and up projections (two tensors in older checkpoints), and then leaves out dense MLP layers.
+With `all-linear`, all linear layers but the head have adapters. transformers 5 fuses the experts of a mixture into one
+parameter, and for some architectures (`renamed_targets`) peft adapts that parameter and the router: each expert has its
+own A and B, of twice the rank on gate and up projections (two tensors in older checkpoints), and dense MLP layers have
+none. For architectures with formulas, the adapters are worked out here; for all others peft itself lists them
+(`toolkit.models.count_from_transformers`). Other target modules choose among the adapters of `all-linear`.
+
+`tests/models/test_lora.py` compares all of it with the adapters that peft makes.
 """
 
 from __future__ import annotations
 
-from toolkit.models.shape import ROUTER, Layer, ModelShape, Tensor
+from collections.abc import Collection, Mapping
 
+from toolkit.errors import ToolkitError
+from toolkit.models.shape import ROUTER, Adapter, Adapters, Layer, ModelShape, Tensor
+
+ALL_LINEAR = ("all-linear",)
 TRANSPOSED = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight")
 """GPT-2 stores the weights of linear layers as (in, out)."""
-MODELS_WITH_ADAPTED_EXPERTS = ("mixtral", "qwen3_moe")
+# peft 0.21, `utils/transformers_weight_conversion.py`, `_MOE_TARGET_MODULE_MAPPING`: it has no entry for Qwen2-MoE.
+RENAMED_TARGETS: Mapping[str, Mapping[str, str]] = {
+    "mixtral": {"gate": "gate.weight", "w1": "gate_up_proj", "w3": "gate_up_proj", "w2": "down_proj"},
+    "qwen3_moe": {
+        "gate": "gate.weight",
+        "gate_proj": "gate_up_proj",
+        "up_proj": "gate_up_proj",
+        "down_proj": "down_proj",
+    },
+}
 
 
-def lora_layers(shape: ModelShape, rank: int) -> tuple[Layer, ...]:
+def adapts_experts(shape: ModelShape) -> bool:
+    """Return True if peft adapts fused experts and their router, and leaves out dense MLP layers."""
+    return bool(_renamed_targets(shape))
+
+
+def lora_layers(shape: ModelShape, rank: int, targets: tuple[str, ...] = ALL_LINEAR) -> tuple[Layer, ...]:
     """Return the adapters of each layer; identical layers share one object."""
-    kinds = {kind: lora_layer(shape, kind, rank) for kind in shape.layer_kinds}
+    kinds = {kind: lora_layer(shape, kind, rank, targets) for kind in shape.layer_kinds}
     return tuple(kinds[layer] for layer in shape.layers)
 
 
-def lora_layer(shape: ModelShape, kind: Layer, rank: int) -> Layer:
+def lora_layer(shape: ModelShape, kind: Layer, rank: int, targets: tuple[str, ...] = ALL_LINEAR) -> Layer:
     """Return the adapters of one kind of layer."""
-    experts = shape.model_type in MODELS_WITH_ADAPTED_EXPERTS
-    return tuple(part for tensor in kind for part in adapters_of(tensor, rank=rank, experts=experts))
+    if shape.counted_adapters is None:
+        experts = adapts_experts(shape)
+        adapters = tuple(adapter for tensor in kind for adapter in adapters_of(tensor, experts=experts))
+    else:
+        adapters = shape.counted_adapters[kind]
+    return _tensors(_chosen(shape, adapters, targets), rank)
 
 
-def adapters_of(tensor: Tensor, *, rank: int, experts: bool = False) -> Layer:
-    """Return A and B for the weight of a linear layer, and with `experts` for fused experts and their router.
+def outer_lora(shape: ModelShape, rank: int, targets: tuple[str, ...] = ALL_LINEAR) -> Layer:
+    """Return the adapters outside the decoder layers."""
+    return _tensors(_chosen(shape, shape.outer_adapters, targets), rank)
 
-    No adapter is added to any other tensor.
+
+def adapters_of(tensor: Tensor, *, experts: bool = False) -> Adapters:
+    """Return the adapter of a linear layer's weight, and with `experts` of fused experts and their router.
+
+    No other tensor has one.
     """
-    name = tensor.name.removesuffix(".weight")
     if experts and len(tensor.shape) == 3:
         count, rows, columns = tensor.shape
-        return _pair(name, rows, columns, count * rank * (2 if name.endswith("gate_up_proj") else 1))
-    dense = experts and tensor.name.startswith("mlp.") and tensor.name != ROUTER
-    if dense or not (tensor.is_linear_weight or (experts and tensor.name == ROUTER)):
+        fused = 2 if tensor.name.endswith("gate_up_proj") else 1
+        return (Adapter(target=tensor.name, rows=rows, columns=columns, rank_multiple=count * fused),)
+    if experts and tensor.name == ROUTER:
+        return (Adapter(target=tensor.name, rows=tensor.shape[0], columns=tensor.shape[1]),)
+    if not tensor.is_linear_weight or (experts and tensor.name.startswith("mlp.")):
         return ()
     rows, columns = tensor.shape[::-1] if tensor.name in TRANSPOSED else tensor.shape
-    return _pair(name, rows, columns, rank)
+    return (Adapter(target=tensor.name.removesuffix(".weight"), rows=rows, columns=columns),)
 
 
-def _pair(name: str, rows: int, columns: int, rank: int) -> Layer:
-    return (
-        Tensor(name=f"{name}.lora_A.default.weight", shape=(rank, columns)),
-        Tensor(name=f"{name}.lora_B.default.weight", shape=(rows, rank)),
-    )
+def check_lora_targets(shape: ModelShape, targets: tuple[str, ...]) -> None:
+    """Raise ToolkitError if peft cannot adapt the model, or not these modules, or modules that are not planned."""
+    if shape.why_no_adapters is not None:
+        raise ToolkitError(f"peft cannot adapt the linear layers of {shape.model_type}: {shape.why_no_adapters}")
+    if targets == ALL_LINEAR:
+        return
+    names = _parameter_names(shape, targets)
+    modules = [tensor.name.removesuffix(".weight") for tensor in shape.outer] + ["lm_head"]
+    outside = [name for name in modules if _matches(name, targets)]
+    if outside:
+        raise ToolkitError(f"LoRA on {outside[0]} is not planned: only linear layers of decoder layers are")
+    if not any(lora_layer(shape, kind, 1, targets) for kind in shape.layer_kinds):
+        known = sorted({_leaf(tensor.name) for kind in shape.layer_kinds for tensor in kind if tensor.is_linear_weight})
+        raise ToolkitError(
+            f"no linear layer of {shape.model_type} is named {', '.join(names)}", hint=f"one of {', '.join(known)}"
+        )
+
+
+def _chosen(shape: ModelShape, adapters: Adapters, targets: tuple[str, ...]) -> Adapters:
+    if targets == ALL_LINEAR:
+        return adapters
+    names = _parameter_names(shape, targets)
+    return tuple(adapter for adapter in adapters if _matches(adapter.target, names))
+
+
+def _matches(name: str, targets: Collection[str]) -> bool:
+    """True if a target is the end of a name, in complete words between dots, as peft matches."""
+    return any(f".{name}".endswith(f".{target}") for target in targets)
+
+
+def _parameter_names(shape: ModelShape, targets: tuple[str, ...]) -> list[str]:
+    """The targets by the names that they have under transformers 5."""
+    renamed = _renamed_targets(shape)
+    old_names = {target: next((old for old in renamed if _matches(target, (old,))), None) for target in targets}
+    given = {old for old in old_names.values() if old is not None}
+    for old in sorted(given):
+        missing = {other for other in renamed if renamed[other] == renamed[old]} - given
+        if missing:
+            raise ToolkitError(
+                f"LoRA on {old} needs {' and '.join(sorted(missing))} too: {shape.model_type} has both in one tensor"
+            )
+    return sorted({target if old is None else renamed[old] for target, old in old_names.items()})
+
+
+def _renamed_targets(shape: ModelShape) -> Mapping[str, str]:
+    return RENAMED_TARGETS.get(shape.model_type, {}) if shape.counted_adapters is None else shape.renamed_targets
+
+
+def _tensors(adapters: Adapters, rank: int) -> Layer:
+    return tuple(tensor for adapter in adapters for tensor in adapter.tensors(rank))
+
+
+def _leaf(name: str) -> str:
+    return name.removesuffix(".weight").rpartition(".")[2]

@@ -12,7 +12,8 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
 
 from toolkit.models.saved_activations import CountedActivations
@@ -30,6 +31,8 @@ class Tensor:
 
     name: str
     shape: tuple[int, ...]
+    in_linear: bool | None = None
+    """True if it belongs to a linear layer, as counting found; None: to be told by its name."""
 
     @property
     def num_elements(self) -> int:
@@ -49,7 +52,8 @@ class Tensor:
     @property
     def is_linear_weight(self) -> bool:
         """True for the weight of a linear layer; fused experts and their router are not linear layers."""
-        return len(self.shape) == 2 and self.name.endswith(".weight") and self.name != ROUTER
+        is_weight = len(self.shape) == 2 and self.name.endswith(".weight")
+        return is_weight and (self.name != ROUTER if self.in_linear is None else self.in_linear)
 
     @property
     def is_embedding(self) -> bool:
@@ -58,6 +62,29 @@ class Tensor:
 
 
 Layer = tuple[Tensor, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Adapter:
+    """Place of one LoRA adapter: the weight that peft adds a pair of matrices, A and B, to."""
+
+    target: str
+    """Name of the module, or for fused experts and their router of the parameter, relative to the layer."""
+    rows: int
+    columns: int
+    rank_multiple: int = 1
+    """Rank of the pair over LoRA's: the number of experts, twice that for gate and up projections in one tensor."""
+
+    def tensors(self, rank: int) -> Layer:
+        """Return A and B for LoRA of this rank."""
+        name, width = self.target.removesuffix(".weight"), rank * self.rank_multiple
+        return (
+            Tensor(name=f"{name}.lora_A.default.weight", shape=(width, self.columns)),
+            Tensor(name=f"{name}.lora_B.default.weight", shape=(self.rows, width)),
+        )
+
+
+Adapters = tuple[Adapter, ...]
 
 
 # Without slots, so that sums are cached on the instance; compared by identity, so that caches keyed by a shape need not
@@ -93,6 +120,14 @@ class ModelShape:
     """Activations counted on fake tensors; None where the formulas of `toolkit.models.activations` apply."""
     why_not_counted: str | None = None
     """Reason for which the activations of an unknown architecture could not be counted; Llama's formulas apply."""
+    counted_adapters: Mapping[Layer, Adapters] | None = None
+    """Adapters that peft puts on each kind of layer with `all-linear`; None where `toolkit.models.lora` lists them."""
+    outer_adapters: Adapters = ()
+    """Adapters that peft puts on linear layers outside the decoder layers with `all-linear`."""
+    renamed_targets: Mapping[str, str] = field(default_factory=dict)
+    """Module names of transformers 4 that peft turns into parameters of fused experts, with these parameters."""
+    why_no_adapters: str | None = None
+    """Reason for which peft cannot adapt the model's linear layers; None if it can."""
     sliding_window: int | None = None
     """Rows of at least this many tokens need an attention mask."""
     num_sliding_layers: int = 0

@@ -85,7 +85,7 @@ def _fsdp2(setup: TrainingSetup) -> Iterator[Collective]:
     inside: dict[str, Any] = {"group_size": ranks, "group": "replica" if replicas > 1 else "all"}
     embeddings = tuple(tensor for tensor in setup.shape.outer if tensor.is_embedding)
     embedding = () if setup.shape.tied_embeddings else embeddings[:1]
-    units = (*setup.layers, setup.shape.outer)
+    units = (*setup.layers, setup.outer)
     regathered = () if setup.preset.sharding == "shard_grad_op" else (*setup.layers, embedding)
     if ranks > 1:
         for purpose, gathered in (("parameters in the forward", units), ("parameters in the backward", regathered)):
@@ -147,7 +147,7 @@ def _zero3(setup: TrainingSetup) -> Iterator[Collective]:
         name = "reduce_scatter" if zero.get("reduce_scatter", True) else "all_reduce"
         payload = steps * element_bytes * padded
         yield Collective(name=name, purpose="gradients", payload_bytes=payload, calls=calls, **everyone)
-    sizes = [tensor.num_elements for layer in (*setup.layers, setup.shape.outer) for tensor in layer]
+    sizes = [tensor.num_elements for layer in (*setup.layers, setup.outer) for tensor in layer]
     small = sum(_round_up(size, ranks) for size in sizes if size <= engine.persistence_threshold)
     yield from _gather("small parameters, after the step", element_bytes * small, 1, **everyone)
 

@@ -12,7 +12,7 @@ from functools import cache, cached_property
 
 from toolkit.defaults import GRADIENT_ACCUMULATION_STEPS, MAX_SEQ_LENGTH, PER_DEVICE_TRAIN_BATCH_SIZE
 from toolkit.errors import ToolkitError
-from toolkit.models.lora import lora_layers
+from toolkit.models.lora import ALL_LINEAR, check_lora_targets, lora_layers, outer_lora
 from toolkit.models.shape import Layer, ModelShape
 from toolkit.plan.engine_settings import EngineSettings, engine_settings
 from toolkit.presets.preset import Preset
@@ -44,6 +44,7 @@ class TrainingJob:
     gradient_accumulation_steps: int = GRADIENT_ACCUMULATION_STEPS
     activation_checkpointing: bool = False
     lora_r: int | None = None
+    lora_target_modules: tuple[str, ...] = ALL_LINEAR
     load_in_4bit: bool = False
     packing: bool = False
     """Several documents in each row, up to its full length."""
@@ -110,7 +111,16 @@ class TrainingSetup:
     @property
     def adapters(self) -> tuple[Layer, ...]:
         """LoRA tensors of each layer; empty for a full fine-tune."""
-        return () if self.job.lora_r is None else _lora_layers(self.shape, self.job.lora_r)
+        if self.job.lora_r is None:
+            return ()
+        return _lora_layers(self.shape, self.job.lora_r, self.job.lora_target_modules)
+
+    @property
+    def outer_adapters(self) -> Layer:
+        """LoRA tensors outside the decoder layers."""
+        if self.job.lora_r is None:
+            return ()
+        return outer_lora(self.shape, self.job.lora_r, self.job.lora_target_modules)
 
     @property
     def layers(self) -> tuple[Layer, ...]:
@@ -120,9 +130,17 @@ class TrainingSetup:
         return tuple(own + added for own, added in zip(self.shape.layers, self.adapters, strict=True))
 
     @property
+    def outer(self) -> Layer:
+        """Tensors outside the decoder layers, LoRA's included."""
+        return (*self.shape.outer, *self.outer_adapters)
+
+    @property
     def trained(self) -> Iterator[Layer]:
         """Groups of tensors that have gradients."""
-        yield from self.adapters or (*self.shape.layers, self.shape.outer)
+        if self.job.lora_r is None:
+            yield from (*self.shape.layers, self.shape.outer)
+        else:
+            yield from (*self.adapters, self.outer_adapters)
 
     @cached_property
     def num_trained(self) -> int:
@@ -132,7 +150,7 @@ class TrainingSetup:
     @cached_property
     def num_total(self) -> int:
         """Elements of model and adapters."""
-        return num_elements((*self.layers, self.shape.outer))
+        return num_elements((*self.layers, self.outer))
 
 
 _lora_layers = cache(lora_layers)
@@ -159,6 +177,8 @@ def check_planned_job(job: TrainingJob, shape: ModelShape) -> None:
     check_supported(None, job.method, purpose="plan")
     if job.lora_r is not None and job.lora_r > shape.hidden_size > 0:
         raise ToolkitError(f"--lora-r is {job.lora_r}, expected at most the hidden size {shape.hidden_size}")
+    if job.lora_r is not None:
+        check_lora_targets(shape, job.lora_target_modules)
 
 
 def check_world_size(world_size: int) -> None:

@@ -20,7 +20,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
-from toolkit.models.lora import lora_layer
+from toolkit.models.lora import ALL_LINEAR, lora_layer, outer_lora
 from toolkit.models.shape import Layer, ModelShape, Tensor
 from toolkit.plan.engine_settings import EngineSettings
 from toolkit.presets.characteristics import OFFLOADED_GRADIENT_BYTES
@@ -133,15 +133,21 @@ class JobWeights:
 
 
 @lru_cache(maxsize=64)
-def job_weights(shape: ModelShape, lora_r: int | None = None, load_in_4bit: bool = False) -> JobWeights:
+def job_weights(
+    shape: ModelShape,
+    lora_r: int | None = None,
+    load_in_4bit: bool = False,
+    lora_target_modules: tuple[str, ...] = ALL_LINEAR,
+) -> JobWeights:
     """Return all tensors: trained, or frozen with trained adapters of rank `lora_r`."""
     base = _counted(shape.layer_kinds, shape.outer)
     if lora_r is None:
         return JobWeights(shape=shape, trained=base, frozen=(), load_in_4bit=False)
     adapters: Counter[Layer] = Counter()
     for kind, count in shape.layer_kinds.items():
-        adapters[lora_layer(shape, kind, lora_r)] += count
-    return JobWeights(shape=shape, trained=_counted(adapters, ()), frozen=base, load_in_4bit=load_in_4bit)
+        adapters[lora_layer(shape, kind, lora_r, lora_target_modules)] += count
+    outer = outer_lora(shape, lora_r, lora_target_modules)
+    return JobWeights(shape=shape, trained=_counted(adapters, outer), frozen=base, load_in_4bit=load_in_4bit)
 
 
 def total(tensors: TensorCounts, size: Callable[[Tensor], int]) -> int:

@@ -9,6 +9,7 @@ from toolkit.defaults import PER_DEVICE_TRAIN_BATCH_SIZE
 from toolkit.errors import ToolkitError
 from toolkit.hardware.gpu_table import Gpu, find_gpu
 from toolkit.hardware.gpus import gpu_names
+from toolkit.models.lora import ALL_LINEAR
 from toolkit.models.read_model import read_model
 from toolkit.plan.job import OPTIMIZERS, TrainingJob
 from toolkit.plan.memory_verdict import DOES_NOT_FIT, FITS, TOO_CLOSE
@@ -37,11 +38,17 @@ def job_from_arguments(arguments: dict[str, Any]) -> TrainingJob:
         gradient_accumulation_steps=integer(arguments, "gradient_accumulation_steps", 1),
         activation_checkpointing=uses_activation_checkpointing(arguments),
         lora_r=integer(arguments, "lora_r", 0) or None,
+        lora_target_modules=_words(arguments.get("lora_target_modules")) or ALL_LINEAR,
         load_in_4bit=flag(arguments.get("load_in_4bit", False)),
         packing=flag(arguments.get("packing", False)),
         loss="fused" if flag(arguments.get("use_liger_kernel", False)) else "full",
         optimizer=OPTIMIZER_NAMES[optimizer],
     )
+
+
+def _words(value: Any) -> tuple[str, ...]:
+    """A list argument as the command line (one word, or a list) or a YAML file gives it."""
+    return () if value is None else (value,) if isinstance(value, str) else tuple(map(str, value))
 
 
 def plan_run(preset: Preset, arguments: dict[str, Any], *, world_size: int, gpu: Gpu) -> Plan:

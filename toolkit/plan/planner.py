@@ -195,7 +195,7 @@ def _plan(request: PlanRequest, preset: Preset, world_size: int, smallest: int |
         gpu_memory_bytes=request.gpu.memory_bytes,
         memory=memory,
         num_params=shape.num_params,
-        num_trainable_params=job_weights(shape, job.lora_r, job.load_in_4bit).num_trained,
+        num_trainable_params=job_weights(shape, job.lora_r, job.load_in_4bit, job.lora_target_modules).num_trained,
         communication_bytes_per_step=sent,
         speed=speed,
         largest_micro_batch=largest_micro_batch(lambda size: _fits(request, preset, world_size, size)),

@@ -121,7 +121,7 @@ def setup_flops(setup: TrainingSetup) -> TokenFlops:
     return flops_of(
         setup.shape,
         seq_length=setup.job.max_seq_length,
-        num_adapter_params=num_elements(setup.adapters),
+        num_adapter_params=num_elements((*setup.adapters, setup.outer_adapters)),
         recompute=setup.job.activation_checkpointing,
     )
 

@@ -1,0 +1,149 @@
+"""Every entry of the table by which `toolkit plan` calls model states exact, compared with the libraries' tensors."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from model_configs import built, config_file, fields_of
+
+from toolkit.models.checked_counts import (
+    CHECKED,
+    FULL,
+    LORA,
+    LORA_ON_SOME,
+    MIXTURES_WITH_ADAPTED_EXPERTS,
+    MIXTURES_WITH_FROZEN_EXPERTS,
+    QLORA,
+    WITH_FORMULAS,
+    is_checked,
+)
+from toolkit.models.config_fields import ConfigFields
+from toolkit.models.count_from_transformers import describe_adapters, describe_tensors
+from toolkit.models.counted_shape import shape_from_counted
+from toolkit.models.lora import ALL_LINEAR, RENAMED_TARGETS, lora_layers, outer_lora
+from toolkit.models.read_model import shape_from_config, types_with_formulas
+from toolkit.models.shape import ModelShape
+from toolkit.plan.model_states import job_weights
+
+RANK = 4
+ROOT = Path(__file__).parents[2]
+MEASURED_IN_4BIT = json.loads((ROOT / "benchmarks" / "results" / "quantized_bytes.json").read_text())["rows"]
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:The following (rank|alpha)_pattern keys:RuntimeWarning"),  # for fused experts
+    pytest.mark.filterwarnings("ignore:fan_in_fan_out is set to False:UserWarning"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("models")
+
+
+@cache
+def configs(folder: Path, model_type: str) -> list[Path]:
+    return [
+        config_file(folder / f"{model_type}-{number}", model_type, fields)
+        for number, fields in enumerate(fields_of(model_type))
+    ]
+
+
+@cache
+def planned(config: Path) -> ModelShape:
+    """The shape as `read_model` reads it: by formula, or as its child process counts it, without activations."""
+    shape = shape_from_config(ConfigFields(json.loads(config.read_text()), str(config)))
+    if shape is not None:
+        return shape
+    described = describe_tensors(built(config)) | {"activations": [], "counted_rank": 8, "why_not_counted": None}
+    described |= describe_adapters(built(config))
+    return shape_from_counted(json.loads(json.dumps(described)))
+
+
+def adapters_that_peft_makes(config: Path, targets: Any, rank: int = RANK) -> list[tuple[int, ...]]:
+    from peft import LoraConfig, get_peft_model
+
+    model = get_peft_model(built(config), LoraConfig(r=rank, target_modules=targets, task_type="CAUSAL_LM"))
+    return sorted(tuple(p.shape) for p in model.parameters() if p.requires_grad)
+
+
+def planned_adapters(shape: ModelShape, targets: tuple[str, ...], rank: int = RANK) -> list[tuple[int, ...]]:
+    layers = (*lora_layers(shape, rank, targets), outer_lora(shape, rank, targets))
+    return sorted(tensor.shape for layer in layers for tensor in layer)
+
+
+def choices_of_modules(shape: ModelShape) -> Iterator[tuple[str, ...]]:
+    """Each name that a linear layer in a decoder layer has, for itself; a fused parameter by both of its old names."""
+    renamed = RENAMED_TARGETS.get(shape.model_type, {}) if shape.counted_adapters is None else shape.renamed_targets
+    for new_name in sorted(set(renamed.values())):
+        yield tuple(sorted(old for old, new in renamed.items() if new == new_name))
+    names = {tensor.name.split(".")[-2] for kind in shape.layer_kinds for tensor in kind if tensor.is_linear_weight}
+    heads = {tensor.name.split(".")[-2] for tensor in shape.outer if tensor.name.endswith(".weight")}
+    outside = {adapter.target.split(".")[-1] for adapter in shape.outer_adapters} | heads
+    yield from ((name,) for name in sorted(names - set(renamed) - outside))
+
+
+@pytest.mark.parametrize("model_type", CHECKED)
+def test_planned_tensors_are_those_that_transformers_makes(model_type: str, folders: Path) -> None:
+    assert is_checked(model_type, FULL)
+    for config in configs(folders, model_type):
+        shape = planned(config)
+        tensors = [tensor.shape for layer in (*shape.layers, shape.outer) for tensor in layer]
+        assert sorted(tensors) == sorted(tuple(p.shape) for p in built(config).parameters())
+
+
+@pytest.mark.parametrize("model_type", [model_type for model_type, methods in CHECKED.items() if LORA in methods])
+def test_planned_adapters_are_those_that_peft_makes(model_type: str, folders: Path) -> None:
+    for config in configs(folders, model_type):
+        made = adapters_that_peft_makes(config, "all-linear")
+        assert planned_adapters(planned(config), ALL_LINEAR) == made
+
+
+@pytest.mark.parametrize("model_type", [kind for kind, methods in CHECKED.items() if LORA_ON_SOME in methods])
+def test_planned_adapters_on_named_modules_are_those_that_peft_makes(model_type: str, folders: Path) -> None:
+    config = configs(folders, model_type)[0]
+    shape, tried = planned(config), 0
+    for targets in choices_of_modules(shape):
+        made = planned_adapters(shape, targets)
+        if made:  # dense MLP layers beside adapted experts have no adapter of their own
+            tried += 1
+            assert made == adapters_that_peft_makes(config, list(targets)), targets
+    assert tried >= 2
+
+
+@pytest.mark.parametrize("model_type", [*MIXTURES_WITH_ADAPTED_EXPERTS, *MIXTURES_WITH_FROZEN_EXPERTS])
+def test_a_mixture_is_checked_with_experts(model_type: str, folders: Path) -> None:
+    """The tiny configuration really has fused experts, and peft adapts them where the table says so."""
+    shape = planned(configs(folders, model_type)[0])
+    assert any(len(tensor.shape) == 3 for kind in shape.layer_kinds for tensor in kind)
+    assert shape.counted_adapters is not None
+    ranks = [adapter.rank_multiple for layer in shape.counted_adapters.values() for adapter in layer]
+    assert (max(ranks) > 1) is (model_type in MIXTURES_WITH_ADAPTED_EXPERTS)
+
+
+def test_every_method_that_the_table_has_is_compared() -> None:
+    assert {method for methods in CHECKED.values() for method in methods} == {FULL, LORA, LORA_ON_SOME, QLORA}
+    assert sorted(WITH_FORMULAS) == types_with_formulas()
+
+
+def test_quantized_bytes_were_measured_for_every_architecture_that_the_table_says() -> None:
+    """`tests/plan/test_model_states.py` compares each of these rows with the plan."""
+    measured = {row["config"]["model_type"] for row in MEASURED_IN_4BIT}
+    assert {model_type for model_type, methods in CHECKED.items() if QLORA in methods} == measured
+
+
+def test_all_trained_parameters_of_a_traced_run_are_planned(folders: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """LoRA on DeepSeek-V3's fused experts: 6.4 of 39.2 million trained parameters were once planned."""
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks" / "gpu"))
+    fields = dict(__import__("grid").ARCHITECTURES["deepseek-v3-2b"])
+    traced = json.loads((ROOT / "benchmarks" / "results" / "traced_grid.json").read_text())
+    (case,) = (case for case in traced["cases"] if case["id"] == "092")
+    shape = planned(config_file(folders / "deepseek-v3-2b", fields.pop("model_type"), fields))
+    trained = job_weights(shape, traced["lora_rank"]).num_trained
+    assert trained == case["measured"]["num_trainable_params"] == 39_161_344
