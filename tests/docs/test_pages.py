@@ -1,4 +1,4 @@
-"""Pages name files that exist, and every benchmark is listed under evidence."""
+"""Pages name files that exist, the program names pages that exist, and every benchmark is listed under evidence."""
 
 from __future__ import annotations
 
@@ -25,3 +25,14 @@ def test_every_file_that_a_page_names_exists(page: Path) -> None:
 def test_every_benchmark_is_in_the_list_of_evidence(script: Path) -> None:
     listed = (ROOT / "docs" / "evidence" / "index.md").read_text()
     assert script.stem in PARTS or f"`benchmarks/{script.name}`" in listed
+
+
+def test_every_page_that_the_program_or_a_test_names_exists() -> None:
+    folders = ("toolkit", "tests", "benchmarks", "accelerate_configs", "examples")
+    files = [
+        path for folder in folders for path in (ROOT / folder).rglob("*") if path.suffix in (".py", ".yaml", ".md")
+    ]
+    files += [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "Makefile")]
+    named = {name for path in files for name in re.findall(r"\bdocs/[\w/-]+\.md\b", path.read_text())}
+    assert len(named) > 10
+    assert sorted(name for name in named if not (ROOT / name).is_file()) == []
