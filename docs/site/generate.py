@@ -33,7 +33,7 @@ SECTIONS = {
         *("checkpoints-commands", "rehearsal", "nvme", "comm-hooks"),
     ],
     "concepts": ["ddp-zero-fsdp2", "numerics", "batch-size-and-learning-rate", "plan", "communication", "compare"],
-    "reference": ["cli", "arguments", "presets", "numerics", "results", "run-folder", "lint", "python"],
+    "reference": ["cli", "arguments", "presets", "results", "run-folder", "lint", "python"],
     "evidence": ["index", "trust", "plan-accuracy"],
     "project": ["contributing", "changelog"],
 }

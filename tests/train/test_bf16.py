@@ -1,4 +1,4 @@
-"""The numerics contract (docs/reference/numerics.md) in bf16, which every preset uses on a GPU."""
+"""The numerics contract (docs/concepts/numerics.md) in bf16, which every preset uses on a GPU."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ from toolkit.compare.result_values import PARITY_FAILED, RowKey, TrainedProblem
 from toolkit.compare.rows import Row
 from toolkit.compare.specification import BATCH_ARGUMENT, ComparisonSpec
 
-# The numerics contract (docs/reference/numerics.md): master weights and optimizer states.
+# The numerics contract (docs/concepts/numerics.md): master weights and optimizer states.
 CONTRACT = ("master_dtype", "optimizer_dtype")
 CONTRACT_DTYPE = "float32"
 # Equal in every trial of a comparison, with any number of processes.

@@ -18,7 +18,7 @@ from toolkit.presets.support import limitations
 
 # parameter, gradient, optimizer. DeepSpeed holds a bf16 parameter, and an fp32 master weight, momentum and variance
 # (ZeRO paper, section 3.1, https://arxiv.org/abs/1910.02054). Under DDP and FSDP2 the fp32 parameter is its own master
-# weight (docs/reference/numerics.md).
+# weight (docs/concepts/numerics.md).
 STATE_BYTES = {"deepspeed": (2, 2, 12), "fsdp2": (4, 4, 8), "ddp": (4, 4, 8), "none": (4, 4, 8)}
 PARTS = ("parameter", "gradient", "optimizer")
 # With its optimizer offloaded, ZeRO-2 keeps the fp32 gradients of its master weights, and ZeRO-3 a bf16 partition and

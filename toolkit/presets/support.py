@@ -453,7 +453,7 @@ def _recommendation(case: _Case) -> _Answer:
         return None
     if preset.needs_gpu is not None:
         why = (
-            "quantises its communication, which changes the training problem (docs/reference/numerics.md): "
+            "quantises its communication, which changes the training problem (docs/concepts/numerics.md): "
             "choose it manually"
         )
         return _preset_answer(preset, why, None)

@@ -45,7 +45,7 @@ def expected_values(
         "offload_optimizer": preset.offload_optimizer,
         "offload_param": preset.offload_param,
         "compute_dtype": compute_dtype,
-        "master_dtype": "float32",  # docs/reference/numerics.md
+        "master_dtype": "float32",  # docs/concepts/numerics.md
         "optimizer_dtype": "float32",
     }
 

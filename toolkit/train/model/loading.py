@@ -1,4 +1,4 @@
-"""Load the model and its tokenizer with fp32 weights, whatever the checkpoint's dtype (docs/reference/numerics.md)."""
+"""Load the model and its tokenizer with fp32 weights, whatever the checkpoint's dtype (docs/concepts/numerics.md)."""
 
 from __future__ import annotations
 
