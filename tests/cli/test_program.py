@@ -49,7 +49,7 @@ def test_compare_takes_its_folder_under_both_words(word: str) -> None:
     program: Any = typer.main.get_command(app)
     parent = program.make_context("toolkit", ["compare"])
     context = program.commands["compare"].make_context("compare", [word, "folder", "--preset", "ddp"], parent=parent)
-    assert context.params["output"] == Path("folder")
+    assert context.params["output_dir"] == Path("folder")
 
 
 @pytest.mark.parametrize(

@@ -157,7 +157,7 @@ def test_a_row_can_be_replayed(finished: Path) -> None:
 @pytest.mark.launch
 def test_a_dry_run_reads_the_ledger_and_starts_nothing(finished: Path) -> None:
     before = sorted(finished.rglob("*"))
-    options = CompareOptions(preset=("ddp",), num_processes=("2",), output=finished, dry_run=True, cpu=True)
+    options = CompareOptions(preset=("ddp",), num_processes=("2",), output_dir=finished, dry_run=True, cpu=True)
     text = dry_run_text(options, read_comparison(finished), {"zeropp-n2": "needs CUDA kernels"})
     assert "ddp-n2-r0: completed, already in the ledger" in text
     assert "zeropp-n2-r0: not supported here: needs CUDA kernels" in text

@@ -11,7 +11,7 @@ from toolkit.errors import ToolkitError
 
 
 def options(*num_processes: str) -> CompareOptions:
-    return CompareOptions(preset=("ddp",), num_processes=num_processes, output=Path("out"))
+    return CompareOptions(preset=("ddp",), num_processes=num_processes, output_dir=Path("out"))
 
 
 @pytest.mark.parametrize(
@@ -46,5 +46,7 @@ WARM_STARTS = [(True, None, True), (False, None, False), (True, False, False), (
 def test_runs_start_warm_by_default_on_a_cpu_where_that_is_measured(
     cpu: bool, warm_start: bool | None, expected: bool
 ) -> None:
-    given = CompareOptions(preset=("ddp",), num_processes=("2",), output=Path("out"), cpu=cpu, warm_start=warm_start)
+    given = CompareOptions(
+        preset=("ddp",), num_processes=("2",), output_dir=Path("out"), cpu=cpu, warm_start=warm_start
+    )
     assert given.starts_warm is expected

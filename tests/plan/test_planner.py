@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,9 @@ from toolkit.hardware.gpu_table import custom_gpu, find_gpu
 from toolkit.plan.job import TrainingJob
 from toolkit.plan.memory import plan_memory
 from toolkit.plan.memory_verdict import memory_verdict
-from toolkit.plan.planner import Plan, PlanRequest, make_plans
+from toolkit.plan.options import PlanOptions
+from toolkit.plan.plan_table import are_states_checked, print_plans
+from toolkit.plan.planner import Plan, PlanRequest, make_plans, plan_request
 from toolkit.presets import list_presets, load_preset
 from toolkit.units import GIB
 
@@ -63,7 +66,7 @@ def test_a_preset_that_does_not_support_the_world_size_is_left_out_or_if_named_a
     with pytest.raises(ToolkitError, match="'zeropp' needs at least 8 processes"):
         make_plans(request("zeropp", world_sizes=(2,)))
     with pytest.raises(ToolkitError, match="'zeropp' needs a multiple of 8"):
-        make_plans(replace(request("zeropp"), world_sizes=(12,), job=TrainingJob(gpus_per_machine=4)))
+        make_plans(replace(request("zeropp"), world_sizes=(12,), job=TrainingJob(gpus_per_node=4)))
 
 
 def test_qlora_is_planned_for_the_presets_that_support_it() -> None:
@@ -120,7 +123,9 @@ def test_the_table_describes_the_job_and_says_what_is_exact() -> None:
     lines = {line.split()[0]: line for line in done.stdout.splitlines() if line}
     assert "does not fit" in lines["ddp"]
     assert " fits " in lines["zero3"]
-    assert "has not been checked\nagainst a GPU" in done.stdout
+    assert "Model states are exact (tests compare llama, full fine-tune, with the libraries)." in done.stdout
+    assert "No figure has been checked against a GPU" in done.stdout
+    assert max(map(len, done.stdout.splitlines())) <= 100
     assert "\x1b" not in done.stdout
     assert "…" not in done.stdout
 
@@ -166,3 +171,51 @@ def test_an_unknown_option_for_8_bit_loading_is_refused_with_the_nearest_one() -
     assert done.returncode == 2
     assert "--load-in-8bit" in done.stderr
     assert "--load-in-4bit" in done.stderr
+
+
+def plan_text(capsys: pytest.CaptureFixture[str], plan_request: PlanRequest) -> str:
+    print_plans(make_plans(plan_request), plan_request)
+    return capsys.readouterr().out
+
+
+def test_only_what_a_test_has_compared_is_called_exact(capsys: pytest.CaptureFixture[str]) -> None:
+    """A table says which architectures and methods were compared; its own test goes over it."""
+    for how, checked in (({"lora_r": 8}, True), ({"lora_r": 8, "lora_target_modules": ("q_proj",)}, True)):
+        assert are_states_checked(request("zero2", **how)) is checked
+    unknown = replace(llama_8b(), model_type="qwen3_moe")  # its QLoRA has not been measured
+    qlora = replace(request("zero2", lora_r=8, load_in_4bit=True), shape=unknown)
+    assert not are_states_checked(qlora)
+    text = plan_text(capsys, qlora)
+    assert "Model states are counted from config.json, and not checked for qwen3_moe, QLoRA r=8." in text
+    assert "exact" not in text
+
+
+def test_the_columns_say_what_they_count(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = plan_text(capsys, request("zero3", "fsdp2", world_sizes=(8, 64))).splitlines()
+    first, second = (" ".join(line.split()) for line in lines[1:3])
+    assert first == "preset GPUs verdict peak model activ- logits other left host max. min. tokens/s"
+    assert second == "GiB states ations GiB GiB batch GPUs per GPU"
+
+
+def test_the_parts_of_a_row_add_up_to_its_peak(capsys: pytest.CaptureFixture[str]) -> None:
+    row = plan_text(capsys, request("zero3", per_device_train_batch_size=1)).splitlines()[3]
+    verdict = r"fits|too close|does not fit"
+    peak, states, activations, logits, other, left = map(float, re.split(verdict, row)[1].split()[:6])
+    assert states + activations + logits + other == pytest.approx(peak, abs=0.25)
+    assert peak + left == pytest.approx(find_gpu("h100").memory_bytes / GIB, abs=0.15)
+
+
+def test_equal_lengths_need_no_mask() -> None:
+    options = PlanOptions(num_processes=(8,), preset=("fsdp2",), gpu="h100", max_seq_length=16384)
+    ragged, equal = (
+        plan_request(str(LLAMA_8B_CONFIG), replace(options, equal_lengths=equal)) for equal in (False, True)
+    )
+    assert (ragged.job.needs_mask, equal.job.needs_mask) == (True, False)
+    assert make_plans(equal)[0].memory.planned_peak_bytes < make_plans(ragged)[0].memory.planned_peak_bytes
+    with pytest.raises(ToolkitError, match="--equal-lengths has no effect with --packing"):
+        plan_request(str(LLAMA_8B_CONFIG), replace(options, equal_lengths=True, packing=True))
+
+
+def test_adapters_on_fewer_modules_train_fewer_parameters() -> None:
+    (some,) = make_plans(request("zero2", lora_r=16, lora_target_modules=("q_proj", "v_proj")))
+    assert some.num_trainable_params == 32 * 16 * ((4096 + 4096) + (4096 + 1024))  # q: 4096 x 4096, v: 1024 x 4096

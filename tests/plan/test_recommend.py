@@ -208,7 +208,7 @@ def test_the_global_batch_must_be_divisible(shape: ModelShape) -> None:
     with pytest.raises(ToolkitError, match="--global-batch-size 30 is not divisible by 8 GPUs") as refused:
         request(shape, global_batch_size=30)
     assert refused.value.hint == "`--global-batch-size 32`"
-    options = RecommendOptions(gpu="h100", world_size=8)
+    options = RecommendOptions(gpu="h100", num_processes=8)
     with pytest.raises(ToolkitError, match="--global-batch-size is 0, expected 1 or more"):
         request_for_shape(shape, replace(options, global_batch_size=0))
     with pytest.raises(ToolkitError, match="--network-gb-per-second is -1, expected more than 0"):
@@ -217,7 +217,7 @@ def test_the_global_batch_must_be_divisible(shape: ModelShape) -> None:
 
 def test_the_default_batch_is_32_or_the_next_multiple_of_the_gpus(shape: ModelShape) -> None:
     for world_size, batch in ((8, 32), (24, 48)):
-        options = RecommendOptions(gpu="h100", world_size=world_size)
+        options = RecommendOptions(gpu="h100", num_processes=world_size)
         assert request_for_shape(shape, options).global_batch_size == batch
 
 

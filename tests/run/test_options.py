@@ -6,9 +6,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from launching import LLAMA_8B_CONFIG
 
 from toolkit.compare.options import CompareOptions
+from toolkit.plan.options import PlanOptions, RecommendOptions
+from toolkit.plan.planner import plan_request
+from toolkit.plan.recommend import recommend_request
 from toolkit.presets import load_preset
+from toolkit.rehearse.options import RehearseOptions
 from toolkit.run.options import TrainOptions
 
 
@@ -43,9 +48,17 @@ def test_a_run_on_the_cpu_of_a_node_with_gpus_has_two_processes(visible: Callabl
     assert TrainOptions(preset="ddp", cpu=True).world_size(load_preset("ddp")) == 2
 
 
+def test_a_plan_is_for_all_visible_gpus(visible: Callable[[int], None]) -> None:
+    visible(4)
+    plan = plan_request(str(LLAMA_8B_CONFIG), PlanOptions(gpu="h100"))
+    recommendation = recommend_request(str(LLAMA_8B_CONFIG), RecommendOptions(gpu="h100"))
+    rehearsal = RehearseOptions(preset="ddp")
+    assert (list(plan.world_sizes), recommendation.world_size, rehearsal.world_size) == ([4], 4, 4)
+
+
 @pytest.mark.parametrize(("gpus", "world_sizes"), [(8, (8,)), (0, (2,))])
 def test_a_comparison_uses_them_too(
     gpus: int, world_sizes: tuple[int, ...], visible: Callable[[int], None], tmp_path: Path
 ) -> None:
     visible(gpus)
-    assert CompareOptions(preset=("ddp",), output=tmp_path).world_sizes == world_sizes
+    assert CompareOptions(preset=("ddp",), output_dir=tmp_path).world_sizes == world_sizes

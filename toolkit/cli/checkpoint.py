@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from toolkit.flags import JsonOutput, NumProcesses, PresetName
+from toolkit.flags import JsonOutput, PresetName
 
 checkpoint_app = typer.Typer(no_args_is_help=True, help="Inspect, export, verify or convert a checkpoint.")
 
@@ -66,7 +66,7 @@ def convert(
     path: CheckpointPath,
     out: OutputFolder,
     preset: PresetName,
-    num_processes: NumProcesses,
+    num_processes: Annotated[int, typer.Option(help="number of processes to resume on", min=1)],
     base_model: BaseModel = None,
 ) -> None:
     """Convert a checkpoint, with its optimizer states, to resume under another preset or number of processes."""

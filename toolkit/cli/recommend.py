@@ -22,10 +22,10 @@ def recommend(model: ModelName, options: RecommendOptions, as_json: JsonOutput =
 
     request = recommend_request(model, options)
     presets = [load_preset(name) for name in dict.fromkeys(options.preset)] or list_presets()
-    found = choose(request, presets, objective=options.wish)
+    found = choose(request, presets, objective=options.objective)
     price = options.price_per_gpu_hour
     if as_json:
-        row = recommendation_json(found, request, model=model, objective=options.wish, price=price)
+        row = recommendation_json(found, request, model=model, objective=options.objective, price=price)
         print(json.dumps(row, indent=2))
         return
     print("\n".join(recommendation_lines(found, request, model=model, price=price, scaling=options.scaling)))

@@ -1,6 +1,6 @@
 """The options of `toolkit compare`, in one dataclass from the command line to the work.
 
->>> options = CompareOptions(preset=("ddp",), num_processes=("1,2", "4"), output=Path("out"))
+>>> options = CompareOptions(preset=("ddp",), num_processes=("1,2", "4"), output_dir=Path("out"))
 >>> options.world_sizes, options.effective_scaling
 ((1, 2, 4), 'weak')
 
@@ -37,8 +37,8 @@ class CompareOptions:
     """Everything that `toolkit compare` is given. Raises ToolkitError for values that make no comparison."""
 
     preset: PresetNames = ()
-    output: Annotated[
-        Path | None, typer.Option("--output-dir", help="folder of the comparison: run folders, ledger and report")
+    output_dir: Annotated[
+        Path | None, typer.Option(help="folder of the comparison: run folders, ledger and report")
     ] = None
     num_processes: Annotated[
         tuple[str, ...],
@@ -72,9 +72,8 @@ class CompareOptions:
         float | None, typer.Option(help="stop training after this long; the trial counts as completed")
     ] = None
     trial_timeout_minutes: Annotated[float, typer.Option(help="stop a trial as timed_out after this long")] = 120
-    reference: Annotated[
-        str | None,
-        typer.Option("--baseline", help="preset that ratios refer to; default ddp, or else the first preset"),
+    baseline: Annotated[
+        str | None, typer.Option(help="preset that ratios refer to; default ddp, or else the first preset")
     ] = None
     scaling: Annotated[
         str | None,
@@ -112,7 +111,7 @@ class CompareOptions:
     nvme_path: NvmePath = None
 
     def __post_init__(self) -> None:
-        required = {"row": self.row} if self.replay else {"output-dir": self.output}
+        required = {"row": self.row} if self.replay else {"output-dir": self.output_dir}
         for name, given in required.items():
             if not given:
                 raise ToolkitError(f"missing option '--{name}'", hint="see `toolkit compare --help`")
@@ -142,8 +141,8 @@ class CompareOptions:
 
     @property
     def folder(self) -> Path:
-        """The comparison's folder: `output`, or with `replay` the one whose row runs again."""
-        folder = self.replay or self.output
+        """The comparison's folder: `output_dir`, or with `replay` the one whose row runs again."""
+        folder = self.replay or self.output_dir
         assert folder is not None
         return folder
 

@@ -165,7 +165,7 @@ class ComparisonSpec(BaseModel):
 def make_specification(options: CompareOptions, variants: Sequence[Variant]) -> ComparisonSpec:
     """Return the comparison that the options describe. Raises ToolkitError for an impossible baseline or batch."""
     names = [variant.name for variant in variants]
-    baseline = options.reference or ("ddp" if "ddp" in names else names[0])
+    baseline = options.baseline or ("ddp" if "ddp" in names else names[0])
     if baseline not in names:
         raise ToolkitError(f"--baseline {baseline} is not among the presets compared: {', '.join(names)}")
     return ComparisonSpec(

@@ -14,6 +14,7 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
+from toolkit.errors import ToolkitError
 from toolkit.units import MIB
 
 # Column of nvidia-smi -> key in run.json.
@@ -41,6 +42,17 @@ def trains_on_cpu(choice: bool | None) -> bool:
 def default_num_processes(*, on_cpu: bool) -> int:
     """Return the processes of a run for which no number is given: one per visible GPU, or two on a CPU."""
     return CPU_PROCESSES if on_cpu else max(1, count_gpus())
+
+
+def visible_world_size() -> int:
+    """Return the number of visible GPUs, the default of `--num-processes`. Raises ToolkitError where there are none."""
+    visible = count_gpus()
+    if visible == 0:
+        raise ToolkitError(
+            "--num-processes is missing, and no GPU is visible on this node",
+            hint="the number of GPUs of the job, for example `--num-processes 8`",
+        )
+    return visible
 
 
 def visible_gpus(installed: list[str], *, cuda_visible_devices: str | None) -> int:

@@ -51,7 +51,7 @@ class RecommendRequest:
         return Interconnect(
             gpu=self.gpu,
             world_size=self.world_size,
-            gpus_per_machine=self.job.gpus_per_machine,
+            gpus_per_node=self.job.gpus_per_node,
             network_bytes_per_second=self.network_bytes_per_second,
         )
 

@@ -37,7 +37,7 @@ class HostMemory:
 
 def host_memory(engine: EngineSettings, weights: JobWeights, states: ModelStates, job: TrainingJob) -> HostMemory:
     """Return the host memory of the node with the most ranks."""
-    ranks = min(engine.world_size, job.gpus_per_machine)
+    ranks = min(engine.world_size, job.gpus_per_node)
     processes = ranks * PROCESS_BYTES
     offloaded = ranks * sum(_offloaded_blocks(engine, weights, states))
     loading = processes + _loading(engine, weights, ranks)

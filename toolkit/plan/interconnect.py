@@ -42,24 +42,24 @@ class Interconnect:
 
     gpu: Gpu
     world_size: int
-    gpus_per_machine: int = 8
+    gpus_per_node: int = 8
     network_bytes_per_second: int | None = None
     """Network of one node, all cards, one direction; None: a wide range."""
 
     def __post_init__(self) -> None:
-        for name in ("world_size", "gpus_per_machine"):
+        for name in ("world_size", "gpus_per_node"):
             if not 1 <= getattr(self, name) <= 10**6:
                 raise ToolkitError(f"{name} is {getattr(self, name)}, expected 1 to a million")
-        if self.world_size > self.gpus_per_machine and self.world_size % self.gpus_per_machine:
+        if self.world_size > self.gpus_per_node and self.world_size % self.gpus_per_node:
             raise ToolkitError(
-                f"{self.world_size} GPUs do not fill nodes of {self.gpus_per_machine}",
+                f"{self.world_size} GPUs do not fill nodes of {self.gpus_per_node}",
                 hint="--gpus-per-node, or another --num-processes",
             )
 
     @property
     def num_nodes(self) -> int:
         """Nodes that the run fills."""
-        return max(self.world_size // self.gpus_per_machine, 1)
+        return max(self.world_size // self.gpus_per_node, 1)
 
     def seconds(self, collective: Collective) -> Range:
         """Return the seconds of all calls of a collective in one step, with nothing else running."""
@@ -71,7 +71,7 @@ class Interconnect:
     def _crosses_nodes(self, collective: Collective) -> bool:
         if collective.group == "replicas":
             return self.num_nodes > 1
-        return collective.group_size > self.gpus_per_machine
+        return collective.group_size > self.gpus_per_node
 
     def _bytes_per_second(self, collective: Collective) -> Range:
         """Rate of one rank. One ring through all GPUs passes each node's network once; rings that take one GPU of each
@@ -80,7 +80,7 @@ class Interconnect:
         slow, fast = rate * BANDWIDTH_SHARE[0], rate * BANDWIDTH_SHARE[1]
         if not self._crosses_nodes(collective):
             return slow, fast
-        rings = self.gpus_per_machine if collective.group == "replicas" else 1
+        rings = self.gpus_per_node if collective.group == "replicas" else 1
         low, high = self._network()
         return min(slow, low / rings), min(fast, high / rings)
 

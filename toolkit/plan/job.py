@@ -30,7 +30,7 @@ LARGEST = {
     "max_seq_length": 2**27,
     "gradient_accumulation_steps": 2**20,
     "lora_r": 2**16,
-    "gpus_per_machine": 2**10,
+    "gpus_per_node": 2**10,
 }
 LARGEST_WORLD_SIZE = 2**20
 
@@ -52,7 +52,7 @@ class TrainingJob:
     """`full`: transformers' own; `chunked`: cast to fp32 in eight chunks; `fused`: Liger's, head included."""
     optimizer: str = "fused"
     """`fused`, the Trainer's default, or `foreach`, which needs a copy of what it updates."""
-    gpus_per_machine: int = 8
+    gpus_per_node: int = 8
     lengths_differ: bool | None = None
     """True if rows of one micro-batch have different lengths; None: if there is more than one row."""
 

@@ -14,6 +14,7 @@ from typer import Option
 from toolkit.defaults import GRADIENT_ACCUMULATION_STEPS, MAX_SEQ_LENGTH, PER_DEVICE_TRAIN_BATCH_SIZE
 from toolkit.flags import PRESET_HELP
 
+DEFAULT_GPUS_HELP = "by default all that are visible"
 CHECKPOINTING_FLAG = "--activation-checkpointing/--no-activation-checkpointing"
 
 GpuName = Annotated[str | None, Option(help="GPU name: h100, a100-80gb, rtx-4090, ...")]
@@ -22,7 +23,14 @@ GpuTflops = Annotated[float | None, Option(help="dense bf16 peak of one GPU, if 
 SeqLength = Annotated[int, Option(help="tokens per sequence")]
 LoraRank = Annotated[int | None, Option(help="train LoRA adapters of this rank instead of all weights")]
 Quantized = Annotated[bool, Option("--load-in-4bit", help="QLoRA: quantize the base model to 4 bits")]
-GpusPerNode = Annotated[int, Option("--gpus-per-node", help="GPUs per node")]
+GpusPerNode = Annotated[int, Option(help="GPUs per node")]
+LoraTargets = Annotated[
+    tuple[str, ...], Option(help="names of the linear layers that get an adapter; repeatable; by default all")
+]
+EqualLengths = Annotated[
+    bool,
+    Option("--equal-lengths", help="all rows have the full length: micro-batches above one need no attention mask"),
+]
 HostMemoryGib = Annotated[float | None, Option(help="host memory of a node, to check offload against")]
 
 
@@ -30,7 +38,7 @@ HostMemoryGib = Annotated[float | None, Option(help="host memory of a node, to c
 class PlanOptions:
     """Options of `toolkit plan`, by the names of their flags."""
 
-    world_size: Annotated[tuple[int, ...], Option("--num-processes", help="number of GPUs; repeatable")]
+    num_processes: Annotated[tuple[int, ...], Option(help=f"number of GPUs; repeatable; {DEFAULT_GPUS_HELP}")] = ()
     preset: Annotated[
         tuple[str, ...], Option(help=f"{PRESET_HELP}; repeatable; by default all that support the world size")
     ] = ()
@@ -53,13 +61,15 @@ class PlanOptions:
         ),
     ] = False
     lora_r: LoraRank = None
+    lora_target_modules: LoraTargets = ()
     load_in_4bit: Quantized = False
+    equal_lengths: EqualLengths = False
     packing: Annotated[bool, Option("--packing", help="pack rows to full length, which needs an attention mask")] = (
         False
     )
     loss: Annotated[str, Option(help="full, chunked, or fused (Liger)")] = "full"
     optimizer: Annotated[str, Option(help="fused (the Trainer's default) or foreach")] = "fused"
-    gpus_per_machine: GpusPerNode = 8
+    gpus_per_node: GpusPerNode = 8
     host_memory_gib: HostMemoryGib = None
     verify: Annotated[
         bool, Option("--verify", help="rehearse rank 0 of each plan, and compare the two part by part")
@@ -70,7 +80,7 @@ class PlanOptions:
 class RecommendOptions:
     """Options of `toolkit recommend`, by the names of their flags."""
 
-    world_size: Annotated[int, Option("--num-processes", help="number of GPUs")]
+    num_processes: Annotated[int | None, Option(help=f"number of GPUs; {DEFAULT_GPUS_HELP}")] = None
     gpu: GpuName = None
     max_seq_length: SeqLength = MAX_SEQ_LENGTH
     global_batch_size: Annotated[
@@ -78,10 +88,11 @@ class RecommendOptions:
     ] = None
     lora_r: LoraRank = None
     load_in_4bit: Quantized = False
-    wish: Annotated[str, Option("--objective", help="fastest, or least-memory")] = "fastest"
+    equal_lengths: EqualLengths = False
+    objective: Annotated[str, Option(help="fastest, or least-memory")] = "fastest"
     preset: Annotated[tuple[str, ...], Option(help=f"{PRESET_HELP}; repeatable; considers only these")] = ()
     price_per_gpu_hour: Annotated[float | None, Option(help="price of one GPU per hour, in dollars")] = None
-    gpus_per_machine: GpusPerNode = 8
+    gpus_per_node: GpusPerNode = 8
     host_memory_gib: HostMemoryGib = None
     network_gb_per_second: Annotated[
         float | None, Option(help="network bandwidth of a node, all cards, one direction")

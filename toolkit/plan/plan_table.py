@@ -6,37 +6,45 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from rich.console import Console
+from rich.console import Console, JustifyMethod
 from rich.table import Table
 
+from toolkit.models.checked_counts import FULL, LORA, LORA_ON_SOME, QLORA, is_checked
+from toolkit.models.lora import ALL_LINEAR
 from toolkit.plan.memory_verdict import LARGEST_WORLD_SIZE
 from toolkit.plan.planner import Plan, PlanRequest
 from toolkit.units import GIB, NOT_AVAILABLE, gib, number
 
-TABLE_COLUMNS = 126
-COLUMNS = [
-    "preset",
-    "GPUs",
-    "verdict",
-    "peak",
-    "states",
-    "acts",
-    "logits",
-    "buffers",
-    "other",
-    "left",
-    "host",
-    "batch",
-    "min",
-    "tokens/s/GPU",
-]
+TABLE_COLUMNS = 100
+COLUMNS = (
+    ("preset", ""),
+    ("GPUs", ""),
+    ("verdict", ""),
+    ("peak", "GiB"),
+    ("model", "states"),
+    ("activ-", "ations"),
+    ("logits", ""),
+    ("other", ""),
+    ("left", "GiB"),
+    ("host", "GiB"),
+    ("max.", "batch"),
+    ("min.", "GPUs"),
+    ("tokens/s", "per GPU"),
+)
+"""Two lines of heading for each column."""
+LEGEND = (
+    "GiB (2**30) of GPU memory on rank 0, which has the largest share, at its peak: model states,",
+    "activations, logits and other (buffers, gathered layers, CUDA, the allocator); left: the rest of",
+    "the GPU; host: memory of each node. max. batch: largest micro-batch that fits; min. GPUs: fewest",
+    f"that fit this one, up to {LARGEST_WORLD_SIZE:,}; tokens/s: range, k for thousands. See docs/concepts/plan.md",
+)
 
 
 def print_json(model: str, plans: Sequence[Plan], request: PlanRequest, **more: Any) -> None:
     """Print the plans as JSON; `more` are further keys at the top level."""
     shape = request.shape
-    head = {"model": model, "model_type": shape.model_type, "counted_on": shape.counted_on}
-    head |= {"activations_from": shape.activations_from}
+    head: dict[str, Any] = {"model": model, "model_type": shape.model_type, "counted_on": shape.counted_on}
+    head |= {"activations_from": shape.activations_from, "model_states_checked": are_states_checked(request)}
     print(json.dumps(head | {"plans": [plan.as_row() for plan in plans]} | more, indent=2))
 
 
@@ -45,12 +53,13 @@ def print_plans(plans: Sequence[Plan], request: PlanRequest) -> None:
     console = Console(width=max(Console().width, TABLE_COLUMNS), highlight=False, soft_wrap=True)
     console.print(_heading(request), markup=False)
     table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
-    for name in COLUMNS:
-        table.add_column(name, justify="left" if name in ("preset", "verdict") else "right", no_wrap=True)
+    for heading in COLUMNS:
+        justify: JustifyMethod = "left" if heading[0] in ("preset", "verdict") else "right"
+        table.add_column("\n".join(heading), justify=justify, no_wrap=True)
     for plan in plans:
         table.add_row(*_cells(plan))
     console.print(table, soft_wrap=False)
-    console.print(_footer(plans), markup=False)
+    console.print(_footer(plans, request), markup=False)
 
 
 def _heading(request: PlanRequest) -> str:
@@ -72,30 +81,51 @@ def _heading(request: PlanRequest) -> str:
 
 def _cells(plan: Plan) -> list[str]:
     memory, peak = plan.memory, plan.memory.peak
-    sizes = [memory.planned_peak_bytes, peak.state_bytes, peak.activation_bytes, peak.logits_bytes, peak.buffer_bytes]
-    sizes += [memory.overhead_bytes, plan.headroom_bytes, memory.host.peak_bytes]
+    sizes = [memory.planned_peak_bytes, peak.state_bytes, peak.activation_bytes, peak.logits_bytes]
+    sizes += [peak.buffer_bytes + memory.overhead_bytes, plan.headroom_bytes, memory.host.peak_bytes]
     return [
         plan.preset,
         str(plan.world_size),
         plan.verdict.replace("_", " "),
-        *(f"{size / GIB:.1f}" for size in sizes),
+        *map(_gib, sizes),
         "none" if plan.largest_micro_batch is None else str(plan.largest_micro_batch),
-        f">{LARGEST_WORLD_SIZE}" if plan.smallest_world_size is None else str(plan.smallest_world_size),
+        "none" if plan.smallest_world_size is None else str(plan.smallest_world_size),
         _tokens_per_second(plan),
     ]
+
+
+def _gib(size: int) -> str:
+    """Three digits and more, so that columns stay narrow."""
+    return f"{size / GIB:.1f}" if abs(size) < 99.95 * GIB else f"{size / GIB:.0f}"
 
 
 def _tokens_per_second(plan: Plan) -> str:
     if plan.speed is None:
         return NOT_AVAILABLE
     low, high = plan.speed.tokens_per_second_per_gpu
-    return f"{low:,.0f} - {high:,.0f}"
+    if high < 999.5:
+        return f"{low:.0f}-{high:.0f}"
+    return "-".join(f"{speed / 1000:.1f}" if speed < 99_950 else f"{speed / 1000:.0f}" for speed in (low, high)) + "k"
 
 
-def _footer(plans: Sequence[Plan]) -> str:
+def are_states_checked(request: PlanRequest) -> bool:
+    """Return True if a test compares the tensors of this architecture and training method with the libraries' own."""
+    job = request.job
+    methods = [FULL]
+    if job.lora_r is not None:
+        methods.append(LORA if job.lora_target_modules == ALL_LINEAR else LORA_ON_SOME)
+    methods += [QLORA] if job.load_in_4bit else []
+    return all(is_checked(request.shape.model_type, method) for method in methods)
+
+
+def _states_text(request: PlanRequest) -> str:
+    job = f"{request.shape.model_type}, {request.job.method_text}"
+    if are_states_checked(request):
+        return f"Model states are exact (tests compare {job}, with the libraries)."
+    return f"Model states are counted from config.json, and not checked for {job}."
+
+
+def _footer(plans: Sequence[Plan], request: PlanRequest) -> str:
     disk = max(plan.memory.host.disk_bytes for plan in plans)
-    lines = [
-        "GiB (2**30), rank 0 at its peak; host: per node. Model states are exact; the rest has not been checked",
-        "against a GPU (docs/concepts/plan.md). batch: the largest that fits; min: the fewest GPUs for this batch.",
-    ]
+    lines = [*LEGEND, _states_text(request), "No figure has been checked against a GPU."]
     return "\n".join([*lines, f"on disk, per node: up to {gib(disk)}"] if disk else lines)

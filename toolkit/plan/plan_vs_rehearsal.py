@@ -185,6 +185,7 @@ def training_argv(model: str, job: TrainingJob, *, cpu: bool) -> list[str]:
     values |= {"bf16": True} if cpu else {}
     values |= {"use_liger_kernel": True} if job.loss == "fused" else {}
     words = [word for name, value in values.items() for word in (f"--{name}", _word(value))]
+    words += ["--lora_target_modules", *job.lora_target_modules] if job.lora_r is not None else []
     return ["--model_name_or_path", model, *words]
 
 
@@ -195,7 +196,7 @@ def _word(value: Any) -> str:
 def check_host_memory(plan: Plan, job: TrainingJob) -> None:
     """Raise ToolkitError if this node's memory cannot hold a real rehearsal of the plan on the CPU."""
     states, peak = plan.memory.states, plan.memory.peak
-    offloaded = plan.memory.host.peak_bytes // min(plan.world_size, job.gpus_per_machine)
+    offloaded = plan.memory.host.peak_bytes // min(plan.world_size, job.gpus_per_node)
     needed = states.total_bytes + peak.activation_bytes + peak.logits_bytes + offloaded
     needed += LOADING_BYTES_PER_PARAMETER * plan.num_params
     available = memory_limit_bytes() or host_memory_bytes()

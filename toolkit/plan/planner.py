@@ -1,6 +1,6 @@
 """`toolkit plan`: one plan per preset and world size, from memory, communication and step time.
 
-request = plan_request("Qwen/Qwen3-8B", PlanOptions(world_size=(8,), gpu="h100"))
+request = plan_request("Qwen/Qwen3-8B", PlanOptions(num_processes=(8,), gpu="h100"))
 plans = make_plans(request)
 """
 
@@ -12,6 +12,8 @@ from typing import Any
 
 from toolkit.errors import ToolkitError
 from toolkit.hardware.gpu_table import Gpu, custom_gpu, find_gpu
+from toolkit.hardware.gpus import visible_world_size
+from toolkit.models.lora import ALL_LINEAR
 from toolkit.models.read_model import check_unquantized, read_model
 from toolkit.models.shape import ModelShape
 from toolkit.plan.communication import communication_bytes, step_collectives
@@ -104,24 +106,28 @@ def plan_request(model: str, options: PlanOptions) -> PlanRequest:
     host_memory_gib = options.host_memory_gib
     if host_memory_gib is not None and not 0 < host_memory_gib < 10**6:
         raise ToolkitError(f"--host-memory-gib is {host_memory_gib}, expected more than 0 and below a million")
+    if options.packing and options.equal_lengths:
+        raise ToolkitError("--equal-lengths has no effect with --packing: packed rows always need an attention mask")
     presets = [load_preset(name) for name in dict.fromkeys(options.preset)] or list_presets()
     check_unquantized(model)
     return PlanRequest(
         shape=read_model(model),
         presets=presets,
-        world_sizes=sorted(set(options.world_size)),
+        world_sizes=sorted(set(options.num_processes)) or [visible_world_size()],
         job=TrainingJob(
             per_device_train_batch_size=options.per_device_train_batch_size,
             max_seq_length=options.max_seq_length,
             gradient_accumulation_steps=options.gradient_accumulation_steps,
             activation_checkpointing=options.activation_checkpointing,
             lora_r=options.lora_r,
+            lora_target_modules=options.lora_target_modules or ALL_LINEAR,
             load_in_4bit=options.load_in_4bit,
             packing=options.packing,
             loss=options.loss,
             optimizer=options.optimizer,
-            gpus_per_machine=options.gpus_per_machine,
-            lengths_differ=False if options.verify else None,  # a rehearsal's rows all have the full length
+            gpus_per_node=options.gpus_per_node,
+            # a rehearsal's rows all have the full length
+            lengths_differ=False if options.equal_lengths or options.verify else None,
         ),
         gpu=gpu,
         host_memory_bytes=None if host_memory_gib is None else round(host_memory_gib * GIB),
@@ -145,7 +151,7 @@ def make_plans(request: PlanRequest) -> list[Plan]:
     check_planned_job(request.job, request.shape)
     for world_size in request.world_sizes:
         check_world_size(world_size)
-        Interconnect(gpu=request.gpu, world_size=world_size, gpus_per_machine=request.job.gpus_per_machine)
+        Interconnect(gpu=request.gpu, world_size=world_size, gpus_per_node=request.job.gpus_per_node)
     supported = list(_supported(request))
     if not supported:
         sizes = ", ".join(map(str, request.world_sizes))
@@ -184,7 +190,7 @@ def _plan(request: PlanRequest, preset: Preset, world_size: int, smallest: int |
     shape, job = request.shape, request.job
     memory = plan_memory(shape, preset, world_size=world_size, job=job)
     setup = TrainingSetup(shape=shape, preset=preset, world_size=world_size, job=job)
-    interconnect = Interconnect(gpu=request.gpu, world_size=world_size, gpus_per_machine=job.gpus_per_machine)
+    interconnect = Interconnect(gpu=request.gpu, world_size=world_size, gpus_per_node=job.gpus_per_node)
     speed = step_time(setup, interconnect)
     sent = communication_bytes(step_collectives(setup)) if speed is None else speed.communication_bytes_per_step
     return Plan(

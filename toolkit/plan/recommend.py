@@ -1,6 +1,6 @@
 """`toolkit recommend`: the preset to use, with reasons that are numbers, from the plans of all presets.
 
-    request = recommend_request("Qwen/Qwen3-8B", RecommendOptions(world_size=8, gpu="h100"))
+    request = recommend_request("Qwen/Qwen3-8B", RecommendOptions(num_processes=8, gpu="h100"))
     recommendation = recommend(request, list_presets())
 
 There is no tree of rules. Of the presets that fit, each with its best micro-batch, the fastest sets the standard;
@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 
 from toolkit.errors import ToolkitError, did_you_mean
 from toolkit.hardware.gpu_table import GIGA, custom_gpu, find_gpu
+from toolkit.hardware.gpus import visible_world_size
 from toolkit.models.read_model import check_unquantized, read_model
 from toolkit.models.shape import ModelShape
 from toolkit.plan.candidates import Candidate, RecommendRequest, best_candidates, largest_candidate, refusal
@@ -49,10 +50,10 @@ class Recommendation:
 
 def recommend_request(model: str, options: RecommendOptions) -> RecommendRequest:
     """Return the request with model and GPU read. Raises ToolkitError for what cannot be read or trained."""
-    if options.wish not in OBJECTIVES:
+    if options.objective not in OBJECTIVES:
         raise ToolkitError(
-            f"--objective is {options.wish!r}, expected {' or '.join(OBJECTIVES)}",
-            hint=did_you_mean(options.wish, OBJECTIVES),
+            f"--objective is {options.objective!r}, expected {' or '.join(OBJECTIVES)}",
+            hint=did_you_mean(options.objective, OBJECTIVES),
         )
     check_unquantized(model)
     return request_for_shape(read_model(model), options)
@@ -64,10 +65,11 @@ def request_for_shape(shape: ModelShape, options: RecommendOptions) -> Recommend
         max_seq_length=options.max_seq_length,
         lora_r=options.lora_r,
         load_in_4bit=options.load_in_4bit,
-        gpus_per_machine=options.gpus_per_machine,
+        gpus_per_node=options.gpus_per_node,
+        lengths_differ=False if options.equal_lengths else None,
     )
     check_planned_job(job, shape)
-    world_size = options.world_size
+    world_size = visible_world_size() if options.num_processes is None else options.num_processes
     check_world_size(world_size)
     if options.global_batch_size is not None:
         check_size("--global-batch-size", options.global_batch_size, LARGEST_GLOBAL_BATCH)

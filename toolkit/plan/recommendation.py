@@ -37,7 +37,7 @@ def recommendation_json(
         "num_params": request.shape.num_params,
         "gpu": request.gpu.name,
         "world_size": request.world_size,
-        "wish": objective,
+        "objective": objective,
         "choice": _row(choice, request, price),
         "reasons": list(recommendation.reasons),
         "others": [_row(other, request, price) | {"why_not": why_not[other.preset.name]} for other in others],
@@ -156,7 +156,7 @@ def scaling_of(candidate: Candidate, request: RecommendRequest) -> list[ScalingP
         interconnect = replace(request.interconnect, world_size=world_size)
         return step_time(setup, interconnect, nvme_bytes_per_second=request.nvme_bytes_per_second)
 
-    per_node = request.job.gpus_per_machine
+    per_node = request.job.gpus_per_node
     fills_nodes = [size for size in doublings(request.world_size) if size <= per_node or size % per_node == 0]
     return scaling_curve(step_time_at, fills_nodes)
 

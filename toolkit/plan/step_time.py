@@ -173,7 +173,7 @@ def _offload_seconds(setup: TrainingSetup, interconnect: Interconnect, nvme: int
     if preset.offload_optimizer is None and preset.offload_param is None:
         return 0.0, 0.0
     pcie = interconnect.gpu.pcie_bytes_per_second
-    gpus = min(interconnect.world_size, interconnect.gpus_per_machine)
+    gpus = min(interconnect.world_size, interconnect.gpus_per_node)
     on_host, on_disk = _host_transfer_bytes(setup), _disk_transfer_bytes(setup) * gpus
     updated = _optimizer_share(setup) * gpus / 1e9
     slow_disk, fast_disk = DISK_BYTES_PER_SECOND if nvme is None else (0.5 * nvme, float(nvme))

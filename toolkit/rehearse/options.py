@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from toolkit.flags import CpuFlag, PresetName, TrainingArguments
-from toolkit.hardware.gpus import trains_on_cpu
+from toolkit.hardware.gpus import trains_on_cpu, visible_world_size
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -16,9 +16,10 @@ class RehearseOptions:
     """One rank to rehearse, and its training arguments."""
 
     preset: PresetName
-    world_size: Annotated[
-        int, typer.Option("--num-processes", help="number of ranks to rehearse; their GPUs are not needed")
-    ]
+    num_processes: Annotated[
+        int | None,
+        typer.Option(help="ranks to rehearse, whose GPUs are not needed; by default as many as GPUs are visible"),
+    ] = None
     training_arguments: TrainingArguments = ()
     rank: Annotated[int, typer.Option(help="the rank to run")] = 0
     cpu: CpuFlag = None
@@ -26,6 +27,11 @@ class RehearseOptions:
         bool,
         typer.Option("--fake-tensors", help="memory by part for a model that does not fit here (FSDP2 and DDP only)"),
     ] = False
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks: as given, or one per visible GPU. Raises ToolkitError without a GPU."""
+        return visible_world_size() if self.num_processes is None else self.num_processes
 
     @property
     def on_cpu(self) -> bool:
