@@ -21,7 +21,7 @@ from pathlib import Path
 
 import pytest
 import typer
-from reference_blocks import argument_table, characteristics_table, preset_table
+from reference_blocks import characteristics_table, preset_table
 
 from toolkit.cli import app
 from toolkit.presets import preset_names
@@ -30,7 +30,10 @@ from toolkit.run.script_arguments import read_arguments, read_config_file
 
 ROOT = Path(__file__).resolve().parent.parent
 README = ROOT / "README.md"
-PAGES = [README, ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+README_BYTES = 10_000  # everything else is in docs/
+CONTRIBUTING = ROOT / "CONTRIBUTING.md"
+RUN_FOLDER = ROOT / "docs" / "reference" / "run-folder.md"
+PAGES = [README, CONTRIBUTING, *sorted((ROOT / "docs").rglob("*.md"))]
 UPDATE = "run: PYTHONPATH=docs/site python tests/test_readme.py"
 EXAMPLE = "examples/lora.yaml"
 PLAIN_SCREEN = {"TERM": "dumb", "NO_COLOR": "1", "COLUMNS": "100"}
@@ -66,7 +69,7 @@ def bash_blocks(page: Path) -> list[Block]:
 
 
 def blocks_of_kind(kind: str) -> list[Block]:
-    """Return the README's blocks of a kind: `launch`, `lint` or `variables`."""
+    """Return the README's blocks of a kind: `launch` or `variables`."""
     return [block for block in bash_blocks(README) if block.kind == kind]
 
 
@@ -92,20 +95,8 @@ def run_bash(script: str, **variables: str) -> subprocess.CompletedProcess[str]:
 # -- generated blocks
 
 
-def help_text() -> str:
-    shown = run_bash("toolkit --help")
-    assert shown.returncode == 0, shown.stderr
-    lines = [line.rstrip() for line in shown.stdout.strip("\n").splitlines()]
-    return "\n".join(["```", "$ toolkit --help", *lines, "```"])
-
-
-GENERATED = {
-    "presets": preset_table,
-    "arguments": argument_table,
-    "help": help_text,
-    "characteristics": characteristics_table,
-}
-PAGE_OF = {name: README for name in GENERATED} | {"characteristics": ROOT / "docs" / "reference" / "presets.md"}
+GENERATED = {"presets": preset_table, "characteristics": characteristics_table}
+PAGE_OF = {name: ROOT / "docs" / "reference" / "presets.md" for name in GENERATED}
 
 
 def generated(text: str, name: str) -> re.Match[str]:
@@ -126,6 +117,12 @@ def test_generated_blocks_are_up_to_date(name: str) -> None:
     assert generated(PAGE_OF[name].read_text(), name)[1] == GENERATED[name](), UPDATE
 
 
+def test_the_readme_is_short_and_names_every_preset() -> None:
+    text = README.read_text()
+    assert len(text.encode()) <= README_BYTES
+    assert [name for name in preset_names() if f"`{name}`" not in text] == []
+
+
 # -- commands
 
 
@@ -136,8 +133,7 @@ def test_the_variables_are_the_demos_model_and_data(real_model: Path, faq_alpaca
 
 
 def test_our_own_configuration_files_have_no_findings() -> None:
-    (block,) = blocks_of_kind("lint")
-    shown = run_bash(block.text)
+    shown = run_bash("toolkit lint accelerate_configs ds_configs examples")
     assert (shown.returncode, shown.stdout) == (0, ""), shown.stderr
 
 
@@ -176,14 +172,16 @@ def test_a_launched_command_writes_the_run_folder_that_the_page_describes(
     (folder,) = tmp_path.iterdir()
     run = read_json(folder / "run.json") or {}
     assert (run["status"], run["measured"]["steps"]) == ("completed", 2)
-    assert set(described_files()) - {"failure.json", "ranks/rank0.jsonl"} <= {path.name for path in folder.iterdir()}
-    page = (ROOT / "docs" / "reference" / "run-folder.md").read_text()
+    assert files_of_every_run() <= {path.name for path in folder.iterdir()}
+    page = RUN_FOLDER.read_text()
     missing = sorted(key for key in keys_of(folder) if f"`{key}`" not in page)
     assert not missing, f"docs/reference/run-folder.md does not name {missing}"
 
 
-def described_files() -> list[str]:
-    return re.findall(r"^([\w/.]+\.(?:json|jsonl|log))  ", README.read_text(), re.MULTILINE)
+def files_of_every_run() -> set[str]:
+    """Return the files at the top of a run folder that its page does not call optional."""
+    rows = re.findall(r"^\| `([\w.]+)` \| (.*) \|$", RUN_FOLDER.read_text().split("## run.json")[0], re.MULTILINE)
+    return {name for name, text in rows if not text.startswith("Only if")}
 
 
 def keys_of(folder: Path) -> Iterator[str]:
@@ -211,7 +209,7 @@ def listed_files() -> list[str]:
 
 
 def tree_lines() -> list[str]:
-    found = re.search(r"<!-- checked: tree -->\n```\n(.*?)```", README.read_text(), re.DOTALL)
+    found = re.search(r"<!-- checked: tree -->\n```\n(.*?)```", CONTRIBUTING.read_text(), re.DOTALL)
     assert found
     lines = [line.split("  ")[0] if line[0] != " " else f"toolkit/{line.split()[0]}" for line in found[1].splitlines()]
     return [line.rstrip("/") for line in lines]

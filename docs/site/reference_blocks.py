@@ -134,7 +134,6 @@ BUILT: dict[str, Callable[[], str]] = {
     "aliases": alias_table,
     "hints": hint_table,
     "commands": commands,
-    "presets": preset_table,
     "preset_files": preset_files,
     "python_names": python_names,
 }
