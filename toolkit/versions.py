@@ -60,6 +60,18 @@ def tracker_names() -> tuple[str, ...]:
 
 
 @functools.cache
+def optimizer_names() -> tuple[str, ...]:
+    """Return the optimizers that transformers' `optim` accepts, read from its source; empty if it is not installed."""
+    return _enum_values("transformers", "training_args.py", "OptimizerNames")
+
+
+@functools.cache
+def scheduler_names() -> tuple[str, ...]:
+    """Return the schedules of `lr_scheduler_type`, read from transformers' source; empty if it is not installed."""
+    return _enum_values("transformers", "trainer_utils.py", "SchedulerType")
+
+
+@functools.cache
 def model_types() -> tuple[str, ...]:
     """Return every `model_type` of transformers, read from its source; empty if it is not installed."""
     tree = _source("transformers", "models/auto/auto_mappings.py")
@@ -97,3 +109,10 @@ def _field_types(library: str, file: str, name: str) -> dict[str, str]:
     classes = [node for node in (tree.body if tree else []) if isinstance(node, ast.ClassDef) and node.name == name]
     fields = [node for node in (classes[0].body if classes else []) if isinstance(node, ast.AnnAssign)]
     return {node.target.id: ast.unparse(node.annotation) for node in fields if isinstance(node.target, ast.Name)}
+
+
+def _enum_values(library: str, file: str, name: str) -> tuple[str, ...]:
+    tree = _source(library, file)
+    classes = [node for node in (tree.body if tree else []) if isinstance(node, ast.ClassDef) and node.name == name]
+    assigned = [node.value for node in (classes[0].body if classes else []) if isinstance(node, ast.Assign)]
+    return tuple(str(value.value) for value in assigned if isinstance(value, ast.Constant))

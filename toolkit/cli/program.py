@@ -10,6 +10,7 @@ import typer
 from toolkit import __version__
 from toolkit.cli.checkpoint import checkpoint_app
 from toolkit.cli.compare import compare
+from toolkit.cli.convert_config import convert_config
 from toolkit.cli.lint import lint
 from toolkit.cli.output import print_message
 from toolkit.cli.plan import plan
@@ -72,6 +73,7 @@ app.command()(rehearse)
 app.command()(compare)
 app.command()(report)
 app.command()(lint)
+app.command()(convert_config)
 app.add_typer(preset_app, name="preset")
 app.add_typer(checkpoint_app, name="checkpoint")
 

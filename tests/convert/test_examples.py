@@ -1,0 +1,226 @@
+"""The example configurations of axolotl, LLaMA-Factory and TRL, and every setting that their schemas declare."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from conversions import outcome, refused_by_our_checks, unaccounted
+
+from toolkit.convert import TOOLS, Conversion, convert_file
+from toolkit.errors import ToolkitError
+from toolkit.presets import preset_names
+
+AXOLOTL, LLAMA_FACTORY, TRL = "axolotl==0.19.0", "llamafactory==0.9.5", "trl==1.16.0"
+# What is refused, by a part of the message.
+REFUSALS = (
+    "not supervised fine-tuning",
+    "and the toolkit on text",
+    "names no dataset to train on",
+    "has no counterpart",
+    "counts layers from the end",
+    "is not recognised",
+)
+SourceOf = Callable[[str], Path]
+
+
+@pytest.mark.parametrize(
+    ("requirement", "files", "converts"),
+    [(AXOLOTL, 269, 206), (LLAMA_FACTORY, 82, 45)],
+    ids=["axolotl", "llama-factory"],
+)
+def test_every_example_is_converted_completely_or_refused_by_name(
+    requirement: str,
+    files: int,
+    converts: int,
+    source_of: SourceOf,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(source_of(requirement))
+    examples = sorted(path for path in Path("examples").rglob("*") if path.suffix in (".yaml", ".yml"))
+    assert len(examples) == files
+    outcomes: Counter[str] = Counter()
+    for path in examples:
+        conversion = outcome(partial(convert_file, path))
+        if isinstance(conversion, ToolkitError):
+            outcomes["refused"] += 1
+            assert any(words in conversion.message for words in REFUSALS), conversion
+            assert conversion.hint
+            continue
+        outcomes["converted"] += 1
+        assert unaccounted(yaml.safe_load(path.read_text()), conversion) == [], path
+        assert refused_by_our_checks(conversion, tmp_path) is None, path
+        assert conversion.arguments["model_name_or_path"]
+        assert conversion.preset in preset_names()
+        assert not conversion.arguments.get("trust_remote_code")
+    assert outcomes == {"converted": converts, "refused": files - converts}
+
+
+def test_the_preset_is_read_from_the_deepspeed_json_that_an_example_names(
+    source_of: SourceOf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(source_of(AXOLOTL))
+    found = {}
+    for path in Path("examples").rglob("*.y*ml"):
+        named = yaml.safe_load(path.read_text()).get("deepspeed")
+        conversion = outcome(partial(convert_file, path))
+        if named and isinstance(conversion, Conversion):
+            found[Path(named).name] = conversion
+    assert {name: conversion.preset for name, conversion in found.items()} == {
+        "zero2.json": "zero2",
+        "zero3.json": "zero3",
+        "zero3_bf16.json": "zero3",
+        "zero3_bf16_cpuoffload_all.json": "zero3_cpu_offload",
+        "zero3_bf16_cpuoffload_params.json": "zero3_cpu_offload",
+    }
+    params_only = found["zero3_bf16_cpuoffload_params.json"]
+    assert params_only.notes["--preset"] == "offloads both the parameters and the optimizer states"
+
+
+def test_data_sets_of_llama_factory_are_looked_up_in_its_dataset_info(
+    source_of: SourceOf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(source_of(LLAMA_FACTORY))
+    conversion = convert_file(Path("examples/train_lora/qwen3_lora_sft.yaml"))
+    assert conversion.arguments["dataset"] == ["data/identity.json", "data/alpaca_en_demo.json"]
+
+
+# -- TRL's own commands
+
+
+def trl_commands(source: Path) -> Iterator[str]:
+    """Yield the commands of the README, and those in the docstring of the script."""
+    for path in (source / "README.md", source / "trl" / "scripts" / "sft.py"):
+        for block in re.findall(r"```bash\n(.*?)```", path.read_text(), re.DOTALL):
+            yield from re.findall(r"^(?:trl|python|accelerate) (?:[^\n]|(?<=\\)\n)*", block, re.MULTILINE)
+
+
+def test_the_commands_in_trls_readme_and_script_are_converted(source_of: SourceOf, tmp_path: Path) -> None:
+    source, converted = source_of(TRL), []
+    for command in trl_commands(source):
+        (tmp_path / "command.sh").write_text(command)
+        if "sft" in command:
+            converted.append(convert_file(tmp_path / "command.sh"))
+            assert refused_by_our_checks(converted[-1], tmp_path) is None
+        elif command.startswith("trl dpo"):
+            with pytest.raises(ToolkitError, match="`trl dpo`, not supervised fine-tuning"):
+                convert_file(tmp_path / "command.sh")
+    full, lora = converted[-2:]
+    assert len(converted) == 3
+    assert (full.arguments["learning_rate"], full.arguments["packing"]) == (2e-5, True)
+    assert (lora.arguments["lora_r"], lora.arguments["lora_alpha"], lora.arguments["lora_dropout"]) == (32, 16, 0.05)
+
+
+@pytest.mark.parametrize(
+    ("name", "preset"),
+    [
+        ("single_gpu", "ddp"),  # the file names 8 processes
+        ("multi_gpu", "ddp"),
+        ("zero1", "zero1"),
+        ("zero2", "zero2"),
+        ("zero3", "zero3"),
+        ("fsdp1", "fsdp2"),
+        ("fsdp2", "fsdp2"),
+    ],
+)
+def test_trls_accelerate_configurations_are_presets(
+    name: str, preset: str, source_of: SourceOf, tmp_path: Path
+) -> None:
+    file = source_of(TRL) / "trl" / "accelerate_configs" / f"{name}.yaml"
+    command = f"trl sft --model_name_or_path a/b --dataset_name c/d --accelerate_config {file}"
+    (tmp_path / "command.sh").write_text(command)
+    conversion = convert_file(tmp_path / "command.sh")
+    assert conversion.num_processes == yaml.safe_load(file.read_text())["num_processes"] == 8
+    assert conversion.preset == ("single" if name == "single_gpu" else preset)
+
+
+# -- every setting of the schemas
+
+MINIMAL = {
+    "axolotl": {"base_model": "a/b", "learning_rate": 1e-4, "datasets": [{"path": "c/d", "type": "alpaca"}]},
+    "llama-factory": {"model_name_or_path": "a/b", "dataset": "rows", "stage": "sft"},
+    "trl": {"model_name_or_path": "a/b", "dataset_name": "c/d"},
+}
+SCHEMAS = {
+    "axolotl": (AXOLOTL, "src/axolotl/utils/schemas/*.py"),
+    "llama-factory": (LLAMA_FACTORY, "src/llamafactory/hparams/*.py"),
+    "trl": (TRL, "trl/t*/*_config.py"),
+}
+# Classes of a schema whose fields stand at the top of a file.
+TOP_LEVEL = {
+    "axolotl": (
+        *("AxolotlInputConfig", "ModelInputConfig", "ModelOutputConfig", "LoraConfig", "HyperparametersConfig"),
+        *("ReLoRAConfig", "JaggedLRConfig", "WandbConfig", "MLFlowConfig", "CometConfig", "LISAConfig", "RayConfig"),
+    ),
+    "llama-factory": (
+        *("DataArguments", "FinetuningArguments", "LoraArguments", "FreezeArguments", "OFTArguments", "BAdamArgument"),
+        *("GaloreArguments", "ApolloArguments", "SwanLabArguments", "BaseModelArguments", "QuantizationArguments"),
+        *("ProcessorArguments", "VllmArguments", "RayArguments", "Fp8Arguments"),
+    ),
+    "trl": ("SFTConfig", "_BaseConfig", "ModelConfig"),
+}
+# What is refused as a whole, so that there is nothing to account for.
+REFUSED_SETTINGS = {
+    "axolotl": {
+        *("adapter", "rl", "reward_model", "process_reward_model", "processor_type"),
+        *("deepspeed", "learning_rate"),  # "x" is neither a file nor a number
+    },
+    "llama-factory": {
+        *("finetuning_type", "stage", "image_max_pixels", "video_max_pixels", "freeze_vision_tower", "crop_to_patches"),
+        "media_dir",
+    },
+    "trl": set(),
+}
+
+
+def declared(source: Path, pattern: str, classes: tuple[str, ...]) -> dict[str, str]:
+    """Return setting to annotation of these classes, read from the syntax trees."""
+    found: dict[str, str] = {}
+    for path in source.glob(pattern):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef) and node.name in classes:
+                fields = [each for each in node.body if isinstance(each, ast.AnnAssign)]
+                found |= {ast.unparse(each.target): ast.unparse(each.annotation) for each in fields}
+    return {name: kind for name, kind in found.items() if not name.startswith("_")}
+
+
+def plausible(kind: str) -> Any:
+    """Return a value of an annotation; `bool | None` gives True."""
+    values = {"bool": True, "int": 2, "float": 0.5, "list[str]": ["x"], "dict[": {"x": 1}, "list[int]": [1], "str": "x"}
+    if literal := re.match(r"\(?Literal\[('[^']*'|\d+)", kind):
+        return ast.literal_eval(literal[1])
+    return next((value for start, value in values.items() if kind.lstrip("(").startswith(start)), "x")
+
+
+@pytest.mark.parametrize("tool", TOOLS)
+def test_every_setting_that_a_tool_declares_is_accounted_for(tool: str, source_of: SourceOf) -> None:
+    requirement, pattern = SCHEMAS[tool]
+    settings = declared(source_of(requirement), pattern, TOP_LEVEL[tool])
+    assert len(settings) > {"axolotl": 250, "llama-factory": 150, "trl": 35}[tool]
+    refused = set()
+    for name, kind in settings.items():
+        values = MINIMAL[tool] | {name: plausible(kind)}
+        conversion = outcome(partial(TOOLS[tool], values, Path("theirs.yaml")))
+        if isinstance(conversion, ToolkitError):
+            refused.add(name)
+        else:
+            assert unaccounted(values, conversion) == [], name
+    assert refused - REFUSED_SETTINGS[tool] == set()
+
+
+@pytest.mark.parametrize("tool", TOOLS)
+def test_a_value_of_the_wrong_type_is_never_a_traceback(tool: str, source_of: SourceOf) -> None:
+    requirement, pattern = SCHEMAS[tool]
+    for name in declared(source_of(requirement), pattern, TOP_LEVEL[tool]):
+        for value in ([1], [["x"]], "abc", {"a": 1}, -1, True, float("nan")):
+            values = MINIMAL[tool] | {name: value}
+            found = outcome(partial(TOOLS[tool], values, Path("theirs.yaml")))
+            assert isinstance(found, Conversion) or "\n" not in found.message

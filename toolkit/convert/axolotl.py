@@ -1,0 +1,448 @@
+"""axolotl's YAML (checked with axolotl 0.19.0; its source is named where a default comes from it)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from toolkit.convert.conversion import Conversion, Draft
+from toolkit.convert.data_sources import (
+    NamedData,
+    flattened_entries,
+    named_data,
+    roles_are_known,
+    row_fields_reason,
+    set_datasets,
+)
+from toolkit.convert.strategy import FSDP_REASONS, take_strategy
+from toolkit.convert.trainer_settings import CHECKPOINTING_REASON, take_checkpointing_options
+from toolkit.errors import ToolkitError
+from toolkit.run.argument_aliases import HINTS
+from toolkit.run.script_arguments import read_method
+
+# Settings of the same name and meaning.
+SAME = {
+    *("accelerator_config", "adam_beta1", "adam_beta2", "adam_epsilon", "attn_implementation", "auto_find_batch_size"),
+    *("dataloader_drop_last", "dataloader_num_workers", "dataloader_pin_memory", "dataloader_prefetch_factor"),
+    *("ddp_broadcast_buffers", "ddp_bucket_cap_mb", "ddp_find_unused_parameters", "ddp_timeout"),
+    *("eval_strategy", "gradient_accumulation_steps", "greater_is_better", "hub_model_id", "hub_revision"),
+    *("hub_strategy", "learning_rate", "load_best_model_at_end", "logging_steps", "lr_scheduler_kwargs"),
+    *("max_grad_norm", "max_steps", "metric_for_best_model", "neftune_noise_alpha", "output_dir"),
+    *("save_only_model", "save_strategy", "save_total_limit", "seed", "tf32", "torch_compile_backend"),
+    *("torch_compile_mode", "torch_empty_cache_steps", "warmup_steps", "weight_decay"),
+}
+# Those of `toolkit.run.argument_aliases` that axolotl has.
+RENAMED = {
+    *("base_model", "dataset_num_proc", "evaluation_strategy", "flash_attention", "lr_scheduler", "micro_batch_size"),
+    *("num_epochs", "optimizer", "sample_packing", "warmup_ratio"),
+}
+LORA_CONFIG = {
+    "lora_fan_in_fan_out": "fan_in_fan_out",
+    "lora_modules_to_save": "modules_to_save",
+    "lora_target_parameters": "target_parameters",
+    "lora_rank_pattern": "rank_pattern",
+    "lora_alpha_pattern": "alpha_pattern",
+    "peft_use_dora": "use_dora",
+    "peft_use_rslora": "use_rslora",
+    "peft_init_lora_weights": "init_lora_weights",
+    "peft_layers_to_transform": "layers_to_transform",
+    "peft_layers_pattern": "layers_pattern",
+    "peft_layer_replication": "layer_replication",
+    "peft_trainable_token_indices": "trainable_token_indices",
+    "peft_ensure_weight_tying": "ensure_weight_tying",
+}
+# liger_kernel_config of transformers; what is not named stays off, as in axolotl (integrations/liger/plugin.py).
+LIGER = {
+    "liger_rope": ("rope",),
+    "liger_rms_norm": ("rms_norm",),
+    "liger_glu_activation": ("swiglu", "geglu"),
+    "liger_swiglu": ("swiglu",),
+    "liger_layer_norm": ("layer_norm",),
+    "liger_cross_entropy": ("cross_entropy",),
+    "liger_fused_linear_cross_entropy": ("fused_linear_cross_entropy",),
+}
+LIGER_PLUGIN = "axolotl.integrations.liger.LigerPlugin"
+TRACKERS = {
+    **dict.fromkeys(("use_wandb", "wandb_project"), "wandb"),
+    "use_tensorboard": "tensorboard",
+    "use_mlflow": "mlflow",
+    "use_comet": "comet_ml",
+    "use_trackio": "trackio",
+    "use_swanlab": "swanlab",
+}
+# transformers has no such attention (utils/schemas/enums.py)
+OWN_ATTENTION = ("xformers", "sage", "fp8")
+# Not the loss of supervised fine-tuning.
+OTHER_TRAINING = {
+    "rl": "preference and reinforcement learning",
+    "reward_model": "a reward model",
+    "process_reward_model": "a process reward model",
+    "diffusion": "a diffusion language model",
+}
+ON_BY_DEFAULT = {"include_tkps", "pretrain_multipack_attn", "shuffle_merged_datasets", "tokenizer_use_fast"}
+
+_KERNEL = "a kernel of axolotl's, for speed or memory; `use_liger_kernel: true` has fused kernels"
+_TOKENIZER = "the model's own tokenizer and special tokens are used"
+_TRACKER = "set by the tracker's own environment variables"
+_PRECISION = "decided by the preset: bf16 compute, with fp32 master weights for what is trained"
+_OTHER_LOSS = "changes the training: there is no counterpart, the loss is cross-entropy"
+_QUANTIZED = "4-bit NF4 is the quantization that is supported: `load_in_4bit: true`"
+_PARALLEL = "no preset divides a layer or a sequence among GPUs"
+REASONS = FSDP_REASONS | {
+    "bf16": _PRECISION,
+    "bfloat16": _PRECISION,
+    "fp16": _PRECISION,
+    "float16": _PRECISION,
+    "torch_dtype": _PRECISION,
+    "fp8*": _PRECISION,
+    "wandb_*": _TRACKER,
+    "swanlab_*": _TRACKER,
+    "mlflow_*": _TRACKER,
+    "trackio_*": _TRACKER,
+    "comet_*": _TRACKER,
+    "special_tokens": _TOKENIZER,
+    "tokens": _TOKENIZER,
+    "eot_tokens": _TOKENIZER,
+    "tokenizer_*": _TOKENIZER,
+    "resize_token_embeddings_to_32x": _TOKENIZER,
+    "lora_mlp_kernel": _KERNEL,
+    "lora_qkv_kernel": _KERNEL,
+    "lora_o_kernel": _KERNEL,
+    "flash_attn_*": _KERNEL,
+    "fused_attn_kernel": _KERNEL,
+    "cut_cross_entropy": _KERNEL,
+    "liger_*": _KERNEL,
+    "plugins*": _KERNEL,
+    "use_kernels": _KERNEL,
+    "tiled_mlp": _KERNEL,
+    "qat": _OTHER_LOSS,
+    "use_eaft": _OTHER_LOSS,
+    "eaft_*": _OTHER_LOSS,
+    "relora*": "ReLoRA has no counterpart: plain LoRA is trained",
+    "jagged_*": "ReLoRA has no counterpart: plain LoRA is trained",
+    "lisa_*": "LISA has no counterpart: all weights are trained",
+    "load_in_8bit": _QUANTIZED + "; without it the base model is held in bf16",
+    "gptq*": _QUANTIZED,
+    "model_quantization_config*": _QUANTIZED,
+    "quantize_moe_experts": _QUANTIZED,
+    "bnb_config_kwargs": "always NF4 with double quantization",
+    "tensor_parallel_size": _PARALLEL,
+    "context_parallel_size": _PARALLEL,
+    "sequence_parallel_degree": _PARALLEL,
+    "expert_parallel*": _PARALLEL,
+    "dp_shard_size": "the preset shards over all GPUs; `fsdp2_hybrid` over those of a node",
+    "dp_replicate_size": "`--preset fsdp2_hybrid` has two replicas",
+    "trust_remote_code": "it runs code from the model's repository: if you trust that, write `trust_remote_code: true`",
+    "lora_model_dir": "training starts with new adapters: merge the old ones into the model first",
+    "resume_from_checkpoint": "checkpoints of axolotl cannot be resumed here",
+    "auto_resume_from_checkpoints": "`--resume_from_checkpoint latest`",
+    "loss_watchdog_*": "`toolkit train` ends a run whose loss is not a number",
+    "early_stopping_patience": "runs to the end; `load_best_model_at_end: true` keeps the best checkpoint",
+    "pad_to_sequence_len": "batches are padded to their longest row",
+    "eval_sample_packing": "evaluation rows are packed if `packing` is on",
+    "chat_template": HINTS["template"],
+    "chat_template_jinja": "write the template to a file: `chat_template: FILE`",
+    "lora_target_modules": "a regular expression: name the modules, `lora_target_modules: [q_proj, v_proj]`; now all"
+    " linear layers get an adapter",
+    "unfrozen_parameters": "`train_only` takes shell patterns (model.layers.1.*), not regular expressions",
+    "dataset_prepared_path": "tokenised rows are cached by their content",
+    "skip_prepare_dataset": "rows are always tokenised here",
+    "remove_unused_columns": "only the fields of the row format are read",
+    "cosine_*": "`lr_scheduler_type: cosine_with_min_lr` with `lr_scheduler_kwargs: {min_lr_rate: 0.1}` is similar",
+    "hf_use_auth_token": "`hf auth login`, or the variable HF_TOKEN",
+    "secrets": "environment variables: set them where you run",
+    "experts_implementation": _KERNEL,
+    "train_on_eos": "the end of each trained turn is trained",
+    "roles_to_train": "the assistant's turns are trained",
+    "ds_type": "the file's suffix decides",
+    "drop_system_message": "system messages are kept",
+    "gradient_checkpointing_kwargs": CHECKPOINTING_REASON,
+    "field_thinking": "the messages go to the model's chat template as they are",
+    "template_thinking_key": "the messages go to the model's chat template as they are",
+    "data_files": "the whole data set is read, or one file: `dataset: FILE`",
+    "model_config": "the values of the model's config.json are used",
+    "use_scattermoe": _KERNEL,
+    "use_sonicmoe": _KERNEL,
+    "reinit_weights": "the model's weights are always loaded",
+    "shuffle_merged_datasets": "rows are shuffled; `train_sampling_strategy: sequential` keeps their order",
+}
+
+
+def convert(values: Mapping[str, Any], file: Path) -> Conversion:
+    """Convert the content of an axolotl YAML. Raises ToolkitError for training that is not supervised fine-tuning."""
+    _check_training(values, file)
+    draft = Draft("axolotl", dict(_flattened(values)))
+    _take_method(draft, file)
+    _take_attention(draft)
+    _take_optimization(draft)
+    draft.move_known(SAME | RENAMED)
+    _take_data(draft)
+    _take_evaluation_and_saving(draft)
+    _take_trackers_and_hub(draft)
+    _set_defaults(draft)
+    preset = take_strategy(draft, file, method=read_method(draft.arguments))
+    return draft.finish(preset=preset, reasons=REASONS, on_by_default=ON_BY_DEFAULT)
+
+
+def _check_training(values: Mapping[str, Any], file: Path) -> None:
+    for key, what in OTHER_TRAINING.items():
+        if values.get(key):
+            raise ToolkitError(f"{file} trains {what} ({key}), not supervised fine-tuning", hint=HINTS["stage"])
+    if values.get("processor_type"):
+        raise ToolkitError(
+            f"{file} trains on images or audio (processor_type), and the toolkit on text",
+            hint="a preset works with any trainer that accelerate launches: `toolkit preset export DIR`",
+        )
+    if not values.get("base_model"):
+        raise ToolkitError(f"{file} names no base_model", hint="is it an axolotl configuration for training?")
+
+
+def _flattened(values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yield the settings inside `fsdp_config` and inside each data set under names of their own."""
+    for key, value in values.items():
+        if key == "fsdp_config" and isinstance(value, dict):
+            yield from ((f"{key}.{name}", inner) for name, inner in value.items())
+        elif key in ("datasets", "test_datasets", "pretraining_dataset") and isinstance(value, (list, dict)):
+            yield from flattened_entries(key, value if isinstance(value, list) else [value])
+        elif key == "plugins" and isinstance(value, list):
+            yield from ((f"{key}[{number}]", name) for number, name in enumerate(value))
+        else:
+            yield key, value
+
+
+def _take_method(draft: Draft, file: Path) -> None:
+    adapter = draft.get("adapter")
+    if adapter is None:
+        for key in [key for key in draft.left if key.startswith(("lora_", "peft_")) and not key.endswith("_kernel")]:
+            draft.leave_out(key, "no adapter is trained: `adapter` is not set")
+        if draft.is_on("load_in_4bit"):
+            draft.leave_out("load_in_4bit", "4-bit weights are not trained: it needs `adapter: qlora`")
+        patterns = [_shell_pattern(str(pattern)) for pattern in _listed(draft.get("unfrozen_parameters"))]
+        if patterns and None not in patterns:
+            draft.assign("train_only", patterns, keys=["unfrozen_parameters"])
+        return
+    if adapter not in ("lora", "qlora"):
+        raise ToolkitError(f"{file}: adapter {adapter!r} has no counterpart", hint="LoRA and QLoRA: `adapter: lora`")
+    if draft.get("lora_r") is None:
+        raise ToolkitError(f"{file}: adapter {adapter!r} without lora_r", hint="add `lora_r: 16`")
+    draft.assign("lora_r", draft.get("lora_r"), keys=["lora_r", "adapter"])
+    draft.move_known({"lora_alpha", "lora_dropout"})
+    if draft.is_on("load_in_4bit"):
+        draft.assign("load_in_4bit", True, keys=["load_in_4bit"])
+    if draft.is_on("lora_target_linear"):
+        draft.assign("lora_target_modules", ["all-linear"], keys=["lora_target_linear"])
+        draft.leave_out("lora_target_modules", "lora_target_linear names all linear layers already")
+    elif isinstance(draft.get("lora_target_modules"), list):
+        draft.move("lora_target_modules", "lora_target_modules")
+    draft.leave_out("unfrozen_parameters", "only the adapters are trained")
+    named = {key: name for key, name in LORA_CONFIG.items() if draft.get(key) not in (None, False, [])}
+    if named:
+        fields = {name: draft.get(key) for key, name in named.items()}
+        draft.assign("lora_config", fields, keys=list(named))
+
+
+def _shell_pattern(regex: str) -> str | None:
+    """The shell pattern for a regular expression that `re.match` tries (utils/freeze.py); None if there is none.
+
+    >>> _shell_pattern("^lm_head.weight$"), _shell_pattern("model.layers.[0-7]."), _shell_pattern("layers.4[4-9]+")
+    ('lm_head.weight', 'model.layers.[0-7].*', None)
+    """
+    text = regex.removeprefix("^").replace("\\.", ".")
+    is_prefix = not text.endswith("$")
+    text = text.removesuffix("$").removesuffix(".*")
+    if set(text) & set("\\+?{}()|^$*"):
+        return None
+    return f"{text}*" if is_prefix else text
+
+
+def _take_attention(draft: Draft) -> None:
+    if draft.get("attn_implementation") in OWN_ATTENTION:
+        draft.leave_out("attn_implementation", "transformers has no such attention: the model's default is used")
+    for key, name in (("sdp_attention", "sdpa"), ("eager_attention", "eager"), ("flex_attention", "flex_attention")):
+        if draft.is_on(key):
+            draft.assign("attn_implementation", name, keys=[key])
+    kernels = {key: draft.is_on(key) for key in LIGER if key in draft.left}
+    plugins = [key for key, name in draft.left.items() if key.startswith("plugins[") and name == LIGER_PLUGIN]
+    if plugins:
+        config = {name: False for names in LIGER.values() for name in names}
+        config |= {name: True for key, is_on in kernels.items() if is_on for name in LIGER[key]}
+        draft.assign("use_liger_kernel", True, keys=plugins)
+        draft.assign("liger_kernel_config", config, keys=list(kernels))
+
+
+def _take_optimization(draft: Draft) -> None:
+    draft.move(
+        "sequence_len",
+        "max_seq_length",
+        note="axolotl drops longer rows (excess_length_strategy); here they are truncated",
+    )
+    if draft.get("excess_length_strategy") == "truncate":
+        draft.drop("excess_length_strategy")
+        draft.notes.pop("max_seq_length", None)
+    if draft.get("batch_size") is not None and draft.get("gradient_accumulation_steps") is None:
+        # utils/config/__init__.py
+        steps = draft.number("batch_size", 1) // max(draft.number("micro_batch_size", 1), 1)
+        draft.assign("gradient_accumulation_steps", max(int(steps), 1), keys=["batch_size"])
+    mode = draft.get("gradient_checkpointing")
+    if mode not in (None, False):
+        draft.assign("activation_checkpointing", True, keys=["gradient_checkpointing"])
+        if mode in ("offload", "offload_disk") or draft.get("activation_offloading"):
+            draft.assign("activation_checkpointing_offload", True, keys=_left(draft, "activation_offloading"))
+        take_checkpointing_options(draft)
+    for key, order in (("group_by_length", "group_by_length"), ("curriculum_sampling", "sequential")):
+        if draft.is_on(key):
+            draft.assign("train_sampling_strategy", order, keys=[key])
+    if draft.get("torch_compile"):
+        draft.assign("torch_compile", True, keys=["torch_compile"])
+    draft.drop_if("tf32", "auto")
+    draft.move("adam_eps", "adam_epsilon")
+    draft.move("revision_of_model", "revision")
+    draft.move("model_revision", "revision")
+    draft.move("dataset_processes", "preprocessing_num_workers")
+    options = draft.get("optim_args")
+    if options:
+        text = ",".join(f"{name}={given}" for name, given in options.items()) if isinstance(options, dict) else options
+        draft.assign("optim_args", text, keys=["optim_args"])
+    # The model's own class is always loaded.
+    draft.drop_if("model_type", "AutoModelForCausalLM")
+    for key in ("model_type", "tokenizer_type", "cls_model_config"):
+        draft.drop(key)
+
+
+def _take_data(draft: Draft) -> None:
+    draft.drop_if("chat_template", "tokenizer_default")
+    jinja = str(draft.get("chat_template_jinja", ""))
+    if jinja.endswith((".jinja", ".jinja2")) and draft.get("chat_template", "jinja") == "jinja":
+        draft.assign("chat_template", jinja, keys=["chat_template_jinja", *_left(draft, "chat_template")])
+    draft.move("default_system_message", "system_prompt")
+    draft.drop_if("excess_length_strategy", "drop")
+    if draft.is_on("train_on_inputs"):
+        draft.assign("loss_on", "all", keys=["train_on_inputs"])
+    draft.drop_if("shuffle_merged_datasets", True)
+    set_datasets(draft, [_entry(draft, prefix) for prefix in _entries(draft, "datasets")])
+    set_datasets(draft, [_entry(draft, prefix) for prefix in _entries(draft, "test_datasets")], "eval_dataset")
+    streamed = _entries(draft, "pretraining_dataset")
+    if streamed:
+        draft.drop_if("pretraining_dataset[0].text_column", "text")
+        set_datasets(draft, [_entry(draft, prefix) for prefix in streamed])
+    buffer = _left(draft, "streaming_multipack_buffer_size")
+    if (streamed or draft.is_on("streaming")) and draft.arguments.get("max_steps"):
+        draft.assign("streaming", True, keys=_left(draft, "streaming"))
+        for key in buffer:
+            draft.move(key, "streaming_buffer_size")
+    if draft.get("val_set_size"):
+        draft.move("val_set_size", "val_size")
+
+
+def _entries(draft: Draft, name: str) -> list[str]:
+    """The prefixes of a list of data sets, `datasets[0].`."""
+    return list(dict.fromkeys(f"{key.partition('.')[0]}." for key in draft.left if key.startswith(f"{name}[")))
+
+
+def _entry(draft: Draft, prefix: str) -> NamedData:
+    settings = draft.nested(prefix)
+    _take_row_format(draft, prefix, settings)
+    draft.drop_if(f"{prefix}ds_type", "json", "csv", "parquet")
+    return named_data(settings, prefix)
+
+
+def _take_row_format(draft: Draft, prefix: str, settings: Mapping[str, Any]) -> None:
+    kind = str(settings.get("type", ""))
+    mapping = settings.get("message_property_mappings") or {}
+    role = settings.get("message_field_role", mapping.get("role", "role"))
+    content = settings.get("message_field_content", mapping.get("content", "content"))
+    fields = [f"{prefix}{name}" for name in ("field_messages", "message_property_mappings")]
+    fields += [f"{prefix}message_field_role", f"{prefix}message_field_content"]
+    if kind.startswith("chat_template"):
+        reason = row_fields_reason(settings.get("field_messages", "messages"), role, content)
+        for key in [*fields, f"{prefix}type"]:
+            if reason is None:
+                draft.drop(key)
+            elif key != f"{prefix}type":
+                draft.leave_out(key, reason)
+        draft.drop(f"{prefix}type")
+        draft.drop_if(f"{prefix}chat_template", "tokenizer_default")
+        draft.drop_if(f"{prefix}roles_to_train", ["assistant"], ["gpt"])
+        draft.drop_if(f"{prefix}train_on_eos", "turn")
+        if roles_are_known(settings.get("roles")):
+            draft.drop(f"{prefix}roles")
+    elif kind.startswith("alpaca"):
+        draft.leave_out(f"{prefix}type", "instruction, input and output go through the model's chat template here")
+    elif kind in ("completion", "pretrain") and settings.get("field", "text") == "text":
+        draft.drop(f"{prefix}field")
+        draft.drop(f"{prefix}type")
+    draft.leave_out(f"{prefix}type", "rows are recognised by their fields (docs/data.md)")
+
+
+def _take_evaluation_and_saving(draft: Draft) -> None:
+    epochs = float(draft.arguments.get("num_train_epochs", 1))
+    _take_interval(draft, "save", "saves_per_epoch", epochs)
+    evaluates = any(name in draft.arguments for name in ("val_size", "eval_dataset"))
+    if evaluates:
+        _take_interval(draft, "eval", "evals_per_epoch", epochs)
+        if draft.arguments.get("eval_strategy", "no") != "no":
+            draft.default("eval_on_start", True)  # core/builders/base.py
+        draft.move("eval_batch_size", "per_device_eval_batch_size")
+        micro = draft.arguments.get("per_device_train_batch_size", 1)
+        draft.default("per_device_eval_batch_size", micro)  # utils/config/__init__.py
+        return
+    for key in ("eval_steps", "evals_per_epoch", "eval_batch_size"):
+        if draft.get(key):
+            draft.leave_out(key, "there is no evaluation data")
+    for argument in ("eval_strategy", "load_best_model_at_end"):
+        draft.take_back(argument, "there is no evaluation data")
+
+
+def _take_interval(draft: Draft, what: str, per_epoch: str, epochs: float) -> None:
+    """`saves_per_epoch: 4` as the fraction of all steps that it is (utils/config/__init__.py); 1.0 or more is none."""
+    steps, times = draft.get(f"{what}_steps"), draft.number(per_epoch, 0)
+    fraction = 1 / (times * epochs) if times * epochs > 0 else 1.0
+    if fraction < 1:
+        draft.arguments.pop(f"{what}_strategy", None)
+        draft.assign(f"{what}_strategy", "steps", keys=[])
+        draft.assign(f"{what}_steps", round(fraction, 6), keys=[per_epoch])
+        draft.leave_out(f"{what}_steps", f"{per_epoch} is set")
+    elif steps:
+        draft.arguments.pop(f"{what}_strategy", None)
+        draft.assign(f"{what}_strategy", "steps", keys=[])
+        draft.move(f"{what}_steps", f"{what}_steps")
+        draft.leave_out(per_epoch, "axolotl reads it as no interval")
+    elif times:
+        draft.default(f"{what}_strategy", "epoch")
+        draft.use(per_epoch, f"{what}_strategy")
+
+
+def _take_trackers_and_hub(draft: Draft) -> None:
+    keys = [key for key in TRACKERS if draft.get(key)]
+    if keys:  # the project's name is listed: it has no argument
+        switches = [key for key in keys if key != "wandb_project"]
+        draft.assign("report_to", sorted({TRACKERS[key] for key in keys}), keys=switches)
+    for key in ("wandb_name", "mlflow_run_name", "trackio_run_name"):
+        draft.move(key, "run_name")
+    if "hub_model_id" in draft.arguments:
+        # core/builders/base.py
+        for name in ("push_to_hub", "hub_private_repo", "hub_always_push"):
+            draft.default(name, True)
+
+
+def _set_defaults(draft: Draft) -> None:
+    """Set what axolotl does when a setting is absent, where that differs from ours."""
+    draft.default("output_dir", "./model-out")  # utils/schemas/model.py
+    draft.default("max_seq_length", 512)  # utils/schemas/config.py: sequence_len
+    draft.default("per_device_train_batch_size", 1)  # utils/schemas/training.py
+    draft.default("num_train_epochs", 1.0)  # utils/schemas/training.py
+    draft.default("lr_scheduler_type", "cosine")  # utils/schemas/training.py
+    # core/builders/base.py, for the rest
+    draft.default("warmup_steps", 0.03, note="axolotl: 3 % of the steps, at most 100")
+    draft.default("logging_steps", 10, note="axolotl: 0.5 % of the steps, at most 10")
+    draft.default("save_strategy", "epoch")
+    draft.default("save_total_limit", 4)
+
+
+def _listed(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
+
+
+def _left(draft: Draft, *keys: str) -> list[str]:
+    return [key for key in keys if key in draft.left]

@@ -1,0 +1,245 @@
+"""A conversion, and the draft that builds one: every setting of the other tool ends in exactly one place.
+
+>>> draft = Draft("axolotl", {"base_model": "Qwen/Qwen3-8B", "strict": False, "loss_watchdog_patience": 3})
+>>> draft.move_known(["base_model"])
+>>> done = draft.finish(preset="ddp", reasons={})
+>>> done.arguments, done.redundant, [each.key for each in done.not_converted]
+({'model_name_or_path': 'Qwen/Qwen3-8B'}, ('strict',), ['loss_watchdog_patience'])
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import yaml
+
+from toolkit.errors import ToolkitError
+from toolkit.presets import load_preset
+from toolkit.presets.spec import PresetSpec
+from toolkit.presets.support import check_supported, reasons
+from toolkit.run.argument_aliases import HINTS, canonical_values
+from toolkit.run.script_arguments import argument_types, flag, read_method
+from toolkit.versions import optimizer_names, scheduler_names
+
+PRESET = "--preset"
+NUM_PROCESSES = "--num-processes"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NotConverted:
+    """A setting without a counterpart."""
+
+    key: str
+    value: Any
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Conversion:
+    """A configuration of another tool as a preset and training arguments."""
+
+    tool: str
+    preset: str
+    num_processes: int | None
+    """None where the configuration does not say."""
+    arguments: dict[str, Any]
+    defaults: tuple[str, ...]
+    """Arguments that the configuration does not set: they are the other tool's defaults, which differ from ours."""
+    notes: dict[str, str]
+    """Argument, or `--preset`, to what is different in meaning."""
+    converted: dict[str, str]
+    """Key of the configuration to the argument, or to `--preset` or `--num-processes`."""
+    redundant: tuple[str, ...]
+    """Keys that are empty, off, or say what happens here anyway."""
+    not_converted: tuple[NotConverted, ...]
+
+
+class Draft:
+    """The settings of a configuration that are still to be converted, and what became of the others.
+
+    A nested setting is addressed as in the file: `fsdp_config.offload_params`, `datasets[0].path`.
+    """
+
+    def __init__(self, tool: str, values: Mapping[str, Any]) -> None:
+        self.tool = tool
+        self.left = {key: value for key, value in values.items() if value is not None}
+        self.arguments: dict[str, Any] = {}
+        self.num_processes: int | None = None
+        self.defaults: list[str] = []
+        self.notes: dict[str, str] = {}
+        self._converted: dict[str, str] = {}
+        self._redundant = [key for key, value in values.items() if value is None]
+        self._not_converted: list[NotConverted] = []
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """Return a setting that is left, without using it."""
+        return self.left.get(key, default)
+
+    def is_on(self, key: str) -> bool:
+        """Return True if a switch is left and on."""
+        return flag(self.left.get(key, False))
+
+    def number(self, key: str, default: float) -> float:
+        """Return a setting that is left as a number. Raises ToolkitError if it is something else."""
+        value = self.left.get(key, default)
+        parsed = _parsed(value) if isinstance(value, str) else value
+        if isinstance(parsed, bool) or not isinstance(parsed, (int, float)) or not math.isfinite(parsed):
+            raise ToolkitError(f"{key} is {value!r}, expected a number")
+        return parsed
+
+    def nested(self, prefix: str) -> dict[str, Any]:
+        """Return the settings below a prefix that are left, by their names there."""
+        return {key.removeprefix(prefix): value for key, value in self.left.items() if key.startswith(prefix)}
+
+    def assign(self, argument: str, value: Any, *, keys: Collection[str], note: str | None = None) -> None:
+        """Set an argument from the settings `keys`; they are listed if the argument has a value already."""
+        if argument in self.arguments:
+            for key in keys:
+                self.leave_out(key, f"{argument} is set already")
+            return
+        self.arguments[argument] = typed(argument, value)
+        for key in keys:
+            self.use(key, argument)
+        if note is not None:
+            self.notes[argument] = note
+
+    def move(self, key: str, argument: str, *, note: str | None = None) -> None:
+        """Set an argument to the value of a setting, if that is left."""
+        if key in self.left:
+            self.assign(argument, self.left[key], keys=[key], note=note)
+
+    def move_known(self, names: Collection[str]) -> None:
+        """Move every setting that is among `names`, to the argument of the same name or to what it is an alias of."""
+        for key in [key for key in self.left if key in names]:
+            try:
+                ((argument, value),) = canonical_values({key: self.left[key]}).items()
+                _check_choice(argument, value)
+            except ToolkitError as error:
+                self.leave_out(key, error.message)
+                continue
+            self.assign(argument, value, keys=[key])
+
+    def use(self, key: str, by: str) -> None:
+        """Record that a setting, if it is left, decided `by`: an argument, `--preset` or `--num-processes`."""
+        if key in self.left:
+            del self.left[key]
+            self._converted[key] = by
+
+    def leave_out(self, key: str, reason: str) -> None:
+        """List a setting as not converted, if it is left."""
+        if key in self.left:
+            self.report(key, self.left.pop(key), reason)
+
+    def report(self, key: str, value: Any, reason: str) -> None:
+        """List a value as not converted."""
+        self._not_converted.append(NotConverted(key=key, value=value, reason=reason))
+
+    def drop(self, key: str) -> None:
+        """Record a setting as redundant, if it is left."""
+        if key in self.left:
+            del self.left[key]
+            self._redundant.append(key)
+
+    def drop_if(self, key: str, *values: Any) -> None:
+        """Record a setting as redundant if it has one of these values."""
+        if self.left.get(key) in values:
+            self.drop(key)
+
+    def default(self, argument: str, value: Any, *, note: str | None = None) -> None:
+        """Set an argument to the other tool's default, unless the configuration sets it."""
+        if argument not in self.arguments:
+            self.arguments[argument] = value
+            self.defaults.append(argument)
+            if note is not None:
+                self.notes[argument] = note
+
+    def take_back(self, argument: str, reason: str) -> None:
+        """Remove an argument, if it is set, and list the settings that it came from as not converted."""
+        value = self.arguments.pop(argument, None)
+        for key in [key for key, by in self._converted.items() if by == argument]:
+            del self._converted[key]
+            self.report(key, value, reason)
+        self.defaults = [name for name in self.defaults if name != argument]
+
+    def finish(self, *, preset: str, reasons: Mapping[str, str], on_by_default: Collection[str] = ()) -> Conversion:
+        """Account for the settings that are left, and for arguments that the preset does not support.
+
+        `reasons` is key, or the part of a nested key after the last dot, to why it has no counterpart.
+        `on_by_default` are switches of the tool that are on unless they are set.
+        """
+        for key, value in list(self.left.items()):
+            if value in (False, 0, "", [], {}, "false", "none", "no") and key not in on_by_default:
+                self.drop(key)
+            else:
+                self.leave_out(key, _reason(key, reasons))
+        spec = load_preset(preset)
+        for name, why in list(_unsupported_arguments(spec, self.arguments)):
+            self.take_back(name, why)
+        check_supported(spec, read_method(self.arguments))
+        return Conversion(
+            tool=self.tool,
+            preset=preset,
+            num_processes=self.num_processes,
+            arguments={name: self.arguments[name] for name in argument_types() if name in self.arguments},
+            defaults=tuple(self.defaults),
+            notes={name: note for name, note in self.notes.items() if name in (*self.arguments, PRESET)},
+            converted=self._converted,
+            redundant=tuple(self._redundant),
+            not_converted=tuple(self._not_converted),
+        )
+
+
+def typed(argument: str, value: Any) -> Any:
+    """Return a value in the type of the argument: PyYAML reads `2e-5` as a string, and so is every flag's value.
+
+    >>> typed("learning_rate", "2e-5"), typed("max_steps", "8"), typed("tf32", "True")
+    (2e-05, 8, True)
+
+    Raises ToolkitError for a value of the wrong type.
+    """
+    kinds = argument_types().get(argument, "str").split(" | ")
+    if isinstance(value, str) and "str" not in kinds:
+        value = _parsed(value) if kinds[0] != "list[str]" else value if argument == "dataset" else [value]
+    if set(kinds) <= {"bool", "None"} and not isinstance(value, bool):
+        raise ToolkitError(f"{argument} is {value!r}, expected true or false")
+    if set(kinds) <= {"int", "float", "None"}:
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+            raise ToolkitError(f"{argument} is {value!r}, expected a number")
+        if "float" not in kinds and int(value) != value:
+            raise ToolkitError(f"{argument} is {value!r}, expected a whole number")
+        return value if "float" in kinds else int(value)
+    return value
+
+
+def _parsed(text: str) -> Any:
+    """A flag's value as YAML reads it; PyYAML takes `2e-5`, which has no point, as a string."""
+    try:
+        value = yaml.safe_load(text)
+        return float(value) if isinstance(value, str) else value
+    except (ValueError, yaml.YAMLError):
+        return text
+
+
+def _check_choice(argument: str, value: Any) -> None:
+    choices = {"optim": optimizer_names, "lr_scheduler_type": scheduler_names}.get(argument)
+    if choices is not None and choices() and str(value) not in choices():
+        raise ToolkitError(f"transformers has no {argument} {str(value)!r}: the default is used instead")
+
+
+def _reason(key: str, reasons: Mapping[str, str]) -> str:
+    last = key.rpartition(".")[2]
+    family = next((text for start, text in reasons.items() if start.endswith("*") and key.startswith(start[:-1])), None)
+    return reasons.get(key) or reasons.get(last) or family or HINTS.get(key) or "no counterpart"
+
+
+def _unsupported_arguments(preset: PresetSpec, arguments: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield each switch that the preset does not support, and why; the method itself is not among them."""
+    for reason in reasons(preset, read_method(dict(arguments))):
+        name = reason.rule.replace("-", "_")
+        if name in arguments:
+            yield name, f"does not work under preset {preset.name!r}: {reason.why}"
+    if preset.engine == "fsdp2" and "activation_checkpointing_kwargs" in arguments:
+        yield "activation_checkpointing_kwargs", "FSDP2 checkpoints each layer itself"

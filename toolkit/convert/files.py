@@ -1,0 +1,158 @@
+"""Read the file of another tool, recognise the tool, and convert it.
+
+>>> recognise({"base_model": "Qwen/Qwen3-8B", "micro_batch_size": 2})
+'axolotl'
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from toolkit.convert import axolotl, llama_factory, trl
+from toolkit.convert.conversion import Conversion
+from toolkit.errors import ToolkitError, did_you_mean
+from toolkit.run.script_arguments import CONFIG_SUFFIXES
+
+TOOLS: dict[str, Callable[[Mapping[str, Any], Path], Conversion]] = {
+    "trl": trl.convert,
+    "axolotl": axolotl.convert,
+    "llama-factory": llama_factory.convert,
+}
+# Settings that only one of the tools has.
+MARKERS = {
+    "axolotl": {"base_model", "micro_batch_size", "sequence_len", "val_set_size", "num_epochs", "adapter"},
+    "llama-factory": {
+        *("cutoff_len", "dataset_dir", "finetuning_type", "flash_attn", "lora_rank", "lora_target", "neat_packing"),
+        *("stage", "template", "train_dataset", "export_dir", "infer_backend"),
+    },
+    "trl": {
+        *("assistant_only_loss", "completion_only_loss", "dataset_name", "dataset_text_field", "dataset_train_split"),
+        *("max_length", "use_peft"),
+    },
+}
+TRL_SCRIPTS = ("sft.py", "trl.scripts.sft")
+OTHER_TRL_COMMANDS = ("distillation", "dpo", "grpo", "kto", "reward", "rloo")
+
+
+def convert_file(path: Path, tool: str | None = None) -> Conversion:
+    """Convert a TRL command or YAML, an axolotl YAML or a LLaMA-Factory YAML; `tool` overrides which of them it is.
+
+    Raises ToolkitError for a file that cannot be read or recognised, and for training that has no counterpart.
+    """
+    if tool is not None and tool not in TOOLS:
+        raise ToolkitError(f"--from is {tool!r}, expected {', '.join(TOOLS)}", hint=did_you_mean(tool, TOOLS))
+    text = _read(path)
+    command = None if path.suffix in CONFIG_SUFFIXES else read_command(text, path)
+    if command is not None and tool in (None, "trl"):
+        return trl.convert(command, path)
+    values = _mapping(text)
+    if values is None and path.suffix in CONFIG_SUFFIXES:
+        raise ToolkitError(f"{path} holds no keys and values", hint="write one `name: value` per line")
+    if values is None:
+        raise ToolkitError(
+            f"{path} has no `trl sft` command", hint="of axolotl and LLaMA-Factory, give the YAML file itself"
+        )
+    found = tool or recognise(values)
+    if found is None:
+        raise ToolkitError(f"{path} is not recognised", hint=_hint(values))
+    return TOOLS[found](values, path)
+
+
+def recognise(values: Mapping[str, Any]) -> str | None:
+    """Return the tool that most of the settings belong to, or None."""
+    counts = {tool: len(markers & set(values)) for tool, markers in MARKERS.items()}
+    best = max(counts.values())
+    tools = [tool for tool, count in counts.items() if count == best]
+    return tools[0] if best and len(tools) == 1 else None
+
+
+def read_command(text: str, path: Path) -> dict[str, Any] | None:
+    """Return the settings of a `trl sft ...` or `accelerate launch ... sft.py ...` command, and of its `--config`.
+
+    None if there is no such command. Raises ToolkitError for another command of TRL.
+    """
+    for line in text.replace("\\\n", " ").splitlines():
+        try:
+            words = shlex.split(line, comments=True)
+        except ValueError:  # an open quote: text that is not this command
+            continue
+        found = _training_words(words, path)
+        if found is not None:
+            return _with_config(_flags(found), path)
+    return None
+
+
+def _training_words(words: Sequence[str], path: Path) -> list[str] | None:
+    """The flags of a command line, those of its launcher first; None if it does not train with TRL."""
+    names = [Path(word).name for word in words]
+    if "trl" in names:
+        command = names[names.index("trl") + 1 :]
+        if command[:1] == ["sft"]:
+            return list(words[names.index("trl") + 2 :])
+        if command and command[0] in OTHER_TRL_COMMANDS:
+            raise ToolkitError(
+                f"{path} is for `trl {command[0]}`, not supervised fine-tuning",
+                hint="a preset works with TRL's own trainer: `toolkit preset export DIR`",
+            )
+    script = next((number for number, name in enumerate(names) if name in TRL_SCRIPTS), None)
+    if script is None:
+        return None
+    launcher = [number for number, name in enumerate(names[:script]) if name in ("launch", "torchrun", "run")]
+    before = words[launcher[0] + 1 : script] if launcher else []
+    return [*(word for word in before if word != "-m"), *words[script + 1 :]]
+
+
+def _flags(words: Sequence[str]) -> dict[str, Any]:
+    values: dict[str, Any] = {}
+    name: str | None = None
+    given: list[str] = []
+    for word in [*words, "--"]:
+        if not word.startswith("--"):
+            given.append(word)
+            continue
+        if name is not None:
+            values[name] = True if not given else given[0] if len(given) == 1 else given
+        name, equals, value = word[2:].partition("=")
+        name, given = name.replace("-", "_"), [value] if equals else []
+    return values
+
+
+def _with_config(values: dict[str, Any], path: Path) -> dict[str, Any]:
+    """Settings of the YAML that `--config` names; flags win."""
+    named = values.pop("config", None)
+    if named is None:
+        return values
+    tried = [Path(named), path.parent / named]
+    found = next((candidate for candidate in tried if candidate.is_file()), None)
+    if found is None:
+        raise ToolkitError(f"{path} names --config {named}, which does not exist", hint=f"tried {tried[-1]}")
+    return {**(_mapping(_read(found)) or {}), **values}
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text()
+    except FileNotFoundError:
+        raise ToolkitError(f"no such file: {path}") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ToolkitError(f"{path} cannot be read: {' '.join(str(error).split())}") from None
+
+
+def _mapping(text: str) -> dict[str, Any] | None:
+    """The keys and values of a YAML or JSON text; None if it is something else."""
+    try:
+        content = yaml.safe_load(text)
+    except yaml.YAMLError:
+        return None
+    return {str(key): value for key, value in content.items()} if isinstance(content, dict) else None
+
+
+def _hint(values: Mapping[str, Any]) -> str:
+    if "distributed_type" in values or "compute_environment" in values:
+        return "an accelerate YAML is a preset already: `toolkit train --preset FILE`, `toolkit lint FILE`"
+    return f"name the tool: `--from {'`, `--from '.join(TOOLS)}`"

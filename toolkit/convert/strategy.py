@@ -1,0 +1,207 @@
+"""The preset for another configuration's DeepSpeed, FSDP or accelerate settings.
+
+>>> preset_of_deepspeed_name("deepspeed_configs/zero3_bf16_cpuoffload_all.json")
+'zero3_cpu_offload'
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from toolkit.convert.conversion import PRESET, Draft
+from toolkit.errors import ToolkitError
+from toolkit.presets import load_preset
+from toolkit.presets.spec import read_mapping
+from toolkit.presets.support import Method, unsupported
+from toolkit.run.script_arguments import flag
+
+# Settings of FSDP that the presets decide, or find out; by their names without `fsdp_`.
+_FSDP1_ONLY = "a setting of FSDP1: the presets use FSDP2, which has none"
+FSDP_REASONS = {
+    "auto_wrap_policy": "the presets shard each transformer layer",
+    "backward_prefetch": _FSDP1_ONLY,
+    "cpu_offload_pin_memory": "the preset decides it",
+    "cpu_ram_efficient_loading": "the presets load the weights on one rank, and send them to the others",
+    "final_state_dict_type": "the trained model is saved as one Hugging Face folder under every preset",
+    "forward_prefetch": _FSDP1_ONLY,
+    "limit_all_gathers": _FSDP1_ONLY,
+    "mixed_precision_policy": "the preset decides it",
+    "state_dict_type": "checkpoints are sharded; `toolkit checkpoint export` writes one Hugging Face folder",
+    "sync_module_states": _FSDP1_ONLY,
+    "transformer_layer_cls_to_wrap": "the layers to shard are found in the model",
+    "use_orig_params": _FSDP1_ONLY,
+}
+_FSDP_REDUNDANT = {
+    "auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+    "cpu_ram_efficient_loading": True,
+    "state_dict_type": "SHARDED_STATE_DICT",
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Choice:
+    """A preset, and what it does differently."""
+
+    preset: str
+    note: str | None = None
+    keys: tuple[str, ...] = ()
+    """The settings that decided it."""
+
+
+def find_file(name: str, near: Path) -> Path | None:
+    """Return the file that a configuration names, relative to the working directory or to a folder above `near`."""
+    folders = [Path.cwd(), *near.resolve().parents]
+    return next((folder / name for folder in folders if (folder / name).is_file()), None)
+
+
+def take_strategy(draft: Draft, near: Path, *, method: Method, chosen: Choice | None = None) -> str:
+    """Use the sharding settings of a configuration, and return the preset's name.
+
+    `method` decides what is possible: 4-bit weights are not sharded, for example. `chosen` is what settings decide
+    that only one tool has.
+    """
+    choice = chosen or _choose(draft, near)
+    why = unsupported(load_preset(choice.preset), method)
+    if why is not None and why.rule == "qlora":
+        for key in choice.keys:
+            draft.leave_out(key, f"not with load_in_4bit: {why.why}")
+        draft.notes[PRESET] = f"every GPU holds the whole 4-bit model; under {choice.preset} {why.why}"
+        choice = Choice(preset="zero2" if load_preset(choice.preset).engine == "deepspeed" else "ddp")
+    for key in choice.keys:
+        draft.use(key, PRESET)
+    if choice.note is not None:
+        draft.notes[PRESET] = choice.note
+    return _fit_processes(draft, choice.preset)
+
+
+def _choose(draft: Draft, near: Path) -> Choice:
+    if draft.get("deepspeed"):
+        return replace(preset_of_deepspeed(draft.get("deepspeed"), near), keys=("deepspeed",))
+    if any(value for key, value in draft.left.items() if key.startswith("fsdp")):
+        return _preset_of_fsdp(draft)
+    return Choice(preset="ddp")
+
+
+def _fit_processes(draft: Draft, preset: str) -> str:
+    """Return `single` for one process, where no other preset is of use."""
+    if draft.num_processes != 1:
+        return preset
+    if unsupported(load_preset(preset), world_size=1) is not None:
+        draft.notes[PRESET] = f"one process: {preset} needs more"
+        return "single"
+    return "single" if preset == "ddp" else preset
+
+
+def preset_of_deepspeed(value: Any, near: Path) -> Choice:
+    """Return the preset for a DeepSpeed configuration: its settings, or the path of its JSON.
+
+    Where the file is not at hand, its name decides. Raises ToolkitError for a name that says no ZeRO stage.
+    """
+    if isinstance(value, Mapping):
+        return _preset_of_zero(value.get("zero_optimization"))
+    path = find_file(str(value), near)
+    if path is not None:
+        return _preset_of_zero(read_mapping(path).get("zero_optimization"))
+    return Choice(
+        preset=preset_of_deepspeed_name(str(value)), note=f"chosen by the name {value}: there is no such file here"
+    )
+
+
+def preset_of_deepspeed_name(name: str) -> str:
+    """Return the preset that the name of a DeepSpeed JSON speaks of."""
+    found = re.search(r"(?:zero|z|stage)[_-]?([0-3])", Path(name).name.lower())
+    if found is None:
+        raise ToolkitError(
+            f"no such DeepSpeed configuration: {name}", hint="run this where it is, or name it after its ZeRO stage"
+        )
+    device = "cpu" if "offload" in name.lower() else None
+    return _preset_of_stage(found[1], optimizer=device, param=device).preset
+
+
+def _preset_of_zero(settings: Any) -> Choice:
+    zero = settings if isinstance(settings, Mapping) else {}
+    if zero.get("zero_hpz_partition_size", 1) != 1 or zero.get("zero_quantized_weights"):
+        return Choice(preset="zeropp")
+    blocks = (zero.get(f"offload_{part}") for part in ("optimizer", "param"))
+    optimizer, param = (block.get("device") if isinstance(block, Mapping) else None for block in blocks)
+    return _preset_of_stage(zero.get("stage", 0), optimizer=optimizer, param=param)
+
+
+def _preset_of_stage(given: Any, *, optimizer: str | None, param: str | None) -> Choice:
+    if str(given) not in ("0", "1", "2", "3"):
+        raise ToolkitError(f"the ZeRO stage is {given!r}, expected 0, 1, 2 or 3")
+    stage = int(given)
+    devices = {device for device in (optimizer, param) if device not in (None, "none")}
+    if stage == 0 or not devices:
+        return Choice(preset=("ddp", "zero1", "zero2", "zero3")[stage])
+    if stage < 3:
+        note = "optimizer states and gradients are sharded" if stage == 1 else None
+        return Choice(preset="zero2_cpu_offload", note=note)
+    preset = "zero3_nvme_offload" if "nvme" in devices else "zero3_cpu_offload"
+    both = {optimizer, param} == devices
+    return Choice(preset=preset, note=None if both else "offloads both the parameters and the optimizer states")
+
+
+def _preset_of_fsdp(draft: Draft) -> Choice:
+    """The preset for `fsdp`, `fsdp_config` and `fsdp_version`."""
+    words = draft.get("fsdp", "")
+    named = " ".join(map(str, words)) if isinstance(words, list) else str(words)
+    nested = {name.removeprefix("fsdp_"): value for name, value in draft.nested("fsdp_config.").items()}
+    nested |= {key.removeprefix("fsdp_"): draft.get(key) for key in draft.left if _is_fsdp_flag(key)}
+    _take_fsdp_details(draft, nested)
+    strategy = f"{named} {nested.get('sharding_strategy', '')} {nested.get('reshard_after_forward', '')}".lower()
+    deciding = ["fsdp", "fsdp_version", "fsdp_config"]
+    for name in ("fsdp_version", "version", "sharding_strategy", "reshard_after_forward", "offload_params"):
+        deciding += [f"fsdp_config.fsdp_{name}", f"fsdp_config.{name}", f"fsdp_{name}"]
+    old = str(nested.get("fsdp_version", nested.get("version", draft.get("fsdp_version", "1")))) == "1"
+    note = "FSDP1 became FSDP2" if old else None
+    return Choice(preset=_fsdp_preset_name(strategy, nested, draft), note=note, keys=tuple(deciding))
+
+
+def _is_fsdp_flag(key: str) -> bool:
+    """Return True for a flag of `accelerate launch`, `fsdp_offload_params`."""
+    return key.startswith("fsdp_") and not key.startswith("fsdp_config")
+
+
+def _fsdp_preset_name(strategy: str, nested: Mapping[str, Any], draft: Draft) -> str:
+    if "no_shard" in strategy:
+        return "ddp"
+    if flag(nested.get("offload_params", False)) or "offload" in strategy:
+        return "fsdp2_cpu_offload"
+    if "hybrid" in strategy or draft.number("dp_replicate_size", 1) > 1:
+        draft.use("dp_replicate_size", PRESET)
+        return "fsdp2_hybrid"
+    return "fsdp2_grad_op" if "shard_grad_op" in strategy or "false" in strategy else "fsdp2"
+
+
+def _take_fsdp_details(draft: Draft, nested: Mapping[str, Any]) -> None:
+    for name, value in nested.items():
+        for key in (f"fsdp_config.{name}", f"fsdp_config.fsdp_{name}", f"fsdp_{name}"):
+            if name == "activation_checkpointing" and flag(value) and key in draft.left:
+                draft.assign("activation_checkpointing", True, keys=[key])
+            elif _FSDP_REDUNDANT.get(name) == value:
+                draft.drop(key)
+            elif name in FSDP_REASONS:
+                draft.leave_out(key, FSDP_REASONS[name])
+
+
+def preset_of_accelerate(config: Mapping[str, Any], near: Path) -> Choice:
+    """Return the preset for the content of an accelerate YAML."""
+    kind = str(config.get("distributed_type", "NO"))
+    if kind == "DEEPSPEED":
+        deepspeed = config.get("deepspeed_config") or {}
+        if deepspeed.get("deepspeed_config_file"):
+            return preset_of_deepspeed(deepspeed["deepspeed_config_file"], near)
+        return _preset_of_stage(
+            deepspeed.get("zero_stage", 2),
+            optimizer=deepspeed.get("offload_optimizer_device"),
+            param=deepspeed.get("offload_param_device"),
+        )
+    if kind == "FSDP":
+        flat = {f"fsdp_config.{name}": value for name, value in (config.get("fsdp_config") or {}).items()}
+        return replace(_preset_of_fsdp(Draft("accelerate", flat)), keys=())
+    return Choice(preset="single" if kind == "NO" else "ddp")
