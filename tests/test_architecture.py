@@ -178,6 +178,7 @@ def test_no_two_public_classes_share_a_name() -> None:
         ["recommend", LLAMA_8B, "--num-processes", "8", "--gpu", "h100"],
         ["rehearse", "--help"],
         ["lint", str(ROOT / "examples"), str(ROOT / "ds_configs"), "--json"],
+        ["convert-config", str(ROOT / "tests" / "fixtures" / "axolotl.yaml")],
     ],
     ids=" ".join,
 )

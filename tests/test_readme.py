@@ -150,7 +150,10 @@ def test_every_toolkit_command_of_a_page_is_accepted(monkeypatch: pytest.MonkeyP
         context = command.make_context(name, given)
         presets = context.params.get("preset") or []
         assert set([presets] if isinstance(presets, str) else presets) <= set(preset_names())
-        if training:
+        file, _, flags = training.partition(" ")
+        if file.endswith(".yaml") and not Path(file).exists():  # an earlier command of the page writes it
+            read_arguments(shlex.split(flags))
+        elif training:
             assert read_arguments(shlex.split(training))["model_name_or_path"] == "$model"
 
 

@@ -372,7 +372,7 @@ def _take_row_format(draft: Draft, prefix: str, settings: Mapping[str, Any]) -> 
     elif kind in ("completion", "pretrain") and settings.get("field", "text") == "text":
         draft.drop(f"{prefix}field")
         draft.drop(f"{prefix}type")
-    draft.leave_out(f"{prefix}type", "rows are recognised by their fields (docs/data.md)")
+    draft.leave_out(f"{prefix}type", "rows are recognised by their fields (docs/how-to/data.md)")
 
 
 def _take_evaluation_and_saving(draft: Draft) -> None:

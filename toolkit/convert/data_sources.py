@@ -16,7 +16,7 @@ from toolkit.data.formats import SHAREGPT_ROLES
 from toolkit.run.script_arguments import argument_types
 
 OTHER_SUFFIXES = (".arrow", ".gz", ".txt", ".zip", ".zst")  # `data/pages.txt` would read as a hub id
-ROW_FIELDS_REASON = "rows are recognised by their fields: rename them (docs/data.md)"
+ROW_FIELDS_REASON = "rows are recognised by their fields: rename them (docs/how-to/data.md)"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

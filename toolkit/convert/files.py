@@ -11,11 +11,10 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from toolkit.convert import axolotl, llama_factory, trl
 from toolkit.convert.conversion import Conversion
 from toolkit.errors import ToolkitError, did_you_mean
+from toolkit.presets.spec import read_mapping
 from toolkit.run.script_arguments import CONFIG_SUFFIXES
 
 TOOLS: dict[str, Callable[[Mapping[str, Any], Path], Conversion]] = {
@@ -46,17 +45,9 @@ def convert_file(path: Path, tool: str | None = None) -> Conversion:
     """
     if tool is not None and tool not in TOOLS:
         raise ToolkitError(f"--from is {tool!r}, expected {', '.join(TOOLS)}", hint=did_you_mean(tool, TOOLS))
-    text = _read(path)
-    command = None if path.suffix in CONFIG_SUFFIXES else read_command(text, path)
-    if command is not None and tool in (None, "trl"):
-        return trl.convert(command, path)
-    values = _mapping(text)
-    if values is None and path.suffix in CONFIG_SUFFIXES:
-        raise ToolkitError(f"{path} holds no keys and values", hint="write one `name: value` per line")
-    if values is None:
-        raise ToolkitError(
-            f"{path} has no `trl sft` command", hint="of axolotl and LLaMA-Factory, give the YAML file itself"
-        )
+    if path.suffix not in CONFIG_SUFFIXES and tool in (None, "trl"):
+        return trl.convert(read_command(_read(path), path), path)
+    values = _settings(path)
     found = tool or recognise(values)
     if found is None:
         raise ToolkitError(f"{path} is not recognised", hint=_hint(values))
@@ -71,10 +62,10 @@ def recognise(values: Mapping[str, Any]) -> str | None:
     return tools[0] if best and len(tools) == 1 else None
 
 
-def read_command(text: str, path: Path) -> dict[str, Any] | None:
+def read_command(text: str, path: Path) -> dict[str, Any]:
     """Return the settings of a `trl sft ...` or `accelerate launch ... sft.py ...` command, and of its `--config`.
 
-    None if there is no such command. Raises ToolkitError for another command of TRL.
+    Raises ToolkitError if there is no such command.
     """
     for line in text.replace("\\\n", " ").splitlines():
         try:
@@ -84,7 +75,8 @@ def read_command(text: str, path: Path) -> dict[str, Any] | None:
         found = _training_words(words, path)
         if found is not None:
             return _with_config(_flags(found), path)
-    return None
+    hint = f"a configuration file is named {', '.join('*' + suffix for suffix in CONFIG_SUFFIXES)}"
+    raise ToolkitError(f"{path} has no `trl sft` command", hint=hint)
 
 
 def _training_words(words: Sequence[str], path: Path) -> list[str] | None:
@@ -131,7 +123,7 @@ def _with_config(values: dict[str, Any], path: Path) -> dict[str, Any]:
     found = next((candidate for candidate in tried if candidate.is_file()), None)
     if found is None:
         raise ToolkitError(f"{path} names --config {named}, which does not exist", hint=f"tried {tried[-1]}")
-    return {**(_mapping(_read(found)) or {}), **values}
+    return _settings(found) | values
 
 
 def _read(path: Path) -> str:
@@ -143,13 +135,8 @@ def _read(path: Path) -> str:
         raise ToolkitError(f"{path} cannot be read: {' '.join(str(error).split())}") from None
 
 
-def _mapping(text: str) -> dict[str, Any] | None:
-    """The keys and values of a YAML or JSON text; None if it is something else."""
-    try:
-        content = yaml.safe_load(text)
-    except yaml.YAMLError:
-        return None
-    return {str(key): value for key, value in content.items()} if isinstance(content, dict) else None
+def _settings(path: Path) -> dict[str, Any]:
+    return {str(key): value for key, value in read_mapping(path).items()}
 
 
 def _hint(values: Mapping[str, Any]) -> str:
