@@ -168,6 +168,15 @@ def test_four_bit_weights_need_an_adapter(tmp_path: Path) -> None:
     assert "needs `adapter: qlora`" in reasons_of(conversion)["load_in_4bit"]
 
 
+def test_an_offloaded_optimizer_is_deepspeeds(tmp_path: Path) -> None:
+    text = "base_model: a/b\noptimizer: adamw_bnb_8bit\ndeepspeed: {zero_optimization: {stage: 3%s}}\n"
+    on_gpu = convert_text(tmp_path, text % "")
+    assert on_gpu.arguments["optim"] == "adamw_bnb_8bit"
+    offloaded = convert_text(tmp_path, text % ", offload_optimizer: {device: cpu}")
+    assert "optim" not in offloaded.arguments
+    assert "DeepSpeed's AdamW" in reasons_of(offloaded)["optimizer"]
+
+
 def test_code_from_the_models_repository_is_never_switched_on(tmp_path: Path) -> None:
     conversion = convert_text(tmp_path, "base_model: a/b\ntrust_remote_code: true\n")
     assert "trust_remote_code" not in conversion.arguments

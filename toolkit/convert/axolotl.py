@@ -370,6 +370,7 @@ def _take_row_format(draft: Draft, prefix: str, settings: Mapping[str, Any]) -> 
     elif kind.startswith("alpaca"):
         draft.leave_out(f"{prefix}type", "instruction, input and output go through the model's chat template here")
     elif kind in ("completion", "pretrain") and settings.get("field", "text") == "text":
+        draft.notes["max_seq_length"] = "axolotl splits a longer text into several rows; here it is truncated"
         draft.drop(f"{prefix}field")
         draft.drop(f"{prefix}type")
     draft.leave_out(f"{prefix}type", "rows are recognised by their fields (docs/how-to/data.md)")
