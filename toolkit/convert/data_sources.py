@@ -57,8 +57,10 @@ def named_data(settings: Mapping[str, Any], prefix: str) -> NamedData:
     )
 
 
-def set_datasets(draft: Draft, named: Sequence[NamedData], argument: str = "dataset") -> None:
-    """Set `dataset` or `eval_dataset`, its split, and for several the weights."""
+def set_datasets(
+    draft: Draft, named: Sequence[NamedData], argument: str = "dataset", *, weights_note: str | None = None
+) -> None:
+    """Set `dataset` or `eval_dataset`, its split, and for several the weights, which mean different things."""
     usable = [data for data in named if _is_usable(draft, data)]
     if not usable:
         return
@@ -74,7 +76,8 @@ def set_datasets(draft: Draft, named: Sequence[NamedData], argument: str = "data
     _set_same(draft, f"{argument}_config", [data.config for data in usable], on_hub=True)
     weights = [data.weight for data in usable if data.weight is not None]
     if len(weights) == len(paths) > 1 and "dataset_weights" in argument_types():
-        draft.assign("dataset_weights", weights, keys=tuple(key for data in usable for key in data.weight_keys))
+        keys = tuple(key for data in usable for key in data.weight_keys)
+        draft.assign("dataset_weights", weights, keys=keys, note=weights_note)
 
 
 def _is_usable(draft: Draft, data: NamedData) -> bool:

@@ -36,6 +36,9 @@ _OPTIMIZER = "has no counterpart: `optim` names the optimizer, adamw_torch_fused
 _OTHER_LOSS = "changes the loss: here it is cross-entropy"
 _MEGATRON = "Megatron's; no preset divides a layer or a sequence among GPUs"
 _QUANTIZED = "4-bit NF4 of bitsandbytes is the quantization that is supported: `quantization_bit: 4`"
+_WEIGHTS_NOTE = (
+    "here an epoch has every row at least once (interleave_over); interleave_under stops with the first data set"
+)
 REASONS = FSDP_REASONS | {
     **dict.fromkeys(PRECISION, PRESET_REASON),
     "gradient_checkpointing_kwargs": CHECKPOINTING_REASON,
@@ -216,6 +219,7 @@ def _take_model(draft: Draft) -> None:
     if str(name) in ATTENTION:
         draft.assign("attn_implementation", ATTENTION[str(name)], keys=["flash_attn"])
     draft.drop_if("stage", "sft")
+    draft.drop_if("mix_strategy", "concat", "interleave_over")
     for key in ("do_train", "do_eval"):
         draft.drop_if(key, True, False)
     if draft.is_on("enable_liger_kernel"):
@@ -282,7 +286,7 @@ def _take_named_data(draft: Draft, file: Path, key: str) -> None:
             weight = _share(weights[number]) if len(weights) == len(names) else None
             found.append(replace(data, weight=weight, weight_keys=("interleave_probs",)))
     if found:
-        set_datasets(draft, found, key)
+        set_datasets(draft, found, key, weights_note=_WEIGHTS_NOTE)
     draft.left.pop(key, None)
     if info_path is not None and key == "dataset":
         draft.use("dataset_dir", "dataset")

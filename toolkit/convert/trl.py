@@ -157,7 +157,8 @@ def _take_data(draft: Draft) -> None:
     sources = list(dict.fromkeys(f"{key.partition('.')[0]}." for key in draft.left if key.startswith("datasets[")))
     if sources:
         draft.leave_out("dataset_name", "`datasets` is given, and used instead")
-        set_datasets(draft, [_entry(draft, prefix) for prefix in sources])
+        note = "TRL leaves rows out until the shares are right; here rows of the smaller data sets are repeated"
+        set_datasets(draft, [_entry(draft, prefix) for prefix in sources], weights_note=note)
         draft.move("test_split_size", "val_size")
     name = draft.get("dataset_name")
     if name is not None:
