@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
+import re
+import sys
 from pathlib import Path
 
 import pytest
 from conversions import convert_text
-from launching import ROOT, accelerate_launch, read
+from launching import ROOT, accelerate_launch, cpu_environment, read, run_captured
 
 from toolkit.convert import yaml_text
+from toolkit.demo.assets import chitchat_data_file
 
 AXOLOTL = """
 base_model: {model}
@@ -71,3 +75,44 @@ def test_a_converted_configuration_trains(
     run = read(tmp_path / "out" / "run.json")
     assert (run["status"], run["measured"]["steps"]) == ("completed", 2)
     assert (tmp_path / "out" / "adapter_model.safetensors").exists() == (trained == "adapters")
+
+
+TRL_YAML = """
+model_name_or_path: {model}
+datasets:
+  - path: json
+    data_files: {folder}/rows.jsonl
+learning_rate: 1.0e-3
+max_length: 128
+max_steps: 3
+per_device_train_batch_size: 8
+logging_steps: 1
+save_strategy: "no"
+report_to: none
+bf16: false
+output_dir: {folder}/trl
+"""
+
+
+@pytest.mark.launch
+def test_a_converted_trl_configuration_has_trls_losses(tiny_model: Path, tmp_path: Path) -> None:
+    """Each batch is all eight conversations, so the order of the rows has no effect."""
+    pytest.importorskip("trl")
+    rows = chitchat_data_file().read_text().splitlines()[:8]
+    (tmp_path / "rows.jsonl").write_text("\n".join(rows) + "\n")
+    text = TRL_YAML.format(model=tiny_model, folder=tmp_path)
+    conversion = convert_text(tmp_path, text)
+    theirs = run_captured(
+        [sys.executable, "-m", "trl.scripts.sft", "--config", "theirs.yaml"], cpu_environment(), tmp_path
+    )
+    assert theirs.returncode == 0, theirs.stderr[-2000:]
+    (tmp_path / "ours.yaml").write_text(yaml_text(conversion, source="theirs.yaml", file="ours.yaml"))
+    config = ROOT / "accelerate_configs" / "single.yaml"
+    words = [str(tmp_path / "ours.yaml"), "--output_dir", str(tmp_path / "ours")]
+    ours = accelerate_launch(config, *words, num_processes=1)
+    assert ours.returncode == 0, ours.stderr[-2000:]
+    steps = [json.loads(line) for line in (tmp_path / "ours" / "ranks" / "rank0.jsonl").read_text().splitlines()]
+    printed = re.findall(r"'loss': '([\d.]+)', 'grad_norm': '([\d.]+)'", theirs.stdout + theirs.stderr)
+    assert len(steps) == len(printed) == 3
+    for step, (loss, grad_norm) in zip(steps, printed, strict=True):  # TRL prints four digits
+        assert (step["loss"], step["grad_norm"]) == pytest.approx((float(loss), float(grad_norm)), rel=1e-3)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from toolkit.convert.strategy import FSDP_REASONS
-from toolkit.convert.trainer_settings import CHECKPOINTING_REASON
+from toolkit.convert.trainer_settings import CHECKPOINTING_REASON, PRESET_REASON
 from toolkit.run.argument_aliases import HINTS
 
 # Settings of the same name and meaning.
@@ -65,22 +65,21 @@ OTHER_TRAINING = {
     "process_reward_model": "a process reward model",
     "diffusion": "a diffusion language model",
 }
-ON_BY_DEFAULT = {"include_tkps", "pretrain_multipack_attn", "shuffle_merged_datasets", "tokenizer_use_fast"}
+ON_BY_DEFAULT = {"bf16", "include_tkps", "pretrain_multipack_attn", "shuffle_merged_datasets", "tokenizer_use_fast"}
 
 _KERNEL = "a kernel of axolotl's, for speed or memory; `use_liger_kernel: true` has fused kernels"
 _TOKENIZER = "the model's own tokenizer and special tokens are used"
 _TRACKER = "set by the tracker's own environment variables"
-_PRECISION = "decided by the preset: bf16 compute, with fp32 master weights for what is trained"
 _OTHER_LOSS = "changes the training: there is no counterpart, the loss is cross-entropy"
 _QUANTIZED = "4-bit NF4 is the quantization that is supported: `load_in_4bit: true`"
 _PARALLEL = "no preset divides a layer or a sequence among GPUs"
 REASONS = FSDP_REASONS | {
-    "bf16": _PRECISION,
-    "bfloat16": _PRECISION,
-    "fp16": _PRECISION,
-    "float16": _PRECISION,
-    "torch_dtype": _PRECISION,
-    "fp8*": _PRECISION,
+    "bf16": PRESET_REASON,
+    "bfloat16": PRESET_REASON,
+    "fp16": PRESET_REASON,
+    "float16": PRESET_REASON,
+    "torch_dtype": PRESET_REASON,
+    "fp8*": PRESET_REASON,
     "wandb_*": _TRACKER,
     "swanlab_*": _TRACKER,
     "mlflow_*": _TRACKER,

@@ -12,6 +12,7 @@ from toolkit.convert.data_sources import ROW_FIELDS_REASON, NamedData, row_field
 from toolkit.convert.strategy import FSDP_REASONS, Choice, find_file, preset_of_deepspeed, take_strategy
 from toolkit.convert.trainer_settings import (
     CHECKPOINTING_REASON,
+    CPU_REASON,
     PRECISION,
     PRESET_REASON,
     shared_settings,
@@ -30,7 +31,7 @@ STAGES = ("sft", "pt")
 ATTENTION = {"fa2": "flash_attention_2", "fa3": "flash_attention_3", "sdpa": "sdpa", "disabled": "eager"}
 BLOCKS = ("dist_config", "fsdp_config", "init_config", "kernel_config", "peft_config", "quant_config")
 IMAGE_KEYS = ("image_max_pixels", "video_max_pixels", "freeze_vision_tower", "crop_to_patches", "media_dir")
-ON_BY_DEFAULT = {"double_quantization", "enable_thinking", "ignore_pad_token_for_loss", "use_fast_tokenizer"}
+ON_BY_DEFAULT = {"bf16", "double_quantization", "enable_thinking", "ignore_pad_token_for_loss", "use_fast_tokenizer"}
 
 _OPTIMIZER = "has no counterpart: `optim` names the optimizer, adamw_torch_fused by default"
 _OTHER_LOSS = "changes the loss: here it is cross-entropy"
@@ -42,6 +43,7 @@ _WEIGHTS_NOTE = (
 REASONS = FSDP_REASONS | {
     **dict.fromkeys(PRECISION, PRESET_REASON),
     "gradient_checkpointing_kwargs": CHECKPOINTING_REASON,
+    "use_cpu": CPU_REASON,
     "pure_bf16": "trained weights have fp32 masters under every preset",
     "fp8*": PRESET_REASON,
     "template": HINTS["template"],

@@ -6,7 +6,8 @@ from toolkit.convert.conversion import Draft
 from toolkit.presets.training_arguments import STRATEGY_ARGUMENTS
 from toolkit.versions import training_argument_types
 
-PRESET_REASON = "decided by the preset: bf16 compute, with fp32 master weights for what is trained"
+PRESET_REASON = "decided by the preset: bf16 compute, fp32 master weights; `bf16: false` computes in fp32"
+CPU_REASON = "`toolkit train --cpu` trains on the CPU"
 CHECKPOINTING_REASON = "the recomputation is never reentrant here; the results are the same"
 PRECISION = ("bf16", "fp16", "bf16_full_eval", "fp16_full_eval")
 # Set by the launcher, or about what only the other tool does.

@@ -12,6 +12,7 @@ from toolkit.convert.data_sources import NamedData, flattened_entries, named_dat
 from toolkit.convert.strategy import FSDP_REASONS, Choice, find_file, preset_of_accelerate, take_strategy
 from toolkit.convert.trainer_settings import (
     CHECKPOINTING_REASON,
+    CPU_REASON,
     PRECISION,
     PRESET_REASON,
     shared_settings,
@@ -55,6 +56,7 @@ REASONS = FSDP_REASONS | {
     "torch_dtype": PRESET_REASON,
     "model_init_kwargs": "`attn_implementation` and `revision` are arguments; the preset decides the dtype",
     "trust_remote_code": "it runs code from the model's repository: if you trust that, write `trust_remote_code: true`",
+    "use_cpu": CPU_REASON,
     "eos_token": _TOKENIZER,
     "pad_token": _TOKENIZER,
     "chat_template_path": "`chat_template: FILE` takes a Jinja file",
@@ -105,7 +107,7 @@ def convert(values: Mapping[str, Any], file: Path) -> Conversion:
     draft.move_known(SAME | RENAMED | shared_settings())
     _set_defaults(draft)
     preset = _take_launch(draft, file)
-    return draft.finish(preset=preset, reasons=REASONS)
+    return draft.finish(preset=preset, reasons=REASONS, on_by_default={"bf16"})
 
 
 def _flattened(values: Mapping[str, Any]) -> dict[str, Any]:
