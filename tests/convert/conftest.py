@@ -52,6 +52,7 @@ def _download(requirement: str, folder: Path) -> None:
     if not archives:
         why = (pip.stderr.strip().splitlines() or ["no output"])[-1]
         shutil.rmtree(temporary)
+        assert "DO NOT MATCH THE HASHES" not in pip.stderr, pip.stderr
         pytest.skip(f"pip cannot download {requirement}: {why}")
     with tarfile.open(archives[0]) as archive:
         archive.extractall(temporary / "unpacked", filter="data")

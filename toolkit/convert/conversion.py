@@ -172,6 +172,8 @@ class Draft:
         `reasons` is key, or the part of a nested key after the last dot, to why it has no counterpart.
         `on_by_default` are switches of the tool that are on unless they are set.
         """
+        for key in [key for key in self.left if key.endswith(("_parallel_size", "dp_replicate_size"))]:
+            self.drop_if(key, 1)
         for key, value in list(self.left.items()):
             if value in (False, 0, "", [], {}, "false", "none", "no") and key not in on_by_default:
                 self.drop(key)

@@ -245,6 +245,7 @@ def _take_data(draft: Draft, file: Path) -> None:
         draft.assign(
             "packing", draft.get("packing", True), keys=[key for key in ("stage", "packing") if key in draft.left]
         )
+        draft.notes["max_seq_length"] = "LLaMA-Factory splits a longer text into several rows; here it is truncated"
         draft.notes["packing"] = "rows do not attend to each other here; LLaMA-Factory joins them in pre-training"
     if draft.is_on("neat_packing"):
         draft.assign("packing", True, keys=[key for key in ("neat_packing", "packing") if key in draft.left])
