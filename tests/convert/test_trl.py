@@ -10,6 +10,7 @@ from conversions import convert_text, reasons_of, refused_by_our_checks, unaccou
 
 from toolkit.convert import Conversion
 from toolkit.errors import ToolkitError
+from toolkit.run.script_arguments import argument_types
 
 COMMAND = r"""#!/bin/bash
 export WANDB_PROJECT=demo  # kept for later
@@ -85,6 +86,19 @@ def test_a_yaml_becomes_arguments(tmp_path: Path) -> None:
         "logging_steps": 10,
     }
     assert unaccounted(yaml.safe_load(YAML), conversion) == []
+
+
+@pytest.mark.skipif("dataset_weights" not in argument_types(), reason="the training script takes one data set")
+def test_shares_become_weights_and_a_configuration_that_all_share_is_kept(tmp_path: Path) -> None:
+    entries = "[{path: a/b, name: en, fraction: 0.7}, {path: c/d, name: en, fraction: 0.3}]"
+    conversion = convert_text(
+        tmp_path, f"model_name_or_path: a/b\nuse_peft: false\nmax_length: 8\ndatasets: {entries}\n"
+    )
+    assert conversion.arguments["dataset"] == ["a/b", "c/d"]
+    assert conversion.arguments["dataset_weights"] == [0.7, 0.3]
+    assert conversion.arguments["dataset_config"] == "en"
+    assert "are repeated" in conversion.notes["dataset_weights"]
+    assert refused_by_our_checks(conversion, tmp_path) is None
 
 
 def test_flags_win_over_the_yaml_of_config(tmp_path: Path) -> None:
