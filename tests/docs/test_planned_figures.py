@@ -1,0 +1,301 @@
+"""Figures in the pages of docs/ are those that the planner gives today, or those of a recorded run.
+
+A page has a block `<!-- planned: NAME -->` or `<!-- counted: NAME -->` up to `<!-- /NAME -->`. To write them again:
+
+    python tests/docs/test_planned_figures.py
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from toolkit.cli import app
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCS = ROOT / "docs"
+MODEL = "Qwen/Qwen3-8B"
+MODEL_CONFIG = ROOT / "tests" / "fixtures" / "qwen3-8b" / "config.json"
+GIB = 2**30
+THREE_GPUS = {"H100 80 GB": "h100", "L40S 48 GB": "l40s", "RTX 4090 24 GB": "rtx-4090"}
+NAMES = {"fits": "fits", "too_close": "too close to call", "does_not_fit": "does not fit"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """A row of a table: what is changed, and the options of `toolkit plan` for it."""
+
+    label: str
+    options: str
+
+
+@cache
+def answer(command: str) -> Any:
+    """Return what a `toolkit ... --json` command prints, with the model's config.json in place of its hub id."""
+    words = [str(MODEL_CONFIG) if word == MODEL else word for word in shlex.split(command)[1:]]
+    result = CliRunner().invoke(app, [*words, "--json"])
+    assert result.exit_code == 0, f"{command}: {result.output}"
+    return json.loads(result.stdout)
+
+
+def plans(options: str) -> list[dict[str, Any]]:
+    """Return the plans of `toolkit plan Qwen/Qwen3-8B OPTIONS --json`."""
+    found: list[dict[str, Any]] = answer(f"toolkit plan {MODEL} {options}")["plans"]
+    return found
+
+
+def one_plan(options: str) -> dict[str, Any]:
+    (plan,) = plans(options)
+    return plan
+
+
+def gib(number: float) -> str:
+    return f"{number / GIB:.1f}"
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]], *, right: int) -> str:
+    """Return a Markdown table whose last `right` columns are numbers."""
+    aligned = [":---"] * (len(head) - right) + ["---:"] * right
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in (head, aligned, *rows))
+
+
+# -- docs/how-to/out-of-memory.md
+
+JOB = "--num-processes 8 --max-seq-length 2048"
+SMALL = "--per-device-train-batch-size 1 --gradient-accumulation-steps 8"
+LEAN = f"{SMALL} --loss fused --activation-checkpointing"
+CHEAPEST_FIRST = [
+    Step(label="start: `zero2`, micro-batch 8", options=f"{JOB} --preset zero2"),
+    Step(label="1. micro-batch 1, 8 accumulation steps", options=f"{JOB} --preset zero2 {SMALL}"),
+    Step(label="2. and fused loss (Liger)", options=f"{JOB} --preset zero2 {SMALL} --loss fused"),
+    Step(label="3. and activation checkpointing", options=f"{JOB} --preset zero2 {LEAN}"),
+    Step(label="4. and `zero3` instead of `zero2`", options=f"{JOB} --preset zero3 {LEAN}"),
+    Step(
+        label="5. and 16 GPUs instead of 8, 4 accumulation steps",
+        options=f"{JOB} --preset zero3 {LEAN}".replace("processes 8", "processes 16").replace("steps 8", "steps 4"),
+    ),
+    Step(label="6. 8 GPUs, LoRA of rank 16", options=f"{JOB} --preset zero3 {LEAN} --lora-r 16"),
+    Step(
+        label="7. 8 GPUs, QLoRA of rank 16, under `ddp`",
+        options=f"{JOB} --preset ddp {LEAN} --lora-r 16 --load-in-4bit",
+    ),
+    Step(label="8. 8 GPUs, all weights, `zero3_cpu_offload`", options=f"{JOB} --preset zero3_cpu_offload {LEAN}"),
+]
+
+
+def verdicts(options: str) -> list[str]:
+    """Return the verdicts of a plan on each of the three GPUs."""
+    return [NAMES[one_plan(f"{options} --gpu {gpu}")["verdict"]] for gpu in THREE_GPUS.values()]
+
+
+def peak_bytes(options: str) -> int:
+    return int(one_plan(f"{options} --gpu h100")["planned_peak_bytes"])
+
+
+def steps_table(steps: Sequence[Step]) -> str:
+    rows = [[step.label, gib(peak_bytes(step.options)), *verdicts(step.options)] for step in steps]
+    return table(["job", "planned peak, GiB", *THREE_GPUS], rows, right=len(THREE_GPUS) + 1)
+
+
+def out_of_memory() -> str:
+    note = (
+        f"Planned, not measured; the row of step 3 with `toolkit plan {MODEL} {CHEAPEST_FIRST[3].options} --gpu h100`."
+    )
+    return f"{steps_table(CHEAPEST_FIRST)}\n\n{note}"
+
+
+# -- docs/tutorials
+
+ONE_GPU = "--num-processes 1 --preset single --per-device-train-batch-size 1 --max-seq-length 2048"
+ONE_GPU_METHODS = [
+    Step(label="all weights", options=f"{ONE_GPU} --activation-checkpointing"),
+    Step(label="LoRA of rank 16", options=f"{ONE_GPU} --activation-checkpointing --lora-r 16"),
+    Step(label="QLoRA of rank 16", options=f"{ONE_GPU} --activation-checkpointing --lora-r 16 --load-in-4bit"),
+]
+EIGHT_GPUS = (
+    "--num-processes 8 --gpu h100 --max-seq-length 2048 --per-device-train-batch-size 2 --activation-checkpointing"
+)
+
+
+def one_gpu() -> str:
+    command = f"toolkit plan {MODEL} {ONE_GPU_METHODS[-1].options} --gpu rtx-4090"
+    return f"{steps_table(ONE_GPU_METHODS)}\n\nPlanned, for example with `{command}`."
+
+
+def eight_gpus() -> str:
+    head = ["preset", "verdict", "planned peak, GiB", "left, GiB", "largest micro-batch", "host memory, GiB"]
+    rows = [
+        [
+            f"`{plan['preset']}`",
+            NAMES[plan["verdict"]],
+            gib(plan["planned_peak_bytes"]),
+            gib(plan["headroom_bytes"]),
+            str(plan["largest_micro_batch"] or "none"),
+            gib(plan["host_bytes"]),
+        ]
+        for plan in plans(EIGHT_GPUS)
+    ]
+    return f"{table(head, rows, right=4)}\n\nPlanned with `toolkit plan {MODEL} {EIGHT_GPUS}`."
+
+
+# -- docs/how-to/choose-a-preset.md
+
+HARDWARE = [
+    Step(label="1 x RTX 4090 24 GB", options="--gpu rtx-4090 --num-processes 1"),
+    Step(label="2 x RTX 4090 24 GB", options="--gpu rtx-4090 --num-processes 2"),
+    Step(label="4 x L40S 48 GB", options="--gpu l40s --num-processes 4"),
+    Step(label="8 x A100 40 GB", options="--gpu a100-40gb --num-processes 8"),
+    Step(label="8 x H100 80 GB", options="--gpu h100 --num-processes 8"),
+]
+METHODS = {"all weights": "", "LoRA, rank 16": "--lora-r 16", "QLoRA, rank 16": "--lora-r 16 --load-in-4bit"}
+
+
+def recommended(options: str) -> str:
+    """Return what `toolkit recommend` chooses, in a table's cell."""
+    command = shlex.split(f"recommend {MODEL_CONFIG} --max-seq-length 2048 {options} --json")
+    result = CliRunner().invoke(app, command)
+    if result.exit_code != 0:
+        assert "fits" in str(result.exception), result.exception
+        return "nothing fits"
+    choice = json.loads(result.stdout)["choice"]
+    checkpointing = ", checkpointing" if choice["activation_checkpointing"] else ""
+    size = gib(choice["planned_peak_bytes"])
+    return f"`{choice['preset']}`, micro-batch {choice['per_device_train_batch_size']}{checkpointing}, {size} GiB"
+
+
+def recommendations() -> str:
+    rows = [
+        [hardware.label, *(recommended(f"{hardware.options} {method}") for method in METHODS.values())]
+        for hardware in HARDWARE
+    ]
+    note = f"Planned, for example with `toolkit recommend {MODEL} --max-seq-length 2048 {HARDWARE[-1].options}`."
+    return f"{table(['GPUs', *METHODS], rows, right=0)}\n\n{note}"
+
+
+# -- docs/concepts/ddp-zero-fsdp2.md
+
+EXPLAINED = ("ddp", "zero1", "zero2", "zero3", "fsdp2", "fsdp2_grad_op")
+STATES = "--num-processes 8 --gpu h100 --max-seq-length 2048 --per-device-train-batch-size 1 --activation-checkpointing"
+COUNTED = ROOT / "benchmarks" / "results" / "communication.json"
+KINDS = ("all_reduce", "all_gather", "reduce_scatter")
+
+
+def explained(options: str) -> dict[str, dict[str, Any]]:
+    """Return one plan for each preset that the page explains."""
+    found = {plan["preset"]: plan for plan in plans(options)}
+    return {name: found[name] for name in EXPLAINED}
+
+
+def states() -> str:
+    keys = ("parameter_bytes", "gradient_bytes", "optimizer_bytes")
+    rows = []
+    for name, plan in explained(STATES).items():
+        parts = [plan[key] for key in keys]
+        rows.append([f"`{name}`", *map(gib, [*parts, sum(parts), plan["planned_peak_bytes"]]), NAMES[plan["verdict"]]])
+    head = ["preset", "parameters", "gradients", "optimizer", "together", "peak", "on 80 GB"]
+    return f"{table(head, rows, right=6)}\n\nGiB per GPU, planned with `toolkit plan {MODEL} {STATES}`."
+
+
+def traffic() -> str:
+    several = f"{STATES} --gradient-accumulation-steps 8"
+    once, often = explained(STATES), explained(several)
+    key = "communication_bytes_per_step"
+    rows = [[f"`{name}`", gib(once[name][key]), gib(often[name][key])] for name in once]
+    head = ["preset", "1 accumulation step", "8 accumulation steps"]
+    command = f"toolkit plan {MODEL} {several} --json"
+    return f"{table(head, rows, right=2)}\n\nGiB that one GPU sends per optimizer step, planned with `{command}`."
+
+
+def counted_collectives() -> str:
+    """Return the collectives counted on one of two ranks, in multiples of the model's bytes."""
+    recorded = json.loads(COUNTED.read_text())
+    model_bytes = 4 * recorded["num_params"]  # fp32, as every run on a CPU
+    found = {row["setting"]: row for row in recorded["rows"]}
+    rows = []
+    for name in EXPLAINED:
+        row = found[f"{name} n2 a2"]
+        sent = row["sent_bytes"] / (1 / 2)  # without the ring's factor (N-1)/N
+        parts = [*(row["counted"].get(kind, 0) for kind in KINDS), sent]
+        rows.append([f"`{name}`", *(f"{part / model_bytes:.2f}" for part in parts)])
+    head = ["preset", "all-reduce", "all-gather", "reduce-scatter", "sent"]
+    note = (
+        f"In multiples of the model's bytes, counted in runs of a Llama of {recorded['num_params']:,} parameters on two"
+        " CPU ranks with two accumulation steps. `sent` is what a ring sends, without its factor (N-1)/N. Repeat"
+        " it with `python benchmarks/communication.py`; `benchmarks/results/communication.json` has every row."
+    )
+    return f"{table(head, rows, right=4)}\n\n{note}"
+
+
+BLOCKS: dict[str, tuple[str, Callable[[], str]]] = {
+    "out of memory": ("how-to/out-of-memory.md", out_of_memory),
+    "one gpu": ("tutorials/first-fine-tune-1-gpu.md", one_gpu),
+    "eight gpus": ("tutorials/first-fine-tune-8-gpus.md", eight_gpus),
+    "recommendations": ("how-to/choose-a-preset.md", recommendations),
+    "model states": ("concepts/ddp-zero-fsdp2.md", states),
+    "communication": ("concepts/ddp-zero-fsdp2.md", traffic),
+    "collectives": ("concepts/ddp-zero-fsdp2.md", counted_collectives),
+}
+BLOCK = re.compile(
+    r"<!-- (?P<kind>planned|counted): (?P<name>[\w ]+) -->\n(?P<text>.*?)\n<!-- /(?P=name) -->", re.DOTALL
+)
+
+
+def blocks() -> Iterator[tuple[Path, re.Match[str]]]:
+    """Yield each block of a page in docs/."""
+    for page in sorted(DOCS.rglob("*.md")):
+        for block in BLOCK.finditer(page.read_text()):
+            yield page, block
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_a_pages_figures_are_those_of_today(name: str) -> None:
+    page, render = BLOCKS[name]
+    found = [block["text"] for path, block in blocks() if path == DOCS / page and block["name"] == name]
+    assert found == [render()], "run: python tests/docs/test_planned_figures.py"
+
+
+def test_every_block_of_figures_is_checked() -> None:
+    assert sorted(block["name"] for _, block in blocks()) == sorted(BLOCKS)
+
+
+def test_each_of_the_first_steps_against_running_out_of_memory_needs_less_than_the_one_before() -> None:
+    peaks = [peak_bytes(step.options) for step in CHEAPEST_FIRST[:6]]
+    assert peaks == sorted(set(peaks), reverse=True)
+
+
+def test_the_measured_bytes_of_the_concept_page_are_those_of_the_demo() -> None:
+    page = (DOCS / "concepts" / "ddp-zero-fsdp2.md").read_text()
+    shown = re.search(r"<!-- measured: demo -->\n(.*?)<!-- /demo -->", page, re.DOTALL)
+    pages = [ROOT / "README.md", *DOCS.rglob("*.md")]
+    tables = [re.search(r"<!-- demo-table -->\n(.*?)<!--", path.read_text(), re.DOTALL) for path in pages]
+    (demo,) = [found[1] for found in tables if found]
+    assert shown
+    assert body(shown[1]) == {name: cells[3:6] for name, cells in body(demo).items() if name in EXPLAINED}
+
+
+def body(text: str) -> dict[str, list[str]]:
+    """Return a Markdown table's rows: the first cell, without backquotes, and the others."""
+    lines = [[cell.strip() for cell in line.strip("| ").split("|")] for line in text.splitlines() if line[:1] == "|"]
+    return {cells[0].strip("`"): cells[1:] for cells in lines[2:]}
+
+
+def write_blocks() -> None:
+    for name, (page, render) in BLOCKS.items():
+        path = DOCS / page
+        text = path.read_text()
+        found = re.search(rf"(<!-- \w+: {name} -->\n).*?(<!-- /{name} -->)", text, re.DOTALL)
+        assert found, f"{page} has no block {name!r}"
+        path.write_text(f"{text[: found.start()]}{found[1]}{render()}\n{found[2]}{text[found.end() :]}")
+
+
+if __name__ == "__main__":
+    write_blocks()
