@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from launching import ROOT, SAVED, SAVED_STEPS, accelerate_launch, losses, read, toolkit
+from launching import LORA, ROOT, SAVED, SAVED_STEPS, accelerate_launch, losses, read, toolkit
 
 # peft reads a deprecated attribute of transformers; `python -m toolkit.checkpoint` hides the warning too.
 DEPRECATED = "ignore:.is_gradient_checkpointing. is deprecated:FutureWarning"
@@ -19,6 +19,7 @@ CONVERSIONS = [
     ("zero3", "fsdp2", 2),
     ("fsdp2", "ddp", 2),
     ("zero2", "zero2", 1),
+    ("zero2-lora", "fsdp2", 2),
 ]
 
 
@@ -27,7 +28,8 @@ def test_a_run_resumes_under_another_preset_or_world_size_with_the_same_losses(
     saved_runs: dict[str, Path], saved_job: list[str], source: str, preset: str, ranks: int, tmp_path: Path
 ) -> None:
     checkpoint, batch = saved_runs[source] / f"checkpoint-{SAVED[source]}", str(4 // ranks)
-    words = [*saved_job, "--per_device_train_batch_size", batch, "--save_strategy", "no", "--save_model", "false"]
+    words = [*saved_job, *(LORA if source.endswith("lora") else []), "--per_device_train_batch_size", batch]
+    words += ["--save_strategy", "no", "--save_model", "false"]
     words += ["--output_dir", str(tmp_path / "out"), "--resume_from_checkpoint", str(checkpoint)]
     ended = toolkit("train", "--preset", preset, "--num-processes", str(ranks), "--cpu", "--", *words)
     assert ended.returncode == 0, f"{ended.stdout[-2000:]}\n{ended.stderr[-3000:]}"
@@ -124,6 +126,25 @@ def test_a_converted_adapter_keeps_its_moments(
     for name in names:
         assert torch.equal(before.weight(name), after.weight(name))
         assert all(torch.equal(before.moment(name, moment), after.moment(name, moment)) for moment in MOMENTS)
+
+
+@pytest.mark.parametrize(("source", "preset", "groups"), [("zero2-lora", "fsdp2", 2), ("fsdp2-lora", "zero2", 1)])
+def test_the_schedule_of_an_adapter_has_as_many_rates_as_the_optimizer_will_have_groups(
+    saved_runs: dict[str, Path], source: str, preset: str, groups: int, tmp_path: Path
+) -> None:
+    """Adapters have no parameters without weight decay, and DeepSpeed drops their empty group."""
+    import torch
+
+    from toolkit.checkpoint.convert import convert
+    from toolkit.presets import load_preset
+
+    convert(saved_runs[source] / "checkpoint-6", tmp_path / "converted", load_preset(preset), num_processes=2)
+    before = torch.load(saved_runs[source] / "checkpoint-6" / "scheduler.pt", weights_only=True)
+    after = torch.load(tmp_path / "converted" / "scheduler.pt", weights_only=True)
+    assert len(before["base_lrs"]) == 3 - groups
+    for name in ("base_lrs", "_last_lr", "lr_lambdas"):
+        assert after[name] == before[name][:1] * groups
+    assert after["last_epoch"] == before["last_epoch"] == 6
 
 
 @pytest.mark.parametrize("preset", ["ddp", "zero3", "fsdp2"])

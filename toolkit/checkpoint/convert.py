@@ -15,6 +15,8 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from toolkit.checkpoint.engines import open_checkpoint, write_checkpoint
 from toolkit.checkpoint.hf_export import SIDE_FILE_BYTES, check_complete
 from toolkit.checkpoint.layout import detect
@@ -28,6 +30,8 @@ from toolkit.presets.support import check_supported
 from toolkit.run.checkpoints import checkpoint_files, commit_checkpoint, file_entries
 
 BYTES_PER_PARAMETER = 3 * 4  # fp32 weight and Adam's two moments
+# Entries of torch's schedules with one value per parameter group.
+RATES = ("base_lrs", "_last_lr", "lr_lambdas")
 
 
 def convert(
@@ -48,6 +52,7 @@ def convert(
         with temporary_beside(out) as temporary:
             write_checkpoint(preset.engine, temporary, reader, model, groups)
             _copy_side_files(files, temporary, same_ranks=detect(path).world_size == num_processes)
+            _convert_schedule(temporary / "scheduler.pt", groups, preset.engine)
             manifest = _converted_manifest(files, reader, preset, num_processes, path)
             entries = file_entries(temporary, checkpoint_files(temporary))
             commit_checkpoint(temporary, out.absolute(), manifest | {"files": entries})
@@ -96,6 +101,25 @@ def _copy_side_files(files: ModelFiles, folder: Path, *, same_ranks: bool) -> No
     for file in copied:
         if file is not None:
             shutil.copyfile(file, folder / file.name)
+
+
+def _convert_schedule(path: Path, groups: list[list[str]], engine: str) -> None:
+    """Give the schedule a rate for each group of the new optimizer: DeepSpeed drops groups without parameters.
+
+    LoRA has such a group, because adapters have no parameters without weight decay.
+    """
+    if not path.exists():
+        return
+    state = torch.load(path, weights_only=True)
+    with_parameters = [position for position, names in enumerate(groups) if names]
+    wanted = with_parameters if engine == "deepspeed" else list(range(len(groups)))
+    for name in RATES:
+        values = state.get(name, [])
+        saved = with_parameters if len(values) == len(with_parameters) else list(range(len(groups)))
+        if len(values) == len(saved):
+            known = dict(zip(saved, values, strict=True))
+            state[name] = [known.get(position, values[0]) for position in wanted]
+    torch.save(state, path)
 
 
 def _converted_manifest(
