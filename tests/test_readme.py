@@ -21,6 +21,7 @@ from pathlib import Path
 
 import pytest
 import typer
+from fits_table import fits_table
 from reference_blocks import characteristics_table, preset_table
 
 from toolkit.cli import app
@@ -95,8 +96,8 @@ def run_bash(script: str, **variables: str) -> subprocess.CompletedProcess[str]:
 # -- generated blocks
 
 
-GENERATED = {"presets": preset_table, "characteristics": characteristics_table}
-PAGE_OF = {name: ROOT / "docs" / "reference" / "presets.md" for name in GENERATED}
+GENERATED = {"presets": preset_table, "characteristics": characteristics_table, "fits": fits_table}
+PAGE_OF = {name: ROOT / "docs" / "reference" / "presets.md" for name in GENERATED} | {"fits": README}
 
 
 def generated(text: str, name: str) -> re.Match[str]:

@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from model_configs import built, config_file, fields_of
+from model_configs import TINY, built, config_file, fields_of
 
+from toolkit.errors import ToolkitError
 from toolkit.models.checked_counts import (
     CHECKED,
     FULL,
@@ -25,7 +26,7 @@ from toolkit.models.checked_counts import (
 from toolkit.models.config_fields import ConfigFields
 from toolkit.models.count_from_transformers import describe_adapters, describe_tensors
 from toolkit.models.counted_shape import shape_from_counted
-from toolkit.models.lora import ALL_LINEAR, RENAMED_TARGETS, lora_layers, outer_lora
+from toolkit.models.lora import ALL_LINEAR, RENAMED_TARGETS, check_lora_targets, lora_layers, outer_lora
 from toolkit.models.read_model import shape_from_config, types_with_formulas
 from toolkit.models.shape import ModelShape
 from toolkit.plan.model_states import job_weights
@@ -125,6 +126,12 @@ def test_a_mixture_is_checked_with_experts(model_type: str, folders: Path) -> No
     assert shape.counted_adapters is not None
     ranks = [adapter.rank_multiple for layer in shape.counted_adapters.values() for adapter in layer]
     assert (max(ranks) > 1) is (model_type in MIXTURES_WITH_ADAPTED_EXPERTS)
+
+
+def test_a_model_that_peft_refuses_is_refused_with_its_reason(tmp_path: Path) -> None:
+    shape = planned(config_file(tmp_path, "mamba", TINY))
+    with pytest.raises(ToolkitError, match=r"peft cannot adapt .* mamba: .*'out_proj' is incompatible"):
+        check_lora_targets(shape, ALL_LINEAR)
 
 
 def test_every_method_that_the_table_has_is_compared() -> None:

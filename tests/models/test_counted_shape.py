@@ -10,10 +10,8 @@ from typing import Any
 import pytest
 from model_configs import TINY, config_file
 
-from toolkit.errors import ToolkitError
 from toolkit.models import counted_shape
 from toolkit.models.counted_shape import cached_count, count_shape
-from toolkit.models.lora import ALL_LINEAR, check_lora_targets
 from toolkit.models.read_model import read_model
 
 VALUES = {"model_type": "cohere", "hidden_size": 8}
@@ -97,13 +95,6 @@ def test_a_cache_that_cannot_be_written_is_no_error(
     monkeypatch.setenv("TOOLKIT_CACHE", str(tmp_path / "file"))
     assert count_shape(Path("config.json"), VALUES).num_layers == 2
     assert len(children) == 1
-
-
-def test_a_model_that_peft_refuses_is_refused_with_its_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TOOLKIT_CACHE", str(tmp_path / "cache"))
-    shape = read_model(str(config_file(tmp_path, "mamba", TINY | {"num_hidden_layers": 1})))
-    with pytest.raises(ToolkitError, match=r"peft cannot adapt .* mamba: .*'out_proj' is incompatible"):
-        check_lora_targets(shape, ALL_LINEAR)
 
 
 def test_a_real_child_is_cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
