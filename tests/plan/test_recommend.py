@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from launching import LLAMA_8B_CONFIG, toolkit
 from loaded_modules import HEAVY, loaded_after
+from model_configs import llama_8b
 
 from toolkit.errors import ToolkitError
 from toolkit.hardware.gpu_table import custom_gpu, find_gpu
@@ -286,6 +287,29 @@ def test_the_command_line_answers_without_torch(model: Path, tmp_path: Path) -> 
     refused = toolkit("recommend", str(model), "--gpu", "h100", "--num-processes", "8", "--objective", "cheapest")
     assert refused.returncode == 2
     assert "--objective is 'cheapest', expected fastest or least-memory" in refused.stderr
+
+
+def test_the_scaling_table_says_what_its_columns_count() -> None:
+    options = RecommendOptions(gpu="h100", num_processes=8)
+    made = request_for_shape(llama_8b(), options)
+    lines = recommendation_lines(recommend(made, list_presets()), made, model="m", scaling=True)
+    first = next(number for number, line in enumerate(lines) if line.startswith("  GPUs "))
+    assert "tokens/s of all GPUs" in lines[first]
+    assert "relative to 8 GPUs" in lines[first + 1]
+    assert lines[first + 2].split()[0] == "8"
+
+
+def test_rows_of_equal_length_need_no_mask_and_less_memory() -> None:
+    """A mask over 8,192 tokens costs memory that full rows do not need."""
+    options = RecommendOptions(gpu="h100", num_processes=8, max_seq_length=8192)
+    zero3 = [load_preset("zero3")]
+    ragged, equal = (
+        recommend(request_for_shape(llama_8b(), replace(options, equal_lengths=value)), zero3).choice
+        for value in (False, True)
+    )
+    assert ragged.job.per_device_train_batch_size == equal.job.per_device_train_batch_size > 1
+    assert (ragged.job.needs_mask, equal.job.needs_mask) == (True, False)
+    assert equal.memory.planned_peak_bytes < ragged.memory.planned_peak_bytes
 
 
 if __name__ == "__main__":

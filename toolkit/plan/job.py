@@ -80,6 +80,11 @@ class TrainingJob:
         )
 
     @property
+    def length_text(self) -> str:
+        """Length of the rows, for people."""
+        return f"{self.max_seq_length:,} tokens" + (" in every row" if self.lengths_differ is False else "")
+
+    @property
     def method_text(self) -> str:
         """Training method, for people."""
         if self.lora_r is None:

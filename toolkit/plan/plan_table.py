@@ -69,6 +69,7 @@ def _heading(request: PlanRequest) -> str:
         f"{shape.model_type}, {number(shape.num_params, 0)} parameters",
         job.method_text,
         f"{job.per_device_train_batch_size} x {job.max_seq_length} tokens per GPU",
+        "rows of equal length" if job.lengths_differ is False else "",
         f"{steps} accumulation steps" if steps > 1 else "",
         "activation checkpointing" if job.activation_checkpointing else "",
         f"{request.gpu.name}, {gib(request.gpu.memory_bytes)}",

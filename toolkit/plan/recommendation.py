@@ -83,7 +83,7 @@ def recommendation_lines(
     choice, others, why_not = recommendation.choice, recommendation.others, recommendation.why_not
     lines = [
         f"{model}: {request.shape.num_params:,} parameters, {request.job.method_text}, "
-        f"{request.job.max_seq_length:,} tokens, {request.global_batch_size} sequences per step, "
+        f"{request.job.length_text}, {request.global_batch_size} sequences per step, "
         f"on {request.world_size} × {request.gpu.name}",
         "",
         f"  use       {choice.preset.name}: {choice.settings}",
@@ -135,12 +135,18 @@ def _facts(choice: Candidate, request: RecommendRequest, price: float | None) ->
 
 
 def _scaling_lines(points: Sequence[ScalingPoint]) -> list[str]:
-    lines = ["  GPUs   tokens/s of all (low to high)   efficiency     lost to failures"]
+    if not points:
+        return ["  scaling   n/a: the GPU's peak is not known (`--gpu-tflops`)"]
+    relative = f"relative to {points[0].world_size:,} GPUs"
+    lines = [
+        "  GPUs   tokens/s of all GPUs            tokens/s per GPU,      share of time",
+        f"         (low to high end)               {relative:<21}  lost to failures",
+    ]
     for point in points:
         low, high = point.tokens_per_second
         worst, best = sorted(point.scaling_efficiency)
         lines.append(
-            f"  {point.world_size:>5}  {f'{low:,.0f} to {high:,.0f}':<30}  {f'{worst:.0%} to {best:.0%}':<13}  "
+            f"  {point.world_size:>5}  {f'{low:,.0f} to {high:,.0f}':<30}  {f'{worst:.0%} to {best:.0%}':<21}  "
             f"{point.failure_loss:.1%}"
         )
     return lines
