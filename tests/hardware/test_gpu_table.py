@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
+
 import pytest
 
 from toolkit.errors import ToolkitError
-from toolkit.hardware.gpu_table import DTYPES, GPUS, Gpu, custom_gpu, find_gpu, known_gpu
+from toolkit.hardware.gpu_table import DTYPES, GPUS, Gpu, custom_gpu, find_gpu, known_gpu, named_or_visible_gpu
 from toolkit.units import GIB
 
 
@@ -74,3 +77,45 @@ def test_given_numbers_out_of_range_are_refused() -> None:
         custom_gpu(None, tflops=10)
     with pytest.raises(ToolkitError, match="there is no peak for dtype 'fp8'"):
         find_gpu("h100").peak_flops("fp8")
+
+
+@pytest.fixture
+def nvidia_smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """An nvidia-smi that knows GPUs of these names; a node that has real ones is left alone."""
+    if Path("/proc/driver/nvidia/gpus").is_dir():
+        pytest.skip("this node has GPUs of its own")
+
+    def knows(*names: str) -> None:
+        listed = "".join(f"echo 'GPU {index}: {name}';" for index, name in enumerate(names))
+        described = "".join(f"echo '{name}, 81559, 570.86.15, 700.00, 1980, 2619';" for name in names)
+        program = tmp_path / "nvidia-smi"
+        program.write_text(f'#!/bin/sh\nif [ "$1" = "-L" ]; then {listed or ":;"} else {described or ":;"} fi\n')
+        program.chmod(0o755)
+        monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+
+    return knows
+
+
+def test_without_a_name_the_gpu_is_this_nodes(nvidia_smi: Callable[..., None]) -> None:
+    nvidia_smi(*["NVIDIA H100 80GB HBM3"] * 8)
+    found = named_or_visible_gpu(None)
+    assert found is not None
+    assert found.name == "h100-sxm"
+    assert named_or_visible_gpu("t4") == find_gpu("t4")
+    assert named_or_visible_gpu(None, has_memory=True) is None
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        ([], "--gpu is missing, and no GPU is visible on this node"),
+        (["NVIDIA H100 80GB HBM3", "Tesla T4"], "--gpu is missing, and this node has NVIDIA H100 80GB HBM3, Tesla T4"),
+    ],
+)
+def test_without_a_name_and_without_one_kind_of_gpu_it_is_asked_for(
+    names: list[str], message: str, nvidia_smi: Callable[..., None]
+) -> None:
+    nvidia_smi(*names)
+    with pytest.raises(ToolkitError, match=message):
+        named_or_visible_gpu(None)

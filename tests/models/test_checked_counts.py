@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import asdict
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,9 @@ from toolkit.models.counted_shape import shape_from_counted
 from toolkit.models.lora import ALL_LINEAR, RENAMED_TARGETS, check_lora_targets, lora_layers, outer_lora
 from toolkit.models.read_model import shape_from_config, types_with_formulas
 from toolkit.models.shape import ModelShape
-from toolkit.plan.model_states import job_weights
+from toolkit.plan.engine_settings import engine_settings
+from toolkit.plan.model_states import job_weights, model_states
+from toolkit.presets import load_preset
 
 RANK = 4
 ROOT = Path(__file__).parents[2]
@@ -152,5 +155,9 @@ def test_all_trained_parameters_of_a_traced_run_are_planned(folders: Path, monke
     traced = json.loads((ROOT / "benchmarks" / "results" / "traced_grid.json").read_text())
     (case,) = (case for case in traced["cases"] if case["id"] == "092")
     shape = planned(config_file(folders / "deepseek-v3-2b", fields.pop("model_type"), fields))
-    trained = job_weights(shape, traced["lora_rank"]).num_trained
-    assert trained == case["measured"]["num_trainable_params"] == 39_161_344
+    weights = job_weights(shape, traced["lora_rank"])
+    assert weights.num_trained == case["measured"]["num_trainable_params"] == 39_161_344
+    engine = engine_settings(load_preset(case["preset"]), world_size=case["world_size"], hidden_size=shape.hidden_size)
+    states = asdict(model_states(engine, weights))
+    parts = ("parameter_bytes", "gradient_bytes", "optimizer_bytes")
+    assert [states[part] for part in parts] == [case["measured"][part] for part in parts]

@@ -134,7 +134,7 @@ def test_the_table_describes_the_job_and_says_what_is_exact() -> None:
     ("words", "message"),
     [
         (["--gpu", "h1000"], "unknown GPU 'h1000'"),
-        ([], "no GPU is named"),
+        ([], "--gpu is missing, and no GPU is visible on this node"),
         (["--gpu-memory-gib", "0"], "--gpu-memory-gib is 0.0"),
         (["--gpu", "h100", "--preset", "zero4"], "did you mean `zero3`?"),
         (["--gpu", "h100", "--num-processes", "0"], "--num-processes is 0, expected 1 or more"),

@@ -15,6 +15,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from toolkit.errors import ToolkitError, nearest
+from toolkit.hardware.gpus import count_gpus, gpu_names
 from toolkit.units import GIB
 
 TERA = 10**12
@@ -84,6 +85,25 @@ def common_gpu(names: Iterable[str]) -> Gpu | None:
     """Return the GPU that all the names mean; None for no name, several kinds, or one that is not in the table."""
     kinds = set(names)
     return known_gpu(kinds.pop()) if len(kinds) == 1 else None
+
+
+def named_or_visible_gpu(name: str | None, *, has_memory: bool = False) -> Gpu | None:
+    """Return the GPU with a name, or by default the kind of this node's; None for a GPU that is given by its memory.
+
+    Raises ToolkitError for an unknown name, and without a name where no GPU, or more than one kind, is visible.
+    """
+    if name is not None:
+        return find_gpu(name)
+    if has_memory:
+        return None
+    names = sorted(set(gpu_names())) if count_gpus() else []
+    if len(names) == 1:
+        return find_gpu(names[0])
+    found = f"this node has {', '.join(names)}" if names else "no GPU is visible on this node"
+    raise ToolkitError(
+        f"--gpu is missing, and {found}",
+        hint="for example `--gpu h100`, or --gpu-memory-gib for one that is not listed",
+    )
 
 
 def custom_gpu(

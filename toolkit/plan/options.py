@@ -17,7 +17,7 @@ from toolkit.flags import PRESET_HELP
 DEFAULT_GPUS_HELP = "by default all that are visible"
 CHECKPOINTING_FLAG = "--activation-checkpointing/--no-activation-checkpointing"
 
-GpuName = Annotated[str | None, Option(help="GPU name: h100, a100-80gb, rtx-4090, ...")]
+GpuName = Annotated[str | None, Option(help="GPU name: h100, a100-80gb, rtx-4090, ...; by default this node's")]
 GpuMemory = Annotated[float | None, Option(help="memory of one GPU, if the table does not have it")]
 GpuTflops = Annotated[float | None, Option(help="dense bf16 peak of one GPU, if the table does not have it")]
 SeqLength = Annotated[int, Option(help="tokens per sequence")]

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from toolkit.errors import ToolkitError
-from toolkit.hardware.gpu_table import Gpu, custom_gpu, find_gpu
+from toolkit.hardware.gpu_table import Gpu, custom_gpu, named_or_visible_gpu
 from toolkit.hardware.gpus import visible_world_size
 from toolkit.models.lora import ALL_LINEAR
 from toolkit.models.read_model import check_unquantized, read_model
@@ -136,9 +136,7 @@ def plan_request(model: str, options: PlanOptions) -> PlanRequest:
 
 
 def _find_gpu(options: PlanOptions) -> Gpu:
-    if options.gpu is None and options.gpu_memory_gib is None:
-        raise ToolkitError("no GPU is named", hint="--gpu NAME, for example `--gpu h100`, or --gpu-memory-gib")
-    listed = None if options.gpu is None else find_gpu(options.gpu)
+    listed = named_or_visible_gpu(options.gpu, has_memory=options.gpu_memory_gib is not None)
     return custom_gpu(listed, memory_gib=options.gpu_memory_gib, tflops=options.gpu_tflops)
 
 

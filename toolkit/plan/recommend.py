@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from toolkit.errors import ToolkitError, did_you_mean
-from toolkit.hardware.gpu_table import GIGA, custom_gpu, find_gpu
+from toolkit.hardware.gpu_table import GIGA, custom_gpu, named_or_visible_gpu
 from toolkit.hardware.gpus import visible_world_size
 from toolkit.models.read_model import check_unquantized, read_model
 from toolkit.models.shape import ModelShape
@@ -74,7 +74,7 @@ def request_for_shape(shape: ModelShape, options: RecommendOptions) -> Recommend
     if options.global_batch_size is not None:
         check_size("--global-batch-size", options.global_batch_size, LARGEST_GLOBAL_BATCH)
     gpu = custom_gpu(
-        None if options.gpu is None else find_gpu(options.gpu),
+        named_or_visible_gpu(options.gpu, has_memory=options.gpu_memory_gib is not None),
         memory_gib=options.gpu_memory_gib,
         tflops=options.gpu_tflops,
         link_gb_per_second=options.gpu_link_gb_per_second,
