@@ -20,7 +20,7 @@ from record import print_table, write_result
 
 from toolkit.demo.assets import chitchat_data_file, default_data_file, prepare_default_model
 from toolkit.train.data.packing import OpenPacks
-from toolkit.train.data.streaming import LANE_STATE, BatchShare, RowStream, TokenStream, open_stream
+from toolkit.train.data.streaming import LANE_STATE, BatchShare, RowStream, TokenStream, endless_rows, open_stream
 from toolkit.train.data.tokenization import RowEncoder, row_encoder
 
 MAX_SEQ_LENGTH = 1024
@@ -51,10 +51,10 @@ def opened(path: Path, tokenizer: Any) -> tuple[RowStream, RowEncoder]:
 def cost(path: Path, tokenizer: Any) -> dict[str, float]:
     """Return the cost of one file: parsing rows, tokenising and packing them, and both again for a resumed run."""
     rows, encoder = opened(path, tokenizer)
-    parsing, _ = cpu_seconds(lambda: list(itertools.islice(rows.endless(at_least=1), PARSED_ROWS)))
-    training, sequences = cpu_seconds(lambda: list(itertools.islice(TokenStream(rows, encoder, SHARE), SEQUENCES)))
+    parsing, _ = cpu_seconds(lambda: list(itertools.islice(endless_rows(rows, at_least=1), PARSED_ROWS)))
+    training, sequences = cpu_seconds(lambda: list(itertools.islice(TokenStream(rows, [encoder], SHARE), SEQUENCES)))
     states = {row[LANE_STATE].lane: row[LANE_STATE] for row in sequences}
-    resumed = TokenStream(rows, encoder, SHARE)
+    resumed = TokenStream(rows, [encoder], SHARE)
     resumed.resume(states, batches=SEQUENCES // 8)
     going_on, _ = cpu_seconds(lambda: list(itertools.islice(resumed, SEQUENCES, SEQUENCES + 1)))
     return {
@@ -71,7 +71,7 @@ def first_sequence(path: Path, tokenizer: Any) -> float:
 
     def first() -> Any:
         rows, encoder = opened(path, tokenizer)
-        return next(iter(TokenStream(rows, encoder, SHARE)))
+        return next(iter(TokenStream(rows, [encoder], SHARE)))
 
     return cpu_seconds(first)[0]
 
@@ -86,7 +86,7 @@ def pack_fill(path: Path, tokenizer: Any, *, rows: int, open_packs: int) -> floa
 
 def encoded(stream: RowStream, encoder: RowEncoder, number: int) -> Iterator[dict[str, Any]]:
     for row in itertools.islice(stream.epoch(0), number):
-        yield encoder.encode_row(row.fields, number=row.number, place=row.where(stream.name))
+        yield encoder.encode_row(row.fields, number=row.number, place=row.place_in(stream.name))
 
 
 def main() -> None:

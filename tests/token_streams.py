@@ -38,7 +38,7 @@ def encoder(tokenizer: Any, rows: RowStream) -> RowEncoder:
 
 def token_stream(path: Path, tokenizer: Any, training: Any, *, packing: bool = False) -> TokenStream:
     rows = open_stream(str(path), "train", buffer_size=8, seed=1)
-    return TokenStream(rows, encoder(tokenizer, rows), batch_share(training), packing=packing)
+    return TokenStream(rows, [encoder(tokenizer, rows)], batch_share(training), packing=packing)
 
 
 def rank_arguments(index: int, ranks: int, *, batch: int, accumulation: int = 1, workers: int = 0) -> Any:

@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from dataset_folders import write_dataset_folder
 
-from toolkit.data import DataSource, check_file, is_hub_id, iter_rows, resolve_source, text_files
+from toolkit.data import DataSource, check_file, is_hub_id, iter_rows, resolve_source, resolve_sources, text_files
 from toolkit.errors import ToolkitError
 
 Write = Callable[[str, str | bytes], Path]
@@ -246,3 +247,48 @@ def test_reading_data_files_imports_no_heavy_library() -> None:
     )
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert result.stdout == "set()\n"
+
+
+# -- configurations and several data sets
+
+
+def test_a_copy_of_a_hub_data_set_is_a_source_with_a_configuration(tmp_path: Path) -> None:
+    folder = write_dataset_folder(tmp_path / "greetings")
+    assert resolve_sources([str(folder)], config="sv") == [DataSource(kind="hub", name=str(folder), config="sv")]
+    with pytest.raises(ToolkitError, match="has several configurations: en, sv") as caught:
+        resolve_sources([str(folder)])
+    assert caught.value.hint == "`--dataset_config en`"
+    with pytest.raises(ToolkitError, match="has no configuration 'svv'; it has: en, sv") as caught:
+        resolve_sources([str(folder)], config="svv", option="eval_dataset")
+    assert caught.value.hint == "did you mean `--eval_dataset_config sv`?"
+    default = write_dataset_folder(tmp_path / "default", default="sv")
+    assert resolve_sources([str(default)]) == [DataSource(kind="hub", name=str(default))]
+
+
+@pytest.mark.parametrize("card", ["", "# no header\n", "---\n[broken\n---\n", "---\nconfigs: none\n---\n"])
+def test_a_data_set_card_without_configurations_says_nothing_about_them(card: str, tmp_path: Path) -> None:
+    (tmp_path / "README.md").write_text(card)
+    assert resolve_sources([str(tmp_path)], config="sv")[0].config == "sv"
+
+
+def test_a_configuration_belongs_to_the_hub_data_sets_among_several(write: Write) -> None:
+    path = write("rows.jsonl", '{"text": "a"}')
+    assert [source.config for source in resolve_sources([str(path), "owner/name"], config="sv")] == [None, "sv"]
+    with pytest.raises(ToolkitError, match=r"--dataset_config sv: .*rows.jsonl is a file") as caught:
+        resolve_sources([str(path)], config="sv")
+    assert caught.value.hint == "leave `--dataset_config` out"
+
+
+def test_the_same_data_set_twice_is_refused(write: Write) -> None:
+    path = write("rows.jsonl", '{"text": "a"}')
+    same = path.parent / "." / ".." / path.parent.name / path.name
+    with pytest.raises(ToolkitError, match=r"--dataset names .*rows.jsonl twice, also as .*rows.jsonl\n"):
+        resolve_sources([str(path), "owner/name", str(same)])
+    with pytest.raises(ToolkitError, match="--dataset names owner/name twice\n"):
+        resolve_sources(["owner/name", "owner/name"])
+
+
+def test_a_missing_file_among_several_is_named(write: Write) -> None:
+    path = write("rows.jsonl", '{"text": "a"}')
+    with pytest.raises(ToolkitError, match=r"no such data file: .*row.jsonl"):
+        resolve_sources([str(path), str(path.with_name("row.jsonl"))])

@@ -1,4 +1,4 @@
-"""Streaming options are checked before the launch."""
+"""Weights and streaming options are checked before the launch."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 
 from toolkit.errors import ToolkitError
 from toolkit.run.checkpoints import Checkpoint, check_resume_settings
-from toolkit.run.dataset_checks import check_rows_fill_a_step, check_streaming, streaming_warnings
+from toolkit.run.dataset_checks import check_rows_fill_a_step, check_streaming, check_weights, streaming_warnings
 
 
 @pytest.mark.parametrize(
@@ -57,3 +57,42 @@ def test_resuming_with_another_streaming_buffer_is_refused(then: int, now: int, 
         check_resume_settings(checkpoint, **options, streaming_buffer_size=now)
     assert str(caught.value.hint).endswith(hint)
     check_resume_settings(checkpoint, **options, streaming_buffer_size=then)
+
+
+@pytest.mark.parametrize(
+    ("names", "weights", "message"),
+    [
+        (["a.jsonl", "b.jsonl"], "0.7", "--dataset_weights has 1 weight for 2 data sets"),
+        ("a.jsonl", ["0.7", "0.3"], "--dataset_weights has 2 weights for 1 data set"),
+        (["a.jsonl", "b.jsonl"], ["0.7", "0"], "--dataset_weights has 0, expected numbers above 0"),
+        (["a.jsonl", "b.jsonl"], [0.7, -1.5], "--dataset_weights has -1.5, expected numbers above 0"),
+        (["a.jsonl", "b.jsonl"], ["nan", "1"], "--dataset_weights has nan, expected numbers above 0"),
+        (["a.jsonl", "b.jsonl"], ["inf", "1"], "--dataset_weights has inf, expected numbers above 0"),
+    ],
+)
+def test_weights_that_do_not_fit_the_data_sets_are_refused(names: object, weights: object, message: str) -> None:
+    with pytest.raises(ToolkitError) as caught:
+        check_weights({"dataset": names, "dataset_weights": weights})
+    assert caught.value.message == message
+
+
+def test_weights_are_relative_and_may_be_left_out() -> None:
+    check_weights({"dataset": ["a.jsonl", "b.jsonl"], "dataset_weights": ["7", "3"]})
+    check_weights({"dataset": ["a.jsonl", "b.jsonl"]})
+
+
+@pytest.mark.parametrize(
+    ("then", "now", "hint"),
+    [
+        ([0.7, 0.3], [], "`--dataset_weights 0.7 0.3`"),
+        ([], [0.7, 0.3], "leave `--dataset_weights` out"),
+        ([0.7, 0.3], [0.3, 0.7], "`--dataset_weights 0.7 0.3`"),
+    ],
+)
+def test_resuming_with_other_weights_is_refused(then: list[float], now: list[float], hint: str, tmp_path: Path) -> None:
+    options = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 1, "seed": 42, "max_steps": 9}
+    checkpoint = Checkpoint(path=tmp_path, step=3, manifest={"dataset_weights": then})
+    with pytest.raises(ToolkitError, match="was trained with --dataset_weights") as caught:
+        check_resume_settings(checkpoint, **options, dataset_weights=now)
+    assert caught.value.hint == hint
+    check_resume_settings(checkpoint, **options, dataset_weights=then)

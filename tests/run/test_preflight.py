@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from dataset_folders import write_dataset_folder
 
 from toolkit.errors import ToolkitError
 from toolkit.presets import load_preset
@@ -106,6 +107,30 @@ def test_a_missing_dataset_is_refused_with_the_nearest_file_name(model: Path, ro
 def test_too_few_rows_for_one_global_batch_are_refused(model: Path, rows: Path) -> None:
     with pytest.raises(ToolkitError, match="has 16 rows, fewer than one global batch of 18 sequences"):
         check(model, rows, "--per_device_train_batch_size", "9")
+
+
+def test_weights_make_an_epoch_long_enough_for_a_step(model: Path, rows: Path) -> None:
+    few = rows.with_name("few.jsonl")
+    few.write_text('{"prompt": "hej", "completion": "hello"}\n' * 2)
+    batch = ["--per_device_train_batch_size", "10"]
+    with pytest.raises(ToolkitError, match=f"{rows}, {few} has 18 rows, fewer than one global batch of 20 sequences"):
+        check(model, rows, str(few), *batch)
+    assert check(model, rows, str(few), "--dataset_weights", "1", "1", *batch).global_batch_size == 20
+    few.write_text(few.read_text() + '{"text": "another format"}\n')
+    with pytest.raises(ToolkitError, match=r"few.jsonl: row 3, line 3"):
+        check(model, rows, str(few))
+
+
+def test_a_configuration_is_checked_before_the_launch(model: Path, rows: Path, tmp_path: Path) -> None:
+    folder = write_dataset_folder(tmp_path / "greetings")
+    for option in ("dataset", "eval_dataset"):
+        given = [str(rows), f"--{option}", str(folder)] if option == "eval_dataset" else [str(folder)]
+        assert check(model, *given, f"--{option}_config", "sv").global_batch_size == 16
+        with pytest.raises(ToolkitError, match="has no configuration 'de'; it has: en, sv") as caught:
+            check(model, *given, f"--{option}_config", "de")
+        assert caught.value.hint == f"`--{option}_config en`"
+    with pytest.raises(ToolkitError, match=r"--dataset_config sv: .*rows.jsonl is a file"):
+        check(model, rows, "--dataset_config", "sv")
 
 
 @pytest.mark.parametrize("name", preflight.POSITIVE)

@@ -82,7 +82,7 @@ def search_bounds(spec: ComparisonSpec, row: RowKey) -> tuple[int, int]:
     """Return where a row's search starts (the job's own micro-batch) and ends (what the option or the data allow)."""
     arguments = spec.arguments(row)
     cap = spec.find_max_batch or 1
-    dataset_rows = check_dataset(str(arguments["dataset"]))
+    dataset_rows = check_dataset(arguments)
     if dataset_rows is not None:
         micro_batches_per_step = row.world_size * integer(arguments, "gradient_accumulation_steps", 1)
         cap = max(1, min(cap, dataset_rows // micro_batches_per_step))

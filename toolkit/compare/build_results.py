@@ -33,7 +33,7 @@ from toolkit.hardware.cgroups import cpu_limit, memory_limit_bytes
 from toolkit.hardware.gpus import gpu_topology
 from toolkit.hardware.node import describe_node, disk_facts, git_commit, library_versions
 from toolkit.models.shape import ModelShape
-from toolkit.run.script_arguments import integer, read_arguments
+from toolkit.run.script_arguments import dataset_names, integer, read_arguments
 
 DEFAULT_SEED = 42  # of transformers' TrainingArguments
 # The columns that each kind of side run measures.
@@ -169,7 +169,7 @@ def _job(spec: ComparisonSpec, rows: Sequence[Row]) -> ComparedJob:
     compute_dtypes = sorted({row.compute_dtype for row in rows if row.compute_dtype})
     return ComparedJob(
         model=spec.model,
-        dataset=str(arguments["dataset"]),
+        dataset=", ".join(dataset_names(arguments)),
         training_arguments=spec.training_arguments,
         untimed_steps=spec.untimed_steps,
         seed=integer(arguments, "seed", DEFAULT_SEED),

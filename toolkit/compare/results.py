@@ -71,7 +71,7 @@ class ComparedJob(Model):
     """The fine-tuning job that every row trains."""
 
     model: Annotated[str, Column("Hub id or folder of the model.")]
-    dataset: Annotated[str, Column("Hub id or file of the data.")]
+    dataset: Annotated[str, Column("Hub id or file of the data; several with `, ` between them.")]
     training_arguments: Annotated[tuple[str, ...], Column("What followed `--`, as the training script received it.")]
     untimed_steps: Annotated[NonNegativeInt, Column("Optimizer steps at the start that no speed counts.")]
     seed: Annotated[int, Column("Seed of data order and initialisation, the same for every row.")]

@@ -9,9 +9,11 @@ from toolkit.data.data_files import (
     DataSource,
     FileCheck,
     check_file,
+    config_error,
     is_hub_id,
     iter_rows,
     resolve_source,
+    resolve_sources,
 )
 from toolkit.data.formats import FORMATS, Sample, check_row, detect_format, to_sample
 
@@ -23,9 +25,11 @@ __all__ = [
     "Sample",
     "check_file",
     "check_row",
+    "config_error",
     "detect_format",
     "is_hub_id",
     "iter_rows",
     "resolve_source",
+    "resolve_sources",
     "to_sample",
 ]

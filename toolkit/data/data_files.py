@@ -13,10 +13,12 @@ import json
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
+
+import yaml
 
 from toolkit.data.formats import check_row, detect_format
 from toolkit.data.text_files import JsonList, Lines, ReadValue, describe_json_error, error_at
@@ -24,17 +26,21 @@ from toolkit.errors import ToolkitError, nearest
 
 SUFFIXES = (".json", ".jsonl", ".csv", ".parquet")
 JSONL_HINT = "a .jsonl file holds one JSON object per line; a .json file may hold a list of objects"
+# A folder with this file is a copy of a hub data set, which `datasets` reads like the original.
+DATASET_CARD = "README.md"
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DataSource:
-    """The `path` of a local file, or the `name` of a hub data set."""
+    """The `path` of a local file, or the `name` of a hub data set: its id, or a folder that holds a copy of it."""
 
     kind: Literal["file", "hub"]
     name: str
     path: Path | None = None
+    config: str | None = None
+    """Configuration of a hub data set; None for its only one."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,16 +59,72 @@ def is_hub_id(source: str) -> bool:
     return _HUB_ID.fullmatch(source) is not None and not source.lower().endswith(SUFFIXES)
 
 
-def resolve_source(source: str) -> DataSource:
-    """Return the local file or hub id that `--dataset` names. Opens and downloads nothing.
+def resolve_sources(names: Sequence[str], *, config: str | None = None, option: str = "dataset") -> list[DataSource]:
+    """Return what `--dataset` names, with the configuration of those from the hub. Downloads nothing.
 
-    Raises ToolkitError for a folder, an unknown suffix, and a name that is neither.
+    Raises ToolkitError for what `resolve_source` refuses, for the same data twice, and for a configuration that a copy
+    of a hub data set does not have or that only files are given with.
+    """
+    sources = [resolve_source(name) for name in names]
+    seen: dict[str, str] = {}
+    for source in sources:
+        key = source.name if source.path is None else str(source.path.resolve())
+        if key in seen:
+            other = f", also as {source.name}" if source.name != seen[key] else ""
+            raise ToolkitError(
+                f"--{option} names {seen[key]} twice{other}",
+                hint="name it once; `--dataset_weights` repeats the rows of a data set",
+            )
+        seen[key] = source.name
+    if config is not None and all(source.kind == "file" for source in sources):
+        raise ToolkitError(
+            f"--{option}_config {config}: {names[0]} is a file, and only a hub data set has configurations",
+            hint=f"leave `--{option}_config` out",
+        )
+    return [_with_config(source, config, option) if source.kind == "hub" else source for source in sources]
+
+
+def _with_config(source: DataSource, config: str | None, option: str) -> DataSource:
+    listed = _configs(Path(source.name))
+    names = [str(each["config_name"]) for each in listed]
+    has_default = len(names) == 1 or any(each.get("default") or each["config_name"] == "default" for each in listed)
+    if names and (config not in names if config is not None else not has_default):
+        raise config_error(source.name, config, names, option=option)
+    return replace(source, config=config)
+
+
+def config_error(name: str, config: str | None, known: Sequence[str], *, option: str) -> ToolkitError:
+    """Return an error that names the configurations of a hub data set; `config` None: one has to be chosen."""
+    found = "has several configurations" if config is None else f"has no configuration {config!r}; it has"
+    close = nearest(config, known) if config is not None else None
+    hint = f"`--{option}_config {known[0]}`" if close is None else f"did you mean `--{option}_config {close}`?"
+    return ToolkitError(f"data set {name!r} {found}: {', '.join(known)}", hint=hint)
+
+
+def _configs(folder: Path) -> list[dict[str, Any]]:
+    """Configurations in the README.md of a copied hub data set; empty if it names none."""
+    try:
+        header = re.match(r"---\n(.*?)\n---", (folder / DATASET_CARD).read_text(), re.DOTALL)
+        content = yaml.safe_load(header[1]) if header else None
+    except (OSError, UnicodeDecodeError, yaml.YAMLError):
+        return []
+    listed = content.get("configs") if isinstance(content, dict) else None
+    return [each for each in listed or [] if isinstance(each, dict) and "config_name" in each]
+
+
+def resolve_source(source: str) -> DataSource:
+    """Return the local file or hub data set that a name means. Opens and downloads nothing.
+
+    Raises ToolkitError for another folder than a copy of a hub data set (with its README.md), an unknown suffix, and a
+    name that is neither.
     """
     path = Path(os.path.expanduser(source))  # noqa: PTH111  (`Path.expanduser` raises for an unknown user)
     try:
         is_folder = path.is_dir()
     except OSError as error:
         raise ToolkitError(f"no such data file: {source[:80]}: {error.strerror}") from None
+    if is_folder and (path / DATASET_CARD).is_file():
+        return DataSource(kind="hub", name=str(path))
     if is_folder:
         inside = ", ".join(sorted(file.name for file in path.iterdir() if file.suffix.lower() in SUFFIXES)[:5])
         raise ToolkitError(

@@ -31,7 +31,7 @@ from toolkit.run.exit_status import RunResult, record_result
 from toolkit.run.folder import RunFolder, read_json, start_facts
 from toolkit.run.preflight import check_dataset, check_positive, check_required
 from toolkit.run.process import run_command
-from toolkit.run.script_arguments import flag, read_arguments, resumes
+from toolkit.run.script_arguments import dataset_names, flag, read_arguments, resumes
 from toolkit.run.warm_start import server_in_environment
 
 DEFAULT_STEPS = 3
@@ -102,14 +102,14 @@ def _check_job(arguments: dict[str, Any], preset: Preset, *, world_size: int, on
         raise ToolkitError("--load_best_model_at_end: a rehearsal saves and evaluates nothing", hint="leave it out")
     check_arguments(arguments, preset, num_processes=world_size, on_cpu=on_cpu, purpose=purpose)
     check_configuration(str(arguments["model_name_or_path"]))
-    dataset = str(arguments.get("dataset", SYNTHETIC))
-    if dataset != SYNTHETIC and purpose == "trace":
+    is_synthetic = dataset_names(arguments) in ([], [SYNTHETIC])
+    if not is_synthetic and purpose == "trace":
         raise ToolkitError(
             "--dataset is not traced: fake tensors have shapes and no values",
             hint="leave --dataset out, or leave --fake-tensors out",
         )
-    if dataset != SYNTHETIC:
-        check_dataset(dataset)
+    if not is_synthetic:
+        check_dataset(arguments)
 
 
 def _gpu_precision(preset: Preset, arguments: dict[str, Any]) -> dict[str, str]:

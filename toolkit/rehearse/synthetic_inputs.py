@@ -22,7 +22,7 @@ WEIGHT_SUFFIXES = (".safetensors", ".bin")
 
 def rehearsal_data(args: Arguments) -> tuple[Any, Data]:
     """Return the tokenizer and the rows of `--dataset`; or None and synthetic rows, which need no tokenizer."""
-    if args.data.dataset != SYNTHETIC:
+    if args.data.dataset != [SYNTHETIC]:
         tokenizer = load_tokenizer(args.model, chat_template=args.data.chat_template)
         return tokenizer, load_data(tokenizer, args.data, args.training)
     training, config = args.training, from_pretrained(AutoConfig, args.model)
@@ -55,6 +55,7 @@ class SyntheticRows(Dataset[dict[str, Any]]):  # type: ignore[misc]
             format=SYNTHETIC,
             rows=self.count,
             dropped_rows=0,
+            epoch_rows=self.count,
             truncated_rows=0,
             tokens=self.count * self.length,
             supervised_tokens=self.count * (self.length - 1),

@@ -15,7 +15,7 @@ from toolkit.errors import ToolkitError, did_you_mean
 from toolkit.presets.spec import PresetSpec
 from toolkit.presets.support import CPU, Device, Purpose, check_supported
 from toolkit.presets.training_arguments import STRATEGY_ARGUMENTS
-from toolkit.run.dataset_checks import check_streaming, streaming_warnings
+from toolkit.run.dataset_checks import check_streaming, check_weights, streaming_warnings
 from toolkit.run.learning_rate import check_scaling
 from toolkit.run.lora_config import lora_fields
 from toolkit.run.script_arguments import is_given, read_method, uses_activation_checkpointing
@@ -46,6 +46,7 @@ PREREQUISITES = {
     "lora_dropout": "lora_r",
     "lora_target_modules": "lora_r",
     "activation_checkpointing_kwargs": "activation_checkpointing",
+    "eval_dataset_config": "eval_dataset",
     "liger_kernel_config": "use_liger_kernel",
     **dict.fromkeys(COMM_HOOK_OPTIONS, "ddp_comm_hook"),
 }
@@ -66,6 +67,7 @@ def check_arguments(
     Raises ToolkitError for what does not work: a value, a combination, or a method that the preset does not support.
     """
     check_scaling(arguments)
+    check_weights(arguments)
     check_streaming(arguments)
     if arguments.get("profile_steps") is not None:
         profiled_steps(str(arguments["profile_steps"]))

@@ -13,7 +13,7 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -147,30 +147,42 @@ def check_resume_settings(
     seed: int,
     max_steps: int,
     streaming_buffer_size: int = 0,
+    dataset_weights: Sequence[float] = (),
 ) -> None:
     """Raise ToolkitError for a job that would not resume with the same data, or has no steps left.
 
     `max_steps` of 0 or less means that the run is counted in epochs; `streaming_buffer_size` 0 means not streamed.
     """
-    settings = {
+    settings: dict[str, Any] = {
         "per_device_train_batch_size": per_device_train_batch_size,
         "gradient_accumulation_steps": gradient_accumulation_steps,
         "seed": seed,
         "streaming_buffer_size": streaming_buffer_size,
+        "dataset_weights": list(dataset_weights),
     }
     for name, now in settings.items():
         then = (checkpoint.manifest or {}).get(name)
         if then not in (None, now):
             raise ToolkitError(
-                f"{checkpoint.path} was trained with --{name} {then}, now it is {now}: the data would not resume"
-                " where they stopped",
-                hint=f"`--{name} {then}`" if name != "streaming_buffer_size" else _same_stream(int(then)),
+                f"{checkpoint.path} was trained with --{name} {_words(then)}, now it is {_words(now)}: the data would"
+                " not resume where they stopped",
+                hint=_same_setting(name, then),
             )
     if 0 < max_steps <= checkpoint.step:
         raise ToolkitError(
             f"{checkpoint.path} has {checkpoint.step} steps already, --max_steps is {max_steps}",
             hint=f"`--max_steps {2 * checkpoint.step}`, or another number above {checkpoint.step}, continues",
         )
+
+
+def _words(value: Any) -> str:
+    return " ".join(map(str, value)) or "none" if isinstance(value, list) else str(value)
+
+
+def _same_setting(name: str, then: Any) -> str:
+    if name == "streaming_buffer_size":
+        return _same_stream(int(then))
+    return f"leave `--{name}` out" if then == [] else f"`--{name} {_words(then)}`"
 
 
 def _same_stream(buffer_size: int) -> str:

@@ -1,4 +1,4 @@
-"""Checks of a job's data before tokenization: enough rows for a step, and the limits of streaming.
+"""Checks of a job's data before tokenization: weights, enough rows for a step, and the limits of streaming.
 
 >>> check_rows_fill_a_step(8, 4, "faq.jsonl")
 
@@ -7,10 +7,11 @@ No torch here: `toolkit train` checks before the launch, and the ranks check aga
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from toolkit.errors import ToolkitError
-from toolkit.run.script_arguments import DataArguments, flag, integer
+from toolkit.run.script_arguments import DataArguments, dataset_names, dataset_weights, flag, integer
 
 Arguments = dict[str, Any]
 
@@ -30,6 +31,28 @@ def check_rows_fill_a_step(rows: int | None, batch: int, dataset: str, *, packin
         f"{dataset} has {rows} rows{packs}, fewer than one global batch of {batch} sequences",
         hint="lower `--per_device_train_batch_size`, `--gradient_accumulation_steps` or the number of processes",
     )
+
+
+def check_weights(arguments: Arguments) -> None:
+    """Raise ToolkitError unless there is one weight above zero for each data set, or none at all."""
+    names, weights = dataset_names(arguments), dataset_weights(arguments)
+    if arguments.get("dataset_weights") is None:
+        return
+    if len(weights) != len(names):
+        raise ToolkitError(
+            f"--dataset_weights has {_count(len(weights), 'weight')} for {_count(len(names), 'data set')}",
+            hint=f"one weight for each, in the order of --dataset: {', '.join(names) or 'none is given'}",
+        )
+    for weight in weights:
+        if not 0 < weight < math.inf:
+            raise ToolkitError(
+                f"--dataset_weights has {weight:g}, expected numbers above 0",
+                hint="leave a data set without rows out of --dataset",
+            )
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def check_streaming(arguments: Arguments) -> None:

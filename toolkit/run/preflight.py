@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from toolkit.data import check_file, is_hub_id, resolve_source
+from toolkit.data import check_file, is_hub_id, resolve_sources
+from toolkit.data.mixture import rows_per_epoch
 from toolkit.defaults import PER_DEVICE_TRAIN_BATCH_SIZE
 from toolkit.errors import ToolkitError
 from toolkit.hardware.disks import existing_folder, free_bytes
@@ -30,7 +31,14 @@ from toolkit.run.checkpoints import (
 )
 from toolkit.run.dataset_checks import check_rows_fill_a_step, streaming_buffer_size
 from toolkit.run.folder import RunFolder, read_json
-from toolkit.run.script_arguments import flag, integer, read_arguments, resumes
+from toolkit.run.script_arguments import (
+    dataset_names,
+    dataset_weights,
+    flag,
+    integer,
+    read_arguments,
+    resumes,
+)
 from toolkit.units import gib
 
 POSITIVE = (
@@ -76,11 +84,11 @@ def check_job(
     check_positive(arguments)
     check_arguments(arguments, preset, num_processes=num_processes, on_cpu=cpu)
     check_model(str(arguments["model_name_or_path"]), revision=arguments.get("revision"))
-    rows = check_dataset(str(arguments["dataset"]))
-    if arguments.get("eval_dataset") is not None:
-        check_dataset(str(arguments["eval_dataset"]))
+    rows = check_dataset(arguments)
+    check_eval_dataset(arguments)
     batch = global_batch_size(arguments, num_processes)
-    check_rows_fill_a_step(rows, batch, str(arguments["dataset"]), packing=flag(arguments.get("packing", False)))
+    names = ", ".join(dataset_names(arguments))
+    check_rows_fill_a_step(rows, batch, names, packing=flag(arguments.get("packing", False)))
     return CheckedJob(arguments=arguments, global_batch_size=batch)
 
 
@@ -135,13 +143,30 @@ def local_folder(name: str) -> Path:
     return Path(os.path.expanduser(name))  # noqa: PTH111  (`Path.expanduser` raises for an unknown user)
 
 
-def check_dataset(source: str) -> int | None:
-    """Check each row of a local file, and return their number; None for a hub id or a very long file."""
-    resolved = resolve_source(source)
-    if resolved.path is None:
-        return None
-    checked = check_file(resolved.path)
-    return checked.rows if checked.complete else None
+def check_dataset(arguments: dict[str, Any]) -> int | None:
+    """Check each row of the local files of `--dataset`, and return the rows of an epoch.
+
+    None where that is not known: with a hub id, or a very long file.
+    """
+    rows = _rows_of(dataset_names(arguments), arguments.get("dataset_config"), "dataset")
+    known = [count for count in rows if count is not None]
+    weights = dataset_weights(arguments)
+    return sum(rows_per_epoch(known, weights or None)) if len(known) == len(rows) else None
+
+
+def check_eval_dataset(arguments: dict[str, Any]) -> None:
+    """Check each row of a local file of `--eval_dataset`."""
+    if arguments.get("eval_dataset") is not None:
+        _rows_of([str(arguments["eval_dataset"])], arguments.get("eval_dataset_config"), "eval_dataset")
+
+
+def _rows_of(names: list[str], config: Any, option: str) -> list[int | None]:
+    """Rows of each data set, where they are known."""
+    found: list[int | None] = []
+    for source in resolve_sources(names, config=None if config is None else str(config), option=option):
+        checked = None if source.path is None else check_file(source.path)
+        found.append(checked.rows if checked is not None and checked.complete else None)
+    return found
 
 
 def global_batch_size(arguments: dict[str, Any], num_processes: int) -> int:
@@ -184,6 +209,7 @@ def check_resume(preset: Preset, *, num_processes: int, arguments: dict[str, Any
         seed=integer(arguments, "seed", DEFAULT_SEED),
         max_steps=integer(arguments, "max_steps", -1),
         streaming_buffer_size=streaming_buffer_size(arguments),
+        dataset_weights=dataset_weights(arguments),
     )
 
 

@@ -28,6 +28,8 @@ CONFIG_SUFFIXES = (".yaml", ".yml", ".json")
 # The words that transformers' parser accepts for a boolean.
 TRUE_WORDS = {"true", "1", "yes", "y", "t"}
 FALSE_WORDS = {"false", "0", "no", "n", "f"}
+# Lists that a YAML file may also give as one value.
+DATASET_LISTS = ("dataset", "dataset_weights")
 
 
 @dataclass(kw_only=True)
@@ -112,10 +114,16 @@ class ModelArguments:
 class DataArguments:
     """The data and its tokenization."""
 
-    dataset: str | None = field(
-        default=None, metadata={"help": "a JSON, JSONL, CSV or Parquet file, or a hub id (owner/name)"}
+    dataset: list[str] | None = field(
+        default=None,
+        metadata={"help": "one or more of: a JSON, JSONL, CSV or Parquet file, or a hub id (owner/name)"},
     )
+    dataset_config: str | None = field(default=None, metadata={"help": "the configuration of a hub id"})
     dataset_split: str = field(default="train", metadata={"help": "the split of a hub id"})
+    dataset_weights: list[float] | None = field(
+        default=None,
+        metadata={"help": "each data set's share of the rows of an epoch: `0.7 0.3`; default: every row once"},
+    )
     max_seq_length: int = field(
         default=MAX_SEQ_LENGTH, metadata={"help": "longer rows are truncated to this many tokens"}
     )
@@ -140,6 +148,9 @@ class DataArguments:
     eval_dataset: str | None = field(
         default=None, metadata={"help": "data for the evaluation loss: a file or a hub id, like `dataset`"}
     )
+    eval_dataset_config: str | None = field(
+        default=None, metadata={"help": "the configuration of `eval_dataset`, if that is a hub id"}
+    )
     eval_dataset_split: str = field(
         default="validation", metadata={"help": "the split of `eval_dataset`, if that is a hub id"}
     )
@@ -163,7 +174,7 @@ def argument_types() -> dict[str, str]:
     """Return the name and annotation of every argument of the training script: ours, then `TrainingArguments`'."""
     ours = [*dataclasses.fields(ModelArguments), *dataclasses.fields(DataArguments)]
     if not training_argument_types():
-        raise ToolkitError("transformers is not installed", hint="pip install finetune-toolkit")
+        raise ToolkitError("transformers is not installed", hint="`make setup` in the clone installs it")
     return {field.name: str(field.type) for field in ours} | training_argument_types()
 
 
@@ -194,7 +205,22 @@ def read_config_file(path: Path) -> dict[str, Any]:
     content = canonical_values({str(name): value for name, value in content.items()}, where=f"{path}: ")
     for name in content:
         _check_name(name, where=f"{path}: unknown key {name!r}", prefix="")
-    return content
+    return content | {name: as_list(content[name]) for name in DATASET_LISTS if content.get(name) is not None}
+
+
+def as_list(value: Any) -> list[Any]:
+    """Return the values of an argument that takes one or more; empty for none."""
+    return [] if value is None else value if isinstance(value, list) else [value]
+
+
+def dataset_names(values: dict[str, Any]) -> list[str]:
+    """Return the files and hub ids of `--dataset`."""
+    return [str(name) for name in as_list(values.get("dataset"))]
+
+
+def dataset_weights(values: dict[str, Any]) -> list[float]:
+    """Return the numbers of `--dataset_weights`; empty without it."""
+    return [float(weight) for weight in as_list(values.get("dataset_weights"))]
 
 
 def resumes(values: dict[str, Any]) -> bool:
@@ -296,11 +322,12 @@ def _check_value(name: str, value: Any) -> None:
     annotation = argument_types()[name]
     if annotation in ("bool", "bool | None") and str(value).lower() not in TRUE_WORDS | FALSE_WORDS | {"none"}:
         raise ToolkitError(f"--{name} is {value!r}, expected true or false")
-    expected = {"int": int, "int | None": int, "float": float, "float | None": float}.get(annotation)
+    expected = {"int": int, "float": float, "list[float]": float}.get(annotation.removesuffix(" | None"))
     if expected is None or value is None:
         return
-    try:
-        expected(value)
-    except (TypeError, ValueError):
-        kind = "a whole number" if expected is int else "a number"
-        raise ToolkitError(f"--{name} is {value!r}, expected {kind}") from None
+    for each in as_list(value) if annotation.startswith("list") else [value]:
+        try:
+            expected(each)
+        except (TypeError, ValueError):
+            kind = "a whole number" if expected is int else "a number"
+            raise ToolkitError(f"--{name} is {each!r}, expected {kind}") from None

@@ -135,7 +135,7 @@ def open_run(
         facts=facts or {},
     )
     _open_folder(run)
-    progress.output_dir, progress.dataset = run.folder.path, arguments.data.dataset
+    progress.output_dir, progress.datasets = run.folder.path, tuple(arguments.data.dataset or ())
     if run.writes:
         print("".join(f"{line}\n" for line in arguments.notes), end="", flush=True)  # train.log is open now
     yield run

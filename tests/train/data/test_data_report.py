@@ -33,7 +33,7 @@ def test_a_system_prompt_that_no_row_takes_is_reported(tokenizer: Any) -> None:
         encoder = row_encoder(
             tokenizer=tokenizer, data_format=data_format, max_seq_length=128, loss_on=None, system_prompt=system_prompt
         )
-        return system_prompt_lines(encode_rows(datasets.Dataset.from_list(rows), encoder), system_prompt)
+        return system_prompt_lines([encode_rows(datasets.Dataset.from_list(rows), encoder)], system_prompt)
 
     assert lines([{"messages": MESSAGES}, {"messages": MESSAGES[1:]}], "messages") == []
     assert lines([{"text": "plain"}], "text", system_prompt=None) == []

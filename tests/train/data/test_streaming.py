@@ -64,7 +64,7 @@ def test_hub_rows_are_streamed_without_indices(monkeypatch: pytest.MonkeyPatch, 
     found_row = min(found.epoch(0), key=lambda row: row.fields["id"])
     assert sorted(row.fields["text"] for row in found.epoch(0)) == [f"row {n}" for n in range(6)]
     share = BatchShare(rank=0, world_size=1, per_device_train_batch_size=1, gradient_accumulation_steps=1)
-    sequence = next(iter(TokenStream(found, encoder(tokenizer, found), share, packing=True)))
+    sequence = next(iter(TokenStream(found, [encoder(tokenizer, found)], share, packing=True)))
     assert sequence["rows"] == []
     assert found_row.place_in("owner/name") == "owner/name: the row that begins with {'text': 'row 0', 'id': 0}"
 

@@ -10,10 +10,11 @@ from typing import Any
 import datasets
 import pytest
 from conversations import TURNS, marked, tokenized, with_template
+from dataset_folders import write_dataset_folder
 
-from toolkit.data import Sample
+from toolkit.data import DataSource, Sample, resolve_sources
 from toolkit.errors import ToolkitError
-from toolkit.train.data.tokenization import encode, encode_rows, load_rows, row_encoder, tokenize
+from toolkit.train.data.tokenization import encode, encode_rows, load_hub, load_rows, row_encoder, tokenize
 
 # -- supervision
 
@@ -67,6 +68,7 @@ def test_the_statistics_count_rows_tokens_and_truncated_rows(tokenizer: Any) -> 
         "format": "text",
         "rows": 4,
         "dropped_rows": 1,
+        "epoch_rows": 3,
         "truncated_rows": 1,
         "tokens": 3 + 4 + 2,
         "supervised_tokens": 2 + 3 + 1,
@@ -75,8 +77,9 @@ def test_the_statistics_count_rows_tokens_and_truncated_rows(tokenizer: Any) -> 
         "packs": None,
         "pack_fill_fraction": None,
         "streamed": False,
+        "sources": [],
     }
-    assert result.dataset.column_names == ["input_ids", "labels", "length", "row"]
+    assert result.dataset.column_names == ["input_ids", "labels", "length", "row", "supervised"]
     assert result.dataset["length"][:] == [3, 4, 2]
     assert result.dataset["row"][:] == [0, 1, 2]
 
@@ -179,6 +182,35 @@ def test_several_processes_give_the_same_tokens_once(tokenizer: Any, tmp_path: P
     assert [(file["filename"], Path(file["filename"]).stat().st_mtime_ns) for file in again.cache_files] == files
     assert two["row"][:] == list(range(8))
     assert two[:] == again[:] == encode_rows(dataset, encoder)[:]
+
+
+def test_configurations_of_a_hub_data_set_have_their_own_rows_and_tokens(tokenizer: Any, tmp_path: Path) -> None:
+    folder = write_dataset_folder(tmp_path / "greetings")
+
+    def texts(config: str, split: str = "train") -> list[str]:
+        [source] = resolve_sources([str(folder)], config=config)
+        rows, data_format = load_rows(source, split)
+        tokens = tokenize(rows, tokenizer=tokenizer, data_format=data_format, max_seq_length=128, loss_on=None)
+        return [tokenizer.decode(row["input_ids"], skip_special_tokens=True) for row in tokens.dataset]
+
+    assert texts("en") == [f"hello {number}" for number in range(6)]
+    assert texts("sv") == [f"hej {number}" for number in range(6)]
+    assert texts("en", "validation") == ["goodbye 0", "goodbye 1"]
+    with (folder / "sv" / "train.jsonl").open("a") as file:
+        file.write('{"text": "hej igen"}\n')
+    assert texts("sv")[-1] == "hej igen"
+    with pytest.raises(ToolkitError, match=r"""split 'validation' cannot be loaded: Unknown split "validation"""):
+        texts("sv", "validation")
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_an_unknown_or_missing_configuration_is_refused_with_those_that_exist(streaming: bool, tmp_path: Path) -> None:
+    folder = str(write_dataset_folder(tmp_path / "greetings"))
+    for config, message in (("svv", "has no configuration 'svv'; it has: en, sv"), (None, "several .*: en, sv")):
+        source = DataSource(kind="hub", name=folder, config=config)
+        with pytest.raises(ToolkitError, match=message) as caught:
+            load_hub(source, "train", streaming=streaming, option="eval_dataset")
+        assert "--eval_dataset_config" in str(caught.value.hint)
 
 
 def test_a_hub_id_that_cannot_be_loaded_is_reported() -> None:

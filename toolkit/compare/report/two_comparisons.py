@@ -200,7 +200,8 @@ def job_differences(before: Results, after: Results) -> list[tuple[str, str, str
 def _job(results: Results) -> dict[str, object]:
     values = results.job.model_dump(exclude={"model", "dataset", "training_arguments"})
     arguments = " ".join(_last_part(word) for word in results.job.training_arguments)
-    paths = {"model": _last_part(results.job.model), "dataset": _last_part(results.job.dataset)}
+    data = ", ".join(map(_last_part, results.job.dataset.split(", ")))
+    paths = {"model": _last_part(results.job.model), "dataset": data}
     return values | paths | {"training arguments": arguments}
 
 

@@ -116,6 +116,7 @@ def manifest_facts(trainer: Any, reading: RankReading, *, preset: str | None) ->
         "gradient_accumulation_steps": training.gradient_accumulation_steps,
         "seed": training.seed,
         "streaming_buffer_size": getattr(trainer.train_dataset, "buffer_size", 0),
+        "dataset_weights": trainer.run.arguments.data.dataset_weights or [],
         "fingerprint": fingerprint(trainer, reading),
     }
 

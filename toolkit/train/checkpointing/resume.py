@@ -38,6 +38,7 @@ def find_checkpoint(arguments: Arguments, launch: LaunchContext) -> Checkpoint |
         checkpoint,
         **{name: getattr(training, name) for name in MUST_STAY},
         streaming_buffer_size=streaming_buffer_size(asdict(arguments.data)),
+        dataset_weights=arguments.data.dataset_weights or [],
     )
     if training.process_index == 0:
         print(f"resume: from {checkpoint.path}, after step {checkpoint.step}", flush=True)

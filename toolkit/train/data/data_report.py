@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any
 
@@ -13,14 +14,35 @@ from toolkit.train.data.collation import IGNORED
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class SourceStats:
+    """Counts of one data set of a run; in a stream, of its first rows."""
+
+    name: str
+    """File or hub id."""
+    format: str
+    weight: float | None
+    """Its share of the weights; None without `--dataset_weights`."""
+    rows: int
+    """All rows read, also those dropped."""
+    dropped_rows: int
+    epoch_rows: int | None
+    """Rows that it contributes to an epoch, with repeats; None for a stream."""
+    tokens: int
+    """Tokens of these rows; for a stream, of the first rows."""
+    supervised_tokens: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class DataStats:
-    """Counts of the tokenised rows; `tokens` and `supervised_tokens` are of the rows kept, after truncation."""
+    """Counts of the tokenised rows; `tokens` and `supervised_tokens` are of an epoch's rows, after truncation."""
 
     format: str
     rows: int
     """All rows read, also those dropped."""
     dropped_rows: int
     """Rows without a supervised token."""
+    epoch_rows: int | None
+    """Rows of an epoch: those kept, with the repeats that weights ask for; None for a stream."""
     truncated_rows: int
     """Rows longer than `max_seq_length`, kept or dropped."""
     tokens: int
@@ -36,11 +58,13 @@ class DataStats:
     """Tokens, as a fraction of the packs' capacity."""
     streamed: bool = False
     """True for a stream, whose counts are of its first rows only."""
+    sources: list[SourceStats] = field(default_factory=list)
+    """Each data set of the training data; empty for evaluation data."""
 
 
-def system_prompt_lines(encoded: datasets.Dataset, system_prompt: str | None) -> list[str]:
-    """Return a warning if no row took the system prompt."""
-    if system_prompt is None or any(encoded["got_system_prompt"][:]):
+def system_prompt_lines(encoded: Sequence[datasets.Dataset], system_prompt: str | None) -> list[str]:
+    """Return a warning if no row of any data set took the system prompt."""
+    if system_prompt is None or any(any(rows["got_system_prompt"][:]) for rows in encoded):
         return []
     return ["warning: --system_prompt has no effect: every row read so far is plain text or has its own system message"]
 
@@ -67,11 +91,43 @@ def data_stats(
         format=data_format,
         rows=len(encoded),
         dropped_rows=len(encoded) - len(kept),
+        epoch_rows=len(kept),
         truncated_rows=sum(tokens > max_seq_length for tokens in uncut),
         tokens=sum(min(uncut[index], max_seq_length) for index in kept),
         supervised_tokens=sum(supervised),
         longest_row_tokens=max(uncut),
         sample=mark_supervised(encoded[kept[0]], tokenizer),
+    )
+
+
+def of_one_source(stats: DataStats, name: str, *, weight: float | None = None) -> SourceStats:
+    """Return the counts of a data set, from the statistics of its rows."""
+    return SourceStats(
+        name=name,
+        format=stats.format,
+        weight=weight,
+        rows=stats.rows,
+        dropped_rows=stats.dropped_rows,
+        epoch_rows=stats.epoch_rows,
+        tokens=stats.tokens,
+        supervised_tokens=stats.supervised_tokens,
+    )
+
+
+def of_all_sources(stats: Sequence[DataStats], sources: Sequence[SourceStats]) -> DataStats:
+    """Return the statistics of several data sets: `stats` of the rows of each, `sources` what an epoch has of it."""
+    counts = [source.epoch_rows for source in sources if source.epoch_rows is not None]
+    return DataStats(
+        format=", ".join(dict.fromkeys(source.format for source in sources)),
+        rows=sum(each.rows for each in stats),
+        dropped_rows=sum(each.dropped_rows for each in stats),
+        epoch_rows=sum(counts) if len(counts) == len(sources) else None,
+        truncated_rows=sum(each.truncated_rows for each in stats),
+        tokens=sum(source.tokens for source in sources),
+        supervised_tokens=sum(source.supervised_tokens for source in sources),
+        longest_row_tokens=max(each.longest_row_tokens for each in stats),
+        sample=stats[0].sample,
+        sources=list(sources),
     )
 
 
@@ -91,10 +147,11 @@ def preflight_lines(stats: DataStats) -> list[str]:
     share = stats.supervised_tokens / stats.tokens
     lines = [
         f"data: {stats.format} format, {_rows(stats)}, {kept:,} kept",
+        *_source_lines(stats),
         f"  {stats.tokens:,} tokens, {stats.supervised_tokens:,} supervised ({share:.0%});"
         f" longest row {stats.longest_row_tokens:,} tokens",
         f"  {stats.truncated_rows:,} rows truncated, {stats.dropped_rows:,} dropped without a supervised token",
-        *_pack_lines(stats, kept),
+        *_pack_lines(stats),
         "  first row, supervised part between « and »:",
     ]
     return lines + [f"  | {line}" for line in _shortened(stats.sample).splitlines()]
@@ -104,10 +161,33 @@ def _rows(stats: DataStats) -> str:
     return f"streamed; of the first {stats.rows:,} rows" if stats.streamed else f"{stats.rows:,} rows"
 
 
-def _pack_lines(stats: DataStats, kept: int) -> list[str]:
-    if stats.packs is None or stats.pack_fill_fraction is None:
+def _source_lines(stats: DataStats) -> list[str]:
+    """A line for each data set, where there are several: what an epoch has of it."""
+    if len(stats.sources) < 2:
         return []
-    rows, full = f"{kept / stats.packs:.1f} rows", f"{stats.pack_fill_fraction:.1%} full"
+    total = "" if stats.epoch_rows is None else f"; an epoch has {stats.epoch_rows:,} rows"
+    return [
+        f"  from {len(stats.sources)} data sets{total}",
+        *(_source_line(s, stats.epoch_rows) for s in stats.sources),
+    ]
+
+
+def _source_line(source: SourceStats, epoch_rows: int | None) -> str:
+    """`faq.jsonl: alpaca, 503 rows; 70.0% of an epoch: 2,333 rows, each 4.64 times, 95,000 tokens`."""
+    head = f"    {source.name}: {source.format}"
+    if source.epoch_rows is None or epoch_rows is None:
+        order = "one after the other" if source.weight is None else f"{source.weight:.1%} of the rows, at random"
+        return f"{head}, {order}; of the first {source.rows:,} rows {source.tokens:,} tokens"
+    kept = source.rows - source.dropped_rows
+    share = f"{source.epoch_rows / epoch_rows:.1%} of an epoch: {source.epoch_rows:,} rows"
+    repeated = f", each {source.epoch_rows / kept:.2f} times" if source.epoch_rows > kept else ""
+    return f"{head}, {source.rows:,} rows; {share}{repeated}, {source.tokens:,} tokens"
+
+
+def _pack_lines(stats: DataStats) -> list[str]:
+    if stats.packs is None or stats.pack_fill_fraction is None or stats.epoch_rows is None:
+        return []
+    rows, full = f"{stats.epoch_rows / stats.packs:.1f} rows", f"{stats.pack_fill_fraction:.1%} full"
     return [f"  packed into {stats.packs:,} sequences of {rows}, {full}; batch sizes count these sequences"]
 
 

@@ -6,20 +6,29 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import datasets
 
+from toolkit.data import DataSource, resolve_sources
+from toolkit.data.mixture import fractions, numbered, repeated_rows, rows_per_epoch
 from toolkit.errors import ToolkitError
 from toolkit.run.folder import RunFolder
 from toolkit.run.script_arguments import DataArguments
 from toolkit.train.data.collation import Collator, PackCollator
-from toolkit.train.data.data_report import DataStats, preflight_lines, system_prompt_lines
+from toolkit.train.data.data_report import (
+    DataStats,
+    of_all_sources,
+    of_one_source,
+    preflight_lines,
+    system_prompt_lines,
+)
 from toolkit.train.data.packing import PackedRows, packs_into_one_row, supports_partial_logits
 from toolkit.train.data.stream_loader import batch_share
-from toolkit.train.data.streaming import TokenStream, open_stream
+from toolkit.train.data.streaming import MixedRows, RowStream, TokenStream, open_stream
 from toolkit.train.data.tokenization import (
     RowEncoder,
     Tokenized,
@@ -46,18 +55,25 @@ class Data:
     warnings: list[str] = field(default_factory=list)
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EncodedSource:
+    """The tokenised rows of one data set."""
+
+    name: str
+    rows: datasets.Dataset
+    encoder: RowEncoder
+
+
 def load_data(tokenizer: Any, arguments: DataArguments, training: Any) -> Data:
     """Load the data on every rank; rank 0 tokenises first and prints the report, the others read its cache."""
     _check_evaluation_arguments(arguments, training)
-    data = _open_streamed_data(tokenizer, arguments, training) if arguments.streaming else None
+    sources = resolve_sources(arguments.dataset or [], config=arguments.dataset_config)
+    data = _open_streamed_data(tokenizer, sources, arguments, training) if arguments.streaming else None
     with training.main_process_first(desc="tokenising"):
-        data = data or _load_all_rows(tokenizer, arguments, training)
+        data = data or _load_all_rows(tokenizer, sources, arguments, training)
         if arguments.eval_dataset is not None:
-            evaluation_arguments = replace(
-                arguments, dataset=arguments.eval_dataset, dataset_split=arguments.eval_dataset_split
-            )
-            evaluation, encoder = _encode_all(tokenizer, evaluation_arguments)
-            data = _with_evaluation(data, keep_supervised(evaluation, encoder), arguments, training)
+            evaluation = _load_evaluation_rows(tokenizer, arguments.eval_dataset, arguments)
+            data = _with_evaluation(data, evaluation, arguments, training)
     if training.process_index == 0:
         print("\n".join([*preflight_lines(data.stats), *data.warnings]), flush=True)
         facts = {"data": asdict(data.stats)}
@@ -82,64 +98,135 @@ def _check_evaluation_arguments(arguments: DataArguments, training: Any) -> None
         )
 
 
-def _load_all_rows(tokenizer: Any, arguments: DataArguments, training: Any) -> Data:
+def _load_all_rows(tokenizer: Any, sources: Sequence[DataSource], arguments: DataArguments, training: Any) -> Data:
     """Tokenise every row before the first step; `val_size` holds some out for evaluation."""
-    encoded, encoder = _encode_all(tokenizer, arguments)
+    encoded = [_encode_all(tokenizer, source, arguments.dataset_split, arguments) for source in sources]
+    encoded = _numbered(encoded) if len(encoded) > 1 else encoded
     train, evaluation = _hold_out(encoded, arguments, training)
-    rows, stats = _pack(keep_supervised(train, encoder), arguments)
-    data = Data(train=rows, stats=stats, warnings=system_prompt_lines(encoded, arguments.system_prompt))
+    tokenized = _mixed(train, arguments.dataset_weights, seed=_data_seed(training))
+    rows, stats = _pack(tokenized, arguments)
+    warnings = system_prompt_lines([source.rows for source in encoded], arguments.system_prompt)
+    data = Data(train=rows, stats=stats, warnings=warnings)
     if arguments.packing:
         _check_packs_fill_a_step(data, training)
     if evaluation is None:
         return data
-    return _with_evaluation(data, keep_supervised(evaluation, encoder), arguments, training)
+    return _with_evaluation(data, keep_supervised(evaluation, encoded[0].encoder), arguments, training)
 
 
-def _open_streamed_data(tokenizer: Any, arguments: DataArguments, training: Any) -> Data:
+def _load_evaluation_rows(tokenizer: Any, name: str, arguments: DataArguments) -> Tokenized:
+    [source] = resolve_sources([name], config=arguments.eval_dataset_config, option="eval_dataset")
+    encoded = _encode_all(tokenizer, source, arguments.eval_dataset_split, arguments, option="eval_dataset")
+    return keep_supervised(encoded.rows, encoded.encoder)
+
+
+def _open_streamed_data(tokenizer: Any, sources: Sequence[DataSource], arguments: DataArguments, training: Any) -> Data:
     """Tokenise rows during training; the statistics are of the first rows."""
-    rows = open_stream(
-        str(arguments.dataset),
-        arguments.dataset_split,
-        buffer_size=arguments.streaming_buffer_size,
-        seed=training.seed if training.data_seed is None else training.data_seed,
-    )
-    encoder = _encoder(tokenizer, arguments, rows.data_format)
-    first = enumerate(itertools.islice(rows.epoch(0), REPORTED_STREAM_ROWS))
-    encoded = encoded_dataset(
-        [encoder.encode_row(row.fields, number=n, place=row.place_in(rows.name)) for n, row in first]
-    )
-    stats = replace(keep_supervised(encoded, encoder).stats, streamed=True)
-    stream = TokenStream(rows, encoder, batch_share(training), packing=arguments.packing)
-    return Data(train=stream, stats=stats, warnings=system_prompt_lines(encoded, arguments.system_prompt))
+    options = {"buffer_size": arguments.streaming_buffer_size, "seed": _data_seed(training)}
+    streams = [open_stream(source, arguments.dataset_split, **options) for source in sources]
+    encoders = [_encoder(tokenizer, arguments, stream.data_format) for stream in streams]
+    first = [_first_rows(stream, encoder) for stream, encoder in zip(streams, encoders, strict=True)]
+    parts = [replace(_keep_supervised(source).stats, streamed=True, epoch_rows=None) for source in first]
+    weights = arguments.dataset_weights
+    shares = fractions(weights) if weights else [None] * len(parts)
+    described = [of_one_source(part, s.name, weight=w) for part, s, w in zip(parts, streams, shares, strict=True)]
+    stats = replace(of_all_sources(parts, described), streamed=True)
+    mixed = MixedRows(streams=tuple(streams), weights=None if weights is None else tuple(weights), **options)
+    rows = mixed if len(streams) > 1 else streams[0]
+    stream = TokenStream(rows, encoders, batch_share(training), packing=arguments.packing)
+    warnings = system_prompt_lines([source.rows for source in first], arguments.system_prompt)
+    return Data(train=stream, stats=stats, warnings=warnings)
+
+
+def _first_rows(stream: RowStream, encoder: RowEncoder) -> EncodedSource:
+    """The rows of a stream that are tokenised before training, for the report."""
+    first = enumerate(itertools.islice(stream.epoch(0), REPORTED_STREAM_ROWS))
+    rows = [encoder.encode_row(row.fields, number=n, place=row.place_in(stream.name)) for n, row in first]
+    return EncodedSource(name=stream.name, rows=encoded_dataset(rows), encoder=encoder)
+
+
+def _data_seed(training: Any) -> int:
+    return int(training.seed if training.data_seed is None else training.data_seed)
+
+
+def _numbered(sources: Sequence[EncodedSource]) -> list[EncodedSource]:
+    """Number rows over all data sets, so that a row's number says which one it is from."""
+    found = []
+    for index, source in enumerate(sources):
+        numbers = [numbered(row, index, sources=len(sources)) for row in source.rows["row"][:]]
+        features = source.rows.features["row"]
+        rows = source.rows.remove_columns("row").add_column("row", numbers, feature=features)
+        found.append(replace(source, rows=rows))
+    return found
+
+
+def _mixed(sources: Sequence[EncodedSource], weights: Sequence[float] | None, *, seed: int) -> Tokenized:
+    """The rows of an epoch: every row once, or as often as the weights ask for."""
+    parts = [_keep_supervised(source) for source in sources]
+    counts = rows_per_epoch([len(part.dataset) for part in parts], weights)
+    shares = fractions(weights) if weights else [None] * len(parts)
+    epochs, described = [], []
+    for index, (source, part, count, share) in enumerate(zip(sources, parts, counts, shares, strict=True)):
+        rows = part.dataset
+        if count > len(rows):
+            rows = rows.select(repeated_rows(len(rows), count, seed=f"{seed} {index}"))
+        tokens = {"tokens": sum(rows["length"][:]), "supervised_tokens": sum(rows["supervised"][:])}
+        epochs.append(rows)
+        described.append(replace(of_one_source(part.stats, source.name, weight=share), epoch_rows=count, **tokens))
+    dataset = epochs[0] if len(epochs) == 1 else datasets.concatenate_datasets(epochs)
+    return Tokenized(dataset=dataset, stats=of_all_sources([part.stats for part in parts], described))
+
+
+def _keep_supervised(source: EncodedSource) -> Tokenized:
+    try:
+        return keep_supervised(source.rows, source.encoder)
+    except ToolkitError as error:
+        raise ToolkitError(f"{source.name}: {error.message}", hint=error.hint) from None
 
 
 def _hold_out(
-    encoded: datasets.Dataset, arguments: DataArguments, training: Any
-) -> tuple[datasets.Dataset, datasets.Dataset | None]:
-    """Rows for training and rows held out by `val_size`, chosen by index and seed alone."""
+    sources: Sequence[EncodedSource], arguments: DataArguments, training: Any
+) -> tuple[Sequence[EncodedSource], datasets.Dataset | None]:
+    """Rows for training and rows held out by `val_size`, chosen by index and seed alone.
+
+    Chosen before any row is repeated, so that no row is in both.
+    """
     if arguments.val_size is None:
-        return encoded, None
-    if arguments.val_size <= 0 or arguments.val_size >= len(encoded):
+        return sources, None
+    total = sum(len(source.rows) for source in sources)
+    if arguments.val_size <= 0 or arguments.val_size >= total:
         raise ToolkitError(
-            f"--val_size is {arguments.val_size}, expected a fraction below 1 or fewer than all {len(encoded)} rows"
+            f"--val_size is {arguments.val_size}, expected a fraction below 1 or fewer than all {total} rows"
         )
-    chosen = held_out(len(encoded), arguments.val_size, seed=training.seed)
-    train = encoded.select([index for index in range(len(encoded)) if index not in chosen])
-    return train, encoded.select(sorted(chosen))
+    chosen, offset = held_out(total, arguments.val_size, seed=training.seed), 0
+    train, evaluation = [], []
+    for source in sources:
+        own = {index - offset for index in chosen if offset <= index < offset + len(source.rows)}
+        if len(own) == len(source.rows):
+            raise ToolkitError(f"--val_size {arguments.val_size} holds out every row of {source.name}", hint="lower it")
+        train.append(replace(source, rows=source.rows.select([i for i in range(len(source.rows)) if i not in own])))
+        evaluation.append(source.rows.select(sorted(own)))
+        offset += len(source.rows)
+    return train, evaluation[0] if len(evaluation) == 1 else datasets.concatenate_datasets(evaluation)
 
 
 def _with_evaluation(data: Data, tokenized: Tokenized, arguments: DataArguments, training: Any) -> Data:
     """Add evaluation rows, packed like the training rows and sorted by length, since their order has no effect."""
-    by_length = replace(tokenized, dataset=tokenized.dataset.sort("length", reverse=True))
+    lengths = tokenized.dataset["length"][:]
+    longest_first = sorted(range(len(lengths)), key=lambda row: -lengths[row])
+    by_length = replace(tokenized, dataset=tokenized.dataset.select(longest_first))
     rows, stats = _pack(by_length, arguments)
     multiple = training.eval_batch_size * training.world_size
     return replace(data, evaluation=EvaluationRows(rows, multiple=multiple), evaluation_stats=stats)
 
 
-def _encode_all(tokenizer: Any, arguments: DataArguments) -> tuple[datasets.Dataset, RowEncoder]:
-    rows, data_format = load_rows(str(arguments.dataset), arguments.dataset_split)
+def _encode_all(
+    tokenizer: Any, source: DataSource, split: str, arguments: DataArguments, *, option: str = "dataset"
+) -> EncodedSource:
+    rows, data_format = load_rows(source, split, option=option)
     encoder = _encoder(tokenizer, arguments, data_format)
-    return encode_rows(rows, encoder, num_proc=arguments.preprocessing_num_workers), encoder
+    encoded = encode_rows(rows, encoder, num_proc=arguments.preprocessing_num_workers)
+    return EncodedSource(name=source.name, rows=encoded, encoder=encoder)
 
 
 def _encoder(tokenizer: Any, arguments: DataArguments, data_format: str) -> RowEncoder:

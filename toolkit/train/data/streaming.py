@@ -2,9 +2,10 @@
 
     rows = open_stream("rows.jsonl", "train", buffer_size=1000, seed=42)
     share = BatchShare(rank=0, world_size=2, per_device_train_batch_size=1, gradient_accumulation_steps=1)
-    for sequence in TokenStream(rows, encoder, share): ...
+    for sequence in TokenStream(rows, [encoder], share): ...
 
-The order of rows follows from the file, the seed and the buffer alone; every rank reads all rows.
+The order of rows follows from the file, the seed and the buffer alone; every rank reads all rows. `MixedRows` makes one
+stream of several, each with its own encoder.
 
 Rows are dealt in turn to lanes: as many as a global batch has sequences, times `LANE_GROUPS`. A lane drops its rows
 without a supervised token and packs the others. A step trains on the next sequence of each lane of one group, and the
@@ -18,8 +19,9 @@ before them without tokenising them again.
 from __future__ import annotations
 
 import itertools
+import random
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,7 +29,8 @@ from typing import Any, NamedTuple
 import datasets
 import torch
 
-from toolkit.data import iter_rows, resolve_source
+from toolkit.data import DataSource, iter_rows, resolve_source
+from toolkit.data.mixture import numbered
 from toolkit.errors import ToolkitError
 from toolkit.run.dataset_checks import WORKERS, check_rows_fill_a_step
 from toolkit.train.data.packing import OpenPacks, TokenRow, joined
@@ -52,7 +55,9 @@ class StreamedRow(NamedTuple):
     place: str | None
     """Place in the file, in words. None on the hub, where the order of shards leaves a row no place."""
     number: int | None
-    """Index of the row in a file, from 0."""
+    """Index of the row in a file, from 0; of several data sets, as `numbered`."""
+    source: int = 0
+    """Index of its data set in `--dataset`."""
 
     def place_in(self, name: str) -> str:
         """Return the place of the row in the data set `name`, for error messages."""
@@ -71,31 +76,83 @@ class RowStream:
     seed: int
     is_file: bool
 
-    def epoch(self, number: int) -> Iterator[StreamedRow]:
-        """Yield every row once, in the order of this epoch."""
+    @property
+    def names(self) -> tuple[str, ...]:
+        return (self.name,)
+
+    def epoch(self, number: int, *, repeat: int = 0) -> Iterator[StreamedRow]:
+        """Yield every row once, in the order of this epoch and, within it, of this repeat of the data set."""
         shards = {"max_buffer_input_shards": 1} if self.is_file else {}  # otherwise each row passes through a thread
         # Not set_epoch: worker processes would share one epoch. Not iter(rows): it shuffles differently in a worker.
-        shuffled = self.rows.shuffle(seed=[self.seed, number], buffer_size=self.buffer_size, **shards)
+        seed = [self.seed, number, *([repeat] if repeat else [])]
+        shuffled = self.rows.shuffle(seed=seed, buffer_size=self.buffer_size, **shards)
         for batch in shuffled.iter(batch_size=1):
             row = {name: values[0] for name, values in batch.items()}
             yield StreamedRow(**row) if self.is_file else StreamedRow(row, None, None)
 
-    def endless(self, *, at_least: int) -> Iterator[tuple[int, StreamedRow]]:
-        """Yield the rows of epoch after epoch, with the epoch's number.
 
-        Raises ToolkitError at the end of an epoch of fewer than `at_least` rows.
-        """
-        for epoch in itertools.count():
-            rows = 0
-            for row in self.epoch(epoch):
-                rows += 1
-                yield epoch, row
-            check_rows_fill_a_step(rows, max(at_least, 1), self.name)
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MixedRows:
+    """Rows of several data sets, each shuffled in a buffer of its own.
+
+    With weights, each row is drawn from a data set with the probability of its weight, until every row of every data
+    set was there; a data set that ends before begins again, in another order. Without, they follow one another.
+    """
+
+    streams: tuple[RowStream, ...]
+    weights: tuple[float, ...] | None
+    buffer_size: int
+    seed: int
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(stream.name for stream in self.streams)
+
+    def epoch(self, number: int) -> Iterator[StreamedRow]:
+        """Yield every row at least once, in the order of this epoch."""
+        rows = self._in_turn(number) if self.weights is None else self._drawn(number, self.weights)
+        for source, row in rows:
+            index = None if row.number is None else numbered(row.number, source, sources=len(self.streams))
+            yield row._replace(source=source, number=index)
+
+    def _in_turn(self, epoch: int) -> Iterator[tuple[int, StreamedRow]]:
+        for source, stream in enumerate(self.streams):
+            for row in stream.epoch(epoch):
+                yield source, row
+
+    def _drawn(self, epoch: int, weights: tuple[float, ...]) -> Iterator[tuple[int, StreamedRow]]:
+        draw, sources = random.Random(f"{self.seed} {epoch}"), range(len(self.streams))
+        rows = [stream.epoch(epoch) for stream in self.streams]
+        repeats = [0 for _ in sources]
+        while True:
+            source = draw.choices(sources, weights)[0]
+            row = next(rows[source], None)
+            if row is None:
+                repeats[source] += 1
+                if all(repeats):
+                    return
+                rows[source] = self.streams[source].epoch(epoch, repeat=repeats[source])
+                row = next(rows[source])
+            yield source, row
 
 
-def open_stream(source: str, split: str, *, buffer_size: int, seed: int) -> RowStream:
+def endless_rows(stream: RowStream | MixedRows, *, at_least: int) -> Iterator[tuple[int, StreamedRow]]:
+    """Yield the rows of epoch after epoch, with the epoch's number.
+
+    Raises ToolkitError at the end of an epoch of fewer than `at_least` rows.
+    """
+    for epoch in itertools.count():
+        rows = 0
+        for row in stream.epoch(epoch):
+            rows += 1
+            yield epoch, row
+        check_rows_fill_a_step(rows, max(at_least, 1), ", ".join(stream.names))
+
+
+def open_stream(source: str | DataSource, split: str, *, buffer_size: int, seed: int) -> RowStream:
     """Open a local file or a hub data set. Only the first row is read, for the format."""
-    path = resolve_source(source).path
+    source = resolve_source(source) if isinstance(source, str) else source
+    path = source.path
     if path is not None:
         rows = datasets.IterableDataset.from_generator(_file_rows, gen_kwargs={"path": str(path)})
         first: dict[str, Any] | None = next(iter_rows(path))[1]
@@ -103,8 +160,8 @@ def open_stream(source: str, split: str, *, buffer_size: int, seed: int) -> RowS
         rows = load_hub(source, split, streaming=True)
         first = next(iter(rows), None)
     return RowStream(
-        name=source,
-        data_format=format_of_first_row(source, split, first),
+        name=source.name,
+        data_format=format_of_first_row(source.name, split, first),
         rows=rows,
         buffer_size=buffer_size,
         seed=seed,
@@ -168,11 +225,20 @@ class RowDealer:
 class Lane:
     """Makes the sequences of one lane."""
 
-    def __init__(self, state: LaneState, dealer: RowDealer, encoder: RowEncoder, *, name: str, packing: bool) -> None:
-        self.number, self.taken, self.dealer, self.encoder, self.name = state.lane, state.taken, dealer, encoder, name
+    def __init__(
+        self,
+        state: LaneState,
+        dealer: RowDealer,
+        encoders: Sequence[RowEncoder],
+        *,
+        names: Sequence[str],
+        packing: bool,
+    ) -> None:
+        self.number, self.taken, self.dealer = state.lane, state.taken, dealer
+        self.encoders, self.names = encoders, names
         self.dropped = 0
         """Consecutive rows without a supervised token."""
-        self.packs = OpenPacks(max_tokens=encoder.max_seq_length, at_most=OPEN_PACKS) if packing else None
+        self.packs = OpenPacks(max_tokens=encoders[0].max_seq_length, at_most=OPEN_PACKS) if packing else None
         if self.packs is not None:
             rows = {number: self._encoded(dealer.next_row(self.number)) for number in sorted(sum(state.open, ()))}
             self.packs.restore([[rows[number] for number in pack] for pack in state.open])
@@ -206,14 +272,15 @@ class Lane:
         rows_per_epoch = self.dealer.rows_per_epoch
         if rows_per_epoch is not None and self.dropped >= 10 * rows_per_epoch:  # one epoch's rows may miss a lane
             raise ToolkitError(
-                f"{self.name}: no supervised token in {self.dropped:,} consecutive rows",
+                f"{', '.join(self.names)}: no supervised token in {self.dropped:,} consecutive rows",
                 hint="check that the answers are not empty, or raise `--max_seq_length`",
             )
 
     def _encoded(self, dealt: DealtRow) -> TokenRow:
         """Tokens of a row; `LANE_STATE` holds its number in the lane."""
         row = dealt.row
-        encoded = self.encoder.encode_row(row.fields, number=row.number, place=row.place_in(self.name))
+        place = row.place_in(self.names[row.source])
+        encoded = self.encoders[row.source].encode_row(row.fields, number=row.number, place=place)
         names = ["input_ids", "labels", "supervised"] + ["row"] * (row.number is not None)
         return {name: encoded[name] for name in names} | {LANE_STATE: dealt.number}
 
@@ -245,8 +312,15 @@ class BatchShare:
 class TokenStream(torch.utils.data.IterableDataset[TokenRow]):  # type: ignore[misc]
     """The endless sequences of one rank's micro-batches; in a worker process, of that worker's micro-batches."""
 
-    def __init__(self, rows: RowStream, encoder: RowEncoder, share: BatchShare, *, packing: bool = False) -> None:
-        self.rows, self.encoder, self.share, self.packing = rows, encoder, share, packing
+    def __init__(
+        self,
+        rows: RowStream | MixedRows,
+        encoders: Sequence[RowEncoder],
+        share: BatchShare,
+        *,
+        packing: bool = False,
+    ) -> None:
+        self.rows, self.encoders, self.share, self.packing = rows, encoders, share, packing
         self.buffer_size = rows.buffer_size
         self.start_states: Mapping[int, LaneState] = {}
         """Start of the lanes that do not start with their first row."""
@@ -273,7 +347,7 @@ class TokenStream(torch.utils.data.IterableDataset[TokenRow]):  # type: ignore[m
         first, stride = (0, 1) if worker is None else (worker.id, worker.num_workers)
         own = self._own_lanes(range(first, LANE_GROUPS * self.share.gradient_accumulation_steps, stride))
         lanes, batch_size = LANE_GROUPS * self.share.global_batch_size, self.share.global_batch_size
-        dealer = RowDealer(self.rows.endless(at_least=batch_size), lanes=lanes, own=own)
+        dealer = RowDealer(endless_rows(self.rows, at_least=batch_size), lanes=lanes, own=own)
         started: dict[int, Lane] = {}
         for batch in itertools.count(first, stride):
             for lane in self.share.lanes(batch):
@@ -281,7 +355,7 @@ class TokenStream(torch.utils.data.IterableDataset[TokenRow]):  # type: ignore[m
                     yield {PLACEHOLDER: True}
                     continue
                 if lane not in started:
-                    started[lane] = Lane(own[lane], dealer, self.encoder, name=self.rows.name, packing=self.packing)
+                    started[lane] = Lane(own[lane], dealer, self.encoders, names=self.rows.names, packing=self.packing)
                 yield started[lane].next()
 
     def _own_lanes(self, batches: Iterable[int]) -> dict[int, LaneState]:

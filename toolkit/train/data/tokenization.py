@@ -9,6 +9,7 @@ the pad token is also the end-of-turn token, masking by id would exclude the end
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -21,7 +22,17 @@ from typing import Any
 import datasets
 import transformers
 
-from toolkit.data import Sample, check_file, check_row, detect_format, formats, iter_rows, resolve_source
+from toolkit.data import (
+    DataSource,
+    Sample,
+    check_file,
+    check_row,
+    config_error,
+    detect_format,
+    formats,
+    iter_rows,
+    resolve_source,
+)
 from toolkit.data.formats import to_sample, with_system_prompt
 from toolkit.errors import ToolkitError
 from toolkit.train.data import chat_template
@@ -35,7 +46,7 @@ _PLACE = "place"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tokenized:
-    """A dataset with the columns `input_ids`, `labels`, `length` and `row` (its index as read), and its statistics."""
+    """A dataset with the columns of `COLUMNS` (`row` is a row's index as read), and its statistics."""
 
     dataset: datasets.Dataset
     stats: DataStats
@@ -44,13 +55,13 @@ class Tokenized:
 # -- loading
 
 
-def load_rows(source: str, split: str) -> tuple[datasets.Dataset, str]:
+def load_rows(source: str | DataSource, split: str, *, option: str = "dataset") -> tuple[datasets.Dataset, str]:
     """Return the rows of a local file (checked first) or of a hub data set, and their format."""
-    resolved = resolve_source(source)
+    resolved = resolve_source(source) if isinstance(source, str) else source
     if resolved.path is not None:
         return _load_file(resolved.path)
-    dataset = load_hub(source, split)
-    return dataset, format_of_first_row(source, split, dataset[0] if len(dataset) else None)
+    dataset = load_hub(resolved, split, option=option)
+    return dataset, format_of_first_row(resolved.name, split, dataset[0] if len(dataset) else None)
 
 
 def _load_file(path: Path) -> tuple[datasets.Dataset, str]:
@@ -80,15 +91,39 @@ def _json_rows(path: str, data_format: str, content: str) -> Iterator[dict[str, 
         yield {_PLACE: place, _JSON_ROW: json.dumps(formats.format_fields(row, data_format))}
 
 
-def load_hub(name: str, split: str, *, streaming: bool = False) -> Any:
+def load_hub(source: DataSource, split: str, *, streaming: bool = False, option: str = "dataset") -> Any:
     """Load a hub data set, downloaded or (`streaming`) read lazily. Raises ToolkitError if it cannot be loaded."""
+    name, config = source.name, source.config
     try:
         with _progress_on_first_rank_only():
-            return datasets.load_dataset(name, split=split, streaming=streaming)
+            return datasets.load_dataset(name, config, split=split, streaming=streaming, cache_dir=_cache_of(name))
     except Exception as error:  # network, name, split and configuration errors have their own classes
+        known = _config_names(name) if isinstance(error, ValueError) else []
+        if known and (config not in known if config is not None else "Config name is missing" in str(error)):
+            raise config_error(name, config, known, option=option) from error
         why = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        hint = "check the name and `--dataset_split`; without network, pass a local file"
+        hint = f"check the name and `--{option}_split`; without network, pass a local file"
         raise ToolkitError(f"data set {name!r}, split {split!r} cannot be loaded: {why}", hint=hint) from error
+
+
+def _config_names(name: str) -> list[str]:
+    with contextlib.suppress(Exception):
+        return [str(config) for config in datasets.get_dataset_config_names(name)]
+    return []
+
+
+def _cache_of(name: str) -> str | None:
+    """A cache for the present content of a copied data set; None, the usual one, for a hub id.
+
+    `datasets` 5.2 keeps the rows of a folder with a README.md in one place, also after a file of it was edited.
+    """
+    folder = Path(name)
+    if not folder.is_dir():
+        return None
+    found = [(path, path.stat()) for path in sorted(folder.rglob("*")) if path.is_file()]
+    files = [(str(path.relative_to(folder)), stat.st_size, stat.st_mtime_ns) for path, stat in found]
+    digest = hashlib.sha256(repr((str(folder.resolve()), files)).encode()).hexdigest()[:16]
+    return str(Path(datasets.config.HF_DATASETS_CACHE) / "folders" / digest)
 
 
 def format_of_first_row(name: str, split: str, first_row: dict[str, Any] | None) -> str:
@@ -186,7 +221,7 @@ def keep_supervised(encoded: datasets.Dataset, encoder: RowEncoder) -> Tokenized
     return Tokenized(dataset=encoded.select(kept).select_columns(COLUMNS), stats=stats)
 
 
-COLUMNS = ["input_ids", "labels", "length", "row"]
+COLUMNS = ["input_ids", "labels", "length", "row", "supervised"]
 _FEATURES = datasets.Features(
     {
         "input_ids": datasets.List(datasets.Value("int32")),

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from toolkit.data import iter_rows, resolve_source
+from toolkit.data.mixture import row_and_source
 from toolkit.errors import AttestationFailed, OutOfMemory, RunFailed, ToolkitError
 from toolkit.run import status
 from toolkit.run.folder import RunFolder
@@ -152,15 +153,25 @@ def _failure(error: BaseException, kind: str, rank: int, progress: Progress, inv
 
 
 def _row_places(numbers: tuple[int, ...], progress: Progress) -> dict[str, Any]:
-    """Return this rank's rows of the step, counted from 1, and where they are in a local file."""
-    rows = sorted(number + 1 for number in numbers)
+    """Return this rank's rows of the step, counted from 1, and where they are in local files."""
+    names = progress.datasets
+    found = {row_and_source(number, sources=max(1, len(names))) for number in numbers}
     places: list[str] = []
-    with contextlib.suppress(ToolkitError, OSError, TypeError, ValueError):
-        source = resolve_source(str(progress.dataset))
-        if source.path is not None and rows:
-            read = itertools.islice(iter_rows(source.path), rows[-1])
-            places = [place for number, (place, _) in enumerate(read, start=1) if number in rows]
-    return {"rows": rows, "places": places}
+    for index, name in enumerate(names):
+        with contextlib.suppress(ToolkitError, OSError, TypeError, ValueError):
+            in_file = _places(name, {row for row, source in found if source == index})
+            places += [f"{name}: {place}" for place in in_file] if len(names) > 1 else in_file
+    in_order = sorted(found, key=lambda pair: pair[::-1])  # data set by data set, as their places
+    return {"rows": [row + 1 for row, _ in in_order], "places": places}
+
+
+def _places(name: str, rows: set[int]) -> list[str]:
+    """Places of rows, counted from 0, in a local file; none for a hub id."""
+    path = resolve_source(name).path
+    if path is None or not rows:
+        return []
+    read = itertools.islice(iter_rows(path), max(rows) + 1)
+    return [place for number, (place, _) in enumerate(read) if number in rows]
 
 
 def _lost_rank(error: BaseException, kind: str, progress: Progress, rank: int) -> Heartbeat | None:

@@ -27,7 +27,8 @@ class Progress:
     """Forward passes started in this process."""
     output_dir: Path | None = None
     """The run folder; None before it is open."""
-    dataset: str | None = None
+    datasets: tuple[str, ...] = ()
+    """The files and hub ids of `--dataset`."""
     swap_folder: Path | None = None
     """This run's own folder on an NVMe disk, removed at the end of the run."""
     memory_by_phase: PhaseMemoryRecorder | None = None

@@ -1,0 +1,229 @@
+"""Training data from several data sets: weights, held-out rows, packing and streams."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import asdict
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+from dataset_folders import write_dataset_folder
+from transformers import TrainingArguments
+
+from toolkit.errors import ToolkitError
+from toolkit.run.folder import RunFolder
+from toolkit.run.script_arguments import DataArguments
+from toolkit.train.data.data_report import preflight_lines
+from toolkit.train.data.dataset import Data, load_data
+from toolkit.train.data.streaming import MixedRows, open_stream
+from toolkit.train.health.failure_report import _row_places
+from toolkit.train.health.progress import Progress
+
+Load = Callable[..., Data]
+
+
+@pytest.fixture
+def load(tokenizer: Any, tmp_path: Path) -> Load:
+    def load_arguments(*names: Path, training: dict[str, Any] | None = None, **given: Any) -> Data:
+        (tmp_path / "run").mkdir(exist_ok=True)
+        options = {"per_device_train_batch_size": 1, "use_cpu": True, "report_to": [], **(training or {})}
+        arguments = TrainingArguments(str(tmp_path / "run"), **options)
+        return load_data(tokenizer, DataArguments(dataset=list(map(str, names)), max_seq_length=64, **given), arguments)
+
+    return load_arguments
+
+
+@pytest.fixture
+def chats(tmp_path: Path) -> Path:
+    """6 conversations; each answer is its number."""
+    path = tmp_path / "chats.jsonl"
+    rows = [{"instruction": "Count.", "output": f"chat {number}"} for number in range(6)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@pytest.fixture
+def texts(tmp_path: Path) -> Path:
+    """10 texts, and one that is empty, which has no supervised token."""
+    path = tmp_path / "texts.jsonl"
+    path.write_text("".join(json.dumps({"text": f"text {number}" if number else ""}) + "\n" for number in range(11)))
+    return path
+
+
+def sources_of(data: Data, tokenizer: Any) -> Counter[str]:
+    """How often each text is in an epoch, by what its supervised part says."""
+    found: Counter[str] = Counter()
+    for row in data.train:
+        labels = [label for label in row["labels"] if label != -100]
+        found[tokenizer.decode(labels, skip_special_tokens=True).strip()] += 1
+    return found
+
+
+def test_without_weights_an_epoch_has_every_row_of_every_file(
+    load: Load, chats: Path, texts: Path, tokenizer: Any
+) -> None:
+    data = load(chats, texts)
+    expected = [f"chat {number}" for number in range(6)] + [f"text {number}" for number in range(1, 11)]
+    assert sources_of(data, tokenizer) == Counter(expected)
+    assert (data.stats.format, data.stats.rows, data.stats.dropped_rows, data.stats.epoch_rows) == (
+        "alpaca, text",
+        17,
+        1,
+        16,
+    )
+
+
+def test_weights_decide_how_many_rows_of_an_epoch_are_from_each_file(
+    load: Load, chats: Path, texts: Path, tokenizer: Any
+) -> None:
+    data = load(chats, texts, dataset_weights=[3.0, 2.0])  # 10 texts are two fifths of 25 rows
+    found = sources_of(data, tokenizer)
+    assert {name: count for name, count in found.items() if name.startswith("text")} == {
+        f"text {number}": 1 for number in range(1, 11)
+    }
+    assert sorted(count for name, count in found.items() if name.startswith("chat")) == [2, 2, 2, 3, 3, 3]
+    assert sources_of(load(chats, texts, dataset_weights=[0.6, 0.4]), tokenizer) == found
+    other = load(chats, texts, dataset_weights=[3.0, 2.0], training={"data_seed": 5})
+    assert sources_of(other, tokenizer) != found
+
+
+def test_each_data_set_is_recorded_with_its_rows_and_tokens(
+    load: Load, chats: Path, texts: Path, tmp_path: Path
+) -> None:
+    data = load(chats, texts, dataset_weights=[3.0, 2.0])
+    recorded = RunFolder(tmp_path / "run").read_run()
+    assert recorded is not None
+    assert recorded["data"]["sources"] == [asdict(source) for source in data.stats.sources]
+    chat, text = recorded["data"]["sources"]
+    tokens = sum(data.train["length"][:])
+    assert (chat["name"], chat["format"], chat["weight"], chat["rows"]) == (str(chats), "alpaca", 0.6, 6)
+    assert (chat["epoch_rows"], text["epoch_rows"], text["dropped_rows"]) == (15, 10, 1)
+    # "text N" and its end: 3 tokens, and 4 for "text 10"; the first is not predicted
+    assert (text["tokens"], text["supervised_tokens"]) == (
+        sum(data.train["length"][15:]),
+        sum(data.train["length"][15:]) - 10,
+    )
+    assert chat["tokens"] + text["tokens"] == recorded["data"]["tokens"] == tokens
+    assert recorded["data"]["epoch_rows"] == len(data.train) == 25
+    lines = preflight_lines(data.stats)
+    assert lines[1:4] == [
+        "  from 2 data sets; an epoch has 25 rows",
+        f"    {chats}: alpaca, 6 rows; 60.0% of an epoch: 15 rows, each 2.50 times, {chat['tokens']} tokens",
+        f"    {texts}: text, 11 rows; 40.0% of an epoch: 10 rows, {text['tokens']} tokens",
+    ]
+
+
+def test_held_out_rows_are_never_trained_on(load: Load, chats: Path, texts: Path, tokenizer: Any) -> None:
+    data = load(chats, texts, dataset_weights=[3.0, 2.0], val_size=5)
+    assert data.evaluation_stats is not None
+    rows = [data.evaluation[index] for index in range(data.evaluation_stats.rows - data.evaluation_stats.dropped_rows)]
+    evaluated = {tokenizer.decode(row["input_ids"], skip_special_tokens=True) for row in rows}
+    trained = {tokenizer.decode(row["input_ids"], skip_special_tokens=True) for row in data.train}
+    assert data.evaluation_stats.rows == 5
+    assert data.stats.rows == 12
+    assert len(evaluated) + len(trained) == 16
+    assert not trained & evaluated
+
+
+def test_a_file_that_loses_every_row_is_named(load: Load, chats: Path, tmp_path: Path) -> None:
+    single = tmp_path / "single.jsonl"
+    single.write_text('{"text": "alone"}\n')
+    with pytest.raises(ToolkitError, match=r"--val_size 6.0 holds out every row of .*single.jsonl"):
+        load(chats, single, val_size=6.0)
+    single.write_text('{"text": ""}\n')
+    with pytest.raises(ToolkitError, match=r"single.jsonl: no supervised token in any of the 1 rows"):
+        load(chats, single)
+
+
+def test_packs_hold_the_rows_of_all_files(load: Load, chats: Path, texts: Path) -> None:
+    data = load(chats, texts, dataset_weights=[3.0, 2.0], packing=True)
+    assert sum(len(pack["documents"]) for pack in data.train) == data.stats.epoch_rows == 25
+    assert sum(len(pack["input_ids"]) for pack in data.train) == data.stats.tokens
+
+
+def test_a_row_of_several_files_is_found_again(load: Load, chats: Path, texts: Path, tmp_path: Path) -> None:
+    data = load(chats, texts)
+    last_of_each = data.train["row"][5], data.train["row"][15]
+    progress = Progress(output_dir=tmp_path, datasets=(str(chats), str(texts)))
+    assert _row_places(last_of_each, progress) == {
+        "rows": [6, 11],
+        "places": [f"{chats}: row 6, line 6", f"{texts}: row 11, line 11"],
+    }
+    assert _row_places((3, 1), Progress(output_dir=tmp_path, datasets=(str(chats),))) == {
+        "rows": [2, 4],
+        "places": ["row 2, line 2", "row 4, line 4"],
+    }
+
+
+def test_files_mix_with_a_configuration_of_a_hub_data_set(
+    load: Load, chats: Path, tmp_path: Path, tokenizer: Any
+) -> None:
+    folder = write_dataset_folder(tmp_path / "greetings")
+    options = {"dataset_config": "sv", "eval_dataset": str(folder), "eval_dataset_config": "en"}
+    data = load(chats, folder, **options)
+    assert {name.split()[0] for name in sources_of(data, tokenizer)} == {"chat", "hej"}
+    assert data.evaluation_stats is not None
+    assert (data.evaluation_stats.rows, data.evaluation_stats.sample) == (2, "«goodbye 0<|im_end|>»")
+
+
+# -- streams
+
+
+def mixed(*paths: Path, weights: tuple[float, ...] | None, seed: int = 1) -> MixedRows:
+    streams = tuple(open_stream(str(path), "train", buffer_size=4, seed=seed) for path in paths)
+    return MixedRows(streams=streams, weights=weights, buffer_size=4, seed=seed)
+
+
+def test_a_stream_without_weights_reads_one_file_after_the_other(chats: Path, texts: Path) -> None:
+    rows = list(mixed(chats, texts, weights=None).epoch(0))
+    assert [row.source for row in rows] == [0] * 6 + [1] * 11
+    assert sorted(row.number for row in rows if row.number is not None) == sorted(
+        [2 * n for n in range(6)] + [2 * n + 1 for n in range(11)]
+    )
+
+
+def test_a_weighted_stream_draws_each_row_until_every_file_was_read(chats: Path, texts: Path) -> None:
+    rows = mixed(chats, texts, weights=(3.0, 1.0))
+    epochs = [[(row.source, row.number) for row in rows.epoch(number)] for number in range(40)]
+    assert epochs[0] == [(row.source, row.number) for row in mixed(chats, texts, weights=(3.0, 1.0)).epoch(0)]
+    assert epochs[0] != epochs[1]
+    assert all(len(set(epoch)) == 17 for epoch in epochs)
+    drawn = [source for epoch in epochs for source, _ in epoch]
+    assert drawn.count(0) / len(drawn) == pytest.approx(0.75, abs=0.03)  # 4 standard deviations of 1,800 draws
+    repeats = [number for source, number in epochs[0] if source == 0]
+    assert repeats[:6] != repeats[6:12]
+    assert sorted(repeats[:6]) == sorted(repeats[6:12])
+
+
+def test_streamed_rows_are_encoded_in_the_format_of_their_file(
+    load: Load, chats: Path, texts: Path, tokenizer: Any
+) -> None:
+    data = load(chats, texts, dataset_weights=[1.0, 1.0], streaming=True, training={"max_steps": 5})
+    shown = [tokenizer.decode(row["input_ids"]) for row in islice(data.train, 60)]
+    assert {text.split()[0] for text in shown} == {"<|im_start|>system", "text"}
+    assert [(source.rows, source.epoch_rows, source.weight) for source in data.stats.sources] == [
+        (6, None, 0.5),
+        (11, None, 0.5),
+    ]
+    assert (data.stats.streamed, data.stats.epoch_rows, data.stats.rows) == (True, None, 17)
+    lines = preflight_lines(data.stats)
+    assert lines[1] == "  from 2 data sets"
+    assert lines[2].startswith(f"    {chats}: alpaca, 50.0% of the rows, at random; of the first 6 rows ")
+
+
+def test_an_invalid_row_of_a_mixed_stream_is_reported_with_its_file(load: Load, chats: Path, tmp_path: Path) -> None:
+    broken = tmp_path / "broken.jsonl"
+    broken.write_text('{"text": "a"}\n{"text": 5}\n')
+    with pytest.raises(ToolkitError, match=r"broken.jsonl: row 2, line 2: `text` is number"):
+        load(chats, broken, streaming=True, training={"max_steps": 5})
+
+
+def test_the_configuration_of_a_hub_data_set_is_streamed(load: Load, tmp_path: Path, tokenizer: Any) -> None:
+    folder = write_dataset_folder(tmp_path / "greetings")
+    data = load(folder, dataset_config="sv", streaming=True, training={"max_steps": 5})
+    shown = {tokenizer.decode(row["input_ids"], skip_special_tokens=True) for row in islice(data.train, 12)}
+    assert shown == {f"hej {number}" for number in range(6)}
