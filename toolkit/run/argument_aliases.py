@@ -61,6 +61,7 @@ HINTS = {
     "dtype": "compute is bf16 with fp32 master weights under every preset; `--bf16 false` computes in fp32",
     "finetuning_type": "`--lora_r 16` trains LoRA adapters; without it, all weights are trained",
     "flash_attn": "`--attn_implementation flash_attention_2`, or sdpa",
+    "interleave_probs": "`--dataset_weights 0.7 0.3`, one number for each data set of `--dataset`",
     "load_in_8bit": "`--load_in_4bit true` is the quantization that is supported, with `--lora_r`",
     "max_samples": "cut the data file, or name a part of a hub data set: `--dataset_split 'train[:1000]'`",
     "num_processes": "an option of the toolkit goes before `--`: `toolkit train --num-processes 2 -- ...`",
@@ -86,7 +87,8 @@ def canonical_flags(words: Sequence[str]) -> list[str]:
         word = words[position]
         position += 1
         name, equals, given = word.removeprefix("--").partition("=")
-        alias = ALIASES.get(name.replace("-", "_")) if word.startswith("--") else None
+        name = name.replace("-", "_")
+        alias = ALIASES.get(name) if word.startswith("--") else None
         if alias is None:
             found.append(word)
             continue

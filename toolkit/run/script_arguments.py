@@ -185,11 +185,16 @@ def read_arguments(argv: Sequence[str]) -> dict[str, Any]:
     wrong type, or a file that cannot be read.
     """
     rest = list(argv)
-    values = read_config_file(Path(rest.pop(0))) if rest and rest[0].endswith(CONFIG_SUFFIXES) else {}
+    values = read_config_file(Path(rest.pop(0))) if has_config_file(rest) else {}
     values |= _read_flags(canonical_flags(rest))
     for name, value in values.items():
         _check_value(name, value)
     return values
+
+
+def has_config_file(argv: Sequence[str]) -> bool:
+    """Return True if a configuration file stands before the flags."""
+    return bool(argv) and argv[0].endswith(CONFIG_SUFFIXES) and not argv[0].startswith("--")
 
 
 def read_config_file(path: Path) -> dict[str, Any]:

@@ -21,10 +21,10 @@ from toolkit.run.argument_aliases import canonical_flags
 from toolkit.run.argument_checks import check_arguments
 from toolkit.run.learning_rate import WARMUP_SHARE, ScaledRate, scaled_rate
 from toolkit.run.script_arguments import (
-    CONFIG_SUFFIXES,
     DataArguments,
     ModelArguments,
     flag,
+    has_config_file,
     read_arguments,
     read_config_file,
     uses_activation_checkpointing,
@@ -102,7 +102,7 @@ def _parser() -> _Parser:
 
 def _parse_flags(argv: list[str]) -> argparse.Namespace:
     parser = _parser()
-    if argv and argv[0].endswith(CONFIG_SUFFIXES):
+    if has_config_file(argv):
         parser.set_defaults(**read_config_file(Path(argv.pop(0))))
     namespace: argparse.Namespace = parser.parse_args(canonical_flags(argv))
     return namespace
