@@ -32,8 +32,13 @@ INSTALL := $(PIP) install --quiet --quiet -c constraints.txt
 help:  ## show this list
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /\1\t/' | expand -t 8
 
-setup: $(STAMP)  ## create .venv with pinned versions, and compile DeepSpeed's CPU ops once
+# A .venv may be shared with nodes that have GPUs, so the packages for them are looked for each time.
+setup: $(STAMP)  ## create .venv with pinned versions for this node, and compile DeepSpeed's CPU ops once
+	@extras="$$($(BIN)/python -m toolkit.doctor.node_packages --extras)"; [ -z "$$extras" ] || { \
+		echo "set-up: packages for this node's GPUs" >&2; \
+		$(INSTALL) --no-build-isolation -e ".[$$extras]"; }
 	@$(BIN)/python -m toolkit.doctor.ops --async-io
+	@$(BIN)/python -m toolkit.doctor.node_packages
 
 # torch is installed first, because DeepSpeed's own set-up imports it. DS_BUILD_OPS=0: the two ops that are needed are
 # compiled afterwards. DS_ACCELERATOR=cpu: on a node with a GPU but no nvcc, DeepSpeed's set-up would fail; a run still

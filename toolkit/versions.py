@@ -13,6 +13,9 @@ import importlib.util
 import re
 from pathlib import Path
 
+# In the clone: the package is not published.
+INSTALL_GPU_PACKAGES = "pip install -c constraints.txt -e '.[gpu]'"
+
 
 def installed_version(library: str) -> str | None:
     """Return the version of an installed distribution, or None."""
@@ -20,6 +23,19 @@ def installed_version(library: str) -> str | None:
         return importlib.metadata.version(library)
     except importlib.metadata.PackageNotFoundError:
         return None
+
+
+def torch_cuda_version() -> str | None:
+    """Return the CUDA version that the installed torch was built with; None for a CPU build, and without torch."""
+    tree = _source("torch", "version.py")
+    values = {
+        ast.unparse(target): node.value
+        for node in (tree.body if tree else [])
+        if isinstance(node, ast.Assign | ast.AnnAssign)
+        for target in (node.targets if isinstance(node, ast.Assign) else [node.target])
+    }
+    cuda = values.get("cuda")
+    return str(cuda.value) if isinstance(cuda, ast.Constant) and cuda.value is not None else None
 
 
 def version_numbers(version: str) -> tuple[int, ...]:

@@ -19,7 +19,7 @@ from toolkit.run.dataset_checks import check_streaming, check_weights, streaming
 from toolkit.run.learning_rate import check_scaling
 from toolkit.run.lora_config import lora_fields
 from toolkit.run.script_arguments import is_given, read_method, uses_activation_checkpointing
-from toolkit.versions import is_importable, tracker_names
+from toolkit.versions import INSTALL_GPU_PACKAGES, is_importable, tracker_names
 
 Arguments = dict[str, Any]
 
@@ -79,9 +79,9 @@ def check_arguments(
     method = read_method(arguments)
     check_supported(preset, method, world_size=num_processes, device=device, purpose=purpose)
     if method.load_in_4bit and not is_importable("bitsandbytes"):
-        raise ToolkitError("--load_in_4bit needs bitsandbytes", hint='pip install "finetune-toolkit[gpu]"')
+        raise ToolkitError("--load_in_4bit needs bitsandbytes", hint=f"in the clone: {INSTALL_GPU_PACKAGES}")
     if method.use_liger_kernel and not is_importable("liger_kernel"):
-        raise ToolkitError("--use_liger_kernel needs liger-kernel", hint='pip install "finetune-toolkit[gpu]"')
+        raise ToolkitError("--use_liger_kernel needs liger-kernel", hint=f"in the clone: {INSTALL_GPU_PACKAGES}")
     check_trackers(arguments.get("report_to"))
     return _ineffective_arguments(arguments, preset)
 

@@ -1,0 +1,121 @@
+"""`make setup` installs what the node can use, and says what it leaves out."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from launching import ROOT
+
+from toolkit.doctor import node_packages
+from toolkit.doctor.node_packages import GPU_PACKAGES, find_nvcc, left_out, main, needed_extras
+
+WithGpus = Callable[[int], None]
+NO_REAL_GPU = pytest.mark.skipif(Path("/proc/driver/nvidia/gpus").is_dir(), reason="this node has GPUs of its own")
+
+
+@pytest.fixture
+def with_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> WithGpus:
+    """An nvidia-smi that lists so many GPUs."""
+
+    def list_gpus(count: int) -> None:
+        program = tmp_path / "bin" / "nvidia-smi"
+        program.parent.mkdir(exist_ok=True)
+        program.write_text("#!/bin/sh\n" + "".join(f"echo 'GPU {index}: NVIDIA H100'\n" for index in range(count)))
+        program.chmod(0o755)
+        monkeypatch.setenv("PATH", str(program.parent), prepend=":")
+
+    return list_gpus
+
+
+@pytest.fixture
+def without_packages(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(node_packages, "is_importable", lambda module: module not in GPU_PACKAGES)
+
+
+@NO_REAL_GPU
+@pytest.mark.usefixtures("without_packages")
+def test_a_node_without_a_gpu_is_told_how_to_add_the_gpu_packages(capsys: pytest.CaptureFixture[str]) -> None:
+    assert needed_extras() == []
+    assert main() == 0
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 2
+    assert all(name in lines[0] for name in GPU_PACKAGES)
+    assert lines[0].endswith("there is no NVIDIA GPU here")
+    assert lines[1] == "  to add it: pip install -c constraints.txt -e '.[gpu]'"
+
+
+@NO_REAL_GPU
+@pytest.mark.usefixtures("without_packages")
+def test_a_node_with_a_gpu_needs_the_gpu_packages(
+    with_gpus: WithGpus, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with_gpus(8)
+    monkeypatch.setattr(node_packages, "find_nvcc", lambda: None)
+    monkeypatch.setattr(node_packages, "torch_cuda_version", lambda: None)
+    assert main(["--extras"]) == 0
+    assert capsys.readouterr().out == "gpu\n"
+    reasons = [part.reason for part in left_out()]
+    assert reasons[0] == "they are not installed"
+    assert reasons[1].endswith("is a CPU build, so no GPU would be used")
+    assert reasons[2:] == ["there is no nvcc"]
+    assert all(part.add for part in left_out())
+
+
+@NO_REAL_GPU
+def test_nothing_is_left_out_where_everything_is_installed(
+    with_gpus: WithGpus, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with_gpus(1)
+    monkeypatch.setattr(node_packages, "is_importable", lambda _: True)
+    monkeypatch.setattr(node_packages, "find_nvcc", lambda: Path("/usr/local/cuda/bin/nvcc"))
+    monkeypatch.setattr(node_packages, "torch_cuda_version", lambda: "13.0")
+    assert (needed_extras(), left_out()) == ([], [])
+    assert main() == 0
+    assert capsys.readouterr() == ("", "")
+
+
+def test_nvcc_is_found_where_cuda_home_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "nvcc").touch()
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path))
+    assert find_nvcc() == tmp_path / "bin" / "nvcc"
+
+
+def test_every_package_for_gpus_is_pinned() -> None:
+    pins = dict(line.split("==") for line in (ROOT / "constraints.txt").read_text().splitlines() if "==" in line)
+    assert {"bitsandbytes", "liger-kernel", "nvidia-ml-py"} <= pins.keys()
+
+
+@NO_REAL_GPU
+@pytest.mark.parametrize("gpus", [0, 8])
+def test_make_setup_installs_the_gpu_packages_on_a_node_with_gpus(
+    gpus: int, with_gpus: WithGpus, tmp_path: Path
+) -> None:
+    with_gpus(gpus)
+    log, python = tmp_path / "calls.txt", tmp_path / "venv" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    # pip and the compiler are only recorded; everything else is the real program.
+    recorded = f'case "$*" in *"-m pip"*|*doctor.ops*) echo "$*" >> {log};; *) exec {sys.executable} "$@";; esac'
+    python.write_text(f"#!/bin/sh\n{recorded}\n")
+    python.chmod(0o755)
+    (tmp_path / "venv" / ".set-up").touch()
+    (tmp_path / "site" / "sitecustomize.py").parent.mkdir()
+    hidden = "import sys\nsys.modules.update(dict.fromkeys(['bitsandbytes', 'liger_kernel', 'pynvml']))\n"
+    (tmp_path / "site" / "sitecustomize.py").write_text(hidden)
+    environment = os.environ | {"PYTHONPATH": f"{tmp_path / 'site'}:{ROOT}"}
+    command = ["make", f"VENV={tmp_path / 'venv'}", "setup"]
+    ended = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False, timeout=60)
+    assert ended.returncode == 0, ended.stderr
+    calls = log.read_text().splitlines()
+    installs = [call for call in calls if "pip" in call]
+    assert len(installs) == (1 if gpus else 0)
+    assert all("-c constraints.txt --no-build-isolation -e .[gpu]" in call for call in installs)
+    assert calls[-1] == "-m toolkit.doctor.ops --async-io"
+    assert ("set-up: packages for this node's GPUs" in ended.stderr) == bool(gpus)
+    assert "left out: GPU packages: bitsandbytes" in ended.stderr
+    assert ("there is no NVIDIA GPU here" in ended.stderr) == (not gpus)

@@ -1,0 +1,98 @@
+"""Optional packages that this node can use: what is missing, why, and the line that adds it.
+
+    python -m toolkit.doctor.node_packages            # what `make setup` left out, on stderr
+    python -m toolkit.doctor.node_packages --extras   # the extras that this node needs and does not have
+
+NVMe offload is reported by `toolkit.doctor.ops`, which compiles it.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from toolkit.errors import EXIT_INVALID_INPUT
+from toolkit.hardware.gpus import installed_gpus
+from toolkit.versions import INSTALL_GPU_PACKAGES, installed_version, is_importable, torch_cuda_version
+
+# Module -> what it is for; the extra `gpu` installs all of them.
+GPU_PACKAGES = {
+    "bitsandbytes": "QLoRA and 8-bit optimizers",
+    "liger_kernel": "--use_liger_kernel",
+    "pynvml": "energy, throttling and the GPU memory of a process",
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LeftOut:
+    """A part that is not installed."""
+
+    part: str
+    reason: str
+    add: str | None
+    """The line that adds it; None where this node could not use it."""
+
+    def lines(self) -> list[str]:
+        """Return the part with its reason, and what to type."""
+        return [f"left out: {self.part}: {self.reason}"] + ([] if self.add is None else [f"  to add it: {self.add}"])
+
+
+def missing_gpu_packages() -> list[str]:
+    """Return the modules of the extra `gpu` that cannot be imported."""
+    return [module for module in GPU_PACKAGES if not is_importable(module)]
+
+
+def needed_extras() -> list[str]:
+    """Return the extras of pyproject.toml that this node can use and does not have."""
+    return ["gpu"] if installed_gpus() and missing_gpu_packages() else []
+
+
+def left_out() -> list[LeftOut]:
+    """Return the parts that are not installed here, with the reason for each."""
+    has_gpu, missing = bool(installed_gpus()), missing_gpu_packages()
+    found = []
+    if missing:
+        purposes = "; ".join(f"{module} ({GPU_PACKAGES[module]})" for module in missing)
+        reason = "they are not installed" if has_gpu else "there is no NVIDIA GPU here"
+        found.append(LeftOut(part=f"GPU packages: {purposes}", reason=reason, add=INSTALL_GPU_PACKAGES))
+    if not has_gpu:
+        return found
+    if installed_version("torch") and torch_cuda_version() is None:
+        reason = f"torch {installed_version('torch')} is a CPU build, so no GPU would be used"
+        add = "make clean setup, without an index of CPU builds in TORCH_PIP_ARGS"
+        found.append(LeftOut(part="CUDA", reason=reason, add=add))
+    if find_nvcc() is None:
+        toolkit = f"the CUDA toolkit {torch_cuda_version() or ''}".strip()
+        add = f"install {toolkit} (https://developer.nvidia.com/cuda-downloads), then export CUDA_HOME=/usr/local/cuda"
+        part, reason = "DeepSpeed's own CUDA kernels (preset zeropp, fused optimizers)", "there is no nvcc"
+        found.append(LeftOut(part=part, reason=reason, add=add))
+    return found
+
+
+def find_nvcc() -> Path | None:
+    """Return CUDA's compiler, looked for where torch looks: CUDA_HOME, PATH, /usr/local/cuda."""
+    home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
+    on_path = shutil.which("nvcc")
+    places = [Path(home) / "bin" / "nvcc"] if home else [Path(on_path)] if on_path else []
+    return next((path for path in [*places, Path("/usr/local/cuda/bin/nvcc")] if path.is_file()), None)
+
+
+def main(argv: Sequence[str] = ()) -> int:
+    """Print the extras, or what is left out; return the exit code."""
+    if list(argv) not in ([], ["--extras"]):
+        print("error: the only option is --extras", file=sys.stderr)
+        return EXIT_INVALID_INPUT
+    if argv:
+        print(",".join(needed_extras()))
+        return 0
+    for part in left_out():
+        print("\n".join(part.lines()), file=sys.stderr)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
