@@ -11,6 +11,7 @@ from toolkit import __version__
 from toolkit.cli.checkpoint import checkpoint_app
 from toolkit.cli.compare import compare
 from toolkit.cli.convert_config import convert_config
+from toolkit.cli.env import env
 from toolkit.cli.lint import lint
 from toolkit.cli.output import print_message
 from toolkit.cli.plan import plan
@@ -74,6 +75,7 @@ app.command()(compare)
 app.command()(report)
 app.command()(lint)
 app.command()(convert_config)
+app.command()(env)
 app.add_typer(preset_app, name="preset")
 app.add_typer(checkpoint_app, name="checkpoint")
 

@@ -1,0 +1,126 @@
+"""`toolkit env`: the facts of a node for an issue report, and no secret."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from launching import ROOT
+from loaded_modules import HEAVY, loaded_after
+
+from toolkit.doctor.environment_report import as_markdown, environment_report, shown_variables, without_secrets
+from toolkit.hardware.node import library_versions
+
+TOKEN, PASSWORD, KEY = "hf_QmVyZ2VuSXNOb3RIZXJl", "correct-horse", "0123456789abcdef0123456789abcdef"
+SECRETS = {
+    "HF_TOKEN": TOKEN,
+    "WANDB_API_KEY": KEY,
+    "HTTPS_PROXY": f"http://me:{PASSWORD}@proxy.example:3128",
+    "NCCL_DEBUG_FILE": f"/tmp/{KEY}.log",
+    "HF_ENDPOINT": f"https://user:{TOKEN}@hub.example",
+    "CUDA_UNRELATED": "starts with github_pat_11ABCDEFG0123456789",
+    "DEEPSPEED_PASSWORD": PASSWORD,
+    "UNRELATED_SECRET": "another-secret-value",
+    "TOOLKIT_NOTE": "another-secret-value, pasted",
+}
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Path:
+    """A home folder with a stored token and configuration files."""
+    hub = tmp_path / ".cache" / "huggingface"
+    (hub / "accelerate").mkdir(parents=True)
+    (hub / "token").write_text("hf_storedInAFile123\n")
+    (hub / "accelerate" / "default_config.yaml").write_text("num_processes: 8\naws_secret_access_key: plain-words\n")
+    (tmp_path / ".deepspeed_env").write_text(f"NCCL_IB_HCA=mlx5\nHF_TOKEN={TOKEN}\nNOTE=hf_storedInAFile123\n")
+    return tmp_path
+
+
+def printed(home: Path, *words: str, **variables: str) -> str:
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "XDG_"))}
+    environment |= {"PYTHONPATH": str(ROOT), "HOME": str(home), **variables}
+    command = [sys.executable, "-m", "toolkit", "env", *words]
+    ended = subprocess.run(command, cwd=home, env=environment, capture_output=True, text=True, check=True, timeout=60)
+    assert ended.stderr == ""
+    return ended.stdout
+
+
+@pytest.mark.parametrize("words", [(), ("--json",)])
+def test_no_secret_is_printed(words: tuple[str, ...], home: Path) -> None:
+    text = printed(home, *words, **SECRETS)
+    for secret in (TOKEN, PASSWORD, KEY, "another-secret-value", "hf_storedInAFile123", "plain-words", "github_pat_11"):
+        assert secret not in text
+    for kept in ("proxy.example:3128", "hub.example", "num_processes: 8", "NCCL_IB_HCA=mlx5", ".log"):
+        assert kept in text
+
+
+def test_of_a_token_it_only_says_that_it_is_set(home: Path) -> None:
+    lines = printed(home, HF_TOKEN=TOKEN).splitlines()
+    assert "- HF_TOKEN: set" in lines
+    assert "- WANDB_API_KEY: not set" in lines
+    assert "- hub login: HF_TOKEN" in lines
+    assert "- hub login: token file" in printed(home).splitlines()
+
+
+def test_variables_that_libraries_read_are_shown() -> None:
+    given = {"NCCL_DEBUG": "INFO", "HF_HOME": "/data", "TOKENIZERS_PARALLELISM": "false", "CUDA_VISIBLE_DEVICES": ""}
+    unrelated = {"EDITOR": "vi", "CCACHE_DIR": "/c", "PWD": "/"}
+    shown = shown_variables(given | unrelated)
+    assert shown == given | {"HF_TOKEN": "not set", "WANDB_API_KEY": "not set"}
+
+
+def test_a_short_value_of_a_secret_hides_no_other_text(tmp_path: Path) -> None:
+    environment = {"API_KEY": "no", "HF_HOME": str(tmp_path)}
+    assert without_secrets({"a": ["no GPU", None, 3]}, environment) == {"a": ["no GPU", None, 3]}
+
+
+def test_the_json_has_versions_memory_and_disks_as_numbers(home: Path) -> None:
+    report = json.loads(printed(home, "--json"))
+    assert report["packages"]["torch"] == library_versions()["torch"]
+    assert report["python"] == platform.python_version()
+    assert report["host_memory_bytes"] == os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    assert report["compilers"]["c++"] is None or "." in report["compilers"]["c++"]
+    for disk in report["disks"].values():
+        assert 0 < disk["free_bytes"] <= disk["total_bytes"]
+    assert set(report["disks"]) == {"working directory", "hub cache", "toolkit cache", "temporary files"}
+
+
+@pytest.mark.skipif(Path("/proc/driver/nvidia/gpus").is_dir(), reason="this node has GPUs of its own")
+def test_gpus_and_driver_are_those_of_nvidia_smi(home: Path, tmp_path: Path) -> None:
+    program = tmp_path / "bin" / "nvidia-smi"
+    program.parent.mkdir()
+    row = "NVIDIA H100 80GB HBM3, 81559, 570.86.15, 700.00, 1980, 2619"
+    answers = {
+        "-L": "GPU 0: NVIDIA H100\\nGPU 1: NVIDIA H100",
+        "--version": "NVIDIA-SMI version  : 570.86.15\\nCUDA Version        : 12.8",
+        "topo": "     GPU0 GPU1\\nGPU0  X   NV18",
+        "--query-gpu*": f"{row}\\n{row}",
+    }
+    cases = "".join(f"{pattern}) printf '{text}\\n';;\n" for pattern, text in answers.items())
+    program.write_text(f'#!/bin/sh\ncase "$1" in\n{cases}esac\n')
+    program.chmod(0o755)
+    text = printed(home, PATH=f"{program.parent}:{os.environ['PATH']}", CUDA_VISIBLE_DEVICES="1")
+    for line in (
+        "- GPUs: 2 × NVIDIA H100 80GB HBM3 (79.65 GiB)",
+        "- visible GPUs: 1",
+        "- driver: 570.86.15, CUDA up to 12.8",
+        "  GPU0  X   NV18",
+    ):
+        assert line in text.splitlines()
+
+
+def test_the_home_folder_is_not_named(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(home))
+    monkeypatch.delenv("HF_HOME", raising=False)
+    text = as_markdown(environment_report({"HOME": str(home), "NCCL_CONF_FILE": f"{home}/x"}))
+    assert str(home) not in text
+    assert "~/.cache/huggingface" in text
+
+
+def test_it_imports_no_heavy_library(tmp_path: Path) -> None:
+    assert not loaded_after("import toolkit.cli; toolkit.cli.main(['env'])", cwd=tmp_path) & HEAVY

@@ -1,0 +1,328 @@
+"""Facts of this node for an issue report, read without torch: versions, GPUs, compilers, memory, disks, variables.
+
+    print(as_markdown(environment_report()))
+
+No secret is in a report: variables with a token, key or password are only said to be set, and their values are removed
+wherever else they occur.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from toolkit import __version__
+from toolkit.cache import ASYNC_IO_OPS, are_compiled, cache_folder
+from toolkit.doctor.node_packages import find_nvcc
+from toolkit.doctor.ops import CPU_OPS, has_libaio_header
+from toolkit.hardware.cgroups import cpu_limit, memory_limit_bytes
+from toolkit.hardware.disks import existing_folder
+from toolkit.hardware.gpus import count_gpus, gpu_topology
+from toolkit.hardware.node import LIBRARIES, describe_node, disk_facts, git_commit
+from toolkit.units import NOT_AVAILABLE, gib
+from toolkit.versions import installed_version, torch_cuda_version
+
+# What a run may import beside `LIBRARIES`.
+OTHER_PACKAGES = (
+    *("huggingface_hub", "tokenizers", "safetensors", "numpy", "pyarrow", "triton", "trl"),
+    *("bitsandbytes", "liger-kernel", "nvidia-ml-py", "flash-attn"),
+    *("nvidia-nccl-cu12", "nvidia-nccl-cu13", "nvidia-cudnn-cu12", "nvidia-cudnn-cu13"),
+)
+# Variables that the libraries below a run read.
+PREFIXES = (
+    *("ACCELERATE_", "FSDP_", "DS_", "DEEPSPEED_", "TOOLKIT_", "HF_", "HUGGING", "TRANSFORMERS_", "TOKENIZERS_"),
+    *("CUDA_", "NVIDIA_", "NCCL_", "TORCH", "PYTORCH_", "GLOO_", "TP_", "OMP_", "MKL_", "UCX_", "FI_", "TRITON_"),
+    *("MASTER_", "LOCAL_", "SLURM_", "WANDB_"),
+)
+NAMES = (
+    *("RANK", "NODE_RANK", "WORLD_SIZE", "CC", "CXX", "LD_LIBRARY_PATH", "XDG_CACHE_HOME", "TMPDIR"),
+    *("http_proxy", "https_proxy", "no_proxy", "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY"),
+)
+TOKEN_VARIABLES = ("HF_TOKEN", "WANDB_API_KEY")  # reported also where they are not set
+SECRET_NAME = re.compile(r"TOKEN(?!IZERS)|SECRET|PASSW|CREDENTIAL|AUTH|(?:^|_)(?:API)?KEY(?:_|$|S)", re.IGNORECASE)
+# Of the hub, wandb, GitHub and AWS; a user and password in a URL.
+SECRET_VALUES = re.compile(r"\b(?:hf_|ghp_|github_pat_|sk-|AKIA)[A-Za-z0-9_-]{8,}|(?<=://)[^/@\s]+(?=@)")
+HIDDEN = "***"
+SET, NOT_SET = "set", "not set"
+# A shorter value may be an ordinary word, and would hide unrelated text.
+MIN_SECRET_CHARACTERS = 6
+MAX_FILE_LINES = 40
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EnvironmentReport:
+    """Facts of this node; None where one is not known. Bytes are integers."""
+
+    version: str
+    git_commit: str | None
+    python: str
+    executable: str
+    platform: str
+    libc: str
+    packages: dict[str, str | None]
+    torch_cuda_version: str | None
+    """CUDA that torch was built with; None for a CPU build."""
+    driver_cuda_version: str | None
+    """Newest CUDA that the driver supports."""
+    gpus: list[dict[str, Any]]
+    visible_gpus: int
+    """GPUs that a run would use, after CUDA_VISIBLE_DEVICES."""
+    gpu_topology: str | None
+    infiniband: list[str]
+    network_interfaces: list[str]
+    compilers: dict[str, str | None]
+    libaio_header: bool
+    compiled_ops: dict[str, bool]
+    cpu: str | None
+    cpu_count: int
+    cpu_limit: float | None
+    host_memory_bytes: int
+    memory_limit_bytes: int | None
+    shared_memory_bytes: int | None
+    """Size of /dev/shm."""
+    disks: dict[str, dict[str, Any]]
+    hub_login: str | None
+    """Where the hub's token comes from; None without one."""
+    variables: dict[str, str]
+    files: dict[str, str]
+    """Path of each configuration file that exists, and its content."""
+
+
+def environment_report(environment: Mapping[str, str] = os.environ) -> EnvironmentReport:
+    """Return the facts of this node and this process's environment, without secrets."""
+    node = describe_node()
+    facts = {
+        "version": __version__,
+        "git_commit": git_commit(Path(__file__).parent),
+        "python": platform.python_version(),
+        "executable": sys.executable,
+        "platform": platform.platform(),
+        "libc": " ".join(platform.libc_ver()),
+        "packages": {name: installed_version(name) for name in (*LIBRARIES[:-1], *OTHER_PACKAGES)},
+        "torch_cuda_version": torch_cuda_version(),
+        "driver_cuda_version": _driver_cuda_version(),
+        "gpus": node["gpus"],
+        "visible_gpus": count_gpus(),
+        "gpu_topology": gpu_topology(),
+        "infiniband": _infiniband(),
+        "network_interfaces": sorted(path.name for path in _entries(Path("/sys/class/net"))),
+        "compilers": {
+            "nvcc": _version_of(find_nvcc()),
+            **{name: _version_of(name) for name in _compilers(environment)},
+        },
+        "libaio_header": has_libaio_header(),
+        "compiled_ops": _compiled_ops(),
+        **{name: node[name] for name in ("cpu", "cpu_count", "host_memory_bytes")},
+        "cpu_limit": cpu_limit(),
+        "memory_limit_bytes": memory_limit_bytes(),
+        "shared_memory_bytes": _size_of(Path("/dev/shm")),
+        "disks": _disks(environment),
+        "hub_login": _hub_login(environment),
+        "variables": shown_variables(environment),
+        "files": _files(environment),
+    }
+    return EnvironmentReport(**without_secrets(facts, environment))
+
+
+# -- secrets
+
+
+def shown_variables(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables that libraries read, in name order; of one that holds a secret, only that it is set."""
+    found = {
+        name: SET if SECRET_NAME.search(name) else value
+        for name, value in environment.items()
+        if name in NAMES or name.startswith(PREFIXES)
+    }
+    return dict(sorted(({name: NOT_SET for name in TOKEN_VARIABLES} | found).items()))
+
+
+def without_secrets(value: Any, environment: Mapping[str, str]) -> Any:
+    """Return facts with every secret of the environment, and whatever looks like one, replaced in all texts."""
+    known = [text for name, text in environment.items() if SECRET_NAME.search(name)]
+    with contextlib.suppress(OSError, UnicodeDecodeError):
+        known.append(_token_file(environment).read_text().strip())
+    secrets = sorted({text for text in known if len(text) >= MIN_SECRET_CHARACTERS}, key=len, reverse=True)
+
+    def cleaned(item: Any) -> Any:
+        if isinstance(item, dict):
+            return {cleaned(name): cleaned(each) for name, each in item.items()}
+        if isinstance(item, list):
+            return [cleaned(each) for each in item]
+        if not isinstance(item, str):
+            return item
+        for secret in secrets:
+            item = item.replace(secret, HIDDEN)
+        return SECRET_VALUES.sub(HIDDEN, item)
+
+    return cleaned(value)
+
+
+def _token_file(environment: Mapping[str, str]) -> Path:
+    return Path(environment.get("HF_TOKEN_PATH") or _hub_home(environment) / "token")
+
+
+def _hub_login(environment: Mapping[str, str]) -> str | None:
+    if environment.get("HF_TOKEN"):
+        return "HF_TOKEN"
+    return "token file" if _token_file(environment).is_file() else None
+
+
+# -- facts
+
+
+def _hub_home(environment: Mapping[str, str]) -> Path:
+    cache = environment.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(environment.get("HF_HOME") or Path(cache) / "huggingface").expanduser()
+
+
+def _driver_cuda_version() -> str | None:
+    found = re.search(r"CUDA Version\s*:\s*([\d.]+)", _output("nvidia-smi", "--version") or "")
+    return found[1] if found else None
+
+
+def _infiniband() -> list[str]:
+    """`mlx5_0: 400 Gb/sec (4X NDR)` for each port."""
+    rates = sorted(Path("/sys/class/infiniband").glob("*/ports/*/rate"))
+    return [f"{rate.parents[2].name}: {_text(rate) or NOT_AVAILABLE}" for rate in rates]
+
+
+def _compilers(environment: Mapping[str, str]) -> list[str]:
+    return list(dict.fromkeys([environment.get("CXX") or "c++", environment.get("CC") or "gcc", "ninja"]))
+
+
+def _version_of(program: str | Path | None) -> str | None:
+    """The line of `--version` that names a version; nvcc prints it last but one."""
+    lines = (_output(str(program), "--version") or "").strip().splitlines() if program else []
+    return next((line for line in lines if re.search(r"\d+\.\d+", line)), None)
+
+
+def _output(*command: str) -> str | None:
+    if shutil.which(command[0]) is None:
+        return None
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout
+    return None
+
+
+def _compiled_ops() -> dict[str, bool]:
+    if installed_version("torch") is None or installed_version("deepspeed") is None:
+        return {}
+    return {op: are_compiled([op]) for op in (*CPU_OPS, *ASYNC_IO_OPS)}
+
+
+def _disks(environment: Mapping[str, str]) -> dict[str, dict[str, Any]]:
+    """Disks of the working directory, the hub's cache, the toolkit's cache and temporary files."""
+    named = {"working directory": Path.cwd(), "hub cache": _hub_home(environment), "toolkit cache": cache_folder()}
+    named["temporary files"] = Path(environment.get("TMPDIR") or "/tmp")
+    return {name: {"path": str(path), **disk_facts(existing_folder(path))} for name, path in named.items()}
+
+
+def _size_of(folder: Path) -> int | None:
+    with contextlib.suppress(OSError):
+        return shutil.disk_usage(folder).total
+    return None
+
+
+def _files(environment: Mapping[str, str]) -> dict[str, str]:
+    """Configuration files that change a run without being named in its command."""
+    paths = [
+        Path(environment.get("ACCELERATE_CONFIG_FILE") or _hub_home(environment) / "accelerate/default_config.yaml"),
+        Path.home() / ".deepspeed_env",
+        Path(".deepspeed_env").absolute(),
+        Path(environment.get("NCCL_CONF_FILE") or Path.home() / ".nccl.conf"),
+        Path("/etc/nccl.conf"),
+    ]
+    texts = {str(path): _text(path) for path in dict.fromkeys(paths)}
+    return {path: _without_secret_lines(text) for path, text in texts.items() if text is not None}
+
+
+def _without_secret_lines(text: str) -> str:
+    """The first lines; of a key that names a secret, only the key."""
+    return "\n".join(map(_without_secret_value, text.splitlines()[:MAX_FILE_LINES]))
+
+
+def _without_secret_value(line: str) -> str:
+    found = re.match(r"([^=:]*[=:]\s*)\S", line)
+    return f"{found[1]}{HIDDEN}" if found and SECRET_NAME.search(found[1]) else line
+
+
+def _entries(folder: Path) -> list[Path]:
+    with contextlib.suppress(OSError):
+        return list(folder.iterdir())
+    return []
+
+
+def _text(path: Path) -> str | None:
+    with contextlib.suppress(OSError, UnicodeDecodeError):
+        return path.read_text().strip()
+    return None
+
+
+# -- text
+
+
+def as_markdown(report: EnvironmentReport) -> str:
+    """Return the report as a list, for an issue; what is absent is left out where a list would only say so."""
+    lines = [f"- {name}: {' '.join(value.split())}" for name, value in _names_and_values(report)]
+    blocks = {"GPU topology": report.gpu_topology} | report.files
+    for title, text in blocks.items():
+        lines += [f"- {title}:", *_fenced(text)] if text else []
+    return _without_home("\n".join(lines))
+
+
+def _names_and_values(report: EnvironmentReport) -> list[tuple[str, str]]:
+    installed = {name: version for name, version in report.packages.items() if version is not None}
+    absent = [name for name in ("bitsandbytes", "liger-kernel", "nvidia-ml-py") if name not in installed]
+    cuda = "a CPU build" if report.torch_cuda_version is None else f"built for CUDA {report.torch_cuda_version}"
+    installed |= {"torch": f"{installed['torch']} ({cuda})"} if "torch" in installed else {}
+    gpus = Counter(f"{gpu['name']} ({gib(gpu['memory_bytes'])})" for gpu in report.gpus)
+    drivers = sorted({str(gpu["driver"]) for gpu in report.gpus})
+    limits = [] if report.cpu_limit is None else [f"{report.cpu_limit:g} cores"]
+    limits += [] if report.memory_limit_bytes is None else [gib(report.memory_limit_bytes)]
+    return [
+        ("finetune-toolkit", f"{report.version}, commit {report.git_commit or NOT_AVAILABLE}"),
+        ("platform", f"{report.platform}, {report.libc}"),
+        ("Python", f"{report.python} ({report.executable})"),
+        *installed.items(),
+        ("not installed", ", ".join(absent) or "none of the optional packages"),
+        ("GPUs", ", ".join(f"{count} × {gpu}" for gpu, count in gpus.items()) or "none"),
+        ("visible GPUs", str(report.visible_gpus)),
+        ("driver", f"{', '.join(drivers) or 'none'}, CUDA up to {report.driver_cuda_version or NOT_AVAILABLE}"),
+        ("InfiniBand", "; ".join(report.infiniband) or "none"),
+        ("network interfaces", ", ".join(report.network_interfaces) or "none"),
+        *((name, version or "not found") for name, version in report.compilers.items()),
+        ("libaio.h", "found" if report.libaio_header else "not found"),
+        ("compiled DeepSpeed ops", ", ".join(op for op, done in report.compiled_ops.items() if done) or "none"),
+        ("CPU", f"{report.cpu or NOT_AVAILABLE}, {report.cpu_count} usable cores"),
+        ("host memory", f"{gib(report.host_memory_bytes)}, /dev/shm {gib(report.shared_memory_bytes)}"),
+        ("container limits", ", ".join(limits) or "none found"),
+        *((name, _disk(disk)) for name, disk in report.disks.items()),
+        ("hub login", report.hub_login or "none"),
+        *report.variables.items(),
+    ]
+
+
+def _disk(disk: Mapping[str, Any]) -> str:
+    filesystem = disk["filesystem"] or NOT_AVAILABLE
+    return f"{disk['path']} ({filesystem}), {gib(disk['free_bytes'])} free of {gib(disk['total_bytes'])}"
+
+
+def _fenced(text: str) -> list[str]:
+    return ["  ```", *(f"  {line}" for line in text.splitlines()), "  ```"]
+
+
+def _without_home(text: str) -> str:
+    """Write the home folder, which often is a person's name, as `~`."""
+    home = str(Path.home())
+    return text if home == "/" else re.sub(rf"{re.escape(home)}(?=/|\s|$)", "~", text)
