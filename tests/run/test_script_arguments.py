@@ -8,7 +8,15 @@ from pathlib import Path
 import pytest
 
 from toolkit.errors import ToolkitError
-from toolkit.run.script_arguments import argument_types, flag, integer, read_arguments
+from toolkit.run.script_arguments import (
+    argument_types,
+    dataset_names,
+    dataset_weights,
+    flag,
+    integer,
+    read_arguments,
+)
+from toolkit.train.arguments import _parse_flags
 from toolkit.versions import training_argument_types
 
 
@@ -48,6 +56,24 @@ def test_a_list_flag_takes_several_words() -> None:
     assert read_arguments(["--lora_target_modules", "q_proj", "v_proj"]) == {
         "lora_target_modules": ["q_proj", "v_proj"]
     }
+
+
+def test_one_or_several_data_sets_are_read_from_flags_and_from_a_file(tmp_path: Path) -> None:
+    config = tmp_path / "job.yaml"
+    for text, names, weights in (
+        ("dataset: a.jsonl", ["a.jsonl"], []),
+        ("dataset: [a.jsonl, owner/name]\ndataset_weights: [0.7, 0.3]", ["a.jsonl", "owner/name"], [0.7, 0.3]),
+        ("dataset: a.jsonl\ndataset_weights: 2", ["a.jsonl"], [2.0]),
+    ):
+        config.write_text(text)
+        words = ["--dataset", *names, *(["--dataset_weights", *map(str, weights)] if weights else [])]
+        for argv in ([str(config)], words):
+            read = read_arguments(argv)
+            assert (dataset_names(read), dataset_weights(read)) == (names, weights)
+            parsed = _parse_flags(argv)
+            assert (parsed.dataset, parsed.dataset_weights or []) == (names, weights)
+    with pytest.raises(ToolkitError, match="--dataset_weights is 'many', expected a number"):
+        read_arguments(["--dataset", "a.jsonl", "b.jsonl", "--dataset_weights", "0.7", "many"])
 
 
 @pytest.mark.parametrize(

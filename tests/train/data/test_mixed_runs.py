@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from launching import ROOT, accelerate_launch, read
+from launching import ROOT, accelerate_launch, read, toolkit
 
 
 @pytest.fixture(scope="module")
@@ -19,7 +19,7 @@ def job(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, faq_alpaca: 
     names = [str(folder / f"{name}.jsonl") for name in ("alpaca", "sharegpt")]
     words = {"model_name_or_path": str(tiny_model), "dataset": names, "dataset_weights": [0.5, 0.5]}
     words |= {"max_seq_length": 64, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}
-    words |= {"num_train_epochs": 2, "save_model": False}
+    words |= {"num_train_epochs": 2}
     config = folder / "job.yaml"
     config.write_text(json.dumps(words))
     return config
@@ -27,11 +27,28 @@ def job(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, faq_alpaca: 
 
 def run_job(preset: str, output: Path, *words: str) -> dict[str, list[Any]]:
     """Values of each step by key, rank 0 first."""
-    ended = accelerate_launch(ROOT / "accelerate_configs" / f"{preset}.yaml", *words, "--output_dir", str(output))
+    words = (*words, "--save_model", "false", "--output_dir", str(output))
+    ended = accelerate_launch(ROOT / "accelerate_configs" / f"{preset}.yaml", *words)
     assert ended.returncode == 0, f"{ended.stdout[-2000:]}\n{ended.stderr[-2000:]}"
     files = [output / "ranks" / f"rank{rank}.jsonl" for rank in (0, 1)]
     found = [json.loads(line) for file in files for line in file.read_text().splitlines()]
     return {key: [row[key] for row in found] for key in ("step", "loss", "batch_sha256", "non_padding_tokens")}
+
+
+@pytest.mark.parametrize("command", ["train", "compare", "rehearse"])
+def test_every_command_checks_both_files(command: str, job: Path, tmp_path: Path) -> None:
+    """Before anything starts."""
+    options = ["--output-dir", str(tmp_path), "--dry-run"] if command == "compare" else []
+    words = [command, "--preset", "ddp", "--num-processes", "2", "--cpu", *options, "--", str(job)]
+    words += [] if command == "compare" else ["--output_dir", str(tmp_path)]
+    ended = toolkit(*words, "--dataset", str(job.with_name("alpaca.jsonl")), str(job.with_name("sharegpd.jsonl")))
+    assert (ended.returncode, ended.stdout) == (2, "")
+    assert f"error: no such data file: {job.with_name('sharegpd.jsonl')}" in ended.stderr
+    assert f"did you mean `{job.with_name('sharegpt.jsonl')}`?" in ended.stderr
+    if command == "compare":
+        ended = toolkit(*words)
+        assert ended.returncode == 0, ended.stderr
+        assert str(job) in ended.stdout
 
 
 @pytest.mark.launch
