@@ -123,7 +123,7 @@ def test_held_out_rows_are_never_trained_on(load: Load, chats: Path, texts: Path
     rows = [data.evaluation[index] for index in range(data.evaluation_stats.rows - data.evaluation_stats.dropped_rows)]
     evaluated = {tokenizer.decode(row["input_ids"], skip_special_tokens=True) for row in rows}
     trained = {tokenizer.decode(row["input_ids"], skip_special_tokens=True) for row in data.train}
-    assert data.evaluation_stats.rows == 5
+    assert (data.evaluation_stats.rows, data.evaluation_stats.format) == (5, "alpaca, text")
     assert data.stats.rows == 12
     assert len(evaluated) + len(trained) == 16
     assert not trained & evaluated

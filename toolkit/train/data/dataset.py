@@ -111,7 +111,8 @@ def _load_all_rows(tokenizer: Any, sources: Sequence[DataSource], arguments: Dat
         _check_packs_fill_a_step(data, training)
     if evaluation is None:
         return data
-    return _with_evaluation(data, keep_supervised(evaluation, encoded[0].encoder), arguments, training)
+    kept = keep_supervised(evaluation, encoded[0].encoder)
+    return _with_evaluation(data, replace(kept, stats=replace(kept.stats, format=stats.format)), arguments, training)
 
 
 def _load_evaluation_rows(tokenizer: Any, name: str, arguments: DataArguments) -> Tokenized:
