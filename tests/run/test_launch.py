@@ -6,9 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from launching import ROOT
 
 from toolkit.errors import ToolkitError
-from toolkit.run import launch
+from toolkit.run import argument_checks, launch
+from toolkit.run.checkpoints import checkpoint_files, commit_checkpoint, file_entries, saving_folder
 from toolkit.run.command import LaunchCommand
 from toolkit.run.exit_status import RunResult
 from toolkit.run.folder import RunFolder, write_json
@@ -90,6 +92,47 @@ def test_the_printed_command_is_executed_and_recorded(
     assert second.run_id != first.run_id == first.environment["TOOLKIT_RUN_ID"]
     assert second.environment == first.environment | {"TOOLKIT_RUN_ID": second.run_id}
     assert (RunFolder(tmp_path / "out").read_run() or {})["command"] == second.shown
+
+
+# -- a dry run
+
+
+def test_a_dry_run_needs_no_gpu_of_the_named_kind_and_names_missing_packages(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(argument_checks, "is_importable", lambda name: name != "bitsandbytes")
+    words = ["--model_name_or_path", str(tiny_model), "--dataset", str(ROOT / "examples" / "data.jsonl")]
+    words += ["--per_device_train_batch_size", "1", "--lora_r", "8", "--load_in_4bit", "true"]
+    job: dict[str, Any] = {"preset": "ddp", "num_processes": 8}
+    job["training_arguments"] = (*words, "--output_dir", str(tmp_path / "out"))
+    there = launch.prepare_run(TrainOptions(**job, dry_run=True, gpu="h100"), on_message=print)
+    (warning,) = there.warnings
+    assert warning.startswith("--load_in_4bit needs bitsandbytes, which is not installed here (in the clone: pip")
+    assert there.command.argv.count("8") == 1 + there.command.training_argv.count("8")
+    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(ToolkitError, match="--load_in_4bit needs bitsandbytes"):
+        launch.prepare_run(TrainOptions(**job, cpu=True), on_message=print)
+
+
+def test_a_dry_run_reports_a_conversion_and_does_not_make_it(tiny_model: Path, tmp_path: Path) -> None:
+    saved = saving_folder(tmp_path, 8)
+    saved.mkdir(parents=True)
+    (saved / "model.safetensors").write_bytes(b"weights")
+    written = {"step": 8, "preset": "zero2", "engine": "deepspeed", "sharding": "shard_grad_op", "world_size": 4}
+    checkpoint = tmp_path / "checkpoint-8"
+    commit_checkpoint(saved, checkpoint, {**written, "files": file_entries(saved, checkpoint_files(saved))})
+    words = ["--model_name_or_path", str(tiny_model), "--dataset", str(ROOT / "examples" / "data.jsonl")]
+    words += ["--output_dir", str(tmp_path), "--resume_from_checkpoint", str(checkpoint)]
+    options = TrainOptions(preset="zero3", num_processes=2, training_arguments=tuple(words), cpu=True, dry_run=True)
+    printed: list[str] = []
+    launch.prepare_run(options, on_message=printed.append)
+    assert printed == [f"{checkpoint} would be converted for zero3 on 2 processes first"]
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-8"]
+
+
+def test_a_run_cannot_use_gpus_that_are_only_named() -> None:
+    with pytest.raises(ToolkitError, match="--gpu needs --dry-run"):
+        TrainOptions(preset="ddp", num_processes=2, gpu="h100")
 
 
 @pytest.mark.parametrize("name", ["hang_timeout_minutes", "stop_minutes", "max_restarts"])

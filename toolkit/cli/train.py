@@ -30,18 +30,35 @@ def train(options: TrainOptions) -> None:
         print_message("\n".join([prepared.nvme.describe(), *prepared.nvme.warnings]))
     elif options.nvme_path is not None:
         print_message(f"--nvme-path has no effect: preset {prepared.preset.name!r} does not offload to a disk")
+    if options.dry_run:
+        _print_dry_run(prepared)
+        return
     result = run_prepared(prepared, plan=_plan(prepared), on_message=print_message)
     if result.failure is not None:
         print_failure(result.status, result.failure)
     raise typer.Exit(result.exit_code)
 
 
+def _print_dry_run(prepared: PreparedRun) -> None:
+    """Print the launch command to stdout, and warnings and the plan to stderr."""
+    for line in prepared.warnings:
+        print_message(f"warning: {line}")
+    _plan(prepared)
+    print(prepared.command.shown)
+    print_message("every check passed; nothing was started")
+
+
 def _plan(prepared: PreparedRun) -> dict[str, Any] | None:
-    """Plan the run on this node's GPUs, before they are used; runs on a CPU are not planned."""
+    """Plan the run on the GPUs that it uses, and print the planned peak; runs on a CPU are not planned."""
     if prepared.options.on_cpu:
         return None
-    from toolkit.plan.planned_run import plan_run_here
+    from toolkit.hardware.gpu_table import find_gpu
+    from toolkit.plan.planned_run import plan_line, plan_run, plan_run_here
 
+    if prepared.options.gpu is not None:
+        gpu, world_size = find_gpu(prepared.options.gpu), prepared.command.num_processes
+        print_message(plan_line(plan_run(prepared.preset, prepared.arguments, world_size=world_size, gpu=gpu)))
+        return None
     return plan_run_here(
         prepared.preset, prepared.arguments, world_size=prepared.command.num_processes, say=print_message
     )

@@ -114,14 +114,15 @@ def unsupported_rows(
 
     `gpus` is the number of GPUs to check for, if not those of this node.
     """
-    if gpus is None and not spec.cpu:
+    here = gpus is None
+    if here and not spec.cpu:
         gpus = count_gpus()
     reasons: dict[RowKey, ToolkitError] = {}
     for row in spec.rows():
         preset = variants[row.preset].preset
         try:
             check_process_count(row.world_size, gpus=gpus, preset=preset)
-            check_arguments(spec.arguments(row), preset, num_processes=row.world_size, on_cpu=spec.cpu)
+            check_arguments(spec.arguments(row), preset, num_processes=row.world_size, on_cpu=spec.cpu, here=here)
         except ToolkitError as error:
             reasons[row] = error
     if len(reasons) == len(spec.rows()):

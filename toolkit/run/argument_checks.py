@@ -13,7 +13,7 @@ from typing import Any
 
 from toolkit.errors import ToolkitError, did_you_mean
 from toolkit.presets.spec import PresetSpec
-from toolkit.presets.support import CPU, Device, Purpose, check_supported
+from toolkit.presets.support import CPU, Device, Method, Purpose, check_supported
 from toolkit.presets.training_arguments import STRATEGY_ARGUMENTS
 from toolkit.run.dataset_checks import check_streaming, check_weights, streaming_warnings
 from toolkit.run.learning_rate import check_scaling
@@ -59,10 +59,12 @@ def check_arguments(
     num_processes: int | None,
     on_cpu: bool,
     purpose: Purpose = "train",
+    here: bool = True,
 ) -> list[str]:
     """Check training arguments, and return one warning for each that has no effect.
 
-    `preset` and `num_processes` are None where a plain launch does not give them.
+    `preset` and `num_processes` are None where a plain launch does not give them. With `here` false, the job runs on
+    another node, and a package that is missing on this one is a warning.
 
     Raises ToolkitError for what does not work: a value, a combination, or a method that the preset does not support.
     """
@@ -78,12 +80,26 @@ def check_arguments(
     device = CPU if on_cpu else Device()
     method = read_method(arguments)
     check_supported(preset, method, world_size=num_processes, device=device, purpose=purpose)
-    if method.load_in_4bit and not is_importable("bitsandbytes"):
-        raise ToolkitError("--load_in_4bit needs bitsandbytes", hint=f"in the clone: {INSTALL_GPU_PACKAGES}")
-    if method.use_liger_kernel and not is_importable("liger_kernel"):
-        raise ToolkitError("--use_liger_kernel needs liger-kernel", hint=f"in the clone: {INSTALL_GPU_PACKAGES}")
+    missing = _missing_packages(method)
+    if missing and here:
+        raise missing[0]
     check_trackers(arguments.get("report_to"))
-    return _ineffective_arguments(arguments, preset)
+    needed = [f"{error.message}, which is not installed here ({error.hint})" for error in missing]
+    return [*needed, *_ineffective_arguments(arguments, preset)]
+
+
+def _missing_packages(method: Method) -> list[ToolkitError]:
+    """One error for each package that the method needs and that is not installed."""
+    needed = {
+        "bitsandbytes": ("--load_in_4bit needs bitsandbytes", method.load_in_4bit),
+        "liger_kernel": ("--use_liger_kernel needs liger-kernel", method.use_liger_kernel),
+    }
+    hint = f"in the clone: {INSTALL_GPU_PACKAGES}"
+    return [
+        ToolkitError(message, hint=hint)
+        for module, (message, is_used) in needed.items()
+        if is_used and not is_importable(module)
+    ]
 
 
 def profiled_steps(text: str) -> tuple[int, int]:

@@ -30,9 +30,9 @@ from toolkit.run.heartbeat import read_heartbeats
 from toolkit.run.measurements import read_rows
 from toolkit.run.nvme import NvmeDisk, check_nvme, swap_folder
 from toolkit.run.options import TrainOptions
-from toolkit.run.preflight import check_job, check_output, check_resume
+from toolkit.run.preflight import CheckedJob, check_job, check_output, check_resume
 from toolkit.run.process import ProcessResult, run_command
-from toolkit.run.resume_conversion import ConvertedCheckpoint, convert_checkpoint
+from toolkit.run.resume_conversion import ConvertedCheckpoint, checkpoint_to_convert, convert_checkpoint
 from toolkit.run.script_arguments import read_arguments, resumes
 from toolkit.run.warm_start import server_in_environment
 
@@ -45,6 +45,8 @@ class PreparedRun:
     preset: Preset
     arguments: dict[str, Any]
     """Training arguments by name."""
+    warnings: tuple[str, ...]
+    """One line for each argument that has no effect, and for each package that the run needs on another node."""
     output_dir: Path
     nvme: NvmeDisk | None
     converted: ConvertedCheckpoint
@@ -54,29 +56,43 @@ class PreparedRun:
 def prepare_run(options: TrainOptions, *, on_message: Callable[[str], None]) -> PreparedRun:
     """Check the options, and build the launch command.
 
-    A checkpoint of another preset or number of processes is converted into the run folder; `train` removes it at the
-    end. Raises ToolkitError for the first problem.
+    A checkpoint of another preset or number of processes is converted into the run folder, unless this is a dry run;
+    `train` removes it at the end. Raises ToolkitError for the first problem.
     """
     preset, argv = load_preset(options.preset), options.training_arguments
     num_processes, cpu = options.world_size(preset), options.on_cpu
-    job = check_job(preset, num_processes=num_processes, training_argv=argv, cpu=cpu)
+    gpus = None if options.gpu is None else num_processes
+    job = check_job(preset, num_processes=num_processes, training_argv=argv, cpu=cpu, gpus=gpus)
     output_dir = check_output(job.arguments, engine=preset.engine)
     nvme = check_nvme(preset, nvme_path=options.nvme_path, arguments=job.arguments, cpu=cpu)
-    converted = convert_checkpoint(preset, num_processes=num_processes, job=job, on_message=on_message)
-    try:
-        check_resume(preset, num_processes=num_processes, arguments=job.arguments | converted.arguments)
-    except ToolkitError:
-        converted.remove()
-        raise
+    converted = _resume(preset, num_processes=num_processes, job=job, dry_run=options.dry_run, on_message=on_message)
     return PreparedRun(
         options=options,
         preset=preset,
         arguments=job.arguments,
+        warnings=job.warnings,
         output_dir=output_dir,
         nvme=nvme,
         converted=converted,
         command=command_of(options, nvme=nvme, extra_arguments=converted.argv),
     )
+
+
+def _resume(
+    preset: Preset, *, num_processes: int, job: CheckedJob, dry_run: bool, on_message: Callable[[str], None]
+) -> ConvertedCheckpoint:
+    """Check the checkpoint that the run resumes from, and convert it where that is needed."""
+    checkpoint = checkpoint_to_convert(preset, num_processes=num_processes, job=job)
+    if dry_run and checkpoint is not None:
+        on_message(f"{checkpoint.path} would be converted for {preset.name} on {num_processes} processes first")
+        return ConvertedCheckpoint()
+    converted = convert_checkpoint(checkpoint, preset, num_processes=num_processes, job=job, on_message=on_message)
+    try:
+        check_resume(preset, num_processes=num_processes, arguments=job.arguments | converted.arguments)
+    except ToolkitError:
+        converted.remove()
+        raise
+    return converted
 
 
 def command_of(

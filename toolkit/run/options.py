@@ -28,6 +28,13 @@ class TrainOptions:
     num_processes: NumProcesses = None
     training_arguments: TrainingArguments = ()
     cpu: CpuFlag = None
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="run every check, print the plan and the launch command; start nothing")
+    ] = False
+    gpu: Annotated[
+        str | None,
+        typer.Option(help="with --dry-run: check and plan for this GPU, for example h100; it need not be here"),
+    ] = None
     timeout_minutes: Annotated[float | None, typer.Option(help="stop the run as timed_out after this long")] = None
     nvme_path: NvmePath = None
     hang_timeout_minutes: Annotated[
@@ -50,11 +57,13 @@ class TrainOptions:
         for name, value in limits.items():
             if value is not None and not value >= 0:
                 raise ToolkitError(f"{name} is {value:g}, expected 0 or more")
+        if self.gpu is not None and not self.dry_run:
+            raise ToolkitError("--gpu needs --dry-run: a run uses the GPUs of this node", hint="add `--dry-run`")
 
     @property
     def on_cpu(self) -> bool:
-        """True if the ranks train on the CPU: as the option says, or because no GPU is visible."""
-        return trains_on_cpu(self.cpu)
+        """True if the ranks train on the CPU: as the option says, or because no GPU is visible; not for a named GPU."""
+        return self.gpu is None and trains_on_cpu(self.cpu)
 
     def world_size(self, preset: Preset) -> int:
         """Return the number of processes: as given, or by default all visible GPUs, two on a CPU, one for `single`."""

@@ -65,6 +65,8 @@ class CheckedJob:
     arguments: dict[str, Any]
     global_batch_size: int
     """Sequences per optimizer step, over all ranks."""
+    warnings: tuple[str, ...]
+    """One line for each argument that has no effect, and for each package that the job needs on another node."""
 
 
 def check_job(
@@ -76,20 +78,21 @@ def check_job(
 
     Raises ToolkitError for the first problem.
     """
-    if gpus is None and not cpu:
+    here = gpus is None
+    if here and not cpu:
         gpus = count_gpus()
     check_process_count(num_processes, gpus=gpus, preset=preset)
     arguments = read_arguments(training_argv)
     check_required(arguments, ("model_name_or_path", "dataset"))
     check_positive(arguments)
-    check_arguments(arguments, preset, num_processes=num_processes, on_cpu=cpu)
+    warnings = check_arguments(arguments, preset, num_processes=num_processes, on_cpu=cpu, here=here)
     check_model(str(arguments["model_name_or_path"]), revision=arguments.get("revision"))
     rows = check_dataset(arguments)
     check_eval_dataset(arguments)
     batch = global_batch_size(arguments, num_processes)
     names = ", ".join(dataset_names(arguments))
     check_rows_fill_a_step(rows, batch, names, packing=flag(arguments.get("packing", False)))
-    return CheckedJob(arguments=arguments, global_batch_size=batch)
+    return CheckedJob(arguments=arguments, global_batch_size=batch, warnings=tuple(warnings))
 
 
 def check_process_count(num_processes: int, *, gpus: int | None, preset: Preset) -> None:

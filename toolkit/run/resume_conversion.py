@@ -1,6 +1,7 @@
 """Resume under another preset or world size: the checkpoint is converted first, in a process of its own.
 
-converted = convert_checkpoint(load_preset("zero3"), num_processes=4, job=job, on_message=print)
+checkpoint = checkpoint_to_convert(load_preset("zero3"), num_processes=4, job=job)
+converted = convert_checkpoint(checkpoint, load_preset("zero3"), num_processes=4, job=job, on_message=print)
 converted.argv                # ('--resume_from_checkpoint', 'out/.resume/checkpoint-8')
 """
 
@@ -47,18 +48,31 @@ class ConvertedCheckpoint:
             shutil.rmtree(self.path.parent, ignore_errors=True)
 
 
-def convert_checkpoint(
-    preset: Preset, *, num_processes: int, job: CheckedJob, on_message: Callable[[str], None]
-) -> ConvertedCheckpoint:
-    """Convert the checkpoint that the run resumes from, if another preset or number of processes wrote it.
+def checkpoint_to_convert(preset: Preset, *, num_processes: int, job: CheckedJob) -> Checkpoint | None:
+    """Return the checkpoint that the run resumes from, if another preset or number of processes wrote it.
 
-    Raises ToolkitError for a conversion that is not supported, and for another global batch size.
+    Raises ToolkitError for another global batch size.
     """
     checkpoint = _checkpoint_to_resume(job.arguments)
     manifest = None if checkpoint is None else checkpoint.manifest
     if checkpoint is None or manifest is None or not _needs_conversion(manifest, preset, num_processes):
-        return ConvertedCheckpoint()
+        return None
     _check_same_batch(checkpoint, job.global_batch_size)
+    return checkpoint
+
+
+def convert_checkpoint(
+    checkpoint: Checkpoint | None,
+    preset: Preset,
+    *,
+    num_processes: int,
+    job: CheckedJob,
+    on_message: Callable[[str], None],
+) -> ConvertedCheckpoint:
+    """Convert what `checkpoint_to_convert` returned. Raises ToolkitError for a conversion that is not supported."""
+    if checkpoint is None:
+        return ConvertedCheckpoint()
+    manifest = checkpoint.manifest or {}
     folder = Path(str(job.arguments["output_dir"])) / RESUME_FOLDER
     shutil.rmtree(folder, ignore_errors=True)
     path = folder / f"checkpoint-{checkpoint.step}"
