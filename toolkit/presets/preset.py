@@ -29,7 +29,9 @@ ENGINE_OF_TYPE = {"NO": "none", "MULTI_GPU": "ddp", "MULTI_CPU": "ddp", "DEEPSPE
 class Preset(PresetSpec):
     """A preset, as `load_preset` and `read_preset` return it."""
 
-    def training_arguments(self, **arguments: Any) -> TrainingArguments:
+    def training_arguments(
+        self, arguments_class: type[TrainingArguments] | None = None, /, **arguments: Any
+    ) -> TrainingArguments:
         """Return a `transformers.TrainingArguments` that puts this strategy in effect, for a Trainer of your own.
 
         Call it before the model is loaded, in a script started with torchrun or with `accelerate launch` without a
@@ -37,9 +39,12 @@ class Preset(PresetSpec):
         precision is the preset's on a GPU and fp32 on a CPU. Load the model with `dtype=torch.float32`, which gives
         fp32 master weights.
 
+        A trainer with a class of arguments of its own is given that class: `preset.training_arguments(SFTConfig, ...)`
+        returns TRL's `SFTConfig`.
+
         Raises ToolkitError for anything that would silently put another strategy in effect.
         """
-        return training_arguments(self, arguments)
+        return training_arguments(self, arguments, arguments_class)
 
     def texts(self) -> dict[str, str]:
         """Return file name to text for each of the preset's files, as a run folder records them."""

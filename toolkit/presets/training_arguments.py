@@ -117,8 +117,12 @@ def strategy_variables(preset: PresetSpec, *, precision: str, world_size: int | 
     return environment | {key.upper(): str(value) for key, value in mesh.items()}
 
 
-def training_arguments(preset: PresetSpec, given: dict[str, Any]) -> TrainingArguments:
+def training_arguments(
+    preset: PresetSpec, given: dict[str, Any], arguments_class: type[TrainingArguments] | None = None
+) -> TrainingArguments:
     """Put the preset in effect in this process, and return the arguments for its Trainer.
+
+    `arguments_class` is a subclass of `TrainingArguments`, where the trainer has one of its own.
 
     Raises ToolkitError for anything that would silently put another strategy in effect.
     """
@@ -136,7 +140,7 @@ def training_arguments(preset: PresetSpec, given: dict[str, Any]) -> TrainingArg
         decided["use_cpu"] = True
     from transformers import TrainingArguments
 
-    arguments = TrainingArguments(**{**decided, **given})
+    arguments = (arguments_class or TrainingArguments)(**{**decided, **given})
     if preset.engine == "none":
         arguments._n_gpu = min(arguments._n_gpu, 1)  # with several visible GPUs the Trainer would run DataParallel
     _presets_in_effect.append(preset.accelerate_config_path)
