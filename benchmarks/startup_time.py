@@ -27,7 +27,7 @@ COMMANDS = {
     "lint accelerate_configs/fsdp2.yaml": 0,
     "lint accelerate_configs/zero3.yaml": 0,
     "lint ds_configs/zero3.json": 0,
-    "lint examples/lora.yaml": 0,
+    "lint examples/lora_8b.yaml": 0,
 }
 
 

@@ -36,7 +36,7 @@ CONTRIBUTING = ROOT / "CONTRIBUTING.md"
 RUN_FOLDER = ROOT / "docs" / "reference" / "run-folder.md"
 PAGES = [README, CONTRIBUTING, *sorted((ROOT / "docs").rglob("*.md"))]
 UPDATE = "run: PYTHONPATH=docs/site python tests/test_readme.py"
-EXAMPLE = "examples/lora.yaml"
+EXAMPLE = "examples/lora_8b.yaml"
 PLAIN_SCREEN = {"TERM": "dumb", "NO_COLOR": "1", "COLUMNS": "100"}
 WITHOUT_A_LINE = {"toolkit/__init__.py", "toolkit/__main__.py", "toolkit/py.typed"}
 
