@@ -4,7 +4,7 @@ A command takes a dataclass whose fields are annotated as Typer parameters:
 
     @dataclass(frozen=True, kw_only=True)
     class PlanOptions:
-        world_size: Annotated[tuple[int, ...], typer.Option(help="number of GPUs; repeatable")]
+        num_processes: Annotated[tuple[int, ...], typer.Option(help="number of GPUs; repeatable")]
         gpu: Annotated[str | None, typer.Option(help="GPU name, for example h100")] = None
 
     @app.command()
