@@ -66,10 +66,9 @@ def test_two_weighted_files_give_the_same_steps_under_another_preset_and_when_re
     assert sum(whole["non_padding_tokens"]) == 2 * data["tokens"]  # two epochs of 40 rows
     assert "20 rows, each 2.00 times" in (tmp_path / "ddp" / "train.log").read_text()
 
-    other = run_job("zero3", tmp_path / "zero3", str(job), "--save_strategy", "no", "--max_steps", "5")
-    first = [index for index, step in enumerate(whole["step"]) if step <= 5]
-    assert other["batch_sha256"] == [whole["batch_sha256"][index] for index in first]
-    assert other["loss"] == pytest.approx([whole["loss"][index] for index in first], abs=1e-4)
+    other = run_job("zero3", tmp_path / "zero3", str(job), "--save_strategy", "no")
+    assert other["batch_sha256"] == whole["batch_sha256"]
+    assert other["loss"] == pytest.approx(whole["loss"], abs=1e-4)
 
     checkpoint = tmp_path / "ddp" / "checkpoint-3"
     assert read(checkpoint / "manifest.json")["dataset_weights"] == [0.5, 0.5]
