@@ -21,8 +21,11 @@ VOCABULARY = 50_368
 
 
 def mpt(name: str) -> ModelShape:
+    return sized_mpt(*MPT[name])
+
+
+def sized_mpt(width: int, layers: int) -> ModelShape:
     """MosaicML's models: learned positions, biases, a tied head, no gate (llm-foundry)."""
-    width, layers = MPT[name]
     shapes = {"norm_1": (width,), "Wqkv": (3 * width, width), "out_proj": (width, width), "norm_2": (width,)}
     shapes |= {"up_proj": (4 * width, width), "down_proj": (width, 4 * width)}
     weights = tuple(Tensor(name=f"{part}.weight", shape=size) for part, size in shapes.items())
@@ -148,3 +151,11 @@ def test_adapters_save_the_gradients_of_frozen_weights() -> None:
     assert adapters == 12 * 8 * (4 * 768 + 2 * 768 + 2 * 5 * 768)  # Wqkv, out_proj, and both halves of the MLP
     flops = setup_flops(setup)
     assert flops.dense_backward == 2 * (SETUP.shape.num_params + adapters) + 2 * adapters
+
+
+def test_the_range_of_a_small_model_is_in_order() -> None:
+    """It moves more bytes per operation than any published model, so the published share of the peak does not apply."""
+    speed = step_time(replace(SETUP, shape=sized_mpt(width=64, layers=2)), A100)
+    assert speed is not None
+    assert speed.compute_seconds[0] <= speed.compute_seconds[1]
+    assert speed.step_seconds[0] <= speed.step_seconds[1]
