@@ -14,7 +14,7 @@ from toolkit.compare.options import CompareOptions
 
 
 def options(folder: Path, **changes: Any) -> CompareOptions:
-    return CompareOptions(**{"output": folder, "num_processes": ("2",), "cpu": True, "dry_run": True} | changes)
+    return CompareOptions(**{"output_dir": folder, "num_processes": ("2",), "cpu": True, "dry_run": True} | changes)
 
 
 def test_a_dry_run_estimates_the_cost_from_the_ledger(tmp_path: Path) -> None:

@@ -10,7 +10,6 @@ from conversions import convert_text, reasons_of, refused_by_our_checks, unaccou
 
 from toolkit.convert import Conversion
 from toolkit.errors import ToolkitError
-from toolkit.run.script_arguments import argument_types
 
 COMMAND = r"""#!/bin/bash
 export WANDB_PROJECT=demo  # kept for later
@@ -88,7 +87,6 @@ def test_a_yaml_becomes_arguments(tmp_path: Path) -> None:
     assert unaccounted(yaml.safe_load(YAML), conversion) == []
 
 
-@pytest.mark.skipif("dataset_weights" not in argument_types(), reason="the training script takes one data set")
 def test_shares_become_weights_and_a_configuration_that_all_share_is_kept(tmp_path: Path) -> None:
     entries = "[{path: a/b, name: en, fraction: 0.7}, {path: c/d, name: en, fraction: 0.3}]"
     conversion = convert_text(

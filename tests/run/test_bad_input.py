@@ -340,7 +340,7 @@ def prepared_comparison(job: Job, **changed: object) -> dict[str, Any]:
     options = CompareOptions(
         preset=("ddp", "zero2"),
         num_processes=("2",),
-        output=job.output,
+        output_dir=job.output,
         training_arguments=tuple(job.arguments("--max_steps", "8")),
         cpu=True,
     )

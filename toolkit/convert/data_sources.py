@@ -11,9 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.convert.conversion import Draft
-from toolkit.data.data_files import SUFFIXES, is_hub_id
+from toolkit.data.data_files import DATASET_CARD, SUFFIXES, is_hub_id
 from toolkit.data.formats import SHAREGPT_ROLES
-from toolkit.run.script_arguments import argument_types
 
 OTHER_SUFFIXES = (".arrow", ".gz", ".txt", ".zip", ".zst")  # `data/pages.txt` would read as a hub id
 ROW_FIELDS_REASON = "rows are recognised by their fields: rename them (docs/how-to/data.md)"
@@ -75,17 +74,18 @@ def set_datasets(
     _set_same(draft, f"{argument}_split", [data.split for data in usable], on_hub=all(map(_on_hub, usable)))
     _set_same(draft, f"{argument}_config", [data.config for data in usable], on_hub=True)
     weights = [data.weight for data in usable if data.weight is not None]
-    if len(weights) == len(paths) > 1 and "dataset_weights" in argument_types():
+    if len(weights) == len(paths) > 1:
         keys = tuple(key for data in usable for key in data.weight_keys)
         draft.assign("dataset_weights", weights, keys=keys, note=weights_note)
 
 
 def _is_usable(draft: Draft, data: NamedData) -> bool:
     suffix = Path(data.path).suffix.lower()
-    if suffix in SUFFIXES or (_on_hub(data) and suffix not in OTHER_SUFFIXES):
+    is_copy = (Path(data.path) / DATASET_CARD).is_file()
+    if suffix in SUFFIXES or is_copy or (_on_hub(data) and suffix not in OTHER_SUFFIXES):
         return True
     for key in data.keys:
-        draft.report(key, data.path, f"not a data file ({', '.join(SUFFIXES)}) and not a hub id")
+        draft.report(key, data.path, f"not a data file ({', '.join(SUFFIXES)}), hub id or copy of a hub data set")
         draft.left.pop(key, None)
     return False
 
@@ -104,7 +104,7 @@ def _set_same(draft: Draft, argument: str, found: Sequence[tuple[str, str] | Non
     if argument == "dataset_split" and values == {"train"}:
         for key in keys:
             draft.drop(key)
-    elif len(values) == 1 and len(given) == len(found) and on_hub and argument in argument_types():
+    elif len(values) == 1 and len(given) == len(found) and on_hub:
         draft.assign(argument, values.pop(), keys=keys)
     else:
         for value, key in given:
