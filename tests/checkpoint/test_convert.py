@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 from launching import LORA, ROOT, SAVED, SAVED_STEPS, accelerate_launch, losses, read, toolkit
 
+from toolkit.errors import ToolkitError
+
 # peft reads a deprecated attribute of transformers; `python -m toolkit.checkpoint` hides the warning too.
 DEPRECATED = "ignore:.is_gradient_checkpointing. is deprecated:FutureWarning"
 pytestmark = [pytest.mark.launch, pytest.mark.filterwarnings(DEPRECATED)]
@@ -103,6 +105,19 @@ def test_a_converted_checkpoint_holds_the_same_weights_and_moments(saved_runs: d
     assert before.optimizer_step() == after.optimizer_step() == 6
     manifest = read(tmp_path / "converted" / "manifest.json")
     assert (manifest["preset"], manifest["world_size"], manifest["converted_from"]["preset"]) == ("fsdp2", 4, "zero3")
+
+
+def test_a_checkpoint_that_only_deepspeed_reads_is_not_called_damaged(
+    saved_runs: dict[str, Path], tmp_path: Path
+) -> None:
+    from toolkit.checkpoint.convert import convert
+    from toolkit.checkpoint.verify import verify
+    from toolkit.presets import load_preset
+
+    convert(saved_runs["ddp"] / "checkpoint-6", tmp_path / "converted", load_preset("zero3"), num_processes=4)
+    with pytest.raises(ToolkitError, match="was converted for a DeepSpeed preset") as refused:
+        verify(tmp_path / "converted")
+    assert "the checkpoint that it was converted from" in str(refused.value.hint)
 
 
 @pytest.mark.parametrize(("source", "preset"), [("zero3-lora", "ddp"), ("fsdp2-lora", "ddp"), ("zero3-lora", "fsdp2")])

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from toolkit.checkpoint.layout import Layout, rank_of
+from toolkit.checkpoint.layout import LATEST_UNIVERSAL, Layout, rank_of
 from toolkit.checkpoint.model_definition import MetaModel
 from toolkit.checkpoint.reader import MOMENTS, CheckpointReader, MappedFiles, group_hyperparameters
 from toolkit.errors import ToolkitError
@@ -176,7 +176,7 @@ def write_universal(folder: Path, reader: CheckpointReader, model: MetaModel, gr
     # Stages 1 and 2 read the first name, stage 3 the second. The module's own weights would be ignored.
     for name in ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt"):
         torch.save(_model_state(step, __version__), folder / tag / name)
-    (folder / "latest_universal").write_text(tag)
+    (folder / LATEST_UNIVERSAL).write_text(tag)
 
 
 def _global_state(groups: list[dict[str, Any]], step: float, version: str) -> dict[str, Any]:

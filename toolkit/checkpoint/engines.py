@@ -6,11 +6,10 @@ from pathlib import Path
 
 from toolkit.checkpoint.dcp_checkpoint import DcpReader, write_dcp
 from toolkit.checkpoint.deepspeed_checkpoint import DeepSpeedReader, write_universal
-from toolkit.checkpoint.layout import detect
+from toolkit.checkpoint.layout import check_readable, detect
 from toolkit.checkpoint.model_definition import MetaModel
 from toolkit.checkpoint.plain_checkpoint import PlainReader, write_plain
 from toolkit.checkpoint.reader import CheckpointReader
-from toolkit.errors import ToolkitError
 
 _WRITERS = {"deepspeed": write_universal, "fsdp2": write_dcp, "ddp": write_plain, "none": write_plain}
 
@@ -20,18 +19,14 @@ def open_checkpoint(path: Path, model: MetaModel) -> CheckpointReader:
 
     Raises ToolkitError for a converted DeepSpeed checkpoint, and for numbered states that cannot be named.
     """
+    check_readable(path)
     layout = detect(path)
     match layout.engine:
         case "deepspeed":
             return DeepSpeedReader(layout)
         case "fsdp2":
             return DcpReader(layout)
-        case "plain":
-            return PlainReader(layout, model)
-    raise ToolkitError(
-        f"{path} was converted for a DeepSpeed preset, and cannot be read again",
-        hint="use the checkpoint that it was converted from (`converted_from` in its manifest.json)",
-    )
+    return PlainReader(layout, model)
 
 
 def write_checkpoint(

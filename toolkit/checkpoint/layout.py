@@ -14,6 +14,7 @@ from toolkit.errors import ToolkitError
 FSDP_MODEL, FSDP_OPTIMIZER = "pytorch_model_fsdp_0", "optimizer_0"
 FULL_WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
+LATEST_UNIVERSAL = "latest_universal"
 # Written by other training programs, or with options that no preset uses.
 _UNSUPPORTED = {
     "pytorch_model_fsdp.bin": "FSDP's FULL_STATE_DICT; presets write SHARDED_STATE_DICT",
@@ -41,7 +42,7 @@ def detect(path: Path) -> Layout:
     if not path.is_dir():
         raise ToolkitError(f"no such folder: {path}", hint="name a checkpoint: `OUTPUT_DIR/checkpoint-STEP`")
     adapter = True if (path / "adapter_config.json").exists() else None
-    for latest, engine in (("latest_universal", "universal"), ("latest", "deepspeed")):
+    for latest, engine in ((LATEST_UNIVERSAL, "universal"), ("latest", "deepspeed")):
         if (path / latest).is_file():
             folder = path / (path / latest).read_text().strip()
             ranks = len(list(folder.glob("*_optim_states.pt")))
@@ -58,9 +59,18 @@ def detect(path: Path) -> Layout:
     raise ToolkitError(f"{path} holds no supported checkpoint{_unsupported(path)}", hint=_suggestion(path))
 
 
+def check_readable(path: Path) -> None:
+    """Raise ToolkitError for a checkpoint in DeepSpeed's universal layout, which only DeepSpeed reads."""
+    if (path / LATEST_UNIVERSAL).is_file():
+        raise ToolkitError(
+            f"{path} was converted for a DeepSpeed preset, and cannot be read again",
+            hint="use the checkpoint that it was converted from (`converted_from` in its manifest.json)",
+        )
+
+
 def is_checkpoint(path: Path) -> bool:
     """Return True if the folder holds training state and not only a model."""
-    names = ("optimizer.pt", "trainer_state.json", "latest", "latest_universal", FSDP_MODEL, "manifest.json")
+    names = ("optimizer.pt", "trainer_state.json", "latest", LATEST_UNIVERSAL, FSDP_MODEL, "manifest.json")
     return any((path / name).exists() for name in names)
 
 

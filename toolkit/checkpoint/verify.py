@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from toolkit.checkpoint.hf_export import export
-from toolkit.checkpoint.layout import is_checkpoint
+from toolkit.checkpoint.layout import check_readable, is_checkpoint
 from toolkit.checkpoint.model_definition import ADAPTER_NAME, MetaModel, ModelFiles
 from toolkit.checkpoint.safetensors_files import WeightFiles
 from toolkit.errors import ToolkitError
@@ -44,7 +44,10 @@ class VerifyResult:
 
 
 def verify(path: Path, *, base_model: str | None = None) -> VerifyResult:
-    """Reload and compare. Raises ToolkitError only for a folder that holds neither a checkpoint nor a model."""
+    """Reload and compare.
+
+    Raises ToolkitError for a folder that holds neither a checkpoint nor a model, and for one that only DeepSpeed reads.
+    """
     if not path.is_dir():
         raise ToolkitError(f"no such folder: {path}", hint="name a checkpoint, an exported folder or a run folder")
     if not is_checkpoint(path):
@@ -55,6 +58,7 @@ def verify(path: Path, *, base_model: str | None = None) -> VerifyResult:
     problem = checkpoint.problem(deep=True) if (path / MANIFEST).exists() else None
     if problem is not None:
         return _failed(path, "checkpoint", [problem])
+    check_readable(path)
     with tempfile.TemporaryDirectory(dir=path.parent, prefix=".verifying-") as folder:
         exported = Path(folder) / "model"
         try:
