@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +18,9 @@ from toolkit.convert.axolotl_settings import (
     SAME,
     TRACKERS,
 )
-from toolkit.convert.conversion import Conversion, Draft
+from toolkit.convert.conversion import Conversion, Draft, flattened
 from toolkit.convert.data_sources import (
     NamedData,
-    flattened_entries,
     named_data,
     roles_are_known,
     row_fields_reason,
@@ -33,11 +32,13 @@ from toolkit.errors import ToolkitError
 from toolkit.run.argument_aliases import HINTS
 from toolkit.run.script_arguments import read_method
 
+DATA_KEYS = ("datasets", "test_datasets", "pretraining_dataset")
+
 
 def convert(values: Mapping[str, Any], file: Path) -> Conversion:
     """Convert the content of an axolotl YAML. Raises ToolkitError for training that is not supervised fine-tuning."""
     _check_training(values, file)
-    draft = Draft("axolotl", dict(_flattened(values)))
+    draft = Draft("axolotl", _flattened(values))
     _take_method(draft, file)
     _take_attention(draft)
     _take_optimization(draft)
@@ -63,17 +64,10 @@ def _check_training(values: Mapping[str, Any], file: Path) -> None:
         raise ToolkitError(f"{file} names no base_model", hint="is it an axolotl configuration for training?")
 
 
-def _flattened(values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield the settings inside `fsdp_config` and inside each data set under names of their own."""
-    for key, value in values.items():
-        if key == "fsdp_config" and isinstance(value, dict):
-            yield from ((f"{key}.{name}", inner) for name, inner in value.items())
-        elif key in ("datasets", "test_datasets", "pretraining_dataset") and isinstance(value, (list, dict)):
-            yield from flattened_entries(key, value if isinstance(value, list) else [value])
-        elif key == "plugins" and isinstance(value, list):
-            yield from ((f"{key}[{number}]", name) for number, name in enumerate(value))
-        else:
-            yield key, value
+def _flattened(values: Mapping[str, Any]) -> dict[str, Any]:
+    """A data key may hold one entry without a list around it."""
+    listed = {key: [value] if key in DATA_KEYS and isinstance(value, dict) else value for key, value in values.items()}
+    return flattened(listed, blocks=["fsdp_config"], lists=[*DATA_KEYS, "plugins"])
 
 
 def _take_method(draft: Draft, file: Path) -> None:

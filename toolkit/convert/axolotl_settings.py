@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from toolkit.convert.strategy import FSDP_REASONS
-from toolkit.convert.trainer_settings import CHECKPOINTING_REASON, PRESET_REASON
+from toolkit.convert.trainer_settings import CHECKPOINTING_REASON, PRESET_REASON, REMOTE_CODE_REASON
 from toolkit.run.argument_aliases import HINTS
 
 # Settings of the same name and meaning.
@@ -117,7 +117,7 @@ REASONS = FSDP_REASONS | {
     "expert_parallel*": _PARALLEL,
     "dp_shard_size": "the preset shards over all GPUs; `fsdp2_hybrid` over those of a node",
     "dp_replicate_size": "`--preset fsdp2_hybrid` has two replicas",
-    "trust_remote_code": "it runs code from the model's repository: if you trust that, write `trust_remote_code: true`",
+    "trust_remote_code": REMOTE_CODE_REASON,
     "lora_model_dir": "training starts with new adapters: merge the old ones into the model first",
     "resume_from_checkpoint": "checkpoints of axolotl cannot be resumed here",
     "auto_resume_from_checkpoints": "`--resume_from_checkpoint latest`",

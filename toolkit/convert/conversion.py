@@ -196,6 +196,23 @@ class Draft:
         )
 
 
+def flattened(values: Mapping[str, Any], *, blocks: Collection[str], lists: Collection[str] = ()) -> dict[str, Any]:
+    """Give the settings inside blocks, and inside the entries of lists, names of their own.
+
+    >>> flattened({"fsdp": {"x": 1}, "datasets": [{"path": "a"}, "b"]}, blocks=["fsdp"], lists=["datasets"])
+    {'fsdp.x': 1, 'datasets[0].path': 'a', 'datasets[1]': 'b'}
+    """
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        entries = {key: value}
+        if key in lists and isinstance(value, list):
+            entries = {f"{key}[{number}]": entry for number, entry in enumerate(value)}
+        for name, entry in entries.items():
+            is_block = isinstance(entry, dict) and (key in blocks or name != key)
+            flat |= {f"{name}.{inner}": each for inner, each in entry.items()} if is_block else {name: entry}
+    return flat
+
+
 def typed(argument: str, value: Any) -> Any:
     """Return a value in the type of the argument: PyYAML reads `2e-5` as a string, and so is every flag's value.
 

@@ -5,7 +5,7 @@ set_datasets(draft, [NamedData(path="rows.jsonl", keys=("datasets[0].path",))])
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -30,15 +30,6 @@ class NamedData:
     """The configuration's name on the hub, and the key that names it."""
     weight: float | None = None
     weight_keys: tuple[str, ...] = field(default=())
-
-
-def flattened_entries(key: str, entries: Sequence[Any]) -> Iterator[tuple[str, Any]]:
-    """Yield the settings of each data set in a list under names of their own: `datasets[0].path`."""
-    for number, entry in enumerate(entries):
-        if isinstance(entry, dict):
-            yield from ((f"{key}[{number}].{name}", value) for name, value in entry.items())
-        else:
-            yield f"{key}[{number}]", entry
 
 
 def named_data(settings: Mapping[str, Any], prefix: str) -> NamedData:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from toolkit.convert.conversion import Conversion, Draft
+from toolkit.convert.conversion import Conversion, Draft, flattened
 from toolkit.convert.data_sources import ROW_FIELDS_REASON, NamedData, row_fields_reason, set_datasets
 from toolkit.convert.strategy import FSDP_REASONS, Choice, find_file, preset_of_deepspeed, take_strategy
 from toolkit.convert.trainer_settings import (
@@ -15,6 +15,7 @@ from toolkit.convert.trainer_settings import (
     CPU_REASON,
     PRECISION,
     PRESET_REASON,
+    REMOTE_CODE_REASON,
     shared_settings,
     take_checkpointing_options,
     take_warmup,
@@ -47,7 +48,7 @@ REASONS = FSDP_REASONS | {
     "pure_bf16": "trained weights have fp32 masters under every preset",
     "fp8*": PRESET_REASON,
     "template": HINTS["template"],
-    "trust_remote_code": "it runs code from the model's repository: if you trust that, write `trust_remote_code: true`",
+    "trust_remote_code": REMOTE_CODE_REASON,
     "overwrite_output_dir": HINTS["overwrite_output_dir"],
     "plot_loss": "`toolkit train` records the loss of each step: run folder, ranks/rank0.jsonl",
     "overwrite_cache": "tokenised rows are cached by their content",
@@ -107,7 +108,7 @@ def convert(values: Mapping[str, Any], file: Path) -> Conversion:
     """Convert the content of a LLaMA-Factory YAML. Raises ToolkitError for what is not supervised fine-tuning."""
     is_v1 = "model" in values and "model_name_or_path" not in values
     _check_training(values, file)
-    draft = Draft("LLaMA-Factory", _flattened(values))
+    draft = Draft("LLaMA-Factory", flattened(values, blocks=BLOCKS))
     method = _take_v1(draft) if is_v1 else str(draft.get("finetuning_type", "lora"))  # finetuning_args.py
     chosen = _v1_choice(draft, file) if is_v1 else None
     _check_method(method, file)
@@ -140,15 +141,6 @@ def _check_training(values: Mapping[str, Any], file: Path) -> None:
             f"{file} trains on images or video, and the toolkit on text",
             hint="a preset works with any trainer that accelerate launches: `toolkit preset export DIR`",
         )
-
-
-def _flattened(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Give the settings inside blocks names of their own: `fsdp_config.x`, `peft_config.x`."""
-    flat: dict[str, Any] = {}
-    for key, value in values.items():
-        inside = isinstance(value, dict) and key in BLOCKS
-        flat |= {f"{key}.{name}": inner for name, inner in value.items()} if inside else {key: value}
-    return flat
 
 
 def _check_method(method: str, file: Path) -> None:

@@ -21,6 +21,7 @@ from toolkit.run.script_arguments import flag
 
 # Settings of FSDP that the presets decide, or find out; by their names without `fsdp_`.
 _FSDP1_ONLY = "a setting of FSDP1: the presets use FSDP2, which has none"
+FSDP1_NOTE = "FSDP1 became FSDP2"
 FSDP_REASONS = {
     "auto_wrap_policy": "the presets shard each transformer layer",
     "backward_prefetch": _FSDP1_ONLY,
@@ -158,7 +159,7 @@ def _preset_of_fsdp(draft: Draft) -> Choice:
     for name in ("fsdp_version", "version", "sharding_strategy", "reshard_after_forward", "offload_params"):
         deciding += [f"fsdp_config.fsdp_{name}", f"fsdp_config.{name}", f"fsdp_{name}"]
     old = str(nested.get("fsdp_version", nested.get("version", draft.get("fsdp_version", "1")))) == "1"
-    note = "FSDP1 became FSDP2" if old else None
+    note = FSDP1_NOTE if old else None
     return Choice(preset=_fsdp_preset_name(strategy, nested, draft), note=note, keys=tuple(deciding))
 
 

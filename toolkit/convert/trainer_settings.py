@@ -9,6 +9,7 @@ from toolkit.versions import training_argument_types
 PRESET_REASON = "decided by the preset: bf16 compute, fp32 master weights; `bf16: false` computes in fp32"
 CPU_REASON = "`toolkit train --cpu` trains on the CPU"
 CHECKPOINTING_REASON = "the recomputation is never reentrant here; the results are the same"
+REMOTE_CODE_REASON = "it runs code from the model's repository: if you trust that, write `trust_remote_code: true`"
 PRECISION = ("bf16", "fp16", "bf16_full_eval", "fp16_full_eval")
 # Set by the launcher, or about what only the other tool does.
 OTHERS = {"do_eval", "do_predict", "do_train", "local_rank", "resume_from_checkpoint", "use_cpu"}

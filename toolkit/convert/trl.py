@@ -7,14 +7,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from toolkit.convert.conversion import NUM_PROCESSES, PRESET, Conversion, Draft
-from toolkit.convert.data_sources import NamedData, flattened_entries, named_data, set_datasets
-from toolkit.convert.strategy import FSDP_REASONS, Choice, find_file, preset_of_accelerate, take_strategy
+from toolkit.convert.conversion import NUM_PROCESSES, PRESET, Conversion, Draft, flattened
+from toolkit.convert.data_sources import NamedData, named_data, set_datasets
+from toolkit.convert.strategy import FSDP1_NOTE, FSDP_REASONS, Choice, find_file, preset_of_accelerate, take_strategy
 from toolkit.convert.trainer_settings import (
     CHECKPOINTING_REASON,
     CPU_REASON,
     PRECISION,
     PRESET_REASON,
+    REMOTE_CODE_REASON,
     shared_settings,
     take_checkpointing_options,
     take_warmup,
@@ -55,7 +56,7 @@ REASONS = FSDP_REASONS | {
     "dtype": PRESET_REASON,
     "torch_dtype": PRESET_REASON,
     "model_init_kwargs": "`attn_implementation` and `revision` are arguments; the preset decides the dtype",
-    "trust_remote_code": "it runs code from the model's repository: if you trust that, write `trust_remote_code: true`",
+    "trust_remote_code": REMOTE_CODE_REASON,
     "use_cpu": CPU_REASON,
     "eos_token": _TOKENIZER,
     "pad_token": _TOKENIZER,
@@ -88,7 +89,7 @@ def convert(values: Mapping[str, Any], file: Path) -> Conversion:
     """Convert the settings of `trl sft`, from its flags, its YAML or both."""
     if not values.get("model_name_or_path"):
         raise ToolkitError(f"{file} names no model_name_or_path", hint="is it a configuration of `trl sft`?")
-    draft = Draft("TRL", _flattened(values))
+    draft = Draft("TRL", flattened(values, blocks=["fsdp_config"], lists=["datasets"]))
     if "max_length" in values and values["max_length"] is None:
         draft.left["max_length"] = None
         draft.leave_out("max_length", REASONS["max_length"])
@@ -108,19 +109,6 @@ def convert(values: Mapping[str, Any], file: Path) -> Conversion:
     _set_defaults(draft)
     preset = _take_launch(draft, file)
     return draft.finish(preset=preset, reasons=REASONS, on_by_default={"bf16"})
-
-
-def _flattened(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Give the settings inside blocks names of their own: `fsdp_config.x`, `datasets[0].path`."""
-    flat: dict[str, Any] = {}
-    for key, value in values.items():
-        if key == "fsdp_config" and isinstance(value, dict):
-            flat |= {f"{key}.{name}": inner for name, inner in value.items()}
-        elif key == "datasets" and isinstance(value, list):
-            flat |= dict(flattened_entries(key, value))
-        else:
-            flat[key] = value
-    return flat
 
 
 def _take_lora(draft: Draft) -> None:
@@ -243,9 +231,7 @@ def _accelerate_choice(draft: Draft, file: Path) -> Choice | None:
         known = ACCELERATE_CONFIGS.get(Path(str(name)).stem.removeprefix("deepspeed_"))
         if known is None:
             raise ToolkitError(f"{file}: no such accelerate configuration: {name}", hint="run this where the file is")
-        return Choice(
-            preset=known, note="FSDP1 became FSDP2" if known == "fsdp2" and "1" in str(name) else None, keys=(key,)
-        )
+        return Choice(preset=known, note=FSDP1_NOTE if known == "fsdp2" and "1" in str(name) else None, keys=(key,))
     return None
 
 
