@@ -40,10 +40,7 @@ def download_config(model: str, *, revision: str | None = None) -> Path:
     try:
         return Path(hf_hub_download(model, CONFIG, revision=revision, local_files_only=not _is_reachable(endpoint)))
     except HFValidationError:
-        raise ToolkitError(
-            f"model {model!r} is neither a folder nor a hub id",
-            hint="a hub id looks like `owner/name`; a folder must exist",
-        ) from None
+        raise no_such_model(model) from None
     except GatedRepoError:
         raise ToolkitError(
             f"model {model!r} is gated: its owner grants access to each account",
@@ -69,6 +66,14 @@ def download_config(model: str, *, revision: str | None = None) -> Path:
         words = str(error).strip().splitlines()
         why = words[0] if words else type(error).__name__
         raise ToolkitError(f"model {model!r} cannot be loaded from the hub: {why}", hint=local) from None
+
+
+def no_such_model(name: str) -> ToolkitError:
+    """Return the error for a name that can be neither a folder nor a hub id."""
+    return ToolkitError(
+        f"model {name!r} is neither a folder nor a hub id",
+        hint="a hub id looks like `owner/name`; a folder must exist",
+    )
 
 
 def _is_reachable(endpoint: str) -> bool:
