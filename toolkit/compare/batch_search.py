@@ -18,9 +18,8 @@ from toolkit.compare.result_values import RowKey
 from toolkit.compare.run_record import read_run_record
 from toolkit.compare.runner import Runner
 from toolkit.compare.specification import BATCH_ARGUMENT, ComparisonSpec, Trial
-from toolkit.defaults import PER_DEVICE_TRAIN_BATCH_SIZE
 from toolkit.run.preflight import check_dataset
-from toolkit.run.script_arguments import flag, integer
+from toolkit.run.script_arguments import accumulation_steps, flag, micro_batch_size
 
 # Optimizer states are allocated in the first step; the second holds everything.
 PROBE_STEPS = 2
@@ -84,9 +83,9 @@ def search_bounds(spec: ComparisonSpec, row: RowKey) -> tuple[int, int]:
     cap = spec.find_max_batch or 1
     dataset_rows = check_dataset(arguments)
     if dataset_rows is not None:
-        micro_batches_per_step = row.world_size * integer(arguments, "gradient_accumulation_steps", 1)
+        micro_batches_per_step = row.world_size * accumulation_steps(arguments)
         cap = max(1, min(cap, dataset_rows // micro_batches_per_step))
-    return min(integer(arguments, BATCH_ARGUMENT, PER_DEVICE_TRAIN_BATCH_SIZE), cap), cap
+    return min(micro_batch_size(arguments), cap), cap
 
 
 def with_largest_batches(spec: ComparisonSpec, ledger: Ledger) -> ComparisonSpec:

@@ -28,12 +28,11 @@ from toolkit.compare.results import ComparedJob, ComparisonMethod, Environment, 
 from toolkit.compare.rows import Row
 from toolkit.compare.significance import METHOD, confidence_of
 from toolkit.compare.specification import BATCH_ARGUMENT, ComparisonSpec
-from toolkit.defaults import PER_DEVICE_TRAIN_BATCH_SIZE
 from toolkit.hardware.cgroups import cpu_limit, memory_limit_bytes
 from toolkit.hardware.gpus import gpu_topology
 from toolkit.hardware.node import describe_node, disk_facts, git_commit, library_versions
 from toolkit.models.shape import ModelShape
-from toolkit.run.script_arguments import dataset_names, integer, read_arguments
+from toolkit.run.script_arguments import accumulation_steps, dataset_names, integer, micro_batch_size, read_arguments
 
 DEFAULT_SEED = 42  # of transformers' TrainingArguments
 # The columns that each kind of side run measures.
@@ -109,7 +108,7 @@ def _with_derived_columns(
         planned_peak_bytes=planned.peak_bytes,
         planned_allocated_bytes=planned.allocated_bytes,
         failure=row.failure and row.failure.updated(predicted_bytes=planned.peak_bytes),
-        per_device_train_batch_size=integer(spec.arguments(row.key), BATCH_ARGUMENT, PER_DEVICE_TRAIN_BATCH_SIZE),
+        per_device_train_batch_size=micro_batch_size(spec.arguments(row.key)),
         probes=probes_tried(spec, row.key, records, shape=shape),
         cost_per_million_tokens=row_cost(
             row, on_cpu=environment.device == "cpu", price_per_gpu_hour=price_per_gpu_hour
@@ -173,7 +172,7 @@ def _job(spec: ComparisonSpec, rows: Sequence[Row]) -> ComparedJob:
         training_arguments=spec.training_arguments,
         untimed_steps=spec.untimed_steps,
         seed=integer(arguments, "seed", DEFAULT_SEED),
-        per_device_train_batch_size=integer(arguments, BATCH_ARGUMENT, PER_DEVICE_TRAIN_BATCH_SIZE),
-        gradient_accumulation_steps=integer(arguments, "gradient_accumulation_steps", 1),
+        per_device_train_batch_size=micro_batch_size(arguments),
+        gradient_accumulation_steps=accumulation_steps(arguments),
         compute_dtype=", ".join(compute_dtypes) or "n/a",
     )

@@ -20,12 +20,11 @@ from toolkit.compare.options import CompareOptions
 from toolkit.compare.result_values import RowKey
 from toolkit.compare.results import Scaling
 from toolkit.compare.variants import Variant
-from toolkit.defaults import PER_DEVICE_TRAIN_BATCH_SIZE
 from toolkit.errors import ToolkitError
 from toolkit.presets import Preset
 from toolkit.presets.preset import QUANTIZED_KEYS
 from toolkit.run.folder import read_json, write_json
-from toolkit.run.script_arguments import integer, read_arguments
+from toolkit.run.script_arguments import accumulation_steps, micro_batch_size, read_arguments
 
 BATCH_ARGUMENT = "per_device_train_batch_size"
 SPEC_FILE = "comparison.json"
@@ -217,8 +216,8 @@ def strong_scaling_batches(arguments: Mapping[str, Any], world_sizes: Sequence[i
     {'per_device_train_batch_size': 2, 'gradient_accumulation_steps': 1}
     """
     arguments = dict(arguments)
-    micro_batch = integer(arguments, BATCH_ARGUMENT, PER_DEVICE_TRAIN_BATCH_SIZE)
-    global_batch = micro_batch * integer(arguments, "gradient_accumulation_steps", 1) * min(world_sizes)
+    micro_batch = micro_batch_size(arguments)
+    global_batch = micro_batch * accumulation_steps(arguments) * min(world_sizes)
     found: dict[int, dict[str, int]] = {}
     for size in world_sizes:
         if global_batch % size:

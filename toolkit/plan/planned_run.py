@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from toolkit.defaults import PER_DEVICE_TRAIN_BATCH_SIZE
+from toolkit.defaults import MAX_SEQ_LENGTH
 from toolkit.errors import ToolkitError
 from toolkit.hardware.gpu_table import Gpu, find_gpu
 from toolkit.hardware.gpus import gpu_names
@@ -16,7 +16,14 @@ from toolkit.plan.memory_verdict import DOES_NOT_FIT, FITS, TOO_CLOSE
 from toolkit.plan.planner import Plan, PlanRequest, make_plans
 from toolkit.presets.preset import Preset
 from toolkit.presets.support import Method, check_supported
-from toolkit.run.script_arguments import flag, integer, uses_activation_checkpointing
+from toolkit.run.script_arguments import (
+    accumulation_steps,
+    as_list,
+    flag,
+    integer,
+    micro_batch_size,
+    uses_activation_checkpointing,
+)
 from toolkit.units import gib
 
 OPTIMIZER_NAMES = {optim: name for name, optim in OPTIMIZERS.items()}
@@ -33,22 +40,17 @@ def job_from_arguments(arguments: dict[str, Any]) -> TrainingJob:
     optimizer = str(arguments.get("optim") or OPTIMIZERS[TrainingJob().optimizer])
     check_supported(None, Method(optim=optimizer), purpose="plan")
     return TrainingJob(
-        per_device_train_batch_size=integer(arguments, "per_device_train_batch_size", PER_DEVICE_TRAIN_BATCH_SIZE),
-        max_seq_length=integer(arguments, "max_seq_length", TrainingJob().max_seq_length),
-        gradient_accumulation_steps=integer(arguments, "gradient_accumulation_steps", 1),
+        per_device_train_batch_size=micro_batch_size(arguments),
+        max_seq_length=integer(arguments, "max_seq_length", MAX_SEQ_LENGTH),
+        gradient_accumulation_steps=accumulation_steps(arguments),
         activation_checkpointing=uses_activation_checkpointing(arguments),
         lora_r=integer(arguments, "lora_r", 0) or None,
-        lora_target_modules=_words(arguments.get("lora_target_modules")) or ALL_LINEAR,
+        lora_target_modules=tuple(map(str, as_list(arguments.get("lora_target_modules")))) or ALL_LINEAR,
         load_in_4bit=flag(arguments.get("load_in_4bit", False)),
         packing=flag(arguments.get("packing", False)),
         loss="fused" if flag(arguments.get("use_liger_kernel", False)) else "full",
         optimizer=OPTIMIZER_NAMES[optimizer],
     )
-
-
-def _words(value: Any) -> tuple[str, ...]:
-    """A list argument as the command line (one word, or a list) or a YAML file gives it."""
-    return () if value is None else (value,) if isinstance(value, str) else tuple(map(str, value))
 
 
 def plan_run(preset: Preset, arguments: dict[str, Any], *, world_size: int, gpu: Gpu) -> Plan:

@@ -51,7 +51,6 @@ ALIASES = {
 }
 
 # What to type for an argument that means something else here, or nothing.
-_PRESET = "the preset decides it: see `toolkit presets`"
 HINTS = {
     "adapter": "`--lora_r 16` trains LoRA adapters; `--load_in_4bit true` with it is QLoRA",
     "completion_only_loss": "the default for prompt/completion data; `--loss_on all` computes the loss on every token",

@@ -13,11 +13,10 @@ from typing import Any
 
 from toolkit.data import check_file, is_hub_id, resolve_sources
 from toolkit.data.mixture import rows_per_epoch
-from toolkit.defaults import PER_DEVICE_TRAIN_BATCH_SIZE
 from toolkit.errors import ToolkitError
 from toolkit.hardware.disks import existing_folder, free_bytes
 from toolkit.hardware.gpus import count_gpus
-from toolkit.models.hub import download_config
+from toolkit.models.hub import download_config, no_such_model
 from toolkit.presets import Preset
 from toolkit.presets.support import CPU, Device, check_supported
 from toolkit.run.argument_checks import check_arguments
@@ -32,10 +31,12 @@ from toolkit.run.checkpoints import (
 from toolkit.run.dataset_checks import check_rows_fill_a_step, streaming_buffer_size
 from toolkit.run.folder import RunFolder, read_json
 from toolkit.run.script_arguments import (
+    accumulation_steps,
     dataset_names,
     dataset_weights,
     flag,
     integer,
+    micro_batch_size,
     read_arguments,
     resumes,
 )
@@ -134,10 +135,7 @@ def check_model(name: str, *, revision: str | None = None) -> None:
             raise ToolkitError(f"model folder {name} has no weights (*.safetensors or *.bin)")
         return
     if os.path.exists(folder) or not is_hub_id(name):  # noqa: PTH110
-        raise ToolkitError(
-            f"model {name!r} is neither a folder nor a hub id",
-            hint="a hub id looks like `owner/name`; a folder must exist",
-        )
+        raise no_such_model(name)
     download_config(name, revision=revision)  # it is small, and a wrong id is found before ranks start
 
 
@@ -174,8 +172,8 @@ def _rows_of(names: list[str], config: Any, option: str) -> list[int | None]:
 
 def global_batch_size(arguments: dict[str, Any], num_processes: int) -> int:
     """Return the sequences per optimizer step: micro-batch x accumulation steps x ranks."""
-    micro = integer(arguments, "per_device_train_batch_size", PER_DEVICE_TRAIN_BATCH_SIZE)
-    return micro * integer(arguments, "gradient_accumulation_steps", 1) * num_processes
+    micro = micro_batch_size(arguments)
+    return micro * accumulation_steps(arguments) * num_processes
 
 
 def check_output(arguments: dict[str, Any], *, engine: str = "deepspeed") -> Path:
@@ -207,8 +205,8 @@ def check_resume(preset: Preset, *, num_processes: int, arguments: dict[str, Any
     check_same_layout(checkpoint, engine=preset.engine, sharding=preset.sharding, world_size=num_processes)
     check_resume_settings(
         checkpoint,
-        per_device_train_batch_size=integer(arguments, "per_device_train_batch_size", PER_DEVICE_TRAIN_BATCH_SIZE),
-        gradient_accumulation_steps=integer(arguments, "gradient_accumulation_steps", 1),
+        per_device_train_batch_size=micro_batch_size(arguments),
+        gradient_accumulation_steps=accumulation_steps(arguments),
         seed=integer(arguments, "seed", DEFAULT_SEED),
         max_steps=integer(arguments, "max_steps", -1),
         streaming_buffer_size=streaming_buffer_size(arguments),

@@ -18,7 +18,7 @@ from typing import Any
 
 import yaml
 
-from toolkit.defaults import MAX_SEQ_LENGTH
+from toolkit.defaults import GRADIENT_ACCUMULATION_STEPS, MAX_SEQ_LENGTH, PER_DEVICE_TRAIN_BATCH_SIZE
 from toolkit.errors import ToolkitError, nearest
 from toolkit.presets.support import Method
 from toolkit.run.argument_aliases import ALIASES, HINTS, canonical_flags, canonical_values
@@ -275,6 +275,16 @@ def uses_activation_checkpointing(arguments: dict[str, Any]) -> bool:
 def integer(values: dict[str, Any], name: str, default: int) -> int:
     """Return an integer argument, or its default where it is absent or null."""
     return default if values.get(name) is None else int(float(values[name]))
+
+
+def micro_batch_size(values: dict[str, Any]) -> int:
+    """Return `--per_device_train_batch_size`: sequences of one accumulation step on one rank."""
+    return integer(values, "per_device_train_batch_size", PER_DEVICE_TRAIN_BATCH_SIZE)
+
+
+def accumulation_steps(values: dict[str, Any]) -> int:
+    """Return `--gradient_accumulation_steps`: accumulation steps per optimizer step."""
+    return integer(values, "gradient_accumulation_steps", GRADIENT_ACCUMULATION_STEPS)
 
 
 def _read_flags(words: list[str]) -> dict[str, Any]:
