@@ -10,6 +10,7 @@ from __future__ import annotations
 
 GIB = 2**30
 MIB = 2**20
+KIB = 2**10
 SECONDS_PER_HOUR = 3600
 NOT_AVAILABLE = "n/a"
 

@@ -57,6 +57,8 @@ def _parser() -> argparse.ArgumentParser:
     convert.add_argument("--preset", required=True)
     convert.add_argument("--num-processes", type=int, required=True)
     convert.add_argument("--base-model")
+    for reads_tensors in (export, verify, convert):
+        reads_tensors.add_argument("--trust-pickle", action="store_true")
     return parser
 
 
@@ -84,6 +86,7 @@ def _export(options: argparse.Namespace) -> int:
         dtype=options.dtype,
         max_shard_bytes=parse_size(options.max_shard_size),
         base_model=options.base_model,
+        trust_pickle=options.trust_pickle,
     )
     kind = "adapter" if result.adapter else "model"
     print(f"{result.folder}: {kind} of {result.num_tensors} tensors, {gib(result.bytes)}")
@@ -93,7 +96,7 @@ def _export(options: argparse.Namespace) -> int:
 def _verify(options: argparse.Namespace) -> int:
     from toolkit.checkpoint.verify import verify
 
-    result = verify(options.path, base_model=options.base_model)
+    result = verify(options.path, base_model=options.base_model, trust_pickle=options.trust_pickle)
     if options.as_json:
         print(json.dumps(asdict(result), indent=2))
     elif result.sound:
@@ -112,7 +115,12 @@ def _convert(options: argparse.Namespace) -> int:
 
     preset = load_preset(options.preset)
     manifest = convert(
-        options.path, options.out, preset, num_processes=options.num_processes, base_model=options.base_model
+        options.path,
+        options.out,
+        preset,
+        num_processes=options.num_processes,
+        base_model=options.base_model,
+        trust_pickle=options.trust_pickle,
     )
     if manifest["converted_from"]["world_size"] != options.num_processes:
         print("the ranks' random states are not carried over, so dropout draws differ", file=sys.stderr)

@@ -35,7 +35,13 @@ RATES = ("base_lrs", "_last_lr", "lr_lambdas")
 
 
 def convert(
-    path: Path, out: Path, preset: Preset, *, num_processes: int, base_model: str | None = None
+    path: Path,
+    out: Path,
+    preset: Preset,
+    *,
+    num_processes: int,
+    base_model: str | None = None,
+    trust_pickle: bool = False,
 ) -> dict[str, Any]:
     """Write `out` and return its manifest. Raises ToolkitError for an impossible conversion before it writes."""
     check_supported(preset, world_size=num_processes, purpose="convert")
@@ -44,7 +50,7 @@ def convert(
     _check_source(path)
     files = ModelFiles(path, base_model)
     model = MetaModel(files)
-    reader = open_checkpoint(path, model)
+    reader = open_checkpoint(path, model, trust_pickle=trust_pickle)
     try:
         check_names(reader, model)
         groups = model.groups(_optimized_names(reader))

@@ -15,6 +15,7 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 from toolkit.checkpoint.layout import FSDP_MODEL, FSDP_OPTIMIZER, Layout
 from toolkit.checkpoint.model_definition import MetaModel, without_adapter_name
 from toolkit.checkpoint.reader import MOMENTS, CheckpointReader, group_hyperparameters
+from toolkit.files.safe_loading import read_dcp_metadata
 
 _STATE_PREFIX = ("optimizer", "state")
 
@@ -24,10 +25,10 @@ _Readers = dict[str, Callable[[], torch.Tensor]]
 class DcpReader:
     """Reads `pytorch_model_fsdp_0/` and `optimizer_0/`."""
 
-    def __init__(self, layout: Layout) -> None:
+    def __init__(self, layout: Layout, *, trust_pickle: bool = False) -> None:
         self.layout = layout
-        self.model = _DcpFolder(layout.path / FSDP_MODEL)
-        self.optimizer = _DcpFolder(layout.path / FSDP_OPTIMIZER)
+        self.model = _DcpFolder(layout.path / FSDP_MODEL, trust_pickle=trust_pickle)
+        self.optimizer = _DcpFolder(layout.path / FSDP_OPTIMIZER, trust_pickle=trust_pickle)
         self.hyperparameters = self._hyperparameters()
 
     @cached_property
@@ -68,9 +69,9 @@ class DcpReader:
 class _DcpFolder:
     """One distributed checkpoint, whose metadata is read once."""
 
-    def __init__(self, path: Any) -> None:
+    def __init__(self, path: Path, *, trust_pickle: bool) -> None:
         self.path = path
-        self.metadata = dcp.FileSystemReader(path).read_metadata() if path.is_dir() else None
+        self.metadata = read_dcp_metadata(path, trust_pickle=trust_pickle) if path.is_dir() else None
 
     @property
     def keys(self) -> list[str]:

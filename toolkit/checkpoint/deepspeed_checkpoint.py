@@ -31,8 +31,8 @@ class Fragment(NamedTuple):
 class DeepSpeedReader:
     """Reads `global_stepN/`: one file of optimizer states per rank, and one or more of model states."""
 
-    def __init__(self, layout: Layout) -> None:
-        self.layout, self.files = layout, MappedFiles()
+    def __init__(self, layout: Layout, *, trust_pickle: bool = False) -> None:
+        self.layout, self.files = layout, MappedFiles(trust_pickle=trust_pickle)
         self.optim = sorted(layout.state_folder.glob("*_optim_states.pt"), key=rank_of)
         self.model = sorted(layout.state_folder.glob("*_model_states.pt"), key=rank_of)
         if not self.optim or not self.model:

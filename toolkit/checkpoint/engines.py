@@ -10,23 +10,27 @@ from toolkit.checkpoint.layout import check_readable, detect
 from toolkit.checkpoint.model_definition import MetaModel
 from toolkit.checkpoint.plain_checkpoint import PlainReader, write_plain
 from toolkit.checkpoint.reader import CheckpointReader
+from toolkit.files.safe_loading import check_checkpoint
 
 _WRITERS = {"deepspeed": write_universal, "fsdp2": write_dcp, "ddp": write_plain, "none": write_plain}
 
 
-def open_checkpoint(path: Path, model: MetaModel) -> CheckpointReader:
+def open_checkpoint(path: Path, model: MetaModel, *, trust_pickle: bool = False) -> CheckpointReader:
     """Return the reader of a checkpoint. `model` names the states that DDP numbers.
 
-    Raises ToolkitError for a converted DeepSpeed checkpoint, and for numbered states that cannot be named.
+    Raises ToolkitError for a pickle that would run something (unless it is trusted), for a converted DeepSpeed
+    checkpoint, and for numbered states that cannot be named.
     """
     check_readable(path)
     layout = detect(path)
+    if not trust_pickle:
+        check_checkpoint(path)
     match layout.engine:
         case "deepspeed":
-            return DeepSpeedReader(layout)
+            return DeepSpeedReader(layout, trust_pickle=trust_pickle)
         case "fsdp2":
-            return DcpReader(layout)
-    return PlainReader(layout, model)
+            return DcpReader(layout, trust_pickle=trust_pickle)
+    return PlainReader(layout, model, trust_pickle=trust_pickle)
 
 
 def write_checkpoint(

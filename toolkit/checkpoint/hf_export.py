@@ -42,6 +42,7 @@ def export(
     dtype: str = "float32",
     max_shard_bytes: int = DEFAULT_SHARD_BYTES,
     base_model: str | None = None,
+    trust_pickle: bool = False,
 ) -> ExportResult:
     """Write the model (or adapter) of a checkpoint into `out`.
 
@@ -55,7 +56,7 @@ def export(
     files = ModelFiles(path, base_model)
     _check_merge(files, merge_lora=merge_lora)
     model = MetaModel(files)
-    reader = open_checkpoint(path, model)
+    reader = open_checkpoint(path, model, trust_pickle=trust_pickle)
     try:
         check_names(reader, model)
         if merge_lora:

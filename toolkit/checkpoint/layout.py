@@ -44,7 +44,7 @@ def detect(path: Path) -> Layout:
     adapter = True if (path / "adapter_config.json").exists() else None
     for latest, engine in ((LATEST_UNIVERSAL, "universal"), ("latest", "deepspeed")):
         if (path / latest).is_file():
-            folder = path / (path / latest).read_text().strip()
+            folder = path / _name_in(path / latest)
             ranks = len(list(folder.glob("*_optim_states.pt")))
             return Layout(
                 path=path, engine=engine, state_folder=folder, adapter=adapter or False, world_size=ranks or None
@@ -66,6 +66,15 @@ def check_readable(path: Path) -> None:
             f"{path} was converted for a DeepSpeed preset, and cannot be read again",
             hint="use the checkpoint that it was converted from (`converted_from` in its manifest.json)",
         )
+
+
+def _name_in(latest: Path) -> str:
+    """Return the folder's name that DeepSpeed recorded. Raises ToolkitError for anything but a name."""
+    with latest.open(errors="replace") as file:
+        name = file.read(256).strip()
+    if not re.fullmatch(r"[\w.-]+", name) or name in (".", ".."):
+        raise ToolkitError(f"{latest} holds {name[:40]!r}, expected the name of a folder beside it")
+    return name
 
 
 def is_checkpoint(path: Path) -> bool:

@@ -22,8 +22,9 @@ from toolkit.errors import ToolkitError
 class PlainReader:
     """Reads `model.safetensors` (or shards, or an adapter) and `optimizer.pt`."""
 
-    def __init__(self, layout: Layout, model: MetaModel) -> None:
-        self.layout, self.files, self.weights = layout, MappedFiles(), WeightFiles(layout.path)
+    def __init__(self, layout: Layout, model: MetaModel, *, trust_pickle: bool = False) -> None:
+        self.layout, self.weights = layout, WeightFiles(layout.path)
+        self.files = MappedFiles(trust_pickle=trust_pickle)
         self.model, self.saved_names = model, model.saved_names
         path = layout.path / "optimizer.pt"
         self.optimizer_file = path if path.exists() else None

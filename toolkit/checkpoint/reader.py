@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import torch
 
 from toolkit.checkpoint.layout import Layout
+from toolkit.files.safe_loading import torch_load
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -62,13 +63,13 @@ def group_hyperparameters(reader: CheckpointReader, position: int, groups: list[
 class MappedFiles:
     """Files of `torch.save`, memory-mapped, and unmapped together once `mapped_bytes` were read from them."""
 
-    def __init__(self, mapped_bytes: int = MAPPED_BYTES) -> None:
-        self.mapped_bytes, self.read_bytes = mapped_bytes, 0
+    def __init__(self, mapped_bytes: int = MAPPED_BYTES, *, trust_pickle: bool = False) -> None:
+        self.mapped_bytes, self.read_bytes, self.trust_pickle = mapped_bytes, 0, trust_pickle
         self.loaded: dict[Path, Any] = {}
 
     def __getitem__(self, path: Path) -> Any:
         if path not in self.loaded:
-            self.loaded[path] = torch.load(path, map_location="cpu", mmap=True, weights_only=False)
+            self.loaded[path] = torch_load(path, trust_pickle=self.trust_pickle)
         return self.loaded[path]
 
     def copy(self, tensor: torch.Tensor) -> torch.Tensor:

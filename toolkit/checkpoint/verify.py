@@ -43,7 +43,7 @@ class VerifyResult:
         return not self.problems
 
 
-def verify(path: Path, *, base_model: str | None = None) -> VerifyResult:
+def verify(path: Path, *, base_model: str | None = None, trust_pickle: bool = False) -> VerifyResult:
     """Reload and compare.
 
     Raises ToolkitError for a folder that holds neither a checkpoint nor a model, and for one that only DeepSpeed reads.
@@ -62,7 +62,7 @@ def verify(path: Path, *, base_model: str | None = None) -> VerifyResult:
     with tempfile.TemporaryDirectory(dir=path.parent, prefix=".verifying-") as folder:
         exported = Path(folder) / "model"
         try:
-            export(path, exported, base_model=base_model)
+            export(path, exported, base_model=base_model, trust_pickle=trust_pickle)
         except ToolkitError as error:
             return _failed(path, "checkpoint", [error.message])
         return _verify_model(path, exported, "checkpoint", base_model)

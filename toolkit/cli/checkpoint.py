@@ -20,6 +20,9 @@ OutputFolder = Annotated[Path, typer.Argument(help="folder to create", metavar="
 BaseModel = Annotated[
     str | None, typer.Option(help="the adapter's base model, if it is not where the checkpoint recorded it")
 ]
+TrustPickle = Annotated[
+    bool, typer.Option("--trust-pickle", help="load the checkpoint's pickles whatever they run: only if you wrote them")
+]
 
 
 @checkpoint_app.command()
@@ -42,10 +45,11 @@ def export(
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16")] = "float32",
     max_shard_size: Annotated[str, typer.Option(help="largest weights file")] = "5GB",
     base_model: BaseModel = None,
+    trust_pickle: TrustPickle = False,
 ) -> None:
     """Export any engine's checkpoint to one Hugging Face folder of safetensors, with one tensor in memory at a time."""
     options = ["--dtype", dtype, "--max-shard-size", max_shard_size, *(["--merge-lora"] if merge_lora else [])]
-    _run("export", path, out, *options, base_model=base_model)
+    _run("export", path, out, *options, base_model=base_model, trust_pickle=trust_pickle)
 
 
 @checkpoint_app.command()
@@ -53,12 +57,13 @@ def verify(
     path: Annotated[Path, typer.Argument(help="a checkpoint, an exported folder, or a run folder", metavar="DIR")],
     as_json: JsonOutput = False,
     base_model: BaseModel = None,
+    trust_pickle: TrustPickle = False,
 ) -> None:
     """Load a checkpoint again: no tensor missing, empty or NaN, and logits equal to the live model's.
 
     Exit code 1 if a check fails.
     """
-    _run("verify", path, *(["--json"] if as_json else []), base_model=base_model)
+    _run("verify", path, *(["--json"] if as_json else []), base_model=base_model, trust_pickle=trust_pickle)
 
 
 @checkpoint_app.command()
@@ -68,15 +73,20 @@ def convert(
     preset: PresetName,
     num_processes: Annotated[int, typer.Option(help="number of processes to resume on", min=1)],
     base_model: BaseModel = None,
+    trust_pickle: TrustPickle = False,
 ) -> None:
     """Convert a checkpoint, with its optimizer states, to resume under another preset or number of processes."""
     options = ["--preset", preset, "--num-processes", str(num_processes)]
-    _run("convert", path, out, *options, base_model=base_model)
+    _run("convert", path, out, *options, base_model=base_model, trust_pickle=trust_pickle)
 
 
-def _run(*words: object, base_model: str | None = None) -> None:
+def _run(*words: object, base_model: str | None = None, trust_pickle: bool = False) -> None:
     import subprocess
 
-    base = [] if base_model is None else ["--base-model", base_model]
-    command = [sys.executable, "-m", "toolkit.checkpoint", *map(str, words), *base]
+    options = [
+        *words,
+        *(["--base-model", base_model] if base_model else []),
+        *(["--trust-pickle"] if trust_pickle else []),
+    ]
+    command = [sys.executable, "-m", "toolkit.checkpoint", *map(str, options)]
     raise typer.Exit(subprocess.run(command, check=False).returncode)

@@ -16,9 +16,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from toolkit.atomic_write import write_text
 from toolkit.cache import cache_folder
 from toolkit.errors import ToolkitError
+from toolkit.files.atomic_write import write_text
 from toolkit.models.saved_activations import read_counted
 from toolkit.models.shape import Adapter, ModelShape, Tensor
 from toolkit.versions import installed_version

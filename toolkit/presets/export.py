@@ -17,8 +17,8 @@ from typing import Any
 
 import yaml
 
-from toolkit.atomic_write import write_text
 from toolkit.errors import ToolkitError
+from toolkit.files.atomic_write import write_text
 from toolkit.presets.preset import Preset
 from toolkit.presets.training_arguments import strategy_variables, trainer_arguments
 

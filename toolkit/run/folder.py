@@ -18,8 +18,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from toolkit.atomic_write import write_text
 from toolkit.errors import ToolkitError
+from toolkit.files.atomic_write import write_text
 from toolkit.run.status import COMPLETED, RUNNING
 
 SCHEMA_VERSION = 1

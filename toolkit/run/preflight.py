@@ -14,6 +14,7 @@ from typing import Any
 from toolkit.data import check_file, is_hub_id, resolve_sources
 from toolkit.data.mixture import rows_per_epoch
 from toolkit.errors import ToolkitError
+from toolkit.files.checkpoint_pickles import check_pickles
 from toolkit.hardware.disks import existing_folder, free_bytes
 from toolkit.hardware.gpus import count_gpus
 from toolkit.models.hub import download_config, no_such_model
@@ -202,6 +203,8 @@ def check_resume(preset: Preset, *, num_processes: int, arguments: dict[str, Any
         checkpoint = next((found for found in checkpoints if found.problem() is None), None)
     if checkpoint is None:
         return
+    if not flag(arguments.get("trust_pickle", False)):
+        check_pickles(checkpoint.path)
     check_same_layout(checkpoint, engine=preset.engine, sharding=preset.sharding, world_size=num_processes)
     check_resume_settings(
         checkpoint,

@@ -39,6 +39,9 @@ class ModelArguments:
     model_name_or_path: str | None = field(default=None, metadata={"help": "a local folder, or a hub id"})
     revision: str = field(default="main", metadata={"help": "branch, tag or commit of a hub id"})
     trust_remote_code: bool = field(default=False, metadata={"help": "run code that the model's repository ships"})
+    trust_pickle: bool = field(
+        default=False, metadata={"help": "resume from a checkpoint whose pickles run code; only if you wrote it"}
+    )
     attn_implementation: str | None = field(
         default=None, metadata={"help": "sdpa, eager, flash_attention_2, ...; default: the model's"}
     )

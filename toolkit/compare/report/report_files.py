@@ -8,7 +8,6 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from toolkit.atomic_write import write_bytes
 from toolkit.compare.columns import columns_of
 from toolkit.compare.report.png_plot import plot_png
 from toolkit.compare.report.rendering import PLOT_FILE, html_text, markdown_text
@@ -16,6 +15,7 @@ from toolkit.compare.report.table_model import one_line
 from toolkit.compare.results import RESULTS_FILE, Results
 from toolkit.compare.rows import Row
 from toolkit.errors import ToolkitError
+from toolkit.files.atomic_write import write_bytes
 
 CSV_COLUMNS = tuple(key for key, column in columns_of(Row).items() if column.in_csv)
 """In the order of the declarations; readers rely on it, so new keys go to the end."""

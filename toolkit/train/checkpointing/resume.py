@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from transformers import TrainerCallback
 
+from toolkit.files.safe_loading import check_checkpoint
 from toolkit.run import checkpoints
 from toolkit.run.checkpoints import Checkpoint, check_resume_settings, check_same_layout
 from toolkit.run.dataset_checks import streaming_buffer_size
@@ -25,10 +26,11 @@ MUST_STAY = ("per_device_train_batch_size", "gradient_accumulation_steps", "seed
 def find_checkpoint(arguments: Arguments, launch: LaunchContext) -> Checkpoint | None:
     """Return the checkpoint that `--resume_from_checkpoint` names; None for a run that starts at step 0.
 
-    Raises ToolkitError for one that is damaged, has another layout, or whose data order would not continue.
+    Raises ToolkitError for one that is damaged, whose pickles would run something, that has another layout, or whose
+    data order would not continue.
     """
     training = arguments.training
-    checkpoint = _read_on_rank_0(training, verified=launch.folder_prepared)
+    checkpoint = _read_on_rank_0(training, verified=launch.folder_prepared, trust_pickle=arguments.model.trust_pickle)
     if checkpoint is None:
         return None
     if launch.preset is not None:
@@ -45,12 +47,14 @@ def find_checkpoint(arguments: Arguments, launch: LaunchContext) -> Checkpoint |
     return checkpoint
 
 
-def _read_on_rank_0(training: Any, *, verified: bool) -> Checkpoint | None:
+def _read_on_rank_0(training: Any, *, verified: bool, trust_pickle: bool) -> Checkpoint | None:
     """Read all bytes on one rank only. `verified`: the launcher has read a named checkpoint already."""
     given = training.resume_from_checkpoint
     if given in (None, "", False) or str(given).lower() in ("false", "none"):
         return None
     found = [_find(str(given), Path(training.output_dir), verified) if training.process_index == 0 else None]
+    if found[0] is not None and not trust_pickle:
+        check_checkpoint(found[0].path)
     if dist.is_initialized():
         dist.broadcast_object_list(found)
     checkpoint: Checkpoint | None = found[0]

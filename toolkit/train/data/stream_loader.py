@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from accelerate.data_loader import prepare_data_loader
 
-from toolkit.atomic_write import write_text
 from toolkit.errors import ToolkitError
+from toolkit.files.atomic_write import write_text
 from toolkit.train.data.packing import TokenRow
 from toolkit.train.data.streaming import LANE_STATE, PLACEHOLDER, STREAM_ERROR, BatchShare, LaneState, TokenStream
 

@@ -18,7 +18,7 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 from transformers import TrainerCallback
 
-from toolkit.atomic_write import write_text
+from toolkit.files.atomic_write import write_text
 from toolkit.run.measurements import read_rows
 from toolkit.train.data.collation import BatchFacts
 from toolkit.train.health.failure_report import Diverged

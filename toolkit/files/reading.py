@@ -1,0 +1,98 @@
+"""Reading a file that anyone may have written: only regular files, only up to a size, and errors that name the file.
+
+Every file that a command is given, or finds in a folder that it is given, is read by a function of this package:
+
+- `read_json`, `read_yaml`: values, bounded in number and depth
+- `read_header` of `toolkit.files.safetensors_header`: names, dtypes and shapes
+- `check_pickle` of `toolkit.files.pickle_scan`: which names a pickle would run
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+from typing import BinaryIO
+
+from toolkit.errors import ToolkitError
+from toolkit.units import KIB, MIB
+
+MAX_TEXT_BYTES = 64 * MIB
+_KINDS = (
+    (stat.S_ISDIR, "a folder"),
+    (stat.S_ISFIFO, "a named pipe"),
+    (stat.S_ISSOCK, "a socket"),
+    (stat.S_ISCHR, "a device"),
+    (stat.S_ISBLK, "a device"),
+)
+
+
+class OverLimit(ToolkitError):
+    """A file that is larger, longer or deeper than any file of its kind."""
+
+
+def user_path(text: str | Path) -> Path:
+    """Return a path that a user wrote, with `~` and `~name` expanded: quoted, and in YAML, no shell does it.
+
+    >>> user_path("runs/~first")
+    PosixPath('runs/~first')
+
+    Raises ToolkitError for a name that no file can have.
+    """
+    if "\0" in str(text):
+        raise ToolkitError(f"the path {str(text)[:80]!r} contains a null byte, expected the name of a file or folder")
+    path = Path(os.path.expanduser(text))  # noqa: PTH111  (`Path.expanduser` raises for an unknown user)
+    longest = max((len(os.fsencode(part)) for part in path.parts), default=0)
+    if longest > os.pathconf("/", "PC_NAME_MAX"):
+        raise ToolkitError(f"the path {str(text)[:80]!r}... has a name of {longest:,} bytes, expected at most 255")
+    return path
+
+
+def open_file(path: Path) -> BinaryIO:
+    """Open a regular file for reading.
+
+    Raises ToolkitError for a missing file, a folder, a named pipe or a device (which might never end), and for one that
+    may not be read.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # a named pipe would wait for a writer
+    except (OSError, ValueError) as error:
+        raise _unreadable(path, error) from None
+    mode = os.fstat(descriptor).st_mode
+    if not stat.S_ISREG(mode):
+        os.close(descriptor)
+        kind = next((words for is_kind, words in _KINDS if is_kind(mode)), "no regular file")
+        raise ToolkitError(f"{path} is {kind}, expected a file")
+    return os.fdopen(descriptor, "rb")
+
+
+def read_bytes(path: Path, *, max_bytes: int = MAX_TEXT_BYTES) -> bytes:
+    """Return a file's content. Raises ToolkitError as `open_file` does, and OverLimit above `max_bytes`."""
+    with open_file(path) as file:
+        try:
+            content = file.read(max_bytes + 1)
+        except OSError as error:
+            raise _unreadable(path, error) from None
+    if len(content) > max_bytes:
+        raise OverLimit(f"{path} has more than {_size(max_bytes)}, expected at most that for a file of its kind")
+    return content
+
+
+def read_text(path: Path, *, max_bytes: int = MAX_TEXT_BYTES) -> str:
+    """Return a UTF-8 file's text. Raises ToolkitError as `read_bytes` does, and for bytes that are not UTF-8."""
+    try:
+        return read_bytes(path, max_bytes=max_bytes).decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ToolkitError(f"{path} is not UTF-8 text: byte {error.start}") from None
+
+
+def _unreadable(path: Path, error: OSError | ValueError) -> ToolkitError:
+    name = str(path) if len(str(path)) <= 1024 else f"{str(path)[:80]}..."
+    if isinstance(error, FileNotFoundError):
+        return ToolkitError(f"no such file: {name}")
+    why = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+    return ToolkitError(f"{name} cannot be read: {why}")
+
+
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes // MIB} MiB" if num_bytes >= MIB else f"{num_bytes // KIB} KiB"

@@ -1,0 +1,62 @@
+"""Limits on values that were read from JSON or YAML: how many, how deep, and which numbers."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from toolkit.errors import ToolkitError
+from toolkit.files.reading import OverLimit
+
+MAX_INTEGER_BITS = 64
+# Half of a UTF-16 pair, which `\ud800` in JSON makes; no text with one can be written to a file.
+_SURROGATE = re.compile("[\ud800-\udfff]")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Limits:
+    """What one kind of file holds at most."""
+
+    values: int
+    depth: int
+
+    def check(self, name: str, *, values: int, depth: int) -> None:
+        """Raise OverLimit for counts above the limits, before time is spent on them."""
+        if values > self.values:
+            raise OverLimit(f"{name} has more than {self.values:,} values, more than any file of its kind")
+        if depth > self.depth:
+            raise OverLimit(f"{name} is nested more than {self.depth} deep, deeper than any file of its kind")
+
+
+# A configuration has a few hundred values, four levels deep.
+CONFIGURATION = Limits(values=20_000, depth=40)
+# Results of a long comparison, and the index of a large model's shards.
+RECORDS = Limits(values=5_000_000, depth=64)
+
+
+def check_values(content: Any, name: str, limits: Limits, *, allow_nan: bool = False) -> None:
+    """Raise ToolkitError for values beyond the limits and for numbers and text that no file of ours holds.
+
+    Those are integers beyond 64 bits, text that UTF-8 cannot hold, and (unless `allow_nan`) NaN and infinities.
+    """
+    pending = [(content, 1)]
+    seen = 0
+    while pending:
+        value, depth = pending.pop()
+        seen += 1
+        limits.check(name, values=seen, depth=depth)
+        if isinstance(value, dict):
+            pending += [(item, depth + 1) for item in value.values()]
+            pending += [(key, depth) for key in value if isinstance(key, str) and not key.isascii()]
+        elif isinstance(value, list):
+            pending += [(item, depth + 1) for item in value]
+        elif isinstance(value, str) and not value.isascii() and _SURROGATE.search(value):
+            raise ToolkitError(f"{name} has the text {value[:40]!r}, which is not valid Unicode")
+        elif isinstance(value, int) and value.bit_length() > MAX_INTEGER_BITS:
+            raise ToolkitError(
+                f"{name} has an integer of {value.bit_length():,} bits, expected at most {MAX_INTEGER_BITS}"
+            )
+        elif isinstance(value, float) and not allow_nan and not math.isfinite(value):
+            raise ToolkitError(f"{name} has the value {value}, expected a finite number")
