@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 import uuid
 from pathlib import Path
 
@@ -14,12 +16,27 @@ def write_text(path: Path, text: str) -> None:
 def write_bytes(path: Path, content: bytes) -> None:
     """Write under a temporary name, then rename: a reader sees the old file or the new one.
 
-    Creates the folder if it is missing. Raises OSError, and leaves no temporary file.
+    Creates the folder if it is missing, keeps the mode of an existing file, and follows a link to one. A device or a
+    pipe, such as /dev/stdout, is written to and not replaced. Raises OSError, and leaves no temporary file.
     """
+    if path.exists() and not path.is_file() and not path.is_dir():
+        _write_through(path, content)
+        return
+    path = Path(os.path.realpath(path))
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}")
+    temporary = path.with_name(f".{path.name[:200]}.{uuid.uuid4().hex[:8]}")
     try:
         temporary.write_bytes(content)
+        if path.exists():
+            shutil.copymode(path, temporary)
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def _write_through(path: Path, content: bytes) -> None:
+    """Write to a device or a pipe; a pipe that nobody reads is an error instead of a wait."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    os.set_blocking(descriptor, True)
+    with os.fdopen(descriptor, "wb") as file:
+        file.write(content)

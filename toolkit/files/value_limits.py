@@ -11,6 +11,7 @@ from toolkit.errors import ToolkitError
 from toolkit.files.reading import OverLimit
 
 MAX_INTEGER_BITS = 64
+MAX_SHOWN = 80  # characters of a value in a message
 # Half of a UTF-16 pair, which `\ud800` in JSON makes; no text with one can be written to a file.
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
@@ -34,6 +35,25 @@ class Limits:
 CONFIGURATION = Limits(values=20_000, depth=40)
 # Results of a long comparison, and the index of a large model's shards.
 RECORDS = Limits(values=5_000_000, depth=64)
+
+
+def shown(value: Any) -> str:
+    """Return a value for a message: escaped, and cut to 80 characters.
+
+    >>> shown("\x1b[31m"), len(shown("x" * 5000))
+    ("'\\\\x1b[31m'", 80)
+    """
+    text = repr(value)
+    return text if len(text) <= MAX_SHOWN else f"{text[: MAX_SHOWN - 3]}..."
+
+
+def unexpected(name: object, key: str, value: Any, expected: str, *, hint: str | None = None) -> ToolkitError:
+    """Return the error for a value of a file: the file, the key, the value, and what was expected.
+
+    >>> print(unexpected("mine.yaml", "zero_optimization.stage", [3], "0, 1, 2 or 3"))
+    mine.yaml: zero_optimization.stage is [3], expected 0, 1, 2 or 3
+    """
+    return ToolkitError(f"{name}: {key} is {shown(value)}, expected {expected}", hint=hint)
 
 
 def check_values(content: Any, name: str, limits: Limits, *, allow_nan: bool = False) -> None:

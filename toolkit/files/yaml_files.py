@@ -1,22 +1,44 @@
-"""YAML files, read with limits on size, depth and expanded aliases; tags that name objects are refused."""
+"""YAML files, read with limits on size, depth and expanded aliases; tags that name objects are refused.
+
+`read_configuration` reads a configuration of either kind, YAML or JSON.
+"""
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from toolkit.errors import ToolkitError
-from toolkit.files.json_files import as_mapping
+from toolkit.files.json_files import as_mapping, read_json
 from toolkit.files.reading import read_text
-from toolkit.files.value_limits import CONFIGURATION, Limits, check_values
+from toolkit.files.value_limits import CONFIGURATION, Limits, check_values, shown
 from toolkit.units import MIB
 
 MAX_YAML_BYTES = MIB
 LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 YAML_TAG = "tag:yaml.org,2002:"
 PLAIN_TAGS = {YAML_TAG + name for name in ("str", "int", "float", "bool", "null", "map", "seq", "merge", "timestamp")}
+
+# PyYAML takes quadratic time for `1:2:3...` (base 60), minutes for a megabyte of it.
+MAX_NUMBER_CHARACTERS = 400
+_NUMBER = re.compile(r"[-+0-9.][0-9a-fA-Fx_:.+-]*")
+
+
+def read_configuration(path: Path) -> dict[str, Any]:
+    """Return the keys and values of a configuration: JSON if its name ends so, otherwise YAML.
+
+    Raises ToolkitError as `read_yaml_mapping` does, and for a key that is not text.
+    """
+    if path.suffix == ".json":
+        return as_mapping(read_json(path, limits=CONFIGURATION, max_bytes=MAX_YAML_BYTES), str(path))
+    content = read_yaml_mapping(path)
+    for key in content:
+        if not isinstance(key, str):
+            raise ToolkitError(f"{path} has the key {shown(key)}, expected a name", hint="put the key in quotes")
+    return content
 
 
 def read_yaml(path: Path) -> Any:
@@ -84,6 +106,8 @@ class _Bounds:
                 self._close(*self.open.pop(), anchor=self.anchors.pop())
             elif isinstance(event, yaml.ScalarEvent):
                 self._check_tag(event.tag)
+                if len(event.value) > MAX_NUMBER_CHARACTERS and _NUMBER.fullmatch(event.value):
+                    raise ToolkitError(f"{self.name} has a number of {len(event.value):,} characters")
                 self._close(1, 1, anchor=event.anchor)
 
     def _expanded(self, anchor: str | None) -> tuple[int, int]:
