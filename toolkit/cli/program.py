@@ -21,6 +21,7 @@ from toolkit.cli.rehearse import rehearse
 from toolkit.cli.report import report
 from toolkit.cli.train import train
 from toolkit.errors import EXIT_INVALID_INPUT, EXIT_RUN_FAILED, ToolkitError
+from toolkit.files.secrets import hide_words
 
 # click's UsageError, or that of Typer's own copy of click, which exports only this subclass of it.
 UsageError: type[Exception] = typer.BadParameter.__mro__[1]
@@ -83,6 +84,7 @@ app.add_typer(checkpoint_app, name="checkpoint")
 def main(argv: list[str] | None = None) -> None:
     """Run a command and exit; an error that the user can fix is printed in two lines, without a traceback."""
     words = sys.argv[1:] if argv is None else argv
+    hide_words(words)  # remembers their secrets, which no message may quote
     if "--version" in words[: words.index("--") if "--" in words else None]:
         print(f"finetune-toolkit {__version__}")
         sys.exit(0)

@@ -13,21 +13,26 @@ from toolkit.compare.runner import Runner, TrialProgress
 from toolkit.compare.significance import common_steps, prediction_interval, speeds_of
 from toolkit.compare.specification import SPEC_FILE, ComparisonSpec, Trial
 from toolkit.errors import ToolkitError, did_you_mean
+from toolkit.files.secrets import HIDDEN, hidden_names, hide_secrets
 from toolkit.hardware.node import git_commit, library_versions
 from toolkit.presets import load_preset
 from toolkit.run.folder import RunFolder
 from toolkit.run.nvme import check_nvme
+from toolkit.run.script_arguments import read_arguments
 from toolkit.units import number
 
 
 def replay_row(options: CompareOptions, spec: ComparisonSpec, *, progress: TrialProgress) -> str:
     """Run the row once more in `replays/`, and return the verdict as text.
 
-    Raises ToolkitError for an unknown row, and for a preset whose files have changed.
+    `options.training_arguments` are those of the job that are secrets, which the specification does not have.
+
+    Raises ToolkitError for an unknown row, for a preset whose files have changed, and for a secret that is missing.
     """
+    spec = with_secrets(spec, options.training_arguments)
     row, folder = _find_row(spec, options.row or ""), options.folder
     preset = load_preset(spec.preset_sources[row.preset])
-    if preset.texts() != spec.preset_files[row.preset]:
+    if hide_secrets(preset.texts()) != spec.preset_files[row.preset]:
         raise ToolkitError(
             f"the files of preset {row.preset!r} are not those that {row.name} ran with",
             hint=f"{folder / SPEC_FILE} holds their text under preset_files",
@@ -47,6 +52,23 @@ def replay_row(options: CompareOptions, spec: ComparisonSpec, *, progress: Trial
     progress.finish(again.updated(trial=name))
     repeats = [trial for trial in trials_of(Ledger(folder / LEDGER_FILE).read(), row) if trial.completed]
     return verdict(row, again, repeats) + _changed_versions(folder / "trials" / first.id)
+
+
+def with_secrets(spec: ComparisonSpec, given: Sequence[str]) -> ComparisonSpec:
+    """Return a recorded specification with the secrets of its job, which it has as `***`.
+
+    Raises ToolkitError for one that is missing, and for any other argument.
+    """
+    arguments = read_arguments(given)
+    hidden = {name for row in spec.rows() for name in hidden_names(spec.arguments(row))}
+    for name in arguments:
+        if name not in hidden:
+            raise ToolkitError(f"--{name}: a replay trains the job as it is recorded", hint=f"leave --{name} out")
+    for name in sorted(hidden - set(arguments)):
+        raise ToolkitError(
+            f"--{name} is recorded as {HIDDEN}, because it is a secret", hint=f"add it: `-- --{name} {name.upper()}`"
+        )
+    return spec.model_copy(update={"training_arguments": (*spec.training_arguments, *given)})
 
 
 def verdict(row: RowKey, again: RunRecord, repeats: Sequence[RunRecord]) -> str:

@@ -9,12 +9,13 @@ from __future__ import annotations
 from collections import Counter
 from typing import Annotated, Literal
 
-from pydantic import ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveInt
+from pydantic import AfterValidator, ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveInt
 
 from toolkit.compare.columns import Column
 from toolkit.compare.result_values import Bytes, Model
 from toolkit.compare.rows import Row
 from toolkit.compare.trial_figures import TrialResult
+from toolkit.files.secrets import hide_words
 
 SCHEMA_VERSION: Literal[1] = 1
 RESULTS_FILE = "results.json"
@@ -72,7 +73,11 @@ class ComparedJob(Model):
 
     model: Annotated[str, Column("Hub id or folder of the model.")]
     dataset: Annotated[str, Column("Hub id or file of the data; several with `, ` between them.")]
-    training_arguments: Annotated[tuple[str, ...], Column("What followed `--`, as the training script received it.")]
+    training_arguments: Annotated[
+        tuple[str, ...],
+        AfterValidator(lambda words: tuple(hide_words(words))),
+        Column("What followed `--`, as the training script received it; each secret is `***`."),
+    ]
     untimed_steps: Annotated[NonNegativeInt, Column("Optimizer steps at the start that no speed counts.")]
     seed: Annotated[int, Column("Seed of data order and initialisation, the same for every row.")]
     per_device_train_batch_size: Annotated[PositiveInt, Column("Sequences per accumulation step and rank.")]

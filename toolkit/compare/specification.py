@@ -21,6 +21,7 @@ from toolkit.compare.result_values import RowKey
 from toolkit.compare.results import Scaling
 from toolkit.compare.variants import Variant
 from toolkit.errors import ToolkitError
+from toolkit.files.secrets import hide_secrets, hide_words
 from toolkit.presets import Preset
 from toolkit.presets.preset import QUANTIZED_KEYS
 from toolkit.run.folder import read_json, write_json
@@ -157,8 +158,11 @@ class ComparisonSpec(BaseModel):
         return self.model_copy(update={"batches": dict(batches)})
 
     def as_json(self) -> dict[str, Any]:
-        """Return the content of comparison.json."""
-        return {"schema_version": SPEC_VERSION, **self.model_dump(mode="json", by_alias=True)}
+        """Return the content of comparison.json, in which each secret is `***`."""
+        content = self.model_dump(mode="json", by_alias=True)
+        content["training_arguments"] = hide_words(self.training_arguments)
+        content["extra_arguments"] = {name: hide_words(words) for name, words in self.extra_arguments.items()}
+        return {"schema_version": SPEC_VERSION, **hide_secrets(content)}
 
 
 def make_specification(options: CompareOptions, variants: Sequence[Variant]) -> ComparisonSpec:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Annotated, Any
 
 from pydantic import (
+    AfterValidator,
     NonNegativeInt,
     PositiveInt,
     model_validator,
@@ -39,6 +40,7 @@ from toolkit.compare.result_values import (
     Timeline,
     TrainedProblem,
 )
+from toolkit.files.secrets import hide_secrets
 from toolkit.run import status
 from toolkit.units import number
 
@@ -317,7 +319,9 @@ class Figures(Model):
         PerStep, Column("Gradient norm of each step before clipping.", repeats=Repeats.MIDDLE, in_csv=False)
     ]
     run_folder: Annotated[str, Column("The trial's run folder, relative to `results.json`.", repeats=Repeats.MIDDLE)]
-    command: Annotated[str, Column("The command that runs the trial again.")]
+    command: Annotated[
+        str, AfterValidator(hide_secrets), Column("The command that runs the trial again; each secret is `***`.")
+    ]
 
     @model_validator(mode="before")
     @classmethod

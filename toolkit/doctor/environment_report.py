@@ -25,6 +25,7 @@ from toolkit import __version__
 from toolkit.cache import ASYNC_IO_OPS, are_compiled, cache_folder
 from toolkit.doctor.node_packages import find_nvcc
 from toolkit.doctor.ops import CPU_OPS, has_libaio_header
+from toolkit.files.secrets import HIDDEN, hide_secrets, is_secret_name
 from toolkit.hardware.cgroups import cpu_limit, memory_limit_bytes
 from toolkit.hardware.disks import existing_folder
 from toolkit.hardware.gpus import count_gpus, gpu_topology
@@ -49,13 +50,7 @@ NAMES = (
     *("http_proxy", "https_proxy", "no_proxy", "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY"),
 )
 TOKEN_VARIABLES = ("HF_TOKEN", "WANDB_API_KEY")  # reported also where they are not set
-SECRET_NAME = re.compile(r"TOKEN(?!IZERS)|SECRET|PASSW|CREDENTIAL|AUTH|(?:^|_)(?:API)?KEY(?:_|$|S)", re.IGNORECASE)
-# Of the hub, wandb, GitHub and AWS; a user and password in a URL.
-SECRET_VALUES = re.compile(r"\b(?:hf_|ghp_|github_pat_|sk-|AKIA)[A-Za-z0-9_-]{8,}|(?<=://)[^/@\s]+(?=@)")
-HIDDEN = "***"
 SET, NOT_SET = "set", "not set"
-# A shorter value may be an ordinary word, and would hide unrelated text.
-MIN_SECRET_CHARACTERS = 6
 MAX_FILE_LINES = 40
 
 
@@ -140,7 +135,7 @@ def environment_report(environment: Mapping[str, str] = os.environ) -> Environme
 def shown_variables(environment: Mapping[str, str]) -> dict[str, str]:
     """Return the variables that libraries read, in name order; of one that holds a secret, only that it is set."""
     found = {
-        name: SET if SECRET_NAME.search(name) else value
+        name: SET if is_secret_name(name) else value
         for name, value in environment.items()
         if name in NAMES or name.startswith(PREFIXES)
     }
@@ -149,23 +144,10 @@ def shown_variables(environment: Mapping[str, str]) -> dict[str, str]:
 
 def without_secrets(value: Any, environment: Mapping[str, str]) -> Any:
     """Return facts with every secret of the environment, and whatever looks like one, replaced in all texts."""
-    known = [text for name, text in environment.items() if SECRET_NAME.search(name)]
+    stored = []
     with contextlib.suppress(OSError, UnicodeDecodeError):
-        known.append(_token_file(environment).read_text().strip())
-    secrets = sorted({text for text in known if len(text) >= MIN_SECRET_CHARACTERS}, key=len, reverse=True)
-
-    def cleaned(item: Any) -> Any:
-        if isinstance(item, dict):
-            return {cleaned(name): cleaned(each) for name, each in item.items()}
-        if isinstance(item, list):
-            return [cleaned(each) for each in item]
-        if not isinstance(item, str):
-            return item
-        for secret in secrets:
-            item = item.replace(secret, HIDDEN)
-        return SECRET_VALUES.sub(HIDDEN, item)
-
-    return cleaned(value)
+        stored.append(_token_file(environment).read_text().strip())
+    return hide_secrets(value, known=stored, environment=environment)
 
 
 def _token_file(environment: Mapping[str, str]) -> Path:
@@ -254,7 +236,7 @@ def _without_secret_lines(text: str) -> str:
 
 def _without_secret_value(line: str) -> str:
     found = re.match(r"([^=:]*[=:]\s*)\S", line)
-    return f"{found[1]}{HIDDEN}" if found and SECRET_NAME.search(found[1]) else line
+    return f"{found[1]}{HIDDEN}" if found and is_secret_name(found[1]) else line
 
 
 def _entries(folder: Path) -> list[Path]:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.errors import ToolkitError
+from toolkit.files.secrets import hide_words, separate_secrets
 from toolkit.hardware.cgroups import count_oom_kills
 from toolkit.models.read_model import config_path
 from toolkit.presets import Preset
@@ -126,7 +127,8 @@ def check_configuration(name: str) -> None:
 
 
 def rehearsal_command(rehearsal: Rehearsal) -> ProcessCommand:
-    """Return the command that starts the rehearsed rank."""
+    """Return the command that starts the rehearsed rank, with its secrets in the environment."""
+    training_argv, secrets = separate_secrets(rehearsal.training_argv)
     run_id = new_run_id()
     rehearsed = rehearsal.rehearsed
     world = ["--world-size", str(rehearsed.world_size), "--rank", str(rehearsed.rank)]
@@ -134,9 +136,9 @@ def rehearsal_command(rehearsal: Rehearsal) -> ProcessCommand:
     process = [sys.executable, "-m", "toolkit.rehearse", "--preset", str(rehearsal.preset.accelerate_config_path)]
     shown = ["toolkit", "rehearse", "--preset", rehearsal.preset.name]
     return ProcessCommand(
-        argv=[*process, *world, "--", *rehearsal.training_argv],
-        environment=process_environment(cpu=rehearsal.cpu, run_id=run_id),
-        shown=shlex.join([*shown, *world, "--", *rehearsal.training_argv]),
+        argv=[*process, *world, "--", *training_argv],
+        environment=process_environment(cpu=rehearsal.cpu, run_id=run_id) | secrets,
+        shown=shlex.join([*shown, *world, "--", *training_argv]),
         run_id=run_id,
     )
 
@@ -184,7 +186,7 @@ def _planned(rehearsal: Rehearsal, command: ProcessCommand) -> dict[str, Any]:
         "preset_files": rehearsal.preset.texts(),
         "world_size": rehearsal.rehearsed.world_size,
         "rehearsal": asdict(rehearsal.rehearsed),
-        "training_arguments": rehearsal.training_argv,
+        "training_arguments": hide_words(rehearsal.training_argv),
         "plan": None,
         "command": command.shown,
     }

@@ -12,6 +12,7 @@ import re
 from typing import Any
 
 from toolkit.errors import ToolkitError, did_you_mean
+from toolkit.files.secrets import refuse_hidden
 from toolkit.presets.spec import PresetSpec
 from toolkit.presets.support import CPU, Device, Method, Purpose, check_supported
 from toolkit.presets.training_arguments import STRATEGY_ARGUMENTS
@@ -68,6 +69,7 @@ def check_arguments(
 
     Raises ToolkitError for what does not work: a value, a combination, or a method that the preset does not support.
     """
+    refuse_hidden(arguments)
     check_scaling(arguments)
     check_weights(arguments)
     check_streaming(arguments)

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from toolkit.files.secrets import separate_secrets
 from toolkit.presets import Preset
 from toolkit.run.environment import NVME_PATH_VARIABLE, RUN_ID_VARIABLE, accelerate_options, run_environment
 from toolkit.run.heartbeat import HANG_TIMEOUT_VARIABLE
@@ -42,7 +43,7 @@ class LaunchCommand(ProcessCommand):
     preset: Preset
     num_processes: int
     training_argv: list[str]
-    """Arguments of the training script, the same for every rank."""
+    """Arguments of the training script, the same for every rank; `***` for each secret, which `environment` has."""
     nvme_path: Path | None = None
     """The disk that the run offloads to."""
 
@@ -68,9 +69,13 @@ def launch_command(
     nvme_path: Path | None = None,
     hang_timeout_minutes: float | None = None,
 ) -> LaunchCommand:
-    """Build the command that starts `num_processes` ranks on this node."""
+    """Build the command that starts `num_processes` ranks on this node.
+
+    Its arguments are what everybody may read: secrets are in its environment.
+    """
+    shown_argv, secrets = separate_secrets(training_argv)
     options = accelerate_options(preset, world_size=num_processes)
-    script = ["-m", "toolkit.train", *training_argv]
+    script = ["-m", "toolkit.train", *shown_argv]
     port = ["--num_machines", "1", "--main_process_port", "0"]  # 0: any free port
     run_id = new_run_id()
     variables = {NVME_PATH_VARIABLE: nvme_path, HANG_TIMEOUT_VARIABLE: hang_timeout_minutes}
@@ -79,9 +84,9 @@ def launch_command(
     return LaunchCommand(
         preset=preset,
         num_processes=num_processes,
-        training_argv=list(training_argv),
+        training_argv=shown_argv,
         argv=[sys.executable, "-m", "accelerate.commands.launch", *options, *port, *script],
-        environment=run_environment(preset, world_size=num_processes, cpu=cpu, run_id=run_id) | added,
+        environment=run_environment(preset, world_size=num_processes, cpu=cpu, run_id=run_id) | added | secrets,
         shown=" ".join([*assignments, shlex.join(["accelerate", "launch", *options, *script])]),
         run_id=run_id,
         nvme_path=nvme_path,

@@ -13,6 +13,7 @@ from __future__ import annotations
 import os
 
 from toolkit.cache import torch_extensions_folder
+from toolkit.files.secrets import SECRETS_VARIABLE
 from toolkit.presets import Preset
 
 # In the environment of every process of a run, so that all of them are found and ended.
@@ -28,8 +29,9 @@ STRATEGY_VARIABLES = ("ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_FSDP", "ACCELE
 
 
 def inherited_environment() -> dict[str, str]:
-    """Return this process's environment as a run inherits it: without another run's strategy."""
-    return {name: value for name, value in os.environ.items() if name not in STRATEGY_VARIABLES}
+    """Return this process's environment as a run inherits it: without another run's strategy and arguments."""
+    another_run = (*STRATEGY_VARIABLES, SECRETS_VARIABLE)
+    return {name: value for name, value in os.environ.items() if name not in another_run}
 
 
 def process_environment(*, cpu: bool, run_id: str) -> dict[str, str]:

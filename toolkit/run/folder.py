@@ -20,6 +20,7 @@ from typing import Any
 
 from toolkit.errors import ToolkitError
 from toolkit.files.atomic_write import write_text
+from toolkit.files.secrets import hide_secrets
 from toolkit.run.status import COMPLETED, RUNNING
 
 SCHEMA_VERSION = 1
@@ -173,8 +174,12 @@ def start_facts() -> dict[str, Any]:
 
 
 def write_json(path: Path, content: Any) -> None:
-    """Write JSON under a temporary name, then rename it: a reader sees the old file or the new one."""
-    write_text(path, json.dumps(content, indent=2, default=str) + "\n")
+    """Write JSON under a temporary name, then rename it: a reader sees the old file or the new one.
+
+    Each secret in it is `***`.
+    """
+    text = json.dumps(hide_secrets(content), indent=2, default=lambda value: hide_secrets(str(value)))
+    write_text(path, text + "\n")
 
 
 def read_json(path: Path) -> dict[str, Any] | None:

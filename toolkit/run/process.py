@@ -20,6 +20,7 @@ from typing import IO
 
 import psutil
 
+from toolkit.files.secrets import hide_secrets
 from toolkit.run.command import ProcessCommand
 from toolkit.run.environment import RUN_ID_VARIABLE, inherited_environment
 from toolkit.run.warm_start import ForkedProcess, RefusedError, fork_process
@@ -149,6 +150,7 @@ def _follow(
         if line is None:
             process.wait()
             return True
+        line = hide_secrets(line)
         with contextlib.suppress(OSError):  # a full disk: the ranks report it, and the line is still printed
             file.write(line)
             file.flush()

@@ -20,6 +20,7 @@ import yaml
 
 from toolkit.defaults import GRADIENT_ACCUMULATION_STEPS, MAX_SEQ_LENGTH, PER_DEVICE_TRAIN_BATCH_SIZE
 from toolkit.errors import ToolkitError, nearest
+from toolkit.files.secrets import hide_words, remember_secrets
 from toolkit.presets.support import Method
 from toolkit.run.argument_aliases import ALIASES, HINTS, canonical_flags, canonical_values
 from toolkit.versions import training_argument_types
@@ -187,6 +188,7 @@ def read_arguments(argv: Sequence[str]) -> dict[str, Any]:
     Raises ToolkitError for an unknown name (with the nearest one), a word that belongs to no flag, a value of the
     wrong type, or a file that cannot be read.
     """
+    hide_words(argv)  # remembers its secrets: an error may quote a word
     rest = list(argv)
     values = read_config_file(Path(rest.pop(0))) if has_config_file(rest) else {}
     values |= _read_flags(canonical_flags(rest))
@@ -208,7 +210,9 @@ def read_config_file(path: Path) -> dict[str, Any]:
         raise ToolkitError(f"no such configuration file: {path}") from None
     except (yaml.YAMLError, OSError, UnicodeDecodeError) as error:
         raise ToolkitError(f"{path} cannot be read: {' '.join(str(error).split())}") from None
-    if not isinstance(content, dict):
+    if isinstance(content, dict):
+        remember_secrets(content)
+    else:
         raise ToolkitError(f"{path} holds no keys and values", hint="write one `name: value` per line")
     content = canonical_values({str(name): value for name, value in content.items()}, where=f"{path}: ")
     for name in content:

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from toolkit.files.secrets import hide_words
 from toolkit.hardware.node import describe_node, git_commit, library_versions
 from toolkit.run import status
 from toolkit.run.checkpoints import Checkpoint, remove_unfinished
@@ -176,7 +177,7 @@ def _run_facts(run: ActiveRun) -> dict[str, Any]:
         "training_arguments": list(run.arguments.argv),
         "spec": _spec(run.arguments),
         "seed": training.seed,
-        "argv": sys.argv,
+        "argv": hide_words(sys.argv),
         "versions": library_versions(),
         "hardware": describe_node(),
         "git_commit": git_commit(Path(__file__).parent),

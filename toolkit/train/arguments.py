@@ -16,6 +16,7 @@ import torch
 from transformers import HfArgumentParser, TrainingArguments
 
 from toolkit.errors import ToolkitError
+from toolkit.files.secrets import UnwrittenText, hide_secrets, hide_words, is_secret_name, restore_secrets
 from toolkit.presets.training_arguments import resolve_precision
 from toolkit.run.argument_aliases import canonical_flags
 from toolkit.run.argument_checks import check_arguments
@@ -42,7 +43,7 @@ class Arguments:
     data: DataArguments
     training: TrainingArguments
     argv: Sequence[str]
-    """The training arguments as they were given."""
+    """The training arguments as they were given, with `***` for each secret."""
     scaled_rate: ScaledRate | None = None
     """The learning rate scaled with the global batch size; None where `--lr_scaling` is off."""
     activation_checkpointing: bool = False
@@ -61,6 +62,7 @@ def parse_args(argv: Sequence[str], launch: LaunchContext) -> Arguments:
 
     Raises ToolkitError for an unknown or missing argument, and for a value that transformers refuses.
     """
+    argv = restore_secrets(argv)
     given = read_arguments(argv) if "--help" not in argv else {}
     values = vars(_parse_flags(list(argv)))
     for name in REQUIRED:
@@ -83,13 +85,16 @@ def parse_args(argv: Sequence[str], launch: LaunchContext) -> Arguments:
         model, data, training = _parser().parse_dict(values)
     except (ValueError, TypeError, NotImplementedError) as error:
         raise ToolkitError(" ".join(str(error).split())) from None
+    for name, value in list(vars(training).items()):
+        if isinstance(value, str) and (is_secret_name(name) or hide_secrets(value) != value):
+            setattr(training, name, UnwrittenText(value))
     if launch.preset is not None and launch.preset.engine == "none":
         training._n_gpu = min(training._n_gpu, 1)  # with several visible GPUs the Trainer would run DataParallel
     return Arguments(
         model=model,
         data=data,
         training=training,
-        argv=argv,
+        argv=hide_words(argv),
         scaled_rate=rate,
         activation_checkpointing=checkpointing,
         notes=[*(f"warning: {line}" for line in warnings), *_rate_lines(rate, training)],

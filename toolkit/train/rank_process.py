@@ -25,6 +25,7 @@ def prepare_environment() -> None:
     cache_cpu_info()
     os.environ["PATH"] = path_with_ninja()
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # a log file holds lines, not bars
     # Deprecations inside torch and DeepSpeed, printed hundreds of times per run; none is about the user's job.
     warnings.filterwarnings(

@@ -20,6 +20,7 @@ import torch
 from toolkit.data import iter_rows, resolve_source
 from toolkit.data.mixture import row_and_source
 from toolkit.errors import AttestationFailed, OutOfMemory, RunFailed, ToolkitError
+from toolkit.files.secrets import hide_secrets
 from toolkit.run import status
 from toolkit.run.folder import RunFolder
 from toolkit.run.heartbeat import Heartbeat, peak_resident_bytes, read_heartbeats
@@ -90,7 +91,7 @@ def report_failure(error: BaseException, progress: Progress) -> int:
 def report_hang(failure: dict[str, Any], progress: Progress) -> None:
     """Report a hang that the watchdog found; `failure` is the content of failure.json."""
     if _claim_report(progress, failure):
-        print(f"error: {failure['message']}\n  hint: {failure['hint']}", file=sys.stderr, flush=True)
+        _print_text(f"error: {failure['message']}\n  hint: {failure['hint']}")
         _write_status(progress, status.TIMED_OUT, status.exit_code_of(status.TIMED_OUT))
 
 
@@ -100,7 +101,7 @@ def _claim_report(progress: Progress, failure: dict[str, Any]) -> bool:
         return int(os.environ.get("RANK", "0")) == 0
     try:
         with RunFolder(progress.output_dir).failure_json.open("x") as file:
-            json.dump(failure, file, indent=2)
+            json.dump(hide_secrets(failure), file, indent=2)
     except FileExistsError:
         return False
     except OSError:  # a full disk: the message is printed at least
@@ -116,11 +117,14 @@ def _write_status(progress: Progress, kind: str, code: int) -> None:
 
 def _print(error: BaseException, rank: int, progress: Progress) -> None:
     if isinstance(error, ToolkitError):
-        print(f"error: {error}", file=sys.stderr, flush=True)
+        _print_text(f"error: {error}")
         return
     where = f"rank {rank}, phase {progress.phase}, step {progress.step}"
-    print(f"error ({where}): {type(error).__name__}: {error}", file=sys.stderr)
-    traceback.print_exc()
+    _print_text(f"error ({where}): {type(error).__name__}: {error}\n{traceback.format_exc()}")
+
+
+def _print_text(text: str) -> None:
+    print(hide_secrets(text), file=sys.stderr, flush=True)
 
 
 def _failure(error: BaseException, kind: str, rank: int, progress: Progress, invalid_input: bool) -> dict[str, Any]:

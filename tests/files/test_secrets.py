@@ -1,0 +1,327 @@
+"""Secrets: told from ordinary words, hidden in records and messages, and passed to a run's processes unseen."""
+
+from __future__ import annotations
+
+import copy
+import io
+import json
+import sys
+import traceback
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from launching import toolkit
+
+from toolkit.cli.program import main
+from toolkit.compare.replay import with_secrets
+from toolkit.compare.results import ComparedJob
+from toolkit.compare.specification import read_comparison
+from toolkit.errors import ToolkitError
+from toolkit.files import secrets
+from toolkit.files.secrets import (
+    SECRETS_VARIABLE,
+    UnwrittenText,
+    hide_secrets,
+    hide_words,
+    is_secret_name,
+    refuse_hidden,
+    remember_secrets,
+    restore_secrets,
+    separate_secrets,
+)
+from toolkit.presets import load_preset
+from toolkit.run.command import LaunchCommand, launch_command
+from toolkit.run.folder import write_json
+from toolkit.run.process import run_command
+from toolkit.run.script_arguments import argument_types
+
+TOKEN = "hf_FakeFakeFakeFakeFakeFakeFakeFake00"  # by its shape
+PLAIN = "correct-horse-battery"  # only by the name of its argument
+WANDB_KEY = "0123456789abcdef0123456789abcdef01234567"  # has the shape of a commit
+
+
+@pytest.fixture(autouse=True)
+def _nothing_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(secrets, "_remembered", set())
+
+
+SECRET_NAMES = """
+hub_token --hub-token token HF_TOKEN WANDB_API_KEY AWS_SECRET_ACCESS_KEY apiKey password client_secret PGPASSWORD
+Authorization private_key GITHUB_TOKEN_2 use_auth_token hubToken
+"""
+ORDINARY_NAMES = """
+tokenizer pad_token eos_token_id num_tokens max_tokens token_type_ids TOKENIZERS_PARALLELISM lora_target_modules PWD
+include_num_input_tokens_seen GIT_AUTHOR_NAME HF_TOKEN_PATH monkey k_proj output_dir
+"""
+SHAPES = """
+hf_FakeFakeFakeFakeFakeFakeFakeFake00 sk-proj-abcDEF0123456789abcdef ghp_abcdefghijklmnop0123456789abcdefghij
+AKIAIOSFODNN7EXAMPLE github_pat_11ABCDEFG0123456789 xoxb-0123456789-abcdef glpat-abcdefghij0123456789
+"""
+ORDINARY_TEXTS = (
+    *("hf_transfer", "hf_hub_download", "hf_quantizer_bnb", "hf-internal-testing/tiny", "scikit: sk-learn-intelex"),
+    *(WANDB_KEY, "sha256:" + 64 * "a", "--lora_target_modules q_proj k_proj", "--max_steps 8", "https://a.b/c@d"),
+    *(
+        "--hub_token HUB_TOKEN",
+        "--hub_token is missing",
+        "risk-adjusted-returns-of-AAPL",
+        "--pad_token <pad> --num_tokens 12345678",
+    ),
+)
+
+
+@pytest.mark.parametrize("name", SECRET_NAMES.split())
+def test_a_secret_is_known_by_its_name(name: str) -> None:
+    assert is_secret_name(name)
+
+
+@pytest.mark.parametrize("name", ORDINARY_NAMES.split())
+def test_an_ordinary_name_is_no_secret(name: str) -> None:
+    assert not is_secret_name(name)
+
+
+def test_of_the_training_arguments_only_the_hubs_token_is_a_secret() -> None:
+    assert [name for name in argument_types() if is_secret_name(name)] == ["hub_token"]
+
+
+@pytest.mark.parametrize("text", SHAPES.split())
+@pytest.mark.parametrize("around", ["{}", "it's {}.", "Authorization: Bearer {}", "x={}&y", "'{}',"])
+def test_a_secret_is_known_by_its_shape(text: str, around: str) -> None:
+    assert hide_secrets(around.format(text)) == around.format("***")
+
+
+def test_a_password_in_an_address_is_hidden_and_the_address_is_kept() -> None:
+    assert hide_secrets("https://me:pass-word@hub.example/a") == "https://***@hub.example/a"
+
+
+@pytest.mark.parametrize("text", ORDINARY_TEXTS)
+def test_ordinary_text_is_kept(text: str) -> None:
+    assert hide_secrets(text) == text
+
+
+@pytest.mark.parametrize(
+    "text",
+    [f"--hub_token {PLAIN}", f"--hub-token={PLAIN}", f"['--hub_token', '{PLAIN}']", f"HF_TOKEN={PLAIN} accelerate"],
+)
+def test_a_command_in_a_text_shows_no_value_of_a_secret(text: str) -> None:
+    assert PLAIN not in hide_secrets(text)
+
+
+@pytest.mark.parametrize(
+    ("words", "shown"),
+    [
+        (["--hub_token", PLAIN, "--max_steps", "8"], ["--hub_token", "***", "--max_steps", "8"]),
+        ([f"--hub-token={PLAIN}"], ["--hub-token=***"]),
+        (["--hub_token", "a", "b"], ["--hub_token", "***", "***"]),
+        (["--run_name", f"mine {TOKEN}"], ["--run_name", "mine ***"]),
+        (["--trackio", '{"a": {"api_key": "short"}, "b": [1]}'], ["--trackio", '{"a": {"api_key": "***"}, "b": [1]}']),
+        (["--lora_config", "use_dora=true", "my_token=abc"], ["--lora_config", "use_dora=true", "my_token=***"]),
+        (["--model_init_kwargs", '{"pad_token":  "x"}'], ["--model_init_kwargs", '{"pad_token":  "x"}']),
+        (["config.yaml", "--lora_target_modules", "k_proj"], ["config.yaml", "--lora_target_modules", "k_proj"]),
+    ],
+)
+def test_the_words_of_a_command_are_shown_without_secrets(words: list[str], shown: list[str]) -> None:
+    assert hide_words(words) == shown
+
+
+def test_a_secret_of_the_environment_or_of_an_argument_is_hidden_wherever_it_occurs() -> None:
+    remember_secrets({"hub_token": PLAIN, "max_steps": "12345678", "nested": {"api_key": "another-one"}})
+    facts = {"a": [f"x{PLAIN}x", 3, None], "b": "another-one", "c": WANDB_KEY, "d": "12345678"}
+    hidden = hide_secrets(facts, environment={"WANDB_API_KEY": WANDB_KEY, "API_KEY": "no"})
+    assert hidden == {"a": ["x***x", 3, None], "b": "***", "c": "***", "d": "12345678"}
+
+
+def test_a_key_of_several_lines_is_hidden_line_by_line() -> None:
+    environment = {"PRIVATE_KEY": "-----BEGIN KEY-----\nfirst-line-of-it\nsecond-line-of-it\n-----END KEY-----"}
+    assert hide_secrets("read second-line-of-it", environment=environment) == "read ***"
+
+
+# -- a run's processes
+
+
+def command(*words: str) -> LaunchCommand:
+    return launch_command(load_preset("ddp"), num_processes=2, training_argv=words, cpu=True)
+
+
+def test_a_command_has_its_secrets_in_the_environment_and_not_where_others_read_it() -> None:
+    launch = command("--hub_token", PLAIN, "--run_name", TOKEN).resumed()
+    everybody_sees = json.dumps([launch.argv, launch.training_argv, launch.shown])
+    assert PLAIN not in everybody_sees
+    assert TOKEN not in everybody_sees
+    assert "--hub_token '***'" in launch.shown
+    assert json.loads(launch.environment[SECRETS_VARIABLE]) == {"1": PLAIN, "3": TOKEN}
+
+
+def test_a_command_without_secrets_adds_nothing_to_the_environment() -> None:
+    assert SECRETS_VARIABLE not in command("--max_steps", "8").environment
+
+
+def test_a_process_gets_the_words_that_its_launcher_was_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    words = ["config.yaml", "--hub_token", PLAIN, f"--run_name={TOKEN}", "--max_steps", "8"]
+    shown, added = separate_secrets(words)
+    for name, value in added.items():
+        monkeypatch.setenv(name, value)
+    assert restore_secrets([*shown, "--resume_from_checkpoint", "latest"])[: len(words)] == words
+    assert restore_secrets(words) == words  # from no variable: it is not inherited
+
+
+def test_no_secret_reaches_the_log_or_the_screen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_API_KEY", WANDB_KEY)
+    program = "import os, sys; print(os.environ['WANDB_API_KEY'], sys.argv[1], 'visible')"
+    process = replace(command(), argv=[sys.executable, "-c", program, TOKEN])
+    lines: list[str] = []
+    run_command(process, tmp_path / "train.log", on_line=lines.append)
+    assert lines == ["*** *** visible"]
+    assert (tmp_path / "train.log").read_text() == "*** *** visible\n"
+
+
+def test_what_is_pickled_or_represented_has_no_token() -> None:
+    import torch
+
+    token, file = UnwrittenText(PLAIN), io.BytesIO()
+    torch.save({"hub_token": token}, file)
+    assert PLAIN.encode() not in file.getvalue()
+    assert repr(token) == "'***'"
+    assert f"Bearer {copy.deepcopy(token)}" == f"Bearer {PLAIN}"
+
+
+# -- records and messages
+
+
+def test_json_files_have_no_secret(tmp_path: Path) -> None:
+    remember_secrets({"hub_token": PLAIN})
+    write_json(tmp_path / "run.json", {"argv": ["--hub_token", PLAIN], "path": Path(f"/a/{PLAIN}"), "step": 3})
+    written = json.loads((tmp_path / "run.json").read_text())
+    assert written == {"argv": ["--hub_token", "***"], "path": "/a/***", "step": 3}
+
+
+def test_a_report_of_older_results_shows_no_token() -> None:
+    job: dict[str, Any] = {"model": "m", "dataset": "d", "untimed_steps": 2, "seed": 42, "compute_dtype": "float32"}
+    job |= {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 1}
+    arguments = ["--hub_token", PLAIN, "--max_steps", "8"]
+    assert ComparedJob(**job, training_arguments=arguments).training_arguments == ("--hub_token", "***", *arguments[2:])
+
+
+REFUSED = {
+    "unknown argument": ["train", "--preset", "ddp", "--", "--hub_tokn", TOKEN],
+    "unknown argument with =": ["train", "--preset", "ddp", "--", f"--hub_tokn={TOKEN}"],
+    "second value": ["train", "--preset", "ddp", "--", "--hub_token", "a", PLAIN],
+    "stray word": ["train", "--preset", "ddp", "--", TOKEN],
+    "value of another type": ["train", "--preset", "ddp", "--", "--max_steps", TOKEN],
+    "before the dashes": ["train", "--preset", "ddp", "--hub_token", PLAIN],
+    "as a preset": ["train", "--preset", TOKEN, "--", "--max_steps", "8"],
+    "as an option's number": ["train", "--preset", "ddp", "--num-processes", TOKEN],
+    "as a model": ["plan", TOKEN, "--gpu", "h100"],
+    "in a variant": ["compare", "--variant", f"=ddp --hub_token {PLAIN}", "--output-dir", "x", "--", "--seed", "1"],
+}
+
+
+@pytest.mark.parametrize("words", REFUSED.values(), ids=REFUSED)
+def test_an_error_quotes_no_secret(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(words)
+    printed = "".join(capsys.readouterr())
+    assert "error: " in printed
+    assert TOKEN not in printed
+    assert PLAIN not in printed
+
+
+def test_an_error_about_a_training_file_quotes_no_secret_of_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "job.yaml").write_text(f"hub_token: {PLAIN}\nmax_steps: {PLAIN}\n")
+    with pytest.raises(SystemExit):
+        main(["train", "--preset", "ddp", "--cpu", "--", str(tmp_path / "job.yaml")])
+    printed = "".join(capsys.readouterr())
+    assert "--max_steps is '***'" in printed
+    assert PLAIN not in printed
+
+
+@pytest.mark.parametrize(
+    "value",
+    ["***", "https://***@hub.example", '{"token": "***"}', {"token": "***"}],
+    ids=["word", "url", "json", "yaml"],
+)
+def test_a_secret_copied_from_a_record_is_refused_by_name(value: Any) -> None:
+    with pytest.raises(ToolkitError, match=r"--hub_token is .*never recorded"):
+        refuse_hidden({"hub_token": value, "system_prompt": "***be brief***"})
+
+
+def test_a_saved_traceback_has_no_secret() -> None:
+    remember_secrets({"hub_token": PLAIN})
+    try:
+        raise ValueError(f"401 for {PLAIN}")
+    except ValueError:
+        assert PLAIN not in hide_secrets(traceback.format_exc())
+
+
+# -- real runs
+
+YAML_TOKEN = "staple-in-a-file"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, faq_alpaca: Path) -> Path:
+    """A run with checkpoints and a comparison, with tokens on the command line and in the training file; `printed`."""
+    found = tmp_path_factory.mktemp("secrets") / "out"
+    found.mkdir()
+    (found.parent / "printed").write_text("")
+    rows = "\n".join(faq_alpaca.read_text().splitlines()[:20]) + "\n"
+    (found.parent / "rows.jsonl").write_text(rows)
+    job = {"hub_token": YAML_TOKEN, "model_name_or_path": tiny_model, "dataset": found.parent / "rows.jsonl"}
+    job |= {"max_seq_length": 64, "per_device_train_batch_size": 2}
+    (found.parent / "job.yaml").write_text("".join(f"{name}: {value}\n" for name, value in job.items()))
+    return found
+
+
+def run(folder: Path, *words: str) -> str:
+    """Run a command whose words have the tokens, and collect what it printed."""
+    ended = toolkit(*words, cwd=folder)
+    assert ended.returncode == 0, ended.stderr
+    with (folder.parent / "printed").open("a") as file:
+        file.write(ended.stdout + ended.stderr)
+    return ended.stdout + ended.stderr
+
+
+def assert_no_secret(folder: Path) -> None:
+    files = [path for path in folder.parent.rglob("*") if path.is_file() and path.name != "job.yaml"]
+    for secret in (TOKEN, PLAIN, YAML_TOKEN):
+        assert [str(path) for path in files if secret.encode() in path.read_bytes()] == []
+
+
+@pytest.mark.launch
+def test_a_run_publishes_no_token(folder: Path) -> None:
+    run(
+        folder,
+        *("train", "--preset", "ddp", "--cpu", "--num-processes", "2", "--", str(folder.parent / "job.yaml")),
+        *("--hub_token", PLAIN, "--run_name", TOKEN, "--max_steps", "2", "--save_steps", "1", "--output_dir", "run"),
+    )
+    assert (folder / "run" / "checkpoint-2" / "training_args.bin").is_file()
+    assert "'--hub_token', '***'" in str(json.loads((folder / "run" / "run.json").read_text())["training_arguments"])
+    assert_no_secret(folder)
+
+
+@pytest.mark.launch
+def test_a_comparison_publishes_no_token_and_is_resumed_with_another(folder: Path) -> None:
+    command = ["compare", "--preset", "ddp", "--variant", f"named=ddp --run_name {TOKEN}", "--cpu", "--num-processes"]
+    command += ["2", "--repeats", "1", "--untimed-steps", "1", "--output-dir", "cmp", "--resume", "--"]
+    command += [str(folder.parent / "job.yaml"), "--max_steps", "3", "--hub_token"]
+    run(folder, *command, PLAIN)
+    results = json.loads((folder / "cmp" / "results.json").read_text())
+    assert results["job"]["training_arguments"][-2:] == ["--hub_token", "***"]
+    assert [row["status"] for row in results["rows"]] == ["completed", "completed"]
+    assert "already in the ledger" in run(folder, *command, "another-token")
+    assert_no_secret(folder)
+    _replay_names_the_missing_token(folder / "cmp")
+
+
+def _replay_names_the_missing_token(comparison: Path) -> None:
+    ended = toolkit("compare", "--replay", str(comparison), "--row", "ddp-n2")
+    assert ended.returncode == 2
+    assert ended.stderr == (
+        "error: --hub_token is recorded as ***, because it is a secret\n  hint: add it: `-- --hub_token HUB_TOKEN`\n"
+    )
+    spec = read_comparison(comparison)
+    with pytest.raises(ToolkitError, match="--max_steps: a replay trains the job as it is recorded"):
+        with_secrets(spec, ["--max_steps", "9"])
