@@ -9,10 +9,13 @@ import contextlib
 import functools
 import hashlib
 import os
+import stat
 import sys
 from collections.abc import Iterable
 from importlib.metadata import distribution, version
 from pathlib import Path
+
+from toolkit.errors import ToolkitError
 
 # DeepSpeed's ops for NVMe offload; each name is also the name of its folder.
 ASYNC_IO_OPS = ("pin_memory", "async_io")
@@ -50,6 +53,33 @@ def extensions_folder() -> Path:
     """Return the folder of compiled ops: the user's TORCH_EXTENSIONS_DIR, otherwise the cache's."""
     named = os.environ.get("TORCH_EXTENSIONS_DIR")
     return Path(named) if named else torch_extensions_folder()
+
+
+def check_extensions_folder() -> None:
+    """Raise ToolkitError where another user may write the compiled ops: a library runs in each process that loads it.
+
+    Root's folders are trusted, and those that only a group may write.
+    """
+    folder = extensions_folder()
+    own = [] if os.environ.get("TORCH_EXTENSIONS_DIR") else [cache_folder(), folder.parent]
+    for path in (*own, folder, *sorted(folder.glob("*/")), *sorted(folder.glob("*/*.so"))):
+        with contextlib.suppress(FileNotFoundError):
+            _check_owner(path)
+
+
+def _check_owner(path: Path) -> None:
+    found = path.stat()
+    problem = None
+    if found.st_uid not in (os.geteuid(), 0):
+        problem = f"belongs to another user (uid {found.st_uid})"
+    elif found.st_mode & stat.S_IWOTH:
+        problem = "may be written by every user"
+    if problem is not None:
+        named = "TORCH_EXTENSIONS_DIR" if os.environ.get("TORCH_EXTENSIONS_DIR") else "TOOLKIT_CACHE"
+        raise ToolkitError(
+            f"{path} {problem}, and the compiled ops in it would run as you",
+            hint=f"`chmod -R o-w {path}` if it is yours, or another folder: `export {named}=DIR`",
+        )
 
 
 def are_compiled(ops: Iterable[str]) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import select
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -294,3 +295,24 @@ def test_the_launcher_s_variables_are_read_after_import(name: str) -> None:
 @pytest.mark.parametrize("name", ["HF_HOME", "CUDA_VISIBLE_DEVICES", "PYTHONHASHSEED", "LD_PRELOAD", "LANG", "HOME"])
 def test_what_libraries_or_python_read_at_start_is_not(name: str) -> None:
     assert not READ_AFTER_IMPORT.fullmatch(name)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+def test_another_user_cannot_connect() -> None:
+    """Whoever connects runs programs as the server's user."""
+    path = fork_server().socket_path
+    child = os.fork()
+    if child == 0:
+        os.setgid(65534)
+        os.setuid(65534)
+        try:
+            socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET).connect(path)
+        except PermissionError:
+            os._exit(0)
+        finally:
+            os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def test_only_its_user_may_open_the_folder_of_the_socket() -> None:
+    assert Path(fork_server().socket_path).parent.stat().st_mode & 0o777 == 0o700

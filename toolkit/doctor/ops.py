@@ -25,6 +25,7 @@ from toolkit.cache import (
     COMPILE_ASYNC_IO,
     INSTALL_LIBAIO,
     are_compiled,
+    check_extensions_folder,
     extensions_folder,
     op_library,
     op_lock,
@@ -46,8 +47,10 @@ _LOAD_CODE = "import sys; from toolkit.doctor.ops import load_ops; load_ops(sys.
 def compile_ops(builders: dict[str, str] = CPU_OPS) -> float:
     """Compile the ops that are missing, and return the seconds that took (0.0 if none was missing).
 
-    Raises ToolkitError without a compiler, if compilation fails, and if the folder cannot be written.
+    Raises ToolkitError without a compiler, if compilation fails, and for a folder that this user cannot write, or that
+    another one may.
     """
+    check_extensions_folder()
     if are_compiled(builders):
         _log(f"DeepSpeed's CPU ops are already compiled in {extensions_folder()}")
         return 0.0
@@ -71,6 +74,7 @@ def compile_ops(builders: dict[str, str] = CPU_OPS) -> float:
 def load_ops(builders: Sequence[str]) -> None:
     """Load each op, which compiles it if necessary. Imports torch and DeepSpeed."""
     use_cached_extensions()
+    check_extensions_folder()
     os.environ["DS_ACCELERATOR"] = "cpu"
     from deepspeed.ops.op_builder import cpu
 

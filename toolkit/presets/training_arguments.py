@@ -19,7 +19,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from toolkit.cache import path_with_ninja, use_cached_extensions
+from toolkit.cache import check_extensions_folder, path_with_ninja, use_cached_extensions
 from toolkit.errors import ToolkitError
 from toolkit.presets.spec import PresetSpec
 from toolkit.presets.support import CPU, check_supported
@@ -269,6 +269,7 @@ def _start_deepspeed_on_cpu() -> None:
     """Start DeepSpeed's process group first: `zero.Init` would otherwise read a world size of 1."""
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     use_cached_extensions()
+    check_extensions_folder()
     os.environ["PATH"] = path_with_ninja()
     import deepspeed
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import os
 
-from toolkit.cache import torch_extensions_folder
+from toolkit.cache import check_extensions_folder, torch_extensions_folder
 from toolkit.files.secrets import SECRETS_VARIABLE
 from toolkit.presets import Preset
 
@@ -41,7 +41,11 @@ def process_environment(*, cpu: bool, run_id: str) -> dict[str, str]:
 
 
 def run_environment(preset: Preset, *, world_size: int, cpu: bool, run_id: str) -> dict[str, str]:
-    """Return the variables that the toolkit gives the launcher of a run, which passes them to all ranks."""
+    """Return the variables that the toolkit gives the launcher of a run, which passes them to all ranks.
+
+    Raises ToolkitError for a folder of compiled ops that another user may write.
+    """
+    check_extensions_folder()
     environment = process_environment(cpu=cpu, run_id=run_id) | {
         PRESET_VARIABLE: str(preset.accelerate_config_path),
         WORLD_SIZE_VARIABLE: str(world_size),

@@ -12,6 +12,7 @@ import datasets
 from transformers import set_seed
 from transformers.utils import logging
 
+from toolkit.cache import check_extensions_folder
 from toolkit.presets.training_arguments import enable_fsdp_on_cpu
 from toolkit.train.active_run import open_run
 from toolkit.train.arguments import parse_args
@@ -55,6 +56,7 @@ def main(argv: Sequence[str], progress: Progress) -> None:
 
 def set_up_libraries(progress: Progress) -> None:
     """Set what accelerate and DeepSpeed read before the arguments are parsed, and switch progress bars off."""
+    check_extensions_folder()
     datasets.disable_progress_bars()  # a log file holds lines
     logging.disable_progress_bar()
     enable_fsdp_on_cpu()

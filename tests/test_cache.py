@@ -1,0 +1,72 @@
+"""The folder of compiled ops: what is in it runs, so nobody else may write it."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from toolkit.cache import check_extensions_folder, torch_extensions_folder
+from toolkit.cli.program import main
+from toolkit.errors import ToolkitError
+
+NEEDS_ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file to another user")
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A cache with one compiled op."""
+    monkeypatch.delenv("TORCH_EXTENSIONS_DIR", raising=False)
+    monkeypatch.setenv("TOOLKIT_CACHE", str(tmp_path / "cache"))
+    op = torch_extensions_folder() / "cpu_adam"
+    op.mkdir(parents=True)
+    (op / "cpu_adam.so").touch()
+    return tmp_path / "cache"
+
+
+PLACES = {"the cache": 4, "the extensions": 3, "this environment's": 2, "the op's": 1, "the library": 0}
+
+
+def place_in(cache: Path, levels_up: int) -> Path:
+    library = next(cache.glob("*/*/*/*.so"))
+    return [library, *library.parents][levels_up]
+
+
+@pytest.mark.parametrize("levels_up", PLACES.values(), ids=PLACES)
+def test_ops_that_every_user_may_write_are_refused(cache: Path, levels_up: int) -> None:
+    check_extensions_folder()
+    place = place_in(cache, levels_up)
+    place.chmod(0o777)
+    with pytest.raises(ToolkitError, match=r"may be written by every user") as refused:
+        check_extensions_folder()
+    assert refused.value.message.startswith(f"{place} ")
+
+
+@NEEDS_ROOT
+@pytest.mark.parametrize("levels_up", PLACES.values(), ids=PLACES)
+def test_ops_of_another_user_are_refused(cache: Path, levels_up: int) -> None:
+    os.chown(place_in(cache, levels_up), 54321, 0)
+    with pytest.raises(ToolkitError, match=r"belongs to another user \(uid 54321\)"):
+        check_extensions_folder()
+
+
+def test_a_folder_that_the_user_named_is_checked_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "ops"))
+    check_extensions_folder()  # it does not exist yet
+    (tmp_path / "ops").mkdir()
+    (tmp_path / "ops").chmod(0o777)
+    with pytest.raises(ToolkitError, match="would run as you"):
+        check_extensions_folder()
+
+
+def test_it_is_refused_before_a_rank_starts(
+    cache: Path, tmp_path: Path, tiny_model: Path, faq_alpaca: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cache.chmod(0o777)
+    job = ["--model_name_or_path", str(tiny_model), "--dataset", str(faq_alpaca), "--output_dir", str(tmp_path / "out")]
+    with pytest.raises(SystemExit) as ended:
+        main(["train", "--preset", "zero2", "--cpu", "--num-processes", "2", "--", *job])
+    assert ended.value.code == 2
+    assert "export TOOLKIT_CACHE=DIR" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
