@@ -15,12 +15,25 @@ The hierarchy:
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable
 
 EXIT_DONE = 0
 EXIT_RUN_FAILED = 1
 EXIT_INVALID_INPUT = 2
 EXIT_OUT_OF_MEMORY = 3
+
+# Control characters, and those that reverse the direction of text: a terminal would obey them.
+_UNPRINTABLE = re.compile(r"[\x00-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069]")
+
+
+def visible(text: str, *, keep: str = "") -> str:
+    r"""Return a text with its control characters written out, except those of `keep`.
+
+    >>> print(visible("rows\x1b[2J\n.jsonl"))
+    rows\x1b[2J\n.jsonl
+    """
+    return _UNPRINTABLE.sub(lambda found: found[0] if found[0] in keep else repr(found[0])[1:-1], text)
 
 
 class ToolkitError(Exception):
@@ -34,7 +47,8 @@ class ToolkitError(Exception):
         self.hint = hint
 
     def __str__(self) -> str:
-        return self.message if self.hint is None else f"{self.message}\n  hint: {self.hint}"
+        lines = [self.message] if self.hint is None else [self.message, f"  hint: {self.hint}"]
+        return "\n".join(visible(line) for line in lines)
 
 
 class RunFailed(ToolkitError):

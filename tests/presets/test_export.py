@@ -107,13 +107,11 @@ def fsdp_preset(folder: Path, line: str) -> Any:
 
 def test_keys_that_the_environment_carries_are_not_lost(tmp_path: Path) -> None:
     path = tmp_path / "mine.yaml"
-    keys = "".join(f"  {key}: true\n" for key in FSDP_ENVIRONMENT_KEYS)
+    keys = "  fsdp_activation_checkpointing_offload: true\n  fsdp_ignored_modules: lm_head\n"
     path.write_text(f"distributed_type: FSDP\nfsdp_config:\n  fsdp_version: 2\n{keys}")
     assert trainer_arguments(read_preset(path), precision="no")["fsdp_config"] == {"version": 2}
     environment = strategy_variables(read_preset(path), precision="no")
-    assert {key: environment[key.upper()] for key in FSDP_ENVIRONMENT_KEYS} == dict.fromkeys(
-        FSDP_ENVIRONMENT_KEYS, "true"
-    )
+    assert [environment[key.upper()] for key in FSDP_ENVIRONMENT_KEYS] == ["true", "lm_head"]
 
 
 @pytest.mark.parametrize("line", ["enable_cpu_affinity: true", "dynamo_config: {dynamo_backend: INDUCTOR}"])

@@ -14,7 +14,7 @@ from typing import Any
 from toolkit.convert import axolotl, llama_factory, trl
 from toolkit.convert.conversion import Conversion
 from toolkit.errors import ToolkitError, did_you_mean
-from toolkit.presets.spec import read_mapping
+from toolkit.files.yaml_files import read_configuration
 from toolkit.run.script_arguments import CONFIG_SUFFIXES
 
 TOOLS: dict[str, Callable[[Mapping[str, Any], Path], Conversion]] = {
@@ -136,7 +136,7 @@ def _read(path: Path) -> str:
 
 
 def _settings(path: Path) -> dict[str, Any]:
-    return {str(key): value for key, value in read_mapping(path).items()}
+    return {str(key): value for key, value in read_configuration(path).items()}
 
 
 def _hint(values: Mapping[str, Any]) -> str:

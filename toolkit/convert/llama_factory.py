@@ -21,7 +21,7 @@ from toolkit.convert.trainer_settings import (
     take_warmup,
 )
 from toolkit.errors import ToolkitError
-from toolkit.presets.spec import read_mapping
+from toolkit.files.yaml_files import read_configuration
 from toolkit.run.argument_aliases import HINTS
 from toolkit.run.script_arguments import read_method
 
@@ -265,7 +265,7 @@ def _take_named_data(draft: Draft, file: Path, key: str) -> None:
         return
     folder = str(draft.get("dataset_dir", "data"))
     info_path = find_file(f"{folder}/dataset_info.json", file)
-    info = read_mapping(info_path) if info_path is not None else None
+    info = read_configuration(info_path) if info_path is not None else None
     weights = _names(draft.get("interleave_probs", "")) if key == "dataset" else []
     found: list[NamedData] = []
     for number, name in enumerate(names):
@@ -291,7 +291,7 @@ def _take_v1_data(draft: Draft, file: Path) -> None:
     """`train_dataset` is a data file, or a YAML that lists some (examples/v1, data/v1_sft_demo.yaml)."""
     named = str(draft.get("train_dataset"))
     listed = find_file(named, file) if named.endswith((".yaml", ".yml")) else None
-    entries = read_mapping(listed).values() if listed is not None else [{"path": named}]
+    entries = read_configuration(listed).values() if listed is not None else [{"path": named}]
     set_datasets(draft, [NamedData(path=str(entry["path"]), keys=("train_dataset",)) for entry in entries])
 
 

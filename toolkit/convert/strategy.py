@@ -14,8 +14,8 @@ from typing import Any
 
 from toolkit.convert.conversion import PRESET, Draft
 from toolkit.errors import ToolkitError
+from toolkit.files.yaml_files import read_configuration
 from toolkit.presets import load_preset
-from toolkit.presets.spec import read_mapping
 from toolkit.presets.support import Method, unsupported
 from toolkit.run.script_arguments import flag
 
@@ -106,7 +106,7 @@ def preset_of_deepspeed(value: Any, near: Path) -> Choice:
         return _preset_of_zero(value.get("zero_optimization"))
     path = find_file(str(value), near)
     if path is not None:
-        return _preset_of_zero(read_mapping(path).get("zero_optimization"))
+        return _preset_of_zero(read_configuration(path).get("zero_optimization"))
     return Choice(
         preset=preset_of_deepspeed_name(str(value)), note=f"chosen by the name {value}: there is no such file here"
     )

@@ -21,7 +21,7 @@ from toolkit.convert.trainer_settings import (
     take_warmup,
 )
 from toolkit.errors import ToolkitError
-from toolkit.presets.spec import read_mapping
+from toolkit.files.yaml_files import read_configuration
 from toolkit.run.script_arguments import read_method
 
 # Settings of the same name and meaning, beside transformers' own.
@@ -225,7 +225,7 @@ def _accelerate_choice(draft: Draft, file: Path) -> Choice | None:
             continue
         path = find_file(str(name), file)
         if path is not None:
-            config = read_mapping(path)
+            config = read_configuration(path)
             draft.num_processes = config.get("num_processes")
             return replace(preset_of_accelerate(config, path), keys=(key,))
         known = ACCELERATE_CONFIGS.get(Path(str(name)).stem.removeprefix("deepspeed_"))

@@ -97,7 +97,7 @@ def _zero_settings(preset: Preset, hidden_size: int) -> dict[str, Any]:
         value = zero.get(key, default)
         return int(auto if value == "auto" else value)
 
-    overlaps = zero.get("overlap_comm", full)
+    overlaps = full if zero.get("overlap_comm") in (None, "auto") else zero["overlap_comm"]
     return {
         "reduce_bucket": setting("reduce_bucket_size", square, REDUCE_BUCKET),
         # ZeRO-3 has a single buffer: the next bucket fills it while the last one is reduced.

@@ -19,6 +19,8 @@ import yaml
 
 from toolkit.errors import ToolkitError
 from toolkit.files.atomic_write import write_text
+from toolkit.files.reading import read_text
+from toolkit.files.yaml_files import parse_yaml
 from toolkit.presets.preset import Preset
 from toolkit.presets.training_arguments import strategy_variables, trainer_arguments
 
@@ -43,7 +45,7 @@ def preset_text(preset: Preset, form: str) -> str:
             f"preset {preset.name!r} has no DeepSpeed JSON: its engine is {preset.engine}",
             hint=f"`toolkit preset show {preset.name}`",
         )
-    return preset.deepspeed_config_path.read_text()
+    return read_text(preset.deepspeed_config_path)
 
 
 def accelerate_text(preset: Preset, json_path: Path | None) -> str:
@@ -51,7 +53,7 @@ def accelerate_text(preset: Preset, json_path: Path | None) -> str:
 
     accelerate resolves a relative path against the working directory.
     """
-    text = preset.accelerate_config_path.read_text()
+    text = read_text(preset.accelerate_config_path)
     if json_path is None:
         return text
     quoted = json.dumps(str(json_path.absolute()), ensure_ascii=False)
@@ -59,7 +61,14 @@ def accelerate_text(preset: Preset, json_path: Path | None) -> str:
     wanted = preset.accelerate_config()
     wanted["deepspeed_config"]["deepspeed_config_file"] = str(json_path.absolute())
     # A user's file may use another YAML style; it is then written again, without its comments.
-    return moved if yaml.safe_load(moved) == wanted else yaml.safe_dump(wanted, sort_keys=False)
+    return moved if _holds(moved, wanted) else yaml.safe_dump(wanted, sort_keys=False)
+
+
+def _holds(text: str, wanted: dict[str, Any]) -> bool:
+    try:
+        return bool(parse_yaml(text, "") == wanted)
+    except ToolkitError:  # the replaced line was the start of something longer
+        return False
 
 
 def trainer_text(preset: Preset) -> str:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.errors import ToolkitError, did_you_mean
+from toolkit.files.value_limits import shown, unexpected
 
 
 def _words(text: str) -> frozenset[str]:
@@ -114,10 +115,10 @@ def check_deepspeed_keys(config: Mapping[str, Any], path: Path) -> None:
 
 def _check_keys(found: object, known: frozenset[str], *, block: str, path: Path) -> None:
     if found is not None and not isinstance(found, Mapping):
-        raise ToolkitError(f"{path}: {block} is {found!r}, expected keys and values")
+        raise unexpected(path, block, found, "keys and values")
     for key in map(str, found or ()):
         if key not in known:
             raise ToolkitError(
-                f"{path}: unknown key {key!r} in {block}; engines silently ignore such a key",
-                hint=did_you_mean(key, known, otherwise=f"known keys: {', '.join(sorted(known))}"),
+                f"{path}: unknown key {shown(key)} in {block}; engines silently ignore such a key",
+                hint=did_you_mean(key[:200], known, otherwise=f"known keys: {', '.join(sorted(known))}"),
             )

@@ -8,14 +8,19 @@ True
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from toolkit.errors import ToolkitError, nearest
+from toolkit.files.reading import is_file, read_text, user_path
+from toolkit.files.value_limits import shown, unexpected
+from toolkit.files.yaml_files import read_configuration
 from toolkit.presets.known_keys import check_accelerate_keys, check_deepspeed_keys
-from toolkit.presets.spec import PresetSpec, read_mapping
+from toolkit.presets.spec import PresetSpec
 from toolkit.presets.training_arguments import training_arguments
+from toolkit.presets.value_types import ACCELERATE_BLOCKS, AUTO, DEEPSPEED_BLOCKS, check_values
 
 if TYPE_CHECKING:
     from transformers import TrainingArguments
@@ -49,7 +54,7 @@ class Preset(PresetSpec):
     def texts(self) -> dict[str, str]:
         """Return file name to text for each of the preset's files, as a run folder records them."""
         paths = [self.accelerate_config_path, self.deepspeed_config_path]
-        return {f"{path.parent.name}/{path.name}": path.read_text() for path in paths if path is not None}
+        return {f"{path.parent.name}/{path.name}": read_text(path) for path in paths if path is not None}
 
     def as_row(self) -> dict[str, Any]:
         """Return the preset as `toolkit presets --json` prints it."""
@@ -91,12 +96,12 @@ def load_preset(name: str) -> Preset:
     Raises ToolkitError for an unknown name, with all names and the nearest one.
     """
     if name.endswith((".yaml", ".yml")):
-        return read_preset(Path(name))
+        return read_preset(user_path(name))
     names = preset_names()
     if name not in names:
         close = nearest(name, names)
         raise ToolkitError(
-            f"unknown preset {name!r}; available: {', '.join(names)}",
+            f"unknown preset {shown(name)}; available: {', '.join(names)}",
             hint=f"did you mean `{close}`?" if close else "see `toolkit presets`",
         )
     return read_preset(presets_root() / "accelerate_configs" / f"{name}.yaml")
@@ -105,13 +110,15 @@ def load_preset(name: str) -> Preset:
 def read_preset(path: Path) -> Preset:
     """Read an accelerate YAML, ours or a user's, and the DeepSpeed JSON that it names.
 
-    Raises ToolkitError for a file that cannot be read, an unknown key, FSDP1, or an unknown engine.
+    Raises ToolkitError for a file that cannot be read, an unknown key, a value of another type than its key has, FSDP1,
+    or an unknown engine.
     """
-    config = read_mapping(path)
+    config = read_configuration(path)
     check_accelerate_keys(config, path)
+    check_values(config, ACCELERATE_BLOCKS, path)
     engine = _engine(config, path)
     json_path = _deepspeed_path(config, path)
-    fields = _deepspeed_fields(json_path, path) if engine == "deepspeed" else _torch_fields(config, path)
+    fields = _deepspeed_fields(json_path, path) if engine == "deepspeed" else _torch_fields(config)
     return Preset(
         name=path.stem,
         summary=_first_comment(path),
@@ -124,17 +131,15 @@ def read_preset(path: Path) -> Preset:
 
 
 def _first_comment(path: Path) -> str:
-    first = path.read_text().split("\n", 1)[0]
+    first = read_text(path).split("\n", 1)[0]
     return first.lstrip("# ").strip() if first.startswith("#") else ""
 
 
 def _engine(config: dict[str, Any], path: Path) -> str:
-    distributed_type = str(config.get("distributed_type", "NO"))
+    distributed_type = config.get("distributed_type")
     if distributed_type not in ENGINE_OF_TYPE:
-        raise ToolkitError(
-            f"{path}: distributed_type {distributed_type!r} is not one of {', '.join(ENGINE_OF_TYPE)}",
-        )
-    if distributed_type == "FSDP" and (config.get("fsdp_config") or {}).get("fsdp_version", 1) != 2:
+        raise unexpected(path, "distributed_type", distributed_type, f"one of {', '.join(ENGINE_OF_TYPE)}")
+    if distributed_type == "FSDP" and str((config.get("fsdp_config") or {}).get("fsdp_version")) != "2":
         raise ToolkitError(f"{path}: this is FSDP1, which presets do not use", hint="add `fsdp_version: 2`")
     return ENGINE_OF_TYPE[distributed_type]
 
@@ -144,11 +149,14 @@ def _deepspeed_path(config: dict[str, Any], path: Path) -> Path | None:
     named: str | None = (config.get("deepspeed_config") or {}).get("deepspeed_config_file")
     if named is None:
         return None
-    tried = [path.resolve().parent.parent / named, path.resolve().parent / named, Path.cwd() / named]
-    found = next((candidate for candidate in tried if candidate.is_file()), None)
+    relative = user_path(named)
+    tried = [folder / relative for folder in (path.resolve().parent.parent, path.resolve().parent, Path.cwd())]
+    found = next(filter(is_file, tried), None) or next(filter(os.path.lexists, tried), None)
     if found is None:
-        raise ToolkitError(f"{path}: deepspeed_config_file {named!r} does not exist", hint=f"tried {tried[0]} first")
-    return found.resolve()
+        raise ToolkitError(
+            f"{path}: deepspeed_config_file {shown(named)} does not exist", hint=f"tried {tried[0]} first"
+        )
+    return Path(os.path.realpath(found))
 
 
 def _deepspeed_fields(json_path: Path | None, path: Path) -> dict[str, Any]:
@@ -157,13 +165,15 @@ def _deepspeed_fields(json_path: Path | None, path: Path) -> dict[str, Any]:
             f"{path}: deepspeed_config names no deepspeed_config_file",
             hint="put the DeepSpeed settings into a JSON file and name it there",
         )
-    deepspeed = read_mapping(json_path)
+    deepspeed = read_configuration(json_path)
     check_deepspeed_keys(deepspeed, json_path)
-    zero = deepspeed.get("zero_optimization") or {}
-    hpz = _hpz_partition_size(zero, json_path)
+    check_values(deepspeed, DEEPSPEED_BLOCKS, json_path)
+    zero = deepspeed.get("zero_optimization", {})
+    # ZeRO++ keeps a second copy of the parameters within groups of this many ranks; 1 means none.
+    hpz = int(zero.get("zero_hpz_partition_size", 1))
     quantized = [key for key in QUANTIZED_KEYS if zero.get(key)]
     return {
-        "sharding": "hybrid_shard" if hpz > 1 else SHARDING_OF_STAGE[_stage(zero, json_path)],
+        "sharding": "hybrid_shard" if hpz > 1 else SHARDING_OF_STAGE[zero.get("stage", 0)],
         "min_world_size": hpz,
         "world_size_multiple": hpz,
         "needs_gpu": f"{quantized[0]} runs CUDA kernels of DeepSpeed's" if quantized else None,
@@ -173,67 +183,45 @@ def _deepspeed_fields(json_path: Path | None, path: Path) -> dict[str, Any]:
     }
 
 
-def _stage(zero: dict[str, Any], path: Path) -> int:
-    stage = zero.get("stage", 0)
-    if stage not in SHARDING_OF_STAGE:
-        raise ToolkitError(f"{path}: zero_optimization.stage is {stage!r}, expected 0, 1, 2 or 3")
-    return int(stage)
-
-
-def _hpz_partition_size(zero: dict[str, Any], path: Path) -> int:
-    """ZeRO++ keeps a second copy of the parameters within groups of this many ranks; 1 means none."""
-    size = zero.get("zero_hpz_partition_size", 1)
-    if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-        raise ToolkitError(f"{path}: zero_hpz_partition_size is {size!r}, expected the number of GPUs per node")
-    return size
-
-
 def _offload_device(zero: dict[str, Any], block: str) -> str | None:
-    device = (zero.get(block) or {}).get("device", "none")
-    return None if device == "none" else str(device)
+    device: str = (zero.get(block) or {}).get("device", "none")
+    return None if device == "none" else device
 
 
 def _deepspeed_precision(deepspeed: dict[str, Any]) -> str:
     """`auto` in a precision block leaves the value to `TrainingArguments`, but still names the precision."""
     for precision in ("bf16", "fp16"):
-        if (deepspeed.get(precision) or {}).get("enabled") in (True, "auto"):
+        if deepspeed.get(precision, {}).get("enabled") in (True, AUTO):
             return precision
     return "no"
 
 
-def _torch_fields(config: dict[str, Any], path: Path) -> dict[str, Any]:
+def _torch_fields(config: dict[str, Any]) -> dict[str, Any]:
     fsdp = config.get("fsdp_config") or {}
     offload = "cpu" if fsdp.get("fsdp_offload_params") else None
-    replicas = _replicas(config, path)
+    replicas = _replicas(config)
     min_shards = 2 if config.get("distributed_type") == "FSDP" else 1
     return {
-        "sharding": _fsdp_sharding(config, fsdp, path),
+        "sharding": _fsdp_sharding(config, fsdp, replicas),
         "min_world_size": min_shards * replicas,
         "world_size_multiple": replicas,
         "replicas": replicas,
         "offload_optimizer": offload,
         "offload_param": offload,
-        "mixed_precision": str(config.get("mixed_precision") or "no"),
+        "mixed_precision": config.get("mixed_precision") or "no",
     }
 
 
-def _replicas(config: dict[str, Any], path: Path) -> int:
+def _replicas(config: dict[str, Any]) -> int:
     """The replicate degree of a hybrid mesh; 1 for any other."""
-    replicas = (config.get("parallelism_config") or {}).get("parallelism_config_dp_replicate_size", 1)
-    if not isinstance(replicas, int) or isinstance(replicas, bool) or replicas < 1:
-        raise ToolkitError(f"{path}: parallelism_config_dp_replicate_size is {replicas!r}, expected 1 or more")
-    return replicas if config.get("distributed_type") == "FSDP" else 1
+    if config.get("distributed_type") != "FSDP":
+        return 1
+    return int((config.get("parallelism_config") or {}).get("parallelism_config_dp_replicate_size", 1))
 
 
-def _fsdp_sharding(config: dict[str, Any], fsdp: dict[str, Any], path: Path) -> str:
+def _fsdp_sharding(config: dict[str, Any], fsdp: dict[str, Any], replicas: int) -> str:
     if config.get("distributed_type") != "FSDP":
         return "replicate"
-    if _replicas(config, path) > 1:
+    if replicas > 1:
         return "hybrid_shard"
-    reshard = fsdp.get("fsdp_reshard_after_forward", True)
-    if not isinstance(reshard, bool):
-        raise ToolkitError(
-            f"{path}: fsdp_reshard_after_forward is {reshard!r}, expected true or false under FSDP2",
-            hint="true is full_shard, false is shard_grad_op",
-        )
-    return "full_shard" if reshard else "shard_grad_op"
+    return "full_shard" if fsdp.get("fsdp_reshard_after_forward", True) else "shard_grad_op"

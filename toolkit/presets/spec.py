@@ -5,14 +5,11 @@ The files stay the only source of truth: `toolkit.presets.preset.read_preset` de
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
-from toolkit.errors import ToolkitError
+from toolkit.files.yaml_files import read_configuration
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -80,24 +77,11 @@ class PresetSpec:
 
     def accelerate_config(self) -> dict[str, Any]:
         """Return the YAML as accelerate reads it, with the DeepSpeed JSON as an absolute path."""
-        config = read_mapping(self.accelerate_config_path)
+        config = read_configuration(self.accelerate_config_path)
         if self.deepspeed_config_path is not None:
             config["deepspeed_config"]["deepspeed_config_file"] = str(self.deepspeed_config_path)
         return config
 
     def deepspeed_config(self) -> dict[str, Any] | None:
         """Return the DeepSpeed JSON, or None for another engine."""
-        return None if self.deepspeed_config_path is None else read_mapping(self.deepspeed_config_path)
-
-
-def read_mapping(path: Path) -> dict[str, Any]:
-    """Read a YAML or JSON file that holds a mapping. Raises ToolkitError for anything else."""
-    try:
-        content = json.loads(path.read_text()) if path.suffix == ".json" else yaml.safe_load(path.read_text())
-    except FileNotFoundError:
-        raise ToolkitError(f"no such file: {path}") from None
-    except (ValueError, yaml.YAMLError, OSError) as error:
-        raise ToolkitError(f"{path} cannot be read: {' '.join(str(error).split())}") from None
-    if not isinstance(content, dict):
-        raise ToolkitError(f"{path} holds {type(content).__name__}, expected keys and values")
-    return content
+        return None if self.deepspeed_config_path is None else read_configuration(self.deepspeed_config_path)
