@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import random
 from collections import Counter
 from collections.abc import Callable
@@ -11,10 +12,12 @@ from pathlib import Path
 
 import pytest
 
+from toolkit.cli.program import main
 from toolkit.errors import ToolkitError
+from toolkit.files.yaml_files import MAX_YAML_BYTES
 from toolkit.lint import Finding, fixed_text, lint_document, lint_paths
-from toolkit.lint.document import MAX_BYTES, read_text, with_deepspeed_json
-from toolkit.lint.positions import MAX_VALUES
+from toolkit.lint.check import MAX_FILES
+from toolkit.lint.document import read_text, with_deepspeed_json
 
 ROOT = Path(__file__).parents[2]
 OUR_FILES = [
@@ -123,25 +126,29 @@ def bomb() -> str:
 @pytest.mark.parametrize(
     ("name", "text", "why"),
     [
-        ("a.yaml", "distributed_type: !!python/object/apply:os.system ['touch executed']", "names an object; refused"),
-        ("a.yaml", "x: !!python/name:os.system ''", "names an object; refused"),
-        ("a.yaml", "x: !mine 1", "names an object; refused"),
-        ("a.yaml", bomb(), f"more than {MAX_VALUES:,} values"),
-        ("a.yaml", "a: &a [*a]", "nested more than"),
+        (
+            "a.yaml",
+            "distributed_type: !!python/object/apply:os.system ['touch executed']",
+            "names an object; nothing was",
+        ),
+        ("a.yaml", "x: !!python/name:os.system ''", "names an object; nothing was"),
+        ("a.yaml", "x: !mine 1", "names an object; nothing was"),
+        ("a.yaml", bomb(), "more than 20,000 values"),
+        ("a.yaml", "a: &a [*a]", "an alias *a inside of what it stands for"),
         ("a.yaml", "[" * 500_000, "nested more than"),
         ("a.json", "[" * 500_000, "nested more than"),
-        ("a.yaml", f"a: [{'1,' * 400_000}]", f"more than {MAX_VALUES:,} values"),
-        ("a.json", f"[{'1,' * 400_000}1]", f"more than {MAX_VALUES:,} values"),
+        ("a.yaml", f"a: [{'1,' * 400_000}]", "more than 20,000 values"),
+        ("a.json", f"[{'1,' * 400_000}1]", "more than 20,000 values"),
         ("a.json", '{"a": ' + "1" * 900_000 + "}", "is not JSON: Exceeds the limit"),
-        ("a.yaml", "a: " + "1" * 900_000, "cannot be read: Exceeds the limit"),
+        ("a.yaml", "a: " + "1" * 900_000, "a number of 900,000 characters"),
         ("a.yaml", "a: 1\n---\nb: 2\n", "is not YAML: expected a single document"),
         ("a.yaml", "- a list", "contains list, expected keys and values"),
         ("a.yaml", "", "contains NoneType, expected keys and values"),
-        ("a.json", '{"a": 1,}', "is not JSON"),
+        ("a.json", '{"a": 1,}', "line 1: not JSON"),
         ("a.yaml", "{a: 1}: 2", "a key that is not a string"),
         ("a.yaml", "rows: 1\ncolumns: 2\n", "is neither an accelerate configuration nor"),
         ("a.yaml", "base_model: x\nlearning_rate: 1\n", "is neither an accelerate configuration nor"),
-        ("a.yaml", "#" * MAX_BYTES + "\n", "configurations of up to 1 MiB"),
+        ("a.yaml", "#" * MAX_YAML_BYTES + "\n", "more than 1 MiB"),
     ],
     ids=lambda value: value[:24] if isinstance(value, str) else None,
 )
@@ -164,7 +171,7 @@ def test_a_file_that_is_not_a_configuration_is_refused_with_the_reason(
 def test_a_file_of_almost_one_mebibyte_is_read_completely(text: str, tmp_path: Path) -> None:
     path = tmp_path / "a.yaml"
     path.write_text(text)
-    assert MAX_BYTES * 0.95 < path.stat().st_size <= MAX_BYTES
+    assert MAX_YAML_BYTES * 0.95 < path.stat().st_size <= MAX_YAML_BYTES
     assert [finding.rule for finding in lint_paths([path]).findings] == ["fsdp1-by-omission"]
 
 
@@ -188,3 +195,50 @@ def test_a_missing_file_or_one_that_is_not_utf8_is_refused(tmp_path: Path) -> No
 def test_positions_are_right_after_characters_of_several_bytes(tmp_path: Path) -> None:
     (tmp_path / "a.yaml").write_text("# é 😀\ndistributed_type: FSDP  # 😀\nfsdp_config: {fsdp_versoin: 2}\n")
     assert fixed_text(tmp_path / "a.yaml").splitlines()[2] == "fsdp_config: {fsdp_version: 2}"
+
+
+# -- folders
+
+
+def test_a_folder_with_pipes_devices_links_in_circles_and_bombs_is_linted_at_once(tmp_path: Path) -> None:
+    folder = tmp_path / "folder"
+    (folder / "inside").mkdir(parents=True)
+    os.mkfifo(folder / "pipe.yaml")
+    (folder / "device.json").symlink_to("/dev/zero")
+    (folder / "circle.yaml").symlink_to("circle.yaml")
+    (folder / "inside" / "above").symlink_to(folder)
+    (folder / "bomb.yaml").write_text(bomb())
+    (folder / "deep.json").write_text("[" * 100_000)
+    (folder / "data.json").write_text(json.dumps(list(range(50_000))))
+    (folder / "inside" / "fsdp.yaml").write_text("distributed_type: FSDP\n")
+    linted = lint_paths([folder])
+    assert [Path(file).name for file in linted.files] == ["fsdp.yaml"]
+    assert [finding.rule for finding in linted.findings] == ["fsdp1-by-omission"]
+    assert linted.unreadable == []
+
+
+@pytest.mark.parametrize("kind", ["pipe", "device"])
+def test_a_pipe_or_a_device_is_refused(kind: str, tmp_path: Path) -> None:
+    path = tmp_path / "a.yaml"
+    os.mkfifo(path) if kind == "pipe" else path.symlink_to("/dev/zero")
+    with pytest.raises(ToolkitError, match="expected a file"):
+        lint_paths([path])
+
+
+def test_a_folder_of_more_files_than_any_repository_has_is_refused(tmp_path: Path) -> None:
+    for number in range(MAX_FILES + 1):
+        (tmp_path / f"{number}.yaml").touch()
+    with pytest.raises(ToolkitError, match=r"more than 10,000 YAML and JSON files") as refused:
+        lint_paths([tmp_path])
+    assert refused.value.hint == "name a folder inside it, or files"
+
+
+def test_a_key_cannot_write_to_the_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "a.json"
+    path.write_text(json.dumps({"zero_optimization": {"stage": 2}, "\x1b[2J\nerror: done": 1}))
+    with pytest.raises(SystemExit) as ended:
+        main(["lint", str(path)])
+    printed = capsys.readouterr().out
+    assert ended.value.code == 1
+    assert "\x1b" not in printed
+    assert r"\x1b[2J\nerror: done" in printed

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from toolkit.cli.output import print_message
-from toolkit.errors import EXIT_INVALID_INPUT, EXIT_RUN_FAILED, ToolkitError
+from toolkit.errors import EXIT_INVALID_INPUT, EXIT_RUN_FAILED, ToolkitError, visible
 from toolkit.flags import JsonOutput
 
 if TYPE_CHECKING:
@@ -60,12 +60,15 @@ def lint(
 
 def format_finding(finding: Finding) -> str:
     """Return a finding in two lines, the first in the form that compilers use."""
+    from toolkit.lint.rules.settings import shorten
+
     place = finding.file if finding.line is None else f"{finding.file}:{finding.line}"
-    key = f" {finding.key}:" if finding.key else ""
-    return (
-        f"{place}: {finding.level}[{finding.rule}]{key} {finding.message}\n"
-        f"  write {finding.fix}  (checked with {finding.checked_against})"
+    key = f" {shorten(finding.key)}:" if finding.key else ""
+    lines = (
+        f"{place}: {finding.level}[{finding.rule}]{key} {finding.message}",
+        f"  write {finding.fix}  (checked with {finding.checked_against})",
     )
+    return "\n".join(visible(line) for line in lines)
 
 
 def format_summary(result: LintResult) -> str:
@@ -89,8 +92,8 @@ def version_notes(findings: Sequence[Finding]) -> list[str]:
 
 
 def _fix(paths: Sequence[Path], *, in_place: bool, as_json: bool) -> None:
-    import shutil
-
+    from toolkit.files.atomic_write import write_bytes, write_text
+    from toolkit.files.reading import read_text
     from toolkit.lint import fixed_text, lint_paths
 
     files = [Path(name) for name in lint_paths(paths).files] if any(path.is_dir() for path in paths) else list(paths)
@@ -101,7 +104,10 @@ def _fix(paths: Sequence[Path], *, in_place: bool, as_json: bool) -> None:
         return
     for file in files:
         fixed = fixed_text(file)
-        if fixed != file.read_bytes().decode():
-            shutil.copy2(file, file.with_name(f"{file.name}.bak"))
-            file.write_bytes(fixed.encode())
+        if fixed != read_text(file):
+            try:
+                write_bytes(file.with_name(f"{file.name}.bak"), file.read_bytes())
+                write_text(file, fixed)
+            except OSError as error:
+                raise ToolkitError(f"{file} cannot be fixed: {error.strerror}", hint="the file is unchanged") from None
             print_message(f"fixed {file}; the old text is in {file.name}.bak")

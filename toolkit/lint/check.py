@@ -7,16 +7,19 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from toolkit.errors import ToolkitError
-from toolkit.lint.document import MAX_BYTES, SUFFIXES, Document, load_document
+from toolkit.files.reading import OverLimit, is_file
+from toolkit.lint.document import SUFFIXES, Document, NotAConfiguration, load_document
 from toolkit.lint.findings import Edit, Finding, LintRule
-from toolkit.lint.positions import NotAConfiguration
 from toolkit.lint.rules import RULES
 from toolkit.versions import installed_version, version_numbers
+
+MAX_FILES = 10_000  # in a folder: data sets and caches have more, and take minutes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,7 +40,8 @@ def lint_paths(paths: Sequence[Path]) -> LintResult:
     documents: dict[Path, Document] = {}
     unreadable: list[ToolkitError] = []
     for path in paths:
-        for document in _load_folder(path, unreadable) if path.is_dir() else [_load_configuration(path)]:
+        is_folder = os.path.isdir(path)  # noqa: PTH112  (`Path.is_dir` raises for a name that is too long)
+        for document in _load_folder(path, unreadable) if is_folder else [_load_configuration(path)]:
             for each in (document, document.deepspeed_json):
                 if each is not None:
                     documents.setdefault(Path(each.path).resolve(), each)
@@ -60,17 +64,35 @@ def _load_configuration(file: Path) -> Document:
 def _load_folder(folder: Path, unreadable: list[ToolkitError]) -> list[Document]:
     """Load the configurations in a folder, skip data and other programs' files, and note broken ones."""
     documents = []
-    for path in sorted(folder.rglob("*")):
-        hidden = any(part.startswith(".") for part in path.relative_to(folder).parts)
-        if hidden or path.suffix not in SUFFIXES or not path.is_file() or path.stat().st_size > MAX_BYTES:
-            continue
+    for path in _candidates(folder):
         try:
             documents.append(load_document(path))
-        except NotAConfiguration:
+        except (NotAConfiguration, OverLimit):
             continue
         except ToolkitError as error:
             unreadable.append(error)
     return [document for document in documents if document.kind is not None]
+
+
+def _candidates(folder: Path) -> list[Path]:
+    """Return the YAML and JSON files in a folder, without hidden ones; links to folders are not followed.
+
+    Raises ToolkitError for more files than a repository of configurations has.
+    """
+    found, pending = [], [folder]
+    while pending:
+        try:
+            with os.scandir(pending.pop()) as entries:
+                visible = [entry for entry in entries if not entry.name.startswith(".")]
+        except OSError:  # it may not be read, or is gone: nothing in it is a configuration of this user's
+            continue
+        pending += [Path(entry.path) for entry in visible if entry.is_dir(follow_symlinks=False)]
+        found += [Path(entry.path) for entry in visible if entry.name.endswith(SUFFIXES) and is_file(Path(entry.path))]
+        if len(found) > MAX_FILES:
+            raise ToolkitError(
+                f"{folder} has more than {MAX_FILES:,} YAML and JSON files", hint="name a folder inside it, or files"
+            )
+    return sorted(found)
 
 
 def lint_document(document: Document) -> list[Finding]:

@@ -14,17 +14,23 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.errors import ToolkitError, nearest
-from toolkit.lint.positions import KeyPosition, NotAConfiguration, parse_json, parse_yaml
+from toolkit.files import reading
+from toolkit.files.reading import is_file
+from toolkit.files.yaml_files import MAX_YAML_BYTES
+from toolkit.lint.positions import KeyPosition, parse_json, parse_yaml
 from toolkit.lint.removed_keys import DEEPSPEED_REMOVED, TRAINING_ARGUMENTS_REMOVED
 from toolkit.presets.known_keys import ACCELERATE_KEYS, DEEPSPEED_KEYS
 from toolkit.versions import training_argument_types
 
 ACCELERATE, DEEPSPEED, TRAINER = "accelerate", "deepspeed", "trainer"
 SUFFIXES = (".yaml", ".yml", ".json")
-MAX_BYTES = 2**20
 MAX_PATH_LENGTH = 1024
 
 _ABSENT = object()
+
+
+class NotAConfiguration(ToolkitError):
+    """A file that no library would read as a configuration: a list, a single value, or nothing."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,7 +86,7 @@ def load_document(path: Path) -> Document:
 
 def with_deepspeed_json(document: Document) -> Document:
     """Return the document with the DeepSpeed JSON that it names, where that file exists."""
-    named = next((path for path in deepspeed_file_candidates(document) if path.is_file()), None)
+    named = next((path for path in deepspeed_file_candidates(document) if is_file(path)), None)
     if document.kind in (None, DEEPSPEED) or named is None or named.suffix != ".json":
         return document
     json_document = dataclasses.replace(_read_file(named), kind=DEEPSPEED)
@@ -88,22 +94,7 @@ def with_deepspeed_json(document: Document) -> Document:
 
 
 def _read_file(path: Path) -> Document:
-    try:
-        if path.stat().st_size > MAX_BYTES:
-            raise ToolkitError(
-                f"{path} has {path.stat().st_size:,} bytes; configurations of up to 1 MiB are read",
-                hint="name the configuration, not the data",
-            )
-        raw = path.read_bytes()
-    except FileNotFoundError:
-        raise ToolkitError(f"no such file: {path}") from None
-    except (OSError, ValueError) as error:
-        raise ToolkitError(f"{path} cannot be read: {error}") from None
-    try:
-        text = raw.decode()
-    except UnicodeDecodeError as error:
-        raise ToolkitError(f"{path} is not UTF-8 text: byte {error.start}") from None
-    return read_text(text, str(path))
+    return read_text(reading.read_text(path, max_bytes=MAX_YAML_BYTES), str(path))
 
 
 def read_text(text: str, path: str) -> Document:

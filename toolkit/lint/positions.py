@@ -4,7 +4,7 @@
 >>> data, positions["zero_optimization.stage"].line
 ({'zero_optimization': {'stage': False}}, 1)
 
-Size, depth and expanded aliases are bounded before anything is built, and YAML tags that name objects are refused.
+`toolkit.files` checks size, depth, aliases and tags before anything is built here.
 """
 
 from __future__ import annotations
@@ -18,14 +18,9 @@ from typing import Any, TypeAlias
 import yaml
 
 from toolkit.errors import ToolkitError
-
-# A configuration has a few hundred values, four levels deep.
-MAX_VALUES = 20_000
-MAX_DEPTH = 40
-
-
-class NotAConfiguration(ToolkitError):
-    """A file that no library would read as a configuration: a list, or more values than any configuration has."""
+from toolkit.files import json_files
+from toolkit.files.value_limits import CONFIGURATION, check_values
+from toolkit.files.yaml_files import LOADER, YAML_TAG, check_yaml, not_yaml
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,73 +41,39 @@ Parsed: TypeAlias = tuple[Any, dict[str, KeyPosition], list[KeyPosition]]
 """The value, the position of each key, and the positions of keys that repeat one in the same block."""
 
 
-def check_bounds(path: str, *, values: int, depth: int) -> None:
-    """Raise NotAConfiguration for a text that is larger than any configuration, before time is spent on it."""
-    if values > MAX_VALUES:
-        raise NotAConfiguration(f"{path} has more than {MAX_VALUES:,} values, more than any configuration")
-    if depth > MAX_DEPTH:
-        raise NotAConfiguration(f"{path} is nested more than {MAX_DEPTH} deep, deeper than any configuration")
-
-
 # -- YAML
-
-LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-YAML_TAG = "tag:yaml.org,2002:"
-PLAIN_TAGS = {YAML_TAG + name for name in ("str", "int", "float", "bool", "null", "map", "seq", "merge", "timestamp")}
 
 
 def parse_yaml(text: str, path: str) -> Parsed:
     """Parse YAML; `path` is for error messages.
 
-    Raises ToolkitError for a text that is not YAML, is too large, or has tags that name objects.
+    Raises ToolkitError as `toolkit.files.yaml_files.parse_yaml` does; an infinity is a value like any other here.
     """
+    check_yaml(text, path, CONFIGURATION)
+    builder = _YamlBuilder(path)
     try:
-        _check_events(text, path)
         root = yaml.compose(text, Loader=LOADER)
-        builder = _YamlBuilder(path)
-        data = None if root is None else builder.value(root, "", 0)
-    except yaml.YAMLError as error:
-        raise ToolkitError(f"{path} is not YAML: {' '.join(str(error).split())}") from None
-    except (ValueError, OverflowError, RecursionError) as error:
-        raise ToolkitError(f"{path} cannot be read: {error}") from None
+        data = None if root is None else builder.value(root, "")
+    except (yaml.YAMLError, ValueError, OverflowError) as error:
+        raise not_yaml(path, error) from None
+    check_values(data, path, CONFIGURATION, allow_nan=True)
     return data, builder.positions, builder.duplicates
 
 
-def _check_events(text: str, path: str) -> None:
-    """Check bounds and tags event by event, before any node exists."""
-    depth = values = 0
-    for event in yaml.parse(text, Loader=LOADER):
-        if isinstance(event, yaml.CollectionEndEvent):
-            depth -= 1
-            continue
-        values += 1
-        depth += isinstance(event, yaml.CollectionStartEvent)
-        check_bounds(path, values=values, depth=depth)
-        tag = getattr(event, "tag", None)
-        if isinstance(tag, str) and tag not in PLAIN_TAGS and tag != "!":
-            raise ToolkitError(
-                f"{path} has a value with the tag {tag[:80]!r}, which names an object; refused, nothing was executed",
-                hint="use only plain keys, numbers and strings",
-            )
-
-
 class _YamlBuilder:
-    """Builds plain values from nodes; an alias counts against the bounds each time it is expanded."""
+    """Builds plain values from nodes, and notes where each key is."""
 
     def __init__(self, path: str) -> None:
         self.path = path
         self.positions: dict[str, KeyPosition] = {}
         self.duplicates: list[KeyPosition] = []
-        self.built = 0
         self.scalars = yaml.SafeLoader("")
 
-    def value(self, node: yaml.Node, key: str, depth: int) -> Any:
-        self.built += 1
-        check_bounds(self.path, values=self.built, depth=depth)
+    def value(self, node: yaml.Node, key: str) -> Any:
         if isinstance(node, yaml.MappingNode):
-            return self.mapping(node, key, depth)
+            return self.mapping(node, key)
         if isinstance(node, yaml.SequenceNode):
-            return [self.value(item, f"{key}.{n}" if key else str(n), depth + 1) for n, item in enumerate(node.value)]
+            return [self.value(item, f"{key}.{n}" if key else str(n)) for n, item in enumerate(node.value)]
         return self.scalar(node)
 
     def scalar(self, node: yaml.Node) -> Any:
@@ -124,7 +85,7 @@ class _YamlBuilder:
         except (KeyError, IndexError, TypeError, AttributeError):  # PyYAML's own bugs, for `!!int ''` and the like
             raise ToolkitError(f"{self.path} has a value that YAML cannot read: {node.value[:80]!r}") from None
 
-    def mapping(self, node: yaml.MappingNode, key: str, depth: int) -> dict[str, Any]:
+    def mapping(self, node: yaml.MappingNode, key: str) -> dict[str, Any]:
         built: dict[str, Any] = {}
         merged: dict[str, Any] = {}
         for key_node, value_node in node.value:
@@ -132,7 +93,7 @@ class _YamlBuilder:
                 line = key_node.start_mark.line + 1
                 raise ToolkitError(f"{self.path} has a key that is not a string, on line {line}")
             if key_node.tag == YAML_TAG + "merge":
-                merged = self.merge(value_node, key, depth) | merged
+                merged = self.merge(value_node, key) | merged
                 continue
             name = key_node.value
             full = f"{key}.{name}" if key else name
@@ -140,17 +101,17 @@ class _YamlBuilder:
             if name in built:
                 self.duplicates.append(position)
             self.positions[full] = position
-            built[name] = self.value(value_node, full, depth + 1)
+            built[name] = self.value(value_node, full)
         return merged | built
 
-    def merge(self, node: yaml.Node, key: str, depth: int) -> dict[str, Any]:
+    def merge(self, node: yaml.Node, key: str) -> dict[str, Any]:
         """Build what `<<` merges in; keys of the block itself win over it."""
         sources = node.value if isinstance(node, yaml.SequenceNode) else [node]
         merged: dict[str, Any] = {}
         for source in sources:
             if not isinstance(source, yaml.MappingNode):
                 raise ToolkitError(f"{self.path} merges something that is not a block of keys")
-            merged = self.value(source, key, depth + 1) | merged
+            merged = self.value(source, key) | merged
         return merged
 
 
@@ -181,29 +142,16 @@ JSON_TOKEN = re.compile(r'"(?:[^"\\\n]|\\.)*+"?|[{}\[\],:]|[^\s{}\[\],:"]+')
 def parse_json(text: str, path: str) -> Parsed:
     """Parse JSON; `path` is for error messages.
 
-    Raises ToolkitError for a text that is not JSON or is too large.
+    Raises ToolkitError as `toolkit.files.json_files.parse_json` does; an infinity is a value like any other here.
     """
-    tokens = _json_tokens(text, path)
-    try:
-        data = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise ToolkitError(f"{path} is not JSON: {error}") from None
+    data = json_files.parse_json(text, path, limits=CONFIGURATION, allow_nan=True)
     positions: dict[str, KeyPosition] = {}
     duplicates: list[KeyPosition] = []
-    for position in _json_positions(text, tokens):
+    for position in _json_positions(text):
         if position.key in positions:
             duplicates.append(position)
         positions[position.key] = position
     return data, positions, duplicates
-
-
-def _json_tokens(text: str, path: str) -> list[tuple[str, int, int]]:
-    tokens, depth = [], 0
-    for match in JSON_TOKEN.finditer(text):
-        depth += {"{": 1, "[": 1, "}": -1, "]": -1}.get(match[0], 0)
-        tokens.append((match[0], match.start(), match.end()))
-        check_bounds(path, values=len(tokens) // 4, depth=depth)
-    return tokens
 
 
 @dataclass
@@ -222,7 +170,7 @@ class _OpenBlock:
         return f"{self.prefix}.{name}" if self.prefix else name
 
 
-def _json_positions(text: str, tokens: list[tuple[str, int, int]]) -> list[KeyPosition]:
+def _json_positions(text: str) -> list[KeyPosition]:
     """Return a position per key of a text that the decoder has accepted, so that every brace has its partner."""
     line_starts = [0, *(match.end() for match in re.finditer("\n", text))]
     found: list[KeyPosition] = []
@@ -235,7 +183,8 @@ def _json_positions(text: str, tokens: list[tuple[str, int, int]]) -> list[KeyPo
             spans = {"key_span": block.key_span, "value_span": (start, end)}
             found.append(KeyPosition(key=block.child(), line=line, in_braces=True, **spans))
 
-    for token, start, end in tokens:
+    for match in JSON_TOKEN.finditer(text):
+        token, (start, end) = match[0], match.span()
         if token in "{[":
             prefix = stack[-1].child() if stack else ""
             stack.append(_OpenBlock(prefix=prefix, start=start, is_list=token == "["))

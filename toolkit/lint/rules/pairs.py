@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+from toolkit.files.reading import is_file
 from toolkit.lint.document import ACCELERATE, TRAINER, Document, deepspeed_file_candidates, deepspeed_file_key
 from toolkit.lint.findings import ERROR, WARNING, Edit, Match, rule
 from toolkit.lint.rules.deepspeed import BATCH_KEYS
@@ -32,7 +33,7 @@ NUMBERS_IN_BOTH = {
 def deepspeed_file_missing(doc: Document) -> Iterator[Match]:
     """The JSON that the YAML names does not exist: accelerate takes the path for base64 text, and raises."""
     key, paths = deepspeed_file_key(doc), deepspeed_file_candidates(doc)
-    if paths and not any(path.is_file() for path in paths):
+    if paths and not any(map(is_file, paths)):
         yield Match(key=key, message=f"{shorten(doc.get(key))} does not exist", fix="a path that exists")
 
 
@@ -40,8 +41,8 @@ def deepspeed_file_missing(doc: Document) -> Iterator[Match]:
 def deepspeed_file_relative(doc: Document) -> Iterator[Match]:
     """A relative path is resolved against the working directory, not the YAML's folder; from here it is not found."""
     key, paths = deepspeed_file_key(doc), deepspeed_file_candidates(doc)
-    found = next((path for path in paths if path.is_file()), None)
-    if found is not None and not Path(str(doc.get(key))).is_file():
+    found = next(filter(is_file, paths), None)
+    if found is not None and not is_file(Path(str(doc.get(key)))):
         yield Match(
             key=key,
             message=f"{shorten(doc.get(key))} is not found from {Path.cwd()}",
