@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +24,15 @@ def read_json_object(
     return as_mapping(read_json(path, limits=limits, max_bytes=max_bytes, allow_nan=allow_nan), str(path))
 
 
-def parse_json(text: str, name: str, *, limits: Limits = RECORDS, allow_nan: bool = False) -> Any:
-    """Return the value in a text that messages call `name`.
+def read_json_object_if_present(path: Path, *, limits: Limits = RECORDS) -> dict[str, Any] | None:
+    """Return the object in a JSON file, None where there is no file. Raises ToolkitError as `read_json_object` does."""
+    return read_json_object(path, limits=limits) if os.path.lexists(path) else None
+
+
+def parse_json(
+    text: str, name: str, *, limits: Limits = RECORDS, allow_nan: bool = False, is_line: bool = False
+) -> Any:
+    """Return the value in a text that messages call `name`; `is_line` where that names a line already.
 
     Raises ToolkitError for malformed JSON, with its line; for more or deeper values than `limits`; for integers beyond
     64 bits; and, unless `allow_nan`, for NaN and infinities.
@@ -32,7 +40,8 @@ def parse_json(text: str, name: str, *, limits: Limits = RECORDS, allow_nan: boo
     try:
         content = json.loads(text)
     except json.JSONDecodeError as error:
-        raise ToolkitError(f"{name}, line {error.lineno}: not JSON ({error.msg}, column {error.colno})") from None
+        place = name if is_line else f"{name}, line {error.lineno}"
+        raise ToolkitError(f"{place}: not JSON ({error.msg}, column {error.colno})") from None
     except RecursionError:
         limits.check(name, values=0, depth=limits.depth + 1)
         raise

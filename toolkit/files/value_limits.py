@@ -22,6 +22,8 @@ class Limits:
 
     values: int
     depth: int
+    characters: int = 1_000_000
+    """Of one text. Chat templates and messages of failed runs have some thousands."""
 
     def check(self, name: str, *, values: int, depth: int) -> None:
         """Raise OverLimit for counts above the limits, before time is spent on them."""
@@ -59,24 +61,61 @@ def unexpected(name: object, key: str, value: Any, expected: str, *, hint: str |
 def check_values(content: Any, name: str, limits: Limits, *, allow_nan: bool = False) -> None:
     """Raise ToolkitError for values beyond the limits and for numbers and text that no file of ours holds.
 
-    Those are integers beyond 64 bits, text that UTF-8 cannot hold, and (unless `allow_nan`) NaN and infinities.
+    Those are integers beyond 64 bits, text that UTF-8 cannot hold, and (unless `allow_nan`) NaN and infinities. The
+    message says where the value is.
     """
-    pending = [(content, 1)]
-    seen = 0
+    limits.check(name, values=1, depth=1)
+    _check_one(content, content, name, limits, allow_nan=allow_nan)
+    pending = [(content, 1)] if isinstance(content, dict | list) else []
+    seen = 1
     while pending:
-        value, depth = pending.pop()
-        seen += 1
-        limits.check(name, values=seen, depth=depth)
-        if isinstance(value, dict):
-            pending += [(item, depth + 1) for item in value.values()]
-            pending += [(key, depth) for key in value if isinstance(key, str) and not key.isascii()]
-        elif isinstance(value, list):
-            pending += [(item, depth + 1) for item in value]
-        elif isinstance(value, str) and not value.isascii() and _SURROGATE.search(value):
-            raise ToolkitError(f"{name} has the text {value[:40]!r}, which is not valid Unicode")
-        elif isinstance(value, int) and value.bit_length() > MAX_INTEGER_BITS:
-            raise ToolkitError(
-                f"{name} has an integer of {value.bit_length():,} bits, expected at most {MAX_INTEGER_BITS}"
+        collection, depth = pending.pop()
+        seen += len(collection)
+        limits.check(name, values=seen, depth=depth + bool(collection))
+        for value in collection.values() if isinstance(collection, dict) else collection:
+            kind = type(value)
+            if kind is dict or kind is list:
+                pending.append((value, depth + 1))
+            elif value is not None and kind is not bool:
+                _check_one(value, content, name, limits, allow_nan=allow_nan)
+        if isinstance(collection, dict):
+            for key in collection:
+                _check_one(key, content, name, limits, allow_nan=allow_nan)
+
+
+def _check_one(value: Any, content: Any, name: str, limits: Limits, *, allow_nan: bool) -> None:
+    """Check a text or a number; `content` is all that was read."""
+    if isinstance(value, float):
+        if not math.isfinite(value) and not allow_nan:
+            raise ToolkitError(f"{_place(content, value, name)} is {value}, expected a finite number")
+    elif isinstance(value, str):
+        if len(value) > limits.characters:
+            raise OverLimit(
+                f"{_place(content, value, name)} has {len(value):,} characters, expected at most {limits.characters:,}"
             )
-        elif isinstance(value, float) and not allow_nan and not math.isfinite(value):
-            raise ToolkitError(f"{name} has the value {value}, expected a finite number")
+        if not value.isascii() and _SURROGATE.search(value):
+            raise ToolkitError(f"{_place(content, value, name)} is {value[:40]!r}, which is not valid Unicode")
+    elif isinstance(value, int) and value.bit_length() > MAX_INTEGER_BITS:
+        raise ToolkitError(
+            f"{_place(content, value, name)} is an integer of {value.bit_length():,} bits, expected at most"
+            f" {MAX_INTEGER_BITS}"
+        )
+
+
+def _place(content: Any, wanted: object, name: str) -> str:
+    """Where a value is: `results.json: rows[0].losses[3]`."""
+    pending: list[tuple[str, Any]] = [("", content)]
+    while pending:
+        place, value = pending.pop()
+        if value is wanted:
+            return f"{name}: {place.lstrip('.')}" if place else name
+        if isinstance(value, dict):
+            pending += [(f"{place}.{_short(key)}", item) for key, item in value.items()]
+        elif isinstance(value, list):
+            pending += [(f"{place}[{index}]", item) for index, item in enumerate(value)]
+    return name  # a key
+
+
+def _short(key: object) -> str:
+    text = str(key)
+    return text if len(text) <= 40 and text.isprintable() else f"{text[:40]!r}"
