@@ -1,24 +1,24 @@
 """The ledger: one JSON line per finished run of a comparison, on disk before the next run starts.
 
-Killed at any byte it can be read again: a last line that was cut off is dropped, and its run is repeated. A record
-knows which row it belongs to, and whether it is a trial, a probe of a micro-batch, or a side run that no speed counts.
+Killed at any byte it can be read again: a last line that was cut off is dropped, and its run is repeated. Any other
+line that is no record is an error; nothing is left out silently. A record knows which row it belongs to, and whether it
+is a trial, a probe of a micro-batch, or a side run that no speed counts.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, TypeVar
 
-from pydantic import Field, PositiveInt, TypeAdapter, ValidationError
+from pydantic import Field, TypeAdapter, ValidationError, model_validator
 
 from toolkit.compare.read_results import explain
-from toolkit.compare.result_values import RowKey
+from toolkit.compare.result_values import Count, PositiveCount, RowKey
 from toolkit.compare.trial_figures import (
     CommunicationFraction,
     ExposedCommunicationFraction,
@@ -26,20 +26,29 @@ from toolkit.compare.trial_figures import (
     SaveSeconds,
     TimelineOrNone,
     TrialResult,
+    contradiction,
 )
 from toolkit.errors import ToolkitError
+from toolkit.files.json_lines import JsonLine, complete_bytes, line_name, read_json_lines
+from toolkit.files.reading import OverLimit
+from toolkit.files.value_limits import shown
 from toolkit.run.folder import lock_file
+from toolkit.units import MIB
 
 LOCK_FILE = "comparison.lock"
 LEDGER_FILE = "ledger.jsonl"
+# A trial of 10,000 steps on eight ranks takes 2.5 MiB.
+MAX_LEDGER_BYTES = 512 * MIB
+MAX_RECORDS = 20_000
+DAMAGED_LINE = "move the line to another file, and `--resume` repeats its run or reads it from its run folder"
 SideRunKind = Literal["profile", "save"]
 
 
 class RunRecord(TrialResult):
     """What one run measured, with the values per step that only the parity check reads."""
 
-    step_non_padding_tokens: tuple[int, ...] = ()
-    step_supervised_tokens: tuple[int, ...] = ()
+    step_non_padding_tokens: tuple[Count, ...] = ()
+    step_supervised_tokens: tuple[Count, ...] = ()
     batch_sha256: tuple[tuple[str, ...], ...] = ()
     """Per step, the digest of each rank's batches."""
 
@@ -59,12 +68,20 @@ class TrialRecord(RunRecord):
 
     kind: Literal["trial"] = "trial"
 
+    @model_validator(mode="after")
+    def _check_name(self) -> Self:
+        return _named(self, f"{self.key.name}-r{self.repeat}")
+
 
 class ProbeRecord(RunRecord):
     """A short run at one micro-batch, from the search for the largest that runs."""
 
     kind: Literal["probe"] = "probe"
-    per_device_train_batch_size: PositiveInt
+    per_device_train_batch_size: PositiveCount
+
+    @model_validator(mode="after")
+    def _check_name(self) -> Self:
+        return _named(self, f"{self.key.name}-b{self.per_device_train_batch_size}")
 
 
 class SideRunRecord(RunRecord):
@@ -77,6 +94,16 @@ class SideRunRecord(RunRecord):
     save_seconds: SaveSeconds = None
     save_bytes: SaveBytes = None
     timeline: TimelineOrNone = None
+
+
+_Named = TypeVar("_Named", bound=RunRecord)
+
+
+def _named(record: _Named, name: str) -> _Named:
+    """A record is found by its name, and belongs to a row by its other keys: both must agree."""
+    if record.trial != name:
+        raise ValueError(f"trial is {shown(record.trial)}, expected {shown(name)} by its other keys")
+    return record
 
 
 LedgerRecord = TrialRecord | ProbeRecord | SideRunRecord
@@ -94,45 +121,57 @@ class Ledger:
 
         Raises ToolkitError for a line that is not a record.
         """
-        records = (self._parse(line, number) for number, line in enumerate(self._complete_lines(), 1))
-        return {record.trial: record for record in records}
+        if not os.path.lexists(self.path):
+            return {}
+        lines = read_json_lines(self.path, max_bytes=MAX_LEDGER_BYTES, hint=DAMAGED_LINE)
+        records: dict[str, LedgerRecord] = {}
+        for line in lines:
+            record = self._parse(line)
+            records[record.trial] = record
+            if len(records) > MAX_RECORDS:
+                raise OverLimit(f"{self.path} has more than {MAX_RECORDS:,} records, more than any comparison")
+        return records
 
     def append(self, record: LedgerRecord) -> None:
-        """Add a record, flushed to the disk when this returns."""
-        self._drop_incomplete_line()
-        with self.path.open("ab") as file:
-            file.write(record.model_dump_json().encode() + b"\n")
-            file.flush()
-            os.fsync(file.fileno())
-
-    def _parse(self, line: bytes, number: int) -> LedgerRecord:
+        """Add a record, flushed to the disk when this returns. Raises ToolkitError for a disk that takes no more."""
         try:
-            return _RECORD.validate_python(_with_kind(json.loads(line)))
+            if self.path.exists():
+                os.truncate(self.path, complete_bytes(self.path))  # a line cut off by a kill would corrupt this one
+            with self.path.open("ab") as file:
+                file.write(record.model_dump_json().encode() + b"\n")
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError as error:
+            raise ToolkitError(
+                f"{self.path} cannot be written: {error.strerror}",
+                hint=f"{record.run_folder} has the run, and `--resume` reads it from there",
+            ) from None
+
+    def _parse(self, line: JsonLine) -> LedgerRecord:
+        name = line_name(self.path, line.number)
+        try:
+            record = _RECORD.validate_python(_with_kind(line.content))
         except ValidationError as error:
-            raise ToolkitError(f"{self.path}, line {number}: {explain(error)}") from None
-        except ValueError as error:
-            raise ToolkitError(f"{self.path}, line {number}: not JSON ({error})") from None
-
-    def _complete_lines(self) -> list[bytes]:
-        if not self.path.exists():
-            return []
-        return self.path.read_bytes().split(b"\n")[:-1]
-
-    def _drop_incomplete_line(self) -> None:
-        """Truncate a line without its newline, cut off by a kill: appending to it would corrupt the next one."""
-        complete = sum(len(line) + 1 for line in self._complete_lines())
-        if self.path.exists() and self.path.stat().st_size > complete:
-            os.truncate(self.path, complete)
+            raise ToolkitError(f"{name}: {explain(error)}", hint=DAMAGED_LINE) from None
+        if problem := _contradiction(record):
+            raise ToolkitError(f"{name}: {problem}", hint=DAMAGED_LINE)
+        return record
 
 
-def _with_kind(line: Any) -> Any:
+def _contradiction(record: LedgerRecord) -> str | None:
+    if record.timed_step_numbers and not (record.step_seconds and record.step_tokens):
+        return "timed_step_numbers needs step_seconds and step_tokens"
+    return contradiction(record)
+
+
+def _with_kind(line: dict[str, Any]) -> dict[str, Any]:
     """Complete a line of an earlier version, in which a record's kind followed from its name."""
-    if not isinstance(line, dict) or "kind" in line:
+    if "kind" in line:
         return line
     if "kinds" in line:
         return line | {"kind": "side_run"}
     name = RowKey(preset=str(line.get("preset")), world_size=line.get("world_size", 0)).name
-    if probe := re.fullmatch(re.escape(name) + r"-b(\d+)", str(line.get("trial"))):
+    if probe := re.fullmatch(re.escape(name) + r"-b(\d{1,9})", str(line.get("trial"))):
         return line | {"kind": "probe", "per_device_train_batch_size": int(probe[1])}
     return line | {"kind": "trial"}
 
@@ -172,7 +211,10 @@ def comparison_lock(folder: Path) -> Iterator[None]:
             hint="wait for it, or name another folder: `--output-dir DIR`",
         )
 
-    descriptor = lock_file(folder / LOCK_FILE, held=held)
+    try:
+        descriptor = lock_file(folder / LOCK_FILE, held=held)
+    except OSError as error:
+        raise ToolkitError(f"{folder / LOCK_FILE} cannot be locked: {error.strerror}") from None
     try:
         yield
     finally:

@@ -2,39 +2,93 @@
 
 from __future__ import annotations
 
-import json
+import os
+from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 
+from toolkit.compare.result_values import PARITY_FAILED
 from toolkit.compare.results import RESULTS_FILE, SCHEMA_VERSION, Results
 from toolkit.compare.rows import Row
-from toolkit.compare.trial_figures import Figures
+from toolkit.compare.trial_figures import Figures, contradiction
 from toolkit.errors import ToolkitError
+from toolkit.files.json_files import read_json
+from toolkit.files.reading import OverLimit
+from toolkit.files.value_limits import MAX_SHOWN, shown
+from toolkit.units import MIB
 
-# Words of earlier versions for `parity`.
-OLD_PARITY = {"differs": "parity failed"}
+OLD_PARITY_FAILED = "differs"
+"""The word of earlier versions for `parity failed`."""
+# Rows and trials have six values per step, one per line.
+MAX_RESULTS_BYTES = 256 * MIB
+
+
+# More than any comparison has; reports are made for a page that somebody reads.
+MAX_ROWS, MAX_TRIALS = 500, 20_000
+KEYS_HINT = "docs/reference/results.md lists the keys"
 
 
 def load_results(path: str | Path) -> Results:
     """Return the results in a file, or in a comparison's folder. Raises ToolkitError where they cannot be used."""
-    file = Path(path) / RESULTS_FILE if Path(path).is_dir() else Path(path)
-    document = _read_json(file)
+    file = results_file(path)
+    document = read_json(file, max_bytes=MAX_RESULTS_BYTES)
     if not isinstance(document, dict) or "schema_version" not in document:
         raise ToolkitError(f"{file} is not a comparison's {RESULTS_FILE}: it has no schema_version")
     version = document["schema_version"]
-    if version != SCHEMA_VERSION or isinstance(version, bool):
+    if type(version) is not int or version != SCHEMA_VERSION:
         raise ToolkitError(
-            f"{file} has schema_version {version!r}; this toolkit reads {SCHEMA_VERSION}",
+            f"{file} has schema_version {shown(version)}; this toolkit reads {SCHEMA_VERSION}",
             hint="read it with the version of finetune-toolkit that wrote it",
         )
-    if "trials" not in document:
-        document = _with_single_trials(document)
+    _check_lengths(document, file)
     try:
-        return Results.model_validate(document)
+        results = Results.model_validate(document if "trials" in document else _with_single_trials(document))
     except ValidationError as error:
-        raise ToolkitError(f"{file}: {explain(error)}", hint="docs/reference/results.md lists the keys") from None
+        raise ToolkitError(f"{file}: {explain(error)}", hint=KEYS_HINT) from None
+    _check_references(results, file)
+    return results
+
+
+def results_file(path: str | Path) -> Path:
+    """Return the file with a comparison's results, from its path or its folder's. Raises ToolkitError for none."""
+    file = Path(path) / RESULTS_FILE if Path(path).is_dir() else Path(path)
+    if not os.path.lexists(file):
+        raise ToolkitError(
+            f"no such file: {file}", hint=f"name a folder of `toolkit compare` that holds {RESULTS_FILE}"
+        )
+    return file
+
+
+def _check_lengths(document: Mapping[str, Any], file: Path) -> None:
+    """Refuse more rows than any comparison has, before time is spent on each."""
+    for key, most in {"rows": MAX_ROWS, "trials": MAX_TRIALS}.items():
+        items = document.get(key)
+        if isinstance(items, list) and len(items) > most:
+            raise OverLimit(f"{file} has {len(items):,} {key}, expected at most {most:,}")
+
+
+def _check_references(results: Results, file: Path) -> None:
+    """Names are unique, every trial belongs to a row, and the baseline is among the rows."""
+    rows = {row.key for row in results.rows}
+    names = {"rows": [row.trial for row in results.rows], "trials": [trial.trial for trial in results.trials]}
+    for key, found in names.items():
+        name, count = next(iter(Counter(found).most_common(1)), ("", 0))
+        if count > 1:
+            raise ToolkitError(f"{file}: {key} has {shown(name)} {count} times, expected each once", hint=KEYS_HINT)
+    for index, trial in enumerate(results.trials):
+        if trial.key not in rows:
+            raise ToolkitError(
+                f"{file}: trials[{index}] is of {shown(trial.key.name)}, which is not among the rows", hint=KEYS_HINT
+            )
+        if problem := contradiction(trial):
+            raise ToolkitError(f"{file}: trials[{index}]: {problem}", hint=KEYS_HINT)
+    if results.rows and results.reference not in {row.preset for row in results.rows}:
+        raise ToolkitError(
+            f"{file}: reference is {shown(results.reference)}, which is not among the rows", hint=KEYS_HINT
+        )
 
 
 def explain(error: ValidationError) -> str:
@@ -51,26 +105,20 @@ def explain(error: ValidationError) -> str:
     missing = [str(found["loc"][-1]) for found in errors if found["type"] == "missing" and found["loc"][:-1] == place]
     if missing:
         return f"{_path(place)} has no {', '.join(missing)}"
-    return f"{_path(errors[0]['loc'])} is {errors[0]['input']!r}: {errors[0]['msg']}"
+    message = str(errors[0]["msg"]).removeprefix("Value error, ").removeprefix("Input should be ")
+    if errors[0]["type"] == "value_error" and isinstance(errors[0]["input"], dict):
+        return f"{_path(place)}: {message}" if place else message
+    expected = message if message.startswith("expected") else f"expected {message[:1].lower()}{message[1:]}"
+    return f"{_path(errors[0]['loc'])} is {shown(errors[0]['input'])}, {expected}"
 
 
 def _path(place: tuple[int | str, ...]) -> str:
-    words = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in place)
+    words = "".join(f"[{part}]" if isinstance(part, int) else f".{_key(part)}" for part in place)
     return words.removeprefix(".") or "results"
 
 
-def _read_json(file: Path) -> Any:
-    try:
-        return json.loads(file.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ToolkitError(
-            f"cannot read {file}: {error.strerror}",
-            hint=f"name a folder of `toolkit compare` that holds {RESULTS_FILE}",
-        ) from error
-    except json.JSONDecodeError as error:
-        raise ToolkitError(f"{file}, line {error.lineno}: not JSON ({error.msg})") from error
-    except UnicodeDecodeError as error:
-        raise ToolkitError(f"{file} is not text in UTF-8 (byte {error.start})") from error
+def _key(text: str) -> str:
+    return text if text.isprintable() and len(text) <= MAX_SHOWN else shown(text)
 
 
 def _with_single_trials(document: dict[str, Any]) -> dict[str, Any]:
@@ -79,8 +127,9 @@ def _with_single_trials(document: dict[str, Any]) -> dict[str, Any]:
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
         return document
     unknown = dict.fromkeys(key for key in Row.model_fields if key not in Figures.model_fields)
-    untimed_steps = job.get("untimed_steps", 0) if isinstance(job, dict) else 0
-    rows = [row | {"parity": OLD_PARITY.get(row.get("parity"), row.get("parity"))} for row in rows]
+    found = job.get("untimed_steps") if isinstance(job, dict) else None
+    untimed_steps = found if isinstance(found, int) and found >= 0 else 0  # another value is refused afterwards
+    rows = [row | {"parity": PARITY_FAILED} if row.get("parity") == OLD_PARITY_FAILED else row for row in rows]
     return document | {
         "rows": [unknown | row | {"repeats": int(row.get("status") == "completed")} for row in rows],
         "trials": [_single_trial(row, position, untimed_steps) for position, row in enumerate(rows)],

@@ -12,19 +12,10 @@ import math
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import (
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    NonNegativeFloat,
-    NonNegativeInt,
-    PositiveInt,
-)
+from annotated_types import Ge, Gt, Le, MaxLen, MinLen
+from pydantic import AfterValidator, AllowInfNan, BaseModel, BeforeValidator, ConfigDict, Strict
 
-from toolkit.compare.columns import (
-    Column,
-)
+from toolkit.compare.columns import Column
 
 RowStatus = Literal[
     "completed",
@@ -42,8 +33,6 @@ NOT_SUPPORTED: Literal["not_supported"] = "not_supported"
 Parity = Literal["reference", "agrees", "parity failed"]
 PARITY_FAILED: Literal["parity failed"] = "parity failed"
 Difference = Literal["reference", "faster", "slower", "no difference seen"]
-Interval = tuple[float, float]
-"""Low and high end."""
 
 
 def _none_if_not_finite(value: object) -> object:
@@ -52,13 +41,40 @@ def _none_if_not_finite(value: object) -> object:
 
 def _none_if_no_fraction(value: object) -> object:
     """A fraction outside 0 to 1 comes from miscounted tokens; parity reports the counts themselves."""
-    return value if isinstance(value, float | int) and 0 <= value <= 1 else None
+    return None if isinstance(value, float | int) and not 0 <= value <= 1 else value
 
 
-Number = Annotated[float | None, BeforeValidator(_none_if_not_finite)]
-Fraction = Annotated[Annotated[float, Field(ge=0, le=1)] | None, BeforeValidator(_none_if_no_fraction)]
-Measured = Annotated[NonNegativeFloat | None, BeforeValidator(_none_if_not_finite)]
-Bytes = NonNegativeInt | None
+# Far beyond every figure, and small enough that no sum or ratio of figures overflows.
+LARGEST = 1e100
+
+
+def _not_beyond_reach(value: float) -> float:
+    if abs(value) > LARGEST:
+        raise ValueError(f"expected at most {LARGEST:g}")
+    return value
+
+
+def _in_order(interval: tuple[float, float]) -> tuple[float, float]:
+    if interval[0] > interval[1]:
+        raise ValueError("expected the low end first")
+    return interval
+
+
+# A text or a boolean is no number: pydantic would convert "12" and true.
+Integer = Annotated[int, Strict()]
+Count = Annotated[int, Strict(), Ge(0)]
+PositiveCount = Annotated[int, Strict(), Gt(0)]
+Real = Annotated[float, Strict(), AllowInfNan(False), AfterValidator(_not_beyond_reach)]
+NonNegativeReal = Annotated[float, Strict(), AllowInfNan(False), Ge(0), AfterValidator(_not_beyond_reach)]
+Share = Annotated[float, Strict(), Ge(0), Le(1)]
+Name = Annotated[str, MinLen(1), MaxLen(300)]
+"""Of a preset, a row or a trial; a preset's is that of a file."""
+Number = Annotated[Real | None, BeforeValidator(_none_if_not_finite)]
+Fraction = Annotated[Share | None, BeforeValidator(_none_if_no_fraction)]
+Measured = Annotated[NonNegativeReal | None, BeforeValidator(_none_if_not_finite)]
+Interval = Annotated[tuple[NonNegativeReal, NonNegativeReal], AfterValidator(_in_order)]
+"""Low and high end."""
+Bytes = Count | None
 PerStep = tuple[Number, ...]
 Fact = bool | int | float | str | list[Any] | None
 """A value that all ranks share, or the list of theirs where they differ."""
@@ -99,8 +115,8 @@ class Failure(Model):
             "docs/reference/run-folder.md; null where no rank could report it."
         ),
     ]
-    step: Annotated[NonNegativeInt | None, Column("Optimizer steps completed before the failure.")]
-    rank: Annotated[int | None, Column("The rank that failed first.")]
+    step: Annotated[Count | None, Column("Optimizer steps completed before the failure.")]
+    rank: Annotated[Integer | None, Column("The rank that failed first.")]
     predicted_bytes: Annotated[
         Bytes, Column("Peak of one rank that the planner predicted; null without a plan.", unit="bytes")
     ]
@@ -114,7 +130,7 @@ class Probe(Model):
     """One size that the search for the largest micro-batch tried."""
 
     per_device_train_batch_size: Annotated[
-        PositiveInt, Column("The micro-batch, tried for two steps that begin with the longest rows.")
+        PositiveCount, Column("The micro-batch, tried for two steps that begin with the longest rows.")
     ]
     status: Annotated[RowStatus, Column("How the probe ended; a size runs only if it is `completed`.")]
     message: Annotated[str | None, Column("Why it did not complete, as the failing rank reported it.")]
@@ -138,35 +154,33 @@ class FlopsPerToken(Model):
     """FLOPs of one token, by each common way of counting."""
 
     num_params: Annotated[
-        NonNegativeInt,
+        Count,
         Column(
             "Parameters that are counted: all, embeddings included; of a mixture of experts, those that one token"
             " passes through."
         ),
     ]
     seq_length: Annotated[
-        NonNegativeInt,
+        Count,
         Column("Length that attention is counted for: the mean of the timed steps' sequences, padding included."),
     ]
     causal: Annotated[
-        NonNegativeInt, Column("Forward and backward, with the half of the attention scores that a causal mask keeps.")
+        Count, Column("Forward and backward, with the half of the attention scores that a causal mask keeps.")
     ]
-    full_attention: Annotated[NonNegativeInt, Column("The same with all attention scores.")]
+    full_attention: Annotated[Count, Column("The same with all attention scores.")]
     without_embeddings: Annotated[
-        NonNegativeInt,
+        Count,
         Column("Like `causal`, without embedding tables; a tied table is also the output layer, and counts."),
     ]
-    hardware: Annotated[
-        NonNegativeInt, Column("Like `causal`, with the forward pass that activation checkpointing repeats.")
-    ]
+    hardware: Annotated[Count, Column("Like `causal`, with the forward pass that activation checkpointing repeats.")]
 
 
 class TimelineRank(Model):
     """One rank of a timeline."""
 
-    rank: Annotated[NonNegativeInt, Column("The rank.")]
-    start_seconds: Annotated[float, Column("Its start after the earliest rank's.", unit="s")]
-    seconds: Annotated[float, Column("Length of its step.", unit="s")]
+    rank: Annotated[Count, Column("The rank.")]
+    start_seconds: Annotated[NonNegativeReal, Column("Its start after the earliest rank's.", unit="s")]
+    seconds: Annotated[NonNegativeReal, Column("Length of its step.", unit="s")]
     lanes: Annotated[
         dict[str, tuple[Interval, ...]],
         Column("Intervals of `compute`, `communication` and `data_wait`, from the rank's start.", unit="s"),
@@ -176,9 +190,10 @@ class TimelineRank(Model):
 class Timeline(Model):
     """One profiled step on every rank."""
 
-    step: Annotated[NonNegativeInt, Column("The optimizer step.")]
+    step: Annotated[Count, Column("The optimizer step.")]
     ranks: Annotated[
         tuple[TimelineRank, ...],
+        MinLen(1),
         Column("One object per rank: `rank`, `start_seconds`, `seconds` and `lanes`."),
     ]
 
@@ -203,7 +218,7 @@ class TrainedProblem(Model):
     learning_rate: Fact = None
     seed: Fact = None
     max_steps: Fact = None
-    ranks: int = 0
+    ranks: Count = 0
     """Ranks that attested."""
     promised_masters: str | None = None
     """Dtype of the master weights that the preset specifies, where it departs from the numerics contract."""

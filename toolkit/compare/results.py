@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections import Counter
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveInt
+from pydantic import AfterValidator, ConfigDict, Field
 
 from toolkit.compare.columns import Column
-from toolkit.compare.result_values import Bytes, Model
+from toolkit.compare.result_values import Bytes, Count, Integer, Model, Name, NonNegativeReal, PositiveCount, Share
 from toolkit.compare.rows import Row
 from toolkit.compare.trial_figures import TrialResult
 from toolkit.files.secrets import hide_words
@@ -28,9 +28,9 @@ class InstalledGpu(Model):
     name: Annotated[str, Column("Name that the driver reports.")]
     memory_bytes: Annotated[Bytes, Column("Total memory of this GPU.", unit="bytes")]
     driver: Annotated[str | None, Column("Version of the driver.")] = None
-    power_limit_watts: Annotated[NonNegativeFloat | None, Column("Power limit in effect.", unit="W")] = None
-    max_sm_clock_mhz: Annotated[NonNegativeInt | None, Column("Highest SM clock.", unit="MHz")] = None
-    max_memory_clock_mhz: Annotated[NonNegativeInt | None, Column("Highest memory clock.", unit="MHz")] = None
+    power_limit_watts: Annotated[NonNegativeReal | None, Column("Power limit in effect.", unit="W")] = None
+    max_sm_clock_mhz: Annotated[Count | None, Column("Highest SM clock.", unit="MHz")] = None
+    max_memory_clock_mhz: Annotated[Count | None, Column("Highest memory clock.", unit="MHz")] = None
 
 
 class Disk(Model):
@@ -48,7 +48,7 @@ class Environment(Model):
     gpus: Annotated[tuple[InstalledGpu, ...], Column("Every GPU of the node; empty on a CPU.")]
     cpu: Annotated[str | None, Column("Model name of the CPU.")]
     cpu_count: Annotated[
-        PositiveInt | None, Column("CPU cores that the processes may use (a container's limit, where there is one).")
+        PositiveCount | None, Column("CPU cores that the processes may use (a container's limit, where there is one).")
     ]
     host_memory_bytes: Annotated[Bytes, Column("Host memory that the processes may use.", unit="bytes")]
     versions: Annotated[dict[str, str], Column("Version of each library, by distribution name.")]
@@ -63,7 +63,7 @@ class Environment(Model):
         Bytes, Column("Host memory that the container (cgroup) allows; null without a limit.", unit="bytes")
     ] = None
     cpu_limit: Annotated[
-        NonNegativeFloat | None, Column("CPU cores that the container (cgroup) allows; null without a limit.")
+        NonNegativeReal | None, Column("CPU cores that the container (cgroup) allows; null without a limit.")
     ] = None
     system: Annotated[str | None, Column("Operating system and kernel.")] = None
 
@@ -78,22 +78,22 @@ class ComparedJob(Model):
         AfterValidator(lambda words: tuple(hide_words(words))),
         Column("What followed `--`, as the training script received it; each secret is `***`."),
     ]
-    untimed_steps: Annotated[NonNegativeInt, Column("Optimizer steps at the start that no speed counts.")]
-    seed: Annotated[int, Column("Seed of data order and initialisation, the same for every row.")]
-    per_device_train_batch_size: Annotated[PositiveInt, Column("Sequences per accumulation step and rank.")]
-    gradient_accumulation_steps: Annotated[PositiveInt, Column("Accumulation steps per optimizer step.")]
+    untimed_steps: Annotated[Count, Column("Optimizer steps at the start that no speed counts.")]
+    seed: Annotated[Integer, Column("Seed of data order and initialisation, the same for every row.")]
+    per_device_train_batch_size: Annotated[PositiveCount, Column("Sequences per accumulation step and rank.")]
+    gradient_accumulation_steps: Annotated[PositiveCount, Column("Accumulation steps per optimizer step.")]
     compute_dtype: Annotated[str, Column("Dtype of the forward and backward passes, such as `float32` or `bfloat16`.")]
 
 
 class ComparisonMethod(Model):
     """How the rows were measured and compared."""
 
-    repeats: Annotated[PositiveInt, Column("Repeats of each row that were planned.")]
-    order_seed: Annotated[int, Column("Seed of the running order.")]
+    repeats: Annotated[PositiveCount, Column("Repeats of each row that were planned.")]
+    order_seed: Annotated[Integer, Column("Seed of the running order.")]
     interval: Annotated[str, Column("How intervals are computed, in words.")]
-    ratio_confidence: Annotated[float, Field(ge=0, le=1), Column("Confidence level of each `ratio_interval` (0 to 1).")]
+    ratio_confidence: Annotated[Share, Column("Confidence level of each `ratio_interval` (0 to 1).")]
     target_interval: Annotated[
-        NonNegativeFloat | None,
+        NonNegativeReal | None,
         Column(
             "A trial ended early once half the 95 % confidence interval of its median step was within this fraction of"
             " the median; null: all steps ran."
@@ -121,14 +121,14 @@ class Results(Model):
         Field(json_schema_extra={"format": "date-time"}),
         Column("When the comparison was written (ISO 8601, UTC)."),
     ]
-    reference: Annotated[str, Column("The baseline: the preset that the others are compared with.")]
+    reference: Annotated[Name, Column("The baseline: the preset that the others are compared with.")]
     environment: Annotated[Environment, Column("The node and the versions that every row ran on.")]
     job: Annotated[ComparedJob, Column("The fine-tuning job that every row trains.")]
     rows: Annotated[tuple[Row, ...], Column("One per preset and number of processes, in the order of the options.")]
     trials: Annotated[tuple[TrialResult, ...], Column("One per trial that ran, in the running order.")]
     method: Annotated[ComparisonMethod, Column("How the rows were measured and compared.")]
     price_per_gpu_hour: Annotated[
-        NonNegativeFloat | None, Column("Price of one GPU for an hour, as given; null if none was given.")
+        NonNegativeReal | None, Column("Price of one GPU for an hour, as given; null if none was given.")
     ] = None
 
     @property

@@ -4,11 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from pydantic import (
-    ConfigDict,
-    NonNegativeInt,
-    PositiveInt,
-)
+from pydantic import ConfigDict
 
 from toolkit.compare.columns import (
     Column,
@@ -23,10 +19,12 @@ from toolkit.compare.columns import (
 )
 from toolkit.compare.result_values import (
     Bytes,
+    Count,
     Difference,
     FlopsPerToken,
     Interval,
     Measured,
+    PositiveCount,
     Probe,
 )
 from toolkit.compare.trial_figures import (
@@ -53,7 +51,7 @@ class _Claims(Figures):
             " baseline's, and it is ranked only within its group. Null: it trains the baseline's problem."
         ),
     ]
-    repeats: Annotated[NonNegativeInt, Column("Repeats that completed.")]
+    repeats: Annotated[Count, Column("Repeats that completed.")]
     step_seconds_interval: Annotated[
         Interval | None,
         Column(
@@ -96,7 +94,7 @@ class _Claims(Figures):
         ),
     ]
     rank: Annotated[
-        PositiveInt | None,
+        PositiveCount | None,
         Column(
             "Place by speed among the rows of its `world_size` and `group`, 1 the fastest; null unless intervals"
             " separate it from every other.",
@@ -212,7 +210,7 @@ class Row(Readings, _Claims):
     save_bytes: SaveBytes = None
     timeline: TimelineOrNone = None
     per_device_train_batch_size: Annotated[
-        PositiveInt | None,
+        PositiveCount | None,
         Column(
             "Sequences per accumulation step and rank in this row; null in results from before it was recorded.",
             display=Display(heading="micro-\nbatch", format=fixed(0), only_if_known="probes"),

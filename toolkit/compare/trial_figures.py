@@ -5,14 +5,10 @@ Sizes are integers in bytes and belong to one rank, the largest.
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Annotated, Any
 
-from pydantic import (
-    AfterValidator,
-    NonNegativeInt,
-    PositiveInt,
-    model_validator,
-)
+from pydantic import AfterValidator, model_validator
 
 from toolkit.compare.columns import (
     GIB_UNIT,
@@ -27,14 +23,17 @@ from toolkit.compare.columns import (
 from toolkit.compare.result_values import (
     PARITY_FAILED,
     Bytes,
+    Count,
     Failure,
     Fraction,
     Measured,
     MemoryByPhase,
     Model,
+    Name,
     Number,
     Parity,
     PerStep,
+    PositiveCount,
     RowKey,
     RowStatus,
     Timeline,
@@ -43,6 +42,17 @@ from toolkit.compare.result_values import (
 from toolkit.files.secrets import hide_secrets
 from toolkit.run import status
 from toolkit.units import number
+
+PER_STEP = (
+    "losses",
+    "step_seconds",
+    "grad_norms",
+    "step_tokens",
+    "step_non_padding_tokens",
+    "step_supervised_tokens",
+    "batch_sha256",
+)
+"""Keys of a trial, or of its record in the ledger, with one value per optimizer step."""
 
 # Columns that rows and trials share in different places.
 FailureFacts = Annotated[
@@ -97,12 +107,12 @@ class Figures(Model):
     """What a trial and a row have in common. A figure that was not measured is None."""
 
     trial: Annotated[
-        str,
+        Name,
         Column("Name of the row, such as `zero2-n2`, or of the trial: the row's name and the repeat, `zero2-n2-r0`."),
     ]
-    preset: Annotated[str, Column("Stem of the preset's file, or the name of a variant.")]
+    preset: Annotated[Name, Column("Stem of the preset's file, or the name of a variant.")]
     world_size: Annotated[
-        PositiveInt, Column("Processes (ranks), one per GPU.", display=Display(heading="processes", format=fixed(0)))
+        PositiveCount, Column("Processes (ranks), one per GPU.", display=Display(heading="processes", format=fixed(0)))
     ]
     status: Annotated[
         RowStatus,
@@ -178,7 +188,7 @@ class Figures(Model):
         ),
     ]
     timed_steps: Annotated[
-        NonNegativeInt,
+        Count,
         Column(
             "Optimizer steps that the speeds count; of a row, in each repeat. 0 where none was reached.",
             display=Display(heading="timed\nsteps", format=fixed(0)),
@@ -205,8 +215,8 @@ class Figures(Model):
             display=Display(heading="step\np90 s", format=fixed(3)),
         ),
     ]
-    num_params: Annotated[NonNegativeInt | None, Column("Parameters of the whole model.")]
-    num_trainable_params: Annotated[NonNegativeInt | None, Column("Parameters that are trained.")]
+    num_params: Annotated[Count | None, Column("Parameters of the whole model.")]
+    num_trainable_params: Annotated[Count | None, Column("Parameters that are trained.")]
     parameter_bytes: Annotated[
         Bytes,
         Column(
@@ -263,7 +273,7 @@ class Figures(Model):
         ),
     ]
     peak_rank: Annotated[
-        NonNegativeInt | None,
+        Count | None,
         Column(
             "The rank with the highest allocated peak, on a CPU with the highest resident memory.",
             display=Display(heading="on\nrank", format=fixed(0)),
@@ -397,7 +407,7 @@ class Readings(Model):
         ),
     ] = None
     allocator_retries: Annotated[
-        NonNegativeInt | None,
+        Count | None,
         Column(
             "Times that the CUDA allocator of one rank had to free its cache and retry, the maximum over ranks; null on"
             " a CPU.",
@@ -447,11 +457,11 @@ class Readings(Model):
 class TrialResult(Readings, Figures):
     """One trial in `results.json`: one repeat of a row in processes of its own."""
 
-    repeat: Annotated[NonNegativeInt, Column("The repeat of its row, from 0.")]
-    position: Annotated[NonNegativeInt, Column("Place in the running order, from 0.")]
-    step_tokens: Annotated[tuple[int, ...], Column("Tokens of each step, padding included, all ranks.")]
+    repeat: Annotated[Count, Column("The repeat of its row, from 0.")]
+    position: Annotated[Count, Column("Place in the running order, from 0.")]
+    step_tokens: Annotated[tuple[Count, ...], Column("Tokens of each step, padding included, all ranks.")]
     timed_step_numbers: Annotated[
-        tuple[PositiveInt, ...], Column("Numbers, from 1, of the steps that the speeds count.")
+        tuple[PositiveCount, ...], Column("Numbers, from 1, of the steps that the speeds count.")
     ]
     rank_skew: RankSkew = None
     failure: FailureFacts = None
@@ -460,3 +470,20 @@ class TrialResult(Readings, Figures):
     problem: Annotated[
         TrainedProblem | None, Column("What was trained, as the ranks attested it; parity compares these values.")
     ] = None
+
+
+def contradiction(trial: TrialResult) -> str | None:
+    """Return what is wrong with the lists of a trial that was read: another length than the others, an unknown step.
+
+    Each may be empty: step times where parity failed, the others in results from before they were recorded.
+    """
+    lengths = {key: len(getattr(trial, key)) for key in PER_STEP if getattr(trial, key, ())}
+    if len(set(lengths.values())) > 1:
+        listed = ", ".join(f"{key} has {length:,}" for key, length in lengths.items())
+        return f"{listed} values, expected one per step in each"
+    numbers, steps = trial.timed_step_numbers, min(lengths.values(), default=0)
+    if lengths and numbers and max(numbers) > steps:
+        return f"timed_step_numbers has step {max(numbers)}, expected at most {steps}"
+    if any(before >= after for before, after in pairwise(numbers)):
+        return "timed_step_numbers is not ascending"
+    return None

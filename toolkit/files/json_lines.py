@@ -35,15 +35,16 @@ def read_json_lines(
     max_bytes: int = MAX_LINES_BYTES,
     max_line_bytes: int = MAX_TEXT_BYTES,
     allow_nan: bool = False,
+    hint: str | None = None,
 ) -> Iterator[JsonLine]:
     """Yield the complete lines of a file, without blank ones.
 
-    Raises ToolkitError as `open_file` does, and for a line that is not a JSON object; OverLimit for a larger file or
+    Raises ToolkitError as `open_file` does, and with `hint` for a line that is not a JSON object; OverLimit for a larger file or
     line.
     """
     with open_file(path) as file:
         if os.fstat(file.fileno()).st_size > max_bytes:
-            raise OverLimit(f"{path} has more than {max_bytes // MIB} MiB, expected at most that for a file of its kind")
+            raise OverLimit(f"{path} has more than {max_bytes // MIB} MiB, more than any file of its kind")
         number = 0
         while line := file.readline(max_line_bytes + 1):
             number += 1
@@ -52,7 +53,11 @@ def read_json_lines(
             if not line.endswith(b"\n"):
                 return
             if line.strip():
-                yield JsonLine(number, _parse(line, path, number, limits, allow_nan=allow_nan))
+                try:
+                    content = _parse(line, line_name(path, number), limits, allow_nan=allow_nan)
+                except ToolkitError as error:
+                    raise type(error)(error.message, hint=error.hint or hint) from None
+                yield JsonLine(number, content)
 
 
 def line_name(path: Path, number: int) -> str:
@@ -76,8 +81,7 @@ def complete_bytes(path: Path) -> int:
     return 0
 
 
-def _parse(line: bytes, path: Path, number: int, limits: Limits, *, allow_nan: bool) -> dict[str, Any]:
-    name = line_name(path, number)
+def _parse(line: bytes, name: str, limits: Limits, *, allow_nan: bool) -> dict[str, Any]:
     try:
         text = line.decode()
     except UnicodeDecodeError as error:
