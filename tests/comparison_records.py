@@ -29,7 +29,7 @@ def comparison(*presets: str, **changes: Any) -> ComparisonSpec:
     return ComparisonSpec.model_validate(
         {
             "presets": presets,
-            "preset_files": {},
+            "preset_files": {name: {} for name in presets},
             "expected": dict.fromkeys(presets, DDP),
             "preset_sources": {name: name for name in presets},
             "extra_arguments": {},

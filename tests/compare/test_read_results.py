@@ -31,7 +31,7 @@ def test_loading_a_missing_file_says_what_to_name(tmp_path: Path) -> None:
         ('{"schema_version": 1,\n oops', r"line 2: not JSON"),
         ("[1]", "has no schema_version"),
         ('{"schema_version": 2}', "has schema_version 2; this toolkit reads 1"),
-        ('{"schema_version": 1, "rows": []}', "results has no created, reference, environment, job"),
+        ('{"schema_version": 1, "rows": []}', "it has no created, reference, environment, job"),
     ],
     ids=["broken", "foreign", "newer", "incomplete"],
 )

@@ -81,5 +81,5 @@ def test_a_recorded_specification_keeps_every_key_and_value_and_can_be_resumed(t
 def test_a_damaged_specification_is_named_with_its_key(tmp_path: Path) -> None:
     content = comparison("ddp").as_json() | {"num_processes": ["two"]}
     (tmp_path / "comparison.json").write_text(json.dumps(content))
-    with pytest.raises(ToolkitError, match=r"comparison\.json cannot be read: num_processes\.0: input should be"):
+    with pytest.raises(ToolkitError, match=r"comparison\.json: num_processes\[0\] is 'two', expected a valid integer"):
         read_comparison(tmp_path)

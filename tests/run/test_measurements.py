@@ -33,6 +33,7 @@ def test_a_percentile_is_the_smallest_value_that_covers_the_share(count: int, sh
 
 def row(rank: int, **measured: Any) -> dict[str, Any]:
     return {
+        "step": 1,
         "rank": rank,
         "seconds": 1.0,
         "cpu_seconds": 2.0,
@@ -154,18 +155,20 @@ def test_a_gradient_norm_with_a_missing_shard_is_unknown() -> None:
 
 def test_an_incomplete_last_row_is_ignored(tmp_path: Path) -> None:
     path = tmp_path / "rank0.jsonl"
-    path.write_text('{"step": 1}\n{"step": 2}\n{"step": 3, "loss"')
-    assert read_rows(path) == [{"step": 1}, {"step": 2}]
+    rows = [row(0, step=step) for step in (1, 2)]
+    path.write_text("".join(json.dumps(found) + "\n" for found in rows) + '{"step": 3, "loss"')
+    assert read_rows(path) == rows
 
 
 def test_a_step_that_only_one_rank_completed_is_ignored(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     for rank, steps in ((0, 3), (1, 2)):
         folder.rank_rows(rank).parent.mkdir(exist_ok=True)
-        folder.rank_rows(rank).write_text("".join(json.dumps({"rank": rank, "step": s}) + "\n" for s in range(steps)))
+        lines = [json.dumps(row(rank, step=step)) + "\n" for step in range(1, steps + 1)]
+        folder.rank_rows(rank).write_text("".join(lines))
     assert [[(r["rank"], r["step"]) for r in step] for step in read_steps(folder)] == [
-        [(0, 0), (1, 0)],
         [(0, 1), (1, 1)],
+        [(0, 2), (1, 2)],
     ]
 
 
@@ -173,7 +176,7 @@ def test_ranks_are_in_numeric_order(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     for rank in range(11):
         folder.rank_rows(rank).parent.mkdir(exist_ok=True)
-        folder.rank_rows(rank).write_text(json.dumps({"rank": rank}) + "\n")
+        folder.rank_rows(rank).write_text(json.dumps(row(rank)) + "\n")
     assert [r["rank"] for r in read_steps(folder)[0]] == list(range(11))
 
 

@@ -18,6 +18,7 @@ from toolkit.compare.ledger import (
     Ledger,
     LedgerRecord,
     SideRunKind,
+    check_rows,
     probes_of,
     side_runs_of,
     trials_of,
@@ -53,7 +54,9 @@ def build_results(
 
     `unsupported` maps the name of a row that cannot run on this node to the reason.
     """
-    records = Ledger(folder / LEDGER_FILE).read()
+    ledger = Ledger(folder / LEDGER_FILE)
+    records = ledger.read()
+    check_rows(records, set(spec.rows()), ledger.path)
     rows, trials = aggregate_trials(records, spec, unsupported)
     environment, shape = _environment(spec, folder), read_shape(spec.model)
     return Results(

@@ -14,7 +14,7 @@ from toolkit.compare.batch_search import find_largest_batches, with_largest_batc
 from toolkit.compare.build_results import at_price, build_results
 from toolkit.compare.console_progress import ConsoleProgress, stderr_console
 from toolkit.compare.dry_run import dry_run_text
-from toolkit.compare.ledger import LEDGER_FILE, Ledger, comparison_lock
+from toolkit.compare.ledger import LEDGER_FILE, Ledger, check_rows, comparison_lock
 from toolkit.compare.options import CompareOptions
 from toolkit.compare.read_results import load_results
 from toolkit.compare.replay import replay_row
@@ -74,6 +74,8 @@ def run_comparison(options: CompareOptions) -> None:
         print(dry_run_text(options, checked.spec, checked.unsupported))
         return
     open_comparison(options.folder, checked.spec, resume=options.resume)
+    ledger = Ledger(options.folder / LEDGER_FILE)
+    check_rows(ledger.read(), set(checked.spec.rows()), ledger.path)
     with comparison_lock(options.folder):
         _print_device(options)
         spec = _run_trials(options, checked)
@@ -181,7 +183,9 @@ def _run_trials(options: CompareOptions, checked: CheckedComparison) -> Comparis
 
 def replay(options: CompareOptions) -> None:
     """Run one row of a comparison again, and print if its speed lands where its repeats predict it."""
-    spec = with_largest_batches(read_comparison(options.folder), Ledger(options.folder / LEDGER_FILE))
+    spec, ledger = read_comparison(options.folder), Ledger(options.folder / LEDGER_FILE)
+    check_rows(ledger.read(), set(spec.rows()), ledger.path)
+    spec = with_largest_batches(spec, ledger)
     progress = ConsoleProgress(1)
     with comparison_lock(options.folder), terminate_as_interrupt(), progress:
         verdict = replay_row(options, spec, progress=progress)

@@ -10,14 +10,13 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import Field, TypeAdapter, ValidationError, model_validator
 
-from toolkit.compare.read_results import explain
 from toolkit.compare.result_values import Count, PositiveCount, RowKey
 from toolkit.compare.trial_figures import (
     CommunicationFraction,
@@ -31,6 +30,7 @@ from toolkit.compare.trial_figures import (
 from toolkit.errors import ToolkitError
 from toolkit.files.json_lines import JsonLine, complete_bytes, line_name, read_json_lines
 from toolkit.files.reading import OverLimit
+from toolkit.files.validation import explain
 from toolkit.files.value_limits import shown
 from toolkit.run.folder import lock_file
 from toolkit.units import MIB
@@ -174,6 +174,17 @@ def _with_kind(line: dict[str, Any]) -> dict[str, Any]:
     if probe := re.fullmatch(re.escape(name) + r"-b(\d{1,9})", str(line.get("trial"))):
         return line | {"kind": "probe", "per_device_train_batch_size": int(probe[1])}
     return line | {"kind": "trial"}
+
+
+def check_rows(records: Mapping[str, LedgerRecord], rows: Collection[RowKey], ledger: Path) -> None:
+    """Raise ToolkitError for a run of a row that the comparison does not have."""
+    for record in records.values():
+        if record.key not in rows:
+            raise ToolkitError(
+                f"{ledger} has {shown(record.trial)}, a run of {shown(record.key.name)}, which is no row of this"
+                " comparison",
+                hint="name the folder of its comparison, or move the line to another file",
+            )
 
 
 def trials_of(records: Mapping[str, LedgerRecord], row: RowKey) -> list[TrialRecord]:

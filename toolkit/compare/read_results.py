@@ -17,7 +17,8 @@ from toolkit.compare.trial_figures import Figures, contradiction
 from toolkit.errors import ToolkitError
 from toolkit.files.json_files import read_json
 from toolkit.files.reading import OverLimit
-from toolkit.files.value_limits import MAX_SHOWN, shown
+from toolkit.files.validation import explain
+from toolkit.files.value_limits import shown
 from toolkit.units import MIB
 
 OLD_PARITY_FAILED = "differs"
@@ -89,36 +90,6 @@ def _check_references(results: Results, file: Path) -> None:
         raise ToolkitError(
             f"{file}: reference is {shown(results.reference)}, which is not among the rows", hint=KEYS_HINT
         )
-
-
-def explain(error: ValidationError) -> str:
-    """Return the first place where a document does not match its type, with all keys that are missing there.
-
-    >>> try:
-    ...     Results.model_validate({"reference": "ddp"})
-    ... except ValidationError as error:
-    ...     explain(error)
-    'results has no created, environment, job, rows, trials, method'
-    """
-    errors = error.errors(include_url=False)
-    place = errors[0]["loc"][:-1]
-    missing = [str(found["loc"][-1]) for found in errors if found["type"] == "missing" and found["loc"][:-1] == place]
-    if missing:
-        return f"{_path(place)} has no {', '.join(missing)}"
-    message = str(errors[0]["msg"]).removeprefix("Value error, ").removeprefix("Input should be ")
-    if errors[0]["type"] == "value_error" and isinstance(errors[0]["input"], dict):
-        return f"{_path(place)}: {message}" if place else message
-    expected = message if message.startswith("expected") else f"expected {message[:1].lower()}{message[1:]}"
-    return f"{_path(errors[0]['loc'])} is {shown(errors[0]['input'])}, {expected}"
-
-
-def _path(place: tuple[int | str, ...]) -> str:
-    words = "".join(f"[{part}]" if isinstance(part, int) else f".{_key(part)}" for part in place)
-    return words.removeprefix(".") or "results"
-
-
-def _key(text: str) -> str:
-    return text if text.isprintable() and len(text) <= MAX_SHOWN else shown(text)
 
 
 def _with_single_trials(document: dict[str, Any]) -> dict[str, Any]:

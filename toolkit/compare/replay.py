@@ -8,6 +8,7 @@ from pathlib import Path
 from toolkit.compare.ledger import LEDGER_FILE, Ledger, RunRecord, trials_of
 from toolkit.compare.options import CompareOptions
 from toolkit.compare.result_values import RowKey
+from toolkit.compare.run_files import read_run
 from toolkit.compare.run_record import read_run_record
 from toolkit.compare.runner import Runner, TrialProgress
 from toolkit.compare.significance import common_steps, prediction_interval, speeds_of
@@ -98,8 +99,8 @@ def _find_row(spec: ComparisonSpec, name: str) -> RowKey:
 
 def _changed_versions(first_repeat: Path) -> str:
     """Library versions and commit that differ from those of the row's first repeat."""
-    run = RunFolder(first_repeat).read_run() or {}
+    run = read_run(RunFolder(first_repeat))
     now = {**library_versions(), "commit": git_commit(Path(__file__).parent)}
-    then = {**run.get("versions", {}), "commit": run.get("git_commit")}
+    then = {**(run.versions or {}), "commit": run.git_commit}
     changed = [f"{name} {then.get(name)} -> {value}" for name, value in now.items() if then.get(name) != value]
     return f"\nchanged since: {', '.join(changed)}" if changed else ""

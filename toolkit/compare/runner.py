@@ -11,6 +11,7 @@ from typing import Protocol
 
 from toolkit.compare.ledger import LEDGER_FILE, Ledger, LedgerRecord, RunRecord, TrialRecord, trials_of
 from toolkit.compare.result_values import RowKey
+from toolkit.compare.run_files import read_run
 from toolkit.compare.run_record import read_run_record
 from toolkit.compare.specification import ComparisonSpec, Trial
 from toolkit.errors import ToolkitError
@@ -99,11 +100,11 @@ class Runner:
         """Train one row in fresh processes until it ends: the one place where a comparison starts a run.
 
         A run that completed before its line was in the ledger is not repeated.
-        Raises ComparisonInterrupted on a signal.
+        Raises ComparisonInterrupted on a signal, and ToolkitError for a run folder whose run.json is damaged.
         """
         run_folder = RunFolder(output_dir)
         wait_until_free(run_folder)
-        if (run_folder.read_run() or {}).get("status") == status.COMPLETED:
+        if read_run(run_folder).status == status.COMPLETED:
             return run_folder
         options = TrainOptions(
             preset=self.spec.preset_sources[row.preset],

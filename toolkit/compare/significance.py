@@ -24,7 +24,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from toolkit.compare.result_values import Difference, Interval, RowKey
+from toolkit.compare.result_values import LARGEST, Difference, Interval, RowKey
 from toolkit.compare.rows import Row
 from toolkit.compare.specification import ComparisonSpec
 from toolkit.compare.trial_figures import TrialResult
@@ -123,7 +123,9 @@ def _cosine_area(angle: float, power: float) -> float:
 
 
 def _exp_interval(middle: float, half: float) -> Interval:
-    return math.exp(middle - half), math.exp(middle + half)
+    """Repeats that differ by many orders of magnitude have an interval whose high end only `LARGEST` can stand for."""
+    high = min(middle + half, math.log(LARGEST))
+    return math.exp(min(middle - half, high)), math.exp(high)
 
 
 # Rows of a comparison
@@ -135,12 +137,13 @@ def common_steps(trials: Sequence[TrialResult]) -> int:
 
 
 def speeds_of(trials: Sequence[TrialResult], steps: int) -> list[float]:
-    """Return the tokens per second of each repeat over its first timed steps."""
+    """Return the tokens per second of each repeat over its first timed steps; 0 for steps that took no time."""
     speeds = []
     for trial in trials:
         numbers = trial.timed_step_numbers[:steps]
         seconds = sum(trial.step_seconds[number - 1] or 0.0 for number in numbers)
-        speeds.append(sum(trial.step_tokens[number - 1] for number in numbers) / seconds)
+        tokens = sum(trial.step_tokens[number - 1] for number in numbers)
+        speeds.append(tokens / seconds if seconds else 0.0)
     return speeds
 
 

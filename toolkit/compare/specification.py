@@ -12,23 +12,30 @@ import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Annotated, Any, Self
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from annotated_types import MaxLen, MinLen
+from pydantic import BaseModel, ConfigDict, StrictBool, ValidationError
 
 from toolkit.compare.options import CompareOptions
-from toolkit.compare.result_values import RowKey
+from toolkit.compare.result_values import Count, Integer, Name, NonNegativeReal, PositiveCount, RowKey
 from toolkit.compare.results import Scaling
 from toolkit.compare.variants import Variant
 from toolkit.errors import ToolkitError
+from toolkit.files.json_files import read_json_object_if_present
 from toolkit.files.secrets import hide_secrets, hide_words
+from toolkit.files.validation import explain
+from toolkit.files.value_limits import shown
 from toolkit.presets import Preset
 from toolkit.presets.preset import QUANTIZED_KEYS
-from toolkit.run.folder import read_json, write_json
+from toolkit.run.folder import write_json
 from toolkit.run.script_arguments import accumulation_steps, micro_batch_size, read_arguments
 
 BATCH_ARGUMENT = "per_device_train_batch_size"
 SPEC_FILE = "comparison.json"
+OTHER = "name another folder: `--output-dir DIR`"
+# More than any comparison has.
+MAX_TRIALS = 20_000
 SPEC_VERSION = 2  # version 1 had one repeat of each trial
 # Half the 95 % CI of a trial's median step, over the median. Offloading waits for host memory, and a CPU for its
 # neighbors: both vary more from step to step.
@@ -55,7 +62,7 @@ class ExpectedStrategy(BaseModel):
 
     engine: str
     sharding: str
-    quantises: bool
+    quantises: StrictBool
     """True if the preset quantizes what it communicates."""
 
 
@@ -70,7 +77,7 @@ class ComparisonSpec(BaseModel):
         frozen=True, populate_by_name=True, alias_generator=lambda name: _JSON_KEYS.get(name, name)
     )
 
-    presets: tuple[str, ...]
+    presets: Annotated[tuple[Name, ...], MinLen(1), MaxLen(500)]
     """Names of the presets, then of the variants."""
     preset_files: dict[str, dict[str, str]]
     """Name to the text of each file of its preset."""
@@ -80,21 +87,21 @@ class ComparisonSpec(BaseModel):
     """Name to what `load_preset` takes."""
     extra_arguments: dict[str, tuple[str, ...]]
     """Name of a variant to the training arguments that it alone has."""
-    world_sizes: tuple[int, ...]
+    world_sizes: Annotated[tuple[PositiveCount, ...], MinLen(1), MaxLen(100)]
     training_arguments: tuple[str, ...]
-    untimed_steps: int
-    reference: str
+    untimed_steps: Count
+    reference: Name
     """Name of the baseline."""
-    cpu: bool
-    repeats: int = 1
-    order_seed: int = 0
-    target_interval: float | None = None
+    cpu: StrictBool
+    repeats: PositiveCount = 1
+    order_seed: Integer = 0
+    target_interval: NonNegativeReal | None = None
     """None runs all steps."""
-    trial_minutes: float | None = None
+    trial_minutes: NonNegativeReal | None = None
     scaling: Scaling | None = None
-    find_max_batch: int | None = None
+    find_max_batch: PositiveCount | None = None
     """Upper bound of the search for each row's largest micro-batch."""
-    batches: dict[str, dict[str, int]] = {}
+    batches: dict[str, dict[str, PositiveCount]] = {}
     """Row name to the batch arguments that it alone has: from strong scaling, or from a batch search."""
 
     def rows(self) -> list[RowKey]:
@@ -241,7 +248,7 @@ def open_comparison(folder: Path, spec: ComparisonSpec, *, resume: bool) -> None
     Raises ToolkitError for a folder that holds a comparison without `resume`, that holds another comparison, or that
     cannot be written.
     """
-    present, wanted = read_json(folder / SPEC_FILE), spec.as_json()
+    present, wanted = read_json_object_if_present(folder / SPEC_FILE), spec.as_json()
     if present is None:
         try:
             write_json(folder / SPEC_FILE, wanted)
@@ -261,7 +268,7 @@ def open_comparison(folder: Path, spec: ComparisonSpec, *, resume: bool) -> None
 
 def read_comparison(folder: Path) -> ComparisonSpec:
     """Return the specification in a comparison's folder. Raises ToolkitError if there is none."""
-    present = read_json(folder / SPEC_FILE)
+    present = read_json_object_if_present(folder / SPEC_FILE)
     if present is None:
         raise ToolkitError(f"{folder} holds no comparison", hint="name a folder of `toolkit compare`")
     return _parse(folder, present)
@@ -269,20 +276,43 @@ def read_comparison(folder: Path) -> ComparisonSpec:
 
 def _parse(folder: Path, content: Mapping[str, Any]) -> ComparisonSpec:
     # Single runs of an older version have no intervals, and cannot be compared with repeated trials.
-    if content.get("schema_version") != SPEC_VERSION:
+    file, version = folder / SPEC_FILE, content.get("schema_version")
+    if version == 1:
         raise ToolkitError(
             f"{folder} holds a comparison by an older toolkit, with single runs; it cannot be resumed",
             hint=f"`toolkit report {folder}` still reads it; name another folder: `--output-dir DIR`",
         )
+    if version != SPEC_VERSION or type(version) is not int:
+        raise ToolkitError(f"{file} has schema_version {shown(version)}; this toolkit reads {SPEC_VERSION}", hint=OTHER)
     try:
-        return ComparisonSpec.model_validate(content)
+        spec = ComparisonSpec.model_validate(content)
     except ValidationError as error:
-        first = error.errors()[0]
-        key = ".".join(map(str, first["loc"]))
-        raise ToolkitError(
-            f"{folder / SPEC_FILE} cannot be read: {key}: {first['msg'].lower()}",
-            hint="name another folder: `--output-dir DIR`",
-        ) from None
+        raise ToolkitError(f"{file}: {explain(error)}", hint=OTHER) from None
+    if problem := _contradiction(spec):
+        raise ToolkitError(f"{file}: {problem}", hint=OTHER)
+    return spec
+
+
+def _contradiction(spec: ComparisonSpec) -> str | None:
+    """What one key of a specification says of a preset that another does not know, or of a file that has no name."""
+    if spec.reference not in spec.presets:
+        return f"reference is {shown(spec.reference)}, expected one of presets"
+    for key in ("preset_files", "expected", "preset_sources"):
+        if missing := [name for name in spec.presets if name not in getattr(spec, key)]:
+            return f"{_JSON_KEYS.get(key, key)} has no {shown(missing[0])}, which is among presets"
+    for name, values in {"presets": spec.presets, "num_processes": spec.world_sizes}.items():
+        if len(set(values)) < len(values):
+            return f"{name} is {shown(list(values))}, expected each once"
+    if unusable := next((name for name in spec.presets if not _is_folder_name(name)), None):
+        return f"presets has {shown(unusable)}, expected the name of a folder"
+    if len(spec.rows()) * spec.repeats > MAX_TRIALS:
+        return f"{len(spec.rows()):,} rows of {spec.repeats:,} repeats, expected at most {MAX_TRIALS:,} trials"
+    return None
+
+
+def _is_folder_name(name: str) -> bool:
+    """Run folders are named by their rows, and lie in the comparison's folder."""
+    return "/" not in name and "\0" not in name and name not in (".", "..")
 
 
 def _short(value: object) -> str:

@@ -39,8 +39,8 @@ def read_json_lines(
 ) -> Iterator[JsonLine]:
     """Yield the complete lines of a file, without blank ones.
 
-    Raises ToolkitError as `open_file` does, and with `hint` for a line that is not a JSON object; OverLimit for a larger file or
-    line.
+    Raises ToolkitError as `open_file` does, and with `hint` for a line that is not a JSON object; OverLimit for a
+    larger file or line.
     """
     with open_file(path) as file:
         if os.fstat(file.fileno()).st_size > max_bytes:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from toolkit.run import status
 from toolkit.run.folder import RunFolder, read_json, write_json
 from toolkit.run.heartbeat import read_heartbeats
-from toolkit.run.measurements import read_rows
+from toolkit.run.measurements import last_step
 from toolkit.run.process import ProcessResult
 from toolkit.run.resource_exhaustion import describe_host_oom, describe_latest_checkpoint, is_out_of_memory
 
@@ -104,10 +104,9 @@ def _find_failure(folder: RunFolder, ended: ProcessResult, log: str, *, oom_kill
 def _last_position(folder: RunFolder, rank: int) -> tuple[int, str | None, int | None]:
     """A rank's completed optimizer steps, by its rows; the phase and host memory peak of its last heartbeat."""
     rows = folder.rank_rows(rank)
-    steps = [row["step"] for row in read_rows(rows)] if rows.exists() else []
     heartbeat = next((found for found in read_heartbeats(rows.parent) if found.rank == rank), None)
-    last_step = steps[-1] if steps else 0
-    return (last_step, None, None) if heartbeat is None else (last_step, heartbeat.phase, heartbeat.peak_host_bytes)
+    step = last_step(rows)
+    return (step, None, None) if heartbeat is None else (step, heartbeat.phase, heartbeat.peak_host_bytes)
 
 
 def _final_status(

@@ -27,7 +27,7 @@ from toolkit.run.command import LaunchCommand, launch_command
 from toolkit.run.exit_status import RunResult, record_result
 from toolkit.run.folder import RunFolder, start_facts
 from toolkit.run.heartbeat import read_heartbeats
-from toolkit.run.measurements import read_rows
+from toolkit.run.measurements import last_step
 from toolkit.run.nvme import NvmeDisk, check_nvme, swap_folder
 from toolkit.run.options import TrainOptions
 from toolkit.run.preflight import CheckedJob, check_job, check_output, check_resume
@@ -288,5 +288,4 @@ def can_restart(result: RunResult, process_result: ProcessResult) -> bool:
 
 def _completed_steps(folder: RunFolder) -> int:
     """Optimizer steps that every rank completed, by the ranks' rows."""
-    last = [max((row["step"] for row in read_rows(path)), default=0) for path in folder.path.glob("ranks/rank*.jsonl")]
-    return min(last, default=0)
+    return min(map(last_step, folder.path.glob("ranks/rank*.jsonl")), default=0)

@@ -6,17 +6,37 @@
 
 from __future__ import annotations
 
-import json
+import contextlib
 import math
+import re
 import statistics
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt, ValidationError
+
+from toolkit.errors import ToolkitError
+from toolkit.files.json_lines import JsonLine, line_name, read_json_lines
+from toolkit.files.validation import explain
 from toolkit.run.folder import RunFolder
 
 Row = dict[str, Any]
+"""One step of one rank, checked against `StepRow`."""
+RANK_ROWS = re.compile(r"rank\d{1,9}\.jsonl")
+DAMAGED_ROW = "move the line to another file: its step is left out"
+NonNegativeFinite = Annotated[float, Field(ge=0, le=1e18, allow_inf_nan=False)]
+
+
+def _not_beyond_reach(value: float) -> float:
+    if math.isfinite(value) and abs(value) > 1e100:
+        raise ValueError("expected at most 1e+100")
+    return value
+
+
+MaybeNotFinite = Annotated[float, AfterValidator(_not_beyond_reach)]
+"""Of a run that diverged."""
 
 MEMORY_PHASES = ("load", "forward", "backward", "step")
 """The points of a run at which the memory in use is read once."""
@@ -98,22 +118,94 @@ def percentile(values: Sequence[float], share: float) -> float | None:
     return ordered[max(0, math.ceil(share * len(ordered)) - 1)] if ordered else None
 
 
+class GpuReading(BaseModel):
+    """What NVML reported at the end of a step."""
+
+    model_config = ConfigDict(strict=True)
+
+    monotonic_seconds: NonNegativeFinite
+    energy_joules: NonNegativeFinite | None = None
+    throttle_reasons: list[str] | None = None
+
+
+class FirstStepMemory(BaseModel):
+    """Bytes of one rank after each phase of its first step."""
+
+    model_config = ConfigDict(strict=True)
+
+    bytes_of: str
+    load: NonNegativeInt | None = None
+    forward: NonNegativeInt | None = None
+    backward: NonNegativeInt | None = None
+    step: NonNegativeInt | None = None
+
+
+class StepRow(BaseModel):
+    """One step of one rank, as its file must have it; runs of earlier versions lack what has a default."""
+
+    model_config = ConfigDict(strict=True)
+
+    step: PositiveInt
+    step_of_process: PositiveInt | None = None
+    rank: NonNegativeInt
+    seconds: NonNegativeFinite
+    own_seconds: NonNegativeFinite | None = None
+    cpu_seconds: NonNegativeFinite
+    tokens: NonNegativeInt
+    non_padding_tokens: NonNegativeInt
+    supervised_tokens: NonNegativeInt
+    loss: MaybeNotFinite
+    grad_norm: MaybeNotFinite | None
+    local_grad_norm: MaybeNotFinite | None = None
+    grad_norm_ranks: PositiveInt | None = None
+    batch_sha256: str
+    peak_allocated_bytes: NonNegativeInt | None
+    peak_reserved_bytes: NonNegativeInt | None
+    peak_host_bytes: NonNegativeInt | None
+    allocator_retries: NonNegativeInt | None = None
+    driver_bytes: NonNegativeInt | None = None
+    gpu_reading: GpuReading | None = None
+    memory_ladder: FirstStepMemory | None = None
+    profiled: bool = False
+
+
 def read_rows(path: Path) -> list[Row]:
-    """Read the rows of one rank, without a last line that was cut off while being written."""
-    rows: list[Row] = []
-    for line in path.read_text().splitlines():
-        try:
-            rows.append(json.loads(line))
-        except ValueError:
-            break
-    return rows
+    """Return the rows of one rank, without a last line that was cut off while being written.
+
+    Raises ToolkitError for a file that cannot be read, and for any other line that is no row, with its number.
+    """
+    return [_checked(line, path) for line in read_json_lines(path, allow_nan=True, hint=DAMAGED_ROW)]
+
+
+def last_step(path: Path) -> int:
+    """Return the last step in the rows of one rank, 0 without any; rows after a damaged one do not count."""
+    step = 0
+    with contextlib.suppress(ToolkitError):
+        for line in read_json_lines(path, allow_nan=True):
+            step = _checked(line, path)["step"]
+    return step
+
+
+def _checked(line: JsonLine, path: Path) -> Row:
+    try:
+        StepRow.model_validate(line.content)
+    except ValidationError as error:
+        raise ToolkitError(f"{line_name(path, line.number)}: {explain(error)}", hint=DAMAGED_ROW) from None
+    return line.content
 
 
 def read_steps(folder: RunFolder) -> list[list[Row]]:
-    """Return per step the rows of all ranks in rank order, for the steps that every rank completed."""
-    paths = sorted((folder.path / "ranks").glob("rank*.jsonl"), key=lambda path: int(path.stem.removeprefix("rank")))
-    ranks = [read_rows(path) for path in paths]
-    return [list(step) for step in zip(*ranks, strict=False)]
+    """Return per step the rows of all ranks in rank order, for the steps that every rank completed.
+
+    Raises ToolkitError as `read_rows` does.
+    """
+    paths = [path for path in (folder.path / "ranks").glob("rank*.jsonl") if RANK_ROWS.fullmatch(path.name)]
+    ranks = [
+        {row["step"]: row for row in read_rows(path)}
+        for path in sorted(paths, key=lambda path: int(path.stem.removeprefix("rank")))
+    ]
+    common = set[int]().union(*ranks[:1]).intersection(*ranks[1:])
+    return [[rows[step] for rows in ranks] for step in sorted(common)]
 
 
 def measure(steps: list[list[Row]], *, untimed_steps: int) -> Measurements:
@@ -152,7 +244,7 @@ def measure(steps: list[list[Row]], *, untimed_steps: int) -> Measurements:
         supervised_tokens_per_second=rate(_over_ranks(timed_rows, "supervised_tokens", sum)),
         tokens_per_cpu_second=rate(tokens, _over_ranks(timed_rows, "cpu_seconds", sum)),
         padding_fraction=_padding(tokens, non_padding),
-        losses=_over_ranks(steps, "loss", lambda losses: math.fsum(losses) / len(losses)),
+        losses=_over_ranks(steps, "loss", _mean),
         grad_norms=[grad_norm(step) for step in steps],
         batch_sha256=[[row["batch_sha256"] for row in step] for step in steps],
         memory_ladder=max_memory_by_phase(row.get("memory_ladder") for step in steps for row in step),
@@ -197,6 +289,11 @@ def _counted(steps: list[list[Row]], key: str) -> list[int]:
 
 def _over_ranks(steps: list[list[Row]], key: str, reduce: Callable[[list[float]], float]) -> list[float]:
     return [reduce([row[key] for row in step]) for step in steps]
+
+
+def _mean(values: list[float]) -> float:
+    """The mean; not a number where one is not finite, which `fsum` refuses."""
+    return math.fsum(values) / len(values) if all(map(math.isfinite, values)) else math.nan
 
 
 def _peaks(steps: list[list[Row]]) -> dict[str, int | None]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -86,7 +85,12 @@ def test_ddp_waits_from_its_own_forward_until_that_of_the_model() -> None:
 
 def test_a_resumed_run_keeps_the_rows_up_to_its_checkpoint(tmp_path: Path) -> None:
     path = tmp_path / "rank0.jsonl"
-    path.write_text("".join(json.dumps({"step": step}) + "\n" for step in (1, 2, 3)))
+    recorded = (
+        (Path(__file__).parents[2] / "fixtures" / "recorded_demo_ddp" / "ranks" / "rank0.jsonl")
+        .read_text()
+        .splitlines(keepends=True)
+    )
+    path.write_text("".join(recorded[:3]))
     drop_rows_after(path, 2)
     assert [row["step"] for row in read_rows(path)] == [1, 2]
 

@@ -1,0 +1,38 @@
+"""What pydantic found in a file, in one line: key, value and what was expected."""
+
+from __future__ import annotations
+
+from pydantic import ValidationError
+
+from toolkit.files.value_limits import MAX_SHOWN, shown
+
+
+def explain(error: ValidationError) -> str:
+    """Return the first place where a document does not match its type, with all keys that are missing there.
+
+    >>> from pydantic import create_model
+    >>> try:
+    ...     create_model("Trial", steps=list[int], name=str).model_validate({"steps": [1, "two"]})
+    ... except ValidationError as error:
+    ...     explain(error)
+    "steps[1] is 'two', expected a valid integer, unable to parse string as an integer"
+    """
+    errors = error.errors(include_url=False)
+    place = errors[0]["loc"][:-1]
+    missing = [str(found["loc"][-1]) for found in errors if found["type"] == "missing" and found["loc"][:-1] == place]
+    if missing:
+        return f"{_path(place)} has no {', '.join(missing)}"
+    message = str(errors[0]["msg"]).removeprefix("Value error, ").removeprefix("Input should be ")
+    if errors[0]["type"] == "value_error" and isinstance(errors[0]["input"], dict):
+        return f"{_path(place)}: {message}" if place else message
+    expected = message if message.startswith("expected") else f"expected {message[:1].lower()}{message[1:]}"
+    return f"{_path(errors[0]['loc'])} is {shown(errors[0]['input'])}, {expected}"
+
+
+def _path(place: tuple[int | str, ...]) -> str:
+    words = "".join(f"[{part}]" if isinstance(part, int) else f".{_key(part)}" for part in place)
+    return words.removeprefix(".") or "it"
+
+
+def _key(text: str) -> str:
+    return text if text.isprintable() and len(text) <= MAX_SHOWN else shown(text)
