@@ -32,7 +32,9 @@ SECTIONS = {
         *("offline-clusters", "checkpoints", "resume-elsewhere", "faults", "report", "after-training"),
         *("checkpoints-commands", "rehearsal", "nvme", "comm-hooks"),
     ],
-    "concepts": ["ddp-zero-fsdp2", "numerics", "batch-size-and-learning-rate", "plan", "communication", "compare"],
+    "concepts": [
+        *("ddp-zero-fsdp2", "numerics", "batch-size-and-learning-rate", "plan", "communication", "compare", "security"),
+    ],
     "reference": ["cli", "arguments", "presets", "results", "run-folder", "lint", "python"],
     "evidence": ["index", "trust", "plan-accuracy"],
     "project": ["contributing", "changelog"],

@@ -16,6 +16,7 @@ from launching import toolkit
 
 from toolkit.cli.program import main
 from toolkit.compare.replay import with_secrets
+from toolkit.compare.result_values import RowKey
 from toolkit.compare.results import ComparedJob
 from toolkit.compare.specification import read_comparison
 from toolkit.errors import ToolkitError
@@ -323,5 +324,7 @@ def _replay_names_the_missing_token(comparison: Path) -> None:
         "error: --hub_token is recorded as ***, because it is a secret\n  hint: add it: `-- --hub_token HUB_TOKEN`\n"
     )
     spec = read_comparison(comparison)
+    given = with_secrets(spec, ["--hub_token", PLAIN, "--run_name", TOKEN])
+    assert given.arguments(RowKey(preset="ddp", world_size=2))["hub_token"] == PLAIN
     with pytest.raises(ToolkitError, match="--max_steps: a replay trains the job as it is recorded"):
         with_secrets(spec, ["--max_steps", "9"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from typing import Annotated, Any
 
@@ -84,6 +85,7 @@ app.add_typer(checkpoint_app, name="checkpoint")
 def main(argv: list[str] | None = None) -> None:
     """Run a command and exit; an error that the user can fix is printed in two lines, without a traceback."""
     words = sys.argv[1:] if argv is None else argv
+    os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")  # read when the hub's client is imported, here or in a rank
     hide_words(words)  # remembers their secrets, which no message may quote
     if "--version" in words[: words.index("--") if "--" in words else None]:
         print(f"finetune-toolkit {__version__}")

@@ -21,7 +21,6 @@ def download_config(model: str, *, revision: str | None = None) -> Path:
 
     Raises ToolkitError for an id that does not exist, is private or gated, and for a hub that cannot be reached.
     """
-    os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")  # read when the hub's client is imported
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import (
         GatedRepoError,
