@@ -50,11 +50,11 @@ def _nothing_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
 
 SECRET_NAMES = """
 hub_token --hub-token token HF_TOKEN WANDB_API_KEY AWS_SECRET_ACCESS_KEY apiKey password client_secret PGPASSWORD
-Authorization private_key GITHUB_TOKEN_2 use_auth_token hubToken
+Authorization private_key GITHUB_TOKEN_2 use_auth_token hubToken wandb_key key SOME_KEY
 """
 ORDINARY_NAMES = """
 tokenizer pad_token eos_token_id num_tokens max_tokens token_type_ids TOKENIZERS_PARALLELISM lora_target_modules PWD
-include_num_input_tokens_seen GIT_AUTHOR_NAME HF_TOKEN_PATH monkey k_proj output_dir
+include_num_input_tokens_seen GIT_AUTHOR_NAME HF_TOKEN_PATH monkey k_proj output_dir template_thinking_key sort_key
 """
 SHAPES = """
 hf_FakeFakeFakeFakeFakeFakeFakeFake00 sk-proj-abcDEF0123456789abcdef ghp_abcdefghijklmnop0123456789abcdefghij
@@ -87,7 +87,7 @@ def test_of_the_training_arguments_only_the_hubs_token_is_a_secret() -> None:
 
 
 @pytest.mark.parametrize("text", SHAPES.split())
-@pytest.mark.parametrize("around", ["{}", "it's {}.", "Authorization: Bearer {}", "x={}&y", "'{}',"])
+@pytest.mark.parametrize("around", ["{}", "it's {}.", "--{}", "Authorization: Bearer {}", "x={}&y", "'{}',"])
 def test_a_secret_is_known_by_its_shape(text: str, around: str) -> None:
     assert hide_secrets(around.format(text)) == around.format("***")
 
@@ -255,6 +255,28 @@ def test_a_saved_traceback_has_no_secret() -> None:
         raise ValueError(f"401 for {PLAIN}")
     except ValueError:
         assert PLAIN not in hide_secrets(traceback.format_exc())
+
+
+@pytest.mark.parametrize(
+    ("tool", "settings"),
+    [
+        ("trl", {"dataset_name": "a/b", "hub_token": PLAIN}),
+        ("axolotl", {"datasets": [{"path": "a/b", "type": "alpaca"}], "wandb_key": PLAIN, "hf_use_auth_token": TOKEN}),
+        ("llama-factory", {"stage": "sft", "dataset": "a", "hf_hub_token": TOKEN, "hub_token": PLAIN}),
+    ],
+)
+def test_a_converted_file_has_no_secret(
+    tool: str, settings: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = "base_model" if tool == "axolotl" else "model_name_or_path"
+    (tmp_path / "theirs.yaml").write_text(json.dumps({model: "Qwen/Qwen3-8B", "output_dir": "out"} | settings))
+    with pytest.raises(SystemExit) as ended:
+        main(["convert-config", str(tmp_path / "theirs.yaml"), "--from", tool])
+    printed = "".join(capsys.readouterr())
+    assert ended.value.code in (0, None)
+    assert "***" in printed
+    assert PLAIN not in printed
+    assert TOKEN not in printed
 
 
 # -- real runs

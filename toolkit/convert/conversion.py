@@ -17,6 +17,7 @@ from typing import Any
 import yaml
 
 from toolkit.errors import ToolkitError
+from toolkit.files.secrets import hide_settings
 from toolkit.presets import load_preset
 from toolkit.presets.spec import PresetSpec
 from toolkit.presets.support import check_supported, reasons
@@ -67,7 +68,8 @@ class Draft:
 
     def __init__(self, tool: str, values: Mapping[str, Any]) -> None:
         self.tool = tool
-        self.left = {key: value for key, value in values.items() if value is not None}
+        # A converted file is shared: a secret in it is `***`, which a run refuses by name.
+        self.left = {key: value for key, value in hide_settings(values).items() if value is not None}
         self.arguments: dict[str, Any] = {}
         self.num_processes: int | None = None
         self.defaults: list[str] = []

@@ -28,8 +28,14 @@ MIN_SECRET_CHARACTERS = 8
 # Values by position of the training arguments that are `***` on the command line, as JSON.
 SECRETS_VARIABLE = "TOOLKIT_SECRET_ARGUMENTS"
 
-_SECRET_WORDS = {"key", "keys", "auth", "oauth", "authorization", "bearer", "passphrase", "pwd"}
+_SECRET_WORDS = {"auth", "oauth", "authorization", "bearer", "passphrase", "pwd"}
 _SECRET_ENDINGS = ("token", "secret", "secrets", "password", "passwd", "apikey", "credential", "credentials")
+# `api_key`, and not `template_thinking_key`; in the name of a variable, which is in capitals, any `KEY`.
+_KEY_WORDS = {"key", "keys"}
+_WITH_KEY = {
+    *("api", "access", "secret", "private", "ssh", "signing", "encryption", "account", "storage", "service", "license"),
+    *("hf", "hub", "wandb", "openai", "anthropic", "comet", "neptune", "mlflow", "azure", "aws", "gcp", "google"),
+}
 # `pad_token` and `token_type_ids` are of a tokenizer; `HF_TOKEN_PATH` and `SSH_AUTH_SOCK` are places.
 _ORDINARY_WORDS = {
     *("pad", "eos", "bos", "unk", "sep", "cls", "mask", "start", "end", "image", "video", "audio", "special"),
@@ -38,7 +44,7 @@ _ORDINARY_WORDS = {
 }
 # Of the hub, OpenAI and others, GitHub, GitLab, Slack, AWS and Google; a user and password in a URL; a header.
 _SHAPES = re.compile(
-    r"(?<!\w)(?<!\w-)(?:hf_(?=[a-z]*[A-Z0-9])[A-Za-z0-9]{10,}|sk-(?=[a-z_-]*[A-Z0-9])[A-Za-z0-9_-]{16,}"
+    r"(?<!\w)(?:hf_(?=[a-z]*[A-Z0-9])[A-Za-z0-9]{10,}|(?<!\w-)sk-(?=[a-z_-]*[A-Z0-9])[A-Za-z0-9_-]{16,}"
     r"|gh[opusr]_[A-Za-z0-9]{16,}|github_pat_\w{16,}|glpat-[A-Za-z0-9_-]{16,}|xox[abeoprs]-[A-Za-z0-9-]{10,}"
     r"|(?:AKIA|ASIA)[A-Z0-9]{12,}|AIza[A-Za-z0-9_-]{30,})"
     r"|(?<=://)[^/@\s'\"]+(?=@)"
@@ -64,6 +70,8 @@ def is_secret_name(name: str) -> bool:
     parts = {part for part in re.split(r"[^a-z]+", words) if part}
     if parts & _ORDINARY_WORDS or parts == {"pwd"}:  # the working directory
         return False
+    if parts & _KEY_WORDS and (name.isupper() or parts <= _KEY_WORDS or parts & _WITH_KEY):
+        return True
     return bool(parts & _SECRET_WORDS) or any(part.endswith(_SECRET_ENDINGS) for part in parts)
 
 
@@ -166,12 +174,30 @@ def _json_mapping(text: str) -> dict[str, Any] | None:
     return content if isinstance(content, dict) else None
 
 
+def hide_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return keys and values with the secrets among them replaced, by their keys and by their shape, and remember them.
+
+    >>> hide_settings({"hub_token": "a-token", "logging": {"api_key": "a-key"}, "use_auth_token": True})
+    {'hub_token': '***', 'logging': {'api_key': '***'}, 'use_auth_token': True}
+    """
+    remember_secrets(settings)
+    hidden: dict[str, Any] = hide_secrets(_hide_named(settings))
+    return hidden
+
+
 def _hide_named(content: Any) -> Any:
     if isinstance(content, list):
         return [_hide_named(each) for each in content]
-    if not isinstance(content, dict):
+    if not isinstance(content, Mapping):
         return content
-    return {name: HIDDEN if is_secret_name(name) and each else _hide_named(each) for name, each in content.items()}
+    return {
+        name: HIDDEN if is_secret_name(str(name)) and _may_be_secret(each) else _hide_named(each)
+        for name, each in content.items()
+    }
+
+
+def _may_be_secret(value: Any) -> bool:
+    return isinstance(value, str | int) and not isinstance(value, bool) and bool(value)
 
 
 class UnwrittenText(str):
