@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import json
+import os
+import random
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import pytest
 from dataset_folders import write_dataset_folder
 
 from toolkit.data import DataSource, check_file, is_hub_id, iter_rows, resolve_source, resolve_sources, text_files
 from toolkit.errors import ToolkitError
+from toolkit.files.reading import OverLimit
+from toolkit.units import MIB
 
 Write = Callable[[str, str | bytes], Path]
 ROWS = [{"text": "first"}, {"text": "second\nline"}, {"text": "üåß"}]
@@ -75,9 +80,19 @@ def test_an_unsupported_suffix_is_refused_with_the_supported_ones(write: Write) 
     assert caught.value.hint == "supported suffixes: .json, .jsonl, .csv, .parquet"
 
 
-@pytest.mark.parametrize("source", ["~nobody/rows.json", "a" * 5000, "\0", "https://example.org/rows.json", "squad"])
-def test_a_source_that_names_no_file_is_refused(source: str) -> None:
-    with pytest.raises(ToolkitError, match="no such data file"):
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("~nobody/rows.json", "no such data file"),
+        ("a" * 5000, "has a name of 5,000 bytes"),
+        ("folder/" * 1000 + "rows.json", "cannot be read: File name too long"),
+        ("\0", "contains a null byte"),
+        ("https://example.org/rows.json", "no such data file"),
+        ("squad", "no such data file"),
+    ],
+)
+def test_a_source_that_names_no_file_is_refused(source: str, message: str) -> None:
+    with pytest.raises(ToolkitError, match=message):
         resolve_source(source)
 
 
@@ -202,15 +217,108 @@ def test_a_row_without_the_fields_is_reported_with_its_line_and_the_fields_found
     assert caught.value.message == f"{path}: row 2, line 3: no field `output`; fields found: instruction, response"
 
 
-def test_a_file_without_read_permission_is_reported(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = write("rows.jsonl", AS_LINES)
+@pytest.fixture
+def as_nobody(tmp_path: Path) -> Iterator[None]:
+    """Root may read everything; `nobody` may not even enter pytest's folders."""
+    if os.geteuid() != 0:
+        pytest.skip("only root can become another user")
+    tmp_path.chmod(0o700)
+    os.seteuid(65534)
+    yield
+    os.seteuid(0)
 
-    def refuse(*_: Any, **__: Any) -> None:
-        raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr(Path, "open", refuse)
+@pytest.mark.parametrize("source", ["rows.jsonl", ".", "no.jsonl"])
+@pytest.mark.usefixtures("as_nobody")
+def test_a_folder_that_may_not_be_read_is_reported(tmp_path: Path, source: str) -> None:
+    with pytest.raises(ToolkitError, match=r"cannot be read: Permission denied"):
+        resolve_source(str(tmp_path / source))
+
+
+@pytest.mark.usefixtures("as_nobody")
+def test_a_file_that_may_not_be_read_is_reported(tmp_path: Path) -> None:
     with pytest.raises(ToolkitError, match=r"rows.jsonl cannot be read: Permission denied"):
+        check_file(tmp_path / "rows.jsonl")
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".json", ".csv", ".parquet"])
+def test_only_regular_files_are_read(tmp_path: Path, suffix: str) -> None:
+    """A named pipe waits for a writer, and a device has no end."""
+    pipe, device = tmp_path / f"pipe{suffix}", tmp_path / f"device{suffix}"
+    os.mkfifo(pipe)
+    device.symlink_to("/dev/zero")
+    for path, kind in ((pipe, "a named pipe"), (device, "a device")):
+        with pytest.raises(ToolkitError, match=f"{path.name} is {kind}, expected a file"):
+            check_file(path)
+
+
+@pytest.mark.parametrize(
+    ("name", "start", "byte", "message"),
+    [
+        ("line.jsonl", b'{"text": "', b"x", "line 1: more than 16 MiB, longer than any row"),
+        ("element.json", b'[{"text": "a"},\n{"text": "', b"x", "row 2, line 2: more than 16 MiB, longer than any row"),
+        ("cell.csv", b"text\n", b"x", "line 2: more than 16 MiB, longer than any row"),
+        ("blank.jsonl", b"", b"\n", "line 65537: more than 64 KiB of blank lines"),
+        ("blank.csv", b"text\n", b"\n", "line 65538: more than 64 KiB of blank lines"),
+        ("blank.json", b"", b"\n", "line 65537: more than 64 KiB of blank lines"),
+        ("spaces.json", b"[", b" ", "more than 64 KiB of white space"),
+    ],
+)
+def test_what_grows_without_end_is_refused_before_it_fills_memory(
+    write: Write, name: str, start: bytes, byte: bytes, message: str
+) -> None:
+    with pytest.raises(OverLimit, match=message):
+        check_file(write(name, start + byte * (17 * MIB)))
+
+
+def test_a_quote_that_is_never_closed_does_not_swallow_the_file(write: Write) -> None:
+    with pytest.raises(ToolkitError, match="line 2: more than 200,000 lines in one cell") as caught:
+        check_file(write("rows.csv", 'text\n"' + "a line\n" * 300_000))
+    assert caught.value.hint == "is a quote missing in this record?"
+
+
+@pytest.mark.parametrize("rows", ["[{row}, {row}]", '{{"data": [{row}, {row}]}}', "{row}\n{row}\n"])
+def test_a_row_may_be_as_long_as_a_book_in_a_file_of_one_line(write: Write, rows: str) -> None:
+    text = rows.format(row=json.dumps({"text": "x" * 15 * MIB}))
+    assert check_file(write("rows.json", text), max_bytes=None).rows == 2
+
+
+@pytest.mark.parametrize("rows", [1, 40])
+def test_a_parquet_cell_that_unpacks_to_more_than_any_row_is_refused(tmp_path: Path, rows: int) -> None:
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    texts = ["short"] * (rows - 1) + ["x" * 17 * MIB]
+    parquet.write_table(pyarrow.table({"text": texts}), tmp_path / "rows.parquet", compression="zstd")
+    assert (tmp_path / "rows.parquet").stat().st_size < MIB
+    with pytest.raises(OverLimit, match="row group 1: more than 16 MiB" if rows == 1 else "row 40: more than 16 MiB"):
+        check_file(tmp_path / "rows.parquet", max_bytes=None)
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_a_damaged_parquet_file_is_refused_or_read(tmp_path: Path, seed: int) -> None:
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    path, draw = tmp_path / "rows.parquet", random.Random(seed)
+    parquet.write_table(pyarrow.table({"text": ["abc"] * 1000}), path)
+    content = bytearray(path.read_bytes())
+    for _ in range(draw.choice([1, 3, 10])):
+        content[draw.randrange(len(content))] = draw.randrange(256)
+    path.write_bytes(content[: draw.choice([len(content), draw.randrange(len(content))])])
+    with contextlib.suppress(ToolkitError):
         check_file(path)
+
+
+@pytest.mark.parametrize(
+    "card", ["configs: 5", "configs: text", "configs: [5, [a]]", "configs: !!python/name:os.system"]
+)
+def test_a_data_set_card_of_wrong_types_names_no_configuration(card: str, tmp_path: Path) -> None:
+    (tmp_path / "README.md").write_text(f"---\n{card}\n---\n")
+    assert resolve_sources([str(tmp_path)])[0].kind == "hub"
+
+
+def test_a_data_set_card_that_is_a_bomb_is_refused(tmp_path: Path) -> None:
+    layers = "".join(f"{name}: &{name} [{', '.join([f'*{before}'] * 9)}]\n" for before, name in pairwise("abcdefghijk"))
+    (tmp_path / "README.md").write_text(f"---\na: &a [x]\n{layers}\n---\n")
+    with pytest.raises(OverLimit, match=r"README.md has more than 20,000 values"):
+        resolve_sources([str(tmp_path)])
 
 
 # -- checking

@@ -8,26 +8,40 @@ JSON lists, JSONL, CSV and Parquet are all streamed, so checking the first 32 Mi
 
 from __future__ import annotations
 
+import codecs
 import csv
 import json
-import os
 import re
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-import yaml
-
-from toolkit.data.formats import check_row, detect_format
-from toolkit.data.text_files import JsonList, Lines, ReadValue, describe_json_error, error_at
+from toolkit.data.formats import Sample, check_row, detect_format, to_sample
+from toolkit.data.text_files import (
+    MAX_BLANK_BYTES,
+    MAX_ROW_BYTES,
+    JsonList,
+    Lines,
+    ReadValue,
+    describe_json_error,
+    error_at,
+    over_limit,
+)
 from toolkit.errors import ToolkitError, nearest
+from toolkit.files.reading import OverLimit, open_file, read_text, user_path
+from toolkit.files.yaml_files import parse_yaml
+from toolkit.units import GIB, MIB
 
 SUFFIXES = (".json", ".jsonl", ".csv", ".parquet")
 JSONL_HINT = "a .jsonl file holds one JSON object per line; a .json file may hold a list of objects"
 # A folder with this file is a copy of a hub data set, which `datasets` reads like the original.
 DATASET_CARD = "README.md"
+MAX_CARD_BYTES = 8 * MIB
+# One JSON object around all rows is in memory as a whole.
+MAX_OBJECT_BYTES = GIB
+PARQUET_BATCH_ROWS = 32
+MAX_CELL_LINES = 200_000
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
@@ -103,13 +117,17 @@ def config_error(name: str, config: str | None, known: Sequence[str], *, option:
 
 def _configs(folder: Path) -> list[dict[str, Any]]:
     """Configurations in the README.md of a copied hub data set; empty if it names none."""
+    card = folder / DATASET_CARD
     try:
-        header = re.match(r"---\n(.*?)\n---", (folder / DATASET_CARD).read_text(), re.DOTALL)
-        content = yaml.safe_load(header[1]) if header else None
-    except (OSError, UnicodeDecodeError, yaml.YAMLError):
+        header = re.match(r"---\n(.*?)\n---", read_text(card, max_bytes=MAX_CARD_BYTES), re.DOTALL)
+        content = parse_yaml(header[1], str(card)) if header else None
+    except OverLimit:
+        raise
+    except ToolkitError:  # none is there, or one that the library reads in its own way
         return []
     listed = content.get("configs") if isinstance(content, dict) else None
-    return [each for each in listed or [] if isinstance(each, dict) and "config_name" in each]
+    listed = listed if isinstance(listed, list) else []
+    return [each for each in listed if isinstance(each, dict) and "config_name" in each]
 
 
 def resolve_source(source: str) -> DataSource:
@@ -118,11 +136,15 @@ def resolve_source(source: str) -> DataSource:
     Raises ToolkitError for another folder than a copy of a hub data set (with its README.md), an unknown suffix, and a
     name that is neither.
     """
-    path = Path(os.path.expanduser(source))  # noqa: PTH111  (`Path.expanduser` raises for an unknown user)
+    path = user_path(source)
     try:
-        is_folder = path.is_dir()
+        return _resolve(source, path)
     except OSError as error:
-        raise ToolkitError(f"no such data file: {source[:80]}: {error.strerror}") from None
+        raise ToolkitError(f"{source[:80]} cannot be read: {error.strerror}") from None
+
+
+def _resolve(source: str, path: Path) -> DataSource:
+    is_folder = path.is_dir()
     if is_folder and (path / DATASET_CARD).is_file():
         return DataSource(kind="hub", name=str(path))
     if is_folder:
@@ -137,13 +159,19 @@ def resolve_source(source: str) -> DataSource:
     if suggestion is None and is_hub_id(source):
         return DataSource(kind="hub", name=source)
     hint = f"did you mean `{suggestion}`?" if suggestion else "give a path to a file, or a hub id like `owner/name`"
-    raise ToolkitError(f"no such data file: {source}", hint=hint)
+    raise ToolkitError(f"no such data file: {source[:200]}", hint=hint)
 
 
 def iter_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield the place of each row and the row. Raises ToolkitError with file and place for what cannot be read."""
     for place, row, _ in _read_rows(path):
         yield place, row
+
+
+def first_sample(path: Path) -> Sample:
+    """Return the first row of a file whose rows are valid."""
+    row = next(iter_rows(path))[1]
+    return to_sample(row, detect_format(row))
 
 
 def check_file(path: Path, *, max_bytes: int | None = 32 * 2**20) -> FileCheck:
@@ -214,7 +242,7 @@ def _read_jsonl(path: Path) -> Iterator[ReadValue]:
 
 
 def _read_csv(path: Path) -> Iterator[ReadValue]:
-    csv.field_size_limit(sys.maxsize)  # a cell may hold a long document
+    csv.field_size_limit(MAX_ROW_BYTES)  # a cell may hold a long document
     lines = Lines(path)
     records = _csv_records(path, lines)
     _, header = next(records, ("", []))
@@ -229,14 +257,26 @@ def _read_csv(path: Path) -> Iterator[ReadValue]:
 
 def _csv_records(path: Path, lines: Lines) -> Iterator[tuple[str, list[str]]]:
     """Records with their first lines. Strict, because an unclosed quote would otherwise swallow the file."""
-    reader = csv.reader(lines, strict=True)
+    first = 1
+
+    def bounded_lines() -> Iterator[str]:
+        for number, line in enumerate(lines, start=1):
+            if number - first > MAX_CELL_LINES:
+                hint = "is a quote missing in this record?"
+                raise error_at(path, f"line {first}", f"more than {MAX_CELL_LINES:,} lines in one cell", hint=hint)
+            yield line
+
+    reader = csv.reader(bounded_lines(), strict=True)
     while True:
-        place = f"line {reader.line_num + 1}"
+        first = reader.line_num + 1
+        place = f"line {first}"
         try:
             record = next(reader)
         except StopIteration:
             return
         except csv.Error as error:
+            if "field limit" in str(error):
+                raise over_limit(path, place) from None
             hint = "is a quote missing in this record?"
             raise error_at(path, place, f"malformed CSV: {error}", hint=hint) from None
         if record:
@@ -248,18 +288,25 @@ def _csv_records(path: Path, lines: Lines) -> Iterator[tuple[str, list[str]]]:
 
 def _read_json(path: Path) -> Iterator[ReadValue]:
     """A list of objects, JSON lines, or one object around the list (`{"data": [...]}`)."""
-    first_line = next((line for line in Lines(path) if line.strip()), "")
-    if first_line.lstrip().startswith("["):
+    start = _first_character(path)
+    if start == b"[":
         return JsonList(path).rows()
+    if start != b"{":
+        return _read_jsonl(path)  # it raises, or there are no rows
     try:
-        value = json.loads(first_line)
-    except (ValueError, RecursionError):
+        value = json.loads(next(line for line in Lines(path) if line.strip()))
+    except (OverLimit, ValueError, RecursionError):  # the object has several lines, or is one long line
         return _read_json_object(path)
     return _read_json_object(path) if _wrapped_list(value) is not None else _read_jsonl(path)
 
 
+def _first_character(path: Path) -> bytes:
+    with open_file(path) as file:
+        return file.read(MAX_BLANK_BYTES).removeprefix(codecs.BOM_UTF8).lstrip()[:1]
+
+
 def _read_json_object(path: Path) -> Iterator[ReadValue]:
-    text = "".join(Lines(path))
+    text = read_text(path, max_bytes=MAX_OBJECT_BYTES)
     try:
         value = json.loads(text) if text.strip() else []
     except json.JSONDecodeError as error:
@@ -292,14 +339,31 @@ def _read_parquet(path: Path) -> Iterator[ReadValue]:
 
     number, bytes_read = 0, 0
     try:
-        with pyarrow.parquet.ParquetFile(path) as file:
-            for batch in file.iter_batches(batch_size=256):
+        with open_file(path) as stream, pyarrow.parquet.ParquetFile(stream) as file:
+            _check_parquet_rows(path, file.metadata)
+            for batch in file.iter_batches(batch_size=PARQUET_BATCH_ROWS):
                 bytes_read += batch.nbytes
+                if batch.nbytes > MAX_ROW_BYTES:
+                    _check_parquet_batch(path, batch, number)
                 for row in batch.to_pylist():
                     number += 1
                     yield ReadValue(f"row {number}", row, bytes_read)
     except (pyarrow.ArrowException, ValueError, OverflowError) as error:
         raise ToolkitError(f"{path} is not a valid Parquet file: {str(error).splitlines()[0]}") from None
+
+
+def _check_parquet_rows(path: Path, metadata: Any) -> None:
+    """Refuse row groups whose rows are longer than any document on average, before one is decoded."""
+    for number in range(metadata.num_row_groups):
+        group = metadata.row_group(number)
+        if group.total_byte_size > MAX_ROW_BYTES * max(1, group.num_rows):
+            raise over_limit(path, f"row group {number + 1}")
+
+
+def _check_parquet_batch(path: Path, batch: Any, rows_before: int) -> None:
+    for index in range(batch.num_rows):
+        if batch.slice(index, 1).nbytes > MAX_ROW_BYTES:
+            raise over_limit(path, f"row {rows_before + index + 1}")
 
 
 _READERS: dict[str, Callable[[Path], Iterator[ReadValue]]] = {

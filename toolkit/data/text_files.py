@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
 from collections.abc import Iterator
@@ -9,7 +10,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from toolkit.errors import ToolkitError
+from toolkit.files.reading import OverLimit, open_file
+from toolkit.units import KIB, MIB
 
+# A row is a document at most: a long book has 5 MiB.
+MAX_ROW_BYTES = 16 * MIB
+MAX_BLANK_BYTES = 64 * KIB
 _CHUNK_CHARS = 2**20
 _SPACE = re.compile(r"\s*")
 _DECODER = json.JSONDecoder()
@@ -30,17 +36,33 @@ def error_at(path: Path, place: str, why: str, *, hint: str | None = None) -> To
     return ToolkitError(f"{path}: {place}: {why}", hint=hint)
 
 
+def over_limit(path: Path, place: str) -> OverLimit:
+    """Return the error for a row, line or cell that is longer than any document."""
+    return OverLimit(f"{path}: {place}: more than {MAX_ROW_BYTES // MIB} MiB, longer than any row")
+
+
 class Lines:
-    """The lines of a UTF-8 file, decoded one by one so that an invalid byte has a line number."""
+    """The lines of a UTF-8 file, decoded one by one so that an invalid byte has a line number.
+
+    Raises OverLimit for a line that is longer than any row, and where there are none but blank lines for long.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.bytes_read = 0
 
     def __iter__(self) -> Iterator[str]:
-        with self.path.open("rb") as file:
-            for number, line in enumerate(file, start=1):
+        blank_bytes = 0
+        with open_file(self.path) as file:
+            for number, line in enumerate(iter(lambda: file.readline(MAX_ROW_BYTES + 1), b""), start=1):
                 self.bytes_read += len(line)
+                blank_bytes = blank_bytes + len(line) if line.isspace() else 0
+                if len(line) > MAX_ROW_BYTES:
+                    raise over_limit(self.path, f"line {number}")
+                if blank_bytes > MAX_BLANK_BYTES:
+                    raise OverLimit(
+                        f"{self.path}: line {number}: more than {MAX_BLANK_BYTES // KIB} KiB of blank lines"
+                    )
                 yield self._decoded(line, number)
 
     def _decoded(self, line: bytes, number: int) -> str:
@@ -77,7 +99,7 @@ class JsonList:
 
     def rows(self) -> Iterator[ReadValue]:
         """Yield every element. Raises ToolkitError with row and line for malformed JSON."""
-        with self.path.open(encoding="utf-8-sig") as self.file:
+        with io.TextIOWrapper(open_file(self.path), encoding="utf-8-sig") as self.file:
             number = 0
             self._take("[")
             while self._peek() != "]":
@@ -108,11 +130,15 @@ class JsonList:
 
     def _peek(self) -> str:
         """Return the next character that is not white space; empty at the end of the file."""
+        skipped = 0
         while True:
             space = _SPACE.match(self.text, self.position)
-            self.position = space.end() if space else self.position
+            end = space.end() if space else self.position
+            skipped, self.position = skipped + end - self.position, end
             if self.position < len(self.text):
                 return self.text[self.position]
+            if skipped > MAX_BLANK_BYTES:
+                raise OverLimit(f"{self.path}: more than {MAX_BLANK_BYTES // KIB} KiB of white space")
             if not self._more():
                 return ""
 
@@ -132,6 +158,8 @@ class JsonList:
                 offset = error.pos - self.position
                 is_final = offset == failed_at and not error.msg.startswith("Unterminated string")
                 line = self._line(error.pos)
+                if len(self.text) - self.position > MAX_ROW_BYTES:
+                    raise over_limit(self.path, place) from None
                 if is_final or not self._more():
                     where = place if place.endswith(f"line {line}") else f"{place} (error in line {line})"
                     raise error_at(self.path, where, f"malformed JSON: {error.msg}") from None
