@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from toolkit.data import check_file, is_hub_id, resolve_sources
+from toolkit.data import check_file, first_sample, is_hub_id, resolve_sources
 from toolkit.data.mixture import rows_per_epoch
+from toolkit.data.template_limits import check_templates, read_template, templates_of
 from toolkit.errors import ToolkitError
 from toolkit.files.checkpoint_pickles import check_pickles
 from toolkit.hardware.disks import existing_folder, free_bytes
@@ -91,6 +92,7 @@ def check_job(
     check_model(str(arguments["model_name_or_path"]), revision=arguments.get("revision"))
     rows = check_dataset(arguments)
     check_eval_dataset(arguments)
+    check_chat_template(arguments)
     batch = global_batch_size(arguments, num_processes)
     names = ", ".join(dataset_names(arguments))
     check_rows_fill_a_step(rows, batch, names, packing=flag(arguments.get("packing", False)))
@@ -154,6 +156,19 @@ def check_dataset(arguments: dict[str, Any]) -> int | None:
     known = [count for count in rows if count is not None]
     weights = dataset_weights(arguments)
     return sum(rows_per_epoch(known, weights or None)) if len(known) == len(rows) else None
+
+
+def check_chat_template(arguments: dict[str, Any]) -> None:
+    """Check that the chat template renders the first conversation of each local file in little time and memory."""
+    sources = resolve_sources(dataset_names(arguments), config=arguments.get("dataset_config"))
+    samples = [first_sample(source.path) for source in sources if source.path is not None]
+    if samples and all(sample.messages is None for sample in samples) and len(samples) == len(sources):
+        return  # plain text needs no template
+    file, model = arguments.get("chat_template"), local_folder(str(arguments["model_name_or_path"]))
+    if file is not None:
+        check_templates([read_template(str(file))], samples, name=str(file))
+    elif model.is_dir():
+        check_templates(templates_of(model), samples, name=f"the chat template of {model}")
 
 
 def check_eval_dataset(arguments: dict[str, Any]) -> None:

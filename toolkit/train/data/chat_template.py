@@ -12,9 +12,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from toolkit.data import Sample
+from toolkit.data.template_limits import MAX_RENDERED_CHARACTERS, time_limit
 from toolkit.errors import ToolkitError
 
 TEMPLATE_HINT = "pass `--chat_template FILE` with a `{% generation %}` block around the assistant's turns"
+
+# Rendering takes milliseconds; a rank shares its cores with others.
+MAX_RENDER_SECONDS = 20.0
 
 _GENERATION_BLOCK = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 
@@ -73,14 +77,19 @@ class _Chat:
 
     def render(self, num_messages: int, *, prompt_assistant: bool = False) -> str:
         """Render the first messages, followed by the header of an assistant turn if `prompt_assistant`."""
-        return str(self.apply(num_messages, tokenize=False, add_generation_prompt=prompt_assistant))
+        text = str(self.apply(num_messages, tokenize=False, add_generation_prompt=prompt_assistant))
+        if len(text) > MAX_RENDERED_CHARACTERS:
+            what = f"the chat template renders this conversation as {len(text):,} characters"
+            raise ToolkitError(what, hint="pass `--chat_template FILE`")
+        return text
 
     def apply(self, num_messages: int, **arguments: Any) -> Any:
         """Call `apply_chat_template`; an error of the template is one that the user can fix."""
         self.template()
         messages = self.messages[:num_messages]
         try:
-            return self.tokenizer.apply_chat_template(messages, tools=self.tools, **arguments)
+            with time_limit(MAX_RENDER_SECONDS):
+                return self.tokenizer.apply_chat_template(messages, tools=self.tools, **arguments)
         except Exception as error:  # a template is a program: it can raise anything
             why = (str(error).strip().splitlines() or [type(error).__name__])[0]
             roles = ", ".join(message["role"] for message in messages)

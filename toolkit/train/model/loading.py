@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
+from toolkit.data.template_limits import check_templates, read_template
 from toolkit.errors import ToolkitError
 from toolkit.run.script_arguments import ModelArguments
 from toolkit.train.model.adapters import quantization, with_lora
@@ -17,13 +17,16 @@ from toolkit.train.model.freezing import freeze
 
 
 def load_tokenizer(arguments: ModelArguments, *, chat_template: str | None) -> Any:
-    """Return the model's tokenizer, with the chat template of the file `chat_template` if given."""
+    """Return the model's tokenizer, with the chat template of the file `chat_template` if given.
+
+    Raises ToolkitError for a template that never ends.
+    """
     tokenizer = from_pretrained(AutoTokenizer, arguments)
     if chat_template is not None:
-        try:
-            tokenizer.chat_template = Path(chat_template).read_text()
-        except OSError as error:
-            raise ToolkitError(f"chat_template {chat_template} cannot be read: {error.strerror}") from None
+        tokenizer.chat_template = read_template(chat_template)
+    found = tokenizer.chat_template or []
+    templates = list(found.values()) if isinstance(found, dict) else [found] if isinstance(found, str) else []
+    check_templates(templates, name=chat_template or f"the chat template of {arguments.model_name_or_path}")
     return tokenizer
 
 
