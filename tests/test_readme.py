@@ -24,7 +24,7 @@ import typer
 from fits_table import fits_table
 from reference_blocks import characteristics_table, preset_table
 
-from toolkit.cli import app
+from toolkit.cli.program import app
 from toolkit.presets import preset_names
 from toolkit.run.folder import read_json
 from toolkit.run.script_arguments import read_arguments, read_config_file

@@ -5,8 +5,22 @@
 'full_shard'
 """
 
-from toolkit.presets import Preset, list_presets, load_preset
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from toolkit.presets import Preset, list_presets, load_preset
 
 __version__ = "0.1.0"
 
 __all__ = ["Preset", "__version__", "list_presets", "load_preset"]
+
+
+def __getattr__(name: str) -> Any:
+    """Import `toolkit.presets` at its first use, so that a program's own error handling is in effect before."""
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from toolkit import presets
+
+    return getattr(presets, name)

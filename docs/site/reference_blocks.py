@@ -14,7 +14,7 @@ import typer
 
 import toolkit
 import toolkit.presets
-from toolkit.cli import app
+from toolkit.cli.program import app
 from toolkit.presets import Preset, list_presets
 from toolkit.presets.characteristics import characteristics
 from toolkit.run.argument_aliases import ALIASES, HINTS, Alias

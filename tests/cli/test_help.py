@@ -13,7 +13,7 @@ import typer
 from typer.testing import CliRunner
 
 from toolkit import __version__
-from toolkit.cli import app, main
+from toolkit.cli.program import app, main
 
 
 def command_paths(command: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:

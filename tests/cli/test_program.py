@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import typer
 
-from toolkit.cli import app, main
+from toolkit.cli.program import app, main
 
 ROOT = Path(__file__).parents[2]
 LLAMA_8B = str(ROOT / "tests" / "fixtures" / "llama-8b")

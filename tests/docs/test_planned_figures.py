@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from toolkit.cli import app
+from toolkit.cli.program import app
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"

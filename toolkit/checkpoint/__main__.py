@@ -14,21 +14,18 @@ from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
+from toolkit.entry_point import exit_code_of
 from toolkit.errors import EXIT_DONE, EXIT_RUN_FAILED, ToolkitError
 from toolkit.units import gib
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one command and return its exit code; a ToolkitError is printed in two lines."""
+    """Run one command and return its exit code; an error is printed in two lines."""
     options = _parser().parse_args(argv)
     os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed only reads its files here
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     warnings.filterwarnings("ignore")
-    try:
-        return int(options.run(options))
-    except ToolkitError as error:
-        print(f"error: {error}", file=sys.stderr, flush=True)
-        return error.exit_code
+    return exit_code_of(lambda: int(options.run(options)))
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -7,6 +7,20 @@ A command module parses options and prints; the work is imported inside the comm
 a fraction of a second and no light command imports torch.
 """
 
-from toolkit.cli.program import app, main
+from __future__ import annotations
 
-__all__ = ["app", "main"]
+import sys
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Run a command and exit. A Ctrl-C while the program is still being imported is reported like any other."""
+    try:
+        from toolkit.cli import program
+
+        program.main(argv)
+    except KeyboardInterrupt:
+        print("stopped", file=sys.stderr, flush=True)
+        sys.exit(1)
+
+
+__all__ = ["main"]

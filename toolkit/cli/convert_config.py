@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from toolkit.cli.output import print_message
+from toolkit.entry_point import print_message
 from toolkit.errors import ToolkitError
 from toolkit.flags import JsonOutput
 

@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping
 
-from toolkit.files.secrets import hide_secrets
+from toolkit.entry_point import print_message
 from toolkit.hardware.gpus import ON_CPU_MESSAGE
-
-
-def print_message(line: str) -> None:
-    """Print a line for the user to stderr, at once, without secrets."""
-    print(hide_secrets(line), file=sys.stderr, flush=True)
 
 
 def print_failure(status: str, failure: Mapping[str, object]) -> None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from toolkit.cli.options import expand_options
-from toolkit.cli.output import print_message
+from toolkit.entry_point import print_message
 from toolkit.errors import EXIT_RUN_FAILED
 from toolkit.flags import JsonOutput, ModelName
 from toolkit.hardware.gpus import trains_on_cpu

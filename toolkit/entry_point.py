@@ -1,0 +1,167 @@
+"""What every program of ours does around its work: messages, and errors as two lines and an exit code.
+
+    sys.exit(exit_code_of(run))
+
+Invalid input and a machine that refuses (a full disk, no permission) are two lines. An error that nobody expected is
+two lines too, and a file with its traceback; `TOOLKIT_DEBUG=1` prints the traceback itself. A rank of a run reports in
+its run folder instead (`toolkit.train.rank_process`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import io
+import os
+import platform
+import shlex
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import TextIO
+
+from toolkit.errors import EXIT_DONE, EXIT_INVALID_INPUT, EXIT_OUT_OF_MEMORY, EXIT_RUN_FAILED, ToolkitError, visible
+from toolkit.files.secrets import hide_secrets, hide_words
+
+DEBUG_VARIABLE = "TOOLKIT_DEBUG"
+REPORT_PAGE = "docs/how-to/report-a-problem.md"
+MAX_CAUSE_CHARACTERS = 200
+# What the machine refuses -> what to do about it. Other errors of the operating system are ours.
+MACHINE_FAULTS = {
+    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "free disk space, or name a folder on another disk"),
+    errno.EFBIG: "raise the limit on the size of files: `ulimit -f unlimited`",
+    errno.EROFS: "name a folder on a disk that can be written to",
+    **dict.fromkeys((errno.EACCES, errno.EPERM), "check who owns it and who may read and write it: `ls -ld`"),
+    errno.ENAMETOOLONG: "use a shorter name",
+    errno.EISDIR: "name a file, not a folder",
+    errno.ENOTDIR: "a part of the path is a file, not a folder",
+    errno.ELOOP: "a part of the path is a link to itself",
+    **dict.fromkeys((errno.EMFILE, errno.ENFILE), "raise the limit on open files: `ulimit -n 4096`"),
+    **dict.fromkeys((errno.EIO, errno.ESTALE), "check the disk: `dmesg | tail`"),
+    **dict.fromkeys((errno.ENOMEM, errno.EAGAIN), "free memory or end processes: `ulimit -a` shows the limits"),
+}
+
+
+def exit_code_of(work: Callable[[], int | None]) -> int:
+    """Do a program's work and return its exit code; every error is printed, and none is raised.
+
+    `work` returns an exit code, or None when it is done.
+    """
+    prepare_streams()
+    try:
+        _check_working_directory()
+        code = work()
+        sys.stdout.flush()
+    except ToolkitError as error:
+        print_message(f"error: {error}")
+        return error.exit_code
+    except KeyboardInterrupt:
+        print_message("stopped")
+        return EXIT_RUN_FAILED
+    except MemoryError:
+        print_message(f"error: {ToolkitError('the host has no memory left', hint='give the job more host memory')}")
+        return EXIT_OUT_OF_MEMORY
+    except BrokenPipeError:  # `| head` has seen enough
+        _discard(sys.stdout)
+        return EXIT_RUN_FAILED
+    except Exception as error:  # the last handler
+        return _report(error)
+    return EXIT_DONE if code is None else code
+
+
+def print_message(text: str) -> None:
+    """Print a line for the user to stderr, at once, without secrets and control characters.
+
+    A terminal that is gone, or a full disk, does not end the work.
+    """
+    try:
+        print(visible(hide_secrets(text), keep="\n\t"), file=sys.stderr, flush=True)
+    except (OSError, ValueError):  # ValueError: closed
+        _discard(sys.stderr)
+
+
+def prepare_streams() -> None:
+    """Give this process the three standard streams, and let stdout print any text in any locale.
+
+    Where one was closed (`>&-`), the next file to be opened would take its place, and be written to by `print`.
+    """
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # it takes the lowest free number
+    sys.stdout = sys.stdout or _no_output()
+    sys.stderr = sys.stderr or _no_output()
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        with contextlib.suppress(OSError):
+            sys.stdout.reconfigure(errors="backslashreplace")
+
+
+def _no_output() -> TextIO:
+    return open(os.devnull, "w", encoding="utf-8")  # noqa: PTH123  (it stays open as long as the process)
+
+
+def _discard(stream: TextIO) -> None:
+    """Send what is left in a stream nowhere: Python would try to print it once more at its end."""
+    with contextlib.suppress(OSError, ValueError):
+        nothing = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nothing, stream.fileno())
+        os.close(nothing)
+
+
+def _check_working_directory() -> None:
+    try:
+        Path.cwd()
+    except FileNotFoundError:
+        raise ToolkitError(
+            "the working directory no longer exists", hint="change to a folder that exists: `cd`"
+        ) from None
+
+
+def _report(error: Exception) -> int:
+    """Print two lines about an error that is not a ToolkitError, and return the exit code."""
+    if os.environ.get(DEBUG_VARIABLE, "0") not in ("", "0"):
+        print_message("".join(traceback.format_exception(error)))
+    if isinstance(error, OSError) and error.errno in MACHINE_FAULTS:
+        _discard_full_output(error)
+        what = f"{error.filename}: {error.strerror}" if error.filename else f"cannot write: {error.strerror}"
+        print_message(f"error: {ToolkitError(what, hint=MACHINE_FAULTS[error.errno])}")
+        return EXIT_INVALID_INPUT
+    what = f"unexpected {type(error).__name__}: {error}" if str(error) else f"unexpected {type(error).__name__}"
+    what = what if len(what) <= MAX_CAUSE_CHARACTERS else f"{what[:MAX_CAUSE_CHARACTERS]}..."
+    print_message(f"error: {ToolkitError(what, hint=_how_to_report(error))}")
+    return EXIT_RUN_FAILED
+
+
+def _discard_full_output(error: OSError) -> None:
+    """An error without a file name is usually one of stdout, which keeps what it could not write."""
+    if error.filename is None:
+        _discard(sys.stdout)
+
+
+def _how_to_report(error: Exception) -> str:
+    try:
+        return f"it is a mistake in the toolkit: report it with {save_traceback(error)} ({REPORT_PAGE})"
+    except OSError:
+        return f"it is a mistake in the toolkit: run it again with {DEBUG_VARIABLE}=1 and report it ({REPORT_PAGE})"
+
+
+def save_traceback(error: BaseException) -> Path:
+    """Write the command and the traceback, without secrets, to a new file that only its owner can read.
+
+    Raises OSError where no folder for temporary files can be written to.
+    """
+    from toolkit import __version__
+
+    lines = [
+        f"finetune-toolkit {__version__}, Python {platform.python_version()}, {platform.platform()}",
+        f"command: {shlex.join(hide_words(sys.argv))}",
+        "",
+        "".join(traceback.format_exception(error)),
+    ]
+    descriptor, name = tempfile.mkstemp(prefix="toolkit-error-", suffix=".txt")
+    with os.fdopen(descriptor, "w", encoding="utf-8", errors="backslashreplace") as file:
+        file.write(hide_secrets("\n".join(lines)))
+    return Path(name)
