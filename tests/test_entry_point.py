@@ -5,11 +5,9 @@ from __future__ import annotations
 import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +28,10 @@ COMMANDS = {
     "json": ["presets", "--json"],
     "plan": ["plan", LLAMA_8B, "--gpu", "h100", "--preset", "zero3", "--num-processes", "8"],
     "recommend": ["recommend", LLAMA_8B, "--gpu", "h100", "--num-processes", "8"],
+    "show": ["preset", "show", "zero3"],
     "lint": ["lint", str(ROOT / "examples")],
 }
+WITH_DATA = [name for name in COMMANDS if name != "lint"]
 
 
 def run(command: str, *, redirect: str = "", cwd: Path = ROOT, env: dict[str, str] | None = None) -> Any:
@@ -119,7 +119,7 @@ def test_no_secret_is_saved_or_printed(
 ) -> None:
     monkeypatch.setenv("WANDB_API_KEY", "a-key-without-a-known-shape")
     monkeypatch.setattr(sys, "argv", ["toolkit", "train", "--", "--hub_token", "an-unusual-token"])
-    message = "401 for hf_abcdefghijklmnop and a-key-without-a-known-shape"
+    message = "401 for hf_abcdefghijkl0123 and a-key-without-a-known-shape"
     assert exit_code_of(work_that_raises(ValueError(message))) == 1
     [saved] = temporary.iterdir()
     shown = capsys.readouterr().err + saved.read_text(encoding="utf-8")
@@ -150,7 +150,7 @@ def test_a_terminal_obeys_nothing_in_a_message(capsys: pytest.CaptureFixture[str
 # -- streams
 
 
-@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("command", WITH_DATA)
 def test_a_full_disk_as_stdout_is_two_lines(command: str) -> None:
     ended = run(command, redirect=">/dev/full")
     assert ended.returncode == 2
@@ -167,10 +167,10 @@ def test_a_reader_that_has_seen_enough_ends_the_command_quietly(command: str) ->
 
 
 def test_messages_go_nowhere_where_stderr_is_closed() -> None:
-    """Python prints them to stdout, where they would be in the way of the data."""
+    """Python would print them to stdout, where they are in the way of the data."""
+    assert run("lint").stderr.endswith(b"clean\n")
     ended = run("lint", redirect="2>&-")
-    assert b"1 note" not in ended.stdout.splitlines()[-1]
-    assert ended.returncode == run("lint").returncode
+    assert (ended.returncode, ended.stdout) == (0, b"")
 
 
 def test_a_closed_stdout_is_not_the_next_file_that_is_opened(tmp_path: Path) -> None:
@@ -237,32 +237,34 @@ def test_a_full_disk_loses_no_file(full_disk: Path, capsys: pytest.CaptureFixtur
     from toolkit.cli.program import main
 
     config = full_disk / "ds.json"
-    config.write_text('{"zero_optimization": {"stage": 2, "cpu_offload": true}}')
+    config.write_text('{"zero_optimization": {"stage": 3, "stage3_gather_fp16_weights_on_model_save": true}}')
     before = config.read_text()
     for words in (["preset", "export", str(full_disk / "out")], ["lint", "--fix", "--in-place", str(config)]):
         with pytest.raises(SystemExit) as ended:
             main(words)
         printed = capsys.readouterr().err
         assert ended.value.code == 2, printed
-        assert "No space left on device\n  hint: free disk space" in printed
+        assert "No space left on device\n  hint: " in printed
+        assert len(printed.splitlines()) == 2
     assert config.read_text() == before
 
 
 # -- Ctrl-C
 
+INTERRUPT_AT = """
+import os, signal, sys
+def interrupt(event, details):
+    if event == "import" and details[0] == sys.argv[1]:
+        os.kill(os.getpid(), signal.SIGINT)
+signal.signal(signal.SIGINT, signal.default_int_handler)
+sys.addaudithook(interrupt)
+from toolkit.cli import main
+main(sys.argv[2:])
+"""
 
-@pytest.mark.parametrize("delay", [0.05, 0.1, 0.2, 0.3])
-def test_ctrl_c_is_reported_in_one_line_also_during_imports(delay: float) -> None:
-    process = subprocess.Popen(
-        [*TOOLKIT, "recommend", LLAMA_8B, "--gpu", "h100", "--num-processes", "8"],
-        cwd=ROOT,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    time.sleep(delay)
-    process.send_signal(signal.SIGINT)
-    _, printed = process.communicate(timeout=60)
-    # Before Python runs any code of ours, the signal just ends it.
-    assert "Traceback" not in printed
-    assert (process.returncode, printed) in ((1, "stopped\n"), (0, ""), (-signal.SIGINT, ""))
+
+@pytest.mark.parametrize("module", ["toolkit.cli.program", "typer", "toolkit.cli.train", "toolkit.plan.recommend"])
+def test_ctrl_c_is_one_line_also_during_imports(module: str) -> None:
+    line = [sys.executable, "-c", INTERRUPT_AT, module, *COMMANDS["recommend"]]
+    ended = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (1, "", "stopped\n")

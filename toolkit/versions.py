@@ -117,7 +117,7 @@ def _source(library: str, file: str) -> ast.Module | None:
     spec = importlib.util.find_spec(library)
     if spec is None or spec.origin is None:
         return None
-    return ast.parse((Path(spec.origin).parent / file).read_text())
+    return ast.parse((Path(spec.origin).parent / file).read_text("utf-8"))
 
 
 def _field_types(library: str, file: str, name: str) -> dict[str, str]:

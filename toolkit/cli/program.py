@@ -27,6 +27,9 @@ from toolkit.files.secrets import hide_words
 # click's UsageError, or that of Typer's own copy of click, which exports only this subclass of it.
 UsageError: type[Exception] = typer.BadParameter.__mro__[1]
 
+# What Typer returns for a Ctrl-C.
+TYPER_INTERRUPTED = 130
+
 # Another tool's or an earlier word for an option -> ours. Every command accepts both; `--help` shows ours.
 OTHER_WORDS = {
     "world-size": "num-processes",
@@ -100,6 +103,8 @@ def _run_command(argv: list[str]) -> int | None:
         return EXIT_INVALID_INPUT
     except typer.Abort:
         raise KeyboardInterrupt from None
+    if code == TYPER_INTERRUPTED:
+        raise KeyboardInterrupt
     return code
 
 

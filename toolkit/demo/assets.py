@@ -28,6 +28,7 @@ from typing import Any
 
 from toolkit.cache import cache_folder
 from toolkit.errors import RunFailed, ToolkitError, did_you_mean
+from toolkit.files.json_files import read_json_object
 
 MODEL_NAME = "SmolLM2-135M-Instruct"
 MODEL_PARAMETERS = 134_515_008  # tied input and output embeddings counted once
@@ -67,12 +68,12 @@ def default_model_folder() -> Path:
 def model_is_ready(folder: Path, *, hash_weights: bool = False) -> bool:
     """Return True if `folder` holds the complete model, by the size of the weights or (half a second) their SHA-256."""
     try:
-        provenance = json.loads((folder / "provenance.json").read_text())
+        provenance = read_json_object(folder / "provenance.json")
         weights = folder / "model.safetensors"
         if weights.stat().st_size != provenance["safetensors_bytes"]:
             return False
         return not hash_weights or _sha256(weights) == provenance["safetensors_sha256"]
-    except (OSError, ValueError, KeyError):
+    except (OSError, ToolkitError, KeyError):
         return False
 
 
@@ -187,7 +188,7 @@ def _write_provenance(folder: Path) -> None:
         "safetensors_bytes": weights.stat().st_size,
         "safetensors_sha256": _sha256(weights),
     }
-    (folder / "provenance.json").write_text(json.dumps(provenance, indent=2) + "\n")
+    (folder / "provenance.json").write_text(json.dumps(provenance, indent=2) + "\n", "utf-8")
 
 
 def random_llama(folder: Path, tokenizer: Any, *, seed: int = 0, **sizes: Any) -> Path:
@@ -229,9 +230,9 @@ def chitchat_data_file() -> Path:
     source = _package_folder(CHITCHAT_PACKAGE, CHITCHAT_REQUIREMENT) / "dataset.json"
     _check_sha256(source, CHITCHAT_SHA256)
     with _temporary_folder_beside(converted) as temporary:
-        conversations = map(chitchat_row, json.loads(source.read_text()).values())
+        conversations = map(chitchat_row, json.loads(source.read_text("utf-8")).values())
         rows = [json.dumps(row, ensure_ascii=False) for row in conversations if len(row["messages"]) > 1]
-        (temporary / "rows").write_text("\n".join(rows) + "\n")
+        (temporary / "rows").write_text("\n".join(rows) + "\n", "utf-8")
         (temporary / "rows").replace(converted)
     return converted
 
@@ -302,7 +303,13 @@ def _check_sha256(path: Path, expected: str) -> None:
 def _run_quietly(command: list[str]) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
     return subprocess.run(
-        command, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False
+        command,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        encoding="utf-8",
+        errors="replace",
+        check=False,
     )
 
 

@@ -146,7 +146,7 @@ def without_secrets(value: Any, environment: Mapping[str, str]) -> Any:
     """Return facts with every secret of the environment, and whatever looks like one, replaced in all texts."""
     stored = []
     with contextlib.suppress(OSError, UnicodeDecodeError):
-        stored.append(_token_file(environment).read_text().strip())
+        stored.append(_token_file(environment).read_text("utf-8").strip())
     return hide_secrets(value, known=stored, environment=environment)
 
 
@@ -193,7 +193,7 @@ def _output(*command: str) -> str | None:
     if shutil.which(command[0]) is None:
         return None
     with contextlib.suppress(OSError, subprocess.SubprocessError):
-        return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout
+        return subprocess.run(command, capture_output=True, encoding="utf-8", timeout=10, check=True).stdout
     return None
 
 
@@ -247,7 +247,7 @@ def _entries(folder: Path) -> list[Path]:
 
 def _text(path: Path) -> str | None:
     with contextlib.suppress(OSError, UnicodeDecodeError):
-        return path.read_text().strip()
+        return path.read_text("utf-8").strip()
     return None
 
 

@@ -106,7 +106,7 @@ def check_compiler() -> None:
 
 def _compile_in_child_process(log: Path, builders: list[str]) -> None:
     """DeepSpeed logs to stdout, and fixes its accelerator for the lifetime of the process."""
-    with log.open("w") as stream:
+    with log.open("w", encoding="utf-8") as stream:
         child = subprocess.run(
             [sys.executable, "-c", _LOAD_CODE, *builders],
             env={**os.environ, "PATH": path_with_ninja(), "TORCH_EXTENSIONS_DIR": str(log.parent)},
@@ -116,7 +116,7 @@ def _compile_in_child_process(log: Path, builders: list[str]) -> None:
             check=False,
         )
     if child.returncode != 0:
-        last_line = (log.read_text().strip().splitlines() or ["no output"])[-1]
+        last_line = (log.read_text(encoding="utf-8", errors="replace").strip().splitlines() or ["no output"])[-1]
         raise ToolkitError(f"DeepSpeed's CPU ops do not compile: {last_line}", hint=f"see the log: {log}")
 
 
@@ -125,7 +125,7 @@ def _exclusive(folder: Path) -> Iterator[Path]:
     """Hold the lock of the folder, which is released when the process ends."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        stream = (folder / "toolkit.lock").open("w")
+        stream = (folder / "toolkit.lock").open("w", encoding="utf-8")
     except OSError as error:
         raise ToolkitError(
             f"cannot write the compiled ops to {folder}: {error.strerror}", hint="set TOOLKIT_CACHE to another folder"

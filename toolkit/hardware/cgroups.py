@@ -77,5 +77,5 @@ def cgroup_folders(root: Path, controller: str) -> Iterator[Path]:
 
 def _text(path: Path) -> str | None:
     with contextlib.suppress(OSError):
-        return path.read_text().strip()
+        return path.read_text("utf-8").strip()
     return None

@@ -55,7 +55,7 @@ def mount_of(folder: Path, mounts: str | None = None) -> Mount | None:
     `mounts` is the text of /proc/mounts, which is read if it is not given.
     """
     if mounts is None:
-        mounts = Path("/proc/mounts").read_text()
+        mounts = Path("/proc/mounts").read_text("utf-8", errors="replace")
     target, found = folder.resolve(), None
     for line in mounts.splitlines():
         _, point, filesystem, *_ = line.split(" ")

@@ -78,7 +78,7 @@ def _count_with_nvidia_smi() -> int:
     if shutil.which("nvidia-smi") is None:
         return 0
     try:
-        listing = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=20, check=False)
+        listing = subprocess.run(["nvidia-smi", "-L"], capture_output=True, encoding="utf-8", timeout=20, check=False)
     except (OSError, subprocess.TimeoutExpired):
         return 0
     return sum(line.startswith("GPU ") for line in listing.stdout.splitlines())
@@ -125,4 +125,4 @@ def gpu_topology() -> str | None:
 
 def _nvidia_smi(*arguments: str) -> str:
     command = ["nvidia-smi", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
+    return subprocess.run(command, capture_output=True, encoding="utf-8", timeout=10, check=True).stdout.strip()

@@ -40,7 +40,7 @@ def describe_node() -> dict[str, Any]:
 
 def _cpu_name() -> str | None:
     try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        lines = Path("/proc/cpuinfo").read_text("utf-8", errors="replace").splitlines()
     except OSError:
         return platform.processor() or None
     return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), None)
@@ -72,4 +72,4 @@ def git_commit(folder: Path) -> str | None:
 
 def _git(folder: Path, *arguments: str) -> str:
     command = ["git", "-C", str(folder), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
+    return subprocess.run(command, capture_output=True, encoding="utf-8", timeout=10, check=True).stdout.strip()

@@ -19,6 +19,7 @@ from typing import Any
 from toolkit.cache import cache_folder
 from toolkit.errors import ToolkitError
 from toolkit.files.atomic_write import write_text
+from toolkit.files.json_files import read_json
 from toolkit.models.saved_activations import read_counted
 from toolkit.models.shape import Adapter, ModelShape, Tensor
 from toolkit.versions import installed_version
@@ -34,8 +35,8 @@ def count_shape(config: Path, values: Mapping[str, Any], *, hint: str | None = N
     Raises ToolkitError, with the hint, if transformers cannot build a language model from it.
     """
     path = cached_count(values)
-    with contextlib.suppress(OSError, ValueError, LookupError, TypeError):  # missing, or damaged: count again
-        return shape_from_counted(json.loads(path.read_text()))
+    with contextlib.suppress(ToolkitError, ValueError, LookupError, TypeError):  # missing, or damaged: count again
+        return shape_from_counted(read_json(path))
     counted = _run_child(config, hint)
     with contextlib.suppress(OSError):  # a read-only cache is no error
         write_text(path, json.dumps(counted))
@@ -57,7 +58,7 @@ def cached_count(values: Mapping[str, Any]) -> Path:
 def _run_child(config: Path, hint: str | None) -> dict[str, Any]:
     command = [sys.executable, "-m", "toolkit.models.count_from_transformers", str(config)]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=COUNTING_SECONDS, check=False)
+        done = subprocess.run(command, capture_output=True, encoding="utf-8", timeout=COUNTING_SECONDS, check=False)
     except subprocess.TimeoutExpired:
         raise ToolkitError(f"{config}: transformers did not build the model within {COUNTING_SECONDS} s") from None
     if done.returncode:

@@ -24,6 +24,8 @@ WORLD_SIZE_VARIABLE = "TOOLKIT_WORLD_SIZE"
 NVME_PATH_VARIABLE = "TOOLKIT_NVME_PATH"
 # The launcher has created the run folder and written run.json.
 PREPARED_VARIABLE = "TOOLKIT_RUN_PREPARED"
+# A rank prints rows and reads files in UTF-8, whatever the locale of this node is.
+UTF8_VARIABLES = {"PYTHONUTF8": "1", "PYTHONIOENCODING": "utf-8"}
 # A library may have put its strategy into this process's environment; a run gets its strategy from the preset.
 STRATEGY_VARIABLES = ("ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_FSDP", "ACCELERATE_USE_PARALLELISM_CONFIG")
 
@@ -36,7 +38,7 @@ def inherited_environment() -> dict[str, str]:
 
 def process_environment(*, cpu: bool, run_id: str) -> dict[str, str]:
     """Return the variables that the toolkit gives every process that it starts, on the CPU or the visible GPUs."""
-    environment = {RUN_ID_VARIABLE: run_id, "PYTHONUNBUFFERED": "1"}
+    environment = {RUN_ID_VARIABLE: run_id, "PYTHONUNBUFFERED": "1", **UTF8_VARIABLES}
     return environment | ({"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"} if cpu else {})
 
 

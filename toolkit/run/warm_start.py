@@ -178,7 +178,7 @@ def fork_process(
         command=command,
         environment=dict(environment),
         working_directory=str(Path.cwd()),
-        cgroups=Path("/proc/self/cgroup").read_text(),
+        cgroups=Path("/proc/self/cgroup").read_text("utf-8"),
         limits={name: resource.getrlimit(getattr(resource, name)) for name in dir(resource) if name[:7] == "RLIMIT_"},
         cpus=sorted(os.sched_getaffinity(0)),
         niceness=os.nice(0),

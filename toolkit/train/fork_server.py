@@ -388,7 +388,7 @@ def why_refused(request: ForkRequest, environment: Mapping[str, str]) -> str | N
     device = request.environment.get("DS_ACCELERATOR", "cpu")
     if device != "cpu" and "deepspeed" in sys.modules:
         return f"DS_ACCELERATOR is {device}, and DeepSpeed has selected the CPU when the fork server started"
-    if Path("/proc/self/cgroup").read_text() != request.cgroups:
+    if Path("/proc/self/cgroup").read_text("utf-8") != request.cgroups:
         return "the fork server runs in another control group, which may have another memory limit"
     added = set(path_entries(request.environment)) - {*path_entries(environment), request.working_directory}
     if added:  # such a folder may hold a sitecustomize.py, which Python imports at its start
@@ -421,7 +421,7 @@ def become(request: ForkRequest, descriptors: list[int], server_pid: int, set_by
     if os.getppid() != server_pid:
         os._exit(1)  # the server exited before prctl took effect
     set_signal_handlers(request.ignored_signals)
-    with Path(os.devnull).open() as nothing:
+    with Path(os.devnull).open(encoding="utf-8") as nothing:
         os.dup2(nothing.fileno(), 0)
     os.dup2(descriptors[0], 1)
     os.dup2(descriptors[1], 2)

@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import psutil
-import yaml
 
+from toolkit.files.yaml_files import read_yaml_mapping
 from toolkit.presets import Preset, load_preset, read_preset
 from toolkit.run.environment import (
     NVME_PATH_VARIABLE,
@@ -91,7 +91,7 @@ def context_of_command(options: list[str], folder: Path) -> LaunchContext:
     path = folder / config_file
     return LaunchContext(
         preset=read_preset(path),
-        world_size=_integer(num_processes or yaml.safe_load(path.read_text()).get("num_processes")),
+        world_size=_integer(num_processes or read_yaml_mapping(path).get("num_processes")),
         dp_shard_size=_integer(_value_of(options, "parallelism_config_dp_shard_size")),
     )
 

@@ -17,6 +17,7 @@ from accelerate.data_loader import prepare_data_loader
 
 from toolkit.errors import ToolkitError
 from toolkit.files.atomic_write import write_text
+from toolkit.files.json_files import read_json_object
 from toolkit.train.data.packing import TokenRow
 from toolkit.train.data.streaming import LANE_STATE, PLACEHOLDER, STREAM_ERROR, BatchShare, LaneState, TokenStream
 
@@ -117,14 +118,15 @@ def read_lane_states(checkpoint: Path) -> LaneStates | None:
     states: LaneStates = {}
     paths, ranks = list(checkpoint.glob(STATE_FILES)), 0
     for path in paths:
+        written = read_json_object(path)
         try:
-            written = json.loads(path.read_text())
-            ranks, lanes = written["world_size"], written["lanes"]
-        except (OSError, ValueError, KeyError) as error:
-            raise ToolkitError(f"{path} cannot be read: {error}", hint="resume from an earlier checkpoint") from None
-        for lane in lanes:
-            packs = tuple(map(tuple, lane["open"]))
-            states[lane["lane"]] = LaneState(lane=lane["lane"], taken=lane["taken"], open=packs)
+            ranks = int(written["world_size"])
+            for lane in written["lanes"]:
+                packs = tuple(tuple(map(int, pack)) for pack in lane["open"])
+                states[int(lane["lane"])] = LaneState(lane=int(lane["lane"]), taken=int(lane["taken"]), open=packs)
+        except (ValueError, KeyError, TypeError) as error:
+            why = f"{type(error).__name__} {error}"
+            raise ToolkitError(f"{path} is damaged: {why[:80]}", hint="resume from an earlier checkpoint") from None
     return states if len(paths) == ranks > 0 else None
 
 

@@ -77,7 +77,7 @@ class Watchdog:
     def start(self) -> None:
         """Open the file for stack traces, handle the signal that requests them, and start watching."""
         self.ranks.mkdir(parents=True, exist_ok=True)
-        self.stacks = stacks_path(self.ranks, self.rank).open("w")
+        self.stacks = stacks_path(self.ranks, self.rank).open("w", encoding="utf-8")
         write_stacks_on_signal(self.stacks)
         self.beat()
         # The process must not exit while a heartbeat is half written: its temporary file would stay in the run folder.

@@ -80,4 +80,4 @@ class PhaseMemoryRecorder:
 
 def resident_bytes() -> int:
     """Return this process's resident memory (the second number of /proc/self/statm, in pages)."""
-    return int(STATM.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    return int(STATM.read_text("utf-8").split()[1]) * os.sysconf("SC_PAGE_SIZE")

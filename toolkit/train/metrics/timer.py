@@ -163,7 +163,7 @@ class StepTimer(TrainerCallback):  # type: ignore[misc]
             row = self._row(number, step)
             if row["step_of_process"] > self.untimed_steps and not step.profiled:
                 self.timed_seconds.append(row["seconds"])
-            with self.path.open("a") as file:
+            with self.path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(row) + "\n")
             self._print(row)
             self._check_finite(row, step)
