@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from toolkit.cache import cache_folder
 from toolkit.entry_point import exit_code_of, print_message
 from toolkit.errors import RunFailed, ToolkitError
 
@@ -268,3 +269,14 @@ def test_ctrl_c_is_one_line_also_during_imports(module: str) -> None:
     line = [sys.executable, "-c", INTERRUPT_AT, module, *COMMANDS["recommend"]]
     ended = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
     assert (ended.returncode, ended.stdout, ended.stderr) == (1, "", "stopped\n")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+def test_a_user_without_a_home_folder_has_a_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("HOME", "XDG_CACHE_HOME", "TOOLKIT_CACHE"):
+        monkeypatch.delenv(name, raising=False)
+    os.setresuid(12345, 0, 0)
+    try:
+        assert cache_folder() == Path(tempfile.gettempdir()) / ".cache" / "finetune-toolkit"
+    finally:
+        os.setresuid(0, 0, 0)

@@ -11,11 +11,13 @@ import hashlib
 import os
 import stat
 import sys
+import tempfile
 from collections.abc import Iterable
 from importlib.metadata import distribution, version
 from pathlib import Path
 
 from toolkit.errors import ToolkitError
+from toolkit.files.reading import user_path
 
 # DeepSpeed's ops for NVMe offload; each name is also the name of its folder.
 ASYNC_IO_OPS = ("pin_memory", "async_io")
@@ -26,8 +28,14 @@ COMPILE_ASYNC_IO = "python -m toolkit.doctor.ops --async-io"
 def cache_folder() -> Path:
     """Return the root of the cache, which may not exist yet."""
     if named := os.environ.get("TOOLKIT_CACHE"):
-        return Path(named).expanduser()
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "finetune-toolkit"
+        return user_path(named)
+    return Path(os.environ.get("XDG_CACHE_HOME") or home_folder() / ".cache") / "finetune-toolkit"
+
+
+def home_folder() -> Path:
+    """Return the user's home folder; for a user without one, as in some containers, that for temporary files."""
+    home = user_path("~")
+    return home if home.is_absolute() else Path(tempfile.gettempdir())
 
 
 def torch_extensions_folder() -> Path:

@@ -22,9 +22,10 @@ from pathlib import Path
 from typing import Any
 
 from toolkit import __version__
-from toolkit.cache import ASYNC_IO_OPS, are_compiled, cache_folder
+from toolkit.cache import ASYNC_IO_OPS, are_compiled, cache_folder, home_folder
 from toolkit.doctor.node_packages import find_nvcc
 from toolkit.doctor.ops import CPU_OPS, has_libaio_header
+from toolkit.files.reading import user_path
 from toolkit.files.secrets import HIDDEN, hide_secrets, is_secret_name
 from toolkit.hardware.cgroups import cpu_limit, memory_limit_bytes
 from toolkit.hardware.disks import existing_folder
@@ -164,8 +165,8 @@ def _hub_login(environment: Mapping[str, str]) -> str | None:
 
 
 def _hub_home(environment: Mapping[str, str]) -> Path:
-    cache = environment.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(environment.get("HF_HOME") or Path(cache) / "huggingface").expanduser()
+    cache = environment.get("XDG_CACHE_HOME") or home_folder() / ".cache"
+    return user_path(environment.get("HF_HOME") or Path(cache) / "huggingface")
 
 
 def _driver_cuda_version() -> str | None:
@@ -220,9 +221,9 @@ def _files(environment: Mapping[str, str]) -> dict[str, str]:
     """Configuration files that change a run without being named in its command."""
     paths = [
         Path(environment.get("ACCELERATE_CONFIG_FILE") or _hub_home(environment) / "accelerate/default_config.yaml"),
-        Path.home() / ".deepspeed_env",
+        home_folder() / ".deepspeed_env",
         Path(".deepspeed_env").absolute(),
-        Path(environment.get("NCCL_CONF_FILE") or Path.home() / ".nccl.conf"),
+        Path(environment.get("NCCL_CONF_FILE") or home_folder() / ".nccl.conf"),
         Path("/etc/nccl.conf"),
     ]
     texts = {str(path): _text(path) for path in dict.fromkeys(paths)}
@@ -306,5 +307,5 @@ def _fenced(text: str) -> list[str]:
 
 def _without_home(text: str) -> str:
     """Write the home folder, which often is a person's name, as `~`."""
-    home = str(Path.home())
+    home = str(home_folder())
     return text if home == "/" else re.sub(rf"{re.escape(home)}(?=/|\s|$)", "~", text)
