@@ -13,11 +13,12 @@ import stat
 import sys
 import tempfile
 from collections.abc import Iterable
-from importlib.metadata import distribution, version
+from importlib.metadata import distribution
 from pathlib import Path
 
 from toolkit.errors import ToolkitError
 from toolkit.files.reading import user_path
+from toolkit.versions import installed_version
 
 # DeepSpeed's ops for NVMe offload; each name is also the name of its folder.
 ASYNC_IO_OPS = ("pin_memory", "async_io")
@@ -40,7 +41,8 @@ def home_folder() -> Path:
 
 def torch_extensions_folder() -> Path:
     """Return this environment's folder of compiled ops: environments that share one rebuild each other's ops."""
-    environment = f"{sys.prefix} {sys.version_info[:2]} torch {version('torch')} deepspeed {version('deepspeed')}"
+    libraries = " ".join(f"{library} {installed_version(library)}" for library in ("torch", "deepspeed"))
+    environment = f"{sys.prefix} {sys.version_info[:2]} {libraries}"
     return cache_folder() / "torch_extensions" / hashlib.sha256(environment.encode()).hexdigest()[:12]
 
 

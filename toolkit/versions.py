@@ -7,16 +7,19 @@ True
 from __future__ import annotations
 
 import ast
+import contextlib
 import functools
 import importlib.metadata
 import importlib.util
 import re
 from pathlib import Path
+from typing import Any
 
 # In the clone: the package is not published.
 INSTALL_GPU_PACKAGES = "pip install -c constraints.txt -e '.[gpu]'"
 
 
+@functools.cache
 def installed_version(library: str) -> str | None:
     """Return the version of an installed distribution, or None."""
     try:
@@ -75,16 +78,84 @@ def tracker_names() -> tuple[str, ...]:
     return tuple(str(key.value) for key in keys if isinstance(key, ast.Constant))
 
 
-@functools.cache
 def optimizer_names() -> tuple[str, ...]:
     """Return the optimizers that transformers' `optim` accepts, read from its source; empty if it is not installed."""
-    return _enum_values("transformers", "training_args.py", "OptimizerNames")
+    return training_argument_words().get("optim", ())
+
+
+def scheduler_names() -> tuple[str, ...]:
+    """Return the schedules of `lr_scheduler_type`, read from transformers' source; empty if it is not installed."""
+    return training_argument_words().get("lr_scheduler_type", ())
 
 
 @functools.cache
-def scheduler_names() -> tuple[str, ...]:
-    """Return the schedules of `lr_scheduler_type`, read from transformers' source; empty if it is not installed."""
-    return _enum_values("transformers", "trainer_utils.py", "SchedulerType")
+def training_argument_words() -> dict[str, tuple[str, ...]]:
+    """Return the words that each field of `TrainingArguments` with a fixed choice accepts, read from its source.
+
+    A field has a choice if its `__post_init__` makes an enum of the value, or if its metadata has `choices`.
+    """
+    choices = {name: _choices(node) for name, node in _training_fields().items()}
+    return {name: words for name, words in choices.items() if words} | _enum_fields()
+
+
+@functools.cache
+def training_argument_defaults() -> dict[str, Any]:
+    """Return the defaults of `TrainingArguments` that its source writes as a number, a word or a boolean."""
+    found = {}
+    for name, node in _training_fields().items():
+        default = _keyword(node.value, "default")
+        if default is not None:
+            with contextlib.suppress(ValueError):
+                found[name] = ast.literal_eval(default)
+    return found
+
+
+@functools.cache
+def optimizer_module(optim: str) -> tuple[str, str] | None:
+    """Return the module that an optimizer of transformers is imported from, and the command that installs it.
+
+    None for those of torch and of transformers itself.
+    """
+    handler = _optimizer_handlers().get(optim)
+    imported = [node.module for node in ast.walk(handler) if isinstance(node, ast.ImportFrom)] if handler else []
+    modules = [name.partition(".")[0] for name in imported if name]
+    found = next((name for name in modules if name != "torch"), None)
+    if handler is None or found is None:
+        return None
+    command = re.search(r"pip install [^`]*[^`.]", ast.unparse(handler))
+    return found, command[0] if command else f"pip install {found}"
+
+
+@functools.cache
+def scheduler_arguments(name: str) -> dict[str, bool] | None:
+    """Return what `lr_scheduler_kwargs` may set for a schedule, and True for what it must; None: anything.
+
+    Read from the signature of the function of transformers that makes the schedule.
+    """
+    tree = _source("transformers", "optimization.py")
+    table = _table(tree, "TYPE_TO_SCHEDULER_FUNCTION")
+    members = {member: value for value, member in _enum_members("transformers", "trainer_utils.py", "SchedulerType")}
+    functions = {members.get(_attribute(key)): ast.unparse(value) for key, value in table}
+    function = next((node for node in _functions(tree) if node.name == functions.get(name)), None)
+    if function is None or function.args.kwarg is not None:
+        return None
+    names = [argument.arg for argument in function.args.args]
+    required = names[: len(names) - len(function.args.defaults)]
+    by_trainer = ("optimizer", "num_warmup_steps", "num_training_steps")
+    return {argument: argument in required for argument in names if argument not in by_trainer}
+
+
+@functools.cache
+def accelerator_config_types() -> dict[str, str]:
+    """Return field name to annotation of transformers' `AcceleratorConfig`."""
+    return _field_types("transformers", "trainer_pt_utils.py", "AcceleratorConfig")
+
+
+@functools.cache
+def attention_names() -> tuple[str, ...]:
+    """Return the attention functions that transformers registers; `eager` is each model's own."""
+    tree = _source("transformers", "modeling_utils.py")
+    return ("eager", *(str(key.value) for key, _ in _table(tree, "_global_mapping") if isinstance(key, ast.Constant)))
 
 
 @functools.cache
@@ -113,6 +184,7 @@ def is_importable(module: str) -> bool:
         return False
 
 
+@functools.cache
 def _source(library: str, file: str) -> ast.Module | None:
     spec = importlib.util.find_spec(library)
     if spec is None or spec.origin is None:
@@ -120,15 +192,130 @@ def _source(library: str, file: str) -> ast.Module | None:
     return ast.parse((Path(spec.origin).parent / file).read_text("utf-8"))
 
 
+def _class(library: str, file: str, name: str) -> ast.ClassDef | None:
+    tree = _source(library, file)
+    return next(
+        (node for node in (tree.body if tree else []) if isinstance(node, ast.ClassDef) and node.name == name), None
+    )
+
+
+def _fields(library: str, file: str, name: str) -> dict[str, ast.AnnAssign]:
+    found = _class(library, file, name)
+    fields = [node for node in (found.body if found else []) if isinstance(node, ast.AnnAssign)]
+    return {node.target.id: node for node in fields if isinstance(node.target, ast.Name)}
+
+
 def _field_types(library: str, file: str, name: str) -> dict[str, str]:
-    tree = _source(library, file)
-    classes = [node for node in (tree.body if tree else []) if isinstance(node, ast.ClassDef) and node.name == name]
-    fields = [node for node in (classes[0].body if classes else []) if isinstance(node, ast.AnnAssign)]
-    return {node.target.id: ast.unparse(node.annotation) for node in fields if isinstance(node.target, ast.Name)}
+    return {field: ast.unparse(node.annotation) for field, node in _fields(library, file, name).items()}
 
 
-def _enum_values(library: str, file: str, name: str) -> tuple[str, ...]:
-    tree = _source(library, file)
-    classes = [node for node in (tree.body if tree else []) if isinstance(node, ast.ClassDef) and node.name == name]
-    assigned = [node.value for node in (classes[0].body if classes else []) if isinstance(node, ast.Assign)]
-    return tuple(str(value.value) for value in assigned if isinstance(value, ast.Constant))
+def _training_fields() -> dict[str, ast.AnnAssign]:
+    return _fields("transformers", "training_args.py", "TrainingArguments")
+
+
+def _choices(field: ast.AnnAssign) -> tuple[str, ...]:
+    """The words of `metadata={"choices": [...]}`; of the two log levels, the names in transformers' own table."""
+    metadata = _keyword(field.value, "metadata")
+    pairs = zip(metadata.keys, metadata.values, strict=True) if isinstance(metadata, ast.Dict) else []
+    for key, value in pairs:
+        if isinstance(key, ast.Constant) and key.value == "choices":
+            if isinstance(value, ast.List):
+                return tuple(str(word) for word in ast.literal_eval(value))
+            if "log_levels" in ast.unparse(value):
+                levels = _table(_source("transformers", "utils/logging.py"), "log_levels")
+                return (*(str(ast.literal_eval(level)) for level, _ in levels if level is not None), "passive")
+    return ()
+
+
+def _enum_fields() -> dict[str, tuple[str, ...]]:
+    """Fields of which `__post_init__` makes an enum: `self.optim = OptimizerNames(self.optim)`."""
+    arguments = _class("transformers", "training_args.py", "TrainingArguments")
+    found = {}
+    for function in _functions(arguments):
+        for node in ast.walk(function) if function.name == "__post_init__" else []:
+            if not isinstance(node, ast.Assign) or not isinstance(node.targets[0], ast.Attribute):
+                continue
+            called = [
+                call.func.id
+                for call in ast.walk(node.value)
+                if isinstance(call, ast.Call) and isinstance(call.func, ast.Name)
+            ]
+            words = next(filter(None, map(_words_of_enum, called)), ())
+            if words:
+                found[node.targets[0].attr] = words
+    return found
+
+
+def _words_of_enum(name: str) -> tuple[str, ...]:
+    """The words of an enum that training_args.py defines or imports."""
+    tree = _source("transformers", "training_args.py")
+    imports = [node for node in (tree.body if tree else []) if isinstance(node, ast.ImportFrom) and node.level == 1]
+    modules = [node.module for node in imports if node.module and name in [alias.name for alias in node.names]]
+    file = f"{modules[0].replace('.', '/')}.py" if modules else "training_args.py"
+    found = _class("transformers", file, name)
+    is_enum = found is not None and any("Enum" in ast.unparse(base) for base in found.bases)
+    return tuple(value for value, _ in _enum_members("transformers", file, name)) if is_enum else ()
+
+
+def _enum_members(library: str, file: str, name: str) -> list[tuple[str, str]]:
+    """Value and name of each member, in order."""
+    found = _class(library, file, name)
+    assigned = [node for node in (found.body if found else []) if isinstance(node, ast.Assign)]
+    return [
+        (str(node.value.value), ast.unparse(node.targets[0]))
+        for node in assigned
+        if isinstance(node.value, ast.Constant)
+    ]
+
+
+def _optimizer_handlers() -> dict[str, ast.FunctionDef]:
+    """Optimizer to the function that makes it: the table's pairs, and `**dict.fromkeys(list, function)`."""
+    tree = _source("transformers", "trainer_optimizer.py")
+    functions = {node.name: node for node in _functions(tree)}
+    members = {member: value for value, member in _enum_members("transformers", "training_args.py", "OptimizerNames")}
+    found = {}
+    for key, value in _table(tree, "_OPTIMIZER_HANDLERS"):
+        if key is not None:
+            keys, function = [key], value
+        elif isinstance(value, ast.Call) and len(value.args) == 2:
+            keys, function = _list(tree, ast.unparse(value.args[0])), value.args[1]
+        for each in keys:
+            if _attribute(each) in members and ast.unparse(function) in functions:
+                found[members[_attribute(each)]] = functions[ast.unparse(function)]
+    return found
+
+
+def _functions(tree: ast.Module | ast.ClassDef | None) -> list[ast.FunctionDef]:
+    return [node for node in (tree.body if tree else []) if isinstance(node, ast.FunctionDef)]
+
+
+def _assigned(tree: ast.Module | None, name: str) -> ast.expr | None:
+    """The value of `name = ...` or `name: type = ...`, wherever it is in the file."""
+    for node in ast.walk(tree) if tree else []:
+        targets = (
+            node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
+        )
+        if targets and ast.unparse(targets[0]) == name:
+            assert isinstance(node, ast.Assign | ast.AnnAssign)
+            return node.value
+    return None
+
+
+def _table(tree: ast.Module | None, name: str) -> list[tuple[ast.expr | None, ast.expr]]:
+    """Keys and values of a dictionary; the key of a `**` is None."""
+    value = _assigned(tree, name)
+    return list(zip(value.keys, value.values, strict=True)) if isinstance(value, ast.Dict) else []
+
+
+def _list(tree: ast.Module | None, name: str) -> list[ast.expr]:
+    value = _assigned(tree, name)
+    return value.elts if isinstance(value, ast.List) else []
+
+
+def _keyword(call: ast.expr | None, name: str) -> ast.expr | None:
+    keywords = call.keywords if isinstance(call, ast.Call) else []
+    return next((keyword.value for keyword in keywords if keyword.arg == name), None)
+
+
+def _attribute(node: ast.expr | None) -> str:
+    return node.attr if isinstance(node, ast.Attribute) else ""

@@ -301,7 +301,7 @@ def test_a_preset_that_is_compared_with_itself(job: Job) -> None:
     ("options", "error"),
     [
         (["--repeats", "0"], "--repeats is 0, expected 1 or more"),
-        (["--target-interval", "3"], "--target-interval is 3.0, expected a fraction from 0 to below 1"),
+        (["--target-interval", "3"], "--target-interval is 3, expected a fraction from 0 to below 1"),
         (["--scaling", "strong"], "--scaling needs several numbers of processes"),
         (["--find-max-batch", "0"], "--find-max-batch is 0, expected 1 or more"),
         (["--trial-minutes", "0"], "--trial-minutes is 0, expected more than 0"),

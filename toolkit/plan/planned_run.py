@@ -16,9 +16,9 @@ from toolkit.plan.memory_verdict import DOES_NOT_FIT, FITS, TOO_CLOSE
 from toolkit.plan.planner import Plan, PlanRequest, make_plans
 from toolkit.presets.preset import Preset
 from toolkit.presets.support import Method, check_supported
+from toolkit.run.argument_values import as_list
 from toolkit.run.script_arguments import (
     accumulation_steps,
-    as_list,
     flag,
     integer,
     micro_batch_size,

@@ -26,11 +26,12 @@ from toolkit.presets.support import Purpose, check_supported
 from toolkit.rehearse.rehearsed_rank import SYNTHETIC, RehearsedRank
 from toolkit.run import status
 from toolkit.run.argument_checks import check_arguments
+from toolkit.run.argument_values import Range, check_range
 from toolkit.run.command import ProcessCommand, new_run_id
 from toolkit.run.environment import process_environment
 from toolkit.run.exit_status import RunResult, record_result
 from toolkit.run.folder import RunFolder, read_json, start_facts
-from toolkit.run.preflight import check_dataset, check_positive, check_required
+from toolkit.run.preflight import check_dataset, check_required
 from toolkit.run.process import run_command
 from toolkit.run.script_arguments import dataset_names, flag, read_arguments, resumes
 from toolkit.run.warm_start import server_in_environment
@@ -38,6 +39,8 @@ from toolkit.run.warm_start import server_in_environment
 DEFAULT_STEPS = 3
 # Nothing of a rehearsal is worth saving, evaluating or reporting.
 FORCED_ARGUMENTS = {"save_model": "false", "save_strategy": "no", "eval_strategy": "no", "report_to": "none"}
+
+LARGEST_WORLD_SIZE = 2**17  # more ranks than any GPU cluster has
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,8 +59,7 @@ class Rehearsal:
 
 def check_rehearsal(preset: Preset, *, world_size: int, rank: int) -> None:
     """Raise ToolkitError for a world size that the preset does not support, a rank outside it, or no rehearsal."""
-    if world_size < 1:
-        raise ToolkitError(f"--num-processes is {world_size}, expected 1 or more")
+    check_range("--num-processes", world_size, Range(lowest=1, highest=LARGEST_WORLD_SIZE))
     check_supported(preset, world_size=world_size, purpose="rehearse")
     if not 0 <= rank < world_size:
         raise ToolkitError(
@@ -96,7 +98,6 @@ def plan_rehearsal(
 
 def _check_job(arguments: dict[str, Any], preset: Preset, *, world_size: int, on_cpu: bool, purpose: Purpose) -> None:
     check_required(arguments, ("model_name_or_path",))
-    check_positive(arguments)
     if resumes(arguments):
         raise ToolkitError("--resume_from_checkpoint: a rehearsal trains nothing to resume", hint="leave it out")
     if flag(arguments.get("load_best_model_at_end", False)):

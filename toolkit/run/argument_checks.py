@@ -16,11 +16,14 @@ from toolkit.files.secrets import refuse_hidden
 from toolkit.presets.spec import PresetSpec
 from toolkit.presets.support import CPU, Device, Method, Purpose, check_supported
 from toolkit.presets.training_arguments import STRATEGY_ARGUMENTS
-from toolkit.run.dataset_checks import check_streaming, check_weights, streaming_warnings
+from toolkit.run.argument_values import check_ranges, check_words, shown
+from toolkit.run.dataset_checks import check_evaluation, check_streaming, check_weights, streaming_warnings
 from toolkit.run.learning_rate import check_scaling
 from toolkit.run.lora_config import lora_fields
-from toolkit.run.script_arguments import is_given, read_method, uses_activation_checkpointing
-from toolkit.versions import INSTALL_GPU_PACKAGES, is_importable, tracker_names
+from toolkit.run.model_arguments import check_attention, missing_attention_package
+from toolkit.run.script_arguments import argument_words, flag, is_given, read_method, uses_activation_checkpointing
+from toolkit.run.trainer_arguments import check_trainer_arguments
+from toolkit.versions import INSTALL_GPU_PACKAGES, is_importable, optimizer_module, tracker_names
 
 Arguments = dict[str, Any]
 
@@ -70,9 +73,7 @@ def check_arguments(
     Raises ToolkitError for what does not work: a value, a combination, or a method that the preset does not support.
     """
     refuse_hidden(arguments)
-    check_scaling(arguments)
-    check_weights(arguments)
-    check_streaming(arguments)
+    check_values(arguments, on_cpu=on_cpu)
     if arguments.get("profile_steps") is not None:
         profiled_steps(str(arguments["profile_steps"]))
     if preset is not None:
@@ -82,7 +83,8 @@ def check_arguments(
     device = CPU if on_cpu else Device()
     method = read_method(arguments)
     check_supported(preset, method, world_size=num_processes, device=device, purpose=purpose)
-    missing = _missing_packages(method)
+    _check_best_of_sharded(arguments, preset)
+    missing = _missing_packages(arguments, method)
     if missing and here:
         raise missing[0]
     check_trackers(arguments.get("report_to"))
@@ -90,18 +92,51 @@ def check_arguments(
     return [*needed, *_ineffective_arguments(arguments, preset)]
 
 
-def _missing_packages(method: Method) -> list[ToolkitError]:
-    """One error for each package that the method needs and that is not installed."""
+def check_values(arguments: Arguments, *, on_cpu: bool) -> None:
+    """Raise ToolkitError for a value that works under no preset, as far as that is known without torch."""
+    check_words(arguments, argument_words())
+    check_ranges(arguments)
+    check_trainer_arguments(arguments, on_cpu=on_cpu)
+    check_scaling(arguments)
+    check_weights(arguments)
+    check_streaming(arguments)
+    check_evaluation(arguments)
+    check_attention(arguments.get("attn_implementation"), on_cpu=on_cpu)
+
+
+def _check_best_of_sharded(arguments: Arguments, preset: PresetSpec | None) -> None:
+    """The Trainer cannot load the best model where a sharded checkpoint holds only the model."""
+    both = all(flag(arguments.get(name, False)) for name in ("save_only_model", "load_best_model_at_end"))
+    if both and preset is not None and preset.engine in ("deepspeed", "fsdp2"):
+        raise ToolkitError(
+            f"--load_best_model_at_end does not work with --save_only_model under preset {preset.name!r}",
+            hint="leave `--save_only_model` out",
+        )
+
+
+def _missing_packages(arguments: Arguments, method: Method) -> list[ToolkitError]:
+    """One error for each package that the arguments need and that is not installed."""
     needed = {
         "bitsandbytes": ("--load_in_4bit needs bitsandbytes", method.load_in_4bit),
         "liger_kernel": ("--use_liger_kernel needs liger-kernel", method.use_liger_kernel),
     }
     hint = f"in the clone: {INSTALL_GPU_PACKAGES}"
-    return [
+    found = [
         ToolkitError(message, hint=hint)
         for module, (message, is_used) in needed.items()
         if is_used and not is_importable(module)
     ]
+    optimizer = optimizer_module(method.optim)
+    if optimizer is not None and not is_importable(optimizer[0]):
+        module, command = optimizer
+        install = hint if module == "bitsandbytes" else command
+        found.append(ToolkitError(f"--optim {method.optim} needs {module}", hint=install))
+    attention = arguments.get("attn_implementation")
+    package = missing_attention_package(attention)
+    if package is not None:
+        install = f"pip install {package}, or `--attn_implementation sdpa`"
+        found.append(ToolkitError(f"--attn_implementation {attention} needs {package}", hint=install))
+    return found
 
 
 def profiled_steps(text: str) -> tuple[int, int]:
@@ -110,10 +145,12 @@ def profiled_steps(text: str) -> tuple[int, int]:
     >>> profiled_steps("3:5")
     (3, 5)
     """
-    found = re.fullmatch(r"(\d+):(\d+)", text)
+    found = re.fullmatch(r"([0-9]{1,12}):([0-9]{1,12})", text)
     first, last = (int(found[1]), int(found[2])) if found else (0, 0)
     if not 1 <= first <= last:
-        raise ToolkitError(f"--profile_steps is {text!r}, expected A:B with 1 <= A <= B", hint="`--profile_steps 3:5`")
+        raise ToolkitError(
+            f"--profile_steps is {shown(text)}, expected A:B with 1 <= A <= B", hint="`--profile_steps 3:5`"
+        )
     return first, last
 
 
@@ -125,7 +162,7 @@ def check_trackers(value: Any) -> None:
         known = tracker_names()
         if known and name not in known:
             hint = did_you_mean(str(name), known, otherwise=f"one of {', '.join(known)}")
-            raise ToolkitError(f"--report_to has no tracker {name!r}", hint=hint)
+            raise ToolkitError(f"--report_to has no tracker {shown(name)}", hint=hint)
         module, package = TRACKER_MODULES.get(str(name), (str(name), str(name)))
         alternative = name == "tensorboard" and is_importable("tensorboardX")
         if name != "kubeflow" and not alternative and not is_importable(module):
@@ -150,14 +187,10 @@ def _check_lora_config(arguments: Arguments) -> None:
 
 
 def _check_comm_hook(arguments: Arguments) -> None:
-    """Check the hook's name and the range of its options."""
+    """Check the range of the hook's options."""
     name = arguments.get("ddp_comm_hook")
     if name is None:
         return
-    if name not in COMM_HOOKS:
-        raise ToolkitError(
-            f"--ddp_comm_hook is {name!r}, expected {', '.join(COMM_HOOKS)}", hint=did_you_mean(str(name), COMM_HOOKS)
-        )
     fraction = float(arguments.get("ddp_comm_hook_top_k_fraction", 0.01))
     if not 0 < fraction <= 1:
         raise ToolkitError(f"--ddp_comm_hook_top_k_fraction is {fraction}, expected more than 0 and at most 1")

@@ -12,6 +12,7 @@ from typing import Any
 
 from toolkit.errors import ToolkitError
 from toolkit.run.script_arguments import DataArguments, dataset_names, dataset_weights, flag, integer
+from toolkit.run.trainer_arguments import evaluates
 
 Arguments = dict[str, Any]
 
@@ -81,6 +82,43 @@ def check_streaming(arguments: Arguments) -> None:
             f" {', '.join(map(str, WORKERS[:-1]))} or {WORKERS[-1]} processes",
             hint=f"`--dataloader_num_workers {WORKERS[-1]}`",
         )
+
+
+def check_evaluation(arguments: Arguments) -> None:
+    """Raise ToolkitError for two sources of evaluation rows, for none where the run evaluates, and for a bad size."""
+    val_size, has_rows = arguments.get("val_size"), arguments.get("eval_dataset") is not None
+    if val_size is not None:
+        check_val_size(float(val_size))
+    if has_rows and val_size is not None:
+        raise ToolkitError("both --eval_dataset and --val_size are given", hint="leave one of them out")
+    if evaluates(arguments) and val_size is None and not has_rows:
+        streams = flag(arguments.get("streaming", False))
+        argument = "eval_strategy" if str(arguments.get("eval_strategy") or "no") != "no" else "eval_on_start"
+        raise ToolkitError(
+            f"--{argument} is set, but there are no evaluation rows",
+            hint="`--eval_dataset FILE`" + ("" if streams else ", or `--val_size 0.05` to hold some out"),
+        )
+
+
+def check_val_size(val_size: float, *, rows: int | None = None) -> int:
+    """Return the rows that are held out; `rows` is None where their number is not known yet, and then it is 0.
+
+    Raises ToolkitError unless so many can be held out.
+    """
+    if val_size <= 0 or (val_size > 1 and val_size != int(val_size)) or (rows is not None and val_size >= rows):
+        fewer = "a number of rows" if rows is None else f"fewer than all {rows} rows"
+        raise ToolkitError(f"--val_size is {val_size:g}, expected a fraction below 1 or {fewer}")
+    return 0 if rows is None else held_out_rows(rows, val_size)
+
+
+def held_out_rows(rows: int, val_size: float) -> int:
+    """Return how many rows `--val_size` holds out: a fraction of them below 1, otherwise that many.
+
+    >>> held_out_rows(100, 0.05), held_out_rows(100, 5)
+    (5, 5)
+    """
+    number = round(rows * val_size) if val_size < 1 else int(val_size)
+    return max(1, min(number, rows - 1))
 
 
 def streaming_warnings(arguments: Arguments) -> list[str]:

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from toolkit.errors import ToolkitError
-from toolkit.run.script_arguments import integer
 
 # Warm-up to a larger rate (Goyal et al., section 2.2), as a fraction of all steps, unless the user sets it.
 WARMUP_SHARE = 0.05
@@ -54,10 +53,8 @@ def scaled_rate(base: float, *, rule: str, global_batch_size: int, reference_bat
 
 
 def check_scaling(arguments: dict[str, Any]) -> None:
-    """Raise ToolkitError for an unknown rule, and for a rule without a reference batch size or the other way round."""
+    """Raise ToolkitError for a rule without a reference batch size, and the other way round."""
     rule, reference = arguments.get("lr_scaling"), arguments.get("lr_reference_batch_size")
-    if rule is not None and rule not in ("linear", "sqrt"):
-        raise ToolkitError(f"--lr_scaling is {rule!r}, expected linear or sqrt")
     if rule is not None and reference is None:
         raise ToolkitError(
             "--lr_scaling needs the global batch size for which the learning rate was tuned",
@@ -65,5 +62,3 @@ def check_scaling(arguments: dict[str, Any]) -> None:
         )
     if rule is None and reference is not None:
         raise ToolkitError("--lr_reference_batch_size without --lr_scaling", hint="`--lr_scaling linear`, or `sqrt`")
-    if reference is not None and integer(arguments, "lr_reference_batch_size", 1) < 1:
-        raise ToolkitError(f"--lr_reference_batch_size is {reference}, expected 1 or more")

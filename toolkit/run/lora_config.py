@@ -13,6 +13,7 @@ from typing import Any
 import yaml
 
 from toolkit.errors import ToolkitError, did_you_mean
+from toolkit.run.argument_values import fits, shown
 from toolkit.versions import lora_config_types
 
 # Fields that are set by arguments of their own.
@@ -42,11 +43,11 @@ def _words(value: Any) -> list[str]:
 def _field_of(word: str) -> tuple[str, Any]:
     name, equals, text = word.partition("=")
     if not equals:
-        raise ToolkitError(f"--lora_config {word!r} is not key=value", hint=f"`--lora_config {word}=true`")
+        raise ToolkitError(f"--lora_config {shown(word)} is not key=value", hint=f"`--lora_config {word[:80]}=true`")
     try:
         return name, yaml.safe_load(text)
     except yaml.YAMLError:
-        raise ToolkitError(f"--lora_config {name} is {text!r}, expected a YAML or JSON value") from None
+        raise ToolkitError(f"--lora_config {name[:80]} is {shown(text)}, expected a YAML or JSON value") from None
 
 
 def _check(name: str, value: Any) -> None:
@@ -55,6 +56,7 @@ def _check(name: str, value: Any) -> None:
     types = lora_config_types()
     if name not in types:
         hint = did_you_mean(name, types, otherwise="the fields of peft's `LoraConfig`, see its documentation")
-        raise ToolkitError(f"--lora_config has no field {name!r}", hint=hint)
-    if types[name] == "bool" and not isinstance(value, bool):
-        raise ToolkitError(f"--lora_config {name} is {value!r}, expected true or false")
+        raise ToolkitError(f"--lora_config has no field {shown(name)}", hint=hint)
+    if not fits(value, types[name]):
+        expected = "true or false" if types[name] == "bool" else types[name].replace("Optional", "")
+        raise ToolkitError(f"--lora_config {name} is {shown(value)}, expected {expected}")

@@ -15,9 +15,12 @@ import typer
 from toolkit.errors import ToolkitError
 from toolkit.flags import CpuFlag, NumProcesses, NvmePath, PresetName, TrainingArguments
 from toolkit.hardware.gpus import default_num_processes, trains_on_cpu
+from toolkit.run.argument_values import YEAR_MINUTES, Range, check_range
 
 if TYPE_CHECKING:
     from toolkit.presets import Preset
+
+MAX_RESTARTS = 1000  # more faults than this in one run need a person
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,13 +53,13 @@ class TrainOptions:
 
     def __post_init__(self) -> None:
         limits = {
-            "--hang-timeout-minutes": self.hang_timeout_minutes,
-            "--stop-minutes": self.stop_minutes,
-            "--max-restarts": self.max_restarts,
+            "--timeout-minutes": (self.timeout_minutes, Range(above=0, highest=YEAR_MINUTES)),
+            "--hang-timeout-minutes": (self.hang_timeout_minutes, Range(lowest=0, highest=YEAR_MINUTES)),
+            "--stop-minutes": (self.stop_minutes, Range(lowest=0, highest=YEAR_MINUTES)),
+            "--max-restarts": (self.max_restarts, Range(lowest=0, highest=MAX_RESTARTS)),
         }
-        for name, value in limits.items():
-            if value is not None and not value >= 0:
-                raise ToolkitError(f"{name} is {value:g}, expected 0 or more")
+        for name, (value, allowed) in limits.items():
+            check_range(name, value, allowed)
         if self.gpu is not None and not self.dry_run:
             raise ToolkitError("--gpu needs --dry-run: a run uses the GPUs of this node", hint="add `--dry-run`")
 

@@ -30,8 +30,9 @@ from toolkit.run.checkpoints import (
     list_checkpoints,
     read_complete_checkpoint,
 )
-from toolkit.run.dataset_checks import check_rows_fill_a_step, streaming_buffer_size
+from toolkit.run.dataset_checks import check_rows_fill_a_step, check_val_size, streaming_buffer_size
 from toolkit.run.folder import RunFolder, read_json
+from toolkit.run.model_arguments import check_parts
 from toolkit.run.script_arguments import (
     accumulation_steps,
     dataset_names,
@@ -44,15 +45,8 @@ from toolkit.run.script_arguments import (
 )
 from toolkit.units import gib
 
-POSITIVE = (
-    "per_device_train_batch_size",
-    "gradient_accumulation_steps",
-    "max_seq_length",
-    "lora_r",
-    "lora_alpha",
-    "preprocessing_num_workers",
-    "streaming_buffer_size",
-)
+# Processes on one node; a GPU node has 16 at most, and on a CPU each needs half a GiB before it loads anything.
+LARGEST_NODE = 1024
 DEFAULT_SEED = 42  # transformers' seed
 # Size of a checkpoint in multiples of the fp32 weights: weights, momentum and variance. DeepSpeed saves fp32 master
 # weights as well, and (ZeRO-1 and ZeRO-2) its own copy of the weights beside the safetensors.
@@ -87,14 +81,16 @@ def check_job(
     check_process_count(num_processes, gpus=gpus, preset=preset)
     arguments = read_arguments(training_argv)
     check_required(arguments, ("model_name_or_path", "dataset"))
-    check_positive(arguments)
     warnings = check_arguments(arguments, preset, num_processes=num_processes, on_cpu=cpu, here=here)
-    check_model(str(arguments["model_name_or_path"]), revision=arguments.get("revision"))
-    rows = check_dataset(arguments)
+    config = check_model(str(arguments["model_name_or_path"]), revision=arguments.get("revision"))
+    check_parts(arguments, config)
+    rows, names = check_dataset(arguments), ", ".join(dataset_names(arguments))
+    if arguments.get("val_size") is not None and rows is not None and not dataset_weights(arguments):
+        held_out = check_val_size(float(arguments["val_size"]), rows=rows)
+        rows, names = rows - held_out, f"without the {held_out} of --val_size, {names}"
     check_eval_dataset(arguments)
     check_chat_template(arguments)
     batch = global_batch_size(arguments, num_processes)
-    names = ", ".join(dataset_names(arguments))
     check_rows_fill_a_step(rows, batch, names, packing=flag(arguments.get("packing", False)))
     return CheckedJob(arguments=arguments, global_batch_size=batch, warnings=tuple(warnings))
 
@@ -103,6 +99,8 @@ def check_process_count(num_processes: int, *, gpus: int | None, preset: Preset)
     """Raise ToolkitError for more processes than GPUs (None: on the CPU), or a world size that the preset rejects."""
     if num_processes < 1:
         raise ToolkitError(f"--num-processes is {num_processes}, expected 1 or more")
+    if num_processes > LARGEST_NODE:
+        raise ToolkitError(f"--num-processes is {num_processes:,}, expected {LARGEST_NODE:,} or less on one node")
     device = CPU if gpus is None else Device(count=gpus)
     check_supported(preset, world_size=num_processes, device=device)
 
@@ -114,32 +112,27 @@ def check_required(arguments: dict[str, Any], names: Sequence[str]) -> None:
             raise ToolkitError(f"--{name} is missing", hint=f"add `-- --{name} ...` after the toolkit's own options")
 
 
-def check_positive(arguments: dict[str, Any]) -> None:
-    """Raise ToolkitError for a count below one, or a limit that is not above zero."""
-    for name in POSITIVE:
-        if name in arguments and arguments[name] is not None and integer(arguments, name, 1) < 1:
-            raise ToolkitError(f"--{name} is {arguments[name]}, expected 1 or more")
-    for name in ("stop_when_steps_within", "stop_after_minutes"):
-        if arguments.get(name) is not None and not float(arguments[name]) > 0:
-            raise ToolkitError(f"--{name} is {arguments[name]}, expected more than 0")
+def check_model(name: str, *, revision: str | None = None) -> dict[str, Any]:
+    """Check that a model is a local folder with configuration and weights, or an id on the hub.
 
-
-def check_model(name: str, *, revision: str | None = None) -> None:
-    """Check that a model is a local folder with configuration and weights, or an id on the hub."""
+    Returns its configuration.
+    """
     folder = local_folder(name)
     if os.path.isdir(folder):  # noqa: PTH112  (`Path.is_dir` raises for a name that is too long)
         if not (folder / "config.json").is_file():
             raise ToolkitError(
                 f"model folder {name} has no config.json", hint="name the folder that `save_pretrained` wrote"
             )
-        if read_json(folder / "config.json") is None:
+        config = read_json(folder / "config.json")
+        if config is None:
             raise ToolkitError(f"{folder / 'config.json'} is not a JSON object", hint="download the model again")
         if not any(path.suffix in WEIGHT_SUFFIXES for path in folder.iterdir()):
             raise ToolkitError(f"model folder {name} has no weights (*.safetensors or *.bin)")
-        return
+        return config
     if os.path.exists(folder) or not is_hub_id(name):  # noqa: PTH110
         raise no_such_model(name)
-    download_config(name, revision=revision)  # it is small, and a wrong id is found before ranks start
+    # it is small, and a wrong id is found before ranks start
+    return read_json(download_config(name, revision=revision)) or {}
 
 
 def local_folder(name: str) -> Path:
@@ -160,13 +153,15 @@ def check_dataset(arguments: dict[str, Any]) -> int | None:
 
 def check_chat_template(arguments: dict[str, Any]) -> None:
     """Check that the chat template renders the first conversation of each local file in little time and memory."""
+    file = arguments.get("chat_template")
+    given = None if file is None else read_template(str(file))
     sources = resolve_sources(dataset_names(arguments), config=arguments.get("dataset_config"))
     samples = [first_sample(source.path) for source in sources if source.path is not None]
     if samples and all(sample.messages is None for sample in samples) and len(samples) == len(sources):
         return  # plain text needs no template
-    file, model = arguments.get("chat_template"), local_folder(str(arguments["model_name_or_path"]))
-    if file is not None:
-        check_templates([read_template(str(file))], samples, name=str(file))
+    model = local_folder(str(arguments["model_name_or_path"]))
+    if given is not None:
+        check_templates([given], samples, name=str(file))
     elif model.is_dir():
         check_templates(templates_of(model), samples, name=f"the chat template of {model}")
 

@@ -23,14 +23,12 @@ from toolkit.errors import ToolkitError, nearest
 from toolkit.files.secrets import hide_words, remember_secrets
 from toolkit.presets.support import Method
 from toolkit.run.argument_aliases import ALIASES, HINTS, canonical_flags, canonical_values
-from toolkit.versions import training_argument_types
+from toolkit.run.argument_values import TRUE_WORDS, as_list, check_type, shown
+from toolkit.versions import training_argument_types, training_argument_words
 
 CONFIG_SUFFIXES = (".yaml", ".yml", ".json")
-# The words that transformers' parser accepts for a boolean.
-TRUE_WORDS = {"true", "1", "yes", "y", "t"}
-FALSE_WORDS = {"false", "0", "no", "n", "f"}
 # Lists that a YAML file may also give as one value.
-DATASET_LISTS = ("dataset", "dataset_weights")
+DATASET_LISTS = ("dataset", "dataset_weights", "freeze", "train_only")
 
 
 @dataclass(kw_only=True)
@@ -182,6 +180,15 @@ def argument_types() -> dict[str, str]:
     return {field.name: str(field.type) for field in ours} | training_argument_types()
 
 
+@functools.cache
+def argument_words() -> dict[str, Sequence[str]]:
+    """Return the words of every argument that takes one of a list: ours, then `TrainingArguments`'."""
+    ours = [*dataclasses.fields(ModelArguments), *dataclasses.fields(DataArguments)]
+    return {field.name: field.metadata["choices"] for field in ours if "choices" in field.metadata} | (
+        training_argument_words()
+    )
+
+
 def read_arguments(argv: Sequence[str]) -> dict[str, Any]:
     """Read names and values from an optional leading YAML or JSON file and from flags; flags win.
 
@@ -193,7 +200,7 @@ def read_arguments(argv: Sequence[str]) -> dict[str, Any]:
     values = read_config_file(Path(rest.pop(0))) if has_config_file(rest) else {}
     values |= _read_flags(canonical_flags(rest))
     for name, value in values.items():
-        _check_value(name, value)
+        check_type(f"--{name}", value, argument_types()[name])
     return values
 
 
@@ -216,13 +223,8 @@ def read_config_file(path: Path) -> dict[str, Any]:
         raise ToolkitError(f"{path} holds no keys and values", hint="write one `name: value` per line")
     content = canonical_values({str(name): value for name, value in content.items()}, where=f"{path}: ")
     for name in content:
-        _check_name(name, where=f"{path}: unknown key {name!r}", prefix="")
+        _check_name(name, where=f"{path}: unknown key {shown(name)}", prefix="")
     return content | {name: as_list(content[name]) for name in DATASET_LISTS if content.get(name) is not None}
-
-
-def as_list(value: Any) -> list[Any]:
-    """Return the values of an argument that takes one or more; empty for none."""
-    return [] if value is None else value if isinstance(value, list) else [value]
 
 
 def dataset_names(values: dict[str, Any]) -> list[str]:
@@ -281,7 +283,7 @@ def uses_activation_checkpointing(arguments: dict[str, Any]) -> bool:
 
 def integer(values: dict[str, Any], name: str, default: int) -> int:
     """Return an integer argument, or its default where it is absent or null."""
-    return default if values.get(name) is None else int(float(values[name]))
+    return default if values.get(name) is None else int(values[name])
 
 
 def micro_batch_size(values: dict[str, Any]) -> int:
@@ -299,13 +301,15 @@ def _read_flags(words: list[str]) -> dict[str, Any]:
     while words:
         word = words.pop(0)
         if not word.startswith("--"):
-            raise ToolkitError(f"unexpected word {word!r}; a flag starts with `--`", hint=f"did you mean `--{word}`?")
+            raise ToolkitError(
+                f"unexpected word {shown(word)}; a flag starts with `--`", hint=f"did you mean `--{word[:80]}`?"
+            )
         name, equals, given = word[2:].partition("=")
         name = name.replace("-", "_")
         following = [given] if equals else _take_values(words)
         if name not in argument_types() and name.startswith("no_") and _is_boolean(name[3:]):
             name, following = name[3:], ["false"]
-        _check_name(name, where=f"unknown argument --{name}", prefix="--")
+        _check_name(name, where=f"unknown argument --{name[:80]}", prefix="--")
         values[name] = _one_value(name, following)
     return values
 
@@ -314,7 +318,7 @@ def _one_value(name: str, following: list[str]) -> Any:
     if len(following) == 1:
         return following[0]
     if following and "list" not in argument_types()[name]:
-        raise ToolkitError(f"unexpected word {following[1]!r} after --{name} {following[0]}")
+        raise ToolkitError(f"unexpected word {shown(following[1])} after --{name} {following[0][:80]}")
     if not following and not _is_boolean(name):
         raise ToolkitError(f"--{name} has no value", hint=f"`--{name} VALUE`")
     return following or True
@@ -338,18 +342,3 @@ def _check_name(name: str, *, where: str, prefix: str) -> None:
         ours = ALIASES[close].name if close in ALIASES else close
         guess = f"did you mean `{prefix}{ours}`?" if ours else "see `python -m toolkit.train --help`"
         raise ToolkitError(where, hint=HINTS.get(name, guess))
-
-
-def _check_value(name: str, value: Any) -> None:
-    annotation = argument_types()[name]
-    if annotation in ("bool", "bool | None") and str(value).lower() not in TRUE_WORDS | FALSE_WORDS | {"none"}:
-        raise ToolkitError(f"--{name} is {value!r}, expected true or false")
-    expected = {"int": int, "float": float, "list[float]": float}.get(annotation.removesuffix(" | None"))
-    if expected is None or value is None:
-        return
-    for each in as_list(value) if annotation.startswith("list") else [value]:
-        try:
-            expected(each)
-        except (TypeError, ValueError):
-            kind = "a whole number" if expected is int else "a number"
-            raise ToolkitError(f"--{name} is {each!r}, expected {kind}") from None

@@ -16,6 +16,7 @@ import datasets
 from toolkit.data import DataSource, resolve_sources
 from toolkit.data.mixture import fractions, numbered, repeated_rows, rows_per_epoch
 from toolkit.errors import ToolkitError
+from toolkit.run.dataset_checks import check_val_size
 from toolkit.run.folder import RunFolder
 from toolkit.run.script_arguments import DataArguments
 from toolkit.train.data.collation import Collator, PackCollator
@@ -66,7 +67,6 @@ class EncodedSource:
 
 def load_data(tokenizer: Any, arguments: DataArguments, training: Any) -> Data:
     """Load the data on every rank; rank 0 tokenises first and prints the report, the others read its cache."""
-    _check_evaluation_arguments(arguments, training)
     sources = resolve_sources(arguments.dataset or [], config=arguments.dataset_config)
     data = _open_streamed_data(tokenizer, sources, arguments, training) if arguments.streaming else None
     with training.main_process_first(desc="tokenising"):
@@ -84,18 +84,6 @@ def load_data(tokenizer: Any, arguments: DataArguments, training: Any) -> Data:
             facts["eval_data"] = asdict(data.evaluation_stats)
         RunFolder(Path(training.output_dir)).update_run(**facts)
     return data
-
-
-def _check_evaluation_arguments(arguments: DataArguments, training: Any) -> None:
-    """Raise ToolkitError for two sources of evaluation rows, or for none where the run evaluates."""
-    evaluates = str(getattr(training.eval_strategy, "value", training.eval_strategy)) != "no"
-    if arguments.eval_dataset is not None and arguments.val_size is not None:
-        raise ToolkitError("both --eval_dataset and --val_size are given", hint="leave one of them out")
-    if evaluates and arguments.val_size is None and arguments.eval_dataset is None:
-        raise ToolkitError(
-            "--eval_strategy is set, but there are no evaluation rows",
-            hint="`--eval_dataset FILE`" + ("" if arguments.streaming else ", or `--val_size 0.05` to hold some out"),
-        )
 
 
 def _load_all_rows(tokenizer: Any, sources: Sequence[DataSource], arguments: DataArguments, training: Any) -> Data:
@@ -195,10 +183,7 @@ def _hold_out(
     if arguments.val_size is None:
         return sources, None
     total = sum(len(source.rows) for source in sources)
-    if arguments.val_size <= 0 or arguments.val_size >= total:
-        raise ToolkitError(
-            f"--val_size is {arguments.val_size}, expected a fraction below 1 or fewer than all {total} rows"
-        )
+    check_val_size(arguments.val_size, rows=total)
     chosen, offset = held_out(total, arguments.val_size, seed=training.seed), 0
     train, evaluation = [], []
     for source in sources:

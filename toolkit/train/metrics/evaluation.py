@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from transformers import TrainerCallback
 
+from toolkit.run.dataset_checks import held_out_rows
 from toolkit.run.folder import RunFolder
 from toolkit.train.data.collation import IGNORED
 
@@ -75,8 +76,7 @@ def held_out(rows: int, val_size: float, *, seed: int) -> set[int]:
     >>> len(held_out(100, 0.05, seed=42)), held_out(100, 5, seed=42) == held_out(100, 0.05, seed=42)
     (5, True)
     """
-    number = round(rows * val_size) if val_size < 1 else int(val_size)
-    return set(random.Random(seed).sample(range(rows), max(1, min(number, rows - 1))))
+    return set(random.Random(seed).sample(range(rows), held_out_rows(rows, val_size)))
 
 
 class EvaluationRows(torch.utils.data.Dataset[dict[str, Any]]):  # type: ignore[misc]

@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
-from toolkit.errors import ToolkitError, nearest
+from toolkit.errors import ToolkitError
+from toolkit.run.model_arguments import check_patterns
 
 
 def freeze(model: Any, *, frozen: Sequence[str] | None, trained: Sequence[str] | None) -> list[str]:
@@ -25,20 +26,14 @@ def freeze(model: Any, *, frozen: Sequence[str] | None, trained: Sequence[str] |
     names: dict[Any, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(parameter, []).append(name)
-    _check_patterns(patterns, [name for tied in names.values() for name in tied], "freeze" if frozen else "train_only")
+    every = [name for tied in names.values() for name in tied]
+    check_patterns(patterns, every, "freeze" if frozen else "train_only")
     for parameter, tied in names.items():
         matches = any(fnmatchcase(name, pattern) for name in tied for pattern in patterns)
         parameter.requires_grad_(matches if trained else not matches)
     if not any(parameter.requires_grad for parameter in names):
         raise ToolkitError("--freeze leaves nothing to train", hint="freeze fewer parameters")
     return _tied_lines(names, patterns)
-
-
-def _check_patterns(patterns: list[str], names: list[str], argument: str) -> None:
-    for pattern in patterns:
-        if not any(fnmatchcase(name, pattern) for name in names):
-            close = nearest(pattern, names, cutoff=0.3) or names[0]
-            raise ToolkitError(f"--{argument} {pattern!r} matches no parameter", hint=f"there is `{close}`")
 
 
 def _tied_lines(names: dict[Any, list[str]], patterns: list[str]) -> list[str]:

@@ -1,0 +1,238 @@
+"""One training argument at a time: its type, its word and its range, as `TrainingArguments` and torch accept them.
+
+>>> check_type("--max_steps", "many", "int")
+Traceback (most recent call last):
+toolkit.errors.ToolkitError: --max_steps is 'many', expected a whole number
+
+Arguments come from a command line, where each is a word, or from a YAML file, where each has a type.
+"""
+
+from __future__ import annotations
+
+import ast
+import math
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from toolkit.errors import ToolkitError, nearest
+
+# The words that transformers' parser accepts for a boolean.
+TRUE_WORDS = {"true", "1", "yes", "y", "t"}
+FALSE_WORDS = {"false", "0", "no", "n", "f"}
+LARGEST_INTEGER = 2**63 - 1
+SHOWN_CHARACTERS = 80
+SHOWN_WORDS = 12
+QUOTE_HINT = "quote it in the YAML file"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Range:
+    """The numbers that an argument may have."""
+
+    lowest: float | None = None
+    highest: float | None = None
+    above: float | None = None
+    """The number must be larger than this."""
+    below: float | None = None
+    also: float | None = None
+    """A number outside that has a meaning of its own."""
+
+    def has(self, number: float) -> bool:
+        """Return True for a number in the range."""
+        return number == self.also or (
+            (self.lowest is None or number >= self.lowest)
+            and (self.highest is None or number <= self.highest)
+            and (self.above is None or number > self.above)
+            and (self.below is None or number < self.below)
+        )
+
+    def expected(self, number: float) -> str:
+        """Return what is expected instead of a number outside the range, the words of an error."""
+        also = "" if self.also is None else f", or {self.also:g}"
+        if self.below is not None:
+            return f"a fraction {'above 0' if self.lowest is None else 'from 0'} to below {self.below:g}"
+        if self.highest is not None and number > self.highest:
+            return f"{self.highest:,} or less"
+        return (f"{self.lowest:g} or more" if self.lowest is not None else f"more than {self.above:g}") + also
+
+
+_COUNT = Range(lowest=1)
+_SIZE = Range(lowest=1, highest=2**20)  # larger ones are typing errors, as in `toolkit plan`
+_NOT_NEGATIVE = Range(lowest=0)
+_POSITIVE = Range(above=0)
+_FRACTION = Range(lowest=0, below=1)
+_WORKERS = 1024  # processes of one rank; no node has as many cores for each
+YEAR_MINUTES = 366 * 24 * 60
+RANGES = {
+    # torch's optimizers refuse anything else
+    "learning_rate": _NOT_NEGATIVE,
+    "weight_decay": _NOT_NEGATIVE,
+    "adam_beta1": _FRACTION,
+    "adam_beta2": _FRACTION,
+    "adam_epsilon": _NOT_NEGATIVE,
+    # numpy's seeds, which `set_seed` sets, have 32 bits
+    "seed": Range(lowest=0, highest=2**32 - 1),
+    "max_steps": Range(lowest=1, also=-1),
+    "num_train_epochs": _POSITIVE,
+    "max_grad_norm": _NOT_NEGATIVE,
+    "warmup_steps": _NOT_NEGATIVE,
+    "label_smoothing_factor": _FRACTION,
+    "neftune_noise_alpha": _NOT_NEGATIVE,
+    "eval_delay": _NOT_NEGATIVE,
+    "per_device_train_batch_size": _SIZE,
+    "per_device_eval_batch_size": _SIZE,
+    "gradient_accumulation_steps": _SIZE,
+    "eval_accumulation_steps": _COUNT,
+    "torch_empty_cache_steps": _COUNT,
+    "dataloader_num_workers": Range(lowest=0, highest=_WORKERS),
+    "dataloader_prefetch_factor": _COUNT,
+    "ddp_bucket_cap_mb": _NOT_NEGATIVE,
+    "ddp_timeout": Range(lowest=1, highest=60 * YEAR_MINUTES),
+    # ours
+    "max_seq_length": Range(lowest=2, highest=2**27),  # a token is predicted from those before it
+    "lora_r": Range(lowest=1, highest=2**16),
+    "lora_alpha": _COUNT,
+    "lora_dropout": _FRACTION,
+    "lr_reference_batch_size": _COUNT,
+    "preprocessing_num_workers": Range(lowest=1, highest=_WORKERS),
+    "streaming_buffer_size": _COUNT,
+    "untimed_steps": _NOT_NEGATIVE,
+    "stop_when_steps_within": Range(above=0, below=1),
+    "stop_after_minutes": Range(above=0, highest=YEAR_MINUTES),
+}
+
+
+def shown(value: object) -> str:
+    """Return a value as Python writes it, cut for a message."""
+    text = repr(value)
+    return text if len(text) <= SHOWN_CHARACTERS else f"{text[: SHOWN_CHARACTERS - 3]}..."
+
+
+def as_list(value: Any) -> list[Any]:
+    """Return the values of an argument that takes one or more; empty for none."""
+    return [] if value is None else value if isinstance(value, list) else [value]
+
+
+def check_type(option: str, value: Any, annotation: str) -> None:
+    """Raise ToolkitError unless a value can be what the annotation says: a boolean, a number or text."""
+    kinds = set(annotation.split(" | "))
+    if value is None:
+        if kinds <= {"int", "float"}:
+            raise ToolkitError(f"{option} is null, expected a number", hint="leave it out for the default")
+    elif "bool" in kinds and kinds <= {"bool", "None"}:
+        if str(value).lower() not in TRUE_WORDS | FALSE_WORDS:
+            raise ToolkitError(f"{option} is {shown(value)}, expected true or false")
+    elif kinds <= {"int", "None"}:
+        _check_integer(option, value)
+    elif kinds <= {"float", "None"}:
+        _check_number(option, value)
+    elif kinds <= {"list[float]", "None"}:
+        for each in as_list(value):
+            _check_number(option, each)
+    elif "str" in kinds and not any("[" in kind or kind in ("bool", "dict") for kind in kinds):
+        _check_text(option, value)
+    elif kinds <= {"list[str]", "str", "None"} and not isinstance(value, dict):
+        for each in as_list(value):
+            _check_text(option, each)
+
+
+def fits(value: Any, annotation: str) -> bool:
+    """Return False for a value that no type of an annotation allows; types other than Python's own allow anything.
+
+    >>> fits([1, 2], "Optional[Union[list[int], int]]"), fits("nope", "Optional[Union[list[int], int]]")
+    (True, False)
+    """
+    return _fits(value, ast.parse(annotation, mode="eval").body)
+
+
+def check_range(option: str, value: Any, allowed: Range) -> None:
+    """Raise ToolkitError for a number outside the range; null is the default."""
+    if value is not None and not allowed.has(float(value)):
+        given = f"{value:g}" if isinstance(value, float) else value
+        raise ToolkitError(f"{option} is {given}, expected {allowed.expected(float(value))}")
+
+
+def check_word(option: str, value: Any, words: Sequence[str]) -> None:
+    """Raise ToolkitError, with the nearest word, for a word that is not in the list."""
+    if value in words:
+        return
+    close = nearest_word(str(value), words)
+    more = len(words) - SHOWN_WORDS
+    listed = [*words[:SHOWN_WORDS], f"{more} more"] if more > 0 else list(words)
+    raise ToolkitError(
+        f"{option} is {shown(value)}, expected {', '.join(listed[:-1])} or {listed[-1]}",
+        hint=None if close is None else f"did you mean `{close}`?",
+    )
+
+
+def nearest_word(word: str, words: Collection[str]) -> str | None:
+    """Return the first of the words that begins like this one, or else the nearest.
+
+    >>> nearest_word("adamw", ["sgd", "adamw_torch", "adamw_8bit"])
+    'adamw_torch'
+    """
+    word = word[:SHOWN_CHARACTERS].lower()
+    return next((known for known in words if word and known.startswith(word)), None) or nearest(word, words)
+
+
+def check_ranges(arguments: Mapping[str, Any]) -> None:
+    """Raise ToolkitError for the first argument whose number is out of its range."""
+    for name, allowed in RANGES.items():
+        check_range(f"--{name}", arguments.get(name), allowed)
+
+
+def check_words(arguments: Mapping[str, Any], words: Mapping[str, Sequence[str]]) -> None:
+    """Raise ToolkitError for the first argument that is not one of the words it may be."""
+    for name in words:
+        if arguments.get(name) is not None:
+            given = arguments[name]
+            for each in given.split() if name == "debug" and isinstance(given, str) else as_list(given):
+                check_word(f"--{name}", each, words[name])
+
+
+def _check_integer(option: str, value: Any) -> None:
+    try:
+        number = int(value) if isinstance(value, str) else value
+    except ValueError:
+        number = None
+    if not isinstance(number, int) or isinstance(number, bool):
+        raise ToolkitError(f"{option} is {shown(value)}, expected a whole number")
+    if abs(number) > LARGEST_INTEGER:
+        raise ToolkitError(f"{option} is {shown(value)}, expected a whole number of at most 64 bits")
+
+
+def _check_number(option: str, value: Any) -> None:
+    try:
+        number = float(value) if isinstance(value, str | int | float) else None
+    except (ValueError, OverflowError):
+        number = None
+    if number is None or isinstance(value, bool):
+        raise ToolkitError(f"{option} is {shown(value)}, expected a number")
+    if not math.isfinite(number):
+        raise ToolkitError(f"{option} is {shown(value)}, expected a finite number")
+
+
+def _check_text(option: str, value: Any) -> None:
+    if not isinstance(value, str):
+        raise ToolkitError(f"{option} is {shown(value)}, expected text", hint=QUOTE_HINT)
+    if "\0" in value:
+        raise ToolkitError(f"{option} is {shown(value)}, expected text without a null byte")
+
+
+def _fits(value: Any, node: ast.expr) -> bool:
+    if isinstance(node, ast.BinOp):
+        return _fits(value, node.left) or _fits(value, node.right)
+    name = ast.unparse(node.value) if isinstance(node, ast.Subscript) else ast.unparse(node)
+    inner = node.slice if isinstance(node, ast.Subscript) else None
+    parts = inner.elts if isinstance(inner, ast.Tuple) else [] if inner is None else [inner]
+    if name in ("Union", "Optional"):
+        return (name == "Optional" and value is None) or any(_fits(value, part) for part in parts)
+    if name == "Literal":  # a library may know more words than its annotation lists
+        return isinstance(value, str)
+    if name == "list" and isinstance(value, list):
+        return all(_fits(each, part) for part in parts for each in value)
+    types = {"int": int, "float": (int, float), "str": str, "bool": bool, "dict": dict, "list": list, "tuple": list}
+    if name not in types or (isinstance(value, bool) and name != "bool"):
+        return name not in types
+    return isinstance(value, types[name])  # type: ignore[arg-type]
