@@ -38,7 +38,9 @@ NvmePath = Annotated[
 PricePerGpuHour = Annotated[
     float | None,
     typer.Option(
-        help="price of one GPU per hour, in dollars: the report then shows the cost of a million tokens", min=0
+        help="price of one GPU per hour, in dollars: the report then shows the cost of a million tokens",
+        min=0,
+        max=1_000_000,
     ),
 ]
 ModelName = Annotated[

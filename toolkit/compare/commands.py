@@ -15,7 +15,7 @@ from toolkit.compare.build_results import at_price, build_results
 from toolkit.compare.console_progress import ConsoleProgress, stderr_console
 from toolkit.compare.dry_run import dry_run_text
 from toolkit.compare.ledger import LEDGER_FILE, Ledger, check_rows, comparison_lock
-from toolkit.compare.options import CompareOptions
+from toolkit.compare.options import MAX_TRIALS, CompareOptions
 from toolkit.compare.read_results import load_results
 from toolkit.compare.replay import replay_row
 from toolkit.compare.report import (
@@ -33,7 +33,7 @@ from toolkit.compare.variants import Variant, load_variants
 from toolkit.errors import EXIT_RUN_FAILED, ToolkitError
 from toolkit.hardware.gpus import ON_CPU_MESSAGE, count_gpus
 from toolkit.rehearse.rehearsed_rank import refuse_rehearsals
-from toolkit.run.argument_checks import check_arguments
+from toolkit.run.argument_checks import check_arguments, check_values
 from toolkit.run.nvme import NvmeDisk, check_nvme
 from toolkit.run.preflight import check_job, check_process_count
 from toolkit.run.process import terminate_as_interrupt
@@ -88,6 +88,12 @@ def run_comparison(options: CompareOptions) -> None:
 def check_comparison(options: CompareOptions) -> CheckedComparison:
     """Check everything that can be known before a trial. Raises ToolkitError for an invalid job."""
     variants = load_variants(options.preset, options.variant)
+    trials = len(variants) * len(options.world_sizes) * options.repeats
+    if trials > MAX_TRIALS:
+        raise ToolkitError(
+            f"the rows and --repeats make {trials:,} trials, expected {MAX_TRIALS:,} or fewer",
+            hint="`--repeats 3` shows a difference of a few per cent; name fewer presets or numbers of processes",
+        )
     spec = make_specification(options, variants)
     by_name = {variant.name: variant for variant in variants}
     unsupported = unsupported_rows(spec, by_name, gpus=options.predicted_gpus)
@@ -100,6 +106,16 @@ def check_comparison(options: CompareOptions) -> CheckedComparison:
         cpu=spec.cpu,
         gpus=options.predicted_gpus,
     )
+    for variant in variants:
+        own = [row for row in supported if row.preset == variant.name]
+        if variant.extra_arguments and own:
+            check_job(
+                variant.preset,
+                num_processes=own[-1].world_size,
+                training_argv=[*options.training_arguments, *variant.extra_arguments],
+                cpu=spec.cpu,
+                gpus=options.predicted_gpus,
+            )
     _refuse_own_arguments([job.arguments, *(read_arguments(variant.extra_arguments) for variant in variants)])
     _check_timed_steps(integer(job.arguments, "max_steps", 0), options.untimed_steps)
     nvme = {
@@ -114,6 +130,8 @@ def unsupported_rows(
 ) -> dict[str, str]:
     """Return the rows that cannot run here, with the reason. Raises the first reason if no row can.
 
+    Also raises for a value that works under no preset: that is a mistake, in the arguments or in a `--variant`.
+
     `gpus` is the number of GPUs to check for, if not those of this node.
     """
     here = gpus is None
@@ -121,10 +139,11 @@ def unsupported_rows(
         gpus = count_gpus()
     reasons: dict[RowKey, ToolkitError] = {}
     for row in spec.rows():
-        preset = variants[row.preset].preset
+        preset, arguments = variants[row.preset].preset, spec.arguments(row)
+        check_values(arguments, on_cpu=spec.cpu)
         try:
             check_process_count(row.world_size, gpus=gpus, preset=preset)
-            check_arguments(spec.arguments(row), preset, num_processes=row.world_size, on_cpu=spec.cpu, here=here)
+            check_arguments(arguments, preset, num_processes=row.world_size, on_cpu=spec.cpu, here=here)
         except ToolkitError as error:
             reasons[row] = error
     if len(reasons) == len(spec.rows()):

@@ -9,6 +9,7 @@ The command line is made of the annotated fields (`toolkit.cli.options.expand_op
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -26,10 +27,15 @@ from toolkit.flags import (
     TrainingArguments,
 )
 from toolkit.hardware.gpus import default_num_processes, trains_on_cpu
+from toolkit.run.argument_values import SHOWN_CHARACTERS, YEAR_MINUTES, Range, check_range, shown
 
 if TYPE_CHECKING:  # the command line loads the options without pydantic
     from toolkit.compare.ledger import SideRunKind
     from toolkit.compare.results import Scaling
+
+# Trials of all rows and repeats. More are a typing error: an interval narrows with the square root of the repeats, and
+# at one minute per trial a thousand take 17 hours.
+MAX_TRIALS = 1000
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -115,15 +121,16 @@ class CompareOptions:
         for name, given in required.items():
             if not given:
                 raise ToolkitError(f"missing option '--{name}'", hint="see `toolkit compare --help`")
-        for name, value in {"repeats": self.repeats, "find-max-batch": self.find_max_batch}.items():
-            if value is not None and value < 1:
-                raise ToolkitError(f"--{name} is {value}, expected 1 or more")
-        if self.untimed_steps < 0:
-            raise ToolkitError(f"--untimed-steps is {self.untimed_steps}, expected 0 or more")
-        if self.trial_minutes is not None and not self.trial_minutes > 0:
-            raise ToolkitError(f"--trial-minutes is {self.trial_minutes:g}, expected more than 0")
-        if self.target_interval is not None and not 0 <= self.target_interval < 1:
-            raise ToolkitError(f"--target-interval is {self.target_interval}, expected a fraction from 0 to below 1")
+        limits = {
+            "repeats": (self.repeats, Range(lowest=1, highest=MAX_TRIALS)),
+            "find-max-batch": (self.find_max_batch, Range(lowest=1, highest=2**20)),
+            "untimed-steps": (self.untimed_steps, Range(lowest=0, highest=2**31)),
+            "trial-minutes": (self.trial_minutes, Range(above=0, highest=YEAR_MINUTES)),
+            "trial-timeout-minutes": (self.trial_timeout_minutes, Range(above=0, highest=YEAR_MINUTES)),
+            "target-interval": (self.target_interval, Range(lowest=0, below=1)),
+        }
+        for name, (value, allowed) in limits.items():
+            check_range(f"--{name}", value, allowed)
         if self.gpu is not None and not self.dry_run:
             raise ToolkitError("--gpu needs --dry-run: trials run on the GPUs of this node", hint="add `--dry-run`")
         self._check_scaling()
@@ -153,8 +160,9 @@ class CompareOptions:
             return (default_num_processes(on_cpu=self.on_cpu),)
         words = [word.strip() for word in ",".join(self.num_processes).split(",")]
         for word in words:
-            if not word.isdigit():
-                raise ToolkitError(f"--num-processes is {word!r}, expected whole numbers: `--num-processes 1,2,4`")
+            if not re.fullmatch("[0-9]+", word):
+                raise ToolkitError(f"--num-processes is {shown(word)}, expected whole numbers: `--num-processes 1,2,4`")
+            check_range("--num-processes", word[:SHOWN_CHARACTERS], Range(lowest=1, highest=2**20))
         return tuple(dict.fromkeys(map(int, words)))
 
     @property

@@ -11,14 +11,17 @@ from __future__ import annotations
 
 import re
 import shlex
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from toolkit.errors import ToolkitError
 from toolkit.presets import Preset, load_preset
+from toolkit.run.argument_values import shown
 from toolkit.run.script_arguments import read_arguments
 
-VARIANT_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.]*")
+# A trial's folder is named for it, with the number of processes and the repeat.
+VARIANT_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.]{0,99}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,8 +40,8 @@ def load_variants(presets: Sequence[str], variants: Sequence[str]) -> list[Varia
     found = [_load(given) for given in presets] + [parse_variant(text) for text in variants]
     if not found:
         raise ToolkitError("nothing to compare", hint="`--preset NAME`, once for each; see `toolkit presets`")
-    names = [variant.name for variant in found]
-    if repeated := sorted({name for name in names if names.count(name) > 1}):
+    repeated = [name for name, times in Counter(variant.name for variant in found).items() if times > 1]
+    if repeated:
         raise ToolkitError(
             f"--preset {repeated[0]} is given twice",
             hint=f"name each preset once; `--variant again={repeated[0]}` is the same under another name",
@@ -49,10 +52,15 @@ def load_variants(presets: Sequence[str], variants: Sequence[str]) -> list[Varia
 def parse_variant(text: str) -> Variant:
     """Parse `NAME=PRESET --argument value`, as typed after `--variant`."""
     name, equals, rest = text.partition("=")
-    given, *extra = shlex.split(rest) or [""]
+    try:
+        given, *extra = shlex.split(rest) or [""]
+    except ValueError as error:  # an unclosed quotation, or a backslash at the end
+        raise ToolkitError(
+            f"--variant {shown(text)}: {str(error).lower()}", hint='`--variant "NAME=PRESET --argument value"`'
+        ) from None
     if not equals or not given or not VARIANT_NAME.fullmatch(name):
         raise ToolkitError(
-            f"--variant {text!r}, expected a name of letters, digits and _, `=`, a preset, and training arguments",
+            f"--variant {shown(text)}, expected a name of letters, digits and _, `=`, a preset, and training arguments",
             hint='`--variant "ddp_int8=ddp --ddp_comm_hook int8"`',
         )
     read_arguments(extra)

@@ -91,7 +91,9 @@ class RecommendOptions:
     equal_lengths: EqualLengths = False
     objective: Annotated[str, Option(help="fastest, or least-memory")] = "fastest"
     preset: Annotated[tuple[str, ...], Option(help=f"{PRESET_HELP}; repeatable; considers only these")] = ()
-    price_per_gpu_hour: Annotated[float | None, Option(help="price of one GPU per hour, in dollars")] = None
+    price_per_gpu_hour: Annotated[
+        float | None, Option(help="price of one GPU per hour, in dollars", min=0, max=1_000_000)
+    ] = None
     gpus_per_node: GpusPerNode = 8
     host_memory_gib: HostMemoryGib = None
     network_gb_per_second: Annotated[
