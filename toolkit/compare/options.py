@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from toolkit.errors import ToolkitError
+from toolkit.files.value_limits import MAX_SHOWN, shown
 from toolkit.flags import (
     DEFAULT_PROCESSES_HELP,
     PROCESSES_HELP,
@@ -27,7 +28,7 @@ from toolkit.flags import (
     TrainingArguments,
 )
 from toolkit.hardware.gpus import default_num_processes, trains_on_cpu
-from toolkit.run.argument_values import SHOWN_CHARACTERS, YEAR_MINUTES, Range, check_range, shown
+from toolkit.run.argument_values import YEAR_MINUTES, Range, check_range
 
 if TYPE_CHECKING:  # the command line loads the options without pydantic
     from toolkit.compare.ledger import SideRunKind
@@ -162,7 +163,7 @@ class CompareOptions:
         for word in words:
             if not re.fullmatch("[0-9]+", word):
                 raise ToolkitError(f"--num-processes is {shown(word)}, expected whole numbers: `--num-processes 1,2,4`")
-            check_range("--num-processes", word[:SHOWN_CHARACTERS], Range(lowest=1, highest=2**20))
+            check_range("--num-processes", word[:MAX_SHOWN], Range(lowest=1, highest=2**20))
         return tuple(dict.fromkeys(map(int, words)))
 
     @property

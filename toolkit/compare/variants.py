@@ -16,8 +16,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from toolkit.errors import ToolkitError
+from toolkit.files.value_limits import shown
 from toolkit.presets import Preset, load_preset
-from toolkit.run.argument_values import shown
 from toolkit.run.script_arguments import read_arguments
 
 # A trial's folder is named for it, with the number of processes and the repeat.

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from toolkit.errors import ToolkitError, did_you_mean
+from toolkit.files.value_limits import shown
 
 # About a thousand times what the largest published models have: anything above is a typing error, not a model.
 LARGEST = {"layers": 10_000, "heads": 100_000, "experts": 100_000, "": 2**30}
@@ -47,7 +48,7 @@ class ConfigFields:
             return int(default)
         value = self.values[name]
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise ToolkitError(f"{self.source}: {name} is {value!r}, expected an integer of 1 or more")
+            raise ToolkitError(f"{self.source}: {name} is {shown(value)}, expected an integer of 1 or more")
         largest = next(size for word, size in LARGEST.items() if word in name)
         if value > largest:
             raise ToolkitError(f"{self.source}: {name} is {value:,}, expected {largest:,} or less")
@@ -59,7 +60,7 @@ class ConfigFields:
         if value is None:
             return default
         if not isinstance(value, bool):
-            raise ToolkitError(f"{self.source}: {name} is {value!r}, expected true or false")
+            raise ToolkitError(f"{self.source}: {name} is {shown(value)}, expected true or false")
         return value
 
     def fraction(self, name: str, *, default: float) -> float:
@@ -68,7 +69,7 @@ class ConfigFields:
         if value is None:
             return default
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
-            raise ToolkitError(f"{self.source}: {name} is {value!r}, expected a number from 0 to 1")
+            raise ToolkitError(f"{self.source}: {name} is {shown(value)}, expected a number from 0 to 1")
         return float(value)
 
     def text(self, *names: str, default: str) -> str:

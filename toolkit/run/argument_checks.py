@@ -13,10 +13,11 @@ from typing import Any
 
 from toolkit.errors import ToolkitError, did_you_mean
 from toolkit.files.secrets import refuse_hidden
+from toolkit.files.value_limits import shown
 from toolkit.presets.spec import PresetSpec
 from toolkit.presets.support import CPU, Device, Method, Purpose, check_supported
 from toolkit.presets.training_arguments import STRATEGY_ARGUMENTS
-from toolkit.run.argument_values import check_ranges, check_words, shown
+from toolkit.run.argument_values import check_ranges, check_words
 from toolkit.run.dataset_checks import check_evaluation, check_streaming, check_weights, streaming_warnings
 from toolkit.run.learning_rate import check_scaling
 from toolkit.run.lora_config import lora_fields

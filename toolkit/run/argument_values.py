@@ -16,12 +16,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from toolkit.errors import ToolkitError, nearest
+from toolkit.files.value_limits import MAX_SHOWN, shown
 
 # The words that transformers' parser accepts for a boolean.
 TRUE_WORDS = {"true", "1", "yes", "y", "t"}
 FALSE_WORDS = {"false", "0", "no", "n", "f"}
 LARGEST_INTEGER = 2**63 - 1
-SHOWN_CHARACTERS = 80
 SHOWN_WORDS = 12
 QUOTE_HINT = "quote it in the YAML file"
 
@@ -103,12 +103,6 @@ RANGES = {
 }
 
 
-def shown(value: object) -> str:
-    """Return a value as Python writes it, cut for a message."""
-    text = repr(value)
-    return text if len(text) <= SHOWN_CHARACTERS else f"{text[: SHOWN_CHARACTERS - 3]}..."
-
-
 def as_list(value: Any) -> list[Any]:
     """Return the values of an argument that takes one or more; empty for none."""
     return [] if value is None else value if isinstance(value, list) else [value]
@@ -172,7 +166,7 @@ def nearest_word(word: str, words: Collection[str]) -> str | None:
     >>> nearest_word("adamw", ["sgd", "adamw_torch", "adamw_8bit"])
     'adamw_torch'
     """
-    word = word[:SHOWN_CHARACTERS].lower()
+    word = word[:MAX_SHOWN].lower()
     return next((known for known in words if word and known.startswith(word)), None) or nearest(word, words)
 
 

@@ -13,7 +13,8 @@ from typing import Any
 import yaml
 
 from toolkit.errors import ToolkitError, did_you_mean
-from toolkit.run.argument_values import fits, shown
+from toolkit.files.value_limits import shown
+from toolkit.run.argument_values import fits
 from toolkit.versions import lora_config_types
 
 # Fields that are set by arguments of their own.

@@ -12,12 +12,13 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from toolkit.errors import ToolkitError, nearest
+from toolkit.files.value_limits import shown
 from toolkit.models.config_fields import ConfigFields
 from toolkit.models.hub import CONFIG
 from toolkit.models.lora import ALL_LINEAR
 from toolkit.models.read_model import shape_from_config
 from toolkit.models.shape import ModelShape
-from toolkit.run.argument_values import as_list, check_word, shown
+from toolkit.run.argument_values import as_list, check_word
 from toolkit.versions import attention_names, is_importable
 
 # A function of the hub's `kernels`: owner/name, with @revision and :function (transformers 5.23, `is_kernel`).

@@ -21,9 +21,10 @@ import yaml
 from toolkit.defaults import GRADIENT_ACCUMULATION_STEPS, MAX_SEQ_LENGTH, PER_DEVICE_TRAIN_BATCH_SIZE
 from toolkit.errors import ToolkitError, nearest
 from toolkit.files.secrets import hide_words, remember_secrets
+from toolkit.files.value_limits import shown
 from toolkit.presets.support import Method
 from toolkit.run.argument_aliases import ALIASES, HINTS, canonical_flags, canonical_values
-from toolkit.run.argument_values import TRUE_WORDS, as_list, check_type, shown
+from toolkit.run.argument_values import TRUE_WORDS, as_list, check_type
 from toolkit.versions import training_argument_types, training_argument_words
 
 CONFIG_SUFFIXES = (".yaml", ".yml", ".json")

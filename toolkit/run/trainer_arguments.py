@@ -14,8 +14,8 @@ from typing import Any
 
 from toolkit.errors import ToolkitError, did_you_mean
 from toolkit.files.json_files import parse_json, read_json_object
-from toolkit.files.value_limits import CONFIGURATION
-from toolkit.run.argument_values import FALSE_WORDS, TRUE_WORDS, shown
+from toolkit.files.value_limits import CONFIGURATION, shown
+from toolkit.run.argument_values import FALSE_WORDS, TRUE_WORDS
 from toolkit.versions import accelerator_config_types, scheduler_arguments, training_argument_defaults
 
 # Metrics of an evaluation: `EvaluatedTokens.over_all_ranks`.
