@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
+from toolkit.compare.commands import check_comparison
+from toolkit.compare.options import CompareOptions
 from toolkit.compare.variants import load_variants, parse_variant
 from toolkit.errors import ToolkitError
 
@@ -25,3 +29,56 @@ def test_a_variant_has_a_name_a_preset_and_extra_arguments() -> None:
 def test_a_name_can_be_compared_once() -> None:
     with pytest.raises(ToolkitError, match="--preset ddp is given twice"):
         load_variants(["ddp"], ["ddp=zero2"])
+
+
+@pytest.mark.parametrize("text", ['a=ddp "--ddp_comm_hook int8', "a=ddp --optim 'sgd", "a=ddp \\"])
+def test_an_unclosed_quotation_is_refused(text: str) -> None:
+    with pytest.raises(ToolkitError, match=r"--variant .*: no (closing quotation|escaped character)") as caught:
+        parse_variant(text)
+    assert caught.value.hint == '`--variant "NAME=PRESET --argument value"`'
+
+
+def test_a_name_that_no_folder_can_have_is_refused() -> None:
+    for name in ("x" * 101, "../x", "", "a/b", "a b"):
+        with pytest.raises(ToolkitError, match="expected a name of letters"):
+            parse_variant(f"{name}=ddp")
+    assert parse_variant(f"{'x' * 100}=ddp").name == "x" * 100
+
+
+def comparison(faq_alpaca: Path, tiny_model: Path, *variants: str, repeats: int = 3) -> CompareOptions:
+    words = ("--model_name_or_path", str(tiny_model), "--dataset", str(faq_alpaca), "--max_steps", "8")
+    return CompareOptions(
+        preset=("ddp",),
+        variant=variants,
+        num_processes=("2",),
+        output_dir=Path("out"),
+        training_arguments=words,
+        repeats=repeats,
+        cpu=True,
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("--optim nope", "--optim is 'nope', expected "),
+        ("--eval_strategy sometimes", "--eval_strategy is 'sometimes', expected no, steps or epoch"),
+        ("--per_device_train_batch_size 0", "--per_device_train_batch_size is 0, expected 1 or more"),
+        ("--model_name_or_path /nope", "model '/nope' is neither a folder nor a hub id"),
+        ("--dataset /nope.jsonl", "no such data file: /nope.jsonl"),
+        ("--lora_r 4 --lora_target_modules nope", "--lora_target_modules nope names no module of the model"),
+    ],
+)
+def test_a_mistake_in_a_variant_is_no_row_that_is_not_supported(
+    arguments: str, message: str, faq_alpaca: Path, tiny_model: Path
+) -> None:
+    with pytest.raises(ToolkitError) as caught:
+        check_comparison(comparison(faq_alpaca, tiny_model, f"mine=ddp {arguments}"))
+    assert caught.value.message.startswith(message)
+
+
+def test_more_trials_than_a_day_has_time_for_are_refused(faq_alpaca: Path, tiny_model: Path) -> None:
+    variants = [f"v{seed}=ddp --seed {seed}" for seed in range(400)]
+    with pytest.raises(ToolkitError, match="the rows and --repeats make 1,203 trials, expected 1,000 or fewer"):
+        check_comparison(comparison(faq_alpaca, tiny_model, *variants))
+    assert len(check_comparison(comparison(faq_alpaca, tiny_model, repeats=1000)).spec.trials()) == 1000

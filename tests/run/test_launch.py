@@ -140,3 +140,21 @@ def test_a_negative_limit_is_refused(name: str) -> None:
     limit: dict[str, Any] = {name: -1}
     with pytest.raises(ToolkitError, match=f"--{name.replace('_', '-')} is -1, expected 0 or more"):
         TrainOptions(preset="ddp", num_processes=2, **limit)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("timeout_minutes", 0.0, "--timeout-minutes is 0, expected more than 0"),
+        ("timeout_minutes", float("nan"), "--timeout-minutes is nan, expected more than 0"),
+        ("timeout_minutes", float("inf"), "--timeout-minutes is inf, expected 527,040 or less"),
+        ("hang_timeout_minutes", float("nan"), "--hang-timeout-minutes is nan, expected 0 or more"),
+        ("stop_minutes", 1e300, "--stop-minutes is 1e+300, expected 527,040 or less"),
+        ("max_restarts", 10**20, f"--max-restarts is {10**20}, expected 1,000 or less"),
+    ],
+)
+def test_a_limit_beyond_any_run_is_refused(name: str, value: float, message: str) -> None:
+    limit: dict[str, Any] = {name: value}
+    with pytest.raises(ToolkitError) as caught:
+        TrainOptions(preset="ddp", num_processes=2, **limit)
+    assert caught.value.message == message

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -205,3 +206,78 @@ def test_an_output_folder_with_a_finished_run_is_refused(model: Path, tmp_path: 
 def test_a_job_without_an_output_folder_is_refused(model: Path) -> None:
     with pytest.raises(ToolkitError, match="--output_dir is missing"):
         preflight.check_output({"model_name_or_path": str(model)})
+
+
+# -- what the ranks would find
+
+LLAMA = {
+    "model_type": "llama",
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+}
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--eval_strategy steps", "--eval_strategy is set, but there are no evaluation rows"),
+        ("--eval_on_start true", "--eval_on_start is set, but there are no evaluation rows"),
+        ("--val_size 4 --eval_dataset {rows}", "both --eval_dataset and --val_size are given"),
+        ("--val_size 0", "--val_size is 0, expected a fraction below 1 or a number of rows"),
+        ("--val_size 1.5", "--val_size is 1.5, expected a fraction below 1 or a number of rows"),
+        ("--val_size 16", "--val_size is 16, expected a fraction below 1 or fewer than all 16 rows"),
+        ("--val_size 0.9", "without the 14 of --val_size, {rows} has 2 rows, fewer than one global batch of 16"),
+        ("--max_seq_length 1", "--max_seq_length is 1, expected 2 or more"),
+        ("--attn_implementation sdpaa", "--attn_implementation is 'sdpaa', expected eager, "),
+        ("--attn_implementation flash_attention_2", "--attn_implementation flash_attention_2 needs a GPU"),
+        ("--attn_implementation owner/kernel", "--attn_implementation owner/kernel needs kernels"),
+        ("--optim lomo", "--optim lomo needs lomo_optim"),
+        ("--optim adamw", "--optim is 'adamw', expected adamw_torch, "),
+        ("--lora_r 4 --lora_target_modules qproj", "--lora_target_modules qproj names no module of the model"),
+        ("--lora_r 4 --lora_config bias=nope", "--lora_config bias is 'nope', expected one of ['none', "),
+        ("--lora_r 4 --lora_config layers_to_transform=x", "--lora_config layers_to_transform is 'x', expected "),
+        ("--freeze nope", "--freeze 'nope' matches no parameter"),
+        ("--chat_template {rows}.jinja", "no such file: {rows}.jinja"),
+        ("--chat_template /dev/zero", "/dev/zero is a device, expected a file"),
+        ("--profile_steps １:２", "--profile_steps is '１:２', expected A:B"),
+        ("--load_best_model_at_end true --save_only_model true --save_strategy best --eval_strategy steps --val_size 1"
+         " --per_device_train_batch_size 1", "--load_best_model_at_end does not work with --save_only_model"),
+    ],
+)  # fmt: skip
+def test_what_the_ranks_would_refuse_is_refused_before_they_start(
+    words: str, message: str, model: Path, rows: Path
+) -> None:
+    (model / "config.json").write_text(json.dumps(LLAMA))
+    preset = "zero2" if "save_only_model" in words else "ddp"
+    with pytest.raises(ToolkitError) as caught:
+        check(model, rows, *words.format(rows=rows).split(), preset=preset)
+    assert caught.value.message.startswith(message.format(rows=rows))
+
+
+@pytest.mark.parametrize(
+    "words", ["--eval_strategy steps", "--max_seq_length 1", "--optim adamw", "--lora_r 4 --loss_on x"]
+)
+def test_the_ranks_of_a_plain_launch_refuse_the_same(words: str, model: Path, rows: Path, tmp_path: Path) -> None:
+    from toolkit.train.arguments import parse_args
+    from toolkit.train.launch_context import LaunchContext
+
+    argv = ["--model_name_or_path", str(model), "--dataset", str(rows), *words.split()]
+    with pytest.raises(ToolkitError) as before:
+        preflight.check_job(load_preset("ddp"), num_processes=1, training_argv=argv, cpu=True)
+    with pytest.raises(ToolkitError) as launched:
+        parse_args([*argv, "--output_dir", str(tmp_path / "out")], LaunchContext.from_env())
+    assert launched.value.message == before.value.message or "invalid choice" in launched.value.message
+
+
+def test_a_package_that_an_optimizer_needs_is_a_warning_for_another_node(model: Path, rows: Path) -> None:
+    argv = ["--model_name_or_path", str(model), "--dataset", str(rows), "--optim", "lomo"]
+    job = preflight.check_job(load_preset("ddp"), num_processes=2, training_argv=argv, cpu=False, gpus=2)
+    assert job.warnings == ("--optim lomo needs lomo_optim, which is not installed here (pip install lomo-optim)",)
+
+
+def test_more_processes_than_a_node_can_hold_are_refused() -> None:
+    with pytest.raises(ToolkitError, match="--num-processes is 100,000,000, expected 1,024 or less on one node"):
+        preflight.check_process_count(100_000_000, gpus=None, preset=load_preset("ddp"))

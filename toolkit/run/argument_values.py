@@ -137,7 +137,10 @@ def fits(value: Any, annotation: str) -> bool:
     >>> fits([1, 2], "Optional[Union[list[int], int]]"), fits("nope", "Optional[Union[list[int], int]]")
     (True, False)
     """
-    return _fits(value, ast.parse(annotation, mode="eval").body)
+    node = ast.parse(annotation, mode="eval").body
+    if isinstance(node, ast.Subscript) and ast.unparse(node.value) == "Literal":
+        return value in ast.literal_eval(node.slice)
+    return _fits(value, node)
 
 
 def check_range(option: str, value: Any, allowed: Range) -> None:
@@ -222,7 +225,7 @@ def _fits(value: Any, node: ast.expr) -> bool:
     parts = inner.elts if isinstance(inner, ast.Tuple) else [] if inner is None else [inner]
     if name in ("Union", "Optional"):
         return (name == "Optional" and value is None) or any(_fits(value, part) for part in parts)
-    if name == "Literal":  # a library may know more words than its annotation lists
+    if name == "Literal":  # beside other types: peft knows more words for `init_lora_weights` than it lists
         return isinstance(value, str)
     if name == "list" and isinstance(value, list):
         return all(_fits(each, part) for part in parts for each in value)

@@ -59,5 +59,9 @@ def _check(name: str, value: Any) -> None:
         hint = did_you_mean(name, types, otherwise="the fields of peft's `LoraConfig`, see its documentation")
         raise ToolkitError(f"--lora_config has no field {shown(name)}", hint=hint)
     if not fits(value, types[name]):
-        expected = "true or false" if types[name] == "bool" else types[name].replace("Optional", "")
+        expected = (
+            "true or false"
+            if types[name] == "bool"
+            else types[name].replace("Optional", "").replace("Literal", "one of ")
+        )
         raise ToolkitError(f"--lora_config {name} is {shown(value)}, expected {expected}")
