@@ -90,7 +90,7 @@ def test_a_large_integer_keeps_its_last_digit() -> None:
         ({"seed": "-1"}, "--seed is -1, expected 0 or more"),
         ({"seed": str(2**32)}, "--seed is 4294967296, expected 4,294,967,295 or less"),
         ({"preprocessing_num_workers": 10**6}, "--preprocessing_num_workers is 1000000, expected 1,024 or less"),
-        ({"stop_when_steps_within": "2"}, "--stop_when_steps_within is 2, expected a fraction above 0 to below 1"),
+        ({"stop_when_steps_within": "2"}, "--stop_when_steps_within is 2, expected a fraction above 0 and below 1"),
         ({"untimed_steps": "-1"}, "--untimed_steps is -1, expected 0 or more"),
     ],
 )

@@ -51,7 +51,7 @@ class Range:
         """Return what is expected instead of a number outside the range, the words of an error."""
         also = "" if self.also is None else f", or {self.also:g}"
         if self.below is not None:
-            return f"a fraction {'above 0' if self.lowest is None else 'from 0'} to below {self.below:g}"
+            return f"a fraction {'above 0 and' if self.lowest is None else 'from 0 to'} below {self.below:g}"
         if self.highest is not None and number > self.highest:
             return f"{self.highest:,} or less"
         return (f"{self.lowest:g} or more" if self.lowest is not None else f"more than {self.above:g}") + also
@@ -65,7 +65,7 @@ _FRACTION = Range(lowest=0, below=1)
 _WORKERS = 1024  # processes of one rank; no node has as many cores for each
 YEAR_MINUTES = 366 * 24 * 60
 RANGES = {
-    # torch's optimizers refuse anything else
+    # torch's AdamW refuses anything else, but for the weight decay of a group, which nobody checks
     "learning_rate": _NOT_NEGATIVE,
     "weight_decay": _NOT_NEGATIVE,
     "adam_beta1": _FRACTION,
