@@ -120,6 +120,7 @@ ACCEPTED = """\
 --gradient_checkpointing true --gradient_checkpointing_kwargs '{"use_reentrant": true}'
 --dataloader_num_workers 2 --dataloader_prefetch_factor 4 --dataloader_persistent_workers true
 --save_total_limit 0
+--ddp_timeout 180000000
 --ddp_bucket_cap_mb 0
 --data_seed -1
 --seed 4294967295

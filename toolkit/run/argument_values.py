@@ -88,7 +88,7 @@ RANGES = {
     "dataloader_num_workers": Range(lowest=0, highest=_WORKERS),
     "dataloader_prefetch_factor": _COUNT,
     "ddp_bucket_cap_mb": _NOT_NEGATIVE,
-    "ddp_timeout": Range(lowest=1, highest=60 * YEAR_MINUTES),
+    "ddp_timeout": Range(lowest=1, highest=2**31 - 1),  # examples of LLaMA-Factory have 180000000
     # ours
     "max_seq_length": Range(lowest=2, highest=2**27),  # a token is predicted from those before it
     "lora_r": Range(lowest=1, highest=2**16),
