@@ -16,13 +16,14 @@ from toolkit.compare.console_progress import ConsoleProgress, stderr_console
 from toolkit.compare.dry_run import dry_run_text
 from toolkit.compare.ledger import LEDGER_FILE, Ledger, check_rows, comparison_lock
 from toolkit.compare.options import MAX_TRIALS, CompareOptions
-from toolkit.compare.read_results import load_results
+from toolkit.compare.read_results import load_results, results_file
 from toolkit.compare.replay import replay_row
 from toolkit.compare.report import (
     console_table,
     summary_sentence,
     write_report,
 )
+from toolkit.compare.report.table_model import one_line
 from toolkit.compare.report.two_comparisons import before_and_after
 from toolkit.compare.result_values import RowKey
 from toolkit.compare.results import Results
@@ -214,6 +215,7 @@ def replay(options: CompareOptions) -> None:
 def write_report_again(folder: Path, *, price_per_gpu_hour: float | None) -> None:
     """Write the report from results.json, with costs at another price if one is given."""
     refuse_rehearsals([folder])
+    folder = results_file(folder, write=True).parent
     results = load_results(folder)
     _publish(results if price_per_gpu_hour is None else at_price(results, price_per_gpu_hour), folder)
 
@@ -221,11 +223,11 @@ def write_report_again(folder: Path, *, price_per_gpu_hour: float | None) -> Non
 def report_both(before: Path, after: Path) -> None:
     """Report two comparisons of one job side by side, into the folder of the later one."""
     both = before_and_after(load_results(before), load_results(after))
-    files = both.write(after if after.is_dir() else after.parent)
+    files = both.write(results_file(after).parent)
     _print_table(both.rich_table())
     for name, old, new in both.environment:
-        print(f"{name}: {old} -> {new}")
-    print(both.summary)
+        print(one_line(f"{name}: {old} -> {new}"))
+    print(one_line(both.summary))
     for path in files:
         print(path)
 
@@ -233,7 +235,7 @@ def report_both(before: Path, after: Path) -> None:
 def _publish(results: Results, folder: Path) -> None:
     files = write_report(results, folder)
     _print_table(console_table(results))
-    print(summary_sentence(results))
+    print(one_line(summary_sentence(results)))
     for path in (files.markdown, files.html, files.results_json, files.results_csv, files.plot):
         print(path)
 

@@ -29,7 +29,6 @@ from toolkit.compare.trial_figures import (
 )
 from toolkit.errors import ToolkitError
 from toolkit.files.json_lines import JsonLine, complete_bytes, line_name, read_json_lines
-from toolkit.files.reading import OverLimit
 from toolkit.files.validation import explain
 from toolkit.files.value_limits import shown
 from toolkit.run.folder import lock_file
@@ -39,7 +38,7 @@ LOCK_FILE = "comparison.lock"
 LEDGER_FILE = "ledger.jsonl"
 # A trial of 10,000 steps on eight ranks takes 2.5 MiB.
 MAX_LEDGER_BYTES = 512 * MIB
-MAX_RECORDS = 20_000
+MAX_RECORDS = 10_000
 DAMAGED_LINE = "move the line to another file, and `--resume` repeats its run or reads it from its run folder"
 SideRunKind = Literal["profile", "save"]
 
@@ -123,14 +122,8 @@ class Ledger:
         """
         if not os.path.lexists(self.path):
             return {}
-        lines = read_json_lines(self.path, max_bytes=MAX_LEDGER_BYTES, hint=DAMAGED_LINE)
-        records: dict[str, LedgerRecord] = {}
-        for line in lines:
-            record = self._parse(line)
-            records[record.trial] = record
-            if len(records) > MAX_RECORDS:
-                raise OverLimit(f"{self.path} has more than {MAX_RECORDS:,} records, more than any comparison")
-        return records
+        lines = read_json_lines(self.path, max_bytes=MAX_LEDGER_BYTES, max_lines=MAX_RECORDS, hint=DAMAGED_LINE)
+        return {record.trial: record for record in map(self._parse, lines)}
 
     def append(self, record: LedgerRecord) -> None:
         """Add a record, flushed to the disk when this returns. Raises ToolkitError for a disk that takes no more."""

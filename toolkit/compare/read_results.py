@@ -11,7 +11,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from toolkit.compare.result_values import PARITY_FAILED
-from toolkit.compare.results import RESULTS_FILE, SCHEMA_VERSION, Results
+from toolkit.compare.results import MAX_ROWS, MAX_TRIALS, RESULTS_FILE, SCHEMA_VERSION, Results
 from toolkit.compare.rows import Row
 from toolkit.compare.trial_figures import Figures, contradiction
 from toolkit.errors import ToolkitError
@@ -27,8 +27,6 @@ OLD_PARITY_FAILED = "differs"
 MAX_RESULTS_BYTES = 256 * MIB
 
 
-# More than any comparison has; reports are made for a page that somebody reads.
-MAX_ROWS, MAX_TRIALS = 500, 20_000
 KEYS_HINT = "docs/reference/results.md lists the keys"
 
 
@@ -53,12 +51,20 @@ def load_results(path: str | Path) -> Results:
     return results
 
 
-def results_file(path: str | Path) -> Path:
-    """Return the file with a comparison's results, from its path or its folder's. Raises ToolkitError for none."""
+def results_file(path: str | Path, *, write: bool = False) -> Path:
+    """Return the file with a comparison's results, from its path or its folder's.
+
+    Raises ToolkitError for none; and with `write`, where the report would replace another comparison's files.
+    """
     file = Path(path) / RESULTS_FILE if Path(path).is_dir() else Path(path)
     if not os.path.lexists(file):
         raise ToolkitError(
             f"no such file: {file}", hint=f"name a folder of `toolkit compare` that holds {RESULTS_FILE}"
+        )
+    if write and file.name != RESULTS_FILE:
+        raise ToolkitError(
+            f"{file} has another name than {RESULTS_FILE}: its report would replace that of its folder",
+            hint=f"copy it into a folder of its own, as {RESULTS_FILE}",
         )
     return file
 

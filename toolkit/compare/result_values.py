@@ -76,7 +76,8 @@ Interval = Annotated[tuple[NonNegativeReal, NonNegativeReal], AfterValidator(_in
 """Low and high end."""
 Bytes = Count | None
 PerStep = tuple[Number, ...]
-Fact = bool | int | float | str | list[Any] | None
+Scalar = bool | int | Real | str | None
+Fact = Scalar | list[Scalar]
 """A value that all ranks share, or the list of theirs where they differ."""
 
 
@@ -182,7 +183,8 @@ class TimelineRank(Model):
     start_seconds: Annotated[NonNegativeReal, Column("Its start after the earliest rank's.", unit="s")]
     seconds: Annotated[NonNegativeReal, Column("Length of its step.", unit="s")]
     lanes: Annotated[
-        dict[str, tuple[Interval, ...]],
+        dict[str, Annotated[tuple[Interval, ...], MaxLen(100_000)]],
+        MaxLen(10),
         Column("Intervals of `compute`, `communication` and `data_wait`, from the rank's start.", unit="s"),
     ]
 
@@ -194,6 +196,7 @@ class Timeline(Model):
     ranks: Annotated[
         tuple[TimelineRank, ...],
         MinLen(1),
+        MaxLen(1024),
         Column("One object per rank: `rank`, `start_seconds`, `seconds` and `lanes`."),
     ]
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import Annotated, Literal
 
+from annotated_types import MaxLen
 from pydantic import AfterValidator, ConfigDict, Field
 
 from toolkit.compare.columns import Column
@@ -19,6 +20,8 @@ from toolkit.files.secrets import hide_words
 
 SCHEMA_VERSION: Literal[1] = 1
 RESULTS_FILE = "results.json"
+# More than any comparison has; reports are made for a page that somebody reads.
+MAX_ROWS, MAX_TRIALS = 500, 5_000
 Scaling = Literal["strong", "weak"]
 
 
@@ -45,13 +48,13 @@ class Environment(Model):
     """The node and the versions that every row ran on."""
 
     device: Annotated[str, Column("`cpu`, or the accelerator that computed, such as `cuda`.")]
-    gpus: Annotated[tuple[InstalledGpu, ...], Column("Every GPU of the node; empty on a CPU.")]
+    gpus: Annotated[tuple[InstalledGpu, ...], MaxLen(1024), Column("Every GPU of the node; empty on a CPU.")]
     cpu: Annotated[str | None, Column("Model name of the CPU.")]
     cpu_count: Annotated[
         PositiveCount | None, Column("CPU cores that the processes may use (a container's limit, where there is one).")
     ]
     host_memory_bytes: Annotated[Bytes, Column("Host memory that the processes may use.", unit="bytes")]
-    versions: Annotated[dict[str, str], Column("Version of each library, by distribution name.")]
+    versions: Annotated[dict[str, str], MaxLen(1000), Column("Version of each library, by distribution name.")]
     python: Annotated[str, Column("Version of Python.")]
     git_commit: Annotated[str | None, Column("Commit of the working tree that ran the comparison.")]
     disk: Annotated[Disk | None, Column("The disk that the comparison was written to.")] = None
@@ -75,6 +78,7 @@ class ComparedJob(Model):
     dataset: Annotated[str, Column("Hub id or file of the data; several with `, ` between them.")]
     training_arguments: Annotated[
         tuple[str, ...],
+        MaxLen(10_000),
         AfterValidator(lambda words: tuple(hide_words(words))),
         Column("What followed `--`, as the training script received it; each secret is `***`."),
     ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated
 
+from annotated_types import MaxLen
 from pydantic import ConfigDict
 
 from toolkit.compare.columns import (
@@ -217,7 +218,7 @@ class Row(Readings, _Claims):
         ),
     ] = None
     probes: Annotated[
-        tuple[Probe, ...] | None,
+        Annotated[tuple[Probe, ...], MaxLen(1000)] | None,
         Column(
             "Sizes that the search for the largest micro-batch tried, by size; null without `--find-max-batch`.",
             in_csv=False,

@@ -139,7 +139,8 @@ def read_run_file(path: Path, kind: type[Parsed]) -> Parsed:
     Raises ToolkitError for one that cannot be read, or has another value than its kind.
     """
     try:
-        return kind.model_validate(read_json_object_if_present(path) or {})
+        # A loss that no comparison reads may be no number.
+        return kind.model_validate(read_json_object_if_present(path, allow_nan=True) or {})
     except ValidationError as error:
         raise ToolkitError(f"{path}: {explain(error)}", hint=damaged_hint(path)) from None
     except ToolkitError as error:

@@ -10,7 +10,7 @@ from typing import Any, Literal
 from pydantic import ValidationError
 
 from toolkit.compare.ledger import RunRecord, SideRunKind, SideRunRecord
-from toolkit.compare.result_values import Fact, Failure, Timeline, TimelineRank, TrainedProblem
+from toolkit.compare.result_values import Failure, Timeline, TimelineRank, TrainedProblem
 from toolkit.compare.run_files import (
     AttestedRank,
     Profile,
@@ -165,7 +165,7 @@ def read_timeline(profile: Profile) -> Timeline | None:
     )
 
 
-def _shared(values: list[Fact]) -> Fact:
+def _shared(values: list[Any]) -> Any:
     """The value of all ranks, or the list of theirs where they differ."""
     return values[0] if values and all(value == values[0] for value in values) else (values or None)
 

@@ -77,11 +77,12 @@ class Runner:
         """
         trials = self.spec.trials()
         refuse_rehearsals([self.folder / "trials" / trial.id for trial in trials])
-        retried = self._failed_trials() if retry_failed else set()
+        finished = self.ledger.read()
+        if retry_failed:
+            finished = {name: record for name, record in finished.items() if record.completed}
         for position, trial in enumerate(trials):
             if trial.row.name in unsupported:
                 continue
-            finished = {name: record for name, record in self.ledger.read().items() if name not in retried}
             done = finished.get(trial.id)
             if done is not None:
                 self.progress.finish(done, from_ledger=True)
@@ -90,11 +91,7 @@ class Runner:
             else:
                 self.progress.start(trial.id)
                 run_folder = self.start_run(trial.row, self.folder / "trials" / trial.id)
-                self._record(trial, run_folder, position)
-                retried.discard(trial.id)
-
-    def _failed_trials(self) -> set[str]:
-        return {name for name, record in self.ledger.read().items() if not record.completed}
+                finished[trial.id] = self._record(trial, run_folder, position)
 
     def start_run(self, row: RowKey, output_dir: Path, extra_arguments: Sequence[str] = ()) -> RunFolder:
         """Train one row in fresh processes until it ends: the one place where a comparison starts a run.
@@ -132,12 +129,13 @@ class Runner:
             raise ComparisonInterrupted
         return run_folder
 
-    def _record(self, trial: Trial, run_folder: RunFolder, position: int) -> None:
+    def _record(self, trial: Trial, run_folder: RunFolder, position: int) -> TrialRecord:
         untimed_steps = self.spec.untimed_steps
         measured = read_run_record(trial, run_folder, self.folder, untimed_steps=untimed_steps, position=position)
         record = TrialRecord.of(measured)
         self.ledger.append(record)
         self.progress.finish(record)
+        return record
 
 
 def wait_until_free(folder: RunFolder, seconds: float = ORPHAN_SECONDS) -> None:

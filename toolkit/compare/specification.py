@@ -19,7 +19,7 @@ from pydantic import BaseModel, ConfigDict, StrictBool, ValidationError
 
 from toolkit.compare.options import CompareOptions
 from toolkit.compare.result_values import Count, Integer, Name, NonNegativeReal, PositiveCount, RowKey
-from toolkit.compare.results import Scaling
+from toolkit.compare.results import MAX_ROWS, MAX_TRIALS, Scaling
 from toolkit.compare.variants import Variant
 from toolkit.errors import ToolkitError
 from toolkit.files.json_files import read_json_object_if_present
@@ -34,8 +34,6 @@ from toolkit.run.script_arguments import accumulation_steps, micro_batch_size, r
 BATCH_ARGUMENT = "per_device_train_batch_size"
 SPEC_FILE = "comparison.json"
 OTHER = "name another folder: `--output-dir DIR`"
-# More than any comparison has.
-MAX_TRIALS = 20_000
 SPEC_VERSION = 2  # version 1 had one repeat of each trial
 # Half the 95 % CI of a trial's median step, over the median. Offloading waits for host memory, and a CPU for its
 # neighbors: both vary more from step to step.
@@ -178,7 +176,7 @@ def make_specification(options: CompareOptions, variants: Sequence[Variant]) -> 
     baseline = options.baseline or ("ddp" if "ddp" in names else names[0])
     if baseline not in names:
         raise ToolkitError(f"--baseline {baseline} is not among the presets compared: {', '.join(names)}")
-    return ComparisonSpec(
+    spec = ComparisonSpec(
         presets=tuple(names),
         preset_files={variant.name: variant.preset.texts() for variant in variants},
         expected={variant.name: expected_strategy(variant.preset) for variant in variants},
@@ -197,6 +195,8 @@ def make_specification(options: CompareOptions, variants: Sequence[Variant]) -> 
         find_max_batch=options.find_max_batch,
         batches=_strong_scaling(options, names) if options.effective_scaling == "strong" else {},
     )
+    _check_size(spec)
+    return spec
 
 
 def expected_strategy(preset: Preset) -> ExpectedStrategy:
@@ -290,6 +290,7 @@ def _parse(folder: Path, content: Mapping[str, Any]) -> ComparisonSpec:
         raise ToolkitError(f"{file}: {explain(error)}", hint=OTHER) from None
     if problem := _contradiction(spec):
         raise ToolkitError(f"{file}: {problem}", hint=OTHER)
+    _check_size(spec)
     return spec
 
 
@@ -305,9 +306,17 @@ def _contradiction(spec: ComparisonSpec) -> str | None:
             return f"{name} is {shown(list(values))}, expected each once"
     if unusable := next((name for name in spec.presets if not _is_folder_name(name)), None):
         return f"presets has {shown(unusable)}, expected the name of a folder"
-    if len(spec.rows()) * spec.repeats > MAX_TRIALS:
-        return f"{len(spec.rows()):,} rows of {spec.repeats:,} repeats, expected at most {MAX_TRIALS:,} trials"
     return None
+
+
+def _check_size(spec: ComparisonSpec) -> None:
+    rows = len(spec.presets) * len(spec.world_sizes)
+    if rows > MAX_ROWS or rows * spec.repeats > MAX_TRIALS:
+        raise ToolkitError(
+            f"{rows:,} rows with {spec.repeats:,} repeats each, expected at most {MAX_ROWS:,} rows and {MAX_TRIALS:,}"
+            " trials",
+            hint="`--repeats 3`",
+        )
 
 
 def _is_folder_name(name: str) -> bool:

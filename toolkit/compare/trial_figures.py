@@ -8,6 +8,7 @@ from __future__ import annotations
 from itertools import pairwise
 from typing import Annotated, Any
 
+from annotated_types import MaxLen
 from pydantic import AfterValidator, model_validator
 
 from toolkit.compare.columns import (
@@ -433,7 +434,7 @@ class Readings(Model):
         ),
     ] = None
     throttle_reasons: Annotated[
-        tuple[str, ...] | None,
+        Annotated[tuple[str, ...], MaxLen(100)] | None,
         Column(
             "Why GPU clocks were reduced in a timed step; empty where they were not, null where NVML cannot tell.",
             repeats=Repeats.UNION_OF_ALL,

@@ -24,9 +24,11 @@ def read_json_object(
     return as_mapping(read_json(path, limits=limits, max_bytes=max_bytes, allow_nan=allow_nan), str(path))
 
 
-def read_json_object_if_present(path: Path, *, limits: Limits = RECORDS) -> dict[str, Any] | None:
+def read_json_object_if_present(
+    path: Path, *, limits: Limits = RECORDS, allow_nan: bool = False
+) -> dict[str, Any] | None:
     """Return the object in a JSON file, None where there is no file. Raises ToolkitError as `read_json_object` does."""
-    return read_json_object(path, limits=limits) if os.path.lexists(path) else None
+    return read_json_object(path, limits=limits, allow_nan=allow_nan) if os.path.lexists(path) else None
 
 
 def parse_json(

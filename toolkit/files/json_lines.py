@@ -34,6 +34,7 @@ def read_json_lines(
     limits: Limits = RECORDS,
     max_bytes: int = MAX_LINES_BYTES,
     max_line_bytes: int = MAX_TEXT_BYTES,
+    max_lines: int | None = None,
     allow_nan: bool = False,
     hint: str | None = None,
 ) -> Iterator[JsonLine]:
@@ -48,6 +49,8 @@ def read_json_lines(
         number = 0
         while line := file.readline(max_line_bytes + 1):
             number += 1
+            if max_lines is not None and number > max_lines:
+                raise OverLimit(f"{path} has more than {max_lines:,} lines, more than any file of its kind")
             if len(line) > max_line_bytes:
                 raise OverLimit(f"{line_name(path, number)}: longer than {max_line_bytes:,} bytes")
             if not line.endswith(b"\n"):

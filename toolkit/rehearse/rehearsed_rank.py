@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.errors import ToolkitError
+from toolkit.files.value_limits import shown
 from toolkit.run.folder import RunFolder
 
 # A value of `--dataset`: rows of exactly `max_seq_length` tokens, the most that a batch can hold.
@@ -31,7 +32,11 @@ class RehearsedRank:
 def rehearsed_rank(run: dict[str, Any] | None) -> RehearsedRank | None:
     """Return the rank that a run.json was rehearsed for; None for a real run."""
     facts = (run or {}).get("rehearsal")
-    return None if not facts else RehearsedRank(world_size=facts["world_size"], rank=facts["rank"])
+    if not facts:
+        return None
+    if not isinstance(facts, dict) or not all(isinstance(facts.get(key), int) for key in ("world_size", "rank")):
+        raise ToolkitError(f"run.json: rehearsal is {shown(facts)}, expected world_size and rank")
+    return RehearsedRank(world_size=facts["world_size"], rank=facts["rank"])
 
 
 def refuse_rehearsals(folders: Sequence[Path]) -> None:

@@ -20,6 +20,7 @@ from typing import Any
 
 from toolkit.errors import ToolkitError
 from toolkit.files.atomic_write import write_text
+from toolkit.files.json_files import read_json_object
 from toolkit.files.secrets import hide_secrets
 from toolkit.run.status import COMPLETED, RUNNING
 
@@ -183,12 +184,11 @@ def write_json(path: Path, content: Any) -> None:
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
-    """Read a JSON object from a file, or return None where there is none."""
+    """Read a JSON object from a file, or return None where there is none; a loss in it may be no number."""
     try:
-        content = json.loads(path.read_text())
-    except (OSError, ValueError):
+        return read_json_object(path, allow_nan=True)
+    except ToolkitError:
         return None
-    return content if isinstance(content, dict) else None
 
 
 def _is_alive(pid: Any) -> bool:

@@ -16,6 +16,8 @@ from toolkit.units import seconds
 
 # A chart's box in its own units.
 WIDTH, HEIGHT = 1000.0, 300.0
+# More points than this are closer than the pixels of a page.
+MOST_POINTS = 2000
 # The box of one rank of a timeline: compute and waiting for data above, communication below.
 LANE_WIDTH, LANE_HEIGHT = 1000.0, 9.0
 LANE_TOP = {"compute": 0.0, "data_wait": 0.0, "communication": 11.0}
@@ -103,7 +105,7 @@ def losses_chart(results: Results) -> LineChart | None:
     for index, ((label, row), width) in enumerate(zip(named, curve_widths(len(named)), strict=True)):
         color = f"c{index % len(CURVES)}"
         points = [(float(step), loss) for step, loss in enumerate(row.losses, 1) if loss is not None]
-        lines.append(Line(points=points, color=color, width=width))
+        lines.append(Line(points=thinned(points), color=color, width=width))
         colors.append((color, curve_name(label, row)))
     low, high, last = min(known), max(known), max(len(row.losses) for row in results.rows)
     return LineChart(
@@ -119,6 +121,16 @@ def losses_chart(results: Results) -> LineChart | None:
         title="loss by step",
         note="Where curves coincide, an earlier one is the wider line behind a later one.",
     )
+
+
+def thinned(points: Sequence[tuple[float, float]]) -> Sequence[tuple[float, float]]:
+    """Return points of a curve at equal distances, at most `MOST_POINTS` and the last.
+
+    >>> len(thinned([(step, 1.0) for step in range(4001)])), thinned([(1.0, 2.0)])
+    (1335, [(1.0, 2.0)])
+    """
+    stride = -(-len(points) // MOST_POINTS)
+    return points if stride <= 1 else [*points[:-1:stride], points[-1]]
 
 
 def curve_name(label: str, row: Row) -> str:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import io
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from toolkit.compare.columns import ByteUnit, speed
 from toolkit.compare.report.chart_colors import CURVES, MUTED, PARTS, SPEED, curve_widths
-from toolkit.compare.report.line_charts import curve_name
+from toolkit.compare.report.line_charts import curve_name, thinned
 from toolkit.compare.report.result_tables import results_unit
 from toolkit.compare.report.table_model import one_line
 from toolkit.compare.result_values import PARITY_FAILED
@@ -20,12 +21,16 @@ if TYPE_CHECKING:
 
 ROW_INCHES = 0.5
 LEAST_INCHES = 3.6
+# Nobody reads more in one picture, and no picture may have 2**16 pixels in a column; the page has all rows.
+MOST_ROWS = 60
+LONGEST_NAME = 40
 
 
 def plot_png(results: Results) -> bytes:
     """Return the PNG. Left: model states per rank. Middle: tokens/s. Right: loss by step."""
     from matplotlib.figure import Figure
 
+    results = results.updated(rows=results.rows[:MOST_ROWS])
     height = max(LEAST_INCHES, 1.4 + ROW_INCHES * len(results.rows))
     figure = Figure(figsize=(15, height), layout="constrained")
     memory, speeds, losses = figure.subplots(1, 3, width_ratios=(1.15, 0.95, 1.2))
@@ -46,7 +51,7 @@ def _draw_memory(axes: Axes, results: Results) -> None:
         axes.barh(places, sizes, left=left, color=part.light, label=part.name, height=0.66)
         left = [start + size for start, size in zip(left, sizes, strict=True)]
     _write_beside(axes, left, [_memory_text(row, unit) for row in results.rows])
-    _name_rows(axes, [_plain(one_line(label)) for label, _ in results.labelled_rows])
+    _name_rows(axes, [_plain(one_line(label, LONGEST_NAME)) for label, _ in results.labelled_rows])
     _finish(axes, f"model states per rank ({unit.name})", max(left, default=0.0))
     axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.09), ncols=len(PARTS), frameon=False, fontsize=9)
 
@@ -74,10 +79,11 @@ def _draw_losses(axes: Axes, results: Results) -> None:
     widths = curve_widths(len(results.rows))
     for index, ((label, row), width) in enumerate(zip(results.labelled_rows, widths, strict=True)):
         if row.losses:
-            losses = [float("nan") if loss is None else loss for loss in row.losses]
-            name, color = _plain(one_line(curve_name(label, row))), CURVES[index % len(CURVES)].light
+            curve = [(float(step), math.nan if loss is None else loss) for step, loss in enumerate(row.losses, 1)]
+            steps, losses = zip(*thinned(curve), strict=True)
+            name, color = _plain(one_line(curve_name(label, row), LONGEST_NAME)), CURVES[index % len(CURVES)].light
             dot = "o" if len(losses) == 1 else None
-            axes.plot(range(1, len(losses) + 1), losses, color=color, linewidth=width, marker=dot, label=name)
+            axes.plot(steps, losses, color=color, linewidth=width, marker=dot, label=name)
     axes.set_title("loss by step (wide under narrow where they coincide)", fontsize=11, loc="left")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.spines[["top", "right"]].set_visible(False)

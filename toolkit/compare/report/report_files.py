@@ -17,6 +17,8 @@ from toolkit.compare.rows import Row
 from toolkit.errors import ToolkitError
 from toolkit.files.atomic_write import write_bytes
 
+# https://owasp.org/www-community/attacks/CSV_Injection
+FORMULA = ("=", "+", "-", "@")
 CSV_COLUMNS = tuple(key for key, column in columns_of(Row).items() if column.in_csv)
 """In the order of the declarations; readers rely on it, so new keys go to the end."""
 
@@ -53,14 +55,22 @@ def json_text(results: Results) -> str:
 
 
 def csv_text(results: Results) -> str:
-    """Return `results.csv`: a header, then one line per row; unknowns are empty, messages are one line."""
+    """Return `results.csv`: a header, then one line per row; unknowns are empty, messages are one line.
+
+    A spreadsheet would execute text that begins like a formula: it has an apostrophe in front.
+    """
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(CSV_COLUMNS)
     for row in results.rows:
         values = (getattr(row, key) for key in CSV_COLUMNS)
-        writer.writerow([one_line(value) if isinstance(value, str) else value for value in values])
+        writer.writerow([_csv_text(value) if isinstance(value, str) else value for value in values])
     return text.getvalue()
+
+
+def _csv_text(value: str) -> str:
+    line = one_line(value)
+    return f"'{line}" if line.startswith(FORMULA) else line
 
 
 def write_report_file(file: Path, content: str | bytes) -> Path:

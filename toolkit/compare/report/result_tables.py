@@ -12,6 +12,7 @@ from toolkit.compare.report.table_model import (
     Heading,
     Table,
     number_cell,
+    one_line,
     text_cell,
     text_heading,
 )
@@ -275,7 +276,7 @@ def _value_of(key: str) -> Values:
 
 
 def _heading(display: Display, results: Results, unit: ByteUnit) -> str:
-    baseline = results.reference
+    baseline = one_line(results.reference)
     return (
         display.heading.replace("{unit}", unit.name)
         .replace("{baseline}", baseline)

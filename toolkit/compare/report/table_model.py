@@ -64,16 +64,26 @@ def number_cell(value: float | None, digits: int) -> Cell:
 
 
 def one_line(text: str | None, limit: int | None = None) -> str:
-    """Return text without line breaks and control characters, shortened to `limit` characters.
+    """Return text without line breaks, with control characters made visible, shortened to `limit` characters.
 
-    >>> one_line("CUDA out\\nof memory", limit=12)
-    'CUDA out of…'
+    >>> one_line("CUDA out\\nof memory", limit=12), one_line("\\x1b[2J")
+    ('CUDA out of…', '\\\\x1b[2J')
     """
-    line = " ".join("".join(char if char.isprintable() else " " for char in text or "").split())
+    line = " ".join(_visible(text or "").split())
     return line if limit is None or len(line) <= limit else line[: limit - 1].rstrip() + "…"
 
 
 def many_lines(text: str) -> list[str]:
-    """Return the lines of a text without control characters, blank lines and trailing blanks."""
-    lines = ["".join(char if char.isprintable() else " " for char in line).rstrip() for line in text.splitlines()]
+    """Return the lines of a text with control characters made visible, without blank lines and trailing blanks."""
+    lines = [_visible(line).rstrip() for line in text.splitlines()]
     return [line for line in lines if line]
+
+
+def _visible(text: str) -> str:
+    """No terminal acts on the text, and no reader is misled by characters that reverse it."""
+    if text.isprintable():
+        return text
+    return "".join(
+        char if char.isprintable() else " " if char.isspace() else char.encode("unicode_escape").decode()
+        for char in text
+    )
