@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
-from comparison_records import probe, trial
+from comparison_records import comparison, probe, trial
 
+from toolkit.compare.build_results import build_results
 from toolkit.compare.ledger import (
     Ledger,
     ProbeRecord,
@@ -102,8 +104,76 @@ def test_a_recorded_ledger_of_an_earlier_version_keeps_every_value() -> None:
 
 def test_a_line_that_is_no_record_is_named(tmp_path: Path) -> None:
     (tmp_path / "ledger.jsonl").write_text('{"trial": "ddp-n2-r0"}\n')
-    with pytest.raises(ToolkitError, match=r"ledger.jsonl, line 1: trial has no preset, world_size, status"):
+    with pytest.raises(ToolkitError, match=r"ledger.jsonl, line 1: it has no preset, world_size, status"):
         Ledger(tmp_path / "ledger.jsonl").read()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"step_seconds": [1.0] * 3}, "losses has 8, step_seconds has 3, "),
+        ({"step_seconds": []}, "timed_step_numbers needs step_seconds and step_tokens"),
+        ({"step_seconds": ["1"] * 8}, "step_seconds[0] is '1', expected a valid number"),
+        ({"step_tokens": [-1] * 8}, "step_tokens[0] is -1, expected greater than or equal to 0"),
+        ({"timed_step_numbers": [3, 99]}, "timed_step_numbers has step 99, expected at most 8"),
+        ({"timed_step_numbers": [0]}, "timed_step_numbers[0] is 0, expected greater than 0"),
+        ({"preset": "zero2"}, "trial is 'ddp-n2-r0', expected 'zero2-n2-r0' by its other keys"),
+        ({"world_size": 4}, "trial is 'ddp-n2-r0', expected 'ddp-n4-r0' by its other keys"),
+        ({"repeat": 7}, "trial is 'ddp-n2-r0', expected 'ddp-n2-r7' by its other keys"),
+        ({"kind": "probe"}, "it has no per_device_train_batch_size"),
+        ({"kind": ["trial"]}, "kind is ['trial'], expected trial, probe, side_run"),
+        ({"allocator_retries": [{"x": "y" * 20_000}]}, "allocator_retries is [{'x': 'yyy"),
+    ],
+)
+def test_a_damaged_record_is_named_with_its_line(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    ledger = Ledger(tmp_path / "ledger.jsonl")
+    ledger.append(trial("zero2", 0))
+    damaged = json.loads(trial("ddp", 0).model_dump_json()) | changes
+    with ledger.path.open("a") as file:
+        file.write(json.dumps(damaged) + "\n")
+    with pytest.raises(ToolkitError) as raised:
+        ledger.read()
+    assert raised.value.message.startswith(f"{ledger.path}, line 2: ")
+    assert message in raised.value.message
+    assert len(raised.value.message) < len(str(ledger.path)) + 250
+    assert raised.value.hint is not None
+    assert "`--resume` repeats its run" in raised.value.hint
+
+
+def test_garbage_between_records_is_refused_and_stays(tmp_path: Path) -> None:
+    ledger = Ledger(tmp_path / "ledger.jsonl")
+    ledger.append(trial("ddp", 0))
+    with ledger.path.open("ab") as file:
+        file.write(b"garbage\n")
+    ledger.append(trial("ddp", 1))
+    with pytest.raises(ToolkitError, match=r"ledger.jsonl, line 2: not JSON"):
+        ledger.read()
+    assert ledger.path.read_bytes().count(b"\n") == 3
+
+
+def test_a_run_of_another_comparison_is_refused(tmp_path: Path) -> None:
+    ledger = Ledger(tmp_path / "ledger.jsonl")
+    ledger.append(trial("zero3", 0))
+    with pytest.raises(ToolkitError, match="has 'zero3-n2-r0', a run of 'zero3-n2', which is no row of this"):
+        build_results(comparison("ddp", "zero2"), tmp_path, {})
+
+
+@pytest.mark.parametrize("name", ["ledger.jsonl", "comparison.lock"])
+def test_a_folder_in_the_place_of_a_file_is_named(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).mkdir()
+    refused = f"{name} (is a folder|cannot be locked: Is a directory)"
+    with pytest.raises(ToolkitError, match=refused), comparison_lock(tmp_path):
+        Ledger(tmp_path / "ledger.jsonl").read()
+
+
+@pytest.mark.parametrize("seconds", [0.0, 5e-324, 1e99])
+def test_impossible_step_times_make_no_speed_and_no_error(tmp_path: Path, seconds: float) -> None:
+    ledger = Ledger(tmp_path / "ledger.jsonl")
+    for repeat, times in enumerate(([seconds] * 8, [0.5] * 8)):
+        ledger.append(trial("ddp", repeat, step_seconds=times))
+    (row,) = build_results(comparison("ddp", repeats=2), tmp_path, {}).rows
+    assert row.completed
+    assert row.tokens_per_second is None
 
 
 def test_two_runners_never_share_a_folder(tmp_path: Path) -> None:

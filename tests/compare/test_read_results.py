@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 from results_documents import FIXTURES, Document, read, write_report
 
+from toolkit.cli import main
+from toolkit.compare.commands import write_report_again
 from toolkit.compare.read_results import load_results
 from toolkit.compare.trial_figures import Figures
 from toolkit.errors import ToolkitError
@@ -89,6 +91,93 @@ def test_a_value_of_another_type_is_named(results: Document, tmp_path: Path) -> 
     (tmp_path / "results.json").write_text(json.dumps(results))
     with pytest.raises(ToolkitError, match=r"rows\[0\].peak_host_bytes is 'much'"):
         load_results(tmp_path)
+
+
+def put(document: Document, place: str, value: Any) -> Document:
+    """The document with another value at a place like `rows.0.losses`."""
+    *parents, last = [int(part) if part.isdigit() else part for part in place.split(".")]
+    around: Any = document
+    for part in parents:
+        around = around[part]
+    around[last] = value
+    return document
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "message"),
+    [
+        ("rows.0.wall_seconds", "12", "rows[0].wall_seconds is '12', expected a valid number"),
+        ("rows.0.wall_seconds", -1.0, "rows[0].wall_seconds is -1.0, expected greater than or equal to 0"),
+        ("rows.0.wall_seconds", float("nan"), "rows[0].wall_seconds is nan, expected a finite number"),
+        ("rows.0.wall_seconds", 1e200, "rows[0].wall_seconds is 1e+200, expected at most 1e+100"),
+        ("rows.0.world_size", 0, "rows[0].world_size is 0, expected greater than 0"),
+        ("rows.0.world_size", True, "rows[0].world_size is True, expected a valid integer"),
+        ("rows.0.world_size", 2**70, "rows[0].world_size is an integer of 71 bits"),
+        ("rows.0.parameter_bytes", -1, "rows[0].parameter_bytes is -1, expected greater than or equal to 0"),
+        ("rows.0.losses", {}, "rows[0].losses is {}, expected a valid tuple"),
+        ("rows.0.losses", "12", "rows[0].losses is '12', expected a valid tuple"),
+        ("rows.0.tokens_per_second_interval", [9.0, 1.0], "expected the low end first"),
+        ("rows.0.preset", "p" * 301, "expected string should have at most 300 characters"),
+        ("rows.0", None, "rows[0] is None, expected a valid dictionary"),
+        ("rows.1.trial", "ddp-n2", "rows has 'ddp-n2' 2 times, expected each once"),
+        ("trials.0.preset", "other", "trials[0] is of 'other-n2', which is not among the rows"),
+        ("trials.0.losses", [1.0], "losses has 1, "),
+        ("trials.0.timed_step_numbers", [3, 99], "trials[0]: timed_step_numbers has step 99, expected at most "),
+        ("trials.0.timed_step_numbers", [3, 3], "trials[0]: timed_step_numbers is not ascending"),
+        ("trials.0.problem.seed", {}, "trials[0].problem.seed: expected a text, a finite number, or a list of them"),
+        ("reference", "\x1b[2J", r"reference is '\x1b[2J', which is not among the rows"),
+        ("method.ratio_confidence", 2, "method.ratio_confidence is 2, expected less than or equal to 1"),
+        ("environment.versions", {"\x1b[2J": 1}, r"environment.versions.'\x1b[2J' is 1, expected a valid string"),
+        ("schema_version", 1.0, "has schema_version 1.0; this toolkit reads 1"),
+        ("schema_version", "x" * 500_000, "has schema_version 'xxx"),
+        ("rows", [{}] * 501, "has 501 rows, expected at most 500"),
+        ("rows", [None] * 1_000_000, "has 1,000,000 rows, expected at most 500"),
+        ("job.untimed_steps", "2", "job.untimed_steps is '2', expected a valid integer"),
+        ("comment", "x" * 1_000_001, "comment has 1,000,001 characters, expected at most 1,000,000"),
+    ],
+)
+def test_a_damaged_value_is_refused_in_two_lines_and_nothing_is_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], place: str, value: Any, message: str
+) -> None:
+    recorded = json.loads((FIXTURES / "comparison_before_typed_results" / "results.json").read_text("utf-8"))
+    file = tmp_path / "results.json"
+    file.write_text(json.dumps(put(recorded, place, value)))
+    before = file.read_bytes()
+    with pytest.raises(SystemExit) as ended:
+        main(["report", str(tmp_path)])
+    error = capsys.readouterr().err
+    assert ended.value.code == 2
+    assert message in error
+    assert "\x1b" not in error
+    assert len(error.splitlines()) <= 2
+    assert len(error) < 500 + len(str(tmp_path))
+    assert (list(tmp_path.iterdir()), file.read_bytes()) == ([file], before)
+
+
+@pytest.mark.parametrize(
+    ("place", "value"),
+    [
+        ("job.untimed_steps", None),
+        ("rows.0.parity", []),
+        ("rows.0.parity", {}),
+        ("rows.0.step_seconds", 3),
+    ],
+)
+def test_damaged_results_from_before_trials_were_repeated_are_refused(
+    results: Document, tmp_path: Path, place: str, value: Any
+) -> None:
+    old = put({key: item for key, item in results.items() if key not in ("trials", "method")}, place, value)
+    (tmp_path / "results.json").write_text(json.dumps(old))
+    with pytest.raises(ToolkitError, match=r"results.json: (job|rows)"):
+        load_results(tmp_path)
+
+
+def test_a_copy_of_results_beside_others_never_replaces_their_report(results: Document, tmp_path: Path) -> None:
+    (tmp_path / "results.json").write_text("another comparison's")
+    (tmp_path / "copy.json").write_text(json.dumps(results))
+    with pytest.raises(ToolkitError, match=r"copy.json has another name than results.json"):
+        write_report_again(tmp_path / "copy.json", price_per_gpu_hour=None)
+    assert (tmp_path / "results.json").read_text() == "another comparison's"
 
 
 def _without_unknowns(value: Any) -> Any:

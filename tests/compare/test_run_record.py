@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
+from typing import Any
 
-from comparison_records import trial
+import pytest
+from comparison_records import comparison, trial
 
+from toolkit.compare.console_progress import ConsoleProgress
 from toolkit.compare.result_values import MemoryByPhase, RowKey
 from toolkit.compare.run_record import read_run_record, read_side_run
+from toolkit.compare.runner import Runner
 from toolkit.compare.specification import Trial
+from toolkit.errors import ToolkitError
 from toolkit.run.folder import RunFolder, write_json
 
 TRIAL = Trial(row=RowKey(preset="zero2", world_size=2), repeat=0)
@@ -61,3 +68,91 @@ def test_an_impossible_fraction_of_padding_is_unknown_and_breaks_no_record() -> 
     """Text tokens that outnumber all tokens are miscounted: parity reports the counts."""
     assert trial("zero2", 0, padding_fraction=-1.0).padding_fraction is None
     assert trial("zero2", 0, padding_fraction=0.25).padding_fraction == 0.25
+
+
+RECORDED = Path(__file__).parents[1] / "fixtures" / "recorded_demo_ddp" / "ranks"
+
+
+def recorded_run(folder: Path) -> RunFolder:
+    """A completed run of two ranks and eight steps, as far as a comparison reads it."""
+    shutil.copytree(RECORDED, folder / "ranks")
+    write_json(folder / "run.json", {"status": "completed", "wall_seconds": 60.0, "command": "run"})
+    write_json(folder / "attestation.json", {"ranks": [{"num_params": 10}, {"num_params": 10}]})
+    return RunFolder(folder)
+
+
+def refusal(folder: RunFolder) -> ToolkitError:
+    with pytest.raises(ToolkitError) as raised:
+        read_run_record(TRIAL, folder, folder.path, untimed_steps=2, position=0)
+    return raised.value
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "message"),
+    [
+        ("run.json", "garbage", "run.json, line 1: not JSON"),
+        ("run.json", "[1]", "run.json holds list, expected keys and values"),
+        ("run.json", '{"status": "done"}', "run.json: status is 'done', expected 'completed', "),
+        ("run.json", '{"status": "completed", "wall_seconds": "12"}', "run.json: wall_seconds is '12', expected"),
+        ("run.json", '{"phases": ["train"]}', "run.json: phases[0] is 'train', expected"),
+        ("run.json", '{"spec": {"seed": {"a": 1}}}', "seed: expected a text, a finite number, or a list of them"),
+        ("run.json", '{"spec": {"learning_rate": NaN}}', "learning_rate"),
+        ("attestation.json", '{"ranks": {}}', "attestation.json: ranks is {}, expected"),
+        ("attestation.json", '{"ranks": [{"parameter_bytes": "1"}]}', "ranks[0].parameter_bytes is '1', expected"),
+        ("failure.json", '{"peak_bytes": -1}', "failure.json: peak_bytes is -1, expected"),
+        ("failure.json", '{"memory_ladder": {"load": 1}}', "failure.json: memory_ladder has no bytes_of"),
+        ("ranks/rank1.jsonl", "garbage\n", "rank1.jsonl, line 1: not JSON"),
+        ("ranks/rank1.jsonl", '{"a": 1}\n', "rank1.jsonl, line 1: it has no step, rank, seconds, "),
+    ],
+)
+def test_a_damaged_file_of_a_run_is_named_with_its_key(tmp_path: Path, file: str, content: str, message: str) -> None:
+    folder = recorded_run(tmp_path)
+    (tmp_path / file).write_text(content)
+    error = refusal(folder)
+    assert message in error.message
+    assert error.hint is not None
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "expected"),
+    [
+        ("seconds", -1.0, "seconds is -1.0, expected greater than or equal to 0"),
+        ("seconds", float("nan"), "seconds is nan, expected"),
+        ("tokens", "12", "tokens is '12', expected a valid integer"),
+        ("tokens", True, "tokens is True, expected a valid integer"),
+        ("loss", [1.0], "loss is [1.0], expected a valid number"),
+        ("step", 0, "step is 0, expected greater than 0"),
+        ("gpu_reading", {"energy_joules": 1}, "gpu_reading has no monotonic_seconds"),
+        ("memory_ladder", {"load": 1}, "memory_ladder has no bytes_of"),
+    ],
+)
+def test_a_damaged_row_is_named_with_its_line_and_key(tmp_path: Path, key: str, value: Any, expected: str) -> None:
+    folder = recorded_run(tmp_path)
+    path = folder.rank_rows(1)
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    rows[3][key] = value
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert f"rank1.jsonl, line 4: {expected}" in refusal(folder).message
+
+
+def test_losses_that_are_not_finite_are_unknown_and_no_error(tmp_path: Path) -> None:
+    folder = recorded_run(tmp_path)
+    for rank, loss in enumerate((float("inf"), float("-inf"))):
+        path = folder.rank_rows(rank)
+        rows = [json.loads(line) | {"loss": loss} for line in path.read_text().splitlines()]
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    found = read_run_record(TRIAL, folder, tmp_path, untimed_steps=2, position=0)
+    assert found.losses == (None,) * 8
+
+
+def test_a_finished_run_with_a_damaged_run_json_is_never_run_again_over_it(tmp_path: Path) -> None:
+    spec = comparison("ddp", repeats=1)
+    (trial,) = spec.trials()
+    run = tmp_path / "trials" / trial.id
+    recorded_run(run)
+    (run / "run.json").write_text('{"status": "completed", "wall_')
+    runner = Runner(spec=spec, folder=tmp_path, timeout_seconds=None, nvme={}, progress=ConsoleProgress(1))
+    with pytest.raises(ToolkitError, match=r"run.json, line 1: not JSON") as raised:
+        runner.run({}, retry_failed=False)
+    assert raised.value.hint == f"move {run} elsewhere, and `--resume` repeats its run"
+    assert sorted(path.name for path in (run / "ranks").iterdir()) == ["rank0.jsonl", "rank1.jsonl"]

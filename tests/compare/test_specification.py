@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 from comparison_records import comparison
@@ -82,4 +83,47 @@ def test_a_damaged_specification_is_named_with_its_key(tmp_path: Path) -> None:
     content = comparison("ddp").as_json() | {"num_processes": ["two"]}
     (tmp_path / "comparison.json").write_text(json.dumps(content))
     with pytest.raises(ToolkitError, match=r"comparison\.json: num_processes\[0\] is 'two', expected a valid integer"):
+        read_comparison(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "content", ["garbage", "", "[1]", "null", "[" * 100_000], ids=["text", "empty", "list", "null", "deep"]
+)
+def test_a_specification_that_is_none_is_refused_and_never_overwritten(tmp_path: Path, content: str) -> None:
+    (tmp_path / "comparison.json").write_text(content)
+    for resume in (False, True):
+        with pytest.raises(ToolkitError, match=r"comparison\.json"):
+            open_comparison(tmp_path, comparison("ddp"), resume=resume)
+    assert (tmp_path / "comparison.json").read_text() == content
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"reference": "zero9"}, "reference is 'zero9', expected one of presets"),
+        ({"presets": ["ddp", "../evil"]}, "preset_files has no '../evil', which is among presets"),
+        ({"presets": ["ddp", "ddp"]}, "presets is ['ddp', 'ddp'], expected each once"),
+        ({"presets": []}, "presets is [], expected"),
+        ({"num_processes": [0]}, "num_processes[0] is 0, expected greater than 0"),
+        ({"num_processes": [2, 2]}, "num_processes is [2, 2], expected each once"),
+        ({"repeats": 1_000_000}, "1 rows with 1,000,000 repeats each, expected at most 500 rows and 5,000 trials"),
+        ({"repeats": "3"}, "repeats is '3', expected a valid integer"),
+        ({"cpu": "yes"}, "cpu is 'yes', expected a valid boolean"),
+        ({"schema_version": 3}, "schema_version 3; this toolkit reads 2"),
+        ({"schema_version": [2]}, "schema_version [2]; this toolkit reads 2"),
+    ],
+)
+def test_a_specification_that_contradicts_itself_is_refused(
+    tmp_path: Path, changes: dict[str, Any], message: str
+) -> None:
+    (tmp_path / "comparison.json").write_text(json.dumps(comparison("ddp").as_json() | changes))
+    with pytest.raises(ToolkitError) as raised:
+        read_comparison(tmp_path)
+    assert message in raised.value.message
+
+
+def test_a_preset_names_no_folder_outside_of_the_comparison(tmp_path: Path) -> None:
+    content = json.dumps(comparison("ddp", "zero2").as_json()).replace('"zero2"', '"../../evil"')
+    (tmp_path / "comparison.json").write_text(content)
+    with pytest.raises(ToolkitError, match=r"presets has '\.\./\.\./evil', expected the name of a folder"):
         read_comparison(tmp_path)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 
-from toolkit.compare.result_values import FlopsPerToken
+from toolkit.compare.result_values import LARGEST, FlopsPerToken
 from toolkit.compare.results import Environment
 from toolkit.compare.rows import Row
 from toolkit.compare.trial_figures import TrialResult
@@ -115,7 +115,8 @@ def row_cost(row: Row, *, on_cpu: bool, price_per_gpu_hour: float | None) -> flo
 def cost_per_million_tokens(
     *, tokens_per_second: float | None, world_size: int, price_per_gpu_hour: float | None
 ) -> float | None:
-    """Return the cost of a million tokens at this speed of all ranks, with one GPU per rank."""
+    """Return the cost of a million tokens at this speed of all ranks, with one GPU per rank; None without a figure."""
     if not tokens_per_second or price_per_gpu_hour is None:
         return None
-    return price_per_gpu_hour * world_size / SECONDS_PER_HOUR / tokens_per_second * 10**6
+    cost = price_per_gpu_hour * world_size / SECONDS_PER_HOUR / tokens_per_second * 10**6
+    return cost if cost <= LARGEST else None

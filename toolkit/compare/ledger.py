@@ -13,9 +13,9 @@ import re
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self, TypeVar
+from typing import Any, Literal, Self, TypeVar
 
-from pydantic import Field, TypeAdapter, ValidationError, model_validator
+from pydantic import ValidationError, model_validator
 
 from toolkit.compare.result_values import Count, PositiveCount, RowKey
 from toolkit.compare.trial_figures import (
@@ -106,7 +106,7 @@ def _named(record: _Named, name: str) -> _Named:
 
 
 LedgerRecord = TrialRecord | ProbeRecord | SideRunRecord
-_RECORD: TypeAdapter[LedgerRecord] = TypeAdapter(Annotated[LedgerRecord, Field(discriminator="kind")])
+_KINDS: dict[str, type[LedgerRecord]] = {"trial": TrialRecord, "probe": ProbeRecord, "side_run": SideRunRecord}
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,9 +141,11 @@ class Ledger:
             ) from None
 
     def _parse(self, line: JsonLine) -> LedgerRecord:
-        name = line_name(self.path, line.number)
+        name, content = line_name(self.path, line.number), _with_kind(line.content)
+        if not isinstance(kind := content["kind"], str) or kind not in _KINDS:
+            raise ToolkitError(f"{name}: kind is {shown(kind)}, expected {', '.join(_KINDS)}", hint=DAMAGED_LINE)
         try:
-            record = _RECORD.validate_python(_with_kind(line.content))
+            record = _KINDS[kind].model_validate(content)
         except ValidationError as error:
             raise ToolkitError(f"{name}: {explain(error)}", hint=DAMAGED_LINE) from None
         if problem := _contradiction(record):

@@ -54,6 +54,16 @@ def _not_beyond_reach(value: float) -> float:
     return value
 
 
+Scalar = bool | int | float | str | None
+
+
+def _scalar_or_list(value: object) -> object:
+    for item in value if isinstance(value, list) else [value]:
+        if not isinstance(item, Scalar) or (isinstance(item, float) and not math.isfinite(item)):
+            raise ValueError("expected a text, a finite number, or a list of them")
+    return value
+
+
 def _in_order(interval: tuple[float, float]) -> tuple[float, float]:
     if interval[0] > interval[1]:
         raise ValueError("expected the low end first")
@@ -76,8 +86,7 @@ Interval = Annotated[tuple[NonNegativeReal, NonNegativeReal], AfterValidator(_in
 """Low and high end."""
 Bytes = Count | None
 PerStep = tuple[Number, ...]
-Scalar = bool | int | Real | str | None
-Fact = Scalar | list[Scalar]
+Fact = Annotated[Scalar | list[Any], BeforeValidator(_scalar_or_list)]
 """A value that all ranks share, or the list of theirs where they differ."""
 
 

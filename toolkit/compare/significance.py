@@ -41,6 +41,9 @@ METHOD = (
     " in twenty"
 )
 SIMPSON_INTERVALS = 200
+# Tokens per second beyond every GPU; damaged times, not speeds, are outside of it and of its inverse.
+FASTEST = 1e30
+LARGEST_LOG = math.log(LARGEST) - 1
 
 Speeds = Mapping[RowKey, Sequence[float]]
 """Tokens per second of each repeat of a row, over the same steps in all trials with its number of processes."""
@@ -123,8 +126,8 @@ def _cosine_area(angle: float, power: float) -> float:
 
 
 def _exp_interval(middle: float, half: float) -> Interval:
-    """Repeats that differ by many orders of magnitude have an interval whose high end only `LARGEST` can stand for."""
-    high = min(middle + half, math.log(LARGEST))
+    """Repeats that differ by many orders of magnitude would have an end that no number can stand for."""
+    high = min(middle + half, LARGEST_LOG)
     return math.exp(min(middle - half, high)), math.exp(high)
 
 
@@ -137,13 +140,14 @@ def common_steps(trials: Sequence[TrialResult]) -> int:
 
 
 def speeds_of(trials: Sequence[TrialResult], steps: int) -> list[float]:
-    """Return the tokens per second of each repeat over its first timed steps; 0 for steps that took no time."""
+    """Return the tokens per second of each repeat over its first timed steps; 0 for a speed that no clock gives."""
     speeds = []
     for trial in trials:
         numbers = trial.timed_step_numbers[:steps]
         seconds = sum(trial.step_seconds[number - 1] or 0.0 for number in numbers)
         tokens = sum(trial.step_tokens[number - 1] for number in numbers)
-        speeds.append(tokens / seconds if seconds else 0.0)
+        speed = tokens / seconds if seconds else 0.0
+        speeds.append(speed if 1 / FASTEST <= speed <= FASTEST else 0.0)
     return speeds
 
 

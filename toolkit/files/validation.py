@@ -6,6 +6,9 @@ from pydantic import ValidationError
 
 from toolkit.files.value_limits import MAX_SHOWN, shown
 
+# A message may quote the value.
+MAX_MESSAGE = 200
+
 
 def explain(error: ValidationError) -> str:
     """Return the first place where a document does not match its type, with all keys that are missing there.
@@ -22,9 +25,9 @@ def explain(error: ValidationError) -> str:
     missing = [str(found["loc"][-1]) for found in errors if found["type"] == "missing" and found["loc"][:-1] == place]
     if missing:
         return f"{_path(place)} has no {', '.join(missing)}"
-    message = str(errors[0]["msg"]).removeprefix("Value error, ").removeprefix("Input should be ")
+    message = str(errors[0]["msg"])[:MAX_MESSAGE].removeprefix("Value error, ").removeprefix("Input should be ")
     if errors[0]["type"] == "value_error" and isinstance(errors[0]["input"], dict):
-        return f"{_path(place)}: {message}" if place else message
+        return f"{_path(errors[0]['loc'])}: {message}" if errors[0]["loc"] else message
     expected = message if message.startswith("expected") else f"expected {message[:1].lower()}{message[1:]}"
     return f"{_path(errors[0]['loc'])} is {shown(errors[0]['input'])}, {expected}"
 

@@ -33,4 +33,4 @@ def test_longest_preset_and_status_fit_on_one_line(results: Document) -> None:
 def test_console_shows_hostile_text_as_text(results: Document) -> None:
     results["rows"][2]["message"] = "[red]not markup[/red]\x1b[31m"
     results["reference"] = "[b]"
-    assert "zero3: out_of_memory: [red]not markup[/red] [31m" in console_lines(results)
+    assert "zero3: out_of_memory: [red]not markup[/red]\\x1b[31m" in console_lines(results)

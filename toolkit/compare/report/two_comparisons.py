@@ -52,7 +52,7 @@ class RowPair:
     def ratio_interval(self) -> tuple[float, float] | None:
         """From the ends of both speeds' intervals, so wider than a 95 % confidence interval."""
         old, new = self.before.tokens_per_second_interval, self.after.tokens_per_second_interval
-        if self.ratio is None or not old or not new:
+        if self.ratio is None or not old or not new or not old[0]:
             return None
         return new[0] / old[1], new[1] / old[0]
 
