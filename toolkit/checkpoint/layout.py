@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from toolkit.errors import ToolkitError
+from toolkit.files.checkpoint_pickles import read_folder_name
 
 FSDP_MODEL, FSDP_OPTIMIZER = "pytorch_model_fsdp_0", "optimizer_0"
 FULL_WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
@@ -44,7 +45,7 @@ def detect(path: Path) -> Layout:
     adapter = True if (path / "adapter_config.json").exists() else None
     for latest, engine in ((LATEST_UNIVERSAL, "universal"), ("latest", "deepspeed")):
         if (path / latest).is_file():
-            folder = path / _name_in(path / latest)
+            folder = path / read_folder_name(path / latest)
             ranks = len(list(folder.glob("*_optim_states.pt")))
             return Layout(
                 path=path, engine=engine, state_folder=folder, adapter=adapter or False, world_size=ranks or None
@@ -66,15 +67,6 @@ def check_readable(path: Path) -> None:
             f"{path} was converted for a DeepSpeed preset, and cannot be read again",
             hint="use the checkpoint that it was converted from (`converted_from` in its manifest.json)",
         )
-
-
-def _name_in(latest: Path) -> str:
-    """Return the folder's name that DeepSpeed recorded. Raises ToolkitError for anything but a name."""
-    with latest.open(errors="replace") as file:
-        name = file.read(256).strip()
-    if not re.fullmatch(r"[\w.-]+", name) or name in (".", ".."):
-        raise ToolkitError(f"{latest} holds {name[:40]!r}, expected the name of a folder beside it")
-    return name
 
 
 def is_checkpoint(path: Path) -> bool:

@@ -1,6 +1,6 @@
 """What a pickle would import, found without importing any of it.
 
-A pickle is a program: loading it may run any function that it names. `check_pickle` runs that program with inert
+A pickle is a program: loading it may run any function that it names. `check_content` runs that program with inert
 stand-ins in place of everything that it names, and refuses the file at the first name that is not on a list.
 """
 
@@ -8,16 +8,14 @@ from __future__ import annotations
 
 import io
 import pickle
-import zipfile
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import IO, Any
 
 from toolkit.errors import ToolkitError
+from toolkit.files.reading import open_file
+from toolkit.files.torch_archive import NotTorchs, read_pickle
 
-ZIP_START = b"PK\x03\x04"
-# torch's format before its zip files: five pickles after each other, then raw bytes.
-LEGACY_PICKLES = 5
 # The pickle of a checkpoint holds names and shapes; its tensors are stored beside it.
 MAX_PICKLE_BYTES = 512 * 2**20
 
@@ -26,42 +24,49 @@ class Refused(Exception):
     """The pickle names something that is not on the list."""
 
 
-class TooLarge(Exception):
-    """The pickle is larger than any checkpoint's."""
+def pickle_in(path: Path, *, bare: bool = False) -> bytes:
+    """Return the pickle in a file of `torch.save`, or (`bare`) of `pickle.dump`. Raises ToolkitError."""
+    with open_file(path) as file:
+        return pickle_in_open_file(file, name=str(path), bare=bare)
 
 
-def check_pickle(path: Path, allowed: Collection[str]) -> None:
-    """Refuse a pickle, or a file of `torch.save`, that names anything but `allowed` (`module.name`).
-
-    Raises ToolkitError with the file and the name; OSError if it cannot be read.
-    """
-    with path.open("rb") as file:
-        check_archive(file, allowed, name=str(path))
-
-
-def check_archive(file: IO[bytes], allowed: Collection[str], *, name: str) -> None:
-    """Like `check_pickle`, for an open file that messages call `name`."""
+def pickle_in_open_file(file: IO[bytes], *, name: str, bare: bool = False) -> bytes:
+    """Like `pickle_in`, for an open file that messages call `name`."""
     try:
-        for stream in _pickles(file):
-            _Scanner(stream, allowed).load()
+        content = file.read(MAX_PICKLE_BYTES + 1) if bare else read_pickle(file, max_bytes=MAX_PICKLE_BYTES)
+    except NotTorchs as error:
+        raise ToolkitError(f"{name} is no file of torch.save: {error}", hint="copy or download it again") from None
+    except OSError as error:
+        raise ToolkitError(f"{name} cannot be read: {error.strerror or error}") from None
+    if len(content) > MAX_PICKLE_BYTES:
+        raise ToolkitError(f"{name} has more than {MAX_PICKLE_BYTES:,} bytes, more than any checkpoint's")
+    return content
+
+
+def check_content(content: bytes, allowed: Collection[str], *, name: str) -> None:
+    """Refuse a pickle that names anything but `allowed` (`module.name`).
+
+    Raises ToolkitError with the file, which messages call `name`, and the name; nothing of it has run.
+    """
+    try:
+        _Scanner(io.BytesIO(content), allowed).load()
     except Refused as refused:
         raise ToolkitError(
             f"{name} would run {refused}, which no checkpoint of ours contains",
             hint="do not load it unless you trust who wrote it; then: `--trust-pickle`",
         ) from None
-    except TooLarge as error:
-        raise ToolkitError(f"{name} has {error}, expected at most {MAX_PICKLE_BYTES:,}") from None
-    except OSError:
-        raise
     except Exception as error:  # a damaged pickle raises whatever the opcode at its end leads to
-        raise ToolkitError(f"{name} is damaged: {type(error).__name__} in its pickle: {error}") from None
+        why = f"{type(error).__name__} in its pickle: {str(error)[:80]}"
+        raise ToolkitError(f"{name} is damaged: {why}", hint="copy or download it again") from None
 
 
 class _Standin:
     """Takes any arguments, items and state, and keeps none."""
 
-    def __init__(self, *_: Any, **__: Any) -> None:
-        pass
+    def __init__(self, *args: Any) -> None:
+        accepts = _ARGUMENTS.get(type(self).__name__)
+        if accepts is not None and not accepts(args):
+            raise Refused(f"{type(self).__name__} with other arguments than any library")
 
     def __setstate__(self, _state: Any) -> None:
         pass
@@ -69,51 +74,36 @@ class _Standin:
     def __setitem__(self, _key: Any, _value: Any) -> None:
         pass
 
-    def append(self, _value: Any) -> None:
-        """Take an item of a pickled list subclass."""
 
-    def extend(self, _values: Any) -> None:
-        """Take the items of a pickled list subclass."""
+def _is_latin1(args: tuple[Any, ...]) -> bool:
+    return len(args) == 2 and isinstance(args[0], str) and args[1] in ("latin1", "latin-1")
 
-    def add(self, _value: Any) -> None:
-        """Take an item of a pickled set subclass."""
+
+def _is_empty_array(args: tuple[Any, ...]) -> bool:
+    return len(args) == 3 and args[1] == (0,)
+
+
+# Functions that would do more than the libraries use them for: other codecs, and arrays of any size.
+_ARGUMENTS: Mapping[str, Callable[[tuple[Any, ...]], bool]] = {
+    "_codecs.encode": _is_latin1,
+    "numpy._core.multiarray._reconstruct": _is_empty_array,
+    "numpy.core.multiarray._reconstruct": _is_empty_array,
+}
 
 
 class _Scanner(pickle.Unpickler):
     def __init__(self, stream: IO[bytes], allowed: Collection[str]) -> None:
         super().__init__(stream)
         self.allowed = allowed
+        self.standins: dict[str, type[_Standin]] = {}
 
     def find_class(self, module: str, name: str) -> Any:
-        if f"{module}.{name}" not in self.allowed:
-            raise Refused(f"{module}.{name}")
-        return type("Standin", (_Standin,), {})
+        full = f"{module}.{name}"
+        if full not in self.allowed:
+            raise Refused(full[:80])
+        if full not in self.standins:
+            self.standins[full] = type(full, (_Standin,), {})
+        return self.standins[full]
 
     def persistent_load(self, _pid: Any) -> Any:
         return _Standin()
-
-
-def _pickles(file: IO[bytes]) -> Iterator[IO[bytes]]:
-    start = file.read(len(ZIP_START))
-    file.seek(0)
-    if start == ZIP_START:
-        yield from _zipped_pickles(file)
-        return
-    stream = io.BytesIO(file.read(MAX_PICKLE_BYTES + 1))
-    size = len(stream.getbuffer())
-    if size > MAX_PICKLE_BYTES:
-        raise TooLarge("a pickle of more bytes")
-    for _ in range(LEGACY_PICKLES):
-        yield stream
-        if stream.tell() == size:
-            return
-
-
-def _zipped_pickles(file: IO[bytes]) -> Iterator[IO[bytes]]:
-    """torch reads the one `data.pkl`; every file that is a pickle by name is checked."""
-    with zipfile.ZipFile(file) as archive:
-        for entry in archive.infolist():
-            if entry.filename.endswith((".pkl", ".pickle")):
-                if entry.file_size > MAX_PICKLE_BYTES:
-                    raise TooLarge(f"a pickle of {entry.file_size:,} bytes ({entry.filename})")
-                yield io.BytesIO(archive.read(entry))
