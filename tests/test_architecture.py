@@ -193,7 +193,7 @@ def test_a_light_command_does_not_import_torch(arguments: list[str], tmp_path: P
 def test_refusing_a_data_row_does_not_import_torch(tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text("{}")
-    (tmp_path / "model" / "model.safetensors").touch()
+    (tmp_path / "model" / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
     (tmp_path / "rows.jsonl").write_text('{"text": "sound"}\n{"text": 1}\n')
     argv = ["train", "--preset", "ddp", "--num-processes", "1", "--", "--model_name_or_path", "model"]
     loaded = loaded_after(f"import toolkit.cli; toolkit.cli.main({[*argv, '--dataset', 'rows.jsonl']!r})", cwd=tmp_path)

@@ -272,7 +272,7 @@ def test_the_json_has_numbers_and_a_reason_for_each_preset(shape: ModelShape) ->
 
 
 def test_the_printed_command_is_accepted_except_for_its_placeholder_dataset(model: Path) -> None:
-    (model / "model.safetensors").touch()
+    (model / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
     asked = toolkit("recommend", str(model), "--gpu", "h100", "--num-processes", "2", "--lora-r", "8", "--json")
     assert asked.returncode == 0, asked.stderr
     words = shlex.split(json.loads(asked.stdout)["command"])

@@ -72,8 +72,8 @@ DAMAGES = [
     (flip_a_byte, "shards/0.distcp is damaged (checksum)"),
     (remove_a_file, "shards/0.distcp is missing"),
     (remove_the_manifest, "manifest.json is missing: it was not written completely"),
-    (cut_the_manifest, "manifest.json cannot be read"),
-    (empty_the_manifest, "manifest.json cannot be read"),
+    (cut_the_manifest, "manifest.json, line 4: not JSON (Expecting property name enclosed in double quotes, column 3)"),
+    (empty_the_manifest, "manifest.json: it has no step, files"),
     (change_the_manifest, "manifest.json is damaged (checksum)"),
 ]
 
@@ -84,7 +84,7 @@ def test_a_saved_checkpoint_is_complete_and_lists_every_file(tmp_path: Path) -> 
     assert checkpoint.step == 8
     assert checkpoint.bytes == 8 * (7 + 5)
     assert checkpoint.manifest is not None
-    assert [entry["path"] for entry in checkpoint.manifest["files"]] == ["model.safetensors", "shards/0.distcp"]
+    assert [entry.path for entry in checkpoint.manifest.files] == ["model.safetensors", "shards/0.distcp"]
 
 
 @pytest.mark.parametrize(("damage", "problem"), DAMAGES)

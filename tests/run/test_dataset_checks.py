@@ -9,6 +9,7 @@ import pytest
 from toolkit.errors import ToolkitError
 from toolkit.run.checkpoints import Checkpoint, check_resume_settings
 from toolkit.run.dataset_checks import check_rows_fill_a_step, check_streaming, check_weights, streaming_warnings
+from toolkit.run.manifest_file import Manifest
 
 
 @pytest.mark.parametrize(
@@ -52,7 +53,7 @@ def test_fewer_rows_than_a_global_batch_make_too_few_packs() -> None:
 )
 def test_resuming_with_another_streaming_buffer_is_refused(then: int, now: int, hint: str, tmp_path: Path) -> None:
     options = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 1, "seed": 42, "max_steps": 9}
-    checkpoint = Checkpoint(path=tmp_path, step=3, manifest={"streaming_buffer_size": then})
+    checkpoint = Checkpoint(path=tmp_path, step=3, manifest=Manifest(step=3, files=(), streaming_buffer_size=then))
     with pytest.raises(ToolkitError, match="the data would not resume") as caught:
         check_resume_settings(checkpoint, **options, streaming_buffer_size=now)
     assert str(caught.value.hint).endswith(hint)
@@ -91,7 +92,7 @@ def test_weights_are_relative_and_may_be_left_out() -> None:
 )
 def test_resuming_with_other_weights_is_refused(then: list[float], now: list[float], hint: str, tmp_path: Path) -> None:
     options = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 1, "seed": 42, "max_steps": 9}
-    checkpoint = Checkpoint(path=tmp_path, step=3, manifest={"dataset_weights": then})
+    checkpoint = Checkpoint(path=tmp_path, step=3, manifest=Manifest(step=3, files=(), dataset_weights=then))
     with pytest.raises(ToolkitError, match="was trained with --dataset_weights") as caught:
         check_resume_settings(checkpoint, **options, dataset_weights=now)
     assert caught.value.hint == hint

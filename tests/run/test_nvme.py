@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 import os
 import resource
 import struct
@@ -24,9 +25,13 @@ PRESET = "zero3_nvme_offload"
 
 
 def safetensors(path: Path, **shapes: list[int]) -> None:
-    header = {name: {"dtype": "F32", "shape": shape, "data_offsets": [0, 0]} for name, shape in shapes.items()}
-    text = json.dumps({"__metadata__": {"format": "pt"}} | header).encode()
-    path.write_bytes(struct.pack("<Q", len(text)) + text)
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, shape in shapes.items():
+        start, end = end, end + 4 * math.prod(shape)
+        header[name] = {"dtype": "F32", "shape": shape, "data_offsets": [start, end]}
+    text = json.dumps(header).encode()
+    path.write_bytes(struct.pack("<Q", len(text)) + text + bytes(end))
 
 
 @pytest.fixture
@@ -179,9 +184,11 @@ def test_the_size_of_swap_files_depends_on_the_device_and_on_lora(model: Path) -
     assert nvme.needed_bytes(preset, {"model_name_or_path": "owner/name"}, cpu=False) is None
 
 
-def test_the_size_is_unknown_for_unreadable_weights(model: Path) -> None:
+def test_damaged_weights_are_refused_before_their_size_is_used(model: Path) -> None:
     (model / "model-2.safetensors").write_bytes(b"\xff" * 20)
-    assert nvme.num_params(model) is None
+    with pytest.raises(ToolkitError, match="its header would have"):
+        nvme.num_params(model)
+    assert nvme.num_params(model / "empty") is None
 
 
 def test_a_low_limit_on_locked_memory_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,14 +8,15 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import sys
 import warnings
 from collections.abc import Callable
 from dataclasses import asdict
-from pathlib import Path
 
 from toolkit.entry_point import exit_code_of
 from toolkit.errors import EXIT_DONE, EXIT_RUN_FAILED, ToolkitError
+from toolkit.files.reading import user_path
 from toolkit.units import gib
 
 
@@ -25,7 +26,14 @@ def main(argv: list[str] | None = None) -> int:
     os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed only reads its files here
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     warnings.filterwarnings("ignore")
-    return exit_code_of(lambda: int(options.run(options)))
+    return exit_code_of(lambda: _run(options))
+
+
+def _run(options: argparse.Namespace) -> int:
+    for name in ("path", "out"):
+        if hasattr(options, name):
+            setattr(options, name, user_path(getattr(options, name)))
+    return int(options.run(options))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -34,14 +42,14 @@ def _parser() -> argparse.ArgumentParser:
 
     def command(name: str, run: Callable[[argparse.Namespace], int]) -> argparse.ArgumentParser:
         added = commands.add_parser(name)
-        added.add_argument("path", type=Path)
+        added.add_argument("path")
         added.set_defaults(run=run)
         return added
 
     inspect = command("inspect", _inspect)
     inspect.add_argument("--json", action="store_true", dest="as_json")
     export = command("export", _export)
-    export.add_argument("out", type=Path)
+    export.add_argument("out")
     export.add_argument("--merge-lora", action="store_true")
     export.add_argument("--dtype", default="float32")
     export.add_argument("--max-shard-size", default="5GB")
@@ -50,7 +58,7 @@ def _parser() -> argparse.ArgumentParser:
     verify.add_argument("--json", action="store_true", dest="as_json")
     verify.add_argument("--base-model")
     convert = command("convert", _convert)
-    convert.add_argument("out", type=Path)
+    convert.add_argument("out")
     convert.add_argument("--preset", required=True)
     convert.add_argument("--num-processes", type=int, required=True)
     convert.add_argument("--base-model")
@@ -132,14 +140,12 @@ def parse_size(text: str) -> int:
     (5000000000, 2097152)
     """
     units = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "": 1}
-    number = text.rstrip("KMGIBkmgib ")
-    unit = text[len(number) :].strip().upper()
-    try:
-        size = int(float(number) * units[unit])
-    except (ValueError, KeyError):
-        raise ToolkitError(f"--max-shard-size is {text!r}, expected a size", hint="`--max-shard-size 5GB`") from None
+    found = re.fullmatch(r"(\d{1,15}(?:\.\d{1,9})?)\s*([A-Za-z]*)", text.strip(), re.ASCII)
+    if found is None or found[2].upper() not in units:
+        raise ToolkitError(f"--max-shard-size is {text[:80]!r}, expected a size", hint="`--max-shard-size 5GB`")
+    size = int(float(found[1]) * units[found[2].upper()])
     if size < 1:
-        raise ToolkitError(f"--max-shard-size is {text!r}, expected at least one byte")
+        raise ToolkitError(f"--max-shard-size is {text[:80]!r}, expected at least one byte")
     return size
 
 

@@ -9,9 +9,7 @@ number of ranks stays: with another number dropout draws differ.
 
 from __future__ import annotations
 
-import json
 import math
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +19,15 @@ from toolkit.checkpoint.engines import open_checkpoint, write_checkpoint
 from toolkit.checkpoint.hf_export import SIDE_FILE_BYTES, check_complete
 from toolkit.checkpoint.layout import detect
 from toolkit.checkpoint.model_definition import MetaModel, ModelFiles
-from toolkit.checkpoint.output_folder import check_disk_space, check_empty, temporary_beside
-from toolkit.checkpoint.reader import CheckpointReader
+from toolkit.checkpoint.output_folder import check_disk_space, check_output, copy_file, temporary_beside
+from toolkit.checkpoint.reader import CheckpointReader, MissingState
 from toolkit.checkpoint.weights import check_names
 from toolkit.errors import ToolkitError
+from toolkit.files.safe_loading import torch_load
 from toolkit.presets import Preset
 from toolkit.presets.support import check_supported
 from toolkit.run.checkpoints import checkpoint_files, commit_checkpoint, file_entries
+from toolkit.run.manifest_file import read_step
 
 BYTES_PER_PARAMETER = 3 * 4  # fp32 weight and Adam's two moments
 # Entries of torch's schedules with one value per parameter group.
@@ -45,15 +45,15 @@ def convert(
 ) -> dict[str, Any]:
     """Write `out` and return its manifest. Raises ToolkitError for an impossible conversion before it writes."""
     check_supported(preset, world_size=num_processes, purpose="convert")
+    check_output(out, source=path)
     check_complete(path)
-    check_empty(out)
     _check_source(path)
     files = ModelFiles(path, base_model)
     model = MetaModel(files)
     reader = open_checkpoint(path, model, trust_pickle=trust_pickle)
     try:
         check_names(reader, model)
-        groups = model.groups(_optimized_names(reader))
+        groups = model.groups(_optimized_names(reader, model))
         check_disk_space(out, BYTES_PER_PARAMETER * sum(map(math.prod, model.shapes.values())) + SIDE_FILE_BYTES)
         with temporary_beside(out) as temporary:
             write_checkpoint(preset.engine, temporary, reader, model, groups)
@@ -78,17 +78,20 @@ def _check_source(path: Path) -> None:
         raise ToolkitError(f"{path} has no optimizer states (optimizer.pt)", hint="it was saved with save_only_model")
 
 
-def _optimized_names(reader: CheckpointReader) -> list[str]:
+def _optimized_names(reader: CheckpointReader, model: MetaModel) -> list[str]:
     """Raise ToolkitError for an optimizer that is not Adam."""
     names = reader.optimized()
     if not names:
         raise ToolkitError(f"{reader.layout.path} has no Adam optimizer states (exp_avg, exp_avg_sq)")
+    unknown = [name for name in names if name not in model.shapes]
+    if unknown:
+        raise ToolkitError(f"{reader.layout.path} has optimizer states of {unknown[0][:80]}, which the model lacks")
     try:
         first = reader.moment(names[0], "exp_avg")
         reader.optimizer_step()
-    except KeyError as error:
+    except MissingState as error:
         raise ToolkitError(
-            f"{reader.layout.path} holds no {error} for {names[0]}: only Adam and AdamW in fp32 are converted",
+            f"{error.message}: only Adam and AdamW in fp32 are converted",
             hint="resume it with the preset and the number of processes that it was saved with",
         ) from None
     if str(first.dtype) != "torch.float32":
@@ -106,7 +109,7 @@ def _copy_side_files(files: ModelFiles, folder: Path, *, same_ranks: bool) -> No
     copied += sorted(files.path.glob("stream_rank*.json"))  # states of lanes, which do not depend on the ranks
     for file in copied:
         if file is not None:
-            shutil.copyfile(file, folder / file.name)
+            copy_file(file, folder / file.name)
 
 
 def _convert_schedule(path: Path, groups: list[list[str]], engine: str) -> None:
@@ -116,11 +119,15 @@ def _convert_schedule(path: Path, groups: list[list[str]], engine: str) -> None:
     """
     if not path.exists():
         return
-    state = torch.load(path, weights_only=True)
+    state = torch_load(path)
+    if not isinstance(state, dict):
+        raise ToolkitError(f"scheduler.pt is {type(state).__name__}, expected keys and values")
     with_parameters = [position for position, names in enumerate(groups) if names]
     wanted = with_parameters if engine == "deepspeed" else list(range(len(groups)))
     for name in RATES:
-        values = state.get(name, [])
+        values = state.get(name)
+        if not isinstance(values, list):
+            continue
         saved = with_parameters if len(values) == len(with_parameters) else list(range(len(groups)))
         if len(values) == len(saved):
             known = dict(zip(saved, values, strict=True))
@@ -132,11 +139,11 @@ def _converted_manifest(
     files: ModelFiles, reader: CheckpointReader, preset: Preset, num_processes: int, path: Path
 ) -> dict[str, Any]:
     """The source's manifest with the new preset, or a new one if the source has none."""
-    recorded = {k: v for k, v in files.manifest.items() if k not in ("files", "sha256", "schema_version")}
-    state = json.loads((path / "trainer_state.json").read_text())
+    recorded = {} if files.manifest is None else files.manifest.model_dump(exclude_unset=True)
+    recorded = {k: v for k, v in recorded.items() if k not in ("files", "sha256", "schema_version")}
     engine = "none" if preset.engine == "ddp" and num_processes == 1 else preset.engine
     return {
-        "step": state["global_step"],
+        "step": read_step(path / "trainer_state.json"),
         "adapter": files.adapter,
         "model_name_or_path": files.base,
         **recorded,
@@ -160,5 +167,5 @@ def _rescaled_batch(recorded: dict[str, Any], num_processes: int) -> dict[str, A
     names = ("per_device_train_batch_size", "gradient_accumulation_steps", "world_size")
     if any(recorded.get(name) is None for name in names) or recorded["world_size"] == num_processes:
         return {}
-    product = math.prod(int(recorded[name]) for name in names)
+    product = math.prod(recorded[name] for name in names)
     return {"per_device_train_batch_size": None, "gradient_accumulation_steps": None, "global_batch_size": product}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from collections.abc import Callable
 from functools import cached_property, partial
@@ -10,12 +11,14 @@ from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
 from toolkit.checkpoint.layout import FSDP_MODEL, FSDP_OPTIMIZER, Layout
 from toolkit.checkpoint.model_definition import MetaModel, without_adapter_name
 from toolkit.checkpoint.reader import MOMENTS, CheckpointReader, group_hyperparameters
-from toolkit.files.safe_loading import read_dcp_metadata
+from toolkit.errors import ToolkitError
+from toolkit.files.safe_loading import read_dcp_metadata, weights_only
 
 _STATE_PREFIX = ("optimizer", "state")
 
@@ -70,7 +73,7 @@ class _DcpFolder:
     """One distributed checkpoint, whose metadata is read once."""
 
     def __init__(self, path: Path, *, trust_pickle: bool) -> None:
-        self.path = path
+        self.path, self.trust_pickle = path, trust_pickle
         self.metadata = read_dcp_metadata(path, trust_pickle=trust_pickle) if path.is_dir() else None
 
     @property
@@ -90,7 +93,7 @@ class _DcpFolder:
         entry = self.metadata.state_dict_metadata[key]
         is_bytes = isinstance(entry, BytesStorageMetadata)
         state: dict[str, Any] = {key: None if is_bytes else torch.empty(entry.size, dtype=entry.properties.dtype)}
-        with warnings.catch_warnings():
+        with contextlib.nullcontext() if self.trust_pickle else weights_only(), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # there is no process group
             dcp.load(state, storage_reader=_CachedMetadataReader(self.path, self.metadata), no_dist=True)
         return state[key]
@@ -144,7 +147,11 @@ def _tied_names(model: MetaModel) -> dict[str, str]:
 def _save(folder: Path, state: dict[str, Any], readers: _Readers) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # there is no process group
-        dcp.save(state, storage_writer=dcp.FileSystemWriter(folder), planner=_LazyPlanner(readers), no_dist=True)
+        try:
+            dcp.save(state, storage_writer=dcp.FileSystemWriter(folder), planner=_LazyPlanner(readers), no_dist=True)
+        except CheckpointException as error:  # holds what a reader raised, by rank
+            raised = next((own for own, _ in error.failures.values() if isinstance(own, ToolkitError)), None)
+            raise error if raised is None else raised from None
 
 
 class _LazyPlanner(dcp.DefaultSavePlanner):  # type: ignore[misc]

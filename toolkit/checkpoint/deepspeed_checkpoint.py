@@ -105,7 +105,7 @@ class DeepSpeedReader:
         self.files.release()
         if self.stage == 3 and name in self.frozen:
             return self._frozen_shards(name)
-        return self.files.copy(self.files[self.model[0]]["module"][name])
+        return self.files.copy(self.files[self.model[0]]["module"][name], self.shapes()[name])
 
     def moment(self, name: str, state: str) -> torch.Tensor:
         return self._gather(name, state)
@@ -150,7 +150,7 @@ class DeepSpeedReader:
     def _frozen_shards(self, name: str) -> torch.Tensor:
         shards = [self.files[path]["frozen_param_fragments"][name].view(-1) for path in self.model]
         shape = self.frozen[name]
-        return self.files.copy(torch.cat(shards)[: math.prod(shape)].view(shape))
+        return self.files.copy(torch.cat(shards)[: math.prod(shape)].view(shape), shape)
 
 
 def write_universal(folder: Path, reader: CheckpointReader, model: MetaModel, groups: list[list[str]]) -> None:

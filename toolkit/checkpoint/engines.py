@@ -6,10 +6,10 @@ from pathlib import Path
 
 from toolkit.checkpoint.dcp_checkpoint import DcpReader, write_dcp
 from toolkit.checkpoint.deepspeed_checkpoint import DeepSpeedReader, write_universal
-from toolkit.checkpoint.layout import check_readable, detect
+from toolkit.checkpoint.layout import Layout, check_readable, detect
 from toolkit.checkpoint.model_definition import MetaModel
 from toolkit.checkpoint.plain_checkpoint import PlainReader, write_plain
-from toolkit.checkpoint.reader import CheckpointReader
+from toolkit.checkpoint.reader import CheckedReader, CheckpointReader
 from toolkit.files.safe_loading import check_checkpoint
 
 _WRITERS = {"deepspeed": write_universal, "fsdp2": write_dcp, "ddp": write_plain, "none": write_plain}
@@ -25,6 +25,10 @@ def open_checkpoint(path: Path, model: MetaModel, *, trust_pickle: bool = False)
     layout = detect(path)
     if not trust_pickle:
         check_checkpoint(path)
+    return CheckedReader(path, lambda: _reader(layout, model, trust_pickle=trust_pickle))
+
+
+def _reader(layout: Layout, model: MetaModel, *, trust_pickle: bool) -> CheckpointReader:
     match layout.engine:
         case "deepspeed":
             return DeepSpeedReader(layout, trust_pickle=trust_pickle)

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-import shutil
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +13,7 @@ from pathlib import Path
 from toolkit.checkpoint.engines import open_checkpoint
 from toolkit.checkpoint.layout import detect
 from toolkit.checkpoint.model_definition import MetaModel, ModelFiles
-from toolkit.checkpoint.output_folder import check_disk_space, check_empty, rename_to, temporary_beside
+from toolkit.checkpoint.output_folder import check_disk_space, check_output, copy_file, rename_to, temporary_beside
 from toolkit.checkpoint.safetensors_files import DEFAULT_SHARD_BYTES, DTYPES, SavedTensor, write_model
 from toolkit.checkpoint.weights import check_names, merged_tensors, model_tensors
 from toolkit.errors import ToolkitError
@@ -50,8 +50,8 @@ def export(
     """
     if dtype not in DTYPES:
         raise ToolkitError(f"dtype {dtype!r} is not one of {', '.join(DTYPES)}")
+    check_output(out, source=path)
     check_complete(path)
-    check_empty(out)
     detect(path)  # refuses a folder that is not a checkpoint before anything is loaded
     files = ModelFiles(path, base_model)
     _check_merge(files, merge_lora=merge_lora)
@@ -75,7 +75,7 @@ def export(
 
 def check_complete(path: Path) -> None:
     """Raise ToolkitError if a file differs from the manifest; a checkpoint without one cannot be checked."""
-    if (path / MANIFEST).exists():
+    if os.path.lexists(path / MANIFEST):
         problem = read_checkpoint(path).problem(deep=True)
         if problem is not None:
             raise ToolkitError(f"{path} is damaged: {problem}", hint=f"`toolkit checkpoint inspect {path.parent}`")
@@ -100,10 +100,10 @@ def _write(
     with temporary_beside(out) as temporary:
         write_model(temporary, tensors, max_shard_bytes=max_shard_bytes, stem="adapter_model" if adapter else "model")
         for path in files.tokenizer_files():
-            shutil.copyfile(path, temporary / path.name)
+            copy_file(path, temporary / path.name)
         recorded = files.fingerprint(dtype=dtype)
         if recorded is not None:
-            write_json(temporary / FINGERPRINT, recorded)
+            write_json(temporary / FINGERPRINT, recorded.model_dump(exclude_unset=True))
         if adapter:
             config = files.peft_config()
             config.inference_mode = True

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 from toolkit.checkpoint.layout import FSDP_MODEL, FSDP_OPTIMIZER, Layout, detect, is_checkpoint
 from toolkit.errors import ToolkitError
 from toolkit.run.checkpoints import MANIFEST, list_checkpoints, read_checkpoint
-from toolkit.run.folder import read_json
+from toolkit.run.manifest_file import Manifest, read_step
 from toolkit.units import gib
 
 # Parts of file names. DeepSpeed's fp32 master weights are in the optimizer's files, and count as such.
@@ -74,7 +75,7 @@ def inspect_all(path: Path) -> list[CheckpointSummary]:
 def inspect_checkpoint(path: Path) -> CheckpointSummary:
     """Inspect one checkpoint; with a manifest every byte is read. Raises ToolkitError if the folder holds none."""
     checkpoint = read_checkpoint(path)
-    manifest, has_manifest = checkpoint.manifest or {}, (path / MANIFEST).exists()
+    manifest, has_manifest = checkpoint.manifest, os.path.lexists(path / MANIFEST)
     layout, problem = None, None
     try:
         layout = detect(path)
@@ -87,21 +88,35 @@ def inspect_checkpoint(path: Path) -> CheckpointSummary:
         state = "complete" if problem is None else "damaged"
     else:
         state = "no manifest: completeness unknown"
+    converted_from = manifest.converted_from if manifest else None
     return CheckpointSummary(
         path=str(path),
         state=state,
         problem=problem,
-        step=manifest.get("step", (read_json(path / "trainer_state.json") or {}).get("global_step")),
-        preset=manifest.get("preset"),
-        engine=manifest.get("engine", _engine(layout)),
-        sharding=manifest.get("sharding"),
-        world_size=manifest.get("world_size", layout.world_size if layout else None),
-        num_params=manifest.get("num_params"),
-        num_trainable_params=manifest.get("num_trainable_params"),
-        adapter=manifest.get("adapter", layout.adapter if layout else None),
-        converted_from=manifest.get("converted_from"),
+        step=manifest.step if manifest else _recorded_step(path),
+        preset=manifest.preset if manifest else None,
+        engine=_known(manifest, "engine", _engine(layout)),
+        sharding=manifest.sharding if manifest else None,
+        world_size=_known(manifest, "world_size", layout.world_size if layout else None),
+        num_params=manifest.num_params if manifest else None,
+        num_trainable_params=manifest.num_trainable_params if manifest else None,
+        adapter=_known(manifest, "adapter", layout.adapter if layout else None),
+        converted_from=converted_from.model_dump() if converted_from else None,
         **_bytes_by_role(path),
     )
+
+
+def _known(manifest: Manifest | None, name: str, otherwise: Any) -> Any:
+    recorded = getattr(manifest, name, None)
+    return otherwise if recorded is None else recorded
+
+
+def _recorded_step(path: Path) -> int | None:
+    """The step in the Trainer's own state; None without one that can be read."""
+    try:
+        return read_step(path / "trainer_state.json")
+    except ToolkitError:
+        return None
 
 
 def _bytes_by_role(path: Path) -> dict[str, int]:

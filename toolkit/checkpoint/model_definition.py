@@ -13,9 +13,14 @@ from typing import Any
 
 import torch
 
+from toolkit.checkpoint.foreign_configs import as_section, built_by_a_library, read_adapter_config
+from toolkit.data import is_hub_id
 from toolkit.errors import ToolkitError
-from toolkit.run.checkpoints import FINGERPRINT, MANIFEST
-from toolkit.run.folder import RunFolder, read_json
+from toolkit.files.reading import user_path
+from toolkit.models.config_limits import read_config
+from toolkit.run.checkpoints import FINGERPRINT, read_checkpoint
+from toolkit.run.folder import RunFolder
+from toolkit.run.manifest_file import Fingerprint, Manifest, read_fingerprint
 
 ADAPTER_NAME = "default"  # peft's name of the one adapter that the training script makes
 TOKENIZER_FILES = (
@@ -45,8 +50,8 @@ class ModelFiles:
     """The base model to use instead of the recorded one."""
 
     @cached_property
-    def manifest(self) -> dict[str, Any]:
-        return read_json(self.path / MANIFEST) or {}
+    def manifest(self) -> Manifest | None:
+        return read_checkpoint(self.path).manifest
 
     @cached_property
     def run(self) -> dict[str, Any]:
@@ -60,29 +65,35 @@ class ModelFiles:
     @cached_property
     def base(self) -> str | None:
         """The model that training started from: a folder or a hub id."""
-        adapter = read_json(self.adapter_config) if self.adapter_config is not None else None
-        spec = (self.run.get("spec") or {}).get("model") or {}
-        candidates = [self.base_override, self.manifest.get("model_name_or_path"), spec.get("model_name_or_path")]
-        candidates += [(adapter or {}).get("base_model_name_or_path")]
-        return next((str(name) for name in candidates if name), None)
+        spec = as_section(as_section(self.run, "spec"), "model")
+        candidates = [self.base_override, getattr(self.manifest, "model_name_or_path", None)]
+        candidates += [spec.get("model_name_or_path")]
+        if self.adapter_config is not None:
+            candidates += [read_adapter_config(self.adapter_config).get("base_model_name_or_path")]
+        return next((name for name in candidates if isinstance(name, str) and name), None)
 
     @cached_property
     def base_folder(self) -> Path | None:
         """The base model's local files; those of a hub id are downloaded."""
         if self.base is None:
             return None
-        if Path(self.base).expanduser().is_dir():
-            return Path(self.base).expanduser()
+        folder = user_path(self.base)
+        if folder.is_dir():
+            return folder
+        if not is_hub_id(self.base):
+            raise self._no_base("it is neither a folder nor a hub id")
         from huggingface_hub import snapshot_download
 
         try:
             return Path(snapshot_download(self.base, allow_patterns=["*.json", "*.safetensors", "*.jinja", "*.model"]))
         except Exception as error:  # no network, no such id, no permission: each has its own class
-            first = (str(error).strip().splitlines() or [type(error).__name__])[0]
-            raise ToolkitError(
-                f"the base model {self.base!r} of {self.path} cannot be found: {first}",
-                hint="name it: `--base-model FOLDER`",
-            ) from None
+            raise self._no_base((str(error).strip().splitlines() or [type(error).__name__])[0]) from None
+
+    def _no_base(self, why: str) -> ToolkitError:
+        return ToolkitError(
+            f"the base model {str(self.base)[:80]!r} of {self.path} cannot be found: {why}",
+            hint="name it: `--base-model FOLDER`",
+        )
 
     def find(self, name: str, *, base: bool = True) -> Path | None:
         """Return the nearest file of this name; None if there is none."""
@@ -91,17 +102,21 @@ class ModelFiles:
             return near
         return self.base_folder / name if (self.base_folder / name).exists() else None
 
-    def fingerprint(self, *, dtype: str = "float32") -> dict[str, Any] | None:
+    def fingerprint(self, *, dtype: str = "float32") -> Fingerprint | None:
         """Return the live model's recorded logits for fixed tokens; None if none were recorded.
 
         They are in a checkpoint's manifest, or beside a trained or exported model. `compute_dtype` is the coarser of
         the dtype that computed them and the `dtype` of the weights that they are compared with.
         """
-        recorded = self.manifest.get("fingerprint") if self.manifest else read_json(self.path / FINGERPRINT)
-        if not recorded:
+        if self.manifest is not None:
+            recorded, default = self.manifest.fingerprint, self.manifest.compute_dtype
+        else:
+            path = self.path / FINGERPRINT
+            recorded, default = read_fingerprint(path) if path.exists() else None, None
+        if recorded is None:
             return None
-        computed_in = recorded.get("compute_dtype", self.manifest.get("compute_dtype"))
-        return {**recorded, "compute_dtype": computed_in if dtype == "float32" else dtype}
+        computed_in = recorded.compute_dtype or default if dtype == "float32" else dtype
+        return recorded.model_copy(update={"compute_dtype": computed_in})
 
     @cached_property
     def adapter_config(self) -> Path | None:
@@ -110,11 +125,13 @@ class ModelFiles:
     @property
     def adapter(self) -> bool:
         """True if an adapter was trained."""
-        return bool(self.manifest.get("adapter", self.adapter_config is not None))
+        recorded = getattr(self.manifest, "adapter", None)
+        return self.adapter_config is not None if recorded is None else bool(recorded)
 
     def tokenizer_files(self) -> list[Path]:
-        """Return the nearest files of the tokenizer, and of the generation configuration."""
-        return [path for name in TOKENIZER_FILES if (path := self.find(name)) is not None]
+        """Return the files of the nearest tokenizer, and of the generation configuration."""
+        base = self.find("tokenizer_config.json", base=False) is None
+        return [path for name in TOKENIZER_FILES if (path := self.find(name, base=base)) is not None]
 
     def model_config(self) -> Any:
         """Return the model's transformers configuration. Raises ToolkitError if there is none."""
@@ -127,7 +144,9 @@ class ModelFiles:
                 f"{self.path} has no config.json, and no base model is recorded",
                 hint="name it: `--base-model FOLDER`",
             )
-        return AutoConfig.from_pretrained(folder)
+        read_config(folder / "config.json")
+        with built_by_a_library(folder / "config.json"):
+            return AutoConfig.from_pretrained(folder, trust_remote_code=False)
 
     def peft_config(self) -> Any:
         """Return the adapter's peft configuration. Raises ToolkitError if there is none."""
@@ -138,7 +157,9 @@ class ModelFiles:
                 f"{self.path} holds an adapter, but neither it nor the run folder around it has an adapter_config.json",
                 hint="copy the adapter_config.json of the same run into it",
             )
-        return PeftConfig.from_pretrained(self.adapter_config.parent)
+        read_adapter_config(self.adapter_config)
+        with built_by_a_library(self.adapter_config):
+            return PeftConfig.from_pretrained(self.adapter_config.parent)
 
 
 class MetaModel:
@@ -147,17 +168,17 @@ class MetaModel:
     def __init__(self, files: ModelFiles) -> None:
         from transformers import AutoModelForCausalLM
 
-        config = files.model_config()
-        with torch.device("meta"):
-            self.base_model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-            self.training_model = self.base_model
-            if files.adapter:
-                from peft import get_peft_model
+        config, self.adapter = files.model_config(), files.adapter
+        with built_by_a_library(files.path), torch.device("meta"):
+            self.base_model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=False)
+        self.training_model = self.base_model
+        if files.adapter:
+            from peft import get_peft_model
 
-                peft_config = files.peft_config()
-                peft_config.inference_mode = False
+            peft_config = files.peft_config()
+            peft_config.inference_mode = False
+            with built_by_a_library(files.path), torch.device("meta"):
                 self.training_model = get_peft_model(self.base_model, peft_config)
-        self.adapter = files.adapter
 
     @cached_property
     def trainable(self) -> list[str]:

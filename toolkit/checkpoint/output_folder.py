@@ -4,19 +4,43 @@ from __future__ import annotations
 
 import contextlib
 import shutil
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 from toolkit.errors import ToolkitError
+from toolkit.files.json_files import check_json
+from toolkit.files.reading import open_file
 from toolkit.hardware.disks import existing_folder, free_bytes
 from toolkit.run.resource_exhaustion import is_disk_full
-from toolkit.units import gib
+from toolkit.units import MIB, gib
+
+MAX_TOKENIZER_BYTES = 512 * MIB
 
 
-def check_empty(out: Path) -> None:
-    """Raise ToolkitError if `out` is a file or a folder that holds anything."""
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+def check_output(out: Path, *, source: Path) -> None:
+    """Raise ToolkitError for an output folder that is used already, that cannot be written, or inside of `source`."""
+    try:
+        used = out.is_symlink() or (out.exists() and (not out.is_dir() or any(out.iterdir())))
+        inside = out.resolve().is_relative_to(source.resolve())
+        if not used and not inside:
+            with tempfile.TemporaryDirectory(dir=existing_folder(out), prefix=".write-probe-"):
+                pass
+    except (OSError, RuntimeError) as error:  # RuntimeError: a loop of links
+        why = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        raise ToolkitError(f"{out} cannot be written: {why}", hint="name a folder that you can write to") from None
+    if used:
         raise ToolkitError(f"{out} already exists and is not empty", hint="name a new folder")
+    if inside:
+        raise ToolkitError(f"{out} is inside of {source}, which it is made from", hint="name a folder beside it")
+
+
+def copy_file(source: Path, target: Path) -> None:
+    """Copy a regular file; one in JSON must be valid. Raises ToolkitError."""
+    with open_file(source) as file, target.open("wb") as copy:
+        shutil.copyfileobj(file, copy)
+    if target.suffix == ".json":
+        check_json(source, max_bytes=MAX_TOKENIZER_BYTES)
 
 
 def check_disk_space(out: Path, needed_bytes: int) -> None:

@@ -60,7 +60,7 @@ class PlainReader:
 
     def moment(self, name: str, state: str) -> torch.Tensor:
         self.files.release()
-        return self.files.copy(self._states()[self.numbers[name]][state])
+        return self.files.copy(self._states()[self.numbers[name]][state], self.model.shapes[name])
 
     def optimizer_step(self) -> float:
         return float(next(iter(self._states().values()))["step"])

@@ -6,16 +6,20 @@ adapters keep peft's `.default.`.
 
 from __future__ import annotations
 
+import contextlib
 import gc
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 
 from toolkit.checkpoint.layout import Layout
+from toolkit.errors import ToolkitError
 from toolkit.files.safe_loading import torch_load
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
+_LARGEST_STEP = 2**53
 
 # A mapped page counts as this process's memory until its mapping is dropped.
 MAPPED_BYTES = 64 * 2**20
@@ -47,12 +51,81 @@ class CheckpointReader(Protocol):
         """Close the files."""
 
 
+class MissingState(ToolkitError):
+    """The optimizer is not Adam: it has no such state."""
+
+
+class CheckedReader:
+    """A reader whose checkpoint may hold anything: what it returns is checked, and what it raises names the checkpoint.
+
+    The readers of the engines follow the structures that their libraries write; in a file that was changed, any step of
+    that can fail.
+    """
+
+    def __init__(self, path: Path, open_reader: Callable[[], CheckpointReader]) -> None:
+        self._path = path
+        with self._reading("its states"):
+            self._reader = open_reader()
+            self.layout = self._reader.layout
+            self.hyperparameters = self._reader.hyperparameters
+        for group in self.hyperparameters:
+            self._check_group(group)
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        with self._reading("the shapes of its weights"):
+            return self._reader.shapes()
+
+    def optimized(self) -> list[str]:
+        with self._reading("the names of its optimizer states"):
+            return [str(name) for name in self._reader.optimized()]
+
+    def weight(self, name: str) -> torch.Tensor:
+        with self._reading(name):
+            return self._reader.weight(name)
+
+    def moment(self, name: str, state: str) -> torch.Tensor:
+        with self._reading(f"{state} of {name}"):
+            try:
+                return self._reader.moment(name, state)
+            except KeyError:
+                raise MissingState(f"{self._path} has no {state} for {name}") from None
+
+    def optimizer_step(self) -> float:
+        with self._reading("the optimizer's step"):
+            step = self._reader.optimizer_step()
+        if not (0 <= step <= _LARGEST_STEP and step == int(step)):
+            raise ToolkitError(f"{self._path}: the optimizer's step is {step}, expected a count")
+        return step
+
+    def close(self) -> None:
+        self._reader.close()
+
+    def _check_group(self, group: Any) -> None:
+        if not isinstance(group, dict):
+            raise ToolkitError(f"{self._path}: a parameter group is {repr(group)[:80]}, expected keys and values")
+        for name in ("lr", "eps", "weight_decay"):
+            if not isinstance(group.get(name, 0.0), int | float | torch.Tensor):
+                raise ToolkitError(f"{self._path}: {name} is {repr(group[name])[:80]}, expected a number")
+
+    @contextlib.contextmanager
+    def _reading(self, what: str) -> Iterator[None]:
+        try:
+            yield
+        except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RuntimeError, OSError) as error:
+            why = f"{type(error).__name__}: {' '.join(str(error).split())[:120]}"
+            raise ToolkitError(
+                f"{self._path} is damaged: {what[:80]} cannot be read ({why})", hint="copy or download it again"
+            ) from error
+
+
 def group_hyperparameters(reader: CheckpointReader, position: int, groups: list[list[str]]) -> dict[str, object]:
     """Return the hyperparameters of one of the Trainer's parameter groups (`groups`: the names in each).
 
     DeepSpeed drops a group without parameters, torch keeps it.
     """
     saved = reader.hyperparameters
+    if not saved:
+        raise ToolkitError(f"{reader.layout.path} has no parameter groups of an optimizer")
     if len(saved) == len(groups):
         return saved[position]
     filled = [index for index, names in enumerate(groups) if names]
@@ -72,10 +145,13 @@ class MappedFiles:
             self.loaded[path] = torch_load(path, trust_pickle=self.trust_pickle)
         return self.loaded[path]
 
-    def copy(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a copy of a mapped tensor, and count its bytes as read."""
+    def copy(self, tensor: Any, shape: tuple[int, ...]) -> torch.Tensor:
+        """Return a copy of a mapped tensor, and count its bytes as read. Raises ValueError for another shape."""
+        if not isinstance(tensor, torch.Tensor) or tuple(tensor.shape) != shape:
+            raise ValueError(f"{str(getattr(tensor, 'shape', tensor))[:80]}, expected a tensor of {list(shape)}")
         self.read_bytes += tensor.nbytes
-        return tensor.detach().clone(memory_format=torch.contiguous_format)
+        copied: torch.Tensor = tensor.detach().clone(memory_format=torch.contiguous_format)
+        return copied
 
     def release(self) -> None:
         """Unmap the files if enough was read. No view of them may be alive."""

@@ -10,14 +10,14 @@ import json
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 
-from toolkit.checkpoint.layout import ADAPTER_WEIGHTS, FULL_WEIGHTS
+from toolkit.files.model_weights import read_weights
+from toolkit.files.safetensors_header import damaged
 
 DEFAULT_SHARD_BYTES = 5 * 10**9
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -28,34 +28,29 @@ _DTYPE_CODES = {
 
 
 class WeightFiles:
-    """The safetensors of a folder: one file, shards with an index, or an adapter's file."""
+    """The safetensors of a folder: one file, shards with an index, or an adapter's file; all headers are checked."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        self.tensors = read_weights(folder)
 
-    @cached_property
-    def files(self) -> dict[str, Path]:
-        """Tensor name to file."""
-        index = self.folder / FULL_WEIGHTS[1]
-        if index.exists():
-            return {name: self.folder / file for name, file in json.loads(index.read_text())["weight_map"].items()}
-        names = (FULL_WEIGHTS[0], ADAPTER_WEIGHTS)
-        path = next(self.folder / name for name in names if (self.folder / name).exists())
-        with safe_open(path, "pt") as file:
-            return {name: path for name in file.keys()}  # noqa: SIM118  (not iterable, despite its `keys`)
+    @property
+    def names(self) -> list[str]:
+        """Names of the tensors."""
+        return list(self.tensors)
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Return the shape of every tensor."""
-        found: dict[str, tuple[int, ...]] = {}
-        for path in sorted(set(self.files.values())):
-            with safe_open(path, "pt") as file:
-                found |= {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
-        return found
+        return {name: tensor.entry.shape for name, tensor in self.tensors.items()}
 
     def read(self, name: str) -> torch.Tensor:
         """Return a copy of one tensor; the file is unmapped again."""
-        with safe_open(self.files[name], "pt") as file:
-            tensor: torch.Tensor = file.get_tensor(name).clone()
+        path = self.tensors[name].path
+        try:
+            with safe_open(path, "pt") as file:
+                tensor: torch.Tensor = file.get_tensor(name).clone()
+        except (SafetensorError, OSError) as error:
+            raise damaged(path, str(error)) from None
         return tensor
 
 

@@ -8,18 +8,22 @@ tokens against the fingerprint that the live model recorded.
 
 from __future__ import annotations
 
+import os
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
+from toolkit.checkpoint.foreign_configs import built_by_a_library
 from toolkit.checkpoint.hf_export import export
 from toolkit.checkpoint.layout import check_readable, is_checkpoint
 from toolkit.checkpoint.model_definition import ADAPTER_NAME, MetaModel, ModelFiles
 from toolkit.checkpoint.safetensors_files import WeightFiles
 from toolkit.errors import ToolkitError
 from toolkit.run.checkpoints import MANIFEST, read_checkpoint
+from toolkit.run.manifest_file import Fingerprint
 
 # Relative to the largest logit, by the live model's compute dtype; the reloaded model computes in fp32.
 TOLERANCE = {"float32": 1e-4, "bfloat16": 5e-2, "float16": 1e-2}
@@ -55,7 +59,7 @@ def verify(path: Path, *, base_model: str | None = None, trust_pickle: bool = Fa
             raise ToolkitError(f"{path} holds neither a model nor a checkpoint", hint="name a folder `checkpoint-STEP`")
         return _verify_model(path, path, "model", base_model)
     checkpoint = read_checkpoint(path)
-    problem = checkpoint.problem(deep=True) if (path / MANIFEST).exists() else None
+    problem = checkpoint.problem(deep=True) if os.path.lexists(path / MANIFEST) else None
     if problem is not None:
         return _failed(path, "checkpoint", [problem])
     check_readable(path)
@@ -71,12 +75,14 @@ def verify(path: Path, *, base_model: str | None = None, trust_pickle: bool = Fa
 def _verify_model(path: Path, model: Path, kind: str, base_model: str | None) -> VerifyResult:
     files = ModelFiles(path, base_model)
     weights = WeightFiles(model)
-    problems = structure_problems(weights, MetaModel(files))
+    definition = MetaModel(files)
+    problems = structure_problems(weights, definition)
     recorded = files.fingerprint()
     difference, tolerance = None, None
     if recorded is not None and not problems:
-        tolerance = TOLERANCE.get(str(recorded.get("compute_dtype")), TOLERANCE["bfloat16"])
-        difference = logits_difference(reloaded_logits(model, files, recorded["input_ids"]), recorded["logits"])
+        tolerance = TOLERANCE.get(str(recorded.compute_dtype), TOLERANCE["bfloat16"])
+        _check_fits(recorded, definition, path)
+        difference = logits_difference(reloaded_logits(model, files, list(recorded.input_ids)), recorded.logits)
         if not difference <= tolerance:
             problems = [
                 f"logits differ from the live model's by {difference:.3g} of the largest, more than {tolerance:g}"
@@ -84,11 +90,21 @@ def _verify_model(path: Path, model: Path, kind: str, base_model: str | None) ->
     return VerifyResult(
         path=str(path),
         kind=kind,
-        num_tensors=len(weights.files),
+        num_tensors=len(weights.tensors),
         max_difference=difference,
         tolerance=tolerance,
         problems=problems,
     )
+
+
+def _check_fits(recorded: Fingerprint, definition: MetaModel, path: Path) -> None:
+    """Raise ToolkitError for a fingerprint of another model."""
+    vocabulary = definition.base_model.config.get_text_config().vocab_size
+    if max(recorded.input_ids) >= vocabulary or len(recorded.logits) > vocabulary:
+        raise ToolkitError(
+            f"{path}: the fingerprint has token {max(recorded.input_ids)} and {len(recorded.logits)} logits, the model"
+            f" has {vocabulary} tokens"
+        )
 
 
 def structure_problems(weights: WeightFiles, model: MetaModel) -> list[str]:
@@ -119,6 +135,11 @@ def _non_finite(tensor: torch.Tensor) -> str | None:
 
 def reloaded_logits(model: Path, files: ModelFiles, input_ids: list[int]) -> torch.Tensor:
     """Load the model on the CPU in fp32, and return the logits of the last position."""
+    with built_by_a_library(model, cpu_seconds=0):
+        return _reloaded_logits(model, files, input_ids)
+
+
+def _reloaded_logits(model: Path, files: ModelFiles, input_ids: list[int]) -> torch.Tensor:
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
@@ -136,7 +157,7 @@ def reloaded_logits(model: Path, files: ModelFiles, input_ids: list[int]) -> tor
     return logits
 
 
-def logits_difference(reloaded: torch.Tensor, recorded: list[float]) -> float:
+def logits_difference(reloaded: torch.Tensor, recorded: Sequence[float]) -> float:
     """Return the largest difference, relative to the largest recorded logit."""
     live = torch.tensor(recorded)
     return float((reloaded[: len(recorded)] - live).abs().max() / live.abs().max().clamp_min(1e-12))

@@ -41,7 +41,7 @@ def merged_tensors(
     base = WeightFiles(files.base_folder)
     layers = {name: module for name, module in model.base_model.named_modules() if hasattr(module, "lora_A")}
     in_training = {name.replace(".base_layer.", "."): name for name in _base_names(model)}
-    missing = [name for name in in_training if name not in base.files]
+    missing = [name for name in in_training if name not in base.tensors]
     if missing:
         raise ToolkitError(f"the base model {files.base} lacks {_listed(missing)}")
     shapes = base.shapes()

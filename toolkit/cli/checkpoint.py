@@ -88,5 +88,6 @@ def _run(*words: object, base_model: str | None = None, trust_pickle: bool = Fal
         *(["--base-model", base_model] if base_model else []),
         *(["--trust-pickle"] if trust_pickle else []),
     ]
-    command = [sys.executable, "-m", "toolkit.checkpoint", *map(str, options)]
+    # -P: a module in the working directory, which may be the checkpoint, is not imported.
+    command = [sys.executable, "-P", "-m", "toolkit.checkpoint", *map(str, options)]
     raise typer.Exit(subprocess.run(command, check=False).returncode)

@@ -31,6 +31,14 @@ def read_json_object_if_present(
     return read_json_object(path, limits=limits, allow_nan=allow_nan) if os.path.lexists(path) else None
 
 
+def check_json(path: Path, *, max_bytes: int = MAX_TEXT_BYTES) -> None:
+    """Raise ToolkitError for a file that is no JSON at all; its values are not read (a tokenizer's may be any)."""
+    try:
+        json.loads(read_text(path, max_bytes=max_bytes))
+    except (ValueError, RecursionError) as error:
+        raise ToolkitError(f"{path} is not JSON: {str(error)[:80]}", hint="copy or download it again") from None
+
+
 def parse_json(
     text: str, name: str, *, limits: Limits = RECORDS, allow_nan: bool = False, is_line: bool = False
 ) -> Any:

@@ -61,6 +61,9 @@ def read_header(path: Path) -> dict[str, TensorEntry]:
         content = as_mapping(parse_json(text.decode(), f"{path}: its header"), f"{path}: its header")
     except UnicodeDecodeError:
         raise damaged(path, "its header is not text") from None
+    metadata = content.get(METADATA, {})
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise damaged(path, f"{METADATA} is {str(metadata)[:80]}, expected keys and text")
     entries = {name: _entry(path, name, value) for name, value in content.items() if name != METADATA}
     _check_offsets(path, entries, size - LENGTH_BYTES - length)
     return entries

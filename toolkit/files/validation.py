@@ -2,12 +2,30 @@
 
 from __future__ import annotations
 
-from pydantic import ValidationError
+from typing import Any, TypeVar
 
+from pydantic import TypeAdapter, ValidationError
+
+from toolkit.errors import ToolkitError
 from toolkit.files.value_limits import MAX_SHOWN, shown
 
 # A message may quote the value.
 MAX_MESSAGE = 200
+_T = TypeVar("_T")
+
+
+def validate(adapter: TypeAdapter[_T], content: Any, name: str) -> _T:
+    """Return `content` as the adapter's type.
+
+    >>> validate(TypeAdapter(dict[str, int]), {"a": 1}, "a.json")
+    {'a': 1}
+
+    Raises ToolkitError with the first value of another type, in a file that messages call `name`.
+    """
+    try:
+        return adapter.validate_python(content)
+    except ValidationError as error:
+        raise ToolkitError(f"{name}: {explain(error)}") from None
 
 
 def explain(error: ValidationError) -> str:

@@ -8,7 +8,6 @@ only a `.saving-` folder, which nothing reads.
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import re
 import shutil
@@ -19,7 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.errors import ToolkitError
-from toolkit.run.folder import read_json, write_json
+from toolkit.files.reading import open_file
+from toolkit.run.folder import write_json
+from toolkit.run.manifest_file import FileEntry, Manifest, manifest_sha256, read_manifest
 
 SCHEMA_VERSION = 1
 MANIFEST = "manifest.json"
@@ -28,9 +29,7 @@ SAVING_PREFIX = ".saving-"
 CHUNK_BYTES = 2**20
 # Values of `--resume_from_checkpoint` for the newest complete checkpoint; the Trainer takes a bare flag or `true`.
 LATEST_WORDS = ("latest", "last", "true")
-_NAME = re.compile(r"checkpoint-(\d+)")
-
-Manifest = dict[str, Any]
+_NAME = re.compile(r"checkpoint-(\d{1,15})", re.ASCII)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,50 +41,54 @@ class Checkpoint:
     """Completed optimizer steps."""
     manifest: Manifest | None
     """None where it is missing or cannot be read."""
+    unreadable: str | None = None
+    """Why the manifest cannot be read."""
 
     @property
     def bytes(self) -> int | None:
         """Size of all files in the manifest; None without one."""
-        return None if self.manifest is None else sum(int(entry["bytes"]) for entry in self.manifest["files"])
+        return None if self.manifest is None else sum(entry.bytes for entry in self.manifest.files)
 
     def problem(self, deep: bool = False) -> str | None:
         """Return what is missing or damaged, or None for a complete checkpoint. `deep` verifies every checksum."""
         if not self.path.is_dir():
             return "it does not exist"
         if self.manifest is None:
-            exists = (self.path / MANIFEST).exists()
-            return f"{MANIFEST} cannot be read" if exists else f"{MANIFEST} is missing: it was not written completely"
-        if self.manifest.get("sha256", digest := manifest_sha256(self.manifest)) != digest:
-            return f"{MANIFEST} is damaged (checksum)"
-        for entry in self.manifest["files"]:
+            return self.unreadable or f"{MANIFEST} is missing: it was not written completely"
+        for entry in self.manifest.files:
             found = file_problem(self.path, entry, deep=deep)
             if found is not None:
                 return found
         return None
 
 
-def file_problem(folder: Path, entry: dict[str, Any], *, deep: bool) -> str | None:
+def file_problem(folder: Path, entry: FileEntry, *, deep: bool) -> str | None:
     """Return what is wrong with one file of a manifest, or None."""
-    path = folder / entry["path"]
+    path = folder / entry.path
     try:
+        if not path.is_file():
+            return f"{entry.path} is {'no file' if path.exists() else 'missing'}"
         size = path.stat().st_size
-        if size != entry["bytes"]:
-            return f"{entry['path']} has {size} bytes, expected {entry['bytes']}"
-        if deep and file_sha256(path) != entry["sha256"]:
-            return f"{entry['path']} is damaged (checksum)"
+        if size != entry.bytes:
+            return f"{entry.path} has {size} bytes, expected {entry.bytes}"
+        if deep and file_sha256(path) != entry.sha256:
+            return f"{entry.path} is damaged (checksum)"
     except OSError as error:
-        return f"{entry['path']} is missing" if isinstance(error, FileNotFoundError) else f"{path}: {error.strerror}"
+        return f"{path}: {error.strerror}"
     return None
 
 
 def read_checkpoint(path: Path) -> Checkpoint:
     """Read a folder as a checkpoint; `problem` says if it is one."""
-    manifest = read_json(path / MANIFEST)
-    if manifest is not None and not _is_manifest(manifest):
-        manifest = None
+    manifest, unreadable = None, None
+    if os.path.lexists(path / MANIFEST):
+        try:
+            manifest, _ = read_manifest(path / MANIFEST)
+        except ToolkitError as error:
+            unreadable = error.message.removeprefix(f"{path}{os.sep}")
     named = _NAME.fullmatch(path.name)
-    step = manifest["step"] if manifest is not None else int(named[1]) if named else 0
-    return Checkpoint(path=path, step=int(step), manifest=manifest)
+    step = manifest.step if manifest is not None else int(named[1]) if named else 0
+    return Checkpoint(path=path, step=step, manifest=manifest, unreadable=unreadable)
 
 
 def list_checkpoints(output_dir: Path) -> list[Checkpoint]:
@@ -124,18 +127,17 @@ def read_complete_checkpoint(path: Path) -> Checkpoint:
 
 def check_same_layout(checkpoint: Checkpoint, *, engine: str, sharding: str, world_size: int) -> None:
     """Raise ToolkitError for a checkpoint of another engine, sharding or world size: its shards do not fit."""
-    manifest = checkpoint.manifest or {}
+    found = checkpoint.manifest
+    written = {name: getattr(found, name, None) for name in ("engine", "sharding", "world_size")}
     expected = {"engine": engine, "sharding": sharding, "world_size": world_size}
-    if "ddp" in (engine, manifest.get("engine")) and world_size == 1:
-        expected["engine"] = manifest.get("engine") if manifest.get("engine") in ("none", "ddp") else engine
-    differing = [
-        f"{name} {manifest.get(name)}, not {value}" for name, value in expected.items() if manifest.get(name) != value
-    ]
+    if "ddp" in (engine, written["engine"]) and world_size == 1 and written["engine"] in ("none", "ddp"):
+        expected["engine"] = written["engine"]
+    differing = [f"{name} {written[name]}, not {value}" for name, value in expected.items() if written[name] != value]
     if differing:
         raise ToolkitError(
             f"{checkpoint.path} was written with {'; '.join(differing)}: its shards do not fit this run",
-            hint=f"resume with `--preset {manifest.get('preset')}` and `--num-processes {manifest.get('world_size')}`;"
-            " or convert it: `toolkit checkpoint convert`",
+            hint=f"resume with `--preset {getattr(found, 'preset', None)}` and"
+            f" `--num-processes {written['world_size']}`; or convert it: `toolkit checkpoint convert`",
         )
 
 
@@ -161,7 +163,8 @@ def check_resume_settings(
         "dataset_weights": list(dataset_weights),
     }
     for name, now in settings.items():
-        then = (checkpoint.manifest or {}).get(name)
+        then = getattr(checkpoint.manifest, name, None)
+        then = list(then) if isinstance(then, tuple) else then
         if then not in (None, now):
             raise ToolkitError(
                 f"{checkpoint.path} was trained with --{name} {_words(then)}, now it is {_words(now)}: the data would"
@@ -202,8 +205,10 @@ def remove_unfinished(output_dir: Path) -> list[Path]:
     return leftovers
 
 
-def commit_checkpoint(folder: Path, checkpoint: Path, manifest: Manifest) -> None:
+def commit_checkpoint(folder: Path, checkpoint: Path, manifest: dict[str, Any]) -> None:
     """Turn a folder whose files are all on disk into a checkpoint: write the manifest, then rename the folder.
+
+    `manifest` has the keys of `Manifest`.
 
     A checkpoint of the same name is moved away first, so that the two are never mixed.
     """
@@ -238,16 +243,10 @@ def file_entries(folder: Path, paths: Iterable[Path]) -> list[dict[str, Any]]:
 def file_sha256(path: Path) -> str:
     """Return the SHA-256 of a file."""
     digest = hashlib.sha256()
-    with path.open("rb") as file:
+    with open_file(path) as file:
         while chunk := file.read(CHUNK_BYTES):
             digest.update(chunk)
     return digest.hexdigest()
-
-
-def manifest_sha256(manifest: Manifest) -> str:
-    """Return the SHA-256 of a manifest without its own checksum."""
-    body = {key: value for key, value in manifest.items() if key != "sha256"}
-    return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
 
 
 def sync(path: Path) -> None:
@@ -257,13 +256,6 @@ def sync(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
-
-
-def _is_manifest(content: dict[str, Any]) -> bool:
-    files = content.get("files")
-    if not isinstance(content.get("step"), int) or not isinstance(files, list):
-        return False
-    return all(isinstance(entry, dict) and {"path", "bytes", "sha256"} <= entry.keys() for entry in files)
 
 
 def _to_stderr(line: str) -> None:

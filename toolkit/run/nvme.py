@@ -9,16 +9,15 @@ The checks, in their order: the folder, its file system, direct I/O, free space,
 from __future__ import annotations
 
 import ctypes.util
-import json
 import os
 import resource
 from dataclasses import asdict, dataclass
-from math import prod
 from pathlib import Path
 from typing import Any
 
 from toolkit.cache import ASYNC_IO_OPS, COMPILE_ASYNC_IO, INSTALL_LIBAIO, are_compiled
 from toolkit.errors import ToolkitError
+from toolkit.files.safetensors_header import read_header
 from toolkit.hardware.disks import DiskRates, free_bytes, measure_rates, mount_of, try_direct_io
 from toolkit.presets import Preset
 from toolkit.run.environment import NVME_PATH_VARIABLE
@@ -182,21 +181,13 @@ def needed_bytes(preset: Preset, arguments: dict[str, Any], *, cpu: bool) -> int
 
 
 def num_params(model: Path) -> int | None:
-    """Return the number of parameters of a local model, from its safetensors headers; None if they are unreadable."""
+    """Return the number of parameters of a local model, from its safetensors headers; None if it has none.
+
+    Raises ToolkitError for a damaged file.
+    """
     files = sorted(model.glob("*.safetensors")) if model.is_dir() else []
-    counts = [_elements_of(file) for file in files]
-    return None if not counts or None in counts else sum(count for count in counts if count is not None)
-
-
-def _elements_of(file: Path) -> int | None:
-    """Format: eight bytes of length, then a JSON header (https://huggingface.co/docs/safetensors)."""
-    try:
-        with file.open("rb") as stream:
-            length = int.from_bytes(stream.read(8), "little")
-            header = json.loads(stream.read(min(length, file.stat().st_size)))
-        return int(sum(prod(tensor["shape"]) for name, tensor in header.items() if name != "__metadata__"))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return None
+    headers = [read_header(file) for file in files]
+    return sum(entry.elements for header in headers for entry in header.values()) if headers else None
 
 
 def locked_memory_warnings() -> tuple[str, ...]:

@@ -16,8 +16,10 @@ from toolkit.data.mixture import rows_per_epoch
 from toolkit.data.template_limits import check_templates, read_template, templates_of
 from toolkit.errors import ToolkitError
 from toolkit.files.checkpoint_pickles import check_pickles
+from toolkit.files.model_weights import check_weights
 from toolkit.hardware.disks import existing_folder, free_bytes
 from toolkit.hardware.gpus import count_gpus
+from toolkit.models.config_limits import read_config
 from toolkit.models.hub import download_config, no_such_model
 from toolkit.presets import Preset
 from toolkit.presets.support import CPU, Device, check_supported
@@ -123,11 +125,8 @@ def check_model(name: str, *, revision: str | None = None) -> dict[str, Any]:
             raise ToolkitError(
                 f"model folder {name} has no config.json", hint="name the folder that `save_pretrained` wrote"
             )
-        config = read_json(folder / "config.json")
-        if config is None:
-            raise ToolkitError(f"{folder / 'config.json'} is not a JSON object", hint="download the model again")
-        if not any(path.suffix in WEIGHT_SUFFIXES for path in folder.iterdir()):
-            raise ToolkitError(f"model folder {name} has no weights (*.safetensors or *.bin)")
+        config = read_config(folder / "config.json")
+        check_weights(folder)
         return config
     if os.path.exists(folder) or not is_hub_id(name):  # noqa: PTH110
         raise no_such_model(name)

@@ -18,9 +18,10 @@ from typing import Any
 
 from toolkit.errors import ToolkitError
 from toolkit.presets import Preset
-from toolkit.run.checkpoints import LATEST_WORDS, Checkpoint, Manifest, latest_complete, read_checkpoint
+from toolkit.run.checkpoints import LATEST_WORDS, Checkpoint, latest_complete, read_checkpoint
+from toolkit.run.manifest_file import Manifest
 from toolkit.run.preflight import CheckedJob
-from toolkit.run.script_arguments import resumes
+from toolkit.run.script_arguments import flag, resumes
 
 RESUME_FOLDER = ".resume"
 
@@ -72,17 +73,19 @@ def convert_checkpoint(
     """Convert what `checkpoint_to_convert` returned. Raises ToolkitError for a conversion that is not supported."""
     if checkpoint is None:
         return ConvertedCheckpoint()
-    manifest = checkpoint.manifest or {}
+    manifest = checkpoint.manifest
+    assert manifest is not None, "a checkpoint without one is not converted"
     folder = Path(str(job.arguments["output_dir"])) / RESUME_FOLDER
     shutil.rmtree(folder, ignore_errors=True)
     path = folder / f"checkpoint-{checkpoint.step}"
     converted = ConvertedCheckpoint(path=path)
     on_message(
-        f"{checkpoint.path} was written by {manifest.get('preset')} on {manifest.get('world_size')} processes:"
+        f"{checkpoint.path} was written by {manifest.preset} on {manifest.world_size} processes:"
         f" converting it for {preset.name} on {num_processes}"
     )
     try:
-        _run_conversion(checkpoint.path, path, preset, num_processes)
+        trusted = flag(job.arguments.get("trust_pickle", False))
+        _run_conversion(checkpoint.path, path, preset, num_processes, trust_pickle=trusted)
     except BaseException:
         converted.remove()
         raise
@@ -100,21 +103,17 @@ def _checkpoint_to_resume(arguments: dict[str, Any]) -> Checkpoint | None:
 
 
 def _needs_conversion(manifest: Manifest, preset: Preset, num_processes: int) -> bool:
-    alone = preset.engine in ("none", "ddp") and num_processes == 1 and manifest.get("engine") in ("none", "ddp")
-    engine = manifest.get("engine") if alone else preset.engine
-    written = tuple(manifest.get(name) for name in ("engine", "sharding", "world_size"))
-    return (engine, preset.sharding, num_processes) != written
+    alone = preset.engine in ("none", "ddp") and num_processes == 1 and manifest.engine in ("none", "ddp")
+    engine = manifest.engine if alone else preset.engine
+    return (engine, preset.sharding, num_processes) != (manifest.engine, manifest.sharding, manifest.world_size)
 
 
 def _check_same_batch(checkpoint: Checkpoint, global_batch_size: int) -> None:
     """The data resume at the same row only if a step has the same number of sequences."""
-    manifest = checkpoint.manifest or {}
     names = ("per_device_train_batch_size", "gradient_accumulation_steps", "world_size")
-    parts = [int(manifest[name]) for name in names if manifest.get(name) is not None]
+    parts = [part for name in names if (part := getattr(checkpoint.manifest, name, None)) is not None]
     then = math.prod(parts)
-    if len(parts) < len(names):
-        return
-    if then != global_batch_size:
+    if len(parts) == len(names) and then != global_batch_size:
         raise ToolkitError(
             f"{checkpoint.path} was trained with {then} sequences per step over all ranks, now it is"
             f" {global_batch_size}: the data would not resume where they stopped",
@@ -122,11 +121,12 @@ def _check_same_batch(checkpoint: Checkpoint, global_batch_size: int) -> None:
         )
 
 
-def _run_conversion(checkpoint: Path, out: Path, preset: Preset, num_processes: int) -> None:
+def _run_conversion(checkpoint: Path, out: Path, preset: Preset, num_processes: int, *, trust_pickle: bool) -> None:
     """Run `toolkit checkpoint convert` as a child process, so that this one does not import torch."""
     out.parent.mkdir(parents=True, exist_ok=True)
     options = ["--preset", str(preset.accelerate_config_path), "--num-processes", str(num_processes)]
-    command = [sys.executable, "-m", "toolkit.checkpoint", "convert", str(checkpoint), str(out), *options]
+    options += ["--trust-pickle"] if trust_pickle else []
+    command = [sys.executable, "-P", "-m", "toolkit.checkpoint", "convert", str(checkpoint), str(out), *options]
     ended = subprocess.run(command, check=False, capture_output=True, text=True)
     if ended.returncode != 0:
         message, _, hint = ended.stderr[ended.stderr.rfind("error: ") :].partition("\n  hint: ")

@@ -66,15 +66,17 @@ def test_every_checkpoint_is_complete_and_described_by_its_manifest(case: str, s
     manifest = found[0].manifest
     assert manifest is not None
     preset, _, lora = case.partition("-")
-    assert (manifest["preset"], manifest["world_size"], manifest["adapter"]) == (preset, 2, bool(lora))
-    assert len(manifest["fingerprint"]["logits"]) == 64
+    assert (manifest.preset, manifest.world_size, manifest.adapter) == (preset, 2, bool(lora))
+    assert manifest.fingerprint is not None
+    assert len(manifest.fingerprint.logits) == 64
 
 
 @pytest.mark.parametrize("case", ["zero2-lora", "zero3-lora", "fsdp2-lora"])  # ddp: test_faults.py
 def test_an_adapter_checkpoint_has_no_base_weights(case: str, saved_runs: dict[str, Path]) -> None:
     checkpoint = list_checkpoints(saved_runs[case])[0]
     assert checkpoint.bytes is not None
-    tokenizer = sum(entry["bytes"] for entry in (checkpoint.manifest or {})["files"] if "token" in entry["path"])
+    assert checkpoint.manifest is not None
+    tokenizer = sum(entry.bytes for entry in checkpoint.manifest.files if "token" in entry.path)
     assert 0 < checkpoint.bytes - tokenizer < TINY_BYTES / 10
 
 

@@ -15,7 +15,6 @@ import torch.distributed as dist
 from transformers.trainer_utils import rotate_checkpoints
 
 from toolkit.run import checkpoints
-from toolkit.run.checkpoints import Manifest
 from toolkit.train.attest.readings import RankReading
 from toolkit.train.health.failure_report import Diverged
 
@@ -23,7 +22,7 @@ FINGERPRINT_TOKENS = 16
 FINGERPRINT_LOGITS = 64
 
 
-def finish_checkpoint(trainer: Any, staging: Path, facts: Manifest) -> None:
+def finish_checkpoint(trainer: Any, staging: Path, facts: dict[str, Any]) -> None:
     """Turn what the Trainer wrote under `staging` into `checkpoint-STEP`. Collective.
 
     `facts` is the manifest without its files.
@@ -98,7 +97,7 @@ def _all_entries(folder: Path, *, rank: int, world_size: int) -> list[dict[str, 
     return sorted((entry for entries in gathered for entry in entries), key=lambda entry: str(entry["path"]))
 
 
-def manifest_facts(trainer: Any, reading: RankReading, *, preset: str | None) -> Manifest:
+def manifest_facts(trainer: Any, reading: RankReading, *, preset: str | None) -> dict[str, Any]:
     """Return what a reader must know before it loads the checkpoint: engine, ranks, sizes, batch, fingerprint.
 
     `reading` is what this rank read back after its first step.

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from transformers import TrainerCallback
 
-from toolkit.files.safe_loading import check_checkpoint
+from toolkit.files.safe_loading import check_checkpoint, load_only_known_classes
 from toolkit.run import checkpoints
 from toolkit.run.checkpoints import Checkpoint, check_resume_settings, check_same_layout
 from toolkit.run.dataset_checks import streaming_buffer_size
@@ -53,8 +53,10 @@ def _read_on_rank_0(training: Any, *, verified: bool, trust_pickle: bool) -> Che
     if given in (None, "", False) or str(given).lower() in ("false", "none"):
         return None
     found = [_find(str(given), Path(training.output_dir), verified) if training.process_index == 0 else None]
-    if found[0] is not None and not trust_pickle:
-        check_checkpoint(found[0].path)
+    if not trust_pickle:
+        if found[0] is not None:
+            check_checkpoint(found[0].path)
+        load_only_known_classes(deepspeed=training.deepspeed_plugin is not None)
     if dist.is_initialized():
         dist.broadcast_object_list(found)
     checkpoint: Checkpoint | None = found[0]
@@ -75,7 +77,7 @@ def _find(given: str, output_dir: Path, verified: bool) -> Checkpoint | None:
 
 def is_universal(checkpoint: Checkpoint | None) -> bool:
     """Return True for a checkpoint in DeepSpeed's universal layout."""
-    return checkpoint is not None and bool((checkpoint.manifest or {}).get("universal"))
+    return checkpoint is not None and checkpoint.manifest is not None and checkpoint.manifest.universal
 
 
 class UniversalCheckpoint(TrainerCallback):  # type: ignore[misc]

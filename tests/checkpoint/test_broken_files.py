@@ -1,0 +1,362 @@
+"""Whatever a file of a checkpoint holds, each command ends in two lines that name it, and writes nothing."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from toolkit.checkpoint.__main__ import main, parse_size
+from toolkit.errors import ToolkitError
+from toolkit.run.checkpoints import checkpoint_files, commit_checkpoint, file_entries
+
+SIZES = {"vocab_size": 96, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+DEEP = "[" * 100_000 + "]" * 100_000
+Change = Callable[[Path], object]
+
+
+@pytest.fixture(scope="session")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A complete DDP checkpoint of a very small Llama, with optimizer states and fingerprint."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from toolkit.checkpoint.model_definition import MetaModel, ModelFiles
+
+    torch.manual_seed(0)
+    folder = tmp_path_factory.mktemp("plain") / "checkpoint-6"
+    model = LlamaForCausalLM(LlamaConfig(**SIZES)).eval()
+    model.save_pretrained(folder)
+    definition = MetaModel(ModelFiles(folder))
+    groups, states, numbered = definition.groups(definition.trainable), {}, []
+    for names in groups:
+        numbers = list(range(len(states), len(states) + len(names)))
+        for number, name in zip(numbers, names, strict=True):
+            zeros = torch.zeros(definition.shapes[name])
+            states[number] = {"step": torch.tensor(6.0), "exp_avg": zeros, "exp_avg_sq": zeros}
+        numbered.append({"params": numbers, "lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0})
+    torch.save({"state": states, "param_groups": numbered}, folder / "optimizer.pt")
+    torch.save({"base_lrs": [1e-3, 1e-3], "_last_lr": [1e-3, 1e-3]}, folder / "scheduler.pt")
+    (folder / "trainer_state.json").write_text('{"global_step": 6}')
+    logits = model(input_ids=torch.tensor([[1, 2, 3]])).logits[0, -1, :4].tolist()
+    facts = {"step": 6, "preset": "ddp", "engine": "ddp", "sharding": "replicate", "world_size": 2, "adapter": False}
+    facts["fingerprint"] = {"input_ids": [1, 2, 3], "logits": logits, "compute_dtype": "float32"}
+    commit(folder, facts)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def sharded(plain: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same as a checkpoint of FSDP2."""
+    out = tmp_path_factory.mktemp("sharded") / "checkpoint-6"
+    assert main(["convert", str(plain), str(out), "--preset", "fsdp2", "--num-processes", "2"]) == 0
+    return out
+
+
+def commit(folder: Path, facts: dict[str, Any]) -> None:
+    """Write a manifest that agrees with the files, as an attacker would."""
+    (folder / "manifest.json").unlink(missing_ok=True)
+    entries = file_entries(folder, checkpoint_files(folder))
+    moved = folder.rename(folder.with_name("moving"))
+    commit_checkpoint(moved, folder, facts | {"files": entries})
+
+
+def changed(source: Path, tmp_path: Path, change: Change, *, signed: bool = True) -> Path:
+    """A copy of a checkpoint with one change, which its manifest agrees with if `signed`."""
+    copy = tmp_path / "run" / source.name
+    shutil.copytree(source, copy, copy_function=os.link)
+    facts = {k: v for k, v in json.loads((copy / "manifest.json").read_text()).items() if k not in ("files", "sha256")}
+    change(copy)
+    if signed:
+        commit(copy, facts)
+    return copy
+
+
+def replace(path: Path, content: str | bytes) -> None:
+    path.unlink(missing_ok=True)
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+
+
+def refusal(capsys: pytest.CaptureFixture[str], command: str, checkpoint: Path, *options: str) -> str:
+    """Run a command that must refuse the checkpoint, and return its message."""
+    out = checkpoint.parent.parent / "out"
+    words = [command, str(checkpoint), *([str(out)] if command in ("export", "convert") else []), *options]
+    words += ["--preset", "fsdp2", "--num-processes", "2"] if command == "convert" else []
+    code = main(words)
+    shown = capsys.readouterr()
+    assert not out.exists()
+    assert not list(checkpoint.parent.parent.glob(".*"))
+    assert code == (2 if command in ("export", "convert") else 1), shown
+    text = shown.err if code == 2 else shown.out
+    assert len(text.splitlines()) <= (2 if command != "inspect" else 6), text
+    assert max(map(len, text.splitlines())) < 800
+    return text
+
+
+def manifest(**values: Any) -> Change:
+    def change(folder: Path) -> None:
+        facts = {k: v for k, v in json.loads((folder / "manifest.json").read_text()).items() if k != "sha256"}
+        replace(folder / "manifest.json", json.dumps(facts | values))
+
+    return change
+
+
+def write(name: str, content: str | bytes) -> Change:
+    return lambda folder: replace(folder / name, content)
+
+
+ESCAPING = {"path": "../../secret", "bytes": 1, "sha256": ""}
+MANIFESTS: list[tuple[Change, str]] = [
+    (write("manifest.json", b"\xff\x00\xfe"), "not UTF-8"),
+    (write("manifest.json", DEEP), "nested more than"),
+    (write("manifest.json", "[]"), "holds list"),
+    (write("manifest.json", '{"step": 1' + "0" * 5000 + "}"), "not JSON"),
+    (manifest(step="6"), "step is '6'"),
+    (manifest(step=-1), "step is -1"),
+    (manifest(files=[5]), r"files\[0\] is 5"),
+    (manifest(files=[ESCAPING]), r"files\[0\]\.path is '\.\./\.\./secret'"),
+    (manifest(files=[ESCAPING | {"path": "/etc/passwd"}]), r"files\[0\]\.path is '/etc/passwd'"),
+    (manifest(files=[ESCAPING | {"path": "a\0b"}]), r"files\[0\]\.path is 'a\\x00b'"),
+    (manifest(world_size=2.5), r"world_size is 2\.5"),
+    (manifest(adapter="yes"), "adapter is 'yes'"),
+    (manifest(preset=["ddp"]), r"preset is \['ddp'\]"),
+    (manifest(converted_from="x"), "converted_from is 'x'"),
+    (manifest(fingerprint={"input_ids": [1], "logits": ["x"]}), r"fingerprint\.logits\[0\] is 'x'"),
+    (manifest(fingerprint={"input_ids": [-1], "logits": [0.5]}), r"fingerprint\.input_ids\[0\] is -1"),
+    (manifest(fingerprint={"input_ids": [1] * 100_000, "logits": [0.5]}), r"fingerprint\.input_ids is "),
+    (manifest(fingerprint={"input_ids": [1] * 5_000_000, "logits": [0.5]}), "more than 1,000,000 values"),
+    (lambda folder: ((folder / "manifest.json").unlink(), os.mkfifo(folder / "manifest.json")), "named pipe"),
+    (lambda folder: ((folder / "manifest.json").unlink(), (folder / "manifest.json").mkdir()), "is a folder"),
+]
+
+
+@pytest.mark.parametrize(("change", "message"), MANIFESTS)
+def test_a_wrong_manifest_is_reported_by_key(
+    change: Change, message: str, plain: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    checkpoint = changed(plain, tmp_path, change, signed=False)
+    for command in ("inspect", "verify", "export"):
+        text = refusal(capsys, command, checkpoint)
+        assert re.search(message, text), text
+
+
+def header(change: Callable[[dict[str, Any]], object]) -> Change:
+    def apply(folder: Path) -> None:
+        content = (folder / "model.safetensors").read_bytes()
+        length = int.from_bytes(content[:8], "little")
+        entries = json.loads(content[8 : 8 + length])
+        change(entries)
+        text = json.dumps(entries).encode()
+        replace(folder / "model.safetensors", len(text).to_bytes(8, "little") + text + content[8 + length :])
+
+    return apply
+
+
+def first(**fields: Any) -> Change:
+    return header(lambda entries: entries["model.norm.weight"].update(fields))
+
+
+def index(content: Any) -> Change:
+    return write("model.safetensors.index.json", json.dumps(content))
+
+
+WEIGHTS: list[tuple[Change, str]] = [
+    (write("model.safetensors", b""), "its header would have"),
+    (write("model.safetensors", (2**63).to_bytes(8, "little")), "its header would have"),
+    (write("model.safetensors", (3).to_bytes(8, "little") + b"\xff{}"), "its header is not text"),
+    (write("model.safetensors", len(DEEP).to_bytes(8, "little") + DEEP.encode()), "nested more than"),
+    (lambda f: replace(f / "model.safetensors", (f / "model.safetensors").read_bytes()[:-9]), "the next start"),
+    (first(dtype="X9"), "dtype 'X9', unknown"),
+    (first(shape=[10**9, 10**9]), "bytes for F32"),
+    (first(shape="x"), "has the shape x"),
+    (first(data_offsets=[-4, 60]), r"offsets \[-4, 60\]"),
+    (first(data_offsets=[0, 64]), "the next start"),
+    (header(lambda entries: entries.update({"model.norm.weight": []})), "dtype 'None'"),
+    (header(lambda entries: entries.update(__metadata__=5)), "__metadata__ is 5"),
+    (index({}), "weight_map is None"),
+    (index({"weight_map": []}), r"weight_map is \[\]"),
+    (index({"weight_map": {"a": 5}}), r"weight_map\.a is '5'"),
+    (index({"weight_map": {"a": "../../secret"}}), r"weight_map\.a is '\.\./\.\./secret'"),
+    (index({"weight_map": {"a": "missing.safetensors"}}), "no such file"),
+    (index({"weight_map": {"a": "model.safetensors"}}), "a is not in model.safetensors"),
+    (index([]), "holds list"),
+]
+
+
+@pytest.mark.parametrize(("change", "message"), WEIGHTS)
+def test_wrong_weights_are_reported_by_tensor_and_file(
+    change: Change, message: str, plain: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = refusal(capsys, "export", changed(plain, tmp_path, change))
+    assert re.search(message, text), text
+
+
+def config(**values: Any) -> Change:
+    return lambda folder: replace(
+        folder / "config.json", json.dumps(json.loads((folder / "config.json").read_text()) | values)
+    )
+
+
+CONFIGS: list[tuple[Change, str]] = [
+    (write("config.json", b"\x80\x81"), "not UTF-8"),
+    (write("config.json", DEEP), "nested more than"),
+    (config(hidden_size=10**12), "hidden_size is 1000000000000"),
+    (config(num_hidden_layers=10**9), "num_hidden_layers is 1000000000"),
+    (config(num_attention_heads="4"), "num_attention_heads is '4'"),
+    (config(vocab_size=-1), "vocab_size is -1"),
+    (config(rope_scaling={"rope_type": "none"}), "no model can be built"),
+    (config(hidden_act="none"), "no model can be built"),
+    (config(model_type="nothing"), "no model can be built"),
+    (config(model_type="nothing", auto_map={"AutoConfig": "evil.Evil"}), "no model can be built"),
+    (config(attn_implementation="someone/kernel"), "names code on the hub"),
+    (config(text_config={"num_hidden_layers": 10**9}), "num_hidden_layers is 1000000000"),
+]
+
+
+@pytest.mark.parametrize(("change", "message"), CONFIGS)
+def test_a_configuration_that_no_model_has_is_refused_before_it_is_built(
+    change: Change, message: str, plain: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = refusal(capsys, "export", changed(plain, tmp_path, change))
+    assert re.search(message, text), text
+
+
+def saved(name: str, content: Any) -> Change:
+    def apply(folder: Path) -> None:
+        (folder / name).unlink()
+        torch.save(content, folder / name)
+
+    return apply
+
+
+def optimizer(change: Callable[[Any], object]) -> Change:
+    def apply(folder: Path) -> None:
+        content = torch.load(folder / "optimizer.pt")
+        change(content)
+        saved("optimizer.pt", content)(folder)
+
+    return apply
+
+
+STATES: list[tuple[Change, str]] = [
+    (saved("optimizer.pt", []), "its states cannot be read"),
+    (saved("optimizer.pt", {"state": 5, "param_groups": [5]}), "its states cannot be read"),
+    (optimizer(lambda c: c["state"][1].update(exp_avg=torch.zeros(3))), "expected a tensor of"),
+    (optimizer(lambda c: c["state"][1].update(exp_avg=torch.zeros(1).expand(10**12))), "expected a tensor of"),
+    (optimizer(lambda c: c["state"][1].update(exp_avg="x")), "expected a tensor of"),
+    (optimizer(lambda c: c["state"].pop(3)), "has no exp_avg for"),
+    (optimizer(lambda c: c["state"][0].update(step=torch.tensor(float("nan")))), "step is nan, expected a count"),
+    (optimizer(lambda c: c["state"][0].update(step="x")), "the optimizer's step cannot be read"),
+    (optimizer(lambda c: c["param_groups"][0].update(lr="x")), "lr is 'x', expected a number"),
+    (saved("scheduler.pt", [5]), "scheduler.pt is list"),
+    (write("optimizer.pt", b""), "no file of torch.save"),
+    (write("trainer_state.json", "[]"), "holds list"),
+    (write("trainer_state.json", '{"global_step": "x"}'), "global_step"),
+]
+
+
+@pytest.mark.parametrize(("change", "message"), STATES)
+def test_wrong_optimizer_states_are_not_converted(
+    change: Change, message: str, plain: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = refusal(capsys, "convert", changed(plain, tmp_path, change))
+    assert re.search(message, text), text
+
+
+def metadata(change: Callable[[Any], object]) -> Change:
+    def apply(folder: Path) -> None:
+        path = folder / "pytorch_model_fsdp_0" / ".metadata"
+        content = pickle.loads(path.read_bytes())
+        change(content)
+        replace(path, pickle.dumps(content))
+
+    return apply
+
+
+def for_all(name: str, value: Any) -> Change:
+    def apply(content: Any) -> None:
+        for entry in content.storage_data.values():
+            setattr(entry, name, value)
+
+    return metadata(apply)
+
+
+def huge(content: Any) -> None:
+    for described in content.state_dict_metadata.values():
+        described.size = torch.Size([10**12])
+
+
+METADATA: list[tuple[Change, str]] = [
+    (write("pytorch_model_fsdp_0/.metadata", b""), "is damaged"),
+    (lambda f: replace(f / "pytorch_model_fsdp_0/.metadata", pickle.dumps(5)), "is damaged"),
+    (metadata(lambda c: setattr(c, "state_dict_metadata", 5)), "is damaged"),
+    (metadata(lambda c: setattr(c, "storage_data", None)), "is damaged"),
+    (metadata(lambda c: c.storage_data.clear()), "is damaged|more than its files"),
+    (metadata(lambda c: c.state_dict_metadata.clear()), "is damaged"),
+    (metadata(huge), "more than its files"),
+    (for_all("relative_path", "../../../secret"), "outside its folder"),
+    (for_all("relative_path", "missing.distcp"), "no such file"),
+    (for_all("offset", 10**15), "beyond the end"),
+    (for_all("offset", -5), "beyond the end"),
+    (for_all("length", "x"), "is damaged"),
+    (lambda f: (f / "pytorch_model_fsdp_0/.metadata").unlink(), "no such file"),
+]
+
+
+@pytest.mark.parametrize(("change", "message"), METADATA)
+def test_wrong_metadata_of_a_distributed_checkpoint_is_refused(
+    change: Change, message: str, sharded: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = refusal(capsys, "export", changed(sharded, tmp_path, change))
+    assert re.search(message, text), text
+
+
+def test_a_checkpoint_in_the_place_of_something_else_is_refused(
+    plain: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    loop = tmp_path / "loop"
+    loop.symlink_to(loop)
+    os.mkfifo(tmp_path / "pipe")
+    for path in (loop, tmp_path / "pipe", plain / "config.json", tmp_path / "missing", tmp_path / ("x" * 300)):
+        for command in ("inspect", "verify", "export"):
+            out = [str(tmp_path / "out")] if command == "export" else []
+            assert main([command, str(path), *out]) == 2
+            assert len(capsys.readouterr().err.splitlines()) <= 2
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_output_folder_that_cannot_be_used_is_refused_first(
+    plain: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").write_text("")
+    for out in (plain, plain / "inside", tmp_path / "file", Path("/proc/1/x"), tmp_path / ("x" * 300)):
+        assert main(["export", str(plain), str(out)]) == 2
+        assert len(capsys.readouterr().err.splitlines()) <= 2
+    assert not (plain / "inside").exists()
+
+
+@pytest.mark.parametrize("text", ["inf", "nan", "0", "-1", "1e400", "1_0", "", "GB", "x", "infGB", "9" * 400 + "GB"])
+def test_a_shard_size_that_is_no_size_is_refused(text: str) -> None:
+    with pytest.raises(ToolkitError, match="--max-shard-size is "):
+        parse_size(text)
+
+
+def test_a_tokenizer_that_is_not_json_is_not_exported(
+    plain: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = refusal(capsys, "export", changed(plain, tmp_path, write("tokenizer.json", b"{")))
+    assert "tokenizer.json is not JSON" in text
+
+
+def test_sound_checkpoints_are_verified_exported_and_converted(plain: Path, sharded: Path, tmp_path: Path) -> None:
+    for number, source in enumerate((plain, sharded)):
+        assert main(["verify", str(source)]) == 0
+        assert main(["export", str(source), str(tmp_path / f"model-{number}")]) == 0
+        assert main(["verify", str(tmp_path / f"model-{number}")]) == 0
