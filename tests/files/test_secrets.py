@@ -167,6 +167,20 @@ def test_a_process_gets_the_words_that_its_launcher_was_given(monkeypatch: pytes
     assert restore_secrets(words) == words  # from no variable: it is not inherited
 
 
+def test_a_rank_trains_with_the_token_that_the_launcher_was_given(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from toolkit.train.arguments import parse_args
+    from toolkit.train.launch_context import LaunchContext
+
+    words = ["--model_name_or_path", "model", "--dataset", "rows", "--output_dir", str(tmp_path), "--hub_token", PLAIN]
+    shown, added = separate_secrets(words)
+    monkeypatch.setenv(SECRETS_VARIABLE, added[SECRETS_VARIABLE])
+    arguments = parse_args(shown, LaunchContext(preset=None, world_size=None))
+    assert arguments.training.hub_token == PLAIN
+    assert list(arguments.argv) == [*words[:-1], "***"]
+
+
 def test_no_secret_reaches_the_log_or_the_screen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_API_KEY", WANDB_KEY)
     program = "import os, sys; print(os.environ['WANDB_API_KEY'], sys.argv[1], 'visible')"
