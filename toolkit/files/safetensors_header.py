@@ -21,6 +21,8 @@ from toolkit.files.reading import open_file
 MAX_HEADER_BYTES = 100_000_000
 LENGTH_BYTES = 8
 METADATA = "__metadata__"
+# torch's own limit; to multiply a million lengths takes minutes.
+MAX_DIMENSIONS = 64
 BYTES_PER_ELEMENT = {
     **dict.fromkeys(("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2", "F8_E8M0"), 1),
     **dict.fromkeys(("U16", "I16", "F16", "BF16"), 2),
@@ -77,13 +79,14 @@ def damaged(path: Path, why: str) -> ToolkitError:
 def _entry(path: Path, name: str, value: Any) -> TensorEntry:
     fields: Mapping[str, Any] = value if isinstance(value, dict) else {}
     dtype, shape, offsets = fields.get("dtype"), fields.get("shape"), fields.get("data_offsets")
-    if dtype not in BYTES_PER_ELEMENT:
+    if not isinstance(dtype, str) or dtype not in BYTES_PER_ELEMENT:
         raise damaged(path, f"tensor {name[:80]!r} has the dtype {str(dtype)[:40]!r}, unknown to the format")
     if not _are_counts(shape) or not _are_counts(offsets) or len(offsets) != 2:
         raise damaged(path, f"tensor {name[:80]!r} has the shape {str(shape)[:80]}, its offsets {str(offsets)[:80]}")
     entry = TensorEntry(dtype=dtype, shape=tuple(shape), start=offsets[0], end=offsets[1])
-    if entry.elements * BYTES_PER_ELEMENT[dtype] != entry.end - entry.start:
-        raise damaged(path, f"tensor {name[:80]!r} has {entry.end - entry.start:,} bytes for {dtype} {list(shape)}")
+    if len(shape) > MAX_DIMENSIONS or entry.elements * BYTES_PER_ELEMENT[dtype] != entry.end - entry.start:
+        size = f"{entry.end - entry.start:,} bytes"
+        raise damaged(path, f"tensor {name[:80]!r} has {size} for {dtype} {str(shape)[:80]}")
     return entry
 
 

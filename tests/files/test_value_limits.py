@@ -1,0 +1,55 @@
+"""Values are limited in number, depth and size before anything else looks at them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from toolkit.errors import ToolkitError
+from toolkit.files.reading import OverLimit
+from toolkit.files.value_limits import Limits, check_values
+
+SMALL = Limits(values=10, depth=3)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [0, None, "é", -(2**63), 2**64 - 1, 1e308, [[1]], {"é": [1.5, True]}, [0] * 9, {str(key): 0 for key in range(9)}],
+)
+def test_ordinary_values_pass(content: Any) -> None:
+    check_values(content, "mine", SMALL)
+
+
+@pytest.mark.parametrize(
+    ("content", "why"),
+    [
+        ([0] * 10, "more than 10 values"),
+        ({"a": [0] * 4, "b": [0] * 4}, "more than 10 values"),
+        ([[[[]]]], "nested more than 3 deep"),
+        ({"a": {"b": {"c": 1}}}, "nested more than 3 deep"),
+        ([2**64], "an integer of 65 bits"),
+        ([-(2**70)], "an integer of 71 bits"),
+        ({"a": float("nan")}, "the value nan, expected a finite number"),
+        ([float("-inf")], "the value -inf"),
+        (["\ud800"], "not valid Unicode"),
+        ({"\udfff": 1}, "not valid Unicode"),
+    ],
+)
+def test_values_beyond_the_limits_are_refused(content: Any, why: str) -> None:
+    with pytest.raises(ToolkitError, match=f"^mine .*{why}"):
+        check_values(content, "mine", SMALL)
+
+
+def test_a_file_of_records_may_have_numbers_that_are_not_finite() -> None:
+    check_values([float("nan"), float("inf")], "mine", SMALL, allow_nan=True)
+
+
+def test_a_value_far_deeper_than_pythons_stack_is_refused_by_depth() -> None:
+    content: list[Any] = []
+    for _ in range(100_000):
+        content = [content]
+    with pytest.raises(OverLimit, match="nested more than 64 deep"):
+        check_values(content, "mine", Limits(values=10**6, depth=64))
+    while content:  # a list this deep overflows the stack when it is freed at once
+        content = content.pop()
