@@ -28,16 +28,16 @@ def test_ordinary_values_pass(content: Any) -> None:
         ({"a": [0] * 4, "b": [0] * 4}, "more than 10 values"),
         ([[[[]]]], "nested more than 3 deep"),
         ({"a": {"b": {"c": 1}}}, "nested more than 3 deep"),
-        ([2**64], "an integer of 65 bits"),
-        ([-(2**70)], "an integer of 71 bits"),
-        ({"a": float("nan")}, "the value nan, expected a finite number"),
-        ([float("-inf")], "the value -inf"),
+        ([2**64], r"\[0\] is an integer of 65 bits"),
+        ([-(2**70)], r"\[0\] is an integer of 71 bits"),
+        ({"a": float("nan")}, "a is nan, expected a finite number"),
+        ([float("-inf")], r"\[0\] is -inf"),
         (["\ud800"], "not valid Unicode"),
         ({"\udfff": 1}, "not valid Unicode"),
     ],
 )
 def test_values_beyond_the_limits_are_refused(content: Any, why: str) -> None:
-    with pytest.raises(ToolkitError, match=f"^mine .*{why}"):
+    with pytest.raises(ToolkitError, match=f"^mine.*{why}"):
         check_values(content, "mine", SMALL)
 
 

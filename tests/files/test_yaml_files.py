@@ -24,7 +24,7 @@ REFUSED = {
     "many keys": ("".join(f"k{number}: 1\n" for number in range(100_000)), "more than"),
     "large": ("#" * 3_000_000, "more than 1 MiB"),
     "object tag": ("a: !!python/object/apply:os.mkdir [ran]", "names an object; nothing was executed"),
-    "infinity": ("a: .inf", "the value inf"),
+    "infinity": ("a: .inf", "a is inf, expected a finite number"),
     "65 bits": ("a: 18446744073709551616", "an integer of 65 bits"),
     "5,000 digits": ("a: " + "9" * 5000, "a number of 5,000 characters"),
     "base 60": ("a: " + "59:" * 300_000 + "59", "a number of"),
@@ -39,7 +39,7 @@ REFUSED = {
     "bad date": ("a: 2001-99-99", "not YAML"),
     "JSON: deep": ("[" * 100_000, "nested more than 40 deep"),
     "JSON: list": ("[]", "holds list, expected keys and values"),
-    "JSON: infinity": ('{"a": Infinity}', "the value inf"),
+    "JSON: infinity": ('{"a": Infinity}', "a is inf, expected a finite number"),
     "JSON: half a character": ('{"a": "\\ud800"}', "not valid Unicode"),
     "JSON: unfinished": ('{"a": 1,\n', "line 2: not JSON"),
 }
