@@ -1,0 +1,202 @@
+"""Checkpoints of every engine, run folders, model folders and tokenizers: what real runs have written, mutated."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from file_mutations.attempts import Command, call, command
+from file_mutations.formats import JOB, JOB_FILES, Format, content_of
+
+MANIFEST = "manifest.json"
+RUN, MODEL = "run", "base"
+
+
+@dataclass(frozen=True)
+class CheckpointCommand(Command):
+    """Words for `toolkit checkpoint`, run in this process."""
+
+    def __call__(self) -> int:
+        from toolkit.checkpoint.__main__ import main
+
+        return main(list(self.words))
+
+    def __str__(self) -> str:
+        return f"toolkit checkpoint {' '.join(self.words)}"
+
+
+def checkpoint(*words: object) -> CheckpointCommand:
+    return CheckpointCommand(tuple(map(str, words)))
+
+
+def newest(run: Path) -> Path:
+    """Return the last checkpoint of a run folder."""
+    return max(run.glob("checkpoint-*"), key=lambda path: int(path.name.split("-")[1]))
+
+
+def files_below(folder: Path, name: str, *, leave_out: tuple[str, ...] = ()) -> dict[str, bytes | Path]:
+    """Return the files of a folder as those of an attempt, below `name`."""
+    paths = [path for path in sorted(folder.rglob("*")) if path.is_file()]
+    kept = [path for path in paths if not any(path.match(pattern) for pattern in leave_out)]
+    return {f"{name}/{path.relative_to(folder).as_posix()}": path for path in kept}
+
+
+def sealed(files: dict[str, bytes | Path], changed: str) -> dict[str, bytes | Path]:
+    """Return the files with a manifest that agrees with the changed one, as whoever changed it would write it."""
+    path = next((name for name in files if name.endswith(f"/{MANIFEST}")), None)
+    if path is None:
+        return files
+    try:
+        manifest = json.loads(content_of(files[path]))
+        if path != changed:
+            content = content_of(files[changed])
+            relative = changed.removeprefix(path.removesuffix(MANIFEST))
+            for entry in manifest["files"]:
+                if entry["path"] == relative:
+                    entry |= {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+        body = {key: value for key, value in manifest.items() if key != "sha256"}
+        seal = hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
+        return files | {path: json.dumps(body | {"sha256": seal}, indent=2).encode()}
+    except (ValueError, RecursionError, KeyError, TypeError, AttributeError):  # a mutated manifest that has no seal
+        return files
+
+
+# What is mutated -> its patterns, the runs that have such files, and the share.
+CHECKPOINT_FILES: dict[str, tuple[tuple[str, ...], tuple[str, ...], int]] = {
+    "checkpoint manifest": (("checkpoint-*/manifest.json",), ("ddp", "zero2", "zero3", "fsdp2", "fsdp2-lora"), 1),
+    "trainer_state.json": (("checkpoint-*/trainer_state.json",), ("ddp", "zero2"), 2),
+    "latest": (("latest",), ("zero2", "zero3-lora"), 1),
+    "safetensors": (("checkpoint-*/*.safetensors",), ("ddp", "zero2", "zero3-lora"), 2),
+    "config.json of a checkpoint": (("checkpoint-*/config.json",), ("ddp", "fsdp2"), 1),
+    "adapter_config.json": (("adapter_config.json",), ("zero3-lora", "fsdp2-lora"), 2),
+    "optimizer.pt": (("optimizer.pt", "scheduler.pt", "rng_state_*.pth"), ("ddp",), 6),
+    "DeepSpeed states": (("*_states.pt",), ("zero2", "zero3", "zero3-lora"), 4),
+    "DCP metadata": ((".metadata",), ("fsdp2", "fsdp2-lora"), 6),
+    "DCP shards": (("*.distcp",), ("fsdp2-lora",), 2),
+}
+
+
+def checkpoint_format(name: str, case: str, run: Path, model: Path) -> Format:
+    """Return a kind of file of the newest checkpoint in `run`; `model` is the run's base model."""
+    patterns, _, share = CHECKPOINT_FILES[name]
+    path = newest(run)
+    here, based = f"{RUN}/{path.name}", ("--base-model", MODEL)
+    convert = ("convert", here, "out", *based, "--num-processes", "2", "--preset")
+    return Format(
+        name=f"{name} ({case})",
+        seeds=[{**files_below(model, MODEL), **files_below(path, here)}],
+        mutated=patterns,
+        commands=[
+            checkpoint("inspect", here),
+            checkpoint("inspect", RUN, "--json"),
+            checkpoint("verify", here, *based),
+            checkpoint("export", here, "out", *based),
+            checkpoint(*convert, "fsdp2"),
+            checkpoint(*convert, "zero2"),
+        ],
+        share=share,
+        adjust=sealed,
+    )
+
+
+def checkpoint_formats(runs: Mapping[str, Path], model: Path) -> list[Format]:
+    """Return every kind of file of every checkpoint; `runs` are run folders by preset (`zero3`, `zero3-lora`)."""
+    return [
+        checkpoint_format(name, case, runs[case], model)
+        for name, (_, cases, _) in CHECKPOINT_FILES.items()
+        for case in cases
+    ]
+
+
+EXPORTED_FILES = ("safetensors index", "safetensors shard", "fingerprint.json", "tokenizer files", "chat template")
+
+
+def exported_formats(folder: Path) -> list[Format]:
+    """Return the files of a model that was exported in several shards: those of `EXPORTED_FILES`, in this order."""
+    seed = files_below(folder, "exported")
+    train = ("train", "--dry-run", "--cpu", "--preset", "ddp", "--num-processes", "2", "--")
+    job = command(*train, "--model_name_or_path", "exported", *JOB[2:])
+    seeds = [{**JOB_FILES, **seed}]
+    verify = checkpoint("verify", "exported")
+    return [
+        Format(name="safetensors index", seeds=seeds, mutated=["*.index.json"], commands=[verify, job], share=5),
+        Format(name="safetensors shard", seeds=seeds, mutated=["exported/*.safetensors"], commands=[verify], share=5),
+        Format(name="fingerprint.json", seeds=seeds, mutated=["fingerprint.json"], commands=[verify], share=3),
+        Format(
+            name="tokenizer files",
+            seeds=seeds,
+            mutated=["tokenizer_config.json", "tokenizer.json"],
+            commands=[call(tokenize)],
+            share=3,
+        ),
+        Format(name="chat template", seeds=seeds, mutated=["chat_template.jinja"], commands=[call(tokenize)], share=8),
+    ]
+
+
+def tokenize() -> None:
+    """load_tokenizer on exported, and encode_chat"""
+    from toolkit.data import Sample
+    from toolkit.run.script_arguments import ModelArguments
+    from toolkit.train.data.chat_template import encode_chat
+    from toolkit.train.model.loading import load_tokenizer
+
+    tokenizer = load_tokenizer(ModelArguments(model_name_or_path="exported"), chat_template=None)
+    messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hej"}]
+    sample = Sample(messages=messages * 2)
+    encode_chat(sample, tokenizer, supervise_all=False, max_tokens=None)
+
+
+def run_format(run: Path) -> Format:
+    """Return the files of a run folder: what a comparison, a resumed run and a diagnosis read of it."""
+    seed = files_below(run, RUN, leave_out=("checkpoint-*/*", "*.safetensors", "tokenizer*", "*.lock"))
+    resumed = [*JOB[:4], "--max_steps", "8", "--output_dir", RUN, "--resume_from_checkpoint", "latest"]
+    train = ("train", "--dry-run", "--cpu", "--preset", "ddp", "--num-processes", "2", "--")
+    dry_runs = [command(*train, *JOB[:4], "--output_dir", RUN), command(*train, *resumed)]
+    records = ["run/run.json", "attestation.json", "rank*.jsonl", "failure.json", "rank*.pulse"]
+    failure = {
+        "kind": "failed",
+        "phase": "load",
+        "step": 0,
+        "rank": 1,
+        "message": "no",
+        "hint": None,
+        "peak_bytes": None,
+    }
+    finished = {**JOB_FILES, **seed, f"{RUN}/failure.json": json.dumps(failure).encode()}
+    interrupted = json.loads((run / "run.json").read_text()) | {"status": "interrupted"}
+    return Format(
+        name="run folder",
+        seeds=[finished, {**finished, f"{RUN}/run.json": json.dumps(interrupted).encode()}],
+        mutated=records,
+        commands=[call(read_run), call(read_pulses), *dry_runs],
+    )
+
+
+def read_run() -> int:
+    """read_run_record on the run folder run"""
+    from toolkit.compare.result_values import RowKey
+    from toolkit.compare.run_record import read_run_record
+    from toolkit.compare.specification import Trial
+    from toolkit.run.folder import RunFolder
+
+    trial = Trial(row=RowKey(preset="ddp", world_size=2), repeat=0)
+    record = read_run_record(trial, RunFolder(Path(RUN)), Path(), untimed_steps=2, position=0)
+    record.model_dump_json()
+    return 0
+
+
+def read_pulses() -> int:
+    """read_heartbeats on run/ranks, without a signal to any process"""
+    import time
+
+    from toolkit.run.hang_diagnosis import stalled_seconds, suspects
+    from toolkit.run.heartbeat import read_heartbeats, unresponsive_reason
+
+    heartbeats, now = read_heartbeats(Path(RUN) / "ranks"), time.time()
+    reasons = {pulse.rank: why for pulse in heartbeats if (why := unresponsive_reason(pulse, now=now))}
+    suspects(heartbeats, unresponsive=reasons, stacks={})
+    stalled_seconds(heartbeats, now=now)
+    return 0
