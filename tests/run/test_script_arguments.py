@@ -126,7 +126,7 @@ def test_an_absent_or_null_number_has_its_default() -> None:
         (["--max_steps", "8.5"], "--max_steps is '8.5', expected a whole number", None),
         (["--learning_rate", "fast"], "--learning_rate is 'fast', expected a number", None),
         (["--bf16", "maybe"], "--bf16 is 'maybe', expected true or false", None),
-        (["nowhere.yaml"], "no such configuration file: nowhere.yaml", None),
+        (["nowhere.yaml"], "no such file: nowhere.yaml", None),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,
 )
@@ -141,11 +141,11 @@ def test_an_invalid_argument_is_named_in_the_error(argv: list[str], message: str
     ("text", "message"),
     [
         ("max_stepz: 8", "unknown key 'max_stepz'"),
-        ("max_steps: many", "--max_steps is 'many', expected a whole number"),
-        ("- max_steps", "holds no keys and values"),
-        ("", "holds no keys and values"),
-        ("a: [", "cannot be read: while parsing"),
-        ("1: 2", "unknown key '1'"),
+        ("max_steps: many", "job.yaml: max_steps is 'many', expected a whole number"),
+        ("- max_steps", "holds list, expected keys and values"),
+        ("", "holds NoneType, expected keys and values"),
+        ("a: [", "is not YAML: while parsing"),
+        ("1: 2", "has the key 1, expected a name"),
     ],
 )
 def test_an_invalid_configuration_file_is_named_in_the_error(text: str, message: str, tmp_path: Path) -> None:

@@ -30,14 +30,17 @@ from toolkit.data.text_files import (
 )
 from toolkit.errors import ToolkitError, nearest
 from toolkit.files.reading import OverLimit, open_file, read_text, user_path
+from toolkit.files.value_limits import Limits, shown
 from toolkit.files.yaml_files import parse_yaml
 from toolkit.units import GIB, MIB
 
 SUFFIXES = (".json", ".jsonl", ".csv", ".parquet")
+MAX_LISTED = 20  # names in a message
 JSONL_HINT = "a .jsonl file holds one JSON object per line; a .json file may hold a list of objects"
 # A folder with this file is a copy of a hub data set, which `datasets` reads like the original.
 DATASET_CARD = "README.md"
 MAX_CARD_BYTES = 8 * MIB
+CARD = Limits(values=200_000, depth=40)  # a data set in 2,000 languages has 20,000 values in its header
 # One JSON object around all rows is in memory as a whole.
 MAX_OBJECT_BYTES = GIB
 PARQUET_BATCH_ROWS = 32
@@ -109,10 +112,12 @@ def _with_config(source: DataSource, config: str | None, option: str) -> DataSou
 
 def config_error(name: str, config: str | None, known: Sequence[str], *, option: str) -> ToolkitError:
     """Return an error that names the configurations of a hub data set; `config` None: one has to be chosen."""
-    found = "has several configurations" if config is None else f"has no configuration {config!r}; it has"
+    found = "has several configurations" if config is None else f"has no configuration {shown(config)}; it has"
     close = nearest(config, known) if config is not None else None
     hint = f"`--{option}_config {known[0]}`" if close is None else f"did you mean `--{option}_config {close}`?"
-    return ToolkitError(f"data set {name!r} {found}: {', '.join(known)}", hint=hint)
+    more = f", and {len(known) - MAX_LISTED:,} more" if len(known) > MAX_LISTED else ""
+    listed = ", ".join(each[:80] for each in known[:MAX_LISTED]) + more
+    return ToolkitError(f"data set {name!r} {found}: {listed}", hint=hint)
 
 
 def _configs(folder: Path) -> list[dict[str, Any]]:
@@ -120,7 +125,7 @@ def _configs(folder: Path) -> list[dict[str, Any]]:
     card = folder / DATASET_CARD
     try:
         header = re.match(r"---\n(.*?)\n---", read_text(card, max_bytes=MAX_CARD_BYTES), re.DOTALL)
-        content = parse_yaml(header[1], str(card)) if header else None
+        content = parse_yaml(header[1], str(card), limits=CARD) if header else None
     except OverLimit:
         raise
     except ToolkitError:  # none is there, or one that the library reads in its own way

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from toolkit.errors import ToolkitError
+from toolkit.files.value_limits import shown
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -125,7 +126,7 @@ def _value(name: str, alias: Alias, value: Any) -> Any:
     ours = alias.values.get(str(value).lower())
     if ours is None:
         raise ToolkitError(
-            f"{name} {value} has no counterpart",
+            f"{name} {shown(value)} has no counterpart",
             hint=f"leave it out, or see `--{alias.name}` in `python -m toolkit.train --help`",
         )
     return ours

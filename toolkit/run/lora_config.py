@@ -10,10 +10,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import yaml
-
 from toolkit.errors import ToolkitError, did_you_mean
 from toolkit.files.value_limits import shown
+from toolkit.files.yaml_files import parse_yaml
 from toolkit.run.argument_values import fits
 from toolkit.versions import lora_config_types
 
@@ -46,8 +45,8 @@ def _field_of(word: str) -> tuple[str, Any]:
     if not equals:
         raise ToolkitError(f"--lora_config {shown(word)} is not key=value", hint=f"`--lora_config {word[:80]}=true`")
     try:
-        return name, yaml.safe_load(text)
-    except yaml.YAMLError:
+        return name, parse_yaml(text, f"--lora_config {name}")
+    except ToolkitError:
         raise ToolkitError(f"--lora_config {name[:80]} is {shown(text)}, expected a YAML or JSON value") from None
 
 

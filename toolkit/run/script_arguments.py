@@ -16,12 +16,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from toolkit.defaults import GRADIENT_ACCUMULATION_STEPS, MAX_SEQ_LENGTH, PER_DEVICE_TRAIN_BATCH_SIZE
 from toolkit.errors import ToolkitError, nearest
 from toolkit.files.secrets import hide_words, remember_secrets
-from toolkit.files.value_limits import shown
+from toolkit.files.value_limits import shown, unexpected
+from toolkit.files.yaml_files import read_configuration
 from toolkit.presets.support import Method
 from toolkit.run.argument_aliases import ALIASES, HINTS, canonical_flags, canonical_values
 from toolkit.run.argument_values import TRUE_WORDS, as_list, check_type
@@ -30,6 +29,8 @@ from toolkit.versions import training_argument_types, training_argument_words
 CONFIG_SUFFIXES = (".yaml", ".yml", ".json")
 # Lists that a YAML file may also give as one value.
 DATASET_LISTS = ("dataset", "dataset_weights", "freeze", "train_only")
+# Words on the command line, keys and values in a file.
+KEYS_AND_VALUES = ("lora_config",)
 
 
 @dataclass(kw_only=True)
@@ -211,20 +212,21 @@ def has_config_file(argv: Sequence[str]) -> bool:
 
 
 def read_config_file(path: Path) -> dict[str, Any]:
-    """Read a training configuration file, in which each key must be a known argument."""
-    try:
-        content = yaml.safe_load(path.read_text())
-    except FileNotFoundError:
-        raise ToolkitError(f"no such configuration file: {path}") from None
-    except (yaml.YAMLError, OSError, UnicodeDecodeError) as error:
-        raise ToolkitError(f"{path} cannot be read: {' '.join(str(error).split())}") from None
-    if isinstance(content, dict):
-        remember_secrets(content)
-    else:
-        raise ToolkitError(f"{path} holds no keys and values", hint="write one `name: value` per line")
-    content = canonical_values({str(name): value for name, value in content.items()}, where=f"{path}: ")
-    for name in content:
+    """Read a training configuration file, in which each key must be a known argument.
+
+    Raises ToolkitError, with the file and the key, for what cannot be read, an unknown key, and a value of another
+    type than the argument has.
+    """
+    given = read_configuration(path)
+    remember_secrets(given)
+    content = canonical_values(given, where=f"{path}: ")
+    for name, value in content.items():
         _check_name(name, where=f"{path}: unknown key {shown(name)}", prefix="")
+        annotation = argument_types()[name]
+        if isinstance(value, dict) and "dict" not in annotation and name not in KEYS_AND_VALUES:
+            raise unexpected(path, name, value, "a value without keys")
+        if value is not None:
+            check_type(f"{path}: {name}", value, annotation)
     return content | {name: as_list(content[name]) for name in DATASET_LISTS if content.get(name) is not None}
 
 
@@ -339,7 +341,7 @@ def _is_boolean(name: str) -> bool:
 def _check_name(name: str, *, where: str, prefix: str) -> None:
     types = argument_types()
     if name not in types:
-        close = nearest(name, [*types, *ALIASES])
+        close = nearest(name[:200], [*types, *ALIASES])
         ours = ALIASES[close].name if close in ALIASES else close
         guess = f"did you mean `{prefix}{ours}`?" if ours else "see `python -m toolkit.train --help`"
         raise ToolkitError(where, hint=HINTS.get(name, guess))

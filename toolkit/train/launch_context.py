@@ -12,7 +12,6 @@ from pathlib import Path
 
 import psutil
 
-from toolkit.files.yaml_files import read_yaml_mapping
 from toolkit.presets import Preset, load_preset, read_preset
 from toolkit.run.environment import (
     NVME_PATH_VARIABLE,
@@ -88,10 +87,10 @@ def context_of_command(options: list[str], folder: Path) -> LaunchContext:
     config_file, num_processes = _value_of(options, "config_file"), _value_of(options, "num_processes")
     if config_file is None:
         return LaunchContext(preset=None, world_size=_integer(num_processes))
-    path = folder / config_file
+    preset = read_preset(folder / config_file)
     return LaunchContext(
-        preset=read_preset(path),
-        world_size=_integer(num_processes or read_yaml_mapping(path).get("num_processes")),
+        preset=preset,
+        world_size=_integer(num_processes or preset.accelerate_config().get("num_processes")),
         dp_shard_size=_integer(_value_of(options, "parallelism_config_dp_shard_size")),
     )
 
