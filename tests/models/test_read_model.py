@@ -138,7 +138,7 @@ def test_a_model_that_is_not_there_names_the_folder_way(model: str, said: str, m
 
 def test_a_broken_file_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "config.json"
-    for text, said in (("{", "cannot be read"), ("[]", "holds a list")):
+    for text, said in (("{", "line 1: not JSON"), ("[]", "holds list, expected keys and values")):
         path.write_text(text)
         with pytest.raises(ToolkitError, match=said):
             read_model(str(path))

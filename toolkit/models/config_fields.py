@@ -10,10 +10,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from toolkit.errors import ToolkitError, did_you_mean
-from toolkit.files.value_limits import shown
+from toolkit.files.value_limits import unexpected
 
 # About a thousand times what the largest published models have: anything above is a typing error, not a model.
-LARGEST = {"layers": 10_000, "heads": 100_000, "experts": 100_000, "": 2**30}
+LARGEST = {"layer": 10_000, "head": 100_000, "expert": 100_000, "": 2**30}
+# Fields that transformers takes as they are, for an architecture without formulas: it would build for hours.
+COUNTS = (
+    *("num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_attention_heads", "n_head", "num_experts"),
+    *("num_local_experts", "n_routed_experts", "hidden_size", "n_embd", "d_model", "intermediate_size", "vocab_size"),
+)
+PARTS = ("text_config", "decoder", "encoder", "vision_config", "audio_config")
 MISSING = object()
 
 
@@ -46,13 +52,33 @@ class ConfigFields:
             if default is MISSING:
                 raise self._missing(names)
             return int(default)
-        value = self.values[name]
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise ToolkitError(f"{self.source}: {name} is {shown(value)}, expected an integer of 1 or more")
+        return self._checked_size(name, self.values[name])
+
+    def _checked_size(self, name: str, value: Any) -> int:
+        if type(value) is not int or value < 1:
+            raise unexpected(self.source, name, value, "an integer of 1 or more")
         largest = next(size for word, size in LARGEST.items() if word in name)
         if value > largest:
             raise ToolkitError(f"{self.source}: {name} is {value:,}, expected {largest:,} or less")
         return value
+
+    def check_sizes(self) -> None:
+        """Raise ToolkitError for a size that no model has, in the configuration or in one of its parts.
+
+        A list is a size for each layer, which some architectures have.
+        """
+        for part in (self, *(ConfigFields(self.values[name], self.source) for name in self._parts())):
+            for name in COUNTS:
+                given = part.values.get(name)
+                for each in given if isinstance(given, list) else [given]:
+                    if each not in (None, 0):  # no such part, for example no experts
+                        part._checked_size(name, each)
+
+    def _parts(self) -> list[str]:
+        for name in PARTS:
+            if not isinstance(self.values.get(name, {}), dict | None):
+                raise unexpected(self.source, name, self.values[name], "keys and values")
+        return [name for name in PARTS if self.values.get(name)]
 
     def flag(self, name: str, *, default: bool = False) -> bool:
         """Return a boolean field. Raises ToolkitError for any other type."""
@@ -60,7 +86,7 @@ class ConfigFields:
         if value is None:
             return default
         if not isinstance(value, bool):
-            raise ToolkitError(f"{self.source}: {name} is {shown(value)}, expected true or false")
+            raise unexpected(self.source, name, value, "true or false")
         return value
 
     def fraction(self, name: str, *, default: float) -> float:
@@ -69,12 +95,27 @@ class ConfigFields:
         if value is None:
             return default
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
-            raise ToolkitError(f"{self.source}: {name} is {shown(value)}, expected a number from 0 to 1")
+            raise unexpected(self.source, name, value, "a number from 0 to 1")
         return float(value)
 
     def text(self, *names: str, default: str) -> str:
-        """Return the text under the first of the names that is present."""
-        return next((str(self.values[name]) for name in names if self.values.get(name)), default)
+        """Return the text under the first of the names that is present. Raises ToolkitError for any other type."""
+        name = next((name for name in names if self.values.get(name)), None)
+        if name is None:
+            return default
+        value = self.values[name]
+        if not isinstance(value, str):
+            raise unexpected(self.source, name, value, "text")
+        return value
+
+    def items(self, name: str, kind: type[int] | type[str]) -> list[Any] | None:
+        """Return a list of integers or of texts, or None where it is missing. Raises ToolkitError for anything else."""
+        value = self.values.get(name)
+        if value is None:
+            return None
+        if not isinstance(value, list) or not all(type(each) is kind for each in value):
+            raise unexpected(self.source, name, value, f"a list of {'whole numbers' if kind is int else 'names'}")
+        return value
 
     def kv_heads(self, heads: int, *, default: int | None = None) -> int:
         """Return the number of key and value heads: as many as attention heads where nothing says otherwise."""

@@ -8,6 +8,7 @@ Prints one line of JSON for `toolkit.models.counted_shape`, which imports no tor
 from __future__ import annotations
 
 import json
+import resource
 import signal
 import sys
 import warnings
@@ -21,20 +22,25 @@ from transformers.pytorch_utils import Conv1D
 from transformers.utils import logging
 
 from toolkit.models.count_activations import RANKS, count_activations, decoder_layers
+from toolkit.units import GIB
 
 # Of processor time, so that the answer, which is cached, does not depend on how busy the node is. Linear attention in
 # Python, which loops over a row, takes longer.
 ACTIVATION_SECONDS = 60
+# Tensors on the meta device have no memory; the modules of 10,000 layers have less than this.
+MEMORY_BYTES = 16 * GIB
 LINEAR = (torch.nn.Linear, Conv1D)  # what peft means by `all-linear`, and what bitsandbytes quantizes
 
 
 def main(argv: list[str]) -> None:
     """Print the shape of the model that the configuration describes, or one line that says why it cannot be built."""
     logging.set_verbosity_error()
+    resource.setrlimit(resource.RLIMIT_DATA, (MEMORY_BYTES, MEMORY_BYTES))
+    folder, name = str(Path(argv[0]).parent), Path(argv[0]).name
     try:
-        config = AutoConfig.from_pretrained(str(Path(argv[0]).parent), _configuration_file=Path(argv[0]).name)
+        config = AutoConfig.from_pretrained(folder, _configuration_file=name, trust_remote_code=False)
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config)
+            model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     except Exception as error:  # whatever transformers raises for an arbitrary configuration
         sys.exit(f"error: {_first_line(error)}")
     described = describe_tensors(model) | describe_activations(model)

@@ -10,16 +10,19 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NotRequired
+
+from typing_extensions import TypedDict
 
 from toolkit.cache import cache_folder
 from toolkit.errors import ToolkitError
 from toolkit.files.atomic_write import write_text
-from toolkit.files.json_files import read_json
+from toolkit.files.json_files import parse_json, read_json
 from toolkit.models.saved_activations import read_counted
 from toolkit.models.shape import Adapter, ModelShape, Tensor
 from toolkit.versions import installed_version
@@ -27,6 +30,55 @@ from toolkit.versions import installed_version
 COUNTING_SECONDS = 300
 COUNTING_MODULES = ("count_from_transformers", "count_activations", "fake_tensor_patches", "live_memory")
 COUNTING_LIBRARIES = ("transformers", "torch", "peft")
+MAX_REASON = 300  # characters of what transformers says
+
+
+Saved = tuple[int, int, float]
+"""Constant bytes, bytes per token, and bytes per token and position."""
+
+
+class CountedRow(TypedDict):
+    """Activations under one compute dtype, method and mask."""
+
+    autocast: bool
+    lora: bool
+    mask: str
+    per_rank: bool
+    layers: Saved
+    largest_layer: Saved
+    backward: Saved
+    outer: Saved
+    logit_bytes: int
+
+
+class Counted(TypedDict):
+    """The answer of the child process: fields of `ModelShape`, with its layers by kind."""
+
+    model_type: str
+    num_layers: int
+    hidden_size: int
+    intermediate_size: int
+    num_attention_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    gated_mlp: bool
+    tied_embeddings: bool
+    num_experts: int | None
+    experts_per_token: int | None
+    attention: str | None
+    activation: str
+    sliding_window: int | None
+    layers_of_kind: list[list[tuple[str, list[int], bool]]]
+    kind_of_layer: list[int]
+    outer: list[tuple[str, list[int], bool]]
+    activations: list[CountedRow]
+    counted_rank: int
+    why_not_counted: str | None
+    adapters_of_layer: list[list[tuple[str, int, int, int]]]
+    outer_adapters: list[tuple[str, int, int, int]]
+    renamed_targets: dict[str, str]
+    why_no_adapters: NotRequired[str | None]
 
 
 def count_shape(config: Path, values: Mapping[str, Any], *, hint: str | None = None) -> ModelShape:
@@ -35,12 +87,13 @@ def count_shape(config: Path, values: Mapping[str, Any], *, hint: str | None = N
     Raises ToolkitError, with the hint, if transformers cannot build a language model from it.
     """
     path = cached_count(values)
-    with contextlib.suppress(ToolkitError, ValueError, LookupError, TypeError):  # missing, or damaged: count again
+    with contextlib.suppress(ToolkitError):  # missing, or damaged: count again
         return shape_from_counted(read_json(path))
     counted = _run_child(config, hint)
+    shape = shape_from_counted(counted)
     with contextlib.suppress(OSError):  # a read-only cache is no error
         write_text(path, json.dumps(counted))
-    return shape_from_counted(counted)
+    return shape
 
 
 def cached_count(values: Mapping[str, Any]) -> Path:
@@ -55,25 +108,43 @@ def cached_count(values: Mapping[str, Any]) -> Path:
     return cache_folder() / "counted-models" / f"{digest.hexdigest()}.json"
 
 
-def _run_child(config: Path, hint: str | None) -> dict[str, Any]:
+def _run_child(config: Path, hint: str | None) -> Any:
     command = [sys.executable, "-m", "toolkit.models.count_from_transformers", str(config)]
     try:
-        done = subprocess.run(command, capture_output=True, encoding="utf-8", timeout=COUNTING_SECONDS, check=False)
+        done = subprocess.run(
+            command,
+            stdin=subprocess.DEVNULL,  # a library that would ask a question gets no answer
+            capture_output=True,
+            encoding="utf-8",
+            errors="replace",
+            timeout=COUNTING_SECONDS,
+            check=False,
+            env=os.environ | {"CUDA_VISIBLE_DEVICES": ""},
+        )
     except subprocess.TimeoutExpired:
         raise ToolkitError(f"{config}: transformers did not build the model within {COUNTING_SECONDS} s") from None
     if done.returncode:
         reason = (done.stderr.strip().splitlines() or ["no reason given"])[-1].removeprefix("error: ")
         raise ToolkitError(
-            f"{config}: transformers cannot build a language model from it: {reason}",
+            f"{config}: transformers cannot build a language model from it: {reason[:MAX_REASON]}",
             hint=None if hint is None else f"architectures that need no transformers: {hint}",
         )
-    counted: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return counted
+    lines = done.stdout.splitlines()
+    return parse_json(lines[-1] if lines else "", f"{config}: what transformers counted")
 
 
-def shape_from_counted(counted: Mapping[str, Any]) -> ModelShape:
-    """Return the shape that the child process describes."""
-    fields = dict(counted)
+def shape_from_counted(counted: Any) -> ModelShape:
+    """Return the shape that the child process describes. Raises ToolkitError for anything else."""
+    from pydantic import TypeAdapter, ValidationError
+
+    try:
+        fields: dict[str, Any] = dict(TypeAdapter(Counted).validate_python(counted))
+        return _shape(fields)
+    except (ValidationError, LookupError, ValueError) as error:
+        raise ToolkitError(f"counted tensors are damaged: {' '.join(str(error).split())[:MAX_REASON]}") from None
+
+
+def _shape(fields: dict[str, Any]) -> ModelShape:
     kinds = [tuple(map(_tensor, layer)) for layer in fields.pop("layers_of_kind")]
     layers = tuple(kinds[number] for number in fields.pop("kind_of_layer"))
     outer = tuple(map(_tensor, fields.pop("outer")))
@@ -91,11 +162,11 @@ def shape_from_counted(counted: Mapping[str, Any]) -> ModelShape:
     )
 
 
-def _tensor(named: list[Any]) -> Tensor:
+def _tensor(named: tuple[str, list[int], bool]) -> Tensor:
     name, shape, in_linear = named
     return Tensor(name=name, shape=tuple(shape), in_linear=in_linear)
 
 
-def _adapter(sizes: list[Any]) -> Adapter:
+def _adapter(sizes: tuple[str, int, int, int]) -> Adapter:
     target, rows, columns, rank = sizes
     return Adapter(target=target, rows=rows, columns=columns, rank_multiple=rank)

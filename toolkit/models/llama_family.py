@@ -225,7 +225,7 @@ class _Experts:
             width=size.mlp if kind == "mixtral" else fields.size("moe_intermediate_size"),
             shared_width=fields.size("shared_expert_intermediate_size") if kind == "qwen2_moe" else None,
             every=fields.size("decoder_sparse_step", default=1),
-            dense_layers=frozenset(fields.values.get("mlp_only_layers") or ()),
+            dense_layers=frozenset(fields.items("mlp_only_layers", int) or ()),
         )
         if experts.per_token > experts.count:
             raise ToolkitError(
@@ -276,9 +276,9 @@ def sliding_window(model_type: str, fields: ConfigFields, *, num_layers: int) ->
     if not _has_window(model_type, fields) or fields.values.get("sliding_window", DEFAULT_WINDOW) is None:
         return None, 0
     window = fields.size("sliding_window", default=DEFAULT_WINDOW)
-    layer_types = fields.values.get("layer_types")
-    if isinstance(layer_types, list):
-        sliding = layer_types.count("sliding_attention")
+    layer_types = fields.items("layer_types", str)
+    if layer_types is not None:
+        sliding = layer_types[:num_layers].count("sliding_attention")
     else:
         slides = _layer_rule(model_type, fields)
         sliding = sum(slides(index) for index in range(num_layers))

@@ -8,18 +8,24 @@ process whose answer is cached (`toolkit.models.counted_shape`).
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 from toolkit.errors import ToolkitError, nearest
+from toolkit.files.json_files import read_json_object
+from toolkit.files.reading import user_path
+from toolkit.files.value_limits import shown
 from toolkit.models.config_fields import ConfigFields
 from toolkit.models.counted_shape import count_shape
 from toolkit.models.hub import CONFIG, download_config
 from toolkit.models.llama_family import LLAMA_FAMILY, llama_shape
 from toolkit.models.other_decoders import OTHER_DECODERS
 from toolkit.models.shape import ModelShape
+from toolkit.units import MIB
 from toolkit.versions import model_types
+
+# A quantized mixture of experts lists each of its layers, in a few MiB.
+MAX_CONFIG_BYTES = 16 * MIB
 
 
 def read_model(MODEL: str, *, count: bool = True) -> ModelShape:  # noqa: N803
@@ -29,13 +35,14 @@ def read_model(MODEL: str, *, count: bool = True) -> ModelShape:  # noqa: N803
     ToolkitError for a model that is missing, unreadable, incomplete, or not a language model.
     """
     path = config_path(MODEL)
-    fields = ConfigFields(_read_json(path), str(path))
+    fields = ConfigFields(_read_config(path), str(path))
     _check_type(fields)
     shape = shape_from_config(fields)
     if shape is not None:
         return shape
     if not count:
         raise ToolkitError(f"there are no formulas for model_type {fields.values['model_type']!r}", hint=_known())
+    fields.check_sizes()
     return count_shape(path, fields.values, hint=_known())
 
 
@@ -61,37 +68,32 @@ def types_with_formulas() -> list[str]:
 
 def check_unquantized(model: str) -> None:
     """Raise ToolkitError for a checkpoint that is already quantized: the size of its weights depends on its method."""
-    quantized = _read_json(config_path(model)).get("quantization_config")
+    quantized = _read_config(config_path(model)).get("quantization_config")
     if quantized:
         method = quantized.get("quant_method", "unknown") if isinstance(quantized, dict) else quantized
         raise ToolkitError(
-            f"{model} is already quantized (`quantization_config`, method {method}), which is not planned",
+            f"{model} is already quantized (`quantization_config`, method {str(method)[:40]}), which is not planned",
             hint="plan the model it was made from, with `--lora-r 16 --load-in-4bit` for 4-bit NF4",
         )
 
 
 def config_path(model: str) -> Path:
     """Return the path of MODEL's configuration; a hub id's is downloaded into the hub's own cache."""
-    path = Path(model).expanduser()
-    if path.is_file():
-        return path
+    path = user_path(model)
     if path.is_dir():
-        if not (path / CONFIG).is_file():
+        if not (path / CONFIG).exists():
             raise ToolkitError(f"{path} has no {CONFIG}", hint="give a folder that holds a Hugging Face model")
         return path / CONFIG
+    if path.exists():
+        return path
     if model.count("/") > 1 or model.startswith((".", "/", "~")) or model.endswith(".json"):
         raise ToolkitError(f"no such file or folder: {model}", hint=f"a hub id, a folder with {CONFIG}, or a {CONFIG}")
     return download_config(model)
 
 
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        values = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise ToolkitError(f"{path} cannot be read: {' '.join(str(error).split())}") from None
-    if not isinstance(values, dict):
-        raise ToolkitError(f"{path} holds a {type(values).__name__}, expected the fields of a model")
-    return values
+def _read_config(path: Path) -> dict[str, Any]:
+    """Return a model's fields; those of a few architectures are infinite (Mamba's `time_step_limit`)."""
+    return read_json_object(path, max_bytes=MAX_CONFIG_BYTES, allow_nan=True)
 
 
 def _check_type(fields: ConfigFields) -> None:
@@ -100,9 +102,9 @@ def _check_type(fields: ConfigFields) -> None:
         raise ToolkitError(f"{fields.source} has no `model_type`", hint=f"for example `llama`; known: {_known()}")
     types = model_types()
     if model_type not in types_with_formulas() and types and model_type not in types:
-        close = nearest(model_type, types)
+        close = nearest(model_type[:200], types)
         hint = f"did you mean `{close}`?" if close else f"known: {_known()}, and {len(types)} types of transformers"
-        raise ToolkitError(f"{fields.source}: unknown model_type {model_type!r}", hint=hint)
+        raise ToolkitError(f"{fields.source}: unknown model_type {shown(model_type)}", hint=hint)
 
 
 def _known() -> str:
