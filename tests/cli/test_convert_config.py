@@ -98,7 +98,7 @@ def test_a_file_that_cannot_be_converted_is_refused_in_two_lines(
     [
         (None, "no such file: theirs.yaml"),
         ("- a\n- b\n", "theirs.yaml holds list, expected keys and values"),
-        ("a: [\n", "theirs.yaml cannot be read: while parsing a flow node expected the node content"),
+        ("a: [\n", "theirs.yaml is not YAML: while parsing a flow node"),
     ],
 )
 def test_a_file_that_cannot_be_read_is_refused(text: str | None, message: str, tmp_path: Path) -> None:

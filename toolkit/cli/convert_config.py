@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from toolkit.entry_point import print_message
-from toolkit.errors import ToolkitError
+from toolkit.errors import ToolkitError, visible
 from toolkit.flags import JsonOutput
 
 if TYPE_CHECKING:
@@ -34,7 +35,9 @@ def convert_config(
     """
     from toolkit.convert import convert_file, yaml_text
 
-    if output is not None and output.exists() and not force:
+    if output is not None and os.path.realpath(output) == os.path.realpath(file):
+        raise ToolkitError(f"--output {output} is the input", hint="name another file: the configuration is kept")
+    if output is not None and os.path.lexists(output) and not force:
         raise ToolkitError(f"{output} exists already", hint="`--force` overwrites it, or name another `--output`")
     conversion = convert_file(file, tool)
     text = yaml_text(conversion, source=str(file), file=str(output or DEFAULT_NAME))
@@ -58,10 +61,12 @@ def _write(path: Path, text: str) -> None:
 
 def _print_summary(conversion: Conversion, file: str) -> None:
     from toolkit.convert import launch_command
+    from toolkit.convert.yaml_text import cut
 
     count = len(conversion.not_converted)
     without = f"{count} without a counterpart" if count != 1 else "1 without a counterpart"
     print_message(f"{conversion.tool}: {len(conversion.converted)} settings converted, {without}")
     if conversion.not_converted:
-        print_message(f"not converted: {', '.join(dict.fromkeys(each.key for each in conversion.not_converted))}")
+        keys = dict.fromkeys(visible(cut(each.key)) for each in conversion.not_converted)
+        print_message(f"not converted: {', '.join(keys)}")
     print_message(f"next: {launch_command(conversion, file)}")

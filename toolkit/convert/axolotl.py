@@ -18,7 +18,7 @@ from toolkit.convert.axolotl_settings import (
     SAME,
     TRACKERS,
 )
-from toolkit.convert.conversion import Conversion, Draft, flattened
+from toolkit.convert.conversion import Conversion, Draft, block_of, flattened
 from toolkit.convert.data_sources import (
     NamedData,
     named_data,
@@ -29,6 +29,7 @@ from toolkit.convert.data_sources import (
 from toolkit.convert.strategy import take_strategy
 from toolkit.convert.trainer_settings import take_checkpointing_options
 from toolkit.errors import ToolkitError
+from toolkit.files.value_limits import shown
 from toolkit.run.argument_aliases import HINTS
 from toolkit.run.script_arguments import read_method
 
@@ -82,7 +83,9 @@ def _take_method(draft: Draft, file: Path) -> None:
             draft.assign("train_only", patterns, keys=["unfrozen_parameters"])
         return
     if adapter not in ("lora", "qlora"):
-        raise ToolkitError(f"{file}: adapter {adapter!r} has no counterpart", hint="LoRA and QLoRA: `adapter: lora`")
+        raise ToolkitError(
+            f"{file}: adapter {shown(adapter)} has no counterpart", hint="LoRA and QLoRA: `adapter: lora`"
+        )
     if draft.get("lora_r") is None:
         raise ToolkitError(f"{file}: adapter {adapter!r} without lora_r", hint="add `lora_r: 16`")
     draft.assign("lora_r", draft.get("lora_r"), keys=["lora_r", "adapter"])
@@ -208,7 +211,7 @@ def _entry(draft: Draft, prefix: str) -> NamedData:
 
 def _take_row_format(draft: Draft, prefix: str, settings: Mapping[str, Any]) -> None:
     kind = str(settings.get("type", ""))
-    mapping = settings.get("message_property_mappings") or {}
+    mapping = block_of(settings, "message_property_mappings", prefix.rstrip("."))
     role = settings.get("message_field_role", mapping.get("role", "role"))
     content = settings.get("message_field_content", mapping.get("content", "content"))
     fields = [f"{prefix}{name}" for name in ("field_messages", "message_property_mappings")]

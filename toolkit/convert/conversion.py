@@ -14,15 +14,16 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import yaml
-
 from toolkit.errors import ToolkitError
 from toolkit.files.secrets import hide_settings
+from toolkit.files.value_limits import shown, unexpected
+from toolkit.files.yaml_files import parse_yaml
 from toolkit.presets import load_preset
 from toolkit.presets.spec import PresetSpec
 from toolkit.presets.support import check_supported, reasons
 from toolkit.run.argument_aliases import HINTS, canonical_values
-from toolkit.run.script_arguments import argument_types, flag, read_method
+from toolkit.run.argument_values import check_type
+from toolkit.run.script_arguments import KEYS_AND_VALUES, argument_types, flag, read_method
 from toolkit.versions import optimizer_names, scheduler_names
 
 PRESET = "--preset"
@@ -91,7 +92,7 @@ class Draft:
         value = self.left.get(key, default)
         parsed = _parsed(value) if isinstance(value, str) else value
         if isinstance(parsed, bool) or not isinstance(parsed, (int, float)) or not math.isfinite(parsed):
-            raise ToolkitError(f"{key} is {value!r}, expected a number")
+            raise ToolkitError(f"{key} is {shown(value)}, expected a number")
         return parsed
 
     def nested(self, prefix: str) -> dict[str, Any]:
@@ -215,6 +216,24 @@ def flattened(values: Mapping[str, Any], *, blocks: Collection[str], lists: Coll
     return flat
 
 
+def block_of(values: Mapping[str, Any], key: str, source: object) -> dict[str, Any]:
+    """Return a nested mapping, empty where it is missing. Raises ToolkitError for any other type."""
+    value = values.get(key)
+    if not value:
+        return {}
+    if not isinstance(value, dict) or not all(isinstance(name, str) for name in value):
+        raise unexpected(source, key, value, "keys and values")
+    return value
+
+
+def text_of(values: Mapping[str, Any], key: str, source: object) -> str | None:
+    """Return a text, or None where it is missing. Raises ToolkitError for any other type."""
+    value = values.get(key)
+    if value is not None and not isinstance(value, str):
+        raise unexpected(source, key, value, "text")
+    return value
+
+
 def typed(argument: str, value: Any) -> Any:
     """Return a value in the type of the argument: PyYAML reads `2e-5` as a string, and so is every flag's value.
 
@@ -223,26 +242,35 @@ def typed(argument: str, value: Any) -> Any:
 
     Raises ToolkitError for a value of the wrong type.
     """
-    kinds = argument_types().get(argument, "str").split(" | ")
+    annotation = argument_types().get(argument, "str")
+    kinds = annotation.split(" | ")
     if isinstance(value, str) and "str" not in kinds:
         value = _parsed(value) if kinds[0] != "list[str]" else value if argument == "dataset" else [value]
     if set(kinds) <= {"bool", "None"} and not isinstance(value, bool):
-        raise ToolkitError(f"{argument} is {value!r}, expected true or false")
+        raise ToolkitError(f"{argument} is {shown(value)}, expected true or false")
     if set(kinds) <= {"int", "float", "None"}:
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-            raise ToolkitError(f"{argument} is {value!r}, expected a number")
+            raise ToolkitError(f"{argument} is {shown(value)}, expected a number")
         if "float" not in kinds and int(value) != value:
-            raise ToolkitError(f"{argument} is {value!r}, expected a whole number")
+            raise ToolkitError(f"{argument} is {shown(value)}, expected a whole number")
         return value if "float" in kinds else int(value)
+    if value is False and argument.endswith("_strategy"):
+        return "no"  # as YAML reads an unquoted `no`
+    if isinstance(value, int | float) and not isinstance(value, bool) and kinds[0] == "str":
+        return str(value)
+    if isinstance(value, dict) and "dict" not in annotation and argument not in KEYS_AND_VALUES:
+        raise ToolkitError(f"{argument} is {shown(value)}, expected a value without keys")
+    if value is not None:
+        check_type(argument, value, annotation)
     return value
 
 
 def _parsed(text: str) -> Any:
     """A flag's value as YAML reads it; PyYAML takes `2e-5`, which has no point, as a string."""
     try:
-        value = yaml.safe_load(text)
+        value = parse_yaml(text, "the value")
         return float(value) if isinstance(value, str) else value
-    except (ValueError, yaml.YAMLError):
+    except (ValueError, ToolkitError):
         return text
 
 

@@ -13,6 +13,7 @@ from typing import Any
 from toolkit.convert.conversion import Draft
 from toolkit.data.data_files import DATASET_CARD, SUFFIXES, is_hub_id
 from toolkit.data.formats import SHAREGPT_ROLES
+from toolkit.files.reading import is_file
 
 OTHER_SUFFIXES = (".arrow", ".gz", ".txt", ".zip", ".zst")  # `data/pages.txt` would read as a hub id
 ROW_FIELDS_REASON = "rows are recognised by their fields: rename them (docs/how-to/data.md)"
@@ -72,7 +73,7 @@ def set_datasets(
 
 def _is_usable(draft: Draft, data: NamedData) -> bool:
     suffix = Path(data.path).suffix.lower()
-    is_copy = (Path(data.path) / DATASET_CARD).is_file()
+    is_copy = is_file(Path(data.path) / DATASET_CARD)
     if suffix in SUFFIXES or is_copy or (_on_hub(data) and suffix not in OTHER_SUFFIXES):
         return True
     for key in data.keys:

@@ -14,8 +14,11 @@ from typing import Any
 from toolkit.convert import axolotl, llama_factory, trl
 from toolkit.convert.conversion import Conversion
 from toolkit.errors import ToolkitError, did_you_mean
+from toolkit.files.reading import is_file, read_text, user_path
+from toolkit.files.value_limits import shown
 from toolkit.files.yaml_files import read_configuration
 from toolkit.run.script_arguments import CONFIG_SUFFIXES
+from toolkit.units import KIB
 
 TOOLS: dict[str, Callable[[Mapping[str, Any], Path], Conversion]] = {
     "trl": trl.convert,
@@ -35,6 +38,7 @@ MARKERS = {
     },
 }
 TRL_SCRIPTS = ("sft.py", "trl.scripts.sft")
+MAX_COMMAND_BYTES = 256 * KIB  # splitting a line into words is slow
 OTHER_TRL_COMMANDS = ("distillation", "dpo", "grpo", "kto", "reward", "rloo")
 
 
@@ -44,14 +48,20 @@ def convert_file(path: Path, tool: str | None = None) -> Conversion:
     Raises ToolkitError for a file that cannot be read or recognised, and for training that has no counterpart.
     """
     if tool is not None and tool not in TOOLS:
-        raise ToolkitError(f"--from is {tool!r}, expected {', '.join(TOOLS)}", hint=did_you_mean(tool, TOOLS))
-    if path.suffix not in CONFIG_SUFFIXES and tool in (None, "trl"):
-        return trl.convert(read_command(_read(path), path), path)
-    values = _settings(path)
-    found = tool or recognise(values)
+        raise ToolkitError(f"--from is {shown(tool)}, expected {', '.join(TOOLS)}", hint=did_you_mean(tool, TOOLS))
+    is_command = path.suffix not in CONFIG_SUFFIXES and tool in (None, "trl")
+    if is_command:
+        values = read_command(read_text(path, max_bytes=MAX_COMMAND_BYTES), path)
+    else:
+        values = read_configuration(path)
+    found = "trl" if is_command else tool or recognise(values)
     if found is None:
         raise ToolkitError(f"{path} is not recognised", hint=_hint(values))
-    return TOOLS[found](values, path)
+    try:
+        return TOOLS[found](values, path)
+    except ToolkitError as error:  # a setting is checked where the file's name is not known
+        named = error.message if str(path) in error.message else f"{path}: {error.message}"
+        raise ToolkitError(named, hint=error.hint) from None
 
 
 def recognise(values: Mapping[str, Any]) -> str | None:
@@ -68,6 +78,8 @@ def read_command(text: str, path: Path) -> dict[str, Any]:
     Raises ToolkitError if there is no such command.
     """
     for line in text.replace("\\\n", " ").splitlines():
+        if not any(name in line for name in ("trl", *TRL_SCRIPTS)):
+            continue
         try:
             words = shlex.split(line, comments=True)
         except ValueError:  # an open quote: text that is not this command
@@ -119,24 +131,11 @@ def _with_config(values: dict[str, Any], path: Path) -> dict[str, Any]:
     named = values.pop("config", None)
     if named is None:
         return values
-    tried = [Path(named), path.parent / named]
-    found = next((candidate for candidate in tried if candidate.is_file()), None)
+    tried = [user_path(str(named)), path.parent / user_path(str(named))]
+    found = next(filter(is_file, tried), None)
     if found is None:
-        raise ToolkitError(f"{path} names --config {named}, which does not exist", hint=f"tried {tried[-1]}")
-    return _settings(found) | values
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text()
-    except FileNotFoundError:
-        raise ToolkitError(f"no such file: {path}") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise ToolkitError(f"{path} cannot be read: {' '.join(str(error).split())}") from None
-
-
-def _settings(path: Path) -> dict[str, Any]:
-    return {str(key): value for key, value in read_configuration(path).items()}
+        raise ToolkitError(f"{path} names --config {str(named)[:200]}, which does not exist", hint=f"tried {tried[-1]}")
+    return read_configuration(found) | values
 
 
 def _hint(values: Mapping[str, Any]) -> str:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from toolkit.convert.conversion import Conversion, Draft, flattened
+from toolkit.convert.conversion import Conversion, Draft, block_of, flattened, text_of
 from toolkit.convert.data_sources import ROW_FIELDS_REASON, NamedData, row_fields_reason, set_datasets
 from toolkit.convert.strategy import FSDP_REASONS, Choice, find_file, preset_of_deepspeed, take_strategy
 from toolkit.convert.trainer_settings import (
@@ -21,6 +21,7 @@ from toolkit.convert.trainer_settings import (
     take_warmup,
 )
 from toolkit.errors import ToolkitError
+from toolkit.files.value_limits import shown
 from toolkit.files.yaml_files import read_configuration
 from toolkit.run.argument_aliases import HINTS
 from toolkit.run.script_arguments import read_method
@@ -128,7 +129,7 @@ def convert(values: Mapping[str, Any], file: Path) -> Conversion:
 def _check_training(values: Mapping[str, Any], file: Path) -> None:
     stage = values.get("stage", "sft")
     if stage not in STAGES:
-        raise ToolkitError(f"{file} is for stage {stage!r}, not supervised fine-tuning", hint=HINTS["stage"])
+        raise ToolkitError(f"{file} is for stage {shown(stage)}, not supervised fine-tuning", hint=HINTS["stage"])
     if not values.get("dataset") and not values.get("train_dataset"):
         why = (
             "it is for inference, export or prediction"
@@ -150,7 +151,9 @@ def _check_method(method: str, file: Path) -> None:
             hint="write `finetuning_type: full`, convert, and add `train_only: ['model.layers.30.*', ...]`",
         )
     if method not in ("lora", "full"):
-        raise ToolkitError(f"{file}: finetuning_type {method!r} has no counterpart", hint="`lora` and `full` have one")
+        raise ToolkitError(
+            f"{file}: finetuning_type {shown(method)} has no counterpart", hint="`lora` and `full` have one"
+        )
 
 
 def _take_v1(draft: Draft) -> str:
@@ -274,7 +277,7 @@ def _take_named_data(draft: Draft, file: Path, key: str) -> None:
         elif info is None or info_path is None:
             data = f"a name in {folder}/dataset_info.json, which is not here: write its file or hub id"
         else:
-            data = _entry(info.get(name), info_path.parent, key)
+            data = _entry(name, info, info_path, key)
         if isinstance(data, str):
             draft.report(key, name, data)
         else:
@@ -291,27 +294,33 @@ def _take_v1_data(draft: Draft, file: Path) -> None:
     """`train_dataset` is a data file, or a YAML that lists some (examples/v1, data/v1_sft_demo.yaml)."""
     named = str(draft.get("train_dataset"))
     listed = find_file(named, file) if named.endswith((".yaml", ".yml")) else None
-    entries = read_configuration(listed).values() if listed is not None else [{"path": named}]
-    set_datasets(draft, [NamedData(path=str(entry["path"]), keys=("train_dataset",)) for entry in entries])
+    entries = read_configuration(listed) if listed is not None else {"train_dataset": {"path": named}}
+    paths = [text_of(block_of(entries, name, listed or file), "path", f"{listed or file}: {name}") for name in entries]
+    set_datasets(draft, [NamedData(path=path, keys=("train_dataset",)) for path in paths if path is not None])
 
 
-def _entry(entry: Mapping[str, Any] | None, folder: Path, key: str) -> NamedData | str:
+def _entry(name: str, info: Mapping[str, Any], info_path: Path, key: str) -> NamedData | str:
     """The data set of an entry of dataset_info.json, or why it is not one of ours."""
-    if entry is None:
+    if name not in info:
         return "no such entry in dataset_info.json"
-    columns, tags = entry.get("columns") or {}, entry.get("tags") or {}
+    entry, source = block_of(info, name, info_path), f"{info_path}: {name[:80]}"
+    columns, tags = block_of(entry, "columns", source), block_of(entry, "tags", source)
+    for block, inside in (("columns", columns), ("tags", tags)):
+        for each in inside:
+            text_of(inside, each, f"{source}: {block}")
     if entry.get("ranking") or {"images", "videos", "audios", "kto_tag"} & set(columns):
         return "preferences, images, video or audio: this script trains on text"
-    reason = _unread_fields(str(entry.get("formatting", "alpaca")), columns, tags)
+    reason = _unread_fields(text_of(entry, "formatting", source) or "alpaca", columns, tags)
     if reason is not None:
         return reason
-    if "file_name" in entry:
-        return NamedData(path=str(_relative(folder / entry["file_name"])), keys=(key,))
-    if "hf_hub_url" not in entry:
+    file_name, url = text_of(entry, "file_name", source), text_of(entry, "hf_hub_url", source)
+    if file_name is not None:
+        return NamedData(path=str(_relative(info_path.parent / file_name)), keys=(key,))
+    if url is None:
         return "not on the Hugging Face hub"
-    split, subset = entry.get("split"), entry.get("subset")
+    split, subset = text_of(entry, "split", source), text_of(entry, "subset", source)
     return NamedData(
-        path=entry["hf_hub_url"],
+        path=url,
         keys=(key,),
         split=None if split is None else (split, key),
         config=None if subset is None else (subset, key),
@@ -335,7 +344,7 @@ def _share(text: str) -> float:
     try:
         return float(text)
     except ValueError:
-        raise ToolkitError(f"interleave_probs has {text!r}, expected a number") from None
+        raise ToolkitError(f"interleave_probs has {shown(text)}, expected a number") from None
 
 
 def _names(value: Any) -> list[str]:

@@ -12,11 +12,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from toolkit.convert.conversion import PRESET, Draft
+from toolkit.convert.conversion import PRESET, Draft, block_of
 from toolkit.errors import ToolkitError
+from toolkit.files.reading import is_file, user_path
+from toolkit.files.value_limits import shown
 from toolkit.files.yaml_files import read_configuration
 from toolkit.presets import load_preset
 from toolkit.presets.support import Method, unsupported
+from toolkit.presets.value_types import OFFLOAD_DEVICES
 from toolkit.run.script_arguments import flag
 
 # Settings of FSDP that the presets decide, or find out; by their names without `fsdp_`.
@@ -55,8 +58,9 @@ class Choice:
 
 def find_file(name: str, near: Path) -> Path | None:
     """Return the file that a configuration names, relative to the working directory or to a folder above `near`."""
+    path = user_path(name)
     folders = [Path.cwd(), *near.resolve().parents]
-    return next((folder / name for folder in folders if (folder / name).is_file()), None)
+    return next((folder / path for folder in folders if is_file(folder / path)), None)
 
 
 def take_strategy(draft: Draft, near: Path, *, method: Method, chosen: Choice | None = None) -> str:
@@ -108,7 +112,8 @@ def preset_of_deepspeed(value: Any, near: Path) -> Choice:
     if path is not None:
         return _preset_of_zero(read_configuration(path).get("zero_optimization"))
     return Choice(
-        preset=preset_of_deepspeed_name(str(value)), note=f"chosen by the name {value}: there is no such file here"
+        preset=preset_of_deepspeed_name(str(value)),
+        note=f"chosen by the name {str(value)[:200]}: there is no such file here",
     )
 
 
@@ -117,7 +122,8 @@ def preset_of_deepspeed_name(name: str) -> str:
     found = re.search(r"(?:zero|z|stage)[_-]?([0-3])", Path(name).name.lower())
     if found is None:
         raise ToolkitError(
-            f"no such DeepSpeed configuration: {name}", hint="run this where it is, or name it after its ZeRO stage"
+            f"no such DeepSpeed configuration: {name[:200]}",
+            hint="run this where it is, or name it after its ZeRO stage",
         )
     device = "cpu" if "offload" in name.lower() else None
     return _preset_of_stage(found[1], optimizer=device, param=device).preset
@@ -134,7 +140,10 @@ def _preset_of_zero(settings: Any) -> Choice:
 
 def _preset_of_stage(given: Any, *, optimizer: str | None, param: str | None) -> Choice:
     if str(given) not in ("0", "1", "2", "3"):
-        raise ToolkitError(f"the ZeRO stage is {given!r}, expected 0, 1, 2 or 3")
+        raise ToolkitError(f"the ZeRO stage is {shown(given)}, expected 0, 1, 2 or 3")
+    for device in (optimizer, param):
+        if device not in (None, *OFFLOAD_DEVICES):
+            raise ToolkitError(f"an offload device is {shown(device)}, expected {', '.join(OFFLOAD_DEVICES)}")
     stage = int(given)
     devices = {device for device in (optimizer, param) if device not in (None, "none")}
     if stage == 0 or not devices:
@@ -194,7 +203,7 @@ def preset_of_accelerate(config: Mapping[str, Any], near: Path) -> Choice:
     """Return the preset for the content of an accelerate YAML."""
     kind = str(config.get("distributed_type", "NO"))
     if kind == "DEEPSPEED":
-        deepspeed = config.get("deepspeed_config") or {}
+        deepspeed = block_of(config, "deepspeed_config", near)
         if deepspeed.get("deepspeed_config_file"):
             return preset_of_deepspeed(deepspeed["deepspeed_config_file"], near)
         return _preset_of_stage(
@@ -203,6 +212,6 @@ def preset_of_accelerate(config: Mapping[str, Any], near: Path) -> Choice:
             param=deepspeed.get("offload_param_device"),
         )
     if kind == "FSDP":
-        flat = {f"fsdp_config.{name}": value for name, value in (config.get("fsdp_config") or {}).items()}
+        flat = {f"fsdp_config.{name}": value for name, value in block_of(config, "fsdp_config", near).items()}
         return replace(_preset_of_fsdp(Draft("accelerate", flat)), keys=())
     return Choice(preset="single" if kind == "NO" else "ddp")

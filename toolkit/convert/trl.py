@@ -226,11 +226,14 @@ def _accelerate_choice(draft: Draft, file: Path) -> Choice | None:
         path = find_file(str(name), file)
         if path is not None:
             config = read_configuration(path)
-            draft.num_processes = config.get("num_processes")
+            processes = config.get("num_processes")
+            draft.num_processes = processes if type(processes) is int else None
             return replace(preset_of_accelerate(config, path), keys=(key,))
         known = ACCELERATE_CONFIGS.get(Path(str(name)).stem.removeprefix("deepspeed_"))
         if known is None:
-            raise ToolkitError(f"{file}: no such accelerate configuration: {name}", hint="run this where the file is")
+            raise ToolkitError(
+                f"{file}: no such accelerate configuration: {str(name)[:200]}", hint="run this where the file is"
+            )
         return Choice(preset=known, note=FSDP1_NOTE if known == "fsdp2" and "1" in str(name) else None, keys=(key,))
     return None
 
