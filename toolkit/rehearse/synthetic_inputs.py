@@ -85,5 +85,5 @@ def model_from_config(arguments: ModelArguments) -> Any:
 
 def has_local_weights(arguments: ModelArguments) -> bool:
     """Return True for a local folder with weights. All else is rehearsed with random ones: memory is the same."""
-    folder = Path(str(arguments.model_name_or_path)).expanduser()
+    folder = Path(str(arguments.model_name_or_path))
     return folder.is_dir() and any(path.suffix in WEIGHT_SUFFIXES for path in folder.iterdir())

@@ -17,11 +17,11 @@ from typing import Any
 
 from toolkit.cache import ASYNC_IO_OPS, COMPILE_ASYNC_IO, INSTALL_LIBAIO, are_compiled
 from toolkit.errors import ToolkitError
+from toolkit.files.reading import user_path
 from toolkit.files.safetensors_header import read_header
 from toolkit.hardware.disks import DiskRates, free_bytes, measure_rates, mount_of, try_direct_io
 from toolkit.presets import Preset
 from toolkit.run.environment import NVME_PATH_VARIABLE
-from toolkit.run.preflight import local_folder
 from toolkit.units import gib
 
 # accelerate fills `"nvme_path": "auto"` from these; `accelerate launch` sets neither from its own flags.
@@ -110,7 +110,7 @@ def nvme_path_of(preset: Preset, given: str | None) -> Path | None:
             )
     if not given:
         raise ToolkitError(f"preset {preset.name!r} offloads to a local disk, and none is given", hint=NVME_PATH_HINT)
-    return Path(os.path.expanduser(given)).absolute()  # noqa: PTH111  (`Path.expanduser` raises for an unknown user)
+    return user_path(given).absolute()
 
 
 def check_libaio() -> None:
@@ -170,7 +170,7 @@ def check_free(path: Path, *, free: int, needed: int | None) -> None:
 
 def needed_bytes(preset: Preset, arguments: dict[str, Any], *, cpu: bool) -> int | None:
     """Return the size of all ranks' swap files, an upper bound: small tensors that stay in memory are counted too."""
-    params = num_params(local_folder(str(arguments["model_name_or_path"])))
+    params = num_params(Path(str(arguments["model_name_or_path"])))
     if params is None:
         return None
     blocks = nvme_blocks((preset.deepspeed_config() or {})["zero_optimization"])

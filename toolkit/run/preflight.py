@@ -119,7 +119,7 @@ def check_model(name: str, *, revision: str | None = None) -> dict[str, Any]:
 
     Returns its configuration.
     """
-    folder = local_folder(name)
+    folder = Path(name)
     if os.path.isdir(folder):  # noqa: PTH112  (`Path.is_dir` raises for a name that is too long)
         if not (folder / "config.json").is_file():
             raise ToolkitError(
@@ -132,11 +132,6 @@ def check_model(name: str, *, revision: str | None = None) -> dict[str, Any]:
         raise no_such_model(name)
     # it is small, and a wrong id is found before ranks start
     return read_json(download_config(name, revision=revision)) or {}
-
-
-def local_folder(name: str) -> Path:
-    """Return a model's name as a path."""
-    return Path(os.path.expanduser(name))  # noqa: PTH111  (`Path.expanduser` raises for an unknown user)
 
 
 def check_dataset(arguments: dict[str, Any]) -> int | None:
@@ -158,7 +153,7 @@ def check_chat_template(arguments: dict[str, Any]) -> None:
     samples = [first_sample(source.path) for source in sources if source.path is not None]
     if samples and all(sample.messages is None for sample in samples) and len(samples) == len(sources):
         return  # plain text needs no template
-    model = local_folder(str(arguments["model_name_or_path"]))
+    model = Path(str(arguments["model_name_or_path"]))
     if given is not None:
         check_templates([given], samples, name=str(file))
     elif model.is_dir():
@@ -230,7 +225,7 @@ def saved_bytes(arguments: dict[str, Any], *, engine: str) -> int:
     """Return the bytes of the trained model and its checkpoints; 0 for adapters, which are small."""
     if arguments.get("lora_r") is not None:
         return 0
-    weights = weight_bytes(local_folder(str(arguments["model_name_or_path"])))
+    weights = weight_bytes(Path(str(arguments["model_name_or_path"])))
     model = weights if flag(arguments.get("save_model", True)) else 0
     return model + checkpoints_on_disk(arguments) * CHECKPOINT_WEIGHTS[engine] * weights
 

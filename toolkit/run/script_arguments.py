@@ -18,6 +18,7 @@ from typing import Any
 
 from toolkit.defaults import GRADIENT_ACCUMULATION_STEPS, MAX_SEQ_LENGTH, PER_DEVICE_TRAIN_BATCH_SIZE
 from toolkit.errors import ToolkitError, nearest
+from toolkit.files.reading import expand_home, user_path
 from toolkit.files.secrets import hide_words, remember_secrets
 from toolkit.files.value_limits import shown, unexpected
 from toolkit.files.yaml_files import read_configuration
@@ -31,6 +32,18 @@ CONFIG_SUFFIXES = (".yaml", ".yml", ".json")
 DATASET_LISTS = ("dataset", "dataset_weights", "freeze", "train_only")
 # Words on the command line, keys and values in a file.
 KEYS_AND_VALUES = ("lora_config",)
+# Arguments whose value is a path, or may be one.
+PATHS = (
+    "model_name_or_path",
+    "dataset",
+    "eval_dataset",
+    "chat_template",
+    "output_dir",
+    "resume_from_checkpoint",
+    "deepspeed",
+    "fsdp_config",
+    "accelerator_config",
+)
 
 
 @dataclass(kw_only=True)
@@ -203,7 +216,22 @@ def read_arguments(argv: Sequence[str]) -> dict[str, Any]:
     values |= _read_flags(canonical_flags(rest))
     for name, value in values.items():
         check_type(f"--{name}", value, argument_types()[name])
-    return values
+    return expand_paths(values)
+
+
+def expand_paths(values: dict[str, Any]) -> dict[str, Any]:
+    """Return arguments with `~` expanded in every path: quoted, or in a YAML file, no shell does it.
+
+    >>> expand_paths({"dataset": ["owner/name"], "system_prompt": "~"})
+    {'dataset': ['owner/name'], 'system_prompt': '~'}
+    """
+    return values | {name: _expanded(values[name]) for name in PATHS if name in values}
+
+
+def _expanded(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_expanded(each) for each in value]
+    return expand_home(value) if isinstance(value, str) else value
 
 
 def has_config_file(argv: Sequence[str]) -> bool:
@@ -217,6 +245,7 @@ def read_config_file(path: Path) -> dict[str, Any]:
     Raises ToolkitError, with the file and the key, for what cannot be read, an unknown key, and a value of another
     type than the argument has.
     """
+    path = user_path(path)
     given = read_configuration(path)
     remember_secrets(given)
     content = canonical_values(given, where=f"{path}: ")

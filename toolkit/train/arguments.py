@@ -24,6 +24,7 @@ from toolkit.run.learning_rate import WARMUP_SHARE, ScaledRate, scaled_rate
 from toolkit.run.script_arguments import (
     DataArguments,
     ModelArguments,
+    expand_paths,
     flag,
     has_config_file,
     read_arguments,
@@ -64,7 +65,7 @@ def parse_args(argv: Sequence[str], launch: LaunchContext) -> Arguments:
     """
     argv = restore_secrets(argv)
     given = read_arguments(argv) if "--help" not in argv else {}
-    values = vars(_parse_flags(list(argv)))
+    values = expand_paths(vars(_parse_flags(list(argv))))
     for name in REQUIRED:
         if given.get(name) is None:
             raise ToolkitError(f"--{name} is missing", hint=f"add `--{name} ...`, or `{name}: ...` in a YAML file")

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import psutil
 
+from toolkit.files.reading import user_path
 from toolkit.presets import Preset, load_preset, read_preset
 from toolkit.run.environment import (
     NVME_PATH_VARIABLE,
@@ -138,6 +139,6 @@ def name_swap_folder() -> Path | None:
     disk = next(filter(None, candidates), None)
     if disk is None:
         return None
-    folder = swap_folder(Path(disk).expanduser().absolute(), run_id)
+    folder = swap_folder(user_path(disk).absolute(), run_id)
     os.environ.update(dict.fromkeys(ACCELERATE_VARIABLES.values(), str(folder)))
     return folder

@@ -1,0 +1,99 @@
+"""`~` in a path, quoted or in a YAML file, means the home folder in every command and for launcher and ranks alike."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from launching import ROOT
+
+from toolkit import load_preset
+from toolkit.cache import cache_folder
+from toolkit.cli import main
+from toolkit.cli.options import expand_words
+from toolkit.run.nvme import nvme_path_of
+from toolkit.run.script_arguments import PATHS, argument_types, expand_paths, read_arguments
+from toolkit.train.arguments import _parse_flags
+
+DDP = ROOT / "accelerate_configs" / "ddp.yaml"
+JOB = "base_model: gpt2\ndatasets:\n  - path: rows.jsonl\n    type: alpaca\n"
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A home folder that is not the working directory."""
+    home, here = tmp_path / "home", tmp_path / "here"
+    home.mkdir()
+    here.mkdir()
+    monkeypatch.setenv("HOME", str(home))
+    monkeypatch.chdir(here)
+    return home
+
+
+@pytest.mark.parametrize(
+    ("words", "written"),
+    [
+        (["lint", "~/ddp.yaml"], None),
+        (["preset", "show", "~/ddp.yaml"], None),
+        (["preset", "export", "~/out", "ddp"], "out/ddp.yaml"),
+        (["convert-config", "~/job.yaml", "--output", "~/ours.yaml"], "ours.yaml"),
+        (["convert-config", "~/job.yaml", "--output=~/ours.yaml"], "ours.yaml"),
+        (["plan", "~/llama", "--gpu", "h100", "--preset", "~/ddp.yaml", "--num-processes", "2"], None),
+    ],
+)
+def test_a_quoted_tilde_is_the_home_folder_in_every_command(words: list[str], written: str | None, home: Path) -> None:
+    shutil.copy(DDP, home)
+    shutil.copytree(ROOT / "tests" / "fixtures" / "llama-8b", home / "llama")
+    (home / "job.yaml").write_text(JOB)
+    with pytest.raises(SystemExit) as ended:
+        main(words)
+    assert not ended.value.code
+    assert written is None or (home / written).is_file()
+    assert not list(Path.cwd().iterdir())
+
+
+@pytest.mark.parametrize("name", PATHS)
+@pytest.mark.parametrize("given", ["flag", "equals", "yaml"])
+def test_launcher_and_ranks_read_the_same_path(name: str, given: str, home: Path) -> None:
+    file = home / "job.yaml"
+    file.write_text(f"{name}: ~/x.json\n" if given == "yaml" else "{}")
+    flags = {"flag": [f"--{name}", "~/x.json"], "equals": [f"--{name}=~/x.json"], "yaml": []}[given]
+    words = ["~/job.yaml", *flags]
+    expected = [str(home / "x.json")] if given == "yaml" and name == "dataset" else str(home / "x.json")
+    assert read_arguments(words)[name] == expected
+    in_a_rank = expand_paths(vars(_parse_flags(words)))[name]
+    assert in_a_rank == ([str(home / "x.json")] if name == "dataset" else str(home / "x.json"))
+
+
+def test_every_argument_that_names_a_path_exists() -> None:
+    assert set(PATHS) <= set(argument_types())
+
+
+@pytest.mark.parametrize("word", ["~nobody-here/x", "a~b", "owner/name", "./~x", "--preset=zero2", "-x=~/y"])
+def test_what_is_no_path_below_a_home_folder_is_unchanged(word: str) -> None:
+    assert expand_words([word]) == [word]
+
+
+@pytest.mark.usefixtures("home")
+def test_words_that_are_no_paths_keep_their_tilde() -> None:
+    assert read_arguments(["--system_prompt", "~"])["system_prompt"] == "~"
+
+
+def test_a_preset_and_the_json_that_it_names_may_be_below_the_home_folder(home: Path) -> None:
+    shutil.copy(ROOT / "ds_configs" / "zero2.json", home / "mine.json")
+    text = (ROOT / "accelerate_configs" / "zero2.yaml").read_text()
+    (home / "mine.yaml").write_text(text.replace("ds_configs/zero2.json", "~/mine.json"))
+    preset = load_preset("~/mine.yaml")
+    assert preset.deepspeed_config_path == (home / "mine.json").resolve()
+    assert json.loads(preset.texts()[f"{home.name}/mine.json"])
+
+
+def test_a_cache_in_the_environment_may_be_below_the_home_folder(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TOOLKIT_CACHE", "~/cache")
+    assert cache_folder() == home / "cache"
+
+
+def test_a_disk_may_be_below_the_home_folder(home: Path) -> None:
+    assert nvme_path_of(load_preset("zero3_nvme_offload"), "~/disk") == home / "disk"
