@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from toolkit.run.attempts import start_attempt
 from toolkit.run.exit_status import find_killed_rank
 from toolkit.run.folder import RunFolder, write_json
 from toolkit.run.launch import record_result
@@ -17,7 +18,7 @@ from toolkit.run.process import ProcessResult
 
 def running_folder(path: Path, **run: Any) -> RunFolder:
     folder = RunFolder(path)
-    folder.prepare()
+    start_attempt(folder)
     folder.update_run(status="running", launcher_pid=os.getpid(), **run)
     folder.log.write_text("loading\n\n=====\nfirst\nsecond\nthird\n")
     return folder

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from toolkit.errors import ToolkitError
-from toolkit.run import status
+from toolkit.run.attempts import start_attempt
 from toolkit.run.folder import RunFolder, read_json, write_json
 
 
@@ -35,40 +35,32 @@ def test_a_finished_run_is_refused_and_nothing_in_it_changes(tmp_path: Path) -> 
     folder = filled(tmp_path / "out", {"status": "completed"})
     before = contents(folder.path)
     with pytest.raises(ToolkitError, match="already holds a finished run, which is never overwritten") as caught:
-        folder.prepare()
+        start_attempt(folder)
     assert caught.value.hint == f"name another folder, or remove it: `rm -r {folder.path}`"
     assert contents(folder.path) == before
     assert len(before) == 7
-
-
-@pytest.mark.parametrize("ended", sorted(set(status.STATUSES) - {"completed"}))
-def test_an_unfinished_run_is_overwritten(ended: str, tmp_path: Path) -> None:
-    folder = filled(tmp_path / "out", {"status": ended, "launcher_pid": None})
-    folder.prepare()
-    assert sorted(contents(folder.path)) == ["model.safetensors"]
-    assert (folder.path / "ranks").is_dir()
 
 
 def test_a_folder_of_a_running_process_is_refused(tmp_path: Path) -> None:
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as living:
         folder = filled(tmp_path / "out", {"status": "running", "launcher_pid": living.pid})
         with pytest.raises(ToolkitError, match=rf"still running \(process {living.pid}\)"):
-            folder.prepare()
+            start_attempt(folder)
         living.communicate(b"\n")
-    folder.prepare()  # the process has ended, so the run was killed
+    start_attempt(folder)  # the process has ended, so the run was killed
 
 
 def test_a_file_as_output_folder_is_refused(tmp_path: Path) -> None:
     (tmp_path / "out").write_text("notes")
     with pytest.raises(ToolkitError, match="is a file"):
-        RunFolder(tmp_path / "out").prepare()
+        start_attempt(RunFolder(tmp_path / "out"))
     assert (tmp_path / "out").read_text() == "notes"
 
 
 def test_a_folder_under_a_file_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "notes").write_text("notes")
     with pytest.raises(ToolkitError, match="cannot be written: Not a directory"):
-        RunFolder(tmp_path / "notes" / "out").prepare()
+        start_attempt(RunFolder(tmp_path / "notes" / "out"))
 
 
 def test_a_folder_that_the_system_refuses_cannot_be_written() -> None:
@@ -85,7 +77,7 @@ def test_checking_for_write_access_leaves_nothing_behind(depth: str, tmp_path: P
 def test_write_access_to_a_relative_folder_can_be_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     RunFolder(Path("out")).check_writable()
-    RunFolder(Path("out")).prepare()
+    start_attempt(RunFolder(Path("out")))
     assert (tmp_path / "out" / "ranks").is_dir()
 
 

@@ -10,6 +10,7 @@ from launching import ROOT
 
 from toolkit.errors import ToolkitError
 from toolkit.run import argument_checks, launch
+from toolkit.run.attempts import start_attempt
 from toolkit.run.checkpoints import checkpoint_files, commit_checkpoint, file_entries, saving_folder
 from toolkit.run.command import LaunchCommand
 from toolkit.run.exit_status import RunResult
@@ -43,7 +44,7 @@ def test_only_faults_that_a_restart_may_fix_are_restarted(
 
 def test_a_restart_reports_the_lost_steps_and_keeps_the_rows(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
-    folder.prepare()
+    start_attempt(folder)
     for rank, steps in ((0, 3), (1, 2)):
         folder.rank_rows(rank).write_text("".join(f'{{"step": {step}}}\n' for step in range(1, steps + 1)))
     failure = {"kind": "failed", "rank": 1, "step": 2, "message": "gone", "seen_by_peer": None}

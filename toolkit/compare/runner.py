@@ -127,7 +127,7 @@ class Runner:
         )
         if result.status == status.INTERRUPTED:
             raise ComparisonInterrupted
-        return run_folder
+        return result.folder
 
     def _record(self, trial: Trial, run_folder: RunFolder, position: int) -> TrialRecord:
         untimed_steps = self.spec.untimed_steps

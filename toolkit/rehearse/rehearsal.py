@@ -27,6 +27,7 @@ from toolkit.rehearse.rehearsed_rank import SYNTHETIC, RehearsedRank
 from toolkit.run import status
 from toolkit.run.argument_checks import check_arguments
 from toolkit.run.argument_values import Range, check_range
+from toolkit.run.attempts import settle, start_attempt
 from toolkit.run.command import ProcessCommand, new_run_id
 from toolkit.run.environment import process_environment
 from toolkit.run.exit_status import RunResult, record_result
@@ -149,18 +150,19 @@ def run_rehearsal(rehearsal: Rehearsal, *, output_dir: Path, on_line: Callable[[
     folder = RunFolder(output_dir)
     lock = folder.hold()
     try:
-        folder.prepare()
+        start_attempt(folder)
         command = rehearsal_command(rehearsal)
         folder.update_run(**_planned(rehearsal, command))
         kills_before = count_oom_kills()
         outcome = run_command(
             command,
-            folder.log,
+            folder.current().log,
             on_line=on_line,
             inherit=[] if lock is None else [lock],
             fork_server=server_in_environment(),
         )
-        return record_result(folder, outcome, oom_killed=count_oom_kills() > kills_before)
+        result = record_result(folder, outcome, oom_killed=count_oom_kills() > kills_before)
+        return replace(result, folder=settle(folder))
     finally:
         if lock is not None:
             os.close(lock)
@@ -174,7 +176,7 @@ def rehearse_once(rehearsal: Rehearsal, *, on_line: Callable[[str], None]) -> tu
         if output_dir is None:
             rehearsal = replace(rehearsal, training_argv=[*rehearsal.training_argv, "--output_dir", temporary])
         result = run_rehearsal(rehearsal, output_dir=folder, on_line=on_line)
-        return result, RunFolder(folder).read_run() or {}
+        return result, result.folder.read_run() or {}
 
 
 def _planned(rehearsal: Rehearsal, command: ProcessCommand) -> dict[str, Any]:

@@ -49,15 +49,17 @@ class LaunchCommand(ProcessCommand):
 
     def resumed(self) -> LaunchCommand:
         """Return the command that resumes the run from its newest checkpoint, under a new run id."""
-        new = new_run_id()
         return replace(
-            self,
+            self.repeated(),
             training_argv=[*self.training_argv, *RESUME_LATEST],  # the last of two equal flags counts
             argv=[*self.argv, *RESUME_LATEST],
-            environment=self.environment | {RUN_ID_VARIABLE: new},
             shown=f"{self.shown} {shlex.join(RESUME_LATEST)}",
-            run_id=new,
         )
+
+    def repeated(self) -> LaunchCommand:
+        """Return the same command under a new run id."""
+        new = new_run_id()
+        return replace(self, environment=self.environment | {RUN_ID_VARIABLE: new}, run_id=new)
 
 
 def launch_command(

@@ -44,21 +44,24 @@ class RunResult:
     failure: dict[str, Any] | None
 
 
-def record_result(folder: RunFolder, ended: ProcessResult, *, oom_killed: bool, log_start: int = 0) -> RunResult:
-    """Determine how the run ended, and write it to run.json and failure.json.
+def record_result(
+    folder: RunFolder, ended: ProcessResult, *, oom_killed: bool, log: Path | None = None, log_start: int = 0
+) -> RunResult:
+    """Determine how the run ended, and write it to run.json and failure.json of the current attempt.
 
-    `oom_killed` says that the kernel killed a process for lack of memory meanwhile; `log_start` is the offset at which
-    this attempt's log begins.
+    `oom_killed` says that the kernel killed a process for lack of memory meanwhile; `log_start` is the offset in the
+    `log` at which this attempt's begins.
     """
-    log = _read_log(folder.log, log_start)
-    failure = _find_failure(folder, ended, log, oom_killed=oom_killed)
-    final_status = _final_status(folder, ended, failure, log, oom_killed=oom_killed)
+    log_path = log or folder.current().log
+    text = _read_log(log_path, log_start)
+    failure = _find_failure(folder, ended, text, oom_killed=oom_killed)
+    final_status = _final_status(folder, ended, failure, text, oom_killed=oom_killed)
     if final_status != status.COMPLETED and failure is None:
-        failure = _unreported_failure(folder, final_status, ended, log)
+        failure = _unreported_failure(folder, final_status, ended, text, log_path)
     code = status.exit_code_of(final_status, invalid_input=bool(failure and failure.get("wrong_input")))
     with contextlib.suppress(OSError):  # a full disk: the caller prints the failure
         if failure is not None:
-            write_json(folder.failure_json, failure)
+            write_json(folder.current().failure_json, failure)
         folder.update_run(
             status=final_status,
             exit_code=code,
@@ -82,7 +85,7 @@ def _find_failure(folder: RunFolder, ended: ProcessResult, log: str, *, oom_kill
     A signal is the cause, and what the other ranks then report is a consequence. A rank that reported a specific cause
     (not merely that it failed, or that the launcher ended it) is believed: the others were ended after it.
     """
-    failure = read_json(folder.failure_json)
+    failure = read_json(folder.current().failure_json)
     killed = find_killed_rank(log)
     has_cause = failure is not None and (failure["kind"] not in CONSEQUENCES or bool(failure.get("wrong_input")))
     if killed is None or ended.interrupted or ended.timed_out or has_cause:
@@ -103,16 +106,15 @@ def _find_failure(folder: RunFolder, ended: ProcessResult, log: str, *, oom_kill
 
 def _last_position(folder: RunFolder, rank: int) -> tuple[int, str | None, int | None]:
     """A rank's completed optimizer steps, by its rows; the phase and host memory peak of its last heartbeat."""
-    rows = folder.rank_rows(rank)
-    heartbeat = next((found for found in read_heartbeats(rows.parent) if found.rank == rank), None)
-    step = last_step(rows)
+    heartbeat = next((found for found in read_heartbeats(folder.path / "ranks") if found.rank == rank), None)
+    step = last_step(folder.current().rank_rows(rank))
     return (step, None, None) if heartbeat is None else (step, heartbeat.phase, heartbeat.peak_host_bytes)
 
 
 def _final_status(
     folder: RunFolder, ended: ProcessResult, failure: dict[str, Any] | None, log: str, *, oom_killed: bool
 ) -> str:
-    run = folder.read_run() or {}
+    run = folder.current().read_run() or {}
     if ended.exit_code == 0 and run.get("status") == status.COMPLETED:
         return status.COMPLETED
     if ended.interrupted:
@@ -124,7 +126,9 @@ def _final_status(
     return status.HOST_OUT_OF_MEMORY if oom_killed or is_out_of_memory(log) else status.FAILED
 
 
-def _unreported_failure(folder: RunFolder, final_status: str, ended: ProcessResult, log: str) -> dict[str, Any]:
+def _unreported_failure(
+    folder: RunFolder, final_status: str, ended: ProcessResult, log: str, log_path: Path
+) -> dict[str, Any]:
     """No rank could report: say what is known, and where to look."""
     checkpoint = describe_latest_checkpoint(folder.path)
     causes = {
@@ -133,7 +137,7 @@ def _unreported_failure(folder: RunFolder, final_status: str, ended: ProcessResu
         status.HOST_OUT_OF_MEMORY: "a process was killed by the kernel because host memory ran out",
     }
     message = causes.get(final_status) or f"the launcher ended with code {ended.exit_code}: {_last_lines(log)}"
-    return _failure(final_status, message, f"see {folder.log}")
+    return _failure(final_status, message, f"see {log_path}")
 
 
 def _failure(kind: str, message: str, hint: str) -> dict[str, Any]:

@@ -30,6 +30,22 @@ MEASUREMENT_VERSION = 1
 LOCK = "run.lock"
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StartingAttempt:
+    """The content of `attempts/starting.json`."""
+
+    attempt: int
+    """Number of the attempt that is starting."""
+    earlier: int
+    """Number of the attempt whose files are at the top of the folder."""
+    trained: bool = False
+    """True once the attempt has trained a step, while its files are moved to the top."""
+
+    def __post_init__(self) -> None:
+        if not all(type(number) is int and number > 0 for number in (self.attempt, self.earlier)):
+            raise ValueError(self)
+
+
 @dataclass(frozen=True, slots=True)
 class RunFolder:
     """Paths of one run's files."""
@@ -56,6 +72,16 @@ class RunFolder:
         """Standard output and error of all ranks."""
         return self.path / "train.log"
 
+    @property
+    def attempts(self) -> Path:
+        """Folder of the files of earlier attempts, and of those that never trained, by number."""
+        return self.path / "attempts"
+
+    @property
+    def starting_json(self) -> Path:
+        """Which attempt is starting (`toolkit.run.attempts`); only there until it has trained a step."""
+        return self.attempts / "starting.json"
+
     def rank_rows(self, rank: int) -> Path:
         """Return the path of one rank's rows: one JSON line per step."""
         return self.path / "ranks" / f"rank{rank}.jsonl"
@@ -65,33 +91,43 @@ class RunFolder:
         return read_json(self.run_json)
 
     def update_run(self, **facts: Any) -> dict[str, Any]:
-        """Merge facts into run.json, and return its content."""
-        run = (self.read_run() or {"schema_version": SCHEMA_VERSION}) | facts
-        write_json(self.run_json, run)
+        """Merge facts into the run.json of the current attempt, and return its content."""
+        current = self.current()
+        run = (current.read_run() or {"schema_version": SCHEMA_VERSION}) | facts
+        write_json(current.run_json, run)
         return run
 
-    def prepare(self, *, resume: bool = False) -> None:
-        """Prepare the folder for a new run; a finished or running one is refused, an unfinished one replaced.
+    def starting(self) -> StartingAttempt | None:
+        """Return the attempt that is starting in the folder of an earlier run; None where there is none.
 
-        A resumed run keeps its log, and the rows of each rank until the rank itself drops those of steps that it will
-        repeat.
-
-        Raises ToolkitError for a folder that holds a finished run or cannot be written.
+        Raises ToolkitError for a file that none of ours has written.
         """
-        self.check_unused(resume=resume)
-        self.check_writable()
-        self._make()
-        rows = [] if resume else [self.log, *self.path.glob("ranks/rank*.jsonl")]
-        for leftover in [self.failure_json, self.attestation_json, self.run_json, *rows]:
-            leftover.unlink(missing_ok=True)
-        self.remove_heartbeats()
+        content = read_json(self.starting_json)
+        if content is None:
+            return None
+        try:
+            return StartingAttempt(**content)
+        except (TypeError, ValueError):
+            raise ToolkitError(
+                f"{self.starting_json} holds {str(content)[:80]}, expected the numbers of two attempts",
+                hint=f"remove it: `rm {self.starting_json}`",
+            ) from None
+
+    def attempt(self, number: int) -> RunFolder:
+        """Return the folder of an attempt's own files, while it starts and after another one has taken its place."""
+        return RunFolder(self.attempts / f"{number:03d}")
+
+    def current(self) -> RunFolder:
+        """Return where the attempt in progress writes: into a folder of its own until it has trained, then here."""
+        starting = self.starting()
+        return self if starting is None or starting.trained else self.attempt(starting.attempt)
 
     def hold(self) -> int | None:
         """Lock the folder for this process and those that inherit the descriptor, until the last of them exits.
 
         Returns the descriptor, or None on a file system without locks. Raises ToolkitError while another run holds it.
         """
-        self._make()
+        self.make()
         return lock_file(self.path / LOCK, held=self._held)
 
     def _held(self, holder: str) -> ToolkitError:
@@ -105,17 +141,15 @@ class RunFolder:
         """Raise ToolkitError for a folder that must not be overwritten; a resumed run may use a finished one."""
         if self.path.exists() and not self.path.is_dir():
             raise ToolkitError(f"output_dir {self.path} is a file", hint="name a folder: `--output_dir DIR`")
-        run = self.read_run()
-        if run is None:
-            return
+        run, current = self.read_run() or {}, self.current().read_run() or {}
         if run.get("status") == COMPLETED and not resume:
             raise ToolkitError(
                 f"{self.path} already holds a finished run, which is never overwritten",
                 hint=f"name another folder, or remove it: `rm -r {self.path}`",
             )
-        if run.get("status") == RUNNING and _is_alive(run.get("launcher_pid")):
+        if current.get("status") == RUNNING and _is_alive(current.get("launcher_pid")):
             raise ToolkitError(
-                f"{self.path} holds a run that is still running (process {run['launcher_pid']})",
+                f"{self.path} holds a run that is still running (process {current['launcher_pid']})",
                 hint="wait for it, or name another folder",
             )
 
@@ -135,7 +169,8 @@ class RunFolder:
         except OSError as error:
             raise self._unwritable(error) from None
 
-    def _make(self) -> None:
+    def make(self) -> None:
+        """Create the folder. Raises ToolkitError if that is not possible."""
         try:
             (self.path / "ranks").mkdir(parents=True, exist_ok=True)
         except OSError as error:

@@ -14,7 +14,7 @@ import shutil
 import signal
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,18 +22,19 @@ from toolkit.errors import ToolkitError
 from toolkit.hardware.cgroups import count_oom_kills
 from toolkit.presets import Preset, load_preset
 from toolkit.run import status
+from toolkit.run.attempts import settle, start_attempt
 from toolkit.run.checkpoints import latest_complete
 from toolkit.run.command import LaunchCommand, launch_command
 from toolkit.run.exit_status import RunResult, record_result
 from toolkit.run.folder import RunFolder, start_facts
 from toolkit.run.heartbeat import read_heartbeats
-from toolkit.run.measurements import last_step
+from toolkit.run.measurements import drop_rows_after, last_step
 from toolkit.run.nvme import NvmeDisk, check_nvme, swap_folder
 from toolkit.run.options import TrainOptions
-from toolkit.run.preflight import CheckedJob, check_job, check_output, check_resume
+from toolkit.run.preflight import CheckedJob, check_job, check_output, check_resume, continues
 from toolkit.run.process import ProcessResult, run_command
 from toolkit.run.resume_conversion import ConvertedCheckpoint, checkpoint_to_convert, convert_checkpoint
-from toolkit.run.script_arguments import read_arguments, resumes
+from toolkit.run.script_arguments import read_arguments
 from toolkit.run.warm_start import server_in_environment
 
 
@@ -148,7 +149,8 @@ def run_training(
     timeout_seconds = None if options.timeout_minutes is None else options.timeout_minutes * 60
     try:
         started, restarts = time.monotonic(), Restarts(folder, options.max_restarts)
-        _record_start(folder, command, nvme=nvme, plan=plan)
+        resume = continues(read_arguments(command.training_argv))
+        _record_start(folder, command, nvme=nvme, plan=plan, resume=resume)
         attempt = command
         while True:
             left = None if timeout_seconds is None else timeout_seconds - (time.monotonic() - started)
@@ -160,21 +162,31 @@ def run_training(
                 lock=lock,
                 timeout_seconds=left,
                 stop_minutes=options.stop_minutes,
+                resume=resume,
             )
             if not restarts.prepare_next(result, process_result):
-                return result
+                return _settled(result, folder, on_line)
             on_line(restarts.describe_last())
-            attempt = command.resumed()
+            # Until this run has trained, a checkpoint in the folder is an earlier run's.
+            attempt = command.resumed() if folder.current() == folder else command.repeated()
             folder.update_run(status=status.RUNNING, exit_code=None, launcher_pid=os.getpid(), command=attempt.shown)
     finally:
         if lock is not None:
             os.close(lock)
 
 
+def _settled(result: RunResult, folder: RunFolder, on_line: Callable[[str], None]) -> RunResult:
+    """Return the result with the folder of its files, which are not at the top if it never trained there."""
+    files = settle(folder)
+    if files != folder:
+        on_line(f"{folder.path} still holds the earlier run, unchanged; the files of this one are in {files.path}")
+    return replace(result, folder=files)
+
+
 def _record_start(
-    folder: RunFolder, command: LaunchCommand, *, nvme: NvmeDisk | None, plan: dict[str, Any] | None
+    folder: RunFolder, command: LaunchCommand, *, nvme: NvmeDisk | None, plan: dict[str, Any] | None, resume: bool
 ) -> None:
-    folder.prepare(resume=resumes(read_arguments(command.training_argv)))
+    start_attempt(folder, resume=resume)
     facts: dict[str, Any] = {} if nvme is None else {"nvme": nvme.facts()}
     folder.update_run(
         status=status.RUNNING,
@@ -200,17 +212,19 @@ def _run_attempt(
     lock: int | None,
     timeout_seconds: float | None,
     stop_minutes: float,
+    resume: bool,
 ) -> tuple[RunResult, ProcessResult]:
     kills_before = count_oom_kills()
-    log_start = folder.log.stat().st_size if folder.log.exists() else 0
+    log = _log(folder, resume=resume)
+    log_start = log.stat().st_size if log.exists() else 0
 
     def relay(line: str) -> None:
-        if not folder.failure_json.exists():  # the launcher's own traceback follows
+        if not folder.current().failure_json.exists():  # the launcher's own traceback follows
             on_line(line)
 
     process_result = run_command(
         command,
-        folder.log,
+        log,
         on_line=relay,
         timeout_seconds=timeout_seconds,
         ask_to_stop=lambda: stop_ranks(folder, on_line) if stop_minutes else False,
@@ -221,7 +235,13 @@ def _run_attempt(
     if command.nvme_path is not None:  # killed ranks leave their swap files behind
         shutil.rmtree(swap_folder(command.nvme_path, command.run_id), ignore_errors=True)
     oom_killed = count_oom_kills() > kills_before
-    return record_result(folder, process_result, oom_killed=oom_killed, log_start=log_start), process_result
+    log = _log(folder, resume=resume)  # renamed if the run has trained
+    return record_result(folder, process_result, log=log, oom_killed=oom_killed, log_start=log_start), process_result
+
+
+def _log(folder: RunFolder, *, resume: bool) -> Path:
+    """The log of the attempt in progress; a run that resumes appends to the one at the top."""
+    return folder.log if resume else folder.current().log
 
 
 def stop_ranks(folder: RunFolder, on_message: Callable[[str], None]) -> bool:
@@ -251,8 +271,12 @@ class Restarts:
         if len(self.done) >= self.max_restarts or not can_restart(result, process_result):
             return False
         failure = result.failure or {}
-        checkpoint = latest_complete(self.folder.path)
-        resumed, reached = (checkpoint.step if checkpoint else 0), _completed_steps(self.folder)
+        resumed = reached = 0
+        if self.folder.current() == self.folder:  # otherwise it has not trained, and all here is an earlier run's
+            checkpoint = latest_complete(self.folder.path)
+            resumed, reached = (checkpoint.step if checkpoint else 0), _completed_steps(self.folder)
+            for path in self.folder.path.glob("ranks/rank*.jsonl"):
+                drop_rows_after(path, resumed)
         self.done.append(
             {
                 "rank": failure.get("rank"),
@@ -263,7 +287,7 @@ class Restarts:
                 "lost_steps": max(0, reached - resumed),
             }
         )
-        self.folder.failure_json.unlink(missing_ok=True)
+        self.folder.current().failure_json.unlink(missing_ok=True)
         self.folder.remove_heartbeats()
         self.folder.update_run(restarts=self.done)
         return True

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import math
 import re
 import statistics
@@ -18,6 +19,7 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt, ValidationError
 
 from toolkit.errors import ToolkitError
+from toolkit.files.atomic_write import write_text
 from toolkit.files.json_lines import JsonLine, line_name, read_json_lines
 from toolkit.files.validation import explain
 from toolkit.run.folder import RunFolder
@@ -192,6 +194,20 @@ def _checked(line: JsonLine, path: Path) -> Row:
     except ValidationError as error:
         raise ToolkitError(f"{line_name(path, line.number)}: {explain(error)}", hint=DAMAGED_ROW) from None
     return line.content
+
+
+def drop_rows_after(path: Path, step: int) -> None:
+    """Keep the rows up to `step`, where the run resumes; later steps are trained again."""
+    rows = []
+    with contextlib.suppress(ToolkitError):
+        for line in read_json_lines(path, allow_nan=True) if path.exists() else ():
+            if (
+                isinstance(line.content, dict)
+                and type(line.content.get("step")) is int
+                and line.content["step"] <= step
+            ):
+                rows.append(json.dumps(line.content) + "\n")
+    write_text(path, "".join(rows))
 
 
 def read_steps(folder: RunFolder) -> list[list[Row]]:

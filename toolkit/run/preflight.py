@@ -185,10 +185,20 @@ def check_output(arguments: dict[str, Any], *, engine: str = "deepspeed") -> Pat
     """Return the output folder, which must be unused and writable, with disk space for checkpoints and the model."""
     check_required(arguments, ("output_dir",))
     folder = RunFolder(Path(str(arguments["output_dir"])))
-    folder.check_unused(resume=resumes(arguments))
+    folder.check_unused(resume=continues(arguments))
     folder.check_writable()
     check_disk(folder.path, needed=saved_bytes(arguments, engine=engine))
     return folder.path
+
+
+def continues(arguments: dict[str, Any]) -> bool:
+    """Return True if the run resumes and there is something to resume from: `latest` may find no checkpoint."""
+    if not resumes(arguments):
+        return False
+    if str(arguments["resume_from_checkpoint"]).lower() not in LATEST_WORDS:
+        return True
+    checkpoints = list_checkpoints(Path(str(arguments["output_dir"])))
+    return any(checkpoint.problem() is None for checkpoint in checkpoints)
 
 
 def check_resume(preset: Preset, *, num_processes: int, arguments: dict[str, Any]) -> None:

@@ -23,6 +23,7 @@ import torch.distributed as dist
 from toolkit.files.secrets import hide_words
 from toolkit.hardware.node import describe_node, git_commit, library_versions
 from toolkit.run import status
+from toolkit.run.attempts import begin_training, start_attempt
 from toolkit.run.checkpoints import Checkpoint, remove_unfinished
 from toolkit.run.folder import MEASUREMENT_VERSION, RunFolder, start_facts
 from toolkit.run.measurements import PER_STEP, Measurements, measure, read_steps
@@ -81,13 +82,20 @@ class ActiveRun:
         dist.all_gather_object(values, value)
         return values
 
+    def begin_training(self) -> None:
+        """Let this attempt take the place of an earlier run in the folder: it has trained a step. Collective."""
+        if self.writes:
+            remove_unfinished(self.folder.path)
+            begin_training(self.folder, continues=self.checkpoint is not None)
+        self.barrier()
+
     def raise_if_stopped(self) -> None:
         """Raise Interrupted where a signal ended training."""
         self.stop_on_signal.raise_if_stopped()
 
     def complete(self, trainer: Any) -> None:
         """Write the summary of all ranks' rows, rank 0's phases and the status. Collective."""
-        self.barrier()  # every rank has written its rows
+        self.begin_training()  # a run without steps; and every rank has written its rows
         if not self.writes:
             return
         untimed_steps = self.arguments.model.untimed_steps
@@ -156,13 +164,12 @@ def _open_folder(run: ActiveRun) -> None:
         run.barrier()
         if run.writes:
             folder.hold()
-            folder.prepare(resume=resume)
-            _copy_output_to(folder.log)
+            start_attempt(folder, resume=resume)
+            _copy_output_to(folder.log if resume else folder.current().log)
     run.barrier()
     if run.writes:
         started = {} if run.launch.folder_prepared else start_facts() | {"plan": None}
         folder.update_run(**started, **_run_facts(run))
-        remove_unfinished(folder.path)
 
 
 def _run_facts(run: ActiveRun) -> dict[str, Any]:

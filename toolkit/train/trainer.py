@@ -211,6 +211,7 @@ def build_trainer(
         progress=run.progress,
         untimed_steps=args.model.untimed_steps,
         resumed_step=run.resumed_step,
+        begin_training=run.begin_training,
     )
     trainer = parts.trainer(
         run=run,

@@ -11,11 +11,11 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from toolkit.run.measurements import read_rows
+from toolkit.run.measurements import drop_rows_after, read_rows
 from toolkit.train.data.collation import BatchFacts
 from toolkit.train.health.failure_report import Diverged
 from toolkit.train.health.progress import Progress
-from toolkit.train.metrics.timer import StepTimer, drop_rows_after, time_waits_in_forward
+from toolkit.train.metrics.timer import StepTimer, time_waits_in_forward
 
 
 class ClockedTimer(StepTimer):

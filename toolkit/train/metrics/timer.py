@@ -10,6 +10,7 @@ import json
 import math
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,8 +19,7 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 from transformers import TrainerCallback
 
-from toolkit.files.atomic_write import write_text
-from toolkit.run.measurements import read_rows
+from toolkit.run.measurements import drop_rows_after
 from toolkit.train.data.collation import BatchFacts
 from toolkit.train.health.failure_report import Diverged
 from toolkit.train.health.progress import Progress
@@ -47,7 +47,8 @@ class StepTimer(TrainerCallback):  # type: ignore[misc]
     """Writes one row per step to `ranks/rankR.jsonl`, and prints progress on rank 0.
 
     The Trainer reports batches, losses and waits to it; everything else comes from the Trainer's callback events.
-    `resumed_step` is the step of the checkpoint that the run resumes from: rows after it are dropped.
+    `resumed_step` is the step of the checkpoint that the run resumes from: rows after it are dropped. `begin_training`
+    is called once the first step is trained, before its row is written.
     """
 
     def __init__(
@@ -59,6 +60,7 @@ class StepTimer(TrainerCallback):  # type: ignore[misc]
         progress: Progress,
         untimed_steps: int = 0,
         resumed_step: int = 0,
+        begin_training: Callable[[], None] | None = None,
     ) -> None:
         self.path, self.rank, self.progress = path, rank, progress
         self.untimed_steps, self.resumed_step = untimed_steps, resumed_step
@@ -75,8 +77,7 @@ class StepTimer(TrainerCallback):  # type: ignore[misc]
         self.unwritten: deque[tuple[int, _Step]] = deque()
         """Finished steps, by number, whose device work may still be running."""
         self.printed_at = 0.0
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        drop_rows_after(self.path, resumed_step)
+        self.begin_training = begin_training
 
     def add_batch(self, facts: BatchFacts | None) -> None:
         """Add the batch of one accumulation step, as the collator counted it."""
@@ -131,9 +132,17 @@ class StepTimer(TrainerCallback):  # type: ignore[misc]
         if state.global_step == self.resumed_step + 1 and self.progress.memory_by_phase is not None:
             self.progress.memory_by_phase.record("step")
             finished.memory["memory_ladder"] = self.progress.memory_by_phase.facts()
+        if state.global_step == self.resumed_step + 1:
+            self._begin_rows()
         self.progress.step = state.global_step
         self.unwritten.append((state.global_step, finished))
         self.flush(wait=control.should_save)  # a step that diverged is not saved
+
+    def _begin_rows(self) -> None:
+        """Take over the folder, and drop the rows of steps that were trained again. Collective."""
+        if self.begin_training is not None:
+            self.begin_training()
+        drop_rows_after(self.path, self.resumed_step)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any) -> None:
         """Print the Trainer's logged means over all ranks, without its own speeds, which count untimed steps."""
@@ -244,12 +253,6 @@ def time_waits_in_forward(model: Any, timer: StepTimer) -> None:
     for before, after in waits:
         before.register_forward_pre_hook(lambda *_: timer.begin_wait(), prepend=True)
         after.register_forward_pre_hook(lambda *_: timer.end_wait())
-
-
-def drop_rows_after(path: Path, step: int) -> None:
-    """Keep the rows up to `step`, where the run resumes; later steps are trained again."""
-    rows = [row for row in read_rows(path) if row["step"] <= step] if path.exists() else []
-    write_text(path, "".join(json.dumps(row) + "\n" for row in rows))
 
 
 def grad_norm_facts(grad_norm: Any) -> dict[str, float | int | None]:

@@ -1,0 +1,252 @@
+"""Attempts in one run folder: the earlier run is never lost, wherever the new one is killed."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import sys
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from toolkit.errors import ToolkitError
+from toolkit.run import status
+from toolkit.run.attempts import begin_training, settle, start_attempt
+from toolkit.run.folder import RunFolder, read_json, write_json
+
+CHANGES = ("os.rename", "os.mkdir", "os.rmdir", "os.remove")
+
+
+def earlier_run(path: Path, *, steps: int = 3, **facts: Any) -> RunFolder:
+    """A folder as an interrupted run of two ranks leaves it."""
+    folder = RunFolder(path)
+    write_json(folder.run_json, {"status": "interrupted", "launcher_pid": None, "seed": 1} | facts)
+    folder.log.write_text("earlier log\n")
+    if steps:
+        write_json(folder.attestation_json, {"verdict": "attested"})
+        write_json(path / "checkpoint-2" / "weights.json", {"earlier": True})
+        write_json(path / "profile" / "rank0.json", {"earlier": True})
+    (path / "ranks").mkdir(exist_ok=True)
+    for rank in range(2):
+        folder.rank_rows(rank).write_text("".join(f'{{"step": {step}}}\n' for step in range(1, steps + 1)))
+    (path / "notes.txt").write_text("mine")
+    return folder
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """Name and content of each file below a folder that holds a result: neither the lock nor other attempts."""
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    found = {path.relative_to(folder).as_posix(): path.read_bytes() for path in files}
+    return {name: content for name, content in found.items() if not name.startswith("attempts/")}
+
+
+def train(folder: RunFolder, *, continues: bool) -> None:
+    """What launcher and rank 0 do to the folder, up to the first row."""
+    start_attempt(folder)
+    folder.update_run(status="running", seed=2)
+    log = folder.log if continues else folder.current().log
+    with log.open("a") as file:
+        file.write("new log\n")
+    begin_training(folder, continues=continues)
+
+
+def killed_before(change: int, work: Callable[[], object]) -> bool:
+    """Run `work` in a child that is killed before its n-th change of the file system; False if it had fewer."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # the child only touches files
+        child = os.fork()
+    if child == 0:
+        left = change
+
+        def count(event: str, arguments: tuple[Any, ...]) -> None:
+            nonlocal left
+            writes = event == "open" and isinstance(arguments[1], str) and not arguments[1].startswith("r")
+            if event in CHANGES or writes:
+                if left == 0:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                left -= 1
+
+        sys.addaudithook(count)
+        try:
+            work()
+            os._exit(0)
+        finally:
+            os._exit(1)
+    _, ended = os.waitpid(child, 0)
+    assert ended in (0, signal.SIGKILL), f"the child failed: {ended}"
+    return ended != 0
+
+
+@pytest.mark.parametrize("ended", sorted(set(status.STATUSES) - {"completed"}))
+def test_an_earlier_run_is_kept_once_the_new_one_has_trained(ended: str, tmp_path: Path) -> None:
+    folder = earlier_run(tmp_path / "out", status=ended)
+    before = contents(folder.path)
+    train(folder, continues=False)
+    after = contents(folder.path)
+    assert contents(folder.path / "attempts" / "001") == {n: text for n, text in before.items() if n != "notes.txt"}
+    assert after.pop("notes.txt") == b"mine"
+    assert after.pop("train.log") == b"new log\n"
+    assert json.loads(after.pop("run.json")) == {"schema_version": 1, "attempt": 2, "status": "running", "seed": 2}
+    assert not after
+    assert [path.name for path in (folder.path / "attempts").iterdir()] == ["001"]
+
+
+def test_an_attempt_that_never_trained_changes_nothing_and_keeps_its_log(tmp_path: Path) -> None:
+    folder = earlier_run(tmp_path / "out")
+    before = contents(folder.path)
+    start_attempt(folder)
+    folder.update_run(status="failed", seed=2)
+    folder.current().log.write_text("new log\n")
+    write_json(folder.current().failure_json, {"kind": "failed"})
+    assert contents(folder.path) == before
+    files = settle(folder)
+    assert contents(folder.path) == before
+    assert files == RunFolder(folder.path / "attempts" / "002")
+    assert sorted(contents(files.path)) == ["failure.json", "run.json", "train.log"]
+    assert files.read_run() == {"schema_version": 1, "attempt": 2, "status": "failed", "seed": 2}
+    assert folder.current() == folder
+
+
+def test_attempts_are_numbered_in_the_order_of_their_start(tmp_path: Path) -> None:
+    folder = earlier_run(tmp_path / "out")
+    start_attempt(folder)
+    settle(folder)  # 2 never trains
+    train(folder, continues=False)
+    folder.rank_rows(0).write_text('{"step": 1}\n')
+    train(folder, continues=False)
+    assert (folder.read_run() or {})["attempt"] == 4
+    kept = sorted(path.name for path in (folder.path / "attempts").iterdir())
+    assert kept == ["001", "002", "003"]
+    assert [(RunFolder(folder.path / "attempts" / name).read_run() or {}).get("attempt") for name in kept] == [
+        None,
+        2,
+        3,
+    ]
+
+
+def test_the_files_of_an_attempt_that_never_trained_make_way_at_once(tmp_path: Path) -> None:
+    folder = earlier_run(tmp_path / "out", steps=0, attempt=1)
+    start_attempt(folder)
+    assert folder.current() == folder
+    assert folder.read_run() == {"schema_version": 1, "attempt": 2}
+    assert sorted(contents(folder.path / "attempts" / "001")) == ["run.json", "train.log"]
+
+
+def test_a_resumed_run_keeps_rows_checkpoints_and_log_in_place(tmp_path: Path) -> None:
+    folder = earlier_run(tmp_path / "out")
+    before = contents(folder.path)
+    train(folder, continues=True)
+    after = contents(folder.path)
+    assert after.pop("train.log") == b"earlier log\nnew log\n"
+    assert (folder.read_run() or {})["attempt"] == 2
+    assert sorted(contents(folder.path / "attempts" / "001")) == ["attestation.json", "run.json"]
+    unchanged = {name: text for name, text in before.items() if name not in ("run.json", "attestation.json")}
+    assert {name: text for name, text in after.items() if name != "run.json"} == {
+        name: text for name, text in unchanged.items() if name != "train.log"
+    }
+
+
+@pytest.mark.parametrize("continues", [False, True])
+def test_an_attempt_killed_anywhere_loses_no_file_of_either_run(continues: bool, tmp_path: Path) -> None:
+    whole = contents(earlier_run(tmp_path / "earlier").path)
+    kept = {name for name in whole if name != "notes.txt"}
+    if continues:
+        kept = {"run.json", "attestation.json"}
+    outcomes = set()
+    for point in range(200):
+        folder = RunFolder(tmp_path / f"killed-{point}")
+        shutil.copytree(tmp_path / "earlier", folder.path)
+        alive = not killed_before(point, lambda folder=folder: train(folder, continues=continues))
+        settle(folder)
+        after, aside = contents(folder.path), contents(folder.path / "attempts" / "001")
+        after["train.log"] = after["train.log"].replace(b"earlier log\nnew log\n", b"earlier log\n")
+        leftover = [path for path in (folder.path / "attempts").glob(".*")]
+        finished = {name: text for name, text in after.items() if not Path(name).name.startswith(".")}
+        if aside:
+            assert aside == {name: whole[name] for name in kept}, point
+            assert json.loads(finished["run.json"])["attempt"] == 2
+        else:
+            assert finished == whole, point
+        outcomes.add(bool(aside))
+        assert folder.current() == folder
+        assert not (folder.path / "attempts" / "starting.json").exists()
+        assert len(leftover) <= 1  # of a file that was being written
+        if alive:
+            break
+    assert alive
+    assert outcomes == {False, True}
+
+
+def test_settling_that_is_killed_is_repeated_by_the_next_start(tmp_path: Path) -> None:
+    whole = contents(earlier_run(tmp_path / "earlier").path)
+    kept = {name: text for name, text in whole.items() if name != "notes.txt"}
+    points, running = 0, True
+    for point in range(200):
+        killed = RunFolder(tmp_path / f"killed-{point}")
+        shutil.copytree(tmp_path / "earlier", killed.path)
+        running = killed_before(point, lambda folder=killed: train(folder, continues=False))
+        for again in range(40) if running else ():
+            folder = RunFolder(tmp_path / f"twice-{point}-{again}")
+            shutil.copytree(killed.path, folder.path)
+            alive = not killed_before(again, lambda folder=folder: settle(folder))
+            settle(folder)
+            aside = contents(folder.path / "attempts" / "001")
+            after = {name: text for name, text in contents(folder.path).items() if not Path(name).name.startswith(".")}
+            assert aside == kept or (not aside and after == whole), (point, again)
+            points += 1
+            shutil.rmtree(folder.path)
+            if alive:
+                break
+        if not running:
+            break
+    assert not running
+    assert points > 40
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        {},
+        {"attempt": "../../..", "earlier": 1},
+        {"attempt": 2, "earlier": 0},
+        {"attempt": True, "earlier": 1},
+        {"attempt": 2, "earlier": 1, "more": 1},
+        {"attempt": 2.0, "earlier": 1},
+    ],
+    ids=str,
+)
+def test_a_record_of_attempts_that_is_not_ours_is_refused_and_nothing_changes(
+    content: dict[str, Any], tmp_path: Path
+) -> None:
+    folder = earlier_run(tmp_path / "out")
+    write_json(folder.starting_json, content)
+    before = contents(folder.path)
+    with pytest.raises(ToolkitError, match="expected the numbers of two attempts"):
+        start_attempt(folder)
+    assert contents(folder.path) == before
+    assert read_json(folder.starting_json) == content
+
+
+@pytest.mark.parametrize("text", ["", "{", '{"attempt": "x"}', '{"attempt": -3}', '{"attempt": true}', "\0" * 100])
+def test_a_damaged_run_json_is_kept_like_any_other(text: str, tmp_path: Path) -> None:
+    folder = earlier_run(tmp_path / "out")
+    folder.run_json.write_text(text)
+    before = contents(folder.path)
+    train(folder, continues=False)
+    before.pop("notes.txt")
+    assert contents(folder.path / "attempts" / "001") == before
+
+
+def test_a_number_that_is_taken_is_not_used_again(tmp_path: Path) -> None:
+    folder = earlier_run(tmp_path / "out", attempt=1)
+    shutil.copytree(folder.path, tmp_path / "first")
+    shutil.copytree(tmp_path / "first", folder.path / "attempts" / "001")
+    train(folder, continues=False)
+    assert contents(folder.path / "attempts" / "001") == contents(tmp_path / "first")
+    assert (folder.path / "attempts" / "002" / "run.json").exists()
+    assert (folder.read_run() or {})["attempt"] == 3
