@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -13,11 +14,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from launching import ROOT, accelerate_launch, toolkit
 
 from toolkit.errors import ToolkitError
 from toolkit.run import status
 from toolkit.run.attempts import begin_training, settle, start_attempt
+from toolkit.run.exit_status import RunResult
 from toolkit.run.folder import RunFolder, read_json, write_json
+from toolkit.run.launch import Restarts
+from toolkit.run.process import ProcessResult
 
 CHANGES = ("os.rename", "os.mkdir", "os.rmdir", "os.remove")
 
@@ -186,7 +191,7 @@ def test_settling_that_is_killed_is_repeated_by_the_next_start(tmp_path: Path) -
     whole = contents(earlier_run(tmp_path / "earlier").path)
     kept = {name: text for name, text in whole.items() if name != "notes.txt"}
     points, running = 0, True
-    for point in range(200):
+    for point in range(0, 200, 3):
         killed = RunFolder(tmp_path / f"killed-{point}")
         shutil.copytree(tmp_path / "earlier", killed.path)
         running = killed_before(point, lambda folder=killed: train(folder, continues=False))
@@ -205,7 +210,7 @@ def test_settling_that_is_killed_is_repeated_by_the_next_start(tmp_path: Path) -
         if not running:
             break
     assert not running
-    assert points > 40
+    assert points > 20
 
 
 @pytest.mark.parametrize(
@@ -250,3 +255,88 @@ def test_a_number_that_is_taken_is_not_used_again(tmp_path: Path) -> None:
     assert contents(folder.path / "attempts" / "001") == contents(tmp_path / "first")
     assert (folder.path / "attempts" / "002" / "run.json").exists()
     assert (folder.read_run() or {})["attempt"] == 3
+
+
+@pytest.mark.parametrize("place", ["attempts", "run.lock", "ranks", "run.json", "train.log", "ranks/rank0.pulse"])
+def test_a_file_or_folder_in_the_place_of_ours_is_refused_or_moved_but_never_lost(place: str, tmp_path: Path) -> None:
+    folder = earlier_run(tmp_path / "out")
+    if place == "ranks":
+        shutil.rmtree(folder.path / "ranks")
+    (folder.path / place).unlink(missing_ok=True)
+    if place in ("attempts", "ranks"):
+        (folder.path / place).write_text("mine")
+    else:
+        (folder.path / place).mkdir()
+        (folder.path / place / "mine").write_text("mine")
+    with contextlib.suppress(ToolkitError):
+        lock = folder.hold()
+        train(folder, continues=False)
+        assert lock is not None
+        os.close(lock)
+    (folder.path / "notes.txt").unlink()
+    assert any(path.read_text() == "mine" for path in folder.path.rglob("*") if path.is_file())
+
+
+def test_a_restart_before_the_first_step_does_not_resume_from_the_earlier_run(tmp_path: Path) -> None:
+    folder = earlier_run(tmp_path / "out")
+    before = contents(folder.path)
+    start_attempt(folder)
+    failure = {"kind": "failed", "rank": 1, "step": 0, "message": "gone", "seen_by_peer": None}
+    write_json(folder.current().failure_json, failure)
+    result = RunResult(folder=folder, status="failed", exit_code=1, seconds=1.0, failure=failure)
+    assert Restarts(folder, max_restarts=1).prepare_next(result, ProcessResult(exit_code=1, seconds=1.0))
+    assert contents(folder.path) == before
+    assert not folder.current().failure_json.exists()
+    (restart,) = (folder.current().read_run() or {})["restarts"]
+    assert (restart["resumed_from_step"], restart["lost_steps"]) == (0, 0)
+
+
+@pytest.mark.launch
+def test_an_earlier_run_stays_until_another_has_trained_whoever_starts_it(
+    tiny_model: Path, faq_alpaca: Path, tmp_path: Path
+) -> None:
+    """Started by `toolkit train` and fails in its ranks, then trains; then trains under a plain `accelerate launch`."""
+    folder = earlier_run(tmp_path / "home" / "out")
+    before = contents(folder.path)
+    broken = tmp_path / "broken"
+    shutil.copytree(tiny_model, broken)
+    config = json.loads((broken / "config.json").read_text())
+    (broken / "config.json").write_text(json.dumps(config | {"intermediate_size": 256}))
+    (tmp_path / "job.yaml").write_text(
+        f"dataset: {faq_alpaca}\noutput_dir: ~/out\nmax_seq_length: 64\nmax_steps: 2\nper_device_train_batch_size: 1\n"
+        "save_strategy: 'no'\nsave_model: false\n"
+    )
+    job = [str(tmp_path / "job.yaml"), "--model_name_or_path"]
+    options = ["train", "--preset", "ddp", "--cpu", "--num-processes", "2", "--"]
+
+    out = ["--output_dir", str(folder.path)]
+
+    failed = toolkit(*options, *job, str(broken), *out, cwd=tmp_path)
+    assert failed.returncode == 1, failed.stderr
+    assert {name: text for name, text in contents(folder.path).items() if name in before} == before
+    attempt = folder.path / "attempts" / "002"
+    assert f"still holds the earlier run, unchanged; the files of this one are in {attempt}" in failed.stderr
+    assert "mismatch" in (attempt / "train.log").read_text()
+    assert read_json(attempt / "failure.json")["phase"] == "load"
+
+    trained = toolkit(*options, *job, str(tiny_model), *out, cwd=tmp_path)
+    assert trained.returncode == 0, trained.stderr
+    kept = contents(folder.path / "attempts" / "001")
+    assert kept == {name: text for name, text in before.items() if name != "notes.txt"}
+    run = folder.read_run() or {}
+    assert (run["status"], run["attempt"], run["measured"]["steps"]) == ("completed", 3, 2)
+    assert [len(folder.rank_rows(rank).read_text().splitlines()) for rank in range(2)] == [2, 2]
+    assert "step 2/2" in folder.log.read_text()
+
+    folder.update_run(status="interrupted")
+    before = contents(folder.path)
+    home = {"HOME": str(tmp_path / "home")}  # cold: libraries read it when they are imported
+    config_file = ROOT / "accelerate_configs" / "ddp.yaml"
+    plain = accelerate_launch(config_file, *job, str(tiny_model), cwd=tmp_path, variables=home, cold=True)
+    assert plain.returncode == 0, plain.stderr
+    third = contents(folder.path / "attempts" / "003")
+    assert third.items() <= before.items()
+    assert {"run.json", "train.log", "attestation.json", "ranks/rank0.jsonl", "ranks/rank1.jsonl"} == third.keys()
+    run = folder.read_run() or {}
+    assert (run["status"], run["attempt"], run["measured"]["steps"]) == ("completed", 4, 2)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["broken", "home", "job.yaml"]

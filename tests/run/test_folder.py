@@ -113,3 +113,23 @@ def test_a_locked_folder_is_refused_until_it_is_released(tmp_path: Path) -> None
     again = folder.hold()
     assert again is not None
     os.close(again)
+
+
+@pytest.mark.parametrize("pid", [0, -1, True, 10**30, 2**22 + 1, 3.5, "x", None, [1]])
+def test_a_process_that_cannot_exist_does_not_block_the_folder(pid: Any, tmp_path: Path) -> None:
+    write_json(tmp_path / "run.json", {"status": "running", "launcher_pid": pid})
+    RunFolder(tmp_path).check_unused()
+
+
+@pytest.mark.parametrize("kind", ["deep", "pipe", "folder", "device", "bytes"])
+def test_a_run_json_that_cannot_be_read_is_none(kind: str, tmp_path: Path) -> None:
+    path = tmp_path / "run.json"
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "folder":
+        path.mkdir()
+    elif kind == "device":
+        path.symlink_to("/dev/zero")
+    else:
+        path.write_bytes(b"[" * 300_000 if kind == "deep" else b"\xff\xfe")
+    assert RunFolder(tmp_path).read_run() is None

@@ -282,3 +282,90 @@ def test_a_package_that_an_optimizer_needs_is_a_warning_for_another_node(model: 
 def test_more_processes_than_a_node_can_hold_are_refused() -> None:
     with pytest.raises(ToolkitError, match="--num-processes is 100,000,000, expected 1,024 or less on one node"):
         preflight.check_process_count(100_000_000, gpus=None, preset=load_preset("ddp"))
+
+
+@pytest.mark.parametrize(("place", "what"), [("/", "the root of the file system"), ("~", "the home folder")])
+def test_an_output_folder_that_is_no_folder_of_a_run_is_refused(
+    place: str, what: str, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "link").symlink_to(Path(place).expanduser())
+    for given in (place, str(tmp_path / "link")):
+        with pytest.raises(ToolkitError, match=f"output_dir .* is {what}") as caught:
+            preflight.check_output({"model_name_or_path": str(model), "output_dir": given})
+        assert "name a folder of its own: `--output_dir" in (caught.value.hint or "")
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "output_dir"),
+    [
+        ("model_name_or_path", "model", "model"),
+        ("model_name_or_path", "model/", "model/../model"),
+        ("model_name_or_path", "model", "link"),
+        ("model_name_or_path", "out/checkpoint-2", "out"),
+        ("model_name_or_path", "out/attempts/001/checkpoint-2", "out"),
+        ("dataset", "out/ranks/rank0.jsonl", "out"),
+        ("dataset", "data", "data"),
+        ("eval_dataset", "out/run.json", "out"),
+        ("chat_template", "out/chat_template.jinja", "out"),
+    ],
+)
+def test_an_output_folder_in_which_the_run_would_replace_its_inputs_is_refused(
+    name: str, given: str, output_dir: str, model: Path, rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "link").symlink_to(model)
+    source = tmp_path / given
+    if not source.exists():
+        source.parent.mkdir(parents=True, exist_ok=True)
+        source.mkdir() if "." not in source.name else source.write_text("{}")
+    arguments = {"model_name_or_path": str(model), "dataset": [str(rows)], "output_dir": output_dir}
+    arguments[name] = [given] if name == "dataset" else given
+    with pytest.raises(ToolkitError, match=f"--{name} {given} is in output_dir") as caught:
+        preflight.check_output(arguments)
+    assert caught.value.hint == "name another folder: `--output_dir DIR`"
+
+
+def test_data_beside_the_files_of_a_run_are_no_obstacle(model: Path, rows: Path) -> None:
+    arguments = {"model_name_or_path": str(model), "dataset": [str(rows), "owner/name"], "output_dir": str(rows.parent)}
+    assert preflight.check_output(arguments) == rows.parent
+
+
+def test_a_folder_with_somebody_elses_model_is_refused(model: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "model-00001-of-00002.safetensors").touch()
+    arguments = {"model_name_or_path": str(model), "output_dir": str(other)}
+    with pytest.raises(ToolkitError, match="holds a model that no run has written there"):
+        preflight.check_output(arguments)
+    write_json(other / "run.json", {"status": "failed"})
+    assert preflight.check_output(arguments) == other
+
+
+@pytest.mark.parametrize("target", ["missing", "file", "loop"])
+def test_a_link_to_no_folder_is_refused_before_anything_is_written(target: str, model: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    (tmp_path / "out").symlink_to(tmp_path / target)
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(ToolkitError, match=r"cannot be written|is a file"):
+        preflight.check_output({"model_name_or_path": str(model), "output_dir": str(tmp_path / "out")})
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.parametrize(
+    ("checkpoint", "expected"), [(None, False), ("latest", False), ("elsewhere/checkpoint-3", True), ("false", False)]
+)
+def test_a_run_continues_only_if_there_is_a_checkpoint(checkpoint: str | None, expected: bool, tmp_path: Path) -> None:
+    assert preflight.continues({"resume_from_checkpoint": checkpoint, "output_dir": str(tmp_path)}) is expected
+
+
+def test_a_finished_run_without_a_checkpoint_cannot_be_resumed_from_its_first_step(model: Path, tmp_path: Path) -> None:
+    write_json(tmp_path / "out" / "run.json", {"status": "completed"})
+    arguments = {
+        "model_name_or_path": str(model),
+        "output_dir": str(tmp_path / "out"),
+        "resume_from_checkpoint": "latest",
+    }
+    with pytest.raises(ToolkitError, match="already holds a finished run"):
+        preflight.check_output(arguments)

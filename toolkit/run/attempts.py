@@ -14,12 +14,13 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import re
 from collections.abc import Iterable
 from dataclasses import asdict, replace
 from pathlib import Path
 
 from toolkit.run.checkpoints import list_checkpoints
-from toolkit.run.folder import SCHEMA_VERSION, RunFolder, StartingAttempt, write_json
+from toolkit.run.folder import SCHEMA_VERSION, RunFolder, StartingAttempt, is_attempt, write_json
 
 
 def start_attempt(folder: RunFolder, *, resume: bool = False) -> None:
@@ -30,6 +31,13 @@ def start_attempt(folder: RunFolder, *, resume: bool = False) -> None:
     folder.check_unused(resume=resume)
     folder.check_writable()
     folder.make()
+    try:
+        _start(folder)
+    except OSError as error:  # a full disk, a folder of somebody else's, a file in the place of a folder
+        raise folder.unwritable(error) from None
+
+
+def _start(folder: RunFolder) -> None:
     settle(folder)
     folder.remove_heartbeats()
     earlier, trained = attempt_number(folder), has_trained(folder)
@@ -88,7 +96,7 @@ def attempt_number(folder: RunFolder) -> int:
     """
     recorded = (folder.read_run() or {}).get("attempt")
     taken = [number for number in _numbers(folder) if folder.attempt(number).run_json.exists()]
-    if type(recorded) is int and recorded > 0 and recorded not in taken:
+    if isinstance(recorded, int) and is_attempt(recorded) and recorded not in taken:
         return recorded
     return next(number for number in itertools.count(1) if number not in taken)
 
@@ -111,7 +119,8 @@ def _reports(folder: RunFolder, *, log: bool = True) -> list[Path]:
 
 
 def _numbers(folder: RunFolder) -> list[int]:
-    return [int(path.name) for path in folder.attempts.glob("[0-9]*") if path.name.isdecimal()]
+    numbers = [int(path.name) for path in folder.attempts.glob("[0-9]*") if re.fullmatch("[0-9]{1,6}", path.name)]
+    return [number for number in numbers if is_attempt(number)]
 
 
 def _write_starting(folder: RunFolder, starting: StartingAttempt) -> None:

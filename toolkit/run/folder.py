@@ -28,6 +28,13 @@ SCHEMA_VERSION = 1
 # Incremented whenever the meaning of a number changes, so that reports are not compared across the change.
 MEASUREMENT_VERSION = 1
 LOCK = "run.lock"
+MAX_ATTEMPTS = 10**6
+MAX_PID = 2**22  # Linux's PID_MAX_LIMIT
+
+
+def is_attempt(value: Any) -> bool:
+    """Return True for the number of an attempt, as read from a file."""
+    return type(value) is int and 0 < value < MAX_ATTEMPTS
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,7 +49,7 @@ class StartingAttempt:
     """True once the attempt has trained a step, while its files are moved to the top."""
 
     def __post_init__(self) -> None:
-        if not all(type(number) is int and number > 0 for number in (self.attempt, self.earlier)):
+        if not (is_attempt(self.attempt) and is_attempt(self.earlier) and type(self.trained) is bool):
             raise ValueError(self)
 
 
@@ -128,7 +135,10 @@ class RunFolder:
         Returns the descriptor, or None on a file system without locks. Raises ToolkitError while another run holds it.
         """
         self.make()
-        return lock_file(self.path / LOCK, held=self._held)
+        try:
+            return lock_file(self.path / LOCK, held=self._held)
+        except OSError as error:
+            raise self.unwritable(error) from None
 
     def _held(self, holder: str) -> ToolkitError:
         who = f" (process {holder})" if holder else ""
@@ -167,16 +177,17 @@ class RunFolder:
             with tempfile.TemporaryDirectory(dir=existing, prefix=".write-probe-"):
                 pass
         except OSError as error:
-            raise self._unwritable(error) from None
+            raise self.unwritable(error) from None
 
     def make(self) -> None:
         """Create the folder. Raises ToolkitError if that is not possible."""
         try:
             (self.path / "ranks").mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise self._unwritable(error) from None
+            raise self.unwritable(error) from None
 
-    def _unwritable(self, error: OSError) -> ToolkitError:
+    def unwritable(self, error: OSError) -> ToolkitError:
+        """Return the error for a folder that the system refuses to write."""
         return ToolkitError(
             f"output_dir {self.path} cannot be written: {error.strerror}",
             hint="name a folder that you can write to: `--output_dir DIR`",
@@ -227,7 +238,7 @@ def read_json(path: Path) -> dict[str, Any] | None:
 
 
 def _is_alive(pid: Any) -> bool:
-    if not isinstance(pid, int) or pid == os.getpid():
+    if type(pid) is not int or not 0 < pid <= MAX_PID or pid == os.getpid():
         return False
     try:
         os.kill(pid, 0)

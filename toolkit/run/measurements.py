@@ -199,15 +199,14 @@ def _checked(line: JsonLine, path: Path) -> Row:
 def drop_rows_after(path: Path, step: int) -> None:
     """Keep the rows up to `step`, where the run resumes; later steps are trained again."""
     rows = []
-    with contextlib.suppress(ToolkitError):
-        for line in read_json_lines(path, allow_nan=True) if path.exists() else ():
-            if (
-                isinstance(line.content, dict)
-                and type(line.content.get("step")) is int
-                and line.content["step"] <= step
-            ):
-                rows.append(json.dumps(line.content) + "\n")
-    write_text(path, "".join(rows))
+    with contextlib.suppress(ToolkitError):  # a missing file, and what follows a damaged line
+        rows = [line.content for line in read_json_lines(path, allow_nan=True) if _step(line) <= step]
+    write_text(path, "".join(json.dumps(row) + "\n" for row in rows))
+
+
+def _step(line: JsonLine) -> float:
+    step = line.content.get("step") if isinstance(line.content, dict) else None
+    return step if type(step) is int else math.inf
 
 
 def read_steps(folder: RunFolder) -> list[list[Row]]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from toolkit.data.template_limits import check_templates, read_template, templat
 from toolkit.errors import ToolkitError
 from toolkit.files.checkpoint_pickles import check_pickles
 from toolkit.files.model_weights import check_weights
+from toolkit.files.reading import user_path
 from toolkit.hardware.disks import existing_folder, free_bytes
 from toolkit.hardware.gpus import count_gpus
 from toolkit.models.config_limits import read_config
@@ -37,6 +39,7 @@ from toolkit.run.folder import RunFolder, read_json
 from toolkit.run.model_arguments import check_parts
 from toolkit.run.script_arguments import (
     accumulation_steps,
+    as_list,
     dataset_names,
     dataset_weights,
     flag,
@@ -54,6 +57,14 @@ DEFAULT_SEED = 42  # transformers' seed
 # weights as well, and (ZeRO-1 and ZeRO-2) its own copy of the weights beside the safetensors.
 CHECKPOINT_WEIGHTS = {"none": 3, "ddp": 3, "fsdp2": 3, "deepspeed": 5}
 DEFAULT_SAVE_STEPS = 500  # transformers' save_steps
+INPUTS = ("model_name_or_path", "dataset", "eval_dataset", "chat_template")
+# What a run writes into its folder: its records, and the model with its tokenizer; and what it moves away.
+WRITTEN = (
+    *("run.json", "attestation.json", "failure.json", "fingerprint.json", "train.log", "run.lock"),
+    *("config.json", "generation_config.json", "adapter_config.json", "*.safetensors", "*.safetensors.index.json"),
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja", "README.md"),
+    *("ranks", "attempts", "profile", "checkpoint-*"),
+)
 WEIGHT_SUFFIXES = (".safetensors", ".bin")
 
 
@@ -110,7 +121,7 @@ def check_process_count(num_processes: int, *, gpus: int | None, preset: Preset)
 def check_required(arguments: dict[str, Any], names: Sequence[str]) -> None:
     """Raise ToolkitError for a required argument that is missing."""
     for name in names:
-        if arguments.get(name) in (None, True, ""):
+        if arguments.get(name) in (None, True) or not str(arguments[name]).strip():
             raise ToolkitError(f"--{name} is missing", hint=f"add `-- --{name} ...` after the toolkit's own options")
 
 
@@ -184,11 +195,43 @@ def global_batch_size(arguments: dict[str, Any], num_processes: int) -> int:
 def check_output(arguments: dict[str, Any], *, engine: str = "deepspeed") -> Path:
     """Return the output folder, which must be unused and writable, with disk space for checkpoints and the model."""
     check_required(arguments, ("output_dir",))
-    folder = RunFolder(Path(str(arguments["output_dir"])))
+    folder = RunFolder(user_path(str(arguments["output_dir"])))
+    check_inputs_stay(folder, arguments)
     folder.check_unused(resume=continues(arguments))
     folder.check_writable()
     check_disk(folder.path, needed=saved_bytes(arguments, engine=engine))
     return folder.path
+
+
+def check_inputs_stay(folder: RunFolder, arguments: dict[str, Any]) -> None:
+    """Raise ToolkitError where the run's files would mix with the user's, or replace the model or the data."""
+    path, own_folder = (
+        Path(os.path.realpath(folder.path)),
+        f"name a folder of its own: `--output_dir {folder.path / 'out'}`",
+    )
+    for place, what in ((Path(path.anchor), "the root of the file system"), (Path.home().resolve(), "the home folder")):
+        if path == place:
+            raise ToolkitError(f"output_dir {folder.path} is {what}", hint=own_folder)
+    for name in INPUTS:
+        for given in as_list(arguments.get(name)):
+            if os.path.exists(str(given)) and _would_be_replaced(Path(os.path.realpath(str(given))), path):  # noqa: PTH110
+                raise ToolkitError(
+                    f"--{name} {given} is in output_dir {folder.path}, where the run would replace it",
+                    hint="name another folder: `--output_dir DIR`",
+                )
+    if not folder.run_json.exists() and any(path.glob("*.safetensors")):
+        raise ToolkitError(
+            f"output_dir {folder.path} holds a model that no run has written there (*.safetensors)",
+            hint="name another folder, `--output_dir DIR`: the trained model would replace it",
+        )
+
+
+def _would_be_replaced(source: Path, output_dir: Path) -> bool:
+    """True for the output folder itself, and for what a run writes in it or moves away."""
+    if source == output_dir:
+        return True
+    inside = source.relative_to(output_dir).parts if source.is_relative_to(output_dir) else ()
+    return bool(inside) and any(fnmatch(inside[0], pattern) for pattern in WRITTEN)
 
 
 def continues(arguments: dict[str, Any]) -> bool:
