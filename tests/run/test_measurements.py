@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from toolkit.run.folder import RunFolder
-from toolkit.run.measurements import grad_norm, measure, percentile, read_rows, read_steps, throughput
+from toolkit.run.measurements import drop_rows_after, grad_norm, measure, percentile, read_rows, read_steps, throughput
 
 
 def test_throughput_counts_only_timed_steps() -> None:
@@ -197,3 +197,12 @@ def test_profiled_steps_are_not_timed() -> None:
     steps = [[row], [row | {"seconds": 99.0, "profiled": True}], [row]]
     measured = measure(steps, untimed_steps=1)
     assert (measured.steps, measured.timed_steps, measured.tokens_per_second) == (3, 1, 10)
+
+
+def test_rows_before_a_damaged_line_are_kept_where_a_run_resumes(tmp_path: Path) -> None:
+    path = tmp_path / "rank0.jsonl"
+    path.write_text('{"step": 1}\n{"step": 2}\n{"step": 3}\nnothing\n{"step": 1}\n')
+    drop_rows_after(path, 2)
+    assert path.read_text() == '{"step": 1}\n{"step": 2}\n'
+    drop_rows_after(tmp_path / "rank1.jsonl", 2)
+    assert (tmp_path / "rank1.jsonl").read_text() == ""

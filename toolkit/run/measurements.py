@@ -198,15 +198,13 @@ def _checked(line: JsonLine, path: Path) -> Row:
 
 def drop_rows_after(path: Path, step: int) -> None:
     """Keep the rows up to `step`, where the run resumes; later steps are trained again."""
-    rows = []
-    with contextlib.suppress(ToolkitError):  # a missing file, and what follows a damaged line
-        rows = [line.content for line in read_json_lines(path, allow_nan=True) if _step(line) <= step]
-    write_text(path, "".join(json.dumps(row) + "\n" for row in rows))
-
-
-def _step(line: JsonLine) -> float:
-    step = line.content.get("step") if isinstance(line.content, dict) else None
-    return step if type(step) is int else math.inf
+    kept = []
+    with contextlib.suppress(ToolkitError):  # a missing file, or what follows a damaged line
+        for line in read_json_lines(path, allow_nan=True):
+            number = line.content.get("step")
+            if isinstance(number, int) and number <= step:
+                kept.append(json.dumps(line.content) + "\n")
+    write_text(path, "".join(kept))
 
 
 def read_steps(folder: RunFolder) -> list[list[Row]]:
