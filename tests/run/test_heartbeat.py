@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -10,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import psutil
+import pytest
 from heartbeats import STACKS, pulse
 from launching import ROOT
 
@@ -85,3 +87,18 @@ def test_a_stopped_process_writes_its_main_threads_stack_and_stays_stopped(tmp_p
                 os.kill(process.pid, signal.SIGCONT)
         finally:
             process.kill()
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        *(("pid", pid) for pid in (-1, 0, True, "1", 10**30, None)),
+        *[("step", [[[]]]), ("step", "3"), ("rank", {}), ("host", 5), ("phase", None), ("progress_unix", "now")],
+    ],
+)
+def test_a_heartbeat_that_no_rank_has_written_is_not_read(key: str, value: object, tmp_path: Path) -> None:
+    write_heartbeat(tmp_path, pulse(0))
+    write_heartbeat(tmp_path, pulse(1))
+    path = tmp_path / "rank1.pulse"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {key: value}))
+    assert [heartbeat.rank for heartbeat in read_heartbeats(tmp_path)] == [0]

@@ -20,8 +20,11 @@ from pathlib import Path
 from typing import IO
 
 import psutil
+from pydantic import TypeAdapter, ValidationError
 
-from toolkit.run.folder import read_json
+from toolkit.errors import ToolkitError
+from toolkit.files.reading import read_bytes
+from toolkit.run.folder import MAX_PID
 
 HANG_TIMEOUT_VARIABLE = "TOOLKIT_HANG_TIMEOUT_MINUTES"
 # Shorter than transformers' `ddp_timeout` of 30 minutes, after which a collective fails without saying where.
@@ -76,6 +79,9 @@ class Heartbeat:
         return self.host == os.uname().nodename and self.process is None
 
 
+_HEARTBEAT = TypeAdapter(Heartbeat)
+
+
 def peak_resident_bytes() -> int:
     """Return the peak resident memory of this process since it started."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts KiB
@@ -101,10 +107,17 @@ def write_heartbeat(ranks: Path, heartbeat: Heartbeat) -> None:
 
 def read_heartbeats(ranks: Path) -> list[Heartbeat]:
     """Return the last heartbeat of every rank that has written one, in rank order."""
-    found = [read_json(path) for path in ranks.glob("rank*.pulse")]
-    with contextlib.suppress(TypeError):
-        return sorted((Heartbeat(**values) for values in found if values), key=lambda heartbeat: heartbeat.rank)
-    return []
+    found = [_read_heartbeat(path) for path in ranks.glob("rank*.pulse")]
+    return sorted((heartbeat for heartbeat in found if heartbeat is not None), key=lambda heartbeat: heartbeat.rank)
+
+
+def _read_heartbeat(path: Path) -> Heartbeat | None:
+    """Return what a rank wrote, or None for a file that no rank has written: its pid is sent signals."""
+    try:
+        heartbeat = _HEARTBEAT.validate_json(read_bytes(path), strict=True)
+    except (ToolkitError, ValidationError):
+        return None
+    return heartbeat if 0 < heartbeat.pid <= MAX_PID else None
 
 
 def write_stacks_on_signal(file: IO[str]) -> None:

@@ -184,7 +184,7 @@ def last_step(path: Path) -> int:
     step = 0
     with contextlib.suppress(ToolkitError):
         for line in read_json_lines(path, allow_nan=True):
-            step = _checked(line, path)["step"]
+            step = _number(line) or step
     return step
 
 
@@ -201,10 +201,15 @@ def drop_rows_after(path: Path, step: int) -> None:
     kept = []
     with contextlib.suppress(ToolkitError):  # a missing file, or what follows a damaged line
         for line in read_json_lines(path, allow_nan=True):
-            number = line.content.get("step")
-            if isinstance(number, int) and number <= step:
+            number = _number(line)
+            if number is not None and number <= step:
                 kept.append(json.dumps(line.content) + "\n")
     write_text(path, "".join(kept))
+
+
+def _number(line: JsonLine) -> int | None:
+    number = line.content.get("step")
+    return number if type(number) is int else None
 
 
 def read_steps(folder: RunFolder) -> list[list[Row]]:
