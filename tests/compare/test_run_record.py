@@ -116,12 +116,12 @@ def test_a_damaged_file_of_a_run_is_named_with_its_key(tmp_path: Path, file: str
 @pytest.mark.parametrize(
     ("key", "value", "expected"),
     [
-        ("seconds", -1.0, "seconds is -1.0, expected greater than or equal to 0"),
+        ("seconds", -1.0, "seconds is -1.0, expected at least 0"),
         ("seconds", float("nan"), "seconds is nan, expected"),
         ("tokens", "12", "tokens is '12', expected a valid integer"),
         ("tokens", True, "tokens is True, expected a valid integer"),
         ("loss", [1.0], "loss is [1.0], expected a valid number"),
-        ("step", 0, "step is 0, expected greater than 0"),
+        ("step", 0, "step is 0, expected more than 0"),
         ("gpu_reading", {"energy_joules": 1}, "gpu_reading has no monotonic_seconds"),
         ("memory_ladder", {"load": 1}, "memory_ladder has no bytes_of"),
     ],

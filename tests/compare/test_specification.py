@@ -104,7 +104,7 @@ def test_a_specification_that_is_none_is_refused_and_never_overwritten(tmp_path:
         ({"presets": ["ddp", "../evil"]}, "preset_files has no '../evil', which is among presets"),
         ({"presets": ["ddp", "ddp"]}, "presets is ['ddp', 'ddp'], expected each once"),
         ({"presets": []}, "presets is [], expected"),
-        ({"num_processes": [0]}, "num_processes[0] is 0, expected greater than 0"),
+        ({"num_processes": [0]}, "num_processes[0] is 0, expected more than 0"),
         ({"num_processes": [2, 2]}, "num_processes is [2, 2], expected each once"),
         ({"repeats": 1_000_000}, "1 rows with 1,000,000 repeats each, expected at most 500 rows and 5,000 trials"),
         ({"repeats": "3"}, "repeats is '3', expected a valid integer"),

@@ -41,6 +41,7 @@ from toolkit.run.process import terminate_as_interrupt
 from toolkit.run.script_arguments import integer, read_arguments
 from toolkit.run.warm_start import WarmStart
 
+HIGHEST_PRICE = 1e12  # beyond every currency's price of a GPU-hour
 TABLE_COLUMNS = 100  # a narrower table would break presets and statuses over lines
 # Training arguments that the comparison sets, the same for every trial, and the options that stand for them.
 OWN_ARGUMENTS = {
@@ -214,6 +215,8 @@ def replay(options: CompareOptions) -> None:
 
 def write_report_again(folder: Path, *, price_per_gpu_hour: float | None) -> None:
     """Write the report from results.json, with costs at another price if one is given."""
+    if price_per_gpu_hour is not None and not price_per_gpu_hour <= HIGHEST_PRICE:
+        raise ToolkitError(f"--price-per-gpu-hour is {price_per_gpu_hour:g}, expected at most {HIGHEST_PRICE:g}")
     refuse_rehearsals([folder])
     folder = results_file(folder, write=True).parent
     results = load_results(folder)

@@ -16,7 +16,7 @@ from toolkit.compare.rows import Row
 from toolkit.compare.trial_figures import Figures, contradiction
 from toolkit.errors import ToolkitError
 from toolkit.files.json_files import read_json
-from toolkit.files.reading import OverLimit
+from toolkit.files.reading import OverLimit, user_path
 from toolkit.files.validation import explain
 from toolkit.files.value_limits import shown
 from toolkit.units import MIB
@@ -56,7 +56,8 @@ def results_file(path: str | Path, *, write: bool = False) -> Path:
 
     Raises ToolkitError for none; and with `write`, where the report would replace another comparison's files.
     """
-    file = Path(path) / RESULTS_FILE if Path(path).is_dir() else Path(path)
+    given = user_path(path)
+    file = given / RESULTS_FILE if given.is_dir() else given
     if not os.path.lexists(file):
         raise ToolkitError(
             f"no such file: {file}", hint=f"name a folder of `toolkit compare` that holds {RESULTS_FILE}"

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Self
 
 from annotated_types import Ge, Gt, Le, MaxLen, MinLen
-from pydantic import AfterValidator, AllowInfNan, BaseModel, BeforeValidator, ConfigDict, Strict
+from pydantic import AfterValidator, AllowInfNan, BaseModel, BeforeValidator, ConfigDict, Strict, WithJsonSchema
 
 from toolkit.compare.columns import Column
 
@@ -46,12 +46,8 @@ def _none_if_no_fraction(value: object) -> object:
 
 # Far beyond every figure, and small enough that no sum or ratio of figures overflows.
 LARGEST = 1e100
-
-
-def _not_beyond_reach(value: float) -> float:
-    if abs(value) > LARGEST:
-        raise ValueError(f"expected at most {LARGEST:g}")
-    return value
+# Of one lane of one rank in a profiled step: one per kernel, and neighbors are merged.
+MAX_INTERVALS = 100_000
 
 
 Scalar = bool | int | float | str | None
@@ -64,6 +60,13 @@ def _scalar_or_list(value: object) -> object:
     return value
 
 
+def _not_too_many(intervals: object) -> object:
+    """Refuse a list that is too long before each of its intervals is validated."""
+    if isinstance(intervals, list) and len(intervals) > MAX_INTERVALS:
+        raise ValueError(f"expected at most {MAX_INTERVALS:,}")
+    return intervals
+
+
 def _in_order(interval: tuple[float, float]) -> tuple[float, float]:
     if interval[0] > interval[1]:
         raise ValueError("expected the low end first")
@@ -74,8 +77,10 @@ def _in_order(interval: tuple[float, float]) -> tuple[float, float]:
 Integer = Annotated[int, Strict()]
 Count = Annotated[int, Strict(), Ge(0)]
 PositiveCount = Annotated[int, Strict(), Gt(0)]
-Real = Annotated[float, Strict(), AllowInfNan(False), AfterValidator(_not_beyond_reach)]
-NonNegativeReal = Annotated[float, Strict(), AllowInfNan(False), Ge(0), AfterValidator(_not_beyond_reach)]
+Real = Annotated[float, Strict(), AllowInfNan(False), Ge(-LARGEST), Le(LARGEST), WithJsonSchema({"type": "number"})]
+NonNegativeReal = Annotated[
+    float, Strict(), AllowInfNan(False), Ge(0), Le(LARGEST), WithJsonSchema({"type": "number", "minimum": 0})
+]
 Share = Annotated[float, Strict(), Ge(0), Le(1)]
 Name = Annotated[str, MinLen(1), MaxLen(300)]
 """Of a preset, a row or a trial; a preset's is that of a file."""
@@ -192,7 +197,7 @@ class TimelineRank(Model):
     start_seconds: Annotated[NonNegativeReal, Column("Its start after the earliest rank's.", unit="s")]
     seconds: Annotated[NonNegativeReal, Column("Length of its step.", unit="s")]
     lanes: Annotated[
-        dict[str, Annotated[tuple[Interval, ...], MaxLen(100_000)]],
+        dict[str, Annotated[tuple[Interval, ...], BeforeValidator(_not_too_many), MaxLen(MAX_INTERVALS)]],
         MaxLen(10),
         Column("Intervals of `compute`, `communication` and `data_wait`, from the rank's start.", unit="s"),
     ]

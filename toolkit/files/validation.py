@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 
 from toolkit.errors import ToolkitError
 from toolkit.files.value_limits import MAX_SHOWN, shown
 
+if TYPE_CHECKING:
+    from pydantic_core import ErrorDetails
+
 # A message may quote the value.
 MAX_MESSAGE = 200
+MAX_LISTED = 20
+_EXPECTED = {
+    **dict.fromkeys(("model_type", "dict_type", "model_attributes_type"), "expected keys and values"),
+    **dict.fromkeys(("tuple_type", "list_type"), "expected a list"),
+    "too_long": "expected fewer",
+    "too_short": "expected more",
+}
+_BOUNDS = {"greater_than_equal": "at least", "greater_than": "more than", "less_than_equal": "at most"}
 _T = TypeVar("_T")
 
 
@@ -43,11 +54,23 @@ def explain(error: ValidationError) -> str:
     missing = [str(found["loc"][-1]) for found in errors if found["type"] == "missing" and found["loc"][:-1] == place]
     if missing:
         return f"{_path(place)} has no {', '.join(missing)}"
-    message = str(errors[0]["msg"])[:MAX_MESSAGE].removeprefix("Value error, ").removeprefix("Input should be ")
-    if errors[0]["type"] == "value_error" and isinstance(errors[0]["input"], dict):
+    message, value = _expected(errors[0]), errors[0]["input"]
+    if errors[0]["type"] == "value_error" and isinstance(value, dict):
         return f"{_path(errors[0]['loc'])}: {message}" if errors[0]["loc"] else message
-    expected = message if message.startswith("expected") else f"expected {message[:1].lower()}{message[1:]}"
-    return f"{_path(errors[0]['loc'])} is {shown(errors[0]['input'])}, {expected}"
+    found = f"a list of {len(value):,} values" if isinstance(value, list) and len(value) > MAX_LISTED else shown(value)
+    return f"{_path(errors[0]['loc'])} is {found}, {message}"
+
+
+def _expected(error: ErrorDetails) -> str:
+    """What a value should be, in the words of the file's format."""
+    if error["type"] in _EXPECTED:
+        return _EXPECTED[error["type"]]
+    if error["type"] in _BOUNDS:
+        return f"expected {_BOUNDS[error['type']]} {next(iter(error['ctx'].values())):g}"
+    message = str(error["msg"])[:MAX_MESSAGE].removeprefix("Value error, ").removeprefix("Input should be ")
+    if message.startswith("expected") or error["type"] == "value_error":
+        return message
+    return f"expected {message[:1].lower()}{message[1:]}"
 
 
 def _path(place: tuple[int | str, ...]) -> str:

@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import csv
+import io
+import json
 import re
+from pathlib import Path
 
-from results_documents import Document, Tags, bars, html_text, markdown_text
+import pytest
+from results_documents import Document, Tags, bars, csv_text, html_text, markdown_text
+
+from toolkit.compare.commands import write_report_again
 
 
 def test_markdown_table_is_exact(results: Document) -> None:
@@ -106,3 +113,32 @@ def test_an_unsupported_row_is_not_shown_in_red(made_up: Document) -> None:
     assert '<td class="status">not_' not in page
     assert all('class="alarm' not in bar for bar in bars(page, "ddp"))
     assert "steps with a loss" not in page
+
+
+HOSTILE = "\x1b[2J</script><script>alert(1)</script>\u202e=cmd|x"
+
+
+def test_a_hostile_name_acts_in_no_terminal_page_or_spreadsheet(
+    results: Document, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = json.dumps(results).replace('"ddp"', json.dumps(HOSTILE))
+    (tmp_path / "results.json").write_text(text)
+    write_report_again(tmp_path, price_per_gpu_hour=None)
+    printed = capsys.readouterr().out
+    assert r"\x1b[2J</script>" in printed
+    for shown in (printed, *((tmp_path / name).read_text() for name in ("report.html", "report.md", "results.csv"))):
+        assert not {"\x1b", "\u202e"} & set(shown)
+    assert (tmp_path / "report.html").read_text().count("<script>") == 1
+
+
+def test_a_long_curve_is_thinned_in_the_page(results: Document) -> None:
+    short = len(html_text(results))
+    results["rows"][0]["losses"] = [2.0, 1.0] * 50_000
+    assert len(html_text(results)) < short + 2100 * len("1000.0,300.0 ")
+
+
+@pytest.mark.parametrize("text", ["=cmd()", "+1", "-1", "@x"])
+def test_a_spreadsheet_reads_no_formula(results: Document, text: str) -> None:
+    results["rows"][2]["message"] = text
+    (cell,) = {row["message"] for row in csv.DictReader(io.StringIO(csv_text(results))) if text in row["message"]}
+    assert cell == f"'{text}"
