@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 from toolkit.errors import ToolkitError
 from toolkit.files.json_files import as_mapping, parse_json
@@ -46,11 +46,11 @@ def read_json_lines(
     with open_file(path) as file:
         if os.fstat(file.fileno()).st_size > max_bytes:
             raise OverLimit(f"{path} has more than {max_bytes // MIB} MiB, more than any file of its kind")
+        if max_lines is not None and _count_lines(file) > max_lines:  # before any is parsed
+            raise OverLimit(f"{path} has more than {max_lines:,} lines, more than any file of its kind")
         number = 0
         while line := file.readline(max_line_bytes + 1):
             number += 1
-            if max_lines is not None and number > max_lines:
-                raise OverLimit(f"{path} has more than {max_lines:,} lines, more than any file of its kind")
             if len(line) > max_line_bytes:
                 raise OverLimit(f"{line_name(path, number)}: longer than {max_line_bytes:,} bytes")
             if not line.endswith(b"\n"):
@@ -61,6 +61,12 @@ def read_json_lines(
                 except ToolkitError as error:
                     raise type(error)(error.message, hint=error.hint or hint) from None
                 yield JsonLine(number, content)
+
+
+def _count_lines(file: BinaryIO) -> int:
+    count = sum(block.count(b"\n") for block in iter(lambda: file.read(MIB), b""))
+    file.seek(0)
+    return count
 
 
 def line_name(path: Path, number: int) -> str:
