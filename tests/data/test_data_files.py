@@ -373,7 +373,7 @@ def test_a_copy_of_a_hub_data_set_is_a_source_with_a_configuration(tmp_path: Pat
     assert resolve_sources([str(default)]) == [DataSource(kind="hub", name=str(default))]
 
 
-@pytest.mark.parametrize("card", ["", "# no header\n", "---\n[broken\n---\n", "---\nconfigs: none\n---\n"])
+@pytest.mark.parametrize("card", ["", "# no header\n", "---\nlicense: mit\n---\n"])
 def test_a_data_set_card_without_configurations_says_nothing_about_them(card: str, tmp_path: Path) -> None:
     (tmp_path / "README.md").write_text(card)
     assert resolve_sources([str(tmp_path)], config="sv")[0].config == "sv"
