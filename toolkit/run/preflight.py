@@ -26,6 +26,7 @@ from toolkit.models.hub import download_config, no_such_model
 from toolkit.presets import Preset
 from toolkit.presets.support import CPU, Device, check_supported
 from toolkit.run.argument_checks import check_arguments
+from toolkit.run.argument_values import as_list
 from toolkit.run.checkpoints import (
     LATEST_WORDS,
     Checkpoint,
@@ -39,7 +40,6 @@ from toolkit.run.folder import RunFolder, read_json
 from toolkit.run.model_arguments import check_parts
 from toolkit.run.script_arguments import (
     accumulation_steps,
-    as_list,
     dataset_names,
     dataset_weights,
     flag,
