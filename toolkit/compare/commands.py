@@ -89,13 +89,13 @@ def run_comparison(options: CompareOptions) -> None:
 
 def check_comparison(options: CompareOptions) -> CheckedComparison:
     """Check everything that can be known before a trial. Raises ToolkitError for an invalid job."""
-    variants = load_variants(options.preset, options.variant)
-    trials = len(variants) * len(options.world_sizes) * options.repeats
+    trials = (len(options.preset) + len(options.variant)) * len(options.world_sizes) * options.repeats
     if trials > MAX_TRIALS:
         raise ToolkitError(
             f"the rows and --repeats make {trials:,} trials, expected {MAX_TRIALS:,} or fewer",
             hint="`--repeats 3` shows a difference of a few per cent; name fewer presets or numbers of processes",
         )
+    variants = load_variants(options.preset, options.variant)
     spec = make_specification(options, variants)
     by_name = {variant.name: variant for variant in variants}
     unsupported = unsupported_rows(spec, by_name, gpus=options.predicted_gpus)
