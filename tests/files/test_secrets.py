@@ -249,7 +249,7 @@ def test_an_error_about_a_training_file_quotes_no_secret_of_it(
     with pytest.raises(SystemExit):
         main(["train", "--preset", "ddp", "--cpu", "--", str(tmp_path / "job.yaml")])
     printed = "".join(capsys.readouterr())
-    assert "--max_steps is '***'" in printed
+    assert "max_steps is '***'" in printed
     assert PLAIN not in printed
 
 

@@ -165,13 +165,13 @@ def test_a_file_that_is_not_a_configuration_is_refused_with_the_reason(
 
 @pytest.mark.parametrize(
     "text",
-    [f"distributed_type: FSDP\n{'# word' * 170_000}\n", f"distributed_type: FSDP\ndebug: '{'x ' * 520_000}'\n"],
+    [f"distributed_type: FSDP\n{'# word' * 170_000}\n", f"distributed_type: FSDP\ndebug: '{'x ' * 499_000}'\n"],
     ids=["comment", "string"],
 )
 def test_a_file_of_almost_one_mebibyte_is_read_completely(text: str, tmp_path: Path) -> None:
     path = tmp_path / "a.yaml"
     path.write_text(text)
-    assert MAX_YAML_BYTES * 0.95 < path.stat().st_size <= MAX_YAML_BYTES
+    assert MAX_YAML_BYTES * 0.9 < path.stat().st_size <= MAX_YAML_BYTES
     assert [finding.rule for finding in lint_paths([path]).findings] == ["fsdp1-by-omission"]
 
 
