@@ -17,7 +17,6 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 from toolkit.checkpoint.layout import FSDP_MODEL, FSDP_OPTIMIZER, Layout
 from toolkit.checkpoint.model_definition import MetaModel, without_adapter_name
 from toolkit.checkpoint.reader import MOMENTS, CheckpointReader, group_hyperparameters
-from toolkit.errors import ToolkitError
 from toolkit.files.safe_loading import read_dcp_metadata, weights_only
 
 _STATE_PREFIX = ("optimizer", "state")
@@ -95,7 +94,10 @@ class _DcpFolder:
         state: dict[str, Any] = {key: None if is_bytes else torch.empty(entry.size, dtype=entry.properties.dtype)}
         with contextlib.nullcontext() if self.trust_pickle else weights_only(), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # there is no process group
-            dcp.load(state, storage_reader=_CachedMetadataReader(self.path, self.metadata), no_dist=True)
+            try:
+                dcp.load(state, storage_reader=_CachedMetadataReader(self.path, self.metadata), no_dist=True)
+            except CheckpointException as error:
+                raise _cause(error) from None
         return state[key]
 
 
@@ -149,9 +151,14 @@ def _save(folder: Path, state: dict[str, Any], readers: _Readers) -> None:
         warnings.simplefilter("ignore")  # there is no process group
         try:
             dcp.save(state, storage_writer=dcp.FileSystemWriter(folder), planner=_LazyPlanner(readers), no_dist=True)
-        except CheckpointException as error:  # holds what a reader raised, by rank
-            raised = next((own for own, _ in error.failures.values() if isinstance(own, ToolkitError)), None)
-            raise error if raised is None else raised from None
+        except CheckpointException as error:
+            raise _cause(error) from None
+
+
+def _cause(error: CheckpointException) -> BaseException:
+    """What was raised on the one rank that there is: a `CheckpointException` itself is no `Exception`."""
+    raised: BaseException = next((own for own, _ in error.failures.values()), error)
+    return raised
 
 
 class _LazyPlanner(dcp.DefaultSavePlanner):  # type: ignore[misc]

@@ -156,7 +156,8 @@ class StepRow(BaseModel):
     tokens: NonNegativeInt
     non_padding_tokens: NonNegativeInt
     supervised_tokens: NonNegativeInt
-    loss: MaybeNotFinite
+    loss: MaybeNotFinite | None
+    """None in a rehearsal only."""
     grad_norm: MaybeNotFinite | None
     local_grad_norm: MaybeNotFinite | None = None
     grad_norm_ranks: PositiveInt | None = None

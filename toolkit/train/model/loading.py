@@ -71,8 +71,10 @@ def from_pretrained(auto_class: Any, arguments: ModelArguments, **extra: Any) ->
         return auto_class.from_pretrained(
             name, revision=arguments.revision, trust_remote_code=arguments.trust_remote_code, **extra
         )
-    except (OSError, ValueError, KeyError, ImportError) as error:
-        first_line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    except Exception as error:  # the tokenizers library raises bare ones for a file that is damaged
+        if isinstance(error, RuntimeError) and not isinstance(error, RecursionError):
+            raise  # of torch: out of memory
+        first_line = str(error).strip().splitlines()[0][:200] if str(error).strip() else type(error).__name__
         raise ToolkitError(
             f"model {name!r} cannot be loaded: {first_line}",
             hint="give a local folder with config.json, weights and tokenizer, or a hub id that this node can reach",
