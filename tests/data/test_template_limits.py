@@ -93,7 +93,7 @@ def job(tmp_path: Path) -> list[str]:
     model = tmp_path / "model"
     model.mkdir()
     (model / "config.json").write_text("{}")
-    (model / "model.safetensors").touch()
+    (model / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
     (model / "chat_template.jinja").write_text(NESTED_LOOPS)
     (tmp_path / "chat.jsonl").write_text(json.dumps({"messages": CHAT.messages}))
     (tmp_path / "text.jsonl").write_text('{"text": "plain"}')
