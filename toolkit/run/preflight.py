@@ -209,7 +209,10 @@ def check_inputs_stay(folder: RunFolder, arguments: dict[str, Any]) -> None:
         Path(os.path.realpath(folder.path)),
         f"name a folder of its own: `--output_dir {folder.path / 'out'}`",
     )
-    for place, what in ((Path(path.anchor), "the root of the file system"), (Path.home().resolve(), "the home folder")):
+    for place, what in (
+        (Path(path.anchor), "the root of the file system"),
+        (user_path("~").resolve(), "the home folder"),
+    ):
         if path == place:
             raise ToolkitError(f"output_dir {folder.path} is {what}", hint=own_folder)
     for name in INPUTS:
