@@ -11,15 +11,8 @@ from typing import Any
 
 from toolkit.errors import ToolkitError, did_you_mean
 from toolkit.files.value_limits import unexpected
+from toolkit.models.config_limits import check_size
 
-# About a thousand times what the largest published models have: anything above is a typing error, not a model.
-LARGEST = {"layer": 10_000, "head": 100_000, "expert": 100_000, "": 2**30}
-# Fields that transformers takes as they are, for an architecture without formulas: it would build for hours.
-COUNTS = (
-    *("num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_attention_heads", "n_head", "num_experts"),
-    *("num_local_experts", "n_routed_experts", "hidden_size", "n_embd", "d_model", "intermediate_size", "vocab_size"),
-)
-PARTS = ("text_config", "decoder", "encoder", "vision_config", "audio_config")
 MISSING = object()
 
 
@@ -52,33 +45,11 @@ class ConfigFields:
             if default is MISSING:
                 raise self._missing(names)
             return int(default)
-        return self._checked_size(name, self.values[name])
-
-    def _checked_size(self, name: str, value: Any) -> int:
+        value = self.values[name]
         if type(value) is not int or value < 1:
             raise unexpected(self.source, name, value, "an integer of 1 or more")
-        largest = next(size for word, size in LARGEST.items() if word in name)
-        if value > largest:
-            raise ToolkitError(f"{self.source}: {name} is {value:,}, expected {largest:,} or less")
+        check_size(self.source, name, value)
         return value
-
-    def check_sizes(self) -> None:
-        """Raise ToolkitError for a size that no model has, in the configuration or in one of its parts.
-
-        A list is a size for each layer, which some architectures have.
-        """
-        for part in (self, *(ConfigFields(self.values[name], self.source) for name in self._parts())):
-            for name in COUNTS:
-                given = part.values.get(name)
-                for each in given if isinstance(given, list) else [given]:
-                    if each not in (None, 0):  # no such part, for example no experts
-                        part._checked_size(name, each)
-
-    def _parts(self) -> list[str]:
-        for name in PARTS:
-            if not isinstance(self.values.get(name, {}), dict | None):
-                raise unexpected(self.source, name, self.values[name], "keys and values")
-        return [name for name in PARTS if self.values.get(name)]
 
     def flag(self, name: str, *, default: bool = False) -> bool:
         """Return a boolean field. Raises ToolkitError for any other type."""

@@ -11,19 +11,20 @@ from typing import Any
 
 from toolkit.errors import ToolkitError
 from toolkit.files.json_files import read_json_object
-from toolkit.files.value_limits import CONFIGURATION
+from toolkit.files.value_limits import unexpected
+from toolkit.units import MIB
 
-# Key -> largest value, about ten times that of the largest published models; they are built before they are compared.
-_LAYERS, _HEADS, _SIZE = 2_000, 100_000, 2**27
-_LARGEST = {
-    **dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_decoder_layers"), _LAYERS),
-    **dict.fromkeys(("num_attention_heads", "n_head", "n_heads", "num_heads", "num_key_value_heads"), _HEADS),
-    **dict.fromkeys(("num_local_experts", "num_experts", "n_routed_experts", "n_shared_experts"), _HEADS),
-    **dict.fromkeys(("hidden_size", "n_embd", "d_model", "vocab_size", "head_dim", "max_position_embeddings"), _SIZE),
-    **dict.fromkeys(("intermediate_size", "n_inner", "d_ff", "ffn_dim", "n_positions", "moe_intermediate_size"), _SIZE),
-}
-# May be 0: a model without experts, or without a table of positions.
-_MAY_BE_ZERO = {"n_shared_experts", "num_experts", "num_local_experts", "n_routed_experts", "max_position_embeddings"}
+# Word in a field's name -> largest value, about ten times that of the largest published models: anything above is a
+# typing error, or an attempt to exhaust the memory of whoever builds the model.
+_LARGEST = {"layer": 2_000, "head": 100_000, "expert": 100_000, "": 2**27}
+_SIZES = (
+    *("num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_decoder_layers", "num_attention_heads", "n_head"),
+    *("n_heads", "num_heads", "num_key_value_heads", "num_local_experts", "num_experts", "n_routed_experts"),
+    *("n_shared_experts", "hidden_size", "n_embd", "d_model", "vocab_size", "head_dim", "max_position_embeddings"),
+    *("intermediate_size", "n_inner", "d_ff", "ffn_dim", "n_positions", "moe_intermediate_size"),
+)
+# A quantized mixture of experts lists each of its layers, in a few MiB.
+MAX_CONFIG_BYTES = 16 * MIB
 _ATTENTION = ("attn_implementation", "_attn_implementation", "_attn_implementation_internal", "experts_implementation")
 
 
@@ -32,13 +33,17 @@ def read_config(path: Path) -> dict[str, Any]:
 
     Raises ToolkitError for a file that is not one, for a size that no model has, and for a kernel from the hub.
     """
-    config = read_json_object(path, limits=CONFIGURATION, allow_nan=True)
-    if not isinstance(config.get("model_type", ""), str):
-        raise ToolkitError(f"{path}: model_type is {str(config['model_type'])[:80]!r}, expected a name such as `llama`")
+    # A field of a few architectures is infinite (Mamba's `time_step_limit`).
+    config = read_json_object(path, max_bytes=MAX_CONFIG_BYTES, allow_nan=True)
+    if not isinstance(config.get("model_type"), str | None):
+        raise unexpected(path, "model_type", config["model_type"], "a name such as `llama`")
     for key, value in _fields(config):
-        if key in _LARGEST:
-            for size in value if isinstance(value, list) else [value]:
-                _check_size(path, key, size)
+        if key.endswith("_config") and not isinstance(value, dict | str | None):
+            raise unexpected(path, key, value, "keys and values")
+        if key in _SIZES:
+            for size in value if isinstance(value, list) else [value]:  # a list has one for each layer
+                if size is not None:
+                    check_size(str(path), key, size)
         elif key in _ATTENTION and "/" in str(value):
             raise ToolkitError(
                 f"{path}: {key} is {str(value)[:80]!r}, which names code on the hub; nothing was loaded",
@@ -47,15 +52,12 @@ def read_config(path: Path) -> dict[str, Any]:
     return config
 
 
-def _check_size(path: Path, key: str, size: Any) -> None:
-    if size is None:
-        return
-    smallest = 0 if key in _MAY_BE_ZERO else 1
-    if type(size) is not int or not smallest <= size <= _LARGEST[key]:
-        raise ToolkitError(
-            f"{path}: {key} is {repr(size)[:80]}, expected an integer from {smallest} to {_LARGEST[key]:,}",
-            hint="use the config.json that is stored with the weights",
-        )
+def check_size(source: str, key: str, size: Any) -> None:
+    """Raise ToolkitError for a size of a model that no model has; 0 is a part that the model is without."""
+    largest = next(limit for word, limit in _LARGEST.items() if word in key)
+    if type(size) is not int or not 0 <= size <= largest:
+        hint = "use the config.json that is stored with the weights"
+        raise unexpected(source, key, size, f"an integer from 0 to {largest:,}", hint=hint)
 
 
 def _fields(config: dict[str, Any]) -> Iterator[tuple[str, Any]]:

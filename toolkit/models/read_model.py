@@ -9,23 +9,18 @@ process whose answer is cached (`toolkit.models.counted_shape`).
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 from toolkit.errors import ToolkitError, nearest
-from toolkit.files.json_files import read_json_object
 from toolkit.files.reading import user_path
 from toolkit.files.value_limits import shown
 from toolkit.models.config_fields import ConfigFields
+from toolkit.models.config_limits import read_config
 from toolkit.models.counted_shape import count_shape
 from toolkit.models.hub import CONFIG, download_config
 from toolkit.models.llama_family import LLAMA_FAMILY, llama_shape
 from toolkit.models.other_decoders import OTHER_DECODERS
 from toolkit.models.shape import ModelShape
-from toolkit.units import MIB
 from toolkit.versions import model_types
-
-# A quantized mixture of experts lists each of its layers, in a few MiB.
-MAX_CONFIG_BYTES = 16 * MIB
 
 
 def read_model(MODEL: str, *, count: bool = True) -> ModelShape:  # noqa: N803
@@ -35,14 +30,13 @@ def read_model(MODEL: str, *, count: bool = True) -> ModelShape:  # noqa: N803
     ToolkitError for a model that is missing, unreadable, incomplete, or not a language model.
     """
     path = config_path(MODEL)
-    fields = ConfigFields(_read_config(path), str(path))
+    fields = ConfigFields(read_config(path), str(path))
     _check_type(fields)
     shape = shape_from_config(fields)
     if shape is not None:
         return shape
     if not count:
         raise ToolkitError(f"there are no formulas for model_type {fields.values['model_type']!r}", hint=_known())
-    fields.check_sizes()
     return count_shape(path, fields.values, hint=_known())
 
 
@@ -68,7 +62,7 @@ def types_with_formulas() -> list[str]:
 
 def check_unquantized(model: str) -> None:
     """Raise ToolkitError for a checkpoint that is already quantized: the size of its weights depends on its method."""
-    quantized = _read_config(config_path(model)).get("quantization_config")
+    quantized = read_config(config_path(model)).get("quantization_config")
     if quantized:
         method = quantized.get("quant_method", "unknown") if isinstance(quantized, dict) else quantized
         raise ToolkitError(
@@ -89,11 +83,6 @@ def config_path(model: str) -> Path:
     if model.count("/") > 1 or model.startswith((".", "/", "~")) or model.endswith(".json"):
         raise ToolkitError(f"no such file or folder: {model}", hint=f"a hub id, a folder with {CONFIG}, or a {CONFIG}")
     return download_config(model)
-
-
-def _read_config(path: Path) -> dict[str, Any]:
-    """Return a model's fields; those of a few architectures are infinite (Mamba's `time_step_limit`)."""
-    return read_json_object(path, max_bytes=MAX_CONFIG_BYTES, allow_nan=True)
 
 
 def _check_type(fields: ConfigFields) -> None:
