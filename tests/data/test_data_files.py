@@ -84,8 +84,8 @@ def test_an_unsupported_suffix_is_refused_with_the_supported_ones(write: Write) 
     ("source", "message"),
     [
         ("~nobody/rows.json", "no such data file"),
-        ("a" * 5000, "has a name of 5,000 bytes"),
-        ("folder/" * 1000 + "rows.json", "is longer than the 4,095 bytes"),
+        ("a" * 5000, "has 5,000 characters, expected at most 4,095"),
+        ("folder/" * 1000 + "rows.json", "expected at most 4,095"),
         ("\0", "contains a null byte"),
         ("https://example.org/rows.json", "no such data file"),
         ("squad", "no such data file"),

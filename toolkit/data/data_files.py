@@ -95,7 +95,7 @@ def resolve_sources(names: Sequence[str], *, config: str | None = None, option: 
         seen[key] = source.name
     if config is not None and all(source.kind == "file" for source in sources):
         raise ToolkitError(
-            f"--{option}_config {config}: {names[0]} is a file, and only a hub data set has configurations",
+            f"--{option}_config {config[:80]}: {names[0]} is a file, and only a hub data set has configurations",
             hint=f"leave `--{option}_config` out",
         )
     return [_with_config(source, config, option) if source.kind == "hub" else source for source in sources]
@@ -114,7 +114,7 @@ def config_error(name: str, config: str | None, known: Sequence[str], *, option:
     """Return an error that names the configurations of a hub data set; `config` None: one has to be chosen."""
     found = "has several configurations" if config is None else f"has no configuration {shown(config)}; it has"
     close = nearest(config, known) if config is not None else None
-    hint = f"`--{option}_config {known[0]}`" if close is None else f"did you mean `--{option}_config {close}`?"
+    hint = f"`--{option}_config {known[0][:80]}`" if close is None else f"did you mean `--{option}_config {close}`?"
     more = f", and {len(known) - MAX_LISTED:,} more" if len(known) > MAX_LISTED else ""
     listed = ", ".join(each[:80] for each in known[:MAX_LISTED]) + more
     return ToolkitError(f"data set {name!r} {found}: {listed}", hint=hint)

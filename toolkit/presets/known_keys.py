@@ -113,6 +113,10 @@ def check_deepspeed_keys(config: Mapping[str, Any], path: Path) -> None:
         _check_keys(zero.get(block), known, block=f"zero_optimization.{block}", path=path)
 
 
+def _examples(known: frozenset[str]) -> str:
+    return ", ".join(sorted(known)[:8])
+
+
 def _check_keys(found: object, known: frozenset[str], *, block: str, path: Path) -> None:
     if found is not None and not isinstance(found, Mapping):
         raise unexpected(path, block, found, "keys and values")
@@ -120,5 +124,5 @@ def _check_keys(found: object, known: frozenset[str], *, block: str, path: Path)
         if key not in known:
             raise ToolkitError(
                 f"{path}: unknown key {shown(key)} in {block}; engines silently ignore such a key",
-                hint=did_you_mean(key[:200], known, otherwise=f"known keys: {', '.join(sorted(known))}"),
+                hint=did_you_mean(key[:200], known, otherwise=f"remove it; {block} has keys like {_examples(known)}"),
             )
