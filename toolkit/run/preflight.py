@@ -205,16 +205,13 @@ def check_output(arguments: dict[str, Any], *, engine: str = "deepspeed") -> Pat
 
 def check_inputs_stay(folder: RunFolder, arguments: dict[str, Any]) -> None:
     """Raise ToolkitError where the run's files would mix with the user's, or replace the model or the data."""
-    path, own_folder = (
-        Path(os.path.realpath(folder.path)),
-        f"name a folder of its own: `--output_dir {folder.path / 'out'}`",
-    )
-    for place, what in (
-        (Path(path.anchor), "the root of the file system"),
-        (user_path("~").resolve(), "the home folder"),
-    ):
-        if path == place:
-            raise ToolkitError(f"output_dir {folder.path} is {what}", hint=own_folder)
+    path = Path(os.path.realpath(folder.path))
+    places = {Path(path.anchor): "the root of the file system", user_path("~").resolve(): "the home folder"}
+    if path in places:
+        raise ToolkitError(
+            f"output_dir {folder.path} is {places[path]}",
+            hint=f"name a folder of its own: `--output_dir {folder.path / 'out'}`",
+        )
     for name in INPUTS:
         for given in as_list(arguments.get(name)):
             if os.path.exists(str(given)) and _would_be_replaced(Path(os.path.realpath(str(given))), path):  # noqa: PTH110
