@@ -47,16 +47,16 @@ def test_a_word_that_is_no_such_value_is_refused(words: list[str], expected: str
 @pytest.mark.parametrize(
     ("line", "expected"),
     [
-        ("max_steps: 8.5", "--max_steps is 8.5, expected a whole number"),
-        ("max_steps: true", "--max_steps is True, expected a whole number"),
-        ("max_steps: [8]", "--max_steps is [8], expected a whole number"),
+        ("max_steps: 8.5", "max_steps is 8.5, expected a whole number"),
+        ("max_steps: true", "max_steps is True, expected a whole number"),
+        ("max_steps: [8]", "max_steps is [8], expected a whole number"),
         ("max_steps: null", "--max_steps is null, expected a number"),
-        ("learning_rate: {a: 1}", "--learning_rate is {'a': 1}, expected a number"),
-        ("learning_rate: .inf", "--learning_rate is inf, expected a finite number"),
-        ("save_strategy: no", "--save_strategy is False, expected text"),
-        ("output_dir: 5", "--output_dir is 5, expected text"),
-        ("dataset: [5]", "--dataset is 5, expected text"),
-        ("lora_target_modules: [[q_proj]]", "--lora_target_modules is ['q_proj'], expected text"),
+        ("learning_rate: {a: 1}", "learning_rate is {'a': 1}, expected a value without keys"),
+        ("learning_rate: .inf", "learning_rate is inf, expected a finite number"),
+        ("save_strategy: no", "save_strategy is False, expected text"),
+        ("output_dir: 5", "output_dir is 5, expected text"),
+        ("dataset: [5]", "dataset is 5, expected text"),
+        ("lora_target_modules: [[q_proj]]", "lora_target_modules is ['q_proj'], expected text"),
     ],
 )
 def test_a_value_of_another_type_in_a_file_is_refused(line: str, expected: str, tmp_path: Path) -> None:
@@ -64,7 +64,7 @@ def test_a_value_of_another_type_in_a_file_is_refused(line: str, expected: str, 
     file.write_text(line)
     with pytest.raises(ToolkitError) as caught:
         read_arguments([str(file)])
-    assert caught.value.message == expected
+    assert caught.value.message == (expected if expected.startswith("--") else f"{file}: {expected}")
 
 
 def test_a_number_in_a_file_may_have_the_type_that_yaml_gives_it(tmp_path: Path) -> None:

@@ -265,7 +265,7 @@ def test_an_output_folder_that_the_system_refuses(job: Job) -> None:
 def test_an_output_folder_that_is_a_file(job: Job) -> None:
     before = contents(job.folder)
     said = job.train(output_dir=job.rows)
-    assert said.error == f"output_dir {job.rows} is a file"
+    assert said.error == f"--dataset {job.rows} is in output_dir {job.rows}, where the run would replace it"
     assert contents(job.folder) == before
 
 
@@ -382,4 +382,4 @@ def test_a_comparison_that_cannot_be_written(job: Job) -> None:
 
 def test_a_report_of_a_folder_without_one(job: Job) -> None:
     said = refused("report", str(job.folder), cwd=job.folder)
-    assert said.error == f"cannot read {job.folder / 'results.json'}: No such file or directory"
+    assert said.error == f"no such file: {job.folder / 'results.json'}"

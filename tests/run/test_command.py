@@ -72,6 +72,8 @@ def test_the_environment_on_gpus_describes_the_run_only(monkeypatch: pytest.Monk
         "TOOLKIT_RUN_PREPARED": "1",
         "TORCH_EXTENSIONS_DIR": "/ops",
         "PYTHONUNBUFFERED": "1",
+        "PYTHONUTF8": "1",
+        "PYTHONIOENCODING": "utf-8",
     }
 
 

@@ -42,6 +42,8 @@ def user_path(text: str | Path) -> Path:
     if "\0" in str(text):
         raise ToolkitError(f"the path {str(text)[:80]!r} contains a null byte, expected the name of a file or folder")
     path = Path(os.path.expanduser(text))  # noqa: PTH111  (`Path.expanduser` raises for an unknown user)
+    if len(os.fsencode(path)) >= os.pathconf("/", "PC_PATH_MAX"):
+        raise ToolkitError(f"the path {str(text)[:80]!r}... has {len(str(path)):,} characters, expected at most 4,095")
     longest = max((len(os.fsencode(part)) for part in path.parts), default=0)
     if longest > os.pathconf("/", "PC_NAME_MAX"):
         raise ToolkitError(f"the path {str(text)[:80]!r}... has a name of {longest:,} bytes, expected at most 255")

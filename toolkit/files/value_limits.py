@@ -12,6 +12,7 @@ from toolkit.files.reading import OverLimit
 
 MAX_INTEGER_BITS = 64
 MAX_SHOWN = 80  # characters of a value in a message
+MAX_SHOWN_PATH = 400
 # Half of a UTF-16 pair, which `\ud800` in JSON makes; no text with one can be written to a file.
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
@@ -22,7 +23,7 @@ class Limits:
 
     values: int
     depth: int
-    characters: int = 1_000_000
+    characters: int = 2**20
     """Of one text. Chat templates and messages of failed runs have some thousands."""
 
     def check(self, name: str, *, values: int, depth: int) -> None:
@@ -39,14 +40,14 @@ CONFIGURATION = Limits(values=20_000, depth=40)
 RECORDS = Limits(values=5_000_000, depth=64)
 
 
-def shown(value: Any) -> str:
-    """Return a value for a message: escaped, and cut to 80 characters.
+def shown(value: Any, *, limit: int = MAX_SHOWN) -> str:
+    """Return a value for a message: escaped, and cut to 80 characters or another limit.
 
     >>> shown("\x1b[31m"), len(shown("x" * 5000))
     ("'\\\\x1b[31m'", 80)
     """
     text = repr(value)
-    return text if len(text) <= MAX_SHOWN else f"{text[: MAX_SHOWN - 3]}..."
+    return text if len(text) <= limit else f"{text[: limit - 3]}..."
 
 
 def unexpected(name: object, key: str, value: Any, expected: str, *, hint: str | None = None) -> ToolkitError:

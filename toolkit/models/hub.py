@@ -9,7 +9,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from toolkit.errors import ToolkitError
-from toolkit.files.value_limits import shown
+from toolkit.files.value_limits import MAX_SHOWN_PATH, shown
 
 CONFIG = "config.json"
 HUB_SECONDS = 5
@@ -72,7 +72,7 @@ def download_config(model: str, *, revision: str | None = None) -> Path:
 def no_such_model(name: str) -> ToolkitError:
     """Return the error for a name that can be neither a folder nor a hub id."""
     return ToolkitError(
-        f"model {shown(name)} is neither a folder nor a hub id",
+        f"model {shown(name, limit=MAX_SHOWN_PATH)} is neither a folder nor a hub id",
         hint="a hub id looks like `owner/name`; a folder must exist",
     )
 
