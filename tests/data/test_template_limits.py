@@ -71,7 +71,7 @@ def test_what_depends_on_the_tokenizer_and_the_rows_is_left_to_the_rank(template
 
 def test_every_template_of_a_model_is_found(tmp_path: Path) -> None:
     assert templates_of(tmp_path) == []
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": "a"}))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": "a", "model_max_length": 10**30}))
     assert templates_of(tmp_path) == ["a"]
     named = [{"name": "default", "template": "b"}, {"name": "tool_use", "template": "c"}, {"name": "x"}, 5]
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": named}))

@@ -23,6 +23,7 @@ from toolkit.data.formats import Sample
 from toolkit.errors import ToolkitError
 from toolkit.files.json_files import read_json_object
 from toolkit.files.reading import read_text, user_path
+from toolkit.files.value_limits import TOKENIZER
 from toolkit.units import GIB, MIB
 
 # Rendering a conversation takes milliseconds.
@@ -51,7 +52,7 @@ def templates_of(model: Path) -> list[str]:
     files = [model / "chat_template.jinja", *sorted((model / "additional_chat_templates").glob("*.jinja"))]
     texts = [read_text(path, max_bytes=MAX_TEMPLATE_BYTES) for path in files if path.exists()]
     config = model / "tokenizer_config.json"
-    found = read_json_object(config).get("chat_template") if config.exists() else None
+    found = read_json_object(config, limits=TOKENIZER).get("chat_template") if config.exists() else None
     named = [each.get("template") for each in found if isinstance(each, dict)] if isinstance(found, list) else [found]
     return texts + [each for each in named if isinstance(each, str)]
 

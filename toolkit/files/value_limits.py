@@ -10,7 +10,6 @@ from typing import Any
 from toolkit.errors import ToolkitError
 from toolkit.files.reading import OverLimit
 
-MAX_INTEGER_BITS = 64
 MAX_SHOWN = 80  # characters of a value in a message
 MAX_SHOWN_PATH = 400
 # Half of a UTF-16 pair, which `\ud800` in JSON makes; no text with one can be written to a file.
@@ -25,6 +24,7 @@ class Limits:
     depth: int
     characters: int = 2**20
     """Of one text. Chat templates and messages of failed runs have some thousands."""
+    integer_bits: int = 64
 
     def check(self, name: str, *, values: int, depth: int) -> None:
         """Raise OverLimit for counts above the limits, before time is spent on them."""
@@ -38,6 +38,8 @@ class Limits:
 CONFIGURATION = Limits(values=20_000, depth=40)
 # Results of a long comparison, and the index of a large model's shards.
 RECORDS = Limits(values=5_000_000, depth=64)
+# transformers writes 10**30 as the `model_max_length` of a tokenizer that has none.
+TOKENIZER = Limits(values=5_000_000, depth=64, integer_bits=128)
 
 
 def shown(value: Any, *, limit: int = MAX_SHOWN) -> str:
@@ -62,8 +64,8 @@ def unexpected(name: object, key: str, value: Any, expected: str, *, hint: str |
 def check_values(content: Any, name: str, limits: Limits, *, allow_nan: bool = False) -> None:
     """Raise ToolkitError for values beyond the limits and for numbers and text that no file of ours holds.
 
-    Those are integers beyond 64 bits, text that UTF-8 cannot hold, and (unless `allow_nan`) NaN and infinities. The
-    message says where the value is.
+    Those are integers of more bits than `limits` allows, text that UTF-8 cannot hold, and (unless `allow_nan`) NaN and
+    infinities. The message says where the value is.
     """
     limits.check(name, values=1, depth=1)
     _check_one(content, content, name, limits, allow_nan=allow_nan)
@@ -96,10 +98,10 @@ def _check_one(value: Any, content: Any, name: str, limits: Limits, *, allow_nan
             )
         if not value.isascii() and _SURROGATE.search(value):
             raise ToolkitError(f"{_place(content, value, name)} is {value[:40]!r}, which is not valid Unicode")
-    elif isinstance(value, int) and value.bit_length() > MAX_INTEGER_BITS:
+    elif isinstance(value, int) and value.bit_length() > limits.integer_bits:
         raise ToolkitError(
             f"{_place(content, value, name)} is an integer of {value.bit_length():,} bits, expected at most"
-            f" {MAX_INTEGER_BITS}"
+            f" {limits.integer_bits}"
         )
 
 
