@@ -31,6 +31,7 @@ import ctypes
 import importlib
 import importlib.machinery
 import json
+import locale
 import os
 import random
 import re
@@ -48,7 +49,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from toolkit.run.environment import RUN_ID_VARIABLE
+from toolkit.run.environment import RUN_ID_VARIABLE, UTF8_VARIABLES
 from toolkit.run.process import end_with_parent
 from toolkit.run.warm_start import RUN_ID_PLACEHOLDER, ForkRequest, RefusedError, fork_process, python_command
 from toolkit.train.rank_process import garbage_collector_off, prepare_environment
@@ -382,7 +383,9 @@ def send(connection: socket.socket, message: dict[str, Any]) -> None:
 
 def why_refused(request: ForkRequest, environment: Mapping[str, str]) -> str | None:
     """Return why a forked process would differ from one that was started cold, or None if it would not."""
-    for name in sorted({*environment, *request.environment}):
+    # In a locale of UTF-8 they change nothing.
+    without_effect = set(UTF8_VARIABLES) if locale.getencoding().lower() == "utf-8" else set()
+    for name in sorted({*environment, *request.environment} - without_effect):
         if environment.get(name) != request.environment.get(name) and not READ_AFTER_IMPORT.fullmatch(name):
             return f"libraries may read {name} when they are imported, and it has changed since the fork server started"
     device = request.environment.get("DS_ACCELERATOR", "cpu")
