@@ -21,6 +21,7 @@ BuildOnce = Callable[[str, Callable[[Path], object]], Path]
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["HF_DATASETS_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
+os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"  # as `toolkit` sets it; otherwise no rank of a command would be forked
 
 # A shell starts a background job with SIGINT ignored, and every process below would inherit that: Ctrl-C is tested.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
