@@ -133,7 +133,7 @@ def put(document: Document, place: str, value: Any) -> Document:
         ("rows", [{}] * 501, "has 501 rows, expected at most 500"),
         ("rows", [None] * 1_000_000, "has 1,000,000 rows, expected at most 500"),
         ("job.untimed_steps", "2", "job.untimed_steps is '2', expected a valid integer"),
-        ("comment", "x" * 1_000_001, "comment has 1,000,001 characters, expected at most 1,000,000"),
+        ("comment", "x" * (2**20 + 1), "comment has 1,048,577 characters, expected at most 1,048,576"),
     ],
 )
 def test_a_damaged_value_is_refused_in_two_lines_and_nothing_is_written(
