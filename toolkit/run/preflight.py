@@ -142,7 +142,7 @@ def check_model(name: str, *, revision: str | None = None) -> dict[str, Any]:
     if os.path.exists(folder) or not is_hub_id(name):  # noqa: PTH110
         raise no_such_model(name)
     # it is small, and a wrong id is found before ranks start
-    return read_json(download_config(name, revision=revision)) or {}
+    return read_config(download_config(name, revision=revision))
 
 
 def check_dataset(arguments: dict[str, Any]) -> int | None:
