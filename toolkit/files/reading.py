@@ -2,7 +2,7 @@
 
 Every file that a command is given, or finds in a folder that it is given, is read by a function of this package:
 
-- `read_json`, `read_yaml`: values, bounded in number and depth
+- `read_json`, `read_yaml`, `read_configuration` (either), `read_json_lines`: values, bounded in number and depth
 - `read_header` of `toolkit.files.safetensors_header`: names, dtypes and shapes
 - `check_pickle` of `toolkit.files.pickle_scan`: which names a pickle would run
 """

@@ -4,8 +4,8 @@
 True
 
 accelerate rejects an unknown top-level key but silently accepts an unknown nested one; DeepSpeed silently accepts an
-unknown top-level key (its `zero_optimization` block is strict). `tests/presets/test_known_keys.py` checks these lists
-against the installed libraries.
+unknown top-level key (its `zero_optimization` block is strict). Keys that have a type are listed in
+`toolkit.presets.value_types`; `tests/presets/test_known_keys.py` checks all against the installed libraries.
 """
 
 from __future__ import annotations
@@ -16,57 +16,31 @@ from typing import Any
 
 from toolkit.errors import ToolkitError, did_you_mean
 from toolkit.files.value_limits import shown, unexpected
+from toolkit.presets.value_types import (
+    ACCELERATE_TYPES,
+    DEEPSPEED_BLOCK_TYPES,
+    DEEPSPEED_TYPES,
+    FSDP_TYPES,
+    OFFLOAD_OPTIMIZER_TYPES,
+    OFFLOAD_PARAM_TYPES,
+    PARALLELISM_TYPES,
+    ZERO_TYPES,
+)
 
 
 def _words(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
-ACCELERATE_KEYS = _words("""
-    command_file commands compute_environment debug deepspeed_config distributed_type downcast_bf16
-    dynamo_config enable_cpu_affinity fp8_config fsdp_config gpu_ids machine_rank main_process_ip
-    main_process_port main_training_function megatron_lm_config mixed_precision mpirun_config num_machines
-    num_processes parallelism_config rdzv_backend same_network tpu_env tpu_name tpu_use_cluster tpu_use_sudo
-    tpu_vm tpu_zone use_cpu
-""")
-FSDP_KEYS = _words("""
-    fsdp_activation_checkpointing fsdp_activation_checkpointing_offload fsdp_auto_wrap_policy
-    fsdp_backward_prefetch fsdp_cpu_ram_efficient_loading fsdp_forward_prefetch fsdp_ignored_modules
-    fsdp_min_num_params fsdp_offload_params fsdp_reshard_after_forward fsdp_sharding_strategy
-    fsdp_state_dict_type fsdp_sync_module_states fsdp_transformer_layer_cls_to_wrap fsdp_use_orig_params
-    fsdp_version
-""")
-DEEPSPEED_BLOCK_KEYS = _words("""
-    deepspeed_config_file deepspeed_exclusion_filter deepspeed_hostfile deepspeed_inclusion_filter
-    deepspeed_moe_layer_cls_names deepspeed_multinode_launcher gradient_accumulation_steps gradient_clipping
-    offload_optimizer_device offload_optimizer_nvme_path offload_param_device offload_param_nvme_path
-    zero3_init_flag zero3_save_16bit_model zero_stage
-""")
-PARALLELISM_KEYS = _words("""
-    parallelism_config_cp_backend parallelism_config_cp_comm_strategy parallelism_config_cp_size
-    parallelism_config_dp_replicate_size parallelism_config_dp_shard_size
-    parallelism_config_sp_attn_implementation parallelism_config_sp_backend parallelism_config_sp_seq_length
-    parallelism_config_sp_seq_length_is_variable parallelism_config_sp_size parallelism_config_tp_size
-""")
+ACCELERATE_KEYS = frozenset(ACCELERATE_TYPES)
+FSDP_KEYS = frozenset(FSDP_TYPES)
+DEEPSPEED_BLOCK_KEYS = frozenset(DEEPSPEED_BLOCK_TYPES)
+PARALLELISM_KEYS = frozenset(PARALLELISM_TYPES)
 # Deprecated spellings (`cpu_offload`, ...) are left out: the toolkit reads only the current ones.
-ZERO_KEYS = _words("""
-    allgather_bucket_size allgather_partitions compute_grad_norm contiguous_gradients elastic_checkpoint
-    enable_sanity_checks ignore_unused_parameters leaf_module legacy_stage1 load_from_fp32_weights
-    log_trace_cache_warnings memory_efficient_linear offload_optimizer offload_param overlap_comm
-    override_module_apply parameter_alignment pipeline_loading_checkpoint reduce_bucket_size reduce_scatter
-    round_robin_gradients save_muon_momentum_buffer_in_memory stage stage3_allgather_sequential
-    stage3_gather_16bit_weights_on_model_save stage3_max_live_parameters stage3_max_reuse_distance
-    stage3_model_persistence_threshold stage3_module_granularity_threshold stage3_param_persistence_threshold
-    stage3_prefetch_bucket_size stage3_use_all_reduce_for_fetch_params sub_group_size
-    use_multi_rank_bucket_allreduce zenflow zero_hpz_partition_size zero_quantized_gradients
-    zero_quantized_nontrainable_weights zero_quantized_weights
-""")
+ZERO_KEYS = frozenset(ZERO_TYPES)
 OFFLOAD_KEYS = {
-    "offload_optimizer": _words(
-        "buffer_count cpuadam_cores_perc device fast_init nvme_path pin_memory pipeline_read pipeline_write ratio"
-        " super_offload"
-    ),
-    "offload_param": _words("buffer_count buffer_size device max_in_cpu nvme_path pin_memory"),
+    "offload_optimizer": frozenset(OFFLOAD_OPTIMIZER_TYPES),
+    "offload_param": frozenset(OFFLOAD_PARAM_TYPES),
 }
 # Strict blocks too: `auto_cast` and the loss scale exist for fp16 only.
 PRECISION_KEYS = {
@@ -79,16 +53,9 @@ PRECISION_KEYS = {
     ),
 }
 # Without the keys that DeepSpeed 0.19.8 removed and rejects (`elasticity`, `amp`, ...).
-DEEPSPEED_KEYS = _words("""
-    activation_checkpointing aio autotuning bf16 checkpoint comet comms_logger communication_data_type compile
-    csv_monitor data_efficiency data_types dataloader_drop_last datastates_ckpt disable_allgather
-    disable_python_gc dump_state expert_parallel flops_profiler fp16 gradient_accumulation_steps
-    gradient_allreduce_op gradient_clipping gradient_predivide_factor hybrid_engine log_level
-    managed_gradient_accumulation memory_breakdown optimizer pipeline prescale_gradients scheduler
-    seq_parallel_communication_data_type steps_per_print tensor_parallel tensorboard timers torch_autocast
-    train_batch_size train_micro_batch_size_per_gpu use_data_before_expert_parallelism vocabulary_size
-    wall_clock_breakdown wandb weight_quantization zero_allow_untested_optimizer zero_force_ds_cpu_optimizer
-    zero_optimization
+DEEPSPEED_KEYS = frozenset(DEEPSPEED_TYPES) | _words("""
+    datastates_ckpt disable_python_gc expert_parallel gradient_allreduce_op log_level
+    managed_gradient_accumulation vocabulary_size weight_quantization
 """)
 
 
