@@ -28,8 +28,9 @@ read off the saved tensors of transformers 5.23 under torch 2.13:
 - Attention (SDPA): query, key, value, output, and one fp32 statistic per head.
 - Gated MLP: gate, its activation, up, and their product: 8f.
 
-Under autocast (DDP and one process) the residual stream is fp32, so norms save 8h, and every linear layer saves its own
-bf16 copy of its input and of its weight.
+Under autocast (DDP and one process) a full fine-tune's residual stream is fp32, so norms save 8h, and every linear
+layer saves its own bf16 copy of its input and of its weight. With adapters, the frozen model is bf16 and only the
+adapters' own weights are copied.
 """
 
 from __future__ import annotations
@@ -77,26 +78,20 @@ class Activations:
 
     shape: ModelShape
     autocast: bool = False
-    """True for fp32 weights under autocast; False for weights that are bf16 when used (DeepSpeed, FSDP2)."""
+    """True for trained weights in fp32 under autocast (DDP, one process); False where they are bf16 when used."""
     lora_r: int | None = None
-    load_in_4bit: bool = False
-    """4-bit weights are dequantized where they are used, and the copy is not saved."""
+
+    @property
+    def casts_weights(self) -> bool:
+        """True if autocast casts the model's own weights; frozen ones are held in bf16, and only adapters are cast."""
+        return self.autocast and self.lora_r is None
 
     def saved(self, mask: str) -> SavedActivations:
         """Return what is saved with this attention mask, one of `toolkit.models.saved_activations.MASKS`."""
         counted = self.shape.counted_activations
         if counted is None:
             return self._from_formulas(mask)
-        found = counted.at(autocast=self.autocast, lora_r=self.lora_r, mask=mask)
-        if not self.load_in_4bit:
-            return found
-        # Counting runs unquantized weights, whose bf16 copies a 4-bit model does not save.
-        largest = max(map(self._fixed, self.shape.layer_kinds))
-        return replace(
-            found,
-            layers=replace(found.layers, fixed=self._fixed_of_all_layers),
-            largest_layer=replace(found.largest_layer, fixed=largest),
-        )
+        return counted.at(autocast=self.autocast, lora_r=self.lora_r, mask=mask)
 
     def mask_at(self, seq_length: int, *, padded: bool) -> str:
         """Return the kind of attention mask that rows of this length need."""
@@ -120,7 +115,7 @@ class Activations:
     @property
     def residual_bytes(self) -> int:
         """Bytes per element of the residual stream."""
-        return 4 if self.autocast else 2
+        return 4 if self.casts_weights else 2
 
     @property
     def checkpoint_bytes_per_token(self) -> int:
@@ -130,7 +125,7 @@ class Activations:
     @property
     def head_copy_bytes(self) -> int:
         """Bytes of the head's bf16 copy, alive from the end of the forward until the backward has begun."""
-        return 2 * self.shape.vocab_size * self.shape.hidden_size if self.autocast else 0
+        return 2 * self.shape.vocab_size * self.shape.hidden_size if self.casts_weights else 0
 
     @property
     def caches_weight_copies(self) -> bool:
@@ -138,7 +133,7 @@ class Activations:
 
         It caches copies of trained weights only (torch, `aten/src/ATen/autocast_mode.cpp`, `cached_cast`).
         """
-        return self.autocast and self.lora_r is None
+        return self.casts_weights
 
     def _from_formulas(self, mask: str) -> SavedActivations:
         kinds = self.shape.layer_kinds
@@ -214,27 +209,24 @@ class Activations:
         every = sum(self._fixed(kind) * count for kind, count in self.shape.layer_kinds.items())
         if self.lora_r is None or not self.autocast:
             return every
-        # The input of the first layer needs no gradient, so weights and A matrices that read it are not copied.
+        # The input of the first layer needs no gradient, so the A matrices that read it are not copied.
         names: tuple[str, ...] = ATTENTION_INPUTS
         if self.shape.model_type in (*PARALLEL_ATTENTION_AND_MLP, *SHARED_NORM_INPUT):
             names = (*ATTENTION_INPUTS, *MLP_INPUTS)
-        readers = [tensor for tensor in self.shape.layers[0] if _count((tensor,), names)]
-        weights = 0 if self.load_in_4bit else sum(tensor.num_elements for tensor in readers)
-        return every - 2 * (weights + len(readers) * self.lora_r * self.shape.hidden_size)
+        readers = _count(self.shape.layers[0], names)
+        return every - 2 * readers * self.lora_r * self.shape.hidden_size
 
     def _fixed(self, kind: Layer) -> int:
-        """bf16 copies of linear weights and adapters under autocast, and experts merged with their adapters."""
-        linear = sum(tensor.num_elements for tensor in kind if tensor.is_linear_weight)
-        copies = 2 * linear if self.autocast and not self.load_in_4bit else 0
+        """bf16 copies of trained weights under autocast, and experts merged with their adapters."""
         if self.lora_r is None:
-            return copies
-        adapters = [tensor for tensor in lora_layer(self.shape, kind, self.lora_r) if not tensor.is_expert]
-        copies += 2 * sum(tensor.num_elements for tensor in adapters) if self.autocast else 0
+            linear = sum(tensor.num_elements for tensor in kind if tensor.is_linear_weight)
+            return 2 * linear if self.autocast else 0
+        adapters = lora_layer(self.shape, kind, self.lora_r)
+        copies = 2 * sum(tensor.num_elements for tensor in adapters) if self.autocast else 0
         if not adapts_experts(self.shape):
             return copies
         # peft adds the product of an adapter to the fused weights of the experts, and matmuls with the sum save it.
-        experts = sum(tensor.num_elements for tensor in kind if tensor.is_expert)
-        return copies + (4 if self.autocast else 2) * experts
+        return copies + 2 * sum(tensor.num_elements for tensor in kind if tensor.is_expert)
 
     def _layer(self, kind: Layer, *, masked: bool) -> SavedBytes:
         attention = self._attention(kind, masked=masked)
@@ -253,7 +245,7 @@ class Activations:
 
     def _rms_norm(self, width: int) -> int:
         """An RMSNorm without its statistic; a frozen norm needs no normalised row for its weight's gradient."""
-        normalised = 4 if self.autocast or self.shape.model_type in FP32_NORMS else 2
+        normalised = 4 if self.casts_weights or self.shape.model_type in FP32_NORMS else 2
         return (4 + (normalised if self.lora_r is None else 0)) * width
 
     def _norms(self, kind: Layer) -> int:
@@ -289,7 +281,7 @@ class Activations:
         shared = 1 if self.shape.model_type in PARALLEL_ATTENTION_AND_MLP else 2
         if self._has_frozen_mlp(kind):
             readers, shared = readers - _count(kind, MLP_INPUTS), 1
-        return 2 * self.shape.hidden_size * ((readers or DEFAULT_INPUT_READERS) if self.autocast else shared)
+        return 2 * self.shape.hidden_size * ((readers or DEFAULT_INPUT_READERS) if self.casts_weights else shared)
 
     def _has_frozen_mlp(self, kind: Layer) -> bool:
         """True for the dense layers of mixtures in which peft adapts only experts: frozen weights need no input."""
@@ -315,8 +307,6 @@ class Activations:
         per_width = GATED_MLP_BYTES
         if not self.shape.gated_mlp:
             per_width = PLAIN_MLP_BYTES.get(self.shape.activation, DEFAULT_PLAIN_MLP_BYTES)
-            if self.shape.activation == "relu" and self.lora_r is not None and self.autocast:
-                per_width += 2  # ReLU saves its fp32-cast output, the adapter a bf16 copy of it
         if self._has_frozen_mlp(kind):
             per_width -= 2  # the input of the last projection
         experts = self._experts(kind) if _has_experts(kind) else 0
@@ -328,23 +318,23 @@ class Activations:
         routed, hidden, width = self.shape.experts_per_token or 1, self.shape.hidden_size, self.shape.intermediate_size
         row = 4 * hidden + GATED_MLP_BYTES * width
         frozen = self.lora_r is not None and not adapts_experts(self.shape)
-        if frozen and not self.autocast:  # torch's grouped matmul, for bf16 only, saves no inputs for frozen weights
+        if (
+            frozen and not self.casts_weights
+        ):  # torch's grouped matmul, for bf16 only, saves no inputs for frozen weights
             row -= 2 * hidden + 2 * width
         router = 4 * (self.shape.num_experts or 0) + 40 * routed
         shared = 0
         if any(tensor.name == SHARED_EXPERT_GATE for tensor in kind):
             shared = (2 if self.lora_r is not None else self.residual_bytes) * hidden
-        return routed * row * (2 if self.autocast else 1) + router + shared
+        return routed * row * (2 if self.casts_weights else 1) + router + shared
 
     def _adapters(self, kind: Layer) -> int:
-        """The output of each A; under autocast also a bf16 copy of attention's output, unless it has been copied."""
+        """The output of each A."""
         if self.lora_r is None:
             return 0
         linear = [tensor for tensor in kind if tensor.is_linear_weight]
         adapted = len(linear) - (_count(kind, (*MLP_INPUTS, *MLP_OUTPUTS)) if self._has_frozen_mlp(kind) else 0)
-        copied = self.shape.attention == "eager" or self.shape.model_type in PARTIAL_ROTARY
-        output = 2 * self.shape.num_attention_heads * self.shape.head_dim if self.autocast and not copied else 0
-        return 2 * self.lora_r * adapted + output
+        return 2 * self.lora_r * adapted
 
 
 def _count(kind: Layer, names: tuple[str, ...]) -> int:

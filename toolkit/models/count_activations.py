@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from transformers import AutoModelForCausalLM
 from transformers.initialization import no_init_weights
 
+from toolkit.models.adapter_inputs import share_inputs
 from toolkit.models.fake_tensor_patches import as_on_gpu
 from toolkit.models.live_memory import LiveMemory
 
@@ -77,9 +78,10 @@ def _with_fewer_layers(config: Any, kinds: list[str]) -> Any:
 def _rows(config: Any, kinds: list[str], *, autocast: bool) -> Iterator[Row]:
     key = {"autocast": autocast, "per_rank": False}
     with as_on_gpu(), FakeTensorMode(allow_non_fake_inputs=True):
-        model = _build(config, autocast=autocast)
+        # Trained weights are fp32 under autocast; DeepSpeed and FSDP2 compute with bf16 weights.
+        model = _build(config, torch.float32 if autocast else torch.bfloat16)
         yield from (key | {"lora": False} | row for row in _rows_by_mask(model, kinds, autocast=autocast))
-        smaller, larger = (_with_adapters(_build(config, autocast=autocast), rank) for rank in RANKS)
+        smaller, larger = (_with_adapters(config, rank, autocast=autocast) for rank in RANKS)
         rows = list(_rows_by_mask(smaller, kinds, autocast=autocast))
         yield from (key | {"lora": True} | row for row in rows)
         slope = _difference_per_rank(rows[0], _count(larger, kinds, "none", autocast=autocast))
@@ -104,20 +106,22 @@ def _difference_per_rank(smaller: Row, larger: Row) -> Row:
     return slopes | {"logit_bytes": 0}
 
 
-def _build(config: Any, *, autocast: bool) -> Any:
-    """fp32 weights under autocast; bf16 weights, which DeepSpeed and FSDP2 compute with, otherwise."""
+def _build(config: Any, dtype: torch.dtype) -> Any:
     config = copy.deepcopy(config)
     with no_init_weights():
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32 if autocast else torch.bfloat16)
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     model.config.use_cache = False
     return model.train()
 
 
-def _with_adapters(model: Any, rank: int) -> Any:
+def _with_adapters(config: Any, rank: int, *, autocast: bool) -> Any:
+    """A frozen model in bf16; its adapters are in fp32 under autocast."""
     from peft import LoraConfig, get_peft_model
 
     lora = LoraConfig(r=rank, target_modules="all-linear", task_type="CAUSAL_LM")
-    return get_peft_model(model, lora, autocast_adapter_dtype=False).train()
+    model = get_peft_model(_build(config, torch.bfloat16), lora, autocast_adapter_dtype=autocast)
+    share_inputs(model)
+    return model.train()
 
 
 def _count(model: Any, kinds: list[str], mask: str, *, autocast: bool, peaks: bool = True) -> Row:

@@ -81,14 +81,13 @@ def engine_buffers(engine: EngineSettings, weights: JobWeights, states: ModelSta
         return _zero3(engine, weights) if engine.shards_parameters else _zero12(engine, weights)
     # DDP's buckets are a second copy of the gradients, unless `gradient_as_bucket_view` is set; accelerate does not.
     buckets = FP32_BYTES * weights.num_trained if engine.kind == "ddp" else 0
-    parameter_bytes = FP32_BYTES * weights.num_unquantized + weights.quantized_bytes
-    cast_weight = 2 * weights.largest_linear
+    cast_weight = 2 * (weights.largest_trained if weights.frozen else weights.largest_linear)
     return EngineBuffers(
         lasting_bytes=buckets,
         step_bytes=FP32_BYTES * weights.num_trained if job.optimizer == "foreach" else 0,
         backward_bytes=cast_weight,
         first_layer_bytes=cast_weight,
-        load_bytes=min(parameter_bytes, BROADCASTS * BROADCAST_BYTES) if engine.kind == "ddp" else 0,
+        load_bytes=min(states.parameter_bytes, BROADCASTS * BROADCAST_BYTES) if engine.kind == "ddp" else 0,
     )
 
 
@@ -114,7 +113,7 @@ def _fsdp2(engine: EngineSettings, weights: JobWeights, states: ModelStates, job
         end_bytes=element * (2 * embedding + embedding // engine.shard_ranks if embedding else root),
         accumulated_bytes=trained * element * weights.num_trained if job.gradient_accumulation_steps > 1 else 0,
         step_bytes=states.gradient_bytes if job.optimizer == "foreach" else 0,
-        load_bytes=FP32_BYTES * weights.largest,  # rank 0 broadcasts one complete tensor at a time
+        load_bytes=weights.largest_bytes(element),  # rank 0 broadcasts one complete tensor at a time
     )
 
 
@@ -167,5 +166,5 @@ def _zero3(engine: EngineSettings, weights: JobWeights) -> EngineBuffers:
         first_layer_bytes=gathered_bytes + 2 * gradient,
         end_bytes=gathered_bytes,
         step_bytes=0 if engine.offload_optimizer else (engine.element_bytes + FP32_BYTES) * sub_group,
-        load_bytes=max(FP32_BYTES * weights.largest, 0 if engine.offload_optimizer else build),
+        load_bytes=max(weights.largest_bytes(engine.element_bytes), 0 if engine.offload_optimizer else build),
     )

@@ -50,13 +50,13 @@ def host_memory(engine: EngineSettings, weights: JobWeights, states: ModelStates
 
 
 def _loading(engine: EngineSettings, weights: JobWeights, ranks: int) -> int:
-    """fp32 weights until they are on the GPU: every rank's own, under FSDP2 only rank 0's
+    """Weights until they are on the GPU: every rank's own, under FSDP2 only rank 0's
     (`fsdp_cpu_ram_efficient_loading`), under ZeRO-3 one tensor at a time."""
-    parameters = FP32_BYTES * weights.num_unquantized + weights.quantized_bytes
+    parameters = weights.held_bytes(engine.element_bytes)
     if engine.kind == "fsdp2":
         return parameters
     if engine.shards_parameters:
-        return ranks * FP32_BYTES * weights.largest
+        return ranks * weights.largest_bytes(engine.element_bytes)
     return ranks * parameters
 
 

@@ -139,9 +139,9 @@ def logits_bytes(*, loss: str, tokens: int, vocab_size: int, hidden_size: int, s
 
 
 @lru_cache(maxsize=64)
-def _activations(shape: ModelShape, autocast: bool, lora_r: int | None, load_in_4bit: bool) -> Activations:
+def _activations(shape: ModelShape, autocast: bool, lora_r: int | None) -> Activations:
     """One object for all micro-batches and world sizes."""
-    return Activations(shape=shape, autocast=autocast, lora_r=lora_r, load_in_4bit=load_in_4bit)
+    return Activations(shape=shape, autocast=autocast, lora_r=lora_r)
 
 
 @lru_cache(maxsize=256)
@@ -168,7 +168,7 @@ class _Phases:
 
     def _set_activations(self, shape: ModelShape) -> None:
         job, length = self.job, self.job.max_seq_length
-        activations = _activations(shape, self.engine.autocasts, job.lora_r, job.load_in_4bit)
+        activations = _activations(shape, self.engine.autocasts, job.lora_r)
         saved = _saved(activations, activations.mask_at(length, padded=job.needs_mask))
         self.one_layer = self.tokens * saved.largest_layer.token_bytes(length)
         self.layer_backward = self.tokens * max(0, saved.backward.token_bytes(length))

@@ -78,6 +78,11 @@ class JobWeights:
         """Bytes of the 4-bit weights and their constants."""
         return total(self.in_4bit, _nf4_bytes)
 
+    def held_bytes(self, element_bytes: int) -> int:
+        """Return the bytes of a whole copy: trained weights in fp32, frozen ones in the compute dtype or 4 bits."""
+        frozen = self.num_frozen - self.num_quantized
+        return FP32_BYTES * self.num_trained + element_bytes * frozen + self.quantized_bytes
+
     @cached_property
     def parameter_groups(self) -> tuple[int, int]:
         """Trained elements with and without weight decay: the Trainer's two parameter groups."""
@@ -88,6 +93,11 @@ class JobWeights:
     def largest(self) -> int:
         """Elements of the largest tensor."""
         return max(tensor.num_elements for tensor, _ in (*self.trained, *self.frozen))
+
+    def largest_bytes(self, element_bytes: int) -> int:
+        """Return the bytes of the largest tensor as it is loaded."""
+        frozen = max((element_bytes * tensor.num_elements for tensor, _ in self.frozen), default=0)
+        return max(frozen, FP32_BYTES * self.largest_trained)
 
     @cached_property
     def largest_linear(self) -> int:
@@ -190,7 +200,7 @@ def model_states(engine: EngineSettings, weights: JobWeights) -> ModelStates:
         return _fsdp2(engine, weights)
     if engine.kind != "deepspeed":
         return ModelStates(
-            parameter_bytes=FP32_BYTES * weights.num_unquantized + weights.quantized_bytes,
+            parameter_bytes=weights.held_bytes(engine.element_bytes),
             gradient_bytes=FP32_BYTES * weights.num_trained,
             optimizer_bytes=ADAM_BYTES * weights.num_trained,
         )
@@ -203,7 +213,7 @@ def _fsdp2(engine: EngineSettings, weights: JobWeights) -> ModelStates:
 
     trained, frozen = total(weights.trained, share), total(weights.frozen, share)
     return ModelStates(
-        parameter_bytes=FP32_BYTES * (trained + frozen),
+        parameter_bytes=FP32_BYTES * trained + engine.element_bytes * frozen,
         gradient_bytes=FP32_BYTES * trained,
         optimizer_bytes=ADAM_BYTES * trained,
     )

@@ -22,6 +22,7 @@ from toolkit.rehearse.trainer_parts import REHEARSAL_PARTS
 from toolkit.run.measurements import read_rows
 from toolkit.train.active_run import ActiveRun, open_run
 from toolkit.train.arguments import parse_args
+from toolkit.train.dtypes import compute_dtype
 from toolkit.train.health.hang_detection import start_health_checks
 from toolkit.train.health.progress import Progress
 from toolkit.train.launch_context import LaunchContext
@@ -55,7 +56,7 @@ def main(rehearsed: RehearsedRank, preset: Preset, argv: Sequence[str], progress
         progress.enter("data")
         tokenizer, data = rehearsal_data(args)
         progress.enter("load")
-        model = rehearsal_model(args.model)
+        model = rehearsal_model(args.model, compute_dtype=compute_dtype(args.training))
         trainer = build_trainer(run, model, tokenizer, data, REHEARSAL_PARTS)
         trainer.train()
         run.raise_if_stopped()

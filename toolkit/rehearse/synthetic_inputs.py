@@ -15,7 +15,7 @@ from toolkit.run.script_arguments import ModelArguments
 from toolkit.train.arguments import Arguments
 from toolkit.train.data.data_report import DataStats
 from toolkit.train.data.dataset import Data, load_data
-from toolkit.train.model.loading import from_pretrained, load_model, load_tokenizer, prepare_model
+from toolkit.train.model.loading import from_pretrained, load_model, load_tokenizer, loaded_dtype, prepare_model
 
 WEIGHT_SUFFIXES = (".safetensors", ".bin")
 
@@ -66,21 +66,25 @@ class SyntheticRows(Dataset[dict[str, Any]]):  # type: ignore[misc]
         )
 
 
-def rehearsal_model(arguments: ModelArguments) -> Any:
+def rehearsal_model(arguments: ModelArguments, *, compute_dtype: torch.dtype) -> Any:
     """Return the model of a local folder with weights; without weights, the same shapes with random values."""
-    model = load_model(arguments) if has_local_weights(arguments) else model_from_config(arguments)
+    make = load_model if has_local_weights(arguments) else model_from_config
+    model = make(arguments, compute_dtype=compute_dtype)
     fill_shards(model)
     return model
 
 
-def model_from_config(arguments: ModelArguments) -> Any:
+def model_from_config(arguments: ModelArguments, *, compute_dtype: torch.dtype) -> Any:
     """Return the model with random weights, sharded as they are made where the engine does so."""
     config = from_pretrained(AutoConfig, arguments)
     extra = {"attn_implementation": arguments.attn_implementation} if arguments.attn_implementation else {}
     model = AutoModelForCausalLM.from_config(
-        config, dtype=torch.float32, trust_remote_code=arguments.trust_remote_code, **extra
+        config,
+        dtype=loaded_dtype(arguments, compute_dtype),
+        trust_remote_code=arguments.trust_remote_code,
+        **extra,
     )
-    return prepare_model(model, arguments)
+    return prepare_model(model, arguments, compute_dtype=compute_dtype)
 
 
 def has_local_weights(arguments: ModelArguments) -> bool:

@@ -25,10 +25,10 @@ from toolkit.rehearse.synthetic_inputs import model_from_config
 from toolkit.run.heartbeat import peak_resident_bytes
 from toolkit.train.arguments import Arguments
 from toolkit.train.attest.activation_checkpointing import uses_activation_checkpointing
-from toolkit.train.attest.attestation import DTYPE_OF_PRECISION
 from toolkit.train.attest.differences import differences, expected_values
 from toolkit.train.attest.read_rank import read_engine
 from toolkit.train.attest.tensors import full_size, local, optimizer_state_tensors
+from toolkit.train.dtypes import compute_dtype, compute_dtype_name
 from toolkit.train.launch_context import LaunchContext
 from toolkit.train.model.loading import from_pretrained
 
@@ -55,7 +55,7 @@ def trace(args: Arguments, launch: LaunchContext) -> Facts:
     memory = LiveMemory(vocab_size=vocabulary)
     with on_fake_tensors(memory, engine=launch.preset.engine):
         with no_init_weights():
-            model = model_from_config(args.model)
+            model = model_from_config(args.model, compute_dtype=compute_dtype(args.training))
         model.tie_weights()
         trainer = prepared_trainer(model, args.training, memory)
         buckets = reduction_buckets(trainer.model_wrapped, launch.preset, memory, alone=launch.world_size == 1)
@@ -178,7 +178,7 @@ def verified_facts(trainer: TracedTrainer, launch: LaunchContext) -> Facts:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*data_ptr")
         own = {"rank": trainer.args.process_index, **read_engine(trainer, wrapped, parameters)}
-    compute = DTYPE_OF_PRECISION[trainer.args.mixed_precision]
+    compute = compute_dtype_name(trainer.args)
     expected = expected_values(
         launch.preset, None, compute_dtype=compute, settings={}, dp_shard_size=launch.dp_shard_size
     )

@@ -17,6 +17,7 @@ from toolkit.presets.training_arguments import enable_fsdp_on_cpu
 from toolkit.train.active_run import open_run
 from toolkit.train.arguments import parse_args
 from toolkit.train.data.dataset import load_data
+from toolkit.train.dtypes import compute_dtype
 from toolkit.train.engine.nvme_offload import size_swap_buffers
 from toolkit.train.health.hang_detection import start_health_checks
 from toolkit.train.health.progress import Progress
@@ -44,7 +45,7 @@ def main(argv: Sequence[str], progress: Progress) -> None:
         data = load_data(tokenizer, args.data, args.training)
         progress.enter("load")
         size_swap_buffers(args)
-        model = load_model(args.model)
+        model = load_model(args.model, compute_dtype=compute_dtype(args.training))
         trainer = build_trainer(run, model, tokenizer, data)
         trainer.train(resume_from_checkpoint=run.resume_path)
         run.raise_if_stopped()

@@ -12,7 +12,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from transformers import TrainerCallback
 
@@ -34,13 +33,11 @@ from toolkit.train.attest.readings import (
     RankReading,
     Values,
 )
-from toolkit.train.attest.tensors import full_shape, local_bytes, weights_sha256
+from toolkit.train.attest.tensors import frozen_weights, full_shape, local_bytes, weights_sha256
 from toolkit.train.data.collation import PackCollator
+from toolkit.train.dtypes import TORCH_DTYPES, compute_dtype_name
 from toolkit.train.health.progress import Progress
 from toolkit.train.launch_context import LaunchContext
-
-TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-DTYPE_OF_PRECISION = {"no": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 
 class Attestation(TrainerCallback):  # type: ignore[misc]
@@ -66,7 +63,7 @@ class Attestation(TrainerCallback):  # type: ignore[misc]
         """
         self.path, self.launch, self.progress, self.on_done = path, launch, progress, on_done
         self.trainer = trainer
-        self.compute_dtype = DTYPE_OF_PRECISION[trainer.args.mixed_precision]
+        self.compute_dtype = compute_dtype_name(trainer.args)
         self.expected_settings = expected_settings or {}
         self.reading: RankReading | None = None
         """This rank's reading, once the first step is over."""
@@ -158,6 +155,7 @@ class Attestation(TrainerCallback):  # type: ignore[misc]
             settings=settings | self.expected_settings,
             dp_shard_size=self.launch.dp_shard_size,
             on_cpu=args.device.type == "cpu",
+            has_frozen_weights=bool(frozen_weights(self.trainer.model.parameters())),
         )
 
     def _read_gradients(self) -> None:
@@ -170,21 +168,24 @@ def expected_bytes(preset: Preset | None, trainer: Any, reading: RankReading) ->
         return {"byte_limits": {}, "whole_bytes": {}}
     everything = list(trainer.model_wrapped.parameters())
     trained = [p for p in everything if p.requires_grad]
-    parameters = [p for p in everything if not hasattr(p, "quant_state")]
-    # DeepSpeed keeps parameters in the compute dtype; DDP and FSDP2 keep the fp32 master weights themselves.
+    # DeepSpeed keeps all parameters in the compute dtype; DDP and FSDP2 keep the fp32 master weights themselves.
     deepspeed = reading["engine"] == "deepspeed"
     parts = {
-        "parameter": (parameters, _element_bytes(reading["compute_dtype" if deepspeed else "master_dtype"])),
-        "gradient": (trained, _element_bytes(reading["gradient_dtype"])),
+        "parameter": [
+            (trained, _element_bytes(reading["compute_dtype" if deepspeed else "master_dtype"])),
+            (frozen_weights(everything), _element_bytes(reading["frozen_dtype"])),
+        ],
+        "gradient": [(trained, _element_bytes(reading["gradient_dtype"]))],
     }
     if str(getattr(trainer.args.optim, "value", trainer.args.optim)).startswith("adamw_torch"):
-        parts["optimizer"] = (trained, (ADAM_STATES + deepspeed) * _element_bytes("float32"))
-    shapes = {part: [full_shape(p) for p in tensors] for part, (tensors, _) in parts.items()}
+        parts["optimizer"] = [(trained, (ADAM_STATES + deepspeed) * _element_bytes("float32"))]
     ranks = reading.get("dp_shard_size") or reading["world_size"]
-    allowed = {
-        part: shard_byte_limits(preset, part, shapes[part], size, ranks=ranks) for part, (_, size) in parts.items()
-    }
-    whole = {part: sum(map(math.prod, shapes[part])) * size for part, (_, size) in parts.items()}
+    allowed, whole = {}, {}
+    for part, tensors_of_size in parts.items():
+        shapes = [([full_shape(p) for p in tensors], size) for tensors, size in tensors_of_size]
+        limits = [shard_byte_limits(preset, part, found, size, ranks=ranks) for found, size in shapes]
+        allowed[part] = (sum(lowest for lowest, _ in limits), sum(highest for _, highest in limits))
+        whole[part] = sum(sum(map(math.prod, found)) * size for found, size in shapes)
     quantized = local_bytes(p for p in everything if hasattr(p, "quant_state"))  # no dtype tells their bytes
     lowest, highest = allowed["parameter"]
     allowed["parameter"] = (lowest + quantized, highest + quantized)
@@ -212,6 +213,8 @@ def verified_line(preset: Preset, reading: RankReading) -> str:
     """Return the log line of a verified run."""
     trained = f"{reading['num_trainable_params']:,} of {reading['num_params']:,} parameters trained"
     dtypes = f"{reading['compute_dtype']} compute, {reading['master_dtype']} master weights"
+    if reading["frozen_dtype"] is not None:
+        dtypes += f", {reading['frozen_dtype']} frozen weights"
     engine = f"{reading['engine']}, {reading['sharding']}"
     return f"verified: {preset.name} ({engine}), {reading['world_size']} ranks, {dtypes}; {trained}"
 

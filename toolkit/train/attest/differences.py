@@ -25,6 +25,7 @@ def expected_values(
     settings: Values,
     dp_shard_size: int | None = None,
     on_cpu: bool = False,
+    has_frozen_weights: bool = False,
 ) -> Values:
     """Return the values that every rank must read.
 
@@ -47,6 +48,7 @@ def expected_values(
         "compute_dtype": compute_dtype,
         "master_dtype": "float32",  # docs/concepts/numerics.md
         "optimizer_dtype": "float32",
+        "frozen_dtype": compute_dtype if has_frozen_weights else None,
     }
 
 

@@ -10,7 +10,14 @@ from toolkit.train.attest.activation_checkpointing import uses_activation_checkp
 from toolkit.train.attest.read_deepspeed import deepspeed_gradients, read_deepspeed
 from toolkit.train.attest.read_fsdp2 import fsdp2_reduce_dtype, is_fsdp2, read_fsdp2
 from toolkit.train.attest.readings import EngineReading, GradientReading, RankReading
-from toolkit.train.attest.tensors import dtype_names, full_size, local_bytes, optimizer_state_tensors, uncompiled
+from toolkit.train.attest.tensors import (
+    dtype_names,
+    frozen_weights,
+    full_size,
+    local_bytes,
+    optimizer_state_tensors,
+    uncompiled,
+)
 from toolkit.train.attest.training_methods import read_methods
 from toolkit.train.engine.comm_hooks import registered_hook
 
@@ -29,6 +36,7 @@ def read_rank(trainer: Any, gradients: GradientReading, *, recompute_detected: b
         "wrapper": type(wrapped).__name__,
         **read_engine(trainer, wrapped, parameters),
         **gradients,
+        "frozen_dtype": dtype_names(frozen_weights(parameters)),
         "num_params": sum(map(full_size, parameters)),
         "num_trainable_params": sum(full_size(p) for p in parameters if p.requires_grad),
         "activation_checkpointing": uses_activation_checkpointing(plain, recompute_detected),

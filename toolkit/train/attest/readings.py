@@ -74,6 +74,8 @@ class RankReading(EngineReading, GradientReading, PackingReading, ByteReading, t
     """Class that wraps the model."""
     num_params: int
     num_trainable_params: int
+    frozen_dtype: str | None
+    """Dtype of the weights that are not trained, 4-bit ones apart; None where all are."""
     activation_checkpointing: bool
     seed: int
     attn_implementation: str | None

@@ -60,6 +60,11 @@ def dtype_names(tensors: Iterable[Any]) -> str | None:
     return "+".join(names) or None
 
 
+def frozen_weights(parameters: Iterable[Any]) -> list[Any]:
+    """Return the parameters that are not trained, without 4-bit weights, which no dtype describes."""
+    return [p for p in parameters if not p.requires_grad and not hasattr(p, "quant_state")]
+
+
 def device_types(tensors: Iterable[Any]) -> set[str]:
     """Return the device types (`cpu`, `cuda`) of the tensors that are not empty."""
     return {local(tensor).device.type for tensor in tensors if local(tensor).numel()}

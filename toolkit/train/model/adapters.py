@@ -5,10 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
 from toolkit.errors import ToolkitError
 from toolkit.run.lora_config import lora_fields
 from toolkit.run.script_arguments import ModelArguments
+
+# Fields of `LoraConfig` that train copies of the model's own weights.
+BASE_WEIGHT_FIELDS = ("modules_to_save", "trainable_token_indices", "target_parameters")
 
 
 def with_lora(model: Any, arguments: ModelArguments) -> Any:
@@ -16,7 +20,7 @@ def with_lora(model: Any, arguments: ModelArguments) -> Any:
 
     Raises ToolkitError if peft rejects the configuration.
     """
-    from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
+    from peft import LoraConfig, get_peft_model
 
     targets: Any = arguments.lora_target_modules
     fields = lora_fields(arguments.lora_config)
@@ -29,15 +33,19 @@ def with_lora(model: Any, arguments: ModelArguments) -> Any:
             target_modules="all-linear" if targets == ["all-linear"] else targets,
             **fields,
         )
-        if arguments.load_in_4bit:
-            # the Trainer enables activation checkpointing later
-            model = prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
-        return get_peft_model(model, config)
+        # ZeRO-3 computes with adapters as they are, and keeps their fp32 masters itself.
+        return get_peft_model(model, config, autocast_adapter_dtype=not is_deepspeed_zero3_enabled())
     except (ValueError, TypeError, ImportError) as error:
         given = f" with {', '.join(f'{name}={value}' for name, value in fields.items())}" if fields else ""
         raise ToolkitError(
             f"LoRA{given}: {' '.join(str(error).split())}", hint="see `--lora_target_modules` and `--lora_config`"
         ) from None
+
+
+def trains_base_weights(arguments: ModelArguments) -> bool:
+    """Return True if `lora_config` trains weights of the model itself, beside the adapters."""
+    fields = lora_fields(arguments.lora_config)
+    return fields.get("bias", "none") != "none" or any(fields.get(name) for name in BASE_WEIGHT_FIELDS)
 
 
 def quantization(arguments: ModelArguments) -> dict[str, Any]:

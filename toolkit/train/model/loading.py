@@ -1,4 +1,7 @@
-"""Load the model and its tokenizer with fp32 weights, whatever the checkpoint's dtype (docs/concepts/numerics.md)."""
+"""Load the model and its tokenizer: trained weights in fp32, frozen ones in the compute dtype.
+
+The checkpoint's own dtype does not matter (docs/concepts/numerics.md).
+"""
 
 from __future__ import annotations
 
@@ -7,12 +10,13 @@ from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
-from transformers.integrations.deepspeed import unset_hf_deepspeed_config
+from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled, unset_hf_deepspeed_config
 
 from toolkit.data.template_limits import check_templates, read_template
 from toolkit.errors import ToolkitError
+from toolkit.models.adapter_inputs import share_inputs
 from toolkit.run.script_arguments import ModelArguments
-from toolkit.train.model.adapters import quantization, with_lora
+from toolkit.train.model.adapters import quantization, trains_base_weights, with_lora
 from toolkit.train.model.freezing import freeze
 
 
@@ -30,27 +34,50 @@ def load_tokenizer(arguments: ModelArguments, *, chat_template: str | None) -> A
     return tokenizer
 
 
-def load_model(arguments: ModelArguments) -> Any:
-    """Return the model with fp32 weights, with LoRA adapters or frozen parameters if the arguments say so.
+def load_model(arguments: ModelArguments, *, compute_dtype: torch.dtype) -> Any:
+    """Return the model, with LoRA adapters or frozen parameters if the arguments say so.
 
     A bf16 checkpoint would otherwise load as bf16, and a Trainer without a sharding engine would then keep bf16
     optimizer states and no fp32 master weights.
     """
     extra = {"attn_implementation": arguments.attn_implementation} if arguments.attn_implementation else {}
     extra |= quantization(arguments)
-    model = from_pretrained(AutoModelForCausalLM, arguments, dtype=torch.float32, **extra)
-    return prepare_model(model, arguments)
+    dtype = loaded_dtype(arguments, compute_dtype)
+    model = from_pretrained(AutoModelForCausalLM, arguments, dtype=dtype, **extra)
+    return prepare_model(model, arguments, compute_dtype=compute_dtype)
 
 
-def prepare_model(model: Any, arguments: ModelArguments) -> Any:
-    """Add LoRA adapters to a loaded model, or freeze parts of it."""
+def loaded_dtype(arguments: ModelArguments, compute_dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype to load in: fp32 if any of the checkpoint's own weights are trained."""
+    trains_only_adapters = arguments.lora_r is not None and not trains_base_weights(arguments)
+    return compute_dtype if trains_only_adapters else torch.float32
+
+
+def prepare_model(model: Any, arguments: ModelArguments, *, compute_dtype: torch.dtype) -> Any:
+    """Add LoRA adapters to a loaded model, or freeze parts of it; then give every weight its dtype."""
     model.config.use_cache = False
     if arguments.lora_r is not None:
-        return with_lora(model, arguments)
-    for line in freeze(model, frozen=arguments.freeze, trained=arguments.train_only):
-        if os.environ.get("RANK", "0") == "0":
-            print(line, flush=True)
+        model = with_lora(model, arguments)
+        if compute_dtype != torch.float32:
+            share_inputs(model)
+    else:
+        for line in freeze(model, frozen=arguments.freeze, trained=arguments.train_only):
+            if os.environ.get("RANK", "0") == "0":
+                print(line, flush=True)
+    cast_weights(model, compute_dtype)
     return model
+
+
+def cast_weights(model: Any, compute_dtype: torch.dtype) -> None:
+    """Hold trained weights in fp32, to accumulate updates, and frozen ones in the compute dtype.
+
+    ZeRO-3 shards weights in the compute dtype as they are loaded, and keeps fp32 masters of the trained ones.
+    """
+    if is_deepspeed_zero3_enabled():
+        return
+    for parameter in model.parameters():
+        if parameter.is_floating_point():
+            parameter.data = parameter.data.to(torch.float32 if parameter.requires_grad else compute_dtype)
 
 
 def model_without_weights(arguments: ModelArguments) -> Any:
