@@ -3,7 +3,8 @@
     python benchmarks/quantized_bytes.py
 
 Each model is loaded as the training script loads it (4-bit NF4, double quantisation, LoRA adapters) and counted as the
-attestation counts it: packed weights, their constants, and what stays in fp32. bitsandbytes' CPU build is enough.
+attestation counts it: packed weights, their constants, other frozen weights in bf16, and adapters in fp32.
+bitsandbytes' CPU build is enough.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ def held(fields: dict[str, Any], folder: Path) -> dict[str, int]:
     from toolkit.train.model.loading import load_model
 
     AutoModelForCausalLM.from_config(AutoConfig.for_model(**fields), dtype=torch.float32).save_pretrained(folder)
-    model = load_model(ModelArguments(model_name_or_path=str(folder), lora_r=LORA_R, load_in_4bit=True))
+    arguments = ModelArguments(model_name_or_path=str(folder), lora_r=LORA_R, load_in_4bit=True)
+    model = load_model(arguments, compute_dtype=torch.bfloat16)
     parameters = list(model.parameters())
     return {
         "num_params": sum(map(full_size, parameters)),

@@ -18,6 +18,7 @@ import pytest
 from model_configs import EXPERTS, WIDE, built, config_file
 
 from toolkit.models.activations import PARTIAL_ROTARY, TWO_ROTARY_EMBEDDINGS, Activations
+from toolkit.models.adapter_inputs import share_inputs
 from toolkit.models.config_fields import ConfigFields
 from toolkit.models.llama_family import sliding_window
 from toolkit.models.read_model import read_model, types_with_formulas
@@ -120,7 +121,9 @@ def saved_bytes(path: Path, *, autocast: bool, padded: bool, lora_r: int | None 
     if lora_r is not None:
         from peft import LoraConfig, get_peft_model
 
-        model = get_peft_model(model, LoraConfig(r=lora_r, target_modules="all-linear", task_type="CAUSAL_LM"))
+        lora = LoraConfig(r=lora_r, target_modules="all-linear", task_type="CAUSAL_LM")
+        model = get_peft_model(model.to(torch.bfloat16), lora, autocast_adapter_dtype=autocast)
+        share_inputs(model)
     model = model.train() if autocast else model.to(torch.bfloat16).train()
     existing = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers())}
     storages: dict[int, int] = {}

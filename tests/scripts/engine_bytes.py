@@ -26,6 +26,7 @@ from toolkit.train.attest.read_deepspeed import deepspeed_gradients, read_deepsp
 from toolkit.train.attest.read_fsdp2 import read_fsdp2
 from toolkit.train.attest.read_rank import read_torch
 from toolkit.train.attest.tensors import local_bytes
+from toolkit.train.model.loading import cast_weights
 from toolkit.train.rank_process import prepare_environment
 
 LENGTH = 8
@@ -67,6 +68,7 @@ def held_bytes(preset: Preset, case: dict[str, Any]) -> dict[str, int]:
         from peft import LoraConfig, get_peft_model
 
         model = get_peft_model(model, LoraConfig(r=case["lora_r"], target_modules="all-linear", task_type="CAUSAL_LM"))
+        cast_weights(model, torch.bfloat16)
     run = run_deepspeed if preset.engine == "deepspeed" else run_fsdp2 if preset.engine == "fsdp2" else run_plain
     return run(preset, model.train(), hidden_size)
 

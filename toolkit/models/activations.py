@@ -318,9 +318,7 @@ class Activations:
         routed, hidden, width = self.shape.experts_per_token or 1, self.shape.hidden_size, self.shape.intermediate_size
         row = 4 * hidden + GATED_MLP_BYTES * width
         frozen = self.lora_r is not None and not adapts_experts(self.shape)
-        if (
-            frozen and not self.casts_weights
-        ):  # torch's grouped matmul, for bf16 only, saves no inputs for frozen weights
+        if frozen:  # torch's grouped matmul, for bf16 only, saves no inputs for frozen weights
             row -= 2 * hidden + 2 * width
         router = 4 * (self.shape.num_experts or 0) + 40 * routed
         shared = 0

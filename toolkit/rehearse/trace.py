@@ -27,8 +27,8 @@ from toolkit.train.arguments import Arguments
 from toolkit.train.attest.activation_checkpointing import uses_activation_checkpointing
 from toolkit.train.attest.differences import differences, expected_values
 from toolkit.train.attest.read_rank import read_engine
-from toolkit.train.attest.tensors import full_size, local, optimizer_state_tensors
-from toolkit.train.dtypes import compute_dtype, compute_dtype_name
+from toolkit.train.attest.tensors import frozen_weights, full_size, local, optimizer_state_tensors
+from toolkit.train.dtypes import compute_dtype, dtype_name
 from toolkit.train.launch_context import LaunchContext
 from toolkit.train.model.loading import from_pretrained
 
@@ -178,9 +178,13 @@ def verified_facts(trainer: TracedTrainer, launch: LaunchContext) -> Facts:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*data_ptr")
         own = {"rank": trainer.args.process_index, **read_engine(trainer, wrapped, parameters)}
-    compute = compute_dtype_name(trainer.args)
     expected = expected_values(
-        launch.preset, None, compute_dtype=compute, settings={}, dp_shard_size=launch.dp_shard_size
+        launch.preset,
+        None,
+        compute_dtype=dtype_name(compute_dtype(trainer.args)),
+        settings={},
+        dp_shard_size=launch.dp_shard_size,
+        has_frozen_weights=bool(frozen_weights(parameters)),
     )
     if launch.preset is not None and launch.preset.engine == "ddp":
         del expected["engine"]  # its buckets are counted, and nothing wraps the model

@@ -35,7 +35,7 @@ from toolkit.train.attest.readings import (
 )
 from toolkit.train.attest.tensors import frozen_weights, full_shape, local_bytes, weights_sha256
 from toolkit.train.data.collation import PackCollator
-from toolkit.train.dtypes import TORCH_DTYPES, compute_dtype_name
+from toolkit.train.dtypes import compute_dtype, dtype_name, element_bytes
 from toolkit.train.health.progress import Progress
 from toolkit.train.launch_context import LaunchContext
 
@@ -63,7 +63,7 @@ class Attestation(TrainerCallback):  # type: ignore[misc]
         """
         self.path, self.launch, self.progress, self.on_done = path, launch, progress, on_done
         self.trainer = trainer
-        self.compute_dtype = compute_dtype_name(trainer.args)
+        self.compute_dtype = compute_dtype(trainer.args)
         self.expected_settings = expected_settings or {}
         self.reading: RankReading | None = None
         """This rank's reading, once the first step is over."""
@@ -80,7 +80,7 @@ class Attestation(TrainerCallback):  # type: ignore[misc]
         if hasattr(wrapped, "zero_optimization_stage"):
             call_at_gradient_peak(wrapped, self._read_gradients)
         if isinstance(self.trainer.data_collator, PackCollator):
-            self.packing = read_packing(self.trainer, compute_dtype=self.compute_dtype)
+            self.packing = read_packing(self.trainer, compute_dtype=dtype_name(self.compute_dtype))
             check_isolated(self.packing, getattr(plain.config, "_attn_implementation", None))
         self.norms.start(self.trainer)
         if not self.trainer.args.torch_compile:  # a hook would make torch compile the graph a second time
@@ -110,7 +110,7 @@ class Attestation(TrainerCallback):  # type: ignore[misc]
 
     def hash_weights(self, model: Any) -> str | None:
         """Return the digest of the initial weights; every rank takes part. A rehearsal has none."""
-        return weights_sha256(model, TORCH_DTYPES[self.compute_dtype])
+        return weights_sha256(model, self.compute_dtype)
 
     def verify(self, reading: RankReading) -> None:
         """Gather the readings of all ranks, write `attestation.json` on rank 0, and raise on every rank."""
@@ -151,7 +151,7 @@ class Attestation(TrainerCallback):  # type: ignore[misc]
         return expected_values(
             preset,
             self.launch.world_size,
-            compute_dtype=self.compute_dtype,
+            compute_dtype=dtype_name(self.compute_dtype),
             settings=settings | self.expected_settings,
             dp_shard_size=self.launch.dp_shard_size,
             on_cpu=args.device.type == "cpu",
@@ -172,13 +172,13 @@ def expected_bytes(preset: Preset | None, trainer: Any, reading: RankReading) ->
     deepspeed = reading["engine"] == "deepspeed"
     parts = {
         "parameter": [
-            (trained, _element_bytes(reading["compute_dtype" if deepspeed else "master_dtype"])),
-            (frozen_weights(everything), _element_bytes(reading["frozen_dtype"])),
+            (trained, element_bytes(reading["compute_dtype" if deepspeed else "master_dtype"])),
+            (frozen_weights(everything), element_bytes(reading["frozen_dtype"])),
         ],
-        "gradient": [(trained, _element_bytes(reading["gradient_dtype"]))],
+        "gradient": [(trained, element_bytes(reading["gradient_dtype"]))],
     }
     if str(getattr(trainer.args.optim, "value", trainer.args.optim)).startswith("adamw_torch"):
-        parts["optimizer"] = [(trained, (ADAM_STATES + deepspeed) * _element_bytes("float32"))]
+        parts["optimizer"] = [(trained, (ADAM_STATES + deepspeed) * element_bytes("float32"))]
     ranks = reading.get("dp_shard_size") or reading["world_size"]
     allowed, whole = {}, {}
     for part, tensors_of_size in parts.items():
@@ -217,10 +217,6 @@ def verified_line(preset: Preset, reading: RankReading) -> str:
         dtypes += f", {reading['frozen_dtype']} frozen weights"
     engine = f"{reading['engine']}, {reading['sharding']}"
     return f"verified: {preset.name} ({engine}), {reading['world_size']} ranks, {dtypes}; {trained}"
-
-
-def _element_bytes(dtype: str | None) -> int:
-    return TORCH_DTYPES[dtype].itemsize if dtype in TORCH_DTYPES else 0
 
 
 def _gather(own: tuple[RankReading, NormReading]) -> list[tuple[RankReading, NormReading]]:

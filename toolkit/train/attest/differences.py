@@ -40,6 +40,8 @@ def expected_values(
         expected["dp_shard_size"] = dp_shard_size
     # accelerate 1.15 wraps a single process in DDP on a CPU only.
     unwrapped = preset.engine == "ddp" and world_size == 1 and not on_cpu
+    if has_frozen_weights:
+        expected["frozen_dtype"] = compute_dtype
     return expected | {
         "engine": "none" if unwrapped else preset.engine,
         "sharding": preset.sharding,
@@ -48,7 +50,6 @@ def expected_values(
         "compute_dtype": compute_dtype,
         "master_dtype": "float32",  # docs/concepts/numerics.md
         "optimizer_dtype": "float32",
-        "frozen_dtype": compute_dtype if has_frozen_weights else None,
     }
 
 

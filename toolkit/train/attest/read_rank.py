@@ -36,7 +36,6 @@ def read_rank(trainer: Any, gradients: GradientReading, *, recompute_detected: b
         "wrapper": type(wrapped).__name__,
         **read_engine(trainer, wrapped, parameters),
         **gradients,
-        "frozen_dtype": dtype_names(frozen_weights(parameters)),
         "num_params": sum(map(full_size, parameters)),
         "num_trainable_params": sum(full_size(p) for p in parameters if p.requires_grad),
         "activation_checkpointing": uses_activation_checkpointing(plain, recompute_detected),
@@ -50,8 +49,12 @@ def read_rank(trainer: Any, gradients: GradientReading, *, recompute_detected: b
 def read_engine(trainer: Any, wrapped: Any, parameters: list[Any]) -> EngineReading:
     """Read the engine that wraps the model."""
     if hasattr(wrapped, "zero_optimization_stage"):
-        return read_deepspeed(wrapped, parameters)
-    return read_fsdp2(trainer, wrapped, parameters) if is_fsdp2(wrapped) else read_torch(trainer, wrapped, parameters)
+        reading = read_deepspeed(wrapped, parameters)
+    else:
+        read = read_fsdp2 if is_fsdp2(wrapped) else read_torch
+        reading = read(trainer, wrapped, parameters)
+    reading["frozen_dtype"] = dtype_names(frozen_weights(parameters))
+    return reading
 
 
 def read_torch(trainer: Any, wrapped: Any, parameters: list[Any]) -> EngineReading:

@@ -26,6 +26,8 @@ class EngineReading(TypedDict, total=False):
     optimizer_disk_bytes: int
     compute_dtype: str | None
     master_dtype: str | None
+    frozen_dtype: str | None
+    """Dtype of the weights that are not trained, 4-bit ones apart; None where all are."""
     optimizer_dtype: str | None
     offload_optimizer: str | None
     """`cpu`, `nvme` or None."""
@@ -74,8 +76,6 @@ class RankReading(EngineReading, GradientReading, PackingReading, ByteReading, t
     """Class that wraps the model."""
     num_params: int
     num_trainable_params: int
-    frozen_dtype: str | None
-    """Dtype of the weights that are not trained, 4-bit ones apart; None where all are."""
     activation_checkpointing: bool
     seed: int
     attn_implementation: str | None

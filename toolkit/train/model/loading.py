@@ -76,7 +76,7 @@ def cast_weights(model: Any, compute_dtype: torch.dtype) -> None:
     if is_deepspeed_zero3_enabled():
         return
     for parameter in model.parameters():
-        if parameter.is_floating_point():
+        if parameter.is_floating_point() and not hasattr(parameter, "quant_state"):
             parameter.data = parameter.data.to(torch.float32 if parameter.requires_grad else compute_dtype)
 
 
