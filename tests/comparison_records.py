@@ -81,6 +81,7 @@ def trial(
         "master_dtype": "float32",
         "promised_masters": "float32",
         "optimizer_dtype": "float32",
+        "frozen_dtype": None,
         "gradient_clipping": 1.0,
         "activation_checkpointing": False,
         "num_trainable_params": 10,

@@ -22,6 +22,7 @@ def step(values: list[Any], number: int, value: Any) -> list[Any]:
     [
         ({"problem": {"optimizer_dtype": "bfloat16"}}, "optimizer_dtype is bfloat16, expected float32"),
         ({"problem": {"master_dtype": "bfloat16"}}, "master_dtype is bfloat16, expected float32"),
+        ({"problem": {"frozen_dtype": "float32"}}, "frozen_dtype is float32, None in ddp-n2-r0"),
         ({"problem": {"gradient_clipping": 0.0}}, "gradient_clipping is 0.0, 1.0 in ddp-n2-r0"),
         ({"problem": {"seed": 43}}, "seed is 43, 42 in ddp-n2-r0"),
         ({"problem": {"learning_rate": 2e-3}}, "learning_rate is 0.002, 0.001 in ddp-n2-r0"),

@@ -31,6 +31,7 @@ FACTS_OF_COMPARISON = (
     "initial_weights_sha256",
     "compute_dtype",
     "master_dtype",
+    "frozen_dtype",
     "optimizer_dtype",
     "gradient_clipping",
     "activation_checkpointing",

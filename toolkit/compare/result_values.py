@@ -223,6 +223,7 @@ class TrainedProblem(Model):
     sharding: Fact = None
     compute_dtype: Fact = None
     master_dtype: Fact = None
+    frozen_dtype: Fact = None
     optimizer_dtype: Fact = None
     reduce_dtype: Fact = None
     gradient_clipping: Fact = None

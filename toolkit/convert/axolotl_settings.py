@@ -106,7 +106,7 @@ REASONS = FSDP_REASONS | {
     "relora*": "ReLoRA has no counterpart: plain LoRA is trained",
     "jagged_*": "ReLoRA has no counterpart: plain LoRA is trained",
     "lisa_*": "LISA has no counterpart: all weights are trained",
-    "load_in_8bit": _QUANTIZED + "; without it the base model is held in fp32",
+    "load_in_8bit": _QUANTIZED + "; without it the base model is held in bf16",
     "gptq*": _QUANTIZED,
     "model_quantization_config*": _QUANTIZED,
     "quantize_moe_experts": _QUANTIZED,
