@@ -14,6 +14,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from toolkit.run.checkpoints import FINGERPRINT
 from toolkit.run.folder import write_json
 from toolkit.train.attest.tensors import uncompiled
@@ -35,7 +37,7 @@ def save_final_model(trainer: Any, tokenizer: Any, folder: Path) -> None:
     shutil.rmtree(temporary, ignore_errors=True)
     plain = trainer.accelerator.unwrap_model(trainer.model_wrapped, keep_torch_compile=False)
     plain.config.use_cache = True  # off during training only
-    plain.save_pretrained(temporary, state_dict=state)
+    _write_weights(plain, state, temporary)
     tokenizer.save_pretrained(temporary)
     (temporary / "README.md").unlink(missing_ok=True)  # peft's empty model card, with local paths
     (folder / FINGERPRINT).unlink(missing_ok=True)  # belongs to the replaced weights
@@ -47,6 +49,26 @@ def save_final_model(trainer: Any, tokenizer: Any, folder: Path) -> None:
         written.append(path.replace(folder / path.name))
     temporary.rmdir()
     trainer.note_save("model", written, started)
+
+
+def _write_weights(plain: Any, state: dict[str, Any], folder: Path) -> None:
+    """Write weights and configuration; where frozen weights are bf16 beside trained ones in fp32, all in fp32.
+
+    `from_pretrained` loads a model in the one dtype of its configuration, which would be that of the first parameter.
+    """
+    dtypes = {tensor.dtype for tensor in state.values() if tensor.is_floating_point()}
+    if len(dtypes) == 1 or hasattr(plain, "peft_config"):  # an adapter's file has no frozen weights
+        plain.save_pretrained(folder, state_dict=state)
+        return
+    plain.save_pretrained(folder, state_dict=in_fp32(state))
+    plain.config.dtype = torch.float32
+    plain.config.save_pretrained(folder)
+
+
+def in_fp32(state: dict[str, Any]) -> dict[str, Any]:
+    """Return the state with floating-point tensors in fp32; tied weights stay tied."""
+    raised = {tensor.data_ptr(): tensor.float() for tensor in state.values() if tensor.is_floating_point()}
+    return {name: raised.get(tensor.data_ptr(), tensor) for name, tensor in state.items()}
 
 
 def _umask() -> int:
