@@ -184,6 +184,8 @@ class _Phases:
         all_copies = saved.layers.fixed + dequantized
         self.saved_copies = dequantized if job.activation_checkpointing else all_copies
         self.forward_copies = all_copies if activations.caches_weight_copies else self.saved_copies
+        if job.activation_checkpointing and self.weights.frozen and self.engine.autocasts:
+            self.forward_copies += 2 * self.weights.num_trained  # autocast caches its copies of the adapters
         self.head_copy = activations.head_copy_bytes
         self.logits = logits_bytes(
             loss=job.loss,
