@@ -159,6 +159,32 @@ def attention_names() -> tuple[str, ...]:
 
 
 @functools.cache
+def model_class_flags(model_type: str) -> dict[str, Any] | None:
+    """Return the class attributes of an architecture's `...PreTrainedModel`, read from its source.
+
+    Values that are not literals are left out. None for an architecture that the installed transformers does not have.
+    """
+    tree = _source("transformers", "models/auto/auto_mappings.py")
+    listed = _assigned(tree, "SPECIAL_MODEL_TYPE_TO_MODULE_NAME")
+    folders = dict(ast.literal_eval(pair) for pair in (_pairs(listed) if listed else []))
+    folder = folders.get(model_type, model_type.replace("-", "_"))
+    if not folder.isidentifier():
+        return None
+    try:
+        tree = _source("transformers", f"models/{folder}/modeling_{folder}.py")
+    except FileNotFoundError:
+        return None
+    classes = [node for node in (tree.body if tree else []) if isinstance(node, ast.ClassDef)]
+    base = next((node for node in classes if node.name.endswith("PreTrainedModel")), None)
+    flags = {}
+    for node in base.body if base else []:
+        if isinstance(node, ast.Assign):
+            with contextlib.suppress(ValueError):
+                flags[ast.unparse(node.targets[0])] = ast.literal_eval(node.value)
+    return flags if base else None
+
+
+@functools.cache
 def model_types() -> tuple[str, ...]:
     """Return every `model_type` of transformers, read from its source; empty if it is not installed."""
     tree = _source("transformers", "models/auto/auto_mappings.py")

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from toolkit.errors import ToolkitError
+from toolkit.models.attention import AUTO, FLASH_ATTENTION, VARLEN, ModelAttention, needs_no_mask
 from toolkit.presets.spec import PresetSpec
 
 Purpose = Literal["train", "launched", "script", "convert", "plan", "recommend", "rehearse", "trace"]
@@ -37,6 +38,9 @@ class Method:
     freeze: bool = False
     train_only: bool = False
     packing: bool = False
+    attn_implementation: str | None = None
+    model_attention: ModelAttention | None = None
+    """What the model's attention works with; None where the model is not known."""
     activation_checkpointing: bool = False
     activation_checkpointing_offload: bool = False
     use_liger_kernel: bool = False
@@ -387,6 +391,47 @@ _GPU_ONLY_METHODS = {
     "activation_checkpointing_offload": ("on a CPU activations are in host memory already", "leave it out on a CPU"),
     "memory_snapshot": ("it records CUDA's allocator", "`--profile_steps 3:5` works on a CPU"),
 }
+
+
+@_rule("attention-device")
+def _attention_device(case: _Case) -> _Answer:
+    name = case.method.attn_implementation
+    if name is None or case.device is None or case.device.type != "cpu":
+        return None
+    if name in FLASH_ATTENTION or (name.startswith("kernels-community/") and needs_no_mask(name)):
+        because = "its kernels are built for GPUs"
+    elif name == "flex_attention":
+        because = "FlexAttention has no backward on a CPU (torch 2.13)"
+    else:
+        return None
+    why = f"--attn_implementation {name} needs a GPU: {because}"
+    return why, why, _working_attention(case)
+
+
+@_rule("attention-rows")
+def _attention_rows(case: _Case) -> _Answer:
+    if case.method.attn_implementation != VARLEN or case.method.packing:
+        return None
+    why = f"--attn_implementation {VARLEN} without --packing: padded rows need a mask"
+    return why, why, "add `--packing true`, or `--attn_implementation sdpa`"
+
+
+@_rule("attention-model")
+def _attention_model(case: _Case) -> _Answer:
+    name, model = case.method.attn_implementation, case.method.model_attention
+    because = None if model is None or name in (None, AUTO) else model.why_not(str(name))
+    if because is None:
+        return None
+    why = f"--attn_implementation {name} does not run this model: {because}"
+    return why, why, _working_attention(case)
+
+
+def _working_attention(case: _Case) -> str:
+    """Name the functions that run on every device."""
+    model = case.method.model_attention
+    names = (VARLEN, "sdpa") if model is None else model.working
+    shown = [name for name in names if case.method.packing or name != VARLEN]
+    return " or ".join(f"`--attn_implementation {name}`" for name in shown[:2])
 
 
 @_rule("comm-hook")

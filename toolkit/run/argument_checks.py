@@ -14,6 +14,7 @@ from typing import Any
 from toolkit.errors import ToolkitError, did_you_mean
 from toolkit.files.secrets import refuse_hidden
 from toolkit.files.value_limits import shown
+from toolkit.models.attention import missing_attention_package
 from toolkit.presets.spec import PresetSpec
 from toolkit.presets.support import CPU, Device, Method, Purpose, check_supported
 from toolkit.presets.training_arguments import STRATEGY_ARGUMENTS
@@ -21,7 +22,7 @@ from toolkit.run.argument_values import check_ranges, check_words
 from toolkit.run.dataset_checks import check_evaluation, check_streaming, check_weights, streaming_warnings
 from toolkit.run.learning_rate import check_scaling
 from toolkit.run.lora_config import lora_fields
-from toolkit.run.model_arguments import check_attention, missing_attention_package
+from toolkit.run.model_arguments import check_attention
 from toolkit.run.script_arguments import argument_words, flag, is_given, read_method, uses_activation_checkpointing
 from toolkit.run.trainer_arguments import check_trainer_arguments
 from toolkit.versions import INSTALL_GPU_PACKAGES, is_importable, optimizer_module, tracker_names
@@ -102,7 +103,7 @@ def check_values(arguments: Arguments, *, on_cpu: bool) -> None:
     check_weights(arguments)
     check_streaming(arguments)
     check_evaluation(arguments)
-    check_attention(arguments.get("attn_implementation"), on_cpu=on_cpu)
+    check_attention(arguments.get("attn_implementation"))
 
 
 def _check_best_of_sharded(arguments: Arguments, preset: PresetSpec | None) -> None:

@@ -6,59 +6,41 @@ others, once the model is loaded.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import Any
 
 from toolkit.errors import ToolkitError, nearest
 from toolkit.files.value_limits import shown
+from toolkit.models.attention import KERNEL, attention_words, read_model_attention
 from toolkit.models.config_fields import ConfigFields
 from toolkit.models.hub import CONFIG
 from toolkit.models.lora import ALL_LINEAR
 from toolkit.models.read_model import shape_from_config
 from toolkit.models.shape import ModelShape
+from toolkit.presets.support import check_supported
 from toolkit.run.argument_values import as_list, check_word
-from toolkit.versions import attention_names, is_importable
+from toolkit.run.script_arguments import read_method
 
-# A function of the hub's `kernels`: owner/name, with @revision and :function (transformers 5.23, `is_kernel`).
-KERNEL = re.compile(r"[^/:]+/[^/:]+(?:@[^/:]+)?(?::[^/:]+)?")
-# Version of flash attention -> its module and the package that installs it (transformers 5.23,
-# `FLASH_ATTENTION_COMPATIBILITY_MATRIX`). With `kernels` installed, transformers fetches one from the hub instead.
-FLASH_ATTENTION = {
-    "flash_attention_2": ("flash_attn", "flash-attn"),
-    "flash_attention_3": ("flash_attn_interface", "flash-attn-3"),
-    "flash_attention_4": ("flash_attn", "flash-attn-4"),
-}
 # Model type -> the name of its decoder layers in transformers; all other formulas have `model.layers`.
 LAYER_PREFIXES = {"gpt2": "transformer.h", "gpt_neox": "gpt_neox.layers", "opt": "model.decoder.layers"}
 
 
-def check_attention(name: Any, *, on_cpu: bool) -> None:
-    """Raise ToolkitError for an attention function that transformers does not have, or that needs a GPU."""
-    if name is None or KERNEL.fullmatch(str(name)):
-        return
-    check_word("--attn_implementation", str(name).removeprefix("paged|"), attention_names())
-    if on_cpu and name in FLASH_ATTENTION:
-        raise ToolkitError(f"--attn_implementation {name} needs a GPU", hint="`--attn_implementation sdpa`")
-
-
-def missing_attention_package(name: Any) -> str | None:
-    """Return the package that an attention function needs and that is not installed."""
-    if name is None or is_importable("kernels"):
-        return None
-    if KERNEL.fullmatch(str(name)):
-        return "kernels"
-    module, package = FLASH_ATTENTION.get(str(name), ("", ""))
-    return package if module and not is_importable(module) else None
+def check_attention(name: Any) -> None:
+    """Raise ToolkitError for an attention function that neither transformers nor the toolkit has."""
+    if name is not None and not KERNEL.fullmatch(str(name)):
+        check_word("--attn_implementation", str(name).removeprefix("paged|"), attention_words())
 
 
 def check_parts(arguments: Mapping[str, Any], config: Mapping[str, Any]) -> None:
-    """Check names of modules and parameters against a model's configuration.
+    """Check the attention function, and names of modules and parameters, against a model's configuration.
 
-    Raises ToolkitError for a name that no part has. Does nothing for an architecture without formulas. In a mixture of
+    Raises ToolkitError for a function that the model does not run, and for a name that no part has; the latter does
+    nothing for an architecture without formulas. In a mixture of
     experts, peft also takes the names that modules had before transformers 5.
     """
+    check_supported(None, replace(read_method(dict(arguments)), model_attention=read_model_attention(config)))
     named = any(as_list(arguments.get(name)) for name in ("freeze", "train_only", "lora_target_modules"))
     shape = _shape(dict(config)) if named else None
     if shape is None:

@@ -57,7 +57,11 @@ class ModelArguments:
         default=False, metadata={"help": "resume from a checkpoint whose pickles run code; only if you wrote it"}
     )
     attn_implementation: str | None = field(
-        default=None, metadata={"help": "sdpa, eager, flash_attention_2, ...; default: the model's"}
+        default=None,
+        metadata={
+            "help": "auto, sdpa_varlen (for packed rows, without a mask), sdpa, eager, flash_attention_2, ...; default:"
+            " auto with --packing, otherwise the model's"
+        },
     )
     lora_r: int | None = field(default=None, metadata={"help": "train LoRA adapters of this rank; default: full"})
     lora_alpha: int | None = field(default=None, metadata={"help": "LoRA scale; default: twice the rank"})
@@ -292,6 +296,9 @@ def read_method(arguments: dict[str, Any]) -> Method:
         freeze=is_given(arguments, "freeze"),
         train_only=is_given(arguments, "train_only"),
         packing=is_on("packing"),
+        attn_implementation=None
+        if arguments.get("attn_implementation") is None
+        else str(arguments["attn_implementation"]),
         activation_checkpointing=uses_activation_checkpointing(arguments),
         activation_checkpointing_offload=is_on("activation_checkpointing_offload"),
         use_liger_kernel=is_on("use_liger_kernel"),

@@ -17,6 +17,7 @@ from transformers import HfArgumentParser, TrainingArguments
 
 from toolkit.errors import ToolkitError
 from toolkit.files.secrets import UnwrittenText, hide_secrets, hide_words, is_secret_name, restore_secrets
+from toolkit.models.attention import needs_no_mask
 from toolkit.presets.training_arguments import resolve_precision
 from toolkit.run.argument_aliases import canonical_flags
 from toolkit.run.argument_checks import check_arguments
@@ -31,7 +32,9 @@ from toolkit.run.script_arguments import (
     read_config_file,
     uses_activation_checkpointing,
 )
+from toolkit.train.dtypes import compute_dtype
 from toolkit.train.launch_context import LaunchContext
+from toolkit.train.model.loading import choose_attention
 
 REQUIRED = ("model_name_or_path", "dataset", "output_dir")
 
@@ -91,6 +94,12 @@ def parse_args(argv: Sequence[str], launch: LaunchContext) -> Arguments:
             setattr(training, name, UnwrittenText(value))
     if launch.preset is not None and launch.preset.engine == "none":
         training._n_gpu = min(training._n_gpu, 1)  # with several visible GPUs the Trainer would run DataParallel
+    model.attn_implementation = choose_attention(
+        model,
+        packing=data.packing,
+        compute_dtype=compute_dtype(training),
+        on_cpu=bool(training.use_cpu),
+    )
     return Arguments(
         model=model,
         data=data,
@@ -98,8 +107,21 @@ def parse_args(argv: Sequence[str], launch: LaunchContext) -> Arguments:
         argv=hide_words(argv),
         scaled_rate=rate,
         activation_checkpointing=checkpointing,
-        notes=[*(f"warning: {line}" for line in warnings), *_rate_lines(rate, training)],
+        notes=[
+            *(f"warning: {line}" for line in warnings),
+            *_rate_lines(rate, training),
+            *_attention_lines(model, packing=data.packing),
+        ],
     )
+
+
+def _attention_lines(model: ModelArguments, *, packing: bool) -> list[str]:
+    """Name the attention function of packed rows, which the user may not have chosen."""
+    if not packing:
+        return []
+    name = model.attn_implementation
+    mask = "no mask" if needs_no_mask(name) else "a mask of all pairs of positions"
+    return [f"packed rows: attention {name or 'as the model defines it'}, {mask}"]
 
 
 def _parser() -> _Parser:

@@ -26,6 +26,7 @@ def live(model: Any, collator: Any) -> Any:
         accelerator=accelerator,
         _prepare_inputs=prepare,
         compute_loss_context_manager=nullcontext,
+        args=SimpleNamespace(torch_compile=False),
     )
 
 

@@ -6,9 +6,12 @@ tokens change. Takes a few short forwards without gradients before the first ste
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
+from transformers import AttentionMaskInterface
 
 from toolkit.errors import AttestationFailed
 from toolkit.train.attest.readings import PackingReading
@@ -32,7 +35,8 @@ def read_packing(trainer: Any, *, compute_dtype: str) -> PackingReading:
     was_training = model.training
     model.eval()
     try:
-        packed = _losses(trainer, collate([_pack(first, second), _pack(third)]))
+        with _recorded_masks() as masks:
+            packed = _losses(trainer, collate([_pack(first, second), _pack(third)]))
         other_neighbour = _losses(trainer, collate([_pack(other, second), _pack(third)]))
         alone = [_losses(trainer, collate([_pack(document)]))[0] for document in (first, second, third)]
     finally:
@@ -44,6 +48,8 @@ def read_packing(trainer: Any, *, compute_dtype: str) -> PackingReading:
         "packing": "isolated" if isolated else "leaks",
         "packing_loss_difference": from_alone,
         "packing_neighbour_difference": by_neighbour,
+        # a graph of torch.compile may have been made before, with another function inside
+        "packing_mask_bytes": None if trainer.args.torch_compile else sum(map(_mask_bytes, masks)),
     }
 
 
@@ -57,6 +63,33 @@ def check_isolated(reading: PackingReading, attn_implementation: Any) -> None:
         f" {reading['packing_neighbour_difference']:.2g} when its neighbour changes (attention {attn_implementation})",
         hint=UNPACKABLE_HINT,
     )
+
+
+@contextmanager
+def _recorded_masks() -> Iterator[list[Any]]:
+    """Record every mask that transformers makes, by whichever attention function asks for it."""
+    functions, masks = dict(AttentionMaskInterface._global_mapping), []
+
+    def recorded(function: Any) -> Any:
+        def make(*args: Any, **kwargs: Any) -> Any:
+            masks.append(function(*args, **kwargs))
+            return masks[-1]
+
+        return make
+
+    for name, function in functions.items():
+        AttentionMaskInterface.register(name, recorded(function))
+    try:
+        yield masks
+    finally:
+        for name, function in functions.items():
+            AttentionMaskInterface.register(name, function)
+
+
+def _mask_bytes(mask: Any) -> int:
+    """Bytes of a tensor, or of the tensors of FlexAttention's `BlockMask`."""
+    parts = mask.as_tuple() if hasattr(mask, "as_tuple") else (mask,)
+    return sum(part.untyped_storage().nbytes() for part in parts if isinstance(part, torch.Tensor))
 
 
 def _document(trainer: Any, seed: int) -> list[int]:

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from toolkit.models.attention import needs_no_mask
 from toolkit.train.arguments import Arguments
 from toolkit.train.attest.readings import Values
 from toolkit.train.engine.comm_hooks import registered_hook
@@ -25,6 +26,8 @@ def expected_methods(arguments: Arguments) -> Values:
         expected["activation_checkpointing"] = True
     if model.attn_implementation is not None:
         expected["attn_implementation"] = model.attn_implementation
+    if arguments.data.packing and needs_no_mask(model.attn_implementation) and not training.torch_compile:
+        expected["packing_mask_bytes"] = 0
     return expected
 
 

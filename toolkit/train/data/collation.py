@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import accumulate, chain
 from typing import Any
 
 import torch
@@ -58,7 +58,7 @@ class PackCollator(Collator):
     def __init__(self, tokenizer: Any, *, one_row: bool = False, supervised_logits: bool = False) -> None:
         super().__init__(tokenizer)
         self.one_row = one_row
-        """Concatenate all packs of a batch, for attention that takes lengths instead of a mask."""
+        """Concatenate all packs of a batch, and add the lengths of their documents, which replace a mask."""
         self.supervised_logits = supervised_logits
         """If a batch is one row, request only the logits at supervised positions."""
 
@@ -70,6 +70,8 @@ class PackCollator(Collator):
         facts = _batch_facts(input_ids, labels, rows)
         position_ids = torch.tensor(positions, dtype=torch.int64)
         batch = {"input_ids": input_ids, "position_ids": position_ids, "labels": labels, BATCH_FACTS: facts}
+        if self.one_row:
+            batch |= _document_lengths(rows[0]["documents"])
         return batch | _supervised_logits(labels) if self.supervised_logits and len(rows) == 1 else batch
 
 
@@ -77,6 +79,13 @@ def _supervised_logits(labels: torch.Tensor) -> dict[str, torch.Tensor]:
     """Positions whose next token is supervised, and these tokens, as transformers' forward takes them."""
     positions = (labels[0, 1:] != IGNORED).nonzero().flatten()
     return {"logits_to_keep": positions, "shift_labels": labels[:, positions + 1]}
+
+
+def _document_lengths(documents: Sequence[int]) -> dict[str, Any]:
+    """transformers' `FlashAttentionKwargs`. Without them, each layer would read the positions, and wait for the GPU."""
+    starts = torch.tensor([0, *accumulate(documents)], dtype=torch.int32)
+    longest = max(documents)
+    return {"cu_seq_lens_q": starts, "cu_seq_lens_k": starts, "max_length_q": longest, "max_length_k": longest}
 
 
 def _chained(packs: Sequence[dict[str, Any]]) -> dict[str, Any]:

@@ -4,7 +4,8 @@
 [[1, 2], [3, 0]]
 
 Position ids restart at 0 with each document of a pack; transformers turns that into a block-diagonal mask (sdpa, eager,
-flex) or into lengths (flash attention). `train/attest/document_isolation.py` verifies it on the live model.
+flex). Attention of variable length (flash attention, `sdpa_varlen`) takes the lengths of the documents instead.
+`train/attest/document_isolation.py` verifies it on the live model.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import datasets
 import torch
 
 from toolkit.errors import ToolkitError
+from toolkit.models.attention import needs_no_mask
 
 TokenRow = dict[str, Any]
 """A tokenised row or pack: `input_ids`, `labels`, and the columns of its data set."""
@@ -130,8 +132,8 @@ def check_model_packs(model: Any) -> None:
 
 
 def packs_into_one_row(model: Any) -> bool:
-    """Return True for flash attention, which takes the documents of a single row only."""
-    return "flash" in str(getattr(model.config, "_attn_implementation", ""))
+    """Return True for attention that takes the lengths of documents, which are those of a single row."""
+    return needs_no_mask(getattr(model.config, "_attn_implementation", None))
 
 
 def supports_partial_logits(model: Any, training: Any) -> bool:

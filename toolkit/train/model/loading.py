@@ -15,9 +15,14 @@ from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled, unse
 from toolkit.data.template_limits import check_templates, read_template
 from toolkit.errors import ToolkitError
 from toolkit.models.adapter_inputs import share_inputs
+from toolkit.models.attention import AUTO, packed_attention, read_model_attention
+from toolkit.presets.support import Method, check_supported
 from toolkit.run.script_arguments import ModelArguments
+from toolkit.train.model import varlen_attention
 from toolkit.train.model.adapters import quantization, trains_base_weights, with_lora
 from toolkit.train.model.freezing import freeze
+
+varlen_attention.register()
 
 
 def load_tokenizer(arguments: ModelArguments, *, chat_template: str | None) -> Any:
@@ -32,6 +37,26 @@ def load_tokenizer(arguments: ModelArguments, *, chat_template: str | None) -> A
     templates = list(found.values()) if isinstance(found, dict) else [found] if isinstance(found, str) else []
     check_templates(templates, name=chat_template or f"the chat template of {arguments.model_name_or_path}")
     return tokenizer
+
+
+def choose_attention(
+    arguments: ModelArguments, *, packing: bool, compute_dtype: torch.dtype, on_cpu: bool
+) -> str | None:
+    """Return the attention function to load the model with, or None for the model's own.
+
+    Packed rows get one that makes no mask, if none is named. Raises ToolkitError for one that the model does not run.
+    """
+    name = arguments.attn_implementation
+    if name is None and not packing:
+        return None
+    model = read_model_attention(from_pretrained(AutoConfig, arguments).to_dict())
+    check_supported(None, Method(packing=packing, attn_implementation=name, model_attention=model))
+    if name not in (None, AUTO):
+        return name
+    if not packing:
+        return None
+    capability = None if on_cpu else torch.cuda.get_device_capability(int(os.environ.get("LOCAL_RANK", "0")))
+    return packed_attention(model, capability=capability, half_precision=compute_dtype != torch.float32)
 
 
 def load_model(arguments: ModelArguments, *, compute_dtype: torch.dtype) -> Any:

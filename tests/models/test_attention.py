@@ -1,0 +1,81 @@
+"""Attention functions of a model, and the one that packed rows get."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from toolkit.models import attention
+from toolkit.models.attention import ModelAttention, needs_no_mask, packed_attention, read_model_attention
+
+H100, A100, T4 = (9, 0), (8, 0), (7, 5)
+
+
+def chosen(
+    monkeypatch: pytest.MonkeyPatch, model: ModelAttention | None, *installed: str, half: bool = True, gpu: Any = A100
+) -> str | None:
+    monkeypatch.setattr(attention, "is_importable", lambda module: module in installed)
+    return packed_attention(model, capability=gpu, half_precision=half)
+
+
+def known(model_type: str, **config: Any) -> ModelAttention:
+    found = read_model_attention({"model_type": model_type, **config})
+    assert found is not None
+    return found
+
+
+def test_packed_rows_get_the_newest_installed_flash_attention_that_the_gpu_runs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model, both = known("llama"), ("flash_attn", "flash_attn_interface")
+    assert chosen(monkeypatch, model, *both, gpu=H100) == "flash_attention_3"
+    assert chosen(monkeypatch, model, *both, gpu=A100) == "flash_attention_2"
+    assert chosen(monkeypatch, model, *both, gpu=T4) == "sdpa_varlen"
+
+
+def test_without_a_package_or_a_gpu_packed_rows_get_the_toolkits_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = known("llama")
+    assert chosen(monkeypatch, model) == "sdpa_varlen"
+    assert chosen(monkeypatch, model, "flash_attn", gpu=None) == "sdpa_varlen"
+    assert chosen(monkeypatch, model, "flash_attn", half=False) == "sdpa_varlen"
+
+
+def test_nothing_is_fetched_from_the_hub_because_kernels_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert chosen(monkeypatch, known("llama"), "kernels") == "sdpa_varlen"
+    assert chosen(monkeypatch, known("gpt_oss"), "kernels", "flash_attn") is None  # its class names hub kernels
+
+
+@pytest.mark.parametrize(
+    ("model_type", "config", "name", "because"),
+    [
+        ("gemma2", {"attn_logit_softcapping": 50.0}, "sdpa_varlen", "transformers does not support SDPA for gemma2"),
+        ("gpt_oss", {}, "sdpa", "transformers does not support it for gpt_oss"),
+        ("gpt_oss", {}, "flash_attention_2", "gpt_oss works with kernels-community/"),
+        ("llama4_text", {}, "sdpa_varlen", "llama4_text does not pass the lengths of documents to its attention"),
+        ("llama4_text", {}, "flash_attention_2", "transformers does not support it for llama4_text"),
+        ("llama", {"attn_logit_softcapping": 30.0}, "sdpa_varlen", "it caps its scores"),
+        ("llama", {"layer_types": ["chunked_attention"]}, "sdpa_varlen", "it attends within chunks"),
+        ("gpt2", {}, "flex_attention", "transformers does not support it for gpt2"),
+    ],
+)
+def test_a_model_says_why_it_does_not_run_a_function(
+    model_type: str, config: dict[str, Any], name: str, because: str
+) -> None:
+    assert (known(model_type, **config).why_not(name) or "").startswith(because)
+
+
+@pytest.mark.parametrize("model_type", ["llama", "mistral", "qwen3", "gemma3_text", "phi3", "mixtral", "deepseek_v3"])
+def test_decoders_that_pass_document_lengths_run_without_a_mask(model_type: str) -> None:
+    assert known(model_type).working == ("sdpa_varlen", "sdpa", "eager")
+
+
+def test_an_architecture_that_transformers_does_not_have_is_not_judged() -> None:
+    assert read_model_attention({"model_type": "../llama"}) is None
+    assert packed_attention(None, capability=None, half_precision=False) is None
+
+
+def test_only_functions_of_variable_length_need_no_mask() -> None:
+    names = ["sdpa", "eager", "flex_attention", "sdpa_varlen", "flash_attention_2", "kernels-community/flash-attn3"]
+    assert [name for name in names if needs_no_mask(name)] == names[3:]
+    assert not needs_no_mask(None)

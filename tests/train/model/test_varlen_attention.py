@@ -1,0 +1,146 @@
+"""Attention of packed rows without a mask: each document as if it were alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma3TextConfig,
+    GPT2Config,
+    LlamaConfig,
+    MistralConfig,
+    OPTConfig,
+)
+
+from toolkit.models.attention import VARLEN
+from toolkit.train.data.collation import BATCH_FACTS, Collator, PackCollator
+from toolkit.train.model.varlen_attention import register, varlen_attention
+
+register()
+VOCABULARY, WINDOW = 64, 8
+SMALL: dict[str, Any] = {
+    **{"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2},
+    **{"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "use_cache": False},
+    **{"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2},
+}
+TOKEN_IDS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0, "use_cache": False, "vocab_size": VOCABULARY}
+MODELS = {
+    "llama": LlamaConfig(**SMALL),
+    "mistral": MistralConfig(**SMALL, sliding_window=WINDOW),
+    "gemma3": Gemma3TextConfig(
+        **SMALL, sliding_window=WINDOW, layer_types=["sliding_attention", "full_attention"], attention_dropout=0.0
+    ),
+    "gpt2": GPT2Config(**TOKEN_IDS, n_embd=32, n_layer=2, n_head=4, attn_pdrop=0, embd_pdrop=0, resid_pdrop=0),
+    "opt": OPTConfig(
+        **TOKEN_IDS,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        ffn_dim=64,
+        word_embed_proj_dim=32,
+        dropout=0,
+    ),
+}
+
+
+class Tokenizer:
+    pad_token_id = 0
+
+
+@pytest.fixture(params=MODELS)
+def model(request: pytest.FixtureRequest) -> Any:
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(MODELS[request.param], attn_implementation=VARLEN).train()
+
+
+def document(tokens: int, *, seed: int) -> list[int]:
+    generator = torch.Generator().manual_seed(seed)
+    return list(torch.randint(3, VOCABULARY, (tokens,), generator=generator).tolist())
+
+
+# longer than two windows, and shorter than one
+FIRST, SECOND, THIRD, OTHER = (document(n, seed=seed) for seed, n in enumerate((19, 26, 5, 19)))
+
+
+def pack(*documents: list[int]) -> dict[str, Any]:
+    tokens = [token for tokens in documents for token in tokens]
+    return {"input_ids": tokens, "labels": tokens, "documents": list(map(len, documents))}
+
+
+def logits_and_gradient(model: Any, *documents: list[int], of: int, implementation: str = VARLEN) -> Any:
+    """Logits of one document in a pack, and the gradient of a loss on them alone."""
+    model.set_attn_implementation(implementation)
+    batch = PackCollator(Tokenizer(), one_row=implementation == VARLEN)([pack(*documents)])
+    del batch[BATCH_FACTS], batch["labels"]
+    model.zero_grad()
+    start = sum(map(len, documents[:of]))
+    logits = model(**batch).logits[0, start : start + len(documents[of])]
+    logits.square().sum().backward()
+    gradients = [p.grad.flatten() for p in model.parameters() if p.grad is not None]
+    return logits.detach(), torch.cat(gradients)
+
+
+def test_a_document_has_the_logits_and_the_gradient_that_it_has_alone(model: Any) -> None:
+    for index, alone in enumerate((FIRST, SECOND, THIRD)):
+        packed = logits_and_gradient(model, FIRST, SECOND, THIRD, of=index)
+        for ours, expected in zip(packed, logits_and_gradient(model, alone, of=0), strict=True):
+            torch.testing.assert_close(ours, expected, rtol=1e-5, atol=2e-5)
+
+
+def test_another_neighbour_changes_no_bit_of_the_logits_and_the_gradient(model: Any) -> None:
+    logits, gradient = logits_and_gradient(model, FIRST, SECOND, of=1)
+    other_logits, other_gradient = logits_and_gradient(model, OTHER, SECOND, of=1)
+    assert torch.equal(other_logits, logits)
+    assert torch.equal(other_gradient, gradient)
+
+
+# OPT makes a padding mask of its own, with which transformers ignores the documents: with `sdpa` they leak.
+@pytest.mark.parametrize("model", [name for name in MODELS if name != "opt"], indirect=True)
+def test_the_result_is_that_of_the_dense_mask(model: Any) -> None:
+    ours = logits_and_gradient(model, FIRST, SECOND, THIRD, of=1)
+    dense = logits_and_gradient(model, FIRST, SECOND, THIRD, of=1, implementation="sdpa")
+    for one, other in zip(ours, dense, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=2e-5)
+
+
+def test_padded_rows_get_the_mask_of_sdpa(model: Any) -> None:
+    rows = [{"input_ids": row, "labels": row} for row in (FIRST, THIRD)]
+    batch = Collator(Tokenizer())(rows)
+    del batch[BATCH_FACTS], batch["labels"]
+    ours = model(**batch).logits
+    model.set_attn_implementation("sdpa")
+    torch.testing.assert_close(ours, model(**batch).logits)
+
+
+def test_documents_begin_where_positions_do_if_no_lengths_are_given(model: Any) -> None:
+    batch = PackCollator(Tokenizer(), one_row=True)([pack(FIRST, SECOND)])
+    given = {"input_ids": batch["input_ids"], "position_ids": batch["position_ids"]}
+    lengths = {name: value for name, value in batch.items() if name.startswith(("cu_seq", "max_length"))}
+    assert torch.equal(model(**given).logits, model(**given, **lengths).logits)
+
+
+def test_activation_checkpointing_computes_the_same_gradient(model: Any) -> None:
+    plain = logits_and_gradient(model, FIRST, SECOND, of=1)
+    model.activation_checkpointing_enable({"use_reentrant": False})
+    for one, other in zip(logits_and_gradient(model, FIRST, SECOND, of=1), plain, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_under_autocast_fp32_queries_are_computed_in_bf16() -> None:
+    """Rotary embeddings leave queries and keys in fp32 where values are bf16."""
+    query, value = torch.randn(1, 4, 6, 8), torch.randn(1, 2, 6, 8, dtype=torch.bfloat16)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        output, _ = varlen_attention(torch.nn.Identity(), query, query[:, :2], value, None)
+    assert (output.dtype, tuple(output.shape)) == (torch.bfloat16, (1, 6, 4, 8))
+
+
+@pytest.mark.parametrize("given", ["softcap", "s_aux", "position_bias"])
+def test_what_it_does_not_compute_is_an_error(given: str) -> None:
+    part = torch.randn(1, 2, 4, 8)
+    with pytest.raises(ValueError, match=f"sdpa_varlen does not support {given}"):
+        varlen_attention(torch.nn.Identity(), part, part, part, None, **{given: 1.0})  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="attention in both directions"):
+        varlen_attention(torch.nn.Identity(), part, part, part, None, is_causal=False)

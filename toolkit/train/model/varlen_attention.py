@@ -1,0 +1,181 @@
+"""Attention of packed rows without a mask, registered with transformers as `sdpa_varlen`.
+
+transformers gives SDPA the documents of a packed row as a mask of all pairs of positions: memory that grows with the
+square of the row, scores that are computed and thrown away, and no flash kernel. Here each document is computed alone:
+in one call of torch's `varlen_attn` (its own flash attention) on a GPU in half precision, otherwise in one call of
+`scaled_dot_product_attention` per document.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.nn.attention.varlen import varlen_attn
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+from transformers.modeling_flash_attention_utils import prepare_fa_kwargs_from_position_ids
+
+from toolkit.models.attention import VARLEN
+
+LARGEST_HEAD_DIM = 256  # of torch's flash attention; a multiple of 8
+NOT_SUPPORTED = ("softcap", "s_aux", "position_bias", "cache")
+
+
+def register() -> None:
+    """Add `sdpa_varlen` to the attention functions of transformers, before a model is loaded."""
+    AttentionInterface.register(VARLEN, varlen_attention)
+    AttentionMaskInterface.register(VARLEN, varlen_mask)
+
+
+def varlen_attention(
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    is_causal: bool | None = None,
+    position_ids: torch.Tensor | None = None,
+    cu_seq_lens_q: torch.Tensor | None = None,
+    max_length_q: int | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """Return causal attention within each document: (rows, tokens, heads, head size) from (rows, heads, tokens, ...).
+
+    The documents are those of `cu_seq_lens_q` (transformers' `FlashAttentionKwargs`), or begin where `position_ids` do.
+    Rows with a mask, which are padded, get plain SDPA. Raises ValueError for what only other functions compute.
+    """
+    if attention_mask is not None:
+        return sdpa_attention_forward(  # type: ignore[no-any-return]
+            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, is_causal=is_causal, **kwargs
+        )
+    given = [name for name in NOT_SUPPORTED if kwargs.get(name) is not None]
+    if given or not (is_causal if is_causal is not None else getattr(module, "is_causal", True)):
+        raise ValueError(f"{VARLEN} does not support {' and '.join(given) or 'attention in both directions'}")
+    rows, _, tokens, _ = query.shape
+    if cu_seq_lens_q is None or max_length_q is None:
+        cu_seq_lens_q, max_length_q = _documents(position_ids, query)
+    query, key, value = (_in_one_row(_autocast(part)) for part in (query, key, value))
+    settings: dict[str, Any] = {"window": sliding_window, "scale": scaling}
+    if has_varlen_kernel(query, value, dropout=dropout):
+        output = _in_one_call(query, key, value, cu_seq_lens_q, max_length_q, **settings)
+    else:
+        output = _by_document(query, key, value, cu_seq_lens_q, dropout=dropout, **settings)
+    return output.reshape(rows, tokens, *output.shape[-2:]), None
+
+
+def varlen_mask(
+    *, attention_mask: torch.Tensor | None = None, use_vmap: bool = False, **kwargs: Any
+) -> torch.Tensor | None:
+    """Return no mask; for padded rows, and for a model that adds a pattern of its own, the mask of SDPA."""
+    if attention_mask is None and not use_vmap:
+        return None
+    mask: torch.Tensor | None = sdpa_mask(attention_mask=attention_mask, use_vmap=use_vmap, **kwargs)
+    return mask
+
+
+def has_varlen_kernel(query: torch.Tensor, value: torch.Tensor, *, dropout: float) -> bool:
+    """Return True for what torch's flash attention computes: it takes no fp32, no dropout and no unequal head sizes."""
+    head_dim = query.shape[-1]
+    return (
+        query.is_cuda
+        and query.dtype in (torch.bfloat16, torch.float16)
+        and head_dim == value.shape[-1] <= LARGEST_HEAD_DIM
+        and head_dim % 8 == 0
+        and not dropout
+        and torch.cuda.get_device_capability(query.device) >= (8, 0)
+    )
+
+
+def _documents(position_ids: torch.Tensor | None, query: torch.Tensor) -> tuple[torch.Tensor, int]:
+    """Where each document begins, and the tokens of the longest. Without positions, each row is one document."""
+    rows, _, tokens, _ = query.shape
+    if position_ids is None:
+        return torch.arange(0, (rows + 1) * tokens, tokens, dtype=torch.int32, device=query.device), tokens
+    (starts, _), (longest, _) = prepare_fa_kwargs_from_position_ids(position_ids.expand(rows, tokens))
+    return starts, int(longest)
+
+
+def _autocast(tensor: torch.Tensor) -> torch.Tensor:
+    """Cast as autocast casts the inputs of SDPA. Rotary embeddings can leave fp32 behind, which no kernel mixes."""
+    device = tensor.device.type
+    return tensor.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else tensor
+
+
+def _in_one_row(tensor: torch.Tensor) -> torch.Tensor:
+    """(rows, heads, tokens, head size) as (rows x tokens, heads, head size)."""
+    return tensor.transpose(1, 2).flatten(0, 1)
+
+
+def _in_one_call(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    starts: torch.Tensor,
+    longest: int,
+    *,
+    window: int | None,
+    scale: float | None,
+) -> torch.Tensor:
+    before = -1 if window is None else window - 1  # a token counts in its own window
+    return varlen_attn(
+        query,
+        key,
+        value,
+        starts,
+        starts,
+        longest,
+        longest,
+        scale=scale,
+        window_size=(before, 0),
+        enable_gqa=query.shape[1] != key.shape[1],
+    )
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # the number of documents differs from row to row
+def _by_document(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    starts: torch.Tensor,
+    *,
+    window: int | None,
+    dropout: float,
+    scale: float | None,
+) -> torch.Tensor:
+    lengths = starts.diff().tolist()
+    groups = query.shape[1] // key.shape[1]
+    query, key, value = (part.transpose(0, 1).unsqueeze(0) for part in (query, key, value))
+    key, value = repeat_kv(key, groups), repeat_kv(value, groups)
+    documents = zip(*(part.split(lengths, dim=2) for part in (query, key, value)), strict=True)
+    outputs = [_document(*parts, window=window, dropout=dropout, scale=scale) for parts in documents]
+    return torch.cat([output.transpose(1, 2) for output in outputs], dim=1)
+
+
+def _document(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *,
+    window: int | None,
+    dropout: float,
+    scale: float | None,
+) -> torch.Tensor:
+    """Causal attention of one document. With a window, a block of queries sees two windows of keys at most."""
+    tokens = query.shape[2]
+    if window is None or tokens <= window:
+        return scaled_dot_product_attention(query, key, value, dropout_p=dropout, is_causal=True, scale=scale)
+    outputs = []
+    for start in range(0, tokens, window):
+        first, end = max(0, start - window + 1), min(start + window, tokens)
+        at = torch.arange(start, end, device=query.device)[:, None]
+        seen = torch.arange(first, end, device=query.device)
+        mask = (seen <= at) & (seen > at - window)
+        block = (query[:, :, start:end], key[:, :, first:end], value[:, :, first:end])
+        outputs.append(scaled_dot_product_attention(*block, attn_mask=mask, dropout_p=dropout, scale=scale))
+    return torch.cat(outputs, dim=2)
