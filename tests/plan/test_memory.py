@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from model_configs import LLAMA_8B_PARAMS, llama_8b
 from toolkit.models.read_model import read_model
 from toolkit.plan.host_memory import PROCESS_BYTES
 from toolkit.plan.job import LOSSES, TrainingJob
-from toolkit.plan.memory import logits_bytes, plan_memory
+from toolkit.plan.memory import MemoryPlan, logits_bytes, plan_memory
 from toolkit.presets import list_presets, load_preset
 
 
@@ -58,15 +59,46 @@ def test_offload_moves_model_states_from_the_gpu_to_host_or_disk() -> None:
     assert on_disk.host.training_bytes < offloaded.host.training_bytes
 
 
-def test_packed_rows_need_as_much_memory_as_padded_ones() -> None:
-    def kept(rows: int, **how: Any) -> int:
-        job = TrainingJob(per_device_train_batch_size=rows, max_seq_length=2048, **how)
-        return plan_memory(
-            read_model(str(LLAMA_8B_CONFIG)), load_preset("fsdp2"), world_size=8, job=job
-        ).peak.allocated_bytes
+def activation_bytes(rows: int, **how: Any) -> int:
+    job = TrainingJob(per_device_train_batch_size=rows, max_seq_length=2048, **how)
+    return planned(job).peak.activation_bytes
 
-    assert kept(1, packing=True) > kept(1)
-    assert kept(2, packing=True) == kept(2)
+
+def forward_activation_bytes(rows: int, **how: Any) -> int:
+    job = TrainingJob(per_device_train_batch_size=rows, max_seq_length=2048, **how)
+    return next(phase.activation_bytes for phase in planned(job).phases if phase.phase == "forward")
+
+
+def planned(job: TrainingJob) -> MemoryPlan:
+    return plan_memory(read_model(str(LLAMA_8B_CONFIG)), load_preset("fsdp2"), world_size=8, job=job)
+
+
+def test_packed_rows_need_as_much_memory_as_full_ones() -> None:
+    assert activation_bytes(1, packing=True) == activation_bytes(1)
+    assert activation_bytes(2, packing=True) == activation_bytes(2, lengths_differ=False)
+
+
+def test_packed_rows_with_a_mask_need_as_much_memory_as_padded_ones() -> None:
+    dense = {"packing": True, "attn_implementation": "sdpa"}
+    assert activation_bytes(2, **dense) == activation_bytes(2)
+    # 32 layers save 4 heads' keys and values instead of 1 (32 heads for 8), twice in bf16, and the mask in bf16
+    keys_and_values = 2 * 2 * (4096 - 1024)
+    assert activation_bytes(1, **dense) - activation_bytes(1) == 32 * 2048 * (keys_and_values + 2 * 2048)
+
+
+def test_recomputed_packed_rows_share_one_mask_if_there_is_one() -> None:
+    how: dict[str, Any] = {"packing": True, "activation_checkpointing": True}
+    dense = forward_activation_bytes(3, **how, attn_implementation="sdpa")
+    assert dense - forward_activation_bytes(3, **how) == 3 * 2048**2  # a byte per pair of positions
+
+
+def test_a_model_without_document_lengths_packs_with_a_mask() -> None:
+    job = TrainingJob(packing=True)
+    assert job.packs_without_mask(llama_8b())
+    assert not job.packs_without_mask(replace(llama_8b(), model_type="gemma2"))
+    assert replace(job, attn_implementation="flash_attention_2").packs_without_mask(
+        replace(llama_8b(), model_type="gemma2")
+    )
 
 
 def test_full_cross_entropy_takes_12_bytes_per_logit_and_the_other_losses_less() -> None:

@@ -210,7 +210,7 @@ def test_equal_lengths_need_no_mask() -> None:
     ragged, equal = (
         plan_request(str(LLAMA_8B_CONFIG), replace(options, equal_lengths=equal)) for equal in (False, True)
     )
-    assert (ragged.job.needs_mask, equal.job.needs_mask) == (True, False)
+    assert (ragged.job.is_padded, equal.job.is_padded) == (True, False)
     assert make_plans(equal)[0].memory.planned_peak_bytes < make_plans(ragged)[0].memory.planned_peak_bytes
     with pytest.raises(ToolkitError, match="--equal-lengths has no effect with --packing"):
         plan_request(str(LLAMA_8B_CONFIG), replace(options, equal_lengths=True, packing=True))

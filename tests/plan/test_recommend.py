@@ -308,7 +308,7 @@ def test_rows_of_equal_length_need_no_mask_and_less_memory() -> None:
         for value in (False, True)
     )
     assert ragged.job.per_device_train_batch_size == equal.job.per_device_train_batch_size > 1
-    assert (ragged.job.needs_mask, equal.job.needs_mask) == (True, False)
+    assert (ragged.job.is_padded, equal.job.is_padded) == (True, False)
     assert equal.memory.planned_peak_bytes < ragged.memory.planned_peak_bytes
 
 

@@ -10,6 +10,7 @@ import pytest
 
 from toolkit.errors import ToolkitError
 from toolkit.hardware.gpu_table import find_gpu
+from toolkit.models.attention import read_model_attention
 from toolkit.models.read_model import read_model
 from toolkit.plan.candidates import RecommendRequest, refusal
 from toolkit.plan.job import TrainingJob
@@ -174,3 +175,48 @@ def test_a_rank_that_is_running_is_not_refused_for_its_world_size() -> None:
     """`toolkit train` would refuse it; a plain `accelerate launch` may run FSDP2 in one process."""
     assert unsupported(load_preset("fsdp2"), world_size=1) is not None
     assert unsupported(load_preset("fsdp2"), world_size=1, purpose="launched") is None
+
+
+@pytest.mark.parametrize(
+    ("method", "device", "message", "hint"),
+    [
+        ({"attn_implementation": "flash_attention_2", "packing": True}, CPU,
+         "--attn_implementation flash_attention_2 needs a GPU: its kernels are built for GPUs",
+         "`--attn_implementation sdpa_varlen` or `--attn_implementation sdpa`"),
+        ({"attn_implementation": "kernels-community/flash-attn2"}, CPU,
+         "--attn_implementation kernels-community/flash-attn2 needs a GPU: its kernels are built for GPUs",
+         "`--attn_implementation sdpa`"),
+        ({"attn_implementation": "flex_attention", "packing": True}, CPU,
+         "--attn_implementation flex_attention needs a GPU: FlexAttention has no backward on a CPU (torch 2.13)",
+         "`--attn_implementation sdpa_varlen` or `--attn_implementation sdpa`"),
+        ({"attn_implementation": "sdpa_varlen"}, Device(),
+         "--attn_implementation sdpa_varlen without --packing: padded rows need a mask",
+         "add `--packing true`, or `--attn_implementation sdpa`"),
+        ({"attn_implementation": "sdpa_varlen", "packing": True, "model": {"model_type": "gpt_oss"}}, Device(),
+         "--attn_implementation sdpa_varlen does not run this model: transformers does not support SDPA for gpt_oss",
+         "`--attn_implementation eager`"),
+    ],
+)  # fmt: skip
+def test_an_attention_function_that_cannot_run_is_refused_with_one_that_can(
+    method: dict[str, Any], device: Device, message: str, hint: str
+) -> None:
+    model = method.pop("model", None)
+    reason = unsupported(None, Method(**method, model_attention=model and read_model_attention(model)), device=device)
+    assert reason is not None
+    assert (reason.message, reason.hint) == (message, hint)
+
+
+@pytest.mark.parametrize("name", ["auto", "sdpa", "eager", "sdpa_varlen"])
+def test_packed_rows_of_llama_run_on_a_cpu_with_these(name: str) -> None:
+    llama = read_model_attention({"model_type": "llama"})
+    assert unsupported(None, Method(attn_implementation=name, packing=True, model_attention=llama), device=CPU) is None
+
+
+def test_flex_attention_has_no_backward_on_a_cpu() -> None:
+    """The library's own words: the rule goes when this does."""
+    import torch
+    from torch.nn.attention.flex_attention import flex_attention
+
+    part = torch.randn(1, 1, 16, 16, requires_grad=True)
+    with pytest.raises(NotImplementedError, match="FlexAttention does not support backward on CPU"):
+        flex_attention(part, part, part)

@@ -93,18 +93,25 @@ class Activations:
             return self._from_formulas(mask)
         return counted.at(autocast=self.autocast, lora_r=self.lora_r, mask=mask)
 
-    def mask_at(self, seq_length: int, *, padded: bool) -> str:
-        """Return the kind of attention mask that rows of this length need."""
+    def mask_at(self, seq_length: int, *, padded: bool, varlen: bool = False) -> str:
+        """Return the kind of attention mask that rows of this length need.
+
+        `varlen` functions take the lengths of documents and a window in place of a mask.
+        """
+        if varlen:
+            return "none"
         if padded:
             return "padding"
         window = self.shape.sliding_window
         return "window" if window is not None and seq_length >= window else "none"
 
-    def mask_bytes(self, *, rows: int, seq_length: int, padded: bool) -> int:
+    def mask_bytes(self, *, rows: int, seq_length: int, padded: bool, varlen: bool = False) -> int:
         """Return the bytes of the masks that all layers share: one for full attention, one for a sliding window.
 
         Without padding, all rows of a batch share one mask.
         """
+        if varlen:
+            return 0
         eager = self.shape.attention == "eager"
         number = int(eager or self.mask_at(seq_length, padded=padded) != "none")
         if (padded or eager) and 0 < self.shape.num_sliding_layers < self.shape.num_layers:

@@ -7,16 +7,25 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cache, cached_property
 
 from toolkit.defaults import GRADIENT_ACCUMULATION_STEPS, MAX_SEQ_LENGTH, PER_DEVICE_TRAIN_BATCH_SIZE
 from toolkit.errors import ToolkitError
+from toolkit.models.attention import (
+    AUTO,
+    KERNEL,
+    attention_words,
+    needs_no_mask,
+    packed_attention,
+    read_model_attention,
+)
 from toolkit.models.lora import ALL_LINEAR, check_lora_targets, lora_layers, outer_lora
 from toolkit.models.shape import Layer, ModelShape
 from toolkit.plan.engine_settings import EngineSettings, engine_settings
 from toolkit.presets.preset import Preset
 from toolkit.presets.support import PLANNED_OPTIMIZERS, Method, check_supported
+from toolkit.run.argument_values import check_word
 
 LOSSES = ("full", "chunked", "fused")
 OPTIMIZERS = dict(zip(("fused", "foreach"), PLANNED_OPTIMIZERS, strict=True))
@@ -48,6 +57,8 @@ class TrainingJob:
     load_in_4bit: bool = False
     packing: bool = False
     """Several documents in each row, up to its full length."""
+    attn_implementation: str | None = None
+    """None: the model's default; for packed rows, a function that makes no mask, if the model runs one."""
     loss: str = "full"
     """`full`: transformers' own; `chunked`: cast to fp32 in eight chunks; `fused`: Liger's, head included."""
     optimizer: str = "fused"
@@ -62,10 +73,26 @@ class TrainingJob:
         return self.per_device_train_batch_size * self.max_seq_length
 
     @property
-    def needs_mask(self) -> bool:
-        """True for padded or packed rows: with a mask, SDPA repeats keys and values for each head."""
+    def is_padded(self) -> bool:
+        """True if rows of one micro-batch differ in length. Packed rows are full."""
         differ = self.per_device_train_batch_size > 1 if self.lengths_differ is None else self.lengths_differ
-        return self.packing or differ
+        return differ and not self.packing
+
+    def packs_without_mask(self, shape: ModelShape) -> bool:
+        """Return True if packed rows get an attention function that takes the lengths of their documents.
+
+        FlexAttention's mask of blocks counts as none: a few bytes per 128 x 128 positions.
+        """
+        name = self.attn_implementation
+        if not self.packing or name not in (None, AUTO):
+            return self.packing and (needs_no_mask(name) or name == "flex_attention")
+        model = read_model_attention({"model_type": shape.model_type})
+        # any GPU, without a package: what the plan assumes of the memory is the same with flash attention
+        return packed_attention(model, capability=(0, 0), half_precision=True) is not None
+
+    def needs_mask(self, shape: ModelShape) -> bool:
+        """Return True for padded rows, and for packed ones with a mask: SDPA then repeats keys and values per head."""
+        return self.is_padded or (self.packing and not self.packs_without_mask(shape))
 
     @property
     def method(self) -> Method:
@@ -74,6 +101,7 @@ class TrainingJob:
             lora=self.lora_r is not None,
             load_in_4bit=self.load_in_4bit,
             packing=self.packing,
+            attn_implementation=self.attn_implementation,
             activation_checkpointing=self.activation_checkpointing,
             use_liger_kernel=self.loss == "fused",
             optim=OPTIMIZERS.get(self.optimizer, self.optimizer),
@@ -179,7 +207,10 @@ def check_planned_job(job: TrainingJob, shape: ModelShape) -> None:
     for name, known in (("loss", LOSSES), ("optimizer", OPTIMIZERS)):
         if getattr(job, name) not in known:
             raise ToolkitError(f"{_option(name)} is {getattr(job, name)!r}, expected one of {', '.join(known)}")
-    check_supported(None, job.method, purpose="plan")
+    if job.attn_implementation is not None and not KERNEL.fullmatch(job.attn_implementation):
+        check_word("--attn-implementation", job.attn_implementation, attention_words())
+    model_attention = read_model_attention({"model_type": shape.model_type})
+    check_supported(None, replace(job.method, model_attention=model_attention), purpose="plan")
     if job.lora_r is not None and job.lora_r > shape.hidden_size > 0:
         raise ToolkitError(f"--lora-r is {job.lora_r}, expected at most the hidden size {shape.hidden_size}")
     if job.lora_r is not None:

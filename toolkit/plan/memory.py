@@ -169,7 +169,8 @@ class _Phases:
     def _set_activations(self, shape: ModelShape) -> None:
         job, length = self.job, self.job.max_seq_length
         activations = _activations(shape, self.engine.autocasts, job.lora_r)
-        saved = _saved(activations, activations.mask_at(length, padded=job.needs_mask))
+        padded, varlen = job.needs_mask(shape), job.packs_without_mask(shape)
+        saved = _saved(activations, activations.mask_at(length, padded=padded, varlen=varlen))
         self.one_layer = self.tokens * saved.largest_layer.token_bytes(length)
         self.layer_backward = self.tokens * max(0, saved.backward.token_bytes(length))
         self.outer = self.tokens * saved.outer.per_token
@@ -177,7 +178,7 @@ class _Phases:
         self.saved = self.tokens * saved.layers.token_bytes(length)
         if job.activation_checkpointing:  # layers get the masks again when they are recomputed
             rows = job.per_device_train_batch_size
-            self.masks = activations.mask_bytes(rows=rows, seq_length=length, padded=job.needs_mask)
+            self.masks = activations.mask_bytes(rows=rows, seq_length=length, padded=padded, varlen=varlen)
             self.saved = self.tokens * activations.checkpoint_bytes_per_token * shape.num_layers + self.masks
         dequantized = 2 * self.weights.largest_linear if job.load_in_4bit else 0
         self.layer_copies = saved.largest_layer.fixed + dequantized

@@ -64,9 +64,11 @@ class PlanOptions:
     lora_target_modules: LoraTargets = ()
     load_in_4bit: Quantized = False
     equal_lengths: EqualLengths = False
-    packing: Annotated[bool, Option("--packing", help="pack rows to full length, which needs an attention mask")] = (
-        False
-    )
+    packing: Annotated[bool, Option("--packing", help="pack rows to full length")] = False
+    attn_implementation: Annotated[
+        str | None,
+        Option(help="attention function of packed rows: auto (the default) makes no mask where the model allows it"),
+    ] = None
     loss: Annotated[str, Option(help="full, chunked, or fused (Liger)")] = "full"
     optimizer: Annotated[str, Option(help="fused (the Trainer's default) or foreach")] = "fused"
     gpus_per_node: GpusPerNode = 8

@@ -22,6 +22,7 @@ from toolkit.run.script_arguments import (
     flag,
     integer,
     micro_batch_size,
+    read_method,
     uses_activation_checkpointing,
 )
 from toolkit.units import gib
@@ -48,6 +49,7 @@ def job_from_arguments(arguments: dict[str, Any]) -> TrainingJob:
         lora_target_modules=tuple(map(str, as_list(arguments.get("lora_target_modules")))) or ALL_LINEAR,
         load_in_4bit=flag(arguments.get("load_in_4bit", False)),
         packing=flag(arguments.get("packing", False)),
+        attn_implementation=read_method(arguments).attn_implementation,
         loss="fused" if flag(arguments.get("use_liger_kernel", False)) else "full",
         optimizer=OPTIMIZER_NAMES[optimizer],
     )

@@ -107,7 +107,7 @@ def plan_request(model: str, options: PlanOptions) -> PlanRequest:
     if host_memory_gib is not None and not 0 < host_memory_gib < 10**6:
         raise ToolkitError(f"--host-memory-gib is {host_memory_gib}, expected more than 0 and below a million")
     if options.packing and options.equal_lengths:
-        raise ToolkitError("--equal-lengths has no effect with --packing: packed rows always need an attention mask")
+        raise ToolkitError("--equal-lengths has no effect with --packing: packed rows are full")
     presets = [load_preset(name) for name in dict.fromkeys(options.preset)] or list_presets()
     check_unquantized(model)
     return PlanRequest(
@@ -123,6 +123,7 @@ def plan_request(model: str, options: PlanOptions) -> PlanRequest:
             lora_target_modules=options.lora_target_modules or ALL_LINEAR,
             load_in_4bit=options.load_in_4bit,
             packing=options.packing,
+            attn_implementation=options.attn_implementation,
             loss=options.loss,
             optimizer=options.optimizer,
             gpus_per_node=options.gpus_per_node,

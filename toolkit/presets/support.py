@@ -404,7 +404,7 @@ def _attention_device(case: _Case) -> _Answer:
         because = "FlexAttention has no backward on a CPU (torch 2.13)"
     else:
         return None
-    why = f"--attn_implementation {name} needs a GPU: {because}"
+    why = f"{case.option('attn_implementation')} {name} needs a GPU: {because}"
     return why, why, _working_attention(case)
 
 
@@ -412,8 +412,10 @@ def _attention_device(case: _Case) -> _Answer:
 def _attention_rows(case: _Case) -> _Answer:
     if case.method.attn_implementation != VARLEN or case.method.packing:
         return None
-    why = f"--attn_implementation {VARLEN} without --packing: padded rows need a mask"
-    return why, why, "add `--packing true`, or `--attn_implementation sdpa`"
+    option = case.option("attn_implementation")
+    why = f"{option} {VARLEN} without --packing: padded rows need a mask"
+    packing = "--packing" if case.purpose in ("plan", "recommend") else "--packing true"
+    return why, why, f"add `{packing}`, or `{option} sdpa`"
 
 
 @_rule("attention-model")
@@ -422,7 +424,7 @@ def _attention_model(case: _Case) -> _Answer:
     because = None if model is None or name in (None, AUTO) else model.why_not(str(name))
     if because is None:
         return None
-    why = f"--attn_implementation {name} does not run this model: {because}"
+    why = f"{case.option('attn_implementation')} {name} does not run this model: {because}"
     return why, why, _working_attention(case)
 
 
@@ -431,7 +433,7 @@ def _working_attention(case: _Case) -> str:
     model = case.method.model_attention
     names = (VARLEN, "sdpa") if model is None else model.working
     shown = [name for name in names if case.method.packing or name != VARLEN]
-    return " or ".join(f"`--attn_implementation {name}`" for name in shown[:2])
+    return " or ".join(f"`{case.option('attn_implementation')} {name}`" for name in shown[:2])
 
 
 @_rule("comm-hook")

@@ -137,17 +137,20 @@ def test_a_state_space_model_is_refused_with_the_alternative() -> None:
 # -- a run
 
 
-@pytest.fixture(scope="module")
-def packed_run(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, faq_alpaca: Path) -> Path:
-    folder = tmp_path_factory.mktemp("packed") / "run"
+def run_packed(folder: Path, tiny_model: Path, faq_alpaca: Path, *options: str) -> Path:
     rows = folder.parent / "rows.jsonl"
     rows.write_text("".join(faq_alpaca.read_text().splitlines(keepends=True)[:42]))
     words = ["--model_name_or_path", str(tiny_model), "--dataset", str(rows), "--output_dir", str(folder)]
     words += ["--packing", "true", "--max_seq_length", "256", "--per_device_train_batch_size", "1"]
     words += ["--num_train_epochs", "1", "--eval_dataset", str(rows), "--save_strategy", "no", "--save_model", "false"]
-    ended = accelerate_launch(ROOT / "accelerate_configs" / "zero3.yaml", *words)
+    ended = accelerate_launch(ROOT / "accelerate_configs" / "zero3.yaml", *words, *options)
     assert ended.returncode == 0, ended.stderr[-3000:]
     return folder
+
+
+@pytest.fixture(scope="module")
+def packed_run(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, faq_alpaca: Path) -> Path:
+    return run_packed(tmp_path_factory.mktemp("packed") / "run", tiny_model, faq_alpaca)
 
 
 @pytest.mark.launch
@@ -171,3 +174,24 @@ def test_a_packed_run_is_isolated_and_counts_every_supervised_token_once(packed_
     assert sum(step["supervised_tokens"] for step in steps) == run["data"]["supervised_tokens"] == 2409
     assert sum(step["non_padding_tokens"] for step in steps) == run["data"]["tokens"]
     assert run["data"]["pack_fill_fraction"] == pytest.approx(run["data"]["tokens"] / (packs * 256))
+
+
+@pytest.mark.launch
+def test_a_packed_run_makes_no_mask_and_has_the_losses_of_one_with_a_mask(
+    packed_run: Path, tmp_path: Path, tiny_model: Path, faq_alpaca: Path
+) -> None:
+    masked_run = run_packed(tmp_path / "masked", tiny_model, faq_alpaca, "--attn_implementation", "sdpa")
+    readings = []
+    for folder in (packed_run, masked_run):
+        ranks = read(folder / "attestation.json")["ranks"]
+        readings.append({(rank["attn_implementation"], rank["packing_mask_bytes"] > 0) for rank in ranks})
+    assert readings == [{("sdpa_varlen", False)}, {("sdpa", True)}]
+    assert "packed rows: attention sdpa_varlen, no mask" in (packed_run / "train.log").read_text()
+    assert read(packed_run / "run.json")["spec"]["model"]["attn_implementation"] == "sdpa_varlen"
+    ours, masked = (read(folder / "run.json")["evaluations"][-1]["loss"] for folder in (packed_run, masked_run))
+    assert ours == pytest.approx(masked, abs=1e-5)
+    losses = [
+        [json.loads(line)["loss"] for line in (folder / "ranks" / "rank0.jsonl").read_text().splitlines()]
+        for folder in (packed_run, masked_run)
+    ]
+    assert losses[0] == pytest.approx(losses[1], abs=1e-4)

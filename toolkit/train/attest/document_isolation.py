@@ -35,7 +35,7 @@ def read_packing(trainer: Any, *, compute_dtype: str) -> PackingReading:
     was_training = model.training
     model.eval()
     try:
-        with _recorded_masks() as masks:
+        with recorded_masks() as masks:
             packed = _losses(trainer, collate([_pack(first, second), _pack(third)]))
         other_neighbour = _losses(trainer, collate([_pack(other, second), _pack(third)]))
         alone = [_losses(trainer, collate([_pack(document)]))[0] for document in (first, second, third)]
@@ -49,7 +49,7 @@ def read_packing(trainer: Any, *, compute_dtype: str) -> PackingReading:
         "packing_loss_difference": from_alone,
         "packing_neighbour_difference": by_neighbour,
         # a graph of torch.compile may have been made before, with another function inside
-        "packing_mask_bytes": None if trainer.args.torch_compile else sum(map(_mask_bytes, masks)),
+        "packing_mask_bytes": None if trainer.args.torch_compile else sum(map(mask_bytes, masks)),
     }
 
 
@@ -66,7 +66,7 @@ def check_isolated(reading: PackingReading, attn_implementation: Any) -> None:
 
 
 @contextmanager
-def _recorded_masks() -> Iterator[list[Any]]:
+def recorded_masks() -> Iterator[list[Any]]:
     """Record every mask that transformers makes, by whichever attention function asks for it."""
     functions, masks = dict(AttentionMaskInterface._global_mapping), []
 
@@ -86,8 +86,8 @@ def _recorded_masks() -> Iterator[list[Any]]:
             AttentionMaskInterface.register(name, function)
 
 
-def _mask_bytes(mask: Any) -> int:
-    """Bytes of a tensor, or of the tensors of FlexAttention's `BlockMask`."""
+def mask_bytes(mask: Any) -> int:
+    """Return the bytes of a tensor, or of the tensors of FlexAttention's `BlockMask`."""
     parts = mask.as_tuple() if hasattr(mask, "as_tuple") else (mask,)
     return sum(part.untyped_storage().nbytes() for part in parts if isinstance(part, torch.Tensor))
 
