@@ -188,7 +188,7 @@ def test_a_packed_run_makes_no_mask_and_has_the_losses_of_one_with_a_mask(
     assert readings == [{("sdpa_varlen", False)}, {("sdpa", True)}]
     assert "packed rows: attention sdpa_varlen, no mask" in (packed_run / "train.log").read_text()
     assert read(packed_run / "run.json")["spec"]["model"]["attn_implementation"] == "sdpa_varlen"
-    ours, masked = (read(folder / "run.json")["evaluations"][-1]["loss"] for folder in (packed_run, masked_run))
+    ours, masked = (read(folder / "run.json")["evaluations"][-1]["eval_loss"] for folder in (packed_run, masked_run))
     assert ours == pytest.approx(masked, abs=1e-5)
     losses = [
         [json.loads(line)["loss"] for line in (folder / "ranks" / "rank0.jsonl").read_text().splitlines()]
