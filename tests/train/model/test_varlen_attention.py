@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
 from transformers import (
     AutoModelForCausalLM,
     Gemma3TextConfig,
@@ -17,6 +19,7 @@ from transformers import (
 
 from toolkit.models.attention import VARLEN
 from toolkit.train.data.collation import BATCH_FACTS, Collator, PackCollator
+from toolkit.train.model import varlen_attention as varlen
 from toolkit.train.model.varlen_attention import register, varlen_attention
 
 register()
@@ -144,3 +147,73 @@ def test_what_it_does_not_compute_is_an_error(given: str) -> None:
         varlen_attention(torch.nn.Identity(), part, part, part, None, **{given: 1.0})  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="attention in both directions"):
         varlen_attention(torch.nn.Identity(), part, part, part, None, is_causal=False)
+
+
+# -- the call for GPUs, without one
+
+
+def attend(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, starts: torch.Tensor, *_: Any, **settings: Any
+) -> torch.Tensor:
+    """Compute what the documentation of `varlen_attn` promises, one document and head at a time."""
+    before, after = settings["window_size"]
+    assert (after, settings["enable_gqa"]) == (0, query.shape[1] != key.shape[1])
+    output, group = torch.empty_like(query), query.shape[1] // key.shape[1]
+    for start, end in pairwise(starts.tolist()):
+        at = torch.arange(end - start)
+        seen = (at <= at[:, None]) & (at >= at[:, None] - (end if before < 0 else before))
+        for head in range(query.shape[1]):
+            keys, values = (part[start:end, head // group] for part in (key, value))
+            scores = query[start:end, head] @ keys.T * settings["scale"]
+            output[start:end, head] = scores.masked_fill(~seen, -torch.inf).softmax(-1) @ values
+    return output
+
+
+def test_the_call_for_gpus_computes_the_same(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    batch = PackCollator(Tokenizer(), one_row=True)([pack(FIRST, SECOND, THIRD)])
+    del batch[BATCH_FACTS], batch["labels"]
+    by_document = model(**batch).logits
+    monkeypatch.setattr(varlen, "has_varlen_kernel", lambda *_, **__: True)
+    monkeypatch.setattr(varlen, "varlen_attn", attend)
+    torch.testing.assert_close(model(**batch).logits, by_document, rtol=1e-5, atol=2e-5)
+
+
+def test_torchs_own_function_takes_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the meta device, forward and backward: shapes and arguments, no values."""
+    monkeypatch.setattr(varlen, "has_varlen_kernel", lambda *_, **__: True)
+    monkeypatch.setattr(varlen, "_autocast", lambda part: part)  # torch knows no autocast there
+    kind: dict[str, Any] = {"dtype": torch.bfloat16, "device": "meta", "requires_grad": True}
+    query, key, value = (torch.empty(1, heads, 12, 64, **kind) for heads in (4, 2, 2))
+    given = {"cu_seq_lens_q": torch.empty(4, dtype=torch.int32, device="meta"), "max_length_q": 7}
+    output, _ = varlen_attention(torch.nn.Identity(), query, key, value, None, sliding_window=4, scaling=0.1, **given)  # type: ignore[arg-type]
+    assert tuple(output.shape) == (1, 12, 4, 64)
+    output.sum().backward()
+    assert [tuple(part.grad.shape) for part in (query, key, value)] == [
+        tuple(part.shape) for part in (query, key, value)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        ({}, True),
+        ({"dtype": torch.float32}, False),
+        ({"dropout": 0.1}, False),
+        ({"head_dim": 512}, False),
+        ({"head_dim": 60}, False),
+        ({"value_dim": 32}, False),
+        ({"capability": (7, 5)}, False),
+        ({"device": "cpu"}, False),
+    ],
+)
+def test_only_what_torchs_flash_attention_computes_is_given_to_it(
+    change: dict[str, Any], expected: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    how = {"dtype": torch.bfloat16, "dropout": 0.0, "head_dim": 64, "capability": (8, 0), "device": "cuda"} | change
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: how["capability"])
+    with FakeTensorMode():
+        query, value = (
+            torch.empty(12, 4, size, dtype=how["dtype"], device=how["device"])
+            for size in (how["head_dim"], how.get("value_dim", how["head_dim"]))
+        )
+        assert varlen.has_varlen_kernel(query, value, dropout=how["dropout"]) is expected

@@ -49,7 +49,9 @@ def choose_attention(
     name = arguments.attn_implementation
     if name is None and not packing:
         return None
-    model = read_model_attention(from_pretrained(AutoConfig, arguments).to_dict())
+    config = from_pretrained(AutoConfig, arguments).to_dict()
+    own_code = arguments.trust_remote_code and "auto_map" in config
+    model = None if own_code else read_model_attention(config)
     check_supported(None, Method(packing=packing, attn_implementation=name, model_attention=model))
     if name not in (None, AUTO):
         return name
