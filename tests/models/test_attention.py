@@ -7,7 +7,13 @@ from typing import Any
 import pytest
 
 from toolkit.models import attention
-from toolkit.models.attention import ModelAttention, needs_no_mask, packed_attention, read_model_attention
+from toolkit.models.attention import (
+    ModelAttention,
+    missing_attention_package,
+    needs_no_mask,
+    packed_attention,
+    read_model_attention,
+)
 
 H100, A100, T4 = (9, 0), (8, 0), (7, 5)
 
@@ -79,3 +85,12 @@ def test_only_functions_of_variable_length_need_no_mask() -> None:
     names = ["sdpa", "eager", "flex_attention", "sdpa_varlen", "flash_attention_2", "kernels-community/flash-attn3"]
     assert [name for name in names if needs_no_mask(name)] == names[3:]
     assert not needs_no_mask(None)
+
+
+@pytest.mark.parametrize(("installed", "missing"), [((), "flash-attn"), (("kernels",), None), (("flash_attn",), None)])
+def test_flash_attention_needs_its_package_or_one_that_fetches_it(
+    installed: tuple[str, ...], missing: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attention, "is_importable", lambda module: module in installed)
+    assert missing_attention_package("flash_attention_2") == missing
+    assert missing_attention_package("sdpa") is None

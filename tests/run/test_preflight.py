@@ -251,8 +251,9 @@ LLAMA = {
     ],
 )  # fmt: skip
 def test_what_the_ranks_would_refuse_is_refused_before_they_start(
-    words: str, message: str, model: Path, rows: Path
+    words: str, message: str, model: Path, rows: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("toolkit.models.attention.is_importable", lambda _: False)
     (model / "config.json").write_text(json.dumps(LLAMA))
     preset = "zero2" if "save_only_model" in words else "ddp"
     with pytest.raises(ToolkitError) as caught:
