@@ -24,7 +24,7 @@ from toolkit.plan.planned_run import job_from_arguments
         ({"lora_r": 0}, "--lora-r is 0"),
         ({"lora_r": 9000}, "--lora-r is 9000, expected at most the hidden size 4096"),
         ({"load_in_4bit": True}, "--load-in-4bit needs --lora-r"),
-        ({"loss": "fast"}, "--loss is 'fast', expected one of full, chunked, fused"),
+        ({"loss": "fast"}, "--loss is 'fast', expected one of chunked, full, fused, chunked_output"),
     ],
 )
 def test_values_out_of_range_are_refused_by_option(how: dict[str, Any], message: str) -> None:

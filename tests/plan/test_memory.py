@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 from typing import Any
 
@@ -104,4 +105,15 @@ def test_a_model_without_document_lengths_packs_with_a_mask() -> None:
 def test_full_cross_entropy_takes_12_bytes_per_logit_and_the_other_losses_less() -> None:
     peaks = {loss: max(logits_bytes(loss=loss, tokens=4096, vocab_size=32000, hidden_size=4096)) for loss in LOSSES}
     assert peaks["full"] == 12 * 4096 * 32000
-    assert peaks["full"] > peaks["chunked"] > peaks["fused"]
+    assert peaks["full"] > peaks["chunked_output"] > max(peaks["fused"], peaks["chunked"])
+
+
+def test_the_chunked_loss_holds_one_chunk_and_the_gradients_of_the_head_and_its_input() -> None:
+    """3 chunks of 1,000 words and a hidden size of 10: bf16 logits, their fp32 copy; 10,000 weights in fp32."""
+    size = functools.partial(logits_bytes, loss="chunked", tokens=3 * 1024, vocab_size=1000, hidden_size=10)
+    of_hidden = 2 * 3 * 1024 * 10
+    assert size() == (6 * 1024 * 1000 + of_hidden, of_hidden)  # the head is frozen
+    assert size(head_bytes=2) == (6 * 1024 * 1000 + of_hidden + 4 * 10_000, of_hidden + 2 * 10_000)
+    assert size(saved_bytes=2) == (10 * 1024 * 1000 + of_hidden, of_hidden)  # a soft cap
+    assert size(tokens=100) == (6 * 100 * 1000 + 2000, 2000)  # one chunk
+    assert size(element_bytes=4) == (4 * 1024 * 1000 + 2 * of_hidden, 2 * of_hidden)  # fp32 has no second copy

@@ -76,7 +76,7 @@ def litgpt_plan(row: dict[str, str]) -> MemoryPlan:
         per_device_train_batch_size=int(row["micro_batch"]),
         max_seq_length=int(row["seq_len"]),
         lora_r=1,
-        loss="chunked",
+        loss="chunked_output",
         activation_checkpointing=ranks > 1,
     )
     return plan_memory(shape, load_preset("zero1" if ranks == 1 else "fsdp2_grad_op"), world_size=ranks, job=job)
@@ -217,7 +217,7 @@ TORCHTUNE = {row["step"]: float(row["peak_gib"]) for row in rows("torchtune_ladd
 
 def allocated_gib(**how: Any) -> float:
     """Activations and logits at their worst, beside 8 bytes a trained parameter and 2 a frozen one."""
-    job = TrainingJob(per_device_train_batch_size=1, max_seq_length=8192, **how)
+    job = TrainingJob(per_device_train_batch_size=1, max_seq_length=8192, **{"loss": "full", **how})
     engine = EngineSettings(
         kind="deepspeed", sharding="replicate", shards_parameters=False, world_size=1, shard_ranks=1
     )
@@ -229,10 +229,10 @@ def allocated_gib(**how: Any) -> float:
 
 
 def test_torchtunes_levers_have_the_planned_sign() -> None:
-    full, chunked = allocated_gib(), allocated_gib(loss="chunked")
-    recomputed = allocated_gib(loss="chunked", activation_checkpointing=True)
-    lora = allocated_gib(loss="chunked", activation_checkpointing=True, lora_r=8)
-    qlora = allocated_gib(loss="chunked", activation_checkpointing=True, lora_r=8, load_in_4bit=True)
+    full, chunked = allocated_gib(), allocated_gib(loss="chunked_output")
+    recomputed = allocated_gib(loss="chunked_output", activation_checkpointing=True)
+    lora = allocated_gib(loss="chunked_output", activation_checkpointing=True, lora_r=8)
+    qlora = allocated_gib(loss="chunked_output", activation_checkpointing=True, lora_r=8, load_in_4bit=True)
     assert full > chunked > recomputed > lora > qlora
 
 
@@ -241,9 +241,11 @@ def test_torchtunes_packed_run_has_the_planned_size() -> None:
 
 
 def test_torchtunes_levers_have_the_planned_size() -> None:
-    chunked = allocated_gib() - allocated_gib(loss="chunked")
+    chunked = allocated_gib() - allocated_gib(loss="chunked_output")
     assert chunked == pytest.approx(TORCHTUNE["+compile"] - TORCHTUNE["+chunked_cross_entropy"], rel=0.25)
-    recomputed = allocated_gib(loss="chunked") - allocated_gib(loss="chunked", activation_checkpointing=True)
+    recomputed = allocated_gib(loss="chunked_output") - allocated_gib(
+        loss="chunked_output", activation_checkpointing=True
+    )
     # Compilation had taken 9 GiB of the activations away already.
     measured = TORCHTUNE["+chunked_cross_entropy"] - TORCHTUNE["+activation_checkpointing"]
     compiled = TORCHTUNE["+packing"] - TORCHTUNE["+compile"]
@@ -251,7 +253,7 @@ def test_torchtunes_levers_have_the_planned_size() -> None:
 
 
 def test_4_bits_save_what_torchtune_saved() -> None:
-    how: dict[str, Any] = {"loss": "chunked", "activation_checkpointing": True, "lora_r": 8}
+    how: dict[str, Any] = {"loss": "chunked_output", "activation_checkpointing": True, "lora_r": 8}
     saved = allocated_gib(**how) - allocated_gib(**how, load_in_4bit=True)
     assert saved == pytest.approx(TORCHTUNE["lora"] - TORCHTUNE["qlora"], rel=0.25)
 

@@ -27,7 +27,7 @@ from toolkit.presets.preset import Preset
 from toolkit.presets.support import PLANNED_OPTIMIZERS, Method, check_supported
 from toolkit.run.argument_values import check_word
 
-LOSSES = ("full", "chunked", "fused")
+LOSSES = ("chunked", "full", "fused", "chunked_output")
 OPTIMIZERS = dict(zip(("fused", "foreach"), PLANNED_OPTIMIZERS, strict=True))
 """Name in the planner -> name in `TrainingArguments.optim`."""
 OPTIMIZER_8BIT_HINT = (
@@ -59,8 +59,8 @@ class TrainingJob:
     """Several documents in each row, up to its full length."""
     attn_implementation: str | None = None
     """None: the model's default; for packed rows, a function that makes no mask, if the model runs one."""
-    loss: str = "full"
-    """`full`: transformers' own; `chunked`: cast to fp32 in eight chunks; `fused`: Liger's, head included."""
+    loss: str = "chunked"
+    """`chunked`: ours, head included; `full`: transformers' own; `fused`: Liger's; `chunked_output`: torchtune's."""
     optimizer: str = "fused"
     """`fused`, the Trainer's default, or `foreach`, which needs a copy of what it updates."""
     gpus_per_node: int = 8

@@ -19,6 +19,7 @@ import math
 from dataclasses import dataclass
 from functools import lru_cache
 
+from toolkit.defaults import LOSS_CHUNK_TOKENS
 from toolkit.models.activations import Activations
 from toolkit.models.saved_activations import SavedActivations
 from toolkit.models.shape import ModelShape
@@ -112,26 +113,50 @@ def plan_engine_memory(shape: ModelShape, engine: EngineSettings, job: TrainingJ
     )
 
 
-def logits_bytes(*, loss: str, tokens: int, vocab_size: int, hidden_size: int, saved_bytes: int = 0) -> tuple[int, int]:
+def logits_bytes(
+    *,
+    loss: str,
+    tokens: int,
+    vocab_size: int,
+    hidden_size: int,
+    saved_bytes: int = 0,
+    head_bytes: int = 0,
+    element_bytes: int = 2,
+) -> tuple[int, int]:
     """Return the bytes of logits and loss at the end of the forward and at the start of the backward.
 
-    `saved_bytes` are saved per logit before the loss.
+    `saved_bytes` are saved per logit before the loss; `head_bytes` is the size of an element of the head's gradient, 0
+    if the head is frozen. Compute is in `element_bytes`.
 
+    - `chunked`: the default of `toolkit train` (docs/concepts/plan.md). One chunk of logits and its fp32 copy (2 + 4),
+      the gradient of the hidden states, and, from two chunks on, the head's gradient in fp32; then that in its own
+      dtype. The gradients are alive until the backward takes them.
     - `full`: bf16 logits, their fp32 copy and the fp32 log-probabilities (2 + 4 + 4); in the backward the
       log-probabilities and the gradients of loss and logits (4 + 4 + 4): transformers' `ForCausalLMLoss`, torch's
       `cross_entropy`.
-    - `chunked`: bf16 logits and their gradient, and an eighth of the rest, as torchtune's chunked loss.
     - `fused`: one chunk of bf16 logits and the gradients of the head and of its input (Liger-Kernel,
       `fused_linear_cross_entropy`).
+    - `chunked_output`: bf16 logits and their gradient, and an eighth of the rest, as torchtune's chunked loss.
 
     >>> logits_bytes(loss="full", tokens=1, vocab_size=100, hidden_size=8)
     (1000, 1200)
+    >>> logits_bytes(loss="chunked", tokens=2048, vocab_size=100, hidden_size=8)
+    (647168, 32768)
     """
-    logits = tokens * vocab_size
+    logits, head = tokens * vocab_size, vocab_size * hidden_size
     if loss == "full":
         return (10 + saved_bytes) * logits, (12 + saved_bytes) * logits
-    if loss == "chunked":
+    if loss == "chunked_output":
         return 2 * logits + logits, 4 * logits + logits
+    if loss == "chunked":
+        chunk = min(tokens, LOSS_CHUNK_TOKENS) * vocab_size
+        # Beside the logits their fp32 copy, unless they are fp32; a soft cap needs one more.
+        copies = (4 if element_bytes < 4 else 0) + (4 if saved_bytes else 0)
+        gradients = element_bytes * tokens * hidden_size + head_bytes * head
+        sums = 4 * head if head_bytes and tokens > LOSS_CHUNK_TOKENS else 0
+        computing = (element_bytes + copies) * chunk + element_bytes * tokens * hidden_size + sums
+        converting = gradients + (sums if head_bytes < 4 else 0)
+        return max(computing, converting), gradients
     chunks = math.ceil(vocab_size / max(hidden_size, 1))
     chunk = min(tokens, 1 << (math.ceil(tokens / chunks) - 1).bit_length())
     gradients = 2 * vocab_size * hidden_size + 2 * tokens * hidden_size
@@ -190,10 +215,13 @@ class _Phases:
         self.head_copy = activations.head_copy_bytes
         self.logits = logits_bytes(
             loss=job.loss,
-            tokens=self.tokens,
+            tokens=job.tokens if job.loss == "chunked" else self.tokens,
             vocab_size=shape.vocab_size,
             hidden_size=shape.hidden_size,
             saved_bytes=saved.logit_bytes,
+            # Under autocast the head's gradient has the dtype of its fp32 weights.
+            head_bytes=0 if self.weights.frozen else 4 if self.engine.autocasts else self.engine.element_bytes,
+            element_bytes=self.engine.element_bytes,
         )
 
     def load(self) -> PhaseMemory:

@@ -69,7 +69,7 @@ class PlanOptions:
         str | None,
         Option(help="attention function of packed rows: auto (the default) makes no mask where the model allows it"),
     ] = None
-    loss: Annotated[str, Option(help="full, chunked, or fused (Liger)")] = "full"
+    loss: Annotated[str, Option(help="chunked, full, fused (Liger), or chunked_output (torchtune)")] = "chunked"
     optimizer: Annotated[str, Option(help="fused (the Trainer's default) or foreach")] = "fused"
     gpus_per_node: GpusPerNode = 8
     host_memory_gib: HostMemoryGib = None

@@ -162,8 +162,8 @@ def verify_plans(
 def rehearsal_of_plan(model: str, plan: Plan, job: TrainingJob, *, cpu: bool) -> Rehearsal:
     """Return the rehearsal of a plan's rank 0. Raises ToolkitError, with the reason, if this node cannot run it."""
     preset = load_preset(plan.preset)
-    if job.loss == "chunked":
-        raise ToolkitError("--loss chunked is planned only: the training script has no such loss")
+    if job.loss == "chunked_output":
+        raise ToolkitError("--loss chunked_output is planned only: it is torchtune's", hint="`--loss chunked`")
     if job.packing:
         raise ToolkitError("--packing is planned only: the rows of a rehearsal are full, and need no mask")
     fake_tensors = cpu and unsupported(preset, job.method, purpose="trace") is None
@@ -183,7 +183,7 @@ def training_argv(model: str, job: TrainingJob, *, cpu: bool) -> list[str]:
     values = {name: given[name] for name in names} | {"optim": OPTIMIZERS[job.optimizer]}
     values |= {name: given[name] for name in ("lora_r", "load_in_4bit") if given[name]}
     values |= {"bf16": True} if cpu else {}
-    values |= {"use_liger_kernel": True} if job.loss == "fused" else {}
+    values |= {"use_liger_kernel": True} if job.loss == "fused" else {"loss": job.loss}
     words = [word for name, value in values.items() for word in (f"--{name}", _word(value))]
     words += ["--lora_target_modules", *job.lora_target_modules] if job.lora_r is not None else []
     return ["--model_name_or_path", model, *words]

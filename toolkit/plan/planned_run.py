@@ -50,9 +50,23 @@ def job_from_arguments(arguments: dict[str, Any]) -> TrainingJob:
         load_in_4bit=flag(arguments.get("load_in_4bit", False)),
         packing=flag(arguments.get("packing", False)),
         attn_implementation=read_method(arguments).attn_implementation,
-        loss="fused" if flag(arguments.get("use_liger_kernel", False)) else "full",
+        loss=planned_loss(arguments),
         optimizer=OPTIMIZER_NAMES[optimizer],
     )
+
+
+def planned_loss(arguments: dict[str, Any]) -> str:
+    """Return the planner's name of the loss that these training arguments choose.
+
+    >>> planned_loss({"loss": "auto", "use_liger_kernel": "true"})
+    'fused'
+    """
+    given = str(arguments.get("loss") or "auto")
+    if given != "auto":
+        return given
+    if flag(arguments.get("use_liger_kernel", False)):
+        return "fused"
+    return "full" if flag(arguments.get("torch_compile", False)) else "chunked"
 
 
 def plan_run(preset: Preset, arguments: dict[str, Any], *, world_size: int, gpu: Gpu) -> Plan:

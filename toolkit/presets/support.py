@@ -43,6 +43,7 @@ class Method:
     """What the model's attention works with; None where the model is not known."""
     activation_checkpointing: bool = False
     activation_checkpointing_offload: bool = False
+    loss: str = "auto"
     use_liger_kernel: bool = False
     torch_compile: bool = False
     ddp_comm_hook: str | None = None
@@ -373,6 +374,22 @@ def _qlora(case: _Case) -> _Answer:
     else:
         return None
     return _method_answer(case, "load_in_4bit", why, QLORA_PRESETS_HINT)
+
+
+@_rule("chunked-with-liger")
+def _chunked_with_liger(case: _Case) -> _Answer:
+    if case.method.loss != "chunked" or not case.method.use_liger_kernel:
+        return None
+    why = "--loss chunked with --use_liger_kernel: Liger computes the loss without the full logits itself"
+    return why, why, "leave `--loss` out"
+
+
+@_rule("chunked-with-compile")
+def _chunked_with_compile(case: _Case) -> _Answer:
+    if case.method.loss != "chunked" or not case.method.torch_compile:
+        return None
+    why = "--loss chunked with --torch_compile: torch compiles the model with its loss in one graph"
+    return why, why, "leave `--loss` out, or leave `--torch_compile` out"
 
 
 @_rule("gpu-only-method")

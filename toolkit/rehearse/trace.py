@@ -30,6 +30,7 @@ from toolkit.train.attest.read_rank import read_engine
 from toolkit.train.attest.tensors import frozen_weights, full_size, local, optimizer_state_tensors
 from toolkit.train.dtypes import compute_dtype, dtype_name
 from toolkit.train.launch_context import LaunchContext
+from toolkit.train.model.chunked_loss import apply_loss, read_loss
 from toolkit.train.model.loading import from_pretrained
 
 Facts = dict[str, Any]
@@ -57,7 +58,7 @@ def trace(args: Arguments, launch: LaunchContext) -> Facts:
         with no_init_weights():
             model = model_from_config(args.model, compute_dtype=compute_dtype(args.training))
         model.tie_weights()
-        trainer = prepared_trainer(model, args.training, memory)
+        trainer = prepared_trainer(model, args, memory)
         buckets = reduction_buckets(trainer.model_wrapped, launch.preset, memory, alone=launch.world_size == 1)
         batch = full_batch(args.training.per_device_train_batch_size, args.data.max_seq_length)
         states = TracedModelStates(memory)
@@ -83,14 +84,16 @@ class TracedTrainer(Trainer):  # type: ignore[misc]
             return super().compute_loss(*args, **kwargs)
 
 
-def prepared_trainer(model: Any, training: Any, memory: LiveMemory) -> TracedTrainer:
+def prepared_trainer(model: Any, args: Arguments, memory: LiveMemory) -> TracedTrainer:
     """Wrap the model by the Trainer's own preparation, with an optimizer made afterwards.
 
     accelerate finds the parameters that FSDP2 replaced by their addresses, and fake tensors have none. Loading from
     rank 0 is left out: its full model would be the peak.
     """
+    training = args.training
     with unset_fake_temporarily():  # a hybrid mesh is made here, and reads its ranks
         trainer = TracedTrainer(model=model, args=training)
+        apply_loss(trainer, args.model.loss)
     trainer.memory = memory
     plugin = getattr(trainer.accelerator.state, "fsdp_plugin", None)
     if plugin is not None:
@@ -195,6 +198,7 @@ def verified_facts(trainer: TracedTrainer, launch: LaunchContext) -> Facts:
         "num_params": sum(map(full_size, parameters)),
         "num_trainable_params": sum(full_size(p) for p in parameters if p.requires_grad),
         "activation_checkpointing": uses_activation_checkpointing(wrapped, None),
+        **read_loss(trainer.accelerator.unwrap_model(wrapped)),
     }
 
 

@@ -73,6 +73,14 @@ class ModelArguments:
         default=None,
         metadata={"help": "any other `LoraConfig` field as key=value: use_dora=true, ..."},
     )
+    loss: str = field(
+        default="auto",
+        metadata={
+            "help": "`chunked`: compute the loss 1,024 tokens at a time, without the full logits; `full`: transformers'"
+            " own; default: chunked, or Liger's with --use_liger_kernel, where the model allows it",
+            "choices": ["auto", "chunked", "full"],
+        },
+    )
     load_in_4bit: bool = field(
         default=False, metadata={"help": "QLoRA: the frozen base model in 4-bit NF4 (bitsandbytes); needs --lora_r"}
     )
@@ -301,6 +309,7 @@ def read_method(arguments: dict[str, Any]) -> Method:
         else str(arguments["attn_implementation"]),
         activation_checkpointing=uses_activation_checkpointing(arguments),
         activation_checkpointing_offload=is_on("activation_checkpointing_offload"),
+        loss=str(arguments.get("loss") or Method().loss),
         use_liger_kernel=is_on("use_liger_kernel"),
         torch_compile=is_on("torch_compile"),
         ddp_comm_hook=None if arguments.get("ddp_comm_hook") is None else str(arguments["ddp_comm_hook"]),

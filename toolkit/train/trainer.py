@@ -46,6 +46,7 @@ from toolkit.train.metrics.evaluation import EvaluatedTokens, Evaluations
 from toolkit.train.metrics.profiler import MemorySnapshot, Profiler
 from toolkit.train.metrics.step_breakdown import DATA_WAIT_EVENT
 from toolkit.train.metrics.timer import StepTimer, time_waits_in_forward
+from toolkit.train.model.chunked_loss import apply_loss
 
 
 class MeasuredTrainer(Trainer):  # type: ignore[misc]
@@ -222,6 +223,7 @@ def build_trainer(
         data_collator=make_collator(tokenizer, model, training, packing=args.data.packing),
         processing_class=tokenizer,
     )
+    apply_loss(trainer, args.model.loss)
     trainer.remove_callback(PrinterCallback)  # the timer prints instead
     for callback in _callbacks(run, trainer, parts):
         trainer.add_callback(callback)

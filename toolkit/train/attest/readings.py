@@ -85,6 +85,8 @@ class RankReading(EngineReading, GradientReading, PackingReading, ByteReading, t
     activation_checkpointing_offload: bool
     torch_compile: bool
     neftune_noise_alpha: float | None
+    loss: str
+    loss_chunk_tokens: int | None
     load_in_4bit: bool
     initial_weights_sha256: str | None
     clipped: bool | None

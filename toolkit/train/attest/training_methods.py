@@ -10,6 +10,7 @@ from toolkit.models.attention import needs_no_mask
 from toolkit.train.arguments import Arguments
 from toolkit.train.attest.readings import Values
 from toolkit.train.engine.comm_hooks import registered_hook
+from toolkit.train.model.chunked_loss import read_loss
 
 
 def expected_methods(arguments: Arguments) -> Values:
@@ -22,6 +23,8 @@ def expected_methods(arguments: Arguments) -> Values:
         "neftune_noise_alpha": training.neftune_noise_alpha,
         "load_in_4bit": model.load_in_4bit,
     }
+    if model.loss != "auto":
+        expected["loss"] = model.loss
     if arguments.activation_checkpointing:
         expected["activation_checkpointing"] = True
     if model.attn_implementation is not None:
@@ -40,6 +43,7 @@ def read_methods(trainer: Any, plain: Any) -> Values:
         "torch_compile": _is_compiled(trainer.model_wrapped),
         "neftune_noise_alpha": _neftune(plain),
         "load_in_4bit": any(type(p).__name__ == "Params4bit" for p in plain.parameters()),
+        **read_loss(plain),
     }
 
 

@@ -1,0 +1,167 @@
+"""The chunked loss: loss and gradients of the full logits, in every architecture whose head it can take."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from toolkit.models.live_memory import LiveMemory
+from toolkit.plan.memory import logits_bytes
+from toolkit.train.data.collation import IGNORED
+from toolkit.train.model.chunked_cross_entropy import LinearHead, LogitScale, LossOptions, chunked_cross_entropy
+from toolkit.train.model.chunked_loss import ChunkedLoss, UnknownHead, read_logit_scale, read_loss, without_adapters
+
+SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+SIZES |= {"num_key_value_heads": 2, "head_dim": 8, "vocab_size": 130, "pad_token_id": 0, "eos_token_id": 1}
+SIZES |= {"bos_token_id": 1, "attention_dropout": 0.0}
+ROUTED = {"num_local_experts": 4, "num_experts": 4, "num_experts_per_tok": 2, "output_router_logits": True}
+SCALES = {
+    "llama": ({}, LogitScale()),
+    "llama, tied": ({"tie_word_embeddings": True}, LogitScale()),
+    "gemma2": ({"final_logit_softcapping": 3.0}, LogitScale(cap=3.0)),
+    "granite": ({"logits_scaling": 8.0}, LogitScale(slope=1 / 8)),
+    "cohere": ({"logit_scale": 0.25}, LogitScale(slope=0.25)),
+    "mixtral": (ROUTED, LogitScale()),
+    "phi": ({}, LogitScale()),  # its head has a bias
+}
+
+
+def tiny(name: str, **settings: Any) -> Any:
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(name.partition(",")[0], **(SIZES | settings))
+    return AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+
+
+def batch(**more: Any) -> dict[str, Any]:
+    """Two rows of eleven tokens, of which some are not supervised."""
+    tokens = torch.randint(2, 130, (2, 11), generator=torch.Generator().manual_seed(1))
+    labels = tokens.clone()
+    labels[0, :4] = labels[1, 9:] = IGNORED
+    return {"input_ids": tokens, "labels": labels} | more
+
+
+def loss_and_gradients(model: Any, inputs: dict[str, Any]) -> dict[str, torch.Tensor]:
+    model.zero_grad()
+    loss = model(**inputs).loss
+    loss.backward()
+    return {"loss": loss.detach()} | {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+
+
+def assert_equal_to_full(model: Any, inputs: dict[str, Any], **options: Any) -> None:
+    """Compare with a copy of the model that has no chunked loss."""
+    full = loss_and_gradients(copy.deepcopy(model), inputs)
+    ChunkedLoss(without_adapters(model), chunk_tokens=4, **options)
+    chunked = loss_and_gradients(model, inputs)
+    assert read_loss(model) == {"loss": "chunked", "loss_chunk_tokens": 4}
+    assert full.keys() == chunked.keys()
+    for name, expected in full.items():
+        torch.testing.assert_close(chunked[name], expected, atol=1e-6, rtol=1e-6, msg=lambda m, n=name: f"{n}: {m}")
+
+
+@pytest.mark.parametrize("name", SCALES)
+def test_loss_and_gradients_are_those_of_the_full_logits(name: str) -> None:
+    settings, scale = SCALES[name]
+    model = tiny(name, **settings)
+    assert read_logit_scale(model) == scale
+    assert_equal_to_full(model, batch())
+
+
+def test_the_loss_is_divided_by_the_tokens_of_all_accumulation_steps_and_ranks() -> None:
+    assert_equal_to_full(tiny("llama"), batch(num_items_in_batch=torch.tensor(123)))
+
+
+def test_packed_rows_with_logits_at_supervised_positions_only() -> None:
+    row = {name: tokens[:1] for name, tokens in batch().items()}
+    kept = (row["labels"][0, 1:] != IGNORED).nonzero().flatten()
+    assert_equal_to_full(tiny("llama"), row | {"logits_to_keep": kept, "shift_labels": row["labels"][:, kept + 1]})
+
+
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
+@pytest.mark.parametrize("trained", [{"target_modules": ["q_proj", "lm_head"]}, {"modules_to_save": ["lm_head"]}, {}])
+def test_adapters_on_the_head_a_trained_copy_of_it_and_a_frozen_one(trained: dict[str, Any]) -> None:
+    config = LoraConfig(r=4, init_lora_weights=False, **({"target_modules": ["q_proj"]} | trained))
+    assert_equal_to_full(get_peft_model(tiny("llama"), config).eval(), batch())
+
+
+def test_smoothed_labels_are_torchs() -> None:
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(9, 8, requires_grad=True), torch.randn(20, 8, requires_grad=True)
+    labels = torch.tensor([3, IGNORED, 19, 0, 1, 2, IGNORED, 5, 6])
+    logits = hidden @ weight.T
+    full = torch.nn.functional.cross_entropy(logits, labels, reduction="sum", label_smoothing=0.2)
+    expected = torch.autograd.grad(full, (hidden, weight))
+    options = LossOptions(chunk_tokens=4, label_smoothing=0.2)
+    chunked = chunked_cross_entropy(hidden, labels, LinearHead, (weight, None), options)
+    torch.testing.assert_close(chunked, full, atol=1e-6, rtol=1e-6)
+    torch.testing.assert_close(torch.autograd.grad(chunked, (hidden, weight)), expected, atol=1e-6, rtol=1e-5)
+
+
+def test_a_bf16_heads_gradient_is_added_up_in_fp32() -> None:
+    """One chunk of 1 and 256 chunks of 2**-8: bf16 would stay at 1."""
+    hidden, labels = torch.ones(257, 1, dtype=torch.bfloat16), torch.zeros(257, dtype=torch.int64)
+    weight = torch.zeros(2, 1, dtype=torch.bfloat16, requires_grad=True)
+    hidden[1:] = 2.0**-8
+    options = LossOptions(chunk_tokens=1)
+    chunked_cross_entropy(hidden, labels, LinearHead, (weight, None), options).backward()
+    assert weight.grad is not None
+    assert weight.grad[1].item() == 1.0  # half of 1 + 256 · 2**-8, the probability of the other word being 0.5
+
+
+def test_a_batch_without_supervised_tokens_has_gradients_of_zero() -> None:
+    inputs = batch(num_items_in_batch=torch.tensor(5))
+    inputs["labels"][:] = IGNORED
+    model = tiny("llama")
+    ChunkedLoss(model, chunk_tokens=4)
+    found = loss_and_gradients(model, inputs)
+    assert all(not value.any() for value in found.values())
+    assert len(found) == 1 + len(list(model.parameters()))
+
+
+def test_evaluation_keeps_no_gradients_and_calls_without_labels_return_logits() -> None:
+    model = tiny("llama")
+    with torch.no_grad():
+        full = model(**batch())
+        ChunkedLoss(model, chunk_tokens=4, label_smoothing=0.5)
+        assert model(**batch()).loss.item() == pytest.approx(full.loss.item(), abs=1e-6)
+        assert torch.equal(model(input_ids=batch()["input_ids"]).logits, full.logits)
+
+
+def test_a_model_without_a_chunked_loss_is_named_with_the_reason() -> None:
+    model = tiny("llama")
+    original = model.forward
+    model.loss_function = lambda **_: torch.zeros(())
+    with pytest.raises(UnknownHead, match="LlamaForCausalLM has a loss function of its own"):
+        ChunkedLoss(model, chunk_tokens=4)
+    assert model.forward == original
+    assert read_loss(model) == {"loss": "full", "loss_chunk_tokens": None}
+
+
+def test_logits_that_are_changed_in_another_way_are_recognised() -> None:
+    class Shifted(type(tiny("llama"))):  # type: ignore[misc]
+        def forward(self, labels: Any = None, **inputs: Any) -> Any:
+            output = super().forward(**inputs)
+            output.loss = self.loss_function(logits=output.logits + 1, labels=labels, vocab_size=130)
+            return output
+
+    with pytest.raises(UnknownHead, match="does more with its logits than scaling and capping them"):
+        read_logit_scale(Shifted(tiny("llama").config))
+
+
+def test_the_traced_peak_is_the_planned_one() -> None:
+    """3,000 tokens of 64 and 5,000 words in bf16: 1,024 tokens' logits, their fp32 copy and the gradients."""
+    tokens, words, size = 3000, 5000, 64
+    hidden = torch.randn(tokens, size, dtype=torch.bfloat16).requires_grad_()
+    weight = torch.randn(words, size).to(torch.bfloat16).requires_grad_()
+    labels, memory = torch.zeros(tokens, dtype=torch.int64), LiveMemory(vocab_size=0)
+    with memory:
+        memory.exclude((hidden, weight, labels))
+        loss = chunked_cross_entropy(hidden, labels, LinearHead, (weight, None), LossOptions(chunk_tokens=1024))
+    planned, _ = logits_bytes(loss="chunked", tokens=tokens, vocab_size=words, hidden_size=size, head_bytes=2)
+    assert memory.peaks["load"].total_bytes == pytest.approx(planned, rel=0.03)
+    assert memory.live_bytes == pytest.approx(2 * (tokens + words) * size, rel=0.1)
+    loss.backward()
