@@ -174,7 +174,7 @@ def test_an_offloaded_optimizer_is_deepspeeds(tmp_path: Path) -> None:
     assert on_gpu.arguments["optim"] == "adamw_bnb_8bit"
     offloaded = convert_text(tmp_path, text % ", offload_optimizer: {device: cpu}")
     assert "optim" not in offloaded.arguments
-    assert "DeepSpeed's AdamW" in reasons_of(offloaded)["optimizer"]
+    assert "DeepSpeed's CPU Adam" in reasons_of(offloaded)["optimizer"]
 
 
 def test_code_from_the_models_repository_is_never_switched_on(tmp_path: Path) -> None:

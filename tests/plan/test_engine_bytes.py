@@ -21,6 +21,7 @@ from toolkit.models.read_model import read_model
 from toolkit.plan.engine_settings import engine_settings
 from toolkit.plan.model_states import job_weights, model_states
 from toolkit.presets import load_preset
+from toolkit.presets.optimizers import DEFAULT_OPTIMIZER
 
 pytestmark = pytest.mark.launch
 
@@ -50,13 +51,37 @@ SPARSE = [
 ]
 
 
+# Large enough for 8-bit states (4,096 elements in a shard), with tensors that are not.
+WIDE = TINY | {"hidden_size": 128, "intermediate_size": 160, "vocab_size": 512}
+MODELS |= {"wide": ("llama", WIDE), "wide-tied": ("llama", WIDE | {"tie_word_embeddings": True})}
+OPTIMIZED = [
+    ("wide", 2, 0, ["ddp", "zero2", "zero3"], "adamw_bnb_8bit"),
+    ("wide-tied", 2, 0, ["ddp", "zero1"], "paged_adamw_8bit"),
+    ("wide", 2, 0, ["ddp", "zero2"], "lion_8bit"),
+    ("wide", 2, 0, ["ddp", "zero3"], "paged_adamw_32bit"),
+    ("wide", 2, 0, ["ddp", "fsdp2"], "adamw_torch_8bit"),
+    ("wide", 2, 0, ["ddp"], "adamw_torch_4bit"),
+    ("qwen3-moe", 2, 0, ["ddp"], "adafactor"),
+    ("wide", 2, 0, ["ddp", "zero2", "fsdp2"], "sgd"),
+    ("wide", 2, 0, ["ddp", "zero2", "fsdp2"], "rmsprop"),
+    ("wide", 2, 0, ["ddp"], "adagrad"),
+]
+
+
 def all_cases(folder: Path, sparse: Any = SPARSE) -> list[Case]:
-    configs = {name: config_of(folder, name) for name, *_ in sparse}
-    return [
+    configs = {name: config_of(folder, name) for name, *_ in (*sparse, *OPTIMIZED)}
+    cases = [
         {"config": str(configs[name]), "preset": preset, "world_size": size, "rank": rank, "lora_r": lora_r}
         for name, size, rank, presets, lora_r in sparse
         for preset in presets
     ]
+    optimized = [
+        {"config": str(configs[name]), "preset": preset, "world_size": size, "rank": rank, "lora_r": None}
+        | {"optim": optim}
+        for name, size, rank, presets, optim in OPTIMIZED
+        for preset in presets
+    ]
+    return [{"optim": DEFAULT_OPTIMIZER} | case for case in cases] + optimized
 
 
 def config_of(folder: Path, name: str) -> Path:
@@ -81,7 +106,7 @@ def planned(case: Case) -> dict[str, int]:
     engine = engine_settings(
         load_preset(case["preset"]), world_size=case["world_size"], hidden_size=shape.hidden_size, rank=case["rank"]
     )
-    states = model_states(engine, job_weights(shape, case["lora_r"], False))
+    states = model_states(engine, job_weights(shape, case["lora_r"], False), case["optim"])
     return {part: getattr(states, f"{part}_bytes") for part in ("parameter", "gradient", "optimizer")}
 
 

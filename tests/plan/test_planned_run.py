@@ -38,22 +38,22 @@ def test_training_arguments_become_the_planners_job() -> None:
         {"gradient_checkpointing": "true", "lora_r": "8", "optim": "adamw_torch", "use_liger_kernel": "true"}
     )
     assert job.per_device_train_batch_size == 8  # transformers' default
-    assert (job.activation_checkpointing, job.lora_r, job.optimizer, job.loss) == (True, 8, "foreach", "fused")
+    assert (job.activation_checkpointing, job.lora_r, job.optim, job.loss) == (True, 8, "adamw_torch", "fused")
 
 
 def test_a_run_that_cannot_be_planned_says_why(gpus: Any) -> None:
-    with pytest.raises(ToolkitError, match="--optim adafactor is not planned"):
-        job_from_arguments({"optim": "adafactor"})
+    with pytest.raises(ToolkitError, match="--optim galore_adamw is not planned"):
+        job_from_arguments({"optim": "galore_adamw"})
     said: list[str] = []
     zero2 = load_preset("zero2")
     gpus(H100)
-    assert plan_run_here(zero2, arguments(optim="adafactor"), world_size=2, say=said.append) is None
+    assert plan_run_here(zero2, arguments(optim="galore_adamw"), world_size=2, say=said.append) is None
     gpus(H100, H100.replace("H100", "A100"))
     assert plan_run_here(zero2, arguments(), world_size=2, say=said.append) is None
     gpus()
     assert plan_run_here(zero2, arguments(), world_size=2, say=said.append) is None
     assert said == [
-        "not planned: --optim adafactor is not planned",
+        "not planned: --optim galore_adamw is not planned",
         "not planned: the GPUs of this node are NVIDIA A100 80GB HBM3, NVIDIA H100 80GB HBM3",
         "not planned: the GPUs of this node are not known to nvidia-smi",
     ]

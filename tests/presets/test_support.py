@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from toolkit.plan.candidates import RecommendRequest, refusal
 from toolkit.plan.job import TrainingJob
 from toolkit.plan.planner import PlanRequest, make_plans
 from toolkit.presets import Preset, list_presets, load_preset, preset_names
+from toolkit.presets.optimizers import OPTIMIZERS
 from toolkit.presets.support import CPU, Device, Method, limitations, next_world_size, supports_world_size, unsupported
 from toolkit.rehearse.rehearsal import check_rehearsal
 from toolkit.run.argument_checks import check_arguments
@@ -165,10 +167,51 @@ def test_the_next_supported_world_size_is_the_hint(name: str, world_size: int, i
 
 
 def test_an_optimizer_that_is_not_planned_is_named() -> None:
-    reason = unsupported(None, Method(optim="adafactor"), purpose="plan")
+    reason = unsupported(None, Method(optim="galore_adamw"), purpose="plan")
     assert reason is not None
-    assert reason.message == "--optim adafactor is not planned"
-    assert unsupported(None, Method(optim="adafactor")) is None
+    assert reason.message == "--optim galore_adamw is not planned"
+    assert unsupported(None, Method(optim="galore_adamw")) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "optim", "why"),
+    [
+        ("zero2_cpu_offload", "adamw_bnb_8bit", "accelerate replaces an offloaded optimizer"),
+        (
+            "zero3_nvme_offload",
+            "paged_adamw_32bit",
+            "accelerate replaces an offloaded optimizer",
+        ),
+        ("zero3_cpu_offload", "galore_adamw", "accelerate replaces an offloaded optimizer"),
+        ("zero1", "adafactor", "DeepSpeed flattens parameters"),
+        ("zero3", "adamw_torch_8bit", "DeepSpeed's flat partitions"),
+        ("fsdp2", "adamw_8bit", "bitsandbytes' kernels take no DTensors"),
+        ("fsdp2_hybrid", "adafactor", "plain tensors beside DTensors"),
+        ("fsdp2", "adamw_torch_4bit", "torchao's flat 4-bit states"),
+        ("fsdp2_grad_op", "adagrad", "every rank keeps them whole"),
+    ],
+)
+def test_an_optimizer_is_refused_where_it_would_be_another_one_or_fail(name: str, optim: str, why: str) -> None:
+    reason = unsupported(load_preset(name), Method(optim=optim))
+    assert reason is not None
+    assert (reason.rule, why in reason.why) == ("optim", True)
+
+
+@pytest.mark.parametrize("optim", OPTIMIZERS)
+def test_the_hint_for_a_refused_optimizer_names_one_or_a_preset_that_works(optim: str) -> None:
+    for name in preset_names():
+        preset = load_preset(name)
+        reason = unsupported(preset, Method(optim=optim))
+        words = re.findall(r"`(?:--\w+ )?(\w+)`", "" if reason is None else str(reason.hint))
+        for word in words:
+            other = load_preset(word) if word in preset_names() else preset
+            assert unsupported(other, Method(optim=optim if word in preset_names() else word)) is None, (name, word)
+        assert words or reason is None
+
+
+def test_offload_keeps_torchs_adamw() -> None:
+    for optim in ("adamw_torch", "adamw_torch_fused"):
+        assert unsupported(load_preset("zero3_cpu_offload"), Method(optim=optim)) is None
 
 
 def test_a_rank_that_is_running_is_not_refused_for_its_world_size() -> None:

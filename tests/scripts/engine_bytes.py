@@ -2,8 +2,9 @@
 
 $ python engine_bytes.py < cases.json
 
-A case is {"config": PATH, "preset": NAME, "world_size": N, "rank": R, "lora_r": null}. The process group is torch's
-`fake` one, whose collectives move nothing, so one process stands for any rank. Prints one JSON line a case, in order.
+A case is {"config": PATH, "preset": NAME, "world_size": N, "rank": R, "lora_r": null}, with "optim" for another
+optimizer than AdamW, which the Trainer makes. The process group is torch's `fake` one, whose collectives move nothing,
+so one process stands for any rank. Prints one JSON line a case, in order.
 """
 
 from __future__ import annotations
@@ -13,12 +14,14 @@ import json
 import os
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AutoConfig, AutoModelForCausalLM, Trainer
+from transformers.training_args import OptimizerNames
 
 from toolkit.plan.engine_settings import engine_settings
 from toolkit.presets import Preset, load_preset
@@ -70,7 +73,30 @@ def held_bytes(preset: Preset, case: dict[str, Any]) -> dict[str, int]:
         model = get_peft_model(model, LoraConfig(r=case["lora_r"], target_modules="all-linear", task_type="CAUSAL_LM"))
         cast_weights(model, torch.bfloat16)
     run = run_deepspeed if preset.engine == "deepspeed" else run_fsdp2 if preset.engine == "fsdp2" else run_plain
-    return run(preset, model.train(), hidden_size)
+    return run(preset, model.train(), hidden_size, case.get("optim", "adamw_torch_fused"))
+
+
+def optimizer_of(model: Any, optim: str) -> torch.optim.Optimizer:
+    """The optimizer that the Trainer makes, with its two parameter groups and its overrides for embeddings.
+
+    torchao compiles its step, which changes no state's size.
+    """
+    vars(torch)["compile"] = lambda function, **_: function
+    rates = {"learning_rate": 1e-3, "weight_decay": 0.1, "adam_beta1": 0.9, "adam_beta2": 0.999, "adam_epsilon": 1e-8}
+    args = SimpleNamespace(optim=OptimizerNames(optim), optim_args=None, **rates)
+    if "bitsandbytes" in sys.modules:  # it keeps its overrides for embeddings by position, for the whole process
+        sys.modules["bitsandbytes"].optim.GlobalOptimManager.get_instance().initialize()
+    made: torch.optim.Optimizer = Trainer.create_optimizer(
+        SimpleNamespace(
+            model=model,
+            args=args,
+            optimizer=None,
+            optimizer_cls_and_kwargs=None,
+            get_decay_parameter_names=lambda model: Trainer.get_decay_parameter_names(None, model),
+            get_optimizer_cls_and_kwargs=Trainer.get_optimizer_cls_and_kwargs,
+        )
+    )
+    return made
 
 
 def groups_of(model: Any) -> list[dict[str, Any]]:
@@ -88,20 +114,20 @@ def backward(model: Any, engine: Any = None) -> None:
     engine.backward(loss) if engine is not None else loss.backward()
 
 
-def run_plain(_: Preset, model: Any, __: int) -> dict[str, int]:
-    return stepped(model, read_torch)
+def run_plain(_: Preset, model: Any, __: int, optim: str) -> dict[str, int]:
+    return stepped(model, read_torch, optim)
 
 
-def stepped(model: Any, read: Any) -> dict[str, int]:
-    """One step with torch's own optimizer; gradients are read before it."""
-    optimizer = torch.optim.AdamW(groups_of(model), fused=True)
+def stepped(model: Any, read: Any, optim: str) -> dict[str, int]:
+    """One step; gradients are read before it."""
+    optimizer = optimizer_of(model, optim)
     backward(model)
     gradients = local_bytes(p.grad for p in model.parameters() if p.grad is not None)
     optimizer.step()
     return of(read(plain_trainer(optimizer), model, list(model.parameters())), gradients)
 
 
-def run_fsdp2(preset: Preset, model: Any, _: int) -> dict[str, int]:
+def run_fsdp2(preset: Preset, model: Any, _: int, optim: str) -> dict[str, int]:
     """Wrapped by accelerate's own function, under the policy that accelerate makes of the preset."""
     from accelerate.utils import FullyShardedDataParallelPlugin
     from accelerate.utils.fsdp_utils import fsdp2_prepare_model
@@ -134,10 +160,10 @@ def run_fsdp2(preset: Preset, model: Any, _: int) -> dict[str, int]:
             "device": torch.device("cpu"),
         },
     )()
-    return stepped(fsdp2_prepare_model(accelerator, model), read_fsdp2)
+    return stepped(fsdp2_prepare_model(accelerator, model), read_fsdp2, optim)
 
 
-def run_deepspeed(preset: Preset, model: Any, hidden_size: int) -> dict[str, int]:
+def run_deepspeed(preset: Preset, model: Any, hidden_size: int, optim: str) -> dict[str, int]:
     import deepspeed
 
     config = preset.deepspeed_config() or {}
@@ -158,7 +184,8 @@ def run_deepspeed(preset: Preset, model: Any, hidden_size: int) -> dict[str, int
         optimizer: Any = DeepSpeedCPUAdam(groups_of(model))
         config["zero_optimization"]["offload_optimizer"]["pin_memory"] = False
     else:
-        optimizer = torch.optim.AdamW(groups_of(model), fused=True)
+        optimizer = optimizer_of(model, optim)
+        config["zero_allow_untested_optimizer"] = True  # as accelerate does
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config, dist_init_required=False)
     seen: dict[str, int] = {}
     watched = "reduce_gradients" if settings.sharding == "shard_optimizer" else "step"

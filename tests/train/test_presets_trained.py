@@ -138,7 +138,7 @@ def test_the_saved_folder_loads_and_gives_the_live_model_s_logits(runs: dict[str
 def test_offload_is_read_back_from_the_optimizer_itself(runs: dict[str, Path], preset: str, param: str | None) -> None:
     rank = read(runs[preset] / "attestation.json")["ranks"][0]
     assert (rank["offload_optimizer"], rank["offload_param"]) == ("cpu", param)
-    assert rank["optimizer_class"] == "DeepSpeedCPUAdam"
+    assert rank["optimizer_class"] == "deepspeed.DeepSpeedCPUAdam"
 
 
 def test_the_engine_and_sharding_of_each_variant_are_read_back(runs: dict[str, Path]) -> None:

@@ -21,10 +21,12 @@ from toolkit.compare.ledger import RunRecord, TrialRecord
 from toolkit.compare.result_values import PARITY_FAILED, RowKey, TrainedProblem
 from toolkit.compare.rows import Row
 from toolkit.compare.specification import BATCH_ARGUMENT, ComparisonSpec
+from toolkit.presets.optimizers import DEFAULT_OPTIMIZER, OPTIMIZERS
 
 # The numerics contract (docs/concepts/numerics.md): master weights and optimizer states.
 CONTRACT = ("master_dtype", "optimizer_dtype")
 CONTRACT_DTYPE = "float32"
+FP32_ADAMW = "fp32 AdamW"
 # Equal in every trial of a comparison, with any number of processes.
 FACTS_OF_COMPARISON = (
     "num_trainable_params",
@@ -77,6 +79,8 @@ def design_group(spec: ComparisonSpec, row: RowKey, trials: Sequence[RunRecord])
         labels.append(f"ddp_comm_hook {own.get('ddp_comm_hook', 'none')}")
     if spec.expected[row.preset].quantises != spec.expected[baseline.preset].quantises:
         labels.append("quantised communication")
+    if _optimizer(own) != _optimizer(other):
+        labels.append(f"optim {own.get('optim', DEFAULT_OPTIMIZER)}")
     masters = {_problem_of(trial).promised_masters for trial in trials} - {None, CONTRACT_DTYPE}
     if masters:
         labels.append(f"{masters.pop()} masters")
@@ -111,7 +115,7 @@ def _first_difference(
     fewest = [trial for trial in trials.get(spec.baseline(min(spec.world_sizes)), ()) if trial.completed]
     for trial in repeats:
         message = (
-            preset_difference(trial, spec.expected_facts(trial.key))
+            preset_difference(trial, spec.expected_facts(trial.key), optimizer=_optimizer(spec.arguments(trial.key)))
             or _fact_difference(trial, baseline[0], fewest[:1], spec, by_design=by_design)
             or _training_difference(trial, baseline, spec, by_design=by_design)
         )
@@ -130,6 +134,8 @@ def _fact_difference(
 ) -> str | None:
     """Against the baseline with the same number of processes, then against the one with the fewest."""
     free = FREE_BY_DESIGN if by_design else ()
+    if _optimizer(spec.arguments(trial.key)) != FP32_ADAMW:  # which tensors are quantized depends on the shards
+        free = (*free, "optimizer_dtype")
     strong = ("global_batch_size",) if spec.scaling == "strong" else ()
     same_size = [name for name in (*FACTS_OF_COMPARISON, *FACTS_OF_WORLD_SIZE) if name not in free]
     any_size = [name for name in (*FACTS_OF_COMPARISON, *strong) if name not in free]
@@ -150,6 +156,15 @@ def _training_difference(
     return message or (None if by_design else outside_band(trial, baseline))
 
 
+def _optimizer(arguments: Mapping[str, Any]) -> str:
+    """The optimizer's name with its arguments; all AdamWs with fp32 states are one."""
+    name, given = str(arguments.get("optim") or DEFAULT_OPTIMIZER), arguments.get("optim_args")
+    spec = OPTIMIZERS.get(name)
+    if spec is not None and spec.is_fp32_adamw:
+        return FP32_ADAMW
+    return f"{name} {given}" if given else name
+
+
 def _same_batch(spec: ComparisonSpec, row: RowKey, other: RowKey) -> bool:
     own, others = (spec.arguments(key).get(BATCH_ARGUMENT) for key in (row, other))
     return str(own) == str(others)
@@ -158,13 +173,17 @@ def _same_batch(spec: ComparisonSpec, row: RowKey, other: RowKey) -> bool:
 # Trials
 
 
-def preset_difference(trial: TrialRecord, expected: Mapping[str, Any]) -> str | None:
-    """Return the first fact that is not what the trial's preset, its command and the numerics contract specify."""
+def preset_difference(trial: TrialRecord, expected: Mapping[str, Any], *, optimizer: str) -> str | None:
+    """Return the first fact that is not what the trial's preset, its command and the numerics contract specify.
+
+    The states of an optimizer other than fp32 AdamW are the run's own verification to check.
+    """
     facts = _problem_of(trial)
     if facts.ranks != trial.world_size:
         return f"{facts.ranks} ranks attested, expected {trial.world_size}"
     masters = facts.promised_masters or CONTRACT_DTYPE
-    for name, value in {"world_size": trial.world_size, **expected, **dict.fromkeys(CONTRACT, masters)}.items():
+    contract = CONTRACT if optimizer == FP32_ADAMW else CONTRACT[:1]
+    for name, value in {"world_size": trial.world_size, **expected, **dict.fromkeys(contract, masters)}.items():
         found = getattr(facts, name)
         if found != value:
             return f"{name} is {_shown(found)}, expected {value}"

@@ -28,8 +28,6 @@ from toolkit.versions import optimizer_names, scheduler_names
 
 PRESET = "--preset"
 NUM_PROCESSES = "--num-processes"
-# accelerate turns any other optimizer into a CPU Adam without decoupled weight decay (1.15, utils/deepspeed.py).
-CPU_ADAM = ("adamw_torch", "adamw_torch_fused")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -292,11 +290,5 @@ def _unsupported_arguments(preset: PresetSpec, arguments: Mapping[str, Any]) -> 
         name = reason.rule.replace("-", "_")
         if name in arguments:
             yield name, f"does not work under preset {preset.name!r}: {reason.why}"
-    if (
-        preset.engine == "deepspeed"
-        and preset.offload_optimizer
-        and arguments.get("optim", "adamw_torch") not in CPU_ADAM
-    ):
-        yield "optim", "where the optimizer is offloaded, it is DeepSpeed's AdamW"
     if preset.engine == "fsdp2" and "activation_checkpointing_kwargs" in arguments:
         yield "activation_checkpointing_kwargs", "FSDP2 checkpoints each layer itself"

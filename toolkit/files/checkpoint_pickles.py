@@ -42,6 +42,14 @@ RANDOM_STATES = TENSORS | {
     "numpy._core.multiarray._reconstruct",
     "numpy.core.multiarray._reconstruct",  # numpy 1
 }
+# torchao's quantized states: `_rebuild_wrapper_subclass` makes an empty tensor of a class that is named here too, and
+# gives it the tensors inside.
+OPTIMIZER_STATES = TENSORS | {
+    "torch._utils._rebuild_wrapper_subclass",
+    "torch.serialization._get_layout",
+    "torchao.optim.subclass_4bit.OptimState4bit",
+    "torchao.optim.subclass_8bit.OptimState8bit",
+}
 DEEPSPEED_STATES = TENSORS | {
     "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler",
     "deepspeed.runtime.fp16.loss_scaler.LossScaler",
@@ -75,7 +83,7 @@ DCP_METADATA = frozenset(
 # File name pattern -> what such a file may name. `training_args.bin` is never loaded.
 PICKLES = {
     "rng_state*.pth": RANDOM_STATES,
-    "optimizer.pt": TENSORS,
+    "optimizer.pt": OPTIMIZER_STATES,
     "scheduler.pt": TENSORS,
     "scaler.pt": TENSORS,
     "*.metadata": DCP_METADATA,

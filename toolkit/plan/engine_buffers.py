@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from toolkit.plan.engine_settings import EngineSettings
 from toolkit.plan.job import TrainingJob
 from toolkit.plan.model_states import FP32_BYTES, JobWeights, ModelStates
+from toolkit.presets.optimizers import OPTIMIZERS
 from toolkit.units import MIB
 
 # FSDP2 in the backward: parameters of the layer and of the next one, gradients, and the input of the reduce-scatter
@@ -84,7 +85,7 @@ def engine_buffers(engine: EngineSettings, weights: JobWeights, states: ModelSta
     cast_weight = 2 * (weights.largest_trained if weights.frozen else weights.largest_linear)
     return EngineBuffers(
         lasting_bytes=buckets,
-        step_bytes=FP32_BYTES * weights.num_trained if job.optimizer == "foreach" else 0,
+        step_bytes=OPTIMIZERS[job.optim].step_copies * FP32_BYTES * weights.num_trained,
         backward_bytes=cast_weight,
         first_layer_bytes=cast_weight,
         load_bytes=min(states.parameter_bytes, BROADCASTS * BROADCAST_BYTES) if engine.kind == "ddp" else 0,
@@ -112,7 +113,7 @@ def _fsdp2(engine: EngineSettings, weights: JobWeights, states: ModelStates, job
         first_layer_bytes=element * (gradients + 1) * layer,
         end_bytes=element * (2 * embedding + embedding // engine.shard_ranks if embedding else root),
         accumulated_bytes=trained * element * weights.num_trained if job.gradient_accumulation_steps > 1 else 0,
-        step_bytes=states.gradient_bytes if job.optimizer == "foreach" else 0,
+        step_bytes=OPTIMIZERS[job.optim].step_copies * states.gradient_bytes,
         load_bytes=weights.largest_bytes(element),  # rank 0 broadcasts one complete tensor at a time
     )
 

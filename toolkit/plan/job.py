@@ -23,16 +23,12 @@ from toolkit.models.attention import (
 from toolkit.models.lora import ALL_LINEAR, check_lora_targets, lora_layers, outer_lora
 from toolkit.models.shape import Layer, ModelShape
 from toolkit.plan.engine_settings import EngineSettings, engine_settings
+from toolkit.presets.optimizers import DEFAULT_OPTIMIZER
 from toolkit.presets.preset import Preset
-from toolkit.presets.support import PLANNED_OPTIMIZERS, Method, check_supported
+from toolkit.presets.support import Method, check_supported
 from toolkit.run.argument_values import check_word
 
 LOSSES = ("chunked", "full", "fused", "chunked_output")
-OPTIMIZERS = dict(zip(("fused", "foreach"), PLANNED_OPTIMIZERS, strict=True))
-"""Name in the planner -> name in `TrainingArguments.optim`."""
-OPTIMIZER_8BIT_HINT = (
-    "`--optimizer fused` is an upper bound; `--optim adamw_bnb_8bit` after `--` of `toolkit train` measures"
-)
 # Larger values are typing errors: a micro-batch, length or world size beyond any cluster.
 LARGEST = {
     "per_device_train_batch_size": 2**20,
@@ -61,8 +57,8 @@ class TrainingJob:
     """None: the model's default; for packed rows, a function that makes no mask, if the model runs one."""
     loss: str = "chunked"
     """`chunked`: ours, head included; `full`: transformers' own; `fused`: Liger's; `chunked_output`: torchtune's."""
-    optimizer: str = "fused"
-    """`fused`, the Trainer's default, or `foreach`, which needs a copy of what it updates."""
+    optim: str = DEFAULT_OPTIMIZER
+    """Name of the optimizer in the training arguments."""
     gpus_per_node: int = 8
     lengths_differ: bool | None = None
     """True if rows of one micro-batch have different lengths; None: if there is more than one row."""
@@ -104,7 +100,7 @@ class TrainingJob:
             attn_implementation=self.attn_implementation,
             activation_checkpointing=self.activation_checkpointing,
             use_liger_kernel=self.loss == "fused",
-            optim=OPTIMIZERS.get(self.optimizer, self.optimizer),
+            optim=self.optim,
         )
 
     @property
@@ -200,13 +196,8 @@ def check_planned_job(job: TrainingJob, shape: ModelShape) -> None:
         value = getattr(job, name)
         if value is not None:
             check_size(_option(name), value, LARGEST[name])
-    if "8bit" in job.optimizer.replace("_", "").replace("-", ""):
-        raise ToolkitError(
-            f"--optimizer {job.optimizer}: 8-bit optimizer states are not planned", hint=OPTIMIZER_8BIT_HINT
-        )
-    for name, known in (("loss", LOSSES), ("optimizer", OPTIMIZERS)):
-        if getattr(job, name) not in known:
-            raise ToolkitError(f"{_option(name)} is {getattr(job, name)!r}, expected one of {', '.join(known)}")
+    if job.loss not in LOSSES:
+        raise ToolkitError(f"--loss is {job.loss!r}, expected one of {', '.join(LOSSES)}")
     if job.attn_implementation is not None and not KERNEL.fullmatch(job.attn_implementation):
         check_word("--attn-implementation", job.attn_implementation, attention_words())
     model_attention = read_model_attention({"model_type": shape.model_type})

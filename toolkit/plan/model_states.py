@@ -16,7 +16,7 @@ Rank 0 has the largest share under every engine. `tests/plan/test_engine_bytes.p
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
@@ -24,10 +24,10 @@ from toolkit.models.lora import ALL_LINEAR, lora_layer, outer_lora
 from toolkit.models.shape import Layer, ModelShape, Tensor
 from toolkit.plan.engine_settings import EngineSettings
 from toolkit.presets.characteristics import OFFLOADED_GRADIENT_BYTES
+from toolkit.presets.optimizers import DEFAULT_OPTIMIZER, OPTIMIZERS, OptimizerSpec, UpdatedTensor
 from toolkit.presets.shard_bytes import flat_share, partition_share, rows_share
 
-MASTER_AND_ADAM_BYTES = 12  # DeepSpeed: fp32 master weight, momentum, variance
-ADAM_BYTES = 8  # momentum and variance, for a parameter that is its own master weight
+ADAM_BYTES = 8  # AdamW in fp32: momentum and variance
 FP32_BYTES = 4
 # NF4 with double quantization: half a byte per element, 8 bits per block of 64, 32 bits per block of 64 · 256
 # (QLoRA, https://arxiv.org/abs/2305.14314, section 3). With each weight, bitsandbytes 0.50.2 also stores two tables of
@@ -86,8 +86,12 @@ class JobWeights:
     @cached_property
     def parameter_groups(self) -> tuple[int, int]:
         """Trained elements with and without weight decay: the Trainer's two parameter groups."""
-        decayed = total(self.trained, lambda tensor: tensor.num_elements if tensor.has_weight_decay else 0)
-        return decayed, self.num_trained - decayed
+        return self.partitioned_groups(_elements)
+
+    def partitioned_groups(self, share: Callable[[Tensor], int]) -> tuple[int, int]:
+        """Return the elements that a rank holds of each parameter group, if it holds `share` of each tensor."""
+        decayed = total(self.trained, lambda tensor: share(tensor) if tensor.has_weight_decay else 0)
+        return decayed, total(self.trained, share) - decayed
 
     @cached_property
     def largest(self) -> int:
@@ -194,20 +198,39 @@ class ModelStates:
         return self.parameter_bytes + self.gradient_bytes + self.optimizer_bytes
 
 
-def model_states(engine: EngineSettings, weights: JobWeights) -> ModelStates:
+def model_states(engine: EngineSettings, weights: JobWeights, optim: str = DEFAULT_OPTIMIZER) -> ModelStates:
     """Return the bytes that the engine's rank holds between steps."""
+    optimizer = OPTIMIZERS[optim]
     if engine.kind == "fsdp2":
-        return _fsdp2(engine, weights)
+        return _fsdp2(engine, weights, optimizer)
     if engine.kind != "deepspeed":
         return ModelStates(
             parameter_bytes=weights.held_bytes(engine.element_bytes),
             gradient_bytes=FP32_BYTES * weights.num_trained,
-            optimizer_bytes=ADAM_BYTES * weights.num_trained,
+            optimizer_bytes=_state_bytes(optimizer, weights, lambda tensor: tensor.num_elements),
         )
-    return _zero3(engine, weights) if engine.shards_parameters else _zero12(engine, weights)
+    states = _zero3 if engine.shards_parameters else _zero12
+    return states(engine, weights, optimizer)
 
 
-def _fsdp2(engine: EngineSettings, weights: JobWeights) -> ModelStates:
+def _state_bytes(optimizer: OptimizerSpec, weights: JobWeights, share: Callable[[Tensor], int]) -> int:
+    """States of the rows of each tensor that a rank holds."""
+
+    def held(tensor: Tensor, count: int) -> UpdatedTensor:
+        first, *others = tensor.shape or (1,)
+        rows = first * share(tensor) // max(tensor.num_elements, 1)
+        return UpdatedTensor(shape=(rows, *others), count=count, is_embedding=tensor.is_embedding)
+
+    return optimizer.state_bytes(held(tensor, count) for tensor, count in weights.trained)
+
+
+def _flat_state_bytes(optimizer: OptimizerSpec, partitions: Iterable[int]) -> int:
+    """fp32 master weights and states of DeepSpeed's flat partitions, one per parameter group."""
+    held = [UpdatedTensor(shape=(elements,)) for elements in partitions if elements]
+    return FP32_BYTES * sum(tensor.num_elements for tensor in held) + optimizer.state_bytes(held)
+
+
+def _fsdp2(engine: EngineSettings, weights: JobWeights, optimizer: OptimizerSpec) -> ModelStates:
     def share(tensor: Tensor) -> int:
         return rows_share(tensor.shape, ranks=engine.shard_ranks, rank=engine.shard_rank)
 
@@ -215,26 +238,27 @@ def _fsdp2(engine: EngineSettings, weights: JobWeights) -> ModelStates:
     return ModelStates(
         parameter_bytes=FP32_BYTES * trained + engine.element_bytes * frozen,
         gradient_bytes=FP32_BYTES * trained,
-        optimizer_bytes=ADAM_BYTES * trained,
+        optimizer_bytes=_state_bytes(optimizer, weights, share),
     )
 
 
-def _zero12(engine: EngineSettings, weights: JobWeights) -> ModelStates:
-    share = sum(flat_share(group, ranks=engine.world_size) for group in weights.parameter_groups if group)
+def _zero12(engine: EngineSettings, weights: JobWeights, optimizer: OptimizerSpec) -> ModelStates:
+    groups = [group for group in weights.parameter_groups if group]
+    whole = engine.sharding == "replicate"
+    partitions = groups if whole else [flat_share(group, ranks=engine.world_size) for group in groups]
+    share = sum(partitions)
     gradient = engine.element_bytes * weights.num_trained
     if engine.sharding == "shard_grad_op":
         offloaded = OFFLOADED_GRADIENT_BYTES["shard_grad_op"] if engine.offload_optimizer else engine.element_bytes
         gradient = offloaded * share
-    if engine.sharding == "replicate":
-        share = weights.num_trained
     return ModelStates(
         parameter_bytes=engine.element_bytes * weights.num_unquantized + weights.quantized_bytes,
         gradient_bytes=gradient,
-        optimizer_bytes=MASTER_AND_ADAM_BYTES * share,
+        optimizer_bytes=_flat_state_bytes(optimizer, partitions),
     )
 
 
-def _zero3(engine: EngineSettings, weights: JobWeights) -> ModelStates:
+def _zero3(engine: EngineSettings, weights: JobWeights, optimizer: OptimizerSpec) -> ModelStates:
     def share(tensor: Tensor) -> int:
         return partition_share(tensor.num_elements, ranks=engine.world_size)
 
@@ -247,6 +271,6 @@ def _zero3(engine: EngineSettings, weights: JobWeights) -> ModelStates:
     return ModelStates(
         parameter_bytes=engine.element_bytes * (trained + frozen) + kept,
         gradient_bytes=engine.element_bytes * trained,
-        optimizer_bytes=MASTER_AND_ADAM_BYTES * trained,
+        optimizer_bytes=_flat_state_bytes(optimizer, weights.partitioned_groups(share)),
         persistent_bytes=kept,
     )

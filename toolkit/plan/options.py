@@ -13,6 +13,7 @@ from typer import Option
 
 from toolkit.defaults import GRADIENT_ACCUMULATION_STEPS, MAX_SEQ_LENGTH, PER_DEVICE_TRAIN_BATCH_SIZE
 from toolkit.flags import PRESET_HELP
+from toolkit.presets.optimizers import DEFAULT_OPTIMIZER
 
 DEFAULT_GPUS_HELP = "by default all that are visible"
 CHECKPOINTING_FLAG = "--activation-checkpointing/--no-activation-checkpointing"
@@ -31,6 +32,7 @@ EqualLengths = Annotated[
     bool,
     Option("--equal-lengths", help="all rows have the full length: micro-batches above one need no attention mask"),
 ]
+OptimizerName = Annotated[str, Option(help="optimizer, by its name in the training arguments")]
 HostMemoryGib = Annotated[float | None, Option(help="host memory of a node, to check offload against")]
 
 
@@ -70,7 +72,7 @@ class PlanOptions:
         Option(help="attention function of packed rows: auto (the default) makes no mask where the model allows it"),
     ] = None
     loss: Annotated[str, Option(help="chunked, full, fused (Liger), or chunked_output (torchtune)")] = "chunked"
-    optimizer: Annotated[str, Option(help="fused (the Trainer's default) or foreach")] = "fused"
+    optim: OptimizerName = DEFAULT_OPTIMIZER
     gpus_per_node: GpusPerNode = 8
     host_memory_gib: HostMemoryGib = None
     verify: Annotated[
@@ -90,6 +92,7 @@ class RecommendOptions:
     ] = None
     lora_r: LoraRank = None
     load_in_4bit: Quantized = False
+    optim: OptimizerName = DEFAULT_OPTIMIZER
     equal_lengths: EqualLengths = False
     objective: Annotated[str, Option(help="fastest, or least-memory")] = "fastest"
     preset: Annotated[tuple[str, ...], Option(help=f"{PRESET_HELP}; repeatable; considers only these")] = ()

@@ -18,7 +18,7 @@ from typing import Any
 from toolkit.errors import ToolkitError
 from toolkit.hardware.cgroups import memory_limit_bytes
 from toolkit.hardware.node import host_memory_bytes
-from toolkit.plan.job import OPTIMIZERS, TrainingJob
+from toolkit.plan.job import TrainingJob
 from toolkit.plan.memory import PARTS
 from toolkit.plan.planner import Plan
 from toolkit.presets import load_preset
@@ -180,7 +180,7 @@ def training_argv(model: str, job: TrainingJob, *, cpu: bool) -> list[str]:
     """Return the job as training arguments; on a CPU in bf16, as planned, where the default would be fp32."""
     given = asdict(job)
     names = ("per_device_train_batch_size", "max_seq_length", "gradient_accumulation_steps", "activation_checkpointing")
-    values = {name: given[name] for name in names} | {"optim": OPTIMIZERS[job.optimizer]}
+    values = {name: given[name] for name in (*names, "optim")}
     values |= {name: given[name] for name in ("lora_r", "load_in_4bit") if given[name]}
     values |= {"bf16": True} if cpu else {}
     values |= {"use_liger_kernel": True} if job.loss == "fused" else {"loss": job.loss}

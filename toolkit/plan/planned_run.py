@@ -11,7 +11,7 @@ from toolkit.hardware.gpu_table import Gpu, find_gpu
 from toolkit.hardware.gpus import gpu_names
 from toolkit.models.lora import ALL_LINEAR
 from toolkit.models.read_model import read_model
-from toolkit.plan.job import OPTIMIZERS, TrainingJob
+from toolkit.plan.job import TrainingJob
 from toolkit.plan.memory_verdict import DOES_NOT_FIT, FITS, TOO_CLOSE
 from toolkit.plan.planner import Plan, PlanRequest, make_plans
 from toolkit.presets.preset import Preset
@@ -27,8 +27,6 @@ from toolkit.run.script_arguments import (
 )
 from toolkit.units import gib
 
-OPTIMIZER_NAMES = {optim: name for name, optim in OPTIMIZERS.items()}
-"""Name in `TrainingArguments.optim` -> name in the planner."""
 VERDICT_TEXT = {FITS: "fits", DOES_NOT_FIT: "does not fit", TOO_CLOSE: "too close to call"}
 
 
@@ -38,8 +36,8 @@ def job_from_arguments(arguments: dict[str, Any]) -> TrainingJob:
     >>> job_from_arguments({"max_seq_length": "512", "lora_r": "8"}).lora_r
     8
     """
-    optimizer = str(arguments.get("optim") or OPTIMIZERS[TrainingJob().optimizer])
-    check_supported(None, Method(optim=optimizer), purpose="plan")
+    optim = str(arguments.get("optim") or TrainingJob().optim)
+    check_supported(None, Method(optim=optim), purpose="plan")
     return TrainingJob(
         per_device_train_batch_size=micro_batch_size(arguments),
         max_seq_length=integer(arguments, "max_seq_length", MAX_SEQ_LENGTH),
@@ -51,7 +49,7 @@ def job_from_arguments(arguments: dict[str, Any]) -> TrainingJob:
         packing=flag(arguments.get("packing", False)),
         attn_implementation=read_method(arguments).attn_implementation,
         loss=planned_loss(arguments),
-        optimizer=OPTIMIZER_NAMES[optimizer],
+        optim=optim,
     )
 
 

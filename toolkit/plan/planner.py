@@ -125,7 +125,7 @@ def plan_request(model: str, options: PlanOptions) -> PlanRequest:
             packing=options.packing,
             attn_implementation=options.attn_implementation,
             loss=options.loss,
-            optimizer=options.optimizer,
+            optim=options.optim,
             gpus_per_node=options.gpus_per_node,
             # a rehearsal's rows all have the full length
             lengths_differ=False if options.equal_lengths or options.verify else None,

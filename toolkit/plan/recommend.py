@@ -65,6 +65,7 @@ def request_for_shape(shape: ModelShape, options: RecommendOptions) -> Recommend
         max_seq_length=options.max_seq_length,
         lora_r=options.lora_r,
         load_in_4bit=options.load_in_4bit,
+        optim=options.optim,
         gpus_per_node=options.gpus_per_node,
         lengths_differ=False if options.equal_lengths else None,
     )

@@ -14,6 +14,7 @@ from toolkit.plan.job import TrainingJob, TrainingSetup
 from toolkit.plan.recommend import Recommendation
 from toolkit.plan.scaling import ScalingPoint, doublings, scaling_curve
 from toolkit.plan.step_time import StepTime, step_time
+from toolkit.presets.optimizers import DEFAULT_OPTIMIZER
 from toolkit.units import SECONDS_PER_HOUR, gib, seconds
 
 COMPARED_STEPS = 20
@@ -205,5 +206,6 @@ def _training_words(job: TrainingJob, model: str, *, output: str | None) -> str:
     words += ["--activation_checkpointing", "true"] if job.activation_checkpointing else []
     words += ["--lora_r", str(job.lora_r)] if job.lora_r is not None else []
     words += ["--load_in_4bit", "true"] if job.load_in_4bit else []
+    words += ["--optim", job.optim] if job.optim != DEFAULT_OPTIMIZER else []
     words += ["--output_dir", output] if output is not None else []
     return shlex.join(words)

@@ -17,6 +17,7 @@ from toolkit.models.flops import TokenFlops, flops_of, mfu
 from toolkit.plan.communication import communication_bytes, step_collectives
 from toolkit.plan.interconnect import Interconnect, Range
 from toolkit.plan.job import TrainingSetup, num_elements
+from toolkit.presets.optimizers import OPTIMIZERS, UpdatedTensor
 
 # Best measured share of the dense peak in a large bf16 matrix multiplication (stas00/ml-engineering,
 # compute/accelerator, "Maximum Achievable Matmul FLOPS", 2025); the highest of these for GPUs without an entry.
@@ -42,8 +43,8 @@ EAGER_TRAINING_SHARE = 0.33
 ACTIVATION_BYTES_MOVED = 2 * 34
 LOGITS_BYTES_MOVED = 4 * 4
 
-# AdamW reads parameter, gradient, momentum and variance and writes three of them, in fp32.
-OPTIMIZER_BYTES = 28
+# An optimizer reads parameter and gradient and writes the parameter, in fp32; it reads and writes each of its states.
+UPDATE_BYTES, STATE_ACCESSES = 12, 2
 MEMORY_SHARE: Range = (0.6, 0.95)  # of the data sheet's bandwidth; STREAM-like kernels reach about 0.9
 # AdamW on the host, seconds per 1e9 parameters on all cores of a node: ZeRO-Offload paper, table 4 (DeepSpeed's CPU
 # Adam 0.22 to 0.26, torch's 1.4 to 1.5, two sockets, https://arxiv.org/abs/2101.06840).
@@ -163,11 +164,13 @@ def _optimizer_share(setup: TrainingSetup) -> float:
 
 
 def _optimizer_seconds(setup: TrainingSetup, interconnect: Interconnect) -> Range:
-    """Memory traffic of AdamW on the GPU; an offloaded optimizer is part of the offload."""
+    """Memory traffic of the optimizer on the GPU; an offloaded one is part of the offload."""
     bandwidth = interconnect.gpu.memory_bytes_per_second
     if setup.preset.offload_optimizer or bandwidth is None:
         return 0.0, 0.0
-    moved = OPTIMIZER_BYTES * _optimizer_share(setup)
+    tensors = (UpdatedTensor(shape=tensor.shape) for layer in setup.trained for tensor in layer)
+    states = OPTIMIZERS[setup.job.optim].state_bytes(tensors) / max(setup.num_trained, 1)
+    moved = (UPDATE_BYTES + STATE_ACCESSES * states) * _optimizer_share(setup)
     return moved / (bandwidth * MEMORY_SHARE[1]), moved / (bandwidth * MEMORY_SHARE[0])
 
 

@@ -16,6 +16,7 @@ from typing import Literal
 
 from toolkit.errors import ToolkitError
 from toolkit.models.attention import AUTO, FLASH_ATTENTION, VARLEN, ModelAttention, needs_no_mask
+from toolkit.presets.optimizers import DEFAULT_OPTIMIZER, OPTIMIZERS
 from toolkit.presets.spec import PresetSpec
 
 Purpose = Literal["train", "launched", "script", "convert", "plan", "recommend", "rehearse", "trace"]
@@ -23,8 +24,6 @@ Purpose = Literal["train", "launched", "script", "convert", "plan", "recommend",
 under torchrun (`script`), a checkpoint conversion, a plan, a recommendation, a rehearsal, or a rehearsal on fake
 tensors (`trace`)."""
 
-# The Trainer's names of the optimizers whose memory the planner knows.
-PLANNED_OPTIMIZERS = ("adamw_torch_fused", "adamw_torch")
 QLORA_PRESETS_HINT = "`--preset ddp`, `zero1` or `zero2`"
 
 
@@ -34,7 +33,7 @@ class Method:
 
     lora: bool = False
     load_in_4bit: bool = False
-    optim: str = PLANNED_OPTIMIZERS[0]
+    optim: str = DEFAULT_OPTIMIZER
     freeze: bool = False
     train_only: bool = False
     packing: bool = False
@@ -306,6 +305,9 @@ def _fake_tensor_method(case: _Case) -> _Answer:
         if getattr(case.method, name):
             why = f"--{name} is not traced: fake tensors have shapes and no values"
             return why, why, f"leave --{name} out, or leave --fake-tensors out"
+    if _library(case.method.optim) != "torch":
+        why = f"--optim {case.method.optim} is not traced: its kernels read values, and fake tensors have none"
+        return why, why, "leave --fake-tensors out, for exact bytes of the model states"
     return None
 
 
@@ -320,10 +322,75 @@ def _compute_dtype(case: _Case) -> _Answer:
 
 @_rule("planned-optimizer")
 def _planned_optimizer(case: _Case) -> _Answer:
-    if case.purpose not in ("plan", "recommend") or case.method.optim in PLANNED_OPTIMIZERS:
+    if case.purpose not in ("plan", "recommend") or case.method.optim in OPTIMIZERS:
         return None
     why = f"--optim {case.method.optim} is not planned"
-    return why, why, f"planned: {', '.join(PLANNED_OPTIMIZERS)}"
+    return why, why, f"planned: {', '.join(OPTIMIZERS)}"
+
+
+@_rule("optim")
+def _optim(case: _Case) -> _Answer:
+    preset, optim = case.preset, case.method.optim
+    if preset is None or optim in _TORCH_ADAMW:
+        return None
+    if preset.engine == "deepspeed" and preset.offload_optimizer:
+        # accelerate 1.15, `map_pytorch_optim_to_deepspeed`: all others but Adagrad and Lion become a CPU Adam with L2
+        # regularisation in place of decoupled weight decay; 8-bit and paged states become plain fp32 ones.
+        why = "accelerate replaces an offloaded optimizer by DeepSpeed's CPU Adam"
+        running = [name for name, engine in _WITHOUT_OFFLOAD.items() if _no_optimizer(engine, optim) is None]
+        hint = f"`--optim adamw_torch`, or `--preset {running[0]}`"
+    else:
+        found = _no_optimizer(preset.engine, optim)
+        if found is None:
+            return None
+        why, hint = found
+    return why, f"--optim {optim} does not work under preset {preset.name!r}: {why}", hint
+
+
+def _no_optimizer(engine: str, optim: str) -> tuple[str, str] | None:
+    answers = _NO_OPTIMIZER.get(engine, {})
+    return answers.get(optim) or answers.get(_library(optim))
+
+
+def _library(optim: str) -> str:
+    spec = OPTIMIZERS.get(optim)
+    return "" if spec is None else spec.class_name.partition(".")[0]
+
+
+_TORCH_ADAMW = ("adamw_torch_fused", "adamw_torch")
+# Presets to name where a preset that offloads cannot run an optimizer, and their engines.
+_WITHOUT_OFFLOAD = {"zero3": "deepspeed", "fsdp2": "fsdp2", "ddp": "ddp"}
+_USE_BNB = "`--optim adamw_bnb_8bit`"
+# engine -> name or library of an optimizer -> why it does not work there, and what does.
+# benchmarks/optimizers.py reproduces each.
+_NO_OPTIMIZER = {
+    "deepspeed": {
+        "adafactor": (
+            "DeepSpeed flattens parameters, and only matrices have rows and columns to factor",
+            f"`--preset ddp`, or {_USE_BNB}",
+        ),
+        "adagrad": ("DeepSpeed 0.19.8 cannot make its states in advance", "`--optim rmsprop`, or `--preset ddp`"),
+        "torchao": (
+            "torchao quantizes whole blocks of 256, and DeepSpeed's flat partitions seldom are",
+            _USE_BNB,
+        ),
+    },
+    "fsdp2": {
+        "bitsandbytes": (
+            "bitsandbytes' kernels take no DTensors",
+            "`--optim adamw_torch_8bit`, or `--preset zero2` or `zero3`",
+        ),
+        "adafactor": (
+            "transformers' Adafactor makes plain tensors beside DTensors",
+            "`--optim adamw_torch_8bit`, or `--preset ddp`",
+        ),
+        "adagrad": (
+            "torch makes its sums before FSDP2 shards the parameters, so every rank keeps them whole",
+            "`--optim rmsprop`, or `--preset ddp`",
+        ),
+        "adamw_torch_4bit": ("torchao's flat 4-bit states are no shards of a matrix", "`--optim adamw_torch_8bit`"),
+    },
+}
 
 
 @_rule("freeze-and-train-only")

@@ -103,7 +103,7 @@ def test_offload_is_read_back_from_the_swap_files(runs: dict[str, Path]) -> None
     for rank in attestation["ranks"]:
         assert (rank["offload_optimizer"], rank["offload_param"]) == ("nvme", "nvme")
         assert (rank["compute_dtype"], rank["master_dtype"], rank["optimizer_dtype"]) == ("float32",) * 3
-        assert rank["optimizer_class"] == "DeepSpeedCPUAdam"
+        assert rank["optimizer_class"] == "deepspeed.DeepSpeedCPUAdam"
 
 
 def test_each_rank_holds_half_and_records_its_bytes_on_the_disk(runs: dict[str, Path]) -> None:

@@ -23,6 +23,13 @@ from toolkit.train.attest.activation_checkpointing import RecomputeDetector
 from toolkit.train.attest.clipping import NormReader, NormReading, clipping_differences, gradient_replicas, was_clipped
 from toolkit.train.attest.differences import byte_differences, differences, expected_values, rank_differences
 from toolkit.train.attest.document_isolation import check_isolated, read_packing
+from toolkit.train.attest.optimizer import (
+    expected_optimizer,
+    named_optimizer,
+    optimizer_byte_limits,
+    state_dtype_differences,
+    updated_tensors,
+)
 from toolkit.train.attest.read_deepspeed import call_at_gradient_peak
 from toolkit.train.attest.read_rank import read_gradients, read_rank
 from toolkit.train.attest.readings import (
@@ -118,6 +125,7 @@ class Attestation(TrainerCallback):  # type: ignore[misc]
         ranks, norms = [reading for reading, _ in gathered], [norm for _, norm in gathered]
         expected, threshold = self.expected_values(), self.trainer.args.max_grad_norm
         found = differences(expected, ranks) + rank_differences("initial_weights_sha256", ranks)
+        found += state_dtype_differences(ranks)
         found += clipping_differences(norms, threshold, replicas=gradient_replicas(ranks))
         # Bytes are checked only if the engine is right: one cause would be reported many times otherwise.
         found = found or byte_differences(ranks)
@@ -156,6 +164,7 @@ class Attestation(TrainerCallback):  # type: ignore[misc]
             dp_shard_size=self.launch.dp_shard_size,
             on_cpu=args.device.type == "cpu",
             has_frozen_weights=bool(frozen_weights(self.trainer.model.parameters())),
+            optimizer=None if preset is None else expected_optimizer(named_optimizer(args), preset),
         )
 
     def _read_gradients(self) -> None:
@@ -177,7 +186,8 @@ def expected_bytes(preset: Preset | None, trainer: Any, reading: RankReading) ->
         ],
         "gradient": [(trained, element_bytes(reading["gradient_dtype"]))],
     }
-    if str(getattr(trainer.args.optim, "value", trainer.args.optim)).startswith("adamw_torch"):
+    spec = named_optimizer(trainer.args)
+    if spec is not None and spec.is_fp32_adamw:
         parts["optimizer"] = [(trained, (ADAM_STATES + deepspeed) * element_bytes("float32"))]
     ranks = reading.get("dp_shard_size") or reading["world_size"]
     allowed, whole = {}, {}
@@ -190,7 +200,12 @@ def expected_bytes(preset: Preset | None, trainer: Any, reading: RankReading) ->
     lowest, highest = allowed["parameter"]
     allowed["parameter"] = (lowest + quantized, highest + quantized)
     whole["parameter"] += quantized
-    return {"byte_limits": allowed, "whole_bytes": whole}
+    expected: ByteReading = {"byte_limits": allowed, "whole_bytes": whole}
+    if spec is not None and not spec.is_fp32_adamw:
+        allowed["optimizer"] = optimizer_byte_limits(spec, preset, trainer, trained, ranks=ranks)
+        whole["optimizer"] = deepspeed * _element_bytes("float32") * sum(math.prod(full_shape(p)) for p in trained)
+        expected["expected_optimizer_dtype"] = spec.state_dtypes(updated_tensors(trainer))
+    return expected
 
 
 def attestation_json(

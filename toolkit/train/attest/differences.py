@@ -26,10 +26,12 @@ def expected_values(
     dp_shard_size: int | None = None,
     on_cpu: bool = False,
     has_frozen_weights: bool = False,
+    optimizer: Values | None = None,
 ) -> Values:
     """Return the values that every rank must read.
 
-    `settings` come from the training arguments. Without a preset only they and the world size can be checked.
+    `settings` come from the training arguments, `optimizer` from the specification of `--optim`. Without a preset only
+    the settings and the world size can be checked.
     """
     expected = dict(settings)
     if world_size is not None:
@@ -49,7 +51,7 @@ def expected_values(
         "offload_param": preset.offload_param,
         "compute_dtype": compute_dtype,
         "master_dtype": "float32",  # docs/concepts/numerics.md
-        "optimizer_dtype": "float32",
+        **({"optimizer_dtype": "float32"} if optimizer is None else optimizer),
     }
 
 

@@ -9,7 +9,14 @@ from typing import Any
 import torch
 
 from toolkit.train.attest.readings import EngineReading
-from toolkit.train.attest.tensors import device_types, dtype_names, local_bytes, optimizer_state_tensors
+from toolkit.train.attest.tensors import (
+    class_name,
+    device_types,
+    dtype_names,
+    is_paged,
+    local_bytes,
+    optimizer_state_tensors,
+)
 
 MIN_SWAPPED_BYTES = 2**20  # MIN_AIO_BYTES in deepspeed/runtime/swap_tensor/utils.py
 
@@ -17,13 +24,13 @@ MIN_SWAPPED_BYTES = 2**20  # MIN_AIO_BYTES in deepspeed/runtime/swap_tensor/util
 def read_deepspeed(engine: Any, parameters: list[Any]) -> EngineReading:
     """Read an engine of any ZeRO stage after its first optimizer step."""
     zero, stage = engine.optimizer, engine.zero_optimization_stage()
-    masters = list(zero.fp32_partitioned_groups_flat if stage == 3 else zero.single_partition_of_fp32_groups)
+    masters = master_weights(engine)
     states = optimizer_state_tensors(zero.optimizer)
     held = zero3_parameters(parameters) if stage == 3 else parameters
     parameter_disk_bytes = swapped_parameter_bytes(parameters) if stage == 3 else 0
     optimizer_disk_bytes = swapped_optimizer_bytes(zero)
     trained = [p for p in parameters if p.requires_grad]
-    return {
+    reading: EngineReading = {
         "engine": "deepspeed",
         "sharding": _sharding(zero, stage),
         "parameter_disk_bytes": parameter_disk_bytes,
@@ -36,8 +43,18 @@ def read_deepspeed(engine: Any, parameters: list[Any]) -> EngineReading:
         "offload_optimizer": _optimizer_offload(zero, [*masters, *states], stage),
         "offload_param": _parameter_offload(zero, held, parameters, stage),
         "gradient_clipping": engine.gradient_clipping(),
-        "optimizer_class": type(zero.optimizer).__name__,
+        "optimizer_class": class_name(zero.optimizer),
+        "optimizer_paged": is_paged(zero.optimizer),
     }
+    if hasattr(zero.optimizer, "adam_w_mode"):
+        reading["adam_w_mode"] = zero.optimizer.adam_w_mode
+    return reading
+
+
+def master_weights(engine: Any) -> list[torch.Tensor]:
+    """Return the flat fp32 partitions that a rank's optimizer updates."""
+    zero, stage = engine.optimizer, engine.zero_optimization_stage()
+    return list(zero.fp32_partitioned_groups_flat if stage == 3 else zero.single_partition_of_fp32_groups)
 
 
 def zero3_parameters(parameters: list[Any]) -> list[torch.Tensor]:

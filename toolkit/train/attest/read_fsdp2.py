@@ -8,7 +8,7 @@ from typing import Any
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 
 from toolkit.train.attest.readings import EngineReading
-from toolkit.train.attest.tensors import dtype_names, local_bytes, optimizer_state_tensors
+from toolkit.train.attest.tensors import class_name, dtype_names, is_paged, local_bytes, optimizer_state_tensors
 
 
 def is_fsdp2(module: Any) -> bool:
@@ -36,6 +36,8 @@ def read_fsdp2(trainer: Any, model: Any, parameters: list[Any]) -> EngineReading
         "offload_optimizer": offload,
         "offload_param": offload,
         "gradient_clipping": trainer.args.max_grad_norm,
+        "optimizer_class": class_name(trainer.optimizer),
+        "optimizer_paged": is_paged(trainer.optimizer),
     }
 
 

@@ -11,9 +11,11 @@ from toolkit.train.attest.read_deepspeed import deepspeed_gradients, read_deepsp
 from toolkit.train.attest.read_fsdp2 import fsdp2_reduce_dtype, is_fsdp2, read_fsdp2
 from toolkit.train.attest.readings import EngineReading, GradientReading, RankReading
 from toolkit.train.attest.tensors import (
+    class_name,
     dtype_names,
     frozen_weights,
     full_size,
+    is_paged,
     local_bytes,
     optimizer_state_tensors,
     uncompiled,
@@ -73,6 +75,8 @@ def read_torch(trainer: Any, wrapped: Any, parameters: list[Any]) -> EngineReadi
         "offload_optimizer": None,
         "offload_param": None,
         "gradient_clipping": trainer.args.max_grad_norm,
+        "optimizer_class": class_name(trainer.optimizer),
+        "optimizer_paged": is_paged(trainer.optimizer),
     }
 
 

@@ -34,7 +34,11 @@ class EngineReading(TypedDict, total=False):
     offload_param: str | None
     gradient_clipping: float
     optimizer_class: str
-    """Class of the optimizer inside DeepSpeed's."""
+    """Package and class of the optimizer inside accelerate's and DeepSpeed's: `torch.AdamW`."""
+    optimizer_paged: bool
+    """True if its states may leave the GPU page by page (bitsandbytes)."""
+    adam_w_mode: bool
+    """True if DeepSpeed's CPU Adam decouples weight decay. With an offloaded optimizer only."""
 
 
 class GradientReading(TypedDict, total=False):
@@ -66,6 +70,8 @@ class ByteReading(TypedDict, total=False):
     """Lowest and highest."""
     whole_bytes: dict[str, int]
     """Bytes of the unsharded part: the sum over ranks is no less."""
+    expected_optimizer_dtype: str | None
+    """Dtypes that the optimizer gives the states of this rank's tensors, by its specification."""
 
 
 class RankReading(EngineReading, GradientReading, PackingReading, ByteReading, total=False):

@@ -31,11 +31,19 @@ def local_bytes(tensors: Iterable[Any]) -> int:
     """Return the bytes that this rank holds of the tensors, each storage region once, with 4-bit weights' constants."""
     seen: dict[tuple[int, int], int] = {}
     for tensor in tensors:
-        for part in (local(tensor), *_quantization_constants(tensor)):
+        for part in (*_plain(local(tensor)), *_quantization_constants(tensor)):
             size = part.numel() * part.element_size()
             if size:
                 seen[part.data_ptr(), size] = size
     return sum(seen.values())
+
+
+def _plain(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """The tensors inside a subclass that only looks like a tensor, as torchao's quantized states do."""
+    if not hasattr(tensor, "__tensor_flatten__"):
+        return [tensor]
+    names, _ = tensor.__tensor_flatten__()
+    return [part for name in names for part in _plain(getattr(tensor, name))]
 
 
 def _quantization_constants(tensor: Any) -> list[torch.Tensor]:
@@ -54,10 +62,21 @@ def optimizer_state_tensors(optimizer: Any) -> list[torch.Tensor]:
     return [value for value in states if isinstance(value, torch.Tensor) and value.dim() > 0]
 
 
+def class_name(optimizer: Any) -> str:
+    """Return the package and the class of an optimizer inside accelerate's: `torch.AdamW`."""
+    kind = type(getattr(optimizer, "optimizer", optimizer))
+    return f"{kind.__module__.partition('.')[0]}.{kind.__name__}"
+
+
+def is_paged(optimizer: Any) -> bool:
+    """Return True if the states of bitsandbytes' optimizer inside accelerate's may leave the GPU page by page."""
+    return bool(getattr(getattr(optimizer, "optimizer", optimizer), "is_paged", False))
+
+
 def dtype_names(tensors: Iterable[Any]) -> str | None:
     """Return `float32`, or several sorted names joined by `+`; None without tensors."""
-    names = sorted({str(tensor.dtype).removeprefix("torch.") for tensor in tensors})
-    return "+".join(names) or None
+    dtypes = {part.dtype for tensor in tensors for part in _plain(local(tensor))}
+    return "+".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes)) or None
 
 
 def frozen_weights(parameters: Iterable[Any]) -> list[Any]:

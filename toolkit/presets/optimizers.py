@@ -1,0 +1,193 @@
+"""Optimizers by their name in `--optim`: class, and dtypes and bytes of their states, as each library makes them.
+
+    >>> matrix = UpdatedTensor(shape=(4096, 4096))
+    >>> [OPTIMIZERS[name].state_bytes([matrix]) for name in ("adamw_torch_fused", "adamw_bnb_8bit", "adafactor")]
+    [134217728, 34080768, 32768]
+
+The planner adds these bytes up for the tensors of a model, and the run-time verification for the live ones. Every other
+optimizer of transformers runs too, but what it should hold is not known, so it is neither planned nor verified by name.
+Read in the sources of torch 2.13, transformers 5.23, bitsandbytes 0.50.2 and torchao 0.18.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+
+FP32_BYTES = 4
+# bitsandbytes and torchao leave smaller tensors in fp32 (`min_8bit_size`; torchao, `_AdamBase._new_buffer`).
+MIN_QUANTIZED_ELEMENTS = 4096
+# Elements that share one fp32 scale: bitsandbytes' `blocksize`; torchao's, as transformers sets it for 4 and 8 bits.
+BLOCK_ELEMENTS = 256
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class UpdatedTensor:
+    """A tensor that the optimizer of one rank updates: a parameter, its shard, or a flat partition of several."""
+
+    shape: tuple[int, ...]
+    count: int = 1
+    """Tensors of this kind."""
+    is_embedding: bool = False
+    """The weight of an embedding, which a tied head shares."""
+    is_hidden_matrix: bool = False
+    """The weight of a linear layer other than the head."""
+
+    @property
+    def num_elements(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+
+_States = Callable[[UpdatedTensor], dict[str, int]]
+"""Bytes of the states of one tensor, by dtype."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OptimizerSpec:
+    """One optimizer of `--optim`."""
+
+    optim: str
+    class_name: str
+    """Package and class, as the run-time verification reads them."""
+    states: _States
+    summary: str
+    """What it keeps, for the docs."""
+    shared_bytes: int = 0
+    """Tables that all quantized tensors of a rank share."""
+    paged: bool = False
+    """States may leave the GPU for host memory, page by page."""
+    step_copies: int = 0
+    """Whole fp32 copies of what it updates, during the step."""
+    is_fp32_adamw: bool = False
+    """AdamW with fp32 states: the numerics contract (docs/concepts/numerics.md)."""
+
+    def state_bytes(self, tensors: Iterable[UpdatedTensor]) -> int:
+        """Return the bytes of all states of these tensors."""
+        held = [(self.states(tensor), tensor.count) for tensor in tensors]
+        quantized = any("uint8" in states for states, _ in held)
+        return sum(sum(states.values()) * count for states, count in held) + self.shared_bytes * quantized
+
+    def state_dtypes(self, tensors: Iterable[UpdatedTensor]) -> str | None:
+        """Return the dtypes of the states of these tensors: `float32+uint8`; None without states."""
+        return "+".join(sorted({dtype for tensor in tensors for dtype in self.states(tensor)})) or None
+
+
+def _fp32(states: int) -> _States:
+    return lambda tensor: {"float32": FP32_BYTES * states * tensor.num_elements} if states else {}
+
+
+def _bitsandbytes_8bit(states: int) -> _States:
+    """Embeddings stay in fp32: the Trainer registers an override for each (`create_optimizer`)."""
+
+    def held(tensor: UpdatedTensor) -> dict[str, int]:
+        if tensor.is_embedding or tensor.num_elements < MIN_QUANTIZED_ELEMENTS:
+            return _fp32(states)(tensor)
+        blocks = -(-tensor.num_elements // BLOCK_ELEMENTS)
+        return {"uint8": states * tensor.num_elements, "float32": FP32_BYTES * states * blocks}
+
+    return held
+
+
+def _torchao(bits: int) -> _States:
+    """Two moments, each with its own table of 2**bits values. A tensor that is not whole blocks stays in fp32."""
+
+    def held(tensor: UpdatedTensor) -> dict[str, int]:
+        blocks, rest = divmod(tensor.num_elements, BLOCK_ELEMENTS)
+        if tensor.num_elements < MIN_QUANTIZED_ELEMENTS or rest:
+            return _fp32(2)(tensor)
+        return {"uint8": 2 * tensor.num_elements * bits // 8, "float32": 2 * FP32_BYTES * (blocks + 2**bits)}
+
+    return held
+
+
+def _adafactor(tensor: UpdatedTensor) -> dict[str, int]:
+    """Second moments as one row and one column per matrix (https://arxiv.org/abs/1804.04235); no first moment."""
+    *outer, columns = tensor.shape or (1,)
+    if not outer:
+        return _fp32(1)(tensor)
+    rows = math.prod(outer)
+    return {"float32": FP32_BYTES * (rows + math.prod(outer[:-1]) * columns)}
+
+
+def _muon(tensor: UpdatedTensor) -> dict[str, int]:
+    """Momentum of hidden matrices; AdamW for everything else."""
+    return _fp32(1 if tensor.is_hidden_matrix else 2)(tensor)
+
+
+_TABLES_BYTES = FP32_BYTES * 256  # bitsandbytes' `dynamic` and `udynamic` code tables, one per state
+_ADAMW = {"class_name": "torch.AdamW", "states": _fp32(2), "is_fp32_adamw": True}
+_BNB_SUMMARY = "8 bits per element and fp32 per block of 256; fp32 for embeddings and below 4,096 elements"
+
+
+def _bitsandbytes(optim: str, name: str, states: int, *, bits: int) -> OptimizerSpec:
+    moments = "momentum and variance" if states == 2 else "momentum"
+    return OptimizerSpec(
+        optim=optim,
+        class_name=f"bitsandbytes.{name}",
+        states=_fp32(states) if bits == 32 else _bitsandbytes_8bit(states),
+        shared_bytes=0 if bits == 32 else states * _TABLES_BYTES,
+        summary=f"{moments}: " + ("fp32" if bits == 32 else _BNB_SUMMARY),
+        paged=optim.startswith("paged"),
+        is_fp32_adamw=name == "AdamW" and bits == 32,
+    )
+
+
+_ALL = (
+    OptimizerSpec(optim="adamw_torch_fused", summary="momentum and variance: fp32", **_ADAMW),  # type: ignore[arg-type]
+    OptimizerSpec(optim="adamw_torch", summary="momentum and variance: fp32", step_copies=1, **_ADAMW),  # type: ignore[arg-type]
+    _bitsandbytes("adamw_bnb_8bit", "AdamW", 2, bits=8),
+    _bitsandbytes("adamw_8bit", "AdamW", 2, bits=8),
+    _bitsandbytes("paged_adamw_8bit", "AdamW", 2, bits=8),
+    _bitsandbytes("paged_adamw_32bit", "AdamW", 2, bits=32),
+    OptimizerSpec(
+        optim="adamw_torch_8bit",
+        class_name="torchao.AdamW8bit",
+        states=_torchao(8),
+        summary="momentum and variance: 8 bits and fp32 per block of 256; fp32 below 4,096 elements or part of a block",
+    ),
+    OptimizerSpec(
+        optim="adamw_torch_4bit",
+        class_name="torchao.AdamW4bit",
+        states=_torchao(4),
+        summary="momentum and variance: 4 bits and fp32 per block of 256; fp32 below 4,096 elements or part of a block",
+    ),
+    OptimizerSpec(
+        optim="adafactor",
+        class_name="transformers.Adafactor",
+        states=_adafactor,
+        summary="variance: fp32, one row and one column per matrix",
+    ),
+    _bitsandbytes("lion_32bit", "Lion", 1, bits=32),
+    _bitsandbytes("lion_8bit", "Lion", 1, bits=8),
+    _bitsandbytes("paged_lion_32bit", "Lion", 1, bits=32),
+    _bitsandbytes("paged_lion_8bit", "Lion", 1, bits=8),
+    OptimizerSpec(optim="adagrad", class_name="torch.Adagrad", states=_fp32(1), summary="sum of squares: fp32"),
+    OptimizerSpec(optim="rmsprop", class_name="torch.RMSprop", states=_fp32(1), summary="variance: fp32"),
+    OptimizerSpec(optim="sgd", class_name="torch.SGD", states=_fp32(0), summary="nothing; momentum in fp32 if set"),
+)
+OPTIMIZERS: Mapping[str, OptimizerSpec] = {spec.optim: spec for spec in _ALL}
+"""By name in `TrainingArguments.optim`, the Trainer's default first."""
+DEFAULT_OPTIMIZER = _ALL[0].optim
+
+
+def optimizer_spec(optim: str, optim_args: str | None = None) -> OptimizerSpec | None:
+    """Return what an optimizer keeps with these `--optim_args`; None for one that is not in `OPTIMIZERS`.
+
+    >>> optimizer_spec("sgd", "momentum=0.9").state_bytes([UpdatedTensor(shape=(10,))])
+    40
+    """
+    spec = OPTIMIZERS.get(optim)
+    if spec is None or optim not in ("sgd", "rmsprop"):
+        return spec
+    given = parse_optimizer_arguments(optim_args)
+    has_momentum = float(given.get("momentum", 0)) != 0
+    is_centered = optim == "rmsprop" and given.get("centered", "").lower() in ("true", "1", "yes")
+    return replace(spec, states=_fp32((optim == "rmsprop") + has_momentum + is_centered))
+
+
+def parse_optimizer_arguments(text: str | None) -> dict[str, str]:
+    """Return `--optim_args` as the Trainer reads it: names and values, with commas between."""
+    parts = str(text).replace(" ", "").split(",") if text else []
+    return {name: value for name, _, value in (part.partition("=") for part in parts)}
