@@ -127,6 +127,44 @@ def optimizer_module(optim: str) -> tuple[str, str] | None:
 
 
 @functools.cache
+def optimizer_arguments(optim: str) -> dict[str, str] | None:
+    """Return what `optim_args` may set for an optimizer, each with its type: `float`, `int`, or empty for a word.
+
+    Read from the function of transformers that makes the optimizer; None if there is none. Of bitsandbytes' optimizers,
+    which share a function, AdEMAMix alone reads numbers from it.
+    """
+    handler = _optimizer_handlers().get(optim)
+    if handler is None:
+        return None
+    needed = optimizer_module(optim)
+    if needed is not None and needed[0] == "bitsandbytes" and "ademamix" not in optim:
+        return {}
+    found: dict[str, str] = {}
+    for node in ast.walk(handler):
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in ("float", "int") and _read_options(node.args[0]):
+            found |= dict.fromkeys(_read_options(node.args[0]), ast.unparse(node.func))
+        elif isinstance(node, ast.For) and isinstance(node.iter, ast.Tuple):
+            found |= dict.fromkeys(map(str, ast.literal_eval(node.iter)), "float")
+        elif isinstance(node, ast.expr):
+            found = dict.fromkeys(_read_options(node), "") | found
+    return found
+
+
+def _read_options(node: ast.expr) -> list[str]:
+    """The name in `optim_args.get("name", ...)`, `.pop("name", ...)`, `["name"]` and `"name" in optim_args`."""
+    match node:
+        case ast.Call(func=ast.Attribute(value=options, attr="get" | "pop"), args=[ast.Constant(value=str(name)), *_]):
+            pass
+        case ast.Subscript(value=options, slice=ast.Constant(value=str(name))):
+            pass
+        case ast.Compare(left=ast.Constant(value=str(name)), comparators=[options]):
+            pass
+        case _:
+            return []
+    return [name] if ast.unparse(options).endswith("optim_args") else []
+
+
+@functools.cache
 def scheduler_arguments(name: str) -> dict[str, bool] | None:
     """Return what `lr_scheduler_kwargs` may set for a schedule, and True for what it must; None: anything.
 

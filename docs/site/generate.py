@@ -30,7 +30,7 @@ SECTIONS = {
     "how-to": [
         *("choose-a-preset", "recommend", "out-of-memory", "hangs-and-nccl", "training", "data", "gated-models"),
         *("offline-clusters", "checkpoints", "resume-elsewhere", "faults", "report", "after-training"),
-        *("checkpoints-commands", "rehearsal", "nvme", "comm-hooks"),
+        *("checkpoints-commands", "rehearsal", "nvme", "optimizers", "comm-hooks"),
     ],
     "concepts": [
         *("ddp-zero-fsdp2", "numerics", "batch-size-and-learning-rate", "plan", "communication", "compare", "security"),

@@ -17,6 +17,8 @@ import toolkit.presets
 from toolkit.cli.program import app
 from toolkit.presets import Preset, list_presets
 from toolkit.presets.characteristics import characteristics
+from toolkit.presets.optimizers import OPTIMIZERS, UpdatedTensor
+from toolkit.presets.support import Method, unsupported
 from toolkit.run.argument_aliases import ALIASES, HINTS, Alias
 from toolkit.run.script_arguments import DataArguments, ModelArguments
 
@@ -52,6 +54,20 @@ def _characteristics_row(preset: Preset) -> list[str]:
     cells = [f"`{preset.name}`", found.bytes_on("gpu"), found.bytes_on("cpu"), found.communication]
     cells += [found.fsdp1_name or "–", found.other_name or "–"]
     return [*cells, "; ".join(found.needs), "; ".join(found.not_with) or "–"]
+
+
+def optimizer_table() -> str:
+    """Return one row per optimizer: its class, what it keeps, and the presets that it works under."""
+    return markdown_table(["`--optim`", "class", "states", "bytes", "presets"], [*map(_optimizer_row, OPTIMIZERS)])
+
+
+def _optimizer_row(optim: str) -> list[str]:
+    spec, matrix = OPTIMIZERS[optim], UpdatedTensor(shape=(4096, 4096), is_hidden_matrix=True)
+    refused = [p.name for p in list_presets() if unsupported(p, Method(optim=optim)) is not None]
+    presets = "all" if not refused else ", ".join(p.name for p in list_presets() if p.name not in refused)
+    share = spec.state_bytes([matrix]) / matrix.num_elements
+    states = spec.summary + ("; paged" if spec.paged else "")
+    return [f"`{optim}`", f"`{spec.class_name}`", states, f"{share:.3g}", presets]
 
 
 def preset_files() -> str:

@@ -230,3 +230,12 @@ def test_saving_as_often_as_axolotl_does(tmp_path: Path) -> None:
     assert (four["save_strategy"], four["save_steps"]) == ("steps", 0.25)
     steps = convert_text(tmp_path, f"{base}save_steps: 50\nsave_strategy: steps\n").arguments
     assert (steps["save_strategy"], steps["save_steps"]) == ("steps", 50)
+
+
+def test_an_optimizer_that_the_preset_cannot_run_is_left_out_with_what_can(tmp_path: Path) -> None:
+    text = "base_model: a/b\noptimizer: %s\nfsdp_version: 2\nfsdp_config: {reshard_after_forward: true}\n"
+    assert convert_text(tmp_path, text % "muon").arguments["optim"] == "muon"
+    assert convert_text(tmp_path, text % "adamw_torch_8bit").arguments["optim"] == "adamw_torch_8bit"
+    bitsandbytes = convert_text(tmp_path, text % "adamw_bnb_8bit")
+    assert "optim" not in bitsandbytes.arguments
+    assert "take no DTensors" in reasons_of(bitsandbytes)["optimizer"]

@@ -190,3 +190,10 @@ def test_the_format_of_v1_is_read_as_well(tmp_path: Path, monkeypatch: pytest.Mo
         "use_liger_kernel": True,
     }
     assert unaccounted(yaml.safe_load(text), conversion) == []
+
+
+def test_its_muon_is_ours_where_parameters_stay_matrices(tmp_path: Path) -> None:
+    assert convert_text(tmp_path, LORA + "use_muon: true\n").arguments["optim"] == "muon"
+    under_zero = convert_text(tmp_path, LORA + "use_muon: true\ndeepspeed: {zero_optimization: {stage: 2}}\n")
+    assert "optim" not in under_zero.arguments
+    assert "Muon orthogonalises matrices" in reasons_of(under_zero)["use_muon"]

@@ -206,8 +206,8 @@ def training_seeds() -> list[Files]:
     many = {
         **{"model_name_or_path": "model", "dataset": ["rows.jsonl", "more.jsonl"], "dataset_weights": [2, 1]},
         **{"output_dir": "out", "lora_r": 8, "lora_config": {"use_dora": True, "layers_to_transform": [0, 1]}},
-        **{"lora_target_modules": ["q_proj", "v_proj"], "streaming": True, "max_steps": 10, "optim": "adamw_torch"},
-        **{"optim_args": "betas=0.9", "lr_scheduler_kwargs": {"num_cycles": 1}, "eval_dataset": "rows.jsonl"},
+        **{"lora_target_modules": ["q_proj", "v_proj"], "streaming": True, "max_steps": 10, "optim": "sgd"},
+        **{"optim_args": "momentum=0.9", "lr_scheduler_kwargs": {"num_cycles": 1}, "eval_dataset": "rows.jsonl"},
         **{"eval_strategy": "steps", "eval_steps": 5, "report_to": "none", "save_strategy": "steps", "save_steps": 0.5},
         **{"system_prompt": "Be brief.", "loss_on": "all", "warmup_steps": 3, "seed": 1},
     }

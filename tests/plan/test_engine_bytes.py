@@ -65,6 +65,9 @@ OPTIMIZED = [
     ("wide", 2, 0, ["ddp", "zero2", "fsdp2"], "sgd"),
     ("wide", 2, 0, ["ddp", "zero2", "fsdp2"], "rmsprop"),
     ("wide", 2, 0, ["ddp"], "adagrad"),
+    ("wide", 2, 0, ["ddp", "fsdp2"], "muon"),
+    ("qwen3-moe", 2, 0, ["ddp"], "muon"),
+    ("gpt2", 2, 0, ["ddp"], "muon"),
 ]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import re
 import shlex
 from collections.abc import Iterator
 from pathlib import Path
@@ -251,3 +252,21 @@ def test_a_mapping_of_a_yaml_file_is_checked_like_json() -> None:
         check_trainer_arguments({"lr_scheduler_kwargs": {"num_cycles": 2}}, on_cpu=True)
     with pytest.raises(ToolkitError, match="nested more than"):
         check_trainer_arguments({"lr_scheduler_kwargs": '{"a":' * 5000}, on_cpu=True)
+
+
+# Accepted by transformers, which then reads it not at all, or fails in the first step.
+@pytest.mark.parametrize(
+    ("words", "message", "hint"),
+    [
+        ("--optim adamw_torch --optim_args beta1=0.95", "--optim adamw_torch reads no 'beta1'", "`--adam_beta1`"),
+        ("--optim adamw_bnb_8bit --optim_args min_8bit_size=1", "reads no 'min_8bit_size'", "leave it out"),
+        ("--optim sgd --optim_args momentm=0.9", "--optim sgd reads no 'momentm'", "did you mean `momentum`?"),
+        ("--optim sgd --optim_args momentum=big", "momentum is 'big', expected a number", "`momentum=0`"),
+        ("--optim ademamix --optim_args t_alpha=0.5", "t_alpha is '0.5', expected a whole number", "`t_alpha=0`"),
+        ("--optim adamw_torch_8bit --optim_args block_size=128", "passes it to torchao as text", "leave it out"),
+    ],
+)
+def test_an_option_that_the_optimizer_does_not_read_is_refused(words: str, message: str, hint: str) -> None:
+    with pytest.raises(ToolkitError, match=re.escape(message)) as refused:
+        check_trainer_arguments(read_arguments(shlex.split(words)), on_cpu=True)
+    assert hint in str(refused.value.hint)

@@ -25,10 +25,12 @@ from transformers.training_args import OptimizerNames
 
 from toolkit.plan.engine_settings import engine_settings
 from toolkit.presets import Preset, load_preset
+from toolkit.presets.optimizers import MUON
 from toolkit.train.attest.read_deepspeed import deepspeed_gradients, read_deepspeed
 from toolkit.train.attest.read_fsdp2 import read_fsdp2
 from toolkit.train.attest.read_rank import read_torch
 from toolkit.train.attest.tensors import local_bytes
+from toolkit.train.engine.muon import make_muon
 from toolkit.train.model.loading import cast_weights
 from toolkit.train.rank_process import prepare_environment
 
@@ -83,6 +85,8 @@ def optimizer_of(model: Any, optim: str) -> torch.optim.Optimizer:
     """
     vars(torch)["compile"] = lambda function, **_: function
     rates = {"learning_rate": 1e-3, "weight_decay": 0.1, "adam_beta1": 0.9, "adam_beta2": 0.999, "adam_epsilon": 1e-8}
+    if optim == MUON:
+        return make_muon(model, args=SimpleNamespace(optim_args=None, **rates))
     args = SimpleNamespace(optim=OptimizerNames(optim), optim_args=None, **rates)
     if "bitsandbytes" in sys.modules:  # it keeps its overrides for embeddings by position, for the whole process
         sys.modules["bitsandbytes"].optim.GlobalOptimManager.get_instance().initialize()

@@ -30,6 +30,7 @@ from toolkit.convert.strategy import take_strategy
 from toolkit.convert.trainer_settings import take_checkpointing_options
 from toolkit.errors import ToolkitError
 from toolkit.files.value_limits import shown
+from toolkit.presets.optimizers import MUON
 from toolkit.run.argument_aliases import HINTS
 from toolkit.run.script_arguments import read_method
 
@@ -162,6 +163,9 @@ def _take_optimization(draft: Draft) -> None:
     draft.move("revision_of_model", "revision")
     draft.move("model_revision", "revision")
     draft.move("dataset_processes", "preprocessing_num_workers")
+    if draft.get("optimizer") == MUON:
+        note = "torch's, with updates of AdamW's size; axolotl's is in a package of its own, with a scale of its own"
+        draft.move("optimizer", "optim", note=note)
     options = draft.get("optim_args")
     if options:
         text = ",".join(f"{name}={given}" for name, given in options.items()) if isinstance(options, dict) else options

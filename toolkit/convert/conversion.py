@@ -23,8 +23,7 @@ from toolkit.presets.spec import PresetSpec
 from toolkit.presets.support import check_supported, reasons
 from toolkit.run.argument_aliases import HINTS, canonical_values
 from toolkit.run.argument_values import check_type
-from toolkit.run.script_arguments import KEYS_AND_VALUES, argument_types, flag, read_method
-from toolkit.versions import optimizer_names, scheduler_names
+from toolkit.run.script_arguments import KEYS_AND_VALUES, argument_types, argument_words, flag, read_method
 
 PRESET = "--preset"
 NUM_PROCESSES = "--num-processes"
@@ -273,8 +272,8 @@ def _parsed(text: str) -> Any:
 
 
 def _check_choice(argument: str, value: Any) -> None:
-    choices = {"optim": optimizer_names, "lr_scheduler_type": scheduler_names}.get(argument)
-    if choices is not None and choices() and str(value) not in choices():
+    choices = argument_words().get(argument, ()) if argument in ("optim", "lr_scheduler_type") else ()
+    if choices and str(value) not in choices:
         raise ToolkitError(f"transformers has no {argument} {str(value)!r}: the default is used instead")
 
 

@@ -23,6 +23,7 @@ from toolkit.convert.trainer_settings import (
 from toolkit.errors import ToolkitError
 from toolkit.files.value_limits import shown
 from toolkit.files.yaml_files import read_configuration
+from toolkit.presets.optimizers import MUON
 from toolkit.run.argument_aliases import HINTS
 from toolkit.run.script_arguments import read_method
 
@@ -64,7 +65,6 @@ REASONS = FSDP_REASONS | {
     "galore_*": _OPTIMIZER,
     "use_apollo": _OPTIMIZER,
     "apollo_*": _OPTIMIZER,
-    "use_muon": _OPTIMIZER,
     "use_adam_mini": _OPTIMIZER,
     "loraplus_*": _OPTIMIZER,
     "use_dft_loss": _OTHER_LOSS,
@@ -120,6 +120,8 @@ def convert(values: Mapping[str, Any], file: Path) -> Conversion:
     _take_model(draft)
     _take_data(draft, file)
     take_warmup(draft)
+    if draft.is_on("use_muon"):  # third_party/muon: for 2-D weights but embeddings and head, scaled as ours
+        draft.assign("optim", MUON, keys=["use_muon"])
     draft.move_known(SAME | RENAMED | shared_settings())
     _set_defaults(draft, checkpointing=not is_v1)
     preset = take_strategy(draft, file, method=read_method(draft.arguments), chosen=chosen)

@@ -219,7 +219,11 @@ def _state_bytes(optimizer: OptimizerSpec, weights: JobWeights, share: Callable[
     def held(tensor: Tensor, count: int) -> UpdatedTensor:
         first, *others = tensor.shape or (1,)
         rows = first * share(tensor) // max(tensor.num_elements, 1)
-        return UpdatedTensor(shape=(rows, *others), count=count, is_embedding=tensor.is_embedding)
+        is_hidden_matrix = tensor.is_linear_weight and tensor not in weights.shape.outer
+        shape = (rows, *others)
+        return UpdatedTensor(
+            shape=shape, count=count, is_embedding=tensor.is_embedding, is_hidden_matrix=is_hidden_matrix
+        )
 
     return optimizer.state_bytes(held(tensor, count) for tensor, count in weights.trained)
 

@@ -20,6 +20,8 @@ FP32_BYTES = 4
 MIN_QUANTIZED_ELEMENTS = 4096
 # Elements that share one fp32 scale: bitsandbytes' `blocksize`; torchao's, as transformers sets it for 4 and 8 bits.
 BLOCK_ELEMENTS = 256
+# The toolkit's own name: transformers has no Muon.
+MUON = "muon"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,7 +34,7 @@ class UpdatedTensor:
     is_embedding: bool = False
     """The weight of an embedding, which a tied head shares."""
     is_hidden_matrix: bool = False
-    """The weight of a linear layer other than the head."""
+    """The trained weight of a linear layer other than the head."""
 
     @property
     def num_elements(self) -> int:
@@ -117,7 +119,6 @@ def _muon(tensor: UpdatedTensor) -> dict[str, int]:
 
 
 _TABLES_BYTES = FP32_BYTES * 256  # bitsandbytes' `dynamic` and `udynamic` code tables, one per state
-_ADAMW = {"class_name": "torch.AdamW", "states": _fp32(2), "is_fp32_adamw": True}
 _BNB_SUMMARY = "8 bits per element and fp32 per block of 256; fp32 for embeddings and below 4,096 elements"
 
 
@@ -134,9 +135,16 @@ def _bitsandbytes(optim: str, name: str, states: int, *, bits: int) -> Optimizer
     )
 
 
+_ADAMW = OptimizerSpec(
+    optim="adamw_torch_fused",
+    class_name="torch.AdamW",
+    states=_fp32(2),
+    summary="momentum and variance: fp32",
+    is_fp32_adamw=True,
+)
 _ALL = (
-    OptimizerSpec(optim="adamw_torch_fused", summary="momentum and variance: fp32", **_ADAMW),  # type: ignore[arg-type]
-    OptimizerSpec(optim="adamw_torch", summary="momentum and variance: fp32", step_copies=1, **_ADAMW),  # type: ignore[arg-type]
+    _ADAMW,
+    replace(_ADAMW, optim="adamw_torch", step_copies=1),  # torch's foreach kernels; fused ones make no copy
     _bitsandbytes("adamw_bnb_8bit", "AdamW", 2, bits=8),
     _bitsandbytes("adamw_8bit", "AdamW", 2, bits=8),
     _bitsandbytes("paged_adamw_8bit", "AdamW", 2, bits=8),
@@ -163,6 +171,12 @@ _ALL = (
     _bitsandbytes("lion_8bit", "Lion", 1, bits=8),
     _bitsandbytes("paged_lion_32bit", "Lion", 1, bits=32),
     _bitsandbytes("paged_lion_8bit", "Lion", 1, bits=8),
+    OptimizerSpec(
+        optim=MUON,
+        class_name="toolkit.MuonWithAdamW",
+        states=_muon,
+        summary="momentum of hidden matrices: fp32; AdamW's two for embeddings, head and norms",
+    ),
     OptimizerSpec(optim="adagrad", class_name="torch.Adagrad", states=_fp32(1), summary="sum of squares: fp32"),
     OptimizerSpec(optim="rmsprop", class_name="torch.RMSprop", states=_fp32(1), summary="variance: fp32"),
     OptimizerSpec(optim="sgd", class_name="torch.SGD", states=_fp32(0), summary="nothing; momentum in fp32 if set"),

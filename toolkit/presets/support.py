@@ -370,6 +370,10 @@ _NO_OPTIMIZER = {
             f"`--preset ddp`, or {_USE_BNB}",
         ),
         "adagrad": ("DeepSpeed 0.19.8 cannot make its states in advance", "`--optim rmsprop`, or `--preset ddp`"),
+        "muon": (
+            "DeepSpeed flattens parameters, and Muon orthogonalises matrices",
+            "`--preset ddp` or `fsdp2`",
+        ),
         "torchao": (
             "torchao quantizes whole blocks of 256, and DeepSpeed's flat partitions seldom are",
             _USE_BNB,

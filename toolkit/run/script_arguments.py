@@ -22,6 +22,7 @@ from toolkit.files.reading import expand_home, user_path
 from toolkit.files.secrets import hide_words, remember_secrets
 from toolkit.files.value_limits import shown, unexpected
 from toolkit.files.yaml_files import read_configuration
+from toolkit.presets.optimizers import MUON
 from toolkit.presets.support import Method
 from toolkit.run.argument_aliases import ALIASES, HINTS, canonical_flags, canonical_values
 from toolkit.run.argument_values import TRUE_WORDS, as_list, check_type
@@ -211,9 +212,9 @@ def argument_types() -> dict[str, str]:
 def argument_words() -> dict[str, Sequence[str]]:
     """Return the words of every argument that takes one of a list: ours, then `TrainingArguments`'."""
     ours = [*dataclasses.fields(ModelArguments), *dataclasses.fields(DataArguments)]
-    return {field.name: field.metadata["choices"] for field in ours if "choices" in field.metadata} | (
-        training_argument_words()
-    )
+    words = {field.name: field.metadata["choices"] for field in ours if "choices" in field.metadata}
+    theirs = training_argument_words()
+    return words | theirs | {"optim": (*theirs.get("optim", ()), MUON)}
 
 
 def read_arguments(argv: Sequence[str]) -> dict[str, Any]:

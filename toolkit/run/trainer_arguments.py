@@ -8,6 +8,7 @@ what the installed ones accept is read from their source (`toolkit.versions`). A
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,14 @@ from typing import Any
 from toolkit.errors import ToolkitError, did_you_mean
 from toolkit.files.json_files import parse_json, read_json_object
 from toolkit.files.value_limits import CONFIGURATION, shown
+from toolkit.presets.optimizers import DEFAULT_OPTIMIZER, MUON, parse_optimizer_arguments
 from toolkit.run.argument_values import FALSE_WORDS, TRUE_WORDS
-from toolkit.versions import accelerator_config_types, scheduler_arguments, training_argument_defaults
+from toolkit.versions import (
+    accelerator_config_types,
+    optimizer_arguments,
+    scheduler_arguments,
+    training_argument_defaults,
+)
 
 # Metrics of an evaluation: `EvaluatedTokens.over_all_ranks`.
 EVALUATION_METRICS = ("loss", "perplexity", "supervised_tokens")
@@ -27,6 +34,12 @@ JSON_ARGUMENTS = {
     "gradient_checkpointing_kwargs": '{"use_reentrant": false}',
     "accelerator_config": '{"split_batches": true}',
 }
+# What people give to AdamW here, and the argument that sets it.
+OPTIM_ARGS_HINTS = {"beta1": "`--adam_beta1`", "beta2": "`--adam_beta2`", "eps": "`--adam_epsilon`"}
+OPTIM_ARGS_HINTS |= {"betas": "`--adam_beta1` and `--adam_beta2`", "weight_decay": "`--weight_decay`"}
+OPTIM_ARGS_HINTS |= {"lr": "`--learning_rate`"}
+# Options of torch's Muon, and their types (`toolkit/train/engine/muon.py`).
+MUON_OPTIONS = {"momentum": "float", "nesterov": "", "ns_steps": "int", "adjust_lr_fn": ""}
 MIN_LR = ("min_lr", "min_lr_rate")
 
 
@@ -64,7 +77,7 @@ def check_trainer_arguments(arguments: Mapping[str, Any], *, on_cpu: bool) -> No
     _check_accelerator_config(json_object(arguments, "accelerator_config"))
     for name in JSON_ARGUMENTS:
         json_object(arguments, name)
-    _check_optimizer_arguments(arguments.get("optim_args"))
+    _check_optimizer_arguments(str(arguments.get("optim") or DEFAULT_OPTIMIZER), arguments.get("optim_args"))
     _check_loader(values)
     if arguments.get("liger_kernel_config") is not None and not isinstance(arguments["liger_kernel_config"], dict):
         raise ToolkitError(
@@ -201,13 +214,36 @@ def _check_accelerator_config(given: Mapping[str, Any]) -> None:
             raise ToolkitError(f"--accelerator_config {name} is {shown(given[name])}, expected true or false")
 
 
-def _check_optimizer_arguments(text: Any) -> None:
-    """`--optim_args` is `name=value`, several of them with commas between."""
+def _check_optimizer_arguments(optim: str, text: Any) -> None:
+    """`--optim_args` is `name=value`, several of them with commas between, of which the optimizer reads each."""
     for part in str(text).replace(" ", "").split(",") if text else []:
         if part.count("=") != 1:
             raise ToolkitError(
                 f"--optim_args has {shown(part)}, expected name=value", hint="`--optim_args momentum=0.9,nesterov=true`"
             )
+    known = MUON_OPTIONS if optim == MUON else optimizer_arguments(optim)
+    if known is None:
+        return
+    for name, value in parse_optimizer_arguments(text).items():
+        if name not in known:
+            otherwise = f"it has {', '.join(known)}" if known else "leave it out"
+            hint = OPTIM_ARGS_HINTS.get(name) or did_you_mean(name, known, otherwise=otherwise)
+            raise ToolkitError(f"--optim_args: --optim {optim} reads no {shown(name)}", hint=hint)
+        if known[name] and not _is_number(value, whole=known[name] == "int"):
+            kind = "a whole number" if known[name] == "int" else "a number"
+            raise ToolkitError(f"--optim_args {name} is {shown(value)}, expected {kind}", hint=f"`{name}=0`")
+        if name == "block_size":
+            raise ToolkitError(
+                "--optim_args block_size: transformers passes it to torchao as text, which fails in the first step",
+                hint="leave it out: blocks of 256",
+            )
+
+
+def _is_number(text: str, *, whole: bool) -> bool:
+    try:
+        return math.isfinite(int(text) if whole else float(text))
+    except ValueError:
+        return False
 
 
 def _check_loader(values: TrainerValues) -> None:

@@ -18,6 +18,7 @@ from transformers import HfArgumentParser, TrainingArguments
 from toolkit.errors import ToolkitError
 from toolkit.files.secrets import UnwrittenText, hide_secrets, hide_words, is_secret_name, restore_secrets
 from toolkit.models.attention import needs_no_mask
+from toolkit.presets.optimizers import DEFAULT_OPTIMIZER, MUON
 from toolkit.presets.training_arguments import resolve_precision
 from toolkit.run.argument_aliases import canonical_flags
 from toolkit.run.argument_checks import check_arguments
@@ -85,10 +86,13 @@ def parse_args(argv: Sequence[str], launch: LaunchContext) -> Arguments:
         values |= _activation_checkpointing(launch, offload=bool(values["activation_checkpointing_offload"]))
     if rate is not None:
         values |= _rate_and_warmup(rate, given)
+    uses_muon = values["optim"] == MUON  # transformers takes its own names only
     try:
-        model, data, training = _parser().parse_dict(values)
+        model, data, training = _parser().parse_dict(values | ({"optim": DEFAULT_OPTIMIZER} if uses_muon else {}))
     except (ValueError, TypeError, NotImplementedError) as error:
         raise ToolkitError(" ".join(str(error).split())) from None
+    if uses_muon:
+        training.optim = MUON
     for name, value in list(vars(training).items()):
         if isinstance(value, str) and (is_secret_name(name) or hide_secrets(value) != value):
             setattr(training, name, UnwrittenText(value))

@@ -16,6 +16,7 @@ from torch.utils.data import SequentialSampler
 from transformers import PrinterCallback, Trainer, TrainerCallback
 from transformers.trainer_pt_utils import LengthGroupedSampler
 
+from toolkit.presets.optimizers import MUON
 from toolkit.run.checkpoints import checkpoint_files, saving_folder
 from toolkit.train.active_run import ActiveRun
 from toolkit.train.attest.attestation import Attestation
@@ -40,6 +41,7 @@ from toolkit.train.data.stream_loader import (
 )
 from toolkit.train.data.streaming import TokenStream
 from toolkit.train.engine.comm_hooks import CommunicationHook
+from toolkit.train.engine.muon import muon_factory
 from toolkit.train.engine.nvme_offload import NvmeOffload, offload_blocks
 from toolkit.train.metrics.early_stopping import EarlyStopping
 from toolkit.train.metrics.evaluation import EvaluatedTokens, Evaluations
@@ -53,7 +55,10 @@ class MeasuredTrainer(Trainer):  # type: ignore[misc]
     """A Trainer whose collator adds the batch's facts under `BATCH_FACTS`."""
 
     def __init__(self, *, run: ActiveRun, timer: StepTimer, **kwargs: Any) -> None:
-        super().__init__(args=run.arguments.training, **kwargs)
+        args = run.arguments.training
+        if args.optim == MUON:
+            kwargs["optimizer_cls_and_kwargs"] = (muon_factory, {"args": args})
+        super().__init__(args=args, **kwargs)
         self.run, self.timer, self.progress = run, timer, run.progress
         self.times_waits = bool(self.args.torch_compile)
         """True once the timer is notified when forward waits for other ranks. Hooks would break a compiled graph."""

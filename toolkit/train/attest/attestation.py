@@ -203,7 +203,7 @@ def expected_bytes(preset: Preset | None, trainer: Any, reading: RankReading) ->
     expected: ByteReading = {"byte_limits": allowed, "whole_bytes": whole}
     if spec is not None and not spec.is_fp32_adamw:
         allowed["optimizer"] = optimizer_byte_limits(spec, preset, trainer, trained, ranks=ranks)
-        whole["optimizer"] = deepspeed * _element_bytes("float32") * sum(math.prod(full_shape(p)) for p in trained)
+        whole["optimizer"] = deepspeed * element_bytes("float32") * sum(math.prod(full_shape(p)) for p in trained)
         expected["expected_optimizer_dtype"] = spec.state_dtypes(updated_tensors(trainer))
     return expected
 

@@ -18,6 +18,7 @@ from toolkit.presets.spec import PresetSpec
 from toolkit.train.attest.read_deepspeed import master_weights
 from toolkit.train.attest.readings import Difference, Values
 from toolkit.train.attest.tensors import full_shape, local, uncompiled
+from toolkit.train.engine.muon import hidden_matrices
 
 
 def named_optimizer(args: Any) -> OptimizerSpec | None:
@@ -45,8 +46,9 @@ def updated_tensors(trainer: Any) -> list[UpdatedTensor]:
     if hasattr(wrapped, "zero_optimization_stage"):
         return [UpdatedTensor(shape=(master.numel(),)) for master in master_weights(wrapped)]
     embeddings = {id(m.weight) for m in wrapped.modules() if isinstance(m, torch.nn.Embedding)}
+    matrices = hidden_matrices(trainer.accelerator.unwrap_model(wrapped, keep_torch_compile=False))
     return [
-        UpdatedTensor(shape=tuple(local(p).shape), is_embedding=id(p) in embeddings)
+        UpdatedTensor(shape=tuple(local(p).shape), is_embedding=id(p) in embeddings, is_hidden_matrix=id(p) in matrices)
         for p in wrapped.parameters()
         if p.requires_grad
     ]

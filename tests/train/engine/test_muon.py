@@ -1,0 +1,74 @@
+"""Muon trains hidden matrices and AdamW the rest, each as torch's own optimizer would, through one optimizer."""
+
+from __future__ import annotations
+
+import copy
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from small_llama import LLAMA
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from toolkit.train.engine.muon import MuonWithAdamW, make_muon
+
+ARGS = SimpleNamespace(
+    learning_rate=1e-2, weight_decay=0.1, adam_beta1=0.9, adam_beta2=0.99, adam_epsilon=1e-8, optim_args=None
+)
+
+
+def model_and_optimizer() -> tuple[Any, MuonWithAdamW]:
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**LLAMA))
+    return model, make_muon(model, args=ARGS)
+
+
+def test_the_weights_of_linear_layers_are_muons_and_all_others_adamws() -> None:
+    model, optimizer = model_and_optimizer()
+    names = {id(p): name for name, p in model.named_parameters()}
+    muon, *adamw = optimizer.param_groups
+    assert all(names[id(p)].endswith("proj.weight") for p in muon["params"])
+    assert (muon["use_muon"], muon["weight_decay"], muon["adjust_lr_fn"]) == (True, 0.1, "match_rms_adamw")
+    others = {names[id(p)] for group in adamw for p in group["params"]}
+    assert {"model.embed_tokens.weight", "model.norm.weight"} <= others
+    assert not any(name.endswith("proj.weight") for name in others)
+    assert [group["weight_decay"] for group in adamw] == [0.1, 0.0]
+
+
+def test_two_steps_are_those_of_torchs_own_optimizers() -> None:
+    model, optimizer = model_and_optimizer()
+    reference, _ = model_and_optimizer()
+    matrices = [p for name, p in reference.named_parameters() if name.endswith("proj.weight")]
+    others = [p for name, p in reference.named_parameters() if not name.endswith("proj.weight")]
+    decayed = [p for p in others if p.ndim == 2]
+    own = [
+        torch.optim.Muon(matrices, lr=1e-2, weight_decay=0.1, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.AdamW(decayed, lr=1e-2, weight_decay=0.1, betas=(0.9, 0.99)),
+        torch.optim.AdamW([p for p in others if p.ndim == 1], lr=1e-2, weight_decay=0.0, betas=(0.9, 0.99)),
+    ]
+    tokens = torch.arange(8).reshape(1, 8)
+    for _ in range(2):
+        for each, steps in ((model, [optimizer]), (reference, own)):
+            each(input_ids=tokens, labels=tokens).loss.backward()
+            for step in steps:
+                step.step()
+                step.zero_grad()
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), reference.parameters(), strict=True))
+
+
+def test_saved_states_resume_the_same_steps() -> None:
+    model, optimizer = model_and_optimizer()
+    tokens = torch.arange(8).reshape(1, 8)
+
+    def step(trained: Any, optimizer: MuonWithAdamW) -> None:
+        trained(input_ids=tokens, labels=tokens).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step(model, optimizer)
+    resumed, other = model_and_optimizer()
+    resumed.load_state_dict(model.state_dict())
+    other.load_state_dict(copy.deepcopy(optimizer.state_dict()))  # torch keeps the tensors that it is given
+    step(model, optimizer)
+    step(resumed, other)
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), resumed.parameters(), strict=True))

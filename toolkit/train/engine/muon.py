@@ -1,0 +1,85 @@
+"""torch's Muon for the weights of hidden layers and AdamW for everything else, as the one optimizer that a Trainer has.
+
+Muon orthogonalises the momentum of a matrix (https://kellerjordan.github.io/posts/muon/). Embeddings, heads, norms and
+biases are no such matrices, and are left to AdamW. Both follow `--learning_rate` and `--weight_decay`: Muon's updates
+are scaled to the size of AdamW's (https://arxiv.org/abs/2502.16982, section 2.2).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from transformers import Trainer
+from transformers.pytorch_utils import Conv1D
+
+from toolkit.presets.optimizers import parse_optimizer_arguments
+
+MATCHES_ADAMW = "match_rms_adamw"
+Group = dict[str, Any]
+
+
+class MuonWithAdamW(torch.optim.Optimizer):  # type: ignore[misc]
+    """Muon for the groups with `use_muon`, AdamW for the others.
+
+    Groups and states are this optimizer's own, so that schedules, engines and checkpoints see one optimizer.
+    """
+
+    def __init__(self, groups: Iterable[Group], *, lr: float) -> None:
+        """Give every group the options of its own algorithm; `lr` is for groups without one."""
+        filled = []
+        for group in groups:
+            kind = torch.optim.Muon if group["use_muon"] else torch.optim.AdamW
+            filled.append({**kind([torch.zeros(1, 1)], lr=lr).defaults, **group})
+        super().__init__(filled, {"lr": lr})
+        self._parts = {True: _without_parameters(torch.optim.Muon), False: _without_parameters(torch.optim.AdamW)}
+
+    @torch.no_grad()  # type: ignore[untyped-decorator]
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """Step both algorithms."""
+        loss = None if closure is None else closure()
+        for uses_muon, optimizer in self._parts.items():
+            optimizer.param_groups = [group for group in self.param_groups if group["use_muon"] is uses_muon]
+            optimizer.state = self.state
+            optimizer.step()
+        return loss
+
+
+def _without_parameters(kind: type[torch.optim.Optimizer]) -> torch.optim.Optimizer:
+    """An optimizer whose groups are given to it before each step; torch makes none without a parameter."""
+    return kind([torch.zeros(1, 1)])
+
+
+def hidden_matrices(model: Any) -> set[int]:
+    """Return the ids of the weights that Muon trains: those of linear layers, but not the head."""
+    head = model.get_output_embeddings()
+    linear = [m.weight for m in model.modules() if isinstance(m, torch.nn.Linear | Conv1D) and m is not head]
+    embeddings = {id(m.weight) for m in model.modules() if isinstance(m, torch.nn.Embedding)}
+    return {id(weight) for weight in linear if weight.ndim == 2 and weight.requires_grad} - embeddings
+
+
+def make_muon(model: Any, *, args: Any) -> MuonWithAdamW:
+    """Return the optimizer for a model, under the Trainer's arguments; weight decay as the Trainer gives it."""
+    options = parse_optimizer_arguments(args.optim_args)
+    muon = {
+        "momentum": float(options.get("momentum", 0.95)),
+        "nesterov": options.get("nesterov", "true").lower() in ("true", "1", "yes"),
+        "ns_steps": int(options.get("ns_steps", 5)),
+        "adjust_lr_fn": options.get("adjust_lr_fn", MATCHES_ADAMW),
+    }
+    adamw = {"betas": (args.adam_beta1, args.adam_beta2), "eps": args.adam_epsilon}
+    matrices, decayed = hidden_matrices(model), set(Trainer.get_decay_parameter_names(None, model))
+    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    groups = []
+    for uses_muon, own in ((True, muon), (False, adamw)):
+        for decays in (True, False):
+            found = [p for name, p in named if (id(p) in matrices) is uses_muon and (name in decayed) is decays]
+            decay = args.weight_decay if decays else 0.0
+            groups += [{"params": found, "use_muon": uses_muon, "weight_decay": decay, **own}] if found else []
+    return MuonWithAdamW(groups, lr=args.learning_rate)
+
+
+def muon_factory() -> Callable[..., MuonWithAdamW]:
+    """Return the function that makes the optimizer: the Trainer calls what it is given in place of a class."""
+    return make_muon
