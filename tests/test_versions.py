@@ -13,9 +13,7 @@ from toolkit.versions import (
     accelerator_config_types,
     attention_names,
     optimizer_module,
-    optimizer_names,
     scheduler_arguments,
-    scheduler_names,
     training_argument_defaults,
     training_argument_words,
 )
@@ -54,7 +52,7 @@ def test_the_defaults_are_those_of_the_library() -> None:
     assert {"save_strategy", "logging_steps", "dataloader_num_workers"} <= read.keys()
 
 
-@pytest.mark.parametrize("schedule", scheduler_names())
+@pytest.mark.parametrize("schedule", training_argument_words()["lr_scheduler_type"])
 def test_the_arguments_of_a_schedule_are_those_of_its_function(schedule: str) -> None:
     from transformers.optimization import TYPE_TO_SCHEDULER_FUNCTION
     from transformers.trainer_utils import SchedulerType
@@ -70,7 +68,7 @@ def test_the_arguments_of_a_schedule_are_those_of_its_function(schedule: str) ->
 
 
 def test_each_optimizer_needs_the_module_that_its_function_imports() -> None:
-    needed = {name: optimizer_module(name) for name in optimizer_names()}
+    needed = {name: optimizer_module(name) for name in training_argument_words()["optim"]}
     assert {name for name, module in needed.items() if module is None} == {
         *("adamw_torch", "adamw_torch_fused", "adafactor", "sgd", "adagrad", "rmsprop")
     }

@@ -78,16 +78,6 @@ def tracker_names() -> tuple[str, ...]:
     return tuple(str(key.value) for key in keys if isinstance(key, ast.Constant))
 
 
-def optimizer_names() -> tuple[str, ...]:
-    """Return the optimizers that transformers' `optim` accepts, read from its source; empty if it is not installed."""
-    return training_argument_words().get("optim", ())
-
-
-def scheduler_names() -> tuple[str, ...]:
-    """Return the schedules of `lr_scheduler_type`, read from transformers' source; empty if it is not installed."""
-    return training_argument_words().get("lr_scheduler_type", ())
-
-
 @functools.cache
 def training_argument_words() -> dict[str, tuple[str, ...]]:
     """Return the words that each field of `TrainingArguments` with a fixed choice accepts, read from its source.

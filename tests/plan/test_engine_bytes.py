@@ -21,7 +21,7 @@ from toolkit.models.read_model import read_model
 from toolkit.plan.engine_settings import engine_settings
 from toolkit.plan.model_states import job_weights, model_states
 from toolkit.presets import load_preset
-from toolkit.presets.optimizers import DEFAULT_OPTIMIZER
+from toolkit.presets.optimizers import DEFAULT_OPTIMIZER, OPTIMIZERS
 
 pytestmark = pytest.mark.launch
 
@@ -53,44 +53,49 @@ SPARSE = [
 
 # Large enough for 8-bit states (4,096 elements in a shard), with tensors that are not.
 WIDE = TINY | {"hidden_size": 128, "intermediate_size": 160, "vocab_size": 512}
-MODELS |= {"wide": ("llama", WIDE), "wide-tied": ("llama", WIDE | {"tie_word_embeddings": True})}
+WIDE_MODELS = {"wide": ("llama", WIDE), "wide-tied": ("llama", WIDE | {"tie_word_embeddings": True})}
 OPTIMIZED = [
-    ("wide", 2, 0, ["ddp", "zero2", "zero3"], "adamw_bnb_8bit"),
-    ("wide-tied", 2, 0, ["ddp", "zero1"], "paged_adamw_8bit"),
-    ("wide", 2, 0, ["ddp", "zero2"], "lion_8bit"),
-    ("wide", 2, 0, ["ddp", "zero3"], "paged_adamw_32bit"),
-    ("wide", 2, 0, ["ddp", "fsdp2"], "adamw_torch_8bit"),
-    ("wide", 2, 0, ["ddp"], "adamw_torch_4bit"),
-    ("qwen3-moe", 2, 0, ["ddp"], "adafactor"),
-    ("wide", 2, 0, ["ddp", "zero2", "fsdp2"], "sgd"),
-    ("wide", 2, 0, ["ddp", "zero2", "fsdp2"], "rmsprop"),
-    ("wide", 2, 0, ["ddp"], "adagrad"),
-    ("wide", 2, 0, ["ddp", "fsdp2"], "muon"),
-    ("qwen3-moe", 2, 0, ["ddp"], "muon"),
-    ("gpt2", 2, 0, ["ddp"], "muon"),
+    ("wide", ["ddp", "zero2", "zero3"], "adamw_bnb_8bit"),
+    ("wide-tied", ["ddp", "zero1"], "paged_adamw_8bit"),
+    ("wide", ["ddp", "zero2"], "lion_8bit"),
+    ("wide", ["ddp", "zero3"], "paged_adamw_32bit"),
+    ("wide", ["ddp", "fsdp2"], "adamw_torch_8bit"),
+    ("wide", ["ddp"], "adamw_torch_4bit"),
+    ("qwen3-moe", ["ddp"], "adafactor"),
+    ("wide", ["ddp", "zero2", "fsdp2"], "sgd"),
+    ("wide", ["ddp", "zero2", "fsdp2"], "rmsprop"),
+    ("wide", ["ddp"], "adagrad"),
+    ("wide", ["ddp", "fsdp2"], "muon"),
+    ("qwen3-moe", ["ddp"], "muon"),
+    ("gpt2", ["ddp"], "muon"),
 ]
 
 
 def all_cases(folder: Path, sparse: Any = SPARSE) -> list[Case]:
-    configs = {name: config_of(folder, name) for name, *_ in (*sparse, *OPTIMIZED)}
-    cases = [
+    configs = {name: config_of(folder, name) for name, *_ in sparse}
+    return [
         {"config": str(configs[name]), "preset": preset, "world_size": size, "rank": rank, "lora_r": lora_r}
+        | {"optim": DEFAULT_OPTIMIZER}
         for name, size, rank, presets, lora_r in sparse
         for preset in presets
     ]
-    optimized = [
-        {"config": str(configs[name]), "preset": preset, "world_size": size, "rank": rank, "lora_r": None}
-        | {"optim": optim}
-        for name, size, rank, presets, optim in OPTIMIZED
+
+
+def cases_of_optimizers(folder: Path) -> list[Case]:
+    """Full fine-tuning on rank 0 of 2."""
+    configs = {name: config_of(folder, name) for name, *_ in OPTIMIZED}
+    job = {"world_size": 2, "rank": 0, "lora_r": None}
+    return [
+        {"config": str(configs[name]), "preset": preset, "optim": optim, **job}
+        for name, presets, optim in OPTIMIZED
         for preset in presets
     ]
-    return [{"optim": DEFAULT_OPTIMIZER} | case for case in cases] + optimized
 
 
 def config_of(folder: Path, name: str) -> Path:
     """Written once."""
     path = folder / name / "config.json"
-    return path if path.is_file() else config_file(folder / name, *MODELS[name])
+    return path if path.is_file() else config_file(folder / name, *(MODELS | WIDE_MODELS)[name])
 
 
 def held(cases: list[Case]) -> list[dict[str, int]]:
@@ -114,9 +119,11 @@ def planned(case: Case) -> dict[str, int]:
 
 
 def test_planned_states_are_those_that_engines_hold(tmp_path: Path) -> None:
-    cases = all_cases(tmp_path)
+    cases = all_cases(tmp_path) + cases_of_optimizers(tmp_path)
     differing = [
         (case, real, planned(case)) for case, real in zip(cases, held(cases), strict=True) if real != planned(case)
     ]
     assert differing == []
     assert {case["preset"] for case in cases} >= {*PRESETS, "ddp"}
+    libraries = {OPTIMIZERS[case["optim"]].class_name for case in cases}
+    assert libraries == {spec.class_name for spec in OPTIMIZERS.values()}
