@@ -75,6 +75,8 @@ FOUND_IN_SOURCE = {
     ),
     "auto-batch-at-stage-3": ("transformers", "trainer.py", "isn't supported yet with DeepSpeed Zero-3"),
     "stage-3-without-gather": ("accelerate", "accelerator.py", "Cannot get 16bit model weights"),
+    # run by tests/train/test_optimizers.py
+    "offload-replaces-optimizer": ("accelerate", "utils/deepspeed.py", 'defaults["adamw_mode"] = False'),
     "offload-without-cpu-adam": ("accelerate", "accelerator.py", '"zero_force_ds_cpu_optimizer", True)'),
     "nvme-below-stage-3": (
         "deepspeed",

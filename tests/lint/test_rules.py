@@ -198,6 +198,9 @@ CASES = [
          deepspeed_json='{"zero_optimization": {}, "bf16": {"enabled": true}}'),
     Case("auto-batch-at-stage-3", "deepspeed: ds.json\nauto_find_batch_size: true\n", "deepspeed: ds.json\n", 2,
          deepspeed_json=zero(3)),
+    Case("offload-replaces-optimizer", "deepspeed: ds.json\noptim: adamw_bnb_8bit\n",
+         "deepspeed: ds.json\noptim: adamw_torch\n", 2,
+         deepspeed_json='{"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}'),
 ]  # fmt: skip
 IDS = [f"{case.rule}-{index}" for index, case in enumerate(CASES)]
 

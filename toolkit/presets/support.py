@@ -328,10 +328,15 @@ def _planned_optimizer(case: _Case) -> _Answer:
     return why, why, f"planned: {', '.join(OPTIMIZERS)}"
 
 
+def survives_offload(optim: str) -> bool:
+    """Return True if DeepSpeed's offload keeps the optimizer: torch's AdamW, as its own CPU kernel."""
+    return optim in ("adamw_torch_fused", "adamw_torch")
+
+
 @_rule("optim")
 def _optim(case: _Case) -> _Answer:
     preset, optim = case.preset, case.method.optim
-    if preset is None or optim in _TORCH_ADAMW:
+    if preset is None or survives_offload(optim):  # which works under every preset
         return None
     if preset.engine == "deepspeed" and preset.offload_optimizer:
         # accelerate 1.15, `map_pytorch_optim_to_deepspeed`: all others but Adagrad and Lion become a CPU Adam with L2
@@ -357,7 +362,6 @@ def _library(optim: str) -> str:
     return "" if spec is None else spec.class_name.partition(".")[0]
 
 
-_TORCH_ADAMW = ("adamw_torch_fused", "adamw_torch")
 # Presets to name where a preset that offloads cannot run an optimizer, and their engines.
 _WITHOUT_OFFLOAD = {"zero3": "deepspeed", "fsdp2": "fsdp2", "ddp": "ddp"}
 _USE_BNB = "`--optim adamw_bnb_8bit`"

@@ -9,8 +9,8 @@ from toolkit.files.reading import is_file
 from toolkit.lint.document import ACCELERATE, TRAINER, Document, deepspeed_file_candidates, deepspeed_file_key
 from toolkit.lint.findings import ERROR, WARNING, Edit, Match, rule
 from toolkit.lint.rules.deepspeed import BATCH_KEYS
-from toolkit.lint.rules.settings import as_bool, as_float, as_int, is_deepspeed, shorten, zero_stage
-from toolkit.presets.support import rejects_auto_find_batch_size
+from toolkit.lint.rules.settings import as_bool, as_float, as_int, is_deepspeed, offload_device, shorten, zero_stage
+from toolkit.presets.support import rejects_auto_find_batch_size, survives_offload
 
 # accelerate 1.15, DeepSpeedPlugin._deepspeed_config_checks; `zero3_init_flag` is allowed.
 OWNED_BY_JSON = (
@@ -129,4 +129,19 @@ def auto_batch_at_stage_3(doc: Document) -> Iterator[Match]:
             message="refused under ZeRO-3",
             fix="`auto_find_batch_size: false`",
             edit=Edit(key="auto_find_batch_size"),
+        )
+
+
+@rule("offload-replaces-optimizer", WARNING, TRAINER, library="accelerate", fix="optim: adamw_torch, or no offload")
+def offload_replaces_optimizer(doc: Document) -> Iterator[Match]:
+    """An offloaded optimizer other than AdamW becomes DeepSpeed's CPU Adam, without decoupled weight decay."""
+    json, optim = doc.deepspeed_json, doc.get("optim")
+    if json is None or optim is None or survives_offload(str(optim)) or json.has("optimizer"):
+        return
+    forced = as_bool(json.get("zero_force_ds_cpu_optimizer", True))
+    if forced and offload_device(json, "optimizer") in ("cpu", "nvme"):
+        yield Match(
+            key="optim",
+            message=f"{shorten(optim)} becomes DeepSpeed's CPU Adam where it is offloaded",
+            fix="`optim: adamw_torch`",
         )
