@@ -24,6 +24,7 @@ from toolkit.errors import ToolkitError
 from toolkit.files.checkpoint_pickles import PICKLES, allowed_names, check_pickles
 from toolkit.files.pickle_scan import check_content, pickle_in
 from toolkit.files.safe_loading import load_only_known_classes, read_dcp_metadata, torch_load
+from toolkit.versions import is_importable
 
 
 class Calls:
@@ -292,3 +293,20 @@ def test_what_libraries_write_is_accepted(tmp_path: Path) -> None:
         write(tmp_path / name, saved(content))
     check_pickles(tmp_path)
     assert all(any(Path(name).match(pattern) for pattern in PICKLES) for name in contents)
+
+
+@pytest.mark.skipif(not is_importable("torchao"), reason="torchao is not installed")
+@pytest.mark.filterwarnings("ignore")
+def test_torchaos_quantized_states_are_loaded_and_nothing_else_of_torchao(tmp_path: Path) -> None:
+    from torchao.optim.subclass_4bit import OptimState4bit
+    from torchao.optim.subclass_8bit import OptimState8bit
+
+    states = {"state": {0: {"exp_avg": OptimState8bit.zeros((16, 256))}, 1: {"exp_avg": OptimState4bit.zeros((4096,))}}}
+    torch.save(states, tmp_path / "optimizer.pt")
+    check_pickles(tmp_path)
+    loaded = torch_load(tmp_path / "optimizer.pt")["state"]
+    assert [type(loaded[number]["exp_avg"]) for number in (0, 1)] == [OptimState8bit, OptimState4bit]
+    assert loaded[0]["exp_avg"].codes.shape == (16, 256)
+    (tmp_path / "optimizer.pt").rename(tmp_path / "scheduler.pt")
+    with pytest.raises(ToolkitError, match="would run torch[.]_utils[.]_rebuild_wrapper_subclass"):
+        check_pickles(tmp_path)

@@ -94,8 +94,10 @@ def _optimized_names(reader: CheckpointReader, model: MetaModel) -> list[str]:
             f"{error.message}: only Adam and AdamW in fp32 are converted",
             hint="resume it with the preset and the number of processes that it was saved with",
         ) from None
-    if str(first.dtype) != "torch.float32":
-        raise ToolkitError(f"the moments in {reader.layout.path} are {first.dtype}; only fp32 ones are converted")
+    quantized = hasattr(first, "__tensor_flatten__")  # torchao's, which say that they are fp32
+    if quantized or str(first.dtype) != "torch.float32":
+        held = type(first).__name__ if quantized else str(first.dtype)
+        raise ToolkitError(f"the moments in {reader.layout.path} are {held}; only fp32 ones are converted")
     return names
 
 

@@ -46,6 +46,7 @@ RANDOM_STATES = TENSORS | {
 # gives it the tensors inside.
 OPTIMIZER_STATES = TENSORS | {
     "torch._utils._rebuild_wrapper_subclass",
+    "torch.device",
     "torch.serialization._get_layout",
     "torchao.optim.subclass_4bit.OptimState4bit",
     "torchao.optim.subclass_8bit.OptimState8bit",
