@@ -308,5 +308,5 @@ def test_torchaos_quantized_states_are_loaded_and_nothing_else_of_torchao(tmp_pa
     assert [type(loaded[number]["exp_avg"]) for number in (0, 1)] == [OptimState8bit, OptimState4bit]
     assert loaded[0]["exp_avg"].codes.shape == (16, 256)
     (tmp_path / "optimizer.pt").rename(tmp_path / "scheduler.pt")
-    with pytest.raises(ToolkitError, match="would run torch[.]_utils[.]_rebuild_wrapper_subclass"):
+    with pytest.raises(ToolkitError, match="_rebuild_wrapper_subclass, which no checkpoint of ours contains"):
         check_pickles(tmp_path)
