@@ -38,7 +38,8 @@ def test_parts_of_a_phase_add_up_and_the_peak_is_the_largest_phase() -> None:
         ({"lora_r": 64}, {"lora_r": 8}),
         ({"lora_r": 8}, {"lora_r": 8, "load_in_4bit": True}),
         ({}, {"lora_r": 8}),
-        ({"optimizer": "foreach", "max_seq_length": 128}, {"max_seq_length": 128}),
+        ({"optim": "adamw_torch", "max_seq_length": 128}, {"max_seq_length": 128}),
+        ({"max_seq_length": 128}, {"optim": "adamw_bnb_8bit", "max_seq_length": 128}),
     ],
 )
 def test_each_option_changes_memory_in_the_right_direction(more: dict[str, Any], less: dict[str, Any]) -> None:

@@ -104,6 +104,8 @@ ARGUMENTS: dict[str, dict[str, str]] = {
     "packing": {"packing": "true"},
     "checkpointing offload": {"activation_checkpointing": "true", "activation_checkpointing_offload": "true"},
     "Liger": {"use_liger_kernel": "true"},
+    "8-bit AdamW": {"optim": "adamw_bnb_8bit"},
+    "torchao": {"optim": "adamw_torch_8bit"},
     "save only model": {"save_only_model": "true"},
     "batch size search": {"auto_find_batch_size": "true"},
 }
