@@ -169,6 +169,20 @@ def test_a_communication_hook_forms_its_own_group() -> None:
     assert (row.difference, row.ratio_to_reference) == ("faster", pytest.approx(2.0))
 
 
+def test_another_optimizer_forms_its_own_group() -> None:
+    spec = comparison("ddp", "other", extra_arguments={"other": ("--optim", "adamw_bnb_8bit")})
+    row = row_beside_ddp(spec=spec, problem={"optimizer_dtype": "float32+uint8"}, losses=(4.0, *([2.0] * 7)))
+    assert (row.group, row.parity) == ("optim adamw_bnb_8bit", None)
+    adafactor = comparison("ddp", "other", extra_arguments={"other": ("--optim", "adafactor")})
+    assert row_beside_ddp(spec=adafactor).group == "optim adafactor"  # its states are fp32, and not AdamW's
+
+
+def test_adamws_with_fp32_states_are_one_optimizer() -> None:
+    for optim in ("adamw_torch", "paged_adamw_32bit"):
+        spec = comparison("ddp", "other", extra_arguments={"other": ("--optim", optim)})
+        assert (row_beside_ddp(spec=spec).group, row_beside_ddp(spec=spec).parity) == (None, "agrees")
+
+
 def test_a_row_that_differs_by_design_must_still_train_on_the_same_data() -> None:
     spec = comparison("ddp", "ddp_int8", extra_arguments={"ddp_int8": ["--ddp_comm_hook", "int8"]})
     trials = [trial("ddp", r) for r in range(3)]
