@@ -78,6 +78,7 @@ FOUND_IN_SOURCE = {
     # run by tests/train/test_optimizers.py
     "offload-replaces-optimizer": ("accelerate", "utils/deepspeed.py", 'defaults["adamw_mode"] = False'),
     "offload-without-cpu-adam": ("accelerate", "accelerator.py", '"zero_force_ds_cpu_optimizer", True)'),
+    "whole-gradients-between-steps": ("transformers", "trainer.py", 'plugin_kwargs.get("sync_each_batch", False)'),
     "nvme-below-stage-3": (
         "deepspeed",
         "runtime/zero/stage_1_and_2.py",

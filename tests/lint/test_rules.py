@@ -128,6 +128,9 @@ CASES = [
          fixed=f"{FSDP1}  fsdp_sync_module_states: true\n"),
     Case("full-state-dict", f"{FSDP}  fsdp_state_dict_type: FULL_STATE_DICT\n",
          f"{FSDP}  fsdp_state_dict_type: SHARDED_STATE_DICT\n", 4),
+    Case("whole-gradients-between-steps", "fsdp: true\ngradient_accumulation_steps: 4\n",
+         "fsdp: true\ngradient_accumulation_steps: 4\n"
+         "accelerator_config: {gradient_accumulation_kwargs: {sync_each_batch: false}}\n", 2),
     Case("not-auto", '{"zero_optimization": {"stage": 1}, "train_batch_size": 16,\n"bf16": {"enabled": true}}',
          '{"zero_optimization": {"stage": 1}, "train_batch_size": "auto", "bf16": {"enabled": "auto"}}', 1, "ds.json",
          fixed='{"zero_optimization": {"stage": 1}, "train_batch_size": "auto",\n"bf16": {"enabled": "auto"}}'),

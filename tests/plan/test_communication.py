@@ -3,42 +3,19 @@
 from __future__ import annotations
 
 import json
-from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from launching import CPU_PRESETS, ROOT, accelerate_launch, torchrun
+from counted_collectives import assert_planned, planned
+from launching import CPU_PRESETS, ROOT, accelerate_launch, read, torchrun
 
 from toolkit.models.read_model import read_model
 from toolkit.models.shape import ModelShape, Tensor
 from toolkit.plan.communication import communication_bytes, step_collectives, zero3_gathers
 from toolkit.plan.job import TrainingJob, TrainingSetup
 from toolkit.presets import load_preset
-
-NOISE_BYTES = 1024  # losses, norms, flags and the recorded order of modules: no plan counts them
-
-
-def counted(folder: Path, rank: int = 0) -> dict[str, int]:
-    """Payload by collective of the last step; the first one of ZeRO-3 records, and sends more."""
-    rows = [json.loads(line) for line in (folder / "collectives" / f"rank{rank}.jsonl").read_text().splitlines()]
-    return {name: row["bytes"] for name, row in rows[-1].items() if name != "step" and row["bytes"] > NOISE_BYTES}
-
-
-def planned(setup: TrainingSetup) -> dict[str, int]:
-    """Payload by collective, those among fewer than all ranks apart, as the run counts them."""
-    payloads: Counter[str] = Counter()
-    for collective in step_collectives(setup):
-        among = "" if collective.group_size == setup.world_size else f" of {collective.group_size}"
-        payloads[collective.name + among] += collective.payload_bytes
-    return dict(payloads)
-
-
-def assert_planned(setup: TrainingSetup, folder: Path) -> None:
-    seen, plan = counted(folder), planned(setup)
-    assert plan.keys() == seen.keys()
-    assert plan == {name: pytest.approx(payload, rel=0.01) for name, payload in seen.items()}
 
 
 @pytest.mark.launch
@@ -76,6 +53,7 @@ def test_accumulation_and_adapters_send_what_is_planned(
         mixed_precision="no",
     )
     assert_planned(setup, tmp_path / "run")
+    assert {rank["accumulate"] for rank in read(tmp_path / "run" / "attestation.json")["ranks"]} == {"sharded"}
 
 
 def two_node_preset(folder: Path) -> Path:
@@ -166,6 +144,16 @@ def test_fsdp2_gathers_twice_except_the_root_unit() -> None:
     assert plan["parameters in the forward"] == 2 * PARAMS
     assert plan["parameters in the backward"] == 2 * (PARAMS - 800)  # the head stays from forward to backward
     assert plan["gradients"] == 2 * PARAMS
+
+
+def test_fsdp2_reduces_in_every_accumulation_step_or_in_the_last_one() -> None:
+    sharded, whole = (
+        {item.purpose: item for item in step_collectives(setup_of("fsdp2", gradient_accumulation_steps=3, **more))}
+        for more in ({}, {"accumulate": "whole"})
+    )
+    assert sharded["gradients"].payload_bytes == 3 * whole["gradients"].payload_bytes == 3 * 2 * PARAMS
+    assert sharded["gradients"].calls == 3 * whole["gradients"].calls
+    assert sharded["parameters in the forward"] == whole["parameters in the forward"]
 
 
 def test_fsdp2_pads_the_first_dimension() -> None:

@@ -21,12 +21,11 @@ def test_ddp_has_a_second_copy_of_the_gradients_and_one_process_does_not() -> No
     assert (lasting(2), lasting(1)) == (4 * LLAMA_8B_PARAMS, 0)
 
 
-def test_fsdp2_keeps_unsharded_gradients_while_it_accumulates() -> None:
+def test_fsdp2_keeps_unsharded_gradients_while_it_accumulates_whole_ones() -> None:
     engine = engine_settings(load_preset("fsdp2"), world_size=8, hidden_size=4096)
     weights = job_weights(llama_8b(), None, False)
     states = model_states(engine, weights)
-    waiting = [
-        engine_buffers(engine, weights, states, TrainingJob(gradient_accumulation_steps=steps)).accumulated_bytes
-        for steps in (1, 2)
-    ]
-    assert waiting == [0, 2 * LLAMA_8B_PARAMS]
+    jobs = [TrainingJob(gradient_accumulation_steps=steps, accumulate="whole") for steps in (1, 2)]
+    jobs.append(TrainingJob(gradient_accumulation_steps=2))
+    waiting = [engine_buffers(engine, weights, states, job).accumulated_bytes for job in jobs]
+    assert waiting == [0, 2 * LLAMA_8B_PARAMS, 0]

@@ -51,6 +51,21 @@ def test_each_option_changes_memory_in_the_right_direction(more: dict[str, Any],
     assert peak(more) > peak(less)
 
 
+def test_accumulated_shards_of_gradients_wait_through_the_forward_pass() -> None:
+    def at(phase: int, **how: Any) -> Any:
+        job = TrainingJob(max_seq_length=512, per_device_train_batch_size=1, **how)
+        return plan_memory(llama_8b(), load_preset("fsdp2"), world_size=8, job=job).phases[phase]
+
+    forward, step = 1, 3
+    once, sharded, whole = {}, {"gradient_accumulation_steps": 4}, {"gradient_accumulation_steps": 4}
+    whole |= {"accumulate": "whole"}
+    assert at(forward, **once).gradient_bytes == at(forward, **whole).gradient_bytes == 0
+    assert at(forward, **sharded).gradient_bytes == at(step, **sharded).gradient_bytes > 0
+    extra = at(forward, **whole).buffer_bytes - at(forward, **sharded).buffer_bytes
+    assert extra == 2 * LLAMA_8B_PARAMS
+    assert at(step, **once) == at(step, **sharded) == at(step, **whole)
+
+
 def test_offload_moves_model_states_from_the_gpu_to_host_or_disk() -> None:
     on_gpu = plan_memory(llama_8b(), load_preset("zero3"), world_size=8, job=TrainingJob())
     offloaded = plan_memory(llama_8b(), load_preset("zero3_cpu_offload"), world_size=8, job=TrainingJob())

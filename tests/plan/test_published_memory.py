@@ -6,6 +6,7 @@ Each CSV in `fixtures/` opens with its source.
 from __future__ import annotations
 
 import csv
+from collections import Counter
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -277,17 +278,24 @@ GPU_BYTES = {"h100_80gb": 85_000_000_000, "a100_80gb": 85_000_000_000, "a100_40g
 RAN = rows("mosaicml_bf16")
 
 
-def mpt_verdict(row: dict[str, str], *, equal_lengths: bool) -> str:
+def mpt_plan(row: dict[str, str], *, equal_lengths: bool, accumulate: str | None = None) -> MemoryPlan:
+    """Composer has `no_sync` for DDP only (`ddp_sync_context`, 0231f26): under FSDP1 gradients are
+    reduced in every accumulation step, as by default here."""
     shape = plain("gpt_neox", *MPT[row["model"]], 50368)
     job = TrainingJob(
         per_device_train_batch_size=int(row["mbs"]),
         max_seq_length=int(row["seq"]),
-        gradient_accumulation_steps=1,  # FSDP1 reduces in every accumulation step
+        gradient_accumulation_steps=int(row["gacc"]),
+        accumulate=accumulate,
         activation_checkpointing=row["ac"] == "True",
         loss="fused",
         lengths_differ=False if equal_lengths else None,
     )
-    plan = plan_memory(shape, load_preset("fsdp2"), world_size=int(row["gpus"]), job=job)
+    return plan_memory(shape, load_preset("fsdp2"), world_size=int(row["gpus"]), job=job)
+
+
+def mpt_verdict(row: dict[str, str], *, equal_lengths: bool, accumulate: str | None = None) -> str:
+    plan = mpt_plan(row, equal_lengths=equal_lengths, accumulate=accumulate)
     return memory_verdict(plan, memory_bytes=GPU_BYTES[row["gpu"]])
 
 
@@ -301,3 +309,23 @@ def test_without_equal_lengths_five_of_them_seem_impossible() -> None:
     impossible = [row for row in RAN if mpt_verdict(row, equal_lengths=False) == DOES_NOT_FIT]
     assert (len(RAN), len(impossible)) == (191, 5)
     assert all(int(row["mbs"]) > 1 for row in impossible)
+
+
+def test_with_whole_gradients_twenty_of_them_would_not_fit() -> None:
+    """Fourteen on 8 GPUs: every 30B, and the 13B on 40 GB."""
+    refused = [row for row in RAN if mpt_verdict(row, equal_lengths=True, accumulate="whole") == DOES_NOT_FIT]
+    assert len(refused) == 20
+    assert Counter(row["model"] for row in refused if row["gpus"] == "8") == {"30b": 9, "13b": 5}
+
+
+def test_a_30b_on_eight_h100_needs_80_gb_with_sharded_gradients_and_two_such_gpus_with_whole_ones() -> None:
+    row = next(
+        row
+        for row in RAN
+        if (row["model"], row["seq"], row["gpu"]) == ("30b", "2048", "h100_80gb") and row["gpus"] == "8"
+    )
+    sharded, whole = (
+        mpt_plan(row, equal_lengths=True, accumulate=accumulate).planned_peak_bytes / GIB
+        for accumulate in ("sharded", "whole")
+    )
+    assert (round(sharded), round(whole)) == (72, 125)  # 21 accumulation steps

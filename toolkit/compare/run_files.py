@@ -112,6 +112,8 @@ class AttestedRank(_RunFile):
     num_params: Count | None = None
     num_trainable_params: Count | None = None
     compute_dtype: str | None = None
+    accumulate: str | None = None
+    accumulated_gradient_bytes: Bytes = None
 
     def fact(self, name: str) -> Fact:
         """Return a fact by name, None where the rank did not attest it."""

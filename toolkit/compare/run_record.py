@@ -172,9 +172,10 @@ def _shared(values: list[Any]) -> Any:
 
 def _model_states(ranks: Sequence[AttestedRank]) -> dict[str, Any]:
     """Model states of the rank that holds most of each, as attested."""
-    parts = ("parameter_bytes", "gradient_bytes", "optimizer_bytes")
+    parts = ("parameter_bytes", "gradient_bytes", "optimizer_bytes", "accumulated_gradient_bytes")
+    facts = ("num_params", "num_trainable_params", "compute_dtype", "accumulate")
     known = {part: [size for rank in ranks if (size := getattr(rank, part)) is not None] for part in parts}
     return {
         **{part: max(sizes, default=None) for part, sizes in known.items()},
-        **{key: getattr(ranks[0], key) for key in ("num_params", "num_trainable_params", "compute_dtype")},
+        **{key: getattr(ranks[0], key) for key in facts},
     }

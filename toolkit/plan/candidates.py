@@ -15,9 +15,13 @@ from toolkit.plan.job import TrainingJob, TrainingSetup
 from toolkit.plan.memory import MemoryPlan, plan_memory
 from toolkit.plan.memory_verdict import FITS, memory_verdict
 from toolkit.plan.step_time import StepTime, step_time
+from toolkit.presets.accumulation import WHOLE
 from toolkit.presets.preset import Preset
 from toolkit.presets.support import Device, unsupported
 from toolkit.units import gib
+
+# Repeats of one run with offload differ by up to 15 % in public comparisons; a plan is no more precise than a run.
+EQUAL_WITHIN = 1.15
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +66,7 @@ class RecommendRequest:
         return [size for size in range(1, share + 1) if share % size == 0]
 
     def job_with(self, *, micro_batch: int, checkpointing: bool) -> TrainingJob:
-        """Return the job with micro-batch, accumulation and activation checkpointing filled in."""
+        """Return the job with micro-batch, accumulation steps and activation checkpointing filled in."""
         return replace(
             self.job,
             per_device_train_batch_size=micro_batch,
@@ -96,6 +100,8 @@ class Candidate:
         text = f"micro-batch {self.job.per_device_train_batch_size}"
         if self.job.gradient_accumulation_steps > 1:
             text += f", accumulation {self.job.gradient_accumulation_steps}"
+        if self.job.keeps_whole_gradients:
+            text += " of whole gradients"
         return text + (", activation checkpointing" if self.job.activation_checkpointing else "")
 
     @property
@@ -131,9 +137,23 @@ def _best(request: RecommendRequest, preset: Preset) -> Candidate:
     """The faster of with and without activation checkpointing; the smaller one if neither fits."""
     both = [largest_candidate(request, preset, checkpointing=checkpointing) for checkpointing in (False, True)]
     fitting = [candidate for candidate in both if candidate.fits]
-    if fitting:
-        return min(fitting, key=lambda candidate: candidate.seconds)
-    return min(both, key=lambda candidate: candidate.memory.planned_peak_bytes)
+    if not fitting:
+        return min(both, key=lambda candidate: candidate.memory.planned_peak_bytes)
+    best = min(fitting, key=lambda candidate: candidate.seconds)
+    if preset.engine != "fsdp2" or request.job.accumulate is not None:
+        return best
+    return _with_whole_gradients(request, best) or best
+
+
+def _with_whole_gradients(request: RecommendRequest, best: Candidate) -> Candidate | None:
+    """The same with FSDP2's gradients whole between accumulation steps, if that fits and a plan can tell it is faster.
+
+    They are summed in bf16 there, and in fp32 as shards, so a difference within a plan's precision is no reason.
+    """
+    whole = _candidate(request, best.preset, replace(best.job, accumulate=WHOLE))
+    if not whole.fits or not whole.job.keeps_whole_gradients:
+        return None
+    return whole if min(best.time_ratios(whole)) > EQUAL_WITHIN else None
 
 
 def largest_candidate(request: RecommendRequest, preset: Preset, *, checkpointing: bool) -> Candidate:

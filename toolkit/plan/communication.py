@@ -73,11 +73,10 @@ def _ddp(setup: TrainingSetup) -> Iterator[Collective]:
 
 
 def _fsdp2(setup: TrainingSetup) -> Iterator[Collective]:
-    """Units are gathered in every accumulation step, and gradients reduced in the last one.
+    """Units are gathered in every accumulation step; gradients are reduced in every one, or in the last one.
 
     accelerate makes a unit of each layer, of an untied input embedding, and of the root: final norm, head, and a tied
-    embedding, which stay gathered between forward and backward. The Trainer defers the reduction
-    (`accelerator.no_sync`), so unsharded gradients wait on every rank meanwhile.
+    embedding, which stay gathered between forward and backward.
     """
     steps, element_bytes = setup.job.gradient_accumulation_steps, setup.engine.element_bytes
     replicas = setup.preset.replicas
@@ -91,9 +90,11 @@ def _fsdp2(setup: TrainingSetup) -> Iterator[Collective]:
         for purpose, gathered in (("parameters in the forward", units), ("parameters in the backward", regathered)):
             payload = steps * element_bytes * sum(_padded_rows(unit, ranks) for unit in gathered)
             yield from _gather(purpose, payload, steps * len(gathered), **inside)
-    trained = element_bytes * sum(_padded_rows(unit, ranks) for unit in setup.trained)
+    reductions = 1 if setup.job.keeps_whole_gradients else steps
+    trained = reductions * element_bytes * sum(_padded_rows(unit, ranks) for unit in setup.trained)
+    calls = reductions * len(units)
     if ranks > 1:
-        yield Collective(name="reduce_scatter", purpose="gradients", payload_bytes=trained, calls=len(units), **inside)
+        yield Collective(name="reduce_scatter", purpose="gradients", payload_bytes=trained, calls=calls, **inside)
     if replicas > 1:
         yield Collective(
             name="all_reduce",
@@ -101,7 +102,7 @@ def _fsdp2(setup: TrainingSetup) -> Iterator[Collective]:
             payload_bytes=trained // ranks,
             group_size=replicas,
             group="replicas",
-            calls=len(units),
+            calls=calls,
         )
 
 

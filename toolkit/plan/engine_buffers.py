@@ -68,7 +68,7 @@ class EngineBuffers:
     end_bytes: int = 0
     """After the backward of the layers, while an embedding's gradient is computed."""
     accumulated_bytes: int = 0
-    """Unsharded gradients waiting for the last accumulation step, where the Trainer defers their reduction."""
+    """FSDP2's unsharded gradients waiting for the last accumulation step (`--accumulate whole`)."""
     step_bytes: int = 0
     load_bytes: int = 0
     """While the engine is built, in addition to the parameters."""
@@ -112,7 +112,7 @@ def _fsdp2(engine: EngineSettings, weights: JobWeights, states: ModelStates, job
         backward_bytes=element * (unsharded + (gradients + (PARAMETER_LAYERS if resharded else 0)) * layer),
         first_layer_bytes=element * (gradients + 1) * layer,
         end_bytes=element * (2 * embedding + embedding // engine.shard_ranks if embedding else root),
-        accumulated_bytes=trained * element * weights.num_trained if job.gradient_accumulation_steps > 1 else 0,
+        accumulated_bytes=element * weights.num_trained if job.keeps_whole_gradients else 0,
         step_bytes=OPTIMIZERS[job.optim].step_copies * states.gradient_bytes,
         load_bytes=weights.largest_bytes(element),  # rank 0 broadcasts one complete tensor at a time
     )

@@ -23,6 +23,7 @@ from toolkit.models.attention import (
 from toolkit.models.lora import ALL_LINEAR, check_lora_targets, lora_layers, outer_lora
 from toolkit.models.shape import Layer, ModelShape
 from toolkit.plan.engine_settings import EngineSettings, engine_settings
+from toolkit.presets.accumulation import ACCUMULATE, WHOLE, default_accumulate
 from toolkit.presets.optimizers import DEFAULT_OPTIMIZER
 from toolkit.presets.preset import Preset
 from toolkit.presets.support import Method, check_supported
@@ -47,6 +48,8 @@ class TrainingJob:
     per_device_train_batch_size: int = PER_DEVICE_TRAIN_BATCH_SIZE
     max_seq_length: int = MAX_SEQ_LENGTH
     gradient_accumulation_steps: int = GRADIENT_ACCUMULATION_STEPS
+    accumulate: str | None = None
+    """Gradients between accumulation steps: `sharded` or `whole`; None: as the preset shards them."""
     activation_checkpointing: bool = False
     lora_r: int | None = None
     lora_target_modules: tuple[str, ...] = ALL_LINEAR
@@ -67,6 +70,11 @@ class TrainingJob:
     def tokens(self) -> int:
         """Tokens in one micro-batch on one GPU, every row at full length."""
         return self.per_device_train_batch_size * self.max_seq_length
+
+    @property
+    def keeps_whole_gradients(self) -> bool:
+        """True if FSDP2's gradients wait unsharded for the last accumulation step."""
+        return self.accumulate == WHOLE and self.gradient_accumulation_steps > 1
 
     @property
     def is_padded(self) -> bool:
@@ -99,6 +107,7 @@ class TrainingJob:
             packing=self.packing,
             attn_implementation=self.attn_implementation,
             activation_checkpointing=self.activation_checkpointing,
+            accumulate=self.accumulate,
             use_liger_kernel=self.loss == "fused",
             optim=self.optim,
         )
@@ -185,6 +194,11 @@ class TrainingSetup:
 _lora_layers = cache(lora_layers)
 
 
+def accumulate_in_effect(preset: Preset, job: TrainingJob) -> str | None:
+    """Return `sharded` or `whole`: how gradients wait between accumulation steps; None where there is one step."""
+    return (job.accumulate or default_accumulate(preset)) if job.gradient_accumulation_steps > 1 else None
+
+
 def num_elements(layers: Iterable[Layer]) -> int:
     """Return the number of elements in all tensors of some layers."""
     return sum(tensor.num_elements for layer in layers for tensor in layer)
@@ -196,8 +210,10 @@ def check_planned_job(job: TrainingJob, shape: ModelShape) -> None:
         value = getattr(job, name)
         if value is not None:
             check_size(_option(name), value, LARGEST[name])
-    if job.loss not in LOSSES:
-        raise ToolkitError(f"--loss is {job.loss!r}, expected one of {', '.join(LOSSES)}")
+    for name, known in (("loss", LOSSES), ("accumulate", (None, *ACCUMULATE))):
+        if getattr(job, name) not in known:
+            words = ", ".join(filter(None, known))
+            raise ToolkitError(f"{_option(name)} is {getattr(job, name)!r}, expected one of {words}")
     if job.attn_implementation is not None and not KERNEL.fullmatch(job.attn_implementation):
         check_word("--attn-implementation", job.attn_implementation, attention_words())
     model_attention = read_model_attention({"model_type": shape.model_type})

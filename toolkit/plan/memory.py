@@ -310,12 +310,9 @@ class _Phases:
 
     @property
     def _gradients_in_forward(self) -> int:
-        """Those of earlier accumulation steps, and ZeRO-3's partition, which is never freed.
-
-        FSDP2's wait unsharded (`accumulated_bytes`) until the last accumulation step.
-        """
-        if self.engine.kind == "fsdp2":
-            return 0
+        """Those of earlier accumulation steps, and ZeRO-3's partition, which is never freed."""
+        if self.engine.kind == "fsdp2" and self.job.keeps_whole_gradients:
+            return 0  # they are `accumulated_bytes`
         never_freed = self.engine.kind == "deepspeed" and self.engine.shards_parameters
         return self._gradients if never_freed or self.job.gradient_accumulation_steps > 1 else 0
 

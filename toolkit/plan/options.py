@@ -33,6 +33,10 @@ EqualLengths = Annotated[
     Option("--equal-lengths", help="all rows have the full length: micro-batches above one need no attention mask"),
 ]
 OptimizerName = Annotated[str, Option(help="optimizer, by its name in the training arguments")]
+Accumulate = Annotated[
+    str | None,
+    Option(help="gradients between accumulation steps: sharded, or whole (FSDP2); default: as the preset shards them"),
+]
 HostMemoryGib = Annotated[float | None, Option(help="host memory of a node, to check offload against")]
 
 
@@ -54,6 +58,7 @@ class PlanOptions:
     gradient_accumulation_steps: Annotated[int, Option(help="accumulation steps per optimizer step")] = (
         GRADIENT_ACCUMULATION_STEPS
     )
+    accumulate: Accumulate = None
     activation_checkpointing: Annotated[
         bool,
         Option(
@@ -94,6 +99,7 @@ class RecommendOptions:
     load_in_4bit: Quantized = False
     optim: OptimizerName = DEFAULT_OPTIMIZER
     equal_lengths: EqualLengths = False
+    accumulate: Accumulate = None
     objective: Annotated[str, Option(help="fastest, or least-memory")] = "fastest"
     preset: Annotated[tuple[str, ...], Option(help=f"{PRESET_HELP}; repeatable; considers only these")] = ()
     price_per_gpu_hour: Annotated[

@@ -71,6 +71,7 @@ def _heading(request: PlanRequest) -> str:
         f"{job.per_device_train_batch_size} x {job.max_seq_length} tokens per GPU",
         "rows of equal length" if job.lengths_differ is False else "",
         f"{steps} accumulation steps" if steps > 1 else "",
+        f"{job.accumulate} gradients between them" if steps > 1 and job.accumulate is not None else "",
         "activation checkpointing" if job.activation_checkpointing else "",
         f"{request.gpu.name}, {gib(request.gpu.memory_bytes)}",
         f"counted on the {shape.counted_on}" if counted else "",

@@ -181,7 +181,7 @@ def training_argv(model: str, job: TrainingJob, *, cpu: bool) -> list[str]:
     given = asdict(job)
     names = ("per_device_train_batch_size", "max_seq_length", "gradient_accumulation_steps", "activation_checkpointing")
     values = {name: given[name] for name in (*names, "optim")}
-    values |= {name: given[name] for name in ("lora_r", "load_in_4bit") if given[name]}
+    values |= {name: given[name] for name in ("lora_r", "load_in_4bit", "accumulate") if given[name]}
     values |= {"bf16": True} if cpu else {}
     values |= {"use_liger_kernel": True} if job.loss == "fused" else {"loss": job.loss}
     words = [word for name, value in values.items() for word in (f"--{name}", _word(value))]

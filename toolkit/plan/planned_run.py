@@ -18,6 +18,7 @@ from toolkit.presets.preset import Preset
 from toolkit.presets.support import Method, check_supported
 from toolkit.run.argument_values import as_list
 from toolkit.run.script_arguments import (
+    accumulate_argument,
     accumulation_steps,
     flag,
     integer,
@@ -42,6 +43,7 @@ def job_from_arguments(arguments: dict[str, Any]) -> TrainingJob:
         per_device_train_batch_size=micro_batch_size(arguments),
         max_seq_length=integer(arguments, "max_seq_length", MAX_SEQ_LENGTH),
         gradient_accumulation_steps=accumulation_steps(arguments),
+        accumulate=accumulate_argument(arguments),
         activation_checkpointing=uses_activation_checkpointing(arguments),
         lora_r=integer(arguments, "lora_r", 0) or None,
         lora_target_modules=tuple(map(str, as_list(arguments.get("lora_target_modules")))) or ALL_LINEAR,

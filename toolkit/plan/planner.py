@@ -18,7 +18,13 @@ from toolkit.models.read_model import check_unquantized, read_model
 from toolkit.models.shape import ModelShape
 from toolkit.plan.communication import communication_bytes, step_collectives
 from toolkit.plan.interconnect import Interconnect
-from toolkit.plan.job import TrainingJob, TrainingSetup, check_planned_job, check_world_size
+from toolkit.plan.job import (
+    TrainingJob,
+    TrainingSetup,
+    accumulate_in_effect,
+    check_planned_job,
+    check_world_size,
+)
 from toolkit.plan.memory import MemoryPlan, plan_memory
 from toolkit.plan.memory_verdict import FITS, largest_micro_batch, memory_verdict, smallest_world_size
 from toolkit.plan.model_states import job_weights
@@ -62,6 +68,8 @@ class Plan:
     """None if the GPU's peak is unknown."""
     largest_micro_batch: int | None
     smallest_world_size: int | None
+    accumulate: str | None = None
+    """Gradients between accumulation steps: `sharded` or `whole`; None where there is one step."""
 
     @property
     def headroom_bytes(self) -> int:
@@ -89,6 +97,7 @@ class Plan:
             "overhead_bytes": memory.overhead_bytes,
             "host_bytes": memory.host.peak_bytes,
             "disk_bytes": memory.host.disk_bytes,
+            "accumulate": self.accumulate,
             "peak_phase": peak.phase,
             "phases": {phase.phase: phase.as_row() for phase in memory.phases},
             "largest_micro_batch": self.largest_micro_batch,
@@ -118,6 +127,7 @@ def plan_request(model: str, options: PlanOptions) -> PlanRequest:
             per_device_train_batch_size=options.per_device_train_batch_size,
             max_seq_length=options.max_seq_length,
             gradient_accumulation_steps=options.gradient_accumulation_steps,
+            accumulate=options.accumulate,
             activation_checkpointing=options.activation_checkpointing,
             lora_r=options.lora_r,
             lora_target_modules=options.lora_target_modules or ALL_LINEAR,
@@ -205,4 +215,5 @@ def _plan(request: PlanRequest, preset: Preset, world_size: int, smallest: int |
         speed=speed,
         largest_micro_batch=largest_micro_batch(lambda size: _fits(request, preset, world_size, size)),
         smallest_world_size=smallest,
+        accumulate=accumulate_in_effect(preset, job),
     )

@@ -19,15 +19,20 @@ from toolkit.hardware.gpu_table import GIGA, custom_gpu, named_or_visible_gpu
 from toolkit.hardware.gpus import visible_world_size
 from toolkit.models.read_model import check_unquantized, read_model
 from toolkit.models.shape import ModelShape
-from toolkit.plan.candidates import Candidate, RecommendRequest, best_candidates, largest_candidate, refusal
+from toolkit.plan.candidates import (
+    EQUAL_WITHIN,
+    Candidate,
+    RecommendRequest,
+    best_candidates,
+    largest_candidate,
+    refusal,
+)
 from toolkit.plan.job import TrainingJob, check_planned_job, check_size, check_world_size
 from toolkit.plan.memory_verdict import TOO_CLOSE
 from toolkit.plan.options import RecommendOptions
 from toolkit.presets.preset import Preset
 from toolkit.units import GIB, gib
 
-# Repeats of one run with offload differ by up to 15 % in public comparisons; a plan is no more precise than a run.
-EQUAL_WITHIN = 1.15
 OBJECTIVES = ("fastest", "least-memory")
 LARGEST_WORLD_SIZE = 1024
 DEFAULT_GLOBAL_BATCH = 32  # sequences; rounded up to a multiple of the GPUs
@@ -66,6 +71,7 @@ def request_for_shape(shape: ModelShape, options: RecommendOptions) -> Recommend
         lora_r=options.lora_r,
         load_in_4bit=options.load_in_4bit,
         optim=options.optim,
+        accumulate=options.accumulate,
         gpus_per_node=options.gpus_per_node,
         lengths_differ=False if options.equal_lengths else None,
     )

@@ -10,7 +10,7 @@ from typing import Any
 
 from toolkit.plan.candidates import Candidate, RecommendRequest
 from toolkit.plan.interconnect import Range
-from toolkit.plan.job import TrainingJob, TrainingSetup
+from toolkit.plan.job import TrainingJob, TrainingSetup, accumulate_in_effect
 from toolkit.plan.recommend import Recommendation
 from toolkit.plan.scaling import ScalingPoint, doublings, scaling_curve
 from toolkit.plan.step_time import StepTime, step_time
@@ -56,6 +56,7 @@ def _row(candidate: Candidate, request: RecommendRequest, price: float | None) -
         "preset": candidate.preset.name,
         "per_device_train_batch_size": job.per_device_train_batch_size,
         "gradient_accumulation_steps": job.gradient_accumulation_steps,
+        "accumulate": accumulate_in_effect(candidate.preset, job),
         "global_batch_size": request.global_batch_size,
         "activation_checkpointing": job.activation_checkpointing,
         "verdict": candidate.verdict,
@@ -203,6 +204,7 @@ def _training_words(job: TrainingJob, model: str, *, output: str | None) -> str:
     words = ["--model_name_or_path", folder, "--dataset", "DATASET", "--max_seq_length", str(job.max_seq_length)]
     words += ["--per_device_train_batch_size", str(job.per_device_train_batch_size)]
     words += ["--gradient_accumulation_steps", str(job.gradient_accumulation_steps)]
+    words += [] if job.accumulate is None else ["--accumulate", job.accumulate]
     words += ["--activation_checkpointing", "true"] if job.activation_checkpointing else []
     words += ["--lora_r", str(job.lora_r)] if job.lora_r is not None else []
     words += ["--load_in_4bit", "true"] if job.load_in_4bit else []

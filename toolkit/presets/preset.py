@@ -44,6 +44,9 @@ class Preset(PresetSpec):
         precision is the preset's on a GPU and fp32 on a CPU. Load the model with `dtype=torch.float32`, which gives
         fp32 master weights.
 
+        `accumulate="whole"` lets FSDP2's gradients wait for the last accumulation step unsharded (default: `sharded`).
+        It is carried out by `accelerator_config`, whose other keys can be given beside it.
+
         A trainer with a class of arguments of its own is given that class: `preset.training_arguments(SFTConfig, ...)`
         returns TRL's `SFTConfig`.
 

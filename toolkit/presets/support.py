@@ -16,6 +16,7 @@ from typing import Literal
 
 from toolkit.errors import ToolkitError
 from toolkit.models.attention import AUTO, FLASH_ATTENTION, VARLEN, ModelAttention, needs_no_mask
+from toolkit.presets.accumulation import default_accumulate
 from toolkit.presets.optimizers import DEFAULT_OPTIMIZER, OPTIMIZERS
 from toolkit.presets.spec import PresetSpec
 
@@ -46,6 +47,8 @@ class Method:
     use_liger_kernel: bool = False
     torch_compile: bool = False
     ddp_comm_hook: str | None = None
+    accumulate: str | None = None
+    """`sharded` or `whole`; None where the preset decides."""
     memory_snapshot: bool = False
     auto_find_batch_size: bool = False
     save_only_model: bool = False
@@ -547,6 +550,22 @@ _NO_COMM_HOOK = {
     "deepspeed": "DeepSpeed reduces gradients itself",
     "fsdp2": "FSDP2 reduce-scatters gradients itself, without DDP's buckets",
     "none": "there is nothing to communicate",
+}
+
+
+@_rule("accumulate")
+def _accumulate(case: _Case) -> _Answer:
+    preset, chosen = case.preset, case.method.accumulate
+    if preset is None or chosen is None or preset.engine == "fsdp2" or chosen == default_accumulate(preset):
+        return None
+    why = _FIXED_ACCUMULATION["deepspeed" if preset.engine == "deepspeed" else "ddp", chosen]
+    return _method_answer(case, f"accumulate {chosen}", why, "leave it out, or `--preset fsdp2`")
+
+
+_FIXED_ACCUMULATION = {
+    ("ddp", "sharded"): "every GPU holds all gradients, so a reduction in each accumulation step would save nothing",
+    ("deepspeed", "sharded"): "below ZeRO-2, gradients are reduced in the last accumulation step only",
+    ("deepspeed", "whole"): "ZeRO-2 and ZeRO-3 reduce and shard gradients in every accumulation step",
 }
 
 

@@ -21,8 +21,10 @@ from typing import TYPE_CHECKING, Any
 
 from toolkit.cache import check_extensions_folder, path_with_ninja, use_cached_extensions
 from toolkit.errors import ToolkitError
+from toolkit.files.json_files import read_json_object
+from toolkit.presets.accumulation import chosen_accumulate, default_accumulate, with_accumulate
 from toolkit.presets.spec import PresetSpec
-from toolkit.presets.support import CPU, check_supported
+from toolkit.presets.support import CPU, Method, check_supported
 
 if TYPE_CHECKING:
     from transformers import TrainingArguments
@@ -86,6 +88,7 @@ def trainer_arguments(preset: PresetSpec, *, precision: str) -> dict[str, Any]:
         arguments["fsdp_config"] = {
             FSDP_CONFIG_KEYS[key]: value for key, value in fsdp.items() if key in FSDP_CONFIG_KEYS
         }
+        arguments["accelerator_config"] = with_accumulate({}, default_accumulate(preset))
     if preset.engine == "ddp":
         arguments["ddp_find_unused_parameters"] = False  # the Trainer's default traverses the graph again every step
     return arguments
@@ -133,7 +136,10 @@ def training_arguments(
         _refuse_late_call(preset)
     on_cpu = _on_cpu(given)
     precision = resolve_precision(given, preset.mixed_precision, on_cpu=on_cpu)
+    given, accumulate, configured = _split_accumulation(preset, given)
     decided = trainer_arguments(preset, precision=precision)
+    if preset.engine == "fsdp2":
+        given = {**given, "accelerator_config": with_accumulate(configured, accumulate)}
     os.environ.update(strategy_variables(preset, precision=precision, world_size=world_size))
     if on_cpu:
         _prepare_cpu(preset)
@@ -145,6 +151,18 @@ def training_arguments(
         arguments._n_gpu = min(arguments._n_gpu, 1)  # with several visible GPUs the Trainer would run DataParallel
     _presets_in_effect.append(preset.accelerate_config_path)
     return arguments
+
+
+def _split_accumulation(preset: PresetSpec, given: Mapping[str, Any]) -> tuple[dict[str, Any], str, dict[str, Any]]:
+    """Return the arguments without `accumulate`, the choice in effect, and `accelerator_config` as a dictionary."""
+    config = given.get("accelerator_config") or {}
+    if isinstance(config, str):
+        config = read_json_object(Path(config))
+    configured = dict(config if isinstance(config, Mapping) else config.to_dict())
+    chosen = chosen_accumulate(given.get("accumulate"), configured)
+    check_supported(preset, Method(accumulate=chosen), purpose="script")
+    others = {name: value for name, value in given.items() if name != "accumulate"}
+    return others, chosen or default_accumulate(preset), configured
 
 
 def enable_fsdp_on_cpu() -> None:

@@ -143,9 +143,10 @@ def run_step(trainer: TracedTrainer, batch: dict[str, torch.Tensor], states: Tra
     """Run one optimizer step as the Trainer's loop does, and record the model states."""
     memory = states.memory
     model, accumulation_steps = trainer.model_wrapped, trainer.args.gradient_accumulation_steps
+    always = trainer.accelerator.gradient_state.plugin_kwargs.get("sync_each_batch", False)
     for accumulation_step in range(accumulation_steps):
-        last = accumulation_step == accumulation_steps - 1
-        sync = contextlib.nullcontext() if last else trainer.accelerator.no_sync(model=model)
+        reduces = always or accumulation_step == accumulation_steps - 1
+        sync = contextlib.nullcontext() if reduces else trainer.accelerator.no_sync(model=model)
         with sync, memory.phase("backward"):
             trainer.training_step(model, dict(batch))
     trained = [p for p in model.parameters() if p.requires_grad]

@@ -23,7 +23,14 @@ from toolkit.run.dataset_checks import check_evaluation, check_streaming, check_
 from toolkit.run.learning_rate import check_scaling
 from toolkit.run.lora_config import lora_fields
 from toolkit.run.model_arguments import check_attention
-from toolkit.run.script_arguments import argument_words, flag, is_given, read_method, uses_activation_checkpointing
+from toolkit.run.script_arguments import (
+    accumulation_steps,
+    argument_words,
+    flag,
+    is_given,
+    read_method,
+    uses_activation_checkpointing,
+)
 from toolkit.run.trainer_arguments import check_trainer_arguments
 from toolkit.versions import INSTALL_GPU_PACKAGES, is_importable, optimizer_module, tracker_names
 
@@ -212,6 +219,8 @@ def _ineffective_arguments(arguments: Arguments, preset: PresetSpec | None) -> l
     for name, needed in PREREQUISITES.items():
         if name in arguments and not is_given(arguments, needed):
             lines.append(f"--{name} has no effect without --{needed}")
+    if is_given(arguments, "accumulate") and accumulation_steps(arguments) == 1:
+        lines.append("--accumulate has no effect without --gradient_accumulation_steps above 1")
     hook = arguments.get("ddp_comm_hook")
     lines += [
         f"--{name} has no effect: the hook is {hook}"

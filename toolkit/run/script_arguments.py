@@ -22,10 +22,12 @@ from toolkit.files.reading import expand_home, user_path
 from toolkit.files.secrets import hide_words, remember_secrets
 from toolkit.files.value_limits import shown, unexpected
 from toolkit.files.yaml_files import read_configuration
+from toolkit.presets.accumulation import ACCUMULATE, chosen_accumulate
 from toolkit.presets.optimizers import MUON
 from toolkit.presets.support import Method
 from toolkit.run.argument_aliases import ALIASES, HINTS, canonical_flags, canonical_values
 from toolkit.run.argument_values import TRUE_WORDS, as_list, check_type
+from toolkit.run.trainer_arguments import json_object
 from toolkit.versions import training_argument_types, training_argument_words
 
 CONFIG_SUFFIXES = (".yaml", ".yml", ".json")
@@ -118,6 +120,14 @@ class ModelArguments:
     ddp_comm_hook_power_sgd_rank: int = field(default=1, metadata={"help": "rank of the factors of `power_sgd`"})
     ddp_comm_hook_power_sgd_start: int = field(
         default=10, metadata={"help": "first steps that `power_sgd` does not compress; at least 2"}
+    )
+    accumulate: str | None = field(
+        default=None,
+        metadata={
+            "help": "gradients between accumulation steps: `sharded` (reduced in each of them) or `whole` (on every GPU"
+            " until the last one, which sends less); default: as the preset shards them, so `sharded` under FSDP2",
+            "choices": list(ACCUMULATE),
+        },
     )
     profile_steps: str | None = field(
         default=None, metadata={"help": "profile optimizer steps A to B (`3:5`, inclusive); they are not timed"}
@@ -314,10 +324,20 @@ def read_method(arguments: dict[str, Any]) -> Method:
         use_liger_kernel=is_on("use_liger_kernel"),
         torch_compile=is_on("torch_compile"),
         ddp_comm_hook=None if arguments.get("ddp_comm_hook") is None else str(arguments["ddp_comm_hook"]),
+        accumulate=accumulate_argument(arguments),
         memory_snapshot=is_on("memory_snapshot"),
         auto_find_batch_size=is_on("auto_find_batch_size"),
         save_only_model=is_on("save_only_model"),
     )
+
+
+def accumulate_argument(arguments: dict[str, Any]) -> str | None:
+    """Return `--accumulate`, or the same choice made in `--accelerator_config`; None without one.
+
+    Raises ToolkitError where the two contradict each other.
+    """
+    given = arguments.get("accumulate")
+    return chosen_accumulate(None if given is None else str(given), json_object(arguments, "accelerator_config"))
 
 
 def is_given(arguments: dict[str, Any], name: str) -> bool:

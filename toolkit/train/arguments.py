@@ -18,6 +18,7 @@ from transformers import HfArgumentParser, TrainingArguments
 from toolkit.errors import ToolkitError
 from toolkit.files.secrets import UnwrittenText, hide_secrets, hide_words, is_secret_name, restore_secrets
 from toolkit.models.attention import needs_no_mask
+from toolkit.presets.accumulation import default_accumulate, with_accumulate
 from toolkit.presets.optimizers import DEFAULT_OPTIMIZER, MUON
 from toolkit.presets.training_arguments import resolve_precision
 from toolkit.run.argument_aliases import canonical_flags
@@ -26,6 +27,7 @@ from toolkit.run.learning_rate import WARMUP_SHARE, ScaledRate, scaled_rate
 from toolkit.run.script_arguments import (
     DataArguments,
     ModelArguments,
+    accumulate_argument,
     expand_paths,
     flag,
     has_config_file,
@@ -33,6 +35,7 @@ from toolkit.run.script_arguments import (
     read_config_file,
     uses_activation_checkpointing,
 )
+from toolkit.run.trainer_arguments import json_object
 from toolkit.train.dtypes import compute_dtype
 from toolkit.train.launch_context import LaunchContext
 from toolkit.train.model.loading import choose_attention
@@ -81,6 +84,7 @@ def parse_args(argv: Sequence[str], launch: LaunchContext) -> Arguments:
         on_cpu=bool(values.get("use_cpu")),
         purpose="launched",
     )
+    values |= _accumulation(given, launch)
     rate, checkpointing = _scaled_learning_rate(values), uses_activation_checkpointing(values)
     if checkpointing:
         values |= _activation_checkpointing(launch, offload=bool(values["activation_checkpointing_offload"]))
@@ -165,6 +169,17 @@ def _defaults_unless_given(given: dict[str, Any]) -> dict[str, Any]:
     }
     # The collator reads columns that no model takes.
     return {"remove_unused_columns": False} | {n: value for n, value in defaults.items() if n not in given}
+
+
+def _accumulation(given: dict[str, Any], launch: LaunchContext) -> dict[str, Any]:
+    """Return how gradients wait for the last accumulation step, and under FSDP the setting that the Trainer reads."""
+    chosen, preset = accumulate_argument(given), launch.preset
+    accumulate = default_accumulate(preset) if chosen is None and preset is not None else chosen
+    fsdp = os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
+    if accumulate is None or not fsdp:
+        return {"accumulate": accumulate}
+    configured = json_object(given, "accelerator_config")
+    return {"accumulate": accumulate, "accelerator_config": with_accumulate(configured, accumulate)}
 
 
 def _activation_checkpointing(launch: LaunchContext, *, offload: bool) -> dict[str, Any]:

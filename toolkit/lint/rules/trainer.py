@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from toolkit.lint.document import TRAINER, Document
-from toolkit.lint.findings import ERROR, WARNING, Edit, Match, rule
+from toolkit.lint.findings import ERROR, NOTE, WARNING, Edit, Match, rule
 from toolkit.lint.rules.settings import as_bool, as_enum, as_int, shorten
 from toolkit.presets.support import rejects_save_only_model
 
@@ -76,4 +76,25 @@ def fsdp_as_words(doc: Document) -> Iterator[Match]:
             key="fsdp",
             message=f"{shorten(value)} is the deprecated form",
             fix=f"`fsdp: true`, `fsdp_config: {{version: {version}, reshard_after_forward: {reshard}}}`",
+        )
+
+
+@rule(
+    "whole-gradients-between-steps",
+    NOTE,
+    TRAINER,
+    library="transformers",
+    fix="sync_each_batch: true in accelerator_config's gradient_accumulation_kwargs",
+)
+def whole_gradients_between_steps(doc: Document) -> Iterator[Match]:
+    """With FSDP, the Trainer reduces gradients in the last accumulation step only: until then every GPU holds them
+    unsharded, 2 bytes per trained parameter in bf16 (16 GB for 8 billion). `sync_each_batch` reduces them in every
+    accumulation step: shards, and one reduce-scatter more for each."""
+    steps, config = as_int(doc.get("gradient_accumulation_steps")) or 1, doc.get("accelerator_config")
+    chosen = doc.has("accelerator_config.gradient_accumulation_kwargs.sync_each_batch") or isinstance(config, str)
+    if uses_fsdp(doc) and steps > 1 and not chosen:
+        yield Match(
+            key="gradient_accumulation_steps",
+            message=f"in {steps} accumulation steps each GPU holds all gradients, 2 bytes per trained parameter",
+            fix="`accelerator_config: {gradient_accumulation_kwargs: {sync_each_batch: true}}`; `false` to keep them",
         )

@@ -19,6 +19,7 @@ from toolkit.errors import AttestationFailed
 from toolkit.presets import Preset
 from toolkit.presets.shard_bytes import ADAM_STATES, shard_byte_limits
 from toolkit.run.folder import write_json
+from toolkit.train.attest.accumulation import AccumulatedGradients, read_accumulated
 from toolkit.train.attest.activation_checkpointing import RecomputeDetector
 from toolkit.train.attest.clipping import NormReader, NormReading, clipping_differences, gradient_replicas, was_clipped
 from toolkit.train.attest.differences import byte_differences, differences, expected_values, rank_differences
@@ -76,6 +77,7 @@ class Attestation(TrainerCallback):  # type: ignore[misc]
         """This rank's reading, once the first step is over."""
         self.initial_weights: str | None = None
         self.gradients: GradientReading | None = None
+        self.accumulated: AccumulatedGradients | None = None
         self.packing: PackingReading = {"packing": None}
         self.norms, self.recompute = NormReader(), RecomputeDetector()
 
@@ -95,6 +97,11 @@ class Attestation(TrainerCallback):  # type: ignore[misc]
         self.progress.enter("train")
         self.on_done()
 
+    def on_substep_end(self, *_: Any, **__: Any) -> None:
+        """After each accumulation step of an optimizer step but the last."""
+        if self.accumulated is None and self.reading is None:
+            self.accumulated = read_accumulated(self.trainer)
+
     def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
         if self.gradients is None:
             self._read_gradients()
@@ -108,6 +115,7 @@ class Attestation(TrainerCallback):  # type: ignore[misc]
         self.recompute.stop()
         reading = read_rank(self.trainer, self.gradients or {}, recompute_detected=self.recompute.detected)
         reading.update(expected_bytes(self.launch.preset, self.trainer, reading))  # type: ignore[typeddict-item]
+        self._add_accumulated(reading)
         reading.update(self.packing)  # type: ignore[typeddict-item]
         reading["initial_weights_sha256"] = self.initial_weights
         self.reading = reading
@@ -155,17 +163,30 @@ class Attestation(TrainerCallback):  # type: ignore[misc]
             "activation_checkpointing": bool(
                 args.activation_checkpointing or fsdp.get("fsdp_activation_checkpointing")
             ),
-        }
+        } | self.expected_settings
+        if self.accumulated is None:  # the first step had one accumulation step
+            settings.pop("accumulate", None)
         return expected_values(
             preset,
             self.launch.world_size,
             compute_dtype=dtype_name(self.compute_dtype),
-            settings=settings | self.expected_settings,
+            settings=settings,
             dp_shard_size=self.launch.dp_shard_size,
             on_cpu=args.device.type == "cpu",
             has_frozen_weights=bool(frozen_weights(self.trainer.model.parameters())),
             optimizer=None if preset is None else expected_optimizer(named_optimizer(args), preset),
         )
+
+    def _add_accumulated(self, reading: RankReading) -> None:
+        reading["accumulate"] = None
+        if self.accumulated is None:
+            return
+        reading["accumulate"] = self.accumulated.accumulate
+        reading["accumulated_gradient_bytes"] = self.accumulated.num_bytes
+        if self.launch.preset is not None:
+            ranks = reading.get("dp_shard_size") or reading["world_size"]
+            limits = self.accumulated.byte_limits(self.launch.preset, ranks=ranks)
+            reading["byte_limits"]["accumulated_gradient"] = limits
 
     def _read_gradients(self) -> None:
         self.gradients = read_gradients(self.trainer)

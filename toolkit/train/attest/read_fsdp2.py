@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import Any
 
+import torch
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 
 from toolkit.train.attest.readings import EngineReading
@@ -45,6 +47,27 @@ def fsdp2_reduce_dtype(model: Any) -> str:
     """Return the dtype of the reduce-scatter, from the mixed-precision policy of the first parameter group."""
     policy, parameter = _parameter_groups(model)[0].mp_policy, next(model.parameters())
     return str(policy.reduce_dtype or policy.param_dtype or parameter.dtype).removeprefix("torch.")
+
+
+def fsdp2_compute_dtype(model: Any) -> torch.dtype:
+    """Return the dtype of gathered parameters, from the mixed-precision policy of the first parameter group."""
+    dtype: torch.dtype = _parameter_groups(model)[0].mp_policy.param_dtype or next(model.parameters()).dtype
+    return dtype
+
+
+def unsharded_gradients(model: Any) -> Iterator[tuple[Any, torch.Tensor]]:
+    """Yield each sharded parameter of which this rank holds the whole gradient, and that gradient.
+
+    They wait for their reduction there (torch 2.13, `_fsdp_param.py`, `to_accumulated_grad_if_needed`): in the dtype of
+    the computation, or apart where the reduction's differs.
+    """
+    for group in _parameter_groups(model):
+        for parameter in group.fsdp_params:
+            unsharded = getattr(parameter, "_unsharded_param", None)
+            computed = None if unsharded is None else unsharded.grad
+            for gradient in (computed, parameter.unsharded_accumulated_grad):
+                if gradient is not None:
+                    yield parameter.sharded_param, gradient
 
 
 def _parameter_groups(model: Any) -> list[Any]:

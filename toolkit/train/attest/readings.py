@@ -50,6 +50,14 @@ class GradientReading(TypedDict, total=False):
     """The dtype in which ranks exchange gradients."""
 
 
+class AccumulationReading(TypedDict, total=False):
+    """Gradients between the accumulation steps of the first optimizer step."""
+
+    accumulate: str | None
+    """`sharded` or `whole`; None where the first step has one accumulation step."""
+    accumulated_gradient_bytes: int
+
+
 class PackingReading(TypedDict, total=False):
     """Isolation of packed documents; `packing` alone, and None, without packing."""
 
@@ -74,7 +82,7 @@ class ByteReading(TypedDict, total=False):
     """Dtypes that the optimizer gives the states of this rank's tensors, by its specification."""
 
 
-class RankReading(EngineReading, GradientReading, PackingReading, ByteReading, total=False):
+class RankReading(EngineReading, GradientReading, AccumulationReading, PackingReading, ByteReading, total=False):
     """Everything that one rank reads: an element of `ranks` in `attestation.json`."""
 
     rank: int

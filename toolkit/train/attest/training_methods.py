@@ -27,6 +27,8 @@ def expected_methods(arguments: Arguments) -> Values:
         expected["loss"] = model.loss
     if arguments.activation_checkpointing:
         expected["activation_checkpointing"] = True
+    if model.accumulate is not None:
+        expected["accumulate"] = model.accumulate
     if model.attn_implementation is not None:
         expected["attn_implementation"] = model.attn_implementation
     if arguments.data.packing and needs_no_mask(model.attn_implementation) and not training.torch_compile:

@@ -1,0 +1,106 @@
+"""The choice between sharded and whole gradients: who makes it, and what it becomes in `accelerator_config`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from toolkit.errors import ToolkitError
+from toolkit.presets import list_presets, load_preset
+from toolkit.presets.accumulation import chosen_accumulate, default_accumulate, with_accumulate
+from toolkit.presets.support import Method, unsupported
+from toolkit.presets.training_arguments import trainer_arguments
+from toolkit.run.argument_checks import check_arguments
+from toolkit.run.script_arguments import accumulate_argument
+
+SYNC: dict[str, Any] = {"gradient_accumulation_kwargs": {"sync_each_batch": True}}
+
+
+def test_gradients_stay_sharded_under_each_preset_that_shards_them() -> None:
+    whole = {preset.name for preset in list_presets() if default_accumulate(preset) == "whole"}
+    assert whole == {"single", "ddp", "zero1"}
+
+
+def test_only_fsdp2_has_a_choice() -> None:
+    def accepted(accumulate: str) -> set[str]:
+        method = Method(accumulate=accumulate)
+        return {preset.name for preset in list_presets() if unsupported(preset, method) is None}
+
+    fsdp2 = {preset.name for preset in list_presets() if preset.engine == "fsdp2"}
+    assert accepted("whole") & accepted("sharded") == fsdp2
+    assert accepted("whole") == fsdp2 | {"single", "ddp", "zero1"}
+
+
+@pytest.mark.parametrize(
+    ("preset", "accumulate", "message"),
+    [
+        (
+            "ddp",
+            "sharded",
+            "every GPU holds all gradients, so a reduction in each accumulation step would save nothing",
+        ),
+        ("zero1", "sharded", "below ZeRO-2, gradients are reduced in the last accumulation step only"),
+        ("zero3", "whole", "ZeRO-2 and ZeRO-3 reduce and shard gradients in every accumulation step"),
+    ],
+)
+def test_what_an_engine_cannot_do_is_refused_before_the_launch(preset: str, accumulate: str, message: str) -> None:
+    arguments = {"accumulate": accumulate, "gradient_accumulation_steps": "2"}
+    with pytest.raises(ToolkitError) as refused:
+        check_arguments(arguments, load_preset(preset), num_processes=2, on_cpu=True)
+    assert refused.value.message == f"--accumulate {accumulate} does not work under preset {preset!r}: {message}"
+    assert refused.value.hint == "leave it out, or `--preset fsdp2`"
+
+
+def test_sync_each_batch_of_the_user_is_the_same_choice(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(SYNC))
+    for given in (SYNC, json.dumps(SYNC), str(tmp_path / "config.json")):
+        assert accumulate_argument({"accelerator_config": given}) == "sharded"
+    assert accumulate_argument({"accelerator_config": {"even_batches": False}}) is None
+
+
+def test_two_choices_that_contradict_each_other_are_refused() -> None:
+    assert chosen_accumulate("sharded", SYNC) == "sharded"
+    with pytest.raises(ToolkitError) as refused:
+        chosen_accumulate("whole", SYNC)
+    assert refused.value.message == (
+        "accumulate is whole, but accelerator_config has sync_each_batch: true, which means sharded"
+    )
+    assert refused.value.hint == "leave one of them out"
+
+
+@pytest.mark.parametrize(
+    ("accumulate", "kwargs", "message"),
+    [
+        ("half", {}, "accumulate is 'half', expected sharded or whole"),
+        (None, {"sync_each_batch": "yes"}, "sync_each_batch is 'yes', expected true or false"),
+        (None, [1], "gradient_accumulation_kwargs is [1], expected keys and values"),
+    ],
+)
+def test_an_invalid_choice_is_named(accumulate: str | None, kwargs: Any, message: str) -> None:
+    with pytest.raises(ToolkitError) as refused:
+        chosen_accumulate(accumulate, {"gradient_accumulation_kwargs": kwargs})
+    assert message in refused.value.message
+
+
+def test_other_keys_of_the_user_stay() -> None:
+    given = {"even_batches": False, "gradient_accumulation_kwargs": {"adjust_scheduler": False}}
+    assert with_accumulate(given, "whole") == {
+        "even_batches": False,
+        "gradient_accumulation_kwargs": {"adjust_scheduler": False, "sync_each_batch": False},
+    }
+    assert "sync_each_batch" not in given["gradient_accumulation_kwargs"]  # type: ignore[operator]
+
+
+def test_a_choice_without_accumulation_is_a_warning() -> None:
+    arguments = {"accumulate": "whole"}
+    warnings = check_arguments(arguments, load_preset("fsdp2"), num_processes=2, on_cpu=True)
+    assert warnings == ["--accumulate has no effect without --gradient_accumulation_steps above 1"]
+
+
+def test_the_trainer_arguments_of_fsdp2_alone_carry_the_default() -> None:
+    carried = {p.name for p in list_presets() if "accelerator_config" in trainer_arguments(p, precision="no")}
+    assert carried == {preset.name for preset in list_presets() if preset.engine == "fsdp2"}
+    assert trainer_arguments(load_preset("fsdp2"), precision="no")["accelerator_config"] == SYNC

@@ -1,0 +1,71 @@
+"""Gradients between accumulation steps: shards, or whole on every GPU until the last one.
+
+>>> from toolkit.presets import load_preset
+>>> default_accumulate(load_preset("fsdp2")), default_accumulate(load_preset("zero1"))
+('sharded', 'whole')
+
+FSDP2 can do both. Reduced in every accumulation step, gradients are fp32 shards, and each accumulation step sends them.
+Reduced in the last one, whole gradients in the compute dtype wait on every GPU. The Trainer decides by
+`sync_each_batch` in `accelerator_config.gradient_accumulation_kwargs` (transformers 5.23, `_run_epoch`; without it, all
+but the last accumulation step run under `Accelerator.no_sync`). Every other engine has one way of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from toolkit.errors import ToolkitError
+from toolkit.files.value_limits import shown
+from toolkit.presets.spec import PresetSpec
+
+SHARDED, WHOLE = "sharded", "whole"
+ACCUMULATE = (SHARDED, WHOLE)
+KWARGS, SWITCH = "gradient_accumulation_kwargs", "sync_each_batch"
+
+
+def default_accumulate(preset: PresetSpec) -> str:
+    """Return how gradients wait for the last accumulation step unless the user decides: as the preset shards them."""
+    return SHARDED if "gradient" in preset.sharded_parts else WHOLE
+
+
+def chosen_accumulate(accumulate: str | None, accelerator_config: Mapping[str, Any]) -> str | None:
+    """Return the user's choice, made by `accumulate` or in `accelerator_config`; None without one.
+
+    Raises ToolkitError where the two contradict each other.
+
+    >>> chosen_accumulate(None, {"gradient_accumulation_kwargs": {"sync_each_batch": True}})
+    'sharded'
+    """
+    if accumulate not in (None, *ACCUMULATE):
+        raise ToolkitError(f"accumulate is {shown(accumulate)}, expected {' or '.join(ACCUMULATE)}")
+    configured = _configured(accelerator_config)
+    if accumulate is not None and configured is not None and accumulate != configured:
+        value = str(accelerator_config[KWARGS][SWITCH]).lower()
+        raise ToolkitError(
+            f"accumulate is {accumulate}, but accelerator_config has {SWITCH}: {value}, which means {configured}",
+            hint="leave one of them out",
+        )
+    return accumulate or configured
+
+
+def with_accumulate(accelerator_config: Mapping[str, Any], accumulate: str) -> dict[str, Any]:
+    """Return an `accelerator_config` that puts a choice in effect, with everything else as it was given.
+
+    >>> with_accumulate({"even_batches": False}, "sharded")
+    {'even_batches': False, 'gradient_accumulation_kwargs': {'sync_each_batch': True}}
+    """
+    kwargs = dict(accelerator_config.get(KWARGS) or {})
+    return {**accelerator_config, KWARGS: {**kwargs, SWITCH: accumulate == SHARDED}}
+
+
+def _configured(accelerator_config: Mapping[str, Any]) -> str | None:
+    kwargs = accelerator_config.get(KWARGS) or {}
+    if not isinstance(kwargs, Mapping):
+        raise ToolkitError(f"accelerator_config {KWARGS} is {shown(kwargs)}, expected keys and values")
+    value = kwargs.get(SWITCH)
+    if value is None:
+        return None
+    if not isinstance(value, bool):
+        raise ToolkitError(f"accelerator_config {SWITCH} is {shown(value)}, expected true or false")
+    return SHARDED if value else WHOLE
