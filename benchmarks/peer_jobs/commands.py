@@ -1,0 +1,334 @@
+"""How each program is told to run a job: its command, its environment and the files it reads.
+
+Every setting that a program would choose otherwise is given: order of rows, length, optimizer, schedule, clipping,
+weight decay, activation checkpointing, precision, logging of each step's loss, nothing saved during the run.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from peer_jobs.job import LEARNING_RATE, LORA_R, SEED, Job
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+
+
+class NotOffered(Exception):
+    """The program has no way to run this job, by its documentation."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Launch:
+    """A command and what it needs; nothing is written or started by making one."""
+
+    argv: list[str]
+    environment: Mapping[str, str] = field(default_factory=dict)
+    files: Mapping[str, str] = field(default_factory=dict)
+    """Name in the run's folder -> content."""
+    cwd: Path | None = None
+    """Where the command is started, if not in the run's folder: a preset's YAML names its JSON from the root."""
+
+
+# Arguments that transformers.TrainingArguments and every program on top of it share.
+SHARED: dict[str, Any] = {
+    "learning_rate": LEARNING_RATE,
+    "lr_scheduler_type": "constant",
+    "warmup_steps": 0,
+    "optim": "adamw_torch_fused",
+    "weight_decay": 0.0,
+    "adam_beta1": 0.9,
+    "adam_beta2": 0.999,
+    "adam_epsilon": 1e-8,
+    "max_grad_norm": 1.0,
+    "gradient_accumulation_steps": 1,
+    "seed": SEED,
+    "logging_steps": 1,
+    "save_strategy": "no",
+    "eval_strategy": "no",
+    "dataloader_num_workers": 0,
+}
+
+
+def shared(job: Job, **changed: Any) -> dict[str, Any]:
+    """Return the arguments of `TrainingArguments` for a job, with a program's own names and values."""
+    own = {
+        "max_steps": job.setting.steps,
+        "per_device_train_batch_size": job.setting.batch_size,
+        "bf16": job.bf16,
+    }
+    return SHARED | own | changed
+
+
+def words(values: Mapping[str, Any]) -> list[str]:
+    """Return values as command-line words; a boolean is `true` or `false`."""
+    return [word for name, value in values.items() for word in (f"--{name}", word_of(value))]
+
+
+def word_of(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def engine_file(job: Job) -> dict[str, str]:
+    """Return the preset's DeepSpeed JSON as a file of the run's folder, for programs that take the JSON alone."""
+    return {"deepspeed.json": (ROOT / "ds_configs" / f"{job.preset}.json").read_text()}
+
+
+def accelerate(job: Job, python: str, script: list[str]) -> list[str]:
+    """Return `accelerate launch` of a script under the preset's YAML, in the job's precision."""
+    options = ["--config_file", str(ROOT / "accelerate_configs" / f"{job.preset}.yaml")]
+    options += ["--num_processes", str(job.ranks), "--num_machines", "1", "--main_process_port", "0"]
+    if not job.preset.startswith("zero"):  # DeepSpeed's is in its JSON
+        options += ["--mixed_precision", "bf16" if job.bf16 else "no"]
+    return [python, "-m", "accelerate.commands.launch", *options, *script]
+
+
+def on_fsdp(job: Job) -> dict[str, str]:
+    """Let accelerate run FSDP2 on a CPU; on a GPU nothing is changed."""
+    return {"PEER_FSDP_ON_CPU": "true"} if job.preset == "fsdp2" and job.cpu else {}
+
+
+def bare(job: Job, python: str, folder: Path) -> Launch:
+    values = shared(job, use_cpu=job.cpu, output_dir=folder / "output", report_to="none", disable_tqdm=True)
+    values |= {"model": job.model, "data": job.rows, "max_length": job.setting.max_length}
+    values |= {"train_sampling_strategy": "sequential", "ddp_find_unused_parameters": False}
+    values |= {"lora_r": LORA_R if job.lora else 0}
+    script = [str(HERE / "bare.py"), *words(values)]
+    return Launch(argv=accelerate(job, python, script), environment=on_fsdp(job), cwd=ROOT)
+
+
+def toolkit(job: Job, python: str, folder: Path) -> Launch:
+    values = shared(job, output_dir=folder / "output", train_sampling_strategy="sequential")
+    values |= {"model_name_or_path": job.model, "dataset": job.rows, "max_seq_length": job.setting.max_length}
+    values |= {"untimed_steps": job.setting.untimed_steps, "save_model": False}
+    values |= {"lora_r": LORA_R, "lora_alpha": 2 * LORA_R} if job.lora else {}
+    options = ["--preset", job.preset, "--num-processes", str(job.ranks), *(["--cpu"] if job.cpu else [])]
+    return Launch(
+        argv=[python, "-m", "toolkit", "train", *options, "--", *words(values)], environment={"PYTHONPATH": str(ROOT)}
+    )
+
+
+def trl(job: Job, python: str, folder: Path) -> Launch:
+    """TRL's own script. It saves the model at the end, after the last step."""
+    values = shared(job, use_cpu=job.cpu, output_dir=folder / "output", report_to="none", disable_tqdm=True)
+    values |= {"model_name_or_path": job.model, "dataset_name": job.rows.parent, "dtype": "float32"}
+    values |= {"max_length": job.setting.max_length, "gradient_checkpointing": False}
+    values |= {"train_sampling_strategy": "sequential", "ddp_find_unused_parameters": False}
+    argv = words(values)
+    if job.lora:
+        argv += ["--use_peft", *words({"lora_r": LORA_R, "lora_alpha": 2 * LORA_R, "lora_dropout": 0.0})]
+        argv += ["--lora_target_modules", "all-linear"]
+    return Launch(argv=accelerate(job, python, ["-m", "trl.scripts.sft", *argv]), environment=on_fsdp(job), cwd=ROOT)
+
+
+def llamafactory(job: Job, python: str, folder: Path) -> Launch:
+    """`llamafactory-cli train`: its own torchrun for several processes, `accelerate launch` for FSDP2."""
+    values = shared(job, use_cpu=job.cpu, output_dir=str(folder / "output"), report_to="none", disable_tqdm=True)
+    values |= {"model_name_or_path": str(job.model), "stage": "pt", "do_train": True, "template": "empty"}
+    values |= {"dataset": "rows", "dataset_dir": str(folder), "cutoff_len": job.setting.max_length, "packing": False}
+    values |= {"disable_gradient_checkpointing": True, "disable_shuffling": True, "ddp_find_unused_parameters": False}
+    values |= {"overwrite_cache": True, "finetuning_type": job.method, "save_only_model": False}
+    if job.lora:
+        values |= {"lora_rank": LORA_R, "lora_alpha": 2 * LORA_R, "lora_dropout": 0.0, "lora_target": "all"}
+    files = {"dataset_info.json": json.dumps({"rows": {"file_name": str(job.rows), "columns": {"prompt": "text"}}})}
+    environment = {"DISABLE_VERSION_CHECK": "1"} | on_fsdp(job)
+    config = str(folder / "job.yaml")
+    argv = [python, "-m", "llamafactory.cli", "train", config]
+    if job.preset == "fsdp2":
+        argv = accelerate(job, python, ["-m", "llamafactory.launcher", config])
+    elif job.ranks > 1:
+        environment |= {"FORCE_TORCHRUN": "1", "NPROC_PER_NODE": str(job.ranks)}
+    if job.preset.startswith("zero"):
+        values["deepspeed"] = str(folder / "deepspeed.json")
+        files |= engine_file(job)
+    return Launch(argv=argv, environment=environment, files=files | {"job.yaml": yaml.safe_dump(values)})
+
+
+def swift(job: Job, python: str, folder: Path) -> Launch:
+    values = shared(job, use_cpu=job.cpu, output_dir=folder / "output", report_to="none", disable_tqdm=True)
+    values |= {"model": job.model, "model_type": "llama", "template": "dummy", "dataset": folder / "rows.jsonl"}
+    values |= {"max_length": job.setting.max_length, "gradient_checkpointing": False, "torch_dtype": "float32"}
+    values |= {"dataset_shuffle": False, "train_dataloader_shuffle": False, "split_dataset_ratio": 0}
+    values |= {"tuner_type": job.method, "attn_impl": "sdpa", "ddp_find_unused_parameters": False}
+    values |= {"check_model": False, "add_version": False, "create_checkpoint_symlink": False}
+    if job.lora:
+        values |= {"lora_rank": LORA_R, "lora_alpha": 2 * LORA_R, "lora_dropout": 0.0, "target_modules": "all-linear"}
+    rows = [json.loads(line)["text"] for line in job.rows.read_text().splitlines()]
+    messages = [{"messages": [{"role": "assistant", "content": text}]} for text in rows]
+    files = {"rows.jsonl": "".join(json.dumps(row) + "\n" for row in messages)}
+    environment = on_fsdp(job) | ({"NPROC_PER_NODE": str(job.ranks)} if job.ranks > 1 else {})
+    if job.preset.startswith("zero"):
+        values["deepspeed"] = folder / "deepspeed.json"
+        files |= engine_file(job)
+    if job.preset == "fsdp2":
+        values["fsdp"] = folder / "fsdp.json"
+        fsdp = {"fsdp_version": 2, "reshard_after_forward": True, "auto_wrap_policy": "TRANSFORMER_BASED_WRAP"}
+        fsdp |= {"cpu_ram_efficient_loading": True, "state_dict_type": "SHARDED_STATE_DICT"}
+        files["fsdp.json"] = json.dumps({"fsdp": "full_shard auto_wrap", "fsdp_config": fsdp})
+    return Launch(argv=[python, "-m", "swift.cli.main", "pt", *words(values)], environment=environment, files=files)
+
+
+def axolotl(job: Job, python: str, folder: Path) -> Launch:
+    values: dict[str, Any] = {
+        "base_model": str(job.model),
+        "datasets": [{"path": str(folder / "rows.jsonl"), "ds_type": "json", "type": None}],
+        "output_dir": str(folder / "output"),
+        "dataset_prepared_path": str(folder / "prepared"),
+        "sequence_len": job.setting.max_length,
+        "sample_packing": False,
+        "pad_to_sequence_len": False,
+        "shuffle_merged_datasets": False,
+        "curriculum_sampling": True,
+        "micro_batch_size": job.setting.batch_size,
+        "max_steps": job.setting.steps,
+        "num_epochs": 1,
+        "optimizer": SHARED["optim"],
+        "lr_scheduler": SHARED["lr_scheduler_type"],
+        "gradient_checkpointing": False,
+        "attn_implementation": "sdpa",
+        "bf16": job.bf16,
+        "fp16": False,
+        "tf32": False,
+        "val_set_size": 0,
+    }
+    same = ("learning_rate", "weight_decay", "warmup_steps", "max_grad_norm", "gradient_accumulation_steps")
+    same += ("adam_beta1", "adam_beta2", "adam_epsilon", "seed", "logging_steps", "save_strategy")
+    same += ("dataloader_num_workers",)
+    values |= {name: SHARED[name] for name in same}
+    if job.lora:
+        values |= {"adapter": "lora", "lora_r": LORA_R, "lora_alpha": 2 * LORA_R, "lora_dropout": 0.0}
+        values |= {"lora_target_linear": True}
+    files = {"rows.jsonl": tokenized_rows(job)}
+    if job.preset.startswith("zero"):
+        values["deepspeed"] = str(folder / "deepspeed.json")
+        files |= engine_file(job)
+    if job.preset == "fsdp2":
+        values |= {"fsdp_version": 2, "fsdp_config": {"reshard_after_forward": True, "cpu_ram_efficient_loading": True}}
+        values["fsdp_config"] |= {"auto_wrap_policy": "TRANSFORMER_BASED_WRAP"}
+        values["fsdp_config"] |= {"transformer_layer_cls_to_wrap": "LlamaDecoderLayer"}
+        values["fsdp_config"] |= {"state_dict_type": "SHARDED_STATE_DICT"}
+    launcher = ["--launcher", "python"]
+    if job.ranks > 1:
+        launcher = ["--launcher", "torchrun", "--", f"--nproc_per_node={job.ranks}"]
+    argv = [python, "-m", "axolotl.cli.main", "train", str(folder / "job.yaml"), *launcher]
+    environment = {"AXOLOTL_DO_NOT_TRACK": "1"} | on_fsdp(job)
+    return Launch(argv=argv, environment=environment, files=files | {"job.yaml": yaml.safe_dump(values)})
+
+
+def tokenized_rows(job: Job) -> str:
+    """Return rows of token ids and labels, which axolotl takes as they are."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(job.model)
+    lines = []
+    for line in job.rows.read_text().splitlines():
+        ids = [*tokenizer(json.loads(line)["text"]).input_ids, tokenizer.eos_token_id]
+        lines.append(json.dumps({"input_ids": ids, "attention_mask": [1] * len(ids), "labels": ids}) + "\n")
+    return "".join(lines)
+
+
+def torchtune(job: Job, python: str, folder: Path) -> Launch:
+    """One process with the single-device recipe; its recipe for several processes is FSDP2."""
+    if job.preset not in ("single", "fsdp2"):
+        raise NotOffered("torchtune's recipes are one process or FSDP2")
+    config = json.loads((job.model / "config.json").read_text())
+    model: dict[str, Any] = {
+        "_component_": f"torchtune.models.llama3.{'lora_' if job.lora else ''}llama3",
+        "vocab_size": config["vocab_size"],
+        "num_layers": config["num_hidden_layers"],
+        "num_heads": config["num_attention_heads"],
+        "num_kv_heads": config["num_key_value_heads"],
+        "embed_dim": config["hidden_size"],
+        "intermediate_dim": config["intermediate_size"],
+        "max_seq_len": config["max_position_embeddings"],
+        "norm_eps": config["rms_norm_eps"],
+        "rope_base": int(config["rope_parameters"]["rope_theta"]),
+    }
+    if job.lora:
+        model |= {"lora_attn_modules": ["q_proj", "k_proj", "v_proj", "output_proj"], "apply_lora_to_mlp": True}
+        model |= {"apply_lora_to_output": False, "lora_rank": LORA_R, "lora_alpha": 2 * LORA_R, "lora_dropout": 0.0}
+    optimizer = {"_component_": "torch.optim.AdamW", "lr": LEARNING_RATE, "weight_decay": 0.0, "fused": True}
+    checkpointer = {"_component_": "torchtune.training.FullModelHFCheckpointer", "checkpoint_dir": str(job.model)}
+    checkpointer |= {"checkpoint_files": ["model.safetensors"], "recipe_checkpoint": None, "model_type": "LLAMA3"}
+    checkpointer |= {"output_dir": str(folder / "output")}
+    dataset = {"_component_": "torchtune.datasets.text_completion_dataset", "source": "json", "column": "text"}
+    dataset |= {"data_files": str(job.rows), "packed": False}
+    tokenizer = {"_component_": "torchtune_tokenizer.TextTokenizer"}
+    tokenizer |= {"tokenizer_json_path": str(job.model / "tokenizer.json")}
+    tokenizer |= {"tokenizer_config_json_path": str(job.model / "tokenizer_config.json")}
+    loss = {"_component_": "torchtune.modules.loss.CEWithChunkedOutputLoss"}
+    logger = {"_component_": "torchtune.training.metric_logging.DiskLogger", "log_dir": str(folder / "logs")}
+    values: dict[str, Any] = {
+        "output_dir": str(folder / "output"),
+        "model": model,
+        "tokenizer": tokenizer,
+        "dataset": dataset,
+        "checkpointer": checkpointer,
+        "optimizer": optimizer,
+        "loss": loss,
+        "metric_logger": logger,
+        "lr_scheduler": {"_component_": "torchtune.training.lr_schedulers.get_cosine_schedule_with_warmup"},
+        "seed": SEED,
+        "shuffle": False,
+        "batch_size": job.setting.batch_size,
+        "epochs": 1,
+        "max_steps_per_epoch": job.setting.steps,
+        "gradient_accumulation_steps": 1,
+        "clip_grad_norm": SHARED["max_grad_norm"],
+        "optimizer_in_bwd": False,
+        "compile": False,
+        "device": job.setting.device,
+        "dtype": job.setting.precision,
+        "enable_activation_checkpointing": False,
+        "enable_activation_offloading": False,
+        "resume_from_checkpoint": False,
+        "log_every_n_steps": 1,
+        "log_peak_memory_stats": False,
+        "save_adapter_weights_only": True,
+    }
+    # A constant rate: half a cosine that is stretched far beyond the last step.
+    values["lr_scheduler"] |= {"num_warmup_steps": 0, "num_cycles": 0.0}
+    recipe = f"{job.method}_finetune_{'single_device' if job.ranks == 1 else 'distributed'}"
+    processes = ["--nproc_per_node", str(job.ranks)] if job.ranks > 1 else []
+    argv = [python, "-m", "torchtune._cli.tune", "run", *processes, recipe, "--config", str(folder / "job.yaml")]
+    return Launch(argv=argv, environment={"PYTHONPATH": str(HERE)}, files={"job.yaml": yaml.safe_dump(values)})
+
+
+PROGRAMS: dict[str, Callable[[Job, str, Path], Launch]] = {
+    "bare": bare,
+    "toolkit": toolkit,
+    "trl": trl,
+    "llamafactory": llamafactory,
+    "ms-swift": swift,
+    "axolotl": axolotl,
+    "torchtune": torchtune,
+}
+
+
+def environment_of(launch: Launch, job: Job, *, python: Path, extensions: Path, folder: Path) -> dict[str, str]:
+    """Return the environment of a run: the same threads and switches for every program, and the hook that times it."""
+    chosen = {
+        "PATH": f"{python.parent}{os.pathsep}{os.environ['PATH']}",
+        # More threads than free cores wait in a loop, and processor time then measures the load of the node.
+        "OMP_NUM_THREADS": str(job.setting.threads),
+        "TOKENIZERS_PARALLELISM": "false",
+        "HF_HUB_OFFLINE": "1",
+        "HF_DATASETS_CACHE": str(folder / "datasets"),
+        "TORCH_EXTENSIONS_DIR": str(extensions),
+        "PEER_STEPS_FOLDER": str(folder / "steps"),
+        "DS_BUILD_OPS": "0",
+        **launch.environment,
+    }
+    if job.cpu:
+        chosen |= {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
+    paths = [str(HERE / "hook"), launch.environment.get("PYTHONPATH", "")]
+    chosen["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
+    removed = ("ACCELERATE_MIXED_PRECISION", "PYTHONWARNINGS")
+    return {name: value for name, value in os.environ.items() if name not in removed} | chosen

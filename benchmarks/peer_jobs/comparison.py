@@ -1,0 +1,101 @@
+"""Figures of finished runs: speed, memory, whether a program ran the same job, and ratios to ours."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from typing import Any
+
+from toolkit.compare.significance import geometric_mean, mean_interval
+
+# Of the first loss, before anything was learned: the rows, their order and length, and the model are the same.
+FIRST_LOSS_BAND = 1e-3
+# Of every later loss. Full fine-tuning repeats the bare Trainer's arithmetic; LoRA starts from other random weights.
+LOSS_BANDS = {"full": 0.01, "lora": 0.05}
+SPEED = ("tokens_per_second", "tokens_per_cpu_second")
+LESS_IS_BETTER = ("peak_pss_bytes", "first_step_seconds")
+
+
+def figures(record: dict[str, Any], untimed_steps: int, tokens_per_step: int) -> dict[str, Any]:
+    """Return the figures of one finished run from what was recorded of it."""
+    ranks = record["ranks"]
+    numbers = range(untimed_steps, len(ranks[0]))
+    before = untimed_steps - 1
+    ends = [max(rank[number]["time"] for rank in ranks) for number in (before, numbers[-1])]
+    cpu = sum(rank[numbers[-1]]["cpu_seconds"] - rank[before]["cpu_seconds"] for rank in ranks)
+    tokens = len(numbers) * tokens_per_step
+    peaks = [rank[-1]["peak_allocated_bytes"] for rank in ranks if "peak_allocated_bytes" in rank[-1]]
+    return {
+        "tokens_per_second": tokens / (ends[1] - ends[0]),
+        "tokens_per_cpu_second": tokens / cpu,
+        "first_step_seconds": max(rank[0]["time"] for rank in ranks) - record["started"],
+        "peak_pss_bytes": record["peak_pss_bytes"],
+        "peak_allocated_bytes": max(peaks) if peaks else None,
+        "cpu_seconds": record["cpu_seconds"],
+        "losses": [step.get("loss") for step in ranks[0]],
+        "facts": {name: value for name, value in ranks[0][0].items() if name not in FACTLESS},
+        "num_ranks": len(ranks),
+    }
+
+
+FACTLESS = ("step", "time", "cpu_seconds", "loss")
+
+
+def differences(
+    own: dict[str, Any], bare: dict[str, Any], *, preset: str, method: str, ranks: int, max_length: int
+) -> list[str]:
+    """Return how a run's job differs from the bare Trainer's; empty if it is the same job."""
+    found = []
+    if own["num_ranks"] != ranks:
+        found.append(f"{own['num_ranks']} of {ranks} ranks trained")
+    if own["facts"]["engine"] != preset:
+        found.append(f"ran as {own['facts']['engine']}")
+    for name in ("trained_parameters", "trained_dtypes", "activation_checkpointing"):
+        if own["facts"][name] != bare["facts"][name]:
+            found.append(f"{name}: {own['facts'][name]}, bare Trainer: {bare['facts'][name]}")
+    if len(own["losses"]) != len(bare["losses"]) or None in own["losses"]:
+        return [*found, f"{len(own['losses'])} steps with a loss, bare Trainer: {len(bare['losses'])}"]
+    losses = list(zip(comparable_losses(own["losses"], bare["losses"], max_length), bare["losses"], strict=True))
+    first = relative(*losses[0])
+    if first > FIRST_LOSS_BAND:
+        found.append(f"first loss {losses[0][0]:.4f}, bare Trainer: {losses[0][1]:.4f}")
+    elif (largest := max(relative(*pair) for pair in losses)) > LOSS_BANDS[method]:
+        found.append(f"losses differ by up to {largest:.1%}: last {losses[-1][0]:.4f}, bare: {losses[-1][1]:.4f}")
+    return found
+
+
+def comparable_losses(own: Sequence[float], bare: Sequence[float], max_length: int) -> list[float]:
+    """Return losses that are divided by the number of predicted tokens, one fewer per row than its tokens.
+
+    transformers 5.6.0, LLaMA-Factory's, divides by all tokens of a row, which makes every loss smaller by that factor.
+
+    >>> comparable_losses([3.0], [4.0], max_length=4)
+    [4.0]
+    """
+    factor = max_length / (max_length - 1)
+    scaled = [loss * factor for loss in own]
+    return scaled if relative(scaled[0], bare[0]) < relative(own[0], bare[0]) else list(own)
+
+
+def relative(own: float, other: float) -> float:
+    return abs(own - other) / abs(other)
+
+
+def ratio(ours: Sequence[float], theirs: Sequence[float]) -> dict[str, Any]:
+    """Return our figure over theirs, repeat by repeat: its geometric mean and 95 % CI (None with one repeat)."""
+    ratios = [own / other for own, other in zip(ours, theirs, strict=True)]
+    interval = mean_interval(ratios)
+    return {"ratio": geometric_mean(ratios), "interval": None if interval is None else list(interval)}
+
+
+def row(program: str, runs: Sequence[dict[str, Any]], ours: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return medians of a program's repeats, and our ratio to it over the repeats that both finished.
+
+    A run is a dictionary with `repeat` and `figures`.
+    """
+    names = (*SPEED, *LESS_IS_BETTER)
+    own_by_repeat = {run["repeat"]: run["figures"] for run in ours}
+    both = [(own_by_repeat[run["repeat"]], run["figures"]) for run in runs if run["repeat"] in own_by_repeat]
+    medians = {name: statistics.median(run["figures"][name] for run in runs) for name in names}
+    ratios = {name: ratio([own[name] for own, _ in both], [other[name] for _, other in both]) for name in names if both}
+    return {"program": program, "repeats": len(runs), "medians": medians, "ours_over_theirs": ratios}

@@ -1,0 +1,276 @@
+"""Run the same fine-tuning job in a bare Trainer, the toolkit, TRL, LLaMA-Factory, ms-swift, axolotl and torchtune.
+
+    python benchmarks/peers.py --work DIR --repeats 5
+    python benchmarks/peers.py --work DIR --peers bare toolkit trl --jobs single-full ddp-lora --repeats 9
+    python benchmarks/peers.py --work DIR --device cuda --precision bf16 --size 1b --ranks 8 --environments DIR
+
+Each program that needs other versions gets an environment of its own, which is built first (`--build-only` stops
+there; the folder can be taken to a node without network). Every program trains the same model on the same rows in the
+same order, with the same optimizer, schedule, clipping and precision and without activation checkpointing; a run whose
+losses differ from the bare Trainer's is shown as not the same job. All are measured in the same way, from outside:
+memory and processor time from /proc, the time of each step by a hook that only writes a line. A finished run is a line
+in DIR/runs.jsonl, and the same command resumes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from peer_jobs import comparison, environments, measurement
+from peer_jobs.commands import PROGRAMS, NotOffered, environment_of
+from peer_jobs.job import METHODS, PRESETS, SIZES, Job, Setting, prepare
+from record import print_table, write_result, write_table
+
+DOCUMENT = Path(__file__).parents[1] / "docs" / "evidence" / "peers.md"
+TABLE = "results of peers.py"
+HEADER = [
+    "job",
+    "program",
+    "runs",
+    "tokens per second",
+    "per CPU second",
+    "peak memory",
+    "first step",
+    "ours / theirs, per CPU second",
+    "ours / theirs, per second",
+]
+BASELINE, OURS = "bare", "toolkit"
+JOBS = [f"{preset}-{method}" for preset in PRESETS for method in METHODS]
+Record = dict[str, Any]
+
+
+def runs_in_order(programs: Sequence[str], jobs: Sequence[str], repeats: int) -> Iterator[tuple[int, str, str]]:
+    """Yield every run, interleaved: each repeat has all of them, and begins with another program.
+
+    >>> [program for _, _, program in runs_in_order(["bare", "trl"], ["ddp-full"], 2)]
+    ['bare', 'trl', 'trl', 'bare']
+    """
+    for repeat in range(repeats):
+        first = repeat % len(programs)
+        for job in jobs:
+            for program in (*programs[first:], *programs[:first]):
+                yield repeat, job, program
+
+
+def waiting(wanted: Iterator[tuple[int, str, str]], done: Sequence[Record]) -> list[tuple[int, str, str]]:
+    """Return the runs that are left: not those that finished, nor repeats of one that failed."""
+    finished = {(run["repeat"], run["job"], run["program"]) for run in done}
+    failed = {(run["job"], run["program"]) for run in done if run["error"] is not None}
+    return [run for run in wanted if run not in finished and run[1:] not in failed]
+
+
+def measure(program: str, job: Job, given: argparse.Namespace) -> Record:
+    """Run a program once; what it wrote is deleted, unless it failed."""
+    folder: Path = given.work / "runs" / f"{job.name}-{program}"
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    python = environments.python_of(program, given.environments)
+    try:
+        launch = PROGRAMS[program](job, str(python), folder)
+    except NotOffered as reason:
+        return {"exit_code": None, "error": str(reason)}
+    for name, text in launch.files.items():
+        (folder / name).write_text(text)
+    extensions = environments.extensions_of(program, given.environments)
+    variables = environment_of(launch, job, python=python, extensions=extensions, folder=folder)
+    run = measurement.run(
+        launch.argv,
+        environment=variables,
+        folder=folder,
+        timeout_seconds=given.timeout_seconds,
+        cwd=launch.cwd or folder,
+    )
+    if run.error is None and any(len(rank) != job.setting.steps for rank in run.ranks):
+        raise SystemExit(f"{folder}: {[len(rank) for rank in run.ranks]} steps were recorded, of {job.setting.steps}")
+    if run.error is None:
+        shutil.rmtree(folder)
+    return asdict(run)
+
+
+def results(done: Sequence[Record], given: argparse.Namespace) -> list[Record]:
+    """Return a row for each job and program, in the order of the table."""
+    rows = []
+    for job_name in given.jobs:
+        job = job_of(job_name, given)
+        of_job = [run for run in done if run["job"] == job_name]
+        by_program: dict[str, list[Record]] = {program: [] for program in given.peers}
+        failed: dict[str, Record] = {}
+        for run in of_job:
+            if run["error"] is not None:
+                failed[run["program"]] = run
+            elif run["program"] in by_program:
+                found = comparison.figures(run, job.setting.untimed_steps, job.tokens_per_step)
+                by_program[run["program"]].append({"repeat": run["repeat"], "figures": found})
+        for program in given.peers:
+            row: Record = {"job": job_name, "program": program}
+            if program in failed:
+                row |= {"error": failed[program]["error"], "exit_code": failed[program]["exit_code"]}
+            elif by_program[program]:
+                runs = by_program[program]
+                row |= comparison.row(program, runs, by_program.get(OURS, []))
+                row |= {"losses": runs[0]["figures"]["losses"], "facts": runs[0]["figures"]["facts"]}
+                if by_program.get(BASELINE):
+                    row["differences"] = comparison.differences(
+                        runs[0]["figures"],
+                        by_program[BASELINE][0]["figures"],
+                        preset=job.preset,
+                        method=job.method,
+                        ranks=job.ranks,
+                        max_length=job.setting.max_length,
+                    )
+            else:
+                continue
+            rows.append(row)
+    return rows
+
+
+def table_rows(result: Record) -> list[list[object]]:
+    """Return the table of a result file: figures, a reason where a program could not run, a note where it differs."""
+    return [cells_of(row) for row in result["rows"]]
+
+
+def cells_of(row: Record) -> list[object]:
+    head = [f"`{row['job']}`", row["program"]]
+    if "error" in row:
+        code = "not run" if row["exit_code"] is None else f"exit {row['exit_code']}"
+        reason = row["error"].replace("|", "/").replace("<", "&lt;")
+        return [*head, code, *["n/a"] * 4, reason, ""]
+    medians = row["medians"]
+    cells: list[object] = [*head, row["repeats"], f"{medians['tokens_per_second']:,.0f}"]
+    cells += [f"{medians['tokens_per_cpu_second']:,.0f}", f"{medians['peak_pss_bytes'] / 2**20:,.0f} MiB"]
+    cells += [f"{medians['first_step_seconds']:.1f} s"]
+    if row.get("differences"):
+        return [*cells, f"not the same job: {'; '.join(row['differences'])}", ""]
+    if row["program"] == OURS:
+        return [*cells, "", ""]
+    return [*cells, *(shown(row["ours_over_theirs"].get(f"tokens_per_{clock}")) for clock in ("cpu_second", "second"))]
+
+
+def shown(ratio: Record | None) -> str:
+    """Return a ratio with its 95 % CI.
+
+    >>> shown({"ratio": 1.104, "interval": [1.05, 1.161]})
+    '1.10 (1.05 to 1.16)'
+    """
+    if ratio is None:
+        return "n/a"
+    interval = ratio["interval"]
+    return f"{ratio['ratio']:.2f}" + (f" ({interval[0]:.2f} to {interval[1]:.2f})" if interval else "")
+
+
+def setting_of(given: argparse.Namespace) -> Setting:
+    return Setting(
+        size=given.size,
+        steps=given.steps,
+        untimed_steps=given.untimed_steps,
+        batch_size=given.batch_size,
+        max_length=given.max_length,
+        ranks=given.ranks,
+        threads=given.threads,
+        device=given.device,
+        precision=given.precision,
+    )
+
+
+def job_of(name: str, given: argparse.Namespace) -> Job:
+    preset, method = name.split("-")
+    model, rows = given.work / "model", given.work / "rows" / "train.jsonl"
+    return Job(preset=preset, method=method, setting=setting_of(given), model=model, rows=rows)
+
+
+def build_all(given: argparse.Namespace) -> dict[str, str]:
+    """Build what is missing; return the programs whose environment could not be built, with the reason."""
+    unbuilt = {}
+    for program in given.peers:
+        print(f"{program}: environment", flush=True)
+        try:
+            environments.build(program, given.environments)
+        except environments.Unbuildable as reason:
+            unbuilt[program] = f"environment: {reason}"
+            continue
+        if given.device == "cpu" and any(name.startswith("zero") for name in given.jobs) and program != "torchtune":
+            environments.compile_ops(program, given.environments)
+    return unbuilt
+
+
+def read_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="The same fine-tuning job in other programs.")
+    parser.add_argument("--peers", nargs="+", choices=PROGRAMS, default=list(PROGRAMS))
+    parser.add_argument("--jobs", nargs="+", choices=JOBS, default=JOBS)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--precision", choices=["fp32", "bf16"], default="fp32")
+    parser.add_argument("--size", choices=SIZES, default="tiny", help="of the model")
+    parser.add_argument("--ranks", type=int, default=2, help="of the jobs with several processes")
+    parser.add_argument("--threads", type=int, default=1, help="per rank")
+    parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--untimed-steps", type=int, default=5)
+    parser.add_argument("--batch-size", type=int, default=2)
+    parser.add_argument("--max-length", type=int, default=128)
+    parser.add_argument("--timeout-seconds", type=float, default=400)
+    parser.add_argument("--work", type=Path, required=True, help="folder for finished runs; the same command resumes")
+    parser.add_argument("--environments", type=Path, help="folder of the built environments; default: in --work")
+    parser.add_argument("--build-only", action="store_true", help="build the environments and stop")
+    parser.add_argument("--at-most-seconds", type=float, help="start no run after this long; the next call resumes")
+    parser.add_argument("--name", default="peers", help="name of the result file")
+    parser.add_argument("--no-document", action="store_true", help="leave the table in docs/ alone")
+    given = parser.parse_args()
+    given.work = given.work.resolve()
+    given.environments = (given.environments or given.work / "environments").resolve()
+    return given
+
+
+def run_all(given: argparse.Namespace, done: list[Record], unbuilt: dict[str, str]) -> int:
+    """Run what is left, as long as there is time; return how many runs are still left."""
+    began, ledger = time.monotonic(), given.work / "runs.jsonl"
+    left = waiting(runs_in_order(given.peers, given.jobs, given.repeats), done)
+    while left and (given.at_most_seconds is None or time.monotonic() - began < given.at_most_seconds):
+        repeat, job_name, program = left[0]
+        record: Record = {"repeat": repeat, "job": job_name, "program": program}
+        if program in unbuilt:
+            record |= {"exit_code": None, "error": unbuilt[program]}
+        else:
+            record |= measure(program, job_of(job_name, given), given)
+        done.append(record)
+        with ledger.open("a") as file:
+            file.write(json.dumps(record) + "\n")
+        left = waiting(runs_in_order(given.peers, given.jobs, given.repeats), done)
+        print(
+            f"repeat {repeat + 1}, {job_name}, {program}: {record['error'] or 'finished'}; {len(left)} left", flush=True
+        )
+    return len(left)
+
+
+def main() -> None:
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the program that runs is ended too
+    given = read_arguments()
+    prepare(given.work, setting_of(given))
+    unbuilt = build_all(given)
+    if given.build_only:
+        raise SystemExit("\n".join(f"{program}: {reason}" for program, reason in unbuilt.items()) or 0)
+    ledger = given.work / "runs.jsonl"
+    done = [json.loads(line) for line in ledger.read_text().splitlines()] if ledger.exists() else []
+    left = run_all(given, done, unbuilt)
+    rows = results(done, given)
+    print_table(HEADER, table_rows({"rows": rows}))
+    if left:
+        raise SystemExit(f"{left} runs are left: the same command resumes")
+    built = [program for program in given.peers if program not in unbuilt]
+    libraries = {program: environments.versions(program, given.environments) for program in built}
+    result = {"setting": asdict(setting_of(given)), "libraries": libraries, "rows": rows}
+    print(write_result(given.name, result))
+    if not given.no_document:
+        write_table(DOCUMENT, TABLE, HEADER, table_rows(result))
+
+
+if __name__ == "__main__":
+    main()
