@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import tempfile
 from importlib.metadata import version
 from pathlib import Path
@@ -33,27 +34,27 @@ def held(fields: dict[str, Any], folder: Path) -> dict[str, int]:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     from toolkit.run.script_arguments import ModelArguments
-    from toolkit.train.attest.tensors import full_size, local_bytes
+    from toolkit.train.attest.tensors import constant_bytes, local_bytes, num_params
+    from toolkit.train.model.four_bit import quantized_modules
     from toolkit.train.model.loading import load_model
 
     AutoModelForCausalLM.from_config(AutoConfig.for_model(**fields), dtype=torch.float32).save_pretrained(folder)
     arguments = ModelArguments(model_name_or_path=str(folder), lora_r=LORA_R, load_in_4bit=True)
     model = load_model(arguments, compute_dtype=torch.bfloat16)
-    parameters = list(model.parameters())
     return {
-        "num_params": sum(map(full_size, parameters)),
-        "num_in_4bit": sum(full_size(p) for p in parameters if hasattr(p, "quant_state")),
-        "parameter_bytes": local_bytes(parameters),
+        "num_params": num_params(model),
+        "num_in_4bit": sum(math.prod(module.quant_state.shape) for module in quantized_modules(model)),
+        "parameter_bytes": local_bytes(model.parameters()) + constant_bytes(model),
     }
 
 
 def planned(config: str) -> dict[str, int]:
     """Return the planned bytes, for one process."""
     shape = read_model(config)
-    weights = job_weights(shape, LORA_R, True)
+    weights, unpacked = job_weights(shape, LORA_R, True), job_weights(shape, LORA_R)
     engine = engine_settings(load_preset("single"), world_size=1, hidden_size=shape.hidden_size)
     return {
-        "num_params": weights.num_trained + weights.num_frozen,
+        "num_params": unpacked.num_trained + unpacked.num_frozen,
         "num_in_4bit": weights.num_quantized,
         "parameter_bytes": model_states(engine, weights).parameter_bytes,
     }

@@ -10,6 +10,7 @@ from launching import LLAMA_8B_CONFIG, ROOT, read
 from model_configs import LLAMA_8B_PARAMS, config_file, llama_8b
 
 from toolkit.models.read_model import read_model
+from toolkit.models.shape import ModelShape, linear
 from toolkit.plan.engine_settings import engine_settings
 from toolkit.plan.model_states import JobWeights, job_weights, model_states
 from toolkit.presets import load_preset
@@ -67,8 +68,25 @@ def test_4_bit_weights_by_hand() -> None:
     assert names == {tensor.name for tensor in layer if "proj" in tensor.name}
     # q_proj: 4096 x 4096 weights in 262,144 blocks of 64, those in 1,024 of 256, and tables of 16 + 256 + 1 numbers
     packed, scales, second, tables = 8_388_608, 262_144, 4 * 1_024, 4 * 273
-    per_element = weights.quantized_bytes / weights.num_quantized
+    stored = weights.num_frozen - (2 * 128_256 * 4_096 + 65 * 4_096)  # embeddings, head and norms are in bf16
+    per_element = (2 * stored + weights.constant_bytes) / weights.num_quantized
     assert per_element == pytest.approx((packed + scales + second + tables) / 4096**2, rel=1e-3)
-    # embeddings and head stay in fp32: 2 * 128256 * 4096, beside norms and adapters
-    plain = weights.num_trained + weights.num_frozen - weights.num_quantized
-    assert plain - weights.num_trained == 2 * 128_256 * 4_096 + 65 * 4_096
+    assert 4 * stored == weights.num_quantized  # four elements in a bf16 number
+
+
+def test_engines_that_shard_hold_their_part_of_the_packed_weights_and_all_constants() -> None:
+    """A layer of 10 x 64 weights: 640 elements are 160 bf16 numbers, 10 scales, one of their own, and the tables."""
+    sizes = {"hidden_size": 64, "intermediate_size": 10, "num_layers": 1, "vocab_size": 10, "head_dim": 64}
+    heads = {"num_attention_heads": 1, "num_kv_heads": 1, "gated_mlp": False, "tied_embeddings": True}
+    shape = ModelShape(model_type="llama", **sizes, **heads, layers=(linear("up_proj", 10, 64),), outer=())
+    constants, adapters = 10 + 4 + 4 * 273, 2 * (64 + 10)
+    held = {}
+    for name in ("ddp", "zero2", "fsdp2", "zero3"):
+        engine = engine_settings(load_preset(name), world_size=2, hidden_size=1)
+        states = model_states(engine, job_weights(shape, 2, True, ("up_proj",)))
+        held[name] = states.parameter_bytes
+    assert held["ddp"] == 2 * 160 + constants + 4 * adapters
+    assert held["zero2"] == 2 * 160 + constants + 2 * adapters
+    assert held["fsdp2"] == 2 * 80 + constants + 4 * adapters // 2
+    # ZeRO-3 keeps tensors of up to ten times the hidden size, here 1, gathered too: none
+    assert held["zero3"] == 2 * 80 + constants + 2 * adapters // 2

@@ -14,6 +14,7 @@ from model_configs import LLAMA_8B_PARAMS, llama_8b
 
 from toolkit.errors import ToolkitError
 from toolkit.hardware.gpu_table import custom_gpu, find_gpu
+from toolkit.models.read_model import read_model
 from toolkit.plan.job import TrainingJob
 from toolkit.plan.memory import plan_memory
 from toolkit.plan.memory_verdict import memory_verdict
@@ -71,9 +72,17 @@ def test_a_preset_that_does_not_support_the_world_size_is_left_out_or_if_named_a
 
 def test_qlora_is_planned_for_the_presets_that_support_it() -> None:
     names = {plan.preset for plan in make_plans(request(world_sizes=(2,), lora_r=8, load_in_4bit=True))}
-    assert names == {"ddp", "zero1", "zero2"}
-    with pytest.raises(ToolkitError, match="--load-in-4bit does not work under preset 'zero3'"):
-        make_plans(request("zero3", lora_r=8, load_in_4bit=True))
+    sharding = {"fsdp2", "fsdp2_cpu_offload", "fsdp2_grad_op", "zero3", "zero3_cpu_offload"}
+    assert names == {"ddp", "zero1", "zero2", *sharding}
+    with pytest.raises(ToolkitError, match="--load-in-4bit does not work under preset 'zero2_cpu_offload'"):
+        make_plans(request("zero2_cpu_offload", lora_r=8, load_in_4bit=True))
+
+
+def test_a_70b_model_in_4_bits_fits_on_two_24_gb_cards_with_its_shards_in_host_memory() -> None:
+    how = {"activation_checkpointing": True, "lora_r": 16, "load_in_4bit": True, "per_device_train_batch_size": 1}
+    shape = read_model(str(LLAMA_8B_CONFIG.parent.parent / "qwen2.5-72b" / "config.json"))
+    plans = make_plans(replace(request(world_sizes=(2,), **how), shape=shape, gpu=find_gpu("rtx-4090")))
+    assert {plan.preset for plan in plans if plan.verdict == "fits"} == {"fsdp2_cpu_offload", "zero3_cpu_offload"}
 
 
 def test_a_custom_gpu_has_no_speed_unless_its_peak_is_given() -> None:

@@ -26,7 +26,10 @@ from toolkit.run.script_arguments import read_method
 
 LLAMA_8B = Path(__file__).parent.parent / "fixtures" / "llama-8b"
 WORLD_SIZES = (1, 2, 3, 4, 8, 16)  # on nodes of 8 GPUs, which the planner fills
-QLORA_PRESETS = {"single", "ddp", "zero1", "zero2"}
+QLORA_PRESETS = {
+    *("single", "ddp", "zero1", "zero2", "zero3", "zero3_cpu_offload"),
+    *("fsdp2", "fsdp2_cpu_offload", "fsdp2_grad_op", "fsdp2_hybrid"),
+}
 QLORA = {"lora_r": "8", "load_in_4bit": "true"}
 
 
@@ -153,12 +156,12 @@ def test_only_sharded_state_dicts_reject_saving_the_model_alone(tmp_path: Path) 
 
 
 def test_options_are_spelled_as_they_are_typed() -> None:
-    preset, method = load_preset("zero3"), Method(lora=True, load_in_4bit=True)
+    preset, method = load_preset("zero2_cpu_offload"), Method(lora=True, load_in_4bit=True)
     launched, planned_ = unsupported(preset, method), unsupported(preset, method, purpose="plan")
     assert launched is not None
     assert planned_ is not None
-    assert launched.message.startswith("--load_in_4bit does not work under preset 'zero3'")
-    assert planned_.message.startswith("--load-in-4bit does not work under preset 'zero3'")
+    assert launched.message.startswith("--load_in_4bit does not work under preset 'zero2_cpu_offload'")
+    assert planned_.message.startswith("--load-in-4bit does not work under preset 'zero2_cpu_offload'")
 
 
 @pytest.mark.parametrize(

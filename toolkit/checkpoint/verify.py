@@ -13,6 +13,7 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -22,10 +23,12 @@ from toolkit.checkpoint.layout import check_readable, is_checkpoint
 from toolkit.checkpoint.model_definition import ADAPTER_NAME, MetaModel, ModelFiles
 from toolkit.checkpoint.safetensors_files import WeightFiles
 from toolkit.errors import ToolkitError
+from toolkit.models.four_bit import quantization_config
 from toolkit.run.checkpoints import MANIFEST, read_checkpoint
 from toolkit.run.manifest_file import Fingerprint
 
-# Relative to the largest logit, by the live model's compute dtype; the reloaded model computes in fp32.
+# Relative to the largest logit, by the live model's compute dtype; the reloaded model computes in fp32, unless its base
+# is in 4 bits.
 TOLERANCE = {"float32": 1e-4, "bfloat16": 5e-2, "float16": 1e-2}
 
 
@@ -82,7 +85,7 @@ def _verify_model(path: Path, model: Path, kind: str, base_model: str | None) ->
     if recorded is not None and not problems:
         tolerance = TOLERANCE.get(str(recorded.compute_dtype), TOLERANCE["bfloat16"])
         _check_fits(recorded, definition, path)
-        difference = logits_difference(reloaded_logits(model, files, list(recorded.input_ids)), recorded.logits)
+        difference = logits_difference(reloaded_logits(model, files, recorded), recorded.logits)
         if not difference <= tolerance:
             problems = [
                 f"logits differ from the live model's by {difference:.3g} of the largest, more than {tolerance:g}"
@@ -133,13 +136,13 @@ def _non_finite(tensor: torch.Tensor) -> str | None:
     return f"{' and '.join(counts)} of {tensor.numel()} values" if counts else None
 
 
-def reloaded_logits(model: Path, files: ModelFiles, input_ids: list[int]) -> torch.Tensor:
-    """Load the model on the CPU in fp32, and return the logits of the last position."""
+def reloaded_logits(model: Path, files: ModelFiles, recorded: Fingerprint) -> torch.Tensor:
+    """Load the model on the CPU in fp32, a 4-bit base in 4 bits, and return the logits of the last position."""
     with built_by_a_library(model, cpu_seconds=0):
-        return _reloaded_logits(model, files, input_ids)
+        return _reloaded_logits(model, files, recorded)
 
 
-def _reloaded_logits(model: Path, files: ModelFiles, input_ids: list[int]) -> torch.Tensor:
+def _reloaded_logits(model: Path, files: ModelFiles, recorded: Fingerprint) -> torch.Tensor:
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
@@ -147,13 +150,19 @@ def _reloaded_logits(model: Path, files: ModelFiles, input_ids: list[int]) -> to
     if files.adapter:
         from peft import PeftModel
 
-        base = AutoModelForCausalLM.from_pretrained(files.base_folder, dtype=torch.float32)
+        how: dict[str, Any] = {"dtype": torch.float32}
+        if recorded.load_in_4bit:  # quantized as it was: from weights in the compute dtype
+            dtype = getattr(torch, str(recorded.compute_dtype))
+            how = {"dtype": dtype, "quantization_config": quantization_config(dtype)}
+        base = AutoModelForCausalLM.from_pretrained(files.base_folder, **how)
         loaded = PeftModel.from_pretrained(base, model, adapter_name=ADAPTER_NAME)
     else:
         loaded = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     loaded.eval()
     with torch.no_grad():
-        logits: torch.Tensor = loaded(input_ids=torch.tensor([input_ids]), use_cache=False).logits[0, -1].float()
+        logits: torch.Tensor = (
+            loaded(input_ids=torch.tensor([recorded.input_ids]), use_cache=False).logits[0, -1].float()
+        )
     return logits
 
 

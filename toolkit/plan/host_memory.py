@@ -51,9 +51,10 @@ def host_memory(engine: EngineSettings, weights: JobWeights, states: ModelStates
 
 def _loading(engine: EngineSettings, weights: JobWeights, ranks: int) -> int:
     """Weights until they are on the GPU: every rank's own, under FSDP2 only rank 0's
-    (`fsdp_cpu_ram_efficient_loading`), under ZeRO-3 one tensor at a time."""
+    (`fsdp_cpu_ram_efficient_loading`), under ZeRO-3 one tensor at a time. If an engine shards 4-bit weights, rank 0
+    quantizes all of them first (`toolkit/train/model/four_bit.py`)."""
     parameters = weights.held_bytes(engine.element_bytes)
-    if engine.kind == "fsdp2":
+    if engine.kind == "fsdp2" or (engine.shards_parameters and weights.in_4bit):
         return parameters
     if engine.shards_parameters:
         return ranks * weights.largest_bytes(engine.element_bytes)
@@ -79,7 +80,7 @@ def _offloaded_blocks(engine: EngineSettings, weights: JobWeights, states: Model
     if engine.offload_optimizer is None:
         return
     if engine.kind == "fsdp2":
-        yield states.parameter_bytes
+        yield states.parameter_bytes - states.persistent_bytes
         return
     elements = _optimizer_elements(states)
     rounded = _power_of_two if engine.pins_memory else int

@@ -20,6 +20,7 @@ from toolkit.models.attention import (
     packed_attention,
     read_model_attention,
 )
+from toolkit.models.four_bit import packed_layer
 from toolkit.models.lora import ALL_LINEAR, check_lora_targets, lora_layers, outer_lora
 from toolkit.models.shape import Layer, ModelShape
 from toolkit.plan.engine_settings import EngineSettings, engine_settings
@@ -162,10 +163,13 @@ class TrainingSetup:
 
     @property
     def layers(self) -> tuple[Layer, ...]:
-        """Tensors of each decoder layer, LoRA's included."""
+        """Tensors of each decoder layer as they are stored, LoRA's included."""
         if not self.adapters:
             return self.shape.layers
-        return tuple(own + added for own, added in zip(self.shape.layers, self.adapters, strict=True))
+        base = self.shape.layers
+        if self.job.load_in_4bit:
+            base = _packed_layers(self.shape, self.engine.element_bytes)
+        return tuple(own + added for own, added in zip(base, self.adapters, strict=True))
 
     @property
     def outer(self) -> Layer:
@@ -187,7 +191,7 @@ class TrainingSetup:
 
     @cached_property
     def num_total(self) -> int:
-        """Elements of model and adapters."""
+        """Elements of model and adapters, as they are stored."""
         return num_elements((*self.layers, self.outer))
 
 
@@ -197,6 +201,12 @@ _lora_layers = cache(lora_layers)
 def accumulate_in_effect(preset: Preset, job: TrainingJob) -> str | None:
     """Return `sharded` or `whole`: how gradients wait between accumulation steps; None where there is one step."""
     return (job.accumulate or default_accumulate(preset)) if job.gradient_accumulation_steps > 1 else None
+
+
+@cache
+def _packed_layers(shape: ModelShape, element_bytes: int) -> tuple[Layer, ...]:
+    packed = {kind: packed_layer(kind, element_bytes=element_bytes) for kind in shape.layer_kinds}
+    return tuple(packed[layer] for layer in shape.layers)
 
 
 def num_elements(layers: Iterable[Layer]) -> int:

@@ -99,7 +99,7 @@ def plan_memory(
 
 def plan_engine_memory(shape: ModelShape, engine: EngineSettings, job: TrainingJob) -> MemoryPlan:
     """Return the memory under engine settings that need not come from a preset."""
-    weights = job_weights(shape, job.lora_r, job.load_in_4bit, job.lora_target_modules)
+    weights = job_weights(shape, job.lora_r, job.load_in_4bit, job.lora_target_modules, engine.element_bytes)
     states = model_states(engine, weights, job.optim)
     phases = _Phases(shape, engine, job, weights, states)
     peaks = (phases.load(), phases.forward(), phases.backward(), phases.step())

@@ -2,6 +2,7 @@
 
     >>> from toolkit.models.shape import ModelShape, linear
     >>> from toolkit.plan.engine_settings import EngineSettings
+from toolkit.models.four_bit import constant_bytes, is_in_4bit, packed_layer
     >>> sizes = {"hidden_size": 8, "intermediate_size": 32, "num_layers": 1, "vocab_size": 10, "head_dim": 8}
     >>> heads = {"num_attention_heads": 1, "num_kv_heads": 1, "gated_mlp": False, "tied_embeddings": True}
     >>> shape = ModelShape(model_type="llama", **sizes, **heads, layers=(linear("fc", 10, 10),), outer=())
@@ -16,10 +17,11 @@ Rank 0 has the largest share under every engine. `tests/plan/test_engine_bytes.p
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
+from toolkit.models.four_bit import constant_bytes, is_in_4bit, packed_layer
 from toolkit.models.lora import ALL_LINEAR, lora_layer, outer_lora
 from toolkit.models.shape import Layer, ModelShape, Tensor
 from toolkit.plan.engine_settings import EngineSettings
@@ -29,11 +31,6 @@ from toolkit.presets.shard_bytes import flat_share, partition_share, rows_share
 
 ADAM_BYTES = 8  # AdamW in fp32: momentum and variance
 FP32_BYTES = 4
-# NF4 with double quantization: half a byte per element, 8 bits per block of 64, 32 bits per block of 64 · 256
-# (QLoRA, https://arxiv.org/abs/2305.14314, section 3). With each weight, bitsandbytes 0.50.2 also stores two tables of
-# 16 and 256 fp32 numbers and the mean of the constants (`functional.py`, `quantize_4bit`, `quantize_blockwise`).
-NF4_BLOCK, NF4_SECOND_BLOCK = 64, 256
-NF4_TABLES_BYTES = 4 * (16 + 256 + 1)
 TensorCounts = tuple[tuple[Tensor, int], ...]
 """Tensors with the number of times that the model has each."""
 
@@ -45,7 +42,11 @@ class JobWeights:
     shape: ModelShape
     trained: TensorCounts
     frozen: TensorCounts
-    load_in_4bit: bool
+    """As they are stored: 4-bit weights packed into numbers of the compute dtype."""
+    layer_kinds: Mapping[Layer, int]
+    """Layers of the base model as they are stored, with the number of times that the model has each."""
+    in_4bit: TensorCounts = ()
+    """Weights that bitsandbytes quantizes, before they are packed."""
 
     @cached_property
     def num_trained(self) -> int:
@@ -54,34 +55,22 @@ class JobWeights:
 
     @cached_property
     def num_frozen(self) -> int:
-        """Elements that are frozen."""
+        """Elements that are frozen, as they are stored."""
         return total(self.frozen, _elements)
 
     @cached_property
-    def in_4bit(self) -> TensorCounts:
-        """Weights that bitsandbytes quantizes: those of linear layers, but neither the head nor fused experts."""
-        kinds = self.shape.layer_kinds.items() if self.load_in_4bit else ()
-        return tuple((tensor, count) for kind, count in kinds for tensor in kind if tensor.is_linear_weight)
-
-    @cached_property
     def num_quantized(self) -> int:
-        """Frozen elements that are stored in 4 bits."""
+        """Elements in 4 bits, before they are packed."""
         return total(self.in_4bit, _elements)
 
     @cached_property
-    def num_unquantized(self) -> int:
-        """Elements, trained or frozen, that are not stored in 4 bits."""
-        return self.num_trained + self.num_frozen - self.num_quantized
-
-    @cached_property
-    def quantized_bytes(self) -> int:
-        """Bytes of the 4-bit weights and their constants."""
-        return total(self.in_4bit, _nf4_bytes)
+    def constant_bytes(self) -> int:
+        """Bytes of the constants that decode 4-bit weights, which no engine shards."""
+        return total(self.in_4bit, constant_bytes)
 
     def held_bytes(self, element_bytes: int) -> int:
         """Return the bytes of a whole copy: trained weights in fp32, frozen ones in the compute dtype or 4 bits."""
-        frozen = self.num_frozen - self.num_quantized
-        return FP32_BYTES * self.num_trained + element_bytes * frozen + self.quantized_bytes
+        return FP32_BYTES * self.num_trained + element_bytes * self.num_frozen + self.constant_bytes
 
     @cached_property
     def parameter_groups(self) -> tuple[int, int]:
@@ -100,8 +89,8 @@ class JobWeights:
 
     def largest_bytes(self, element_bytes: int) -> int:
         """Return the bytes of the largest tensor as it is loaded."""
-        frozen = max((element_bytes * tensor.num_elements for tensor, _ in self.frozen), default=0)
-        return max(frozen, FP32_BYTES * self.largest_trained)
+        frozen = [element_bytes * tensor.num_elements for tensor, _ in (*self.frozen, *self.in_4bit)]
+        return max([*frozen, FP32_BYTES * self.largest_trained])
 
     @cached_property
     def largest_linear(self) -> int:
@@ -116,7 +105,7 @@ class JobWeights:
     @cached_property
     def largest_layer(self) -> int:
         """Elements of the largest layer, adapters included: what FSDP2 gathers at once."""
-        return max(sum(map(_elements, kind)) for kind in self.shape.layer_kinds) + self._adapters_per_layer
+        return max(sum(map(_elements, kind)) for kind in self.layer_kinds) + self._adapters_per_layer
 
     def largest_gathered_layer(self, ranks: int) -> int:
         """Return the elements of the largest layer when gathered from `ranks` shards.
@@ -124,8 +113,7 @@ class JobWeights:
         FSDP2 pads the rows of each tensor to a multiple of the ranks: 8 experts on 64 ranks take eight times the space.
         """
         padded = (
-            sum(ranks * rows_share(tensor.shape, ranks=ranks, rank=0) for tensor in kind)
-            for kind in self.shape.layer_kinds
+            sum(ranks * rows_share(tensor.shape, ranks=ranks, rank=0) for tensor in kind) for kind in self.layer_kinds
         )
         return max(padded) + self._adapters_per_layer
 
@@ -152,16 +140,32 @@ def job_weights(
     lora_r: int | None = None,
     load_in_4bit: bool = False,
     lora_target_modules: tuple[str, ...] = ALL_LINEAR,
+    element_bytes: int = 2,
 ) -> JobWeights:
-    """Return all tensors: trained, or frozen with trained adapters of rank `lora_r`."""
-    base = _counted(shape.layer_kinds, shape.outer)
+    """Return all tensors: trained, or frozen with trained adapters of rank `lora_r`.
+
+    `element_bytes` are those of the compute dtype, as which 4-bit weights are stored.
+    """
+    kinds = shape.layer_kinds
     if lora_r is None:
-        return JobWeights(shape=shape, trained=base, frozen=(), load_in_4bit=False)
+        return JobWeights(shape=shape, trained=_counted(kinds, shape.outer), frozen=(), layer_kinds=kinds)
     adapters: Counter[Layer] = Counter()
     for kind, count in shape.layer_kinds.items():
         adapters[lora_layer(shape, kind, lora_r, lora_target_modules)] += count
     outer = outer_lora(shape, lora_r, lora_target_modules)
-    return JobWeights(shape=shape, trained=_counted(adapters, outer), frozen=base, load_in_4bit=load_in_4bit)
+    in_4bit: TensorCounts = ()
+    if load_in_4bit:
+        in_4bit = tuple((tensor, count) for kind, count in kinds.items() for tensor in kind if is_in_4bit(tensor))
+        kinds = Counter()
+        for kind, count in shape.layer_kinds.items():
+            kinds[packed_layer(kind, element_bytes=element_bytes)] += count
+    return JobWeights(
+        shape=shape,
+        trained=_counted(adapters, outer),
+        frozen=_counted(kinds, shape.outer),
+        layer_kinds=kinds,
+        in_4bit=in_4bit,
+    )
 
 
 def total(tensors: TensorCounts, size: Callable[[Tensor], int]) -> int:
@@ -177,11 +181,6 @@ def _elements(tensor: Tensor) -> int:
     return tensor.num_elements
 
 
-def _nf4_bytes(tensor: Tensor) -> int:
-    blocks = -(-tensor.num_elements // NF4_BLOCK)
-    return -(-tensor.num_elements // 2) + blocks + 4 * -(-blocks // NF4_SECOND_BLOCK) + NF4_TABLES_BYTES
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelStates:
     """Bytes of one rank, on the GPU, in host memory or on disk: what the attestation counts."""
@@ -190,7 +189,8 @@ class ModelStates:
     gradient_bytes: int
     optimizer_bytes: int
     persistent_bytes: int = 0
-    """Part of `parameter_bytes`: small parameters that ZeRO-3 keeps whole on the GPU, in addition to their shards."""
+    """Part of `parameter_bytes` that stays on the GPU with offload: small parameters that ZeRO-3 keeps whole, in
+    addition to their shards, and the constants of 4-bit weights."""
 
     @property
     def total_bytes(self) -> int:
@@ -240,9 +240,10 @@ def _fsdp2(engine: EngineSettings, weights: JobWeights, optimizer: OptimizerSpec
 
     trained, frozen = total(weights.trained, share), total(weights.frozen, share)
     return ModelStates(
-        parameter_bytes=FP32_BYTES * trained + engine.element_bytes * frozen,
+        parameter_bytes=FP32_BYTES * trained + engine.element_bytes * frozen + weights.constant_bytes,
         gradient_bytes=FP32_BYTES * trained,
         optimizer_bytes=_state_bytes(optimizer, weights, share),
+        persistent_bytes=weights.constant_bytes,
     )
 
 
@@ -256,7 +257,7 @@ def _zero12(engine: EngineSettings, weights: JobWeights, optimizer: OptimizerSpe
         offloaded = OFFLOADED_GRADIENT_BYTES["shard_grad_op"] if engine.offload_optimizer else engine.element_bytes
         gradient = offloaded * share
     return ModelStates(
-        parameter_bytes=engine.element_bytes * weights.num_unquantized + weights.quantized_bytes,
+        parameter_bytes=engine.element_bytes * (weights.num_trained + weights.num_frozen) + weights.constant_bytes,
         gradient_bytes=gradient,
         optimizer_bytes=_flat_state_bytes(optimizer, partitions),
     )
@@ -273,8 +274,8 @@ def _zero3(engine: EngineSettings, weights: JobWeights, optimizer: OptimizerSpec
     trained, frozen = total(weights.trained, share), total(weights.frozen, share)
     kept = engine.element_bytes * (total(weights.trained, persistent) + total(weights.frozen, persistent))
     return ModelStates(
-        parameter_bytes=engine.element_bytes * (trained + frozen) + kept,
+        parameter_bytes=engine.element_bytes * (trained + frozen) + kept + weights.constant_bytes,
         gradient_bytes=engine.element_bytes * trained,
         optimizer_bytes=_flat_state_bytes(optimizer, weights.partitioned_groups(share)),
-        persistent_bytes=kept,
+        persistent_bytes=kept + weights.constant_bytes,
     )

@@ -25,7 +25,9 @@ Purpose = Literal["train", "launched", "script", "convert", "plan", "recommend",
 under torchrun (`script`), a checkpoint conversion, a plan, a recommendation, a rehearsal, or a rehearsal on fake
 tensors (`trace`)."""
 
-QLORA_PRESETS_HINT = "`--preset ddp`, `zero1` or `zero2`"
+QLORA_PRESETS_HINT = (
+    "`--preset ddp`; `fsdp2` or `zero3` shard the 4-bit weights, `zero3_cpu_offload` keeps them in host memory"
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -443,12 +445,12 @@ def _qlora(case: _Case) -> _Answer:
     preset = case.preset
     if preset is None or not case.method.load_in_4bit:
         return None
-    if preset.engine == "fsdp2":
-        why = "FSDP2 does not shard 4-bit weights (accelerate#3983, bitsandbytes#1945)"
-    elif preset.shards_parameters:
-        why = "every GPU would load the whole model (peft#2016)"
-    elif preset.offload_optimizer or preset.offload_param:
-        why = "it is for models that fit on the GPU; the adapters' optimizer states are too small to offload"
+    if preset.needs_gpu is not None:
+        why = "it quantizes what it gathers, and packed 4-bit weights are no numbers"
+    elif preset.offload_optimizer and not preset.shards_parameters:
+        why = "the adapters' optimizer states are too small to offload"
+    elif preset.uses_nvme:
+        why = "4-bit weights on a disk have not been run; in host memory they have"
     else:
         return None
     return _method_answer(case, "load_in_4bit", why, QLORA_PRESETS_HINT)

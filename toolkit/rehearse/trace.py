@@ -188,7 +188,7 @@ def verified_facts(trainer: TracedTrainer, launch: LaunchContext) -> Facts:
         compute_dtype=dtype_name(compute_dtype(trainer.args)),
         settings={},
         dp_shard_size=launch.dp_shard_size,
-        has_frozen_weights=bool(frozen_weights(parameters)),
+        has_frozen_weights=bool(frozen_weights(wrapped)),
     )
     if launch.preset is not None and launch.preset.engine == "ddp":
         del expected["engine"]  # its buckets are counted, and nothing wraps the model

@@ -51,6 +51,8 @@ class Fingerprint(_Record):
     input_ids: Annotated[tuple[TokenId, ...], Field(min_length=1, max_length=4096)]
     logits: Annotated[tuple[Number, ...], Field(min_length=1, max_length=4096)]
     compute_dtype: StrictStr | None = None
+    load_in_4bit: StrictBool = False
+    """True if the base model of an adapter was in 4 bits."""
 
 
 class ConvertedFrom(_Record):

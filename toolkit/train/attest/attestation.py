@@ -41,11 +41,12 @@ from toolkit.train.attest.readings import (
     RankReading,
     Values,
 )
-from toolkit.train.attest.tensors import frozen_weights, full_shape, local_bytes, weights_sha256
+from toolkit.train.attest.tensors import constant_bytes, frozen_weights, full_shape, weights_sha256
 from toolkit.train.data.collation import PackCollator
 from toolkit.train.dtypes import compute_dtype, dtype_name, element_bytes
 from toolkit.train.health.progress import Progress
 from toolkit.train.launch_context import LaunchContext
+from toolkit.train.model.four_bit import quantized_modules
 
 
 class Attestation(TrainerCallback):  # type: ignore[misc]
@@ -173,7 +174,7 @@ class Attestation(TrainerCallback):  # type: ignore[misc]
             settings=settings,
             dp_shard_size=self.launch.dp_shard_size,
             on_cpu=args.device.type == "cpu",
-            has_frozen_weights=bool(frozen_weights(self.trainer.model.parameters())),
+            has_frozen_weights=bool(frozen_weights(self.trainer.model)),
             optimizer=None if preset is None else expected_optimizer(named_optimizer(args), preset),
         )
 
@@ -196,14 +197,16 @@ def expected_bytes(preset: Preset | None, trainer: Any, reading: RankReading) ->
     """Return the bytes that the preset's sharding allows each part on this rank, from the live parameters' shapes."""
     if preset is None:
         return {"byte_limits": {}, "whole_bytes": {}}
-    everything = list(trainer.model_wrapped.parameters())
-    trained = [p for p in everything if p.requires_grad]
+    model = trainer.model_wrapped
+    trained = [p for p in model.parameters() if p.requires_grad]
+    in_4bit = [module.weight for module in quantized_modules(model)]
     # DeepSpeed keeps all parameters in the compute dtype; DDP and FSDP2 keep the fp32 master weights themselves.
     deepspeed = reading["engine"] == "deepspeed"
     parts = {
         "parameter": [
             (trained, element_bytes(reading["compute_dtype" if deepspeed else "master_dtype"])),
-            (frozen_weights(everything), element_bytes(reading["frozen_dtype"])),
+            (frozen_weights(model), element_bytes(reading["frozen_dtype"])),
+            (in_4bit, element_bytes(reading["quantized_storage_dtype"])),
         ],
         "gradient": [(trained, element_bytes(reading["gradient_dtype"]))],
     }
@@ -217,10 +220,10 @@ def expected_bytes(preset: Preset | None, trainer: Any, reading: RankReading) ->
         limits = [shard_byte_limits(preset, part, found, size, ranks=ranks) for found, size in shapes]
         allowed[part] = (sum(lowest for lowest, _ in limits), sum(highest for _, highest in limits))
         whole[part] = sum(sum(map(math.prod, found)) * size for found, size in shapes)
-    quantized = local_bytes(p for p in everything if hasattr(p, "quant_state"))  # no dtype tells their bytes
+    replicated = constant_bytes(model)
     lowest, highest = allowed["parameter"]
-    allowed["parameter"] = (lowest + quantized, highest + quantized)
-    whole["parameter"] += quantized
+    allowed["parameter"] = (lowest + replicated, highest + replicated)
+    whole["parameter"] += replicated
     expected: ByteReading = {"byte_limits": allowed, "whole_bytes": whole}
     if spec is not None and not spec.is_fp32_adamw:
         allowed["optimizer"] = optimizer_byte_limits(spec, preset, trainer, trained, ranks=ranks)

@@ -7,21 +7,24 @@ from typing import Any, cast
 import torch
 
 from toolkit.train.attest.activation_checkpointing import uses_activation_checkpointing
-from toolkit.train.attest.read_deepspeed import deepspeed_gradients, read_deepspeed
+from toolkit.train.attest.read_deepspeed import deepspeed_gradients, read_deepspeed, zero3_parameters
 from toolkit.train.attest.read_fsdp2 import fsdp2_reduce_dtype, is_fsdp2, read_fsdp2
-from toolkit.train.attest.readings import EngineReading, GradientReading, RankReading
+from toolkit.train.attest.readings import EngineReading, GradientReading, RankReading, Values
 from toolkit.train.attest.tensors import (
     class_name,
+    constant_bytes,
     dtype_names,
     frozen_weights,
     full_size,
     is_paged,
     local_bytes,
+    num_params,
     optimizer_state_tensors,
     uncompiled,
 )
 from toolkit.train.attest.training_methods import read_methods
 from toolkit.train.engine.comm_hooks import registered_hook
+from toolkit.train.model.four_bit import quantized_modules
 
 _WRAPPERS = {torch.nn.parallel.DistributedDataParallel: "ddp", torch.nn.DataParallel: "data_parallel"}
 
@@ -31,14 +34,17 @@ def read_rank(trainer: Any, gradients: GradientReading, *, recompute_detected: b
     wrapped = uncompiled(trainer.model_wrapped)
     plain = trainer.accelerator.unwrap_model(wrapped, keep_torch_compile=False)
     parameters = list(plain.parameters())
+    engine = read_engine(trainer, wrapped, parameters)
     reading = {
         "rank": trainer.args.process_index,
         "world_size": trainer.args.world_size,
         "device": str(trainer.args.device),
         "wrapper": type(wrapped).__name__,
-        **read_engine(trainer, wrapped, parameters),
+        **engine,
         **gradients,
-        "num_params": sum(map(full_size, parameters)),
+        **read_4bit(plain),
+        "parameter_bytes": engine["parameter_bytes"] + constant_bytes(plain),
+        "num_params": num_params(plain),
         "num_trainable_params": sum(full_size(p) for p in parameters if p.requires_grad),
         "activation_checkpointing": uses_activation_checkpointing(plain, recompute_detected),
         "seed": torch.initial_seed(),
@@ -48,6 +54,17 @@ def read_rank(trainer: Any, gradients: GradientReading, *, recompute_detected: b
     return cast("RankReading", reading)
 
 
+def read_4bit(plain: Any) -> Values:
+    """Read the 4-bit weights: the bytes that this rank holds of them and of their constants, and their storage."""
+    weights = [module.weight for module in quantized_modules(plain)]
+    held = zero3_parameters(weights) if weights and hasattr(weights[0], "ds_id") else weights
+    return {
+        "quantized_bytes": local_bytes(held) if weights else None,
+        "quantization_constant_bytes": constant_bytes(plain) if weights else None,
+        "quantized_storage_dtype": dtype_names(weights),
+    }
+
+
 def read_engine(trainer: Any, wrapped: Any, parameters: list[Any]) -> EngineReading:
     """Read the engine that wraps the model."""
     if hasattr(wrapped, "zero_optimization_stage"):
@@ -55,7 +72,7 @@ def read_engine(trainer: Any, wrapped: Any, parameters: list[Any]) -> EngineRead
     else:
         read = read_fsdp2 if is_fsdp2(wrapped) else read_torch
         reading = read(trainer, wrapped, parameters)
-    reading["frozen_dtype"] = dtype_names(frozen_weights(parameters))
+    reading["frozen_dtype"] = dtype_names(frozen_weights(wrapped))
     return reading
 
 

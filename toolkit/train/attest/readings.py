@@ -102,6 +102,12 @@ class RankReading(EngineReading, GradientReading, AccumulationReading, PackingRe
     loss: str
     loss_chunk_tokens: int | None
     load_in_4bit: bool
+    quantized_bytes: int | None
+    """The part of `parameter_bytes` that 4-bit weights take; None without them, as the next two."""
+    quantization_constant_bytes: int | None
+    """The part of `parameter_bytes` that decodes them: whole on every rank."""
+    quantized_storage_dtype: str | None
+    """Dtype as which packed 4-bit weights are stored, and sharded."""
     initial_weights_sha256: str | None
     clipped: bool | None
     """True if the first step's gradient norm was above the clipping threshold; None if the norm is unknown."""

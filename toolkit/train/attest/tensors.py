@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from toolkit.train.model.four_bit import constants, quantized_modules
+
 # `module.` comes last: it is part of the names before it.
 _WRAPPER_PREFIXES = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.", "module.")
 
@@ -28,10 +30,10 @@ def uncompiled(module: Any) -> Any:
 
 
 def local_bytes(tensors: Iterable[Any]) -> int:
-    """Return the bytes that this rank holds of the tensors, each storage region once, with 4-bit weights' constants."""
+    """Return the bytes that this rank holds of the tensors, each storage region once."""
     seen: dict[tuple[int, int], int] = {}
     for tensor in tensors:
-        for part in (*_plain(local(tensor)), *_quantization_constants(tensor)):
+        for part in _plain(local(tensor)):
             size = part.numel() * part.element_size()
             if size:
                 seen[part.data_ptr(), size] = size
@@ -44,15 +46,6 @@ def _plain(tensor: torch.Tensor) -> list[torch.Tensor]:
         return [tensor]
     names, _ = tensor.__tensor_flatten__()
     return [part for name in names for part in _plain(getattr(tensor, name))]
-
-
-def _quantization_constants(tensor: Any) -> list[torch.Tensor]:
-    """Scales, their own scales and code tables, which bitsandbytes keeps beside a 4-bit weight."""
-    state = getattr(tensor, "quant_state", None)
-    if state is None:
-        return []
-    second = [state.offset, state.state2.absmax, state.state2.code] if state.nested else []
-    return [state.absmax, state.code, *second]
 
 
 def optimizer_state_tensors(optimizer: Any) -> list[torch.Tensor]:
@@ -79,9 +72,10 @@ def dtype_names(tensors: Iterable[Any]) -> str | None:
     return "+".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes)) or None
 
 
-def frozen_weights(parameters: Iterable[Any]) -> list[Any]:
-    """Return the parameters that are not trained, without 4-bit weights, which no dtype describes."""
-    return [p for p in parameters if not p.requires_grad and not hasattr(p, "quant_state")]
+def frozen_weights(model: Any) -> list[Any]:
+    """Return the parameters that are not trained, without 4-bit weights, whose dtype is that of their storage."""
+    in_4bit = {id(module.weight) for module in quantized_modules(model)}
+    return [p for p in model.parameters() if not p.requires_grad and id(p) not in in_4bit]
 
 
 def device_types(tensors: Iterable[Any]) -> set[str]:
@@ -90,11 +84,20 @@ def device_types(tensors: Iterable[Any]) -> set[str]:
 
 
 def full_size(parameter: Any) -> int:
-    """Return the elements of the unsharded parameter, also under ZeRO-3 and where two 4-bit elements share a byte."""
-    quantized = getattr(parameter, "quant_state", None)
-    if quantized is not None:
-        return math.prod(quantized.shape)
+    """Return the elements of the unsharded parameter, also under ZeRO-3; a 4-bit weight has those of its storage."""
     return int(getattr(parameter, "ds_numel", None) or parameter.numel())
+
+
+def num_params(model: Any) -> int:
+    """Return the parameters of the unsharded model, 4-bit ones before they were packed."""
+    packed = sum(full_size(module.weight) for module in quantized_modules(model))
+    unpacked: int = sum(math.prod(module.quant_state.shape) for module in quantized_modules(model))
+    return sum(map(full_size, model.parameters())) - packed + unpacked
+
+
+def constant_bytes(model: Any) -> int:
+    """Return the bytes of the constants that decode the 4-bit weights: whole on every rank."""
+    return local_bytes(tensor for module in quantized_modules(model) for tensor in constants(module.quant_state))
 
 
 def full_shape(parameter: Any) -> tuple[int, ...]:
@@ -114,7 +117,7 @@ def clean_name(name: str) -> str:
 
 
 def weights_sha256(model: Any, dtype: torch.dtype) -> str:
-    """Return the SHA-256 of all unsharded parameters in name order, rounded to the compute dtype.
+    """Return the SHA-256 of all unsharded parameters in name order, rounded to the compute dtype, and 4-bit constants.
 
     Gathers one parameter at a time, so every rank must call it.
     """
@@ -124,6 +127,9 @@ def weights_sha256(model: Any, dtype: torch.dtype) -> str:
             flat = full.detach().to(dtype=dtype, device="cpu").contiguous().view(-1).view(torch.uint8)
             digest.update(name.encode())
             digest.update(memoryview(flat.numpy()))
+    for module in quantized_modules(model):
+        for tensor in constants(module.quant_state):
+            digest.update(memoryview(tensor.cpu().contiguous().view(-1).view(torch.uint8).numpy()))
     return digest.hexdigest()
 
 

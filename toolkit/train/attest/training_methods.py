@@ -9,8 +9,10 @@ import torch
 from toolkit.models.attention import needs_no_mask
 from toolkit.train.arguments import Arguments
 from toolkit.train.attest.readings import Values
+from toolkit.train.dtypes import compute_dtype, dtype_name
 from toolkit.train.engine.comm_hooks import registered_hook
 from toolkit.train.model.chunked_loss import read_loss
+from toolkit.train.model.four_bit import quantized_modules
 
 
 def expected_methods(arguments: Arguments) -> Values:
@@ -22,6 +24,7 @@ def expected_methods(arguments: Arguments) -> Values:
         "torch_compile": bool(training.torch_compile),
         "neftune_noise_alpha": training.neftune_noise_alpha,
         "load_in_4bit": model.load_in_4bit,
+        "quantized_storage_dtype": dtype_name(compute_dtype(training)) if model.load_in_4bit else None,
     }
     if model.loss != "auto":
         expected["loss"] = model.loss
@@ -44,7 +47,7 @@ def read_methods(trainer: Any, plain: Any) -> Values:
         "activation_checkpointing_offload": _offloads_activations(plain),
         "torch_compile": _is_compiled(trainer.model_wrapped),
         "neftune_noise_alpha": _neftune(plain),
-        "load_in_4bit": any(type(p).__name__ == "Params4bit" for p in plain.parameters()),
+        "load_in_4bit": bool(quantized_modules(plain)),
         **read_loss(plain),
     }
 

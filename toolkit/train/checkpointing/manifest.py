@@ -121,7 +121,7 @@ def manifest_facts(trainer: Any, reading: RankReading, *, preset: str | None) ->
 
 
 def fingerprint(trainer: Any, reading: RankReading | None) -> dict[str, Any] | None:
-    """Return `input_ids`, `logits` and `compute_dtype` of the live model for fixed tokens. Collective.
+    """Return `input_ids` and `logits` of the live model for fixed tokens, and how it computes. Collective.
 
     None where parameters are on an NVMe disk or nothing was trained. Raises Diverged where a logit is not finite, so
     that such weights never replace good ones on the disk.
@@ -132,7 +132,8 @@ def fingerprint(trainer: Any, reading: RankReading | None) -> dict[str, Any] | N
         trainer.accelerator.unwrap_model(trainer.model_wrapped, keep_torch_compile=False)
     )
     check_finite(logits, step=trainer.state.global_step)
-    return {"input_ids": input_ids, "logits": logits, "compute_dtype": reading["compute_dtype"]}
+    how = {"compute_dtype": reading["compute_dtype"], "load_in_4bit": reading["load_in_4bit"]}
+    return {"input_ids": input_ids, "logits": logits, **how}
 
 
 def check_finite(logits: list[float], *, step: int) -> None:

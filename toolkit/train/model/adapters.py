@@ -1,10 +1,9 @@
-"""LoRA adapters, and the 4-bit base model of QLoRA."""
+"""LoRA adapters on frozen weights."""
 
 from __future__ import annotations
 
 from typing import Any
 
-import torch
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
 from toolkit.errors import ToolkitError
@@ -46,21 +45,3 @@ def trains_base_weights(arguments: ModelArguments) -> bool:
     """Return True if `lora_config` trains weights of the model itself, beside the adapters."""
     fields = lora_fields(arguments.lora_config)
     return fields.get("bias", "none") != "none" or any(fields.get(name) for name in BASE_WEIGHT_FIELDS)
-
-
-def quantization(arguments: ModelArguments) -> dict[str, Any]:
-    """Return the `from_pretrained` arguments of a 4-bit base: NF4 with double quantisation, computed in bf16.
-
-    QLoRA (Dettmers et al., https://arxiv.org/abs/2305.14314), section 3.
-    """
-    if not arguments.load_in_4bit:
-        return {}
-    from transformers import BitsAndBytesConfig
-
-    config = BitsAndBytesConfig(
-        load_in_4bit=True,
-        bnb_4bit_quant_type="nf4",
-        bnb_4bit_use_double_quant=True,
-        bnb_4bit_compute_dtype=torch.bfloat16,
-    )
-    return {"quantization_config": config}

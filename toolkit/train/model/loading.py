@@ -6,6 +6,7 @@ The checkpoint's own dtype does not matter (docs/concepts/numerics.md).
 from __future__ import annotations
 
 import os
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,10 +17,11 @@ from toolkit.data.template_limits import check_templates, read_template
 from toolkit.errors import ToolkitError
 from toolkit.models.adapter_inputs import share_inputs
 from toolkit.models.attention import AUTO, packed_attention, read_model_attention
+from toolkit.models.four_bit import quantization_config
 from toolkit.presets.support import Method, check_supported
 from toolkit.run.script_arguments import ModelArguments
-from toolkit.train.model import varlen_attention
-from toolkit.train.model.adapters import quantization, trains_base_weights, with_lora
+from toolkit.train.model import four_bit, varlen_attention
+from toolkit.train.model.adapters import trains_base_weights, with_lora
 from toolkit.train.model.freezing import freeze
 
 varlen_attention.register()
@@ -67,10 +69,16 @@ def load_model(arguments: ModelArguments, *, compute_dtype: torch.dtype) -> Any:
     A bf16 checkpoint would otherwise load as bf16, and a Trainer without a sharding engine would then keep bf16
     optimizer states and no fp32 master weights.
     """
-    extra = {"attn_implementation": arguments.attn_implementation} if arguments.attn_implementation else {}
-    extra |= quantization(arguments)
+    extra: dict[str, Any] = {}
+    if arguments.attn_implementation:
+        extra["attn_implementation"] = arguments.attn_implementation
+    if arguments.load_in_4bit:
+        extra["quantization_config"] = quantization_config(compute_dtype)
     dtype = loaded_dtype(arguments, compute_dtype)
-    model = from_pretrained(AutoModelForCausalLM, arguments, dtype=dtype, **extra)
+    load = partial(from_pretrained, AutoModelForCausalLM, arguments, dtype=dtype, **extra)
+    model = four_bit.load_for_shards(load) if arguments.load_in_4bit and four_bit.is_sharded() else load()
+    if arguments.load_in_4bit:
+        four_bit.keep_packing(model)
     return prepare_model(model, arguments, compute_dtype=compute_dtype)
 
 
@@ -92,6 +100,8 @@ def prepare_model(model: Any, arguments: ModelArguments, *, compute_dtype: torch
             if os.environ.get("RANK", "0") == "0":
                 print(line, flush=True)
     cast_weights(model, compute_dtype)
+    if arguments.load_in_4bit and four_bit.is_sharded():
+        four_bit.make_shardable(model)
     return model
 
 

@@ -1,0 +1,58 @@
+"""4-bit weights (NF4 with double quantisation) as bitsandbytes 0.50.2 stores them: packed tensors and their constants.
+
+QLoRA, Dettmers et al., https://arxiv.org/abs/2305.14314, section 3.
+
+    >>> (packed,) = packed_layer((Tensor(name="mlp.up_proj.weight", shape=(48, 32)),), element_bytes=2)
+    >>> packed.shape  # four elements in each bf16 number
+    (384, 1)
+
+The packed tensors are sharded and gathered like others; the constants are whole on every rank.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from toolkit.models.shape import Layer, Tensor
+
+# Half a byte per element, 8 bits per block of 64, 32 bits per block of 64 · 256. With each weight, bitsandbytes also
+# stores two tables of 16 and 256 fp32 numbers and the mean of the constants (`functional.py`, `quantize_4bit`,
+# `quantize_blockwise`).
+NF4_BLOCK, NF4_SECOND_BLOCK = 64, 256
+NF4_TABLE, NF4_SECOND_TABLE = 16, 256
+NF4_TABLES_BYTES = 4 * (NF4_TABLE + NF4_SECOND_TABLE + 1)
+QUANT_TYPE = "nf4"
+
+
+def quantization_config(compute_dtype: Any) -> Any:
+    """Return transformers' configuration of a 4-bit base, packed into numbers of the compute dtype (torch's)."""
+    from transformers import BitsAndBytesConfig
+
+    return BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type=QUANT_TYPE,
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=compute_dtype,
+        bnb_4bit_quant_storage=compute_dtype,
+    )
+
+
+def packed_layer(layer: Layer, *, element_bytes: int) -> Layer:
+    """Return the layer's tensors as they are stored: 4-bit ones in one column of elements of the compute dtype."""
+    return tuple(_packed(tensor, element_bytes) if is_in_4bit(tensor) else tensor for tensor in layer)
+
+
+def is_in_4bit(tensor: Tensor) -> bool:
+    """Return True for a tensor of a decoder layer that bitsandbytes quantizes: no fused experts and no norms."""
+    return tensor.is_linear_weight
+
+
+def constant_bytes(tensor: Tensor) -> int:
+    """Return the bytes of the constants that decode a 4-bit weight; `tensor` is the weight before it is packed."""
+    blocks = -(-tensor.num_elements // NF4_BLOCK)
+    return blocks + 4 * -(-blocks // NF4_SECOND_BLOCK) + NF4_TABLES_BYTES
+
+
+def _packed(tensor: Tensor, element_bytes: int) -> Tensor:
+    return replace(tensor, shape=(-(-tensor.num_elements // (2 * element_bytes)), 1), in_linear=False)

@@ -1,0 +1,209 @@
+"""The 4-bit base model of QLoRA, held so that FSDP2 and ZeRO-3 shard it like any other weight.
+
+bitsandbytes packs a weight into a tensor of one column and keeps the constants that decode it beside it, on its module.
+Packed as uint8 neither engine shards it; packed as the compute dtype both do, and the constants stay whole on each
+rank (a 32nd of the weights' bytes). The libraries leave three things to do here:
+
+- transformers 5.23 loads a quantized model on every rank's GPU (peft#2016). Here rank 0 reads and quantizes it, weight
+  by weight on its GPU, into host memory; both engines broadcast from rank 0 when they shard.
+- FSDP2 makes a plain parameter of what it gathers, and accelerate 1.15 does not broadcast bitsandbytes' own class
+  (accelerate#3983, bitsandbytes#1945), so 4-bit weights are plain from the start. `Linear4bit.forward` finds the
+  constants on its module.
+- DeepSpeed 0.19.8 moves a model that is not sharded yet to the GPU as a whole; `zero.Init` shards it before.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from transformers.integrations.deepspeed import deepspeed_config, is_deepspeed_zero3_enabled
+from transformers.utils import logging
+
+from toolkit.models.four_bit import NF4_BLOCK, NF4_SECOND_BLOCK, NF4_SECOND_TABLE, NF4_TABLE, QUANT_TYPE
+
+
+def quantized_modules(model: Any) -> list[Any]:
+    """Return the linear layers whose weight is in 4 bits; they keep its constants as `quant_state`."""
+    return [module for module in model.modules() if getattr(module, "quant_state", None) is not None]
+
+
+def keep_packing(model: Any) -> None:
+    """Keep bitsandbytes 0.50.2 from repacking weights at an evaluation on a CPU with AVX512-BF16.
+
+    That layout has no backward, and the constants change with it (`Linear4bit.forward`).
+    """
+    for module in _linear_4bit_modules(model):
+        module.support_avx512bf16_for_cpu = False
+
+
+def constants(state: Any) -> list[torch.Tensor]:
+    """Return the constants that decode a 4-bit weight: scales, their own scales, and code tables."""
+    second = [state.offset, state.state2.absmax, state.state2.code] if state.nested else []
+    return [state.absmax, state.code, *second]
+
+
+# -- loading for an engine that shards
+
+
+def is_sharded() -> bool:
+    """Return True if this process trains under an engine that shards parameters."""
+    return is_deepspeed_zero3_enabled() or _under_fsdp()
+
+
+def _under_fsdp() -> bool:
+    return _is_on("ACCELERATE_USE_FSDP")
+
+
+def _is_on(variable: str) -> bool:
+    return os.environ.get(variable, "false").lower() in ("true", "1")
+
+
+def load_for_shards(load: Callable[[], Any]) -> Any:
+    """Return what `load` loads, in host memory: the quantized weights on rank 0, elsewhere memory that nobody touches.
+
+    `load` calls `from_pretrained`, whose own choice for a quantized model is the GPU of each rank.
+    """
+    from transformers.quantizers.quantizer_bnb_4bit import Bnb4BitHfQuantizer
+
+    with (
+        _replaced(Bnb4BitHfQuantizer, "update_device_map", lambda *_: {"": "cpu"}),
+        _quantized_on(_device()) if _reads_weights() else _without_weights(),
+    ):
+        model = load()
+    if not _reads_weights():
+        for module in _linear_4bit_modules(model):
+            _expect_from_rank_0(module)
+    return model
+
+
+@contextlib.contextmanager
+def _quantized_on(device: torch.device) -> Iterator[None]:
+    """Quantize each weight on the device, and put the result into host memory."""
+    from transformers.integrations.bitsandbytes import Bnb4bitQuantize
+
+    convert = Bnb4bitQuantize.convert
+
+    def convert_on_device(self: Any, input_dict: dict[str, Any], *args: Any, **kwargs: Any) -> dict[str, Any]:
+        moved = {
+            name: [part.to(device) for part in value] if isinstance(value, list) else value.to(device)
+            for name, value in input_dict.items()
+        }
+        return {name: value.to("cpu") for name, value in convert(self, moved, *args, **kwargs).items()}
+
+    with _replaced(Bnb4bitQuantize, "convert", convert_on_device):
+        yield
+
+
+@contextlib.contextmanager
+def _without_weights() -> Iterator[None]:
+    """Read and initialize no weights, as transformers does under FSDP without quantization; buffers are computed."""
+    from transformers import PreTrainedModel
+
+    load = PreTrainedModel._load_pretrained_model
+
+    def load_none(model: Any, state_dict: Any, checkpoint_files: Any, *args: Any, **kwargs: Any) -> Any:
+        del state_dict, checkpoint_files
+        return load(model, {}, None, *args, **kwargs)
+
+    def initialize_buffers(self: Any, is_quantized: bool) -> None:
+        del is_quantized
+        for _, parameter in self.named_parameters():
+            parameter._is_hf_initialized = True
+        self.initialize_weights()
+
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_error()  # no report on weights that are missing on purpose
+    try:
+        with (
+            _replaced(PreTrainedModel, "_load_pretrained_model", staticmethod(load_none)),
+            _replaced(PreTrainedModel, "_initialize_missing_keys", initialize_buffers),
+        ):
+            yield
+    finally:
+        logging.set_verbosity(verbosity)
+
+
+@contextlib.contextmanager
+def _replaced(owner: type, name: str, function: Any) -> Iterator[None]:
+    original = vars(owner)[name]  # with its decorator
+    setattr(owner, name, function)
+    try:
+        yield
+    finally:
+        setattr(owner, name, original)
+
+
+def make_shardable(model: Any) -> None:
+    """Give 4-bit weights, adapters already added, the form that the engine shards; every rank must call it."""
+    for module in _linear_4bit_modules(model):
+        state = module.quant_state = module.weight.quant_state
+        state.to(_device())
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            for tensor in constants(state):
+                dist.broadcast(tensor, 0)
+        if _under_fsdp():
+            packed = module.weight.data.as_subclass(torch.Tensor)
+            module.weight = torch.nn.Parameter(packed, requires_grad=False)
+    if is_deepspeed_zero3_enabled():
+        import deepspeed
+
+        deepspeed.zero.Init(module=model, config_dict_or_path=deepspeed_config())
+
+
+def _expect_from_rank_0(module: Any) -> None:
+    """Replace a weight that was not read by an empty one of its packed size, with constants of zero."""
+    from bitsandbytes.functional import QuantState
+    from bitsandbytes.nn.modules import Params4bit
+
+    weight, storage = module.weight, module.quant_storage
+    size = weight.numel()
+    blocks = -(-size // NF4_BLOCK)
+    second = QuantState(
+        absmax=torch.zeros(-(-blocks // NF4_SECOND_BLOCK)),
+        code=torch.zeros(NF4_SECOND_TABLE),
+        blocksize=NF4_SECOND_BLOCK,
+        dtype=torch.float32,
+    )
+    state = QuantState(
+        absmax=torch.zeros(blocks, dtype=torch.uint8),
+        shape=weight.shape,
+        code=torch.zeros(NF4_TABLE),
+        blocksize=NF4_BLOCK,
+        quant_type=QUANT_TYPE,
+        dtype=weight.dtype,
+        offset=torch.zeros(()),
+        state2=second,
+    )
+    module.weight = Params4bit(
+        torch.empty(-(-size // (2 * storage.itemsize)), 1, dtype=storage),
+        quant_state=state,
+        blocksize=NF4_BLOCK,
+        quant_type=QUANT_TYPE,
+        quant_storage=storage,
+        module=module,
+        bnb_quantized=True,
+    )
+
+
+def _linear_4bit_modules(model: Any) -> list[Any]:
+    from bitsandbytes.nn.modules import Linear4bit
+
+    return [module for module in model.modules() if isinstance(module, Linear4bit)]
+
+
+def _reads_weights() -> bool:
+    """Rank 0 does, and where FSDP2 was told not to broadcast (`fsdp_cpu_ram_efficient_loading: false`) every rank."""
+    alone = not dist.is_initialized() or dist.get_rank() == 0
+    return alone or (_under_fsdp() and not _is_on("FSDP_CPU_RAM_EFFICIENT_LOADING"))
+
+
+def _device() -> torch.device:
+    from accelerate import PartialState
+
+    device: torch.device = PartialState().device
+    return device
