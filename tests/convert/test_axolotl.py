@@ -135,13 +135,16 @@ def test_the_deepspeed_json_decides_and_not_its_name(tmp_path: Path) -> None:
     assert (by_name.preset, "chosen by the name" in by_name.notes["--preset"]) == ("zero2", True)
 
 
-def test_four_bit_weights_are_not_sharded(tmp_path: Path) -> None:
+def test_four_bit_weights_are_sharded_where_they_are_in_the_configuration(tmp_path: Path) -> None:
     lora = "base_model: a/b\nadapter: qlora\nlora_r: 8\nload_in_4bit: true\n"
     under_fsdp = convert_text(tmp_path, f"{lora}fsdp_version: 2\nfsdp_config: {{offload_params: true}}\n")
-    assert under_fsdp.preset == "ddp"
-    assert "accelerate#3983" in under_fsdp.notes["--preset"]
-    assert "not with load_in_4bit" in reasons_of(under_fsdp)["fsdp_config.offload_params"]
-    assert convert_text(tmp_path, f"{lora}deepspeed: zero3.json\n").preset == "zero2"
+    assert under_fsdp.preset == "fsdp2_cpu_offload"
+    assert convert_text(tmp_path, f"{lora}deepspeed: zero3.json\n").preset == "zero3"
+    offload = "deepspeed: {zero_optimization: {stage: 2, offload_optimizer: {device: cpu}}}\n"
+    offloaded = convert_text(tmp_path, lora + offload)
+    assert offloaded.preset == "zero2"
+    assert "too small to offload" in offloaded.notes["--preset"]
+    assert "not with load_in_4bit" in reasons_of(offloaded)["deepspeed"]
 
 
 @pytest.mark.parametrize(

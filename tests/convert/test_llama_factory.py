@@ -160,7 +160,7 @@ def test_what_cannot_be_converted_is_refused(lines: str, words: str, tmp_path: P
         ("deepspeed: examples/deepspeed/ds_z2_offload_config.json", "zero2_cpu_offload"),
         ("deepspeed: examples/deepspeed/ds_z3_config.json", "zero3"),
         ("fsdp: [full_shard, auto_wrap]", "fsdp2"),
-        ("deepspeed: ds_z3_config.json\nquantization_bit: 4", "zero2"),
+        ("deepspeed: ds_z3_config.json\nquantization_bit: 4", "zero3"),
     ],
 )
 def test_the_preset_follows_from_the_sharding_settings(lines: str, preset: str, tmp_path: Path) -> None:

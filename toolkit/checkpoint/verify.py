@@ -23,7 +23,7 @@ from toolkit.checkpoint.layout import check_readable, is_checkpoint
 from toolkit.checkpoint.model_definition import ADAPTER_NAME, MetaModel, ModelFiles
 from toolkit.checkpoint.safetensors_files import WeightFiles
 from toolkit.errors import ToolkitError
-from toolkit.models.four_bit import quantization_config
+from toolkit.models.nf4 import quantization_config
 from toolkit.run.checkpoints import MANIFEST, read_checkpoint
 from toolkit.run.manifest_file import Fingerprint
 

@@ -63,19 +63,23 @@ def find_file(name: str, near: Path) -> Path | None:
     return next((folder / path for folder in folders if is_file(folder / path)), None)
 
 
+# The nearest preset where a configuration's own does not work with 4-bit weights.
+_FOR_4BIT_WEIGHTS = {"zero2_cpu_offload": "zero2", "zero3_nvme_offload": "zero3_cpu_offload", "zeropp": "zero3"}
+
+
 def take_strategy(draft: Draft, near: Path, *, method: Method, chosen: Choice | None = None) -> str:
     """Use the sharding settings of a configuration, and return the preset's name.
 
-    `method` decides what is possible: 4-bit weights are not sharded, for example. `chosen` is what settings decide
-    that only one tool has.
+    `method` decides what is possible: 4-bit weights are not swapped to a disk, for example. `chosen` is what settings
+    decide that only one tool has.
     """
     choice = chosen or _choose(draft, near)
     why = unsupported(load_preset(choice.preset), method)
     if why is not None and why.rule == "qlora":
         for key in choice.keys:
             draft.leave_out(key, f"not with load_in_4bit: {why.why}")
-        draft.notes[PRESET] = f"every GPU holds the whole 4-bit model; under {choice.preset} {why.why}"
-        choice = Choice(preset="zero2" if load_preset(choice.preset).engine == "deepspeed" else "ddp")
+        draft.notes[PRESET] = f"4-bit weights do not work under {choice.preset}: {why.why}"
+        choice = Choice(preset=_FOR_4BIT_WEIGHTS[choice.preset])
     for key in choice.keys:
         draft.use(key, PRESET)
     if choice.note is not None:

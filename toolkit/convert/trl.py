@@ -131,6 +131,7 @@ def _take_lora(draft: Draft) -> None:
         draft.assign("load_in_4bit", True, keys=["load_in_4bit"])
         draft.drop_if("bnb_4bit_quant_type", "nf4")
         draft.drop_if("use_bnb_nested_quant", True)
+        draft.drop_if("bnb_4bit_quant_storage", "bfloat16")
     draft.drop_if("lora_task_type", "CAUSAL_LM")
     named = {key: name for key, name in LORA_CONFIG.items() if draft.get(key) not in (None, False, "false")}
     if named:

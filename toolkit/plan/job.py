@@ -20,8 +20,8 @@ from toolkit.models.attention import (
     packed_attention,
     read_model_attention,
 )
-from toolkit.models.four_bit import packed_layer
 from toolkit.models.lora import ALL_LINEAR, check_lora_targets, lora_layers, outer_lora
+from toolkit.models.nf4 import packed_layer
 from toolkit.models.shape import Layer, ModelShape
 from toolkit.plan.engine_settings import EngineSettings, engine_settings
 from toolkit.presets.accumulation import ACCUMULATE, WHOLE, default_accumulate

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from transformers.integrations.deepspeed import deepspeed_config, is_deepspeed_zero3_enabled
 from transformers.utils import logging
 
-from toolkit.models.four_bit import NF4_BLOCK, NF4_SECOND_BLOCK, NF4_SECOND_TABLE, NF4_TABLE, QUANT_TYPE
+from toolkit.models.nf4 import NF4_BLOCK, NF4_SECOND_BLOCK, NF4_SECOND_TABLE, NF4_TABLE, QUANT_TYPE
 
 
 def quantized_modules(model: Any) -> list[Any]:

@@ -17,7 +17,7 @@ from toolkit.data.template_limits import check_templates, read_template
 from toolkit.errors import ToolkitError
 from toolkit.models.adapter_inputs import share_inputs
 from toolkit.models.attention import AUTO, packed_attention, read_model_attention
-from toolkit.models.four_bit import quantization_config
+from toolkit.models.nf4 import quantization_config
 from toolkit.presets.support import Method, check_supported
 from toolkit.run.script_arguments import ModelArguments
 from toolkit.train.model import four_bit, varlen_attention
