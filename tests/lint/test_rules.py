@@ -179,6 +179,8 @@ CASES = [
          "fsdp: true\nactivation_checkpointing: true\nfsdp_config: {activation_checkpointing: true}\nmax_steps: 1\n",
          "fsdp: true\nfsdp_config: {activation_checkpointing: true}\nmax_steps: 1\n", 2,
          fixed="fsdp: true\nfsdp_config: {activation_checkpointing: true}\nmax_steps: 1\n"),
+    Case("4bit-not-sharded", "learning_rate: 0.1\nload_in_4bit: true\nfsdp: true\n",
+         "learning_rate: 0.1\nload_in_4bit: true\nfsdp: true\nbnb_4bit_quant_storage: bfloat16\n", 2),
     Case("sharded-save-only-model",
          "fsdp: true\nfsdp_config: {state_dict_type: SHARDED_STATE_DICT}\nsave_only_model: true\n",
          "fsdp: true\nfsdp_config: {state_dict_type: FULL_STATE_DICT}\nsave_only_model: true\n", 3,

@@ -75,6 +75,7 @@ def test_a_world_that_cannot_be_rehearsed_is_refused(
         (["--model_name_or_path", "{model}", "--optim", "nope"], "--optim is 'nope', expected "),
         (["--model_name_or_path", "{model}", "--max_stepz", "2"], "unknown argument --max_stepz"),
         (["--model_name_or_path", "{model}", "--dataset", "{folder}/none.jsonl"], "none.jsonl"),
+        (["--model_name_or_path", "{model}", "--lora_r", "4", "--load_in_4bit"], "there are none here to quantize"),
     ],
 )
 def test_a_job_that_cannot_be_rehearsed_is_refused(tmp_path: Path, words: list[str], message: str) -> None:

@@ -15,8 +15,8 @@ from transformers import set_seed
 
 from toolkit.presets import Preset
 from toolkit.rehearse.fake_process_group import join_fake_world
-from toolkit.rehearse.rehearsed_rank import RehearsedRank
-from toolkit.rehearse.synthetic_inputs import has_local_weights, rehearsal_data, rehearsal_model
+from toolkit.rehearse.rehearsed_rank import RehearsedRank, has_local_weights
+from toolkit.rehearse.synthetic_inputs import rehearsal_data, rehearsal_model
 from toolkit.rehearse.trace import trace
 from toolkit.rehearse.trainer_parts import REHEARSAL_PARTS
 from toolkit.run.measurements import read_rows
@@ -76,5 +76,5 @@ def rehearsal_facts(run: ActiveRun, rehearsed: RehearsedRank, trainer: Any) -> d
         "compute_step_seconds": statistics.median(timed) if timed and own["device"].startswith("cuda") else None,
         "not_told": list(NOT_MEASURED),
         "phase_peaks": trainer.timer.peaks.by_phase(),
-        "random_weights": not has_local_weights(run.arguments.model),
+        "random_weights": not has_local_weights(str(run.arguments.model.model_name_or_path)),
     }

@@ -23,7 +23,7 @@ from toolkit.hardware.cgroups import count_oom_kills
 from toolkit.models.read_model import config_path
 from toolkit.presets import Preset
 from toolkit.presets.support import Purpose, check_supported
-from toolkit.rehearse.rehearsed_rank import SYNTHETIC, RehearsedRank
+from toolkit.rehearse.rehearsed_rank import SYNTHETIC, RehearsedRank, has_local_weights
 from toolkit.run import status
 from toolkit.run.argument_checks import check_arguments
 from toolkit.run.argument_values import Range, check_range
@@ -105,6 +105,11 @@ def _check_job(arguments: dict[str, Any], preset: Preset, *, world_size: int, on
         raise ToolkitError("--load_best_model_at_end: a rehearsal saves and evaluates nothing", hint="leave it out")
     check_arguments(arguments, preset, num_processes=world_size, on_cpu=on_cpu, purpose=purpose)
     check_configuration(str(arguments["model_name_or_path"]))
+    if flag(arguments.get("load_in_4bit", False)) and not has_local_weights(str(arguments["model_name_or_path"])):
+        raise ToolkitError(
+            "--load_in_4bit is rehearsed with the model's own weights, and there are none here to quantize",
+            hint="name a local folder with weights; `toolkit plan --load-in-4bit` needs config.json alone",
+        )
     is_synthetic = dataset_names(arguments) in ([], [SYNTHETIC])
     if not is_synthetic and purpose == "trace":
         raise ToolkitError(

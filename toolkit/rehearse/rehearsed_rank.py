@@ -14,9 +14,16 @@ from typing import Any
 from toolkit.errors import ToolkitError
 from toolkit.files.value_limits import shown
 from toolkit.run.folder import RunFolder
+from toolkit.run.preflight import WEIGHT_SUFFIXES
 
 # A value of `--dataset`: rows of exactly `max_seq_length` tokens, the most that a batch can hold.
 SYNTHETIC = "synthetic"
+
+
+def has_local_weights(model: str) -> bool:
+    """Return True for a local folder with weights. All else is rehearsed with random ones: memory is the same."""
+    folder = Path(model)
+    return folder.is_dir() and any(path.suffix in WEIGHT_SUFFIXES for path in folder.iterdir())
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

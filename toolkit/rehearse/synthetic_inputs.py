@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -10,14 +9,12 @@ from torch.utils.data import Dataset
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from toolkit.rehearse.fake_process_group import fill_shards
-from toolkit.rehearse.rehearsed_rank import SYNTHETIC
+from toolkit.rehearse.rehearsed_rank import SYNTHETIC, has_local_weights
 from toolkit.run.script_arguments import ModelArguments
 from toolkit.train.arguments import Arguments
 from toolkit.train.data.data_report import DataStats
 from toolkit.train.data.dataset import Data, load_data
 from toolkit.train.model.loading import from_pretrained, load_model, load_tokenizer, loaded_dtype, prepare_model
-
-WEIGHT_SUFFIXES = (".safetensors", ".bin")
 
 
 def rehearsal_data(args: Arguments) -> tuple[Any, Data]:
@@ -68,7 +65,7 @@ class SyntheticRows(Dataset[dict[str, Any]]):  # type: ignore[misc]
 
 def rehearsal_model(arguments: ModelArguments, *, compute_dtype: torch.dtype) -> Any:
     """Return the model of a local folder with weights; without weights, the same shapes with random values."""
-    make = load_model if has_local_weights(arguments) else model_from_config
+    make = load_model if has_local_weights(str(arguments.model_name_or_path)) else model_from_config
     model = make(arguments, compute_dtype=compute_dtype)
     fill_shards(model)
     return model
@@ -85,9 +82,3 @@ def model_from_config(arguments: ModelArguments, *, compute_dtype: torch.dtype) 
         **extra,
     )
     return prepare_model(model, arguments, compute_dtype=compute_dtype)
-
-
-def has_local_weights(arguments: ModelArguments) -> bool:
-    """Return True for a local folder with weights. All else is rehearsed with random ones: memory is the same."""
-    folder = Path(str(arguments.model_name_or_path))
-    return folder.is_dir() and any(path.suffix in WEIGHT_SUFFIXES for path in folder.iterdir())

@@ -53,6 +53,19 @@ def sharded_save_only_model(doc: Document) -> Iterator[Match]:
         )
 
 
+@rule("4bit-not-sharded", WARNING, TRAINER, library="accelerate", fix="bnb_4bit_quant_storage: bfloat16")
+def four_bit_not_sharded(doc: Document) -> Iterator[Match]:
+    """bitsandbytes stores 4-bit weights as uint8 unless told otherwise, and accelerate leaves those out of FSDP2's
+    sharding: every GPU holds the whole 4-bit model."""
+    storage = as_enum(doc.get("bnb_4bit_quant_storage"))
+    if uses_fsdp(doc) and as_bool(doc.get("load_in_4bit")) and "FLOAT" not in storage:
+        yield Match(
+            key="load_in_4bit",
+            message="4-bit weights stored as uint8 are not sharded: every GPU holds all of them",
+            fix="`bnb_4bit_quant_storage: bfloat16`, the dtype of the computation",
+        )
+
+
 @rule("save-only-model-best", ERROR, TRAINER, library="transformers", fix="one of the two")
 def save_only_model_best(doc: Document) -> Iterator[Match]:
     """The Trainer refuses `save_only_model` with `load_best_model_at_end` under DeepSpeed and FSDP."""
