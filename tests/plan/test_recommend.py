@@ -161,6 +161,7 @@ def test_4_bit_weights_that_fit_are_replicated(shape: ModelShape) -> None:
     asked = request(shape, memory_gib=24, job=TrainingJob(max_seq_length=1024, lora_r=16, load_in_4bit=True))
     answer = found(asked)
     assert answer.choice.preset.sharded_parts in ((), ("optimizer",), ("gradient", "optimizer"))
+    assert answer.choice.preset.offload_param is None
     assert answer.why_not["zero2_cpu_offload"] == "the adapters' optimizer states are too small to offload"
 
 
