@@ -116,19 +116,18 @@ def test_activation_checkpointing_changes_no_loss(start: Start, preset: str, pre
     assert losses(folder) == pytest.approx(losses(preset_runs["ddp"]), rel=1e-6)
 
 
-# what is wrapped outermost: the compiler's wrapper is around DDP, and FSDP2 shards it
-COMPILED = {"ddp": "DistributedDataParallel", "fsdp2": "FSDPOptimizedModule"}
-
-
-@pytest.mark.parametrize("preset", COMPILED)
-def test_a_compiled_model_in_one_process_is_read_through_its_wrapper(
+@pytest.mark.parametrize("preset", ["ddp", "fsdp2"])
+def test_compiled_layers_have_no_graph_break_and_the_losses_of_uncompiled_ones(
     start: Start, preset: str, preset_runs: dict[str, Path], tiny_model: Path
 ) -> None:
     compiled = ["--torch_compile", "true", "--torch_compile_backend", "aot_eager"]  # the graph without inductor's C++
-    folder = start(preset, *compiled, "--per_device_train_batch_size", "4", num_processes=1)
-    (rank,) = ranks(folder)
-    assert (rank["torch_compile"], rank["engine"], rank["wrapper"]) == (True, preset, COMPILED[preset])
-    assert losses(folder, 1) == pytest.approx(losses(preset_runs["single"], 1), rel=1e-6)
+    folder = start(preset, *compiled, "--untimed_steps", "1")
+    for rank in ranks(folder):
+        assert (rank["torch_compile"], rank["engine"]) == (True, preset)
+        assert (rank["compiled_modules"], rank["graph_breaks"]) == (2, 0)
+    measured = read(folder / "run.json")["measured"]
+    assert (measured["recompilations_after_first_steps"], measured["graph_breaks_after_first_steps"]) == (0, 0)
+    assert losses(folder) == pytest.approx(losses(preset_runs["ddp"]), rel=1e-6)
     assert weights(folder).keys() == weights(tiny_model).keys()
 
 

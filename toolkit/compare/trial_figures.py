@@ -470,6 +470,23 @@ class Readings(Model):
             display=Display(heading="start-up s", format=fixed(1)),
         ),
     ] = None
+    recompilations_after_first_steps: Annotated[
+        Count | None,
+        Column(
+            "Graphs that one rank compiled in its timed steps, the maximum over ranks; null without `--torch_compile`.",
+            repeats=Repeats.LARGEST_OF_ALL,
+            in_csv=False,
+        ),
+    ] = None
+    graph_breaks_after_first_steps: Annotated[
+        Count | None,
+        Column(
+            "Graph breaks that one rank counted in its timed steps, the maximum over ranks; null without"
+            " `--torch_compile`.",
+            repeats=Repeats.LARGEST_OF_ALL,
+            in_csv=False,
+        ),
+    ] = None
 
 
 class TrialResult(Readings, Figures):

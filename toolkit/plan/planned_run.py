@@ -64,9 +64,7 @@ def planned_loss(arguments: dict[str, Any]) -> str:
     given = str(arguments.get("loss") or "auto")
     if given != "auto":
         return given
-    if flag(arguments.get("use_liger_kernel", False)):
-        return "fused"
-    return "full" if flag(arguments.get("torch_compile", False)) else "chunked"
+    return "fused" if flag(arguments.get("use_liger_kernel", False)) else "chunked"
 
 
 def plan_run(preset: Preset, arguments: dict[str, Any], *, world_size: int, gpu: Gpu) -> Plan:

@@ -533,6 +533,18 @@ def _working_attention(case: _Case) -> str:
     return " or ".join(f"`{case.option('attn_implementation')} {name}`" for name in shown[:2])
 
 
+@_rule("compiled-zero3")
+def _compiled_zero3(case: _Case) -> _Answer:
+    preset = case.preset
+    if preset is None or not case.method.torch_compile or case.purpose in ("rehearse", "trace"):
+        return None
+    if preset.engine != "deepspeed" or not preset.shards_parameters:
+        return None
+    # docs/evidence/compilation.md: 15 graph breaks in a model of two layers, and nothing is fused
+    why = "ZeRO-3 gathers weights in hooks, so that the compiler's graph ends at each linear layer"
+    return _method_answer(case, "torch_compile", why, "`--preset fsdp2` shards the same")
+
+
 @_rule("comm-hook")
 def _comm_hook(case: _Case) -> _Answer:
     if case.method.ddp_comm_hook is None:

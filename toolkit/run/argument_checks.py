@@ -19,6 +19,7 @@ from toolkit.presets.spec import PresetSpec
 from toolkit.presets.support import CPU, Device, Method, Purpose, check_supported
 from toolkit.presets.training_arguments import STRATEGY_ARGUMENTS
 from toolkit.run.argument_values import check_ranges, check_words
+from toolkit.run.compilation import check_compilation, missing_compiler
 from toolkit.run.dataset_checks import check_evaluation, check_streaming, check_weights, streaming_warnings
 from toolkit.run.learning_rate import check_scaling
 from toolkit.run.lora_config import lora_fields
@@ -93,7 +94,7 @@ def check_arguments(
     method = read_method(arguments)
     check_supported(preset, method, world_size=num_processes, device=device, purpose=purpose)
     _check_best_of_sharded(arguments, preset)
-    missing = _missing_packages(arguments, method)
+    missing = _missing_packages(arguments, method, on_cpu=on_cpu)
     if missing and here:
         raise missing[0]
     check_trackers(arguments.get("report_to"))
@@ -111,6 +112,7 @@ def check_values(arguments: Arguments, *, on_cpu: bool) -> None:
     check_streaming(arguments)
     check_evaluation(arguments)
     check_attention(arguments.get("attn_implementation"))
+    check_compilation(arguments, on_cpu=on_cpu)
 
 
 def _check_best_of_sharded(arguments: Arguments, preset: PresetSpec | None) -> None:
@@ -123,7 +125,7 @@ def _check_best_of_sharded(arguments: Arguments, preset: PresetSpec | None) -> N
         )
 
 
-def _missing_packages(arguments: Arguments, method: Method) -> list[ToolkitError]:
+def _missing_packages(arguments: Arguments, method: Method, *, on_cpu: bool) -> list[ToolkitError]:
     """One error for each package that the arguments need and that is not installed."""
     needed = {
         "bitsandbytes": ("--load_in_4bit needs bitsandbytes", method.load_in_4bit),
@@ -145,7 +147,8 @@ def _missing_packages(arguments: Arguments, method: Method) -> list[ToolkitError
     if package is not None:
         install = f"pip install {package}, or `--attn_implementation sdpa`"
         found.append(ToolkitError(f"--attn_implementation {attention} needs {package}", hint=install))
-    return found
+    compiler = missing_compiler(method, arguments, on_cpu=on_cpu)
+    return found if compiler is None else [*found, compiler]
 
 
 def profiled_steps(text: str) -> tuple[int, int]:

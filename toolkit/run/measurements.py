@@ -91,6 +91,10 @@ class Measurements:
     """Energy of all GPUs in the timed steps: mean power between readings times `timed_seconds`."""
     throttle_reasons: list[str] | None
     """Why GPU clocks were throttled in a timed step; empty where they were not."""
+    recompilations_after_first_steps: int | None
+    """Graphs that one rank compiled in its timed steps, the maximum over ranks; None where nothing is compiled."""
+    graph_breaks_after_first_steps: int | None
+    """Places in those graphs where the compiler gave up, the maximum over ranks."""
     batch_sha256: list[list[str]]
     """Per step, the hash of each rank's batches in training order."""
 
@@ -170,6 +174,8 @@ class StepRow(BaseModel):
     gpu_reading: GpuReading | None = None
     memory_ladder: FirstStepMemory | None = None
     profiled: bool = False
+    compiled_graphs: NonNegativeInt | None = None
+    graph_breaks: NonNegativeInt | None = None
 
 
 def read_rows(path: Path) -> list[Row]:
@@ -269,6 +275,8 @@ def measure(steps: list[list[Row]], *, untimed_steps: int) -> Measurements:
         memory_ladder=max_memory_by_phase(row.get("memory_ladder") for step in steps for row in step),
         energy_joules=energy_joules(by_rank, seconds=math.fsum(timed)),
         throttle_reasons=throttle_reasons(by_rank),
+        recompilations_after_first_steps=_sum_of_a_rank(by_rank, "compiled_graphs"),
+        graph_breaks_after_first_steps=_sum_of_a_rank(by_rank, "graph_breaks"),
         **_peaks(steps),
     )
 
@@ -323,6 +331,12 @@ def _peaks(steps: list[list[Row]]) -> dict[str, int | None]:
     holder = next((row["rank"] for row in rows if row[deciding] and row[deciding] == peaks[deciding]), None)
     counted = {"peak_driver_bytes": _largest(rows, "driver_bytes"), "peak_rank": holder}
     return peaks | counted | {"allocator_retries": _largest(rows, "allocator_retries")}
+
+
+def _sum_of_a_rank(ranks: Sequence[Sequence[Row]], key: str) -> int | None:
+    """The largest sum of one rank over its steps; None where no row has the key."""
+    counted = [[row[key] for row in rows if row.get(key) is not None] for rows in ranks]
+    return max(map(sum, counted)) if any(counted) else None
 
 
 def _largest(rows: list[Row], key: str) -> int | None:

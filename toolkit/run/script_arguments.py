@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -322,7 +322,7 @@ def read_method(arguments: dict[str, Any]) -> Method:
         activation_checkpointing_offload=is_on("activation_checkpointing_offload"),
         loss=str(arguments.get("loss") or Method().loss),
         use_liger_kernel=is_on("use_liger_kernel"),
-        torch_compile=is_on("torch_compile"),
+        torch_compile=compiles(arguments),
         ddp_comm_hook=None if arguments.get("ddp_comm_hook") is None else str(arguments["ddp_comm_hook"]),
         accumulate=accumulate_argument(arguments),
         memory_snapshot=is_on("memory_snapshot"),
@@ -338,6 +338,12 @@ def accumulate_argument(arguments: dict[str, Any]) -> str | None:
     """
     given = arguments.get("accumulate")
     return chosen_accumulate(None if given is None else str(given), json_object(arguments, "accelerator_config"))
+
+
+def compiles(arguments: Mapping[str, Any]) -> bool:
+    """Return True if the model is compiled: a backend or a mode alone switches it on, as in transformers."""
+    named = any(arguments.get(f"torch_compile_{name}") is not None for name in ("backend", "mode"))
+    return named or flag(arguments.get("torch_compile", False))
 
 
 def is_given(arguments: dict[str, Any], name: str) -> bool:

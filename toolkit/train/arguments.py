@@ -23,6 +23,7 @@ from toolkit.presets.optimizers import DEFAULT_OPTIMIZER, MUON
 from toolkit.presets.training_arguments import resolve_precision
 from toolkit.run.argument_aliases import canonical_flags
 from toolkit.run.argument_checks import check_arguments
+from toolkit.run.compilation import Compilation
 from toolkit.run.learning_rate import WARMUP_SHARE, ScaledRate, scaled_rate
 from toolkit.run.script_arguments import (
     DataArguments,
@@ -56,6 +57,8 @@ class Arguments:
     """The learning rate scaled with the global batch size; None where `--lr_scaling` is off."""
     activation_checkpointing: bool = False
     """Switched on by the user, whichever library carries it out: under FSDP2 `training` does not have it."""
+    compilation: Compilation | None = None
+    """The decoder layers are compiled so; `training` does not have it, since the Trainer would compile the model."""
     notes: list[str] = field(default_factory=list)
     """Warnings and explanations for the log."""
 
@@ -108,6 +111,7 @@ def parse_args(argv: Sequence[str], launch: LaunchContext) -> Arguments:
         compute_dtype=compute_dtype(training),
         on_cpu=bool(training.use_cpu),
     )
+    training.torch_compile, training.torch_compile_backend, training.torch_compile_mode = False, None, None
     return Arguments(
         model=model,
         data=data,
@@ -115,6 +119,7 @@ def parse_args(argv: Sequence[str], launch: LaunchContext) -> Arguments:
         argv=hide_words(argv),
         scaled_rate=rate,
         activation_checkpointing=checkpointing,
+        compilation=Compilation.of(given),
         notes=[
             *(f"warning: {line}" for line in warnings),
             *_rate_lines(rate, training),

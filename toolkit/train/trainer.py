@@ -41,6 +41,7 @@ from toolkit.train.data.stream_loader import (
 )
 from toolkit.train.data.streaming import TokenStream
 from toolkit.train.engine.comm_hooks import CommunicationHook
+from toolkit.train.engine.compiled_layers import compile_layers
 from toolkit.train.engine.muon import muon_factory
 from toolkit.train.engine.nvme_offload import NvmeOffload, offload_blocks
 from toolkit.train.metrics.early_stopping import EarlyStopping
@@ -60,8 +61,8 @@ class MeasuredTrainer(Trainer):  # type: ignore[misc]
             kwargs["optimizer_cls_and_kwargs"] = (muon_factory, {"args": args})
         super().__init__(args=args, **kwargs)
         self.run, self.timer, self.progress = run, timer, run.progress
-        self.times_waits = bool(self.args.torch_compile)
-        """True once the timer is notified when forward waits for other ranks. Hooks would break a compiled graph."""
+        self.times_waits = False
+        """True once the timer is notified when forward waits for other ranks."""
         self.staging: Path | None = None
         """Where a checkpoint is being written; None while none is."""
         self.evaluated = EvaluatedTokens()
@@ -210,6 +211,9 @@ def build_trainer(
     if args.data.packing:
         check_model_packs(model)
     run.progress.enter("engine")
+    if args.compilation is not None:
+        full = args.data.packing or data.stats.truncated_rows == data.stats.rows
+        compile_layers(model, args.compilation, lengths_vary=not full)
     timer = parts.timer(
         run.folder.rank_rows(run.rank),
         rank=run.rank,
@@ -218,6 +222,7 @@ def build_trainer(
         untimed_steps=args.model.untimed_steps,
         resumed_step=run.resumed_step,
         begin_training=run.begin_training,
+        compiles=args.compilation is not None,
     )
     trainer = parts.trainer(
         run=run,

@@ -71,7 +71,8 @@ def test_own_time_is_unknown_where_backward_was_not_reported(timer: ClockedTimer
 
 def test_ddp_waits_from_its_own_forward_until_that_of_the_model() -> None:
     calls: list[str] = []
-    timer: Any = SimpleNamespace(begin_wait=lambda: calls.append("wait"), end_wait=lambda: calls.append("end"))
+    waits = {"begin_wait": lambda: calls.append("wait"), "end_wait": lambda: calls.append("end")}
+    timer: Any = SimpleNamespace(**waits, compiles=False)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         model = DistributedDataParallel(torch.nn.Linear(1, 1))

@@ -68,6 +68,9 @@ def notes(results: Results) -> list[str]:
     throttled = [f"{label} ({', '.join(row.throttle_reasons)})" for label, row in rows if row.throttle_reasons]
     if throttled:
         found.append(f"GPU clocks were reduced during timed steps: {', '.join(throttled)}.")
+    recompiled = [label for label, row in rows if row.recompilations_after_first_steps]
+    if recompiled:
+        found.append(f"Timed steps include compilation (train.log has the reasons): {', '.join(recompiled)}.")
     if any(row.completed and row.parity is None and row.group is None for _, row in rows):
         found.append("A row whose parity is n/a could not be checked against the baseline, and is not compared.")
     return found

@@ -44,6 +44,7 @@ from toolkit.train.attest.readings import (
 from toolkit.train.attest.tensors import constant_bytes, frozen_weights, full_shape, weights_sha256
 from toolkit.train.data.collation import PackCollator
 from toolkit.train.dtypes import compute_dtype, dtype_name, element_bytes
+from toolkit.train.engine.compiled_layers import compiled_modules, uncompiled_forward
 from toolkit.train.health.progress import Progress
 from toolkit.train.launch_context import LaunchContext
 from toolkit.train.model.four_bit import quantized_modules
@@ -90,10 +91,11 @@ class Attestation(TrainerCallback):  # type: ignore[misc]
         if hasattr(wrapped, "zero_optimization_stage"):
             call_at_gradient_peak(wrapped, self._read_gradients)
         if isinstance(self.trainer.data_collator, PackCollator):
-            self.packing = read_packing(self.trainer, compute_dtype=dtype_name(self.compute_dtype))
+            with uncompiled_forward():
+                self.packing = read_packing(self.trainer, compute_dtype=dtype_name(self.compute_dtype))
             check_isolated(self.packing, getattr(plain.config, "_attn_implementation", None))
         self.norms.start(self.trainer)
-        if not self.trainer.args.torch_compile:  # a hook would make torch compile the graph a second time
+        if not compiled_modules(plain):  # a hook would make torch compile the graph a second time
             self.recompute.start()
         self.progress.enter("train")
         self.on_done()

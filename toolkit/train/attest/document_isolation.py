@@ -48,8 +48,7 @@ def read_packing(trainer: Any, *, compute_dtype: str) -> PackingReading:
         "packing": "isolated" if isolated else "leaks",
         "packing_loss_difference": from_alone,
         "packing_neighbour_difference": by_neighbour,
-        # a graph of torch.compile may have been made before, with another function inside
-        "packing_mask_bytes": None if trainer.args.torch_compile else sum(map(mask_bytes, masks)),
+        "packing_mask_bytes": sum(map(mask_bytes, masks)),
     }
 
 

@@ -98,6 +98,10 @@ class RankReading(EngineReading, GradientReading, AccumulationReading, PackingRe
     ddp_comm_hook: str | None
     activation_checkpointing_offload: bool
     torch_compile: bool
+    compiled_modules: int
+    """Layers that run compiled; 1 where the model is compiled as a whole."""
+    graph_breaks: int
+    """Places where the compiler's graph ended within a layer in the first step."""
     neftune_noise_alpha: float | None
     loss: str
     loss_chunk_tokens: int | None

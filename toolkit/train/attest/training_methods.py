@@ -11,6 +11,7 @@ from toolkit.train.arguments import Arguments
 from toolkit.train.attest.readings import Values
 from toolkit.train.dtypes import compute_dtype, dtype_name
 from toolkit.train.engine.comm_hooks import registered_hook
+from toolkit.train.engine.compiled_layers import CompilerEvents, compiled_modules
 from toolkit.train.model.chunked_loss import read_loss
 from toolkit.train.model.four_bit import quantized_modules
 
@@ -21,7 +22,7 @@ def expected_methods(arguments: Arguments) -> Values:
     expected: Values = {
         "ddp_comm_hook": model.ddp_comm_hook,
         "activation_checkpointing_offload": model.activation_checkpointing_offload,
-        "torch_compile": bool(training.torch_compile),
+        "torch_compile": arguments.compilation is not None,
         "neftune_noise_alpha": training.neftune_noise_alpha,
         "load_in_4bit": model.load_in_4bit,
         "quantized_storage_dtype": dtype_name(compute_dtype(training)) if model.load_in_4bit else None,
@@ -34,7 +35,7 @@ def expected_methods(arguments: Arguments) -> Values:
         expected["accumulate"] = model.accumulate
     if model.attn_implementation is not None:
         expected["attn_implementation"] = model.attn_implementation
-    if arguments.data.packing and needs_no_mask(model.attn_implementation) and not training.torch_compile:
+    if arguments.data.packing and needs_no_mask(model.attn_implementation):
         expected["packing_mask_bytes"] = 0
     return expected
 
@@ -45,7 +46,9 @@ def read_methods(trainer: Any, plain: Any) -> Values:
     return {
         "ddp_comm_hook": None if hook is None else hook.name,
         "activation_checkpointing_offload": _offloads_activations(plain),
-        "torch_compile": _is_compiled(trainer.model_wrapped),
+        "torch_compile": _is_compiled(plain),
+        "compiled_modules": compiled_modules(plain),
+        "graph_breaks": CompilerEvents.read().graph_breaks.total(),
         "neftune_noise_alpha": _neftune(plain),
         "load_in_4bit": bool(quantized_modules(plain)),
         **read_loss(plain),
@@ -63,14 +66,9 @@ def _offloads_activations(plain: Any) -> bool:
     return bool(inner) and torch.utils.checkpoint.checkpoint not in inner
 
 
-def _is_compiled(wrapped: Any) -> bool:
+def _is_compiled(plain: Any) -> bool:
     """Return True if a module was given to the compiler and the compiler made a graph of it."""
-    from torch._dynamo.utils import counters
-
-    return bool(counters["stats"]["unique_graphs"]) and any(
-        hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None
-        for module in wrapped.modules()
-    )
+    return bool(CompilerEvents.read().graphs and compiled_modules(plain))
 
 
 def _neftune(plain: Any) -> float | None:

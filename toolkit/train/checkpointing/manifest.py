@@ -16,6 +16,7 @@ from transformers.trainer_utils import rotate_checkpoints
 
 from toolkit.run import checkpoints
 from toolkit.train.attest.readings import RankReading
+from toolkit.train.engine.compiled_layers import uncompiled_forward
 from toolkit.train.health.failure_report import Diverged
 
 FINGERPRINT_TOKENS = 16
@@ -159,7 +160,7 @@ def fixed_token_logits(plain: Any) -> tuple[list[int], list[float]]:
     input_ids = [1 + 7919 * index % (vocabulary - 1) for index in range(FINGERPRINT_TOKENS)]
     was_training = plain.training
     plain.eval()
-    with torch.no_grad():
+    with torch.no_grad(), uncompiled_forward():
         logits = plain(input_ids=torch.tensor([input_ids], device=_device(plain))).logits[0, -1, :FINGERPRINT_LOGITS]
     plain.train(was_training)
     return input_ids, logits.float().tolist()

@@ -21,6 +21,7 @@ from transformers import TrainerCallback
 
 from toolkit.run.measurements import drop_rows_after
 from toolkit.train.data.collation import BatchFacts
+from toolkit.train.engine.compiled_layers import CompilerEvents
 from toolkit.train.health.failure_report import Diverged
 from toolkit.train.health.progress import Progress
 from toolkit.train.metrics.device_readings import DeviceReadings, PhaseMemoryRecorder
@@ -41,6 +42,8 @@ class _Step:
     in_backward: bool = False
     end: Any = None
     cpu_seconds: float = 0.0
+    compiler: CompilerEvents | None = None
+    """Until the step is finished, the compiler's events before it; then those of the step. None if nothing compiles."""
 
 
 class StepTimer(TrainerCallback):  # type: ignore[misc]
@@ -61,6 +64,7 @@ class StepTimer(TrainerCallback):  # type: ignore[misc]
         untimed_steps: int = 0,
         resumed_step: int = 0,
         begin_training: Callable[[], None] | None = None,
+        compiles: bool = False,
     ) -> None:
         self.path, self.rank, self.progress = path, rank, progress
         self.untimed_steps, self.resumed_step = untimed_steps, resumed_step
@@ -77,7 +81,7 @@ class StepTimer(TrainerCallback):  # type: ignore[misc]
         self.unwritten: deque[tuple[int, _Step]] = deque()
         """Finished steps, by number, whose device work may still be running."""
         self.printed_at = 0.0
-        self.begin_training = begin_training
+        self.begin_training, self.compiles = begin_training, compiles
 
     def add_batch(self, facts: BatchFacts | None) -> None:
         """Add the batch of one accumulation step, as the collator counted it."""
@@ -111,6 +115,7 @@ class StepTimer(TrainerCallback):  # type: ignore[misc]
         """Start the step in progress now; what came before is not part of its time."""
         self.step.start, self.step.cpu_seconds = self._now(), time.process_time()
         self.step.own_work = [self.step.start]
+        self.step.compiler = CompilerEvents.read() if self.compiles else None
 
     def on_train_begin(self, *_: Any, **__: Any) -> None:
         self.progress.memory_by_phase = PhaseMemoryRecorder(on_gpu=self.cuda)
@@ -129,6 +134,8 @@ class StepTimer(TrainerCallback):  # type: ignore[misc]
         self.restart_clock()  # here, so that the cost of the timer itself is part of the next step
         finished.end, finished.memory = self.step.start, self._read_memory()
         finished.cpu_seconds = self.step.cpu_seconds - finished.cpu_seconds
+        if self.step.compiler is not None and finished.compiler is not None:
+            finished.compiler = self.step.compiler.since(finished.compiler)
         if state.global_step == self.resumed_step + 1 and self.progress.memory_by_phase is not None:
             self.progress.memory_by_phase.record("step")
             finished.memory["memory_ladder"] = self.progress.memory_by_phase.facts()
@@ -172,6 +179,9 @@ class StepTimer(TrainerCallback):  # type: ignore[misc]
             row = self._row(number, step)
             if row["step_of_process"] > self.untimed_steps and not step.profiled:
                 self.timed_seconds.append(row["seconds"])
+                warning = step.compiler and step.compiler.warning(step=number, rank=self.rank)
+                if warning:
+                    print(warning, flush=True)
             with self.path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(row) + "\n")
             self._print(row)
@@ -206,6 +216,7 @@ class StepTimer(TrainerCallback):  # type: ignore[misc]
             "batch_sha256": "+".join(facts.sha256[:16] for facts in step.batches),
             **step.memory,
             **({"profiled": True} if step.profiled else {}),
+            **(step.compiler.counts() if step.compiler is not None else {}),
         }
 
     def _own_seconds(self, step: _Step) -> float | None:
@@ -250,9 +261,18 @@ def time_waits_in_forward(model: Any, timer: StepTimer) -> None:
         waits = [(model, model.module)]
     else:
         waits = [(module, module) for module in model.modules() if isinstance(module, FSDPModule)]
+
+    def begin_wait(*_: Any) -> None:
+        timer.begin_wait()
+
+    def end_wait(*_: Any) -> None:
+        timer.end_wait()
+
+    if timer.compiles:  # the compiler would trace a hook of a compiled layer, and break its graph at the clock
+        begin_wait, end_wait = torch.compiler.disable(begin_wait), torch.compiler.disable(end_wait)
     for before, after in waits:
-        before.register_forward_pre_hook(lambda *_: timer.begin_wait(), prepend=True)
-        after.register_forward_pre_hook(lambda *_: timer.end_wait())
+        before.register_forward_pre_hook(begin_wait, prepend=True)
+        after.register_forward_pre_hook(end_wait)
 
 
 def grad_norm_facts(grad_norm: Any) -> dict[str, float | int | None]:

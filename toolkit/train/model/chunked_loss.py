@@ -138,7 +138,7 @@ def apply_loss(trainer: Any, loss: str) -> None:
     Raises ToolkitError for `chunked` where the model does not allow it; with `auto` a line says so.
     """
     training = trainer.args
-    if loss == "full" or (loss == "auto" and (training.torch_compile or training.use_liger_kernel)):
+    if loss == "full" or (loss == "auto" and training.use_liger_kernel):
         return
     plain = without_adapters(trainer.accelerator.unwrap_model(trainer.model))
     try:

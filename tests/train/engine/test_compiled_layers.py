@@ -1,0 +1,106 @@
+"""Compiling layer by layer, and counting what the compiler does, with a backend that generates no code."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from toolkit.run.compilation import Compilation
+from toolkit.train.engine.compiled_layers import CompilerEvents, compile_layers, compiled_modules, uncompiled_forward
+
+# torch's tracer reads `.grad` of intermediate tensors.
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+EAGER = Compilation(backend="eager", mode=None)
+
+
+class Layer(torch.nn.Module):
+    """A layer with equal experts inside, as in a mixture of experts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = torch.nn.ModuleList(torch.nn.Linear(4, 4) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + sum(expert(x) for expert in self.experts)
+
+
+class Breaking(torch.nn.Module):
+    """A layer in the middle of which the graph ends."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + 1
+        torch._dynamo.graph_break("the reason")
+        return x * 2
+
+
+class Model(torch.nn.Module):
+    def __init__(self, layer: type[torch.nn.Module] = Layer) -> None:
+        super().__init__()
+        self.embed = torch.nn.Linear(4, 4)
+        self.layers = torch.nn.ModuleList(layer() for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.embed(x)
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler() -> None:
+    torch._dynamo.reset()
+
+
+def test_each_layer_is_compiled_in_place_and_keeps_its_name_and_its_result() -> None:
+    model, x = Model(), torch.ones(2, 3, 4)
+    names, result, before = list(model.state_dict()), model(x), CompilerEvents.read()
+    assert compile_layers(model, EAGER, lengths_vary=False) == 3
+    assert (compiled_modules(model), list(model.state_dict())) == (3, names)
+    assert model(x).equal(result)
+    assert CompilerEvents.read().since(before).counts() == {"compiled_graphs": 1, "graph_breaks": 0}
+
+
+def graphs_of_three_lengths(*, lengths_vary: bool) -> int:
+    torch._dynamo.reset()
+    model, before = Model(), CompilerEvents.read()
+    compile_layers(model, EAGER, lengths_vary=lengths_vary)
+    for length in (3, 5, 7):
+        model(torch.ones(2, length, 4))
+    return CompilerEvents.read().since(before).graphs
+
+
+def test_varying_lengths_are_compiled_once() -> None:
+    assert graphs_of_three_lengths(lengths_vary=True) == 1
+    assert graphs_of_three_lengths(lengths_vary=False) > 1
+
+
+def test_a_model_without_repeated_layers_is_compiled_as_a_whole() -> None:
+    model = torch.nn.Linear(4, 4)
+    assert compile_layers(model, EAGER, lengths_vary=False) == 1
+    assert compiled_modules(model) == 1
+
+
+def test_a_graph_break_is_counted_and_the_warning_names_its_reason() -> None:
+    model, before = Model(Breaking), CompilerEvents.read()
+    compile_layers(model, EAGER, lengths_vary=False)
+    model(torch.ones(2, 3, 4))
+    events = CompilerEvents.read().since(before)
+    assert events.counts()["graph_breaks"] == 1
+    warning = events.warning(step=7, rank=1)
+    assert warning is not None
+    assert warning.startswith("warning: 2 graphs compiled and 1 graph breaks in step 7 on rank 1, which is timed: ")
+    assert "graph_break" in warning
+
+
+def test_a_step_without_compilation_has_no_warning() -> None:
+    events = CompilerEvents.read()
+    assert events.since(events).warning(step=7, rank=1) is None
+
+
+def test_a_forward_of_an_unusual_shape_compiles_nothing() -> None:
+    model = Model()
+    compile_layers(model, EAGER, lengths_vary=False)
+    before = CompilerEvents.read()
+    with uncompiled_forward():
+        model(torch.ones(1, 9, 4))
+    assert CompilerEvents.read().since(before).graphs == 0
