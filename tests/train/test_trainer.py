@@ -23,9 +23,7 @@ from toolkit.train.trainer import TrainerParts, _callbacks
 @pytest.fixture
 def training() -> Any:
     """The training arguments that callbacks read when they are built."""
-    return SimpleNamespace(
-        process_index=0, deepspeed_plugin=None, torch_compile=False, neftune_noise_alpha=None, mixed_precision="no"
-    )
+    return SimpleNamespace(process_index=0, deepspeed_plugin=None, neftune_noise_alpha=None, mixed_precision="no")
 
 
 def callback_names(folder: Path, training: Any, **model_arguments: Any) -> list[str]:

@@ -536,7 +536,7 @@ def _working_attention(case: _Case) -> str:
 @_rule("compiled-zero3")
 def _compiled_zero3(case: _Case) -> _Answer:
     preset = case.preset
-    if preset is None or not case.method.torch_compile or case.purpose in ("rehearse", "trace"):
+    if preset is None or not case.method.torch_compile:
         return None
     if preset.engine != "deepspeed" or not preset.shards_parameters:
         return None

@@ -33,7 +33,6 @@ def live(model: Any, collator: Any) -> Any:
         accelerator=accelerator,
         _prepare_inputs=prepare,
         compute_loss_context_manager=nullcontext,
-        args=SimpleNamespace(torch_compile=False),
     )
 
 
@@ -71,8 +70,9 @@ def test_a_mask_in_place_of_document_lengths_is_a_difference(model: Any, tokeniz
     parsed = SimpleNamespace(
         model=ModelArguments(attn_implementation="sdpa_varlen"),
         data=DataArguments(packing=True),
-        training=SimpleNamespace(torch_compile=False, neftune_noise_alpha=None),
+        training=SimpleNamespace(neftune_noise_alpha=None),
         activation_checkpointing=False,
+        compilation=None,
     )
     reading = read_packing(live(model, collator(model, tokenizer)), compute_dtype="float32")
     rank: Any = {**reading, "rank": 0, "attn_implementation": model.config._attn_implementation}

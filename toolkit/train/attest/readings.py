@@ -67,8 +67,8 @@ class PackingReading(TypedDict, total=False):
     """Largest mean absolute difference of a token's loss, in its pack and alone."""
     packing_neighbour_difference: float
     """The same with another document beside it in the pack."""
-    packing_mask_bytes: int | None
-    """Attention masks that transformers made for the test documents; None under torch.compile."""
+    packing_mask_bytes: int
+    """Attention masks that transformers made for the test documents; 0 without a mask."""
 
 
 class ByteReading(TypedDict, total=False):
