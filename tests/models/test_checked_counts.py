@@ -152,7 +152,7 @@ def test_all_trained_parameters_of_a_traced_run_are_planned(folders: Path, monke
     """LoRA on DeepSeek-V3's fused experts: 6.4 of 39.2 million trained parameters were once planned."""
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks" / "gpu"))
     fields = dict(__import__("grid").ARCHITECTURES["deepseek-v3-2b"])
-    traced = json.loads((ROOT / "benchmarks" / "results" / "traced_grid.json").read_text())
+    traced = json.loads((ROOT / "benchmarks" / "results" / "traced_lora.json").read_text())
     (case,) = (case for case in traced["cases"] if case["id"] == "092")
     shape = planned(config_file(folders / "deepseek-v3-2b", fields.pop("model_type"), fields))
     weights = job_weights(shape, traced["lora_rank"])
