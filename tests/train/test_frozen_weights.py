@@ -32,6 +32,7 @@ FREEZE_PRESETS = {
     "zero3": (None, "bfloat16"),
     "fsdp2": (FROZEN + 2 * (P - FROZEN), "float32"),
 }
+BF16_ROUNDING = 2**-8
 Start = Callable[..., Path]
 
 
@@ -53,7 +54,7 @@ def start(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, faq_alpaca
 
 @pytest.fixture(scope="module")
 def lora_runs(start: Start) -> dict[str, Path]:
-    job = ["--lora_r", "4", "--save_strategy", "no", "--save_model", "false"]
+    job = ["--lora_r", "4", "--save_strategy", "no"]
     return {preset: start(preset, *job) for preset in LORA_PRESETS}
 
 
@@ -72,7 +73,9 @@ def ranks(folder: Path) -> list[dict[str, Any]]:
 
 def assert_same_losses(folder: Path, baseline: Path) -> None:
     own, expected = losses(folder), losses(baseline)
-    assert own[0] == pytest.approx(expected[0], rel=FIRST_LOSS_FLOOR["bfloat16"])
+    # accelerate's policy for FSDP2 rounds the loss itself to bf16 (`output_dtype`).
+    floor = BF16_ROUNDING if folder.name.startswith("fsdp2") else FIRST_LOSS_FLOOR["bfloat16"]
+    assert own[0] == pytest.approx(expected[0], rel=floor)
     assert own == pytest.approx(expected, rel=LOSS_CURVE_FLOOR["bfloat16"])
 
 
@@ -85,6 +88,18 @@ def test_a_lora_base_is_held_once_in_bf16_as_planned(lora_runs: dict[str, Path],
         engine = engine_settings(load_preset(preset), world_size=2, hidden_size=64, rank=number)
         assert rank["parameter_bytes"] == model_states(engine, weights).parameter_bytes
         assert rank["parameter_bytes"] == PARAMETER_BYTES.get(preset, rank["parameter_bytes"]) < 2.1 * P
+
+
+@pytest.mark.parametrize("preset", LORA_PRESETS)
+def test_only_adapters_are_saved_in_the_dtype_in_which_the_engine_holds_them(
+    lora_runs: dict[str, Path], preset: str
+) -> None:
+    from safetensors.torch import load_file
+
+    saved = load_file(lora_runs[preset] / "adapter_model.safetensors")
+    assert sum(tensor.numel() for tensor in saved.values()) == ADAPTERS
+    dtype = "torch.bfloat16" if preset.startswith("zero") else "torch.float32"
+    assert {str(tensor.dtype) for tensor in saved.values()} == {dtype}
 
 
 @pytest.mark.parametrize("preset", LORA_PRESETS[1:])

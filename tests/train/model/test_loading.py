@@ -1,0 +1,63 @@
+"""Dtypes of weights: trained ones in fp32, frozen ones in the compute dtype."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from model_configs import TINY
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from toolkit.run.script_arguments import ModelArguments
+from toolkit.train.model.loading import loaded_dtype, prepare_model
+from toolkit.train.model.saving import in_fp32
+
+
+@pytest.mark.parametrize(
+    ("arguments", "dtype"),
+    [
+        ({}, torch.float32),
+        ({"train_only": ["lm_head.*"]}, torch.float32),
+        ({"lora_r": 4}, torch.bfloat16),
+        ({"lora_r": 4, "lora_config": ["use_dora=true"]}, torch.bfloat16),
+        ({"lora_r": 4, "lora_config": ["bias=all"]}, torch.float32),
+        ({"lora_r": 4, "lora_config": ['modules_to_save=["lm_head"]']}, torch.float32),
+    ],
+)
+def test_a_model_whose_own_weights_are_trained_is_loaded_in_fp32(arguments: Any, dtype: torch.dtype) -> None:
+    assert loaded_dtype(ModelArguments(model_name_or_path="m", **arguments), torch.bfloat16) == dtype
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
+@pytest.mark.parametrize("compute", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"lora_r": 4},
+        {"lora_r": 4, "lora_config": ['modules_to_save=["lm_head"]']},
+        {"freeze": ["model.layers.0.*"]},
+        {"train_only": ["lm_head.*"]},
+    ],
+)
+def test_every_weight_has_the_dtype_of_its_role_and_a_gradient_if_it_is_trained(
+    how: dict[str, Any], compute: torch.dtype
+) -> None:
+    arguments = ModelArguments(model_name_or_path="m", **how)
+    made = AutoModelForCausalLM.from_config(
+        AutoConfig.for_model("llama", **TINY), dtype=loaded_dtype(arguments, compute)
+    )
+    model = prepare_model(made, arguments, compute_dtype=compute)
+    assert {(p.requires_grad, p.dtype) for p in model.parameters()} == {(True, torch.float32), (False, compute)}
+    tokens = torch.arange(8).view(1, 8)
+    with torch.autocast("cpu", dtype=compute, enabled=compute != torch.float32):
+        model(input_ids=tokens, labels=tokens).loss.backward()
+    for parameter in model.parameters():
+        assert (parameter.grad is not None) == parameter.requires_grad
+
+
+def test_a_state_of_both_dtypes_is_raised_to_fp32_and_tied_weights_stay_tied() -> None:
+    tied, trained, count = torch.ones(2, dtype=torch.bfloat16), torch.full((2,), 1.001), torch.tensor(3)
+    state = in_fp32({"embed": tied, "norm": trained, "head": tied, "count": count})
+    assert state["embed"].data_ptr() == state["head"].data_ptr()
+    assert (state["embed"].dtype, state["norm"] is trained, state["count"] is count) == (torch.float32, True, True)
