@@ -11,7 +11,7 @@ from toolkit.run.lora_config import lora_fields
 from toolkit.run.script_arguments import ModelArguments
 
 # Fields of `LoraConfig` that train copies of the model's own weights.
-BASE_WEIGHT_FIELDS = ("modules_to_save", "trainable_token_indices", "target_parameters")
+BASE_WEIGHT_FIELDS = ("modules_to_save", "trainable_token_indices")
 
 
 def with_lora(model: Any, arguments: ModelArguments) -> Any:
