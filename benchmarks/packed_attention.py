@@ -1,11 +1,12 @@
-"""Packed rows with a dense mask (`sdpa`) and without one (`sdpa_varlen`): tokens per CPU second, and peak memory.
+"""Packed rows with a dense mask (`sdpa`) and without one (`sdpa_varlen`): CPU time and memory.
 
-    python benchmarks/packed_attention.py
+    python benchmarks/packed_attention.py --ledger FILE      # resumes; `--trials 1` runs one trial and stops
 
-Each trial is a process of its own, one thread, fp32: SmolLM2-135M's first layers (`--layers`, random weights, head and
-embedding included) train on one full row of ten documents. One step on a short row is not timed. The memory is how far
-the timed step raises the process's peak resident memory above what it held before, gradients included. Both sides see
-the same row, and must compute the same loss.
+One full row of ten documents, fp32, one thread, the sizes of SmolLM2-135M; each trial in a process of its own:
+
+- attention of one layer, forward and backward: CPU seconds, and the bytes that autograd saves, the mask included;
+- a step of the first `--layers` layers with embedding and head (random weights): tokens per CPU second. One step on a
+  short row is not timed. Both sides see the same row, and must compute the same loss.
 """
 
 from __future__ import annotations
@@ -13,11 +14,12 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import resource
 import subprocess
 import sys
 import time
+from collections import Counter
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 from record import print_table, spread, write_result
@@ -26,7 +28,9 @@ SIDES = ("sdpa", "sdpa_varlen")
 # Documents of a pack, in parts of its length: two long ones and eight short ones.
 PARTS = (0.24, 0.18, 0.13, 0.11, 0.09, 0.08, 0.06, 0.05, 0.04, 0.02)
 SHORT_ROW = 128
-HEADER = ["tokens", "attention", "tokens per CPU second", "min", "max", "step raises peak by, MiB", "mask, MiB", "loss"]
+HEADER = ["part", "tokens", "attention", "CPU seconds", "min", "max", "saved, MiB", "mask, MiB"]
+TRIALS = [*product(("attention",), (2048, 4096), SIDES), *product(("step",), (2048,), SIDES)]
+"""Part, tokens of the row, and attention function."""
 
 
 def documents(tokens: int, vocab_size: int) -> list[list[int]]:
@@ -52,7 +56,7 @@ def make_model(name: str, layers: int) -> Any:
     return AutoModelForCausalLM.from_config(config, attn_implementation=name, dtype=torch.float32).train()
 
 
-def run_trial(name: str, tokens: int, layers: int) -> dict[str, Any]:
+def train(name: str, tokens: int, layers: int) -> dict[str, Any]:
     """Train two steps in this process; return the second one's figures."""
     import torch
 
@@ -76,69 +80,104 @@ def run_trial(name: str, tokens: int, layers: int) -> dict[str, Any]:
 
     step(SHORT_ROW)
     model.zero_grad(set_to_none=False)  # gradients stay, as from the second accumulation step on
-    before, started = peak_bytes(), time.process_time()
+    started = time.process_time()
     with recorded_masks() as masks:
         loss = step(tokens)
-    return {
-        "side": name,
-        "tokens": tokens,
-        "cpu_seconds": time.process_time() - started,
-        "peak_bytes": peak_bytes() - before,
-        "mask_bytes": sum(map(mask_bytes, masks)),
-        "loss": loss,
-    }
+    seconds = time.process_time() - started
+    return {"cpu_seconds": seconds, "saved_bytes": None, "mask_bytes": sum(map(mask_bytes, masks)), "loss": loss}
 
 
-def peak_bytes() -> int:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+def attend(name: str, tokens: int) -> dict[str, Any]:
+    """Run the attention of one layer; the mask, which all layers share, is made before the clock starts."""
+    import torch
+    from transformers import AttentionInterface
+    from transformers.masking_utils import create_causal_mask
+
+    from toolkit.train.data.collation import PackCollator
+
+    torch.set_num_threads(1)
+    module = make_model(name, 1).model.layers[0].self_attn
+    config, parts = module.config, documents(tokens, 64)
+    row = {"input_ids": [0] * tokens, "labels": [0] * tokens, "documents": list(map(len, parts))}
+    batch = PackCollator(argparse.Namespace(pad_token_id=0), one_row=name != "sdpa")([row])
+    mask = create_causal_mask(config, torch.empty(1, tokens, 1), None, None, batch["position_ids"])
+    lengths = {key: value for key, value in batch.items() if key.startswith(("cu_seq", "max_length"))}
+    heads = (config.num_attention_heads, config.num_key_value_heads, config.num_key_value_heads)
+    inputs = [torch.randn(1, count, tokens, module.head_dim, requires_grad=True) for count in heads]
+    storages: dict[int, int] = {}
+
+    def save(tensor: Any) -> Any:
+        storage = tensor.untyped_storage()
+        storages[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    def forward_and_backward() -> None:
+        output, _ = AttentionInterface()[name](module, *inputs, mask, scaling=module.scaling, **lengths)
+        output.sum().backward()
+
+    with torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor):
+        forward_and_backward()
+    started = time.process_time()
+    forward_and_backward()
+    seconds = time.process_time() - started
+    mask_size = 0 if mask is None else mask.untyped_storage().nbytes()
+    return {"cpu_seconds": seconds, "saved_bytes": sum(storages.values()), "mask_bytes": mask_size, "loss": None}
 
 
-def measure(given: argparse.Namespace, name: str, tokens: int) -> dict[str, Any]:
+def measure(given: argparse.Namespace, part: str, tokens: int, name: str) -> dict[str, Any]:
     """Run one trial in a process of its own."""
-    argv = [sys.executable, __file__, "--trial", name, "--tokens", str(tokens), "--layers", str(given.layers)]
+    argv = [sys.executable, __file__, "--trial", part, str(tokens), name, "--layers", str(given.layers)]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(argv, env=environment, capture_output=True, text=True, check=False)
     if done.returncode:
-        raise SystemExit(f"{name} with {tokens} tokens ended with {done.returncode}:\n{done.stderr[-3000:]}")
-    print(done.stdout.splitlines()[-1], flush=True)
+        raise SystemExit(f"{part} of {tokens} tokens, {name}, ended with {done.returncode}:\n{done.stderr[-3000:]}")
     figures: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return figures
+    return {"part": part, "tokens": tokens, "side": name, **figures}
+
+
+def key_of(run: dict[str, Any]) -> tuple[str, int, str]:
+    return run["part"], run["tokens"], run["side"]
 
 
 def summary(runs: list[dict[str, Any]]) -> dict[str, Any]:
-    return {
-        "tokens": runs[0]["tokens"],
-        "side": runs[0]["side"],
-        "tokens_per_cpu_second": spread([run["tokens"] / run["cpu_seconds"] for run in runs]),
-        "peak_bytes": spread([run["peak_bytes"] for run in runs]),
-        "mask_bytes": runs[0]["mask_bytes"],
-        "loss": runs[0]["loss"],
-    }
+    ((saved, mask, loss),) = {(run["saved_bytes"], run["mask_bytes"], run["loss"]) for run in runs}
+    seconds = spread([run["cpu_seconds"] for run in runs])
+    part, tokens, side = key_of(runs[0])
+    row = {"part": part, "tokens": tokens, "side": side, "runs": len(runs), "cpu_seconds": seconds}
+    return row | {"saved_bytes": saved, "mask_bytes": mask, "loss": loss}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Packed rows with and without a dense mask.")
-    parser.add_argument("--tokens", type=int, nargs="+", default=[2048, 4096])
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--trial", choices=SIDES, help="run one trial in this process")
+    parser.add_argument("--ledger", type=Path, required="--trial" not in sys.argv, help="lines of finished trials")
+    parser.add_argument("--trials", type=int, help="stop after this many trials; the next call resumes")
+    parser.add_argument("--trial", nargs=3, help="run one trial in this process: part, tokens, attention")
     given = parser.parse_args()
     if given.trial:
-        print(json.dumps(run_trial(given.trial, given.tokens[0], given.layers)))
+        part, tokens, name = given.trial
+        print(json.dumps(attend(name, int(tokens)) if part == "attention" else train(name, int(tokens), given.layers)))
         return
-    runs = [measure(given, name, tokens) for _, tokens, name in product(range(given.repeats), given.tokens, SIDES)]
-    grouped = product(given.tokens, SIDES)
-    rows = [summary([r for r in runs if (r["tokens"], r["side"]) == key]) for key in grouped]
-    shown = [
-        [
-            *(row["tokens"], row["side"]),
-            *(f"{row['tokens_per_cpu_second'][at]:.0f}" for at in ("median", "min", "max")),
-            *(f"{row['peak_bytes']['median'] / 2**20:.0f}", f"{row['mask_bytes'] / 2**20:.1f}", f"{row['loss']:.6f}"),
-        ]
-        for row in rows
-    ]
-    print_table(HEADER, shown)
+    runs = [json.loads(line) for line in given.ledger.read_text().splitlines()] if given.ledger.exists() else []
+    finished = Counter(map(key_of, runs))
+    waiting = [key for repeat in range(given.repeats) for key in TRIALS if finished[key] <= repeat]
+    for key in waiting[: given.trials]:
+        runs.append(measure(given, *key))
+        print(json.dumps(runs[-1]), flush=True)
+        with given.ledger.open("a") as file:
+            file.write(json.dumps(runs[-1]) + "\n")
+    if len(runs) < given.repeats * len(TRIALS):
+        return
+    rows = [summary([run for run in runs if key_of(run) == key]) for key in TRIALS]
+    print_table(HEADER, [shown(row) for row in rows])
     print(write_result("packed_attention", {"layers": given.layers, "parts": PARTS, "rows": rows, "runs": runs}))
+
+
+def shown(row: dict[str, Any]) -> list[str]:
+    seconds = [f"{row['cpu_seconds'][at]:.3f}" for at in ("median", "min", "max")]
+    saved = "n/a" if row["saved_bytes"] is None else f"{row['saved_bytes'] / 2**20:.1f}"
+    return [row["part"], str(row["tokens"]), row["side"], *seconds, saved, f"{row['mask_bytes'] / 2**20:.1f}"]
 
 
 if __name__ == "__main__":
