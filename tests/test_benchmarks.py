@@ -27,11 +27,12 @@ def record(monkeypatch: pytest.MonkeyPatch) -> Any:
         "forked_rehearsals",
         "shard_bytes",
         "communication",
+        "peers",
     ):
         sys.modules.pop(name, None)
 
 
-@pytest.mark.parametrize("name", ["kill_ranks", "live_faults", "resume_conversion", "host_memory"])
+@pytest.mark.parametrize("name", ["kill_ranks", "live_faults", "resume_conversion", "host_memory", "peers"])
 def test_a_table_in_the_docs_agrees_with_the_recorded_results(name: str, record: Any, tmp_path: Path) -> None:
     benchmark = __import__(name)
     found = json.loads((record.RESULTS / f"{name}.json").read_text())

@@ -205,14 +205,13 @@ def test_the_reason_of_a_failure_is_the_programs_not_the_launchers() -> None:
 
 
 @pytest.mark.launch
-def test_the_same_job_runs_in_a_bare_trainer_in_trl_and_here(tmp_path: Path) -> None:
-    words = ["--work", str(tmp_path / "work"), "--peers", "bare", "toolkit", "trl", "--jobs", "single-full"]
+def test_a_bare_trainer_and_the_toolkit_train_the_same_job(tmp_path: Path) -> None:
+    words = ["--work", str(tmp_path / "work"), "--peers", "bare", "toolkit", "--jobs", "single-full"]
     words += ["--repeats", "1", "--steps", "3", "--untimed-steps", "1", "--batch-size", "1", "--max-length", "32"]
     words += ["--no-document", "--name", str(tmp_path / "result")]
     argv = [sys.executable, str(ROOT / "benchmarks" / "peers.py"), *words]
     ended = subprocess.run(argv, env=cpu_environment(), capture_output=True, text=True, check=False)
     assert ended.returncode == 0, ended.stdout[-2000:] + ended.stderr[-3000:]
     rows = json.loads((tmp_path / "result.json").read_text())["rows"]
-    assert [row["program"] for row in rows] == ["bare", "toolkit", "trl"]
-    assert [row.get("differences") for row in rows] == [[], [], []], rows
+    assert [(row["program"], row.get("differences")) for row in rows] == [("bare", []), ("toolkit", [])]
     assert all(row["facts"]["engine"] == "single" for row in rows)

@@ -205,6 +205,8 @@ def axolotl(job: Job, python: str, folder: Path) -> Launch:
     if job.lora:
         values |= {"adapter": "lora", "lora_r": LORA_R, "lora_alpha": 2 * LORA_R, "lora_dropout": 0.0}
         values |= {"lora_target_linear": True}
+        if job.cpu:  # its own kernels, on by default, need a GPU
+            values |= {"lora_mlp_kernel": False, "lora_qkv_kernel": False, "lora_o_kernel": False}
     files = {"rows.jsonl": tokenized_rows(job)}
     if job.preset.startswith("zero"):
         values["deepspeed"] = str(folder / "deepspeed.json")
@@ -330,5 +332,6 @@ def environment_of(launch: Launch, job: Job, *, python: Path, extensions: Path, 
         chosen |= {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
     paths = [str(HERE / "hook"), launch.environment.get("PYTHONPATH", "")]
     chosen["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
-    removed = ("ACCELERATE_MIXED_PRECISION", "PYTHONWARNINGS")
+    # A fork server would spare the toolkit the imports that every other program pays for.
+    removed = ("ACCELERATE_MIXED_PRECISION", "PYTHONWARNINGS", "TOOLKIT_FORK_SERVER")
     return {name: value for name, value in os.environ.items() if name not in removed} | chosen
