@@ -97,40 +97,49 @@ def measure(program: str, job: Job, given: argparse.Namespace) -> Record:
 
 
 def results(done: Sequence[Record], given: argparse.Namespace) -> list[Record]:
-    """Return a row for each job and program, in the order of the table."""
+    """Return a row for each job and program that was run, in the order of the table."""
     rows = []
-    for job_name in given.jobs:
-        job = job_of(job_name, given)
-        of_job = [run for run in done if run["job"] == job_name]
-        by_program: dict[str, list[Record]] = {program: [] for program in given.peers}
-        failed: dict[str, Record] = {}
-        for run in of_job:
-            if run["error"] is not None:
-                failed[run["program"]] = run
-            elif run["program"] in by_program:
-                found = comparison.figures(run, job.setting.untimed_steps, job.tokens_per_step)
-                by_program[run["program"]].append({"repeat": run["repeat"], "figures": found})
-        for program in given.peers:
-            row: Record = {"job": job_name, "program": program}
-            if program in failed:
-                row |= {"error": failed[program]["error"], "exit_code": failed[program]["exit_code"]}
-            elif by_program[program]:
-                runs = by_program[program]
-                row |= comparison.row(program, runs, by_program.get(OURS, []))
-                row |= {"losses": runs[0]["figures"]["losses"], "facts": runs[0]["figures"]["facts"]}
-                if by_program.get(BASELINE):
-                    row["differences"] = comparison.differences(
-                        runs[0]["figures"],
-                        by_program[BASELINE][0]["figures"],
-                        preset=job.preset,
-                        method=job.method,
-                        ranks=job.ranks,
-                        max_length=job.setting.max_length,
-                    )
-            else:
-                continue
-            rows.append(row)
+    for name in given.jobs:
+        runs = {program: [] for program in given.peers} | runs_of(done, job_of(name, given))
+        rows += [row_of(program, job_of(name, given), runs) for program in given.peers if runs[program]]
     return rows
+
+
+def runs_of(done: Sequence[Record], job: Job) -> dict[str, list[Record]]:
+    """Return a job's runs by program, each with its figures or its error."""
+    runs: dict[str, list[Record]] = {}
+    for run in done:
+        if run["job"] != job.name:
+            continue
+        found = {name: run[name] for name in ("repeat", "error", "exit_code")}
+        if run["error"] is None:
+            found["figures"] = comparison.figures(run, job.setting.untimed_steps, job.tokens_per_step)
+        runs.setdefault(run["program"], []).append(found)
+    return runs
+
+
+def row_of(program: str, job: Job, by_program: dict[str, list[Record]]) -> Record:
+    """Return a program's row: its failure, or its figures, our ratio to them, and how its job differs."""
+    row: Record = {"job": job.name, "program": program}
+    failed = [run for run in by_program[program] if run["error"] is not None]
+    if failed:
+        return row | {name: failed[0][name] for name in ("error", "exit_code")}
+
+    def finished(name: str) -> list[Record]:
+        return [run for run in by_program.get(name, []) if run["error"] is None]
+
+    runs = finished(program)
+    own = runs[0]["figures"]
+    row |= comparison.row(program, runs, finished(OURS)) | {name: own[name] for name in ("losses", "facts")}
+    if not finished(BASELINE):
+        return row
+    bare = finished(BASELINE)[0]["figures"]
+    length = job.setting.max_length
+    return row | {
+        "differences": comparison.differences(
+            own, bare, preset=job.preset, method=job.method, ranks=job.ranks, max_length=length
+        )
+    }
 
 
 def table_rows(result: Record) -> list[list[object]]:

@@ -175,8 +175,15 @@ def swift(job: Job, python: str, folder: Path) -> Launch:
     return Launch(argv=[python, "-m", "swift.cli.main", "pt", *words(values)], environment=environment, files=files)
 
 
+# axolotl's names are TrainingArguments' for these.
+AXOLOTL_SHARED = ("learning_rate", "weight_decay", "warmup_steps", "max_grad_norm", "gradient_accumulation_steps")
+AXOLOTL_SHARED += ("adam_beta1", "adam_beta2", "adam_epsilon", "seed", "logging_steps", "save_strategy")
+AXOLOTL_SHARED += ("dataloader_num_workers",)
+
+
 def axolotl(job: Job, python: str, folder: Path) -> Launch:
-    values: dict[str, Any] = {
+    values = {name: SHARED[name] for name in AXOLOTL_SHARED} | axolotl_engine(job, folder)
+    values |= {
         "base_model": str(job.model),
         "datasets": [{"path": str(folder / "rows.jsonl"), "ds_type": "json", "type": None}],
         "output_dir": str(folder / "output"),
@@ -185,7 +192,7 @@ def axolotl(job: Job, python: str, folder: Path) -> Launch:
         "sample_packing": False,
         "pad_to_sequence_len": False,
         "shuffle_merged_datasets": False,
-        "curriculum_sampling": True,
+        "curriculum_sampling": True,  # the rows' order
         "micro_batch_size": job.setting.batch_size,
         "max_steps": job.setting.steps,
         "num_epochs": 1,
@@ -198,30 +205,28 @@ def axolotl(job: Job, python: str, folder: Path) -> Launch:
         "tf32": False,
         "val_set_size": 0,
     }
-    same = ("learning_rate", "weight_decay", "warmup_steps", "max_grad_norm", "gradient_accumulation_steps")
-    same += ("adam_beta1", "adam_beta2", "adam_epsilon", "seed", "logging_steps", "save_strategy")
-    same += ("dataloader_num_workers",)
-    values |= {name: SHARED[name] for name in same}
     if job.lora:
         values |= {"adapter": "lora", "lora_r": LORA_R, "lora_alpha": 2 * LORA_R, "lora_dropout": 0.0}
         values |= {"lora_target_linear": True}
         if job.cpu:  # its own kernels, on by default, need a GPU
             values |= {"lora_mlp_kernel": False, "lora_qkv_kernel": False, "lora_o_kernel": False}
-    files = {"rows.jsonl": tokenized_rows(job)}
+    launcher = ["python"] if job.ranks == 1 else ["torchrun", "--", f"--nproc_per_node={job.ranks}"]
+    argv = [python, "-m", "axolotl.cli.main", "train", str(folder / "job.yaml"), "--launcher", *launcher]
+    files = {"job.yaml": yaml.safe_dump(values), "rows.jsonl": tokenized_rows(job)}
     if job.preset.startswith("zero"):
-        values["deepspeed"] = str(folder / "deepspeed.json")
         files |= engine_file(job)
-    if job.preset == "fsdp2":
-        values |= {"fsdp_version": 2, "fsdp_config": {"reshard_after_forward": True, "cpu_ram_efficient_loading": True}}
-        values["fsdp_config"] |= {"auto_wrap_policy": "TRANSFORMER_BASED_WRAP"}
-        values["fsdp_config"] |= {"transformer_layer_cls_to_wrap": "LlamaDecoderLayer"}
-        values["fsdp_config"] |= {"state_dict_type": "SHARDED_STATE_DICT"}
-    launcher = ["--launcher", "python"]
-    if job.ranks > 1:
-        launcher = ["--launcher", "torchrun", "--", f"--nproc_per_node={job.ranks}"]
-    argv = [python, "-m", "axolotl.cli.main", "train", str(folder / "job.yaml"), *launcher]
-    environment = {"AXOLOTL_DO_NOT_TRACK": "1"} | on_fsdp(job)
-    return Launch(argv=argv, environment=environment, files=files | {"job.yaml": yaml.safe_dump(values)})
+    return Launch(argv=argv, environment={"AXOLOTL_DO_NOT_TRACK": "1"} | on_fsdp(job), files=files)
+
+
+def axolotl_engine(job: Job, folder: Path) -> dict[str, Any]:
+    """Return axolotl's keys for the preset's engine."""
+    if job.preset.startswith("zero"):
+        return {"deepspeed": str(folder / "deepspeed.json")}
+    if job.preset != "fsdp2":
+        return {}
+    fsdp = {"reshard_after_forward": True, "cpu_ram_efficient_loading": True, "state_dict_type": "SHARDED_STATE_DICT"}
+    fsdp |= {"auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "transformer_layer_cls_to_wrap": "LlamaDecoderLayer"}
+    return {"fsdp_version": 2, "fsdp_config": fsdp}
 
 
 def tokenized_rows(job: Job) -> str:
@@ -240,43 +245,8 @@ def torchtune(job: Job, python: str, folder: Path) -> Launch:
     """One process with the single-device recipe; its recipe for several processes is FSDP2."""
     if job.preset not in ("single", "fsdp2"):
         raise NotOffered("torchtune's recipes are one process or FSDP2")
-    config = json.loads((job.model / "config.json").read_text())
-    model: dict[str, Any] = {
-        "_component_": f"torchtune.models.llama3.{'lora_' if job.lora else ''}llama3",
-        "vocab_size": config["vocab_size"],
-        "num_layers": config["num_hidden_layers"],
-        "num_heads": config["num_attention_heads"],
-        "num_kv_heads": config["num_key_value_heads"],
-        "embed_dim": config["hidden_size"],
-        "intermediate_dim": config["intermediate_size"],
-        "max_seq_len": config["max_position_embeddings"],
-        "norm_eps": config["rms_norm_eps"],
-        "rope_base": int(config["rope_parameters"]["rope_theta"]),
-    }
-    if job.lora:
-        model |= {"lora_attn_modules": ["q_proj", "k_proj", "v_proj", "output_proj"], "apply_lora_to_mlp": True}
-        model |= {"apply_lora_to_output": False, "lora_rank": LORA_R, "lora_alpha": 2 * LORA_R, "lora_dropout": 0.0}
-    optimizer = {"_component_": "torch.optim.AdamW", "lr": LEARNING_RATE, "weight_decay": 0.0, "fused": True}
-    checkpointer = {"_component_": "torchtune.training.FullModelHFCheckpointer", "checkpoint_dir": str(job.model)}
-    checkpointer |= {"checkpoint_files": ["model.safetensors"], "recipe_checkpoint": None, "model_type": "LLAMA3"}
-    checkpointer |= {"output_dir": str(folder / "output")}
-    dataset = {"_component_": "torchtune.datasets.text_completion_dataset", "source": "json", "column": "text"}
-    dataset |= {"data_files": str(job.rows), "packed": False}
-    tokenizer = {"_component_": "torchtune_tokenizer.TextTokenizer"}
-    tokenizer |= {"tokenizer_json_path": str(job.model / "tokenizer.json")}
-    tokenizer |= {"tokenizer_config_json_path": str(job.model / "tokenizer_config.json")}
-    loss = {"_component_": "torchtune.modules.loss.CEWithChunkedOutputLoss"}
-    logger = {"_component_": "torchtune.training.metric_logging.DiskLogger", "log_dir": str(folder / "logs")}
-    values: dict[str, Any] = {
+    values = torchtune_parts(job, folder) | {
         "output_dir": str(folder / "output"),
-        "model": model,
-        "tokenizer": tokenizer,
-        "dataset": dataset,
-        "checkpointer": checkpointer,
-        "optimizer": optimizer,
-        "loss": loss,
-        "metric_logger": logger,
-        "lr_scheduler": {"_component_": "torchtune.training.lr_schedulers.get_cosine_schedule_with_warmup"},
         "seed": SEED,
         "shuffle": False,
         "batch_size": job.setting.batch_size,
@@ -295,12 +265,59 @@ def torchtune(job: Job, python: str, folder: Path) -> Launch:
         "log_peak_memory_stats": False,
         "save_adapter_weights_only": True,
     }
-    # A constant rate: half a cosine that is stretched far beyond the last step.
-    values["lr_scheduler"] |= {"num_warmup_steps": 0, "num_cycles": 0.0}
     recipe = f"{job.method}_finetune_{'single_device' if job.ranks == 1 else 'distributed'}"
     processes = ["--nproc_per_node", str(job.ranks)] if job.ranks > 1 else []
     argv = [python, "-m", "torchtune._cli.tune", "run", *processes, recipe, "--config", str(folder / "job.yaml")]
     return Launch(argv=argv, environment={"PYTHONPATH": str(HERE)}, files={"job.yaml": yaml.safe_dump(values)})
+
+
+def torchtune_parts(job: Job, folder: Path) -> dict[str, Any]:
+    """Return the parts of a torchtune configuration that name a component."""
+    checkpointer = {"checkpoint_dir": str(job.model), "checkpoint_files": ["model.safetensors"], "model_type": "LLAMA3"}
+    checkpointer |= {"output_dir": str(folder / "output"), "recipe_checkpoint": None}
+    tokenizer = {"tokenizer_json_path": str(job.model / "tokenizer.json")}
+    tokenizer |= {"tokenizer_config_json_path": str(job.model / "tokenizer_config.json")}
+    rows = {"source": "json", "column": "text", "data_files": str(job.rows), "packed": False}
+    return {
+        "model": torchtune_model(job),
+        "tokenizer": {"_component_": "torchtune_tokenizer.TextTokenizer", **tokenizer},
+        "dataset": {"_component_": "torchtune.datasets.text_completion_dataset", **rows},
+        "checkpointer": {"_component_": "torchtune.training.FullModelHFCheckpointer", **checkpointer},
+        "optimizer": {"_component_": "torch.optim.AdamW", "lr": LEARNING_RATE, "weight_decay": 0.0, "fused": True},
+        "loss": {"_component_": "torchtune.modules.loss.CEWithChunkedOutputLoss"},
+        "metric_logger": {
+            "_component_": "torchtune.training.metric_logging.DiskLogger",
+            "log_dir": str(folder / "logs"),
+        },
+        # No part of a cosine: a constant rate, for which torchtune has no schedule; its LoRA recipe needs one.
+        "lr_scheduler": {
+            "_component_": "torchtune.training.lr_schedulers.get_cosine_schedule_with_warmup",
+            "num_warmup_steps": 0,
+            "num_cycles": 0.0,
+        },
+    }
+
+
+def torchtune_model(job: Job) -> dict[str, Any]:
+    """Return torchtune's Llama 3 with the sizes of the model's config.json."""
+    config = json.loads((job.model / "config.json").read_text())
+    model: dict[str, Any] = {
+        "_component_": f"torchtune.models.llama3.{'lora_' if job.lora else ''}llama3",
+        "vocab_size": config["vocab_size"],
+        "num_layers": config["num_hidden_layers"],
+        "num_heads": config["num_attention_heads"],
+        "num_kv_heads": config["num_key_value_heads"],
+        "embed_dim": config["hidden_size"],
+        "intermediate_dim": config["intermediate_size"],
+        "max_seq_len": config["max_position_embeddings"],
+        "norm_eps": config["rms_norm_eps"],
+        "rope_base": int(config["rope_parameters"]["rope_theta"]),
+    }
+    if not job.lora:
+        return model
+    attention = ["q_proj", "k_proj", "v_proj", "output_proj"]
+    lora = {"lora_rank": LORA_R, "lora_alpha": 2 * LORA_R, "lora_dropout": 0.0}
+    return model | lora | {"lora_attn_modules": attention, "apply_lora_to_mlp": True, "apply_lora_to_output": False}
 
 
 PROGRAMS: dict[str, Callable[[Job, str, Path], Launch]] = {
