@@ -67,3 +67,18 @@ def test_accelerates_replacement_of_an_offloaded_optimizer_is_detected(words: li
     assert {(rank["optimizer_class"], rank["optimizer_dtype"]) for rank in ranks} == {
         ("deepspeed.DeepSpeedCPUAdam", "float32")
     }
+
+
+def test_muon_orthogonalises_whole_matrices_where_fsdp2_shards_them(words: list[str], tmp_path: Path) -> None:
+    found = {}
+    for preset in ("ddp", "fsdp2"):
+        config, output = ROOT / "accelerate_configs" / f"{preset}.yaml", tmp_path / preset
+        job = [*words, "--optim", "muon", "--save_strategy", "no", "--output_dir", str(output)]
+        ended = accelerate_launch(config, *job, script="muon_in_fp32.py")
+        assert ended.returncode == 0, f"{ended.stdout[-2000:]}\n{ended.stderr[-2000:]}"
+        found[preset] = losses(output)
+        ranks = read(output / "attestation.json")["ranks"]
+        assert {rank["optimizer_class"] for rank in ranks} == {"toolkit.MuonWithAdamW"}
+        hidden = 2 * (2 * 64 * 64 + 2 * 32 * 64 + 3 * 128 * 64)
+        assert sum(rank["optimizer_bytes"] for rank in ranks) == 4 * (2 * P - hidden) * (2 if preset == "ddp" else 1)
+    assert found["fsdp2"] == pytest.approx(found["ddp"], rel=1e-6)
