@@ -179,3 +179,9 @@ def arguments_of(preset: str, given: str, tmp_path: Path) -> list[str]:
 @pytest.mark.parametrize(("given", "bf16", "precision"), [("", "False", "no"), ("bf16=True", "True", "bf16")])
 def test_a_cpu_computes_in_fp32_by_default(given: str, bf16: str, precision: str, tmp_path: Path) -> None:
     assert arguments_of("single", given, tmp_path) == [bf16, precision, "True", "0"]
+
+
+def test_an_optimizer_that_the_preset_cannot_run_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    started_in(monkeypatch, 2)
+    refused = refusal("zero2_cpu_offload", optim="adamw_bnb_8bit")
+    assert refused.message.startswith("--optim adamw_bnb_8bit does not work under preset 'zero2_cpu_offload'")

@@ -23,6 +23,7 @@ from toolkit.cache import check_extensions_folder, path_with_ninja, use_cached_e
 from toolkit.errors import ToolkitError
 from toolkit.files.json_files import read_json_object
 from toolkit.presets.accumulation import chosen_accumulate, default_accumulate, with_accumulate
+from toolkit.presets.optimizers import DEFAULT_OPTIMIZER
 from toolkit.presets.spec import PresetSpec
 from toolkit.presets.support import CPU, Method, check_supported
 
@@ -132,6 +133,8 @@ def training_arguments(
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     _refuse_strategy_arguments(preset, given)
     _refuse_world_size(preset, world_size)
+    optim = given.get("optim") or DEFAULT_OPTIMIZER
+    check_supported(preset, Method(optim=str(getattr(optim, "value", optim))), purpose="script")
     if preset.accelerate_config_path not in _presets_in_effect:
         _refuse_late_call(preset)
     on_cpu = _on_cpu(given)
