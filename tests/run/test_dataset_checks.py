@@ -97,3 +97,15 @@ def test_resuming_with_other_weights_is_refused(then: list[float], now: list[flo
         check_resume_settings(checkpoint, **options, dataset_weights=now)
     assert caught.value.hint == hint
     check_resume_settings(checkpoint, **options, dataset_weights=then)
+
+
+def test_another_optimizer_does_not_resume_from_a_checkpoint(tmp_path: Path) -> None:
+    options = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 1, "seed": 42, "max_steps": 9}
+    checkpoint = Checkpoint(path=tmp_path, step=3, manifest=Manifest(step=3, files=(), optim="adamw_bnb_8bit"))
+    with pytest.raises(
+        ToolkitError, match="has the states of --optim adamw_bnb_8bit, with which --optim sgd"
+    ) as caught:
+        check_resume_settings(checkpoint, **options, optim="sgd")
+    assert caught.value.hint == "`--optim adamw_bnb_8bit`"
+    for optim in ("adamw_bnb_8bit", "adamw_8bit", "paged_adamw_8bit"):  # one class, one format
+        check_resume_settings(checkpoint, **options, optim=optim)

@@ -201,6 +201,17 @@ def optimizer_spec(optim: str, optim_args: str | None = None) -> OptimizerSpec |
     return replace(spec, states=_fp32((optim == "rmsprop") + has_momentum + is_centered))
 
 
+def same_states(one: str, other: str) -> bool:
+    """Return True if one optimizer can continue with the states of the other.
+
+    >>> same_states("adamw_torch", "adamw_torch_fused"), same_states("adamw_8bit", "paged_adamw_32bit")
+    (True, False)
+    """
+    specs = [OPTIMIZERS[name] for name in (one, other) if name in OPTIMIZERS]
+    matrix = UpdatedTensor(shape=(MIN_QUANTIZED_ELEMENTS,))
+    return one == other or (len(specs) == 2 and len({(s.class_name, s.state_bytes([matrix])) for s in specs}) == 1)
+
+
 def parse_optimizer_arguments(text: str | None) -> dict[str, str]:
     """Return `--optim_args` as the Trainer reads it: names and values, with commas between."""
     parts = str(text).replace(" ", "").split(",") if text else []

@@ -19,6 +19,7 @@ from typing import Any
 
 from toolkit.errors import ToolkitError
 from toolkit.files.reading import open_file
+from toolkit.presets.optimizers import DEFAULT_OPTIMIZER, same_states
 from toolkit.run.folder import write_json
 from toolkit.run.manifest_file import FileEntry, Manifest, manifest_sha256, read_manifest
 
@@ -148,10 +149,11 @@ def check_resume_settings(
     gradient_accumulation_steps: int,
     seed: int,
     max_steps: int,
+    optim: str = DEFAULT_OPTIMIZER,
     streaming_buffer_size: int = 0,
     dataset_weights: Sequence[float] = (),
 ) -> None:
-    """Raise ToolkitError for a job that would not resume with the same data, or has no steps left.
+    """Raise ToolkitError for a job that would not resume with the same data or optimizer, or has no steps left.
 
     `max_steps` of 0 or less means that the run is counted in epochs; `streaming_buffer_size` 0 means not streamed.
     """
@@ -171,6 +173,12 @@ def check_resume_settings(
                 " not resume where they stopped",
                 hint=_same_setting(name, then),
             )
+    saved = None if checkpoint.manifest is None else checkpoint.manifest.optim
+    if saved is not None and not same_states(saved, optim):
+        raise ToolkitError(
+            f"{checkpoint.path} has the states of --optim {saved}, with which --optim {optim} cannot continue",
+            hint=f"`--optim {saved}`",
+        )
     if 0 < max_steps <= checkpoint.step:
         raise ToolkitError(
             f"{checkpoint.path} has {checkpoint.step} steps already, --max_steps is {max_steps}",

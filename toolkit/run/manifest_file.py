@@ -82,6 +82,7 @@ class Manifest(_Record):
     per_device_train_batch_size: Positive | None = None
     gradient_accumulation_steps: Positive | None = None
     global_batch_size: Positive | None = None
+    optim: StrictStr | None = None
     seed: StrictInt | None = None
     streaming_buffer_size: Count | None = None
     dataset_weights: tuple[Number, ...] | None = None

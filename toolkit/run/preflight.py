@@ -24,6 +24,7 @@ from toolkit.hardware.gpus import count_gpus
 from toolkit.models.config_limits import read_config
 from toolkit.models.hub import download_config, no_such_model
 from toolkit.presets import Preset
+from toolkit.presets.optimizers import DEFAULT_OPTIMIZER
 from toolkit.presets.support import CPU, Device, check_supported
 from toolkit.run.argument_checks import check_arguments
 from toolkit.run.argument_values import as_list
@@ -269,6 +270,7 @@ def check_resume(preset: Preset, *, num_processes: int, arguments: dict[str, Any
         gradient_accumulation_steps=accumulation_steps(arguments),
         seed=integer(arguments, "seed", DEFAULT_SEED),
         max_steps=integer(arguments, "max_steps", -1),
+        optim=str(arguments.get("optim") or DEFAULT_OPTIMIZER),
         streaming_buffer_size=streaming_buffer_size(arguments),
         dataset_weights=dataset_weights(arguments),
     )

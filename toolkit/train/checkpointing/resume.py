@@ -39,6 +39,7 @@ def find_checkpoint(arguments: Arguments, launch: LaunchContext) -> Checkpoint |
     check_resume_settings(
         checkpoint,
         **{name: getattr(training, name) for name in MUST_STAY},
+        optim=str(getattr(training.optim, "value", training.optim)),
         streaming_buffer_size=streaming_buffer_size(asdict(arguments.data)),
         dataset_weights=arguments.data.dataset_weights or [],
     )
