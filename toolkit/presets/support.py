@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from toolkit.errors import ToolkitError
+from toolkit.errors import ToolkitError, did_you_mean
 from toolkit.models.attention import AUTO, FLASH_ATTENTION, VARLEN, ModelAttention, needs_no_mask
 from toolkit.presets.accumulation import default_accumulate
 from toolkit.presets.optimizers import DEFAULT_OPTIMIZER, OPTIMIZERS
@@ -330,7 +330,7 @@ def _planned_optimizer(case: _Case) -> _Answer:
     if case.purpose not in ("plan", "recommend") or case.method.optim in OPTIMIZERS:
         return None
     why = f"--optim {case.method.optim} is not planned"
-    return why, why, f"planned: {', '.join(OPTIMIZERS)}"
+    return why, why, did_you_mean(case.method.optim, OPTIMIZERS, otherwise=f"planned: {', '.join(OPTIMIZERS)}")
 
 
 def survives_offload(optim: str) -> bool:
