@@ -29,6 +29,7 @@ from toolkit.run.script_arguments import (
     DataArguments,
     ModelArguments,
     accumulate_argument,
+    argument_words,
     expand_paths,
     flag,
     has_config_file,
@@ -138,7 +139,10 @@ def _attention_lines(model: ModelArguments, *, packing: bool) -> list[str]:
 
 
 def _parser() -> _Parser:
-    return _Parser((ModelArguments, DataArguments, TrainingArguments), prog="python -m toolkit.train")
+    parser = _Parser((ModelArguments, DataArguments, TrainingArguments), prog="python -m toolkit.train")
+    optim = next(action for action in parser._actions if action.dest == "optim")
+    optim.choices, optim.type = argument_words()["optim"], str
+    return parser
 
 
 def _parse_flags(argv: list[str]) -> argparse.Namespace:
