@@ -371,7 +371,7 @@ def _library(optim: str) -> str:
 _WITHOUT_OFFLOAD = {"zero3": "deepspeed", "fsdp2": "fsdp2", "ddp": "ddp"}
 _USE_BNB = "`--optim adamw_bnb_8bit`"
 # engine -> name or library of an optimizer -> why it does not work there, and what does.
-# benchmarks/optimizers.py reproduces each.
+# benchmarks/optimizers.py reproduces those of FSDP2.
 _NO_OPTIMIZER = {
     "deepspeed": {
         "adafactor": (
