@@ -133,3 +133,13 @@ def test_the_chunked_loss_holds_one_chunk_and_the_gradients_of_the_head_and_its_
     assert size(saved_bytes=2) == (10 * 1024 * 1000 + of_hidden, of_hidden)  # a soft cap
     assert size(tokens=100) == (6 * 100 * 1000 + 2000, 2000)  # one chunk
     assert size(element_bytes=4) == (4 * 1024 * 1000 + 2 * of_hidden, 2 * of_hidden)  # fp32 has no second copy
+
+
+def test_an_architecture_without_a_chunked_loss_is_planned_with_the_full_logits() -> None:
+    def logits(model_type: str, loss: str) -> int:
+        shape = replace(read_model(str(LLAMA_8B_CONFIG)), model_type=model_type)
+        plan = plan_memory(shape, load_preset("zero3"), world_size=8, job=TrainingJob(loss=loss))
+        return max(phase.logits_bytes for phase in plan.phases)
+
+    assert logits("opt", "chunked") == logits("opt", "full")
+    assert 3 * logits("llama", "chunked") < logits("llama", "full")

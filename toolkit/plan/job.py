@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields, replace
 from functools import cache, cached_property
 
-from toolkit.defaults import GRADIENT_ACCUMULATION_STEPS, MAX_SEQ_LENGTH, PER_DEVICE_TRAIN_BATCH_SIZE
+from toolkit.defaults import GRADIENT_ACCUMULATION_STEPS, LOSS_CHUNK_TOKENS, MAX_SEQ_LENGTH, PER_DEVICE_TRAIN_BATCH_SIZE
 from toolkit.errors import ToolkitError
 from toolkit.models.attention import (
     AUTO,
@@ -61,6 +61,8 @@ class TrainingJob:
     """None: the model's default; for packed rows, a function that makes no mask, if the model runs one."""
     loss: str = "chunked"
     """`chunked`: ours, head included; `full`: transformers' own; `fused`: Liger's; `chunked_output`: torchtune's."""
+    loss_chunk_tokens: int = LOSS_CHUNK_TOKENS
+    """Tokens whose logits exist at a time with `chunked`."""
     optim: str = DEFAULT_OPTIMIZER
     """Name of the optimizer in the training arguments."""
     gpus_per_node: int = 8

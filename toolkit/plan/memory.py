@@ -30,6 +30,17 @@ from toolkit.plan.job import TrainingJob
 from toolkit.plan.model_states import JobWeights, ModelStates, job_weights, model_states
 from toolkit.presets.preset import Preset
 
+# Architectures whose loss is computed from the full logits whatever `--loss` is: `UnknownHead` is raised for them. All
+# causal models of transformers 5.23 were tried that build from their default configuration.
+WITHOUT_CHUNKED_LOSS = frozenset(
+    (
+        *("bart", "bert", "bert-generation", "big_bird", "bigbird_pegasus", "blenderbot", "blenderbot-small"),
+        *("camembert", "cpmant", "data2vec-text", "electra", "ernie", "git", "inkling2_text", "marian", "mbart"),
+        *("megatron-bert", "modernbert-decoder", "mvp", "opt", "pegasus", "plbart", "prophetnet", "rembert", "roberta"),
+        *("roberta-prelayernorm", "roc_bert", "roformer", "trocr", "whisper", "xlm", "xlm-roberta", "xlm-roberta-xl"),
+        *("xlnet", "xmod"),
+    )
+)
 PARTS = ("parameter", "gradient", "optimizer", "activation", "logits", "buffer")
 
 
@@ -122,6 +133,7 @@ def logits_bytes(
     saved_bytes: int = 0,
     head_bytes: int = 0,
     element_bytes: int = 2,
+    chunk_tokens: int = LOSS_CHUNK_TOKENS,
 ) -> tuple[int, int]:
     """Return the bytes of logits and loss at the end of the forward and at the start of the backward.
 
@@ -149,11 +161,11 @@ def logits_bytes(
     if loss == "chunked_output":
         return 2 * logits + logits, 4 * logits + logits
     if loss == "chunked":
-        chunk = min(tokens, LOSS_CHUNK_TOKENS) * vocab_size
+        chunk = min(tokens, chunk_tokens) * vocab_size
         # Beside the logits their fp32 copy, unless they are fp32; a soft cap needs one more.
         copies = (4 if element_bytes < 4 else 0) + (4 if saved_bytes else 0)
         gradients = element_bytes * tokens * hidden_size + head_bytes * head
-        sums = 4 * head if head_bytes and tokens > LOSS_CHUNK_TOKENS else 0
+        sums = 4 * head if head_bytes and tokens > chunk_tokens else 0
         computing = (element_bytes + copies) * chunk + element_bytes * tokens * hidden_size + sums
         converting = gradients + (sums if head_bytes < 4 else 0)
         return max(computing, converting), gradients
@@ -213,15 +225,17 @@ class _Phases:
         if job.activation_checkpointing and self.weights.frozen and self.engine.autocasts:
             self.forward_copies += 2 * self.weights.num_trained  # autocast caches its copies of the adapters
         self.head_copy = activations.head_copy_bytes
+        loss = "full" if job.loss == "chunked" and shape.model_type in WITHOUT_CHUNKED_LOSS else job.loss
         self.logits = logits_bytes(
-            loss=job.loss,
-            tokens=job.tokens if job.loss == "chunked" else self.tokens,
+            loss=loss,
+            tokens=job.tokens if loss == "chunked" else self.tokens,
             vocab_size=shape.vocab_size,
             hidden_size=shape.hidden_size,
             saved_bytes=saved.logit_bytes,
             # Under autocast the head's gradient has the dtype of its fp32 weights.
             head_bytes=0 if self.weights.frozen else 4 if self.engine.autocasts else self.engine.element_bytes,
             element_bytes=self.engine.element_bytes,
+            chunk_tokens=job.loss_chunk_tokens,
         )
 
     def load(self) -> PhaseMemory:

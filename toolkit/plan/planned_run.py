@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from toolkit.defaults import MAX_SEQ_LENGTH
+from toolkit.defaults import LOSS_CHUNK_TOKENS, MAX_SEQ_LENGTH
 from toolkit.errors import ToolkitError
 from toolkit.hardware.gpu_table import Gpu, find_gpu
 from toolkit.hardware.gpus import gpu_names
@@ -51,6 +51,7 @@ def job_from_arguments(arguments: dict[str, Any]) -> TrainingJob:
         packing=flag(arguments.get("packing", False)),
         attn_implementation=read_method(arguments).attn_implementation,
         loss=planned_loss(arguments),
+        loss_chunk_tokens=integer(arguments, "loss_chunk_tokens", LOSS_CHUNK_TOKENS),
         optim=optim,
     )
 

@@ -93,7 +93,7 @@ def prepared_trainer(model: Any, args: Arguments, memory: LiveMemory) -> TracedT
     training = args.training
     with unset_fake_temporarily():  # a hybrid mesh is made here, and reads its ranks
         trainer = TracedTrainer(model=model, args=training)
-        apply_loss(trainer, args.model.loss)
+        apply_loss(trainer, args.model)
     trainer.memory = memory
     plugin = getattr(trainer.accelerator.state, "fsdp_plugin", None)
     if plugin is not None:

@@ -91,6 +91,7 @@ RANGES = {
     "ddp_timeout": Range(lowest=1, highest=2**31 - 1),  # examples of LLaMA-Factory have 180000000
     # ours
     "max_seq_length": Range(lowest=2, highest=2**27),  # a token is predicted from those before it
+    "loss_chunk_tokens": Range(lowest=1, highest=2**27),
     "lora_r": Range(lowest=1, highest=2**16),
     "lora_alpha": _COUNT,
     "lora_dropout": _FRACTION,

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from toolkit.defaults import GRADIENT_ACCUMULATION_STEPS, MAX_SEQ_LENGTH, PER_DEVICE_TRAIN_BATCH_SIZE
+from toolkit.defaults import GRADIENT_ACCUMULATION_STEPS, LOSS_CHUNK_TOKENS, MAX_SEQ_LENGTH, PER_DEVICE_TRAIN_BATCH_SIZE
 from toolkit.errors import ToolkitError, nearest
 from toolkit.files.reading import expand_home, user_path
 from toolkit.files.secrets import hide_words, remember_secrets
@@ -79,10 +79,13 @@ class ModelArguments:
     loss: str = field(
         default="auto",
         metadata={
-            "help": "`chunked`: compute the loss 1,024 tokens at a time, without the full logits; `full`: transformers'"
-            " own; default: chunked, or Liger's with --use_liger_kernel, where the model allows it",
+            "help": "`chunked`: without the full logits, --loss_chunk_tokens at a time; `full`: transformers' own;"
+            " default: chunked where the model allows it, or Liger's with --use_liger_kernel",
             "choices": ["auto", "chunked", "full"],
         },
+    )
+    loss_chunk_tokens: int = field(
+        default=LOSS_CHUNK_TOKENS, metadata={"help": "tokens whose logits exist at a time with the chunked loss"}
     )
     load_in_4bit: bool = field(
         default=False, metadata={"help": "QLoRA: the frozen base model in 4-bit NF4 (bitsandbytes); needs --lora_r"}

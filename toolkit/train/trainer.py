@@ -233,7 +233,7 @@ def build_trainer(
         data_collator=make_collator(tokenizer, model, training, packing=args.data.packing),
         processing_class=tokenizer,
     )
-    apply_loss(trainer, args.model.loss)
+    apply_loss(trainer, args.model)
     trainer.remove_callback(PrinterCallback)  # the timer prints instead
     for callback in _callbacks(run, trainer, parts):
         trainer.add_callback(callback)

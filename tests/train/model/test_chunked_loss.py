@@ -11,8 +11,8 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from toolkit.models.live_memory import LiveMemory
-from toolkit.plan.memory import logits_bytes
-from toolkit.train.data.collation import IGNORED
+from toolkit.plan.memory import WITHOUT_CHUNKED_LOSS, logits_bytes
+from toolkit.train.data.collation import IGNORED, SUPERVISED_POSITIONS, next_labels, supervised_positions
 from toolkit.train.model.chunked_cross_entropy import LinearHead, LogitScale, LossOptions, chunked_cross_entropy
 from toolkit.train.model.chunked_loss import ChunkedLoss, UnknownHead, read_logit_scale, read_loss, without_adapters
 
@@ -81,6 +81,18 @@ def test_packed_rows_with_logits_at_supervised_positions_only() -> None:
     assert_equal_to_full(tiny("llama"), row | {"logits_to_keep": kept, "shift_labels": row["labels"][:, kept + 1]})
 
 
+def test_the_collator_names_the_supervised_positions_so_that_no_gpu_waits() -> None:
+    """A model that is given fewer positions computes the loss at these only."""
+    model, inputs = tiny("llama"), batch(num_items_in_batch=torch.tensor(10))
+    labels = inputs["labels"].clone()
+    labels[1, 1:] = IGNORED
+    expected = model(**{**inputs, "labels": labels}).loss
+    ChunkedLoss(model, chunk_tokens=4)
+    given = {SUPERVISED_POSITIONS: supervised_positions(next_labels({"labels": labels}))}
+    assert model(**inputs, **given).loss.item() == pytest.approx(expected.item(), abs=1e-6)
+    assert model(input_ids=inputs["input_ids"], **given).logits.shape == (2, 11, 130)
+
+
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
 @pytest.mark.parametrize("trained", [{"target_modules": ["q_proj", "lm_head"]}, {"modules_to_save": ["lm_head"]}, {}])
 def test_adapters_on_the_head_a_trained_copy_of_it_and_a_frozen_one(trained: dict[str, Any]) -> None:
@@ -96,7 +108,7 @@ def test_smoothed_labels_are_torchs() -> None:
     full = torch.nn.functional.cross_entropy(logits, labels, reduction="sum", label_smoothing=0.2)
     expected = torch.autograd.grad(full, (hidden, weight))
     options = LossOptions(chunk_tokens=4, label_smoothing=0.2)
-    chunked = chunked_cross_entropy(hidden, labels, LinearHead, (weight, None), options)
+    chunked = chunked_cross_entropy(hidden, labels, supervised_positions(labels), LinearHead, (weight, None), options)
     torch.testing.assert_close(chunked, full, atol=1e-6, rtol=1e-6)
     torch.testing.assert_close(torch.autograd.grad(chunked, (hidden, weight)), expected, atol=1e-6, rtol=1e-5)
 
@@ -107,7 +119,7 @@ def test_a_bf16_heads_gradient_is_added_up_in_fp32() -> None:
     weight = torch.zeros(2, 1, dtype=torch.bfloat16, requires_grad=True)
     hidden[1:] = 2.0**-8
     options = LossOptions(chunk_tokens=1)
-    chunked_cross_entropy(hidden, labels, LinearHead, (weight, None), options).backward()
+    chunked_cross_entropy(hidden, labels, supervised_positions(labels), LinearHead, (weight, None), options).backward()
     assert weight.grad is not None
     assert weight.grad[1].item() == 1.0  # half of 1 + 256 · 2**-8, the probability of the other word being 0.5
 
@@ -141,6 +153,12 @@ def test_a_model_without_a_chunked_loss_is_named_with_the_reason() -> None:
     assert read_loss(model) == {"loss": "full", "loss_chunk_tokens": None}
 
 
+def test_a_family_whose_head_is_not_its_loss_is_planned_so() -> None:
+    assert "opt" in WITHOUT_CHUNKED_LOSS
+    with pytest.raises(UnknownHead, match="OPTForCausalLM cannot be asked what it does with its logits"):
+        read_logit_scale(tiny("opt", word_embed_proj_dim=32, ffn_dim=64))
+
+
 def test_logits_that_are_changed_in_another_way_are_recognised() -> None:
     class Shifted(type(tiny("llama"))):  # type: ignore[misc]
         def forward(self, labels: Any = None, **inputs: Any) -> Any:
@@ -158,9 +176,10 @@ def test_the_traced_peak_is_the_planned_one() -> None:
     hidden = torch.randn(tokens, size, dtype=torch.bfloat16).requires_grad_()
     weight = torch.randn(words, size).to(torch.bfloat16).requires_grad_()
     labels, memory = torch.zeros(tokens, dtype=torch.int64), LiveMemory(vocab_size=0)
+    positions, options = supervised_positions(labels), LossOptions(chunk_tokens=1024)
     with memory:
-        memory.exclude((hidden, weight, labels))
-        loss = chunked_cross_entropy(hidden, labels, LinearHead, (weight, None), LossOptions(chunk_tokens=1024))
+        memory.exclude((hidden, weight, labels, positions))
+        loss = chunked_cross_entropy(hidden, labels, positions, LinearHead, (weight, None), options)
     planned, _ = logits_bytes(loss="chunked", tokens=tokens, vocab_size=words, hidden_size=size, head_bytes=2)
     assert memory.peaks["load"].total_bytes == pytest.approx(planned, rel=0.03)
     assert memory.live_bytes == pytest.approx(2 * (tokens + words) * size, rel=0.1)

@@ -15,7 +15,7 @@ from transformers import AttentionMaskInterface
 
 from toolkit.errors import AttestationFailed
 from toolkit.train.attest.readings import PackingReading
-from toolkit.train.data.collation import BATCH_FACTS, IGNORED
+from toolkit.train.data.collation import BATCH_FACTS, IGNORED, SUPERVISED_POSITIONS
 from toolkit.train.data.packing import UNPACKABLE_HINT
 
 DOCUMENT_TOKENS = (19, 26, 13)
@@ -105,7 +105,7 @@ def _pack(*documents: list[int]) -> dict[str, Any]:
 
 def _losses(trainer: Any, batch: dict[str, Any]) -> list[torch.Tensor]:
     """Per-token losses of each document."""
-    for name in (BATCH_FACTS, "logits_to_keep", "shift_labels"):
+    for name in (BATCH_FACTS, SUPERVISED_POSITIONS, "logits_to_keep", "shift_labels"):
         batch.pop(name, None)
     targets = batch.pop("labels")
     inputs = trainer._prepare_inputs(batch)

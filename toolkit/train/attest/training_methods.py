@@ -29,6 +29,8 @@ def expected_methods(arguments: Arguments) -> Values:
     }
     if model.loss != "auto":
         expected["loss"] = model.loss
+    if model.loss == "chunked":
+        expected["loss_chunk_tokens"] = model.loss_chunk_tokens
     if arguments.activation_checkpointing:
         expected["activation_checkpointing"] = True
     if model.accumulate is not None:

@@ -13,6 +13,7 @@ from transformers.trainer_pt_utils import LengthGroupedSampler
 
 IGNORED = -100  # the label that PyTorch's cross entropy ignores
 BATCH_FACTS = "batch_facts"
+SUPERVISED_POSITIONS = "supervised_positions"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,6 +40,8 @@ class Collator:
     def __init__(self, tokenizer: Any) -> None:
         pad, end = (getattr(tokenizer, name, None) for name in ("pad_token_id", "eos_token_id"))
         self.pad_id: int = next((token for token in (pad, end) if token is not None), 0)  # masked, so any id works
+        self.adds_positions = False
+        """Add the positions whose next token is supervised: read from labels on a GPU, they would make it wait."""
 
     def __call__(self, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
         lengths = [len(row["input_ids"]) for row in rows]
@@ -46,7 +49,13 @@ class Collator:
         labels = _padded([row["labels"] for row in rows], IGNORED)
         attention_mask = _padded([[1] * length for length in lengths], 0)
         facts = _batch_facts(input_ids, labels, rows)
-        return {"input_ids": input_ids, "attention_mask": attention_mask, "labels": labels, BATCH_FACTS: facts}
+        batch = {"input_ids": input_ids, "attention_mask": attention_mask, "labels": labels, BATCH_FACTS: facts}
+        return self._with_positions(batch)
+
+    def _with_positions(self, batch: dict[str, Any]) -> dict[str, Any]:
+        if not self.adds_positions:
+            return batch
+        return batch | {SUPERVISED_POSITIONS: supervised_positions(next_labels(batch))}
 
 
 class PackCollator(Collator):
@@ -72,7 +81,22 @@ class PackCollator(Collator):
         batch = {"input_ids": input_ids, "position_ids": position_ids, "labels": labels, BATCH_FACTS: facts}
         if self.one_row:
             batch |= _document_lengths(rows[0]["documents"])
-        return batch | _supervised_logits(labels) if self.supervised_logits and len(rows) == 1 else batch
+        if self.supervised_logits and len(rows) == 1:
+            batch |= _supervised_logits(labels)
+        return self._with_positions(batch)
+
+
+def next_labels(batch: dict[str, Any]) -> torch.Tensor:
+    """Return the label of the token after each position that the head sees, flattened, as transformers shifts them."""
+    shifted = batch.get("shift_labels")
+    if shifted is None:
+        shifted = torch.nn.functional.pad(batch["labels"], (0, 1), value=IGNORED)[..., 1:]
+    return shifted.flatten()
+
+
+def supervised_positions(labels: torch.Tensor) -> torch.Tensor:
+    """Return the indices of the labels that are not ignored."""
+    return (labels != IGNORED).nonzero().flatten()
 
 
 def _supervised_logits(labels: torch.Tensor) -> dict[str, torch.Tensor]:

@@ -14,9 +14,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
-
-from toolkit.train.data.collation import IGNORED
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -142,16 +139,17 @@ MakeHead = Callable[[Sequence[Any], Sequence[GradientSum | None]], LinearHead | 
 def chunked_cross_entropy(
     hidden: torch.Tensor,
     labels: torch.Tensor,
+    positions: torch.Tensor,
     make_head: MakeHead,
     parameters: Sequence[torch.Tensor | None],
     options: LossOptions,
 ) -> torch.Tensor:
-    """Return the sum of the tokens' cross entropy: `hidden` is (tokens, size), a label of -100 does not count.
+    """Return the sum of the cross entropy at some positions; `hidden` is (tokens, size).
 
     `parameters` are the head's, as `make_head` takes them. The result can be backpropagated once.
     """
     total: torch.Tensor = _ChunkedCrossEntropy.apply(
-        hidden, labels, make_head, options, torch.is_grad_enabled(), *parameters
+        hidden, labels, positions, make_head, options, torch.is_grad_enabled(), *parameters
     )
     return total
 
@@ -162,21 +160,22 @@ class _ChunkedCrossEntropy(torch.autograd.Function):  # type: ignore[misc]
         ctx: Any,
         hidden: torch.Tensor,
         labels: torch.Tensor,
+        positions: torch.Tensor,
         make_head: MakeHead,
         options: LossOptions,
         with_gradients: bool,
         *parameters: torch.Tensor | None,
     ) -> torch.Tensor:
-        rows = supervised_rows(labels).split(options.chunk_tokens)
+        chunks = positions.split(options.chunk_tokens)
         needed = [with_gradients and needs for needs in ctx.needs_input_grad]
         sums = [
-            GradientSum(parameter, num_chunks=len(rows)) if needs and parameter is not None else None
-            for parameter, needs in zip(parameters, needed[5:], strict=True)
+            GradientSum(parameter, num_chunks=len(chunks)) if needs and parameter is not None else None
+            for parameter, needs in zip(parameters, needed[6:], strict=True)
         ]
         head = make_head(parameters, sums)
         of_hidden = torch.zeros_like(hidden) if needed[0] else None
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
-        for chunk in rows:
+        for chunk in chunks:
             loss, gradient = loss_and_gradient(
                 head.logits(hidden[chunk]), labels[chunk], options, with_gradient=any(needed)
             )
@@ -196,14 +195,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):  # type: ignore[misc]
             raise RuntimeError("the chunked loss keeps its gradients for one backward only")
         gradients, ctx.gradients = ctx.gradients, None
         of_hidden, *of_parameters = (None if each is None else each.mul_(of_loss) for each in gradients)
-        return of_hidden, None, None, None, None, *of_parameters
-
-
-def supervised_rows(labels: torch.Tensor) -> torch.Tensor:
-    """Return the indices of the tokens that count; fake tensors, which have no values, keep all."""
-    if isinstance(labels, FakeTensor):
-        return torch.arange(len(labels), device=labels.device)
-    return (labels != IGNORED).nonzero().flatten()
+        return of_hidden, None, None, None, None, None, *of_parameters
 
 
 def loss_and_gradient(

@@ -15,12 +15,19 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
-from toolkit.defaults import LOSS_CHUNK_TOKENS
 from toolkit.errors import ToolkitError
-from toolkit.train.data.collation import IGNORED
+from toolkit.run.script_arguments import ModelArguments
+from toolkit.train.data.collation import (
+    IGNORED,
+    SUPERVISED_POSITIONS,
+    Collator,
+    next_labels,
+    supervised_positions,
+)
 from toolkit.train.model.chunked_cross_entropy import (
     AnyHead,
     LinearHead,
@@ -42,6 +49,8 @@ class UnknownHead(Exception):
 class _Targets:
     labels: torch.Tensor
     """The token after each position that the head sees, flattened."""
+    positions: torch.Tensor | None
+    """Indices of those that are supervised, from the collator; None: to be read from the labels."""
     num_items: torch.Tensor | int | None
     label_smoothing: float
 
@@ -73,9 +82,15 @@ class ChunkedLoss:
 
         @functools.wraps(self._model_forward)
         def forward(model: Any, *args: Any, **kwargs: Any) -> Any:
+            positions = kwargs.pop(SUPERVISED_POSITIONS, None)
             if kwargs.get("labels") is None:
                 return self._model_forward(*args, **kwargs)
-            self._targets = self._read_targets(kwargs, training=model.training)
+            self._targets = _Targets(
+                labels=next_labels(kwargs),
+                positions=positions,
+                num_items=kwargs.get("num_items_in_batch"),
+                label_smoothing=self.label_smoothing if model.training else 0.0,
+            )
             # Registered now, it runs after the hooks of every engine and takes what they return.
             hook = self._head.register_forward_hook(self._take_loss)
             try:
@@ -86,17 +101,6 @@ class ChunkedLoss:
 
         return forward
 
-    def _read_targets(self, inputs: dict[str, Any], *, training: bool) -> _Targets:
-        """Shift labels as transformers' own loss does."""
-        shifted = inputs.get("shift_labels")
-        if shifted is None:
-            shifted = torch.nn.functional.pad(inputs["labels"], (0, 1), value=IGNORED)[..., 1:]
-        return _Targets(
-            labels=shifted.flatten(),
-            num_items=inputs.get("num_items_in_batch"),
-            label_smoothing=self.label_smoothing if training else 0.0,
-        )
-
     def _forward_head(self, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         targets = self._targets
         result: torch.Tensor = (
@@ -106,13 +110,17 @@ class ChunkedLoss:
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _compute(self, hidden: torch.Tensor, targets: _Targets) -> torch.Tensor:
-        labels = targets.labels.to(hidden.device)
+        labels, positions = targets.labels.to(hidden.device), targets.positions
+        if positions is None:
+            # Fake tensors have no values: all positions are the most that there can be.
+            fake = isinstance(labels, FakeTensor)
+            positions = torch.arange(len(labels)) if fake else supervised_positions(labels)
         options = LossOptions(chunk_tokens=self.chunk_tokens, scale=self.scale, label_smoothing=targets.label_smoothing)
-        total = chunked_cross_entropy(hidden.flatten(0, -2), labels, *self._make_head(), options)
+        total = chunked_cross_entropy(hidden.flatten(0, -2), labels, positions, *self._make_head(), options)
         self.num_losses += 1
         items = targets.num_items
         if items is None:
-            return total / (labels != IGNORED).sum()
+            return total / (labels != IGNORED).sum()  # nan without any, as torch's mean
         return total / (items.to(total.device) if isinstance(items, torch.Tensor) else items)
 
     def _make_head(self) -> tuple[Any, Sequence[torch.Tensor | None]]:
@@ -132,23 +140,25 @@ class ChunkedLoss:
         return loss
 
 
-def apply_loss(trainer: Any, loss: str) -> None:
-    """Give the Trainer's model the chunked loss, unless `loss` is `full` or something else computes it.
+def apply_loss(trainer: Any, arguments: ModelArguments) -> None:
+    """Give the Trainer's model the chunked loss, unless `--loss` is `full` or something else computes it.
 
     Raises ToolkitError for `chunked` where the model does not allow it; with `auto` a line says so.
     """
-    training = trainer.args
+    training, loss = trainer.args, arguments.loss
     if loss == "full" or (loss == "auto" and training.use_liger_kernel):
         return
     plain = without_adapters(trainer.accelerator.unwrap_model(trainer.model))
     try:
-        ChunkedLoss(plain, chunk_tokens=LOSS_CHUNK_TOKENS, label_smoothing=training.label_smoothing_factor)
+        ChunkedLoss(plain, chunk_tokens=arguments.loss_chunk_tokens, label_smoothing=training.label_smoothing_factor)
     except UnknownHead as error:
         if loss == "chunked":
             raise ToolkitError(f"--loss chunked: {error}", hint="leave `--loss` out") from error
         if training.process_index == 0:
             print(f"the loss is computed from the full logits: {error}", flush=True)
         return
+    if isinstance(trainer.data_collator, Collator):
+        trainer.data_collator.adds_positions = True
     trainer.label_smoother = None  # it would compute the full logits; the chunked loss smooths labels itself
 
 
@@ -241,18 +251,19 @@ def _seen_by_loss(plain: Any, head: Any, logits: torch.Tensor) -> torch.Tensor:
     """Return what arrives at the loss function of one token whose head returns these logits."""
     seen: list[torch.Tensor] = []
 
-    def capture(logits: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
-        seen.append(logits.detach().flatten().double().cpu())
+    def capture(logits: torch.Tensor, labels: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+        if torch.equal(labels, label):
+            seen.append(logits.detach().flatten().double().cpu())
         return torch.zeros(())
 
-    token = torch.zeros((1, 1), dtype=torch.int64)
+    token, label = torch.zeros((1, 1), dtype=torch.int64), torch.ones((1, 1), dtype=torch.int64)
     hidden = _Hidden(last_hidden_state=torch.zeros(1, 1, 1, dtype=torch.float64))
     options = {"attention_mask": torch.ones_like(token), "use_cache": False, "output_router_logits": False}
     with _replaced(plain, {head: logits.view(1, 1, -1), plain.base_model: hidden}):
         plain.loss_function = capture
         try:
             with torch.no_grad():
-                plain.forward(input_ids=token, labels=token, **options)
+                plain.forward(input_ids=token, labels=label, **options)
         except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
             raise UnknownHead(f"{type(plain).__name__} cannot be asked what it does with its logits") from error
         finally:
