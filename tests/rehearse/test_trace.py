@@ -23,6 +23,7 @@ def traced(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     path = tmp_path_factory.mktemp("traced") / "config.json"
     path.write_text(json.dumps(LLAMA))
     words = ["--model_name_or_path", str(path), "--max_seq_length", "256", "--per_device_train_batch_size", "16"]
+    words += ["--loss", "full"]
     ended = toolkit("rehearse", "--preset", "fsdp2", "--num-processes", "4", "--fake-tensors", "--json", "--", *words)
     assert ended.returncode == 0, ended.stderr
     found: dict[str, Any] = json.loads(ended.stdout)

@@ -68,6 +68,7 @@ OTHER_TRAINING = {
 ON_BY_DEFAULT = {"bf16", "include_tkps", "pretrain_multipack_attn", "shuffle_merged_datasets", "tokenizer_use_fast"}
 
 _KERNEL = "a kernel of axolotl's, for speed or memory; `use_liger_kernel: true` has fused kernels"
+_CHUNKED = "by default the loss is computed in chunks here too (`loss: chunked` requires it)"
 _TOKENIZER = "the model's own tokenizer and special tokens are used"
 _TRACKER = "set by the tracker's own environment variables"
 _OTHER_LOSS = "changes the training: there is no counterpart, the loss is cross-entropy"
@@ -95,7 +96,8 @@ REASONS = FSDP_REASONS | {
     "lora_o_kernel": _KERNEL,
     "flash_attn_*": _KERNEL,
     "fused_attn_kernel": _KERNEL,
-    "cut_cross_entropy": _KERNEL,
+    "cut_cross_entropy": _CHUNKED,
+    "chunked_cross_entropy*": _CHUNKED,
     "liger_*": _KERNEL,
     "plugins*": _KERNEL,
     "use_kernels": _KERNEL,
