@@ -22,6 +22,7 @@ from toolkit.plan.engine_settings import engine_settings
 from toolkit.plan.model_states import job_weights, model_states
 from toolkit.presets import load_preset
 from toolkit.presets.optimizers import DEFAULT_OPTIMIZER, OPTIMIZERS
+from toolkit.versions import is_importable
 
 pytestmark = pytest.mark.launch
 
@@ -59,8 +60,6 @@ OPTIMIZED = [
     ("wide-tied", ["ddp", "zero1"], "paged_adamw_8bit"),
     ("wide", ["ddp", "zero2"], "lion_8bit"),
     ("wide", ["ddp", "zero3"], "paged_adamw_32bit"),
-    ("wide", ["ddp", "fsdp2"], "adamw_torch_8bit"),
-    ("wide", ["ddp"], "adamw_torch_4bit"),
     ("qwen3-moe", ["ddp"], "adafactor"),
     ("wide", ["ddp", "zero2", "fsdp2"], "sgd"),
     ("wide", ["ddp", "zero2", "fsdp2"], "rmsprop"),
@@ -68,6 +67,11 @@ OPTIMIZED = [
     ("wide", ["ddp", "fsdp2"], "muon"),
     ("qwen3-moe", ["ddp"], "muon"),
     ("gpt2", ["ddp"], "muon"),
+]
+# torchao is no dependency: peft imports it into every rank, where it takes a second and torch's compiler.
+QUANTIZED_BY_TORCHAO = [
+    ("wide", ["ddp", "fsdp2"], "adamw_torch_8bit"),
+    ("wide", ["ddp"], "adamw_torch_4bit"),
 ]
 
 
@@ -81,13 +85,13 @@ def all_cases(folder: Path, sparse: Any = SPARSE) -> list[Case]:
     ]
 
 
-def cases_of_optimizers(folder: Path) -> list[Case]:
+def cases_of_optimizers(folder: Path, optimized: Any = OPTIMIZED) -> list[Case]:
     """Full fine-tuning on rank 0 of 2."""
-    configs = {name: config_of(folder, name) for name, *_ in OPTIMIZED}
+    configs = {name: config_of(folder, name) for name, *_ in optimized}
     job = {"world_size": 2, "rank": 0, "lora_r": None}
     return [
         {"config": str(configs[name]), "preset": preset, "optim": optim, **job}
-        for name, presets, optim in OPTIMIZED
+        for name, presets, optim in optimized
         for preset in presets
     ]
 
@@ -118,12 +122,20 @@ def planned(case: Case) -> dict[str, int]:
     return {part: getattr(states, f"{part}_bytes") for part in ("parameter", "gradient", "optimizer")}
 
 
-def test_planned_states_are_those_that_engines_hold(tmp_path: Path) -> None:
-    cases = all_cases(tmp_path) + cases_of_optimizers(tmp_path)
-    differing = [
+def differing(cases: list[Case]) -> list[tuple[Case, dict[str, int], dict[str, int]]]:
+    return [
         (case, real, planned(case)) for case, real in zip(cases, held(cases), strict=True) if real != planned(case)
     ]
-    assert differing == []
+
+
+def test_planned_states_are_those_that_engines_hold(tmp_path: Path) -> None:
+    cases = all_cases(tmp_path) + cases_of_optimizers(tmp_path)
+    assert differing(cases) == []
     assert {case["preset"] for case in cases} >= {*PRESETS, "ddp"}
-    libraries = {OPTIMIZERS[case["optim"]].class_name for case in cases}
-    assert libraries == {spec.class_name for spec in OPTIMIZERS.values()}
+    libraries = {OPTIMIZERS[optim].class_name for _, _, optim in [*OPTIMIZED, *QUANTIZED_BY_TORCHAO]}
+    assert libraries >= {spec.class_name for spec in OPTIMIZERS.values()} - {OPTIMIZERS[DEFAULT_OPTIMIZER].class_name}
+
+
+@pytest.mark.skipif(not is_importable("torchao"), reason="torchao is not installed: pip install torchao")
+def test_planned_states_are_those_that_torchao_holds(tmp_path: Path) -> None:
+    assert differing(cases_of_optimizers(tmp_path, QUANTIZED_BY_TORCHAO)) == []
