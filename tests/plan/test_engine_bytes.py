@@ -123,9 +123,7 @@ def planned(case: Case) -> dict[str, int]:
 
 
 def differing(cases: list[Case]) -> list[tuple[Case, dict[str, int], dict[str, int]]]:
-    return [
-        (case, real, planned(case)) for case, real in zip(cases, held(cases), strict=True) if real != planned(case)
-    ]
+    return [(case, real, planned(case)) for case, real in zip(cases, held(cases), strict=True) if real != planned(case)]
 
 
 def test_planned_states_are_those_that_engines_hold(tmp_path: Path) -> None:
