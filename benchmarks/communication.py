@@ -20,7 +20,7 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +48,8 @@ class Setting:
     preset: str
     ranks: int
     accumulation: int = 1
+    accumulate: str | None = None
+    """`whole`, where FSDP2 reduces in the last accumulation step only."""
     lora_r: int | None = None
     checkpointing: bool = False
     alone: bool = False
@@ -57,7 +59,7 @@ class Setting:
     def name(self) -> str:
         """Name of the setting, for example `zero3 n4 a2 lora`."""
         parts = [self.preset, f"n{self.ranks}", f"a{self.accumulation}"]
-        extras = {"lora": self.lora_r, "ckpt": self.checkpointing, "alone": self.alone}
+        extras = {"whole": self.accumulate, "lora": self.lora_r, "ckpt": self.checkpointing, "alone": self.alone}
         return " ".join([*parts, *(name for name, there in extras.items() if there)])
 
     def setup(self, shape: ModelShape) -> TrainingSetup:
@@ -68,6 +70,7 @@ class Setting:
             world_size=self.ranks,
             job=TrainingJob(
                 gradient_accumulation_steps=self.accumulation,
+                accumulate=self.accumulate,
                 lora_r=self.lora_r,
                 activation_checkpointing=self.checkpointing,
             ),
@@ -78,6 +81,7 @@ class Setting:
 def lone_settings() -> list[Setting]:
     names = ("zero1", "zero2", "zero2_cpu_offload", "zero3", "fsdp2", "fsdp2_grad_op", "fsdp2_hybrid")
     found = [Setting(preset=name, ranks=8, accumulation=2, alone=True) for name in names]
+    found += [replace(setting, accumulate="whole") for setting in found if setting.preset.startswith("fsdp2")]
     found += [Setting(preset=name, ranks=64, alone=True) for name in ("zero1", "zero3", "fsdp2", "fsdp2_hybrid")]
     return found + [Setting(preset=name, ranks=64, lora_r=8, alone=True) for name in ("zero3", "fsdp2")]
 
@@ -90,6 +94,11 @@ def settings() -> list[Setting]:
     found = [Setting(preset=name, ranks=2, accumulation=2) for name in ("ddp", *sharded, *torch)]
     found += [Setting(preset=name, ranks=4) for name in (*main, "fsdp2_hybrid")]
     found += [Setting(preset="fsdp2_hybrid", ranks=4, accumulation=2)]
+    # Sharded gradients over several accumulation steps are counted by `--alone`, and by a test on two real ranks.
+    found = [
+        replace(one, accumulate="whole") if one.preset.startswith("fsdp2") and one.accumulation > 1 else one
+        for one in found
+    ]
     found += [Setting(preset=name, ranks=2, lora_r=8) for name in main]
     return found + [Setting(preset=name, ranks=2, checkpointing=True) for name in ("zero3", "fsdp2")]
 
@@ -106,6 +115,7 @@ def count(setting: Setting, model: Path, output: Path) -> dict[str, int]:
     words = {"model_name_or_path": model, "dataset": default_data_file("faq-en-alpaca.jsonl"), "output_dir": output}
     words |= {"max_steps": STEPS, "max_seq_length": 64, "per_device_train_batch_size": 1, "save_strategy": "no"}
     words |= {"gradient_accumulation_steps": setting.accumulation, "save_model": "false"}
+    words |= {} if setting.accumulate is None else {"accumulate": setting.accumulate}
     words |= {} if setting.lora_r is None else {"lora_r": setting.lora_r}
     words |= {"activation_checkpointing": "true"} if setting.checkpointing else {}
     config = ROOT / "accelerate_configs" / f"{setting.preset}.yaml"

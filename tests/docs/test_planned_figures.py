@@ -222,10 +222,11 @@ def counted_collectives() -> str:
     found = {row["setting"]: row for row in recorded["rows"]}
     rows = []
     for name in EXPLAINED:
-        row = found[f"{name} n2 a2"]
+        whole = f"{name} n2 a2 whole"  # FSDP2 with `--accumulate whole`
+        row, options = (found[whole], ", `--accumulate whole`") if whole in found else (found[f"{name} n2 a2"], "")
         sent = row["sent_bytes"] / (1 / 2)  # without the ring's factor (N-1)/N
         parts = [*(row["counted"].get(kind, 0) for kind in KINDS), sent]
-        rows.append([f"`{name}`", *(f"{part / model_bytes:.2f}" for part in parts)])
+        rows.append([f"`{name}`{options}", *(f"{part / model_bytes:.2f}" for part in parts)])
     head = ["preset", "all-reduce", "all-gather", "reduce-scatter", "sent"]
     note = (
         f"In multiples of the model's bytes, counted in runs of a Llama of {recorded['num_params']:,} parameters on two"

@@ -120,6 +120,29 @@ def test_full_sharding_is_faster_than_zero2_which_reduces_in_every_accumulation_
     assert answer.why_not["zero2"].startswith("1.")
 
 
+def test_whole_gradients_are_recommended_only_where_a_slow_network_makes_them_clearly_faster(shape: ModelShape) -> None:
+    def choice(gigabytes_per_second: int, **job: Any) -> TrainingJob:
+        asked = request(shape, world_size=32, global_batch_size=32 * 64, job=TrainingJob(max_seq_length=4096, **job))
+        asked = replace(asked, network_bytes_per_second=10**9 * gigabytes_per_second)
+        (best,) = best_candidates(asked, [load_preset("fsdp2")])
+        assert best.fits
+        assert best.job.gradient_accumulation_steps > 1
+        assert ("--accumulate whole" in train_command(best, asked, "model")) == (best.job.accumulate == "whole")
+        return best.job
+
+    assert choice(2).accumulate == "whole"
+    assert choice(400).accumulate is None
+    assert choice(2, accumulate="sharded").accumulate == "sharded"
+
+
+def test_an_8b_trains_on_24_gib_without_offload(shape: ModelShape) -> None:
+    """With whole gradients it would not: 2 bytes for each of its parameters are 15 GiB."""
+    asked = request(shape, memory_gib=24)
+    assert found(asked).choice.preset.name == "fsdp2"
+    whole = replace(asked, job=replace(asked.job, accumulate="whole"))
+    assert not best_candidates(whole, [load_preset("fsdp2")])[0].fits
+
+
 def test_the_largest_micro_batch_that_fits_is_taken(shape: ModelShape) -> None:
     asked = request(shape)
     one = largest_candidate(asked, load_preset("fsdp2"), checkpointing=True)

@@ -12,7 +12,7 @@ from toolkit.errors import ToolkitError
 from toolkit.presets import list_presets, load_preset
 from toolkit.presets.accumulation import chosen_accumulate, default_accumulate, with_accumulate
 from toolkit.presets.support import Method, unsupported
-from toolkit.presets.training_arguments import trainer_arguments
+from toolkit.presets.training_arguments import accumulation_arguments, trainer_arguments
 from toolkit.run.argument_checks import check_arguments
 from toolkit.run.script_arguments import accumulate_argument
 
@@ -92,6 +92,16 @@ def test_other_keys_of_the_user_stay() -> None:
         "gradient_accumulation_kwargs": {"adjust_scheduler": False, "sync_each_batch": False},
     }
     assert "sync_each_batch" not in given["gradient_accumulation_kwargs"]  # type: ignore[operator]
+
+
+def test_the_python_door_keeps_the_users_keys() -> None:
+    preset, given = load_preset("fsdp2"), {"seed": 1, "accelerator_config": {"even_batches": False}}
+    assert accumulation_arguments(preset, given) == {"seed": 1, "accelerator_config": {"even_batches": False, **SYNC}}
+    assert accumulation_arguments(load_preset("zero2"), given | {"accumulate": "sharded"}) == given
+    with pytest.raises(ToolkitError, match="accumulate is whole, but accelerator_config has sync_each_batch: true"):
+        accumulation_arguments(preset, {"accumulate": "whole", "accelerator_config": SYNC})
+    with pytest.raises(ToolkitError, match="--accumulate sharded does not work under preset 'ddp'"):
+        accumulation_arguments(load_preset("ddp"), {"accelerator_config": SYNC})
 
 
 def test_a_choice_without_accumulation_is_a_warning() -> None:

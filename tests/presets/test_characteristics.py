@@ -37,14 +37,14 @@ def test_the_formulas_give_the_bytes_that_two_ranks_hold_in_bf16(name: str, part
         ("zero3", "2/N + 2/N + 12/N", "0", "2 to 3 P per accumulation step"),
         ("zero3_cpu_offload", "0", "2/N + 6/N + 12/N", "2 to 3 P per accumulation step"),
         ("zeropp", "2/N + 2/N + 12/N", "0", "0.75 P per accumulation step between nodes"),
-        ("fsdp2", "4/N + 4/N + 8/N", "0", "2 P per accumulation step, 1 P per step"),
-        ("fsdp2_grad_op", "4/N + 4/N + 8/N", "0", "1 P per accumulation step, 1 P per step"),
-        ("fsdp2_cpu_offload", "0", "4/N + 4/N + 8/N", "2 P per accumulation step, 1 P per step"),
+        ("fsdp2", "4/N + 4/N + 8/N", "0", "3 P per accumulation step"),
+        ("fsdp2_grad_op", "4/N + 4/N + 8/N", "0", "2 P per accumulation step"),
+        ("fsdp2_cpu_offload", "0", "4/N + 4/N + 8/N", "3 P per accumulation step"),
         (
             "fsdp2_hybrid",
             "4/S + 4/S + 8/S",
             "0",
-            "2 P per accumulation step, 1 P per step, 2 P/S per step between replicas",
+            "3 P, and 2 P/S between replicas, per accumulation step",
         ),
     ],
 )

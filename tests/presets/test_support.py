@@ -105,6 +105,7 @@ ARGUMENTS: dict[str, dict[str, str]] = {
     "4 bits without LoRA": {"load_in_4bit": "true"},
     "comm hook": {"ddp_comm_hook": "bf16"},
     "packing": {"packing": "true"},
+    "whole gradients": {"accumulate": "whole", "gradient_accumulation_steps": "2"},
     "checkpointing offload": {"activation_checkpointing": "true", "activation_checkpointing_offload": "true"},
     "Liger": {"use_liger_kernel": "true"},
     "8-bit AdamW": {"optim": "adamw_bnb_8bit"},

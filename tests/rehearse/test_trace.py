@@ -54,6 +54,24 @@ def test_fake_tensors_count_the_logits_and_their_copies(traced: dict[str, Any]) 
     assert total["total_bytes"] == sum(total["parts"].values())
 
 
+@pytest.mark.launch
+def test_fake_tensors_count_what_waits_between_accumulation_steps(tmp_path: Path) -> None:
+    """The bf16 gradients of all parameters, or a quarter of them in fp32."""
+    path, peaks = tmp_path / "config.json", {}
+    path.write_text(json.dumps(LLAMA))
+    words = ["--model_name_or_path", str(path), "--max_seq_length", "64", "--per_device_train_batch_size", "1"]
+    words += ["--gradient_accumulation_steps", "2", "--bf16", "true"]
+    for accumulate in ("sharded", "whole"):
+        given = ["--fake-tensors", "--json", "--", *words, "--accumulate", accumulate]
+        ended = toolkit("rehearse", "--preset", "fsdp2", "--num-processes", "4", *given)
+        assert ended.returncode == 0, ended.stderr
+        peaks[accumulate] = json.loads(ended.stdout)["peaks"]
+    held = NUM_PARAMS // 4 + 2 * (253 * 4 - 1009) * 64 // 4
+    waiting = {name: peak["forward"]["total_bytes"] for name, peak in peaks.items()}
+    assert waiting["whole"] - waiting["sharded"] == 2 * NUM_PARAMS - 4 * held
+    assert peaks["whole"]["step"]["parts"]["gradient"] == peaks["sharded"]["step"]["parts"]["gradient"] == 4 * held
+
+
 @pytest.mark.parametrize(
     ("preset", "words", "message"),
     [

@@ -29,6 +29,8 @@ from toolkit.compare.result_values import (
     Probe,
 )
 from toolkit.compare.trial_figures import (
+    Accumulate,
+    AccumulatedGradientBytes,
     CommunicationFraction,
     ExposedCommunicationFraction,
     FailureFacts,
@@ -228,6 +230,8 @@ class Row(Readings, _Claims):
     compute_dtype: Annotated[
         str | None, Column("Dtype of the forward and backward passes.", repeats=Repeats.MIDDLE, in_csv=False)
     ] = None
+    accumulate: Accumulate = None
+    accumulated_gradient_bytes: AccumulatedGradientBytes = None
 
     @property
     def repeated(self) -> bool:

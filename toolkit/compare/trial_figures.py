@@ -102,6 +102,23 @@ SaveBytes = Annotated[
         display=Display(heading="checkpoint GiB", format=GIB_UNIT.text),
     ),
 ]
+Accumulate = Annotated[
+    str | None,
+    Column(
+        "Gradients between accumulation steps, as the ranks attested them: `sharded` or `whole`; null where the first"
+        " step has one accumulation step.",
+        repeats=Repeats.MIDDLE,
+        display=Display(heading="accu-\nmulates", only_if_known="accumulate"),
+    ),
+]
+AccumulatedGradientBytes = Annotated[
+    Bytes,
+    Column(
+        "Gradients of one rank between the accumulation steps of the first step, the maximum over ranks.",
+        unit="bytes",
+        repeats=Repeats.MIDDLE,
+    ),
+]
 
 
 class Figures(Model):
@@ -441,23 +458,6 @@ class Readings(Model):
             in_csv=False,
         ),
     ] = None
-    accumulate: Annotated[
-        str | None,
-        Column(
-            "Gradients between accumulation steps, as the ranks attested them: `sharded` or `whole`; null where the"
-            " first step has one accumulation step.",
-            repeats=Repeats.MIDDLE,
-            display=Display(heading="accu-\nmulates", only_if_known="accumulate"),
-        ),
-    ] = None
-    accumulated_gradient_bytes: Annotated[
-        Bytes,
-        Column(
-            "Gradients of one rank between the accumulation steps of the first step, the maximum over ranks.",
-            unit="bytes",
-            repeats=Repeats.MIDDLE,
-        ),
-    ] = None
     attestation_sha256: Annotated[
         str | None, Column("Digest of the run's attestation.json.", repeats=Repeats.MIDDLE)
     ] = None
@@ -505,6 +505,8 @@ class TrialResult(Readings, Figures):
     problem: Annotated[
         TrainedProblem | None, Column("What was trained, as the ranks attested it; parity compares these values.")
     ] = None
+    accumulate: Accumulate = None
+    accumulated_gradient_bytes: AccumulatedGradientBytes = None
 
 
 def contradiction(trial: TrialResult) -> str | None:

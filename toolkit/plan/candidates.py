@@ -134,26 +134,25 @@ def refusal(request: RecommendRequest, preset: Preset) -> str | None:
 
 
 def _best(request: RecommendRequest, preset: Preset) -> Candidate:
+    """The best with sharded gradients, unless a plan can tell that FSDP2 with whole ones is faster.
+
+    Those are summed in bf16, and shards in fp32, so a difference within a plan's precision is no reason.
+    """
+    best = _best_checkpointing(request, preset)
+    if preset.engine != "fsdp2" or request.job.accumulate is not None or not best.fits:
+        return best
+    whole = _best_checkpointing(replace(request, job=replace(request.job, accumulate=WHOLE)), preset)
+    is_faster = whole.fits and whole.job.keeps_whole_gradients and min(best.time_ratios(whole)) > EQUAL_WITHIN
+    return whole if is_faster else best
+
+
+def _best_checkpointing(request: RecommendRequest, preset: Preset) -> Candidate:
     """The faster of with and without activation checkpointing; the smaller one if neither fits."""
     both = [largest_candidate(request, preset, checkpointing=checkpointing) for checkpointing in (False, True)]
     fitting = [candidate for candidate in both if candidate.fits]
-    if not fitting:
-        return min(both, key=lambda candidate: candidate.memory.planned_peak_bytes)
-    best = min(fitting, key=lambda candidate: candidate.seconds)
-    if preset.engine != "fsdp2" or request.job.accumulate is not None:
-        return best
-    return _with_whole_gradients(request, best) or best
-
-
-def _with_whole_gradients(request: RecommendRequest, best: Candidate) -> Candidate | None:
-    """The same with FSDP2's gradients whole between accumulation steps, if that fits and a plan can tell it is faster.
-
-    They are summed in bf16 there, and in fp32 as shards, so a difference within a plan's precision is no reason.
-    """
-    whole = _candidate(request, best.preset, replace(best.job, accumulate=WHOLE))
-    if not whole.fits or not whole.job.keeps_whole_gradients:
-        return None
-    return whole if min(best.time_ratios(whole)) > EQUAL_WITHIN else None
+    if fitting:
+        return min(fitting, key=lambda candidate: candidate.seconds)
+    return min(both, key=lambda candidate: candidate.memory.planned_peak_bytes)
 
 
 def largest_candidate(request: RecommendRequest, preset: Preset, *, checkpointing: bool) -> Candidate:

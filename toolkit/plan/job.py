@@ -76,7 +76,7 @@ class TrainingJob:
 
     @property
     def keeps_whole_gradients(self) -> bool:
-        """True if FSDP2's gradients wait unsharded for the last accumulation step."""
+        """True if gradients are to wait unsharded for the last accumulation step, which is a choice under FSDP2."""
         return self.accumulate == WHOLE and self.gradient_accumulation_steps > 1
 
     @property
@@ -222,10 +222,10 @@ def check_planned_job(job: TrainingJob, shape: ModelShape) -> None:
         value = getattr(job, name)
         if value is not None:
             check_size(_option(name), value, LARGEST[name])
-    for name, known in (("loss", LOSSES), ("accumulate", (None, *ACCUMULATE))):
-        if getattr(job, name) not in known:
-            words = ", ".join(filter(None, known))
-            raise ToolkitError(f"{_option(name)} is {getattr(job, name)!r}, expected one of {words}")
+    if job.loss not in LOSSES:
+        raise ToolkitError(f"--loss is {job.loss!r}, expected one of {', '.join(LOSSES)}")
+    if job.accumulate not in (None, *ACCUMULATE):
+        raise ToolkitError(f"--accumulate is {job.accumulate!r}, expected one of {', '.join(ACCUMULATE)}")
     if job.attn_implementation is not None and not KERNEL.fullmatch(job.attn_implementation):
         check_word("--attn-implementation", job.attn_implementation, attention_words())
     model_attention = read_model_attention({"model_type": shape.model_type})

@@ -302,6 +302,8 @@ class _Phases:
         self, name: str, *, activations: int = 0, logits: int = 0, buffers: int = 0, copies: int = 0, gradients: int
     ) -> PhaseMemory:
         accumulated = self.buffers.accumulated_bytes if name != "step" else 0
+        if accumulated:  # they are freed layer by layer as the last backward makes the shards, which are no larger
+            gradients = 0
         return PhaseMemory(
             phase=name,
             parameter_bytes=self._parameters,
@@ -325,8 +327,6 @@ class _Phases:
     @property
     def _gradients_in_forward(self) -> int:
         """Those of earlier accumulation steps, and ZeRO-3's partition, which is never freed."""
-        if self.engine.kind == "fsdp2" and self.job.keeps_whole_gradients:
-            return 0  # they are `accumulated_bytes`
         never_freed = self.engine.kind == "deepspeed" and self.engine.shards_parameters
         return self._gradients if never_freed or self.job.gradient_accumulation_steps > 1 else 0
 

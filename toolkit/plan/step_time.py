@@ -201,7 +201,10 @@ def _host_transfer_bytes(setup: TrainingSetup) -> float:
         stored = 4 if setup.preset.engine == "fsdp2" else element_bytes  # FSDP2 keeps fp32 shards on the host
         moved += 2 * steps * stored * (setup.num_total / setup.world_size)
     if setup.preset.offload_optimizer is not None:
-        moved += (1 if setup.job.keeps_whole_gradients else steps) * element_bytes * trained
+        reductions = 1 if setup.job.keeps_whole_gradients else steps
+        moved += (
+            reductions * (4 if setup.preset.engine == "fsdp2" else element_bytes) * trained
+        )  # FSDP2's shards are fp32
         moved += 0 if setup.preset.offload_param is not None else element_bytes * trained
     return moved
 

@@ -36,9 +36,10 @@ COMMUNICATION = {
     ("deepspeed", "shard_grad_op"): "2 P per accumulation step, 1 P per step",
     ("deepspeed", "full_shard"): "2 to 3 P per accumulation step",
     ("deepspeed", "hybrid_shard"): "0.75 P per accumulation step between nodes",
-    ("fsdp2", "full_shard"): "2 P per accumulation step, 1 P per step",
-    ("fsdp2", "shard_grad_op"): "1 P per accumulation step, 1 P per step",
-    ("fsdp2", "hybrid_shard"): "2 P per accumulation step, 1 P per step, 2 P/S per step between replicas",
+    # With gradients that stay sharded between accumulation steps, the default; `--accumulate whole` reduces once.
+    ("fsdp2", "full_shard"): "3 P per accumulation step",
+    ("fsdp2", "shard_grad_op"): "2 P per accumulation step",
+    ("fsdp2", "hybrid_shard"): "3 P, and 2 P/S between replicas, per accumulation step",
 }
 # (FSDP1's sharding strategy, the equivalent in another engine)
 OTHER_NAMES = {

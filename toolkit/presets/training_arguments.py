@@ -139,25 +139,29 @@ def training_arguments(
         _refuse_late_call(preset)
     on_cpu = _on_cpu(given)
     precision = resolve_precision(given, preset.mixed_precision, on_cpu=on_cpu)
-    given, accumulate, configured = _split_accumulation(preset, given)
     decided = trainer_arguments(preset, precision=precision)
-    if preset.engine == "fsdp2":
-        given = {**given, "accelerator_config": with_accumulate(configured, accumulate)}
     os.environ.update(strategy_variables(preset, precision=precision, world_size=world_size))
     if on_cpu:
         _prepare_cpu(preset)
         decided["use_cpu"] = True
     from transformers import TrainingArguments
 
-    arguments = (arguments_class or TrainingArguments)(**{**decided, **given})
+    arguments = (arguments_class or TrainingArguments)(**{**decided, **accumulation_arguments(preset, given)})
     if preset.engine == "none":
         arguments._n_gpu = min(arguments._n_gpu, 1)  # with several visible GPUs the Trainer would run DataParallel
     _presets_in_effect.append(preset.accelerate_config_path)
     return arguments
 
 
-def _split_accumulation(preset: PresetSpec, given: Mapping[str, Any]) -> tuple[dict[str, Any], str, dict[str, Any]]:
-    """Return the arguments without `accumulate`, the choice in effect, and `accelerator_config` as a dictionary."""
+def accumulation_arguments(preset: PresetSpec, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments with `accumulate` carried out by `accelerator_config`, whose other keys stay.
+
+    Raises ToolkitError where the two contradict each other, and for what the preset cannot do.
+
+    >>> from toolkit.presets import load_preset
+    >>> accumulation_arguments(load_preset("fsdp2"), {"accumulate": "whole"})
+    {'accelerator_config': {'gradient_accumulation_kwargs': {'sync_each_batch': False}}}
+    """
     config = given.get("accelerator_config") or {}
     if isinstance(config, str):
         config = read_json_object(Path(config))
@@ -165,7 +169,9 @@ def _split_accumulation(preset: PresetSpec, given: Mapping[str, Any]) -> tuple[d
     chosen = chosen_accumulate(given.get("accumulate"), configured)
     check_supported(preset, Method(accumulate=chosen), purpose="script")
     others = {name: value for name, value in given.items() if name != "accumulate"}
-    return others, chosen or default_accumulate(preset), configured
+    if preset.engine != "fsdp2":
+        return others
+    return {**others, "accelerator_config": with_accumulate(configured, chosen or default_accumulate(preset))}
 
 
 def enable_fsdp_on_cpu() -> None:

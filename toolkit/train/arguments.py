@@ -18,7 +18,7 @@ from transformers import HfArgumentParser, TrainingArguments
 from toolkit.errors import ToolkitError
 from toolkit.files.secrets import UnwrittenText, hide_secrets, hide_words, is_secret_name, restore_secrets
 from toolkit.models.attention import needs_no_mask
-from toolkit.presets.accumulation import default_accumulate, with_accumulate
+from toolkit.presets.accumulation import SHARDED, default_accumulate, with_accumulate
 from toolkit.presets.optimizers import DEFAULT_OPTIMIZER, MUON
 from toolkit.presets.training_arguments import resolve_precision
 from toolkit.run.argument_aliases import canonical_flags
@@ -183,12 +183,11 @@ def _defaults_unless_given(given: dict[str, Any]) -> dict[str, Any]:
 def _accumulation(given: dict[str, Any], launch: LaunchContext) -> dict[str, Any]:
     """Return how gradients wait for the last accumulation step, and under FSDP the setting that the Trainer reads."""
     chosen, preset = accumulate_argument(given), launch.preset
-    accumulate = default_accumulate(preset) if chosen is None and preset is not None else chosen
-    fsdp = os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
-    if accumulate is None or not fsdp:
-        return {"accumulate": accumulate}
-    configured = json_object(given, "accelerator_config")
-    return {"accumulate": accumulate, "accelerator_config": with_accumulate(configured, accumulate)}
+    if os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true":
+        accumulate = chosen or SHARDED
+        configured = json_object(given, "accelerator_config")
+        return {"accumulate": accumulate, "accelerator_config": with_accumulate(configured, accumulate)}
+    return {"accumulate": chosen if chosen is not None or preset is None else default_accumulate(preset)}
 
 
 def _activation_checkpointing(launch: LaunchContext, *, offload: bool) -> dict[str, Any]:

@@ -168,6 +168,20 @@ def deepspeed_gradients(engine: Any) -> list[Any]:
     return offloaded or [g for group in zero.averaged_gradients.values() for g in (group or [])]
 
 
+def accumulated_gradients(engine: Any) -> list[Any]:
+    """Return what ZeRO-2 and ZeRO-3 keep of the gradients between accumulation steps.
+
+    ZeRO-2 keeps every tensor that its partition has a part of (deepspeed 0.19.8, `get_all_grad_tensors`), and offloaded
+    only that part, in host memory.
+    """
+    zero = engine.optimizer
+    if engine.zero_optimization_stage() == 3:
+        return deepspeed_gradients(engine)
+    if zero.cpu_offload:
+        return list(zero.accumulated_grads_in_cpu.values())
+    return [gradient for group in zero.all_grad_tensors.values() for gradient in group or []]
+
+
 def call_at_gradient_peak(engine: Any, callback: Callable[[], None]) -> None:
     """Call `callback` once, when the first step's gradients take the most memory.
 

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from toolkit.presets import Preset
 from toolkit.presets.accumulation import SHARDED, WHOLE
-from toolkit.presets.shard_bytes import shard_byte_limits
-from toolkit.train.attest.read_deepspeed import deepspeed_gradients
+from toolkit.presets.shard_bytes import PARAMETER_GROUPS, shard_byte_limits
+from toolkit.train.attest.read_deepspeed import accumulated_gradients
 from toolkit.train.attest.read_fsdp2 import fsdp2_compute_dtype, is_fsdp2, unsharded_gradients
 from toolkit.train.attest.tensors import full_shape, local_bytes, uncompiled
 
@@ -26,12 +25,17 @@ class AccumulatedGradients:
     shapes: list[tuple[int, ...]]
     """Unsharded shapes of the parameters that have a gradient."""
     element_bytes: int
+    keeps_whole_tensors: bool = False
+    """True under ZeRO-2, which keeps a tensor whole if it is partly in this rank's partition."""
 
     def byte_limits(self, preset: Preset, *, ranks: int) -> tuple[int, int]:
         """Return the lowest and highest bytes of these gradients, if `ranks` share one copy of the model."""
         if self.accumulate == SHARDED and "gradient" in preset.sharded_parts:
-            return shard_byte_limits(preset, "gradient", self.shapes, self.element_bytes, ranks=ranks)
-        whole = sum(torch.Size(shape).numel() for shape in self.shapes) * self.element_bytes
+            lowest, highest = shard_byte_limits(preset, "gradient", self.shapes, self.element_bytes, ranks=ranks)
+            # The partition of each parameter group has two ends.
+            at_ends = 2 * PARAMETER_GROUPS * max(map(math.prod, self.shapes)) if self.keeps_whole_tensors else 0
+            return lowest, highest + at_ends * self.element_bytes
+        whole = sum(map(math.prod, self.shapes)) * self.element_bytes
         return whole, whole
 
 
@@ -42,12 +46,13 @@ def read_accumulated(trainer: Any) -> AccumulatedGradients | None:
     held = [*shards, *whole]
     if not held:
         return None
-    names = [name for name, tensors in ((SHARDED, shards), (WHOLE, whole)) if tensors]
+    computed = whole and is_fsdp2(wrapped)
     return AccumulatedGradients(
-        accumulate="+".join(names),
+        accumulate="+".join(name for name, tensors in ((SHARDED, shards), (WHOLE, whole)) if tensors),
         num_bytes=local_bytes(held),
         shapes=[full_shape(p) for p in _with_gradient(wrapped)],
-        element_bytes=fsdp2_compute_dtype(wrapped).itemsize if whole and is_fsdp2(wrapped) else held[0].element_size(),
+        element_bytes=fsdp2_compute_dtype(wrapped).itemsize if computed else held[0].element_size(),
+        keeps_whole_tensors=_zero_stage(wrapped) == 2,
     )
 
 
@@ -56,15 +61,17 @@ def _gradients(wrapped: Any) -> tuple[list[Any], list[Any]]:
     own = [p.grad for p in wrapped.parameters() if p.grad is not None]
     if is_fsdp2(wrapped):
         return own, [gradient for _, gradient in unsharded_gradients(wrapped)]
-    if hasattr(wrapped, "zero_optimization_stage") and wrapped.zero_optimization_stage() >= 2:
-        return deepspeed_gradients(wrapped), own
-    return [], own
+    return (accumulated_gradients(wrapped), own) if _zero_stage(wrapped) >= 2 else ([], own)
 
 
 def _with_gradient(wrapped: Any) -> Iterator[Any]:
-    """The trained parameters that a gradient is held of; DeepSpeed's flat buffers hold those of all."""
+    """The trained parameters that a gradient is held of; ZeRO-2 and ZeRO-3 have room for those of all."""
     unsharded = {id(parameter) for parameter, _ in unsharded_gradients(wrapped)} if is_fsdp2(wrapped) else set()
-    flat = hasattr(wrapped, "zero_optimization_stage")
+    has_room = _zero_stage(wrapped) >= 2
     for parameter in wrapped.parameters():
-        if parameter.requires_grad and (flat or parameter.grad is not None or id(parameter) in unsharded):
+        if parameter.requires_grad and (has_room or parameter.grad is not None or id(parameter) in unsharded):
             yield parameter
+
+
+def _zero_stage(wrapped: Any) -> int:
+    return int(wrapped.zero_optimization_stage()) if hasattr(wrapped, "zero_optimization_stage") else 0

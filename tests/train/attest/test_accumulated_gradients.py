@@ -13,7 +13,7 @@ from toolkit.plan.engine_buffers import engine_buffers
 from toolkit.plan.job import TrainingJob, TrainingSetup
 from toolkit.plan.model_states import job_weights, model_states
 from toolkit.presets import load_preset
-from toolkit.train.attest.accumulation import AccumulatedGradients
+from toolkit.train.attest.accumulated_gradients import AccumulatedGradients
 
 FSDP2 = ROOT / "accelerate_configs" / "fsdp2.yaml"
 STEPS, ACCUMULATION = 3, 3
