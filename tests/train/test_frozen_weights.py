@@ -117,7 +117,8 @@ def test_frozen_weights_do_not_change_and_all_others_do(
     folder, (parameter_bytes, dtype) = freeze_runs[preset], FREEZE_PRESETS[preset]
     before, after = (load_file(path / "model.safetensors") for path in (tiny_model, folder))
     frozen = {name for name in before if name == "model.embed_tokens.weight" or "layers.0." in name}
-    same = {name for name in before if torch.equal(after[name].bfloat16(), before[name].bfloat16())}
+    # Near 1, where norms begin, bf16 has no smaller step than 2**-8, so fp32 weights are compared as they are.
+    same = {name for name in before if torch.equal(after[name], before[name].bfloat16().to(after[name].dtype))}
     assert (same, len(frozen)) == (frozen, 10)
     assert {str(tensor.dtype) for tensor in after.values()} == {f"torch.{dtype}"}
     assert read(folder / "config.json")["dtype"] == dtype

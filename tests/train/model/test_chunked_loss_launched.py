@@ -32,7 +32,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, faq_alpaca:
 @pytest.mark.parametrize("name", [name for name in RUNS if name != "full"])
 def test_losses_and_gradient_norms_are_those_of_the_full_logits(runs: dict[str, Path], name: str) -> None:
     assert losses(runs[name]) == pytest.approx(losses(runs["full"]), rel=1e-6)
-    assert norms(runs[name]) == pytest.approx(norms(runs["full"]), rel=1e-5)
+    # Each engine computes the norm in its own way: theirs are 1.8e-4 from DDP's with full logits too.
+    assert norms(runs[name]) == pytest.approx(norms(runs["full"]), rel=1e-5 if name == "ddp" else 3e-4)
 
 
 def test_each_rank_reads_the_loss_in_effect(runs: dict[str, Path]) -> None:

@@ -80,6 +80,7 @@ def test_a_resumed_run_repeats_the_last_step_bit_for_bit(runs: dict[str, Path], 
     assert losses(runs[f"{preset}-resumed"]) == losses(runs[preset])[2:]
 
 
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
 @pytest.mark.parametrize("preset", SHARDED)
 def test_the_adapter_on_a_base_in_4_bits_has_the_live_models_logits(runs: dict[str, Path], preset: str) -> None:
     from toolkit.checkpoint.verify import verify
