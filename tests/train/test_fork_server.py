@@ -32,6 +32,7 @@ from toolkit.run.exit_status import find_killed_rank
 from toolkit.run.process import processes_of
 from toolkit.run.warm_start import ForkedProcess, RefusedError, fork_process, start_fork_server
 from toolkit.train.fork_server import READ_AFTER_IMPORT
+from toolkit.versions import is_importable
 
 pytestmark = pytest.mark.launch
 
@@ -234,7 +235,11 @@ def test_deepspeed_on_another_device_is_refused(start: Any) -> None:
         start("", DS_ACCELERATOR="xpu")
 
 
-@pytest.mark.parametrize(("deepspeed", "imported"), [("false", False), ("true", True)])
+# peft imports bitsandbytes, if it is installed, and bitsandbytes torch's compiler.
+EVERY_RANK_COMPILES = is_importable("bitsandbytes")
+
+
+@pytest.mark.parametrize(("deepspeed", "imported"), [("false", EVERY_RANK_COMPILES), ("true", True)])
 def test_only_ranks_of_deepspeed_have_imported_torch_s_compiler(start: Any, deepspeed: str, imported: bool) -> None:
     process = start(
         "import sys; print('torch._inductor.compile_fx' in sys.modules)", ACCELERATE_USE_DEEPSPEED=deepspeed
@@ -246,7 +251,7 @@ def test_ranks_of_deepspeed_hold_what_other_ranks_hold_and_the_compiler(start: A
     """Pages of files are not inherited by a fork: without the first server's, a rank would hold 110 MiB less."""
     program = "import psutil; print(psutil.Process().memory_info().rss >> 20)"
     other, deepspeed = (int(output(start(program, ACCELERATE_USE_DEEPSPEED=value))[0]) for value in ("false", "true"))
-    assert other + 20 < deepspeed < other + 100
+    assert other + (-10 if EVERY_RANK_COMPILES else 20) < deepspeed < other + 100
 
 
 def test_the_output_of_the_first_rank_of_deepspeed_ends_with_it(tmp_path: Path) -> None:

@@ -8,7 +8,8 @@ launcher's own code still builds the environment of the ranks, monitors them, en
 and log lines are those of any other launch.
 
 On a node without a GPU, ranks of DeepSpeed are forked from a second server, a fork of the first one that has imported
-torch's compiler too, as DeepSpeed does: in the other ranks, its 45 MiB would add to the host memory that is measured.
+torch's compiler too, as DeepSpeed does: in the other ranks, its 45 MiB would add to the host memory that is measured
+(unless bitsandbytes is installed: peft imports it in every rank, and it imports the compiler).
 
 A forked process must behave like one that was started cold:
 
@@ -64,16 +65,8 @@ READ_AFTER_IMPORT = re.compile(
 )
 # Programs that start ranks as child processes.
 LAUNCHERS = ("accelerate.commands.launch", "torch.distributed.run")
-# What DeepSpeed imports when it creates an engine. The first calls torch.compile, which imports torch's compiler (1 s);
-# the second imports setuptools.
-DEEPSPEED_MODULES = (
-    "deepspeed.runtime.zero.muon.original_muon",
-    "torch.utils.cpp_extension",
-    "deepspeed.ops.op_builder.all_ops",
-    "deepspeed.module_inject.auto_ep_layer",
-    "deepspeed.moe.ep_repack",
-    "deepspeed.comm.mori",
-)
+# DeepSpeed imports it when it creates an engine. It calls torch.compile, which imports torch's compiler (1 s).
+DEEPSPEED_COMPILES = "deepspeed.runtime.zero.muon.original_muon"
 NVML_CHECK = "PYTORCH_NVML_BASED_CUDA_CHECK"
 MADV_POPULATE_READ = 22  # linux/mman.h, since Linux 5.14
 GRACE_SECONDS = 15.0
@@ -118,7 +111,7 @@ def import_training_script() -> dict[str, str]:
 
 
 def read_tables() -> None:
-    """Fill caches that depend on the installed libraries alone: 0.3 s of each rank otherwise.
+    """Fill caches that depend on the installed libraries alone: 0.2 s of each rank otherwise.
 
     transformers compiles a thousand patterns for the weights of all its architectures when a model is loaded; the
     toolkit reads what `TrainingArguments` accepts from its source.
@@ -133,19 +126,6 @@ def read_tables() -> None:
         build("llama")
     for read in (argument_words, accelerator_config_types, training_argument_defaults, training_argument_types):
         read()
-
-
-def prepare_deepspeed() -> None:
-    """Import what DeepSpeed imports when it creates an engine, and let it find out which of its ops could be compiled.
-
-    That calls a compiler (0.4 s of each rank otherwise).
-    """
-    import deepspeed.ops
-
-    for name in DEEPSPEED_MODULES:
-        with contextlib.suppress(ImportError):  # of another version
-            importlib.import_module(name)
-    getattr(deepspeed.ops, "__compatible_ops__", None)
 
 
 def check_forkable() -> None:
@@ -270,7 +250,7 @@ class Server:
                     os.close(descriptor)
                 make_resident(self.file_pages)  # its own processes inherit what is resident here
                 with garbage_collector_off():
-                    prepare_deepspeed()
+                    importlib.import_module(DEEPSPEED_COMPILES)
                 check_forkable()
                 ForwardedRequests(
                     requests, self.socket_path, environment=self.environment, set_by_imports=self.set_by_imports

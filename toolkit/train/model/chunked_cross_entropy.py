@@ -184,7 +184,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):  # type: ignore[misc]
                 continue
             of_chunk = head.add_gradients(gradient, of_hidden=of_hidden is not None)
             del gradient  # before the next chunk's logits
-            if of_hidden is not None:
+            if of_hidden is not None and of_chunk is not None:
                 of_hidden[chunk] = of_chunk.to(of_hidden.dtype)  # autocast computes in bf16, of an fp32 input
         ctx.gradients = (of_hidden, *(None if each is None else each.total() for each in sums))
         return total
