@@ -44,6 +44,7 @@ from toolkit.units import GIB
 ROOT = Path(__file__).parent.parent
 DOCUMENT, TABLE = ROOT / "docs" / "evidence" / "plan-accuracy.md", "host memory"
 RANKS, STEPS, SECONDS_BETWEEN = 2, 2, 0.02
+LOSS = "full"  # of the recorded runs, which are older than the chunked loss
 # glibc keeps freed blocks below 32 MiB, per thread; with this threshold it returns tensors to the system.
 MMAP_THRESHOLD_BYTES = 65_536
 SHARED = ("ddp", "zero1", "zero2", "zero3", "fsdp2", "fsdp2_grad_op")
@@ -82,7 +83,7 @@ class Setting:
     def words(self) -> dict[str, Any]:
         """Arguments of the training script."""
         words: dict[str, Any] = {"max_steps": STEPS, "max_seq_length": self.seq_length}
-        words |= {"per_device_train_batch_size": 1, "gradient_accumulation_steps": self.accumulation}
+        words |= {"per_device_train_batch_size": 1, "gradient_accumulation_steps": self.accumulation, "loss": LOSS}
         words |= {} if self.lora_r is None else {"lora_r": self.lora_r}
         return words | ({"activation_checkpointing": "true"} if self.checkpointing else {})
 
@@ -107,6 +108,7 @@ def planned(setting: Setting, shape: ModelShape) -> dict[str, int]:
         gradient_accumulation_steps=setting.accumulation,
         lora_r=setting.lora_r,
         activation_checkpointing=setting.checkpointing,
+        loss=LOSS,
     )
     memory = plan_engine_memory(shape, replace(engine, pins_memory=False), job)
     held = {phase.phase: setting.ranks * phase.allocated_bytes for phase in memory.phases}

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -22,8 +23,9 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from overhead import environment
 from record import print_table, spread, write_result
+
+from toolkit.cache import torch_extensions_folder
 
 ROOT = Path(__file__).parents[1]
 MAX_SEQ_LENGTH = 512
@@ -119,11 +121,24 @@ def command(side: Side, given: argparse.Namespace, *, seed: int, output: str) ->
     return [python, *launch, *script, *(word for name, value in words.items() for word in (f"--{name}", str(value)))]
 
 
+def environment(ranks: int) -> dict[str, str]:
+    """Return threads, compiled ops and warnings as `toolkit train` sets them, so that only the scripts differ."""
+    chosen = {
+        "CUDA_VISIBLE_DEVICES": "",
+        "DS_ACCELERATOR": "cpu",
+        "OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // ranks)),
+        "TORCH_EXTENSIONS_DIR": os.environ.get("TORCH_EXTENSIONS_DIR", str(torch_extensions_folder())),
+        "TOKENIZERS_PARALLELISM": "false",
+        "HF_HUB_OFFLINE": "1",
+    }
+    return os.environ | chosen
+
+
 def run_trial(name: str, given: argparse.Namespace, *, seed: int) -> dict[str, Any]:
     """Run one trial; return each step's tokens and CPU seconds of both ranks, and its seconds on the slowest."""
     with tempfile.TemporaryDirectory(dir=given.work) as output:
         argv = command(SIDES[name], given, seed=seed, output=output)
-        done = subprocess.run(argv, cwd=ROOT, env=environment(), capture_output=True, text=True, check=False)
+        done = subprocess.run(argv, cwd=ROOT, env=environment(given.ranks), capture_output=True, text=True, check=False)
         if done.returncode:
             raise SystemExit(f"{name} ended with {done.returncode}:\n{done.stdout[-2000:]}{done.stderr[-4000:]}")
         files = [Path(output) / "ranks" / f"rank{rank}.jsonl" for rank in range(given.ranks)]

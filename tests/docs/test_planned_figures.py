@@ -75,8 +75,8 @@ SMALL = "--per-device-train-batch-size 1 --gradient-accumulation-steps 8"
 LEAN = f"{SMALL} --activation-checkpointing"
 CHEAPEST_FIRST = [
     Step(label="start: `zero2`, micro-batch 8, `--loss full`", options=f"{JOB} --preset zero2 --loss full"),
-    Step(label="1. micro-batch 1, 8 accumulation steps", options=f"{JOB} --preset zero2 {SMALL} --loss full"),
-    Step(label="2. and the chunked loss, the default", options=f"{JOB} --preset zero2 {SMALL}"),
+    Step(label="1. the chunked loss, the default", options=f"{JOB} --preset zero2"),
+    Step(label="2. and micro-batch 1, 8 accumulation steps", options=f"{JOB} --preset zero2 {SMALL}"),
     Step(label="3. and activation checkpointing", options=f"{JOB} --preset zero2 {LEAN}"),
     Step(label="4. and `zero3` instead of `zero2`", options=f"{JOB} --preset zero3 {LEAN}"),
     Step(

@@ -78,6 +78,8 @@ FOUND_IN_SOURCE = {
     # run by tests/train/test_optimizers.py
     "offload-replaces-optimizer": ("accelerate", "utils/deepspeed.py", 'defaults["adamw_mode"] = False'),
     "offload-without-cpu-adam": ("accelerate", "accelerator.py", '"zero_force_ds_cpu_optimizer", True)'),
+    # what becomes of the weights is run by tests/train/model/test_four_bit.py
+    "4bit-not-sharded": ("accelerate", "utils/fsdp_utils.py", "Exclude non-floating frozen Params4bit from FSDP"),
     "whole-gradients-between-steps": ("transformers", "trainer.py", 'plugin_kwargs.get("sync_each_batch", False)'),
     "nvme-below-stage-3": (
         "deepspeed",
