@@ -157,6 +157,7 @@ def swift(job: Job, python: str, folder: Path) -> Launch:
     values |= {"max_length": job.setting.max_length, "gradient_checkpointing": False, "torch_dtype": "float32"}
     values |= {"dataset_shuffle": False, "train_dataloader_shuffle": False, "split_dataset_ratio": 0}
     values |= {"tuner_type": job.method, "attn_impl": "sdpa", "ddp_find_unused_parameters": False}
+    values |= {"fp16": False}  # or it chooses fp16 for a model in fp32
     values |= {"check_model": False, "add_version": False, "create_checkpoint_symlink": False}
     if job.lora:
         values |= {"lora_rank": LORA_R, "lora_alpha": 2 * LORA_R, "lora_dropout": 0.0, "target_modules": "all-linear"}
