@@ -33,7 +33,6 @@ def check(preset: str = "ddp", num_processes: int = 2, **arguments: Any) -> list
         ("ddp", {"lr_reference_batch_size": "4"}, "without --lr_scaling"),
         ("ddp", {"use_liger_kernel": "true"}, "needs a GPU"),
         ("ddp", {"loss": "chunked", "use_liger_kernel": "true"}, "Liger computes the loss without the full logits"),
-        ("ddp", {"loss": "chunked", "torch_compile": "true"}, "--loss chunked with --torch_compile"),
         ("ddp", {"loss_chunk_tokens": "0"}, "--loss_chunk_tokens is 0, expected 1 or more"),
         ("ddp", {"memory_snapshot": "true"}, "needs a GPU"),
         ("fsdp2", {"activation_checkpointing": "true", "activation_checkpointing_offload": "true"}, "needs a GPU"),

@@ -464,14 +464,6 @@ def _chunked_with_liger(case: _Case) -> _Answer:
     return why, why, "leave `--loss` out"
 
 
-@_rule("chunked-with-compile")
-def _chunked_with_compile(case: _Case) -> _Answer:
-    if case.method.loss != "chunked" or not case.method.torch_compile:
-        return None
-    why = "--loss chunked with --torch_compile: torch compiles the model with its loss in one graph"
-    return why, why, "leave `--loss` out, or leave `--torch_compile` out"
-
-
 @_rule("gpu-only-method")
 def _gpu_only_method(case: _Case) -> _Answer:
     if case.device is None or case.device.type != "cpu":
