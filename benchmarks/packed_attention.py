@@ -65,7 +65,7 @@ def train(name: str, tokens: int, layers: int) -> dict[str, Any]:
 
     torch.set_num_threads(1)
     model = make_model(name, layers)
-    collate = PackCollator(argparse.Namespace(pad_token_id=0), one_row=name != "sdpa", supervised_logits=True)
+    collate = PackCollator(argparse.Namespace(pad_token_id=0), one_row=name != "sdpa")
 
     def step(length: int) -> float:
         parts = documents(length, model.config.vocab_size)

@@ -230,7 +230,7 @@ def build_trainer(
         model=model,
         train_dataset=data.train,
         eval_dataset=data.evaluation,
-        data_collator=make_collator(tokenizer, model, training, packing=args.data.packing),
+        data_collator=make_collator(tokenizer, model, packing=args.data.packing),
         processing_class=tokenizer,
     )
     apply_loss(trainer, args.model)

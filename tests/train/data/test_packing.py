@@ -109,22 +109,6 @@ def test_each_token_has_the_same_loss_packed_and_alone(model: Any, tokenizer: An
     assert len(together) == tokenized.stats.supervised_tokens
 
 
-def test_the_loss_needs_only_the_logits_at_supervised_positions(model: Any, tokenizer: Any) -> None:
-    packs = [joined([row(0, 9), row(1, 5)])]
-    losses, gradients = [], []
-    for supervised_logits in (False, True):
-        batch = PackCollator(tokenizer, supervised_logits=supervised_logits)(packs)
-        facts = batch.pop(BATCH_FACTS)
-        model.zero_grad()
-        output = model(**batch)
-        output.loss.backward()
-        losses.append(output.loss.item())
-        gradients.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
-    assert output.logits.shape[1] == facts.supervised_tokens == 12
-    assert losses[1] == pytest.approx(losses[0], abs=1e-6)
-    torch.testing.assert_close(gradients[1], gradients[0], rtol=1e-5, atol=1e-7)
-
-
 def test_a_state_space_model_is_refused_with_the_alternative() -> None:
     from transformers import MambaConfig, MambaForCausalLM
 

@@ -75,12 +75,6 @@ def test_the_loss_is_divided_by_the_tokens_of_all_accumulation_steps_and_ranks()
     assert_equal_to_full(tiny("llama"), batch(num_items_in_batch=torch.tensor(123)))
 
 
-def test_packed_rows_with_logits_at_supervised_positions_only() -> None:
-    row = {name: tokens[:1] for name, tokens in batch().items()}
-    kept = (row["labels"][0, 1:] != IGNORED).nonzero().flatten()
-    assert_equal_to_full(tiny("llama"), row | {"logits_to_keep": kept, "shift_labels": row["labels"][:, kept + 1]})
-
-
 def test_the_collator_names_the_supervised_positions_so_that_no_gpu_waits() -> None:
     """A model that is given fewer positions computes the loss at these only."""
     model, inputs = tiny("llama"), batch(num_items_in_batch=torch.tensor(10))

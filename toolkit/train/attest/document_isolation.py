@@ -105,7 +105,7 @@ def _pack(*documents: list[int]) -> dict[str, Any]:
 
 def _losses(trainer: Any, batch: dict[str, Any]) -> list[torch.Tensor]:
     """Per-token losses of each document."""
-    for name in (BATCH_FACTS, SUPERVISED_POSITIONS, "logits_to_keep", "shift_labels"):
+    for name in (BATCH_FACTS, SUPERVISED_POSITIONS):
         batch.pop(name, None)
     targets = batch.pop("labels")
     inputs = trainer._prepare_inputs(batch)

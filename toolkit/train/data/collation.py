@@ -64,12 +64,10 @@ class PackCollator(Collator):
     Padding counts as a document of its own. The first token of a document is not a target: nothing predicts it.
     """
 
-    def __init__(self, tokenizer: Any, *, one_row: bool = False, supervised_logits: bool = False) -> None:
+    def __init__(self, tokenizer: Any, *, one_row: bool = False) -> None:
         super().__init__(tokenizer)
         self.one_row = one_row
         """Concatenate all packs of a batch, and add the lengths of their documents, which replace a mask."""
-        self.supervised_logits = supervised_logits
-        """If a batch is one row, request only the logits at supervised positions."""
 
     def __call__(self, packs: Sequence[dict[str, Any]]) -> dict[str, Any]:
         rows = [_chained(packs)] if self.one_row else packs
@@ -81,8 +79,6 @@ class PackCollator(Collator):
         batch = {"input_ids": input_ids, "position_ids": position_ids, "labels": labels, BATCH_FACTS: facts}
         if self.one_row:
             batch |= _document_lengths(rows[0]["documents"])
-        if self.supervised_logits and len(rows) == 1:
-            batch |= _supervised_logits(labels)
         return self._with_positions(batch)
 
 
@@ -97,12 +93,6 @@ def next_labels(batch: dict[str, Any]) -> torch.Tensor:
 def supervised_positions(labels: torch.Tensor) -> torch.Tensor:
     """Return the indices of the labels that are not ignored."""
     return (labels != IGNORED).nonzero().flatten()
-
-
-def _supervised_logits(labels: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Positions whose next token is supervised, and these tokens, as transformers' forward takes them."""
-    positions = (labels[0, 1:] != IGNORED).nonzero().flatten()
-    return {"logits_to_keep": positions, "shift_labels": labels[:, positions + 1]}
 
 
 def _document_lengths(documents: Sequence[int]) -> dict[str, Any]:

@@ -27,7 +27,7 @@ from toolkit.train.data.data_report import (
     preflight_lines,
     system_prompt_lines,
 )
-from toolkit.train.data.packing import PackedRows, packs_into_one_row, supports_partial_logits
+from toolkit.train.data.packing import PackedRows, packs_into_one_row
 from toolkit.train.data.stream_loader import batch_share
 from toolkit.train.data.streaming import MixedRows, RowStream, TokenStream, open_stream
 from toolkit.train.data.tokenization import (
@@ -243,9 +243,8 @@ def _check_packs_fill_a_step(data: Data, training: Any) -> None:
         )
 
 
-def make_collator(tokenizer: Any, model: Any, training: Any, *, packing: bool) -> Collator:
+def make_collator(tokenizer: Any, model: Any, *, packing: bool) -> Collator:
     """Return the collator for rows, or for packs in the shape that the model's attention takes."""
     if not packing:
         return Collator(tokenizer)
-    partial_logits = supports_partial_logits(model, training)
-    return PackCollator(tokenizer, one_row=packs_into_one_row(model), supervised_logits=partial_logits)
+    return PackCollator(tokenizer, one_row=packs_into_one_row(model))

@@ -134,10 +134,3 @@ def check_model_packs(model: Any) -> None:
 def packs_into_one_row(model: Any) -> bool:
     """Return True for attention that takes the lengths of documents, which are those of a single row."""
     return needs_no_mask(getattr(model.config, "_attn_implementation", None))
-
-
-def supports_partial_logits(model: Any, training: Any) -> bool:
-    """Return True if the model can compute logits at some positions only, and computes its own loss in eager mode."""
-    plain = model.get_base_model() if hasattr(model, "get_base_model") else model
-    own_loss = not (training.label_smoothing_factor or training.use_liger_kernel)
-    return own_loss and "logits_to_keep" in inspect.signature(plain.forward).parameters
