@@ -189,7 +189,7 @@ def test_a_search_runs_into_a_limit_of_host_memory_and_the_comparison_completes(
     words = ["compare", "--preset", "ddp", "--num-processes", "1", "--output", str(tmp_path / "cmp"), "--cpu"]
     words += ["--repeats", "1", "--find-max-batch", "6", "--", "--model_name_or_path", str(tiny_model)]
     words += ["--dataset", str(long_rows), "--max_seq_length", "512", "--max_steps", "3"]
-    words += ["--per_device_train_batch_size", "4"]
+    words += ["--per_device_train_batch_size", "4", "--loss", "full"]
     ended = subprocess.run(
         [sys.executable, "-m", "toolkit", *words],
         env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},

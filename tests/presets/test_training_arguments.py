@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from launching import CPU_PRESETS, cpu_environment, read, run_warm, torchrun
 
+from toolkit.defaults import LOSS_CHUNK_TOKENS
 from toolkit.errors import ToolkitError
 from toolkit.presets import load_preset, training_arguments
 
@@ -42,6 +43,10 @@ def test_the_verified_facts_equal_those_of_a_run_under_accelerates_launcher(
     facts = {"engine", "sharding", "world_size", "parameter_bytes", "gradient_bytes", "optimizer_bytes"}
     facts |= {"compute_dtype", "master_dtype", "optimizer_dtype", "reduce_dtype", "initial_weights_sha256"}
     assert facts <= set(own["ranks"][0])
+    for rank in launched["ranks"]:  # the script's own loss is the default of our training script alone
+        assert (rank.pop("loss"), rank.pop("loss_chunk_tokens")) == ("chunked", LOSS_CHUNK_TOKENS)
+    assert [rank.pop("loss") for rank in own["ranks"]] == ["full"] * CPU_PRESETS[preset]
+    assert [rank.pop("loss_chunk_tokens") for rank in own["ranks"]] == [None] * CPU_PRESETS[preset]
     assert own["ranks"] == launched["ranks"]
 
 

@@ -330,7 +330,9 @@ def test_an_oom_kill_by_the_kernel_is_host_out_of_memory(start: Starter, tmp_pat
 
 
 def test_an_exhausted_address_space_is_host_out_of_memory(start: Starter) -> None:
-    run = start("--per_device_train_batch_size", "64", "--max_seq_length", "512", shell="ulimit -v 5000000")
+    run = start(
+        "--per_device_train_batch_size", "64", "--max_seq_length", "512", "--loss", "full", shell="ulimit -v 5000000"
+    )
     code, said = run.ended()
     assert (code, run.failure()["kind"]) == (3, "host_out_of_memory"), said
 

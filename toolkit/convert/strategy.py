@@ -18,7 +18,7 @@ from toolkit.files.reading import is_file, user_path
 from toolkit.files.value_limits import shown
 from toolkit.files.yaml_files import read_configuration
 from toolkit.presets import load_preset
-from toolkit.presets.support import Method, unsupported
+from toolkit.presets.support import Method, reasons, unsupported
 from toolkit.presets.value_types import OFFLOAD_DEVICES
 from toolkit.run.script_arguments import flag
 
@@ -74,8 +74,8 @@ def take_strategy(draft: Draft, near: Path, *, method: Method, chosen: Choice | 
     decide that only one tool has.
     """
     choice = chosen or _choose(draft, near)
-    why = unsupported(load_preset(choice.preset), method)
-    if why is not None and why.rule == "qlora":
+    why = next((reason for reason in reasons(load_preset(choice.preset), method) if reason.rule == "qlora"), None)
+    if why is not None:
         for key in choice.keys:
             draft.leave_out(key, f"not with load_in_4bit: {why.why}")
         draft.notes[PRESET] = f"4-bit weights do not work under {choice.preset}: {why.why}"

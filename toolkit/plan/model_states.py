@@ -2,7 +2,6 @@
 
     >>> from toolkit.models.shape import ModelShape, linear
     >>> from toolkit.plan.engine_settings import EngineSettings
-from toolkit.models.nf4 import constant_bytes, is_in_4bit, packed_layer
     >>> sizes = {"hidden_size": 8, "intermediate_size": 32, "num_layers": 1, "vocab_size": 10, "head_dim": 8}
     >>> heads = {"num_attention_heads": 1, "num_kv_heads": 1, "gated_mlp": False, "tied_embeddings": True}
     >>> shape = ModelShape(model_type="llama", **sizes, **heads, layers=(linear("fc", 10, 10),), outer=())
