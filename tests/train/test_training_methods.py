@@ -118,7 +118,7 @@ def test_activation_checkpointing_changes_no_loss(start: Start, preset: str, pre
 
 @pytest.mark.parametrize("preset", ["ddp", "fsdp2"])
 def test_compiled_layers_have_no_graph_break_and_the_losses_of_uncompiled_ones(
-    start: Start, preset: str, preset_runs: dict[str, Path], tiny_model: Path
+    start: Start, preset: str, preset_runs: dict[str, Path]
 ) -> None:
     compiled = ["--torch_compile", "true", "--torch_compile_backend", "aot_eager"]  # the graph without inductor's C++
     folder = start(preset, *compiled, "--untimed_steps", "1")
