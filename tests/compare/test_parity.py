@@ -6,6 +6,7 @@ import re
 from typing import Any
 
 import pytest
+import torch
 from comparison_records import DDP, aggregate_rows, comparison, row_beside_ddp, trial
 
 BATCHES = [[f"{number}0", f"{number}1"] for number in range(8)]
@@ -90,6 +91,20 @@ def test_the_band_of_losses_is_wider_in_bf16() -> None:
     baseline = [trial("ddp", repeat, problem=half) for repeat in range(3)]
     others = [trial("other", repeat, problem=half, losses=step(LOSSES, 1, 2.0015)) for repeat in range(3)]
     assert aggregate_rows(comparison("ddp", "other"), *baseline, *others)["other-n2"].parity == "agrees"
+
+
+@pytest.mark.parametrize("loss", [1.004, 1.996, 4.015, 10.96])
+def test_a_loss_that_fsdp2_rounded_to_bf16_is_within_the_band(loss: float) -> None:
+    """The largest rounding errors lie just above a power of two: bf16 keeps 8 significant bits."""
+    half = {"compute_dtype": "bfloat16"}
+    rounded = float(torch.tensor(loss).bfloat16())
+    assert rounded != pytest.approx(loss, rel=5e-4), "a case that needs the wider band"
+    baseline = [trial("ddp", repeat, problem=half, losses=step(LOSSES, 1, loss)) for repeat in range(3)]
+    others = [trial("fsdp2", repeat, problem=half, losses=step(LOSSES, 1, rounded)) for repeat in range(3)]
+    assert aggregate_rows(comparison("ddp", "fsdp2"), *baseline, *others)["fsdp2-n2"].parity == "agrees"
+    wrong = [trial("fsdp2", repeat, problem=half, losses=step(LOSSES, 1, loss * 1.006)) for repeat in range(3)]
+    row = aggregate_rows(comparison("ddp", "fsdp2"), *baseline, *wrong)["fsdp2-n2"]
+    assert row.parity_message is not None and "loss of step 1" in row.parity_message
 
 
 def test_the_band_of_losses_grows_with_the_number_of_steps() -> None:
