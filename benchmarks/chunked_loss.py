@@ -24,6 +24,7 @@ from toolkit.defaults import LOSS_CHUNK_TOKENS
 from toolkit.demo.assets import prepare_default_model
 from toolkit.models.live_memory import LiveMemory
 from toolkit.train.data.collation import IGNORED
+from toolkit.train.model.adapters import without_adapters
 from toolkit.train.model.chunked_loss import ChunkedLoss
 
 LOSS_TOLERANCE = 1e-5
@@ -83,7 +84,7 @@ def peak_bytes(model: Any, inputs: dict[str, torch.Tensor]) -> int:
 def measure(case: Case, *, number: int, tokens: int) -> dict[str, Any]:
     full = build(case.trained)
     chunked = copy.deepcopy(full)
-    plain = chunked.get_base_model() if hasattr(chunked, "get_base_model") else chunked
+    plain = without_adapters(chunked)
     ChunkedLoss(plain, chunk_tokens=LOSS_CHUNK_TOKENS)
     inputs = batch(tokens, case.supervised)
     peaks = {"full": peak_bytes(full, inputs), "chunked": peak_bytes(chunked, inputs)}  # also the untimed steps

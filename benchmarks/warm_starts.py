@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import statistics
 from pathlib import Path
 from typing import Any
 
 from record import pairs, print_table, spread, write_result, write_table
 
+from toolkit.compare.significance import geometric_mean, mean_interval
 from toolkit.demo.assets import default_data_file, prepare_default_model
 from toolkit.run.environment import inherited_environment
 from toolkit.run.launch import command_of, run_training
@@ -28,10 +28,9 @@ DOCUMENT = Path(__file__).parent.parent / "docs" / "evidence" / "comparison-time
 TABLE = "warm_starts"
 RANKS = 2
 UNTIMED_STEPS = 2
+CONFIDENCE = 0.95
 # Seconds of a run outside its steps, by the engine.
 GOALS = {"none": 4.0, "ddp": 4.0, "deepspeed": 7.0, "fsdp2": 4.0}
-# 97.5 % quantile of Student's t by degrees of freedom (any table of the t distribution).
-T_QUANTILES = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 9: 2.262, 11: 2.201}
 
 
 def run(preset: str, model: str, steps: int, folder: Path, warm_start: WarmStart | None) -> dict[str, Any]:
@@ -67,11 +66,11 @@ def figures(folder: Path) -> dict[str, Any]:
 
 
 def ratio(measured: list[tuple[dict[str, Any], dict[str, Any]]], name: str) -> dict[str, float]:
-    """Return the geometric mean of warm over cold with its 95 % confidence interval."""
-    logs = [math.log(warm[name] / cold[name]) for cold, warm in measured]
-    half = T_QUANTILES[len(logs) - 1] * statistics.stdev(logs) / math.sqrt(len(logs))
-    mean = statistics.mean(logs)
-    return {"ratio": math.exp(mean), "low": math.exp(mean - half), "high": math.exp(mean + half)}
+    """Return the geometric mean of warm over cold with its 95 % confidence interval, of two pairs or more."""
+    ratios = [warm[name] / cold[name] for cold, warm in measured]
+    interval = mean_interval(ratios, CONFIDENCE)
+    assert interval is not None, "one pair has no confidence interval"
+    return {"ratio": geometric_mean(ratios), "low": interval[0], "high": interval[1]}
 
 
 HEADER = (

@@ -174,13 +174,18 @@ def accumulation_arguments(preset: PresetSpec, given: Mapping[str, Any]) -> dict
     return {**others, "accelerator_config": with_accumulate(configured, chosen or default_accumulate(preset))}
 
 
+def uses_fsdp() -> bool:
+    """Return True if the launcher chose FSDP for this process: what accelerate itself reads."""
+    return os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
+
+
 def enable_fsdp_on_cpu() -> None:
     """Let accelerate run FSDP2 on a CPU, for rehearsals and tests; a run without FSDP is not affected.
 
     accelerate 1.15 turns MULTI_GPU (and other accelerators) into FSDP, but keeps MULTI_CPU although an FSDP plugin was
     given, and would silently run DDP. The run-time verification of each run checks that FSDP2 is in effect.
     """
-    if os.environ.get("ACCELERATE_USE_FSDP", "false").lower() != "true":
+    if not uses_fsdp():
         return
     from accelerate.state import AcceleratorState
 

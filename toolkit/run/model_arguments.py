@@ -36,9 +36,9 @@ def check_attention(name: Any) -> None:
 def check_parts(arguments: Mapping[str, Any], config: Mapping[str, Any]) -> None:
     """Check the attention function, and names of modules and parameters, against a model's configuration.
 
-    Raises ToolkitError for a function that the model does not run, and for a name that no part has; the latter does
-    nothing for an architecture without formulas. In a mixture of
-    experts, peft also takes the names that modules had before transformers 5.
+    Raises ToolkitError for a function that the model does not run, and for a name that no part has. Names are not
+    checked for an architecture without formulas. In a mixture of experts, peft also takes the names that modules had
+    before transformers 5.
     """
     check_supported(None, replace(read_method(dict(arguments)), model_attention=read_model_attention(config)))
     named = any(as_list(arguments.get(name)) for name in ("freeze", "train_only", "lora_target_modules"))

@@ -20,7 +20,7 @@ from toolkit.files.secrets import UnwrittenText, hide_secrets, hide_words, is_se
 from toolkit.models.attention import needs_no_mask
 from toolkit.presets.accumulation import SHARDED, default_accumulate, with_accumulate
 from toolkit.presets.optimizers import DEFAULT_OPTIMIZER, MUON
-from toolkit.presets.training_arguments import resolve_precision
+from toolkit.presets.training_arguments import resolve_precision, uses_fsdp
 from toolkit.run.argument_aliases import canonical_flags
 from toolkit.run.argument_checks import check_arguments
 from toolkit.run.compilation import Compilation
@@ -183,7 +183,7 @@ def _defaults_unless_given(given: dict[str, Any]) -> dict[str, Any]:
 def _accumulation(given: dict[str, Any], launch: LaunchContext) -> dict[str, Any]:
     """Return how gradients wait for the last accumulation step, and under FSDP the setting that the Trainer reads."""
     chosen, preset = accumulate_argument(given), launch.preset
-    if os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true":
+    if uses_fsdp():
         accumulate = chosen or SHARDED
         configured = json_object(given, "accelerator_config")
         return {"accumulate": accumulate, "accelerator_config": with_accumulate(configured, accumulate)}

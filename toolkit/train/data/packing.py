@@ -21,6 +21,7 @@ import torch
 
 from toolkit.errors import ToolkitError
 from toolkit.models.attention import needs_no_mask
+from toolkit.train.model.adapters import without_adapters
 
 TokenRow = dict[str, Any]
 """A tokenised row or pack: `input_ids`, `labels`, and the columns of its data set."""
@@ -124,7 +125,7 @@ def check_model_packs(model: Any) -> None:
 
     An architecture that takes them and leaks anyway is found by the run-time verification.
     """
-    plain = model.get_base_model() if hasattr(model, "get_base_model") else model
+    plain = without_adapters(model)
     if "position_ids" not in inspect.signature(plain.forward).parameters:
         raise ToolkitError(
             f"{type(plain).__name__} cannot isolate packed rows: it takes no position ids", hint=UNPACKABLE_HINT

@@ -28,6 +28,7 @@ from toolkit.train.data.collation import (
     next_labels,
     supervised_positions,
 )
+from toolkit.train.model.adapters import without_adapters
 from toolkit.train.model.chunked_cross_entropy import (
     AnyHead,
     LinearHead,
@@ -160,11 +161,6 @@ def apply_loss(trainer: Any, arguments: ModelArguments) -> None:
     if isinstance(trainer.data_collator, Collator):
         trainer.data_collator.adds_positions = True
     trainer.label_smoother = None  # it would compute the full logits; the chunked loss smooths labels itself
-
-
-def without_adapters(model: Any) -> Any:
-    """Return the model that peft wraps, or the model itself."""
-    return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
 def read_loss(model: Any) -> dict[str, Any]:

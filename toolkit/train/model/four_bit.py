@@ -25,6 +25,7 @@ from transformers.integrations.deepspeed import deepspeed_config, is_deepspeed_z
 from transformers.utils import logging
 
 from toolkit.models.nf4 import NF4_BLOCK, NF4_SECOND_BLOCK, NF4_SECOND_TABLE, NF4_TABLE, QUANT_TYPE
+from toolkit.presets.training_arguments import uses_fsdp
 
 
 def quantized_modules(model: Any) -> list[Any]:
@@ -52,15 +53,7 @@ def constants(state: Any) -> list[torch.Tensor]:
 
 def is_sharded() -> bool:
     """Return True if this process trains under an engine that shards parameters."""
-    return is_deepspeed_zero3_enabled() or _under_fsdp()
-
-
-def _under_fsdp() -> bool:
-    return _is_on("ACCELERATE_USE_FSDP")
-
-
-def _is_on(variable: str) -> bool:
-    return os.environ.get(variable, "false").lower() in ("true", "1")
+    return is_deepspeed_zero3_enabled() or uses_fsdp()
 
 
 def load_for_shards(load: Callable[[], Any]) -> Any:
@@ -146,7 +139,7 @@ def make_shardable(model: Any) -> None:
         if dist.is_initialized() and dist.get_world_size() > 1:
             for tensor in constants(state):
                 dist.broadcast(tensor, 0)
-        if _under_fsdp():
+        if uses_fsdp():
             packed = module.weight.data.as_subclass(torch.Tensor)
             module.weight = torch.nn.Parameter(packed, requires_grad=False)
     if is_deepspeed_zero3_enabled():
@@ -199,7 +192,8 @@ def _linear_4bit_modules(model: Any) -> list[Any]:
 def _reads_weights() -> bool:
     """Rank 0 does, and where FSDP2 was told not to broadcast (`fsdp_cpu_ram_efficient_loading: false`) every rank."""
     alone = not dist.is_initialized() or dist.get_rank() == 0
-    return alone or (_under_fsdp() and not _is_on("FSDP_CPU_RAM_EFFICIENT_LOADING"))
+    broadcasts = os.environ.get("FSDP_CPU_RAM_EFFICIENT_LOADING", "false").lower() in ("true", "1")
+    return alone or (uses_fsdp() and not broadcasts)
 
 
 def _device() -> torch.device:
