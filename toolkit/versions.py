@@ -192,24 +192,47 @@ def model_class_flags(model_type: str) -> dict[str, Any] | None:
 
     Values that are not literals are left out. None for an architecture that the installed transformers does not have.
     """
+    classes = _classes_of_model(model_type, "modeling")
+    base = next((node for node in classes if node.name.endswith("PreTrainedModel")), None)
+    return _literals(base) if base else None
+
+
+@functools.cache
+def model_plans(model_type: str) -> dict[str, dict[str, str]]:
+    """Return how transformers splits an architecture: `tp` and `ep`, each with a style per name pattern.
+
+    A plan that the architecture does not have is left out. Read from the source of its configuration.
+    """
+    for node in _classes_of_model(model_type, "configuration"):
+        values = _literals(node)
+        if values.get("model_type") == model_type:
+            plans = {kind: values.get(f"base_model_{kind}_plan") for kind in ("tp", "ep")}
+            return {kind: plan for kind, plan in plans.items() if plan}
+    return {}
+
+
+def _classes_of_model(model_type: str, kind: str) -> list[ast.ClassDef]:
+    """The classes in an architecture's `modeling_...` or `configuration_...` file; none if there is no such file."""
     tree = _source("transformers", "models/auto/auto_mappings.py")
     listed = _assigned(tree, "SPECIAL_MODEL_TYPE_TO_MODULE_NAME")
     folders = dict(ast.literal_eval(pair) for pair in (_pairs(listed) if listed else []))
     folder = folders.get(model_type, model_type.replace("-", "_"))
     if not folder.isidentifier():
-        return None
+        return []
     try:
-        tree = _source("transformers", f"models/{folder}/modeling_{folder}.py")
+        tree = _source("transformers", f"models/{folder}/{kind}_{folder}.py")
     except FileNotFoundError:
-        return None
-    classes = [node for node in (tree.body if tree else []) if isinstance(node, ast.ClassDef)]
-    base = next((node for node in classes if node.name.endswith("PreTrainedModel")), None)
-    flags = {}
-    for node in base.body if base else []:
-        if isinstance(node, ast.Assign):
+        return []
+    return [node for node in (tree.body if tree else []) if isinstance(node, ast.ClassDef)]
+
+
+def _literals(node: ast.ClassDef) -> dict[str, Any]:
+    found = {}
+    for statement in node.body:
+        if isinstance(statement, ast.Assign):
             with contextlib.suppress(ValueError):
-                flags[ast.unparse(node.targets[0])] = ast.literal_eval(node.value)
-    return flags if base else None
+                found[ast.unparse(statement.targets[0])] = ast.literal_eval(statement.value)
+    return found
 
 
 @functools.cache

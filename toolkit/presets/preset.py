@@ -17,6 +17,7 @@ from toolkit.errors import ToolkitError, nearest
 from toolkit.files.reading import is_file, read_text, user_path
 from toolkit.files.value_limits import shown, unexpected
 from toolkit.files.yaml_files import read_configuration
+from toolkit.parallel.layout import DIMENSIONS, SAME_ROWS
 from toolkit.presets.known_keys import check_accelerate_keys, check_deepspeed_keys
 from toolkit.presets.spec import PresetSpec
 from toolkit.presets.training_arguments import training_arguments
@@ -28,6 +29,12 @@ if TYPE_CHECKING:
 SHARDING_OF_STAGE = {0: "replicate", 1: "shard_optimizer", 2: "shard_grad_op", 3: "full_shard"}
 QUANTIZED_KEYS = ("zero_quantized_weights", "zero_quantized_gradients", "zero_quantized_nontrainable_weights")
 ENGINE_OF_TYPE = {"NO": "none", "MULTI_GPU": "ddp", "MULTI_CPU": "ddp", "DEEPSPEED": "deepspeed", "FSDP": "fsdp2"}
+# What each engine can divide beside its own data parallelism: `ddp` is what accelerate calls a model sharded at load.
+PARALLEL_DIMENSIONS = {
+    "ddp": {"dp_replicate", "dp_shard", "tp", "ep"},
+    "fsdp2": {"dp_shard", "cp"},
+    "deepspeed": {"dp_shard", "sp"},
+}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -121,15 +128,20 @@ def read_preset(path: Path) -> Preset:
     check_values(config, ACCELERATE_BLOCKS, path)
     engine = _engine(config, path)
     json_path = _deepspeed_path(config, path)
-    fields = _deepspeed_fields(json_path, path) if engine == "deepspeed" else _torch_fields(config)
+    parallel = _parallel(config, path)
+    if engine == "deepspeed":
+        fields = _deepspeed_fields(json_path, path)
+    else:
+        fields = _at_load_fields(config, parallel) if parallel and engine == "ddp" else _torch_fields(config)
+    if parallel:
+        fields |= _parallel_fields(parallel)
     return Preset(
         name=path.stem,
         summary=_first_comment(path),
-        engine=engine,
         max_world_size=1 if engine == "none" else None,
         accelerate_config_path=path.resolve(),
         deepspeed_config_path=json_path,
-        **fields,
+        **{"engine": engine, **fields},
     )
 
 
@@ -145,6 +157,49 @@ def _engine(config: dict[str, Any], path: Path) -> str:
     if distributed_type == "FSDP" and str((config.get("fsdp_config") or {}).get("fsdp_version")) != "2":
         raise ToolkitError(f"{path}: this is FSDP1, which presets do not use", hint="add `fsdp_version: 2`")
     return ENGINE_OF_TYPE[distributed_type]
+
+
+def _parallel(config: dict[str, Any], path: Path) -> tuple[str, ...]:
+    """The dimensions that the engine's block lists under `parallel`: accelerate passes over that key."""
+    blocks = ("fsdp_config", "deepspeed_config")
+    found = [(block, config[block]["parallel"]) for block in blocks if (config.get(block) or {}).get("parallel")]
+    if not found:
+        return ()
+    block, names = found[0]
+    if sorted(names, key=DIMENSIONS.index) != names or len(set(names)) < len(names):
+        raise unexpected(path, f"{block}.parallel", names, f"names in this order: {', '.join(DIMENSIONS)}")
+    distributed_type = config["distributed_type"]
+    engine = ENGINE_OF_TYPE[distributed_type]
+    if not set(names) <= PARALLEL_DIMENSIONS.get(engine, set()):
+        possible = " or ".join(f"{kind} ({', '.join(sorted(dims))})" for kind, dims in PARALLEL_DIMENSIONS.items())
+        raise unexpected(path, f"{block}.parallel", names, f"dimensions of the engine: {possible}")
+    return tuple(names)
+
+
+def _at_load_fields(config: dict[str, Any], parallel: tuple[str, ...]) -> dict[str, Any]:
+    """transformers shards the model while it loads it; accelerate only starts the ranks."""
+    sharding = "full_shard" if "dp_shard" in parallel else "replicate"
+    if {"dp_replicate", "dp_shard"} <= set(parallel):
+        sharding = "hybrid_shard"
+    return {
+        "engine": "fsdp2",
+        "sharded_at_load": True,
+        "sharding": sharding,
+        "offload_optimizer": None,
+        "offload_param": None,
+        "mixed_precision": config.get("mixed_precision") or "no",
+    }
+
+
+def _parallel_fields(parallel: tuple[str, ...]) -> dict[str, Any]:
+    """The smallest world size: two ranks for each dimension that must be there, and experts on those of the others."""
+    needed = [name for name in parallel if name in SAME_ROWS]
+    if {"dp_shard", "tp"} <= set(parallel) or {"dp_shard", "dp_replicate"} <= set(parallel):
+        needed.append("dp_shard")
+    if {"dp_shard", "dp_replicate"} <= set(parallel):
+        needed.append("dp_replicate")
+    smallest = 2 ** max(1, len(needed))
+    return {"parallel": parallel, "min_world_size": smallest, "world_size_multiple": 2 ** max(1, len(needed) - 1)}
 
 
 def _deepspeed_path(config: dict[str, Any], path: Path) -> Path | None:

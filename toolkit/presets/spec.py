@@ -5,11 +5,13 @@ The files stay the only source of truth: `toolkit.presets.preset.read_preset` de
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from toolkit.files.yaml_files import read_configuration
+from toolkit.parallel.layout import DEGREES, ParallelLayout, divide_ranks
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,6 +41,10 @@ class PresetSpec:
     """Copies of the model in a hybrid mesh, unless the launcher's flags override it."""
     needs_gpu: str | None = None
     """Why the preset cannot run on a CPU, or None where it can."""
+    parallel: tuple[str, ...] = ()
+    """Dimensions of parallelism from the outermost to the innermost; empty for data parallelism alone."""
+    sharded_at_load: bool = False
+    """True if transformers shards the model while it loads it (`DistributedConfig`), instead of accelerate later."""
     accelerate_config_path: Path
     deepspeed_config_path: Path | None
 
@@ -57,6 +63,20 @@ class PresetSpec:
     def shards_parameters(self) -> bool:
         """True if each rank holds only a shard of the parameters between steps."""
         return "parameter" in self.sharded_parts
+
+    @property
+    def degrees(self) -> tuple[str, ...]:
+        """The dimensions whose degree a run must name: `tp`, `cp`, `sp` or `ep`."""
+        return tuple(name for name in self.parallel if name in DEGREES and name != "dp_replicate")
+
+    @property
+    def uses_fsdp_plugin(self) -> bool:
+        """True if accelerate's FSDP plugin shards the model."""
+        return self.engine == "fsdp2" and not self.sharded_at_load
+
+    def layout(self, world_size: int, degrees: Mapping[str, int | None]) -> ParallelLayout | None:
+        """Return how a run divides its ranks; None for data parallelism alone."""
+        return divide_ranks(self.parallel, degrees, world_size=world_size) if self.parallel else None
 
     @property
     def uses_nvme(self) -> bool:

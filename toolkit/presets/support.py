@@ -10,12 +10,15 @@ module:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
 from toolkit.errors import ToolkitError, did_you_mean
 from toolkit.models.attention import AUTO, FLASH_ATTENTION, VARLEN, ModelAttention, needs_no_mask
+from toolkit.models.split import ModelSplit, types_with_plan
+from toolkit.parallel.layout import DEFAULT_REPLICAS, DEGREES, NAMES, SAME_ROWS, ParallelLayout
 from toolkit.presets.accumulation import default_accumulate
 from toolkit.presets.optimizers import DEFAULT_OPTIMIZER, OPTIMIZERS
 from toolkit.presets.spec import PresetSpec
@@ -54,6 +57,20 @@ class Method:
     memory_snapshot: bool = False
     auto_find_batch_size: bool = False
     save_only_model: bool = False
+    streaming: bool = False
+    fp16: bool = False
+    tp: int | None = None
+    cp: int | None = None
+    sp: int | None = None
+    ep: int | None = None
+    dp_replicate: int | None = None
+    model_split: ModelSplit | None = None
+    """How far the model can be split; None where the model is not known."""
+
+    @property
+    def degrees(self) -> dict[str, int]:
+        """The degrees of parallelism that were given."""
+        return {name: getattr(self, name) for name in DEGREES if getattr(self, name) is not None}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -249,6 +266,123 @@ def _world_size(case: _Case) -> _Answer:
     elif world_size < preset.min_world_size:
         hint += ", or `--preset ddp` for fewer"
     return why, f"preset {preset.name!r} {why}, {given}", hint
+
+
+@_rule("degree-of-preset")
+def _degree_of_preset(case: _Case) -> _Answer:
+    preset = case.preset
+    for name, degree in case.method.degrees.items():
+        if degree < 1:
+            why = f"{case.option(name)} is {degree}, expected 1 or more"
+            return why, why, None
+        if preset is not None and degree > 1 and name not in preset.parallel:
+            return _method_answer(case, f"{name} {degree}", f"it has no {NAMES[name]}", PRESETS_OF_DEGREE[name])
+    return None
+
+
+PRESETS_OF_DEGREE = {
+    "tp": "`--preset fsdp2_tp`, or `tp` without sharding",
+    "cp": "`--preset cp`",
+    "sp": "`--preset ulysses`",
+    "ep": "`--preset ep`, or `ep_tp` with tensor parallelism",
+    "dp_replicate": "`--preset hsdp_tp`, or `fsdp2_hybrid`",
+}
+
+
+@_rule("degree-world-size")
+def _degree_world_size(case: _Case) -> _Answer:
+    """The ranks must divide into whole groups, and leave as many for data parallelism as the preset needs."""
+    preset, world_size, degrees = case.preset, case.world_size, case.method.degrees
+    if preset is None or world_size is None or not preset.parallel or not degrees:
+        return None
+    inner = math.prod(degrees.get(name, 1) for name in preset.parallel if name in SAME_ROWS)
+    outer = 2 if {"dp_shard", "tp"} <= set(preset.parallel) else 1
+    if {"dp_shard", "dp_replicate"} <= set(preset.parallel):
+        outer = 2 * degrees.get("dp_replicate", DEFAULT_REPLICAS)
+    multiple = inner * max(1, outer // 2)
+    if world_size < inner * outer or world_size % multiple:
+        groups = " x ".join(f"{name} {degrees[name]}" for name in preset.parallel if name in degrees)
+        instead = max(inner * outer, world_size - world_size % multiple)
+        why = f"with {groups} needs a multiple of {multiple} processes, {inner * outer} or more"
+        return why, f"preset {preset.name!r} {why}, got {world_size}", f"`--num-processes {instead}`"
+    return _expert_groups(case, preset.layout(world_size, degrees))
+
+
+def _expert_groups(case: _Case, layout: ParallelLayout | None) -> _Answer:
+    if layout is None or layout.ep == 1:
+        return None
+    ranks = layout.dp_shard * layout.tp
+    if layout.ep % layout.tp:
+        why = f"{case.option('ep')} {layout.ep} is no multiple of {case.option('tp')} {layout.tp}"
+    elif ranks % layout.ep:
+        why = f"{case.option('ep')} {layout.ep} does not divide the {ranks} processes"
+    else:
+        return None
+    fitting = [ep for ep in range(2, ranks + 1) if ep % layout.tp == 0 and ranks % ep == 0]
+    closest = min(fitting, key=lambda ep: abs(ep - layout.ep))
+    return why, why, f"`{case.option('ep')} {closest}`"
+
+
+@_rule("degree-of-model")
+def _degree_of_model(case: _Case) -> _Answer:
+    split = case.method.model_split
+    for name, degree in case.method.degrees.items():
+        because = None if split is None or name == "dp_replicate" or degree == 1 else split.why_not(name, degree)
+        if split is None or because is None:
+            continue
+        why = f"{case.option(name)} {degree} does not work for this model: {because}"
+        nearest_degree = split.nearest(name, degree)
+        if nearest_degree is not None:
+            return why, why, f"`{case.option(name)} {nearest_degree}`"
+        others = ", ".join(types_with_plan(name)[:200]) if name in ("tp", "ep") and name not in split.plans else ""
+        return why, why, f"transformers has plans for {others}" if others else "`--preset fsdp2`"
+    return None
+
+
+@_rule("parallel-method")
+def _parallel_method(case: _Case) -> _Answer:
+    """Methods that are wrong, or that were never run, where layers or sequences are split."""
+    preset, method = case.preset, case.method
+    if preset is None or not preset.parallel:
+        return None
+    rules = {**_NOT_SPLIT, **(_NOT_AT_LOAD if preset.sharded_at_load else _NOT_WITH_SEQUENCES)}
+    for name, (because, hint) in rules.items():
+        if getattr(method, name):
+            return _method_answer(case, name, because, hint)
+    if method.loss == "chunked" and set(preset.degrees) - {"ep"}:
+        why = "the head is split over ranks, or sees a part of each sequence"
+        return _method_answer(case, "loss chunked", why, "leave `--loss` out: it is `full` here")
+    if preset.sharded_at_load and not survives_offload(method.optim):
+        why = "only AdamW was run on a model that is sharded at load"
+        return _method_answer(case, f"optim {method.optim}", why, "`--optim adamw_torch`, or `--preset fsdp2`")
+    if "sp" in preset.parallel and method.attn_implementation in ("eager", "flex_attention"):
+        why = "DeepSpeed exchanges heads in front of SDPA and flash attention only"
+        return _method_answer(case, f"attn_implementation {method.attn_implementation}", why, _USE_SDPA)
+    if "cp" in preset.parallel and method.attn_implementation not in (None, AUTO, "sdpa"):
+        why = "ring attention replaces SDPA"
+        return _method_answer(case, f"attn_implementation {method.attn_implementation}", why, _USE_SDPA)
+    return None
+
+
+_USE_SDPA = "`--attn_implementation sdpa`"
+_LEAVE_OUT = "leave it out, or `--preset fsdp2`"
+_NOT_SPLIT = {
+    "load_in_4bit": ("packed 4-bit weights are no matrix that could be split", "`--preset fsdp2`"),
+    "torch_compile": ("compiled layers were never run beside its collectives", _LEAVE_OUT),
+    "use_liger_kernel": ("Liger's kernels read whole weights and whole sequences", _LEAVE_OUT),
+    "auto_find_batch_size": ("the Trainer cannot make the split model anew", "leave it out"),
+    "streaming": ("a stream deals rows to single ranks, and here several train on the same rows", _LEAVE_OUT),
+    "fp16": ("fp16's loss scale was never run with it", "`--bf16 true`"),
+}
+_NOT_AT_LOAD = {
+    "freeze": ("its parts are sharded in one dtype before any is frozen", _LEAVE_OUT),
+    "train_only": ("its parts are sharded in one dtype before any is frozen", _LEAVE_OUT),
+    "activation_checkpointing_offload": ("the offload was never run with it", "leave it out"),
+    "save_only_model": ("a checkpoint could not be resumed", "leave it out"),
+}
+_NOT_WITH_SEQUENCES = {
+    "packing": ("a packed row's documents would attend to each other across ranks", _LEAVE_OUT),
+}
 
 
 @_rule("gpu-count")
@@ -589,7 +723,7 @@ def rejects_auto_find_batch_size(*, engine: str, zero_stage: int) -> bool:
 def _save_only_model(case: _Case) -> _Answer:
     # FSDP2's state dict is sharded unless the preset says otherwise.
     preset = case.preset
-    if preset is None or preset.engine != "fsdp2" or not case.method.save_only_model:
+    if preset is None or not preset.uses_fsdp_plugin or not case.method.save_only_model:
         return None
     state_dict_type = preset.accelerate_config()["fsdp_config"].get("fsdp_state_dict_type", "SHARDED_STATE_DICT")
     if not rejects_save_only_model(state_dict_type):

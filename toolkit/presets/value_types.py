@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.files.value_limits import unexpected
+from toolkit.parallel.layout import DIMENSIONS
 
 AUTO = "auto"
 STAGES = (0, 1, 2, 3)
@@ -101,7 +102,15 @@ ACCELERATE_TYPES: Types = {
     **_each(NOTHING, "command_file commands fp8_config megatron_lm_config mpirun_config"),
     **_each(NOTHING, "tpu_env tpu_name tpu_use_cluster tpu_use_sudo tpu_vm tpu_zone"),
 }
+# Read by the toolkit alone: the launcher of accelerate passes over a key that it does not know in these blocks.
+PARALLEL = {
+    "parallel": ValueType(
+        expected=f"a list of {', '.join(DIMENSIONS)}",
+        accepts=lambda value: isinstance(value, list) and all(name in DIMENSIONS for name in value),
+    )
+}
 FSDP_TYPES: Types = {
+    **PARALLEL,
     **_each(
         SWITCH,
         "fsdp_activation_checkpointing fsdp_activation_checkpointing_offload fsdp_cpu_ram_efficient_loading"
@@ -120,6 +129,7 @@ FSDP_TYPES: Types = {
     "fsdp_version": or_null(one_of(2, 1, "2", "1")),
 }
 DEEPSPEED_BLOCK_TYPES: Types = {
+    **PARALLEL,
     **_each(
         or_null(TEXT),
         "deepspeed_config_file deepspeed_exclusion_filter deepspeed_hostfile deepspeed_inclusion_filter"

@@ -15,6 +15,7 @@ from toolkit.errors import ToolkitError, did_you_mean
 from toolkit.files.secrets import refuse_hidden
 from toolkit.files.value_limits import shown
 from toolkit.models.attention import missing_attention_package
+from toolkit.parallel.layout import NAMES
 from toolkit.presets.spec import PresetSpec
 from toolkit.presets.support import CPU, Device, Method, Purpose, check_supported
 from toolkit.presets.training_arguments import STRATEGY_ARGUMENTS
@@ -88,6 +89,7 @@ def check_arguments(
         profiled_steps(str(arguments["profile_steps"]))
     if preset is not None:
         _check_strategy_arguments(arguments, preset)
+        _check_degrees(arguments, preset)
     _check_lora_config(arguments)
     _check_comm_hook(arguments)
     device = CPU if on_cpu else Device()
@@ -192,6 +194,15 @@ def _check_strategy_arguments(arguments: Arguments, preset: PresetSpec) -> None:
             )
 
 
+def _check_degrees(arguments: Arguments, preset: PresetSpec) -> None:
+    """A preset's file names its dimensions of parallelism; their degrees are the machine's."""
+    for name in preset.degrees:
+        if not is_given(arguments, name):
+            raise ToolkitError(
+                f"preset {preset.name!r} needs --{name}: the number of GPUs for {NAMES[name]}", hint=f"add `--{name} 2`"
+            )
+
+
 def _check_lora_config(arguments: Arguments) -> None:
     lora_fields(arguments.get("lora_config"))
     if is_given(arguments, "lora_config") and arguments.get("lora_r") is None:
@@ -230,7 +241,7 @@ def _ineffective_arguments(arguments: Arguments, preset: PresetSpec | None) -> l
         for name, reader in COMM_HOOK_OPTIONS.items()
         if name in arguments and hook is not None and hook != reader
     ]
-    fsdp_checkpointing = preset is not None and preset.engine == "fsdp2" and uses_activation_checkpointing(arguments)
+    fsdp_checkpointing = preset is not None and preset.uses_fsdp_plugin and uses_activation_checkpointing(arguments)
     if fsdp_checkpointing and is_given(arguments, "activation_checkpointing_kwargs"):
         lines.append("--activation_checkpointing_kwargs has no effect: FSDP2 checkpoints each layer itself")
     lines += [

@@ -12,13 +12,14 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from toolkit.errors import ToolkitError
 from toolkit.files.reading import open_file
+from toolkit.parallel.layout import ParallelLayout
 from toolkit.presets.optimizers import DEFAULT_OPTIMIZER, same_states
 from toolkit.run.folder import write_json
 from toolkit.run.manifest_file import FileEntry, Manifest, manifest_sha256, read_manifest
@@ -126,11 +127,31 @@ def read_complete_checkpoint(path: Path) -> Checkpoint:
     )
 
 
-def check_same_layout(checkpoint: Checkpoint, *, engine: str, sharding: str, world_size: int) -> None:
-    """Raise ToolkitError for a checkpoint of another engine, sharding or world size: its shards do not fit."""
+def check_same_layout(
+    checkpoint: Checkpoint,
+    *,
+    engine: str,
+    sharding: str,
+    world_size: int,
+    layout: ParallelLayout | None = None,
+    sharded_at_load: bool = False,
+) -> None:
+    """Raise ToolkitError for a checkpoint of another engine, sharding, world size or layout: its shards do not fit.
+
+    One of a model that was sharded at load fits every other such layout.
+    """
     found = checkpoint.manifest
-    written = {name: getattr(found, name, None) for name in ("engine", "sharding", "world_size")}
-    expected = {"engine": engine, "sharding": sharding, "world_size": world_size}
+    written: dict[str, Any] = {name: getattr(found, name, None) for name in ("engine", "sharding", "world_size")}
+    expected: dict[str, Any] = {"engine": engine, "sharding": sharding, "world_size": world_size}
+    at_load = found is not None and found.sharded_at_load
+    if at_load and sharded_at_load:
+        return
+    if at_load or sharded_at_load:
+        names = {True: "sharded at load", False: "sharded by its engine"}
+        written["model"], expected["model"] = names[at_load], names[sharded_at_load]
+    degrees = None if layout is None else layout.degrees()
+    if degrees != getattr(found, "layout", None):
+        written["layout"], expected["layout"] = _degrees(getattr(found, "layout", None)), _degrees(degrees)
     if "ddp" in (engine, written["engine"]) and world_size == 1 and written["engine"] in ("none", "ddp"):
         expected["engine"] = written["engine"]
     differing = [f"{name} {written[name]}, not {value}" for name, value in expected.items() if written[name] != value]
@@ -140,6 +161,10 @@ def check_same_layout(checkpoint: Checkpoint, *, engine: str, sharding: str, wor
             hint=f"resume with `--preset {getattr(found, 'preset', None)}` and"
             f" `--num-processes {written['world_size']}`; or convert it: `toolkit checkpoint convert`",
         )
+
+
+def _degrees(degrees: Mapping[str, int] | None) -> str:
+    return "data parallelism" if degrees is None else str(ParallelLayout(**degrees))
 
 
 def check_resume_settings(
@@ -152,11 +177,23 @@ def check_resume_settings(
     optim: str = DEFAULT_OPTIMIZER,
     streaming_buffer_size: int = 0,
     dataset_weights: Sequence[float] = (),
+    data_parallel_size: int | None = None,
 ) -> None:
     """Raise ToolkitError for a job that would not resume with the same data or optimizer, or has no steps left.
 
     `max_steps` of 0 or less means that the run is counted in epochs; `streaming_buffer_size` 0 means not streamed.
+    Where another number of groups trains on different rows, the rows of all groups together must be as many.
     """
+    divided = getattr(checkpoint.manifest, "data_parallel_size", None)
+    if divided is not None and data_parallel_size is not None and divided != data_parallel_size:
+        rows = checkpoint.manifest.per_device_train_batch_size * divided  # type: ignore[union-attr]
+        if rows != per_device_train_batch_size * data_parallel_size:
+            raise ToolkitError(
+                f"{checkpoint.path} was trained on {rows} rows per accumulation step, now it would be"
+                f" {per_device_train_batch_size * data_parallel_size}: the data would not resume where they stopped",
+                hint=f"`--per_device_train_batch_size {max(1, rows // data_parallel_size)}`",
+            )
+        per_device_train_batch_size = checkpoint.manifest.per_device_train_batch_size  # type: ignore[union-attr, assignment]
     settings: dict[str, Any] = {
         "per_device_train_batch_size": per_device_train_batch_size,
         "gradient_accumulation_steps": gradient_accumulation_steps,

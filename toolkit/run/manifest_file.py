@@ -74,6 +74,10 @@ class Manifest(_Record):
     engine: StrictStr | None = None
     sharding: StrictStr | None = None
     world_size: Positive | None = None
+    layout: dict[str, Positive] | None = None
+    """Degrees of parallelism; None for data parallelism alone."""
+    data_parallel_size: Positive | None = None
+    sharded_at_load: StrictBool = False
     compute_dtype: StrictStr | None = None
     num_params: Count | None = None
     num_trainable_params: Count | None = None

@@ -19,6 +19,7 @@ from toolkit.models.hub import CONFIG
 from toolkit.models.lora import ALL_LINEAR
 from toolkit.models.read_model import shape_from_config
 from toolkit.models.shape import ModelShape
+from toolkit.models.split import read_split
 from toolkit.presets.support import check_supported
 from toolkit.run.argument_values import as_list, check_word
 from toolkit.run.script_arguments import read_method
@@ -34,13 +35,14 @@ def check_attention(name: Any) -> None:
 
 
 def check_parts(arguments: Mapping[str, Any], config: Mapping[str, Any]) -> None:
-    """Check the attention function, and names of modules and parameters, against a model's configuration.
+    """Check attention, degrees of parallelism, and names of modules and parameters against a model's configuration.
 
-    Raises ToolkitError for a function that the model does not run, and for a name that no part has. Names are not
-    checked for an architecture without formulas. In a mixture of experts, peft also takes the names that modules had
-    before transformers 5.
+    Raises ToolkitError for what the model does not run or cannot be split by, and for a name that no part has. Names
+    are not checked for an architecture without formulas. In a mixture of experts, peft also takes the names that
+    modules had before transformers 5.
     """
-    check_supported(None, replace(read_method(dict(arguments)), model_attention=read_model_attention(config)))
+    method = read_method(dict(arguments))
+    check_supported(None, replace(method, model_attention=read_model_attention(config), model_split=read_split(config)))
     named = any(as_list(arguments.get(name)) for name in ("freeze", "train_only", "lora_target_modules"))
     shape = _shape(dict(config)) if named else None
     if shape is None:

@@ -23,7 +23,7 @@ from toolkit.hardware.disks import existing_folder, free_bytes
 from toolkit.hardware.gpus import count_gpus
 from toolkit.models.config_limits import read_config
 from toolkit.models.hub import download_config, no_such_model
-from toolkit.presets import Preset
+from toolkit.presets import Preset, PresetSpec
 from toolkit.presets.optimizers import DEFAULT_OPTIMIZER
 from toolkit.presets.support import CPU, Device, check_supported
 from toolkit.run.argument_checks import check_arguments
@@ -43,6 +43,7 @@ from toolkit.run.script_arguments import (
     accumulation_steps,
     dataset_names,
     dataset_weights,
+    degrees_given,
     flag,
     integer,
     micro_batch_size,
@@ -104,7 +105,7 @@ def check_job(
         rows, names = rows - held_out, f"without the {held_out} of --val_size, {names}"
     check_eval_dataset(arguments)
     check_chat_template(arguments)
-    batch = global_batch_size(arguments, num_processes)
+    batch = global_batch_size(arguments, data_parallel_size(preset, arguments, num_processes))
     check_rows_fill_a_step(rows, batch, names, packing=flag(arguments.get("packing", False)))
     return CheckedJob(arguments=arguments, global_batch_size=batch, warnings=tuple(warnings))
 
@@ -187,10 +188,15 @@ def _rows_of(names: list[str], config: Any, option: str) -> list[int | None]:
     return found
 
 
-def global_batch_size(arguments: dict[str, Any], num_processes: int) -> int:
-    """Return the sequences per optimizer step: micro-batch x accumulation steps x ranks."""
-    micro = micro_batch_size(arguments)
-    return micro * accumulation_steps(arguments) * num_processes
+def data_parallel_size(preset: PresetSpec, arguments: dict[str, Any], num_processes: int) -> int:
+    """Return how many ranks, or groups of ranks, train on different rows."""
+    layout = preset.layout(num_processes, degrees_given(arguments))
+    return num_processes if layout is None else layout.data_parallel_size
+
+
+def global_batch_size(arguments: dict[str, Any], data_parallel_size: int) -> int:
+    """Return the sequences per optimizer step: micro-batch x accumulation steps x groups with different rows."""
+    return micro_batch_size(arguments) * accumulation_steps(arguments) * data_parallel_size
 
 
 def check_output(arguments: dict[str, Any], *, engine: str = "deepspeed") -> Path:
@@ -263,7 +269,14 @@ def check_resume(preset: Preset, *, num_processes: int, arguments: dict[str, Any
         return
     if not flag(arguments.get("trust_pickle", False)):
         check_pickles(checkpoint.path)
-    check_same_layout(checkpoint, engine=preset.engine, sharding=preset.sharding, world_size=num_processes)
+    check_same_layout(
+        checkpoint,
+        engine=preset.engine,
+        sharding=preset.sharding,
+        sharded_at_load=preset.sharded_at_load,
+        world_size=num_processes,
+        layout=preset.layout(num_processes, degrees_given(arguments)),
+    )
     check_resume_settings(
         checkpoint,
         per_device_train_batch_size=micro_batch_size(arguments),
@@ -273,6 +286,7 @@ def check_resume(preset: Preset, *, num_processes: int, arguments: dict[str, Any
         optim=str(arguments.get("optim") or DEFAULT_OPTIMIZER),
         streaming_buffer_size=streaming_buffer_size(arguments),
         dataset_weights=dataset_weights(arguments),
+        data_parallel_size=data_parallel_size(preset, arguments, num_processes),
     )
 
 

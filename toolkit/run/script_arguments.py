@@ -22,6 +22,7 @@ from toolkit.files.reading import expand_home, user_path
 from toolkit.files.secrets import hide_words, remember_secrets
 from toolkit.files.value_limits import shown, unexpected
 from toolkit.files.yaml_files import read_configuration
+from toolkit.parallel.layout import DEGREES
 from toolkit.presets.accumulation import ACCUMULATE, chosen_accumulate
 from toolkit.presets.optimizers import MUON
 from toolkit.presets.support import Method
@@ -123,6 +124,17 @@ class ModelArguments:
     ddp_comm_hook_power_sgd_rank: int = field(default=1, metadata={"help": "rank of the factors of `power_sgd`"})
     ddp_comm_hook_power_sgd_start: int = field(
         default=10, metadata={"help": "first steps that `power_sgd` does not compress; at least 2"}
+    )
+    tp: int | None = field(default=None, metadata={"help": "tensor parallelism: GPUs that split each layer"})
+    cp: int | None = field(
+        default=None, metadata={"help": "context parallelism: GPUs that split each sequence (ring attention)"}
+    )
+    sp: int | None = field(
+        default=None, metadata={"help": "sequence parallelism: GPUs that split each sequence (Ulysses)"}
+    )
+    ep: int | None = field(default=None, metadata={"help": "expert parallelism: GPUs that hold different experts"})
+    dp_replicate: int | None = field(
+        default=None, metadata={"help": "replicas of the sharded model, under `hsdp_tp`; default: 2"}
     )
     accumulate: str | None = field(
         default=None,
@@ -331,7 +343,15 @@ def read_method(arguments: dict[str, Any]) -> Method:
         memory_snapshot=is_on("memory_snapshot"),
         auto_find_batch_size=is_on("auto_find_batch_size"),
         save_only_model=is_on("save_only_model"),
+        streaming=is_on("streaming"),
+        fp16=is_on("fp16"),
+        **{name: degrees_given(arguments).get(name) for name in DEGREES},  # type: ignore[arg-type]
     )
+
+
+def degrees_given(arguments: Mapping[str, Any]) -> dict[str, int]:
+    """Return the degrees of parallelism that the arguments name."""
+    return {name: int(arguments[name]) for name in DEGREES if arguments.get(name) is not None}
 
 
 def accumulate_argument(arguments: dict[str, Any]) -> str | None:

@@ -22,6 +22,7 @@ import torch.distributed as dist
 
 from toolkit.files.secrets import hide_words
 from toolkit.hardware.node import describe_node, git_commit, library_versions
+from toolkit.parallel.layout import ParallelLayout
 from toolkit.run import status
 from toolkit.run.attempts import begin_training, start_attempt
 from toolkit.run.checkpoints import Checkpoint, remove_unfinished
@@ -63,6 +64,12 @@ class ActiveRun:
     @property
     def resume_path(self) -> str | None:
         return None if self.checkpoint is None else str(self.checkpoint.path)
+
+    @property
+    def layout_at_load(self) -> ParallelLayout | None:
+        """The layout in which transformers shards the model while it loads it; None for any other model."""
+        preset = self.launch.preset
+        return self.arguments.layout if preset is not None and preset.sharded_at_load else None
 
     @property
     def resumed_step(self) -> int:
@@ -208,7 +215,8 @@ def _spec(arguments: Arguments) -> dict[str, Any]:
         "lr_scaling": None if rate is None else asdict(rate),
         "per_device_train_batch_size": batch,
         "gradient_accumulation_steps": accumulation,
-        "global_batch_size": batch * accumulation * training.world_size,
+        "global_batch_size": arguments.global_batch_size,
+        "layout": None if arguments.layout is None else arguments.layout.degrees(),
         "device": training.device.type,
         "mixed_precision": training.mixed_precision,
     }

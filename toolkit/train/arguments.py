@@ -18,6 +18,8 @@ from transformers import HfArgumentParser, TrainingArguments
 from toolkit.errors import ToolkitError
 from toolkit.files.secrets import UnwrittenText, hide_secrets, hide_words, is_secret_name, restore_secrets
 from toolkit.models.attention import needs_no_mask
+from toolkit.parallel import ring_attention, sharded_at_load, ulysses
+from toolkit.parallel.layout import ParallelLayout
 from toolkit.presets.accumulation import SHARDED, default_accumulate, with_accumulate
 from toolkit.presets.optimizers import DEFAULT_OPTIMIZER, MUON
 from toolkit.presets.training_arguments import resolve_precision, uses_fsdp
@@ -30,6 +32,7 @@ from toolkit.run.script_arguments import (
     ModelArguments,
     accumulate_argument,
     argument_words,
+    degrees_given,
     expand_paths,
     flag,
     has_config_file,
@@ -58,10 +61,24 @@ class Arguments:
     """The learning rate scaled with the global batch size; None where `--lr_scaling` is off."""
     activation_checkpointing: bool = False
     """Switched on by the user, whichever library carries it out: under FSDP2 `training` does not have it."""
+    layout: ParallelLayout | None = None
+    """How the ranks are divided; None for data parallelism alone."""
     compilation: Compilation | None = None
     """The decoder layers are compiled so; `training` does not have it, since the Trainer would compile the model."""
     notes: list[str] = field(default_factory=list)
     """Warnings and explanations for the log."""
+
+    @property
+    def data_parallel_size(self) -> int:
+        """Ranks, or groups of ranks, that train on different rows."""
+        return int(self.training.world_size) if self.layout is None else self.layout.data_parallel_size
+
+    @property
+    def global_batch_size(self) -> int:
+        """Sequences of an optimizer step."""
+        training = self.training
+        per_rank = int(training.per_device_train_batch_size) * int(training.gradient_accumulation_steps)
+        return per_rank * self.data_parallel_size
 
 
 class _Parser(HfArgumentParser):  # type: ignore[misc]
@@ -88,8 +105,9 @@ def parse_args(argv: Sequence[str], launch: LaunchContext) -> Arguments:
         on_cpu=bool(values.get("use_cpu")),
         purpose="launched",
     )
-    values |= _accumulation(given, launch)
-    rate, checkpointing = _scaled_learning_rate(values), uses_activation_checkpointing(values)
+    layout = _layout(given, launch)
+    values |= _accumulation(given, launch) | _parallelism(values, launch, layout)
+    rate, checkpointing = _scaled_learning_rate(values, layout), uses_activation_checkpointing(values)
     if checkpointing:
         values |= _activation_checkpointing(launch, offload=bool(values["activation_checkpointing_offload"]))
     if rate is not None:
@@ -120,6 +138,7 @@ def parse_args(argv: Sequence[str], launch: LaunchContext) -> Arguments:
         argv=hide_words(argv),
         scaled_rate=rate,
         activation_checkpointing=checkpointing,
+        layout=layout,
         compilation=Compilation.of(given),
         notes=[
             *(f"warning: {line}" for line in warnings),
@@ -183,16 +202,43 @@ def _defaults_unless_given(given: dict[str, Any]) -> dict[str, Any]:
 def _accumulation(given: dict[str, Any], launch: LaunchContext) -> dict[str, Any]:
     """Return how gradients wait for the last accumulation step, and under FSDP the setting that the Trainer reads."""
     chosen, preset = accumulate_argument(given), launch.preset
-    if uses_fsdp():
+    if uses_fsdp() or (preset is not None and preset.sharded_at_load):
         accumulate = chosen or SHARDED
         configured = json_object(given, "accelerator_config")
         return {"accumulate": accumulate, "accelerator_config": with_accumulate(configured, accumulate)}
     return {"accumulate": chosen if chosen is not None or preset is None else default_accumulate(preset)}
 
 
+def _layout(given: dict[str, Any], launch: LaunchContext) -> ParallelLayout | None:
+    if launch.preset is None:
+        return None
+    return launch.preset.layout(int(os.environ.get("WORLD_SIZE", "1")), degrees_given(given))
+
+
+def _parallelism(values: dict[str, Any], launch: LaunchContext, layout: ParallelLayout | None) -> dict[str, Any]:
+    """Put the libraries right for a layout, and return the arguments that it determines."""
+    if layout is None or launch.preset is None:
+        return {}
+    on_cpu = bool(values.get("use_cpu"))
+    splits_head = layout.ranks_per_batch > 1  # or each sequence, of which the head then sees a part
+    loss = {"loss": "full"} if splits_head and values["loss"] == "auto" else {}
+    if launch.preset.sharded_at_load:
+        sharded_at_load.apply_fixes(on_cpu=on_cpu)
+        return loss
+    attention = values["attn_implementation"] or "sdpa"
+    if layout.cp > 1:
+        if on_cpu:
+            ring_attention.ring_attention_on_cpu()
+        config = ring_attention.context_parallel_config(layout)
+    else:
+        ulysses.apply_fixes(on_cpu=on_cpu)
+        config = ulysses.sequence_parallel_config(layout, attention=attention)
+    return {**loss, "attn_implementation": attention, "parallelism_config": config}
+
+
 def _activation_checkpointing(launch: LaunchContext, *, offload: bool) -> dict[str, Any]:
     """Return the Trainer's arguments that make one switch mean the same under every engine."""
-    if launch.preset is not None and launch.preset.engine == "fsdp2":
+    if launch.preset is not None and launch.preset.uses_fsdp_plugin:
         # accelerate's plugin reads these; the Trainer's own would gather each layer's weights once more in backward
         os.environ["FSDP_ACTIVATION_CHECKPOINTING"] = "true"
         os.environ["FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD"] = str(offload).lower()
@@ -200,14 +246,16 @@ def _activation_checkpointing(launch: LaunchContext, *, offload: bool) -> dict[s
     return {"activation_checkpointing_kwargs": {"use_reentrant": False, "offload": True}} if offload else {}
 
 
-def _scaled_learning_rate(values: dict[str, Any]) -> ScaledRate | None:
+def _scaled_learning_rate(values: dict[str, Any], layout: ParallelLayout | None) -> ScaledRate | None:
     if values["lr_scaling"] is None:
         return None
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    groups = world_size if layout is None else layout.data_parallel_size
     sequences_per_rank = int(values["per_device_train_batch_size"]) * int(values["gradient_accumulation_steps"])
     return scaled_rate(
         float(values["learning_rate"]),
         rule=values["lr_scaling"],
-        global_batch_size=sequences_per_rank * int(os.environ.get("WORLD_SIZE", "1")),
+        global_batch_size=sequences_per_rank * groups,
         reference_batch_size=int(values["lr_reference_batch_size"]),
     )
 

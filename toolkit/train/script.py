@@ -45,7 +45,12 @@ def main(argv: Sequence[str], progress: Progress) -> None:
         data = load_data(tokenizer, args.data, args.training)
         progress.enter("load")
         size_swap_buffers(args)
-        model = load_model(args.model, compute_dtype=compute_dtype(args.training))
+        model = load_model(
+            args.model,
+            compute_dtype=compute_dtype(args.training),
+            layout=run.layout_at_load,
+            checkpoint=None if run.checkpoint is None else run.checkpoint.path,
+        )
         trainer = build_trainer(run, model, tokenizer, data)
         trainer.train(resume_from_checkpoint=run.resume_path)
         run.raise_if_stopped()

@@ -22,6 +22,7 @@ from toolkit.train.active_run import ActiveRun
 from toolkit.train.attest.attestation import Attestation
 from toolkit.train.attest.readings import RankReading
 from toolkit.train.attest.training_methods import expected_methods
+from toolkit.train.checkpointing.at_load_states import drop_empty_groups, load_states, save_states
 from toolkit.train.checkpointing.manifest import (
     fingerprint,
     finish_checkpoint,
@@ -59,7 +60,9 @@ class MeasuredTrainer(Trainer):  # type: ignore[misc]
         args = run.arguments.training
         if args.optim == MUON:
             kwargs["optimizer_cls_and_kwargs"] = (muon_factory, {"args": args})
-        super().__init__(args=args, **kwargs)
+        save_only_model, args.save_only_model = args.save_only_model, args.save_only_model or run.layout_at_load
+        super().__init__(args=args, **kwargs)  # it refuses to resume a model sharded at load, which we do
+        args.save_only_model = save_only_model
         self.run, self.timer, self.progress = run, timer, run.progress
         self.times_waits = False
         """True once the timer is notified when forward waits for other ranks."""
@@ -69,11 +72,16 @@ class MeasuredTrainer(Trainer):  # type: ignore[misc]
         streamed = isinstance(self.train_dataset, TokenStream)
         self.lane_states: LaneStates = self.train_dataset.own_states() if streamed else {}
         """Position of each lane of this rank in a stream, after what has been trained on."""
+        self.first_batches: list[str] = []
+        """Digests of the batches of this rank's first optimizer step."""
         self.saves: list[dict[str, Any]] = []
         """Each save of this run, for run.json; on rank 0."""
 
     def training_step(self, model: Any, inputs: dict[str, Any], num_items_in_batch: Any = None) -> torch.Tensor:
-        self.timer.add_batch(inputs.pop(BATCH_FACTS, None))
+        facts = inputs.pop(BATCH_FACTS, None)
+        self.timer.add_batch(facts)
+        if facts is not None and self.state.global_step == self._initial_global_step:
+            self.first_batches.append(facts.sha256)
         self.progress.phase, self.progress.micro_steps = "forward", self.progress.micro_steps + 1
         loss: torch.Tensor = super().training_step(model, inputs, num_items_in_batch)
         self.progress.phase = "step"
@@ -119,7 +127,7 @@ class MeasuredTrainer(Trainer):  # type: ignore[misc]
         if not isinstance(sampler, LengthGroupedSampler):
             return sampler
         seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
-        batch = self.args.train_batch_size * self.args.gradient_accumulation_steps * self.args.world_size
+        batch = self.run.arguments.global_batch_size
         return SeededLengthGroups(batch, sampler.lengths, seed=seed)
 
     def _get_eval_sampler(self, eval_dataset: Any) -> Any:
@@ -180,6 +188,28 @@ class MeasuredTrainer(Trainer):  # type: ignore[misc]
             seconds = time.monotonic() - started
             self.saves.append({"kind": kind, "step": self.state.global_step, "seconds": seconds, "bytes": size})
 
+    def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
+        optimizer = super().create_optimizer(*args, **kwargs)
+        if self.is_distributed_loading_by_transformers:
+            drop_empty_groups(optimizer)
+        return optimizer
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        if self.is_distributed_loading_by_transformers:
+            save_states(self, Path(output_dir))
+        else:
+            super()._save_optimizer_and_scheduler(output_dir)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is not None and self.is_distributed_loading_by_transformers:
+            load_states(self, Path(checkpoint))
+        else:
+            super()._load_optimizer_and_scheduler(checkpoint)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        if not self.is_distributed_loading_by_transformers:  # its weights were loaded with the model
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+
     def _get_output_dir(self, trial: Any) -> str:
         return str(super()._get_output_dir(trial) if self.staging is None else self.staging)
 
@@ -223,6 +253,7 @@ def build_trainer(
         resumed_step=run.resumed_step,
         begin_training=run.begin_training,
         compiles=args.compilation is not None,
+        counts_tokens=args.layout is None or run.rank % args.layout.ranks_per_batch == 0,
     )
     trainer = parts.trainer(
         run=run,
@@ -230,7 +261,7 @@ def build_trainer(
         model=model,
         train_dataset=data.train,
         eval_dataset=data.evaluation,
-        data_collator=make_collator(tokenizer, model, packing=args.data.packing),
+        data_collator=make_collator(tokenizer, model, packing=args.data.packing, layout=args.layout),
         processing_class=tokenizer,
     )
     apply_loss(trainer, args.model)

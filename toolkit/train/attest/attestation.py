@@ -16,6 +16,7 @@ import torch.distributed as dist
 from transformers import TrainerCallback
 
 from toolkit.errors import AttestationFailed
+from toolkit.parallel.layout import ParallelLayout
 from toolkit.presets import Preset
 from toolkit.presets.shard_bytes import ADAM_STATES, shard_byte_limits
 from toolkit.run.folder import write_json
@@ -32,6 +33,7 @@ from toolkit.train.attest.optimizer import (
     updated_tensors,
 )
 from toolkit.train.attest.read_deepspeed import call_at_gradient_peak
+from toolkit.train.attest.read_layout import largest_part, layout_differences, split_shapes
 from toolkit.train.attest.read_rank import read_gradients, read_rank
 from toolkit.train.attest.readings import (
     ByteReading,
@@ -74,6 +76,7 @@ class Attestation(TrainerCallback):  # type: ignore[misc]
         self.path, self.launch, self.progress, self.on_done = path, launch, progress, on_done
         self.trainer = trainer
         self.compute_dtype = compute_dtype(trainer.args)
+        self.layout: ParallelLayout | None = trainer.run.arguments.layout
         self.expected_settings = expected_settings or {}
         self.reading: RankReading | None = None
         """This rank's reading, once the first step is over."""
@@ -117,7 +120,9 @@ class Attestation(TrainerCallback):  # type: ignore[misc]
         self.norms.stop()
         self.recompute.stop()
         reading = read_rank(self.trainer, self.gradients or {}, recompute_detected=self.recompute.detected)
-        reading.update(expected_bytes(self.launch.preset, self.trainer, reading))  # type: ignore[typeddict-item]
+        layout = self.trainer.run.layout_at_load
+        limits = expected_bytes(self.launch.preset, self.trainer, reading, layout_at_load=layout)
+        reading.update(limits)  # type: ignore[typeddict-item]
         self._add_accumulated(reading)
         reading.update(self.packing)  # type: ignore[typeddict-item]
         reading["initial_weights_sha256"] = self.initial_weights
@@ -136,7 +141,7 @@ class Attestation(TrainerCallback):  # type: ignore[misc]
         ranks, norms = [reading for reading, _ in gathered], [norm for _, norm in gathered]
         expected, threshold = self.expected_values(), self.trainer.args.max_grad_norm
         found = differences(expected, ranks) + rank_differences("initial_weights_sha256", ranks)
-        found += state_dtype_differences(ranks)
+        found += state_dtype_differences(ranks) + layout_differences(ranks, self.layout)
         found += clipping_differences(norms, threshold, replicas=gradient_replicas(ranks))
         # Bytes are checked only if the engine is right: one cause would be reported many times otherwise.
         found = found or byte_differences(ranks)
@@ -169,6 +174,14 @@ class Attestation(TrainerCallback):  # type: ignore[misc]
         } | self.expected_settings
         if self.accumulated is None:  # the first step had one accumulation step
             settings.pop("accumulate", None)
+        alone = (
+            self.layout is not None
+            and preset is not None
+            and preset.sharded_at_load
+            and self.layout.data_parallel_size == 1
+        )
+        if alone:  # every rank holds a part of each layer, and nothing is sharded or reduced
+            settings.pop("accumulate", None)
         return expected_values(
             preset,
             self.launch.world_size,
@@ -178,6 +191,7 @@ class Attestation(TrainerCallback):  # type: ignore[misc]
             on_cpu=args.device.type == "cpu",
             has_frozen_weights=bool(frozen_weights(self.trainer.model)),
             optimizer=None if preset is None else expected_optimizer(named_optimizer(args), preset),
+            layout=self.layout,
         )
 
     def _add_accumulated(self, reading: RankReading) -> None:
@@ -187,6 +201,8 @@ class Attestation(TrainerCallback):  # type: ignore[misc]
         reading["accumulate"] = self.accumulated.accumulate
         reading["accumulated_gradient_bytes"] = self.accumulated.num_bytes
         if self.launch.preset is not None:
+            if self.trainer.run.layout_at_load is not None:
+                return
             ranks = reading.get("dp_shard_size") or reading["world_size"]
             limits = self.accumulated.byte_limits(self.launch.preset, ranks=ranks)
             reading["byte_limits"]["accumulated_gradient"] = limits
@@ -195,8 +211,13 @@ class Attestation(TrainerCallback):  # type: ignore[misc]
         self.gradients = read_gradients(self.trainer)
 
 
-def expected_bytes(preset: Preset | None, trainer: Any, reading: RankReading) -> ByteReading:
-    """Return the bytes that the preset's sharding allows each part on this rank, from the live parameters' shapes."""
+def expected_bytes(
+    preset: Preset | None, trainer: Any, reading: RankReading, *, layout_at_load: ParallelLayout | None = None
+) -> ByteReading:
+    """Return the bytes that the preset's sharding allows each part on this rank, from the live parameters' shapes.
+
+    `layout_at_load` is how transformers sharded the model while it loaded it.
+    """
     if preset is None:
         return {"byte_limits": {}, "whole_bytes": {}}
     model = trainer.model_wrapped
@@ -219,7 +240,13 @@ def expected_bytes(preset: Preset | None, trainer: Any, reading: RankReading) ->
     allowed, whole = {}, {}
     for part, tensors_of_size in parts.items():
         shapes = [([full_shape(p) for p in tensors], size) for tensors, size in tensors_of_size]
-        limits = [shard_byte_limits(preset, part, found, size, ranks=ranks) for found, size in shapes]
+        if layout_at_load is not None:
+            divided = [
+                (split_shapes(model, layout_at_load, tensors, part=part), size) for tensors, size in tensors_of_size
+            ]
+            limits = [(0, largest_part(found) * size) for found, size in divided]
+        else:
+            limits = [shard_byte_limits(preset, part, found, size, ranks=ranks) for found, size in shapes]
         allowed[part] = (sum(lowest for lowest, _ in limits), sum(highest for _, highest in limits))
         whole[part] = sum(sum(map(math.prod, found)) * size for found, size in shapes)
     replicated = constant_bytes(model)

@@ -16,6 +16,7 @@ from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 
 from toolkit.run.measurements import grad_norm
+from toolkit.train.attest.read_fsdp2 import is_shard
 from toolkit.train.attest.readings import Difference, RankReading
 from toolkit.train.attest.tensors import local
 from toolkit.train.metrics.timer import grad_norm_facts
@@ -77,9 +78,23 @@ class NormReader:
 
     def _on_step(self, optimizer: Any, *_: Any) -> None:
         """DeepSpeed calls its inner optimizer once per parameter group: their norms add up as squares."""
-        gradients = [local(p.grad) for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        gradients = [
+            local(p.grad) / math.sqrt(self._copies(p.grad))
+            for group in optimizer.param_groups
+            for p in group["params"]
+            if p.grad is not None
+        ]
         norm = float(get_total_norm([gradient for gradient in gradients if gradient.numel()]))
         self.reading["optimizer_norm"] = math.hypot(self.reading["optimizer_norm"] or 0.0, norm)
+
+    def _copies(self, gradient: Any) -> int:
+        """Ranks that hold the same part of a gradient where layers are split; `gradient_replicas` counts other copies."""
+        if self.trainer.run.layout_at_load is None:
+            return 1
+        placements = getattr(gradient, "placements", ())
+        sizes = zip(placements, map(int, gradient.device_mesh.shape), strict=True) if placements else ()
+        shards = math.prod(size for placement, size in sizes if is_shard(placement))
+        return int(dist.get_world_size()) // shards
 
 
 def inner_optimizers(trainer: Any) -> list[Optimizer]:
@@ -169,7 +184,12 @@ def was_clipped(norms: Sequence[NormReading], threshold: float) -> bool | None:
 
 
 def gradient_replicas(ranks: Sequence[RankReading]) -> int:
-    """Return the number of complete copies of the gradient among the ranks."""
+    """Return the number of complete copies of the gradient among the ranks.
+
+    Where layers are split, each rank has divided its part by its own number of copies already.
+    """
+    if (ranks[0].get("layout") or {}).get("tp", 1) > 1 or (ranks[0].get("layout") or {}).get("ep", 1) > 1:
+        return 1
     if ranks[0]["sharding"] == "replicate":
         return len(ranks)
     return len(ranks) // (ranks[0].get("dp_shard_size") or len(ranks))

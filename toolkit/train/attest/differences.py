@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from toolkit.parallel.layout import ParallelLayout
 from toolkit.presets import Preset
 from toolkit.train.attest.readings import Difference, Values
 
@@ -27,6 +28,7 @@ def expected_values(
     on_cpu: bool = False,
     has_frozen_weights: bool = False,
     optimizer: Values | None = None,
+    layout: ParallelLayout | None = None,
 ) -> Values:
     """Return the values that every rank must read.
 
@@ -42,6 +44,9 @@ def expected_values(
         expected["dp_shard_size"] = dp_shard_size
     # accelerate 1.15 wraps a single process in DDP on a CPU only.
     unwrapped = preset.engine == "ddp" and world_size == 1 and not on_cpu
+    if layout is not None:
+        expected["layout"] = layout.degrees()
+        unwrapped = preset.sharded_at_load and layout.data_parallel_size == 1  # nothing is left to shard
     if has_frozen_weights:
         expected["frozen_dtype"] = compute_dtype
     return expected | {
@@ -96,6 +101,8 @@ def _missing_bytes(ranks: Readings) -> list[Difference]:
     """The shards of all ranks must add up to the whole: none is lost or empty."""
     found: list[Difference] = []
     replicas = max(1, len(ranks) // (ranks[0].get("dp_shard_size") or len(ranks)))
+    if ranks[0].get("layout"):
+        replicas = ranks[0]["layout"]["dp_replicate"]
     for part, whole in ranks[0]["whole_bytes"].items():
         total = sum(reading[f"{part}_bytes"] for reading in ranks)
         if total < whole * replicas:

@@ -12,6 +12,14 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 from toolkit.train.attest.readings import EngineReading
 from toolkit.train.attest.tensors import class_name, dtype_names, is_paged, local_bytes, optimizer_state_tensors
 
+SPLIT_DIMENSIONS = ("tp", "ep", "efsdp")
+"""Mesh dimensions that divide layers or experts."""
+
+
+def is_shard(placement: Any) -> bool:
+    """Return True for a placement that divides a tensor; torch does not count its own `_StridedShard`."""
+    return type(placement).__name__ in ("Shard", "_StridedShard")
+
 
 def is_fsdp2(module: Any) -> bool:
     """Return True if `fully_shard` manages this module."""
@@ -84,18 +92,29 @@ def _parameter_groups(model: Any) -> list[Any]:
 
 def _sharding(groups: list[Any], parameters: list[Any]) -> str:
     """Embedding, final norm and root stay gathered by design, so one group that reshards is enough evidence."""
-    placements = {type(placement).__name__ for p in parameters for placement in getattr(p, "placements", ())}
-    if not placements & {"Shard", "_StridedShard"}:
+    divided = [pair for parameter in parameters for pair in _data_parallel(parameter)]
+    alone = all(size == 1 for _, size in divided)
+    if not any(is_shard(placement) and (size > 1 or alone) for placement, size in divided):
         return "replicate"
-    if "Replicate" in placements:
+    if any(not is_shard(placement) and size > 1 for placement, size in divided):
         return "hybrid_shard"
     return "full_shard" if any(g.post_forward_mesh_info is not None for g in groups) else "shard_grad_op"
 
 
 def _shard_size(parameters: list[Any]) -> int | None:
     for parameter in parameters:
-        placements = getattr(parameter, "placements", ())
-        if any(placement.is_shard() for placement in placements):
-            sizes = zip(placements, parameter.device_mesh.shape, strict=True)
-            return math.prod(int(size) for placement, size in sizes if placement.is_shard())
+        shards = [size for placement, size in _data_parallel(parameter) if is_shard(placement)]
+        if shards:
+            return math.prod(shards)
     return None
+
+
+def _data_parallel(parameter: Any) -> list[tuple[Any, int]]:
+    """The placement of a parameter on each dimension of its mesh that is data parallel, and that dimension's size."""
+    placements = getattr(parameter, "placements", ())
+    if not placements:
+        return []
+    mesh = parameter.device_mesh
+    names = mesh.mesh_dim_names or ("dp_shard",) * len(placements)
+    sizes = zip(names, placements, map(int, mesh.shape), strict=True)
+    return [(placement, size) for name, placement, size in sizes if name not in SPLIT_DIMENSIONS]

@@ -9,6 +9,7 @@ import torch
 from toolkit.train.attest.activation_checkpointing import uses_activation_checkpointing
 from toolkit.train.attest.read_deepspeed import deepspeed_gradients, read_deepspeed, zero3_parameters
 from toolkit.train.attest.read_fsdp2 import fsdp2_reduce_dtype, is_fsdp2, read_fsdp2
+from toolkit.train.attest.read_layout import first_rows_sha256, read_layout
 from toolkit.train.attest.readings import EngineReading, GradientReading, RankReading, Values
 from toolkit.train.attest.tensors import (
     class_name,
@@ -49,6 +50,8 @@ def read_rank(trainer: Any, gradients: GradientReading, *, recompute_detected: b
         "activation_checkpointing": uses_activation_checkpointing(plain, recompute_detected),
         "seed": torch.initial_seed(),
         **read_methods(trainer, plain),
+        **read_layout(trainer, plain),
+        "first_rows_sha256": first_rows_sha256(trainer.first_batches),
         "attn_implementation": getattr(plain.config, "_attn_implementation", None),
     }
     return cast("RankReading", reading)

@@ -112,6 +112,12 @@ class RankReading(EngineReading, GradientReading, AccumulationReading, PackingRe
     """The part of `parameter_bytes` that decodes them: whole on every rank."""
     quantized_storage_dtype: str | None
     """Dtype as which packed 4-bit weights are stored, and sharded."""
+    layout: dict[str, int] | None
+    """Degrees of parallelism from the live meshes and process groups; None for data parallelism alone."""
+    batch_group: list[int] | None
+    """The ranks that train on the same rows as this one; None for data parallelism alone."""
+    first_rows_sha256: str
+    """The batches of the first optimizer step that this rank trains on."""
     initial_weights_sha256: str | None
     clipped: bool | None
     """True if the first step's gradient norm was above the clipping threshold; None if the norm is unknown."""

@@ -103,12 +103,15 @@ def manifest_facts(trainer: Any, reading: RankReading, *, preset: str | None) ->
 
     `reading` is what this rank read back after its first step.
     """
-    training, values = trainer.args, dict(reading)
+    training, values, arguments = trainer.args, dict(reading), trainer.run.arguments
     plain = trainer.accelerator.unwrap_model(trainer.model_wrapped, keep_torch_compile=False)
     return {
         "step": trainer.state.global_step,
         "preset": preset,
         **{name: values[name] for name in ("engine", "sharding", "world_size", "compute_dtype")},
+        "layout": None if arguments.layout is None else arguments.layout.degrees(),
+        "data_parallel_size": arguments.data_parallel_size,
+        "sharded_at_load": trainer.is_distributed_loading_by_transformers,
         **{name: values[name] for name in ("num_params", "num_trainable_params")},
         "adapter": hasattr(plain, "peft_config"),
         "model_name_or_path": plain.config._name_or_path,
@@ -117,7 +120,7 @@ def manifest_facts(trainer: Any, reading: RankReading, *, preset: str | None) ->
         "optim": str(getattr(training.optim, "value", training.optim)),
         "seed": training.seed,
         "streaming_buffer_size": getattr(trainer.train_dataset, "buffer_size", 0),
-        "dataset_weights": trainer.run.arguments.data.dataset_weights or [],
+        "dataset_weights": arguments.data.dataset_weights or [],
         "fingerprint": fingerprint(trainer, reading),
     }
 

@@ -34,14 +34,19 @@ def find_checkpoint(arguments: Arguments, launch: LaunchContext) -> Checkpoint |
     if checkpoint is None:
         return None
     if launch.preset is not None:
-        engine, sharding = launch.preset.engine, launch.preset.sharding
-        check_same_layout(checkpoint, engine=engine, sharding=sharding, world_size=training.world_size)
+        check_same_layout(
+            checkpoint,
+            **{name: getattr(launch.preset, name) for name in ("engine", "sharding", "sharded_at_load")},
+            world_size=training.world_size,
+            layout=arguments.layout,
+        )
     check_resume_settings(
         checkpoint,
         **{name: getattr(training, name) for name in MUST_STAY},
         optim=str(getattr(training.optim, "value", training.optim)),
         streaming_buffer_size=streaming_buffer_size(asdict(arguments.data)),
         dataset_weights=arguments.data.dataset_weights or [],
+        data_parallel_size=arguments.data_parallel_size,
     )
     if training.process_index == 0:
         print(f"resume: from {checkpoint.path}, after step {checkpoint.step}", flush=True)

@@ -37,7 +37,9 @@ class Collator:
     `tokenizer.pad` would need a pad token, and would follow the tokenizer's padding side.
     """
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, tokenizer: Any, *, pieces: int = 1) -> None:
+        self.pieces = pieces
+        """Rows are padded to a multiple of so many tokens: ranks divide each row, and need its positions."""
         pad, end = (getattr(tokenizer, name, None) for name in ("pad_token_id", "eos_token_id"))
         self.pad_id: int = next((token for token in (pad, end) if token is not None), 0)  # masked, so any id works
         self.adds_positions = False
@@ -45,11 +47,14 @@ class Collator:
 
     def __call__(self, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
         lengths = [len(row["input_ids"]) for row in rows]
-        input_ids = _padded([row["input_ids"] for row in rows], self.pad_id)
-        labels = _padded([row["labels"] for row in rows], IGNORED)
-        attention_mask = _padded([[1] * length for length in lengths], 0)
+        input_ids = _padded([row["input_ids"] for row in rows], self.pad_id, multiple=self.pieces)
+        labels = _padded([row["labels"] for row in rows], IGNORED, multiple=self.pieces)
+        attention_mask = _padded([[1] * length for length in lengths], 0, multiple=self.pieces)
         facts = _batch_facts(input_ids, labels, rows)
         batch = {"input_ids": input_ids, "attention_mask": attention_mask, "labels": labels, BATCH_FACTS: facts}
+        if self.pieces > 1:  # rows are padded on the right, so causal attention needs no mask
+            positions = torch.arange(input_ids.shape[1]).expand(input_ids.shape)
+            batch = batch | {"position_ids": positions.contiguous()}
         return self._with_positions(batch)
 
     def _with_positions(self, batch: dict[str, Any]) -> dict[str, Any]:
@@ -119,8 +124,9 @@ def _positions(documents: Sequence[int], width: int) -> list[int]:
     return list(chain.from_iterable(map(range, [*documents, padding])))
 
 
-def _padded(rows: Sequence[Sequence[int]], fill: int) -> torch.Tensor:
-    padded = torch.full((len(rows), max(map(len, rows))), fill, dtype=torch.int64)
+def _padded(rows: Sequence[Sequence[int]], fill: int, *, multiple: int = 1) -> torch.Tensor:
+    width = -(-max(map(len, rows)) // multiple) * multiple
+    padded = torch.full((len(rows), width), fill, dtype=torch.int64)
     for index, row in enumerate(rows):
         padded[index, : len(row)] = torch.as_tensor(row, dtype=torch.int64)
     return padded

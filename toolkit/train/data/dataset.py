@@ -16,6 +16,8 @@ import datasets
 from toolkit.data import DataSource, resolve_sources
 from toolkit.data.mixture import fractions, numbered, repeated_rows, rows_per_epoch
 from toolkit.errors import ToolkitError
+from toolkit.parallel.layout import ParallelLayout
+from toolkit.parallel.ring_attention import pieces
 from toolkit.run.dataset_checks import check_val_size
 from toolkit.run.folder import RunFolder
 from toolkit.run.script_arguments import DataArguments
@@ -202,7 +204,7 @@ def _with_evaluation(data: Data, tokenized: Tokenized, arguments: DataArguments,
     longest_first = sorted(range(len(lengths)), key=lambda row: -lengths[row])
     by_length = replace(tokenized, dataset=tokenized.dataset.select(longest_first))
     rows, stats = _pack(by_length, arguments)
-    multiple = training.eval_batch_size * training.world_size
+    multiple = training.eval_batch_size * training.world_size  # of every layout's number of different batches
     return replace(data, evaluation=EvaluationRows(rows, multiple=multiple), evaluation_stats=stats)
 
 
@@ -243,8 +245,8 @@ def _check_packs_fill_a_step(data: Data, training: Any) -> None:
         )
 
 
-def make_collator(tokenizer: Any, model: Any, *, packing: bool) -> Collator:
+def make_collator(tokenizer: Any, model: Any, *, packing: bool, layout: ParallelLayout | None = None) -> Collator:
     """Return the collator for rows, or for packs in the shape that the model's attention takes."""
     if not packing:
-        return Collator(tokenizer)
+        return Collator(tokenizer, pieces=1 if layout is None else pieces(layout))
     return PackCollator(tokenizer, one_row=packs_into_one_row(model))

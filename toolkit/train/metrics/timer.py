@@ -65,8 +65,11 @@ class StepTimer(TrainerCallback):  # type: ignore[misc]
         resumed_step: int = 0,
         begin_training: Callable[[], None] | None = None,
         compiles: bool = False,
+        counts_tokens: bool = True,
     ) -> None:
         self.path, self.rank, self.progress = path, rank, progress
+        self.counts_tokens = counts_tokens
+        """False on a rank that trains on the rows of another one: their tokens are counted there."""
         self.untimed_steps, self.resumed_step = untimed_steps, resumed_step
         self.max_steps = 0
         self.timed_seconds: list[float] = []
@@ -208,9 +211,10 @@ class StepTimer(TrainerCallback):  # type: ignore[misc]
             "seconds": self._seconds(step.start, step.end),
             "own_seconds": self._own_seconds(step),
             "cpu_seconds": step.cpu_seconds,
-            "tokens": sum(facts.tokens for facts in step.batches),
-            "non_padding_tokens": sum(facts.non_padding_tokens for facts in step.batches),
-            "supervised_tokens": sum(facts.supervised_tokens for facts in step.batches),
+            **{
+                name: sum(getattr(facts, name) for facts in step.batches if self.counts_tokens)
+                for name in ("tokens", "non_padding_tokens", "supervised_tokens")
+            },
             "loss": math.fsum(loss.item() for loss in step.losses),
             **grad_norm_facts(step.grad_norm),
             "batch_sha256": "+".join(facts.sha256[:16] for facts in step.batches),

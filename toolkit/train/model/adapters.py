@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
@@ -39,6 +40,13 @@ def with_lora(model: Any, arguments: ModelArguments) -> Any:
         raise ToolkitError(
             f"LoRA{given}: {' '.join(str(error).split())}", hint="see `--lora_target_modules` and `--lora_config`"
         ) from None
+
+
+def saved_lora(model: Any, checkpoint: Path) -> Any:
+    """Return the model with the trainable adapters of a checkpoint."""
+    from peft import PeftModel
+
+    return PeftModel.from_pretrained(model, str(checkpoint), is_trainable=True)
 
 
 def trains_base_weights(arguments: ModelArguments) -> bool:

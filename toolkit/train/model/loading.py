@@ -6,7 +6,9 @@ The checkpoint's own dtype does not matter (docs/concepts/numerics.md).
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,10 +20,12 @@ from toolkit.errors import ToolkitError
 from toolkit.models.adapter_inputs import share_inputs
 from toolkit.models.attention import AUTO, packed_attention, read_model_attention
 from toolkit.models.nf4 import quantization_config
+from toolkit.parallel.layout import ParallelLayout
+from toolkit.parallel.sharded_at_load import distributed_config
 from toolkit.presets.support import Method, check_supported
 from toolkit.run.script_arguments import ModelArguments
 from toolkit.train.model import four_bit, varlen_attention
-from toolkit.train.model.adapters import trains_base_weights, with_lora
+from toolkit.train.model.adapters import saved_lora, trains_base_weights, with_lora
 from toolkit.train.model.freezing import freeze
 
 varlen_attention.register()
@@ -63,8 +67,17 @@ def choose_attention(
     return packed_attention(model, capability=capability, half_precision=compute_dtype != torch.float32)
 
 
-def load_model(arguments: ModelArguments, *, compute_dtype: torch.dtype) -> Any:
+def load_model(
+    arguments: ModelArguments,
+    *,
+    compute_dtype: torch.dtype,
+    layout: ParallelLayout | None = None,
+    checkpoint: Path | None = None,
+) -> Any:
     """Return the model, with LoRA adapters or frozen parameters if the arguments say so.
+
+    With a `layout`, transformers shards the model while it loads it, and the weights of a `checkpoint` are loaded here,
+    too: the Trainer loads them into every other model.
 
     A bf16 checkpoint would otherwise load as bf16, and a Trainer without a sharding engine would then keep bf16
     optimizer states and no fp32 master weights.
@@ -75,11 +88,17 @@ def load_model(arguments: ModelArguments, *, compute_dtype: torch.dtype) -> Any:
     if arguments.load_in_4bit:
         extra["quantization_config"] = quantization_config(compute_dtype)
     dtype = loaded_dtype(arguments, compute_dtype)
-    load = partial(from_pretrained, AutoModelForCausalLM, arguments, dtype=dtype, **extra)
+    if layout is not None:
+        extra["distributed_config"] = distributed_config(layout, half=compute_dtype == torch.bfloat16)
+    resumed = checkpoint if layout is not None else None
+    source = arguments
+    if resumed is not None and arguments.lora_r is None:
+        source = replace(arguments, model_name_or_path=str(resumed), revision="main")
+    load = partial(from_pretrained, AutoModelForCausalLM, source, dtype=dtype, **extra)
     model = four_bit.load_for_shards(load) if arguments.load_in_4bit and four_bit.is_sharded() else load()
     if arguments.load_in_4bit:
         four_bit.keep_packing(model)
-    return prepare_model(model, arguments, compute_dtype=compute_dtype)
+    return prepare_model(model, arguments, compute_dtype=compute_dtype, adapter=resumed)
 
 
 def loaded_dtype(arguments: ModelArguments, compute_dtype: torch.dtype) -> torch.dtype:
@@ -88,11 +107,16 @@ def loaded_dtype(arguments: ModelArguments, compute_dtype: torch.dtype) -> torch
     return compute_dtype if trains_only_adapters else torch.float32
 
 
-def prepare_model(model: Any, arguments: ModelArguments, *, compute_dtype: torch.dtype) -> Any:
-    """Add LoRA adapters to a loaded model, or freeze parts of it; then give every weight its dtype."""
+def prepare_model(
+    model: Any, arguments: ModelArguments, *, compute_dtype: torch.dtype, adapter: Path | None = None
+) -> Any:
+    """Add LoRA adapters to a loaded model, or freeze parts of it; then give every weight its dtype.
+
+    `adapter` is a checkpoint to read the adapters from.
+    """
     model.config.use_cache = False
     if arguments.lora_r is not None:
-        model = with_lora(model, arguments)
+        model = with_lora(model, arguments) if adapter is None else saved_lora(model, adapter)
         if compute_dtype != torch.float32:
             share_inputs(model)
     else:
@@ -113,8 +137,9 @@ def cast_weights(model: Any, compute_dtype: torch.dtype) -> None:
     if is_deepspeed_zero3_enabled():
         return
     for parameter in model.parameters():
-        if parameter.is_floating_point() and not hasattr(parameter, "quant_state"):
-            parameter.data = parameter.data.to(torch.float32 if parameter.requires_grad else compute_dtype)
+        dtype = torch.float32 if parameter.requires_grad else compute_dtype
+        if parameter.is_floating_point() and parameter.dtype != dtype and not hasattr(parameter, "quant_state"):
+            parameter.data = parameter.data.to(dtype)
 
 
 def model_without_weights(arguments: ModelArguments) -> Any:

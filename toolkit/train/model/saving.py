@@ -30,14 +30,19 @@ def save_final_model(trainer: Any, tokenizer: Any, folder: Path) -> None:
     """
     fingerprint = trainer.fingerprint()
     started = time.monotonic()
-    state = full_state_dict(trainer)
-    if not trainer.accelerator.is_main_process:
-        return
-    temporary = folder / ".saving"
-    shutil.rmtree(temporary, ignore_errors=True)
+    temporary, writes = folder / ".saving", trainer.accelerator.is_main_process
     plain = trainer.accelerator.unwrap_model(trainer.model_wrapped, keep_torch_compile=False)
     plain.config.use_cache = True  # off during training only
-    _write_weights(plain, state, temporary)
+    if writes:
+        shutil.rmtree(temporary, ignore_errors=True)
+    if trainer.is_distributed_loading_by_transformers:
+        plain.save_pretrained(temporary, is_main_process=writes)  # gathers what it sharded
+    else:
+        state = full_state_dict(trainer)
+        if writes:
+            _write_weights(plain, state, temporary)
+    if not writes:
+        return
     tokenizer.save_pretrained(temporary)
     (temporary / "README.md").unlink(missing_ok=True)  # peft's empty model card, with local paths
     (folder / FINGERPRINT).unlink(missing_ok=True)  # belongs to the replaced weights

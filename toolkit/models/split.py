@@ -1,0 +1,81 @@
+"""How far a model can be split over ranks: its plans in transformers, its heads and its experts.
+
+>>> read_split({"model_type": "llama", "num_attention_heads": 32, "num_key_value_heads": 8}).why_not("tp", 16)
+'16 does not divide its 8 key-value heads'
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from toolkit.versions import model_plans, model_types
+
+EXPERT_FIELDS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+# What each dimension divides; ring attention divides the sequence alone.
+DIVIDED = {
+    "tp": ("num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size"),
+    "sp": ("num_attention_heads",),
+    "ep": ("num_experts",),
+    "cp": (),
+}
+WORDS = {
+    "num_attention_heads": "attention heads",
+    "num_key_value_heads": "key-value heads",
+    "intermediate_size": "rows of its MLP",
+    "vocab_size": "rows of its vocabulary",
+    "num_experts": "experts",
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelSplit:
+    """What of a model can be divided, from its `config.json` and its architecture in transformers."""
+
+    model_type: str
+    plans: Mapping[str, Mapping[str, str]]
+    """`tp` and `ep`, where transformers has a plan for the architecture."""
+    sizes: Mapping[str, int]
+    """Heads, experts and widths that are divided; a field that the model does not have is left out."""
+
+    def why_not(self, dimension: str, degree: int) -> str | None:
+        """Return why a dimension of parallelism cannot have a degree, or None where it can."""
+        if dimension in ("tp", "ep") and dimension not in self.plans:
+            if dimension == "ep" and "num_experts" not in self.sizes:
+                return f"{self.model_type} has no experts"
+            return f"transformers has no plan for {self.model_type}"
+        for name in DIVIDED[dimension]:
+            size = self.sizes.get(name)
+            if size is not None and size % degree:
+                return f"{degree} does not divide its {size:,} {WORDS[name]}"
+        heads = self.sizes.get("num_key_value_heads", 0)
+        if dimension == "sp" and heads and heads % degree and degree % heads:
+            return f"{degree} neither divides its {heads} key-value heads nor is a multiple of them"
+        return None
+
+    def nearest(self, dimension: str, degree: int) -> int | None:
+        """Return the largest degree of 2 or more, below the given one, that works; None if there is none."""
+        return next((each for each in range(degree - 1, 1, -1) if self.why_not(dimension, each) is None), None)
+
+
+def read_split(config: Mapping[str, Any]) -> ModelSplit:
+    """Return what of the model of a `config.json` can be divided."""
+    text = config.get("text_config")
+    fields = text if isinstance(text, Mapping) and "num_attention_heads" not in config else config
+    model_type = str(fields.get("model_type"))
+    heads, experts = fields.get("num_attention_heads"), next(filter(None, map(fields.get, EXPERT_FIELDS)), None)
+    sizes = {
+        "num_attention_heads": heads,
+        "num_key_value_heads": fields.get("num_key_value_heads") or heads,
+        "intermediate_size": fields.get("intermediate_size"),
+        "vocab_size": fields.get("vocab_size"),
+        "num_experts": experts,
+    }
+    known = {name: int(size) for name, size in sizes.items() if isinstance(size, int) and size > 0}
+    return ModelSplit(model_type=model_type, plans=model_plans(model_type), sizes=known)
+
+
+def types_with_plan(dimension: str) -> tuple[str, ...]:
+    """Return the architectures that transformers has a plan of a dimension for (`tp` or `ep`), sorted."""
+    return tuple(sorted(name for name in model_types() if dimension in model_plans(name)))

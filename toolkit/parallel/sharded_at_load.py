@@ -1,0 +1,160 @@
+"""Models that transformers shards while it loads them (`DistributedConfig`): tensor and expert parallelism, with FSDP2.
+
+    apply_fixes()
+    model = AutoModelForCausalLM.from_pretrained(name, distributed_config=distributed_config(layout, half=True))
+
+transformers 5.23, accelerate 1.15 and peft 0.21 are wrong in four places, each put right by a function here.
+docs/concepts/parallelism.md shows the figures without them.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from toolkit.parallel.layout import ParallelLayout
+from toolkit.parallel.patches import patched_once
+
+
+def distributed_config(layout: ParallelLayout, *, half: bool) -> Any:
+    """Return transformers' `DistributedConfig` of a layout. With `half`, FSDP2 gathers bf16 and reduces fp32."""
+    from transformers.distributed import DistributedConfig
+
+    return DistributedConfig(
+        tp_size=layout.tp,
+        fsdp_size=layout.dp_shard,
+        dp_replicate_size=layout.dp_replicate,
+        ep_size=layout.ep,
+        fsdp_mixed_precision=half,
+    )
+
+
+def apply_fixes(*, on_cpu: bool) -> None:
+    """Put the libraries right in this process, before the model is loaded."""
+    _reduce_replicated_gradients_once()
+    _size_adapters_globally()
+    _average_split_adapters()
+    if on_cpu:
+        _allow_cpu_ranks()
+
+
+def plain_model(model: Any) -> Any:
+    """Return the model of transformers inside peft's."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+@patched_once
+def _reduce_replicated_gradients_once() -> None:
+    """All-reduce each micro-batch's own gradient of a parameter that tensor parallelism replicates.
+
+    transformers' `replicated_with_grad_allreduce` (the query and key norms of Qwen3) reduces `param.grad` after every
+    micro-batch: with gradient accumulation, earlier micro-batches are summed over the ranks again and again.
+    """
+    import torch
+    import torch.distributed as dist
+    from transformers.distributed import tensor_parallel
+
+    def install_forward(self: Any, module: Any, mesh: Any) -> Any:
+        del self
+        original = module.forward
+        hooked: dict[str, Any] = {}
+
+        def reduced(gradient: torch.Tensor) -> torch.Tensor:
+            gradient = gradient.contiguous().clone()
+            dist.all_reduce(gradient, group=mesh.get_group())
+            return gradient
+
+        @functools.wraps(original)
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            if torch.is_grad_enabled():
+                for name, parameter in module.named_parameters(recurse=False):  # FSDP2 makes new ones
+                    if parameter.requires_grad and hooked.get(name) is not parameter:
+                        parameter.register_hook(reduced)
+                        hooked[name] = parameter
+            return original(*args, **kwargs)
+
+        module.forward = forward
+        return module
+
+    tensor_parallel.ReplicatedWithGradAllReduce.install_forward = install_forward
+
+
+@patched_once
+def _size_adapters_globally() -> None:
+    """Give adapters the sizes of the whole layer: peft reads the local shard, transformers then shards them again."""
+    import torch
+    from peft.tuners import tuners_utils
+    from peft.tuners.lora import layer
+
+    original = tuners_utils._get_in_out_features
+
+    def sizes(module: Any) -> Any:
+        return (module.in_features, module.out_features) if isinstance(module, torch.nn.Linear) else original(module)
+
+    tuners_utils._get_in_out_features = layer._get_in_out_features = sizes
+
+
+@patched_once
+def _average_split_adapters() -> None:
+    """Average the adapters that tensor parallelism splits over data parallelism too.
+
+    The Trainer averages plain adapters over all ranks and leaves DTensors alone, as if FSDP2 reduced them; but adapters
+    are attached after `fully_shard`, so each data-parallel rank would train a copy of its own.
+    """
+    from transformers import Trainer
+
+    original = Trainer._sync_replicated_trainable_parameters
+
+    @functools.wraps(original)
+    def sync(self: Any, model: Any) -> Any:
+        result = original(self, model)
+        _average_over_data_parallelism(self, model)
+        return result
+
+    Trainer._sync_replicated_trainable_parameters = sync
+
+
+def _average_over_data_parallelism(trainer: Any, model: Any) -> None:
+    import torch
+    import torch.distributed as dist
+    from torch.distributed.tensor import DTensor
+
+    plain = plain_model(trainer.model)
+    config = getattr(plain.config, "distributed_config", None)
+    if config is None or config.dp_size == 1:
+        return
+    mesh = plain._mesh_manager.get_mesh(("dp_replicate", "fsdp"))
+    groups = [mesh.get_group(name) for name in mesh.mesh_dim_names if mesh[name].size() > 1]
+
+    def average(parameter: Any) -> None:
+        if trainer.accelerator.sync_gradients:
+            for group in groups:
+                local = parameter.grad.to_local()
+                dist.all_reduce(local, group=group)
+                local.div_(dist.get_world_size(group))
+
+    for parameter in model.parameters():
+        over = set((getattr(parameter, "device_mesh", None) and parameter.device_mesh.mesh_dim_names) or ())
+        split = isinstance(parameter.data, DTensor) and not over & {"fsdp", "dp_replicate", "efsdp"}
+        if not parameter.requires_grad or not split or hasattr(parameter, "_averaged"):
+            continue
+        with torch.no_grad():
+            for group in groups:
+                dist.broadcast(parameter.data.to_local(), src=dist.get_global_rank(group, 0), group=group)
+        parameter.register_post_accumulate_grad_hook(average)
+        parameter._averaged = True
+
+
+@patched_once
+def _allow_cpu_ranks() -> None:
+    """accelerate's `ParallelismConfig` refuses CPU ranks, only because `multi_device` does not list them."""
+    from accelerate import Accelerator
+    from accelerate.utils import DistributedType
+
+    original = Accelerator.multi_device.fget
+
+    def multi_device(self: Any) -> bool:
+        on_cpu = self.use_distributed and self.distributed_type == DistributedType.MULTI_CPU
+        return bool(original(self) or on_cpu)
+
+    Accelerator.multi_device = property(multi_device)
