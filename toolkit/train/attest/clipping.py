@@ -88,7 +88,7 @@ class NormReader:
         self.reading["optimizer_norm"] = math.hypot(self.reading["optimizer_norm"] or 0.0, norm)
 
     def _copies(self, gradient: Any) -> int:
-        """Ranks that hold the same part of a gradient where layers are split; `gradient_replicas` counts other copies."""
+        """Ranks that hold the same part of a gradient, where layers are split."""
         if self.trainer.run.layout_at_load is None:
             return 1
         placements = getattr(gradient, "placements", ())
