@@ -33,7 +33,7 @@ from toolkit.train.attest.optimizer import (
     updated_tensors,
 )
 from toolkit.train.attest.read_deepspeed import call_at_gradient_peak
-from toolkit.train.attest.read_layout import largest_part, layout_differences, split_shapes
+from toolkit.train.attest.read_layout import largest_part, layout_differences, replicated_gradient, split_shapes
 from toolkit.train.attest.read_rank import read_gradients, read_rank
 from toolkit.train.attest.readings import (
     ByteReading,
@@ -83,6 +83,7 @@ class Attestation(TrainerCallback):  # type: ignore[misc]
         self.initial_weights: str | None = None
         self.gradients: GradientReading | None = None
         self.accumulated: AccumulatedGradients | None = None
+        self.replicated: list[float] | None = None
         self.packing: PackingReading = {"packing": None}
         self.norms, self.recompute = NormReader(), RecomputeDetector()
 
@@ -126,6 +127,7 @@ class Attestation(TrainerCallback):  # type: ignore[misc]
         self._add_accumulated(reading)
         reading.update(self.packing)  # type: ignore[typeddict-item]
         reading["initial_weights_sha256"] = self.initial_weights
+        reading["replicated_gradient"] = self.replicated
         self.reading = reading
         self.verify(reading)
         self.progress.enter("train")
@@ -146,6 +148,8 @@ class Attestation(TrainerCallback):  # type: ignore[misc]
         # Bytes are checked only if the engine is right: one cause would be reported many times otherwise.
         found = found or byte_differences(ranks)
         clipped = was_clipped(norms, threshold)
+        for reading in ranks:  # its last digits may differ from run to run
+            reading.pop("replicated_gradient", None)
         ranks = [{**reading, "clipped": clipped} for reading in ranks]
         preset = self.launch.preset
         if self.trainer.args.process_index == 0:
@@ -209,6 +213,7 @@ class Attestation(TrainerCallback):  # type: ignore[misc]
 
     def _read_gradients(self) -> None:
         self.gradients = read_gradients(self.trainer)
+        self.replicated = replicated_gradient(self.trainer.model_wrapped, self.trainer.run.layout_at_load)
 
 
 def expected_bytes(

@@ -15,9 +15,13 @@ import torch.distributed as dist
 
 from toolkit.parallel.layout import DIMENSIONS, ParallelLayout
 from toolkit.parallel.sharded_at_load import plain_model
+from toolkit.train.attest.read_fsdp2 import SPLIT_DIMENSIONS, is_shard
 from toolkit.train.attest.readings import Difference, Values
+from toolkit.train.attest.tensors import local
 
 DIMENSION_OF_MESH = {"fsdp": "dp_shard", "efsdp": "expert_shard"}
+# Of the norm: the copies are sums of the same numbers, in an order that a GPU may change.
+REPLICA_TOLERANCE = 1e-3
 # Styles of transformers' plans that split a parameter; the others replicate it.
 SPLIT_STYLES = ("colwise", "rowwise", "embedding_rowwise", "embedding_colwise", "packed_colwise", "packed_rowwise")
 
@@ -63,13 +67,42 @@ def _ranks(mesh: Any) -> list[int]:
     return [int(rank) for rank in dist.get_process_group_ranks(mesh.get_group())]
 
 
+def replicated_gradient(model: Any, layout: ParallelLayout | None) -> list[float] | None:
+    """Return norm and alternating sum of the gradients that tensor parallelism does not divide, before the first step.
+
+    They must be equal on the ranks that split the layers, since each of them steps with its own copy. None where no
+    layer is split.
+    """
+    if layout is None or layout.tp == 1:
+        return None
+    norm, alternating = 0.0, 0.0
+    for parameter in model.parameters():
+        if parameter.grad is None or _divides_layers(parameter.grad):
+            continue
+        held = local(parameter.grad).float().flatten()
+        norm = math.hypot(norm, float(held.norm()))
+        alternating += float(held[::2].sum() - held[1::2].sum())
+    return [norm, alternating]
+
+
+def _divides_layers(tensor: Any) -> bool:
+    placements = getattr(tensor, "placements", ())
+    names = tensor.device_mesh.mesh_dim_names if placements else ()
+    return any(
+        name in SPLIT_DIMENSIONS and is_shard(placement) for name, placement in zip(names, placements, strict=True)
+    )
+
+
 def first_rows_sha256(batches: Sequence[str]) -> str:
     """Return one digest of the batches of a rank's first optimizer step, in their order."""
     return hashlib.sha256("+".join(batches).encode()).hexdigest()
 
 
 def layout_differences(ranks: Sequence[Mapping[str, Any]], expected: ParallelLayout | None) -> list[Difference]:
-    """Return ranks whose group is not the expected one, or whose rows are not its group's, and its group's alone."""
+    """Return ranks whose group, rows or replicated gradients are not those that the layout gives them.
+
+    The rows are those of the rank's group, and of no other group.
+    """
     if expected is None:
         return []
     found, owner_of = [], dict[str, int]()
@@ -80,6 +113,7 @@ def layout_differences(ranks: Sequence[Mapping[str, Any]], expected: ParallelLay
         group = list(range(first, first + size))
         if reading["batch_group"] != group:
             found.append(Difference(name="batch_group", rank=rank, expected=group, found=reading["batch_group"]))
+        found += _gradient_difference(reading, ranks[first])
         theirs = ranks[first]["first_rows_sha256"]
         if rows != theirs:
             name = f"first_rows_sha256 (equal to rank {first}'s)"
@@ -88,6 +122,16 @@ def layout_differences(ranks: Sequence[Mapping[str, Any]], expected: ParallelLay
             name = f"first_rows_sha256 (other than rank {owner_of[rows]}'s)"
             found.append(Difference(name=name, rank=rank, expected="rows of its own", found=rows))
     return found
+
+
+def _gradient_difference(reading: Mapping[str, Any], first: Mapping[str, Any]) -> list[Difference]:
+    own, theirs = reading.get("replicated_gradient"), first.get("replicated_gradient")
+    if own is None or theirs is None:
+        return []
+    if max(abs(mine - other) for mine, other in zip(own, theirs, strict=True)) <= REPLICA_TOLERANCE * theirs[0]:
+        return []
+    name = f"replicated_gradient (equal to rank {first['rank']}'s)"
+    return [Difference(name=name, rank=reading["rank"], expected=theirs, found=own)]
 
 
 def split_shapes(
