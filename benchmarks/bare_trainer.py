@@ -10,6 +10,7 @@ already tokenised.
 import argparse
 import json
 import os
+import sys
 import time
 from pathlib import Path
 
@@ -104,8 +105,9 @@ def main():
     rows = [row | {"loss": loss.item()} for row, loss in zip(clock.rows, trainer.losses, strict=True)]
     given.output.mkdir(parents=True, exist_ok=True)
     (given.output / f"rank{training.process_index}.json").write_text(json.dumps(rows))
-    if torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()
+    # gloo's threads can wait for each other for ever when the interpreter ends, or when the process group does.
+    sys.stdout.flush()
+    os._exit(0)
 
 
 if __name__ == "__main__":
