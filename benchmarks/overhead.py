@@ -27,6 +27,7 @@ from typing import Any
 
 from record import print_table, spread, write_result, write_table
 
+from toolkit.cache import path_with_ninja
 from toolkit.compare.significance import geometric_mean, mean_interval
 from toolkit.run.command import LaunchCommand
 from toolkit.run.environment import inherited_environment
@@ -292,7 +293,8 @@ def main() -> None:
     given = parser.parse_args()
     given.work.mkdir(parents=True, exist_ok=True)
     # Set before the fork server starts and before each cold start: the same threads for both sides.
-    os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
+    # And the same ninja: another version of it would compile DeepSpeed's ops again in every second run.
+    os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": "", "PATH": path_with_ninja()}
     if given.first_step:
         given.steps, given.untimed_steps = 1, 0
     name = "first_step" if given.first_step else "overhead"
