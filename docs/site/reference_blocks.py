@@ -31,14 +31,15 @@ def markdown_table(head: list[str], rows: list[list[str]]) -> str:
 
 def preset_table() -> str:
     """Return one row per preset: what it does and when to choose it."""
-    head = ["preset", "engine", "sharding", "offloads", "precision", "processes", "when to choose it"]
+    head = ["preset", "engine", "sharding", "degrees", "offloads", "precision", "processes", "when to choose it"]
     return markdown_table(head, [_preset_row(preset) for preset in list_presets()])
 
 
 def _preset_row(preset: Preset) -> list[str]:
     devices = {"optimizer": preset.offload_optimizer, "parameters": preset.offload_param}
     offloads = ", ".join(f"{what} to {device}" for what, device in devices.items() if device) or "–"
-    cells = [f"`{preset.name}`", f"`{preset.engine}`", f"`{preset.sharding}`", offloads]
+    degrees = ", ".join(f"`--{name}`" for name in preset.degrees) or "–"
+    cells = [f"`{preset.name}`", f"`{preset.engine}`", f"`{preset.sharding}`", degrees, offloads]
     return [*cells, preset.mixed_precision, preset.processes, preset.summary]
 
 

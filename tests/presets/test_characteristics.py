@@ -11,6 +11,9 @@ from tiny_model_bytes import BF16_BYTES, NORM_PARAMS, NUM_PARAMS
 from toolkit.presets import list_presets, load_preset, preset_names, read_preset
 from toolkit.presets.characteristics import PARTS, characteristics
 
+REDUCED = "all-reduces of activations in each layer"
+DISPATCHED = "all-to-alls of tokens, to their experts and back"
+
 
 def bytes_of(name: str, part: str, ranks: int) -> int:
     """The formula, worked out for the tiny Llama."""
@@ -46,6 +49,18 @@ def test_the_formulas_give_the_bytes_that_two_ranks_hold_in_bf16(name: str, part
             "0",
             "3 P, and 2 P/S between replicas, per accumulation step",
         ),
+        ("cp", "4/N + 4/N + 8/N", "0", "3 P per accumulation step; keys and values in a ring"),
+        ("ulysses", "2/N + 2/N + 12/N", "0", "2 to 3 P per accumulation step; all-to-alls of attention heads"),
+        ("tp", "4/T + 4/T + 8/T", "0", f"2 P/T between replicas per accumulation step; {REDUCED}"),
+        ("fsdp2_tp", "4/N + 4/N + 8/N", "0", f"3 P/T per accumulation step; {REDUCED}"),
+        ("hsdp_tp", "4/S + 4/S + 8/S", "0", f"3 P/T, and 2 P/S between replicas, per accumulation step; {REDUCED}"),
+        ("ep", "4/N + 4/N + 8/N", "0", f"3 P without experts, 3 P/E of experts, per accumulation step; {DISPATCHED}"),
+        (
+            "ep_tp",
+            "4/N + 4/N + 8/N",
+            "0",
+            f"3 P/T without experts, 3 P/E of experts, per accumulation step; {REDUCED}; {DISPATCHED}",
+        ),
     ],
 )
 def test_bytes_and_communication_of_each_preset(name: str, on_gpu: str, on_cpu: str, communication: str) -> None:
@@ -68,12 +83,14 @@ def test_qlora_is_listed_where_it_does_not_work() -> None:
         for name in preset_names()
         if any("QLoRA" in limit for limit in characteristics(load_preset(name)).not_with)
     }
-    assert warned == {"zero2_cpu_offload", "zero3_nvme_offload", "zeropp"}
+    split = {preset.name for preset in list_presets() if preset.parallel}
+    assert warned == {"zero2_cpu_offload", "zero3_nvme_offload", "zeropp"} | split
 
 
 def test_the_names_in_fsdp1() -> None:
     names = {name: characteristics(load_preset(name)).fsdp1_name for name in preset_names()}
     assert (names["ddp"], names["zero1"], names["zero2"]) == ("NO_SHARD", None, "SHARD_GRAD_OP")
+    assert {names[name] for name in ("cp", "ep", "ep_tp", "fsdp2_tp", "hsdp_tp", "tp", "ulysses")} == {None}
     assert (names["fsdp2"], names["zero3"], names["fsdp2_hybrid"]) == ("FULL_SHARD", "FULL_SHARD", "HYBRID_SHARD")
 
 
@@ -86,6 +103,28 @@ def test_what_a_preset_needs() -> None:
         "the launcher's `--parallelism_config_dp_shard_size` S = N/2"
         in characteristics(load_preset("fsdp2_hybrid")).needs
     )
+
+
+def test_a_preset_that_splits_layers_needs_degrees_and_a_plan() -> None:
+    assert characteristics(load_preset("ulysses")).needs == (
+        "2+, by 2 processes", "`--sp`, the number of GPUs that split each sequence", "deepspeed",
+    )  # fmt: skip
+    assert characteristics(load_preset("ep_tp")).needs == (
+        "4+, by 2 processes",
+        "`--tp`, the number of GPUs that split each layer",
+        "`--ep`, the number of GPUs with different experts",
+        "a model that transformers has a plan for (tp, ep)",
+    )
+    assert "`--dp_replicate`, if it is not 2: S = N/replicas" in characteristics(load_preset("hsdp_tp")).needs
+
+
+def test_what_does_not_work_with_a_split_model_is_listed() -> None:
+    def listed(name: str) -> set[str]:
+        return {line.split("`")[1] for line in characteristics(load_preset(name)).not_with if line.startswith("`")}
+
+    both = {"auto_find_batch_size", "streaming", "torch_compile", "use_liger_kernel"}
+    assert listed("fsdp2_tp") == both | {"save_only_model", "freeze"}
+    assert listed("ulysses") == both | {"packing"}
 
 
 def test_a_users_own_file_has_characteristics_too(tmp_path: Path) -> None:

@@ -27,25 +27,33 @@ JSONS = sorted((ROOT / "ds_configs").glob("*.json"))
 
 
 NAMES = [
-    *("ddp", "fsdp2", "fsdp2_cpu_offload", "fsdp2_grad_op", "fsdp2_hybrid", "single"),
+    *("cp", "ddp", "ep", "ep_tp", "fsdp2", "fsdp2_cpu_offload", "fsdp2_grad_op", "fsdp2_hybrid", "fsdp2_tp"),
+    *("hsdp_tp", "single", "tp", "ulysses"),
     *("zero1", "zero2", "zero2_cpu_offload", "zero3", "zero3_cpu_offload", "zero3_nvme_offload", "zeropp"),
 ]
 
 
 ROW_KEYS = (
-    "name engine sharding offload_optimizer offload_param mixed_precision min_world_size accelerate_config"
+    "name engine sharding parallel offload_optimizer offload_param mixed_precision min_world_size accelerate_config"
     " deepspeed_config summary contract"
 )
 
 
 # name: engine, sharding, offload of the optimizer, of the parameters, smallest world size, has a DeepSpeed JSON
 PROMISES: dict[str, tuple[str, str, str | None, str | None, int, bool]] = {
+    "cp": ("fsdp2", "full_shard", None, None, 2, False),
     "ddp": ("ddp", "replicate", None, None, 1, False),
+    "ep": ("fsdp2", "full_shard", None, None, 2, False),
+    "ep_tp": ("fsdp2", "full_shard", None, None, 4, False),
     "fsdp2": ("fsdp2", "full_shard", None, None, 2, False),
     "fsdp2_cpu_offload": ("fsdp2", "full_shard", "cpu", "cpu", 2, False),
     "fsdp2_grad_op": ("fsdp2", "shard_grad_op", None, None, 2, False),
     "fsdp2_hybrid": ("fsdp2", "hybrid_shard", None, None, 4, False),
+    "fsdp2_tp": ("fsdp2", "full_shard", None, None, 4, False),
+    "hsdp_tp": ("fsdp2", "hybrid_shard", None, None, 8, False),
     "single": ("none", "replicate", None, None, 1, False),
+    "tp": ("fsdp2", "replicate", None, None, 2, False),
+    "ulysses": ("deepspeed", "full_shard", None, None, 2, True),
     "zero1": ("deepspeed", "shard_optimizer", None, None, 1, True),
     "zero2": ("deepspeed", "shard_grad_op", None, None, 1, True),
     "zero2_cpu_offload": ("deepspeed", "shard_grad_op", "cpu", None, 1, True),
@@ -56,9 +64,25 @@ PROMISES: dict[str, tuple[str, str, str | None, str | None, int, bool]] = {
 }
 
 
+# Dimensions from the outermost to the innermost; the others divide their ranks for data parallelism alone.
+PARALLEL = {
+    "cp": ["dp_shard", "cp"],
+    "ep": ["dp_shard", "ep"],
+    "ep_tp": ["dp_shard", "tp", "ep"],
+    "fsdp2_tp": ["dp_shard", "tp"],
+    "hsdp_tp": ["dp_replicate", "dp_shard", "tp"],
+    "tp": ["dp_replicate", "tp"],
+    "ulysses": ["dp_shard", "sp"],
+}
+# accelerate starts the ranks only; transformers shards the model while it loads it.
+SHARDED_AT_LOAD = {"ep", "ep_tp", "fsdp2_tp", "hsdp_tp", "tp"}
+JSON_OF = {"ulysses": "zero3"}
+
+
 SHARDED_PARTS = {name: ("parameter", "gradient", "optimizer") for name in NAMES} | {
     "ddp": (),
     "single": (),
+    "tp": (),
     "zero1": ("optimizer",),
     "zero2": ("gradient", "optimizer"),
     "zero2_cpu_offload": ("gradient", "optimizer"),
@@ -103,20 +127,22 @@ def test_a_row_equals_what_the_files_specify(name: str) -> None:
         "name": name,
         "engine": engine,
         "sharding": sharding,
+        "parallel": PARALLEL.get(name, []),
         "offload_optimizer": optimizer,
         "offload_param": param,
         "mixed_precision": "bf16",
         "min_world_size": smallest,
         "accelerate_config": str(ROOT / "accelerate_configs" / f"{name}.yaml"),
-        "deepspeed_config": str(ROOT / "ds_configs" / f"{name}.json") if has_json else None,
+        "deepspeed_config": str(ROOT / "ds_configs" / f"{JSON_OF.get(name, name)}.json") if has_json else None,
         "summary": comment,
     }
     assert preset.sharded_parts == SHARDED_PARTS[name]
+    assert preset.sharded_at_load is (name in SHARDED_AT_LOAD)
 
 
 def test_every_json_belongs_to_a_preset_of_its_name() -> None:
     assert [path.stem for path in YAMLS] == NAMES
-    assert [path.stem for path in JSONS] == [name for name in NAMES if PROMISES[name][5]]
+    assert [path.stem for path in JSONS] == [name for name in NAMES if PROMISES[name][5] and name not in JSON_OF]
 
 
 @pytest.mark.parametrize("path", YAMLS, ids=lambda path: path.stem)
@@ -183,6 +209,13 @@ def test_an_fsdp2_variant_differs_only_in_what_its_name_says(name: str, changed:
         ("zero3", "1+", 1, 1, None),
         ("fsdp2", "2+", 1, 1, None),
         ("fsdp2_hybrid", "4+, by 2", 2, 2, 8),
+        ("cp", "2+, by 2", 2, 1, None),
+        ("tp", "2+, by 2", 2, 1, None),
+        ("ep", "2+, by 2", 2, 1, None),
+        ("ep_tp", "4+, by 2", 2, 1, None),
+        ("fsdp2_tp", "4+, by 2", 2, 1, None),
+        ("hsdp_tp", "8+, by 4", 4, 1, None),
+        ("ulysses", "2+, by 2", 2, 1, None),
         ("zeropp", "8+, by 8", 8, 1, None),
     ],
 )
@@ -246,7 +279,7 @@ def test_accelerate_itself_reads_the_yaml(name: str) -> None:
 
     config = load_config_from_file(str(ROOT / "accelerate_configs" / f"{name}.yaml"))
     kind = {"none": "NO", "ddp": "MULTI_GPU", "fsdp2": "FSDP", "deepspeed": "DEEPSPEED"}[PROMISES[name][0]]
-    assert config.distributed_type == kind
+    assert config.distributed_type == ("MULTI_GPU" if name in SHARDED_AT_LOAD else kind)
     # -1 is accelerate's word for: `--num_processes` must be given
     assert config.num_processes == (1 if name == "single" else -1)
 
@@ -260,7 +293,8 @@ def test_the_python_interface_gives_absolute_paths(name: str, tmp_path: Path, mo
         assert Path(config["deepspeed_config"]["deepspeed_config_file"]).is_file()
         assert deepspeed is not None
         assert deepspeed["zero_optimization"]["stage"] == {"zero1": 1, "zero2": 2, "zero2_cpu_offload": 2}.get(name, 3)
-        assert list(preset.texts()) == [f"accelerate_configs/{name}.yaml", f"ds_configs/{name}.json"]
+        json_path = f"ds_configs/{JSON_OF.get(name, name)}.json"
+        assert list(preset.texts()) == [f"accelerate_configs/{name}.yaml", json_path]
     else:
         assert deepspeed is None
         assert list(preset.texts()) == [f"accelerate_configs/{name}.yaml"]
@@ -370,6 +404,23 @@ def test_an_unknown_zero_stage_is_refused(tmp_path: Path) -> None:
         "stage is 4, expected 0, 1, 2 or 3"
         in refusal(deepspeed_pair(tmp_path, {"zero_optimization": {"stage": 4}})).message
     )
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("distributed_type: FSDP\nfsdp_config: {fsdp_version: 2, parallel: [cp, dp_shard]}",
+         "fsdp_config.parallel is ['cp', 'dp_shard'], expected names in this order: dp_replicate, dp_shard, cp, sp"),
+        ("distributed_type: MULTI_GPU\nfsdp_config: {parallel: [tp, tp]}", "expected names in this order"),
+        ("distributed_type: MULTI_GPU\nfsdp_config: {parallel: [dp_shard, cp]}",
+         "expected dimensions of the engine: ddp (dp_replicate, dp_shard, ep, tp) or fsdp2 (cp, dp_shard)"),
+        ("distributed_type: FSDP\nfsdp_config: {fsdp_version: 2, parallel: [tp]}", "dimensions of the engine"),
+        ("distributed_type: MULTI_GPU\nfsdp_config: {parallel: [pp]}", "expected a list of dp_replicate, dp_shard, cp"),
+        ("distributed_type: MULTI_GPU\nfsdp_config: {parallel: tp}", "expected a list of dp_replicate, dp_shard, cp"),
+    ],
+)  # fmt: skip
+def test_dimensions_that_an_engine_cannot_divide_are_refused(text: str, why: str, tmp_path: Path) -> None:
+    assert why in refusal(write(tmp_path / "mine.yaml", text)).message
 
 
 def test_an_unknown_preset_lists_all_and_names_the_nearest() -> None:

@@ -8,11 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from model_configs import fields_of
 
 from toolkit.errors import ToolkitError
 from toolkit.hardware.gpu_table import find_gpu
 from toolkit.models.attention import read_model_attention
-from toolkit.models.read_model import read_model
+from toolkit.models.config_fields import ConfigFields
+from toolkit.models.read_model import read_model, shape_from_config
 from toolkit.plan.candidates import RecommendRequest, refusal
 from toolkit.plan.job import TrainingJob
 from toolkit.plan.planner import PlanRequest, make_plans
@@ -25,12 +27,21 @@ from toolkit.run.preflight import check_process_count
 from toolkit.run.script_arguments import read_method
 
 LLAMA_8B = Path(__file__).parent.parent / "fixtures" / "llama-8b"
+MIXTURE = shape_from_config(ConfigFields({"model_type": "qwen3_moe", **fields_of("qwen3_moe")[0]}, "config.json"))
+assert MIXTURE is not None
 WORLD_SIZES = (1, 2, 3, 4, 8, 16)  # on nodes of 8 GPUs, which the planner fills
 QLORA_PRESETS = {
     *("single", "ddp", "zero1", "zero2", "zero3", "zero3_cpu_offload"),
     *("fsdp2", "fsdp2_cpu_offload", "fsdp2_grad_op", "fsdp2_hybrid"),
 }
+# Layers, sequences or experts are divided over GPUs.
+SPLIT = {preset.name for preset in list_presets() if preset.parallel}
 QLORA = {"lora_r": "8", "load_in_4bit": "true"}
+
+
+def degrees(preset: Preset) -> dict[str, int]:
+    """The smallest degrees that divide anything."""
+    return dict.fromkeys(preset.degrees, 2)
 
 
 def works(check: Callable[[], Any]) -> bool:
@@ -48,9 +59,8 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def planned(preset: Preset, world_size: int, job: TrainingJob) -> bool:
-    request = PlanRequest(
-        shape=read_model(str(LLAMA_8B)), presets=[preset], world_sizes=[world_size], job=job, gpu=find_gpu("h100")
-    )
+    shape = MIXTURE if "ep" in preset.degrees else read_model(str(LLAMA_8B))
+    request = PlanRequest(shape=shape, presets=[preset], world_sizes=[world_size], job=job, gpu=find_gpu("h100"))
     return works(lambda: make_plans(request))
 
 
@@ -74,10 +84,11 @@ def recommended(preset: Preset, world_size: int, job: TrainingJob) -> str | None
 def test_launcher_planner_recommendation_and_rehearsal_accept_the_same_world_sizes(name: str, world_size: int) -> None:
     preset = load_preset(name)
     expected = supports_world_size(preset, world_size)
+    job = TrainingJob(max_seq_length=64, **degrees(preset))  # type: ignore[arg-type]
     assert works(lambda: check_process_count(world_size, gpus=16, preset=preset)) is expected
-    assert planned(preset, world_size, TrainingJob(max_seq_length=64)) is expected
+    assert planned(preset, world_size, job) is expected
     if not expected:
-        assert recommended(preset, world_size, TrainingJob(max_seq_length=64)) is not None
+        assert recommended(preset, world_size, job) is not None
     if unsupported(preset, purpose="rehearse") is None:
         assert works(lambda: check_rehearsal(preset, world_size=world_size, rank=0)) is expected
 
@@ -86,10 +97,11 @@ def test_launcher_planner_recommendation_and_rehearsal_accept_the_same_world_siz
 def test_launcher_planner_recommendation_and_docs_agree_on_qlora(name: str) -> None:
     preset = load_preset(name)
     world_size = next_world_size(preset, 2)
-    job = TrainingJob(max_seq_length=64, lora_r=8, load_in_4bit=True)
+    job = TrainingJob(max_seq_length=64, lora_r=8, load_in_4bit=True, **degrees(preset))  # type: ignore[arg-type]
     expected = name in QLORA_PRESETS
+    arguments = QLORA | degrees(preset)
     assert (unsupported(preset, Method(lora=True, load_in_4bit=True)) is None) is expected
-    assert works(lambda: check_arguments(QLORA, preset, num_processes=world_size, on_cpu=False)) is expected
+    assert works(lambda: check_arguments(arguments, preset, num_processes=world_size, on_cpu=False)) is expected
     assert planned(preset, world_size, job) is expected
     assert any(line.startswith("QLoRA") for line in limitations(preset)) is not expected
     if not expected:
@@ -119,7 +131,8 @@ ARGUMENTS: dict[str, dict[str, str]] = {
 @pytest.mark.parametrize("method", ARGUMENTS)
 @pytest.mark.parametrize("name", preset_names())
 def test_the_launcher_gives_the_reason_of_the_rule(name: str, method: str, on_cpu: bool) -> None:
-    preset, arguments = load_preset(name), ARGUMENTS[method]
+    preset = load_preset(name)
+    arguments = ARGUMENTS[method] | degrees(preset)
     world_size = next_world_size(preset, 2)
     device = CPU if on_cpu else Device()
     reason = unsupported(preset, read_method(arguments), world_size=world_size, device=device)
@@ -143,17 +156,28 @@ def test_a_comm_hook_needs_ddp() -> None:
     assert accepted == {"ddp"}
 
 
-def test_only_zero3_rejects_the_batch_size_search() -> None:
+def test_zero3_and_split_models_reject_the_batch_size_search() -> None:
     rejected = {p.name for p in list_presets() if unsupported(p, Method(auto_find_batch_size=True)) is not None}
-    assert rejected == {"zero3", "zero3_cpu_offload", "zero3_nvme_offload", "zeropp"}
+    assert rejected == {"zero3", "zero3_cpu_offload", "zero3_nvme_offload", "zeropp"} | SPLIT
 
 
 def test_only_sharded_state_dicts_reject_saving_the_model_alone(tmp_path: Path) -> None:
     rejected = {p.name for p in list_presets() if unsupported(p, Method(save_only_model=True)) is not None}
-    assert rejected == {"fsdp2", "fsdp2_cpu_offload", "fsdp2_grad_op", "fsdp2_hybrid"}
+    assert rejected == {"fsdp2", "fsdp2_cpu_offload", "fsdp2_grad_op", "fsdp2_hybrid"} | SPLIT - {"ulysses"}
     path = tmp_path / "full.yaml"
     path.write_text("distributed_type: FSDP\nfsdp_config: {fsdp_version: 2, fsdp_state_dict_type: FULL_STATE_DICT}\n")
     assert unsupported(load_preset(str(path)), Method(save_only_model=True)) is None
+
+
+def test_sequence_parallelism_needs_stage_3(tmp_path: Path) -> None:
+    (tmp_path / "mine.json").write_text('{"zero_optimization": {"stage": 2}}')
+    path = tmp_path / "mine.yaml"
+    block = "deepspeed_config: {deepspeed_config_file: mine.json, parallel: [dp_shard, sp]}"
+    path.write_text(f"distributed_type: DEEPSPEED\n{block}\n")
+    reason = unsupported(load_preset(str(path)), Method(sp=2), world_size=2)
+    assert reason is not None
+    assert reason.message.startswith("preset 'mine' makes gradients sp times too large: below stage 3 DeepSpeed sums")
+    assert unsupported(load_preset("ulysses"), Method(sp=2), world_size=2) is None
 
 
 def test_options_are_spelled_as_they_are_typed() -> None:

@@ -20,7 +20,7 @@ preset_app = typer.Typer(no_args_is_help=True, help="Print a preset, or copy its
 
 
 def presets(as_json: JsonOutput = False) -> None:
-    """List the presets and when to choose each: engine, sharding, offload, precision, processes."""
+    """List the presets and when to choose each: engine, sharding, degrees, offload, precision, processes."""
     from toolkit.presets import list_presets
     from toolkit.presets.characteristics import characteristics
 
@@ -36,11 +36,13 @@ def _print_table(found: Sequence[Preset]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    table = Table("preset", "engine", "sharding", "offloads", "precision", "processes", box=None)
+    table = Table("preset", "engine", "sharding", "degrees", "offloads", "precision", "processes", box=None)
     for preset in found:
         devices = {"optimizer": preset.offload_optimizer, "param": preset.offload_param}
         offload = ", ".join(f"{part}: {device}" for part, device in devices.items() if device) or "-"
-        table.add_row(preset.name, preset.engine, preset.sharding, offload, preset.mixed_precision, preset.processes)
+        degrees = ", ".join(preset.degrees) or "-"
+        cells = [preset.name, preset.engine, preset.sharding, degrees, offload]
+        table.add_row(*cells, preset.mixed_precision, preset.processes)
     console = Console(width=max(Console().width, MIN_TABLE_COLUMNS), soft_wrap=True, highlight=False)
     console.print(table, soft_wrap=False)
     console.print()

@@ -25,8 +25,11 @@ KWARGS, SWITCH = "gradient_accumulation_kwargs", "sync_each_batch"
 
 
 def default_accumulate(preset: PresetSpec) -> str:
-    """Return how gradients wait for the last accumulation step unless the user decides: as the preset shards them."""
-    return SHARDED if "gradient" in preset.sharded_parts else WHOLE
+    """Return how gradients wait for the last accumulation step unless the user decides: as the preset shards them.
+
+    FSDP2 reduces them in every accumulation step, also where it shards over one rank, beside tensor parallelism.
+    """
+    return SHARDED if "gradient" in preset.sharded_parts or preset.engine == "fsdp2" else WHOLE
 
 
 def chosen_accumulate(accumulate: str | None, accelerator_config: Mapping[str, Any]) -> str | None:

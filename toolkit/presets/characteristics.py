@@ -4,8 +4,9 @@
 >>> characteristics(load_preset("zero2")).optimizer.formula
 '12/N'
 
-All of it follows from the preset's engine, sharding and offload; nothing here names a preset. Bytes are those of a full
-fine-tune with AdamW in bf16, per parameter and rank, between steps: what the run-time verification counts.
+All of it follows from the preset's engine, sharding, offload and parallelism; nothing here names a preset. Bytes are
+those of a full fine-tune with AdamW in bf16, per parameter and rank, between steps: what the run-time verification
+counts.
 """
 
 from __future__ import annotations
@@ -40,6 +41,14 @@ COMMUNICATION = {
     ("fsdp2", "full_shard"): "3 P per accumulation step",
     ("fsdp2", "shard_grad_op"): "2 P per accumulation step",
     ("fsdp2", "hybrid_shard"): "3 P, and 2 P/S between replicas, per accumulation step",
+    ("fsdp2", "replicate"): "2 P/T between replicas per accumulation step",
+}
+# Ranks that share rows exchange activations in each layer, forward and backward, in addition.
+ACTIVATION_COMMUNICATION = {
+    "tp": "all-reduces of activations in each layer",
+    "ep": "all-to-alls of tokens, to their experts and back",
+    "cp": "keys and values in a ring",
+    "sp": "all-to-alls of attention heads",
 }
 # (FSDP1's sharding strategy, the equivalent in another engine)
 OTHER_NAMES = {
@@ -54,6 +63,17 @@ OTHER_NAMES = {
     ("fsdp2", "shard_grad_op"): ("SHARD_GRAD_OP", "close to ZeRO-2, but parameters are shards between steps"),
     ("fsdp2", "hybrid_shard"): ("HYBRID_SHARD", "close to ZeRO++'s hpZ"),
 }
+# Dimension -> the other way to do the same; tensor and expert parallelism have none among the presets.
+OTHER_DIMENSION = {
+    "cp": "`sp`: other GPUs' heads instead of their keys and values",
+    "sp": "`cp`: other GPUs' keys and values instead of their heads",
+}
+GPUS_OF_DEGREE = {
+    "tp": "GPUs that split each layer",
+    "ep": "GPUs with different experts",
+    "cp": "GPUs that split each sequence",
+    "sp": "GPUs that split each sequence",
+}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,7 +82,7 @@ class StateBytes:
 
     unsharded_bytes: int
     shards: str
-    """`1`, `N` (all ranks), or `S` (the ranks of one replica of a hybrid mesh)."""
+    """`1`, `N` (all ranks), `S` (the ranks of one replica of a hybrid mesh), or `T` (`--tp`)."""
     device: str
     """`gpu`, `cpu` or `nvme`: where the part is kept between steps."""
 
@@ -104,14 +124,13 @@ class Characteristics:
 
 def characteristics(preset: PresetSpec) -> Characteristics:
     """Derive the characteristics of a preset, shipped or a user's own."""
-    kind = (preset.engine, preset.sharding)
-    fsdp1_name, other_name = OTHER_NAMES[kind]
+    fsdp1_name, other_name = _other_names(preset)
     parameter, gradient, optimizer = (_state_bytes(preset, part) for part in PARTS)
     return Characteristics(
         parameter=parameter,
         gradient=gradient,
         optimizer=optimizer,
-        communication=COMMUNICATION[kind],
+        communication=_communication(preset),
         needs=_needs(preset),
         not_with=limitations(preset),
         fsdp1_name=fsdp1_name,
@@ -119,9 +138,31 @@ def characteristics(preset: PresetSpec) -> Characteristics:
     )
 
 
+def _communication(preset: PresetSpec) -> str:
+    volume = COMMUNICATION[preset.engine, preset.sharding]
+    if "tp" in preset.parallel:  # gathered are the parameters of one rank of T, or of E
+        volume = volume.replace("3 P", "3 P/T")
+    if "ep" in preset.parallel:
+        volume = volume.replace(" per", " without experts, 3 P/E of experts, per")
+    return "; ".join([volume, *(ACTIVATION_COMMUNICATION[name] for name in preset.degrees)])
+
+
+def _other_names(preset: PresetSpec) -> tuple[str | None, str | None]:
+    if preset.degrees:
+        return None, OTHER_DIMENSION.get(preset.degrees[0])
+    return OTHER_NAMES[preset.engine, preset.sharding]
+
+
+def _shards(preset: PresetSpec, part: str) -> str:
+    """Ranks that share a part. Under `tp` alone, norms are left out: every rank holds them."""
+    if part in preset.sharded_parts:
+        return "S" if preset.replicas > 1 or "dp_replicate" in preset.parallel else "N"
+    return "T" if "tp" in preset.parallel else "1"
+
+
 def _state_bytes(preset: PresetSpec, part: str) -> StateBytes:
     unsharded = dict(zip(PARTS, STATE_BYTES[preset.engine], strict=True))[part]
-    shards = "1" if part not in preset.sharded_parts else "S" if preset.replicas > 1 else "N"
+    shards = _shards(preset, part)
     # Gradients are reduced to the device of the optimizer.
     device = preset.offload_param if part == "parameter" else preset.offload_optimizer
     if part == "gradient" and device and preset.engine == "deepspeed":
@@ -135,6 +176,11 @@ def _needs(preset: PresetSpec) -> tuple[str, ...]:
     needs = [f"{preset.processes} processes"]
     if preset.replicas > 1:
         needs.append(f"the launcher's `--parallelism_config_dp_shard_size` S = N/{preset.replicas}")
+    needs += [f"`--{name}`, the number of {GPUS_OF_DEGREE[name]}" for name in preset.degrees]
+    if {"dp_replicate", "dp_shard"} <= set(preset.parallel):
+        needs.append("`--dp_replicate`, if it is not 2: S = N/replicas")
+    if preset.sharded_at_load:
+        needs.append(f"a model that transformers has a plan for ({', '.join(preset.degrees)})")
     if preset.engine == "deepspeed":
         needs.append("deepspeed")
     if preset.engine == "deepspeed" and preset.offload_optimizer:

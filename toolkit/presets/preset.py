@@ -73,6 +73,7 @@ class Preset(PresetSpec):
             "name": self.name,
             "engine": self.engine,
             "sharding": self.sharding,
+            "parallel": list(self.parallel),
             "offload_optimizer": self.offload_optimizer,
             "offload_param": self.offload_param,
             "mixed_precision": self.mixed_precision,

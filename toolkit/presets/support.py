@@ -204,11 +204,16 @@ _DOCUMENTED_METHODS = {
     "QLoRA": Method(lora=True, load_in_4bit=True),
     "`save_only_model`": Method(save_only_model=True),
     "`auto_find_batch_size`": Method(auto_find_batch_size=True),
+    "`packing`": Method(packing=True),
+    "`streaming`": Method(streaming=True),
+    "`torch_compile`": Method(torch_compile=True),
+    "`use_liger_kernel`": Method(use_liger_kernel=True),
+    "`freeze`": Method(freeze=True),
 }
 
 
 def _upstream_limitations(preset: PresetSpec) -> tuple[str, ...]:
-    if preset.engine == "fsdp2":
+    if preset.uses_fsdp_plugin:
         return ("the Trainer's activation checkpointing together with FSDP's own",)
     if preset.engine == "deepspeed" and preset.shards_parameters:
         return ("the Trainer's own save of LoRA adapters, which can be empty (trl#4416, peft#2892, DeepSpeed#7900)",)
@@ -339,6 +344,15 @@ def _degree_of_model(case: _Case) -> _Answer:
     return None
 
 
+@_rule("sequence-parallel-stage")
+def _sequence_parallel_stage(case: _Case) -> _Answer:
+    preset = case.preset
+    if preset is None or "sp" not in preset.parallel or preset.shards_parameters:
+        return None
+    why = "makes gradients sp times too large: below stage 3 DeepSpeed sums those of a sequence's parts"
+    return _preset_answer(preset, why, "`--preset ulysses`, or stage 3 in its JSON")
+
+
 @_rule("parallel-method")
 def _parallel_method(case: _Case) -> _Answer:
     """Methods that are wrong, or that were never run, where layers or sequences are split."""
@@ -354,7 +368,7 @@ def _parallel_method(case: _Case) -> _Answer:
         return _method_answer(case, "loss chunked", why, "leave `--loss` out: it is `full` here")
     if preset.sharded_at_load and not survives_offload(method.optim):
         why = "only AdamW was run on a model that is sharded at load"
-        return _method_answer(case, f"optim {method.optim}", why, "`--optim adamw_torch`, or `--preset fsdp2`")
+        return _method_answer(case, f"optim {method.optim}", why, f"`--optim adamw_torch`, or {_runs(method.optim)}")
     if "sp" in preset.parallel and method.attn_implementation in ("eager", "flex_attention"):
         why = "DeepSpeed exchanges heads in front of SDPA and flash attention only"
         return _method_answer(case, f"attn_implementation {method.attn_implementation}", why, _USE_SDPA)
@@ -481,8 +495,7 @@ def _optim(case: _Case) -> _Answer:
         # accelerate 1.15, `map_pytorch_optim_to_deepspeed`: all others but Adagrad and Lion become a CPU Adam with L2
         # regularisation in place of decoupled weight decay; 8-bit and paged states become plain fp32 ones.
         why = "accelerate replaces an offloaded optimizer by DeepSpeed's CPU Adam"
-        running = [name for name, engine in _WITHOUT_OFFLOAD.items() if _no_optimizer(engine, optim) is None]
-        hint = f"`--optim adamw_torch`, or `--preset {running[0]}`"
+        hint = f"`--optim adamw_torch`, or {_runs(optim)}"
     else:
         found = _no_optimizer(preset.engine, optim)
         if found is None:
@@ -496,12 +509,18 @@ def _no_optimizer(engine: str, optim: str) -> tuple[str, str] | None:
     return answers.get(optim) or answers.get(_library(optim))
 
 
+def _runs(optim: str) -> str:
+    """Name a preset that can run an optimizer."""
+    running = [name for name, engine in _WITHOUT_OFFLOAD.items() if _no_optimizer(engine, optim) is None]
+    return f"`--preset {running[0]}`"
+
+
 def _library(optim: str) -> str:
     spec = OPTIMIZERS.get(optim)
     return "" if spec is None else spec.class_name.partition(".")[0]
 
 
-# Presets to name where a preset that offloads cannot run an optimizer, and their engines.
+# Presets to name where a preset that offloads, or splits layers, cannot run an optimizer, and their engines.
 _WITHOUT_OFFLOAD = {"zero3": "deepspeed", "fsdp2": "fsdp2", "ddp": "ddp"}
 _USE_BNB = "`--optim adamw_bnb_8bit`"
 # engine -> name or library of an optimizer -> why it does not work there, and what does.
