@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from launching import torchrun
 
 from toolkit.lint import removed_keys as removed
 from toolkit.lint.findings import CHECKED_VERSIONS
@@ -32,6 +33,9 @@ EXPECTED: dict[str, Any] = {
     "block-not-in-force": "not set",
     "dp-replicate-alone": "no dimension for FSDP to shard across",
     "cp-with-sp": "mutually exclusive",
+    "tp-with-fsdp2": "cannot import name 'ReplicateParallel'",
+    "sp-attention": "'eager' and 'flex_attention' are not supported with sequence parallelism",
+    "parallel-needs-toolkit": [],  # variables that carry it to the ranks
     "fsdp1-by-omission": "1",
     "fsdp1-reshard-ignored": ["ShardingStrategy.FULL_SHARD", "None"],  # SHARD_GRAD_OP was asked for
     "fsdp2-reshard-word": "invalid truth value shard_grad_op",
@@ -171,6 +175,14 @@ def test_transformers_refuses_false_where_the_word_no_is_meant() -> None:
     assert "False is not a valid SaveStrategy" in seen()["unquoted-no-strategy"][0]
 
 
+@pytest.mark.launch
+def test_sequence_parallelism_below_stage_3_makes_gradients_as_many_times_too_large_as_it_has_ranks() -> None:
+    ended = torchrun("sequence_parallel_norm.py", "2", num_processes=2)
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    alone, in_parts = map(float, ended.stdout.rpartition("NORMS ")[2].split())
+    assert in_parts == pytest.approx(2 * alone, rel=1e-5)  # at stage 3 they are equal
+
+
 def test_words_in_fsdp_mean_version_2_and_hybrid_ones_are_refused() -> None:
     version, reshard, refused = seen()["fsdp-as-words"]
     assert (version, reshard) == (2, False)
@@ -192,6 +204,7 @@ def test_every_rule_is_shown_found_in_source_or_listed_as_neither() -> None:
         "removed-deepspeed-key",
         "deprecated-zero-key",
         "fsdp-as-words",
+        "sp-below-stage-3",
     }
     own_tests |= {"removed-training-argument", "deprecated-training-argument"}
     assert {rule.name for rule in RULES} == set(EXPECTED) | set(SHOWN_BY_ANOTHER) | set(

@@ -108,6 +108,22 @@ CASES = [
          f"{MESH}  parallelism_config_cp_size: 2\n", 7),
     Case("cp-needs-fsdp2", f"{FSDP1}parallelism_config:\n  parallelism_config_cp_size: 2\n",
          f"{MESH}  parallelism_config_cp_size: 2\n", 5),
+    Case("block-not-in-force", "distributed_type: MULTI_GPU\nfsdp_config:\n  parallel: [tp]\n  fsdp_version: 2\n",
+         "distributed_type: MULTI_GPU\nfsdp_config:\n  parallel: [tp]\n", 2),
+    Case("tp-with-fsdp2", f"{MESH}  parallelism_config_tp_size: 2\n",
+         "distributed_type: MULTI_GPU\nparallelism_config:\n  parallelism_config_tp_size: 2\n", 6),
+    Case("sp-below-stage-3", f"{PAIR}parallelism_config:\n  parallelism_config_sp_size: 2\n",
+         f"{DEEPSPEED}  zero_stage: 3\nparallelism_config:\n  parallelism_config_sp_size: 2\n", 5,
+         deepspeed_json=zero(2)),
+    Case("sp-below-stage-3", f"{PAIR}  parallel: [dp_shard, sp]\n", f"{DEEPSPEED}  zero_stage: 3\n  parallel: [sp]\n",
+         4, deepspeed_json=zero(1)),
+    Case("sp-attention", f"{DEEPSPEED}  zero_stage: 3\nparallelism_config:\n  parallelism_config_sp_size: 2\n"
+         "  parallelism_config_sp_attn_implementation: eager\n",
+         f"{DEEPSPEED}  zero_stage: 3\nparallelism_config:\n  parallelism_config_sp_size: 2\n"
+         "  parallelism_config_sp_attn_implementation: flash_attention_2\n", 6,
+         fixed=f"{DEEPSPEED}  zero_stage: 3\nparallelism_config:\n  parallelism_config_sp_size: 2\n"
+         "  parallelism_config_sp_attn_implementation: sdpa\n"),
+    Case("parallel-needs-toolkit", f"{FSDP}  parallel: [dp_shard, cp]\n", FSDP, 4),
     Case("remote-by-default", "max_steps: 2\npush_to_hub: true\n", "max_steps: 2\npush_to_hub: false\n", 2),
     Case("remote-by-default", "max_steps: 2\ntrust_remote_code: true\n", "max_steps: 2\n", 2),
     Case("fsdp1-by-omission", "distributed_type: FSDP\nfsdp_config:\n  fsdp_offload_params: false\n", FSDP, None),

@@ -22,7 +22,11 @@ warnings.simplefilter("ignore")
 import yaml  # noqa: E402
 from accelerate.commands import launch  # noqa: E402
 from accelerate.parallelism_config import ParallelismConfig  # noqa: E402
-from accelerate.utils import DeepSpeedPlugin, FullyShardedDataParallelPlugin  # noqa: E402
+from accelerate.utils import (  # noqa: E402
+    DeepSpeedPlugin,
+    DeepSpeedSequenceParallelConfig,
+    FullyShardedDataParallelPlugin,
+)
 from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu_env  # noqa: E402
 from deepspeed.runtime.config import DeepSpeedConfig  # noqa: E402
 from transformers import HfArgumentParser, TrainingArguments  # noqa: E402
@@ -98,6 +102,12 @@ def accelerate_truths() -> None:
     state: Any = SimpleNamespace(multi_device=False, num_processes=2, is_fsdp2=True, is_main_process=True)
     SEEN["dp-replicate-alone"] = raised(lambda: ParallelismConfig(dp_replicate_size=2)._validate_accelerator(state))
     SEEN["cp-with-sp"] = raised(lambda: ParallelismConfig(cp_size=2, sp_size=2))
+    tensor_parallel = "transformers.integrations.tensor_parallel"  # as in accelerate's `_prepare_tp`
+    SEEN["tp-with-fsdp2"] = raised(lambda: exec(f"from {tensor_parallel} import ReplicateParallel"))
+    SEEN["sp-attention"] = raised(lambda: DeepSpeedSequenceParallelConfig(sp_attn_implementation="eager"))
+    listed = "distributed_type: MULTI_GPU\nfsdp_config:\n  parallel: [dp_shard, tp]\n"
+    plain = ranks_environment("distributed_type: MULTI_GPU\n")
+    SEEN["parallel-needs-toolkit"] = sorted(set(ranks_environment(listed).items()) - set(plain.items()))
 
 
 def fsdp_truths() -> None:

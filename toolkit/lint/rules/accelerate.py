@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 from toolkit.lint.document import ACCELERATE, TRAINER, Document
 from toolkit.lint.findings import ERROR, NOTE, WARNING, Edit, Match, rule
@@ -13,9 +14,13 @@ from toolkit.lint.rules.settings import (
     fsdp_version,
     is_deepspeed,
     is_fsdp,
+    listed_dimensions,
     parallel_degree,
     shorten,
+    zero_stage,
 )
+from toolkit.presets.preset import presets_root
+from toolkit.presets.value_types import PARALLEL
 
 # Keys that fit a single cluster or model only, and the value of each that is portable.
 MACHINE_FACTS: dict[str, object] = {
@@ -29,6 +34,8 @@ MACHINE_FACTS: dict[str, object] = {
 }
 # Engines that ignore the other engines' blocks; XLA, for one, reads `fsdp_config` too.
 ENGINES = ("NO", "MULTI_GPU", "MULTI_CPU", "DEEPSPEED", "FSDP")
+# What accelerate 1.15's `DeepSpeedSequenceParallelConfig` refuses by name.
+SP_REFUSES = ("eager", "flex_attention")
 # Keys with a value `no`, which YAML reads as false unless it is quoted.
 KEYS_WITH_NO = {
     ACCELERATE: ("mixed_precision",),
@@ -115,7 +122,8 @@ def block_not_in_force(doc: Document) -> Iterator[Match]:
     """The block of another engine has no effect: `distributed_type` alone selects the engine."""
     found = as_enum(doc.get("distributed_type"))
     for block, kind in {"fsdp_config": "FSDP", "deepspeed_config": "DEEPSPEED"}.items():
-        if doc.block(block) and found in ENGINES and found != kind:
+        read_by_accelerate = set(doc.block(block)) - set(PARALLEL)
+        if read_by_accelerate and found in ENGINES and found != kind:
             yield Match(
                 key=block,
                 message=f"distributed_type is {found}: {block} has no effect",
@@ -160,6 +168,63 @@ def cp_needs_fsdp2(doc: Document) -> Iterator[Match]:
             message="cp without FSDP2 is refused",
             fix="`distributed_type: FSDP` and `fsdp_version: 2`",
         )
+
+
+@rule(
+    "tp-with-fsdp2",
+    ERROR,
+    ACCELERATE,
+    library="accelerate",
+    fix="the preset fsdp2_tp; in a script, DistributedConfig at from_pretrained and distributed_type: MULTI_GPU",
+)
+def tp_with_fsdp2(doc: Document) -> Iterator[Match]:
+    """accelerate's tensor parallelism under FSDP2 imports `ReplicateParallel`, which transformers 5.23 no longer has.
+    A model that was loaded without a plan is not split, with a warning: ranks do the same work."""
+    degree = parallel_degree(doc, "tp")
+    if degree > 1 and is_fsdp(doc) and fsdp_version(doc) == 2:
+        yield Match(
+            key="parallelism_config.parallelism_config_tp_size",
+            message=f"tp {degree} under FSDP2 ends in an ImportError, or splits nothing",
+            fix="the preset `fsdp2_tp`, or `DistributedConfig` at `from_pretrained` under `MULTI_GPU`",
+        )
+
+
+@rule("sp-below-stage-3", ERROR, ACCELERATE, library="deepspeed", fix="stage 3")
+def sp_below_stage_3(doc: Document) -> Iterator[Match]:
+    """Under ZeRO-1 and ZeRO-2, sequence parallelism sums the gradients of a sequence's parts: they are sp times too
+    large. Adam's losses hardly show it; the gradient norm does."""
+    json, key = doc.deepspeed_json, "parallelism_config.parallelism_config_sp_size"
+    stage = as_int(doc.get("deepspeed_config.zero_stage", 2)) or 0 if json is None else zero_stage(json)
+    degree = parallel_degree(doc, "sp")
+    if is_deepspeed(doc) and stage < 3 and (degree > 1 or "sp" in listed_dimensions(doc, "deepspeed_config")):
+        yield Match(
+            key=key if degree > 1 else "deepspeed_config.parallel",
+            message=f"stage {stage} makes gradients {degree if degree > 1 else 'sp'} times too large",
+            fix="`stage` 3, as in the preset `ulysses`",
+        )
+
+
+@rule("sp-attention", ERROR, ACCELERATE, library="accelerate", fix="sdpa or flash_attention_2")
+def sp_attention(doc: Document) -> Iterator[Match]:
+    """Sequence parallelism exchanges heads in front of SDPA and flash attention; accelerate refuses the others."""
+    key = "parallelism_config.parallelism_config_sp_attn_implementation"
+    if parallel_degree(doc, "sp") > 1 and doc.get(key) in SP_REFUSES:
+        yield Match(key=key, message=f"{doc.get(key)} is refused", fix="`sdpa`", edit=Edit(key=key, value="sdpa"))
+
+
+@rule("parallel-needs-toolkit", NOTE, ACCELERATE, library="accelerate", fix="toolkit train --preset FILE")
+def parallel_needs_toolkit(doc: Document) -> Iterator[Match]:
+    """`parallel` lists the dimensions of one of this toolkit's presets; accelerate passes over it. A script that does
+    not ask the preset trains with data parallelism alone."""
+    if Path(doc.path).absolute().parent == presets_root() / "accelerate_configs":
+        return  # our own files say so in a comment
+    for block in ("fsdp_config", "deepspeed_config"):
+        if listed_dimensions(doc, block):
+            yield Match(
+                key=f"{block}.parallel",
+                message="accelerate passes over it: other scripts divide nothing but the rows",
+                fix="`toolkit train --preset FILE`, or `load_preset(FILE)` in the script",
+            )
 
 
 @rule("remote-by-default", WARNING, TRAINER, library="transformers", fix="false, and the flag where it is intended")

@@ -88,7 +88,7 @@ def unknown_nested_key(doc: Document) -> Iterator[Match]:
     for block, known in blocks.items():
         for name in doc.block(block):
             prefixed = name if block != "fsdp_config" or name.startswith("fsdp") else f"fsdp_{name}"
-            if prefixed not in known:
+            if not {name, prefixed} & known:
                 yield _unknown(doc, block, name, known, f"in {block} has no effect: accelerate ignores it silently")
 
 

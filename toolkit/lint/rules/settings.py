@@ -88,6 +88,12 @@ def parallel_degree(doc: Document, name: str) -> int:
     return as_int(doc.get(f"parallelism_config.parallelism_config_{name}_size", 1)) or 1
 
 
+def listed_dimensions(doc: Document, block: str) -> list[str]:
+    """Return the dimensions that a block lists for this toolkit under `parallel`; none where it has no list."""
+    names = doc.block(block).get("parallel")
+    return [str(name) for name in names] if isinstance(names, list) else []
+
+
 # -- DeepSpeed's configuration
 
 
