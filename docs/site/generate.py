@@ -33,7 +33,8 @@ SECTIONS = {
         *("checkpoints-commands", "rehearsal", "nvme", "optimizers", "comm-hooks"),
     ],
     "concepts": [
-        *("ddp-zero-fsdp2", "numerics", "batch-size-and-learning-rate", "plan", "communication", "compare", "security"),
+        *("ddp-zero-fsdp2", "parallelism", "numerics", "batch-size-and-learning-rate", "plan", "communication"),
+        *("compare", "security"),
     ],
     "reference": ["cli", "arguments", "presets", "results", "run-folder", "lint", "python"],
     "evidence": ["index", "trust", "plan-accuracy"],

@@ -88,6 +88,19 @@ def test_what_only_the_environment_carries_is_told_in_comments() -> None:
     assert "#   export PARALLELISM_CONFIG_DP_SHARD_SIZE=...  (processes / 2)" in told
 
 
+def test_what_only_python_carries_is_told_in_comments() -> None:
+    assert comments(preset_text(load_preset("ep_tp"), "trainer"))[1:] == [
+        "# These arguments alone divide nothing by tp, ep. In a script of your own:",
+        '#   preset = load_preset("ep_tp")',
+        '#   args = preset.training_arguments(output_dir="out", tp=2, ep=2, save_strategy="no")',
+        "#   model = AutoModelForCausalLM.from_pretrained(..., **preset.from_pretrained_arguments())",
+    ]
+    told = comments(preset_text(load_preset("cp"), "trainer"))
+    assert '#   args = preset.training_arguments(output_dir="out", cp=2)' in told
+    assert "#   export FSDP_VERSION=2" in told
+    assert not any("divide" in line for line in comments(preset_text(load_preset("fsdp2"), "trainer")))
+
+
 @pytest.mark.parametrize("name", preset_names())
 def test_the_variables_beside_the_arguments_equal_those_of_accelerates_launcher(name: str) -> None:
     preset = load_preset(name)

@@ -80,10 +80,26 @@ def trainer_text(preset: Preset) -> str:
     environment = strategy_variables(preset, precision=preset.mixed_precision)
     if preset.replicas > 1:
         environment["PARALLELISM_CONFIG_DP_SHARD_SIZE"] = f"...  (processes / {preset.replicas})"
-    if preset.engine == "fsdp2":
+    lines += _script_lines(preset)
+    if preset.uses_fsdp_plugin:
         lines.append("# These must be in the environment before the model is loaded:")
         lines += [f"#   export {name}={value}" for name, value in environment.items()]
     return "\n".join([*lines, yaml.safe_dump(arguments, sort_keys=False)])
+
+
+def _script_lines(preset: Preset) -> list[str]:
+    """What a script must call where YAML cannot carry the division: meshes and configurations are Python objects."""
+    if not preset.degrees:
+        return []
+    given = [f"{name}=2" for name in preset.degrees] + ['save_strategy="no"'] * preset.sharded_at_load
+    lines = [
+        f"# These arguments alone divide nothing by {', '.join(preset.degrees)}. In a script of your own:",
+        f'#   preset = load_preset("{preset.name}")',
+        f'#   args = preset.training_arguments(output_dir="out", {", ".join(given)})',
+    ]
+    if preset.sharded_at_load:
+        lines.append("#   model = AutoModelForCausalLM.from_pretrained(..., **preset.from_pretrained_arguments())")
+    return lines
 
 
 def export_presets(presets: Sequence[Preset], folder: Path, *, force: bool) -> list[Path]:
