@@ -41,6 +41,7 @@ from functools import cached_property
 from toolkit.models.lora import adapts_experts, lora_layer
 from toolkit.models.saved_activations import SavedActivations, SavedBytes
 from toolkit.models.shape import Layer, ModelShape, Tensor
+from toolkit.parallel.layout import ParallelLayout
 
 # Norms that multiply by their weight in fp32 and therefore save the normalised row in fp32.
 FP32_NORMS = ("gemma", "gemma2", "gemma3_text", "olmo2")
@@ -80,6 +81,8 @@ class Activations:
     autocast: bool = False
     """True for trained weights in fp32 under autocast (DDP, one process); False where they are bf16 when used."""
     lora_r: int | None = None
+    layout: ParallelLayout | None = None
+    """How ranks divide layers, whose part is in `shape` already, experts and sequences."""
 
     @property
     def casts_weights(self) -> bool:
@@ -90,8 +93,45 @@ class Activations:
         """Return what is saved with this attention mask, one of `toolkit.models.saved_activations.MASKS`."""
         counted = self.shape.counted_activations
         if counted is None:
-            return self._from_formulas(mask)
-        return counted.at(autocast=self.autocast, lora_r=self.lora_r, mask=mask)
+            return self._with_exchanges(self._from_formulas(mask))
+        return self._with_exchanges(counted.at(autocast=self.autocast, lora_r=self.lora_r, mask=mask))
+
+    def _with_exchanges(self, saved: SavedActivations) -> SavedActivations:
+        """Add what the exchanges of heads (Ulysses) and of tokens (expert parallelism) save in each layer.
+
+        Attention's output in the layout of the heads, beside the same in that of the tokens, which the next linear
+        layer saves; repeated keys and values; and the experts' outputs before they are weighted, on their token's rank.
+        """
+        layout, shape = self.layout, self.shape
+        if layout is None or layout.sp == layout.ep == 1:
+            return saved
+        more = 0
+        if layout.sp > 1:
+            keys = shape.num_kv_heads * shape.head_dim
+            more += 2 * shape.num_attention_heads * shape.head_dim
+            more += 4 * keys * (layout.sp // shape.num_kv_heads - 1) if layout.sp > shape.num_kv_heads else 0
+        if layout.ep > 1:
+            more += 2 * shape.hidden_size * (shape.experts_per_token or 1) // layout.tp
+        one = SavedBytes(per_token=more)
+        return replace(saved, layers=saved.layers.plus(one, shape.num_layers), largest_layer=saved.largest_layer.plus(one))
+
+    @property
+    def exchanged_bytes_per_token(self) -> int:
+        """Bytes per token of this rank that a layer sends and receives at a time, beside what it saves.
+
+        - Ring attention gathers the keys and values of the whole sequence (accelerate's default, `allgather`), and adds
+          up its output, or in the backward the gradients of query, key and value, in fp32.
+        - Ulysses sends and receives one of query, key, value and output at a time.
+        - Expert parallelism sends and receives the rows of the experts.
+        """
+        layout, shape = self.layout, self.shape
+        if layout is None:
+            return 0
+        queries, keys = shape.num_attention_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+        ring = 4 * keys * layout.cp + 4 * queries + 8 * keys if layout.cp > 1 else 0
+        heads = 4 * queries if layout.sp > 1 else 0
+        experts = 4 * shape.hidden_size * (shape.experts_per_token or 1) // layout.tp if layout.ep > 1 else 0
+        return ring + heads + experts
 
     def mask_at(self, seq_length: int, *, padded: bool, varlen: bool = False) -> str:
         """Return the kind of attention mask that rows of this length need.
@@ -132,7 +172,8 @@ class Activations:
     @property
     def head_copy_bytes(self) -> int:
         """Bytes of the head's bf16 copy, alive from the end of the forward until the backward has begun."""
-        return 2 * self.shape.vocab_size * self.shape.hidden_size if self.casts_weights else 0
+        tp = 1 if self.layout is None else self.layout.tp
+        return 2 * self.shape.vocab_size * self.shape.hidden_size // tp if self.casts_weights else 0
 
     @property
     def caches_weight_copies(self) -> bool:
@@ -331,7 +372,9 @@ class Activations:
         shared = 0
         if any(tensor.name == SHARED_EXPERT_GATE for tensor in kind):
             shared = (2 if self.lora_r is not None else self.residual_bytes) * hidden
-        return routed * row * (2 if self.casts_weights else 1) + router + shared
+        # With experts on other ranks, the tokens of a batch are dealt to the ranks that share it.
+        ranks = self.layout.tp if self.layout is not None and self.layout.ep > 1 else 1
+        return routed * row * (2 if self.casts_weights else 1) // ranks + router + shared
 
     def _adapters(self, kind: Layer) -> int:
         """The output of each A."""

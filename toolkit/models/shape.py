@@ -50,6 +50,11 @@ class Tensor:
         return EXPERTS.search(self.name) is not None
 
     @property
+    def is_adapter(self) -> bool:
+        """True for LoRA's matrices."""
+        return ".lora_" in self.name
+
+    @property
     def is_linear_weight(self) -> bool:
         """True for the weight of a linear layer; fused experts and their router are not linear layers."""
         is_weight = len(self.shape) == 2 and self.name.endswith(".weight")

@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from toolkit.versions import model_plans, model_types
@@ -20,6 +20,8 @@ DIVIDED = {
     "ep": ("num_experts",),
     "cp": (),
 }
+# Styles of transformers' plans that split a parameter; the others replicate it.
+SPLIT_STYLES = ("colwise", "rowwise", "embedding_rowwise", "embedding_colwise", "packed_colwise", "packed_rowwise")
 WORDS = {
     "num_attention_heads": "attention heads",
     "num_key_value_heads": "key-value heads",
@@ -38,6 +40,8 @@ class ModelSplit:
     """`tp` and `ep`, where transformers has a plan for the architecture."""
     sizes: Mapping[str, int]
     """Heads, experts and widths that are divided; a field that the model does not have is left out."""
+    not_planned: Mapping[str, str] = field(default_factory=dict)
+    """Dimensions, or `lora`, for which the planner has no figures, each with the reason."""
 
     def why_not(self, dimension: str, degree: int) -> str | None:
         """Return why a dimension of parallelism cannot have a degree, or None where it can."""

@@ -22,7 +22,7 @@ from toolkit.units import MIB
 # FSDP2 in the backward: parameters of the layer and of the next one, gradients, and the input of the reduce-scatter
 # (torch, `_fsdp_param_group.py`, `post_backward` and `_prefetch_unshard`). Without resharding all parameters are there
 # anyway, and are freed layer by layer; frozen layers have no gradients, and the first layer has no next one.
-PARAMETER_LAYERS, GRADIENT_LAYERS = 2, 2
+PARAMETER_LAYERS = 2
 FORWARD_LAYERS = 3  # the layer, the next one, and the buffer it is gathered through
 # DDP first broadcasts all parameters through flat copies of this size, two at a time (torch, `distributed.py`,
 # `broadcast_bucket_size`; `c10d/comm.cpp`, `broadcast_coalesced`).
@@ -43,10 +43,9 @@ FRAGMENTATION |= {"shard_grad_op": 0.02, "full_shard": 0.06, "hybrid_shard": 0.0
 
 def overhead_bytes(engine: EngineSettings, *, allocated_bytes: int) -> int:
     """Return the GPU memory that belongs to no tensor: CUDA context, NCCL, rounding and fragmentation."""
-    groups = 0 if engine.world_size == 1 else 2 if engine.sharding == "hybrid_shard" else 1
     key = engine.sharding if engine.kind == "deepspeed" else engine.kind
     fragmentation = int(allocated_bytes * FRAGMENTATION[key])
-    return CONTEXT_BYTES + groups * COMMUNICATOR_BYTES + ROUNDING_BYTES + fragmentation
+    return CONTEXT_BYTES + engine.num_groups * COMMUNICATOR_BYTES + ROUNDING_BYTES + fragmentation
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -94,12 +93,12 @@ def engine_buffers(engine: EngineSettings, weights: JobWeights, states: ModelSta
 
 def _fsdp2(engine: EngineSettings, weights: JobWeights, states: ModelStates, job: TrainingJob) -> EngineBuffers:
     """Layers are gathered one by one; final norm and head stay gathered from forward to backward."""
-    element, root = engine.element_bytes, weights.root_unit
-    layer = weights.largest_gathered_layer(engine.shard_ranks)
+    element, reduced, root = engine.element_bytes, engine.reduce_bytes, weights.root_unit
+    layer = weights.largest_gathered_layer(engine.ranks_sharing)
     resharded = engine.sharding != "shard_grad_op"
     unsharded = 0 if resharded else weights.num_trained + weights.num_frozen
     trained = 0 if weights.frozen else 1
-    gradients = GRADIENT_LAYERS * trained
+    gradients = (element + reduced) * trained * layer  # and what the reduce-scatter takes
     # An untied embedding is reduced last and alone: its gradient, and both ends of the reduce-scatter.
     embedding = 0 if weights.shape.tied_embeddings else trained * weights.embedding
     # The buffer that the last unit was gathered through stays until the next gather: the root unit's, or a layer's if
@@ -109,10 +108,14 @@ def _fsdp2(engine: EngineSettings, weights: JobWeights, states: ModelStates, job
         forward_bytes=element * ((root if resharded else unsharded) + last_gathered),
         forward_layer_bytes=element * FORWARD_LAYERS * layer if resharded else 0,
         loss_bytes=element * (root if resharded else unsharded),
-        backward_bytes=element * (unsharded + (gradients + (PARAMETER_LAYERS if resharded else 0)) * layer),
-        first_layer_bytes=element * (gradients + 1) * layer,
-        end_bytes=element * (2 * embedding + embedding // engine.shard_ranks if embedding else root),
-        accumulated_bytes=element * weights.num_trained if job.keeps_whole_gradients else 0,
+        backward_bytes=element * (unsharded + (PARAMETER_LAYERS * layer if resharded else 0)) + gradients,
+        first_layer_bytes=element * layer + gradients,
+        end_bytes=(
+            (element + reduced) * embedding + reduced * (embedding // engine.shard_ranks)
+            if embedding
+            else element * root
+        ),
+        accumulated_bytes=reduced * weights.num_trained if job.keeps_whole_gradients else 0,
         step_bytes=OPTIMIZERS[job.optim].step_copies * states.gradient_bytes,
         load_bytes=weights.largest_bytes(element),  # rank 0 broadcasts one complete tensor at a time
     )

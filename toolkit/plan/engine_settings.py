@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
+from toolkit.models.shape import Tensor
+from toolkit.parallel.layout import ParallelLayout
 from toolkit.presets.preset import Preset
 
 # DeepSpeed's defaults, in elements.
@@ -49,11 +51,58 @@ class EngineSettings:
     """ZeRO++ (hpZ): ranks of one node that share a second copy of the parameters; 1 if there is none."""
     pins_memory: bool = True
     """True if offloaded tensors are in page-locked memory."""
+    layout: ParallelLayout | None = None
+    """How the ranks are divided; None for data parallelism alone."""
+    sharded_at_load: bool = False
+    """transformers shards the model while it loads it, and reduces gradients in fp32."""
 
     @property
     def shard_rank(self) -> int:
         """Position of this rank among those that share its copy of the model."""
-        return self.rank % self.shard_ranks
+        apart = self.layout.ranks_per_batch if self.layout is not None and self.sharded_at_load else 1
+        return self.rank // apart % self.shard_ranks
+
+    def ranks_sharing(self, tensor: Tensor) -> int:
+        """Return how many ranks share a tensor, which tensor and expert parallelism have split already.
+
+        Experts have a mesh of their own, and adapters are attached after transformers sharded the model.
+        """
+        if self.layout is None or not self.sharded_at_load:
+            return self.shard_ranks
+        if tensor.is_adapter:
+            return 1
+        return self.layout.expert_shard if self.layout.ep > 1 and tensor.is_expert else self.shard_ranks
+
+    @property
+    def tp(self) -> int:
+        """Ranks that each layer is split over."""
+        return 1 if self.layout is None else self.layout.tp
+
+    @property
+    def ranks_per_sequence(self) -> int:
+        """Ranks that hold a part of each sequence."""
+        return 1 if self.layout is None else self.layout.cp * self.layout.sp
+
+    @property
+    def splits_batch(self) -> bool:
+        """True if several ranks train on the same rows: the loss then needs the full logits (`--loss full`)."""
+        return self.layout is not None and self.layout.ranks_per_batch > 1
+
+    @property
+    def reduce_bytes(self) -> int:
+        """Bytes per element of a gradient while it is reduced."""
+        return 4 if self.sharded_at_load else self.element_bytes
+
+    @property
+    def num_groups(self) -> int:
+        """Groups of ranks that communicate, each with a communicator of its own."""
+        if self.world_size == 1:
+            return 0
+        if self.layout is None:
+            return 2 if self.sharding == "hybrid_shard" else 1
+        if not self.sharded_at_load:  # model states are shared among all, sequences among some
+            return 2
+        return sum(degree > 1 for degree in self.layout.degrees().values())
 
     @property
     def autocasts(self) -> bool:
@@ -62,22 +111,39 @@ class EngineSettings:
 
 
 def engine_settings(
-    preset: Preset, *, world_size: int, hidden_size: int, rank: int = 0, mixed_precision: str | None = None
+    preset: Preset,
+    *,
+    world_size: int,
+    hidden_size: int,
+    rank: int = 0,
+    mixed_precision: str | None = None,
+    layout: ParallelLayout | None = None,
 ) -> EngineSettings:
     """Return the settings for one rank; `mixed_precision` overrides the preset's own, as `--bf16 false` does."""
     single = preset.engine == "ddp" and world_size == 1
+    if preset.sharded_at_load and layout is not None:  # without data parallelism, without FSDP2
+        single = layout.data_parallel_size == 1
     return EngineSettings(
         kind="none" if single else preset.engine,
         sharding=preset.sharding,
         shards_parameters="parameter" in preset.sharded_parts,
         world_size=world_size,
-        shard_ranks=max(1, world_size // preset.replicas),
+        shard_ranks=_shard_ranks(preset, world_size, layout),
         rank=rank,
         element_bytes=COMPUTE_BYTES[mixed_precision or preset.mixed_precision],
         offload_optimizer=preset.offload_optimizer,
         offload_param=preset.offload_param,
+        layout=layout,
+        sharded_at_load=preset.sharded_at_load,
         **_zero_settings(preset, hidden_size),
     )
+
+
+def _shard_ranks(preset: Preset, world_size: int, layout: ParallelLayout | None) -> int:
+    """Ranks that divide a sequence share the model states too: only tensor parallelism splits them before."""
+    if layout is not None and preset.sharded_at_load:
+        return layout.dp_shard
+    return max(1, world_size // preset.replicas)
 
 
 @lru_cache(maxsize=256)

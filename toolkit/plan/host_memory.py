@@ -54,6 +54,8 @@ def _loading(engine: EngineSettings, weights: JobWeights, ranks: int) -> int:
     (`fsdp_cpu_ram_efficient_loading`), under ZeRO-3 one tensor at a time. If an engine shards 4-bit weights, rank 0
     quantizes all of them first (`toolkit/train/model/four_bit.py`)."""
     parameters = weights.held_bytes(engine.element_bytes)
+    if engine.sharded_at_load:  # each rank reads its own parts of one tensor after the other
+        return ranks * weights.largest_bytes(engine.element_bytes)
     if engine.kind == "fsdp2" or (engine.shards_parameters and weights.in_4bit):
         return parameters
     if engine.shards_parameters:

@@ -20,9 +20,12 @@ from toolkit.models.attention import (
     packed_attention,
     read_model_attention,
 )
-from toolkit.models.lora import ALL_LINEAR, check_lora_targets, lora_layers, outer_lora
+from toolkit.models.lora import ALL_LINEAR, adapts_experts, check_lora_targets, lora_layers, outer_lora
 from toolkit.models.nf4 import packed_layer
 from toolkit.models.shape import Layer, ModelShape
+from toolkit.models.split import ModelSplit, read_split
+from toolkit.models.split_tensors import part_of_rank
+from toolkit.parallel.layout import DEGREES, ParallelLayout
 from toolkit.plan.engine_settings import EngineSettings, engine_settings
 from toolkit.presets.accumulation import ACCUMULATE, WHOLE, default_accumulate
 from toolkit.presets.optimizers import DEFAULT_OPTIMIZER
@@ -38,6 +41,7 @@ LARGEST = {
     "gradient_accumulation_steps": 2**20,
     "lora_r": 2**16,
     "gpus_per_node": 2**10,
+    **dict.fromkeys(DEGREES, 2**10),
 }
 LARGEST_WORLD_SIZE = 2**20
 
@@ -68,10 +72,20 @@ class TrainingJob:
     gpus_per_node: int = 8
     lengths_differ: bool | None = None
     """True if rows of one micro-batch have different lengths; None: if there is more than one row."""
+    tp: int | None = None
+    cp: int | None = None
+    sp: int | None = None
+    ep: int | None = None
+    dp_replicate: int | None = None
+
+    @property
+    def degrees(self) -> dict[str, int]:
+        """The degrees of parallelism that were given."""
+        return {name: getattr(self, name) for name in DEGREES if getattr(self, name) is not None}
 
     @property
     def tokens(self) -> int:
-        """Tokens in one micro-batch on one GPU, every row at full length."""
+        """Tokens in one micro-batch of one GPU, or of the GPUs that train on the same rows; every row at full length."""
         return self.per_device_train_batch_size * self.max_seq_length
 
     @property
@@ -113,7 +127,12 @@ class TrainingJob:
             accumulate=self.accumulate,
             use_liger_kernel=self.loss == "fused",
             optim=self.optim,
+            **self.degrees,  # type: ignore[arg-type]
         )
+
+    def method_on(self, shape: ModelShape) -> Method:
+        """Return the method with what of this model can be split, for presets with degrees of parallelism."""
+        return replace(self.method, model_split=planned_split(shape)) if self.degrees else self.method
 
     @property
     def length_text(self) -> str:
@@ -147,28 +166,44 @@ class TrainingSetup:
             world_size=self.world_size,
             hidden_size=self.shape.hidden_size,
             mixed_precision=self.mixed_precision,
+            layout=self.layout,
         )
+
+    @property
+    def layout(self) -> ParallelLayout | None:
+        """How the ranks are divided; None for data parallelism alone."""
+        return self.preset.layout(self.world_size, self.job.degrees)
+
+    @property
+    def part(self) -> ModelShape:
+        """The model as far as one rank computes it, before anything shards it."""
+        return part_of_rank(self.shape, self.layout)
+
+    @property
+    def local_tokens(self) -> int:
+        """Tokens of a micro-batch that one rank holds: a part of each sequence under context and sequence parallelism."""
+        return -(-self.job.tokens // self.engine.ranks_per_sequence)
 
     @property
     def adapters(self) -> tuple[Layer, ...]:
         """LoRA tensors of each layer; empty for a full fine-tune."""
         if self.job.lora_r is None:
             return ()
-        return _lora_layers(self.shape, self.job.lora_r, self.job.lora_target_modules)
+        return _lora_layers(self.part, self.job.lora_r, self.job.lora_target_modules)
 
     @property
     def outer_adapters(self) -> Layer:
         """LoRA tensors outside the decoder layers."""
         if self.job.lora_r is None:
             return ()
-        return outer_lora(self.shape, self.job.lora_r, self.job.lora_target_modules)
+        return outer_lora(self.part, self.job.lora_r, self.job.lora_target_modules)
 
     @property
     def layers(self) -> tuple[Layer, ...]:
         """Tensors of each decoder layer as they are stored, LoRA's included."""
         if not self.adapters:
-            return self.shape.layers
-        base = self.shape.layers
+            return self.part.layers
+        base = self.part.layers
         if self.job.load_in_4bit:
             base = _packed_layers(self.shape, self.engine.element_bytes)
         return tuple(own + added for own, added in zip(base, self.adapters, strict=True))
@@ -176,13 +211,13 @@ class TrainingSetup:
     @property
     def outer(self) -> Layer:
         """Tensors outside the decoder layers, LoRA's included."""
-        return (*self.shape.outer, *self.outer_adapters)
+        return (*self.part.outer, *self.outer_adapters)
 
     @property
     def trained(self) -> Iterator[Layer]:
         """Groups of tensors that have gradients."""
         if self.job.lora_r is None:
-            yield from (*self.shape.layers, self.shape.outer)
+            yield from (*self.part.layers, self.part.outer)
         else:
             yield from (*self.adapters, self.outer_adapters)
 
@@ -198,6 +233,24 @@ class TrainingSetup:
 
 
 _lora_layers = cache(lora_layers)
+
+
+def planned_split(shape: ModelShape) -> ModelSplit:
+    """Return how far the model can be split, and for what the planner has no figures."""
+    fields = {
+        "model_type": shape.model_type,
+        "num_attention_heads": shape.num_attention_heads,
+        "num_key_value_heads": shape.num_kv_heads,
+        "intermediate_size": shape.intermediate_size,
+        "vocab_size": shape.vocab_size,
+        "num_experts": shape.num_experts,
+    }
+    not_planned = {}
+    if shape.activations_from != "formulas":
+        not_planned["tp"] = "there are no formulas for what each tensor of its layers saves"
+    if adapts_experts(shape):
+        not_planned["lora"] = "which ranks hold the adapters of its experts was not read from a run"
+    return replace(read_split(fields), not_planned=not_planned)
 
 
 def accumulate_in_effect(preset: Preset, job: TrainingJob) -> str | None:

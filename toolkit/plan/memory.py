@@ -23,6 +23,8 @@ from toolkit.defaults import LOSS_CHUNK_TOKENS
 from toolkit.models.activations import Activations
 from toolkit.models.saved_activations import SavedActivations
 from toolkit.models.shape import ModelShape
+from toolkit.models.split_tensors import part_of_rank
+from toolkit.parallel.layout import ParallelLayout
 from toolkit.plan.engine_buffers import engine_buffers, overhead_bytes
 from toolkit.plan.engine_settings import EngineSettings, engine_settings
 from toolkit.plan.host_memory import HostMemory, host_memory
@@ -103,13 +105,18 @@ def plan_memory(
 ) -> MemoryPlan:
     """Return the memory of rank 0; `mixed_precision` overrides the preset's own."""
     engine = engine_settings(
-        preset, world_size=world_size, hidden_size=shape.hidden_size, mixed_precision=mixed_precision
+        preset,
+        world_size=world_size,
+        hidden_size=shape.hidden_size,
+        mixed_precision=mixed_precision,
+        layout=preset.layout(world_size, job.degrees),
     )
     return plan_engine_memory(shape, engine, job)
 
 
 def plan_engine_memory(shape: ModelShape, engine: EngineSettings, job: TrainingJob) -> MemoryPlan:
     """Return the memory under engine settings that need not come from a preset."""
+    shape = part_of_rank(shape, engine.layout)
     weights = job_weights(shape, job.lora_r, job.load_in_4bit, job.lora_target_modules, engine.element_bytes)
     states = model_states(engine, weights, job.optim)
     phases = _Phases(shape, engine, job, weights, states)
@@ -176,9 +183,11 @@ def logits_bytes(
 
 
 @lru_cache(maxsize=64)
-def _activations(shape: ModelShape, autocast: bool, lora_r: int | None) -> Activations:
-    """One object for all micro-batches and world sizes."""
-    return Activations(shape=shape, autocast=autocast, lora_r=lora_r)
+def _activations(
+    shape: ModelShape, autocast: bool, lora_r: int | None, layout: ParallelLayout | None
+) -> Activations:
+    """One object for all micro-batches, and for all world sizes of data parallelism."""
+    return Activations(shape=shape, autocast=autocast, lora_r=lora_r, layout=layout)
 
 
 @lru_cache(maxsize=256)
@@ -195,9 +204,9 @@ class _Phases:
         self.job, self.engine, self.weights, self.states = job, engine, weights, states
         self.buffers = engine_buffers(engine, weights, states, job)
         fp32_factor = 2 if engine.element_bytes == 4 else 1  # fp32 compute saves at most twice the bytes
-        self.tokens = job.tokens * fp32_factor
+        self.tokens = -(-job.tokens // engine.ranks_per_sequence) * fp32_factor
         self._set_activations(shape)
-        self.head = shape.vocab_size * shape.hidden_size
+        self.head = shape.vocab_size * shape.hidden_size // engine.tp
         # A tied embedding has two gradients, of the head and of the lookup, which are added up.
         tied = shape.tied_embeddings and not weights.frozen
         residual_bytes = 4 if engine.autocasts else 2
@@ -205,8 +214,10 @@ class _Phases:
 
     def _set_activations(self, shape: ModelShape) -> None:
         job, length = self.job, self.job.max_seq_length
-        activations = _activations(shape, self.engine.autocasts, job.lora_r)
-        padded, varlen = job.needs_mask(shape), job.packs_without_mask(shape)
+        activations = _activations(shape, self.engine.autocasts, job.lora_r, self.engine.layout)
+        # Parts of a row are padded on the right, and causal attention needs no mask for that.
+        whole_rows = self.engine.ranks_per_sequence == 1
+        padded, varlen = whole_rows and job.needs_mask(shape), job.packs_without_mask(shape)
         saved = _saved(activations, activations.mask_at(length, padded=padded, varlen=varlen))
         self.one_layer = self.tokens * saved.largest_layer.token_bytes(length)
         self.layer_backward = self.tokens * max(0, saved.backward.token_bytes(length))
@@ -225,7 +236,9 @@ class _Phases:
         if job.activation_checkpointing and self.weights.frozen and self.engine.autocasts:
             self.forward_copies += 2 * self.weights.num_trained  # autocast caches its copies of the adapters
         self.head_copy = activations.head_copy_bytes
-        loss = "full" if job.loss == "chunked" and shape.model_type in WITHOUT_CHUNKED_LOSS else job.loss
+        self.exchanged = self.tokens * activations.exchanged_bytes_per_token
+        needs_full = self.engine.splits_batch or shape.model_type in WITHOUT_CHUNKED_LOSS
+        loss = "full" if job.loss == "chunked" and needs_full else job.loss
         self.logits = logits_bytes(
             loss=loss,
             tokens=job.tokens if loss == "chunked" else self.tokens,
@@ -247,7 +260,7 @@ class _Phases:
         last_layer = self._phase(
             "forward",
             activations=self.saved,
-            buffers=self.buffers.forward_layer_bytes,
+            buffers=self.buffers.forward_layer_bytes + self.exchanged,
             copies=self.saved_copies,
             gradients=self._gradients_in_forward,
         )
@@ -275,14 +288,14 @@ class _Phases:
         last_layer = self._phase(
             "backward",
             activations=self.saved + (self.one_layer if checkpointing else 0) + self.layer_backward,
-            buffers=self.buffers.backward_bytes,
+            buffers=self.buffers.backward_bytes + self.exchanged,
             copies=self.layer_copies if checkpointing else self.saved_copies,
             gradients=max(self._gradients_in_forward, min(self._gradients, self._head_gradient)),
         )
         first_layer = self._phase(
             "backward",
             activations=self.one_layer + self.layer_backward + self.masks,
-            buffers=self.buffers.first_layer_bytes,
+            buffers=self.buffers.first_layer_bytes + self.exchanged,
             copies=self.layer_copies,
             gradients=self._gradients_at_first_layer,
         )

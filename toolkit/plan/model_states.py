@@ -106,15 +106,17 @@ class JobWeights:
         """Elements of the largest layer, adapters included: what FSDP2 gathers at once."""
         return max(sum(map(_elements, kind)) for kind in self.layer_kinds) + self._adapters_per_layer
 
-    def largest_gathered_layer(self, ranks: int) -> int:
-        """Return the elements of the largest layer when gathered from `ranks` shards.
+    def largest_gathered_layer(self, ranks_sharing: Callable[[Tensor], int]) -> int:
+        """Return the elements of the largest layer when gathered from the shards of all ranks that share each tensor.
 
         FSDP2 pads the rows of each tensor to a multiple of the ranks: 8 experts on 64 ranks take eight times the space.
         """
-        padded = (
-            sum(ranks * rows_share(tensor.shape, ranks=ranks, rank=0) for tensor in kind) for kind in self.layer_kinds
-        )
-        return max(padded) + self._adapters_per_layer
+
+        def gathered(tensor: Tensor) -> int:
+            ranks = ranks_sharing(tensor)
+            return ranks * rows_share(tensor.shape, ranks=ranks, rank=0)
+
+        return max(sum(map(gathered, kind)) for kind in self.layer_kinds) + self._adapters_per_layer
 
     @property
     def _adapters_per_layer(self) -> int:
@@ -205,11 +207,16 @@ def model_states(engine: EngineSettings, weights: JobWeights, optim: str = DEFAU
     if engine.kind != "deepspeed":
         return ModelStates(
             parameter_bytes=weights.held_bytes(engine.element_bytes),
-            gradient_bytes=FP32_BYTES * weights.num_trained,
+            gradient_bytes=FP32_BYTES * (weights.num_trained + _whole_embedding(engine, weights)),
             optimizer_bytes=_state_bytes(optimizer, weights, lambda tensor: tensor.num_elements),
         )
     states = _zero3 if engine.shards_parameters else _zero12
     return states(engine, weights, optimizer)
+
+
+def _whole_embedding(engine: EngineSettings, weights: JobWeights) -> int:
+    """Elements that the other ranks' parts add to the gradient of a split embedding: without FSDP2 it is whole."""
+    return 0 if weights.frozen else (engine.tp - 1) * weights.embedding
 
 
 def _state_bytes(optimizer: OptimizerSpec, weights: JobWeights, share: Callable[[Tensor], int]) -> int:
@@ -235,7 +242,8 @@ def _flat_state_bytes(optimizer: OptimizerSpec, partitions: Iterable[int]) -> in
 
 def _fsdp2(engine: EngineSettings, weights: JobWeights, optimizer: OptimizerSpec) -> ModelStates:
     def share(tensor: Tensor) -> int:
-        return rows_share(tensor.shape, ranks=engine.shard_ranks, rank=engine.shard_rank)
+        ranks = engine.ranks_sharing(tensor)
+        return rows_share(tensor.shape, ranks=ranks, rank=engine.shard_rank % ranks)
 
     trained, frozen = total(weights.trained, share), total(weights.frozen, share)
     return ModelStates(

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from toolkit.models.split import SPLIT_STYLES
 from toolkit.parallel.layout import DIMENSIONS, ParallelLayout
 from toolkit.parallel.sharded_at_load import plain_model
 from toolkit.train.attest.read_fsdp2 import SPLIT_DIMENSIONS, is_shard
@@ -22,8 +23,6 @@ from toolkit.train.attest.tensors import local
 DIMENSION_OF_MESH = {"fsdp": "dp_shard", "efsdp": "expert_shard"}
 # Of the norm: the copies are sums of the same numbers, in an order that a GPU may change.
 REPLICA_TOLERANCE = 1e-3
-# Styles of transformers' plans that split a parameter; the others replicate it.
-SPLIT_STYLES = ("colwise", "rowwise", "embedding_rowwise", "embedding_colwise", "packed_colwise", "packed_rowwise")
 
 
 def read_layout(trainer: Any, model: Any) -> Values:
