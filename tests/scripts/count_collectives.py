@@ -30,7 +30,13 @@ OPERATORS = {
     "alltoall_base_": ("all_to_all", 1),
     "alltoall_": ("all_to_all", 1),
 }
-FUNCTIONAL = {"all_reduce": "all_reduce", "all_gather_into_tensor": "all_gather", "broadcast": "broadcast"}
+FUNCTIONAL = {
+    "all_reduce": "all_reduce",
+    "all_gather_into_tensor": "all_gather",
+    "broadcast": "broadcast",
+    "reduce_scatter_tensor": "reduce_scatter",
+    "all_to_all_single": "all_to_all",
+}
 
 
 def main() -> int:
@@ -65,8 +71,12 @@ def count_steps() -> None:
                 group = next(arg for arg in args if isinstance(arg, torch.ScriptObject))
                 self.add(collective, args[place], dist.ProcessGroup.unbox(group).size())
             elif space == "_c10d_functional" and name in FUNCTIONAL:
-                whole = ended if isinstance(ended, torch.Tensor) else args[0]
+                whole = ended if name == "all_gather_into_tensor" else args[0]
                 self.add(FUNCTIONAL[name], whole, _resolve_process_group(args[-1]).size())
+            elif func._schema.name == "deepspeed::dim_zero_all_to_all":  # Ulysses; an operator of its own
+                from deepspeed.sequence.layer import _all_to_all_groups
+
+                self.add("all_to_all", args[0], _all_to_all_groups[args[1]].size())
             return ended
 
         def add(self, collective: str, whole, ranks: int) -> None:

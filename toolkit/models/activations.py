@@ -113,7 +113,9 @@ class Activations:
         if layout.ep > 1:
             more += 2 * shape.hidden_size * (shape.experts_per_token or 1) // layout.tp
         one = SavedBytes(per_token=more)
-        return replace(saved, layers=saved.layers.plus(one, shape.num_layers), largest_layer=saved.largest_layer.plus(one))
+        return replace(
+            saved, layers=saved.layers.plus(one, shape.num_layers), largest_layer=saved.largest_layer.plus(one)
+        )
 
     @property
     def exchanged_bytes_per_token(self) -> int:
@@ -128,7 +130,7 @@ class Activations:
         if layout is None:
             return 0
         queries, keys = shape.num_attention_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
-        ring = 4 * keys * layout.cp + 4 * queries + 8 * keys if layout.cp > 1 else 0
+        ring = 4 * keys * layout.cp + 4 * queries + 16 * keys if layout.cp > 1 else 0
         heads = 4 * queries if layout.sp > 1 else 0
         experts = 4 * shape.hidden_size * (shape.experts_per_token or 1) // layout.tp if layout.ep > 1 else 0
         return ring + heads + experts

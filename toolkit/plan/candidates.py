@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import bisect
+import itertools
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from toolkit.errors import ToolkitError
 from toolkit.hardware.gpu_table import Gpu
 from toolkit.models.shape import ModelShape
+from toolkit.parallel.layout import DEFAULT_REPLICAS
 from toolkit.plan.interconnect import Interconnect
 from toolkit.plan.job import TrainingJob, TrainingSetup
 from toolkit.plan.memory import MemoryPlan, plan_memory
@@ -40,6 +42,8 @@ class RecommendRequest:
     """Disks of a node; None: it has none, and presets that need one are left out."""
     host_memory_bytes: int | None = None
     """Host memory of one node; None: as much as needed."""
+    data_parallel_size: int | None = None
+    """GPUs, or groups of GPUs, that train on different rows; None: each of them."""
 
     def __post_init__(self) -> None:
         if self.global_batch_size % self.world_size:
@@ -61,8 +65,8 @@ class RecommendRequest:
 
     @property
     def micro_batches(self) -> list[int]:
-        """Divisors of one GPU's share of the global batch, ascending."""
-        share = self.global_batch_size // self.world_size
+        """Divisors of a GPU's share of the global batch, or of a group's, ascending."""
+        share = self.global_batch_size // (self.data_parallel_size or self.world_size)
         return [size for size in range(1, share + 1) if share % size == 0]
 
     def job_with(self, *, micro_batch: int, checkpointing: bool) -> TrainingJob:
@@ -70,7 +74,9 @@ class RecommendRequest:
         return replace(
             self.job,
             per_device_train_batch_size=micro_batch,
-            gradient_accumulation_steps=self.global_batch_size // self.world_size // micro_batch,
+            gradient_accumulation_steps=(
+                self.global_batch_size // (self.data_parallel_size or self.world_size) // micro_batch
+            ),
             activation_checkpointing=checkpointing,
         )
 
@@ -97,7 +103,8 @@ class Candidate:
     @property
     def settings(self) -> str:
         """Micro-batch, accumulation and checkpointing, for people."""
-        text = f"micro-batch {self.job.per_device_train_batch_size}"
+        degrees = "".join(f"{name} {degree}, " for name, degree in self.job.degrees.items())
+        text = f"{degrees}micro-batch {self.job.per_device_train_batch_size}"
         if self.job.gradient_accumulation_steps > 1:
             text += f", accumulation {self.job.gradient_accumulation_steps}"
         if self.job.keeps_whole_gradients:
@@ -118,8 +125,42 @@ class Candidate:
 
 
 def best_candidates(request: RecommendRequest, presets: Iterable[Preset]) -> list[Candidate]:
-    """Return one candidate per preset that supports the job and world size, whether it fits or not."""
-    return [_best(request, preset) for preset in presets if refusal(request, preset) is None]
+    """Return one candidate per preset that supports the job and world size, whether it fits or not.
+
+    A preset with degrees of parallelism has its best ones.
+    """
+    return [found for preset in presets if (found := _best_layout(request, preset)) is not None]
+
+
+def _best_layout(request: RecommendRequest, preset: Preset) -> Candidate | None:
+    found = [_best(divided, preset) for divided in divided_requests(request, preset) if not refusal(divided, preset)]
+    return _better(found) if found else None
+
+
+def divided_requests(request: RecommendRequest, preset: Preset) -> list[RecommendRequest]:
+    """Return the request with every combination of degrees worth a plan: powers of two that stay within a node."""
+    if not preset.degrees:
+        return [request]
+    inside = min(request.world_size, request.job.gpus_per_node)
+    powers = [2**power for power in range(1, 11) if 2**power <= inside]
+    requests = []
+    for degrees in itertools.product(powers, repeat=len(preset.degrees)):
+        chosen = dict(zip(preset.degrees, degrees, strict=True))
+        if {"dp_replicate", "dp_shard"} <= set(preset.parallel):
+            chosen["dp_replicate"] = max(DEFAULT_REPLICAS, request.interconnect.num_nodes)
+        found = divided_request(request, preset, chosen)
+        if found.data_parallel_size:
+            requests.append(found)
+    return requests
+
+
+def divided_request(request: RecommendRequest, preset: Preset, degrees: Mapping[str, int]) -> RecommendRequest:
+    """Return the request with these degrees of parallelism; the request itself where there are none."""
+    layout = preset.layout(request.world_size, degrees)
+    if layout is None:
+        return request
+    job = replace(request.job, **degrees)  # type: ignore[arg-type]
+    return replace(request, job=job, data_parallel_size=layout.data_parallel_size)
 
 
 def refusal(request: RecommendRequest, preset: Preset) -> str | None:
@@ -129,7 +170,8 @@ def refusal(request: RecommendRequest, preset: Preset) -> str | None:
         has_bf16=request.gpu.peak_flops("fp16") is None or request.gpu.peak_flops("bf16") is not None,
         has_nvme=request.nvme_bytes_per_second is not None,
     )
-    reason = unsupported(preset, request.job.method, world_size=request.world_size, device=device, purpose="recommend")
+    method = request.job.method_on(request.shape)
+    reason = unsupported(preset, method, world_size=request.world_size, device=device, purpose="recommend")
     return None if reason is None else reason.why
 
 
@@ -149,10 +191,15 @@ def _best(request: RecommendRequest, preset: Preset) -> Candidate:
 def _best_checkpointing(request: RecommendRequest, preset: Preset) -> Candidate:
     """The faster of with and without activation checkpointing; the smaller one if neither fits."""
     both = [largest_candidate(request, preset, checkpointing=checkpointing) for checkpointing in (False, True)]
-    fitting = [candidate for candidate in both if candidate.fits]
+    return _better(both)
+
+
+def _better(candidates: Sequence[Candidate]) -> Candidate:
+    """The fastest that fits, or the smallest if none does."""
+    fitting = [candidate for candidate in candidates if candidate.fits]
     if fitting:
         return min(fitting, key=lambda candidate: candidate.seconds)
-    return min(both, key=lambda candidate: candidate.memory.planned_peak_bytes)
+    return min(candidates, key=lambda candidate: candidate.memory.planned_peak_bytes)
 
 
 def largest_candidate(request: RecommendRequest, preset: Preset, *, checkpointing: bool) -> Candidate:

@@ -1,7 +1,8 @@
 """Communication volume: what one GPU sends in an optimizer step, by collective.
 
-    >>> Collective(name="all_gather", purpose="parameters", payload_bytes=800, group_size=4).sent_bytes
-    600
+    >>> gather = Collective(name="all_gather", purpose="parameters", payload_bytes=800, group_size=4)
+    >>> communication_bytes([gather, gather])
+    1200
 
 Derived from the preset's files and the model's tensors, as read in the source of deepspeed 0.19.8, torch 2.13 and
 accelerate 1.15, and compared with collectives counted in real runs of two and four CPU ranks
@@ -13,36 +14,15 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 from toolkit.models.shape import Layer
+from toolkit.plan.collectives import Collective
 from toolkit.plan.engine_settings import zero_block
 from toolkit.plan.job import TrainingSetup
+from toolkit.plan.split_communication import split_collectives
 
 DDP_BUCKET_BYTES = 25 * 2**20
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Collective:
-    """All collectives of one kind and purpose in an optimizer step, as one rank sees them."""
-
-    name: str
-    """`all_reduce`, `all_gather`, `reduce_scatter`, `reduce` or `all_to_all`."""
-    purpose: str
-    """`gradients`, `parameters in the forward`, ..."""
-    payload_bytes: int
-    """Complete tensors, padding included: the output of a gather, the input of a reduction."""
-    group_size: int
-    group: str = "all"
-    """`all` ranks, the ranks of one `replica`, or one rank of each of the `replicas`."""
-    calls: int = 1
-
-    @property
-    def sent_bytes(self) -> int:
-        """Bytes that each rank of a ring sends: (N-1)/N of the payload, twice for an all-reduce."""
-        passes = 2 if self.name == "all_reduce" else 1
-        return self.payload_bytes * passes * (self.group_size - 1) // self.group_size
 
 
 def communication_bytes(collectives: Iterable[Collective]) -> int:
@@ -54,13 +34,18 @@ def step_collectives(setup: TrainingSetup) -> tuple[Collective, ...]:
     """Return all collectives of one optimizer step, its accumulation steps included."""
     if setup.world_size == 1:
         return ()
+    return (*_of_model_states(setup), *split_collectives(setup))
+
+
+def _of_model_states(setup: TrainingSetup) -> Iterator[Collective]:
+    """Gathers of parameters and reductions of gradients."""
+    if setup.preset.sharded_at_load:
+        return _at_load(setup)
     if setup.preset.engine == "fsdp2":
-        return tuple(_fsdp2(setup))
+        return _fsdp2(setup)
     if setup.preset.engine != "deepspeed":
-        return tuple(_ddp(setup))
-    if "parameter" in setup.preset.sharded_parts:
-        return tuple(_zero3(setup))
-    return tuple(_zero12(setup))
+        return _ddp(setup)
+    return _zero3(setup) if "parameter" in setup.preset.sharded_parts else _zero12(setup)
 
 
 def _ddp(setup: TrainingSetup) -> Iterator[Collective]:
@@ -104,6 +89,63 @@ def _fsdp2(setup: TrainingSetup) -> Iterator[Collective]:
             group="replicas",
             calls=calls,
         )
+
+
+def _at_load(setup: TrainingSetup) -> Iterator[Collective]:
+    """FSDP2 on what tensor and expert parallelism leave, with experts in groups of their own; gradients in fp32.
+
+    Ranks of one group are as far apart as the dimensions inside are large. Adapters, attached later, are averaged.
+    """
+    layout, job = setup.layout, setup.job
+    if layout is None or layout.data_parallel_size == 1:
+        return
+    layers, outer = setup.part.layers, setup.part.outer
+    base, trained = (*layers, outer), tuple(setup.trained)
+    if setup.adapters:
+        yield Collective(
+            name="all_reduce",
+            purpose="gradients of adapters",
+            payload_bytes=4 * setup.num_trained,
+            group_size=layout.data_parallel_size,
+            group="dp_shard" if layout.dp_replicate == 1 else "dp_replicate",
+            stride=layout.tp,
+            calls=sum(map(len, trained)),
+        )
+        trained = ()
+    groups = [(False, layout.dp_shard, layout.tp)]
+    if layout.ep > 1:
+        groups.append((True, layout.expert_shard, layout.ep))
+    embedding = () if setup.shape.tied_embeddings else outer[:1]
+    for experts, ranks, stride in groups:
+
+        def held(units: Iterable[Layer], experts: bool = experts) -> list[Layer]:
+            split = layout.ep > 1
+            parts = (tuple(tensor for tensor in unit if (split and tensor.is_expert) == experts) for unit in units)
+            return [part for part in parts if part]
+
+        name = "experts" if experts else "parameters"
+        sharers: dict[str, Any] = {"group_size": ranks, "group": "dp_shard", "stride": stride}
+        steps = job.gradient_accumulation_steps
+        if ranks > 1:
+            for phase, units in (("forward", held(base)), ("backward", held((*layers, embedding)))):
+                payload = steps * setup.engine.element_bytes * sum(_padded_rows(unit, ranks) for unit in units)
+                yield from _gather(f"{name} in the {phase}", payload, steps * len(units), **sharers)
+        reduced = held(trained)
+        reductions = 1 if job.keeps_whole_gradients else steps
+        payload = reductions * setup.engine.reduce_bytes * sum(_padded_rows(unit, ranks) for unit in reduced)
+        calls = reductions * len(reduced)
+        of = "gradients of experts" if experts else "gradients"
+        if ranks > 1 and payload:
+            yield Collective(name="reduce_scatter", purpose=of, payload_bytes=payload, calls=calls, **sharers)
+        if layout.dp_replicate > 1 and payload:
+            yield Collective(
+                name="all_reduce",
+                purpose=f"{of} between replicas",
+                payload_bytes=payload // ranks,
+                group_size=layout.dp_replicate,
+                group="replicas",
+                calls=calls,
+            )
 
 
 def _zero12(setup: TrainingSetup) -> Iterator[Collective]:
@@ -231,10 +273,18 @@ def _one_node(ranks: int) -> dict[str, Any]:
     return {"group_size": ranks, "group": "replica"}
 
 
-def _gather(purpose: str, payload: int, calls: int, *, group_size: int, group: str) -> Iterator[Collective]:
+def _gather(
+    purpose: str, payload: int, calls: int, *, group_size: int, group: str, stride: int = 1
+) -> Iterator[Collective]:
     if payload:
         yield Collective(
-            name="all_gather", purpose=purpose, payload_bytes=payload, group_size=group_size, group=group, calls=calls
+            name="all_gather",
+            purpose=purpose,
+            payload_bytes=payload,
+            group_size=group_size,
+            group=group,
+            stride=stride,
+            calls=calls,
         )
 
 

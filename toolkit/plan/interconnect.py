@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from toolkit.errors import ToolkitError
 from toolkit.hardware.gpu_table import GIGA, Gpu
-from toolkit.plan.communication import Collective
+from toolkit.plan.collectives import Collective
 
 Range = tuple[float, float]
 """(low, high)."""
@@ -68,19 +68,22 @@ class Interconnect:
         sent = collective.sent_bytes
         return sent / fast + collective.calls * low_latency, sent / slow + collective.calls * high_latency
 
-    def _crosses_nodes(self, collective: Collective) -> bool:
+    def crosses_nodes(self, collective: Collective) -> bool:
+        """Return True if a group has ranks of several nodes."""
         if collective.group == "replicas":
             return self.num_nodes > 1
-        return collective.group_size > self.gpus_per_node
+        return collective.group_size * collective.stride > self.gpus_per_node
 
     def _bytes_per_second(self, collective: Collective) -> Range:
         """Rate of one rank. One ring through all GPUs passes each node's network once; rings that take one GPU of each
         node share it."""
         rate = self.gpu.link_bytes_per_second
         slow, fast = rate * BANDWIDTH_SHARE[0], rate * BANDWIDTH_SHARE[1]
-        if not self._crosses_nodes(collective):
+        if not self.crosses_nodes(collective):
             return slow, fast
-        rings = self.gpus_per_node if collective.group == "replicas" else 1
+        rings = min(collective.stride, self.gpus_per_node)
+        if collective.group == "replicas":
+            rings = self.gpus_per_node
         low, high = self._network()
         return min(slow, low / rings), min(fast, high / rings)
 
@@ -92,10 +95,11 @@ class Interconnect:
     def _latency(self, collective: Collective) -> Range:
         """Of one call: a ring takes a hop to each other rank, an all-reduce two."""
         passes = 2 if collective.name == "all_reduce" else 1
-        hops = passes * (collective.group_size - 1)
+        hops = 1 if collective.name == "permute" else passes * (collective.group_size - 1)
         across = 0
-        if self._crosses_nodes(collective):
-            across = hops if collective.group == "replicas" else passes * (self.num_nodes - 1)
+        if self.crosses_nodes(collective):
+            nodes = -(-collective.group_size * collective.stride // self.gpus_per_node)
+            across = hops if collective.group == "replicas" else passes * (nodes - 1)
         inside = HOP_SECONDS["pcie" if self.gpu.nvlink_bytes_per_second is None else "nvlink"]
         low, high = (
             call + (hops - across) * hop + across * network

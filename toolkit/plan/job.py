@@ -85,7 +85,7 @@ class TrainingJob:
 
     @property
     def tokens(self) -> int:
-        """Tokens in one micro-batch of one GPU, or of the GPUs that train on the same rows; every row at full length."""
+        """Tokens in one micro-batch of a GPU, or of the GPUs that train on the same rows; all rows at full length."""
         return self.per_device_train_batch_size * self.max_seq_length
 
     @property
@@ -175,13 +175,18 @@ class TrainingSetup:
         return self.preset.layout(self.world_size, self.job.degrees)
 
     @property
+    def ranks_per_batch(self) -> int:
+        """Ranks that train on the same rows."""
+        return 1 if self.layout is None else self.layout.ranks_per_batch
+
+    @property
     def part(self) -> ModelShape:
         """The model as far as one rank computes it, before anything shards it."""
         return part_of_rank(self.shape, self.layout)
 
     @property
     def local_tokens(self) -> int:
-        """Tokens of a micro-batch that one rank holds: a part of each sequence under context and sequence parallelism."""
+        """Tokens of a micro-batch that one rank holds: a part of each where ranks share sequences."""
         return -(-self.job.tokens // self.engine.ranks_per_sequence)
 
     @property

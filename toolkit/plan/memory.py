@@ -183,9 +183,7 @@ def logits_bytes(
 
 
 @lru_cache(maxsize=64)
-def _activations(
-    shape: ModelShape, autocast: bool, lora_r: int | None, layout: ParallelLayout | None
-) -> Activations:
+def _activations(shape: ModelShape, autocast: bool, lora_r: int | None, layout: ParallelLayout | None) -> Activations:
     """One object for all micro-batches, and for all world sizes of data parallelism."""
     return Activations(shape=shape, autocast=autocast, lora_r=lora_r, layout=layout)
 

@@ -78,6 +78,11 @@ class PlanOptions:
     ] = None
     loss: Annotated[str, Option(help="chunked, full, fused (Liger), or chunked_output (torchtune)")] = "chunked"
     optim: OptimizerName = DEFAULT_OPTIMIZER
+    tp: Annotated[int | None, Option(help="tensor parallelism: GPUs that split each layer")] = None
+    cp: Annotated[int | None, Option(help="context parallelism (ring attention): GPUs that share a sequence")] = None
+    sp: Annotated[int | None, Option(help="sequence parallelism (Ulysses): GPUs that share a sequence")] = None
+    ep: Annotated[int | None, Option(help="expert parallelism: GPUs that share the experts")] = None
+    dp_replicate: Annotated[int | None, Option(help="replicas of the sharded model in a hybrid mesh")] = None
     gpus_per_node: GpusPerNode = 8
     host_memory_gib: HostMemoryGib = None
     verify: Annotated[

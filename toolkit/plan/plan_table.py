@@ -9,11 +9,12 @@ from typing import Any
 from rich.console import Console, JustifyMethod
 from rich.table import Table
 
+from toolkit.hardware.gpu_table import GIGA
 from toolkit.models.checked_counts import FULL, LORA, LORA_ON_SOME, QLORA, is_checked
 from toolkit.models.lora import ALL_LINEAR
 from toolkit.plan.memory_verdict import LARGEST_WORLD_SIZE
 from toolkit.plan.planner import Plan, PlanRequest
-from toolkit.units import GIB, NOT_AVAILABLE, gib, number
+from toolkit.units import GIB, NOT_AVAILABLE, gib, number, seconds
 
 TABLE_COLUMNS = 100
 COLUMNS = (
@@ -59,6 +60,8 @@ def print_plans(plans: Sequence[Plan], request: PlanRequest) -> None:
     for plan in plans:
         table.add_row(*_cells(plan))
     console.print(table, soft_wrap=False)
+    for line in _layout_lines(plans):
+        console.print(line, markup=False)
     console.print(_footer(plans, request), markup=False)
 
 
@@ -72,6 +75,7 @@ def _heading(request: PlanRequest) -> str:
         "rows of equal length" if job.lengths_differ is False else "",
         f"{steps} accumulation steps" if steps > 1 else "",
         f"{job.accumulate} gradients between them" if steps > 1 and job.accumulate is not None else "",
+        ", ".join(f"{name} {degree}" for name, degree in job.degrees.items()),
         "activation checkpointing" if job.activation_checkpointing else "",
         f"{request.gpu.name}, {gib(request.gpu.memory_bytes)}",
         f"counted on the {shape.counted_on}" if counted else "",
@@ -94,6 +98,21 @@ def _cells(plan: Plan) -> list[str]:
         "none" if plan.smallest_world_size is None else str(plan.smallest_world_size),
         _tokens_per_second(plan),
     ]
+
+
+def _layout_lines(plans: Sequence[Plan]) -> list[str]:
+    """How each plan divides its ranks, and what a GPU sends in a step along each dimension."""
+    lines = []
+    for plan in plans:
+        if plan.layout is None:
+            continue
+        lines.append(f"{plan.preset}, {plan.world_size} GPUs: {plan.layout}; each GPU sends per step, without overlap:")
+        for traffic in plan.traffic:
+            fast, slow = traffic.seconds
+            where = "between nodes" if traffic.crosses_nodes else "within a node"
+            sent = f"{traffic.sent_bytes / GIGA:,.2f} GB {where}"
+            lines.append(f"  {traffic.dimension:<12} {sent:<24} {seconds(fast)} to {seconds(slow)}")
+    return lines
 
 
 def _gib(size: int) -> str:

@@ -20,6 +20,7 @@ from toolkit.run.argument_values import as_list
 from toolkit.run.script_arguments import (
     accumulate_argument,
     accumulation_steps,
+    degrees_given,
     flag,
     integer,
     micro_batch_size,
@@ -53,6 +54,7 @@ def job_from_arguments(arguments: dict[str, Any]) -> TrainingJob:
         loss=planned_loss(arguments),
         loss_chunk_tokens=integer(arguments, "loss_chunk_tokens", LOSS_CHUNK_TOKENS),
         optim=optim,
+        **degrees_given(arguments),  # type: ignore[arg-type]
     )
 
 

@@ -7,7 +7,7 @@ plans = make_plans(request)
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from toolkit.errors import ToolkitError
@@ -16,6 +16,7 @@ from toolkit.hardware.gpus import visible_world_size
 from toolkit.models.lora import ALL_LINEAR
 from toolkit.models.read_model import check_unquantized, read_model
 from toolkit.models.shape import ModelShape
+from toolkit.parallel.layout import ParallelLayout
 from toolkit.plan.communication import communication_bytes, step_collectives
 from toolkit.plan.interconnect import Interconnect
 from toolkit.plan.job import (
@@ -29,7 +30,7 @@ from toolkit.plan.memory import MemoryPlan, plan_memory
 from toolkit.plan.memory_verdict import FITS, largest_micro_batch, memory_verdict, smallest_world_size
 from toolkit.plan.model_states import job_weights
 from toolkit.plan.options import PlanOptions
-from toolkit.plan.step_time import StepTime, step_time
+from toolkit.plan.step_time import DimensionTraffic, StepTime, dimension_traffic, step_time
 from toolkit.presets import list_presets, load_preset
 from toolkit.presets.preset import Preset
 from toolkit.presets.support import check_supported, unsupported
@@ -68,6 +69,10 @@ class Plan:
     """None if the GPU's peak is unknown."""
     largest_micro_batch: int | None
     smallest_world_size: int | None
+    traffic: tuple[DimensionTraffic, ...]
+    """What each GPU sends in a step, by dimension of the mesh."""
+    layout: ParallelLayout | None = None
+    """How the ranks are divided; None for data parallelism alone."""
     accumulate: str | None = None
     """Gradients between accumulation steps: `sharded` or `whole`; None where there is one step."""
 
@@ -103,6 +108,8 @@ class Plan:
             "largest_micro_batch": self.largest_micro_batch,
             "smallest_world_size": self.smallest_world_size,
             "communication_bytes_per_step": self.communication_bytes_per_step,
+            "communication": [asdict(traffic) for traffic in self.traffic],
+            "layout": None if self.layout is None else self.layout.degrees(),
             "step_seconds": None if speed is None else list(speed.step_seconds),
             "tokens_per_second_per_gpu": None if speed is None else list(speed.tokens_per_second_per_gpu),
             "mfu": None if speed is None else list(speed.mfu),
@@ -137,6 +144,11 @@ def plan_request(model: str, options: PlanOptions) -> PlanRequest:
             loss=options.loss,
             optim=options.optim,
             gpus_per_node=options.gpus_per_node,
+            tp=options.tp,
+            cp=options.cp,
+            sp=options.sp,
+            ep=options.ep,
+            dp_replicate=options.dp_replicate,
             # a rehearsal's rows all have the full length
             lengths_differ=False if options.equal_lengths or options.verify else None,
         ),
@@ -171,11 +183,12 @@ def make_plans(request: PlanRequest) -> list[Plan]:
 
 
 def _supported(request: PlanRequest) -> Iterator[tuple[Preset, int]]:
+    method = request.job.method_on(request.shape)
     for world_size in request.world_sizes:
         for preset in request.presets:
             if request.strict:
-                check_supported(preset, request.job.method, world_size=world_size, purpose="plan")
-            elif unsupported(preset, request.job.method, world_size=world_size, purpose="plan") is not None:
+                check_supported(preset, method, world_size=world_size, purpose="plan")
+            elif unsupported(preset, method, world_size=world_size, purpose="plan") is not None:
                 continue
             yield preset, world_size
 
@@ -187,8 +200,13 @@ def _fits(request: PlanRequest, preset: Preset, world_size: int, micro_batch: in
 
 
 def _smallest_world_size(request: PlanRequest, preset: Preset) -> int | None:
-    micro_batch = request.job.per_device_train_batch_size
-    return smallest_world_size(preset, lambda size: _fits(request, preset, size, micro_batch))
+    micro_batch, method = request.job.per_device_train_batch_size, request.job.method_on(request.shape)
+
+    def fits(size: int) -> bool:
+        divides = unsupported(preset, method, world_size=size, purpose="plan") is None
+        return divides and _fits(request, preset, size, micro_batch)
+
+    return smallest_world_size(preset, fits)
 
 
 def _verdict(request: PlanRequest, memory: MemoryPlan) -> str:
@@ -201,7 +219,7 @@ def _plan(request: PlanRequest, preset: Preset, world_size: int, smallest: int |
     setup = TrainingSetup(shape=shape, preset=preset, world_size=world_size, job=job)
     interconnect = Interconnect(gpu=request.gpu, world_size=world_size, gpus_per_node=job.gpus_per_node)
     speed = step_time(setup, interconnect)
-    sent = communication_bytes(step_collectives(setup)) if speed is None else speed.communication_bytes_per_step
+    collectives = step_collectives(setup)
     return Plan(
         preset=preset.name,
         world_size=world_size,
@@ -211,7 +229,9 @@ def _plan(request: PlanRequest, preset: Preset, world_size: int, smallest: int |
         memory=memory,
         num_params=shape.num_params,
         num_trainable_params=job_weights(shape, job.lora_r, job.load_in_4bit, job.lora_target_modules).num_trained,
-        communication_bytes_per_step=sent,
+        communication_bytes_per_step=communication_bytes(collectives),
+        traffic=dimension_traffic(collectives, interconnect),
+        layout=setup.layout,
         speed=speed,
         largest_micro_batch=largest_micro_batch(lambda size: _fits(request, preset, world_size, size)),
         smallest_world_size=smallest,

@@ -19,11 +19,14 @@ from toolkit.hardware.gpu_table import GIGA, custom_gpu, named_or_visible_gpu
 from toolkit.hardware.gpus import visible_world_size
 from toolkit.models.read_model import check_unquantized, read_model
 from toolkit.models.shape import ModelShape
+from toolkit.parallel.layout import NAMES
 from toolkit.plan.candidates import (
     EQUAL_WITHIN,
     Candidate,
     RecommendRequest,
     best_candidates,
+    divided_request,
+    divided_requests,
     largest_candidate,
     refusal,
 )
@@ -37,6 +40,7 @@ OBJECTIVES = ("fastest", "least-memory")
 LARGEST_WORLD_SIZE = 1024
 DEFAULT_GLOBAL_BATCH = 32  # sequences; rounded up to a multiple of the GPUs
 LARGEST_GLOBAL_BATCH = 2**20
+NOT_NEEDED = "is for layers, experts or sequences that do not fit with data parallelism alone, which does here"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,7 +115,7 @@ def recommend(request: RecommendRequest, presets: Sequence[Preset], *, objective
 
     Raises ToolkitError if nothing fits, with the smallest number of GPUs on which something does.
     """
-    candidates = best_candidates(request, presets)
+    candidates = _candidates(request, presets)
     fitting = [candidate for candidate in candidates if candidate.fits]
     if not fitting:
         raise _nothing_fits(request, presets, candidates)
@@ -125,6 +129,21 @@ def recommend(request: RecommendRequest, presets: Sequence[Preset], *, objective
         why_not=_reasons_against(request, presets, candidates, choice),
         rule_of_thumb=rule_of_thumb.preset.name,
     )
+
+
+def _candidates(request: RecommendRequest, presets: Sequence[Preset]) -> list[Candidate]:
+    """Candidates of data parallelism; where none fits without offload, also of presets that split layers or sequences.
+
+    Data parallelism is simpler, and split layers and sequences cost communication in every layer.
+    """
+    simple = best_candidates(request, [preset for preset in presets if not preset.degrees])
+    if any(candidate.fits and not _offloads(candidate.preset) for candidate in simple):
+        return simple
+    return simple + best_candidates(request, [preset for preset in presets if preset.degrees])
+
+
+def _offloads(preset: Preset) -> bool:
+    return preset.offload_optimizer is not None or preset.offload_param is not None
 
 
 def _best_first(fitting: list[Candidate], objective: str) -> list[Candidate]:
@@ -145,13 +164,13 @@ def _best_first(fitting: list[Candidate], objective: str) -> list[Candidate]:
     return sorted(equal, key=_sharding) + sorted(slower, key=lambda candidate: candidate.seconds)
 
 
-def _sharding(candidate: Candidate) -> tuple[int, int, bool, float, str]:
-    """Offloads, sharded parts, hybrid sharding; then seconds."""
+def _sharding(candidate: Candidate) -> tuple[int, int, int, bool, float, str]:
+    """Offloads, dimensions beside data parallelism, sharded parts, hybrid sharding; then seconds."""
     preset = candidate.preset
     cost = {None: 0, "cpu": 1, "nvme": 2}
     offloads = cost[preset.offload_optimizer] + cost[preset.offload_param]
     hybrid = preset.sharding == "hybrid_shard"
-    return offloads, len(preset.sharded_parts), hybrid, candidate.seconds, preset.name
+    return offloads, len(preset.degrees), len(preset.sharded_parts), hybrid, candidate.seconds, preset.name
 
 
 def _reasons(
@@ -166,7 +185,8 @@ def _reasons(
         host = gib(choice.memory.host.peak_bytes)
         reasons.append(f"each node is assumed to have {host} of host memory (`--host-memory-gib` sets what it has)")
     if choice.job.activation_checkpointing:
-        without = largest_candidate(request, choice.preset, checkpointing=False)
+        divided = divided_request(request, choice.preset, choice.job.degrees)
+        without = largest_candidate(divided, choice.preset, checkpointing=False)
         if without.fits:
             against = f"({without.settings}) it takes {ratios_text(without, choice)} as long"
         else:
@@ -191,12 +211,23 @@ def _too_large(request: RecommendRequest, candidate: Candidate) -> str:
 def _reasons_against(
     request: RecommendRequest, presets: Sequence[Preset], candidates: list[Candidate], choice: Candidate
 ) -> dict[str, str]:
-    reasons = {preset.name: reason for preset in presets if (reason := refusal(request, preset)) is not None}
+    others = [preset for preset in presets if preset.name != choice.preset.name]
+    reasons = {preset.name: reason for preset in others if (reason := _refusal(request, preset)) is not None}
     for candidate in candidates:
         if candidate is not choice:
             too_large = _too_large(request, candidate).removeprefix("it ").removeprefix("is ")
             reasons[candidate.preset.name] = _compared(candidate, choice) if candidate.fits else too_large
     return reasons
+
+
+def _refusal(request: RecommendRequest, preset: Preset) -> str | None:
+    """The reason against every layout of a preset; where one was not considered, the reason for that."""
+    refusals = [refusal(divided, preset) for divided in divided_requests(request, preset)]
+    if not refusals:
+        return f"needs GPUs for {' and '.join(NAMES[name] for name in preset.degrees)}"
+    if all(refusals):
+        return refusals[0]
+    return NOT_NEEDED if preset.degrees else None
 
 
 def _compared(candidate: Candidate, choice: Candidate) -> str:
@@ -222,7 +253,7 @@ def ratios_text(one: Candidate, other: Candidate) -> str:
 def _nothing_fits(request: RecommendRequest, presets: Sequence[Preset], candidates: list[Candidate]) -> ToolkitError:
     hardware = f"{request.world_size} × {request.gpu.name}"
     if not candidates:
-        reasons = "; ".join(f"{preset.name} {refusal(request, preset)}" for preset in presets)
+        reasons = "; ".join(f"{preset.name} {_refusal(request, preset)}" for preset in presets)
         return ToolkitError(f"no preset is for {hardware}: {reasons}", hint="see `toolkit presets`")
     smallest = min(
         candidates,
@@ -240,7 +271,7 @@ def _way_out(request: RecommendRequest, presets: Sequence[Preset]) -> str:
     while size <= LARGEST_WORLD_SIZE:
         batch = -(-request.global_batch_size // size) * size
         larger = replace(request, world_size=size, global_batch_size=batch)
-        if any(candidate.fits for candidate in best_candidates(larger, presets)):
+        if any(candidate.fits for candidate in _candidates(larger, presets)):
             return f"`--num-processes {size}` fits"
         size *= 2
     adapters = "" if request.job.lora_r else "`--lora-r 16`, "

@@ -8,7 +8,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from toolkit.plan.candidates import Candidate, RecommendRequest
+from toolkit.plan.candidates import Candidate, RecommendRequest, divided_request
 from toolkit.plan.interconnect import Range
 from toolkit.plan.job import TrainingJob, TrainingSetup, accumulate_in_effect
 from toolkit.plan.recommend import Recommendation
@@ -57,6 +57,7 @@ def _row(candidate: Candidate, request: RecommendRequest, price: float | None) -
         "per_device_train_batch_size": job.per_device_train_batch_size,
         "gradient_accumulation_steps": job.gradient_accumulation_steps,
         "accumulate": accumulate_in_effect(candidate.preset, job),
+        "degrees": job.degrees,
         "global_batch_size": request.global_batch_size,
         "activation_checkpointing": job.activation_checkpointing,
         "verdict": candidate.verdict,
@@ -186,9 +187,14 @@ def train_command(candidate: Candidate, request: RecommendRequest, model: str) -
 
 
 def compare_command(compared: Sequence[Candidate], request: RecommendRequest, model: str) -> str | None:
-    """Return the command that compares candidates on settings that all of them fit; None for several nodes."""
+    """Return the command that compares candidates on settings that all of them fit; None for several nodes.
+
+    A comparison has one choice of degrees for all: candidates with others than the first are left out.
+    """
     if request.interconnect.num_nodes > 1:
         return None
+    compared = [candidate for candidate in compared if candidate.job.degrees == compared[0].job.degrees]
+    request = divided_request(request, compared[0].preset, compared[0].job.degrees)
     smallest = min(candidate.job.per_device_train_batch_size for candidate in compared)
     checkpointing = any(candidate.job.activation_checkpointing for candidate in compared)
     job = request.job_with(micro_batch=smallest, checkpointing=checkpointing)
@@ -204,6 +210,7 @@ def _training_words(job: TrainingJob, model: str, *, output: str | None) -> str:
     words = ["--model_name_or_path", folder, "--dataset", "DATASET", "--max_seq_length", str(job.max_seq_length)]
     words += ["--per_device_train_batch_size", str(job.per_device_train_batch_size)]
     words += ["--gradient_accumulation_steps", str(job.gradient_accumulation_steps)]
+    words += [word for name, degree in job.degrees.items() for word in (f"--{name}", str(degree))]
     words += [] if job.accumulate is None else ["--accumulate", job.accumulate]
     words += ["--activation_checkpointing", "true"] if job.activation_checkpointing else []
     words += ["--lora_r", str(job.lora_r)] if job.lora_r is not None else []

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 
 from toolkit.hardware.gpu_table import GIGA
 from toolkit.models.flops import TokenFlops, flops_of, mfu
+from toolkit.parallel.layout import DIMENSIONS
+from toolkit.plan.collectives import Collective
 from toolkit.plan.communication import communication_bytes, step_collectives
 from toolkit.plan.interconnect import Interconnect, Range
 from toolkit.plan.job import TrainingSetup, num_elements
@@ -38,9 +40,10 @@ UNLISTED_MATMUL_SHARE = 0.869
 EAGER_TRAINING_SHARE = 0.33
 
 # Memory traffic that no kernel avoids, in the best case: each saved activation written once and read once (34 bytes per
-# element of the hidden size: Korthikanti et al., section 4.1, https://arxiv.org/abs/2205.05198), and fp32 logits and
-# their gradient each written and read. In the worst case it is part of the share above.
-ACTIVATION_BYTES_MOVED = 2 * 34
+# element of the hidden size, of which tensor parallelism divides 24: Korthikanti et al., sections 4.1 and 4.2.1,
+# https://arxiv.org/abs/2205.05198), and fp32 logits and their gradient each written and read. In the worst case it is
+# part of the share above.
+WHOLE_BYTES_MOVED, SPLIT_BYTES_MOVED = 2 * 10, 2 * 24
 LOGITS_BYTES_MOVED = 4 * 4
 
 # An optimizer reads parameter and gradient and writes the parameter, in fp32; it reads and writes each of its states.
@@ -53,6 +56,33 @@ PCIE_SHARE: Range = (0.4, 0.87)  # 55 of 63 GB/s measured with pinned memory; tw
 DISK_BYTES_PER_SECOND: Range = (1 * GIGA, 25 * GIGA)  # of a node with one disk, or several; `--nvme-gb-per-second`
 # DeepSpeed's `overlap_comm` is off below stage 3, so the computation waits for reductions.
 SHARDINGS_WITHOUT_OVERLAP = ("shard_optimizer", "shard_grad_op", "replicate")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DimensionTraffic:
+    """What each GPU sends in an optimizer step along one dimension of the mesh."""
+
+    dimension: str
+    sent_bytes: int
+    seconds: Range
+    """Without overlap."""
+    crosses_nodes: bool
+
+
+def dimension_traffic(collectives: Iterable[Collective], interconnect: Interconnect) -> tuple[DimensionTraffic, ...]:
+    """Return the traffic of each dimension that has any, from the outermost to the innermost."""
+    found = list(collectives)
+    dimensions = sorted({collective.dimension for collective in found}, key=DIMENSIONS.index)
+    grouped = ((name, [each for each in found if each.dimension == name]) for name in dimensions)
+    return tuple(
+        DimensionTraffic(
+            dimension=name,
+            sent_bytes=communication_bytes(own),
+            seconds=_sum(map(interconnect.seconds, own)),
+            crosses_nodes=any(map(interconnect.crosses_nodes, own)),
+        )
+        for name, own in grouped
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -86,15 +116,18 @@ def step_time(
     peak = interconnect.gpu.peak_flops(_dtype(setup))
     if peak is None:
         return None
-    tokens = setup.job.tokens * setup.job.gradient_accumulation_steps
+    steps = setup.job.gradient_accumulation_steps
+    # Ranks of one batch divide its work; ranks that split layers each have all of its tokens.
+    tokens, own_tokens = setup.job.tokens * steps // setup.ranks_per_batch, setup.local_tokens * steps
     flops = setup_flops(setup)
-    compute = _compute_seconds(setup, interconnect, peak, tokens=tokens, flops=flops.hardware_flops * tokens)
+    compute = _compute_seconds(setup, interconnect, peak, tokens=own_tokens, flops=flops.hardware_flops * tokens)
     collectives = step_collectives(setup)
     communication = _sum(interconnect.seconds(collective) for collective in collectives)
+    blocking = sum(interconnect.seconds(collective)[0] for collective in collectives if collective.blocks)
     optimizer = _optimizer_seconds(setup, interconnect)
     offload = _offload_seconds(setup, interconnect, nvme_bytes_per_second)
     serial = setup.preset.engine == "deepspeed" and setup.preset.sharding in SHARDINGS_WITHOUT_OVERLAP
-    overlapped = compute[0] + communication[0] if serial else max(compute[0], communication[0])
+    overlapped = compute[0] + communication[0] if serial else max(compute[0] + blocking, communication[0])
     low = max(overlapped, offload[0]) + optimizer[0]
     high = compute[1] + communication[1] + offload[1] + optimizer[1]
     offloads = setup.preset.offload_optimizer or setup.preset.offload_param
@@ -146,7 +179,8 @@ def _compute_seconds(
 ) -> Range:
     gpu, shape = interconnect.gpu, setup.shape
     best = BEST_MATMUL_SHARE.get(gpu.name.split(",")[0], UNLISTED_MATMUL_SHARE)
-    token_bytes = ACTIVATION_BYTES_MOVED * shape.hidden_size * shape.num_layers + LOGITS_BYTES_MOVED * shape.vocab_size
+    moved = WHOLE_BYTES_MOVED + SPLIT_BYTES_MOVED / setup.engine.tp
+    token_bytes = moved * shape.hidden_size * shape.num_layers + LOGITS_BYTES_MOVED * shape.vocab_size
     bandwidth = gpu.memory_bytes_per_second
     slowest_moving, moving = (
         0.0 if bandwidth is None else tokens * token_bytes / (bandwidth * share) for share in MEMORY_SHARE
@@ -160,7 +194,8 @@ def _optimizer_share(setup: TrainingSetup) -> float:
     """Trained elements whose optimizer states one GPU has."""
     if "optimizer" not in setup.preset.sharded_parts:
         return setup.num_trained
-    return setup.num_trained / (setup.world_size // setup.preset.replicas)
+    sharing = setup.engine.ranks_sharing
+    return sum(tensor.num_elements / sharing(tensor) for layer in setup.trained for tensor in layer)
 
 
 def _optimizer_seconds(setup: TrainingSetup, interconnect: Interconnect) -> Range:

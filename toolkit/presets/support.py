@@ -11,7 +11,7 @@ module:
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -273,6 +273,28 @@ def _world_size(case: _Case) -> _Answer:
     return why, f"preset {preset.name!r} {why}, {given}", hint
 
 
+def missing_degree(preset: PresetSpec, given: Collection[str]) -> str | None:
+    """Return the first dimension of the preset whose degree a run must name, and which is not among the given ones."""
+    return next((name for name in preset.degrees if name not in given), None)
+
+
+@_rule("degree-given")
+def _degree_given(case: _Case) -> _Answer:
+    """A run of the toolkit asks for it before it asks here, with `missing_degree`."""
+    preset = case.preset
+    if preset is None or case.purpose not in ("plan", "recommend"):
+        return None
+    name = missing_degree(preset, case.method.degrees)
+    if name is None:
+        return None
+    return _preset_answer(preset, needs_degree(name), f"add `{case.option(name)} 2`")
+
+
+def needs_degree(name: str) -> str:
+    """Return what is missing where a degree is, as a clause with the preset as its subject."""
+    return f"needs --{name}: the number of GPUs for {NAMES[name]}"
+
+
 @_rule("degree-of-preset")
 def _degree_of_preset(case: _Case) -> _Answer:
     preset = case.preset
@@ -351,6 +373,21 @@ def _sequence_parallel_stage(case: _Case) -> _Answer:
         return None
     why = "makes gradients sp times too large: below stage 3 DeepSpeed sums those of a sequence's parts"
     return _preset_answer(preset, why, "`--preset ulysses`, or stage 3 in its JSON")
+
+
+@_rule("degree-planned")
+def _degree_planned(case: _Case) -> _Answer:
+    split, preset, method = case.method.model_split, case.preset, case.method
+    if split is None or preset is None or case.purpose not in ("plan", "recommend"):
+        return None
+    for name, degree in method.degrees.items():
+        if degree > 1 and name in split.not_planned:
+            why = f"{case.option(name)} is not planned for {split.model_type}: {split.not_planned[name]}"
+            return why, why, "`--cp` and `--sp` are planned, or `--preset fsdp2`"
+    if method.lora and preset.sharded_at_load and "lora" in split.not_planned:
+        why = f"LoRA on {split.model_type} is not planned under preset {preset.name!r}: {split.not_planned['lora']}"
+        return why, why, "`--preset fsdp2`"
+    return None
 
 
 @_rule("parallel-method")

@@ -15,9 +15,16 @@ from toolkit.errors import ToolkitError, did_you_mean
 from toolkit.files.secrets import refuse_hidden
 from toolkit.files.value_limits import shown
 from toolkit.models.attention import missing_attention_package
-from toolkit.parallel.layout import NAMES
 from toolkit.presets.spec import PresetSpec
-from toolkit.presets.support import CPU, Device, Method, Purpose, check_supported
+from toolkit.presets.support import (
+    CPU,
+    Device,
+    Method,
+    Purpose,
+    check_supported,
+    missing_degree,
+    needs_degree,
+)
 from toolkit.presets.training_arguments import STRATEGY_ARGUMENTS
 from toolkit.run.argument_values import check_ranges, check_words
 from toolkit.run.compilation import check_compilation, missing_compiler
@@ -196,11 +203,9 @@ def _check_strategy_arguments(arguments: Arguments, preset: PresetSpec) -> None:
 
 def _check_degrees(arguments: Arguments, preset: PresetSpec) -> None:
     """A preset's file names its dimensions of parallelism; their degrees are the machine's."""
-    for name in preset.degrees:
-        if not is_given(arguments, name):
-            raise ToolkitError(
-                f"preset {preset.name!r} needs --{name}: the number of GPUs for {NAMES[name]}", hint=f"add `--{name} 2`"
-            )
+    name = missing_degree(preset, [name for name in preset.degrees if is_given(arguments, name)])
+    if name is not None:
+        raise ToolkitError(f"preset {preset.name!r} {needs_degree(name)}", hint=f"add `--{name} 2`")
 
 
 def _check_lora_config(arguments: Arguments) -> None:
