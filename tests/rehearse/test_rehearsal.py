@@ -29,6 +29,32 @@ PARTS = ("parameter_bytes", "gradient_bytes", "optimizer_bytes")
 LARGE = 64
 OF_64 = ("ddp", "zero2", "zero3_cpu_offload", "fsdp2", "fsdp2_hybrid")
 
+# A vocabulary that splits evenly. A layer has 36,864 elements in matrices (q and o 64 x 64, k and v 32 x 64, gate, up
+# and down 128 x 64), embedding and head have 65,536 each, and the five norms 64 each.
+SPLIT_LLAMA = LLAMA | {"vocab_size": 1024}
+MATRICES, NORMS, EMBEDDING = 2 * 36_864 + 2 * 65_536, 5 * 64, 65_536
+# Attention has 12,288 elements per layer; its norms, those of queries and keys, and the router 672, the experts 49,152.
+SPLIT_MOE = SPLIT_LLAMA | {
+    **{"model_type": "qwen3_moe", "head_dim": 16, "num_experts": 8, "num_experts_per_tok": 2},
+    **{"moe_intermediate_size": 32},
+}
+EXPERTS, ATTENTION_AND_EMBEDDINGS, REPLICATED = 2 * 49_152, 2 * 12_288 + 2 * 65_536, 2 * 672 + 64
+# preset, ranks, rank -> its training arguments, and the elements of its parameters.
+SPLIT = {
+    ("tp", 2, 1): (["--tp", "2"], MATRICES // 2 + NORMS),
+    ("fsdp2_tp", 4, 3): (["--tp", "2"], MATRICES // 4 + NORMS // 2),
+    ("hsdp_tp", 8, 5): (["--tp", "2"], MATRICES // 4 + NORMS // 2),
+    ("cp", 4, 3): (["--cp", "2"], (MATRICES + NORMS) // 4),
+    ("ulysses", 4, 1): (["--sp", "2"], (MATRICES + NORMS) // 4 + NORMS),  # DeepSpeed gathers small weights for good
+    # Of each layer 1 row of q, 2 rows of o, gate, up and down, 2 elements of a norm; ranks 0 to 31 have k and v alone.
+    ("fsdp2_tp", 64, 37): (["--tp", "2"], 2 * (64 + 64 + 3 * 128 + 4) + 2 + 2 * 16 * 64),
+    ("ep", 4, 2): (["--ep", "2"], (EXPERTS + ATTENTION_AND_EMBEDDINGS + REPLICATED) // 4),
+    ("ep_tp", 4, 3): (
+        ["--tp", "2", "--ep", "2", "--packing", "true"],
+        (EXPERTS + ATTENTION_AND_EMBEDDINGS) // 4 + REPLICATED // 2,
+    ),
+}
+
 
 # -- refused before torch is imported
 
@@ -51,6 +77,7 @@ OF_64 = ("ddp", "zero2", "zero3_cpu_offload", "fsdp2", "fsdp2_hybrid")
         ("zero2", 0, 0, "--num-processes is 0, expected 1 or more", None),
         ("single", 2, 0, "preset 'single' trains in one process, --num-processes is 2", "`--preset ddp` for several"),
         ("zero3_nvme_offload", 4, 0, "cannot be rehearsed: its swap files belong to a real run", "`toolkit plan`"),
+        ("tp", 1, 0, "preset 'tp' needs at least 2 processes, --num-processes is 1", "`--num-processes 2`"),
         ("zeropp", 8, 0, "cannot be rehearsed: zero_quantized_weights runs CUDA kernels", "`toolkit plan`"),
     ],
 )
@@ -137,6 +164,12 @@ def rehearsed(
     config = tiny_model / "config.json"
     cases = [rehearsal(p, size, rank, config) for p, size in CPU_PRESETS.items() for rank in {0, size - 1}]
     cases += [rehearsal(p, LARGE, LARGE - 1, config) for p in OF_64]
+    for name, fields in {"llama": SPLIT_LLAMA, "moe": SPLIT_MOE}.items():
+        (folder / name).mkdir()
+        (folder / name / "config.json").write_text(json.dumps(fields))
+    for (preset, size, rank), (words, _) in SPLIT.items():
+        model = folder / ("moe" if preset.startswith("ep") else "llama")
+        cases.append(rehearsal(preset, size, rank, model / "config.json", *words))
     cases += [
         rehearsal("zero2", 3, 1, tiny_model, "--dataset", str(faq_alpaca), "--max_seq_length", "256", "--packing")
     ]
@@ -175,6 +208,26 @@ def test_one_of_64_ranks_is_rehearsed_in_one_process(
     for part, total in (whole | {"optimizer": masters * found["num_params"]}).items():
         held = total * share if part in sharded else total
         assert found[f"{part}_bytes"] == pytest.approx(held, rel=0.01), part
+
+
+@pytest.mark.launch
+@pytest.mark.parametrize("key", SPLIT, ids=str)
+def test_one_rank_of_a_split_model_is_rehearsed_in_one_process(
+    key: tuple[str, int, int], rehearsed: dict[tuple[str, int, int], dict[str, Any]]
+) -> None:
+    """In fp32: 4 bytes of each parameter and gradient, 8 of AdamW's states; under ZeRO-3 4 more of a master weight."""
+    found, (_, elements) = rehearsed[key], SPLIT[key]
+    assert found["status"] == "attested", found
+    gradient, states = elements, 8 * elements
+    if key[0] == "tp":  # without FSDP2 the gradient of the embedding is whole on every rank
+        gradient += EMBEDDING // 2
+    if key[0] == "ulysses":
+        gradient, states = elements - NORMS, 12 * (elements - NORMS)
+    assert {part: found[part] for part in PARTS} == {
+        "parameter_bytes": 4 * elements,
+        "gradient_bytes": 4 * gradient,
+        "optimizer_bytes": states,
+    }
 
 
 @pytest.mark.launch

@@ -81,6 +81,7 @@ def test_fake_tensors_count_what_waits_between_accumulation_steps(tmp_path: Path
             [],
             "--fake-tensors does not work with preset 'fsdp2_cpu_offload': offloaded and",
         ),
+        ("fsdp2_tp", ["--tp", "2"], "preset 'fsdp2_tp': fake tensors were never run where layers or sequences are"),
         ("fsdp2", ["--dataset", "rows.jsonl"], "--dataset is not traced"),
         ("ddp", ["--packing"], "--packing is not traced"),
     ],

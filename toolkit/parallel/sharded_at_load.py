@@ -3,7 +3,7 @@
     apply_fixes()
     model = AutoModelForCausalLM.from_pretrained(name, distributed_config=distributed_config(layout, half=True))
 
-transformers 5.23, accelerate 1.15 and peft 0.21 are wrong in four places, each put right by a function here.
+transformers 5.23, accelerate 1.15 and peft 0.21 are wrong in five places, each put right by a function here.
 docs/concepts/parallelism.md shows the figures without them.
 """
 
@@ -31,6 +31,7 @@ def distributed_config(layout: ParallelLayout, *, half: bool) -> Any:
 
 def apply_fixes(*, on_cpu: bool) -> None:
     """Put the libraries right in this process, before the model is loaded."""
+    _load_empty_shards()
     _reduce_replicated_gradients_once()
     _size_adapters_globally()
     _average_split_adapters()
@@ -41,6 +42,19 @@ def apply_fixes(*, on_cpu: bool) -> None:
 def plain_model(model: Any) -> Any:
     """Return the model of transformers inside peft's."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+@patched_once
+def _load_empty_shards() -> None:
+    """Load nothing where a weight that is split twice has fewer rows than ranks; transformers expects one at least."""
+    from transformers.distributed.sharding_utils import DtensorShardOperation
+
+    original = DtensorShardOperation._slice_and_cat
+
+    def slice_and_cat(self: Any, source: Any, intervals: Any, *args: Any) -> Any:
+        return original(self, source, [found or [(0, 0)] for found in intervals], *args)
+
+    DtensorShardOperation._slice_and_cat = slice_and_cat
 
 
 @patched_once

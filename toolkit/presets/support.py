@@ -479,6 +479,8 @@ def _fake_tensors(case: _Case) -> _Answer:
         return None
     if preset.engine == "deepspeed":
         why = "DeepSpeed reads the values and addresses of its tensors"
+    elif preset.parallel:
+        why = "fake tensors were never run where layers or sequences are split"
     elif preset.offload_optimizer or preset.offload_param:
         why = "offloaded and resident tensors would share one memory"
     else:

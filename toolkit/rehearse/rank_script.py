@@ -35,6 +35,7 @@ NOT_MEASURED = (
     "the speed of collectives, and of a step that waits for them",
     "whether all ranks hold the same weights and different batches",
 )
+WITH_EXPERTS = "how many tokens other ranks send to the experts of this one: here as many as it sends itself"
 MODEL_STATES = ("parameter_bytes", "gradient_bytes", "optimizer_bytes")
 PEAKS = ("peak_allocated_bytes", "peak_reserved_bytes", "peak_host_bytes")
 
@@ -56,7 +57,9 @@ def main(rehearsed: RehearsedRank, preset: Preset, argv: Sequence[str], progress
         progress.enter("data")
         tokenizer, data = rehearsal_data(args)
         progress.enter("load")
-        model = rehearsal_model(args.model, compute_dtype=compute_dtype(args.training))
+        model = rehearsal_model(
+            args.model, compute_dtype=compute_dtype(args.training), layout_at_load=run.layout_at_load
+        )
         trainer = build_trainer(run, model, tokenizer, data, REHEARSAL_PARTS)
         trainer.train()
         run.raise_if_stopped()
@@ -66,6 +69,7 @@ def main(rehearsed: RehearsedRank, preset: Preset, argv: Sequence[str], progress
 def rehearsal_facts(run: ActiveRun, rehearsed: RehearsedRank, trainer: Any) -> dict[str, Any]:
     """Return run.json's `rehearsal`: the bytes that this rank held, read back after its first step, and its peaks."""
     own, rows = dict(trainer.reading), read_rows(run.folder.rank_rows(rehearsed.rank))
+    layout = run.arguments.layout
     timed = [row["seconds"] for row in rows[run.arguments.model.untimed_steps :]]
     return {
         **asdict(rehearsed),
@@ -74,7 +78,7 @@ def rehearsal_facts(run: ActiveRun, rehearsed: RehearsedRank, trainer: Any) -> d
         **{name: max((row[name] for row in rows if row[name] is not None), default=None) for name in PEAKS},
         # On a CPU, fp32 arithmetic says nothing about a GPU's step.
         "compute_step_seconds": statistics.median(timed) if timed and own["device"].startswith("cuda") else None,
-        "not_told": list(NOT_MEASURED),
+        "not_told": [*NOT_MEASURED, *([WITH_EXPERTS] if layout is not None and layout.ep > 1 else [])],
         "phase_peaks": trainer.timer.peaks.by_phase(),
         "random_weights": not has_local_weights(str(run.arguments.model.model_name_or_path)),
     }

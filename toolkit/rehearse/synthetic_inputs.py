@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import torch
 from torch.utils.data import Dataset
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from toolkit.parallel.layout import ParallelLayout
+from toolkit.parallel.sharded_at_load import distributed_config
 from toolkit.rehearse.fake_process_group import fill_shards
 from toolkit.rehearse.rehearsed_rank import SYNTHETIC, has_local_weights
 from toolkit.run.script_arguments import ModelArguments
 from toolkit.train.arguments import Arguments
 from toolkit.train.data.data_report import DataStats
 from toolkit.train.data.dataset import Data, load_data
-from toolkit.train.model.loading import from_pretrained, load_model, load_tokenizer, loaded_dtype, prepare_model
+from toolkit.train.model.loading import (
+    from_pretrained,
+    load_model,
+    load_tokenizer,
+    loaded_dtype,
+    model_without_weights,
+    prepare_model,
+)
 
 
 def rehearsal_data(args: Arguments) -> tuple[Any, Data]:
@@ -22,10 +32,8 @@ def rehearsal_data(args: Arguments) -> tuple[Any, Data]:
     if args.data.dataset != [SYNTHETIC]:
         tokenizer = load_tokenizer(args.model, chat_template=args.data.chat_template)
         return tokenizer, load_data(tokenizer, args.data, args.training)
-    training, config = args.training, from_pretrained(AutoConfig, args.model)
-    vocabulary = config.get_text_config().vocab_size
-    batch = training.per_device_train_batch_size * training.gradient_accumulation_steps * training.world_size
-    rows = SyntheticRows(batch, length=args.data.max_seq_length, vocabulary=vocabulary)
+    vocabulary = from_pretrained(AutoConfig, args.model).get_text_config().vocab_size
+    rows = SyntheticRows(args.global_batch_size, length=args.data.max_seq_length, vocabulary=vocabulary)
     return None, Data(train=rows, stats=rows.stats(packed=args.data.packing))
 
 
@@ -44,7 +52,7 @@ class SyntheticRows(Dataset[dict[str, Any]]):  # type: ignore[misc]
     def __getitem__(self, index: int) -> dict[str, Any]:
         generator = torch.Generator().manual_seed(index)
         tokens = torch.randint(0, self.vocabulary, (self.length,), generator=generator).tolist()
-        return {"input_ids": tokens, "labels": tokens, "row": index, "rows": [index], "documents": [self.length]}
+        return {"input_ids": tokens, "labels": tokens, "rows": [index], "documents": [self.length]}
 
     def stats(self, *, packed: bool) -> DataStats:
         """Return the statistics that rows of a file would have."""
@@ -63,22 +71,45 @@ class SyntheticRows(Dataset[dict[str, Any]]):  # type: ignore[misc]
         )
 
 
-def rehearsal_model(arguments: ModelArguments, *, compute_dtype: torch.dtype) -> Any:
-    """Return the model of a local folder with weights; without weights, the same shapes with random values."""
+def rehearsal_model(
+    arguments: ModelArguments, *, compute_dtype: torch.dtype, layout_at_load: ParallelLayout | None
+) -> Any:
+    """Return the model of a local folder with weights; without weights, the same shapes with random values.
+
+    With a `layout_at_load`, transformers shards it while it makes it.
+    """
     make = load_model if has_local_weights(str(arguments.model_name_or_path)) else model_from_config
-    model = make(arguments, compute_dtype=compute_dtype)
+    model = make(arguments, compute_dtype=compute_dtype, layout=layout_at_load)
     fill_shards(model)
     return model
 
 
-def model_from_config(arguments: ModelArguments, *, compute_dtype: torch.dtype) -> Any:
-    """Return the model with random weights, sharded as they are made where the engine does so."""
-    config = from_pretrained(AutoConfig, arguments)
+def model_from_config(
+    arguments: ModelArguments, *, compute_dtype: torch.dtype, layout: ParallelLayout | None = None
+) -> Any:
+    """Return the model with random weights, sharded as they are made where the engine or the `layout` does so."""
+    dtype = loaded_dtype(arguments, compute_dtype)
     extra = {"attn_implementation": arguments.attn_implementation} if arguments.attn_implementation else {}
-    model = AutoModelForCausalLM.from_config(
-        config,
-        dtype=loaded_dtype(arguments, compute_dtype),
-        trust_remote_code=arguments.trust_remote_code,
-        **extra,
-    )
+    if layout is None:
+        model = AutoModelForCausalLM.from_config(
+            from_pretrained(AutoConfig, arguments),
+            dtype=dtype,
+            trust_remote_code=arguments.trust_remote_code,
+            **extra,
+        )
+    else:
+        extra["distributed_config"] = distributed_config(layout, half=compute_dtype == torch.bfloat16)
+        model = _sharded_from_config(arguments, dtype=dtype, **extra)
     return prepare_model(model, arguments, compute_dtype=compute_dtype)
+
+
+def _sharded_from_config(arguments: ModelArguments, **extra: Any) -> Any:
+    """Load an empty checkpoint: transformers shards a model only there, and makes what a checkpoint lacks at random."""
+    plain = model_without_weights(arguments)
+    reports = logging.getLogger("transformers.modeling_utils")
+    level = reports.level
+    reports.setLevel(logging.ERROR)  # it would list every weight as missing
+    try:
+        return type(plain).from_pretrained(None, config=plain.config, state_dict={}, **extra)
+    finally:
+        reports.setLevel(level)
