@@ -22,6 +22,9 @@ SECONDS = {0: 0.50, 1: 0.505, 2: 0.495}
 
 
 DDP = ExpectedStrategy(engine="ddp", sharding="replicate", quantises=False)
+FSDP2_TP = ExpectedStrategy(
+    engine="fsdp2", sharding="full_shard", quantises=False, parallel=("dp_shard", "tp"), sharded_at_load=True
+)
 
 
 def comparison(*presets: str, **changes: Any) -> ComparisonSpec:

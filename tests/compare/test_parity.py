@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from comparison_records import DDP, aggregate_rows, comparison, row_beside_ddp, trial
+from comparison_records import DDP, FSDP2_TP, aggregate_rows, comparison, row_beside_ddp, trial
+
+from toolkit.compare.specification import equal_global_batches
 
 BATCHES = [[f"{number}0", f"{number}1"] for number in range(8)]
 LOSSES = [2.0, 1.9, 1.8, 1.7, 1.6, 1.5, 1.4, 1.3]
@@ -60,6 +62,59 @@ def test_a_trial_of_another_problem_fails_its_own_check_and_has_no_speed(changes
     speeds = ("tokens_per_second", "ratio_to_reference", "ratio_interval", "difference", "rank", "step_seconds_median")
     assert [getattr(row, key) for key in speeds] == [None] * 6
     assert row.step_seconds == ()
+
+
+SPLIT = {"engine": "fsdp2", "sharding": "full_shard", "layout": "dp_shard 2 x tp 2", "global_batch_size": 16}
+
+
+def row_of_split_model(*, problem: dict[str, Any] | None = None, words: tuple[str, ...] = (), **changes: Any) -> Any:
+    """`fsdp2_tp` beside `ddp` on four ranks: two groups with 8 sequences each, and four with 4.
+
+    Longer batches of the same sequences have more padding: 480 tokens per step, and 400 under `ddp`.
+    """
+    spec = comparison(
+        "ddp",
+        "fsdp2_tp",
+        expected={"ddp": DDP, "fsdp2_tp": FSDP2_TP},
+        world_sizes=(4,),
+        training_arguments=("--tp", "2", "--per_device_train_batch_size", "4"),
+        extra_arguments={"fsdp2_tp": words},
+    )
+    spec = spec.with_batches(equal_global_batches(spec))
+    batches = [[f"{step}{rank // 2}" for rank in range(4)] for step in range(8)]
+    own = {"problem": SPLIT | (problem or {}), "batch_sha256": batches, "step_tokens": [480] * 8}
+    trials = [trial("ddp", r, world_size=4, problem={"global_batch_size": 16}) for r in range(3)]
+    trials += [trial("fsdp2_tp", r, world_size=4, **own | changes) for r in range(3)]
+    return aggregate_rows(spec, *trials)["fsdp2_tp-n4"]
+
+
+def test_a_split_model_is_ranked_with_ddp_by_its_tokens_without_padding() -> None:
+    row = row_of_split_model()
+    assert (row.parity, row.parity_message, row.group) == ("agrees", None, None)
+    assert row.ratio_to_reference == pytest.approx(1.0)
+    assert row.tokens_per_second == pytest.approx(480 / 0.5, rel=1e-3)
+    assert row.difference == "no difference seen"
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"problem": {"layout": None}}, "layout is None, expected dp_shard 2 x tp 2"),
+        ({"problem": {"layout": "dp_shard 4"}}, "layout is dp_shard 4, expected dp_shard 2 x tp 2"),
+        ({"problem": {"global_batch_size": 8}}, "global_batch_size is 8, 16 in ddp-n4-r0"),
+        ({"step_non_padding_tokens": [361] * 8}, "step 1 has 361 non-padding tokens, 360 in ddp-n4-r0"),
+        ({"step_supervised_tokens": [179] * 8}, "step 1 has 179 supervised tokens, 180 in ddp-n4-r0"),
+        ({"losses": step(LOSSES, 1, 2.00003)}, "loss of step 1 is 2.000030, allowed 2.000000 ± 0.000020 of ddp"),
+        ({"grad_norms": [6.0] * 8}, "gradient norm of step 1 is 6.000000, allowed 3.000000 ± 0.003000 of ddp"),
+    ],
+)
+def test_a_split_model_that_trains_another_problem_fails_its_own_check(changes: dict[str, Any], message: str) -> None:
+    assert row_of_split_model(**changes).parity_message == f"repeat 0: {message}"
+
+
+def test_a_split_model_with_a_batch_of_its_own_is_not_ranked_with_ddp() -> None:
+    words = ("--per_device_train_batch_size", "4")
+    assert row_of_split_model(words=words).group == "per_device_train_batch_size 4"
 
 
 def test_an_equal_row_agrees_and_keeps_its_speed() -> None:

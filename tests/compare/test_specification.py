@@ -8,10 +8,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from comparison_records import comparison
+from comparison_records import DDP, FSDP2_TP, comparison
 
 from toolkit.compare.result_values import RowKey
-from toolkit.compare.specification import Trial, open_comparison, read_comparison, strong_scaling_batches
+from toolkit.compare.specification import (
+    ComparisonSpec,
+    Trial,
+    equal_global_batches,
+    open_comparison,
+    read_comparison,
+    strong_scaling_batches,
+)
 from toolkit.errors import ToolkitError
 
 OLD_COMPARISON = Path(__file__).parents[1] / "fixtures" / "comparison_before_typed_results"
@@ -39,6 +46,48 @@ def test_a_single_ddp_process_is_wrapped_on_a_cpu_and_not_on_a_gpu() -> None:
     assert [on_cpu.expected_facts(RowKey(preset="ddp", world_size=n))["engine"] for n in (1, 2)] == ["ddp", "ddp"]
     on_gpu = comparison("ddp", cpu=False)
     assert [on_gpu.expected_facts(RowKey(preset="ddp", world_size=n))["engine"] for n in (1, 2)] == ["none", "ddp"]
+
+
+def with_split_model(*words: str, **changes: Any) -> ComparisonSpec:
+    """`ddp` and `fsdp2_tp` on four and eight processes."""
+    expected = {"ddp": DDP, "fsdp2_tp": FSDP2_TP}
+    spec = comparison("ddp", "fsdp2_tp", expected=expected, world_sizes=(4, 8), training_arguments=words, **changes)
+    return spec.with_batches(equal_global_batches(spec))
+
+
+def test_a_degree_goes_to_the_presets_that_have_it(tmp_path: Path) -> None:
+    (tmp_path / "job.yaml").write_text("tp: 2\nmax_steps: 8\n")
+    ddp, split = (RowKey(preset=name, world_size=4) for name in ("ddp", "fsdp2_tp"))
+    for given in (["--tp", "2", "--max_steps", "8"], ["--tp=2", "--max_steps", "8"]):
+        spec = with_split_model(*given)
+        assert spec.own_argv(ddp) == ["--max_steps", "8"]
+        assert spec.own_argv(split)[: len(given)] == given
+    spec = with_split_model(str(tmp_path / "job.yaml"))
+    assert (spec.own_argv(ddp)[1:], spec.layout(ddp)) == (["--tp", "1"], None)
+    assert str(spec.layout(split)) == "dp_shard 2 x tp 2"
+    no_preset_has_it = with_split_model("--cp", "2")
+    assert no_preset_has_it.own_argv(ddp) == ["--cp", "2"]  # which is refused
+
+
+def test_ranks_that_share_a_batch_have_as_many_sequences_as_all_of_them_would() -> None:
+    spec = with_split_model("--tp", "2", "--per_device_train_batch_size", "3")
+    assert spec.batches == {
+        "fsdp2_tp-n4": {"per_device_train_batch_size": 6},
+        "fsdp2_tp-n8": {"per_device_train_batch_size": 6},
+    }
+    assert {row.name: spec.sequences_per_accumulation_step(row) for row in spec.rows()} == {
+        **{"ddp-n4": 12, "fsdp2_tp-n4": 12, "ddp-n8": 24, "fsdp2_tp-n8": 24},
+    }
+    strong = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 3}
+    scaled = with_split_model("--tp", "2", batches={"fsdp2_tp-n8": strong, "ddp-n8": strong})
+    assert scaled.batches["fsdp2_tp-n8"] == strong | {"per_device_train_batch_size": 4}
+    own = {"fsdp2_tp": ("--per_device_train_batch_size", "5")}
+    assert with_split_model("--tp", "2", extra_arguments=own).batches == {}
+
+
+def test_a_model_that_all_ranks_share_is_not_wrapped() -> None:
+    facts = with_split_model("--tp", "4").expected_facts(RowKey(preset="fsdp2_tp", world_size=4))
+    assert facts == {"engine": "none", "sharding": "full_shard", "layout": "tp 4"}
 
 
 @pytest.mark.parametrize(

@@ -57,7 +57,9 @@ def aggregate_trials(
         elif repeats:
             rows.append(_row(key, repeats, common[key.world_size]).updated(group=group))
     rows = [row.updated(**check_parity(row, by_row, spec)) for row in rows]
-    speeds = {row.key: speeds_of(by_row[row.key], common[row.world_size]) for row in rows if has_speed(row)}
+    speeds = {
+        row.key: speeds_of(by_row[row.key], common[row.world_size], padding=False) for row in rows if has_speed(row)
+    }
     rows = [row.updated(**compare_with_baseline(row, rows, speeds, spec)) for row in rows]
     rows = [row.updated(rank=rank_of(row, rows, speeds)) for row in rows]
     parity = {row.key: (row.parity, row.parity_message) for row in rows}

@@ -83,7 +83,7 @@ def search_bounds(spec: ComparisonSpec, row: RowKey) -> tuple[int, int]:
     cap = spec.find_max_batch or 1
     dataset_rows = check_dataset(arguments)
     if dataset_rows is not None:
-        micro_batches_per_step = row.world_size * accumulation_steps(arguments)
+        micro_batches_per_step = spec.data_parallel_size(row) * accumulation_steps(arguments)
         cap = max(1, min(cap, dataset_rows // micro_batches_per_step))
     return min(micro_batch_size(arguments), cap), cap
 

@@ -34,7 +34,7 @@ from toolkit.compare.variants import Variant, load_variants
 from toolkit.errors import EXIT_RUN_FAILED, ToolkitError
 from toolkit.hardware.gpus import ON_CPU_MESSAGE, count_gpus
 from toolkit.rehearse.rehearsed_rank import refuse_rehearsals
-from toolkit.run.argument_checks import check_arguments, check_values
+from toolkit.run.argument_checks import check_arguments, check_degrees, check_values
 from toolkit.run.nvme import NvmeDisk, check_nvme
 from toolkit.run.preflight import check_job, check_process_count
 from toolkit.run.process import terminate_as_interrupt
@@ -101,23 +101,16 @@ def check_comparison(options: CompareOptions) -> CheckedComparison:
     unsupported = unsupported_rows(spec, by_name, gpus=options.predicted_gpus)
     supported = [row for row in spec.rows() if row.name not in unsupported]
     largest = supported[-1]
-    job = check_job(
-        by_name[largest.preset].preset,
-        num_processes=largest.world_size,
-        training_argv=options.training_arguments,
-        cpu=spec.cpu,
-        gpus=options.predicted_gpus,
-    )
-    for variant in variants:
-        own = [row for row in supported if row.preset == variant.name]
-        if variant.extra_arguments and own:
-            check_job(
-                variant.preset,
-                num_processes=own[-1].world_size,
-                training_argv=[*options.training_arguments, *variant.extra_arguments],
-                cpu=spec.cpu,
-                gpus=options.predicted_gpus,
-            )
+    job, *_ = [
+        check_job(
+            by_name[row.preset].preset,
+            num_processes=row.world_size,
+            training_argv=spec.own_argv(row),
+            cpu=spec.cpu,
+            gpus=options.predicted_gpus,
+        )
+        for row in dict.fromkeys([largest, *_rows_of_their_own(variants, supported)])
+    ]
     _refuse_own_arguments([job.arguments, *(read_arguments(variant.extra_arguments) for variant in variants)])
     _check_timed_steps(integer(job.arguments, "max_steps", 0), options.untimed_steps)
     nvme = {
@@ -127,12 +120,20 @@ def check_comparison(options: CompareOptions) -> CheckedComparison:
     return CheckedComparison(spec=spec, unsupported=unsupported, nvme=nvme)
 
 
+def _rows_of_their_own(variants: Sequence[Variant], supported: Sequence[RowKey]) -> list[RowKey]:
+    """The largest row of each preset with arguments of its own, or with degrees of parallelism."""
+    own = [variant.name for variant in variants if variant.extra_arguments or variant.preset.degrees]
+    largest = {row.preset: row for row in supported}  # rows are in the order of their number of processes
+    return [largest[name] for name in own if name in largest]
+
+
 def unsupported_rows(
     spec: ComparisonSpec, variants: Mapping[str, Variant], *, gpus: int | None = None
 ) -> dict[str, str]:
     """Return the rows that cannot run here, with the reason. Raises the first reason if no row can.
 
-    Also raises for a value that works under no preset: that is a mistake, in the arguments or in a `--variant`.
+    Also raises for a value that works under no preset, and for a preset whose degree of parallelism is missing: those
+    are mistakes, in the arguments or in a `--variant`.
 
     `gpus` is the number of GPUs to check for, if not those of this node.
     """
@@ -143,6 +144,7 @@ def unsupported_rows(
     for row in spec.rows():
         preset, arguments = variants[row.preset].preset, spec.arguments(row)
         check_values(arguments, on_cpu=spec.cpu)
+        check_degrees(arguments, preset)
         try:
             check_process_count(row.world_size, gpus=gpus, preset=preset)
             check_arguments(arguments, preset, num_processes=row.world_size, on_cpu=spec.cpu, here=here)

@@ -21,6 +21,8 @@ from toolkit.compare.ledger import RunRecord, TrialRecord
 from toolkit.compare.result_values import PARITY_FAILED, RowKey, TrainedProblem
 from toolkit.compare.rows import Row
 from toolkit.compare.specification import BATCH_ARGUMENT, ComparisonSpec
+from toolkit.parallel.layout import ParallelLayout
+from toolkit.parallel.ring_attention import pieces
 from toolkit.presets.optimizers import DEFAULT_OPTIMIZER, OPTIMIZERS
 
 # The numerics contract (docs/concepts/numerics.md): master weights and optimizer states.
@@ -52,6 +54,8 @@ COUNTS = {
     "step_non_padding_tokens": "non-padding tokens",
     "step_supervised_tokens": "supervised tokens",
 }
+
+COUNTS_WITHOUT_PADDING = {key: noun for key, noun in COUNTS.items() if key != "step_tokens"}
 
 # Relative floors of the band. Measured on a 3.2 M Llama, 30 steps on two CPU ranks, against ddp: fp32 0, 6e-5
 # and 2e-6 (zero3, fsdp2), bf16 5e-4, 9e-5 and 3e-3 (zero2, fsdp2); docs/evidence/trust.md has the table. Under FSDP2
@@ -85,7 +89,7 @@ def design_group(spec: ComparisonSpec, row: RowKey, trials: Sequence[RunRecord])
     masters = {_problem_of(trial).promised_masters for trial in trials} - {None, CONTRACT_DTYPE}
     if masters:
         labels.append(f"{masters.pop()} masters")
-    if not _same_batch(spec, row, baseline):
+    if not _same_sequences(spec, row, baseline):
         labels.append(f"{BATCH_ARGUMENT} {own.get(BATCH_ARGUMENT)}")
     return ", ".join(labels) or None
 
@@ -149,10 +153,17 @@ def _fact_difference(
 def _training_difference(
     trial: TrialRecord, baseline: Sequence[TrialRecord], spec: ComparisonSpec, *, by_design: bool
 ) -> str | None:
-    """Batches, unless the row has a micro-batch of its own; timed steps; and losses, unless it differs by design."""
+    """Batches, unless the row has a micro-batch of its own; timed steps; and losses, unless it differs by design.
+
+    Ranks of another layout divide the same rows of a step in another way, and pad them otherwise.
+    """
     message = None
-    if _same_batch(spec, trial.key, baseline[0].key):
-        message = batch_difference(trial, baseline[0]) or count_difference(trial, baseline[0])
+    if _same_sequences(spec, trial.key, baseline[0].key):
+        other = baseline[0]
+        if _same_division(spec, trial.key, other.key):
+            message = batch_difference(trial, other) or count_difference(trial, other)
+        else:
+            message = count_difference(trial, other, COUNTS_WITHOUT_PADDING)
     message = message or timing_difference(trial, untimed_steps=spec.untimed_steps)
     return message or (None if by_design else outside_band(trial, baseline))
 
@@ -166,9 +177,16 @@ def _optimizer(arguments: Mapping[str, Any]) -> str:
     return f"{name} {given}" if given else name
 
 
-def _same_batch(spec: ComparisonSpec, row: RowKey, other: RowKey) -> bool:
-    own, others = (spec.arguments(key).get(BATCH_ARGUMENT) for key in (row, other))
-    return str(own) == str(others)
+def _same_sequences(spec: ComparisonSpec, row: RowKey, other: RowKey) -> bool:
+    """True if an accumulation step of both rows has as many sequences."""
+    return spec.sequences_per_accumulation_step(row) == spec.sequences_per_accumulation_step(other)
+
+
+def _same_division(spec: ComparisonSpec, row: RowKey, other: RowKey) -> bool:
+    """True if each rank of both rows trains on the same batches, padded to the same length."""
+    layouts = [spec.layout(key) or ParallelLayout() for key in (row, other)]
+    own, others = ((layout.ranks_per_batch, pieces(layout)) for layout in layouts)
+    return own == others
 
 
 # Trials
@@ -211,9 +229,9 @@ def batch_difference(trial: TrialRecord, baseline: TrialRecord) -> str | None:
     return None
 
 
-def count_difference(trial: TrialRecord, baseline: TrialRecord) -> str | None:
+def count_difference(trial: TrialRecord, baseline: TrialRecord, counts: Mapping[str, str] = COUNTS) -> str | None:
     """Return the first step with another count of tokens than the baseline's; equal batches have equal counts."""
-    for key, noun in COUNTS.items():
+    for key, noun in counts.items():
         for step, (own, other) in enumerate(zip(getattr(trial, key), getattr(baseline, key), strict=False), 1):
             if own != other:
                 return f"step {step} has {own:,} {noun}, {other:,} in {baseline.trial}"

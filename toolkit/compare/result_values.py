@@ -221,6 +221,7 @@ class TrainedProblem(Model):
     world_size: Fact = None
     engine: Fact = None
     sharding: Fact = None
+    layout: Fact = None
     compute_dtype: Fact = None
     master_dtype: Fact = None
     frozen_dtype: Fact = None

@@ -234,6 +234,11 @@ class Row(Readings, _Claims):
     accumulated_gradient_bytes: AccumulatedGradientBytes = None
 
     @property
+    def useful_speed(self) -> float:
+        """Tokens per second without padding, by which rows are compared; with it where padding was not counted."""
+        return self.non_padding_tokens_per_second or self.tokens_per_second or 0.0
+
+    @property
     def repeated(self) -> bool:
         """True if its speed has a confidence interval: without one, no difference from another row is claimed."""
         return self.tokens_per_second_interval is not None

@@ -19,6 +19,7 @@ from toolkit.compare.result_values import (
     Interval,
     MemoryByPhase,
     NonNegativeReal,
+    PositiveCount,
     Real,
     RowStatus,
 )
@@ -114,6 +115,7 @@ class AttestedRank(_RunFile):
     compute_dtype: str | None = None
     accumulate: str | None = None
     accumulated_gradient_bytes: Bytes = None
+    layout: dict[str, PositiveCount] | None = None
 
     def fact(self, name: str) -> Fact:
         """Return a fact by name, None where the rank did not attest it."""

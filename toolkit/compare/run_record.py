@@ -24,13 +24,15 @@ from toolkit.compare.run_files import (
 from toolkit.compare.specification import Trial
 from toolkit.errors import ToolkitError
 from toolkit.files.validation import explain
+from toolkit.parallel.layout import DIMENSIONS, ParallelLayout
 from toolkit.run import status
 from toolkit.run.folder import RunFolder
 from toolkit.run.measurements import Measurements, measure, read_steps
 
 # What the training script understood, defaults included; every other fact of a problem is attested by each rank.
 SPECIFIED = ("global_batch_size", "learning_rate", "seed", "max_steps")
-ATTESTED = tuple(key for key in TrainedProblem.model_fields if key not in (*SPECIFIED, "ranks", "promised_masters"))
+COMPUTED = ("layout", "ranks", "promised_masters")
+ATTESTED = tuple(key for key in TrainedProblem.model_fields if key not in (*SPECIFIED, *COMPUTED))
 # What a record takes from the measurements as it is: everything that has the same name.
 MEASURED = tuple(item.name for item in fields(Measurements) if item.name in RunRecord.model_fields)
 
@@ -46,7 +48,7 @@ def read_run_record(
     failure = read_run_file(folder.failure_json, RecordedFailure)
     attestation = read_run_file(folder.attestation_json, RecordedAttestation)
     measured = measure(read_steps(folder), untimed_steps=untimed_steps)
-    speed, losses = measured.tokens_per_second, measured.losses
+    speed, losses, problem = measured.tokens_per_second, measured.losses, trained_problem(run, attestation)
     try:
         return RunRecord.model_validate(
             {
@@ -65,6 +67,7 @@ def read_run_record(
                 "last_loss": losses[-1] if losses else None,
                 "memory_ladder": measured.memory_ladder or failure.memory_ladder,
                 **_model_states(attestation.ranks or (AttestedRank(),)),
+                "layout": problem.layout if isinstance(problem.layout, str) else None,
                 "attestation_sha256": attestation.sha256,
                 "wall_seconds": run.wall_seconds,
                 "run_folder": str(folder.path.relative_to(comparison_folder)),
@@ -73,7 +76,7 @@ def read_run_record(
                 "position": position,
                 "startup_seconds": startup_seconds(run),
                 "failure": read_failure(run, failure, measured),
-                "problem": trained_problem(run, attestation),
+                "problem": problem,
             }
         )
     except ValidationError as error:
@@ -128,7 +131,14 @@ def trained_problem(run: RecordedRun, attestation: RecordedAttestation) -> Train
     facts: dict[str, Any] = {fact: _shared([rank.fact(fact) for rank in ranks]) for fact in ATTESTED}
     facts |= {fact: spec.get(fact) for fact in SPECIFIED}
     masters = attestation.promised.master_dtype if attestation.promised else None
-    return TrainedProblem(**facts, ranks=len(ranks), promised_masters=masters)
+    layout = _shared([_layout(rank) for rank in ranks])
+    return TrainedProblem(**facts, layout=layout, ranks=len(ranks), promised_masters=masters)
+
+
+def _layout(rank: AttestedRank) -> str | None:
+    """The degrees of parallelism above 1, in words; None for data parallelism alone."""
+    degrees = rank.layout
+    return None if degrees is None else str(ParallelLayout(**{name: degrees.get(name, 1) for name in DIMENSIONS}))
 
 
 def fraction_of_steps(

@@ -24,10 +24,10 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from toolkit.compare.ledger import RunRecord
 from toolkit.compare.result_values import LARGEST, Difference, Interval, RowKey
 from toolkit.compare.rows import Row
 from toolkit.compare.specification import ComparisonSpec
-from toolkit.compare.trial_figures import TrialResult
 
 CONFIDENCE = 0.95
 # One false claim in a hundred comparisons of a preset with itself; at 95 % it would be one in twenty. When many rows
@@ -46,7 +46,8 @@ FASTEST = 1e30
 LARGEST_LOG = math.log(LARGEST) - 1
 
 Speeds = Mapping[RowKey, Sequence[float]]
-"""Tokens per second of each repeat of a row, over the same steps in all trials with its number of processes."""
+"""Tokens per second, without padding, of each repeat of a row, over the same steps in all trials with its number of
+processes. Rows with other batches, such as those of another layout, pad the same sequences to other lengths."""
 
 
 # Figures of several trials
@@ -134,18 +135,22 @@ def _exp_interval(middle: float, half: float) -> Interval:
 # Rows of a comparison
 
 
-def common_steps(trials: Sequence[TrialResult]) -> int:
+def common_steps(trials: Sequence[RunRecord]) -> int:
     """Return the number of timed steps that every completed trial has."""
     return min((len(trial.timed_step_numbers) for trial in trials if trial.completed), default=0)
 
 
-def speeds_of(trials: Sequence[TrialResult], steps: int) -> list[float]:
-    """Return the tokens per second of each repeat over its first timed steps; 0 for a speed that no clock gives."""
+def speeds_of(trials: Sequence[RunRecord], steps: int, *, padding: bool = True) -> list[float]:
+    """Return the tokens per second of each repeat over its first timed steps; 0 for a speed that no clock gives.
+
+    Without `padding`, only other tokens are counted, in records that have their number.
+    """
     speeds = []
     for trial in trials:
         numbers = trial.timed_step_numbers[:steps]
+        counted = trial.step_tokens if padding else trial.step_non_padding_tokens or trial.step_tokens
         seconds = sum(trial.step_seconds[number - 1] or 0.0 for number in numbers)
-        tokens = sum(trial.step_tokens[number - 1] for number in numbers)
+        tokens = sum(counted[number - 1] for number in numbers)
         speed = tokens / seconds if seconds else 0.0
         speeds.append(speed if 1 / FASTEST <= speed <= FASTEST else 0.0)
     return speeds

@@ -26,10 +26,17 @@ from toolkit.files.json_files import read_json_object_if_present
 from toolkit.files.secrets import hide_secrets, hide_words
 from toolkit.files.validation import explain
 from toolkit.files.value_limits import shown
+from toolkit.parallel.layout import ParallelLayout, divide_ranks
 from toolkit.presets import Preset
 from toolkit.presets.preset import QUANTIZED_KEYS
 from toolkit.run.folder import write_json
-from toolkit.run.script_arguments import accumulation_steps, micro_batch_size, read_arguments
+from toolkit.run.script_arguments import (
+    accumulation_steps,
+    degrees_given,
+    micro_batch_size,
+    read_arguments,
+    without_degrees,
+)
 
 BATCH_ARGUMENT = "per_device_train_batch_size"
 SPEC_FILE = "comparison.json"
@@ -62,6 +69,9 @@ class ExpectedStrategy(BaseModel):
     sharding: str
     quantises: StrictBool
     """True if the preset quantizes what it communicates."""
+    parallel: tuple[str, ...] = ()
+    """Dimensions of parallelism; empty for data parallelism alone."""
+    sharded_at_load: StrictBool = False
 
 
 # Attributes of `ComparisonSpec` that comparison.json has under another key.
@@ -100,7 +110,8 @@ class ComparisonSpec(BaseModel):
     find_max_batch: PositiveCount | None = None
     """Upper bound of the search for each row's largest micro-batch."""
     batches: dict[str, dict[str, PositiveCount]] = {}
-    """Row name to the batch arguments that it alone has: from strong scaling, or from a batch search."""
+    """Row name to the batch arguments that it alone has: from strong scaling, from a batch search, or because several
+    of its ranks train on the same rows."""
 
     def rows(self) -> list[RowKey]:
         """Return the rows in the order of the options: by world size, then by preset."""
@@ -130,13 +141,40 @@ class ComparisonSpec(BaseModel):
 
     def arguments(self, row: RowKey) -> dict[str, Any]:
         """Return a row's training arguments by name, without those that the comparison adds."""
-        argv = [*self.training_arguments, *self.extra_arguments.get(row.preset, ())]
-        return read_arguments(argv) | self.batches.get(row.name, {})
+        return read_arguments(self._given_argv(row)) | self.batches.get(row.name, {})
+
+    def _given_argv(self, row: RowKey) -> list[str]:
+        """The user's arguments for a row: all rows' and its variant's own.
+
+        Degrees of parallelism are for the presets that have the dimension; one that no preset has stays, and is
+        refused.
+        """
+        known = {name for expected in self.expected.values() for name in expected.parallel}
+        words = without_degrees(self.training_arguments, known - set(self.expected[row.preset].parallel))
+        return [*words, *self.extra_arguments.get(row.preset, ())]
+
+    def own_argv(self, row: RowKey) -> list[str]:
+        """Return the user's arguments for a row, then its batch; without what the comparison sets for every trial."""
+        batch = [word for name, value in self.batches.get(row.name, {}).items() for word in (f"--{name}", str(value))]
+        return [*self._given_argv(row), *batch]
+
+    def layout(self, row: RowKey) -> ParallelLayout | None:
+        """Return how a row divides its ranks; None for data parallelism alone."""
+        parallel, degrees = self.expected[row.preset].parallel, degrees_given(self.arguments(row))
+        return divide_ranks(parallel, degrees, world_size=row.world_size) if parallel else None
+
+    def data_parallel_size(self, row: RowKey) -> int:
+        """Return how many ranks, or groups of ranks, train on different rows of the data."""
+        layout = self.layout(row)
+        return row.world_size if layout is None else layout.data_parallel_size
+
+    def sequences_per_accumulation_step(self, row: RowKey) -> int:
+        """Return the sequences of one accumulation step, over all ranks."""
+        return micro_batch_size(self.arguments(row)) * self.data_parallel_size(row)
 
     def training_argv(self, row: RowKey, output_dir: Path) -> list[str]:
-        """Return the user's arguments, then the row's, then the comparison's."""
+        """Return the row's own arguments, then the comparison's."""
         added: dict[str, Any] = {
-            **self.batches.get(row.name, {}),
             "output_dir": output_dir,
             "save_model": "false",
             "save_strategy": "no",
@@ -147,16 +185,23 @@ class ComparisonSpec(BaseModel):
         if self.trial_minutes is not None:
             added["stop_after_minutes"] = self.trial_minutes
         flags = [word for name, value in added.items() for word in (f"--{name}", str(value))]
-        return [*self.training_arguments, *self.extra_arguments.get(row.preset, ()), *flags]
+        return [*self.own_argv(row), *flags]
 
     def expected_facts(self, row: RowKey) -> dict[str, Any]:
-        """Return the engine and sharding that a row's trials must report.
+        """Return the engine, the sharding and the layout that a row's trials must report.
 
-        On one GPU accelerate wraps nothing for `ddp`: there is no other rank to reduce with.
+        On one GPU accelerate wraps nothing for `ddp`: there is no other rank to reduce with. Nor is a model wrapped
+        whose layers all ranks share.
         """
-        expected = self.expected[row.preset]
+        expected, layout = self.expected[row.preset], self.layout(row)
         unwrapped = expected.engine == "ddp" and row.world_size == 1 and not self.cpu
-        return {"engine": "none" if unwrapped else expected.engine, "sharding": expected.sharding}
+        if layout is not None and expected.sharded_at_load and layout.data_parallel_size == 1:
+            unwrapped = True
+        return {
+            "engine": "none" if unwrapped else expected.engine,
+            "sharding": expected.sharding,
+            "layout": None if layout is None else str(layout),
+        }
 
     def with_batches(self, batches: Mapping[str, dict[str, int]]) -> Self:
         """Return the same comparison with other batch arguments by row name."""
@@ -165,6 +210,10 @@ class ComparisonSpec(BaseModel):
     def as_json(self) -> dict[str, Any]:
         """Return the content of comparison.json, in which each secret is `***`."""
         content = self.model_dump(mode="json", by_alias=True)
+        # Comparisons from before a preset had dimensions of parallelism lack them, and are resumed.
+        content["promises"] = {
+            name: own.model_dump(mode="json", exclude_defaults=True) for name, own in self.expected.items()
+        }
         content["training_arguments"] = hide_words(self.training_arguments)
         content["extra_arguments"] = {name: hide_words(words) for name, words in self.extra_arguments.items()}
         return {"schema_version": SPEC_VERSION, **hide_secrets(content)}
@@ -196,14 +245,34 @@ def make_specification(options: CompareOptions, variants: Sequence[Variant]) -> 
         batches=_strong_scaling(options, names) if options.effective_scaling == "strong" else {},
     )
     _check_size(spec)
-    return spec
+    return spec.with_batches(equal_global_batches(spec))
+
+
+def equal_global_batches(spec: ComparisonSpec) -> dict[str, dict[str, int]]:
+    """Return the batch arguments by row name, such that every row's accumulation step has as many sequences.
+
+    Where several ranks train on the same sequences, each is given as many as all of them would have.
+    """
+    batches = dict(spec.batches)
+    for row in spec.rows():
+        layout, own = spec.layout(row), read_arguments(spec.extra_arguments.get(row.preset, ()))
+        if layout is not None and layout.ranks_per_batch > 1 and BATCH_ARGUMENT not in own:
+            sequences = micro_batch_size(spec.arguments(row)) * layout.ranks_per_batch
+            batches[row.name] = {**batches.get(row.name, {}), BATCH_ARGUMENT: sequences}
+    return batches
 
 
 def expected_strategy(preset: Preset) -> ExpectedStrategy:
     """Return what the trials of a preset must report."""
     zero = (preset.deepspeed_config() or {}).get("zero_optimization") or {}
     quantises = any(zero.get(key) for key in QUANTIZED_KEYS)
-    return ExpectedStrategy(engine=preset.engine, sharding=preset.sharding, quantises=quantises)
+    return ExpectedStrategy(
+        engine=preset.engine,
+        sharding=preset.sharding,
+        quantises=quantises,
+        parallel=preset.parallel,
+        sharded_at_load=preset.sharded_at_load,
+    )
 
 
 def _target_interval(options: CompareOptions, variants: Sequence[Variant]) -> float | None:

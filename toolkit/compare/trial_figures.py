@@ -42,7 +42,7 @@ from toolkit.compare.result_values import (
 )
 from toolkit.files.secrets import hide_secrets
 from toolkit.run import status
-from toolkit.units import number
+from toolkit.units import NOT_AVAILABLE, number
 
 PER_STEP = (
     "losses",
@@ -309,8 +309,9 @@ class Figures(Model):
     ratio_to_reference: Annotated[
         Measured,
         Column(
-            "`tokens_per_second` over the baseline's with the same `world_size`. Null without a baseline, or where the"
-            " row did not complete or failed parity.",
+            "Tokens per second without padding over the baseline's with the same `world_size`: rows with other batches"
+            " pad the same sequences otherwise. Null without a baseline, or where the row did not complete or failed"
+            " parity.",
             is_speed=True,
             display=Display(heading="ratio to\n{baseline}", format=fixed(3)),
             display_in={"comparison": Display(heading="ratio\nto {short_baseline}", format=fixed(2))},
@@ -456,6 +457,17 @@ class Readings(Model):
             "Why GPU clocks were reduced in a timed step; empty where they were not, null where NVML cannot tell.",
             repeats=Repeats.UNION_OF_ALL,
             in_csv=False,
+        ),
+    ] = None
+    layout: Annotated[
+        str | None,
+        Column(
+            "Degrees of parallelism above 1, as the ranks read them back: `dp_shard 2 x tp 2`; null for data"
+            " parallelism alone.",
+            repeats=Repeats.MIDDLE,
+            display=Display(
+                heading="layout", format=lambda layout: str(layout or NOT_AVAILABLE), only_if_known="layout"
+            ),
         ),
     ] = None
     attestation_sha256: Annotated[

@@ -96,7 +96,7 @@ def check_arguments(
         profiled_steps(str(arguments["profile_steps"]))
     if preset is not None:
         _check_strategy_arguments(arguments, preset)
-        _check_degrees(arguments, preset)
+        check_degrees(arguments, preset)
     _check_lora_config(arguments)
     _check_comm_hook(arguments)
     device = CPU if on_cpu else Device()
@@ -201,8 +201,8 @@ def _check_strategy_arguments(arguments: Arguments, preset: PresetSpec) -> None:
             )
 
 
-def _check_degrees(arguments: Arguments, preset: PresetSpec) -> None:
-    """A preset's file names its dimensions of parallelism; their degrees are the machine's."""
+def check_degrees(arguments: Arguments, preset: PresetSpec) -> None:
+    """Raise ToolkitError for a dimension of the preset's file without a degree, which is the machine's."""
     name = missing_degree(preset, [name for name in preset.degrees if is_given(arguments, name)])
     if name is not None:
         raise ToolkitError(f"preset {preset.name!r} {needs_degree(name)}", hint=f"add `--{name} 2`")

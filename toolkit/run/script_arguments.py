@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -352,6 +352,21 @@ def read_method(arguments: dict[str, Any]) -> Method:
 def degrees_given(arguments: Mapping[str, Any]) -> dict[str, int]:
     """Return the degrees of parallelism that the arguments name."""
     return {name: int(arguments[name]) for name in DEGREES if arguments.get(name) is not None}
+
+
+def without_degrees(words: Sequence[str], names: Collection[str]) -> list[str]:
+    """Return training arguments without some degrees of parallelism; one in a YAML file is overridden by 1.
+
+    >>> without_degrees(["--tp", "2", "--cp=2", "--max_steps", "8"], ["tp", "cp"])
+    ['--max_steps', '8']
+    """
+    flags = {f"--{name}" for name in names}
+    left: list[str] = []
+    for before, word in zip(["", *words], words, strict=False):
+        if before not in flags and word.partition("=")[0] not in flags:
+            left.append(word)
+    in_file = [name for name in DEGREES if name in names and name in degrees_given(read_arguments(left))]
+    return [*left, *(word for name in in_file for word in (f"--{name}", "1"))]
 
 
 def accumulate_argument(arguments: dict[str, Any]) -> str | None:

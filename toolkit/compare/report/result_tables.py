@@ -46,6 +46,7 @@ PEAK = "peak"
 COLUMNS: dict[TableName, tuple[str | Derived, ...]] = {
     "comparison": (
         "tokens_per_second",
+        "layout",
         "per_device_train_batch_size",
         "tokens_per_second_interval",
         "mfu",
@@ -216,6 +217,8 @@ def format_cell(value: object, display: Display, unit: ByteUnit) -> Cell:
     """Return a value as its column shows it; an interval is sorted by its low end."""
     if value is None:
         return UNKNOWN
+    if isinstance(value, str):
+        return text_cell(value)
     by = value[0] if isinstance(value, tuple) else value
     assert isinstance(by, (int, float))
     show: Format = display.format or unit.text

@@ -58,6 +58,11 @@ def notes(results: Results) -> list[str]:
         found.append("A CPU has no allocator peak: peak memory is resident host memory (RSS), libraries included.")
     if any(row.failed_parity for _, row in rows):
         found.append("Parity failed: the row did not train the baseline's problem, so its speed is not compared.")
+    if any(row.layout is not None for _, row in rows):
+        found.append(
+            "Where ranks share a layer or a sequence, a batch is larger by as many ranks, so that every step has the"
+            " same sequences; a ratio counts tokens without padding, which differs between batches."
+        )
     if any(row.mfu is not None for _, row in rows):
         found.append(
             "MFU counts all parameters and causal attention, padding included, relative to the GPU's dense"
@@ -130,7 +135,7 @@ def _cost_in_speed(row: Row, base: Row) -> str:
     """Nothing is claimed where intervals do not separate the two."""
     if not row.separated_from(base):
         return "with no difference seen in speed"
-    ratio = (row.tokens_per_second or 0.0) / (base.tokens_per_second or 1.0)
+    ratio = row.useful_speed / (base.useful_speed or 1.0)
     return f"for {percent(1 - ratio)} less speed" if ratio < 1 else f"and is {percent(ratio - 1)} faster"
 
 
@@ -139,7 +144,7 @@ def _memory(results: Results, row: Row) -> int | None:
 
 
 def _top(ranked: Sequence[LabelledRow]) -> LabelledRow:
-    return max(ranked, key=lambda item: item[1].tokens_per_second or 0.0)
+    return max(ranked, key=lambda item: item[1].useful_speed)
 
 
 def _speeds_of_single_runs(ranked: Sequence[LabelledRow], num_rows: int) -> str:
@@ -163,7 +168,7 @@ def _smallest(results: Results, ranked: Sequence[LabelledRow], world_size: int) 
     baseline = results.baseline(world_size)
     base_bytes = baseline.model_state_bytes if baseline else None
     others = [
-        (size, -(row.tokens_per_second or 0.0), label, row)
+        (size, -row.useful_speed, label, row)
         for label, row in ranked
         if row is not baseline and (size := row.model_state_bytes) is not None
     ]
