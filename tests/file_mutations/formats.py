@@ -157,14 +157,16 @@ JOB_FILES: Files = {**TINY_MODEL, "rows.jsonl": DATA}
 
 def preset_seeds() -> list[Files]:
     """Return every preset as `mine.yaml` with its `mine.json`, beside a model and data."""
+    from toolkit.presets import read_preset
+
     seeds = []
     for path in sorted((ROOT / "accelerate_configs").glob("*.yaml")):
         text = path.read_text()
         files: dict[str, bytes | Path] = dict(JOB_FILES)
-        config = ROOT / "ds_configs" / f"{path.stem}.json"
-        if config.exists():
+        config = read_preset(path).deepspeed_config_path
+        if config is not None:
             files["mine.json"] = config.read_bytes()
-            text = text.replace(f"ds_configs/{path.stem}.json", "mine.json")
+            text = text.replace(f"ds_configs/{config.name}", "mine.json")
         files["mine.yaml"] = text.encode()
         seeds.append(files)
     return seeds
@@ -185,9 +187,12 @@ def preset_formats() -> list[Format]:
     ]
     seeds = preset_seeds()
     with_json = [files for files in seeds if "mine.json" in files]
+    split = ("train", "--dry-run", "--cpu", "--preset", "mine.yaml", "--num-processes", "4", "--", *JOB)
+    for_yaml = [command(*split, "--tp", "2"), command(*split, "--cp", "2")]
     for_json = [command("lint", "mine.json"), command("preset", "show", "mine.yaml", "--as", "deepspeed")]
+    for_json.append(command(*split, "--sp", "2"))
     return [
-        Format(name="accelerate YAML", seeds=seeds, mutated=["mine.yaml"], commands=commands),
+        Format(name="accelerate YAML", seeds=seeds, mutated=["mine.yaml"], commands=[*commands, *for_yaml]),
         Format(name="DeepSpeed JSON", seeds=with_json, mutated=["mine.json"], commands=[*commands, *for_json]),
     ]
 

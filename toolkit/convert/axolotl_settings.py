@@ -73,7 +73,7 @@ _TOKENIZER = "the model's own tokenizer and special tokens are used"
 _TRACKER = "set by the tracker's own environment variables"
 _OTHER_LOSS = "changes the training: there is no counterpart, the loss is cross-entropy"
 _QUANTIZED = "4-bit NF4 is the quantization that is supported: `load_in_4bit: true`"
-_PARALLEL = "no preset divides a layer or a sequence among GPUs"
+_SEQUENCES = "`--preset cp` with `--cp`, or `ulysses` with `--sp`, on rows that are not packed"
 REASONS = FSDP_REASONS | {
     "bf16": PRESET_REASON,
     "bfloat16": PRESET_REASON,
@@ -113,10 +113,10 @@ REASONS = FSDP_REASONS | {
     "model_quantization_config*": _QUANTIZED,
     "quantize_moe_experts": _QUANTIZED,
     "bnb_config_kwargs": "always NF4 with double quantization",
-    "tensor_parallel_size": _PARALLEL,
-    "context_parallel_size": _PARALLEL,
-    "sequence_parallel_degree": _PARALLEL,
-    "expert_parallel*": _PARALLEL,
+    "tensor_parallel_size": "`--preset fsdp2_tp`, or `tp` without sharding, with `--tp`",
+    "context_parallel_size": _SEQUENCES,
+    "sequence_parallel_degree": _SEQUENCES,
+    "expert_parallel*": "`--preset ep` with `--ep`",
     "dp_shard_size": "the preset shards over all GPUs; `fsdp2_hybrid` over those of a node",
     "dp_replicate_size": "`--preset fsdp2_hybrid` has two replicas",
     "trust_remote_code": REMOTE_CODE_REASON,

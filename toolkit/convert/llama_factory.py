@@ -38,7 +38,7 @@ ON_BY_DEFAULT = {"bf16", "double_quantization", "enable_thinking", "ignore_pad_t
 
 _OPTIMIZER = "has no counterpart: `optim` names the optimizer, adamw_torch_fused by default"
 _OTHER_LOSS = "changes the loss: here it is cross-entropy"
-_MEGATRON = "Megatron's; no preset divides a layer or a sequence among GPUs"
+_MEGATRON = "Megatron's, whose engine no preset uses"
 _QUANTIZED = "4-bit NF4 of bitsandbytes is the quantization that is supported: `quantization_bit: 4`"
 _WEIGHTS_NOTE = (
     "here an epoch has every row at least once (interleave_over); interleave_under stops with the first data set"
@@ -74,9 +74,9 @@ REASONS = FSDP_REASONS | {
     "eaft_*": _OTHER_LOSS,
     "mixture_of_depths": "changes the model",
     "use_llama_pro": "changes the model",
-    "tensor_model_parallel_size": _MEGATRON,
-    "pipeline_model_parallel_size": _MEGATRON,
-    "expert_model_parallel_size": _MEGATRON,
+    "tensor_model_parallel_size": "Megatron's; `--preset fsdp2_tp`, or `tp` without sharding, with `--tp`",
+    "pipeline_model_parallel_size": "Megatron's; no preset divides layers into stages",
+    "expert_model_parallel_size": "Megatron's; `--preset ep` with `--ep`",
     "sequence_parallel": _MEGATRON,
     "bias_activation_fusion": _MEGATRON,
     "apply_rope_fusion": _MEGATRON,
