@@ -118,3 +118,32 @@ def llama_8b() -> ModelShape:
     shape = llama_shape("llama", ConfigFields(fields, "config.json"))
     assert shape is not None
     return shape
+
+
+# Models of 288 words, which tests of split layers, experts and sequences train on CPU ranks.
+SMALL = {
+    "vocab_size": 288,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "tie_word_embeddings": False,
+}
+SMALL_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {}),
+    "llama_tied": ("llama", {"tie_word_embeddings": True}),
+    "llama_mha": ("llama", {"num_key_value_heads": 4}),
+    "qwen3": ("qwen3", {}),
+    "qwen3_moe": ("qwen3_moe", {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}),
+}
+
+
+@cache
+def small_shape(name: str) -> ModelShape:
+    """Return the shape of one of `SMALL_MODELS`."""
+    model_type, fields = SMALL_MODELS[name]
+    shape = llama_shape(model_type, ConfigFields({**SMALL, **fields}, "config.json"))
+    assert shape is not None
+    return shape

@@ -361,7 +361,8 @@ def _degree_of_model(case: _Case) -> _Answer:
         nearest_degree = split.nearest(name, degree)
         if nearest_degree is not None:
             return why, why, f"`{case.option(name)} {nearest_degree}`"
-        others = ", ".join(types_with_plan(name)[:200]) if name in ("tp", "ep") and name not in split.plans else ""
+        unknown = name in ("tp", "ep") and name not in split.plans and case.purpose != "recommend"  # it shows no hints
+        others = ", ".join(types_with_plan(name)[:200]) if unknown else ""  # reads every architecture's source
         return why, why, f"transformers has plans for {others}" if others else "`--preset fsdp2`"
     return None
 

@@ -1,0 +1,138 @@
+"""`toolkit plan` and `toolkit recommend` with degrees of parallelism: options, refusals, and where they are proposed."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from launching import LLAMA_8B_CONFIG, toolkit
+from model_configs import llama_8b, small_shape
+
+from toolkit.errors import ToolkitError
+from toolkit.hardware.gpu_table import custom_gpu, find_gpu
+from toolkit.plan.candidates import RecommendRequest
+from toolkit.plan.job import TrainingJob
+from toolkit.plan.planner import PlanRequest, make_plans
+from toolkit.plan.recommend import NOT_NEEDED, recommend
+from toolkit.plan.recommendation import compare_command, train_command
+from toolkit.presets import list_presets, load_preset
+
+H100 = find_gpu("h100-sxm")
+
+
+def request(*presets: str, world_size: int = 8, **job: Any) -> PlanRequest:
+    return PlanRequest(
+        shape=llama_8b(),
+        presets=[load_preset(name) for name in presets] or list_presets(),
+        world_sizes=(world_size,),
+        job=TrainingJob(**{"per_device_train_batch_size": 1, "max_seq_length": 2048, **job}),
+        gpu=H100,
+        strict=bool(presets),
+    )
+
+
+def test_the_command_plans_a_layout_and_its_traffic_by_dimension() -> None:
+    words = ["--num-processes", "16", "--gpu", "h100", "--preset", "fsdp2_tp", "--tp", "4"]
+    done = toolkit("plan", str(LLAMA_8B_CONFIG), *words, "--per-device-train-batch-size", "1")
+    assert done.returncode == 0, done.stderr
+    assert "fsdp2_tp, 16 GPUs: dp_shard 4 x tp 4" in done.stdout
+    lines = {line.split()[0]: line for line in done.stdout.splitlines() if line.startswith("  ")}
+    assert "between nodes" in lines["dp_shard"]
+    assert "within a node" in lines["tp"]
+    assert max(map(len, done.stdout.splitlines())) <= 100
+    answer = json.loads(toolkit("plan", str(LLAMA_8B_CONFIG), *words, "--json").stdout)
+    [row] = answer["plans"]
+    assert (row["layout"]["tp"], row["layout"]["dp_shard"]) == (4, 4)
+    assert [each["dimension"] for each in row["communication"]] == ["dp_shard", "tp"]
+    assert sum(each["sent_bytes"] for each in row["communication"]) == row["communication_bytes_per_step"]
+
+
+@pytest.mark.parametrize(
+    ("preset", "job", "message"),
+    [
+        ("fsdp2_tp", {}, "preset 'fsdp2_tp' needs --tp"),
+        ("ep_tp", {"tp": 2}, "preset 'ep_tp' needs --ep"),
+        ("fsdp2", {"tp": 2}, "does not work under preset 'fsdp2': it has no tensor parallelism"),
+        ("fsdp2_tp", {"tp": 16}, "--tp 16 does not work for this model: 16 does not divide its 8 key-value heads"),
+        ("fsdp2_tp", {"tp": 8}, "needs a multiple of 8 processes, 16 or more"),
+        ("ep", {"ep": 2}, "--ep 2 does not work for this model: llama has no experts"),
+        ("ulysses", {"sp": 4, "packing": True}, "--packing does not work under preset 'ulysses'"),
+        ("cp", {"cp": 4, "loss": "fused"}, "--use-liger-kernel does not work under preset 'cp'"),
+    ],
+)
+def test_a_layout_that_cannot_run_is_refused_by_name(preset: str, job: dict[str, Any], message: str) -> None:
+    with pytest.raises(ToolkitError) as refused:
+        make_plans(request(preset, world_size=32 if job.get("tp") == 16 else 8, **job))
+    assert message in refused.value.message
+
+
+def test_a_preset_without_its_degree_is_two_lines_and_exit_code_2() -> None:
+    done = toolkit("plan", str(LLAMA_8B_CONFIG), "--num-processes", "8", "--gpu", "h100", "--preset", "tp")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.splitlines() == [
+        "error: preset 'tp' needs --tp: the number of GPUs for tensor parallelism",
+        "  hint: add `--tp 2`",
+    ]
+
+
+def test_without_named_presets_those_of_the_given_degrees_are_planned() -> None:
+    assert {plan.preset for plan in make_plans(request(tp=2))} == {"tp", "fsdp2_tp", "hsdp_tp"}
+    assert {plan.preset for plan in make_plans(request(cp=2))} == {"cp"}
+    assert not {plan.preset for plan in make_plans(request())} & {"tp", "fsdp2_tp", "hsdp_tp", "ep", "cp", "ulysses"}
+
+
+def test_what_has_no_figures_is_refused_rather_than_planned() -> None:
+    counted = replace(llama_8b(), counted_on="meta device")
+    with pytest.raises(ToolkitError, match="--tp is not planned for llama: there are no formulas"):
+        make_plans(replace(request("fsdp2_tp", tp=2), shape=counted))
+    mixture = replace(request("ep", ep=2, lora_r=8), shape=small_shape("qwen3_moe"))
+    with pytest.raises(ToolkitError, match="LoRA on qwen3_moe is not planned under preset 'ep'"):
+        make_plans(mixture)
+
+
+def test_more_ranks_per_sequence_fit_a_longer_one() -> None:
+    job = {"max_seq_length": 65_536, "activation_checkpointing": True}
+    largest = [make_plans(request("cp", cp=cp, **job))[0].largest_micro_batch or 0 for cp in (2, 4, 8)]
+    assert largest == sorted(largest)
+    assert largest[0] < largest[-1]
+
+
+def asked(*, length: int, memory_gib: float = 79.14, **changes: Any) -> RecommendRequest:
+    job = TrainingJob(max_seq_length=length)
+    gpu = custom_gpu(H100, memory_gib=memory_gib)
+    made = RecommendRequest(shape=llama_8b(), gpu=gpu, world_size=8, global_batch_size=8, job=job)
+    return replace(made, **changes)
+
+
+def test_where_data_parallelism_fits_split_presets_are_not_considered() -> None:
+    found = recommend(asked(length=2048), list_presets())
+    assert found.choice.preset.degrees == ()
+    assert {found.why_not[name] for name in ("tp", "fsdp2_tp", "cp", "ulysses")} == {NOT_NEEDED}
+    assert found.why_not["ep"].endswith("llama has no experts")
+
+
+def test_a_sequence_too_long_for_one_gpu_is_divided_and_the_command_has_the_degree() -> None:
+    presets = [preset for preset in list_presets() if preset.offload_optimizer is None]
+    long = asked(length=131_072, memory_gib=60)
+    found = recommend(long, presets)
+    degrees = found.choice.job.degrees
+    assert found.choice.preset.name in ("cp", "ulysses")
+    assert found.choice.fits
+    command = train_command(found.choice, long, "model")
+    (name, degree) = next(iter(degrees.items()))
+    assert command.split(" -- ")[1].count(f"--{name} {degree}") == 1
+    groups = 8 // degree
+    job = found.choice.job
+    assert job.per_device_train_batch_size * job.gradient_accumulation_steps * groups == long.global_batch_size
+    compared = compare_command([found.choice], long, "model")
+    assert compared is not None
+    assert f"--{name} {degree}" in compared
+
+
+def test_a_named_preset_is_tried_with_all_degrees_that_the_model_allows() -> None:
+    found = recommend(asked(length=2048), [load_preset("fsdp2_tp")])
+    assert found.choice.job.tp in (2, 4)  # 8 leaves no rank for FSDP2
+    with pytest.raises(ToolkitError, match="llama has no experts"):
+        recommend(asked(length=2048), [load_preset("ep")])
