@@ -28,7 +28,11 @@ MIXTURE = shape_of("qwen3_moe", **EXPERTS)
 
 def test_projections_into_heads_and_mlp_are_split_by_rows_and_those_out_of_them_by_columns() -> None:
     part = shapes(part_of_rank(LLAMA, ParallelLayout(dp_shard=4, tp=2)))
-    assert (part["self_attn.q_proj"], part["self_attn.k_proj"], part["self_attn.o_proj"]) == ((16, 32), (8, 32), (32, 16))
+    assert (part["self_attn.q_proj"], part["self_attn.k_proj"], part["self_attn.o_proj"]) == (
+        (16, 32),
+        (8, 32),
+        (32, 16),
+    )
     assert (part["mlp.up_proj"], part["mlp.down_proj"]) == ((24, 32), (32, 24))
     assert (part["self_attn.q_proj.bias"], part["self_attn.o_proj.bias"]) == ((16,), (32,))
 
@@ -40,7 +44,9 @@ def test_embedding_and_head_are_split_on_the_vocabulary_and_norms_are_whole() ->
 
 
 def test_tensor_parallelism_splits_each_expert_and_expert_parallelism_deals_whole_ones() -> None:
-    by_tp, by_ep = (shapes(part_of_rank(MIXTURE, ParallelLayout(dp_shard=2, **degree))) for degree in ({"tp": 2}, {"ep": 2}))
+    by_tp, by_ep = (
+        shapes(part_of_rank(MIXTURE, ParallelLayout(dp_shard=2, **degree))) for degree in ({"tp": 2}, {"ep": 2})
+    )
     assert (by_tp["mlp.experts.gate_up_proj"], by_tp["mlp.experts.down_proj"]) == ((6, 8, 32), (6, 32, 4))
     assert (by_ep["mlp.experts.gate_up_proj"], by_ep["mlp.experts.down_proj"]) == ((3, 16, 32), (3, 32, 8))
     assert by_tp["mlp.gate"] == by_ep["mlp.gate"] == (6, 32)  # the router

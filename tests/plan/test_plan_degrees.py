@@ -1,4 +1,4 @@
-"""`toolkit plan` and `toolkit recommend` with degrees of parallelism: options, refusals, and where they are proposed."""
+"""`toolkit plan` and `toolkit recommend` with degrees of parallelism: options, refusals, proposals."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_the_command_plans_a_layout_and_its_traffic_by_dimension() -> None:
     lines = {line.split()[0]: line for line in done.stdout.splitlines() if line.startswith("  ")}
     assert "between nodes" in lines["dp_shard"]
     assert "within a node" in lines["tp"]
-    assert max(map(len, done.stdout.splitlines())) <= 100
+    assert max(map(len, done.stdout.splitlines()[1:])) <= 100  # below the heading
     answer = json.loads(toolkit("plan", str(LLAMA_8B_CONFIG), *words, "--json").stdout)
     [row] = answer["plans"]
     assert (row["layout"]["tp"], row["layout"]["dp_shard"]) == (4, 4)
@@ -126,9 +126,18 @@ def test_a_sequence_too_long_for_one_gpu_is_divided_and_the_command_has_the_degr
     groups = 8 // degree
     job = found.choice.job
     assert job.per_device_train_batch_size * job.gradient_accumulation_steps * groups == long.global_batch_size
-    compared = compare_command([found.choice], long, "model")
-    assert compared is not None
-    assert f"--{name} {degree}" in compared
+    assert job.per_device_train_batch_size < degree  # a comparison would give the group a sequence per rank
+    assert compare_command([found.choice], long, "model") is None
+
+
+def test_a_comparison_divides_the_batch_of_a_group_by_its_ranks() -> None:
+    short = asked(length=1024)
+    split, simple = (recommend(short, [load_preset(name)]).choice for name in ("fsdp2_tp", "fsdp2"))
+    command = compare_command([split, simple], short, "model")
+    assert command is not None
+    degree = split.job.tp
+    assert "--preset fsdp2_tp --preset fsdp2 --num-processes 8 " in command
+    assert f"--per_device_train_batch_size 1 --gradient_accumulation_steps 1 --tp {degree}" in command
 
 
 def test_a_named_preset_is_tried_with_all_degrees_that_the_model_allows() -> None:

@@ -121,7 +121,10 @@ def test_ulysses_exchanges_heads_and_repeats_keys_that_are_too_few() -> None:
 def test_groups_of_neighbours_stay_within_a_node_and_the_others_share_its_network() -> None:
     nodes = Interconnect(gpu=find_gpu("h100"), world_size=16)
     setup = TrainingSetup(
-        preset=load_preset("fsdp2_tp"), shape=small_shape("llama"), world_size=16, job=TrainingJob(max_seq_length=64, tp=4)
+        preset=load_preset("fsdp2_tp"),
+        shape=small_shape("llama"),
+        world_size=16,
+        job=TrainingJob(max_seq_length=64, tp=4),
     )
     traffic = {each.dimension: each for each in dimension_traffic(step_collectives(setup), nodes)}
     assert (traffic["tp"].crosses_nodes, traffic["dp_shard"].crosses_nodes) == (False, True)

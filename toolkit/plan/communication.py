@@ -17,6 +17,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from toolkit.models.shape import Layer
+from toolkit.parallel.layout import ParallelLayout
 from toolkit.plan.collectives import Collective
 from toolkit.plan.engine_settings import zero_block
 from toolkit.plan.job import TrainingSetup
@@ -92,60 +93,67 @@ def _fsdp2(setup: TrainingSetup) -> Iterator[Collective]:
 
 
 def _at_load(setup: TrainingSetup) -> Iterator[Collective]:
-    """FSDP2 on what tensor and expert parallelism leave, with experts in groups of their own; gradients in fp32.
+    """FSDP2 on what tensor and expert parallelism leave; experts, dealt to `ep` ranks, have groups of their own.
 
-    Ranks of one group are as far apart as the dimensions inside are large. Adapters, attached later, are averaged.
+    Ranks of one group are as far apart as the dimensions inside are large.
     """
-    layout, job = setup.layout, setup.job
+    layout = setup.layout
     if layout is None or layout.data_parallel_size == 1:
         return
-    layers, outer = setup.part.layers, setup.part.outer
-    base, trained = (*layers, outer), tuple(setup.trained)
     if setup.adapters:
+        yield _averaged_adapters(setup, layout)
+    yield from _at_load_group(setup, layout, experts=False, ranks=layout.dp_shard, stride=layout.tp)
+    if layout.ep > 1:
+        yield from _at_load_group(setup, layout, experts=True, ranks=layout.expert_shard, stride=layout.ep)
+
+
+def _averaged_adapters(setup: TrainingSetup, layout: ParallelLayout) -> Collective:
+    """Adapters are attached after the model was sharded, and are whole on each data-parallel rank."""
+    return Collective(
+        name="all_reduce",
+        purpose="gradients of adapters",
+        payload_bytes=4 * setup.num_trained,
+        group_size=layout.data_parallel_size,
+        group="dp_shard" if layout.dp_replicate == 1 else "dp_replicate",
+        stride=layout.tp,
+        calls=sum(map(len, setup.trained)),
+    )
+
+
+def _at_load_group(
+    setup: TrainingSetup, layout: ParallelLayout, *, experts: bool, ranks: int, stride: int
+) -> Iterator[Collective]:
+    """Gathers in the compute dtype, and reductions in fp32, of the experts or of everything else."""
+
+    def held(units: Iterable[Layer]) -> list[Layer]:
+        apart = layout.ep > 1
+        parts = (tuple(tensor for tensor in unit if (apart and tensor.is_expert) == experts) for unit in units)
+        return [part for part in parts if part]
+
+    job, layers, outer = setup.job, setup.part.layers, setup.part.outer
+    steps = job.gradient_accumulation_steps
+    sharers: dict[str, Any] = {"group_size": ranks, "group": "dp_shard", "stride": stride}
+    name, of = ("experts", "gradients of experts") if experts else ("parameters", "gradients")
+    embedding = () if setup.shape.tied_embeddings else outer[:1]
+    for phase, units in (("forward", held((*layers, outer))), ("backward", held((*layers, embedding)))):
+        payload = steps * setup.engine.element_bytes * sum(_padded_rows(unit, ranks) for unit in units)
+        if ranks > 1:
+            yield from _gather(f"{name} in the {phase}", payload, steps * len(units), **sharers)
+    reduced = [] if setup.adapters else held(setup.trained)
+    reductions = 1 if job.keeps_whole_gradients else steps
+    payload = reductions * setup.engine.reduce_bytes * sum(_padded_rows(unit, ranks) for unit in reduced)
+    calls = reductions * len(reduced)
+    if ranks > 1 and payload:
+        yield Collective(name="reduce_scatter", purpose=of, payload_bytes=payload, calls=calls, **sharers)
+    if layout.dp_replicate > 1 and payload:
         yield Collective(
             name="all_reduce",
-            purpose="gradients of adapters",
-            payload_bytes=4 * setup.num_trained,
-            group_size=layout.data_parallel_size,
-            group="dp_shard" if layout.dp_replicate == 1 else "dp_replicate",
-            stride=layout.tp,
-            calls=sum(map(len, trained)),
+            purpose=f"{of} between replicas",
+            payload_bytes=payload // ranks,
+            group_size=layout.dp_replicate,
+            group="replicas",
+            calls=calls,
         )
-        trained = ()
-    groups = [(False, layout.dp_shard, layout.tp)]
-    if layout.ep > 1:
-        groups.append((True, layout.expert_shard, layout.ep))
-    embedding = () if setup.shape.tied_embeddings else outer[:1]
-    for experts, ranks, stride in groups:
-
-        def held(units: Iterable[Layer], experts: bool = experts) -> list[Layer]:
-            split = layout.ep > 1
-            parts = (tuple(tensor for tensor in unit if (split and tensor.is_expert) == experts) for unit in units)
-            return [part for part in parts if part]
-
-        name = "experts" if experts else "parameters"
-        sharers: dict[str, Any] = {"group_size": ranks, "group": "dp_shard", "stride": stride}
-        steps = job.gradient_accumulation_steps
-        if ranks > 1:
-            for phase, units in (("forward", held(base)), ("backward", held((*layers, embedding)))):
-                payload = steps * setup.engine.element_bytes * sum(_padded_rows(unit, ranks) for unit in units)
-                yield from _gather(f"{name} in the {phase}", payload, steps * len(units), **sharers)
-        reduced = held(trained)
-        reductions = 1 if job.keeps_whole_gradients else steps
-        payload = reductions * setup.engine.reduce_bytes * sum(_padded_rows(unit, ranks) for unit in reduced)
-        calls = reductions * len(reduced)
-        of = "gradients of experts" if experts else "gradients"
-        if ranks > 1 and payload:
-            yield Collective(name="reduce_scatter", purpose=of, payload_bytes=payload, calls=calls, **sharers)
-        if layout.dp_replicate > 1 and payload:
-            yield Collective(
-                name="all_reduce",
-                purpose=f"{of} between replicas",
-                payload_bytes=payload // ranks,
-                group_size=layout.dp_replicate,
-                group="replicas",
-                calls=calls,
-            )
 
 
 def _zero12(setup: TrainingSetup) -> Iterator[Collective]:

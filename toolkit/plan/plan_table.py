@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,6 +13,8 @@ from rich.table import Table
 from toolkit.hardware.gpu_table import GIGA
 from toolkit.models.checked_counts import FULL, LORA, LORA_ON_SOME, QLORA, is_checked
 from toolkit.models.lora import ALL_LINEAR
+from toolkit.parallel.layout import SAME_ROWS
+from toolkit.plan.job import TrainingJob
 from toolkit.plan.memory_verdict import LARGEST_WORLD_SIZE
 from toolkit.plan.planner import Plan, PlanRequest
 from toolkit.units import GIB, NOT_AVAILABLE, gib, number, seconds
@@ -71,7 +74,7 @@ def _heading(request: PlanRequest) -> str:
     parts = [
         f"{shape.model_type}, {number(shape.num_params, 0)} parameters",
         job.method_text,
-        f"{job.per_device_train_batch_size} x {job.max_seq_length} tokens per GPU",
+        f"{job.per_device_train_batch_size} x {job.max_seq_length} tokens per {_batch_group(job)}",
         "rows of equal length" if job.lengths_differ is False else "",
         f"{steps} accumulation steps" if steps > 1 else "",
         f"{job.accumulate} gradients between them" if steps > 1 and job.accumulate is not None else "",
@@ -98,6 +101,12 @@ def _cells(plan: Plan) -> list[str]:
         "none" if plan.smallest_world_size is None else str(plan.smallest_world_size),
         _tokens_per_second(plan),
     ]
+
+
+def _batch_group(job: TrainingJob) -> str:
+    """The GPUs that train on the same rows."""
+    number = math.prod(job.degrees.get(name, 1) for name in SAME_ROWS)
+    return "GPU" if number == 1 else f"{number} GPUs"
 
 
 def _layout_lines(plans: Sequence[Plan]) -> list[str]:

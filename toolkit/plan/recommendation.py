@@ -8,7 +8,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from toolkit.plan.candidates import Candidate, RecommendRequest, divided_request
+from toolkit.plan.candidates import Candidate, RecommendRequest
 from toolkit.plan.interconnect import Range
 from toolkit.plan.job import TrainingJob, TrainingSetup, accumulate_in_effect
 from toolkit.plan.recommend import Recommendation
@@ -101,7 +101,10 @@ def recommendation_lines(
     lines += ["", "run it:", f"  {train_command(choice, request, model)}"]
     compare = compare_command([choice, *others], request, model)
     if compare is None:
-        return [*lines, "", "No figure above is measured; `toolkit compare` measures on one node."]
+        measures = f"a run with `--max_steps {COMPARED_STEPS}` measures"
+        if request.interconnect.num_nodes > 1:
+            measures = "`toolkit compare` measures on one node"
+        return [*lines, "", f"No figure above is measured; {measures}."]
     return [*lines, "", "No figure above is measured; this measures:", f"  {compare}"]
 
 
@@ -189,15 +192,24 @@ def train_command(candidate: Candidate, request: RecommendRequest, model: str) -
 def compare_command(compared: Sequence[Candidate], request: RecommendRequest, model: str) -> str | None:
     """Return the command that compares candidates on settings that all of them fit; None for several nodes.
 
-    A comparison has one choice of degrees for all: candidates with others than the first are left out.
+    A comparison has one degree per dimension, and gives ranks that share a batch as many times its size: candidates
+    that need something else are left out, and if the first does there is no command.
     """
     if request.interconnect.num_nodes > 1:
         return None
-    compared = [candidate for candidate in compared if candidate.job.degrees == compared[0].job.degrees]
-    request = divided_request(request, compared[0].preset, compared[0].job.degrees)
-    smallest = min(candidate.job.per_device_train_batch_size for candidate in compared)
+    sizes, degrees = dict[str, int](), dict[str, int]()
+    for candidate in compared:
+        layout = candidate.preset.layout(request.world_size, candidate.job.degrees)
+        size, rest = divmod(candidate.job.per_device_train_batch_size, layout.ranks_per_batch if layout else 1)
+        if rest == 0 and all(degrees.get(name, degree) == degree for name, degree in candidate.job.degrees.items()):
+            degrees |= candidate.job.degrees
+            sizes[candidate.preset.name] = size
+    if compared[0].preset.name not in sizes:
+        return None
+    compared = [candidate for candidate in compared if candidate.preset.name in sizes]
     checkpointing = any(candidate.job.activation_checkpointing for candidate in compared)
-    job = request.job_with(micro_batch=smallest, checkpointing=checkpointing)
+    job = request.job_with(micro_batch=min(sizes.values()), checkpointing=checkpointing)
+    job = replace(job, **degrees)  # type: ignore[arg-type]
     presets = " ".join(f"--preset {candidate.preset.name}" for candidate in compared)
     return (
         f"toolkit compare {presets} --num-processes {request.world_size} --output-dir COMPARISON_DIR -- "
