@@ -17,6 +17,7 @@ from dataclasses import asdict
 from toolkit.entry_point import exit_code_of
 from toolkit.errors import EXIT_DONE, EXIT_RUN_FAILED, ToolkitError
 from toolkit.files.reading import user_path
+from toolkit.parallel.layout import DEGREES
 from toolkit.units import gib
 
 
@@ -61,6 +62,8 @@ def _parser() -> argparse.ArgumentParser:
     convert.add_argument("out")
     convert.add_argument("--preset", required=True)
     convert.add_argument("--num-processes", type=int, required=True)
+    for name in DEGREES:
+        convert.add_argument(f"--{name.replace('_', '-')}", type=int)
     convert.add_argument("--base-model")
     for reads_tensors in (export, verify, convert):
         reads_tensors.add_argument("--trust-pickle", action="store_true")
@@ -124,6 +127,7 @@ def _convert(options: argparse.Namespace) -> int:
         options.out,
         preset,
         num_processes=options.num_processes,
+        degrees={name: degree for name in DEGREES if (degree := getattr(options, name)) is not None},
         base_model=options.base_model,
         trust_pickle=options.trust_pickle,
     )

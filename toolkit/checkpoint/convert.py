@@ -2,14 +2,16 @@
 
     convert(Path("out/checkpoint-8"), Path("converted"), load_preset("zero3"), num_processes=4)
 
-DeepSpeed presets get its universal layout, FSDP2 a distributed checkpoint, the others `optimizer.pt`: any number of
-ranks reads each of them. Schedule, step and data position are carried over. The ranks' random states are only if the
-number of ranks stays: with another number dropout draws differ.
+DeepSpeed presets get its universal layout, FSDP2 a distributed checkpoint, presets that are sharded at load a Hugging
+Face folder with the optimizer's distributed checkpoint in it, the others `optimizer.pt`: any number of ranks reads each
+of them. Schedule, step and data position are carried over. The ranks' random states are only if the number of ranks
+stays: with another number dropout draws differ.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +26,9 @@ from toolkit.checkpoint.reader import CheckpointReader, MissingState
 from toolkit.checkpoint.weights import check_names
 from toolkit.errors import ToolkitError
 from toolkit.files.safe_loading import torch_load
+from toolkit.parallel.layout import ParallelLayout
 from toolkit.presets import Preset
-from toolkit.presets.support import check_supported
+from toolkit.presets.support import Method, check_degrees_given, check_supported
 from toolkit.run.checkpoints import checkpoint_files, commit_checkpoint, file_entries
 from toolkit.run.manifest_file import read_step
 
@@ -40,11 +43,17 @@ def convert(
     preset: Preset,
     *,
     num_processes: int,
+    degrees: Mapping[str, int] | None = None,
     base_model: str | None = None,
     trust_pickle: bool = False,
 ) -> dict[str, Any]:
-    """Write `out` and return its manifest. Raises ToolkitError for an impossible conversion before it writes."""
-    check_supported(preset, world_size=num_processes, purpose="convert")
+    """Write `out` and return its manifest. Raises ToolkitError for an impossible conversion before it writes.
+
+    `degrees` are those of the preset's dimensions of parallelism: `{"tp": 2}`.
+    """
+    given = dict(degrees or {})
+    check_degrees_given(preset, given, purpose="convert")
+    check_supported(preset, Method(**given), world_size=num_processes, purpose="convert")  # type: ignore[arg-type]
     check_output(out, source=path)
     check_complete(path)
     _check_source(path)
@@ -56,10 +65,11 @@ def convert(
         groups = model.groups(_optimized_names(reader, model))
         check_disk_space(out, BYTES_PER_PARAMETER * sum(map(math.prod, model.shapes.values())) + SIDE_FILE_BYTES)
         with temporary_beside(out) as temporary:
-            write_checkpoint(preset.engine, temporary, reader, model, groups)
+            write_checkpoint(preset, temporary, reader, model, groups)
             _copy_side_files(files, temporary, same_ranks=detect(path).world_size == num_processes)
-            _convert_schedule(temporary / "scheduler.pt", groups, preset.engine)
-            manifest = _converted_manifest(files, reader, preset, num_processes, path)
+            _convert_schedule(temporary / "scheduler.pt", groups, preset)
+            layout = preset.layout(num_processes, given)
+            manifest = _converted_manifest(files, reader, preset, num_processes, layout)
             entries = file_entries(temporary, checkpoint_files(temporary))
             commit_checkpoint(temporary, out.absolute(), manifest | {"files": entries})
         return manifest
@@ -114,10 +124,12 @@ def _copy_side_files(files: ModelFiles, folder: Path, *, same_ranks: bool) -> No
             copy_file(file, folder / file.name)
 
 
-def _convert_schedule(path: Path, groups: list[list[str]], engine: str) -> None:
-    """Give the schedule a rate for each group of the new optimizer: DeepSpeed drops groups without parameters.
+def _convert_schedule(path: Path, groups: list[list[str]], preset: Preset) -> None:
+    """Give the schedule a rate for each group of the new optimizer.
 
-    LoRA has such a group, because adapters have no parameters without weight decay.
+    DeepSpeed, and a model that is sharded at load, have no groups without parameters. LoRA makes such a group, because
+    adapters have no parameters without weight decay. A model that is sharded at load may have had more groups, one per
+    mesh.
     """
     if not path.exists():
         return
@@ -125,27 +137,32 @@ def _convert_schedule(path: Path, groups: list[list[str]], engine: str) -> None:
     if not isinstance(state, dict):
         raise ToolkitError(f"scheduler.pt is {type(state).__name__}, expected keys and values")
     with_parameters = [position for position, names in enumerate(groups) if names]
-    wanted = with_parameters if engine == "deepspeed" else list(range(len(groups)))
+    drops_empty = preset.engine == "deepspeed" or preset.sharded_at_load
+    wanted = with_parameters if drops_empty else list(range(len(groups)))
     for name in RATES:
         values = state.get(name)
         if not isinstance(values, list):
             continue
         saved = with_parameters if len(values) == len(with_parameters) else list(range(len(groups)))
-        if len(values) == len(saved):
-            known = dict(zip(saved, values, strict=True))
-            state[name] = [known.get(position, values[0]) for position in wanted]
+        if len(values) != len(saved) and any(value != values[0] for value in values):
+            raise ToolkitError(
+                f"scheduler.pt has {len(values)} parameter groups with different learning rates, expected {len(saved)}",
+                hint="resume it with the preset and the number of processes that it was saved with",
+            )
+        known = dict(zip(saved, values, strict=False))
+        state[name] = [known.get(position, values[0]) for position in wanted] if values else []
     torch.save(state, path)
 
 
 def _converted_manifest(
-    files: ModelFiles, reader: CheckpointReader, preset: Preset, num_processes: int, path: Path
+    files: ModelFiles, reader: CheckpointReader, preset: Preset, num_processes: int, layout: ParallelLayout | None
 ) -> dict[str, Any]:
     """The source's manifest with the new preset, or a new one if the source has none."""
     recorded = {} if files.manifest is None else files.manifest.model_dump(exclude_unset=True)
     recorded = {k: v for k, v in recorded.items() if k not in ("files", "sha256", "schema_version")}
     engine = "none" if preset.engine == "ddp" and num_processes == 1 else preset.engine
     return {
-        "step": read_step(path / "trainer_state.json"),
+        "step": read_step(files.path / "trainer_state.json"),
         "adapter": files.adapter,
         "model_name_or_path": files.base,
         **recorded,
@@ -153,10 +170,12 @@ def _converted_manifest(
         "engine": engine,
         "sharding": preset.sharding,
         "world_size": num_processes,
-        **_rescaled_batch(recorded, num_processes),
+        "layout": None if layout is None else layout.degrees(),
+        "sharded_at_load": preset.sharded_at_load,
+        **_rescaled_batch(recorded, num_processes if layout is None else layout.data_parallel_size),
         "universal": preset.engine == "deepspeed",
         "converted_from": {
-            "path": str(path.absolute()),
+            "path": str(files.path.absolute()),
             "preset": recorded.get("preset"),
             "engine": recorded.get("engine", reader.layout.engine),
             "world_size": recorded.get("world_size", reader.layout.world_size),
@@ -164,10 +183,15 @@ def _converted_manifest(
     }
 
 
-def _rescaled_batch(recorded: dict[str, Any], num_processes: int) -> dict[str, Any]:
-    """With another number of ranks only the global batch size is recorded; the run chooses its factors."""
-    names = ("per_device_train_batch_size", "gradient_accumulation_steps", "world_size")
-    if any(recorded.get(name) is None for name in names) or recorded["world_size"] == num_processes:
+def _rescaled_batch(recorded: dict[str, Any], data_parallel_size: int) -> dict[str, Any]:
+    """With another number of different batches only the global one is recorded; the run chooses its factors."""
+    before = recorded.get("data_parallel_size") or recorded.get("world_size")
+    factors = [recorded.get(name) for name in ("per_device_train_batch_size", "gradient_accumulation_steps")]
+    if None in (before, *factors) or before == data_parallel_size:
         return {}
-    product = math.prod(recorded[name] for name in names)
-    return {"per_device_train_batch_size": None, "gradient_accumulation_steps": None, "global_batch_size": product}
+    return {
+        "per_device_train_batch_size": None,
+        "gradient_accumulation_steps": None,
+        "data_parallel_size": None,
+        "global_batch_size": math.prod([before, *factors]),
+    }

@@ -21,7 +21,8 @@ from toolkit.files.safe_loading import read_dcp_metadata, weights_only
 
 _STATE_PREFIX = ("optimizer", "state")
 
-_Readers = dict[str, Callable[[], torch.Tensor]]
+Readers = dict[str, Callable[[], torch.Tensor]]
+"""What returns the tensor of a key, when it is written."""
 
 
 class DcpReader:
@@ -29,8 +30,8 @@ class DcpReader:
 
     def __init__(self, layout: Layout, *, trust_pickle: bool = False) -> None:
         self.layout = layout
-        self.model = _DcpFolder(layout.path / FSDP_MODEL, trust_pickle=trust_pickle)
-        self.optimizer = _DcpFolder(layout.path / FSDP_OPTIMIZER, trust_pickle=trust_pickle)
+        self.model = DcpFolder(layout.path / FSDP_MODEL, trust_pickle=trust_pickle)
+        self.optimizer = DcpFolder(layout.path / FSDP_OPTIMIZER, trust_pickle=trust_pickle)
         self.hyperparameters = self._hyperparameters()
 
     @cached_property
@@ -68,7 +69,7 @@ class DcpReader:
         return [groups[number] for number in sorted(groups)]
 
 
-class _DcpFolder:
+class DcpFolder:
     """One distributed checkpoint, whose metadata is read once."""
 
     def __init__(self, path: Path, *, trust_pickle: bool) -> None:
@@ -118,15 +119,15 @@ def write_dcp(folder: Path, reader: CheckpointReader, model: MetaModel, groups: 
     shapes = model.shapes | {tied: model.shapes[first] for tied, first in ties.items()}
     rename = without_adapter_name if model.adapter else str
     weights = {rename(name): torch.empty(shape, device="meta") for name, shape in shapes.items()}
-    readers: _Readers = {f"model.{rename(name)}": partial(reader.weight, ties.get(name, name)) for name in shapes}
-    _save(folder / FSDP_MODEL, {"model": weights}, readers)
+    readers: Readers = {f"model.{rename(name)}": partial(reader.weight, ties.get(name, name)) for name in shapes}
+    save_dcp(folder / FSDP_MODEL, {"model": weights}, readers)
     _save_optimizer(folder / FSDP_OPTIMIZER, reader, model, groups)
 
 
 def _save_optimizer(folder: Path, reader: CheckpointReader, model: MetaModel, groups: list[list[str]]) -> None:
     step = torch.tensor(reader.optimizer_step(), dtype=torch.float32)
     state: dict[str, Any] = {}
-    readers: _Readers = {}
+    readers: Readers = {}
     for name in [name for names in groups for name in names]:
         empty = {moment: torch.empty(model.shapes[name], device="meta") for moment in MOMENTS}
         state[name] = {"step": step, **empty}
@@ -134,7 +135,7 @@ def _save_optimizer(folder: Path, reader: CheckpointReader, model: MetaModel, gr
     numbered = [
         {**group_hyperparameters(reader, position, groups), "params": names} for position, names in enumerate(groups)
     ]
-    _save(folder, {"optimizer": {"state": state, "param_groups": numbered}}, readers)
+    save_dcp(folder, {"optimizer": {"state": state, "param_groups": numbered}}, readers)
 
 
 def _tied_names(model: MetaModel) -> dict[str, str]:
@@ -146,7 +147,8 @@ def _tied_names(model: MetaModel) -> dict[str, str]:
     return {name: first[id(parameter)] for name, parameter in every if first[id(parameter)] != name}
 
 
-def _save(folder: Path, state: dict[str, Any], readers: _Readers) -> None:
+def save_dcp(folder: Path, state: dict[str, Any], readers: Readers) -> None:
+    """Write a distributed checkpoint in one process; tensors in `state` only have a shape, `readers` return them."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # there is no process group
         try:
@@ -164,7 +166,7 @@ def _cause(error: CheckpointException) -> BaseException:
 class _LazyPlanner(dcp.DefaultSavePlanner):  # type: ignore[misc]
     """torch's planner, which plans with shapes and reads each tensor when it is written."""
 
-    def __init__(self, readers: _Readers) -> None:
+    def __init__(self, readers: Readers) -> None:
         super().__init__()
         self.readers = readers
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from toolkit.checkpoint.at_load_checkpoint import AtLoadReader, write_at_load
 from toolkit.checkpoint.dcp_checkpoint import DcpReader, write_dcp
 from toolkit.checkpoint.deepspeed_checkpoint import DeepSpeedReader, write_universal
 from toolkit.checkpoint.layout import Layout, check_readable, detect
@@ -11,8 +12,12 @@ from toolkit.checkpoint.model_definition import MetaModel
 from toolkit.checkpoint.plain_checkpoint import PlainReader, write_plain
 from toolkit.checkpoint.reader import CheckedReader, CheckpointReader
 from toolkit.files.safe_loading import check_checkpoint
+from toolkit.presets.spec import PresetSpec
 
-_WRITERS = {"deepspeed": write_universal, "fsdp2": write_dcp, "ddp": write_plain, "none": write_plain}
+_WRITERS = {
+    **{"deepspeed": write_universal, "fsdp2": write_dcp, "at_load": write_at_load},
+    **{"ddp": write_plain, "none": write_plain},
+}
 
 
 def open_checkpoint(path: Path, model: MetaModel, *, trust_pickle: bool = False) -> CheckpointReader:
@@ -34,11 +39,14 @@ def _reader(layout: Layout, model: MetaModel, *, trust_pickle: bool) -> Checkpoi
             return DeepSpeedReader(layout, trust_pickle=trust_pickle)
         case "fsdp2":
             return DcpReader(layout, trust_pickle=trust_pickle)
+        case "at_load":
+            return AtLoadReader(layout, model, trust_pickle=trust_pickle)
     return PlainReader(layout, model, trust_pickle=trust_pickle)
 
 
 def write_checkpoint(
-    engine: str, folder: Path, reader: CheckpointReader, model: MetaModel, groups: list[list[str]]
+    preset: PresetSpec, folder: Path, reader: CheckpointReader, model: MetaModel, groups: list[list[str]]
 ) -> None:
-    """Write weights and optimizer states as a preset of `engine` resumes them; `groups` are parameter names."""
-    _WRITERS[engine](folder, reader, model, groups)
+    """Write weights and optimizer states as a preset resumes them; `groups` are parameter names."""
+    write = _WRITERS["at_load" if preset.sharded_at_load else preset.engine]
+    write(folder, reader, model, groups)

@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from toolkit.checkpoint.layout import FSDP_MODEL, FSDP_OPTIMIZER, Layout, detect, is_checkpoint
+from toolkit.checkpoint.layout import AT_LOAD_OPTIMIZER, FSDP_MODEL, FSDP_OPTIMIZER, Layout, detect, is_checkpoint
 from toolkit.errors import ToolkitError
+from toolkit.parallel.layout import ParallelLayout
 from toolkit.run.checkpoints import MANIFEST, list_checkpoints, read_checkpoint
 from toolkit.run.manifest_file import Manifest, read_step
 from toolkit.units import gib
@@ -20,7 +21,14 @@ from toolkit.units import gib
 _MODEL_FILES = (
     *(FSDP_MODEL, "model.safetensors", "model-", "adapter_model", "pytorch_model", "model_states.pt", "fp32.pt"),
 )
-_OPTIMIZER_FILES = (FSDP_OPTIMIZER, "optimizer.pt", "optim_states.pt", "exp_avg", "optimizer_state.pt")
+_OPTIMIZER_FILES = (
+    FSDP_OPTIMIZER,
+    AT_LOAD_OPTIMIZER,
+    "optimizer.pt",
+    "optim_states.pt",
+    "exp_avg",
+    "optimizer_state.pt",
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,6 +44,10 @@ class CheckpointSummary:
     engine: str | None
     sharding: str | None
     world_size: int | None
+    layout: dict[str, int] | None
+    """Degrees of parallelism; None for data parallelism alone."""
+    sharded_at_load: bool
+    """transformers sharded the model while it loaded it."""
     num_params: int | None
     num_trainable_params: int | None
     adapter: bool | None
@@ -55,11 +67,16 @@ class CheckpointSummary:
             self.path,
             f"  {self.state}{': ' + self.problem if self.problem else ''}",
             f"  step {shown(self.step)}, preset {shown(self.preset)}, engine {shown(self.engine)}"
-            f" ({shown(self.sharding)}), {shown(self.world_size)} ranks",
+            f" ({shown(self.sharding)}), {shown(self.world_size)} ranks{self._division}",
             f"  {kind}, {shown(self.num_trainable_params)} of {shown(self.num_params)} parameters trained",
             f"  model {gib(self.model_bytes)}, optimizer {gib(self.optimizer_bytes)}, other {gib(self.other_bytes)}",
         ]
         return lines + ([f"  converted from {self.converted_from['path']}"] if self.converted_from else [])
+
+    @property
+    def _division(self) -> str:
+        degrees = f": {ParallelLayout(**self.layout)}" if self.layout else ""
+        return degrees + (", sharded at load" if self.sharded_at_load else "")
 
 
 def inspect_all(path: Path) -> list[CheckpointSummary]:
@@ -98,6 +115,8 @@ def inspect_checkpoint(path: Path) -> CheckpointSummary:
         engine=_known(manifest, "engine", _engine(layout)),
         sharding=manifest.sharding if manifest else None,
         world_size=_known(manifest, "world_size", layout.world_size if layout else None),
+        layout=manifest.layout if manifest else None,
+        sharded_at_load=manifest.sharded_at_load if manifest else layout is not None and layout.engine == "at_load",
         num_params=manifest.num_params if manifest else None,
         num_trainable_params=manifest.num_trainable_params if manifest else None,
         adapter=_known(manifest, "adapter", layout.adapter if layout else None),
@@ -135,4 +154,4 @@ def _engine(layout: Layout | None) -> str | None:
         return None
     if layout.engine == "plain":
         return "ddp" if (layout.world_size or 1) > 1 else "none"
-    return "deepspeed" if layout.engine == "universal" else layout.engine
+    return {"universal": "deepspeed", "at_load": "fsdp2"}.get(layout.engine, layout.engine)

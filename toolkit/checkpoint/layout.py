@@ -13,6 +13,7 @@ from toolkit.errors import ToolkitError
 from toolkit.files.checkpoint_pickles import read_folder_name
 
 FSDP_MODEL, FSDP_OPTIMIZER = "pytorch_model_fsdp_0", "optimizer_0"
+AT_LOAD_OPTIMIZER = "optimizer_dcp"
 FULL_WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 LATEST_UNIVERSAL = "latest_universal"
@@ -29,7 +30,8 @@ class Layout:
 
     path: Path
     engine: str
-    """`deepspeed`, `fsdp2`, `plain` (DDP and a single process write the same files) or `universal`."""
+    """`deepspeed`, `fsdp2`, `at_load` (transformers sharded the model while it loaded it), `plain` (DDP and a single
+    process write the same files) or `universal`."""
     state_folder: Path
     """Folder of the sharded states: `global_stepN/` for DeepSpeed, otherwise the checkpoint itself."""
     adapter: bool | None
@@ -56,7 +58,8 @@ def detect(path: Path) -> Layout:
     if (path / ADAPTER_WEIGHTS).exists() or any((path / name).exists() for name in FULL_WEIGHTS):
         ranks = len(list(path.glob("rng_state*.pth")))
         is_adapter = (path / ADAPTER_WEIGHTS).exists()
-        return Layout(path=path, engine="plain", state_folder=path, adapter=is_adapter, world_size=ranks or None)
+        engine = "at_load" if (path / AT_LOAD_OPTIMIZER).is_dir() else "plain"
+        return Layout(path=path, engine=engine, state_folder=path, adapter=is_adapter, world_size=ranks or None)
     raise ToolkitError(f"{path} holds no supported checkpoint{_unsupported(path)}", hint=_suggestion(path))
 
 
@@ -71,8 +74,9 @@ def check_readable(path: Path) -> None:
 
 def is_checkpoint(path: Path) -> bool:
     """Return True if the folder holds training state and not only a model."""
-    names = ("optimizer.pt", "trainer_state.json", "latest", LATEST_UNIVERSAL, FSDP_MODEL, "manifest.json")
-    return any((path / name).exists() for name in names)
+    names = ("optimizer.pt", "trainer_state.json", "latest", "manifest.json")
+    shards = (LATEST_UNIVERSAL, FSDP_MODEL, AT_LOAD_OPTIMIZER)
+    return any((path / name).exists() for name in (*names, *shards))
 
 
 def rank_of(path: Path) -> int:

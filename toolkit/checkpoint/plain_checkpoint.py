@@ -15,6 +15,7 @@ from toolkit.checkpoint.layout import Layout
 from toolkit.checkpoint.model_definition import MetaModel
 from toolkit.checkpoint.reader import MOMENTS, CheckpointReader, MappedFiles, group_hyperparameters
 from toolkit.checkpoint.safetensors_files import DEFAULT_SHARD_BYTES, WeightFiles, write_model
+from toolkit.checkpoint.stored_weights import live_weights
 from toolkit.checkpoint.weights import model_tensors
 from toolkit.errors import ToolkitError
 
@@ -23,7 +24,7 @@ class PlainReader:
     """Reads `model.safetensors` (or shards, or an adapter) and `optimizer.pt`."""
 
     def __init__(self, layout: Layout, model: MetaModel, *, trust_pickle: bool = False) -> None:
-        self.layout, self.weights = layout, WeightFiles(layout.path)
+        self.layout, self.weights = layout, live_weights(WeightFiles(layout.path), model)
         self.files = MappedFiles(trust_pickle=trust_pickle)
         self.model, self.saved_names = model, model.saved_names
         path = layout.path / "optimizer.pt"
@@ -73,11 +74,16 @@ class PlainReader:
         return self.files[self.optimizer_file]["state"]
 
 
-def write_plain(folder: Path, reader: CheckpointReader, model: MetaModel, groups: list[list[str]]) -> None:
-    """Write the weights, and torch's optimizer state numbered in the order of the groups."""
+def write_weights(folder: Path, reader: CheckpointReader, model: MetaModel) -> None:
+    """Write the weights in fp32, as Hugging Face's files; an adapter's in one file, which is what peft reads."""
     tensors = model_tensors(reader, model, torch.float32)
     limit = sum(tensor.bytes for tensor in tensors) if model.adapter else DEFAULT_SHARD_BYTES
     write_model(folder, tensors, max_shard_bytes=limit, stem="adapter_model" if model.adapter else "model")
+
+
+def write_plain(folder: Path, reader: CheckpointReader, model: MetaModel, groups: list[list[str]]) -> None:
+    """Write the weights, and torch's optimizer state numbered in the order of the groups."""
+    write_weights(folder, reader, model)
     step = reader.optimizer_step()
     states: dict[int, dict[str, torch.Tensor]] = {}
     param_groups: list[dict[str, object]] = []

@@ -22,6 +22,7 @@ from toolkit.checkpoint.hf_export import export
 from toolkit.checkpoint.layout import check_readable, is_checkpoint
 from toolkit.checkpoint.model_definition import ADAPTER_NAME, MetaModel, ModelFiles
 from toolkit.checkpoint.safetensors_files import WeightFiles
+from toolkit.checkpoint.stored_weights import Weights, live_weights
 from toolkit.errors import ToolkitError
 from toolkit.models.nf4 import quantization_config
 from toolkit.run.checkpoints import MANIFEST, read_checkpoint
@@ -77,9 +78,9 @@ def verify(path: Path, *, base_model: str | None = None, trust_pickle: bool = Fa
 
 def _verify_model(path: Path, model: Path, kind: str, base_model: str | None) -> VerifyResult:
     files = ModelFiles(path, base_model)
-    weights = WeightFiles(model)
+    stored = WeightFiles(model)
     definition = MetaModel(files)
-    problems = structure_problems(weights, definition)
+    problems = structure_problems(live_weights(stored, definition), definition)
     recorded = files.fingerprint()
     difference, tolerance = None, None
     if recorded is not None and not problems:
@@ -93,7 +94,7 @@ def _verify_model(path: Path, model: Path, kind: str, base_model: str | None) ->
     return VerifyResult(
         path=str(path),
         kind=kind,
-        num_tensors=len(weights.tensors),
+        num_tensors=len(stored.tensors),
         max_difference=difference,
         tolerance=tolerance,
         problems=problems,
@@ -110,7 +111,7 @@ def _check_fits(recorded: Fingerprint, definition: MetaModel, path: Path) -> Non
         )
 
 
-def structure_problems(weights: WeightFiles, model: MetaModel) -> list[str]:
+def structure_problems(weights: Weights, model: MetaModel) -> list[str]:
     """Return a line for each tensor that is missing, unexpected, empty, misshapen or not finite."""
     expected = {model.saved_names.get(name, name): shape for name, shape in model.shapes.items()}
     allowed = set(expected) | set(dict(model.base_model.named_parameters(remove_duplicate=False)))

@@ -11,6 +11,7 @@ import torch
 from toolkit.checkpoint.model_definition import ADAPTER_NAME, MetaModel, ModelFiles
 from toolkit.checkpoint.reader import CheckpointReader
 from toolkit.checkpoint.safetensors_files import SavedTensor, WeightFiles
+from toolkit.checkpoint.stored_weights import stored_tensors
 from toolkit.errors import ToolkitError
 
 
@@ -26,11 +27,8 @@ def check_names(reader: CheckpointReader, model: MetaModel) -> None:
 
 
 def model_tensors(reader: CheckpointReader, model: MetaModel, dtype: torch.dtype) -> list[SavedTensor]:
-    """Return every weight of the model, or of the adapter under peft's names."""
-    return [
-        SavedTensor(name=model.saved_names.get(name, name), shape=shape, dtype=dtype, read=partial(reader.weight, name))
-        for name, shape in model.shapes.items()
-    ]
+    """Return every weight of the model under the names of its files, or of the adapter under peft's."""
+    return stored_tensors(model, dtype, reader.weight)
 
 
 def merged_tensors(

@@ -20,6 +20,7 @@ OutputFolder = Annotated[Path, typer.Argument(help="folder to create", metavar="
 BaseModel = Annotated[
     str | None, typer.Option(help="the adapter's base model, if it is not where the checkpoint recorded it")
 ]
+DEGREE_HELP = "ranks for {}, for a preset that has it"
 TrustPickle = Annotated[
     bool, typer.Option("--trust-pickle", help="load the checkpoint's pickles whatever they run: only if you wrote them")
 ]
@@ -72,11 +73,18 @@ def convert(
     out: OutputFolder,
     preset: PresetName,
     num_processes: Annotated[int, typer.Option(help="number of processes to resume on", min=1)],
+    tp: Annotated[int | None, typer.Option(help=DEGREE_HELP.format("tensor parallelism"), min=1)] = None,
+    cp: Annotated[int | None, typer.Option(help=DEGREE_HELP.format("context parallelism"), min=1)] = None,
+    sp: Annotated[int | None, typer.Option(help=DEGREE_HELP.format("sequence parallelism"), min=1)] = None,
+    ep: Annotated[int | None, typer.Option(help=DEGREE_HELP.format("expert parallelism"), min=1)] = None,
+    dp_replicate: Annotated[int | None, typer.Option(help="replicas of a sharded model", min=1)] = None,
     base_model: BaseModel = None,
     trust_pickle: TrustPickle = False,
 ) -> None:
     """Convert a checkpoint, with its optimizer states, to resume under another preset or number of processes."""
     options = ["--preset", preset, "--num-processes", str(num_processes)]
+    degrees = {"tp": tp, "cp": cp, "sp": sp, "ep": ep, "dp-replicate": dp_replicate}
+    options += [word for name, degree in degrees.items() if degree is not None for word in (f"--{name}", str(degree))]
     _run("convert", path, out, *options, base_model=base_model, trust_pickle=trust_pickle)
 
 

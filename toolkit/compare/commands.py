@@ -33,12 +33,13 @@ from toolkit.compare.specification import ComparisonSpec, make_specification, op
 from toolkit.compare.variants import Variant, load_variants
 from toolkit.errors import EXIT_RUN_FAILED, ToolkitError
 from toolkit.hardware.gpus import ON_CPU_MESSAGE, count_gpus
+from toolkit.presets.support import check_degrees_given
 from toolkit.rehearse.rehearsed_rank import refuse_rehearsals
-from toolkit.run.argument_checks import check_arguments, check_degrees, check_values
+from toolkit.run.argument_checks import check_arguments, check_values
 from toolkit.run.nvme import NvmeDisk, check_nvme
 from toolkit.run.preflight import check_job, check_process_count
 from toolkit.run.process import terminate_as_interrupt
-from toolkit.run.script_arguments import integer, read_arguments
+from toolkit.run.script_arguments import degrees_given, integer, read_arguments
 from toolkit.run.warm_start import WarmStart
 
 HIGHEST_PRICE = 1e12  # beyond every currency's price of a GPU-hour
@@ -144,7 +145,7 @@ def unsupported_rows(
     for row in spec.rows():
         preset, arguments = variants[row.preset].preset, spec.arguments(row)
         check_values(arguments, on_cpu=spec.cpu)
-        check_degrees(arguments, preset)
+        check_degrees_given(preset, degrees_given(arguments))
         try:
             check_process_count(row.world_size, gpus=gpus, preset=preset)
             check_arguments(arguments, preset, num_processes=row.world_size, on_cpu=spec.cpu, here=here)

@@ -114,6 +114,10 @@ class _Case:
         """The flag as it is typed: the planner's options are spelled with dashes."""
         return "--" + (name.replace("_", "-") if self.purpose in ("plan", "recommend") else name)
 
+    def degree(self, name: str, degree: int) -> str:
+        """A degree of parallelism as it is typed."""
+        return f"{name}={degree}" if self.purpose == "script" else f"{self.option(name)} {degree}"
+
 
 _Answer = tuple[str, str, str | None] | None
 """Clause, sentence, hint; None where the rule does not object."""
@@ -173,6 +177,14 @@ def check_supported(
     reason = unsupported(preset, method, world_size=world_size, device=device, purpose=purpose)
     if reason is not None:
         raise ToolkitError(reason.message, hint=reason.hint)
+
+
+def check_degrees_given(preset: PresetSpec, names: Collection[str], *, purpose: Purpose = "train") -> None:
+    """Raise ToolkitError unless `names` has every dimension whose degree the preset leaves to the run."""
+    name = missing_degree(preset, names)
+    if name is not None:
+        option, typed = (name, f"{name}=2") if purpose == "script" else (f"--{name}", f"--{name} 2")
+        raise ToolkitError(f"preset {preset.name!r} {_needs_degree(name, option)}", hint=f"add `{typed}`")
 
 
 def supports_world_size(preset: PresetSpec, world_size: int) -> bool:
@@ -259,18 +271,28 @@ def _world_size(case: _Case) -> _Answer:
     else:
         return None
     instead = next_world_size(preset, world_size)
+    message, hint = _world_size_message(case, why, instead)
     if case.purpose == "script":
-        given, hint = f"this script was started in {world_size}", f"`torchrun --nproc_per_node {instead} script.py`"
-        return why, f"preset {preset.name!r} {why}, {given}", hint
-    if case.purpose in ("train", "convert"):
-        given, hint = f"got {world_size}", f"`--num-processes {instead}`"
-    else:
-        given, hint = f"--num-processes is {world_size}", f"`--num-processes {instead}`"
+        return why, message, hint
     if above:
         hint += ", or `--preset ddp` for several"
     elif world_size < preset.min_world_size:
         hint += ", or `--preset ddp` for fewer"
-    return why, f"preset {preset.name!r} {why}, {given}", hint
+    return why, message, hint
+
+
+def _world_size_message(case: _Case, why: str, instead: int) -> tuple[str, str]:
+    """The sentence and the hint of a world size that is refused."""
+    assert case.preset is not None
+    given, hint = f"--num-processes is {case.world_size}", f"`--num-processes {instead}`"
+    if case.purpose == "script":
+        given, hint = (
+            f"this script was started in {case.world_size}",
+            f"`torchrun --nproc_per_node {instead} script.py`",
+        )
+    elif case.purpose in ("train", "convert"):
+        given = f"got {case.world_size}"
+    return f"preset {case.preset.name!r} {why}, {given}", hint
 
 
 def missing_degree(preset: PresetSpec, given: Collection[str]) -> str | None:
@@ -280,19 +302,18 @@ def missing_degree(preset: PresetSpec, given: Collection[str]) -> str | None:
 
 @_rule("degree-given")
 def _degree_given(case: _Case) -> _Answer:
-    """A run of the toolkit asks for it before it asks here, with `missing_degree`."""
+    """A run of the toolkit asks for it before it asks here, with `check_degrees_given`."""
     preset = case.preset
     if preset is None or case.purpose not in ("plan", "recommend"):
         return None
     name = missing_degree(preset, case.method.degrees)
     if name is None:
         return None
-    return _preset_answer(preset, needs_degree(name), f"add `{case.option(name)} 2`")
+    return _preset_answer(preset, _needs_degree(name, case.option(name)), f"add `{case.option(name)} 2`")
 
 
-def needs_degree(name: str) -> str:
-    """Return what is missing where a degree is, as a clause with the preset as its subject."""
-    return f"needs --{name}: the number of GPUs for {NAMES[name]}"
+def _needs_degree(name: str, option: str) -> str:
+    return f"needs {option}: the number of GPUs for {NAMES[name]}"
 
 
 @_rule("degree-of-preset")
@@ -300,10 +321,12 @@ def _degree_of_preset(case: _Case) -> _Answer:
     preset = case.preset
     for name, degree in case.method.degrees.items():
         if degree < 1:
-            why = f"{case.option(name)} is {degree}, expected 1 or more"
+            why = f"{name if case.purpose == 'script' else case.option(name)} is {degree}, expected 1 or more"
             return why, why, None
         if preset is not None and degree > 1 and name not in preset.parallel:
-            return _method_answer(case, f"{name} {degree}", f"it has no {NAMES[name]}", PRESETS_OF_DEGREE[name])
+            why = f"it has no {NAMES[name]}"
+            message = f"{case.degree(name, degree)} does not work under preset {preset.name!r}: {why}"
+            return why, message, PRESETS_OF_DEGREE[name]
     return None
 
 
@@ -331,7 +354,7 @@ def _degree_world_size(case: _Case) -> _Answer:
         groups = " x ".join(f"{name} {degrees[name]}" for name in preset.parallel if name in degrees)
         instead = max(inner * outer, world_size - world_size % multiple)
         why = f"with {groups} needs a multiple of {multiple} processes, {inner * outer} or more"
-        return why, f"preset {preset.name!r} {why}, got {world_size}", f"`--num-processes {instead}`"
+        return why, *_world_size_message(case, why, instead)
     return _expert_groups(case, preset.layout(world_size, degrees))
 
 
@@ -340,14 +363,14 @@ def _expert_groups(case: _Case, layout: ParallelLayout | None) -> _Answer:
         return None
     ranks = layout.dp_shard * layout.tp
     if layout.ep % layout.tp:
-        why = f"{case.option('ep')} {layout.ep} is no multiple of {case.option('tp')} {layout.tp}"
+        why = f"{case.degree('ep', layout.ep)} is no multiple of {case.degree('tp', layout.tp)}"
     elif ranks % layout.ep:
-        why = f"{case.option('ep')} {layout.ep} does not divide the {ranks} processes"
+        why = f"{case.degree('ep', layout.ep)} does not divide the {ranks} processes"
     else:
         return None
     fitting = [ep for ep in range(2, ranks + 1) if ep % layout.tp == 0 and ranks % ep == 0]
     closest = min(fitting, key=lambda ep: abs(ep - layout.ep))
-    return why, why, f"`{case.option('ep')} {closest}`"
+    return why, why, f"`{case.degree('ep', closest)}`"
 
 
 @_rule("degree-of-model")

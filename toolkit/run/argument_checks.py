@@ -16,15 +16,7 @@ from toolkit.files.secrets import refuse_hidden
 from toolkit.files.value_limits import shown
 from toolkit.models.attention import missing_attention_package
 from toolkit.presets.spec import PresetSpec
-from toolkit.presets.support import (
-    CPU,
-    Device,
-    Method,
-    Purpose,
-    check_supported,
-    missing_degree,
-    needs_degree,
-)
+from toolkit.presets.support import CPU, Device, Method, Purpose, check_degrees_given, check_supported
 from toolkit.presets.training_arguments import STRATEGY_ARGUMENTS
 from toolkit.run.argument_values import check_ranges, check_words
 from toolkit.run.compilation import check_compilation, missing_compiler
@@ -96,7 +88,7 @@ def check_arguments(
         profiled_steps(str(arguments["profile_steps"]))
     if preset is not None:
         _check_strategy_arguments(arguments, preset)
-        check_degrees(arguments, preset)
+        check_degrees_given(preset, [name for name in preset.degrees if is_given(arguments, name)])
     _check_lora_config(arguments)
     _check_comm_hook(arguments)
     device = CPU if on_cpu else Device()
@@ -199,13 +191,6 @@ def _check_strategy_arguments(arguments: Arguments, preset: PresetSpec) -> None:
                 f"--{name} would override the sharding of preset {preset.name!r}",
                 hint="put it into an accelerate YAML of your own: `--preset FILE`",
             )
-
-
-def check_degrees(arguments: Arguments, preset: PresetSpec) -> None:
-    """Raise ToolkitError for a dimension of the preset's file without a degree, which is the machine's."""
-    name = missing_degree(preset, [name for name in preset.degrees if is_given(arguments, name)])
-    if name is not None:
-        raise ToolkitError(f"preset {preset.name!r} {needs_degree(name)}", hint=f"add `--{name} 2`")
 
 
 def _check_lora_config(arguments: Arguments) -> None:

@@ -13,6 +13,7 @@ from toolkit.errors import ToolkitError
 from toolkit.files.json_files import as_mapping, read_json_object
 from toolkit.files.validation import validate
 from toolkit.files.value_limits import Limits
+from toolkit.parallel.layout import DIMENSIONS
 
 # A DeepSpeed checkpoint of 10,000 parameters for any number of ranks has 40,000 files.
 _LIMITS = Limits(values=1_000_000, depth=16)
@@ -96,6 +97,13 @@ class Manifest(_Record):
     converted_from: ConvertedFrom | None = None
     files: tuple[FileEntry, ...]
     sha256: StrictStr | None = None
+
+    @field_validator("layout")
+    @classmethod
+    def _has_known_dimensions(cls, layout: dict[str, int] | None) -> dict[str, int] | None:
+        if not set(layout or ()) <= set(DIMENSIONS):
+            raise ValueError(f"degrees of {', '.join(DIMENSIONS)}")
+        return layout
 
 
 _MANIFEST, _FINGERPRINT = TypeAdapter(Manifest), TypeAdapter(Fingerprint)

@@ -11,17 +11,18 @@ import math
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from toolkit.errors import ToolkitError
+from toolkit.parallel.layout import ParallelLayout
 from toolkit.presets import Preset
 from toolkit.run.checkpoints import LATEST_WORDS, Checkpoint, latest_complete, read_checkpoint
 from toolkit.run.manifest_file import Manifest
 from toolkit.run.preflight import CheckedJob
-from toolkit.run.script_arguments import flag, resumes
+from toolkit.run.script_arguments import degrees_given, flag, resumes
 
 RESUME_FOLDER = ".resume"
 
@@ -56,7 +57,8 @@ def checkpoint_to_convert(preset: Preset, *, num_processes: int, job: CheckedJob
     """
     checkpoint = _checkpoint_to_resume(job.arguments)
     manifest = None if checkpoint is None else checkpoint.manifest
-    if checkpoint is None or manifest is None or not _needs_conversion(manifest, preset, num_processes):
+    layout = preset.layout(num_processes, degrees_given(job.arguments))
+    if checkpoint is None or manifest is None or not _needs_conversion(manifest, preset, num_processes, layout):
         return None
     _check_same_batch(checkpoint, job.global_batch_size)
     return checkpoint
@@ -79,13 +81,14 @@ def convert_checkpoint(
     shutil.rmtree(folder, ignore_errors=True)
     path = folder / f"checkpoint-{checkpoint.step}"
     converted = ConvertedCheckpoint(path=path)
+    degrees = degrees_given(job.arguments)
     on_message(
         f"{checkpoint.path} was written by {manifest.preset} on {manifest.world_size} processes:"
         f" converting it for {preset.name} on {num_processes}"
     )
     try:
         trusted = flag(job.arguments.get("trust_pickle", False))
-        _run_conversion(checkpoint.path, path, preset, num_processes, trust_pickle=trusted)
+        _run_conversion(checkpoint.path, path, preset, num_processes, degrees, trust_pickle=trusted)
     except BaseException:
         converted.remove()
         raise
@@ -102,7 +105,11 @@ def _checkpoint_to_resume(arguments: dict[str, Any]) -> Checkpoint | None:
     return latest_complete(Path(str(arguments["output_dir"])))
 
 
-def _needs_conversion(manifest: Manifest, preset: Preset, num_processes: int) -> bool:
+def _needs_conversion(manifest: Manifest, preset: Preset, num_processes: int, layout: ParallelLayout | None) -> bool:
+    if manifest.sharded_at_load or preset.sharded_at_load:  # its checkpoints fit every layout, and no other preset
+        return manifest.sharded_at_load != preset.sharded_at_load
+    if manifest.layout != (None if layout is None else layout.degrees()):
+        return True
     alone = preset.engine in ("none", "ddp") and num_processes == 1 and manifest.engine in ("none", "ddp")
     engine = manifest.engine if alone else preset.engine
     return (engine, preset.sharding, num_processes) != (manifest.engine, manifest.sharding, manifest.world_size)
@@ -110,10 +117,12 @@ def _needs_conversion(manifest: Manifest, preset: Preset, num_processes: int) ->
 
 def _check_same_batch(checkpoint: Checkpoint, global_batch_size: int) -> None:
     """The data resume at the same row only if a step has the same number of sequences."""
-    names = ("per_device_train_batch_size", "gradient_accumulation_steps", "world_size")
-    parts = [part for name in names if (part := getattr(checkpoint.manifest, name, None)) is not None]
-    then = math.prod(parts)
-    if len(parts) == len(names) and then != global_batch_size:
+    manifest = checkpoint.manifest
+    assert manifest is not None, "a checkpoint without one is not converted"
+    parts = [manifest.per_device_train_batch_size, manifest.gradient_accumulation_steps]
+    known = [part for part in (*parts, manifest.data_parallel_size or manifest.world_size) if part is not None]
+    then = math.prod(known)
+    if len(known) == 3 and then != global_batch_size:
         raise ToolkitError(
             f"{checkpoint.path} was trained with {then} sequences per step over all ranks, now it is"
             f" {global_batch_size}: the data would not resume where they stopped",
@@ -121,10 +130,19 @@ def _check_same_batch(checkpoint: Checkpoint, global_batch_size: int) -> None:
         )
 
 
-def _run_conversion(checkpoint: Path, out: Path, preset: Preset, num_processes: int, *, trust_pickle: bool) -> None:
+def _run_conversion(
+    checkpoint: Path,
+    out: Path,
+    preset: Preset,
+    num_processes: int,
+    degrees: Mapping[str, int],
+    *,
+    trust_pickle: bool,
+) -> None:
     """Run `toolkit checkpoint convert` as a child process, so that this one does not import torch."""
     out.parent.mkdir(parents=True, exist_ok=True)
     options = ["--preset", str(preset.accelerate_config_path), "--num-processes", str(num_processes)]
+    options += [f"--{name.replace('_', '-')}={degree}" for name, degree in degrees.items()]
     options += ["--trust-pickle"] if trust_pickle else []
     command = [sys.executable, "-P", "-m", "toolkit.checkpoint", "convert", str(checkpoint), str(out), *options]
     ended = subprocess.run(command, check=False, capture_output=True, text=True)

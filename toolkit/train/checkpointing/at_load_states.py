@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from transformers.distributed.checkpoint import load_optimizer_distributed, save_optimizer_distributed
 
+from toolkit.checkpoint.layout import AT_LOAD_OPTIMIZER
 from toolkit.errors import ToolkitError
 from toolkit.files.safe_loading import torch_load
 
-OPTIMIZER = "optimizer_dcp"
 SCHEDULER = "scheduler.pt"
 
 
@@ -27,7 +27,7 @@ def drop_empty_groups(optimizer: Any) -> None:
 def save_states(trainer: Any, folder: Path) -> None:
     """Write the states of all ranks. Collective."""
     folder.mkdir(parents=True, exist_ok=True)
-    save_optimizer_distributed(*_model_and_optimizer(trainer), str(folder / OPTIMIZER))
+    save_optimizer_distributed(*_model_and_optimizer(trainer), str(folder / AT_LOAD_OPTIMIZER))
     if trainer.args.should_save:
         torch.save(trainer.lr_scheduler.state_dict(), folder / SCHEDULER)
 
@@ -37,7 +37,7 @@ def load_states(trainer: Any, folder: Path) -> None:
 
     Raises ToolkitError where another mesh has other parameter groups, and they had different learning rates.
     """
-    load_optimizer_distributed(*_model_and_optimizer(trainer), str(folder / OPTIMIZER))
+    load_optimizer_distributed(*_model_and_optimizer(trainer), str(folder / AT_LOAD_OPTIMIZER))
     saved, own = torch_load(folder / SCHEDULER), trainer.lr_scheduler.state_dict()
     groups = len(own["base_lrs"])
     if len(saved["base_lrs"]) != groups:  # a group per mesh: experts and adapters have their own

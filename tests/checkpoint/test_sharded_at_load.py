@@ -1,0 +1,199 @@
+"""Checkpoints of models that are sharded at load: a Hugging Face folder, and the optimizer by parameter name.
+
+One run of a small mixture of experts, whose files store one tensor per expert where the model holds one per layer.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import BuildOnce
+from launching import ROOT, SAVED, accelerate_launch, losses, read, toolkit
+
+from toolkit.checkpoint.inspect import inspect_checkpoint
+from toolkit.errors import ToolkitError
+from toolkit.presets import load_preset
+
+pytestmark = pytest.mark.launch
+
+STEPS, SAVED_STEP = 4, 2
+LOSS_TOLERANCE = 1e-6  # relative; observed: 1e-7
+LAYOUT = {"dp_replicate": 1, "dp_shard": 2, "cp": 1, "sp": 1, "tp": 1, "ep": 2}
+
+
+@pytest.fixture(scope="session")
+def tiny_experts(build_once: BuildOnce, tokenizer: Any) -> Path:
+    """A random Qwen3 of 4 experts in each of 2 layers, with the real tokenizer; fp32."""
+
+    def build(folder: Path) -> None:
+        import torch
+        from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+        sizes = {"hidden_size": 32, "intermediate_size": 64, "moe_intermediate_size": 32, "num_hidden_layers": 2}
+        sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 512}
+        experts = {"num_experts": 4, "num_experts_per_tok": 2, "norm_topk_prob": True, "mlp_only_layers": []}
+        config = Qwen3MoeConfig(
+            vocab_size=len(tokenizer), dtype="float32", tie_word_embeddings=True, **sizes, **experts
+        )
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            Qwen3MoeForCausalLM(config).save_pretrained(folder / "model")
+        tokenizer.save_pretrained(folder / "model")
+
+    return build_once("tiny_experts", build) / "model"
+
+
+@pytest.fixture(scope="session")
+def expert_job(saved_job: list[str], tiny_experts: Path) -> list[str]:
+    words = [*saved_job, "--model_name_or_path", str(tiny_experts), "--max_steps", str(STEPS)]
+    return [*words, "--save_model", "false"]
+
+
+@pytest.fixture(scope="session")
+def expert_run(build_once: BuildOnce, expert_job: list[str]) -> Path:
+    """Four steps on two ranks, each with half of the experts and half of everything else."""
+
+    def run(folder: Path) -> None:
+        words = [*expert_job, "--ep", "2", "--save_steps", str(SAVED_STEP), "--output_dir", str(folder / "run")]
+        ended = accelerate_launch(ROOT / "accelerate_configs" / "ep.yaml", *words)
+        assert ended.returncode == 0, f"{ended.stdout[-2000:]}\n{ended.stderr[-3000:]}"
+
+    return build_once("expert_run", run) / "run"
+
+
+@pytest.fixture
+def checkpoint(expert_run: Path) -> Path:
+    return expert_run / f"checkpoint-{SAVED_STEP}"
+
+
+def stored_names(folder: Path) -> set[str]:
+    content = (folder / "model.safetensors").read_bytes()
+    header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
+    return set(header) - {"__metadata__"}
+
+
+def test_inspect_shows_how_the_ranks_were_divided(checkpoint: Path) -> None:
+    summary = inspect_checkpoint(checkpoint)
+    assert (summary.state, summary.engine, summary.world_size) == ("complete", "fsdp2", 2)
+    assert (summary.layout, summary.sharded_at_load) == (LAYOUT, True)
+    assert "2 ranks: dp_shard 2 x ep 2, sharded at load" in summary.lines()[2]
+    assert summary.num_params is not None
+    assert summary.model_bytes >= 4 * summary.num_params
+    assert summary.optimizer_bytes >= 8 * summary.num_params
+
+
+def test_a_checkpoint_without_a_manifest_is_recognized_by_its_optimizer(checkpoint: Path, tmp_path: Path) -> None:
+    for name in ("model.safetensors", "config.json", "rng_state_0.pth", "rng_state_1.pth"):
+        (tmp_path / name).symlink_to(checkpoint / name)
+    (tmp_path / "optimizer_dcp").symlink_to(checkpoint / "optimizer_dcp")
+    summary = inspect_checkpoint(tmp_path)
+    assert (summary.engine, summary.sharded_at_load, summary.world_size) == ("fsdp2", True, 2)
+
+
+def test_it_verifies_and_its_export_has_the_names_of_the_models_own_files(
+    checkpoint: Path, tiny_experts: Path, tmp_path: Path
+) -> None:
+    from toolkit.checkpoint.hf_export import export
+    from toolkit.checkpoint.verify import verify
+
+    export(checkpoint, tmp_path / "out")
+    for folder in (checkpoint, tmp_path / "out"):
+        found = verify(folder)
+        assert found.problems == []
+        assert found.max_difference is not None
+        assert found.max_difference < 1e-6  # observed: 1e-7
+    assert "model.layers.1.mlp.experts.3.gate_proj.weight" in stored_names(tiny_experts)
+    assert stored_names(tmp_path / "out") == stored_names(tiny_experts)
+
+
+def test_an_expert_that_is_missing_is_reported(checkpoint: Path, tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    from toolkit.checkpoint.hf_export import export
+    from toolkit.checkpoint.verify import verify
+
+    export(checkpoint, tmp_path / "out")
+    weights = load_file(tmp_path / "out" / "model.safetensors")
+    del weights["model.layers.1.mlp.experts.3.down_proj.weight"]
+    save_file(weights, tmp_path / "out" / "model.safetensors")
+    assert verify(tmp_path / "out").problems == [
+        "model.layers.1.mlp.experts.down_proj has shape [3, 32, 32], expected [4, 32, 32]"
+    ]
+
+
+def test_a_conversion_there_and_back_keeps_weights_and_moments(checkpoint: Path, tmp_path: Path) -> None:
+    import torch
+
+    from toolkit.checkpoint.convert import convert
+    from toolkit.checkpoint.engines import open_checkpoint
+    from toolkit.checkpoint.model_definition import MetaModel, ModelFiles
+    from toolkit.checkpoint.reader import MOMENTS
+
+    convert(checkpoint, tmp_path / "fsdp2", load_preset("fsdp2"), num_processes=2)
+    convert(tmp_path / "fsdp2", tmp_path / "ep", load_preset("ep"), num_processes=4, degrees={"ep": 4})
+    manifest = read(tmp_path / "ep" / "manifest.json")
+    assert manifest["layout"] == {**LAYOUT, "dp_shard": 4, "ep": 4}
+    assert (manifest["sharded_at_load"], manifest["global_batch_size"]) == (True, 8)
+    model = MetaModel(ModelFiles(checkpoint))
+    readers = [open_checkpoint(folder, model) for folder in (checkpoint, tmp_path / "fsdp2", tmp_path / "ep")]
+    names = readers[0].optimized()
+    assert len(names) == 25
+    for name in names:
+        for reader in readers[1:]:
+            assert torch.equal(reader.weight(name), readers[0].weight(name))
+            assert all(torch.equal(reader.moment(name, m), readers[0].moment(name, m)) for m in MOMENTS)
+    assert {reader.optimizer_step() for reader in readers} == {SAVED_STEP}
+    assert [group["weight_decay"] for group in readers[2].hyperparameters] == [0.1, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("preset", "ranks", "degrees", "message", "hint"),
+    [
+        ("ep", 2, {}, "preset 'ep' needs --ep: the number of GPUs for expert parallelism", "add `--ep 2`"),
+        ("ep", 4, {"ep": 3}, "--ep 3 does not divide the 4 processes", "`--ep 2`"),
+        ("ddp", 2, {"tp": 2}, "--tp 2 does not work under preset 'ddp': it has no tensor parallelism", "fsdp2_tp"),
+    ],
+)
+def test_degrees_that_do_not_fit_are_refused_before_anything_is_written(
+    checkpoint: Path, preset: str, ranks: int, degrees: dict[str, int], message: str, hint: str, tmp_path: Path
+) -> None:
+    from toolkit.checkpoint.convert import convert
+
+    with pytest.raises(ToolkitError) as refused:
+        convert(checkpoint, tmp_path / "out", load_preset(preset), num_processes=ranks, degrees=degrees)
+    assert refused.value.message == message
+    assert hint in str(refused.value.hint)
+    assert not (tmp_path / "out").exists()
+
+
+def resumed(preset: str, checkpoint: Path, out: Path, *words: str) -> list[float]:
+    """Return the losses of a run that resumes under another preset, on two ranks."""
+    given = [*words, "--save_strategy", "no", "--save_model", "false", "--output_dir", str(out)]
+    command = ["train", "--preset", preset, "--num-processes", "2", "--cpu", "--", *given]
+    ended = toolkit(*command, "--resume_from_checkpoint", str(checkpoint))
+    assert ended.returncode == 0, f"{ended.stdout[-2000:]}\n{ended.stderr[-3000:]}"
+    assert f"converting it for {preset} on 2" in ended.stderr
+    return losses(out)
+
+
+def test_a_run_that_was_sharded_at_load_resumes_under_fsdp2(
+    expert_run: Path, checkpoint: Path, expert_job: list[str], tmp_path: Path
+) -> None:
+    found = resumed("fsdp2", checkpoint, tmp_path / "out", *expert_job)
+    assert found == pytest.approx(losses(expert_run)[SAVED_STEP:], rel=LOSS_TOLERANCE)
+
+
+@pytest.mark.parametrize(
+    ("source", "preset", "degree"),
+    [("zero3", "tp", "--tp"), ("fsdp2", "cp", "--cp")],  # sharded at load; FSDP2's own shards, with other rows per rank
+)
+def test_a_run_resumes_in_another_layout(
+    saved_runs: dict[str, Path], saved_job: list[str], source: str, preset: str, degree: str, tmp_path: Path
+) -> None:
+    checkpoint = saved_runs[source] / f"checkpoint-{SAVED[source]}"
+    words = [*saved_job, degree, "2", "--per_device_train_batch_size", "4"]  # both ranks train on the same rows
+    found = resumed(preset, checkpoint, tmp_path / "out", *words)
+    assert found == pytest.approx(losses(saved_runs[source])[SAVED[source] :], rel=LOSS_TOLERANCE)
