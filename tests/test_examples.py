@@ -24,6 +24,7 @@ import pytest
 from launching import ROOT, torchrun
 
 from toolkit.data import check_file
+from toolkit.files.model_weights import read_weights
 from toolkit.hardware.gpu_table import find_gpu
 from toolkit.models.hub import UNGATED
 from toolkit.plan.planned_run import plan_run
@@ -41,7 +42,11 @@ CONFIGS = {UNGATED: "qwen3-8b", "Qwen/Qwen2.5-72B-Instruct": "qwen2.5-72b"}
 GPU_OF = {"qlora_8b.yaml": ("rtx-4090", "24 GB")}
 DEFAULT_GPU = ("h100-sxm", "80 GB")
 # Not planned: TRL computes other things from the logits than this toolkit's script; the notebook plans itself.
-NOT_PLANNED = {"with_trl.py": "its memory is TRL's", "notebook.ipynb": "planned in the notebook"}
+NOT_PLANNED = {
+    "with_trl.py": "its memory is TRL's",
+    "notebook.ipynb": "planned in the notebook",
+    "tensor_parallel.py": "depends on `--tp`: `toolkit plan`",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -265,9 +270,9 @@ def logged_losses(checkpoint: Path) -> list[float]:
     return [row["loss"] for row in state["log_history"] if "loss" in row]
 
 
-def run_script(name: str, preset: str, model: Path, output: Path) -> Path:
+def run_script(name: str, preset: str, model: Path, output: Path, *options: str) -> Path:
     """Run a script as its line says, for two steps in two processes, and return its last checkpoint."""
-    words = ["--preset", preset, "--model", str(model), "--output_dir", str(output), "--max_steps", "2"]
+    words = ["--preset", preset, "--model", str(model), "--output_dir", str(output), "--max_steps", "2", *options]
     ended = torchrun(str(EXAMPLES / name), *words, num_processes=2)
     assert ended.returncode == 0, f"{ended.stdout[-3000:]}\n{ended.stderr[-5000:]}"
     return output / "checkpoint-2"
@@ -279,6 +284,15 @@ def test_a_trainer_script_of_ones_own_trains_under_its_preset(tiny_model: Path, 
     assert len(logged_losses(checkpoint)) == 2
     # ZeRO-3 shards the parameters: one file of them per rank.
     assert len(list(checkpoint.glob("global_step2/zero_pp_rank_*_mp_rank_00_model_states.pt"))) == 2
+
+
+@pytest.mark.launch
+def test_a_model_whose_layers_are_split_is_saved_whole(tiny_model: Path, tmp_path: Path) -> None:
+    run_script("tensor_parallel.py", "tp", tiny_model, tmp_path, "--tp", "2")
+    assert len(logged_losses(tmp_path)) == 2
+    before, after = (read_weights(folder) for folder in (tiny_model, tmp_path))
+    shapes = {name: weight.entry.shape for name, weight in after.items() if name in before}
+    assert shapes == {name: weight.entry.shape for name, weight in before.items()}
 
 
 @pytest.mark.launch

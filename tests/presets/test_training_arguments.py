@@ -50,6 +50,37 @@ def test_the_verified_facts_equal_those_of_a_run_under_accelerates_launcher(
     assert own["ranks"] == launched["ranks"]
 
 
+# One process, and the same rows with each kind of dimension; ulysses again beside data parallelism.
+SPLIT = {
+    "single": ("single", 1),
+    "tp": ("tp", 2, "tp=2"),
+    "fsdp2_tp": ("fsdp2_tp", 4, "tp=2"),
+    "cp": ("cp", 2, "cp=2"),
+    "ulysses": ("ulysses", 4, "sp=2"),
+}
+
+
+@pytest.fixture(scope="module")
+def split_runs(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> dict[str, list[dict[str, float]]]:
+    """Loss and gradient norm of each step, in a Trainer script of one's own."""
+    folder = tmp_path_factory.mktemp("split")
+    for name, (preset, ranks, *degrees) in SPLIT.items():
+        ended = torchrun("split_trainer.py", preset, str(tiny_model), str(folder / name), *degrees, num_processes=ranks)
+        assert ended.returncode == 0, f"{name}:\n{ended.stdout[-3000:]}\n{ended.stderr[-5000:]}"
+    return {name: read(folder / name / "log.json") for name in SPLIT}
+
+
+@pytest.mark.launch
+@pytest.mark.parametrize("name", [name for name in SPLIT if name != "single"])
+def test_a_script_with_a_degree_of_parallelism_trains_as_one_process_does(
+    name: str, split_runs: dict[str, list[dict[str, float]]]
+) -> None:
+    ours, alone = split_runs[name], split_runs["single"]
+    assert [step["loss"] for step in ours] == pytest.approx([step["loss"] for step in alone], rel=1e-6)
+    # torch's CPU kernel of a norm is off by 1e-4 on the embedding's 49,152 rows
+    assert [step["grad_norm"] for step in ours] == pytest.approx([step["grad_norm"] for step in alone], rel=1e-3)
+
+
 # -- refused, each with the sentence that says what to do
 
 
@@ -101,6 +132,82 @@ def test_an_unsupported_number_of_processes_is_refused(
     refused = refusal(name)
     assert refused.message == f"preset {name!r} {reason}, this script was started in {world_size}"
     assert refused.hint == f"`torchrun --nproc_per_node {instead} script.py`"
+
+
+@pytest.mark.parametrize(
+    ("name", "world_size", "given", "message", "hint"),
+    [
+        ("tp", 2, {}, "preset 'tp' needs tp: the number of GPUs for tensor parallelism", "add `tp=2`"),
+        (
+            *("fsdp2_tp", 4, {"tp": 4}),
+            "preset 'fsdp2_tp' with tp 4 needs a multiple of 4 processes, 8 or more, this script was started in 4",
+            "`torchrun --nproc_per_node 8 script.py`",
+        ),
+        (
+            *("ep_tp", 4, {"tp": 2, "ep": 3}),
+            "ep=3 is no multiple of tp=2",
+            "`ep=2`",
+        ),
+        (
+            *("zero3", 2, {"sp": 2}),
+            "sp=2 does not work under preset 'zero3': it has no sequence parallelism",
+            "`--preset ulysses`",
+        ),
+        (
+            *("tp", 2, {"tp": 2}),
+            "preset 'tp' shards the model while it is loaded, and the Trainer cannot resume such a model: it saves no"
+            " optimizer states of it",
+            '`save_strategy="no"`, or `save_only_model=True`; runs of `toolkit train` resume',
+        ),
+        (
+            *("tp", 2, {"tp": 2, "save_strategy": "no", "optim": "adafactor"}),
+            "--optim adafactor does not work under preset 'tp': only AdamW was run on a model that is sharded at load",
+            "`--optim adamw_torch`, or `--preset fsdp2`",
+        ),
+    ],
+)
+def test_a_layout_that_would_not_train_is_refused(
+    name: str,
+    world_size: int,
+    given: dict[str, Any],
+    message: str,
+    hint: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    started_in(monkeypatch, world_size)
+    refused = refusal(name, **given)
+    assert (refused.message, refused.hint) == (message, hint)
+
+
+def test_arguments_of_from_pretrained_are_those_of_the_ranks_in_effect(monkeypatch: pytest.MonkeyPatch) -> None:
+    preset = load_preset("fsdp2_tp")
+    with pytest.raises(ToolkitError, match="'fsdp2_tp' is not in effect yet in this process") as caught:
+        preset.from_pretrained_arguments(tp=2)
+    assert caught.value.hint == '`load_preset("fsdp2_tp").training_arguments(...)` comes first'
+    layouts = {preset.accelerate_config_path: preset.layout(8, {"tp": 2})}
+    monkeypatch.setattr(training_arguments, "_layouts_in_effect", layouts)
+    with pytest.raises(ToolkitError, match="tp is 4 here and 2 in `training_arguments`"):
+        preset.from_pretrained_arguments(tp=4)
+    for precision, half in (("bf16", True), ("no", False)):
+        monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", precision)
+        config = preset.from_pretrained_arguments(tp=2)["distributed_config"]
+        assert (config.tp_size, config.fsdp_size, config.fsdp_mixed_precision) == (2, 4, half)
+
+
+def test_other_presets_load_the_model_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, degrees in (("zero3", {}), ("cp", {"cp": 2})):
+        preset = load_preset(name)
+        layouts = {preset.accelerate_config_path: preset.layout(2, degrees)}
+        monkeypatch.setattr(training_arguments, "_layouts_in_effect", layouts)
+        assert preset.from_pretrained_arguments(**degrees) == {}
+
+
+def test_only_the_engine_that_shards_the_model_is_configured() -> None:
+    at_load = training_arguments.trainer_arguments(load_preset("fsdp2_tp"), precision="bf16")
+    assert (at_load["bf16"], "fsdp" in at_load, "accelerator_config" in at_load) == (True, False, True)
+    variables = training_arguments.strategy_variables(load_preset("fsdp2_tp"), precision="bf16")
+    assert variables == {"ACCELERATE_MIXED_PRECISION": "bf16"}
+    assert training_arguments.trainer_arguments(load_preset("cp"), precision="bf16")["fsdp"] is True
 
 
 @pytest.mark.parametrize("variable", training_arguments.ENGINE_VARIABLES)

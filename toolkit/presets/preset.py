@@ -20,7 +20,7 @@ from toolkit.files.yaml_files import read_configuration
 from toolkit.parallel.layout import DIMENSIONS, SAME_ROWS
 from toolkit.presets.known_keys import check_accelerate_keys, check_deepspeed_keys
 from toolkit.presets.spec import PresetSpec
-from toolkit.presets.training_arguments import training_arguments
+from toolkit.presets.training_arguments import from_pretrained_arguments, training_arguments
 from toolkit.presets.value_types import ACCELERATE_BLOCKS, AUTO, DEEPSPEED_BLOCKS, check_values
 
 if TYPE_CHECKING:
@@ -51,6 +51,12 @@ class Preset(PresetSpec):
         precision is the preset's on a GPU and fp32 on a CPU. Load the model with `dtype=torch.float32`, which gives
         fp32 master weights.
 
+        Degrees of parallelism are given by name: `tp`, `cp`, `sp`, `ep` and `dp_replicate`. Under `tp`, `fsdp2_tp`,
+        `hsdp_tp`, `ep` and `ep_tp` transformers shards the model while it loads it: pass `from_pretrained_arguments()`
+        on to `from_pretrained`. The Trainer cannot resume such a model; give `save_strategy="no"` or
+        `save_only_model=True`. Under `cp` and `ulysses` load the model with `attn_implementation="sdpa"`, and let the
+        collator pad rows on the right to a multiple of `2 * cp`, or of `sp`, and add `position_ids`.
+
         `accumulate="whole"` lets FSDP2's gradients wait for the last accumulation step unsharded (default: `sharded`).
         It is carried out by `accelerator_config`, whose other keys can be given beside it.
 
@@ -60,6 +66,20 @@ class Preset(PresetSpec):
         Raises ToolkitError for anything that would silently put another strategy in effect.
         """
         return training_arguments(self, arguments, arguments_class)
+
+    def from_pretrained_arguments(self, **degrees: int) -> dict[str, Any]:
+        """Return what `from_pretrained` must be given for a preset that shards the model while it is loaded.
+
+            how = preset.from_pretrained_arguments()
+            model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32, **how)
+
+        That is transformers' `DistributedConfig` under the name `distributed_config`, and nothing for other presets.
+        It is for the ranks and the precision of `training_arguments`, which comes first. Degrees may be repeated here;
+        they must be the same.
+
+        Raises ToolkitError without `training_arguments` before, or for another degree.
+        """
+        return from_pretrained_arguments(self, degrees)
 
     def texts(self) -> dict[str, str]:
         """Return file name to text for each of the preset's files, as a run folder records them."""

@@ -7,6 +7,12 @@
 Such a script is started with `torchrun --nproc_per_node 2 script.py`, or with `accelerate launch` without a
 configuration file. The variables that `accelerate launch --config_file` would have set are set in the process itself,
 so this must happen before the model is loaded and before anything else starts a process group.
+
+Degrees of parallelism are keyword arguments, and transformers shards the model of some presets while it loads it:
+
+    preset = load_preset("fsdp2_tp")
+    args = preset.training_arguments(output_dir="out", tp=2, save_strategy="no")
+    model = AutoModelForCausalLM.from_pretrained("model", dtype=torch.float32, **preset.from_pretrained_arguments())
 """
 
 from __future__ import annotations
@@ -22,10 +28,12 @@ from typing import TYPE_CHECKING, Any
 from toolkit.cache import check_extensions_folder, path_with_ninja, use_cached_extensions
 from toolkit.errors import ToolkitError
 from toolkit.files.json_files import read_json_object
+from toolkit.parallel import ring_attention, sharded_at_load, ulysses
+from toolkit.parallel.layout import DEGREES, ParallelLayout
 from toolkit.presets.accumulation import chosen_accumulate, default_accumulate, with_accumulate
 from toolkit.presets.optimizers import DEFAULT_OPTIMIZER
 from toolkit.presets.spec import PresetSpec
-from toolkit.presets.support import CPU, Method, check_supported
+from toolkit.presets.support import CPU, Method, check_degrees_given, check_supported
 
 if TYPE_CHECKING:
     from transformers import TrainingArguments
@@ -55,7 +63,12 @@ STRATEGY_ARGUMENTS = ("deepspeed", "fsdp", "fsdp_config", "parallelism_config")
 # accelerate's launcher sets one of these when its configuration file names an engine.
 ENGINE_VARIABLES = ("ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_FSDP", "ACCELERATE_USE_MEGATRON_LM")
 
+SDPA = "sdpa"
+# Read by the toolkit alone: the dimensions of parallelism of a preset, in the block of its engine.
+OWN_KEY = "parallel"
+
 _presets_in_effect: list[Path] = []  # the preset of this process, once one is in effect
+_layouts_in_effect: dict[Path, ParallelLayout | None] = {}
 
 
 def resolve_precision(given: Mapping[str, Any], preset_precision: str, *, on_cpu: bool) -> str:
@@ -83,12 +96,13 @@ def trainer_arguments(preset: PresetSpec, *, precision: str) -> dict[str, Any]:
     arguments: dict[str, Any] = {"bf16": precision == "bf16", "fp16": precision == "fp16"}
     if preset.engine == "deepspeed":
         arguments["deepspeed"] = preset.deepspeed_config()
-    if preset.engine == "fsdp2":
+    if preset.uses_fsdp_plugin:
         fsdp = preset.accelerate_config()["fsdp_config"]
         arguments["fsdp"] = True
         arguments["fsdp_config"] = {
             FSDP_CONFIG_KEYS[key]: value for key, value in fsdp.items() if key in FSDP_CONFIG_KEYS
         }
+    if preset.engine == "fsdp2":
         arguments["accelerator_config"] = with_accumulate({}, default_accumulate(preset))
     if preset.engine == "ddp":
         arguments["ddp_find_unused_parameters"] = False  # the Trainer's default traverses the graph again every step
@@ -105,11 +119,13 @@ def strategy_variables(preset: PresetSpec, *, precision: str, world_size: int | 
     environment = {"ACCELERATE_MIXED_PRECISION": precision}
     if preset.engine == "deepspeed":
         environment["ACCELERATE_USE_DEEPSPEED"] = "true"
-    if preset.engine != "fsdp2":
+    if not preset.uses_fsdp_plugin:
         return environment
     config = preset.accelerate_config()
     environment["ACCELERATE_USE_FSDP"] = "true"
     for key, value in config["fsdp_config"].items():
+        if key == OWN_KEY:
+            continue
         name = key.upper().replace("TRANSFORMER_LAYER_CLS", "TRANSFORMER_CLS")
         environment[name] = str(value).lower() if isinstance(value, bool) else str(value)
     mesh = dict(config.get("parallelism_config") or {})
@@ -131,8 +147,11 @@ def training_arguments(
     Raises ToolkitError for anything that would silently put another strategy in effect.
     """
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    degrees = {name: given[name] for name in DEGREES if given.get(name) is not None}
+    given = {name: value for name, value in given.items() if name not in DEGREES}
     _refuse_strategy_arguments(preset, given)
-    _refuse_world_size(preset, world_size)
+    _refuse_world_size(preset, world_size, degrees)
+    _refuse_unresumable_saves(preset, given)
     optim = given.get("optim") or DEFAULT_OPTIMIZER
     check_supported(preset, Method(optim=str(getattr(optim, "value", optim))), purpose="script")
     if preset.accelerate_config_path not in _presets_in_effect:
@@ -144,13 +163,60 @@ def training_arguments(
     if on_cpu:
         _prepare_cpu(preset)
         decided["use_cpu"] = True
+    layout = preset.layout(world_size, degrees)
+    decided |= parallelism_arguments(preset, layout, on_cpu=on_cpu)
     from transformers import TrainingArguments
 
     arguments = (arguments_class or TrainingArguments)(**{**decided, **accumulation_arguments(preset, given)})
     if preset.engine == "none":
         arguments._n_gpu = min(arguments._n_gpu, 1)  # with several visible GPUs the Trainer would run DataParallel
     _presets_in_effect.append(preset.accelerate_config_path)
+    _layouts_in_effect[preset.accelerate_config_path] = layout
     return arguments
+
+
+def from_pretrained_arguments(preset: PresetSpec, degrees: Mapping[str, int]) -> dict[str, Any]:
+    """Return the arguments of `from_pretrained` that shard the model while it is loaded; none for other presets.
+
+    Raises ToolkitError before `training_arguments`, and for degrees that differ from those it was given.
+    """
+    if preset.accelerate_config_path not in _layouts_in_effect:
+        raise ToolkitError(
+            f"preset {preset.name!r} is not in effect yet in this process",
+            hint=f'`load_preset("{preset.name}").training_arguments(...)` comes first',
+        )
+    layout = _layouts_in_effect[preset.accelerate_config_path]
+    for name, degree in degrees.items():
+        if layout is None or degree != getattr(layout, name):
+            in_effect = "none" if layout is None else getattr(layout, name)
+            raise ToolkitError(
+                f"{name} is {degree} here and {in_effect} in `training_arguments`",
+                hint="leave it out here: the degrees in effect are taken",
+            )
+    if layout is None or not preset.sharded_at_load:
+        return {}
+    half = os.environ["ACCELERATE_MIXED_PRECISION"] == "bf16"
+    return {"distributed_config": sharded_at_load.distributed_config(layout, half=half)}
+
+
+def parallelism_arguments(
+    preset: PresetSpec, layout: ParallelLayout | None, *, on_cpu: bool, attention: str = SDPA
+) -> dict[str, Any]:
+    """Put the libraries right for a layout in this process, and return the arguments that divide the sequences.
+
+    `attention` is the model's implementation, which DeepSpeed's sequence parallelism must be told.
+    """
+    if layout is None:
+        return {}
+    if preset.sharded_at_load:
+        sharded_at_load.apply_fixes(on_cpu=on_cpu)
+        return {}
+    if "cp" in preset.parallel:
+        if on_cpu:
+            ring_attention.ring_attention_on_cpu()
+        return {"parallelism_config": ring_attention.context_parallel_config(layout)}
+    ulysses.apply_fixes(on_cpu=on_cpu)
+    return {"parallelism_config": ulysses.sequence_parallel_config(layout, attention=attention)}
 
 
 def accumulation_arguments(preset: PresetSpec, given: Mapping[str, Any]) -> dict[str, Any]:
@@ -220,7 +286,10 @@ def _switch_to_fsdp(state: Any, fsdp_plugin: Any) -> None:
 def _refuse_launcher_keys(preset: PresetSpec) -> None:
     """Refuse keys that only accelerate's launcher reads, and FSDP1's, which have no meaning under FSDP2."""
     config = preset.accelerate_config()
-    known = {"fsdp_config": {*FSDP_CONFIG_KEYS, *FSDP_ENVIRONMENT_KEYS}, "deepspeed_config": {"deepspeed_config_file"}}
+    known = {
+        "fsdp_config": {*FSDP_CONFIG_KEYS, *FSDP_ENVIRONMENT_KEYS, OWN_KEY},
+        "deepspeed_config": {"deepspeed_config_file", OWN_KEY},
+    }
     lost = [key for key in config if key not in YAML_KEYS]
     lost += [key for block, keys in known.items() for key in config.get(block) or {} if key not in keys]
     if lost:
@@ -239,13 +308,27 @@ def _refuse_strategy_arguments(preset: PresetSpec, given: dict[str, Any]) -> Non
             )
 
 
-def _refuse_world_size(preset: PresetSpec, world_size: int) -> None:
+def _refuse_unresumable_saves(preset: PresetSpec, given: Mapping[str, Any]) -> None:
+    """The Trainer raises when it is built: it saves no optimizer states of a model that was sharded at load."""
+    strategy = given.get("save_strategy", "steps")
+    saves = str(getattr(strategy, "value", strategy)) != "no"
+    if preset.sharded_at_load and saves and not given.get("save_only_model"):
+        raise ToolkitError(
+            f"preset {preset.name!r} shards the model while it is loaded, and the Trainer cannot resume such a model:"
+            " it saves no optimizer states of it",
+            hint='`save_strategy="no"`, or `save_only_model=True`; runs of `toolkit train` resume',
+        )
+
+
+def _refuse_world_size(preset: PresetSpec, world_size: int, degrees: Mapping[str, int]) -> None:
     if "LOCAL_RANK" not in os.environ and preset.engine != "none":
         raise ToolkitError(
             f"preset {preset.name!r} needs a launcher: no LOCAL_RANK is in the environment",
             hint=f"`torchrun --nproc_per_node {preset.min_world_size} script.py`, or `accelerate launch`",
         )
-    check_supported(preset, world_size=world_size, purpose="script")
+    check_degrees_given(preset, degrees, purpose="script")
+    method = Method(**degrees)  # type: ignore[arg-type]
+    check_supported(preset, method, world_size=world_size, purpose="script")
 
 
 def _refuse_late_call(preset: PresetSpec) -> None:
@@ -265,7 +348,7 @@ def _refuse_late_call(preset: PresetSpec) -> None:
         raise ToolkitError("a process group exists already, made without the preset", hint=first)
     if state is not None and (state.AcceleratorState._shared_state or state.PartialState._shared_state):
         raise ToolkitError("an Accelerator exists already, made without the preset", hint=first)
-    if preset.shards_parameters and _model_is_loaded():
+    if (preset.shards_parameters or preset.sharded_at_load) and _model_is_loaded():
         raise ToolkitError(
             f"a complete model is loaded already in every process; {preset.name!r} shards it while it is loaded",
             hint=first,

@@ -18,11 +18,10 @@ from transformers import HfArgumentParser, TrainingArguments
 from toolkit.errors import ToolkitError
 from toolkit.files.secrets import UnwrittenText, hide_secrets, hide_words, is_secret_name, restore_secrets
 from toolkit.models.attention import needs_no_mask
-from toolkit.parallel import ring_attention, sharded_at_load, ulysses
 from toolkit.parallel.layout import ParallelLayout
 from toolkit.presets.accumulation import SHARDED, default_accumulate, with_accumulate
 from toolkit.presets.optimizers import DEFAULT_OPTIMIZER, MUON
-from toolkit.presets.training_arguments import resolve_precision, uses_fsdp
+from toolkit.presets.training_arguments import SDPA, parallelism_arguments, resolve_precision, uses_fsdp
 from toolkit.run.argument_aliases import canonical_flags
 from toolkit.run.argument_checks import check_arguments
 from toolkit.run.compilation import Compilation
@@ -222,18 +221,9 @@ def _parallelism(values: dict[str, Any], launch: LaunchContext, layout: Parallel
     on_cpu = bool(values.get("use_cpu"))
     splits_head = layout.ranks_per_batch > 1  # or each sequence, of which the head then sees a part
     loss = {"loss": "full"} if splits_head and values["loss"] == "auto" else {}
-    if launch.preset.sharded_at_load:
-        sharded_at_load.apply_fixes(on_cpu=on_cpu)
-        return loss
-    attention = values["attn_implementation"] or "sdpa"
-    if layout.cp > 1:
-        if on_cpu:
-            ring_attention.ring_attention_on_cpu()
-        config = ring_attention.context_parallel_config(layout)
-    else:
-        ulysses.apply_fixes(on_cpu=on_cpu)
-        config = ulysses.sequence_parallel_config(layout, attention=attention)
-    return {**loss, "attn_implementation": attention, "parallelism_config": config}
+    attention = values["attn_implementation"] or SDPA
+    arguments = parallelism_arguments(launch.preset, layout, on_cpu=on_cpu, attention=attention)
+    return {**loss, **arguments, **({"attn_implementation": attention} if arguments else {})}
 
 
 def _activation_checkpointing(launch: LaunchContext, *, offload: bool) -> dict[str, Any]:
