@@ -28,6 +28,22 @@ def test_an_empty_run_folder_is_a_failed_run_of_which_nothing_is_known(tmp_path:
     assert found.failure.kind == "failed"
 
 
+@pytest.mark.parametrize(
+    ("degrees", "found"),
+    [
+        ([{"dp_shard": 2, "tp": 2}] * 2, "dp_shard 2 x tp 2"),
+        ([None, None], None),
+        ([{"tp": 2}, {"tp": 1}], ["tp 2", "one rank"]),
+    ],
+)
+def test_a_layout_is_what_all_ranks_read_back(tmp_path: Path, degrees: list[Any], found: Any) -> None:
+    write_json(tmp_path / "attestation.json", {"ranks": [{"layout": each} for each in degrees]})
+    record = read_run_record(TRIAL, RunFolder(tmp_path), tmp_path, untimed_steps=2, position=0)
+    assert record.problem is not None
+    assert record.problem.layout == found
+    assert record.layout == (found if isinstance(found, str) else None)
+
+
 def test_a_run_that_never_reported_its_end_has_failed(tmp_path: Path) -> None:
     write_json(tmp_path / "run.json", {"status": "running"})
     found = read_run_record(TRIAL, RunFolder(tmp_path), tmp_path, untimed_steps=2, position=0)

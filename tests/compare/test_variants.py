@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -74,6 +75,28 @@ def test_a_mistake_in_a_variant_is_no_row_that_is_not_supported(
 ) -> None:
     with pytest.raises(ToolkitError) as caught:
         check_comparison(comparison(faq_alpaca, tiny_model, f"mine=ddp {arguments}"))
+    assert caught.value.message.startswith(message)
+
+
+@pytest.mark.parametrize(
+    ("presets", "arguments", "message"),
+    [
+        (("ddp", "fsdp2_tp"), (), "preset 'fsdp2_tp' needs --tp: the number of GPUs for tensor parallelism"),
+        (("ddp", "fsdp2"), ("--tp", "2"), "--tp 2 does not work under preset 'ddp': it has no tensor parallelism"),
+        (("ddp", "fsdp2_tp"), ("--tp", "3"), "--tp 3 does not work for this model: 3 does not divide its 4 attention"),
+        (("ddp", "cp"), ("--cp", "2", "--packing"), None),
+    ],
+)
+def test_a_degree_that_is_missing_or_that_no_preset_or_model_has_is_refused(
+    presets: tuple[str, ...], arguments: tuple[str, ...], message: str | None, faq_alpaca: Path, tiny_model: Path
+) -> None:
+    job = comparison(faq_alpaca, tiny_model)
+    job = replace(job, preset=presets, num_processes=("6",), training_arguments=(*job.training_arguments, *arguments))
+    if message is None:  # a row of its own says why: the other preset can run
+        assert check_comparison(job).unsupported.keys() == {"cp-n6"}
+        return
+    with pytest.raises(ToolkitError) as caught:
+        check_comparison(job)
     assert caught.value.message.startswith(message)
 
 

@@ -216,7 +216,7 @@ class Row(Readings, _Claims):
         PositiveCount | None,
         Column(
             "Sequences per accumulation step and rank in this row; null in results from before it was recorded.",
-            display=Display(heading="micro-\nbatch", format=fixed(0), only_if_known="probes"),
+            display=Display(heading="micro-\nbatch", format=fixed(0), only_if_known="own_batch"),
         ),
     ] = None
     probes: Annotated[
@@ -232,6 +232,11 @@ class Row(Readings, _Claims):
     ] = None
     accumulate: Accumulate = None
     accumulated_gradient_bytes: AccumulatedGradientBytes = None
+
+    @property
+    def own_batch(self) -> int | None:
+        """The micro-batch of a row that may have another one than the baseline: it was searched, or ranks share it."""
+        return self.per_device_train_batch_size if self.probes or self.layout else None
 
     @property
     def useful_speed(self) -> float:

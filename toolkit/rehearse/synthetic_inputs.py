@@ -31,7 +31,7 @@ def rehearsal_data(args: Arguments) -> tuple[Any, Data]:
     """Return the tokenizer and the rows of `--dataset`; or None and synthetic rows, which need no tokenizer."""
     if args.data.dataset != [SYNTHETIC]:
         tokenizer = load_tokenizer(args.model, chat_template=args.data.chat_template)
-        return tokenizer, load_data(tokenizer, args.data, args.training)
+        return tokenizer, load_data(tokenizer, args.data, args.training, data_parallel_size=args.data_parallel_size)
     vocabulary = from_pretrained(AutoConfig, args.model).get_text_config().vocab_size
     rows = SyntheticRows(args.global_batch_size, length=args.data.max_seq_length, vocabulary=vocabulary)
     return None, Data(train=rows, stats=rows.stats(packed=args.data.packing))

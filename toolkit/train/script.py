@@ -42,7 +42,7 @@ def main(argv: Sequence[str], progress: Progress) -> None:
         set_seed(args.training.seed)
         progress.enter("data")
         tokenizer = load_tokenizer(args.model, chat_template=args.data.chat_template)
-        data = load_data(tokenizer, args.data, args.training)
+        data = load_data(tokenizer, args.data, args.training, data_parallel_size=args.data_parallel_size)
         progress.enter("load")
         size_swap_buffers(args)
         model = load_model(

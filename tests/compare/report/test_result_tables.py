@@ -20,6 +20,22 @@ def test_a_column_that_no_row_has_is_left_out_and_a_table_without_figures_too(re
     assert "<h2>Speed</h2>" not in html_text(results)
 
 
+def test_rows_of_a_split_model_show_their_layout_and_their_batch(made_up: Document) -> None:
+    assert "layout" not in markdown_text(made_up)
+    completed = [row for row in made_up["rows"] if row["status"] == "completed"]
+    for row in completed:
+        row.update(layout=None, per_device_train_batch_size=8)
+    completed[-1].update(layout="dp_shard 2 x tp 2", per_device_train_batch_size=16)
+    page = markdown_text(made_up)
+    header, _, *lines = [line for line in page.splitlines() if line.startswith("|")]
+    columns = [cell.strip() for cell in header.split("|")]
+    cells = [[cell.strip() for cell in line.split("|")] for line in lines[: len(made_up["rows"])]]
+    layout, batch = columns.index("layout"), columns.index("micro- batch")
+    found = [(row[layout], row[batch]) for row in cells if row[batch] != "n/a"]
+    assert found == [*[("n/a", "8")] * (len(completed) - 1), ("dp_shard 2 x tp 2", "16")]
+    assert "a batch is larger by as many ranks" in page
+
+
 def test_a_batch_search_shows_its_sizes_and_the_failure_of_the_smallest_that_does_not_run(made_up: Document) -> None:
     assert "Largest micro-batch" not in html_text(made_up) + markdown_text(made_up)
     failure: Any = {"kind": "out_of_memory", "phase": "backward", "step": 0, "rank": 0}

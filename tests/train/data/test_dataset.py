@@ -28,11 +28,14 @@ Load = Callable[..., Data]
 
 @pytest.fixture
 def load(tokenizer: Any, tmp_path: Path) -> Load:
-    def load_arguments(*names: Path, training: dict[str, Any] | None = None, **given: Any) -> Data:
+    def load_arguments(
+        *names: Path, training: dict[str, Any] | None = None, data_parallel_size: int | None = None, **given: Any
+    ) -> Data:
         (tmp_path / "run").mkdir(exist_ok=True)
         options = {"per_device_train_batch_size": 1, "use_cpu": True, "report_to": [], **(training or {})}
         arguments = TrainingArguments(str(tmp_path / "run"), **options)
-        return load_data(tokenizer, DataArguments(dataset=list(map(str, names)), max_seq_length=64, **given), arguments)
+        data = DataArguments(dataset=list(map(str, names)), max_seq_length=64, **given)
+        return load_data(tokenizer, data, arguments, data_parallel_size=data_parallel_size)
 
     return load_arguments
 
@@ -52,6 +55,13 @@ def texts(tmp_path: Path) -> Path:
     path = tmp_path / "texts.jsonl"
     path.write_text("".join(json.dumps({"text": f"text {number}" if number else ""}) + "\n" for number in range(11)))
     return path
+
+
+def test_packs_must_fill_a_step_of_all_groups_of_ranks(load: Load, chats: Path) -> None:
+    packs = len(load(chats, packing=True).train)
+    assert len(load(chats, packing=True, data_parallel_size=packs).train) == packs
+    with pytest.raises(ToolkitError, match=f"make {packs} packs, fewer than one global batch of {packs + 1} sequences"):
+        load(chats, packing=True, data_parallel_size=packs + 1)
 
 
 def sources_of(data: Data, tokenizer: Any) -> Counter[str]:

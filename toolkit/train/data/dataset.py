@@ -67,8 +67,13 @@ class EncodedSource:
     encoder: RowEncoder
 
 
-def load_data(tokenizer: Any, arguments: DataArguments, training: Any) -> Data:
-    """Load the data on every rank; rank 0 tokenises first and prints the report, the others read its cache."""
+def load_data(
+    tokenizer: Any, arguments: DataArguments, training: Any, *, data_parallel_size: int | None = None
+) -> Data:
+    """Load the data on every rank; rank 0 tokenises first and prints the report, the others read its cache.
+
+    `data_parallel_size` is how many ranks, or groups of ranks, train on different rows; all ranks without it.
+    """
     sources = resolve_sources(arguments.dataset or [], config=arguments.dataset_config)
     data = _open_streamed_data(tokenizer, sources, arguments, training) if arguments.streaming else None
     with training.main_process_first(desc="tokenising"):
@@ -76,6 +81,8 @@ def load_data(tokenizer: Any, arguments: DataArguments, training: Any) -> Data:
         if arguments.eval_dataset is not None:
             evaluation = _load_evaluation_rows(tokenizer, arguments.eval_dataset, arguments)
             data = _with_evaluation(data, evaluation, arguments, training)
+    if arguments.packing and not arguments.streaming:
+        _check_packs_fill_a_step(data, training, data_parallel_size or training.world_size)
     if training.process_index == 0:
         print("\n".join([*preflight_lines(data.stats), *data.warnings]), flush=True)
         facts = {"data": asdict(data.stats)}
@@ -97,8 +104,6 @@ def _load_all_rows(tokenizer: Any, sources: Sequence[DataSource], arguments: Dat
     rows, stats = _pack(tokenized, arguments)
     warnings = system_prompt_lines([source.rows for source in encoded], arguments.system_prompt)
     data = Data(train=rows, stats=stats, warnings=warnings)
-    if arguments.packing:
-        _check_packs_fill_a_step(data, training)
     if evaluation is None:
         return data
     kept = keep_supervised(evaluation, encoded[0].encoder)
@@ -235,9 +240,9 @@ def _pack(tokenized: Tokenized, arguments: DataArguments) -> tuple[Any, DataStat
     return packed, replace(tokenized.stats, packs=len(packed), pack_fill_fraction=packed.fill_fraction)
 
 
-def _check_packs_fill_a_step(data: Data, training: Any) -> None:
+def _check_packs_fill_a_step(data: Data, training: Any, data_parallel_size: int) -> None:
     """accelerate would silently repeat packs within a step if they did not fill one global batch."""
-    batch = training.train_batch_size * training.gradient_accumulation_steps * training.world_size
+    batch = training.train_batch_size * training.gradient_accumulation_steps * data_parallel_size
     if len(data.train) < batch:
         raise ToolkitError(
             f"the rows make {len(data.train)} packs, fewer than one global batch of {batch} sequences",
