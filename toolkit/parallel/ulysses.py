@@ -8,8 +8,9 @@ docs/concepts/parallelism.md shows the figures without the fixes.
 
 from __future__ import annotations
 
+import copy
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from toolkit.parallel.layout import ParallelLayout
@@ -30,47 +31,127 @@ def sequence_parallel_config(layout: ParallelLayout, *, attention: str) -> Any:
 
 def apply_fixes(*, on_cpu: bool) -> None:
     """Put the libraries right in this process, before the Trainer is built."""
-    _keep_epochs()
+    _same_rows_for_a_group()
+    _attend_in_every_batch()
     _weight_by_tokens()
     if on_cpu:
         _gather_backward_on_gloo()
 
 
-@patched_once
-def _keep_epochs() -> None:
-    """Give DeepSpeed's loader of sequence parts epochs, and a start within one.
+class SequenceParts:
+    """Batches of a loader that gives the same rows to all ranks of a group; each rank takes its part of every row.
 
-    Without it every epoch after the first begins at the end of the old iterator, `set_epoch` never reaches the sampler,
-    and the Trainer's `skip_first_batches` raises: the loader has no `dataset`.
+    DeepSpeed's own loader deals different rows to the ranks and gathers them: rows meet in other optimizer steps than
+    without sequence parallelism unless `--gradient_accumulation_steps` is a multiple of `--sp`, an epoch that does not
+    divide repeats rows, epochs after the first begin at the end of the old iterator, and the Trainer cannot skip
+    batches when it resumes.
     """
-    from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPDataLoaderAdapter as Adapter
-    from transformers import trainer
 
-    def iterate(self: Any) -> Iterator[Any]:
-        self.micro_batches.clear()
-        self.iter = iter(self.dl)
-        skipped, self._skipped = getattr(self, "_skipped", 0), 0
-        for _ in range(skipped):
-            next(self)
-        return self  # type: ignore[no-any-return]
+    def __init__(self, loader: Any, *, rank: int, size: int) -> None:
+        self.loader, self.rank, self.size = loader, rank, size
+        self.dataset, self.batch_sampler, self.batch_size = loader.dataset, loader.batch_sampler, loader.batch_size
 
-    def set_epoch(self: Any, epoch: int) -> None:
-        if hasattr(self.dl, "set_epoch"):
-            self.dl.set_epoch(epoch)
+    def __len__(self) -> int:
+        return len(self.loader)
 
-    Adapter.__iter__ = iterate
-    Adapter.set_epoch = set_epoch
-    Adapter.batch_sampler = property(lambda self: self.dl.batch_sampler)
-    Adapter.dataset = property(lambda self: self.dl.dataset)
-    original = trainer.skip_first_batches
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        return (sequence_part(batch, rank=self.rank, size=self.size) for batch in self.loader)
 
-    def skip_first_batches(dataloader: Any, num_batches: int = 0) -> Any:
-        if not isinstance(dataloader, Adapter):
-            return original(dataloader, num_batches)
-        dataloader._skipped = num_batches
-        return dataloader
+    def set_epoch(self, epoch: int) -> None:
+        """Draw another order of the rows."""
+        self.loader.set_epoch(epoch)
 
-    trainer.skip_first_batches = skip_first_batches
+
+def sequence_part(batch: Mapping[str, Any], *, rank: int, size: int) -> dict[str, Any]:
+    """Return a rank's part of every row, with labels shifted before they are cut (`shift_labels`)."""
+    import torch
+
+    labels = torch.nn.functional.pad(batch["labels"], (0, 1), value=IGNORED)[:, 1:]
+    parts = {name: value for name, value in batch.items() if name != "labels"} | {"shift_labels": labels}
+    return {
+        name: value.chunk(size, dim=1)[rank].contiguous() if torch.is_tensor(value) else value
+        for name, value in parts.items()
+    }
+
+
+@patched_once
+def _same_rows_for_a_group() -> None:
+    """Deal rows to groups of ranks, as accelerate does for tensor and context parallelism."""
+    from accelerate import Accelerator, accelerator
+    from accelerate.state import AcceleratorState
+    from deepspeed.utils import groups
+    from transformers import Trainer, trainer
+
+    prepare, values = accelerator.prepare_data_loader, Trainer.set_initial_training_values
+    skip, evaluation = trainer.skip_first_batches, Trainer.get_eval_dataloader
+
+    @functools.wraps(prepare)
+    def prepare_data_loader(*args: Any, num_processes: int, process_index: int, **kwargs: Any) -> Any:
+        config = AcceleratorState().parallelism_config
+        size = 1 if config is None else config.sp_size
+        return prepare(*args, num_processes=num_processes // size, process_index=process_index // size, **kwargs)
+
+    def parts(self: Any, loader: Any, model: Any = None) -> Any:
+        del model
+        if self.parallelism_config is None or self.parallelism_config.sp_size == 1:
+            return loader
+        rank, size = groups._get_sequence_parallel_rank(), groups._get_sequence_parallel_world_size()
+        return SequenceParts(loader, rank=rank, size=size)
+
+    @functools.wraps(evaluation)
+    def get_eval_dataloader(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return parts(self.accelerator, evaluation(self, *args, **kwargs))
+
+    @functools.wraps(values)
+    def set_initial_training_values(self: Any, args: Any, loader: Any) -> Any:
+        counted, total = copy.copy(self), self.get_total_train_batch_size(args)
+        counted.get_sp_size, counted.get_total_train_batch_size = lambda: 1, lambda _: total
+        return values(counted, args, loader)  # it would multiply the loader's length by the size of a group
+
+    def skip_first_batches(loader: Any, num_batches: int = 0) -> Any:
+        if not isinstance(loader, SequenceParts):
+            return skip(loader, num_batches)
+        return SequenceParts(skip(loader.loader, num_batches), rank=loader.rank, size=loader.size)
+
+    accelerator.prepare_data_loader, trainer.skip_first_batches = prepare_data_loader, skip_first_batches
+    Accelerator.deepspeed_ulysses_dl_adapter = parts
+    Trainer.set_initial_training_values = set_initial_training_values
+    Trainer.get_eval_dataloader = get_eval_dataloader
+
+
+@patched_once
+def _attend_in_every_batch() -> None:
+    """Let DeepSpeed's attention take batches of any number of rows, and exchange heads in evaluations too.
+
+    It asserts the number of rows of a training batch, which the last one of an epoch may not have. In evaluations
+    accelerate has it compute whole rows on each rank, and logits for each token of them, which may not fit.
+    """
+    import torch
+    from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF as Attention
+    from transformers import Trainer
+
+    attend, evaluate = Attention.forward, Trainer.evaluation_loop
+    evaluates = False
+
+    @functools.wraps(attend)
+    def forward(self: Any, module: Any, query: Any, *args: Any, **kwargs: Any) -> Any:
+        self.batch_size = query.shape[0]
+        for name in ("required_query_shape", "required_key_value_shape", "required_context_shape"):
+            length, _, *widths = getattr(self, name)
+            setattr(self, name, torch.Size([length or 0, self.batch_size, *widths]))
+        self.disable_in_eval = not evaluates  # the live model's logits for fixed tokens are of whole rows
+        return attend(self, module, query, *args, **kwargs)
+
+    @functools.wraps(evaluate)
+    def evaluation_loop(*args: Any, **kwargs: Any) -> Any:
+        nonlocal evaluates
+        evaluates = True
+        try:
+            return evaluate(*args, **kwargs)
+        finally:
+            evaluates = False
+
+    Attention.forward, Trainer.evaluation_loop = forward, evaluation_loop
 
 
 @patched_once

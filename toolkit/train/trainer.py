@@ -30,7 +30,7 @@ from toolkit.train.checkpointing.manifest import (
     manifest_facts,
 )
 from toolkit.train.checkpointing.resume import UniversalCheckpoint, is_universal
-from toolkit.train.data.collation import BATCH_FACTS, SeededLengthGroups
+from toolkit.train.data.collation import BATCH_FACTS, IGNORED, SeededLengthGroups
 from toolkit.train.data.dataset import Data, make_collator
 from toolkit.train.data.packing import check_model_packs
 from toolkit.train.data.stream_loader import (
@@ -142,11 +142,16 @@ class MeasuredTrainer(Trainer):  # type: ignore[misc]
         return output
 
     def prediction_step(self, model: Any, inputs: dict[str, Any], *_: Any, **__: Any) -> Any:
-        """Return one batch's mean loss, unscaled by the number of ranks."""
+        """Return one batch's mean loss, unscaled by the number of ranks; of this rank's part where rows are split."""
         facts = inputs.pop(BATCH_FACTS)
-        with torch.no_grad(), self.compute_loss_context_manager():
-            loss = model(**self._prepare_inputs(inputs)).loss.detach().float()
-        self.evaluated.add(loss, facts.supervised_tokens)
+        split, inputs = self._prepare_context_parallel_inputs(model, self._prepare_inputs(inputs))
+        with torch.no_grad(), self.compute_loss_context_manager(), split():
+            tokens = facts.supervised_tokens if self.timer.counts_tokens else 0
+            if "shift_labels" in inputs:
+                inputs.setdefault("labels", inputs["shift_labels"])
+                tokens = int((inputs["shift_labels"] != IGNORED).sum())
+            loss = model(**inputs).loss.detach().float()
+        self.evaluated.add(loss, tokens)
         return loss, None, None
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
