@@ -37,6 +37,7 @@ def save_final_model(trainer: Any, tokenizer: Any, folder: Path) -> None:
         shutil.rmtree(temporary, ignore_errors=True)
     if trainer.is_distributed_loading_by_transformers:
         plain.save_pretrained(temporary, is_main_process=writes)  # gathers what it sharded
+        trainer.accelerator.wait_for_everyone()  # every rank lists the folder, which is emptied below
     else:
         state = full_state_dict(trainer)
         if writes:
