@@ -11,7 +11,12 @@ from toolkit.presets import Preset
 from toolkit.presets.accumulation import SHARDED, WHOLE
 from toolkit.presets.shard_bytes import PARAMETER_GROUPS, shard_byte_limits
 from toolkit.train.attest.read_deepspeed import accumulated_gradients
-from toolkit.train.attest.read_fsdp2 import fsdp2_compute_dtype, is_fsdp2, unsharded_gradients
+from toolkit.train.attest.read_fsdp2 import (
+    fsdp2_compute_dtype,
+    is_fsdp2,
+    is_replicated_over_data_parallelism,
+    unsharded_gradients,
+)
 from toolkit.train.attest.tensors import full_shape, local_bytes, uncompiled
 
 
@@ -60,7 +65,9 @@ def _gradients(wrapped: Any) -> tuple[list[Any], list[Any]]:
     """Shards, and whole gradients."""
     own = [p.grad for p in wrapped.parameters() if p.grad is not None]
     if is_fsdp2(wrapped):
-        return own, [gradient for _, gradient in unsharded_gradients(wrapped)]
+        whole = [gradient for gradient in own if is_replicated_over_data_parallelism(gradient)]
+        shards = [gradient for gradient in own if not is_replicated_over_data_parallelism(gradient)]
+        return shards, [*whole, *(gradient for _, gradient in unsharded_gradients(wrapped))]
     return (accumulated_gradients(wrapped), own) if _zero_stage(wrapped) >= 2 else ([], own)
 
 

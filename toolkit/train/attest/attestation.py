@@ -178,14 +178,9 @@ class Attestation(TrainerCallback):  # type: ignore[misc]
         } | self.expected_settings
         if self.accumulated is None:  # the first step had one accumulation step
             settings.pop("accumulate", None)
-        alone = (
-            self.layout is not None
-            and preset is not None
-            and preset.sharded_at_load
-            and self.layout.data_parallel_size == 1
-        )
-        if alone:  # every rank holds a part of each layer, and nothing is sharded or reduced
-            settings.pop("accumulate", None)
+        at_load = self.trainer.run.layout_at_load
+        if at_load is not None and (at_load.data_parallel_size == 1 or hasattr(self.trainer.model, "peft_config")):
+            settings.pop("accumulate", None)  # no gradient is sharded: FSDP2 has nothing to divide, or no adapters
         return expected_values(
             preset,
             self.launch.world_size,

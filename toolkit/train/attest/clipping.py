@@ -88,8 +88,9 @@ class NormReader:
         self.reading["optimizer_norm"] = math.hypot(self.reading["optimizer_norm"] or 0.0, norm)
 
     def _copies(self, gradient: Any) -> int:
-        """Ranks that hold the same part of a gradient, where layers are split."""
-        if self.trainer.run.layout_at_load is None:
+        """Ranks that hold the same part of a gradient, where layers are split: `gradient_replicas` is then 1."""
+        layout = self.trainer.run.layout_at_load
+        if layout is None or layout.tp == layout.ep == 1:
             return 1
         placements = getattr(gradient, "placements", ())
         sizes = zip(placements, map(int, gradient.device_mesh.shape), strict=True) if placements else ()

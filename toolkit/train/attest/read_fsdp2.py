@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 
+from toolkit.parallel.sharded_at_load import plain_model
 from toolkit.train.attest.readings import EngineReading
 from toolkit.train.attest.tensors import class_name, dtype_names, is_paged, local_bytes, optimizer_state_tensors
 
@@ -21,9 +22,9 @@ def is_shard(placement: Any) -> bool:
     return type(placement).__name__ in ("Shard", "_StridedShard")
 
 
-def is_fsdp2(module: Any) -> bool:
-    """Return True if `fully_shard` manages this module."""
-    return isinstance(module, FSDPModule)
+def is_fsdp2(model: Any) -> bool:
+    """Return True if `fully_shard` manages this model, or the one inside peft's, which was sharded at load."""
+    return isinstance(model, FSDPModule) or isinstance(plain_model(model), FSDPModule)
 
 
 def read_fsdp2(trainer: Any, model: Any, parameters: list[Any]) -> EngineReading:
@@ -78,11 +79,20 @@ def unsharded_gradients(model: Any) -> Iterator[tuple[Any, torch.Tensor]]:
                     yield parameter.sharded_param, gradient
 
 
+def is_replicated_over_data_parallelism(tensor: Any) -> bool:
+    """Return True for a plain tensor, or one that tensor parallelism alone divides.
+
+    Adapters on a model sharded at load are such: they are attached after `fully_shard`.
+    """
+    names = getattr(getattr(tensor, "device_mesh", None), "mesh_dim_names", None)
+    return not hasattr(tensor, "placements") or names == ("tp",)
+
+
 def _parameter_groups(model: Any) -> list[Any]:
     """Parameters that are gathered and resharded together, over all modules; the attribute's name follows torch's."""
     groups: list[Any] = []
     for module in model.modules():
-        if is_fsdp2(module):
+        if isinstance(module, FSDPModule):
             state = module._get_fsdp_state()
             several = getattr(state, "_fsdp_param_groups", None)
             single = getattr(state, "_fsdp_param_group", None)

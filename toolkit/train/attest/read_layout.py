@@ -153,7 +153,16 @@ def split_shapes(
     return found
 
 
+# Which matrix of an adapter is divided as the layer's own weight is.
+DIVIDED_FACTOR = {"colwise": "B", "rowwise": "A"}
+
+
 def _divided_by(plain: Any, layout: ParallelLayout, name: str) -> int:
+    layer, _, factor = name.partition(".lora_")
+    if factor:  # adapters are attached after `fully_shard`, so only tensor parallelism divides them
+        style = _style(plain.tp_plan, f"{layer}.weight") if layout.tp > 1 else None
+        return layout.tp if DIVIDED_FACTOR.get(style or "") == factor[0] else 1
+    name = name.replace(".base_layer.", ".")
     if layout.ep > 1 and _style(plain.ep_plan, name) is not None:
         return layout.ep * layout.expert_shard
     style = _style(plain.tp_plan, name) if layout.tp > 1 else None
