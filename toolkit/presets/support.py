@@ -17,6 +17,7 @@ from typing import Literal
 
 from toolkit.errors import ToolkitError, did_you_mean
 from toolkit.models.attention import AUTO, FLASH_ATTENTION, VARLEN, ModelAttention, needs_no_mask
+from toolkit.models.lora import ALL_LINEAR, RENAMED_TARGETS
 from toolkit.models.split import ModelSplit, types_with_plan
 from toolkit.parallel.layout import DEFAULT_REPLICAS, DEGREES, NAMES, SAME_ROWS, ParallelLayout
 from toolkit.presets.accumulation import default_accumulate
@@ -38,6 +39,10 @@ class Method:
     """How a model is fine-tuned, as far as it decides which presets work. Names are those of the arguments."""
 
     lora: bool = False
+    lora_targets: tuple[str, ...] = ()
+    """Modules that have adapters, as they were named; empty where it is not known."""
+    lora_config: bool = False
+    """Further fields of peft's `LoraConfig` are set."""
     load_in_4bit: bool = False
     optim: str = DEFAULT_OPTIMIZER
     freeze: bool = False
@@ -414,6 +419,18 @@ def _degree_planned(case: _Case) -> _Answer:
     return None
 
 
+@_rule("lora-of-experts")
+def _lora_of_experts(case: _Case) -> _Answer:
+    """peft gives the fused experts of some architectures adapters, which it cannot divide with them."""
+    split, method = case.method.model_split, case.method
+    renamed = {} if split is None else RENAMED_TARGETS.get(split.model_type, {})
+    degree = next((name for name in ("ep", "tp") if method.degrees.get(name, 1) > 1), None)
+    if not method.lora or degree is None or not renamed or not {*ALL_LINEAR, *renamed} & {*method.lora_targets}:
+        return None
+    why = f"LoRA on the experts does not work with {case.option(degree)}: peft's adapters are not divided with them"
+    return why, why, f"`{case.option('lora_target_modules')} q_proj k_proj v_proj o_proj`"
+
+
 @_rule("parallel-method")
 def _parallel_method(case: _Case) -> _Answer:
     """Methods that are wrong, or that were never run, where layers or sequences are split."""
@@ -454,6 +471,7 @@ _NOT_AT_LOAD = {
     "train_only": ("its parts are sharded in one dtype before any is frozen", _LEAVE_OUT),
     "activation_checkpointing_offload": ("the offload was never run with it", "leave it out"),
     "save_only_model": ("a checkpoint could not be resumed", "leave it out"),
+    "lora_config": ("only plain LoRA was run on a model that is sharded at load", _LEAVE_OUT),
 }
 _NOT_WITH_SEQUENCES = {
     "packing": ("a packed row's documents would attend to each other across ranks", _LEAVE_OUT),

@@ -22,6 +22,7 @@ from toolkit.files.reading import expand_home, user_path
 from toolkit.files.secrets import hide_words, remember_secrets
 from toolkit.files.value_limits import shown, unexpected
 from toolkit.files.yaml_files import read_configuration
+from toolkit.models.lora import ALL_LINEAR
 from toolkit.parallel.layout import DEGREES
 from toolkit.presets.accumulation import ACCUMULATE, chosen_accumulate
 from toolkit.presets.optimizers import MUON
@@ -325,6 +326,8 @@ def read_method(arguments: dict[str, Any]) -> Method:
 
     return Method(
         lora=arguments.get("lora_r") is not None,
+        lora_targets=tuple(map(str, as_list(arguments.get("lora_target_modules")))) or ALL_LINEAR,
+        lora_config=is_given(arguments, "lora_config"),
         load_in_4bit=is_on("load_in_4bit"),
         optim=str(arguments.get("optim") or Method().optim),
         freeze=is_given(arguments, "freeze"),
