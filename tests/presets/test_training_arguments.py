@@ -162,7 +162,7 @@ def test_an_unsupported_number_of_processes_is_refused(
         (
             *("tp", 2, {"tp": 2, "save_strategy": "no", "optim": "adafactor"}),
             "--optim adafactor does not work under preset 'tp': only AdamW was run on a model that is sharded at load",
-            "`--optim adamw_torch`, or `--preset fsdp2`",
+            "`--optim adamw_torch`, or `--preset ddp`",
         ),
     ],
 )

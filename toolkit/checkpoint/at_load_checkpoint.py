@@ -14,12 +14,13 @@ from typing import Any
 import torch
 
 from toolkit.checkpoint.dcp_checkpoint import DcpFolder, Readers, save_dcp
-from toolkit.checkpoint.layout import AT_LOAD_OPTIMIZER, Layout
+from toolkit.checkpoint.detection import Layout
 from toolkit.checkpoint.model_definition import MetaModel
 from toolkit.checkpoint.plain_checkpoint import write_weights
 from toolkit.checkpoint.reader import MOMENTS, CheckpointReader, group_hyperparameters
 from toolkit.checkpoint.safetensors_files import WeightFiles
 from toolkit.checkpoint.stored_weights import live_weights
+from toolkit.run.checkpoints import AT_LOAD_OPTIMIZER
 
 _STATE, _GROUP = "optimizer.state.", "optimizer.param_groups."
 

@@ -17,9 +17,9 @@ from typing import Any
 
 import torch
 
+from toolkit.checkpoint.detection import detect
 from toolkit.checkpoint.engines import open_checkpoint, write_checkpoint
 from toolkit.checkpoint.hf_export import SIDE_FILE_BYTES, check_complete
-from toolkit.checkpoint.layout import detect
 from toolkit.checkpoint.model_definition import MetaModel, ModelFiles
 from toolkit.checkpoint.output_folder import check_disk_space, check_output, copy_file, temporary_beside
 from toolkit.checkpoint.reader import CheckpointReader, MissingState

@@ -14,7 +14,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
-from toolkit.checkpoint.layout import FSDP_MODEL, FSDP_OPTIMIZER, Layout
+from toolkit.checkpoint.detection import FSDP_MODEL, FSDP_OPTIMIZER, Layout
 from toolkit.checkpoint.model_definition import MetaModel, without_adapter_name
 from toolkit.checkpoint.reader import MOMENTS, CheckpointReader, group_hyperparameters
 from toolkit.files.safe_loading import read_dcp_metadata, weights_only

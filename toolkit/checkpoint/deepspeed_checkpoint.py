@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from toolkit.checkpoint.layout import LATEST_UNIVERSAL, Layout, rank_of
+from toolkit.checkpoint.detection import LATEST_UNIVERSAL, Layout, rank_of
 from toolkit.checkpoint.model_definition import MetaModel
 from toolkit.checkpoint.reader import MOMENTS, CheckpointReader, MappedFiles, group_hyperparameters
 from toolkit.errors import ToolkitError

@@ -7,7 +7,7 @@ from pathlib import Path
 from toolkit.checkpoint.at_load_checkpoint import AtLoadReader, write_at_load
 from toolkit.checkpoint.dcp_checkpoint import DcpReader, write_dcp
 from toolkit.checkpoint.deepspeed_checkpoint import DeepSpeedReader, write_universal
-from toolkit.checkpoint.layout import Layout, check_readable, detect
+from toolkit.checkpoint.detection import Layout, check_readable, detect
 from toolkit.checkpoint.model_definition import MetaModel
 from toolkit.checkpoint.plain_checkpoint import PlainReader, write_plain
 from toolkit.checkpoint.reader import CheckedReader, CheckpointReader

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from toolkit.checkpoint.detection import detect
 from toolkit.checkpoint.engines import open_checkpoint
-from toolkit.checkpoint.layout import detect
 from toolkit.checkpoint.model_definition import MetaModel, ModelFiles
 from toolkit.checkpoint.output_folder import check_disk_space, check_output, copy_file, rename_to, temporary_beside
 from toolkit.checkpoint.safetensors_files import DEFAULT_SHARD_BYTES, DTYPES, SavedTensor, write_model

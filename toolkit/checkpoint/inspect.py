@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from toolkit.checkpoint.layout import AT_LOAD_OPTIMIZER, FSDP_MODEL, FSDP_OPTIMIZER, Layout, detect, is_checkpoint
+from toolkit.checkpoint.detection import FSDP_MODEL, FSDP_OPTIMIZER, Layout, detect, is_checkpoint
 from toolkit.errors import ToolkitError
 from toolkit.parallel.layout import ParallelLayout
-from toolkit.run.checkpoints import MANIFEST, list_checkpoints, read_checkpoint
+from toolkit.run.checkpoints import AT_LOAD_OPTIMIZER, MANIFEST, list_checkpoints, read_checkpoint
 from toolkit.run.manifest_file import Manifest, read_step
 from toolkit.units import gib
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from toolkit.checkpoint.layout import Layout
+from toolkit.checkpoint.detection import Layout
 from toolkit.checkpoint.model_definition import MetaModel
 from toolkit.checkpoint.reader import MOMENTS, CheckpointReader, MappedFiles, group_hyperparameters
 from toolkit.checkpoint.safetensors_files import DEFAULT_SHARD_BYTES, WeightFiles, write_model

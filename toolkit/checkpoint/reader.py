@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 import torch
 
-from toolkit.checkpoint.layout import Layout
+from toolkit.checkpoint.detection import Layout
 from toolkit.errors import ToolkitError
 from toolkit.files.safe_loading import torch_load
 

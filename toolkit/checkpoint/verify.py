@@ -17,9 +17,9 @@ from typing import Any
 
 import torch
 
+from toolkit.checkpoint.detection import check_readable, is_checkpoint
 from toolkit.checkpoint.foreign_configs import built_by_a_library
 from toolkit.checkpoint.hf_export import export
-from toolkit.checkpoint.layout import check_readable, is_checkpoint
 from toolkit.checkpoint.model_definition import ADAPTER_NAME, MetaModel, ModelFiles
 from toolkit.checkpoint.safetensors_files import WeightFiles
 from toolkit.checkpoint.stored_weights import Weights, live_weights

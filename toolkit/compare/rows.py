@@ -37,6 +37,7 @@ from toolkit.compare.trial_figures import (
     Figures,
     RankSkew,
     Readings,
+    RowLayout,
     SaveBytes,
     SaveSeconds,
     TimelineOrNone,
@@ -232,6 +233,7 @@ class Row(Readings, _Claims):
     ] = None
     accumulate: Accumulate = None
     accumulated_gradient_bytes: AccumulatedGradientBytes = None
+    layout: RowLayout = None
 
     @property
     def own_batch(self) -> int | None:

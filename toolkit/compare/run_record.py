@@ -48,8 +48,9 @@ def read_run_record(
     failure = read_run_file(folder.failure_json, RecordedFailure)
     attestation = read_run_file(folder.attestation_json, RecordedAttestation)
     measured = measure(read_steps(folder), untimed_steps=untimed_steps)
-    speed, losses, problem = measured.tokens_per_second, measured.losses, trained_problem(run, attestation)
+    speed, losses = measured.tokens_per_second, measured.losses
     try:
+        problem = trained_problem(run, attestation)
         return RunRecord.model_validate(
             {
                 "trial": trial.id,

@@ -119,6 +119,15 @@ AccumulatedGradientBytes = Annotated[
         repeats=Repeats.MIDDLE,
     ),
 ]
+RowLayout = Annotated[
+    str | None,
+    Column(
+        "Degrees of parallelism above 1, as the ranks read them back: `dp_shard 2 x tp 2`; null for data parallelism"
+        " alone.",
+        repeats=Repeats.MIDDLE,
+        display=Display(heading="layout", format=lambda layout: str(layout or NOT_AVAILABLE), only_if_known="layout"),
+    ),
+]
 
 
 class Figures(Model):
@@ -459,17 +468,6 @@ class Readings(Model):
             in_csv=False,
         ),
     ] = None
-    layout: Annotated[
-        str | None,
-        Column(
-            "Degrees of parallelism above 1, as the ranks read them back: `dp_shard 2 x tp 2`; null for data"
-            " parallelism alone.",
-            repeats=Repeats.MIDDLE,
-            display=Display(
-                heading="layout", format=lambda layout: str(layout or NOT_AVAILABLE), only_if_known="layout"
-            ),
-        ),
-    ] = None
     attestation_sha256: Annotated[
         str | None, Column("Digest of the run's attestation.json.", repeats=Repeats.MIDDLE)
     ] = None
@@ -519,6 +517,7 @@ class TrialResult(Readings, Figures):
     ] = None
     accumulate: Accumulate = None
     accumulated_gradient_bytes: AccumulatedGradientBytes = None
+    layout: RowLayout = None
 
 
 def contradiction(trial: TrialResult) -> str | None:

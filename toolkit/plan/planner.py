@@ -108,7 +108,7 @@ class Plan:
             "largest_micro_batch": self.largest_micro_batch,
             "smallest_world_size": self.smallest_world_size,
             "communication_bytes_per_step": self.communication_bytes_per_step,
-            "communication": [asdict(traffic) for traffic in self.traffic],
+            "communication": [asdict(traffic) | {"seconds": list(traffic.seconds)} for traffic in self.traffic],
             "layout": None if self.layout is None else self.layout.degrees(),
             "step_seconds": None if speed is None else list(speed.step_seconds),
             "tokens_per_second_per_gpu": None if speed is None else list(speed.tokens_per_second_per_gpu),

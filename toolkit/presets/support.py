@@ -378,23 +378,6 @@ def _expert_groups(case: _Case, layout: ParallelLayout | None) -> _Answer:
     return why, why, f"`{case.degree('ep', closest)}`"
 
 
-@_rule("degree-of-model")
-def _degree_of_model(case: _Case) -> _Answer:
-    split = case.method.model_split
-    for name, degree in case.method.degrees.items():
-        because = None if split is None or name == "dp_replicate" or degree == 1 else split.why_not(name, degree)
-        if split is None or because is None:
-            continue
-        why = f"{case.option(name)} {degree} does not work for this model: {because}"
-        nearest_degree = split.nearest(name, degree)
-        if nearest_degree is not None:
-            return why, why, f"`{case.option(name)} {nearest_degree}`"
-        unknown = name in ("tp", "ep") and name not in split.plans and case.purpose != "recommend"  # it shows no hints
-        others = ", ".join(types_with_plan(name)[:200]) if unknown else ""  # reads every architecture's source
-        return why, why, f"transformers has plans for {others}" if others else "`--preset fsdp2`"
-    return None
-
-
 @_rule("sequence-parallel-stage")
 def _sequence_parallel_stage(case: _Case) -> _Answer:
     preset = case.preset
@@ -476,6 +459,23 @@ _NOT_AT_LOAD = {
 _NOT_WITH_SEQUENCES = {
     "packing": ("a packed row's documents would attend to each other across ranks", _LEAVE_OUT),
 }
+
+
+@_rule("degree-of-model")
+def _degree_of_model(case: _Case) -> _Answer:
+    split = case.method.model_split
+    for name, degree in case.method.degrees.items():
+        because = None if split is None or name == "dp_replicate" or degree == 1 else split.why_not(name, degree)
+        if split is None or because is None:
+            continue
+        why = f"{case.option(name)} {degree} does not work for this model: {because}"
+        nearest_degree = split.nearest(name, degree)
+        if nearest_degree is not None:
+            return why, why, f"`{case.option(name)} {nearest_degree}`"
+        unknown = name in ("tp", "ep") and name not in split.plans and case.purpose != "recommend"  # it shows no hints
+        others = ", ".join(types_with_plan(name)[:200]) if unknown else ""  # reads every architecture's source
+        return why, why, f"transformers has plans for {others}" if others else "`--preset fsdp2`"
+    return None
 
 
 @_rule("gpu-count")

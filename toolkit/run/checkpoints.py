@@ -31,6 +31,8 @@ SAVING_PREFIX = ".saving-"
 CHUNK_BYTES = 2**20
 # Values of `--resume_from_checkpoint` for the newest complete checkpoint; the Trainer takes a bare flag or `true`.
 LATEST_WORDS = ("latest", "last", "true")
+AT_LOAD_OPTIMIZER = "optimizer_dcp"
+"""Folder of the optimizer states of a model that was sharded at load."""
 _NAME = re.compile(r"checkpoint-(\d{1,15})", re.ASCII)
 
 

@@ -103,6 +103,7 @@ class OneParameter:
         self.optimizer = torch.optim.AdamW([self.parameter])
         self.model_wrapped = torch.nn.ParameterList([self.parameter])
         self.args = SimpleNamespace(max_grad_norm=1.0, fp16=False, process_index=1)
+        self.run = SimpleNamespace(layout_at_load=None)
 
     def _clip_grad_norm(self, model: Any) -> Any:
         return torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from transformers.distributed.checkpoint import load_optimizer_distributed, save_optimizer_distributed
 
-from toolkit.checkpoint.layout import AT_LOAD_OPTIMIZER
 from toolkit.errors import ToolkitError
 from toolkit.files.safe_loading import torch_load
+from toolkit.run.checkpoints import AT_LOAD_OPTIMIZER
 
 SCHEDULER = "scheduler.pt"
 

@@ -11,9 +11,9 @@ from pathlib import Path
 
 from toolkit.errors import ToolkitError
 from toolkit.files.checkpoint_pickles import read_folder_name
+from toolkit.run.checkpoints import AT_LOAD_OPTIMIZER
 
 FSDP_MODEL, FSDP_OPTIMIZER = "pytorch_model_fsdp_0", "optimizer_0"
-AT_LOAD_OPTIMIZER = "optimizer_dcp"
 FULL_WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 LATEST_UNIVERSAL = "latest_universal"
