@@ -11,10 +11,12 @@ from launching import ROOT, accelerate_launch, read
 from model_configs import small_shape
 
 from toolkit.hardware.gpu_table import find_gpu
+from toolkit.models.read_model import read_model
 from toolkit.plan.collectives import Collective
 from toolkit.plan.communication import step_collectives
 from toolkit.plan.interconnect import Interconnect
 from toolkit.plan.job import TrainingJob, TrainingSetup
+from toolkit.plan.memory import plan_memory
 from toolkit.plan.step_time import dimension_traffic, step_time
 from toolkit.presets import load_preset
 
@@ -38,9 +40,7 @@ def sent(setup: TrainingSetup) -> dict[str, Collective]:
 def test_four_ranks_of_tensor_and_data_parallelism_send_what_is_planned(
     tiny_model: Path, faq_alpaca: Path, tmp_path: Path
 ) -> None:
-    """Collectives and model states of one run. Packed rows all have the full length."""
-    from toolkit.models.read_model import read_model
-
+    """Collectives and model states of one run. Packed rows all have the full length; the head is tied."""
     words = ["--model_name_or_path", str(tiny_model), "--dataset", str(faq_alpaca), "--max_seq_length", "64"]
     words += ["--max_steps", "2", "--per_device_train_batch_size", "2", "--gradient_accumulation_steps", "2"]
     words += ["--packing", "true", "--tp", "2", "--save_strategy", "no", "--save_model", "false"]
@@ -62,6 +62,9 @@ def test_four_ranks_of_tensor_and_data_parallelism_send_what_is_planned(
     )
     assert planned(setup) == counted(tmp_path / "run")
     ranks = read(tmp_path / "run" / "attestation.json")["ranks"]
+    states = plan_memory(setup.shape, setup.preset, world_size=4, job=setup.job, mixed_precision="no").states
+    for part in ("parameter_bytes", "gradient_bytes", "optimizer_bytes"):
+        assert [rank[part] for rank in ranks] == [getattr(states, part)] * 4
     assert [rank["layout"] for rank in ranks] == [setup.layout.degrees() if setup.layout else None] * 4
 
 

@@ -135,11 +135,12 @@ def _at_load_group(
     sharers: dict[str, Any] = {"group_size": ranks, "group": "dp_shard", "stride": stride}
     name, of = ("experts", "gradients of experts") if experts else ("parameters", "gradients")
     embedding = () if setup.shape.tied_embeddings else outer[:1]
-    for phase, units in (("forward", held((*layers, outer))), ("backward", held((*layers, embedding)))):
+    tied_head = outer[:1] if setup.engine.unties_head and setup.shape.tied_embeddings else ()
+    for phase, units in (("forward", held((*layers, outer, tied_head))), ("backward", held((*layers, embedding)))):
         payload = steps * setup.engine.element_bytes * sum(_padded_rows(unit, ranks) for unit in units)
         if ranks > 1:
             yield from _gather(f"{name} in the {phase}", payload, steps * len(units), **sharers)
-    reduced = [] if setup.adapters else held(setup.trained)
+    reduced = [] if setup.adapters else held((*setup.trained, tied_head))
     reductions = 1 if job.keeps_whole_gradients else steps
     payload = reductions * setup.engine.reduce_bytes * sum(_padded_rows(unit, ranks) for unit in reduced)
     calls = reductions * len(reduced)

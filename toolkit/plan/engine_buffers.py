@@ -95,6 +95,8 @@ def _fsdp2(engine: EngineSettings, weights: JobWeights, states: ModelStates, job
     """Layers are gathered one by one; final norm and head stay gathered from forward to backward."""
     element, reduced, root = engine.element_bytes, engine.reduce_bytes, weights.root_unit
     layer = weights.largest_gathered_layer(engine.ranks_sharing)
+    if engine.unties_head and weights.shape.tied_embeddings:
+        root += weights.embedding
     resharded = engine.sharding != "shard_grad_op"
     unsharded = 0 if resharded else weights.num_trained + weights.num_frozen
     trained = 0 if weights.frozen else 1

@@ -79,6 +79,11 @@ class EngineSettings:
         return 1 if self.layout is None else self.layout.tp
 
     @property
+    def unties_head(self) -> bool:
+        """True if a tied head is gathered and reduced beside its embedding: transformers splits the two one by one."""
+        return self.sharded_at_load and self.tp > 1 and self.kind == "fsdp2"
+
+    @property
     def ranks_per_sequence(self) -> int:
         """Ranks that hold a part of each sequence."""
         return 1 if self.layout is None else self.layout.cp * self.layout.sp
