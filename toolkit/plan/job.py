@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields, replace
 from functools import cache, cached_property
@@ -25,7 +26,7 @@ from toolkit.models.nf4 import packed_layer
 from toolkit.models.shape import Layer, ModelShape
 from toolkit.models.split import ModelSplit, read_split
 from toolkit.models.split_tensors import part_of_rank
-from toolkit.parallel.layout import DEGREES, ParallelLayout
+from toolkit.parallel.layout import DEGREES, SAME_ROWS, ParallelLayout
 from toolkit.plan.engine_settings import EngineSettings, engine_settings
 from toolkit.presets.accumulation import ACCUMULATE, WHOLE, default_accumulate
 from toolkit.presets.optimizers import DEFAULT_OPTIMIZER
@@ -82,6 +83,11 @@ class TrainingJob:
     def degrees(self) -> dict[str, int]:
         """The degrees of parallelism that were given."""
         return {name: getattr(self, name) for name in DEGREES if getattr(self, name) is not None}
+
+    @property
+    def gpus_per_batch(self) -> int:
+        """GPUs that train on the same rows."""
+        return math.prod(self.degrees.get(name, 1) for name in SAME_ROWS)
 
     @property
     def tokens(self) -> int:

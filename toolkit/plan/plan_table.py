@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,7 +12,6 @@ from rich.table import Table
 from toolkit.hardware.gpu_table import GIGA
 from toolkit.models.checked_counts import FULL, LORA, LORA_ON_SOME, QLORA, is_checked
 from toolkit.models.lora import ALL_LINEAR
-from toolkit.parallel.layout import SAME_ROWS
 from toolkit.plan.job import TrainingJob
 from toolkit.plan.memory_verdict import LARGEST_WORLD_SIZE
 from toolkit.plan.planner import Plan, PlanRequest
@@ -104,9 +102,7 @@ def _cells(plan: Plan) -> list[str]:
 
 
 def _batch_group(job: TrainingJob) -> str:
-    """The GPUs that train on the same rows."""
-    number = math.prod(job.degrees.get(name, 1) for name in SAME_ROWS)
-    return "GPU" if number == 1 else f"{number} GPUs"
+    return "GPU" if job.gpus_per_batch == 1 else f"{job.gpus_per_batch} GPUs"
 
 
 def _layout_lines(plans: Sequence[Plan]) -> list[str]:

@@ -183,7 +183,9 @@ def training_argv(model: str, job: TrainingJob, *, cpu: bool) -> list[str]:
     values = {name: given[name] for name in (*names, "optim")}
     values |= {name: given[name] for name in ("lora_r", "load_in_4bit", "accumulate") if given[name]}
     values |= {"bf16": True} if cpu else {}
-    values |= {"use_liger_kernel": True} if job.loss == "fused" else {"loss": job.loss}
+    values |= job.degrees
+    loss = "full" if job.loss == "chunked" and job.gpus_per_batch > 1 else job.loss  # as planned
+    values |= {"use_liger_kernel": True} if loss == "fused" else {"loss": loss}
     words = [word for name, value in values.items() for word in (f"--{name}", _word(value))]
     words += ["--lora_target_modules", *job.lora_target_modules] if job.lora_r is not None else []
     return ["--model_name_or_path", model, *words]
