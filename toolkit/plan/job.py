@@ -21,7 +21,7 @@ from toolkit.models.attention import (
     packed_attention,
     read_model_attention,
 )
-from toolkit.models.lora import ALL_LINEAR, adapts_experts, check_lora_targets, lora_layers, outer_lora
+from toolkit.models.lora import ALL_LINEAR, check_lora_targets, lora_layers, outer_lora
 from toolkit.models.nf4 import packed_layer
 from toolkit.models.shape import Layer, ModelShape
 from toolkit.models.split import ModelSplit, read_split
@@ -138,7 +138,7 @@ class TrainingJob:
 
     def method_on(self, shape: ModelShape) -> Method:
         """Return the method with what of this model can be split, for presets with degrees of parallelism."""
-        return replace(self.method, model_split=planned_split(shape)) if self.degrees else self.method
+        return replace(self.method, model_split=planned_split(shape, self)) if self.degrees else self.method
 
     @property
     def length_text(self) -> str:
@@ -246,8 +246,8 @@ class TrainingSetup:
 _lora_layers = cache(lora_layers)
 
 
-def planned_split(shape: ModelShape) -> ModelSplit:
-    """Return how far the model can be split, and for what the planner has no figures."""
+def planned_split(shape: ModelShape, job: TrainingJob) -> ModelSplit:
+    """Return how far the model can be split, and for what of the job the planner has no figures."""
     fields = {
         "model_type": shape.model_type,
         "num_attention_heads": shape.num_attention_heads,
@@ -259,8 +259,9 @@ def planned_split(shape: ModelShape) -> ModelSplit:
     not_planned = {}
     if shape.activations_from != "formulas":
         not_planned["tp"] = "there are no formulas for what each tensor of its layers saves"
-    if adapts_experts(shape):
-        not_planned["lora"] = "which ranks hold the adapters of its experts was not read from a run"
+    adapters = () if job.lora_r is None else _lora_layers(shape, job.lora_r, job.lora_target_modules)
+    if any(tensor.is_expert for layer in adapters for tensor in layer):
+        not_planned["lora"] = "it adapts experts, of which no run has shown who holds the adapters"
     return replace(read_split(fields), not_planned=not_planned)
 
 

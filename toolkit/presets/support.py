@@ -398,7 +398,7 @@ def _degree_planned(case: _Case) -> _Answer:
             return why, why, "`--cp` and `--sp` are planned, or `--preset fsdp2`"
     if method.lora and preset.sharded_at_load and "lora" in split.not_planned:
         why = f"LoRA on {split.model_type} is not planned under preset {preset.name!r}: {split.not_planned['lora']}"
-        return why, why, "`--preset fsdp2`"
+        return why, why, "`--lora-target-modules q_proj`, or `--preset fsdp2`"
     return None
 
 
