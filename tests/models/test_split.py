@@ -1,0 +1,91 @@
+"""How far a model can be split, compared with transformers' own configuration classes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from toolkit.models.split import read_split, types_with_plan
+from toolkit.versions import model_plans
+
+LLAMA = {
+    **{"model_type": "llama", "num_attention_heads": 32, "num_key_value_heads": 8},
+    **{"intermediate_size": 14_336, "vocab_size": 128_256},
+}
+QWEN3_MOE = {**LLAMA, "model_type": "qwen3_moe", "num_experts": 128}
+# Its plan is built by a call, so that its source has no literal to read.
+NOT_LITERAL = {"hrm_text"}
+
+
+def test_plans_are_those_of_transformers_own_classes() -> None:
+    from transformers import CONFIG_MAPPING
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    differing, planned = set(), 0
+    for model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        attributes = {
+            kind: getattr(CONFIG_MAPPING[model_type], f"base_model_{kind}_plan", None) for kind in ("tp", "ep")
+        }
+        expected = {kind: plan for kind, plan in attributes.items() if plan}
+        planned += bool(expected)
+        if model_plans(model_type) != expected:
+            differing.add(model_type)
+    assert differing == NOT_LITERAL
+    assert planned > 90
+
+
+def test_an_architecture_that_transformers_does_not_have_has_no_plan() -> None:
+    assert model_plans("no-such-model") == {}
+
+
+@pytest.mark.parametrize(
+    ("config", "dimension", "degree", "why"),
+    [
+        (LLAMA, "tp", 8, None),
+        (LLAMA, "tp", 16, "16 does not divide its 8 key-value heads"),
+        (LLAMA, "tp", 3, "3 does not divide its 32 attention heads"),
+        ({**LLAMA, "intermediate_size": 14_337}, "tp", 2, "2 does not divide its 14,337 rows of its MLP"),
+        ({**LLAMA, "vocab_size": 50_257}, "tp", 2, "2 does not divide its 50,257 rows of its vocabulary"),
+        (LLAMA, "ep", 2, "llama has no experts"),
+        (LLAMA, "cp", 7, None),
+        (LLAMA, "sp", 16, None),  # each key-value head is then on two ranks
+        (LLAMA, "sp", 3, "3 does not divide its 32 attention heads"),
+        (
+            {**LLAMA, "num_attention_heads": 24, "num_key_value_heads": 6},
+            "sp",
+            4,
+            "4 neither divides its 6 key-value heads nor is a multiple of them",
+        ),
+        (QWEN3_MOE, "ep", 8, None),
+        (QWEN3_MOE, "ep", 3, "3 does not divide its 128 experts"),
+        ({**LLAMA, "model_type": "gpt2"}, "tp", 2, "transformers has no plan for gpt2"),
+        ({**QWEN3_MOE, "model_type": "gpt2"}, "ep", 2, "transformers has no plan for gpt2"),
+    ],
+)
+def test_a_degree_must_divide_what_it_divides(
+    config: dict[str, Any], dimension: str, degree: int, why: str | None
+) -> None:
+    assert read_split(config).why_not(dimension, degree) == why
+
+
+def test_a_model_without_grouped_heads_has_as_many_key_value_heads_as_heads() -> None:
+    config = {"model_type": "llama", "num_attention_heads": 12}
+    assert read_split(config).sizes["num_key_value_heads"] == 12
+
+
+def test_the_text_part_of_a_composite_model_is_split() -> None:
+    split = read_split({"model_type": "gemma3", "text_config": {**LLAMA, "model_type": "gemma3_text"}})
+    assert (split.model_type, split.sizes["num_key_value_heads"], "tp" in split.plans) == ("gemma3_text", 8, True)
+
+
+def test_the_nearest_degree_is_the_largest_below_that_works() -> None:
+    split = read_split(LLAMA)
+    assert (split.nearest("tp", 16), split.nearest("tp", 8), split.nearest("tp", 2)) == (8, 4, None)
+
+
+def test_architectures_with_a_plan_are_listed_by_name() -> None:
+    assert {"llama", "qwen3", "mistral"} <= set(types_with_plan("tp"))
+    assert {"qwen3_moe", "mixtral", "deepseek_v3"} <= set(types_with_plan("ep"))
+    assert "gpt2" not in types_with_plan("tp")
+    assert types_with_plan("ep") == tuple(sorted(types_with_plan("ep")))

@@ -1,0 +1,46 @@
+"""Every layout trains the problem of one process: losses, gradient norms, and what its ranks read back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from launching import read
+from split_runs import RUNS, STEPS, losses_and_norms
+
+pytestmark = pytest.mark.launch
+
+SPLIT = [name for name, run in RUNS.items() if run.baseline and run.resumes is None]
+IN_FP32 = [name for name in SPLIT if "bf16" not in name]
+
+
+@pytest.mark.parametrize("name", IN_FP32)
+def test_losses_and_gradient_norms_are_those_of_one_process(name: str, run_folder: Callable[[str], Path]) -> None:
+    losses, norms = losses_and_norms(run_folder(name))
+    expected_losses, expected_norms = losses_and_norms(run_folder(RUNS[name].baseline))
+    assert len(losses) == STEPS
+    assert losses == pytest.approx(expected_losses, rel=1e-6)
+    assert norms == pytest.approx(expected_norms, rel=1e-5)
+
+
+@pytest.mark.parametrize("name", SPLIT)
+def test_every_rank_reads_its_layout_back(name: str, run_folder: Callable[[str], Path]) -> None:
+    attestation = read(run_folder(name) / "attestation.json")
+    run = RUNS[name]
+    assert (attestation["verdict"], attestation.get("differences")) == ("attested", [])
+    assert len(attestation["ranks"]) == run.num_ranks
+    for rank in attestation["ranks"]:
+        assert {dimension: size for dimension, size in rank["layout"].items() if size > 1} == run.layout
+
+
+@pytest.mark.parametrize(
+    ("name", "baseline"), [("tp-without-norm-fix", "qwen3"), ("ulysses-without-token-weights", "llama")]
+)
+def test_without_its_fix_a_library_trains_another_problem(
+    name: str, baseline: str, run_folder: Callable[[str], Path]
+) -> None:
+    """A fix goes when this fails. Every rank reads the same layout back: only the gradient shows the difference."""
+    _, norms = losses_and_norms(run_folder(name))
+    _, expected = losses_and_norms(run_folder(baseline))
+    assert norms != pytest.approx(expected, rel=1e-5)

@@ -1,0 +1,29 @@
+"""A split run resumes in the middle of an epoch or in a later one, on the mesh that wrote the checkpoint or another."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from launching import read
+from split_runs import RUNS, STEPS, losses_and_norms
+
+pytestmark = pytest.mark.launch
+
+RESUMED = [name for name, run in RUNS.items() if run.resumes is not None]
+
+
+@pytest.mark.parametrize("name", RESUMED)
+def test_a_resumed_run_has_the_losses_of_the_uninterrupted_one(name: str, run_folder: Callable[[str], Path]) -> None:
+    run = RUNS[name]
+    assert run.resumes is not None
+    source, step = run.resumes
+    losses, norms = losses_and_norms(run_folder(name))
+    expected_losses, expected_norms = losses_and_norms(run_folder(source))
+    assert len(losses) == STEPS - step
+    if run.layout == RUNS[source].layout:
+        assert (losses, norms) == (expected_losses[step:], expected_norms[step:])
+    assert losses == pytest.approx(expected_losses[step:], rel=1e-6)
+    assert norms == pytest.approx(expected_norms[step:], rel=1e-5)
+    assert read(run_folder(name) / "attestation.json")["verdict"] == "attested"

@@ -1,0 +1,204 @@
+"""Small models that are split over CPU ranks, and one run of each layout on the same rows, with one process beside it.
+
+Every run has 6 optimizer steps of 8 rows of different lengths, in two accumulation steps: 20 rows are an epoch of 3
+steps, of which the last has 4 rows and one accumulation step. Vocabularies are small, because torch's CPU kernel of a
+norm is off by 1e-5 to 1e-4 on a matrix of 49,152 rows.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from launching import ROOT, accelerate_launch
+
+from toolkit.run.folder import RunFolder
+from toolkit.run.measurements import grad_norm, read_steps
+
+STEPS = 6
+NUM_ROWS = 20
+ROWS_PER_ACCUMULATION_STEP = 4
+SIZES: dict[str, Any] = {
+    **{"vocab_size": 288, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2},
+    **{"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 512},
+    **{"tie_word_embeddings": False, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2},
+}
+EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True}
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": {"model_type": "llama"},
+    "llama_tied": {"model_type": "llama", "tie_word_embeddings": True},
+    "llama_mha": {"model_type": "llama", "num_key_value_heads": 4},
+    "qwen3": {"model_type": "qwen3"},  # norms of queries and keys, which tensor parallelism replicates
+    "qwen3_moe": {"model_type": "qwen3_moe", **EXPERTS},
+}
+TEMPLATE = "{% for m in messages %}<s>{{ m.role }}: {% generation %}{{ m.content }}</s>{% endgeneration %}{% endfor %}"
+LORA = ("--lora_r", "4")
+ATTENTION_LORA = (*LORA, "--lora_target_modules", "q_proj", "k_proj", "v_proj", "o_proj")
+SAVED = ("--save_strategy", "steps", "--save_steps", "2")
+"""Step 2 is in the first epoch; step 4 in the second."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SplitRun:
+    """A run of a preset with its degrees of parallelism."""
+
+    preset: str
+    model: str
+    layout: dict[str, int]
+    """The degrees above 1 that every rank must read back; empty for one process."""
+    words: tuple[str, ...] = ()
+    baseline: str = ""
+    """The run in one process that it must equal."""
+    resumes: tuple[str, int] | None = None
+    """The run and the step from whose checkpoint it resumes."""
+    without_fix: str = ""
+    """A fix of a library that is left out: its module and function."""
+
+    @property
+    def num_ranks(self) -> int:
+        sizes = [size for name, size in self.layout.items() if name != "ep"]
+        return math.prod(sizes)
+
+    @property
+    def data_parallel_size(self) -> int:
+        return self.layout.get("dp_shard", 1) * self.layout.get("dp_replicate", 1)
+
+    def arguments(self) -> list[str]:
+        degrees = [name for name in ("tp", "cp", "sp", "ep") if name in self.layout]
+        given = [word for name in degrees for word in (f"--{name}", str(self.layout[name]))]
+        batch = ROWS_PER_ACCUMULATION_STEP // self.data_parallel_size
+        return [*given, "--per_device_train_batch_size", str(batch), *self.words]
+
+
+def _alone(model: str, *words: str) -> SplitRun:
+    return SplitRun(preset="single", model=model, layout={}, words=words)
+
+
+RECOMPUTED = ("--activation_checkpointing", "true")
+RUNS = {
+    **{name: _alone(name) for name in MODELS},
+    "qwen3-lora": _alone("qwen3", *LORA),
+    "qwen3_moe-lora": _alone("qwen3_moe", *ATTENTION_LORA),
+    "qwen3-bf16": _alone("qwen3", "--bf16", "true"),
+    "tp": SplitRun(preset="tp", model="llama", layout={"tp": 2}, baseline="llama"),
+    "tp-2x2": SplitRun(preset="tp", model="llama_tied", layout={"dp_replicate": 2, "tp": 2}, baseline="llama_tied"),
+    "fsdp2_tp": SplitRun(
+        preset="fsdp2_tp", model="qwen3", layout={"dp_shard": 2, "tp": 2}, words=SAVED, baseline="qwen3"
+    ),
+    "fsdp2_tp-mha": SplitRun(
+        preset="fsdp2_tp",
+        model="llama_mha",
+        layout={"dp_shard": 2, "tp": 2},
+        words=(*RECOMPUTED, "--accumulate", "whole"),
+        baseline="llama_mha",
+    ),
+    "ep": SplitRun(preset="ep", model="qwen3_moe", layout={"dp_shard": 4, "ep": 2}, words=SAVED, baseline="qwen3_moe"),
+    "ep_tp": SplitRun(
+        preset="ep_tp", model="qwen3_moe", layout={"dp_shard": 2, "tp": 2, "ep": 2}, baseline="qwen3_moe"
+    ),
+    "cp": SplitRun(preset="cp", model="llama", layout={"cp": 2}, words=SAVED, baseline="llama"),
+    "cp-2x2": SplitRun(preset="cp", model="qwen3", layout={"dp_shard": 2, "cp": 2}, words=RECOMPUTED, baseline="qwen3"),
+    "ulysses": SplitRun(preset="ulysses", model="llama", layout={"sp": 2}, words=SAVED, baseline="llama"),
+    "ulysses-2x2": SplitRun(preset="ulysses", model="qwen3", layout={"dp_shard": 2, "sp": 2}, baseline="qwen3"),
+    "tp-lora": SplitRun(preset="tp", model="qwen3", layout={"tp": 2}, words=LORA, baseline="qwen3-lora"),
+    "fsdp2_tp-lora": SplitRun(
+        preset="fsdp2_tp",
+        model="qwen3",
+        layout={"dp_shard": 2, "tp": 2},
+        words=(*LORA, *SAVED),
+        baseline="qwen3-lora",
+    ),
+    "ep-lora": SplitRun(
+        preset="ep", model="qwen3_moe", layout={"dp_shard": 2, "ep": 2}, words=ATTENTION_LORA, baseline="qwen3_moe-lora"
+    ),
+    "fsdp2_tp-bf16": SplitRun(
+        preset="fsdp2_tp",
+        model="qwen3",
+        layout={"dp_shard": 2, "tp": 2},
+        words=("--bf16", "true"),
+        baseline="qwen3-bf16",
+    ),
+    "tp-without-norm-fix": SplitRun(
+        preset="tp",
+        model="qwen3",
+        layout={"tp": 2},
+        without_fix="toolkit.parallel.sharded_at_load:_reduce_replicated_gradients_once",
+    ),
+    "ulysses-without-token-weights": SplitRun(
+        preset="ulysses", model="llama", layout={"sp": 2}, without_fix="toolkit.parallel.ulysses:_weight_by_tokens"
+    ),
+    # Resumed in the first epoch (step 2) or in the second (step 4), on the same mesh or on another one.
+    "fsdp2_tp-resumed": SplitRun(
+        preset="fsdp2_tp", model="qwen3", layout={"dp_shard": 2, "tp": 2}, resumes=("fsdp2_tp", 2)
+    ),
+    "fsdp2_tp-resumed-on-tp": SplitRun(preset="tp", model="qwen3", layout={"tp": 2}, resumes=("fsdp2_tp", 4)),
+    "fsdp2_tp-lora-resumed-on-tp": SplitRun(
+        preset="tp", model="qwen3", layout={"tp": 2}, words=LORA, resumes=("fsdp2_tp-lora", 2)
+    ),
+    "ep-resumed-on-two": SplitRun(preset="ep", model="qwen3_moe", layout={"dp_shard": 2, "ep": 2}, resumes=("ep", 2)),
+    "cp-resumed": SplitRun(preset="cp", model="llama", layout={"cp": 2}, resumes=("cp", 2)),
+    "ulysses-resumed": SplitRun(preset="ulysses", model="llama", layout={"sp": 2}, resumes=("ulysses", 2)),
+}
+
+
+def build_models(folder: Path) -> None:
+    """Write each model with random fp32 weights, seed 0, and a tokenizer of bytes."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    tokenizer = _byte_tokenizer()
+    for name, fields in MODELS.items():
+        torch.manual_seed(0)
+        AutoModelForCausalLM.from_config(AutoConfig.for_model(**{**SIZES, **fields})).save_pretrained(folder / name)
+        tokenizer.save_pretrained(folder / name)
+
+
+def _byte_tokenizer() -> Any:
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    ids = {"<pad>": 0, "<s>": 1, "</s>": 2}
+    ids |= {letter: number for number, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()), start=3)}
+    tokenizer = Tokenizer(models.BPE(vocab=ids, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<s>", eos_token="</s>", chat_template=TEMPLATE
+    )
+
+
+def build_rows(path: Path) -> None:
+    """Write conversations of 25 to 64 tokens: most rows are padded."""
+    draw = random.Random(0)
+    lines = []
+    for _ in range(NUM_ROWS):
+        asked, answered = (" ".join(draw.choices(("a", "rib", "wall", "of"), k=draw.randint(1, 5))) for _ in range(2))
+        turns = [{"role": "user", "content": asked}, {"role": "assistant", "content": answered}]
+        lines.append(json.dumps({"messages": turns}) + "\n")
+    path.write_text("".join(lines))
+
+
+def launch(run: SplitRun, *, models: Path, rows: Path, folder: Path, checkpoint: Path | None = None) -> None:
+    """Train, and stop the test with the end of the log where a rank failed."""
+    words = ["--model_name_or_path", str(models / run.model), "--dataset", str(rows), "--max_seq_length", "64"]
+    words += ["--eval_dataset", str(rows), "--per_device_eval_batch_size", "8"]
+    words += ["--max_steps", str(STEPS), "--gradient_accumulation_steps", "2", "--learning_rate", "5e-3"]
+    words += ["--weight_decay", "0.1", "--save_strategy", "no", *run.arguments(), "--output_dir", str(folder)]
+    if checkpoint is not None:
+        words += ["--resume_from_checkpoint", str(checkpoint)]
+    config = ROOT / "accelerate_configs" / f"{run.preset}.yaml"
+    options: dict[str, Any] = {"num_processes": run.num_ranks}
+    if run.without_fix:
+        options |= {"script": "without_fix.py", "variables": {"TOOLKIT_WITHOUT_FIX": run.without_fix}}
+    ended = accelerate_launch(config, *words, **options)
+    assert ended.returncode == 0, f"{run}:\n{ended.stdout[-3000:]}\n{ended.stderr[:5000]}"
+
+
+def losses_and_norms(folder: Path) -> tuple[list[float], list[float | None]]:
+    """Return the loss, the mean over ranks, and the gradient norm of each step."""
+    steps = read_steps(RunFolder(folder))
+    return [sum(float(row["loss"]) for row in step) / len(step) for step in steps], [grad_norm(step) for step in steps]
