@@ -86,6 +86,9 @@ RUNS = {
     "qwen3-bf16": _alone("qwen3", "--bf16", "true"),
     "tp": SplitRun(preset="tp", model="llama", layout={"tp": 2}, baseline="llama"),
     "tp-2x2": SplitRun(preset="tp", model="llama_tied", layout={"dp_replicate": 2, "tp": 2}, baseline="llama_tied"),
+    "hsdp_tp": SplitRun(
+        preset="hsdp_tp", model="llama", layout={"dp_replicate": 2, "dp_shard": 2, "tp": 2}, baseline="llama"
+    ),
     "fsdp2_tp": SplitRun(
         preset="fsdp2_tp", model="qwen3", layout={"dp_shard": 2, "tp": 2}, words=SAVED, baseline="qwen3"
     ),
@@ -103,7 +106,9 @@ RUNS = {
     "cp": SplitRun(preset="cp", model="llama", layout={"cp": 2}, words=SAVED, baseline="llama"),
     "cp-2x2": SplitRun(preset="cp", model="qwen3", layout={"dp_shard": 2, "cp": 2}, words=RECOMPUTED, baseline="qwen3"),
     "ulysses": SplitRun(preset="ulysses", model="llama", layout={"sp": 2}, words=SAVED, baseline="llama"),
-    "ulysses-2x2": SplitRun(preset="ulysses", model="qwen3", layout={"dp_shard": 2, "sp": 2}, baseline="qwen3"),
+    "ulysses-2x2": SplitRun(
+        preset="ulysses", model="qwen3", layout={"dp_shard": 2, "sp": 2}, words=RECOMPUTED, baseline="qwen3"
+    ),
     "tp-lora": SplitRun(preset="tp", model="qwen3", layout={"tp": 2}, words=LORA, baseline="qwen3-lora"),
     "fsdp2_tp-lora": SplitRun(
         preset="fsdp2_tp",

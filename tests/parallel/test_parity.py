@@ -34,6 +34,18 @@ def test_every_rank_reads_its_layout_back(name: str, run_folder: Callable[[str],
         assert {dimension: size for dimension, size in rank["layout"].items() if size > 1} == run.layout
 
 
+@pytest.mark.parametrize("name", [name for name in SPLIT if RUNS[name].preset not in ("cp", "ulysses")])
+def test_every_rank_holds_the_bytes_that_the_plan_and_the_layout_give_it(
+    name: str, run_folder: Callable[[str], Path]
+) -> None:
+    """Every size divides here, so that the most a rank may hold is what it holds."""
+    for rank in read(run_folder(name) / "attestation.json")["ranks"]:
+        assert set(rank["byte_limits"]) == {"parameter", "gradient", "optimizer"}
+        for part, (_, most) in rank["byte_limits"].items():
+            assert rank[f"{part}_bytes"] == most
+            assert most < rank["whole_bytes"][part] or RUNS[name].words[:1] == ("--lora_r",)
+
+
 @pytest.mark.parametrize(
     ("name", "baseline"), [("tp-without-norm-fix", "qwen3"), ("ulysses-without-token-weights", "llama")]
 )
