@@ -8,6 +8,7 @@ run of the toolkit's own.
 
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 from toolkit import load_preset
 from toolkit.train.rank_process import leave
@@ -41,6 +42,9 @@ def attestation(preset, trainer, folder: Path):
     from toolkit.train.launch_context import LaunchContext
 
     launch = LaunchContext.of_preset(preset, trainer.args.world_size)
+    # What the toolkit's own Trainer has beside transformers': how it divides the ranks, and the rows that it counted.
+    trainer.run = SimpleNamespace(arguments=SimpleNamespace(layout=None), layout_at_load=None)
+    trainer.first_batches = []
     return Attestation(folder / "attestation.json", launch, trainer=trainer, progress=Progress())
 
 
