@@ -15,6 +15,7 @@ from toolkit.hardware.gpu_table import find_gpu
 from toolkit.models.attention import read_model_attention
 from toolkit.models.config_fields import ConfigFields
 from toolkit.models.read_model import read_model, shape_from_config
+from toolkit.models.shape import ModelShape
 from toolkit.plan.candidates import RecommendRequest, refusal
 from toolkit.plan.job import TrainingJob
 from toolkit.plan.planner import PlanRequest, make_plans
@@ -28,7 +29,6 @@ from toolkit.run.script_arguments import read_method
 
 LLAMA_8B = Path(__file__).parent.parent / "fixtures" / "llama-8b"
 MIXTURE = shape_from_config(ConfigFields({"model_type": "qwen3_moe", **fields_of("qwen3_moe")[0]}, "config.json"))
-assert MIXTURE is not None
 WORLD_SIZES = (1, 2, 3, 4, 8, 16)  # on nodes of 8 GPUs, which the planner fills
 QLORA_PRESETS = {
     *("single", "ddp", "zero1", "zero2", "zero3", "zero3_cpu_offload"),
@@ -42,6 +42,12 @@ QLORA = {"lora_r": "8", "load_in_4bit": "true"}
 def degrees(preset: Preset) -> dict[str, int]:
     """The smallest degrees that divide anything."""
     return dict.fromkeys(preset.degrees, 2)
+
+
+def shape_for(preset: Preset) -> ModelShape:
+    """A model that the preset can split."""
+    assert MIXTURE is not None
+    return MIXTURE if "ep" in preset.degrees else read_model(str(LLAMA_8B))
 
 
 def works(check: Callable[[], Any]) -> bool:
@@ -59,14 +65,15 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def planned(preset: Preset, world_size: int, job: TrainingJob) -> bool:
-    shape = MIXTURE if "ep" in preset.degrees else read_model(str(LLAMA_8B))
-    request = PlanRequest(shape=shape, presets=[preset], world_sizes=[world_size], job=job, gpu=find_gpu("h100"))
+    request = PlanRequest(
+        shape=shape_for(preset), presets=[preset], world_sizes=[world_size], job=job, gpu=find_gpu("h100")
+    )
     return works(lambda: make_plans(request))
 
 
 def recommended(preset: Preset, world_size: int, job: TrainingJob) -> str | None:
     ask = RecommendRequest(
-        shape=read_model(str(LLAMA_8B)),
+        shape=shape_for(preset),
         gpu=find_gpu("h100"),
         world_size=world_size,
         global_batch_size=world_size,
@@ -105,7 +112,7 @@ def test_launcher_planner_recommendation_and_docs_agree_on_qlora(name: str) -> N
     assert planned(preset, world_size, job) is expected
     assert any(line.startswith("QLoRA") for line in limitations(preset)) is not expected
     if not expected:
-        reason = unsupported(preset, job.method, purpose="recommend")
+        reason = unsupported(preset, job.method_on(shape_for(preset)), purpose="recommend")
         assert reason is not None
         assert recommended(preset, world_size, job) == reason.why
 
