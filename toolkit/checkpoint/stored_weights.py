@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Container, Iterable, Mapping
 from functools import cached_property, partial
+from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -34,15 +35,15 @@ class Weights(Protocol):
 def live_weights(files: WeightFiles, model: MetaModel) -> Weights:
     """Return a folder's weights under the names of the live model; an adapter's keep theirs."""
     stored = set(files.names)
-    return files if model.adapter or set(model.shapes) <= stored else _LiveWeights(files, model)
+    return files if model.adapter or set(model.shapes) <= stored else _LiveWeights(files, model.base_model)
 
 
 class _LiveWeights:
-    """Reads weights of the live model from files that store them in other pieces."""
+    """Reads weights of a transformers model from files that store them in other pieces."""
 
-    def __init__(self, files: WeightFiles, model: MetaModel) -> None:
+    def __init__(self, files: WeightFiles, model: Any) -> None:
         self.files, self.model = files, model
-        self.pieces = _group(files.names, _transforms(model), known=set(model.base_model.state_dict()))
+        self.pieces = _group(files.names, _transforms(model), known=set(model.state_dict()))
 
     @cached_property
     def shapes_by_group(self) -> dict[str, dict[str, tuple[int, ...]]]:
@@ -69,6 +70,23 @@ class _LiveWeights:
             ) from None
 
 
+def load_other_pieces(model: Any, folder: Path) -> list[str]:
+    """Load into a live model the weights that a folder stores in other pieces, and return their names.
+
+    The Trainer resumes with `load_state_dict(..., strict=False)` (transformers 5.23, `_load_from_checkpoint`), without
+    the conversion of `from_pretrained`: the experts would keep the weights of the model that training started from.
+    """
+    files = WeightFiles(folder)
+    absent = {name: parameter for name, parameter in model.named_parameters() if name not in files.tensors}
+    if not absent:
+        return []
+    weights = _LiveWeights(files, model)
+    found = [name for name in absent if name in weights.shapes()]
+    for name in found:
+        absent[name].data.copy_(weights.read(name))
+    return found
+
+
 def stored_tensors(model: MetaModel, dtype: torch.dtype, read: Read) -> list[SavedTensor]:
     """Return every weight of the model, or of the adapter, as `from_pretrained` or peft expects it in a file.
 
@@ -79,7 +97,7 @@ def stored_tensors(model: MetaModel, dtype: torch.dtype, read: Read) -> list[Sav
             SavedTensor(name=model.saved_names[name], shape=shape, dtype=dtype, read=partial(read, name))
             for name, shape in model.shapes.items()
         ]
-    reverse = [transform.reverse_transform() for transform in reversed(_transforms(model))]
+    reverse = [transform.reverse_transform() for transform in reversed(_transforms(model.base_model))]
     tensors: list[SavedTensor] = []
     for stored, pieces in _group(model.shapes, reverse, reverse=True).items():
         names = [piece.name for piece in pieces]
@@ -116,7 +134,7 @@ class _MadeOf:
         return found
 
 
-def _transforms(model: MetaModel) -> list[Any]:
+def _transforms(model: Any) -> list[Any]:
     """transformers' conversions of the architecture, in the order of loading.
 
     Without changes of a prefix: only the files that a model was loaded from tell whether they had it.
@@ -124,7 +142,7 @@ def _transforms(model: MetaModel) -> list[Any]:
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import PrefixChange
 
-    found = get_model_conversion_mapping(model.base_model, add_legacy=False)
+    found = get_model_conversion_mapping(model, add_legacy=False)
     return [transform for transform in found if not isinstance(transform, PrefixChange)]
 
 
@@ -153,13 +171,13 @@ def _group(
     return grouped
 
 
-def _converted(group: str, pieces: list[_Piece], read: Read, model: MetaModel) -> dict[str, torch.Tensor]:
+def _converted(group: str, pieces: list[_Piece], read: Read, model: Any) -> dict[str, torch.Tensor]:
     if pieces[0].converter is None:
         return {group: read(pieces[0].name)}
     converter = copy.deepcopy(pieces[0].converter)
     for piece in pieces:
         converter.add_tensor(group, piece.name, piece.pattern, read(piece.name))
-    found = converter.convert(group, model=model.base_model, config=model.base_model.config)
+    found = converter.convert(group, model=model, config=model.config)
     return {name: tensor[0] if isinstance(tensor, list) else tensor for name, tensor in found.items()}
 
 
