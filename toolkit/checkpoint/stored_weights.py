@@ -10,7 +10,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Container, Iterable, Mapping
 from functools import cached_property, partial
-from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -68,23 +67,6 @@ class _LiveWeights:
                 f" {group[:80]}: {why}",
                 hint="copy or download the folder again",
             ) from None
-
-
-def load_other_pieces(model: Any, folder: Path) -> list[str]:
-    """Load into a live model the weights that a folder stores in other pieces, and return their names.
-
-    The Trainer resumes with `load_state_dict(..., strict=False)` (transformers 5.23, `_load_from_checkpoint`), without
-    the conversion of `from_pretrained`: the experts would keep the weights of the model that training started from.
-    """
-    files = WeightFiles(folder)
-    absent = {name: parameter for name, parameter in model.named_parameters() if name not in files.tensors}
-    if not absent:
-        return []
-    weights = _LiveWeights(files, model)
-    found = [name for name in absent if name in weights.shapes()]
-    for name in found:
-        absent[name].data.copy_(weights.read(name))
-    return found
 
 
 def stored_tensors(model: MetaModel, dtype: torch.dtype, read: Read) -> list[SavedTensor]:

@@ -16,8 +16,6 @@ from torch.utils.data import SequentialSampler
 from transformers import PrinterCallback, Trainer, TrainerCallback
 from transformers.trainer_pt_utils import LengthGroupedSampler
 
-from toolkit.checkpoint.layout import detect
-from toolkit.checkpoint.stored_weights import load_other_pieces
 from toolkit.presets.optimizers import MUON
 from toolkit.run.checkpoints import checkpoint_files, saving_folder
 from toolkit.train.active_run import ActiveRun
@@ -31,7 +29,7 @@ from toolkit.train.checkpointing.manifest import (
     leave_out_tied_weights,
     manifest_facts,
 )
-from toolkit.train.checkpointing.resume import UniversalCheckpoint, is_universal
+from toolkit.train.checkpointing.resume import UniversalCheckpoint, is_universal, load_converted
 from toolkit.train.data.collation import BATCH_FACTS, IGNORED, SeededLengthGroups
 from toolkit.train.data.dataset import Data, make_collator
 from toolkit.train.data.packing import check_model_packs
@@ -216,16 +214,17 @@ class MeasuredTrainer(Trainer):  # type: ignore[misc]
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         if not self.is_distributed_loading_by_transformers:  # its weights were loaded with the model
             super()._load_from_checkpoint(resume_from_checkpoint, model)
-            self._load_other_pieces(Path(resume_from_checkpoint))
+            self._load_converted(Path(resume_from_checkpoint))
 
     def _load_best_model(self) -> None:
         super()._load_best_model()
-        self._load_other_pieces(Path(self.state.best_model_checkpoint))
+        self._load_converted(Path(self.state.best_model_checkpoint))
 
-    def _load_other_pieces(self, folder: Path) -> None:
+    def _load_converted(self, folder: Path) -> None:
         plain = self.accelerator.unwrap_model(self.model, keep_torch_compile=False)
-        if detect(folder).engine == "plain" and not hasattr(plain, "peft_config"):
-            load_other_pieces(plain, folder)
+        whole = not (self.is_fsdp_enabled or self.is_deepspeed_enabled or hasattr(plain, "peft_config"))
+        if whole:
+            load_converted(plain, folder)
 
     def _get_output_dir(self, trial: Any) -> str:
         return str(super()._get_output_dir(trial) if self.staging is None else self.staging)

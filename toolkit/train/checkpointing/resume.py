@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from transformers import TrainerCallback
 
+from toolkit.files.model_weights import read_weights
 from toolkit.files.safe_loading import check_checkpoint, load_only_known_classes
 from toolkit.run import checkpoints
 from toolkit.run.checkpoints import Checkpoint, check_resume_settings, check_same_layout
@@ -79,6 +80,21 @@ def _find(given: str, output_dir: Path, verified: bool) -> Checkpoint | None:
     if latest is None:
         print(f"resume: no complete checkpoint is in {output_dir}; training starts from step 0", flush=True)
     return latest
+
+
+def load_converted(model: Any, folder: Path) -> None:
+    """Load the weights that a folder stores in other pieces than the live model holds, such as single experts.
+
+    The Trainer resumes with `load_state_dict(..., strict=False)` (transformers 5.23, `_load_from_checkpoint`), without
+    the conversion of `from_pretrained`: a mixture would keep the experts of the model that training started from.
+    """
+    stored = read_weights(folder)
+    absent = {name: parameter for name, parameter in model.named_parameters() if name not in stored}
+    if not absent:
+        return
+    converted = type(model).from_pretrained(folder, dtype=torch.float32).state_dict()
+    for name, parameter in absent.items():
+        parameter.data.copy_(converted[name])
 
 
 def is_universal(checkpoint: Checkpoint | None) -> bool:
