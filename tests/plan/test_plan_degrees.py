@@ -12,6 +12,7 @@ from model_configs import llama_8b, small_shape
 
 from toolkit.errors import ToolkitError
 from toolkit.hardware.gpu_table import custom_gpu, find_gpu
+from toolkit.parallel.layout import ParallelLayout
 from toolkit.plan.candidates import RecommendRequest
 from toolkit.plan.job import TrainingJob
 from toolkit.plan.planner import PlanRequest, make_plans
@@ -68,6 +69,16 @@ def test_a_layout_that_cannot_run_is_refused_by_name(preset: str, job: dict[str,
     assert message in refused.value.message
 
 
+def test_a_degree_is_given_to_the_presets_that_have_its_dimension() -> None:
+    plans = make_plans(request("fsdp2", "tp", "cp", tp=4, cp=2))
+    layouts = {plan.preset: plan.layout for plan in plans}
+    assert layouts == {
+        "fsdp2": None,
+        "tp": ParallelLayout(dp_replicate=2, tp=4),
+        "cp": ParallelLayout(dp_shard=4, cp=2),
+    }
+
+
 def test_a_preset_without_its_degree_is_two_lines_and_exit_code_2() -> None:
     done = toolkit("plan", str(LLAMA_8B_CONFIG), "--num-processes", "8", "--gpu", "h100", "--preset", "tp")
     assert (done.returncode, done.stdout) == (2, "")
@@ -77,10 +88,12 @@ def test_a_preset_without_its_degree_is_two_lines_and_exit_code_2() -> None:
     ]
 
 
-def test_without_named_presets_those_of_the_given_degrees_are_planned() -> None:
-    assert {plan.preset for plan in make_plans(request(tp=2))} == {"tp", "fsdp2_tp", "hsdp_tp"}
-    assert {plan.preset for plan in make_plans(request(cp=2))} == {"cp"}
-    assert not {plan.preset for plan in make_plans(request())} & {"tp", "fsdp2_tp", "hsdp_tp", "ep", "cp", "ulysses"}
+def test_without_named_presets_those_of_the_given_degrees_are_planned_beside_data_parallelism() -> None:
+    data_parallel = {plan.preset for plan in make_plans(request())}
+    assert {"ddp", "fsdp2"} <= data_parallel
+    assert not data_parallel & {"tp", "fsdp2_tp", "hsdp_tp", "ep", "cp", "ulysses"}
+    assert {plan.preset for plan in make_plans(request(tp=2))} == data_parallel | {"tp", "fsdp2_tp", "hsdp_tp"}
+    assert {plan.preset for plan in make_plans(request(cp=2))} == data_parallel | {"cp"}
 
 
 def test_what_has_no_figures_is_refused_rather_than_planned() -> None:

@@ -102,7 +102,7 @@ def _cells(plan: Plan) -> list[str]:
 
 
 def _batch_group(job: TrainingJob) -> str:
-    return "GPU" if job.gpus_per_batch == 1 else f"{job.gpus_per_batch} GPUs"
+    return "GPU" if job.gpus_per_batch == 1 else "group of GPUs with the same rows"
 
 
 def _layout_lines(plans: Sequence[Plan]) -> list[str]:

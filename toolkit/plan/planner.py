@@ -182,10 +182,17 @@ def make_plans(request: PlanRequest) -> list[Plan]:
     return [_plan(request, preset, size, smallest[preset.name]) for preset, size in supported]
 
 
+def _job_of(request: PlanRequest, preset: Preset) -> TrainingJob:
+    """The job without degrees of other presets' dimensions; one that no preset has stays, and is refused."""
+    planned = {name for each in request.presets for name in each.parallel}
+    others = [name for name in request.job.degrees if name in planned and name not in preset.parallel]
+    return replace(request.job, **dict.fromkeys(others))  # type: ignore[arg-type]
+
+
 def _supported(request: PlanRequest) -> Iterator[tuple[Preset, int]]:
-    method = request.job.method_on(request.shape)
     for world_size in request.world_sizes:
         for preset in request.presets:
+            method = _job_of(request, preset).method_on(request.shape)
             if request.strict:
                 check_supported(preset, method, world_size=world_size, purpose="plan")
             elif unsupported(preset, method, world_size=world_size, purpose="plan") is not None:
@@ -194,13 +201,14 @@ def _supported(request: PlanRequest) -> Iterator[tuple[Preset, int]]:
 
 
 def _fits(request: PlanRequest, preset: Preset, world_size: int, micro_batch: int) -> bool:
-    job = replace(request.job, per_device_train_batch_size=micro_batch)
+    job = replace(_job_of(request, preset), per_device_train_batch_size=micro_batch)
     memory = plan_memory(request.shape, preset, world_size=world_size, job=job)
     return _verdict(request, memory) == FITS
 
 
 def _smallest_world_size(request: PlanRequest, preset: Preset) -> int | None:
-    micro_batch, method = request.job.per_device_train_batch_size, request.job.method_on(request.shape)
+    job = _job_of(request, preset)
+    micro_batch, method = job.per_device_train_batch_size, job.method_on(request.shape)
 
     def fits(size: int) -> bool:
         divides = unsupported(preset, method, world_size=size, purpose="plan") is None
@@ -214,7 +222,7 @@ def _verdict(request: PlanRequest, memory: MemoryPlan) -> str:
 
 
 def _plan(request: PlanRequest, preset: Preset, world_size: int, smallest: int | None) -> Plan:
-    shape, job = request.shape, request.job
+    shape, job = request.shape, _job_of(request, preset)
     memory = plan_memory(shape, preset, world_size=world_size, job=job)
     setup = TrainingSetup(shape=shape, preset=preset, world_size=world_size, job=job)
     interconnect = Interconnect(gpu=request.gpu, world_size=world_size, gpus_per_node=job.gpus_per_node)
