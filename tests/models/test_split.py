@@ -89,3 +89,27 @@ def test_architectures_with_a_plan_are_listed_by_name() -> None:
     assert {"qwen3_moe", "mixtral", "deepseek_v3"} <= set(types_with_plan("ep"))
     assert "gpt2" not in types_with_plan("tp")
     assert types_with_plan("ep") == tuple(sorted(types_with_plan("ep")))
+
+
+@pytest.mark.parametrize(
+    ("fields", "why"),
+    [
+        ({"sliding_window": 4096}, "its attention slides over a window, which needs a mask"),
+        ({"sliding_window": 4096, "use_sliding_window": False}, None),
+        ({"sliding_window": 4096, "layer_types": ["full_attention"]}, None),
+        (
+            {"layer_types": ["full_attention", "sliding_attention"]},
+            "its attention slides over a window, which needs a mask",
+        ),
+        ({"attention_chunk_size": 8192}, "it attends within chunks, which needs a mask"),
+        ({"layer_types": ["linear_attention"]}, "its linear attention carries a state along the sequence"),
+        ({"attn_logit_softcapping": 50.0}, "it caps its attention scores"),
+        ({"sliding_window": None}, None),
+    ],
+)
+def test_attention_that_needs_the_whole_sequence_is_not_divided_along_it(
+    fields: dict[str, Any], why: str | None
+) -> None:
+    split = read_split({"model_type": "llama", "num_attention_heads": 8, **fields})
+    assert (split.why_not("cp", 2), split.why_not("sp", 2)) == (why, why)
+    assert split.why_not("tp", 2) is None

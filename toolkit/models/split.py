@@ -40,6 +40,8 @@ class ModelSplit:
     """`tp` and `ep`, where transformers has a plan for the architecture."""
     sizes: Mapping[str, int]
     """Heads, experts and widths that are divided; a field that the model does not have is left out."""
+    needs_whole_sequence: str | None = None
+    """Why its attention cannot be divided along the sequence; None where it can."""
     not_planned: Mapping[str, str] = field(default_factory=dict)
     """Dimensions, or `lora`, for which the planner has no figures, each with the reason."""
 
@@ -49,6 +51,8 @@ class ModelSplit:
             if dimension == "ep" and "num_experts" not in self.sizes:
                 return f"{self.model_type} has no experts"
             return f"transformers has no plan for {self.model_type}"
+        if dimension in ("cp", "sp") and self.needs_whole_sequence is not None:
+            return self.needs_whole_sequence
         for name in DIVIDED[dimension]:
             size = self.sizes.get(name)
             if size is not None and size % degree:
@@ -77,7 +81,25 @@ def read_split(config: Mapping[str, Any]) -> ModelSplit:
         "num_experts": experts,
     }
     known = {name: int(size) for name, size in sizes.items() if isinstance(size, int) and size > 0}
-    return ModelSplit(model_type=model_type, plans=model_plans(model_type), sizes=known)
+    return ModelSplit(
+        model_type=model_type,
+        plans=model_plans(model_type),
+        sizes=known,
+        needs_whole_sequence=_needs_whole_sequence(fields),
+    )
+
+
+def _needs_whole_sequence(fields: Mapping[str, Any]) -> str | None:
+    """Ring attention and Ulysses compute causal attention without a mask, and a cap on scores is eager attention's."""
+    kinds = fields.get("layer_types") or ()
+    slides = fields.get("sliding_window") is not None and fields.get("use_sliding_window", True)
+    if slides if not kinds else "sliding_attention" in kinds:
+        return "its attention slides over a window, which needs a mask"
+    if "chunked_attention" in kinds or fields.get("attention_chunk_size") is not None:
+        return "it attends within chunks, which needs a mask"
+    if "linear_attention" in kinds:
+        return "its linear attention carries a state along the sequence"
+    return None if fields.get("attn_logit_softcapping") is None else "it caps its attention scores"
 
 
 def types_with_plan(dimension: str) -> tuple[str, ...]:
