@@ -219,8 +219,7 @@ def _parallel_fields(parallel: tuple[str, ...]) -> dict[str, Any]:
         needed.append("dp_shard")
     if {"dp_shard", "dp_replicate"} <= set(parallel):
         needed.append("dp_replicate")
-    smallest = 2 ** max(1, len(needed))
-    return {"parallel": parallel, "min_world_size": smallest, "world_size_multiple": 2 ** max(1, len(needed) - 1)}
+    return {"parallel": parallel, "min_world_size": 2 ** max(1, len(needed)), "world_size_multiple": 1}
 
 
 def _deepspeed_path(config: dict[str, Any], path: Path) -> Path | None:

@@ -332,15 +332,20 @@ def _degree_of_preset(case: _Case) -> _Answer:
             why = f"it has no {NAMES[name]}"
             message = f"{case.degree(name, degree)} does not work under preset {preset.name!r}: {why}"
             return why, message, PRESETS_OF_DEGREE[name]
+        if preset is not None and degree == 1 and name in WHOLE_SEQUENCES and name in preset.parallel:
+            why = f"{case.degree(name, degree)} under preset {preset.name!r} divides nothing"
+            return why, why, WHOLE_SEQUENCES[name]
     return None
 
 
+# What trains the same with whole sequences.
+WHOLE_SEQUENCES = {"cp": "`--preset fsdp2`", "sp": "`--preset zero3`"}
 PRESETS_OF_DEGREE = {
     "tp": "`--preset fsdp2_tp`, or `tp` without sharding",
     "cp": "`--preset cp`",
     "sp": "`--preset ulysses`",
     "ep": "`--preset ep`, or `ep_tp` with tensor parallelism",
-    "dp_replicate": "`--preset hsdp_tp`, or `fsdp2_hybrid`",
+    "dp_replicate": "`--preset hsdp_tp`",
 }
 
 

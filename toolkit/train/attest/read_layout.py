@@ -31,9 +31,10 @@ def read_layout(trainer: Any, model: Any) -> Values:
     Both are None where the ranks are data parallel only.
     """
     manager = getattr(plain_model(model), "_mesh_manager", None)
+    config = getattr(trainer.accelerator, "parallelism_config", None)
     if manager is not None:
         degrees, group = _sharded_at_load(manager)
-    elif getattr(trainer.accelerator, "parallelism_config", None) is not None:
+    elif config is not None and max(config.cp_size, config.sp_size) > 1:
         degrees, group = _by_accelerate(trainer)
     else:
         return {"layout": None, "batch_group": None}
