@@ -114,7 +114,7 @@ def test_split_layers_save_less_and_the_states_stay_with_the_ranks() -> None:
 
 
 # --- torchtitan, Llama 3.1 8B on 8 H100 of 96 GB: FSDP × CP, full activation checkpointing, one sequence per group,
-# with compilation and Float8 (docs/performance.md of its repository, table 2) ---
+# with compilation and Float8 (`performance.md` in its docs, table 2) ---
 TORCHTITAN = [(1, 32_768, 3890, 83.9), (2, 65_536, 2540, 84.2), (4, 131_072, 1071, 84.0), (8, 262_144, 548, 84.5)]
 
 

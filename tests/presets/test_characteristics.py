@@ -107,10 +107,10 @@ def test_what_a_preset_needs() -> None:
 
 def test_a_preset_that_splits_layers_needs_degrees_and_a_plan() -> None:
     assert characteristics(load_preset("ulysses")).needs == (
-        "2+, by 2 processes", "`--sp`, the number of GPUs that split each sequence", "deepspeed",
+        "2+ processes", "`--sp`, the number of GPUs that split each sequence", "deepspeed",
     )  # fmt: skip
     assert characteristics(load_preset("ep_tp")).needs == (
-        "4+, by 2 processes",
+        "4+ processes",
         "`--tp`, the number of GPUs that split each layer",
         "`--ep`, the number of GPUs with different experts",
         "a model that transformers has a plan for (tp, ep)",

@@ -70,7 +70,7 @@ def test_a_preset_without_its_degree_is_refused(preset: str, missing: str) -> No
          "`--preset ep`, or `ep_tp` with tensor parallelism"),
         ("fsdp2_tp", {"dp_replicate": 2},
          "--dp_replicate 2 does not work under preset 'fsdp2_tp': it has no replicas of a sharded model",
-         "`--preset hsdp_tp`, or `fsdp2_hybrid`"),
+         "`--preset hsdp_tp`"),
         ("cp", {"cp": 0}, "--cp is 0, expected 1 or more", None),
     ],
 )  # fmt: skip
