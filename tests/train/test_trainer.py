@@ -37,7 +37,7 @@ def callback_names(folder: Path, training: Any, **model_arguments: Any) -> list[
         stop_on_signal=StopOnSignal(progress, rank=0, world_size=2),
     )
     timer = StepTimer(folder / "ranks" / "rank0.jsonl", rank=0, device=torch.device("cpu"), progress=progress)
-    trainer: Any = SimpleNamespace(timer=timer, args=training, eval_dataset=None)
+    trainer: Any = SimpleNamespace(timer=timer, args=training, eval_dataset=None, run=run)
     return [type(callback).__name__ for callback in _callbacks(run, trainer, TrainerParts())]
 
 
