@@ -36,11 +36,6 @@ def test_experts_are_divided_over_ranks_that_train_on_different_rows() -> None:
     assert (layout.world_size, layout.data_parallel_size, layout.ranks_per_batch, layout.expert_shard) == (8, 4, 2, 2)
 
 
-def test_neighbours_train_on_the_same_rows() -> None:
-    layout = ParallelLayout(dp_replicate=2, dp_shard=2, cp=2)
-    assert [layout.data_parallel_rank(rank) for rank in range(8)] == [0, 0, 1, 1, 2, 2, 3, 3]
-
-
 def test_a_layout_is_shown_by_the_degrees_above_1() -> None:
     assert str(ParallelLayout(dp_shard=4, tp=2)) == "dp_shard 4 x tp 2"
     assert str(ParallelLayout()) == "one rank"

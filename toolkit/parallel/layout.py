@@ -60,14 +60,6 @@ class ParallelLayout:
         """Ranks that share the experts of one rank of `ep`."""
         return self.dp_shard * self.tp // self.ep
 
-    def data_parallel_rank(self, rank: int) -> int:
-        """Return which of the different batches a rank trains on.
-
-        >>> [ParallelLayout(dp_shard=2, tp=2).data_parallel_rank(rank) for rank in range(4)]
-        [0, 0, 1, 1]
-        """
-        return rank // self.ranks_per_batch
-
     def degrees(self) -> dict[str, int]:
         """Return every degree by name, from the outermost dimension to the innermost."""
         return {name: getattr(self, name) for name in DIMENSIONS}
