@@ -90,7 +90,7 @@ def test_a_script_with_a_degree_of_parallelism_trains_as_one_process_does(
 def plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in (*training_arguments.ENGINE_VARIABLES, "LOCAL_RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(training_arguments, "_presets_in_effect", [])
+    monkeypatch.setattr(training_arguments, "_presets_in_effect", {})
     if (state := sys.modules.get("accelerate.state")) is not None:  # an earlier test may have made an Accelerator
         monkeypatch.setattr(state.AcceleratorState, "_shared_state", {})
         monkeypatch.setattr(state.PartialState, "_shared_state", {})
@@ -187,7 +187,7 @@ def test_arguments_of_from_pretrained_are_those_of_the_ranks_in_effect(monkeypat
         preset.from_pretrained_arguments(tp=2)
     assert caught.value.hint == '`load_preset("fsdp2_tp").training_arguments(...)` comes first'
     layouts = {preset.accelerate_config_path: preset.layout(8, {"tp": 2})}
-    monkeypatch.setattr(training_arguments, "_layouts_in_effect", layouts)
+    monkeypatch.setattr(training_arguments, "_presets_in_effect", layouts)
     with pytest.raises(ToolkitError, match="tp is 4 here and 2 in `training_arguments`"):
         preset.from_pretrained_arguments(tp=4)
     for precision, half in (("bf16", True), ("no", False)):
@@ -200,7 +200,7 @@ def test_other_presets_load_the_model_as_it_is(monkeypatch: pytest.MonkeyPatch) 
     for name, degrees in (("zero3", {}), ("cp", {"cp": 2})):
         preset = load_preset(name)
         layouts = {preset.accelerate_config_path: preset.layout(2, degrees)}
-        monkeypatch.setattr(training_arguments, "_layouts_in_effect", layouts)
+        monkeypatch.setattr(training_arguments, "_presets_in_effect", layouts)
         assert preset.from_pretrained_arguments(**degrees) == {}
 
 

@@ -22,7 +22,6 @@ from toolkit.compare.result_values import PARITY_FAILED, RowKey, TrainedProblem
 from toolkit.compare.rows import Row
 from toolkit.compare.specification import BATCH_ARGUMENT, ComparisonSpec
 from toolkit.parallel.layout import ParallelLayout
-from toolkit.parallel.ring_attention import pieces
 from toolkit.presets.optimizers import DEFAULT_OPTIMIZER, OPTIMIZERS
 
 # The numerics contract (docs/concepts/numerics.md): master weights and optimizer states.
@@ -185,7 +184,7 @@ def _same_sequences(spec: ComparisonSpec, row: RowKey, other: RowKey) -> bool:
 def _same_division(spec: ComparisonSpec, row: RowKey, other: RowKey) -> bool:
     """True if each rank of both rows trains on the same batches, padded to the same length."""
     layouts = [spec.layout(key) or ParallelLayout() for key in (row, other)]
-    own, others = ((layout.ranks_per_batch, pieces(layout)) for layout in layouts)
+    own, others = ((layout.ranks_per_batch, layout.pieces) for layout in layouts)
     return own == others
 
 

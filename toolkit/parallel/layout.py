@@ -56,6 +56,11 @@ class ParallelLayout:
         return self.cp * self.sp * self.tp
 
     @property
+    def pieces(self) -> int:
+        """What the length of a padded row must be a multiple of: ring attention gives each rank two pieces."""
+        return 2 * self.cp if self.cp > 1 else self.sp
+
+    @property
     def expert_shard(self) -> int:
         """Ranks that share the experts of one rank of `ep`."""
         return self.dp_shard * self.tp // self.ep

@@ -13,11 +13,6 @@ from toolkit.parallel.layout import ParallelLayout
 from toolkit.parallel.patches import patched_once
 
 
-def pieces(layout: ParallelLayout) -> int:
-    """Return what the length of a padded row must be a multiple of."""
-    return 2 * layout.cp if layout.cp > 1 else layout.sp
-
-
 def context_parallel_config(layout: ParallelLayout) -> Any:
     """Return accelerate's `ParallelismConfig` of a layout with context parallelism."""
     from accelerate import ParallelismConfig

@@ -39,11 +39,6 @@ def apply_fixes(*, on_cpu: bool) -> None:
         _allow_cpu_ranks()
 
 
-def plain_model(model: Any) -> Any:
-    """Return the model of transformers inside peft's."""
-    return model.get_base_model() if hasattr(model, "get_base_model") else model
-
-
 @patched_once
 def _load_empty_shards() -> None:
     """Load nothing where a weight that is split twice has fewer rows than ranks; transformers expects one at least."""
@@ -132,8 +127,9 @@ def _average_over_data_parallelism(trainer: Any, model: Any) -> None:
     import torch
     import torch.distributed as dist
     from torch.distributed.tensor import DTensor
+    from transformers.trainer_utils import unwrap_peft_model
 
-    plain = plain_model(trainer.model)
+    plain = unwrap_peft_model(trainer.model)
     config = getattr(plain.config, "distributed_config", None)
     if config is None or config.dp_size == 1:
         return

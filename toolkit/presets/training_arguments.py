@@ -67,8 +67,8 @@ SDPA = "sdpa"
 # Read by the toolkit alone: the dimensions of parallelism of a preset, in the block of its engine.
 OWN_KEY = "parallel"
 
-_presets_in_effect: list[Path] = []  # the preset of this process, once one is in effect
-_layouts_in_effect: dict[Path, ParallelLayout | None] = {}
+# The preset of this process, once one is in effect, and how it divides the ranks.
+_presets_in_effect: dict[Path, ParallelLayout | None] = {}
 
 
 def resolve_precision(given: Mapping[str, Any], preset_precision: str, *, on_cpu: bool) -> str:
@@ -170,8 +170,7 @@ def training_arguments(
     arguments = (arguments_class or TrainingArguments)(**{**decided, **accumulation_arguments(preset, given)})
     if preset.engine == "none":
         arguments._n_gpu = min(arguments._n_gpu, 1)  # with several visible GPUs the Trainer would run DataParallel
-    _presets_in_effect.append(preset.accelerate_config_path)
-    _layouts_in_effect[preset.accelerate_config_path] = layout
+    _presets_in_effect[preset.accelerate_config_path] = layout
     return arguments
 
 
@@ -180,12 +179,12 @@ def from_pretrained_arguments(preset: PresetSpec, degrees: Mapping[str, int]) ->
 
     Raises ToolkitError before `training_arguments`, and for degrees that differ from those it was given.
     """
-    if preset.accelerate_config_path not in _layouts_in_effect:
+    if preset.accelerate_config_path not in _presets_in_effect:
         raise ToolkitError(
             f"preset {preset.name!r} is not in effect yet in this process",
             hint=f'`load_preset("{preset.name}").training_arguments(...)` comes first',
         )
-    layout = _layouts_in_effect[preset.accelerate_config_path]
+    layout = _presets_in_effect[preset.accelerate_config_path]
     for name, degree in degrees.items():
         if layout is None or degree != getattr(layout, name):
             in_effect = "none" if layout is None else getattr(layout, name)
@@ -335,7 +334,7 @@ def _refuse_late_call(preset: PresetSpec) -> None:
     """Refuse a process in which something was set up for another strategy: an engine, a process group, a model."""
     first = "call `training_arguments` first, before a model is loaded or an Accelerator is made"
     if _presets_in_effect:
-        active = _presets_in_effect[0].stem
+        active = next(iter(_presets_in_effect)).stem
         raise ToolkitError(f"preset {active!r} is in effect in this process, so {preset.name!r} cannot be")
     for name in ENGINE_VARIABLES:
         if os.environ.get(name, "false").lower() == "true":

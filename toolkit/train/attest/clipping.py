@@ -189,7 +189,8 @@ def gradient_replicas(ranks: Sequence[RankReading]) -> int:
 
     Where layers are split, each rank has divided its part by its own number of copies already.
     """
-    if (ranks[0].get("layout") or {}).get("tp", 1) > 1 or (ranks[0].get("layout") or {}).get("ep", 1) > 1:
+    layout = ranks[0].get("layout") or {}
+    if max(layout.get("tp", 1), layout.get("ep", 1)) > 1:
         return 1
     if ranks[0]["sharding"] == "replicate":
         return len(ranks)

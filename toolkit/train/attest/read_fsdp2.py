@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 
-from toolkit.parallel.sharded_at_load import plain_model
 from toolkit.train.attest.readings import EngineReading
 from toolkit.train.attest.tensors import class_name, dtype_names, is_paged, local_bytes, optimizer_state_tensors
+from toolkit.train.model.adapters import without_adapters
 
 SPLIT_DIMENSIONS = ("tp", "ep", "efsdp")
 """Mesh dimensions that divide layers or experts."""
@@ -24,7 +24,7 @@ def is_shard(placement: Any) -> bool:
 
 def is_fsdp2(model: Any) -> bool:
     """Return True if `fully_shard` manages this model, or the one inside peft's, which was sharded at load."""
-    return isinstance(model, FSDPModule) or isinstance(plain_model(model), FSDPModule)
+    return isinstance(model, FSDPModule) or isinstance(without_adapters(model), FSDPModule)
 
 
 def read_fsdp2(trainer: Any, model: Any, parameters: list[Any]) -> EngineReading:

@@ -15,10 +15,10 @@ import torch.distributed as dist
 
 from toolkit.models.split import SPLIT_STYLES
 from toolkit.parallel.layout import DIMENSIONS, ParallelLayout
-from toolkit.parallel.sharded_at_load import plain_model
 from toolkit.train.attest.read_fsdp2 import SPLIT_DIMENSIONS, is_shard
 from toolkit.train.attest.readings import Difference, Values
 from toolkit.train.attest.tensors import local
+from toolkit.train.model.adapters import without_adapters
 
 DIMENSION_OF_MESH = {"fsdp": "dp_shard", "efsdp": "expert_shard"}
 # Of the norm: the copies are sums of the same numbers, in an order that a GPU may change.
@@ -30,7 +30,7 @@ def read_layout(trainer: Any, model: Any) -> Values:
 
     Both are None where the ranks are data parallel only.
     """
-    manager = getattr(plain_model(model), "_mesh_manager", None)
+    manager = getattr(without_adapters(model), "_mesh_manager", None)
     config = getattr(trainer.accelerator, "parallelism_config", None)
     if manager is not None:
         degrees, group = _sharded_at_load(manager)
@@ -142,7 +142,7 @@ def split_shapes(
     From transformers' plans for the architecture, not from the live placements, which are compared with it. Without
     FSDP2 the gradient of the embedding is whole on every rank.
     """
-    plain = plain_model(model)
+    plain = without_adapters(model)
     names = {id(parameter): name for name, parameter in plain.named_parameters()}
     found = []
     for parameter in parameters:

@@ -17,7 +17,6 @@ from toolkit.data import DataSource, resolve_sources
 from toolkit.data.mixture import fractions, numbered, repeated_rows, rows_per_epoch
 from toolkit.errors import ToolkitError
 from toolkit.parallel.layout import ParallelLayout
-from toolkit.parallel.ring_attention import pieces
 from toolkit.run.dataset_checks import check_val_size
 from toolkit.run.folder import RunFolder
 from toolkit.run.script_arguments import DataArguments
@@ -253,5 +252,5 @@ def _check_packs_fill_a_step(data: Data, training: Any, data_parallel_size: int)
 def make_collator(tokenizer: Any, model: Any, *, packing: bool, layout: ParallelLayout | None = None) -> Collator:
     """Return the collator for rows, or for packs in the shape that the model's attention takes."""
     if not packing:
-        return Collator(tokenizer, pieces=1 if layout is None else pieces(layout))
+        return Collator(tokenizer, pieces=1 if layout is None else layout.pieces)
     return PackCollator(tokenizer, one_row=packs_into_one_row(model))
