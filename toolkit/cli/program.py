@@ -10,6 +10,7 @@ import typer
 
 from toolkit import __version__
 from toolkit.cli.checkpoint import checkpoint_app
+from toolkit.cli.cluster import cluster_app
 from toolkit.cli.compare import compare
 from toolkit.cli.convert_config import convert_config
 from toolkit.cli.env import env
@@ -84,6 +85,7 @@ app.command()(convert_config)
 app.command()(env)
 app.add_typer(preset_app, name="preset")
 app.add_typer(checkpoint_app, name="checkpoint")
+app.add_typer(cluster_app, name="cluster")
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -24,10 +24,10 @@ from toolkit.presets.accumulation import default_accumulate
 from toolkit.presets.optimizers import DEFAULT_OPTIMIZER, OPTIMIZERS
 from toolkit.presets.spec import PresetSpec
 
-Purpose = Literal["train", "launched", "script", "convert", "plan", "recommend", "rehearse", "trace"]
-"""What the answer is for: a run of the toolkit, a rank that is running already (`launched`), a user's own script
-under torchrun (`script`), a checkpoint conversion, a plan, a recommendation, a rehearsal, or a rehearsal on fake
-tensors (`trace`)."""
+Purpose = Literal["train", "launched", "script", "convert", "plan", "recommend", "rehearse", "trace", "cluster"]
+"""What the answer is for: a run of the toolkit, one on several nodes (`cluster`), a rank that is running already
+(`launched`), a user's own script under torchrun (`script`), a checkpoint conversion, a plan, a recommendation, a
+rehearsal, or a rehearsal on fake tensors (`trace`)."""
 
 QLORA_PRESETS_HINT = (
     "`--preset ddp`; `fsdp2` or `zero3` shard the 4-bit weights, `zero3_cpu_offload` keeps them in host memory"
@@ -297,6 +297,9 @@ def _world_size_message(case: _Case, why: str, instead: int) -> tuple[str, str]:
         )
     elif case.purpose in ("train", "convert"):
         given = f"got {case.world_size}"
+    elif case.purpose == "cluster":
+        given = f"--nodes x --gpus-per-node is {case.world_size}"
+        hint = f"choose them so that their product is {instead}"
     return f"preset {case.preset.name!r} {why}, {given}", hint
 
 

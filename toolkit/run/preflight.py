@@ -82,18 +82,24 @@ class CheckedJob:
 
 
 def check_job(
-    preset: Preset, *, num_processes: int, training_argv: Sequence[str], cpu: bool, gpus: int | None = None
+    preset: Preset,
+    *,
+    num_processes: int,
+    training_argv: Sequence[str],
+    cpu: bool,
+    gpus: int | None = None,
+    nodes: int = 1,
 ) -> CheckedJob:
     """Check everything but the output folder, which a comparison chooses itself.
 
-    `gpus` is the number of GPUs of another node, where the job runs there; default: those that are visible here.
+    `gpus` is the number of GPUs of the other nodes, where the job runs there; default: those that are visible here.
 
     Raises ToolkitError for the first problem.
     """
-    here = gpus is None
+    here = gpus is None and nodes == 1
     if here and not cpu:
         gpus = count_gpus()
-    check_process_count(num_processes, gpus=gpus, preset=preset)
+    check_process_count(num_processes, gpus=gpus, preset=preset, nodes=nodes)
     arguments = read_arguments(training_argv)
     check_required(arguments, ("model_name_or_path", "dataset"))
     warnings = check_arguments(arguments, preset, num_processes=num_processes, on_cpu=cpu, here=here)
@@ -110,11 +116,11 @@ def check_job(
     return CheckedJob(arguments=arguments, global_batch_size=batch, warnings=tuple(warnings))
 
 
-def check_process_count(num_processes: int, *, gpus: int | None, preset: Preset) -> None:
+def check_process_count(num_processes: int, *, gpus: int | None, preset: Preset, nodes: int = 1) -> None:
     """Raise ToolkitError for more processes than GPUs (None: on the CPU), or a world size that the preset rejects."""
     if num_processes < 1:
         raise ToolkitError(f"--num-processes is {num_processes}, expected 1 or more")
-    if num_processes > LARGEST_NODE:
+    if num_processes > LARGEST_NODE * nodes:
         raise ToolkitError(f"--num-processes is {num_processes:,}, expected {LARGEST_NODE:,} or less on one node")
     device = CPU if gpus is None else Device(count=gpus)
     check_supported(preset, world_size=num_processes, device=device)

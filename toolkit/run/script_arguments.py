@@ -363,13 +363,20 @@ def without_degrees(words: Sequence[str], names: Collection[str]) -> list[str]:
     >>> without_degrees(["--tp", "2", "--cp=2", "--max_steps", "8"], ["tp", "cp"])
     ['--max_steps', '8']
     """
-    flags = {f"--{name}" for name in names}
-    left: list[str] = []
-    for before, word in zip(["", *words], words, strict=False):
-        if before not in flags and word.partition("=")[0] not in flags:
-            left.append(word)
+    left = without_flags(words, names)
     in_file = [name for name in DEGREES if name in names and name in degrees_given(read_arguments(left))]
     return [*left, *(word for name in in_file for word in (f"--{name}", "1"))]
+
+
+def without_flags(words: Sequence[str], names: Collection[str]) -> list[str]:
+    """Return training arguments without some flags and the one value of each.
+
+    >>> without_flags(["--max_steps", "8", "--seed=1"], ["max_steps"])
+    ['--seed=1']
+    """
+    flags = {f"--{name}" for name in names}
+    pairs = zip(["", *words], words, strict=False)
+    return [word for before, word in pairs if before not in flags and word.partition("=")[0] not in flags]
 
 
 def accumulate_argument(arguments: dict[str, Any]) -> str | None:

@@ -1,0 +1,208 @@
+"""One job for several nodes, checked as `toolkit train --dry-run` checks it before anything is written.
+
+Every engine turns the same `ClusterJob` into its own file.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from toolkit.cluster.options import JobOptions
+from toolkit.cluster.save_time import SaveTime, save_time
+from toolkit.errors import ToolkitError, visible
+from toolkit.files.reading import user_path
+from toolkit.files.secrets import HIDDEN, hide_words
+from toolkit.presets import Preset, load_preset, preset_names
+from toolkit.presets.support import CPU, Device, check_supported
+from toolkit.run.argument_checks import check_arguments
+from toolkit.run.checkpoints import LATEST_WORDS
+from toolkit.run.command import RESUME_LATEST
+from toolkit.run.environment import NVME_PATH_VARIABLE, PRESET_VARIABLE, RUN_ID_VARIABLE, process_environment
+from toolkit.run.preflight import check_job, check_output, check_required, data_parallel_size, global_batch_size
+from toolkit.run.script_arguments import micro_batch_size, read_arguments, read_method, without_flags
+
+GLOBAL_BATCH = "global_batch_size"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ClusterJob:
+    """A checked job: what every engine writes into its file."""
+
+    options: JobOptions
+    preset: Preset
+    name: str
+    arguments: dict[str, Any]
+    """Training arguments by name."""
+    training_argv: tuple[str, ...]
+    """Training arguments as they are written: they resume, and keep the global batch of an elastic run."""
+    output_dir: Path
+    save_time: SaveTime
+    warnings: tuple[str, ...]
+
+    @property
+    def saves(self) -> bool:
+        """True if the run writes checkpoints, from which a later attempt resumes."""
+        return str(self.arguments.get("save_strategy", "steps")) != "no"
+
+    @property
+    def shutdown_seconds(self) -> int:
+        """Seconds that torchrun waits for its ranks after SIGTERM."""
+        return self.save_time.grace_seconds
+
+    @property
+    def signal_seconds(self) -> int:
+        """Seconds before the end at which an engine sends SIGTERM: the ranks' time, and torchrun's own end."""
+        return self.save_time.grace_seconds + 30
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """Variables of the ranks with a value that is written into the job file."""
+        found = {PRESET_VARIABLE: preset_word(self.preset), **process_environment(cpu=self.options.cpu, run_id="")}
+        found.pop(RUN_ID_VARIABLE)  # an attempt is known by its rendezvous id
+        if self.options.cpu:
+            found["OMP_NUM_THREADS"] = "1"
+        if self.options.elastic:
+            # Otherwise the head's store holds the old attempt's keys when a node joins.
+            found["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+        return found | self.options.variables
+
+
+def preset_word(preset: Preset) -> str:
+    """Return what `TOOLKIT_PRESET` names: a shipped preset by its name, any other by the path of its file."""
+    return preset.name if preset.name in preset_names() else str(preset.accelerate_config_path)
+
+
+def prepare_job(options: JobOptions, *, shares_files: bool) -> ClusterJob:
+    """Check the job for each number of nodes. Raises ToolkitError for the first problem.
+
+    `shares_files` is true where the nodes are expected to see the files of this one: the output folder is then checked.
+    """
+    preset, argv = load_preset(options.preset), [*options.training_arguments]
+    _check_no_secrets(argv)
+    _check_nvme(preset, options)
+    arguments = read_arguments(argv)
+    check_required(arguments, ("model_name_or_path", "dataset", "output_dir"))
+    argv += _resume_argv(arguments)
+    _check_world_sizes(options, preset, arguments)
+    argv, arguments = _with_global_batch(options, preset, argv, arguments)
+    warnings = _check_arguments(options, preset, argv)
+    output_dir = user_path(str(arguments["output_dir"]))
+    if options.check_files and shares_files:
+        check_output(arguments, engine=preset.engine)
+    return ClusterJob(
+        options=options,
+        preset=preset,
+        name=options.name or preset.name.replace("_", "-").lower(),
+        arguments=arguments,
+        training_argv=tuple(argv),
+        output_dir=output_dir,
+        save_time=save_time(options, output_dir),
+        warnings=warnings,
+    )
+
+
+def _check_no_secrets(argv: list[str]) -> None:
+    for word, hidden in zip(argv, hide_words(argv), strict=True):
+        if word != hidden:
+            raise ToolkitError(
+                f"a training argument is a secret, which would be written into the job file: {hidden}",
+                hint=f"leave {HIDDEN} out, and pass it in the environment: `--env HF_TOKEN`",
+            )
+
+
+def _check_nvme(preset: Preset, options: JobOptions) -> None:
+    if preset.uses_nvme and NVME_PATH_VARIABLE not in options.variables:
+        raise ToolkitError(
+            f"preset {preset.name!r} offloads to a disk of each node, and none is named",
+            hint=f"`--env {NVME_PATH_VARIABLE}=/path/on/each/node`",
+        )
+
+
+def _resume_argv(arguments: dict[str, Any]) -> list[str]:
+    """The words that let a later attempt resume; nothing where the arguments have them."""
+    given = arguments.get("resume_from_checkpoint")
+    if given is None:
+        return list(RESUME_LATEST)
+    if str(given).lower() not in LATEST_WORDS:
+        raise ToolkitError(
+            f"--resume_from_checkpoint {given}: a job that is started again would begin there again",
+            hint="leave it out: each attempt resumes from the newest checkpoint in --output_dir",
+        )
+    return []
+
+
+def world_sizes(options: JobOptions) -> range:
+    """Return the numbers of ranks with which the job may run."""
+    per_node = options.gpus_per_node
+    return range(options.min_nodes * per_node, options.max_nodes * per_node + 1, per_node)
+
+
+def _check_world_sizes(options: JobOptions, preset: Preset, arguments: dict[str, Any]) -> None:
+    device, method = CPU if options.cpu else Device(), read_method(arguments)
+    for world_size in world_sizes(options):
+        check_supported(preset, method, world_size=world_size, device=device, purpose="cluster")
+
+
+def _with_global_batch(
+    options: JobOptions, preset: Preset, argv: list[str], arguments: dict[str, Any]
+) -> tuple[list[str], dict[str, Any]]:
+    """Give an elastic run its global batch, from which each attempt works out its accumulation steps."""
+    if not options.elastic or GLOBAL_BATCH in arguments:
+        return argv, arguments
+    largest = world_sizes(options)[-1]
+    batch = global_batch_size(arguments, data_parallel_size(preset, arguments, largest))
+    _check_batch(options, preset, arguments, batch)
+    left = without_flags(argv, ["gradient_accumulation_steps"])
+    return [*left, f"--{GLOBAL_BATCH}", str(batch)], arguments
+
+
+def _check_batch(options: JobOptions, preset: Preset, arguments: dict[str, Any], batch: int) -> None:
+    """Refuse a global batch that some number of nodes cannot keep."""
+    micro = micro_batch_size(arguments)
+    keeps = [
+        size // options.gpus_per_node
+        for size in world_sizes(options)
+        if batch % (micro * data_parallel_size(preset, arguments, size)) == 0
+    ]
+    if len(keeps) < len(world_sizes(options)):
+        raise ToolkitError(
+            f"{options.max_nodes} nodes train {batch} sequences per step, which --nodes {options.nodes} cannot keep:"
+            f" it divides among {', '.join(map(str, keeps))}",
+            hint=f"choose --gradient_accumulation_steps so that {micro} x GPUs divides the batch on every number of"
+            " nodes, or fewer numbers of nodes",
+        )
+
+
+def _check_arguments(options: JobOptions, preset: Preset, argv: list[str]) -> tuple[str, ...]:
+    """Run the checks of `toolkit train` for the largest number of nodes; the GPUs need not be here."""
+    largest = world_sizes(options)[-1]
+    known = without_flags(argv, [GLOBAL_BATCH])
+    if options.check_files:
+        gpus = None if options.cpu else largest
+        job = check_job(
+            preset, num_processes=largest, training_argv=known, cpu=options.cpu, gpus=gpus, nodes=options.max_nodes
+        )
+        return job.warnings
+    arguments = read_arguments(known)
+    return tuple(check_arguments(arguments, preset, num_processes=largest, on_cpu=options.cpu, here=False))
+
+
+# -- parts of every job file
+
+
+def written_by() -> list[str]:
+    """Return the comment that names the command a file was written by."""
+    words = ["toolkit", *hide_words(sys.argv[1:])]
+    return [f"# Written by: {visible(shlex.join(words))}"]
+
+
+def python_of(options: JobOptions, *, shares_files: bool) -> str:
+    """Return the Python of the nodes: as given; this one where they see its files; otherwise the first on the PATH."""
+    if options.python is not None:
+        return options.python
+    return os.path.abspath(sys.executable) if shares_files and options.container is None else "python"  # noqa: PTH100

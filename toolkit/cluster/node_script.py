@@ -1,0 +1,76 @@
+"""The shell script that every engine runs on each node: settings, checks, then torchrun in its place.
+
+>>> print(group_arguments(["--bf16", "true", "--dataset", "a.jsonl", "b.jsonl"]))
+['--bf16 true', '--dataset a.jsonl b.jsonl']
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from toolkit.cluster.cluster_job import ClusterJob
+from toolkit.cluster.node_setup import ADDRESS_VARIABLE
+
+RENDEZVOUS_PORT = 29500
+CONTINUED = " \\\n    "
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Place:
+    """Where an engine's variables tell a node its place; each is a word for the shell."""
+
+    attempt: str
+    """An id that no other attempt has."""
+    head: str
+    port: str = str(RENDEZVOUS_PORT)
+    peer: str | None = None
+    """Another node than the head."""
+    nnodes: str | None = None
+    """By default the number of the options."""
+
+
+def node_script(job: ClusterJob, place: Place, *, python: str) -> list[str]:
+    """Return the lines of the script; its last command is torchrun, which gets the engine's signals."""
+    exports = [f"export {name}={shlex.quote(value)}" for name, value in job.environment.items()]
+    required = [
+        f': "${{{name}:?is not set: the job was written with --env {name}}}"' for name in job.options.passed_variables
+    ]
+    return [*exports, *required, *job.options.setup, *_node_settings(job, place, python), *torchrun(job, place, python)]
+
+
+def _node_settings(job: ClusterJob, place: Place, python: str) -> list[str]:
+    """The lines that check the node and choose its network interface; a single node has no network to choose."""
+    if job.options.max_nodes == 1:
+        return []
+    peer = [] if place.peer is None else [f'--peer "{place.peer}"']
+    gpus = [] if job.options.cpu else [f"--gpus {job.options.gpus_per_node}"]
+    words = [f"{python} -m toolkit.cluster.node_setup", f'--head "{place.head}"', *peer, *gpus]
+    return [f"settings=$({' '.join(words)}) || exit", 'eval "$settings"']
+
+
+def torchrun(job: ClusterJob, place: Place, python: str) -> list[str]:
+    """Return the command that starts this node's ranks."""
+    options = job.options
+    address = [] if options.max_nodes == 1 else [f'--local-addr "${ADDRESS_VARIABLE}"']
+    parts = [
+        f"exec {python} -m torch.distributed.run",
+        f"--nnodes {place.nnodes or options.nodes} --nproc-per-node {options.gpus_per_node}",
+        f'--rdzv-id "{place.attempt}" --rdzv-backend c10d --rdzv-endpoint "{place.head}:{place.port}"',
+        *address,
+        f"--max-restarts {options.restarts} --shutdown-timeout {job.shutdown_seconds}",
+        "-m toolkit.train",
+        *group_arguments(job.training_argv),
+    ]
+    return CONTINUED.join(parts).splitlines()
+
+
+def group_arguments(words: Sequence[str]) -> list[str]:
+    """Return training arguments for the shell, each flag together with its values."""
+    groups: list[list[str]] = []
+    for word in words:
+        if word.startswith("--") or not groups:
+            groups.append([])
+        groups[-1].append(shlex.quote(word))
+    return [" ".join(group) for group in groups]

@@ -1,0 +1,132 @@
+"""What a node does before torchrun starts on it: check that it can reach the head, and choose its network interface.
+
+    settings=$(python -m toolkit.cluster.node_setup --head node1 --peer node2 --gpus 8) && eval "$settings"
+
+Shell assignments go to stdout: the node's address for torchrun's `--local-addr`, and the interface for NCCL and gloo.
+Everything else goes to stderr. Every engine's job file runs this, inside the container where there is one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ipaddress
+import os
+import shlex
+import socket
+import sys
+import time
+from collections.abc import Sequence
+
+from toolkit.entry_point import exit_code_of, print_message
+from toolkit.errors import ToolkitError
+from toolkit.hardware.gpus import count_gpus
+
+ADDRESS_VARIABLE = "TOOLKIT_NODE_ADDRESS"
+INTERFACE_VARIABLES = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
+# The DNS names of a Kubernetes job's pods appear a few seconds after the pods.
+RESOLVE_SECONDS = 120.0
+RETRY_SECONDS = 2.0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print this node's settings as shell assignments; two lines and exit code 2 where the node cannot take part."""
+    parser = argparse.ArgumentParser(prog="python -m toolkit.cluster.node_setup", description=(__doc__ or "")[:112])
+    parser.add_argument("--head", required=True, help="host name of the node with the rendezvous")
+    parser.add_argument("--peer", help="another node, to which the head's own route leads")
+    parser.add_argument("--gpus", type=int, default=0, help="GPUs that the job needs on each node")
+    parser.add_argument(
+        "--wait-seconds", type=float, default=RESOLVE_SECONDS, help="time for the head's name to appear"
+    )
+    options = parser.parse_args(argv)
+
+    def work() -> None:
+        check_gpus(options.gpus)
+        head = resolve(options.head, seconds=options.wait_seconds)
+        address = local_address(head, peer=options.peer)
+        interface = interface_of(address)
+        for name, value in node_settings(address, interface).items():
+            print(f"export {name}={shlex.quote(value)}")
+        chosen = {name: os.environ.get(name, interface) for name in INTERFACE_VARIABLES}
+        shown = " ".join(f"{name}={value or 'unset'}" for name, value in chosen.items())
+        print_message(f"{socket.gethostname()}: address {address}, head {options.head} ({head}), {shown}")
+
+    return exit_code_of(work)
+
+
+def check_gpus(needed: int) -> None:
+    """Raise ToolkitError where this node has fewer GPUs than the job was written for."""
+    found = count_gpus() if needed else 0
+    if found < needed:
+        raise ToolkitError(
+            f"{socket.gethostname()} has {found} visible GPUs, the job starts {needed} ranks on each node",
+            hint="check the allocation (`nvidia-smi -L`), or write the job file with another `--gpus-per-node`",
+        )
+
+
+def resolve(name: str, *, seconds: float) -> str:
+    """Return the address of a host; a name that is not known yet is looked up again for this many seconds.
+
+    Raises ToolkitError for a name that does not resolve from this node.
+    """
+    deadline = time.monotonic() + seconds
+    while True:
+        try:
+            return str(socket.getaddrinfo(name, None, type=socket.SOCK_DGRAM)[0][4][0])
+        except OSError as error:
+            if time.monotonic() >= deadline:
+                raise ToolkitError(
+                    f"the head {name!r} does not resolve from {socket.gethostname()}: {error.strerror}",
+                    hint=f"`getent hosts {name}` on this node; add it to DNS or /etc/hosts, or use its address",
+                ) from None
+        time.sleep(RETRY_SECONDS)
+
+
+def local_address(head: str, *, peer: str | None) -> str:
+    """Return the address with which this node reaches the others: the source address of its route to the head.
+
+    The head's route to itself is the loopback; there, the route to `peer` counts.
+    """
+    address = source_address(head)
+    if peer and (address == head or ipaddress.ip_address(address).is_loopback):
+        return source_address(resolve(peer, seconds=0))
+    return address
+
+
+def source_address(target: str) -> str:
+    """Return the source address of the route to an address; no packet is sent. Raises ToolkitError without a route."""
+    family = socket.AF_INET6 if ":" in target else socket.AF_INET
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((target, 9))  # a UDP socket only chooses its route; any port will do
+        except OSError as error:
+            raise ToolkitError(
+                f"{socket.gethostname()} has no route to {target}: {error.strerror}",
+                hint=f"`ip route get {target}` on this node",
+            ) from None
+        return str(probe.getsockname()[0])
+
+
+def interface_of(address: str) -> str | None:
+    """Return the name of the network interface that has an address; None for the loopback and in odd namespaces."""
+    import psutil
+
+    if ipaddress.ip_address(address).is_loopback:
+        return None
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(each.address.partition("%")[0] == address for each in addresses):
+            return str(name)
+    return None
+
+
+def node_settings(address: str, interface: str | None) -> dict[str, str]:
+    """Return the variables to set; an interface that the user has chosen stays.
+
+    >>> node_settings("10.0.0.2", None)
+    {'TOOLKIT_NODE_ADDRESS': '10.0.0.2'}
+    """
+    chosen = {} if interface is None else {name: interface for name in INTERFACE_VARIABLES if name not in os.environ}
+    return {ADDRESS_VARIABLE: address, **chosen}
+
+
+if __name__ == "__main__":
+    sys.exit(main())

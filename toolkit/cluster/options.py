@@ -1,0 +1,137 @@
+"""The options that every `toolkit cluster` command has: one job specification for all engines.
+
+>>> JobOptions(preset="zero2", nodes="2:1")
+Traceback (most recent call last):
+toolkit.errors.ToolkitError: --nodes is '2:1', expected a number, or MIN:MAX for an elastic run
+  hint: `--nodes 2`, or `--nodes 1:2`
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from toolkit.errors import ToolkitError
+from toolkit.files.secrets import is_secret_name
+from toolkit.flags import PresetName, TrainingArguments
+from toolkit.run.argument_values import Range, check_range
+from toolkit.run.options import MAX_RESTARTS
+
+MAX_NODES = 10_000
+MAX_GPUS_PER_NODE = 1024
+# A job's name is part of host names and of file names: Kubernetes allows 63 characters, of which it appends some.
+_NAME = re.compile(r"[a-z0-9]([-a-z0-9]{0,38}[a-z0-9])?")
+_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+DAY_SECONDS = 24 * 60 * 60
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class JobOptions:
+    """What runs, on how many nodes, and what each node needs. Raises ToolkitError for values that make no job."""
+
+    preset: PresetName
+    nodes: Annotated[str, typer.Option(help="number of nodes; MIN:MAX for an elastic run that survives lost nodes")]
+    gpus_per_node: Annotated[int, typer.Option(help="ranks per node, one per GPU; with --cpu, processes")] = 8
+    training_arguments: TrainingArguments = ()
+    name: Annotated[str | None, typer.Option(help="name of the job; default: the preset's")] = None
+    max_restarts: Annotated[
+        int | None, typer.Option(help="restarts by torchrun after a failed rank or node; default 0, elastic 3")
+    ] = None
+    env: Annotated[
+        tuple[str, ...],
+        typer.Option(help="NAME=VALUE, or NAME: its value at submission, never written to the file; repeatable"),
+    ] = ()
+    setup: Annotated[
+        tuple[str, ...], typer.Option(help="shell line to run on each node before training; repeatable")
+    ] = ()
+    container: Annotated[str | None, typer.Option(help="container image to run in")] = None
+    python: Annotated[
+        str | None, typer.Option(help="Python on the nodes; default: this one, or `python` elsewhere and in containers")
+    ] = None
+    save_seconds: Annotated[
+        float | None, typer.Option(help="seconds that a checkpoint takes; default: as --saves-of measured")
+    ] = None
+    saves_of: Annotated[
+        Path | None,
+        typer.Option(help="run folder whose measured saves are used; default: --output_dir, where it holds a run"),
+    ] = None
+    preflight: Annotated[
+        bool, typer.Option("--preflight", help="run `toolkit doctor` on every node first, and compare the nodes")
+    ] = False
+    cpu: Annotated[bool, typer.Option("--cpu", help="train on CPUs, for tests")] = False
+    check_files: Annotated[
+        bool,
+        typer.Option(
+            "--check-files/--no-check-files", help="read model and data here; --no-... if only the nodes have them"
+        ),
+    ] = True
+    output: Annotated[Path | None, typer.Option(help="write the job file here instead of to stdout")] = None
+
+    def __post_init__(self) -> None:
+        limits = {
+            "--gpus-per-node": (self.gpus_per_node, Range(lowest=1, highest=MAX_GPUS_PER_NODE)),
+            "--max-restarts": (self.max_restarts, Range(lowest=0, highest=MAX_RESTARTS)),
+            "--save-seconds": (self.save_seconds, Range(above=0, highest=DAY_SECONDS)),
+        }
+        for name, (value, allowed) in limits.items():
+            check_range(name, value, allowed)
+        self._check_nodes()
+        for item in self.env:
+            check_variable(item)
+        if self.name is not None and not _NAME.fullmatch(self.name):
+            raise ToolkitError(
+                f"--name is {self.name[:80]!r}, expected at most 40 lower-case letters, digits and dashes",
+                hint="`--name my-run`",
+            )
+        for option, lines in {"--setup": self.setup, "--container": (self.container or "",)}.items():
+            if any(not line.isprintable() for line in lines):
+                raise ToolkitError(f"{option} has a line break or a control character", hint=f"repeat `{option}`")
+
+    def _check_nodes(self) -> None:
+        if not re.fullmatch("[0-9]{1,6}(:[0-9]{1,6})?", self.nodes) or self.min_nodes > self.max_nodes:
+            raise ToolkitError(
+                f"--nodes is {self.nodes[:40]!r}, expected a number, or MIN:MAX for an elastic run",
+                hint="`--nodes 2`, or `--nodes 1:2`",
+            )
+        for count in (self.min_nodes, self.max_nodes):
+            check_range("--nodes", count, Range(lowest=1, highest=MAX_NODES))
+
+    @property
+    def min_nodes(self) -> int:
+        return int(self.nodes.partition(":")[0])
+
+    @property
+    def max_nodes(self) -> int:
+        return int(self.nodes.rpartition(":")[2])
+
+    @property
+    def elastic(self) -> bool:
+        return self.min_nodes != self.max_nodes
+
+    @property
+    def restarts(self) -> int:
+        """`max_restarts`, by default 0; 3 for an elastic run, which counts each node that is lost."""
+        return self.max_restarts if self.max_restarts is not None else 3 if self.elastic else 0
+
+    @property
+    def variables(self) -> dict[str, str]:
+        """Environment variables with a value that is written into the job file."""
+        return dict(item.split("=", 1) for item in self.env if "=" in item)
+
+    @property
+    def passed_variables(self) -> list[str]:
+        """Names of variables whose values are taken from the environment at submission."""
+        return [item for item in self.env if "=" not in item]
+
+
+def check_variable(item: str) -> None:
+    """Raise ToolkitError for an `--env` that is no NAME=VALUE, or whose value is a secret."""
+    name, equals, value = item.partition("=")
+    if not _VARIABLE.fullmatch(name) or not value.isprintable():
+        raise ToolkitError(f"--env is {item[:80]!r}, expected NAME=VALUE or NAME", hint="`--env NCCL_DEBUG=INFO`")
+    if equals and is_secret_name(name):
+        raise ToolkitError(f"--env {name}=... would write a secret into the job file", hint=f"`--env {name}`")
