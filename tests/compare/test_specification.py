@@ -10,15 +10,18 @@ from typing import Any
 import pytest
 from comparison_records import DDP, FSDP2_TP, comparison
 
+from toolkit.compare.options import CompareOptions
 from toolkit.compare.result_values import RowKey
 from toolkit.compare.specification import (
     ComparisonSpec,
     Trial,
     equal_global_batches,
+    make_specification,
     open_comparison,
     read_comparison,
     strong_scaling_batches,
 )
+from toolkit.compare.variants import load_variants
 from toolkit.errors import ToolkitError
 
 OLD_COMPARISON = Path(__file__).parents[1] / "fixtures" / "comparison_before_typed_results"
@@ -103,6 +106,29 @@ def test_strong_scaling_keeps_the_global_batch(micro: int, accumulation: int, ex
 def test_a_global_batch_that_cannot_be_shared_is_refused() -> None:
     with pytest.raises(ToolkitError, match="a global batch of 3 sequences cannot be shared by 2 processes"):
         strong_scaling_batches({"per_device_train_batch_size": 3}, [1, 2])
+
+
+def specification(*words: str, **given: Any) -> ComparisonSpec:
+    """A comparison of `ddp` with these training arguments."""
+    options = CompareOptions(preset=("ddp",), output_dir=Path("out"), training_arguments=words, cpu=True, **given)
+    return make_specification(options, load_variants(options.preset, ()))
+
+
+def test_a_global_batch_size_is_kept_by_every_row() -> None:
+    words = ("--per_device_train_batch_size", "2", "--global_batch_size", "8")
+    scaled = specification(*words, num_processes=("1,2,4",))
+    assert scaled.scaling == "strong"
+    assert [batch["gradient_accumulation_steps"] for batch in scaled.batches.values()] == [4, 2, 1]
+    single = specification(*words, num_processes=("2",))
+    assert (single.scaling, single.batches) == (None, {"ddp-n2": {"gradient_accumulation_steps": 2}})
+    with pytest.raises(ToolkitError, match="numbers of processes that keep it: 1, 2, 4"):
+        specification(*words, num_processes=("3",))
+
+
+@pytest.mark.parametrize("given", [{"find_max_batch": 8}, {"scaling": "weak", "num_processes": ("1,2",)}])
+def test_an_option_that_changes_the_global_batch_is_refused_where_it_is_kept(given: dict[str, Any]) -> None:
+    with pytest.raises(ToolkitError, match="does not go with --global_batch_size"):
+        specification("--global_batch_size", "8", **{"num_processes": ("2",)} | given)
 
 
 def test_a_comparison_of_single_runs_cannot_be_resumed(tmp_path: Path) -> None:

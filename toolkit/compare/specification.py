@@ -30,9 +30,12 @@ from toolkit.parallel.layout import ParallelLayout, divide_ranks
 from toolkit.presets import Preset
 from toolkit.presets.preset import QUANTIZED_KEYS
 from toolkit.run.folder import write_json
+from toolkit.run.global_batch import with_accumulation
 from toolkit.run.script_arguments import (
     accumulation_steps,
     degrees_given,
+    integer,
+    is_given,
     micro_batch_size,
     read_arguments,
     without_degrees,
@@ -225,6 +228,7 @@ def make_specification(options: CompareOptions, variants: Sequence[Variant]) -> 
     baseline = options.baseline or ("ddp" if "ddp" in names else names[0])
     if baseline not in names:
         raise ToolkitError(f"--baseline {baseline} is not among the presets compared: {', '.join(names)}")
+    scaling = _scaling(options)
     spec = ComparisonSpec(
         presets=tuple(names),
         preset_files={variant.name: variant.preset.texts() for variant in variants},
@@ -240,12 +244,13 @@ def make_specification(options: CompareOptions, variants: Sequence[Variant]) -> 
         order_seed=options.order_seed,
         target_interval=_target_interval(options, variants),
         trial_minutes=options.trial_minutes,
-        scaling=options.effective_scaling,
+        scaling=scaling,
         find_max_batch=options.find_max_batch,
-        batches=_strong_scaling(options, names) if options.effective_scaling == "strong" else {},
+        batches=_strong_scaling(options, names) if scaling == "strong" else {},
     )
     _check_size(spec)
-    return spec.with_batches(equal_global_batches(spec))
+    spec = spec.with_batches(equal_global_batches(spec))
+    return spec.with_batches(_accumulated_batches(spec))
 
 
 def equal_global_batches(spec: ComparisonSpec) -> dict[str, dict[str, int]]:
@@ -259,6 +264,20 @@ def equal_global_batches(spec: ComparisonSpec) -> dict[str, dict[str, int]]:
         if layout is not None and layout.ranks_per_batch > 1 and BATCH_ARGUMENT not in own:
             sequences = micro_batch_size(spec.arguments(row)) * layout.ranks_per_batch
             batches[row.name] = {**batches.get(row.name, {}), BATCH_ARGUMENT: sequences}
+    return batches
+
+
+def _accumulated_batches(spec: ComparisonSpec) -> dict[str, dict[str, int]]:
+    """Return the batch arguments by row name, with the accumulation steps that `--global_batch_size` asks for."""
+    batches = dict(spec.batches)
+    for row in spec.rows():
+        arguments = spec.arguments(row)
+        if not is_given(arguments, "global_batch_size"):
+            continue
+        groups = spec.data_parallel_size(row)
+        kept = with_accumulation(arguments, data_parallel_size=groups, ranks_per_batch=row.world_size // groups)
+        steps = {"gradient_accumulation_steps": accumulation_steps(kept)}
+        batches[row.name] = {**batches.get(row.name, {}), **steps}
     return batches
 
 
@@ -282,6 +301,19 @@ def _target_interval(options: CompareOptions, variants: Sequence[Variant]) -> fl
     return TARGET_INTERVAL_ON_CPU if options.on_cpu or offloads else TARGET_INTERVAL_ON_GPU
 
 
+def _scaling(options: CompareOptions) -> Scaling | None:
+    """Strong scaling where `--global_batch_size` gives every row the same batch; otherwise as the options say."""
+    if not is_given(read_arguments(options.training_arguments), "global_batch_size"):
+        return options.effective_scaling
+    others = {"--find-max-batch": options.find_max_batch is not None, "--scaling weak": options.scaling == "weak"}
+    for option, is_set in others.items():
+        if is_set:
+            raise ToolkitError(
+                f"{option} does not go with --global_batch_size, which every row keeps", hint="leave one of them out"
+            )
+    return None if len(options.world_sizes) == 1 else "strong"
+
+
 def _strong_scaling(options: CompareOptions, names: Sequence[str]) -> dict[str, dict[str, int]]:
     batches = strong_scaling_batches(read_arguments(options.training_arguments), options.world_sizes)
     return {RowKey(preset=name, world_size=size).name: batch for size, batch in batches.items() for name in names}
@@ -290,7 +322,7 @@ def _strong_scaling(options: CompareOptions, names: Sequence[str]) -> dict[str, 
 def strong_scaling_batches(arguments: Mapping[str, Any], world_sizes: Sequence[int]) -> dict[int, dict[str, int]]:
     """Return the batch arguments for each world size that keep the global batch of the smallest one.
 
-    Fewer accumulation steps come first, then smaller micro-batches.
+    `--global_batch_size` takes its place. Fewer accumulation steps come first, then smaller micro-batches.
 
     >>> strong_scaling_batches({"per_device_train_batch_size": 4}, [1, 2])[2]
     {'per_device_train_batch_size': 2, 'gradient_accumulation_steps': 1}
@@ -298,6 +330,7 @@ def strong_scaling_batches(arguments: Mapping[str, Any], world_sizes: Sequence[i
     arguments = dict(arguments)
     micro_batch = micro_batch_size(arguments)
     global_batch = micro_batch * accumulation_steps(arguments) * min(world_sizes)
+    global_batch = integer(arguments, "global_batch_size", global_batch)
     found: dict[int, dict[str, int]] = {}
     for size in world_sizes:
         if global_batch % size:

@@ -21,6 +21,7 @@ from toolkit.presets.training_arguments import STRATEGY_ARGUMENTS
 from toolkit.run.argument_values import check_ranges, check_words
 from toolkit.run.compilation import check_compilation, missing_compiler
 from toolkit.run.dataset_checks import check_evaluation, check_streaming, check_weights, streaming_warnings
+from toolkit.run.global_batch import check_global_batch
 from toolkit.run.learning_rate import check_scaling
 from toolkit.run.lora_config import lora_fields
 from toolkit.run.model_arguments import check_attention
@@ -109,6 +110,7 @@ def check_values(arguments: Arguments, *, on_cpu: bool) -> None:
     check_ranges(arguments)
     check_trainer_arguments(arguments, on_cpu=on_cpu)
     check_scaling(arguments)
+    check_global_batch(arguments)
     check_weights(arguments)
     check_streaming(arguments)
     check_evaluation(arguments)
@@ -223,7 +225,8 @@ def _ineffective_arguments(arguments: Arguments, preset: PresetSpec | None) -> l
     for name, needed in PREREQUISITES.items():
         if name in arguments and not is_given(arguments, needed):
             lines.append(f"--{name} has no effect without --{needed}")
-    if is_given(arguments, "accumulate") and accumulation_steps(arguments) == 1:
+    alone = accumulation_steps(arguments) == 1 and not is_given(arguments, "global_batch_size")
+    if is_given(arguments, "accumulate") and alone:
         lines.append("--accumulate has no effect without --gradient_accumulation_steps above 1")
     hook = arguments.get("ddp_comm_hook")
     lines += [

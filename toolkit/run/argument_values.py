@@ -96,6 +96,7 @@ RANGES = {
     "lora_alpha": _COUNT,
     "lora_dropout": _FRACTION,
     "lr_reference_batch_size": _COUNT,
+    "global_batch_size": Range(lowest=1, highest=2**40),
     "preprocessing_num_workers": Range(lowest=1, highest=_WORKERS),
     "streaming_buffer_size": _COUNT,
     "untimed_steps": _NOT_NEGATIVE,

@@ -38,6 +38,7 @@ from toolkit.run.checkpoints import (
 )
 from toolkit.run.dataset_checks import check_rows_fill_a_step, check_val_size, streaming_buffer_size
 from toolkit.run.folder import RunFolder, read_json
+from toolkit.run.global_batch import global_batch_size, with_accumulation
 from toolkit.run.model_arguments import check_parts
 from toolkit.run.script_arguments import (
     accumulation_steps,
@@ -111,7 +112,9 @@ def check_job(
         rows, names = rows - held_out, f"without the {held_out} of --val_size, {names}"
     check_eval_dataset(arguments)
     check_chat_template(arguments)
-    batch = global_batch_size(arguments, data_parallel_size(preset, arguments, num_processes))
+    groups = data_parallel_size(preset, arguments, num_processes)
+    arguments = with_accumulation(arguments, data_parallel_size=groups, ranks_per_batch=num_processes // groups)
+    batch = global_batch_size(arguments, groups)
     check_rows_fill_a_step(rows, batch, names, packing=flag(arguments.get("packing", False)))
     return CheckedJob(arguments=arguments, global_batch_size=batch, warnings=tuple(warnings))
 
@@ -198,11 +201,6 @@ def data_parallel_size(preset: PresetSpec, arguments: dict[str, Any], num_proces
     """Return how many ranks, or groups of ranks, train on different rows."""
     layout = preset.layout(num_processes, degrees_given(arguments))
     return num_processes if layout is None else layout.data_parallel_size
-
-
-def global_batch_size(arguments: dict[str, Any], data_parallel_size: int) -> int:
-    """Return the sequences per optimizer step: micro-batch x accumulation steps x groups with different rows."""
-    return micro_batch_size(arguments) * accumulation_steps(arguments) * data_parallel_size
 
 
 def check_output(arguments: dict[str, Any], *, engine: str = "deepspeed") -> Path:

@@ -108,6 +108,13 @@ class ModelArguments:
     lr_reference_batch_size: int | None = field(
         default=None, metadata={"help": "the global batch size (sequences) for which --learning_rate was tuned"}
     )
+    global_batch_size: int | None = field(
+        default=None,
+        metadata={
+            "help": "sequences of every optimizer step over all GPUs: the accumulation steps follow from it, so the"
+            " batch stays when the number of GPUs changes"
+        },
+    )
     activation_checkpointing_offload: bool = field(
         default=False, metadata={"help": "keep the checkpointed activations in host memory"}
     )

@@ -25,6 +25,7 @@ from toolkit.presets.training_arguments import SDPA, parallelism_arguments, reso
 from toolkit.run.argument_aliases import canonical_flags
 from toolkit.run.argument_checks import check_arguments
 from toolkit.run.compilation import Compilation
+from toolkit.run.global_batch import with_accumulation
 from toolkit.run.learning_rate import WARMUP_SHARE, ScaledRate, scaled_rate
 from toolkit.run.script_arguments import (
     DataArguments,
@@ -105,6 +106,7 @@ def parse_args(argv: Sequence[str], launch: LaunchContext) -> Arguments:
         purpose="launched",
     )
     layout = _layout(given, launch)
+    values |= _accumulation_steps(given, layout)
     values |= _accumulation(given, launch) | _parallelism(values, launch, layout)
     rate, checkpointing = _scaled_learning_rate(values, layout), uses_activation_checkpointing(values)
     if checkpointing:
@@ -208,6 +210,18 @@ def _accumulation(given: dict[str, Any], launch: LaunchContext) -> dict[str, Any
     return {"accumulate": chosen if chosen is not None or preset is None else default_accumulate(preset)}
 
 
+def _accumulation_steps(given: dict[str, Any], layout: ParallelLayout | None) -> dict[str, Any]:
+    """Return the accumulation steps that follow from `--global_batch_size` and the number of ranks."""
+    ranks_per_batch = 1 if layout is None else layout.ranks_per_batch
+    kept = with_accumulation(given, data_parallel_size=_groups(layout), ranks_per_batch=ranks_per_batch)
+    return {name: value for name, value in kept.items() if name not in given or value != given[name]}
+
+
+def _groups(layout: ParallelLayout | None) -> int:
+    """Return how many ranks, or groups of ranks, train on different rows."""
+    return int(os.environ.get("WORLD_SIZE", "1")) if layout is None else layout.data_parallel_size
+
+
 def _layout(given: dict[str, Any], launch: LaunchContext) -> ParallelLayout | None:
     if launch.preset is None:
         return None
@@ -239,13 +253,11 @@ def _activation_checkpointing(launch: LaunchContext, *, offload: bool) -> dict[s
 def _scaled_learning_rate(values: dict[str, Any], layout: ParallelLayout | None) -> ScaledRate | None:
     if values["lr_scaling"] is None:
         return None
-    world_size = int(os.environ.get("WORLD_SIZE", "1"))
-    groups = world_size if layout is None else layout.data_parallel_size
     sequences_per_rank = int(values["per_device_train_batch_size"]) * int(values["gradient_accumulation_steps"])
     return scaled_rate(
         float(values["learning_rate"]),
         rule=values["lr_scaling"],
-        global_batch_size=sequences_per_rank * groups,
+        global_batch_size=sequences_per_rank * _groups(layout),
         reference_batch_size=int(values["lr_reference_batch_size"]),
     )
 

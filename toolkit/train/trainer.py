@@ -30,9 +30,10 @@ from toolkit.train.checkpointing.manifest import (
     manifest_facts,
 )
 from toolkit.train.checkpointing.resume import UniversalCheckpoint, is_universal, load_converted
-from toolkit.train.data.collation import BATCH_FACTS, IGNORED, SeededLengthGroups
+from toolkit.train.data.collation import BATCH_FACTS, IGNORED
 from toolkit.train.data.dataset import Data, make_collator
 from toolkit.train.data.packing import check_model_packs
+from toolkit.train.data.row_order import SeededLengthGroups, keep_order
 from toolkit.train.data.stream_loader import (
     LaneStates,
     record_lane_states,
@@ -91,7 +92,9 @@ class MeasuredTrainer(Trainer):  # type: ignore[misc]
 
     def get_train_dataloader(self) -> Any:
         if not isinstance(self.train_dataset, TokenStream):
-            return super().get_train_dataloader()
+            loader = super().get_train_dataloader()
+            keep_order(loader, global_batch_size=self.run.arguments.model.global_batch_size)
+            return loader
         return stream_loader(self.train_dataset, self.data_collator, self.args, self.accelerator.device)
 
     def get_batch_samples(self, epoch_iterator: Any, *args: Any, **kwargs: Any) -> Any:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from launching import ROOT, accelerate_launch, read
 
-from toolkit.train.data.collation import BATCH_FACTS, Collator, SeededLengthGroups
+from toolkit.train.data.collation import BATCH_FACTS, Collator
 from toolkit.train.metrics.evaluation import EvaluatedTokens, EvaluationRows, held_out
 
 
@@ -34,20 +34,6 @@ def test_fill_rows_have_no_supervised_tokens(tokenizer: Any) -> None:
     filled = EvaluationRows(rows, multiple=4)
     facts = Collator(tokenizer)([filled[index] for index in range(len(filled))])[BATCH_FACTS]
     assert (len(filled), facts.supervised_tokens) == (4, 3)
-
-
-def test_length_groups_are_every_row_once_in_an_order_of_seed_and_epoch() -> None:
-    lengths = [index % 50 + 1 for index in range(200)]
-    sampler = SeededLengthGroups(4, lengths, seed=1)
-    torch.manual_seed(0)
-    first = list(sampler)
-    torch.manual_seed(99)  # another rank's random state
-    assert list(sampler) == first
-    assert sorted(first) == list(range(200))
-    sampler.set_epoch(1)
-    assert list(sampler) != first
-    padded = sum(4 * max(lengths[index] for index in first[start : start + 4]) for start in range(0, 200, 4))
-    assert sum(lengths) / padded > 0.9  # observed: 0.93; random batches of these lengths: 0.64
 
 
 def evaluated(folder: Path, model: Path, rows: Path, *more: str, ranks: int) -> dict[str, Any]:

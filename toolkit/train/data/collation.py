@@ -1,15 +1,14 @@
-"""Padded batches of token rows or packs, their recorded contents, and the order of rows grouped by length."""
+"""Padded batches of token rows or packs, and their recorded contents."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain
 from typing import Any
 
 import torch
-from transformers.trainer_pt_utils import LengthGroupedSampler
 
 IGNORED = -100  # the label that PyTorch's cross entropy ignores
 BATCH_FACTS = "batch_facts"
@@ -143,22 +142,3 @@ def _batch_facts(input_ids: torch.Tensor, labels: torch.Tensor, rows: Sequence[d
         sha256=digest.hexdigest(),
         rows=tuple(chain.from_iterable(numbers)),
     )
-
-
-class SeededLengthGroups(LengthGroupedSampler):  # type: ignore[misc]
-    """Sampler of rows grouped by similar length, in an order that follows from seed and epoch alone.
-
-    transformers draws from the process's own random state, which dropout advances differently on each rank: from the
-    second epoch on, ranks would split the rows differently, train on some twice and on others never.
-    """
-
-    def __init__(self, batch_size: int, lengths: list[int], *, seed: int) -> None:
-        super().__init__(batch_size, lengths=lengths)
-        self.seed, self.epoch = seed, 0
-
-    def set_epoch(self, epoch: int) -> None:
-        self.epoch = epoch
-
-    def __iter__(self) -> Iterator[int]:
-        self.generator = torch.Generator().manual_seed(self.seed + self.epoch)
-        return iter(super().__iter__())
