@@ -23,7 +23,8 @@ from toolkit.run.argument_checks import check_arguments
 from toolkit.run.checkpoints import LATEST_WORDS
 from toolkit.run.command import RESUME_LATEST
 from toolkit.run.environment import NVME_PATH_VARIABLE, PRESET_VARIABLE, RUN_ID_VARIABLE, process_environment
-from toolkit.run.preflight import check_job, check_output, check_required, data_parallel_size, global_batch_size
+from toolkit.run.global_batch import global_batch_size
+from toolkit.run.preflight import check_job, check_output, check_required, data_parallel_size
 from toolkit.run.script_arguments import micro_batch_size, read_arguments, read_method, without_flags
 
 GLOBAL_BATCH = "global_batch_size"
