@@ -77,9 +77,19 @@ def accelerate_launch(
 
 def torchrun(script: str, *words: str, num_processes: int) -> CompletedProcess[str]:
     """Run a script of the user's own under torchrun; one process is started without it."""
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(num_processes)]
-    command = [sys.executable, *(launcher if num_processes > 1 else []), str(SCRIPTS / script), *words]
-    return run_warm(command, cpu_environment() | {"OMP_NUM_THREADS": "1"})
+    command = [sys.executable, *(torchrun_words(num_processes) if num_processes > 1 else [])]
+    return run_warm([*command, str(SCRIPTS / script), *words], cpu_environment() | {"OMP_NUM_THREADS": "1"})
+
+
+def torchrun_preset(preset: str | None, *words: str, num_processes: int = 2, **more: str) -> CompletedProcess[str]:
+    """Run the training script under torchrun alone, with the preset in the environment; `more` are other variables."""
+    named = {} if preset is None else {"TOOLKIT_PRESET": preset}
+    command = [sys.executable, *torchrun_words(num_processes), "-m", "toolkit.train", *words]
+    return run_warm(command, cpu_environment() | {"OMP_NUM_THREADS": "1"} | named | more)
+
+
+def torchrun_words(num_processes: int) -> list[str]:
+    return ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(num_processes)]
 
 
 def toolkit(*words: str, cwd: Path = ROOT) -> CompletedProcess[str]:

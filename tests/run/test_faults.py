@@ -310,6 +310,34 @@ def test_a_second_signal_during_the_save_ends_the_run_at_once_and_keeps_the_chec
     assert [checkpoint.problem(deep=True) for checkpoint in found] == [None] * len(found)
 
 
+def test_under_torchrun_one_signalled_rank_stops_all_and_so_does_a_signal_to_every_process(start: Starter) -> None:
+    """A cloud that takes one node back signals that node alone; SLURM signals every process, `tee` too."""
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "toolkit.train"]
+    words = ["--save_strategy", "steps", "--save_steps", "50000", "--resume_from_checkpoint", "latest"]
+    words += ["--logging_steps", "1"]
+    run = start(*words, launcher=launcher, TOOLKIT_PRESET="zero2")
+    run.until_step(3)
+    os.kill(run.pulse(1).pid, signal.SIGTERM)
+    first = end(run)
+    run = start(*words, launcher=launcher, TOOLKIT_PRESET="zero2")
+    run.until_step(first.steps[0] + 2)
+    for process in psutil.Process(run.process.pid).children(recursive=True):
+        process.send_signal(signal.SIGTERM)
+    run.process.send_signal(signal.SIGTERM)
+    second = end(run)
+    for ended in (first, second):
+        assert (ended.code, ended.run["status"], ended.failure["kind"]) == (1, "interrupted", "interrupted"), ended.said
+        assert ended.steps[0] == ended.steps[1]
+        assert f"checkpoint-{ended.steps[0]}" in ended.checkpoints
+        assert ended.failure["message"] == f"SIGTERM ended the run after step {ended.steps[0]};" + (
+            f" checkpoint-{ended.steps[0]} was saved"
+        )
+    assert second.run["resumed_from"]["step"] == first.steps[0]
+    assert (
+        f"log at step {second.steps[0]}, all ranks" in (run.folder / "train.log").read_text()
+    )  # `tee` has outlived the signal
+
+
 def test_an_oom_kill_by_the_kernel_is_host_out_of_memory(start: Starter, tmp_path: Path) -> None:
     group = Path("/sys/fs/cgroup/memory") / f"toolkit-{os.getpid()}"
     try:

@@ -2,7 +2,8 @@
 
 A run is started with `inherited_environment() | run_environment(...)`. `accelerate launch` then adds
 `launcher_environment` for every rank, and torchrun `rank_environment` for each. A process that stands in for a rank
-without a launcher (a rehearsal, a warm start) is given all of them.
+without a launcher (a rehearsal, a warm start) is given all of them. A rank that torchrun alone has started, as on
+several nodes, gives itself `strategy_environment`.
 
 accelerate's variables come from its own launcher functions, so that a preset's file is read exactly as in a launched
 run. accelerate (and with it torch) is imported inside the functions: this module is light.
@@ -26,6 +27,8 @@ NVME_PATH_VARIABLE = "TOOLKIT_NVME_PATH"
 PREPARED_VARIABLE = "TOOLKIT_RUN_PREPARED"
 # A rank prints rows and reads files in UTF-8, whatever the locale of this node is.
 UTF8_VARIABLES = {"PYTHONUTF8": "1", "PYTHONIOENCODING": "utf-8"}
+# accelerate's launcher functions also set where the ranks meet, which torchrun has told them.
+PLACE_VARIABLES = ("MASTER_ADDR", "MASTER_PORT", "PYTHONPATH")
 # A library may have put its strategy into this process's environment; a run gets its strategy from the preset.
 STRATEGY_VARIABLES = ("ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_FSDP", "ACCELERATE_USE_PARALLELISM_CONFIG")
 
@@ -98,6 +101,16 @@ def launcher_environment(preset: Preset, *, world_size: int) -> dict[str, str]:
         environment = launch.prepare_multi_gpu_env(arguments)
     environment.pop("OMP_NUM_THREADS", None)
     return environment
+
+
+def strategy_environment(preset: Preset, *, world_size: int) -> dict[str, str]:
+    """Return the part of `launcher_environment` that says how to train, and not where the ranks meet."""
+    environment = launcher_environment(preset, world_size=world_size)
+    return {
+        name: value
+        for name, value in environment.items()
+        if name not in PLACE_VARIABLES and os.environ.get(name) != value
+    }
 
 
 def rank_environment(

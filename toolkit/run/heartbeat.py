@@ -23,12 +23,16 @@ import psutil
 from pydantic import TypeAdapter, ValidationError
 
 from toolkit.errors import ToolkitError
+from toolkit.files.atomic_write import write_text
 from toolkit.files.reading import read_bytes
 from toolkit.run.folder import MAX_PID
 
 HANG_TIMEOUT_VARIABLE = "TOOLKIT_HANG_TIMEOUT_MINUTES"
 # Shorter than transformers' `ddp_timeout` of 30 minutes, after which a collective fails without saying where.
 DEFAULT_HANG_TIMEOUT_MINUTES = 20.0
+# Names the attempt whose ranks write here: those of an earlier one, on a node that was cut off, stop when they see it.
+ATTEMPT_ID = "attempt.id"
+ATTEMPT_ID_CHARACTERS = 32
 # Created by the rank that reports a hang, so that only one does.
 HANG_CLAIM = "hang.claim"
 # Make a rank write the stacks of all its threads, or of its main thread alone. faulthandler does so in C, even while
@@ -61,6 +65,8 @@ class Heartbeat:
     written_unix: float
     peak_host_bytes: int | None = None
     """Peak resident memory of the process so far."""
+    attempt_id: str | None = None
+    """What the ranks of this attempt call it."""
 
     @property
     def process(self) -> psutil.Process | None:
@@ -97,6 +103,28 @@ def stacks_path(ranks: Path, rank: int) -> Path:
     return ranks / f"rank{rank}.stacks"
 
 
+def write_attempt_id(ranks: Path, attempt_id: str) -> None:
+    """Make an attempt the one whose ranks write into this folder."""
+    write_text(ranks / ATTEMPT_ID, attempt_id)
+
+
+def read_attempt_id(ranks: Path) -> str | None:
+    """Return the attempt whose ranks write into this folder; None where none has said so.
+
+    The folder is listed first: on NFS that asks the server, where a file alone may be answered from the cache.
+    """
+    with contextlib.suppress(OSError):
+        list(ranks.iterdir())
+        with (ranks / ATTEMPT_ID).open(encoding="ascii", errors="replace") as file:
+            return file.read(ATTEMPT_ID_CHARACTERS)
+    return None
+
+
+def is_superseded(ranks: Path, attempt_id: str | None) -> bool:
+    """Return True for an attempt in whose place another one writes into this folder."""
+    return attempt_id is not None and read_attempt_id(ranks) not in (None, attempt_id)
+
+
 def write_heartbeat(ranks: Path, heartbeat: Heartbeat) -> None:
     """Replace the rank's heartbeat; a reader sees the old or the new one."""
     path = heartbeat_path(ranks, heartbeat.rank)
@@ -106,9 +134,11 @@ def write_heartbeat(ranks: Path, heartbeat: Heartbeat) -> None:
 
 
 def read_heartbeats(ranks: Path) -> list[Heartbeat]:
-    """Return the last heartbeat of every rank that has written one, in rank order."""
-    found = [_read_heartbeat(path) for path in ranks.glob("rank*.pulse")]
-    return sorted((heartbeat for heartbeat in found if heartbeat is not None), key=lambda heartbeat: heartbeat.rank)
+    """Return the last heartbeat of every rank of this attempt that has written one, in rank order."""
+    found = [heartbeat for path in ranks.glob("rank*.pulse") if (heartbeat := _read_heartbeat(path)) is not None]
+    current = read_attempt_id(ranks)
+    own = [heartbeat for heartbeat in found if current is None or heartbeat.attempt_id in (None, current)]
+    return sorted(own, key=lambda heartbeat: heartbeat.rank)
 
 
 def _read_heartbeat(path: Path) -> Heartbeat | None:

@@ -33,6 +33,7 @@ from toolkit.train.checkpointing.resume import find_checkpoint
 from toolkit.train.checkpointing.signals import StopOnSignal
 from toolkit.train.health.progress import Progress
 from toolkit.train.launch_context import LaunchContext
+from toolkit.train.shared_folder import claim_folder
 from toolkit.units import number
 
 
@@ -171,8 +172,11 @@ def _open_folder(run: ActiveRun) -> None:
         run.barrier()
         if run.writes:
             folder.hold()
-            start_attempt(folder, resume=resume)
-            _copy_output_to(folder.log if resume else folder.current().log)
+    checkpoint = None if run.checkpoint is None else run.checkpoint.path
+    run.progress.attempt_id = claim_folder(folder.path, checkpoint, writes=run.writes, gather=run.gather)
+    if run.writes and not run.launch.folder_prepared:
+        start_attempt(folder, resume=resume)
+        _copy_output_to(folder.log if resume else folder.current().log)
     run.barrier()
     if run.writes:
         started = {} if run.launch.folder_prepared else start_facts() | {"plan": None}
@@ -231,11 +235,17 @@ def _last_line(measured: Measurements, *, untimed_steps: int, folder: Path) -> s
 
 
 def _copy_output_to(log: Path) -> None:
-    """Copy this process's stdout and stderr into train.log, where no launcher does it."""
+    """Copy this process's stdout and stderr into train.log, where no launcher does it.
+
+    SLURM sends SIGTERM to every process of a job step: the copies ignore it, and end with the rank, which saves first.
+    """
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
         copy = subprocess.Popen(
-            ["tee", "-a", str(log)], stdin=subprocess.PIPE, stdout=stream.fileno(), start_new_session=True
+            ["sh", "-c", "trap '' TERM INT HUP; exec tee -a \"$0\"", str(log)],
+            stdin=subprocess.PIPE,
+            stdout=stream.fileno(),
+            start_new_session=True,
         )
         assert copy.stdin is not None
         os.dup2(copy.stdin.fileno(), stream.fileno())

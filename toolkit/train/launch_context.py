@@ -1,7 +1,9 @@
 """How this rank was launched: the preset, the number of processes, and the folders that the launcher prepared.
 
 `toolkit train` passes them in environment variables. A plain `accelerate launch --config_file F --num_processes N`
-passes its ranks neither, so they are read from the launcher's own command line, among this process's parents.
+passes its ranks neither, so they are read from the launcher's own command line, among this process's parents. Under
+torchrun alone, as on several nodes, the user names the preset, and each rank gives itself what `accelerate launch`
+would: after an elastic restart that may be for another number of ranks.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from pathlib import Path
 
 import psutil
 
+from toolkit.errors import ToolkitError
 from toolkit.files.reading import user_path
 from toolkit.presets import Preset, load_preset, read_preset
 from toolkit.run.environment import (
@@ -20,9 +23,12 @@ from toolkit.run.environment import (
     PRESET_VARIABLE,
     RUN_ID_VARIABLE,
     WORLD_SIZE_VARIABLE,
+    strategy_environment,
 )
 from toolkit.run.nvme import ACCELERATE_VARIABLES, swap_folder
 
+# Set by `accelerate launch` for every preset.
+ACCELERATE_VARIABLE = "ACCELERATE_MIXED_PRECISION"
 # Set by `accelerate launch` from the YAML's `deepspeed_config_file`.
 DEEPSPEED_CONFIG_VARIABLE = "ACCELERATE_DEEPSPEED_CONFIG_FILE"
 
@@ -40,11 +46,24 @@ class LaunchContext:
 
     @classmethod
     def from_env(cls) -> LaunchContext:
-        """Read it from the environment, or from the command line of the `accelerate launch` above this process."""
+        """Read it from the environment, or from the command line of the `accelerate launch` above this process.
+
+        Under torchrun alone this sets the environment of the preset. Raises ToolkitError for several nodes without a
+        preset, and for another number of ranks than the job asked for.
+        """
+        started_by_torchrun = not (PREPARED_VARIABLE in os.environ or ACCELERATE_VARIABLE in os.environ)
         if PRESET_VARIABLE in os.environ:
-            given = os.environ.get(WORLD_SIZE_VARIABLE)
-            context = cls.of_preset(load_preset(os.environ[PRESET_VARIABLE]), int(given) if given else None)
+            preset, world_size = load_preset(os.environ[PRESET_VARIABLE]), check_world_size()
+            if started_by_torchrun:
+                set_strategy(preset)
+            context = cls.of_preset(preset, world_size)
         else:
+            if started_by_torchrun and int(os.environ.get("GROUP_WORLD_SIZE", "1")) > 1:
+                raise ToolkitError(
+                    f"{PRESET_VARIABLE} is not set, and torchrun has started this job on"
+                    f" {os.environ['GROUP_WORLD_SIZE']} nodes: no rank knows how to shard the model",
+                    hint=f"on every node: `export {PRESET_VARIABLE}=zero2`; `toolkit presets` lists the presets",
+                )
             context = _from_parent_processes()
         return replace(context, folder_prepared=PREPARED_VARIABLE in os.environ)
 
@@ -53,6 +72,35 @@ class LaunchContext:
         """Return the context of a run under a preset, its hybrid mesh divided as the preset says."""
         shard_size = preset.dp_shard_size(world_size) if world_size else None
         return cls(preset=preset, world_size=world_size, dp_shard_size=shard_size)
+
+
+def check_world_size() -> int | None:
+    """Return the number of ranks of the job; None where no launcher has said it.
+
+    Raises ToolkitError where the job asked for another number, as when a cluster allocates fewer nodes.
+    """
+    requested, started = os.environ.get(WORLD_SIZE_VARIABLE), os.environ.get("WORLD_SIZE")
+    if requested and started and requested != started:
+        nodes, ranks = os.environ.get("GROUP_WORLD_SIZE", "1"), os.environ.get("LOCAL_WORLD_SIZE", "1")
+        raise ToolkitError(
+            f"the job asked for {requested} ranks ({WORLD_SIZE_VARIABLE}), and {started} were started:"
+            f" {ranks} on each of {nodes} node{'s' * (nodes != '1')}",
+            hint=f"ask for {requested} GPUs, and start torchrun on every node; or change `{WORLD_SIZE_VARIABLE}`",
+        )
+    return int(requested or started or 0) or None
+
+
+def set_strategy(preset: Preset) -> None:
+    """Give this rank the environment that `accelerate launch` gives its ranks for the preset.
+
+    Raises ToolkitError for a preset of several processes in one that torchrun has not started.
+    """
+    if "WORLD_SIZE" not in os.environ and preset.engine != "none":
+        raise ToolkitError(
+            f"{PRESET_VARIABLE}={preset.name} needs a launcher, and this process has none",
+            hint=f"`toolkit train --preset {preset.name} -- ...`, or `torchrun` in front",
+        )
+    os.environ.update(strategy_environment(preset, world_size=int(os.environ.get("WORLD_SIZE", "1"))))
 
 
 def _from_parent_processes() -> LaunchContext:

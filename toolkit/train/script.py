@@ -33,8 +33,8 @@ def main(argv: Sequence[str], progress: Progress) -> None:
     Raises whatever went wrong: `toolkit.train.__main__` turns it into failure.json, a message and an exit code.
     """
     progress.enter("arguments")
-    set_up_libraries(progress)
     launch = LaunchContext.from_env()
+    set_up_libraries(progress)
     find_deepspeed_config(launch)
     args = parse_args(argv, launch)
     with open_run(args, launch, progress) as run:

@@ -23,7 +23,7 @@ from toolkit.errors import AttestationFailed, OutOfMemory, RunFailed, ToolkitErr
 from toolkit.files.secrets import hide_secrets
 from toolkit.run import status
 from toolkit.run.folder import RunFolder
-from toolkit.run.heartbeat import Heartbeat, peak_resident_bytes, read_heartbeats
+from toolkit.run.heartbeat import Heartbeat, is_superseded, peak_resident_bytes, read_heartbeats
 from toolkit.run.resource_exhaustion import (
     describe_full_disk,
     describe_host_oom,
@@ -96,9 +96,14 @@ def report_hang(failure: dict[str, Any], progress: Progress) -> None:
 
 
 def _claim_report(progress: Progress, failure: dict[str, Any]) -> bool:
-    """Create failure.json; return False if another rank has. Before there is a folder, rank 0 reports."""
+    """Create failure.json; return False if another rank has. Before there is a folder, rank 0 reports.
+
+    A rank whose attempt a restart has replaced says nothing: the folder is no longer its own.
+    """
     if progress.output_dir is None or not progress.output_dir.is_dir():
         return int(os.environ.get("RANK", "0")) == 0
+    if is_superseded(progress.output_dir / "ranks", progress.attempt_id):
+        return False
     try:
         with RunFolder(progress.output_dir).current().failure_json.open("x", encoding="utf-8") as file:
             json.dump(hide_secrets(failure), file, indent=2)

@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import psutil
 
@@ -25,6 +25,7 @@ from toolkit.run.heartbeat import (
     HANG_CLAIM,
     HANG_TIMEOUT_VARIABLE,
     Heartbeat,
+    is_superseded,
     peak_resident_bytes,
     read_heartbeats,
     stacks_path,
@@ -87,10 +88,19 @@ class Watchdog:
     def _watch(self) -> None:
         while True:
             time.sleep(HEARTBEAT_SECONDS)
+            if is_superseded(self.ranks, self.progress.attempt_id):
+                self._leave()
             with contextlib.suppress(OSError), self.writing:  # a full disk is reported by the main thread
                 self.beat()
             if self.limit_seconds and time.time() - self.progress_unix > self.limit_seconds:
                 self._end_if_all_ranks_hang()
+
+    def _leave(self) -> NoReturn:
+        """End this rank of an attempt that was restarted without it, and leave the run folder to its successor."""
+        node, pid = os.uname().nodename, os.getpid()
+        print(f"rank {self.rank} on {node} (process {pid}) ends: the run was restarted without it", file=sys.stderr)
+        sys.stderr.flush()
+        os._exit(EXIT_RUN_FAILED)
 
     def beat(self) -> None:
         """Note whether the rank has made progress, and write its heartbeat."""
@@ -108,6 +118,7 @@ class Watchdog:
             progress_unix=self.progress_unix,
             written_unix=now,
             peak_host_bytes=peak_resident_bytes(),
+            attempt_id=self.progress.attempt_id,
         )
         write_heartbeat(self.ranks, heartbeat)
 

@@ -27,6 +27,8 @@ class Progress:
     """Forward passes started in this process."""
     output_dir: Path | None = None
     """The run folder; None before it is open."""
+    attempt_id: str | None = None
+    """What the ranks of this attempt call it; None before the run folder is open."""
     datasets: tuple[str, ...] = ()
     """The files and hub ids of `--dataset`."""
     swap_folder: Path | None = None

@@ -51,7 +51,7 @@ class EarlyStopping(TrainerCallback):  # type: ignore[misc]
     def on_train_begin(self, args: Any, *_: Any, **__: Any) -> None:
         self.began = time.monotonic()
         if args.world_size > 1:
-            self.store = join_store(timedelta(seconds=args.ddp_timeout))
+            self.store = join_store(timedelta(seconds=args.ddp_timeout), self.run.progress)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         del args

@@ -1,0 +1,86 @@
+"""Under torchrun alone a rank gives itself the environment of the preset that the user names."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from launching import ROOT, accelerate_launch, losses, read, torchrun_preset
+
+from toolkit.errors import ToolkitError
+from toolkit.train.launch_context import LaunchContext
+
+PRESETS = {"ddp": [], "zero2": [], "zero3": [], "fsdp2": [], "cp": ["--cp", "2"], "tp": ["--tp", "2"]}
+TWO_NODES = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1", "GROUP_WORLD_SIZE": "2"}
+
+
+@pytest.fixture
+def job(tiny_model: Path, faq_alpaca: Path) -> list[str]:
+    words = ["--model_name_or_path", str(tiny_model), "--dataset", str(faq_alpaca), "--max_seq_length", "64"]
+    return [*words, "--max_steps", "2", "--per_device_train_batch_size", "2", "--save_strategy", "no", "--output_dir"]
+
+
+def leaves(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield every figure of an attestation with the path of its keys."""
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            yield from leaves(inner, f"{name}.{key}")
+    elif isinstance(value, list):
+        for index, inner in enumerate(value):
+            yield from leaves(inner, f"{name}[{index}]")
+    else:
+        yield name, value
+
+
+@pytest.mark.launch
+@pytest.mark.parametrize("preset", PRESETS)
+def test_torchrun_and_accelerate_launch_put_the_same_strategy_in_effect(
+    preset: str, job: list[str], tmp_path: Path
+) -> None:
+    config, words = ROOT / "accelerate_configs" / f"{preset}.yaml", [*PRESETS[preset], *job]
+    ended = accelerate_launch(config, *words, str(tmp_path / "accelerate"))
+    assert ended.returncode == 0, ended.stderr[-2000:]
+    ended = torchrun_preset(preset, *words, str(tmp_path / "torchrun"))
+    assert ended.returncode == 0, ended.stderr[-2000:]
+    found, expected = (dict(leaves(read(tmp_path / name / "attestation.json"))) for name in ("torchrun", "accelerate"))
+    assert found == expected
+    assert len(found) > 40
+    assert losses(tmp_path / "torchrun") == losses(tmp_path / "accelerate")
+
+
+@pytest.mark.launch
+def test_a_smaller_allocation_than_the_job_asked_for_is_refused_once_before_a_model_is_loaded(
+    job: list[str], tmp_path: Path
+) -> None:
+    ended = torchrun_preset("zero2", *job, str(tmp_path / "out"), TOOLKIT_WORLD_SIZE="16")
+    assert ended.returncode == 1  # torchrun's own; that of the rank is 2
+    assert ended.stderr.count("error: the job asked for 16 ranks (TOOLKIT_WORLD_SIZE), and 2 were started") == 1
+    assert "exitcode  : 2" in ended.stderr
+    assert not (tmp_path / "out").exists()
+
+
+def test_several_nodes_without_a_preset_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in TWO_NODES.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ToolkitError, match="TOOLKIT_PRESET is not set, and torchrun has started this job on 2 nodes"):
+        LaunchContext.from_env()
+
+
+def test_a_preset_of_several_processes_needs_a_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TOOLKIT_PRESET", "zero2")
+    with pytest.raises(ToolkitError, match="TOOLKIT_PRESET=zero2 needs a launcher"):
+        LaunchContext.from_env()
+
+
+def test_what_a_launcher_has_set_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`accelerate launch` may have been given other options than the preset's file has."""
+    monkeypatch.setenv("TOOLKIT_PRESET", "fsdp2")
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp16")
+    for name, value in TWO_NODES.items():
+        monkeypatch.setenv(name, value)
+    launch = LaunchContext.from_env()
+    assert (launch.world_size, launch.preset and launch.preset.name) == (2, "fsdp2")
+    assert "FSDP_VERSION" not in os.environ

@@ -1,0 +1,68 @@
+"""One attempt owns the run folder, and every node sees it: found out before a model is loaded.
+
+Rank 0 writes the attempt's id to `ranks/attempt.id`, and the other ranks look for it. The id also separates this
+attempt's heartbeats and keys in the process group's store from those of an attempt that a restart has replaced.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from toolkit.errors import ToolkitError
+from toolkit.run.heartbeat import read_attempt_id, write_attempt_id
+
+# A network file system may answer from its cache for some seconds.
+VISIBLE_SECONDS = 15.0
+
+
+def claim_folder(output_dir: Path, checkpoint: Path | None, *, writes: bool, gather: Callable[[Any], list[Any]]) -> str:
+    """Make this attempt the owner of the run folder, and return its id, the same on all ranks. Collective.
+
+    `gather` returns every rank's value. Raises ToolkitError on every rank where the node of one does not see what
+    rank 0 has written, or the checkpoint that the run resumes from.
+    """
+    ranks = output_dir / "ranks"
+    attempt_id = str(gather(uuid.uuid4().hex if writes else None)[0])
+    if writes:
+        ranks.mkdir(parents=True, exist_ok=True)
+        write_attempt_id(ranks, attempt_id)
+    unseen = [] if _is_visible(ranks, attempt_id) else [str(output_dir.absolute())]
+    if checkpoint is not None and not checkpoint.is_dir():
+        unseen.append(str(checkpoint.absolute()))
+    check_shared(gather((os.uname().nodename, unseen)))
+    return attempt_id
+
+
+def _is_visible(ranks: Path, attempt_id: str) -> bool:
+    deadline = time.monotonic() + VISIBLE_SECONDS
+    while read_attempt_id(ranks) != attempt_id:
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.1)
+    return True
+
+
+def check_shared(found: Sequence[tuple[str, Sequence[str]]]) -> None:
+    """Raise ToolkitError where a node does not see a folder; `found` is each rank's node and what it does not see.
+
+    >>> check_shared([("node1", []), ("node2", ["/tmp/out"])])
+    Traceback (most recent call last):
+    toolkit.errors.ToolkitError: /tmp/out is not shared: node2 does not see what node1 has written there
+      hint: name a folder on a file system that all nodes mount: `--output_dir DIR`
+    """
+    blind = {
+        folder: sorted({node for node, unseen in found if folder in unseen}) for _, seen in found for folder in seen
+    }
+    if not blind:
+        return
+    folder, nodes = next(iter(blind.items()))
+    see = "does" if len(nodes) == 1 else "do"
+    raise ToolkitError(
+        f"{folder} is not shared: {', '.join(nodes)} {see} not see what {found[0][0]} has written there",
+        hint="name a folder on a file system that all nodes mount: `--output_dir DIR`",
+    )
