@@ -132,6 +132,7 @@ ARGUMENTS: dict[str, dict[str, str]] = {
     "8-bit AdamW": {"optim": "adamw_bnb_8bit"},
     "torchao": {"optim": "adamw_torch_8bit"},
     "save only model": {"save_only_model": "true"},
+    "async save": {"async_save": "true"},
     "batch size search": {"auto_find_batch_size": "true"},
 }
 
@@ -176,6 +177,22 @@ def test_only_sharded_state_dicts_reject_saving_the_model_alone(tmp_path: Path) 
     path = tmp_path / "full.yaml"
     path.write_text("distributed_type: FSDP\nfsdp_config: {fsdp_version: 2, fsdp_state_dict_type: FULL_STATE_DICT}\n")
     assert unsupported(load_preset(str(path)), Method(save_only_model=True)) is None
+
+
+def test_only_presets_with_shards_of_their_own_save_in_the_background(tmp_path: Path) -> None:
+    method = Method(async_save=True)
+    accepted = {p.name for p in list_presets() if unsupported(p, method) is None}
+    assert accepted == {"fsdp2", "fsdp2_cpu_offload", "fsdp2_grad_op", "fsdp2_hybrid"} | SPLIT - {"ulysses"}
+    reason = unsupported(load_preset("zero2"), method)
+    assert reason is not None
+    assert reason.message == (
+        "--async_save does not work under preset 'zero2': DeepSpeed writes its checkpoints itself"
+    )
+    path = tmp_path / "full.yaml"
+    path.write_text("distributed_type: FSDP\nfsdp_config: {fsdp_version: 2, fsdp_state_dict_type: FULL_STATE_DICT}\n")
+    full = unsupported(load_preset(str(path)), method)
+    assert full is not None
+    assert full.why == "its fsdp_state_dict_type is FULL_STATE_DICT, which rank 0 writes alone"
 
 
 def test_sequence_parallelism_needs_stage_3(tmp_path: Path) -> None:

@@ -63,6 +63,7 @@ def test_a_communication_hook_needs_two_processes() -> None:
             {"ddp_bucket_cap_mb": "5"},
             "--ddp_bucket_cap_mb has no effect: preset 'zero2' does not train with DDP",
         ),
+        ("fsdp2", {"async_save": "true", "save_strategy": "no"}, "--async_save has no effect with --save_strategy no"),
         ("ddp", {"lora_alpha": "8"}, "--lora_alpha has no effect without --lora_r"),
         ("ddp", {"ddp_comm_hook": "bf16", "ddp_comm_hook_top_k_fraction": "0.1"}, "has no effect: the hook is bf16"),
         ("ddp", {"gradient_checkpointing": "true"}, "is an old name: write --activation_checkpointing"),

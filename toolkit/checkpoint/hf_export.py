@@ -14,9 +14,10 @@ from toolkit.checkpoint.detection import detect
 from toolkit.checkpoint.engines import open_checkpoint
 from toolkit.checkpoint.model_definition import MetaModel, ModelFiles
 from toolkit.checkpoint.output_folder import check_disk_space, check_output, copy_file, rename_to, temporary_beside
-from toolkit.checkpoint.safetensors_files import DEFAULT_SHARD_BYTES, DTYPES, SavedTensor, write_model
+from toolkit.checkpoint.safetensors_files import DEFAULT_SHARD_BYTES, DTYPES, write_model
 from toolkit.checkpoint.weights import check_names, merged_tensors, model_tensors
 from toolkit.errors import ToolkitError
+from toolkit.files.safetensors_writer import SavedTensor
 from toolkit.run.checkpoints import FINGERPRINT, MANIFEST, read_checkpoint
 from toolkit.run.folder import write_json
 

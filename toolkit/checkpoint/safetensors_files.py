@@ -1,30 +1,20 @@
-"""Read and write a model's safetensors files one tensor at a time.
-
-safetensors' own writer needs all tensors of a file in memory at once; the format's header needs only names, dtypes
-and shapes (https://github.com/huggingface/safetensors#format).
-"""
+"""Read and write a model's safetensors files one tensor at a time."""
 
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 
 from toolkit.files.model_weights import read_weights
 from toolkit.files.safetensors_header import damaged
+from toolkit.files.safetensors_writer import SavedTensor, write_file
 
 DEFAULT_SHARD_BYTES = 5 * 10**9
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-_DTYPE_CODES = {
-    **{torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.float64: "F64"},
-    **{torch.int64: "I64", torch.int32: "I32", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL"},
-}
 
 
 class WeightFiles:
@@ -54,30 +44,16 @@ class WeightFiles:
         return tensor
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SavedTensor:
-    """A tensor to be written: `read` is called when its turn comes, and its result is cast to `dtype`."""
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    read: Callable[[], torch.Tensor]
-
-    @property
-    def bytes(self) -> int:
-        return math.prod(self.shape) * int(self.dtype.itemsize)
-
-
 def write_model(folder: Path, tensors: Sequence[SavedTensor], *, max_shard_bytes: int, stem: str = "model") -> None:
     """Write one file, or several with an index, in Hugging Face's layout."""
     shards = _shards(tensors, max_shard_bytes)
     if len(shards) == 1:
-        _write_file(folder / f"{stem}.safetensors", shards[0])
+        write_file(folder / f"{stem}.safetensors", shards[0])
         return
     weight_map: dict[str, str] = {}
     for number, shard in enumerate(shards, 1):
         name = f"{stem}-{number:05d}-of-{len(shards):05d}.safetensors"
-        _write_file(folder / name, shard)
+        write_file(folder / name, shard)
         weight_map |= {tensor.name: name for tensor in shard}
     total = {"total_size": sum(tensor.bytes for tensor in tensors)}
     index = json.dumps({"metadata": total, "weight_map": weight_map}, indent=2)
@@ -91,25 +67,3 @@ def _shards(tensors: Sequence[SavedTensor], max_shard_bytes: int) -> list[list[S
             shards.append([])
         shards[-1].append(tensor)
     return shards
-
-
-def _write_file(path: Path, tensors: Sequence[SavedTensor]) -> None:
-    with path.open("wb") as file:
-        header = _header(tensors)
-        file.write(len(header).to_bytes(8, "little") + header)
-        for tensor in tensors:
-            values = tensor.read().to(tensor.dtype).contiguous()
-            assert tuple(values.shape) == tensor.shape, f"{tensor.name}: {tuple(values.shape)}, expected {tensor.shape}"
-            file.write(memoryview(values.view(-1).view(torch.uint8).numpy()))
-
-
-def _header(tensors: Sequence[SavedTensor]) -> bytes:
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    offset = 0
-    for tensor in tensors:
-        end = offset + tensor.bytes
-        code = _DTYPE_CODES[tensor.dtype]
-        header[tensor.name] = {"dtype": code, "shape": tensor.shape, "data_offsets": [offset, end]}
-        offset = end
-    text = json.dumps(header, separators=(",", ":")).encode()
-    return text + b" " * (-len(text) % 8)

@@ -15,8 +15,9 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from toolkit.checkpoint.model_definition import MetaModel
-from toolkit.checkpoint.safetensors_files import SavedTensor, WeightFiles
+from toolkit.checkpoint.safetensors_files import WeightFiles
 from toolkit.errors import ToolkitError
+from toolkit.files.safetensors_writer import SavedTensor
 
 Read = Callable[[str], torch.Tensor]
 

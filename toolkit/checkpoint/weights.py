@@ -10,9 +10,10 @@ import torch
 
 from toolkit.checkpoint.model_definition import ADAPTER_NAME, MetaModel, ModelFiles
 from toolkit.checkpoint.reader import CheckpointReader
-from toolkit.checkpoint.safetensors_files import SavedTensor, WeightFiles
+from toolkit.checkpoint.safetensors_files import WeightFiles
 from toolkit.checkpoint.stored_weights import stored_tensors
 from toolkit.errors import ToolkitError
+from toolkit.files.safetensors_writer import SavedTensor
 
 
 def check_names(reader: CheckpointReader, model: MetaModel) -> None:

@@ -41,10 +41,11 @@ def host_memory(engine: EngineSettings, weights: JobWeights, states: ModelStates
     processes = ranks * PROCESS_BYTES
     offloaded = ranks * sum(_offloaded_blocks(engine, weights, states))
     loading = processes + _loading(engine, weights, ranks)
+    staged = _staged(engine, weights, states, ranks) if job.async_save else 0
     return HostMemory(
         loading_bytes=loading + (offloaded if engine.shards_parameters else 0),
         before_first_step_bytes=offloaded,
-        training_bytes=processes + offloaded + ranks * _created_in_first_step(engine, states),
+        training_bytes=processes + offloaded + ranks * _created_in_first_step(engine, states) + staged,
         disk_bytes=ranks * _disk(engine, states),
     )
 
@@ -70,6 +71,16 @@ def _created_in_first_step(engine: EngineSettings, states: ModelStates) -> int:
     if engine.kind == "fsdp2":
         return states.gradient_bytes + states.optimizer_bytes
     return ADAM_BYTES * _optimizer_elements(states)
+
+
+def _staged(engine: EngineSettings, weights: JobWeights, states: ModelStates, ranks: int) -> int:
+    """Copies of what `--async_save` writes: each rank's shards. Of a model that was sharded at load rank 0 gathers the
+    weights instead; adapters, which it writes at once, are not copied."""
+    trained = FP32_BYTES * weights.num_trained
+    if engine.sharded_at_load:
+        return ranks * states.optimizer_bytes + (0 if weights.num_frozen else trained)
+    share = trained // engine.shard_ranks if weights.num_frozen else states.parameter_bytes
+    return ranks * (share + states.optimizer_bytes)
 
 
 def _optimizer_elements(states: ModelStates) -> int:

@@ -68,6 +68,8 @@ class TrainingJob:
     """`chunked`: ours, head included; `full`: transformers' own; `fused`: Liger's; `chunked_output`: torchtune's."""
     loss_chunk_tokens: int = LOSS_CHUNK_TOKENS
     """Tokens whose logits exist at a time with `chunked`."""
+    async_save: bool = False
+    """Checkpoints are written while training continues."""
     optim: str = DEFAULT_OPTIMIZER
     """Name of the optimizer in the training arguments."""
     gpus_per_node: int = 8
@@ -128,6 +130,7 @@ class TrainingJob:
             lora=self.lora_r is not None,
             load_in_4bit=self.load_in_4bit,
             packing=self.packing,
+            async_save=self.async_save,
             attn_implementation=self.attn_implementation,
             activation_checkpointing=self.activation_checkpointing,
             accumulate=self.accumulate,

@@ -72,6 +72,10 @@ class PlanOptions:
     load_in_4bit: Quantized = False
     equal_lengths: EqualLengths = False
     packing: Annotated[bool, Option("--packing", help="pack rows to full length")] = False
+    async_save: Annotated[
+        bool,
+        Option("--async-save", help="checkpoints are written while training continues, from a copy in host memory"),
+    ] = False
     attn_implementation: Annotated[
         str | None,
         Option(help="attention function of packed rows: auto (the default) makes no mask where the model allows it"),

@@ -50,6 +50,7 @@ def job_from_arguments(arguments: dict[str, Any]) -> TrainingJob:
         lora_target_modules=tuple(map(str, as_list(arguments.get("lora_target_modules")))) or ALL_LINEAR,
         load_in_4bit=flag(arguments.get("load_in_4bit", False)),
         packing=flag(arguments.get("packing", False)),
+        async_save=flag(arguments.get("async_save", False)),
         attn_implementation=read_method(arguments).attn_implementation,
         loss=planned_loss(arguments),
         loss_chunk_tokens=integer(arguments, "loss_chunk_tokens", LOSS_CHUNK_TOKENS),

@@ -140,6 +140,7 @@ def plan_request(model: str, options: PlanOptions) -> PlanRequest:
             lora_target_modules=options.lora_target_modules or ALL_LINEAR,
             load_in_4bit=options.load_in_4bit,
             packing=options.packing,
+            async_save=options.async_save,
             attn_implementation=options.attn_implementation,
             loss=options.loss,
             optim=options.optim,

@@ -62,6 +62,7 @@ class Method:
     memory_snapshot: bool = False
     auto_find_batch_size: bool = False
     save_only_model: bool = False
+    async_save: bool = False
     streaming: bool = False
     fp16: bool = False
     tp: int | None = None
@@ -220,6 +221,7 @@ def limitations(preset: PresetSpec) -> tuple[str, ...]:
 _DOCUMENTED_METHODS = {
     "QLoRA": Method(lora=True, load_in_4bit=True),
     "`save_only_model`": Method(save_only_model=True),
+    "`async_save`": Method(async_save=True),
     "`auto_find_batch_size`": Method(auto_find_batch_size=True),
     "`packing`": Method(packing=True),
     "`streaming`": Method(streaming=True),
@@ -829,15 +831,36 @@ def rejects_auto_find_batch_size(*, engine: str, zero_stage: int) -> bool:
 
 @_rule("save-only-model")
 def _save_only_model(case: _Case) -> _Answer:
-    # FSDP2's state dict is sharded unless the preset says otherwise.
     preset = case.preset
     if preset is None or not preset.uses_fsdp_plugin or not case.method.save_only_model:
         return None
-    state_dict_type = preset.accelerate_config()["fsdp_config"].get("fsdp_state_dict_type", "SHARDED_STATE_DICT")
-    if not rejects_save_only_model(state_dict_type):
+    if not rejects_save_only_model(_fsdp_state_dict_type(preset)):
         return None
     why = "the Trainer rejects it with FSDP2's sharded state dict"
     return _method_answer(case, "save_only_model", why, "leave it out")
+
+
+def _fsdp_state_dict_type(preset: PresetSpec) -> str:
+    """The preset's choice, or accelerate's default with FSDP2."""
+    config = preset.accelerate_config()["fsdp_config"]
+    return str(config.get("fsdp_state_dict_type", "SHARDED_STATE_DICT"))
+
+
+@_rule("async-save")
+def _async_save(case: _Case) -> _Answer:
+    preset = case.preset
+    if preset is None or not case.method.async_save or preset.sharded_at_load:
+        return None
+    hint = "leave it out, or `--preset fsdp2`"
+    if preset.engine == "deepspeed":
+        return _method_answer(case, "async_save", "DeepSpeed writes its checkpoints itself", hint)
+    if not preset.uses_fsdp_plugin:
+        return _method_answer(case, "async_save", "rank 0 writes its checkpoints alone, and no rank has a shard", hint)
+    state_dict_type = _fsdp_state_dict_type(preset)
+    if state_dict_type == "SHARDED_STATE_DICT":
+        return None
+    why = f"its fsdp_state_dict_type is {state_dict_type}, which rank 0 writes alone"
+    return _method_answer(case, "async_save", why, "`fsdp_state_dict_type: SHARDED_STATE_DICT`")
 
 
 @_rule("auto-find-batch-size")

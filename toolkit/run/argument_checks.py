@@ -228,6 +228,8 @@ def _ineffective_arguments(arguments: Arguments, preset: PresetSpec | None) -> l
     alone = accumulation_steps(arguments) == 1 and not is_given(arguments, "global_batch_size")
     if is_given(arguments, "accumulate") and alone:
         lines.append("--accumulate has no effect without --gradient_accumulation_steps above 1")
+    if flag(arguments.get("async_save", False)) and str(arguments.get("save_strategy")) == "no":
+        lines.append("--async_save has no effect with --save_strategy no")
     hook = arguments.get("ddp_comm_hook")
     lines += [
         f"--{name} has no effect: the hook is {hook}"

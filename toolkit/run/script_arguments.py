@@ -158,6 +158,13 @@ class ModelArguments:
     memory_snapshot: bool = field(
         default=False, metadata={"help": "record CUDA's allocations, one file per rank for pytorch.org/memory_viz"}
     )
+    async_save: bool = field(
+        default=False,
+        metadata={
+            "help": "write checkpoints in the background while training continues (FSDP2, tensor and expert"
+            " parallelism); takes host memory for one copy of what is saved"
+        },
+    )
     save_model: bool = field(default=True, metadata={"help": "save the trained model in the output folder at the end"})
     untimed_steps: int = field(
         default=2, metadata={"help": "first optimizer steps that no speed counts (compilation, allocator growth)"}
@@ -353,6 +360,7 @@ def read_method(arguments: dict[str, Any]) -> Method:
         memory_snapshot=is_on("memory_snapshot"),
         auto_find_batch_size=is_on("auto_find_batch_size"),
         save_only_model=is_on("save_only_model"),
+        async_save=is_on("async_save"),
         streaming=is_on("streaming"),
         fp16=is_on("fp16"),
         **{name: degrees_given(arguments).get(name) for name in DEGREES},  # type: ignore[arg-type]

@@ -110,7 +110,7 @@ class ActiveRun:
         measured = measure(read_steps(self.folder), untimed_steps=untimed_steps)
         summary = {name: value for name, value in asdict(measured).items() if name not in PER_STEP}
         summary |= {"first_loss": measured.losses[0], "last_loss": measured.losses[-1]} if measured.losses else {}
-        self.write_completion(measured=summary, saves=trainer.saves)
+        self.write_completion(measured=summary, saves=[asdict(save) for save in trainer.saves])
         print(_last_line(measured, untimed_steps=untimed_steps, folder=self.folder.path), flush=True)
 
     def write_completion(self, **facts: Any) -> None:

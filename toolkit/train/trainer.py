@@ -5,6 +5,7 @@ Training itself is unchanged: batches, losses and the gradient norm are recorded
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -23,9 +24,10 @@ from toolkit.train.attest.attestation import Attestation
 from toolkit.train.attest.readings import RankReading
 from toolkit.train.attest.training_methods import expected_methods
 from toolkit.train.checkpointing.at_load_states import drop_empty_groups, load_states, save_states
+from toolkit.train.checkpointing.background_save import BackgroundSaver, SaveRecord
 from toolkit.train.checkpointing.manifest import (
+    describe_checkpoint,
     fingerprint,
-    finish_checkpoint,
     leave_out_tied_weights,
     manifest_facts,
 )
@@ -75,10 +77,14 @@ class MeasuredTrainer(Trainer):  # type: ignore[misc]
         """Position of each lane of this rank in a stream, after what has been trained on."""
         self.first_batches: list[str] = []
         """Digests of the batches of this rank's first optimizer step."""
-        self.saves: list[dict[str, Any]] = []
-        """Each save of this run, for run.json; on rank 0."""
+        self.saves: list[SaveRecord] = []
+        """Each save of this run, for run.json; rank 0's have their sizes."""
+        saves_in_background = run.arguments.model.async_save and str(args.save_strategy) != "SaveStrategy.NO"
+        self.background = BackgroundSaver(self.model) if saves_in_background else None
 
     def training_step(self, model: Any, inputs: dict[str, Any], num_items_in_batch: Any = None) -> torch.Tensor:
+        if self.background is not None:
+            self.background.raise_if_failed()
         facts = inputs.pop(BATCH_FACTS, None)
         self.timer.add_batch(facts)
         if facts is not None and self.state.global_step == self._initial_global_step:
@@ -159,25 +165,55 @@ class MeasuredTrainer(Trainer):  # type: ignore[misc]
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         self.progress.enter("save")
+        entered = time.monotonic()
+        waited = 0.0 if self.background is None else self.background.wait()
         self.timer.flush(wait=True)  # no checkpoint without the rows of its steps
         preset, reading = self.run.launch.preset, self.reading
         assert reading is not None
         # First: it raises where the weights are lost, and those are not written.
         facts = manifest_facts(self, reading, preset=None if preset is None else preset.name)
-        started = time.monotonic()
-        wrapped = self.model_wrapped
+        record = SaveRecord(kind="checkpoint", step=self.state.global_step, waited_seconds=waited)
+        self._write_checkpoint(model, trial, facts, record)
+        self.saves.append(record)
+        record.stall_seconds += time.monotonic() - entered
+        self.progress.enter("train")
+
+    def _write_checkpoint(self, model: Any, trial: Any, facts: dict[str, Any], record: SaveRecord) -> None:
+        """Write the checkpoint with the manifest `facts`, or begin to."""
+        began, wrapped = time.monotonic(), self.model_wrapped
         if hasattr(wrapped, "zero_optimization_stage") and "module_state_dict" not in vars(wrapped):
             leave_out_tied_weights(wrapped)
         self.staging = saving_folder(Path(self.args.output_dir), self.state.global_step)
-        super()._save_checkpoint(model, trial)
+        with contextlib.nullcontext() if self.background is None else self.background.deferred_writes():
+            super()._save_checkpoint(model, trial)
         if self.lane_states:
             written = self.staging / f"checkpoint-{self.state.global_step}"
             write_lane_states(written, self.lane_states, rank=self.args.process_index, world_size=self.args.world_size)
         staging, self.staging = self.staging, None
-        finish_checkpoint(self, staging, facts)
-        checkpoint = Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}"
-        self.note_save("checkpoint", checkpoint_files(checkpoint), started)
-        self.progress.enter("train")
+        saved = describe_checkpoint(self, staging, facts)
+        if self.background is not None:
+            self.background.start(saved, record, began=began)
+            return
+        saved.complete()
+        if self.args.process_index == 0:
+            record.complete(checkpoint_files(saved.checkpoint), began=began, writing_began=began)
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return super().train(*args, **kwargs)
+        except BaseException:
+            if self.background is not None:
+                self.background.finish_after_failure()
+            raise
+
+    def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
+        if self.background is not None:  # the best checkpoint may be loaded, and older ones removed
+            self.progress.enter("save")
+            waited = self.background.wait()
+            if self.saves:
+                self.saves[-1].stall_seconds += waited
+            self.progress.enter("train")
+        return super()._finalize_training(*args, **kwargs)
 
     @property
     def reading(self) -> RankReading | None:
@@ -189,12 +225,11 @@ class MeasuredTrainer(Trainer):  # type: ignore[misc]
         """Return the live model's logits for fixed tokens. Collective; raises Diverged where they are not finite."""
         return fingerprint(self, self.reading)
 
-    def note_save(self, kind: str, files: Iterable[Path], started: float) -> None:
+    def note_save(self, kind: str, files: Iterable[Path], began: float) -> None:
         """Record how long a save took and the bytes of its files; rank 0 counts what all ranks wrote."""
-        if self.args.process_index == 0:
-            size = sum(path.stat().st_size for path in files)
-            seconds = time.monotonic() - started
-            self.saves.append({"kind": kind, "step": self.state.global_step, "seconds": seconds, "bytes": size})
+        record = SaveRecord(kind=kind, step=self.state.global_step, stall_seconds=time.monotonic() - began)
+        record.complete(files, began=began, writing_began=began)
+        self.saves.append(record)
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
         optimizer = super().create_optimizer(*args, **kwargs)

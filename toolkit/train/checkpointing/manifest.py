@@ -7,6 +7,7 @@ manifest, and the folder is renamed. A save that is killed leaves nothing that l
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,30 +24,60 @@ FINGERPRINT_TOKENS = 16
 FINGERPRINT_LOGITS = 64
 
 
-def finish_checkpoint(trainer: Any, staging: Path, facts: dict[str, Any]) -> None:
-    """Turn what the Trainer wrote under `staging` into `checkpoint-STEP`. Collective.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SavedFolder:
+    """One rank's view of a checkpoint that is in its temporary folder, and of what it takes to complete it."""
 
-    `facts` is the manifest without its files.
+    folder: Path
+    """`.saving-checkpoint-STEP/checkpoint-STEP`."""
+    checkpoint: Path
+    facts: dict[str, Any]
+    """The manifest without its files."""
+    rank: int
+    world_size: int
+    save_total_limit: int | None
+    best_checkpoint: str | None
+
+    def complete(self, group: Any = None) -> None:
+        """Turn the folder into `checkpoint-STEP` once all ranks have written theirs. Collective in the process group.
+
+        The checksums are of what is read back from the disk, each rank its share of the files.
+        """
+        _barrier(group)
+        entries = _all_entries(self.folder, rank=self.rank, world_size=self.world_size, group=group)
+        if self.rank == 0:
+            checkpoints.commit_checkpoint(self.folder, self.checkpoint, {**self.facts, "files": entries})
+            self.folder.parent.rmdir()
+            rotate_checkpoints(
+                output_dir=str(self.checkpoint.parent),
+                save_total_limit=self.save_total_limit,
+                best_model_checkpoint=self.best_checkpoint,
+            )
+        _barrier(group)
+
+
+def describe_checkpoint(trainer: Any, staging: Path, facts: dict[str, Any]) -> SavedFolder:
+    """Write the small files that the Trainer leaves out, and return what completes the checkpoint. Collective.
+
+    `staging` is where the Trainer wrote the checkpoint's folder; `facts` is the manifest without its files.
     """
     name = f"checkpoint-{trainer.state.global_step}"
-    written, checkpoint = staging / name, Path(trainer.args.output_dir) / name
-    _barrier()  # every rank's files are written
+    written = staging / name
+    _barrier()  # every rank has made the folder
     if trainer.args.process_index == 0:
         describe_shards(trainer, written)
         (written / "README.md").unlink(missing_ok=True)  # peft's empty model card, which names local paths
-    if trainer.args.process_index == 0 and trainer.state.best_global_step:
+    if trainer.state.best_global_step:
         _name_best_checkpoint(trainer, written)
-    _barrier()
-    entries = _all_entries(written, rank=trainer.args.process_index, world_size=trainer.args.world_size)
-    if trainer.args.process_index == 0:
-        checkpoints.commit_checkpoint(written, checkpoint, {**facts, "files": entries})
-        staging.rmdir()
-        rotate_checkpoints(
-            output_dir=trainer.args.output_dir,
-            save_total_limit=trainer.args.save_total_limit,
-            best_model_checkpoint=trainer.state.best_model_checkpoint,
-        )
-    _barrier()
+    return SavedFolder(
+        folder=written,
+        checkpoint=Path(trainer.args.output_dir) / name,
+        facts=facts,
+        rank=trainer.args.process_index,
+        world_size=trainer.args.world_size,
+        save_total_limit=trainer.args.save_total_limit,
+        best_checkpoint=trainer.state.best_model_checkpoint,
+    )
 
 
 def describe_shards(trainer: Any, folder: Path) -> None:
@@ -81,20 +112,24 @@ def leave_out_tied_weights(engine: Any) -> None:
 
 
 def _name_best_checkpoint(trainer: Any, written: Path) -> None:
-    """Record the best checkpoint by its final name: the Trainer looked for it in the temporary folder of this save."""
+    """Record the best checkpoint by its final name: the Trainer looked for it in the temporary folder of this save.
+
+    Every rank loads its part of a sharded one, so every rank needs the name.
+    """
     best = Path(trainer.args.output_dir) / f"checkpoint-{trainer.state.best_global_step}"
     trainer.state.best_model_checkpoint = str(best)
-    trainer.state.save_to_json(str(written / "trainer_state.json"))
+    if trainer.args.process_index == 0:
+        trainer.state.save_to_json(str(written / "trainer_state.json"))
 
 
-def _all_entries(folder: Path, *, rank: int, world_size: int) -> list[dict[str, Any]]:
+def _all_entries(folder: Path, *, rank: int, world_size: int, group: Any) -> list[dict[str, Any]]:
     """Return the manifest's entries for all files; each rank reads its share of the bytes."""
     paths = sorted(checkpoints.checkpoint_files(folder), key=lambda path: (-path.stat().st_size, str(path)))
     own = checkpoints.file_entries(folder, paths[rank::world_size])
     if not dist.is_initialized():
         return own
     gathered: list[Any] = [None] * world_size
-    dist.all_gather_object(gathered, own)
+    dist.all_gather_object(gathered, own, group=group)
     return sorted((entry for entries in gathered for entry in entries), key=lambda entry: str(entry["path"]))
 
 
@@ -175,6 +210,6 @@ def _device(plain: Any) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else plain.device
 
 
-def _barrier() -> None:
+def _barrier(group: Any = None) -> None:
     if dist.is_initialized():
-        dist.barrier()
+        dist.barrier(group)
