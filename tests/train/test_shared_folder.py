@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -32,9 +33,10 @@ def test_a_rank_that_sees_another_folder_is_found(tmp_path: Path, monkeypatch: p
 
 
 def test_the_ranks_share_the_id_that_rank_0_has_written(tmp_path: Path) -> None:
-    attempt_id = claim_folder(tmp_path, None, writes=True, gather=lambda value: [value])
+    attempt_id, nodes = claim_folder(tmp_path, None, writes=True, gather=lambda value: [value])
+    assert nodes == (os.uname().nodename,)
     assert read_attempt_id(tmp_path / "ranks") == attempt_id
-    again = claim_folder(tmp_path, None, writes=True, gather=lambda value: [value])
+    again = claim_folder(tmp_path, None, writes=True, gather=lambda value: [value]).attempt_id
     assert is_superseded(tmp_path / "ranks", attempt_id)
     assert not is_superseded(tmp_path / "ranks", again)
 

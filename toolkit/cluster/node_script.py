@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from toolkit.cluster.cluster_job import ClusterJob
 from toolkit.cluster.node_setup import ADDRESS_VARIABLE
+from toolkit.run.command import torchrun_words
 
 RENDEZVOUS_PORT = 29500
 CONTINUED = " \\\n    "
@@ -54,10 +55,15 @@ def torchrun(job: ClusterJob, place: Place, python: str) -> list[str]:
     """Return the command that starts this node's ranks."""
     options = job.options
     address = [] if options.max_nodes == 1 else [f'--local-addr "${ADDRESS_VARIABLE}"']
+    words = torchrun_words(
+        nnodes=place.nnodes or options.nodes,
+        processes_per_node=options.gpus_per_node,
+        attempt=place.attempt,
+        endpoint=f"{place.head}:{place.port}",
+    )
     parts = [
-        f"exec {python} -m torch.distributed.run",
-        f"--nnodes {place.nnodes or options.nodes} --nproc-per-node {options.gpus_per_node}",
-        f'--rdzv-id "{place.attempt}" --rdzv-backend c10d --rdzv-endpoint "{place.head}:{place.port}"',
+        f"exec {python} {words[0]}",
+        *words[1:],
         *address,
         f"--max-restarts {options.restarts} --shutdown-timeout {job.shutdown_seconds}",
         "-m toolkit.train",

@@ -10,6 +10,7 @@ from typing import Any
 import typer
 from rich.console import Console
 
+from toolkit.cluster.allocation import Allocation
 from toolkit.compare.batch_search import find_largest_batches, with_largest_batches
 from toolkit.compare.build_results import at_price, build_results
 from toolkit.compare.console_progress import ConsoleProgress, stderr_console
@@ -33,6 +34,7 @@ from toolkit.compare.specification import ComparisonSpec, make_specification, op
 from toolkit.compare.variants import Variant, load_variants
 from toolkit.errors import EXIT_RUN_FAILED, ToolkitError
 from toolkit.hardware.gpus import ON_CPU_MESSAGE, count_gpus
+from toolkit.presets import Preset
 from toolkit.presets.support import check_degrees_given
 from toolkit.rehearse.rehearsed_rank import refuse_rehearsals
 from toolkit.run.argument_checks import check_arguments, check_values
@@ -65,6 +67,8 @@ class CheckedComparison:
     """Name of each row that cannot run on this node, and the reason."""
     nvme: dict[str, NvmeDisk | None]
     """The disk of each preset that swaps to one."""
+    allocation: Allocation | None
+    """The SLURM job on whose nodes the trials run; None for this node alone."""
 
 
 def run_comparison(options: CompareOptions) -> None:
@@ -99,7 +103,11 @@ def check_comparison(options: CompareOptions) -> CheckedComparison:
     variants = load_variants(options.preset, options.variant)
     spec = make_specification(options, variants)
     by_name = {variant.name: variant for variant in variants}
-    unsupported = unsupported_rows(spec, by_name, gpus=options.predicted_gpus)
+    allocation = spec.allocation()
+    gpus = options.predicted_gpus
+    if allocation is not None and not spec.cpu:
+        gpus = allocation.max_processes
+    unsupported = unsupported_rows(spec, by_name, gpus=gpus, allocation=allocation)
     supported = [row for row in spec.rows() if row.name not in unsupported]
     largest = supported[-1]
     job, *_ = [
@@ -108,7 +116,8 @@ def check_comparison(options: CompareOptions) -> CheckedComparison:
             num_processes=row.world_size,
             training_argv=spec.own_argv(row),
             cpu=spec.cpu,
-            gpus=options.predicted_gpus,
+            gpus=gpus,
+            nodes=1 if allocation is None else len(allocation.nodes),
         )
         for row in dict.fromkeys([largest, *_rows_of_their_own(variants, supported)])
     ]
@@ -118,7 +127,7 @@ def check_comparison(options: CompareOptions) -> CheckedComparison:
         name: check_nvme(by_name[name].preset, nvme_path=options.nvme_path, arguments=job.arguments, cpu=spec.cpu)
         for name in dict.fromkeys(row.preset for row in supported)
     }
-    return CheckedComparison(spec=spec, unsupported=unsupported, nvme=nvme)
+    return CheckedComparison(spec=spec, unsupported=unsupported, nvme=nvme, allocation=allocation)
 
 
 def _rows_of_their_own(variants: Sequence[Variant], supported: Sequence[RowKey]) -> list[RowKey]:
@@ -129,7 +138,11 @@ def _rows_of_their_own(variants: Sequence[Variant], supported: Sequence[RowKey])
 
 
 def unsupported_rows(
-    spec: ComparisonSpec, variants: Mapping[str, Variant], *, gpus: int | None = None
+    spec: ComparisonSpec,
+    variants: Mapping[str, Variant],
+    *,
+    gpus: int | None = None,
+    allocation: Allocation | None = None,
 ) -> dict[str, str]:
     """Return the rows that cannot run here, with the reason. Raises the first reason if no row can.
 
@@ -138,7 +151,7 @@ def unsupported_rows(
 
     `gpus` is the number of GPUs to check for, if not those of this node.
     """
-    here = gpus is None
+    here = gpus is None and allocation is None
     if here and not spec.cpu:
         gpus = count_gpus()
     reasons: dict[RowKey, ToolkitError] = {}
@@ -147,13 +160,25 @@ def unsupported_rows(
         check_values(arguments, on_cpu=spec.cpu)
         check_degrees_given(preset, degrees_given(arguments))
         try:
-            check_process_count(row.world_size, gpus=gpus, preset=preset)
+            if allocation is not None:
+                _check_nodes(allocation, preset, row.world_size)
+            nodes = 1 if allocation is None else len(allocation.nodes)
+            check_process_count(row.world_size, gpus=gpus, preset=preset, nodes=nodes)
             check_arguments(arguments, preset, num_processes=row.world_size, on_cpu=spec.cpu, here=here)
         except ToolkitError as error:
             reasons[row] = error
     if len(reasons) == len(spec.rows()):
         raise next(iter(reasons.values()))
     return {row.name: error.message for row, error in reasons.items()}
+
+
+def _check_nodes(allocation: Allocation, preset: Preset, world_size: int) -> None:
+    allocation.check(world_size)
+    if preset.uses_nvme:
+        raise ToolkitError(
+            f"preset {preset.name!r} offloads to a disk of each node, which a comparison checks on one node only",
+            hint="compare it on one node, without `--nproc-per-node`",
+        )
 
 
 def _refuse_own_arguments(argument_sets: Sequence[Mapping[str, Any]]) -> None:
@@ -193,6 +218,7 @@ def _run_trials(options: CompareOptions, checked: CheckedComparison) -> Comparis
                 nvme=checked.nvme,
                 progress=progress,
                 warm_start=warm_start if options.starts_warm else None,
+                allocation=checked.allocation,
             )
             if options.find_max_batch is not None:
                 runner, without_batch = find_largest_batches(runner, skipped, retry_failed=retry_failed)

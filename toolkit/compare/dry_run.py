@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from toolkit.cluster.allocation import Allocation
 from toolkit.compare.batch_search import (
     PROBE_STEPS,
     completed_sizes,
@@ -38,7 +39,7 @@ def dry_run_text(options: CompareOptions, spec: ComparisonSpec, unsupported: Map
     """
     ledger = Ledger(options.folder / LEDGER_FILE)
     records, spec_of_trials = ledger.read(), with_largest_batches(spec, ledger)
-    trials, gpu = spec.trials(), gpu_to_predict_for(options)
+    trials, gpu, allocation = spec.trials(), gpu_to_predict_for(options), spec.allocation()
     shape = read_shape(spec.model)
     left = [trial for trial in trials if _reason_to_skip(trial, records, unsupported) is None]
     durations = {trial: expected_duration(trial.row, records, spec_of_trials, shape=shape, gpu=gpu) for trial in left}
@@ -48,7 +49,7 @@ def dry_run_text(options: CompareOptions, spec: ComparisonSpec, unsupported: Map
         outlook = _reason_to_skip(trial, records, unsupported) or _outlook(durations[trial], memory)
         lines.append(f"[{place}/{len(trials)}] {trial.id}: {outlook}")
         if trial.row.name not in unsupported:
-            lines.append(f"    {_command(spec_of_trials, trial, options.folder)}")
+            lines.append(f"    {_command(spec_of_trials, trial, options.folder, allocation)}")
     total = _total(durations, options.price_per_gpu_hour)
     lines.append(f"{len(left)} of {len(trials)} trials to run, in {total}; nothing was started")
     return "\n".join([*lines, *_notes(spec, list(durations.values()), gpu)])
@@ -138,7 +139,8 @@ def _range(low: float, high: float) -> str:
     return seconds(low) if seconds(low) == seconds(high) else f"{seconds(low)} to {seconds(high)}"
 
 
-def _command(spec: ComparisonSpec, trial: Trial, folder: Path) -> str:
+def _command(spec: ComparisonSpec, trial: Trial, folder: Path, allocation: Allocation | None) -> str:
     preset = load_preset(spec.preset_sources[trial.row.preset])
     argv = spec.training_argv(trial.row, folder / "trials" / trial.id)
-    return launch_command(preset, num_processes=trial.row.world_size, training_argv=argv, cpu=spec.cpu).shown
+    command = launch_command(preset, num_processes=trial.row.world_size, training_argv=argv, cpu=spec.cpu)
+    return command.shown if allocation is None else allocation.spread(command).shown

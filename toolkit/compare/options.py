@@ -51,6 +51,12 @@ class CompareOptions:
         tuple[str, ...],
         typer.Option(help=f"{PROCESSES_HELP}; `1,2,4` compares several world sizes; {DEFAULT_PROCESSES_HELP}"),
     ] = ()
+    nproc_per_node: Annotated[
+        int | None,
+        typer.Option(
+            help="inside a SLURM job: start every trial with srun, with this many processes on each node that it needs"
+        ),
+    ] = None
     training_arguments: TrainingArguments = ()
     variant: Annotated[
         tuple[str, ...],
@@ -123,6 +129,7 @@ class CompareOptions:
             if not given:
                 raise ToolkitError(f"missing option '--{name}'", hint="see `toolkit compare --help`")
         limits = {
+            "nproc-per-node": (self.nproc_per_node, Range(lowest=1, highest=2**10)),
             "repeats": (self.repeats, Range(lowest=1, highest=MAX_TRIALS)),
             "find-max-batch": (self.find_max_batch, Range(lowest=1, highest=2**20)),
             "untimed-steps": (self.untimed_steps, Range(lowest=0, highest=2**31)),
@@ -134,6 +141,11 @@ class CompareOptions:
             check_range(f"--{name}", value, allowed)
         if self.gpu is not None and not self.dry_run:
             raise ToolkitError("--gpu needs --dry-run: trials run on the GPUs of this node", hint="add `--dry-run`")
+        if self.nproc_per_node is not None and self.warm_start:
+            raise ToolkitError(
+                "--warm-start forks ranks on this node, and --nproc-per-node starts them on the nodes of a SLURM job",
+                hint="leave one of them out",
+            )
         self._check_scaling()
 
     def _check_scaling(self) -> None:
@@ -157,6 +169,11 @@ class CompareOptions:
     @property
     def world_sizes(self) -> tuple[int, ...]:
         """`num_processes` as numbers, each once, in the given order; by default all visible GPUs, two on a CPU."""
+        if not self.num_processes and self.nproc_per_node is not None:
+            raise ToolkitError(
+                "--nproc-per-node needs --num-processes: the processes of all nodes together",
+                hint=f"`--num-processes {self.nproc_per_node},{2 * self.nproc_per_node}` compares one node with two",
+            )
         if not self.num_processes:
             return (default_num_processes(on_cpu=self.on_cpu),)
         words = [word.strip() for word in ",".join(self.num_processes).split(",")]
@@ -183,6 +200,8 @@ class CompareOptions:
     @property
     def starts_warm(self) -> bool:
         """True if runs are forked from one fork server; by default only where that is measured to change nothing."""
+        if self.nproc_per_node is not None:
+            return False
         return self.on_cpu if self.warm_start is None else self.warm_start
 
     @property

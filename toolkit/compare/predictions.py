@@ -103,7 +103,8 @@ def _planned_duration(
     with contextlib.suppress(ToolkitError):
         job, preset = job_from_arguments(arguments), load_preset(spec.preset_sources[row.preset])
         setup = TrainingSetup(shape=shape, preset=preset, world_size=row.world_size, job=job)
-        planned = step_time(setup, Interconnect(gpu=gpu, world_size=row.world_size))
+        per_node = job.gpus_per_node if spec.processes_per_node is None else spec.processes_per_node
+        planned = step_time(setup, Interconnect(gpu=gpu, world_size=row.world_size, gpus_per_node=per_node))
         if planned is not None:
             low, high = planned.step_seconds
             limit = math.inf if spec.trial_minutes is None else 60 * spec.trial_minutes

@@ -45,6 +45,7 @@ def replay_row(options: CompareOptions, spec: ComparisonSpec, *, progress: Trial
         timeout_seconds=60 * options.trial_timeout_minutes,
         nvme={row.preset: disk},
         progress=progress,
+        allocation=spec.allocation(),
     )
     name = f"{row.name}-{len(list((folder / 'replays').glob(f'{row.name}-*')))}"
     progress.start(name)

@@ -241,6 +241,11 @@ class Row(Readings, _Claims):
         return self.per_device_train_batch_size if self.probes or self.layout else None
 
     @property
+    def several_nodes(self) -> int | None:
+        """The nodes of a row that ran on more than one."""
+        return self.num_nodes if self.num_nodes != 1 else None
+
+    @property
     def useful_speed(self) -> float:
         """Tokens per second without padding, by which rows are compared; with it where padding was not counted."""
         return self.non_padding_tokens_per_second or self.tokens_per_second or 0.0

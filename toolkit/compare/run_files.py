@@ -88,6 +88,8 @@ class RecordedRun(_RunFile):
     saves: tuple[Save, ...] | None = ()
     versions: dict[str, str | None] | None = None
     git_commit: str | None = None
+    nodes: tuple[str, ...] = ()
+    """Host names of the ranks."""
     rehearsal: Any = None
 
 

@@ -76,6 +76,7 @@ def read_run_record(
                 "repeat": trial.repeat,
                 "position": position,
                 "startup_seconds": startup_seconds(run),
+                "num_nodes": len(run.nodes) or None,
                 "failure": read_failure(run, failure, measured),
                 "problem": problem,
             }

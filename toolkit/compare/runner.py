@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from toolkit.cluster.allocation import Allocation
 from toolkit.compare.ledger import LEDGER_FILE, Ledger, LedgerRecord, RunRecord, TrialRecord, trials_of
 from toolkit.compare.result_values import RowKey
 from toolkit.compare.run_files import read_run
@@ -64,6 +65,8 @@ class Runner:
     progress: TrialProgress
     warm_start: WarmStart | None = None
     """Runs are forked from it; None starts each cold."""
+    allocation: Allocation | None = None
+    """The SLURM job on whose nodes the runs are started; None for this node."""
 
     @property
     def ledger(self) -> Ledger:
@@ -113,6 +116,8 @@ class Runner:
         )
         nvme, on_line = self.nvme.get(row.preset), self.progress.output_line
         command = command_of(options, nvme=nvme)
+        if self.allocation is not None:
+            command = self.allocation.spread(command)
         fork_server = None
         if self.warm_start is not None:
             environment = inherited_environment() | command.environment

@@ -17,6 +17,7 @@ from typing import Annotated, Any, Self
 from annotated_types import MaxLen, MinLen
 from pydantic import BaseModel, ConfigDict, StrictBool, ValidationError
 
+from toolkit.cluster.allocation import Allocation
 from toolkit.compare.options import CompareOptions
 from toolkit.compare.result_values import Count, Integer, Name, NonNegativeReal, PositiveCount, RowKey
 from toolkit.compare.results import MAX_ROWS, MAX_TRIALS, Scaling
@@ -104,6 +105,8 @@ class ComparisonSpec(BaseModel):
     reference: Name
     """Name of the baseline."""
     cpu: StrictBool
+    processes_per_node: PositiveCount | None = None
+    """Ranks on each node of a SLURM job; None where all trials run on one node, without it."""
     repeats: PositiveCount = 1
     order_seed: Integer = 0
     target_interval: NonNegativeReal | None = None
@@ -115,6 +118,15 @@ class ComparisonSpec(BaseModel):
     batches: dict[str, dict[str, PositiveCount]] = {}
     """Row name to the batch arguments that it alone has: from strong scaling, from a batch search, or because several
     of its ranks train on the same rows."""
+
+    def allocation(self) -> Allocation | None:
+        """Return the SLURM job on whose nodes the trials run; None where they run on this node alone.
+
+        Raises ToolkitError outside a SLURM job.
+        """
+        if self.processes_per_node is None:
+            return None
+        return Allocation.current(processes_per_node=self.processes_per_node)
 
     def rows(self) -> list[RowKey]:
         """Return the rows in the order of the options: by world size, then by preset."""
@@ -213,7 +225,9 @@ class ComparisonSpec(BaseModel):
     def as_json(self) -> dict[str, Any]:
         """Return the content of comparison.json, in which each secret is `***`."""
         content = self.model_dump(mode="json", by_alias=True)
-        # Comparisons from before a preset had dimensions of parallelism lack them, and are resumed.
+        # Comparisons from before these were recorded lack them, and are resumed.
+        if self.processes_per_node is None:
+            del content["processes_per_node"]
         content["promises"] = {
             name: own.model_dump(mode="json", exclude_defaults=True) for name, own in self.expected.items()
         }
@@ -240,6 +254,7 @@ def make_specification(options: CompareOptions, variants: Sequence[Variant]) -> 
         untimed_steps=options.untimed_steps,
         reference=baseline,
         cpu=options.on_cpu,
+        processes_per_node=options.nproc_per_node,
         repeats=options.repeats,
         order_seed=options.order_seed,
         target_interval=_target_interval(options, variants),
@@ -360,10 +375,11 @@ def open_comparison(folder: Path, spec: ComparisonSpec, *, resume: bool) -> None
     if not resume:
         raise ToolkitError(f"{folder} already holds a comparison", hint="add `--resume`, or name another folder")
     found = _parse(folder, present).as_json()
-    for key, value in wanted.items():
-        if found[key] != value:
+    for key in wanted | found:
+        then, now = found.get(key), wanted.get(key)
+        if then != now:
             raise ToolkitError(
-                f"{folder} holds another comparison: its {key} is {_short(found[key])}, now {_short(value)}",
+                f"{folder} holds another comparison: its {key} is {_short(then)}, now {_short(now)}",
                 hint="name another folder: `--output-dir DIR`",
             )
 

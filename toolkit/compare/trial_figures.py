@@ -424,6 +424,14 @@ class Readings(Model):
             display=Display(heading="non-padding\ntokens/s", format=speed),
         ),
     ] = None
+    num_nodes: Annotated[
+        PositiveCount | None,
+        Column(
+            "Nodes that its ranks ran on, by their host names; null in results from before it was recorded.",
+            repeats=Repeats.LARGEST_OF_ALL,
+            display=Display(heading="nodes", format=fixed(0), only_if_known="several_nodes"),
+        ),
+    ] = None
     peak_driver_bytes: Annotated[
         Bytes,
         Column(

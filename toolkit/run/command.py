@@ -95,6 +95,15 @@ def launch_command(
     )
 
 
+def torchrun_words(*, nnodes: str, processes_per_node: int, attempt: str, endpoint: str) -> list[str]:
+    """Return torchrun and its rendezvous for the shell, which expands the variables in `attempt` and `endpoint`."""
+    return [
+        "-m torch.distributed.run",
+        f"--nnodes {nnodes} --nproc-per-node {processes_per_node}",
+        f'--rdzv-id "{attempt}" --rdzv-backend c10d --rdzv-endpoint "{endpoint}"',
+    ]
+
+
 def new_run_id() -> str:
     """Return an id that no other run has."""
     return uuid.uuid4().hex

@@ -173,14 +173,15 @@ def _open_folder(run: ActiveRun) -> None:
         if run.writes:
             folder.hold()
     checkpoint = None if run.checkpoint is None else run.checkpoint.path
-    run.progress.attempt_id = claim_folder(folder.path, checkpoint, writes=run.writes, gather=run.gather)
+    claim = claim_folder(folder.path, checkpoint, writes=run.writes, gather=run.gather)
+    run.progress.attempt_id = claim.attempt_id
     if run.writes and not run.launch.folder_prepared:
         start_attempt(folder, resume=resume)
         _copy_output_to(folder.log if resume else folder.current().log)
     run.barrier()
     if run.writes:
         started = {} if run.launch.folder_prepared else start_facts() | {"plan": None}
-        folder.update_run(**started, **_run_facts(run))
+        folder.update_run(**started, **_run_facts(run), nodes=claim.nodes)
 
 
 def _run_facts(run: ActiveRun) -> dict[str, Any]:

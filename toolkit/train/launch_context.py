@@ -51,7 +51,7 @@ class LaunchContext:
         Under torchrun alone this sets the environment of the preset. Raises ToolkitError for several nodes without a
         preset, and for another number of ranks than the job asked for.
         """
-        started_by_torchrun = not (PREPARED_VARIABLE in os.environ or ACCELERATE_VARIABLE in os.environ)
+        started_by_torchrun = ACCELERATE_VARIABLE not in os.environ
         if PRESET_VARIABLE in os.environ:
             preset, world_size = load_preset(os.environ[PRESET_VARIABLE]), check_world_size()
             if started_by_torchrun:

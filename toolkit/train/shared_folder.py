@@ -11,7 +11,7 @@ import time
 import uuid
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from toolkit.errors import ToolkitError
 from toolkit.run.heartbeat import read_attempt_id, write_attempt_id
@@ -20,8 +20,18 @@ from toolkit.run.heartbeat import read_attempt_id, write_attempt_id
 VISIBLE_SECONDS = 15.0
 
 
-def claim_folder(output_dir: Path, checkpoint: Path | None, *, writes: bool, gather: Callable[[Any], list[Any]]) -> str:
-    """Make this attempt the owner of the run folder, and return its id, the same on all ranks. Collective.
+class Claim(NamedTuple):
+    """What all ranks know of their attempt."""
+
+    attempt_id: str
+    nodes: tuple[str, ...]
+    """Host names, each once, in the order of their ranks."""
+
+
+def claim_folder(
+    output_dir: Path, checkpoint: Path | None, *, writes: bool, gather: Callable[[Any], list[Any]]
+) -> Claim:
+    """Make this attempt the owner of the run folder, and return its id and nodes, the same on all ranks. Collective.
 
     `gather` returns every rank's value. Raises ToolkitError on every rank where the node of one does not see what
     rank 0 has written, or the checkpoint that the run resumes from.
@@ -34,8 +44,9 @@ def claim_folder(output_dir: Path, checkpoint: Path | None, *, writes: bool, gat
     unseen = [] if _is_visible(ranks, attempt_id) else [str(output_dir.absolute())]
     if checkpoint is not None and not checkpoint.is_dir():
         unseen.append(str(checkpoint.absolute()))
-    check_shared(gather((os.uname().nodename, unseen)))
-    return attempt_id
+    found = gather((os.uname().nodename, unseen))
+    check_shared(found)
+    return Claim(attempt_id, tuple(dict.fromkeys(node for node, _ in found)))
 
 
 def _is_visible(ranks: Path, attempt_id: str) -> bool:

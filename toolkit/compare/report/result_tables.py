@@ -103,7 +103,7 @@ COLUMNS: dict[TableName, tuple[str | Derived, ...]] = {
         "startup_seconds",
         "wall_seconds",
     ),
-    "scaling": ("world_size", "tokens_per_second", "speed_up", "scaling_efficiency"),
+    "scaling": ("world_size", "num_nodes", "tokens_per_second", "speed_up", "scaling_efficiency"),
     "trials": ("tokens_per_second", "step_seconds_median", "timed_steps", "startup_seconds", "wall_seconds"),
 }
 
