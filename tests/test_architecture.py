@@ -176,6 +176,8 @@ def test_no_two_public_classes_share_a_name() -> None:
         ["plan", "--help"],
         ["plan", LLAMA_8B, "--num-processes", "8", "--gpu", "h100", "--json"],
         ["recommend", LLAMA_8B, "--num-processes", "8", "--gpu", "h100"],
+        ["simulate", "pipeline", "--help"],
+        ["simulate", "pipeline", "--stages", "4", "--micro-batches", "8", "--model", LLAMA_8B, "--gpu", "h100"],
         ["rehearse", "--help"],
         ["lint", str(ROOT / "examples"), str(ROOT / "ds_configs"), "--json"],
         ["convert-config", str(ROOT / "tests" / "fixtures" / "axolotl.yaml")],

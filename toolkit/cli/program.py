@@ -21,6 +21,7 @@ from toolkit.cli.presets import preset_app, presets
 from toolkit.cli.recommend import recommend
 from toolkit.cli.rehearse import rehearse
 from toolkit.cli.report import report
+from toolkit.cli.simulate import simulate_app
 from toolkit.cli.train import train
 from toolkit.entry_point import exit_code_of, print_message
 from toolkit.errors import EXIT_DONE, EXIT_INVALID_INPUT
@@ -86,6 +87,7 @@ app.command()(env)
 app.add_typer(preset_app, name="preset")
 app.add_typer(checkpoint_app, name="checkpoint")
 app.add_typer(cluster_app, name="cluster")
+app.add_typer(simulate_app, name="simulate")
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -12,8 +12,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from toolkit.hardware.gpu_table import GIGA
+from toolkit.hardware.gpu_table import GIGA, Gpu
 from toolkit.models.flops import TokenFlops, flops_of, mfu
+from toolkit.models.shape import ModelShape
 from toolkit.parallel.layout import DIMENSIONS
 from toolkit.plan.collectives import Collective
 from toolkit.plan.communication import communication_bytes, step_collectives
@@ -120,7 +121,14 @@ def step_time(
     # Ranks of one batch divide its work; ranks that split layers each have all of its tokens.
     tokens, own_tokens = setup.job.tokens * steps // setup.ranks_per_batch, setup.local_tokens * steps
     flops = setup_flops(setup)
-    compute = _compute_seconds(setup, interconnect, peak, tokens=own_tokens, flops=flops.hardware_flops * tokens)
+    compute = compute_seconds(
+        interconnect.gpu,
+        setup.shape,
+        tp=setup.engine.tp,
+        peak=peak,
+        tokens=own_tokens,
+        flops=flops.hardware_flops * tokens,
+    )
     collectives = step_collectives(setup)
     communication = _sum(interconnect.seconds(collective) for collective in collectives)
     blocking = sum(interconnect.seconds(collective)[0] for collective in collectives if collective.blocks)
@@ -174,12 +182,13 @@ def _dtype(setup: TrainingSetup) -> str:
     return "fp32" if precision == "no" else precision
 
 
-def _compute_seconds(
-    setup: TrainingSetup, interconnect: Interconnect, peak: float, *, tokens: int, flops: int
-) -> Range:
-    gpu, shape = interconnect.gpu, setup.shape
+def compute_seconds(gpu: Gpu, shape: ModelShape, *, tp: int, peak: float, tokens: int, flops: int) -> Range:
+    """Return the seconds in which one GPU computes `flops` operations on `tokens` tokens of these layers.
+
+    `peak` is that of the compute dtype; with `tp` above 1 each layer is split over as many GPUs.
+    """
     best = BEST_MATMUL_SHARE.get(gpu.name.split(",")[0], UNLISTED_MATMUL_SHARE)
-    moved = WHOLE_BYTES_MOVED + SPLIT_BYTES_MOVED / setup.engine.tp
+    moved = WHOLE_BYTES_MOVED + SPLIT_BYTES_MOVED / tp
     token_bytes = moved * shape.hidden_size * shape.num_layers + LOGITS_BYTES_MOVED * shape.vocab_size
     bandwidth = gpu.memory_bytes_per_second
     slowest_moving, moving = (

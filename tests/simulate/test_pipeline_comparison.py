@@ -1,0 +1,129 @@
+"""`toolkit simulate pipeline`: JSON, schedules that are left out, times, and input that is refused."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from launching import LLAMA_8B_CONFIG
+
+from toolkit.cli.program import main
+from toolkit.simulate.pipeline_schedules import SCHEDULES
+
+SIZES = ["--stages", "4", "--micro-batches", "8"]
+TIMES = ["--forward-ms", "10", "--backward-ms", "10", "--weight-ms", "5"]
+MODEL = ["--model", str(LLAMA_8B_CONFIG), "--gpu", "h100"]
+
+
+def run(words: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, str, str]:
+    with pytest.raises(SystemExit) as ended:
+        main(["simulate", "pipeline", *words])
+    out, err = capsys.readouterr()
+    return int(ended.value.code or 0), out, err
+
+
+def answer(words: list[str], capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
+    code, out, err = run([*words, "--json"], capsys)
+    assert (code, err) == (0, "")
+    found: dict[str, Any] = json.loads(out)
+    return found
+
+
+def test_json_has_a_row_per_named_schedule_in_their_order(capsys: pytest.CaptureFixture[str]) -> None:
+    found = answer([*SIZES, *TIMES, "--schedule", "zb_h1", "--schedule", "1f1b"], capsys)
+    assert [row["schedule"] for row in found["schedules"]] == ["zb_h1", "1f1b"]
+    row = found["schedules"][1]
+    assert (row["stages"], row["micro_batches"], row["peak_micro_batches"]) == (4, 8, [4, 3, 2, 1])
+    assert row["step_seconds"] == pytest.approx((8 + 3) * 0.025)
+    assert row["bubble_fraction"] == pytest.approx(3 / 11)
+    assert found["predicted_over_measured"] == [0.04, 0.18]
+
+
+def test_without_names_all_possible_schedules_are_simulated_and_the_others_say_why_not(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert [row["schedule"] for row in answer([*SIZES, *TIMES], capsys)["schedules"]] == list(SCHEDULES)
+    few = answer(["--stages", "4", "--micro-batches", "3"], capsys)
+    assert [row["schedule"] for row in few["schedules"]] == ["gpipe", "interleaved_1f1b", "zb_v"]
+    assert few["left_out"][0] == "1f1b: --micro-batches is 3, but 1f1b on 4 stages needs 4 or more"
+
+
+def test_a_whole_backward_leaves_out_schedules_that_split_it(capsys: pytest.CaptureFixture[str]) -> None:
+    found = answer([*SIZES, "--forward-ms", "10", "--backward-ms", "20"], capsys)
+    assert [row["schedule"] for row in found["schedules"]] == ["gpipe", "1f1b", "interleaved_1f1b"]
+    assert found["schedules"][0]["step_seconds"] == pytest.approx(11 * 0.03)
+
+
+def test_text_has_a_table_timelines_and_the_range_of_the_miss(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run([*SIZES, *TIMES, "--schedule", "1f1b"], capsys)
+    assert code == 0
+    assert "forward 10 ms, backward 10 ms, weight gradient 5 ms, transfer 0 ms" in out
+    assert "27.3 %" in out
+    assert sum(line.startswith("stage ") for line in out.splitlines()) == 4
+    assert "4 to 18 % above the measured" in out
+    without = run([*SIZES, *TIMES, "--schedule", "1f1b", "--no-timeline"], capsys)[1]
+    assert not [line for line in without.splitlines() if line.startswith("stage ")]
+
+
+def test_a_model_gives_times_and_memory_by_stage(capsys: pytest.CaptureFixture[str]) -> None:
+    row = answer([*SIZES, *MODEL, "--schedule", "1f1b"], capsys)["schedules"][0]
+    low, high = row["step_seconds_range"]
+    assert low < row["step_seconds"] < high
+    assert row["activation_bytes"][1] == 3 * row["activation_bytes"][2] // 2  # 3 and 2 micro-batches in flight
+    assert row["state_bytes"][1] == row["state_bytes"][2]
+    assert all(peak > states for peak, states in zip(row["peak_bytes"], row["state_bytes"], strict=True))
+    code, out, _ = run([*SIZES, *MODEL], capsys)
+    assert code == 0
+    assert "stage 3" in out
+
+
+def test_the_report_is_one_page_with_each_timeline(tmp_path: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    code, _, _ = run([*SIZES, *MODEL, "--output-dir", str(tmp_path / "out")], capsys)
+    assert code == 0
+    page = (tmp_path / "out" / "simulation.html").read_text()
+    rows = json.loads((tmp_path / "out" / "simulation.json").read_text())["schedules"]
+    assert page.count("<summary>") == len(rows)
+    assert page.count('aria-label="stage 3"') == len(rows)
+    assert "http://" not in page
+    assert "https://" not in page
+    assert "Memory by stage" in page
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (["--stages", "0"], "--stages is 0, expected 1 to 4,096"),
+        (["--micro-batches", "-1"], "--micro-batches is -1"),
+        (["--schedule", "1f2b"], "unknown schedule '1f2b'; available: gpipe, 1f1b"),
+        (["--schedule", "dualpipe_v", "--micro-batches", "7"], "dualpipe_v on 4 stages needs 8 or more"),
+        (["--chunks", "0", "--schedule", "interleaved_1f1b"], "--chunks is 0"),
+        (["--forward-ms", "-3", "--backward-ms", "3"], "--forward-ms is -3, expected 0 to 10,000,000 milliseconds"),
+        (["--forward-ms", "nan", "--backward-ms", "3"], "--forward-ms is nan"),
+        (["--forward-ms", "0", "--backward-ms", "3"], "--forward-ms is 0, expected more than 0"),
+        (["--forward-ms", "3"], "--backward-ms is missing"),
+        (["--weight-ms", "3"], "--forward-ms is missing"),
+        ([*TIMES, "--transfer-ms", "inf"], "--transfer-ms is inf"),
+        (["--forward-ms", "1", "--backward-ms", "1", "--schedule", "zb_v"], "zb_v splits the backward"),
+        (["--num-layers", "3"], "3 layers are too few for 4 stages"),
+        (["--num-layers", "0"], "--num-layers is 0"),
+        (
+            ["--num-layers", "12", "--schedule", "interleaved_1f1b"],
+            "12 layers are not divisible by 4 stages of 2 chunks",
+        ),
+        (["--gpu", "h100"], "--gpu has no effect without --model"),
+        (["--tp", "2"], "--tp has no effect without --model"),
+        ([*MODEL, "--forward-ms", "3"], "--forward-ms has no effect with --model"),
+        ([*MODEL, "--stages", "64", "--micro-batches", "64"], "32 layers are too few for 64 stages"),
+        ([*MODEL, "--tp", "3"], "--tp 3 does not work for this model: 3 does not divide its 32 attention heads"),
+        ([*MODEL, "--tp", "0"], "--tp is 0"),
+        (["--model", "no-such-folder/config.json", "--gpu", "h100"], "no-such-folder"),
+        ([*MODEL[:2], "--gpu", "h1000"], "h1000"),
+        ([*MODEL[:2], "--gpu", "h100", "--max-seq-length", "0"], "--max-seq-length is 0"),
+    ],
+)
+def test_invalid_input_is_refused_by_name(words: list[str], named: str, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = run([*SIZES, *words], capsys)
+    assert (code, out) == (2, "")
+    assert named in err
+    assert err.startswith("error: ")

@@ -1,0 +1,343 @@
+"""Schedules side by side: from the options of `toolkit simulate pipeline` to rows, tables and notes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from toolkit.compare.report.table_model import Cell, Heading, Table, number_cell, text_cell, text_heading
+from toolkit.errors import ToolkitError
+from toolkit.hardware.gpu_table import custom_gpu, named_or_visible_gpu
+from toolkit.models.read_model import check_unquantized, read_model
+from toolkit.plan.interconnect import Range
+from toolkit.plan.job import TrainingJob, check_planned_job, check_size
+from toolkit.plan.memory_verdict import FITS
+from toolkit.simulate.options import PipelineOptions
+from toolkit.simulate.pipeline import PREDICTED_OVER_MEASURED, ChunkTimes, PipelineRun, simulate
+from toolkit.simulate.pipeline_schedules import (
+    DEFAULT_CHUNKS,
+    INTERLEAVED,
+    SCHEDULES,
+    PipelineSize,
+    check_schedule,
+    chunks_of,
+)
+from toolkit.simulate.stage_plans import StagedModel, StageMemory
+from toolkit.units import gib, seconds
+
+WHOLE_BACKWARD = ("gpipe", "1f1b", INTERLEAVED)
+"""Schedules that never split a backward."""
+TIME_OPTIONS = ("forward_ms", "backward_ms", "weight_ms", "transfer_ms")
+MODEL_OPTIONS = ("gpu", "gpu_memory_gib", "gpu_tflops")
+LONGEST_MS = 1e7  # hours: more is a unit mixed up
+EQUAL_MS = 1.0
+LARGEST_TP, MOST_LAYERS = 2**10, 2**16
+
+
+@dataclass(frozen=True, kw_only=True)
+class SimulatedSchedule:
+    """One step of one schedule, and with a model what the plan adds."""
+
+    run: PipelineRun
+    step_seconds_range: Range | None = None
+    """Steps at both ends of the planned times; None for given times."""
+    memory: tuple[StageMemory, ...] | None = None
+    """By stage; None without a model."""
+
+    @property
+    def largest(self) -> StageMemory | None:
+        """The stage that needs most memory."""
+        return None if self.memory is None else max(self.memory, key=lambda stage: stage.peak_bytes)
+
+    def as_row(self) -> dict[str, Any]:
+        """Return the schedule as `toolkit simulate pipeline --json` prints it."""
+        run, size, memory = self.run, self.run.size, self.memory
+        row: dict[str, Any] = {
+            "schedule": run.order.schedule,
+            "stages": size.stages,
+            "micro_batches": size.micro_batches,
+            "chunks": size.chunks,
+            "step_seconds": run.step_seconds,
+            "makespan_seconds": run.makespan_seconds,
+            "bubble_fraction": run.bubble_fraction,
+            "peak_micro_batches": list(run.peak_micro_batches),
+            "chunk_seconds": [list(times.by_kind()) for times in run.times],
+        }
+        if memory is not None:
+            row["step_seconds_range"] = list(self.step_seconds_range or ())
+            row["peak_bytes"] = [stage.peak_bytes for stage in memory]
+            row["state_bytes"] = [stage.state_bytes for stage in memory]
+            row["activation_bytes"] = [stage.held_bytes for stage in memory]
+            row["verdict"] = [stage.verdict for stage in memory]
+        return row
+
+
+@dataclass(frozen=True, kw_only=True)
+class PipelineComparison:
+    """Simulated steps of several schedules with the same stages, micro-batches and times."""
+
+    heading: str
+    schedules: tuple[SimulatedSchedule, ...]
+    left_out: tuple[str, ...] = ()
+    """Why schedules are missing that were not named."""
+    staged: StagedModel | None = None
+
+    def as_json(self) -> dict[str, Any]:
+        """Return what `toolkit simulate pipeline --json` prints."""
+        return {
+            "schedules": [each.as_row() for each in self.schedules],
+            "left_out": list(self.left_out),
+            "predicted_over_measured": list(PREDICTED_OVER_MEASURED),
+        }
+
+
+def compare_schedules(options: PipelineOptions) -> PipelineComparison:
+    """Return the schedules that were named, or all that are possible.
+
+    Raises ToolkitError for an impossible schedule that was named, and for values out of range.
+    """
+    staged = staged_model(options)
+    times = None if staged is not None else given_times(options)
+    transfer_seconds = _seconds("--transfer-ms", options.transfer_ms or 0.0)
+    num_layers = options.num_layers if staged is None else staged.shape.num_layers
+    possible, left_out = _possible(options, num_layers)
+    if staged is not None:
+        simulated = tuple(_with_model(staged, schedule, size) for schedule, size in possible)
+        heading = _model_heading(staged)
+    else:
+        assert times is not None
+        simulated = tuple(
+            SimulatedSchedule(run=_with_times(schedule, size, times, transfer_seconds)) for schedule, size in possible
+        )
+        heading = _times_text(times, transfer_seconds)
+    sizes = f"{options.stages} stages, {options.micro_batches} micro-batches"
+    return PipelineComparison(
+        heading=f"{sizes}; {heading}", schedules=simulated, left_out=tuple(left_out), staged=staged
+    )
+
+
+def _possible(options: PipelineOptions, num_layers: int | None) -> tuple[list[tuple[str, PipelineSize]], list[str]]:
+    possible, left_out = [], []
+    for schedule, size in _chosen(options):
+        try:
+            check_schedule(schedule, size)
+            check_layers(num_layers, size)
+            _check_split(options, schedule)
+        except ToolkitError as error:
+            if options.schedule or schedule == "gpipe":  # whatever rules out GPipe rules out all of them
+                raise
+            left_out.append(f"{schedule}: {error.message}")
+        else:
+            possible.append((schedule, size))
+    return possible, left_out
+
+
+def _chosen(options: PipelineOptions) -> Iterator[tuple[str, PipelineSize]]:
+    for schedule in dict.fromkeys(options.schedule or SCHEDULES):
+        chunks = chunks_of(schedule, DEFAULT_CHUNKS if options.chunks is None else options.chunks)
+        yield schedule, PipelineSize(stages=options.stages, micro_batches=options.micro_batches, chunks=chunks)
+
+
+def _with_times(schedule: str, size: PipelineSize, times: ChunkTimes, transfer_seconds: float) -> PipelineRun:
+    chunk = times.divided(size.chunks)
+    return simulate(schedule, size, [chunk] * size.num_chunks, transfer_seconds=transfer_seconds)
+
+
+def _with_model(staged: StagedModel, schedule: str, size: PipelineSize) -> SimulatedSchedule:
+    run = staged.simulate(schedule, size)
+    fast, slow = (staged.simulate(schedule, size, end).step_seconds for end in (0, 1))
+    return SimulatedSchedule(run=run, step_seconds_range=(fast, slow), memory=tuple(staged.stage_memory(run)))
+
+
+def check_layers(num_layers: int | None, size: PipelineSize) -> None:
+    """Raise ToolkitError for fewer layers than chunks, and for layers that the chunks of a stage do not divide."""
+    if num_layers is None:
+        return
+    if num_layers < size.num_chunks:
+        chunks = "" if size.chunks == 1 else f" of {size.chunks} chunks"
+        raise ToolkitError(
+            f"{num_layers} layers are too few for {size.stages} stages{chunks}",
+            hint=f"`--stages {max(1, num_layers // size.chunks)}` or fewer",
+        )
+    if size.chunks > 1 and num_layers % size.num_chunks:
+        raise ToolkitError(
+            f"{num_layers} layers are not divisible by {size.stages} stages of {size.chunks} chunks",
+            hint="other --stages or --chunks, or a schedule with one chunk per stage",
+        )
+
+
+def staged_model(options: PipelineOptions) -> StagedModel | None:
+    """Return the model whose stages are to be planned; None without `--model`. Raises ToolkitError for bad values."""
+    if options.model is None:
+        _check_without_model(options)
+        return None
+    given = [name for name in (*TIME_OPTIONS, "num_layers") if getattr(options, name) is not None]
+    if given:
+        raise ToolkitError(f"{_flag(given[0])} has no effect with --model, which has its own", hint="give one of them")
+    check_size("--tp", options.tp, LARGEST_TP)
+    check_unquantized(options.model)
+    shape = read_model(options.model)
+    job = TrainingJob(
+        per_device_train_batch_size=options.per_device_train_batch_size,
+        max_seq_length=options.max_seq_length,
+        gradient_accumulation_steps=options.micro_batches,
+        activation_checkpointing=options.activation_checkpointing,
+        gpus_per_node=options.gpus_per_node,
+        lengths_differ=False,
+    )
+    check_planned_job(job, shape)
+    listed = named_or_visible_gpu(options.gpu, has_memory=options.gpu_memory_gib is not None)
+    gpu = custom_gpu(listed, memory_gib=options.gpu_memory_gib, tflops=options.gpu_tflops)
+    staged = StagedModel(shape=shape, job=job, gpu=gpu, tp=options.tp)
+    staged.check()
+    return staged
+
+
+def _check_without_model(options: PipelineOptions) -> None:
+    given = [name for name in MODEL_OPTIONS if getattr(options, name) is not None]
+    given += ["tp"] * (options.tp != 1) + ["activation_checkpointing"] * options.activation_checkpointing
+    if given:
+        raise ToolkitError(f"{_flag(given[0])} has no effect without --model", hint="`--model MODEL`")
+    if options.num_layers is not None:
+        check_size("--num-layers", options.num_layers, MOST_LAYERS)
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def given_times(options: PipelineOptions) -> ChunkTimes:
+    """Return the times of a stage from the flags: all of them, those of a whole backward, or equal ones."""
+    forward, backward, weight = options.forward_ms, options.backward_ms, options.weight_ms
+    if forward is backward is weight is None:
+        forward = backward = weight = EQUAL_MS
+    if forward is None or backward is None:
+        missing = "--forward-ms" if forward is None else "--backward-ms"
+        raise ToolkitError(f"{missing} is missing", hint="give --forward-ms and --backward-ms, or none of the times")
+    times = ChunkTimes(
+        forward_seconds=_seconds("--forward-ms", forward),
+        backward_seconds=_seconds("--backward-ms", backward),
+        weight_seconds=_seconds("--weight-ms", weight or 0.0),
+    )
+    for option, value in (("--forward-ms", forward), ("--backward-ms", backward)):
+        if not value:
+            raise ToolkitError(f"{option} is {value:g}, expected more than 0")
+    return times
+
+
+def _seconds(option: str, milliseconds: float) -> float:
+    if not (math.isfinite(milliseconds) and 0 <= milliseconds <= LONGEST_MS):
+        raise ToolkitError(f"{option} is {milliseconds:g}, expected 0 to {LONGEST_MS:,.0f} milliseconds")
+    return milliseconds / 1000
+
+
+def _check_split(options: PipelineOptions, schedule: str) -> None:
+    if options.backward_ms is not None and options.weight_ms is None and schedule not in WHOLE_BACKWARD:
+        raise ToolkitError(
+            f"{schedule} splits the backward, but --weight-ms is missing",
+            hint="--backward-ms for the gradient of the input, --weight-ms for that of the weights",
+        )
+
+
+def _times_text(times: ChunkTimes, transfer_seconds: float) -> str:
+    parts = [("forward", times.forward_seconds), ("backward", times.backward_seconds)]
+    parts += [("weight gradient", times.weight_seconds), ("transfer", transfer_seconds)]
+    return ", ".join(f"{name} {value * 1000:g} ms" for name, value in parts)
+
+
+def _model_heading(staged: StagedModel) -> str:
+    shape, job = staged.shape, staged.job
+    parts = [
+        f"{shape.model_type}, {shape.num_params:,} parameters, {shape.num_layers} layers",
+        f"{job.per_device_train_batch_size} x {job.max_seq_length} tokens per micro-batch",
+        "activation checkpointing" if job.activation_checkpointing else "",
+        f"tp {staged.tp}" if staged.tp > 1 else "",
+        f"{staged.gpu.name}, {gib(staged.gpu.memory_bytes)}",
+    ]
+    return "; ".join(part for part in parts if part)
+
+
+def comparison_table(comparison: PipelineComparison) -> Table:
+    """Return one row per schedule."""
+    headings = [
+        text_heading("schedule"),
+        Heading(text="chunks"),
+        Heading(text="step"),
+        Heading(text="bubble"),
+        Heading(text="in flight,\nfirst"),
+        Heading(text="in flight,\nmost"),
+    ]
+    if comparison.staged is not None:
+        headings += [Heading(text="largest\nstage"), text_heading("verdict"), Heading(text="planned step")]
+    return Table(headings=tuple(headings), rows=tuple(map(_cells, comparison.schedules)))
+
+
+def _cells(simulated: SimulatedSchedule) -> tuple[Cell, ...]:
+    run = simulated.run
+    peaks, digits = run.peak_micro_batches, 0 if run.size.chunks == 1 else 1
+    cells = (
+        text_cell(run.order.schedule),
+        number_cell(run.size.chunks, 0),
+        Cell(text=seconds(run.step_seconds), value=run.step_seconds),
+        Cell(text=f"{100 * run.bubble_fraction:.1f} %", value=run.bubble_fraction),
+        number_cell(peaks[0], digits),
+        number_cell(max(peaks), digits),
+    )
+    largest, bounds = simulated.largest, simulated.step_seconds_range
+    if largest is None or bounds is None:
+        return cells
+    verdict = text_cell(largest.verdict.replace("_", " "))
+    between = f"{seconds(bounds[0])} to {seconds(bounds[1])}"
+    return (
+        *cells,
+        Cell(text=gib(largest.peak_bytes), value=largest.peak_bytes),
+        verdict,
+        Cell(text=between, value=bounds[0]),
+    )
+
+
+def stages_table(simulated: SimulatedSchedule) -> Table | None:
+    """Return one row per stage of a schedule with a model: micro-batches in flight, bytes, verdict."""
+    if simulated.memory is None:
+        return None
+    headings = (
+        text_heading("stage"),
+        Heading(text="micro-batches in flight"),
+        Heading(text="model states"),
+        Heading(text="activations"),
+        Heading(text="peak"),
+        text_heading("verdict"),
+    )
+    rows = zip(simulated.run.peak_micro_batches, simulated.memory, strict=True)
+    return Table(headings=headings, rows=tuple(_stage_cells(stage, *row) for stage, row in enumerate(rows)))
+
+
+def _stage_cells(stage: int, in_flight: float, memory: StageMemory) -> tuple[Cell, ...]:
+    sizes = (memory.state_bytes, memory.held_bytes, memory.peak_bytes)
+    return (
+        text_cell(f"stage {stage}"),
+        Cell(text=f"{in_flight:g}", value=in_flight),
+        *(Cell(text=gib(size), value=size) for size in sizes),
+        text_cell(memory.verdict.replace("_", " ")),
+    )
+
+
+def notes(comparison: PipelineComparison) -> list[str]:
+    """Return what a reader must know before quoting a figure."""
+    low, high = PREDICTED_OVER_MEASURED
+    found = [
+        "Step: the longest time from a stage's first start to its last end, without the optimizer. Bubble: share of"
+        " that in which the average stage is idle.",
+        f"Optimistic: published throughputs predicted this way were {100 * low:.0f} to {100 * high:.0f} % above the"
+        " measured ones, the most for interleaved_1f1b.",
+    ]
+    if comparison.staged is not None:
+        found.append(
+            "Planned, not measured: times are geometric means of the planned ranges; model states as under zero1, bf16"
+            " with fp32 master weights and Adam's states."
+        )
+        if all(each.largest is not None and each.largest.verdict != FITS for each in comparison.schedules):
+            found.append("No schedule fits: more --stages, a larger --tp, or --activation-checkpointing.")
+    return found + [f"Left out: {reason}." for reason in comparison.left_out]

@@ -1,0 +1,315 @@
+"""The order in which each stage of a pipeline runs its forwards and backwards, by schedule.
+
+    >>> order = operation_order("1f1b", PipelineSize(stages=2, micro_batches=3))
+    >>> [order.text(stage) for stage in range(2)]
+    ['F0 F1 B0 F2 B1 B2', 'F0 B0 F1 B1 F2 B2']
+
+A stage is one GPU, or one group of GPUs that split its layers. It has one chunk of the model, or several: chunk 0 is
+the first of the model. `B` is a whole backward; zero-bubble schedules split it into `I`, the gradient of the input,
+which the previous stage waits for, and `W`, the gradient of the weights, which nothing waits for.
+
+The orders are those of torch.distributed.pipelining where it has the schedule (`tests/simulate/` compares them), and
+for ZB-H1 and ZB-H2 those of the zero-bubble paper (https://arxiv.org/abs/2401.10241, section 3).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from toolkit.errors import ToolkitError, did_you_mean
+
+FORWARD, BACKWARD_INPUT, BACKWARD, BACKWARD_WEIGHT = range(4)
+LETTERS = "FIBW"
+"""The letter of each kind of operation."""
+INTERLEAVED, ZB_H2, ZB_V, DUALPIPE_V = "interleaved_1f1b", "zb_h2", "zb_v", "dualpipe_v"
+SCHEDULES = ("gpipe", "1f1b", INTERLEAVED, "zb_h1", ZB_H2, ZB_V, DUALPIPE_V)
+V_SHAPED = (ZB_V, DUALPIPE_V)
+"""Schedules of two chunks per stage, of which the second returns from the last stage to the first."""
+DEFAULT_CHUNKS = 2
+# Larger values are typing errors; more operations take minutes.
+LARGEST = {"--stages": 4096, "--micro-batches": 2**20, "--chunks": 256}
+MOST_OPERATIONS = 2**24
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PipelineSize:
+    """Stages of a pipeline, chunks of the model on each, and micro-batches of a step."""
+
+    stages: int
+    micro_batches: int
+    chunks: int = 1
+
+    @property
+    def num_chunks(self) -> int:
+        """Chunks of the model."""
+        return self.stages * self.chunks
+
+    def row(self, kind: int, chunk: int) -> int:
+        """Return the first of the consecutive numbers that a chunk's operations of one kind have."""
+        return (kind * self.num_chunks + chunk) * self.micro_batches
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OperationOrder:
+    """What each stage runs, in order. An operation is a number: `size.row(kind, chunk) + micro_batch`."""
+
+    schedule: str
+    size: PipelineSize
+    operations: tuple[Sequence[int], ...]
+    """By stage."""
+
+    def stage_of(self, chunk: int) -> int:
+        """Return the stage that has a chunk."""
+        stages = self.size.stages
+        if self.schedule in V_SHAPED and chunk >= stages:
+            return 2 * stages - 1 - chunk
+        return chunk % stages
+
+    def decode(self, operation: int) -> tuple[int, int, int]:
+        """Return kind, chunk and micro-batch of an operation."""
+        row, micro_batch = divmod(operation, self.size.micro_batches)
+        return (*divmod(row, self.size.num_chunks), micro_batch)
+
+    def text(self, stage: int) -> str:
+        """Return a stage's operations: letter and micro-batch, with the chunk where a stage has several."""
+        words = []
+        for kind, chunk, micro_batch in map(self.decode, self.operations[stage]):
+            words.append(f"{LETTERS[kind]}{micro_batch}" + (f".{chunk}" if self.size.chunks > 1 else ""))
+        return " ".join(words)
+
+
+def operation_order(schedule: str, size: PipelineSize) -> OperationOrder:
+    """Return the order of operations. Raises ToolkitError for a schedule that is impossible with these sizes."""
+    check_schedule(schedule, size)
+    stage_operations = _ORDERS[schedule]
+    return OperationOrder(
+        schedule=schedule,
+        size=size,
+        operations=tuple(stage_operations(size, stage) for stage in range(size.stages)),
+    )
+
+
+def chunks_of(schedule: str, interleaved_chunks: int = DEFAULT_CHUNKS) -> int:
+    """Return the chunks per stage: those of `--chunks` for the interleaved schedule, two in a V, otherwise one."""
+    return interleaved_chunks if schedule == INTERLEAVED else 2 if schedule in V_SHAPED else 1
+
+
+def check_schedule(schedule: str, size: PipelineSize) -> None:
+    """Raise ToolkitError for an unknown schedule, for sizes out of range, and for those that it cannot run with."""
+    if schedule not in SCHEDULES:
+        raise ToolkitError(
+            f"unknown schedule {schedule!r}; available: {', '.join(SCHEDULES)}",
+            hint=did_you_mean(schedule, SCHEDULES),
+        )
+    values = {"--stages": size.stages, "--micro-batches": size.micro_batches, "--chunks": size.chunks}
+    for option, value in values.items():
+        if not 1 <= value <= LARGEST[option]:
+            raise ToolkitError(f"{option} is {value:,}, expected 1 to {LARGEST[option]:,}")
+    operations = 3 * size.num_chunks * size.micro_batches
+    if operations > MOST_OPERATIONS:
+        raise ToolkitError(f"{operations:,} operations are too many to simulate, expected at most {MOST_OPERATIONS:,}")
+    _check_chunks(schedule, size)
+    _check_micro_batches(schedule, size)
+
+
+def _check_chunks(schedule: str, size: PipelineSize) -> None:
+    if schedule in V_SHAPED and size.chunks != 2:
+        raise ToolkitError(f"--chunks is {size.chunks}, but {schedule} has 2 chunks per stage", hint="`--chunks 2`")
+    if schedule == INTERLEAVED and size.chunks < 2:
+        raise ToolkitError(f"--chunks is {size.chunks}, but {schedule} needs 2 or more", hint="`--chunks 2`, or 1f1b")
+
+
+def _check_micro_batches(schedule: str, size: PipelineSize) -> None:
+    stages, count = size.stages, size.micro_batches
+    least = {"gpipe": 1, INTERLEAVED: 1, ZB_V: 1, ZB_H2: 2 * stages - 1, DUALPIPE_V: 2 * stages}.get(schedule, stages)
+    if count < least:
+        raise ToolkitError(
+            f"--micro-batches is {count}, but {schedule} on {stages} stages needs {least} or more",
+            hint=f"`--micro-batches {least}`",
+        )
+    rounds = _rounds(size)
+    if schedule == INTERLEAVED and count % rounds:
+        raise ToolkitError(
+            f"--micro-batches is {count}, but {schedule} on {stages} stages runs them in {rounds} equal rounds",
+            hint=f"`--micro-batches {stages * rounds}`",
+        )
+
+
+def _rounds(size: PipelineSize) -> int:
+    """Rounds of the interleaved schedule: in each, every chunk gets the same micro-batches one after the other."""
+    return max(1, size.micro_batches // size.stages)
+
+
+def _gpipe(size: PipelineSize, stage: int) -> list[int]:
+    """All forwards, then all backwards."""
+    return [*_row(size, FORWARD, stage), *_row(size, BACKWARD, stage)]
+
+
+def _row(size: PipelineSize, kind: int, chunk: int) -> range:
+    first = size.row(kind, chunk)
+    return range(first, first + size.micro_batches)
+
+
+def _one_forward_one_backward(size: PipelineSize, stage: int) -> list[int]:
+    """Warm-up forwards until the last stage has a micro-batch, then forwards and backwards in turns."""
+    forward, backward = _row(size, FORWARD, stage), _row(size, BACKWARD, stage)
+    return list(_in_turns(forward, backward, warmup=size.stages - 1 - stage))
+
+
+def _in_turns(forwards: Sequence[int], backwards: Sequence[int], *, warmup: int) -> Iterator[int]:
+    yield from forwards[:warmup]
+    rest = forwards[warmup:]
+    for forward, backward in zip(rest, backwards, strict=False):
+        yield forward
+        yield backward
+    yield from backwards[len(rest) :]
+
+
+def _zero_bubble(size: PipelineSize, stage: int, *, scale: int) -> list[int]:
+    """1F1B with `scale` times its warm-up, and with weight gradients `scale` times `stage` micro-batches late."""
+    forward, first = _row(size, FORWARD, stage), size.row(BACKWARD_INPUT, stage)
+    weights, delay = _row(size, BACKWARD_WEIGHT, stage), scale * stage
+    operations = []
+    for operation in _in_turns(forward, _row(size, BACKWARD_INPUT, stage), warmup=scale * (size.stages - 1 - stage)):
+        operations.append(operation)
+        due = operation - first - delay
+        if operation >= first and due >= 0:
+            operations.append(weights[due])
+    return operations + list(weights[max(0, size.micro_batches - delay) :])
+
+
+def _interleaved(size: PipelineSize, stage: int) -> list[int]:
+    """1F1B over several chunks per stage, a round of micro-batches through one chunk after the other."""
+    per_round, chunks = size.micro_batches // _rounds(size), size.chunks
+    forward, backward = (
+        [
+            size.row(kind, stage + size.stages * chunk) + start + place
+            for start in range(0, size.micro_batches, per_round)
+            for chunk in order
+            for place in range(per_round)
+        ]
+        for kind, order in ((FORWARD, range(chunks)), (BACKWARD, range(chunks - 1, -1, -1)))
+    )
+    warmup = (chunks - 1) * per_round + 2 * (size.stages - 1 - stage)
+    return list(_in_turns(forward, backward, warmup=min(warmup, len(forward))))
+
+
+class _Chunk:
+    """Operations of one chunk, numbered as they are taken; those of micro-batches beyond the last are left out.
+
+    The schedules in a V are written for a full pipeline: a shorter one is the same without the missing micro-batches.
+    """
+
+    def __init__(self, size: PipelineSize, chunk: int, operations: list[int], late: list[_Chunk]) -> None:
+        self.rows = [size.row(kind, chunk) for kind in range(len(LETTERS))]
+        self.micro_batches, self.operations, self.late = size.micro_batches, operations, late
+        self.forwards = self.backwards = self.weights = 0
+
+    def _append(self, kind: int, micro_batch: int) -> None:
+        if micro_batch < self.micro_batches:
+            self.operations.append(self.rows[kind] + micro_batch)
+
+    def forward(self) -> None:
+        self._append(FORWARD, self.forwards)
+        self.forwards += 1
+
+    def backward(self, *, split: bool = False) -> None:
+        """Append a whole backward, or its first half; its weight gradient then is late."""
+        self._append(BACKWARD_INPUT if split else BACKWARD, self.backwards)
+        self.backwards += 1
+        if split:
+            self.late.append(self)
+        else:
+            self.weights += 1
+
+    def weight(self) -> None:
+        self._append(BACKWARD_WEIGHT, self.weights)
+        self.weights += 1
+
+    def input_and_weight(self) -> None:
+        """Append both halves of a backward; the previous stage need not wait for the second."""
+        self._append(BACKWARD_INPUT, self.backwards)
+        self.backwards += 1
+        self.weight()
+
+
+def _both_chunks(size: PipelineSize, stage: int, late: list[_Chunk]) -> tuple[list[int], _Chunk, _Chunk]:
+    operations: list[int] = []
+    down, up = (_Chunk(size, chunk, operations, late) for chunk in (stage, 2 * size.stages - 1 - stage))
+    return operations, down, up
+
+
+def _zb_v(size: PipelineSize, stage: int) -> list[int]:
+    """ZB-V (https://arxiv.org/abs/2401.10241, section 6): as much memory on every stage as the first has in 1F1B."""
+    operations, down, up = _both_chunks(size, stage, late=[])
+    remaining = size.stages - stage
+    _repeat(2 * remaining - 1, down.forward)
+    _repeat(stage, up.forward, down.forward)
+    _repeat(remaining, up.forward, up.input_and_weight)
+    in_flight = max(2 * size.stages - 1, size.micro_batches)
+    while up.forwards < down.forwards or down.forwards < in_flight:
+        if down.forwards < in_flight:
+            down.forward()
+        down.input_and_weight()
+        up.forward()
+        up.input_and_weight()
+    split = functools.partial(down.backward, split=True)
+    _repeat(stage, split, functools.partial(up.backward, split=True))
+    _repeat(remaining, split, down.weight)
+    _repeat(up.backwards - up.weights, up.weight)
+    _repeat(down.backwards - down.weights, down.weight)
+    return operations
+
+
+def _repeat(times: int, *steps: Callable[[], None]) -> None:
+    for _ in range(times):
+        for step in steps:
+            step()
+
+
+def _dualpipe_v(size: PipelineSize, stage: int) -> list[int]:
+    """DualPipe-V (https://github.com/deepseek-ai/DualPipe): a forward of one chunk beside a backward of the other.
+
+    The pair is simulated one after the other, as torch's runtime executes it: what it overlaps is communication.
+    """
+    late: list[_Chunk] = []
+    operations, down, up = _both_chunks(size, stage, late)
+    remaining = size.stages - 1 - stage
+    _repeat(2 * remaining, down.forward)
+    _repeat(stage + 1, down.forward, up.forward)
+    _repeat(remaining, up.input_and_weight, up.forward)
+    _repeat(size.micro_batches - 2 * size.stages + stage + 1, down.forward, up.backward, up.forward, down.backward)
+    _repeat(remaining, up.backward, up.forward, down.backward)
+    _last_backwards(down, up, stage)
+    for _ in range(remaining):
+        _late_weight(late)
+        down.backward(split=True)
+    _repeat(stage + 1, functools.partial(_late_weight, late))
+    return operations
+
+
+def _last_backwards(down: _Chunk, up: _Chunk, stage: int) -> None:
+    """The second half of the backwards after the last forward is split, so that no stage waits for weights."""
+    half = (stage + 1) // 2
+    for place in range(stage + 1):
+        is_middle = place == half
+        up.backward(split=place > half or (is_middle and stage % 2 == 1))
+        down.backward(split=place >= half)
+
+
+def _late_weight(late: list[_Chunk]) -> None:
+    if late:
+        late.pop(0).weight()
+
+
+_ORDERS: dict[str, Callable[[PipelineSize, int], list[int]]] = {
+    "gpipe": _gpipe,
+    "1f1b": _one_forward_one_backward,
+    INTERLEAVED: _interleaved,
+    "zb_h1": functools.partial(_zero_bubble, scale=1),
+    ZB_H2: functools.partial(_zero_bubble, scale=2),
+    ZB_V: _zb_v,
+    DUALPIPE_V: _dualpipe_v,
+}

@@ -1,0 +1,259 @@
+"""Times and memory of a model's pipeline stages, from the planner: each stage is planned like a small model of its own.
+
+    shape = read_model("Qwen/Qwen2.5-72B")
+    staged = StagedModel(shape=shape, job=TrainingJob(max_seq_length=4096), gpu=find_gpu("h100"), tp=8)
+    times = staged.chunk_times(PipelineSize(stages=4, micro_batches=16))
+
+Layers are dealt out evenly, in order; the first chunk has the embedding, the last the final norm and the head. A tied
+head is a second copy there, as Megatron has it. Model states are those of `zero1`: bf16 weights and gradients, and fp32
+master weights and Adam's states sharded over the data parallel ranks (Megatron's distributed optimizer).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from toolkit.errors import ToolkitError
+from toolkit.hardware.gpu_table import Gpu
+from toolkit.models.flops import TokenFlops, flops_of
+from toolkit.models.shape import Layer, ModelShape
+from toolkit.parallel.layout import ParallelLayout
+from toolkit.plan.collectives import Collective
+from toolkit.plan.engine_settings import EngineSettings, engine_settings
+from toolkit.plan.interconnect import Interconnect, Range
+from toolkit.plan.job import TrainingJob, TrainingSetup
+from toolkit.plan.memory import MemoryPlan, plan_engine_memory
+from toolkit.plan.memory_verdict import fit_verdict
+from toolkit.plan.split_communication import split_collectives
+from toolkit.plan.step_time import compute_seconds
+from toolkit.presets import load_preset
+from toolkit.presets.preset import Preset
+from toolkit.presets.support import check_supported
+from toolkit.simulate.pipeline import ChunkTimes, PipelineRun, simulate
+from toolkit.simulate.pipeline_schedules import PipelineSize
+
+STATES_LIKE = "zero1"
+SPLIT_LIKE = "fsdp2_tp"
+"""Preset whose tensor parallelism is planned within a stage; on two replicas, so that it computes in bf16."""
+BF16_BYTES = 2
+HELD_IN = ("forward", "backward")
+"""Phases in which other micro-batches wait."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StageMemory:
+    """Memory of one GPU of a stage."""
+
+    peak_bytes: int
+    state_bytes: int
+    """Weights, gradients and optimizer states."""
+    held_bytes: int
+    """Activations at the peak, of all micro-batches in flight."""
+    verdict: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class StagedModel:
+    """A model whose layers are divided among stages, on GPUs of one kind."""
+
+    shape: ModelShape
+    job: TrainingJob
+    """One micro-batch: sequences, length, activation checkpointing."""
+    gpu: Gpu
+    tp: int = 1
+    """GPUs that split each layer of a stage."""
+    data_parallel_size: int = 1
+    """Replicas of the pipeline, which shard the optimizer's states."""
+    network_bytes_per_second: int | None = None
+
+    def check(self) -> None:
+        """Raise ToolkitError for a model without formulas, a GPU of unknown speed, or heads that tp does not divide."""
+        if self.shape.activations_from != "formulas":
+            raise ToolkitError(
+                f"stages of {self.shape.model_type} cannot be planned: there are no formulas for its activations",
+                hint="give --forward-ms, --backward-ms and --weight-ms instead of --model",
+            )
+        if self.gpu.peak_flops("bf16") is None:
+            raise ToolkitError(f"the bf16 peak of {self.gpu.name} is unknown", hint="`--gpu-tflops`")
+        if self.tp > 1:
+            check_supported(
+                self._split_preset, self._split_job.method_on(self.shape), world_size=2 * self.tp, purpose="plan"
+            )
+
+    def chunk_shape(self, size: PipelineSize, chunk: int) -> ModelShape:
+        """Return what one chunk has of the model."""
+        return self._part(size, [chunk])
+
+    def chunk_times(self, size: PipelineSize, end: int | None = None) -> list[ChunkTimes]:
+        """Return the times of each chunk: at the fast end (0) or the slow one (1) of the plan, or their mean."""
+        by_shape: dict[tuple[Layer, ...], ChunkTimes] = {}
+        times = []
+        for chunk in range(size.num_chunks):
+            shape = self.chunk_shape(size, chunk)
+            key = (*shape.layers, shape.outer)
+            if key not in by_shape:
+                by_shape[key] = self._times(shape, end)
+            times.append(by_shape[key])
+        return times
+
+    def transfer_seconds(self, size: PipelineSize) -> Range:
+        """Return the seconds in which the activations of a micro-batch reach the next stage.
+
+        If the pipeline leaves a node, as if all GPUs of a node sent to the next one at once.
+        """
+        per_stage = self.tp * self.data_parallel_size
+        leaves_node = size.stages * per_stage > self.job.gpus_per_node
+        return self._interconnect(size).seconds(
+            Collective(
+                name="permute",
+                purpose="activations of a stage",
+                payload_bytes=BF16_BYTES * self.job.tokens * self.shape.hidden_size,
+                group_size=2,
+                group="pp",
+                stride=self.job.gpus_per_node if leaves_node else per_stage,
+            )
+        )
+
+    def simulate(self, schedule: str, size: PipelineSize, end: int | None = None) -> PipelineRun:
+        """Return one step at one end of the planned range, or with the geometric means of both."""
+        transfer = _at(self.transfer_seconds(size), end)
+        return simulate(schedule, size, self.chunk_times(size, end), transfer_seconds=transfer)
+
+    def gradient_seconds(self, size: PipelineSize) -> Range:
+        """Return the seconds in which the replicas of the largest stage sum their gradients, once per step."""
+        if self.data_parallel_size == 1:
+            return 0.0, 0.0
+        largest = max(self._part(size, [chunk]).num_params for chunk in range(size.num_chunks)) * size.chunks
+        return self._interconnect(size).seconds(
+            Collective(
+                name="all_reduce",
+                purpose="gradients",
+                payload_bytes=BF16_BYTES * largest // self.tp,
+                group_size=self.data_parallel_size,
+                stride=self.tp,
+            )
+        )
+
+    def stage_memory(self, run: PipelineRun) -> list[StageMemory]:
+        """Return the memory of each stage of a simulated step."""
+        held = [self._activation_bytes(self.chunk_shape(run.size, chunk)) for chunk in range(run.size.num_chunks)]
+        return [self._memory(run, stage, held) for stage in range(run.size.stages)]
+
+    def _memory(self, run: PipelineRun, stage: int, held_by_chunk: Sequence[int]) -> StageMemory:
+        chunks = [chunk for chunk in range(run.size.num_chunks) if run.order.stage_of(chunk) == stage]
+        plan = self._plan(self._part(run.size, chunks))
+        held = run.peak_held(stage, held_by_chunk)
+        # The plan has one micro-batch in flight; the others wait beside it in forward and backward.
+        others = max(0, held - sum(held_by_chunk[chunk] for chunk in chunks))
+        allocated = max(phase.allocated_bytes + (others if phase.phase in HELD_IN else 0) for phase in plan.phases)
+        peak, states = allocated + plan.overhead_bytes, plan.states.total_bytes
+        verdict = fit_verdict(planned_peak_bytes=peak, exact_bytes=states, memory_bytes=self.gpu.memory_bytes)
+        return StageMemory(peak_bytes=peak, state_bytes=states, held_bytes=held, verdict=verdict)
+
+    def _part(self, size: PipelineSize, chunks: Sequence[int]) -> ModelShape:
+        """The model with the layers of some chunks only."""
+        shape, count = self.shape, size.num_chunks
+        layers = tuple(layer for chunk in chunks for layer in _dealt(shape.layers, count, chunk))
+        embeddings = tuple(tensor for tensor in shape.outer if tensor.is_embedding)
+        rest = tuple(tensor for tensor in shape.outer if not tensor.is_embedding)
+        if shape.tied_embeddings and count > 1:
+            rest += tuple(replace(tensor, name="lm_head.weight") for tensor in embeddings[:1])
+        is_last = count - 1 in chunks
+        return replace(
+            shape,
+            num_layers=len(layers),
+            layers=layers,
+            outer=(embeddings if 0 in chunks else ()) + (rest if is_last else ()),
+            vocab_size=shape.vocab_size if is_last else 0,
+            tied_embeddings=shape.tied_embeddings and count == 1,
+            num_sliding_layers=round(shape.num_sliding_layers * len(layers) / shape.num_layers),
+        )
+
+    def _times(self, shape: ModelShape, end: int | None) -> ChunkTimes:
+        """Compute in proportion to the operations of each part; half of the exchanges of split layers in each pass."""
+        peak = self.gpu.peak_flops("bf16")
+        assert peak is not None
+        flops = flops_of(
+            shape,
+            seq_length=self.job.max_seq_length,
+            recompute=self.job.activation_checkpointing,
+            count_embeddings=False,
+        )
+        total, tokens = flops.hardware_flops, self.job.tokens / self.tp
+        compute = compute_seconds(
+            self.gpu, shape, tp=self.tp, peak=peak, tokens=self.job.tokens, flops=round(total * tokens)
+        )
+        seconds = _at(compute, end) / max(total, 1)
+        exchange = _at(self._exchange_seconds(shape), end) / 2
+        forward, backward, weight = _shares(flops)
+        return ChunkTimes(
+            forward_seconds=seconds * forward + exchange,
+            backward_seconds=seconds * backward + exchange,
+            weight_seconds=seconds * weight,
+        )
+
+    def _exchange_seconds(self, shape: ModelShape) -> Range:
+        if self.tp == 1:
+            return 0.0, 0.0
+        setup = TrainingSetup(shape=shape, preset=self._split_preset, world_size=2 * self.tp, job=self._split_job)
+        interconnect = self._interconnect(PipelineSize(stages=1, micro_batches=1))
+        ranges = [interconnect.seconds(collective) for collective in split_collectives(setup)]
+        return sum(low for low, _ in ranges), sum(high for _, high in ranges)
+
+    def _activation_bytes(self, shape: ModelShape) -> int:
+        """What one micro-batch leaves behind in a chunk until its backward."""
+        return next(phase.activation_bytes for phase in self._plan(shape).phases if phase.phase == "forward")
+
+    def _plan(self, shape: ModelShape) -> MemoryPlan:
+        return plan_engine_memory(shape, self._engine, self.job)
+
+    @cached_property
+    def _engine(self) -> EngineSettings:
+        found = engine_settings(
+            load_preset(STATES_LIKE), world_size=self.data_parallel_size, hidden_size=self.shape.hidden_size
+        )
+        return replace(found, layout=ParallelLayout(dp_shard=self.data_parallel_size, tp=self.tp))
+
+    @cached_property
+    def _split_preset(self) -> Preset:
+        return load_preset(SPLIT_LIKE)
+
+    @property
+    def _split_job(self) -> TrainingJob:
+        return replace(self.job, tp=self.tp, gradient_accumulation_steps=1)
+
+    def _interconnect(self, size: PipelineSize) -> Interconnect:
+        gpus, per_node = size.stages * self.tp * self.data_parallel_size, self.job.gpus_per_node
+        return Interconnect(
+            gpu=self.gpu,
+            world_size=gpus if gpus <= per_node else math.ceil(gpus / per_node) * per_node,
+            gpus_per_node=per_node,
+            network_bytes_per_second=self.network_bytes_per_second,
+        )
+
+
+def _dealt(layers: Sequence[Layer], parts: int, part: int) -> Sequence[Layer]:
+    """The layers of one part; the first parts have one more where they do not divide.
+
+    >>> [len(_dealt([()] * 10, 4, part)) for part in range(4)]
+    [3, 3, 2, 2]
+    """
+    each, more = divmod(len(layers), parts)
+    first = part * each + min(part, more)
+    return layers[first : first + each + (part < more)]
+
+
+def _shares(flops: TokenFlops) -> Iterator[int]:
+    """Operations per token of the forward, of the gradient of the input, and of the gradients of the weights."""
+    weight = flops.dense_backward // 2
+    yield flops.dense_forward + flops.attention_forward
+    yield flops.recomputed + flops.attention_backward + flops.dense_backward - weight
+    yield weight
+
+
+def _at(seconds: Range, end: int | None) -> float:
+    """One end of a range, or the geometric mean of both."""
+    return math.sqrt(seconds[0] * seconds[1]) if end is None else seconds[end]
