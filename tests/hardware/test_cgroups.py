@@ -11,6 +11,7 @@ from toolkit.hardware.cgroups import (
     cpu_cores,
     cpu_limit,
     memory_limit_bytes,
+    tasks_limit,
 )
 
 
@@ -30,6 +31,8 @@ def test_the_smallest_limit_of_the_hierarchy_applies(tmp_path: Path) -> None:
     (tmp_path / "cpu" / "cpu.cfs_period_us").write_text("100000\n")
     assert memory_limit_bytes(tmp_path) == 2**20
     assert cpu_limit(tmp_path) == 1.5
+    (tmp_path / "pids.max").write_text("4096\n")
+    assert tasks_limit(tmp_path) == 4096
     (tmp_path / "memory.max").write_text("max\n")
     (tmp_path / "memory" / "memory.limit_in_bytes").write_text(f"{2**63 - 4096}\n")  # no limit in version 1
     assert memory_limit_bytes(tmp_path) is None

@@ -6,7 +6,6 @@ import errno
 import json
 import math
 import os
-import resource
 import struct
 from pathlib import Path
 from typing import Any
@@ -192,11 +191,10 @@ def test_damaged_weights_are_refused_before_their_size_is_used(model: Path) -> N
 
 
 def test_a_low_limit_on_locked_memory_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(resource, "getrlimit", lambda _which: (8 * 2**20, 8 * 2**20))
-    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    monkeypatch.setattr(nvme, "locked_memory_limit_bytes", lambda: 8 * 2**20)
     (warning,) = nvme.locked_memory_warnings()
     assert warning.startswith("warning: only 8.0 MiB may be locked in memory")
-    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    monkeypatch.setattr(nvme, "locked_memory_limit_bytes", lambda: None)
     assert nvme.locked_memory_warnings() == ()
 
 

@@ -12,8 +12,6 @@ import contextlib
 import os
 import platform
 import re
-import shutil
-import subprocess
 import sys
 from collections import Counter
 from collections.abc import Mapping
@@ -22,15 +20,26 @@ from pathlib import Path
 from typing import Any
 
 from toolkit import __version__
-from toolkit.cache import ASYNC_IO_OPS, are_compiled, cache_folder, home_folder
-from toolkit.doctor.node_packages import find_nvcc
-from toolkit.doctor.ops import CPU_OPS, has_libaio_header
-from toolkit.files.reading import user_path
+from toolkit.cache import home_folder
+from toolkit.doctor.collectors import (
+    compiled_ops,
+    compiler_versions,
+    described_disks,
+    driver_cuda_version,
+    entries_of,
+    filesystem_bytes,
+    hub_home,
+    hub_login,
+    text_of,
+    token_file,
+    usual_folders,
+)
+from toolkit.doctor.infiniband import ports_in_sysfs
+from toolkit.doctor.ops import has_libaio_header
 from toolkit.files.secrets import HIDDEN, hide_secrets, is_secret_name
 from toolkit.hardware.cgroups import cpu_limit, memory_limit_bytes
-from toolkit.hardware.disks import existing_folder
 from toolkit.hardware.gpus import count_gpus, gpu_topology
-from toolkit.hardware.node import LIBRARIES, describe_node, disk_facts, git_commit
+from toolkit.hardware.node import LIBRARIES, describe_node, git_commit
 from toolkit.units import NOT_AVAILABLE, gib
 from toolkit.versions import installed_version, torch_cuda_version
 
@@ -53,6 +62,7 @@ NAMES = (
 TOKEN_VARIABLES = ("HF_TOKEN", "WANDB_API_KEY")  # reported also where they are not set
 SET, NOT_SET = "set", "not set"
 MAX_FILE_LINES = 40
+SHARED_MEMORY = Path("/dev/shm")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -106,24 +116,21 @@ def environment_report(environment: Mapping[str, str] = os.environ) -> Environme
         "libc": " ".join(platform.libc_ver()),
         "packages": {name: installed_version(name) for name in (*LIBRARIES[:-1], *OTHER_PACKAGES)},
         "torch_cuda_version": torch_cuda_version(),
-        "driver_cuda_version": _driver_cuda_version(),
+        "driver_cuda_version": driver_cuda_version(),
         "gpus": node["gpus"],
         "visible_gpus": count_gpus(),
         "gpu_topology": gpu_topology(),
-        "infiniband": _infiniband(),
-        "network_interfaces": sorted(path.name for path in _entries(Path("/sys/class/net"))),
-        "compilers": {
-            "nvcc": _version_of(find_nvcc()),
-            **{name: _version_of(name) for name in _compilers(environment)},
-        },
+        "infiniband": [f"{port.device}: {port.rate or NOT_AVAILABLE}" for port in ports_in_sysfs()],
+        "network_interfaces": [path.name for path in entries_of(Path("/sys/class/net"))],
+        "compilers": compiler_versions(environment),
         "libaio_header": has_libaio_header(),
-        "compiled_ops": _compiled_ops(),
+        "compiled_ops": compiled_ops(),
         **{name: node[name] for name in ("cpu", "cpu_count", "host_memory_bytes")},
         "cpu_limit": cpu_limit(),
         "memory_limit_bytes": memory_limit_bytes(),
-        "shared_memory_bytes": _size_of(Path("/dev/shm")),
+        "shared_memory_bytes": filesystem_bytes(SHARED_MEMORY),
         "disks": _disks(environment),
-        "hub_login": _hub_login(environment),
+        "hub_login": hub_login(environment),
         "variables": shown_variables(environment),
         "files": _files(environment),
     }
@@ -143,90 +150,31 @@ def shown_variables(environment: Mapping[str, str]) -> dict[str, str]:
     return dict(sorted(({name: NOT_SET for name in TOKEN_VARIABLES} | found).items()))
 
 
-def without_secrets(value: Any, environment: Mapping[str, str]) -> Any:
+def without_secrets(value: Any, environment: Mapping[str, str] = os.environ) -> Any:
     """Return facts with every secret of the environment, and whatever looks like one, replaced in all texts."""
     stored = []
     with contextlib.suppress(OSError, UnicodeDecodeError):
-        stored.append(_token_file(environment).read_text("utf-8").strip())
+        stored.append(token_file(environment).read_text("utf-8").strip())
     return hide_secrets(value, known=stored, environment=environment)
-
-
-def _token_file(environment: Mapping[str, str]) -> Path:
-    return Path(environment.get("HF_TOKEN_PATH") or _hub_home(environment) / "token")
-
-
-def _hub_login(environment: Mapping[str, str]) -> str | None:
-    if environment.get("HF_TOKEN"):
-        return "HF_TOKEN"
-    return "token file" if _token_file(environment).is_file() else None
 
 
 # -- facts
 
 
-def _hub_home(environment: Mapping[str, str]) -> Path:
-    cache = environment.get("XDG_CACHE_HOME") or home_folder() / ".cache"
-    return user_path(environment.get("HF_HOME") or Path(cache) / "huggingface")
-
-
-def _driver_cuda_version() -> str | None:
-    found = re.search(r"CUDA Version\s*:\s*([\d.]+)", _output("nvidia-smi", "--version") or "")
-    return found[1] if found else None
-
-
-def _infiniband() -> list[str]:
-    """`mlx5_0: 400 Gb/sec (4X NDR)` for each port."""
-    rates = sorted(Path("/sys/class/infiniband").glob("*/ports/*/rate"))
-    return [f"{rate.parents[2].name}: {_text(rate) or NOT_AVAILABLE}" for rate in rates]
-
-
-def _compilers(environment: Mapping[str, str]) -> list[str]:
-    return list(dict.fromkeys([environment.get("CXX") or "c++", environment.get("CC") or "gcc", "ninja"]))
-
-
-def _version_of(program: str | Path | None) -> str | None:
-    """The line of `--version` that names a version; nvcc prints it last but one."""
-    lines = (_output(str(program), "--version") or "").strip().splitlines() if program else []
-    return next((line for line in lines if re.search(r"\d+\.\d+", line)), None)
-
-
-def _output(*command: str) -> str | None:
-    if shutil.which(command[0]) is None:
-        return None
-    with contextlib.suppress(OSError, subprocess.SubprocessError):
-        return subprocess.run(command, capture_output=True, encoding="utf-8", timeout=10, check=True).stdout
-    return None
-
-
-def _compiled_ops() -> dict[str, bool]:
-    if installed_version("torch") is None or installed_version("deepspeed") is None:
-        return {}
-    return {op: are_compiled([op]) for op in (*CPU_OPS, *ASYNC_IO_OPS)}
-
-
 def _disks(environment: Mapping[str, str]) -> dict[str, dict[str, Any]]:
-    """Disks of the working directory, the hub's cache, the toolkit's cache and temporary files."""
-    named = {"working directory": Path.cwd(), "hub cache": _hub_home(environment), "toolkit cache": cache_folder()}
-    named["temporary files"] = Path(environment.get("TMPDIR") or "/tmp")
-    return {name: {"path": str(path), **disk_facts(existing_folder(path))} for name, path in named.items()}
-
-
-def _size_of(folder: Path) -> int | None:
-    with contextlib.suppress(OSError):
-        return shutil.disk_usage(folder).total
-    return None
+    return described_disks({"working directory": Path.cwd()} | usual_folders(environment))
 
 
 def _files(environment: Mapping[str, str]) -> dict[str, str]:
     """Configuration files that change a run without being named in its command."""
     paths = [
-        Path(environment.get("ACCELERATE_CONFIG_FILE") or _hub_home(environment) / "accelerate/default_config.yaml"),
+        Path(environment.get("ACCELERATE_CONFIG_FILE") or hub_home(environment) / "accelerate/default_config.yaml"),
         home_folder() / ".deepspeed_env",
         Path(".deepspeed_env").absolute(),
         Path(environment.get("NCCL_CONF_FILE") or home_folder() / ".nccl.conf"),
         Path("/etc/nccl.conf"),
     ]
-    texts = {str(path): _text(path) for path in dict.fromkeys(paths)}
+    texts = {str(path): text_of(path) for path in dict.fromkeys(paths)}
     return {path: _without_secret_lines(text) for path, text in texts.items() if text is not None}
 
 
@@ -238,18 +186,6 @@ def _without_secret_lines(text: str) -> str:
 def _without_secret_value(line: str) -> str:
     found = re.match(r"([^=:]*[=:]\s*)\S", line)
     return f"{found[1]}{HIDDEN}" if found and is_secret_name(found[1]) else line
-
-
-def _entries(folder: Path) -> list[Path]:
-    with contextlib.suppress(OSError):
-        return list(folder.iterdir())
-    return []
-
-
-def _text(path: Path) -> str | None:
-    with contextlib.suppress(OSError, UnicodeDecodeError):
-        return path.read_text("utf-8").strip()
-    return None
 
 
 # -- text

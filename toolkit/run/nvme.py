@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import ctypes.util
 import os
-import resource
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from toolkit.errors import ToolkitError
 from toolkit.files.reading import user_path
 from toolkit.files.safetensors_header import read_header
 from toolkit.hardware.disks import DiskRates, free_bytes, measure_rates, mount_of, try_direct_io
+from toolkit.hardware.process_limits import locked_memory_limit_bytes
 from toolkit.presets import Preset
 from toolkit.run.environment import NVME_PATH_VARIABLE
 from toolkit.units import gib
@@ -191,12 +191,13 @@ def num_params(model: Path) -> int | None:
 
 
 def locked_memory_warnings() -> tuple[str, ...]:
-    """Return a warning for a `ulimit -l` too low for DeepSpeed's buffers; root has no limit."""
-    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    if os.geteuid() == 0 or soft == resource.RLIM_INFINITY or soft >= LOCKED_BYTES_AT_LEAST:
+    """Return a warning for a `ulimit -l` too low for DeepSpeed's buffers."""
+    limit = locked_memory_limit_bytes()
+    if limit is None or limit >= LOCKED_BYTES_AT_LEAST:
         return ()
     return (
-        f"warning: only {gib(soft)} may be locked in memory, and NVMe offload locks its buffers: `ulimit -l unlimited`",
+        f"warning: only {gib(limit)} may be locked in memory, and NVMe offload locks its buffers: "
+        "`ulimit -l unlimited`",
     )
 
 
