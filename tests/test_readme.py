@@ -22,7 +22,7 @@ from pathlib import Path
 import pytest
 import typer
 from fits_table import fits_table
-from reference_blocks import characteristics_table, optimizer_table, preset_table
+from reference_blocks import characteristics_table, doctor_table, optimizer_table, preset_table, xid_table
 
 from toolkit.cli.program import app
 from toolkit.presets import preset_names
@@ -97,9 +97,10 @@ def run_bash(script: str, **variables: str) -> subprocess.CompletedProcess[str]:
 
 
 GENERATED = {"presets": preset_table, "characteristics": characteristics_table, "fits": fits_table}
-GENERATED |= {"optimizers": optimizer_table}
+GENERATED |= {"optimizers": optimizer_table, "doctor": doctor_table, "xids": xid_table}
 PAGE_OF = {name: ROOT / "docs" / "reference" / "presets.md" for name in GENERATED} | {"fits": README}
 PAGE_OF |= {"optimizers": ROOT / "docs" / "how-to" / "optimizers.md"}
+PAGE_OF |= dict.fromkeys(("doctor", "xids"), ROOT / "docs" / "how-to" / "doctor.md")
 
 
 def generated(text: str, name: str) -> re.Match[str]:

@@ -15,6 +15,9 @@ import typer
 import toolkit
 import toolkit.presets
 from toolkit.cli.program import app
+from toolkit.doctor import examination  # noqa: F401  (registers the checks)
+from toolkit.doctor.checks import CHECKS
+from toolkit.doctor.xid import XIDS
 from toolkit.presets import Preset, list_presets
 from toolkit.presets.characteristics import characteristics
 from toolkit.presets.optimizers import OPTIMIZERS, UpdatedTensor
@@ -69,6 +72,21 @@ def _optimizer_row(optim: str) -> list[str]:
     share = spec.state_bytes([matrix]) / matrix.num_elements
     states = spec.summary + ("; paged" if spec.paged else "")
     return [f"`{optim}`", f"`{spec.class_name}`", states, f"{share:.3g}", presets]
+
+
+def doctor_table() -> str:
+    """Return one row per check of `toolkit doctor`."""
+    rows = [
+        [f"`{check.name}`", check.looks_at, check.threshold + (" (`--long`)" if check.long else ""), check.source]
+        for check in CHECKS.values()
+    ]
+    return markdown_table(["check", "what it looks at", "when it is a finding", "source of the threshold"], rows)
+
+
+def xid_table() -> str:
+    """Return one row per Xid error that the doctor explains."""
+    rows = [[str(code), xid.meaning, xid.level, xid.action] for code, xid in XIDS.items()]
+    return markdown_table(["Xid", "meaning", "level", "what to do"], rows)
 
 
 def preset_files() -> str:

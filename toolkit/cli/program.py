@@ -13,6 +13,7 @@ from toolkit.cli.checkpoint import checkpoint_app
 from toolkit.cli.cluster import cluster_app
 from toolkit.cli.compare import compare
 from toolkit.cli.convert_config import convert_config
+from toolkit.cli.doctor import doctor
 from toolkit.cli.env import env
 from toolkit.cli.lint import lint
 from toolkit.cli.options import expand_words
@@ -83,6 +84,7 @@ app.command()(compare)
 app.command()(report)
 app.command()(lint)
 app.command()(convert_config)
+app.command()(doctor)
 app.command()(env)
 app.add_typer(preset_app, name="preset")
 app.add_typer(checkpoint_app, name="checkpoint")

@@ -1,1 +1,1 @@
-"""What this node can do: compiled DeepSpeed ops."""
+"""What this node can do, what is wrong with it, and how nodes differ; compiled DeepSpeed ops."""

@@ -1,0 +1,280 @@
+"""`toolkit doctor` as it is typed: on this node, with recorded GPUs, with limits that are really set."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+from launching import LLAMA_8B_CONFIG, ROOT
+from recorded_outputs import NO_REAL_GPU, install_nvidia_smi
+
+from toolkit.doctor.checks import CHECKS, NodeCheck
+from toolkit.doctor.examination import examine_node
+from toolkit.doctor.options import DoctorOptions
+from toolkit.versions import torch_cuda_version
+
+QWEN_72B = str(ROOT / "tests" / "fixtures" / "qwen2.5-72b")
+TOKEN = "hf_QmVyZ2VuSXNOb3RIZXJl"
+TEXT, LEVEL = {"type": "string", "minLength": 1}, {"enum": ["error", "warning", "note"]}
+FINDING = {name: TEXT for name in ("check", "what", "value", "expected", "fix")} | {"level": LEVEL}
+CHECK = {
+    "check": TEXT,
+    "status": {"enum": ["ok", "skipped", "error", "warning", "note"]},
+    "seconds": {"type": "number"},
+    "measured": {"type": "object"},
+    "skipped": {"type": ["string", "null"]},
+}
+FACT = {"type": ["string", "number", "null"]}
+
+
+def rows(properties: dict[str, Any]) -> dict[str, Any]:
+    row = {"type": "object", "properties": properties, "required": list(properties), "additionalProperties": False}
+    return {"type": "array", "items": row}
+
+
+SCHEMA = {
+    "properties": {
+        "findings": rows(FINDING),
+        "checks": rows(CHECK),
+        "node_facts": {"type": "object", "additionalProperties": FACT, "required": ["hostname", "unix_time"]},
+    },
+    "required": ["findings", "checks", "node_facts"],
+    "additionalProperties": False,
+}
+
+
+def doctor(*words: str, limit: Callable[[], None] | None = None, **variables: str) -> subprocess.CompletedProcess[str]:
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "NCCL_"))}
+    environment |= {"PYTHONPATH": str(ROOT), **variables}
+    command = [sys.executable, "-m", "toolkit", "doctor", *words]
+    return subprocess.run(
+        command, env=environment, capture_output=True, text=True, check=False, timeout=240, preexec_fn=limit
+    )
+
+
+def report(*words: str, limit: Callable[[], None] | None = None, **variables: str) -> dict[str, Any]:
+    ended = doctor("--json", *words, limit=limit, **variables)
+    found: dict[str, Any] = json.loads(ended.stdout)
+    has_error = any(finding["level"] == "error" for finding in found["findings"])
+    assert ended.returncode == (1 if has_error else 0), ended.stderr
+    return found
+
+
+def levels(found: dict[str, Any], *checks: str) -> list[tuple[str, str]]:
+    """Return check and level of the findings of some checks, in the order of the checks."""
+    order = [finding for check in checks for finding in found["findings"] if finding["check"] == check]
+    return [(finding["check"], finding["level"]) for finding in order]
+
+
+def measured(found: dict[str, Any], check: str) -> dict[str, Any]:
+    (row,) = [row for row in found["checks"] if row["check"] == check]
+    values: dict[str, Any] = row["measured"]
+    return values
+
+
+@pytest.fixture(scope="module")
+def here() -> dict[str, Any]:
+    """The report of this node as it is."""
+    return report()
+
+
+def test_the_json_has_findings_checks_and_facts_of_every_check(here: dict[str, Any]) -> None:
+    jsonschema.validate(here, SCHEMA)
+    assert [row["check"] for row in here["checks"]] == list(CHECKS)
+    for row in here["checks"]:
+        assert bool(row["skipped"]) == (row["status"] == "skipped"), row
+
+
+def test_this_node_is_measured(here: dict[str, Any]) -> None:
+    memory = measured(here, "host-memory")
+    assert memory["installed_bytes"] == here["node_facts"]["host_memory_bytes"]
+    assert 0 < memory["available_bytes"] < memory["installed_bytes"]
+    assert measured(here, "shared-memory")["bytes"] == os.statvfs("/dev/shm").f_blocks * os.statvfs("/dev/shm").f_frsize
+    assert measured(here, "cores")["usable"] == len(os.sched_getaffinity(0))
+    assert sum(measured(here, "numa")["nodes"].values()) >= measured(here, "cores")["usable"]
+    assert measured(here, "hostname")["hostname"] == here["node_facts"]["hostname"] == socket.gethostname()
+    assert measured(here, "libraries")["torch"] == here["node_facts"]["version torch"]
+    assert {disk["free_bytes"] > 0 for disk in measured(here, "disk-space").values()} == {True}
+    assert isinstance(measured(here, "clock")["synchronised"], bool)
+
+
+def test_the_text_shows_each_finding_with_its_fix() -> None:
+    ended = doctor("--gpus-per-node", "64")
+    lines = ended.stdout.splitlines()
+    assert ended.returncode == 1
+    at = next(index for index, line in enumerate(lines) if line.startswith("  error: GPUs are missing: "))
+    assert lines[at].endswith("expected: 64, as --gpus-per-node says")
+    assert lines[at + 1] == "    fix: SLURM: --gpus-per-node; docker run --gpus all; without a driver: install NVIDIA's"
+    assert "skipped  (only with --long) matmul, all-reduce, disk-speed" in lines
+    assert " 1 error" in lines[-1]
+
+
+# -- recorded GPUs
+
+
+@pytest.fixture(scope="module")
+def faulty(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """The report of a node whose second GPU has every fault."""
+    programs = install_nvidia_smi(tmp_path_factory.mktemp("faulty"), query="nvidia_smi_faulty.xml")
+    return report(PATH=f"{programs}:{os.environ['PATH']}", CUDA_VISIBLE_DEVICES="0,1")
+
+
+@NO_REAL_GPU
+def test_every_fault_of_a_recorded_gpu_is_found_with_its_level(faulty: dict[str, Any]) -> None:
+    checks = [check for check in CHECKS if check.startswith("gpu-") and check != "gpu-xid"]
+    assert levels(faulty, *checks) == [
+        ("gpu-persistence", "warning"),
+        ("gpu-ecc", "error"),  # five uncorrectable SRAM errors in its life
+        ("gpu-ecc", "error"),  # one since the driver was loaded
+        ("gpu-row-remap", "error"),
+        ("gpu-row-remap", "warning"),
+        ("gpu-recovery", "error"),  # the driver asks for a reset
+        ("gpu-recovery", "error"),  # NVSwitch
+        ("gpu-throttling", "error"),
+        ("gpu-clocks", "warning"),  # power limit below its default
+        ("gpu-clocks", "warning"),  # and not that of the other GPU
+        ("gpu-clocks", "note"),  # application clock
+        ("gpu-pcie", "warning"),  # 8 lanes of 16
+        ("gpu-pcie", "note"),  # generation 4 of 5
+        ("gpu-nvlink", "warning"),  # CRC errors
+        ("gpu-nvlink", "warning"),  # an inactive link
+        ("gpu-nvlink", "warning"),  # a pair without NVLink
+        ("gpu-peer-access", "warning"),
+    ]
+    blamed = [finding["what"] for finding in faulty["findings"] if "0000:" in finding["what"]]
+    assert {what.partition(":")[0] for what in blamed} == {"GPU 1 (0000"}  # the first one is sound
+    fixes = {finding["fix"] for finding in faulty["findings"]}
+    assert {"nvidia-smi -i 1 -pl 700", "nvidia-smi -r -i 1   (with no process on it, or reboot)"} <= fixes
+
+
+@NO_REAL_GPU
+def test_facts_and_software_are_those_of_the_recorded_driver(faulty: dict[str, Any]) -> None:
+    facts = faulty["node_facts"]
+    assert (facts["driver"], facts["driver_cuda"]) == ("570.86.15", "12.8")
+    assert (facts["gpus"], facts["vbios"]) == ("2 × NVIDIA H100 80GB HBM3", "2 × 96.00.89.00.01")
+    assert measured(faulty, "gpu-ecc")["1"]["lifetime_sram_uncorrectable"] == 5
+    assert measured(faulty, "numa")["gpus"]["GPU2"] == 1
+    if torch_cuda_version() is None:
+        assert ("cuda", "error") in levels(faulty, "cuda")  # a CPU build of torch
+
+
+@NO_REAL_GPU
+def test_sound_gpus_have_no_finding(tmp_path: Path) -> None:
+    programs = install_nvidia_smi(tmp_path, connections=False)
+    found = report("--gpus-per-node", "2", PATH=f"{programs}:{os.environ['PATH']}", CUDA_VISIBLE_DEVICES="0,1")
+    assert levels(found, *[check for check in CHECKS if check.startswith("gpu-") and check != "gpu-xid"]) == []
+    assert measured(found, "gpu-count")["names"] == ["NVIDIA H100 80GB HBM3"] * 2
+
+
+@NO_REAL_GPU
+def test_an_nvidia_smi_that_fails_is_an_error_with_its_own_words(tmp_path: Path) -> None:
+    program = tmp_path / "nvidia-smi"
+    said = "NVIDIA-SMI has failed because it couldn't communicate with the NVIDIA driver."
+    program.write_text(f'#!/bin/sh\necho "{said}"\nexit 9\n')
+    program.chmod(0o755)
+    found = report(PATH=f"{tmp_path}:{os.environ['PATH']}")
+    (failed,) = [finding for finding in found["findings"] if finding["check"] == "gpu-count"]
+    assert (failed["level"], failed["value"]) == ("error", said)
+    assert {row["skipped"] for row in found["checks"] if row["check"] == "gpu-ecc"} == {"nvidia-smi fails"}
+
+
+# -- this node with limits that are really set
+
+
+def test_low_limits_are_found(tmp_path: Path) -> None:
+    def lower() -> None:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (1000, 1000))
+        resource.setrlimit(resource.RLIMIT_NPROC, (900, 900))
+
+    found = report("--num-processes", "4", limit=lower, HF_HOME=str(tmp_path))
+    assert levels(found, "ulimit-nofile", "ulimit-nproc") == [("ulimit-nofile", "warning"), ("ulimit-nproc", "warning")]
+    assert measured(found, "ulimit-nproc")["user"] == 900
+
+
+def test_a_port_in_use_and_an_interface_that_does_not_exist_are_found() -> None:
+    with socket.create_server(("", 0)) as server:
+        port = server.getsockname()[1]
+        found = report("--port", str(port), NCCL_SOCKET_IFNAME="nosuchcard0", NCCL_P2P_DISABLE="1")
+    assert levels(found, "ports", "nccl-variables") == [
+        ("ports", "warning"),
+        ("nccl-variables", "error"),
+        ("nccl-variables", "warning"),
+    ]
+    assert measured(found, "ports") == {"checked": [port], "taken": [port]}
+
+
+def test_of_a_token_only_its_presence_is_shown_and_a_readable_token_file_is_found(tmp_path: Path) -> None:
+    (tmp_path / "token").write_text(f"{TOKEN}\n")
+    (tmp_path / "token").chmod(0o644)
+    ended = doctor("--json", HF_HOME=str(tmp_path), NCCL_DEBUG_FILE=f"/tmp/{TOKEN}")
+    found = json.loads(ended.stdout)
+    assert TOKEN not in ended.stdout + ended.stderr
+    assert measured(found, "hub")["token"] == "token file"
+    assert levels(found, "hub") == [("hub", "warning")]
+    assert f"chmod 600 {tmp_path}/token" in {finding["fix"] for finding in found["findings"]}
+
+
+@pytest.mark.skipif(not Path("/dev/shm").is_mount(), reason="/dev/shm is no disk of its own here")
+def test_a_hub_cache_in_memory_is_found() -> None:
+    assert ("hub", "warning") in levels(report(HF_HOME="/dev/shm/no-such-folder"), "hub")
+
+
+# -- what a preset needs
+
+
+def test_a_preset_that_needs_more_host_memory_than_there_is_is_an_error() -> None:
+    found = report("--preset", "zero3_cpu_offload", "--num-processes", "2", QWEN_72B)
+    assert levels(found, "host-memory")[:1] == [("host-memory", "error")]
+    assert measured(found, "host-memory")["needed_bytes"] > 10**12  # 16 bytes for each of 72.7 billion parameters
+    small = report("--preset", "ddp", "--num-processes", "2", str(ROOT / "tests" / "fixtures" / "qwen3-0.6b"))
+    assert 10**9 < measured(small, "host-memory")["needed_bytes"] < 10**10
+
+
+def test_nvme_offload_names_what_train_would_refuse(tmp_path: Path) -> None:
+    found = report("--preset", "zero3_nvme_offload")
+    refused = [finding["what"] for finding in found["findings"] if finding["check"] == "nvme-offload"]
+    assert "preset 'zero3_nvme_offload' offloads to a local disk, and none is given" in refused
+    missing = report("--nvme-path", str(tmp_path / "missing"))
+    assert ("nvme-offload", "error") in levels(missing, "nvme-offload")
+
+
+# -- invalid input
+
+
+@pytest.mark.parametrize(
+    ("words", "error", "hint"),
+    [
+        (["--preset", "zero4"], "unknown preset 'zero4'", "did you mean"),
+        ([str(LLAMA_8B_CONFIG)], "a MODEL has no effect without --preset", "toolkit doctor --preset NAME MODEL"),
+        (["--preset", "ddp", "no-such-model"], "no-such-model", "hint"),
+        (["--gpus-per-node", "0"], "--gpus-per-node is 0, expected 1 or more", ""),
+        (["--port", "70000"], "--port is 70000, expected 1 to 65535", ""),
+        (["a.json", "b.json"], "one MODEL at most, 2 given", "--compare"),
+        (["--nvme-pth", "x"], "no such option: --nvme-pth", ""),
+    ],
+)
+def test_invalid_input_is_refused_before_anything_is_measured(words: list[str], error: str, hint: str) -> None:
+    ended = doctor(*words)
+    assert (ended.returncode, ended.stdout) == (2, "")
+    assert error in ended.stderr
+    assert hint in ended.stderr
+    assert "Traceback" not in ended.stderr
+
+
+def test_a_check_that_cannot_read_the_node_is_skipped_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unreadable(_: object) -> Any:
+        raise PermissionError(13, "Permission denied", "/sys/secret")
+
+    broken = NodeCheck(name="broken", looks_at="", threshold="", source="", long=False, examine=unreadable)
+    monkeypatch.setitem(CHECKS, "broken", broken)
+    (row,) = [row for row in examine_node(DoctorOptions(), None, print).checks if row.check == "broken"]
+    assert (row.status, row.skipped) == ("skipped", "cannot be read: [Errno 13] Permission denied: '/sys/secret'")

@@ -1,0 +1,72 @@
+"""`toolkit doctor`: what this node can do and what is wrong with it; with `--compare`, how nodes differ."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from toolkit.cli.options import expand_options
+from toolkit.doctor.options import DoctorOptions
+from toolkit.entry_point import print_message
+from toolkit.errors import EXIT_RUN_FAILED, ToolkitError, visible
+from toolkit.flags import JsonOutput
+
+
+@expand_options
+def doctor(
+    options: DoctorOptions,
+    names: Annotated[
+        list[str] | None,
+        typer.Argument(
+            help="a model that --preset is to train on this node; with --compare: reports of nodes",
+            metavar="MODEL or FILE...",
+        ),
+    ] = None,
+    compare: Annotated[
+        bool, typer.Option("--compare", help="compare the reports of several nodes, each written with --json")
+    ] = False,
+    as_json: JsonOutput = False,
+) -> None:
+    """Find what is wrong with this node, and the line that fixes it.
+
+    Checks GPUs, host, disks, network and software, and imports no torch: seconds. Exit code 1: a finding is an error.
+    """
+    if compare:
+        _compare([Path(name) for name in names or ()], as_json=as_json)
+        return
+    from toolkit.doctor.examination import examine_node, shown_lines
+
+    if names and len(names) > 1:
+        raise ToolkitError(
+            f"one MODEL at most, {len(names)} given: {', '.join(names)}", hint="reports are compared with --compare"
+        )
+    examination = examine_node(options, names[0] if names else None, print_message)
+    if as_json:
+        print(json.dumps(examination.as_json(), indent=2))
+    else:
+        for line in shown_lines(examination):
+            print(visible(line))
+    if examination.failed:
+        raise typer.Exit(EXIT_RUN_FAILED)
+
+
+def _compare(paths: Sequence[Path], *, as_json: bool) -> None:
+    from toolkit.doctor.checks import ERROR
+    from toolkit.doctor.node_comparison import compare_facts, difference_lines, read_reports
+
+    nodes = read_reports(paths)
+    differences = compare_facts(nodes)
+    if as_json:
+        rows = [dataclasses.asdict(difference) for difference in differences]
+        print(json.dumps({"nodes": list(nodes), "differences": rows}, indent=2))
+    else:
+        for line in (line for difference in differences for line in difference_lines(difference)):
+            print(visible(line))
+    print_message(f"{len(nodes)} nodes: {len(differences) or 'no'} difference{'' if len(differences) == 1 else 's'}")
+    if any(difference.level == ERROR for difference in differences):
+        raise typer.Exit(EXIT_RUN_FAILED)

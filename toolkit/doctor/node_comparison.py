@@ -1,0 +1,145 @@
+"""Differences between nodes: the facts of several reports of `toolkit doctor --json`, compared.
+
+>>> same = {"version torch": "2.13.0", "hostname": "a", "unix_time": 10.0}
+>>> [found.fact for found in compare_facts({"a": same, "b": same | {"version torch": "2.12.1"}})]
+['version torch']
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from toolkit.doctor.checks import ERROR, NOTE, WARNING
+from toolkit.doctor.node_facts import Fact, NodeFacts
+from toolkit.errors import ToolkitError
+from toolkit.files.json_files import read_json_object
+from toolkit.units import NOT_AVAILABLE, gib
+
+MAX_SKEW_SECONDS = 1.0
+# The kernel and the firmware take different shares of the same memory.
+MEMORY_TOLERANCE = 0.02
+OWN = ("hostname", "unix_time", "clock_offset_seconds")
+# Fact, or the beginning of its name -> level, why, and what to do. Facts that are not listed: a note.
+RULES: dict[str, tuple[str, str, str]] = {
+    "version ": (ERROR, "ranks of other versions fail, or train something else", "the same environment on every node"),
+    "preset": (ERROR, "ranks would use other strategies", "the same checkout on every node: `git status`"),
+    "torch_cuda": (ERROR, "ranks of other builds do not communicate", "the same environment on every node"),
+    "nccl": (ERROR, "NCCL refuses, or hangs with, another version", "the same environment on every node"),
+    "gpus": (ERROR, "the smallest and slowest GPU decides for all", "nodes with the same GPUs"),
+    "driver": (WARNING, "kernels and speed may differ", "the same driver on every node: ask the provider"),
+    "vbios": (WARNING, "power and clocks may differ", "the same firmware on every node: ask the provider"),
+    "rdma": (WARNING, "the slowest network decides for all", "the check `rdma` of each node"),
+    "python": (WARNING, "pickles and libraries may differ", "the same environment on every node"),
+    "host_memory": (WARNING, "the smallest node decides what fits", "nodes of one kind"),
+    "cores": (WARNING, "the slowest data loader decides for all", "the same --cpus-per-task on every node"),
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NodeDifference:
+    """One fact in which nodes differ."""
+
+    level: str
+    fact: str
+    why: str
+    values: dict[str, Fact]
+    """By node."""
+    fix: str
+
+
+def read_reports(paths: Sequence[Path]) -> dict[str, NodeFacts]:
+    """Return the facts of each node, by its name. Raises ToolkitError for what is not a report."""
+    if len(paths) < 2:
+        raise ToolkitError(
+            f"--compare needs the reports of two nodes or more, {len(paths)} given",
+            hint="on each node `toolkit doctor --json > $(hostname).json`, then `toolkit doctor --compare *.json`",
+        )
+    found: dict[str, NodeFacts] = {}
+    for path in paths:
+        facts = _facts(path)
+        name = str(facts["hostname"])
+        found[name if name not in found else f"{name} ({path})"] = facts
+    return found
+
+
+def _facts(path: Path) -> NodeFacts:
+    facts: Any = read_json_object(path).get("node_facts")
+    valid = isinstance(facts, dict) and all(isinstance(value, Fact | None) for value in facts.values())
+    if not valid or not isinstance(facts.get("hostname"), str) or not isinstance(facts.get("unix_time"), int | float):
+        raise ToolkitError(
+            f"{path} is no report of `toolkit doctor --json`: it has no valid `node_facts`",
+            hint=f"toolkit doctor --json > {path.name}",
+        )
+    return dict(facts)
+
+
+def compare_facts(nodes: Mapping[str, NodeFacts]) -> list[NodeDifference]:
+    """Return the differences, errors first, then in the order of the facts."""
+    names = dict.fromkeys(name for facts in nodes.values() for name in facts if name not in OWN)
+    found = [*_differences(nodes, list(names)), *_clock(nodes)]
+    return sorted(found, key=lambda difference: (ERROR, WARNING, NOTE).index(difference.level))
+
+
+def _differences(nodes: Mapping[str, NodeFacts], names: Sequence[str]) -> Iterator[NodeDifference]:
+    for name in names:
+        values = {node: facts.get(name) for node, facts in nodes.items()}
+        if not _agree(name, list(values.values())):
+            level, why, fix = next(
+                (rule for begin, rule in RULES.items() if name.startswith(begin)), (NOTE, "it may matter", "look at it")
+            )
+            yield NodeDifference(level=level, fact=name, why=why, values=values, fix=fix)
+
+
+def _agree(name: str, values: Sequence[Fact]) -> bool:
+    numbers = [value for value in values if isinstance(value, int | float)]
+    if name.endswith("_bytes") and len(numbers) == len(values):
+        return max(numbers) - min(numbers) <= MEMORY_TOLERANCE * max(numbers)
+    return len(set(values)) == 1
+
+
+def _clock(nodes: Mapping[str, NodeFacts]) -> Iterator[NodeDifference]:
+    """Clocks against the common file server; without one, the times of the reports, which depend on their start too."""
+    offsets = {node: facts.get("clock_offset_seconds") for node, facts in nodes.items()}
+    if all(isinstance(offset, int | float) for offset in offsets.values()):
+        if _spread(offsets) > MAX_SKEW_SECONDS:
+            yield NodeDifference(
+                level=ERROR,
+                fact="clock_offset_seconds",
+                why="clocks differ: rendezvous, heartbeats and file times disagree",
+                values=offsets,
+                fix="timedatectl set-ntp true   (or start chrony), on every node",
+            )
+        return
+    times = {node: facts["unix_time"] for node, facts in nodes.items()}
+    if _spread(times) > MAX_SKEW_SECONDS:
+        yield NodeDifference(
+            level=NOTE,
+            fact="unix_time",
+            why="reports taken at different times, or clocks that differ: one cannot be told from the other",
+            values=times,
+            fix="`--output-dir` on a shared network disk compares clocks with its server's; `srun` starts all at once",
+        )
+
+
+def _spread(values: Mapping[str, Fact]) -> float:
+    numbers = [value for value in values.values() if isinstance(value, int | float)]
+    return max(numbers) - min(numbers)
+
+
+def difference_lines(difference: NodeDifference) -> list[str]:
+    """Return a difference as text: what, each value with its nodes, and what to do."""
+    lines = [f"{difference.level}: {difference.fact} differs: {difference.why}"]
+    by_value: dict[str, list[str]] = {}
+    for node, value in difference.values.items():
+        by_value.setdefault(_shown(difference.fact, value), []).append(node)
+    lines += [f"  {value}: {', '.join(names)}" for value, names in by_value.items()]
+    return [*lines, f"  fix: {difference.fix}"]
+
+
+def _shown(fact: str, value: Fact) -> str:
+    if value is None:
+        return NOT_AVAILABLE
+    return gib(value) if fact.endswith("_bytes") and isinstance(value, int) else str(value)

@@ -1,0 +1,31 @@
+"""Options of `toolkit doctor`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated
+
+from typer import Option
+
+from toolkit.flags import PRESET_HELP, NvmePath
+
+
+@dataclass(frozen=True, kw_only=True)
+class DoctorOptions:
+    """Options of `toolkit doctor`, by the names of their flags."""
+
+    long: Annotated[
+        bool, Option("--long", help="also measure, for minutes: matmul, all-reduce and the speed of the disks")
+    ] = False
+    preset: Annotated[
+        str | None, Option(help=f"check what this preset needs; {PRESET_HELP}; with MODEL also its host memory")
+    ] = None
+    num_processes: Annotated[
+        int | None, Option(help="processes per node that the preset runs in; by default one per GPU, or two on a CPU")
+    ] = None
+    gpus_per_node: Annotated[int | None, Option(help="GPUs that this node must have")] = None
+    output_dir: Annotated[str, Option(help="folder of the run, whose disk is checked")] = "."
+    nvme_path: NvmePath = None
+    port: Annotated[
+        tuple[int, ...], Option(help="port that the rendezvous needs; repeatable; by default torch's 29400 and 29500")
+    ] = ()
