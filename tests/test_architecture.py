@@ -182,6 +182,8 @@ def test_no_two_public_classes_share_a_name() -> None:
         ["doctor", "--help"],
         ["doctor", "--preset", "zero3_cpu_offload", "--num-processes", "2", LLAMA_8B, "--json"],
         ["doctor", "--compare", "a.json", "b.json"],
+        ["cluster", "slurm", "--help"],
+        ["cluster", "slurm", "--preset", "zero2", "--nodes", "2", "--", "--max_stepz", "8"],
         ["lint", str(ROOT / "examples"), str(ROOT / "ds_configs"), "--json"],
         ["convert-config", str(ROOT / "tests" / "fixtures" / "axolotl.yaml")],
     ],

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from cluster_jobs import check_shell, node_script_of, run_cluster, write_inputs
 
-from toolkit.cluster.slurm import limit_seconds
+from toolkit.cluster.options import limit_seconds
 from toolkit.errors import ToolkitError
 
 Write = Callable[..., str]
@@ -162,7 +162,7 @@ def test_a_container_runs_the_script_of_the_nodes(sbatch: Write, runtime: str, e
 
 
 def test_modules_and_setup_lines_come_before_torchrun(sbatch: Write) -> None:
-    text = sbatch("--module", "cuda/12.8", "--setup", "source .venv/bin/activate", "--sbatch-option", "--mem=0")
+    text = sbatch("--module", "cuda/12.8", "--setup", "source .venv/bin/activate", "--sbatch-option", "mem=0")
     assert "--mem=0" in directives(text)
     order = [text.index(part) for part in ("module load cuda/12.8", "\nsource .venv/bin/activate", " -m torch.")]
     assert order == sorted(order)

@@ -7,8 +7,11 @@ from typing import TYPE_CHECKING
 import typer
 
 from toolkit.cli.options import expand_options
+from toolkit.cluster.kubernetes import KubernetesOptions
 from toolkit.cluster.options import JobOptions
+from toolkit.cluster.skypilot import SkyPilotOptions
 from toolkit.cluster.slurm import SlurmOptions
+from toolkit.cluster.ssh import SshOptions
 from toolkit.entry_point import print_message
 
 if TYPE_CHECKING:
@@ -36,6 +39,60 @@ def slurm(job: JobOptions, slurm: SlurmOptions) -> None:
     deliver(text, output=job.output, submit=["sbatch"] if slurm.submit else None, suffix=".sbatch")
 
 
+@cluster_app.command()
+@expand_options
+def skypilot(job: JobOptions, sky: SkyPilotOptions) -> None:
+    """Write a SkyPilot task of several nodes, for `sky jobs launch`: recovered after a preemption.
+
+    After `--`: training arguments, as for `toolkit train`; --output_dir must be in a folder of --mount.
+    """
+    from toolkit.cluster.cluster_job import prepare_job
+    from toolkit.cluster.skypilot import submit_command, task_file
+    from toolkit.cluster.submission import deliver
+
+    prepared = prepare_job(job, shares_files=False)
+    text = task_file(prepared, sky)
+    _report(prepared)
+    deliver(text, output=job.output, submit=submit_command(prepared) if sky.submit else None, suffix=".yaml")
+
+
+@cluster_app.command()
+@expand_options
+def kubernetes(job: JobOptions, kubernetes: KubernetesOptions) -> None:
+    """Write a JobSet, or a TrainJob of Kubeflow Trainer v2: one pod per node, restarted together.
+
+    After `--`: training arguments, as for `toolkit train`; --output_dir must be in a folder of --mount.
+    """
+    from toolkit.cluster.cluster_job import prepare_job
+    from toolkit.cluster.kubernetes import manifest
+    from toolkit.cluster.submission import deliver
+
+    prepared = prepare_job(job, shares_files=False)
+    text = manifest(prepared, kubernetes)
+    _report(prepared)
+    submit = ["kubectl", "apply", "-f"] if kubernetes.submit else None
+    deliver(text, output=job.output, submit=submit, suffix=".yaml")
+
+
+@cluster_app.command()
+@expand_options
+def ssh(job: JobOptions, ssh: SshOptions) -> None:
+    """Write one script for nodes without a scheduler, and the line that starts it on all of them.
+
+    After `--`: training arguments, as for `toolkit train`; --output_dir must be on a file system of all nodes.
+    """
+    from toolkit.cluster.cluster_job import prepare_job
+    from toolkit.cluster.ssh import script_file, start_line
+    from toolkit.cluster.submission import deliver
+
+    prepared = prepare_job(job, shares_files=True)
+    text = script_file(prepared, ssh)
+    _report(prepared)
+    deliver(text, output=job.output, submit=None, suffix=".sh")
+    if job.output is not None:
+        print_message(f"start it on all nodes: {start_line(ssh, str(job.output))}")
+
+
 def _report(job: ClusterJob) -> None:
     """Print what the file assumes."""
     for line in job.warnings:
@@ -44,4 +101,4 @@ def _report(job: ClusterJob) -> None:
         print_message("warning: --save_strategy no: a run that is stopped starts again from its first step")
     else:
         save = job.save_time
-        print_message(f"SIGTERM {job.signal_seconds} s before the end: a save takes {save.seconds:g} s ({save.source})")
+        print_message(f"{job.shutdown_seconds} s to save after SIGTERM: one takes {save.seconds:g} s ({save.source})")

@@ -6,13 +6,14 @@ Every engine turns the same `ClusterJob` into its own file.
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from toolkit.cluster.options import JobOptions
+from toolkit.cluster.options import MAX_NAME, JobOptions
 from toolkit.cluster.save_time import SaveTime, save_time
 from toolkit.errors import ToolkitError, visible
 from toolkit.files.reading import user_path
@@ -73,6 +74,15 @@ class ClusterJob:
         return found | self.options.variables
 
 
+def job_name(preset: str) -> str:
+    """Return a preset's name as the name of a job.
+
+    >>> job_name("zero3_nvme_offload"), job_name("_My.Own_")
+    ('zero3-nvme-offload', 'my-own')
+    """
+    return re.sub("[^a-z0-9]+", "-", preset.lower())[:MAX_NAME].strip("-") or "train"
+
+
 def preset_word(preset: Preset) -> str:
     """Return what `TOOLKIT_PRESET` names: a shipped preset by its name, any other by the path of its file."""
     return preset.name if preset.name in preset_names() else str(preset.accelerate_config_path)
@@ -98,7 +108,7 @@ def prepare_job(options: JobOptions, *, shares_files: bool) -> ClusterJob:
     return ClusterJob(
         options=options,
         preset=preset,
-        name=options.name or preset.name.replace("_", "-").lower(),
+        name=options.name or job_name(preset.name),
         arguments=arguments,
         training_argv=tuple(argv),
         output_dir=output_dir,

@@ -15,6 +15,7 @@ from toolkit.cluster.node_setup import ADDRESS_VARIABLE
 from toolkit.run.command import torchrun_words
 
 RENDEZVOUS_PORT = 29500
+PREFLIGHT_SECONDS = 600  # nodes of one job start minutes apart where images are pulled
 CONTINUED = " \\\n    "
 
 
@@ -28,8 +29,8 @@ class Place:
     port: str = str(RENDEZVOUS_PORT)
     peer: str | None = None
     """Another node than the head."""
-    nnodes: str | None = None
-    """By default the number of the options."""
+    checked: bool = False
+    """The engine's file runs the preflight checks itself."""
 
 
 def node_script(job: ClusterJob, place: Place, *, python: str) -> list[str]:
@@ -38,7 +39,29 @@ def node_script(job: ClusterJob, place: Place, *, python: str) -> list[str]:
     required = [
         f': "${{{name}:?is not set: the job was written with --env {name}}}"' for name in job.options.passed_variables
     ]
-    return [*exports, *required, *job.options.setup, *_node_settings(job, place, python), *torchrun(job, place, python)]
+    settings = _node_settings(job, place, python)
+    checks = preflight(job, place, python) if job.options.preflight and not place.checked else []
+    return [*exports, *required, *job.options.setup, *settings, *checks, *torchrun(job, place, python)]
+
+
+def preflight(job: ClusterJob, place: Place, python: str) -> list[str]:
+    """Return the lines with which every node describes itself in the shared run folder, and compares all of them.
+
+    SLURM's file does this before it starts the script.
+    """
+    folder = shlex.quote(str(job.output_dir))
+    return [
+        f'checks={folder}/preflight/"{place.attempt}"',
+        'mkdir -p "$checks" || exit 2',
+        f'{python} -m toolkit doctor --json > "$checks/$HOSTNAME.part" || exit 2',
+        'mv "$checks/$HOSTNAME.part" "$checks/$HOSTNAME.json"',
+        f"for _ in $(seq {PREFLIGHT_SECONDS}); do",
+        '    reports=("$checks"/*.json)',
+        f"    (( ${{#reports[@]}} >= {job.options.min_nodes} )) && break",
+        "    sleep 1",
+        "done",
+        f'{python} -m toolkit doctor --compare "${{reports[@]}}" || exit 2',
+    ]
 
 
 def _node_settings(job: ClusterJob, place: Place, python: str) -> list[str]:
@@ -56,7 +79,7 @@ def torchrun(job: ClusterJob, place: Place, python: str) -> list[str]:
     options = job.options
     address = [] if options.max_nodes == 1 else [f'--local-addr "${ADDRESS_VARIABLE}"']
     words = torchrun_words(
-        nnodes=place.nnodes or options.nodes,
+        nnodes=options.nodes,
         processes_per_node=options.gpus_per_node,
         attempt=place.attempt,
         endpoint=f"{place.head}:{place.port}",

@@ -23,7 +23,8 @@ from toolkit.run.options import MAX_RESTARTS
 
 MAX_NODES = 10_000
 MAX_GPUS_PER_NODE = 1024
-# A job's name is part of host names and of file names: Kubernetes allows 63 characters, of which it appends some.
+# A job's name is part of host names, of which Kubernetes allows 63 characters with what it appends.
+MAX_NAME = 40
 _NAME = re.compile(r"[a-z0-9]([-a-z0-9]{0,38}[a-z0-9])?")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 DAY_SECONDS = 24 * 60 * 60
@@ -126,6 +127,23 @@ class JobOptions:
     def passed_variables(self) -> list[str]:
         """Names of variables whose values are taken from the environment at submission."""
         return [item for item in self.env if "=" not in item]
+
+
+def limit_seconds(text: str) -> int:
+    """Return SLURM's time limit in seconds: MINUTES, MM:SS, HH:MM:SS, D-HH, D-HH:MM or D-HH:MM:SS.
+
+    >>> limit_seconds("90"), limit_seconds("1:30:00"), limit_seconds("2-12")
+    (5400, 5400, 216000)
+    """
+    days, dash, rest = text.rpartition("-")
+    parts = rest.split(":")
+    if not all(part.isascii() and part.isdigit() for part in [*parts, *([days] if dash else [])]) or len(parts) > 3:
+        raise ToolkitError(
+            f"--time-limit is {text[:40]!r}, expected MINUTES, HH:MM:SS or D-HH:MM:SS", hint="`--time-limit 4:00:00`"
+        )
+    units = (3600, 60, 1) if dash or len(parts) == 3 else (60, 1)
+    clock = sum(int(part) * unit for part, unit in zip(parts, units, strict=False))
+    return int(days or 0) * 86400 + clock
 
 
 def check_variable(item: str) -> None:

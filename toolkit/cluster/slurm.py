@@ -18,6 +18,7 @@ import typer
 
 from toolkit.cluster.cluster_job import ClusterJob, python_of, written_by
 from toolkit.cluster.node_script import Place, node_script
+from toolkit.cluster.options import limit_seconds
 from toolkit.errors import ToolkitError
 from toolkit.run.argument_values import Range, check_range
 
@@ -27,7 +28,7 @@ MIN_TRAINING_SECONDS = 60
 # slurm.conf's KillWait is 30 s by default: ranks on other nodes end within it, or are killed.
 SRUN_WAIT = "--wait=60"
 NODE_SCRIPT_END = "END_OF_NODE_SCRIPT"
-PLACE = Place(attempt="$ATTEMPT", head="$HEAD_NODE", port="$HEAD_PORT", peer="$PEER_NODE")
+PLACE = Place(attempt="$ATTEMPT", head="$HEAD_NODE", port="$HEAD_PORT", peer="$PEER_NODE", checked=True)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,7 +45,7 @@ class SlurmOptions:
         None
     )
     sbatch_option: Annotated[
-        tuple[str, ...], typer.Option(help='any other line of #SBATCH, for example "--mem=0"; repeatable')
+        tuple[str, ...], typer.Option(help='another option of sbatch, for example "mem=0"; repeatable')
     ] = ()
     module: Annotated[tuple[str, ...], typer.Option(help="environment module to load; repeatable")] = ()
     container_runtime: Annotated[
@@ -68,26 +69,6 @@ class SlurmOptions:
         for name, value in words.items():
             if value is not None and not value.isprintable():
                 raise ToolkitError(f"{name} has a line break or a control character", hint=f"repeat `{name}`")
-        for line in self.sbatch_option:
-            if not line.startswith("-"):
-                raise ToolkitError(f"--sbatch-option is {line[:80]!r}, expected an option", hint='"--mem=0"')
-
-
-def limit_seconds(text: str) -> int:
-    """Return SLURM's time limit in seconds: MINUTES, MM:SS, HH:MM:SS, D-HH, D-HH:MM or D-HH:MM:SS.
-
-    >>> limit_seconds("90"), limit_seconds("1:30:00"), limit_seconds("2-12")
-    (5400, 5400, 216000)
-    """
-    days, dash, rest = text.rpartition("-")
-    parts = rest.split(":")
-    if not all(part.isascii() and part.isdigit() for part in [*parts, *([days] if dash else [])]) or len(parts) > 3:
-        raise ToolkitError(
-            f"--time-limit is {text[:40]!r}, expected MINUTES, HH:MM:SS or D-HH:MM:SS", hint="`--time-limit 4:00:00`"
-        )
-    units = (3600, 60, 1) if dash or len(parts) == 3 else (60, 1)
-    clock = sum(int(part) * unit for part, unit in zip(parts, units, strict=False))
-    return int(days or 0) * 86400 + clock
 
 
 def job_file(job: ClusterJob, slurm: SlurmOptions) -> str:
@@ -127,7 +108,8 @@ def _directives(job: ClusterJob, slurm: SlurmOptions) -> list[str]:
     found += [f"--signal=TERM@{job.signal_seconds}"] if job.saves else []
     found += ["--requeue" if requeues(job, slurm) else "--no-requeue"]
     found += ["--no-kill"] if options.elastic else []
-    return [f"#SBATCH {line}" for line in [*found, *slurm.sbatch_option]]
+    found += [f"--{line.lstrip('-')}" for line in slurm.sbatch_option]
+    return [f"#SBATCH {line}" for line in found]
 
 
 def _prologue(job: ClusterJob, slurm: SlurmOptions) -> list[str]:

@@ -1,0 +1,64 @@
+"""What each node checks and chooses before torchrun starts on it."""
+
+from __future__ import annotations
+
+import socket
+
+import psutil
+import pytest
+
+from toolkit.cluster import node_setup
+
+
+def own_addresses() -> dict[str, str]:
+    """Return the address of each interface of this host that is not the loopback."""
+    return {
+        name: each.address
+        for name, addresses in psutil.net_if_addrs().items()
+        for each in addresses
+        if each.family == socket.AF_INET and not each.address.startswith("127.")
+    }
+
+
+def test_the_interface_is_the_one_that_has_the_address() -> None:
+    for name, address in own_addresses().items():
+        assert node_setup.interface_of(address) == name
+    assert node_setup.interface_of("127.0.0.1") is None
+    assert node_setup.interface_of("192.0.2.1") is None, "a documentation address, which no host has"
+
+
+def test_the_address_is_the_source_of_the_route_to_the_head() -> None:
+    assert node_setup.local_address("127.0.0.1", peer=None) == "127.0.0.1"
+    for address in own_addresses().values():
+        assert node_setup.local_address(address, peer=None) == address
+        assert node_setup.local_address("127.0.0.1", peer=address) == address, "the head's own route is the loopback"
+
+
+def test_settings_are_shell_assignments_and_the_choice_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    assert node_setup.main(["--head", "127.0.0.1"]) == 0
+    out, err = capsys.readouterr()
+    assert out == "export TOOLKIT_NODE_ADDRESS=127.0.0.1\n"
+    expected = "address 127.0.0.1, head 127.0.0.1 (127.0.0.1), NCCL_SOCKET_IFNAME=unset GLOO_SOCKET_IFNAME=unset\n"
+    assert err == f"{socket.gethostname()}: {expected}"
+
+
+def test_an_interface_that_the_user_chose_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "ib0")
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    found = node_setup.node_settings("10.0.0.2", "eth0")
+    assert found == {"TOOLKIT_NODE_ADDRESS": "10.0.0.2", "GLOO_SOCKET_IFNAME": "eth0"}
+
+
+def test_a_head_that_does_not_resolve_is_named_with_the_node(capsys: pytest.CaptureFixture[str]) -> None:
+    assert node_setup.main(["--head", "no-such-host.invalid", "--wait-seconds", "0"]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith(f"error: the head 'no-such-host.invalid' does not resolve from {socket.gethostname()}: ")
+
+
+def test_a_node_with_too_few_gpus_ends_before_a_rank_starts(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert node_setup.main(["--head", "127.0.0.1", "--gpus", "8"]) == 2
+    assert "has 0 visible GPUs, the job starts 8 ranks on each node" in capsys.readouterr().err

@@ -1,0 +1,73 @@
+"""The script for nodes without a scheduler; two launchers on this host stand for two nodes."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+from cluster_jobs import check_shell, run_cluster, write_inputs
+from launching import ROOT
+
+HOSTS = ["--host", "127.0.0.1", "--host", "127.0.0.2"]
+
+
+def test_the_line_starts_the_script_on_every_node_with_one_id(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ["--nodes", "2", "--gpus-per-node", "4", "--host", "node1", "--host", "me@node2"]
+    output = ["--output", str(tmp_path / "job.sh")]
+    code, _, messages = run_cluster(
+        ["ssh", "--preset", "zero2", *options, *output, "--", *write_inputs(tmp_path)], capsys
+    )
+    assert code == 0, messages
+    text = (tmp_path / "job.sh").read_text()
+    check_shell(text)
+    line = messages.rpartition("start it on all nodes: ")[2].strip()
+    check_shell(line)
+    assert line.startswith("attempt=$(date +%s); for host in node1 me@node2; do ssh -n $host ")
+    assert f"#   {line}\n" in text
+    assert '--rdzv-endpoint "node1:29500"' in text
+    assert '--peer "node2"' in text
+
+
+def test_the_hosts_are_as_many_as_the_nodes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["ssh", "--preset", "zero2", "--nodes", "2", "--host", "node1", "--", *write_inputs(tmp_path)]
+    code, text, errors = run_cluster(words, capsys)
+    assert (code, text) == (2, "")
+    assert errors == "error: --nodes 2 needs 2 --host, got 1\n  hint: --host node1 --host node2\n"
+
+
+@pytest.mark.parametrize("host", ["-oProxyCommand=x", "a b", "a;b", ""])
+def test_what_ssh_would_read_as_an_option_or_a_shell_as_two_words_is_no_host(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], host: str
+) -> None:
+    words = ["ssh", "--preset", "ddp", "--nodes", "1", f"--host={host}", "--", *write_inputs(tmp_path)]
+    code, text, errors = run_cluster(words, capsys)
+    assert (code, text) == (2, "")
+    assert "expected a host name or an address" in errors
+
+
+@pytest.mark.launch
+@pytest.mark.cold_start
+def test_two_nodes_train_one_run(
+    tmp_path: Path, tiny_model: Path, faq_alpaca: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    training = ["--model_name_or_path", str(tiny_model), "--dataset", str(faq_alpaca), "--max_seq_length", "64"]
+    training += ["--max_steps", "2", "--per_device_train_batch_size", "1", "--save_strategy", "no"]
+    training += ["--output_dir", str(tmp_path / "out")]
+    options = ["--nodes", "2", "--gpus-per-node", "1", "--cpu", *HOSTS, "--output", str(tmp_path / "job.sh")]
+    options += ["--setup", f"cd {ROOT}"]
+    code, _, errors = run_cluster(["ssh", "--preset", "ddp", *options, "--", *training], capsys)
+    assert code == 0, errors
+    nodes = [
+        subprocess.Popen(["bash", str(tmp_path / "job.sh"), "7"], env=os.environ | {"HOSTNAME": name})
+        for name in ("one", "two")
+    ]
+    assert [node.wait(timeout=240) for node in nodes] == [0, 0]
+    run = json.loads((tmp_path / "out" / "run.json").read_text())
+    assert (run["status"], run["preset"], run["world_size"]) == ("completed", "ddp", 2)
+    assert sorted(path.name for path in (tmp_path / "out" / "logs").iterdir()) == ["7-one.log", "7-two.log"]
+    assert "NCCL_SOCKET_IFNAME=unset" in (tmp_path / "out" / "logs" / "7-two.log").read_text()
