@@ -9,7 +9,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
 from subprocess import CompletedProcess
@@ -120,6 +120,22 @@ def run_warm(command: Sequence[str], environment: dict[str, str], cwd: Path = RO
 
 def read(path: Path) -> Any:
     return json.loads(path.read_text())
+
+
+def attested(folder: Path) -> dict[str, Any]:
+    """Return every figure of an attestation, by the path of its keys."""
+    return dict(_leaves(read(folder / "attestation.json")))
+
+
+def _leaves(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            yield from _leaves(inner, f"{name}.{key}")
+    elif isinstance(value, list):
+        for index, inner in enumerate(value):
+            yield from _leaves(inner, f"{name}[{index}]")
+    else:
+        yield name, value
 
 
 def losses(folder: Path, ranks: int = 2) -> list[float]:

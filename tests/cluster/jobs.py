@@ -1,0 +1,112 @@
+"""Training jobs on the cluster of the tests: written by `toolkit cluster slurm`, or torchrun started on each node."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from cluster.machines import wait_until
+from cluster.slurm import ENDED, Slurm
+from launching import ROOT, accelerate_launch, read, toolkit
+
+PORT = 29400
+LAUNCH_SECONDS = 150.0
+"""For a job to train its first step on a busy host: two launchers and two ranks import their libraries."""
+
+
+class ClusterJobs:
+    """Jobs of the tiny model on two nodes, one CPU rank on each."""
+
+    def __init__(self, slurm: Slurm, *, model: Path, dataset: Path, folder: Path) -> None:
+        self.slurm, self.folder = slurm, folder
+        self.words = ["--model_name_or_path", str(model), "--dataset", str(dataset), "--max_seq_length", "64"]
+        self.words += ["--lr_scheduler_type", "constant", "--learning_rate", "1e-3", "--save_model", "false"]
+        self.submitted = list[str]()
+
+    def submit(self, preset: str, out: Path, *words: str) -> str:
+        """Write the job file as a user does, submit it, and return the job's number."""
+        path = self.folder / f"{out.name}.sbatch"
+        options = ["--preset", preset, "--nodes", "2", "--gpus-per-node", "1", "--cpu", "--time-limit", "10"]
+        options += ["--save-seconds", "5", "--output", str(path)]
+        ended = toolkit("cluster", "slurm", *options, "--", *self.words, "--output_dir", str(out), *words)
+        assert ended.returncode == 0, ended.stderr
+        self.submitted.append(self.slurm.submit(path, log=self.folder / f"{out.name}.log"))
+        return self.submitted[-1]
+
+    def logs(self, out: Path) -> str:
+        """Return what the job and its nodes have printed."""
+        found = [self.folder / f"{out.name}.log", *sorted((out / "logs").glob("*.log"))]
+        return "\n".join(f"== {path.name}\n{path.read_text()[-3000:]}" for path in found if path.exists())
+
+    def finish(self, job: str, out: Path, state: str = "COMPLETED") -> None:
+        self.slurm.wait_for(job, ENDED, LAUNCH_SECONDS)
+        assert self.slurm.job(job)["JobState"] == state, self.logs(out)
+
+    def until_step(self, job: str, out: Path, step: int) -> None:
+        """Wait until both ranks have trained a step in the job's current attempt."""
+        state = self.slurm.job(job)
+
+        def reached() -> bool:
+            assert self.slurm.job(job)["JobState"] not in ENDED, self.logs(out)
+            return min(steps(out)) >= step
+
+        wait_until(reached, f"step {step} of job {job} ({state.get('JobState')})", LAUNCH_SECONDS)
+
+    def until_resumed(self, job: str, out: Path, step: int) -> None:
+        """Wait until an attempt that resumes from a step's checkpoint, or a later one, trains."""
+
+        def resumed() -> bool:
+            assert self.slurm.job(job)["JobState"] not in ENDED, self.logs(out)
+            source = read(out / "run.json").get("resumed_from")
+            return source is not None and source["step"] >= step
+
+        wait_until(resumed, f"job {job} resumes from step {step}", LAUNCH_SECONDS)
+
+    def on_one_node(self, preset: str, out: Path, *words: str) -> Path:
+        """Train the same with two ranks on one node."""
+        config = ROOT / "accelerate_configs" / f"{preset}.yaml"
+        ended = accelerate_launch(config, *self.words, "--output_dir", str(out), *words)
+        assert ended.returncode == 0, ended.stderr[-3000:]
+        return out
+
+    def torchrun(self, preset: str, out: Path, *words: str) -> tuple[list[int], str]:
+        """Start torchrun on two nodes without SLURM, and return its exit codes and what was printed."""
+        environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+        environment["TOOLKIT_PRESET"] = preset
+        command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1"]
+        command += ["--rdzv-id", out.name, "--rdzv-backend", "c10d", "--rdzv-endpoint", f"node1:{PORT}"]
+        command += ["-m", "toolkit.train", *self.words, "--output_dir", str(out), *words]
+        machines = self.slurm.machines
+        started = [machines.start(name, *command, env=environment) for name in ("node1", "node2")]
+        try:
+            printed = [process.communicate(timeout=LAUNCH_SECONDS)[0] for process in started]
+        finally:
+            for process in started:
+                machines.stop(process)
+        return [process.returncode for process in started], "\n".join(printed)
+
+    def end(self) -> None:
+        for job in self.submitted:
+            self.slurm.cancel(job)
+        wait_until(lambda: set(self.slurm.node_states().values()) == {"idle"}, "all nodes are idle again", 60)
+
+
+def steps(out: Path, ranks: int = 2) -> list[int]:
+    """Return the steps that each rank has written."""
+    files = [out / "ranks" / f"rank{rank}.jsonl" for rank in range(ranks)]
+    return [len(file.read_text().splitlines()) if file.exists() else 0 for file in files]
+
+
+def hosts(out: Path) -> list[str]:
+    """Return the node of each rank."""
+    return [str(read(out / "ranks" / f"rank{rank}.pulse")["host"]) for rank in (0, 1)]
+
+
+def rows(out: Path, rank: int) -> list[tuple[float, float]]:
+    """Return loss and gradient norm of each step."""
+    lines = (out / "ranks" / f"rank{rank}.jsonl").read_text().splitlines()
+    found: list[dict[str, Any]] = [json.loads(line) for line in lines]
+    return [(row["loss"], row["grad_norm"]) for row in found]

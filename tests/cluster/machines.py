@@ -1,0 +1,210 @@
+"""Machines made of namespaces on one Linux host, joined by a switch: their own hostname, address, /proc and /dev/shm.
+
+    with Machines(folder, ["ctl", "node1", "node2"]) as machines:
+        machines.run("node1", "ping", "-c1", "node2")
+        machines.shape("node2", "1gbit")
+        machines.power_off("node2")
+
+All machines see the same files, except `/mnt`, which is each machine's own. The switch is a bridge in a network
+namespace of its own, so the network of the host is not touched and two harnesses cannot collide. Everything is gone
+with the processes that hold the namespaces, and those end with this one. Needs root, util-linux and iproute2.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from subprocess import CompletedProcess
+from typing import Any
+
+NETWORK = "10.77.0"
+SWITCH = "switch"
+BRIDGE = "br0"
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
+BOOT_SECONDS = 20.0
+COMMAND_SECONDS = 60.0
+# A machine boots with its own /proc and /dev/shm, the cluster's host names, and a disk of its own in /mnt.
+BOOT = """
+mount -t proc proc /proc && mount -t tmpfs -o mode=1777 shm /dev/shm && mount --bind "$FOLDER/hosts" /etc/hosts
+mount --bind "$FOLDER/$NAME" /mnt && hostname "$NAME" && ip link set lo up && touch /mnt/booted
+exec sleep infinity
+"""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Machine:
+    """A machine that is switched on."""
+
+    name: str
+    holder: subprocess.Popen[bytes]
+    """`unshare`, which created the namespaces."""
+    pid: int
+    """The machine's init, as the host numbers it."""
+
+    @property
+    def port(self) -> str:
+        """Name of the switch's end of this machine's cable."""
+        return f"to-{self.name}"
+
+
+class Machines:
+    """Machines that are switched on together; `folder` has their own disks, and is removed at the end."""
+
+    def __init__(self, folder: Path, names: Sequence[str]) -> None:
+        self.folder, self.names = folder, list(names)
+        self.on: dict[str, Machine] = {}
+
+    def __enter__(self) -> Machines:
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            hosts = [f"{self.address(name)} {name}" for name in self.names]
+            (self.folder / "hosts").write_text("\n".join(["127.0.0.1 localhost", *hosts, ""]))
+            self._switch = self._boot(SWITCH)
+            self._in_switch("ip", "link", "add", BRIDGE, "type", "bridge")
+            self._in_switch("ip", "link", "set", BRIDGE, "up")
+            for name in self.names:
+                self.power_on(name)
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        switch = [self._switch] if hasattr(self, "_switch") else []
+        for machine in [*self.on.values(), *switch]:
+            _end(machine)
+        self.on.clear()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def address(self, name: str) -> str:
+        return f"{NETWORK}.{1 + self.names.index(name)}"
+
+    def power_on(self, name: str) -> None:
+        """Boot a machine and plug its cable in."""
+        machine = self._boot(name)
+        self.on[name] = machine
+        end = ["peer", "name", "eth0", "netns", str(machine.pid)]
+        self._in_switch("ip", "link", "add", machine.port, "type", "veth", *end)
+        self._in_switch("ip", "link", "set", machine.port, "master", BRIDGE, "up")
+        self.run(name, "ip", "addr", "add", f"{self.address(name)}/24", "dev", "eth0")
+        self.run(name, "ip", "link", "set", "eth0", "up")
+
+    def power_off(self, name: str) -> None:
+        """End everything on a machine at once, and tell nobody: its cable is cut before its kernel could answer."""
+        self.cut(name)
+        _end(self.on.pop(name))
+
+    def cut(self, name: str) -> None:
+        """Pull a machine's cable out of the switch; its processes live."""
+        self._in_switch("ip", "link", "set", self.on[name].port, "nomaster")
+
+    def join(self, name: str) -> None:
+        """Plug the cable in again."""
+        self._in_switch("ip", "link", "set", self.on[name].port, "master", BRIDGE)
+
+    def shape(self, name: str, rate: str) -> None:
+        """Limit both directions of a machine's cable, such as to `1gbit`, by token buckets; without delay."""
+        bucket = ["root", "tbf", "rate", rate, "burst", "256kb", "latency", "100ms"]
+        self._in_switch("tc", "qdisc", "replace", "dev", self.on[name].port, *bucket)
+        self.run(name, "tc", "qdisc", "replace", "dev", "eth0", *bucket)
+
+    def unshape(self, name: str) -> None:
+        self._in_switch("tc", "qdisc", "del", "dev", self.on[name].port, "root")
+        self.run(name, "tc", "qdisc", "del", "dev", "eth0", "root")
+
+    def sent_bytes(self, name: str) -> int:
+        """Return the bytes that a machine has sent over its cable, headers included."""
+        return int(self.run(name, "cat", "/sys/class/net/eth0/statistics/tx_bytes", sysfs=True).stdout)
+
+    def command(self, name: str, *words: str) -> list[str]:
+        """Return the command that runs `words` on a machine, in this process's working directory."""
+        spaces = ["--net", "--uts", "--mount", "--pid", f"--wdns={Path.cwd()}"]
+        return ["nsenter", "--target", str(self.on[name].pid), *spaces, "--", *words]
+
+    def run(
+        self, name: str, *words: str, sysfs: bool = False, check: bool = True, **more: Any
+    ) -> CompletedProcess[str]:
+        """Run a command on a machine; `sysfs` shows it the machine's own network devices under /sys."""
+        if sysfs:
+            words = ("unshare", "--mount", "sh", "-c", 'mount -t sysfs sysfs /sys && exec "$@"', "sh", *words)
+        more.setdefault("timeout", COMMAND_SECONDS)
+        ended = subprocess.run(self.command(name, *words), capture_output=True, text=True, check=False, **more)
+        assert ended.returncode == 0 or not check, f"{name}: {' '.join(words)}\n{ended.stdout}{ended.stderr}"
+        return ended
+
+    def start(self, name: str, *words: str, env: Mapping[str, str] | None = None) -> subprocess.Popen[str]:
+        """Start a command on a machine, with both of its streams in a pipe."""
+        streams: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        streams |= {"stdin": subprocess.DEVNULL, "start_new_session": True}
+        return subprocess.Popen(self.command(name, *words), env=env, **streams)
+
+    def stop(self, process: subprocess.Popen[str]) -> None:
+        """Kill what `start` has started: nsenter, and the command, which is its child."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+
+    def _in_switch(self, *words: str) -> None:
+        """Run a command with the switch's network, and this host's process ids, by which it knows the machines."""
+        command = ["nsenter", "--target", str(self._switch.pid), "--net", "--", *words]
+        ended = subprocess.run(command, capture_output=True, text=True, timeout=COMMAND_SECONDS, check=False)
+        assert ended.returncode == 0, f"switch: {' '.join(words)}\n{ended.stderr}"
+
+    def _boot(self, name: str) -> Machine:
+        own = self.folder / name
+        own.mkdir(exist_ok=True)
+        (own / "booted").unlink(missing_ok=True)
+        spaces = ["--net", "--uts", "--mount", "--pid", "--fork", "--kill-child=SIGKILL", "--propagation", "private"]
+        with (own / "console").open("wb") as console:
+            holder = subprocess.Popen(
+                ["unshare", *spaces, "bash", "-c", BOOT],
+                env=os.environ | {"NAME": name, "FOLDER": str(self.folder)},
+                stdin=subprocess.DEVNULL,
+                stdout=console,
+                stderr=console,
+                start_new_session=True,
+                preexec_fn=_end_with_parent,
+            )
+        wait_until(lambda: (own / "booted").exists() or holder.poll() is not None, f"{name} boots", BOOT_SECONDS)
+        assert holder.poll() is None, f"{name} did not boot: {(own / 'console').read_text()}"
+        children = Path(f"/proc/{holder.pid}/task/{holder.pid}/children").read_text().split()
+        return Machine(name=name, holder=holder, pid=int(children[0]))
+
+
+def _end(machine: Machine) -> None:
+    """Kill a machine's init: the kernel ends every process of its namespace, and removes its cable."""
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(machine.pid, signal.SIGKILL)
+    machine.holder.wait(COMMAND_SECONDS)
+
+
+def _end_with_parent() -> None:
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def wait_until(condition: Callable[[], object], what: str, seconds: float) -> None:
+    """Wait until a condition is true; fails with `what` did not happen."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {seconds:.0f} s: {what}"
+        time.sleep(0.05)
+
+
+@contextlib.contextmanager
+def shaped(machines: Machines, names: Sequence[str], rate: str) -> Iterator[None]:
+    """Limit the cables of some machines for a while."""
+    for name in names:
+        machines.shape(name, rate)
+    try:
+        yield
+    finally:
+        for name in names:
+            machines.unshape(name)

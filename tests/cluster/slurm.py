@@ -1,0 +1,150 @@
+"""SLURM on machines made of namespaces: munge and the controller on `ctl`, a daemon on every node.
+
+with Machines(folder, ["ctl", "node1", "node2"]) as machines:
+    slurm = Slurm(machines)
+    slurm.start()
+    job = slurm.submit(script)
+    slurm.wait_for(job, {"COMPLETED"})
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+
+from cluster.machines import Machines, wait_until
+from launching import ROOT
+
+CONTROLLER = "ctl"
+PROGRAMS = ("slurmctld", "slurmd", "sbatch", "munged", "unshare", "nsenter", "ip", "tc")
+ENDED = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY"}
+# cred_expire: by default a requeued job waits 120 s for the old credential. A node that is silent for SlurmdTimeout is
+# down. KillWait: seconds between SIGTERM and SIGKILL.
+CONFIGURATION = """
+ClusterName=tests
+SlurmctldHost={controller}({controller_address})
+SlurmUser=root
+SlurmdUser=root
+AuthType=auth/munge
+AuthInfo=socket={folder}/munge/socket,cred_expire=5
+CredType=cred/munge
+StateSaveLocation={folder}/slurmctld
+SlurmdSpoolDir={folder}/%n/slurmd
+SlurmdPidFile={folder}/%n/slurmd.pid
+SlurmctldPidFile={folder}/slurmctld/pid
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_Core
+MpiDefault=none
+SwitchType=switch/none
+ReturnToService=2
+SlurmdTimeout=10
+SlurmctldTimeout=10
+KillWait=30
+InactiveLimit=0
+MinJobAge=3600
+JobRequeue=1
+SchedulerType=sched/backfill
+SchedulerParameters=bf_interval=2,sched_interval=2
+AccountingStorageType=accounting_storage/none
+JobAcctGatherType=jobacct_gather/none
+SlurmctldDebug=info
+SlurmdDebug=info
+PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP
+"""
+NODE = "NodeName={name} NodeAddr={address} CPUs=2 RealMemory=4000 State=UNKNOWN\n"
+
+
+def missing_programs() -> list[str]:
+    """Return the programs that are not installed."""
+    return [name for name in PROGRAMS if shutil.which(name, path=f"{os.environ['PATH']}:/usr/sbin:/sbin") is None]
+
+
+class Slurm:
+    """SLURM on the machines other than `ctl`."""
+
+    def __init__(self, machines: Machines) -> None:
+        self.machines, self.folder = machines, machines.folder
+        self.nodes = [name for name in machines.names if name != CONTROLLER]
+        self.environment = os.environ | {"SLURM_CONF": str(self.folder / "slurm.conf")}
+
+    def start(self) -> None:
+        """Write the configuration, start all daemons, and wait until every node is idle."""
+        self._write_configuration()
+        munge = self.folder / "munge"
+        files = [f"--{name}-file={munge / name}" for name in ("key", "pid", "log", "seed")]
+        self.machines.run(CONTROLLER, "munged", *files, f"--socket={munge / 'socket'}")
+        self._ctl("slurmctld", "-c", "-L", str(self.folder / "slurmctld" / "log"))
+        for name in self.nodes:
+            self.start_node(name)
+        wait_until(lambda: set(self.node_states().values()) == {"idle"}, "every node is idle", 60)
+
+    def start_node(self, name: str) -> None:
+        """Start a node's daemon, as at its boot."""
+        words = ["slurmd", "-N", name, "-L", str(self.folder / name / "slurmd.log")]
+        self.machines.run(name, *words, env=self.environment)
+
+    def submit(self, script: Path, *, log: Path) -> str:
+        """Submit a job file and return the job's number."""
+        environment = self.environment | {"PYTHONPATH": str(ROOT)}
+        words = ["sbatch", "--parsable", f"--output={log}", str(script)]
+        return self.machines.run(CONTROLLER, *words, env=environment).stdout.strip()
+
+    def job(self, job: str) -> dict[str, str]:
+        """Return what the controller knows of a job."""
+        words = self._ctl("scontrol", "--oneliner", "show", "job", job).split()
+        return dict(word.split("=", 1) for word in words if "=" in word)
+
+    def wait_for(self, job: str, states: Iterable[str] = ENDED, seconds: float = 240) -> str:
+        """Wait until a job is in one of these states and return it; fails if it ends in another one."""
+        wanted = set(states)
+        wait_until(lambda: self.job(job)["JobState"] in wanted | ENDED, f"job {job} is {wanted}", seconds)
+        state = self.job(job)["JobState"]
+        assert state in wanted, f"job {job} is {state}"
+        return state
+
+    def wait_for_restart(self, job: str, number: int, seconds: float) -> None:
+        """Wait until a job runs again, after SLURM has put it back into its queue."""
+
+        def runs_again() -> bool:
+            found = self.job(job)
+            assert found["JobState"] not in ENDED, f"job {job} is {found['JobState']}"
+            return found["JobState"] == "RUNNING" and int(found["Restarts"]) >= number
+
+        wait_until(runs_again, f"job {job} runs for the {number + 1}. time", seconds)
+
+    def end_soon(self, job: str) -> None:
+        """Shorten a job's time limit, so that SLURM's own warning (`--signal`) is due within half a minute."""
+        self._ctl("scontrol", "update", f"JobId={job}", "TimeLimit=1")
+
+    def extend(self, job: str) -> None:
+        self._ctl("scontrol", "update", f"JobId={job}", "TimeLimit=30")
+
+    def cancel(self, job: str) -> None:
+        self._ctl("scancel", job)
+
+    def node_states(self) -> dict[str, str]:
+        lines = self._ctl("sinfo", "--noheader", "--Node", "--format=%N %t").splitlines()
+        return dict(line.split()[:2] for line in lines)  # type: ignore[misc]
+
+    def _ctl(self, *words: str) -> str:
+        return self.machines.run(CONTROLLER, *words, env=self.environment).stdout
+
+    def _write_configuration(self) -> None:
+        for name in ("munge", "slurmctld", *(f"{node}/slurmd" for node in self.nodes)):
+            (self.folder / name).mkdir(parents=True)
+        (self.folder / "munge").chmod(0o711)
+        key = self.folder / "munge" / "key"
+        key.write_bytes(secrets.token_bytes(1024))
+        key.chmod(0o400)
+        text = CONFIGURATION.format(
+            controller=CONTROLLER, controller_address=self.machines.address(CONTROLLER), folder=self.folder
+        )
+        nodes = [NODE.format(name=name, address=self.machines.address(name)) for name in self.nodes]
+        (self.folder / "slurm.conf").write_text(text.lstrip() + "".join(nodes))
+        version = 2 if Path("/sys/fs/cgroup/cgroup.controllers").exists() else 1
+        (self.folder / "cgroup.conf").write_text(f"CgroupPlugin=cgroup/v{version}\nCgroupAutomount=no\n")
