@@ -178,6 +178,7 @@ def test_no_two_public_classes_share_a_name() -> None:
         ["recommend", LLAMA_8B, "--num-processes", "8", "--gpu", "h100"],
         ["simulate", "pipeline", "--help"],
         ["simulate", "pipeline", "--stages", "4", "--micro-batches", "8", "--model", LLAMA_8B, "--gpu", "h100"],
+        ["simulate", "failures", "--gpus", "16384"],
         ["rehearse", "--help"],
         ["doctor", "--help"],
         ["doctor", "--preset", "zero3_cpu_offload", "--num-processes", "2", LLAMA_8B, "--json"],

@@ -12,6 +12,8 @@ from toolkit.defaults import MAX_SEQ_LENGTH
 from toolkit.plan.options import CHECKPOINTING_FLAG, GpuMemory, GpuName, GpusPerNode, GpuTflops, SeqLength
 from toolkit.simulate.pipeline_schedules import DEFAULT_CHUNKS, SCHEDULES
 
+DEFAULT_CHECKPOINT_SECONDS = 60.0
+
 OutputFolder = Annotated[Path | None, Option(help="folder for a report: simulation.json and simulation.html")]
 
 
@@ -47,9 +49,45 @@ class PipelineOptions:
     max_seq_length: SeqLength = MAX_SEQ_LENGTH
     per_device_train_batch_size: Annotated[int, Option(help="with --model: sequences per micro-batch")] = 1
     activation_checkpointing: Annotated[
-        bool, Option(CHECKPOINTING_FLAG, help="with --model: recompute activations; off by default", show_default=False)
+        bool,
+        Option(CHECKPOINTING_FLAG, help="with --model: recompute activations; off by default", show_default=False),
     ] = False
     timeline: Annotated[
         bool, Option("--timeline/--no-timeline", help="print timelines; of many schedules, that of the shortest step")
     ] = True
+    output_dir: OutputFolder = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class FailureOptions:
+    """Options of `toolkit simulate failures`."""
+
+    gpus: Annotated[int, Option(help="GPUs of the job, without spares")]
+    gpus_per_node: GpusPerNode = 8
+    failures_per_1000_node_days: Annotated[
+        float, Option(help="failures of 1,000 nodes in a day; the default is that of Meta's RSC-1 (arXiv 2410.21680)")
+    ] = 6.5
+    checkpoint_seconds: Annotated[
+        float | None,
+        Option(help=f"training that one save costs; by default {DEFAULT_CHECKPOINT_SECONDS:g}", show_default=False),
+    ] = None
+    run_folder: Annotated[
+        Path | None, Option(help="run of yours that saved checkpoints: their median is --checkpoint-seconds")
+    ] = None
+    checkpoint_interval_minutes: Annotated[
+        float | None, Option(help="training between two saves; by default the best")
+    ] = None
+    restart_minutes: Annotated[float, Option(help="from the replacement of a node to the first new step")] = 5.0
+    detection_minutes: Annotated[
+        float, Option(help="from a failure until the job is stopped; torch waits 10 minutes for a collective")
+    ] = 0.0
+    spare_nodes: Annotated[
+        int | None, Option(help="nodes that wait to replace a failed one; by default there is always one")
+    ] = None
+    repair_hours: Annotated[float | None, Option(help="with --spare-nodes: from a failure until the node is spare")] = (
+        None
+    )
+    days: Annotated[float, Option(help="length of the job")] = 365.0
+    runs: Annotated[int, Option(help="simulated runs of that length")] = 10
+    seed: Annotated[int, Option(help="seed of the simulation")] = 0
     output_dir: OutputFolder = None

@@ -1,0 +1,124 @@
+"""`toolkit simulate failures`: JSON, text, a save measured by a run of one's own, and input that is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from toolkit.cli.program import main
+
+
+def run(words: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, str, str]:
+    with pytest.raises(SystemExit) as ended:
+        main(["simulate", "failures", *words])
+    out, err = capsys.readouterr()
+    return int(ended.value.code or 0), out, err
+
+
+def answer(words: list[str], capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
+    code, out, err = run([*words, "--json"], capsys)
+    assert (code, err) == (0, "")
+    found: dict[str, Any] = json.loads(out)
+    return found
+
+
+def save(kind: str, taken: float | None) -> dict[str, Any]:
+    return {"kind": kind, "step": 1, "seconds": taken, "bytes": 10}
+
+
+def run_folder(folder: Path, saves: list[dict[str, Any]] | None) -> Path:
+    folder.mkdir()
+    (folder / "run.json").write_text(json.dumps({"status": "completed", "saves": saves}))
+    return folder
+
+
+def test_json_has_closed_forms_beside_the_simulation(capsys: pytest.CaptureFixture[str]) -> None:
+    found = answer(["--gpus", "12000", "--checkpoint-seconds", "60", "--days", "30"], capsys)
+    assert found["nodes"] == 1500
+    assert found["mean_hours_between_failures"] == pytest.approx(24_000 / (6.5 * 1500))
+    assert found["best_checkpoint_interval_seconds"] == pytest.approx(1031.2, abs=0.1)
+    assert found["daly_checkpoint_interval_seconds"] == pytest.approx(991.5, abs=0.1)
+    assert found["effective_time_ratio"] == pytest.approx(0.858, abs=0.001)
+    assert found["monte_carlo"]["effective_time_ratio"] == pytest.approx(0.858, abs=0.005)
+    assert found["expected_failures"] == pytest.approx(30 * 9.75)
+
+
+def test_a_given_interval_replaces_the_best_one(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--gpus", "384", "--checkpoint-seconds", "40", "--checkpoint-interval-minutes", "180"]
+    found = answer(words, capsys)
+    assert found["checkpoint_interval_seconds"] == 10_800
+    assert found["checkpoint_fraction"] == pytest.approx(0.0037, abs=0.00005)
+
+
+def test_text_has_both_ratios_the_best_intervals_and_the_known_miss(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(["--gpus", "16384", "--spare-nodes", "40", "--repair-hours", "24"], capsys)
+    assert code == 0
+    for text in ("40 spare", "one every 1.80 h", "(assumed)", "(Young)", "(Daly)", "Monte Carlo", "7.9 h"):
+        assert text in out
+    assert "time with all nodes" in out
+
+
+def test_a_job_without_progress_is_said_to_have_none(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(["--gpus", "10000000", "--days", "0.1", "--runs", "1"], capsys)
+    assert code == 0
+    assert "almost no progress" in out
+
+
+def test_the_report_has_the_ratio_by_interval(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["--gpus", "12000", "--output-dir", str(tmp_path / "out")], capsys)[0] == 0
+    page = (tmp_path / "out" / "simulation.html").read_text()
+    assert "best by Young" in page
+    assert page.count("<polyline") >= 4
+    assert json.loads((tmp_path / "out" / "simulation.json").read_text())["nodes"] == 1500
+
+
+def test_a_save_is_the_median_of_a_runs_checkpoints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    saves = [save("checkpoint", 9.0), save("checkpoint", 2.0), save("checkpoint", 4.0), save("model", 100.0)]
+    folder = run_folder(tmp_path / "run", saves)
+    found = answer(["--gpus", "16", "--run-folder", str(folder)], capsys)
+    assert found["checkpoint_seconds"] == 4.0
+    assert str(folder) in run(["--gpus", "16", "--run-folder", str(folder)], capsys)[1]
+
+
+@pytest.mark.parametrize("saves", [None, [], [save("model", 3.0)], [save("checkpoint", None)]])
+def test_a_run_without_checkpoints_is_refused(
+    saves: list[dict[str, Any]] | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = run_folder(tmp_path / "run", saves)
+    code, _, err = run(["--gpus", "16", "--run-folder", str(folder)], capsys)
+    assert code == 2
+    assert "recorded no checkpoint" in err
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (["--gpus", "0"], "--gpus is 0, expected more than 0"),
+        (["--gpus", "-8"], "--gpus is -8"),
+        (["--gpus", "100000000"], "--gpus is 100,000,000, expected 10,000,000 or less"),
+        (["--gpus-per-node", "0"], "--gpus-per-node is 0"),
+        (["--failures-per-1000-node-days", "0"], "--failures-per-1000-node-days is 0"),
+        (["--failures-per-1000-node-days", "nan"], "--failures-per-1000-node-days is nan"),
+        (["--checkpoint-seconds", "-1"], "--checkpoint-seconds is -1"),
+        (["--checkpoint-seconds", "inf"], "--checkpoint-seconds is inf"),
+        (["--checkpoint-interval-minutes", "0"], "--checkpoint-interval-minutes is 0"),
+        (["--restart-minutes", "-5"], "--restart-minutes is -5, expected 0 or more"),
+        (["--detection-minutes", "-5"], "--detection-minutes is -5"),
+        (["--spare-nodes", "3"], "--spare-nodes has no effect without --repair-hours"),
+        (["--repair-hours", "3"], "--repair-hours has no effect without --spare-nodes"),
+        (["--spare-nodes", "-1", "--repair-hours", "3"], "--spare-nodes is -1"),
+        (["--days", "0"], "--days is 0"),
+        (["--runs", "0"], "--runs is 0"),
+        (["--gpus", "10000000"], "too many to simulate"),
+        (["--run-folder", "no-such-run"], "no-such-run is no run folder"),
+        (["--run-folder", "x", "--checkpoint-seconds", "3"], "--checkpoint-seconds has no effect with --run-folder"),
+    ],
+)
+def test_invalid_input_is_refused_by_name(words: list[str], named: str, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = run(["--gpus", "1024", *words], capsys)
+    assert (code, out) == (2, "")
+    assert named in err
+    assert err.startswith("error: ")
