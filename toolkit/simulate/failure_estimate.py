@@ -8,14 +8,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from toolkit.compare.report.table_model import Cell, Heading, Table, text_cell, text_heading
-from toolkit.compare.run_files import read_run
 from toolkit.errors import ToolkitError
-from toolkit.run.folder import RunFolder
 from toolkit.simulate.failure_monte_carlo import SimulatedFailures, simulate_failures
 from toolkit.simulate.failures import SECONDS_PER_DAY, FailingJob, daly_interval, young_interval
 from toolkit.simulate.options import DEFAULT_CHECKPOINT_SECONDS, FailureOptions
-from toolkit.units import SECONDS_PER_HOUR, seconds
+from toolkit.units import SECONDS_PER_HOUR
 
 # Beyond any cluster; larger values are units mixed up.
 LARGEST: dict[str, float] = {
@@ -147,6 +144,9 @@ def measured_checkpoint_seconds(folder: Path) -> float:
 
     Raises ToolkitError for a folder without `run.json`, and for a run that recorded no checkpoint.
     """
+    from toolkit.compare.run_files import read_run  # takes as long to import as a simulation
+    from toolkit.run.folder import RunFolder
+
     run_folder = RunFolder(folder)
     if not run_folder.run_json.is_file():
         raise ToolkitError(f"{folder} is no run folder: it has no {run_folder.run_json.name}")
@@ -158,61 +158,3 @@ def measured_checkpoint_seconds(folder: Path) -> float:
             hint="a run with `--save_strategy steps`, or --checkpoint-seconds",
         )
     return statistics.median(measured)
-
-
-def estimate_table(estimate: FailureEstimate) -> Table:
-    """Return one row per quantity: closed form and Monte Carlo side by side."""
-    job, simulated = estimate.job, estimate.simulated
-    with_all_nodes = 1 - simulated.stopped_fraction
-    ratio = simulated.effective_time_ratio / with_all_nodes if with_all_nodes else 0.0
-    error = "" if simulated.standard_error is None else f" ± {2 * simulated.standard_error:.4f}"
-    rows = [
-        ("failures", f"{estimate.expected_failures:,.1f}", f"{simulated.failures:,.1f}"),
-        (
-            "effective time ratio",
-            f"{job.exact_time_ratio:.4f} (first order: {job.effective_time_ratio:.4f})",
-            f"{ratio:.4f}{error}",
-        ),
-    ]
-    if job.spare_nodes is not None:
-        goodput = simulated.effective_time_ratio * job.nodes / (job.nodes + job.spare_nodes)
-        rows += [
-            ("time with all nodes", f"{100 * job.availability:.2f} %", f"{100 * with_all_nodes:.2f} %"),
-            ("goodput of all nodes, spares included", f"{job.goodput:.4f}", f"{goodput:.4f}"),
-        ]
-    headings = (text_heading(""), Heading(text="closed form"), Heading(text="Monte Carlo"))
-    cells = ((text_cell(name), Cell(text=closed), Cell(text=drawn)) for name, closed, drawn in rows)
-    return Table(headings=headings, rows=tuple(cells))
-
-
-def heading(estimate: FailureEstimate) -> str:
-    """Return what was estimated, in one line."""
-    job = estimate.job
-    spares = "" if job.spare_nodes is None else f", {job.spare_nodes:,} spare"
-    return (
-        f"{estimate.gpus:,} GPUs on {job.nodes:,} nodes{spares}; {job.failures_per_1000_node_days:g} failures per 1,000"
-        f" node-days: one every {job.mean_seconds_between_failures / SECONDS_PER_HOUR:.2f} h"
-    )
-
-
-def checkpoint_text(estimate: FailureEstimate) -> str:
-    """Return the interval in effect, and the best ones."""
-    job, mean = estimate.job, estimate.job.mean_seconds_between_failures
-    best = seconds(young_interval(job.checkpoint_seconds, mean))
-    daly = seconds(daly_interval(job.checkpoint_seconds, mean))
-    return (
-        f"a save takes {seconds(job.checkpoint_seconds)} ({estimate.checkpoint_source}), every"
-        f" {seconds(job.interval)} of training: {100 * job.checkpoint_fraction:.2f} % of it;"
-        f" best interval {best} (Young), {daly} (Daly)"
-    )
-
-
-def notes(estimate: FailureEstimate) -> list[str]:
-    """Return what a reader must know before quoting a figure."""
-    found = [
-        "Assumed: independent failures at a constant rate; every failure stops the whole job.",
-        "Known miss: on Meta's RSC-1, 1,024-GPU jobs were interrupted every 7.9 h, where this predicts 28.8 h.",
-    ]
-    if estimate.job.effective_time_ratio == 0:
-        found.append("Failures come faster than the job restarts and saves: it makes almost no progress.")
-    return found

@@ -1,19 +1,13 @@
-"""Schedules side by side: from the options of `toolkit simulate pipeline` to rows, tables and notes."""
+"""Schedules side by side: from the options of `toolkit simulate pipeline` to simulated steps."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from toolkit.compare.report.table_model import Cell, Heading, Table, number_cell, text_cell, text_heading
 from toolkit.errors import ToolkitError
-from toolkit.hardware.gpu_table import custom_gpu, named_or_visible_gpu
-from toolkit.models.read_model import check_unquantized, read_model
-from toolkit.plan.interconnect import Range
-from toolkit.plan.job import TrainingJob, check_planned_job, check_size
-from toolkit.plan.memory_verdict import FITS
 from toolkit.simulate.options import PipelineOptions
 from toolkit.simulate.pipeline import PREDICTED_OVER_MEASURED, ChunkTimes, PipelineRun, simulate
 from toolkit.simulate.pipeline_schedules import (
@@ -24,8 +18,10 @@ from toolkit.simulate.pipeline_schedules import (
     check_schedule,
     chunks_of,
 )
-from toolkit.simulate.stage_plans import StagedModel, StageMemory
-from toolkit.units import gib, seconds
+from toolkit.units import gib
+
+if TYPE_CHECKING:
+    from toolkit.simulate.stage_plans import StagedModel, StageMemory
 
 WHOLE_BACKWARD = ("gpipe", "1f1b", INTERLEAVED)
 """Schedules that never split a backward."""
@@ -33,7 +29,7 @@ TIME_OPTIONS = ("forward_ms", "backward_ms", "weight_ms", "transfer_ms")
 MODEL_OPTIONS = ("gpu", "gpu_memory_gib", "gpu_tflops")
 LONGEST_MS = 1e7  # hours: more is a unit mixed up
 EQUAL_MS = 1.0
-LARGEST_TP, MOST_LAYERS = 2**10, 2**16
+MOST_LAYERS = 2**16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +37,7 @@ class SimulatedSchedule:
     """One step of one schedule, and with a model what the plan adds."""
 
     run: PipelineRun
-    step_seconds_range: Range | None = None
+    step_seconds_range: tuple[float, float] | None = None
     """Steps at both ends of the planned times; None for given times."""
     memory: tuple[StageMemory, ...] | None = None
     """By stage; None without a model."""
@@ -98,7 +94,7 @@ def compare_schedules(options: PipelineOptions) -> PipelineComparison:
 
     Raises ToolkitError for an impossible schedule that was named, and for values out of range.
     """
-    staged = staged_model(options)
+    staged = _staged(options)
     times = None if staged is not None else given_times(options)
     transfer_seconds = _seconds("--transfer-ms", options.transfer_ms or 0.0)
     num_layers = options.num_layers if staged is None else staged.shape.num_layers
@@ -168,31 +164,16 @@ def check_layers(num_layers: int | None, size: PipelineSize) -> None:
         )
 
 
-def staged_model(options: PipelineOptions) -> StagedModel | None:
-    """Return the model whose stages are to be planned; None without `--model`. Raises ToolkitError for bad values."""
+def _staged(options: PipelineOptions) -> StagedModel | None:
     if options.model is None:
         _check_without_model(options)
         return None
+    from toolkit.simulate.stage_plans import staged_model  # the planner takes as long to import as all the rest
+
     given = [name for name in (*TIME_OPTIONS, "num_layers") if getattr(options, name) is not None]
     if given:
         raise ToolkitError(f"{_flag(given[0])} has no effect with --model, which has its own", hint="give one of them")
-    check_size("--tp", options.tp, LARGEST_TP)
-    check_unquantized(options.model)
-    shape = read_model(options.model)
-    job = TrainingJob(
-        per_device_train_batch_size=options.per_device_train_batch_size,
-        max_seq_length=options.max_seq_length,
-        gradient_accumulation_steps=options.micro_batches,
-        activation_checkpointing=options.activation_checkpointing,
-        gpus_per_node=options.gpus_per_node,
-        lengths_differ=False,
-    )
-    check_planned_job(job, shape)
-    listed = named_or_visible_gpu(options.gpu, has_memory=options.gpu_memory_gib is not None)
-    gpu = custom_gpu(listed, memory_gib=options.gpu_memory_gib, tflops=options.gpu_tflops)
-    staged = StagedModel(shape=shape, job=job, gpu=gpu, tp=options.tp)
-    staged.check()
-    return staged
+    return staged_model(options.model, options)
 
 
 def _check_without_model(options: PipelineOptions) -> None:
@@ -200,8 +181,8 @@ def _check_without_model(options: PipelineOptions) -> None:
     given += ["tp"] * (options.tp != 1) + ["activation_checkpointing"] * options.activation_checkpointing
     if given:
         raise ToolkitError(f"{_flag(given[0])} has no effect without --model", hint="`--model MODEL`")
-    if options.num_layers is not None:
-        check_size("--num-layers", options.num_layers, MOST_LAYERS)
+    if options.num_layers is not None and not 1 <= options.num_layers <= MOST_LAYERS:
+        raise ToolkitError(f"--num-layers is {options.num_layers:,}, expected 1 to {MOST_LAYERS:,}")
 
 
 def _flag(name: str) -> str:
@@ -257,87 +238,3 @@ def _model_heading(staged: StagedModel) -> str:
         f"{staged.gpu.name}, {gib(staged.gpu.memory_bytes)}",
     ]
     return "; ".join(part for part in parts if part)
-
-
-def comparison_table(comparison: PipelineComparison) -> Table:
-    """Return one row per schedule."""
-    headings = [
-        text_heading("schedule"),
-        Heading(text="chunks"),
-        Heading(text="step"),
-        Heading(text="bubble"),
-        Heading(text="in flight,\nfirst"),
-        Heading(text="in flight,\nmost"),
-    ]
-    if comparison.staged is not None:
-        headings += [Heading(text="largest\nstage"), text_heading("verdict"), Heading(text="planned step")]
-    return Table(headings=tuple(headings), rows=tuple(map(_cells, comparison.schedules)))
-
-
-def _cells(simulated: SimulatedSchedule) -> tuple[Cell, ...]:
-    run = simulated.run
-    peaks, digits = run.peak_micro_batches, 0 if run.size.chunks == 1 else 1
-    cells = (
-        text_cell(run.order.schedule),
-        number_cell(run.size.chunks, 0),
-        Cell(text=seconds(run.step_seconds), value=run.step_seconds),
-        Cell(text=f"{100 * run.bubble_fraction:.1f} %", value=run.bubble_fraction),
-        number_cell(peaks[0], digits),
-        number_cell(max(peaks), digits),
-    )
-    largest, bounds = simulated.largest, simulated.step_seconds_range
-    if largest is None or bounds is None:
-        return cells
-    verdict = text_cell(largest.verdict.replace("_", " "))
-    between = f"{seconds(bounds[0])} to {seconds(bounds[1])}"
-    return (
-        *cells,
-        Cell(text=gib(largest.peak_bytes), value=largest.peak_bytes),
-        verdict,
-        Cell(text=between, value=bounds[0]),
-    )
-
-
-def stages_table(simulated: SimulatedSchedule) -> Table | None:
-    """Return one row per stage of a schedule with a model: micro-batches in flight, bytes, verdict."""
-    if simulated.memory is None:
-        return None
-    headings = (
-        text_heading("stage"),
-        Heading(text="micro-batches in flight"),
-        Heading(text="model states"),
-        Heading(text="activations"),
-        Heading(text="peak"),
-        text_heading("verdict"),
-    )
-    rows = zip(simulated.run.peak_micro_batches, simulated.memory, strict=True)
-    return Table(headings=headings, rows=tuple(_stage_cells(stage, *row) for stage, row in enumerate(rows)))
-
-
-def _stage_cells(stage: int, in_flight: float, memory: StageMemory) -> tuple[Cell, ...]:
-    sizes = (memory.state_bytes, memory.held_bytes, memory.peak_bytes)
-    return (
-        text_cell(f"stage {stage}"),
-        Cell(text=f"{in_flight:g}", value=in_flight),
-        *(Cell(text=gib(size), value=size) for size in sizes),
-        text_cell(memory.verdict.replace("_", " ")),
-    )
-
-
-def notes(comparison: PipelineComparison) -> list[str]:
-    """Return what a reader must know before quoting a figure."""
-    low, high = PREDICTED_OVER_MEASURED
-    found = [
-        "Step: the longest time from a stage's first start to its last end, without the optimizer. Bubble: share of"
-        " that in which the average stage is idle.",
-        f"Optimistic: published throughputs predicted this way were {100 * low:.0f} to {100 * high:.0f} % above the"
-        " measured ones, the most for interleaved_1f1b.",
-    ]
-    if comparison.staged is not None:
-        found.append(
-            "Planned, not measured: times are geometric means of the planned ranges; model states as under zero1, bf16"
-            " with fp32 master weights and Adam's states."
-        )
-        if all(each.largest is not None and each.largest.verdict != FITS for each in comparison.schedules):
-            found.append("No schedule fits: more --stages, a larger --tp, or --activation-checkpointing.")
-    return found + [f"Left out: {reason}." for reason in comparison.left_out]

@@ -11,16 +11,14 @@ from rich.console import Console
 from toolkit.compare.report.console_tables import rich_table
 from toolkit.compare.report.rendering import render
 from toolkit.compare.report.report_files import write_report_file
-from toolkit.simulate.pipeline_comparison import (
-    PipelineComparison,
-    SimulatedSchedule,
-    comparison_table,
-    notes,
-    stages_table,
-)
+from toolkit.compare.report.table_model import Cell, Heading, Table, number_cell, text_cell, text_heading
+from toolkit.plan.memory_verdict import FITS
+from toolkit.simulate.pipeline import PREDICTED_OVER_MEASURED
+from toolkit.simulate.pipeline_comparison import PipelineComparison, SimulatedSchedule
 from toolkit.simulate.pipeline_schedules import LETTERS
 from toolkit.simulate.pipeline_timeline import COLORS, LEGEND, ScheduleTimeline, text_timeline
-from toolkit.units import seconds
+from toolkit.simulate.stage_plans import StageMemory
+from toolkit.units import gib, seconds
 
 TERMINAL_COLUMNS = 100
 MOST_SHOWN = 3  # schedules whose timelines and stages the terminal shows; the page has all
@@ -85,3 +83,87 @@ def page(comparison: PipelineComparison) -> str:
         ],
         stages=[(each.run.order.schedule, stages) for each in comparison.schedules if (stages := stages_table(each))],
     )
+
+
+def comparison_table(comparison: PipelineComparison) -> Table:
+    """Return one row per schedule."""
+    headings = [
+        text_heading("schedule"),
+        Heading(text="chunks"),
+        Heading(text="step"),
+        Heading(text="bubble"),
+        Heading(text="in flight,\nfirst"),
+        Heading(text="in flight,\nmost"),
+    ]
+    if comparison.staged is not None:
+        headings += [Heading(text="largest\nstage"), text_heading("verdict"), Heading(text="planned step")]
+    return Table(headings=tuple(headings), rows=tuple(map(_cells, comparison.schedules)))
+
+
+def _cells(simulated: SimulatedSchedule) -> tuple[Cell, ...]:
+    run = simulated.run
+    peaks, digits = run.peak_micro_batches, 0 if run.size.chunks == 1 else 1
+    cells = (
+        text_cell(run.order.schedule),
+        number_cell(run.size.chunks, 0),
+        Cell(text=seconds(run.step_seconds), value=run.step_seconds),
+        Cell(text=f"{100 * run.bubble_fraction:.1f} %", value=run.bubble_fraction),
+        number_cell(peaks[0], digits),
+        number_cell(max(peaks), digits),
+    )
+    largest, bounds = simulated.largest, simulated.step_seconds_range
+    if largest is None or bounds is None:
+        return cells
+    verdict = text_cell(largest.verdict.replace("_", " "))
+    between = f"{seconds(bounds[0])} to {seconds(bounds[1])}"
+    return (
+        *cells,
+        Cell(text=gib(largest.peak_bytes), value=largest.peak_bytes),
+        verdict,
+        Cell(text=between, value=bounds[0]),
+    )
+
+
+def stages_table(simulated: SimulatedSchedule) -> Table | None:
+    """Return one row per stage of a schedule with a model: micro-batches in flight, bytes, verdict."""
+    if simulated.memory is None:
+        return None
+    headings = (
+        text_heading("stage"),
+        Heading(text="micro-batches in flight"),
+        Heading(text="model states"),
+        Heading(text="activations"),
+        Heading(text="peak"),
+        text_heading("verdict"),
+    )
+    rows = zip(simulated.run.peak_micro_batches, simulated.memory, strict=True)
+    return Table(headings=headings, rows=tuple(_stage_cells(stage, *row) for stage, row in enumerate(rows)))
+
+
+def _stage_cells(stage: int, in_flight: float, memory: StageMemory) -> tuple[Cell, ...]:
+    sizes = (memory.state_bytes, memory.held_bytes, memory.peak_bytes)
+    return (
+        text_cell(f"stage {stage}"),
+        Cell(text=f"{in_flight:g}", value=in_flight),
+        *(Cell(text=gib(size), value=size) for size in sizes),
+        text_cell(memory.verdict.replace("_", " ")),
+    )
+
+
+def notes(comparison: PipelineComparison) -> list[str]:
+    """Return what a reader must know before quoting a figure."""
+    low, high = PREDICTED_OVER_MEASURED
+    found = [
+        "Step: the longest time from a stage's first start to its last end, without the optimizer. Bubble: share of"
+        " that in which the average stage is idle.",
+        f"Optimistic: published throughputs predicted this way were {100 * low:.0f} to {100 * high:.0f} % above the"
+        " measured ones, the most for interleaved_1f1b.",
+    ]
+    if comparison.staged is not None:
+        found.append(
+            "Planned, not measured: times are geometric means of the planned ranges; model states as under zero1, bf16"
+            " with fp32 master weights and Adam's states."
+        )
+        if all(each.largest is not None and each.largest.verdict != FITS for each in comparison.schedules):
+            found.append("No schedule fits: more --stages, a larger --tp, or --activation-checkpointing.")
+    return found + [f"Left out: {reason}." for reason in comparison.left_out]

@@ -17,14 +17,15 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from toolkit.errors import ToolkitError
-from toolkit.hardware.gpu_table import Gpu
+from toolkit.hardware.gpu_table import Gpu, custom_gpu, named_or_visible_gpu
 from toolkit.models.flops import TokenFlops, flops_of
+from toolkit.models.read_model import check_unquantized, read_model
 from toolkit.models.shape import Layer, ModelShape
 from toolkit.parallel.layout import ParallelLayout
 from toolkit.plan.collectives import Collective
 from toolkit.plan.engine_settings import EngineSettings, engine_settings
 from toolkit.plan.interconnect import Interconnect, Range
-from toolkit.plan.job import TrainingJob, TrainingSetup
+from toolkit.plan.job import TrainingJob, TrainingSetup, check_planned_job, check_size
 from toolkit.plan.memory import MemoryPlan, plan_engine_memory
 from toolkit.plan.memory_verdict import fit_verdict
 from toolkit.plan.split_communication import split_collectives
@@ -32,6 +33,7 @@ from toolkit.plan.step_time import compute_seconds
 from toolkit.presets import load_preset
 from toolkit.presets.preset import Preset
 from toolkit.presets.support import check_supported
+from toolkit.simulate.options import PipelineOptions
 from toolkit.simulate.pipeline import ChunkTimes, PipelineRun, simulate
 from toolkit.simulate.pipeline_schedules import PipelineSize
 
@@ -39,6 +41,7 @@ STATES_LIKE = "zero1"
 SPLIT_LIKE = "fsdp2_tp"
 """Preset whose tensor parallelism is planned within a stage; on two replicas, so that it computes in bf16."""
 BF16_BYTES = 2
+LARGEST_TP = 2**10
 HELD_IN = ("forward", "backward")
 """Phases in which other micro-batches wait."""
 
@@ -257,3 +260,24 @@ def _shares(flops: TokenFlops) -> Iterator[int]:
 def _at(seconds: Range, end: int | None) -> float:
     """One end of a range, or the geometric mean of both."""
     return math.sqrt(seconds[0] * seconds[1]) if end is None else seconds[end]
+
+
+def staged_model(model: str, options: PipelineOptions) -> StagedModel:
+    """Return the model whose stages are to be planned. Raises ToolkitError for what cannot be planned."""
+    check_size("--tp", options.tp, LARGEST_TP)
+    check_unquantized(model)
+    shape = read_model(model)
+    job = TrainingJob(
+        per_device_train_batch_size=options.per_device_train_batch_size,
+        max_seq_length=options.max_seq_length,
+        gradient_accumulation_steps=options.micro_batches,
+        activation_checkpointing=options.activation_checkpointing,
+        gpus_per_node=options.gpus_per_node,
+        lengths_differ=False,
+    )
+    check_planned_job(job, shape)
+    listed = named_or_visible_gpu(options.gpu, has_memory=options.gpu_memory_gib is not None)
+    gpu = custom_gpu(listed, memory_gib=options.gpu_memory_gib, tflops=options.gpu_tflops)
+    staged = StagedModel(shape=shape, job=job, gpu=gpu, tp=options.tp)
+    staged.check()
+    return staged
