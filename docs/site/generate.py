@@ -28,13 +28,14 @@ PAGE_OF = {
 SECTIONS = {
     "tutorials": ["first-fine-tune-1-gpu", "first-fine-tune-8-gpus", "compare-three-presets", "from-other-tools"],
     "how-to": [
-        *("choose-a-preset", "recommend", "out-of-memory", "doctor", "hangs-and-nccl", "training", "data"),
-        *("gated-models", "offline-clusters", "checkpoints", "resume-elsewhere", "faults", "multi-node-faults", "report"),
-        *("after-training", "checkpoints-commands", "rehearsal", "nvme", "optimizers", "comm-hooks"),
+        *("choose-a-preset", "recommend", "simulate", "multi-node", "multi-node-faults", "doctor", "out-of-memory"),
+        *("hangs-and-nccl", "training", "data", "gated-models", "offline-clusters", "checkpoints", "resume-elsewhere"),
+        *("faults", "report", "after-training", "checkpoints-commands", "rehearsal", "nvme", "optimizers"),
+        *("comm-hooks",),
     ],
     "concepts": [
         *("ddp-zero-fsdp2", "parallelism", "numerics", "batch-size-and-learning-rate", "plan", "communication"),
-        *("compare", "security"),
+        *("pipeline-schedules", "compare", "security"),
     ],
     "reference": ["cli", "arguments", "presets", "results", "run-folder", "lint", "python"],
     "evidence": ["index", "trust", "plan-accuracy"],

@@ -1,32 +1,15 @@
-"""Simulated steps against the zero-bubble paper (https://arxiv.org/abs/2401.10241) and closed forms.
-
-`zero_bubble.csv`: rows of its Table 5, computed bubble rates, with the times of its Table 9.
-`zero_bubble_throughput.csv`: the same rows of its Table 4, measured sequences per second and GPU, with the sizes of
-micro-batches of its Table 3. The paper's ZB-1p is an automatic schedule with the memory of 1F1B; ZB-H1 comes closest.
-"""
+"""Simulated steps against the zero-bubble paper and closed forms; `simulated_throughput` names its tables."""
 
 from __future__ import annotations
 
-import csv
-from pathlib import Path
-
 import pytest
+from simulated_throughput import BUBBLES, THROUGHPUTS, published_step, throughputs
 
 from toolkit.simulate.pipeline import PREDICTED_OVER_MEASURED, ChunkTimes, PipelineRun, simulate
 from toolkit.simulate.pipeline_schedules import SCHEDULES, PipelineSize, chunks_of
 
-FIXTURES = Path(__file__).parents[1] / "fixtures"
 EQUAL = ChunkTimes(forward_seconds=1.0, backward_seconds=1.0, weight_seconds=1.0)
 UNEQUAL = ChunkTimes(forward_seconds=3.0, backward_seconds=4.0, weight_seconds=2.0)
-MEASURED = {"1f1b": "measured_1f1b", "interleaved_1f1b": "measured_interleaved_1f1b", "zb_h1": "measured_zb_1p"}
-
-
-def rows(name: str) -> list[dict[str, float]]:
-    with (FIXTURES / name).open() as file:
-        return [{key: float(value) for key, value in row.items()} for row in csv.DictReader(file)]
-
-
-BUBBLES, THROUGHPUTS = rows("zero_bubble.csv"), rows("zero_bubble_throughput.csv")
 
 
 def step(
@@ -35,14 +18,6 @@ def step(
     size = PipelineSize(stages=stages, micro_batches=micro_batches, chunks=chunks_of(schedule, chunks))
     each = times.divided(size.chunks)
     return simulate(schedule, size, [each] * size.num_chunks, transfer_seconds=transfer)
-
-
-def published_step(schedule: str, row: dict[str, float], chunks: int = 2) -> PipelineRun:
-    times = ChunkTimes(
-        forward_seconds=row["forward_ms"], backward_seconds=row["backward_ms"], weight_seconds=row["weight_ms"]
-    )
-    sizes = int(row["stages"]), int(row["micro_batches"])
-    return step(schedule, *sizes, times, chunks=chunks, transfer=row["transfer_ms"])
 
 
 @pytest.mark.parametrize("row", BUBBLES, ids=lambda row: f"{row['stages']:.0f}x{row['micro_batches']:.0f}")
@@ -59,24 +34,13 @@ def test_the_papers_bubble_of_interleaved_1f1b_is_reproduced_to_0_004(
     assert run.bubble_fraction == pytest.approx(row["bubble_interleaved_1f1b"], abs=0.004)
 
 
-def predicted_over_measured() -> dict[tuple[int, int, str], float]:
-    """Return sequences per second and GPU, predicted over measured, minus one."""
-    found = {}
-    for row, measured in zip(BUBBLES, THROUGHPUTS, strict=True):
-        for schedule, column in MEASURED.items():
-            run = published_step(schedule, row, chunks=int(measured["chunks_interleaved"]))
-            sequences = run.size.micro_batches * measured["sequences_per_micro_batch"]
-            per_second = sequences / (run.step_seconds / 1000) / run.size.stages
-            found[run.size.stages, run.size.micro_batches, schedule] = per_second / measured[column] - 1
-    return found
-
-
 def test_known_miss_every_prediction_is_optimistic_by_the_range_that_is_printed() -> None:
-    errors = predicted_over_measured()
+    found = list(throughputs())
+    errors = [each.error for each in found]
     assert len(errors) == 18
-    assert min(errors.values()) == pytest.approx(PREDICTED_OVER_MEASURED[0], abs=0.005)
-    assert max(errors.values()) == pytest.approx(PREDICTED_OVER_MEASURED[1], abs=0.01)
-    assert max(errors, key=lambda key: errors[key])[2] == "interleaved_1f1b"
+    assert min(errors) == pytest.approx(PREDICTED_OVER_MEASURED[0], abs=0.005)
+    assert max(errors) == pytest.approx(PREDICTED_OVER_MEASURED[1], abs=0.01)
+    assert max(found, key=lambda each: each.error).schedule == "interleaved_1f1b"
 
 
 @pytest.mark.parametrize("place", [3, 4])

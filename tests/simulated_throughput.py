@@ -1,0 +1,84 @@
+"""Simulated steps of the zero-bubble paper's configurations (https://arxiv.org/abs/2401.10241), and its throughputs.
+
+`zero_bubble.csv`: rows of its Table 5, computed bubble rates, with the times of its Table 9.
+`zero_bubble_throughput.csv`: the same rows of its Table 4, measured sequences per second and GPU, with the sizes of
+micro-batches of its Table 3. The paper's ZB-1p is an automatic schedule with the memory of 1F1B; ZB-H1 comes closest.
+"""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from toolkit.simulate.pipeline import ChunkTimes, PipelineRun, simulate
+from toolkit.simulate.pipeline_schedules import PipelineSize, chunks_of
+
+FIXTURES = Path(__file__).parent / "fixtures"
+MEASURED = {"1f1b": "measured_1f1b", "interleaved_1f1b": "measured_interleaved_1f1b", "zb_h1": "measured_zb_1p"}
+
+
+def rows(name: str) -> list[dict[str, float]]:
+    with (FIXTURES / name).open() as file:
+        return [{key: float(value) for key, value in row.items()} for row in csv.DictReader(file)]
+
+
+BUBBLES, THROUGHPUTS = rows("zero_bubble.csv"), rows("zero_bubble_throughput.csv")
+
+
+def published_step(schedule: str, row: dict[str, float], chunks: int = 2) -> PipelineRun:
+    """Return one step of a row of Table 5, in milliseconds."""
+    times = ChunkTimes(
+        forward_seconds=row["forward_ms"], backward_seconds=row["backward_ms"], weight_seconds=row["weight_ms"]
+    )
+    size = PipelineSize(
+        stages=int(row["stages"]), micro_batches=int(row["micro_batches"]), chunks=chunks_of(schedule, chunks)
+    )
+    each = times.divided(size.chunks)
+    return simulate(schedule, size, [each] * size.num_chunks, transfer_seconds=row["transfer_ms"])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Throughput:
+    """Sequences per second and GPU."""
+
+    schedule: str
+    stages: int
+    micro_batches: int
+    bubble: float
+    predicted: float
+    measured: float
+
+    @property
+    def error(self) -> float:
+        return self.predicted / self.measured - 1
+
+
+def throughputs() -> Iterator[Throughput]:
+    """Yield predicted and measured throughput of each row and schedule."""
+    for row, measured in zip(BUBBLES, THROUGHPUTS, strict=True):
+        for schedule, column in MEASURED.items():
+            run = published_step(schedule, row, chunks=int(measured["chunks_interleaved"]))
+            sequences = run.size.micro_batches * measured["sequences_per_micro_batch"]
+            yield Throughput(
+                schedule=schedule,
+                stages=run.size.stages,
+                micro_batches=run.size.micro_batches,
+                bubble=run.bubble_fraction,
+                predicted=sequences / (run.step_seconds / 1000) / run.size.stages,
+                measured=measured[column],
+            )
+
+
+def throughput_table() -> str:
+    """Return the table of docs/evidence/simulations.md."""
+    head = ("stages", "micro-batches", "schedule", "bubble", "predicted sequences/s per GPU", "measured", "too high by")
+    lines = [f"| {' | '.join(head)} |", "| :--- " * len(head) + "|"]
+    for each in throughputs():
+        name = "zb_h1` for ZB-1p" if each.schedule == "zb_h1" else f"{each.schedule}`"
+        lines.append(
+            f"| {each.stages} | {each.micro_batches} | `{name} | {each.bubble:.4f} | {each.predicted:.2f}"
+            f" | {each.measured:g} | {100 * each.error:.1f} % |"
+        )
+    return "\n".join(lines)
