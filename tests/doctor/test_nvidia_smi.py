@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-import pytest
-from recorded_outputs import recorded
+import contextlib
+from pathlib import Path
 
+import pytest
+from recorded_outputs import FOLDER, recorded
+
+from toolkit.doctor.infiniband import parse_ibstat
 from toolkit.doctor.nvidia_smi import (
     EccCounters,
     RemappedRows,
@@ -14,6 +18,7 @@ from toolkit.doctor.nvidia_smi import (
     parse_query,
     parse_topology,
 )
+from toolkit.doctor.xid import parse_xids
 from toolkit.errors import ToolkitError
 
 
@@ -88,3 +93,16 @@ def test_only_nvlink_counters_above_zero_are_reported() -> None:
 def test_the_rate_of_each_nvlink_is_read() -> None:
     status = parse_nvlink_status(recorded("nvlink_status.txt"))
     assert (len(status), status["GPU0 link 0"], status["GPU1 link 1"]) == (6, "26.562 GB/s", "<inactive>")
+
+
+PARSERS = (parse_ibstat, parse_nvlink_errors, parse_nvlink_status, parse_peer_access, parse_topology, parse_xids)
+
+
+@pytest.mark.parametrize("path", sorted(FOLDER.iterdir()), ids=lambda path: path.name)
+def test_an_output_that_is_cut_off_or_of_another_program_is_read_without_an_error(path: Path) -> None:
+    text = path.read_text()
+    for end in range(0, len(text), 97):
+        for parse in PARSERS:
+            parse(text[:end])
+        with contextlib.suppress(ToolkitError):
+            parse_query(text[:end])

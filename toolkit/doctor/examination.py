@@ -22,8 +22,6 @@ from toolkit.doctor.node_facts import NodeFacts, node_facts
 from toolkit.doctor.node_readings import NodeReadings
 from toolkit.doctor.options import DoctorOptions
 from toolkit.errors import ToolkitError
-from toolkit.models.read_model import read_model
-from toolkit.presets.support import check_supported
 from toolkit.units import gib
 
 LARGEST_PORT = 65_535
@@ -83,13 +81,17 @@ def check_options(node: NodeReadings) -> None:
             raise ToolkitError(f"--port is {port}, expected 1 to {LARGEST_PORT}")
     if node.model is not None and node.preset is None:
         raise ToolkitError("a MODEL has no effect without --preset", hint="toolkit doctor --preset NAME MODEL")
-    if node.preset is not None and node.model is not None:
-        check_supported(node.preset, world_size=node.processes, purpose="plan")
-        read_model(node.model)
+    _ = node.planned_host_bytes
 
 
-def shown_lines(examination: Examination) -> Iterator[str]:
-    """Yield the result as text: a line for each check with its findings, those that were skipped, and a summary."""
+def shown_lines(examination: Examination) -> list[str]:
+    """Return the result as text, without secrets."""
+    lines: list[str] = without_secrets(list(_lines(examination)))
+    return lines
+
+
+def _lines(examination: Examination) -> Iterator[str]:
+    """A line for each check with its findings, those that were skipped, and a summary."""
     skipped: dict[str, list[str]] = {}
     for check in examination.checks:
         if check.skipped:

@@ -219,7 +219,7 @@ def gpu_recovery(node: NodeReadings) -> Outcome:
                     else f"end all processes on it, then `nvidia-smi -r -i {gpu.index}`",
                 )
             )
-        if gpu.fabric_state is not None and (gpu.fabric_state, gpu.fabric_status) != ("Completed", "Success"):
+        if gpu.fabric_state in ("Not Started", "In Progress") or gpu.fabric_status not in (None, "Success"):
             found.append(
                 NodeFinding(
                     level=ERROR,

@@ -15,17 +15,13 @@ from toolkit.doctor.node_readings import NodeReadings, NotMeasured
 from toolkit.hardware.cgroups import count_oom_kills, cpu_limit, memory_limit_bytes, tasks_limit
 from toolkit.hardware.node import host_memory_bytes
 from toolkit.hardware.process_limits import locked_memory_limit_bytes, open_files_limit, processes_limit
-from toolkit.models.read_model import read_model
-from toolkit.plan.job import TrainingJob
-from toolkit.plan.memory import plan_memory
-from toolkit.presets.support import check_supported
+from toolkit.run.nvme import LOCKED_BYTES_AT_LEAST
 from toolkit.units import GIB, gib
 
 NCCL_CONTAINERS = "https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/troubleshooting.html#docker"
 NUMA_NODES = Path("/sys/devices/system/node")
-# `--shm-size=1g --ulimit memlock=-1` (NCCL_CONTAINERS).
+# `docker run --shm-size=1g --ulimit memlock=-1` (NCCL_CONTAINERS).
 SHARED_MEMORY_AT_LEAST = GIB
-LOCKED_BYTES_AT_LEAST = GIB
 # A rank opens a socket to each peer, and files of its shards and of each data loader worker; 1,024 is a usual default.
 OPEN_FILES_AT_LEAST = 4096
 # Threads count as well: a rank has dozens of them, and so has each data loader worker.
@@ -205,7 +201,7 @@ def host_memory(node: NodeReadings) -> Outcome:
     """Compare host memory with the needs of a preset."""
     memory, limit = psutil.virtual_memory(), memory_limit_bytes()
     usable = min(host_memory_bytes(), limit or host_memory_bytes())
-    needed = _planned_host_bytes(node)
+    needed = node.planned_host_bytes
     kills = count_oom_kills()
     measured = {
         "installed_bytes": host_memory_bytes(),
@@ -227,16 +223,6 @@ def host_memory(node: NodeReadings) -> Outcome:
             )
         )
     return Outcome(measured=measured, findings=tuple(found))
-
-
-def _planned_host_bytes(node: NodeReadings) -> int | None:
-    """Host memory of the preset's ranks on this node, by the planner; None without a preset and a model."""
-    if node.preset is None or node.model is None:
-        return None
-    check_supported(node.preset, world_size=node.processes)
-    job = TrainingJob(gpus_per_node=node.processes)
-    shape = read_model(node.model)
-    return plan_memory(shape, node.preset, world_size=node.processes, job=job).host.peak_bytes
 
 
 def _too_little(node: NodeReadings, needed: int, *, usable: int, available: int) -> list[NodeFinding]:

@@ -13,9 +13,14 @@ from toolkit.doctor.nvidia_smi import GpuQuery, GpuState, Topology, parse_query,
 from toolkit.doctor.options import DoctorOptions
 from toolkit.doctor.speed_probe import NodeSpeed, measure_speed
 from toolkit.doctor.xid import read_kernel_log
+from toolkit.errors import ToolkitError
 from toolkit.files.reading import user_path
 from toolkit.hardware.gpus import CPU_PROCESSES, count_gpus, gpu_topology
+from toolkit.models.read_model import read_model
+from toolkit.plan.job import TrainingJob
+from toolkit.plan.memory import plan_memory
 from toolkit.presets import Preset, load_preset
+from toolkit.presets.support import check_supported
 
 PCI_DEVICES = Path("/sys/bus/pci/devices")
 SMI_SECONDS = 60  # with a driver that has to be loaded first
@@ -35,39 +40,35 @@ class NodeReadings:
         self.options = options
         self.model = model
 
-    @cached_property
-    def smi_failure(self) -> str | None:
-        """Why nvidia-smi does not answer; None if it does, or is not installed."""
-        return None if self._smi is None else self._smi[1]
-
-    @cached_property
+    @property
     def gpu_query(self) -> GpuQuery | None:
         """`nvidia-smi -q -x`; None if nvidia-smi is not installed or fails."""
-        return None if self._smi is None or self._smi[1] is not None else parse_query(self._smi[0])
+        return self._smi[0]
+
+    @property
+    def smi_failure(self) -> str | None:
+        """Why nvidia-smi gives no answer; None if it does, or is not installed."""
+        return self._smi[1]
 
     @cached_property
-    def _smi(self) -> tuple[str, str | None] | None:
-        """Output of `nvidia-smi -q -x`, and why it failed."""
+    def _smi(self) -> tuple[GpuQuery | None, str | None]:
         if shutil.which("nvidia-smi") is None:
-            return None
+            return None, None
         command = ["nvidia-smi", "-q", "-x"]
         try:
             ended = subprocess.run(
-                command,
-                capture_output=True,
-                encoding="utf-8",
-                errors="replace",
-                timeout=SMI_SECONDS,
-                check=False,
+                command, capture_output=True, encoding="utf-8", errors="replace", timeout=SMI_SECONDS, check=False
             )
+            if ended.returncode == 0:
+                return parse_query(ended.stdout), None
         except subprocess.TimeoutExpired:
-            return "", f"it does not answer within {SMI_SECONDS} s"
+            return None, f"it does not answer within {SMI_SECONDS} s"
         except OSError as error:
-            return "", str(error.strerror)
-        if ended.returncode == 0:
-            return ended.stdout, None
+            return None, str(error.strerror)
+        except ToolkitError as error:
+            return None, error.message
         printed = (ended.stdout + ended.stderr).strip() or f"exit code {ended.returncode}"
-        return "", printed.splitlines()[0]
+        return None, printed.splitlines()[0]
 
     def gpus(self) -> tuple[GpuState, ...]:
         """Return the GPUs that nvidia-smi lists. Raises NotMeasured where there are none."""
@@ -125,6 +126,18 @@ class NodeReadings:
     def output_dir(self) -> Path:
         """Folder of the run, which may not exist yet."""
         return user_path(self.options.output_dir).absolute()
+
+    @cached_property
+    def planned_host_bytes(self) -> int | None:
+        """Host memory of the preset's ranks on this node, by the planner; None without a preset and a model.
+
+        Raises ToolkitError for a model or a number of processes that the preset does not train.
+        """
+        if self.preset is None or self.model is None:
+            return None
+        check_supported(self.preset, world_size=self.processes, purpose="plan")
+        job = TrainingJob(gpus_per_node=self.processes)
+        return plan_memory(read_model(self.model), self.preset, world_size=self.processes, job=job).host.peak_bytes
 
     @cached_property
     def speed(self) -> NodeSpeed:
