@@ -96,7 +96,8 @@ def describe_gpus() -> list[dict[str, Any]]:
         rows = _nvidia_smi(f"--query-gpu={columns}", "--format=csv,noheader,nounits").splitlines()
     except (OSError, subprocess.SubprocessError):
         return []
-    return [read_gpu_row(row.split(", ")) for row in rows]
+    fields = [row.split(", ") for row in rows]
+    return [read_gpu_row(row) for row in fields if len(row) == len(GPU_FIGURES) + 3]  # not `No devices were found`
 
 
 def read_gpu_row(fields: list[str]) -> dict[str, Any]:
