@@ -31,7 +31,7 @@ SECTIONS = {
         *("choose-a-preset", "recommend", "simulate", "multi-node", "multi-node-faults", "doctor", "out-of-memory"),
         *("hangs-and-nccl", "training", "data", "gated-models", "offline-clusters", "checkpoints", "resume-elsewhere"),
         *("faults", "report", "after-training", "checkpoints-commands", "rehearsal", "nvme", "optimizers"),
-        *("comm-hooks",),
+        *("comm-hooks", "goodput"),
     ],
     "concepts": [
         *("ddp-zero-fsdp2", "parallelism", "numerics", "batch-size-and-learning-rate", "plan", "communication"),

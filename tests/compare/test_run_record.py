@@ -50,6 +50,14 @@ def test_a_run_that_never_reported_its_end_has_failed(tmp_path: Path) -> None:
     assert found.status == "failed"
 
 
+def test_the_goodput_of_a_run_is_read_with_its_parts(tmp_path: Path) -> None:
+    goodput = {"fraction": 0.25, "checkpoint_seconds": 4.0, "lost_seconds": 1.5, "starts": 2}
+    write_json(tmp_path / "run.json", {"status": "completed", "goodput": goodput})
+    found = read_run_record(TRIAL, RunFolder(tmp_path), tmp_path, untimed_steps=2, position=0)
+    assert (found.goodput_fraction, found.checkpoint_seconds, found.lost_seconds) == (0.25, 4.0, 1.5)
+    assert found.evaluation_seconds is None
+
+
 def test_a_side_run_without_profile_and_checkpoint_reports_neither(tmp_path: Path) -> None:
     found = read_side_run(trial("zero2", 0), RunFolder(tmp_path), ["profile", "save"])
     assert (found.communication_fraction, found.timeline, found.save_seconds, found.save_bytes) == (None,) * 4

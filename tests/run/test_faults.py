@@ -18,6 +18,7 @@ import pytest
 from launching import ROOT, losses, read
 
 from toolkit.run.checkpoints import list_checkpoints
+from toolkit.run.goodput import PARTS
 from toolkit.run.heartbeat import Heartbeat, read_heartbeats
 
 pytestmark = pytest.mark.launch
@@ -220,6 +221,19 @@ def test_a_killed_and_interrupted_run_ends_with_the_losses_of_an_undisturbed_one
     assert story.completed.run["resumed_from"]["step"] == step  # the interrupted run's own checkpoint
     assert len(story.losses) == STORY_STEPS
     assert story.losses == story.whole
+
+
+def test_the_goodput_of_all_starts_of_a_folder_adds_up_to_their_time(story: Story) -> None:
+    (restart,), goodput = story.killed.run["restarts"], story.completed.run["goodput"]
+    repeated = story.killed.steps[0] - story.stopped.run["resumed_from"]["step"]  # after the second kill
+    assert goodput["lost_steps"] == restart["lost_steps"] + repeated
+    assert goodput["starts"] == 4
+    assert sum(goodput[f"{part}_seconds"] for part in PARTS) == pytest.approx(goodput["wall_seconds"])
+    spent = ("productive", "startup", "checkpoint", "restart", "lost")
+    assert all(goodput[f"{part}_seconds"] > 0 for part in spent), goodput
+    assert goodput["idle_seconds"] > 0  # between a start and the next
+    assert story.killed.run["goodput"]["starts"] == 2
+    assert "goodput " in story.killed.said
 
 
 def test_a_checkpoint_of_ddp_adapters_does_not_contain_the_base_model(story: Story) -> None:

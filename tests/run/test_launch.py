@@ -46,14 +46,16 @@ def test_a_restart_reports_the_lost_steps_and_keeps_the_rows(tmp_path: Path) -> 
     folder = RunFolder(tmp_path)
     start_attempt(folder)
     for rank, steps in ((0, 3), (1, 2)):
-        folder.rank_rows(rank).write_text("".join(f'{{"step": {step}}}\n' for step in range(1, steps + 1)))
+        rows = (f'{{"step": {step}, "seconds": 1.5}}\n' for step in range(1, steps + 1))
+        folder.rank_rows(rank).write_text("".join(rows))
     failure = {"kind": "failed", "rank": 1, "step": 2, "message": "gone", "seen_by_peer": None}
     write_json(folder.failure_json, failure)
     result = RunResult(folder=folder, status="failed", exit_code=1, seconds=1.0, failure=failure)
     restarts, outcome = Restarts(folder, max_restarts=1), ProcessResult(exit_code=1, seconds=1.0)
     assert restarts.prepare_next(result, outcome)
     assert (folder.read_run() or {})["restarts"] == [
-        {"rank": 1, "step": 2, "status": "failed", "message": "gone", "resumed_from_step": 0, "lost_steps": 2}
+        {"rank": 1, "step": 2, "status": "failed", "message": "gone", "resumed_from_step": 0}
+        | {"lost_steps": 2, "lost_seconds": 4.5}
     ]
     assert folder.rank_rows(1).exists()
     assert not folder.failure_json.exists()

@@ -31,16 +31,22 @@ from toolkit.compare.result_values import (
 from toolkit.compare.trial_figures import (
     Accumulate,
     AccumulatedGradientBytes,
+    CheckpointSeconds,
     CommunicationFraction,
+    EvaluationSeconds,
     ExposedCommunicationFraction,
     FailureFacts,
     Figures,
+    GoodputFraction,
+    LostSeconds,
     RankSkew,
     Readings,
+    RestartSeconds,
     RowLayout,
     SaveBytes,
     SaveSeconds,
     TimelineOrNone,
+    WaitingSeconds,
 )
 from toolkit.units import number
 
@@ -234,6 +240,12 @@ class Row(Readings, _Claims):
     accumulate: Accumulate = None
     accumulated_gradient_bytes: AccumulatedGradientBytes = None
     layout: RowLayout = None
+    goodput_fraction: GoodputFraction = None
+    checkpoint_seconds: CheckpointSeconds = None
+    evaluation_seconds: EvaluationSeconds = None
+    restart_seconds: RestartSeconds = None
+    lost_seconds: LostSeconds = None
+    waiting_seconds: WaitingSeconds = None
 
     @property
     def own_batch(self) -> int | None:

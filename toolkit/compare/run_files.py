@@ -15,6 +15,7 @@ from toolkit.compare.result_values import (
     Bytes,
     Count,
     Fact,
+    Fraction,
     Integer,
     Interval,
     MemoryByPhase,
@@ -75,6 +76,17 @@ class Save(_RunFile):
     bytes: Bytes = None
 
 
+class RecordedGoodput(_RunFile):
+    """Where a run's time went."""
+
+    fraction: Fraction = None
+    checkpoint_seconds: NonNegativeReal | None = None
+    evaluation_seconds: NonNegativeReal | None = None
+    restart_seconds: NonNegativeReal | None = None
+    lost_seconds: NonNegativeReal | None = None
+    waiting_seconds: NonNegativeReal | None = None
+
+
 class RecordedRun(_RunFile):
     """`run.json`."""
 
@@ -86,6 +98,7 @@ class RecordedRun(_RunFile):
     spec: dict[str, Any] | None = None
     profile: Profile | None = None
     saves: tuple[Save, ...] | None = ()
+    goodput: RecordedGoodput | None = None
     versions: dict[str, str | None] | None = None
     git_commit: str | None = None
     nodes: tuple[str, ...] = ()

@@ -16,6 +16,7 @@ from toolkit.compare.run_files import (
     Profile,
     RecordedAttestation,
     RecordedFailure,
+    RecordedGoodput,
     RecordedRun,
     damaged_hint,
     read_run,
@@ -77,6 +78,7 @@ def read_run_record(
                 "position": position,
                 "startup_seconds": startup_seconds(run),
                 "num_nodes": len(run.nodes) or None,
+                **_goodput(run),
                 "failure": read_failure(run, failure, measured),
                 "problem": problem,
             }
@@ -99,6 +101,12 @@ def read_side_run(record: RunRecord, folder: RunFolder, kinds: Sequence[SideRunK
         save_seconds=saved.seconds if saved else None,
         save_bytes=saved.bytes if saved else None,
     )
+
+
+def _goodput(run: RecordedRun) -> dict[str, float | None]:
+    """The columns of the run's goodput."""
+    facts = (run.goodput or RecordedGoodput()).model_dump()
+    return {"goodput_fraction" if name == "fraction" else name: value for name, value in facts.items()}
 
 
 def startup_seconds(run: RecordedRun) -> float | None:

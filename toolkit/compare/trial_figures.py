@@ -129,6 +129,39 @@ RowLayout = Annotated[
     ),
 ]
 
+GoodputFraction = Annotated[
+    Fraction,
+    Column(
+        "Time of steps that were kept, without waiting, over the time while processes of the run existed (0 to 1); a"
+        " short trial is start-up for the most part.",
+        repeats=Repeats.MEDIAN_OF_ALL,
+        display=Display(heading="goodput", format=percent),
+    ),
+]
+CheckpointSeconds = Annotated[
+    Measured, Column("Training stood still for saves.", unit="s", repeats=Repeats.MEDIAN_OF_ALL)
+]
+EvaluationSeconds = Annotated[Measured, Column("Evaluations.", unit="s", repeats=Repeats.MEDIAN_OF_ALL)]
+RestartSeconds = Annotated[
+    Measured, Column("From each fault to the first step after it.", unit="s", repeats=Repeats.MEDIAN_OF_ALL)
+]
+LostSeconds = Annotated[
+    Measured,
+    Column(
+        "Steps that were trained again, and the time until a fault ended the processes.",
+        unit="s",
+        repeats=Repeats.MEDIAN_OF_ALL,
+    ),
+]
+WaitingSeconds = Annotated[
+    Measured,
+    Column(
+        "In kept steps: until every rank had its batch, and for the slowest rank.",
+        unit="s",
+        repeats=Repeats.MEDIAN_OF_ALL,
+    ),
+]
+
 
 class Figures(Model):
     """What a trial and a row have in common. A figure that was not measured is None."""
@@ -526,6 +559,12 @@ class TrialResult(Readings, Figures):
     accumulate: Accumulate = None
     accumulated_gradient_bytes: AccumulatedGradientBytes = None
     layout: RowLayout = None
+    goodput_fraction: GoodputFraction = None
+    checkpoint_seconds: CheckpointSeconds = None
+    evaluation_seconds: EvaluationSeconds = None
+    restart_seconds: RestartSeconds = None
+    lost_seconds: LostSeconds = None
+    waiting_seconds: WaitingSeconds = None
 
 
 def contradiction(trial: TrialResult) -> str | None:

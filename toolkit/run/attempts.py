@@ -21,6 +21,7 @@ from pathlib import Path
 
 from toolkit.run.checkpoints import list_checkpoints
 from toolkit.run.folder import SCHEMA_VERSION, RunFolder, StartingAttempt, is_attempt, write_json
+from toolkit.run.timeline import close_timeline
 
 
 def start_attempt(folder: RunFolder, *, resume: bool = False) -> None:
@@ -39,6 +40,7 @@ def start_attempt(folder: RunFolder, *, resume: bool = False) -> None:
 
 def _start(folder: RunFolder) -> None:
     settle(folder)
+    close_timeline(folder.timeline, folder.path / "ranks")
     folder.remove_heartbeats()
     earlier, trained = attempt_number(folder), has_trained(folder)
     if not trained:
@@ -114,7 +116,7 @@ def _row_files(folder: RunFolder) -> list[Path]:
 
 def _reports(folder: RunFolder, *, log: bool = True) -> list[Path]:
     """The files that a run of any length has. run.json is the last one: as long as it is there, so is its number."""
-    logs = [folder.log] if log else []
+    logs = [folder.log, folder.timeline] if log else []
     return [path for path in [*logs, folder.failure_json, folder.attestation_json, folder.run_json] if path.exists()]
 
 

@@ -80,6 +80,11 @@ class RunFolder:
         return self.path / "train.log"
 
     @property
+    def timeline(self) -> Path:
+        """When rank 0 and its launcher began what (`toolkit.run.timeline`)."""
+        return self.path / "timeline.jsonl"
+
+    @property
     def attempts(self) -> Path:
         """Folder of the files of earlier attempts, and of those that never trained, by number."""
         return self.path / "attempts"

@@ -27,6 +27,7 @@ from toolkit.run.checkpoints import latest_complete
 from toolkit.run.command import LaunchCommand, launch_command
 from toolkit.run.exit_status import RunResult, record_result
 from toolkit.run.folder import RunFolder, start_facts
+from toolkit.run.goodput import read_goodput
 from toolkit.run.heartbeat import read_heartbeats
 from toolkit.run.measurements import drop_rows_after, last_step
 from toolkit.run.nvme import NvmeDisk, check_nvme, swap_folder
@@ -35,6 +36,7 @@ from toolkit.run.preflight import CheckedJob, check_job, check_output, check_res
 from toolkit.run.process import ProcessResult, run_command
 from toolkit.run.resume_conversion import ConvertedCheckpoint, checkpoint_to_convert, convert_checkpoint
 from toolkit.run.script_arguments import read_arguments
+from toolkit.run.timeline import ENDED, LAUNCH, RESTART, add_moment
 from toolkit.run.warm_start import server_in_environment
 
 
@@ -165,7 +167,10 @@ def run_training(
                 resume=resume,
             )
             if not restarts.prepare_next(result, process_result):
+                add_moment(_files(folder, resume=resume).timeline, ENDED)
+                _record_goodput(folder, result, on_line)
                 return _settled(result, folder, on_line)
+            add_moment(_files(folder, resume=resume).timeline, RESTART, **restarts.losses())
             on_line(restarts.describe_last())
             # Until this run has trained, a checkpoint in the folder is an earlier run's.
             attempt = command.resumed() if folder.current() == folder else command.repeated()
@@ -183,10 +188,21 @@ def _settled(result: RunResult, folder: RunFolder, on_line: Callable[[str], None
     return replace(result, folder=files)
 
 
+def _record_goodput(folder: RunFolder, result: RunResult, on_line: Callable[[str], None]) -> None:
+    """Write it to run.json again, now that all processes have ended; rank 0 prints that of a run that completed."""
+    goodput = read_goodput(folder, files=folder.current())
+    if goodput is not None:
+        with contextlib.suppress(OSError):  # a full disk has been reported
+            folder.update_run(goodput=goodput.facts())
+        if result.status != status.COMPLETED:
+            on_line(goodput.describe())
+
+
 def _record_start(
     folder: RunFolder, command: LaunchCommand, *, nvme: NvmeDisk | None, plan: dict[str, Any] | None, resume: bool
 ) -> None:
     start_attempt(folder, resume=resume)
+    add_moment(_files(folder, resume=resume).timeline, LAUNCH)
     facts: dict[str, Any] = {} if nvme is None else {"nvme": nvme.facts()}
     folder.update_run(
         status=status.RUNNING,
@@ -215,7 +231,7 @@ def _run_attempt(
     resume: bool,
 ) -> tuple[RunResult, ProcessResult]:
     kills_before = count_oom_kills()
-    log = _log(folder, resume=resume)
+    log = _files(folder, resume=resume).log
     log_start = log.stat().st_size if log.exists() else 0
 
     def relay(line: str) -> None:
@@ -235,13 +251,13 @@ def _run_attempt(
     if command.nvme_path is not None:  # killed ranks leave their swap files behind
         shutil.rmtree(swap_folder(command.nvme_path, command.run_id), ignore_errors=True)
     oom_killed = count_oom_kills() > kills_before
-    log = _log(folder, resume=resume)  # renamed if the run has trained
+    log = _files(folder, resume=resume).log  # renamed if the run has trained
     return record_result(folder, process_result, log=log, oom_killed=oom_killed, log_start=log_start), process_result
 
 
-def _log(folder: RunFolder, *, resume: bool) -> Path:
-    """The log of the attempt in progress; a run that resumes appends to the one at the top."""
-    return folder.log if resume else folder.current().log
+def _files(folder: RunFolder, *, resume: bool) -> RunFolder:
+    """The folder of log and timeline of the attempt in progress; a run that resumes appends to those at the top."""
+    return folder if resume else folder.current()
 
 
 def stop_ranks(folder: RunFolder, on_message: Callable[[str], None]) -> bool:
@@ -272,11 +288,13 @@ class Restarts:
             return False
         failure = result.failure or {}
         resumed = reached = 0
+        lost_seconds = 0.0
         if self.folder.current() == self.folder:  # otherwise it has not trained, and all here is an earlier run's
             checkpoint = latest_complete(self.folder.path)
             resumed, reached = (checkpoint.step if checkpoint else 0), _completed_steps(self.folder)
-            for path in self.folder.path.glob("ranks/rank*.jsonl"):
-                drop_rows_after(path, resumed)
+            for path in sorted(self.folder.path.glob("ranks/rank*.jsonl")):
+                dropped = drop_rows_after(path, resumed)
+                lost_seconds = dropped.seconds if path == self.folder.rank_rows(0) else lost_seconds
         self.done.append(
             {
                 "rank": failure.get("rank"),
@@ -285,12 +303,17 @@ class Restarts:
                 "message": failure.get("message"),
                 "resumed_from_step": resumed,
                 "lost_steps": max(0, reached - resumed),
+                "lost_seconds": lost_seconds,
             }
         )
         self.folder.current().failure_json.unlink(missing_ok=True)
         self.folder.remove_heartbeats()
         self.folder.update_run(restarts=self.done)
         return True
+
+    def losses(self) -> dict[str, Any]:
+        """Return the steps that the last restart repeats, and what they had taken on rank 0."""
+        return {name: self.done[-1][name] for name in ("lost_steps", "lost_seconds")}
 
     def describe_last(self) -> str:
         """Return the lines that are printed at a restart."""

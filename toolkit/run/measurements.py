@@ -14,7 +14,7 @@ import statistics
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt, ValidationError
 
@@ -156,6 +156,7 @@ class StepRow(BaseModel):
     rank: NonNegativeInt
     seconds: NonNegativeFinite
     own_seconds: NonNegativeFinite | None = None
+    data_seconds: NonNegativeFinite | None = None
     cpu_seconds: NonNegativeFinite
     tokens: NonNegativeInt
     non_padding_tokens: NonNegativeInt
@@ -203,15 +204,27 @@ def _checked(line: JsonLine, path: Path) -> Row:
     return line.content
 
 
-def drop_rows_after(path: Path, step: int) -> None:
-    """Keep the rows up to `step`, where the run resumes; later steps are trained again."""
-    kept = []
+class DroppedRows(NamedTuple):
+    """Rows of steps that are trained again."""
+
+    steps: int
+    seconds: float
+
+
+def drop_rows_after(path: Path, step: int) -> DroppedRows:
+    """Keep the rows up to `step`, where the run resumes; later steps are trained again. Return what was dropped."""
+    kept: list[str] = []
+    dropped: list[float] = []
     with contextlib.suppress(ToolkitError):  # a missing file, or what follows a damaged line
         for line in read_json_lines(path, allow_nan=True):
             number = _number(line)
             if number is not None and number <= step:
                 kept.append(json.dumps(line.content) + "\n")
+            elif number is not None:
+                seconds = line.content.get("seconds")
+                dropped.append(seconds if isinstance(seconds, (int, float)) and seconds > 0 else 0.0)
     write_text(path, "".join(kept))
+    return DroppedRows(len(dropped), math.fsum(dropped))
 
 
 def _number(line: JsonLine) -> int | None:

@@ -27,6 +27,7 @@ from toolkit.run import status
 from toolkit.run.attempts import begin_training, start_attempt
 from toolkit.run.checkpoints import Checkpoint, remove_unfinished
 from toolkit.run.folder import MEASUREMENT_VERSION, RunFolder, start_facts
+from toolkit.run.goodput import Goodput, read_goodput
 from toolkit.run.measurements import PER_STEP, Measurements, measure, read_steps
 from toolkit.train.arguments import Arguments
 from toolkit.train.checkpointing.resume import find_checkpoint
@@ -77,6 +78,10 @@ class ActiveRun:
         """The step of the checkpoint that the run resumes from; 0 without one."""
         return 0 if self.checkpoint is None else self.checkpoint.step
 
+    def timeline(self) -> Path:
+        """Return the file of the phases; it moves with the files of the attempt, once that has trained."""
+        return (self.folder if self.checkpoint is not None else self.folder.current()).timeline
+
     def barrier(self) -> None:
         """Wait for all ranks."""
         if dist.is_initialized():
@@ -110,19 +115,24 @@ class ActiveRun:
         measured = measure(read_steps(self.folder), untimed_steps=untimed_steps)
         summary = {name: value for name, value in asdict(measured).items() if name not in PER_STEP}
         summary |= {"first_loss": measured.losses[0], "last_loss": measured.losses[-1]} if measured.losses else {}
-        self.write_completion(measured=summary, saves=[asdict(save) for save in trainer.saves])
+        goodput = self.write_completion(measured=summary, saves=[asdict(save) for save in trainer.saves])
+        if goodput is not None:
+            print(goodput.describe(), flush=True)
         print(_last_line(measured, untimed_steps=untimed_steps, folder=self.folder.path), flush=True)
 
-    def write_completion(self, **facts: Any) -> None:
-        """Write run.json's status, times and `facts`."""
+    def write_completion(self, **facts: Any) -> Goodput | None:
+        """Write run.json's status, times and `facts`; return the goodput, None without a timeline."""
         self.progress.enter("end")
+        goodput = read_goodput(self.folder)
         self.folder.update_run(
             status=status.COMPLETED,
             exit_code=0,
             finished=datetime.now(UTC).isoformat(timespec="seconds"),
             phases=self.progress.phases,
+            **({} if goodput is None else {"goodput": goodput.facts()}),
             **facts,
         )
+        return goodput
 
 
 @contextmanager
@@ -152,6 +162,8 @@ def open_run(
         facts=facts or {},
     )
     _open_folder(run)
+    if run.writes and not single_process:
+        progress.open_timeline(run.timeline, restarted=int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0)
     progress.output_dir, progress.datasets = run.folder.path, tuple(arguments.data.dataset or ())
     if run.writes:
         print("".join(f"{line}\n" for line in arguments.notes), end="", flush=True)  # train.log is open now

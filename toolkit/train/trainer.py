@@ -48,6 +48,7 @@ from toolkit.train.engine.comm_hooks import CommunicationHook
 from toolkit.train.engine.compiled_layers import compile_layers
 from toolkit.train.engine.muon import muon_factory
 from toolkit.train.engine.nvme_offload import NvmeOffload, offload_blocks
+from toolkit.train.health.progress import STEP_PHASES
 from toolkit.train.metrics.early_stopping import EarlyStopping
 from toolkit.train.metrics.evaluation import EvaluatedTokens, Evaluations
 from toolkit.train.metrics.profiler import MemorySnapshot, Profiler
@@ -105,12 +106,14 @@ class MeasuredTrainer(Trainer):  # type: ignore[misc]
 
     def get_batch_samples(self, epoch_iterator: Any, *args: Any, **kwargs: Any) -> Any:
         self.progress.phase = "data"
+        self.timer.begin_data()
         if isinstance(self.train_dataset, TokenStream):
             epoch_iterator = record_lane_states(epoch_iterator, self.lane_states)
         with torch.profiler.record_function(DATA_WAIT_EVENT):
             return super().get_batch_samples(epoch_iterator, *args, **kwargs)
 
     def _get_num_items_in_batch(self, *args: Any, **kwargs: Any) -> Any:
+        self.timer.end_data()
         self.timer.begin_wait()  # tokens are counted over all ranks
         number = super()._get_num_items_in_batch(*args, **kwargs)
         self.timer.end_wait()
@@ -144,10 +147,12 @@ class MeasuredTrainer(Trainer):  # type: ignore[misc]
 
     def evaluation_loop(self, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any) -> Any:
         """Return the Trainer's output with the loss over all supervised tokens instead of its mean of batch means."""
-        self.progress.phase, self.evaluated = "evaluate", EvaluatedTokens()
+        before, self.evaluated = self.progress.phase, EvaluatedTokens()
+        self.progress.enter("evaluate")
         output = super().evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **kwargs)
         figures = self.evaluated.over_all_ranks(self.args.device)
         output.metrics.update({f"{metric_key_prefix}_{name}": value for name, value in figures.items()})
+        self.progress.enter("train" if before in STEP_PHASES else before)
         return output
 
     def prediction_step(self, model: Any, inputs: dict[str, Any], *_: Any, **__: Any) -> Any:

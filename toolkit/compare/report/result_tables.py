@@ -102,6 +102,7 @@ COLUMNS: dict[TableName, tuple[str | Derived, ...]] = {
         "save_bytes",
         "startup_seconds",
         "wall_seconds",
+        "goodput_fraction",
     ),
     "scaling": ("world_size", "num_nodes", "tokens_per_second", "speed_up", "scaling_efficiency"),
     "trials": ("tokens_per_second", "step_seconds_median", "timed_steps", "startup_seconds", "wall_seconds"),

@@ -30,6 +30,7 @@ from transformers import TrainerCallback
 
 from toolkit.errors import EXIT_RUN_FAILED
 from toolkit.run.heartbeat import read_heartbeats
+from toolkit.run.timeline import STOPPED
 from toolkit.train.health.failure_report import Interrupted, report_failure
 from toolkit.train.health.progress import Progress
 
@@ -145,6 +146,7 @@ class StopOnSignal(TrainerCallback):  # type: ignore[misc]
         if dist.is_initialized():
             dist.barrier()
         assert self.signal is not None
+        self.progress.note(STOPPED)
         step = self.progress.step
         saved = f"checkpoint-{step} was saved" if self.saves else "no checkpoint was saved (`--save_strategy no`)"
         hint = "the same command with `--resume_from_checkpoint latest` resumes" if self.saves else None

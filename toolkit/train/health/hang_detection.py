@@ -34,10 +34,9 @@ from toolkit.run.heartbeat import (
 )
 from toolkit.train.active_run import ActiveRun
 from toolkit.train.health.failure_report import report_hang
-from toolkit.train.health.progress import Progress
+from toolkit.train.health.progress import STEP_PHASES, Progress
 
 HEARTBEAT_SECONDS = 1.0
-STEP_PHASES = ("train", "forward", "backward", "step")
 # Processor time that counts as progress outside the steps.
 PROGRESS_CPU_SECONDS = 1.0
 # After this long a rank that claimed to report a hang, and did not end the run, is overruled.

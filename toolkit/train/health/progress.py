@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import psutil
 
+from toolkit.run.timeline import add_moment
 from toolkit.train.metrics.device_readings import PhaseMemoryRecorder
+
+STEP_PHASES = ("train", "forward", "backward", "step")
 
 
 @dataclass(slots=True)
@@ -35,6 +40,9 @@ class Progress:
     """This run's own folder on an NVMe disk, removed at the end of the run."""
     memory_by_phase: PhaseMemoryRecorder | None = None
     """Bytes after each phase of the first step; None before training begins."""
+    timeline: Callable[[], Path] | None = None
+    """Returns the file to which the run's phases are written; None before the run folder is open, and on other ranks
+    than 0."""
     phases: list[tuple[str, float]] = field(default_factory=lambda: [("start", psutil.Process().create_time())])
     """Each phase of the run and the Unix time when it began; `start` is the start of this process."""
 
@@ -42,3 +50,15 @@ class Progress:
         """Begin a phase and record the time. Phases that repeat in every step only set `phase`."""
         self.phase = phase
         self.phases.append((phase, time.time()))
+        self.note(phase, unix=self.phases[-1][1])
+
+    def note(self, phase: str, **facts: Any) -> None:
+        """Write a line to the timeline; the phase stays what it is."""
+        if self.timeline is not None:
+            add_moment(self.timeline(), phase, step=self.step, **facts)
+
+    def open_timeline(self, timeline: Callable[[], Path], *, restarted: bool) -> None:
+        """Write the phases so far, and each later one when it begins."""
+        self.timeline = timeline
+        for phase, unix in self.phases:
+            self.note(phase, unix=unix, restarted=restarted and phase == "start")

@@ -40,6 +40,8 @@ class _Step:
     own_work: list[Any] = field(default_factory=list)
     """Clock readings in turn: this rank starts to work on its own, starts to wait for others, and so on."""
     in_backward: bool = False
+    data_waits: list[tuple[Any, Any]] = field(default_factory=list)
+    """Clock readings before and after the batches of the step were made."""
     end: Any = None
     cpu_seconds: float = 0.0
     compiler: CompilerEvents | None = None
@@ -99,6 +101,15 @@ class StepTimer(TrainerCallback):  # type: ignore[misc]
         """Set the gradient norm before clipping, over all ranks."""
         self.step.grad_norm = grad_norm
 
+    def begin_data(self) -> None:
+        """Note that this rank asks for the batches of the step."""
+        self.step.data_waits.append((self._now(), None))
+
+    def end_data(self) -> None:
+        """Note that it has them."""
+        if self.step.data_waits and self.step.data_waits[-1][1] is None:
+            self.step.data_waits[-1] = (self.step.data_waits[-1][0], self._now())
+
     def enter_backward(self) -> None:
         """Note that backward begins: from here on ranks wait for each other's gradients."""
         self.begin_wait()
@@ -152,7 +163,9 @@ class StepTimer(TrainerCallback):  # type: ignore[misc]
         """Take over the folder, and drop the rows of steps that were trained again. Collective."""
         if self.begin_training is not None:
             self.begin_training()
-        drop_rows_after(self.path, self.resumed_step)
+        dropped = drop_rows_after(self.path, self.resumed_step)
+        if dropped.steps:
+            self.progress.note(self.progress.phase, lost_steps=dropped.steps, lost_seconds=dropped.seconds)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any) -> None:
         """Print the Trainer's logged means over all ranks, without its own speeds, which count untimed steps."""
@@ -210,6 +223,7 @@ class StepTimer(TrainerCallback):  # type: ignore[misc]
             "rank": self.rank,
             "seconds": self._seconds(step.start, step.end),
             "own_seconds": self._own_seconds(step),
+            "data_seconds": math.fsum(self._seconds(*wait) for wait in step.data_waits if wait[1] is not None),
             "cpu_seconds": step.cpu_seconds,
             **{
                 name: sum(getattr(facts, name) for facts in step.batches if self.counts_tokens)
