@@ -179,6 +179,8 @@ def test_no_two_public_classes_share_a_name() -> None:
         ["simulate", "pipeline", "--help"],
         ["simulate", "pipeline", "--stages", "4", "--micro-batches", "8", "--model", LLAMA_8B, "--gpu", "h100"],
         ["simulate", "failures", "--gpus", "16384"],
+        ["simulate", "stragglers", "--help"],
+        ["simulate", "stragglers", "--workers", "4", "--steps", "9", "--model", LLAMA_8B, "--gpu", "h100"],
         ["rehearse", "--help"],
         ["doctor", "--help"],
         ["doctor", "--preset", "zero3_cpu_offload", "--num-processes", "2", LLAMA_8B, "--json"],

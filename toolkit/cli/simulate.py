@@ -7,10 +7,14 @@ import json
 import typer
 
 from toolkit.cli.options import expand_options
+from toolkit.entry_point import print_message
 from toolkit.flags import JsonOutput
 from toolkit.simulate.options import FailureOptions, PipelineOptions
+from toolkit.simulate.straggler_options import StragglerOptions
 
-simulate_app = typer.Typer(no_args_is_help=True, help="Simulate a pipeline's schedules, or failures and checkpoints.")
+simulate_app = typer.Typer(
+    no_args_is_help=True, help="Simulate schedules of a pipeline, failures and checkpoints, or stragglers."
+)
 
 
 @simulate_app.command()
@@ -49,3 +53,23 @@ def failures(options: FailureOptions, as_json: JsonOutput = False) -> None:
         print_estimate(estimate)
     if options.output_dir is not None:
         write_report(estimate, options.output_dir)
+
+
+@simulate_app.command()
+@expand_options
+def stragglers(options: StragglerOptions, as_json: JsonOutput = False) -> None:
+    """Cost of slow workers, and of synchronous, backup-worker, bounded-staleness and asynchronous updates.
+
+    Speed, waste and staleness are simulated; losses are those of a small network, trained under each policy and each
+    gradient compression. With --model, its gradients are communicated.
+    """
+    from toolkit.simulate.straggler_report import print_study, write_report
+    from toolkit.simulate.stragglers import study_stragglers
+
+    study = study_stragglers(options, say=print_message)
+    if as_json:
+        print(json.dumps(study.as_json(), indent=2))
+    else:
+        print_study(study)
+    if options.output_dir is not None:
+        print_message(f"report: {write_report(study, options.output_dir)}")

@@ -74,23 +74,36 @@ class Interconnect:
             return self.num_nodes > 1
         return collective.group_size * collective.stride > self.gpus_per_node
 
+    @property
+    def link_bytes_per_second(self) -> Range:
+        """Rate of one GPU to the others of its node."""
+        rate = self.gpu.link_bytes_per_second
+        return rate * BANDWIDTH_SHARE[0], rate * BANDWIDTH_SHARE[1]
+
+    @property
+    def network_rate(self) -> Range:
+        """Rate of a node's network, all cards, one direction."""
+        if self.network_bytes_per_second is not None:
+            return 0.5 * self.network_bytes_per_second, float(self.network_bytes_per_second)
+        return NETWORK_WITH_PCIE if self.gpu.nvlink_bytes_per_second is None else NETWORK_WITH_NVLINK
+
+    def hop_seconds(self, *, between_nodes: bool) -> Range:
+        """Latency from one GPU to the next."""
+        if between_nodes:
+            return HOP_SECONDS["network"]
+        return HOP_SECONDS["pcie" if self.gpu.nvlink_bytes_per_second is None else "nvlink"]
+
     def _bytes_per_second(self, collective: Collective) -> Range:
         """Rate of one rank. One ring through all GPUs passes each node's network once; rings that take one GPU of each
         node share it."""
-        rate = self.gpu.link_bytes_per_second
-        slow, fast = rate * BANDWIDTH_SHARE[0], rate * BANDWIDTH_SHARE[1]
+        slow, fast = self.link_bytes_per_second
         if not self.crosses_nodes(collective):
             return slow, fast
         rings = min(collective.stride, self.gpus_per_node)
         if collective.group == "replicas":
             rings = self.gpus_per_node
-        low, high = self._network()
+        low, high = self.network_rate
         return min(slow, low / rings), min(fast, high / rings)
-
-    def _network(self) -> Range:
-        if self.network_bytes_per_second is not None:
-            return 0.5 * self.network_bytes_per_second, float(self.network_bytes_per_second)
-        return NETWORK_WITH_PCIE if self.gpu.nvlink_bytes_per_second is None else NETWORK_WITH_NVLINK
 
     def _latency(self, collective: Collective) -> Range:
         """Of one call: a ring takes a hop to each other rank, an all-reduce two."""
@@ -100,9 +113,9 @@ class Interconnect:
         if self.crosses_nodes(collective):
             nodes = -(-collective.group_size * collective.stride // self.gpus_per_node)
             across = hops if collective.group == "replicas" else passes * (nodes - 1)
-        inside = HOP_SECONDS["pcie" if self.gpu.nvlink_bytes_per_second is None else "nvlink"]
+        inside, outside = self.hop_seconds(between_nodes=False), self.hop_seconds(between_nodes=True)
         low, high = (
             call + (hops - across) * hop + across * network
-            for call, hop, network in zip(CALL_SECONDS, inside, HOP_SECONDS["network"], strict=True)
+            for call, hop, network in zip(CALL_SECONDS, inside, outside, strict=True)
         )
         return low, high

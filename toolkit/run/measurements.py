@@ -252,12 +252,8 @@ def measure(steps: list[list[Row]], *, untimed_steps: int) -> Measurements:
     A resumed run has untimed steps again, since its processes are new.
     """
     step_seconds = _over_ranks(steps, "seconds", max)
-    timed_steps = {
-        number: step
-        for number, step in enumerate(steps, 1)
-        if step[0].get("step_of_process", number) > untimed_steps and not step[0].get("profiled")
-    }
-    timed_rows = list(timed_steps.values())
+    timed_numbers = [number for number, step in enumerate(steps, 1) if _is_timed(step, number, untimed_steps)]
+    timed_rows = [steps[number - 1] for number in timed_numbers]
     timed = _over_ranks(timed_rows, "seconds", max)
     by_rank = list(zip(*timed_rows, strict=True))
     tokens, non_padding = _over_ranks(timed_rows, "tokens", sum), _over_ranks(timed_rows, "non_padding_tokens", sum)
@@ -273,7 +269,7 @@ def measure(steps: list[list[Row]], *, untimed_steps: int) -> Measurements:
         step_tokens=_counted(steps, "tokens"),
         step_non_padding_tokens=_counted(steps, "non_padding_tokens"),
         step_supervised_tokens=_counted(steps, "supervised_tokens"),
-        timed_step_numbers=list(timed_steps),
+        timed_step_numbers=timed_numbers,
         rank_skew=rank_skew(timed_rows),
         step_seconds_median=statistics.median(timed) if timed else None,
         step_seconds_p90=percentile(timed, 0.9),
@@ -292,6 +288,15 @@ def measure(steps: list[list[Row]], *, untimed_steps: int) -> Measurements:
         graph_breaks_after_first_steps=_sum_of_a_rank(by_rank, "graph_breaks"),
         **_peaks(steps),
     )
+
+
+def timed_steps(steps: list[list[Row]], *, untimed_steps: int) -> list[list[Row]]:
+    """Return the steps whose time counts: after the first ones of the process, and not profiled."""
+    return [step for number, step in enumerate(steps, 1) if _is_timed(step, number, untimed_steps)]
+
+
+def _is_timed(step: list[Row], number: int, untimed_steps: int) -> bool:
+    return step[0].get("step_of_process", number) > untimed_steps and not step[0].get("profiled")
 
 
 def rank_skew(steps: list[list[Row]]) -> float | None:

@@ -1,0 +1,248 @@
+"""Data parallelism event by event: who computes which gradient, from which weights, when it is applied, who waits.
+
+Four policies, over the same compute times:
+
+- `synchronous`: an update is the mean of all workers' gradients.
+- `backup_workers`: of N + b workers, an update is the mean of the first N gradients; a late worker finishes its batch,
+  drops the gradient, and joins the update in progress (Chen et al. 2016, https://arxiv.org/abs/1604.00981).
+- `bounded_staleness`: each gradient is applied when it arrives; a worker may be at most `staleness` batches ahead of
+  the slowest (stale synchronous parallel, Ho et al. 2013).
+- `asynchronous`: the same without a bound (Downpour SGD, Dean et al. 2012).
+
+    >>> import numpy
+    >>> slow = numpy.array([[1.0] * 4, [2.0] * 4])
+    >>> simulate(Policy(name="synchronous"), slow, steps=2).seconds
+    4.0
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from toolkit.units import SECONDS_PER_HOUR
+
+if TYPE_CHECKING:
+    import numpy
+    from numpy.typing import NDArray
+
+    from toolkit.simulate.step_time_distributions import FloatArray
+
+    IntArray = NDArray[numpy.int_]
+
+# More are dearer than the stragglers they hide.
+MOST_BACKUP_WORKERS = 32
+POLICIES = ("synchronous", "backup_workers", "bounded_staleness", "asynchronous")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Policy:
+    """How gradients of several workers become updates."""
+
+    name: str
+    backup_workers: int = 0
+    """Of all workers, those whose gradient an update does not wait for."""
+    staleness: int | None = None
+    """Batches that a worker may be ahead of the slowest; None: no bound."""
+
+    @property
+    def is_synchronous(self) -> bool:
+        """True if an update is a mean of gradients of one version of the weights."""
+        return self.name in ("synchronous", "backup_workers")
+
+    @property
+    def label(self) -> str:
+        """Name with its parameter."""
+        if self.name == "backup_workers":
+            return f"{self.name} {self.backup_workers}"
+        return f"{self.name} {self.staleness}" if self.name == "bounded_staleness" else self.name
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Gradient:
+    """One gradient that was applied."""
+
+    worker: int
+    batch: int
+    """Number of the worker's batch, from 0."""
+    version: int
+    """Number of updates that its weights had when the worker read them."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Update:
+    """One update of the weights: by the mean of its gradients, or in the asynchronous policies by one of them."""
+
+    seconds: float
+    """Time at which it is applied."""
+    gradients: tuple[Gradient, ...]
+
+
+@dataclass(kw_only=True, slots=True)
+class PolicyRun:
+    """Everything that happened until `steps` times N gradients were applied, N being those of a global batch."""
+
+    policy: Policy
+    workers: int
+    gradients_per_step: int
+    updates: list[Update] = field(default_factory=list)
+    waiting_seconds: float = 0.0
+    """Of all workers: idle until the update or the slowest worker."""
+    discarded_seconds: float = 0.0
+    """Of all workers: gradients computed and dropped."""
+    communication_seconds: float = 0.0
+    """Of all workers."""
+
+    @property
+    def seconds(self) -> float:
+        """Time of the last update."""
+        return self.updates[-1].seconds
+
+    @property
+    def num_gradients(self) -> int:
+        """Gradients applied."""
+        return sum(len(update.gradients) for update in self.updates)
+
+    @property
+    def steps_per_second(self) -> float:
+        """Global batches applied per second; N gradients are a step in every policy."""
+        return self.num_gradients / self.gradients_per_step / self.seconds
+
+    @property
+    def waiting_fraction(self) -> float:
+        """Waiting over all workers' time."""
+        return self.waiting_seconds / (self.workers * self.seconds)
+
+    @property
+    def discarded_fraction(self) -> float:
+        """Dropped work over all workers' time."""
+        return self.discarded_seconds / (self.workers * self.seconds)
+
+    @property
+    def wasted_gpu_hours(self) -> float:
+        """Waiting and dropped work of all workers."""
+        return (self.waiting_seconds + self.discarded_seconds) / SECONDS_PER_HOUR
+
+    @property
+    def staleness(self) -> Counter[int]:
+        """Number of gradients by the updates that came between reading the weights and applying the gradient."""
+        return Counter(
+            number - gradient.version for number, update in enumerate(self.updates) for gradient in update.gradients
+        )
+
+
+def simulate(policy: Policy, seconds: FloatArray, *, steps: int, communication_seconds: float = 0.0) -> PolicyRun:
+    """Run a policy until `steps` global batches are applied.
+
+    `seconds` has the compute time of each worker's batches, of shape (workers, batches); after the last batch a worker
+    begins again with the first. `communication_seconds` is one all-reduce, or one worker's push and pull.
+    """
+    workers = len(seconds)
+    timeline = PolicyRun(policy=policy, workers=workers, gradients_per_step=workers - policy.backup_workers)
+    if policy.is_synchronous:
+        _run_synchronous(timeline, seconds, steps, communication_seconds)
+    else:
+        _run_asynchronous(timeline, seconds, steps * workers, communication_seconds)
+    return timeline
+
+
+def best_backup_workers(seconds: FloatArray, *, steps: int, communication_seconds: float = 0.0) -> tuple[int, float]:
+    """Return the number of backup workers that applies most gradients per second, and the gain over none.
+
+    The workers stay as many: one more backup worker is one gradient less per update. At most `MOST_BACKUP_WORKERS`
+    are tried. What a smaller global batch does to the loss is left out.
+    """
+    rates = []
+    for count in range(min(len(seconds) - 1, MOST_BACKUP_WORKERS) + 1):
+        required = len(seconds) - count
+        *_, last = _rounds(seconds, required, steps, communication_seconds)
+        rates.append(required / last.seconds)
+    best = max(range(len(rates)), key=rates.__getitem__)
+    return best, rates[best] / rates[0]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Round:
+    """One synchronous update, as arrays: a thousand workers have a thousand gradients in each."""
+
+    seconds: float
+    """Time at which the update is applied."""
+    workers: IntArray
+    batches: IntArray
+    waiting_seconds: float
+    discarded_seconds: float
+
+
+def _rounds(seconds: FloatArray, required: int, steps: int, communication_seconds: float) -> Iterator[_Round]:
+    """Wait in each update for the first gradients of the current weights."""
+    import numpy
+
+    workers, batches = seconds.shape
+    number, free, now = numpy.zeros(workers, dtype=int), numpy.zeros(workers), 0.0
+    everyone = numpy.arange(workers)
+    for _ in range(steps):
+        start = numpy.maximum(now, free)
+        duration = seconds[everyone, number % batches]
+        finish = start + duration
+        first = numpy.sort(numpy.argsort(finish, kind="stable")[:required])
+        done = float(finish[first].max())
+        started = start < done
+        dropped = started.copy()
+        dropped[first] = False
+        free = numpy.where(started, finish, free)
+        yield _Round(
+            seconds=done + communication_seconds,
+            workers=first,
+            batches=number[first],
+            waiting_seconds=float(numpy.maximum(done - free, 0.0).sum()),
+            discarded_seconds=float(duration[dropped].sum()),
+        )
+        number, now = number + started, done + communication_seconds
+
+
+def _run_synchronous(timeline: PolicyRun, seconds: FloatArray, steps: int, communication_seconds: float) -> None:
+    for version, found in enumerate(_rounds(seconds, timeline.gradients_per_step, steps, communication_seconds)):
+        used = zip(found.workers.tolist(), found.batches.tolist(), strict=True)
+        gradients = tuple(Gradient(worker=worker, batch=batch, version=version) for worker, batch in used)
+        timeline.updates.append(Update(seconds=found.seconds, gradients=gradients))
+        timeline.waiting_seconds += found.waiting_seconds
+        timeline.discarded_seconds += found.discarded_seconds
+        timeline.communication_seconds += timeline.workers * communication_seconds
+
+
+def _run_asynchronous(timeline: PolicyRun, seconds: FloatArray, gradients: int, communication_seconds: float) -> None:
+    """Apply each gradient when it arrives, and hold back workers that are too far ahead of the slowest."""
+    workers, batches = seconds.shape
+    finished, version = [0] * workers, [0] * workers
+    events = [(float(seconds[worker, 0]) + communication_seconds, worker) for worker in range(workers)]
+    heapq.heapify(events)
+    blocked: dict[int, float] = {}
+    """Worker -> since when it waits."""
+    behind = Counter({0: workers})
+    """Batches finished -> number of workers."""
+    slowest, bound = 0, timeline.policy.staleness
+    while len(timeline.updates) < gradients:
+        now, worker = heapq.heappop(events)
+        update = Update(
+            seconds=now, gradients=(Gradient(worker=worker, batch=finished[worker], version=version[worker]),)
+        )
+        timeline.updates.append(update)
+        timeline.communication_seconds += communication_seconds
+        behind[finished[worker]] -= 1
+        finished[worker] += 1
+        behind[finished[worker]] += 1
+        blocked[worker] = now
+        freed = [worker]
+        if behind[slowest] == 0:
+            slowest, freed = slowest + 1, list(blocked)
+        for ready in freed:
+            if bound is not None and finished[ready] - slowest > bound:
+                continue
+            timeline.waiting_seconds += now - blocked.pop(ready)
+            version[ready] = len(timeline.updates)
+            duration = float(seconds[ready, finished[ready] % batches]) + communication_seconds
+            heapq.heappush(events, (now + duration, ready))
+    timeline.waiting_seconds += sum(timeline.seconds - since for since in blocked.values())
