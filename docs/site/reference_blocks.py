@@ -15,8 +15,7 @@ import typer
 import toolkit
 import toolkit.presets
 from toolkit.cli.program import app
-from toolkit.doctor import examination  # noqa: F401  (registers the checks)
-from toolkit.doctor.checks import CHECKS
+from toolkit.doctor.examination import all_checks
 from toolkit.doctor.xid import XIDS
 from toolkit.presets import Preset, list_presets
 from toolkit.presets.characteristics import characteristics
@@ -78,7 +77,7 @@ def doctor_table() -> str:
     """Return one row per check of `toolkit doctor`."""
     rows = [
         [f"`{check.name}`", check.looks_at, check.threshold + (" (`--long`)" if check.long else ""), check.source]
-        for check in CHECKS.values()
+        for check in all_checks()
     ]
     return markdown_table(["check", "what it looks at", "when it is a finding", "source of the threshold"], rows)
 

@@ -19,7 +19,7 @@ from recorded_outputs import NO_REAL_GPU, install_nvidia_smi
 
 from toolkit.cli.program import main
 from toolkit.doctor.checks import CHECKS, NodeCheck
-from toolkit.doctor.examination import examine_node
+from toolkit.doctor.examination import all_checks, examine_node
 from toolkit.doctor.options import DoctorOptions
 from toolkit.versions import torch_cuda_version
 
@@ -34,6 +34,7 @@ CHECK = {
     "measured": {"type": "object"},
     "skipped": {"type": ["string", "null"]},
 }
+GPU_CHECKS = [check.name for check in all_checks() if check.name.startswith("gpu-") and check.name != "gpu-xid"]
 FACT = {"type": ["string", "number", "null"]}
 
 
@@ -90,7 +91,7 @@ def here() -> dict[str, Any]:
 
 def test_the_json_has_findings_checks_and_facts_of_every_check(here: dict[str, Any]) -> None:
     jsonschema.validate(here, SCHEMA)
-    assert [row["check"] for row in here["checks"]] == list(CHECKS)
+    assert [row["check"] for row in here["checks"]] == [check.name for check in all_checks()]
     for row in here["checks"]:
         assert bool(row["skipped"]) == (row["status"] == "skipped"), row
 
@@ -131,8 +132,7 @@ def faulty(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 @NO_REAL_GPU
 def test_every_fault_of_a_recorded_gpu_is_found_with_its_level(faulty: dict[str, Any]) -> None:
-    checks = [check for check in CHECKS if check.startswith("gpu-") and check != "gpu-xid"]
-    assert levels(faulty, *checks) == [
+    assert levels(faulty, *GPU_CHECKS) == [
         ("gpu-persistence", "warning"),
         ("gpu-ecc", "error"),  # five uncorrectable SRAM errors in its life
         ("gpu-ecc", "error"),  # one since the driver was loaded
@@ -172,7 +172,7 @@ def test_facts_and_software_are_those_of_the_recorded_driver(faulty: dict[str, A
 def test_sound_gpus_have_no_finding(tmp_path: Path) -> None:
     programs = install_nvidia_smi(tmp_path, connections=False)
     found = report("--gpus-per-node", "2", PATH=f"{programs}:{os.environ['PATH']}", CUDA_VISIBLE_DEVICES="0,1")
-    assert levels(found, *[check for check in CHECKS if check.startswith("gpu-") and check != "gpu-xid"]) == []
+    assert levels(found, *GPU_CHECKS) == []
     assert measured(found, "gpu-count")["names"] == ["NVIDIA H100 80GB HBM3"] * 2
 
 
@@ -207,6 +207,20 @@ def test_low_limits_are_found(tmp_path: Path) -> None:
     found = report("--num-processes", "4", limit=lower, HF_HOME=str(tmp_path))
     assert levels(found, "ulimit-nofile", "ulimit-nproc") == [("ulimit-nofile", "warning"), ("ulimit-nproc", "warning")]
     assert measured(found, "ulimit-nproc")["user"] == 900
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount a small /dev/shm")
+def test_the_shared_memory_of_a_container_is_an_error() -> None:
+    script = "mount -t tmpfs -o size=64m tmpfs /dev/shm && exec python -m toolkit doctor --json"
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    command = ["unshare", "--mount", "sh", "-c", script]
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=60)
+    if "unshare failed" in ended.stderr:
+        pytest.skip(f"this container has no mount namespaces: {ended.stderr.strip()}")
+    found = json.loads(ended.stdout)
+    assert ended.returncode == 1
+    assert levels(found, "shared-memory") == [("shared-memory", "error")]
+    assert measured(found, "shared-memory") == {"bytes": 64 * 2**20, "writable": True}
 
 
 def test_a_port_in_use_and_an_interface_that_does_not_exist_are_found() -> None:

@@ -134,10 +134,14 @@ def test_a_file_that_is_no_report_is_refused(
     assert message in capsys.readouterr().err
 
 
-def test_one_report_is_not_enough(reports: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main(["doctor", "--compare", reports[0]])
-    assert (ended.value.code, "two nodes or more, 1 given" in capsys.readouterr().err) == (2, True)
+def test_one_report_has_no_difference_and_none_is_refused(
+    reports: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    for words, code, message in ((reports[:1], 0, "1 node: no differences\n"), ([], 2, "error: --compare needs")):
+        with pytest.raises(SystemExit) as ended:
+            main(["doctor", "--compare", *words])
+        assert ended.value.code == code
+        assert capsys.readouterr().err.startswith(message)
 
 
 def test_a_changed_preset_file_changes_the_hash(tmp_path: Path) -> None:

@@ -67,6 +67,7 @@ def _compare(paths: Sequence[Path], *, as_json: bool) -> None:
     else:
         for line in (line for difference in differences for line in difference_lines(difference)):
             print(visible(line))
-    print_message(f"{len(nodes)} nodes: {len(differences) or 'no'} difference{'' if len(differences) == 1 else 's'}")
+    counted = f"{len(nodes)} node{'' if len(nodes) == 1 else 's'}"
+    print_message(f"{counted}: {len(differences) or 'no'} difference{'' if len(differences) == 1 else 's'}")
     if any(difference.level == ERROR for difference in differences):
         raise typer.Exit(EXIT_RUN_FAILED)

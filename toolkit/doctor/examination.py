@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from toolkit.doctor import (  # noqa: F401  (each registers its checks)
+from toolkit.doctor import (
     gpu_checks,
     gpu_connections,
     host_checks,
@@ -16,7 +16,7 @@ from toolkit.doctor import (  # noqa: F401  (each registers its checks)
     speed_checks,
     storage_checks,
 )
-from toolkit.doctor.checks import CHECKS, ERROR, LEVELS, SKIPPED, CheckResult, run_check
+from toolkit.doctor.checks import CHECKS, ERROR, LEVELS, SKIPPED, CheckResult, NodeCheck, run_check
 from toolkit.doctor.environment_report import without_secrets
 from toolkit.doctor.node_facts import NodeFacts, node_facts
 from toolkit.doctor.node_readings import NodeReadings
@@ -25,6 +25,11 @@ from toolkit.errors import ToolkitError
 from toolkit.units import gib
 
 LARGEST_PORT = 65_535
+# Modules of checks, in the order in which they are shown.
+MODULES = (
+    *(gpu_checks, gpu_connections, host_checks, network_checks, software_checks),
+    *(speed_checks, storage_checks),
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,13 +59,24 @@ class Examination:
         return hidden
 
 
+def all_checks() -> list[NodeCheck]:
+    """Return every registered check, in one order whatever was imported first."""
+    order = [module.__name__ for module in MODULES]
+
+    def place(check: NodeCheck) -> int:
+        module = check.examine.__module__
+        return order.index(module) if module in order else len(order)
+
+    return sorted(CHECKS.values(), key=place)
+
+
 def examine_node(options: DoctorOptions, model: str | None, say: Callable[[str], None]) -> Examination:
     """Run every check; the long ones with `--long` only. Raises ToolkitError for invalid options, before."""
     node = NodeReadings(options, model)
     check_options(node)
     facts = node_facts(node)
     results = []
-    for check in CHECKS.values():
+    for check in all_checks():
         if check.long and not options.long:
             results.append(CheckResult(check=check.name, status=SKIPPED, seconds=0.0, skipped="only with --long"))
             continue

@@ -51,10 +51,13 @@ class NodeDifference:
 
 
 def read_reports(paths: Sequence[Path]) -> dict[str, NodeFacts]:
-    """Return the facts of each node, by its name. Raises ToolkitError for what is not a report."""
-    if len(paths) < 2:
+    """Return the facts of each node, by its name. Raises ToolkitError without a report, and for what is none.
+
+    One report is accepted: the job file of a single node compares it too.
+    """
+    if not paths:
         raise ToolkitError(
-            f"--compare needs the reports of two nodes or more, {len(paths)} given",
+            "--compare needs the reports of the nodes, and none is given",
             hint="on each node `toolkit doctor --json > $(hostname).json`, then `toolkit doctor --compare *.json`",
         )
     found: dict[str, NodeFacts] = {}

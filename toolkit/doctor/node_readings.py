@@ -125,7 +125,7 @@ class NodeReadings:
     @property
     def output_dir(self) -> Path:
         """Folder of the run, which may not exist yet."""
-        return user_path(self.options.output_dir).absolute()
+        return user_path(self.options.output_dir or ".").absolute()
 
     @cached_property
     def planned_host_bytes(self) -> int | None:

@@ -24,7 +24,9 @@ class DoctorOptions:
         int | None, Option(help="processes per node that the preset runs in; by default one per GPU, or two on a CPU")
     ] = None
     gpus_per_node: Annotated[int | None, Option(help="GPUs that this node must have")] = None
-    output_dir: Annotated[str, Option(help="folder of the run, whose disk is checked")] = "."
+    output_dir: Annotated[
+        str | None, Option(help="folder of the run, whose disk is checked; by default the working directory")
+    ] = None
     nvme_path: NvmePath = None
     port: Annotated[
         tuple[int, ...], Option(help="port that the rendezvous needs; repeatable; by default torch's 29400 and 29500")

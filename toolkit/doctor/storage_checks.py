@@ -44,7 +44,8 @@ def disk_space(node: NodeReadings) -> Outcome:
     for name, disk in disks.items():
         folder = existing_folder(Path(disk["path"]))
         if not os.access(folder, os.W_OK | os.X_OK):
-            found.append(_unwritable(name, disk["path"]))
+            is_guess = name == "run folder" and node.options.output_dir is None  # where the user happens to be
+            found.append(_unwritable(name, disk["path"], NOTE if is_guess else ERROR))
         elif disk["free_bytes"] < SCARCE_BELOW_BYTES:
             found.append(
                 NodeFinding(
@@ -58,9 +59,9 @@ def disk_space(node: NodeReadings) -> Outcome:
     return Outcome(measured=disks, findings=tuple(found))
 
 
-def _unwritable(name: str, path: str) -> NodeFinding:
+def _unwritable(name: str, path: str, level: str) -> NodeFinding:
     return NodeFinding(
-        level=ERROR,
+        level=level,
         what=f"the {name} cannot be written: {path}",
         value="not writable",
         expected="writable by this user",
