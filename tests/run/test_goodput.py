@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from toolkit.run.goodput import Goodput, measure_goodput
+from toolkit.run.goodput import PARTS, Goodput, measure_goodput
 from toolkit.run.timeline import Moment
 
 
@@ -23,11 +23,9 @@ def steps(*seconds: float, first: int = 1) -> list[list[dict[str, Any]]]:
     ]
 
 
-def parts(found: Goodput | None) -> dict[str, float]:
+def parts(found: Goodput) -> dict[str, float]:
     """The parts that are not zero, without their unit."""
-    assert found is not None
-    names = ("productive", "startup", "checkpoint", "evaluation", "restart", "lost", "waiting", "other")
-    seconds = {name: getattr(found, f"{name}_seconds") for name in names}
+    seconds = {name: getattr(found, f"{name}_seconds") for name in PARTS}
     assert sum(seconds.values()) == pytest.approx(found.wall_seconds)
     return {name: pytest.approx(second) for name, second in seconds.items() if second}
 
@@ -52,7 +50,6 @@ def test_every_second_of_an_undisturbed_run_has_one_place() -> None:
     found = measure_goodput(UNDISTURBED, steps(2.5, 3.0, 3.0))
     # 10 s to the first step and 1 s of checks after it; 10 s of training hold 8.5 s of steps; 1 s to the end
     assert parts(found) == {"productive": 8.5, "startup": 11.0, "evaluation": 2.0, "checkpoint": 4.0, "other": 2.5}
-    assert found is not None
     assert (found.wall_seconds, found.idle_seconds, found.starts, found.lost_steps) == (28.0, 0.0, 1, 0)
     assert found.describe() == ("goodput 30 % of 28 s (start-up 39 %, checkpoints 14 %, evaluation 7 %, other 9 %)")
 
@@ -87,7 +84,6 @@ def test_a_killed_process_loses_its_steps_after_the_checkpoint_and_the_time_unti
         "restart": 5.0,
         "other": 1.0,
     }
-    assert found is not None
     assert (found.starts, found.lost_steps, found.fraction) == (2, 2, pytest.approx(8 / 25))
 
 
@@ -106,7 +102,6 @@ def test_the_hours_between_two_attempts_are_no_part_of_the_wall_time() -> None:
     ]
     found = measure_goodput(timeline, steps(1, 1, 1, 1, 1, 1, 1, 1))
     assert parts(found) == {"productive": 8.0, "startup": 5.0, "checkpoint": 1.0, "restart": 4.0, "other": 1.0}
-    assert found is not None
     assert (found.wall_seconds, found.idle_seconds) == (19.0, 7200.0)
 
 
@@ -130,4 +125,5 @@ def test_a_clock_that_was_set_back_takes_no_time_away() -> None:
 
 
 def test_a_run_without_a_timeline_has_no_goodput() -> None:
-    assert measure_goodput([], steps(1.0)) is None
+    found = measure_goodput([], steps(1.0))
+    assert (found.wall_seconds, found.fraction, found.describe()) == (0.0, None, "goodput n/a")

@@ -88,7 +88,8 @@ def read_goodput(folder: RunFolder, *, files: RunFolder | None = None) -> Goodpu
         steps = read_steps(folder) if files == folder else []
     except ToolkitError:
         return None
-    return measure_goodput(read_timeline(files.timeline), steps)
+    timeline = read_timeline(files.timeline)
+    return measure_goodput(timeline, steps) if timeline else None
 
 
 @dataclass(slots=True)
@@ -118,10 +119,8 @@ _PARTS = {
 }
 
 
-def measure_goodput(timeline: Sequence[Moment], steps: Sequence[list[Row]]) -> Goodput | None:
+def measure_goodput(timeline: Sequence[Moment], steps: Sequence[list[Row]]) -> Goodput:
     """Divide the time of a timeline; `steps` are the rows of the steps that were kept, by step and rank."""
-    if len(timeline) < 2:
-        return None
     processes, idle = _divide(timeline)
     for step in steps:
         trained = [one for one in processes if one.resumed_step is not None and one.resumed_step < step[0]["step"]]
@@ -144,7 +143,7 @@ def _divide(timeline: Sequence[Moment]) -> tuple[list[_Process], float]:
     """Return the processes with their seconds by part, and the idle seconds between attempts."""
     processes, idle = [_Process()], 0.0
     began = False
-    for moment, following in pairwise([*timeline, timeline[-1]]):
+    for moment, following in pairwise([*timeline, *timeline[-1:]]):
         if moment.phase in ("start", LAUNCH) and began:
             processes.append(_Process())
         began = moment.phase != LAUNCH and (began or moment.phase == "start")

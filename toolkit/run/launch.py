@@ -189,13 +189,12 @@ def _settled(result: RunResult, folder: RunFolder, on_line: Callable[[str], None
 
 
 def _record_goodput(folder: RunFolder, result: RunResult, on_line: Callable[[str], None]) -> None:
-    """Write it to run.json again, now that all processes have ended; rank 0 prints that of a run that completed."""
-    goodput = read_goodput(folder, files=folder.current())
+    """Write and print it for a run that did not complete: otherwise rank 0 has."""
+    goodput = None if result.status == status.COMPLETED else read_goodput(folder, files=folder.current())
     if goodput is not None:
         with contextlib.suppress(OSError):  # a full disk has been reported
             folder.update_run(goodput=goodput.facts())
-        if result.status != status.COMPLETED:
-            on_line(goodput.describe())
+        on_line(goodput.describe())
 
 
 def _record_start(

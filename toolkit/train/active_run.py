@@ -11,6 +11,7 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
@@ -27,8 +28,9 @@ from toolkit.run import status
 from toolkit.run.attempts import begin_training, start_attempt
 from toolkit.run.checkpoints import Checkpoint, remove_unfinished
 from toolkit.run.folder import MEASUREMENT_VERSION, RunFolder, start_facts
-from toolkit.run.goodput import Goodput, read_goodput
+from toolkit.run.goodput import measure_goodput
 from toolkit.run.measurements import PER_STEP, Measurements, measure, read_steps
+from toolkit.run.timeline import Moment, read_timeline
 from toolkit.train.arguments import Arguments
 from toolkit.train.checkpointing.resume import find_checkpoint
 from toolkit.train.checkpointing.signals import StopOnSignal
@@ -112,27 +114,26 @@ class ActiveRun:
         if not self.writes:
             return
         untimed_steps = self.arguments.model.untimed_steps
-        measured = measure(read_steps(self.folder), untimed_steps=untimed_steps)
+        steps = read_steps(self.folder)
+        measured = measure(steps, untimed_steps=untimed_steps)
         summary = {name: value for name, value in asdict(measured).items() if name not in PER_STEP}
         summary |= {"first_loss": measured.losses[0], "last_loss": measured.losses[-1]} if measured.losses else {}
-        goodput = self.write_completion(measured=summary, saves=[asdict(save) for save in trainer.saves])
-        if goodput is not None:
-            print(goodput.describe(), flush=True)
+        goodput = measure_goodput([*read_timeline(self.folder.timeline), Moment(unix=time.time(), phase="end")], steps)
+        facts = {"goodput": goodput.facts(), "saves": [asdict(save) for save in trainer.saves]}
+        self.write_completion(measured=summary, **facts)
+        print(goodput.describe(), flush=True)
         print(_last_line(measured, untimed_steps=untimed_steps, folder=self.folder.path), flush=True)
 
-    def write_completion(self, **facts: Any) -> Goodput | None:
-        """Write run.json's status, times and `facts`; return the goodput, None without a timeline."""
+    def write_completion(self, **facts: Any) -> None:
+        """Write run.json's status, times and `facts`."""
         self.progress.enter("end")
-        goodput = read_goodput(self.folder)
         self.folder.update_run(
             status=status.COMPLETED,
             exit_code=0,
             finished=datetime.now(UTC).isoformat(timespec="seconds"),
             phases=self.progress.phases,
-            **({} if goodput is None else {"goodput": goodput.facts()}),
             **facts,
         )
-        return goodput
 
 
 @contextmanager

@@ -24,6 +24,7 @@ from toolkit.checkpoint.model_definition import MetaModel, ModelFiles
 from toolkit.checkpoint.reader import MOMENTS
 from toolkit.checkpoint.verify import verify
 from toolkit.run.checkpoints import latest_complete, list_checkpoints
+from toolkit.run.timeline import read_timeline
 from toolkit.train.checkpointing.background_save import BackgroundSaver, SaveRecord
 from toolkit.train.checkpointing.manifest import SavedFolder
 
@@ -89,22 +90,36 @@ def test_a_model_that_is_sharded_at_load_is_saved_with_the_same_tensors(saved_jo
 
 
 @pytest.mark.launch
-@pytest.mark.parametrize("killed", ["4:1:shards", "4:0:checksums", "4:0:rename"])
+@pytest.mark.parametrize("killed", ["SIGKILL:4:shards:1", "SIGKILL:4:checksums:0", "SIGKILL:4:rename:0"])
 def test_a_rank_killed_while_it_writes_leaves_the_checkpoint_before(
     killed: str, saved_job: list[str], saved_runs: dict[str, Path], tmp_path: Path
 ) -> None:
     words = [*saved_job, "--save_steps", "2", "--save_model", "false", "--output_dir", str(tmp_path / "out")]
-    ended = launch("fsdp2", *words, script="kill_while_writing.py", variables={"TOOLKIT_KILL": killed})
+    ended = launch("fsdp2", *words, script="signal_while_writing.py", variables={"TOOLKIT_SIGNAL": killed})
     assert ended.returncode != 0
     assert (tmp_path / "out" / ".saving-checkpoint-4" / "checkpoint-4").is_dir()
     assert [checkpoint.step for checkpoint in list_checkpoints(tmp_path / "out")] == [2]
     latest = latest_complete(tmp_path / "out")
     assert latest is not None
     assert latest.step == 2
-    if killed.endswith("rename"):
+    if "rename" in killed:
         check(launch("fsdp2", *words, "--resume_from_checkpoint", "latest"))
         assert rows(tmp_path / "out") == rows(saved_runs["fsdp2"])
         assert not list((tmp_path / "out").glob(".saving-*"))
+
+
+@pytest.mark.launch
+def test_sigterm_while_a_checkpoint_is_written_completes_it_and_the_next(saved_job: list[str], tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    words = [*saved_job, "--max_steps", "40", "--save_steps", "4", "--output_dir", str(out)]
+    variables = {"TOOLKIT_SIGNAL": "SIGTERM:4:checksums:0:1"}
+    ended = launch("fsdp2", *words, script="signal_while_writing.py", variables=variables)
+    failure = read(out / "failure.json")
+    assert (ended.returncode, failure["kind"]) == (1, "interrupted")
+    found = list_checkpoints(out)
+    assert {4, failure["step"]} <= {checkpoint.step for checkpoint in found}
+    assert [checkpoint.problem(deep=True) for checkpoint in found] == [None] * len(found)
+    assert read_timeline(out / "timeline.jsonl")[-1].phase == "stopped"
 
 
 @pytest.mark.launch
