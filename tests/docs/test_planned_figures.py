@@ -167,6 +167,8 @@ def recommended(options: str) -> str:
         assert "fits" in str(result.exception), result.exception
         return "nothing fits"
     choice = json.loads(result.stdout)["choice"]
+    if choice is None:  # a layout on paper
+        return "nothing fits"
     checkpointing = ", checkpointing" if choice["activation_checkpointing"] else ""
     size = gib(choice["planned_peak_bytes"])
     return f"`{choice['preset']}`, micro-batch {choice['per_device_train_batch_size']}{checkpointing}, {size} GiB"

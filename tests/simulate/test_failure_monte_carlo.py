@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from toolkit.plan.failures import FailingJob
 from toolkit.simulate.failure_monte_carlo import SimulatedFailures, simulate_failures
-from toolkit.simulate.failures import FailingJob
 
 HOUR = 3600
 

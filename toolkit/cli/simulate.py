@@ -43,8 +43,8 @@ def failures(options: FailureOptions, as_json: JsonOutput = False) -> None:
 
     Closed forms and a seeded Monte Carlo simulation side by side.
     """
+    from toolkit.simulate.estimate_report import print_estimate, write_report
     from toolkit.simulate.failure_estimate import estimate_failures
-    from toolkit.simulate.failure_report import print_estimate, write_report
 
     estimate = estimate_failures(options)
     if as_json:

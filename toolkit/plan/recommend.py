@@ -43,6 +43,10 @@ LARGEST_GLOBAL_BATCH = 2**20
 NOT_NEEDED = "is for layers, experts or sequences that do not fit with data parallelism alone, which does here"
 
 
+class NothingFits(ToolkitError):
+    """No preset fits on the GPUs, or none is for them."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Recommendation:
     """The chosen preset, and the reasons against the others."""
@@ -113,7 +117,7 @@ def _scaled(option: str, value: float | None, unit: int) -> int | None:
 def recommend(request: RecommendRequest, presets: Sequence[Preset], *, objective: str = "fastest") -> Recommendation:
     """Return the recommendation for an objective, one of `OBJECTIVES`.
 
-    Raises ToolkitError if nothing fits, with the smallest number of GPUs on which something does.
+    Raises NothingFits if nothing does, with the smallest number of GPUs on which something does.
     """
     candidates = _candidates(request, presets)
     fitting = [candidate for candidate in candidates if candidate.fits]
@@ -250,17 +254,17 @@ def ratios_text(one: Candidate, other: Candidate) -> str:
     return f"{low:.2f} times" if f"{low:.2f}" == f"{high:.2f}" else f"{low:.2f} to {high:.2f} times"
 
 
-def _nothing_fits(request: RecommendRequest, presets: Sequence[Preset], candidates: list[Candidate]) -> ToolkitError:
+def _nothing_fits(request: RecommendRequest, presets: Sequence[Preset], candidates: list[Candidate]) -> NothingFits:
     hardware = f"{request.world_size} × {request.gpu.name}"
     if not candidates:
         reasons = "; ".join(f"{preset.name} {_refusal(request, preset)}" for preset in presets)
-        return ToolkitError(f"no preset is for {hardware}: {reasons}", hint="see `toolkit presets`")
+        return NothingFits(f"no preset is for {hardware}: {reasons}", hint="see `toolkit presets`")
     smallest = min(
         candidates,
         key=lambda candidate: (candidate.host_refusal is not None, candidate.memory.planned_peak_bytes),
     )
     reason = _too_large(request, smallest).removeprefix("it ")
-    return ToolkitError(
+    return NothingFits(
         f"nothing fits on {hardware}: {smallest.preset.name}, the smallest, {reason}", hint=_way_out(request, presets)
     )
 

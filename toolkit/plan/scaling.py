@@ -1,8 +1,4 @@
-"""Planned tokens per second by world size, and what failures cost, from published formulas.
-
->>> round(young_daly_seconds(save_seconds=60, mean_seconds_to_failure=86_400))
-3160
-"""
+"""Planned tokens per second by world size, and what failures cost."""
 
 from __future__ import annotations
 
@@ -10,11 +6,12 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from toolkit.plan.failures import FailingJob
 from toolkit.plan.interconnect import Range
 from toolkit.plan.step_time import StepTime
-from toolkit.units import SECONDS_PER_HOUR
 
 LARGEST_WORLD_SIZE = 1024
+HOURS_PER_DAY = 24
 # Llama 3's training had 419 unexpected interruptions in 54 days on 16,384 H100 (https://arxiv.org/abs/2407.21783,
 # table 5): one per 50,700 GPU-hours.
 GPU_HOURS_TO_FAILURE = 54 * 24 * 16_384 / 419
@@ -43,13 +40,12 @@ def scaling_curve(
     points = []
     for size, speed in known:
         rates, smallest = speed.tokens_per_second_per_gpu, known[0][1].tokens_per_second_per_gpu
-        to_failure = GPU_HOURS_TO_FAILURE * SECONDS_PER_HOUR / size
         points.append(
             ScalingPoint(
                 world_size=size,
                 tokens_per_second=(rates[0] * size, rates[1] * size),
                 scaling_efficiency=(rates[0] / smallest[0], rates[1] / smallest[1]),
-                failure_loss=failure_loss(save_seconds=save_seconds, mean_seconds_to_failure=to_failure),
+                failure_loss=failure_loss(size, save_seconds=save_seconds),
             )
         )
     return points
@@ -64,18 +60,16 @@ def doublings(world_size: int, *, largest: int = LARGEST_WORLD_SIZE) -> list[int
     return [world_size * 2**power for power in range(max(math.floor(math.log2(largest / world_size)), 0) + 1)]
 
 
-def young_daly_seconds(*, save_seconds: float, mean_seconds_to_failure: float) -> float:
-    """Return the interval between checkpoints at which saving and lost work cost least: √(2·δ·M) - δ.
+def failure_loss(world_size: int, *, save_seconds: float, restart_seconds: float = 600.0) -> float:
+    """Return the share of the time spent on saving, on repeated work and on restarts, at Young's interval.
 
-    First-order formula of J. T. Daly, "A higher order estimate of the optimum checkpoint interval for restart dumps"
-    (2006).
+    >>> round(failure_loss(1024, save_seconds=60), 3)
+    0.029
     """
-    return max(math.sqrt(2 * save_seconds * mean_seconds_to_failure) - save_seconds, save_seconds)
-
-
-def failure_loss(*, save_seconds: float, mean_seconds_to_failure: float, restart_seconds: float = 600.0) -> float:
-    """Return the share of the time spent on saving, on repeated work and on restarts; at most 1."""
-    interval = young_daly_seconds(save_seconds=save_seconds, mean_seconds_to_failure=mean_seconds_to_failure)
-    saving = save_seconds / (interval + save_seconds)
-    repeated = (interval / 2 + restart_seconds) / mean_seconds_to_failure
-    return min(saving + repeated, 1.0)
+    job = FailingJob(
+        nodes=world_size,  # a GPU stands for a node: only their product with the rate counts
+        failures_per_1000_node_days=1000 * HOURS_PER_DAY / GPU_HOURS_TO_FAILURE,
+        checkpoint_seconds=save_seconds,
+        restart_seconds=restart_seconds,
+    )
+    return 1 - job.exact_time_ratio

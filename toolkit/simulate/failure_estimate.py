@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.errors import ToolkitError
+from toolkit.plan.failures import SECONDS_PER_DAY, FailingJob, daly_interval, young_interval
 from toolkit.simulate.failure_monte_carlo import SimulatedFailures, simulate_failures
-from toolkit.simulate.failures import SECONDS_PER_DAY, FailingJob, daly_interval, young_interval
 from toolkit.simulate.options import DEFAULT_CHECKPOINT_SECONDS, FailureOptions
 from toolkit.units import SECONDS_PER_HOUR
 

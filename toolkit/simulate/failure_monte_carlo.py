@@ -1,6 +1,6 @@
 """Monte Carlo of a job that fails: the same assumptions as the closed forms, without their approximations.
 
-    >>> from toolkit.simulate.failures import FailingJob
+    >>> from toolkit.plan.failures import FailingJob
     >>> job = FailingJob(nodes=1500, failures_per_1000_node_days=6.5, checkpoint_seconds=60, restart_seconds=300)
     >>> found = simulate_failures(job, days=30, runs=20, seed=0)
     >>> abs(found.effective_time_ratio - job.effective_time_ratio) < 0.01
@@ -18,7 +18,7 @@ import random
 import statistics
 from dataclasses import dataclass
 
-from toolkit.simulate.failures import SECONDS_PER_DAY, FailingJob
+from toolkit.plan.failures import SECONDS_PER_DAY, FailingJob
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 from toolkit.errors import ToolkitError
 from toolkit.simulate.options import PipelineOptions
-from toolkit.simulate.pipeline import PREDICTED_OVER_MEASURED, ChunkTimes, PipelineRun, simulate
 from toolkit.simulate.pipeline_schedules import (
     DEFAULT_CHUNKS,
     INTERLEAVED,
@@ -18,6 +17,7 @@ from toolkit.simulate.pipeline_schedules import (
     check_schedule,
     chunks_of,
 )
+from toolkit.simulate.pipeline_step import PREDICTED_OVER_MEASURED, ChunkTimes, PipelineRun, simulate
 from toolkit.units import gib
 
 if TYPE_CHECKING:

@@ -13,9 +13,9 @@ from toolkit.compare.report.rendering import render
 from toolkit.compare.report.report_files import write_report_file
 from toolkit.compare.report.table_model import Cell, Heading, Table, number_cell, text_cell, text_heading
 from toolkit.plan.memory_verdict import FITS
-from toolkit.simulate.pipeline import PREDICTED_OVER_MEASURED
 from toolkit.simulate.pipeline_comparison import PipelineComparison, SimulatedSchedule
 from toolkit.simulate.pipeline_schedules import LETTERS
+from toolkit.simulate.pipeline_step import PREDICTED_OVER_MEASURED
 from toolkit.simulate.pipeline_timeline import COLORS, LEGEND, ScheduleTimeline, text_timeline
 from toolkit.simulate.stage_plans import StageMemory
 from toolkit.units import gib, seconds

@@ -1,6 +1,6 @@
 """Timelines of simulated pipelines: characters for the terminal, and boxes for a page.
 
->>> from toolkit.simulate.pipeline import ChunkTimes, simulate
+>>> from toolkit.simulate.pipeline_step import ChunkTimes, simulate
 >>> from toolkit.simulate.pipeline_schedules import PipelineSize
 >>> times = ChunkTimes(forward_seconds=1.0, backward_seconds=1.0, weight_seconds=1.0)
 >>> run = simulate("1f1b", PipelineSize(stages=2, micro_batches=2), [times] * 2)
@@ -14,8 +14,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from toolkit.simulate.pipeline import PipelineRun
 from toolkit.simulate.pipeline_schedules import LETTERS
+from toolkit.simulate.pipeline_step import PipelineRun
 
 IDLE = "."
 LEGEND = "F forward, B whole backward, I gradient of the input, W gradient of the weights, . idle"

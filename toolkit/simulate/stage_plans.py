@@ -34,8 +34,8 @@ from toolkit.presets import load_preset
 from toolkit.presets.preset import Preset
 from toolkit.presets.support import check_supported
 from toolkit.simulate.options import PipelineOptions
-from toolkit.simulate.pipeline import ChunkTimes, PipelineRun, simulate
 from toolkit.simulate.pipeline_schedules import PipelineSize
+from toolkit.simulate.pipeline_step import ChunkTimes, PipelineRun, simulate
 
 STATES_LIKE = "zero1"
 SPLIT_LIKE = "fsdp2_tp"
@@ -122,7 +122,7 @@ class StagedModel:
 
     def simulate(self, schedule: str, size: PipelineSize, end: int | None = None) -> PipelineRun:
         """Return one step at one end of the planned range, or with the geometric means of both."""
-        transfer = _at(self.transfer_seconds(size), end)
+        transfer = at_end(self.transfer_seconds(size), end)
         return simulate(schedule, size, self.chunk_times(size, end), transfer_seconds=transfer)
 
     def gradient_seconds(self, size: PipelineSize) -> Range:
@@ -189,8 +189,8 @@ class StagedModel:
         compute = compute_seconds(
             self.gpu, shape, tp=self.tp, peak=peak, tokens=self.job.tokens, flops=round(total * tokens)
         )
-        seconds = _at(compute, end) / max(total, 1)
-        exchange = _at(self._exchange_seconds(shape), end) / 2
+        seconds = at_end(compute, end) / max(total, 1)
+        exchange = at_end(self._exchange_seconds(shape), end) / 2
         forward, backward, weight = _shares(flops)
         return ChunkTimes(
             forward_seconds=seconds * forward + exchange,
@@ -257,8 +257,12 @@ def _shares(flops: TokenFlops) -> Iterator[int]:
     yield weight
 
 
-def _at(seconds: Range, end: int | None) -> float:
-    """One end of a range, or the geometric mean of both."""
+def at_end(seconds: Range, end: int | None) -> float:
+    """Return one end of a range (0 or 1), or the geometric mean of both.
+
+    >>> at_end((1.0, 4.0), None)
+    2.0
+    """
     return math.sqrt(seconds[0] * seconds[1]) if end is None else seconds[end]
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from toolkit.simulate.failures import FailingJob, daly_interval, erlang_loss, young_interval
+from toolkit.plan.failures import FailingJob, daly_interval, erlang_loss, young_interval
 
 HOUR = 3600
 

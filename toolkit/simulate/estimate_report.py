@@ -13,8 +13,8 @@ from toolkit.compare.report.line_charts import Line, LineChart
 from toolkit.compare.report.rendering import render
 from toolkit.compare.report.report_files import write_report_file
 from toolkit.compare.report.table_model import Cell, Heading, Table, text_cell, text_heading
+from toolkit.plan.failures import FailingJob, daly_interval, young_interval
 from toolkit.simulate.failure_estimate import FailureEstimate
-from toolkit.simulate.failures import FailingJob, daly_interval, young_interval
 from toolkit.units import SECONDS_PER_HOUR, seconds
 
 TERMINAL_COLUMNS = 100

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from simulated_throughput import BUBBLES, THROUGHPUTS, published_step, throughputs
 
-from toolkit.simulate.pipeline import PREDICTED_OVER_MEASURED, ChunkTimes, PipelineRun, simulate
 from toolkit.simulate.pipeline_schedules import SCHEDULES, PipelineSize, chunks_of
+from toolkit.simulate.pipeline_step import PREDICTED_OVER_MEASURED, ChunkTimes, PipelineRun, simulate
 
 EQUAL = ChunkTimes(forward_seconds=1.0, backward_seconds=1.0, weight_seconds=1.0)
 UNEQUAL = ChunkTimes(forward_seconds=3.0, backward_seconds=4.0, weight_seconds=2.0)

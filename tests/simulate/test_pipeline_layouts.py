@@ -1,0 +1,88 @@
+"""Layouts of data, tensor and pipeline parallelism, and `toolkit recommend` where no preset fits."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+import pytest
+from launching import LLAMA_8B_CONFIG
+
+from toolkit.cli.program import main
+from toolkit.plan.candidates import RecommendRequest
+from toolkit.plan.options import RecommendOptions
+from toolkit.plan.recommend import recommend_request
+from toolkit.simulate.pipeline_layouts import best_pipeline_layout, pipeline_layouts
+
+# One size of GPU on which the presets are too close to call, with host memory for no offload.
+NO_PRESET = ["--num-processes", "16", "--gpu", "h100", "--gpu-memory-gib", "13", "--host-memory-gib", "60"]
+NO_PRESET += ["--max-seq-length", "2048"]
+
+
+def request(**options: Any) -> RecommendRequest:
+    values: dict[str, Any] = {"num_processes": 16, "gpu": "h100", "max_seq_length": 2048, "global_batch_size": 64}
+    return recommend_request(str(LLAMA_8B_CONFIG), RecommendOptions(**{**values, **options}))
+
+
+def recommended(words: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, str, str]:
+    with pytest.raises(SystemExit) as ended:
+        main(["recommend", str(LLAMA_8B_CONFIG), *words])
+    out, err = capsys.readouterr()
+    return int(ended.value.code or 0), out, err
+
+
+def test_every_layout_uses_all_gpus_and_trains_the_whole_batch() -> None:
+    layouts = list(pipeline_layouts(request()))
+    assert {layout.degrees["pp"] for layout in layouts} == {2, 4, 8, 16}
+    assert {layout.degrees["tp"] for layout in layouts} == {1, 2, 4, 8}
+    for layout in layouts:
+        assert math.prod(layout.degrees.values()) == 16
+        rows = layout.run.size.micro_batches * layout.staged.job.per_device_train_batch_size
+        assert rows * layout.degrees["dp"] == 64
+        assert layout.run.size.micro_batches >= layout.degrees["pp"]
+
+
+def test_the_best_layout_is_the_fastest_that_fits() -> None:
+    best = best_pipeline_layout(request())
+    assert best is not None
+    assert best.seconds == min(layout.seconds for layout in pipeline_layouts(request()) if layout.fits)
+    low, high = best.step_seconds
+    assert low < best.seconds < high
+    assert len(best.memory) == best.degrees["pp"]
+
+
+def test_replicas_share_optimizer_states_and_sum_gradients() -> None:
+    by_degrees = {tuple(layout.degrees.values()): layout for layout in pipeline_layouts(request())}
+    alone, replicated = by_degrees[1, 8, 2], by_degrees[2, 4, 2]
+    assert alone.staged.gradient_seconds(alone.run.size) == (0, 0)
+    assert replicated.staged.gradient_seconds(replicated.run.size)[0] > 0
+    # twice the weights and gradients, and as many optimizer states, on each GPU
+    assert replicated.memory[0].state_bytes == pytest.approx(alone.memory[0].state_bytes * (2 * 4 + 12) / 16, rel=0.01)
+
+
+def test_adapters_have_no_pipeline_layout() -> None:
+    assert best_pipeline_layout(request(lora_r=16)) is None
+
+
+def test_where_no_preset_fits_a_layout_is_planned_with_memory_by_stage(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = recommended([*NO_PRESET, "--json"], capsys)
+    assert (code, err) == (0, "")
+    found = json.loads(out)
+    layout = found["pipeline_layout"]
+    assert found["choice"] is None
+    assert found["why_no_choice"].startswith("nothing fits on 16")
+    assert layout["degrees"] == {"dp": 1, "tp": 8, "pp": 2}
+    assert len(layout["planned_peak_bytes"]) == 2
+    text = recommended(NO_PRESET, capsys)[1]
+    assert "dp 1 x tp 8 x pp 2 (data x tensor x pipeline parallelism)" in text
+    assert "For a preset: `--num-processes 32` fits." in text
+
+
+@pytest.mark.parametrize("words", [["--preset", "fsdp2"], ["--lora-r", "16", "--gpu-memory-gib", "3"]])
+def test_named_presets_and_jobs_that_fit_nowhere_are_still_refused(
+    words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, out, err = recommended([*NO_PRESET, *words], capsys)
+    assert (code, out) == (2, "")
+    assert err.startswith("error: nothing fits on 16")
