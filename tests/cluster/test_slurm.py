@@ -44,6 +44,7 @@ def test_each_node_starts_one_torchrun_for_its_gpus(sbatch: Write) -> None:
     assert {"--nodes=2", "--ntasks-per-node=1", "--gpus-per-node=4", "--cpus-per-task=16"} <= set(directives(text))
     script = node_script_of(text)
     assert "export TOOLKIT_PRESET=zero2\n" in script
+    assert "export TOOLKIT_WORLD_SIZE=8\n" in script, "ranks refuse a smaller allocation"
     assert "--nnodes 2 --nproc-per-node 4 " in script
     assert "-m toolkit.train " in script
     assert "accelerate" not in text
@@ -123,6 +124,7 @@ def test_an_elastic_job_outlives_a_node_and_keeps_its_global_batch(sbatch: Write
     assert "export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1\n" in script
     assert "--global_batch_size 128" in script  # 8 rows x 2 accumulation steps x 8 GPUs
     assert "--gradient_accumulation_steps" not in script
+    assert "TOOLKIT_WORLD_SIZE" not in script
 
 
 def test_a_quote_in_a_training_argument_reaches_the_script_as_it_is(sbatch: Write) -> None:

@@ -22,6 +22,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "reference" / "lint.md"
 KEYS = ["file", "key", "line", "level", "rule", "message", "fix", "checked_against"]
 KIND_NAMES = {"accelerate": "accelerate", "deepspeed": "DeepSpeed JSON", "trainer": "Trainer"}
+KIND_NAMES |= {"sbatch": "sbatch", "shell": "shell script", "skypilot": "SkyPilot"}
 
 
 def table() -> str:

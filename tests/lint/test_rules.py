@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from job_scripts import SCRIPT_CASES
 
 from toolkit.hardware.disks import Mount
 from toolkit.lint import Finding, fixed_text, lint_paths
@@ -223,6 +224,7 @@ CASES = [
          "deepspeed: ds.json\noptim: adamw_torch\n", 2,
          deepspeed_json='{"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}'),
 ]  # fmt: skip
+CASES += [Case(rule, bad, good, line, name) for rule, bad, good, line, name in SCRIPT_CASES]
 IDS = [f"{case.rule}-{index}" for index, case in enumerate(CASES)]
 
 

@@ -29,7 +29,8 @@ def lint(
 ) -> None:
     """Find settings in configuration files that do not do what they say.
 
-    Reads accelerate YAMLs, DeepSpeed JSONs and Trainer arguments, and says what to write instead.
+    Reads accelerate YAMLs, DeepSpeed JSONs, Trainer arguments, sbatch files, SkyPilot tasks and shell scripts that
+    start a launcher, and says what to write instead.
 
     A DeepSpeed JSON that a YAML names is checked with it. Exit code 0: clean; 1: findings; 2: a file cannot be read.
     """

@@ -23,7 +23,13 @@ from toolkit.presets.support import CPU, Device, check_supported
 from toolkit.run.argument_checks import check_arguments
 from toolkit.run.checkpoints import LATEST_WORDS
 from toolkit.run.command import RESUME_LATEST
-from toolkit.run.environment import NVME_PATH_VARIABLE, PRESET_VARIABLE, RUN_ID_VARIABLE, process_environment
+from toolkit.run.environment import (
+    NVME_PATH_VARIABLE,
+    PRESET_VARIABLE,
+    RUN_ID_VARIABLE,
+    WORLD_SIZE_VARIABLE,
+    process_environment,
+)
 from toolkit.run.global_batch import global_batch_size
 from toolkit.run.preflight import check_job, check_output, check_required, data_parallel_size
 from toolkit.run.script_arguments import micro_batch_size, read_arguments, read_method, without_flags
@@ -68,7 +74,10 @@ class ClusterJob:
         found.pop(RUN_ID_VARIABLE)  # an attempt is known by its rendezvous id
         if self.options.cpu:
             found["OMP_NUM_THREADS"] = "1"
-        if self.options.elastic:
+        if not self.options.elastic:
+            # The ranks refuse a smaller allocation before they load a model.
+            found[WORLD_SIZE_VARIABLE] = str(world_sizes(self.options)[-1])
+        else:
             # Otherwise the head's store holds the old attempt's keys when a node joins.
             found["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
         return found | self.options.variables

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from toolkit.errors import ToolkitError
 from toolkit.files.reading import OverLimit, is_file
-from toolkit.lint.document import SUFFIXES, Document, NotAConfiguration, load_document
+from toolkit.lint.document import Document, NotAConfiguration, load_document, may_be_linted
 from toolkit.lint.findings import Edit, Finding, LintRule
 from toolkit.lint.rules import RULES
 from toolkit.versions import installed_version, version_numbers
@@ -55,8 +55,8 @@ def _load_configuration(file: Path) -> Document:
     document = load_document(file)
     if document.kind is None:
         raise ToolkitError(
-            f"{file} is neither an accelerate configuration nor a DeepSpeed one nor Trainer arguments",
-            hint="name a file that contains `distributed_type`, `zero_optimization` or training arguments",
+            f"{file} is neither an accelerate configuration nor a DeepSpeed one, Trainer arguments or a job script",
+            hint="name a file that contains `distributed_type`, `zero_optimization`, training arguments or `torchrun`",
         )
     return document
 
@@ -75,7 +75,7 @@ def _load_folder(folder: Path, unreadable: list[ToolkitError]) -> list[Document]
 
 
 def _candidates(folder: Path) -> list[Path]:
-    """Return the YAML and JSON files in a folder, without hidden ones; links to folders are not followed.
+    """Return a folder's YAML and JSON files and shell scripts, without hidden ones; links to folders are not followed.
 
     Raises ToolkitError for more files than a repository of configurations has.
     """
@@ -87,10 +87,11 @@ def _candidates(folder: Path) -> list[Path]:
         except OSError:  # it may not be read, or is gone: nothing in it is a configuration of this user's
             continue
         pending += [Path(entry.path) for entry in visible if entry.is_dir(follow_symlinks=False)]
-        found += [Path(entry.path) for entry in visible if entry.name.endswith(SUFFIXES) and is_file(Path(entry.path))]
+        found += [Path(entry.path) for entry in visible if may_be_linted(entry.name) and is_file(Path(entry.path))]
         if len(found) > MAX_FILES:
             raise ToolkitError(
-                f"{folder} has more than {MAX_FILES:,} YAML and JSON files", hint="name a folder inside it, or files"
+                f"{folder} has more than {MAX_FILES:,} YAML, JSON and shell files",
+                hint="name a folder inside it, or files",
             )
     return sorted(found)
 
@@ -109,7 +110,7 @@ def findings_with_edits(document: Document) -> Iterator[tuple[Finding, Edit | No
                 finding = Finding(
                     file=document.path,
                     key=match.key,
-                    line=document.line(match.key),
+                    line=match.line if match.line is not None else document.line(match.key),
                     level=rule.level,
                     rule=rule.name,
                     message=match.message,

@@ -17,12 +17,14 @@ from toolkit.errors import ToolkitError, nearest
 from toolkit.files import reading
 from toolkit.files.reading import is_file
 from toolkit.files.yaml_files import MAX_YAML_BYTES
+from toolkit.lint.job_script import SCRIPT_SUFFIXES, JobScript, read_script
 from toolkit.lint.positions import KeyPosition, parse_json, parse_yaml
 from toolkit.lint.removed_keys import DEEPSPEED_REMOVED, TRAINING_ARGUMENTS_REMOVED
 from toolkit.presets.known_keys import ACCELERATE_KEYS, DEEPSPEED_KEYS
 from toolkit.versions import training_argument_types
 
 ACCELERATE, DEEPSPEED, TRAINER = "accelerate", "deepspeed", "trainer"
+SBATCH, SHELL, SKYPILOT = "sbatch", "shell", "skypilot"
 SUFFIXES = (".yaml", ".yml", ".json")
 MAX_PATH_LENGTH = 1024
 
@@ -45,9 +47,11 @@ class Document:
     """Keys that repeat one in the same block."""
     is_json: bool
     kind: str | None
-    """`accelerate`, `deepspeed`, `trainer`, or None for something else."""
+    """`accelerate`, `deepspeed`, `trainer`, `sbatch`, `shell`, `skypilot`, or None for something else."""
     deepspeed_json: Document | None = None
     """The DeepSpeed JSON that this file names, where it was found."""
+    script: JobScript | None = None
+    """The shell script that this file is or has."""
 
     def get(self, key: str, default: Any = None) -> Any:
         """Return the value of a dotted key, or the default where the key is absent."""
@@ -93,16 +97,28 @@ def with_deepspeed_json(document: Document) -> Document:
     return dataclasses.replace(document, deepspeed_json=json_document)
 
 
+def may_be_linted(name: str) -> bool:
+    """Return True for the name of a file that is read in a folder.
+
+    >>> [name for name in ("ddp.yaml", "job.sbatch", "train.py") if may_be_linted(name)]
+    ['ddp.yaml', 'job.sbatch']
+    """
+    return name.endswith((*SUFFIXES, *SCRIPT_SUFFIXES))
+
+
 def _read_file(path: Path) -> Document:
     return read_text(reading.read_text(path, max_bytes=MAX_YAML_BYTES), str(path))
 
 
 def read_text(text: str, path: str) -> Document:
-    """Parse a text; the suffix of `path` decides between JSON and YAML, the keys decide its kind."""
+    """Parse a text; the suffix of `path` decides between a script, JSON and YAML, the keys decide its kind."""
+    if path.endswith(SCRIPT_SUFFIXES) or (text.startswith("#!") and not path.endswith(SUFFIXES)):
+        return _read_script(text, path)
     is_json = path.endswith(".json")
     data, positions, duplicates = (parse_json if is_json else parse_yaml)(text, path)
     if not isinstance(data, dict):
         raise NotAConfiguration(f"{path} contains {type(data).__name__}, expected keys and values")
+    kind = detect_kind(data)
     return Document(
         path=path,
         text=text,
@@ -110,8 +126,24 @@ def read_text(text: str, path: str) -> Document:
         positions=positions,
         duplicates=tuple(duplicates),
         is_json=is_json,
-        kind=detect_kind(data),
+        kind=kind,
+        script=_task_script(text, data, positions) if kind == SKYPILOT else None,
     )
+
+
+def _read_script(text: str, path: str) -> Document:
+    """A script without sbatch's directives is a document of a kind only if it starts training."""
+    script = read_script(text)
+    kind = SBATCH if script.directives else SHELL if script.launches else None
+    return Document(path=path, text=text, data={}, positions={}, duplicates=(), is_json=False, kind=kind, script=script)
+
+
+def _task_script(text: str, data: dict[str, Any], positions: dict[str, KeyPosition]) -> JobScript:
+    """The commands of a SkyPilot task; those of a block begin on the line after its mark."""
+    start = positions["run"].value_span[0]
+    line = text.count("\n", 0, start) + (2 if text[start] in "|>" else 1)
+    nodes = data.get("num_nodes")
+    return read_script(data["run"], first_line=line, nodes=nodes if isinstance(nodes, int) else 1)
 
 
 # -- the DeepSpeed JSON that a YAML names
@@ -146,6 +178,8 @@ SHARED_KEYS = {
     *("debug", "use_cpu", "fsdp_config", "parallelism_config", "bf16", "fp16", "gradient_accumulation_steps"),
     *("optimizer", "scheduler", "compile", "checkpoint", "pipeline", "commands"),
 }
+# Keys that a SkyPilot task has beside `run`.
+SKYPILOT_KEYS = {"num_nodes", "resources", "file_mounts"}
 # Keys that only one library has, each enough to decide.
 DECISIVE_KEYS = {
     ACCELERATE: {"distributed_type", "compute_environment", "deepspeed_config", "main_training_function"},
@@ -154,12 +188,14 @@ DECISIVE_KEYS = {
 
 
 def detect_kind(data: dict[str, Any]) -> str | None:
-    """Return the library that reads these keys: `accelerate`, `deepspeed`, `trainer`, or None for another program's.
+    """Return the program that reads these keys: `accelerate`, `deepspeed`, `trainer`, `skypilot`, or None for another.
 
     >>> detect_kind({"zero_optimization": {"stage": 2}})
     'deepspeed'
     """
     keys = set(data)
+    if isinstance(data.get("run"), str) and keys & SKYPILOT_KEYS:
+        return SKYPILOT
     if keys & FOREIGN_KEYS:
         return None
     for kind, decisive in DECISIVE_KEYS.items():

@@ -16,6 +16,8 @@ CHECKED_VERSIONS = {
     "deepspeed": "0.19.8",
     "transformers": "5.23.0",
     "pyyaml": "6.0.3",
+    "torch": "2.13.0",
+    "slurm": "22.05",
 }
 
 
@@ -40,6 +42,8 @@ class Match:
     """What to write instead."""
     edit: Edit | None = None
     """The fix as an edit, where it needs no decision."""
+    line: int | None = None
+    """Where the place is no key of the document: its line."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

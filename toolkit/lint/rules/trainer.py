@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from toolkit.lint.document import TRAINER, Document
+from toolkit.lint.document import SBATCH, SHELL, SKYPILOT, TRAINER, Document
 from toolkit.lint.findings import ERROR, NOTE, WARNING, Edit, Match, rule
 from toolkit.lint.rules.settings import as_bool, as_enum, as_int, shorten
 from toolkit.presets.support import rejects_save_only_model
@@ -111,3 +111,25 @@ def whole_gradients_between_steps(doc: Document) -> Iterator[Match]:
             message=f"in {steps} accumulation steps each GPU holds all gradients, 2 bytes per trained parameter",
             fix="`accelerator_config: {gradient_accumulation_kwargs: {sync_each_batch: true}}`; `false` to keep them",
         )
+
+
+@rule(
+    "jit-checkpoint",
+    WARNING,
+    TRAINER,
+    SBATCH,
+    SHELL,
+    SKYPILOT,
+    library="transformers",
+    fix="nothing: the toolkit's ranks agree on the step after which they save; or save regularly",
+)
+def jit_checkpoint(doc: Document) -> Iterator[Match]:
+    """`enable_jit_checkpoint` saves when SIGTERM arrives, and each rank decides by its own signal: ranks that get it in
+    different steps wait for each other forever. Nothing reads the mark of an incomplete checkpoint when a run
+    resumes."""
+    key, message = "enable_jit_checkpoint", "each rank saves after the step in which its own signal came"
+    if as_bool(doc.get(key)):
+        yield Match(key=key, message=message, fix=f"remove {key}")
+    for call in [] if doc.script is None else doc.script.launches:
+        if key.replace("_", "-") in call.options and as_bool(call.options[key.replace("_", "-")]) is not False:
+            yield Match(key=f"--{key}", message=message, fix=f"remove --{key}", line=call.line)

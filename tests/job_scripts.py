@@ -1,0 +1,102 @@
+"""Bad and good job scripts for each lint rule about several nodes: rule, bad text, good text, line, file name."""
+
+from __future__ import annotations
+
+# What every rule accepts: two nodes, a signal, a requeue that resumes.
+GOOD = """#!/bin/bash
+#SBATCH --nodes=2
+#SBATCH --ntasks-per-node=1
+#SBATCH --signal=TERM@300
+#SBATCH --requeue
+mapfile -t nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
+export HEAD=${nodes[0]} PORT=$((20000 + SLURM_JOB_ID % 10000)) ID="$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}"
+srun --kill-on-bad-exit=1 bash -c 'exec torchrun --nnodes 2 --nproc-per-node 8 \\
+  --rdzv-id "$ID" --rdzv-backend c10d --rdzv-endpoint "$HEAD:$PORT" --shutdown-timeout 270 \\
+  train.py --resume_from_checkpoint latest'
+"""
+ELASTIC = GOOD.replace("--nnodes 2", "--nnodes 1:2 --max-restarts 3").replace(
+    "export HEAD", "export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1\nexport HEAD"
+)
+TORCHRUN = """torchrun --nnodes 2 --nproc-per-node 8 \\
+  --rdzv-id "$ID" --rdzv-backend c10d --rdzv-endpoint "$HEAD:$PORT" --shutdown-timeout 270"""
+ACCELERATE = GOOD.replace(
+    TORCHRUN,
+    """accelerate launch --num_machines 2 --num_processes 16 --machine_rank $SLURM_PROCID \\
+  --main_process_ip "$HEAD" --main_process_port "$PORT" --use_deepspeed --deepspeed_multinode_launcher standard""",
+)
+TASK = """num_nodes: 2
+resources: {accelerators: "H100:8"}
+run: |
+  HEAD=$(head -n 1 <<< "$SKYPILOT_NODE_IPS")
+  torchrun --nnodes 2 --rdzv-id "$SKYPILOT_TASK_ID" --rdzv-backend c10d --rdzv-endpoint "$HEAD:29500" train.py
+"""
+JOB, SKY = "job.sbatch", "task.yaml"
+
+
+def changed(text: str, old: str, new: str) -> str:
+    assert old in text, old
+    return text.replace(old, new)
+
+
+# A batch script in double quotes: the first node expands everything.
+EXPANDED = changed(changed(ACCELERATE, "bash -c 'exec", 'bash -c "exec'), "latest'", 'latest"')
+
+SCRIPT_CASES: list[tuple[str, str, str, int, str]] = [
+    ("rank-of-first-node", EXPANDED, ACCELERATE, 8, JOB),
+    ("rank-of-first-node", EXPANDED, changed(EXPANDED, "$SLURM_PROCID", "\\$SLURM_PROCID"), 8, JOB),
+    (
+        "rank-of-first-node",
+        "#SBATCH --nodes=2\nexport NODE_RANK=$SLURM_NODEID\nsrun torchrun --node-rank $NODE_RANK train.py\n",
+        "#SBATCH --nodes=2\n# $SLURM_NODEID\necho $SLURM_NODEID\nx=$(cat <<'END'\nexport R=$SLURM_NODEID\nEND\n)\n",
+        2,
+        JOB,
+    ),
+    (
+        "rank-of-first-node",
+        "#SBATCH --nodes=2\nsrun bash <<END\ntorchrun --node-rank $SLURM_NODEID train.py\nEND\n",
+        "#SBATCH --nodes=2\nf() {\n  torchrun --node-rank $SLURM_NODEID train.py\n}\nexport -f f\nsrun bash -c f\n",
+        3,
+        JOB,
+    ),
+    (
+        "head-is-localhost",
+        changed(GOOD, "HEAD=${nodes[0]}", 'HEAD=$(scontrol show hostnames "$X" | head -n1 || echo localhost)'),
+        GOOD,
+        7,
+        JOB,
+    ),
+    ("head-is-localhost", changed(TASK, "HEAD:29500", "{HEAD:-127.0.0.1}:29500"), TASK, 5, SKY),
+    ("each-node-alone", changed(GOOD, "--nnodes 2 ", ""), GOOD, 8, JOB),
+    ("each-node-alone", changed(TASK, "--nnodes 2 ", ""), TASK, 5, SKY),
+    ("no-rendezvous", "torchrun --nnodes=2 train.py\n", "torchrun --nnodes=1 train.py\n", 1, "run.sh"),
+    (
+        "node-rank-missing",
+        "torchrun --nnodes 2 --master-addr node1 train.py\n",
+        "torchrun --nnodes 2 --master-addr node1 --node-rank 1 train.py\n",
+        1,
+        "run.sh",
+    ),
+    ("node-rank-missing", changed(ACCELERATE, "--machine_rank $SLURM_PROCID ", ""), ACCELERATE, 8, JOB),
+    (
+        "deepspeed-without-standard",
+        changed(ACCELERATE, "--deepspeed_multinode_launcher standard", "--mixed_precision bf16"),
+        ACCELERATE,
+        8,
+        JOB,
+    ),
+    ("fixed-rendezvous-id", changed(GOOD, '--rdzv-id "$ID"', "--rdzv-id 42"), GOOD, 8, JOB),
+    ("fixed-rendezvous-id", changed(TASK, '--rdzv-id "$SKYPILOT_TASK_ID"', ""), TASK, 5, SKY),
+    ("elastic-without-restarts", changed(ELASTIC, "--max-restarts 3", ""), ELASTIC, 9, JOB),
+    ("elastic-shared-store", changed(ELASTIC, "STORE=1", "STORE=0"), ELASTIC, 9, JOB),
+    ("only-first-node", changed(GOOD, "srun --kill-on-bad-exit=1 ", ""), GOOD, 8, JOB),
+    ("launcher-per-gpu", changed(GOOD, "--ntasks-per-node=1", "--ntasks-per-node=8"), GOOD, 3, JOB),
+    ("fixed-port", changed(GOOD, '"$HEAD:$PORT"', '"$HEAD:29500"'), GOOD, 8, JOB),
+    ("killed-at-limit", changed(GOOD, "#SBATCH --signal=TERM@300\n", "#SBATCH --time=60\n"), GOOD, 4, JOB),
+    ("signal-to-batch-shell", changed(GOOD, "TERM@300", "B:TERM@300"), GOOD, 4, JOB),
+    ("never-requeued", changed(GOOD, "#SBATCH --requeue\n", ""), GOOD, 4, JOB),
+    ("requeued-from-start", changed(GOOD, " --resume_from_checkpoint latest", ""), GOOD, 8, JOB),
+    ("short-shutdown", changed(GOOD, " --shutdown-timeout 270", ""), GOOD, 8, JOB),
+    ("waits-for-lost-node", changed(GOOD, "--kill-on-bad-exit=1 ", ""), GOOD, 8, JOB),
+    ("jit-checkpoint", "max_steps: 2\nenable_jit_checkpoint: true\n", "max_steps: 2\n", 2, "mine.yaml"),
+    ("jit-checkpoint", changed(GOOD, "train.py", "train.py --enable_jit_checkpoint"), GOOD, 8, JOB),
+]

@@ -1,0 +1,113 @@
+"""How much of a shell script the rules see, and that every job file of ours has no finding."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+from cluster_jobs import run_cluster, write_inputs
+from job_scripts import GOOD, TASK
+
+from toolkit.errors import ToolkitError
+from toolkit.lint import lint_paths
+from toolkit.lint.document import read_text
+from toolkit.lint.job_script import JobScript, read_script
+
+
+def script_of(text: str, path: str) -> JobScript:
+    found = read_text(text, path).script
+    assert found is not None
+    return found
+
+
+def test_a_call_has_the_options_of_its_continued_lines() -> None:
+    (call,) = read_script('a=1\nsrun torchrun \\\n  --nnodes=2 --rdzv_id "$ID" \\\n  train.py --bf16\n').launches
+    assert (call.tool, call.line) == ("torchrun", 2)
+    assert call.options == {"nnodes": "2", "rdzv-id": "$ID", "bf16": None}
+
+
+@pytest.mark.parametrize(
+    ("text", "tools"),
+    [
+        ("python3 -m torch.distributed.run x.py\n", ["torchrun"]),
+        ('LAUNCH="accelerate launch --num_machines 2"\nsrun bash -c "$LAUNCH x.py"\n', ["accelerate"]),
+        ("deepspeed --hostfile hosts x.py\n", ["deepspeed"]),
+        ("# torchrun x.py\npip install deepspeed\nls deepspeed/\n", []),
+        ("srun bash -c '\n  # torchrun a.py\n  torchrun b.py'\n", ["torchrun"]),
+    ],
+)
+def test_launchers_are_found_outside_of_comments(text: str, tools: list[str]) -> None:
+    assert [call.tool for call in read_script(text).launches] == tools
+
+
+def test_the_most_nodes_of_a_range_count() -> None:
+    assert [read_script(f"#SBATCH {words}\n").nodes for words in ("-N 4", "--nodes=1-3", "--time=5")] == [4, 3, None]
+
+
+@pytest.mark.parametrize(
+    ("text", "expands"),
+    [
+        ("echo $X", True),
+        ('echo "$X"', True),
+        ("echo '$X'", False),
+        ("echo \\$X", False),
+        ("# it's $X", False),
+        ("cat <<END\n$X\nEND", True),
+        ("cat <<'END'\nit's $X\nEND", False),
+        ("cat <<-'END'\n\tit's\n\tEND\necho $X", True),
+        ('echo "it\'s" $X', True),
+        ("n=${#nodes[@]}; echo $X", True),
+    ],
+)
+def test_what_the_shell_expands_is_what_bash_expands(text: str, expands: bool) -> None:
+    assert read_script(text).expands_at(text.index("$X")) is expands
+    ended = subprocess.run(
+        ["bash", "-c", text],
+        env={"X": "found", "PATH": "/usr/bin:/bin"},
+        capture_output=True,
+        text=True,
+        timeout=20,
+        check=True,
+    )
+    assert ("found" in ended.stdout) is expands
+
+
+def test_lines_of_a_skypilot_task_are_those_of_the_file() -> None:
+    assert script_of(TASK, "task.yaml").launches[0].line == 5
+    assert script_of("num_nodes: 1\nrun: torchrun train.py\n", "task.yaml").launches[0].line == 2
+
+
+@pytest.mark.parametrize(
+    "text", ["", "#", "'", '"', "<<", "<<'", "<<A", "<<A\n", "\\", "a\\\n", "$(", "#SBATCH", "#SBATCH --"]
+)
+def test_a_script_that_ends_in_the_middle_is_read(text: str) -> None:
+    assert read_script(text).launches == ()
+
+
+def test_a_script_that_trains_nothing_is_no_configuration(tmp_path: Path) -> None:
+    (tmp_path / "setup.sh").write_text("#!/bin/bash\npip install deepspeed\n")
+    with pytest.raises(ToolkitError, match="or a job script"):
+        lint_paths([tmp_path / "setup.sh"])
+
+
+def test_a_folder_is_searched_for_job_scripts(tmp_path: Path) -> None:
+    (tmp_path / "job.sbatch").write_text(GOOD)
+    (tmp_path / "setup.sh").write_text("pip install deepspeed\n")
+    assert [Path(file).name for file in lint_paths([tmp_path]).files] == ["job.sbatch"]
+
+
+@pytest.mark.parametrize("nodes", ["1", "2", "1:2"])
+def test_the_job_files_of_toolkit_cluster_have_no_finding(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], nodes: str
+) -> None:
+    training, hosts = write_inputs(tmp_path), [f"--host=node{number}" for number in range(int(nodes[-1]))]
+    engines = {"slurm": [], "ssh": hosts, "skypilot": ["--gpu", "H100", "--mount", f"s3://b={tmp_path}"]}
+    for engine, options in engines.items():
+        if engine == "skypilot" and nodes == "1:2":
+            continue  # refused
+        file = tmp_path / {"slurm": "job.sbatch", "ssh": "job.sh", "skypilot": "task.yaml"}[engine]
+        words = [engine, "--preset", "zero2", "--nodes", nodes, *options, "--preflight", "--output", str(file)]
+        code, _, errors = run_cluster([*words, "--", *training], capsys)
+        assert code == 0, errors
+        assert lint_paths([file]).findings == []

@@ -1,0 +1,188 @@
+"""A shell script that starts training, as far as the rules look at it: sbatch directives, launchers, quoting.
+
+>>> script = read_script("#SBATCH --nodes=2\\nsrun torchrun --nnodes=2 \\\\\\n  train.py\\n")
+>>> script.nodes, script.launches[0].tool, script.launches[0].options["nnodes"], script.launches[0].line
+(2, 'torchrun', '2', 2)
+
+Nothing is executed, and no more of the shell's grammar is read than quotes, comments, continued lines and
+here-documents.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+SCRIPT_SUFFIXES = (".sbatch", ".slurm", ".sh", ".bash")
+_DIRECTIVE = re.compile(r"^#SBATCH\s+(--[\w-]+|-[A-Za-z])(?:[=\s]\s*|(?<=-[A-Za-z]))([^\s#]*)", re.MULTILINE)
+_SHORT_DIRECTIVES = {"-N": "nodes", "-n": "ntasks", "-t": "time", "-o": "output"}
+_LAUNCHERS = {
+    "torchrun": re.compile(r"\btorchrun\b|-m[ \t]+torch\.distributed\.(?:run|launch)\b"),
+    "accelerate": re.compile(r"\baccelerate[ \t]+launch\b|-m[ \t]+accelerate\.commands\.launch\b"),
+    "deepspeed": re.compile(r"(?<![\w./-])deepspeed(?=[ \t]+(?:-|\\|\S+\.py))"),
+}
+_VALUE = r"\"[^\"]*\"|'[^']*'|[^\s\\'\";&|]+"
+_OPTION = re.compile(rf"(?<![\w-])--([A-Za-z][\w-]*)(?:(?:=|[ \t]+(?!-))({_VALUE}))?")
+_HEREDOC = re.compile(r"<<(-?)[ \t]*(['\"]?)([A-Za-z_]\w*)\2")
+_FUNCTION = re.compile(r"^[ \t]*(?:function[ \t]+)?[\w-]+[ \t]*\(\)[ \t]*\{.*?^[ \t]*\}", re.MULTILINE | re.DOTALL)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ShellLine:
+    """A command with its continued lines, its quoted lines and its here-documents."""
+
+    text: str
+    line: int
+    """1-based line of its first character in the file."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LauncherCall:
+    """One call of a launcher."""
+
+    tool: str
+    """`torchrun`, `accelerate` or `deepspeed`."""
+    line: int
+    options: dict[str, str | None]
+    """Names with dashes, without the two in front; None for a flag without a value."""
+    command: ShellLine
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class JobScript:
+    """What the rules ask of a script."""
+
+    text: str
+    first_line: int
+    """The line of the file in which the text begins."""
+    directives: dict[str, tuple[str, int]]
+    """sbatch's directives: value and line."""
+    lines: tuple[ShellLine, ...]
+    launches: tuple[LauncherCall, ...]
+    nodes: int | None = None
+    """Nodes of the job, the most of them where it is a range; None where the file does not say."""
+    protected: tuple[tuple[int, int], ...] = field(default=())
+    """Spans of the text in which this shell expands nothing."""
+
+    def expands_at(self, offset: int) -> bool:
+        """Return True if the shell that runs the script itself expands a variable at an offset of the text."""
+        inside = any(start <= offset < end for start, end in self.protected)
+        return not inside and self.text[offset - 1 : offset] != "\\"
+
+    def line_at(self, offset: int) -> int:
+        """Return the line of the file at an offset of the text."""
+        return self.first_line + self.text.count("\n", 0, offset)
+
+    def find(self, pattern: str) -> Iterator[tuple[re.Match[str], int]]:
+        """Yield each match of a pattern outside of comments, and its line."""
+        for found in re.finditer(pattern, self.text, re.MULTILINE):
+            if not self.text[self.text.rfind("\n", 0, found.start()) + 1 : found.start() + 1].lstrip().startswith("#"):
+                yield found, self.line_at(found.start())
+
+    def mentions(self, pattern: str) -> bool:
+        """Return True if a pattern occurs outside of comments."""
+        return next(self.find(pattern), None) is not None
+
+
+def read_script(text: str, *, first_line: int = 1, nodes: int | None = None) -> JobScript:
+    """Read a script; `nodes` is the number of nodes where another part of the file says it."""
+    directives = {
+        _SHORT_DIRECTIVES.get(found[1], found[1].lstrip("-")): (
+            found[2],
+            text.count("\n", 0, found.start()) + first_line,
+        )
+        for found in _DIRECTIVE.finditer(text)
+    }
+    breaks, protected = _scan(text)
+    lines = tuple(_shell_lines(text, breaks, first_line))
+    if "export -f" in text:  # run by another shell, on the node
+        protected += [found.span() for found in _FUNCTION.finditer(text)]
+    if nodes is None and "nodes" in directives:
+        counts = re.findall("[0-9]+", directives["nodes"][0])
+        nodes = max((int(count[:9]) for count in counts), default=None)
+    return JobScript(
+        text=text,
+        first_line=first_line,
+        directives=directives,
+        lines=lines,
+        launches=tuple(_launches(lines)),
+        nodes=nodes,
+        protected=tuple(protected),
+    )
+
+
+def _shell_lines(text: str, breaks: list[int], first_line: int) -> Iterator[ShellLine]:
+    start = 0
+    for end in [*breaks, len(text)]:
+        part = text[start:end]
+        if part.strip() and not part.lstrip().startswith("#"):
+            blank = len(part) - len(part.lstrip())
+            yield ShellLine(text=part, line=first_line + text.count("\n", 0, start + blank))
+        start = end
+
+
+def _launches(lines: tuple[ShellLine, ...]) -> Iterator[LauncherCall]:
+    for line in lines:
+        calls = [(found, tool) for tool, pattern in _LAUNCHERS.items() for found in pattern.finditer(line.text)]
+        for found, tool in sorted(calls, key=lambda call: call[0].start()):
+            if line.text[line.text.rfind("\n", 0, found.start()) + 1 : found.start() + 1].lstrip().startswith("#"):
+                continue
+            options = {
+                option[1].replace("_", "-"): None if option[2] is None else option[2].strip("\"'")
+                for option in _OPTION.finditer(line.text, found.end())
+            }
+            number = line.line + line.text.count("\n", len(line.text) - len(line.text.lstrip()), found.start())
+            yield LauncherCall(tool=tool, line=number, options=options, command=line)
+
+
+def _scan(text: str) -> tuple[list[int], list[tuple[int, int]]]:
+    """Return the offsets after each complete command, and the spans in which nothing is expanded."""
+    breaks: list[int] = []
+    protected: list[tuple[int, int]] = []
+    waiting: list[re.Match[str]] = []
+    quoted, at = "", 0
+    while at < len(text):
+        char = text[at]
+        if quoted:
+            quoted = "" if char == quoted else quoted
+            at += 2 if char == "\\" and quoted == '"' else 1
+        elif char == "\\":
+            at += 2
+        elif char == "'":
+            end = _end_of(text, "'", at + 1)
+            protected.append((at, end))
+            at = end
+        elif char == "#" and (at == 0 or text[at - 1] in " \t\n;"):
+            end = _end_of(text, "\n", at) - 1 if "\n" in text[at:] else len(text)
+            protected.append((at, end))
+            at = end
+        elif char == "<" and text[at - 1 : at] != "<" and (found := _HEREDOC.match(text, at)):
+            waiting.append(found)
+            at = found.end()
+        elif char == "\n":
+            at = _skip_heredocs(text, at + 1, waiting, protected)
+            waiting = []
+            breaks.append(at)
+        else:
+            quoted = '"' if char == '"' else ""
+            at += 1
+    return breaks, protected
+
+
+def _end_of(text: str, mark: str, start: int) -> int:
+    """Return the offset after the next mark; that of the end where there is none."""
+    found = text.find(mark, start)
+    return len(text) if found < 0 else found + len(mark)
+
+
+def _skip_heredocs(text: str, at: int, waiting: list[re.Match[str]], protected: list[tuple[int, int]]) -> int:
+    """Return the offset after the bodies of here-documents; those with a quoted end are protected."""
+    for found in waiting:
+        indent = "[ \t]*" if found[1] else ""
+        end = re.compile(rf"^{indent}{re.escape(found[3])}[ \t]*$\n?", re.MULTILINE).search(text, at)
+        stop = len(text) if end is None else end.end()
+        if found[2]:
+            protected.append((at, stop))
+        at = stop
+    return at
