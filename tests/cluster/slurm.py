@@ -118,8 +118,9 @@ class Slurm:
         wait_until(runs_again, f"job {job} runs for the {number + 1}. time", seconds)
 
     def end_soon(self, job: str) -> None:
-        """Shorten a job's time limit, so that SLURM's own warning (`--signal`) is due within half a minute."""
-        self._ctl("scontrol", "update", f"JobId={job}", "TimeLimit=1")
+        """Shorten a job's time limit to one or two minutes from now: SLURM's own warning (`--signal`) is soon due."""
+        hours, minutes, _ = self.job(job)["RunTime"].split(":")
+        self._ctl("scontrol", "update", f"JobId={job}", f"TimeLimit={60 * int(hours) + int(minutes) + 2}")
 
     def extend(self, job: str) -> None:
         self._ctl("scontrol", "update", f"JobId={job}", "TimeLimit=30")
