@@ -81,10 +81,12 @@ def torchrun(script: str, *words: str, num_processes: int) -> CompletedProcess[s
     return run_warm([*command, str(SCRIPTS / script), *words], cpu_environment() | {"OMP_NUM_THREADS": "1"})
 
 
-def torchrun_preset(preset: str | None, *words: str, num_processes: int = 2, **more: str) -> CompletedProcess[str]:
+def torchrun_preset(
+    preset: str | None, *words: str, num_processes: int = 2, options: Sequence[str] = (), **more: str
+) -> CompletedProcess[str]:
     """Run the training script under torchrun alone, with the preset in the environment; `more` are other variables."""
     named = {} if preset is None else {"TOOLKIT_PRESET": preset}
-    command = [sys.executable, *torchrun_words(num_processes), "-m", "toolkit.train", *words]
+    command = [sys.executable, *torchrun_words(num_processes), *options, "-m", "toolkit.train", *words]
     return run_warm(command, cpu_environment() | {"OMP_NUM_THREADS": "1"} | named | more)
 
 

@@ -83,3 +83,10 @@ def test_profiled_steps_are_a_range_from_one() -> None:
     assert profiled_steps("3:5") == (3, 5)
     with pytest.raises(ToolkitError, match="expected A:B"):
         profiled_steps("0:2")
+
+
+def test_just_in_time_checkpoints_of_transformers_are_refused() -> None:
+    with pytest.raises(ToolkitError, match="--enable_jit_checkpoint lets each rank save") as refused:
+        check_arguments({"enable_jit_checkpoint": "true"}, None, num_processes=2, on_cpu=True)
+    assert "SIGTERM" in str(refused.value.hint)
+    check_arguments({"enable_jit_checkpoint": "false"}, None, num_processes=2, on_cpu=True)

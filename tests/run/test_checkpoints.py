@@ -144,3 +144,12 @@ def test_a_second_save_of_a_step_replaces_the_first(tmp_path: Path) -> None:
     truncate(save(tmp_path, 4))
     assert read_checkpoint(save(tmp_path, 4)).problem(deep=True) is None
     assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-4"]
+
+
+def test_a_just_in_time_save_of_transformers_that_did_not_finish_is_never_used(tmp_path: Path) -> None:
+    """`enable_jit_checkpoint` writes into the folder itself, and its own resume does not look at the mark."""
+    folder = save(tmp_path, 4)
+    assert read_checkpoint(folder).problem() is None
+    (folder / "checkpoint-is-incomplete.txt").write_text("Checkpoint started at step 4 and in progress...")
+    assert "did not finish" in str(read_checkpoint(folder).problem())
+    assert latest_complete(tmp_path) is None

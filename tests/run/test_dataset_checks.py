@@ -52,7 +52,7 @@ def test_fewer_rows_than_a_global_batch_make_too_few_packs() -> None:
     ],
 )
 def test_resuming_with_another_streaming_buffer_is_refused(then: int, now: int, hint: str, tmp_path: Path) -> None:
-    options = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 1, "seed": 42, "max_steps": 9}
+    options = {"global_batch_size": 1, "data_parallel_size": 1, "seed": 42, "max_steps": 9}
     checkpoint = Checkpoint(path=tmp_path, step=3, manifest=Manifest(step=3, files=(), streaming_buffer_size=then))
     with pytest.raises(ToolkitError, match="the data would not resume") as caught:
         check_resume_settings(checkpoint, **options, streaming_buffer_size=now)
@@ -91,7 +91,7 @@ def test_weights_are_relative_and_may_be_left_out() -> None:
     ],
 )
 def test_resuming_with_other_weights_is_refused(then: list[float], now: list[float], hint: str, tmp_path: Path) -> None:
-    options = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 1, "seed": 42, "max_steps": 9}
+    options = {"global_batch_size": 1, "data_parallel_size": 1, "seed": 42, "max_steps": 9}
     checkpoint = Checkpoint(path=tmp_path, step=3, manifest=Manifest(step=3, files=(), dataset_weights=then))
     with pytest.raises(ToolkitError, match="was trained with --dataset_weights") as caught:
         check_resume_settings(checkpoint, **options, dataset_weights=now)
@@ -100,7 +100,7 @@ def test_resuming_with_other_weights_is_refused(then: list[float], now: list[flo
 
 
 def test_another_optimizer_does_not_resume_from_a_checkpoint(tmp_path: Path) -> None:
-    options = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 1, "seed": 42, "max_steps": 9}
+    options = {"global_batch_size": 1, "data_parallel_size": 1, "seed": 42, "max_steps": 9}
     checkpoint = Checkpoint(path=tmp_path, step=3, manifest=Manifest(step=3, files=(), optim="adamw_bnb_8bit"))
     with pytest.raises(
         ToolkitError, match="has the states of --optim adamw_bnb_8bit, with which --optim sgd"

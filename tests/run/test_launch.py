@@ -48,15 +48,15 @@ def test_a_restart_reports_the_lost_steps_and_keeps_the_rows(tmp_path: Path) -> 
     for rank, steps in ((0, 3), (1, 2)):
         rows = (f'{{"step": {step}, "seconds": 1.5}}\n' for step in range(1, steps + 1))
         folder.rank_rows(rank).write_text("".join(rows))
+    folder.update_run(world_size=2)
     failure = {"kind": "failed", "rank": 1, "step": 2, "message": "gone", "seen_by_peer": None}
     write_json(folder.failure_json, failure)
     result = RunResult(folder=folder, status="failed", exit_code=1, seconds=1.0, failure=failure)
     restarts, outcome = Restarts(folder, max_restarts=1), ProcessResult(exit_code=1, seconds=1.0)
     assert restarts.prepare_next(result, outcome)
-    assert (folder.read_run() or {})["restarts"] == [
-        {"rank": 1, "step": 2, "status": "failed", "message": "gone", "resumed_from_step": 0}
-        | {"lost_steps": 2, "lost_seconds": 4.5}
-    ]
+    ended = {"rank": 1, "step": 2, "status": "failed", "message": "gone", "world_size": 2}
+    lost = {"lost_steps": 2, "lost_seconds": 4.5}
+    assert (folder.read_run() or {})["restarts"] == [ended | {"resumed_from_step": 0} | lost]
     assert folder.rank_rows(1).exists()
     assert not folder.failure_json.exists()
     assert not restarts.prepare_next(result, outcome)  # one was allowed

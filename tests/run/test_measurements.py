@@ -180,6 +180,19 @@ def test_ranks_are_in_numeric_order(tmp_path: Path) -> None:
     assert [r["rank"] for r in read_steps(folder)[0]] == list(range(11))
 
 
+def test_a_run_that_lost_a_rank_has_steps_of_both_sizes(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    folder.rank_rows(0).parent.mkdir()
+    ranks = {0: [(1, 2), (2, 1), (3, 2), (4, 2)], 1: [(1, 2), (3, 2)]}  # step 4: rank 1 has not written yet
+    for rank, steps in ranks.items():
+        rows = [row(rank, step=step, world_size=size, own_seconds=1.0 + rank) for step, size in steps]
+        folder.rank_rows(rank).write_text("".join(json.dumps(each) + "\n" for each in rows))
+    steps = read_steps(folder)
+    assert [[(r["rank"], r["step"]) for r in step] for step in steps] == [[(0, 1), (1, 1)], [(0, 2)], [(0, 3), (1, 3)]]
+    measured = measure(steps, untimed_steps=0)
+    assert (measured.steps, measured.rank_skew, measured.energy_joules) == (3, 2.0, None)
+
+
 def test_a_run_without_rows_has_no_steps(tmp_path: Path) -> None:
     assert read_steps(RunFolder(tmp_path)) == []
 

@@ -10,11 +10,12 @@ import pytest
 
 from toolkit.errors import ToolkitError
 from toolkit.presets import load_preset
-from toolkit.run.preflight import CheckedJob
-from toolkit.run.resume_conversion import checkpoint_to_convert
+from toolkit.run.resume_conversion import ResumingRun, checkpoint_to_convert, checkpoint_to_resume
 
 ONE_GROUP = {"dp_replicate": 1, "dp_shard": 1, "cp": 1, "sp": 1, "tp": 1, "ep": 1}
 FSDP2: dict[str, Any] = {"preset": "fsdp2", "engine": "fsdp2", "sharding": "full_shard", "world_size": 2}
+DDP: dict[str, Any] = {"preset": "ddp", "engine": "ddp", "sharding": "replicate", "world_size": 2}
+ZERO2: dict[str, Any] = {"preset": "zero2", "engine": "deepspeed", "sharding": "shard_grad_op", "world_size": 2}
 CP = FSDP2 | {"preset": "cp", "layout": {**ONE_GROUP, "cp": 2}, "data_parallel_size": 1}
 AT_LOAD = FSDP2 | {"preset": "fsdp2_tp", "world_size": 4, "sharded_at_load": True, "data_parallel_size": 2}
 AT_LOAD |= {"layout": {**ONE_GROUP, "dp_shard": 2, "tp": 2}}
@@ -27,15 +28,24 @@ def converts(folder: Path, written: dict[str, Any], preset: str, ranks: int, bat
     sizes = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}
     (checkpoint / "manifest.json").write_text(json.dumps({"step": 2, "files": [], **sizes, **written}))
     arguments = {"resume_from_checkpoint": str(checkpoint), "output_dir": str(folder), **degrees}
-    job = CheckedJob(arguments=arguments, global_batch_size=batch, warnings=())
-    return checkpoint_to_convert(load_preset(preset), num_processes=ranks, job=job) is not None
+    run = ResumingRun.of(arguments, load_preset(preset), num_processes=ranks, global_batch_size=batch)
+    return checkpoint_to_convert(checkpoint_to_resume(arguments), run) is not None
 
 
 @pytest.mark.parametrize(
     ("written", "preset", "ranks", "degrees", "expected"),
     [
         (FSDP2, "fsdp2", 2, {}, False),
-        (FSDP2, "fsdp2", 4, {}, True),
+        (FSDP2, "fsdp2", 4, {}, True),  # without the optimizer's name
+        (FSDP2 | {"optim": "adamw_torch_fused"}, "fsdp2", 4, {}, False),
+        (FSDP2 | {"optim": "adamw_torch_fused"}, "fsdp2_grad_op", 4, {}, True),
+        (FSDP2 | {"optim": "adamw_bnb_8bit"}, "fsdp2", 4, {}, True),  # refused: blocks of the old shards
+        (DDP, "ddp", 4, {}, False),
+        (DDP, "single", 1, {}, False),
+        (DDP | {"optim": "adamw_bnb_8bit"}, "ddp", 1, {}, False),
+        (ZERO2, "zero2", 2, {}, False),
+        (ZERO2, "zero2", 4, {}, True),
+        (ZERO2 | {"universal": True}, "zero2", 4, {}, False),
         (FSDP2, "cp", 2, {"cp": 2}, True),
         (FSDP2, "fsdp2_tp", 4, {"tp": 2}, True),
         (AT_LOAD, "fsdp2_tp", 8, {"tp": 4}, False),  # any of their layouts reads it

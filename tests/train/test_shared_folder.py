@@ -15,7 +15,7 @@ from toolkit.run.heartbeat import is_superseded, read_attempt_id, read_heartbeat
 from toolkit.train import shared_folder
 from toolkit.train.health.failure_report import report_failure
 from toolkit.train.health.progress import Progress
-from toolkit.train.shared_folder import check_shared, claim_folder
+from toolkit.train.shared_folder import check_shared, check_visible, claim_folder
 
 
 def test_every_node_without_the_folder_is_named() -> None:
@@ -29,21 +29,22 @@ def test_a_rank_that_sees_another_folder_is_found(tmp_path: Path, monkeypatch: p
     """Rank 1's view: the id of rank 0 arrives through the process group, and its own folder does not have it."""
     monkeypatch.setattr(shared_folder, "VISIBLE_SECONDS", 0.0)
     with pytest.raises(ToolkitError, match="is not shared"):
-        claim_folder(tmp_path, None, writes=False, gather=lambda value: ["id of rank 0"] if value is None else [value])
+        claim_folder(tmp_path, writes=False, gather=lambda value: ["id of rank 0"] if value is None else [value])
 
 
 def test_the_ranks_share_the_id_that_rank_0_has_written(tmp_path: Path) -> None:
-    attempt_id, nodes = claim_folder(tmp_path, None, writes=True, gather=lambda value: [value])
+    attempt_id, nodes = claim_folder(tmp_path, writes=True, gather=lambda value: [value])
     assert nodes == (os.uname().nodename,)
     assert read_attempt_id(tmp_path / "ranks") == attempt_id
-    again = claim_folder(tmp_path, None, writes=True, gather=lambda value: [value]).attempt_id
+    again = claim_folder(tmp_path, writes=True, gather=lambda value: [value]).attempt_id
     assert is_superseded(tmp_path / "ranks", attempt_id)
     assert not is_superseded(tmp_path / "ranks", again)
 
 
-def test_a_checkpoint_that_a_node_does_not_see_is_named(tmp_path: Path) -> None:
+def test_a_checkpoint_that_a_node_does_not_see_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shared_folder, "VISIBLE_SECONDS", 0.0)
     with pytest.raises(ToolkitError, match="checkpoint-7 is not shared"):
-        claim_folder(tmp_path, tmp_path / "checkpoint-7", writes=True, gather=lambda value: [value])
+        check_visible(tmp_path / "checkpoint-7", gather=lambda value: [value])
 
 
 def test_heartbeats_of_an_attempt_that_was_replaced_are_not_read(tmp_path: Path) -> None:

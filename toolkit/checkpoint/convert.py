@@ -30,7 +30,7 @@ from toolkit.parallel.layout import ParallelLayout
 from toolkit.presets import Preset
 from toolkit.presets.support import Method, check_degrees_given, check_supported
 from toolkit.run.checkpoints import checkpoint_files, commit_checkpoint, file_entries
-from toolkit.run.manifest_file import read_step
+from toolkit.run.manifest_file import Manifest, read_step
 
 BYTES_PER_PARAMETER = 3 * 4  # fp32 weight and Adam's two moments
 # Entries of torch's schedules with one value per parameter group.
@@ -172,7 +172,7 @@ def _converted_manifest(
         "world_size": num_processes,
         "layout": None if layout is None else layout.degrees(),
         "sharded_at_load": preset.sharded_at_load,
-        **_rescaled_batch(recorded, num_processes if layout is None else layout.data_parallel_size),
+        **_rescaled_batch(files.manifest, num_processes if layout is None else layout.data_parallel_size),
         "universal": preset.engine == "deepspeed",
         "converted_from": {
             "path": str(files.path.absolute()),
@@ -183,15 +183,12 @@ def _converted_manifest(
     }
 
 
-def _rescaled_batch(recorded: dict[str, Any], data_parallel_size: int) -> dict[str, Any]:
+def _rescaled_batch(manifest: Manifest | None, data_parallel_size: int) -> dict[str, Any]:
     """With another number of different batches only the global one is recorded; the run chooses its factors."""
-    before = recorded.get("data_parallel_size") or recorded.get("world_size")
-    factors = [recorded.get(name) for name in ("per_device_train_batch_size", "gradient_accumulation_steps")]
-    if None in (before, *factors) or before == data_parallel_size:
+    sequences = None if manifest is None else manifest.sequences_per_step
+    if manifest is None or sequences is None:
         return {}
-    return {
-        "per_device_train_batch_size": None,
-        "gradient_accumulation_steps": None,
-        "data_parallel_size": None,
-        "global_batch_size": math.prod([before, *factors]),
-    }
+    if (manifest.data_parallel_size or manifest.world_size) == data_parallel_size:
+        return {}
+    factors = ("per_device_train_batch_size", "gradient_accumulation_steps", "data_parallel_size")
+    return dict.fromkeys(factors) | {"global_batch_size": sequences}

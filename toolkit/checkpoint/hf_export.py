@@ -18,7 +18,7 @@ from toolkit.checkpoint.safetensors_files import DEFAULT_SHARD_BYTES, DTYPES, wr
 from toolkit.checkpoint.weights import check_names, merged_tensors, model_tensors
 from toolkit.errors import ToolkitError
 from toolkit.files.safetensors_writer import SavedTensor
-from toolkit.run.checkpoints import FINGERPRINT, MANIFEST, read_checkpoint
+from toolkit.run.checkpoints import FINGERPRINT, INCOMPLETE_MARK, MANIFEST, read_checkpoint
 from toolkit.run.folder import write_json
 
 # A generous estimate of the tokenizer and configuration files beside the weights.
@@ -76,7 +76,7 @@ def export(
 
 def check_complete(path: Path) -> None:
     """Raise ToolkitError if a file differs from the manifest; a checkpoint without one cannot be checked."""
-    if os.path.lexists(path / MANIFEST):
+    if os.path.lexists(path / MANIFEST) or os.path.lexists(path / INCOMPLETE_MARK):
         problem = read_checkpoint(path).problem(deep=True)
         if problem is not None:
             raise ToolkitError(f"{path} is damaged: {problem}", hint=f"`toolkit checkpoint inspect {path.parent}`")

@@ -111,11 +111,22 @@ def check_values(arguments: Arguments, *, on_cpu: bool) -> None:
     check_trainer_arguments(arguments, on_cpu=on_cpu)
     check_scaling(arguments)
     check_global_batch(arguments)
+    _check_jit_checkpoint(arguments)
     check_weights(arguments)
     check_streaming(arguments)
     check_evaluation(arguments)
     check_attention(arguments.get("attn_implementation"))
     check_compilation(arguments, on_cpu=on_cpu)
+
+
+def _check_jit_checkpoint(arguments: Arguments) -> None:
+    """transformers 5.23 sets a flag per rank when SIGTERM arrives, and saves at the next event of that rank."""
+    if flag(arguments.get("enable_jit_checkpoint", False)):
+        raise ToolkitError(
+            "--enable_jit_checkpoint lets each rank save as soon as its own signal arrives: ranks that are a step apart"
+            " wait for each other for ever",
+            hint="leave it out: on SIGTERM all ranks agree on a step, save after it and exit",
+        )
 
 
 def _check_best_of_sharded(arguments: Arguments, preset: PresetSpec | None) -> None:

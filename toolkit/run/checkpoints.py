@@ -15,18 +15,21 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from toolkit.errors import ToolkitError
 from toolkit.files.reading import open_file
 from toolkit.parallel.layout import ParallelLayout
-from toolkit.presets.optimizers import DEFAULT_OPTIMIZER, same_states
+from toolkit.presets import Preset
+from toolkit.presets.optimizers import DEFAULT_OPTIMIZER, OPTIMIZERS, same_states
 from toolkit.run.folder import write_json
 from toolkit.run.manifest_file import FileEntry, Manifest, manifest_sha256, read_manifest
 
 SCHEMA_VERSION = 1
 MANIFEST = "manifest.json"
 FINGERPRINT = "fingerprint.json"  # outputs of the live model for fixed tokens, with which an export is verified
+# Where transformers' `enable_jit_checkpoint` begins to write; its own resume does not look for it (5.23).
+INCOMPLETE_MARK = "checkpoint-is-incomplete.txt"
 SAVING_PREFIX = ".saving-"
 CHUNK_BYTES = 2**20
 # Values of `--resume_from_checkpoint` for the newest complete checkpoint; the Trainer takes a bare flag or `true`.
@@ -57,6 +60,8 @@ class Checkpoint:
         """Return what is missing or damaged, or None for a complete checkpoint. `deep` verifies every checksum."""
         if not self.path.is_dir():
             return "it does not exist"
+        if os.path.lexists(self.path / INCOMPLETE_MARK):
+            return f"{INCOMPLETE_MARK} is in it: a just-in-time save of transformers did not finish"
         if self.manifest is None:
             return self.unreadable or f"{MANIFEST} is missing: it was not written completely"
         for entry in self.manifest.files:
@@ -129,40 +134,75 @@ def read_complete_checkpoint(path: Path) -> Checkpoint:
     )
 
 
-def check_same_layout(
-    checkpoint: Checkpoint,
-    *,
-    engine: str,
-    sharding: str,
-    world_size: int,
-    layout: ParallelLayout | None = None,
-    sharded_at_load: bool = False,
-) -> None:
-    """Raise ToolkitError for a checkpoint of another engine, sharding, world size or layout: its shards do not fit.
-
-    One of a model that was sharded at load fits every other such layout.
-    """
+def check_same_layout(checkpoint: Checkpoint, target: TargetLayout) -> None:
+    """Raise ToolkitError for a checkpoint whose shards do not fit the run."""
     found = checkpoint.manifest
-    written: dict[str, Any] = {name: getattr(found, name, None) for name in ("engine", "sharding", "world_size")}
-    expected: dict[str, Any] = {"engine": engine, "sharding": sharding, "world_size": world_size}
-    at_load = found is not None and found.sharded_at_load
-    if at_load and sharded_at_load:
-        return
-    if at_load or sharded_at_load:
-        names = {True: "sharded at load", False: "sharded by its engine"}
-        written["model"], expected["model"] = names[at_load], names[sharded_at_load]
-    degrees = None if layout is None else layout.degrees()
-    if degrees != getattr(found, "layout", None):
-        written["layout"], expected["layout"] = _degrees(getattr(found, "layout", None)), _degrees(degrees)
-    if "ddp" in (engine, written["engine"]) and world_size == 1 and written["engine"] in ("none", "ddp"):
-        expected["engine"] = written["engine"]
-    differing = [f"{name} {written[name]}, not {value}" for name, value in expected.items() if written[name] != value]
+    differing = [f"{name} {then}, not {now}" for name, (then, now) in target.differences(found).items()]
     if differing:
         raise ToolkitError(
             f"{checkpoint.path} was written with {'; '.join(differing)}: its shards do not fit this run",
             hint=f"resume with `--preset {getattr(found, 'preset', None)}` and"
-            f" `--num-processes {written['world_size']}`; or convert it: `toolkit checkpoint convert`",
+            f" `--num-processes {getattr(found, 'world_size', None)}`; or convert it: `toolkit checkpoint convert`",
         )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TargetLayout:
+    """How the run that resumes holds model and optimizer states."""
+
+    engine: str
+    sharding: str
+    world_size: int
+    layout: ParallelLayout | None = None
+    sharded_at_load: bool = False
+
+    @classmethod
+    def of(cls, preset: Preset, *, num_processes: int, degrees: Mapping[str, int]) -> Self:
+        """Return the layout of a preset with these degrees of parallelism."""
+        return cls(
+            engine=preset.engine,
+            sharding=preset.sharding,
+            world_size=num_processes,
+            layout=preset.layout(num_processes, degrees),
+            sharded_at_load=preset.sharded_at_load,
+        )
+
+    def differences(self, found: Manifest | None) -> dict[str, tuple[Any, Any]]:
+        """Return what makes a checkpoint not fit, with the values then and now; empty for one that is loaded as it is.
+
+        One of a model that was sharded at load fits every other such layout.
+        """
+        at_load = found is not None and found.sharded_at_load
+        if at_load and self.sharded_at_load:
+            return {}
+        values: dict[str, tuple[Any, Any]] = {
+            name: (getattr(found, name, None), getattr(self, name)) for name in ("engine", "sharding", "world_size")
+        }
+        if at_load or self.sharded_at_load:
+            names = {True: "sharded at load", False: "sharded by its engine"}
+            values["model"] = (names[at_load], names[self.sharded_at_load])
+        then, now = getattr(found, "layout", None), None if self.layout is None else self.layout.degrees()
+        if then != now:
+            values["layout"] = (_degrees(then), _degrees(now))
+        if found is not None and self._is_whole(found):
+            values["engine"] = (self.engine, self.engine)
+        if found is not None and then == now and self._fits_any_world_size(found):
+            values["world_size"] = (self.world_size, self.world_size)
+        return {name: both for name, both in values.items() if both[0] != both[1]}
+
+    def _is_whole(self, found: Manifest) -> bool:
+        """True where every rank loads all states from the same files."""
+        return {self.engine, found.engine} <= {"none", "ddp"}
+
+    def _fits_any_world_size(self, found: Manifest) -> bool:
+        """True where each rank finds its shard by itself: in whole files, in DeepSpeed's universal layout, or in a
+        distributed checkpoint of states that have one fp32 number per element of a parameter."""
+        if self._is_whole(found):
+            return True
+        if found.engine == "deepspeed":
+            return found.universal
+        optimizer = OPTIMIZERS.get(found.optim or "")
+        return found.sharding != "hybrid_shard" and optimizer is not None and optimizer.is_fp32_adamw
 
 
 def _degrees(degrees: Mapping[str, int] | None) -> str:
@@ -172,33 +212,23 @@ def _degrees(degrees: Mapping[str, int] | None) -> str:
 def check_resume_settings(
     checkpoint: Checkpoint,
     *,
-    per_device_train_batch_size: int,
-    gradient_accumulation_steps: int,
+    global_batch_size: int,
     seed: int,
     max_steps: int,
+    data_parallel_size: int,
     optim: str = DEFAULT_OPTIMIZER,
     streaming_buffer_size: int = 0,
     dataset_weights: Sequence[float] = (),
-    data_parallel_size: int | None = None,
+    order_of_ranks: str | None = None,
 ) -> None:
     """Raise ToolkitError for a job that would not resume with the same data or optimizer, or has no steps left.
 
     `max_steps` of 0 or less means that the run is counted in epochs; `streaming_buffer_size` 0 means not streamed.
-    Where another number of groups trains on different rows, the rows of all groups together must be as many.
+    `order_of_ranks` is the argument by which the rows of a step depend on the number of ranks, if there is one.
     """
-    divided = getattr(checkpoint.manifest, "data_parallel_size", None)
-    if divided is not None and data_parallel_size is not None and divided != data_parallel_size:
-        rows = checkpoint.manifest.per_device_train_batch_size * divided  # type: ignore[union-attr]
-        if rows != per_device_train_batch_size * data_parallel_size:
-            raise ToolkitError(
-                f"{checkpoint.path} was trained on {rows} rows per accumulation step, now it would be"
-                f" {per_device_train_batch_size * data_parallel_size}: the data would not resume where they stopped",
-                hint=f"`--per_device_train_batch_size {max(1, rows // data_parallel_size)}`",
-            )
-        per_device_train_batch_size = checkpoint.manifest.per_device_train_batch_size  # type: ignore[union-attr, assignment]
+    check_same_batch(checkpoint, global_batch_size)
+    _check_same_order(checkpoint, order_of_ranks, data_parallel_size)
     settings: dict[str, Any] = {
-        "per_device_train_batch_size": per_device_train_batch_size,
-        "gradient_accumulation_steps": gradient_accumulation_steps,
         "seed": seed,
         "streaming_buffer_size": streaming_buffer_size,
         "dataset_weights": list(dataset_weights),
@@ -222,6 +252,28 @@ def check_resume_settings(
         raise ToolkitError(
             f"{checkpoint.path} has {checkpoint.step} steps already, --max_steps is {max_steps}",
             hint=f"`--max_steps {2 * checkpoint.step}`, or another number above {checkpoint.step}, continues",
+        )
+
+
+def check_same_batch(checkpoint: Checkpoint, global_batch_size: int) -> None:
+    """Raise ToolkitError for another number of sequences per step: the data resume at the same row only if it stays."""
+    then = None if checkpoint.manifest is None else checkpoint.manifest.sequences_per_step
+    if then not in (None, global_batch_size):
+        raise ToolkitError(
+            f"{checkpoint.path} was trained with {then} sequences per step over all ranks, now it is"
+            f" {global_batch_size}: the data would not resume where they stopped",
+            hint=f"`--global_batch_size {then}`, without `--gradient_accumulation_steps`",
+        )
+
+
+def _check_same_order(checkpoint: Checkpoint, order_of_ranks: str | None, data_parallel_size: int) -> None:
+    manifest = checkpoint.manifest
+    then = None if manifest is None else manifest.data_parallel_size or manifest.world_size
+    if order_of_ranks is not None and then not in (None, data_parallel_size):
+        raise ToolkitError(
+            f"{checkpoint.path} was trained on {then} data-parallel ranks, now it is {data_parallel_size}, and with"
+            f" {order_of_ranks} the rows of a step depend on them: the data would not resume where they stopped",
+            hint=f"resume on {then}, or leave `{order_of_ranks}` out",
         )
 
 

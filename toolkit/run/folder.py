@@ -134,16 +134,23 @@ class RunFolder:
         starting = self.starting()
         return self if starting is None or starting.trained else self.attempt(starting.attempt)
 
-    def hold(self) -> int | None:
+    def hold(self, *, wait_seconds: float = 0) -> int | None:
         """Lock the folder for this process and those that inherit the descriptor, until the last of them exits.
 
-        Returns the descriptor, or None on a file system without locks. Raises ToolkitError while another run holds it.
+        Returns the descriptor, or None on a file system without locks. Raises ToolkitError while another run holds it,
+        after `wait_seconds`.
         """
         self.make()
-        try:
-            return lock_file(self.path / LOCK, held=self._held)
-        except OSError as error:
-            raise self.unwritable(error) from None
+        deadline = time.monotonic() + wait_seconds
+        while True:
+            try:
+                return lock_file(self.path / LOCK, held=self._held)
+            except ToolkitError:
+                if time.monotonic() >= deadline:
+                    raise
+                time.sleep(1)
+            except OSError as error:
+                raise self.unwritable(error) from None
 
     def _held(self, holder: str) -> ToolkitError:
         who = f" (process {holder})" if holder else ""

@@ -29,12 +29,19 @@ from toolkit.run.exit_status import RunResult, record_result
 from toolkit.run.folder import RunFolder, start_facts
 from toolkit.run.goodput import read_goodput
 from toolkit.run.heartbeat import read_heartbeats
-from toolkit.run.measurements import drop_rows_after, last_step
+from toolkit.run.measurements import drop_rows_after
 from toolkit.run.nvme import NvmeDisk, check_nvme, swap_folder
 from toolkit.run.options import TrainOptions
 from toolkit.run.preflight import CheckedJob, check_job, check_output, check_resume, continues
 from toolkit.run.process import ProcessResult, run_command
-from toolkit.run.resume_conversion import ConvertedCheckpoint, checkpoint_to_convert, convert_checkpoint
+from toolkit.run.restarts import restart_record
+from toolkit.run.resume_conversion import (
+    ConvertedCheckpoint,
+    ResumingRun,
+    checkpoint_to_convert,
+    checkpoint_to_resume,
+    convert_checkpoint,
+)
 from toolkit.run.script_arguments import read_arguments
 from toolkit.run.timeline import ENDED, LAUNCH, RESTART, add_moment
 from toolkit.run.warm_start import server_in_environment
@@ -85,11 +92,13 @@ def _resume(
     preset: Preset, *, num_processes: int, job: CheckedJob, dry_run: bool, on_message: Callable[[str], None]
 ) -> ConvertedCheckpoint:
     """Check the checkpoint that the run resumes from, and convert it where that is needed."""
-    checkpoint = checkpoint_to_convert(preset, num_processes=num_processes, job=job)
+    batch = job.global_batch_size
+    run = ResumingRun.of(job.arguments, preset, num_processes=num_processes, global_batch_size=batch)
+    checkpoint = checkpoint_to_convert(checkpoint_to_resume(job.arguments), run)
     if dry_run and checkpoint is not None:
         on_message(f"{checkpoint.path} would be converted for {preset.name} on {num_processes} processes first")
         return ConvertedCheckpoint()
-    converted = convert_checkpoint(checkpoint, preset, num_processes=num_processes, job=job, on_message=on_message)
+    converted = convert_checkpoint(checkpoint, run, on_message=on_message)
     try:
         check_resume(preset, num_processes=num_processes, arguments=job.arguments | converted.arguments)
     except ToolkitError:
@@ -286,25 +295,17 @@ class Restarts:
         if len(self.done) >= self.max_restarts or not can_restart(result, process_result):
             return False
         failure = result.failure or {}
-        resumed = reached = 0
-        lost_seconds = 0.0
-        if self.folder.current() == self.folder:  # otherwise it has not trained, and all here is an earlier run's
+        resumed, trained = 0, self.folder.current() == self.folder  # otherwise all here is an earlier run's
+        if trained:
             checkpoint = latest_complete(self.folder.path)
-            resumed, reached = (checkpoint.step if checkpoint else 0), _completed_steps(self.folder)
-            for path in sorted(self.folder.path.glob("ranks/rank*.jsonl")):
-                dropped = drop_rows_after(path, resumed)
-                lost_seconds = dropped.seconds if path == self.folder.rank_rows(0) else lost_seconds
-        self.done.append(
-            {
-                "rank": failure.get("rank"),
-                "step": failure.get("step"),
-                "status": result.status,
-                "message": failure.get("message"),
-                "resumed_from_step": resumed,
-                "lost_steps": max(0, reached - resumed),
-                "lost_seconds": lost_seconds,
-            }
+            resumed = checkpoint.step if checkpoint else 0
+        world_size = (self.folder.current().read_run() or {}).get("world_size")
+        record = restart_record(
+            self.folder, ended=result.status, failure=failure, world_size=world_size, resumed_step=resumed
         )
+        self.done.append(record if trained else record | {"lost_steps": 0, "lost_seconds": 0.0})
+        for path in self.folder.path.glob("ranks/rank*.jsonl") if trained else ():
+            drop_rows_after(path, resumed)
         self.folder.current().failure_json.unlink(missing_ok=True)
         self.folder.remove_heartbeats()
         self.folder.update_run(restarts=self.done)
@@ -330,8 +331,3 @@ def can_restart(result: RunResult, process_result: ProcessResult) -> bool:
         return False
     killed = "seen_by_peer" in (result.failure or {})
     return killed or result.status in (status.TIMED_OUT, status.HOST_OUT_OF_MEMORY)
-
-
-def _completed_steps(folder: RunFolder) -> int:
-    """Optimizer steps that every rank completed, by the ranks' rows."""
-    return min(map(last_step, folder.path.glob("ranks/rank*.jsonl")), default=0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from pathlib import Path, PurePosixPath
 from typing import Annotated, Any
 
@@ -104,6 +105,14 @@ class Manifest(_Record):
         if not set(layout or ()) <= set(DIMENSIONS):
             raise ValueError(f"degrees of {', '.join(DIMENSIONS)}")
         return layout
+
+    @property
+    def sequences_per_step(self) -> int | None:
+        """Sequences of an optimizer step over all ranks; None where they are not recorded."""
+        ranks = self.data_parallel_size or self.world_size
+        sizes = [self.per_device_train_batch_size, self.gradient_accumulation_steps, ranks]
+        known = [size for size in sizes if size is not None]
+        return self.global_batch_size or (math.prod(known) if len(known) == len(sizes) else None)
 
 
 _MANIFEST, _FINGERPRINT = TypeAdapter(Manifest), TypeAdapter(Fingerprint)

@@ -154,6 +154,7 @@ class StepRow(BaseModel):
     step: PositiveInt
     step_of_process: PositiveInt | None = None
     rank: NonNegativeInt
+    world_size: PositiveInt | None = None
     seconds: NonNegativeFinite
     own_seconds: NonNegativeFinite | None = None
     data_seconds: NonNegativeFinite | None = None
@@ -213,6 +214,18 @@ class DroppedRows(NamedTuple):
 
 def drop_rows_after(path: Path, step: int) -> DroppedRows:
     """Keep the rows up to `step`, where the run resumes; later steps are trained again. Return what was dropped."""
+    kept, dropped = _split_rows(path, step)
+    write_text(path, "".join(kept))
+    return dropped
+
+
+def rows_after(path: Path, step: int) -> DroppedRows:
+    """Return what `drop_rows_after` would drop."""
+    return _split_rows(path, step)[1]
+
+
+def _split_rows(path: Path, step: int) -> tuple[list[str], DroppedRows]:
+    """The lines up to `step`, and what the later ones hold."""
     kept: list[str] = []
     dropped: list[float] = []
     with contextlib.suppress(ToolkitError):  # a missing file, or what follows a damaged line
@@ -223,8 +236,7 @@ def drop_rows_after(path: Path, step: int) -> DroppedRows:
             elif number is not None:
                 seconds = line.content.get("seconds")
                 dropped.append(seconds if isinstance(seconds, (int, float)) and seconds > 0 else 0.0)
-    write_text(path, "".join(kept))
-    return DroppedRows(len(dropped), math.fsum(dropped))
+    return kept, DroppedRows(len(dropped), math.fsum(dropped))
 
 
 def _number(line: JsonLine) -> int | None:
@@ -235,15 +247,21 @@ def _number(line: JsonLine) -> int | None:
 def read_steps(folder: RunFolder) -> list[list[Row]]:
     """Return per step the rows of all ranks in rank order, for the steps that every rank completed.
 
-    Raises ToolkitError as `read_rows` does.
+    A run that was resumed on another number of ranks has steps of different numbers of rows. Raises ToolkitError as
+    `read_rows` does.
     """
     paths = [path for path in (folder.path / "ranks").glob("rank*.jsonl") if RANK_ROWS.fullmatch(path.name)]
-    ranks = [
-        {row["step"]: row for row in read_rows(path)}
-        for path in sorted(paths, key=lambda path: int(path.stem.removeprefix("rank")))
-    ]
-    common = set[int]().union(*ranks[:1]).intersection(*ranks[1:])
-    return [[rows[step] for rows in ranks] for step in sorted(common)]
+    steps: dict[int, dict[int, Row]] = {}
+    for rank, path in sorted((int(path.stem.removeprefix("rank")), path) for path in paths):
+        for row in read_rows(path):
+            steps.setdefault(row["step"], {})[rank] = row
+    complete = [rows for _, rows in sorted(steps.items()) if len(rows) == _ranks_of_step(rows, len(paths))]
+    return [list(rows.values()) for rows in complete]
+
+
+def _ranks_of_step(rows: dict[int, Row], files: int) -> int:
+    """The ranks that the run had in a step; as many as there are files where its rows do not say so."""
+    return next((int(row["world_size"]) for row in rows.values() if row.get("world_size")), files)
 
 
 def measure(steps: list[list[Row]], *, untimed_steps: int) -> Measurements:
@@ -255,7 +273,7 @@ def measure(steps: list[list[Row]], *, untimed_steps: int) -> Measurements:
     timed_numbers = [number for number, step in enumerate(steps, 1) if _is_timed(step, number, untimed_steps)]
     timed_rows = [steps[number - 1] for number in timed_numbers]
     timed = _over_ranks(timed_rows, "seconds", max)
-    by_rank = list(zip(*timed_rows, strict=True))
+    by_rank = _by_rank(timed_rows)
     tokens, non_padding = _over_ranks(timed_rows, "tokens", sum), _over_ranks(timed_rows, "non_padding_tokens", sum)
 
     def rate(counted: list[float], clock: list[float] = timed) -> float | None:
@@ -306,12 +324,17 @@ def rank_skew(steps: list[list[Row]]) -> float | None:
     """
     if not steps or any(not row.get("own_seconds") for step in steps for row in step):
         return None
-    of_ranks = [statistics.median(seconds) for seconds in zip(*_own_seconds(steps), strict=True)]
+    of_ranks = [statistics.median(row["own_seconds"] for row in rows) for rows in _by_rank(steps)]
     return float(max(of_ranks) / statistics.median_low(of_ranks))
 
 
-def _own_seconds(steps: list[list[Row]]) -> list[list[float]]:
-    return [[row["own_seconds"] for row in step] for step in steps]
+def _by_rank(steps: Sequence[Sequence[Row]]) -> list[list[Row]]:
+    """The rows of each rank over the steps in which the run had it."""
+    ranks: dict[int, list[Row]] = {}
+    for step in steps:
+        for rank, row in enumerate(step):
+            ranks.setdefault(rank, []).append(row)
+    return list(ranks.values())
 
 
 def _padding(tokens: Sequence[float], non_padding: Sequence[float]) -> float | None:
@@ -370,6 +393,8 @@ def energy_joules(ranks: Sequence[Sequence[Row]], *, seconds: float) -> float | 
     >>> energy_joules([rows], seconds=4.0)
     1200.0
     """
+    if len(set(map(len, ranks))) > 1:  # some ranks were there for part of the steps only
+        return None
     watts = [_watts(rows) for rows in ranks]
     return None if not watts or None in watts else seconds * sum(power for power in watts if power is not None)
 

@@ -31,6 +31,7 @@ from toolkit.run.argument_values import as_list
 from toolkit.run.checkpoints import (
     LATEST_WORDS,
     Checkpoint,
+    TargetLayout,
     check_resume_settings,
     check_same_layout,
     list_checkpoints,
@@ -38,16 +39,14 @@ from toolkit.run.checkpoints import (
 )
 from toolkit.run.dataset_checks import check_rows_fill_a_step, check_val_size, streaming_buffer_size
 from toolkit.run.folder import RunFolder, read_json
-from toolkit.run.global_batch import global_batch_size, with_accumulation
+from toolkit.run.global_batch import global_batch_size, order_of_ranks, with_accumulation
 from toolkit.run.model_arguments import check_parts
 from toolkit.run.script_arguments import (
-    accumulation_steps,
     dataset_names,
     dataset_weights,
     degrees_given,
     flag,
     integer,
-    micro_batch_size,
     read_arguments,
     resumes,
 )
@@ -273,24 +272,19 @@ def check_resume(preset: Preset, *, num_processes: int, arguments: dict[str, Any
         return
     if not flag(arguments.get("trust_pickle", False)):
         check_pickles(checkpoint.path)
-    check_same_layout(
-        checkpoint,
-        engine=preset.engine,
-        sharding=preset.sharding,
-        sharded_at_load=preset.sharded_at_load,
-        world_size=num_processes,
-        layout=preset.layout(num_processes, degrees_given(arguments)),
-    )
+    degrees = degrees_given(arguments)
+    check_same_layout(checkpoint, TargetLayout.of(preset, num_processes=num_processes, degrees=degrees))
+    groups = data_parallel_size(preset, arguments, num_processes)
     check_resume_settings(
         checkpoint,
-        per_device_train_batch_size=micro_batch_size(arguments),
-        gradient_accumulation_steps=accumulation_steps(arguments),
+        global_batch_size=global_batch_size(arguments, groups),
         seed=integer(arguments, "seed", DEFAULT_SEED),
         max_steps=integer(arguments, "max_steps", -1),
         optim=str(arguments.get("optim") or DEFAULT_OPTIMIZER),
         streaming_buffer_size=streaming_buffer_size(arguments),
         dataset_weights=dataset_weights(arguments),
-        data_parallel_size=data_parallel_size(preset, arguments, num_processes),
+        data_parallel_size=groups,
+        order_of_ranks=order_of_ranks(arguments),
     )
 
 

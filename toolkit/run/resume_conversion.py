@@ -1,30 +1,69 @@
 """Resume under another preset or world size: the checkpoint is converted first, in a process of its own.
 
-checkpoint = checkpoint_to_convert(load_preset("zero3"), num_processes=4, job=job)
-converted = convert_checkpoint(checkpoint, load_preset("zero3"), num_processes=4, job=job, on_message=print)
+resumed = ResumingRun.of(arguments, load_preset("zero3"), num_processes=4, global_batch_size=8)
+checkpoint = checkpoint_to_convert(checkpoint_to_resume(arguments), resumed)
+converted = convert_checkpoint(checkpoint, resumed, on_message=print)
 converted.argv                # ('--resume_from_checkpoint', 'out/.resume/checkpoint-8')
+
+`toolkit train` does so before it starts the ranks; started otherwise, rank 0 does.
 """
 
 from __future__ import annotations
 
-import math
+import os
 import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from toolkit.errors import ToolkitError
-from toolkit.parallel.layout import ParallelLayout
 from toolkit.presets import Preset
-from toolkit.run.checkpoints import LATEST_WORDS, Checkpoint, latest_complete, read_checkpoint
-from toolkit.run.manifest_file import Manifest
-from toolkit.run.preflight import CheckedJob
+from toolkit.run.checkpoints import (
+    LATEST_WORDS,
+    Checkpoint,
+    TargetLayout,
+    check_same_batch,
+    latest_complete,
+    read_checkpoint,
+)
 from toolkit.run.script_arguments import degrees_given, flag, resumes
 
 RESUME_FOLDER = ".resume"
+# What a launcher gives its ranks: a conversion is a process of its own.
+RANK_VARIABLES = ("ACCELERATE_", "FSDP_", "GROUP_", "LOCAL_", "MASTER_", "RANK", "ROLE_", "TORCHELASTIC_", "WORLD_SIZE")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ResumingRun:
+    """The run in which a checkpoint is resumed."""
+
+    preset: Preset
+    num_processes: int
+    output_dir: Path
+    global_batch_size: int
+    degrees: Mapping[str, int] = field(default_factory=dict)
+    """Degrees of parallelism that are given."""
+    trust_pickle: bool = False
+
+    @classmethod
+    def of(cls, arguments: dict[str, Any], preset: Preset, *, num_processes: int, global_batch_size: int) -> Self:
+        """Return the run of these training arguments."""
+        return cls(
+            preset=preset,
+            num_processes=num_processes,
+            output_dir=Path(str(arguments["output_dir"])),
+            global_batch_size=global_batch_size,
+            degrees=degrees_given(arguments),
+            trust_pickle=flag(arguments.get("trust_pickle", False)),
+        )
+
+    @property
+    def layout(self) -> TargetLayout:
+        """How this run holds model and optimizer states."""
+        return TargetLayout.of(self.preset, num_processes=self.num_processes, degrees=self.degrees)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,53 +89,13 @@ class ConvertedCheckpoint:
             shutil.rmtree(self.path.parent, ignore_errors=True)
 
 
-def checkpoint_to_convert(preset: Preset, *, num_processes: int, job: CheckedJob) -> Checkpoint | None:
-    """Return the checkpoint that the run resumes from, if another preset or number of processes wrote it.
-
-    Raises ToolkitError for another global batch size.
-    """
-    checkpoint = _checkpoint_to_resume(job.arguments)
-    manifest = None if checkpoint is None else checkpoint.manifest
-    layout = preset.layout(num_processes, degrees_given(job.arguments))
-    if checkpoint is None or manifest is None or not _needs_conversion(manifest, preset, num_processes, layout):
-        return None
-    _check_same_batch(checkpoint, job.global_batch_size)
-    return checkpoint
+def remove_converted(output_dir: Path) -> None:
+    """Remove the converted copy that a run has loaded, if there is one."""
+    shutil.rmtree(output_dir / RESUME_FOLDER, ignore_errors=True)
 
 
-def convert_checkpoint(
-    checkpoint: Checkpoint | None,
-    preset: Preset,
-    *,
-    num_processes: int,
-    job: CheckedJob,
-    on_message: Callable[[str], None],
-) -> ConvertedCheckpoint:
-    """Convert what `checkpoint_to_convert` returned. Raises ToolkitError for a conversion that is not supported."""
-    if checkpoint is None:
-        return ConvertedCheckpoint()
-    manifest = checkpoint.manifest
-    assert manifest is not None, "a checkpoint without one is not converted"
-    folder = Path(str(job.arguments["output_dir"])) / RESUME_FOLDER
-    shutil.rmtree(folder, ignore_errors=True)
-    path = folder / f"checkpoint-{checkpoint.step}"
-    converted = ConvertedCheckpoint(path=path)
-    degrees = degrees_given(job.arguments)
-    on_message(
-        f"{checkpoint.path} was written by {manifest.preset} on {manifest.world_size} processes:"
-        f" converting it for {preset.name} on {num_processes}"
-    )
-    try:
-        trusted = flag(job.arguments.get("trust_pickle", False))
-        _run_conversion(checkpoint.path, path, preset, num_processes, degrees, trust_pickle=trusted)
-    except BaseException:
-        converted.remove()
-        raise
-    return converted
-
-
-def _checkpoint_to_resume(arguments: dict[str, Any]) -> Checkpoint | None:
-    """The checkpoint of `--resume_from_checkpoint`: a folder, or the newest complete one of the output folder."""
+def checkpoint_to_resume(arguments: dict[str, Any]) -> Checkpoint | None:
+    """Return the checkpoint of `--resume_from_checkpoint`: a folder, or the newest complete one of the run folder."""
     if not resumes(arguments):
         return None
     named = str(arguments["resume_from_checkpoint"])
@@ -105,47 +104,49 @@ def _checkpoint_to_resume(arguments: dict[str, Any]) -> Checkpoint | None:
     return latest_complete(Path(str(arguments["output_dir"])))
 
 
-def _needs_conversion(manifest: Manifest, preset: Preset, num_processes: int, layout: ParallelLayout | None) -> bool:
-    if manifest.sharded_at_load or preset.sharded_at_load:  # its checkpoints fit every layout, and no other preset
-        return manifest.sharded_at_load != preset.sharded_at_load
-    if manifest.layout != (None if layout is None else layout.degrees()):
-        return True
-    alone = preset.engine in ("none", "ddp") and num_processes == 1 and manifest.engine in ("none", "ddp")
-    engine = manifest.engine if alone else preset.engine
-    return (engine, preset.sharding, num_processes) != (manifest.engine, manifest.sharding, manifest.world_size)
+def checkpoint_to_convert(checkpoint: Checkpoint | None, run: ResumingRun) -> Checkpoint | None:
+    """Return the checkpoint if another preset or number of processes wrote it, such that its shards do not fit the run.
+
+    Raises ToolkitError for another global batch size.
+    """
+    if checkpoint is None or checkpoint.manifest is None or not run.layout.differences(checkpoint.manifest):
+        return None
+    check_same_batch(checkpoint, run.global_batch_size)
+    return checkpoint
 
 
-def _check_same_batch(checkpoint: Checkpoint, global_batch_size: int) -> None:
-    """The data resume at the same row only if a step has the same number of sequences."""
+def convert_checkpoint(
+    checkpoint: Checkpoint | None, run: ResumingRun, *, on_message: Callable[[str], None]
+) -> ConvertedCheckpoint:
+    """Convert what `checkpoint_to_convert` returned. Raises ToolkitError for a conversion that is not supported."""
+    if checkpoint is None:
+        return ConvertedCheckpoint()
     manifest = checkpoint.manifest
     assert manifest is not None, "a checkpoint without one is not converted"
-    parts = [manifest.per_device_train_batch_size, manifest.gradient_accumulation_steps]
-    known = [part for part in (*parts, manifest.data_parallel_size or manifest.world_size) if part is not None]
-    then = math.prod(known)
-    if len(known) == 3 and then != global_batch_size:
-        raise ToolkitError(
-            f"{checkpoint.path} was trained with {then} sequences per step over all ranks, now it is"
-            f" {global_batch_size}: the data would not resume where they stopped",
-            hint="change `--per_device_train_batch_size` or `--gradient_accumulation_steps` so that it is the same",
-        )
+    remove_converted(run.output_dir)
+    converted = ConvertedCheckpoint(path=run.output_dir / RESUME_FOLDER / f"checkpoint-{checkpoint.step}")
+    assert converted.path is not None
+    on_message(
+        f"{checkpoint.path} was written by {manifest.preset} on {manifest.world_size} processes:"
+        f" converting it for {run.preset.name} on {run.num_processes}"
+    )
+    try:
+        _run_conversion(checkpoint.path, converted.path, run)
+    except BaseException:
+        converted.remove()
+        raise
+    return converted
 
 
-def _run_conversion(
-    checkpoint: Path,
-    out: Path,
-    preset: Preset,
-    num_processes: int,
-    degrees: Mapping[str, int],
-    *,
-    trust_pickle: bool,
-) -> None:
-    """Run `toolkit checkpoint convert` as a child process, so that this one does not import torch."""
+def _run_conversion(checkpoint: Path, out: Path, run: ResumingRun) -> None:
+    """Run `toolkit checkpoint convert` as a child process: the launcher does not import torch, a rank has its own."""
     out.parent.mkdir(parents=True, exist_ok=True)
-    options = ["--preset", str(preset.accelerate_config_path), "--num-processes", str(num_processes)]
-    options += [f"--{name.replace('_', '-')}={degree}" for name, degree in degrees.items()]
-    options += ["--trust-pickle"] if trust_pickle else []
+    options = ["--preset", str(run.preset.accelerate_config_path), "--num-processes", str(run.num_processes)]
+    options += [f"--{name.replace('_', '-')}={degree}" for name, degree in run.degrees.items()]
+    options += ["--trust-pickle"] if run.trust_pickle else []
     command = [sys.executable, "-P", "-m", "toolkit.checkpoint", "convert", str(checkpoint), str(out), *options]
-    ended = subprocess.run(command, check=False, capture_output=True, text=True)
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(RANK_VARIABLES)}
+    ended = subprocess.run(command, check=False, capture_output=True, text=True, env=environment)
     if ended.returncode != 0:
         message, _, hint = ended.stderr[ended.stderr.rfind("error: ") :].partition("\n  hint: ")
         reason = message.removeprefix("error: ").strip() or f"the conversion ended with code {ended.returncode}"

@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,15 +30,22 @@ from toolkit.run.attempts import begin_training, start_attempt
 from toolkit.run.checkpoints import Checkpoint, remove_unfinished
 from toolkit.run.folder import MEASUREMENT_VERSION, RunFolder, start_facts
 from toolkit.run.goodput import measure_goodput
-from toolkit.run.measurements import PER_STEP, Measurements, measure, read_steps
+from toolkit.run.measurements import PER_STEP, Measurements, drop_rows_after, measure, read_steps
+from toolkit.run.restarts import record_restart
+from toolkit.run.resume_conversion import RESUME_FOLDER, remove_converted
+from toolkit.run.script_arguments import resumes
 from toolkit.run.timeline import Moment, read_timeline
 from toolkit.train.arguments import Arguments
 from toolkit.train.checkpointing.resume import find_checkpoint
 from toolkit.train.checkpointing.signals import StopOnSignal
 from toolkit.train.health.progress import Progress
 from toolkit.train.launch_context import LaunchContext
-from toolkit.train.shared_folder import claim_folder
+from toolkit.train.shared_folder import check_visible, claim_folder
 from toolkit.units import number
+
+# An elastic agent starts the next attempt while the lock of a node that was lost is still in effect: file servers
+# release it after a lease, of 90 s under Linux's NFSv4.
+RELEASE_SECONDS = 120.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -91,18 +99,26 @@ class ActiveRun:
 
     def gather(self, value: Any) -> list[Any]:
         """Return every rank's value, on every rank. Collective."""
-        if self.single_process or not dist.is_initialized():
-            return [value]
-        values: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(values, value)
-        return values
+        return gather_from_ranks(value, single_process=self.single_process)
 
     def begin_training(self) -> None:
         """Let this attempt take the place of an earlier run in the folder: it has trained a step. Collective."""
         if self.writes:
             remove_unfinished(self.folder.path)
             begin_training(self.folder, continues=self.checkpoint is not None)
+            remove_converted(self.folder.path)  # every rank has loaded it
         self.barrier()
+
+    def begin_rows(self) -> None:
+        """Begin training, and drop the rows of steps that are trained again by fewer ranks. Collective.
+
+        Each of this attempt's ranks drops its own.
+        """
+        if self.writes and self.checkpoint is not None:
+            own = {self.folder.rank_rows(rank) for rank in range(self.arguments.training.world_size)}
+            for rows in sorted({*self.folder.path.glob("ranks/rank*.jsonl")} - own):
+                drop_rows_after(rows, self.resumed_step)
+        self.begin_training()
 
     def raise_if_stopped(self) -> None:
         """Raise Interrupted where a signal ended training."""
@@ -136,6 +152,15 @@ class ActiveRun:
         )
 
 
+def gather_from_ranks(value: Any, *, single_process: bool = False) -> list[Any]:
+    """Return every rank's value, on every rank. Collective."""
+    if single_process or not dist.is_initialized():
+        return [value]
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
 @contextmanager
 def open_run(
     arguments: Arguments,
@@ -152,15 +177,26 @@ def open_run(
     """
     training = arguments.training
     world_size = 1 if single_process else training.world_size
+    folder = RunFolder(Path(training.output_dir))
+    writes = single_process or training.process_index == 0
+    if not launch.folder_prepared:
+        folder.check_unused(resume=resumes(vars(training)))
+    if writes and not launch.folder_prepared:
+        folder.hold(wait_seconds=RELEASE_SECONDS if "TORCHELASTIC_RUN_ID" in os.environ else 0)
+    gather = partial(gather_from_ranks, single_process=single_process)
+    progress.attempt_id, nodes = claim_folder(folder.path, writes=writes, gather=gather)
+    checkpoint = find_checkpoint(arguments, launch, progress)
+    if checkpoint is not None:
+        check_visible(checkpoint.path, gather=gather)
     run = ActiveRun(
         arguments=arguments,
         launch=launch,
         progress=progress,
-        folder=RunFolder(Path(training.output_dir)),
-        checkpoint=find_checkpoint(arguments, launch),
+        folder=folder,
+        checkpoint=checkpoint,
         stop_on_signal=StopOnSignal(progress, rank=training.process_index, world_size=world_size),
         single_process=single_process,
-        facts=facts or {},
+        facts={"nodes": nodes, **(facts or {})},
     )
     _open_folder(run)
     if run.writes and not single_process:
@@ -184,22 +220,37 @@ def _open_folder(run: ActiveRun) -> None:
         folder.check_unused(resume=resume)
         run.barrier()
         if run.writes:
-            folder.hold()
-    checkpoint = None if run.checkpoint is None else run.checkpoint.path
-    claim = claim_folder(folder.path, checkpoint, writes=run.writes, gather=run.gather)
-    run.progress.attempt_id = claim.attempt_id
-    if run.writes and not run.launch.folder_prepared:
-        start_attempt(folder, resume=resume)
-        _copy_output_to(folder.log if resume else folder.current().log)
+            run.facts.update(_restarts(run))
+            start_attempt(folder, resume=resume)
+            _copy_output_to(folder.log if resume else folder.current().log)
     run.barrier()
     if run.writes:
         started = {} if run.launch.folder_prepared else start_facts() | {"plan": None}
-        folder.update_run(**started, **_run_facts(run), nodes=claim.nodes)
+        folder.update_run(**started, **_run_facts(run))
+
+
+def _restarts(run: ActiveRun) -> dict[str, Any]:
+    """Return `restarts` for run.json, where the run resumes in the folder of its earlier attempts."""
+    checkpoint = run.checkpoint
+    elsewhere = checkpoint is not None and run.folder.path.absolute() not in checkpoint.path.absolute().parents
+    if elsewhere or not resumes(vars(run.arguments.training)):
+        return {}
+    restarts = record_restart(run.folder, resumed_step=run.resumed_step)
+    return {"restarts": restarts} if restarts else {}
+
+
+def _resumed_from(checkpoint: Checkpoint | None) -> dict[str, Any] | None:
+    """Name the checkpoint of the run itself, not the converted copy, which is removed."""
+    if checkpoint is None:
+        return None
+    source = None if checkpoint.manifest is None else checkpoint.manifest.converted_from
+    copied = checkpoint.path.parent.name == RESUME_FOLDER and source is not None and source.path is not None
+    return {"path": str(source.path if copied and source else checkpoint.path), "step": checkpoint.step}
 
 
 def _run_facts(run: ActiveRun) -> dict[str, Any]:
     """Return what run.json records before the first step."""
-    preset, training, checkpoint = run.launch.preset, run.arguments.training, run.checkpoint
+    preset, training = run.launch.preset, run.arguments.training
     return {
         "status": status.RUNNING,
         "exit_code": None,
@@ -214,7 +265,7 @@ def _run_facts(run: ActiveRun) -> dict[str, Any]:
         "hardware": describe_node(),
         "git_commit": git_commit(Path(__file__).parent),
         "measurement_version": MEASUREMENT_VERSION,
-        "resumed_from": None if checkpoint is None else {"path": str(checkpoint.path), "step": checkpoint.step},
+        "resumed_from": _resumed_from(run.checkpoint),
         **run.facts,
     }
 

@@ -25,7 +25,7 @@ from toolkit.presets.training_arguments import SDPA, parallelism_arguments, reso
 from toolkit.run.argument_aliases import canonical_flags
 from toolkit.run.argument_checks import check_arguments
 from toolkit.run.compilation import Compilation
-from toolkit.run.global_batch import with_accumulation
+from toolkit.run.global_batch import order_of_ranks, with_accumulation
 from toolkit.run.learning_rate import WARMUP_SHARE, ScaledRate, scaled_rate
 from toolkit.run.script_arguments import (
     DataArguments,
@@ -65,6 +65,8 @@ class Arguments:
     """How the ranks are divided; None for data parallelism alone."""
     compilation: Compilation | None = None
     """The decoder layers are compiled so; `training` does not have it, since the Trainer would compile the model."""
+    order_of_ranks: str | None = None
+    """The argument by which the rows of a step depend on the number of ranks; None where they do not."""
     notes: list[str] = field(default_factory=list)
     """Warnings and explanations for the log."""
 
@@ -141,6 +143,7 @@ def parse_args(argv: Sequence[str], launch: LaunchContext) -> Arguments:
         activation_checkpointing=checkpointing,
         layout=layout,
         compilation=Compilation.of(given),
+        order_of_ranks=order_of_ranks(given),
         notes=[
             *(f"warning: {line}" for line in warnings),
             *_rate_lines(rate, training),

@@ -28,34 +28,34 @@ class Claim(NamedTuple):
     """Host names, each once, in the order of their ranks."""
 
 
-def claim_folder(
-    output_dir: Path, checkpoint: Path | None, *, writes: bool, gather: Callable[[Any], list[Any]]
-) -> Claim:
+def claim_folder(output_dir: Path, *, writes: bool, gather: Callable[[Any], list[Any]]) -> Claim:
     """Make this attempt the owner of the run folder, and return its id and nodes, the same on all ranks. Collective.
 
     `gather` returns every rank's value. Raises ToolkitError on every rank where the node of one does not see what
-    rank 0 has written, or the checkpoint that the run resumes from.
+    rank 0 has written.
     """
     ranks = output_dir / "ranks"
     attempt_id = str(gather(uuid.uuid4().hex if writes else None)[0])
     if writes:
         ranks.mkdir(parents=True, exist_ok=True)
         write_attempt_id(ranks, attempt_id)
-    unseen = [] if _is_visible(ranks, attempt_id) else [str(output_dir.absolute())]
-    if checkpoint is not None and not checkpoint.is_dir():
-        unseen.append(str(checkpoint.absolute()))
-    found = gather((os.uname().nodename, unseen))
-    check_shared(found)
-    return Claim(attempt_id, tuple(dict.fromkeys(node for node, _ in found)))
+    nodes = _check_seen(output_dir, lambda: read_attempt_id(ranks) == attempt_id, gather)
+    return Claim(attempt_id, nodes)
 
 
-def _is_visible(ranks: Path, attempt_id: str) -> bool:
+def check_visible(folder: Path, *, gather: Callable[[Any], list[Any]]) -> None:
+    """Raise ToolkitError on every rank where the node of one does not see the folder. Collective."""
+    _check_seen(folder, folder.is_dir, gather)
+
+
+def _check_seen(folder: Path, is_seen: Callable[[], bool], gather: Callable[[Any], list[Any]]) -> tuple[str, ...]:
+    """Return the names of the nodes, each once, in the order of their ranks."""
     deadline = time.monotonic() + VISIBLE_SECONDS
-    while read_attempt_id(ranks) != attempt_id:
-        if time.monotonic() > deadline:
-            return False
+    while not (seen := is_seen()) and time.monotonic() < deadline:
         time.sleep(0.1)
-    return True
+    found = gather((os.uname().nodename, [] if seen else [str(folder.absolute())]))
+    check_shared(found)
+    return tuple(dict.fromkeys(node for node, _ in found))
 
 
 def check_shared(found: Sequence[tuple[str, Sequence[str]]]) -> None:

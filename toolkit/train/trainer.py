@@ -310,9 +310,10 @@ def build_trainer(
         progress=run.progress,
         untimed_steps=args.model.untimed_steps,
         resumed_step=run.resumed_step,
-        begin_training=run.begin_training,
+        begin_training=run.begin_rows,
         compiles=args.compilation is not None,
         counts_tokens=args.layout is None or run.rank % args.layout.ranks_per_batch == 0,
+        world_size=None if run.single_process else training.world_size,
     )
     trainer = parts.trainer(
         run=run,

@@ -141,18 +141,18 @@ def test_a_checkpoint_that_cannot_be_resumed_from_is_refused_before_a_rank_start
     assert "checkpoint-4 cannot be used: model.safetensors is damaged (checksum)" in damaged
     assert f"the previous one is complete: `{stopped}/checkpoint-3`" in damaged
     words = ["--output_dir", str(tmp_path / "out"), "--resume_from_checkpoint", str(stopped / "checkpoint-3")]
-    # `toolkit train` would convert; in one process because that is quicker
+    # Started otherwise, rank 0 checks and converts; in one process because that is quicker.
     other = accelerate_launch(ROOT / "accelerate_configs" / "zero2.yaml", *job, *words, num_processes=1)
     assert other.returncode != 0
-    assert "was written with sharding replicate, not shard_grad_op; world_size 2, not 1" in other.stderr
-    assert "`toolkit checkpoint convert`" in other.stderr
+    assert "was trained with 8 sequences per step over all ranks, now it is 4" in other.stderr
     batch = refused(job, stopped / "checkpoint-3", tmp_path / "out", "--per_device_train_batch_size", "1")
-    assert "was trained with --per_device_train_batch_size 2, now it is 1" in batch
+    assert "was trained with 8 sequences per step over all ranks, now it is 4" in batch
+    assert "`--global_batch_size 8`" in batch
     done = refused(job, stopped / "checkpoint-3", tmp_path / "out", "--max_steps", "3")
     assert "has 3 steps already, --max_steps is 3" in done
     missing = refused(job, stopped / "checkpoint-9", tmp_path / "out")
     assert "checkpoint-9 cannot be used: it does not exist" in missing
-    assert not (tmp_path / "out" / "ranks").exists()
+    assert not (tmp_path / "out" / "run.json").exists()
 
 
 def test_the_newest_checkpoint_of_an_empty_folder_is_none(tmp_path: Path) -> None:

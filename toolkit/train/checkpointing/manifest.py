@@ -152,6 +152,7 @@ def manifest_facts(trainer: Any, reading: RankReading, *, preset: str | None) ->
         "model_name_or_path": plain.config._name_or_path,
         "per_device_train_batch_size": training.per_device_train_batch_size,
         "gradient_accumulation_steps": training.gradient_accumulation_steps,
+        "global_batch_size": arguments.global_batch_size,
         "optim": str(getattr(training.optim, "value", training.optim)),
         "seed": training.seed,
         "streaming_buffer_size": getattr(trainer.train_dataset, "buffer_size", 0),

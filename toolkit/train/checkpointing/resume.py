@@ -6,6 +6,7 @@ A checkpoint that `toolkit checkpoint convert` made for a DeepSpeed preset has `
 from __future__ import annotations
 
 from dataclasses import asdict
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -15,68 +16,118 @@ from transformers import TrainerCallback
 
 from toolkit.files.model_weights import read_weights
 from toolkit.files.safe_loading import check_checkpoint, load_only_known_classes
-from toolkit.run import checkpoints
-from toolkit.run.checkpoints import Checkpoint, check_resume_settings, check_same_layout
+from toolkit.presets import Preset
+from toolkit.run.checkpoints import (
+    LATEST_WORDS,
+    Checkpoint,
+    check_resume_settings,
+    check_same_layout,
+    latest_complete,
+    read_checkpoint,
+    read_complete_checkpoint,
+    remove_unfinished,
+)
 from toolkit.run.dataset_checks import streaming_buffer_size
+from toolkit.run.resume_conversion import ResumingRun, checkpoint_to_convert, convert_checkpoint
+from toolkit.run.script_arguments import degrees_given, resumes
 from toolkit.train.arguments import Arguments
+from toolkit.train.checkpointing.signals import join_store
+from toolkit.train.health.progress import Progress
 from toolkit.train.launch_context import LaunchContext
 
-MUST_STAY = ("per_device_train_batch_size", "gradient_accumulation_steps", "seed", "max_steps")
+# A conversion reads and writes the whole checkpoint; no collective may wait for it.
+CONVERSION_LIMIT = timedelta(days=1)
 
 
-def find_checkpoint(arguments: Arguments, launch: LaunchContext) -> Checkpoint | None:
+def find_checkpoint(arguments: Arguments, launch: LaunchContext, progress: Progress) -> Checkpoint | None:
     """Return the checkpoint that `--resume_from_checkpoint` names; None for a run that starts at step 0.
 
-    Raises ToolkitError for one that is damaged, whose pickles would run something, that has another layout, or whose
+    Rank 0 reads all bytes, and converts a checkpoint whose shards do not fit; the others wait, in no collective.
+
+    Raises ToolkitError for one that is damaged, whose pickles would run something, that cannot be converted, or whose
     data order would not continue.
     """
     training = arguments.training
-    checkpoint = _read_on_rank_0(training, verified=launch.folder_prepared, trust_pickle=arguments.model.trust_pickle)
+    if not resumes(vars(training)):
+        return None
+    if not arguments.model.trust_pickle:
+        load_only_known_classes(deepspeed=training.deepspeed_plugin is not None)
+    found = [_prepared_by_rank_0(arguments, launch, progress)]
+    if dist.is_initialized():
+        dist.broadcast_object_list(found)
+    checkpoint = found[0]
     if checkpoint is None:
         return None
     if launch.preset is not None:
-        check_same_layout(
-            checkpoint,
-            **{name: getattr(launch.preset, name) for name in ("engine", "sharding", "sharded_at_load")},
-            world_size=training.world_size,
-            layout=arguments.layout,
-        )
+        run = _resuming_run(arguments, launch.preset)
+        check_same_layout(checkpoint, run.layout)
     check_resume_settings(
         checkpoint,
-        **{name: getattr(training, name) for name in MUST_STAY},
+        global_batch_size=arguments.global_batch_size,
+        seed=training.seed,
+        max_steps=training.max_steps,
         optim=str(getattr(training.optim, "value", training.optim)),
         streaming_buffer_size=streaming_buffer_size(asdict(arguments.data)),
         dataset_weights=arguments.data.dataset_weights or [],
         data_parallel_size=arguments.data_parallel_size,
+        order_of_ranks=arguments.order_of_ranks,
     )
     if training.process_index == 0:
         print(f"resume: from {checkpoint.path}, after step {checkpoint.step}", flush=True)
     return checkpoint
 
 
-def _read_on_rank_0(training: Any, *, verified: bool, trust_pickle: bool) -> Checkpoint | None:
-    """Read all bytes on one rank only. `verified`: the launcher has read a named checkpoint already."""
-    given = training.resume_from_checkpoint
-    if given in (None, "", False) or str(given).lower() in ("false", "none"):
+def _prepared_by_rank_0(arguments: Arguments, launch: LaunchContext, progress: Progress) -> Checkpoint | None:
+    """Prepare the checkpoint on rank 0, while the others wait for as long as that takes; None on the others."""
+    if not dist.is_initialized():
+        return _prepare(arguments, launch)
+    store = join_store(CONVERSION_LIMIT, progress)
+    if arguments.training.process_index != 0:
+        store.wait(["checkpoint"])
         return None
-    found = [_find(str(given), Path(training.output_dir), verified) if training.process_index == 0 else None]
-    if not trust_pickle:
-        if found[0] is not None:
-            check_checkpoint(found[0].path)
-        load_only_known_classes(deepspeed=training.deepspeed_plugin is not None)
-    if dist.is_initialized():
-        dist.broadcast_object_list(found)
-    checkpoint: Checkpoint | None = found[0]
+    checkpoint = _prepare(arguments, launch)
+    store.set("checkpoint", "ready")
     return checkpoint
 
 
-def _find(given: str, output_dir: Path, verified: bool) -> Checkpoint | None:
-    if given.lower() not in checkpoints.LATEST_WORDS:
-        return (
-            checkpoints.read_checkpoint(Path(given)) if verified else checkpoints.read_complete_checkpoint(Path(given))
-        )
-    checkpoints.remove_unfinished(output_dir)
-    latest = checkpoints.latest_complete(output_dir)
+def _prepare(arguments: Arguments, launch: LaunchContext) -> Checkpoint | None:
+    """Find the checkpoint, check its pickles, and convert it where its shards do not fit the run."""
+    training = arguments.training
+    given, output_dir = str(training.resume_from_checkpoint), Path(training.output_dir)
+    checkpoint = _find(given, output_dir, verified=launch.folder_prepared)
+    if checkpoint is None:
+        return None
+    if launch.preset is not None:
+        run = _resuming_run(arguments, launch.preset)
+        converted = convert_checkpoint(checkpoint_to_convert(checkpoint, run), run, on_message=_print_at_once)
+        checkpoint = checkpoint if converted.path is None else read_checkpoint(converted.path)
+    if not arguments.model.trust_pickle:
+        check_checkpoint(checkpoint.path)
+    return checkpoint
+
+
+def _resuming_run(arguments: Arguments, preset: Preset) -> ResumingRun:
+    training = arguments.training
+    return ResumingRun(
+        preset=preset,
+        num_processes=training.world_size,
+        output_dir=Path(training.output_dir),
+        global_batch_size=arguments.global_batch_size,
+        degrees=degrees_given(vars(arguments.model)),
+        trust_pickle=arguments.model.trust_pickle,
+    )
+
+
+def _print_at_once(line: str) -> None:
+    print(line, flush=True)
+
+
+def _find(given: str, output_dir: Path, *, verified: bool) -> Checkpoint | None:
+    """`verified`: the launcher has read a named checkpoint already."""
+    if given.lower() not in LATEST_WORDS:
+        return read_checkpoint(Path(given)) if verified else read_complete_checkpoint(Path(given))
+    remove_unfinished(output_dir)
+    latest = latest_complete(output_dir)
     if latest is None:
         print(f"resume: no complete checkpoint is in {output_dir}; training starts from step 0", flush=True)
     return latest

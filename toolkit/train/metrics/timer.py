@@ -68,10 +68,13 @@ class StepTimer(TrainerCallback):  # type: ignore[misc]
         begin_training: Callable[[], None] | None = None,
         compiles: bool = False,
         counts_tokens: bool = True,
+        world_size: int | None = None,
     ) -> None:
         self.path, self.rank, self.progress = path, rank, progress
         self.counts_tokens = counts_tokens
         """False on a rank that trains on the rows of another one: their tokens are counted there."""
+        self.world_size = world_size
+        """Ranks that write a row for each step; None where not all of them have a process."""
         self.untimed_steps, self.resumed_step = untimed_steps, resumed_step
         self.max_steps = 0
         self.timed_seconds: list[float] = []
@@ -221,6 +224,7 @@ class StepTimer(TrainerCallback):  # type: ignore[misc]
             "step": number,
             "step_of_process": number - self.resumed_step,
             "rank": self.rank,
+            "world_size": self.world_size,
             "seconds": self._seconds(step.start, step.end),
             "own_seconds": self._own_seconds(step),
             "data_seconds": math.fsum(self._seconds(*wait) for wait in step.data_waits if wait[1] is not None),
