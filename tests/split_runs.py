@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "llama": {"model_type": "llama"},
     "llama_tied": {"model_type": "llama", "tie_word_embeddings": True},
     "llama_mha": {"model_type": "llama", "num_key_value_heads": 4},
+    "llama_deep": {"model_type": "llama", "num_hidden_layers": 5},  # 3 and 2 layers in two stages, or 2, 1, 1 and 1
     "qwen3": {"model_type": "qwen3"},  # norms of queries and keys, which tensor parallelism replicates
     "qwen3_moe": {"model_type": "qwen3_moe", **EXPERTS},
 }
@@ -68,7 +69,7 @@ class SplitRun:
         return self.layout.get("dp_shard", 1) * self.layout.get("dp_replicate", 1)
 
     def arguments(self) -> list[str]:
-        degrees = [name for name in ("tp", "cp", "sp", "ep") if name in self.layout]
+        degrees = [name for name in ("pp", "tp", "cp", "sp", "ep") if name in self.layout]
         given = [word for name in degrees for word in (f"--{name}", str(self.layout[name]))]
         batch = ROWS_PER_ACCUMULATION_STEP // self.data_parallel_size
         return [*given, "--per_device_train_batch_size", str(batch), *self.words]
@@ -79,11 +80,33 @@ def _alone(model: str, *words: str) -> SplitRun:
 
 
 RECOMPUTED = ("--activation_checkpointing", "true")
+# One micro-batch is one accumulation step; packed rows are one row of all documents, of which most are not full.
+PACKED = ("--packing", "true", "--per_device_train_batch_size", "2")
+FOUR_MICRO_BATCHES = ("--per_device_train_batch_size", "2", "--gradient_accumulation_steps", "4")
+
+
+def _pipeline(model: str, *words: str, baseline: str = "", **layout: int) -> SplitRun:
+    return SplitRun(
+        preset="pipeline_1f1b", model=model, layout=layout or {"pp": 2}, words=words, baseline=baseline or model
+    )
+
+
+PIPELINES = {
+    "": _pipeline("llama", *SAVED),
+    "-2x2": _pipeline("llama_tied", *RECOMPUTED, dp_replicate=2, pp=2),
+    "-tied": _pipeline("llama_tied", "--pipeline_schedule", "gpipe", *SAVED),
+    "-of-four": _pipeline("llama_deep", *FOUR_MICRO_BATCHES, pp=4),
+    "-interleaved": _pipeline("llama_deep", "--pipeline_schedule", "interleaved_1f1b", *SAVED),
+    "-packed": _pipeline("llama", *PACKED, baseline="llama-packed"),
+    "-bf16": _pipeline("qwen3", "--bf16", "true", baseline="qwen3-bf16"),
+}
 RUNS = {
     **{name: _alone(name) for name in MODELS},
     "qwen3-lora": _alone("qwen3", *LORA),
     "qwen3_moe-lora": _alone("qwen3_moe", *ATTENTION_LORA),
     "qwen3-bf16": _alone("qwen3", "--bf16", "true"),
+    "llama-packed": _alone("llama", *PACKED),
+    **{f"pipeline{name}": run for name, run in PIPELINES.items()},
     "tp": SplitRun(preset="tp", model="llama", layout={"tp": 2}, baseline="llama"),
     "tp-2x2": SplitRun(preset="tp", model="llama_tied", layout={"dp_replicate": 2, "tp": 2}, baseline="llama_tied"),
     "hsdp_tp": SplitRun(
@@ -145,6 +168,11 @@ RUNS = {
         preset="tp", model="qwen3", layout={"tp": 2}, words=LORA, resumes=("fsdp2_tp-lora", 2)
     ),
     "ep-resumed-on-two": SplitRun(preset="ep", model="qwen3_moe", layout={"dp_shard": 2, "ep": 2}, resumes=("ep", 2)),
+    "pipeline-resumed": replace(PIPELINES[""], words=(), baseline="", resumes=("pipeline", 2)),
+    "pipeline-tied-resumed": replace(PIPELINES["-tied"], baseline="", resumes=("pipeline-tied", 4)),
+    "pipeline-interleaved-resumed": replace(
+        PIPELINES["-interleaved"], baseline="", resumes=("pipeline-interleaved", 2)
+    ),
     "cp-resumed": SplitRun(preset="cp", model="llama", layout={"cp": 2}, resumes=("cp", 2)),
     "ulysses-resumed": SplitRun(preset="ulysses", model="llama", layout={"sp": 2}, resumes=("ulysses", 2)),
 }

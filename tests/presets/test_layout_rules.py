@@ -23,6 +23,7 @@ QWEN3_MOE = {**LLAMA, "model_type": "qwen3_moe", "num_experts": 8, "num_experts_
 DEGREES = {
     **{"tp": {"tp": 2}, "fsdp2_tp": {"tp": 2}, "hsdp_tp": {"tp": 2}, "ep": {"ep": 2}, "ep_tp": {"tp": 2, "ep": 2}},
     **{"cp": {"cp": 2}, "ulysses": {"sp": 2}},
+    "pipeline_1f1b": {"pp": 2, "gradient_accumulation_steps": 4},
 }
 AT_LOAD = ("tp", "fsdp2_tp", "hsdp_tp", "ep", "ep_tp")
 
@@ -44,13 +45,15 @@ def test_every_layout_has_a_case_here() -> None:
 @pytest.mark.parametrize("preset", DEGREES)
 def test_a_full_fine_tune_with_two_ranks_of_each_degree_is_accepted(preset: str) -> None:
     assert refusal(preset) is None
-    assert refusal(preset, lora_r=8) is None
+    assert (refusal(preset, lora_r=8) is None) is (preset != "pipeline_1f1b")
 
 
 # -- degrees
 
 
-@pytest.mark.parametrize(("preset", "missing"), [("fsdp2_tp", "tp"), ("ep", "ep"), ("cp", "cp"), ("ulysses", "sp")])
+@pytest.mark.parametrize(
+    ("preset", "missing"), [("fsdp2_tp", "tp"), ("ep", "ep"), ("cp", "cp"), ("ulysses", "sp"), ("pipeline_1f1b", "pp")]
+)
 def test_a_preset_without_its_degree_is_refused(preset: str, missing: str) -> None:
     with pytest.raises(ToolkitError, match=f"preset '{preset}' needs --{missing}") as refused:
         check_arguments({}, load_preset(preset), num_processes=8, on_cpu=False)
@@ -173,7 +176,7 @@ def test_what_a_model_that_is_sharded_at_load_does_not_train_with_is_refused(
         assert found is not None
         assert found.message.startswith(f"{option} does not work under preset '{preset}': ")
         assert found.hint
-    else:
+    elif preset != "pipeline_1f1b":
         assert found is None or found.rule != "parallel-method"
 
 
@@ -260,3 +263,56 @@ def test_the_command_refuses_before_it_starts_a_rank(
         "  hint: `--tp 2`",
     ]
     assert not (tmp_path / "out").exists()
+
+
+# -- pipelines
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message", "hint"),
+    [
+        ({"pp": 4, "gradient_accumulation_steps": 2}, "1f1b fills 4 stages with 2 micro-batches", "`--gradient_accumu"),
+        ({"pipeline_schedule": "interleaved_1f1b", "pipeline_chunks": 1}, "interleaves two stages", "`--pipeline_chu"),
+        ({"pipeline_chunks": 2}, "1f1b has one stage per GPU", "`--pipeline_schedule interleaved_1f1b`"),
+        ({"pipeline_schedule": "interleaved_1f1b", "gradient_accumulation_steps": 5}, "cannot be dealt out", "`--grad"),
+        ({"pipeline_chunks": 0}, "--pipeline_chunks is 0, expected 1 or more", "None"),
+        ({"neftune_noise_alpha": 5}, "--neftune does not work under preset 'pipeline_1f1b'", "leave it out"),
+        ({"label_smoothing_factor": 0.1}, "--label_smoothing does not work under preset", "leave it out"),
+        ({"lora_r": 8}, "--lora does not work under preset 'pipeline_1f1b': stages hold no adapters", "`--preset"),
+        ({"loss": "chunked"}, "--loss chunked does not work under preset 'pipeline_1f1b'", "leave `--loss` out"),
+        (
+            {"optim": "adafactor"},
+            "--optim adafactor does not work under preset 'pipeline_1f1b': only AdamW",
+            "`--optim",
+        ),
+        ({"save_only_model": "true"}, "--save_only_model does not work under preset 'pipeline_1f1b'", "leave it out"),
+        ({"freeze": "model.*"}, "--freeze does not work under preset 'pipeline_1f1b'", "leave it out"),
+    ],
+)
+def test_what_a_pipeline_does_not_run_is_refused(arguments: dict[str, Any], message: str, hint: str) -> None:
+    found = refusal("pipeline_1f1b", **arguments)
+    assert found is not None
+    assert message in found[0]
+    assert str(found[1]).startswith(hint)
+
+
+@pytest.mark.parametrize(
+    ("config", "given", "message"),
+    [
+        (LLAMA, {"pp": 4}, "4 stages of a model with 2 layers"),
+        (LLAMA, {"pp": 2, "pipeline_schedule": "interleaved_1f1b"}, "4 stages of a model with 2 layers"),
+        ({**LLAMA, "model_type": "gpt2"}, {"pp": 2}, "--pp 2 does not work for this model: stages were verified for"),
+    ],
+)
+def test_a_model_without_so_many_stages_is_refused(config: dict[str, Any], given: dict[str, Any], message: str) -> None:
+    reason = unsupported(None, Method(**given, micro_batches=4, model_split=read_split(config)))
+    assert reason is not None
+    assert reason.message.startswith(message)
+
+
+def test_a_pipeline_option_without_a_pipeline_is_refused() -> None:
+    found = refusal("ddp", pipeline_schedule="gpipe")
+    assert found == (
+        "--pipeline_schedule does not work under preset 'ddp': it has no pipeline",
+        "`--preset pipeline_1f1b`",
+    )

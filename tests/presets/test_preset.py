@@ -28,7 +28,7 @@ JSONS = sorted((ROOT / "ds_configs").glob("*.json"))
 
 NAMES = [
     *("cp", "ddp", "ep", "ep_tp", "fsdp2", "fsdp2_cpu_offload", "fsdp2_grad_op", "fsdp2_hybrid", "fsdp2_tp"),
-    *("hsdp_tp", "single", "tp", "ulysses"),
+    *("hsdp_tp", "pipeline_1f1b", "single", "tp", "ulysses"),
     *("zero1", "zero2", "zero2_cpu_offload", "zero3", "zero3_cpu_offload", "zero3_nvme_offload", "zeropp"),
 ]
 
@@ -51,6 +51,7 @@ PROMISES: dict[str, tuple[str, str, str | None, str | None, int, bool]] = {
     "fsdp2_hybrid": ("fsdp2", "hybrid_shard", None, None, 4, False),
     "fsdp2_tp": ("fsdp2", "full_shard", None, None, 4, False),
     "hsdp_tp": ("fsdp2", "hybrid_shard", None, None, 8, False),
+    "pipeline_1f1b": ("pipeline", "replicate", None, None, 2, False),
     "single": ("none", "replicate", None, None, 1, False),
     "tp": ("fsdp2", "replicate", None, None, 2, False),
     "ulysses": ("deepspeed", "full_shard", None, None, 2, True),
@@ -71,6 +72,7 @@ PARALLEL = {
     "ep_tp": ["dp_shard", "tp", "ep"],
     "fsdp2_tp": ["dp_shard", "tp"],
     "hsdp_tp": ["dp_replicate", "dp_shard", "tp"],
+    "pipeline_1f1b": ["dp_replicate", "pp"],
     "tp": ["dp_replicate", "tp"],
     "ulysses": ["dp_shard", "sp"],
 }
@@ -81,6 +83,7 @@ JSON_OF = {"ulysses": "zero3"}
 
 SHARDED_PARTS = {name: ("parameter", "gradient", "optimizer") for name in NAMES} | {
     "ddp": (),
+    "pipeline_1f1b": (),
     "single": (),
     "tp": (),
     "zero1": ("optimizer",),
@@ -278,7 +281,8 @@ def test_accelerate_itself_reads_the_yaml(name: str) -> None:
     from accelerate.commands.config.config_args import load_config_from_file
 
     config = load_config_from_file(str(ROOT / "accelerate_configs" / f"{name}.yaml"))
-    kind = {"none": "NO", "ddp": "MULTI_GPU", "fsdp2": "FSDP", "deepspeed": "DEEPSPEED"}[PROMISES[name][0]]
+    kinds = {"none": "NO", "ddp": "MULTI_GPU", "fsdp2": "FSDP", "deepspeed": "DEEPSPEED", "pipeline": "MULTI_GPU"}
+    kind = kinds[PROMISES[name][0]]
     assert config.distributed_type == ("MULTI_GPU" if name in SHARDED_AT_LOAD else kind)
     # -1 is accelerate's word for: `--num_processes` must be given
     assert config.num_processes == (1 if name == "single" else -1)
@@ -410,13 +414,13 @@ def test_an_unknown_zero_stage_is_refused(tmp_path: Path) -> None:
     ("text", "why"),
     [
         ("distributed_type: FSDP\nfsdp_config: {fsdp_version: 2, parallel: [cp, dp_shard]}",
-         "fsdp_config.parallel is ['cp', 'dp_shard'], expected names in this order: dp_replicate, dp_shard, cp, sp"),
+         "fsdp_config.parallel is ['cp', 'dp_shard'], expected names in this order: dp_replicate, dp_shard, pp, cp"),
         ("distributed_type: MULTI_GPU\nfsdp_config: {parallel: [tp, tp]}", "expected names in this order"),
         ("distributed_type: MULTI_GPU\nfsdp_config: {parallel: [dp_shard, cp]}",
-         "expected dimensions of the engine: ddp (dp_replicate, dp_shard, ep, tp) or fsdp2 (cp, dp_shard)"),
+         "expected dimensions of the engine: ddp (dp_replicate, dp_shard, ep, tp) or pipeline (dp_replicate, pp)"),
         ("distributed_type: FSDP\nfsdp_config: {fsdp_version: 2, parallel: [tp]}", "dimensions of the engine"),
-        ("distributed_type: MULTI_GPU\nfsdp_config: {parallel: [pp]}", "expected a list of dp_replicate, dp_shard, cp"),
-        ("distributed_type: MULTI_GPU\nfsdp_config: {parallel: tp}", "expected a list of dp_replicate, dp_shard, cp"),
+        ("distributed_type: MULTI_GPU\nfsdp_config: {parallel: [xp]}", "expected a list of dp_replicate, dp_shard, pp"),
+        ("distributed_type: MULTI_GPU\nfsdp_config: {parallel: tp}", "expected a list of dp_replicate, dp_shard, pp"),
     ],
 )  # fmt: skip
 def test_dimensions_that_an_engine_cannot_divide_are_refused(text: str, why: str, tmp_path: Path) -> None:

@@ -91,7 +91,8 @@ def recommended(preset: Preset, world_size: int, job: TrainingJob) -> str | None
 def test_launcher_planner_recommendation_and_rehearsal_accept_the_same_world_sizes(name: str, world_size: int) -> None:
     preset = load_preset(name)
     expected = supports_world_size(preset, world_size)
-    job = TrainingJob(max_seq_length=64, **degrees(preset))  # type: ignore[arg-type]
+    accumulation = 2  # a pipeline of two stages needs two micro-batches
+    job = TrainingJob(max_seq_length=64, gradient_accumulation_steps=accumulation, **degrees(preset))  # type: ignore[arg-type]
     assert works(lambda: check_process_count(world_size, gpus=16, preset=preset)) is expected
     # degrees of 2 do not divide three processes, of which other degrees could be made
     divides = unsupported(preset, Method(**degrees(preset)), world_size=world_size) is None  # type: ignore[arg-type]

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from toolkit.errors import ToolkitError
 from toolkit.files.checkpoint_pickles import read_folder_name
-from toolkit.run.checkpoints import AT_LOAD_OPTIMIZER
+from toolkit.run.checkpoints import AT_LOAD_OPTIMIZER, STAGE_OPTIMIZER
 
 FSDP_MODEL, FSDP_OPTIMIZER = "pytorch_model_fsdp_0", "optimizer_0"
 FULL_WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
@@ -30,8 +30,8 @@ class Layout:
 
     path: Path
     engine: str
-    """`deepspeed`, `fsdp2`, `at_load` (transformers sharded the model while it loaded it), `plain` (DDP and a single
-    process write the same files) or `universal`."""
+    """`deepspeed`, `fsdp2`, `at_load` (transformers sharded the model while it loaded it), `pipeline`, `plain` (DDP and
+    a single process write the same files) or `universal`."""
     state_folder: Path
     """Folder of the sharded states: `global_stepN/` for DeepSpeed, otherwise the checkpoint itself."""
     adapter: bool | None
@@ -59,6 +59,7 @@ def detect(path: Path) -> Layout:
         ranks = len(list(path.glob("rng_state*.pth")))
         is_adapter = (path / ADAPTER_WEIGHTS).exists()
         engine = "at_load" if (path / AT_LOAD_OPTIMIZER).is_dir() else "plain"
+        engine = "pipeline" if (path / STAGE_OPTIMIZER.format(rank=0)).is_file() else engine
         return Layout(path=path, engine=engine, state_folder=path, adapter=is_adapter, world_size=ranks or None)
     raise ToolkitError(f"{path} holds no supported checkpoint{_unsupported(path)}", hint=_suggestion(path))
 

@@ -25,6 +25,7 @@ _OPTIMIZER_FILES = (
     FSDP_OPTIMIZER,
     AT_LOAD_OPTIMIZER,
     "optimizer.pt",
+    "optimizer_stage",
     "optim_states.pt",
     "exp_avg",
     "optimizer_state.pt",

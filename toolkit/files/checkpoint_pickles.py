@@ -85,6 +85,7 @@ DCP_METADATA = frozenset(
 PICKLES = {
     "rng_state*.pth": RANDOM_STATES,
     "optimizer.pt": OPTIMIZER_STATES,
+    "optimizer_stage*.pt": OPTIMIZER_STATES,
     "scheduler.pt": TENSORS,
     "scaler.pt": TENSORS,
     "*.metadata": DCP_METADATA,

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from toolkit.parallel.pipeline_schedule import PIPELINED_TYPES
 from toolkit.versions import model_plans, model_types
 
 EXPERT_FIELDS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
@@ -19,6 +20,7 @@ DIVIDED = {
     "sp": ("num_attention_heads",),
     "ep": ("num_experts",),
     "cp": (),
+    "pp": (),
 }
 # Styles of transformers' plans that split a parameter; the others replicate it.
 SPLIT_STYLES = ("colwise", "rowwise", "embedding_rowwise", "embedding_colwise", "packed_colwise", "packed_rowwise")
@@ -28,6 +30,7 @@ WORDS = {
     "intermediate_size": "rows of its MLP",
     "vocab_size": "rows of its vocabulary",
     "num_experts": "experts",
+    "num_hidden_layers": "layers",
 }
 
 
@@ -51,6 +54,8 @@ class ModelSplit:
             if dimension == "ep" and "num_experts" not in self.sizes:
                 return f"{self.model_type} has no experts"
             return f"transformers has no plan for {self.model_type}"
+        if dimension == "pp":
+            return self._no_pipeline(degree)
         if dimension in ("cp", "sp") and self.needs_whole_sequence is not None:
             return self.needs_whole_sequence
         for name in DIVIDED[dimension]:
@@ -61,6 +66,12 @@ class ModelSplit:
         if dimension == "sp" and heads and heads % degree and degree % heads:
             return f"{degree} neither divides its {heads} key-value heads nor is a multiple of them"
         return None
+
+    def _no_pipeline(self, degree: int) -> str | None:
+        if self.model_type not in PIPELINED_TYPES:
+            return f"stages were verified for {', '.join(PIPELINED_TYPES)} only"
+        layers = self.sizes.get("num_hidden_layers")
+        return f"it has {layers} layers" if layers is not None and degree > layers else None
 
     def nearest(self, dimension: str, degree: int) -> int | None:
         """Return the largest degree of 2 or more, below the given one, that works; None if there is none."""
@@ -79,6 +90,7 @@ def read_split(config: Mapping[str, Any]) -> ModelSplit:
         "intermediate_size": fields.get("intermediate_size"),
         "vocab_size": fields.get("vocab_size"),
         "num_experts": experts,
+        "num_hidden_layers": fields.get("num_hidden_layers"),
     }
     known = {name: int(size) for name, size in sizes.items() if isinstance(size, int) and size > 0}
     return ModelSplit(

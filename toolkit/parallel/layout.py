@@ -14,13 +14,14 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-DIMENSIONS = ("dp_replicate", "dp_shard", "cp", "sp", "tp", "ep")
+DIMENSIONS = ("dp_replicate", "dp_shard", "pp", "cp", "sp", "tp", "ep")
 """From the outermost to the innermost; `ep` divides the ranks of `dp_shard` and `tp` again, for experts only."""
-DEGREES = ("tp", "cp", "sp", "ep", "dp_replicate")
+DEGREES = ("pp", "tp", "cp", "sp", "ep", "dp_replicate")
 """Degrees that a user gives; `dp_shard` is what remains."""
-# Ranks that train on the same rows: each computes a part of the layers, or a part of the sequence.
-SAME_ROWS = ("cp", "sp", "tp")
+# Ranks that train on the same rows: each computes some layers, a part of each layer, or a part of the sequence.
+SAME_ROWS = ("pp", "cp", "sp", "tp")
 NAMES = {
+    "pp": "pipeline parallelism",
     "tp": "tensor parallelism",
     "cp": "context parallelism",
     "sp": "sequence parallelism",
@@ -36,6 +37,7 @@ class ParallelLayout:
 
     dp_replicate: int = 1
     dp_shard: int = 1
+    pp: int = 1
     cp: int = 1
     sp: int = 1
     tp: int = 1
@@ -53,7 +55,7 @@ class ParallelLayout:
     @property
     def ranks_per_batch(self) -> int:
         """Ranks that train on the same rows; they are neighbours."""
-        return self.cp * self.sp * self.tp
+        return self.pp * self.cp * self.sp * self.tp
 
     @property
     def pieces(self) -> int:

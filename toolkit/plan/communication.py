@@ -21,6 +21,7 @@ from toolkit.parallel.layout import ParallelLayout
 from toolkit.plan.collectives import Collective
 from toolkit.plan.engine_settings import zero_block
 from toolkit.plan.job import TrainingSetup
+from toolkit.plan.pipeline_stages import pipeline_collectives
 from toolkit.plan.split_communication import split_collectives
 
 DDP_BUCKET_BYTES = 25 * 2**20
@@ -40,6 +41,8 @@ def step_collectives(setup: TrainingSetup) -> tuple[Collective, ...]:
 
 def _of_model_states(setup: TrainingSetup) -> Iterator[Collective]:
     """Gathers of parameters and reductions of gradients."""
+    if setup.preset.engine == "pipeline":
+        return _pipeline(setup)
     if setup.preset.sharded_at_load:
         return _at_load(setup)
     if setup.preset.engine == "fsdp2":
@@ -47,6 +50,15 @@ def _of_model_states(setup: TrainingSetup) -> Iterator[Collective]:
     if setup.preset.engine != "deepspeed":
         return _ddp(setup)
     return _zero3(setup) if "parameter" in setup.preset.sharded_parts else _zero12(setup)
+
+
+def _pipeline(setup: TrainingSetup) -> Iterator[Collective]:
+    settings, layout, job = setup.job.pipeline, setup.layout, setup.job
+    assert settings is not None, "a pipeline is planned with its number of stages"
+    assert layout is not None
+    return pipeline_collectives(
+        setup.shape, settings, layout, tokens=job.tokens, micro_batches=job.gradient_accumulation_steps
+    )
 
 
 def _ddp(setup: TrainingSetup) -> Iterator[Collective]:

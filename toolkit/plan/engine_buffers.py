@@ -37,7 +37,7 @@ COMMUNICATOR_BYTES = 800 * MIB
 ROUNDING_BYTES = 64 * MIB
 # Share of the allocated memory that is reserved and unusable at the peak. Reported: ZeRO-2 36.2 of 36.5 GB used; FSDP1
 # 43.9 of 70.1 GB, because of streams and `recordStream`, which FSDP2 does not use. The others are assumed.
-FRAGMENTATION = {"none": 0.02, "ddp": 0.02, "fsdp2": 0.04, "replicate": 0.02, "shard_optimizer": 0.02}
+FRAGMENTATION = {"none": 0.02, "ddp": 0.02, "pipeline": 0.02, "fsdp2": 0.04, "replicate": 0.02, "shard_optimizer": 0.02}
 FRAGMENTATION |= {"shard_grad_op": 0.02, "full_shard": 0.06, "hybrid_shard": 0.06}
 
 

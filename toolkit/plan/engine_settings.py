@@ -29,7 +29,7 @@ class EngineSettings:
     """Everything about an engine that decides bytes, once the world size is known. Bucket sizes are in elements."""
 
     kind: str
-    """`none`, `ddp`, `deepspeed` or `fsdp2`; DDP with one process is `none`, since it has nothing to reduce."""
+    """`none`, `ddp`, `deepspeed`, `fsdp2` or `pipeline`; DDP with one process is `none`: it has nothing to reduce."""
     sharding: str
     shards_parameters: bool
     world_size: int
@@ -105,14 +105,14 @@ class EngineSettings:
             return 0
         if self.layout is None:
             return 2 if self.sharding == "hybrid_shard" else 1
-        if not self.sharded_at_load:  # model states are shared among all, sequences among some
+        if not self.sharded_at_load and self.layout.pp == 1:  # model states are shared among all, sequences among some
             return 2
         return sum(degree > 1 for degree in self.layout.degrees().values())
 
     @property
     def autocasts(self) -> bool:
         """True if fp32 weights are cast where they are used; those of DeepSpeed and FSDP2 are bf16 by then."""
-        return self.kind in ("none", "ddp") and self.element_bytes == 2
+        return self.kind in ("none", "ddp", "pipeline") and self.element_bytes == 2
 
 
 def engine_settings(

@@ -27,7 +27,9 @@ from toolkit.models.shape import Layer, ModelShape
 from toolkit.models.split import ModelSplit, read_split
 from toolkit.models.split_tensors import part_of_rank
 from toolkit.parallel.layout import DEGREES, SAME_ROWS, ParallelLayout
+from toolkit.parallel.pipeline_schedule import PipelineSettings
 from toolkit.plan.engine_settings import EngineSettings, engine_settings
+from toolkit.plan.pipeline_stages import stage_shape
 from toolkit.presets.accumulation import ACCUMULATE, WHOLE, default_accumulate
 from toolkit.presets.optimizers import DEFAULT_OPTIMIZER
 from toolkit.presets.preset import Preset
@@ -42,7 +44,7 @@ LARGEST = {
     "gradient_accumulation_steps": 2**20,
     "lora_r": 2**16,
     "gpus_per_node": 2**10,
-    **dict.fromkeys(DEGREES, 2**10),
+    **dict.fromkeys((*DEGREES, "pipeline_chunks"), 2**10),
 }
 LARGEST_WORLD_SIZE = 2**20
 
@@ -75,6 +77,9 @@ class TrainingJob:
     gpus_per_node: int = 8
     lengths_differ: bool | None = None
     """True if rows of one micro-batch have different lengths; None: if there is more than one row."""
+    pp: int | None = None
+    pipeline_schedule: str | None = None
+    pipeline_chunks: int | None = None
     tp: int | None = None
     cp: int | None = None
     sp: int | None = None
@@ -136,8 +141,18 @@ class TrainingJob:
             accumulate=self.accumulate,
             use_liger_kernel=self.loss == "fused",
             optim=self.optim,
+            pipeline_schedule=self.pipeline_schedule,
+            pipeline_chunks=self.pipeline_chunks,
+            micro_batches=self.gradient_accumulation_steps,
             **self.degrees,  # type: ignore[arg-type]
         )
+
+    @property
+    def pipeline(self) -> PipelineSettings | None:
+        """The stages and their schedule; None without `--pp`."""
+        if self.pp is None:
+            return None
+        return PipelineSettings.of(ranks=self.pp, schedule=self.pipeline_schedule, chunks=self.pipeline_chunks)
 
     def method_on(self, shape: ModelShape) -> Method:
         """Return the method with what of this model can be split, for presets with degrees of parallelism."""
@@ -190,7 +205,10 @@ class TrainingSetup:
 
     @property
     def part(self) -> ModelShape:
-        """The model as far as one rank computes it, before anything shards it."""
+        """The model as far as one rank computes it, before anything shards it; in a pipeline, the last one."""
+        settings = self.job.pipeline
+        if settings is not None and self.preset.engine == "pipeline":
+            return stage_shape(self.shape, settings, settings.ranks - 1)
         return part_of_rank(self.shape, self.layout)
 
     @property
@@ -258,6 +276,7 @@ def planned_split(shape: ModelShape, job: TrainingJob) -> ModelSplit:
         "intermediate_size": shape.intermediate_size,
         "vocab_size": shape.vocab_size,
         "num_experts": shape.num_experts,
+        "num_hidden_layers": shape.num_layers,
     }
     not_planned = {}
     if shape.activations_from != "formulas":

@@ -30,6 +30,7 @@ from toolkit.plan.engine_settings import EngineSettings, engine_settings
 from toolkit.plan.host_memory import HostMemory, host_memory
 from toolkit.plan.job import TrainingJob
 from toolkit.plan.model_states import JobWeights, ModelStates, job_weights, model_states
+from toolkit.plan.pipeline_stages import ACTIVATION_BYTES, LOG_PROBABILITY_BYTES, StageLoad, stage_load, stage_shape
 from toolkit.presets.preset import Preset
 
 # Architectures whose loss is computed from the full logits whatever `--loss` is: `UnknownHead` is raised for them. All
@@ -79,7 +80,7 @@ class PhaseMemory:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryPlan:
-    """Planned memory of rank 0 of one preset at one world size."""
+    """Planned memory of rank 0 of one preset at one world size; in a pipeline, of the rank that needs most."""
 
     states: ModelStates
     """Model states wherever they are, as the attestation counts them."""
@@ -103,7 +104,10 @@ class MemoryPlan:
 def plan_memory(
     shape: ModelShape, preset: Preset, *, world_size: int, job: TrainingJob, mixed_precision: str | None = None
 ) -> MemoryPlan:
-    """Return the memory of rank 0; `mixed_precision` overrides the preset's own."""
+    """Return the memory of rank 0, or in a pipeline of the rank that needs most.
+
+    `mixed_precision` overrides the preset's own.
+    """
     engine = engine_settings(
         preset,
         world_size=world_size,
@@ -111,15 +115,29 @@ def plan_memory(
         mixed_precision=mixed_precision,
         layout=preset.layout(world_size, job.degrees),
     )
-    return plan_engine_memory(shape, engine, job)
+    settings = job.pipeline
+    if preset.engine != "pipeline" or settings is None:
+        return plan_engine_memory(shape, engine, job)
+    stages = [
+        plan_engine_memory(
+            stage_shape(shape, settings, rank),
+            engine,
+            job,
+            load=stage_load(settings, rank, micro_batches=job.gradient_accumulation_steps),
+        )
+        for rank in range(settings.ranks)
+    ]
+    return max(stages, key=lambda stage: stage.planned_peak_bytes)
 
 
-def plan_engine_memory(shape: ModelShape, engine: EngineSettings, job: TrainingJob) -> MemoryPlan:
-    """Return the memory under engine settings that need not come from a preset."""
+def plan_engine_memory(
+    shape: ModelShape, engine: EngineSettings, job: TrainingJob, *, load: StageLoad | None = None
+) -> MemoryPlan:
+    """Return the memory under engine settings that need not come from a preset; `load` is that of a stage."""
     shape = part_of_rank(shape, engine.layout)
     weights = job_weights(shape, job.lora_r, job.load_in_4bit, job.lora_target_modules, engine.element_bytes)
     states = model_states(engine, weights, job.optim)
-    phases = _Phases(shape, engine, job, weights, states)
+    phases = _Phases(shape, engine, job, weights, states, load)
     peaks = (phases.load(), phases.forward(), phases.backward(), phases.step())
     allocated = max(phase.allocated_bytes for phase in peaks)
     return MemoryPlan(
@@ -197,7 +215,13 @@ class _Phases:
     """Candidates for the peak of each phase."""
 
     def __init__(
-        self, shape: ModelShape, engine: EngineSettings, job: TrainingJob, weights: JobWeights, states: ModelStates
+        self,
+        shape: ModelShape,
+        engine: EngineSettings,
+        job: TrainingJob,
+        weights: JobWeights,
+        states: ModelStates,
+        load: StageLoad | None = None,
     ) -> None:
         self.job, self.engine, self.weights, self.states = job, engine, weights, states
         self.buffers = engine_buffers(engine, weights, states, job)
@@ -208,6 +232,7 @@ class _Phases:
         # A tied embedding has two gradients, of the head and of the lookup, which are added up.
         tied = shape.tied_embeddings and not weights.frozen
         residual_bytes = 4 if engine.autocasts else 2
+        self._set_pipeline(load, shape)
         self.tied_gradients = 2 * fp32_factor * residual_bytes * self.head if tied else 0
 
     def _set_activations(self, shape: ModelShape) -> None:
@@ -248,6 +273,15 @@ class _Phases:
             element_bytes=self.engine.element_bytes,
             chunk_tokens=job.loss_chunk_tokens,
         )
+
+    def _set_pipeline(self, load: StageLoad | None, shape: ModelShape) -> None:
+        """What other micro-batches of a pipeline hold while one computes, and buffers for what arrives."""
+        self.in_flight = self.received = 0
+        if load is not None:
+            others = int(self.saved * (load.micro_batches_in_flight - 1))
+            logits = LOG_PROBABILITY_BYTES * self.job.tokens * shape.vocab_size * load.logits_in_flight
+            self.in_flight = max(0, others) + logits
+            self.received = ACTIVATION_BYTES * self.job.tokens * shape.hidden_size * load.buffered_activations
 
     def load(self) -> PhaseMemory:
         """Parameters, complete or sharded, and what the engine needs to put them in place."""
@@ -320,9 +354,9 @@ class _Phases:
             parameter_bytes=self._parameters,
             gradient_bytes=gradients,
             optimizer_bytes=0 if self.engine.offload_optimizer else self.states.optimizer_bytes,
-            activation_bytes=activations,
+            activation_bytes=activations + (self.in_flight if name != "step" else 0),
             logits_bytes=logits,
-            buffer_bytes=self.buffers.lasting_bytes + buffers + copies + accumulated,
+            buffer_bytes=self.buffers.lasting_bytes + self.received + buffers + copies + accumulated,
         )
 
     @property

@@ -13,6 +13,7 @@ from typer import Option
 
 from toolkit.defaults import GRADIENT_ACCUMULATION_STEPS, MAX_SEQ_LENGTH, PER_DEVICE_TRAIN_BATCH_SIZE
 from toolkit.flags import PRESET_HELP
+from toolkit.parallel.pipeline_schedule import DEFAULT_SCHEDULE, SCHEDULES
 from toolkit.presets.optimizers import DEFAULT_OPTIMIZER
 
 DEFAULT_GPUS_HELP = "by default all that are visible"
@@ -82,6 +83,11 @@ class PlanOptions:
     ] = None
     loss: Annotated[str, Option(help="chunked, full, fused (Liger), or chunked_output (torchtune)")] = "chunked"
     optim: OptimizerName = DEFAULT_OPTIMIZER
+    pp: Annotated[int | None, Option(help="pipeline parallelism: GPUs that hold different layers")] = None
+    pipeline_schedule: Annotated[
+        str | None, Option(help=f"order of the stages: {', '.join(SCHEDULES)}; default: {DEFAULT_SCHEDULE}")
+    ] = None
+    pipeline_chunks: Annotated[int | None, Option(help="stages per GPU of interleaved_1f1b; default: 2")] = None
     tp: Annotated[int | None, Option(help="tensor parallelism: GPUs that split each layer")] = None
     cp: Annotated[int | None, Option(help="context parallelism (ring attention): GPUs that share a sequence")] = None
     sp: Annotated[int | None, Option(help="sequence parallelism (Ulysses): GPUs that share a sequence")] = None

@@ -145,6 +145,9 @@ def plan_request(model: str, options: PlanOptions) -> PlanRequest:
             loss=options.loss,
             optim=options.optim,
             gpus_per_node=options.gpus_per_node,
+            pp=options.pp,
+            pipeline_schedule=options.pipeline_schedule,
+            pipeline_chunks=options.pipeline_chunks,
             tp=options.tp,
             cp=options.cp,
             sp=options.sp,
@@ -187,6 +190,8 @@ def _job_of(request: PlanRequest, preset: Preset) -> TrainingJob:
     """The job without degrees of other presets' dimensions; one that no preset has stays, and is refused."""
     planned = {name for each in request.presets for name in each.parallel}
     others = [name for name in request.job.degrees if name in planned and name not in preset.parallel]
+    if "pp" not in preset.parallel and any("pp" in each.parallel for each in request.presets):
+        others += ["pipeline_schedule", "pipeline_chunks"]
     return replace(request.job, **dict.fromkeys(others))  # type: ignore[arg-type]
 
 

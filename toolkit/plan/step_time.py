@@ -20,6 +20,7 @@ from toolkit.plan.collectives import Collective
 from toolkit.plan.communication import communication_bytes, step_collectives
 from toolkit.plan.interconnect import Interconnect, Range
 from toolkit.plan.job import TrainingSetup, num_elements
+from toolkit.plan.pipeline_stages import bubble_factor
 from toolkit.presets.optimizers import OPTIMIZERS, UpdatedTensor
 
 # Best measured share of the dense peak in a large bf16 matrix multiplication (stas00/ml-engineering,
@@ -120,6 +121,8 @@ def step_time(
     steps = setup.job.gradient_accumulation_steps
     # Ranks of one batch divide its work; ranks that split layers each have all of its tokens.
     tokens, own_tokens = setup.job.tokens * steps // setup.ranks_per_batch, setup.local_tokens * steps
+    if setup.preset.engine == "pipeline":  # each has all tokens, and some of the layers
+        own_tokens //= setup.ranks_per_batch
     flops = setup_flops(setup)
     compute = compute_seconds(
         interconnect.gpu,
@@ -129,6 +132,7 @@ def step_time(
         tokens=own_tokens,
         flops=flops.hardware_flops * tokens,
     )
+    compute = _with_bubble(compute, setup)
     collectives = step_collectives(setup)
     communication = _sum(interconnect.seconds(collective) for collective in collectives)
     blocking = sum(interconnect.seconds(collective)[0] for collective in collectives if collective.blocks)
@@ -156,6 +160,15 @@ def step_time(
         flops_per_token=flops.model_flops,
         offload_efficiency=_offload_efficiency_range(compute, offload) if offloads else None,
     )
+
+
+def _with_bubble(compute: Range, setup: TrainingSetup) -> Range:
+    """Add the time that a stage waits for the others; a rank of a pipeline computes its layers only."""
+    settings = setup.job.pipeline
+    if setup.preset.engine != "pipeline" or settings is None:
+        return compute
+    factor = bubble_factor(settings, setup.job.gradient_accumulation_steps)
+    return compute[0] * factor, compute[1] * factor
 
 
 def setup_flops(setup: TrainingSetup) -> TokenFlops:

@@ -20,7 +20,7 @@ from toolkit.presets.support import limitations
 # parameter, gradient, optimizer. DeepSpeed holds a bf16 parameter, and an fp32 master weight, momentum and variance
 # (ZeRO paper, section 3.1, https://arxiv.org/abs/1910.02054). Under DDP and FSDP2 the fp32 parameter is its own master
 # weight (docs/concepts/numerics.md).
-STATE_BYTES = {"deepspeed": (2, 2, 12), "fsdp2": (4, 4, 8), "ddp": (4, 4, 8), "none": (4, 4, 8)}
+STATE_BYTES = {"deepspeed": (2, 2, 12)} | dict.fromkeys(("fsdp2", "ddp", "none", "pipeline"), (4, 4, 8))
 PARTS = ("parameter", "gradient", "optimizer")
 # With its optimizer offloaded, ZeRO-2 keeps the fp32 gradients of its master weights, and ZeRO-3 a bf16 partition and
 # an fp32 copy of it (deepspeed 0.19.8, `stage_1_and_2.py` line 940, `stage3.py` lines 791 and 1342).
@@ -32,6 +32,7 @@ OFFLOADED_GRADIENT_BYTES = {"shard_grad_op": 4, "full_shard": 6, "hybrid_shard":
 COMMUNICATION = {
     ("none", "replicate"): "0",
     ("ddp", "replicate"): "2 P per step",
+    ("pipeline", "replicate"): "2 P/K between replicas per step",
     ("deepspeed", "replicate"): "2 P per step",
     ("deepspeed", "shard_optimizer"): "3 P per step",
     ("deepspeed", "shard_grad_op"): "2 P per accumulation step, 1 P per step",
@@ -45,6 +46,7 @@ COMMUNICATION = {
 }
 # Ranks that share rows exchange activations in each layer, forward and backward, in addition.
 ACTIVATION_COMMUNICATION = {
+    "pp": "activations to the next stage and their gradients back, per accumulation step",
     "tp": "all-reduces of activations in each layer",
     "ep": "all-to-alls of tokens, to their experts and back",
     "cp": "keys and values in a ring",
@@ -69,6 +71,7 @@ OTHER_DIMENSION = {
     "sp": "`cp`: other GPUs' keys and values instead of their heads",
 }
 GPUS_OF_DEGREE = {
+    "pp": "GPUs with different layers",
     "tp": "GPUs that split each layer",
     "ep": "GPUs with different experts",
     "cp": "GPUs that split each sequence",
@@ -82,7 +85,7 @@ class StateBytes:
 
     unsharded_bytes: int
     shards: str
-    """`1`, `N` (all ranks), `S` (the ranks of one replica of a hybrid mesh), or `T` (`--tp`)."""
+    """`1`, `N` (all ranks), `S` (the ranks of one replica of a hybrid mesh), `T` (`--tp`), or `K` (`--pp`)."""
     device: str
     """`gpu`, `cpu` or `nvme`: where the part is kept between steps."""
 
@@ -154,9 +157,14 @@ def _other_names(preset: PresetSpec) -> tuple[str | None, str | None]:
 
 
 def _shards(preset: PresetSpec, part: str) -> str:
-    """Ranks that share a part. Under `tp` alone, norms are left out: every rank holds them."""
+    """Ranks that share a part. Under `tp` alone, norms are left out: every rank holds them.
+
+    Under `pp` a part is of one stage, as if all had the same size.
+    """
     if part in preset.sharded_parts:
         return "S" if preset.replicas > 1 or "dp_replicate" in preset.parallel else "N"
+    if "pp" in preset.parallel:
+        return "K"
     return "T" if "tp" in preset.parallel else "1"
 
 

@@ -29,9 +29,11 @@ if TYPE_CHECKING:
 SHARDING_OF_STAGE = {0: "replicate", 1: "shard_optimizer", 2: "shard_grad_op", 3: "full_shard"}
 QUANTIZED_KEYS = ("zero_quantized_weights", "zero_quantized_gradients", "zero_quantized_nontrainable_weights")
 ENGINE_OF_TYPE = {"NO": "none", "MULTI_GPU": "ddp", "MULTI_CPU": "ddp", "DEEPSPEED": "deepspeed", "FSDP": "fsdp2"}
-# What each engine can divide beside its own data parallelism: `ddp` is what accelerate calls a model sharded at load.
+# What each engine can divide beside its own data parallelism: `ddp` is what accelerate calls a model sharded at load,
+# and one whose layers form a pipeline.
 PARALLEL_DIMENSIONS = {
     "ddp": {"dp_replicate", "dp_shard", "tp", "ep"},
+    "pipeline": {"dp_replicate", "pp"},
     "fsdp2": {"dp_shard", "cp"},
     "deepspeed": {"dp_shard", "sp"},
 }
@@ -152,6 +154,8 @@ def read_preset(path: Path) -> Preset:
     parallel = _parallel(config, path)
     if engine == "deepspeed":
         fields = _deepspeed_fields(json_path, path)
+    elif "pp" in parallel:
+        fields = _pipeline_fields(config)
     else:
         fields = _at_load_fields(config, parallel) if parallel and engine == "ddp" else _torch_fields(config)
     if parallel:
@@ -191,6 +195,7 @@ def _parallel(config: dict[str, Any], path: Path) -> tuple[str, ...]:
         raise unexpected(path, f"{block}.parallel", names, f"names in this order: {', '.join(DIMENSIONS)}")
     distributed_type = config["distributed_type"]
     engine = ENGINE_OF_TYPE[distributed_type]
+    engine = "pipeline" if engine == "ddp" and "pp" in names else engine
     if not set(names) <= PARALLEL_DIMENSIONS.get(engine, set()):
         possible = " or ".join(f"{kind} ({', '.join(sorted(dims))})" for kind, dims in PARALLEL_DIMENSIONS.items())
         raise unexpected(path, f"{block}.parallel", names, f"dimensions of the engine: {possible}")
@@ -206,6 +211,17 @@ def _at_load_fields(config: dict[str, Any], parallel: tuple[str, ...]) -> dict[s
         "engine": "fsdp2",
         "sharded_at_load": True,
         "sharding": sharding,
+        "offload_optimizer": None,
+        "offload_param": None,
+        "mixed_precision": config.get("mixed_precision") or "no",
+    }
+
+
+def _pipeline_fields(config: dict[str, Any]) -> dict[str, Any]:
+    """The toolkit's own loop runs the stages; accelerate only starts the ranks."""
+    return {
+        "engine": "pipeline",
+        "sharding": "replicate",
         "offload_optimizer": None,
         "offload_param": None,
         "mixed_precision": config.get("mixed_precision") or "no",

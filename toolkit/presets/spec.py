@@ -23,7 +23,7 @@ class PresetSpec:
     summary: str
     """When to choose it: the first comment line of the YAML."""
     engine: str
-    """`none`, `ddp`, `deepspeed` or `fsdp2`."""
+    """`none`, `ddp`, `deepspeed`, `fsdp2` or `pipeline`."""
     sharding: str
     """`replicate`, `shard_optimizer`, `shard_grad_op`, `full_shard` or `hybrid_shard`."""
     offload_optimizer: str | None
@@ -66,7 +66,7 @@ class PresetSpec:
 
     @property
     def degrees(self) -> tuple[str, ...]:
-        """The dimensions whose degree a run must name: `tp`, `cp`, `sp` or `ep`."""
+        """The dimensions whose degree a run must name: `pp`, `tp`, `cp`, `sp` or `ep`."""
         return tuple(name for name in self.parallel if name in DEGREES and name != "dp_replicate")
 
     @property

@@ -20,6 +20,7 @@ from toolkit.models.attention import AUTO, FLASH_ATTENTION, VARLEN, ModelAttenti
 from toolkit.models.lora import ALL_LINEAR, RENAMED_TARGETS
 from toolkit.models.split import ModelSplit, types_with_plan
 from toolkit.parallel.layout import DEFAULT_REPLICAS, DEGREES, NAMES, SAME_ROWS, ParallelLayout
+from toolkit.parallel.pipeline_schedule import PipelineSettings
 from toolkit.presets.accumulation import default_accumulate
 from toolkit.presets.optimizers import DEFAULT_OPTIMIZER, OPTIMIZERS
 from toolkit.presets.spec import PresetSpec
@@ -65,6 +66,13 @@ class Method:
     async_save: bool = False
     streaming: bool = False
     fp16: bool = False
+    neftune: bool = False
+    label_smoothing: bool = False
+    pipeline_schedule: str | None = None
+    pipeline_chunks: int | None = None
+    micro_batches: int | None = None
+    """Accumulation steps of an optimizer step; None where they are not known."""
+    pp: int | None = None
     tp: int | None = None
     cp: int | None = None
     sp: int | None = None
@@ -343,9 +351,10 @@ def _degree_of_preset(case: _Case) -> _Answer:
     return None
 
 
-# What trains the same with whole sequences.
-WHOLE_SEQUENCES = {"cp": "`--preset fsdp2`", "sp": "`--preset zero3`"}
+# What trains the same with whole sequences, or with all layers on each GPU.
+WHOLE_SEQUENCES = {"cp": "`--preset fsdp2`", "sp": "`--preset zero3`", "pp": "`--preset ddp`"}
 PRESETS_OF_DEGREE = {
+    "pp": "`--preset pipeline_1f1b`",
     "tp": "`--preset fsdp2_tp`, or `tp` without sharding",
     "cp": "`--preset cp`",
     "sp": "`--preset ulysses`",
@@ -430,15 +439,19 @@ def _parallel_method(case: _Case) -> _Answer:
     preset, method = case.preset, case.method
     if preset is None or not preset.parallel:
         return None
-    rules = {**_NOT_SPLIT, **(_NOT_AT_LOAD if preset.sharded_at_load else _NOT_WITH_SEQUENCES)}
+    if "pp" in preset.parallel:
+        rules = {**_NOT_SPLIT, **_NOT_IN_STAGES}
+    else:
+        rules = {**_NOT_SPLIT, **(_NOT_AT_LOAD if preset.sharded_at_load else _NOT_WITH_SEQUENCES)}
     for name, (because, hint) in rules.items():
         if getattr(method, name):
             return _method_answer(case, name, because, hint)
     if method.loss == "chunked" and set(preset.degrees) - {"ep"}:
         why = "the head is split over ranks, or sees a part of each sequence"
+        why = "the chunked loss was never run on a stage" if "pp" in preset.parallel else why
         return _method_answer(case, "loss chunked", why, "leave `--loss` out: it is `full` here")
-    if preset.sharded_at_load and not survives_offload(method.optim):
-        why = "only AdamW was run on a model that is sharded at load"
+    if (preset.sharded_at_load or "pp" in preset.parallel) and not survives_offload(method.optim):
+        why = f"only AdamW was run on {'the stages of a pipeline' if preset.degrees == ('pp',) else _AT_LOAD}"
         return _method_answer(case, f"optim {method.optim}", why, f"`--optim adamw_torch`, or {_runs(method.optim)}")
     if "sp" in preset.parallel and method.attn_implementation in ("eager", "flex_attention"):
         why = "DeepSpeed exchanges heads in front of SDPA and flash attention only"
@@ -449,6 +462,7 @@ def _parallel_method(case: _Case) -> _Answer:
     return None
 
 
+_AT_LOAD = "a model that is sharded at load"
 _USE_SDPA = "`--attn_implementation sdpa`"
 _LEAVE_OUT = "leave it out, or `--preset fsdp2`"
 _NOT_SPLIT = {
@@ -466,9 +480,51 @@ _NOT_AT_LOAD = {
     "save_only_model": ("a checkpoint could not be resumed", "leave it out"),
     "lora_config": ("only plain LoRA was run on a model that is sharded at load", _LEAVE_OUT),
 }
+_USE_DDP = "leave it out, or `--preset ddp`"
+_NOT_IN_STAGES = {
+    "lora": ("stages hold no adapters yet", "`--preset fsdp2` or `ddp`"),
+    "freeze": ("a stage without trained weights was never run", _USE_DDP),
+    "train_only": ("a stage without trained weights was never run", _USE_DDP),
+    "activation_checkpointing_offload": ("the offload was never run with it", "leave it out"),
+    "save_only_model": ("a checkpoint could not be resumed", "leave it out"),
+    "neftune": ("the noise was never run on a stage's embedding", _USE_DDP),
+    "label_smoothing": ("the stage with the head computes the model's own loss", _USE_DDP),
+}
 _NOT_WITH_SEQUENCES = {
     "packing": ("a packed row's documents would attend to each other across ranks", _LEAVE_OUT),
 }
+
+
+@_rule("pipeline-schedule")
+def _pipeline_schedule(case: _Case) -> _Answer:
+    """The order of the stages must suit their number, the accumulation steps and the model's layers."""
+    preset, method = case.preset, case.method
+    if preset is not None and "pp" not in preset.parallel:
+        name = next((n for n in ("pipeline_schedule", "pipeline_chunks") if getattr(method, n) is not None), None)
+        return None if name is None else _method_answer(case, name, "it has no pipeline", PRESETS_OF_DEGREE["pp"])
+    if method.pp is None or method.micro_batches is None:
+        return None
+    if method.pipeline_chunks is not None and method.pipeline_chunks < 1:
+        why = f"{case.option('pipeline_chunks')} is {method.pipeline_chunks}, expected 1 or more"
+        return why, why, None
+    settings = PipelineSettings.of(ranks=method.pp, schedule=method.pipeline_schedule, chunks=method.pipeline_chunks)
+    layers = None if method.model_split is None else method.model_split.sizes.get("num_hidden_layers")
+    problem = settings.problem(micro_batches=method.micro_batches, layers=layers)
+    return None if problem is None else (problem[0], problem[0], problem[1])
+
+
+@_rule("pipeline-purpose")
+def _pipeline_purpose(case: _Case) -> _Answer:
+    preset = case.preset
+    if preset is None or "pp" not in preset.parallel:
+        return None
+    if case.purpose == "script":
+        why = "runs in the toolkit's own loop: the Trainer computes whole models"
+        return _preset_answer(preset, why, "`toolkit train --preset pipeline_1f1b`, or another preset here")
+    if case.purpose == "convert":
+        why = "reads checkpoints of the same stages only"
+        return _preset_answer(preset, why, "start from the checkpoint's weights: it is a model folder")
+    return None
 
 
 @_rule("degree-of-model")
@@ -482,6 +538,8 @@ def _degree_of_model(case: _Case) -> _Answer:
         nearest_degree = split.nearest(name, degree)
         if nearest_degree is not None:
             return why, why, f"`{case.option(name)} {nearest_degree}`"
+        if name == "pp":
+            return why, why, "`--preset fsdp2` shards every architecture"
         unknown = name in ("tp", "ep") and name not in split.plans and case.purpose != "recommend"  # it shows no hints
         others = ", ".join(types_with_plan(name)[:200]) if unknown else ""  # reads every architecture's source
         return why, why, f"transformers has plans for {others}" if others else "`--preset fsdp2`"
@@ -519,6 +577,8 @@ def _rehearsal(case: _Case) -> _Answer:
         why = "its swap files belong to a real run on a real disk"
     elif preset.needs_gpu is not None:
         why = f"{preset.needs_gpu}, and its quantised collectives need other ranks"
+    elif "pp" in preset.parallel:
+        why = "a stage computes on the activations of the stage before it"
     else:
         return None
     return why, f"preset {preset.name!r} cannot be rehearsed: {why}", "`toolkit plan` calculates its memory"
@@ -800,6 +860,7 @@ _NO_COMM_HOOK = {
     "deepspeed": "DeepSpeed reduces gradients itself",
     "fsdp2": "FSDP2 reduce-scatters gradients itself, without DDP's buckets",
     "none": "there is nothing to communicate",
+    "pipeline": "gradients between pipelines are reduced without DDP's buckets",
 }
 
 
@@ -886,6 +947,8 @@ def _recommendation(case: _Case) -> _Answer:
             "choose it manually"
         )
         return _preset_answer(preset, why, None)
+    if "pp" in preset.parallel:
+        return _preset_answer(preset, "has no step time measured on GPUs yet: choose it manually", None)
     if preset.engine == "ddp" and case.world_size == 1:
         return _preset_answer(preset, "is `single` where there is one process", None)
     return None

@@ -205,7 +205,7 @@ def parallelism_arguments(
 
     `attention` is the model's implementation, which DeepSpeed's sequence parallelism must be told.
     """
-    if layout is None:
+    if layout is None or layout.pp > 1:
         return {}
     if preset.sharded_at_load:
         sharded_at_load.apply_fixes(on_cpu=on_cpu)

@@ -36,6 +36,8 @@ CHUNK_BYTES = 2**20
 LATEST_WORDS = ("latest", "last", "true")
 AT_LOAD_OPTIMIZER = "optimizer_dcp"
 """Folder of the optimizer states of a model that was sharded at load."""
+STAGE_OPTIMIZER = "optimizer_stage{rank}.pt"
+"""Optimizer states of the stages on one rank of a pipeline."""
 _NAME = re.compile(r"checkpoint-(\d{1,15})", re.ASCII)
 
 

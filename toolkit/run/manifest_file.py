@@ -104,7 +104,7 @@ class Manifest(_Record):
     def _has_known_dimensions(cls, layout: dict[str, int] | None) -> dict[str, int] | None:
         if not set(layout or ()) <= set(DIMENSIONS):
             raise ValueError(f"degrees of {', '.join(DIMENSIONS)}")
-        return layout
+        return layout and {name: layout.get(name, 1) for name in DIMENSIONS}  # an older one knows fewer
 
     @property
     def sequences_per_step(self) -> int | None:

@@ -57,7 +57,7 @@ LARGEST_NODE = 1024
 DEFAULT_SEED = 42  # transformers' seed
 # Size of a checkpoint in multiples of the fp32 weights: weights, momentum and variance. DeepSpeed saves fp32 master
 # weights as well, and (ZeRO-1 and ZeRO-2) its own copy of the weights beside the safetensors.
-CHECKPOINT_WEIGHTS = {"none": 3, "ddp": 3, "fsdp2": 3, "deepspeed": 5}
+CHECKPOINT_WEIGHTS = {"none": 3, "ddp": 3, "fsdp2": 3, "pipeline": 3, "deepspeed": 5}
 DEFAULT_SAVE_STEPS = 500  # transformers' save_steps
 INPUTS = ("model_name_or_path", "dataset", "eval_dataset", "chat_template")
 # What a run writes into its folder: its records, and the model with its tokenizer; and what it moves away.

@@ -24,6 +24,7 @@ from toolkit.files.value_limits import shown, unexpected
 from toolkit.files.yaml_files import read_configuration
 from toolkit.models.lora import ALL_LINEAR
 from toolkit.parallel.layout import DEGREES
+from toolkit.parallel.pipeline_schedule import SCHEDULES
 from toolkit.presets.accumulation import ACCUMULATE, chosen_accumulate
 from toolkit.presets.optimizers import MUON
 from toolkit.presets.support import Method
@@ -132,6 +133,18 @@ class ModelArguments:
     ddp_comm_hook_power_sgd_rank: int = field(default=1, metadata={"help": "rank of the factors of `power_sgd`"})
     ddp_comm_hook_power_sgd_start: int = field(
         default=10, metadata={"help": "first steps that `power_sgd` does not compress; at least 2"}
+    )
+    pp: int | None = field(default=None, metadata={"help": "pipeline parallelism: GPUs that hold different layers"})
+    pipeline_schedule: str | None = field(
+        default=None,
+        metadata={
+            "help": "order in which the stages compute their micro-batches (--gradient_accumulation_steps of them);"
+            " default: 1f1b",
+            "choices": list(SCHEDULES),
+        },
+    )
+    pipeline_chunks: int | None = field(
+        default=None, metadata={"help": "stages per GPU of `interleaved_1f1b`; default: 2 there, otherwise 1"}
     )
     tp: int | None = field(default=None, metadata={"help": "tensor parallelism: GPUs that split each layer"})
     cp: int | None = field(
@@ -347,15 +360,13 @@ def read_method(arguments: dict[str, Any]) -> Method:
         freeze=is_given(arguments, "freeze"),
         train_only=is_given(arguments, "train_only"),
         packing=is_on("packing"),
-        attn_implementation=None
-        if arguments.get("attn_implementation") is None
-        else str(arguments["attn_implementation"]),
+        attn_implementation=_text(arguments.get("attn_implementation")),
         activation_checkpointing=uses_activation_checkpointing(arguments),
         activation_checkpointing_offload=is_on("activation_checkpointing_offload"),
         loss=str(arguments.get("loss") or Method().loss),
         use_liger_kernel=is_on("use_liger_kernel"),
         torch_compile=compiles(arguments),
-        ddp_comm_hook=None if arguments.get("ddp_comm_hook") is None else str(arguments["ddp_comm_hook"]),
+        ddp_comm_hook=_text(arguments.get("ddp_comm_hook")),
         accumulate=accumulate_argument(arguments),
         memory_snapshot=is_on("memory_snapshot"),
         auto_find_batch_size=is_on("auto_find_batch_size"),
@@ -363,6 +374,11 @@ def read_method(arguments: dict[str, Any]) -> Method:
         async_save=is_on("async_save"),
         streaming=is_on("streaming"),
         fp16=is_on("fp16"),
+        neftune=is_given(arguments, "neftune_noise_alpha"),
+        label_smoothing=float(arguments.get("label_smoothing_factor") or 0) > 0,
+        pipeline_schedule=_text(arguments.get("pipeline_schedule")),
+        pipeline_chunks=None if arguments.get("pipeline_chunks") is None else int(arguments["pipeline_chunks"]),
+        micro_batches=accumulation_steps(arguments),
         **{name: degrees_given(arguments).get(name) for name in DEGREES},  # type: ignore[arg-type]
     )
 
@@ -407,6 +423,10 @@ def compiles(arguments: Mapping[str, Any]) -> bool:
     """Return True if the model is compiled: a backend or a mode alone switches it on, as in transformers."""
     named = any(arguments.get(f"torch_compile_{name}") is not None for name in ("backend", "mode"))
     return named or flag(arguments.get("torch_compile", False))
+
+
+def _text(value: Any) -> str | None:
+    return None if value is None else str(value)
 
 
 def is_given(arguments: dict[str, Any], name: str) -> bool:

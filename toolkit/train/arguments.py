@@ -236,7 +236,7 @@ def _parallelism(values: dict[str, Any], launch: LaunchContext, layout: Parallel
     if layout is None or launch.preset is None:
         return {}
     on_cpu = bool(values.get("use_cpu"))
-    splits_head = layout.ranks_per_batch > 1  # or each sequence, of which the head then sees a part
+    splits_head = layout.ranks_per_batch > 1  # or each sequence, of which the head then sees a part; or the layers
     loss = {"loss": "full"} if splits_head and values["loss"] == "auto" else {}
     attention = values["attn_implementation"] or SDPA
     arguments = parallelism_arguments(launch.preset, layout, on_cpu=on_cpu, attention=attention)

@@ -17,12 +17,12 @@ from toolkit.presets.training_arguments import enable_fsdp_on_cpu
 from toolkit.train.active_run import open_run
 from toolkit.train.arguments import parse_args
 from toolkit.train.data.dataset import load_data
-from toolkit.train.dtypes import compute_dtype
+from toolkit.train.engine.choice import load_engine
 from toolkit.train.engine.nvme_offload import size_swap_buffers
 from toolkit.train.health.hang_detection import start_health_checks
 from toolkit.train.health.progress import Progress
 from toolkit.train.launch_context import LaunchContext, find_deepspeed_config, name_swap_folder
-from toolkit.train.model.loading import load_model, load_tokenizer
+from toolkit.train.model.loading import load_tokenizer
 from toolkit.train.model.saving import save_final_model
 from toolkit.train.trainer import build_trainer
 
@@ -45,13 +45,8 @@ def main(argv: Sequence[str], progress: Progress) -> None:
         data = load_data(tokenizer, args.data, args.training, data_parallel_size=args.data_parallel_size)
         progress.enter("load")
         size_swap_buffers(args)
-        model = load_model(
-            args.model,
-            compute_dtype=compute_dtype(args.training),
-            layout=run.layout_at_load,
-            checkpoint=None if run.checkpoint is None else run.checkpoint.path,
-        )
-        trainer = build_trainer(run, model, tokenizer, data)
+        model, parts = load_engine(run)
+        trainer = build_trainer(run, model, tokenizer, data, parts)
         trainer.train(resume_from_checkpoint=run.resume_path)
         run.raise_if_stopped()
         progress.enter("save")

@@ -6,6 +6,7 @@ Training itself is unchanged: batches, losses and the gradient norm are recorded
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.utils.data import SequentialSampler
 from transformers import PrinterCallback, Trainer, TrainerCallback
 from transformers.trainer_pt_utils import LengthGroupedSampler
@@ -21,6 +23,7 @@ from toolkit.presets.optimizers import MUON
 from toolkit.run.checkpoints import checkpoint_files, saving_folder
 from toolkit.train.active_run import ActiveRun
 from toolkit.train.attest.attestation import Attestation
+from toolkit.train.attest.read_fsdp2 import is_shard
 from toolkit.train.attest.readings import RankReading
 from toolkit.train.attest.training_methods import expected_methods
 from toolkit.train.checkpointing.at_load_states import drop_empty_groups, load_states, save_states
@@ -229,6 +232,22 @@ class MeasuredTrainer(Trainer):  # type: ignore[misc]
     def fingerprint(self) -> dict[str, Any] | None:
         """Return the live model's logits for fixed tokens. Collective; raises Diverged where they are not finite."""
         return fingerprint(self, self.reading)
+
+    @property
+    def saves_in_parts(self) -> bool:
+        """True if `save_pretrained` of the model is collective, and writes what the ranks hold between them."""
+        return bool(self.is_distributed_loading_by_transformers)
+
+    def gradient_copies(self, parameter: Any) -> int:
+        """Return the ranks that hold the same part of a parameter's gradient, where layers are split; otherwise 1."""
+        layout = self.run.layout_at_load
+        if layout is None or layout.tp == layout.ep == 1:
+            return 1
+        gradient = parameter.grad
+        placements = getattr(gradient, "placements", ())
+        sizes = zip(placements, map(int, gradient.device_mesh.shape), strict=True) if placements else ()
+        shards = math.prod(size for placement, size in sizes if is_shard(placement))
+        return int(dist.get_world_size()) // shards
 
     def note_save(self, kind: str, files: Iterable[Path], began: float) -> None:
         """Record how long a save took and the bytes of its files; rank 0 counts what all ranks wrote."""

@@ -34,6 +34,7 @@ from toolkit.train.attest.optimizer import (
 )
 from toolkit.train.attest.read_deepspeed import call_at_gradient_peak
 from toolkit.train.attest.read_layout import largest_part, layout_differences, replicated_gradient, split_shapes
+from toolkit.train.attest.read_pipeline import pipeline_differences
 from toolkit.train.attest.read_rank import read_gradients, read_rank
 from toolkit.train.attest.readings import (
     ByteReading,
@@ -144,6 +145,7 @@ class Attestation(TrainerCallback):  # type: ignore[misc]
         expected, threshold = self.expected_values(), self.trainer.args.max_grad_norm
         found = differences(expected, ranks) + rank_differences("initial_weights_sha256", ranks)
         found += state_dtype_differences(ranks) + layout_differences(ranks, self.layout)
+        found += pipeline_differences(ranks, self.layout)
         found += clipping_differences(norms, threshold, replicas=gradient_replicas(ranks))
         # Bytes are checked only if the engine is right: one cause would be reported many times otherwise.
         found = found or byte_differences(ranks)
@@ -249,6 +251,9 @@ def expected_bytes(
             limits = [shard_byte_limits(preset, part, found, size, ranks=ranks) for found, size in shapes]
         allowed[part] = (sum(lowest for lowest, _ in limits), sum(highest for _, highest in limits))
         whole[part] = sum(sum(map(math.prod, found)) * size for found, size in shapes)
+    if "stages" in reading:  # this rank's are only a part; all of them are trained in fp32
+        states = {"parameter": 1, "gradient": 1, "optimizer": ADAM_STATES}
+        whole = {part: count * reading["num_params"] * element_bytes("float32") for part, count in states.items()}
     replicated = constant_bytes(model)
     lowest, highest = allowed["parameter"]
     allowed["parameter"] = (lowest + replicated, highest + replicated)

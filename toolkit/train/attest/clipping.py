@@ -16,7 +16,6 @@ from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 
 from toolkit.run.measurements import grad_norm
-from toolkit.train.attest.read_fsdp2 import is_shard
 from toolkit.train.attest.readings import Difference, RankReading
 from toolkit.train.attest.tensors import local
 from toolkit.train.metrics.timer import grad_norm_facts
@@ -79,23 +78,13 @@ class NormReader:
     def _on_step(self, optimizer: Any, *_: Any) -> None:
         """DeepSpeed calls its inner optimizer once per parameter group: their norms add up as squares."""
         gradients = [
-            local(p.grad) / math.sqrt(self._copies(p.grad))
+            local(p.grad) / math.sqrt(self.trainer.gradient_copies(p))
             for group in optimizer.param_groups
             for p in group["params"]
             if p.grad is not None
         ]
         norm = float(get_total_norm([gradient for gradient in gradients if gradient.numel()]))
         self.reading["optimizer_norm"] = math.hypot(self.reading["optimizer_norm"] or 0.0, norm)
-
-    def _copies(self, gradient: Any) -> int:
-        """Ranks that hold the same part of a gradient, where layers are split: `gradient_replicas` is then 1."""
-        layout = self.trainer.run.layout_at_load
-        if layout is None or layout.tp == layout.ep == 1:
-            return 1
-        placements = getattr(gradient, "placements", ())
-        sizes = zip(placements, map(int, gradient.device_mesh.shape), strict=True) if placements else ()
-        shards = math.prod(size for placement, size in sizes if is_shard(placement))
-        return int(dist.get_world_size()) // shards
 
 
 def inner_optimizers(trainer: Any) -> list[Optimizer]:
@@ -120,10 +109,12 @@ def clip_synthetic_gradient(trainer: Any) -> float | None:
 
 
 def _clip_with_trainer(trainer: Any, threshold: float) -> float:
-    """The smallest trained parameter alone gets a gradient."""
+    """The smallest trained parameter alone gets a gradient: on each rank of a pipeline another one, a part of it."""
+    layout = trainer.run.arguments.layout
+    parts = 1 if layout is None else layout.pp
     trained = (p for p in trainer.model_wrapped.parameters() if p.requires_grad and p.numel())
     smallest = min(trained, key=lambda p: p.numel())
-    element = SYNTHETIC_NORM * threshold / math.sqrt(smallest.numel())
+    element = SYNTHETIC_NORM * threshold / math.sqrt(parts * smallest.numel())
     smallest.grad = torch.full_like(smallest, element)
     trainer._clip_grad_norm(trainer.model_wrapped)
     clipped, smallest.grad = local(smallest.grad), None
@@ -190,7 +181,7 @@ def gradient_replicas(ranks: Sequence[RankReading]) -> int:
     Where layers are split, each rank has divided its part by its own number of copies already.
     """
     layout = ranks[0].get("layout") or {}
-    if max(layout.get("tp", 1), layout.get("ep", 1)) > 1:
+    if max(layout.get(name, 1) for name in ("tp", "ep", "pp")) > 1:
         return 1
     if ranks[0]["sharding"] == "replicate":
         return len(ranks)

@@ -16,8 +16,10 @@ import torch.distributed as dist
 from toolkit.models.split import SPLIT_STYLES
 from toolkit.parallel.layout import DIMENSIONS, ParallelLayout
 from toolkit.train.attest.read_fsdp2 import SPLIT_DIMENSIONS, is_shard
+from toolkit.train.attest.read_pipeline import pipeline_layout
 from toolkit.train.attest.readings import Difference, Values
 from toolkit.train.attest.tensors import local
+from toolkit.train.engine.pipeline.pipeline_model import PipelineModel
 from toolkit.train.model.adapters import without_adapters
 
 DIMENSION_OF_MESH = {"fsdp": "dp_shard", "efsdp": "expert_shard"}
@@ -30,6 +32,9 @@ def read_layout(trainer: Any, model: Any) -> Values:
 
     Both are None where the ranks are data parallel only.
     """
+    if isinstance(model, PipelineModel):
+        degrees, group = pipeline_layout(model)
+        return {"layout": {name: degrees.get(name, 1) for name in DIMENSIONS}, "batch_group": group}
     manager = getattr(without_adapters(model), "_mesh_manager", None)
     config = getattr(trainer.accelerator, "parallelism_config", None)
     if manager is not None:

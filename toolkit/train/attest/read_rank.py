@@ -10,6 +10,7 @@ from toolkit.train.attest.activation_checkpointing import uses_activation_checkp
 from toolkit.train.attest.read_deepspeed import deepspeed_gradients, read_deepspeed, zero3_parameters
 from toolkit.train.attest.read_fsdp2 import fsdp2_reduce_dtype, is_fsdp2, read_fsdp2
 from toolkit.train.attest.read_layout import first_rows_sha256, read_layout
+from toolkit.train.attest.read_pipeline import read_pipeline
 from toolkit.train.attest.readings import EngineReading, GradientReading, RankReading, Values
 from toolkit.train.attest.tensors import (
     class_name,
@@ -25,9 +26,13 @@ from toolkit.train.attest.tensors import (
 )
 from toolkit.train.attest.training_methods import read_methods
 from toolkit.train.engine.comm_hooks import registered_hook
+from toolkit.train.engine.pipeline.pipeline_model import PipelineModel
 from toolkit.train.model.four_bit import quantized_modules
 
-_WRAPPERS = {torch.nn.parallel.DistributedDataParallel: "ddp", torch.nn.DataParallel: "data_parallel"}
+_WRAPPERS = {
+    **{torch.nn.parallel.DistributedDataParallel: "ddp", torch.nn.DataParallel: "data_parallel"},
+    PipelineModel: "pipeline",
+}
 
 
 def read_rank(trainer: Any, gradients: GradientReading, *, recompute_detected: bool | None) -> RankReading:
@@ -36,6 +41,8 @@ def read_rank(trainer: Any, gradients: GradientReading, *, recompute_detected: b
     plain = trainer.accelerator.unwrap_model(wrapped, keep_torch_compile=False)
     parameters = list(plain.parameters())
     engine = read_engine(trainer, wrapped, parameters)
+    total = num_params(plain)
+    pipeline = isinstance(plain, PipelineModel)  # its stages are all trained
     reading = {
         "rank": trainer.args.process_index,
         "world_size": trainer.args.world_size,
@@ -45,12 +52,13 @@ def read_rank(trainer: Any, gradients: GradientReading, *, recompute_detected: b
         **gradients,
         **read_4bit(plain),
         "parameter_bytes": engine["parameter_bytes"] + constant_bytes(plain),
-        "num_params": num_params(plain),
-        "num_trainable_params": sum(full_size(p) for p in parameters if p.requires_grad),
+        "num_params": total,
+        "num_trainable_params": total if pipeline else sum(full_size(p) for p in parameters if p.requires_grad),
         "activation_checkpointing": uses_activation_checkpointing(plain, recompute_detected),
         "seed": torch.initial_seed(),
         **read_methods(trainer, plain),
         **read_layout(trainer, plain),
+        **(read_pipeline(trainer, plain) if pipeline else {}),
         "first_rows_sha256": first_rows_sha256(trainer.first_batches),
         "attn_implementation": getattr(plain.config, "_attn_implementation", None),
     }
@@ -80,7 +88,7 @@ def read_engine(trainer: Any, wrapped: Any, parameters: list[Any]) -> EngineRead
 
 
 def read_torch(trainer: Any, wrapped: Any, parameters: list[Any]) -> EngineReading:
-    """Read DDP, or a single process without any wrapper: the parameter is its own fp32 master weight."""
+    """Read DDP, the stages of a pipeline, or a single process: the parameter is its own fp32 master weight."""
     states = optimizer_state_tensors(trainer.optimizer)
     trained = [p for p in parameters if p.requires_grad]
     precision = {"bf16": "bfloat16", "fp16": "float16"}.get(trainer.accelerator.mixed_precision)

@@ -114,6 +114,18 @@ class RankReading(EngineReading, GradientReading, AccumulationReading, PackingRe
     """Dtype as which packed 4-bit weights are stored, and sharded."""
     layout: dict[str, int] | None
     """Degrees of parallelism from the live meshes and process groups; None for data parallelism alone."""
+    pipeline_schedule: str
+    """The order in which torch ran the stages. Pipelines only, as the next six."""
+    pipeline_stages: int
+    micro_batches: int
+    activation_dtype: str | None
+    """Dtype in which stages hand activations and their gradients on."""
+    stages: list[int]
+    """The stages of this rank."""
+    layers: list[int]
+    """The layers of this rank's stages."""
+    tied_copy_bytes: int
+    """The part of `parameter_bytes` that is a second copy of the embedding, for the head."""
     batch_group: list[int] | None
     """The ranks that train on the same rows as this one; None for data parallelism alone."""
     replicated_gradient: list[float] | None

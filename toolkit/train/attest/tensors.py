@@ -89,7 +89,9 @@ def full_size(parameter: Any) -> int:
 
 
 def num_params(model: Any) -> int:
-    """Return the parameters of the unsharded model, 4-bit ones before they were packed."""
+    """Return the parameters of the unsharded model, 4-bit ones before they were packed. Collective for a pipeline."""
+    if hasattr(model, "num_params_of_all_stages"):
+        return int(model.num_params_of_all_stages())
     packed = sum(full_size(module.weight) for module in quantized_modules(model))
     unpacked: int = sum(math.prod(module.quant_state.shape) for module in quantized_modules(model))
     return sum(map(full_size, model.parameters())) - packed + unpacked
@@ -122,15 +124,21 @@ def weights_sha256(model: Any, dtype: torch.dtype) -> str:
     Gathers one parameter at a time, so every rank must call it.
     """
     digest = hashlib.sha256()
-    for name, parameter in sorted((clean_name(name), p) for name, p in model.named_parameters()):
-        with _gathered(parameter) as full:
-            flat = full.detach().to(dtype=dtype, device="cpu").contiguous().view(-1).view(torch.uint8)
-            digest.update(name.encode())
-            digest.update(memoryview(flat.numpy()))
+    for name, full in model.whole_weights() if hasattr(model, "whole_weights") else _whole_weights(model):
+        flat = full.detach().to(dtype=dtype, device="cpu").contiguous().view(-1).view(torch.uint8)
+        digest.update(name.encode())
+        digest.update(memoryview(flat.numpy()))
     for module in quantized_modules(model):
         for tensor in constants(module.quant_state):
             digest.update(memoryview(tensor.cpu().contiguous().view(-1).view(torch.uint8).numpy()))
     return digest.hexdigest()
+
+
+def _whole_weights(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """Every parameter in name order, one at a time."""
+    for name, parameter in sorted((clean_name(name), p) for name, p in model.named_parameters()):
+        with _gathered(parameter) as full:
+            yield name, full
 
 
 @contextlib.contextmanager

@@ -8,6 +8,7 @@ import torch
 
 from toolkit.models.attention import needs_no_mask
 from toolkit.train.arguments import Arguments
+from toolkit.train.attest.read_pipeline import expected_pipeline
 from toolkit.train.attest.readings import Values
 from toolkit.train.dtypes import compute_dtype, dtype_name
 from toolkit.train.engine.comm_hooks import registered_hook
@@ -27,6 +28,7 @@ def expected_methods(arguments: Arguments) -> Values:
         "load_in_4bit": model.load_in_4bit,
         "quantized_storage_dtype": dtype_name(compute_dtype(training)) if model.load_in_4bit else None,
     }
+    expected |= expected_pipeline(arguments)
     if model.loss != "auto":
         expected["loss"] = model.loss
     if model.loss == "chunked":
@@ -76,5 +78,6 @@ def _is_compiled(plain: Any) -> bool:
 def _neftune(plain: Any) -> float | None:
     """Return the noise on the embedding's output, where its hook is registered."""
     embedding = plain.get_input_embeddings()
-    hooked = any("neftune" in getattr(hook, "__name__", "") for hook in embedding._forward_hooks.values())
+    hooks = getattr(embedding, "_forward_hooks", {})  # a later stage of a pipeline has no embedding
+    hooked = any("neftune" in getattr(hook, "__name__", "") for hook in hooks.values())
     return getattr(embedding, "neftune_noise_alpha", None) if hooked else None

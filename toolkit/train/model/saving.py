@@ -35,7 +35,7 @@ def save_final_model(trainer: Any, tokenizer: Any, folder: Path) -> None:
     plain.config.use_cache = True  # off during training only
     if writes:
         shutil.rmtree(temporary, ignore_errors=True)
-    if trainer.is_distributed_loading_by_transformers:
+    if trainer.saves_in_parts:
         plain.save_pretrained(temporary, is_main_process=writes)  # gathers what it sharded
         trainer.accelerator.wait_for_everyone()  # every rank lists the folder, which is emptied below
     else:

@@ -1,0 +1,102 @@
+"""How the layers of a model are divided into the stages of a pipeline, and in which order the stages compute. No torch.
+
+>>> settings = PipelineSettings(ranks=2, schedule="interleaved_1f1b", chunks=2)
+>>> [settings.rank_of(stage) for stage in range(settings.stages)]
+[0, 1, 0, 1]
+>>> divide_layers(30, 4)
+[range(0, 8), range(8, 16), range(16, 23), range(23, 30)]
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+
+GPIPE, ONE_F_ONE_B, INTERLEAVED = "gpipe", "1f1b", "interleaved_1f1b"
+SCHEDULES = (GPIPE, ONE_F_ONE_B, INTERLEAVED)
+DEFAULT_SCHEDULE = ONE_F_ONE_B
+INTERLEAVED_CHUNKS = 2
+"""Stages per rank of the interleaved schedule, unless `--pipeline_chunks` says otherwise; other schedules have one."""
+# Architectures whose stages compute what the whole model computes: tests/parallel/test_pipeline_stages.py.
+PIPELINED_TYPES = ("llama", "mistral", "olmo2", "phi3", "qwen2", "qwen3", "smollm3")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PipelineSettings:
+    """The stages of a pipeline and their schedule."""
+
+    ranks: int
+    """Ranks of one pipeline: `--pp`."""
+    schedule: str = DEFAULT_SCHEDULE
+    chunks: int = 1
+    """Stages on each rank."""
+
+    @classmethod
+    def of(cls, *, ranks: int, schedule: str | None, chunks: int | None) -> PipelineSettings:
+        """Return the settings with defaults for what is not given."""
+        named = schedule or DEFAULT_SCHEDULE
+        default = INTERLEAVED_CHUNKS if named == INTERLEAVED else 1
+        return cls(ranks=ranks, schedule=named, chunks=chunks or default)
+
+    @property
+    def stages(self) -> int:
+        return self.ranks * self.chunks
+
+    def rank_of(self, stage: int) -> int:
+        """Return the rank that computes a stage: the interleaved schedule deals stages out in turn."""
+        return stage % self.ranks
+
+    def stages_of(self, rank: int) -> range:
+        """Return the stages that a rank computes."""
+        return range(rank, self.stages, self.ranks)
+
+    def in_flight(self, rank: int, micro_batches: int) -> int:
+        """Return the most activations of one stage and one micro-batch that a rank holds at once.
+
+        GPipe holds those of all micro-batches. 1F1B begins with one forward per stage from this one to the last;
+        interleaved 1F1B (https://arxiv.org/abs/2104.04473, section 2.2) with more, since it has several stages to fill.
+        """
+        if self.schedule == GPIPE:
+            return micro_batches
+        if self.schedule == ONE_F_ONE_B:
+            return min(micro_batches, self.ranks - rank)
+        per_round = micro_batches // max(1, micro_batches // self.ranks)
+        warmup = (self.chunks - 1) * per_round + 2 * (self.ranks - 1 - rank)
+        return min(warmup + 1, self.chunks * micro_batches)
+
+    def problem(self, *, micro_batches: int, layers: int | None = None) -> tuple[str, str] | None:
+        """Return why the schedule cannot run, and what to type instead; None where it can.
+
+        `micro_batches` are the accumulation steps of an optimizer step; `layers` is None for an unknown model.
+        """
+        if (self.schedule == INTERLEAVED) != (self.chunks > 1):
+            why = "interleaves two stages per GPU or more" if self.chunks == 1 else "has one stage per GPU"
+            return f"--pipeline_schedule {self.schedule} {why}", _chunks_hint(self.chunks)
+        if layers is not None and self.stages > layers:
+            return f"{self.stages} stages of a model with {layers} layers", f"`--pp {max(1, layers // self.chunks)}`"
+        return self._micro_batch_problem(micro_batches)
+
+    def _micro_batch_problem(self, micro_batches: int) -> tuple[str, str] | None:
+        option = "--gradient_accumulation_steps"
+        if self.schedule == ONE_F_ONE_B and micro_batches < self.ranks:
+            why = f"--pipeline_schedule 1f1b fills {self.ranks} stages with {micro_batches} micro-batches ({option})"
+            return f"{why}: too few", f"`{option} {self.ranks}`, or more; or `--pipeline_schedule gpipe`"
+        rounds = max(1, micro_batches // self.ranks)
+        if self.schedule == INTERLEAVED and micro_batches % rounds:
+            why = f"{option} {micro_batches} cannot be dealt out to {self.ranks} GPUs in {rounds} equal rounds"
+            return why, f"`{option} {micro_batches - micro_batches % self.ranks}`"
+        return None
+
+
+def _chunks_hint(chunks: int) -> str:
+    return f"`--pipeline_chunks {INTERLEAVED_CHUNKS}`" if chunks == 1 else "`--pipeline_schedule interleaved_1f1b`"
+
+
+def divide_layers(layers: int, stages: int) -> list[range]:
+    """Return the layers of each stage, as many in each; the first stages have one more where they do not divide.
+
+    The last stage computes the head and the loss besides, which are worth several layers.
+    """
+    each, rest = divmod(layers, stages)
+    ends = [each * stage + min(stage, rest) for stage in range(stages + 1)]
+    return [range(start, end) for start, end in pairwise(ends)]
