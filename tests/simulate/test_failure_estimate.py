@@ -61,6 +61,14 @@ def test_text_has_both_ratios_the_best_intervals_and_the_known_miss(capsys: pyte
     assert "time with all nodes" in out
 
 
+def test_a_job_that_fails_very_often_is_simulated_fewer_times(capsys: pytest.CaptureFixture[str]) -> None:
+    found = answer(["--gpus", "1000000", "--days", "100"], capsys)
+    failures_of_a_run = 125_000 * 6.5 / 1000 * 100
+    assert found["monte_carlo"]["runs"] == 10
+    many = answer(["--gpus", "5000000", "--days", "100"], capsys)
+    assert many["monte_carlo"]["runs"] == int(2_000_000 / (5 * failures_of_a_run)) == 4
+
+
 def test_a_job_without_progress_is_said_to_have_none(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = run(["--gpus", "10000000", "--days", "0.1", "--runs", "1"], capsys)
     assert code == 0
@@ -112,7 +120,8 @@ def test_a_run_without_checkpoints_is_refused(
         (["--spare-nodes", "-1", "--repair-hours", "3"], "--spare-nodes is -1"),
         (["--days", "0"], "--days is 0"),
         (["--runs", "0"], "--runs is 0"),
-        (["--gpus", "10000000"], "too many to simulate"),
+        (["--gpus", "10000000"], "2,965,625 failures in 1 x 365 days are too many to simulate"),
+        (["--gpus", "131072", "--runs", "100"], "too many to simulate"),
         (["--run-folder", "no-such-run"], "no-such-run is no run folder"),
         (["--run-folder", "x", "--checkpoint-seconds", "3"], "--checkpoint-seconds has no effect with --run-folder"),
     ],

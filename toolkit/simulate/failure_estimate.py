@@ -30,7 +30,8 @@ LARGEST: dict[str, float] = {
     "seed": 2**63,
 }
 MAY_BE_ZERO = ("restart_minutes", "detection_minutes", "spare_nodes", "repair_hours", "seed")
-MOST_FAILURES = 2_000_000  # of all simulated runs; about ten seconds
+DEFAULT_RUNS = 10
+MOST_FAILURES = 2_000_000  # of all simulated runs: a few seconds
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,12 +89,11 @@ def estimate_failures(options: FailureOptions) -> FailureEstimate:
         spare_nodes=options.spare_nodes,
         repair_seconds=SECONDS_PER_HOUR * (options.repair_hours or 0.0),
     )
-    _check_simulation(options, job)
     return FailureEstimate(
         job=job,
         gpus=options.gpus,
         days=options.days,
-        simulated=simulate_failures(job, days=options.days, runs=options.runs, seed=options.seed),
+        simulated=simulate_failures(job, days=options.days, runs=_num_runs(options, job), seed=options.seed),
         checkpoint_source=source,
     )
 
@@ -120,13 +120,17 @@ def _check_spares(options: FailureOptions) -> None:
         raise ToolkitError(f"{given} has no effect without {missing}", hint=f"`{missing} 24`, for example")
 
 
-def _check_simulation(options: FailureOptions, job: FailingJob) -> None:
-    failures = options.runs * options.days * SECONDS_PER_DAY / job.mean_seconds_between_failures
-    if failures > MOST_FAILURES:
+def _num_runs(options: FailureOptions, job: FailingJob) -> int:
+    """The runs that were given, or as many as are simulated in seconds. Raises ToolkitError for too many failures."""
+    failures = options.days * SECONDS_PER_DAY / job.mean_seconds_between_failures
+    runs = options.runs or max(1, min(DEFAULT_RUNS, int(MOST_FAILURES / failures)))
+    if runs * failures > MOST_FAILURES:
         raise ToolkitError(
-            f"{options.runs} runs of {options.days:g} days have about {failures:,.0f} failures, too many to simulate",
-            hint=f"`--runs 1`, or `--days {options.days * MOST_FAILURES / failures:.3g}`",
+            f"{runs * failures:,.0f} failures in {runs} x {options.days:g} days are too many to simulate",
+            hint=f"`--days {options.days * MOST_FAILURES / (runs * failures):.3g}`"
+            + (", or fewer --runs" if runs > 1 else ""),
         )
+    return runs
 
 
 def _checkpoint_seconds(options: FailureOptions) -> tuple[float, str]:

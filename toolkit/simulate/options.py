@@ -72,7 +72,8 @@ class FailureOptions:
         Option(help=f"training that one save costs; by default {DEFAULT_CHECKPOINT_SECONDS:g}", show_default=False),
     ] = None
     run_folder: Annotated[
-        Path | None, Option(help="run of yours that saved checkpoints: their median is --checkpoint-seconds")
+        Path | None,
+        Option(help="run of yours: the median stall of its checkpoints is --checkpoint-seconds"),
     ] = None
     checkpoint_interval_minutes: Annotated[
         float | None, Option(help="training between two saves; by default the best")
@@ -88,6 +89,8 @@ class FailureOptions:
         None
     )
     days: Annotated[float, Option(help="length of the job")] = 365.0
-    runs: Annotated[int, Option(help="simulated runs of that length")] = 10
+    runs: Annotated[
+        int | None, Option(help="simulated runs of that length; by default 10, fewer of a job that fails very often")
+    ] = None
     seed: Annotated[int, Option(help="seed of the simulation")] = 0
     output_dir: OutputFolder = None
