@@ -91,6 +91,13 @@ def test_a_save_is_the_median_of_a_runs_checkpoints(tmp_path: Path, capsys: pyte
     assert str(folder) in run(["--gpus", "16", "--run-folder", str(folder)], capsys)[1]
 
 
+def test_a_save_in_the_background_costs_only_the_time_in_which_training_stood_still(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = run_folder(tmp_path / "run", [save("checkpoint", 9.0) | {"stall_seconds": 0.5}])
+    assert answer(["--gpus", "16", "--run-folder", str(folder)], capsys)["checkpoint_seconds"] == 0.5
+
+
 @pytest.mark.parametrize("saves", [None, [], [save("model", 3.0)], [save("checkpoint", None)]])
 def test_a_run_without_checkpoints_is_refused(
     saves: list[dict[str, Any]] | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -55,6 +55,14 @@ def test_a_whole_backward_leaves_out_schedules_that_split_it(capsys: pytest.Capt
     assert found["schedules"][0]["step_seconds"] == pytest.approx(11 * 0.03)
 
 
+def test_chunks_are_those_of_the_interleaved_schedule(capsys: pytest.CaptureFixture[str]) -> None:
+    found = answer([*SIZES, "--chunks", "3"], capsys)
+    chunks = {row["schedule"]: row["chunks"] for row in found["schedules"]}
+    assert (chunks["interleaved_1f1b"], chunks["zb_v"], chunks["1f1b"]) == (3, 2, 1)
+    code, _, err = run([*SIZES, "--chunks", "3", "--schedule", "1f1b"], capsys)
+    assert (code, err) == (0, "warning: --chunks has no effect: these schedules have one chunk per stage\n")
+
+
 def test_text_has_a_table_timelines_and_the_range_of_the_miss(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = run([*SIZES, *TIMES, "--schedule", "1f1b"], capsys)
     assert code == 0
@@ -98,6 +106,7 @@ def test_the_report_is_one_page_with_each_timeline(tmp_path: Any, capsys: pytest
         (["--schedule", "1f2b"], "unknown schedule '1f2b'; available: gpipe, 1f1b"),
         (["--schedule", "dualpipe_v", "--micro-batches", "7"], "dualpipe_v on 4 stages needs 8 or more"),
         (["--chunks", "0", "--schedule", "interleaved_1f1b"], "--chunks is 0"),
+        (["--chunks", "3", "--schedule", "zb_v"], "--chunks is 3, but zb_v has 2 chunks per stage"),
         (["--forward-ms", "-3", "--backward-ms", "3"], "--forward-ms is -3, expected 0 to 10,000,000 milliseconds"),
         (["--forward-ms", "nan", "--backward-ms", "3"], "--forward-ms is nan"),
         (["--forward-ms", "0", "--backward-ms", "3"], "--forward-ms is 0, expected more than 0"),

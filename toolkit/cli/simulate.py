@@ -24,10 +24,12 @@ def pipeline(options: PipelineOptions, as_json: JsonOutput = False) -> None:
 
     Times are those of one micro-batch on one stage: given in milliseconds, planned for a model, or all equal.
     """
-    from toolkit.simulate.pipeline_comparison import compare_schedules
+    from toolkit.simulate.pipeline_comparison import chunks_without_effect, compare_schedules
     from toolkit.simulate.pipeline_report import print_comparison, write_report
 
     comparison = compare_schedules(options)
+    if chunks_without_effect(options):
+        print_message("warning: --chunks has no effect: these schedules have one chunk per stage")
     if as_json:
         print(json.dumps(comparison.as_json(), indent=2))
     else:

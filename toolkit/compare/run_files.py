@@ -74,6 +74,8 @@ class Save(_RunFile):
     kind: str
     seconds: NonNegativeReal | None = None
     bytes: Bytes = None
+    stall_seconds: NonNegativeReal | None = None
+    """Training stood still; None in runs that recorded only `seconds`, in which it did all the time."""
 
 
 class RecordedGoodput(_RunFile):

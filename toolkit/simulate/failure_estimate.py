@@ -144,7 +144,7 @@ def _checkpoint_seconds(options: FailureOptions) -> tuple[float, str]:
 
 
 def measured_checkpoint_seconds(folder: Path) -> float:
-    """Return the median seconds of a run's checkpoints.
+    """Return the median seconds in which training stood still for a checkpoint of a run.
 
     Raises ToolkitError for a folder without `run.json`, and for a run that recorded no checkpoint.
     """
@@ -154,8 +154,9 @@ def measured_checkpoint_seconds(folder: Path) -> float:
     run_folder = RunFolder(folder)
     if not run_folder.run_json.is_file():
         raise ToolkitError(f"{folder} is no run folder: it has no {run_folder.run_json.name}")
-    saves = [save.seconds for save in read_run(run_folder).saves or () if save.kind == "checkpoint"]
-    measured = [taken for taken in saves if taken]
+    saves = [save for save in read_run(run_folder).saves or () if save.kind == "checkpoint"]
+    stalls = [save.seconds if save.stall_seconds is None else save.stall_seconds for save in saves]
+    measured = [seconds for seconds in stalls if seconds]
     if not measured:
         raise ToolkitError(
             f"{folder} recorded no checkpoint: a run records them when it completes",

@@ -73,7 +73,7 @@ class FailureOptions:
     ] = None
     run_folder: Annotated[
         Path | None,
-        Option(help="run of yours: the median stall of its checkpoints is --checkpoint-seconds"),
+        Option(help="run of yours that saved checkpoints: the median of their stalls is --checkpoint-seconds"),
     ] = None
     checkpoint_interval_minutes: Annotated[
         float | None, Option(help="training between two saves; by default the best")

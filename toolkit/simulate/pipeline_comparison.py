@@ -13,6 +13,7 @@ from toolkit.simulate.pipeline_schedules import (
     DEFAULT_CHUNKS,
     INTERLEAVED,
     SCHEDULES,
+    V_SHAPED,
     PipelineSize,
     check_schedule,
     chunks_of,
@@ -131,8 +132,11 @@ def _possible(options: PipelineOptions, num_layers: int | None) -> tuple[list[tu
 
 
 def _chosen(options: PipelineOptions) -> Iterator[tuple[str, PipelineSize]]:
+    """Every schedule that was named, or all; `--chunks` is that of the interleaved one, and must be 2 for a V."""
+    given = DEFAULT_CHUNKS if options.chunks is None else options.chunks
     for schedule in dict.fromkeys(options.schedule or SCHEDULES):
-        chunks = chunks_of(schedule, DEFAULT_CHUNKS if options.chunks is None else options.chunks)
+        is_named_v = schedule in V_SHAPED and schedule in options.schedule
+        chunks = given if is_named_v else chunks_of(schedule, given)
         yield schedule, PipelineSize(stages=options.stages, micro_batches=options.micro_batches, chunks=chunks)
 
 
@@ -145,6 +149,12 @@ def _with_model(staged: StagedModel, schedule: str, size: PipelineSize) -> Simul
     run = staged.simulate(schedule, size)
     fast, slow = (staged.simulate(schedule, size, end).step_seconds for end in (0, 1))
     return SimulatedSchedule(run=run, step_seconds_range=(fast, slow), memory=tuple(staged.stage_memory(run)))
+
+
+def chunks_without_effect(options: PipelineOptions) -> bool:
+    """Return True if `--chunks` was given, and no named schedule has several chunks per stage."""
+    chunked = (INTERLEAVED, *V_SHAPED)
+    return options.chunks not in (None, 1) and not set(options.schedule or SCHEDULES) & set(chunked)
 
 
 def check_layers(num_layers: int | None, size: PipelineSize) -> None:
