@@ -74,6 +74,11 @@ def test_a_zero_bubble_schedule_has_no_bubble_with_equal_times(schedule: str) ->
     assert step(schedule, 4, 16).bubble_fraction == pytest.approx(0)
 
 
+def test_rounding_leaves_no_negative_bubble() -> None:
+    milliseconds = ChunkTimes(forward_seconds=0.001, backward_seconds=0.001, weight_seconds=0.001)
+    assert step("zb_h2", 64, 1024, milliseconds).bubble_fraction == 0
+
+
 def test_zb_h1_loses_a_third_of_1f1bs_bubble() -> None:
     plain, split = (step(schedule, 4, 16) for schedule in ("1f1b", "zb_h1"))
     lost = [run.step_seconds - run.work_seconds for run in (plain, split)]

@@ -101,7 +101,7 @@ class PipelineRun:
     @property
     def bubble_fraction(self) -> float:
         """Share of `step_seconds` in which the average stage is idle."""
-        return 1 - self.work_seconds / self.step_seconds if self.step_seconds else 0.0
+        return max(0.0, 1 - self.work_seconds / self.step_seconds)  # rounding may leave less
 
     @cached_property
     def peak_micro_batches(self) -> tuple[float, ...]:
