@@ -58,13 +58,14 @@ def test_training_arguments_are_checked_as_for_a_run(
     assert message in errors
 
 
-def test_an_elastic_job_that_cannot_keep_its_batch_says_which_nodes_can(
+def test_an_elastic_job_that_cannot_keep_its_batch_says_which_numbers_of_ranks_can(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = [*SLURM, "--preset", "zero2", "--nodes", "1:3", "--", *write_inputs(tmp_path)]
     code, text, errors = run_cluster(words, capsys)
     assert (code, text) == (2, "")
-    assert "3 nodes train 96 sequences per step, which --nodes 1:3 cannot keep: it divides among 1, 3" in errors
+    assert "--global_batch_size 96 is no multiple of 8 data-parallel ranks" in errors
+    assert "numbers of processes that keep it: 1, 2, 3, 4, 6, 12" in errors
 
 
 def test_files_that_only_the_nodes_have_are_not_read_here(capsys: pytest.CaptureFixture[str]) -> None:

@@ -27,15 +27,23 @@ cluster_app = typer.Typer(
 def slurm(job: JobOptions, slurm: SlurmOptions) -> None:
     """Write an sbatch file: one torchrun per node, SIGTERM in time to save, requeue and resume.
 
+    With several --preset it runs `toolkit compare` on the nodes: each trial is one srun.
+
     After `--`: training arguments, as for `toolkit train`; --output_dir must be on a file system of all nodes.
     """
     from toolkit.cluster.cluster_job import prepare_job
+    from toolkit.cluster.comparison_job import comparison_file, prepare_comparison
     from toolkit.cluster.slurm import job_file
     from toolkit.cluster.submission import deliver
 
-    prepared = prepare_job(job, shares_files=True)
-    text = job_file(prepared, slurm)
-    _report(prepared)
+    if len(job.preset) > 1:
+        text = comparison_file(prepare_comparison(job), slurm)
+    else:
+        if slurm.repeats is not None:
+            print_message("--repeats has no effect: it is for a comparison, with several --preset")
+        prepared = prepare_job(job, shares_files=True)
+        text = job_file(prepared, slurm)
+        _report(prepared)
     deliver(text, output=job.output, submit=["sbatch"] if slurm.submit else None, suffix=".sbatch")
 
 

@@ -9,6 +9,7 @@ import os
 import re
 import shlex
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,9 +31,9 @@ from toolkit.run.environment import (
     WORLD_SIZE_VARIABLE,
     process_environment,
 )
-from toolkit.run.global_batch import global_batch_size
+from toolkit.run.global_batch import global_batch_size, with_accumulation
 from toolkit.run.preflight import check_job, check_output, check_required, data_parallel_size
-from toolkit.run.script_arguments import micro_batch_size, read_arguments, read_method, without_flags
+from toolkit.run.script_arguments import read_arguments, read_method, without_flags
 
 GLOBAL_BATCH = "global_batch_size"
 
@@ -102,15 +103,20 @@ def prepare_job(options: JobOptions, *, shares_files: bool) -> ClusterJob:
 
     `shares_files` is true where the nodes are expected to see the files of this one: the output folder is then checked.
     """
-    preset, argv = load_preset(options.preset), [*options.training_arguments]
-    _check_no_secrets(argv)
+    if len(options.preset) > 1:
+        raise ToolkitError(
+            f"several presets ({', '.join(options.preset)}) are a comparison, which needs SLURM to start its trials",
+            hint="`toolkit cluster slurm`, or one `--preset`",
+        )
+    preset, argv = load_preset(options.preset[0]), [*options.training_arguments]
+    check_no_secrets(argv)
     _check_nvme(preset, options)
     arguments = read_arguments(argv)
     check_required(arguments, ("model_name_or_path", "dataset", "output_dir"))
     argv += _resume_argv(arguments)
-    _check_world_sizes(options, preset, arguments)
+    check_world_sizes(options, preset, arguments)
     argv, arguments = _with_global_batch(options, preset, argv, arguments)
-    warnings = _check_arguments(options, preset, argv)
+    warnings = check_job_arguments(options, preset, argv)
     output_dir = user_path(str(arguments["output_dir"]))
     if options.check_files and shares_files:
         check_output(arguments, engine=preset.engine)
@@ -126,7 +132,8 @@ def prepare_job(options: JobOptions, *, shares_files: bool) -> ClusterJob:
     )
 
 
-def _check_no_secrets(argv: list[str]) -> None:
+def check_no_secrets(argv: Sequence[str]) -> None:
+    """Raise ToolkitError for a training argument that nobody may read in a file."""
     for word, hidden in zip(argv, hide_words(argv), strict=True):
         if word != hidden:
             raise ToolkitError(
@@ -162,7 +169,8 @@ def world_sizes(options: JobOptions) -> range:
     return range(options.min_nodes * per_node, options.max_nodes * per_node + 1, per_node)
 
 
-def _check_world_sizes(options: JobOptions, preset: Preset, arguments: dict[str, Any]) -> None:
+def check_world_sizes(options: JobOptions, preset: Preset, arguments: dict[str, Any]) -> None:
+    """Raise ToolkitError for a number of ranks with which the preset cannot train."""
     device, method = CPU if options.cpu else Device(), read_method(arguments)
     for world_size in world_sizes(options):
         check_supported(preset, method, world_size=world_size, device=device, purpose="cluster")
@@ -171,44 +179,35 @@ def _check_world_sizes(options: JobOptions, preset: Preset, arguments: dict[str,
 def _with_global_batch(
     options: JobOptions, preset: Preset, argv: list[str], arguments: dict[str, Any]
 ) -> tuple[list[str], dict[str, Any]]:
-    """Give an elastic run its global batch, from which each attempt works out its accumulation steps."""
-    if not options.elastic or GLOBAL_BATCH in arguments:
+    """Give an elastic run its global batch, from which each attempt works out its accumulation steps.
+
+    Raises ToolkitError for one that some number of nodes cannot keep.
+    """
+    if not options.elastic:
         return argv, arguments
+    if arguments.get(GLOBAL_BATCH) is None:
+        largest = world_sizes(options)[-1]
+        batch = global_batch_size(arguments, data_parallel_size(preset, arguments, largest))
+        argv = [*without_flags(argv, ["gradient_accumulation_steps"]), f"--{GLOBAL_BATCH}", str(batch)]
+        arguments = read_arguments(argv)
+    for world_size in world_sizes(options):
+        groups = data_parallel_size(preset, arguments, world_size)
+        with_accumulation(arguments, data_parallel_size=groups, ranks_per_batch=world_size // groups)
+    return argv, arguments
+
+
+def check_job_arguments(options: JobOptions, preset: Preset, argv: Sequence[str]) -> tuple[str, ...]:
+    """Run the checks of `toolkit train` for the largest number of nodes, and return their warnings.
+
+    The GPUs need not be here.
+    """
     largest = world_sizes(options)[-1]
-    batch = global_batch_size(arguments, data_parallel_size(preset, arguments, largest))
-    _check_batch(options, preset, arguments, batch)
-    left = without_flags(argv, ["gradient_accumulation_steps"])
-    return [*left, f"--{GLOBAL_BATCH}", str(batch)], arguments
-
-
-def _check_batch(options: JobOptions, preset: Preset, arguments: dict[str, Any], batch: int) -> None:
-    """Refuse a global batch that some number of nodes cannot keep."""
-    micro = micro_batch_size(arguments)
-    keeps = [
-        size // options.gpus_per_node
-        for size in world_sizes(options)
-        if batch % (micro * data_parallel_size(preset, arguments, size)) == 0
-    ]
-    if len(keeps) < len(world_sizes(options)):
-        raise ToolkitError(
-            f"{options.max_nodes} nodes train {batch} sequences per step, which --nodes {options.nodes} cannot keep:"
-            f" it divides among {', '.join(map(str, keeps))}",
-            hint=f"choose --gradient_accumulation_steps so that {micro} x GPUs divides the batch on every number of"
-            " nodes, or fewer numbers of nodes",
-        )
-
-
-def _check_arguments(options: JobOptions, preset: Preset, argv: list[str]) -> tuple[str, ...]:
-    """Run the checks of `toolkit train` for the largest number of nodes; the GPUs need not be here."""
-    largest = world_sizes(options)[-1]
-    known = without_flags(argv, [GLOBAL_BATCH])
     if options.check_files:
         gpus = None if options.cpu else largest
-        job = check_job(
-            preset, num_processes=largest, training_argv=known, cpu=options.cpu, gpus=gpus, nodes=options.max_nodes
-        )
+        nodes = options.max_nodes
+        job = check_job(preset, num_processes=largest, training_argv=argv, cpu=options.cpu, gpus=gpus, nodes=nodes)
         return job.warnings
-    arguments = read_arguments(known)
+    arguments = read_arguments(argv)
     return tuple(check_arguments(arguments, preset, num_processes=largest, on_cpu=options.cpu, here=False))
 
 

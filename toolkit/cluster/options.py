@@ -1,6 +1,6 @@
 """The options that every `toolkit cluster` command has: one job specification for all engines.
 
->>> JobOptions(preset="zero2", nodes="2:1")
+>>> JobOptions(preset=("zero2",), nodes="2:1")
 Traceback (most recent call last):
 toolkit.errors.ToolkitError: --nodes is '2:1', expected a number, or MIN:MAX for an elastic run
   hint: `--nodes 2`, or `--nodes 1:2`
@@ -17,7 +17,7 @@ import typer
 
 from toolkit.errors import ToolkitError
 from toolkit.files.secrets import is_secret_name
-from toolkit.flags import PresetName, TrainingArguments
+from toolkit.flags import PresetNames, TrainingArguments
 from toolkit.run.argument_values import Range, check_range
 from toolkit.run.options import MAX_RESTARTS
 
@@ -34,7 +34,7 @@ DAY_SECONDS = 24 * 60 * 60
 class JobOptions:
     """What runs, on how many nodes, and what each node needs. Raises ToolkitError for values that make no job."""
 
-    preset: PresetName
+    preset: PresetNames
     nodes: Annotated[str, typer.Option(help="number of nodes; MIN:MAX for an elastic run that survives lost nodes")]
     gpus_per_node: Annotated[int, typer.Option(help="ranks per node, one per GPU; with --cpu, processes")] = 8
     training_arguments: TrainingArguments = ()
@@ -81,6 +81,8 @@ class JobOptions:
         for name, (value, allowed) in limits.items():
             check_range(name, value, allowed)
         self._check_nodes()
+        if not self.preset:
+            raise ToolkitError("missing option '--preset'", hint="`--preset zero2`; `toolkit presets` lists them")
         for item in self.env:
             check_variable(item)
         if self.name is not None and not _NAME.fullmatch(self.name):

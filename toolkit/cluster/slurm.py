@@ -11,6 +11,7 @@ The choices that the file depends on:
 from __future__ import annotations
 
 import shlex
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
@@ -18,7 +19,7 @@ import typer
 
 from toolkit.cluster.cluster_job import ClusterJob, python_of, written_by
 from toolkit.cluster.node_script import Place, node_script
-from toolkit.cluster.options import limit_seconds
+from toolkit.cluster.options import JobOptions, limit_seconds
 from toolkit.errors import ToolkitError
 from toolkit.run.argument_values import Range, check_range
 
@@ -57,10 +58,14 @@ class SlurmOptions:
     requeue: Annotated[
         bool, typer.Option("--requeue/--no-requeue", help="put an interrupted run back into the queue")
     ] = True
+    repeats: Annotated[
+        int | None, typer.Option(help="with several --preset: trials of each row; default: as `toolkit compare`")
+    ] = None
     submit: Annotated[bool, typer.Option("--submit", help="submit the file with sbatch")] = False
 
     def __post_init__(self) -> None:
         check_range("--cpus-per-task", self.cpus_per_task, Range(lowest=1, highest=4096))
+        check_range("--repeats", self.repeats, Range(lowest=1, highest=1000))
         if self.time_limit is not None:
             limit_seconds(self.time_limit)
         words = {"--partition": self.partition, "--account": self.account, "--qos": self.qos}
@@ -80,11 +85,11 @@ def job_file(job: ClusterJob, slurm: SlurmOptions) -> str:
             hint="a longer `--time-limit`, or `--save-seconds` as measured",
         )
     parts = [
-        ["#!/bin/bash", *written_by(), *_directives(job, slurm)],
+        ["#!/bin/bash", *written_by(), *_job_directives(job, slurm)],
         _prologue(job, slurm),
         _node_script(job),
-        _each_node(job, slurm),
-        _preflight(job, slurm) if job.options.preflight else [],
+        each_node(job.options, slurm),
+        preflight(job.options, slurm) if job.options.preflight else [],
         _train(job, slurm),
         _requeue() if requeues(job, slurm) else ['exit "$code"'],
     ]
@@ -96,28 +101,36 @@ def requeues(job: ClusterJob, slurm: SlurmOptions) -> bool:
     return slurm.requeue and job.saves
 
 
-def _directives(job: ClusterJob, slurm: SlurmOptions) -> list[str]:
-    options = job.options
-    nodes = f"{options.min_nodes}-{options.max_nodes}" if options.elastic else options.nodes
+def directives(options: JobOptions, slurm: SlurmOptions, *, name: str, nodes: str, ends: Sequence[str]) -> list[str]:
+    """Return the #SBATCH lines; `ends` says what happens before the time limit and after it."""
     cpus = slurm.cpus_per_task or options.gpus_per_node * (1 if options.cpu else CPUS_PER_RANK)
-    found = [f"--job-name={job.name}", f"--nodes={nodes}", "--ntasks-per-node=1", f"--cpus-per-task={cpus}"]
+    found = [f"--job-name={name}", f"--nodes={nodes}", "--ntasks-per-node=1", f"--cpus-per-task={cpus}"]
     found += [] if options.cpu else [f"--gpus-per-node={options.gpus_per_node}"]
     named = {"time": slurm.time_limit, "partition": slurm.partition, "account": slurm.account, "qos": slurm.qos}
     found += [f"--{name}={value}" for name, value in named.items() if value is not None]
-    found += [f"--output={job.name}-%j.log", "--open-mode=append"]
-    found += [f"--signal=TERM@{job.signal_seconds}"] if job.saves else []
-    found += ["--requeue" if requeues(job, slurm) else "--no-requeue"]
-    found += ["--no-kill"] if options.elastic else []
+    found += [f"--output={name}-%j.log", "--open-mode=append", *ends]
     found += [f"--{line.lstrip('-')}" for line in slurm.sbatch_option]
     return [f"#SBATCH {line}" for line in found]
 
 
+def _job_directives(job: ClusterJob, slurm: SlurmOptions) -> list[str]:
+    nodes = job.options.nodes.replace(":", "-")
+    signal = [f"--signal=TERM@{job.signal_seconds}"] if job.saves else []
+    requeue = "--requeue" if requeues(job, slurm) else "--no-requeue"
+    ends = [*signal, requeue, *(["--no-kill"] if job.options.elastic else [])]
+    return directives(job.options, slurm, name=job.name, nodes=nodes, ends=ends)
+
+
+def modules(slurm: SlurmOptions) -> list[str]:
+    """Return the line that loads environment modules."""
+    return [f"module load {' '.join(map(shlex.quote, slurm.module))}"] if slurm.module else []
+
+
 def _prologue(job: ClusterJob, slurm: SlurmOptions) -> list[str]:
     """Name the attempt, its head and port, and the folders."""
-    modules = [f"module load {' '.join(map(shlex.quote, slurm.module))}"] if slurm.module else []
     return [
         f"# A save takes {job.save_time.seconds:g} s ({job.save_time.source}).",
-        *modules,
+        *modules(slurm),
         f"output_dir={shlex.quote(str(job.output_dir))}",
         'export ATTEMPT="$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}"',
         'mapfile -t nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST")',
@@ -141,12 +154,12 @@ def _node_script(job: ClusterJob) -> list[str]:
     return [f"node_script=$(cat <<'{NODE_SCRIPT_END}'", *lines, NODE_SCRIPT_END, ")"]
 
 
-def _each_node(job: ClusterJob, slurm: SlurmOptions) -> list[str]:
+def each_node(options: JobOptions, slurm: SlurmOptions) -> list[str]:
     """Define srun with one task per node, each in the container where there is one."""
     words = ['srun --nodes="$SLURM_JOB_NUM_NODES" --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1']
     words += ['--cpus-per-task="$SLURM_CPUS_PER_TASK"']
-    if job.options.container is not None and slurm.container_runtime == "pyxis":
-        words += [f"--container-image={shlex.quote(job.options.container)}", f"--container-mounts={_mounts(slurm)}"]
+    if options.container is not None and slurm.container_runtime == "pyxis":
+        words += [f"--container-image={shlex.quote(options.container)}", f"--container-mounts={_mounts(slurm)}"]
         words += ['--container-workdir="$PWD"']
     return [f"each_node=({' '.join(words)})"]
 
@@ -156,20 +169,20 @@ def _mounts(slurm: SlurmOptions) -> str:
     return f'"$PWD:$PWD"{more}'
 
 
-def _inside(job: ClusterJob, slurm: SlurmOptions) -> str:
+def _inside(options: JobOptions, slurm: SlurmOptions) -> str:
     """Return what precedes a command that is to run in an apptainer container; empty otherwise."""
-    if job.options.container is None or slurm.container_runtime == "pyxis":
+    if options.container is None or slurm.container_runtime == "pyxis":
         return ""
-    gpus = "" if job.options.cpu else "--nv "
-    return f"apptainer exec {gpus}--bind {_mounts(slurm)} {shlex.quote(job.options.container)} "
+    gpus = "" if options.cpu else "--nv "
+    return f"apptainer exec {gpus}--bind {_mounts(slurm)} {shlex.quote(options.container)} "
 
 
-def _preflight(job: ClusterJob, slurm: SlurmOptions) -> list[str]:
+def preflight(options: JobOptions, slurm: SlurmOptions) -> list[str]:
     """Let every node describe itself, and compare the nodes, before a rank starts."""
-    toolkit = f"{shlex.quote(python_of(job.options, shares_files=True))} -m toolkit"
-    inside = _inside(job, slurm)
-    doctor = shlex.quote("; ".join([*job.options.setup, f"exec {toolkit} doctor --json"]))
-    compare = shlex.quote("; ".join([*job.options.setup, f'exec {toolkit} doctor --compare "$@"']))
+    toolkit = f"{shlex.quote(python_of(options, shares_files=True))} -m toolkit"
+    inside = _inside(options, slurm)
+    doctor = shlex.quote("; ".join([*options.setup, f"exec {toolkit} doctor --json"]))
+    compare = shlex.quote("; ".join([*options.setup, f'exec {toolkit} doctor --compare "$@"']))
     return [
         'doctor="$logs/$ATTEMPT-doctor"',
         '"${each_node[@]}" --output="$doctor-%N.json" --error="$doctor-%N.err" \\',
@@ -187,7 +200,7 @@ def _train(job: ClusterJob, slurm: SlurmOptions) -> list[str]:
         'started="$logs/$ATTEMPT.started"',
         'touch "$started"',
         f'"${{each_node[@]}}" {ends} --output="$logs/$ATTEMPT-%N.log" \\',
-        f'    {_inside(job, slurm)}bash -c "$node_script" &',
+        f'    {_inside(job.options, slurm)}bash -c "$node_script" &',
         'wait "$!" || wait "$!"  # the first wait ends when this shell gets a signal',
         "code=$?",
         'echo "$(date -Is) srun ended with $code"',
