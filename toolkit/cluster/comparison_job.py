@@ -20,7 +20,7 @@ from toolkit.cluster.cluster_job import (
     world_sizes,
     written_by,
 )
-from toolkit.cluster.node_script import CONTINUED, group_arguments
+from toolkit.cluster.node_script import CONTINUED, group_arguments, required_lines
 from toolkit.cluster.options import JobOptions
 from toolkit.cluster.slurm import SlurmOptions, directives, each_node, modules, preflight
 from toolkit.errors import ToolkitError
@@ -106,6 +106,7 @@ def _prologue(job: ComparisonJob) -> list[str]:
         'logs="$output_dir.logs"',
         'mkdir -p "$logs" && touch "$logs/$ATTEMPT.started"',
         *(f"export {name}={shlex.quote(value)}" for name, value in options.variables.items()),
+        *required_lines(options),
         *options.setup,
         "resume=()",
         f'[[ -e "$output_dir/{COMPARISON_FILE}" ]] && resume=(--resume)',
@@ -136,4 +137,5 @@ def _compare(job: ComparisonJob, slurm: SlurmOptions) -> list[str]:
         '--output-dir "$output_dir" "${resume[@]}" --',
         *group_arguments(job.training_argv),
     ]
-    return [CONTINUED.join(parts) + " &", 'wait "$!"', 'exit "$?"']
+    # The first wait ends when this shell gets a signal.
+    return [CONTINUED.join(parts) + " &", 'wait "$!" || wait "$!"', 'exit "$?"']

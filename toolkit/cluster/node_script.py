@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from toolkit.cluster.cluster_job import ClusterJob
 from toolkit.cluster.node_setup import ADDRESS_VARIABLE
+from toolkit.cluster.options import JobOptions
 from toolkit.run.command import torchrun_words
 
 RENDEZVOUS_PORT = 29500
@@ -36,12 +37,21 @@ class Place:
 def node_script(job: ClusterJob, place: Place, *, python: str) -> list[str]:
     """Return the lines of the script; its last command is torchrun, which gets the engine's signals."""
     exports = [f"export {name}={shlex.quote(value)}" for name, value in job.environment.items()]
-    required = [
-        f': "${{{name}:?is not set: the job was written with --env {name}}}"' for name in job.options.passed_variables
-    ]
     settings = _node_settings(job, place, python)
     checks = preflight(job, place, python) if job.options.preflight and not place.checked else []
-    return [*exports, *required, *job.options.setup, *settings, *checks, *torchrun(job, place, python)]
+    return [
+        *exports,
+        *required_lines(job.options),
+        *job.options.setup,
+        *settings,
+        *checks,
+        *torchrun(job, place, python),
+    ]
+
+
+def required_lines(options: JobOptions) -> list[str]:
+    """Return the lines that end the script where a variable that is passed by its name is not set."""
+    return [f': "${{{name}:?is not set: the job was written with --env {name}}}"' for name in options.passed_variables]
 
 
 def preflight(job: ClusterJob, place: Place, python: str) -> list[str]:
