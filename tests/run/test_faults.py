@@ -19,7 +19,7 @@ from launching import ROOT, losses, read
 
 from toolkit.run.checkpoints import list_checkpoints
 from toolkit.run.goodput import PARTS
-from toolkit.run.heartbeat import Heartbeat, read_heartbeats
+from toolkit.run.heartbeat import Heartbeat, read_heartbeats, write_attempt_id
 
 pytestmark = pytest.mark.launch
 
@@ -350,6 +350,18 @@ def test_under_torchrun_one_signalled_rank_stops_all_and_so_does_a_signal_to_eve
     assert (
         f"log at step {second.steps[0]}, all ranks" in (run.folder / "train.log").read_text()
     )  # `tee` has outlived the signal
+
+
+def test_ranks_of_an_attempt_that_was_replaced_end_and_leave_the_folder_alone(start: Starter) -> None:
+    """As on a node that was cut off from the others, while the run was restarted without it."""
+    run = start(plain=True)
+    run.until_step(2)
+    write_attempt_id(run.folder / "ranks", "of the new attempt")
+    code, said = run.ended()
+    assert code == 1
+    assert "ends: the run was restarted without it" in said
+    assert run.run()["status"] == "running"  # as the new attempt's would be
+    assert not (run.folder / "failure.json").exists()
 
 
 def test_an_oom_kill_by_the_kernel_is_host_out_of_memory(start: Starter, tmp_path: Path) -> None:
