@@ -57,7 +57,7 @@ def model_folder(work: Path) -> Path:
 
 def run(side: str, model: Path, folder: Path) -> dict[str, Any]:
     """Train once, unless the folder has the figures already; the checkpoints are removed."""
-    if not (folder / "run.json").exists():
+    if not (folder / "run.json").exists() or json.loads((folder / "run.json").read_text())["status"] != "completed":
         job = {"model_name_or_path": model, "dataset": default_data_file("faq-en-alpaca.jsonl"), "output_dir": folder}
         job |= {"max_seq_length": 128, "max_steps": STEPS, "per_device_train_batch_size": 2, "learning_rate": 1e-4}
         job |= {"save_strategy": "steps", "save_steps": SAVE_STEPS, "save_total_limit": 1, "save_model": "false"}

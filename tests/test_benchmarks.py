@@ -13,6 +13,8 @@ from launching import ROOT
 
 from toolkit.models.read_model import read_model
 
+TABLED = ["kill_ranks", "live_faults", "resume_conversion", "host_memory", "peers", "async_checkpoint"]
+
 
 @pytest.fixture
 def record(monkeypatch: pytest.MonkeyPatch) -> Any:
@@ -28,11 +30,12 @@ def record(monkeypatch: pytest.MonkeyPatch) -> Any:
         "shard_bytes",
         "communication",
         "peers",
+        "async_checkpoint",
     ):
         sys.modules.pop(name, None)
 
 
-@pytest.mark.parametrize("name", ["kill_ranks", "live_faults", "resume_conversion", "host_memory", "peers"])
+@pytest.mark.parametrize("name", TABLED)
 def test_a_table_in_the_docs_agrees_with_the_recorded_results(name: str, record: Any, tmp_path: Path) -> None:
     benchmark = __import__(name)
     found = json.loads((record.RESULTS / f"{name}.json").read_text())

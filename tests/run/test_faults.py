@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import subprocess
@@ -231,6 +232,9 @@ def test_the_goodput_of_all_starts_of_a_folder_adds_up_to_their_time(story: Stor
     assert sum(goodput[f"{part}_seconds"] for part in PARTS) == pytest.approx(goodput["wall_seconds"])
     spent = ("productive", "startup", "checkpoint", "restart", "lost")
     assert all(goodput[f"{part}_seconds"] > 0 for part in spent), goodput
+    rows = map(json.loads, (story.folder / "ranks" / "rank0.jsonl").read_text().splitlines())
+    kept = sum(row["seconds"] for row in rows)  # of three of the four processes, which trained them
+    assert goodput["productive_seconds"] + goodput["waiting_seconds"] == pytest.approx(kept, rel=1e-3)
     assert goodput["idle_seconds"] > 0  # between a start and the next
     assert story.killed.run["goodput"]["starts"] == 2
     assert "goodput " in story.killed.said

@@ -199,6 +199,7 @@ def open_run(
         facts={"nodes": nodes, **(facts or {})},
     )
     _open_folder(run)
+    progress.step = run.resumed_step
     if run.writes and not single_process:
         progress.open_timeline(run.timeline, restarted=int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0)
     progress.output_dir, progress.datasets = run.folder.path, tuple(arguments.data.dataset or ())

@@ -10,6 +10,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -84,7 +85,8 @@ class MeasuredTrainer(Trainer):  # type: ignore[misc]
         self.saves: list[SaveRecord] = []
         """Each save of this run, for run.json; rank 0's have their sizes."""
         saves_in_background = run.arguments.model.async_save and str(args.save_strategy) != "SaveStrategy.NO"
-        self.background = BackgroundSaver(self.model) if saves_in_background else None
+        timeout = timedelta(seconds=args.ddp_timeout)
+        self.background = BackgroundSaver(self.model, timeout=timeout) if saves_in_background else None
 
     def training_step(self, model: Any, inputs: dict[str, Any], num_items_in_batch: Any = None) -> torch.Tensor:
         if self.background is not None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import errno
 import json
 import threading
+from datetime import timedelta
 from pathlib import Path
 from subprocess import CompletedProcess
 from typing import Any
@@ -138,7 +139,7 @@ def test_the_best_checkpoint_is_kept_and_loaded_though_it_was_written_in_the_bac
 
 @pytest.fixture
 def saver() -> BackgroundSaver:
-    return BackgroundSaver(torch.nn.Linear(2, 2))
+    return BackgroundSaver(torch.nn.Linear(2, 2), timeout=timedelta(seconds=60))
 
 
 def saved_folder(output_dir: Path) -> SavedFolder:

@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -61,9 +62,10 @@ class SaveRecord:
 class BackgroundSaver:
     """Writes one rank's checkpoints in a thread, one at a time. Made by every rank at the same place. Collective."""
 
-    def __init__(self, model: torch.nn.Module) -> None:
+    def __init__(self, model: torch.nn.Module, *, timeout: timedelta) -> None:
+        """`timeout` is how long a rank waits for the others to finish writing."""
         self.model = model
-        self.group = dist.new_group(backend="gloo") if dist.is_initialized() else None
+        self.group = dist.new_group(backend="gloo", timeout=timeout) if dist.is_initialized() else None
         on_gpu = torch.cuda.is_available()
         self.stager = DefaultStager(
             StagingOptions(
