@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -133,3 +134,17 @@ def test_a_run_json_that_cannot_be_read_is_none(kind: str, tmp_path: Path) -> No
     else:
         path.write_bytes(b"[" * 300_000 if kind == "deep" else b"\xff\xfe")
     assert RunFolder(tmp_path).read_run() is None
+
+
+def test_a_restart_waits_until_the_lock_of_the_attempt_before_is_released(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    held = folder.hold()
+    assert held is not None
+    with pytest.raises(ToolkitError, match="still running"):
+        folder.hold()
+    release = threading.Timer(0.1, os.close, [held])
+    release.start()
+    taken = folder.hold(wait_seconds=60)
+    release.join()
+    assert taken is not None
+    os.close(taken)

@@ -180,9 +180,7 @@ def open_run(
     folder = RunFolder(Path(training.output_dir))
     writes = single_process or training.process_index == 0
     if not launch.folder_prepared:
-        folder.check_unused(resume=resumes(vars(training)))
-    if writes and not launch.folder_prepared:
-        folder.hold(wait_seconds=RELEASE_SECONDS if "TORCHELASTIC_RUN_ID" in os.environ else 0)
+        _hold_folder(folder, writes=writes, resume=resumes(vars(training)))
     gather = partial(gather_from_ranks, single_process=single_process)
     progress.attempt_id, nodes = claim_folder(folder.path, writes=writes, gather=gather)
     checkpoint = find_checkpoint(arguments, launch, progress)
@@ -212,6 +210,14 @@ def open_run(
         shutil.rmtree(progress.swap_folder, ignore_errors=True)
     if dist.is_initialized():
         dist.destroy_process_group()  # its threads abort a process that just exits
+
+
+def _hold_folder(folder: RunFolder, *, writes: bool, resume: bool) -> None:
+    """Refuse a folder that is in use, and let one rank lock it for as long as it runs."""
+    folder.check_unused(resume=resume)
+    restarts = resume and int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) > 0
+    if writes:
+        folder.hold(wait_seconds=RELEASE_SECONDS if restarts else 0)
 
 
 def _open_folder(run: ActiveRun) -> None:

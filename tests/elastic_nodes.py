@@ -1,0 +1,119 @@
+"""Elastic agents that stand for nodes: started, lost without warning, and waited for."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+from launching import ROOT, cpu_environment, read, torchrun_preset
+
+from toolkit.run.folder import RunFolder
+from toolkit.run.measurements import last_step, measure, read_steps
+
+Place = Callable[[str, list[str]], list[str]]
+
+WAIT_SECONDS = 180.0
+MANY_STEPS = 2000
+# A node counts as lost after three missed seconds, and nobody else is waited for: the defaults are 15 s and 30 s.
+RENDEZVOUS = "last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=3"
+
+
+class Nodes:
+    """Elastic agents with one rank each, started and killed like nodes."""
+
+    def __init__(
+        self, preset: str, folder: Path, job: list[str], endpoint: str, *, place: Place = lambda _, words: words
+    ) -> None:
+        """`place` returns the command that runs words on a node; without one all are this host."""
+        self.place = place
+        self.is_local = endpoint.startswith("127.")
+        self.folder, self.out, self.agents = folder, folder / "out", dict[str, psutil.Popen]()
+        rendezvous = ["--rdzv-id", "elastic", "--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint]
+        self.elastic = ["--nnodes", "1:2", "--nproc-per-node", "1", "--max-restarts", "3", *rendezvous]
+        words = [*job, "--output_dir", str(self.out), "--resume_from_checkpoint", "latest", "--save_steps", "2"]
+        words += ["--max_steps", str(MANY_STEPS), "--save_total_limit", "2"]
+        self.script = ["-m", "toolkit.train", *words]
+        self.environment = cpu_environment() | {"TOOLKIT_PRESET": preset, "OMP_NUM_THREADS": "1"}
+        self.environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+
+    def start(self, name: str) -> None:
+        """Start an agent; the one that is started when there is none holds the rendezvous."""
+        holds = ["--rdzv-conf", f"{RENDEZVOUS},is_host={not self.agents}"]
+        holds += ["--local-addr", "127.0.0.1"] if self.is_local else []
+        command = self.place(name, [sys.executable, "-m", "torch.distributed.run", *self.elastic, *holds, *self.script])
+        with self.log(name).open("a") as log:
+            self.agents[name] = psutil.Popen(command, env=self.environment, cwd=ROOT, stdout=log, stderr=log)
+
+    def log(self, name: str) -> Path:
+        return self.folder / f"{name}.log"
+
+    def lose(self, name: str) -> None:
+        """End a node's agent and rank without warning."""
+        agent = self.agents.pop(name)
+        with contextlib.suppress(psutil.NoSuchProcess):  # it has ended by itself
+            processes = [agent, *agent.children(recursive=True)]
+            for process in processes:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.kill()
+            psutil.wait_procs(processes, timeout=WAIT_SECONDS)
+
+    def wait(self, what: str, reached: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + WAIT_SECONDS
+        while not reached():
+            assert time.monotonic() < deadline, f"{what}\n{self.text()}"
+            time.sleep(0.05)
+
+    def train_on(self, world_size: int, *, attempt: int, steps: int = 3) -> None:
+        """Wait until an attempt of so many ranks has trained some steps."""
+
+        def reached() -> bool:
+            run = RunFolder(self.out).read_run() or {}
+            start = (run.get("resumed_from") or {"step": 0})["step"]
+            trained = min((last_step(RunFolder(self.out).rank_rows(rank)) for rank in range(world_size)), default=0)
+            own = run.get("attempt", 0) >= attempt and run.get("world_size") == world_size
+            return own and trained >= start + steps
+
+        self.wait(f"no {steps} steps of attempt {attempt} on {world_size} ranks", reached)
+
+    def stop(self) -> None:
+        """Send SIGTERM to every agent, as a cluster does, and wait for them; on a node it is a child of what enters."""
+        for agent in self.agents.values():
+            for process in [agent] if self.is_local else agent.children():
+                process.terminate()
+        psutil.wait_procs(list(self.agents.values()), timeout=WAIT_SECONDS)
+
+    def text(self) -> str:
+        return "\n".join(f"== {log.name}\n{log.read_text()[-4000:]}" for log in self.folder.glob("*.log"))
+
+
+def elastic_job(model: Path, dataset: Path) -> list[str]:
+    """Four sequences per step on any number of ranks, in fp32 and with a constant learning rate."""
+    words = ["--model_name_or_path", str(model), "--dataset", str(dataset), "--max_seq_length", "64"]
+    words += ["--per_device_train_batch_size", "1", "--global_batch_size", "4", "--lr_scheduler_type", "constant"]
+    return [*words, "--learning_rate", "1e-3", "--bf16", "false", "--save_model", "false"]
+
+
+def losses_of_steps(folder: Path) -> list[float]:
+    return measure(read_steps(RunFolder(folder)), untimed_steps=0).losses
+
+
+def losses_without_interruption(preset: str, job: list[str], folder: Path, *, steps: int) -> list[float]:
+    """Train so many steps on two ranks of this host, and return the loss of each."""
+    words = ["--output_dir", str(folder), "--max_steps", str(steps), "--save_strategy", "no"]
+    ended = torchrun_preset(preset, *job, *words)
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    return losses_of_steps(folder)
+
+
+def check_restarts(nodes: Nodes) -> None:
+    """Assert that the run went from two ranks to one and back, with one row per step and rank."""
+    run, steps = read(nodes.out / "run.json"), read_steps(RunFolder(nodes.out))
+    assert (run["status"], run["world_size"]) == ("interrupted", 2), nodes.text()
+    sizes = [restart["world_size"] for restart in run["restarts"]]
+    assert sizes[-2:] == [2, 1]  # before, the first node may have trained alone
+    assert {len(step) for step in steps} == {1, 2}
+    assert [step[0]["step"] for step in steps] == list(range(1, len(steps) + 1))
