@@ -1,0 +1,40 @@
+"""`torchrun --nnodes 1:2` on two nodes, of which one loses power and comes back."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from cluster.machines import Machines
+from elastic_nodes import Nodes, check_restarts, elastic_job, losses_of_steps, losses_without_interruption
+
+pytestmark = [pytest.mark.cluster, pytest.mark.launch, pytest.mark.cold_start]
+
+LOSS_TOLERANCE = 1e-6
+
+
+def test_a_run_goes_on_without_a_node_that_lost_power_and_with_it_when_it_is_back(
+    machines: Machines, tiny_model: Path, faq_alpaca: Path, tmp_path: Path
+) -> None:
+    """The cable is cut first, so no connection is closed: the other rank notices that its peer hangs."""
+    job = elastic_job(tiny_model, faq_alpaca)
+    nodes = Nodes("zero2", tmp_path, job, "node1:29401", place=lambda name, words: machines.command(name, *words))
+    nodes.environment["TOOLKIT_HANG_TIMEOUT_MINUTES"] = "0.25"
+    try:
+        nodes.start("node1")
+        nodes.start("node2")
+        nodes.train_on(2, attempt=1, steps=5)
+        machines.power_off("node2")
+        nodes.agents.pop("node2").wait(60)
+        nodes.train_on(1, attempt=2)
+        machines.power_on("node2")
+        nodes.start("node2")
+        nodes.train_on(2, attempt=3)
+        nodes.stop()
+    finally:
+        for name in list(nodes.agents):
+            nodes.lose(name)
+    check_restarts(nodes)
+    trained = losses_of_steps(nodes.out)
+    expected = losses_without_interruption("zero2", job, tmp_path / "whole", steps=len(trained))
+    assert trained == pytest.approx(expected, rel=LOSS_TOLERANCE)
