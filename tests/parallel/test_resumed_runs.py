@@ -9,6 +9,10 @@ import pytest
 from launching import read
 from split_runs import RUNS, STEPS, losses_and_norms
 
+from toolkit.checkpoint.convert import convert
+from toolkit.errors import ToolkitError
+from toolkit.presets import load_preset
+
 pytestmark = pytest.mark.launch
 
 RESUMED = [name for name, run in RUNS.items() if run.resumes is not None]
@@ -27,3 +31,18 @@ def test_a_resumed_run_has_the_losses_of_the_uninterrupted_one(name: str, run_fo
     assert losses == pytest.approx(expected_losses[step:], rel=1e-6)
     assert norms == pytest.approx(expected_norms[step:], rel=1e-5)
     assert read(run_folder(name) / "attestation.json")["verdict"] == "attested"
+
+
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
+def test_a_pipelines_checkpoint_is_a_model_folder_whose_states_are_not_converted(
+    run_folder: Callable[[str], Path], tmp_path: Path
+) -> None:
+    from transformers import AutoModelForCausalLM
+
+    checkpoint = run_folder("pipeline-tied") / "checkpoint-2"
+    model = AutoModelForCausalLM.from_pretrained(checkpoint)
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    assert len(list(checkpoint.glob("model-*.safetensors"))) == 2
+    with pytest.raises(ToolkitError, match="optimizer states of a pipeline's stages") as refused:
+        convert(checkpoint, tmp_path / "out", load_preset("ddp"), num_processes=2)
+    assert str(refused.value.hint).endswith(f"start from its weights: `--model_name_or_path {checkpoint}`")

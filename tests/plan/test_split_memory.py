@@ -39,6 +39,8 @@ LIVE = [
     ("ep", "qwen3_moe", 2, {"ep": 2, **ATTENTION}, (156_032, 7_168, 14_336)),
     ("ep_tp", "qwen3_moe", 4, {"tp": 2, "ep": 2}, (75_136, 75_136, 150_272)),
     ("ep_tp", "qwen3_moe", 4, {"tp": 2, "ep": 2, **ATTENTION}, (80_768, 5_632, 11_264)),
+    ("pipeline_1f1b", "llama", 2, {"pp": 2, "gradient_accumulation_steps": 2}, (73_984, 73_984, 147_968)),
+    ("pipeline_1f1b", "llama_tied", 4, {"pp": 2, "gradient_accumulation_steps": 2}, (73_984, 73_984, 147_968)),
     ("cp", "llama", 2, {"cp": 2}, (74_048, 74_048, 148_096)),
     ("cp", "qwen3", 4, {"cp": 2}, (37_056, 37_056, 74_112)),
     ("cp", "qwen3", 4, {"cp": 2, "lora_r": 4}, (41_152, 4_096, 8_192)),

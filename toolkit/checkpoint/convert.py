@@ -84,6 +84,11 @@ def _check_source(path: Path) -> None:
             f"{path} keeps its optimizer states as NVMe swap files, which only its own preset and ranks can read",
             hint="export its weights instead: `toolkit checkpoint export`",
         )
+    if layout.engine == "pipeline":
+        raise ToolkitError(
+            f"{path} has the optimizer states of a pipeline's stages, which only the same stages can read",
+            hint=f"resume with the same `--pp`, or start from its weights: `--model_name_or_path {path}`",
+        )
     if layout.engine == "plain" and not (path / "optimizer.pt").exists():
         raise ToolkitError(f"{path} has no optimizer states (optimizer.pt)", hint="it was saved with save_only_model")
 

@@ -22,6 +22,7 @@ from toolkit.files.atomic_write import write_text
 from toolkit.files.reading import read_text
 from toolkit.files.yaml_files import parse_yaml
 from toolkit.presets.preset import Preset
+from toolkit.presets.support import unsupported
 from toolkit.presets.training_arguments import strategy_variables, trainer_arguments
 
 FORMS = ("accelerate", "deepspeed", "trainer")
@@ -91,6 +92,9 @@ def _script_lines(preset: Preset) -> list[str]:
     """What a script must call where YAML cannot carry the division: meshes and configurations are Python objects."""
     if not preset.degrees:
         return []
+    reason = unsupported(preset, purpose="script")
+    if reason is not None:
+        return [f"# {reason.message}: {reason.hint}."]
     given = [f"{name}=2" for name in preset.degrees] + ['save_strategy="no"'] * preset.sharded_at_load
     lines = [
         f"# These arguments alone divide nothing by {', '.join(preset.degrees)}. In a script of your own:",

@@ -1,0 +1,73 @@
+"""Model states and activations of a pipeline's stages, against tensors counted by hand."""
+
+from __future__ import annotations
+
+import pytest
+from small_llama import LLAMA
+
+from toolkit.models.config_fields import ConfigFields
+from toolkit.models.read_model import shape_from_config
+from toolkit.models.shape import ModelShape
+from toolkit.parallel.pipeline_schedule import PipelineSettings
+from toolkit.plan.job import TrainingJob, TrainingSetup
+from toolkit.plan.memory import plan_memory
+from toolkit.plan.pipeline_stages import bubble_factor, stage_load, stage_shape
+from toolkit.presets import load_preset
+
+LAYER = 2 * 64 * 64 + 2 * 32 * 64 + 3 * 128 * 64 + 2 * 64
+EMBEDDING = 1009 * 64
+PRESET = load_preset("pipeline_1f1b")
+
+
+def llama(*, layers: int = 5, tied: bool = False) -> ModelShape:
+    fields = {**LLAMA, "num_hidden_layers": layers, "tie_word_embeddings": tied}
+    return shape_from_config(ConfigFields(fields, "config.json"))
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_each_stage_has_its_layers_and_the_ends_embedding_and_head(tied: bool) -> None:
+    settings = PipelineSettings(ranks=3)
+    held = [stage_shape(llama(tied=tied), settings, rank).num_params for rank in range(3)]
+    assert held == [EMBEDDING + 2 * LAYER, 2 * LAYER, LAYER + 64 + EMBEDDING]
+
+
+def test_the_interleaved_schedule_deals_stages_out_in_turn() -> None:
+    settings = PipelineSettings(ranks=2, schedule="interleaved_1f1b", chunks=2)  # layers 0-1, 2, 3, 4
+    held = [stage_shape(llama(), settings, rank).num_params for rank in range(2)]
+    assert held == [EMBEDDING + 3 * LAYER, 2 * LAYER + 64 + EMBEDDING]
+
+
+def test_the_plan_is_of_the_stage_that_needs_most() -> None:
+    """In fp32, four times the parameters for weights and gradients each, eight times for AdamW."""
+    job = TrainingJob(pp=2, gradient_accumulation_steps=4, max_seq_length=64, per_device_train_batch_size=1)
+    states = plan_memory(llama(), PRESET, world_size=2, job=job).states
+    worst = EMBEDDING + 3 * LAYER
+    assert (states.parameter_bytes, states.gradient_bytes, states.optimizer_bytes) == (4 * worst, 4 * worst, 8 * worst)
+
+
+def test_gpipe_holds_all_micro_batches_and_1f1b_as_many_as_stages_follow() -> None:
+    loads = {
+        schedule: [stage_load(PipelineSettings(ranks=4, schedule=schedule), rank, micro_batches=16) for rank in (0, 3)]
+        for schedule in ("gpipe", "1f1b")
+    }
+    assert [load.micro_batches_in_flight for load in loads["gpipe"]] == [16, 16]
+    assert [load.micro_batches_in_flight for load in loads["1f1b"]] == [4, 1]
+    assert [load.logits_in_flight for load in loads["gpipe"]] == [0, 15]
+    assert loads["1f1b"][0].buffered_activations == 16  # gradients only: nothing is sent to the first stage
+
+
+def test_the_bubble_is_the_share_of_the_paper_that_describes_the_schedule() -> None:
+    assert bubble_factor(PipelineSettings(ranks=4), 12) == 1.25
+    assert bubble_factor(PipelineSettings(ranks=4, schedule="interleaved_1f1b", chunks=3), 12) == 1 + 1 / 12
+
+
+def test_a_rank_sends_activations_and_gradients_and_all_reduces_over_replicas() -> None:
+    from toolkit.plan.communication import step_collectives
+
+    job = TrainingJob(pp=2, gradient_accumulation_steps=4, max_seq_length=64, per_device_train_batch_size=1)
+    found = step_collectives(TrainingSetup(shape=llama(tied=True), preset=PRESET, world_size=4, job=job))
+    assert [(each.name, each.dimension, each.payload_bytes) for each in found] == [
+        ("permute", "pp", 2 * 4 * 4 * 64 * 64),
+        ("all_reduce", "pp", 4 * EMBEDDING),
+        ("all_reduce", "dp_replicate", 4 * (EMBEDDING + 3 * LAYER)),
+    ]
