@@ -28,10 +28,10 @@ PAGE_OF = {
 SECTIONS = {
     "tutorials": ["first-fine-tune-1-gpu", "first-fine-tune-8-gpus", "compare-three-presets", "from-other-tools"],
     "how-to": [
-        *("choose-a-preset", "recommend", "simulate", "multi-node", "multi-node-faults", "doctor", "out-of-memory"),
-        *("hangs-and-nccl", "training", "data", "gated-models", "offline-clusters", "checkpoints", "resume-elsewhere"),
-        *("faults", "report", "after-training", "checkpoints-commands", "rehearsal", "nvme", "optimizers"),
-        *("comm-hooks", "goodput"),
+        *("choose-a-preset", "recommend", "simulate", "simulate-stragglers", "multi-node", "multi-node-faults"),
+        *("doctor", "out-of-memory", "hangs-and-nccl", "training", "data", "gated-models", "offline-clusters"),
+        *("checkpoints", "resume-elsewhere", "faults", "goodput", "report", "after-training"),
+        *("checkpoints-commands", "rehearsal", "nvme", "optimizers", "comm-hooks"),
     ],
     "concepts": [
         *("ddp-zero-fsdp2", "parallelism", "numerics", "batch-size-and-learning-rate", "plan", "communication"),

@@ -49,6 +49,12 @@ def test_every_policy_is_trained_on_as_many_gradients(small: StragglerStudy) -> 
     assert small.policies[0].waiting_fraction == pytest.approx(1 - 1 / small.slowdown)
 
 
+def test_the_loss_to_reach_is_that_of_the_first_policy_where_none_is_synchronous() -> None:
+    found = study(replace(SMALL, policy=("asynchronous", "bounded_staleness")))
+    assert (found.target_policy, found.target_loss) == ("asynchronous", 1.05 * found.policies[0].curve[-1].loss)
+    assert "5 % above the last of asynchronous" in html_text(found)
+
+
 def test_a_seed_gives_the_same_study(small: StragglerStudy) -> None:
     assert study().as_json() == small.as_json()
 

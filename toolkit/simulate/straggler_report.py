@@ -16,7 +16,7 @@ from toolkit.compare.report.report_files import write_report_file
 from toolkit.compare.report.table_model import Cell, Heading, Table, number_cell, text_cell, text_heading
 from toolkit.simulate.small_training import LossPoint
 from toolkit.simulate.stragglers import PolicyResult, StragglerStudy
-from toolkit.units import gib, number
+from toolkit.units import MIB, gib, number
 from toolkit.units import seconds as seconds_text
 
 TITLE = "Stragglers and synchronization, simulated"
@@ -72,7 +72,7 @@ def _backup_text(study: StragglerStudy) -> str:
 
 def notes(study: StragglerStudy) -> tuple[str, ...]:
     """Return what a reader must know to use the figures."""
-    target = f"The loss to reach is {study.target_loss:.4f}, 5 % above the last of synchronous training."
+    target = f"The loss to reach is {study.target_loss:.4f}, 5 % above the last of {study.target_policy}."
     return (*NOTES, target, *(COMMUNICATION_NOTES if study.model else ()))
 
 
@@ -121,6 +121,10 @@ def reduction_table(study: StragglerStudy) -> Table:
     )
 
 
+def _bytes_text(num_bytes: int) -> str:
+    return gib(num_bytes) if num_bytes >= MIB else f"{num_bytes:,} B"
+
+
 def _bytes_cell(num_bytes: int | None) -> Cell:
     return Cell(text=gib(num_bytes), value=None if num_bytes is None else float(num_bytes))
 
@@ -166,8 +170,8 @@ def loss_chart(curves: Sequence[tuple[str, Sequence[LossPoint]]], title: str) ->
         low=low,
         high=high,
         y_labels=[f"{mark:.3f}" for mark in (high, (high + low) / 2, low)],
-        x_labels=[(0.0, "0"), (last, seconds_text(last))],
-        x_name="time",
+        x_labels=[(0.0, "0"), (last, f"{last:,.0f}")],
+        x_name="seconds",
         title=title,
     )
 
@@ -213,7 +217,8 @@ def byte_bars(study: StragglerStudy) -> BarChart:
     """Return the bytes that one worker sends per step, by compression."""
     return BarChart(
         bars=tuple(
-            (result.compression, _bar(result.sent_bytes, f"{result.sent_bytes:,}")) for result in study.compressions
+            (result.compression, _bar(result.sent_bytes, _bytes_text(result.sent_bytes)))
+            for result in study.compressions
         )
     )
 

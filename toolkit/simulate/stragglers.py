@@ -129,6 +129,9 @@ class StragglerStudy:
     model: str | None
     gradient_bytes: int
     target_loss: float
+    """Within 5 % of the last loss of `target_policy`."""
+    target_policy: str
+    """Synchronous training, or the first policy without it."""
     policies: tuple[PolicyResult, ...]
     reductions: tuple[ReductionTime, ...]
     """Empty without a model."""
@@ -191,6 +194,7 @@ def study_stragglers(options: StragglerOptions, *, say: Callable[[str], None]) -
         model=setting.model,
         gradient_bytes=uncompressed,
         target_loss=target,
+        target_policy=baseline.policy,
         policies=tuple(_with_target(result, target) for result in policies),
         reductions=reductions,
         compressions=tuple(
