@@ -13,7 +13,7 @@ from launching import ROOT
 
 from toolkit.models.read_model import read_model
 
-TABLED = ["kill_ranks", "live_faults", "resume_conversion", "host_memory", "peers", "async_checkpoint"]
+TABLED = ["kill_ranks", "live_faults", "resume_conversion", "host_memory", "peers", "async_checkpoint", "stragglers"]
 
 
 @pytest.fixture
@@ -31,6 +31,8 @@ def record(monkeypatch: pytest.MonkeyPatch) -> Any:
         "communication",
         "peers",
         "async_checkpoint",
+        "stragglers",
+        "comm_hooks",
     ):
         sys.modules.pop(name, None)
 
