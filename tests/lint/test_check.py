@@ -228,7 +228,7 @@ def test_a_pipe_or_a_device_is_refused(kind: str, tmp_path: Path) -> None:
 def test_a_folder_of_more_files_than_any_repository_has_is_refused(tmp_path: Path) -> None:
     for number in range(MAX_FILES + 1):
         (tmp_path / f"{number}.yaml").touch()
-    with pytest.raises(ToolkitError, match=r"more than 10,000 YAML and JSON files") as refused:
+    with pytest.raises(ToolkitError, match=r"more than 10,000 YAML, JSON and shell files") as refused:
         lint_paths([tmp_path])
     assert refused.value.hint == "name a folder inside it, or files"
 

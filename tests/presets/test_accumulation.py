@@ -21,7 +21,7 @@ SYNC: dict[str, Any] = {"gradient_accumulation_kwargs": {"sync_each_batch": True
 
 def test_gradients_stay_sharded_under_each_preset_that_shards_them() -> None:
     whole = {preset.name for preset in list_presets() if default_accumulate(preset) == "whole"}
-    assert whole == {"single", "ddp", "zero1"}
+    assert whole == {"single", "ddp", "zero1", "pipeline_1f1b"}
 
 
 def test_only_fsdp2_has_a_choice() -> None:
@@ -31,7 +31,7 @@ def test_only_fsdp2_has_a_choice() -> None:
 
     fsdp2 = {preset.name for preset in list_presets() if preset.engine == "fsdp2"}
     assert accepted("whole") & accepted("sharded") == fsdp2
-    assert accepted("whole") == fsdp2 | {"single", "ddp", "zero1"}
+    assert accepted("whole") == fsdp2 | {"single", "ddp", "zero1", "pipeline_1f1b"}
 
 
 @pytest.mark.parametrize(

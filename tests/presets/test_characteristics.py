@@ -124,7 +124,7 @@ def test_what_does_not_work_with_a_split_model_is_listed() -> None:
 
     both = {"auto_find_batch_size", "streaming", "torch_compile", "use_liger_kernel"}
     assert listed("fsdp2_tp") == both | {"save_only_model", "freeze"}
-    assert listed("ulysses") == both | {"packing"}
+    assert listed("ulysses") == both | {"packing", "async_save"}
 
 
 def test_a_users_own_file_has_characteristics_too(tmp_path: Path) -> None:

@@ -34,7 +34,7 @@ def test_the_wheel_carries_the_presets_byte_for_byte(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         packed = {name: archive.read(name) for name in archive.namelist() if name.startswith("toolkit/_presets/")}
     files = {f"toolkit/_presets/{path.parent.name}/{path.name}": path.read_bytes() for path in [*YAMLS, *JSONS]}
-    assert len(files) == 27
+    assert len(files) == 28
     assert packed == files
 
 

@@ -18,7 +18,9 @@ def trained(path: Path, *, steps: dict[int, int], **facts: Any) -> RunFolder:
     start_attempt(folder)
     folder.update_run(world_size=len(steps), **facts)
     for rank, number in steps.items():
-        folder.rank_rows(rank).write_text("".join(f'{{"step": {step}}}\n' for step in range(1, number + 1)))
+        folder.rank_rows(rank).write_text(
+            "".join(f'{{"step": {step}, "seconds": 0.5}}\n' for step in range(1, number + 1))
+        )
     return folder
 
 
@@ -26,7 +28,8 @@ def test_an_attempt_that_failed_is_recorded_with_its_world_size_and_lost_steps(t
     folder = trained(tmp_path, steps={0: 7, 1: 6}, status="failed")
     write_json(folder.failure_json, {"kind": "failed", "rank": 1, "step": 6, "message": "gone"})
     ended = {"rank": 1, "step": 6, "status": "failed", "message": "gone", "world_size": 2}
-    assert record_restart(folder, resumed_step=4) == [ended | {"resumed_from_step": 4, "lost_steps": 2}]
+    lost = {"lost_steps": 2, "lost_seconds": 1.5}  # rank 0 had trained step 7 too
+    assert record_restart(folder, resumed_step=4) == [ended | {"resumed_from_step": 4} | lost]
 
 
 def test_ranks_that_could_not_report_have_failed_and_earlier_restarts_stay(tmp_path: Path) -> None:

@@ -39,6 +39,7 @@ from toolkit.compare.trial_figures import (
     Figures,
     GoodputFraction,
     LostSeconds,
+    NumNodes,
     RankSkew,
     Readings,
     RestartSeconds,
@@ -246,6 +247,7 @@ class Row(Readings, _Claims):
     restart_seconds: RestartSeconds = None
     lost_seconds: LostSeconds = None
     waiting_seconds: WaitingSeconds = None
+    num_nodes: NumNodes = None
 
     @property
     def own_batch(self) -> int | None:

@@ -162,6 +162,15 @@ WaitingSeconds = Annotated[
     ),
 ]
 
+NumNodes = Annotated[
+    PositiveCount | None,
+    Column(
+        "Nodes that its ranks ran on, by their host names; null in results from before it was recorded.",
+        repeats=Repeats.LARGEST_OF_ALL,
+        display=Display(heading="nodes", format=fixed(0), only_if_known="several_nodes"),
+    ),
+]
+
 
 class Figures(Model):
     """What a trial and a row have in common. A figure that was not measured is None."""
@@ -457,14 +466,6 @@ class Readings(Model):
             display=Display(heading="non-padding\ntokens/s", format=speed),
         ),
     ] = None
-    num_nodes: Annotated[
-        PositiveCount | None,
-        Column(
-            "Nodes that its ranks ran on, by their host names; null in results from before it was recorded.",
-            repeats=Repeats.LARGEST_OF_ALL,
-            display=Display(heading="nodes", format=fixed(0), only_if_known="several_nodes"),
-        ),
-    ] = None
     peak_driver_bytes: Annotated[
         Bytes,
         Column(
@@ -565,6 +566,7 @@ class TrialResult(Readings, Figures):
     restart_seconds: RestartSeconds = None
     lost_seconds: LostSeconds = None
     waiting_seconds: WaitingSeconds = None
+    num_nodes: NumNodes = None
 
 
 def contradiction(trial: TrialResult) -> str | None:

@@ -915,6 +915,8 @@ def _async_save(case: _Case) -> _Answer:
     hint = "leave it out, or `--preset fsdp2`"
     if preset.engine == "deepspeed":
         return _method_answer(case, "async_save", "DeepSpeed writes its checkpoints itself", hint)
+    if preset.engine == "pipeline":
+        return _method_answer(case, "async_save", "its stages write their checkpoints themselves", hint)
     if not preset.uses_fsdp_plugin:
         return _method_answer(case, "async_save", "rank 0 writes its checkpoints alone, and no rank has a shard", hint)
     state_dict_type = _fsdp_state_dict_type(preset)

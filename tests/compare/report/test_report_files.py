@@ -71,7 +71,7 @@ def test_csv_columns_are_frozen(results: Document) -> None:
         "attestation_sha256,startup_seconds,planned_peak_bytes,planned_allocated_bytes,mfu,mfu_full_attention,hfu,cost_per_million_tokens,"
         "communication_fraction,exposed_communication_fraction,save_seconds,save_bytes,per_device_train_batch_size,"
         "accumulate,accumulated_gradient_bytes,layout,goodput_fraction,checkpoint_seconds,evaluation_seconds,"
-        "restart_seconds,lost_seconds,waiting_seconds"
+        "restart_seconds,lost_seconds,waiting_seconds,num_nodes"
     )
     assert len(lines) == 4  # the message with a line break is one line too
     assert lines[1].startswith("zero2-n2,zero2,2,completed,,agrees,,300.0,150.0,120.0,112.5,0.25,2,0.6667,0.72,")
