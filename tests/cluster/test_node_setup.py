@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import os
 import socket
+import subprocess
+import sys
 
 import psutil
 import pytest
 
 from toolkit.cluster import node_setup
+from toolkit.errors import ToolkitError
+
+TORCHRUN = (
+    "import socket, time; s = socket.create_server(('', 0)); print(s.getsockname()[1], flush=True); time.sleep(60)"
+)
 
 
 def own_addresses() -> dict[str, str]:
@@ -54,6 +62,47 @@ def test_a_head_that_does_not_resolve_is_named_with_the_node(capsys: pytest.Capt
     out, err = capsys.readouterr()
     assert out == ""
     assert err.startswith(f"error: the head 'no-such-host.invalid' does not resolve from {socket.gethostname()}: ")
+
+
+def test_a_port_in_use_on_the_head_is_refused_with_the_process_that_has_it() -> None:
+    name = psutil.Process().name()
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        with pytest.raises(
+            ToolkitError, match=rf"port {port} of the head node1 is in use by process {os.getpid()} \({name}\)"
+        ):
+            node_setup.check_port("node1", port, attempt="7")
+    node_setup.check_port("node1", port, attempt="7")
+
+
+def test_the_rendezvous_of_the_same_attempt_has_the_port_where_nodes_share_a_host() -> None:
+    """The words of its command line are what is known of a torchrun."""
+    command = [sys.executable, "-c", TORCHRUN, "--rdzv-id", "7"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as first:
+        try:
+            assert first.stdout is not None
+            port = int(first.stdout.readline())
+            node_setup.check_port("node1", port, attempt="7")
+            for other in ("8", None):
+                with pytest.raises(
+                    ToolkitError, match=f"port {port} of the head node1 is in use by process {first.pid}"
+                ):
+                    node_setup.check_port("node1", port, attempt=other)
+        finally:
+            first.kill()
+
+
+def test_only_the_head_checks_the_port() -> None:
+    """Another node's listener may be anything: the port is the head's."""
+    assert node_setup.is_this_node("127.0.0.1")
+    assert all(node_setup.is_this_node(address) for address in own_addresses().values())
+    assert not node_setup.is_this_node("192.0.2.1"), "a documentation address, which no host has"
+
+
+@pytest.mark.parametrize("port", [0, 65536])
+def test_a_number_that_is_no_port_is_refused(port: int, capsys: pytest.CaptureFixture[str]) -> None:
+    assert node_setup.main(["--head", "127.0.0.1", "--port", str(port)]) == 2
+    assert capsys.readouterr().err.startswith(f"error: --port is {port}, expected ")
 
 
 def test_a_node_with_too_few_gpus_ends_before_a_rank_starts(

@@ -28,17 +28,18 @@ def test_a_run_folder_that_is_not_shared_is_refused_by_the_name_of_the_node(jobs
     assert "data:" not in printed  # nothing was read or loaded
 
 
-def check_rendezvous(machines: Machines, node: str, *words: str) -> tuple[int, str]:
-    command = [sys.executable, "-m", "toolkit.cluster.rendezvous", *words]
+def check_rendezvous(machines: Machines, node: str, head: str, port: str) -> tuple[int, str]:
+    words = ["--head", head, "--port", port, "--attempt", "job-1", "--wait-seconds", "0"]
+    command = [sys.executable, "-m", "toolkit.cluster.node_setup", *words]
     ended = machines.run(node, *command, check=False, env=os.environ | {"PYTHONPATH": str(ROOT)})
     return ended.returncode, ended.stderr
 
 
 def test_a_head_that_does_not_resolve_from_a_node_is_refused(machines: Machines) -> None:
-    code, said = check_rendezvous(machines, "node2", "node9", "29400", "--wait-seconds", "0")
+    code, said = check_rendezvous(machines, "node2", "node9", "29400")
     assert code == 2
     assert "error: the head 'node9' does not resolve from node2" in said
-    assert check_rendezvous(machines, "node2", "node1", "29400") == (0, "")
+    assert check_rendezvous(machines, "node2", "node1", "29400")[0] == 0
 
 
 def test_a_port_in_use_on_the_head_is_refused_with_the_process_that_has_it(machines: Machines) -> None:
@@ -48,7 +49,7 @@ def test_a_port_in_use_on_the_head_is_refused_with_the_process_that_has_it(machi
         wait_until(lambda: listener.stdout.readline() == "ready\n", "something listens", 20)
         code, said = check_rendezvous(machines, "node1", "node1", "29411")
         assert code == 2
-        assert "error: port 29411 of the head node1 is in use" in said
+        assert "error: port 29411 of the head node1 is in use by process " in said
         assert check_rendezvous(machines, "node2", "node1", "29411")[0] == 0  # it may be the head's own rendezvous
     finally:
         machines.stop(listener)

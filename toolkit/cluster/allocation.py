@@ -88,9 +88,9 @@ class Allocation:
 def _node_command(command: LaunchCommand, nodes: tuple[str, ...], local: int) -> str:
     """Return what each node runs: find its address and interface, then torchrun in the place of the shell."""
     head = nodes[0]
-    setup = [sys.executable, "-m", "toolkit.cluster.node_setup", "--head", head]
-    setup += ["--peer", nodes[1]] if len(nodes) > 1 else []
     port = FIRST_PORT + int(command.run_id[:8], 16) % PORTS
+    setup = [sys.executable, "-m", "toolkit.cluster.node_setup", "--head", head, "--port", str(port)]
+    setup += ["--peer", nodes[1]] if len(nodes) > 1 else []
     words = torchrun_words(
         nnodes=str(len(nodes)),
         processes_per_node=local,

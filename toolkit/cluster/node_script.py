@@ -80,7 +80,8 @@ def _node_settings(job: ClusterJob, place: Place, python: str) -> list[str]:
         return []
     peer = [] if place.peer is None else [f'--peer "{place.peer}"']
     gpus = [] if job.options.cpu else [f"--gpus {job.options.gpus_per_node}"]
-    words = [f"{python} -m toolkit.cluster.node_setup", f'--head "{place.head}"', *peer, *gpus]
+    words = [f"{python} -m toolkit.cluster.node_setup", f'--head "{place.head}" --port "{place.port}"', *peer, *gpus]
+    words.append(f'--attempt "{place.attempt}"')
     return [f"settings=$({' '.join(words)}) || exit", 'eval "$settings"']
 
 

@@ -1,6 +1,6 @@
-"""What a node does before torchrun starts on it: check that it can reach the head, and choose its network interface.
+"""What a node does before torchrun starts on it: check the head and its port, and choose the network interface.
 
-    settings=$(python -m toolkit.cluster.node_setup --head node1 --peer node2 --gpus 8) && eval "$settings"
+    settings=$(python -m toolkit.cluster.node_setup --head node1 --port 29500 --gpus 8) && eval "$settings"
 
 Shell assignments go to stdout: the node's address for torchrun's `--local-addr`, and the interface for NCCL and gloo.
 Everything else goes to stderr. Every engine's job file runs this, inside the container where there is one.
@@ -9,6 +9,8 @@ Everything else goes to stderr. Every engine's job file runs this, inside the co
 from __future__ import annotations
 
 import argparse
+import contextlib
+import errno
 import ipaddress
 import os
 import shlex
@@ -16,10 +18,12 @@ import socket
 import sys
 import time
 from collections.abc import Sequence
+from itertools import pairwise
 
 from toolkit.entry_point import exit_code_of, print_message
 from toolkit.errors import ToolkitError
 from toolkit.hardware.gpus import count_gpus
+from toolkit.run.argument_values import Range, check_range
 
 ADDRESS_VARIABLE = "TOOLKIT_NODE_ADDRESS"
 INTERFACE_VARIABLES = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
@@ -30,18 +34,13 @@ RETRY_SECONDS = 2.0
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Print this node's settings as shell assignments; two lines and exit code 2 where the node cannot take part."""
-    parser = argparse.ArgumentParser(prog="python -m toolkit.cluster.node_setup", description=(__doc__ or "")[:112])
-    parser.add_argument("--head", required=True, help="host name of the node with the rendezvous")
-    parser.add_argument("--peer", help="another node, to which the head's own route leads")
-    parser.add_argument("--gpus", type=int, default=0, help="GPUs that the job needs on each node")
-    parser.add_argument(
-        "--wait-seconds", type=float, default=RESOLVE_SECONDS, help="time for the head's name to appear"
-    )
-    options = parser.parse_args(argv)
+    options = _parser().parse_args(argv)
 
     def work() -> None:
         check_gpus(options.gpus)
         head = resolve(options.head, seconds=options.wait_seconds)
+        if options.port is not None and is_this_node(head):
+            check_port(options.head, options.port, attempt=options.attempt)
         address = local_address(head, peer=options.peer)
         interface = interface_of(address)
         for name, value in node_settings(address, interface).items():
@@ -51,6 +50,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         print_message(f"{socket.gethostname()}: address {address}, head {options.head} ({head}), {shown}")
 
     return exit_code_of(work)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m toolkit.cluster.node_setup", description=(__doc__ or "")[:109])
+    parser.add_argument("--head", required=True, help="host name of the node with the rendezvous")
+    parser.add_argument("--port", type=int, help="port of the rendezvous, which must be free on the head")
+    parser.add_argument("--attempt", help="torchrun's --rdzv-id: another torchrun of the same may have the port")
+    parser.add_argument("--peer", help="another node, to which the head's own route leads")
+    parser.add_argument("--gpus", type=int, default=0, help="GPUs that the job needs on each node")
+    parser.add_argument(
+        "--wait-seconds", type=float, default=RESOLVE_SECONDS, help="time for the head's name to appear"
+    )
+    return parser
 
 
 def check_gpus(needed: int) -> None:
@@ -81,13 +93,53 @@ def resolve(name: str, *, seconds: float) -> str:
         time.sleep(RETRY_SECONDS)
 
 
+def is_this_node(address: str) -> bool:
+    """Return True for an address of this node, to which no packet leaves it."""
+    return ipaddress.ip_address(address).is_loopback or source_address(address) == address
+
+
+def check_port(head: str, port: int, *, attempt: str | None) -> None:
+    """Raise ToolkitError for a port on which this node, the head, cannot listen.
+
+    Nodes that share a host share its ports: a torchrun of the same attempt that listens there is the rendezvous.
+    """
+    check_range("--port", port, Range(lowest=1, highest=65535))
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections of an earlier job do not count
+        try:
+            probe.bind(("", port))  # as torch's store does
+        except OSError as error:
+            what = f"cannot be used: {error.strerror}"
+            if error.errno == errno.EADDRINUSE:
+                process, command = listener_on(port)
+                if attempt is not None and ("--rdzv-id", attempt) in pairwise(command):
+                    return
+                what = f"is in use{process}"
+            raise ToolkitError(
+                f"port {port} of the head {head} {what}",
+                hint=f"`ss -ltnp 'sport = :{port}'` on it; end that process, or use another port",
+            ) from None
+
+
+def listener_on(port: int) -> tuple[str, list[str]]:
+    """Return the process that listens on a port, as text, and its command; nothing if this user may not see it."""
+    import psutil
+
+    with contextlib.suppress(psutil.Error):
+        for found in psutil.net_connections("tcp"):
+            if found.status == psutil.CONN_LISTEN and found.laddr[1:] == (port,) and found.pid is not None:
+                process = psutil.Process(found.pid)
+                return f" by process {process.pid} ({process.name()})", process.cmdline()
+    return "", []
+
+
 def local_address(head: str, *, peer: str | None) -> str:
     """Return the address with which this node reaches the others: the source address of its route to the head.
 
     The head's route to itself is the loopback; there, the route to `peer` counts.
     """
     address = source_address(head)
-    if peer and (address == head or ipaddress.ip_address(address).is_loopback):
+    if peer and is_this_node(head):
         return source_address(resolve(peer, seconds=0))
     return address
 
