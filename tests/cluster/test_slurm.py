@@ -81,6 +81,29 @@ def test_the_signal_leaves_twice_the_measured_save_and_step(sbatch: Write, tmp_p
     assert "--signal=TERM@166" in directives(text)
 
 
+def test_the_signal_leaves_an_asynchronous_save_the_write_of_the_one_before(sbatch: Write, tmp_path: Path) -> None:
+    """The second save waited 5 s for the first; its `stall_seconds` say nothing of its own write."""
+    (tmp_path / "earlier").mkdir()
+    first = {"kind": "checkpoint", "seconds": 40.0, "stall_seconds": 3.0, "waited_seconds": 0.0, "write_seconds": 38.0}
+    second = {"kind": "checkpoint", "seconds": 39.0, "stall_seconds": 9.0, "waited_seconds": 5.0, "write_seconds": 37.0}
+    run = {"schema_version": 1, "saves": [first, second], "measured": {"step_seconds_median": 1.0}}
+    (tmp_path / "earlier" / "run.json").write_text(json.dumps(run))
+    earlier = ("--saves-of", str(tmp_path / "earlier"))
+    # 2 x (40 + 38 + 1) + 30: the whole save, after the writing of the one before
+    training = ("--async_save", "true")
+    assert "--shutdown-timeout 188" in sbatch(*earlier, preset="fsdp2", training=training)
+    assert "--shutdown-timeout 112" in sbatch(*earlier, preset="fsdp2"), "2 x (40 + 1) + 30"
+    assert "--shutdown-timeout 270" in sbatch("--save-seconds", "60", preset="fsdp2", training=training)
+
+
+def test_the_signal_leaves_the_fingerprint_before_a_save(sbatch: Write, tmp_path: Path) -> None:
+    """`seconds` begins after it; of `stall_seconds`, waiting for an earlier save is not part of this one."""
+    (tmp_path / "earlier").mkdir()
+    save = {"kind": "checkpoint", "seconds": 40.0, "stall_seconds": 52.0, "waited_seconds": 5.0, "write_seconds": 40.0}
+    (tmp_path / "earlier" / "run.json").write_text(json.dumps({"schema_version": 1, "saves": [save]}))
+    assert "--shutdown-timeout 124" in sbatch("--saves-of", str(tmp_path / "earlier"))  # 2 x 47 + 30
+
+
 def test_a_save_that_was_not_measured_is_assumed_and_said(sbatch: Write) -> None:
     text = sbatch()
     assert "--signal=TERM@300" in directives(text)
@@ -127,6 +150,31 @@ def test_an_elastic_job_outlives_a_node_and_keeps_its_global_batch(sbatch: Write
     assert "TOOLKIT_WORLD_SIZE" not in script
 
 
+@pytest.mark.parametrize(
+    ("options", "training", "minutes"),
+    [
+        ((), (), 5),  # 2 x 120 s, assumed, + 30 s
+        (("--save-seconds", "2"), (), 2),  # no less: connecting the ranks is no progress
+        (("--save-seconds", "2"), ("--torch_compile", "true"), 10),
+        (("--save-seconds", "600"), (), 21),
+    ],
+)
+def test_an_elastic_job_notices_a_lost_node_as_soon_as_its_saves_allow(
+    sbatch: Write, options: tuple[str, ...], training: tuple[str, ...], minutes: int
+) -> None:
+    script = node_script_of(sbatch(*options, nodes="1:2", training=training))
+    assert f"export TOOLKIT_HANG_TIMEOUT_MINUTES={minutes}\n" in script
+    assert "# TOOLKIT_HANG_TIMEOUT_MINUTES: a node that loses power closes no connection" in script
+
+
+def test_the_users_own_hang_timeout_stays_and_other_jobs_have_the_default(sbatch: Write) -> None:
+    given = node_script_of(sbatch("--env", "TOOLKIT_HANG_TIMEOUT_MINUTES=30", nodes="1:2"))
+    assert re.findall("TOOLKIT_HANG_TIMEOUT_MINUTES.*", given) == ["TOOLKIT_HANG_TIMEOUT_MINUTES=30"]
+    passed = node_script_of(sbatch("--env", "TOOLKIT_HANG_TIMEOUT_MINUTES", nodes="1:2"))
+    assert "export TOOLKIT_HANG_TIMEOUT_MINUTES" not in passed
+    assert "TOOLKIT_HANG_TIMEOUT_MINUTES" not in node_script_of(sbatch())
+
+
 def test_a_quote_in_a_training_argument_reaches_the_script_as_it_is(sbatch: Write) -> None:
     assert "--run_name 'it'\"'\"'s $HOME'" in node_script_of(sbatch(training=("--run_name", "it's $HOME")))
 
@@ -143,6 +191,15 @@ def test_preflight_runs_on_every_node_before_training(sbatch: Write) -> None:
     doctor, compare, train = (text.index(part) for part in ("doctor --json", "doctor --compare", 'bash -c "$node'))
     assert doctor < compare < train
     assert text.count('"${each_node[@]}"') == 3
+
+
+def test_preflight_compares_clocks_through_the_run_folder_and_checks_what_the_preset_needs(
+    sbatch: Write, tmp_path: Path
+) -> None:
+    found = f"doctor --json --output-dir {tmp_path}/out --num-processes 4 --gpus-per-node 4 --preset"
+    assert f"{found} zero2'" in sbatch("--preflight")
+    disk = sbatch("--preflight", "--env", "TOOLKIT_NVME_PATH=/nvme", preset="zero3_nvme_offload")
+    assert f"{found} zero3_nvme_offload --nvme-path /nvme'" in disk
 
 
 def test_a_secret_is_passed_by_its_name(sbatch: Write, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@ Every engine turns the same `ClusterJob` into its own file.
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import shlex
@@ -32,10 +33,13 @@ from toolkit.run.environment import (
     process_environment,
 )
 from toolkit.run.global_batch import global_batch_size, with_accumulation
+from toolkit.run.heartbeat import HANG_TIMEOUT_VARIABLE
 from toolkit.run.preflight import check_job, check_output, check_required, data_parallel_size
-from toolkit.run.script_arguments import read_arguments, read_method, without_flags
+from toolkit.run.script_arguments import flag, read_arguments, read_method, without_flags
 
 GLOBAL_BATCH = "global_batch_size"
+# Connecting the ranks takes a minute on many nodes; compiling, in the first step, several.
+MIN_HANG_MINUTES, MIN_COMPILED_HANG_MINUTES = 2, 10
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,8 +73,14 @@ class ClusterJob:
         return self.save_time.grace_seconds + 30
 
     @property
+    def hang_timeout_minutes(self) -> int:
+        """Minutes without progress of any rank after which an elastic run restarts without a lost node."""
+        lowest = MIN_COMPILED_HANG_MINUTES if flag(self.arguments.get("torch_compile", False)) else MIN_HANG_MINUTES
+        return max(lowest, math.ceil(self.save_time.grace_seconds / 60))
+
+    @property
     def environment(self) -> dict[str, str]:
-        """Variables of the ranks with a value that is written into the job file."""
+        """Variables of the ranks with a value that is written into the job file; those of the user replace others."""
         found = {PRESET_VARIABLE: preset_word(self.preset), **process_environment(cpu=self.options.cpu, run_id="")}
         found.pop(RUN_ID_VARIABLE)  # an attempt is known by its rendezvous id
         if self.options.cpu:
@@ -81,7 +91,9 @@ class ClusterJob:
         else:
             # Otherwise the head's store holds the old attempt's keys when a node joins.
             found["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
-        return found | self.options.variables
+            found[HANG_TIMEOUT_VARIABLE] = str(self.hang_timeout_minutes)
+        passed = self.options.passed_variables
+        return {name: value for name, value in found.items() if name not in passed} | self.options.variables
 
 
 def job_name(preset: str) -> str:
@@ -127,7 +139,7 @@ def prepare_job(options: JobOptions, *, shares_files: bool) -> ClusterJob:
         arguments=arguments,
         training_argv=tuple(argv),
         output_dir=output_dir,
-        save_time=save_time(options, output_dir),
+        save_time=save_time(options, output_dir, async_save=flag(arguments.get("async_save", False))),
         warnings=warnings,
     )
 

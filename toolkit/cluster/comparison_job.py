@@ -82,11 +82,12 @@ def _check_no_container(options: JobOptions) -> None:
 def comparison_file(job: ComparisonJob, slurm: SlurmOptions) -> str:
     """Return the sbatch file."""
     options = job.options
-    checks = [*each_node(options, slurm), *preflight(options, slurm)] if options.preflight else []
+    folder = job.output_dir
+    checks = [*each_node(options, slurm), *preflight(options, slurm, output_dir=folder, preset=None)]
     parts = [
         ["#!/bin/bash", *written_by(), *_directives(job, slurm)],
         [*modules(slurm), *_prologue(job)],
-        checks,
+        checks if options.preflight else [],
         _requeue() if slurm.requeue else [],
         _compare(job, slurm),
     ]

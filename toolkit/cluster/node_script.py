@@ -9,11 +9,15 @@ from __future__ import annotations
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
-from toolkit.cluster.cluster_job import ClusterJob
+from toolkit.cluster.cluster_job import ClusterJob, preset_word
 from toolkit.cluster.node_setup import ADDRESS_VARIABLE
 from toolkit.cluster.options import JobOptions
+from toolkit.presets import Preset
 from toolkit.run.command import torchrun_words
+from toolkit.run.environment import NVME_PATH_VARIABLE
+from toolkit.run.heartbeat import HANG_TIMEOUT_VARIABLE
 
 RENDEZVOUS_PORT = 29500
 PREFLIGHT_SECONDS = 600  # nodes of one job start minutes apart where images are pulled
@@ -40,6 +44,7 @@ def node_script(job: ClusterJob, place: Place, *, python: str) -> list[str]:
     settings = _node_settings(job, place, python)
     checks = preflight(job, place, python) if job.options.preflight and not place.checked else []
     return [
+        *_hang_comment(job),
         *exports,
         *required_lines(job.options),
         *job.options.setup,
@@ -47,6 +52,29 @@ def node_script(job: ClusterJob, place: Place, *, python: str) -> list[str]:
         *checks,
         *torchrun(job, place, python),
     ]
+
+
+def _hang_comment(job: ClusterJob) -> list[str]:
+    if not job.options.elastic or job.environment.get(HANG_TIMEOUT_VARIABLE) != str(job.hang_timeout_minutes):
+        return []
+    return [
+        f"# {HANG_TIMEOUT_VARIABLE}: a node that loses power closes no connection; the others notice it when no rank",
+        f"# has made progress for this long: twice a save ({job.save_time.source}) and a step, and half a minute.",
+    ]
+
+
+def doctor_command(options: JobOptions, python: str, *, output_dir: Path, preset: Preset | None) -> str:
+    """Return the command that checks a node for a job; clocks of nodes compare through the shared run folder.
+
+    Without the model: `doctor` plans the memory of one node's ranks, and on several nodes each rank holds less.
+    """
+    words = [f"{python} -m toolkit doctor --json --output-dir {shlex.quote(str(output_dir))}"]
+    words += [f"--num-processes {options.gpus_per_node}"]
+    words += [] if options.cpu else [f"--gpus-per-node {options.gpus_per_node}"]
+    if preset is not None:
+        words += [f"--preset {shlex.quote(preset_word(preset))}"]
+        words += [f"--nvme-path {shlex.quote(options.variables[NVME_PATH_VARIABLE])}"] if preset.uses_nvme else []
+    return " ".join(words)
 
 
 def required_lines(options: JobOptions) -> list[str]:
@@ -60,10 +88,11 @@ def preflight(job: ClusterJob, place: Place, python: str) -> list[str]:
     SLURM's file does this before it starts the script.
     """
     folder = shlex.quote(str(job.output_dir))
+    doctor = doctor_command(job.options, python, output_dir=job.output_dir, preset=job.preset)
     return [
         f'checks={folder}/preflight/"{place.attempt}"',
         'mkdir -p "$checks" || exit 2',
-        f'{python} -m toolkit doctor --json > "$checks/$HOSTNAME.part" || exit 2',
+        f'{doctor} > "$checks/$HOSTNAME.part" || exit 2',
         'mv "$checks/$HOSTNAME.part" "$checks/$HOSTNAME.json"',
         f"for _ in $(seq {PREFLIGHT_SECONDS}); do",
         '    reports=("$checks"/*.json)',

@@ -13,14 +13,16 @@ from __future__ import annotations
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
 
 from toolkit.cluster.cluster_job import ClusterJob, python_of, written_by
-from toolkit.cluster.node_script import Place, node_script
+from toolkit.cluster.node_script import Place, doctor_command, node_script
 from toolkit.cluster.options import JobOptions, limit_seconds
 from toolkit.errors import ToolkitError
+from toolkit.presets import Preset
 from toolkit.run.argument_values import Range, check_range
 
 CPUS_PER_RANK = 4  # the rank, its data loader, and two threads of NCCL; SLURM's own default is one for the whole node
@@ -89,7 +91,7 @@ def job_file(job: ClusterJob, slurm: SlurmOptions) -> str:
         _prologue(job, slurm),
         _node_script(job),
         each_node(job.options, slurm),
-        preflight(job.options, slurm) if job.options.preflight else [],
+        preflight(job.options, slurm, output_dir=job.output_dir, preset=job.preset) if job.options.preflight else [],
         _train(job, slurm),
         _requeue() if requeues(job, slurm) else ['exit "$code"'],
     ]
@@ -177,12 +179,13 @@ def _inside(options: JobOptions, slurm: SlurmOptions) -> str:
     return f"apptainer exec {gpus}--bind {_mounts(slurm)} {shlex.quote(options.container)} "
 
 
-def preflight(options: JobOptions, slurm: SlurmOptions) -> list[str]:
+def preflight(options: JobOptions, slurm: SlurmOptions, *, output_dir: Path, preset: Preset | None) -> list[str]:
     """Let every node describe itself, and compare the nodes, before a rank starts."""
-    toolkit = f"{shlex.quote(python_of(options, shares_files=True))} -m toolkit"
+    python = shlex.quote(python_of(options, shares_files=True))
     inside = _inside(options, slurm)
-    doctor = shlex.quote("; ".join([*options.setup, f"exec {toolkit} doctor --json"]))
-    compare = shlex.quote("; ".join([*options.setup, f'exec {toolkit} doctor --compare "$@"']))
+    command = doctor_command(options, python, output_dir=output_dir, preset=preset)
+    doctor = shlex.quote("; ".join([*options.setup, f"exec {command}"]))
+    compare = shlex.quote("; ".join([*options.setup, f'exec {python} -m toolkit doctor --compare "$@"']))
     return [
         'doctor="$logs/$ATTEMPT-doctor"',
         '"${each_node[@]}" --output="$doctor-%N.json" --error="$doctor-%N.err" \\',
