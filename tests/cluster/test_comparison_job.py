@@ -89,3 +89,12 @@ def test_what_is_no_comparison_is_refused(
     code, text, errors = run_cluster([*options, "--gpus-per-node", "4", "--", *training], capsys)
     assert (code, text) == (2, "")
     assert message in errors
+
+
+def test_a_training_argument_that_the_comparison_sets_is_refused_before_the_job_waits_for_its_nodes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    training = [*write_inputs(tmp_path), "--max_steps", "20", "--save_strategy", "no"]
+    code, text, errors = run_cluster([*TWO, "--", *training], capsys)
+    assert (code, text) == (2, "")
+    assert errors == "error: --save_strategy is set by the comparison itself\n  hint: remove it\n"

@@ -26,6 +26,7 @@ from toolkit.cluster.slurm import SlurmOptions, directives, each_node, modules, 
 from toolkit.errors import ToolkitError
 from toolkit.files.reading import user_path
 from toolkit.presets import load_preset
+from toolkit.run.argument_checks import refuse_arguments_of_comparison
 from toolkit.run.environment import NVME_PATH_VARIABLE
 from toolkit.run.preflight import check_required
 from toolkit.run.script_arguments import read_arguments, without_flags
@@ -54,6 +55,7 @@ def prepare_comparison(options: JobOptions) -> ComparisonJob:
     check_no_secrets(argv)
     arguments = read_arguments(argv)
     check_required(arguments, ("model_name_or_path", "dataset", "output_dir", "max_steps"))
+    refuse_arguments_of_comparison({name: value for name, value in arguments.items() if name != "output_dir"})
     for preset in map(load_preset, options.preset):
         if preset.uses_nvme:
             raise ToolkitError(

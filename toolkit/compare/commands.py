@@ -37,7 +37,7 @@ from toolkit.hardware.gpus import ON_CPU_MESSAGE, count_gpus
 from toolkit.presets import Preset
 from toolkit.presets.support import check_degrees_given
 from toolkit.rehearse.rehearsed_rank import refuse_rehearsals
-from toolkit.run.argument_checks import check_arguments, check_values
+from toolkit.run.argument_checks import check_arguments, check_values, refuse_arguments_of_comparison
 from toolkit.run.nvme import NvmeDisk, check_nvme
 from toolkit.run.preflight import check_job, check_process_count
 from toolkit.run.process import terminate_as_interrupt
@@ -46,16 +46,6 @@ from toolkit.run.warm_start import WarmStart
 
 HIGHEST_PRICE = 1e12  # beyond every currency's price of a GPU-hour
 TABLE_COLUMNS = 100  # a narrower table would break presets and statuses over lines
-# Training arguments that the comparison sets, the same for every trial, and the options that stand for them.
-OWN_ARGUMENTS = {
-    "output_dir": "--output",
-    "save_model": None,
-    "save_strategy": None,
-    "untimed_steps": "--untimed-steps",
-    "resume_from_checkpoint": "--resume",
-    "stop_when_steps_within": "--target-interval",
-    "stop_after_minutes": "--trial-minutes",
-}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -121,7 +111,8 @@ def check_comparison(options: CompareOptions) -> CheckedComparison:
         )
         for row in dict.fromkeys([largest, *_rows_of_their_own(variants, supported)])
     ]
-    _refuse_own_arguments([job.arguments, *(read_arguments(variant.extra_arguments) for variant in variants)])
+    for arguments in (job.arguments, *(read_arguments(variant.extra_arguments) for variant in variants)):
+        refuse_arguments_of_comparison(arguments)
     _check_timed_steps(integer(job.arguments, "max_steps", 0), options.untimed_steps)
     nvme = {
         name: check_nvme(by_name[name].preset, nvme_path=options.nvme_path, arguments=job.arguments, cpu=spec.cpu)
@@ -179,13 +170,6 @@ def _check_nodes(allocation: Allocation, preset: Preset, world_size: int) -> Non
             f"preset {preset.name!r} offloads to a disk of each node, which a comparison checks on one node only",
             hint="compare it on one node, without `--nproc-per-node`",
         )
-
-
-def _refuse_own_arguments(argument_sets: Sequence[Mapping[str, Any]]) -> None:
-    for name, option in OWN_ARGUMENTS.items():
-        if any(name in arguments for arguments in argument_sets):
-            instead = "" if option is None else f"; `toolkit compare` has `{option}`"
-            raise ToolkitError(f"--{name} is set by the comparison itself", hint=f"remove it{instead}")
 
 
 def _check_timed_steps(max_steps: int, untimed_steps: int) -> None:

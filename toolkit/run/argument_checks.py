@@ -9,6 +9,7 @@ gives the same errors. Which preset supports which method is decided by `toolkit
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from typing import Any
 
 from toolkit.errors import ToolkitError, did_you_mean
@@ -37,6 +38,16 @@ from toolkit.run.trainer_arguments import check_trainer_arguments
 from toolkit.versions import INSTALL_GPU_PACKAGES, is_importable, optimizer_module, tracker_names
 
 Arguments = dict[str, Any]
+# Training arguments that a comparison sets, the same for every trial, and the options that stand for them.
+ARGUMENTS_OF_COMPARISON = {
+    "output_dir": "--output-dir",
+    "save_model": None,
+    "save_strategy": None,
+    "untimed_steps": "--untimed-steps",
+    "resume_from_checkpoint": "--resume",
+    "stop_when_steps_within": "--target-interval",
+    "stop_after_minutes": "--trial-minutes",
+}
 
 # `allreduce` compresses nothing: it counts the bytes of plain DDP, for comparison with the others.
 COMM_HOOKS = ("allreduce", "bf16", "fp16", "power_sgd", "int8", "top_k")
@@ -117,6 +128,14 @@ def check_values(arguments: Arguments, *, on_cpu: bool) -> None:
     check_evaluation(arguments)
     check_attention(arguments.get("attn_implementation"))
     check_compilation(arguments, on_cpu=on_cpu)
+
+
+def refuse_arguments_of_comparison(arguments: Mapping[str, Any]) -> None:
+    """Raise ToolkitError for a training argument that a comparison sets for all of its trials."""
+    for name, option in ARGUMENTS_OF_COMPARISON.items():
+        if name in arguments:
+            instead = "" if option is None else f"; `toolkit compare` has `{option}`"
+            raise ToolkitError(f"--{name} is set by the comparison itself", hint=f"remove it{instead}")
 
 
 def _check_jit_checkpoint(arguments: Arguments) -> None:
