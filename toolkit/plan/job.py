@@ -150,9 +150,7 @@ class TrainingJob:
     @property
     def pipeline(self) -> PipelineSettings | None:
         """The stages and their schedule; None without `--pp`."""
-        if self.pp is None:
-            return None
-        return PipelineSettings.of(ranks=self.pp, schedule=self.pipeline_schedule, chunks=self.pipeline_chunks)
+        return self.method.pipeline
 
     def method_on(self, shape: ModelShape) -> Method:
         """Return the method with what of this model can be split, for presets with degrees of parallelism."""

@@ -86,6 +86,13 @@ class Method:
         """The degrees of parallelism that were given."""
         return {name: getattr(self, name) for name in DEGREES if getattr(self, name) is not None}
 
+    @property
+    def pipeline(self) -> PipelineSettings | None:
+        """The stages of a pipeline and their schedule; None without `--pp`."""
+        if self.pp is None:
+            return None
+        return PipelineSettings.of(ranks=self.pp, schedule=self.pipeline_schedule, chunks=self.pipeline_chunks)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Device:
@@ -502,12 +509,12 @@ def _pipeline_schedule(case: _Case) -> _Answer:
     if preset is not None and "pp" not in preset.parallel:
         name = next((n for n in ("pipeline_schedule", "pipeline_chunks") if getattr(method, n) is not None), None)
         return None if name is None else _method_answer(case, name, "it has no pipeline", PRESETS_OF_DEGREE["pp"])
-    if method.pp is None or method.micro_batches is None:
+    settings = method.pipeline
+    if settings is None or method.micro_batches is None:
         return None
     if method.pipeline_chunks is not None and method.pipeline_chunks < 1:
         why = f"{case.option('pipeline_chunks')} is {method.pipeline_chunks}, expected 1 or more"
         return why, why, None
-    settings = PipelineSettings.of(ranks=method.pp, schedule=method.pipeline_schedule, chunks=method.pipeline_chunks)
     layers = None if method.model_split is None else method.model_split.sizes.get("num_hidden_layers")
     problem = settings.problem(micro_batches=method.micro_batches, layers=layers)
     return None if problem is None else (problem[0], problem[0], problem[1])

@@ -20,6 +20,7 @@ from typing import Any, Self
 from toolkit.errors import ToolkitError
 from toolkit.files.reading import open_file
 from toolkit.parallel.layout import ParallelLayout
+from toolkit.parallel.pipeline_schedule import DEFAULT_SCHEDULE, INTERLEAVED
 from toolkit.presets import Preset
 from toolkit.presets.optimizers import DEFAULT_OPTIMIZER, OPTIMIZERS, same_states
 from toolkit.run.folder import write_json
@@ -222,12 +223,15 @@ def check_resume_settings(
     streaming_buffer_size: int = 0,
     dataset_weights: Sequence[float] = (),
     order_of_ranks: str | None = None,
+    pipeline_chunks: int | None = None,
 ) -> None:
     """Raise ToolkitError for a job that would not resume with the same data or optimizer, or has no steps left.
 
     `max_steps` of 0 or less means that the run is counted in epochs; `streaming_buffer_size` 0 means not streamed.
-    `order_of_ranks` is the argument by which the rows of a step depend on the number of ranks, if there is one.
+    `order_of_ranks` is the argument by which the rows of a step depend on the number of ranks, if there is one;
+    `pipeline_chunks` are the stages on each rank of a pipeline.
     """
+    _check_same_stages(checkpoint, pipeline_chunks)
     check_same_batch(checkpoint, global_batch_size)
     _check_same_order(checkpoint, order_of_ranks, data_parallel_size)
     settings: dict[str, Any] = {
@@ -277,6 +281,23 @@ def _check_same_order(checkpoint: Checkpoint, order_of_ranks: str | None, data_p
             f" {order_of_ranks} the rows of a step depend on them: the data would not resume where they stopped",
             hint=f"resume on {then}, or leave `{order_of_ranks}` out",
         )
+
+
+def _check_same_stages(checkpoint: Checkpoint, pipeline_chunks: int | None) -> None:
+    """The optimizer states of a rank are those of its layers; GPipe and 1F1B give each rank the same ones."""
+    then = None if checkpoint.manifest is None else checkpoint.manifest.pipeline_chunks
+    if then is None or pipeline_chunks is None or then == pipeline_chunks:
+        return
+    same = DEFAULT_SCHEDULE if then == 1 else f"{INTERLEAVED} --pipeline_chunks {then}"
+    counts = f"{_stages(then)} per GPU, now there are {_stages(pipeline_chunks)}"
+    raise ToolkitError(
+        f"{checkpoint.path} has the optimizer states of {counts}: each GPU would hold other layers",
+        hint=f"`--pipeline_schedule {same}`, or start from its weights: `--model_name_or_path {checkpoint.path}`",
+    )
+
+
+def _stages(number: int) -> str:
+    return "1 stage" if number == 1 else f"{number} stages"
 
 
 def _words(value: Any) -> str:

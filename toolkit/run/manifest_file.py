@@ -78,6 +78,8 @@ class Manifest(_Record):
     world_size: Positive | None = None
     layout: dict[str, Positive] | None = None
     """Degrees of parallelism; None for data parallelism alone."""
+    pipeline_chunks: Positive | None = None
+    """Stages on each rank of a pipeline; None without one."""
     data_parallel_size: Positive | None = None
     sharded_at_load: StrictBool = False
     compute_dtype: StrictStr | None = None

@@ -48,6 +48,7 @@ from toolkit.run.script_arguments import (
     flag,
     integer,
     read_arguments,
+    read_method,
     resumes,
 )
 from toolkit.units import gib
@@ -275,6 +276,7 @@ def check_resume(preset: Preset, *, num_processes: int, arguments: dict[str, Any
     degrees = degrees_given(arguments)
     check_same_layout(checkpoint, TargetLayout.of(preset, num_processes=num_processes, degrees=degrees))
     groups = data_parallel_size(preset, arguments, num_processes)
+    pipeline = read_method(arguments).pipeline
     check_resume_settings(
         checkpoint,
         global_batch_size=global_batch_size(arguments, groups),
@@ -285,6 +287,7 @@ def check_resume(preset: Preset, *, num_processes: int, arguments: dict[str, Any
         dataset_weights=dataset_weights(arguments),
         data_parallel_size=groups,
         order_of_ranks=order_of_ranks(arguments),
+        pipeline_chunks=None if pipeline is None else pipeline.chunks,
     )
 
 

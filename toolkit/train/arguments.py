@@ -19,6 +19,7 @@ from toolkit.errors import ToolkitError
 from toolkit.files.secrets import UnwrittenText, hide_secrets, hide_words, is_secret_name, restore_secrets
 from toolkit.models.attention import needs_no_mask
 from toolkit.parallel.layout import ParallelLayout
+from toolkit.parallel.pipeline_schedule import PipelineSettings
 from toolkit.presets.accumulation import SHARDED, default_accumulate, with_accumulate
 from toolkit.presets.optimizers import DEFAULT_OPTIMIZER, MUON
 from toolkit.presets.training_arguments import SDPA, parallelism_arguments, resolve_precision, uses_fsdp
@@ -81,6 +82,14 @@ class Arguments:
         training = self.training
         per_rank = int(training.per_device_train_batch_size) * int(training.gradient_accumulation_steps)
         return per_rank * self.data_parallel_size
+
+    @property
+    def pipeline(self) -> PipelineSettings | None:
+        """The stages and their schedule; None without a pipeline."""
+        if self.layout is None or self.layout.pp == 1:
+            return None
+        model = self.model
+        return PipelineSettings.of(ranks=self.layout.pp, schedule=model.pipeline_schedule, chunks=model.pipeline_chunks)
 
 
 class _Parser(HfArgumentParser):  # type: ignore[misc]

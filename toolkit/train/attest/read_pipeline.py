@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 
 from toolkit.parallel.layout import ParallelLayout
-from toolkit.parallel.pipeline_schedule import GPIPE, INTERLEAVED, ONE_F_ONE_B, PipelineSettings
+from toolkit.parallel.pipeline_schedule import GPIPE, INTERLEAVED, ONE_F_ONE_B
 from toolkit.train.arguments import Arguments
 from toolkit.train.attest.readings import Difference, Values
 from toolkit.train.attest.tensors import dtype_names
@@ -20,10 +20,9 @@ _SCHEDULES = {ScheduleGPipe: GPIPE, Schedule1F1B: ONE_F_ONE_B, ScheduleInterleav
 
 def expected_pipeline(arguments: Arguments) -> Values:
     """Return the values of a pipeline that every rank must read under these arguments; none without one."""
-    layout, model = arguments.layout, arguments.model
-    if layout is None or layout.pp == 1:
+    settings = arguments.pipeline
+    if settings is None:
         return {}
-    settings = PipelineSettings.of(ranks=layout.pp, schedule=model.pipeline_schedule, chunks=model.pipeline_chunks)
     return {
         "pipeline_schedule": settings.schedule,
         "pipeline_stages": settings.stages,

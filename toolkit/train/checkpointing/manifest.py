@@ -145,6 +145,7 @@ def manifest_facts(trainer: Any, reading: RankReading, *, preset: str | None) ->
         "preset": preset,
         **{name: values[name] for name in ("engine", "sharding", "world_size", "compute_dtype")},
         "layout": None if arguments.layout is None else arguments.layout.degrees(),
+        "pipeline_chunks": None if arguments.pipeline is None else arguments.pipeline.chunks,
         "data_parallel_size": arguments.data_parallel_size,
         "sharded_at_load": trainer.is_distributed_loading_by_transformers,
         **{name: values[name] for name in ("num_params", "num_trainable_params")},

@@ -71,6 +71,7 @@ def find_checkpoint(arguments: Arguments, launch: LaunchContext, progress: Progr
         dataset_weights=arguments.data.dataset_weights or [],
         data_parallel_size=arguments.data_parallel_size,
         order_of_ranks=arguments.order_of_ranks,
+        pipeline_chunks=None if arguments.pipeline is None else arguments.pipeline.chunks,
     )
     if training.process_index == 0:
         print(f"resume: from {checkpoint.path}, after step {checkpoint.step}", flush=True)

@@ -6,7 +6,7 @@ from typing import Any
 
 from toolkit.train.active_run import ActiveRun
 from toolkit.train.dtypes import compute_dtype
-from toolkit.train.engine.pipeline.pipeline_model import load_pipeline
+from toolkit.train.engine.pipeline.pipeline_model import PipelineRanks, load_pipeline
 from toolkit.train.engine.pipeline.pipeline_trainer import PipelineTrainer
 from toolkit.train.model.loading import load_model
 from toolkit.train.trainer import TrainerParts
@@ -16,10 +16,13 @@ def load_engine(run: ActiveRun) -> tuple[Any, TrainerParts]:
     """Load the run's model, from its checkpoint where the engine divides it; return it with the parts that train it."""
     arguments = run.arguments
     checkpoint = None if run.checkpoint is None else run.checkpoint.path
-    layout, dtype = arguments.layout, compute_dtype(arguments.training)
-    if layout is not None and layout.pp > 1:
+    layout, pipeline, dtype = arguments.layout, arguments.pipeline, compute_dtype(arguments.training)
+    if layout is not None and pipeline is not None:
+        ranks = PipelineRanks.of(layout, arguments.training.device.type)
         device = arguments.training.device
-        model = load_pipeline(arguments.model, layout, compute_dtype=dtype, device=device, checkpoint=checkpoint)
+        model = load_pipeline(
+            arguments.model, pipeline, ranks, compute_dtype=dtype, device=device, checkpoint=checkpoint
+        )
         return model, TrainerParts(trainer=PipelineTrainer)
     model = load_model(arguments.model, compute_dtype=dtype, layout=run.layout_at_load, checkpoint=checkpoint)
     return model, TrainerParts()

@@ -189,7 +189,8 @@ class PipelineModel(torch.nn.Module):  # type: ignore[misc]
 
 def load_pipeline(
     arguments: ModelArguments,
-    layout: ParallelLayout,
+    settings: PipelineSettings,
+    ranks: PipelineRanks,
     *,
     compute_dtype: torch.dtype,
     device: torch.device,
@@ -198,10 +199,6 @@ def load_pipeline(
     """Return the stages of this rank with their weights, from a checkpoint where the run resumes. Collective."""
     config = from_pretrained(AutoConfig, arguments)
     config.use_cache = False
-    settings = PipelineSettings.of(
-        ranks=layout.pp, schedule=arguments.pipeline_schedule, chunks=arguments.pipeline_chunks
-    )
-    ranks = PipelineRanks.of(layout, device.type)
     model = PipelineModel(config, settings, ranks, attention=arguments.attn_implementation)
     model.generation_config = _generation_config(arguments, model.generation_config)
     name, revision = str(arguments.model_name_or_path), arguments.revision

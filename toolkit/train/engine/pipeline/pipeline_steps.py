@@ -37,7 +37,10 @@ class PipelineSteps:
         device = self.model.device
         numbers, losses = torch.arange(self.micro_batches), list[torch.Tensor]()
         first = [torch.cat([batch["input_ids"] for batch in shaped])] if self.model.stages[0].is_first else []
-        self.schedule.step(*first, target=numbers, losses=losses, return_outputs=False, micro_batch=numbers)
+        try:
+            self.schedule.step(*first, target=numbers, losses=losses, return_outputs=False, micro_batch=numbers)
+        except RuntimeError as error:  # torch puts its own in front of what a stage's forward raises
+            raise error.__cause__ or error from None
         found = [loss.detach() for loss in losses[: len(batches)]]
         return found or [torch.zeros((), device=device) for _ in batches]
 

@@ -1,0 +1,105 @@
+"""A pipeline that does not simply run to its end: signals, exhausted memory, the best checkpoint, another schedule."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from launching import ROOT, accelerate_launch, read
+from split_runs import RUNS, losses_and_norms
+from split_runs import launch as launch_run
+
+from toolkit.errors import ToolkitError
+from toolkit.run.checkpoints import Checkpoint, check_resume_settings, list_checkpoints
+from toolkit.run.manifest_file import Manifest
+
+CONFIG = ROOT / "accelerate_configs" / "pipeline_1f1b.yaml"
+
+
+@pytest.fixture
+def job(split_models: Path, split_rows: Path, tmp_path: Path) -> list[str]:
+    words = ["--model_name_or_path", str(split_models / "llama_tied"), "--dataset", str(split_rows)]
+    words += ["--max_seq_length", "64", "--pp", "2", "--per_device_train_batch_size", "4"]
+    words += ["--gradient_accumulation_steps", "2", "--learning_rate", "5e-3", "--save_strategy", "no"]
+    return [*words, "--max_steps", "6", "--output_dir", str(tmp_path / "out")]
+
+
+@pytest.mark.launch
+def test_sigterm_ends_all_stages_with_a_checkpoint_after_the_same_step(job: list[str], tmp_path: Path) -> None:
+    words = [*job, "--max_steps", "40", "--save_strategy", "steps", "--save_steps", "2"]
+    variables = {"TOOLKIT_SIGNAL": "SIGTERM:2:checksums:1"}
+    ended = accelerate_launch(CONFIG, *words, script="signal_while_writing.py", variables=variables)
+    failure = read(tmp_path / "out" / "failure.json")
+    assert (ended.returncode, failure["kind"]) == (1, "interrupted"), ended.stderr[-3000:]
+    found = list_checkpoints(tmp_path / "out")
+    assert found[0].step == failure["step"]
+    assert [checkpoint.problem(deep=True) for checkpoint in found] == [None] * len(found)
+    assert {path.name for path in found[0].path.glob("optimizer_stage*")} == {
+        "optimizer_stage0.pt",
+        "optimizer_stage1.pt",
+    }
+
+
+@pytest.mark.launch
+@pytest.mark.parametrize(("schedule", "step"), [("1f1b", 2), ("interleaved_1f1b", 1)])
+def test_memory_that_runs_out_in_a_stage_is_reported_as_that(
+    schedule: str, step: int, job: list[str], split_models: Path, tmp_path: Path
+) -> None:
+    words = [*job, "--pipeline_schedule", schedule, "--model_name_or_path", str(split_models / "llama_deep")]
+    ended = accelerate_launch(CONFIG, *words, script="stage_out_of_memory.py")
+    failure = read(tmp_path / "out" / "failure.json")
+    assert (failure["kind"], failure["rank"]) == ("host_out_of_memory", 1), ended.stderr[-3000:]
+    assert failure["phase"] == "forward"
+    assert failure["message"].startswith(f"rank 1 ran out of host memory in phase forward, step {step}: RuntimeError: ")
+    assert read(tmp_path / "out" / "run.json")["status"] == "host_out_of_memory"
+
+
+@pytest.mark.launch
+def test_the_best_checkpoint_is_loaded_into_all_stages_at_the_end(
+    job: list[str], split_rows: Path, tmp_path: Path
+) -> None:
+    words = [*job, "--eval_dataset", str(split_rows), "--eval_strategy", "steps", "--eval_steps", "2"]
+    words += ["--save_strategy", "steps", "--save_steps", "2", "--load_best_model_at_end", "true"]
+    words += ["--greater_is_better", "true"]  # so that the first is the best
+    ended = accelerate_launch(CONFIG, *words)
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    out = tmp_path / "out"
+    logits = {
+        checkpoint.step: json.loads((checkpoint.path / "manifest.json").read_text())["fingerprint"]["logits"]
+        for checkpoint in list_checkpoints(out)
+    }
+    loaded = read(out / "fingerprint.json")["logits"]
+    assert logits[2] != logits[6]
+    assert loaded == logits[2]
+
+
+@pytest.mark.launch
+def test_a_pipeline_resumes_exactly_under_another_schedule_of_the_same_stages(
+    run_folder: Callable[[str], Path], split_models: Path, split_rows: Path, tmp_path: Path
+) -> None:
+    resumed = replace(RUNS["pipeline"], words=("--pipeline_schedule", "gpipe"))
+    checkpoint = run_folder("pipeline") / "checkpoint-2"
+    launch_run(resumed, models=split_models, rows=split_rows, folder=tmp_path / "out", checkpoint=checkpoint)
+    losses, norms = losses_and_norms(run_folder("pipeline"))
+    assert losses_and_norms(tmp_path / "out") == (losses[2:], norms[2:])
+
+
+@pytest.mark.parametrize(
+    ("then", "now", "hint"),
+    [
+        (1, 2, "`--pipeline_schedule 1f1b`"),
+        (2, 1, "`--pipeline_schedule interleaved_1f1b --pipeline_chunks 2`"),
+        (2, 3, "`--pipeline_schedule interleaved_1f1b --pipeline_chunks 2`"),
+    ],
+)
+def test_another_number_of_stages_per_gpu_does_not_resume(then: int, now: int, hint: str, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"global_batch_size": 1, "data_parallel_size": 1, "seed": 42, "max_steps": 9}
+    checkpoint = Checkpoint(path=tmp_path, step=3, manifest=Manifest(step=3, files=(), pipeline_chunks=then))
+    with pytest.raises(ToolkitError, match="each GPU would hold other layers") as refused:
+        check_resume_settings(checkpoint, **options, pipeline_chunks=now)
+    assert str(refused.value.hint).startswith(hint)
+    check_resume_settings(checkpoint, **options, pipeline_chunks=then)
