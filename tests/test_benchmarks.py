@@ -13,7 +13,16 @@ from launching import ROOT
 
 from toolkit.models.read_model import read_model
 
-TABLED = ["kill_ranks", "live_faults", "resume_conversion", "host_memory", "peers", "async_checkpoint", "stragglers"]
+TABLED = [
+    "kill_ranks",
+    "live_faults",
+    "resume_conversion",
+    "host_memory",
+    "peers",
+    "async_checkpoint",
+    "stragglers",
+    "pipeline_step_time",
+]
 
 
 @pytest.fixture
@@ -33,6 +42,7 @@ def record(monkeypatch: pytest.MonkeyPatch) -> Any:
         "async_checkpoint",
         "stragglers",
         "comm_hooks",
+        "pipeline_step_time",
     ):
         sys.modules.pop(name, None)
 
