@@ -11,8 +11,10 @@ from toolkit.models.shape import ModelShape
 from toolkit.parallel.pipeline_schedule import PipelineSettings
 from toolkit.plan.job import TrainingJob, TrainingSetup
 from toolkit.plan.memory import plan_memory
-from toolkit.plan.pipeline_stages import bubble_factor, stage_load, stage_shape
+from toolkit.plan.pipeline_stages import stage_load, stage_shape
 from toolkit.presets import load_preset
+from toolkit.simulate.pipeline_schedules import PipelineSize
+from toolkit.simulate.pipeline_step import ChunkTimes, simulate
 
 LAYER = 2 * 64 * 64 + 2 * 32 * 64 + 3 * 128 * 64 + 2 * 64
 EMBEDDING = 1009 * 64
@@ -56,9 +58,22 @@ def test_gpipe_holds_all_micro_batches_and_1f1b_as_many_as_stages_follow() -> No
     assert loads["1f1b"][0].buffered_activations == 16  # gradients only: nothing is sent to the first stage
 
 
-def test_the_bubble_is_the_share_of_the_paper_that_describes_the_schedule() -> None:
-    assert bubble_factor(PipelineSettings(ranks=4), 12) == 1.25
-    assert bubble_factor(PipelineSettings(ranks=4, schedule="interleaved_1f1b", chunks=3), 12) == 1 + 1 / 12
+@pytest.mark.parametrize(
+    "settings",
+    [
+        PipelineSettings(ranks=4, schedule="gpipe"),
+        PipelineSettings(ranks=4),
+        PipelineSettings(ranks=4, schedule="interleaved_1f1b", chunks=3),
+    ],
+    ids=lambda settings: settings.schedule,
+)
+def test_bubble_and_micro_batches_in_flight_are_those_of_the_simulated_operations(settings: PipelineSettings) -> None:
+    size = PipelineSize(stages=4, micro_batches=12, chunks=settings.chunks)
+    each = ChunkTimes(forward_seconds=1.0, backward_seconds=1.5, weight_seconds=0.5)
+    run = simulate(settings.schedule, size, [each] * size.num_chunks)
+    assert run.makespan_seconds / run.work_seconds == pytest.approx(settings.bubble_factor(12))
+    in_flight = [stage_load(settings, rank, micro_batches=12).micro_batches_in_flight for rank in range(4)]
+    assert run.peak_micro_batches == pytest.approx(in_flight)
 
 
 def test_a_rank_sends_activations_and_gradients_and_all_reduces_over_replicas() -> None:

@@ -24,35 +24,40 @@ class StageLoad:
     """What one rank of a pipeline holds beside model states, in micro-batches of all its layers."""
 
     micro_batches_in_flight: float
-    buffered_activations: int
+    buffered_activations: int = 0
     """Buffers for activations and gradients from other ranks, each of one micro-batch: torch allocates all at once."""
-    logits_in_flight: int
+    logits_in_flight: int = 0
     """Micro-batches whose log-probabilities wait for their backward, beside the one that computes."""
 
 
-@lru_cache(maxsize=256)
 def stage_shape(shape: ModelShape, settings: PipelineSettings, rank: int) -> ModelShape:
-    """Return the part of a model that one rank of a pipeline holds; a tied head is a tensor of its own there."""
-    ranges = divide_layers(shape.num_layers, settings.stages)
-    layers = tuple(chain.from_iterable(shape.layers[part.start : part.stop] for part in _own(ranges, settings, rank)))
-    first, last = rank == settings.rank_of(0), rank == settings.rank_of(settings.stages - 1)
+    """Return the part of a model that one rank of a pipeline holds."""
+    return model_part(shape, settings.stages, tuple(settings.stages_of(rank)))
+
+
+@lru_cache(maxsize=1024)
+def model_part(shape: ModelShape, stages: int, own: tuple[int, ...]) -> ModelShape:
+    """Return what some of the stages into which a model is divided hold of it.
+
+    The first has the embedding, the last the final norm and the head; a tied head is a tensor of its own there.
+    """
+    ranges = divide_layers(shape.num_layers, stages)
+    layers = tuple(chain.from_iterable(shape.layers[ranges[stage].start : ranges[stage].stop] for stage in own))
     embeddings = tuple(tensor for tensor in shape.outer if tensor.is_embedding)
     head = tuple(tensor for tensor in shape.outer if not tensor.is_embedding)
-    if shape.tied_embeddings:
+    if shape.tied_embeddings and stages > 1:
         head += (Tensor(name="lm_head.weight", shape=embeddings[0].shape),)
-    outer: Layer = (*(embeddings if first else ()), *(head if last else ()))
+    is_last = stages - 1 in own
+    outer: Layer = (*(embeddings if 0 in own else ()), *(head if is_last else ()))
     return replace(
         shape,
         layers=layers,
         num_layers=len(layers),
         outer=outer,
-        tied_embeddings=False,
-        vocab_size=shape.vocab_size if last else 0,
+        tied_embeddings=shape.tied_embeddings and stages == 1,
+        vocab_size=shape.vocab_size if is_last else 0,
+        num_sliding_layers=round(shape.num_sliding_layers * len(layers) / shape.num_layers),
     )
-
-
-def _own(ranges: list[range], settings: PipelineSettings, rank: int) -> list[range]:
-    return [ranges[stage] for stage in settings.stages_of(rank)]
 
 
 def stage_load(settings: PipelineSettings, rank: int, *, micro_batches: int) -> StageLoad:
@@ -65,18 +70,6 @@ def stage_load(settings: PipelineSettings, rank: int, *, micro_batches: int) -> 
         buffered_activations=(received + returned) * micro_batches,
         logits_in_flight=micro_batches - 1 if is_last and settings.schedule == GPIPE else 0,
     )
-
-
-def bubble_factor(settings: PipelineSettings, micro_batches: int) -> float:
-    """Return how many times longer a step takes than without waiting for other stages, if all take the same time.
-
-    (p - 1) / (v m) of the ideal time for p ranks, v stages on each and m micro-batches (section 2.2 of
-    https://arxiv.org/abs/2104.04473).
-
-    >>> bubble_factor(PipelineSettings(ranks=4), 12)
-    1.25
-    """
-    return 1 + (settings.ranks - 1) / (settings.chunks * micro_batches)
 
 
 def pipeline_collectives(

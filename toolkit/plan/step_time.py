@@ -20,7 +20,6 @@ from toolkit.plan.collectives import Collective
 from toolkit.plan.communication import communication_bytes, step_collectives
 from toolkit.plan.interconnect import Interconnect, Range
 from toolkit.plan.job import TrainingSetup, num_elements
-from toolkit.plan.pipeline_stages import bubble_factor
 from toolkit.presets.optimizers import OPTIMIZERS, UpdatedTensor
 
 # Best measured share of the dense peak in a large bf16 matrix multiplication (stas00/ml-engineering,
@@ -167,7 +166,7 @@ def _with_bubble(compute: Range, setup: TrainingSetup) -> Range:
     settings = setup.job.pipeline
     if setup.preset.engine != "pipeline" or settings is None:
         return compute
-    factor = bubble_factor(settings, setup.job.gradient_accumulation_steps)
+    factor = settings.bubble_factor(setup.job.gradient_accumulation_steps)
     return compute[0] * factor, compute[1] * factor
 
 

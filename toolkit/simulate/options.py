@@ -9,8 +9,9 @@ from typing import Annotated
 from typer import Option
 
 from toolkit.defaults import MAX_SEQ_LENGTH
+from toolkit.parallel.pipeline_schedule import INTERLEAVED_CHUNKS
 from toolkit.plan.options import CHECKPOINTING_FLAG, GpuMemory, GpuName, GpusPerNode, GpuTflops, SeqLength
-from toolkit.simulate.pipeline_schedules import DEFAULT_CHUNKS, SCHEDULES
+from toolkit.simulate.pipeline_schedules import SCHEDULES
 
 DEFAULT_CHECKPOINT_SECONDS = 60.0
 
@@ -27,9 +28,9 @@ class PipelineOptions:
         tuple[str, ...],
         Option(help=f"{', '.join(SCHEDULES)}; repeatable; by default all that are possible", metavar="NAME"),
     ] = ()
-    chunks: Annotated[int | None, Option(help=f"chunks per stage of interleaved_1f1b; by default {DEFAULT_CHUNKS}")] = (
-        None
-    )
+    chunks: Annotated[
+        int | None, Option(help=f"chunks per stage of interleaved_1f1b; by default {INTERLEAVED_CHUNKS}")
+    ] = None
     forward_ms: Annotated[float | None, Option(help="forward of one micro-batch on one stage")] = None
     backward_ms: Annotated[
         float | None, Option(help="backward: gradient of the input, or all of it without --weight-ms")

@@ -8,10 +8,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from toolkit.errors import ToolkitError
+from toolkit.parallel.pipeline_schedule import GPIPE, INTERLEAVED, INTERLEAVED_CHUNKS, ONE_F_ONE_B
 from toolkit.simulate.options import PipelineOptions
 from toolkit.simulate.pipeline_schedules import (
-    DEFAULT_CHUNKS,
-    INTERLEAVED,
     SCHEDULES,
     V_SHAPED,
     PipelineSize,
@@ -24,7 +23,7 @@ from toolkit.units import gib
 if TYPE_CHECKING:
     from toolkit.simulate.stage_plans import StagedModel, StageMemory
 
-WHOLE_BACKWARD = ("gpipe", "1f1b", INTERLEAVED)
+WHOLE_BACKWARD = (GPIPE, ONE_F_ONE_B, INTERLEAVED)
 """Schedules that never split a backward."""
 TIME_OPTIONS = ("forward_ms", "backward_ms", "weight_ms", "transfer_ms")
 MODEL_OPTIONS = ("gpu", "gpu_memory_gib", "gpu_tflops")
@@ -123,7 +122,7 @@ def _possible(options: PipelineOptions, num_layers: int | None) -> tuple[list[tu
             check_layers(num_layers, size)
             _check_split(options, schedule)
         except ToolkitError as error:
-            if options.schedule or schedule == "gpipe":  # whatever rules out GPipe rules out all of them
+            if options.schedule or schedule == GPIPE:  # whatever rules out GPipe rules out all of them
                 raise
             left_out.append(f"{schedule}: {error.message}")
         else:
@@ -133,7 +132,7 @@ def _possible(options: PipelineOptions, num_layers: int | None) -> tuple[list[tu
 
 def _chosen(options: PipelineOptions) -> Iterator[tuple[str, PipelineSize]]:
     """Every schedule that was named, or all; `--chunks` is that of the interleaved one, and must be 2 for a V."""
-    given = DEFAULT_CHUNKS if options.chunks is None else options.chunks
+    given = INTERLEAVED_CHUNKS if options.chunks is None else options.chunks
     for schedule in dict.fromkeys(options.schedule or SCHEDULES):
         is_named_v = schedule in V_SHAPED and schedule in options.schedule
         chunks = given if is_named_v else chunks_of(schedule, given)

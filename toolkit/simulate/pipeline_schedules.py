@@ -19,15 +19,16 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from toolkit.errors import ToolkitError, did_you_mean
+from toolkit.parallel.pipeline_schedule import GPIPE, INTERLEAVED, INTERLEAVED_CHUNKS, ONE_F_ONE_B
+from toolkit.parallel.pipeline_schedule import SCHEDULES as TRAINED_SCHEDULES
 
 FORWARD, BACKWARD_INPUT, BACKWARD, BACKWARD_WEIGHT = range(4)
 LETTERS = "FIBW"
 """The letter of each kind of operation."""
-INTERLEAVED, ZB_H2, ZB_V, DUALPIPE_V = "interleaved_1f1b", "zb_h2", "zb_v", "dualpipe_v"
-SCHEDULES = ("gpipe", "1f1b", INTERLEAVED, "zb_h1", ZB_H2, ZB_V, DUALPIPE_V)
+ZB_H2, ZB_V, DUALPIPE_V = "zb_h2", "zb_v", "dualpipe_v"
+SCHEDULES = (*TRAINED_SCHEDULES, "zb_h1", ZB_H2, ZB_V, DUALPIPE_V)
 V_SHAPED = (ZB_V, DUALPIPE_V)
 """Schedules of two chunks per stage, of which the second returns from the last stage to the first."""
-DEFAULT_CHUNKS = 2
 # Larger values are typing errors; more operations take minutes.
 LARGEST = {"--stages": 4096, "--micro-batches": 2**20, "--chunks": 256}
 MOST_OPERATIONS = 2**24
@@ -91,7 +92,7 @@ def operation_order(schedule: str, size: PipelineSize) -> OperationOrder:
     )
 
 
-def chunks_of(schedule: str, interleaved_chunks: int = DEFAULT_CHUNKS) -> int:
+def chunks_of(schedule: str, interleaved_chunks: int = INTERLEAVED_CHUNKS) -> int:
     """Return the chunks per stage: those of `--chunks` for the interleaved schedule, two in a V, otherwise one."""
     return interleaved_chunks if schedule == INTERLEAVED else 2 if schedule in V_SHAPED else 1
 
@@ -123,7 +124,7 @@ def _check_chunks(schedule: str, size: PipelineSize) -> None:
 
 def _check_micro_batches(schedule: str, size: PipelineSize) -> None:
     stages, count = size.stages, size.micro_batches
-    least = {"gpipe": 1, INTERLEAVED: 1, ZB_V: 1, ZB_H2: 2 * stages - 1, DUALPIPE_V: 2 * stages}.get(schedule, stages)
+    least = {GPIPE: 1, INTERLEAVED: 1, ZB_V: 1, ZB_H2: 2 * stages - 1, DUALPIPE_V: 2 * stages}.get(schedule, stages)
     if count < least:
         raise ToolkitError(
             f"--micro-batches is {count}, but {schedule} on {stages} stages needs {least} or more",
@@ -305,8 +306,8 @@ def _late_weight(late: list[_Chunk]) -> None:
 
 
 _ORDERS: dict[str, Callable[[PipelineSize, int], list[int]]] = {
-    "gpipe": _gpipe,
-    "1f1b": _one_forward_one_backward,
+    GPIPE: _gpipe,
+    ONE_F_ONE_B: _one_forward_one_backward,
     INTERLEAVED: _interleaved,
     "zb_h1": functools.partial(_zero_bubble, scale=1),
     ZB_H2: functools.partial(_zero_bubble, scale=2),

@@ -4,9 +4,10 @@
     staged = StagedModel(shape=shape, job=TrainingJob(max_seq_length=4096), gpu=find_gpu("h100"), tp=8)
     times = staged.chunk_times(PipelineSize(stages=4, micro_batches=16))
 
-Layers are dealt out evenly, in order; the first chunk has the embedding, the last the final norm and the head. A tied
-head is a second copy there, as Megatron has it. Model states are those of `zero1`: bf16 weights and gradients, and fp32
-master weights and Adam's states sharded over the data parallel ranks (Megatron's distributed optimizer).
+Layers are divided as those of the preset `pipeline_1f1b`, and other micro-batches wait in the same memory plan
+(`toolkit.plan.pipeline_stages`). Model states are those of `zero1`, where the preset has those of `ddp`: bf16 weights
+and gradients, and fp32 master weights and Adam's states sharded over the data parallel ranks (Megatron's distributed
+optimizer).
 """
 
 from __future__ import annotations
@@ -26,8 +27,9 @@ from toolkit.plan.collectives import Collective
 from toolkit.plan.engine_settings import EngineSettings, engine_settings
 from toolkit.plan.interconnect import Interconnect, Range
 from toolkit.plan.job import TrainingJob, TrainingSetup, check_planned_job, check_size
-from toolkit.plan.memory import MemoryPlan, plan_engine_memory
+from toolkit.plan.memory import plan_engine_memory
 from toolkit.plan.memory_verdict import fit_verdict
+from toolkit.plan.pipeline_stages import StageLoad, model_part
 from toolkit.plan.split_communication import split_collectives
 from toolkit.plan.step_time import compute_seconds
 from toolkit.presets import load_preset
@@ -42,8 +44,6 @@ SPLIT_LIKE = "fsdp2_tp"
 """Preset whose tensor parallelism is planned within a stage; on two replicas, so that it computes in bf16."""
 BF16_BYTES = 2
 LARGEST_TP = 2**10
-HELD_IN = ("forward", "backward")
-"""Phases in which other micro-batches wait."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,7 +54,7 @@ class StageMemory:
     state_bytes: int
     """Weights, gradients and optimizer states."""
     held_bytes: int
-    """Activations at the peak, of all micro-batches in flight."""
+    """Activations in the forward of the last micro-batch in flight, of all of them."""
     verdict: str
 
 
@@ -142,38 +142,25 @@ class StagedModel:
 
     def stage_memory(self, run: PipelineRun) -> list[StageMemory]:
         """Return the memory of each stage of a simulated step."""
-        held = [self._activation_bytes(self.chunk_shape(run.size, chunk)) for chunk in range(run.size.num_chunks)]
-        return [self._memory(run, stage, held) for stage in range(run.size.stages)]
+        return [self._memory(run, stage) for stage in range(run.size.stages)]
 
-    def _memory(self, run: PipelineRun, stage: int, held_by_chunk: Sequence[int]) -> StageMemory:
-        chunks = [chunk for chunk in range(run.size.num_chunks) if run.order.stage_of(chunk) == stage]
-        plan = self._plan(self._part(run.size, chunks))
-        held = run.peak_held(stage, held_by_chunk)
-        # The plan has one micro-batch in flight; the others wait beside it in forward and backward.
-        others = max(0, held - sum(held_by_chunk[chunk] for chunk in chunks))
-        allocated = max(phase.allocated_bytes + (others if phase.phase in HELD_IN else 0) for phase in plan.phases)
-        peak, states = allocated + plan.overhead_bytes, plan.states.total_bytes
-        verdict = fit_verdict(planned_peak_bytes=peak, exact_bytes=states, memory_bytes=self.gpu.memory_bytes)
-        return StageMemory(peak_bytes=peak, state_bytes=states, held_bytes=held, verdict=verdict)
+    def _memory(self, run: PipelineRun, stage: int) -> StageMemory:
+        num_chunks = run.size.num_chunks
+        chunks = [chunk for chunk in range(num_chunks) if run.order.stage_of(chunk) == stage]
+        with_head = run.peak_held(stage, [0] * (num_chunks - 1) + [1])
+        load = StageLoad(micro_batches_in_flight=run.peak_micro_batches[stage], logits_in_flight=max(0, with_head - 1))
+        plan = plan_engine_memory(self._part(run.size, chunks), self._engine, self.job, load=load)
+        peak, states = plan.planned_peak_bytes, plan.states.total_bytes
+        return StageMemory(
+            peak_bytes=peak,
+            state_bytes=states,
+            held_bytes=next(phase.activation_bytes for phase in plan.phases if phase.phase == "forward"),
+            verdict=fit_verdict(planned_peak_bytes=peak, exact_bytes=states, memory_bytes=self.gpu.memory_bytes),
+        )
 
     def _part(self, size: PipelineSize, chunks: Sequence[int]) -> ModelShape:
         """The model with the layers of some chunks only."""
-        shape, count = self.shape, size.num_chunks
-        layers = tuple(layer for chunk in chunks for layer in _dealt(shape.layers, count, chunk))
-        embeddings = tuple(tensor for tensor in shape.outer if tensor.is_embedding)
-        rest = tuple(tensor for tensor in shape.outer if not tensor.is_embedding)
-        if shape.tied_embeddings and count > 1:
-            rest += tuple(replace(tensor, name="lm_head.weight") for tensor in embeddings[:1])
-        is_last = count - 1 in chunks
-        return replace(
-            shape,
-            num_layers=len(layers),
-            layers=layers,
-            outer=(embeddings if 0 in chunks else ()) + (rest if is_last else ()),
-            vocab_size=shape.vocab_size if is_last else 0,
-            tied_embeddings=shape.tied_embeddings and count == 1,
-            num_sliding_layers=round(shape.num_sliding_layers * len(layers) / shape.num_layers),
-        )
+        return model_part(self.shape, size.num_chunks, tuple(chunks))
 
     def _times(self, shape: ModelShape, end: int | None) -> ChunkTimes:
         """Compute in proportion to the operations of each part; half of the exchanges of split layers in each pass."""
@@ -206,13 +193,6 @@ class StagedModel:
         ranges = [interconnect.seconds(collective) for collective in split_collectives(setup)]
         return sum(low for low, _ in ranges), sum(high for _, high in ranges)
 
-    def _activation_bytes(self, shape: ModelShape) -> int:
-        """What one micro-batch leaves behind in a chunk until its backward."""
-        return next(phase.activation_bytes for phase in self._plan(shape).phases if phase.phase == "forward")
-
-    def _plan(self, shape: ModelShape) -> MemoryPlan:
-        return plan_engine_memory(shape, self._engine, self.job)
-
     @cached_property
     def _engine(self) -> EngineSettings:
         found = engine_settings(
@@ -236,17 +216,6 @@ class StagedModel:
             gpus_per_node=per_node,
             network_bytes_per_second=self.network_bytes_per_second,
         )
-
-
-def _dealt(layers: Sequence[Layer], parts: int, part: int) -> Sequence[Layer]:
-    """The layers of one part; the first parts have one more where they do not divide.
-
-    >>> [len(_dealt([()] * 10, 4, part)) for part in range(4)]
-    [3, 3, 2, 2]
-    """
-    each, more = divmod(len(layers), parts)
-    first = part * each + min(part, more)
-    return layers[first : first + each + (part < more)]
 
 
 def _shares(flops: TokenFlops) -> Iterator[int]:
