@@ -5,13 +5,16 @@ from __future__ import annotations
 import pytest
 from small_llama import LLAMA
 
+from toolkit.hardware.gpu_table import find_gpu
 from toolkit.models.config_fields import ConfigFields
 from toolkit.models.read_model import shape_from_config
 from toolkit.models.shape import ModelShape
 from toolkit.parallel.pipeline_schedule import PipelineSettings
+from toolkit.plan.interconnect import Interconnect
 from toolkit.plan.job import TrainingJob, TrainingSetup
 from toolkit.plan.memory import plan_memory
 from toolkit.plan.pipeline_stages import stage_load, stage_shape
+from toolkit.plan.step_time import step_time
 from toolkit.presets import load_preset
 from toolkit.simulate.pipeline_schedules import PipelineSize
 from toolkit.simulate.pipeline_step import ChunkTimes, simulate
@@ -74,6 +77,29 @@ def test_bubble_and_micro_batches_in_flight_are_those_of_the_simulated_operation
     assert run.makespan_seconds / run.work_seconds == pytest.approx(settings.bubble_factor(12))
     in_flight = [stage_load(settings, rank, micro_batches=12).micro_batches_in_flight for rank in range(4)]
     assert run.peak_micro_batches == pytest.approx(in_flight)
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_all_stages_wait_for_the_one_with_the_head(schedule: str) -> None:
+    one = ChunkTimes(forward_seconds=1.0, backward_seconds=1.0, weight_seconds=1.0)
+    head = ChunkTimes(forward_seconds=1.5, backward_seconds=1.5, weight_seconds=1.5)
+    run = simulate(schedule, PipelineSize(stages=4, micro_batches=12), [one, one, one, head])
+    factor = PipelineSettings(ranks=4, schedule=schedule).bubble_factor(12, slowest=1.5 / 1.125)
+    assert run.makespan_seconds / run.work_seconds == pytest.approx(factor, rel=0.03)
+
+
+def test_the_planned_step_is_that_of_the_slowest_stage() -> None:
+    """With a vocabulary of 65,536, nearly all operations are the head's, on the last of four GPUs."""
+    interconnect = Interconnect(gpu=find_gpu("h100"), world_size=4, gpus_per_node=8)
+    seconds = []
+    for vocab_size in (64, 64 * 1024):
+        fields = {**LLAMA, "num_hidden_layers": 4, "vocab_size": vocab_size, "tie_word_embeddings": False}
+        shape = shape_from_config(ConfigFields(fields, "config.json"))
+        job = TrainingJob(pp=4, gradient_accumulation_steps=8, max_seq_length=64, per_device_train_batch_size=64)
+        found = step_time(TrainingSetup(shape=shape, preset=PRESET, world_size=4, job=job), interconnect)
+        assert found is not None
+        seconds.append(found.compute_seconds[0] / (found.flops_per_token or 1))
+    assert seconds[1] > 2 * seconds[0]
 
 
 def test_a_rank_sends_activations_and_gradients_and_all_reduces_over_replicas() -> None:

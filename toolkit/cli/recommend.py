@@ -19,7 +19,7 @@ def recommend(model: ModelName, options: RecommendOptions, as_json: JsonOutput =
     """Recommend a preset and its settings for a model on some GPUs.
 
     Prints the batch size and activation checkpointing, the reasons, the alternatives and the commands to run. Where no
-    preset fits, data x tensor x pipeline parallelism is planned on paper.
+    preset fits, data x tensor x pipeline parallelism is planned on paper, with what `pipeline_1f1b` can train of it.
     """
     from toolkit.plan.recommend import NothingFits, recommend_request
     from toolkit.plan.recommend import recommend as choose
@@ -53,4 +53,4 @@ def _plan_on_paper(model: str, request: RecommendRequest, error: NothingFits, *,
     if as_json:
         print(json.dumps(layout_json(layout, request, model=model, error=error), indent=2))
     else:
-        print("\n".join(layout_lines(layout, request, error=error)))
+        print("\n".join(layout_lines(layout, request, model=model, error=error)))

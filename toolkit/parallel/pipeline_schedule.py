@@ -64,16 +64,17 @@ class PipelineSettings:
         warmup = (self.chunks - 1) * per_round + 2 * (self.ranks - 1 - rank)
         return min(warmup + 1, self.chunks * micro_batches)
 
-    def bubble_factor(self, micro_batches: int) -> float:
-        """Return how many times longer a step takes than without waiting for other stages, if all take the same time.
+    def bubble_factor(self, micro_batches: int, *, slowest: float = 1.0) -> float:
+        """Return how many times longer a step takes than the mean work of a rank.
 
-        (p - 1) / (v m) of the ideal time for p ranks, v stages on each and m micro-batches (section 2.2 of
-        https://arxiv.org/abs/2104.04473); `toolkit.simulate` runs the operations, with any times.
+        All wait for the slowest, whose work is `slowest` times the mean; filling and draining the pipeline takes
+        (p - 1) / (v m) of the mean work for p ranks, v stages on each and m micro-batches (section 2.2 of
+        https://arxiv.org/abs/2104.04473). `toolkit.simulate` runs the operations instead.
 
         >>> PipelineSettings(ranks=4).bubble_factor(12)
         1.25
         """
-        return 1 + (self.ranks - 1) / (self.chunks * micro_batches)
+        return slowest + (self.ranks - 1) / (self.chunks * micro_batches)
 
     def problem(self, *, micro_batches: int, layers: int | None = None) -> tuple[str, str] | None:
         """Return why the schedule cannot run, and what to type instead; None where it can.

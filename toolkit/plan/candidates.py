@@ -19,7 +19,7 @@ from toolkit.plan.memory_verdict import FITS, memory_verdict
 from toolkit.plan.step_time import StepTime, step_time
 from toolkit.presets.accumulation import WHOLE
 from toolkit.presets.preset import Preset
-from toolkit.presets.support import Device, unsupported
+from toolkit.presets.support import Device, Purpose, unsupported
 from toolkit.units import gib
 
 # Repeats of one run with offload differ by up to 15 % in public comparisons; a plan is no more precise than a run.
@@ -65,9 +65,11 @@ class RecommendRequest:
 
     @property
     def micro_batches(self) -> list[int]:
-        """Divisors of a GPU's share of the global batch, or of a group's, ascending."""
+        """Divisors of a GPU's share of the global batch, or of a group's, ascending; those that fill a pipeline."""
         share = self.global_batch_size // (self.data_parallel_size or self.world_size)
-        return [size for size in range(1, share + 1) if share % size == 0]
+        sizes = [size for size in range(1, share + 1) if share % size == 0]
+        pipeline = self.job.pipeline
+        return [size for size in sizes if pipeline is None or not pipeline.problem(micro_batches=share // size)]
 
     def job_with(self, *, micro_batch: int, checkpointing: bool) -> TrainingJob:
         """Return the job with micro-batch, accumulation steps and activation checkpointing filled in."""
@@ -124,27 +126,33 @@ class Candidate:
         return own[0] / others[0], own[1] / others[1]
 
 
-def best_candidates(request: RecommendRequest, presets: Iterable[Preset]) -> list[Candidate]:
+def best_candidates(
+    request: RecommendRequest, presets: Iterable[Preset], *, purpose: Purpose = "recommend"
+) -> list[Candidate]:
     """Return one candidate per preset that supports the job and world size, whether it fits or not.
 
     A preset with degrees of parallelism has its best ones.
     """
-    return [found for preset in presets if (found := _best_layout(request, preset)) is not None]
+    return [found for preset in presets if (found := _best_layout(request, preset, purpose)) is not None]
 
 
-def _best_layout(request: RecommendRequest, preset: Preset) -> Candidate | None:
-    found = [_best(divided, preset) for divided in divided_requests(request, preset) if not refusal(divided, preset)]
-    return _better(found) if found else None
+def _best_layout(request: RecommendRequest, preset: Preset, purpose: Purpose) -> Candidate | None:
+    layouts = [divided for divided in divided_requests(request, preset) if not refusal(divided, preset, purpose)]
+    return _better([_best(divided, preset) for divided in layouts]) if layouts else None
 
 
 def divided_requests(request: RecommendRequest, preset: Preset) -> list[RecommendRequest]:
-    """Return the request with every combination of degrees worth a plan: powers of two that stay within a node."""
+    """Return the request with every combination of degrees worth a plan.
+
+    They are powers of two that stay within a node; a pipeline, which sends little, may cross nodes.
+    """
     if not preset.degrees:
         return [request]
     inside = min(request.world_size, request.job.gpus_per_node)
-    powers = [2**power for power in range(1, 11) if 2**power <= inside]
+    largest = [request.world_size if name == "pp" else inside for name in preset.degrees]
+    powers = [[2**power for power in range(1, 11) if 2**power <= size] for size in largest]
     requests = []
-    for degrees in itertools.product(powers, repeat=len(preset.degrees)):
+    for degrees in itertools.product(*powers):
         chosen = dict(zip(preset.degrees, degrees, strict=True))
         if {"dp_replicate", "dp_shard"} <= set(preset.parallel):
             chosen["dp_replicate"] = max(DEFAULT_REPLICAS, request.interconnect.num_nodes)
@@ -163,15 +171,15 @@ def divided_request(request: RecommendRequest, preset: Preset, degrees: Mapping[
     return replace(request, job=job, data_parallel_size=layout.data_parallel_size)
 
 
-def refusal(request: RecommendRequest, preset: Preset) -> str | None:
+def refusal(request: RecommendRequest, preset: Preset, purpose: Purpose = "recommend") -> str | None:
     """Return the reason that rules a preset out before anything is planned, or None."""
     device = Device(
         name=request.gpu.name,
         has_bf16=request.gpu.peak_flops("fp16") is None or request.gpu.peak_flops("bf16") is not None,
         has_nvme=request.nvme_bytes_per_second is not None,
     )
-    method = request.job.method_on(request.shape)
-    reason = unsupported(preset, method, world_size=request.world_size, device=device, purpose="recommend")
+    method = replace(request.job.method_on(request.shape), micro_batches=None)  # they are to be found
+    reason = unsupported(preset, method, world_size=request.world_size, device=device, purpose=purpose)
     return None if reason is None else reason.why
 
 

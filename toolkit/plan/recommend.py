@@ -34,6 +34,7 @@ from toolkit.plan.job import TrainingJob, check_planned_job, check_size, check_w
 from toolkit.plan.memory_verdict import TOO_CLOSE
 from toolkit.plan.options import RecommendOptions
 from toolkit.presets.preset import Preset
+from toolkit.presets.support import Purpose
 from toolkit.units import GIB, gib
 
 OBJECTIVES = ("fastest", "least-memory")
@@ -194,7 +195,7 @@ def _reasons(
         if without.fits:
             against = f"({without.settings}) it takes {ratios_text(without, choice)} as long"
         else:
-            against = _too_large(request, without)
+            against = memory_refusal(request, without)
         reasons.append(f"without activation checkpointing {against}")
     if rule_of_thumb.preset.name != choice.preset.name:
         reasons.append(
@@ -204,7 +205,8 @@ def _reasons(
     return reasons
 
 
-def _too_large(request: RecommendRequest, candidate: Candidate) -> str:
+def memory_refusal(request: RecommendRequest, candidate: Candidate) -> str:
+    """Return why a candidate that does not fit does not, with its bytes: `it does not fit: ...`."""
     if candidate.host_refusal is not None:
         return f"it {candidate.host_refusal}"
     needed, available = gib(candidate.memory.planned_peak_bytes), gib(request.gpu.memory_bytes)
@@ -216,17 +218,17 @@ def _reasons_against(
     request: RecommendRequest, presets: Sequence[Preset], candidates: list[Candidate], choice: Candidate
 ) -> dict[str, str]:
     others = [preset for preset in presets if preset.name != choice.preset.name]
-    reasons = {preset.name: reason for preset in others if (reason := _refusal(request, preset)) is not None}
+    reasons = {preset.name: reason for preset in others if (reason := why_refused(request, preset)) is not None}
     for candidate in candidates:
         if candidate is not choice:
-            too_large = _too_large(request, candidate).removeprefix("it ").removeprefix("is ")
+            too_large = memory_refusal(request, candidate).removeprefix("it ").removeprefix("is ")
             reasons[candidate.preset.name] = _compared(candidate, choice) if candidate.fits else too_large
     return reasons
 
 
-def _refusal(request: RecommendRequest, preset: Preset) -> str | None:
-    """The reason against every layout of a preset; where one was not considered, the reason for that."""
-    refusals = [refusal(divided, preset) for divided in divided_requests(request, preset)]
+def why_refused(request: RecommendRequest, preset: Preset, *, purpose: Purpose = "recommend") -> str | None:
+    """Return the reason against every layout of a preset; where one was not considered, the reason for that."""
+    refusals = [refusal(divided, preset, purpose) for divided in divided_requests(request, preset)]
     if not refusals:
         return f"needs GPUs for {' and '.join(NAMES[name] for name in preset.degrees)}"
     if all(refusals):
@@ -257,13 +259,13 @@ def ratios_text(one: Candidate, other: Candidate) -> str:
 def _nothing_fits(request: RecommendRequest, presets: Sequence[Preset], candidates: list[Candidate]) -> NothingFits:
     hardware = f"{request.world_size} × {request.gpu.name}"
     if not candidates:
-        reasons = "; ".join(f"{preset.name} {_refusal(request, preset)}" for preset in presets)
+        reasons = "; ".join(f"{preset.name} {why_refused(request, preset)}" for preset in presets)
         return NothingFits(f"no preset is for {hardware}: {reasons}", hint="see `toolkit presets`")
     smallest = min(
         candidates,
         key=lambda candidate: (candidate.host_refusal is not None, candidate.memory.planned_peak_bytes),
     )
-    reason = _too_large(request, smallest).removeprefix("it ")
+    reason = memory_refusal(request, smallest).removeprefix("it ")
     return NothingFits(
         f"nothing fits on {hardware}: {smallest.preset.name}, the smallest, {reason}", hint=_way_out(request, presets)
     )

@@ -16,10 +16,12 @@ from toolkit.hardware.gpu_table import GIGA, Gpu
 from toolkit.models.flops import TokenFlops, flops_of, mfu
 from toolkit.models.shape import ModelShape
 from toolkit.parallel.layout import DIMENSIONS
+from toolkit.parallel.pipeline_schedule import PipelineSettings
 from toolkit.plan.collectives import Collective
 from toolkit.plan.communication import communication_bytes, step_collectives
 from toolkit.plan.interconnect import Interconnect, Range
 from toolkit.plan.job import TrainingSetup, num_elements
+from toolkit.plan.pipeline_stages import stage_shape
 from toolkit.presets.optimizers import OPTIMIZERS, UpdatedTensor
 
 # Best measured share of the dense peak in a large bf16 matrix multiplication (stas00/ml-engineering,
@@ -162,12 +164,26 @@ def step_time(
 
 
 def _with_bubble(compute: Range, setup: TrainingSetup) -> Range:
-    """Add the time that a stage waits for the others; a rank of a pipeline computes its layers only."""
+    """Add the time that the average stage waits for the others, the slowest of them included.
+
+    A rank of a pipeline computes its layers only, and the last one the head besides.
+    """
     settings = setup.job.pipeline
     if setup.preset.engine != "pipeline" or settings is None:
         return compute
-    factor = settings.bubble_factor(setup.job.gradient_accumulation_steps)
+    work = [_stage_flops(setup, settings, rank) for rank in range(settings.ranks)]
+    slowest = max(work) / (sum(work) / len(work))
+    factor = settings.bubble_factor(setup.job.gradient_accumulation_steps, slowest=slowest)
     return compute[0] * factor, compute[1] * factor
+
+
+def _stage_flops(setup: TrainingSetup, settings: PipelineSettings, rank: int) -> int:
+    return flops_of(
+        stage_shape(setup.shape, settings, rank),
+        seq_length=setup.job.max_seq_length,
+        recompute=setup.job.activation_checkpointing,
+        count_embeddings=False,
+    ).hardware_flops
 
 
 def setup_flops(setup: TrainingSetup) -> TokenFlops:

@@ -10,13 +10,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Self
 
 from toolkit.errors import ToolkitError
-from toolkit.plan.candidates import RecommendRequest
+from toolkit.plan.candidates import Candidate, RecommendRequest, best_candidates
 from toolkit.plan.interconnect import Range
 from toolkit.plan.memory_verdict import FITS
-from toolkit.plan.recommend import NothingFits
+from toolkit.plan.recommend import NothingFits, memory_refusal, why_refused
+from toolkit.plan.recommendation import train_command
+from toolkit.presets import load_preset
 from toolkit.simulate.pipeline_schedules import PipelineSize
 from toolkit.simulate.pipeline_step import PipelineRun
 from toolkit.simulate.stage_plans import StagedModel, StageMemory, at_end
@@ -25,6 +27,8 @@ from toolkit.units import gib, seconds
 SCHEDULE = "1f1b"
 """The schedule of least memory that needs no split backward."""
 MOST_MICRO_BATCHES = 4096
+TRAINED_PRESET = "pipeline_1f1b"
+WITHOUT = "which has neither tensor parallelism nor optimizer states sharded over replicas"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,6 +160,45 @@ def _layout(staged: StagedModel, size: PipelineSize) -> PipelineLayout:
     return PipelineLayout(staged=staged, run=run, memory=tuple(staged.stage_memory(run)))
 
 
+@dataclass(frozen=True, kw_only=True)
+class TrainedPipeline:
+    """What the preset of real pipelines can do for a job that is planned on paper."""
+
+    candidate: Candidate | None
+    """Its best degrees and micro-batch; None where it cannot train the job."""
+    why_not: str | None
+    """What is missing."""
+
+    @classmethod
+    def of(cls, request: RecommendRequest) -> Self:
+        """Plan the preset at every number of stages."""
+        preset = load_preset(TRAINED_PRESET)
+        found = best_candidates(request, [preset], purpose="plan")
+        if not found:
+            return cls(candidate=None, why_not=why_refused(request, preset, purpose="plan"))
+        if not found[0].fits:
+            return cls(candidate=None, why_not=memory_refusal(request, found[0]).removeprefix("it "))
+        return cls(candidate=found[0], why_not=None)
+
+    def as_row(self, request: RecommendRequest, model: str) -> dict[str, Any]:
+        """Return the answer as `toolkit recommend --json` prints it."""
+        if self.candidate is None:
+            return {"preset": TRAINED_PRESET, "command": None, "why_not": self.why_not}
+        command = train_command(self.candidate, request, model)
+        return {"preset": TRAINED_PRESET, "command": command, "degrees": self.candidate.job.degrees}
+
+    def lines(self, request: RecommendRequest, model: str) -> list[str]:
+        """Return the answer as lines of text."""
+        if self.candidate is None:
+            return [f"Preset {TRAINED_PRESET}, {WITHOUT}, does not train it: {self.why_not}."]
+        peak = gib(self.candidate.memory.planned_peak_bytes)
+        fits = f"{self.candidate.settings}; planned peak {peak} of {gib(request.gpu.memory_bytes)}"
+        return [
+            f"Preset {TRAINED_PRESET}, {WITHOUT}, trains it: {fits}.",
+            f"  {train_command(self.candidate, request, model)}",
+        ]
+
+
 def layout_json(layout: PipelineLayout, request: RecommendRequest, *, model: str, error: NothingFits) -> dict[str, Any]:
     """Return what `toolkit recommend --json` prints in place of a recommendation: `choice` is null."""
     return {
@@ -168,10 +211,11 @@ def layout_json(layout: PipelineLayout, request: RecommendRequest, *, model: str
         "why_no_choice": error.message,
         "way_out": error.hint,
         "pipeline_layout": layout.as_row(),
+        "trained_pipeline": TrainedPipeline.of(request).as_row(request, model),
     }
 
 
-def layout_lines(layout: PipelineLayout, request: RecommendRequest, *, error: NothingFits) -> list[str]:
+def layout_lines(layout: PipelineLayout, request: RecommendRequest, *, model: str, error: NothingFits) -> list[str]:
     """Return the layout as lines of text: degrees, step, and memory by stage."""
     job, (fast, slow) = layout.staged.job, layout.step_seconds
     degrees = " x ".join(f"{name} {degree}" for name, degree in layout.degrees.items())
@@ -189,4 +233,5 @@ def layout_lines(layout: PipelineLayout, request: RecommendRequest, *, error: No
         sizes = f"{gib(stage.state_bytes):>14}{gib(stage.held_bytes):>14}{gib(stage.peak_bytes):>12}"
         lines.append(f"{number:<8}{in_flight:>10g}{sizes}")
     way_out = "" if error.hint is None else f" For a preset: {error.hint}."
-    return [*lines, "", f"The toolkit runs no tensor parallelism inside a pipeline; no figure is measured.{way_out}"]
+    lines += ["", *TrainedPipeline.of(request).lines(request, model)]
+    return [*lines, "", f"No figure is measured.{way_out}"]
