@@ -14,8 +14,10 @@ from split_runs import RUNS, losses_and_norms
 from split_runs import launch as launch_run
 
 from toolkit.errors import ToolkitError
+from toolkit.presets import load_preset
 from toolkit.run.checkpoints import Checkpoint, check_resume_settings, list_checkpoints
 from toolkit.run.manifest_file import Manifest
+from toolkit.run.preflight import check_resume
 
 CONFIG = ROOT / "accelerate_configs" / "pipeline_1f1b.yaml"
 
@@ -86,6 +88,18 @@ def test_a_pipeline_resumes_exactly_under_another_schedule_of_the_same_stages(
     launch_run(resumed, models=split_models, rows=split_rows, folder=tmp_path / "out", checkpoint=checkpoint)
     losses, norms = losses_and_norms(run_folder("pipeline"))
     assert losses_and_norms(tmp_path / "out") == (losses[2:], norms[2:])
+
+
+@pytest.mark.launch
+def test_other_stages_per_gpu_are_refused_before_ranks_start(run_folder: Callable[[str], Path], tmp_path: Path) -> None:
+    """`llama_deep` has three and two layers per GPU with either schedule: the states would load without an error."""
+    checkpoint = run_folder("pipeline-interleaved") / "checkpoint-2"
+    arguments: dict[str, Any] = {"pp": 2, "resume_from_checkpoint": str(checkpoint), "max_steps": 6}
+    arguments |= {"output_dir": str(tmp_path), "gradient_accumulation_steps": 2, "per_device_train_batch_size": 4}
+    preset = load_preset("pipeline_1f1b")
+    with pytest.raises(ToolkitError, match="has the optimizer states of 2 stages per GPU, not of 1 stage"):
+        check_resume(preset, num_processes=2, arguments=arguments)
+    check_resume(preset, num_processes=2, arguments={**arguments, "pipeline_schedule": "interleaved_1f1b"})
 
 
 @pytest.mark.parametrize(

@@ -289,7 +289,7 @@ def _check_same_stages(checkpoint: Checkpoint, pipeline_chunks: int | None) -> N
     if then is None or pipeline_chunks is None or then == pipeline_chunks:
         return
     same = DEFAULT_SCHEDULE if then == 1 else f"{INTERLEAVED} --pipeline_chunks {then}"
-    counts = f"{_stages(then)} per GPU, now there are {_stages(pipeline_chunks)}"
+    counts = f"{_stages(then)} per GPU, not of {_stages(pipeline_chunks)}"
     raise ToolkitError(
         f"{checkpoint.path} has the optimizer states of {counts}: each GPU would hold other layers",
         hint=f"`--pipeline_schedule {same}`, or start from its weights: `--model_name_or_path {checkpoint.path}`",
