@@ -24,7 +24,8 @@ from record import print_table, write_result, write_table
 
 from toolkit.demo.assets import default_data_file
 from toolkit.presets import load_preset
-from toolkit.presets.support import Method, unsupported
+from toolkit.presets.compatibility import Method
+from toolkit.presets.support import unsupported
 
 sys.path.append(str(Path(__file__).parent.parent / "tests"))
 from launching import ROOT, accelerate_launch, fork_server, losses, read

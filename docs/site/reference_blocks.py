@@ -19,8 +19,9 @@ from toolkit.doctor.examination import all_checks
 from toolkit.doctor.xid import XIDS
 from toolkit.presets import Preset, list_presets
 from toolkit.presets.characteristics import characteristics
+from toolkit.presets.compatibility import Method
 from toolkit.presets.optimizers import OPTIMIZERS, UpdatedTensor
-from toolkit.presets.support import Method, unsupported
+from toolkit.presets.support import unsupported
 from toolkit.run.argument_aliases import ALIASES, HINTS, Alias
 from toolkit.run.script_arguments import DataArguments, ModelArguments
 

@@ -11,7 +11,8 @@ import pytest
 from toolkit.errors import ToolkitError
 from toolkit.models.split import read_split
 from toolkit.presets import list_presets, load_preset
-from toolkit.presets.support import Method, unsupported
+from toolkit.presets.compatibility import Method
+from toolkit.presets.support import unsupported
 from toolkit.run.argument_checks import check_arguments
 from toolkit.run.script_arguments import read_method
 

@@ -20,8 +20,10 @@ from toolkit.plan.candidates import RecommendRequest, refusal
 from toolkit.plan.job import TrainingJob
 from toolkit.plan.planner import PlanRequest, make_plans
 from toolkit.presets import Preset, list_presets, load_preset, preset_names
+from toolkit.presets.compatibility import CPU, Device, Method
+from toolkit.presets.layout_rules import next_world_size
 from toolkit.presets.optimizers import OPTIMIZERS
-from toolkit.presets.support import CPU, Device, Method, limitations, next_world_size, supports_world_size, unsupported
+from toolkit.presets.support import limitations, supports_world_size, unsupported
 from toolkit.rehearse.rehearsal import check_rehearsal
 from toolkit.run.argument_checks import check_arguments
 from toolkit.run.preflight import check_process_count

@@ -28,7 +28,8 @@ from toolkit.errors import ToolkitError
 from toolkit.files.safe_loading import torch_load
 from toolkit.parallel.layout import ParallelLayout
 from toolkit.presets import Preset
-from toolkit.presets.support import Method, check_degrees_given, check_supported
+from toolkit.presets.compatibility import Method
+from toolkit.presets.support import check_degrees_given, check_supported
 from toolkit.run.checkpoints import checkpoint_files, commit_checkpoint, file_entries
 from toolkit.run.manifest_file import Manifest, read_step
 

@@ -21,7 +21,8 @@ from toolkit.errors import ToolkitError, visible
 from toolkit.files.reading import user_path
 from toolkit.files.secrets import HIDDEN, hide_words
 from toolkit.presets import Preset, load_preset, preset_names
-from toolkit.presets.support import CPU, Device, check_supported
+from toolkit.presets.compatibility import CPU, Device
+from toolkit.presets.support import check_supported
 from toolkit.run.argument_checks import check_arguments
 from toolkit.run.checkpoints import LATEST_WORDS
 from toolkit.run.command import RESUME_LATEST

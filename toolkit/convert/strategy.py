@@ -18,7 +18,8 @@ from toolkit.files.reading import is_file, user_path
 from toolkit.files.value_limits import shown
 from toolkit.files.yaml_files import read_configuration
 from toolkit.presets import load_preset
-from toolkit.presets.support import Method, reasons, unsupported
+from toolkit.presets.compatibility import Method
+from toolkit.presets.support import reasons, unsupported
 from toolkit.presets.value_types import OFFLOAD_DEVICES
 from toolkit.run.script_arguments import flag
 

@@ -18,8 +18,9 @@ from toolkit.plan.memory import MemoryPlan, plan_memory
 from toolkit.plan.memory_verdict import FITS, memory_verdict
 from toolkit.plan.step_time import StepTime, step_time
 from toolkit.presets.accumulation import WHOLE
+from toolkit.presets.compatibility import Device, Purpose
 from toolkit.presets.preset import Preset
-from toolkit.presets.support import Device, Purpose, unsupported
+from toolkit.presets.support import unsupported
 from toolkit.units import gib
 
 # Repeats of one run with offload differ by up to 15 % in public comparisons; a plan is no more precise than a run.

@@ -31,9 +31,10 @@ from toolkit.parallel.pipeline_schedule import PipelineSettings
 from toolkit.plan.engine_settings import EngineSettings, engine_settings
 from toolkit.plan.pipeline_stages import stage_shape
 from toolkit.presets.accumulation import ACCUMULATE, WHOLE, default_accumulate
+from toolkit.presets.compatibility import Method
 from toolkit.presets.optimizers import DEFAULT_OPTIMIZER
 from toolkit.presets.preset import Preset
-from toolkit.presets.support import Method, check_supported
+from toolkit.presets.support import check_supported
 from toolkit.run.argument_values import check_word
 
 LOSSES = ("chunked", "full", "fused", "chunked_output")

@@ -14,8 +14,9 @@ from toolkit.models.read_model import read_model
 from toolkit.plan.job import TrainingJob
 from toolkit.plan.memory_verdict import DOES_NOT_FIT, FITS, TOO_CLOSE
 from toolkit.plan.planner import Plan, PlanRequest, make_plans
+from toolkit.presets.compatibility import Method
 from toolkit.presets.preset import Preset
-from toolkit.presets.support import Method, check_supported
+from toolkit.presets.support import check_supported
 from toolkit.run.argument_values import as_list
 from toolkit.run.script_arguments import (
     accumulate_argument,

@@ -33,8 +33,8 @@ from toolkit.plan.candidates import (
 from toolkit.plan.job import TrainingJob, check_planned_job, check_size, check_world_size
 from toolkit.plan.memory_verdict import TOO_CLOSE
 from toolkit.plan.options import RecommendOptions
+from toolkit.presets.compatibility import Purpose
 from toolkit.presets.preset import Preset
-from toolkit.presets.support import Purpose
 from toolkit.units import GIB, gib
 
 OBJECTIVES = ("fastest", "least-memory")

@@ -31,9 +31,10 @@ from toolkit.files.json_files import read_json_object
 from toolkit.parallel import ring_attention, sharded_at_load, ulysses
 from toolkit.parallel.layout import DEGREES, ParallelLayout
 from toolkit.presets.accumulation import chosen_accumulate, default_accumulate, with_accumulate
+from toolkit.presets.compatibility import CPU, Method
 from toolkit.presets.optimizers import DEFAULT_OPTIMIZER
 from toolkit.presets.spec import PresetSpec
-from toolkit.presets.support import CPU, Method, check_degrees_given, check_supported
+from toolkit.presets.support import check_degrees_given, check_supported
 
 if TYPE_CHECKING:
     from transformers import TrainingArguments

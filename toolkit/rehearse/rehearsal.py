@@ -22,7 +22,8 @@ from toolkit.files.secrets import hide_words, separate_secrets
 from toolkit.hardware.cgroups import count_oom_kills
 from toolkit.models.read_model import config_path
 from toolkit.presets import Preset
-from toolkit.presets.support import Purpose, check_supported
+from toolkit.presets.compatibility import Purpose
+from toolkit.presets.support import check_supported
 from toolkit.rehearse.rehearsed_rank import SYNTHETIC, RehearsedRank, has_local_weights
 from toolkit.run import status
 from toolkit.run.argument_checks import check_arguments

@@ -16,8 +16,9 @@ from toolkit.errors import ToolkitError, did_you_mean
 from toolkit.files.secrets import refuse_hidden
 from toolkit.files.value_limits import shown
 from toolkit.models.attention import missing_attention_package
+from toolkit.presets.compatibility import CPU, Device, Method, Purpose
 from toolkit.presets.spec import PresetSpec
-from toolkit.presets.support import CPU, Device, Method, Purpose, check_degrees_given, check_supported
+from toolkit.presets.support import check_degrees_given, check_supported
 from toolkit.presets.training_arguments import STRATEGY_ARGUMENTS
 from toolkit.run.argument_values import check_ranges, check_words
 from toolkit.run.compilation import check_compilation, missing_compiler

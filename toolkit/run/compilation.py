@@ -14,7 +14,7 @@ from typing import Any
 
 from toolkit.errors import ToolkitError, did_you_mean
 from toolkit.files.value_limits import shown
-from toolkit.presets.support import Method
+from toolkit.presets.compatibility import Method
 from toolkit.run.script_arguments import compiles
 from toolkit.versions import is_importable
 

@@ -24,8 +24,9 @@ from toolkit.hardware.gpus import count_gpus
 from toolkit.models.config_limits import read_config
 from toolkit.models.hub import download_config, no_such_model
 from toolkit.presets import Preset, PresetSpec
+from toolkit.presets.compatibility import CPU, Device
 from toolkit.presets.optimizers import DEFAULT_OPTIMIZER
-from toolkit.presets.support import CPU, Device, check_supported
+from toolkit.presets.support import check_supported
 from toolkit.run.argument_checks import check_arguments
 from toolkit.run.argument_values import as_list
 from toolkit.run.checkpoints import (

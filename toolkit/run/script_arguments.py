@@ -26,8 +26,8 @@ from toolkit.models.lora import ALL_LINEAR
 from toolkit.parallel.layout import DEGREES
 from toolkit.parallel.pipeline_schedule import SCHEDULES
 from toolkit.presets.accumulation import ACCUMULATE, chosen_accumulate
+from toolkit.presets.compatibility import Method
 from toolkit.presets.optimizers import MUON
-from toolkit.presets.support import Method
 from toolkit.run.argument_aliases import ALIASES, HINTS, canonical_flags, canonical_values
 from toolkit.run.argument_values import TRUE_WORDS, as_list, check_type
 from toolkit.run.trainer_arguments import json_object

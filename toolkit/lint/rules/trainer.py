@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from toolkit.lint.document import SBATCH, SHELL, SKYPILOT, TRAINER, Document
 from toolkit.lint.findings import ERROR, NOTE, WARNING, Edit, Match, rule
 from toolkit.lint.rules.settings import as_bool, as_enum, as_int, shorten
-from toolkit.presets.support import rejects_save_only_model
+from toolkit.presets.method_rules import rejects_save_only_model
 
 
 def uses_fsdp(doc: Document) -> bool:

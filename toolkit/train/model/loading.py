@@ -22,7 +22,8 @@ from toolkit.models.attention import AUTO, packed_attention, read_model_attentio
 from toolkit.models.nf4 import quantization_config
 from toolkit.parallel.layout import ParallelLayout
 from toolkit.parallel.sharded_at_load import distributed_config
-from toolkit.presets.support import Method, check_supported
+from toolkit.presets.compatibility import Method
+from toolkit.presets.support import check_supported
 from toolkit.run.script_arguments import ModelArguments
 from toolkit.train.model import four_bit, varlen_attention
 from toolkit.train.model.adapters import saved_lora, trains_base_weights, with_lora
