@@ -5,14 +5,17 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from cluster.machines import wait_until
 from cluster.slurm import ENDED, Slurm
-from launching import ROOT, accelerate_launch, read, toolkit
+from launching import ROOT, SCRIPTS, accelerate_launch, read, toolkit
 
 PORT = 29400
+SAVE_SECONDS = 20
+"""SLURM's warning then comes 100 s before the limit: early enough that the test need not wait for it."""
 LAUNCH_SECONDS = 150.0
 """For a job to train its first step on a busy host: two launchers and two ranks import their libraries."""
 
@@ -23,34 +26,42 @@ class ClusterJobs:
     def __init__(self, slurm: Slurm, *, model: Path, dataset: Path, folder: Path) -> None:
         self.slurm, self.folder = slurm, folder
         self.words = ["--model_name_or_path", str(model), "--dataset", str(dataset), "--max_seq_length", "64"]
-        self.words += ["--lr_scheduler_type", "constant", "--learning_rate", "1e-3", "--save_model", "false"]
+        self.words += ["--lr_scheduler_type", "constant", "--learning_rate", "1e-3"]
         self.submitted = list[str]()
 
     def submit(self, preset: str, out: Path, *words: str) -> str:
         """Write the job file as a user does, submit it, and return the job's number."""
+        options = ["--preset", preset, "--save-seconds", str(SAVE_SECONDS)]
+        return self._submit(options, out, [*self.words, "--save_model", "false", *words])
+
+    def submit_comparison(self, presets: Sequence[str], out: Path, *words: str) -> str:
+        """Submit a job that compares presets after checking its nodes, and return the job's number."""
+        options = [word for preset in presets for word in ("--preset", preset)]
+        return self._submit([*options, "--repeats", "1", "--preflight"], out, [*self.words, *words])
+
+    def _submit(self, options: Sequence[str], out: Path, training: Sequence[str]) -> str:
         path = self.folder / f"{out.name}.sbatch"
-        options = ["--preset", preset, "--nodes", "2", "--gpus-per-node", "1", "--cpu", "--time-limit", "10"]
-        options += ["--save-seconds", "5", "--output", str(path)]
-        ended = toolkit("cluster", "slurm", *options, "--", *self.words, "--output_dir", str(out), *words)
+        nodes = ["--nodes", "2", "--gpus-per-node", "1", "--cpu", "--time-limit", "10", "--output", str(path)]
+        ended = toolkit("cluster", "slurm", *options, *nodes, "--", *training, "--output_dir", str(out))
         assert ended.returncode == 0, ended.stderr
         self.submitted.append(self.slurm.submit(path, log=self.folder / f"{out.name}.log"))
         return self.submitted[-1]
 
-    def logs(self, out: Path) -> str:
-        """Return what the job and its nodes have printed."""
-        found = [self.folder / f"{out.name}.log", *sorted((out / "logs").glob("*.log"))]
-        return "\n".join(f"== {path.name}\n{path.read_text()[-3000:]}" for path in found if path.exists())
+    def logs(self) -> str:
+        """Return what the jobs of the test and their nodes have printed."""
+        found = sorted([*self.folder.glob("**/*.log"), *self.folder.glob("**/*.err")])
+        return "\n".join(f"== {path.name}\n{path.read_text()[-3000:]}" for path in found)
 
-    def finish(self, job: str, out: Path, state: str = "COMPLETED") -> None:
+    def finish(self, job: str) -> None:
         self.slurm.wait_for(job, ENDED, LAUNCH_SECONDS)
-        assert self.slurm.job(job)["JobState"] == state, self.logs(out)
+        assert self.slurm.job(job)["JobState"] == "COMPLETED", self.logs()
 
     def until_step(self, job: str, out: Path, step: int) -> None:
         """Wait until both ranks have trained a step in the job's current attempt."""
         state = self.slurm.job(job)
 
         def reached() -> bool:
-            assert self.slurm.job(job)["JobState"] not in ENDED, self.logs(out)
+            assert self.slurm.job(job)["JobState"] not in ENDED, self.logs()
             return min(steps(out)) >= step
 
         wait_until(reached, f"step {step} of job {job} ({state.get('JobState')})", LAUNCH_SECONDS)
@@ -59,7 +70,7 @@ class ClusterJobs:
         """Wait until an attempt that resumes from a step's checkpoint, or a later one, trains."""
 
         def resumed() -> bool:
-            assert self.slurm.job(job)["JobState"] not in ENDED, self.logs(out)
+            assert self.slurm.job(job)["JobState"] not in ENDED, self.logs()
             source = read(out / "run.json").get("resumed_from")
             return source is not None and source["step"] >= step
 
@@ -68,17 +79,17 @@ class ClusterJobs:
     def on_one_node(self, preset: str, out: Path, *words: str) -> Path:
         """Train the same with two ranks on one node."""
         config = ROOT / "accelerate_configs" / f"{preset}.yaml"
-        ended = accelerate_launch(config, *self.words, "--output_dir", str(out), *words)
+        ended = accelerate_launch(config, *self.words, "--save_model", "false", "--output_dir", str(out), *words)
         assert ended.returncode == 0, ended.stderr[-3000:]
         return out
 
-    def torchrun(self, preset: str, out: Path, *words: str) -> tuple[list[int], str]:
+    def torchrun(self, preset: str, script: str, out: Path, *words: str) -> tuple[list[int], str]:
         """Start torchrun on two nodes without SLURM, and return its exit codes and what was printed."""
         environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
         environment["TOOLKIT_PRESET"] = preset
         command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1"]
         command += ["--rdzv-id", out.name, "--rdzv-backend", "c10d", "--rdzv-endpoint", f"node1:{PORT}"]
-        command += ["-m", "toolkit.train", *self.words, "--output_dir", str(out), *words]
+        command += [str(SCRIPTS / script), *self.words, "--output_dir", str(out), *words]
         machines = self.slurm.machines
         started = [machines.start(name, *command, env=environment) for name in ("node1", "node2")]
         try:
@@ -91,6 +102,10 @@ class ClusterJobs:
     def end(self) -> None:
         for job in self.submitted:
             self.slurm.cancel(job)
+        for node in self.slurm.nodes:
+            if node not in self.slurm.machines.on:
+                self.slurm.machines.power_on(node)
+                self.slurm.start_node(node)
         wait_until(lambda: set(self.slurm.node_states().values()) == {"idle"}, "all nodes are idle again", 60)
 
 

@@ -31,11 +31,12 @@ BRIDGE = "br0"
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 BOOT_SECONDS = 20.0
 COMMAND_SECONDS = 60.0
-# A machine boots with its own /proc and /dev/shm, the cluster's host names, and a disk of its own in /mnt.
+# A machine boots with its own /proc and /dev/shm, the cluster's host names, and a disk of its own in /mnt. The shell
+# stays as its init, which waits for its children: a process whose parent was killed does not stay as a zombie.
 BOOT = """
 mount -t proc proc /proc && mount -t tmpfs -o mode=1777 shm /dev/shm && mount --bind "$FOLDER/hosts" /etc/hosts
 mount --bind "$FOLDER/$NAME" /mnt && hostname "$NAME" && ip link set lo up && touch /mnt/booted
-exec sleep infinity
+sleep infinity & wait
 """
 
 
@@ -98,9 +99,10 @@ class Machines:
         self.run(name, "ip", "link", "set", "eth0", "up")
 
     def power_off(self, name: str) -> None:
-        """End everything on a machine at once, and tell nobody: its cable is cut before its kernel could answer."""
-        self.cut(name)
-        _end(self.on.pop(name))
+        """End everything on a machine at once, and tell nobody: its cable is gone before its kernel could answer."""
+        machine = self.on.pop(name)
+        self._in_switch("ip", "link", "delete", machine.port)  # the kernel may keep the machine's end for minutes
+        _end(machine)
 
     def cut(self, name: str) -> None:
         """Pull a machine's cable out of the switch; its processes live."""

@@ -118,9 +118,13 @@ class Slurm:
         wait_until(runs_again, f"job {job} runs for the {number + 1}. time", seconds)
 
     def end_soon(self, job: str) -> None:
-        """Shorten a job's time limit to one or two minutes from now: SLURM's own warning (`--signal`) is soon due."""
-        hours, minutes, _ = self.job(job)["RunTime"].split(":")
-        self._ctl("scontrol", "update", f"JobId={job}", f"TimeLimit={60 * int(hours) + int(minutes) + 2}")
+        """Shorten a job's time limit, in whole minutes, so that SLURM's own warning (`--signal`) is soon due.
+
+        SLURM looks at limits every 30 s: it must find the job before its end.
+        """
+        hours, minutes, seconds = map(int, self.job(job)["RunTime"].split(":"))
+        more = 1 if seconds < 20 else 2
+        self._ctl("scontrol", "update", f"JobId={job}", f"TimeLimit={60 * hours + minutes + more}")
 
     def extend(self, job: str) -> None:
         self._ctl("scontrol", "update", f"JobId={job}", "TimeLimit=30")

@@ -34,6 +34,8 @@ def test_a_run_goes_on_without_a_node_that_lost_power_and_with_it_when_it_is_bac
     finally:
         for name in list(nodes.agents):
             nodes.lose(name)
+        if "node2" not in machines.on:
+            machines.power_on("node2")
     check_restarts(nodes)
     trained = losses_of_steps(nodes.out)
     expected = losses_without_interruption("zero2", job, tmp_path / "whole", steps=len(trained))

@@ -20,7 +20,7 @@ LISTENER = (
 
 def test_a_run_folder_that_is_not_shared_is_refused_by_the_name_of_the_node(jobs: ClusterJobs) -> None:
     """/mnt is a disk of each machine's own."""
-    codes, printed = jobs.torchrun("ddp", Path("/mnt/out"), "--max_steps", "1")
+    codes, printed = jobs.torchrun("ddp", "impatient_of_folders.py", Path("/mnt/out"), "--max_steps", "1")
     assert codes == [1, 1], printed
     assert printed.count("error: /mnt/out is not shared: node2 does not see what node1 has written there") == 1
     assert "hint: name a folder on a file system that all nodes mount" in printed
