@@ -22,7 +22,8 @@ CONTROLLER = "ctl"
 PROGRAMS = ("slurmctld", "slurmd", "sbatch", "munged", "unshare", "nsenter", "ip", "tc")
 ENDED = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY"}
 # cred_expire: by default a requeued job waits 120 s for the old credential. A node that is silent for SlurmdTimeout is
-# down. KillWait: seconds between SIGTERM and SIGKILL.
+# down; MessageTimeout (10 s) delays that. KillWait: seconds between SIGTERM and SIGKILL, after which a job that lost a
+# node is requeued: ranks wait 10 s for the lost one.
 CONFIGURATION = """
 ClusterName=tests
 SlurmctldHost={controller}({controller_address})
@@ -44,7 +45,8 @@ SwitchType=switch/none
 ReturnToService=2
 SlurmdTimeout=10
 SlurmctldTimeout=10
-KillWait=30
+MessageTimeout=5
+KillWait=15
 InactiveLimit=0
 MinJobAge=3600
 JobRequeue=1
