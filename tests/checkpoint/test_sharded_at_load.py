@@ -21,7 +21,7 @@ pytestmark = pytest.mark.launch
 
 STEPS, SAVED_STEP = 4, 2
 LOSS_TOLERANCE = 1e-6  # relative; observed: 1e-7
-LAYOUT = {"dp_replicate": 1, "dp_shard": 2, "cp": 1, "sp": 1, "tp": 1, "ep": 2}
+LAYOUT = {"dp_replicate": 1, "dp_shard": 2, "pp": 1, "cp": 1, "sp": 1, "tp": 1, "ep": 2}
 
 
 @pytest.fixture(scope="session")

@@ -336,7 +336,8 @@ def test_an_earlier_run_stays_until_another_has_trained_whoever_starts_it(
     assert plain.returncode == 0, plain.stderr
     third = contents(folder.path / "attempts" / "003")
     assert third.items() <= before.items()
-    assert {"run.json", "train.log", "attestation.json", "ranks/rank0.jsonl", "ranks/rank1.jsonl"} == third.keys()
+    files = {"run.json", "train.log", "timeline.jsonl", "attestation.json"}
+    assert files | {"ranks/rank0.jsonl", "ranks/rank1.jsonl"} == third.keys()
     run = folder.read_run() or {}
     assert (run["status"], run["attempt"], run["measured"]["steps"]) == ("completed", 4, 2)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["broken", "home", "job.yaml"]

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.launch
 
 P = 3_219_776
 NORMS = 5 * 64
-RUN_FILES = {"run.json", "run.lock", "attestation.json", "train.log"}
+RUN_FILES = {"run.json", "run.lock", "attestation.json", "timeline.jsonl", "train.log", "ranks/attempt.id"}
 MODEL_FILES = {
     "chat_template.jinja",
     "config.json",

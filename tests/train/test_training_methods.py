@@ -77,6 +77,10 @@ def test_the_live_model_calls_the_communication_hook_and_its_bytes_are_counted(s
         check_memory_by_phase(folder, run)
 
 
+# Linux adds a thread's pages to the process's peak after 64 page faults, and to its present size as soon as it is read.
+RSS_LAG_BYTES = 64 * 4096
+
+
 def check_memory_by_phase(folder: Path, run: dict[str, Any]) -> None:
     """Resident bytes of each rank's first step, in its first row only; the run has the maximum of each phase."""
     rows = [
@@ -86,7 +90,8 @@ def check_memory_by_phase(folder: Path, run: dict[str, Any]) -> None:
     first, second = (rank[0]["memory_ladder"] for rank in rows)
     assert first["bytes_of"] == "rss"
     for phase in ("load", "forward", "backward", "step"):
-        assert 4 * P < min(first[phase], second[phase]) <= max(rank[0]["peak_host_bytes"] for rank in rows)
+        highest = max(rank[0]["peak_host_bytes"] for rank in rows) + RSS_LAG_BYTES
+        assert 4 * P < min(first[phase], second[phase]) <= highest
         assert run["measured"]["memory_ladder"][phase] == max(first[phase], second[phase])
 
 

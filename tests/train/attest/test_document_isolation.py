@@ -73,6 +73,7 @@ def test_a_mask_in_place_of_document_lengths_is_a_difference(model: Any, tokeniz
         training=SimpleNamespace(neftune_noise_alpha=None),
         activation_checkpointing=False,
         compilation=None,
+        pipeline=None,
     )
     reading = read_packing(live(model, collator(model, tokenizer)), compute_dtype="float32")
     rank: Any = {**reading, "rank": 0, "attn_implementation": model.config._attn_implementation}

@@ -77,8 +77,9 @@ class NormReader:
 
     def _on_step(self, optimizer: Any, *_: Any) -> None:
         """DeepSpeed calls its inner optimizer once per parameter group: their norms add up as squares."""
+        copies = getattr(self.trainer, "gradient_copies", lambda _: 1)  # a Trainer of the user's own has none
         gradients = [
-            local(p.grad) / math.sqrt(self.trainer.gradient_copies(p))
+            local(p.grad) / math.sqrt(copies(p))
             for group in optimizer.param_groups
             for p in group["params"]
             if p.grad is not None
