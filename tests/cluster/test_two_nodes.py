@@ -12,7 +12,7 @@ from launching import attested, read, toolkit
 
 pytestmark = [pytest.mark.cluster, pytest.mark.launch]
 
-STEPS = 14
+STEPS = 20
 JOB = ("--per_device_train_batch_size", "2", "--max_steps", str(STEPS))
 PRESETS = ("ddp", "fsdp2")
 STEP_SECONDS = 120.0
