@@ -111,8 +111,7 @@ def clip_synthetic_gradient(trainer: Any) -> float | None:
 
 def _clip_with_trainer(trainer: Any, threshold: float) -> float:
     """The smallest trained parameter alone gets a gradient: on each rank of a pipeline another one, a part of it."""
-    layout = trainer.run.arguments.layout
-    parts = 1 if layout is None else layout.pp
+    parts = getattr(trainer, "gradient_parts", 1)
     trained = (p for p in trainer.model_wrapped.parameters() if p.requires_grad and p.numel())
     smallest = min(trained, key=lambda p: p.numel())
     element = SYNTHETIC_NORM * threshold / math.sqrt(parts * smallest.numel())

@@ -193,6 +193,11 @@ class PipelineTrainer(MeasuredTrainer):
     def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
         return super()._get_grad_norm(model, self._grad_norm_of_all_stages() if grad_norm is None else grad_norm)
 
+    @property
+    def gradient_parts(self) -> int:
+        """Ranks whose parameters together are those of the model."""
+        return int(self.model.ranks.size)
+
     def gradient_copies(self, parameter: Any) -> int:
         tied = self.model.tied_weight
         return self.model.ranks.num_replicas * (2 if tied is not None and parameter is tied else 1)
