@@ -15,6 +15,7 @@ from pathlib import Path
 from subprocess import CompletedProcess
 from typing import Any
 
+from toolkit.cache import path_with_ninja, torch_extensions_folder
 from toolkit.run.warm_start import SOCKET_VARIABLE, ForkServer, fork_process, start_fork_server
 
 ROOT = Path(__file__).parent.parent
@@ -78,7 +79,8 @@ def accelerate_launch(
 def torchrun(script: str, *words: str, num_processes: int) -> CompletedProcess[str]:
     """Run a script of the user's own under torchrun; one process is started without it."""
     command = [sys.executable, *(torchrun_words(num_processes) if num_processes > 1 else [])]
-    return run_warm([*command, str(SCRIPTS / script), *words], cpu_environment() | {"OMP_NUM_THREADS": "1"})
+    compiled = {"TORCH_EXTENSIONS_DIR": str(torch_extensions_folder()), "PATH": path_with_ninja()}  # by the set-up
+    return run_warm([*command, str(SCRIPTS / script), *words], cpu_environment() | {"OMP_NUM_THREADS": "1"} | compiled)
 
 
 def torchrun_preset(
