@@ -8,8 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-
-from toolkit.cli.program import main
+from command_line import run_command
 
 
 def write_inputs(folder: Path) -> list[str]:
@@ -24,10 +23,7 @@ def write_inputs(folder: Path) -> list[str]:
 
 def run_cluster(words: Sequence[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, str, str]:
     """Return exit code, stdout and stderr of `toolkit cluster WORDS`."""
-    with pytest.raises(SystemExit) as ended:
-        main(["cluster", *words])
-    out, err = capsys.readouterr()
-    return int(ended.value.code or 0), out, err
+    return run_command(["cluster", *words], capsys)
 
 
 def check_shell(text: str) -> None:

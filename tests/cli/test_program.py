@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 import typer
+from command_line import run_command
 
-from toolkit.cli.program import app, main
+from toolkit.cli.program import app
 
 ROOT = Path(__file__).parents[2]
 LLAMA_8B = str(ROOT / "tests" / "fixtures" / "llama-8b")
@@ -17,10 +18,7 @@ LLAMA_8B = str(ROOT / "tests" / "fixtures" / "llama-8b")
 
 def run(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[Any, str, str]:
     """Return exit code, stdout and stderr."""
-    with pytest.raises(SystemExit) as ended:
-        main(list(words))
-    printed = capsys.readouterr()
-    return ended.value.code or 0, printed.out, printed.err
+    return run_command(words, capsys)
 
 
 @pytest.mark.parametrize(

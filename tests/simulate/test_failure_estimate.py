@@ -7,22 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-from toolkit.cli.program import main
+from command_line import json_of, run_command
 
 
 def run(words: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, str, str]:
-    with pytest.raises(SystemExit) as ended:
-        main(["simulate", "failures", *words])
-    out, err = capsys.readouterr()
-    return int(ended.value.code or 0), out, err
+    return run_command(["simulate", "failures", *words], capsys)
 
 
 def answer(words: list[str], capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
-    code, out, err = run([*words, "--json"], capsys)
-    assert (code, err) == (0, "")
-    found: dict[str, Any] = json.loads(out)
-    return found
+    return json_of(["simulate", "failures", *words], capsys)
 
 
 def save(kind: str, taken: float | None) -> dict[str, Any]:

@@ -6,9 +6,9 @@ import json
 from typing import Any
 
 import pytest
+from command_line import json_of, run_command
 from launching import LLAMA_8B_CONFIG
 
-from toolkit.cli.program import main
 from toolkit.simulate.pipeline_schedules import SCHEDULES
 
 SIZES = ["--stages", "4", "--micro-batches", "8"]
@@ -17,17 +17,11 @@ MODEL = ["--model", str(LLAMA_8B_CONFIG), "--gpu", "h100"]
 
 
 def run(words: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, str, str]:
-    with pytest.raises(SystemExit) as ended:
-        main(["simulate", "pipeline", *words])
-    out, err = capsys.readouterr()
-    return int(ended.value.code or 0), out, err
+    return run_command(["simulate", "pipeline", *words], capsys)
 
 
 def answer(words: list[str], capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
-    code, out, err = run([*words, "--json"], capsys)
-    assert (code, err) == (0, "")
-    found: dict[str, Any] = json.loads(out)
-    return found
+    return json_of(["simulate", "pipeline", *words], capsys)
 
 
 def test_json_has_a_row_per_named_schedule_in_their_order(capsys: pytest.CaptureFixture[str]) -> None:

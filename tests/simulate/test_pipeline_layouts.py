@@ -7,9 +7,9 @@ import math
 from typing import Any
 
 import pytest
+from command_line import run_command
 from launching import LLAMA_8B_CONFIG
 
-from toolkit.cli.program import main
 from toolkit.plan.candidates import RecommendRequest
 from toolkit.plan.options import RecommendOptions
 from toolkit.plan.recommend import recommend_request
@@ -26,10 +26,7 @@ def request(**options: Any) -> RecommendRequest:
 
 
 def recommended(words: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, str, str]:
-    with pytest.raises(SystemExit) as ended:
-        main(["recommend", str(LLAMA_8B_CONFIG), *words])
-    out, err = capsys.readouterr()
-    return int(ended.value.code or 0), out, err
+    return run_command(["recommend", str(LLAMA_8B_CONFIG), *words], capsys)
 
 
 def test_every_layout_uses_all_gpus_and_trains_the_whole_batch() -> None:
