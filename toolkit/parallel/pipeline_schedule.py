@@ -60,7 +60,7 @@ class PipelineSettings:
             return micro_batches
         if self.schedule == ONE_F_ONE_B:
             return min(micro_batches, self.ranks - rank)
-        per_round = micro_batches // max(1, micro_batches // self.ranks)
+        per_round = micro_batches // interleaved_rounds(micro_batches, ranks=self.ranks)
         warmup = (self.chunks - 1) * per_round + 2 * (self.ranks - 1 - rank)
         return min(warmup + 1, self.chunks * micro_batches)
 
@@ -93,7 +93,7 @@ class PipelineSettings:
         if self.schedule == ONE_F_ONE_B and micro_batches < self.ranks:
             why = f"--pipeline_schedule 1f1b fills {self.ranks} stages with {micro_batches} micro-batches ({option})"
             return f"{why}: too few", f"`{option} {self.ranks}`, or more; or `--pipeline_schedule gpipe`"
-        rounds = max(1, micro_batches // self.ranks)
+        rounds = interleaved_rounds(micro_batches, ranks=self.ranks)
         if self.schedule == INTERLEAVED and micro_batches % rounds:
             why = f"{option} {micro_batches} cannot be dealt out to {self.ranks} GPUs in {rounds} equal rounds"
             return why, f"`{option} {micro_batches - micro_batches % self.ranks}`"
@@ -102,6 +102,11 @@ class PipelineSettings:
 
 def _chunks_hint(chunks: int) -> str:
     return f"`--pipeline_chunks {INTERLEAVED_CHUNKS}`" if chunks == 1 else "`--pipeline_schedule interleaved_1f1b`"
+
+
+def interleaved_rounds(micro_batches: int, *, ranks: int) -> int:
+    """Return the rounds of the interleaved schedule: in each, every chunk gets the same micro-batches in succession."""
+    return max(1, micro_batches // ranks)
 
 
 def divide_layers(layers: int, stages: int) -> list[range]:

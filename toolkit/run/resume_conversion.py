@@ -86,7 +86,7 @@ class ConvertedCheckpoint:
     def remove(self) -> None:
         """Remove the copy after the run: the next resume starts from a checkpoint of the run again."""
         if self.path is not None:
-            shutil.rmtree(self.path.parent, ignore_errors=True)
+            remove_converted(self.path.parent.parent)
 
 
 def remove_converted(output_dir: Path) -> None:

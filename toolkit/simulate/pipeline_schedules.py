@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from toolkit.errors import ToolkitError, did_you_mean
-from toolkit.parallel.pipeline_schedule import GPIPE, INTERLEAVED, INTERLEAVED_CHUNKS, ONE_F_ONE_B
+from toolkit.parallel.pipeline_schedule import GPIPE, INTERLEAVED, INTERLEAVED_CHUNKS, ONE_F_ONE_B, interleaved_rounds
 from toolkit.parallel.pipeline_schedule import SCHEDULES as TRAINED_SCHEDULES
 
 FORWARD, BACKWARD_INPUT, BACKWARD, BACKWARD_WEIGHT = range(4)
@@ -130,17 +130,12 @@ def _check_micro_batches(schedule: str, size: PipelineSize) -> None:
             f"--micro-batches is {count}, but {schedule} on {stages} stages needs {least} or more",
             hint=f"`--micro-batches {least}`",
         )
-    rounds = _rounds(size)
+    rounds = interleaved_rounds(count, ranks=stages)
     if schedule == INTERLEAVED and count % rounds:
         raise ToolkitError(
             f"--micro-batches is {count}, but {schedule} on {stages} stages runs them in {rounds} equal rounds",
             hint=f"`--micro-batches {stages * rounds}`",
         )
-
-
-def _rounds(size: PipelineSize) -> int:
-    """Rounds of the interleaved schedule: in each, every chunk gets the same micro-batches one after the other."""
-    return max(1, size.micro_batches // size.stages)
 
 
 def _gpipe(size: PipelineSize, stage: int) -> list[int]:
@@ -183,7 +178,7 @@ def _zero_bubble(size: PipelineSize, stage: int, *, scale: int) -> list[int]:
 
 def _interleaved(size: PipelineSize, stage: int) -> list[int]:
     """1F1B over several chunks per stage, a round of micro-batches through one chunk after the other."""
-    per_round, chunks = size.micro_batches // _rounds(size), size.chunks
+    per_round, chunks = size.micro_batches // interleaved_rounds(size.micro_batches, ranks=size.stages), size.chunks
     forward, backward = (
         [
             size.row(kind, stage + size.stages * chunk) + start + place
