@@ -41,17 +41,26 @@ def spread(values: Sequence[float]) -> dict[str, float]:
     return {"median": statistics.median(values), "min": min(values), "max": max(values)}
 
 
-def write_result(name: str, figures: dict[str, Any]) -> Path:
-    """Write benchmarks/results/NAME.json: every figure, and command, commit, versions and machine; return its path."""
-    result = {
-        "benchmark": name,
-        "command": shlex.join(["python", *sys.argv]),
+def circumstances() -> dict[str, Any]:
+    """Return this process's command, and the date, commit, versions and machine that its figures belong to."""
+    return {
+        "command": repeatable_command(sys.argv),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "git_commit": git_commit(Path(__file__).parent),
         "versions": library_versions(),
         "machine": describe_node() | {"load_average_1_minute": os.getloadavg()[0]},
-        **figures,
     }
+
+
+def repeatable_command(argv: Sequence[str]) -> str:
+    """Return the command to type elsewhere: `DIR` stands for folders of this machine, which say nothing there."""
+    words = ["DIR" if Path(word).is_absolute() else word for word in argv[1:]]
+    return shlex.join(["python", argv[0], *words])
+
+
+def write_result(name: str, figures: dict[str, Any]) -> Path:
+    """Write benchmarks/results/NAME.json: every figure, and command, commit, versions and machine; return its path."""
+    result = {"benchmark": name, **circumstances(), **figures}
     RESULTS.mkdir(exist_ok=True)
     path = RESULTS / f"{name}.json"
     path.write_text(json.dumps(result, indent=2) + "\n")

@@ -58,6 +58,13 @@ def test_a_table_in_the_docs_agrees_with_the_recorded_results(name: str, record:
     assert found["command"].startswith(f"python benchmarks/{name}.py ")
 
 
+def test_a_recorded_command_names_no_folder_of_the_machine_it_ran_on(record: Any) -> None:
+    words = ["benchmarks/overhead.py", "--work", "/scratch/user/runs", "--steps", "8"]
+    assert record.repeatable_command(words) == "python benchmarks/overhead.py --work DIR --steps 8"
+    for path in record.RESULTS.glob("*.json"):
+        assert " /" not in json.loads(path.read_text()).get("command", ""), path.name
+
+
 def test_the_plan_equals_the_recorded_shard_bytes_of_every_case(record: Any, tmp_path: Path) -> None:
     sweep = __import__("shard_bytes")
     cases = json.loads((record.RESULTS / "shard_bytes.json").read_text())["cases"]

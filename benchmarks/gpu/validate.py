@@ -16,13 +16,11 @@ import functools
 import importlib.util
 import json
 import os
-import shlex
 import statistics
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +36,7 @@ from plan_errors import (
     traced_rows,
     verdicts_against_traces,
 )
-from record import print_table, write_table
+from record import circumstances, print_table, write_table
 
 STEPS, UNTIMED_STEPS, LORA_RANK = 6, 2, 16
 TIMEOUT_SECONDS = 150
@@ -128,14 +126,8 @@ def _complete_lines(path: Path) -> Iterator[Case]:
 
 def write_results(folder: Path, grid: list[Case], cases: list[Case], *, before: Path | None = None) -> Path:
     """Write results.json: every case, the errors, and what is needed to repeat it."""
-    from toolkit.hardware.node import describe_node, git_commit, library_versions
-
     facts = {
-        "command": shlex.join(["python", *sys.argv]),
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "git_commit": git_commit(Path(__file__).parent),
-        "versions": library_versions(),
-        "machine": describe_node(),
+        **circumstances(),
         "grid_sha256": digest(grid),
         "registered_cases": len(grid),
         "steps": STEPS,
