@@ -105,7 +105,6 @@ class ClusterJobs:
         for node in self.slurm.nodes:
             if node not in self.slurm.machines.on:
                 self.slurm.machines.power_on(node)
-                self.slurm.start_node(node)
         wait_until(lambda: set(self.slurm.node_states().values()) == {"idle"}, "all nodes are idle again", 60)
 
 

@@ -62,6 +62,8 @@ class Machines:
     def __init__(self, folder: Path, names: Sequence[str]) -> None:
         self.folder, self.names = folder, list(names)
         self.on: dict[str, Machine] = {}
+        self.at_boot: list[Callable[[str], object]] = []
+        """What each machine does when it is switched on from now on, given its name: start its daemons."""
 
     def __enter__(self) -> Machines:
         try:
@@ -89,7 +91,7 @@ class Machines:
         return f"{NETWORK}.{1 + self.names.index(name)}"
 
     def power_on(self, name: str) -> None:
-        """Boot a machine and plug its cable in."""
+        """Boot a machine, plug its cable in, and start its daemons."""
         machine = self._boot(name)
         self.on[name] = machine
         end = ["peer", "name", "eth0", "netns", str(machine.pid)]
@@ -97,6 +99,8 @@ class Machines:
         self._in_switch("ip", "link", "set", machine.port, "master", BRIDGE, "up")
         self.run(name, "ip", "addr", "add", f"{self.address(name)}/24", "dev", "eth0")
         self.run(name, "ip", "link", "set", "eth0", "up")
+        for start in self.at_boot:
+            start(name)
 
     def power_off(self, name: str) -> None:
         """End everything on a machine at once, and tell nobody: its cable is gone before its kernel could answer."""
@@ -192,11 +196,11 @@ def _end_with_parent() -> None:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-def wait_until(condition: Callable[[], object], what: str, seconds: float) -> None:
-    """Wait until a condition is true; fails with `what` did not happen."""
+def wait_until(condition: Callable[[], object], what: str, seconds: float, details: Callable[[], str] = str) -> None:
+    """Wait until a condition is true; fails with `what` did not happen, and the details then."""
     deadline = time.monotonic() + seconds
     while not condition():
-        assert time.monotonic() < deadline, f"not within {seconds:.0f} s: {what}"
+        assert time.monotonic() < deadline, f"not within {seconds:.0f} s: {what}\n{details()}"
         time.sleep(0.05)
 
 

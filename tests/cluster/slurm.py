@@ -82,13 +82,9 @@ class Slurm:
         self.machines.run(CONTROLLER, "munged", *files, f"--socket={munge / 'socket'}")
         self._ctl("slurmctld", "-c", "-L", str(self.folder / "slurmctld" / "log"))
         for name in self.nodes:
-            self.start_node(name)
+            self._start_node(name)
+        self.machines.at_boot.append(self._start_node)
         wait_until(lambda: set(self.node_states().values()) == {"idle"}, "every node is idle", 60)
-
-    def start_node(self, name: str) -> None:
-        """Start a node's daemon, as at its boot."""
-        words = ["slurmd", "-N", name, "-L", str(self.folder / name / "slurmd.log")]
-        self.machines.run(name, *words, env=self.environment)
 
     def submit(self, script: Path, *, log: Path) -> str:
         """Submit a job file and return the job's number."""
@@ -100,6 +96,10 @@ class Slurm:
         """Return what the controller knows of a job."""
         words = self._ctl("scontrol", "--oneliner", "show", "job", job).split()
         return dict(word.split("=", 1) for word in words if "=" in word)
+
+    def nodes_of(self, job: str) -> list[str]:
+        """Return the nodes that a running job has; the first one runs its batch script."""
+        return self._ctl("scontrol", "show", "hostnames", self.job(job)["NodeList"]).split()
 
     def wait_for(self, job: str, states: Iterable[str] = ENDED, seconds: float = 240) -> str:
         """Wait until a job is in one of these states and return it; fails if it ends in another one."""
@@ -117,7 +117,12 @@ class Slurm:
             assert found["JobState"] not in ENDED, f"job {job} is {found['JobState']}"
             return found["JobState"] == "RUNNING" and int(found["Restarts"]) >= number
 
-        wait_until(runs_again, f"job {job} runs for the {number + 1}. time", seconds)
+        wait_until(runs_again, f"job {job} runs for the {number + 1}. time", seconds, lambda: self.state(job))
+
+    def state(self, job: str) -> str:
+        """Return what the controller knows of a job and of every node, and the end of its log."""
+        log = (self.folder / "slurmctld" / "log").read_text().splitlines()[-60:]
+        return "\n".join([self._ctl("scontrol", "show", "job", job), self._ctl("scontrol", "show", "nodes"), *log])
 
     def end_soon(self, job: str) -> None:
         """Shorten a job's time limit, in whole minutes, so that SLURM's own warning (`--signal`) is soon due.
@@ -137,6 +142,10 @@ class Slurm:
     def node_states(self) -> dict[str, str]:
         lines = self._ctl("sinfo", "--noheader", "--Node", "--format=%N %t").splitlines()
         return dict(line.split()[:2] for line in lines)  # type: ignore[misc]
+
+    def _start_node(self, name: str) -> None:
+        words = ["slurmd", "-N", name, "-L", str(self.folder / name / "slurmd.log")]
+        self.machines.run(name, *words, env=self.environment)
 
     def _ctl(self, *words: str) -> str:
         return self.machines.run(CONTROLLER, *words, env=self.environment).stdout
