@@ -6,6 +6,7 @@ import fcntl
 import os
 import shutil
 import signal
+from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
@@ -14,6 +15,8 @@ from typing import Any
 import pytest
 
 from toolkit.run.warm_start import SOCKET_VARIABLE
+
+CLUSTER = "tests/cluster/"
 
 BuildOnce = Callable[[str, Callable[[Path], object]], Path]
 
@@ -56,6 +59,21 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("gpu") and not _has_gpu():
             item.add_marker(pytest.mark.skip(reason="no CUDA GPU"))
+    if "PYTEST_XDIST_WORKER" in os.environ:  # the longest files first, so that no worker waits for them at the end
+        launching = Counter(item.path for item in items if item.get_closest_marker("launch"))
+        items.sort(key=lambda item: (not item.nodeid.startswith(CLUSTER), -launching[item.path]))
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Give each worker whole files. One worker has all of the cluster's: they mostly wait, and share its processes."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class Scheduling(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return CLUSTER if nodeid.startswith(CLUSTER) else super()._split_scope(nodeid)
+
+    config.option.loadscopereorder = False  # keep the order of the collection
+    return Scheduling(config, log)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
