@@ -142,8 +142,8 @@ def test_every_fault_of_a_recorded_gpu_is_found_with_its_level(faulty: dict[str,
         ("gpu-recovery", "error"),  # NVSwitch
         ("gpu-throttling", "error"),
         ("gpu-clocks", "warning"),  # power limit below its default
-        ("gpu-clocks", "warning"),  # and not that of the other GPU
         ("gpu-clocks", "note"),  # application clock
+        ("gpu-alike", "warning"),  # its power limit is not that of the other GPU
         ("gpu-pcie", "warning"),  # 8 lanes of 16
         ("gpu-pcie", "note"),  # generation 4 of 5
         ("gpu-nvlink", "warning"),  # CRC errors

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 from toolkit.doctor.checks import ERROR, NOTE, OWN_CHOICE, WARNING, NodeFinding, Outcome, node_check
 from toolkit.doctor.node_readings import NodeReadings, NotMeasured
@@ -16,7 +17,25 @@ SMI_MANUAL = "https://docs.nvidia.com/deploy/nvidia-smi/"
 MAX_LIFETIME_SRAM_ERRORS = 4
 # A clock or power limit that is lower by less than this is rounding.
 LIMIT_TOLERANCE = 0.02
+FindOn = Callable[[GpuState], Iterator[NodeFinding]]
 HARDWARE_THROTTLES = ("hardware slowdown", "hardware thermal slowdown", "hardware power brake")
+
+
+def gpu_check(
+    name: str, *, looks_at: str, threshold: str, source: str, measures: Callable[[GpuState], dict[str, Any]]
+) -> Callable[[FindOn], FindOn]:
+    """Register a check of each GPU that nvidia-smi lists: what it `measures` on one, and a generator of findings."""
+
+    def register(find: FindOn) -> FindOn:
+        def examine(node: NodeReadings) -> Outcome:
+            gpus = node.gpus()
+            found = tuple(finding for gpu in gpus for finding in find(gpu))
+            return Outcome(measured={str(gpu.index): measures(gpu) for gpu in gpus}, findings=found)
+
+        node_check(name, looks_at=looks_at, threshold=threshold, source=source)(examine)
+        return find
+
+    return register
 
 
 @node_check(
@@ -97,30 +116,22 @@ def gpu_persistence(node: NodeReadings) -> Outcome:
     return Outcome(measured={"off": [gpu.index for gpu in off]}, findings=tuple(found if off else ()))
 
 
-@node_check(
+@gpu_check(
     "gpu-ecc",
     looks_at="ECC mode, uncorrectable errors since the driver was loaded and in the GPU's life",
     threshold="any uncorrectable error since the driver was loaded; more than 4 in SRAM in its life, or the driver's "
     "own threshold: replace the GPU; ECC off or about to change",
     source=f"{DEBUG_GUIDE}#uncorrectable-ecc-error-encountered, {CATALOG} (Xid 48)",
+    measures=lambda gpu: {
+        "enabled": gpu.ecc_enabled,
+        "correctable": gpu.ecc.correctable,
+        "uncorrectable": gpu.ecc.uncorrectable,
+        "lifetime_sram_uncorrectable": gpu.ecc.lifetime_sram_uncorrectable,
+        "lifetime_dram_uncorrectable": gpu.ecc.lifetime_dram_uncorrectable,
+    },
 )
-def gpu_ecc(node: NodeReadings) -> Outcome:
+def gpu_ecc(gpu: GpuState) -> Iterator[NodeFinding]:
     """Find memory errors that end jobs."""
-    gpus = node.gpus()
-    measured = {
-        str(gpu.index): {
-            "enabled": gpu.ecc_enabled,
-            "correctable": gpu.ecc.correctable,
-            "uncorrectable": gpu.ecc.uncorrectable,
-            "lifetime_sram_uncorrectable": gpu.ecc.lifetime_sram_uncorrectable,
-            "lifetime_dram_uncorrectable": gpu.ecc.lifetime_dram_uncorrectable,
-        }
-        for gpu in gpus
-    }
-    return Outcome(measured=measured, findings=tuple(finding for gpu in gpus for finding in _ecc_findings(gpu)))
-
-
-def _ecc_findings(gpu: GpuState) -> Iterator[NodeFinding]:
     lifetime = gpu.ecc.lifetime_sram_uncorrectable
     if gpu.ecc.sram_threshold_exceeded or (lifetime or 0) > MAX_LIFETIME_SRAM_ERRORS:
         yield NodeFinding(
@@ -160,77 +171,60 @@ def _ecc_mode(gpu: GpuState) -> Iterator[NodeFinding]:
         )
 
 
-@node_check(
+@gpu_check(
     "gpu-row-remap",
     looks_at="memory rows that were replaced by spare ones (before Ampere: retired pages)",
     threshold="a remapping failed: replace the GPU; one is pending: reset the GPU",
     source=f"{MEMORY_ERRORS}error-recovery-and-response-flags.html",
+    measures=lambda gpu: {"correctable": gpu.rows.correctable, "uncorrectable": gpu.rows.uncorrectable},
 )
-def gpu_row_remap(node: NodeReadings) -> Outcome:
+def gpu_row_remap(gpu: GpuState) -> Iterator[NodeFinding]:
     """Find GPUs that run out of spare memory rows, or wait for a reset."""
-    gpus, found = node.gpus(), []
-    for gpu in gpus:
-        if gpu.rows.failed:
-            found.append(
-                NodeFinding(
-                    level=ERROR,
-                    what=f"{gpu.label}: a memory row could not be remapped",
-                    value="failed",
-                    expected="no failure",
-                    fix="replace this GPU: `nvidia-bug-report.sh` writes what its vendor asks for",
-                )
-            )
-        if gpu.rows.pending:
-            found.append(
-                NodeFinding(
-                    level=WARNING,
-                    what=f"{gpu.label}: a memory row waits to be remapped",
-                    value="pending",
-                    expected="none pending",
-                    fix=f"nvidia-smi -r -i {gpu.index}   (with no process on it, or reboot)",
-                )
-            )
-    counts = {
-        str(gpu.index): {"correctable": gpu.rows.correctable, "uncorrectable": gpu.rows.uncorrectable} for gpu in gpus
-    }
-    return Outcome(measured=counts, findings=tuple(found))
+    if gpu.rows.failed:
+        yield NodeFinding(
+            level=ERROR,
+            what=f"{gpu.label}: a memory row could not be remapped",
+            value="failed",
+            expected="no failure",
+            fix="replace this GPU: `nvidia-bug-report.sh` writes what its vendor asks for",
+        )
+    if gpu.rows.pending:
+        yield NodeFinding(
+            level=WARNING,
+            what=f"{gpu.label}: a memory row waits to be remapped",
+            value="pending",
+            expected="none pending",
+            fix=f"nvidia-smi -r -i {gpu.index}   (with no process on it, or reboot)",
+        )
 
 
-@node_check(
+@gpu_check(
     "gpu-recovery",
     looks_at="recovery action that the driver asks for; NVSwitch fabric",
     threshold="an action other than None; the fabric is not initialised: CUDA fails with error 802",
     source=f"{MEMORY_ERRORS}error-recovery-and-response-flags.html, "
     "https://docs.nvidia.com/datacenter/tesla/fabric-manager-user-guide/",
+    measures=lambda gpu: {"action": gpu.recovery_action, "fabric": gpu.fabric_state},
 )
-def gpu_recovery(node: NodeReadings) -> Outcome:
+def gpu_recovery(gpu: GpuState) -> Iterator[NodeFinding]:
     """Find GPUs that the driver wants reset, and an NVSwitch fabric that is not running."""
-    gpus, found = node.gpus(), []
-    for gpu in gpus:
-        if gpu.recovery_action not in (None, "None"):
-            found.append(
-                NodeFinding(
-                    level=ERROR,
-                    what=f"{gpu.label}: the driver asks for a recovery",
-                    value=str(gpu.recovery_action),
-                    expected="None",
-                    fix="reboot the node"
-                    if "reboot" in str(gpu.recovery_action).lower()
-                    else f"end all processes on it, then `nvidia-smi -r -i {gpu.index}`",
-                )
-            )
-        if gpu.fabric_state in ("Not Started", "In Progress") or gpu.fabric_status not in (None, "Success"):
-            found.append(
-                NodeFinding(
-                    level=ERROR,
-                    what=f"{gpu.label}: the NVSwitch fabric is not initialised",
-                    value=f"{gpu.fabric_state}, {gpu.fabric_status}",
-                    expected="Completed, Success",
-                    fix="systemctl restart nvidia-fabricmanager   (of the driver's version), then look at its log",
-                )
-            )
-    measured = {str(gpu.index): {"action": gpu.recovery_action, "fabric": gpu.fabric_state} for gpu in gpus}
-    return Outcome(measured=measured, findings=tuple(found))
+    if gpu.recovery_action not in (None, "None"):
+        reboot = "reboot" in str(gpu.recovery_action).lower()
+        yield NodeFinding(
+            level=ERROR,
+            what=f"{gpu.label}: the driver asks for a recovery",
+            value=str(gpu.recovery_action),
+            expected="None",
+            fix="reboot the node" if reboot else f"end all processes on it, then `nvidia-smi -r -i {gpu.index}`",
+        )
+    if gpu.fabric_state in ("Not Started", "In Progress") or gpu.fabric_status not in (None, "Success"):
+        yield NodeFinding(
+            level=ERROR,
+            what=f"{gpu.label}: the NVSwitch fabric is not initialised",
+            value=f"{gpu.fabric_state}, {gpu.fabric_status}",
+            expected="Completed, Success",
+            fix="systemctl restart nvidia-fabricmanager   (of the driver's version), then look at its log",
+        )
 
 
 @node_check(
@@ -260,68 +254,63 @@ def gpu_xid(node: NodeReadings) -> Outcome:
     return Outcome(measured={"log_lines": len(log.splitlines()), "xids": codes}, findings=tuple(found))
 
 
-@node_check(
+@gpu_check(
     "gpu-throttling",
     looks_at="reasons for which clocks are reduced now, temperature",
     threshold="a hardware reason: an error; heat or the power limit: a warning",
     source="https://docs.nvidia.com/deploy/nvml-api/group__nvmlClocksEventReasons.html",
+    measures=lambda gpu: {"reasons": list(gpu.throttle_reasons), "celsius": gpu.temperature_celsius},
 )
-def gpu_throttling(node: NodeReadings) -> Outcome:
+def gpu_throttling(gpu: GpuState) -> Iterator[NodeFinding]:
     """Find GPUs that are slowed down while the node is idle."""
-    gpus, found = node.gpus(), []
-    for gpu in (gpu for gpu in gpus if gpu.throttle_reasons):
+    if gpu.throttle_reasons:
         hardware = any(reason in HARDWARE_THROTTLES for reason in gpu.throttle_reasons)
-        found.append(
-            NodeFinding(
-                level=ERROR if hardware else WARNING,
-                what=f"{gpu.label}: its clocks are reduced",
-                value=f"{', '.join(gpu.throttle_reasons)}, at {gpu.temperature_celsius} °C",
-                expected="no reason",
-                fix="check cooling and power supply (`nvidia-smi -q -d PERFORMANCE,TEMPERATURE,POWER`)",
-            )
+        yield NodeFinding(
+            level=ERROR if hardware else WARNING,
+            what=f"{gpu.label}: its clocks are reduced",
+            value=f"{', '.join(gpu.throttle_reasons)}, at {gpu.temperature_celsius} °C",
+            expected="no reason",
+            fix="check cooling and power supply (`nvidia-smi -q -d PERFORMANCE,TEMPERATURE,POWER`)",
         )
-    measured = {
-        str(gpu.index): {"reasons": list(gpu.throttle_reasons), "celsius": gpu.temperature_celsius} for gpu in gpus
-    }
-    return Outcome(measured=measured, findings=tuple(found))
+
+
+@gpu_check(
+    "gpu-clocks",
+    looks_at="power limits, application clocks and highest clocks",
+    threshold="below the GPU's default by more than 2 %",
+    source=f"{OWN_CHOICE}; defaults: {SMI_MANUAL}",
+    measures=lambda gpu: {"power_limit_watts": gpu.power_limit_watts, "max_sm_clock_mhz": gpu.max_sm_clock_mhz},
+)
+def gpu_clocks(gpu: GpuState) -> Iterator[NodeFinding]:
+    """Find GPUs that were limited and not set back."""
+    if is_below(gpu.power_limit_watts, gpu.default_power_limit_watts):
+        yield NodeFinding(
+            level=WARNING,
+            what=f"{gpu.label}: the power limit is below its default",
+            value=f"{gpu.power_limit_watts:g} W",
+            expected=f"{gpu.default_power_limit_watts:g} W",
+            fix=f"nvidia-smi -i {gpu.index} -pl {gpu.default_power_limit_watts:g}",
+        )
+    if is_below(gpu.application_sm_clock_mhz, gpu.max_sm_clock_mhz):
+        yield NodeFinding(
+            level=NOTE,
+            what=f"{gpu.label}: the application clock is below the highest",
+            value=f"{gpu.application_sm_clock_mhz} MHz",
+            expected=f"{gpu.max_sm_clock_mhz} MHz",
+            fix=f"nvidia-smi -i {gpu.index} -rac, and `-rgc` for locked clocks",
+        )
 
 
 @node_check(
-    "gpu-clocks",
-    looks_at="power limits, application clocks and highest clocks",
-    threshold="below the GPU's default by more than 2 %, or different between the GPUs of the node",
-    source=f"{OWN_CHOICE}; defaults: {SMI_MANUAL}",
+    "gpu-alike",
+    looks_at="kinds, power limits and highest clocks of the node's GPUs",
+    threshold="different between the GPUs of the node",
+    source=OWN_CHOICE,
 )
-def gpu_clocks(node: NodeReadings) -> Outcome:
-    """Find GPUs that were limited and not set back."""
-    gpus, found = node.gpus(), []
-    for gpu in gpus:
-        if is_below(gpu.power_limit_watts, gpu.default_power_limit_watts):
-            found.append(
-                NodeFinding(
-                    level=WARNING,
-                    what=f"{gpu.label}: the power limit is below its default",
-                    value=f"{gpu.power_limit_watts:g} W",
-                    expected=f"{gpu.default_power_limit_watts:g} W",
-                    fix=f"nvidia-smi -i {gpu.index} -pl {gpu.default_power_limit_watts:g}",
-                )
-            )
-        if is_below(gpu.application_sm_clock_mhz, gpu.max_sm_clock_mhz):
-            found.append(
-                NodeFinding(
-                    level=NOTE,
-                    what=f"{gpu.label}: the application clock is below the highest",
-                    value=f"{gpu.application_sm_clock_mhz} MHz",
-                    expected=f"{gpu.max_sm_clock_mhz} MHz",
-                    fix=f"nvidia-smi -i {gpu.index} -rac, and `-rgc` for locked clocks",
-                )
-            )
-    found += _unequal(gpus)
-    measured = {
-        str(gpu.index): {"power_limit_watts": gpu.power_limit_watts, "max_sm_clock_mhz": gpu.max_sm_clock_mhz}
-        for gpu in gpus
-    }
-    return Outcome(measured=measured, findings=tuple(found))
+def gpu_alike(node: NodeReadings) -> Outcome:
+    """Find GPUs that are slower than the others of their node."""
+    gpus = node.gpus()
+    return Outcome(measured={"kinds": sorted({gpu.name for gpu in gpus})}, findings=tuple(_unequal(gpus)))
 
 
 def _unequal(gpus: Iterable[GpuState]) -> Iterator[NodeFinding]:

@@ -6,48 +6,38 @@ from collections.abc import Iterator
 
 from toolkit.doctor.checks import NOTE, WARNING, NodeFinding, Outcome, node_check
 from toolkit.doctor.collectors import output_of
-from toolkit.doctor.gpu_checks import DEBUG_GUIDE, is_below
+from toolkit.doctor.gpu_checks import DEBUG_GUIDE, gpu_check, is_below
 from toolkit.doctor.node_readings import NodeReadings, NotMeasured
-from toolkit.doctor.nvidia_smi import parse_nvlink_errors, parse_nvlink_status, parse_peer_access
+from toolkit.doctor.nvidia_smi import GpuState, parse_nvlink_errors, parse_nvlink_status, parse_peer_access
 from toolkit.doctor.xid import CATALOG
 from toolkit.hardware.gpu_table import common_gpu
 
 
-@node_check(
+@gpu_check(
     "gpu-pcie",
     looks_at="PCIe lanes and generation; an idle GPU lowers its generation, so only the possible one counts",
     threshold="fewer lanes than the GPU has: a warning; a slot of an older generation: a note",
     source=f"{DEBUG_GUIDE}#how-to-check-if-your-gpus-pcie-generation-is-supported",
+    measures=lambda gpu: {"width": gpu.pcie_width, "max_width": gpu.max_pcie_width, "replays": gpu.pcie_replays},
 )
-def gpu_pcie(node: NodeReadings) -> Outcome:
+def gpu_pcie(gpu: GpuState) -> Iterator[NodeFinding]:
     """Find GPUs whose connection to the host is slower than they could use."""
-    gpus, found = node.gpus(), []
-    for gpu in gpus:
-        if is_below(gpu.pcie_width, gpu.max_pcie_width):
-            found.append(
-                NodeFinding(
-                    level=WARNING,
-                    what=f"{gpu.label}: PCIe runs with fewer lanes",
-                    value=f"{gpu.pcie_width}x",
-                    expected=f"{gpu.max_pcie_width}x",
-                    fix="reseat the card or choose a slot with all lanes; offload and checkpoints suffer most",
-                )
-            )
-        if is_below(gpu.host_pcie_generation, gpu.device_pcie_generation):
-            found.append(
-                NodeFinding(
-                    level=NOTE,
-                    what=f"{gpu.label}: the slot or a switch has an older PCIe generation",
-                    value=f"generation {gpu.host_pcie_generation}",
-                    expected=f"generation {gpu.device_pcie_generation}",
-                    fix="dmesg | grep -i 'limited by'   (names the bridge)",
-                )
-            )
-    measured = {
-        str(gpu.index): {"width": gpu.pcie_width, "max_width": gpu.max_pcie_width, "replays": gpu.pcie_replays}
-        for gpu in gpus
-    }
-    return Outcome(measured=measured, findings=tuple(found))
+    if is_below(gpu.pcie_width, gpu.max_pcie_width):
+        yield NodeFinding(
+            level=WARNING,
+            what=f"{gpu.label}: PCIe runs with fewer lanes",
+            value=f"{gpu.pcie_width}x",
+            expected=f"{gpu.max_pcie_width}x",
+            fix="reseat the card or choose a slot with all lanes; offload and checkpoints suffer most",
+        )
+    if is_below(gpu.host_pcie_generation, gpu.device_pcie_generation):
+        yield NodeFinding(
+            level=NOTE,
+            what=f"{gpu.label}: the slot or a switch has an older PCIe generation",
+            value=f"generation {gpu.host_pcie_generation}",
+            expected=f"generation {gpu.device_pcie_generation}",
+            fix="dmesg | grep -i 'limited by'   (names the bridge)",
+        )
 
 
 @node_check(
