@@ -149,25 +149,15 @@ def tiny_model(build_once: BuildOnce, tokenizer: Any) -> Path:
 
 @pytest.fixture(scope="session")
 def preset_runs(build_once: BuildOnce, tiny_model: Path, faq_alpaca: Path) -> dict[str, Path]:
-    """One run folder per preset that a CPU can run, started by `accelerate launch` on the same job; six of them cold.
+    """One run folder per preset that a CPU can run, started by `accelerate launch` on the same job.
 
-    `test_fork_server.py` compares what the others are given with what a cold launcher gives.
+    `test_fork_server.py` compares what they are given, and their losses, with what a cold launcher gives.
     """
-    from launching import COLD_PRESETS, CPU_PRESETS, GLOBAL_BATCH, MESH_OPTIONS, ROOT, accelerate_launch
+    from launching import CPU_PRESETS, launch_preset
 
     def run_all(folder: Path) -> None:
-        for preset, ranks in CPU_PRESETS.items():
-            words = ["--model_name_or_path", str(tiny_model), "--dataset", str(faq_alpaca), "--max_seq_length", "64"]
-            words += ["--max_steps", "3", "--per_device_train_batch_size", str(GLOBAL_BATCH // ranks)]
-            words += ["--learning_rate", "1e-3", "--save_strategy", "no", "--output_dir", str(folder / preset)]
-            config = ROOT / "accelerate_configs" / f"{preset}.yaml"
-            how = {
-                "script": "train_and_fingerprint.py",
-                "num_processes": ranks,
-                "options": MESH_OPTIONS.get(preset, ()),
-            }
-            ended = accelerate_launch(config, *words, **how, cold=preset in COLD_PRESETS)
-            assert ended.returncode == 0, f"{preset}:\n{ended.stdout[-3000:]}\n{ended.stderr[-3000:]}"
+        for preset in CPU_PRESETS:
+            launch_preset(preset, tiny_model, faq_alpaca, folder / preset)
 
     folder = build_once("preset_runs", run_all)
     return {preset: folder / preset for preset in CPU_PRESETS}

@@ -30,8 +30,6 @@ CPU_PRESETS = {
 GLOBAL_BATCH = 4
 # accelerate's own options for presets that leave their mesh to the launch.
 MESH_OPTIONS = {"fsdp2_hybrid": ["--parallelism_config_dp_shard_size", "2"]}
-# Of these, one per engine and kind of sharding and offload is started cold; 12 more ranks would import for 2 minutes.
-COLD_PRESETS = ("single", "ddp", "zero2", "zero3", "zero3_cpu_offload", "fsdp2")
 
 # The runs of the fixture `saved_runs`, and after how many steps each saves; it saves after the last one too.
 SAVED_STEPS = 6
@@ -74,6 +72,28 @@ def accelerate_launch(
         return run_captured(command, environment, cwd=cwd)
     preset = {"TOOLKIT_PRESET": str((cwd / config).resolve()), "TOOLKIT_WORLD_SIZE": str(num_processes)}
     return run_warm(command, environment | preset, cwd=cwd)
+
+
+def preset_job(preset: str, model: Path, data: Path) -> list[str]:
+    """Return the arguments of the job that the fixture `preset_runs` trains, all but its output folder."""
+    words = ["--model_name_or_path", str(model), "--dataset", str(data), "--max_seq_length", "64", "--max_steps", "3"]
+    words += ["--per_device_train_batch_size", str(GLOBAL_BATCH // CPU_PRESETS[preset]), "--learning_rate", "1e-3"]
+    return [*words, "--save_strategy", "no"]
+
+
+def launch_preset(preset: str, model: Path, data: Path, output: Path, *, cold: bool = False) -> None:
+    """Train `preset_job` with what `train_and_fingerprint.py` writes; fails unless it completes."""
+    ended = accelerate_launch(
+        ROOT / "accelerate_configs" / f"{preset}.yaml",
+        *preset_job(preset, model, data),
+        *("--output_dir", str(output)),
+        script="train_and_fingerprint.py",
+        num_processes=CPU_PRESETS[preset],
+        options=MESH_OPTIONS.get(preset, ()),
+        cold=cold,
+    )
+    assert ended.returncode == 0, f"{preset}:\n{ended.stdout[-3000:]}\n{ended.stderr[-3000:]}"
+    assert "cold start" not in ended.stderr  # the launcher's message about a rank that the server refuses
 
 
 def torchrun(script: str, *words: str, num_processes: int) -> CompletedProcess[str]:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import json
 import os
-import select
 import signal
 import socket
 import subprocess
@@ -16,21 +16,20 @@ from typing import Any
 import psutil
 import pytest
 from launching import (
-    COLD_PRESETS,
     CPU_PRESETS,
-    GLOBAL_BATCH,
     MESH_OPTIONS,
     ROOT,
     accelerate_launch,
     cpu_environment,
     fork_server,
+    launch_preset,
     losses,
     read,
 )
 
 from toolkit.run.exit_status import find_killed_rank
 from toolkit.run.process import processes_of
-from toolkit.run.warm_start import ForkedProcess, RefusedError, fork_process, start_fork_server
+from toolkit.run.warm_start import ForkedProcess, RefusedError, fork_process
 from toolkit.train.fork_server import READ_AFTER_IMPORT
 from toolkit.versions import is_importable
 
@@ -40,6 +39,8 @@ pytestmark = pytest.mark.launch
 OF_ONE_LAUNCH = {"MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_ERROR_FILE"}
 # A cold launch is recognised by the launcher's command line instead.
 OF_A_FORKED_LAUNCH = {"TOOLKIT_PRESET", "TOOLKIT_WORLD_SIZE", "TOOLKIT_FORK_SERVER"}
+# DeepSpeed's ranks are forked from the second server, all others from the first one.
+COLD = ("zero3", "single")
 
 
 def differences(forked: dict[str, Any], cold: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
@@ -51,55 +52,60 @@ def differences(forked: dict[str, Any], cold: dict[str, Any]) -> dict[str, tuple
     return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
 
 
-def states_of_ranks(preset: str, script: str, prefix: Path, *, cold: bool = False) -> list[dict[str, Any]]:
-    """Launch a script that writes a JSON file per rank, and return their content."""
+def environments_of_ranks(preset: str, prefix: Path, *, cold: bool = False) -> list[dict[str, str]]:
+    """Launch ranks that only write their environment, and return it."""
     config, ranks = ROOT / "accelerate_configs" / f"{preset}.yaml", CPU_PRESETS[preset]
-    mesh = MESH_OPTIONS.get(preset, ())
-    ended = accelerate_launch(config, str(prefix), script=script, num_processes=ranks, options=mesh, cold=cold)
+    how = {"script": "rank_environment.py", "num_processes": ranks, "options": MESH_OPTIONS.get(preset, ())}
+    ended = accelerate_launch(config, str(prefix), **how, cold=cold)
     assert ended.returncode == 0, ended.stderr[-3000:]
     assert "cold start" not in ended.stderr  # the launcher's message about a rank that the server refuses
     return [read(prefix.with_name(f"{prefix.name}{rank}.json")) for rank in range(ranks)]
 
 
-@pytest.mark.parametrize("preset", [preset for preset in CPU_PRESETS if preset not in COLD_PRESETS])
-def test_a_forked_rank_has_every_variable_of_a_cold_one(
-    preset: str, preset_runs: dict[str, Path], tmp_path: Path
-) -> None:
-    """And no other variables than a cold rank has after its imports."""
-    forked = states_of_ranks(preset, "rank_environment.py", tmp_path / "forked")
-    cold = states_of_ranks(preset, "rank_environment.py", tmp_path / "cold", cold=True)
-    after_imports = read(preset_runs["ddp"].with_name("ddp.rank0.json"))["environment"]
+@pytest.fixture(scope="module")
+def cold_runs(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, faq_alpaca: Path) -> dict[str, Path]:
+    """Two runs of `preset_runs` again, started cold: one per server."""
+    folder = tmp_path_factory.mktemp("cold")
+    for preset in COLD:
+        launch_preset(preset, tiny_model, faq_alpaca, folder / preset, cold=True)
+    return {preset: folder / preset for preset in COLD}
+
+
+def states_of_ranks(runs: dict[str, Path], preset: str) -> list[dict[str, Any]]:
+    """Read what `train_and_fingerprint.py` wrote of each rank's process before it trained."""
+    return [read(runs[preset].with_name(f"{preset}.rank{rank}.json")) for rank in range(CPU_PRESETS[preset])]
+
+
+def test_a_forked_rank_has_every_variable_of_a_cold_one(cold_runs: dict[str, Path], tmp_path: Path) -> None:
+    """And no other variables than a cold rank has after its imports; four ranks of FSDP2, whose mesh has variables."""
+    forked = environments_of_ranks("fsdp2_hybrid", tmp_path / "forked")
+    cold = environments_of_ranks("fsdp2_hybrid", tmp_path / "cold", cold=True)
+    (after_imports,) = (state["environment"] for state in states_of_ranks(cold_runs, "single"))
     for variables, expected in zip(forked, cold, strict=True):
         wanted = expected.keys() - OF_ONE_LAUNCH - OF_A_FORKED_LAUNCH
         assert {name: variables.get(name) for name in wanted} == {name: expected[name] for name in wanted}
         assert variables.keys() - expected.keys() - OF_A_FORKED_LAUNCH <= after_imports.keys()
 
 
-@pytest.mark.parametrize("preset", COLD_PRESETS)
+@pytest.mark.parametrize("preset", COLD)
 def test_a_forked_rank_has_the_environment_and_state_of_a_cold_one(
-    preset: str, preset_runs: dict[str, Path], tmp_path: Path
+    preset: str, preset_runs: dict[str, Path], cold_runs: dict[str, Path]
 ) -> None:
-    ranks = CPU_PRESETS[preset]
-    forked = states_of_ranks(preset, "process_state.py", tmp_path / "rank")
-    cold = [read(preset_runs[preset].with_name(f"{preset}.rank{rank}.json")) for rank in range(ranks)]
+    forked, cold = states_of_ranks(preset_runs, preset), states_of_ranks(cold_runs, preset)
     different = [differences(*states) for states in zip(forked, cold, strict=True)]
     if preset == "single":  # accelerate starts a lone process in its own session, the server in a new one
         assert different[0].pop("leads_its_session") == (True, False)
-    assert different == [{}] * ranks
+    assert different == [{}] * CPU_PRESETS[preset]
     for seeds in zip(*([*state["random"], state["torch_seed"]] for state in forked), strict=True):
-        assert len(set(seeds)) == ranks
+        assert len(set(seeds)) == CPU_PRESETS[preset]
 
 
-@pytest.mark.parametrize("preset", ["ddp", "zero3", "fsdp2"])
+@pytest.mark.parametrize("preset", COLD)
 def test_forked_ranks_train_with_the_losses_of_a_cold_start_bit_for_bit(
-    preset: str, preset_runs: dict[str, Path], tiny_model: Path, faq_alpaca: Path, tmp_path: Path
+    preset: str, preset_runs: dict[str, Path], cold_runs: dict[str, Path]
 ) -> None:
-    job = ["--model_name_or_path", str(tiny_model), "--dataset", str(faq_alpaca), "--max_seq_length", "64"]
-    job += ["--max_steps", "3", "--per_device_train_batch_size", str(GLOBAL_BATCH // 2), "--learning_rate", "1e-3"]
-    job += ["--save_strategy", "no", "--output_dir", str(tmp_path / "run")]
-    ended = accelerate_launch(ROOT / "accelerate_configs" / f"{preset}.yaml", *job)
-    assert ended.returncode == 0, ended.stderr[-3000:]
-    assert losses(tmp_path / "run") == losses(preset_runs[preset])
+    forked, cold = (losses(runs[preset], CPU_PRESETS[preset]) for runs in (preset_runs, cold_runs))
+    assert forked == cold
 
 
 def test_the_launcher_names_a_forked_rank_that_a_signal_ended(tmp_path: Path) -> None:
@@ -200,29 +206,55 @@ def test_a_forked_process_and_what_it_starts_are_found_by_the_run_s_id(start: An
         each.kill()
 
 
-@pytest.mark.parametrize("deepspeed", ["false", "true"])
-def test_a_server_ends_with_its_owner_and_takes_its_processes_along(deepspeed: str, tmp_path: Path) -> None:
-    script = tmp_path / "sleep.py"
-    script.write_text("import time\ntime.sleep(60)\n")
-    owner = f"""
-import os, sys, time
+OWNER = """
+import json, os, select, sys, time
 from toolkit.run.warm_start import fork_process, start_fork_server
 server = start_fork_server(os.environ)
-environment = os.environ | {{"ACCELERATE_USE_DEEPSPEED": {deepspeed!r}}}
-process = fork_process(server.socket_path, [sys.executable, {str(script)!r}], environment=environment)
-print(server.process.pid, process.pid, flush=True)
+def fork(deepspeed, script):
+    environment = os.environ | {"ACCELERATE_USE_DEEPSPEED": deepspeed}
+    return fork_process(server.socket_path, [sys.executable, script], environment=environment)
+first = fork("true", sys.argv[1])
+seen = {"line": first.stdout.readline(), "exit_code": first.wait(30)}
+seen["pipe_is_closed"] = bool(select.select([first.stdout], [], [], 5)[0]) and first.stdout.read() == ""
+sleeping = [fork(deepspeed, sys.argv[2]) for deepspeed in ("false", "true")]
+pids = {"server": server.process.pid, "sleeping": [process.pid for process in sleeping]}
+print(json.dumps(pids | {"first": seen}), flush=True)
 time.sleep(60)
 """
-    environment = cpu_environment()
-    with subprocess.Popen([sys.executable, "-c", owner], env=environment, stdout=subprocess.PIPE, text=True) as running:
+
+
+@pytest.fixture(scope="module")
+def killed_owner(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """An owner that started a server and then ranks, the first one of DeepSpeed, and was killed: what it saw and left.
+
+    `ran` are the server and all of its processes, `left` those of them that still run after 10 seconds.
+    """
+    folder = tmp_path_factory.mktemp("owner")
+    scripts = {"done.py": "print('done')", "sleep.py": "import time\ntime.sleep(60)\n"}
+    for name, program in scripts.items():
+        (folder / name).write_text(program)
+    command = [sys.executable, "-c", OWNER, *(str(folder / name) for name in scripts)]
+    with subprocess.Popen(command, env=cpu_environment(), stdout=subprocess.PIPE, text=True) as running:
         assert running.stdout is not None
-        pids = [int(word) for word in running.stdout.readline().split()]
-        assert all(psutil.pid_exists(pid) for pid in pids)
+        found: dict[str, Any] = json.loads(running.stdout.readline())
+        server = psutil.Process(found["server"])
+        found["ran"] = [server.pid, *(process.pid for process in server.children(recursive=True))]
         running.kill()
     deadline = time.monotonic() + 10
-    while any(psutil.pid_exists(pid) for pid in pids) and time.monotonic() < deadline:
+    while any(psutil.pid_exists(pid) for pid in found["ran"]) and time.monotonic() < deadline:
         time.sleep(0.02)
-    assert not [pid for pid in pids if psutil.pid_exists(pid)]
+    return found | {"left": [pid for pid in found["ran"] if psutil.pid_exists(pid)]}
+
+
+def test_a_server_ends_with_its_owner_and_takes_its_processes_along(killed_owner: dict[str, Any]) -> None:
+    assert set(killed_owner["sleeping"]) < set(killed_owner["ran"])
+    assert len(killed_owner["ran"]) == 4  # two servers, and a process of each
+    assert killed_owner["left"] == []
+
+
+def test_the_output_of_the_first_rank_of_deepspeed_ends_with_it(killed_owner: dict[str, Any]) -> None:
+    """The second server, which is forked for this rank, must not hold its streams open."""
+    assert killed_owner["first"] == {"line": "done\n", "exit_code": 0, "pipe_is_closed": True}
 
 
 def test_what_libraries_read_at_import_cannot_differ(start: Any) -> None:
@@ -252,23 +284,6 @@ def test_ranks_of_deepspeed_hold_what_other_ranks_hold_and_the_compiler(start: A
     program = "import psutil; print(psutil.Process().memory_info().rss >> 20)"
     other, deepspeed = (int(output(start(program, ACCELERATE_USE_DEEPSPEED=value))[0]) for value in ("false", "true"))
     assert other + (-10 if EVERY_RANK_COMPILES else 20) < deepspeed < other + 100
-
-
-def test_the_output_of_the_first_rank_of_deepspeed_ends_with_it(tmp_path: Path) -> None:
-    """The second server, which is forked for this rank, must not hold its streams open."""
-    script = tmp_path / "program.py"
-    script.write_text("print('done')")
-    environment = cpu_environment() | {"ACCELERATE_USE_DEEPSPEED": "true"}
-    server = start_fork_server(cpu_environment())
-    try:
-        process = fork_process(server.socket_path, [sys.executable, str(script)], environment=environment)
-        assert process.stdout.readline() == "done\n"
-        assert process.wait(30) == 0
-        assert select.select([process.stdout], [], [], 5)[0], "the pipe is still open"
-        assert process.stdout.read() == ""
-        process.stdout.close()
-    finally:
-        server.stop()
 
 
 @pytest.mark.parametrize("deepspeed", ["false", "true"])

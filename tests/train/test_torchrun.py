@@ -6,35 +6,47 @@ import os
 from pathlib import Path
 
 import pytest
-from launching import ROOT, accelerate_launch, attested, losses, torchrun_preset
+from launching import ROOT, accelerate_launch, attested, losses, preset_job, torchrun_preset
 
 from toolkit.errors import ToolkitError
 from toolkit.train.launch_context import LaunchContext
 
-PRESETS = {"ddp": [], "zero2": [], "zero3": [], "fsdp2": [], "cp": ["--cp", "2"], "tp": ["--tp", "2"]}
 TWO_NODES = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1", "GROUP_WORLD_SIZE": "2"}
 
 
 @pytest.fixture
 def job(tiny_model: Path, faq_alpaca: Path) -> list[str]:
     words = ["--model_name_or_path", str(tiny_model), "--dataset", str(faq_alpaca), "--max_seq_length", "64"]
-    return [*words, "--max_steps", "2", "--per_device_train_batch_size", "2", "--save_strategy", "no", "--output_dir"]
+    words += ["--max_steps", "2", "--per_device_train_batch_size", "2", "--save_strategy", "no"]
+    return [*words, "--save_model", "false", "--output_dir"]
 
 
 @pytest.mark.launch
-@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("preset", ["ddp", "zero3", "fsdp2"])
 def test_torchrun_and_accelerate_launch_put_the_same_strategy_in_effect(
-    preset: str, job: list[str], tmp_path: Path
+    preset: str, preset_runs: dict[str, Path], tiny_model: Path, faq_alpaca: Path, tmp_path: Path
 ) -> None:
-    config, words = ROOT / "accelerate_configs" / f"{preset}.yaml", [*PRESETS[preset], *job]
-    ended = accelerate_launch(config, *words, str(tmp_path / "accelerate"))
+    ended = torchrun_preset(preset, *preset_job(preset, tiny_model, faq_alpaca), "--output_dir", str(tmp_path / "out"))
+    assert ended.returncode == 0, ended.stderr[-2000:]
+    check_same_strategy(tmp_path / "out", preset_runs[preset])
+
+
+@pytest.mark.launch
+@pytest.mark.parametrize("preset", ["cp", "tp"])
+def test_torchrun_and_accelerate_launch_divide_the_ranks_alike(preset: str, job: list[str], tmp_path: Path) -> None:
+    words = [f"--{preset}", "2", *job]
+    ended = accelerate_launch(ROOT / "accelerate_configs" / f"{preset}.yaml", *words, str(tmp_path / "accelerate"))
     assert ended.returncode == 0, ended.stderr[-2000:]
     ended = torchrun_preset(preset, *words, str(tmp_path / "torchrun"))
     assert ended.returncode == 0, ended.stderr[-2000:]
-    found = attested(tmp_path / "torchrun")
-    assert found == attested(tmp_path / "accelerate")
+    check_same_strategy(tmp_path / "torchrun", tmp_path / "accelerate")
+
+
+def check_same_strategy(by_torchrun: Path, by_accelerate: Path) -> None:
+    found = attested(by_torchrun)
+    assert found == attested(by_accelerate)
     assert len(found) > 40
-    assert losses(tmp_path / "torchrun") == losses(tmp_path / "accelerate")
+    assert losses(by_torchrun) == losses(by_accelerate)
 
 
 @pytest.mark.launch
