@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import compileall
 import fcntl
 import os
 import shutil
@@ -46,6 +47,12 @@ def _same_environment() -> Iterator[None]:
             del current[name]
     os.environ = environment  # noqa: B003 -- the object itself, not its content
     os.environ.update(before)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Compile the package once: where PYTHONDONTWRITEBYTECODE is set, each process of a test would do so again."""
+    if not hasattr(config, "workerinput"):
+        compileall.compile_dir(Path(__file__).parent.parent / "toolkit", quiet=2)
 
 
 @cache
