@@ -22,6 +22,7 @@ from pathlib import Path
 import pytest
 import typer
 from fits_table import fits_table
+from launching import cpu_environment, run_captured
 from reference_blocks import characteristics_table, doctor_table, optimizer_table, preset_table, xid_table
 from simulated_throughput import throughput_table
 
@@ -87,11 +88,37 @@ def toolkit_commands() -> list[list[str]]:
     return [shlex.split(line, comments=True) for line in lines]
 
 
-def run_bash(script: str, **variables: str) -> subprocess.CompletedProcess[str]:
+def run_bash(script: str) -> subprocess.CompletedProcess[str]:
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    environment = os.environ | PLAIN_SCREEN | {"PATH": path, "CUDA_VISIBLE_DEVICES": ""} | variables
+    environment = os.environ | PLAIN_SCREEN | {"PATH": path, "CUDA_VISIBLE_DEVICES": ""}
     command = ["bash", "-euo", "pipefail", "-c", script]
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300, check=False)
+
+
+# Programs of a script that are forked from the session's server, so that they do not import torch again. The command
+# line of accelerate is then not an ancestor's, so the environment names the preset, as under `toolkit train`.
+FORKED = """
+forked() { python tests/scripts/fork_program.py "$@"; }
+toolkit() { forked -m toolkit "$@"; }
+accelerate() {
+    [ "$1 $2 $4" = "launch --config_file --num_processes" ]
+    TOOLKIT_PRESET="$PWD/$3" TOOLKIT_WORLD_SIZE="$5" forked -m accelerate.commands.launch "${@:2}"
+}
+"""
+
+
+def run_launching_bash(script: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Run a script that launches runs, from the fork server.
+
+    `variables` are not exported: libraries may read any variable when they are imported, so the server refuses a run
+    that has one which it was started without.
+    """
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    given = "".join(f"{name}={shlex.quote(value)}\n" for name, value in variables.items())
+    command = ["bash", "-euo", "pipefail", "-c", FORKED + given + script]
+    ended = run_captured(command, cpu_environment() | {"PATH": path})
+    assert "cold start:" not in ended.stdout + ended.stderr
+    return ended
 
 
 # -- generated blocks
@@ -178,7 +205,7 @@ def test_every_python_example_of_a_page_runs(page: Path) -> None:
 def test_a_launched_command_writes_the_run_folder_that_the_page_describes(
     block: Block, tiny_model: Path, faq_alpaca: Path, tmp_path: Path
 ) -> None:
-    ended = run_bash(block.substituted(), model=str(tiny_model), data=str(faq_alpaca), FOLDER=str(tmp_path))
+    ended = run_launching_bash(block.substituted(), model=str(tiny_model), data=str(faq_alpaca), FOLDER=str(tmp_path))
     assert ended.returncode == 0, ended.stderr
     (folder,) = tmp_path.iterdir()
     run = read_json(folder / "run.json") or {}

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from launching import ROOT, cpu_environment
-from test_readme import Block
+from launching import ROOT
+from test_readme import Block, run_launching_bash
 
 TESTED = re.compile(r"<!-- test: (tutorial;?[^\n]*) -->\n```(bash|python)\n(.*?)```", re.DOTALL)
 TUTORIALS = [page for page in sorted((ROOT / "docs" / "tutorials").glob("*.md")) if TESTED.search(page.read_text())]
@@ -21,7 +18,8 @@ def script(page: Path) -> str:
     parts = []
     for comment, language, text in TESTED.findall(page.read_text()):
         code = Block(comment, text).substituted()
-        parts.append(code if language == "bash" else f"python - <<END\n{code}\nEND\n")
+        example = f'cat > "$FOLDER/example.py" <<END\n{code}\nEND\nforked "$FOLDER/example.py"\n'
+        parts.append(code if language == "bash" else example)
     return "".join(parts)
 
 
@@ -34,8 +32,5 @@ def test_the_tutorials_of_one_gpu_of_eight_and_of_a_comparison_are_run() -> None
 @pytest.mark.parametrize("page", TUTORIALS, ids=lambda page: page.stem)
 def test_a_tutorials_commands_run(page: Path, tiny_model: Path, tmp_path: Path) -> None:
     commands = script(page).replace("$(python -m toolkit.demo --model)", str(tiny_model))
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    environment = cpu_environment() | {"PATH": path, "FOLDER": str(tmp_path)}
-    command = ["bash", "-euo", "pipefail", "-c", commands]
-    ended = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    ended = run_launching_bash(commands, FOLDER=str(tmp_path))
     assert ended.returncode == 0, f"{ended.stdout[-2000:]}\n{ended.stderr[-3000:]}"

@@ -1,0 +1,14 @@
+"""Run a Python program as `fork_program.py -m toolkit ...`, forked from the session's server; its stdin is empty."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+from toolkit.run.warm_start import SOCKET_VARIABLE, fork_process
+
+if __name__ == "__main__":
+    started = fork_process(
+        os.environ[SOCKET_VARIABLE], [sys.executable, *sys.argv[1:]], environment=os.environ, stdout=1, stderr=2
+    )
+    sys.exit(started.wait())
