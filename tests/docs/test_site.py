@@ -101,16 +101,38 @@ def test_the_python_reference_has_every_public_name(site: Path, module: object) 
     assert [name for name in names if not re.search(rf'<h2 id="[\w.]+\.{name}"', page)] == []
 
 
+def test_every_page_has_the_same_scripts(site: Path) -> None:
+    """What they do is shown on the pages that are opened below."""
+    scripts = {page: re.findall(r"<script\b.*?</script>", html(site, page.as_posix()), re.DOTALL) for page in PAGES}
+    places = r'(\.\./)+|(?<=")\.(?=")|(?<=")\.\.(?=")'  # of the site's root, seen from a page
+    assert len({re.sub(places, "", "".join(each)) for each in scripts.values()}) == 1
+
+
 @pytest.mark.browser
-@pytest.mark.parametrize(("window", "pages"), [(PHONE, PAGES), (DESKTOP, WIDEST)], ids=["phone", "desktop"])
-def test_every_page_opens_without_errors_requests_or_overflow(
-    browser: Browser, site: Path, window: ViewportSize, pages: list[Path]
-) -> None:
+@pytest.mark.parametrize("window", [PHONE, DESKTOP], ids=["phone", "desktop"])
+def test_a_page_opens_without_errors_requests_or_overflow(browser: Browser, site: Path, window: ViewportSize) -> None:
     with open_page(browser, site / "index.html", window) as opened:
-        for page in pages:
+        for page in [Path("index.html"), *WIDEST]:
             opened.page.goto((site / page).as_uri())
             opened.page.wait_for_selector("html.js")  # the theme's script ran
             assert (opened.errors, opened.external_requests, opened.overflow()) == ([], [], []), page
+
+
+# Loading the theme takes longest, so one page shows the articles of all.
+SHOW_ARTICLE = """async (article) => {
+  document.querySelector("article").outerHTML = article
+  await Promise.all([...document.images].map((image) => image.decode()))
+}"""
+
+
+@pytest.mark.browser
+def test_every_article_fits_a_phone(browser: Browser, site: Path) -> None:
+    with open_page(browser, site / WIDEST[0], PHONE) as opened:
+        for page in PAGES:
+            if len(page.parts) == 2:  # links and images of a page in a folder; `index.html` is opened above
+                (article,) = re.findall(r"<article.*</article>", html(site, page.as_posix()), re.DOTALL)
+                opened.page.evaluate(SHOW_ARTICLE, article)
+                assert (opened.errors, opened.external_requests, opened.overflow()) == ([], [], []), page
 
 
 @pytest.mark.browser
