@@ -3,58 +3,68 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import yaml
-from launching import ROOT, toolkit
+from command_line import run_command
+from launching import ROOT
 
 from toolkit.run.script_arguments import read_config_file
 
 AXOLOTL = ROOT / "tests" / "fixtures" / "axolotl.yaml"
+Convert = Callable[..., tuple[int, str, str]]
 
 
-def test_the_yaml_goes_to_stdout_and_the_next_command_to_stderr(tmp_path: Path) -> None:
-    ended = toolkit("convert-config", str(AXOLOTL), cwd=tmp_path)
-    assert ended.returncode == 0
-    assert yaml.safe_load(ended.stdout)["per_device_train_batch_size"] == 2
-    assert ended.stdout.splitlines()[:2] == [
+@pytest.fixture
+def convert(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Convert:
+    """Runs the command in `tmp_path`; returns exit code, stdout and stderr."""
+    monkeypatch.chdir(tmp_path)
+    return lambda *words: run_command(["convert-config", *words], capsys)
+
+
+def test_the_yaml_goes_to_stdout_and_the_next_command_to_stderr(convert: Convert) -> None:
+    code, out, err = convert(str(AXOLOTL))
+    assert code == 0
+    assert yaml.safe_load(out)["per_device_train_batch_size"] == 2
+    assert out.splitlines()[:2] == [
         f"# Converted from axolotl: {AXOLOTL}",
         "#   toolkit train --preset ddp -- train.yaml",
     ]
-    assert "# axolotl drops longer rows" in ended.stdout
-    assert "# Defaults of axolotl, which differ from ours:\nnum_train_epochs: 1.0\n" in ended.stdout
-    assert "#   loss_watchdog_threshold: 5.0  (`toolkit train` ends a run" in ended.stdout
-    assert ended.stderr.splitlines() == [
+    assert "# axolotl drops longer rows" in out
+    assert "# Defaults of axolotl, which differ from ours:\nnum_train_epochs: 1.0\n" in out
+    assert "#   loss_watchdog_threshold: 5.0  (`toolkit train` ends a run" in out
+    assert err.splitlines() == [
         "axolotl: 6 settings converted, 1 without a counterpart",
         "not converted: loss_watchdog_threshold",
         "next: toolkit train --preset ddp -- train.yaml",
     ]
 
 
-def test_the_output_file_is_read_by_the_training_script(tmp_path: Path) -> None:
-    ended = toolkit("convert-config", str(AXOLOTL), "--output", "new/ours.yaml", cwd=tmp_path)
-    assert (ended.returncode, ended.stdout) == (0, "")
-    assert "toolkit train --preset ddp -- new/ours.yaml" in ended.stderr
+def test_the_output_file_is_read_by_the_training_script(convert: Convert, tmp_path: Path) -> None:
+    code, out, err = convert(str(AXOLOTL), "--output", "new/ours.yaml")
+    assert (code, out) == (0, "")
+    assert "toolkit train --preset ddp -- new/ours.yaml" in err
     assert read_config_file(tmp_path / "new" / "ours.yaml")["learning_rate"] == 2e-5
 
 
-def test_an_existing_file_is_overwritten_only_with_force(tmp_path: Path) -> None:
+def test_an_existing_file_is_overwritten_only_with_force(convert: Convert, tmp_path: Path) -> None:
     (tmp_path / "ours.yaml").write_text("mine")
-    words = ["convert-config", str(AXOLOTL), "--output", "ours.yaml"]
-    refused = toolkit(*words, cwd=tmp_path)
-    assert (refused.returncode, refused.stderr.splitlines()) == (
+    words = [str(AXOLOTL), "--output", "ours.yaml"]
+    code, _, err = convert(*words)
+    assert (code, err.splitlines()) == (
         2,
         ["error: ours.yaml exists already", "  hint: `--force` overwrites it, or name another `--output`"],
     )
     assert (tmp_path / "ours.yaml").read_text() == "mine"
-    assert toolkit(*words, "--force", cwd=tmp_path).returncode == 0
+    assert convert(*words, "--force")[0] == 0
     assert (tmp_path / "ours.yaml").read_text().startswith("# Converted from axolotl")
 
 
-def test_json_names_what_became_of_every_setting(tmp_path: Path) -> None:
-    ended = toolkit("convert-config", str(AXOLOTL), "--json", cwd=tmp_path)
-    shown = json.loads(ended.stdout)
+def test_json_names_what_became_of_every_setting(convert: Convert) -> None:
+    _, out, _ = convert(str(AXOLOTL), "--json")
+    shown = json.loads(out)
     assert (shown["tool"], shown["preset"], shown["num_processes"]) == ("axolotl", "ddp", None)
     assert shown["converted"]["micro_batch_size"] == "per_device_train_batch_size"
     assert shown["not_converted"] == [
@@ -67,10 +77,10 @@ def test_json_names_what_became_of_every_setting(tmp_path: Path) -> None:
     assert shown["redundant"] == ["datasets[0].type"]
 
 
-def test_what_the_configuration_does_not_say_is_asked_for(tmp_path: Path) -> None:
+def test_what_the_configuration_does_not_say_is_asked_for(convert: Convert, tmp_path: Path) -> None:
     (tmp_path / "theirs.yaml").write_text("model_name_or_path: a/b\nstage: sft\ndataset: faq\n")
-    ended = toolkit("convert-config", "theirs.yaml", cwd=tmp_path)
-    assert "next: toolkit train --preset ddp -- train.yaml --dataset FILE" in ended.stderr
+    _, _, err = convert("theirs.yaml")
+    assert "next: toolkit train --preset ddp -- train.yaml --dataset FILE" in err
 
 
 @pytest.mark.parametrize(
@@ -83,12 +93,12 @@ def test_what_the_configuration_does_not_say_is_asked_for(tmp_path: Path) -> Non
     ],
 )
 def test_a_file_that_cannot_be_converted_is_refused_in_two_lines(
-    text: str, options: tuple[str, ...], message: str, hint: str, tmp_path: Path
+    convert: Convert, text: str, options: tuple[str, ...], message: str, hint: str, tmp_path: Path
 ) -> None:
     (tmp_path / "theirs.yaml").write_text(text)
-    ended = toolkit("convert-config", "theirs.yaml", *options, cwd=tmp_path)
-    assert (ended.returncode, ended.stdout) == (2, "")
-    first, second = ended.stderr.splitlines()
+    code, out, err = convert("theirs.yaml", *options)
+    assert (code, out) == (2, "")
+    first, second = err.splitlines()
     assert message in first
     assert hint in second
 
@@ -101,16 +111,18 @@ def test_a_file_that_cannot_be_converted_is_refused_in_two_lines(
         ("a: [\n", "theirs.yaml is not YAML: while parsing a flow node"),
     ],
 )
-def test_a_file_that_cannot_be_read_is_refused(text: str | None, message: str, tmp_path: Path) -> None:
+def test_a_file_that_cannot_be_read_is_refused(
+    convert: Convert, text: str | None, message: str, tmp_path: Path
+) -> None:
     if text is not None:
         (tmp_path / "theirs.yaml").write_text(text)
-    ended = toolkit("convert-config", "theirs.yaml", cwd=tmp_path)
-    assert ended.returncode == 2
-    assert ended.stderr.startswith(f"error: {message}")
-    assert len(ended.stderr.splitlines()) == 1
+    code, _, err = convert("theirs.yaml")
+    assert code == 2
+    assert err.startswith(f"error: {message}")
+    assert len(err.splitlines()) == 1
 
 
-def test_the_tool_can_be_named_where_the_settings_do_not_say(tmp_path: Path) -> None:
+def test_the_tool_can_be_named_where_the_settings_do_not_say(convert: Convert, tmp_path: Path) -> None:
     (tmp_path / "theirs.yaml").write_text("model_name_or_path: a/b\nlearning_rate: 1e-5\n")
-    ended = toolkit("convert-config", "theirs.yaml", "--from", "trl", cwd=tmp_path)
-    assert yaml.safe_load(ended.stdout)["activation_checkpointing"] is True
+    _, out, _ = convert("theirs.yaml", "--from", "trl")
+    assert yaml.safe_load(out)["activation_checkpointing"] is True

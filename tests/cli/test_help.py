@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import typer
+from launching import cpu_environment, run_warm
 from typer.testing import CliRunner
 
 from toolkit import __version__
@@ -62,10 +61,9 @@ def test_version_is_printed_anywhere(words: list[str], capsys: pytest.CaptureFix
     assert (ended.value.code, capsys.readouterr().out) == (0, f"finetune-toolkit {__version__}\n")
 
 
+@pytest.mark.launch
 @pytest.mark.parametrize("module", ["toolkit.train", "toolkit.checkpoint", "toolkit.demo"])
 def test_help_of_a_module_that_python_runs_renders(module: str) -> None:
-    environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, "-m", module, "--help"]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment, check=False)
+    ended = run_warm([sys.executable, "-m", module, "--help"], cpu_environment())
     assert (ended.returncode, "Traceback" in ended.stderr) == (0, False), ended.stderr[-2000:]
     assert "usage: " in ended.stdout.lower()

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
-from launching import toolkit
+from command_line import run_command
 
 from toolkit.cli.lint import version_notes
 from toolkit.lint import lint_paths
@@ -31,16 +31,21 @@ fsdp_config:
 """
 
 
-def lint_json(*words: str, cwd: Path) -> tuple[int, list[dict[str, Any]]]:
-    ended = toolkit("lint", *words, "--json", cwd=cwd)
-    return ended.returncode, json.loads(ended.stdout)["findings"]
+Lint = Callable[..., tuple[int, str, str]]
 
 
-def test_findings_as_json_and_the_exit_code(tmp_path: Path) -> None:
+@pytest.fixture
+def lint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Lint:
+    """Runs the command in `tmp_path`; returns exit code, stdout and stderr."""
+    monkeypatch.chdir(tmp_path)
+    return lambda *words: run_command(["lint", *words], capsys)
+
+
+def test_findings_as_json_and_the_exit_code(lint: Lint, tmp_path: Path) -> None:
     (tmp_path / "mine.yaml").write_text("distributed_type: MULTI_CPU\n")
-    code, findings = lint_json("mine.yaml", cwd=tmp_path)
+    code, out, _ = lint("mine.yaml", "--json")
     assert code == 1
-    assert findings == [
+    assert json.loads(out)["findings"] == [
         {
             "file": "mine.yaml",
             "key": "distributed_type",
@@ -53,34 +58,34 @@ def test_findings_as_json_and_the_exit_code(tmp_path: Path) -> None:
         }
     ]
     (tmp_path / "mine.yaml").write_text("distributed_type: MULTI_GPU\n")
-    assert lint_json("mine.yaml", cwd=tmp_path) == (0, [])
-    refused = toolkit("lint", "gone.yaml", cwd=tmp_path)
-    assert (refused.returncode, refused.stdout, refused.stderr) == (2, "", "error: no such file: gone.yaml\n")
+    code, out, _ = lint("mine.yaml", "--json")
+    assert (code, json.loads(out)["findings"]) == (0, [])
+    assert lint("gone.yaml") == (2, "", "error: no such file: gone.yaml\n")
 
 
-def test_a_broken_file_in_a_folder_gives_exit_code_2_and_the_other_findings(tmp_path: Path) -> None:
+def test_a_broken_file_in_a_folder_gives_exit_code_2_and_the_other_findings(lint: Lint, tmp_path: Path) -> None:
     (tmp_path / "sub").mkdir()
     (tmp_path / "sub" / "mine.yaml").write_text("distributed_type: MULTI_CPU\n")
     (tmp_path / "broken.yaml").write_text("a: [")
     (tmp_path / "rows.json").write_text('[{"text": "data, not a configuration"}]')
-    ended = toolkit("lint", ".", cwd=tmp_path)
-    assert ended.returncode == 2
-    assert ended.stdout.splitlines()[0].startswith("sub/mine.yaml:1: error[starts-one-process] distributed_type: ")
-    assert "error: broken.yaml is not YAML" in ended.stderr
-    assert ended.stderr.splitlines()[-1] == "1 file: 1 error"
+    code, out, err = lint(".")
+    assert code == 2
+    assert out.splitlines()[0].startswith("sub/mine.yaml:1: error[starts-one-process] distributed_type: ")
+    assert "error: broken.yaml is not YAML" in err
+    assert err.splitlines()[-1] == "1 file: 1 error"
 
 
-def test_fix_writes_to_stdout_and_keeps_comments_and_the_file(tmp_path: Path) -> None:
+def test_fix_writes_to_stdout_and_keeps_comments_and_the_file(lint: Lint, tmp_path: Path) -> None:
     (tmp_path / "mine.yaml").write_text(FSDP1_FILE)
-    ended = toolkit("lint", "mine.yaml", "--fix", cwd=tmp_path)
-    assert (ended.returncode, ended.stdout) == (0, FSDP2_FILE)
+    code, out, _ = lint("mine.yaml", "--fix")
+    assert (code, out) == (0, FSDP2_FILE)
     assert (tmp_path / "mine.yaml").read_text() == FSDP1_FILE
 
 
-def test_fix_in_place_keeps_the_old_text_in_a_backup(tmp_path: Path) -> None:
+def test_fix_in_place_keeps_the_old_text_in_a_backup(lint: Lint, tmp_path: Path) -> None:
     (tmp_path / "mine.yaml").write_text(FSDP1_FILE)
-    ended = toolkit("lint", ".", "--fix", "--in-place", cwd=tmp_path)
-    assert (ended.returncode, ended.stdout) == (0, "")
+    code, out, _ = lint(".", "--fix", "--in-place")
+    assert (code, out) == (0, "")
     assert (tmp_path / "mine.yaml").read_text() == FSDP2_FILE
     assert (tmp_path / "mine.yaml.bak").read_text() == FSDP1_FILE
 
@@ -92,12 +97,12 @@ def test_fix_in_place_keeps_the_old_text_in_a_backup(tmp_path: Path) -> None:
         (["a.yaml", "b.yaml", "--fix"], "--fix writes one file to stdout"),
     ],
 )
-def test_options_that_exclude_each_other_are_refused(words: list[str], why: str, tmp_path: Path) -> None:
+def test_options_that_exclude_each_other_are_refused(lint: Lint, words: list[str], why: str, tmp_path: Path) -> None:
     for name in ("a.yaml", "b.yaml"):
         (tmp_path / name).write_text("distributed_type: FSDP\n")
-    ended = toolkit("lint", *words, cwd=tmp_path)
-    assert ended.returncode == 2
-    assert why in ended.stderr
+    code, _, err = lint(*words)
+    assert code == 2
+    assert why in err
 
 
 def test_another_installed_version_is_noted_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

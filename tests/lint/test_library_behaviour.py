@@ -5,19 +5,19 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-import subprocess
 import sys
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
-from launching import torchrun
+from launching import cpu_environment, fork_server, run_warm, torchrun
 
 from toolkit.lint import removed_keys as removed
 from toolkit.lint.findings import CHECKED_VERSIONS
 from toolkit.lint.rules import RULES
 from toolkit.lint.rules.keys import TRAINER_FSDP_KEYS
+from toolkit.run.warm_start import SOCKET_VARIABLE
 from toolkit.versions import installed_version, training_argument_types, version_numbers
 
 ROOT = Path(__file__).parents[2]
@@ -110,18 +110,16 @@ NOT_SHOWN = {
 
 @cache
 def seen() -> dict[str, Any]:
-    """Return what the libraries did; one process for all rules, because importing them takes longest."""
+    """Return what the libraries did; one process for all rules, forked, because importing them takes longest."""
     lists = {
         "deepspeed": sorted(removed.DEEPSPEED_REMOVED),
         "zero": list(removed.ZERO_REMOVED),
         "deprecated": list(removed.ZERO_DEPRECATED),
         "arguments": sorted(removed.TRAINING_ARGUMENTS_REMOVED),
     }
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "tests" / "scripts" / "lint_truths.py"), json.dumps(lists)],
-        env=os.environ | {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)},
-        capture_output=True, text=True, timeout=240, check=False,
-    )  # fmt: skip
+    script = str(ROOT / "tests" / "scripts" / "lint_truths.py")
+    os.environ[SOCKET_VARIABLE] = fork_server().socket_path
+    done = run_warm([sys.executable, script, json.dumps(lists)], cpu_environment())
     assert done.returncode == 0, done.stderr
     return dict(json.loads(done.stdout.rpartition("SEEN ")[2]))
 
