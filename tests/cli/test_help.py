@@ -21,7 +21,8 @@ def command_paths(command: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[st
         yield from command_paths(child, (*path, name))
 
 
-PATHS = list(command_paths(typer.main.get_command(app)))
+PROGRAM: Any = typer.main.get_command(app)
+PATHS = list(command_paths(PROGRAM))
 
 
 def test_the_commands_are_found() -> None:
@@ -33,7 +34,7 @@ def test_help_renders_and_describes_the_command_and_every_option(path: tuple[str
     result = CliRunner().invoke(app, [*path, "--help"], env={"COLUMNS": "200", "TERM": "dumb"})
     assert result.exit_code == 0, result.output
     assert "Usage: " in result.output
-    command: Any = typer.main.get_command(app)
+    command = PROGRAM
     for name in path:
         command = command.commands[name]
     assert command.help
@@ -44,7 +45,7 @@ def test_help_renders_and_describes_the_command_and_every_option(path: tuple[str
 @pytest.mark.parametrize("path", PATHS, ids=lambda path: " ".join(path) or "toolkit")
 def test_at_100_columns_no_option_is_cut_or_broken(path: tuple[str, ...]) -> None:
     result = CliRunner().invoke(app, [*path, "-h"], env={"COLUMNS": "100", "TERM": "dumb"})
-    command: Any = typer.main.get_command(app)
+    command = PROGRAM
     for name in path:
         command = command.commands[name]
     lines = result.output.splitlines()

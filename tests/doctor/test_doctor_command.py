@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import resource
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -54,20 +55,25 @@ SCHEMA = {
 }
 
 
-def doctor(*words: str, limit: Callable[[], None] | None = None, **variables: str) -> subprocess.CompletedProcess[str]:
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "NCCL_"))}
-    environment |= {"PYTHONPATH": str(ROOT), **variables}
-    command = [sys.executable, "-m", "toolkit", "doctor", *words]
-    return subprocess.run(
-        command, env=environment, capture_output=True, text=True, check=False, timeout=240, preexec_fn=limit
-    )
+def doctor(*words: str, **variables: str) -> tuple[int, str, str]:
+    """Return exit code, stdout and stderr of the command in this process, with these variables."""
+    unread = [name for name in os.environ if name.startswith(("HF_", "NCCL_"))]
+    out, err = io.StringIO(), io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(err):
+        for name in unread:
+            patch.delenv(name)
+        for name, value in variables.items():
+            patch.setenv(name, value)
+        with pytest.raises(SystemExit) as ended:
+            main(["doctor", *words])
+    return int(ended.value.code or 0), out.getvalue(), err.getvalue()
 
 
-def report(*words: str, limit: Callable[[], None] | None = None, **variables: str) -> dict[str, Any]:
-    ended = doctor("--json", *words, limit=limit, **variables)
-    found: dict[str, Any] = json.loads(ended.stdout)
+def report(*words: str, **variables: str) -> dict[str, Any]:
+    code, out, err = doctor("--json", *words, **variables)
+    found: dict[str, Any] = json.loads(out)
     has_error = any(finding["level"] == "error" for finding in found["findings"])
-    assert ended.returncode == (1 if has_error else 0), ended.stderr
+    assert code == (1 if has_error else 0), err
     return found
 
 
@@ -110,9 +116,9 @@ def test_this_node_is_measured(here: dict[str, Any]) -> None:
 
 
 def test_the_text_shows_each_finding_with_its_fix() -> None:
-    ended = doctor("--gpus-per-node", "64")
-    lines = ended.stdout.splitlines()
-    assert ended.returncode == 1
+    code, out, _ = doctor("--gpus-per-node", "64")
+    lines = out.splitlines()
+    assert code == 1
     at = next(index for index, line in enumerate(lines) if line.startswith("  error: GPUs are missing: "))
     assert lines[at].endswith("expected: 64, as --gpus-per-node says")
     assert lines[at + 1] == "    fix: SLURM: --gpus-per-node; docker run --gpus all; without a driver: install NVIDIA's"
@@ -204,7 +210,12 @@ def test_low_limits_are_found(tmp_path: Path) -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (1000, 1000))
         resource.setrlimit(resource.RLIMIT_NPROC, (900, 900))
 
-    found = report("--num-processes", "4", limit=lower, HF_HOME=str(tmp_path))
+    command = [sys.executable, "-m", "toolkit", "doctor", "--json", "--num-processes", "4"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "HF_HOME": str(tmp_path)}
+    ended = subprocess.run(
+        command, env=environment, capture_output=True, text=True, check=False, timeout=240, preexec_fn=lower
+    )
+    found = json.loads(ended.stdout)
     assert levels(found, "ulimit-nofile", "ulimit-nproc") == [("ulimit-nofile", "warning"), ("ulimit-nproc", "warning")]
     assert measured(found, "ulimit-nproc")["user"] == 900
 
@@ -238,11 +249,11 @@ def test_a_port_in_use_and_an_interface_that_does_not_exist_are_found() -> None:
 def test_of_a_token_only_its_presence_is_shown_and_a_readable_token_file_is_found(tmp_path: Path) -> None:
     (tmp_path / "token").write_text(f"{TOKEN}\n")
     (tmp_path / "token").chmod(0o644)
-    ended = doctor("--json", HF_HOME=str(tmp_path), NCCL_DEBUG_FILE=f"/tmp/{TOKEN}")
-    found = json.loads(ended.stdout)
-    shown = doctor(HF_HOME=str(tmp_path), GLOO_SOCKET_IFNAME=TOKEN)
-    assert "GLOO_SOCKET_IFNAME names no interface of this node: ***" in shown.stdout
-    assert TOKEN not in ended.stdout + ended.stderr + shown.stdout + shown.stderr
+    _, as_json, messages = doctor("--json", HF_HOME=str(tmp_path), NCCL_DEBUG_FILE=f"/tmp/{TOKEN}")
+    found = json.loads(as_json)
+    _, shown, more_messages = doctor(HF_HOME=str(tmp_path), GLOO_SOCKET_IFNAME=TOKEN)
+    assert "GLOO_SOCKET_IFNAME names no interface of this node: ***" in shown
+    assert TOKEN not in as_json + messages + shown + more_messages
     assert measured(found, "hub")["token"] == "token file"
     assert levels(found, "hub") == [("hub", "warning")]
     assert f"chmod 600 {tmp_path}/token" in {finding["fix"] for finding in found["findings"]}

@@ -5,12 +5,11 @@ from __future__ import annotations
 import json
 import os
 import platform
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from launching import ROOT
+from command_line import run_command
 from loaded_modules import HEAVY, loaded_after
 
 from toolkit.doctor.environment_report import as_markdown, environment_report, shown_variables, without_secrets
@@ -41,30 +40,42 @@ def home(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def printed(home: Path, *words: str, **variables: str) -> str:
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "XDG_"))}
-    environment |= {"PYTHONPATH": str(ROOT), "HOME": str(home), **variables}
-    command = [sys.executable, "-m", "toolkit", "env", *words]
-    ended = subprocess.run(command, cwd=home, env=environment, capture_output=True, text=True, check=True, timeout=60)
-    assert ended.stderr == ""
-    return ended.stdout
+Env = Callable[..., str]
+
+
+@pytest.fixture
+def env(home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Env:
+    """Runs the command in the home folder with these variables; returns what it prints."""
+    monkeypatch.chdir(home)
+
+    def env(*words: str, **variables: str) -> str:
+        with monkeypatch.context() as patch:
+            for name in [name for name in os.environ if name.startswith(("HF_", "XDG_"))]:
+                patch.delenv(name)
+            for name, value in (variables | {"HOME": str(home)}).items():
+                patch.setenv(name, value)
+            code, out, err = run_command(["env", *words], capsys)
+        assert (code, err) == (0, "")
+        return out
+
+    return env
 
 
 @pytest.mark.parametrize("words", [(), ("--json",)])
-def test_no_secret_is_printed(words: tuple[str, ...], home: Path) -> None:
-    text = printed(home, *words, **SECRETS)
+def test_no_secret_is_printed(words: tuple[str, ...], env: Env) -> None:
+    text = env(*words, **SECRETS)
     for secret in (TOKEN, PASSWORD, KEY, "another-secret-value", "hf_storedInAFile123", "plain-words", "github_pat_11"):
         assert secret not in text
     for kept in ("proxy.example:3128", "hub.example", "num_processes: 8", "NCCL_IB_HCA=mlx5", ".log"):
         assert kept in text
 
 
-def test_of_a_token_it_only_says_that_it_is_set(home: Path) -> None:
-    lines = printed(home, HF_TOKEN=TOKEN).splitlines()
+def test_of_a_token_it_only_says_that_it_is_set(env: Env) -> None:
+    lines = env(HF_TOKEN=TOKEN).splitlines()
     assert "- HF_TOKEN: set" in lines
     assert "- WANDB_API_KEY: not set" in lines
     assert "- hub login: HF_TOKEN" in lines
-    assert "- hub login: token file" in printed(home).splitlines()
+    assert "- hub login: token file" in env().splitlines()
 
 
 def test_variables_that_libraries_read_are_shown() -> None:
@@ -79,8 +90,8 @@ def test_a_short_value_of_a_secret_hides_no_other_text(tmp_path: Path) -> None:
     assert without_secrets({"a": ["no GPU", None, 3]}, environment) == {"a": ["no GPU", None, 3]}
 
 
-def test_the_json_has_versions_memory_and_disks_as_numbers(home: Path) -> None:
-    report = json.loads(printed(home, "--json"))
+def test_the_json_has_versions_memory_and_disks_as_numbers(env: Env) -> None:
+    report = json.loads(env("--json"))
     assert report["packages"]["torch"] == library_versions()["torch"]
     assert report["python"] == platform.python_version()
     assert report["host_memory_bytes"] == os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -91,7 +102,7 @@ def test_the_json_has_versions_memory_and_disks_as_numbers(home: Path) -> None:
 
 
 @pytest.mark.skipif(Path("/proc/driver/nvidia/gpus").is_dir(), reason="this node has GPUs of its own")
-def test_gpus_and_driver_are_those_of_nvidia_smi(home: Path, tmp_path: Path) -> None:
+def test_gpus_and_driver_are_those_of_nvidia_smi(env: Env, tmp_path: Path) -> None:
     program = tmp_path / "bin" / "nvidia-smi"
     program.parent.mkdir()
     row = "NVIDIA H100 80GB HBM3, 81559, 570.86.15, 700.00, 1980, 2619"
@@ -104,7 +115,7 @@ def test_gpus_and_driver_are_those_of_nvidia_smi(home: Path, tmp_path: Path) -> 
     cases = "".join(f"{pattern}) printf '{text}\\n';;\n" for pattern, text in answers.items())
     program.write_text(f'#!/bin/sh\ncase "$1" in\n{cases}esac\n')
     program.chmod(0o755)
-    text = printed(home, PATH=f"{program.parent}:{os.environ['PATH']}", CUDA_VISIBLE_DEVICES="1")
+    text = env(PATH=f"{program.parent}:{os.environ['PATH']}", CUDA_VISIBLE_DEVICES="1")
     for line in (
         "- GPUs: 2 × NVIDIA H100 80GB HBM3 (79.65 GiB)",
         "- visible GPUs: 1",

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from launching import cpu_environment, run_warm
 
 from toolkit.cache import are_compiled, path_with_ninja, torch_extensions_folder
 from toolkit.doctor import ops
@@ -99,12 +99,15 @@ def test_ninja_is_found_in_an_environment_that_is_not_activated(monkeypatch: pyt
 
 
 @pytest.mark.launch
-def test_compiled_ops_load_without_compiling() -> None:
+def test_compiled_ops_load_without_compiling(tmp_path: Path) -> None:
     ops.compile_ops()
     libraries = [ops.extensions_folder() / op / f"{op}.so" for op in ops.CPU_OPS]
     before = [library.stat().st_mtime_ns for library in libraries]
-    environment = {**os.environ, "PATH": path_with_ninja()}
-    subprocess.run([sys.executable, "-c", ops._LOAD_CODE, *ops.CPU_OPS.values()], env=environment, check=True)
+    program = tmp_path / "load.py"
+    program.write_text(ops._LOAD_CODE)
+    environment = cpu_environment() | {"PATH": path_with_ninja()}
+    loaded = run_warm([sys.executable, str(program), *ops.CPU_OPS.values()], environment)
+    assert loaded.returncode == 0, loaded.stderr
     assert [library.stat().st_mtime_ns for library in libraries] == before
 
 
