@@ -1,8 +1,9 @@
 """Small models that are split over CPU ranks, and one run of each layout on the same rows, with one process beside it.
 
-Every run has 6 optimizer steps of 8 rows of different lengths, in two accumulation steps: 20 rows are an epoch of 3
-steps, of which the last has 4 rows and one accumulation step. Vocabularies are small, because torch's CPU kernel of a
-norm is off by 1e-5 to 1e-4 on a matrix of 49,152 rows.
+Every run has 3 optimizer steps of 8 rows, in two accumulation steps: 12 rows are an epoch of 2 steps, of which the last
+has 4 rows and one accumulation step. Vocabularies are small, because torch's CPU kernel of a norm is off by 1e-5 to
+1e-4 on a matrix of 49,152 rows. Rows have one of two lengths, because torch plans every operation of a split tensor
+again for each new shape, which takes longer than the operation.
 """
 
 from __future__ import annotations
@@ -19,8 +20,10 @@ from launching import ROOT, accelerate_launch
 from toolkit.run.folder import RunFolder
 from toolkit.run.measurements import grad_norm, read_steps
 
-STEPS = 6
-NUM_ROWS = 20
+STEPS = 3
+NUM_ROWS = 12
+NUM_EVAL_ROWS = 10  # not a multiple of any layout's rows: the last batch is smaller, or some ranks have one less
+ROW_LENGTHS = (31, 47)  # odd, so that ranks that divide each row pad it
 ROWS_PER_ACCUMULATION_STEP = 4
 SIZES: dict[str, Any] = {
     **{"vocab_size": 288, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2},
@@ -30,6 +33,7 @@ SIZES: dict[str, Any] = {
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True}
 MODELS: dict[str, dict[str, Any]] = {
     "llama": {"model_type": "llama"},
+    "llama_one": {"model_type": "llama", "num_hidden_layers": 1},  # torch plans clipping on a mesh of 3 for each tensor
     "llama_tied": {"model_type": "llama", "tie_word_embeddings": True},
     "llama_mha": {"model_type": "llama", "num_key_value_heads": 4},
     "llama_deep": {"model_type": "llama", "num_hidden_layers": 5},  # 3 and 2 layers in two stages, or 2, 1, 1 and 1
@@ -39,8 +43,8 @@ MODELS: dict[str, dict[str, Any]] = {
 TEMPLATE = "{% for m in messages %}<s>{{ m.role }}: {% generation %}{{ m.content }}</s>{% endgeneration %}{% endfor %}"
 LORA = ("--lora_r", "4")
 ATTENTION_LORA = (*LORA, "--lora_target_modules", "q_proj", "k_proj", "v_proj", "o_proj")
-SAVED = ("--save_strategy", "steps", "--save_steps", "2")
-"""Step 2 is in the first epoch; step 4 in the second."""
+SAVED = ("--save_strategy", "steps", "--save_steps", "1")
+"""Step 1 is in the first epoch. Of a resumed run's two steps, the second shows what the first made of the moments."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,6 +60,7 @@ class SplitRun:
     """The run in one process that it must equal."""
     resumes: tuple[str, int] | None = None
     """The run and the step from whose checkpoint it resumes."""
+    steps: int = STEPS
     without_fix: str = ""
     """A fix of a library that is left out: its module and function."""
 
@@ -71,8 +76,9 @@ class SplitRun:
     def arguments(self) -> list[str]:
         degrees = [name for name in ("pp", "tp", "cp", "sp", "ep") if name in self.layout]
         given = [word for name in degrees for word in (f"--{name}", str(self.layout[name]))]
-        batch = ROWS_PER_ACCUMULATION_STEP // self.data_parallel_size
-        return [*given, "--per_device_train_batch_size", str(batch), *self.words]
+        batch = str(ROWS_PER_ACCUMULATION_STEP // self.data_parallel_size)
+        batches = ["--per_device_train_batch_size", batch, "--per_device_eval_batch_size", batch]
+        return [*given, *batches, "--max_steps", str(self.steps), *self.words]
 
 
 def _alone(model: str, *words: str) -> SplitRun:
@@ -94,7 +100,11 @@ def _pipeline(model: str, *words: str, baseline: str = "", **layout: int) -> Spl
 PIPELINES = {
     "": _pipeline("llama", *SAVED),
     "-2x2": _pipeline("llama_tied", *RECOMPUTED, dp_replicate=2, pp=2),
-    "-tied": _pipeline("llama_tied", "--pipeline_schedule", "gpipe", *SAVED),
+    # Step 3 is in the second epoch.
+    "-tied": replace(
+        _pipeline("llama_tied", "--pipeline_schedule", "gpipe", *SAVED, "--save_steps", "3", baseline="llama_tied-5"),
+        steps=5,
+    ),
     "-of-four": _pipeline("llama_deep", *FOUR_MICRO_BATCHES, pp=4),
     "-interleaved": _pipeline("llama_deep", "--pipeline_schedule", "interleaved_1f1b", *SAVED),
     "-packed": _pipeline("llama", *PACKED, baseline="llama-packed"),
@@ -102,6 +112,7 @@ PIPELINES = {
 }
 RUNS = {
     **{name: _alone(name) for name in MODELS},
+    "llama_tied-5": replace(_alone("llama_tied"), steps=5),
     "qwen3-lora": _alone("qwen3", *LORA),
     "qwen3_moe-lora": _alone("qwen3_moe", *ATTENTION_LORA),
     "qwen3-bf16": _alone("qwen3", "--bf16", "true"),
@@ -110,7 +121,7 @@ RUNS = {
     "tp": SplitRun(preset="tp", model="llama", layout={"tp": 2}, baseline="llama"),
     "tp-2x2": SplitRun(preset="tp", model="llama_tied", layout={"dp_replicate": 2, "tp": 2}, baseline="llama_tied"),
     "hsdp_tp": SplitRun(
-        preset="hsdp_tp", model="llama", layout={"dp_replicate": 2, "dp_shard": 2, "tp": 2}, baseline="llama"
+        preset="hsdp_tp", model="llama_one", layout={"dp_replicate": 2, "dp_shard": 2, "tp": 2}, baseline="llama_one"
     ),
     "fsdp2_tp": SplitRun(
         preset="fsdp2_tp", model="qwen3", layout={"dp_shard": 2, "tp": 2}, words=SAVED, baseline="qwen3"
@@ -159,22 +170,22 @@ RUNS = {
     "ulysses-without-token-weights": SplitRun(
         preset="ulysses", model="llama", layout={"sp": 2}, without_fix="toolkit.parallel.ulysses:_weight_by_tokens"
     ),
-    # Resumed in the first epoch (step 2) or in the second (step 4), on the same mesh or on another one.
+    # Resumed in the first epoch (step 1) or in the second (step 3), on the same mesh or on another one.
     "fsdp2_tp-resumed": SplitRun(
-        preset="fsdp2_tp", model="qwen3", layout={"dp_shard": 2, "tp": 2}, resumes=("fsdp2_tp", 2)
+        preset="fsdp2_tp", model="qwen3", layout={"dp_shard": 2, "tp": 2}, resumes=("fsdp2_tp", 1)
     ),
-    "fsdp2_tp-resumed-on-tp": SplitRun(preset="tp", model="qwen3", layout={"tp": 2}, resumes=("fsdp2_tp", 4)),
+    "fsdp2_tp-resumed-on-tp": SplitRun(preset="tp", model="qwen3", layout={"tp": 2}, resumes=("fsdp2_tp", 1)),
     "fsdp2_tp-lora-resumed-on-tp": SplitRun(
-        preset="tp", model="qwen3", layout={"tp": 2}, words=LORA, resumes=("fsdp2_tp-lora", 2)
+        preset="tp", model="qwen3", layout={"tp": 2}, words=LORA, resumes=("fsdp2_tp-lora", 1)
     ),
-    "ep-resumed-on-two": SplitRun(preset="ep", model="qwen3_moe", layout={"dp_shard": 2, "ep": 2}, resumes=("ep", 2)),
-    "pipeline-resumed": replace(PIPELINES[""], words=(), baseline="", resumes=("pipeline", 2)),
-    "pipeline-tied-resumed": replace(PIPELINES["-tied"], baseline="", resumes=("pipeline-tied", 4)),
+    "ep-resumed-on-two": SplitRun(preset="ep", model="qwen3_moe", layout={"dp_shard": 2, "ep": 2}, resumes=("ep", 1)),
+    "pipeline-resumed": replace(PIPELINES[""], words=(), baseline="", resumes=("pipeline", 1)),
+    "pipeline-tied-resumed": replace(PIPELINES["-tied"], baseline="", resumes=("pipeline-tied", 3)),
     "pipeline-interleaved-resumed": replace(
-        PIPELINES["-interleaved"], baseline="", resumes=("pipeline-interleaved", 2)
+        PIPELINES["-interleaved"], baseline="", resumes=("pipeline-interleaved", 1)
     ),
-    "cp-resumed": SplitRun(preset="cp", model="llama", layout={"cp": 2}, resumes=("cp", 2)),
-    "ulysses-resumed": SplitRun(preset="ulysses", model="llama", layout={"sp": 2}, resumes=("ulysses", 2)),
+    "cp-resumed": SplitRun(preset="cp", model="llama", layout={"cp": 2}, resumes=("cp", 1)),
+    "ulysses-resumed": SplitRun(preset="ulysses", model="llama", layout={"sp": 2}, resumes=("ulysses", 1)),
 }
 
 
@@ -204,22 +215,26 @@ def _byte_tokenizer() -> Any:
     )
 
 
-def build_rows(path: Path) -> None:
-    """Write conversations of 25 to 64 tokens: most rows are padded."""
-    draw = random.Random(0)
-    lines = []
-    for _ in range(NUM_ROWS):
-        asked, answered = (" ".join(draw.choices(("a", "rib", "wall", "of"), k=draw.randint(1, 5))) for _ in range(2))
-        turns = [{"role": "user", "content": asked}, {"role": "assistant", "content": answered}]
-        lines.append(json.dumps({"messages": turns}) + "\n")
-    path.write_text("".join(lines))
+def build_rows(folder: Path) -> None:
+    """Write conversations to train on and to evaluate; most batches have rows of both lengths."""
+    for name, number, seed in (("rows", NUM_ROWS, 0), ("eval_rows", NUM_EVAL_ROWS, 1)):
+        draw = random.Random(seed)
+        (folder / f"{name}.jsonl").write_text("".join(_row(draw) for _ in range(number)))
+
+
+def _row(draw: random.Random) -> str:
+    template_length = len("_user: __assistant: _")  # a special token for each underscore
+    letters = "".join(draw.choices("abirwl ", k=draw.choice(ROW_LENGTHS) - template_length))
+    asked = draw.randint(1, len(letters) - 1)
+    turns = [{"role": "user", "content": letters[:asked]}, {"role": "assistant", "content": letters[asked:]}]
+    return json.dumps({"messages": turns}) + "\n"
 
 
 def launch(run: SplitRun, *, models: Path, rows: Path, folder: Path, checkpoint: Path | None = None) -> None:
     """Train, and stop the test with the end of the log where a rank failed."""
     words = ["--model_name_or_path", str(models / run.model), "--dataset", str(rows), "--max_seq_length", "64"]
-    words += ["--eval_dataset", str(rows), "--per_device_eval_batch_size", "8"]
-    words += ["--max_steps", str(STEPS), "--gradient_accumulation_steps", "2", "--learning_rate", "5e-3"]
+    words += ["--eval_dataset", str(rows.with_name("eval_rows.jsonl"))]
+    words += ["--gradient_accumulation_steps", "2", "--learning_rate", "5e-3"]
     words += ["--weight_decay", "0.1", "--save_strategy", "no", *run.arguments(), "--output_dir", str(folder)]
     if checkpoint is not None:
         words += ["--resume_from_checkpoint", str(checkpoint)]

@@ -17,7 +17,7 @@ def split_models(build_once: Callable[..., Path]) -> Path:
 
 @pytest.fixture(scope="session")
 def split_rows(build_once: Callable[..., Path]) -> Path:
-    return build_once("split_rows", lambda folder: build_rows(folder / "rows.jsonl")) / "rows.jsonl"
+    return build_once("split_rows", build_rows) / "rows.jsonl"
 
 
 @pytest.fixture(scope="session")

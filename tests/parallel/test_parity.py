@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from launching import read
-from split_runs import RUNS, STEPS, losses_and_norms
+from split_runs import RUNS, losses_and_norms
 
 pytestmark = pytest.mark.launch
 
@@ -19,7 +19,7 @@ IN_FP32 = [name for name in SPLIT if "bf16" not in name]
 def test_losses_and_gradient_norms_are_those_of_one_process(name: str, run_folder: Callable[[str], Path]) -> None:
     losses, norms = losses_and_norms(run_folder(name))
     expected_losses, expected_norms = losses_and_norms(run_folder(RUNS[name].baseline))
-    assert len(losses) == STEPS
+    assert len(losses) == RUNS[name].steps
     assert losses == pytest.approx(expected_losses, rel=1e-6)
     assert norms == pytest.approx(expected_norms, rel=1e-5)
 
