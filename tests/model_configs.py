@@ -9,6 +9,7 @@ from typing import Any
 
 from toolkit.models.checked_counts import MIXTURES_WITH_ADAPTED_EXPERTS, MIXTURES_WITH_FROZEN_EXPERTS
 from toolkit.models.config_fields import ConfigFields
+from toolkit.models.counted_shape import shape_from_counted
 from toolkit.models.llama_family import llama_shape
 from toolkit.models.shape import ModelShape
 
@@ -102,6 +103,14 @@ def built(path: Path) -> Any:
 
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path.parent))
+
+
+def counted_tensors(model: Any) -> ModelShape:
+    """Return the shape as `read_model`'s child process counts it, without activations; peft changes the model."""
+    from toolkit.models.count_from_transformers import describe_adapters, describe_tensors
+
+    described = describe_tensors(model) | {"activations": [], "counted_rank": 8, "why_not_counted": None}
+    return shape_from_counted(json.loads(json.dumps(described | describe_adapters(model))))
 
 
 def fields_of(model_type: str) -> list[dict[str, Any]]:

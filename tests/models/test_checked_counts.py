@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from model_configs import TINY, built, config_file, fields_of
+from model_configs import TINY, built, config_file, counted_tensors, fields_of
 
 from toolkit.errors import ToolkitError
 from toolkit.models.checked_counts import (
@@ -25,8 +25,6 @@ from toolkit.models.checked_counts import (
     is_checked,
 )
 from toolkit.models.config_fields import ConfigFields
-from toolkit.models.count_from_transformers import describe_adapters, describe_tensors
-from toolkit.models.counted_shape import shape_from_counted
 from toolkit.models.lora import ALL_LINEAR, RENAMED_TARGETS, check_lora_targets, lora_layers, outer_lora
 from toolkit.models.read_model import shape_from_config, types_with_formulas
 from toolkit.models.shape import ModelShape
@@ -65,9 +63,7 @@ def planned(config: Path) -> ModelShape:
     shape = shape_from_config(ConfigFields(json.loads(config.read_text()), str(config)))
     if shape is not None:
         return shape
-    described = describe_tensors(built(config)) | {"activations": [], "counted_rank": 8, "why_not_counted": None}
-    described |= describe_adapters(built(config))
-    return shape_from_counted(json.loads(json.dumps(described)))
+    return counted_tensors(built(config))
 
 
 def adapters_that_peft_makes(config: Path, targets: Any, rank: int = RANK) -> list[tuple[int, ...]]:

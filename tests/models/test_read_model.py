@@ -8,10 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from model_configs import ARCHITECTURES, EXPERTS, TINY, built, config_file
+from model_configs import ARCHITECTURES, EXPERTS, TINY, built, config_file, counted_tensors
 
 from toolkit.errors import ToolkitError
-from toolkit.models.counted_shape import count_shape
 from toolkit.models.read_model import read_model, types_with_formulas
 from toolkit.models.shape import Layer, ModelShape
 
@@ -54,18 +53,9 @@ def test_tensors_and_their_weight_decay_are_those_of_transformers(
     assert shape.activation in [getattr(model.config, word, None) for word in words]
 
 
-def test_what_arithmetic_does_not_know_is_counted_on_the_meta_device(tmp_path: Path) -> None:
-    path = config_file(tmp_path, "cohere", TINY)
-    shape = read_model(str(path))
-    assert shape.counted_on == "meta device"
-    assert shape.num_params == sum(p.numel() for p in built(path).parameters())
-    assert (shape.num_layers, shape.num_kv_heads, shape.gated_mlp) == (3, 2, True)
-    assert len(set(shape.layers)) == 1
-
-
 def test_counting_on_the_meta_device_agrees_with_arithmetic(tmp_path: Path) -> None:
     path = config_file(tmp_path, "qwen3_moe", TINY | EXPERTS | {"mlp_only_layers": [1]})
-    counted, arithmetic = count_shape(path, json.loads(path.read_text())), read_model(str(path))
+    counted, arithmetic = counted_tensors(built(path)), read_model(str(path))
 
     def described(tensors: Layer) -> list[tuple[str, tuple[int, ...], bool]]:
         return [(tensor.name, tensor.shape, tensor.is_linear_weight) for tensor in tensors]
@@ -115,10 +105,11 @@ def test_a_configuration_that_makes_no_sense_is_refused_by_field(
         read_model(str(tmp_path))
 
 
-def test_a_model_that_is_no_language_model_is_refused(tmp_path: Path) -> None:
+def test_transformers_builds_no_language_model_from_another_model(tmp_path: Path) -> None:
+    """`test_remote_code_is_neither_run_nor_asked_for` shows how `read_model` reports what transformers raises."""
     path = config_file(tmp_path, "vit", {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4})
-    with pytest.raises(ToolkitError, match="transformers cannot build a language model from it"):
-        read_model(str(path))
+    with pytest.raises(ValueError, match=r"Unrecognized configuration class .*ViTConfig"):
+        built(path)
 
 
 @pytest.mark.parametrize(
