@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import compileall
 import fcntl
 import os
 import shutil
 import signal
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import cache
@@ -26,6 +26,14 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["HF_DATASETS_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"  # as `toolkit` sets it; otherwise no rank of a command would be forked
+
+# Workers and the ranks that they start share the cores: several threads of one process would wait for each other in
+# busy loops, which takes a few times as long as one thread.
+os.environ["OMP_NUM_THREADS"] = os.environ["OPENBLAS_NUM_THREADS"] = "1"
+
+# Test modules, and the toolkit in each process that a test starts, are compiled once, whatever the caller's shell says.
+sys.dont_write_bytecode = False
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 # A shell starts a background job with SIGINT ignored, and every process below would inherit that: Ctrl-C is tested.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -47,12 +55,6 @@ def _same_environment() -> Iterator[None]:
             del current[name]
     os.environ = environment  # noqa: B003 -- the object itself, not its content
     os.environ.update(before)
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    """Compile the package once: where PYTHONDONTWRITEBYTECODE is set, each process of a test would do so again."""
-    if not hasattr(config, "workerinput"):
-        compileall.compile_dir(Path(__file__).parent.parent / "toolkit", quiet=2)
 
 
 @cache
