@@ -114,13 +114,6 @@ def check_profile(folder: Path, profile: dict[str, Any]) -> None:
     assert ['"profiled": true' in line for line in lines] == [False, True, False]
 
 
-@pytest.mark.parametrize("preset", ["zero3", "fsdp2"])
-def test_activation_checkpointing_changes_no_loss(start: Start, preset: str, preset_runs: dict[str, Path]) -> None:
-    folder = start(preset, "--activation_checkpointing", "true")
-    assert all(rank["activation_checkpointing"] for rank in ranks(folder))
-    assert losses(folder) == pytest.approx(losses(preset_runs["ddp"]), rel=1e-6)
-
-
 @pytest.mark.parametrize("preset", ["ddp", "fsdp2"])
 def test_compiled_layers_have_no_graph_break_and_the_losses_of_uncompiled_ones(
     start: Start, preset: str, preset_runs: dict[str, Path]
@@ -147,14 +140,6 @@ def test_dora_trains_and_saves_under_zero3_with_a_scaled_rate(start: Start) -> N
 
 
 needs_bitsandbytes = pytest.mark.skipif(not is_importable("bitsandbytes"), reason="bitsandbytes is not installed")
-
-
-@needs_bitsandbytes
-def test_qlora_trains_adapters_on_a_4_bit_base(start: Start) -> None:
-    folder = start("zero2", "--lora_r", "4", "--load_in_4bit", "true")
-    for rank in ranks(folder):
-        assert (rank["load_in_4bit"], rank["master_dtype"]) == (True, "float32")
-        assert rank["parameter_bytes"] < 4 * rank["num_params"]
 
 
 @pytest.mark.gpu

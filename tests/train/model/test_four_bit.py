@@ -19,8 +19,8 @@ pytestmark = [
     pytest.mark.skipif(not is_importable("bitsandbytes"), reason="bitsandbytes is not installed"),
 ]
 LORA_R = 4
-SHARDED = ("fsdp2", "zero3", "fsdp2_cpu_offload")
-RESUMED = ("fsdp2", "zero3")
+SHARDED = ("fsdp2", "zero3")
+REPLICATED = ("ddp", "zero2")
 # zero3 also keeps tensors of up to ten times the hidden size gathered: the four weights of attention in each of two
 # layers, packed into 512, 256, 256 and 512 fp32 numbers.
 GATHERED_BYTES = {"zero3": 2 * 4 * (512 + 256 + 256 + 512)}
@@ -31,11 +31,14 @@ def runs(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, faq_alpaca:
     """Three steps under each preset, and the last one again from a checkpoint; fp32, so that losses compare closely."""
     folder = tmp_path_factory.mktemp("qlora")
     words = ["--model_name_or_path", str(tiny_model), "--dataset", str(faq_alpaca), "--max_seq_length", "64"]
-    words += ["--max_steps", "3", "--per_device_train_batch_size", "2", "--learning_rate", "1e-3", "--save_steps", "2"]
+    words += ["--max_steps", "3", "--per_device_train_batch_size", "2", "--learning_rate", "1e-3"]
     words += ["--lora_r", str(LORA_R), "--load_in_4bit", "true"]
-    cases: dict[str, list[str]] = {preset: [] for preset in ("ddp", *SHARDED)}
-    for preset in RESUMED:
-        cases[f"{preset}-resumed"] = ["--resume_from_checkpoint", str(folder / preset / "checkpoint-2")]
+    saves = ["--save_steps", "2"]
+    cases = {preset: ["--save_strategy", "no", "--save_model", "false"] for preset in REPLICATED}
+    for preset in SHARDED:
+        cases[preset] = saves
+        resumed = ["--resume_from_checkpoint", str(folder / preset / "checkpoint-2")]
+        cases[f"{preset}-resumed"] = [*resumed, "--save_strategy", "no", "--save_model", "false"]
     for case, more in cases.items():
         config = ROOT / "accelerate_configs" / f"{case.removesuffix('-resumed')}.yaml"
         ended = accelerate_launch(config, *words, *more, "--output_dir", str(folder / case))
@@ -62,7 +65,7 @@ def test_each_rank_holds_half_of_the_4_bit_weights_and_all_constants(runs: dict[
     assert sum(rank["quantized_bytes"] for rank in sharded) >= whole["quantized_bytes"]
 
 
-@pytest.mark.parametrize("preset", ["ddp", *SHARDED])
+@pytest.mark.parametrize("preset", [*REPLICATED, *SHARDED])
 def test_planned_bytes_are_those_that_rank_0_holds(runs: dict[str, Path], preset: str, tiny_model: Path) -> None:
     shape = read_model(str(tiny_model))
     engine = engine_settings(load_preset(preset), world_size=2, hidden_size=shape.hidden_size, mixed_precision="no")
@@ -70,12 +73,18 @@ def test_planned_bytes_are_those_that_rank_0_holds(runs: dict[str, Path], preset
     assert ranks(runs[preset])[0]["parameter_bytes"] == planned.parameter_bytes
 
 
-@pytest.mark.parametrize("preset", SHARDED)
+def test_a_replicated_base_is_held_in_4_bits_by_each_rank(runs: dict[str, Path]) -> None:
+    for rank in ranks(runs["zero2"]):
+        assert (rank["load_in_4bit"], rank["master_dtype"]) == (True, "float32")
+        assert rank["parameter_bytes"] < 4 * rank["num_params"]
+
+
+@pytest.mark.parametrize("preset", [*SHARDED, "zero2"])
 def test_losses_are_those_of_replicated_qlora(runs: dict[str, Path], preset: str) -> None:
     assert losses(runs[preset]) == pytest.approx(losses(runs["ddp"]), rel=1e-5)
 
 
-@pytest.mark.parametrize("preset", RESUMED)
+@pytest.mark.parametrize("preset", SHARDED)
 def test_a_resumed_run_repeats_the_last_step_bit_for_bit(runs: dict[str, Path], preset: str) -> None:
     assert losses(runs[f"{preset}-resumed"]) == losses(runs[preset])[2:]
 
