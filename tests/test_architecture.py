@@ -13,6 +13,7 @@ from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
+from forked_commands import EndedCommand, run_forked_commands
 from loaded_modules import HEAVY, loaded_after
 
 ROOT = Path(__file__).parent.parent
@@ -160,44 +161,51 @@ def test_no_two_public_classes_share_a_name() -> None:
     assert sorted(name for name in set(names) if names.count(name) > 1) == []
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ["--help"],
-        ["presets"],
-        ["presets", "--json"],
-        ["train", "--help"],
-        ["train", "--preset", "zero4", "--num-processes", "2"],
-        ["train", "--preset", "zero2", "--num-processes", "2", "--", "--max_stepz", "8"],
-        ["train", "--preset", "zero2", "--num-processes", "2", "--", "--model_name_or_path", "no-such-model"],
-        ["compare", "--help"],
-        ["compare", "--preset", "zero4", "--num-processes", "2", "--output", "out"],
-        ["report", "no-such-folder"],
-        ["plan", "--help"],
-        ["plan", LLAMA_8B, "--num-processes", "8", "--gpu", "h100", "--json"],
-        ["recommend", LLAMA_8B, "--num-processes", "8", "--gpu", "h100"],
-        ["simulate", "pipeline", "--help"],
-        ["simulate", "pipeline", "--stages", "4", "--micro-batches", "8", "--model", LLAMA_8B, "--gpu", "h100"],
-        ["simulate", "failures", "--gpus", "16384"],
-        ["simulate", "stragglers", "--help"],
-        ["simulate", "stragglers", "--workers", "4", "--steps", "9", "--model", LLAMA_8B, "--gpu", "h100"],
-        ["rehearse", "--help"],
-        ["doctor", "--help"],
-        ["doctor", "--preset", "zero3_cpu_offload", "--num-processes", "2", LLAMA_8B, "--json"],
-        ["doctor", "--compare", "a.json", "b.json"],
-        ["cluster", "slurm", "--help"],
-        ["cluster", "slurm", "--preset", "zero2", "--nodes", "2", "--", "--max_stepz", "8"],
-        ["lint", str(ROOT / "examples"), str(ROOT / "ds_configs"), "--json"],
-        ["convert-config", str(ROOT / "tests" / "fixtures" / "axolotl.yaml")],
-    ],
-    ids=" ".join,
-)
-def test_a_light_command_does_not_import_torch(arguments: list[str], tmp_path: Path) -> None:
-    loaded = loaded_after(f"import toolkit.cli; toolkit.cli.main({arguments!r})", cwd=tmp_path)
-    assert "typer" in loaded
-    assert not loaded & HEAVY
-    assert "--help" not in arguments or not loaded & NOT_FOR_HELP
-    assert not list(tmp_path.iterdir())
+LIGHT_COMMANDS = [
+    ["--help"],
+    ["presets"],
+    ["presets", "--json"],
+    ["train", "--help"],
+    ["train", "--preset", "zero4", "--num-processes", "2"],
+    ["train", "--preset", "zero2", "--num-processes", "2", "--", "--max_stepz", "8"],
+    ["train", "--preset", "zero2", "--num-processes", "2", "--", "--model_name_or_path", "no-such-model"],
+    ["compare", "--help"],
+    ["compare", "--preset", "zero4", "--num-processes", "2", "--output", "out"],
+    ["report", "no-such-folder"],
+    ["plan", "--help"],
+    ["plan", LLAMA_8B, "--num-processes", "8", "--gpu", "h100", "--json"],
+    ["recommend", LLAMA_8B, "--num-processes", "8", "--gpu", "h100"],
+    ["simulate", "pipeline", "--help"],
+    ["simulate", "pipeline", "--stages", "4", "--micro-batches", "8", "--model", LLAMA_8B, "--gpu", "h100"],
+    ["simulate", "failures", "--gpus", "16384"],
+    ["simulate", "stragglers", "--help"],
+    ["simulate", "stragglers", "--workers", "4", "--steps", "9", "--model", LLAMA_8B, "--gpu", "h100"],
+    ["rehearse", "--help"],
+    ["doctor", "--help"],
+    ["doctor", "--preset", "zero3_cpu_offload", "--num-processes", "2", LLAMA_8B, "--json"],
+    ["doctor", "--compare", "a.json", "b.json"],
+    ["cluster", "slurm", "--help"],
+    ["cluster", "slurm", "--preset", "zero2", "--nodes", "2", "--", "--max_stepz", "8"],
+    ["lint", str(ROOT / "examples"), str(ROOT / "ds_configs"), "--json"],
+    ["convert-config", str(ROOT / "tests" / "fixtures" / "axolotl.yaml")],
+]
+
+
+@pytest.fixture(scope="module")
+def light_commands(tmp_path_factory: pytest.TempPathFactory) -> dict[str, EndedCommand]:
+    """Each of them in a process of its own."""
+    ended = run_forked_commands(LIGHT_COMMANDS, tmp_path_factory.mktemp("commands"))
+    return dict(zip(map(" ".join, LIGHT_COMMANDS), ended, strict=True))
+
+
+@pytest.mark.parametrize("command", map(" ".join, LIGHT_COMMANDS))
+def test_a_light_command_does_not_import_torch(command: str, light_commands: dict[str, EndedCommand]) -> None:
+    ended = light_commands[command]
+    assert b"Traceback" not in ended.err
+    assert "typer" in ended.modules
+    assert not ended.modules & HEAVY
+    assert "--help" not in command or not ended.modules & NOT_FOR_HELP
+    assert not ended.files
 
 
 def test_refusing_a_data_row_does_not_import_torch(tmp_path: Path) -> None:
