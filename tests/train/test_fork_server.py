@@ -262,6 +262,13 @@ def test_what_libraries_read_at_import_cannot_differ(start: Any) -> None:
         start("", HF_HOME="/elsewhere")
 
 
+def test_a_rank_passes_on_what_its_imports_have_set(start: Any) -> None:
+    program = "import os; print(os.environ['HF_HUB_DISABLE_PROGRESS_BARS'])"
+    assert output(start(program, HF_HUB_DISABLE_PROGRESS_BARS="1")) == ["1"]
+    with pytest.raises(RefusedError, match="HF_HUB_DISABLE_PROGRESS_BARS"):
+        start(program, HF_HUB_DISABLE_PROGRESS_BARS="0")
+
+
 def test_deepspeed_on_another_device_is_refused(start: Any) -> None:
     with pytest.raises(RefusedError, match="DS_ACCELERATOR is xpu"):
         start("", DS_ACCELERATOR="xpu")

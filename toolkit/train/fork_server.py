@@ -59,6 +59,7 @@ from toolkit.train.rank_process import garbage_collector_off, prepare_environmen
 READ_AFTER_IMPORT = re.compile(
     r"(ACCELERATE|FSDP|PARALLELISM_CONFIG|TORCHELASTIC|TOOLKIT)_\w+"
     r"|(GROUP_|LOCAL_|ROLE_)?(RANK|WORLD_SIZE)|ROLE_NAME|MASTER_(ADDR|PORT)|TORCH_NCCL_ASYNC_ERROR_HANDLING"
+    r"|TORCH_DISABLE_SHARE_RDZV_TCP_STORE|TORCH_FORCE_WEIGHTS_ONLY_LOAD"
     r"|OMP_NUM_THREADS|TORCH_EXTENSIONS_DIR|TORCHINDUCTOR_CACHE_DIR|DS_ACCELERATOR|NCCL_(P2P|IB)_DISABLE"
     r"|PYTORCH_NVML_BASED_CUDA_CHECK"
     r"|PYTHONPATH|PYTHONUNBUFFERED|PATH|PWD|OLDPWD|SHLVL|_|PYTEST_CURRENT_TEST"
@@ -406,7 +407,9 @@ def why_refused(request: ForkRequest, environment: Mapping[str, str]) -> str | N
     # In a locale of UTF-8 they change nothing.
     without_effect = set(UTF8_VARIABLES) if locale.getencoding().lower() == "utf-8" else set()
     for name in sorted({*environment, *request.environment} - without_effect):
-        if environment.get(name) != request.environment.get(name) and not READ_AFTER_IMPORT.fullmatch(name):
+        # A rank that starts a process gives it what its imports have set, as those of this server have.
+        known = (environment.get(name), os.environ.get(name))
+        if request.environment.get(name) not in known and not READ_AFTER_IMPORT.fullmatch(name):
             return f"libraries may read {name} when they are imported, and it has changed since the fork server started"
     device = request.environment.get("DS_ACCELERATOR", "cpu")
     if device != "cpu" and "deepspeed" in sys.modules:

@@ -38,7 +38,6 @@ def started() -> Iterator[list[Nodes]]:
             nodes.lose(name)
 
 
-@pytest.mark.cold_start  # the agents, and with them their ranks, are processes that can be killed one by one
 def test_a_run_that_loses_and_regains_a_node_trains_on_the_same_rows(
     job: list[str], started: list[Nodes], tmp_path: Path
 ) -> None:
@@ -53,7 +52,7 @@ def test_a_run_that_loses_and_regains_a_node_trains_on_the_same_rows(
     nodes.train_on(2, attempt=3)
     nodes.stop()
 
-    check_restarts(nodes)
+    check_restarts(nodes, world_sizes=[2, 1, 2])
     trained = losses_of_steps(nodes.out)
     expected = losses_without_interruption("zero2", job, tmp_path / "whole", steps=len(trained))
     assert trained == pytest.approx(expected, rel=LOSS_TOLERANCE)
