@@ -22,8 +22,8 @@ CONTROLLER = "ctl"
 PROGRAMS = ("slurmctld", "slurmd", "sbatch", "munged", "unshare", "nsenter", "ip", "tc")
 ENDED = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY"}
 # cred_expire: by default a requeued job waits 120 s for the old credential. A node that is silent for SlurmdTimeout is
-# down; MessageTimeout (10 s) delays that. KillWait: seconds between SIGTERM and SIGKILL, after which a job that lost a
-# node is requeued: ranks wait 10 s for the lost one.
+# down; a ping that nobody answers takes MessageTimeout. KillWait: seconds between SIGTERM and SIGKILL: ranks wait 10 s
+# for the lost one.
 CONFIGURATION = """
 ClusterName=tests
 SlurmctldHost={controller}({controller_address})
@@ -43,7 +43,7 @@ SelectTypeParameters=CR_Core
 MpiDefault=none
 SwitchType=switch/none
 ReturnToService=2
-SlurmdTimeout=10
+SlurmdTimeout=6
 SlurmctldTimeout=10
 MessageTimeout=5
 KillWait=15

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 from cluster.jobs import ClusterJobs, hosts, rows, steps
 from cluster.machines import shaped, wait_until
-from launching import attested, read, toolkit
+from command_line import json_of
+from launching import attested, read
 
 pytestmark = [pytest.mark.cluster, pytest.mark.launch]
 
@@ -31,7 +31,7 @@ def sent_per_step(jobs: ClusterJobs, job: str, out: Path) -> float:
 
 
 def test_a_submitted_comparison_trains_as_on_one_node_and_sends_the_planned_bytes_over_1_gbit(
-    jobs: ClusterJobs, tmp_path: Path, tiny_model: Path
+    jobs: ClusterJobs, tmp_path: Path, tiny_model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Bytes include headers: TCP and Ethernet add 66 to each 1,448 bytes, 4.6 %."""
     out = tmp_path / "out"
@@ -55,6 +55,6 @@ def test_a_submitted_comparison_trains_as_on_one_node_and_sends_the_planned_byte
         assert trained >= COUNTED_STEPS
         assert [rows(trial, rank) for rank in (0, 1)] == [rows(one, rank)[:trained] for rank in (0, 1)]
 
-    words = ["--preset", "ddp", "--num-processes", "2", "--gpus-per-node", "1", "--gpu", "h100", "--json"]
-    (plan,) = json.loads(toolkit("plan", str(tiny_model), *words).stdout)["plans"]
+    words = ["--preset", "ddp", "--num-processes", "2", "--gpus-per-node", "1", "--gpu", "h100"]
+    (plan,) = json_of(["plan", str(tiny_model), *words], capsys)["plans"]
     assert 0.95 < sent / plan["communication_bytes_per_step"] < 1.15  # one step begun at either end
