@@ -111,6 +111,18 @@ def test_formulas_agree_with_the_counting(name: str, counted_models: Any) -> Non
             assert largest[0].per_position == pytest.approx(largest[1].per_position), case
 
 
+def test_a_storage_that_does_not_double_with_its_row_is_fitted_over_three_lengths() -> None:
+    from toolkit.models.count_activations import LENGTHS, ROWS, _fit, _fit_two
+
+    even, odd = (
+        [{0: 64, 1: 4 * ROWS * n, 2: 2 * ROWS * n * n} for n in LENGTHS],
+        [{0: 7 + 3 * ROWS * n} for n in LENGTHS],
+    )
+    assert _fit(even[:2]) == _fit(even) == [64, 4, 2.0]
+    assert _fit_two(*odd[:2]) is None
+    assert _fit(odd) == [7, 3, 0.0]
+
+
 def saved_bytes(path: Path, *, autocast: bool, padded: bool, lora_r: int | None = None) -> int:
     """Bytes of the storages that one forward of a real model saves, without parameters and buffers."""
     import torch

@@ -1,8 +1,10 @@
 """Count what a model's forward pass saves for its backward pass, on fake tensors: no weights, no memory.
 
-Each storage that autograd saves counts once, for the layer that saves it first. Forward passes over rows of three
-lengths separate what is constant, what each token adds, and what each position of its row adds to each token. Layers of
-one kind save the same, except the first layer, so only as many layers are run as it takes to meet each kind.
+Each storage that autograd saves counts once, for the layer that saves it first. Forward passes over rows of two lengths
+separate what is constant, what each token adds, and what each position of its row adds to each token: a storage stays
+the same, doubles, or quadruples in rows twice as long. A third length is run for a model of which a storage does
+neither. Layers of one kind save the same, except the first layer, so only as many layers are run as it takes to meet
+each kind.
 
 `count_activations` returns JSON rows for `toolkit.models.saved_activations.read_counted`.
 """
@@ -11,7 +13,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -36,6 +38,8 @@ PARTS = ("layers", "largest_layer", "backward", "outer")
 Row = dict[str, Any]
 Coefficients = list[Any]
 """Constant bytes, bytes per token, bytes per token and position: the fields of `SavedBytes`."""
+Storages = dict[int, int]
+"""Bytes of each storage by its number in the order of a pass."""
 
 
 def count_activations(model: Any) -> list[Row]:
@@ -129,7 +133,10 @@ def _count(model: Any, kinds: list[str], mask: str, *, autocast: bool, peaks: bo
     names = list(decoder_layers(model))
     name_of_kind = dict(zip(kinds, names, strict=False))  # the last layer of each kind
     measure_peaks = name_of_kind.values() if peaks else ()
-    forwards = [_forward(model, length, mask, peaks_of=measure_peaks, autocast=autocast) for length in LENGTHS]
+    forward = functools.partial(_forward, model, mask=mask, peaks_of=measure_peaks, autocast=autocast)
+    forwards = [forward(length=length) for length in LENGTHS[:2]]
+    if any(_fit_two(*(sizes[part] for sizes in forwards)) is None for part in set().union(*forwards)):
+        forwards.append(forward(length=LENGTHS[2]))
     saved = {kind: _fit([sizes[name] for sizes in forwards]) for kind, name in name_of_kind.items()}
     highest = saved
     if peaks:
@@ -137,13 +144,13 @@ def _count(model: Any, kinds: list[str], mask: str, *, autocast: bool, peaks: bo
     # The first layer saves what is computed once for all layers; with adapters, only layers after it receive an input
     # that needs a gradient.
     all_layers = [_fit([sizes[names[0]] for sizes in forwards]), *(saved[kind] for kind in kinds[1:])]
-    largest = max(set(kinds[1:] or kinds), key=lambda kind: highest[kind][1] + highest[kind][2] * LENGTHS[-1])
+    largest = max(dict.fromkeys(kinds[1:] or kinds), key=lambda kind: highest[kind][1] + highest[kind][2] * LENGTHS[-1])
     return {
         "layers": [sum(parts) for parts in zip(*all_layers, strict=True)],
         "largest_layer": saved[largest],
         "backward": [peak - own for peak, own in zip(highest[largest], saved[largest], strict=True)],
         "outer": _fit([sizes[OUTSIDE] for sizes in forwards]),
-        "logit_bytes": forwards[0][LOGITS] // (ROWS * LENGTHS[0] * _vocab_size(model)),
+        "logit_bytes": sum(forwards[0][LOGITS].values()) // (ROWS * LENGTHS[0] * _vocab_size(model)),
     }
 
 
@@ -152,18 +159,42 @@ def _vocab_size(model: Any) -> int:
     return int(model.config.get_text_config().vocab_size)
 
 
-def _fit(sizes: list[int]) -> Coefficients:
-    """The parabola through the sizes at `LENGTHS`, each of which is a multiple of the first."""
-    first, tokens = LENGTHS[0], ROWS * LENGTHS[0]
+def _fit(passes: list[Storages]) -> Coefficients:
+    """The coefficients from two passes, or the parabola through the sums of three."""
+    if len(passes) == 2:
+        found = _fit_two(*passes)
+        assert found is not None
+        return found
+    sizes = [sum(storages.values()) for storages in passes]
     square = (sizes[2] - 2 * sizes[1] + sizes[0]) / 2
     line = sizes[1] - sizes[0] - 3 * square
-    return [round(sizes[0] - line - square), round(line / tokens), square / (tokens * first)]
+    return _coefficients(sizes[0] - line - square, line, square)
 
 
-def _forward(model: Any, length: int, mask: str, *, peaks_of: Iterable[str], autocast: bool) -> Counter[Any]:
-    """Bytes that one forward saves, by the layer that is running, and the backward peaks of some layers; no loss."""
+def _fit_two(short: Storages, long: Storages) -> Coefficients | None:
+    """The coefficients from the growth of each storage in rows twice as long; None where one grows in another way."""
+    if short.keys() != long.keys():
+        return None
+    by_growth: dict[float, int] = {1: 0, 2: 0, 4: 0}
+    for number, size in short.items():
+        growth = long[number] / size if size else 1
+        if growth not in by_growth:
+            return None
+        by_growth[growth] += size
+    return _coefficients(*by_growth.values())
+
+
+def _coefficients(constant: float, line: float, square: float) -> Coefficients:
+    """From bytes in rows of the first length."""
+    first, tokens = LENGTHS[0], ROWS * LENGTHS[0]
+    return [round(constant), round(line / tokens), square / (tokens * first)]
+
+
+def _forward(model: Any, length: int, mask: str, *, peaks_of: Iterable[str], autocast: bool) -> dict[Any, Storages]:
+    """What one forward saves, by the layer that is running, and what is alive at the backward peaks of some layers."""
     inputs: dict[str, tuple[Any, Any]] = {}
-    running, sizes, alive = [OUTSIDE], Counter[Any](), []
+    running, alive = [OUTSIDE], []
+    sizes: dict[Any, Storages] = defaultdict(dict)
     seen = {t.untyped_storage()._cdata for t in (*model.parameters(), *model.buffers())}
     vocab_size, layers = _vocab_size(model), decoder_layers(model)
 
@@ -177,7 +208,7 @@ def _forward(model: Any, length: int, mask: str, *, peaks_of: Iterable[str], aut
             seen.add(storage._cdata)
             alive.append(tensor)  # a freed storage's address would be used again
             is_logits = tensor.dim() == 3 and tensor.shape[-1] == vocab_size
-            sizes[LOGITS if is_logits else running[-1]] += storage.nbytes()
+            sizes[LOGITS if is_logits else running[-1]][len(alive)] = storage.nbytes()
         return tensor
 
     hooks = []
@@ -195,8 +226,8 @@ def _forward(model: Any, length: int, mask: str, *, peaks_of: Iterable[str], aut
     return sizes
 
 
-def _layer_peak(layer: Any, args: Any, kwargs: Any, *, autocast: bool) -> int:
-    """Highest bytes, without its inputs, of one layer's forward and backward: what activation checkpointing repeats."""
+def _layer_peak(layer: Any, args: Any, kwargs: Any, *, autocast: bool) -> Storages:
+    """Storages, without its inputs, at the peak of one layer's forward and backward, as with checkpointing."""
     args, kwargs = tree_map(_as_input, (args, kwargs))
     memory = LiveMemory(vocab_size=0)
     with memory:
@@ -206,7 +237,7 @@ def _layer_peak(layer: Any, args: Any, kwargs: Any, *, autocast: bool) -> int:
         with memory.phase(PEAK):
             output.backward(torch.empty_like(output))
     layer.zero_grad()
-    return memory.peaks[PEAK].total_bytes
+    return {number: size for number, (_, size) in memory.peaks[PEAK].storages.items()}
 
 
 def _as_input(value: Any) -> Any:
