@@ -24,6 +24,7 @@ from toolkit.compare.read_results import load_results
 from toolkit.compare.rows import Row
 from toolkit.demo.assets import default_data_file, prepare_default_model, random_llama
 from toolkit.run.folder import read_json
+from toolkit.run.warm_start import SOCKET_VARIABLE
 
 FAULTY_RANKS = Path(__file__).parent / "faulty_ranks"
 DOCUMENT = Path(__file__).parent.parent / "docs" / "evidence" / "trust.md"
@@ -124,11 +125,12 @@ PARITY = {
 
 
 def compare(folder: Path, training: Sequence[str], *options: str) -> None:
-    """Run or resume one comparison."""
+    """Run or resume one comparison, with a fork server of its own: only that has `FAULTY_RANKS` on its path."""
     command = ["compare", *options, "--repeats", "1", "--target-interval", "0", "--cpu", "--resume"]
+    environment = {name: value for name, value in os.environ.items() if name != SOCKET_VARIABLE}
     ended = subprocess.run(
         [sys.executable, "-m", "toolkit", *command, "--output", str(folder), "--", *training],
-        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(FAULTY_RANKS), str(FAULTY_RANKS.parent.parent)])},
+        env=environment | {"PYTHONPATH": os.pathsep.join([str(FAULTY_RANKS), str(FAULTY_RANKS.parent.parent)])},
         stdout=subprocess.DEVNULL,
         check=False,
     )

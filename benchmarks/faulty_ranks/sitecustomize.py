@@ -2,14 +2,16 @@
 
     PYTHONPATH=benchmarks/faulty_ranks toolkit compare --preset ddp --variant bf16_adam=ddp ...
 
-Python imports it before a rank's own program. It patches objects of torch, accelerate, DeepSpeed and the toolkit's
-timer inside the ranks of that trial only; the toolkit itself does not know of it.
+Python imports it before a rank's own program; a rank that is forked from a fork server runs it at the same place. It
+patches objects of torch, accelerate, DeepSpeed and the toolkit's timer inside the ranks of that trial only; the toolkit
+itself does not know of it.
 """
 
 from __future__ import annotations
 
 import functools
 import os
+import runpy
 import sys
 import time
 import traceback
@@ -19,6 +21,7 @@ from typing import Any
 
 FAULTS: dict[str, Callable[[int], None]] = {}
 """By the name of the row that carries it. Each is given its rank."""
+IN_FORK_SERVER = "toolkit.train.fork_server" in sys.orig_argv
 SLOW_SECONDS = 0.3
 FIRST_STEP_SECONDS = 1.0
 
@@ -337,7 +340,7 @@ def row_of_this_rank() -> str | None:
 
 def argument(name: str) -> str | None:
     """Of the rank's own command."""
-    words = sys.orig_argv
+    words = sys.argv if IN_FORK_SERVER else sys.orig_argv
     return words[words.index(name) + 1] if name in words else None
 
 
@@ -351,8 +354,27 @@ def install() -> None:
     FAULTS[row](int(os.environ["RANK"]))
 
 
-try:
-    install()
-except BaseException:  # Python would continue after an error here, and run the trial without its fault
-    traceback.print_exc()
-    os._exit(97)
+def install_or_exit() -> None:
+    try:
+        install()
+    except BaseException:  # Python would continue after an error here, and run the trial without its fault
+        traceback.print_exc()
+        os._exit(97)
+
+
+def install_in_forked_ranks() -> None:
+    """A forked rank runs its program by `runpy.run_module`, with its own environment and arguments."""
+    run_module = runpy.run_module
+
+    @functools.wraps(run_module)
+    def install_and_run(*args: Any, **kwargs: Any) -> Any:
+        install_or_exit()
+        return run_module(*args, **kwargs)
+
+    runpy.run_module = install_and_run
+
+
+if IN_FORK_SERVER:
+    install_in_forked_ranks()
+else:
+    install_or_exit()
