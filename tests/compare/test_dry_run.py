@@ -5,8 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
+from command_line import run_command
 from comparison_records import comparison, comparison_on_gpus, planned_step_seconds, probe, trial
-from launching import toolkit
 
 from toolkit.compare.dry_run import dry_run_text
 from toolkit.compare.ledger import Ledger
@@ -36,13 +37,15 @@ def test_planned_durations_and_costs_are_ranges_with_their_source(tmp_path: Path
     assert lines[-1].startswith("durations by the planner are of steps on h100-sxm, with rows of full length; starting")
 
 
-def test_only_a_dry_run_can_plan_for_gpus_that_this_node_lacks(tiny_model: Path, faq_alpaca: Path) -> None:
+def test_only_a_dry_run_can_plan_for_gpus_that_this_node_lacks(
+    tiny_model: Path, faq_alpaca: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     words = ["compare", "--preset", "ddp", "--num-processes", "8", "--output", "nowhere", "--gpu", "h100-sxm"]
     job = ["--", "--model_name_or_path", str(tiny_model), "--dataset", str(faq_alpaca), "--max_steps", "20"]
-    planned = toolkit(*words, "--dry-run", *job)
-    assert (planned.returncode, "by the planner" in planned.stdout) == (0, True), planned.stderr
-    refused = toolkit(*words, *job)
-    assert (refused.returncode, "--gpu needs --dry-run" in refused.stderr) == (2, True)
+    code, out, err = run_command([*words, "--dry-run", *job], capsys)
+    assert (code, "by the planner" in out) == (0, True), err
+    code, _, err = run_command([*words, *job], capsys)
+    assert (code, "--gpu needs --dry-run" in err) == (2, True)
 
 
 def test_on_a_cpu_the_duration_is_unknown_before_a_first_trial(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from launching import toolkit
+from command_line import run_command
 from results_documents import FIXTURES, Document, before_and_after, read
 
 from toolkit.errors import ToolkitError
@@ -132,25 +132,29 @@ def test_the_console_table_fits_100_columns(before: Document, after: Document) -
     assert "ddp-n2 out_of_memory out_of_memory n/a n/a 74.10 74.10 n/a n/a" in lines
 
 
-def test_the_command_reports_one_job_and_refuses_others(before: Document, after: Document, tmp_path: Path) -> None:
+def test_the_command_reports_one_job_and_refuses_others(
+    before: Document, after: Document, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     for name, results in (("a", before), ("b", after)):
         (tmp_path / name).mkdir()
         (tmp_path / name / "results.json").write_text(json.dumps(results))
-    ended = toolkit("report", str(tmp_path / "a"), str(tmp_path / "b"))
-    assert ended.returncode == 0, ended.stderr
-    assert "torch: 2.13.0 -> 2.14.0" in ended.stdout
+    code, out, err = run_command(["report", str(tmp_path / "a"), str(tmp_path / "b")], capsys)
+    assert code == 0, err
+    assert "torch: 2.13.0 -> 2.14.0" in out
     assert (tmp_path / "b" / "before-and-after.html").is_file()
     after["job"]["seed"] = 7
     (tmp_path / "b" / "results.json").write_text(json.dumps(after))
-    refused = toolkit("report", str(tmp_path / "a"), str(tmp_path / "b"))
-    assert refused.returncode == 2
-    assert "do not train the same job: seed 42 and 7" in refused.stderr
+    code, _, err = run_command(["report", str(tmp_path / "a"), str(tmp_path / "b")], capsys)
+    assert code == 2
+    assert "do not train the same job: seed 42 and 7" in err
 
 
-def test_a_report_again_can_be_given_a_price(before: Document, tmp_path: Path) -> None:
+def test_a_report_again_can_be_given_a_price(
+    before: Document, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "results.json").write_text(json.dumps(before))
-    ended = toolkit("report", str(tmp_path), "--price-per-gpu-hour", "5")
-    assert ended.returncode == 0, ended.stderr
+    code, _, err = run_command(["report", str(tmp_path), "--price-per-gpu-hour", "5"], capsys)
+    assert code == 0, err
     again = read(tmp_path)
     assert again["price_per_gpu_hour"] == 5
     cost = again["rows"][1]["cost_per_million_tokens"]
