@@ -149,7 +149,8 @@ def test_a_row_can_be_replayed(finished: Path) -> None:
     ended = toolkit("compare", "--replay", str(finished), "--row", "ddp-n2")
     assert ended.returncode == 0, ended.stderr
     assert "where its 2 repeats predict one more run (95 %)" in ended.stdout
-    assert read(finished / "replays" / "ddp-n2-0" / "run.json")["status"] == "completed"
+    run = read(finished / "replays" / "ddp-n2-0" / "run.json")
+    assert (run["status"], run["warm_start"]) == ("completed", True)  # as its repeats
     unknown = toolkit("compare", "--replay", str(finished), "--row", "ddp-n3")
     assert (unknown.returncode, "--row ddp-n3 is not in the comparison" in unknown.stderr) == (2, True)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from toolkit.compare.ledger import LEDGER_FILE, Ledger, RunRecord, trials_of
 from toolkit.compare.options import CompareOptions
 from toolkit.compare.result_values import RowKey
-from toolkit.compare.run_files import read_run
+from toolkit.compare.run_files import RecordedRun, read_run
 from toolkit.compare.run_record import read_run_record
 from toolkit.compare.runner import Runner, TrialProgress
 from toolkit.compare.significance import common_steps, prediction_interval, speeds_of
@@ -20,11 +20,12 @@ from toolkit.presets import load_preset
 from toolkit.run.folder import RunFolder
 from toolkit.run.nvme import check_nvme
 from toolkit.run.script_arguments import read_arguments
+from toolkit.run.warm_start import WarmStart
 from toolkit.units import number
 
 
 def replay_row(options: CompareOptions, spec: ComparisonSpec, *, progress: TrialProgress) -> str:
-    """Run the row once more in `replays/`, and return the verdict as text.
+    """Run the row once more in `replays/`, started warm or cold as its first repeat, and return the verdict as text.
 
     `options.training_arguments` are those of the job that are secrets, which the specification does not have.
 
@@ -39,21 +40,25 @@ def replay_row(options: CompareOptions, spec: ComparisonSpec, *, progress: Trial
             hint=f"{folder / SPEC_FILE} holds their text under preset_files",
         )
     disk = check_nvme(preset, nvme_path=options.nvme_path, arguments=spec.arguments(row), cpu=spec.cpu)
-    runner = Runner(
-        spec=spec,
-        folder=folder,
-        timeout_seconds=60 * options.trial_timeout_minutes,
-        nvme={row.preset: disk},
-        progress=progress,
-        allocation=spec.allocation(),
-    )
+    first = Trial(row=row, repeat=0)
+    before = read_run(RunFolder(folder / "trials" / first.id))
     name = f"{row.name}-{len(list((folder / 'replays').glob(f'{row.name}-*')))}"
     progress.start(name)
-    run_folder, first = runner.start_run(row, folder / "replays" / name), Trial(row=row, repeat=0)
+    with WarmStart() as warm_start:
+        runner = Runner(
+            spec=spec,
+            folder=folder,
+            timeout_seconds=60 * options.trial_timeout_minutes,
+            nvme={row.preset: disk},
+            progress=progress,
+            warm_start=warm_start if before.warm_start else None,
+            allocation=spec.allocation(),
+        )
+        run_folder = runner.start_run(row, folder / "replays" / name)
     again = read_run_record(first, run_folder, folder, untimed_steps=spec.untimed_steps, position=0)
     progress.finish(again.updated(trial=name))
     repeats = [trial for trial in trials_of(Ledger(folder / LEDGER_FILE).read(), row) if trial.completed]
-    return verdict(row, again, repeats) + _changed_versions(folder / "trials" / first.id)
+    return verdict(row, again, repeats) + _changed_versions(before)
 
 
 def with_secrets(spec: ComparisonSpec, given: Sequence[str]) -> ComparisonSpec:
@@ -98,9 +103,8 @@ def _find_row(spec: ComparisonSpec, name: str) -> RowKey:
     return rows[name]
 
 
-def _changed_versions(first_repeat: Path) -> str:
+def _changed_versions(run: RecordedRun) -> str:
     """Library versions and commit that differ from those of the row's first repeat."""
-    run = read_run(RunFolder(first_repeat))
     now = {**library_versions(), "commit": git_commit(Path(__file__).parent)}
     then = {**(run.versions or {}), "commit": run.git_commit}
     changed = [f"{name} {then.get(name)} -> {value}" for name, value in now.items() if then.get(name) != value]

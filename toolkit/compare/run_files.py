@@ -105,6 +105,8 @@ class RecordedRun(_RunFile):
     git_commit: str | None = None
     nodes: tuple[str, ...] = ()
     """Host names of the ranks."""
+    warm_start: bool = False
+    """Its ranks were forked from a process that had imported the libraries."""
     rehearsal: Any = None
 
 
