@@ -1,20 +1,22 @@
-"""Bad input through the real command line: exit 2, two lines, no traceback, nothing written, no rank started."""
+"""Bad input through the command line: exit 2, two lines, no traceback, nothing written, no rank started.
+
+Most tests call the program in this process; two start `toolkit` itself.
+"""
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
+import contextlib
+import io
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
+from launching import toolkit
 
+from toolkit.cli.program import main
 from toolkit.presets import preset_names
 from toolkit.run.folder import write_json
-
-ROOT = Path(__file__).parents[2]
 
 
 @dataclass(frozen=True)
@@ -26,16 +28,27 @@ class Said:
 
 
 def refused(*words: str, cwd: Path) -> Said:
-    """Run `toolkit` without a GPU; it must refuse as every wrong input is refused."""
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
-    command = [sys.executable, "-m", "toolkit", *words]
-    done = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == 2, done.stderr
-    assert done.stdout == ""
-    lines = done.stderr.splitlines()
-    assert 1 <= len(lines) <= 2, done.stderr
+    """Run the command line without a GPU; it must refuse as every wrong input is refused."""
+    out, err = io.StringIO(), io.StringIO()
+    streams = contextlib.redirect_stdout(out), contextlib.redirect_stderr(err)
+    with contextlib.chdir(cwd), streams[0], streams[1], pytest.raises(SystemExit) as ended:
+        main(list(words))
+    return said_by(int(ended.value.code or 0), out.getvalue(), err.getvalue())
+
+
+def refused_by_process(*words: str, cwd: Path) -> Said:
+    """Run `toolkit` in a process of its own; it must refuse in the same way."""
+    done = toolkit(*words, cwd=cwd)
+    return said_by(done.returncode, done.stdout, done.stderr)
+
+
+def said_by(code: int, out: str, err: str) -> Said:
+    assert code == 2, err
+    assert out == ""
+    lines = err.splitlines()
+    assert 1 <= len(lines) <= 2, err
     assert lines[0].startswith("error: ")
-    assert "Traceback" not in done.stderr
+    assert "Traceback" not in err
     hint = lines[1].removeprefix("  hint: ") if len(lines) == 2 else None
     assert hint is None or hint != lines[1], "the second line is a hint"
     return Said(error=lines[0].removeprefix("error: "), hint=hint)
@@ -59,12 +72,17 @@ class Job:
 
     def train(self, *more: str, options: tuple[str, ...] = (), preset: str = "zero2", **changed: object) -> Said:
         changed = {"output_dir": self.output} | changed
-        toolkit = ("train", "--preset", preset, "--num-processes", "2", *options)
-        return refused(*toolkit, "--", *self.arguments(*more, **changed), cwd=self.folder)
+        command = ("train", "--preset", preset, "--num-processes", "2", *options)
+        return refused(*command, "--", *self.arguments(*more, **changed), cwd=self.folder)
 
     def compare(self, *options: str, more: tuple[str, ...] = ("--max_steps", "8")) -> Said:
-        toolkit = ("compare", "--num-processes", "2", "--output", str(self.output), *options)
-        return refused(*toolkit, "--", *self.arguments(*more), cwd=self.folder)
+        command = ("compare", "--num-processes", "2", "--output", str(self.output), *options)
+        return refused(*command, "--", *self.arguments(*more), cwd=self.folder)
+
+
+@pytest.fixture(autouse=True)
+def _without_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
 
 
 @pytest.fixture
@@ -231,7 +249,9 @@ def test_a_model_folder_without_weights(job: Job) -> None:
 
 def test_a_hub_id_that_cannot_be_reached(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_CACHE", str(job.folder / "cache"))
-    said = job.train(model_name_or_path="no-such-owner/no-such-model")
+    arguments = job.arguments(model_name_or_path="no-such-owner/no-such-model", output_dir=job.output)
+    words = ("train", "--preset", "zero2", "--num-processes", "2", "--", *arguments)
+    said = refused_by_process(*words, cwd=job.folder)  # it reads the variable when it imports a library
     assert said.error.startswith("'no-such-owner/no-such-model' is not a folder here, the hub cannot be reached")
     assert said.hint == "name a local folder that holds the model's config.json"
     assert not job.output.exists()
@@ -375,8 +395,8 @@ def test_a_comparison_whose_presets_file_has_changed_is_another_one(job: Job) ->
 
 
 def test_a_comparison_that_cannot_be_written(job: Job) -> None:
-    toolkit = ("compare", "--preset", "ddp", "--num-processes", "2", "--output", str(job.rows / "out"))
-    said = refused(*toolkit, "--", *job.arguments("--max_steps", "8"), cwd=job.folder)
+    command = ("compare", "--preset", "ddp", "--num-processes", "2", "--output", str(job.rows / "out"))
+    said = refused_by_process(*command, "--", *job.arguments("--max_steps", "8"), cwd=job.folder)
     assert said.error == f"--output-dir {job.rows / 'out'} cannot be written: Not a directory"
 
 
