@@ -2,54 +2,72 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 from launching import read, toolkit
+from split_runs import build_models, build_rows
 
 pytestmark = pytest.mark.launch
-PARAMETERS, NORMS = 3_219_776, 5 * 64
+# The model `llama_tied`: q and o 32 x 32, k and v 16 x 32, gate, up and down 64 x 32, and two norms in each layer.
+EMBEDDING, LAYER, NORMS = 288 * 32, 2 * 32 * 32 + 2 * 16 * 32 + 3 * 64 * 32 + 2 * 32, 5 * 32
+PARAMETERS = EMBEDDING + 2 * LAYER + 32
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, faq_alpaca: Path) -> dict[str, Any]:
-    """One trial of each preset; rows have different lengths."""
-    folder = tmp_path_factory.mktemp("split") / "cmp"
-    presets = [word for name in ("ddp", "fsdp2_tp", "cp") for word in ("--preset", name)]
-    options = ["--num-processes", "4", "--output-dir", str(folder), "--cpu", "--repeats", "1", "--untimed-steps", "1"]
-    job = ["--model_name_or_path", str(tiny_model), "--dataset", str(faq_alpaca), "--max_seq_length", "96"]
-    job += ["--max_steps", "4", "--per_device_train_batch_size", "1", "--tp", "2", "--cp", "2"]
-    ended = toolkit("compare", *presets, *options, "--", *job)
+def rows(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    """One trial of each preset, by preset; sequences have different lengths."""
+    folder = tmp_path_factory.mktemp("split")
+    build_models(folder)
+    build_rows(folder / "rows.jsonl")
+    (folder / "rows.jsonl").write_text((folder / "rows.jsonl").read_text() * 2)  # five steps of eight rows
+    names = ("ddp", "fsdp2_tp", "cp", "pipeline_1f1b")
+    presets = [word for name in names for word in ("--preset", name)]
+    options = ["--num-processes", "4", "--output-dir", str(folder / "cmp"), "--cpu", "--repeats", "1"]
+    job = ["--model_name_or_path", str(folder / "llama_tied"), "--dataset", str(folder / "rows.jsonl")]
+    job += ["--max_seq_length", "64", "--max_steps", "2", "--gradient_accumulation_steps", "2"]
+    job += ["--per_device_train_batch_size", "1", "--tp", "2", "--cp", "2", "--pp", "2"]
+    ended = toolkit("compare", *presets, *options, "--untimed-steps", "1", "--", *job)
     assert ended.returncode == 0, ended.stderr[-3000:]
-    found: dict[str, Any] = read(folder / "results.json")
-    return found
+    return {row["preset"]: row for row in read(folder / "cmp" / "results.json")["rows"]}
 
 
-def test_split_models_and_sequences_train_the_problem_of_ddp(results: dict[str, Any]) -> None:
-    rows = {row["preset"]: row for row in results["rows"]}
+def test_split_models_and_sequences_train_the_problem_of_ddp(rows: dict[str, dict[str, Any]]) -> None:
     assert [(row["parity"], row["parity_message"], row["group"]) for row in rows.values()] == [
         ("reference", None, None),
-        ("agrees", None, None),
-        ("agrees", None, None),
+        *[("agrees", None, None)] * 3,
     ]
-    assert [row["layout"] for row in rows.values()] == [None, "dp_shard 2 x tp 2", "dp_shard 2 x cp 2"]
-    assert [row["per_device_train_batch_size"] for row in rows.values()] == [1, 2, 2]
-    for name in ("fsdp2_tp", "cp"):
+    assert [row["layout"] for row in rows.values()] == [
+        None,
+        "dp_shard 2 x tp 2",
+        "dp_shard 2 x cp 2",
+        "dp_replicate 2 x pp 2",
+    ]
+    assert [row["per_device_train_batch_size"] for row in rows.values()] == [1, 2, 2, 2]
+    for name in ("fsdp2_tp", "cp", "pipeline_1f1b"):
         assert rows[name]["losses"] == pytest.approx(rows["ddp"]["losses"], rel=1e-5)
 
 
-def test_a_ratio_counts_no_padding_which_differs_between_layouts(results: dict[str, Any]) -> None:
-    ddp, split, _ = results["rows"]
+def test_a_ratio_counts_no_padding_which_differs_between_layouts(rows: dict[str, dict[str, Any]]) -> None:
+    ddp, split = rows["ddp"], rows["fsdp2_tp"]
     assert split["padding_fraction"] > ddp["padding_fraction"] == 0  # a batch of one row has none
     speeds = [row["non_padding_tokens_per_second"] for row in (split, ddp)]
     assert split["ratio_to_reference"] == pytest.approx(speeds[0] / speeds[1])
 
 
-def test_ranks_hold_the_bytes_that_a_rehearsal_shows(results: dict[str, Any]) -> None:
+def test_ranks_hold_the_bytes_that_a_rehearsal_shows(rows: dict[str, dict[str, Any]]) -> None:
     """The formulas of tests/rehearse/test_rehearsal.py, in fp32; tensor parallelism replicates norms."""
-    ddp, split, ring = ([row["parameter_bytes"], row["optimizer_bytes"]] for row in results["rows"])
-    assert ddp == [4 * PARAMETERS, 8 * PARAMETERS]
-    assert ring == [PARAMETERS, 2 * PARAMETERS]
-    held = (PARAMETERS - NORMS) // 4 + NORMS // 2
-    assert split == [4 * held, 8 * held]
+    held = {name: [row["parameter_bytes"], row["optimizer_bytes"]] for name, row in rows.items()}
+    assert held["ddp"] == [4 * PARAMETERS, 8 * PARAMETERS]
+    assert held["cp"] == [PARAMETERS, 2 * PARAMETERS]
+    own = (PARAMETERS - NORMS) // 4 + NORMS // 2
+    assert held["fsdp2_tp"] == [4 * own, 8 * own]
+
+
+def test_a_rank_of_a_pipeline_holds_half_of_the_layers_and_its_copy_of_the_tied_embedding(
+    rows: dict[str, dict[str, Any]],
+) -> None:
+    pipeline = rows["pipeline_1f1b"]
+    largest = EMBEDDING + LAYER + 32  # the last rank has the final norm
+    assert pipeline["parameter_bytes"] == 4 * largest
+    assert pipeline["optimizer_bytes"] == 8 * largest
