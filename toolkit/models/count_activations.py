@@ -2,8 +2,8 @@
 
 Each storage that autograd saves counts once, for the layer that saves it first. Forward passes over rows of two lengths
 separate what is constant, what each token adds, and what each position of its row adds to each token: a storage stays
-the same, doubles, or quadruples in rows twice as long. A third length is run for a model of which a storage does
-neither. Layers of one kind save the same, except the first layer, so only as many layers are run as it takes to meet
+the same, doubles, or quadruples in rows twice as long. A third length is run for a model with a storage that does none
+of these. Layers of one kind save the same, except the first layer, so only as many layers are run as it takes to meet
 each kind.
 
 `count_activations` returns JSON rows for `toolkit.models.saved_activations.read_counted`.
