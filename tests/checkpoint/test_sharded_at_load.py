@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from conftest import BuildOnce
-from launching import ROOT, SAVED, accelerate_launch, losses, read, toolkit
+from launching import ROOT, accelerate_launch, losses, read, toolkit
 
 from toolkit.checkpoint.inspect import inspect_checkpoint
 from toolkit.errors import ToolkitError
@@ -188,13 +188,14 @@ def test_a_run_that_was_sharded_at_load_resumes_under_ddp(
 
 
 @pytest.mark.parametrize(
-    ("source", "preset", "degree"),
-    [("zero3", "tp", "--tp"), ("fsdp2", "cp", "--cp")],  # sharded at load; FSDP2's own shards, with other rows per rank
+    ("source", "step", "preset", "degree"),
+    # Sharded at load; FSDP2's own shards, with other rows per rank.
+    [("zero3", 4, "tp", "--tp"), ("fsdp2", 4, "cp", "--cp")],
 )
 def test_a_run_resumes_in_another_layout(
-    saved_runs: dict[str, Path], saved_job: list[str], source: str, preset: str, degree: str, tmp_path: Path
+    saved_runs: dict[str, Path], saved_job: list[str], source: str, step: int, preset: str, degree: str, tmp_path: Path
 ) -> None:
-    checkpoint = saved_runs[source] / f"checkpoint-{SAVED[source]}"
+    checkpoint = saved_runs[source] / f"checkpoint-{step}"
     words = [*saved_job, degree, "2", "--per_device_train_batch_size", "4"]  # both ranks train on the same rows
     found = resumed(preset, checkpoint, tmp_path / "out", *words)
-    assert found == pytest.approx(losses(saved_runs[source])[SAVED[source] :], rel=LOSS_TOLERANCE)
+    assert found == pytest.approx(losses(saved_runs[source])[step:], rel=LOSS_TOLERANCE)

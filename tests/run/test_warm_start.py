@@ -26,6 +26,7 @@ from toolkit.run.warm_start import (
     [
         (["-m", "toolkit.train", "--a"], PythonCommand(target="toolkit.train", is_module=True, arguments=["--a"])),
         (["-u", "-m", "toolkit.train"], PythonCommand(target="toolkit.train", is_module=True, arguments=[])),
+        (["-P", "-m", "x"], PythonCommand(target="x", is_module=True, arguments=[], safe_path=True)),
         (["mine.py", "-m", "x"], PythonCommand(target="mine.py", is_module=False, arguments=["-m", "x"])),
         (["-c", "pass"], None),
         (["-X", "dev", "mine.py"], None),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -182,6 +183,21 @@ def test_a_forked_program_runs_as_main_with_its_arguments_and_its_folder_first_o
         "import sys\nprint(__name__, sys.argv[1:], sys.path[0], sys.modules['__main__'].__name__)", "--a", "b"
     )
     assert output(process) == [f"__main__ ['--a', 'b'] {tmp_path} __main__"]
+
+
+def test_a_forked_module_with_a_safe_path_does_not_find_the_working_directory(tmp_path: Path) -> None:
+    """`-P`, with which a rank has its checkpoint converted; what the rank itself has set is no reason to refuse."""
+    added = {"HF_HUB_DISABLE_PROGRESS_BARS": "1", "TORCH_FORCE_WEIGHTS_ONLY_LOAD": "1"}
+    paths = {}
+    for options in ([], ["-P"]):
+        command = [sys.executable, *options, "-m", "timeit", "-n1", "-r1", "-s", "import sys; print(sys.path)"]
+        with contextlib.chdir(tmp_path):
+            process = fork_process(fork_server().socket_path, command, environment=cpu_environment() | added)
+        paths[*options] = output(process)[0]
+        assert process.wait(30) == 0
+        process.stdout.close()
+    assert str(tmp_path) in paths[()]
+    assert str(tmp_path) not in paths["-P",]
 
 
 def test_a_process_that_its_owner_gives_up_gets_sigterm(start: Any) -> None:

@@ -10,10 +10,8 @@ converted.argv                # ('--resume_from_checkpoint', 'out/.resume/checkp
 
 from __future__ import annotations
 
-import contextlib
 import os
 import shutil
-import subprocess
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -31,7 +29,7 @@ from toolkit.run.checkpoints import (
     read_checkpoint,
 )
 from toolkit.run.script_arguments import degrees_given, flag, resumes
-from toolkit.run.warm_start import RefusedError, fork_process, server_in_environment
+from toolkit.run.warm_start import run_python
 
 RESUME_FOLDER = ".resume"
 # What a launcher gives its ranks: a conversion is a process of its own.
@@ -146,26 +144,11 @@ def _run_conversion(checkpoint: Path, out: Path, run: ResumingRun) -> None:
     options = ["--preset", str(run.preset.accelerate_config_path), "--num-processes", str(run.num_processes)]
     options += [f"--{name.replace('_', '-')}={degree}" for name, degree in run.degrees.items()]
     options += ["--trust-pickle"] if run.trust_pickle else []
-    program = ["-m", "toolkit.checkpoint", "convert", str(checkpoint), str(out), *options]
-    code, printed = _run_python(program)
+    command = [sys.executable, "-P", "-m", "toolkit.checkpoint", "convert", str(checkpoint), str(out), *options]
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(RANK_VARIABLES)}
+    environment["CUDA_VISIBLE_DEVICES"] = ""  # as it would set itself; a fork server on the CPU has it too
+    code, errors = run_python(command, environment)
     if code != 0:
-        message, _, hint = printed[printed.rfind("error: ") :].partition("\n  hint: ")
+        message, _, hint = errors[errors.rfind("error: ") :].partition("\n  hint: ")
         reason = message.removeprefix("error: ").strip() or f"the conversion ended with code {code}"
         raise ToolkitError(f"{checkpoint} cannot be resumed here: {reason}", hint=hint.strip() or None)
-
-
-def _run_python(program: list[str]) -> tuple[int, str]:
-    """Run a program, from the fork server where there is one; return its exit code and what it printed."""
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(RANK_VARIABLES)}
-    server = server_in_environment()
-    if server is not None:
-        with contextlib.suppress(RefusedError):
-            process = fork_process(server, [sys.executable, *program], environment=environment)
-            assert process.stdout is not None, "it is a pipe where none is given"
-            with process.stdout as lines:
-                printed = lines.read()
-            return process.wait(), printed
-    command = [sys.executable, "-P", *program]
-    streams: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    ended = subprocess.run(command, check=False, env=environment, **streams)
-    return ended.returncode, ended.stdout

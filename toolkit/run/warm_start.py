@@ -57,6 +57,8 @@ class PythonCommand:
     """Name of the module, or path of the script."""
     is_module: bool
     arguments: list[str]
+    safe_path: bool = False
+    """`-P`: the program's folder is not on `sys.path`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -91,17 +93,19 @@ def python_command(argv: Sequence[str]) -> PythonCommand | None:
     """Parse the argv of a program that this environment's Python runs; return None for any other program.
 
     >>> python_command([sys.executable, "-u", "-m", "toolkit.train", "--max_steps", "8"])
-    PythonCommand(target='toolkit.train', is_module=True, arguments=['--max_steps', '8'])
+    PythonCommand(target='toolkit.train', is_module=True, arguments=['--max_steps', '8'], safe_path=False)
     >>> python_command(["tee", "train.log"])
     """
     words = [str(word) for word in argv]
     if len(words) < 2 or words[0] != sys.executable:
         return None
-    words = words[2:] if words[1] == "-u" else words[1:]
+    words, safe_path = words[1:], words[1] == "-P"
+    if words[0] in ("-u", "-P"):
+        words = words[1:]
     if words[:1] == ["-m"] and len(words) > 1:
-        return PythonCommand(target=words[1], is_module=True, arguments=words[2:])
+        return PythonCommand(target=words[1], is_module=True, arguments=words[2:], safe_path=safe_path)
     if words and words[0].endswith(".py"):
-        return PythonCommand(target=words[0], is_module=False, arguments=words[1:])
+        return PythonCommand(target=words[0], is_module=False, arguments=words[1:], safe_path=safe_path)
     return None
 
 
@@ -197,6 +201,30 @@ def fork_process(
             os.close(writer)
     lines = None if reader is None else os.fdopen(reader, encoding="utf-8", errors="replace")
     return ForkedProcess(connection, argv, pid, lines)
+
+
+def run_python(command: Sequence[str], environment: Mapping[str, str]) -> tuple[int, str]:
+    """Run a Python program to its end, and return its exit code and what it wrote to stderr.
+
+    It is forked from the server that the environment names, and started cold without one, or where it refuses.
+    """
+    server = server_in_environment()
+    with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as errors:
+        process: ForkedProcess | subprocess.Popen[bytes] | None = None
+        with contextlib.suppress(RefusedError), Path(os.devnull).open("w") as nothing:
+            if server is not None:
+                out, err = nothing.fileno(), errors.fileno()
+                process = fork_process(server, command, environment=environment, stdout=out, stderr=err)
+        if process is None:
+            process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=errors)
+        try:
+            code = process.wait()
+        except BaseException:
+            process.kill()
+            process.wait()
+            raise
+        errors.seek(0)
+        return code, errors.read()
 
 
 def _request(socket_path: str, request: ForkRequest, descriptors: list[int]) -> tuple[socket.socket, int]:

@@ -59,9 +59,9 @@ from toolkit.train.rank_process import garbage_collector_off, prepare_environmen
 READ_AFTER_IMPORT = re.compile(
     r"(ACCELERATE|FSDP|PARALLELISM_CONFIG|TORCHELASTIC|TOOLKIT)_\w+"
     r"|(GROUP_|LOCAL_|ROLE_)?(RANK|WORLD_SIZE)|ROLE_NAME|MASTER_(ADDR|PORT)|TORCH_NCCL_ASYNC_ERROR_HANDLING"
-    r"|TORCH_DISABLE_SHARE_RDZV_TCP_STORE|TORCH_FORCE_WEIGHTS_ONLY_LOAD"
+    r"|TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
     r"|OMP_NUM_THREADS|TORCH_EXTENSIONS_DIR|TORCHINDUCTOR_CACHE_DIR|DS_ACCELERATOR|NCCL_(P2P|IB)_DISABLE"
-    r"|PYTORCH_NVML_BASED_CUDA_CHECK"
+    r"|PYTORCH_NVML_BASED_CUDA_CHECK|TORCH_FORCE_WEIGHTS_ONLY_LOAD"
     r"|PYTHONPATH|PYTHONUNBUFFERED|PATH|PWD|OLDPWD|SHLVL|_|PYTEST_CURRENT_TEST"
 )
 # Programs that start ranks as child processes.
@@ -252,6 +252,7 @@ class Server:
                 make_resident(self.file_pages)  # its own processes inherit what is resident here
                 with garbage_collector_off():
                     importlib.import_module(DEEPSPEED_COMPILES)
+                    importlib.import_module("cpuinfo").get_cpu_info()  # 1 s; `prepare_environment` caches the result
                 check_forkable()
                 ForwardedRequests(
                     requests, self.socket_path, environment=self.environment, set_by_imports=self.set_by_imports
@@ -403,13 +404,15 @@ def send(connection: socket.socket, message: dict[str, Any]) -> None:
 
 
 def why_refused(request: ForkRequest, environment: Mapping[str, str]) -> str | None:
-    """Return why a forked process would differ from one that was started cold, or None if it would not."""
+    """Return why a forked process would differ from one that was started cold, or None if it would not.
+
+    `environment` is the server's before its imports. What a rank starts has what the rank set too, as this process.
+    """
+    alike = {name for name, value in request.environment.items() if os.environ.get(name) == value}
     # In a locale of UTF-8 they change nothing.
     without_effect = set(UTF8_VARIABLES) if locale.getencoding().lower() == "utf-8" else set()
-    for name in sorted({*environment, *request.environment} - without_effect):
-        # A rank that starts a process gives it what its imports have set, as those of this server have.
-        known = (environment.get(name), os.environ.get(name))
-        if request.environment.get(name) not in known and not READ_AFTER_IMPORT.fullmatch(name):
+    for name in sorted({*environment, *request.environment} - without_effect - alike):
+        if environment.get(name) != request.environment.get(name) and not READ_AFTER_IMPORT.fullmatch(name):
             return f"libraries may read {name} when they are imported, and it has changed since the fork server started"
     device = request.environment.get("DS_ACCELERATOR", "cpu")
     if device != "cpu" and "deepspeed" in sys.modules:
@@ -428,11 +431,12 @@ def why_refused(request: ForkRequest, environment: Mapping[str, str]) -> str | N
 def search_path(request: ForkRequest, environment: Mapping[str, str]) -> list[str]:
     """Return `sys.path` as Python initialises it for the request: the program's folder, then PYTHONPATH."""
     folder, command = Path(request.working_directory), request.command
-    first = folder if command.is_module else (folder / command.target).resolve().parent
+    program = folder if command.is_module else (folder / command.target).resolve().parent
+    first = [] if command.safe_path else [str(program)]
     added = [str(folder / entry) for entry in path_entries(request.environment)]
     own = {sys.path[0], *path_entries(environment)}
     rest = [entry for entry in sys.path if entry not in own]
-    return list(dict.fromkeys([str(first), *added, *rest]))  # Python removes duplicates, too
+    return list(dict.fromkeys([*first, *added, *rest]))  # Python removes duplicates, too
 
 
 def path_entries(environment: Mapping[str, str]) -> list[str]:

@@ -16,8 +16,8 @@ from toolkit.run.measurements import Measurements, measure, read_steps
 
 pytestmark = pytest.mark.launch
 
-# 21 rows and 4 sequences per step: an epoch has 6 steps, of which the last is filled up.
-ROWS, STEPS, SAVED = 21, 8, 3
+# 9 rows and 4 sequences per step: an epoch has 3 steps, of which the last is filled up.
+ROWS, STEPS, SAVED = 9, 6, 2
 LOSS_TOLERANCE = 1e-6
 
 
