@@ -7,14 +7,13 @@ All presets, sizes and models: `python benchmarks/engine_bytes.py`.
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import pytest
-from launching import ROOT, SCRIPTS
+from launching import SCRIPTS, cpu_environment, run_warm
 from model_configs import EXPERTS, GPT2, TINY, config_file
 
 from toolkit.models.read_model import read_model
@@ -103,14 +102,14 @@ def config_of(folder: Path, name: str) -> Path:
 
 
 def held(cases: list[Case]) -> list[dict[str, int]]:
-    """What the engines hold, in one child process."""
-    variables = os.environ | {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, str(SCRIPTS / "engine_bytes.py")]
-    done = subprocess.run(
-        command, input=json.dumps(cases), env=variables, capture_output=True, text=True, timeout=500, check=False
-    )
+    """What the engines hold, in one child process, which a test forks from the session's server."""
+    with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
+        json.dump(cases, file)
+        file.flush()
+        command = [sys.executable, str(SCRIPTS / "engine_bytes.py"), file.name]
+        done = run_warm(command, cpu_environment() | {"OMP_NUM_THREADS": "1"})
     assert done.returncode == 0, done.stderr[-3000:]
-    return [json.loads(line) for line in done.stdout.splitlines()]
+    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]  # DeepSpeed logs to stdout
 
 
 def planned(case: Case) -> dict[str, int]:

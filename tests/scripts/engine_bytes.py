@@ -1,6 +1,6 @@
 """Bytes of parameters, gradients and optimizer states that real engines hold for one rank of many.
 
-$ python engine_bytes.py < cases.json
+$ python engine_bytes.py cases.json
 
 A case is {"config": PATH, "preset": NAME, "world_size": N, "rank": R, "lora_r": null}, with "optim" for another
 optimizer than AdamW, which the Trainer makes. The process group is torch's `fake` one, whose collectives move nothing,
@@ -42,7 +42,7 @@ def main() -> None:
     stdout, sys.stdout = sys.stdout, sys.stderr  # deepspeed prints
     prepare_environment()
     os.environ |= {"DS_ACCELERATOR": "cpu", "LOCAL_RANK": "0"}
-    cases = json.load(sys.stdin)
+    cases = json.loads(Path(sys.argv[1]).read_text())
     place = ("world_size", "rank")
     for (world_size, rank), group in itertools.groupby(cases, key=lambda case: tuple(case[name] for name in place)):
         os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world_size)}  # with LOCAL_SIZE deepspeed waits for others
