@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
-from launching import CPU_PRESETS, ROOT, read
+from launching import CPU_PRESETS, ROOT, cpu_environment, read, run_warm
 
 FOLDER = ROOT / "benchmarks" / "gpu"
 sys.path[:0] = [str(FOLDER), str(FOLDER.parent)]
@@ -88,9 +86,7 @@ def test_the_script_runs_on_a_cpu_and_resumes_where_it_stopped(tmp_path: Path) -
     lines = tmp_path / "cases.jsonl"
     lines.write_text(json.dumps(finished) + '\n{"id": "tiny-1", "spl')  # killed while it wrote
     words = ["--output", str(tmp_path), "--tiny", "--limit", "2"]
-    command = [sys.executable, str(FOLDER / "validate.py"), *words]
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    ended = run_warm([sys.executable, str(FOLDER / "validate.py"), *words], cpu_environment())
     assert ended.returncode == 0, ended.stderr[-2000:]
     first, second = [json.loads(line) for line in lines.read_text().splitlines()]
     assert first == finished

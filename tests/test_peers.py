@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
-from launching import ROOT, cpu_environment
+from launching import ROOT, cpu_environment, run_warm
 
 from toolkit.convert import convert_file
 from toolkit.run.script_arguments import read_arguments
@@ -210,7 +209,7 @@ def test_a_bare_trainer_and_the_toolkit_train_the_same_job(tmp_path: Path) -> No
     words += ["--repeats", "1", "--steps", "3", "--untimed-steps", "1", "--batch-size", "1", "--max-length", "32"]
     words += ["--no-document", "--name", str(tmp_path / "result")]
     argv = [sys.executable, str(ROOT / "benchmarks" / "peers.py"), *words]
-    ended = subprocess.run(argv, env=cpu_environment(), capture_output=True, text=True, check=False)
+    ended = run_warm(argv, cpu_environment())  # each of its runs is started cold
     assert ended.returncode == 0, ended.stdout[-2000:] + ended.stderr[-3000:]
     rows = json.loads((tmp_path / "result.json").read_text())["rows"]
     assert [(row["program"], row.get("differences")) for row in rows] == [("bare", []), ("toolkit", [])]

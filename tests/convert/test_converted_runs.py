@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from conversions import convert_text
-from launching import ROOT, accelerate_launch, cpu_environment, read, run_captured
+from launching import ROOT, accelerate_launch, cpu_environment, read, run_warm
 
 from toolkit.convert import yaml_text
 from toolkit.demo.assets import chitchat_data_file
@@ -83,9 +83,9 @@ datasets:
   - path: json
     data_files: {folder}/rows.jsonl
 learning_rate: 1.0e-3
-max_length: 128
+max_length: 64
 max_steps: 3
-per_device_train_batch_size: 8
+per_device_train_batch_size: 4
 logging_steps: 1
 save_strategy: "no"
 report_to: none
@@ -96,15 +96,14 @@ output_dir: {folder}/trl
 
 @pytest.mark.launch
 def test_a_converted_trl_configuration_has_trls_losses(tiny_model: Path, tmp_path: Path) -> None:
-    """Each batch is all eight conversations, so the order of the rows has no effect."""
+    """Each batch is all four conversations, so the order of the rows has no effect."""
     pytest.importorskip("trl")
-    rows = chitchat_data_file().read_text().splitlines()[:8]
+    rows = chitchat_data_file().read_text().splitlines()[:4]
     (tmp_path / "rows.jsonl").write_text("\n".join(rows) + "\n")
     text = TRL_YAML.format(model=tiny_model, folder=tmp_path)
     conversion = convert_text(tmp_path, text)
-    theirs = run_captured(
-        [sys.executable, "-m", "trl.scripts.sft", "--config", "theirs.yaml"], cpu_environment(), tmp_path
-    )
+    command = [sys.executable, "-m", "trl.scripts.sft", "--config", "theirs.yaml"]
+    theirs = run_warm(command, cpu_environment(), tmp_path)
     assert theirs.returncode == 0, theirs.stderr[-2000:]
     (tmp_path / "ours.yaml").write_text(yaml_text(conversion, source="theirs.yaml", file="ours.yaml"))
     config = ROOT / "accelerate_configs" / "single.yaml"
