@@ -41,7 +41,7 @@ OF_ONE_LAUNCH = {"MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_ERROR_FILE"
 # A cold launch is recognised by the launcher's command line instead.
 OF_A_FORKED_LAUNCH = {"TOOLKIT_PRESET", "TOOLKIT_WORLD_SIZE", "TOOLKIT_FORK_SERVER"}
 # DeepSpeed's ranks are forked from the second server, all others from the first one.
-COLD = ("zero3", "single")
+COLD = ("zero3", "fsdp2", "single")
 
 
 def differences(forked: dict[str, Any], cold: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
@@ -65,7 +65,7 @@ def environments_of_ranks(preset: str, prefix: Path, *, cold: bool = False) -> l
 
 @pytest.fixture(scope="module")
 def cold_runs(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, faq_alpaca: Path) -> dict[str, Path]:
-    """Two runs of `preset_runs` again, started cold: one per server."""
+    """Runs of `preset_runs` again, started cold: one per engine, and one without a process group."""
     folder = tmp_path_factory.mktemp("cold")
     for preset in COLD:
         launch_preset(preset, tiny_model, faq_alpaca, folder / preset, cold=True)
