@@ -19,8 +19,8 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     """One trial of each preset, by preset; sequences have different lengths."""
     folder = tmp_path_factory.mktemp("split")
     build_models(folder)
-    build_rows(folder / "rows.jsonl")
-    (folder / "rows.jsonl").write_text((folder / "rows.jsonl").read_text() * 2)  # five steps of eight rows
+    build_rows(folder)
+    (folder / "rows.jsonl").write_text((folder / "rows.jsonl").read_text() * 2)  # three steps of eight rows
     names = ("ddp", "fsdp2_tp", "cp", "pipeline_1f1b")
     presets = [word for name in names for word in ("--preset", name)]
     options = ["--num-processes", "4", "--output-dir", str(folder / "cmp"), "--cpu", "--repeats", "1"]
