@@ -47,12 +47,12 @@ class Fault(NamedTuple):
     """A preset and arguments, as `--variant` has them."""
     does: str
     caught_by: str
-    """The check that must catch it: a fact of the attestation, a check of parity, or `rank_skew`."""
+    """The check that must catch it: of a rank's start, a fact of the attestation, a check of parity, or `rank_skew`."""
 
 
 DTYPE, NORM = "attestation: optimizer_dtype", "attestation: gradient norm at the optimizer"
 TRIED = "attestation: norm of a large gradient, clipped"
-WORLD, RECOMPUTES = "attestation: world_size", "attestation: activation_checkpointing"
+WORLD, RECOMPUTES = "start: number of ranks", "attestation: activation_checkpointing"
 FAULTS = {
     "bf16 Adam states": (
         Fault("bf16_adam", "ddp", "Adam's moments are kept in bf16", DTYPE),
@@ -147,6 +147,8 @@ def caught_by(row: Row, run: Path) -> str | None:
     if row.status == "attestation_failed":
         first = (read_json(run / "attestation.json") or {})["differences"][0]
         return f"attestation: {first['fact']}"
+    if row.status == "failed" and re.match(r"the job asked for \d+ ranks", row.message or ""):
+        return WORLD
     if row.failed_parity:
         return f"parity: {parity_check(row.parity_message or '')}"
     return "rank_skew" if row.completed and (row.rank_skew or 0) > SKEWED else None

@@ -199,8 +199,8 @@ def padded_to_the_longest(_: int) -> None:
     widest = int(argument("--max_seq_length") or 0)
 
     @around(batches, "_padded")
-    def padded(original: Any, rows: Any, fill: int) -> Any:
-        found = original(rows, fill)
+    def padded(original: Any, rows: Any, fill: int, **kwargs: Any) -> Any:
+        found = original(rows, fill, **kwargs)
         return torch.nn.functional.pad(found, (0, widest - found.shape[1]), value=fill)
 
 

@@ -60,6 +60,28 @@ def test_without_a_report_the_last_log_lines_are_the_message(tmp_path: Path) -> 
     assert json.loads(folder.failure_json.read_text()) == failure
 
 
+REFUSED_BY_A_RANK = """
+error: the job asked for 2 ranks (TOOLKIT_WORLD_SIZE), and 1 were started
+  hint: ask for 2 GPUs
+E1123 11:10:15.326000 2299 torch/distributed/elastic/multiprocessing/api.py:1002] failed (exitcode: 2) local_rank: 0
+Root Cause (first observed failure):
+[0]:
+  rank      : 0 (local_rank: 0)
+  exitcode  : {code} (pid: 2303)
+"""
+
+
+@pytest.mark.parametrize("code", [2, 1])
+def test_a_rank_that_refused_its_input_before_it_had_a_folder_is_quoted(code: int, tmp_path: Path) -> None:
+    folder = running_folder(tmp_path)
+    folder.log.write_text(REFUSED_BY_A_RANK.format(code=code))
+    status, exit_code, failure = ended(folder)
+    assert (status, exit_code, failure["wrong_input"]) == ("failed", code, code == 2)
+    if code == 2:
+        assert failure["message"] == "the job asked for 2 ranks (TOOLKIT_WORLD_SIZE), and 1 were started"
+        assert failure["hint"] == "ask for 2 GPUs"
+
+
 def test_an_exit_without_output_is_reported_as_such(tmp_path: Path) -> None:
     folder = running_folder(tmp_path)
     folder.log.write_text("\n")

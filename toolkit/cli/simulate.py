@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 
 import typer
 
@@ -65,6 +66,8 @@ def stragglers(options: StragglerOptions, as_json: JsonOutput = False) -> None:
     Speed, waste and staleness are simulated; losses are those of a small network, trained under each policy and each
     gradient compression. With --model, its gradients are communicated.
     """
+    # Read when NumPy is imported, below: threads of BLAS only wait for each other in matrices as small as these.
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     from toolkit.simulate.straggler_report import print_study, write_report
     from toolkit.simulate.stragglers import study_stragglers
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from toolkit.errors import EXIT_INVALID_INPUT
 from toolkit.run import status
 from toolkit.run.folder import RunFolder, read_json, write_json
 from toolkit.run.heartbeat import read_heartbeats
@@ -27,6 +28,9 @@ CONSEQUENCES = (status.FAILED, status.INTERRUPTED)
 # The root cause as torch's elastic agent prints it (torch/distributed/elastic/multiprocessing/errors, torch 2.13).
 ROOT_CAUSE = "Root Cause (first observed failure)"
 _EXITED_BY_SIGNAL = re.compile(r"rank\s+: (?P<rank>\d+) \(local_rank: \d+\)\s+exitcode\s+: -(?P<number>\d+) ")
+_REFUSED = re.compile(r"exitcode\s+: 2 ")
+# As `toolkit.entry_point` and a rank print it, after what a launcher may put before a rank's lines.
+_REFUSAL = re.compile(r"^(?:\[\w+\]:)?error: (?P<message>.+)(?:\n(?:\[\w+\]:)?  hint: (?P<hint>.+))?", re.MULTILINE)
 # The agent itself ends the other ranks with these.
 _AGENT_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
@@ -130,6 +134,8 @@ def _unreported_failure(
     folder: RunFolder, final_status: str, ended: ProcessResult, log: str, log_path: Path
 ) -> dict[str, Any]:
     """No rank could report: say what is known, and where to look."""
+    if final_status == status.FAILED and (refusal := _find_refusal(ended, log)):
+        return refusal
     checkpoint = describe_latest_checkpoint(folder.path)
     causes = {
         status.INTERRUPTED: f"ended by a signal, without a checkpoint of its last step; {checkpoint}",
@@ -140,7 +146,16 @@ def _unreported_failure(
     return _failure(final_status, message, f"see {log_path}")
 
 
-def _failure(kind: str, message: str, hint: str) -> dict[str, Any]:
+def _find_refusal(ended: ProcessResult, log: str) -> dict[str, Any] | None:
+    """Return the failure of a rank that refused its input before it had a run folder, from what it printed."""
+    refused = ended.exit_code == EXIT_INVALID_INPUT or _REFUSED.search(log.rpartition(ROOT_CAUSE)[2])
+    printed = _REFUSAL.search(log) if refused else None
+    if printed is None:
+        return None
+    return _failure(status.FAILED, printed["message"], printed["hint"]) | {"wrong_input": True}
+
+
+def _failure(kind: str, message: str, hint: str | None) -> dict[str, Any]:
     return {
         "kind": kind,
         "phase": None,
