@@ -62,7 +62,7 @@ def compile_ops(builders: dict[str, str] = CPU_OPS) -> float:
         missing = {op: builder for op, builder in builders.items() if not are_compiled([op])}
         if not missing:
             return 0.0
-        _log(f"compiling DeepSpeed's CPU ops ({', '.join(missing)}): about 30 s each on two cores, once")
+        _log(f"compiling DeepSpeed's CPU ops ({', '.join(missing)}): about a minute each on two cores, once")
         started = time.monotonic()
         _compile_in_child_process(folder / "compile.log", list(missing.values()))
         for op in missing:
