@@ -23,6 +23,8 @@ EXIT_RUN_FAILED = 1
 EXIT_INVALID_INPUT = 2
 EXIT_OUT_OF_MEMORY = 3
 
+# As `toolkit.entry_point` and ranks print an error, after what a launcher may put before the lines of a rank.
+_PRINTED = re.compile(r"^(?:\[\w+\]:)?error: (?P<message>.+)(?:\n(?:\[\w+\]:)?  hint: (?P<hint>.+))?", re.MULTILINE)
 # Control characters, and those that reverse the direction of text: a terminal would obey them.
 _UNPRINTABLE = re.compile(r"[\x00-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069]")
 
@@ -49,6 +51,15 @@ class ToolkitError(Exception):
     def __str__(self) -> str:
         lines = [self.message] if self.hint is None else [self.message, f"  hint: {self.hint}"]
         return "\n".join(visible(line) for line in lines)
+
+
+def printed_errors(text: str) -> list[ToolkitError]:
+    """Return the errors that another process has printed, in their order.
+
+    >>> [(error.message, error.hint) for error in printed_errors("loading\\nerror: no such file: a\\n  hint: b\\n")]
+    [('no such file: a', 'b')]
+    """
+    return [ToolkitError(found["message"], hint=found["hint"]) for found in _PRINTED.finditer(text)]
 
 
 class RunFailed(ToolkitError):

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from toolkit.errors import EXIT_INVALID_INPUT
+from toolkit.errors import EXIT_INVALID_INPUT, printed_errors
 from toolkit.run import status
 from toolkit.run.folder import RunFolder, read_json, write_json
 from toolkit.run.heartbeat import read_heartbeats
@@ -29,8 +29,6 @@ CONSEQUENCES = (status.FAILED, status.INTERRUPTED)
 ROOT_CAUSE = "Root Cause (first observed failure)"
 _EXITED_BY_SIGNAL = re.compile(r"rank\s+: (?P<rank>\d+) \(local_rank: \d+\)\s+exitcode\s+: -(?P<number>\d+) ")
 _REFUSED = re.compile(r"exitcode\s+: 2 ")
-# As `toolkit.entry_point` and a rank print it, after what a launcher may put before a rank's lines.
-_REFUSAL = re.compile(r"^(?:\[\w+\]:)?error: (?P<message>.+)(?:\n(?:\[\w+\]:)?  hint: (?P<hint>.+))?", re.MULTILINE)
 # The agent itself ends the other ranks with these.
 _AGENT_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
@@ -149,10 +147,8 @@ def _unreported_failure(
 def _find_refusal(ended: ProcessResult, log: str) -> dict[str, Any] | None:
     """Return the failure of a rank that refused its input before it had a run folder, from what it printed."""
     refused = ended.exit_code == EXIT_INVALID_INPUT or _REFUSED.search(log.rpartition(ROOT_CAUSE)[2])
-    printed = _REFUSAL.search(log) if refused else None
-    if printed is None:
-        return None
-    return _failure(status.FAILED, printed["message"], printed["hint"]) | {"wrong_input": True}
+    printed = printed_errors(log) if refused else []
+    return _failure(status.FAILED, printed[0].message, printed[0].hint) | {"wrong_input": True} if printed else None
 
 
 def _failure(kind: str, message: str, hint: str | None) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
-from toolkit.errors import ToolkitError
+from toolkit.errors import ToolkitError, printed_errors
 from toolkit.presets import Preset
 from toolkit.run.checkpoints import (
     LATEST_WORDS,
@@ -149,6 +149,5 @@ def _run_conversion(checkpoint: Path, out: Path, run: ResumingRun) -> None:
     environment["CUDA_VISIBLE_DEVICES"] = ""  # as it would set itself; a fork server on the CPU has it too
     code, errors = run_python(command, environment)
     if code != 0:
-        message, _, hint = errors[errors.rfind("error: ") :].partition("\n  hint: ")
-        reason = message.removeprefix("error: ").strip() or f"the conversion ended with code {code}"
-        raise ToolkitError(f"{checkpoint} cannot be resumed here: {reason}", hint=hint.strip() or None)
+        reason = (printed_errors(errors) or [ToolkitError(f"the conversion ended with code {code}")])[-1]
+        raise ToolkitError(f"{checkpoint} cannot be resumed here: {reason.message}", hint=reason.hint)
