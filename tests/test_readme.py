@@ -22,7 +22,7 @@ from pathlib import Path
 import pytest
 import typer
 from fits_table import fits_table
-from launching import cpu_environment, run_captured
+from launching import cpu_environment
 from reference_blocks import characteristics_table, doctor_table, optimizer_table, preset_table, xid_table
 from simulated_throughput import throughput_table
 
@@ -88,11 +88,12 @@ def toolkit_commands() -> list[list[str]]:
     return [shlex.split(line, comments=True) for line in lines]
 
 
-def run_bash(script: str) -> subprocess.CompletedProcess[str]:
+def run_bash(script: str, environment: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    """Run a script with this environment's programs first; it stops at the first command that fails."""
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    environment = os.environ | PLAIN_SCREEN | {"PATH": path, "CUDA_VISIBLE_DEVICES": ""}
-    command = ["bash", "-euo", "pipefail", "-c", script]
-    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    variables = environment or os.environ | PLAIN_SCREEN | {"CUDA_VISIBLE_DEVICES": ""}
+    command, variables = ["bash", "-euo", "pipefail", "-c", script], variables | {"PATH": path}
+    return subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True, timeout=300, check=False)
 
 
 # Programs of a script that are forked from the session's server, so that they do not import torch again. The command
@@ -113,10 +114,8 @@ def run_launching_bash(script: str, **variables: str) -> subprocess.CompletedPro
     `variables` are not exported: libraries may read any variable when they are imported, so the server refuses a run
     that has one which it was started without.
     """
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     given = "".join(f"{name}={shlex.quote(value)}\n" for name, value in variables.items())
-    command = ["bash", "-euo", "pipefail", "-c", FORKED + given + script]
-    ended = run_captured(command, cpu_environment() | {"PATH": path})
+    ended = run_bash(FORKED + given + script, cpu_environment())
     assert "cold start:" not in ended.stdout + ended.stderr
     return ended
 
