@@ -14,7 +14,7 @@ from launching import ROOT, cpu_environment, fork_server, read, torchrun_preset
 
 from toolkit.run.folder import RunFolder
 from toolkit.run.measurements import last_step, measure, read_steps
-from toolkit.run.warm_start import SOCKET_VARIABLE, ForkedProcess, fork_process
+from toolkit.run.warm_start import ForkedProcess, fork_process
 
 Place = Callable[[str, list[str]], list[str]]
 Agent = subprocess.Popen[bytes] | ForkedProcess
@@ -42,8 +42,6 @@ class Nodes:
         self.script = ["-m", "toolkit.train", *words]
         self.environment = cpu_environment() | {"TOOLKIT_PRESET": preset, "OMP_NUM_THREADS": "1"}
         self.environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
-        if place is not None:
-            self.environment.pop(SOCKET_VARIABLE, None)  # a node has no server of this host
 
     def start(self, name: str) -> None:
         """Start an agent; the one that is started when there is none holds the rendezvous."""

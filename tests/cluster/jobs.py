@@ -13,8 +13,6 @@ from cluster.machines import wait_until
 from cluster.slurm import ENDED, Slurm
 from launching import ROOT, SCRIPTS, accelerate_launch, read, toolkit
 
-from toolkit.run.warm_start import SOCKET_VARIABLE
-
 PORT = 29400
 SAVE_SECONDS = 20
 """SLURM's warning then comes 100 s before the limit: early enough that the test need not wait for it."""
@@ -89,7 +87,6 @@ class ClusterJobs:
         """Start torchrun on two nodes without SLURM, and return its exit codes and what was printed."""
         environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
         environment["TOOLKIT_PRESET"] = preset
-        environment.pop(SOCKET_VARIABLE, None)
         command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1"]
         command += ["--rdzv-id", out.name, "--rdzv-backend", "c10d", "--rdzv-endpoint", f"node1:{PORT}"]
         command += [str(SCRIPTS / script), *self.words, "--output_dir", str(out), *words]

@@ -25,6 +25,8 @@ from pathlib import Path
 from subprocess import CompletedProcess
 from typing import Any
 
+from toolkit.run.warm_start import SOCKET_VARIABLE
+
 NETWORK = "10.77.0"
 SWITCH = "switch"
 BRIDGE = "br0"
@@ -131,9 +133,12 @@ class Machines:
         return int(self.run(name, "cat", "/sys/class/net/eth0/statistics/tx_bytes", sysfs=True).stdout)
 
     def command(self, name: str, *words: str) -> list[str]:
-        """Return the command that runs `words` on a machine, in this process's working directory."""
+        """Return the command that runs `words` on a machine, in this process's working directory.
+
+        A machine has no fork server of this host.
+        """
         spaces = ["--net", "--uts", "--mount", "--pid", f"--wdns={Path.cwd()}"]
-        return ["nsenter", "--target", str(self.on[name].pid), *spaces, "--", *words]
+        return ["nsenter", "--target", str(self.on[name].pid), *spaces, "--", "env", "-u", SOCKET_VARIABLE, *words]
 
     def run(
         self, name: str, *words: str, sysfs: bool = False, check: bool = True, **more: Any

@@ -18,8 +18,6 @@ from pathlib import Path
 from cluster.machines import Machines, wait_until
 from launching import ROOT
 
-from toolkit.run.warm_start import SOCKET_VARIABLE
-
 CONTROLLER = "ctl"
 PROGRAMS = ("slurmctld", "slurmd", "sbatch", "munged", "unshare", "nsenter", "ip", "tc")
 ENDED = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY"}
@@ -75,7 +73,6 @@ class Slurm:
         self.machines, self.folder = machines, machines.folder
         self.nodes = [name for name in machines.names if name != CONTROLLER]
         self.environment = os.environ | {"SLURM_CONF": str(self.folder / "slurm.conf")}
-        self.environment.pop(SOCKET_VARIABLE, None)  # a node has no fork server of this host
 
     def start(self) -> None:
         """Write the configuration, start all daemons, and wait until every node is idle."""

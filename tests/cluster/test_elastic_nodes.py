@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.cluster, pytest.mark.launch]
 LOSS_TOLERANCE = 1e-6
 
 
-def test_a_run_goes_on_without_a_node_that_lost_power(
+def test_a_run_continues_without_a_node_that_lost_power(
     machines: Machines, tiny_model: Path, faq_alpaca: Path, tmp_path: Path
 ) -> None:
     """The cable is cut first, so no connection is closed: the other rank notices that its peer hangs."""
