@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from launching import LLAMA_8B_CONFIG, toolkit
 
-from toolkit import defaults
 from toolkit.hardware.gpu_table import find_gpu
+from toolkit.job import defaults
 from toolkit.job.script_arguments import DataArguments, ModelArguments, read_arguments
 from toolkit.plan.job import TrainingJob
 from toolkit.plan.options import PlanOptions, RecommendOptions
