@@ -33,13 +33,13 @@ ACCUMULATION_STEPS = (1, 4, 16)
 def trace() -> dict[str, Any]:
     """Return traced and planned peaks in bytes by job, and by phase for the trace."""
     from toolkit.models.read_model import read_model
-    from toolkit.plan.job import TrainingJob
     from toolkit.plan.memory import plan_memory
+    from toolkit.plan.planned_job import PlannedJob
     from toolkit.presets import load_preset
 
     found = {}
     for name, (steps, accumulate) in JOBS.items():
-        job = TrainingJob(
+        job = PlannedJob(
             per_device_train_batch_size=1,
             max_seq_length=LENGTH,
             gradient_accumulation_steps=steps,

@@ -20,7 +20,7 @@ from typing import Any
 from record import RESULTS, print_table, write_result
 
 from toolkit.demo.assets import default_data_file, prepare_default_model, random_llama
-from toolkit.job.argument_checks import COMM_HOOKS
+from toolkit.job.argument_fields import COMM_HOOKS
 from toolkit.record.folder import RunFolder
 from toolkit.record.measurements import measure, read_steps
 

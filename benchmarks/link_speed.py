@@ -30,7 +30,7 @@ from toolkit.hardware.gpu_table import find_gpu
 from toolkit.models.read_model import read_model
 from toolkit.plan.communication import communication_bytes, step_collectives
 from toolkit.plan.interconnect import Interconnect
-from toolkit.plan.job import TrainingJob, TrainingSetup
+from toolkit.plan.planned_job import PlannedJob, TrainingSetup
 from toolkit.presets import load_preset
 from toolkit.record.measurements import read_rows
 
@@ -55,7 +55,7 @@ def predicted_range(base_seconds: float, bits_per_second: float, model: Path) ->
 
 
 def setup_of(model: Path) -> TrainingSetup:
-    job = TrainingJob(per_device_train_batch_size=BATCH, max_seq_length=LENGTH)
+    job = PlannedJob(per_device_train_batch_size=BATCH, max_seq_length=LENGTH)
     return TrainingSetup(shape=read_model(str(model)), preset=load_preset("ddp"), world_size=2, job=job)
 
 

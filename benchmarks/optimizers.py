@@ -23,8 +23,8 @@ from comm_hooks import small_model
 from record import print_table, write_result, write_table
 
 from toolkit.demo.assets import default_data_file
+from toolkit.job.job import Job
 from toolkit.presets import load_preset
-from toolkit.presets.compatibility import Method
 from toolkit.presets.support import unsupported
 
 sys.path.append(str(Path(__file__).parent.parent / "tests"))
@@ -109,7 +109,7 @@ def main() -> int:
     pairs.sort(key=lambda pair: (PRESETS.index(pair["preset"]), OPTIMIZERS.index(pair["optim"])))
     print_table(HEADER, table_rows({"pairs": pairs}))
     refused = {
-        (pair["preset"], pair["optim"]): unsupported(load_preset(pair["preset"]), Method(optim=pair["optim"]))
+        (pair["preset"], pair["optim"]): unsupported(load_preset(pair["preset"]), Job(optim=pair["optim"]))
         for pair in pairs
     }
     wrong = [pair for pair in pairs if works(pair) and refused[pair["preset"], pair["optim"]] is not None]

@@ -139,7 +139,7 @@ def exported_formats(folder: Path) -> list[Format]:
 def tokenize() -> None:
     """load_tokenizer on exported, and encode_chat"""
     from toolkit.data import Sample
-    from toolkit.job.script_arguments import ModelArguments
+    from toolkit.job.argument_fields import ModelArguments
     from toolkit.train.data.chat_template import encode_chat
     from toolkit.train.model.loading import load_tokenizer
 

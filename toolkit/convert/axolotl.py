@@ -31,8 +31,8 @@ from toolkit.convert.trainer_settings import take_checkpointing_options
 from toolkit.errors import ToolkitError
 from toolkit.files.value_limits import shown
 from toolkit.job.argument_aliases import HINTS
-from toolkit.job.script_arguments import read_method
-from toolkit.presets.optimizers import MUON
+from toolkit.job.job import Job
+from toolkit.models.optimizers import MUON
 
 DATA_KEYS = ("datasets", "test_datasets", "pretraining_dataset")
 
@@ -49,7 +49,7 @@ def convert(values: Mapping[str, Any], file: Path) -> Conversion:
     _take_evaluation_and_saving(draft)
     _take_trackers_and_hub(draft)
     _set_defaults(draft)
-    preset = take_strategy(draft, file, method=read_method(draft.arguments))
+    preset = take_strategy(draft, file, job=Job.from_values(draft.arguments))
     return draft.finish(preset=preset, reasons=REASONS, on_by_default=ON_BY_DEFAULT)
 
 

@@ -24,8 +24,8 @@ from toolkit.errors import ToolkitError
 from toolkit.files.value_limits import shown
 from toolkit.files.yaml_files import read_configuration
 from toolkit.job.argument_aliases import HINTS
-from toolkit.job.script_arguments import read_method
-from toolkit.presets.optimizers import MUON
+from toolkit.job.job import Job
+from toolkit.models.optimizers import MUON
 
 # Settings of the same name and meaning, beside transformers' own.
 SAME = {"model_name_or_path", "lora_alpha", "lora_dropout", "packing", "preprocessing_num_workers", "streaming"}
@@ -124,7 +124,7 @@ def convert(values: Mapping[str, Any], file: Path) -> Conversion:
         draft.assign("optim", MUON, keys=["use_muon"])
     draft.move_known(SAME | RENAMED | shared_settings())
     _set_defaults(draft, checkpointing=not is_v1)
-    preset = take_strategy(draft, file, method=read_method(draft.arguments), chosen=chosen)
+    preset = take_strategy(draft, file, job=Job.from_values(draft.arguments), chosen=chosen)
     return draft.finish(preset=preset, reasons=REASONS, on_by_default=ON_BY_DEFAULT)
 
 

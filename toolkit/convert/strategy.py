@@ -17,9 +17,9 @@ from toolkit.errors import ToolkitError
 from toolkit.files.reading import is_file, user_path
 from toolkit.files.value_limits import shown
 from toolkit.files.yaml_files import read_configuration
-from toolkit.job.script_arguments import flag
+from toolkit.job.argument_values import is_true
+from toolkit.job.job import Job
 from toolkit.presets import load_preset
-from toolkit.presets.compatibility import Method
 from toolkit.presets.support import reasons, unsupported
 from toolkit.presets.value_types import OFFLOAD_DEVICES
 
@@ -68,14 +68,14 @@ def find_file(name: str, near: Path) -> Path | None:
 _FOR_4BIT_WEIGHTS = {"zero2_cpu_offload": "zero2", "zero3_nvme_offload": "zero3_cpu_offload", "zeropp": "zero3"}
 
 
-def take_strategy(draft: Draft, near: Path, *, method: Method, chosen: Choice | None = None) -> str:
+def take_strategy(draft: Draft, near: Path, *, job: Job, chosen: Choice | None = None) -> str:
     """Use the sharding settings of a configuration, and return the preset's name.
 
-    `method` decides what is possible: 4-bit weights are not swapped to a disk, for example. `chosen` is what settings
+    `job` decides what is possible: 4-bit weights are not swapped to a disk, for example. `chosen` is what settings
     decide that only one tool has.
     """
     choice = chosen or _choose(draft, near)
-    why = next((reason for reason in reasons(load_preset(choice.preset), method) if reason.rule == "qlora"), None)
+    why = next((reason for reason in reasons(load_preset(choice.preset), job) if reason.rule == "qlora"), None)
     if why is not None:
         for key in choice.keys:
             draft.leave_out(key, f"not with load_in_4bit: {why.why}")
@@ -185,7 +185,7 @@ def _is_fsdp_flag(key: str) -> bool:
 def _fsdp_preset_name(strategy: str, nested: Mapping[str, Any], draft: Draft) -> str:
     if "no_shard" in strategy:
         return "ddp"
-    if flag(nested.get("offload_params", False)) or "offload" in strategy:
+    if is_true(nested.get("offload_params", False)) or "offload" in strategy:
         return "fsdp2_cpu_offload"
     if "hybrid" in strategy or draft.number("dp_replicate_size", 1) > 1:
         draft.use("dp_replicate_size", PRESET)
@@ -196,7 +196,7 @@ def _fsdp_preset_name(strategy: str, nested: Mapping[str, Any], draft: Draft) ->
 def _take_fsdp_details(draft: Draft, nested: Mapping[str, Any]) -> None:
     for name, value in nested.items():
         for key in (f"fsdp_config.{name}", f"fsdp_config.fsdp_{name}", f"fsdp_{name}"):
-            if name == "activation_checkpointing" and flag(value) and key in draft.left:
+            if name == "activation_checkpointing" and is_true(value) and key in draft.left:
                 draft.assign("activation_checkpointing", True, keys=[key])
             elif _FSDP_REDUNDANT.get(name) == value:
                 draft.drop(key)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from toolkit.convert.conversion import Draft
+from toolkit.job.trainer_schema import trainer_argument_names
 from toolkit.presets.training_arguments import STRATEGY_ARGUMENTS
-from toolkit.versions import training_argument_types
 
 PRESET_REASON = "decided by the preset: bf16 compute, fp32 master weights; `bf16: false` computes in fp32"
 CPU_REASON = "`toolkit train --cpu` trains on the CPU"
@@ -19,7 +19,7 @@ OLD_NAMES = {"gradient_checkpointing", "gradient_checkpointing_kwargs"}
 
 def shared_settings() -> set[str]:
     """Return the settings of `TrainingArguments` that mean the same here."""
-    return set(training_argument_types()) - OTHERS - OLD_NAMES - {*STRATEGY_ARGUMENTS, *PRECISION}
+    return set(trainer_argument_names()) - OTHERS - OLD_NAMES - {*STRATEGY_ARGUMENTS, *PRECISION}
 
 
 def take_warmup(draft: Draft) -> None:

@@ -22,7 +22,7 @@ from toolkit.convert.trainer_settings import (
 )
 from toolkit.errors import ToolkitError
 from toolkit.files.yaml_files import read_configuration
-from toolkit.job.script_arguments import read_method
+from toolkit.job.job import Job
 
 # Settings of the same name and meaning, beside transformers' own.
 SAME = {"attn_implementation", "model_name_or_path", "packing"}
@@ -213,7 +213,7 @@ def _take_launch(draft: Draft, file: Path) -> str:
     if chosen is None and draft.is_on("use_deepspeed"):
         chosen = _choice_of_flags(draft, file)
     switches = [key for key in LAUNCH_SWITCHES if draft.is_on(key)]
-    preset = take_strategy(draft, file, method=read_method(draft.arguments), chosen=chosen)
+    preset = take_strategy(draft, file, job=Job.from_values(draft.arguments), chosen=chosen)
     for key in switches:
         draft.use(key, PRESET)
     return preset

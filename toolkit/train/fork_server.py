@@ -115,17 +115,16 @@ def read_tables() -> None:
     """Fill caches that depend on the installed libraries alone: 0.2 s of each rank otherwise.
 
     transformers compiles a thousand patterns for the weights of all its architectures when a model is loaded; the
-    toolkit reads what `TrainingArguments` accepts from its source.
+    toolkit reads what `TrainingArguments` accepts from a file.
     """
     from transformers import conversion_mapping
 
-    from toolkit.job.script_arguments import argument_words
-    from toolkit.versions import accelerator_config_types, training_argument_defaults, training_argument_types
+    from toolkit.job.argument_reading import argument_types, argument_words
 
     build = getattr(conversion_mapping, "get_checkpoint_conversion_mapping", None)
     if build is not None:  # transformers 5.23
         build("llama")
-    for read in (argument_words, accelerator_config_types, training_argument_defaults, training_argument_types):
+    for read in (argument_types, argument_words):
         read()
 
 
