@@ -10,8 +10,13 @@ import pytest
 from typer.testing import CliRunner
 
 from toolkit.cli.program import app, main
-from toolkit.doctor.node_comparison import compare_facts, difference_lines
-from toolkit.doctor.node_facts import NodeFacts, clock_offset_seconds, hash_presets
+from toolkit.doctor.node_comparison import (
+    NodeFacts,
+    clock_offset_seconds,
+    compare_facts,
+    difference_lines,
+    hash_presets,
+)
 from toolkit.presets import load_preset, read_preset
 
 FACTS: NodeFacts = {

@@ -1,4 +1,4 @@
-"""Facts of this node from files and programs, for the issue report and for the doctor: compilers, hub, disks, driver.
+"""Facts of this node from files and programs, for the issue report and for the doctor: compilers, hub, disks, network.
 
 Whatever cannot be read is None: a node without a program is not an error here.
 """
@@ -11,6 +11,7 @@ import re
 import shutil
 import subprocess
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +19,14 @@ from toolkit.cache import ASYNC_IO_OPS, are_compiled, cache_folder, home_folder
 from toolkit.doctor.node_packages import find_nvcc
 from toolkit.doctor.ops import CPU_OPS
 from toolkit.files.reading import user_path
+from toolkit.files.secrets import hide_secrets
 from toolkit.hardware.disks import existing_folder
 from toolkit.hardware.node import disk_facts
 from toolkit.versions import installed_version
 
 PROGRAM_SECONDS = 20
+SHARED_MEMORY = Path("/dev/shm")
+NCCL_PACKAGES = ("nvidia-nccl-cu12", "nvidia-nccl-cu13")
 
 
 def output_of(*command: str) -> str | None:
@@ -49,6 +53,39 @@ def entries_of(folder: Path) -> list[Path]:
     with contextlib.suppress(OSError):
         return sorted(folder.iterdir())
     return []
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RdmaPort:
+    """One port of InfiniBand, RoCE or EFA in the kernel's files; None where they do not say."""
+
+    name: str
+    """`mlx5_0 port 1`."""
+    state: str | None
+    """`ACTIVE`, `INIT`, `DOWN`."""
+    rate: str | None
+    """`400 Gb/sec (4X NDR)`."""
+    link_layer: str | None
+
+    @property
+    def gigabits_per_second(self) -> float:
+        """The rate as a number; 0 if it is not known."""
+        found = re.match(r"[\d.]+", self.rate or "")
+        return float(found[0]) if found else 0.0
+
+
+def rdma_ports(root: Path = Path("/sys/class/infiniband")) -> list[RdmaPort]:
+    """Return the RDMA ports that the kernel lists."""
+    return [
+        RdmaPort(
+            name=f"{device.name} port {port.name}",
+            state=(text_of(port / "state") or "").rpartition(": ")[2] or None,  # of `4: ACTIVE`
+            rate=text_of(port / "rate"),
+            link_layer=text_of(port / "link_layer"),
+        )
+        for device in entries_of(root)
+        for port in entries_of(device / "ports")
+    ]
 
 
 def driver_cuda_version() -> str | None:
@@ -110,3 +147,9 @@ def hub_login(environment: Mapping[str, str] = os.environ) -> str | None:
     if environment.get("HF_TOKEN"):
         return "HF_TOKEN"
     return "token file" if token_file(environment).is_file() else None
+
+
+def without_secrets(value: Any, environment: Mapping[str, str] = os.environ) -> Any:
+    """Return facts with every secret of the environment, and whatever looks like one, replaced in all texts."""
+    stored = text_of(token_file(environment))
+    return hide_secrets(value, known=[stored] if stored else [], environment=environment)

@@ -1,4 +1,4 @@
-"""Differences between nodes: the facts of several reports of `toolkit doctor --json`, compared.
+"""Facts in which the nodes of a job must agree, and their differences in several reports of `toolkit doctor --json`.
 
 >>> same = {"version torch": "2.13.0", "hostname": "a", "unix_time": 10.0}
 >>> [found.fact for found in compare_facts({"a": same, "b": same | {"version torch": "2.12.1"}})]
@@ -7,16 +7,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import hashlib
+import os
+import platform
+import socket
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from toolkit.doctor.checks import ERROR, NOTE, WARNING
-from toolkit.doctor.node_facts import Fact, NodeFacts
+from toolkit.doctor.checks import ERROR, LEVELS, NOTE, WARNING
+from toolkit.doctor.collectors import NCCL_PACKAGES, driver_cuda_version
+from toolkit.doctor.node_readings import NodeReadings
 from toolkit.errors import ToolkitError
 from toolkit.files.json_files import read_json_object
+from toolkit.hardware.disks import existing_folder, mount_of
+from toolkit.hardware.node import describe_node, library_versions
+from toolkit.presets import Preset, list_presets
 from toolkit.units import NOT_AVAILABLE, gib
+from toolkit.versions import installed_version, torch_cuda_version
+
+Fact = str | int | float | None
+NodeFacts = dict[str, Fact]
 
 MAX_SKEW_SECONDS = 1.0
 # The kernel and the firmware take different shares of the same memory.
@@ -48,6 +63,75 @@ class NodeDifference:
     values: dict[str, Fact]
     """By node."""
     fix: str
+
+
+# -- facts of this node
+
+
+def node_facts(node: NodeReadings) -> NodeFacts:
+    """Return the facts of this node. The time is taken first."""
+    now = time.time()
+    here = describe_node()
+    gpus = [] if isinstance(node.nvml, ToolkitError) else node.nvml
+    nccl = [f"{name} {version}" for name in NCCL_PACKAGES if (version := installed_version(name))]
+    facts: NodeFacts = {
+        "hostname": socket.gethostname(),
+        "unix_time": round(now, 3),
+        "clock_offset_seconds": clock_offset_seconds(existing_folder(node.output_dir)),
+        "gpus": _counted(node.gpu_names),
+        "vbios": _counted(gpu.read("nvmlDeviceGetVbiosVersion") or "unknown" for gpu in gpus),
+        "driver": ", ".join(sorted({str(gpu["driver"]) for gpu in here["gpus"]})) or None,
+        "driver_cuda": driver_cuda_version(),
+        "torch_cuda": torch_cuda_version(),
+        "nccl": ", ".join(nccl) or None,
+        "rdma": _counted(f"{port.link_layer} {port.rate}" for port in node.rdma_ports),
+        "python": here["python"],
+        "kernel": platform.release(),
+        "cpu": here["cpu"],
+        "cores": here["cpu_count"],
+        "host_memory_bytes": here["host_memory_bytes"],
+        "preset_files": hash_presets(list_presets()),
+    }
+    facts |= {f"version {library}": version for library, version in library_versions().items()}
+    if node.preset is not None:
+        facts[f"preset {node.preset.name}"] = hash_presets([node.preset])
+    return facts
+
+
+def hash_presets(presets: Iterable[Preset]) -> str:
+    """Return the first 16 digits of the SHA-256 of the presets' files."""
+    digest = hashlib.sha256()
+    for preset in presets:
+        for name, text in preset.texts().items():
+            digest.update(f"{name}\n{text}\n".encode())
+    return digest.hexdigest()[:16]
+
+
+def clock_offset_seconds(folder: Path) -> float | None:
+    """Return how far this node's clock is ahead of the file server of a folder, which stamps new files with its own.
+
+    All nodes that share the folder have the same server, so their offsets compare, whenever they were taken. None for
+    a local disk and a folder that cannot be written.
+    """
+    try:
+        mount = mount_of(folder)
+        if mount is None or mount.kind != "network":
+            return None
+        with tempfile.NamedTemporaryFile(dir=folder, prefix=".clock-probe-") as probe:
+            probe.write(b"\n")
+            probe.flush()
+            os.fsync(probe.fileno())
+            return round(time.time() - os.stat(probe.name).st_mtime, 3)  # noqa: PTH116  (a file's name)
+    except OSError:
+        return None
+
+
+def _counted(values: Iterable[str]) -> str | None:
+    """`8 × NVIDIA H200`; None for nothing."""
+    return ", ".join(f"{count} × {value}" for value, count in sorted(Counter(values).items())) or None
+
+
+# -- differences between reports
 
 
 def read_reports(paths: Sequence[Path]) -> dict[str, NodeFacts]:
@@ -83,7 +167,7 @@ def compare_facts(nodes: Mapping[str, NodeFacts]) -> list[NodeDifference]:
     """Return the differences, errors first, then in the order of the facts."""
     names = dict.fromkeys(name for facts in nodes.values() for name in facts if name not in OWN)
     found = [*_differences(nodes, list(names)), *_clock(nodes)]
-    return sorted(found, key=lambda difference: (ERROR, WARNING, NOTE).index(difference.level))
+    return sorted(found, key=lambda difference: LEVELS.index(difference.level))
 
 
 def _differences(nodes: Mapping[str, NodeFacts], names: Sequence[str]) -> Iterator[NodeDifference]:
