@@ -129,31 +129,37 @@ def test_sound_gpus_have_no_finding(node: Node) -> None:
     sound = node(SOUND, SOUND, gpus_per_node=2)
     assert findings(sound, [*NVML_CHECKS, "gpu-count"] if not sound.pci_gpus else NVML_CHECKS) == []
     assert CHECKS["gpu-count"].examine(sound).measured["names"] == ["NVIDIA H100 80GB HBM3"] * 2
-    assert CHECKS["gpu-clocks"].examine(sound).measured["1"] == {"power_limit_watts": 700.0, "max_sm_clock_mhz": 1980}
-    assert CHECKS["gpu-nvlink"].examine(sound).measured["0"] == {"active": 18}
+    assert CHECKS["gpu-clocks"].examine(sound).measured["1"] == {
+        "power_limit_watts": 700.0,
+        "max_sm_clock_mhz": 1980,
+        "celsius": 41,
+        "reduced_by": [],
+        "persistence": 1,
+    }
+    assert CHECKS["gpu-links"].examine(sound).measured["0"] == {"active_nvlinks": 18}
 
 
 def test_every_fault_of_a_gpu_is_found_with_its_level(node: Node) -> None:
     faulty = node(SOUND | {"P2PStatus": 4}, FAULTY)
     found = findings(faulty, NVML_CHECKS)
     assert [(check, finding.level) for check, finding in found] == [
-        ("gpu-persistence", "warning"),
         ("gpu-ecc", "error"),  # five uncorrectable SRAM errors in its life
-        ("gpu-ecc", "error"),  # one since the driver was loaded
-        ("gpu-row-remap", "error"),
-        ("gpu-row-remap", "warning"),
+        ("gpu-ecc", "error"),  # a row that could not be remapped
+        ("gpu-ecc", "error"),  # an error since the driver was loaded
+        ("gpu-ecc", "warning"),  # a row that waits
         ("gpu-recovery", "error"),  # the driver asks for a reset
         ("gpu-recovery", "error"),  # NVSwitch
-        ("gpu-throttling", "error"),
+        ("gpu-clocks", "error"),  # throttled by the hardware
         ("gpu-clocks", "warning"),  # power limit below its default
-        ("gpu-clocks", "warning"),  # and not that of the other GPU
+        ("gpu-clocks", "warning"),  # persistence mode
+        ("gpu-clocks", "warning"),  # a power limit that is not that of the other GPU
         ("gpu-processes", "note"),
         ("gpu-pcie", "warning"),  # 8 lanes of 16
         ("gpu-pcie", "note"),  # generation 4 of 5
-        ("gpu-nvlink", "warning"),  # an inactive link
-        ("gpu-nvlink", "warning"),  # errors of another
-        ("gpu-nvlink", "warning"),  # a pair without NVLink
-        ("gpu-peer-access", "warning"),
+        ("gpu-links", "warning"),  # an inactive link
+        ("gpu-links", "warning"),  # errors of another
+        ("gpu-links", "warning"),  # a pair without NVLink
+        ("gpu-links", "warning"),  # and without peer access
     ]
     blamed = {finding.what.partition(": ")[0] for _, finding in found if finding.what.startswith("GPU ")}
     assert blamed == {"GPU 1 (0000:19:00.0)", "GPU 1 (0000:19:00.0) link 2"}
@@ -250,7 +256,7 @@ def test_gpus_of_this_node_are_examined() -> None:
     rows = {row["check"]: row for row in report["checks"]}
     assert list(rows) == [check.name for check in all_checks()]
     assert rows["gpu-count"]["measured"]["listed"] > 0
-    for check in ("gpu-persistence", "gpu-ecc", "gpu-row-remap", "gpu-throttling", "gpu-clocks", "gpu-pcie"):
+    for check in ("gpu-ecc", "gpu-recovery", "gpu-clocks", "gpu-links", "gpu-pcie"):
         assert rows[check]["status"] != "skipped", rows[check]
     assert all(row["power_limit_watts"] for row in rows["gpu-clocks"]["measured"].values())
     assert rows["gpu-pcie"]["measured"]["0"]["max_width"] in (1, 2, 4, 8, 16)

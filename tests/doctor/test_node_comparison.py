@@ -120,9 +120,9 @@ def test_nodes_of_one_name_are_told_apart_by_their_file(reports: list[str]) -> N
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("{}", "is no report of `toolkit doctor --json`"),
-        ('{"node_facts": {"hostname": "a", "unix_time": "now"}}', "is no report"),
-        ('{"node_facts": {"hostname": "a", "unix_time": 1, "gpus": [1]}}', "is no report"),
+        ("{}", "is not a report of `toolkit doctor --json`"),
+        ('{"node_facts": {"hostname": "a", "unix_time": "now"}}', "is not a report"),
+        ('{"node_facts": {"hostname": "a", "unix_time": 1, "gpus": [1]}}', "is not a report"),
         ("[1", "not JSON"),
         (None, "one.json"),
     ],

@@ -78,43 +78,32 @@ def gpu_count(node: NodeReadings) -> Outcome:
 
 
 @node_check(
-    threshold="it is off: the driver is unloaded between jobs, and its limits and counters are lost",
-    source="https://docs.nvidia.com/deploy/driver-persistence/",
-)
-def gpu_persistence(node: NodeReadings) -> Outcome:
-    """Persistence mode."""
-    modes = {gpu.index: gpu.read("nvmlDeviceGetPersistenceMode") for gpu in node.gpus()}
-    outcome = Outcome({"off": [index for index, mode in modes.items() if mode == 0]})
-    if outcome.measured["off"]:
-        outcome.add(
-            WARNING,
-            "persistence mode is off",
-            value="GPU " + ", ".join(map(str, outcome.measured["off"])),
-            expected="on",
-            fix="systemctl enable --now nvidia-persistenced   (or nvidia-smi -pm 1)",
-        )
-    return outcome
-
-
-@node_check(
-    threshold="any uncorrectable error since the driver was loaded; more than 4 in SRAM in its life: replace the GPU; "
-    "ECC off or about to change",
-    source=f"{DEBUG_GUIDE}#uncorrectable-ecc-error-encountered, {XID_CATALOG} (Xid 48)",
+    threshold="any uncorrectable error since the driver was loaded; more than 4 in SRAM in its life, or a failed "
+    "remapping: replace the GPU; a pending one: reset it; ECC off or about to change",
+    source=f"{DEBUG_GUIDE}#uncorrectable-ecc-error-encountered, {MEMORY_ERRORS}",
 )
 def gpu_ecc(node: NodeReadings) -> Outcome:
-    """ECC mode, uncorrectable errors since the driver was loaded and in the GPU's life."""
+    """ECC mode, uncorrectable errors since the driver was loaded and in the GPU's life, remapped memory rows."""
     outcome = Outcome({})
     for gpu in node.gpus():
         enabled, after_reboot = gpu.read("nvmlDeviceGetEccMode") or (None, None)
         recent = gpu.read("nvmlDeviceGetTotalEccErrors", UNCORRECTED, VOLATILE)
         lifetime = gpu.read("nvmlDeviceGetMemoryErrorCounter", UNCORRECTED, AGGREGATE, SRAM)
-        outcome.measured[str(gpu.index)] = {"enabled": enabled, "uncorrectable": recent, "lifetime_sram": lifetime}
+        _, remapped, pending, failed = gpu.read("nvmlDeviceGetRemappedRows") or (None, None, 0, 0)  # since Ampere
+        measured = {"enabled": enabled, "uncorrectable": recent, "lifetime_sram": lifetime, "remapped_rows": remapped}
+        outcome.measured[str(gpu.index)] = measured
         if (lifetime or 0) > MAX_LIFETIME_SRAM_ERRORS:
             what, expected = "uncorrectable SRAM errors in its life", f"at most {MAX_LIFETIME_SRAM_ERRORS}"
             outcome.add(ERROR, f"{gpu.label}: {what}", value=lifetime, expected=expected, fix=REPLACE)
+        if failed:
+            what = "a memory row could not be remapped"
+            outcome.add(ERROR, f"{gpu.label}: {what}", value="failed", expected="no failure", fix=REPLACE)
         if recent:
-            what = "uncorrectable ECC errors since the driver was loaded"
-            outcome.add(ERROR, f"{gpu.label}: {what}", value=recent, expected=0, fix=RESET.format(index=gpu.index))
+            what, fix = "uncorrectable ECC errors since the driver was loaded", RESET.format(index=gpu.index)
+            outcome.add(ERROR, f"{gpu.label}: {what}", value=recent, expected=0, fix=fix)
+        if pending:
+            what, fix = "a memory row waits to be remapped", RESET.format(index=gpu.index)
+            outcome.add(WARNING, f"{gpu.label}: {what}", value="pending", expected="none pending", fix=fix)
         if enabled != after_reboot:
             what, fix = "the ECC mode changes at the next reboot", "reboot, so that all GPUs have the same memory"
             value, expected = ("on", "off") if enabled else ("off", "on")
@@ -122,25 +111,6 @@ def gpu_ecc(node: NodeReadings) -> Outcome:
         elif enabled == 0:
             what, fix = "ECC is off: memory errors change results unnoticed", f"nvidia-smi -e 1 -i {gpu.index}; reboot"
             outcome.add(WARNING, f"{gpu.label}: {what}", value="off", expected="on", fix=fix)
-    return outcome
-
-
-@node_check(threshold="a remapping failed: replace the GPU; one is pending: reset the GPU", source=MEMORY_ERRORS)
-def gpu_row_remap(node: NodeReadings) -> Outcome:
-    """Memory rows that were replaced by spare ones."""
-    outcome = Outcome({})
-    for gpu in node.gpus():
-        rows = gpu.read("nvmlDeviceGetRemappedRows")
-        if rows is None:  # before Ampere
-            continue
-        correctable, uncorrectable, pending, failed = rows
-        outcome.measured[str(gpu.index)] = {"correctable": correctable, "uncorrectable": uncorrectable}
-        if failed:
-            what = f"{gpu.label}: a memory row could not be remapped"
-            outcome.add(ERROR, what, value="failed", expected="no failure", fix=REPLACE)
-        if pending:
-            what, fix = f"{gpu.label}: a memory row waits to be remapped", RESET.format(index=gpu.index)
-            outcome.add(WARNING, what, value="pending", expected="none pending", fix=fix)
     return outcome
 
 
@@ -217,51 +187,37 @@ def parse_xids(kernel_log: str) -> dict[tuple[int, str], list[str]]:
 
 
 @node_check(
-    threshold="a hardware reason: an error; heat or the power limit: a warning",
-    source="https://docs.nvidia.com/deploy/nvml-api/group__nvmlClocksEventReasons.html",
-)
-def gpu_throttling(node: NodeReadings) -> Outcome:
-    """Reasons for which clocks are reduced now; temperature."""
-    outcome = Outcome({})
-    for gpu in node.gpus():
-        reasons = gpu.throttle_reasons() or []
-        celsius = gpu.read("nvmlDeviceGetTemperature", TEMPERATURE)
-        outcome.measured[str(gpu.index)] = {"reasons": reasons, "celsius": celsius}
-        if reasons:
-            outcome.add(
-                ERROR if any(reason.startswith("hardware") for reason in reasons) else WARNING,
-                f"{gpu.label}: its clocks are reduced",
-                value=f"{', '.join(reasons)}, at {celsius} °C",
-                expected="no reason",
-                fix="check cooling and power supply (`nvidia-smi -q -d PERFORMANCE,TEMPERATURE,POWER`)",
-            )
-    return outcome
-
-
-@node_check(
-    threshold="a limit below the GPU's default by more than 2 %; different between the GPUs of the node",
-    source=OWN_CHOICE,
+    threshold="clocks reduced by the hardware: an error, by heat or the power limit: a warning; a power limit below "
+    "its default by more than 2 %; different GPUs; persistence mode off: limits are lost between jobs",
+    source="https://docs.nvidia.com/deploy/nvml-api/group__nvmlClocksEventReasons.html, "
+    f"https://docs.nvidia.com/deploy/driver-persistence/; 2 %: {OWN_CHOICE}",
 )
 def gpu_clocks(node: NodeReadings) -> Outcome:
-    """Power limits and highest clocks, and whether the node's GPUs are of one kind."""
+    """Reasons for which clocks are reduced now, temperature, power limits, highest clocks, persistence mode."""
     outcome, kinds = Outcome({}), set()
     for gpu in node.gpus():
+        reasons, celsius = gpu.throttle_reasons() or [], gpu.read("nvmlDeviceGetTemperature", TEMPERATURE)
         limit, default = (gpu.read(f"nvmlDeviceGetPowerManagement{which}Limit") for which in ("", "Default"))
-        watts, clock = None if limit is None else limit / 1000, gpu.read("nvmlDeviceGetMaxClockInfo", CLOCK_SM)
-        outcome.measured[str(gpu.index)] = {"power_limit_watts": watts, "max_sm_clock_mhz": clock}
+        watts, clock = limit and limit / 1000, gpu.read("nvmlDeviceGetMaxClockInfo", CLOCK_SM)
+        persistence = gpu.read("nvmlDeviceGetPersistenceMode")
+        measured = {"power_limit_watts": watts, "max_sm_clock_mhz": clock, "celsius": celsius, "reduced_by": reasons}
+        outcome.measured[str(gpu.index)] = measured | {"persistence": persistence}
         kinds.add(f"{gpu.read('nvmlDeviceGetName')}, {watts} W, {clock} MHz")
+        if reasons:
+            level = ERROR if any(reason.startswith("hardware") for reason in reasons) else WARNING
+            what, value = f"{gpu.label}: its clocks are reduced", f"{', '.join(reasons)}, at {celsius} °C"
+            fix = "check cooling and power supply (`nvidia-smi -q -d PERFORMANCE,TEMPERATURE,POWER`)"
+            outcome.add(level, what, value=value, expected="no reason", fix=fix)
         if _is_below(limit, default):
-            what, fix = f"{gpu.label}: the power limit is below its default", f"nvidia-smi -i {gpu.index} -pl "
-            value, expected = f"{watts:g} W", f"{default / 1000:g} W"
-            outcome.add(WARNING, what, value=value, expected=expected, fix=f"{fix}{default / 1000:g}")
+            what, expected = f"{gpu.label}: the power limit is below its default", f"{default / 1000:g} W"
+            fix = f"nvidia-smi -i {gpu.index} -pl {default / 1000:g}"
+            outcome.add(WARNING, what, value=f"{watts:g} W", expected=expected, fix=fix)
+        if persistence == 0:
+            what, fix = f"{gpu.label}: persistence mode is off", "systemctl enable --now nvidia-persistenced"
+            outcome.add(WARNING, what, value="off", expected="on", fix=fix)
     if len(kinds) > 1:
-        outcome.add(
-            WARNING,
-            "the node's GPUs differ: the slowest sets the pace of all",
-            value="; ".join(sorted(kinds)),
-            expected="the same on all GPUs",
-            fix="GPUs of one kind: `CUDA_VISIBLE_DEVICES`; the same limits: `nvidia-smi -pl WATTS`, `nvidia-smi -rgc`",
-        )
+        what, fix = "the node's GPUs differ: the slowest sets the pace of all", "GPUs of one kind; nvidia-smi -pl, -rgc"
+        outcome.add(WARNING, what, value="; ".join(sorted(kinds)), expected="the same on all GPUs", fix=fix)
     return outcome
 
 
@@ -315,16 +271,19 @@ def gpu_pcie(node: NodeReadings) -> Outcome:
 
 
 @node_check(
-    threshold="a counter above 0; a link inactive; a pair without NVLink on GPUs that have it",
-    source=f"{DEBUG_GUIDE}#how-to-check-error-counters-of-nvlink-links, {XID_CATALOG} (Xid 74)",
+    threshold="a counter above 0; a link inactive; a pair without NVLink on GPUs that have it; a pair without peer "
+    "access: NCCL copies through host memory",
+    source=f"{DEBUG_GUIDE}#how-to-check-error-counters-of-nvlink-links, {XID_CATALOG} (Xid 74), "
+    "https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/troubleshooting.html",
 )
-def gpu_nvlink(node: NodeReadings) -> Outcome:
-    """NVLinks that are active, their error counters, and which pairs of GPUs have NVLink."""
-    gpus, outcome = node.gpus(), Outcome({})
+def gpu_links(node: NodeReadings) -> Outcome:
+    """NVLinks that are active, their error counters, and pairs of GPUs that read each other's memory."""
+    gpus, outcome, active = node.gpus(), Outcome({}), 0
     for gpu in gpus:
         states = {link: gpu.read("nvmlDeviceGetNvLinkState", link) for link in range(MAX_NVLINKS)}
         inactive = [link for link, state in states.items() if state == 0]
-        outcome.measured[str(gpu.index)] = {"active": sum(state == 1 for state in states.values())}
+        outcome.measured[str(gpu.index)] = {"active_nvlinks": sum(state == 1 for state in states.values())}
+        active += outcome.measured[str(gpu.index)]["active_nvlinks"]
         if inactive:
             what, fix = f"{gpu.label}: NVLinks are inactive", "reset the GPUs, or reboot the node"
             outcome.add(WARNING, what, value=", ".join(map(str, inactive)), expected="all active", fix=fix)
@@ -335,31 +294,14 @@ def gpu_nvlink(node: NodeReadings) -> Outcome:
                 what, fix = f"{gpu.label} link {link}: errors on the NVLink", "if they grow in a run, report the GPU"
                 outcome.add(WARNING, what, value=", ".join(errors), expected=0, fix=fix)
     kind = common_gpu(node.gpu_names)
-    if kind is not None and kind.nvlink_bytes_per_second and any(row["active"] for row in outcome.measured.values()):
-        pairs, fix = _refused_pairs(gpus, PEER_NVLINK), "keep tensor parallelism to pairs with NVLink"
-        if pairs:
-            outcome.add(
-                WARNING, "pairs of GPUs without NVLink", value=", ".join(pairs), expected="NVLink between all", fix=fix
-            )
-    return outcome
-
-
-@node_check(
-    threshold="a pair that cannot: NCCL copies through host memory",
-    source="https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/troubleshooting.html",
-)
-def gpu_peer_access(node: NodeReadings) -> Outcome:
-    """Pairs of GPUs that read each other's memory."""
-    refused = _refused_pairs(node.gpus(), PEER_READ)
-    outcome = Outcome({"refused": refused})
-    if refused:
-        outcome.add(
-            WARNING,
-            "pairs of GPUs have no peer access",
-            value=", ".join(refused),
-            expected="all pairs",
-            fix="turn off ACS in the BIOS and IOMMU in the kernel's command line; GeForce cards have none",
-        )
+    has_nvlink = kind is not None and kind.nvlink_bytes_per_second is not None and active > 0
+    if has_nvlink and (pairs := _refused_pairs(gpus, PEER_NVLINK)):
+        what, fix = "pairs of GPUs without NVLink", "keep tensor parallelism to pairs with NVLink"
+        outcome.add(WARNING, what, value=", ".join(pairs), expected="NVLink between all", fix=fix)
+    if pairs := _refused_pairs(gpus, PEER_READ):
+        what = "pairs of GPUs have no peer access"
+        fix = "turn off ACS in the BIOS and IOMMU in the kernel's command line; GeForce cards have none"
+        outcome.add(WARNING, what, value=", ".join(pairs), expected="all pairs", fix=fix)
     return outcome
 
 

@@ -85,7 +85,7 @@ def all_reduce(node: NodeReadings) -> Outcome:
             f"the all-reduce of {gpus} GPUs is slower than the planner's range",
             value=f"{bandwidth / GIGA:.0f} GB/s",
             expected=f"at least {expected / GIGA:.0f} GB/s",
-            fix="NCCL_DEBUG=INFO toolkit doctor --long; see gpu-nvlink, gpu-peer-access and nccl-variables",
+            fix="NCCL_DEBUG=INFO toolkit doctor --long; see gpu-links and nccl-variables",
         )
     return outcome
 
