@@ -33,7 +33,6 @@ CHECK = {
     "measured": {"type": "object"},
     "skipped": {"type": ["string", "null"]},
 }
-FACT = {"type": ["string", "number", "null"]}
 
 
 def rows(properties: dict[str, Any]) -> dict[str, Any]:
@@ -41,15 +40,9 @@ def rows(properties: dict[str, Any]) -> dict[str, Any]:
     return {"type": "array", "items": row}
 
 
-SCHEMA = {
-    "properties": {
-        "findings": rows(FINDING),
-        "checks": rows(CHECK),
-        "node_facts": {"type": "object", "additionalProperties": FACT, "required": ["hostname", "unix_time"]},
-    },
-    "required": ["findings", "checks", "node_facts"],
-    "additionalProperties": False,
-}
+FACTS = {"additionalProperties": {"type": ["string", "number", "null"]}, "required": ["hostname", "unix_time"]}
+REPORT = {"findings": rows(FINDING), "checks": rows(CHECK), "node_facts": FACTS}
+SCHEMA = {"properties": REPORT, "required": list(REPORT), "additionalProperties": False}
 
 
 def doctor(*words: str, **variables: str) -> tuple[int, str, str]:
@@ -123,9 +116,6 @@ def test_the_text_shows_each_finding_with_its_fix() -> None:
     assert " 1 error" in lines[-1]
 
 
-# -- this node with limits that are really set
-
-
 def test_without_torch_it_says_what_is_missing_and_what_to_type(tmp_path: Path) -> None:
     """As where only the package itself is installed: metadata and modules of torch and DeepSpeed are not found."""
     hidden = (
@@ -149,6 +139,9 @@ def test_without_torch_it_says_what_is_missing_and_what_to_type(tmp_path: Path) 
         lines = (ended.stdout + ended.stderr).splitlines()
         assert line in lines, ended.stderr
         assert "pip install torch deepspeed" in lines[lines.index(line) + 1]
+
+
+# -- this node with limits that are really set
 
 
 def test_low_limits_are_found(tmp_path: Path) -> None:

@@ -64,12 +64,9 @@ def test_each_difference_has_its_level_and_errors_come_first() -> None:
     assert found(**{"preset zero3": "a fact that the other node does not have"}) == [("error", "preset zero3")]
 
 
-def test_clocks_that_differ_by_more_than_a_second_are_an_error() -> None:
+def test_clocks_are_compared_with_their_file_servers_and_without_one_only_noted() -> None:
     assert found(clock_offset_seconds=0.9) == []
     assert found(clock_offset_seconds=-1.2) == [("error", "clock_offset_seconds")]
-
-
-def test_without_a_common_file_server_times_are_only_a_note() -> None:
     assert found(clock_offset_seconds=None) == []
     assert found(clock_offset_seconds=None, unix_time=1001.5) == [("note", "unix_time")]
 
@@ -121,7 +118,6 @@ def test_nodes_of_one_name_are_told_apart_by_their_file(reports: list[str]) -> N
     ("text", "message"),
     [
         ("{}", "is not a report of `toolkit doctor --json`"),
-        ('{"node_facts": {"hostname": "a", "unix_time": "now"}}', "is not a report"),
         ('{"node_facts": {"hostname": "a", "unix_time": 1, "gpus": [1]}}', "is not a report"),
         ("[1", "not JSON"),
         (None, "one.json"),

@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 from launching import ROOT
 
-from toolkit.doctor import speed_probe
+from toolkit.doctor import speed_checks
 from toolkit.doctor.checks import CHECKS
 from toolkit.doctor.node_readings import NodeReadings
 from toolkit.doctor.options import DoctorOptions
-from toolkit.doctor.speed_probe import PAYLOAD_BYTES, measure_all_reduce, read_nccl_tests, run_program
+from toolkit.doctor.speed_checks import read_nccl_tests, run_program
 
 
 @pytest.mark.parametrize(
@@ -44,7 +44,7 @@ def test_the_verdict_of_nccl_tests_is_reported_where_they_are_installed(
 
 
 def test_a_program_that_does_not_end_is_stopped_with_its_children(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(speed_probe, "PROGRAM_SECONDS", 0.2)
+    monkeypatch.setattr(speed_checks, "PROGRAM_SECONDS", 0.2)
     code, printed = run_program(["sh", "-c", "sleep 60 & wait"])
     assert (code, printed) == (124, "sh does not end within 0 s")
 
@@ -73,7 +73,7 @@ def test_a_rank_that_fails_is_reported_with_its_error(tmp_path: Path, monkeypatc
     hook = f"import sys\nif 'multiprocessing.spawn' in ' '.join(sys.orig_argv):\n    exec({patch!r})\n"
     (tmp_path / "sitecustomize.py").write_text(hook)
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{ROOT}")
-    result = measure_all_reduce(0)
-    assert (result.bus_bytes_per_second, result.ranks) == (None, 2)
-    assert result.failure == "RuntimeError: the all-reduce of ones over 2 ranks returned 1.0"
-    assert PAYLOAD_BYTES == 2**28
+    monkeypatch.setattr(speed_checks, "count_gpus", lambda: 0)
+    (found,) = CHECKS["all-reduce"].examine(NodeReadings(DoctorOptions())).findings
+    assert (found.level, found.what) == ("error", "the all-reduce of 2 processes fails")
+    assert found.value == "RuntimeError: the all-reduce of ones over 2 ranks returned 1.0"

@@ -2,37 +2,68 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
 
 from toolkit.doctor.checks import ERROR, WARNING, Outcome, node_check
 from toolkit.doctor.node_readings import NodeReadings, NotMeasured
-from toolkit.doctor.speed_probe import PAYLOAD_BYTES, measure_all_reduce, run_program
+from toolkit.doctor.speed_probe import PAYLOAD_BYTES
 from toolkit.hardware.gpu_table import GIGA, Gpu, common_gpu
-from toolkit.hardware.gpus import count_gpus
+from toolkit.hardware.gpus import CPU_PROCESSES, count_gpus
 from toolkit.plan.collectives import Collective
 from toolkit.plan.interconnect import Interconnect
+from toolkit.run.environment import threads_per_rank
+from toolkit.run.process import end_with_parent
 from toolkit.versions import installed_version
 
 DCGM = "https://docs.nvidia.com/datacenter/dcgm/latest/user-guide/"
+PROGRAM_SECONDS = 600.0
 
 
-@node_check(
-    threshold="a test fails",
-    source=f"{DCGM}dcgm-diagnostics.html",
-    long=True,
-)
+def run_program(command: Sequence[str], variables: dict[str, str] | None = None) -> tuple[int, str]:
+    """Run a program for at most ten minutes; return its exit code and what it printed. No process is left behind."""
+    with subprocess.Popen(
+        command,
+        env=os.environ | (variables or {}),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        encoding="utf-8",
+        errors="replace",
+        start_new_session=True,
+        preexec_fn=end_with_parent,
+    ) as process:
+        try:
+            printed, _ = process.communicate(timeout=PROGRAM_SECONDS)
+        except BaseException as error:
+            os.killpg(process.pid, signal.SIGKILL)
+            if isinstance(error, subprocess.TimeoutExpired):
+                return 124, f"{command[0]} does not end within {PROGRAM_SECONDS:.0f} s"
+            raise
+    return process.returncode, printed
+
+
+def _last_line(printed: str, code: int) -> str:
+    return (printed.strip().splitlines() or [f"exit code {code}, and nothing printed"])[-1]
+
+
+@node_check(threshold="a test fails", source=f"{DCGM}dcgm-diagnostics.html", long=True)
 def dcgm(node: NodeReadings) -> Outcome:
     """NVIDIA's diagnostics where they are installed, `dcgmi diag -r 2`: memory, PCIe, software."""
-    node.gpus()
+    if not node.has_gpu:
+        raise NotMeasured("no NVIDIA GPU")
     if shutil.which("dcgmi") is None:
         raise NotMeasured(f"dcgmi is not installed: {DCGM}getting-started.html")
     code, printed = run_program(["dcgmi", "diag", "-r", "2"])
     failed = failed_tests(printed)
     outcome = Outcome({"exit_code": code, "failed": failed})
     if code != 0 or failed:
-        last = (printed.strip().splitlines() or ["it printed nothing"])[-1]
-        value, fix = ", ".join(failed) or f"exit code {code}: {last}", "`dcgmi diag -r 2` shows GPU and reason"
+        value, fix = ", ".join(failed) or _last_line(printed, code), "`dcgmi diag -r 2` shows GPU and reason"
         outcome.add(ERROR, "NVIDIA's diagnostics fail", value=value, expected="all tests pass", fix=fix)
     return outcome
 
@@ -57,28 +88,38 @@ def all_reduce(node: NodeReadings) -> Outcome:
     """Bus bandwidth of an all-reduce of 256 MiB: by nccl-tests' `all_reduce_perf` or by torch between all GPUs, by
     torch and gloo between two processes on a CPU.
     """
-    gpus = count_gpus()
+    gpus, program = count_gpus(), shutil.which("all_reduce_perf")
+    ranks = gpus or CPU_PROCESSES
     if gpus == 1:
         raise NotMeasured("one GPU")
-    if installed_version("torch") is None and shutil.which("all_reduce_perf") is None:
+    if gpus and program:
+        measured_by, size = "nccl-tests", str(PAYLOAD_BYTES)
+        code, printed = run_program([program, "-b", size, "-e", size, "-g", str(gpus)])
+        bandwidth = read_nccl_tests(printed)
+    elif installed_version("torch"):
+        measured_by = f"torch, {'nccl' if gpus else 'gloo'}"
+        variables = {} if gpus else {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": str(threads_per_rank(ranks))}
+        code, printed = run_program([sys.executable, "-m", "toolkit.doctor.speed_probe", str(ranks)], variables)
+        seconds = re.search(r"^seconds (\S+)$", printed, re.MULTILINE)
+        # As nccl-tests define it: what each rank sends per second.
+        bandwidth = 2 * (ranks - 1) / ranks * PAYLOAD_BYTES / float(seconds[1]) if seconds else None
+    else:
         raise NotMeasured("neither torch nor nccl-tests is installed")
-    result = measure_all_reduce(gpus)
     kind = common_gpu(node.gpu_names) if gpus else None
     expected = slowest_bus_bandwidth(kind, gpus) if kind else None
-    bandwidth = result.bus_bytes_per_second
     outcome = Outcome(
         {
-            "measured_by": result.measured_by,
-            "ranks": result.ranks,
+            "measured_by": measured_by,
+            "ranks": ranks,
             "payload_bytes": PAYLOAD_BYTES,
-            "bus_bytes_per_second": None if bandwidth is None else round(bandwidth),
-            "planned_at_least_bytes_per_second": None if expected is None else round(expected),
+            "bus_bytes_per_second": bandwidth and round(bandwidth),
+            "planned_at_least_bytes_per_second": expected and round(expected),
             "remark": None if gpus else "two processes on the CPU: says nothing about a GPU",
         }
     )
-    if bandwidth is None:
-        what, fix = f"the all-reduce of {result.ranks} processes fails", "NCCL_DEBUG=INFO toolkit doctor --long"
-        outcome.add(ERROR, what, value=result.failure, expected="a result", fix=fix)
+    if code != 0 or bandwidth is None:
+        what, fix = f"the all-reduce of {ranks} processes fails", "NCCL_DEBUG=INFO toolkit doctor --long"
+        outcome.add(ERROR, what, value=_last_line(printed, code), expected="a result", fix=fix)
     elif expected and bandwidth < expected:
         outcome.add(
             WARNING,
@@ -88,6 +129,17 @@ def all_reduce(node: NodeReadings) -> Outcome:
             fix="NCCL_DEBUG=INFO toolkit doctor --long; see gpu-links and nccl-variables",
         )
     return outcome
+
+
+def read_nccl_tests(printed: str) -> float | None:
+    """Return the average bus bandwidth in bytes per second; None if a value is wrong, or nothing is reported.
+
+    >>> read_nccl_tests("# Out of bounds values : 0 OK\\n# Avg bus bandwidth    : 235.1")
+    235100000000.0
+    """
+    bandwidth = re.search(r"Avg bus bandwidth\s*:\s*([\d.]+)", printed)
+    correct = re.search(r"Out of bounds values\s*:\s*0 OK", printed)
+    return float(bandwidth[1]) * GIGA if bandwidth and correct else None
 
 
 def slowest_bus_bandwidth(gpu: Gpu, world_size: int) -> float:
