@@ -19,6 +19,7 @@ from toolkit.errors import ToolkitError
 from toolkit.hardware.gpu_table import common_gpu
 from toolkit.hardware.nvml import Nvml
 from toolkit.units import gib
+from toolkit.versions import is_importable
 
 XID_CATALOG = "https://docs.nvidia.com/deploy/xid-errors/analyzing-xid-catalog.html"
 MEMORY_ERRORS = "https://docs.nvidia.com/deploy/a100-gpu-mem-error-mgmt/error-recovery-and-response-flags.html"
@@ -58,7 +59,9 @@ def gpu_count(node: NodeReadings) -> Outcome:
             fix="`dmesg | grep -i nvrm` and Xid 79 tell why; reboot the node, then return it to its provider",
         )
     if listed < (wanted or 0) or (node.has_gpu and not listed):
-        reason = f", {node.nvml.message}" if isinstance(node.nvml, ToolkitError) and node.has_gpu else ""
+        reason = ""
+        if node.has_gpu and is_importable("pynvml") and isinstance(node.nvml, ToolkitError):
+            reason = f", {node.nvml.message}"
         outcome.add(
             ERROR,
             "GPUs are missing",
