@@ -9,7 +9,6 @@ import contextlib
 import os
 import re
 import shutil
-import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,37 +21,11 @@ from toolkit.files.reading import user_path
 from toolkit.files.secrets import hide_secrets
 from toolkit.hardware.disks import existing_folder
 from toolkit.hardware.node import disk_facts
+from toolkit.hardware.system_text import entries_of, output_of, text_of
 from toolkit.versions import installed_version
 
-PROGRAM_SECONDS = 20
 SHARED_MEMORY = Path("/dev/shm")
 NCCL_PACKAGES = ("nvidia-nccl-cu12", "nvidia-nccl-cu13")
-
-
-def output_of(*command: str) -> str | None:
-    """Return a program's stdout; None if it is not installed, fails, or takes longer than 20 s."""
-    if shutil.which(command[0]) is None:
-        return None
-    with contextlib.suppress(OSError, subprocess.SubprocessError):
-        ended = subprocess.run(
-            command, capture_output=True, encoding="utf-8", errors="replace", timeout=PROGRAM_SECONDS, check=True
-        )
-        return ended.stdout
-    return None
-
-
-def text_of(path: Path) -> str | None:
-    """Return a small text file without the white space around it; None if it cannot be read."""
-    with contextlib.suppress(OSError, UnicodeDecodeError):
-        return path.read_text("utf-8").strip()
-    return None
-
-
-def entries_of(folder: Path) -> list[Path]:
-    """Return what is in a folder, sorted; nothing if it cannot be read."""
-    with contextlib.suppress(OSError):
-        return sorted(folder.iterdir())
-    return []
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

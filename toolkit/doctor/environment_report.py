@@ -25,12 +25,10 @@ from toolkit.doctor.collectors import (
     compiler_versions,
     described_disks,
     driver_cuda_version,
-    entries_of,
     filesystem_bytes,
     hub_home,
     hub_login,
     rdma_ports,
-    text_of,
     usual_folders,
     without_secrets,
 )
@@ -39,6 +37,7 @@ from toolkit.files.secrets import HIDDEN, is_secret_name
 from toolkit.hardware.cgroups import cpu_limit, memory_limit_bytes
 from toolkit.hardware.gpus import count_gpus, gpu_topology
 from toolkit.hardware.node import LIBRARIES, describe_node, git_commit
+from toolkit.hardware.system_text import entries_of, text_of
 from toolkit.units import NOT_AVAILABLE, gib
 from toolkit.versions import installed_version, torch_cuda_version
 

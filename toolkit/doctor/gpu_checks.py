@@ -13,11 +13,11 @@ from itertools import combinations
 from pathlib import Path
 
 from toolkit.doctor.checks import ERROR, NOTE, OWN_CHOICE, WARNING, Outcome, node_check
-from toolkit.doctor.collectors import entries_of, output_of
 from toolkit.doctor.node_readings import NodeReadings, NotMeasured
 from toolkit.errors import ToolkitError
 from toolkit.hardware.gpu_table import common_gpu
 from toolkit.hardware.nvml import Nvml
+from toolkit.hardware.system_text import entries_of, output_of
 from toolkit.units import gib
 from toolkit.versions import is_importable
 

@@ -9,11 +9,12 @@ from pathlib import Path
 import psutil
 
 from toolkit.doctor.checks import ERROR, NOTE, OWN_CHOICE, WARNING, Outcome, node_check
-from toolkit.doctor.collectors import SHARED_MEMORY, filesystem_bytes, text_of
+from toolkit.doctor.collectors import SHARED_MEMORY, filesystem_bytes
 from toolkit.doctor.node_readings import NodeReadings
 from toolkit.hardware.cgroups import count_oom_kills, cpu_limit, memory_limit_bytes, tasks_limit
 from toolkit.hardware.node import host_memory_bytes
 from toolkit.hardware.process_limits import locked_memory_limit_bytes, open_files_limit, processes_limit
+from toolkit.hardware.system_text import text_of
 from toolkit.run.nvme import LOCKED_BYTES_AT_LEAST
 from toolkit.units import GIB, gib
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 from functools import cached_property
 from pathlib import Path
 
-from toolkit.doctor.collectors import RdmaPort, entries_of, rdma_ports, text_of
+from toolkit.doctor.collectors import RdmaPort, rdma_ports
 from toolkit.doctor.options import DoctorOptions
 from toolkit.errors import ToolkitError
 from toolkit.files.reading import user_path
 from toolkit.hardware.gpus import CPU_PROCESSES, count_gpus, gpu_names, installed_gpus
 from toolkit.hardware.nvml import Nvml, list_gpus
+from toolkit.hardware.system_text import entries_of, text_of
 from toolkit.models.read_model import read_model
 from toolkit.plan.job import TrainingJob
 from toolkit.plan.memory import plan_memory

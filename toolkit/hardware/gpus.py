@@ -6,14 +6,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
-import subprocess
 from pathlib import Path
 from typing import Any
 
 from toolkit.errors import ToolkitError
+from toolkit.hardware.system_text import entries_of, output_of
 from toolkit.units import MIB
 
 # Column of nvidia-smi -> key in run.json.
@@ -68,9 +67,9 @@ def visible_gpus(installed: list[str], *, cuda_visible_devices: str | None) -> i
 
 def installed_gpus() -> list[str]:
     """Return the indices of the NVIDIA GPUs that the driver lists; empty without a driver."""
-    count = len(list(Path("/proc/driver/nvidia/gpus").glob("*")))
+    count = len(entries_of(Path("/proc/driver/nvidia/gpus")))
     if count == 0:  # in a container, /proc may be hidden while nvidia-smi works
-        count = sum(line.startswith("GPU ") for line in (_nvidia_smi("-L") or "").splitlines())
+        count = sum(line.startswith("GPU ") for line in (output_of("nvidia-smi", "-L") or "").splitlines())
     return [str(index) for index in range(count)]
 
 
@@ -82,7 +81,7 @@ def gpu_names() -> list[str]:
 def describe_gpus() -> list[dict[str, Any]]:
     """Return name, memory in bytes, driver, power limit and highest clocks of each GPU, as nvidia-smi reports them."""
     columns = ",".join(("name", "memory.total", "driver_version", *GPU_FIGURES))
-    rows = (_nvidia_smi(f"--query-gpu={columns}", "--format=csv,noheader,nounits") or "").splitlines()
+    rows = (output_of("nvidia-smi", f"--query-gpu={columns}", "--format=csv,noheader,nounits") or "").splitlines()
     fields = [row.split(", ") for row in rows]
     return [read_gpu_row(row) for row in fields if len(row) == len(GPU_FIGURES) + 3]  # not `No devices were found`
 
@@ -102,13 +101,5 @@ def read_gpu_row(fields: list[str]) -> dict[str, Any]:
 
 def gpu_topology() -> str | None:
     """Return how the GPUs are connected: nvidia-smi's own table without colours; None without nvidia-smi."""
-    table = _nvidia_smi("topo", "-m")
+    table = output_of("nvidia-smi", "topo", "-m")
     return None if table is None else re.sub(r"\x1b\[[0-9;]*m", "", table)
-
-
-def _nvidia_smi(*arguments: str) -> str | None:
-    """What nvidia-smi prints; None where it is not installed, fails, or takes longer than 20 s."""
-    with contextlib.suppress(OSError, subprocess.SubprocessError):
-        command = ["nvidia-smi", *arguments]
-        return subprocess.run(command, capture_output=True, encoding="utf-8", timeout=20, check=True).stdout.strip()
-    return None
