@@ -20,7 +20,7 @@ from toolkit.errors import ToolkitError
 from toolkit.job.script_arguments import ModelArguments
 from toolkit.models.adapter_inputs import share_inputs
 from toolkit.models.attention import AUTO, packed_attention, read_model_attention
-from toolkit.models.nf4 import quantization_config
+from toolkit.models.nf4 import keep_packing, quantization_config
 from toolkit.parallel.layout import ParallelLayout
 from toolkit.parallel.sharded_at_load import distributed_config
 from toolkit.presets.compatibility import Method
@@ -98,7 +98,7 @@ def load_model(
     load = partial(from_pretrained, AutoModelForCausalLM, source, dtype=dtype, **extra)
     model = four_bit.load_for_shards(load) if arguments.load_in_4bit and four_bit.is_sharded() else load()
     if arguments.load_in_4bit:
-        four_bit.keep_packing(model)
+        keep_packing(model)
     return prepare_model(model, arguments, compute_dtype=compute_dtype, adapter=resumed)
 
 
