@@ -15,10 +15,10 @@ from toolkit.doctor.node_readings import NodeReadings, NotMeasured
 from toolkit.doctor.speed_probe import PAYLOAD_BYTES
 from toolkit.hardware.gpu_table import GIGA, Gpu, common_gpu
 from toolkit.hardware.gpus import CPU_PROCESSES, count_gpus
+from toolkit.launch.environment import threads_per_rank
+from toolkit.launch.process import end_with_parent
 from toolkit.plan.collectives import Collective
 from toolkit.plan.interconnect import Interconnect
-from toolkit.run.environment import threads_per_rank
-from toolkit.run.process import end_with_parent
 from toolkit.versions import installed_version
 
 DCGM = "https://docs.nvidia.com/datacenter/dcgm/latest/user-guide/"
