@@ -8,8 +8,7 @@
 2. Eight threads sleep as long as drawn compute times and update one version number, as workers and a parameter server
    would: steps per second, staleness and waiting of each policy, measured beside simulated. Sleeping threads need no
    core each.
-3. The small network's test errors with a large batch, with and without warm-up, and its loss under asynchronous
-   updates over that under synchronous ones.
+3. The small network's loss under asynchronous updates over that under synchronous ones.
 """
 
 from __future__ import annotations
@@ -32,7 +31,6 @@ from record import RESULTS, print_table, write_result, write_table
 from toolkit.demo.assets import default_data_file
 from toolkit.run.folder import RunFolder
 from toolkit.run.measurements import read_steps, timed_steps
-from toolkit.simulate.compressed_training import LargeBatchRecipe, train_large_batch
 from toolkit.simulate.small_training import SmallProblem
 from toolkit.simulate.small_training import train as train_small
 from toolkit.simulate.step_time_distributions import StepTimes, compute_seconds
@@ -159,18 +157,6 @@ def live(policy: Policy, arguments: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def large_batches() -> dict[str, float]:
-    """Return mean test errors over seeds: base batch, 16 times as large with warm-up, and without."""
-    recipe, problems = LargeBatchRecipe(), [SmallProblem(seed=seed) for seed in range(6)]
-    cases = {"base": (1, False), "large_with_warmup": (16, True), "large_without_warmup": (16, False)}
-    return {
-        name: statistics.mean(
-            problem.test_error(train_large_batch(problem, recipe, factor=factor, warmup=warmup)) for problem in problems
-        )
-        for name, (factor, warmup) in cases.items()
-    }
-
-
 def staleness_costs() -> list[float]:
     """Return for some seeds the loss under asynchronous updates over that under synchronous ones, 16 workers."""
     times, ratios = StepTimes(distribution="lognormal", step_seconds=1.0, spread=0.3), []
@@ -212,7 +198,7 @@ def main() -> None:
     policies = [live(policy, arguments) for policy in POLICIES]
     model = small_model(arguments.work / "model")
     ranks = [slow_rank(model, arguments) for _ in range(arguments.pairs)]
-    small = {"large_batch_test_errors": large_batches(), "asynchronous_over_synchronous_loss": staleness_costs()}
+    small = {"asynchronous_over_synchronous_loss": staleness_costs()}
     figures = {"slow_rank": ranks, "threads": policies, **small}
     write_result("stragglers", figures)
     print_table(HEADER, table_rows(figures))

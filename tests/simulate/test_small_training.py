@@ -6,7 +6,6 @@ import numpy
 import pytest
 
 from toolkit.simulate.small_training import (
-    BATCH_ROWS,
     LossPoint,
     SmallProblem,
     gradients,
@@ -29,7 +28,7 @@ def timeline_of(policy: Policy, *, steps: int = 60, spread: float = 0.5) -> Poli
 
 def test_the_gradient_is_that_of_finite_differences() -> None:
     weights = tuple(weight.astype(numpy.float64) for weight in PROBLEM.initial_weights)
-    inputs, classes = PROBLEM.batch(0, 8)
+    inputs, classes = PROBLEM.batches([0])
     for layer, gradient in enumerate(gradients(weights, inputs, classes)):
         moved = [weight.copy() for weight in weights]
         moved[layer][3, 5] += 1e-6
@@ -37,19 +36,10 @@ def test_the_gradient_is_that_of_finite_differences() -> None:
         assert gradient[3, 5] == pytest.approx(difference, rel=1e-3, abs=1e-6)
 
 
-def test_gradients_of_several_workers_average_to_that_of_all_rows() -> None:
-    inputs, classes = PROBLEM.batch(0, 4 * BATCH_ROWS)
-    together = gradients(PROBLEM.initial_weights, inputs, classes)
-    apart = gradients(PROBLEM.initial_weights, inputs.reshape(4, BATCH_ROWS, -1), classes.reshape(4, BATCH_ROWS))
-    for one, several in zip(together, apart, strict=True):
-        assert several.shape == (4, *one.shape)
-        assert numpy.allclose(one, several.mean(axis=0), atol=1e-6)
-
-
 def test_synchronous_training_is_sgd_over_the_rows_in_order() -> None:
     weights = PROBLEM.initial_weights
     for step in range(5):
-        found = gradients(weights, *PROBLEM.batch(step * WORKERS * BATCH_ROWS, WORKERS * BATCH_ROWS))
+        found = gradients(weights, *PROBLEM.batches(range(step * WORKERS, (step + 1) * WORKERS)))
         weights = tuple(weight - numpy.float32(0.1) * gradient for weight, gradient in zip(weights, found, strict=True))
     curve = train(timeline_of(SYNCHRONOUS, steps=5), PROBLEM, learning_rate=0.1)
     assert curve[-1].loss == pytest.approx(PROBLEM.test_loss(weights), rel=1e-6)
@@ -67,7 +57,7 @@ def test_stale_gradients_are_those_of_the_weights_that_were_read() -> None:
     timeline = simulate(Policy(name="asynchronous"), numpy.array([[1.0], [2.5]]), steps=2)
     share, weights = numpy.float32(0.2 / 2), [PROBLEM.initial_weights]
     for worker, batch, version in ((0, 0, 0), (0, 1, 1), (1, 0, 0), (0, 2, 2)):
-        found = gradients(weights[version], *PROBLEM.batch((2 * batch + worker) * BATCH_ROWS, BATCH_ROWS))
+        found = gradients(weights[version], *PROBLEM.batches([2 * batch + worker]))
         weights.append(tuple(old - share * step for old, step in zip(weights[-1], found, strict=True)))
     curve = train(timeline, PROBLEM, learning_rate=0.2)
     assert [point.loss for point in curve] == pytest.approx([PROBLEM.test_loss(each) for each in weights], rel=1e-5)

@@ -9,13 +9,7 @@ from pathlib import Path
 import pytest
 
 from toolkit.errors import ToolkitError
-from toolkit.simulate.step_time_distributions import (
-    MeasuredStepTimes,
-    SlowWorkers,
-    StepTimes,
-    measured_step_times,
-    slowed,
-)
+from toolkit.simulate.step_time_distributions import MeasuredStepTimes, StepTimes, measured_step_times
 
 RECORDED = Path(__file__).parent.parent / "fixtures" / "recorded_demo_ddp"
 
@@ -48,12 +42,6 @@ def test_a_seed_draws_the_same_times_again() -> None:
     assert (times.draw(seed=7, workers=3, steps=4) == times.draw(seed=7, workers=3, steps=4)).all()
 
 
-def test_slow_workers_are_the_last_ones() -> None:
-    seconds = StepTimes(distribution="constant", step_seconds=1.0).draw(seed=0, workers=3, steps=1)
-    assert slowed(seconds, SlowWorkers(count=1, factor=4.0)).ravel().tolist() == [1.0, 1.0, 4.0]
-    assert slowed(seconds, SlowWorkers()).ravel().tolist() == [1.0, 1.0, 1.0]
-
-
 @pytest.mark.parametrize(
     ("values", "message"),
     [
@@ -68,11 +56,6 @@ def test_slow_workers_are_the_last_ones() -> None:
 def test_times_that_no_worker_takes_are_refused(values: dict[str, object], message: str) -> None:
     with pytest.raises(ToolkitError, match=message):
         StepTimes(**({"distribution": "lognormal", "step_seconds": 1.0, "spread": 0.1} | values))  # type: ignore[arg-type]
-
-
-def test_a_factor_below_one_is_refused() -> None:
-    with pytest.raises(ToolkitError, match=r"--slow-factor is 0\.5"):
-        SlowWorkers(count=1, factor=0.5)
 
 
 def test_measured_steps_stay_whole() -> None:

@@ -22,7 +22,10 @@ def drawn(distribution: str = "lognormal", *, spread: float = 0.3, workers: int 
 
 def applied(timeline: PolicyRun) -> list[tuple[float, list[tuple[int, int, int]]]]:
     return [
-        (update.seconds, [(gradient.worker, gradient.batch, gradient.version) for gradient in update.gradients])
+        (
+            update.seconds,
+            [(worker, batch, update.version) for worker, batch in zip(update.workers, update.batches, strict=True)],
+        )
         for update in timeline.updates
     ]
 
@@ -66,7 +69,7 @@ def test_a_bounded_worker_waits_for_the_slowest() -> None:
     timeline = simulate(Policy(name="bounded_staleness", staleness=1), numpy.array([[1.0], [2.5]]), steps=2)
     assert [update.seconds for update in timeline.updates] == [1.0, 2.0, 2.5, 3.5]
     assert timeline.waiting_seconds == 0.5
-    assert timeline.updates[3].gradients[0].version == 3
+    assert timeline.updates[3].version == 3
 
 
 def test_a_bound_of_zero_has_the_speed_of_synchronous_training() -> None:
@@ -74,7 +77,7 @@ def test_a_bound_of_zero_has_the_speed_of_synchronous_training() -> None:
     synchronous = simulate(SYNCHRONOUS, drawn(), steps=50)
     assert bounded.seconds == pytest.approx(synchronous.seconds)
     assert bounded.waiting_seconds == pytest.approx(synchronous.waiting_seconds)
-    assert {gradient.version % 8 for update in bounded.updates for gradient in update.gradients} == {0}
+    assert {update.version % 8 for update in bounded.updates} == {0}
 
 
 def test_a_bound_that_is_never_reached_is_asynchronous() -> None:
@@ -86,7 +89,7 @@ def test_a_bound_that_is_never_reached_is_asynchronous() -> None:
 def test_no_worker_is_further_ahead_than_the_bound() -> None:
     finished = [0] * 8
     for update in simulate(Policy(name="bounded_staleness", staleness=2), drawn(spread=1.0), steps=50).updates:
-        finished[update.gradients[0].worker] += 1
+        finished[update.workers[0]] += 1
         assert max(finished) - min(finished) <= 3, "two batches, and the one that was begun within the bound"
     assert max(finished) - min(finished) > 0
 
@@ -110,7 +113,7 @@ def test_a_synchronous_step_of_exponential_times_is_a_harmonic_sum() -> None:
 def test_all_time_is_computing_waiting_dropped_or_communication(policy: Policy) -> None:
     seconds = drawn(spread=0.5)
     timeline = simulate(policy, seconds, steps=60, communication_seconds=0.1)
-    used = sum(seconds[gradient.worker, gradient.batch] for update in timeline.updates for gradient in update.gradients)
+    used = sum(seconds[update.workers, update.batches].sum() for update in timeline.updates)
     spent = used + timeline.waiting_seconds + timeline.discarded_seconds + timeline.communication_seconds
     in_flight = 8 * float(seconds.max())  # batches that were begun or dropped around the last update
     assert spent == pytest.approx(8 * timeline.seconds, abs=in_flight)

@@ -10,8 +10,7 @@ import typer
 from toolkit.cli.options import expand_options
 from toolkit.entry_point import print_message
 from toolkit.flags import JsonOutput
-from toolkit.simulate.options import FailureOptions, PipelineOptions
-from toolkit.simulate.straggler_options import StragglerOptions
+from toolkit.simulate.options import FailureOptions, PipelineOptions, StragglerOptions
 
 simulate_app = typer.Typer(
     no_args_is_help=True, help="Simulate schedules of a pipeline, failures and checkpoints, or stragglers."
@@ -63,8 +62,8 @@ def failures(options: FailureOptions, as_json: JsonOutput = False) -> None:
 def stragglers(options: StragglerOptions, as_json: JsonOutput = False) -> None:
     """Cost of slow workers, and of synchronous, backup-worker, bounded-staleness and asynchronous updates.
 
-    Speed, waste and staleness are simulated; losses are those of a small network, trained under each policy and each
-    gradient compression. With --model, its gradients are communicated.
+    Speed, waste and staleness are simulated; losses are those of a small network, trained under each policy. With
+    --model, its gradients are communicated.
     """
     # Read when NumPy is imported, below: threads of BLAS only wait for each other in matrices as small as these.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")

@@ -3,76 +3,23 @@
 Every distribution is given by its mean and its spread (standard deviation over mean), so that two of them differ by the
 shape of their tails alone.
 
-    >>> times = StepTimes(distribution="constant", step_seconds=1.0)
-    >>> slowed(times.draw(seed=0, workers=3, steps=1), SlowWorkers(count=1, factor=2.0)).tolist()
-    [[1.0], [1.0], [2.0]]
+    >>> StepTimes(distribution="constant", step_seconds=1.0).draw(seed=0, workers=3, steps=1).tolist()
+    [[1.0], [1.0], [1.0]]
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+
+import numpy
 
 from toolkit.errors import ToolkitError, did_you_mean
-
-if TYPE_CHECKING:
-    import numpy
-    from numpy.typing import NDArray
-
-    FloatArray = NDArray[numpy.float64]
-
-
-class ComputeTimes(Protocol):
-    """A source of compute times, without communication and without waiting."""
-
-    @property
-    def summary(self) -> str:
-        """One line for a report: where the times come from."""
-
-    def draw(self, *, seed: int, workers: int, steps: int) -> FloatArray:
-        """Return seconds of shape (workers, steps)."""
-
-
-def _constant(generator: numpy.random.Generator, mean: float, spread: float, size: tuple[int, int]) -> FloatArray:
-    del generator, spread
-    import numpy
-
-    return numpy.full(size, mean)
-
-
-def _lognormal(generator: numpy.random.Generator, mean: float, spread: float, size: tuple[int, int]) -> FloatArray:
-    variance = math.log1p(spread**2)
-    return generator.lognormal(math.log(mean) - variance / 2, math.sqrt(variance), size)
-
-
-def _exponential(generator: numpy.random.Generator, mean: float, spread: float, size: tuple[int, int]) -> FloatArray:
-    return mean * (1 - spread) + generator.exponential(mean * spread, size)
-
-
-def _pareto(generator: numpy.random.Generator, mean: float, spread: float, size: tuple[int, int]) -> FloatArray:
-    index = pareto_index(spread)
-    return mean * (index - 1) / index * (1 + generator.pareto(index, size))
-
-
-def pareto_index(spread: float) -> float:
-    """Return the tail index of a Pareto distribution: the variance over the squared mean is 1 / (index (index - 2)).
-
-    >>> round(pareto_index(3**-0.5), 9)
-    3.0
-    """
-    return 1 + math.sqrt(1 + 1 / spread**2)
-
-
-Draw = Callable[["numpy.random.Generator", float, float, tuple[int, int]], "FloatArray"]
-DISTRIBUTIONS: dict[str, Draw] = {
-    "constant": _constant,
-    "lognormal": _lognormal,
-    "exponential": _exponential,  # a constant part and an exponential tail; spread 1 has no constant part
-    "pareto": _pareto,
-}
+from toolkit.run.folder import RunFolder
+from toolkit.run.measurements import read_steps, timed_steps
+from toolkit.simulate.options import DISTRIBUTIONS
+from toolkit.simulate.synchronization import FloatArray
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -105,11 +52,17 @@ class StepTimes:
 
     def draw(self, *, seed: int, workers: int, steps: int) -> FloatArray:
         """Return seconds of shape (workers, steps); the same for the same seed."""
-        import numpy
-
-        name = self.distribution if self.spread > 0 else "constant"
+        mean, spread, size = self.step_seconds, self.spread, (workers, steps)
         generator = numpy.random.default_rng(seed)
-        return DISTRIBUTIONS[name](generator, self.step_seconds, self.spread, (workers, steps))
+        if self.distribution == "constant" or spread == 0:
+            return numpy.full(size, mean)
+        if self.distribution == "lognormal":
+            variance = math.log1p(spread**2)
+            return generator.lognormal(math.log(mean) - variance / 2, math.sqrt(variance), size)
+        if self.distribution == "exponential":  # a constant part and an exponential tail; spread 1 has no constant part
+            return mean * (1 - spread) + generator.exponential(mean * spread, size)
+        index = 1 + math.sqrt(1 + 1 / spread**2)  # Pareto: variance over squared mean is 1 / (index (index - 2))
+        return mean * (index - 1) / index * (1 + generator.pareto(index, size))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -130,34 +83,10 @@ class MeasuredStepTimes:
 
     def draw(self, *, seed: int, workers: int, steps: int) -> FloatArray:
         """Return seconds of shape (workers, steps), drawn from the run's steps with repetition."""
-        import numpy
-
         generator, measured = numpy.random.default_rng(seed), numpy.array(self.seconds)
         ranks = measured.shape[1]
         groups = [measured[generator.integers(len(measured), size=steps)].T for _ in range(-(-workers // ranks))]
         return numpy.concatenate(groups)[:workers]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SlowWorkers:
-    """Workers that are slower than the others in every step: a throttled GPU, a node with a slow disk."""
-
-    count: int = 0
-    factor: float = 1.0
-    """Their compute time over that of the same worker in good order."""
-
-    def __post_init__(self) -> None:
-        if self.count < 0:
-            raise ToolkitError(f"--slow-workers is {self.count}, expected 0 or more")
-        if not 1 <= self.factor <= 1000:
-            raise ToolkitError(f"--slow-factor is {self.factor}, expected 1 to 1000")
-
-
-def slowed(seconds: FloatArray, slow: SlowWorkers) -> FloatArray:
-    """Return compute times of which the last workers' are longer."""
-    longer = seconds.copy()
-    longer[len(seconds) - slow.count :] *= slow.factor
-    return longer
 
 
 def measured_step_times(folder: Path, *, untimed_steps: int) -> MeasuredStepTimes:
@@ -168,9 +97,6 @@ def measured_step_times(folder: Path, *, untimed_steps: int) -> MeasuredStepTime
     `own_seconds` waits least: its rest is taken as every rank's. A rank whose backward is slow too therefore looks
     faster by comparison than it is.
     """
-    from toolkit.run.folder import RunFolder  # takes longer to import than a simulation
-    from toolkit.run.measurements import read_steps, timed_steps
-
     steps = timed_steps(read_steps(RunFolder(folder)), untimed_steps=untimed_steps)
     if not steps:
         raise ToolkitError(
