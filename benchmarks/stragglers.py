@@ -33,7 +33,7 @@ from toolkit.run.folder import RunFolder
 from toolkit.run.measurements import read_steps, timed_steps
 from toolkit.simulate.small_training import SmallProblem
 from toolkit.simulate.small_training import train as train_small
-from toolkit.simulate.step_time_distributions import StepTimes, compute_seconds
+from toolkit.simulate.step_time_distributions import compute_seconds, drawn_seconds
 from toolkit.simulate.synchronization import Policy, simulate
 
 DOCUMENT, TABLE = RESULTS.parents[1] / "docs" / "evidence" / "stragglers.md", "measured stragglers"
@@ -132,8 +132,7 @@ class Server:
 def live(policy: Policy, arguments: argparse.Namespace) -> dict[str, Any]:
     """Run a policy in threads and in the simulation, over the same compute times."""
     workers, steps = arguments.workers, arguments.live_steps
-    times = StepTimes(distribution="exponential", step_seconds=0.05, spread=0.5)
-    seconds = times.draw(seed=0, workers=workers, steps=2 * steps)
+    seconds = drawn_seconds("exponential", mean=0.05, spread=0.5, shape=(workers, 2 * steps), seed=0)
     server = Server(policy, workers, workers * steps)
     threads = [
         threading.Thread(target=server.work, args=(worker, seconds[worker].tolist())) for worker in range(workers)
@@ -159,9 +158,9 @@ def live(policy: Policy, arguments: argparse.Namespace) -> dict[str, Any]:
 
 def staleness_costs() -> list[float]:
     """Return for some seeds the loss under asynchronous updates over that under synchronous ones, 16 workers."""
-    times, ratios = StepTimes(distribution="lognormal", step_seconds=1.0, spread=0.3), []
+    ratios = []
     for seed in range(6):
-        seconds = times.draw(seed=seed, workers=16, steps=200)
+        seconds = drawn_seconds("lognormal", mean=1.0, spread=0.3, shape=(16, 200), seed=seed)
         losses = []
         for name in ("synchronous", "asynchronous"):
             run = simulate(Policy(name=name), seconds, steps=100)

@@ -6,14 +6,12 @@ import numpy
 import pytest
 
 from toolkit.simulate.small_training import (
-    LossPoint,
     SmallProblem,
     gradients,
     loss,
-    seconds_to_loss,
     train,
 )
-from toolkit.simulate.step_time_distributions import StepTimes
+from toolkit.simulate.step_time_distributions import drawn_seconds
 from toolkit.simulate.synchronization import Policy, PolicyRun, simulate
 
 PROBLEM = SmallProblem(seed=0)
@@ -22,8 +20,8 @@ WORKERS = 8
 
 
 def timeline_of(policy: Policy, *, steps: int = 60, spread: float = 0.5) -> PolicyRun:
-    times = StepTimes(distribution="lognormal", step_seconds=1.0, spread=spread)
-    return simulate(policy, times.draw(seed=0, workers=WORKERS, steps=2 * steps), steps=steps)
+    seconds = drawn_seconds("lognormal", mean=1.0, spread=spread, shape=(WORKERS, 2 * steps), seed=0)
+    return simulate(policy, seconds, steps=steps)
 
 
 def test_the_gradient_is_that_of_finite_differences() -> None:
@@ -65,8 +63,8 @@ def test_stale_gradients_are_those_of_the_weights_that_were_read() -> None:
 
 def last_losses(policy: Policy, seed: int) -> float:
     """Return the mean of the last ten losses: single ones vary by some percent."""
-    times = StepTimes(distribution="lognormal", step_seconds=1.0, spread=0.3)
-    timeline = simulate(policy, times.draw(seed=seed, workers=16, steps=200), steps=100)
+    seconds = drawn_seconds("lognormal", mean=1.0, spread=0.3, shape=(16, 200), seed=seed)
+    timeline = simulate(policy, seconds, steps=100)
     curve = train(timeline, SmallProblem(seed=seed), learning_rate=0.3)
     return float(numpy.mean([point.loss for point in curve[-10:]]))
 
@@ -81,9 +79,3 @@ def test_training_that_diverges_ends_with_its_last_finite_loss() -> None:
     curve = train(timeline, PROBLEM, learning_rate=1e5)
     assert curve[-1].seconds < timeline.seconds
     assert all(numpy.isfinite(point.loss) for point in curve)
-
-
-def test_a_loss_is_reached_at_the_first_point_below_it() -> None:
-    curve = [LossPoint(seconds=second, loss=value) for second, value in ((0.0, 3.0), (1.0, 1.0), (2.0, 1.5))]
-    assert seconds_to_loss(curve, 1.5) == 1.0
-    assert seconds_to_loss(curve, 0.5) is None

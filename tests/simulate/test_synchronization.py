@@ -7,7 +7,7 @@ from typing import Any
 import numpy
 import pytest
 
-from toolkit.simulate.step_time_distributions import StepTimes
+from toolkit.simulate.step_time_distributions import drawn_seconds
 from toolkit.simulate.synchronization import Policy, PolicyRun, best_backup_workers, simulate
 
 SYNCHRONOUS = Policy(name="synchronous")
@@ -15,9 +15,7 @@ ASYNCHRONOUS = Policy(name="asynchronous")
 
 
 def drawn(distribution: str = "lognormal", *, spread: float = 0.3, workers: int = 8, steps: int = 100) -> Any:
-    return StepTimes(distribution=distribution, step_seconds=1.0, spread=spread).draw(
-        seed=0, workers=workers, steps=steps
-    )
+    return drawn_seconds(distribution, mean=1.0, spread=spread, shape=(workers, steps), seed=0)
 
 
 def applied(timeline: PolicyRun) -> list[tuple[float, list[tuple[int, int, int]]]]:

@@ -30,10 +30,8 @@ CLUSTER_SPREAD = 1.5
 TRAIN_ROWS, TEST_ROWS = 8192, 2048
 BATCH_ROWS = 16
 """Rows of one worker's batch."""
-LEARNING_RATE_PER_ROW = 0.0005
-LARGEST_LEARNING_RATE = 0.8
-"""By default the rate of a global batch grows with its rows (the linear scaling rule of Goyal et al. 2017), until
-training becomes unstable."""
+LEARNING_RATE_PER_ROW = 0.0005  # the linear scaling rule of Goyal et al. 2017, https://arxiv.org/abs/1706.02677
+LARGEST_LEARNING_RATE = 0.8  # training becomes unstable above
 CURVE_POINTS = 60
 
 
@@ -78,6 +76,11 @@ class SmallProblem:
         """Return the mean loss over the test rows."""
         inputs, classes = self.rows
         return loss(weights, inputs[TRAIN_ROWS:], classes[TRAIN_ROWS:])
+
+
+def default_learning_rate(workers: int) -> float:
+    """Return a rate that grows with the rows of a global batch, as far as training stays stable."""
+    return min(LEARNING_RATE_PER_ROW * BATCH_ROWS * workers, LARGEST_LEARNING_RATE)
 
 
 def loss(weights: Weights, inputs: Array, classes: Any) -> float:
@@ -138,8 +141,3 @@ def train(run: PolicyRun, problem: SmallProblem, *, learning_rate: float) -> tup
                 if not math.isfinite(curve[-1].loss):
                     return tuple(curve[:-1])
     return tuple(curve)
-
-
-def seconds_to_loss(curve: Sequence[LossPoint], target: float) -> float | None:
-    """Return the first time at which the loss is at most `target`; None where it never is."""
-    return next((point.seconds for point in curve if point.loss <= target), None)

@@ -3,14 +3,13 @@
 Every distribution is given by its mean and its spread (standard deviation over mean), so that two of them differ by the
 shape of their tails alone.
 
-    >>> StepTimes(distribution="constant", step_seconds=1.0).draw(seed=0, workers=3, steps=1).tolist()
-    [[1.0], [1.0], [1.0]]
+    >>> drawn_seconds("constant", mean=1.0, spread=0.0, shape=(2, 3), seed=0).tolist()
+    [[1.0, 1.0, 1.0], [1.0, 1.0, 1.0]]
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy
@@ -18,79 +17,87 @@ import numpy
 from toolkit.errors import ToolkitError, did_you_mean
 from toolkit.run.folder import RunFolder
 from toolkit.run.measurements import read_steps, timed_steps
-from toolkit.simulate.options import DISTRIBUTIONS
+from toolkit.simulate.options import (
+    DEFAULT_DISTRIBUTION,
+    DEFAULT_SPREAD,
+    DEFAULT_STEP_SECONDS,
+    DISTRIBUTIONS,
+    StragglerOptions,
+)
 from toolkit.simulate.synchronization import FloatArray
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StepTimes:
-    """A named distribution. Raises ToolkitError for what no distribution has."""
+def compute_times(options: StragglerOptions) -> tuple[FloatArray, str]:
+    """Return seconds of shape (workers, 2 x steps), the same for the same seed, and one line on where they come from.
 
-    distribution: str
-    step_seconds: float
-    """Mean of an ordinary worker."""
-    spread: float = 0.0
-    """Standard deviation over mean."""
-
-    def __post_init__(self) -> None:
-        if self.distribution not in DISTRIBUTIONS:
-            raise ToolkitError(
-                f"unknown distribution {self.distribution!r}; known: {', '.join(DISTRIBUTIONS)}",
-                hint=did_you_mean(self.distribution, DISTRIBUTIONS),
-            )
-        if not 0 < self.step_seconds <= 1e6:
-            raise ToolkitError(f"--step-seconds is {self.step_seconds}, expected seconds above 0, at most a million")
-        most = 1.0 if self.distribution == "exponential" else 10.0
-        if not 0 <= self.spread <= most:
-            raise ToolkitError(f"--spread is {self.spread}, expected 0 to {most:g} for {self.distribution}")
-
-    @property
-    def summary(self) -> str:
-        """One line for a report."""
-        spread = "" if self.spread == 0 else f", spread {self.spread:g}"
-        return f"{self.distribution}, mean {self.step_seconds:g} s{spread}"
-
-    def draw(self, *, seed: int, workers: int, steps: int) -> FloatArray:
-        """Return seconds of shape (workers, steps); the same for the same seed."""
-        mean, spread, size = self.step_seconds, self.spread, (workers, steps)
-        generator = numpy.random.default_rng(seed)
-        if self.distribution == "constant" or spread == 0:
-            return numpy.full(size, mean)
-        if self.distribution == "lognormal":
-            variance = math.log1p(spread**2)
-            return generator.lognormal(math.log(mean) - variance / 2, math.sqrt(variance), size)
-        if self.distribution == "exponential":  # a constant part and an exponential tail; spread 1 has no constant part
-            return mean * (1 - spread) + generator.exponential(mean * spread, size)
-        index = 1 + math.sqrt(1 + 1 / spread**2)  # Pareto: variance over squared mean is 1 / (index (index - 2))
-        return mean * (index - 1) / index * (1 + generator.pareto(index, size))
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class MeasuredStepTimes:
-    """Compute times of a run, by step and rank. More workers than ranks repeat the ranks, each time with other steps.
-
-    Steps are drawn whole, so that ranks that were slow in the same step stay slow together.
+    Raises ToolkitError for options that no distribution and no run has.
     """
+    shape = (options.workers, 2 * options.steps)
+    if options.run_folder is None:
+        distribution, mean, spread = drawn_from(options)
+        seconds = drawn_seconds(distribution, mean=mean, spread=spread, shape=shape, seed=options.seed)
+        source = f"{distribution}, mean {mean:g} s" + (f", spread {spread:g}" if spread else "")
+    else:
+        drawn = {"distribution": options.distribution, "step-seconds": options.step_seconds, "spread": options.spread}
+        for name, value in drawn.items():
+            if value is not None:
+                raise ToolkitError(
+                    f"--run-folder and --{name} both say how long a step takes", hint=f"leave out --{name}"
+                )
+        measured = measured_step_times(options.run_folder, untimed_steps=options.untimed_steps)
+        seconds = resampled(measured, shape=shape, seed=options.seed)
+        source = f"{len(measured)} steps of {measured.shape[1]} ranks in {options.run_folder.name}"
+    seconds[options.workers - options.slow_workers :] *= options.slow_factor
+    slower = f"; {options.slow_workers} slower by {options.slow_factor:g}" if options.slow_workers else ""
+    return seconds, source + slower
 
-    seconds: tuple[tuple[float, ...], ...]
-    """By step, the compute seconds of each rank."""
-    folder: str
 
-    @property
-    def summary(self) -> str:
-        """One line for a report."""
-        return f"{len(self.seconds)} steps of {len(self.seconds[0])} ranks in {self.folder}"
+def drawn_from(options: StragglerOptions) -> tuple[str, float, float]:
+    """Return the distribution, its mean and its spread. Raises ToolkitError for what no distribution has."""
+    distribution = options.distribution or DEFAULT_DISTRIBUTION
+    mean = DEFAULT_STEP_SECONDS if options.step_seconds is None else options.step_seconds
+    spread = DEFAULT_SPREAD if options.spread is None else options.spread
+    if distribution not in DISTRIBUTIONS:
+        raise ToolkitError(
+            f"unknown distribution {distribution!r}; known: {', '.join(DISTRIBUTIONS)}",
+            hint=did_you_mean(distribution, DISTRIBUTIONS),
+        )
+    if not 0 < mean <= 1e6:
+        raise ToolkitError(f"--step-seconds is {mean}, expected seconds above 0, at most a million")
+    most = 1.0 if distribution == "exponential" else 10.0
+    if not 0 <= spread <= most:
+        raise ToolkitError(f"--spread is {spread}, expected 0 to {most:g} for {distribution}")
+    return distribution, mean, spread
 
-    def draw(self, *, seed: int, workers: int, steps: int) -> FloatArray:
-        """Return seconds of shape (workers, steps), drawn from the run's steps with repetition."""
-        generator, measured = numpy.random.default_rng(seed), numpy.array(self.seconds)
-        ranks = measured.shape[1]
-        groups = [measured[generator.integers(len(measured), size=steps)].T for _ in range(-(-workers // ranks))]
-        return numpy.concatenate(groups)[:workers]
+
+def drawn_seconds(distribution: str, *, mean: float, spread: float, shape: tuple[int, int], seed: int) -> FloatArray:
+    """Return compute times of this mean and spread (standard deviation over mean); without spread, all are equal."""
+    generator = numpy.random.default_rng(seed)
+    if distribution == "constant" or spread == 0:
+        return numpy.full(shape, mean)
+    if distribution == "lognormal":
+        variance = math.log1p(spread**2)
+        return generator.lognormal(math.log(mean) - variance / 2, math.sqrt(variance), shape)
+    if distribution == "exponential":  # a constant part and an exponential tail; spread 1 has no constant part
+        return mean * (1 - spread) + generator.exponential(mean * spread, shape)
+    index = 1 + math.sqrt(1 + 1 / spread**2)  # Pareto: variance over squared mean is 1 / (index (index - 2))
+    return mean * (index - 1) / index * (1 + generator.pareto(index, shape))
 
 
-def measured_step_times(folder: Path, *, untimed_steps: int) -> MeasuredStepTimes:
-    """Read the compute times of a run's timed steps. Raises ToolkitError for a folder without any.
+def resampled(measured: FloatArray, *, shape: tuple[int, int], seed: int) -> FloatArray:
+    """Return compute times of workers, drawn with repetition from a run's steps, of shape (steps, ranks).
+
+    Steps are drawn whole, so that ranks that were slow in the same step stay slow together. More workers than ranks
+    repeat the ranks, each time with other steps.
+    """
+    generator, (workers, steps) = numpy.random.default_rng(seed), shape
+    groups = -(-workers // measured.shape[1])
+    drawn = [measured[generator.integers(len(measured), size=steps)].T for _ in range(groups)]
+    return numpy.concatenate(drawn)[:workers]
+
+
+def measured_step_times(folder: Path, *, untimed_steps: int) -> FloatArray:
+    """Read the compute times of a run's timed steps, of shape (steps, ranks). Raises ToolkitError if it has none.
 
     A rank reports `own_seconds`, where it waits for nobody: data loading, the first forward, the optimizer step. In the
     rest, backward, it computes and waits for the others' gradients, which nothing tells apart. The rank with the most
@@ -105,10 +112,10 @@ def measured_step_times(folder: Path, *, untimed_steps: int) -> MeasuredStepTime
         )
     if any(row.get("own_seconds") is None for step in steps for row in step):
         raise ToolkitError(f"the rows in {folder}/ranks have no own_seconds", hint="name a run of this version")
-    seconds = tuple(map(compute_seconds, steps))
-    if min(map(min, seconds)) <= 0:
+    seconds = numpy.array([compute_seconds(step) for step in steps])
+    if seconds.min() <= 0:
         raise ToolkitError(f"a step in {folder}/ranks took no time", hint="name another run")
-    return MeasuredStepTimes(seconds=seconds, folder=folder.name)
+    return seconds
 
 
 def compute_seconds(step: list[dict[str, float]]) -> tuple[float, ...]:

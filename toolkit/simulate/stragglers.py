@@ -18,24 +18,9 @@ from toolkit.models.read_model import read_model
 from toolkit.plan.collectives import Collective
 from toolkit.plan.interconnect import CALL_SECONDS, Interconnect, Range
 from toolkit.run.measurements import percentile
-from toolkit.simulate.options import (
-    DEFAULT_DISTRIBUTION,
-    DEFAULT_SPREAD,
-    DEFAULT_STEP_SECONDS,
-    POLICIES,
-    StragglerOptions,
-)
-from toolkit.simulate.small_training import (
-    BATCH_ROWS,
-    LARGEST_LEARNING_RATE,
-    LEARNING_RATE_PER_ROW,
-    NUM_PARAMS,
-    LossPoint,
-    SmallProblem,
-    seconds_to_loss,
-    train,
-)
-from toolkit.simulate.step_time_distributions import MeasuredStepTimes, StepTimes, measured_step_times
+from toolkit.simulate.options import POLICIES, StragglerOptions
+from toolkit.simulate.small_training import NUM_PARAMS, LossPoint, SmallProblem, default_learning_rate, train
+from toolkit.simulate.step_time_distributions import compute_times
 from toolkit.simulate.synchronization import Policy, PolicyRun, best_backup_workers, simulate
 from toolkit.units import SECONDS_PER_HOUR
 
@@ -57,12 +42,17 @@ class PolicyResult:
 
     run: PolicyRun
     curve: tuple[LossPoint, ...]
-    seconds_to_target: float | None = None
+    target_loss: float
 
     @property
     def final_loss(self) -> float | None:
         """The last loss; None where training diverged, so that the curve ends early."""
         return None if self.curve[-1].seconds < self.run.seconds else self.curve[-1].loss
+
+    @property
+    def seconds_to_target(self) -> float | None:
+        """The first time at which the loss is at most the one to reach; None where it never is."""
+        return next((point.seconds for point in self.curve if point.loss <= self.target_loss), None)
 
     def as_row(self) -> dict[str, Any]:
         """Return the result as `--json` prints it."""
@@ -121,36 +111,31 @@ class StragglerStudy:
 def study_stragglers(options: StragglerOptions, *, say: Callable[[str], None]) -> StragglerStudy:
     """Simulate and train under every policy. Raises ToolkitError for options out of range."""
     check_ranges(options)
-    policies, times, interconnect = chosen_policies(options), _times(options), _interconnect(options)
+    policies, interconnect = chosen_policies(options), _interconnect(options)
+    seconds, step_times = compute_times(options)
     num_params = NUM_PARAMS if options.model is None else read_model(options.model).num_params
-    gradient_bytes = GRADIENT_BYTES * num_params
-    reduce = push_pull = None
+    gradient_bytes, reduce, push_pull = GRADIENT_BYTES * num_params, None, None
     if interconnect is not None:
         reduce = all_reduce_seconds(gradient_bytes, interconnect)
         push_pull = push_pull_seconds(gradient_bytes, interconnect, servers=options.parameter_servers)
-    rate = options.learning_rate
-    if rate is None:
-        rate = min(LEARNING_RATE_PER_ROW * BATCH_ROWS * options.workers, LARGEST_LEARNING_RATE)
-    seconds = times.draw(seed=options.seed, workers=options.workers, steps=2 * options.steps)
-    seconds[options.workers - options.slow_workers :] *= options.slow_factor
+    rate = default_learning_rate(options.workers) if options.learning_rate is None else options.learning_rate
     problem, results = SmallProblem(seed=options.seed), []
     for policy in policies:
         if options.workers * options.steps > PROGRESS_BATCHES:
             say(f"simulating and training {policy.label}")
-        communication = reduce if policy.is_synchronous else push_pull
-        run = simulate(policy, seconds, steps=options.steps, communication_seconds=(communication or FREE)[1])
-        results.append(PolicyResult(run=run, curve=train(run, problem, learning_rate=rate)))
-    baseline = next((result for result in results if result.run.policy == SYNCHRONOUS), results[0])
-    target = TARGET_MARGIN * baseline.curve[-1].loss
+        _, communication = (reduce if policy.is_synchronous else push_pull) or FREE
+        run = simulate(policy, seconds, steps=options.steps, communication_seconds=communication)
+        results.append((run, train(run, problem, learning_rate=rate)))
+    baseline, curve = next((result for result in results if result[0].policy == SYNCHRONOUS), results[0])
+    target = TARGET_MARGIN * curve[-1].loss
     backup, gain = best_backup_workers(seconds, steps=options.steps, communication_seconds=(reduce or FREE)[1])
     everyone = simulate(SYNCHRONOUS, seconds, steps=options.steps)
-    slow = f"; {options.slow_workers} slower by {options.slow_factor:g}" if options.slow_workers else ""
     return StragglerStudy(
         workers=options.workers,
         steps=options.steps,
         seed=options.seed,
         learning_rate=rate,
-        step_times=times.summary + slow,
+        step_times=step_times,
         slowdown=everyone.seconds / options.steps / float(seconds[:, : options.steps].mean()),
         best_backup_workers=backup,
         best_backup_gain=gain,
@@ -159,8 +144,8 @@ def study_stragglers(options: StragglerOptions, *, say: Callable[[str], None]) -
         all_reduce_seconds=reduce,
         push_pull_seconds=push_pull,
         target_loss=target,
-        target_policy=baseline.run.policy.label,
-        policies=tuple(replace(each, seconds_to_target=seconds_to_loss(each.curve, target)) for each in results),
+        target_policy=baseline.policy.label,
+        policies=tuple(PolicyResult(run=run, curve=curve, target_loss=target) for run, curve in results),
     )
 
 
@@ -172,8 +157,8 @@ def check_ranges(options: StragglerOptions) -> None:
         "seed": (0, 2**32 - 1),
         "slow_workers": (0, options.workers),
         "slow_factor": (1, 1000),
-        "learning_rate": (1e-12, 1e6),
-        "network_gb_per_second": (1e-6, 1e6),
+        "learning_rate": (1e-12, 10**6),
+        "network_gb_per_second": (1e-6, 10**6),
         "untimed_steps": (0, MOST_BATCHES),
         "parameter_servers": (1, 100_000),
     }
@@ -208,20 +193,6 @@ def chosen_policies(options: StragglerOptions) -> list[Policy]:
             policy = replace(policy, staleness=options.staleness)
         policies.append(policy)
     return policies
-
-
-def _times(options: StragglerOptions) -> StepTimes | MeasuredStepTimes:
-    if options.run_folder is None:
-        return StepTimes(
-            distribution=options.distribution or DEFAULT_DISTRIBUTION,
-            step_seconds=DEFAULT_STEP_SECONDS if options.step_seconds is None else options.step_seconds,
-            spread=DEFAULT_SPREAD if options.spread is None else options.spread,
-        )
-    drawn = {"--distribution": options.distribution, "--step-seconds": options.step_seconds, "--spread": options.spread}
-    for flag, value in drawn.items():
-        if value is not None:
-            raise ToolkitError(f"--run-folder and {flag} both say how long a step takes", hint=f"leave out {flag}")
-    return measured_step_times(options.run_folder, untimed_steps=options.untimed_steps)
 
 
 def _interconnect(options: StragglerOptions) -> Interconnect | None:
