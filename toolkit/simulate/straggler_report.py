@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-
 from rich.console import Console
 
 from toolkit.compare.report.bar_charts import Bar, BarChart
@@ -12,12 +9,12 @@ from toolkit.compare.report.chart_colors import CURVES, curve_widths
 from toolkit.compare.report.console_tables import rich_table
 from toolkit.compare.report.line_charts import Line, LineChart
 from toolkit.compare.report.rendering import render
-from toolkit.compare.report.report_files import write_report_file
 from toolkit.compare.report.table_model import Cell, Heading, Table, number_cell, text_cell, text_heading
 from toolkit.simulate.stragglers import PolicyResult, StragglerStudy
 from toolkit.units import gib, number
 from toolkit.units import seconds as seconds_text
 
+TERMINAL_COLUMNS = 100
 NOTES = (
     "A step is a global batch: as many gradients as synchronous training averages.",
     "Wasted GPU-hours are waiting and dropped gradients of all workers, until all steps are applied.",
@@ -29,13 +26,9 @@ NOTES = (
 
 def print_study(study: StragglerStudy) -> None:
     """Print summary, table and notes to stdout."""
-    console = Console(width=100, highlight=False, soft_wrap=True)
-    console.print(summary(study), markup=False)
-    console.print()
-    console.print(rich_table(policy_table(study)))
-    console.print()
-    for note in notes(study):
-        console.print(f"- {note}", markup=False)
+    print(summary(study), end="\n\n")
+    Console(width=max(Console().width, TERMINAL_COLUMNS)).print(rich_table(policy_table(study)))
+    print("", *(f"- {note}" for note in notes(study)), sep="\n")
 
 
 def summary(study: StragglerStudy) -> str:
@@ -121,14 +114,7 @@ def loss_chart(study: StragglerStudy) -> LineChart:
     )
 
 
-def write_report(study: StragglerStudy, folder: Path) -> Path:
-    """Write simulation.json and simulation.html, and return the page's path. Raises ToolkitError if it cannot."""
-    text = json.dumps(study.as_json(), indent=2, allow_nan=False) + "\n"
-    write_report_file(folder / "simulation.json", text)
-    return write_report_file(folder / "simulation.html", html_text(study))
-
-
-def html_text(study: StragglerStudy) -> str:
+def page(study: StragglerStudy) -> str:
     """Return the complete page."""
     speeds = [(result.run.policy.label, result.run.steps_per_second) for result in study.policies]
     return render(
