@@ -82,13 +82,13 @@ def _show(
 
     Raises ToolkitError for a folder that cannot be written.
     """
-    from toolkit.compare.report.report_files import write_report_file
-
     written = json.dumps(values, indent=2) + "\n"
     if as_json:
         print(written, end="")
     else:
         text()
     if folder is not None:
+        from toolkit.compare.report.report_files import write_report_file
+
         write_report_file(folder / "simulation.json", written)
         print_message(f"report: {write_report_file(folder / 'simulation.html', page())}")
