@@ -42,9 +42,9 @@ FAULTY_RANKS = Path(__file__).parent / "faulty_ranks"
 SLEEP_SECONDS = 0.3
 UNTIMED_STEPS = 3
 POLICIES = (
-    Policy(name="bounded_staleness", staleness=0),
-    Policy(name="bounded_staleness", staleness=1),
-    Policy(name="bounded_staleness", staleness=4),
+    Policy(name="bounded_staleness", number=0),
+    Policy(name="bounded_staleness", number=1),
+    Policy(name="bounded_staleness", number=4),
     Policy(name="asynchronous"),
 )
 
@@ -125,8 +125,8 @@ class Server:
                 read = self.version
 
     def _may_go_on(self, worker: int) -> bool:
-        bound = self.policy.staleness
-        return bound is None or self.finished[worker] - min(self.finished) <= bound
+        bounded = self.policy.name == "bounded_staleness"
+        return not bounded or self.finished[worker] - min(self.finished) <= self.policy.number
 
 
 def live(policy: Policy, arguments: argparse.Namespace) -> dict[str, Any]:
@@ -165,7 +165,7 @@ def staleness_costs() -> list[float]:
         for name in ("synchronous", "asynchronous"):
             run = simulate(Policy(name=name), seconds, steps=100)
             curve = train_small(run, SmallProblem(seed=seed), learning_rate=0.3)
-            losses.append(statistics.mean(point.loss for point in curve[-10:]))
+            losses.append(statistics.mean(loss for _, loss in curve[-10:]))
         ratios.append(losses[1] / losses[0])
     return ratios
 

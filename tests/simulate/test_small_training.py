@@ -40,14 +40,14 @@ def test_synchronous_training_is_sgd_over_the_rows_in_order() -> None:
         found = gradients(weights, *PROBLEM.batches(range(step * WORKERS, (step + 1) * WORKERS)))
         weights = tuple(weight - numpy.float32(0.1) * gradient for weight, gradient in zip(weights, found, strict=True))
     curve = train(timeline_of(SYNCHRONOUS, steps=5), PROBLEM, learning_rate=0.1)
-    assert curve[-1].loss == pytest.approx(PROBLEM.test_loss(weights), rel=1e-6)
+    assert curve[-1][1] == pytest.approx(PROBLEM.test_loss(weights), rel=1e-6)
     assert len(curve) == 6
 
 
 def test_a_bound_of_zero_trains_as_synchronous_training_does() -> None:
-    bounded = train(timeline_of(Policy(name="bounded_staleness", staleness=0)), PROBLEM, learning_rate=0.05)
+    bounded = train(timeline_of(Policy(name="bounded_staleness", number=0)), PROBLEM, learning_rate=0.05)
     synchronous = train(timeline_of(SYNCHRONOUS), PROBLEM, learning_rate=0.05)
-    assert bounded[-1].loss == pytest.approx(synchronous[-1].loss, rel=1e-3)
+    assert bounded[-1][1] == pytest.approx(synchronous[-1][1], rel=1e-3)
 
 
 def test_stale_gradients_are_those_of_the_weights_that_were_read() -> None:
@@ -58,7 +58,7 @@ def test_stale_gradients_are_those_of_the_weights_that_were_read() -> None:
         found = gradients(weights[version], *PROBLEM.batches([2 * batch + worker]))
         weights.append(tuple(old - share * step for old, step in zip(weights[-1], found, strict=True)))
     curve = train(timeline, PROBLEM, learning_rate=0.2)
-    assert [point.loss for point in curve] == pytest.approx([PROBLEM.test_loss(each) for each in weights], rel=1e-5)
+    assert [value for _, value in curve] == pytest.approx([PROBLEM.test_loss(each) for each in weights], rel=1e-5)
 
 
 def last_losses(policy: Policy, seed: int) -> float:
@@ -66,7 +66,7 @@ def last_losses(policy: Policy, seed: int) -> float:
     seconds = drawn_seconds("lognormal", mean=1.0, spread=0.3, shape=(16, 200), seed=seed)
     timeline = simulate(policy, seconds, steps=100)
     curve = train(timeline, SmallProblem(seed=seed), learning_rate=0.3)
-    return float(numpy.mean([point.loss for point in curve[-10:]]))
+    return float(numpy.mean([value for _, value in curve[-10:]]))
 
 
 def test_stale_gradients_cost_some_loss_for_the_same_rows() -> None:
@@ -77,5 +77,5 @@ def test_stale_gradients_cost_some_loss_for_the_same_rows() -> None:
 def test_training_that_diverges_ends_with_its_last_finite_loss() -> None:
     timeline = timeline_of(SYNCHRONOUS)
     curve = train(timeline, PROBLEM, learning_rate=1e5)
-    assert curve[-1].seconds < timeline.seconds
-    assert all(numpy.isfinite(point.loss) for point in curve)
+    assert curve[-1][0] < timeline.seconds
+    assert all(numpy.isfinite(value) for _, value in curve)

@@ -40,7 +40,7 @@ def test_a_late_backup_worker_drops_its_gradient_and_joins_the_update_in_progres
     # Worker 2 takes 2.5 s for its first batch: it misses updates 1 (at 1 s) and 2 (at 2 s), starts its second batch at
     # 2.5 s with the weights of update 2, and ends at 2.75 s, before worker 1.
     seconds = numpy.array([[1.0, 1.0, 0.5], [1.0, 1.0, 1.0], [2.5, 0.25, 1.0]])
-    timeline = simulate(Policy(name="backup_workers", backup_workers=1), seconds, steps=3)
+    timeline = simulate(Policy(name="backup_workers", number=1), seconds, steps=3)
     assert applied(timeline) == [
         (1.0, [(0, 0, 0), (1, 0, 0)]),
         (2.0, [(0, 1, 1), (1, 1, 1)]),
@@ -64,14 +64,14 @@ def test_an_asynchronous_worker_never_waits_and_its_gradient_is_as_old_as_the_ot
 
 def test_a_bounded_worker_waits_for_the_slowest() -> None:
     # One batch ahead at most: worker 0 has finished two at 2 s, and may begin its third when worker 1 finishes one.
-    timeline = simulate(Policy(name="bounded_staleness", staleness=1), numpy.array([[1.0], [2.5]]), steps=2)
+    timeline = simulate(Policy(name="bounded_staleness", number=1), numpy.array([[1.0], [2.5]]), steps=2)
     assert [update.seconds for update in timeline.updates] == [1.0, 2.0, 2.5, 3.5]
     assert timeline.waiting_seconds == 0.5
     assert timeline.updates[3].version == 3
 
 
 def test_a_bound_of_zero_has_the_speed_of_synchronous_training() -> None:
-    bounded = simulate(Policy(name="bounded_staleness", staleness=0), drawn(), steps=50)
+    bounded = simulate(Policy(name="bounded_staleness", number=0), drawn(), steps=50)
     synchronous = simulate(SYNCHRONOUS, drawn(), steps=50)
     assert bounded.seconds == pytest.approx(synchronous.seconds)
     assert bounded.waiting_seconds == pytest.approx(synchronous.waiting_seconds)
@@ -79,14 +79,14 @@ def test_a_bound_of_zero_has_the_speed_of_synchronous_training() -> None:
 
 
 def test_a_bound_that_is_never_reached_is_asynchronous() -> None:
-    assert applied(simulate(Policy(name="bounded_staleness", staleness=1000), drawn(), steps=50)) == applied(
+    assert applied(simulate(Policy(name="bounded_staleness", number=1000), drawn(), steps=50)) == applied(
         simulate(ASYNCHRONOUS, drawn(), steps=50)
     )
 
 
 def test_no_worker_is_further_ahead_than_the_bound() -> None:
     finished = [0] * 8
-    for update in simulate(Policy(name="bounded_staleness", staleness=2), drawn(spread=1.0), steps=50).updates:
+    for update in simulate(Policy(name="bounded_staleness", number=2), drawn(spread=1.0), steps=50).updates:
         finished[update.workers[0]] += 1
         assert max(finished) - min(finished) <= 3, "two batches, and the one that was begun within the bound"
     assert max(finished) - min(finished) > 0
@@ -106,7 +106,7 @@ def test_a_synchronous_step_of_exponential_times_is_a_harmonic_sum() -> None:
 
 @pytest.mark.parametrize(
     "policy",
-    [SYNCHRONOUS, Policy(name="backup_workers", backup_workers=2), Policy(name="bounded_staleness", staleness=1)],
+    [SYNCHRONOUS, Policy(name="backup_workers", number=2), Policy(name="bounded_staleness", number=1)],
 )
 def test_all_time_is_computing_waiting_dropped_or_communication(policy: Policy) -> None:
     seconds = drawn(spread=0.5)

@@ -20,6 +20,8 @@ from toolkit.simulate.synchronization import PolicyRun
 
 Array = NDArray[numpy.float32]
 Weights = tuple[Array, ...]
+Curve = tuple[tuple[float, float], ...]
+"""Seconds of the simulation, and the loss over the test rows then."""
 
 INPUTS, CLASSES, CLUSTERS_PER_CLASS = 32, 10, 4
 LAYERS = tuple(itertools.pairwise((INPUTS, 64, 64, CLASSES)))
@@ -33,14 +35,6 @@ BATCH_ROWS = 16
 LEARNING_RATE_PER_ROW = 0.0005  # the linear scaling rule of Goyal et al. 2017, https://arxiv.org/abs/1706.02677
 LARGEST_LEARNING_RATE = 0.8  # training becomes unstable above
 CURVE_POINTS = 60
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LossPoint:
-    """Loss over the test rows at a time of the simulation."""
-
-    seconds: float
-    loss: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,14 +106,14 @@ def _forward(weights: Weights, inputs: Array) -> list[Any]:
     return [*layers, exponentials / exponentials.sum(axis=-1, keepdims=True)]
 
 
-def train(run: PolicyRun, problem: SmallProblem, *, learning_rate: float) -> tuple[LossPoint, ...]:
+def train(run: PolicyRun, problem: SmallProblem, *, learning_rate: float) -> Curve:
     """Train under a policy's updates, and return the loss at about `CURVE_POINTS` times.
 
     Batch k of worker w has the same rows in every policy. A gradient that is applied alone has the learning rate
     divided by the gradients of a global batch, so that a batch of rows moves the weights as far under every policy.
     The curve ends early where the loss is not finite.
     """
-    weights, curve = problem.initial_weights, [LossPoint(seconds=0.0, loss=problem.test_loss(problem.initial_weights))]
+    weights, curve = problem.initial_weights, [(0.0, problem.test_loss(problem.initial_weights))]
     read: list[Weights] = [weights] * run.workers
     readers: dict[int, list[int]] = {}
     """Number of updates -> workers that read the weights then."""
@@ -137,7 +131,7 @@ def train(run: PolicyRun, problem: SmallProblem, *, learning_rate: float) -> tup
             for worker in readers.get(number, ()):
                 read[worker] = weights
             if number % every == 0 or number == len(run.updates):
-                curve.append(LossPoint(seconds=update.seconds, loss=problem.test_loss(weights)))
-                if not math.isfinite(curve[-1].loss):
+                curve.append((update.seconds, problem.test_loss(weights)))
+                if not math.isfinite(curve[-1][1]):
                     return tuple(curve[:-1])
     return tuple(curve)

@@ -34,7 +34,10 @@ def compute_times(options: StragglerOptions) -> tuple[FloatArray, str]:
     """
     shape = (options.workers, 2 * options.steps)
     if options.run_folder is None:
-        distribution, mean, spread = drawn_from(options)
+        distribution = options.distribution or DEFAULT_DISTRIBUTION
+        mean = DEFAULT_STEP_SECONDS if options.step_seconds is None else options.step_seconds
+        spread = DEFAULT_SPREAD if options.spread is None else options.spread
+        _check(distribution, mean, spread)
         seconds = drawn_seconds(distribution, mean=mean, spread=spread, shape=shape, seed=options.seed)
         source = f"{distribution}, mean {mean:g} s" + (f", spread {spread:g}" if spread else "")
     else:
@@ -52,11 +55,7 @@ def compute_times(options: StragglerOptions) -> tuple[FloatArray, str]:
     return seconds, source + slower
 
 
-def drawn_from(options: StragglerOptions) -> tuple[str, float, float]:
-    """Return the distribution, its mean and its spread. Raises ToolkitError for what no distribution has."""
-    distribution = options.distribution or DEFAULT_DISTRIBUTION
-    mean = DEFAULT_STEP_SECONDS if options.step_seconds is None else options.step_seconds
-    spread = DEFAULT_SPREAD if options.spread is None else options.spread
+def _check(distribution: str, mean: float, spread: float) -> None:
     if distribution not in DISTRIBUTIONS:
         raise ToolkitError(
             f"unknown distribution {distribution!r}; known: {', '.join(DISTRIBUTIONS)}",
@@ -67,7 +66,6 @@ def drawn_from(options: StragglerOptions) -> tuple[str, float, float]:
     most = 1.0 if distribution == "exponential" else 10.0
     if not 0 <= spread <= most:
         raise ToolkitError(f"--spread is {spread}, expected 0 to {most:g} for {distribution}")
-    return distribution, mean, spread
 
 
 def drawn_seconds(distribution: str, *, mean: float, spread: float, shape: tuple[int, int], seed: int) -> FloatArray:

@@ -95,8 +95,7 @@ def loss_chart(study: StragglerStudy) -> LineChart:
     widths = curve_widths(len(study.policies))
     for index, (result, width) in enumerate(zip(study.policies, widths, strict=True)):
         color = f"c{index % len(CURVES)}"
-        points = [(point.seconds, point.loss) for point in result.curve]
-        lines.append(Line(points=points, color=color, width=width))
+        lines.append(Line(points=result.curve, color=color, width=width))
         colors.append((color, result.run.policy.label))
     losses = [loss for line in lines for _, loss in line.points]
     low, high, last = min(losses), max(losses), max(line.points[-1][0] for line in lines)

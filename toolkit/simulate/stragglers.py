@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from toolkit.errors import ToolkitError, did_you_mean
@@ -19,7 +19,7 @@ from toolkit.plan.collectives import Collective
 from toolkit.plan.interconnect import CALL_SECONDS, Interconnect, Range
 from toolkit.run.measurements import percentile
 from toolkit.simulate.options import POLICIES, StragglerOptions
-from toolkit.simulate.small_training import NUM_PARAMS, LossPoint, SmallProblem, default_learning_rate, train
+from toolkit.simulate.small_training import NUM_PARAMS, Curve, SmallProblem, default_learning_rate, train
 from toolkit.simulate.step_time_distributions import compute_times
 from toolkit.simulate.synchronization import Policy, PolicyRun, best_backup_workers, simulate
 from toolkit.units import SECONDS_PER_HOUR
@@ -41,18 +41,19 @@ class PolicyResult:
     """One policy: its simulated run, and the small network's loss."""
 
     run: PolicyRun
-    curve: tuple[LossPoint, ...]
+    curve: Curve
     target_loss: float
 
     @property
     def final_loss(self) -> float | None:
         """The last loss; None where training diverged, so that the curve ends early."""
-        return None if self.curve[-1].seconds < self.run.seconds else self.curve[-1].loss
+        seconds, loss = self.curve[-1]
+        return None if seconds < self.run.seconds else loss
 
     @property
     def seconds_to_target(self) -> float | None:
         """The first time at which the loss is at most the one to reach; None where it never is."""
-        return next((point.seconds for point in self.curve if point.loss <= self.target_loss), None)
+        return next((seconds for seconds, loss in self.curve if loss <= self.target_loss), None)
 
     def as_row(self) -> dict[str, Any]:
         """Return the result as `--json` prints it."""
@@ -69,7 +70,7 @@ class PolicyResult:
             "staleness": dict(sorted(run.staleness.items())),
             "staleness_mean": sum(ages) / len(ages),
             "staleness_p99": percentile(ages, 0.99),
-            "curve": [asdict(point) for point in self.curve],
+            "curve": [{"seconds": seconds, "loss": loss} for seconds, loss in self.curve],
             "diverged": self.final_loss is None,
             "final_loss": self.final_loss,
             "seconds_to_target": self.seconds_to_target,
@@ -111,13 +112,10 @@ class StragglerStudy:
 def study_stragglers(options: StragglerOptions, *, say: Callable[[str], None]) -> StragglerStudy:
     """Simulate and train under every policy. Raises ToolkitError for options out of range."""
     check_ranges(options)
-    policies, interconnect = chosen_policies(options), _interconnect(options)
+    policies = chosen_policies(options)
     seconds, step_times = compute_times(options)
     num_params = NUM_PARAMS if options.model is None else read_model(options.model).num_params
-    gradient_bytes, reduce, push_pull = GRADIENT_BYTES * num_params, None, None
-    if interconnect is not None:
-        reduce = all_reduce_seconds(gradient_bytes, interconnect)
-        push_pull = push_pull_seconds(gradient_bytes, interconnect, servers=options.parameter_servers)
+    reduce, push_pull = _communication(options, GRADIENT_BYTES * num_params)
     rate = default_learning_rate(options.workers) if options.learning_rate is None else options.learning_rate
     problem, results = SmallProblem(seed=options.seed), []
     for policy in policies:
@@ -127,7 +125,7 @@ def study_stragglers(options: StragglerOptions, *, say: Callable[[str], None]) -
         run = simulate(policy, seconds, steps=options.steps, communication_seconds=communication)
         results.append((run, train(run, problem, learning_rate=rate)))
     baseline, curve = next((result for result in results if result[0].policy == SYNCHRONOUS), results[0])
-    target = TARGET_MARGIN * curve[-1].loss
+    target = TARGET_MARGIN * curve[-1][1]
     backup, gain = best_backup_workers(seconds, steps=options.steps, communication_seconds=(reduce or FREE)[1])
     everyone = simulate(SYNCHRONOUS, seconds, steps=options.steps)
     return StragglerStudy(
@@ -140,7 +138,7 @@ def study_stragglers(options: StragglerOptions, *, say: Callable[[str], None]) -
         best_backup_workers=backup,
         best_backup_gain=gain,
         model=options.model,
-        gradient_bytes=gradient_bytes,
+        gradient_bytes=GRADIENT_BYTES * num_params,
         all_reduce_seconds=reduce,
         push_pull_seconds=push_pull,
         target_loss=target,
@@ -160,6 +158,7 @@ def check_ranges(options: StragglerOptions) -> None:
         "learning_rate": (1e-12, 10**6),
         "network_gb_per_second": (1e-6, 10**6),
         "untimed_steps": (0, MOST_BATCHES),
+        "gpus_per_node": (1, 100_000),
         "parameter_servers": (1, 100_000),
     }
     for name, (low, high) in ranges.items():
@@ -179,59 +178,48 @@ def _check_range(name: str, value: float | None, low: float, high: float, hint: 
 
 def chosen_policies(options: StragglerOptions) -> list[Policy]:
     """Return the named policies, or all. Raises ToolkitError for an unknown one, and for its number out of range."""
-    policies = []
-    for name in dict.fromkeys(options.policy or POLICIES):
+    names = tuple(dict.fromkeys(options.policy or POLICIES))
+    for name in names:
         if name not in POLICIES:
             known = ", ".join(POLICIES)
             raise ToolkitError(f"unknown policy {name!r}; known: {known}", hint=did_you_mean(name, POLICIES))
-        policy = Policy(name=name)
-        if name == "backup_workers":
-            _check_range("backup_workers", options.backup_workers, 1, options.workers - 1, NO_BACKUP)
-            policy = replace(policy, backup_workers=options.backup_workers)
-        elif name == "bounded_staleness":
-            _check_range("staleness", options.staleness, 0, MOST_BATCHES)
-            policy = replace(policy, staleness=options.staleness)
-        policies.append(policy)
-    return policies
+    if "backup_workers" in names:
+        _check_range("backup_workers", options.backup_workers, 1, options.workers - 1, NO_BACKUP)
+    if "bounded_staleness" in names:
+        _check_range("staleness", options.staleness, 0, MOST_BATCHES)
+    numbers = {"backup_workers": options.backup_workers, "bounded_staleness": options.staleness}
+    return [Policy(name=name, number=numbers.get(name, 0)) for name in names]
 
 
-def _interconnect(options: StragglerOptions) -> Interconnect | None:
-    """None without a model; a flag that would then have no effect is refused."""
+def _communication(options: StragglerOptions, gradient_bytes: int) -> tuple[Range, Range] | tuple[None, None]:
+    """Seconds of an all-reduce, and of a push and pull; None without a model, and flags without effect are refused."""
     if options.model is None:
         for flag in ("gpu", "gpus_per_node", "network_gb_per_second", "parameter_servers"):
             if getattr(options, flag) is not None:
                 name = f"--{flag.replace('_', '-')}"
                 raise ToolkitError(f"{name} has no effect: nothing is communicated", hint=f"--model, or no {name}")
-        return None
-    gpu = named_or_visible_gpu(options.gpu)
+        return None, None
+    gpu, rate, workers = named_or_visible_gpu(options.gpu), options.network_gb_per_second, options.workers
     assert gpu is not None  # only a GPU given by its memory has none
-    rate = options.network_gb_per_second
-    divisor = max(number for number in range(1, 9) if options.workers % number == 0)
-    return Interconnect(
+    interconnect = Interconnect(
         gpu=gpu,
-        world_size=options.workers,
-        gpus_per_node=divisor if options.gpus_per_node is None else options.gpus_per_node,
+        world_size=workers,
+        gpus_per_node=options.gpus_per_node or max(number for number in range(1, 9) if workers % number == 0),
         network_bytes_per_second=None if rate is None else math.ceil(rate * GIGA),
     )
-
-
-def all_reduce_seconds(gradient_bytes: int, interconnect: Interconnect) -> Range:
-    """Return the seconds of a ring's all-reduce at the best and the worst rates."""
-    return interconnect.seconds(
-        Collective(
-            name="all_reduce", purpose="gradients", payload_bytes=gradient_bytes, group_size=interconnect.world_size
-        )
+    gradients = Collective(
+        name="all_reduce", purpose="gradients", payload_bytes=gradient_bytes, group_size=interconnect.world_size
     )
+    return interconnect.seconds(gradients), push_pull_seconds(interconnect, gradient_bytes, options.parameter_servers)
 
 
-def push_pull_seconds(gradient_bytes: int, interconnect: Interconnect, *, servers: int | None = None) -> Range:
+def push_pull_seconds(interconnect: Interconnect, gradient_bytes: int, servers: int | None = None) -> Range:
     """Return the seconds in which all workers push their gradients and pull the weights; by default a server per node.
 
     The slower of a worker's share of its node's network, and the network of a server, which shares no node.
     """
-    workers = interconnect.world_size
-    local = min(interconnect.gpus_per_node, workers)
-    through_server = workers * gradient_bytes // (servers or interconnect.num_nodes)
+    local = min(interconnect.gpus_per_node, interconnect.world_size)
+    through_server = interconnect.world_size * gradient_bytes // (servers or interconnect.num_nodes)
     slow, fast = (max(local * gradient_bytes, through_server) / rate for rate in interconnect.network_rate)
     (best, worst), (first, last) = CALL_SECONDS, interconnect.hop_seconds(between_nodes=True)
     return 2 * (fast + best + first), 2 * (slow + worst + last)

@@ -36,10 +36,9 @@ class Policy:
     """How gradients of several workers become updates."""
 
     name: str
-    backup_workers: int = 0
-    """Of all workers, those whose gradient an update does not wait for."""
-    staleness: int | None = None
-    """Batches that a worker may be ahead of the slowest; None: no bound."""
+    number: int = 0
+    """Workers whose gradient `backup_workers` does not wait for; batches that `bounded_staleness` lets a worker be
+    ahead of the slowest; nothing in the others."""
 
     @property
     def is_synchronous(self) -> bool:
@@ -48,9 +47,8 @@ class Policy:
 
     @property
     def label(self) -> str:
-        """Name with its parameter."""
-        parameters = {"backup_workers": f" {self.backup_workers}", "bounded_staleness": f" {self.staleness}"}
-        return self.name + parameters.get(self.name, "")
+        """Name with its number."""
+        return f"{self.name} {self.number}" if self.name in ("backup_workers", "bounded_staleness") else self.name
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -112,11 +110,12 @@ def simulate(policy: Policy, seconds: FloatArray, *, steps: int, communication_s
     begins again with the first. `communication_seconds` is one all-reduce, or one worker's push and pull.
     """
     workers = len(seconds)
-    run = PolicyRun(policy=policy, workers=workers, gradients_per_step=workers - policy.backup_workers)
+    required = workers - (policy.number if policy.name == "backup_workers" else 0)
+    run = PolicyRun(policy=policy, workers=workers, gradients_per_step=required)
     if not policy.is_synchronous:
         _run_asynchronous(run, seconds, steps * workers, communication_seconds)
         return run
-    for update, waiting, discarded in _synchronous(seconds, run.gradients_per_step, steps, communication_seconds):
+    for update, waiting, discarded in _synchronous(seconds, required, steps, communication_seconds):
         run.updates.append(update)
         run.waiting_seconds += waiting
         run.discarded_seconds += discarded
@@ -172,7 +171,7 @@ def _run_asynchronous(run: PolicyRun, seconds: FloatArray, gradients: int, commu
     """Worker -> since when it waits."""
     behind = Counter({0: workers})
     """Batches finished -> number of workers."""
-    slowest, bound = 0, run.policy.staleness
+    slowest, bound = 0, run.policy.number if run.policy.name == "bounded_staleness" else gradients
     while len(run.updates) < gradients:
         now, worker = heapq.heappop(events)
         batch = finished[worker]
@@ -185,7 +184,7 @@ def _run_asynchronous(run: PolicyRun, seconds: FloatArray, gradients: int, commu
         if behind[slowest] == 0:
             slowest, freed = slowest + 1, list(blocked)
         for ready in freed:
-            if bound is not None and finished[ready] - slowest > bound:
+            if finished[ready] - slowest > bound:
                 continue
             run.waiting_seconds += now - blocked.pop(ready)
             version[ready] = len(run.updates)
