@@ -21,8 +21,8 @@ from toolkit.files.model_weights import check_weights
 from toolkit.files.reading import user_path
 from toolkit.hardware.disks import existing_folder, free_bytes
 from toolkit.hardware.gpus import count_gpus
-from toolkit.models.config_limits import read_config
-from toolkit.models.hub import download_config, no_such_model
+from toolkit.models.config_fields import read_config
+from toolkit.models.read_model import download_config, no_such_model
 from toolkit.presets import Preset, PresetSpec
 from toolkit.presets.compatibility import CPU, Device
 from toolkit.presets.optimizers import DEFAULT_OPTIMIZER
