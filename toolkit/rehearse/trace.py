@@ -20,8 +20,8 @@ from transformers.initialization import no_init_weights
 from toolkit.errors import AttestationFailed
 from toolkit.models.fake_tensors import LiveMemory, MemoryPeak, on_fake_tensors
 from toolkit.presets import Preset
+from toolkit.record.heartbeat import peak_resident_bytes
 from toolkit.rehearse.synthetic_inputs import model_from_config
-from toolkit.run.heartbeat import peak_resident_bytes
 from toolkit.train.arguments import Arguments
 from toolkit.train.attest.activation_checkpointing import uses_activation_checkpointing
 from toolkit.train.attest.differences import differences, expected_values

@@ -15,8 +15,8 @@ from pathlib import Path
 import numpy
 
 from toolkit.errors import ToolkitError, did_you_mean
-from toolkit.run.folder import RunFolder
-from toolkit.run.measurements import read_steps, timed_steps
+from toolkit.record.folder import RunFolder
+from toolkit.record.measurements import read_steps, timed_steps
 from toolkit.simulate.options import (
     DEFAULT_DISTRIBUTION,
     DEFAULT_SPREAD,
