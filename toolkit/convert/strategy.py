@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.convert.conversion import PRESET, Draft, block_of
+from toolkit.convert.dialect import Dialect, fsdp_reasons, fsdp_redundant
 from toolkit.errors import ToolkitError
 from toolkit.files.reading import is_file, user_path
 from toolkit.files.value_limits import shown
@@ -23,28 +24,9 @@ from toolkit.presets.support import reasons, unsupported
 from toolkit.presets.value_types import OFFLOAD_DEVICES
 from toolkit.run.script_arguments import flag
 
-# Settings of FSDP that the presets decide, or find out; by their names without `fsdp_`.
-_FSDP1_ONLY = "a setting of FSDP1: the presets use FSDP2, which has none"
 FSDP1_NOTE = "FSDP1 became FSDP2"
-FSDP_REASONS = {
-    "auto_wrap_policy": "the presets shard each transformer layer",
-    "backward_prefetch": _FSDP1_ONLY,
-    "cpu_offload_pin_memory": "the preset decides it",
-    "cpu_ram_efficient_loading": "the presets load the weights on one rank, and send them to the others",
-    "final_state_dict_type": "the trained model is saved as one Hugging Face folder under every preset",
-    "forward_prefetch": _FSDP1_ONLY,
-    "limit_all_gathers": _FSDP1_ONLY,
-    "mixed_precision_policy": "the preset decides it",
-    "state_dict_type": "checkpoints are sharded; `toolkit checkpoint export` writes one Hugging Face folder",
-    "sync_module_states": _FSDP1_ONLY,
-    "transformer_layer_cls_to_wrap": "the layers to shard are found in the model",
-    "use_orig_params": _FSDP1_ONLY,
-}
-_FSDP_REDUNDANT = {
-    "auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
-    "cpu_ram_efficient_loading": True,
-    "state_dict_type": "SHARDED_STATE_DICT",
-}
+# The nearest preset where a configuration's own does not work with 4-bit weights.
+_FOR_4BIT_WEIGHTS = {"zero2_cpu_offload": "zero2", "zero3_nvme_offload": "zero3_cpu_offload", "zeropp": "zero3"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,10 +44,6 @@ def find_file(name: str, near: Path) -> Path | None:
     path = user_path(name)
     folders = [Path.cwd(), *near.resolve().parents]
     return next((folder / path for folder in folders if is_file(folder / path)), None)
-
-
-# The nearest preset where a configuration's own does not work with 4-bit weights.
-_FOR_4BIT_WEIGHTS = {"zero2_cpu_offload": "zero2", "zero3_nvme_offload": "zero3_cpu_offload", "zeropp": "zero3"}
 
 
 def take_strategy(draft: Draft, near: Path, *, method: Method, chosen: Choice | None = None) -> str:
@@ -194,14 +172,15 @@ def _fsdp_preset_name(strategy: str, nested: Mapping[str, Any], draft: Draft) ->
 
 
 def _take_fsdp_details(draft: Draft, nested: Mapping[str, Any]) -> None:
+    redundant, why = fsdp_redundant(), fsdp_reasons()
     for name, value in nested.items():
         for key in (f"fsdp_config.{name}", f"fsdp_config.fsdp_{name}", f"fsdp_{name}"):
             if name == "activation_checkpointing" and flag(value) and key in draft.left:
                 draft.assign("activation_checkpointing", True, keys=[key])
-            elif _FSDP_REDUNDANT.get(name) == value:
+            elif redundant.get(name) == value:
                 draft.drop(key)
-            elif name in FSDP_REASONS:
-                draft.leave_out(key, FSDP_REASONS[name])
+            elif name in why:
+                draft.leave_out(key, why[name])
 
 
 def preset_of_accelerate(config: Mapping[str, Any], near: Path) -> Choice:
@@ -218,5 +197,5 @@ def preset_of_accelerate(config: Mapping[str, Any], near: Path) -> Choice:
         )
     if kind == "FSDP":
         flat = {f"fsdp_config.{name}": value for name, value in block_of(config, "fsdp_config", near).items()}
-        return replace(_preset_of_fsdp(Draft("accelerate", flat)), keys=())
+        return replace(_preset_of_fsdp(Draft(Dialect(tool="accelerate"), flat)), keys=())
     return Choice(preset="single" if kind == "NO" else "ddp")
