@@ -6,10 +6,7 @@ Every engine turns the same `ClusterJob` into its own file.
 from __future__ import annotations
 
 import math
-import os
 import re
-import shlex
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +14,7 @@ from typing import Any
 
 from toolkit.cluster.options import MAX_NAME, JobOptions
 from toolkit.cluster.save_time import SaveTime, save_time
-from toolkit.errors import ToolkitError, visible
+from toolkit.errors import ToolkitError
 from toolkit.files.reading import user_path
 from toolkit.files.secrets import HIDDEN, hide_words
 from toolkit.presets import Preset, load_preset, preset_names
@@ -222,19 +219,3 @@ def check_job_arguments(options: JobOptions, preset: Preset, argv: Sequence[str]
         return job.warnings
     arguments = read_arguments(argv)
     return tuple(check_arguments(arguments, preset, num_processes=largest, on_cpu=options.cpu, here=False))
-
-
-# -- parts of every job file
-
-
-def written_by() -> list[str]:
-    """Return the comment that names the command a file was written by."""
-    words = ["toolkit", *hide_words(sys.argv[1:])]
-    return [f"# Written by: {visible(shlex.join(words))}"]
-
-
-def python_of(options: JobOptions, *, shares_files: bool) -> str:
-    """Return the Python of the nodes: as given; this one where they see its files; otherwise the first on the PATH."""
-    if options.python is not None:
-        return options.python
-    return os.path.abspath(sys.executable) if shares_files and options.container is None else "python"  # noqa: PTH100
