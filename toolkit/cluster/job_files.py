@@ -1,11 +1,14 @@
-"""Job files from templates (templates/*.j2), and the script that every engine runs on each node."""
+"""Job files from templates (templates/*.j2): the script that every engine runs on each node, and submitting a file."""
 
 from __future__ import annotations
 
 import functools
 import os
 import shlex
+import shutil
+import subprocess
 import sys
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +19,9 @@ import yaml
 from toolkit.cluster.cluster_job import ClusterJob, preset_word
 from toolkit.cluster.node_setup import ADDRESS_VARIABLE
 from toolkit.cluster.options import JobOptions
-from toolkit.errors import visible
+from toolkit.entry_point import print_message
+from toolkit.errors import RunFailed, ToolkitError, visible
+from toolkit.files.atomic_write import write_text
 from toolkit.files.secrets import hide_words
 from toolkit.presets import Preset
 from toolkit.run.command import torchrun_words
@@ -26,6 +31,7 @@ if TYPE_CHECKING:
     from jinja2 import Environment
 
 RENDEZVOUS_PORT = 29500
+SUBMIT_SECONDS = 600.0
 PREFLIGHT_SECONDS = 600  # nodes of one job start minutes apart where images are pulled
 
 
@@ -147,3 +153,40 @@ def group_arguments(words: Sequence[str]) -> list[str]:
             groups.append([])
         groups[-1].append(shlex.quote(word))
     return [" ".join(group) for group in groups]
+
+
+def deliver(text: str, *, output: Path | None, submit: Sequence[str] | None, suffix: str) -> None:
+    """Print a job file, or write it to `output`; with `submit`, give it to that command as its last word.
+
+    Raises ToolkitError where the file cannot be written or the command is not installed, RunFailed where it fails.
+    """
+    if output is not None:
+        try:
+            write_text(output, text)
+        except OSError as error:
+            raise ToolkitError(f"{output} cannot be written: {error.strerror}", hint="`--output FILE`") from None
+        print_message(f"wrote {output}")
+    elif submit is None:
+        print(text, end="")
+    if submit is not None:
+        _submit(text, output=output, command=submit, suffix=suffix)
+
+
+def _submit(text: str, *, output: Path | None, command: Sequence[str], suffix: str) -> None:
+    if shutil.which(command[0]) is None:
+        raise ToolkitError(
+            f"`{command[0]}` is not on the PATH: the job was not submitted",
+            hint="run this on a login node, or write the file with `--output FILE` and submit it there",
+        )
+    with tempfile.TemporaryDirectory(prefix="toolkit-job-") as folder:
+        path = output or Path(folder, f"job{suffix}")
+        if output is None:
+            path.write_text(text)
+        words = [*command, str(path)]
+        print_message(shlex.join(words))
+        try:
+            done = subprocess.run(words, timeout=SUBMIT_SECONDS, check=False)
+        except subprocess.TimeoutExpired:
+            raise RunFailed(f"`{command[0]}` did not answer in {SUBMIT_SECONDS / 60:g} minutes") from None
+    if done.returncode != 0:
+        raise RunFailed(f"`{shlex.join(command)}` failed with exit code {done.returncode}; its message is above")

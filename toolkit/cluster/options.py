@@ -9,7 +9,7 @@ toolkit.errors.ToolkitError: --nodes is '2:1', expected a number, or MIN:MAX for
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Annotated
@@ -91,9 +91,7 @@ class JobOptions:
                 f"--name is {self.name[:80]!r}, expected at most 40 lower-case letters, digits and dashes",
                 hint="`--name my-run`",
             )
-        for option, lines in {"--setup": self.setup, "--container": (self.container or "",)}.items():
-            if any(not line.isprintable() for line in lines):
-                raise ToolkitError(f"{option} has a line break or a control character", hint=f"repeat `{option}`")
+        check_printable({"--setup": self.setup, "--container": (self.container or "",)})
 
     def _check_nodes(self) -> None:
         if not re.fullmatch("[0-9]{1,6}(:[0-9]{1,6})?", self.nodes) or self.min_nodes > self.max_nodes:
@@ -147,6 +145,13 @@ def limit_seconds(text: str) -> int:
     units = (3600, 60, 1) if dash or len(parts) == 3 else (60, 1)
     clock = sum(int(part) * unit for part, unit in zip(parts, units, strict=False))
     return int(days or 0) * 86400 + clock
+
+
+def check_printable(options: Mapping[str, Sequence[str]]) -> None:
+    """Raise ToolkitError for a value of an option with a line break: it would be another line of the job file."""
+    for option, lines in options.items():
+        if not all(line.isprintable() for line in lines):
+            raise ToolkitError(f"{option} has a line break or a control character", hint=f"repeat `{option}`")
 
 
 def check_variable(item: str) -> None:

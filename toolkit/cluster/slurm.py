@@ -19,7 +19,7 @@ import typer
 
 from toolkit.cluster.cluster_job import ClusterJob
 from toolkit.cluster.job_files import Place, doctor_command, node_script, python_of, render
-from toolkit.cluster.options import JobOptions, limit_seconds
+from toolkit.cluster.options import JobOptions, check_printable, limit_seconds
 from toolkit.errors import ToolkitError
 from toolkit.presets import Preset
 from toolkit.run.argument_values import Range, check_range
@@ -68,10 +68,8 @@ class SlurmOptions:
             limit_seconds(self.time_limit)
         words = {"--partition": self.partition, "--account": self.account, "--qos": self.qos}
         words |= {"--container-mounts": self.container_mounts}
-        words |= {"--module": " ".join(self.module), "--sbatch-option": " ".join(self.sbatch_option)}
-        for name, value in words.items():
-            if value is not None and not value.isprintable():
-                raise ToolkitError(f"{name} has a line break or a control character", hint=f"repeat `{name}`")
+        check_printable({name: word or "" for name, word in words.items()})
+        check_printable({"--module": self.module, "--sbatch-option": self.sbatch_option})
 
     @property
     def mounts(self) -> str:
