@@ -16,7 +16,6 @@ from toolkit.data.formats import SHAREGPT_ROLES
 from toolkit.files.reading import is_file
 
 OTHER_SUFFIXES = (".arrow", ".gz", ".txt", ".zip", ".zst")  # `data/pages.txt` would read as a hub id
-ROW_FIELDS_REASON = "rows are recognised by their fields: rename them (docs/how-to/data.md)"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,7 +62,8 @@ def set_datasets(
                 draft.leave_out(key, f"one {argument} is read")
         paths, keys = paths[:1], usable[0].keys
     draft.assign(argument, paths if len(paths) > 1 else paths[0], keys=keys)
-    _set_same(draft, f"{argument}_split", [data.split for data in usable], on_hub=all(map(_on_hub, usable)))
+    on_hub = all(is_hub_id(data.path) for data in usable)
+    _set_same(draft, f"{argument}_split", [data.split for data in usable], on_hub=on_hub)
     _set_same(draft, f"{argument}_config", [data.config for data in usable], on_hub=True)
     weights = [data.weight for data in usable if data.weight is not None]
     if len(weights) == len(paths) > 1:
@@ -74,16 +74,12 @@ def set_datasets(
 def _is_usable(draft: Draft, data: NamedData) -> bool:
     suffix = Path(data.path).suffix.lower()
     is_copy = is_file(Path(data.path) / DATASET_CARD)
-    if suffix in SUFFIXES or is_copy or (_on_hub(data) and suffix not in OTHER_SUFFIXES):
+    if suffix in SUFFIXES or is_copy or (is_hub_id(data.path) and suffix not in OTHER_SUFFIXES):
         return True
     for key in data.keys:
         draft.report(key, data.path, f"not a data file ({', '.join(SUFFIXES)}), hub id or copy of a hub data set")
         draft.left.pop(key, None)
     return False
-
-
-def _on_hub(data: NamedData) -> bool:
-    return is_hub_id(data.path)
 
 
 def _set_same(draft: Draft, argument: str, found: Sequence[tuple[str, str] | None], *, on_hub: bool) -> None:

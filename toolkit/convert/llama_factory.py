@@ -169,6 +169,13 @@ def _take_named_data(draft: Draft, file: Path, key: str) -> None:
         draft.use("dataset_dir", "dataset")
 
 
+def _share(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise ToolkitError(f"interleave_probs has {shown(text)}, expected a number") from None
+
+
 def _take_v1_data(draft: Draft, file: Path) -> None:
     """`train_dataset` is a data file, or a YAML that lists some (examples/v1, data/v1_sft_demo.yaml)."""
     named = str(draft.get("train_dataset"))
@@ -194,7 +201,9 @@ def _entry(name: str, info: Mapping[str, Any], info_path: Path, key: str) -> Nam
         return reason
     file_name, url = text_of(entry, "file_name", source), text_of(entry, "hf_hub_url", source)
     if file_name is not None:
-        return NamedData(path=str(_relative(info_path.parent / file_name)), keys=(key,))
+        path = info_path.parent / file_name
+        path = path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
+        return NamedData(path=str(path), keys=(key,))
     if url is None:
         return "not on the Hugging Face hub"
     split, subset = text_of(entry, "split", source), text_of(entry, "subset", source)
@@ -214,17 +223,6 @@ def _unread_fields(formatting: str, columns: Mapping[str, str], tags: Mapping[st
         return None if is_read and not columns.get("history") else why
     role, content = tags.get("role_tag", "from"), tags.get("content_tag", "value")
     return row_fields_reason(columns.get("messages", "conversations"), role, content)
-
-
-def _relative(path: Path) -> Path:
-    return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
-
-
-def _share(text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        raise ToolkitError(f"interleave_probs has {shown(text)}, expected a number") from None
 
 
 def _names(value: Any) -> list[str]:

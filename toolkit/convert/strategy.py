@@ -1,6 +1,6 @@
 """The preset for another configuration's DeepSpeed, FSDP or accelerate settings.
 
->>> preset_of_deepspeed_name("deepspeed_configs/zero3_bf16_cpuoffload_all.json")
+>>> preset_of_deepspeed("deepspeed_configs/zero3_bf16_cpuoffload_all.json", Path()).preset
 'zero3_cpu_offload'
 """
 
@@ -52,7 +52,11 @@ def take_strategy(draft: Draft, near: Path, *, method: Method, chosen: Choice | 
     `method` decides what is possible: 4-bit weights are not swapped to a disk, for example. `chosen` is what settings
     decide that only one tool has.
     """
-    choice = chosen or _choose(draft, near)
+    choice = chosen or Choice(preset="ddp")
+    if chosen is None and draft.get("deepspeed"):
+        choice = replace(preset_of_deepspeed(draft.get("deepspeed"), near), keys=("deepspeed",))
+    elif chosen is None and any(value for key, value in draft.left.items() if key.startswith("fsdp")):
+        choice = _preset_of_fsdp(draft)
     why = next((reason for reason in reasons(load_preset(choice.preset), method) if reason.rule == "qlora"), None)
     if why is not None:
         for key in choice.keys:
@@ -63,25 +67,12 @@ def take_strategy(draft: Draft, near: Path, *, method: Method, chosen: Choice | 
         draft.use(key, PRESET)
     if choice.note is not None:
         draft.notes[PRESET] = choice.note
-    return _fit_processes(draft, choice.preset)
-
-
-def _choose(draft: Draft, near: Path) -> Choice:
-    if draft.get("deepspeed"):
-        return replace(preset_of_deepspeed(draft.get("deepspeed"), near), keys=("deepspeed",))
-    if any(value for key, value in draft.left.items() if key.startswith("fsdp")):
-        return _preset_of_fsdp(draft)
-    return Choice(preset="ddp")
-
-
-def _fit_processes(draft: Draft, preset: str) -> str:
-    """Return `single` for one process, where no other preset is of use."""
-    if draft.num_processes != 1:
-        return preset
-    if unsupported(load_preset(preset), world_size=1) is not None:
-        draft.notes[PRESET] = f"one process: {preset} needs more"
-        return "single"
-    return "single" if preset == "ddp" else preset
+    if draft.num_processes == 1:  # where no other preset is of use
+        if unsupported(load_preset(choice.preset), world_size=1) is not None:
+            draft.notes[PRESET] = f"one process: {choice.preset} needs more"
+            return "single"
+        return "single" if choice.preset == "ddp" else choice.preset
+    return choice.preset
 
 
 def preset_of_deepspeed(value: Any, near: Path) -> Choice:
@@ -94,14 +85,7 @@ def preset_of_deepspeed(value: Any, near: Path) -> Choice:
     path = find_file(str(value), near)
     if path is not None:
         return _preset_of_zero(read_configuration(path).get("zero_optimization"))
-    return Choice(
-        preset=preset_of_deepspeed_name(str(value)),
-        note=f"chosen by the name {str(value)[:200]}: there is no such file here",
-    )
-
-
-def preset_of_deepspeed_name(name: str) -> str:
-    """Return the preset that the name of a DeepSpeed JSON speaks of."""
+    name = str(value)
     found = re.search(r"(?:zero|z|stage)[_-]?([0-3])", Path(name).name.lower())
     if found is None:
         raise ToolkitError(
@@ -109,7 +93,8 @@ def preset_of_deepspeed_name(name: str) -> str:
             hint="run this where it is, or name it after its ZeRO stage",
         )
     device = "cpu" if "offload" in name.lower() else None
-    return _preset_of_stage(found[1], optimizer=device, param=device).preset
+    note = f"chosen by the name {name[:200]}: there is no such file here"
+    return replace(_preset_of_stage(found[1], optimizer=device, param=device), note=note)
 
 
 def _preset_of_zero(settings: Any) -> Choice:
@@ -140,27 +125,33 @@ def _preset_of_stage(given: Any, *, optimizer: str | None, param: str | None) ->
 
 
 def _preset_of_fsdp(draft: Draft) -> Choice:
-    """The preset for `fsdp`, `fsdp_config` and `fsdp_version`."""
+    """The preset for `fsdp`, `fsdp_config`, `fsdp_version` and the flags of `accelerate launch`."""
+    nested = {name.removeprefix("fsdp_"): value for name, value in draft.nested("fsdp_config.").items()}
+    flags = [key for key in draft.left if key.startswith("fsdp_") and not key.startswith("fsdp_config")]
+    nested |= {key.removeprefix("fsdp_"): draft.get(key) for key in flags}
+    redundant, why = fsdp_redundant(), fsdp_reasons()
+    for name, value in nested.items():
+        for key in draft.among(*_fsdp_keys(name)):
+            if name == "activation_checkpointing" and flag(value):
+                draft.assign("activation_checkpointing", True, keys=[key])
+            elif redundant.get(name) == value:
+                draft.drop(key)
+            elif name in why:
+                draft.leave_out(key, why[name])
+    old = str(nested.get("fsdp_version", nested.get("version", draft.get("fsdp_version", "1")))) == "1"
+    deciding = ("fsdp_version", "version", "sharding_strategy", "reshard_after_forward", "offload_params")
+    keys = ("fsdp", "fsdp_version", "fsdp_config", *(key for name in deciding for key in _fsdp_keys(name)))
+    return Choice(preset=_fsdp_preset_name(nested, draft), note=FSDP1_NOTE if old else None, keys=keys)
+
+
+def _fsdp_keys(name: str) -> tuple[str, ...]:
+    return (f"fsdp_config.{name}", f"fsdp_config.fsdp_{name}", f"fsdp_{name}")
+
+
+def _fsdp_preset_name(nested: Mapping[str, Any], draft: Draft) -> str:
     words = draft.get("fsdp", "")
     named = " ".join(map(str, words)) if isinstance(words, list) else str(words)
-    nested = {name.removeprefix("fsdp_"): value for name, value in draft.nested("fsdp_config.").items()}
-    nested |= {key.removeprefix("fsdp_"): draft.get(key) for key in draft.left if _is_fsdp_flag(key)}
-    _take_fsdp_details(draft, nested)
     strategy = f"{named} {nested.get('sharding_strategy', '')} {nested.get('reshard_after_forward', '')}".lower()
-    deciding = ["fsdp", "fsdp_version", "fsdp_config"]
-    for name in ("fsdp_version", "version", "sharding_strategy", "reshard_after_forward", "offload_params"):
-        deciding += [f"fsdp_config.fsdp_{name}", f"fsdp_config.{name}", f"fsdp_{name}"]
-    old = str(nested.get("fsdp_version", nested.get("version", draft.get("fsdp_version", "1")))) == "1"
-    note = FSDP1_NOTE if old else None
-    return Choice(preset=_fsdp_preset_name(strategy, nested, draft), note=note, keys=tuple(deciding))
-
-
-def _is_fsdp_flag(key: str) -> bool:
-    """Return True for a flag of `accelerate launch`, `fsdp_offload_params`."""
-    return key.startswith("fsdp_") and not key.startswith("fsdp_config")
-
-
-def _fsdp_preset_name(strategy: str, nested: Mapping[str, Any], draft: Draft) -> str:
     if "no_shard" in strategy:
         return "ddp"
     if flag(nested.get("offload_params", False)) or "offload" in strategy:
@@ -169,18 +160,6 @@ def _fsdp_preset_name(strategy: str, nested: Mapping[str, Any], draft: Draft) ->
         draft.use("dp_replicate_size", PRESET)
         return "fsdp2_hybrid"
     return "fsdp2_grad_op" if "shard_grad_op" in strategy or "false" in strategy else "fsdp2"
-
-
-def _take_fsdp_details(draft: Draft, nested: Mapping[str, Any]) -> None:
-    redundant, why = fsdp_redundant(), fsdp_reasons()
-    for name, value in nested.items():
-        for key in (f"fsdp_config.{name}", f"fsdp_config.fsdp_{name}", f"fsdp_{name}"):
-            if name == "activation_checkpointing" and flag(value) and key in draft.left:
-                draft.assign("activation_checkpointing", True, keys=[key])
-            elif redundant.get(name) == value:
-                draft.drop(key)
-            elif name in why:
-                draft.leave_out(key, why[name])
 
 
 def preset_of_accelerate(config: Mapping[str, Any], near: Path) -> Choice:
