@@ -142,7 +142,11 @@ def prepare_job(options: JobOptions, *, shares_files: bool) -> ClusterJob:
         )
     preset, argv = load_preset(options.preset[0]), [*options.training_arguments]
     check_no_secrets(argv)
-    _check_nvme(preset, options)
+    if preset.uses_nvme and NVME_PATH_VARIABLE not in options.variables:
+        raise ToolkitError(
+            f"preset {preset.name!r} offloads to a disk of each node, and none is named",
+            hint=f"`--env {NVME_PATH_VARIABLE}=/path/on/each/node`",
+        )
     arguments = read_arguments(argv)
     check_required(arguments, ("model_name_or_path", "dataset", "output_dir"))
     argv += _resume_argv(arguments)
@@ -172,14 +176,6 @@ def check_no_secrets(argv: Sequence[str]) -> None:
                 f"a training argument is a secret, which would be written into the job file: {hidden}",
                 hint=f"leave {HIDDEN} out, and pass it in the environment: `--env HF_TOKEN`",
             )
-
-
-def _check_nvme(preset: Preset, options: JobOptions) -> None:
-    if preset.uses_nvme and NVME_PATH_VARIABLE not in options.variables:
-        raise ToolkitError(
-            f"preset {preset.name!r} offloads to a disk of each node, and none is named",
-            hint=f"`--env {NVME_PATH_VARIABLE}=/path/on/each/node`",
-        )
 
 
 def _resume_argv(arguments: dict[str, Any]) -> list[str]:
@@ -246,29 +242,23 @@ def check_job_arguments(options: JobOptions, preset: Preset, argv: Sequence[str]
 # -- the time of a save
 
 
-def save_time(options: JobOptions, output_dir: Path | None, *, async_save: bool) -> SaveTime:
+def save_time(options: JobOptions, output_dir: Path, *, async_save: bool) -> SaveTime:
     """Return the time of a save as given, as measured in a run folder, or as assumed.
 
     `async_save` is true for a job that writes while it trains. Raises ToolkitError for a `--saves-of` that has measured
     none.
     """
-    if options.save_seconds is not None:
-        return _one_after_another(options.save_seconds, async_save, source="--save-seconds")
-    if options.saves_of is not None:
-        measured = measured_save_time(options.saves_of, async_save=async_save)
-        if measured is None:
+    seconds, source = options.save_seconds, "--save-seconds"
+    if seconds is None:
+        measured = measured_save_time(options.saves_of or output_dir, async_save=async_save)
+        if measured is not None:
+            return measured
+        if options.saves_of is not None:
             raise ToolkitError(
                 f"--saves-of {options.saves_of} has no measured save: no run.json with `saves`",
                 hint="name the folder of a completed run that saved checkpoints, or give `--save-seconds 60`",
             )
-        return measured
-    measured = None if output_dir is None else measured_save_time(output_dir, async_save=async_save)
-    return measured or _one_after_another(
-        ASSUMED_SAVE_SECONDS, async_save, source="assumed; `--saves-of RUN` measures it"
-    )
-
-
-def _one_after_another(seconds: float, async_save: bool, *, source: str) -> SaveTime:
+        seconds, source = ASSUMED_SAVE_SECONDS, "assumed; `--saves-of RUN` measures it"
     return SaveTime(seconds=seconds, earlier_write_seconds=seconds if async_save else 0.0, source=source)
 
 
@@ -279,25 +269,16 @@ def measured_save_time(path: Path, *, async_save: bool) -> SaveTime | None:
     saves = [each for each in found if _seconds(each, "seconds")] if isinstance(found, list) else []
     if not saves:
         return None
-    measured = run.get("measured")
+    # With the fingerprint, without the wait for the save before: `seconds` begins after the fingerprint and has an
+    # asynchronous write; `stall_seconds` is the other way round.
+    stalls = (_seconds(save, "stall_seconds") - _seconds(save, "waited_seconds") for save in saves)
+    writes = (_seconds(save, "write_seconds") or _seconds(save, "seconds") for save in saves)
     return SaveTime(
-        seconds=max(map(_save_seconds, saves)),
-        step_seconds=_seconds(measured, "step_seconds_median"),
-        earlier_write_seconds=max(map(_write_seconds, saves)) if async_save else 0.0,
+        seconds=max(*(_seconds(save, "seconds") for save in saves), *stalls),
+        step_seconds=_seconds(run.get("measured"), "step_seconds_median"),
+        earlier_write_seconds=max(writes) if async_save else 0.0,
         source=f"the slowest of {len(saves)} in {path}",
     )
-
-
-def _save_seconds(save: object) -> float:
-    """Return the seconds of one save, with its fingerprint and without waiting for the save before.
-
-    `seconds` begins after the fingerprint and has an asynchronous write; `stall_seconds` is the other way round.
-    """
-    return max(_seconds(save, "seconds"), _seconds(save, "stall_seconds") - _seconds(save, "waited_seconds"))
-
-
-def _write_seconds(save: object) -> float:
-    return _seconds(save, "write_seconds") or _seconds(save, "seconds")
 
 
 def _seconds(recorded: object, name: str) -> float:

@@ -102,11 +102,14 @@ class Draft:
         for key in [key for key in self.left if key in names]:
             try:
                 ((argument, value),) = canonical_values({key: self.left[key]}).items()
-                _check_choice(argument, value)
             except ToolkitError as error:
                 self.leave_out(key, error.message)
                 continue
-            self.assign(argument, value, keys=[key])
+            choices = argument_words().get(argument, ()) if argument in ("optim", "lr_scheduler_type") else ()
+            if choices and str(value) not in choices:
+                self.leave_out(key, f"transformers has no {argument} {str(value)!r}: the default is used instead")
+            else:
+                self.assign(argument, value, keys=[key])
 
     def set_defaults(self) -> None:
         """Set what the tool does when a setting is absent, where that differs from ours."""
@@ -320,12 +323,6 @@ def _parsed(text: str) -> Any:
         return float(value) if isinstance(value, str) else value
     except (ValueError, ToolkitError):
         return text
-
-
-def _check_choice(argument: str, value: Any) -> None:
-    choices = argument_words().get(argument, ()) if argument in ("optim", "lr_scheduler_type") else ()
-    if choices and str(value) not in choices:
-        raise ToolkitError(f"transformers has no {argument} {str(value)!r}: the default is used instead")
 
 
 def _unsupported_arguments(preset: PresetSpec, arguments: Mapping[str, Any]) -> Iterator[tuple[str, str]]:

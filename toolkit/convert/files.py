@@ -45,7 +45,10 @@ def convert_file(path: Path, tool: str | None = None) -> Conversion:
         values = read_configuration(path)
     found = "trl" if is_command else tool or recognise(values)
     if found is None:
-        raise ToolkitError(f"{path} is not recognised", hint=_hint(values))
+        hint = f"name the tool: `--from {'`, `--from '.join(TOOLS)}`"
+        if "distributed_type" in values or "compute_environment" in values:
+            hint = "an accelerate YAML is a preset already: `toolkit train --preset FILE`, `toolkit lint FILE`"
+        raise ToolkitError(f"{path} is not recognised", hint=hint)
     try:
         return TOOLS[found](values, path)
     except ToolkitError as error:  # a setting is checked where the file's name is not known
@@ -125,9 +128,3 @@ def _with_config(values: dict[str, Any], path: Path) -> dict[str, Any]:
     if found is None:
         raise ToolkitError(f"{path} names --config {str(named)[:200]}, which does not exist", hint=f"tried {tried[-1]}")
     return read_configuration(found) | values
-
-
-def _hint(values: Mapping[str, Any]) -> str:
-    if "distributed_type" in values or "compute_environment" in values:
-        return "an accelerate YAML is a preset already: `toolkit train --preset FILE`, `toolkit lint FILE`"
-    return f"name the tool: `--from {'`, `--from '.join(TOOLS)}`"
