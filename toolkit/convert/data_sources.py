@@ -24,10 +24,10 @@ class NamedData:
 
     path: str
     keys: tuple[str, ...]
-    split: tuple[str, str] | None = None
-    """The split and the key that names it."""
-    config: tuple[str, str] | None = None
-    """The configuration's name on the hub, and the key that names it."""
+    split: tuple[Any, str] = (None, "")
+    """The split, where one is named, and the key that names it."""
+    config: tuple[Any, str] = (None, "")
+    """The configuration's name on the hub, where one is named, and the key that names it."""
     weight: float | None = None
     weight_keys: tuple[str, ...] = field(default=())
 
@@ -38,13 +38,8 @@ def named_data(settings: Mapping[str, Any], prefix: str) -> NamedData:
     keys: tuple[str, ...] = (f"{prefix}path",)
     if path in ("json", "csv", "parquet") and isinstance(files, (str, list)) and files:
         path, keys = str(files[0] if isinstance(files, list) else files), (f"{prefix}path", f"{prefix}data_files")
-    split, config = settings.get("split"), settings.get("name")
-    return NamedData(
-        path=path,
-        keys=keys,
-        split=None if split is None else (str(split), f"{prefix}split"),
-        config=None if config is None else (str(config), f"{prefix}name"),
-    )
+    split, config = (settings.get("split"), f"{prefix}split"), (settings.get("name"), f"{prefix}name")
+    return NamedData(path=path, keys=keys, split=split, config=config)
 
 
 def set_datasets(
@@ -82,9 +77,9 @@ def _is_usable(draft: Draft, data: NamedData) -> bool:
     return False
 
 
-def _set_same(draft: Draft, argument: str, found: Sequence[tuple[str, str] | None], *, on_hub: bool) -> None:
+def _set_same(draft: Draft, argument: str, found: Sequence[tuple[Any, str]], *, on_hub: bool) -> None:
     """Set an argument that all data sets share, from values that are all the same."""
-    given = [each for each in found if each is not None]
+    given = [(str(value), key) for value, key in found if value is not None]
     values = {value for value, _ in given}
     keys = [key for _, key in given]
     if not given:

@@ -27,7 +27,14 @@ def convert(values: Mapping[str, Any], file: Path) -> Conversion:
     draft = Draft(load_dialect("llama-factory"), values)
     method = _take_v1(draft) if is_v1 else str(draft.get("finetuning_type", "lora"))  # finetuning_args.py
     chosen = _v1_choice(draft, file) if is_v1 else None
-    _check_method(method, file)
+    if method == "freeze":
+        raise ToolkitError(
+            f"{file}: finetuning_type 'freeze' counts layers from the end, and `train_only` names them",
+            hint="write `finetuning_type: full`, convert, and add `train_only: ['model.layers.30.*', ...]`",
+        )
+    if method not in ("lora", "full"):
+        hint = "`lora` and `full` have one"
+        raise ToolkitError(f"{file}: finetuning_type {shown(method)} has no counterpart", hint=hint)
     if method == "lora":
         _take_lora(draft)
     _take_quantization(draft)
@@ -58,18 +65,6 @@ def _check_training(values: Mapping[str, Any], file: Path) -> None:
         raise ToolkitError(
             f"{file} trains on images or video, and the toolkit on text",
             hint="a preset works with any trainer that accelerate launches: `toolkit preset export DIR`",
-        )
-
-
-def _check_method(method: str, file: Path) -> None:
-    if method == "freeze":
-        raise ToolkitError(
-            f"{file}: finetuning_type 'freeze' counts layers from the end, and `train_only` names them",
-            hint="write `finetuning_type: full`, convert, and add `train_only: ['model.layers.30.*', ...]`",
-        )
-    if method not in ("lora", "full"):
-        raise ToolkitError(
-            f"{file}: finetuning_type {shown(method)} has no counterpart", hint="`lora` and `full` have one"
         )
 
 
@@ -206,13 +201,8 @@ def _entry(name: str, info: Mapping[str, Any], info_path: Path, key: str) -> Nam
         return NamedData(path=str(path), keys=(key,))
     if url is None:
         return "not on the Hugging Face hub"
-    split, subset = text_of(entry, "split", source), text_of(entry, "subset", source)
-    return NamedData(
-        path=url,
-        keys=(key,),
-        split=None if split is None else (split, key),
-        config=None if subset is None else (subset, key),
-    )
+    split, subset = (text_of(entry, name, source) for name in ("split", "subset"))
+    return NamedData(path=url, keys=(key,), split=(split, key), config=(subset, key))
 
 
 def _unread_fields(formatting: str, columns: Mapping[str, str], tags: Mapping[str, str]) -> str | None:

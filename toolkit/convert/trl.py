@@ -16,15 +16,8 @@ from toolkit.files.yaml_files import read_configuration
 from toolkit.run.script_arguments import read_method
 
 # `trl sft --accelerate_config NAME`: files of that name in trl/accelerate_configs
-ACCELERATE_CONFIGS = {
-    "single_gpu": "single",
-    "multi_gpu": "ddp",
-    "zero1": "zero1",
-    "zero2": "zero2",
-    "zero3": "zero3",
-    "fsdp1": "fsdp2",
-    "fsdp2": "fsdp2",
-}
+ACCELERATE_CONFIGS = {name: name for name in ("zero1", "zero2", "zero3", "fsdp2")}
+ACCELERATE_CONFIGS |= {"single_gpu": "single", "multi_gpu": "ddp", "fsdp1": "fsdp2"}
 
 
 def convert(values: Mapping[str, Any], file: Path) -> Conversion:
@@ -87,14 +80,8 @@ def _take_data(draft: Draft) -> None:
     name = draft.get("dataset_name")
     if name is None:
         return
-    split, config = draft.get("dataset_train_split"), draft.get("dataset_config")
-    data = NamedData(
-        path=str(name),
-        keys=("dataset_name",),
-        split=None if split is None else (str(split), "dataset_train_split"),
-        config=None if config is None else (str(config), "dataset_config"),
-    )
-    set_datasets(draft, [data])
+    split, config = ((draft.get(key), key) for key in ("dataset_train_split", "dataset_config"))
+    set_datasets(draft, [NamedData(path=str(name), keys=("dataset_name",), split=split, config=config)])
     # TRL evaluates on another split of the same data (scripts/sft.py, scripts/utils.py).
     if str(draft.get("eval_strategy", "no")) == "no":
         draft.leave_out("dataset_test_split", "there is no evaluation: `eval_strategy` is not set")
