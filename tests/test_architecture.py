@@ -219,7 +219,7 @@ def test_refusing_a_data_row_does_not_import_torch(tmp_path: Path) -> None:
     assert not {name for name in loaded if name.startswith("toolkit.train")}
 
 
-@pytest.mark.parametrize("module", ["toolkit", "toolkit.cli", "toolkit.compare.commands", "toolkit.run.launch"])
+@pytest.mark.parametrize("module", ["toolkit", "toolkit.cli", "toolkit.compare.commands", "toolkit.launch.launch"])
 def test_importing_a_light_module_does_not_import_torch(module: str) -> None:
     loaded = loaded_after(f"import {module}")
     assert "toolkit" in loaded

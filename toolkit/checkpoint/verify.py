@@ -25,8 +25,8 @@ from toolkit.checkpoint.safetensors_files import WeightFiles
 from toolkit.checkpoint.stored_weights import Weights, live_weights
 from toolkit.errors import ToolkitError
 from toolkit.models.nf4 import quantization_config
-from toolkit.run.checkpoints import MANIFEST, read_checkpoint
-from toolkit.run.manifest_file import Fingerprint
+from toolkit.record.checkpoints import MANIFEST, read_checkpoint
+from toolkit.record.manifest_file import Fingerprint
 
 # Relative to the largest logit, by the live model's compute dtype; the reloaded model computes in fp32, unless its base
 # is in 4 bits.

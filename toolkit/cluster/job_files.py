@@ -23,9 +23,9 @@ from toolkit.entry_point import print_message
 from toolkit.errors import RunFailed, ToolkitError, visible
 from toolkit.files.atomic_write import write_text
 from toolkit.files.secrets import hide_words
+from toolkit.launch.command import torchrun_words
+from toolkit.launch.environment import NVME_PATH_VARIABLE
 from toolkit.presets import Preset
-from toolkit.run.command import torchrun_words
-from toolkit.run.environment import NVME_PATH_VARIABLE
 
 if TYPE_CHECKING:
     from jinja2 import Environment

@@ -16,7 +16,7 @@ from toolkit.cluster.cluster_job import ClusterJob
 from toolkit.cluster.job_files import Place, node_script, python_of, render
 from toolkit.cluster.options import NodeMount, check_mounted, limit_seconds
 from toolkit.errors import ToolkitError
-from toolkit.run.argument_values import Range, check_range
+from toolkit.job.argument_values import Range, check_range
 
 _RESOURCE = re.compile(r"[a-z0-9]([-a-z0-9./]*[a-z0-9])?=[0-9]+[A-Za-z]*")
 _DNS_NAME = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")

@@ -11,7 +11,7 @@ from toolkit.cluster.cluster_job import ClusterJob
 from toolkit.cluster.job_files import Place, node_script, python_of, render
 from toolkit.cluster.options import NodeMount, check_mounted, check_printable
 from toolkit.errors import ToolkitError
-from toolkit.run.argument_values import Range, check_range
+from toolkit.job.argument_values import Range, check_range
 
 # The task's id stays after a recovery: the number of the job on its cluster and the head's address change.
 PLACE = Place(attempt="$ATTEMPT", head="$HEAD_NODE", peer="$PEER_NODE")

@@ -21,8 +21,8 @@ from toolkit.cluster.cluster_job import ClusterJob
 from toolkit.cluster.job_files import Place, doctor_command, node_script, python_of, render
 from toolkit.cluster.options import JobOptions, check_printable, limit_seconds
 from toolkit.errors import ToolkitError
+from toolkit.job.argument_values import Range, check_range
 from toolkit.presets import Preset
-from toolkit.run.argument_values import Range, check_range
 
 CPUS_PER_RANK = 4  # the rank, its data loader, and two threads of NCCL; SLURM's own default is one for the whole node
 # SLURM kills a job at its limit: with less than this left after the signal's time it would never train.

@@ -12,9 +12,9 @@ from toolkit.convert.dialect import load_dialect
 from toolkit.convert.strategy import take_strategy
 from toolkit.errors import ToolkitError
 from toolkit.files.value_limits import shown
+from toolkit.job.argument_aliases import HINTS
+from toolkit.job.script_arguments import read_method
 from toolkit.presets.optimizers import MUON
-from toolkit.run.argument_aliases import HINTS
-from toolkit.run.script_arguments import read_method
 
 # Not the loss of supervised fine-tuning.
 OTHER_TRAINING = {

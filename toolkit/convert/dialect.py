@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.files.yaml_files import read_configuration
-from toolkit.run.argument_aliases import HINTS
+from toolkit.job.argument_aliases import HINTS
 from toolkit.versions import training_argument_types
 
 TABLES = Path(__file__).parent / "tables"
@@ -30,7 +30,7 @@ class Dialect:
     blocks: tuple[str, ...] = ()
     lists: tuple[str, ...] = ()
     known: frozenset[str] = frozenset()
-    """Settings that mean the same under their own name here, or under the name in `toolkit.run.argument_aliases`."""
+    """Settings that mean the same under their own name here, or under the name in `toolkit.job.argument_aliases`."""
     moved: Mapping[str, str] = field(default_factory=dict)
     """Setting to the argument that takes its value."""
     notes: Mapping[str, str] = field(default_factory=dict)

@@ -14,8 +14,8 @@ from toolkit.convert.strategy import Choice, find_file, preset_of_deepspeed, tak
 from toolkit.errors import ToolkitError
 from toolkit.files.value_limits import shown
 from toolkit.files.yaml_files import read_configuration
-from toolkit.run.argument_aliases import HINTS
-from toolkit.run.script_arguments import read_method
+from toolkit.job.argument_aliases import HINTS
+from toolkit.job.script_arguments import read_method
 
 IMAGE_KEYS = ("image_max_pixels", "video_max_pixels", "freeze_vision_tower", "crop_to_patches", "media_dir")
 

@@ -18,11 +18,11 @@ from toolkit.errors import ToolkitError
 from toolkit.files.reading import is_file, user_path
 from toolkit.files.value_limits import shown
 from toolkit.files.yaml_files import read_configuration
+from toolkit.job.script_arguments import flag
 from toolkit.presets import load_preset
 from toolkit.presets.compatibility import Method
 from toolkit.presets.support import reasons, unsupported
 from toolkit.presets.value_types import OFFLOAD_DEVICES
-from toolkit.run.script_arguments import flag
 
 FSDP1_NOTE = "FSDP1 became FSDP2"
 # The nearest preset where a configuration's own does not work with 4-bit weights.

@@ -13,7 +13,7 @@ from toolkit.convert.dialect import load_dialect
 from toolkit.convert.strategy import FSDP1_NOTE, Choice, find_file, preset_of_accelerate, take_strategy
 from toolkit.errors import ToolkitError
 from toolkit.files.yaml_files import read_configuration
-from toolkit.run.script_arguments import read_method
+from toolkit.job.script_arguments import read_method
 
 # `trl sft --accelerate_config NAME`: files of that name in trl/accelerate_configs
 ACCELERATE_CONFIGS = {name: name for name in ("zero1", "zero2", "zero3", "fsdp2")}

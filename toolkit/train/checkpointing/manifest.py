@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from transformers.trainer_utils import rotate_checkpoints
 
-from toolkit.run import checkpoints
+from toolkit.record import checkpoints
 from toolkit.train.attest.readings import RankReading
 from toolkit.train.engine.compiled_layers import uncompiled_forward
 from toolkit.train.health.failure_report import Diverged
