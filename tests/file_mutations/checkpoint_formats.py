@@ -137,15 +137,17 @@ def exported_formats(folder: Path) -> list[Format]:
 
 
 def tokenize() -> None:
-    """load_tokenizer on exported, and encode_chat"""
+    """check_templates, load_tokenizer on exported, and encode_chat"""
     from toolkit.data import Sample
+    from toolkit.data.template_limits import check_templates, templates_of
     from toolkit.run.script_arguments import ModelArguments
     from toolkit.train.data.chat_template import encode_chat
     from toolkit.train.model.loading import load_tokenizer
 
-    tokenizer = load_tokenizer(ModelArguments(model_name_or_path="exported"), chat_template=None)
     messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hej"}]
     sample = Sample(messages=messages * 2)
+    check_templates(templates_of(Path("exported")), [sample], name="the chat template")
+    tokenizer = load_tokenizer(ModelArguments(model_name_or_path="exported"), chat_template=None)
     encode_chat(sample, tokenizer, supervise_all=False, max_tokens=None)
 
 

@@ -9,8 +9,7 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 
-from toolkit.files.model_weights import read_weights
-from toolkit.files.safetensors_header import damaged
+from toolkit.files.model_weights import damaged, read_weights
 from toolkit.files.safetensors_writer import SavedTensor, write_file
 
 DEFAULT_SHARD_BYTES = 5 * 10**9
@@ -31,7 +30,7 @@ class WeightFiles:
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Return the shape of every tensor."""
-        return {name: tensor.entry.shape for name, tensor in self.tensors.items()}
+        return {name: tensor.shape for name, tensor in self.tensors.items()}
 
     def read(self, name: str) -> torch.Tensor:
         """Return a copy of one tensor; the file is unmapped again."""
@@ -40,7 +39,7 @@ class WeightFiles:
             with safe_open(path, "pt") as file:
                 tensor: torch.Tensor = file.get_tensor(name).clone()
         except (SafetensorError, OSError) as error:
-            raise damaged(path, str(error)) from None
+            raise damaged(path, error) from None
         return tensor
 
 
