@@ -28,8 +28,8 @@ from record import pairs, print_table, spread, write_result, write_table
 
 from toolkit.compare.significance import geometric_mean, mean_interval
 from toolkit.demo.assets import default_data_file, prepare_default_model, random_llama
-from toolkit.run.launch import command_of, run_training
-from toolkit.run.options import TrainOptions
+from toolkit.launch.launch import command_of, run_training
+from toolkit.launch.options import TrainOptions
 
 DOCUMENT = Path(__file__).parent.parent / "docs" / "evidence" / "checkpoints.md"
 TABLE = "async_checkpoint"

@@ -20,9 +20,9 @@ from typing import Any
 from record import RESULTS, print_table, write_result
 
 from toolkit.demo.assets import default_data_file, prepare_default_model, random_llama
-from toolkit.run.argument_checks import COMM_HOOKS
-from toolkit.run.folder import RunFolder
-from toolkit.run.measurements import measure, read_steps
+from toolkit.job.argument_checks import COMM_HOOKS
+from toolkit.record.folder import RunFolder
+from toolkit.record.measurements import measure, read_steps
 
 MARKS = (1, 10, 20, 40, 60)
 SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}

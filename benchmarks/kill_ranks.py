@@ -27,10 +27,10 @@ from typing import Any
 from record import RESULTS, print_table, spread, write_result, write_table
 
 from toolkit.demo.assets import default_data_file
-from toolkit.run.checkpoints import list_checkpoints
-from toolkit.run.folder import RunFolder
-from toolkit.run.heartbeat import read_heartbeats
-from toolkit.run.measurements import read_rows
+from toolkit.record.checkpoints import list_checkpoints
+from toolkit.record.folder import RunFolder
+from toolkit.record.heartbeat import read_heartbeats
+from toolkit.record.measurements import read_rows
 
 DOCUMENT = Path(__file__).parent.parent / "docs" / "evidence" / "random-kills.md"
 TABLE = "kill_ranks"

@@ -23,7 +23,7 @@ from typing import Any
 from record import write_result
 
 from toolkit.demo.assets import default_data_file, prepare_default_model
-from toolkit.run.folder import read_json, write_json
+from toolkit.record.folder import read_json, write_json
 
 TRIALS = 4
 """Of one comparison: two rows, two repeats."""

@@ -32,7 +32,7 @@ from toolkit.plan.communication import communication_bytes, step_collectives
 from toolkit.plan.interconnect import Interconnect
 from toolkit.plan.job import TrainingJob, TrainingSetup
 from toolkit.presets import load_preset
-from toolkit.run.measurements import read_rows
+from toolkit.record.measurements import read_rows
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "tests"))

@@ -23,8 +23,8 @@ from record import print_table, write_result, write_table
 from toolkit.compare.read_results import load_results
 from toolkit.compare.rows import Row
 from toolkit.demo.assets import default_data_file, prepare_default_model, random_llama
-from toolkit.run.folder import read_json
-from toolkit.run.warm_start import SOCKET_VARIABLE
+from toolkit.launch.warm_start import SOCKET_VARIABLE
+from toolkit.record.folder import read_json
 
 FAULTY_RANKS = Path(__file__).parent / "faulty_ranks"
 DOCUMENT = Path(__file__).parent.parent / "docs" / "evidence" / "trust.md"

@@ -30,7 +30,7 @@ from toolkit.presets.support import unsupported
 sys.path.append(str(Path(__file__).parent.parent / "tests"))
 from launching import ROOT, accelerate_launch, fork_server, losses, read
 
-from toolkit.run.warm_start import SOCKET_VARIABLE
+from toolkit.launch.warm_start import SOCKET_VARIABLE
 
 PRESETS = ("ddp", "fsdp2")
 # One of each kind: the 8-bit and paged ones of a library are one code.

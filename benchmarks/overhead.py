@@ -29,11 +29,11 @@ from record import print_table, spread, write_result, write_table
 
 from toolkit.cache import path_with_ninja
 from toolkit.compare.significance import geometric_mean, mean_interval
-from toolkit.run.command import LaunchCommand
-from toolkit.run.environment import inherited_environment
-from toolkit.run.launch import command_of, run_training
-from toolkit.run.options import TrainOptions
-from toolkit.run.warm_start import WarmStart, fork_process
+from toolkit.launch.command import LaunchCommand
+from toolkit.launch.environment import inherited_environment
+from toolkit.launch.launch import command_of, run_training
+from toolkit.launch.options import TrainOptions
+from toolkit.launch.warm_start import WarmStart, fork_process
 
 ROOT = Path(__file__).parents[1]
 DOCUMENT = ROOT / "docs" / "evidence" / "overhead.md"
@@ -188,7 +188,7 @@ def prepare(scratch: Path, model: Path | None, steps: int, untimed_steps: int) -
     import datasets
 
     from toolkit.demo.assets import default_data_file, prepare_default_model
-    from toolkit.run.script_arguments import ModelArguments
+    from toolkit.job.script_arguments import ModelArguments
     from toolkit.train.data.tokenization import load_rows, tokenize
     from toolkit.train.model.loading import load_tokenizer
 

@@ -159,7 +159,7 @@ def supervised_fractions(given: argparse.Namespace) -> dict[str, float]:
     import random
 
     from toolkit.demo.assets import chitchat_data_file
-    from toolkit.run.script_arguments import ModelArguments
+    from toolkit.job.script_arguments import ModelArguments
     from toolkit.train.data.packing import PackedRows
     from toolkit.train.data.tokenization import load_rows, tokenize
     from toolkit.train.model.loading import load_tokenizer

@@ -33,7 +33,7 @@ def held(fields: dict[str, Any], folder: Path) -> dict[str, int]:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from toolkit.run.script_arguments import ModelArguments
+    from toolkit.job.script_arguments import ModelArguments
     from toolkit.train.attest.tensors import constant_bytes, local_bytes, num_params
     from toolkit.train.model.four_bit import quantized_modules
     from toolkit.train.model.loading import load_model

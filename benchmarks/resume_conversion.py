@@ -19,8 +19,8 @@ from typing import Any
 from record import RESULTS, write_result, write_table
 
 from toolkit.demo.assets import default_data_file
-from toolkit.run.folder import RunFolder
-from toolkit.run.measurements import measure, read_steps
+from toolkit.record.folder import RunFolder
+from toolkit.record.measurements import measure, read_steps
 
 DOCUMENT = Path(__file__).parent.parent / "docs" / "evidence" / "checkpoints.md"
 TABLE = "pairs"

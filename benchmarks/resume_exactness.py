@@ -19,8 +19,8 @@ from typing import Any
 from record import RESULTS, write_result
 
 from toolkit.demo.assets import default_data_file
-from toolkit.run.folder import RunFolder
-from toolkit.run.measurements import read_rows
+from toolkit.record.folder import RunFolder
+from toolkit.record.measurements import read_rows
 
 PRESETS = ("ddp", "zero1", "zero2", "zero3", "fsdp2", "zero2_cpu_offload", "zero3_cpu_offload", "fsdp2_grad_op")
 STEPS = 6

@@ -30,8 +30,8 @@ from comm_hooks import small_model
 from record import RESULTS, print_table, write_result, write_table
 
 from toolkit.demo.assets import default_data_file
-from toolkit.run.folder import RunFolder
-from toolkit.run.measurements import read_steps, timed_steps
+from toolkit.record.folder import RunFolder
+from toolkit.record.measurements import read_steps, timed_steps
 from toolkit.simulate.compressed_training import LargeBatchRecipe, train_large_batch
 from toolkit.simulate.small_training import SmallProblem
 from toolkit.simulate.small_training import train as train_small

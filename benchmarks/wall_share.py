@@ -19,8 +19,8 @@ from typing import Any
 
 from record import print_table, write_result
 
-from toolkit.run.folder import RunFolder, read_json
-from toolkit.run.measurements import measure, read_rows, read_steps
+from toolkit.record.folder import RunFolder, read_json
+from toolkit.record.measurements import measure, read_rows, read_steps
 
 # Phases of `toolkit.train.health.failure_report.Progress` under the table's names, in the order of a run.
 PARTS = {

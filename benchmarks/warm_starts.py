@@ -2,8 +2,8 @@
 
     python benchmarks/warm_starts.py --preset ddp zero2 --pairs 8 --work DIR
 
-Both sides are `toolkit.run.launch.run_training` on the same job, in alternating order (cold warm, warm cold, ...). The
-ratio's 95 % confidence interval is a paired t interval of log ratios: it must contain 1 for the two to be the same
+Both sides are `toolkit.launch.launch.run_training` on the same job, in alternating order (cold warm, warm cold, ...).
+The ratio's 95 % confidence interval is a paired t interval of log ratios: it must contain 1 for the two to be the same
 measurement. The same command with the same DIR resumes.
 """
 
@@ -19,10 +19,10 @@ from record import pairs, print_table, spread, write_result, write_table
 
 from toolkit.compare.significance import geometric_mean, mean_interval
 from toolkit.demo.assets import default_data_file, prepare_default_model
-from toolkit.run.environment import inherited_environment
-from toolkit.run.launch import command_of, run_training
-from toolkit.run.options import TrainOptions
-from toolkit.run.warm_start import WarmStart
+from toolkit.launch.environment import inherited_environment
+from toolkit.launch.launch import command_of, run_training
+from toolkit.launch.options import TrainOptions
+from toolkit.launch.warm_start import WarmStart
 
 DOCUMENT = Path(__file__).parent.parent / "docs" / "evidence" / "comparison-time.md"
 TABLE = "warm_starts"
