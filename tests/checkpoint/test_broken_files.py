@@ -13,8 +13,9 @@ from typing import Any
 
 import pytest
 import torch
+from command_line import exit_code
 
-from toolkit.checkpoint.__main__ import main, parse_size
+from toolkit.cli.checkpoint import parse_size
 from toolkit.errors import ToolkitError
 from toolkit.record.checkpoints import checkpoint_files, commit_checkpoint, file_entries
 
@@ -56,7 +57,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def sharded(plain: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same as a checkpoint of FSDP2."""
     out = tmp_path_factory.mktemp("sharded") / "checkpoint-6"
-    assert main(["convert", str(plain), str(out), "--preset", "fsdp2", "--num-processes", "2"]) == 0
+    assert exit_code("checkpoint", "convert", plain, out, "--preset", "fsdp2", "--num-processes", 2) == 0
     return out
 
 
@@ -89,7 +90,7 @@ def refusal(capsys: pytest.CaptureFixture[str], command: str, checkpoint: Path, 
     out = checkpoint.parent.parent / "out"
     words = [command, str(checkpoint), *([str(out)] if command in ("export", "convert") else []), *options]
     words += ["--preset", "fsdp2", "--num-processes", "2"] if command == "convert" else []
-    code = main(words)
+    code = exit_code("checkpoint", *words)
     shown = capsys.readouterr()
     assert not out.exists()
     assert not list(checkpoint.parent.parent.glob(".*"))
@@ -272,7 +273,7 @@ def test_a_checkpoint_in_the_place_of_something_else_is_refused(
     for path in (loop, tmp_path / "pipe", plain / "config.json", tmp_path / "missing", tmp_path / ("x" * 300)):
         for command in ("inspect", "verify", "export"):
             out = [str(tmp_path / "out")] if command == "export" else []
-            assert main([command, str(path), *out]) == 2
+            assert exit_code("checkpoint", command, path, *out) == 2
             assert len(capsys.readouterr().err.splitlines()) <= 2
     assert not (tmp_path / "out").exists()
 
@@ -282,7 +283,7 @@ def test_an_output_folder_that_cannot_be_used_is_refused_first(
 ) -> None:
     (tmp_path / "file").write_text("")
     for out in (plain, plain / "inside", tmp_path / "file", Path("/proc/1/x"), tmp_path / ("x" * 300)):
-        assert main(["export", str(plain), str(out)]) == 2
+        assert exit_code("checkpoint", "export", plain, out) == 2
         assert len(capsys.readouterr().err.splitlines()) <= 2
     assert not (plain / "inside").exists()
 
@@ -302,6 +303,6 @@ def test_a_tokenizer_that_is_not_json_is_not_exported(
 
 def test_sound_checkpoints_are_verified_exported_and_converted(plain: Path, sharded: Path, tmp_path: Path) -> None:
     for number, source in enumerate((plain, sharded)):
-        assert main(["verify", str(source)]) == 0
-        assert main(["export", str(source), str(tmp_path / f"model-{number}")]) == 0
-        assert main(["verify", str(tmp_path / f"model-{number}")]) == 0
+        assert exit_code("checkpoint", "verify", source) == 0
+        assert exit_code("checkpoint", "export", source, tmp_path / f"model-{number}") == 0
+        assert exit_code("checkpoint", "verify", tmp_path / f"model-{number}") == 0

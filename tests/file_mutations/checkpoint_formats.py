@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 from file_mutations.attempts import Command, call, command
@@ -15,21 +14,8 @@ MANIFEST = "manifest.json"
 RUN, MODEL = "run", "base"
 
 
-@dataclass(frozen=True)
-class CheckpointCommand(Command):
-    """Words for `toolkit checkpoint`, run in this process."""
-
-    def __call__(self) -> int:
-        from toolkit.checkpoint.__main__ import main
-
-        return main(list(self.words))
-
-    def __str__(self) -> str:
-        return f"toolkit checkpoint {' '.join(self.words)}"
-
-
-def checkpoint(*words: object) -> CheckpointCommand:
-    return CheckpointCommand(tuple(map(str, words)))
+def checkpoint(*words: object) -> Command:
+    return command("checkpoint", *words)
 
 
 def newest(run: Path) -> Path:
