@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import os
 import pickle
 import shutil
@@ -16,7 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from launching import SAVED
+from launching import SAVED, toolkit
 
 from toolkit.errors import ToolkitError
 from toolkit.files.safe_loading import (
@@ -28,6 +29,7 @@ from toolkit.files.safe_loading import (
     read_dcp_metadata,
     torch_load,
 )
+from toolkit.record.checkpoints import checkpoint_files, commit_checkpoint, file_entries
 from toolkit.versions import is_importable
 
 
@@ -218,3 +220,23 @@ def test_a_planted_payload_is_refused_by_file_and_name_and_never_runs(
         assert not (tmp_path / "ran").exists()
     pickle.loads(pickle.dumps(payload(tmp_path)))
     assert (tmp_path / "ran").exists(), "the payload does run where nothing stops it"
+
+
+@pytest.mark.launch
+def test_a_run_does_not_resume_from_a_checkpoint_with_a_payload(
+    saved_runs: dict[str, Path], saved_job: list[str], tmp_path: Path
+) -> None:
+    planted, checkpoint = tmp_path / "planted", tmp_path / "checkpoint-1"
+    shutil.copytree(saved_runs["ddp"] / "checkpoint-1", planted)
+    plant(planted / "optimizer.pt", payload(tmp_path))
+    facts = json.loads((planted / "manifest.json").read_text())
+    (planted / "manifest.json").unlink()
+    facts = {name: value for name, value in facts.items() if name not in ("files", "sha256")}
+    commit_checkpoint(planted, checkpoint, facts | {"files": file_entries(planted, checkpoint_files(planted))})
+    words = [*saved_job, "--output_dir", str(tmp_path / "out"), "--resume_from_checkpoint", str(checkpoint)]
+    ended = toolkit("train", "--preset", "ddp", "--num-processes", "2", "--cpu", "--", *words)
+    assert ended.returncode == 2, ended.stderr
+    error, hint = ended.stderr.splitlines()[-2:]
+    assert error.endswith(f"{checkpoint}/optimizer.pt would run posix.mkdir, which no checkpoint of ours contains")
+    assert "--trust-pickle" in hint
+    assert not (tmp_path / "ran").exists()

@@ -99,6 +99,7 @@ def torch_load(path: Path, *, trust_pickle: bool = False) -> Any:
 
     Raises ToolkitError for a damaged file, and for one that names anything that no engine writes.
     """
+    open_file(path).close()  # torch would wait for a named pipe
     classes = [] if trust_pickle else [_imported(name) for name in _engine_classes_in(path)]
     try:
         with torch.serialization.safe_globals(classes):
