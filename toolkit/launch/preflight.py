@@ -16,7 +16,6 @@ from toolkit.data import check_file, first_sample, is_hub_id, resolve_sources
 from toolkit.data.mixture import rows_per_epoch
 from toolkit.data.template_limits import check_templates, read_template, templates_of
 from toolkit.errors import ToolkitError
-from toolkit.files.checkpoint_pickles import check_pickles
 from toolkit.files.model_weights import check_weights
 from toolkit.files.reading import user_path
 from toolkit.hardware.disks import existing_folder, free_bytes
@@ -25,8 +24,8 @@ from toolkit.job.argument_values import as_list
 from toolkit.job.dataset_checks import check_rows_fill_a_step, check_val_size
 from toolkit.job.global_batch import global_batch_size, with_accumulation
 from toolkit.job.job import Job
-from toolkit.models.config_limits import read_config
-from toolkit.models.hub import download_config, no_such_model
+from toolkit.models.config_fields import read_config
+from toolkit.models.read_model import download_config, no_such_model
 from toolkit.presets import Preset, PresetSpec
 from toolkit.presets.compatibility import CPU, Device
 from toolkit.presets.preset_checks import check_arguments, check_parts
@@ -259,8 +258,6 @@ def check_resume(preset: Preset, *, num_processes: int, job: Job) -> None:
         checkpoint = next((found for found in checkpoints if found.problem() is None), None)
     if checkpoint is None:
         return
-    if not job.trust_pickle:
-        check_pickles(checkpoint.path)
     check_same_layout(checkpoint, TargetLayout.of(preset, num_processes=num_processes, degrees=job.degrees))
     groups = data_parallel_size(preset, job, num_processes)
     pipeline = job.pipeline
