@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
+from loaded_modules import HEAVY, loaded_after
 
 from toolkit.errors import ToolkitError
 from toolkit.job.argument_fields import OWN_ARGUMENTS
 from toolkit.job.argument_reading import argument_types, read_arguments
 from toolkit.job.job import Job
 from toolkit.job.trainer_schema import trainer_argument_names
+from toolkit.train import __main__ as rank
 
 
 def test_our_arguments_and_transformers_arguments_have_different_names() -> None:
@@ -139,3 +142,12 @@ def test_an_unknown_key_of_the_file_names_the_file_and_the_nearest_key(tmp_path:
     with pytest.raises(ToolkitError) as caught:
         read_arguments([str(config)])
     assert str(caught.value) == f"{config}: unknown key 'learning_rat'\n  hint: did you mean `learning_rate`?"
+
+
+def test_the_help_names_every_argument_and_needs_no_torch(capsys: pytest.CaptureFixture[str]) -> None:
+    assert rank.main(["--help"]) == 0
+    printed = capsys.readouterr().out
+    for name in argument_types():
+        assert re.search(rf"^  --{name}( |$)", printed, flags=re.MULTILINE), name
+    assert "95 % CI of the median" in " ".join(printed.split())
+    assert not loaded_after("import toolkit.train.__main__ as rank; rank.main(['--help'])") & HEAVY

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import argparse
 import functools
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
@@ -232,3 +233,17 @@ def _check_name(name: str, *, where: str, prefix: str) -> None:
         ours = ALIASES[close].name if close in ALIASES else close
         guess = f"did you mean `{prefix}{ours}`?" if ours else "see `python -m toolkit.train --help`"
         raise ToolkitError(where, hint=HINTS.get(name, guess))
+
+
+def help_text() -> str:
+    """Return the help of `python -m toolkit.train`: our arguments, then transformers' own."""
+    usage = "%(prog)s [config.yaml] [--argument VALUE ...]"
+    parser = argparse.ArgumentParser(prog="python -m toolkit.train", usage=usage, add_help=False)
+    ours, theirs = parser.add_argument_group("ours"), parser.add_argument_group("of transformers' TrainingArguments")
+    for name, declared in OWN_ARGUMENTS.items():
+        default = "" if declared.default in (None, ()) else f" (default: {declared.default})"
+        text = (declared.metadata["help"] + default).replace("%", "%%")
+        ours.add_argument(f"--{name}", help=text, choices=argument_words().get(name))
+    for name, field in trainer_schema().fields.items():
+        theirs.add_argument(f"--{name}", help=field.help, choices=argument_words().get(name))
+    return parser.format_help()

@@ -5,7 +5,6 @@ accelerate launch ... -m toolkit.train config.yaml --max_steps 8
 
 from __future__ import annotations
 
-import argparse
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -17,11 +16,9 @@ from transformers import TrainingArguments
 from toolkit.errors import ToolkitError
 from toolkit.files.secrets import UnwrittenText, hide_secrets, hide_words, is_secret_name, restore_secrets
 from toolkit.job.accumulation import SHARDED, with_accumulate
-from toolkit.job.argument_fields import DataArguments, ModelArguments
 from toolkit.job.global_batch import global_batch_size, with_accumulation
 from toolkit.job.job import Job
 from toolkit.job.learning_rate import WARMUP_SHARE, ScaledRate, scaled_rate
-from toolkit.job.trainer_schema import trainer_schema
 from toolkit.models.attention import needs_no_mask
 from toolkit.models.optimizers import DEFAULT_OPTIMIZER, MUON
 from toolkit.parallel.layout import ParallelLayout
@@ -73,9 +70,6 @@ def parse_args(argv: Sequence[str], launch: LaunchContext) -> Arguments:
     Raises ToolkitError for an unknown or missing argument, and for a value that transformers refuses.
     """
     argv = restore_secrets(argv)
-    if {"-h", "--help"} & set(argv):
-        print(help_text())
-        raise SystemExit(0)
     job = Job.from_argv(argv)
     for name in REQUIRED:
         if not job.value(name):
@@ -87,7 +81,14 @@ def parse_args(argv: Sequence[str], launch: LaunchContext) -> Arguments:
     groups = world_size if layout is None else layout.data_parallel_size
     ranks_per_batch = 1 if layout is None else layout.ranks_per_batch
     job = with_accumulation(job, data_parallel_size=groups, ranks_per_batch=ranks_per_batch)
-    rate = _scaled_learning_rate(job, groups)
+    rate = None
+    if job.lr_scaling is not None and job.lr_reference_batch_size is not None:
+        rate = scaled_rate(
+            job.learning_rate,
+            rule=job.lr_scaling,
+            global_batch_size=global_batch_size(job, groups),
+            reference_batch_size=job.lr_reference_batch_size,
+        )
     job, values = _resolved(job, launch, layout, on_cpu=on_cpu)
     if rate is not None:
         values |= _rate_and_warmup(rate, job)
@@ -176,17 +177,6 @@ def _training_arguments(values: dict[str, Any]) -> TrainingArguments:
     return training
 
 
-def _scaled_learning_rate(job: Job, groups: int) -> ScaledRate | None:
-    if job.lr_scaling is None or job.lr_reference_batch_size is None:
-        return None
-    return scaled_rate(
-        job.learning_rate,
-        rule=job.lr_scaling,
-        global_batch_size=global_batch_size(job, groups),
-        reference_batch_size=job.lr_reference_batch_size,
-    )
-
-
 def _rate_and_warmup(rate: ScaledRate, job: Job) -> dict[str, Any]:
     """Warm up to a rate that is higher than the base, unless the user gives the warm-up."""
     warms_up = rate.learning_rate > rate.base_learning_rate and "warmup_steps" not in job.given
@@ -208,21 +198,3 @@ def _attention_lines(job: Job) -> list[str]:
         return []
     mask = "no mask" if needs_no_mask(job.attn_implementation) else "a mask of all pairs of positions"
     return [f"packed rows: attention {job.attn_implementation or 'as the model defines it'}, {mask}"]
-
-
-def help_text() -> str:
-    """Return the help of `python -m toolkit.train`: our arguments, then transformers' own."""
-    parser = argparse.ArgumentParser(
-        prog="python -m toolkit.train", usage="%(prog)s [config.yaml] [--argument VALUE ...]"
-    )
-    for part in (ModelArguments, DataArguments):
-        group = parser.add_argument_group(str(part.__doc__))
-        for name, declared in part.__dataclass_fields__.items():
-            default = "" if declared.default in (None, (), "") else f" (default: {declared.default})"
-            text = (declared.metadata["help"] + default).replace("%", "%%")
-            group.add_argument(f"--{name}", help=text, choices=declared.metadata.get("choices"))
-    group = parser.add_argument_group("transformers' TrainingArguments")
-    for name, theirs in trainer_schema().fields.items():
-        choices = [*theirs.choices, MUON] if name == "optim" else theirs.choices or None
-        group.add_argument(f"--{name}", help=theirs.help, choices=choices)
-    return parser.format_help()
