@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
@@ -151,3 +152,10 @@ def test_the_help_names_every_argument_and_needs_no_torch(capsys: pytest.Capture
         assert re.search(rf"^  --{name}( |$)", printed, flags=re.MULTILINE), name
     assert "95 % CI of the median" in " ".join(printed.split())
     assert not loaded_after("import toolkit.train.__main__ as rank; rank.main(['--help'])") & HEAVY
+
+
+def test_quoted_values_of_a_json_word_are_read_as_transformers_reads_them() -> None:
+    from transformers.training_args import _convert_str_dict
+
+    given = {"even_batches": "False", "a": {"b": "8", "c": "0.5"}, "d": "1.2.3", "e": "min"}
+    assert read_arguments(["--accelerator_config", json.dumps(given)])["accelerator_config"] == _convert_str_dict(given)

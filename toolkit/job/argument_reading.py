@@ -174,7 +174,7 @@ def _json_object(name: str, value: Any) -> dict[str, Any]:
     if isinstance(value, str) and value.startswith("{"):
         content = parse_json(value, option, limits=CONFIGURATION)
         assert isinstance(content, dict)
-        return content
+        return {key: _unquoted(each) for key, each in content.items()}
     if isinstance(value, str) and name == "accelerator_config" and value.endswith(".json"):
         return read_json_object(Path(value), limits=CONFIGURATION)
     if name == "liger_kernel_config":
@@ -185,6 +185,17 @@ def _json_object(name: str, value: Any) -> dict[str, Any]:
     raise ToolkitError(
         f"{option} is {shown(value)}, expected a JSON object", hint=f"`{option} '{JSON_ARGUMENTS[name]}'`"
     )
+
+
+def _unquoted(value: Any) -> Any:
+    """A value of a JSON word, in which `TrainingArguments` takes quoted booleans and numbers for what they hold."""
+    if isinstance(value, dict):
+        return {key: _unquoted(each) for key, each in value.items()}
+    if isinstance(value, str) and value.lower() in ("true", "false"):
+        return value.lower() == "true"
+    if isinstance(value, str) and value.replace(".", "", 1).isdigit():
+        return int(value) if value.isdigit() else float(value)
+    return value
 
 
 def _read_flags(words: list[str]) -> dict[str, Any]:
