@@ -17,7 +17,7 @@ from toolkit.checkpoint.foreign_configs import as_section, built_by_a_library, r
 from toolkit.data import is_hub_id
 from toolkit.errors import ToolkitError
 from toolkit.files.reading import user_path
-from toolkit.models.config_limits import read_config
+from toolkit.models.config_fields import read_config
 from toolkit.record.checkpoints import FINGERPRINT, read_checkpoint
 from toolkit.record.folder import RunFolder
 from toolkit.record.manifest_file import Fingerprint, Manifest, read_fingerprint

@@ -36,8 +36,8 @@ from toolkit.job.script_arguments import (
     read_method,
     resumes,
 )
-from toolkit.models.config_limits import read_config
-from toolkit.models.hub import download_config, no_such_model
+from toolkit.models.config_fields import read_config
+from toolkit.models.read_model import download_config, no_such_model
 from toolkit.presets import Preset, PresetSpec
 from toolkit.presets.compatibility import CPU, Device
 from toolkit.presets.optimizers import DEFAULT_OPTIMIZER

@@ -18,8 +18,8 @@ from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled, unse
 from toolkit.data.template_limits import check_templates, read_template
 from toolkit.errors import ToolkitError
 from toolkit.job.script_arguments import ModelArguments
-from toolkit.models.adapter_inputs import share_inputs
 from toolkit.models.attention import AUTO, packed_attention, read_model_attention
+from toolkit.models.lora import share_inputs
 from toolkit.models.nf4 import keep_packing, quantization_config
 from toolkit.parallel.layout import ParallelLayout
 from toolkit.parallel.sharded_at_load import distributed_config
