@@ -230,10 +230,10 @@ def test_a_server_and_what_it_forked_end_with_their_owner_that_is_killed(tmp_pat
     script.write_text("import time\ntime.sleep(60)\n")
     command = [sys.executable, "-c", OWNER, str(script)]
     environment = {name: value for name, value in cpu_environment().items() if name != SERVER_VARIABLE}
-    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as owner:
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as owner:
         assert owner.stdout is not None
         pids = list(map(int, owner.stdout.readline().split()))
-        assert len(pids) == 2
+        assert len(pids) == 2, owner.stderr and owner.stderr.read()
         owner.kill()
     deadline = time.monotonic() + 10
     while any(map(psutil.pid_exists, pids)) and time.monotonic() < deadline:
