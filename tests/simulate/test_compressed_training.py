@@ -49,7 +49,7 @@ def test_training_that_diverges_ends_early() -> None:
 
 
 def test_top_k_costs_less_here_than_measured_under_adam() -> None:
-    """A known miss. In benchmarks/results/comm_hooks.json a Llama trained by AdamW with top_k at 1 % ends 60 steps with
+    """A known miss. In docs/evidence/speed-and-memory.md a Llama trained by AdamW with top_k at 1 % ends 60 steps with
     a loss 13 % above the uncompressed one (9.978 against 8.833); the small network, trained by SGD, stays within 10 %.
     """
     assert last_loss("top_k:0.01") < 1.1 * last_loss("none")
