@@ -68,7 +68,7 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]], *, right: int) -> 
     return "\n".join(f"| {' | '.join(cells)} |" for cells in (head, aligned, *rows))
 
 
-# -- docs/how-to/out-of-memory.md
+# -- docs/how-to/choose-a-preset.md
 
 JOB = "--num-processes 8 --max-seq-length 2048"
 SMALL = "--per-device-train-batch-size 1 --gradient-accumulation-steps 8"
@@ -239,7 +239,7 @@ def counted_collectives() -> str:
 
 
 BLOCKS: dict[str, tuple[str, Callable[[], str]]] = {
-    "out of memory": ("how-to/out-of-memory.md", out_of_memory),
+    "out of memory": ("how-to/choose-a-preset.md", out_of_memory),
     "one gpu": ("tutorials/first-fine-tune-1-gpu.md", one_gpu),
     "eight gpus": ("tutorials/first-fine-tune-8-gpus.md", eight_gpus),
     "recommendations": ("how-to/choose-a-preset.md", recommendations),

@@ -114,7 +114,7 @@ def disk_speed(node: NodeReadings) -> Outcome:
     "nvme-offload",
     looks_at="libaio and DeepSpeed's async_io; with `--preset` or `--nvme-path` the disk: file system, direct I/O",
     threshold="missing, for a preset that offloads to NVMe: an error; otherwise a note",
-    source="docs/how-to/nvme.md: what `toolkit train` refuses",
+    source="docs/how-to/optimizers.md: what `toolkit train` refuses",
 )
 def nvme_offload(node: NodeReadings) -> Outcome:
     """Find what NVMe offload would be refused for."""
