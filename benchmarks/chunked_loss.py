@@ -19,8 +19,8 @@ import torch
 from record import pairs, print_table, spread, write_result
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from toolkit.defaults import LOSS_CHUNK_TOKENS
 from toolkit.demo.assets import prepare_default_model
+from toolkit.job.defaults import LOSS_CHUNK_TOKENS
 from toolkit.models.live_memory import LiveMemory
 from toolkit.train.data.collation import IGNORED
 from toolkit.train.model.adapters import without_adapters

@@ -26,10 +26,10 @@ from typing import Any
 from record import EVIDENCE, print_table, read_result, spread, write_result, write_table
 from small_job import small_model, train_command, trained
 
-from toolkit.run.checkpoints import list_checkpoints
-from toolkit.run.folder import RunFolder
-from toolkit.run.heartbeat import read_heartbeats
-from toolkit.run.measurements import read_rows
+from toolkit.record.checkpoints import list_checkpoints
+from toolkit.record.folder import RunFolder
+from toolkit.record.heartbeat import read_heartbeats
+from toolkit.record.measurements import read_rows
 
 DOCUMENT, TABLE = EVIDENCE / "trust.md", "kill_ranks"
 PRESETS = ("ddp", "zero2", "fsdp2")

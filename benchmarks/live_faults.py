@@ -23,8 +23,8 @@ from small_job import small_model, words
 
 from toolkit.compare.read_results import load_results
 from toolkit.compare.rows import Row
-from toolkit.run.folder import read_json
-from toolkit.run.warm_start import SOCKET_VARIABLE
+from toolkit.launch.warm_start import SOCKET_VARIABLE
+from toolkit.record.folder import read_json
 
 FAULTY_RANKS = ROOT / "benchmarks" / "faulty_ranks"
 DOCUMENT, TABLE = EVIDENCE / "trust.md", "live_faults"

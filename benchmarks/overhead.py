@@ -29,9 +29,9 @@ from small_job import words
 
 from toolkit.cache import path_with_ninja
 from toolkit.compare.significance import geometric_mean, mean_interval
-from toolkit.run.environment import inherited_environment
-from toolkit.run.launch import command_of
-from toolkit.run.options import TrainOptions
+from toolkit.launch.environment import inherited_environment
+from toolkit.launch.launch import command_of
+from toolkit.launch.options import TrainOptions
 
 DOCUMENT, TABLE, FIRST_STEP_TABLE = EVIDENCE / "speed-and-memory.md", "overhead", "first_step"
 HEADER = ("job", "pairs", "tokens per CPU-second: toolkit / plain script (95 % CI)", "goal", "largest loss difference")
@@ -130,7 +130,7 @@ def prepare(scratch: Path, model: Path | None, steps: int, untimed_steps: int) -
     import datasets
 
     from toolkit.demo.assets import default_data_file, prepare_default_model
-    from toolkit.run.script_arguments import ModelArguments
+    from toolkit.job.script_arguments import ModelArguments
     from toolkit.train.data.tokenization import load_rows, tokenize
     from toolkit.train.model.loading import load_tokenizer
 

@@ -18,7 +18,7 @@ from record import read_result, write_result
 from small_job import small_model, train, trained
 
 from toolkit.demo.assets import default_data_file
-from toolkit.run.folder import RunFolder
+from toolkit.record.folder import RunFolder
 
 PRESETS = ("ddp", "zero1", "zero2", "zero3", "fsdp2", "zero2_cpu_offload", "zero3_cpu_offload", "fsdp2_grad_op")
 STEPS = 6

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.demo.assets import default_data_file, prepare_default_model, random_llama
-from toolkit.run.folder import RunFolder
-from toolkit.run.measurements import read_rows
+from toolkit.record.folder import RunFolder
+from toolkit.record.measurements import read_rows
 
 SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
 SIZES |= {"num_key_value_heads": 2, "max_position_embeddings": 512, "tie_word_embeddings": True}

@@ -26,7 +26,7 @@ import numpy
 from record import EVIDENCE, print_table, write_result, write_table
 from small_job import small_model, train
 
-from toolkit.run.measurements import read_steps, timed_steps
+from toolkit.record.measurements import read_steps, timed_steps
 from toolkit.simulate.step_time_distributions import StepTimes, compute_seconds
 from toolkit.simulate.synchronization import Policy, simulate
 

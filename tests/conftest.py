@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from toolkit.run.warm_start import SOCKET_VARIABLE
+from toolkit.launch.warm_start import SOCKET_VARIABLE
 
 CLUSTER = "tests/cluster/"
 

@@ -8,9 +8,9 @@ from typing import Any
 
 from toolkit.convert import Conversion, convert_file, yaml_text
 from toolkit.errors import ToolkitError
+from toolkit.job.argument_checks import check_arguments
+from toolkit.job.script_arguments import read_arguments
 from toolkit.presets import load_preset
-from toolkit.run.argument_checks import check_arguments
-from toolkit.run.script_arguments import read_arguments
 
 # `check_arguments` also wants the packages of trackers, which a test machine may not have.
 MISSING_PACKAGE = "needs a package that is not installed"

@@ -12,9 +12,9 @@ from pathlib import Path
 import psutil
 from launching import ROOT, cpu_environment, fork_server, read, torchrun_preset
 
-from toolkit.run.folder import RunFolder
-from toolkit.run.measurements import last_step, measure, read_steps
-from toolkit.run.warm_start import ForkedProcess, fork_process
+from toolkit.launch.warm_start import ForkedProcess, fork_process
+from toolkit.record.folder import RunFolder
+from toolkit.record.measurements import last_step, measure, read_steps
 
 Place = Callable[[str, list[str]], list[str]]
 Agent = subprocess.Popen[bytes] | ForkedProcess

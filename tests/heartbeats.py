@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from toolkit.run.heartbeat import Heartbeat
+from toolkit.record.heartbeat import Heartbeat
 
 # As faulthandler writes it: the main thread last, the innermost frame first.
 STACKS = """Thread 0x00007f (most recent call first):

@@ -16,7 +16,7 @@ from subprocess import CompletedProcess
 from typing import Any
 
 from toolkit.cache import path_with_ninja, torch_extensions_folder
-from toolkit.run.warm_start import SOCKET_VARIABLE, ForkServer, fork_process, start_fork_server
+from toolkit.launch.warm_start import SOCKET_VARIABLE, ForkServer, fork_process, start_fork_server
 
 ROOT = Path(__file__).parent.parent
 SCRIPTS = Path(__file__).parent / "scripts"

@@ -17,8 +17,8 @@ from typing import Any
 
 from launching import ROOT, accelerate_launch
 
-from toolkit.run.folder import RunFolder
-from toolkit.run.measurements import grad_norm, read_steps
+from toolkit.record.folder import RunFolder
+from toolkit.record.measurements import grad_norm, read_steps
 
 STEPS = 3
 NUM_ROWS = 12

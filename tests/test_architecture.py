@@ -113,8 +113,14 @@ def test_training_code_knows_nothing_of_comparisons_plans_and_rehearsals() -> No
     assert not package_graph()["train"] & {"compare", "plan", "rehearse", "checkpoint", "cli"}
 
 
-def test_running_a_job_knows_nothing_of_comparisons_and_plans() -> None:
-    assert not package_graph()["run"] & {"compare", "plan", "train", "checkpoint", "cli"}
+def test_a_job_and_its_record_know_nothing_of_who_uses_them() -> None:
+    above = {"launch", "compare", "plan", "train", "checkpoint", "cli"}
+    assert not package_graph()["job"] & {"record", *above}
+    assert not package_graph()["record"] & {"job", *above}
+
+
+def test_launching_knows_nothing_of_comparisons_and_plans() -> None:
+    assert not package_graph()["launch"] & {"compare", "plan", "train", "checkpoint", "cli"}
 
 
 def test_a_comparison_reads_run_folders_and_imports_no_training_code() -> None:
@@ -219,7 +225,7 @@ def test_refusing_a_data_row_does_not_import_torch(tmp_path: Path) -> None:
     assert not {name for name in loaded if name.startswith("toolkit.train")}
 
 
-@pytest.mark.parametrize("module", ["toolkit", "toolkit.cli", "toolkit.compare.commands", "toolkit.run.launch"])
+@pytest.mark.parametrize("module", ["toolkit", "toolkit.cli", "toolkit.compare.commands", "toolkit.launch.launch"])
 def test_importing_a_light_module_does_not_import_torch(module: str) -> None:
     loaded = loaded_after(f"import {module}")
     assert "toolkit" in loaded

@@ -26,12 +26,12 @@ from launching import ROOT, torchrun
 from toolkit.data import check_file
 from toolkit.files.model_weights import read_weights
 from toolkit.hardware.gpu_table import find_gpu
+from toolkit.job.script_arguments import read_arguments
 from toolkit.models.hub import UNGATED
 from toolkit.plan.planned_run import plan_run
 from toolkit.plan.planner import Plan
 from toolkit.presets import load_preset
-from toolkit.run.folder import read_json
-from toolkit.run.script_arguments import read_arguments
+from toolkit.record.folder import read_json
 from toolkit.units import GIB
 
 EXAMPLES = ROOT / "examples"

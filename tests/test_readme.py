@@ -27,9 +27,9 @@ from reference_blocks import characteristics_table, doctor_table, optimizer_tabl
 from simulated_throughput import throughput_table
 
 from toolkit.cli.program import app
+from toolkit.job.script_arguments import read_arguments, read_config_file
 from toolkit.presets import preset_names
-from toolkit.run.folder import read_json
-from toolkit.run.script_arguments import read_arguments, read_config_file
+from toolkit.record.folder import read_json
 
 ROOT = Path(__file__).resolve().parent.parent
 README = ROOT / "README.md"

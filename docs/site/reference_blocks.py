@@ -17,13 +17,13 @@ import toolkit.presets
 from toolkit.cli.program import app
 from toolkit.doctor.examination import all_checks
 from toolkit.doctor.xid import XIDS
+from toolkit.job.argument_aliases import ALIASES, HINTS, Alias
+from toolkit.job.script_arguments import DataArguments, ModelArguments
 from toolkit.presets import Preset, list_presets
 from toolkit.presets.characteristics import characteristics
 from toolkit.presets.compatibility import Method
 from toolkit.presets.optimizers import OPTIMIZERS, UpdatedTensor
 from toolkit.presets.support import unsupported
-from toolkit.run.argument_aliases import ALIASES, HINTS, Alias
-from toolkit.run.script_arguments import DataArguments, ModelArguments
 
 
 def markdown_table(head: list[str], rows: list[list[str]]) -> str:

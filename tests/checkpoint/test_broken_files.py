@@ -16,7 +16,7 @@ import torch
 
 from toolkit.checkpoint.__main__ import main, parse_size
 from toolkit.errors import ToolkitError
-from toolkit.run.checkpoints import checkpoint_files, commit_checkpoint, file_entries
+from toolkit.record.checkpoints import checkpoint_files, commit_checkpoint, file_entries
 
 SIZES = {"vocab_size": 96, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
 DEEP = "[" * 100_000 + "]" * 100_000

@@ -13,8 +13,8 @@ from toolkit import load_preset
 from toolkit.cache import cache_folder
 from toolkit.cli import main
 from toolkit.cli.options import expand_words
-from toolkit.run.nvme import nvme_path_of
-from toolkit.run.script_arguments import PATHS, argument_types, expand_paths, read_arguments
+from toolkit.job.script_arguments import PATHS, argument_types, expand_paths, read_arguments
+from toolkit.launch.nvme import nvme_path_of
 from toolkit.train.arguments import _parse_flags
 
 DDP = ROOT / "accelerate_configs" / "ddp.yaml"

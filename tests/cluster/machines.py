@@ -25,7 +25,7 @@ from pathlib import Path
 from subprocess import CompletedProcess
 from typing import Any
 
-from toolkit.run.warm_start import SOCKET_VARIABLE
+from toolkit.launch.warm_start import SOCKET_VARIABLE
 
 NETWORK = "10.77.0"
 SWITCH = "switch"

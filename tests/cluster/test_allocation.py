@@ -12,8 +12,8 @@ from cluster_jobs import check_shell
 from toolkit.cluster.allocation import Allocation
 from toolkit.compare.options import CompareOptions
 from toolkit.errors import ToolkitError
+from toolkit.launch.command import LaunchCommand, launch_command
 from toolkit.presets import load_preset
-from toolkit.run.command import LaunchCommand, launch_command
 
 needs_scontrol = pytest.mark.skipif(shutil.which("scontrol") is None, reason="needs scontrol: apt install slurm-client")
 TWO_NODES = Allocation(nodes=("node1", "node2"), processes_per_node=4)

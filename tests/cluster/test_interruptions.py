@@ -9,7 +9,7 @@ from cluster.jobs import LAUNCH_SECONDS, ClusterJobs, hosts, rows, steps
 from cluster.machines import wait_until
 from launching import attested, read
 
-from toolkit.run.checkpoints import list_checkpoints
+from toolkit.record.checkpoints import list_checkpoints
 
 pytestmark = [pytest.mark.cluster, pytest.mark.launch]
 

@@ -8,7 +8,7 @@ from comparison_records import aggregate_rows, comparison, failure, row_beside_d
 from toolkit.compare.aggregate import aggregate_trials
 from toolkit.compare.ledger import TrialRecord
 from toolkit.compare.rows import Row
-from toolkit.run.measurements import rank_skew
+from toolkit.record.measurements import rank_skew
 
 
 def row_of(*trials: TrialRecord) -> Row:

@@ -25,7 +25,7 @@ from toolkit.compare.read_results import load_results
 from toolkit.compare.rows import Row
 from toolkit.compare.run_record import read_run_record
 from toolkit.compare.specification import read_comparison
-from toolkit.run.folder import RunFolder
+from toolkit.record.folder import RunFolder
 
 TRIALS = ["ddp-n2-r0", "ddp-n2-r1", "zero2-n2-r0", "zero2-n2-r1"]
 

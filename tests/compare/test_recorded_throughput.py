@@ -12,8 +12,8 @@ from comparison_records import node, row, trial
 
 from toolkit.compare.efficiency import with_efficiency
 from toolkit.models.read_model import read_model
-from toolkit.run.folder import RunFolder
-from toolkit.run.measurements import measure, read_steps
+from toolkit.record.folder import RunFolder
+from toolkit.record.measurements import measure, read_steps
 
 RECORDED = RunFolder(Path(__file__).parents[1] / "fixtures" / "recorded_demo_ddp")
 # Steps 3 to 8: 3.203 + 3.743 + 4.617 + 6.389 + 7.299 + 5.503 s, each the slower of two ranks.

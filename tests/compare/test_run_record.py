@@ -16,7 +16,7 @@ from toolkit.compare.run_record import read_run_record, read_side_run
 from toolkit.compare.runner import Runner
 from toolkit.compare.specification import Trial
 from toolkit.errors import ToolkitError
-from toolkit.run.folder import RunFolder, write_json
+from toolkit.record.folder import RunFolder, write_json
 
 TRIAL = Trial(row=RowKey(preset="zero2", world_size=2), repeat=0)
 

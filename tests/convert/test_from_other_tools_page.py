@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from conversions import convert_text
 
-from toolkit.run.argument_aliases import ALIASES
+from toolkit.job.argument_aliases import ALIASES
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "tutorials" / "from-other-tools.md").read_text()
 

@@ -17,8 +17,8 @@ from results_documents import Tags
 
 import toolkit
 import toolkit.presets
+from toolkit.job.script_arguments import argument_types
 from toolkit.presets import preset_names
-from toolkit.run.script_arguments import argument_types
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted(path.relative_to(ROOT / "docs").with_suffix(".html") for path in (ROOT / "docs").rglob("*.md"))

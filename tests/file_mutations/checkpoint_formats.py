@@ -139,7 +139,7 @@ def exported_formats(folder: Path) -> list[Format]:
 def tokenize() -> None:
     """load_tokenizer on exported, and encode_chat"""
     from toolkit.data import Sample
-    from toolkit.run.script_arguments import ModelArguments
+    from toolkit.job.script_arguments import ModelArguments
     from toolkit.train.data.chat_template import encode_chat
     from toolkit.train.model.loading import load_tokenizer
 
@@ -180,7 +180,7 @@ def read_run() -> int:
     from toolkit.compare.result_values import RowKey
     from toolkit.compare.run_record import read_run_record
     from toolkit.compare.specification import Trial
-    from toolkit.run.folder import RunFolder
+    from toolkit.record.folder import RunFolder
 
     trial = Trial(row=RowKey(preset="ddp", world_size=2), repeat=0)
     record = read_run_record(trial, RunFolder(Path(RUN)), Path(), untimed_steps=2, position=0)
@@ -192,8 +192,8 @@ def read_pulses() -> int:
     """read_heartbeats on run/ranks, without a signal to any process"""
     import time
 
-    from toolkit.run.hang_diagnosis import stalled_seconds, suspects
-    from toolkit.run.heartbeat import read_heartbeats, unresponsive_reason
+    from toolkit.record.hang_diagnosis import stalled_seconds, suspects
+    from toolkit.record.heartbeat import read_heartbeats, unresponsive_reason
 
     heartbeats, now = read_heartbeats(Path(RUN) / "ranks"), time.time()
     reasons = {pulse.rank: why for pulse in heartbeats if (why := unresponsive_reason(pulse, now=now))}

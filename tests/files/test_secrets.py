@@ -33,11 +33,11 @@ from toolkit.files.secrets import (
     restore_secrets,
     separate_secrets,
 )
+from toolkit.job.script_arguments import argument_types
+from toolkit.launch.command import LaunchCommand, launch_command
+from toolkit.launch.process import run_command
 from toolkit.presets import load_preset
-from toolkit.run.command import LaunchCommand, launch_command
-from toolkit.run.folder import write_json
-from toolkit.run.process import run_command
-from toolkit.run.script_arguments import argument_types
+from toolkit.record.folder import write_json
 
 TOKEN = "hf_FakeFakeFakeFakeFakeFakeFakeFake00"  # by its shape
 PLAIN = "correct-horse-battery"  # only by the name of its argument

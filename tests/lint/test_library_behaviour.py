@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 from launching import cpu_environment, fork_server, run_warm, torchrun
 
+from toolkit.launch.warm_start import SOCKET_VARIABLE
 from toolkit.lint import removed_keys as removed
 from toolkit.lint.findings import CHECKED_VERSIONS
 from toolkit.lint.rules import RULES
 from toolkit.lint.rules.keys import TRAINER_FSDP_KEYS
-from toolkit.run.warm_start import SOCKET_VARIABLE
 from toolkit.versions import installed_version, training_argument_types, version_numbers
 
 ROOT = Path(__file__).parents[2]

@@ -14,10 +14,10 @@ from split_runs import RUNS, losses_and_norms
 from split_runs import launch as launch_run
 
 from toolkit.errors import ToolkitError
+from toolkit.launch.preflight import check_resume
 from toolkit.presets import load_preset
-from toolkit.run.checkpoints import Checkpoint, check_resume_settings, list_checkpoints
-from toolkit.run.manifest_file import Manifest
-from toolkit.run.preflight import check_resume
+from toolkit.record.checkpoints import Checkpoint, check_resume_settings, list_checkpoints
+from toolkit.record.manifest_file import Manifest
 
 CONFIG = ROOT / "accelerate_configs" / "pipeline_1f1b.yaml"
 

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 
 from toolkit.errors import ToolkitError
+from toolkit.job.argument_checks import check_arguments
+from toolkit.job.script_arguments import accumulate_argument
 from toolkit.presets import list_presets, load_preset
 from toolkit.presets.accumulation import chosen_accumulate, default_accumulate, with_accumulate
 from toolkit.presets.compatibility import Method
 from toolkit.presets.support import unsupported
 from toolkit.presets.training_arguments import accumulation_arguments, trainer_arguments
-from toolkit.run.argument_checks import check_arguments
-from toolkit.run.script_arguments import accumulate_argument
 
 SYNC: dict[str, Any] = {"gradient_accumulation_kwargs": {"sync_each_batch": True}}
 

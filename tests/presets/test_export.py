@@ -12,10 +12,10 @@ import yaml
 from launching import ROOT, accelerate_launch, read, toolkit
 
 from toolkit.errors import ToolkitError
+from toolkit.launch.environment import launcher_environment
 from toolkit.presets import list_presets, load_preset, preset_names, read_preset
 from toolkit.presets.export import export_presets, preset_text
 from toolkit.presets.training_arguments import FSDP_ENVIRONMENT_KEYS, strategy_variables, trainer_arguments
-from toolkit.run.environment import launcher_environment
 
 DEEPSPEED = [preset.name for preset in list_presets() if preset.engine == "deepspeed"]
 

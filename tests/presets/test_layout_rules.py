@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 from toolkit.errors import ToolkitError
+from toolkit.job.argument_checks import check_arguments
+from toolkit.job.script_arguments import read_method
 from toolkit.models.split import read_split
 from toolkit.presets import list_presets, load_preset
 from toolkit.presets.compatibility import Method
 from toolkit.presets.support import unsupported
-from toolkit.run.argument_checks import check_arguments
-from toolkit.run.script_arguments import read_method
 
 LLAMA = {
     **{"model_type": "llama", "vocab_size": 288, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2},

@@ -12,6 +12,9 @@ from model_configs import fields_of
 
 from toolkit.errors import ToolkitError
 from toolkit.hardware.gpu_table import find_gpu
+from toolkit.job.argument_checks import check_arguments
+from toolkit.job.script_arguments import read_method
+from toolkit.launch.preflight import check_process_count
 from toolkit.models.attention import read_model_attention
 from toolkit.models.config_fields import ConfigFields
 from toolkit.models.read_model import read_model, shape_from_config
@@ -25,9 +28,6 @@ from toolkit.presets.layout_rules import next_world_size
 from toolkit.presets.optimizers import OPTIMIZERS
 from toolkit.presets.support import limitations, supports_world_size, unsupported
 from toolkit.rehearse.rehearsal import check_rehearsal
-from toolkit.run.argument_checks import check_arguments
-from toolkit.run.preflight import check_process_count
-from toolkit.run.script_arguments import read_method
 
 LLAMA_8B = Path(__file__).parent.parent / "fixtures" / "llama-8b"
 MIXTURE = shape_from_config(ConfigFields({"model_type": "qwen3_moe", **fields_of("qwen3_moe")[0]}, "config.json"))
@@ -63,7 +63,7 @@ def works(check: Callable[[], Any]) -> bool:
 @pytest.fixture(autouse=True)
 def installed(monkeypatch: pytest.MonkeyPatch) -> None:
     """bitsandbytes and Liger need a GPU to be installed; whether they are is not what is tested."""
-    monkeypatch.setattr("toolkit.run.argument_checks.is_importable", lambda _: True)
+    monkeypatch.setattr("toolkit.job.argument_checks.is_importable", lambda _: True)
 
 
 def planned(preset: Preset, world_size: int, job: TrainingJob) -> bool:

@@ -22,8 +22,8 @@ from toolkit.compare.console_progress import ConsoleProgress
 from toolkit.compare.runner import Runner
 from toolkit.errors import ToolkitError
 from toolkit.presets import load_preset
+from toolkit.record.folder import RunFolder
 from toolkit.rehearse.rehearsal import check_rehearsal, plan_rehearsal
-from toolkit.run.folder import RunFolder
 
 PARTS = ("parameter_bytes", "gradient_bytes", "optimizer_bytes")
 LARGE = 64

@@ -26,8 +26,8 @@ def main() -> int:
 
 def launched(config: str, world_size: int) -> dict[str, str]:
     """What `accelerate launch` would put into rank 0's environment, on a node of eight ranks."""
+    from toolkit.launch.environment import launcher_environment, rank_environment
     from toolkit.presets import load_preset
-    from toolkit.run.environment import launcher_environment, rank_environment
 
     rank = rank_environment(world_size=world_size, rank=0, local_rank=0, local_world_size=8, master_port=29500)
     return launcher_environment(load_preset(config), world_size=world_size) | rank

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 
-from toolkit.run.warm_start import SOCKET_VARIABLE, fork_process
+from toolkit.launch.warm_start import SOCKET_VARIABLE, fork_process
 
 if __name__ == "__main__":
     started = fork_process(

@@ -17,7 +17,7 @@ def main() -> int:
     door.prepare_environment()
     from torch.distributed.checkpoint import FileSystemWriter
 
-    from toolkit.run import checkpoints
+    from toolkit.record import checkpoints
 
     name, step, moment, *ranks = os.environ["TOOLKIT_SIGNAL"].split(":")
 

@@ -8,7 +8,7 @@ import toolkit.train.__main__ as door
 
 def main() -> int:
     door.prepare_environment()
-    import toolkit.run.argument_checks as argument_checks
+    import toolkit.job.argument_checks as argument_checks
 
     def supported(*_: Any, **__: Any) -> None:
         return None

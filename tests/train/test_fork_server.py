@@ -28,9 +28,9 @@ from launching import (
     read,
 )
 
-from toolkit.run.exit_status import find_killed_rank
-from toolkit.run.process import processes_of
-from toolkit.run.warm_start import ForkedProcess, RefusedError, fork_process
+from toolkit.launch.exit_status import find_killed_rank
+from toolkit.launch.process import processes_of
+from toolkit.launch.warm_start import ForkedProcess, RefusedError, fork_process
 from toolkit.train.fork_server import READ_AFTER_IMPORT
 from toolkit.versions import is_importable
 
@@ -224,7 +224,7 @@ def test_a_forked_process_and_what_it_starts_are_found_by_the_run_s_id(start: An
 
 OWNER = """
 import json, os, select, sys, time
-from toolkit.run.warm_start import fork_process, start_fork_server
+from toolkit.launch.warm_start import fork_process, start_fork_server
 server = start_fork_server(os.environ)
 def fork(deepspeed, script):
     environment = os.environ | {"ACCELERATE_USE_DEEPSPEED": deepspeed}

@@ -10,8 +10,8 @@ import pytest
 from heartbeats import pulse
 
 from toolkit.errors import RunFailed, ToolkitError
-from toolkit.run.folder import RunFolder
-from toolkit.run.heartbeat import is_superseded, read_attempt_id, read_heartbeats, write_attempt_id, write_heartbeat
+from toolkit.record.folder import RunFolder
+from toolkit.record.heartbeat import is_superseded, read_attempt_id, read_heartbeats, write_attempt_id, write_heartbeat
 from toolkit.train import shared_folder
 from toolkit.train.health.failure_report import report_failure
 from toolkit.train.health.progress import Progress

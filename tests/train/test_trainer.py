@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from toolkit.run.folder import RunFolder
-from toolkit.run.script_arguments import DataArguments, ModelArguments
+from toolkit.job.script_arguments import DataArguments, ModelArguments
+from toolkit.record.folder import RunFolder
 from toolkit.train.active_run import ActiveRun
 from toolkit.train.arguments import Arguments
 from toolkit.train.checkpointing.signals import StopOnSignal

@@ -111,6 +111,8 @@ def _verify(options: argparse.Namespace) -> int:
         compared = "no fingerprint was recorded, so logits were not compared"
         if result.max_difference is not None:
             compared = f"logits within {result.max_difference:.2g} of the live model's (allowed {result.tolerance:g})"
+            if result.four_bit_matmul is not None:
+                compared += f", 4-bit layers computed {result.four_bit_matmul} in both"
         print(f"{result.path}: sound, {result.num_tensors} tensors; {compared}")
     else:
         print("\n".join([f"{result.path}: not sound", *(f"  {problem}" for problem in result.problems)]))

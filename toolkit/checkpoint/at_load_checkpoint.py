@@ -20,7 +20,7 @@ from toolkit.checkpoint.plain_checkpoint import write_weights
 from toolkit.checkpoint.reader import MOMENTS, CheckpointReader, group_hyperparameters
 from toolkit.checkpoint.safetensors_files import WeightFiles
 from toolkit.checkpoint.stored_weights import live_weights
-from toolkit.run.checkpoints import AT_LOAD_OPTIMIZER
+from toolkit.record.checkpoints import AT_LOAD_OPTIMIZER
 
 _STATE, _GROUP = "optimizer.state.", "optimizer.param_groups."
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from toolkit.errors import ToolkitError
 from toolkit.files.checkpoint_pickles import read_folder_name
-from toolkit.run.checkpoints import AT_LOAD_OPTIMIZER, STAGE_OPTIMIZER
+from toolkit.record.checkpoints import AT_LOAD_OPTIMIZER, STAGE_OPTIMIZER
 
 FSDP_MODEL, FSDP_OPTIMIZER = "pytorch_model_fsdp_0", "optimizer_0"
 FULL_WEIGHTS = ("model.safetensors", "model.safetensors.index.json")

@@ -18,8 +18,8 @@ from toolkit.checkpoint.safetensors_files import DEFAULT_SHARD_BYTES, DTYPES, wr
 from toolkit.checkpoint.weights import check_names, merged_tensors, model_tensors
 from toolkit.errors import ToolkitError
 from toolkit.files.safetensors_writer import SavedTensor
-from toolkit.run.checkpoints import FINGERPRINT, INCOMPLETE_MARK, MANIFEST, read_checkpoint
-from toolkit.run.folder import write_json
+from toolkit.record.checkpoints import FINGERPRINT, INCOMPLETE_MARK, MANIFEST, read_checkpoint
+from toolkit.record.folder import write_json
 
 # A generous estimate of the tokenizer and configuration files beside the weights.
 SIDE_FILE_BYTES = 64 * 2**20

@@ -18,9 +18,9 @@ from toolkit.data import is_hub_id
 from toolkit.errors import ToolkitError
 from toolkit.files.reading import user_path
 from toolkit.models.config_limits import read_config
-from toolkit.run.checkpoints import FINGERPRINT, read_checkpoint
-from toolkit.run.folder import RunFolder
-from toolkit.run.manifest_file import Fingerprint, Manifest, read_fingerprint
+from toolkit.record.checkpoints import FINGERPRINT, read_checkpoint
+from toolkit.record.folder import RunFolder
+from toolkit.record.manifest_file import Fingerprint, Manifest, read_fingerprint
 
 ADAPTER_NAME = "default"  # peft's name of the one adapter that the training script makes
 TOKENIZER_FILES = (

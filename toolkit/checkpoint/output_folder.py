@@ -12,7 +12,7 @@ from toolkit.errors import ToolkitError
 from toolkit.files.json_files import check_json
 from toolkit.files.reading import open_file
 from toolkit.hardware.disks import existing_folder, free_bytes
-from toolkit.run.resource_exhaustion import is_disk_full
+from toolkit.record.resource_exhaustion import is_disk_full
 from toolkit.units import MIB, gib
 
 MAX_TOKENIZER_BYTES = 512 * MIB

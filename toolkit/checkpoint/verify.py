@@ -8,6 +8,7 @@ tokens against the fingerprint that the live model recorded.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import tempfile
 from collections.abc import Sequence
@@ -24,9 +25,9 @@ from toolkit.checkpoint.model_definition import ADAPTER_NAME, MetaModel, ModelFi
 from toolkit.checkpoint.safetensors_files import WeightFiles
 from toolkit.checkpoint.stored_weights import Weights, live_weights
 from toolkit.errors import ToolkitError
-from toolkit.models.nf4 import quantization_config
-from toolkit.run.checkpoints import MANIFEST, read_checkpoint
-from toolkit.run.manifest_file import Fingerprint
+from toolkit.models.nf4 import PACKED_BF16, as_in_training, quantization_config
+from toolkit.record.checkpoints import MANIFEST, read_checkpoint
+from toolkit.record.manifest_file import Fingerprint
 
 # Relative to the largest logit, by the live model's compute dtype; the reloaded model computes in fp32, unless its base
 # is in 4 bits.
@@ -44,6 +45,8 @@ class VerifyResult:
     max_difference: float | None
     """Largest difference of a logit, relative to the largest logit; None without a fingerprint."""
     tolerance: float | None
+    four_bit_matmul: str | None
+    """How 4-bit layers computed, here as in the live model: `dequantized` or `packed_bf16`; None without them."""
     problems: list[str]
 
     @property
@@ -84,7 +87,7 @@ def _verify_model(path: Path, model: Path, kind: str, base_model: str | None) ->
     recorded = files.fingerprint()
     difference, tolerance = None, None
     if recorded is not None and not problems:
-        tolerance = TOLERANCE.get(str(recorded.compute_dtype), TOLERANCE["bfloat16"])
+        tolerance = TOLERANCE.get(_matmul_dtype(recorded), TOLERANCE["bfloat16"])
         _check_fits(recorded, definition, path)
         difference = logits_difference(reloaded_logits(model, files, recorded), recorded.logits)
         if not difference <= tolerance:
@@ -97,8 +100,13 @@ def _verify_model(path: Path, model: Path, kind: str, base_model: str | None) ->
         num_tensors=len(stored.tensors),
         max_difference=difference,
         tolerance=tolerance,
+        four_bit_matmul=None if recorded is None else recorded.four_bit_matmul,
         problems=problems,
     )
+
+
+def _matmul_dtype(recorded: Fingerprint) -> str:
+    return "bfloat16" if recorded.four_bit_matmul == PACKED_BF16 else str(recorded.compute_dtype)
 
 
 def _check_fits(recorded: Fingerprint, definition: MetaModel, path: Path) -> None:
@@ -160,7 +168,8 @@ def _reloaded_logits(model: Path, files: ModelFiles, recorded: Fingerprint) -> t
     else:
         loaded = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     loaded.eval()
-    with torch.no_grad():
+    same_path = as_in_training(loaded) if recorded.four_bit_matmul != PACKED_BF16 else contextlib.nullcontext()
+    with torch.no_grad(), same_path:
         logits: torch.Tensor = (
             loaded(input_ids=torch.tensor([recorded.input_ids]), use_cache=False).logits[0, -1].float()
         )
@@ -175,5 +184,11 @@ def logits_difference(reloaded: torch.Tensor, recorded: Sequence[float]) -> floa
 
 def _failed(path: Path, kind: str, problems: list[str]) -> VerifyResult:
     return VerifyResult(
-        path=str(path), kind=kind, num_tensors=0, max_difference=None, tolerance=None, problems=problems
+        path=str(path),
+        kind=kind,
+        num_tensors=0,
+        max_difference=None,
+        tolerance=None,
+        four_bit_matmul=None,
+        problems=problems,
     )

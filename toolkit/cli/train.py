@@ -9,10 +9,10 @@ import typer
 from toolkit.cli.options import expand_options
 from toolkit.cli.output import print_device, print_failure
 from toolkit.entry_point import print_message
-from toolkit.run.options import TrainOptions
+from toolkit.launch.options import TrainOptions
 
 if TYPE_CHECKING:
-    from toolkit.run.launch import PreparedRun
+    from toolkit.launch.launch import PreparedRun
 
 
 @expand_options
@@ -22,8 +22,8 @@ def train(options: TrainOptions) -> None:
     After `--`: at least --model_name_or_path, --dataset and --output_dir. All training arguments:
     `python -m toolkit.train --help`.
     """
-    from toolkit.run.launch import prepare_run
-    from toolkit.run.launch import train as run_prepared
+    from toolkit.launch.launch import prepare_run
+    from toolkit.launch.launch import train as run_prepared
 
     prepared = prepare_run(options, on_message=print_message)
     print_device(options.on_cpu, options.cpu)

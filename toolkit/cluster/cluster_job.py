@@ -20,23 +20,23 @@ from toolkit.cluster.save_time import SaveTime, save_time
 from toolkit.errors import ToolkitError, visible
 from toolkit.files.reading import user_path
 from toolkit.files.secrets import HIDDEN, hide_words
-from toolkit.presets import Preset, load_preset, preset_names
-from toolkit.presets.compatibility import CPU, Device
-from toolkit.presets.support import check_supported
-from toolkit.run.argument_checks import check_arguments
-from toolkit.run.checkpoints import LATEST_WORDS
-from toolkit.run.command import RESUME_LATEST
-from toolkit.run.environment import (
+from toolkit.job.argument_checks import check_arguments
+from toolkit.job.global_batch import global_batch_size, with_accumulation
+from toolkit.job.script_arguments import flag, read_arguments, read_method, without_flags
+from toolkit.launch.command import RESUME_LATEST
+from toolkit.launch.environment import (
     NVME_PATH_VARIABLE,
     PRESET_VARIABLE,
     RUN_ID_VARIABLE,
     WORLD_SIZE_VARIABLE,
     process_environment,
 )
-from toolkit.run.global_batch import global_batch_size, with_accumulation
-from toolkit.run.heartbeat import HANG_TIMEOUT_VARIABLE
-from toolkit.run.preflight import check_job, check_output, check_required, data_parallel_size
-from toolkit.run.script_arguments import flag, read_arguments, read_method, without_flags
+from toolkit.launch.preflight import check_job, check_output, check_required, data_parallel_size
+from toolkit.presets import Preset, load_preset, preset_names
+from toolkit.presets.compatibility import CPU, Device
+from toolkit.presets.support import check_supported
+from toolkit.record.checkpoints import LATEST_WORDS
+from toolkit.record.heartbeat import HANG_TIMEOUT_VARIABLE
 
 GLOBAL_BATCH = "global_batch_size"
 # Connecting the ranks takes a minute on many nodes; compiling, in the first step, several.

@@ -25,11 +25,11 @@ from toolkit.cluster.options import JobOptions
 from toolkit.cluster.slurm import SlurmOptions, directives, each_node, modules, preflight
 from toolkit.errors import ToolkitError
 from toolkit.files.reading import user_path
+from toolkit.job.argument_checks import refuse_arguments_of_comparison
+from toolkit.job.script_arguments import read_arguments, without_flags
+from toolkit.launch.environment import NVME_PATH_VARIABLE
+from toolkit.launch.preflight import check_required
 from toolkit.presets import load_preset
-from toolkit.run.argument_checks import refuse_arguments_of_comparison
-from toolkit.run.environment import NVME_PATH_VARIABLE
-from toolkit.run.preflight import check_required
-from toolkit.run.script_arguments import read_arguments, without_flags
 
 # Names of `toolkit.compare`, which starts its runs through this package; a test holds them equal.
 COMPARISON_FILE, LEDGER_FILE = "comparison.json", "ledger.jsonl"

@@ -18,7 +18,7 @@ from toolkit.cluster.node_script import Place, node_script
 from toolkit.cluster.options import limit_seconds
 from toolkit.cluster.yaml_documents import yaml_documents
 from toolkit.errors import ToolkitError
-from toolkit.run.argument_values import Range, check_range
+from toolkit.job.argument_values import Range, check_range
 
 REPLICATED_JOB = "node"  # Kubeflow Trainer v2 expects this name of the trainer's job and container
 RESTART_LABEL = "jobset.sigs.k8s.io/restart-attempt"

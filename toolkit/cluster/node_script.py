@@ -14,10 +14,10 @@ from pathlib import Path
 from toolkit.cluster.cluster_job import ClusterJob, preset_word
 from toolkit.cluster.node_setup import ADDRESS_VARIABLE
 from toolkit.cluster.options import JobOptions
+from toolkit.launch.command import torchrun_words
+from toolkit.launch.environment import NVME_PATH_VARIABLE
 from toolkit.presets import Preset
-from toolkit.run.command import torchrun_words
-from toolkit.run.environment import NVME_PATH_VARIABLE
-from toolkit.run.heartbeat import HANG_TIMEOUT_VARIABLE
+from toolkit.record.heartbeat import HANG_TIMEOUT_VARIABLE
 
 RENDEZVOUS_PORT = 29500
 PREFLIGHT_SECONDS = 600  # nodes of one job start minutes apart where images are pulled

@@ -23,7 +23,7 @@ from itertools import pairwise
 from toolkit.entry_point import exit_code_of, print_message
 from toolkit.errors import ToolkitError
 from toolkit.hardware.gpus import count_gpus
-from toolkit.run.argument_values import Range, check_range
+from toolkit.job.argument_values import Range, check_range
 
 ADDRESS_VARIABLE = "TOOLKIT_NODE_ADDRESS"
 INTERFACE_VARIABLES = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")

@@ -18,8 +18,8 @@ import typer
 from toolkit.errors import ToolkitError
 from toolkit.files.secrets import is_secret_name
 from toolkit.flags import PresetNames, TrainingArguments
-from toolkit.run.argument_values import Range, check_range
-from toolkit.run.options import MAX_RESTARTS
+from toolkit.job.argument_values import Range, check_range
+from toolkit.launch.options import MAX_RESTARTS
 
 MAX_NODES = 10_000
 MAX_GPUS_PER_NODE = 1024

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from toolkit.cluster.options import JobOptions
 from toolkit.errors import ToolkitError
-from toolkit.run.folder import RunFolder
+from toolkit.record.folder import RunFolder
 
 # Assumed where nothing was measured: 96 GB (8B parameters and Adam's states, in fp32) at 0.8 GB/s.
 ASSUMED_SAVE_SECONDS = 120.0

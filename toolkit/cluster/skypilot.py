@@ -12,7 +12,7 @@ from toolkit.cluster.mounts import NodeMount, check_mounted
 from toolkit.cluster.node_script import Place, node_script
 from toolkit.cluster.yaml_documents import yaml_documents
 from toolkit.errors import ToolkitError
-from toolkit.run.argument_values import Range, check_range
+from toolkit.job.argument_values import Range, check_range
 
 # The task's id stays after a recovery: the number of the job on its cluster and the head's address change.
 PLACE = Place(attempt="$ATTEMPT", head="$HEAD_NODE", peer="$PEER_NODE")

@@ -22,8 +22,8 @@ from toolkit.cluster.cluster_job import ClusterJob, python_of, written_by
 from toolkit.cluster.node_script import Place, doctor_command, node_script
 from toolkit.cluster.options import JobOptions, limit_seconds
 from toolkit.errors import ToolkitError
+from toolkit.job.argument_values import Range, check_range
 from toolkit.presets import Preset
-from toolkit.run.argument_values import Range, check_range
 
 CPUS_PER_RANK = 4  # the rank, its data loader, and two threads of NCCL; SLURM's own default is one for the whole node
 # SLURM kills a job at its limit: with less than this left after the signal's time it would never train.

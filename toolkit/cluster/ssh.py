@@ -17,7 +17,7 @@ import typer
 from toolkit.cluster.cluster_job import ClusterJob, python_of, written_by
 from toolkit.cluster.node_script import Place, node_script
 from toolkit.errors import ToolkitError
-from toolkit.run.argument_values import Range, check_range
+from toolkit.job.argument_values import Range, check_range
 
 _HOST = re.compile(r"[A-Za-z0-9]([-A-Za-z0-9._:@]{0,252}[A-Za-z0-9])?")
 DEFAULT_PORT = 29500

@@ -26,7 +26,7 @@ from toolkit.compare.significance import (
 )
 from toolkit.compare.specification import ComparisonSpec
 from toolkit.compare.trial_figures import TrialResult
-from toolkit.run.measurements import max_memory_by_phase, percentile
+from toolkit.record.measurements import max_memory_by_phase, percentile
 
 COLUMNS = columns_of(Row)
 # What a row takes from one of its repeats: every key that both have.

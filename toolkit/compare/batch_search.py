@@ -18,8 +18,8 @@ from toolkit.compare.result_values import RowKey
 from toolkit.compare.run_record import read_run_record
 from toolkit.compare.runner import Runner
 from toolkit.compare.specification import BATCH_ARGUMENT, ComparisonSpec, Trial
-from toolkit.run.preflight import check_dataset
-from toolkit.run.script_arguments import accumulation_steps, flag, micro_batch_size
+from toolkit.job.script_arguments import accumulation_steps, flag, micro_batch_size
+from toolkit.launch.preflight import check_dataset
 
 # Optimizer states are allocated in the first step; the second holds everything.
 PROBE_STEPS = 2

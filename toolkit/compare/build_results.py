@@ -32,8 +32,8 @@ from toolkit.compare.specification import BATCH_ARGUMENT, ComparisonSpec
 from toolkit.hardware.cgroups import cpu_limit, memory_limit_bytes
 from toolkit.hardware.gpus import gpu_topology
 from toolkit.hardware.node import describe_node, disk_facts, git_commit, library_versions
+from toolkit.job.script_arguments import accumulation_steps, dataset_names, integer, micro_batch_size, read_arguments
 from toolkit.models.shape import ModelShape
-from toolkit.run.script_arguments import accumulation_steps, dataset_names, integer, micro_batch_size, read_arguments
 
 DEFAULT_SEED = 42  # of transformers' TrainingArguments
 # The columns that each kind of side run measures.

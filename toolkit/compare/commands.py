@@ -34,15 +34,15 @@ from toolkit.compare.specification import ComparisonSpec, make_specification, op
 from toolkit.compare.variants import Variant, load_variants
 from toolkit.errors import EXIT_RUN_FAILED, ToolkitError
 from toolkit.hardware.gpus import ON_CPU_MESSAGE, count_gpus
+from toolkit.job.argument_checks import check_arguments, check_values, refuse_arguments_of_comparison
+from toolkit.job.script_arguments import degrees_given, integer, read_arguments
+from toolkit.launch.nvme import NvmeDisk, check_nvme
+from toolkit.launch.preflight import check_job, check_process_count
+from toolkit.launch.process import terminate_as_interrupt
+from toolkit.launch.warm_start import WarmStart
 from toolkit.presets import Preset
 from toolkit.presets.support import check_degrees_given
 from toolkit.rehearse.rehearsed_rank import refuse_rehearsals
-from toolkit.run.argument_checks import check_arguments, check_values, refuse_arguments_of_comparison
-from toolkit.run.nvme import NvmeDisk, check_nvme
-from toolkit.run.preflight import check_job, check_process_count
-from toolkit.run.process import terminate_as_interrupt
-from toolkit.run.script_arguments import degrees_given, integer, read_arguments
-from toolkit.run.warm_start import WarmStart
 
 HIGHEST_PRICE = 1e12  # beyond every currency's price of a GPU-hour
 TABLE_COLUMNS = 100  # a narrower table would break presets and statuses over lines

@@ -21,8 +21,8 @@ from toolkit.compare.runner import failed_repeat
 from toolkit.compare.specification import ComparisonSpec, Trial
 from toolkit.hardware.gpu_table import Gpu, common_gpu, find_gpu
 from toolkit.hardware.gpus import gpu_names
+from toolkit.launch.command import launch_command
 from toolkit.presets import load_preset
-from toolkit.run.command import launch_command
 from toolkit.units import NOT_AVAILABLE, SECONDS_PER_HOUR, gib, number, seconds
 
 SOURCE_TEXTS = {

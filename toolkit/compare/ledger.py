@@ -31,7 +31,7 @@ from toolkit.errors import ToolkitError
 from toolkit.files.json_lines import JsonLine, complete_bytes, line_name, read_json_lines
 from toolkit.files.validation import explain
 from toolkit.files.value_limits import shown
-from toolkit.run.folder import lock_file
+from toolkit.record.folder import lock_file
 from toolkit.units import MIB
 
 LOCK_FILE = "comparison.lock"

@@ -16,6 +16,7 @@ from toolkit.compare.result_values import RowKey
 from toolkit.compare.specification import ComparisonSpec
 from toolkit.errors import ToolkitError
 from toolkit.hardware.gpu_table import Gpu
+from toolkit.job.script_arguments import integer
 from toolkit.models.read_model import read_model
 from toolkit.models.shape import ModelShape
 from toolkit.plan.interconnect import Interconnect
@@ -24,7 +25,6 @@ from toolkit.plan.memory import plan_memory
 from toolkit.plan.planned_run import job_from_arguments
 from toolkit.plan.step_time import step_time
 from toolkit.presets import load_preset
-from toolkit.run.script_arguments import integer
 
 Source = Literal["trials", "planner", "other trials"]
 # When the training script ends a run early (toolkit/train/metrics/early_stopping.py): it decides after every fifth step

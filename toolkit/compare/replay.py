@@ -16,11 +16,11 @@ from toolkit.compare.specification import SPEC_FILE, ComparisonSpec, Trial
 from toolkit.errors import ToolkitError, did_you_mean
 from toolkit.files.secrets import HIDDEN, hidden_names, hide_secrets
 from toolkit.hardware.node import git_commit, library_versions
+from toolkit.job.script_arguments import read_arguments
+from toolkit.launch.nvme import check_nvme
+from toolkit.launch.warm_start import WarmStart
 from toolkit.presets import load_preset
-from toolkit.run.folder import RunFolder
-from toolkit.run.nvme import check_nvme
-from toolkit.run.script_arguments import read_arguments
-from toolkit.run.warm_start import WarmStart
+from toolkit.record.folder import RunFolder
 from toolkit.units import number
 
 

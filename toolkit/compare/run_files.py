@@ -27,8 +27,8 @@ from toolkit.compare.result_values import (
 from toolkit.errors import ToolkitError
 from toolkit.files.json_files import read_json_object_if_present
 from toolkit.files.validation import explain
-from toolkit.run import status
-from toolkit.run.folder import RunFolder
+from toolkit.record import status
+from toolkit.record.folder import RunFolder
 
 
 class _RunFile(BaseModel):

@@ -26,9 +26,9 @@ from toolkit.compare.specification import Trial
 from toolkit.errors import ToolkitError
 from toolkit.files.validation import explain
 from toolkit.parallel.layout import DIMENSIONS, ParallelLayout
-from toolkit.run import status
-from toolkit.run.folder import RunFolder
-from toolkit.run.measurements import Measurements, measure, read_steps
+from toolkit.record import status
+from toolkit.record.folder import RunFolder
+from toolkit.record.measurements import Measurements, measure, read_steps
 
 # What the training script understood, defaults included; every other fact of a problem is attested by each rank.
 SPECIFIED = ("global_batch_size", "learning_rate", "seed", "max_steps")

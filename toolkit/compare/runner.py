@@ -16,14 +16,14 @@ from toolkit.compare.run_files import read_run
 from toolkit.compare.run_record import read_run_record
 from toolkit.compare.specification import ComparisonSpec, Trial
 from toolkit.errors import ToolkitError
+from toolkit.launch.environment import inherited_environment
+from toolkit.launch.launch import command_of, run_training
+from toolkit.launch.nvme import NvmeDisk
+from toolkit.launch.options import TrainOptions
+from toolkit.launch.warm_start import WarmStart
+from toolkit.record import status
+from toolkit.record.folder import RunFolder
 from toolkit.rehearse.rehearsed_rank import refuse_rehearsals
-from toolkit.run import status
-from toolkit.run.environment import inherited_environment
-from toolkit.run.folder import RunFolder
-from toolkit.run.launch import command_of, run_training
-from toolkit.run.nvme import NvmeDisk
-from toolkit.run.options import TrainOptions
-from toolkit.run.warm_start import WarmStart
 
 # Ranks notice within seconds that the launcher is gone; a save that is under way may take longer.
 ORPHAN_SECONDS = 120.0

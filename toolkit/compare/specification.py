@@ -27,12 +27,8 @@ from toolkit.files.json_files import read_json_object_if_present
 from toolkit.files.secrets import hide_secrets, hide_words
 from toolkit.files.validation import explain
 from toolkit.files.value_limits import shown
-from toolkit.parallel.layout import ParallelLayout, divide_ranks
-from toolkit.presets import Preset
-from toolkit.presets.preset import QUANTIZED_KEYS
-from toolkit.run.folder import write_json
-from toolkit.run.global_batch import with_accumulation
-from toolkit.run.script_arguments import (
+from toolkit.job.global_batch import with_accumulation
+from toolkit.job.script_arguments import (
     accumulation_steps,
     degrees_given,
     integer,
@@ -41,6 +37,10 @@ from toolkit.run.script_arguments import (
     read_arguments,
     without_degrees,
 )
+from toolkit.parallel.layout import ParallelLayout, divide_ranks
+from toolkit.presets import Preset
+from toolkit.presets.preset import QUANTIZED_KEYS
+from toolkit.record.folder import write_json
 
 BATCH_ARGUMENT = "per_device_train_batch_size"
 SPEC_FILE = "comparison.json"

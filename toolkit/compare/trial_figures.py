@@ -41,7 +41,7 @@ from toolkit.compare.result_values import (
     TrainedProblem,
 )
 from toolkit.files.secrets import hide_secrets
-from toolkit.run import status
+from toolkit.record import status
 from toolkit.units import NOT_AVAILABLE, number
 
 PER_STEP = (

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 
 from toolkit.errors import ToolkitError
 from toolkit.files.value_limits import shown
+from toolkit.job.script_arguments import read_arguments
 from toolkit.presets import Preset, load_preset
-from toolkit.run.script_arguments import read_arguments
 
 # A trial's folder is named for it, with the number of processes and the repeat.
 VARIANT_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.]{0,99}")

@@ -3,7 +3,7 @@
     conversion = convert_file(Path("qlora.yaml"))
     conversion.preset, conversion.arguments, conversion.not_converted
 
-Settings that mean exactly the same are found in `toolkit.run.argument_aliases`; a module per tool decides the others.
+Settings that mean exactly the same are found in `toolkit.job.argument_aliases`; a module per tool decides the others.
 """
 
 from toolkit.convert.conversion import Conversion, NotConverted

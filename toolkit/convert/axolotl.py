@@ -30,9 +30,9 @@ from toolkit.convert.strategy import take_strategy
 from toolkit.convert.trainer_settings import take_checkpointing_options
 from toolkit.errors import ToolkitError
 from toolkit.files.value_limits import shown
+from toolkit.job.argument_aliases import HINTS
+from toolkit.job.script_arguments import read_method
 from toolkit.presets.optimizers import MUON
-from toolkit.run.argument_aliases import HINTS
-from toolkit.run.script_arguments import read_method
 
 DATA_KEYS = ("datasets", "test_datasets", "pretraining_dataset")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from toolkit.convert.strategy import FSDP_REASONS
 from toolkit.convert.trainer_settings import CHECKPOINTING_REASON, PRESET_REASON, REMOTE_CODE_REASON
-from toolkit.run.argument_aliases import HINTS
+from toolkit.job.argument_aliases import HINTS
 
 # Settings of the same name and meaning.
 SAME = {
@@ -17,7 +17,7 @@ SAME = {
     *("save_only_model", "save_strategy", "save_total_limit", "seed", "tf32", "torch_compile_backend"),
     *("torch_compile_mode", "torch_empty_cache_steps", "warmup_steps", "weight_decay"),
 }
-# Those of `toolkit.run.argument_aliases` that axolotl has.
+# Those of `toolkit.job.argument_aliases` that axolotl has.
 RENAMED = {
     *("base_model", "dataset_num_proc", "evaluation_strategy", "flash_attention", "lr_scheduler", "micro_batch_size"),
     *("num_epochs", "optimizer", "sample_packing", "warmup_ratio"),

@@ -18,12 +18,12 @@ from toolkit.errors import ToolkitError
 from toolkit.files.secrets import hide_settings
 from toolkit.files.value_limits import shown, unexpected
 from toolkit.files.yaml_files import parse_yaml
+from toolkit.job.argument_aliases import HINTS, canonical_values
+from toolkit.job.argument_values import check_type
+from toolkit.job.script_arguments import KEYS_AND_VALUES, argument_types, argument_words, flag, read_method
 from toolkit.presets import load_preset
 from toolkit.presets.spec import PresetSpec
 from toolkit.presets.support import check_supported, reasons
-from toolkit.run.argument_aliases import HINTS, canonical_values
-from toolkit.run.argument_values import check_type
-from toolkit.run.script_arguments import KEYS_AND_VALUES, argument_types, argument_words, flag, read_method
 
 PRESET = "--preset"
 NUM_PROCESSES = "--num-processes"

@@ -23,9 +23,9 @@ from toolkit.convert.trainer_settings import (
 from toolkit.errors import ToolkitError
 from toolkit.files.value_limits import shown
 from toolkit.files.yaml_files import read_configuration
+from toolkit.job.argument_aliases import HINTS
+from toolkit.job.script_arguments import read_method
 from toolkit.presets.optimizers import MUON
-from toolkit.run.argument_aliases import HINTS
-from toolkit.run.script_arguments import read_method
 
 # Settings of the same name and meaning, beside transformers' own.
 SAME = {"model_name_or_path", "lora_alpha", "lora_dropout", "packing", "preprocessing_num_workers", "streaming"}

@@ -17,11 +17,11 @@ from toolkit.errors import ToolkitError
 from toolkit.files.reading import is_file, user_path
 from toolkit.files.value_limits import shown
 from toolkit.files.yaml_files import read_configuration
+from toolkit.job.script_arguments import flag
 from toolkit.presets import load_preset
 from toolkit.presets.compatibility import Method
 from toolkit.presets.support import reasons, unsupported
 from toolkit.presets.value_types import OFFLOAD_DEVICES
-from toolkit.run.script_arguments import flag
 
 # Settings of FSDP that the presets decide, or find out; by their names without `fsdp_`.
 _FSDP1_ONLY = "a setting of FSDP1: the presets use FSDP2, which has none"

@@ -22,7 +22,7 @@ from toolkit.convert.trainer_settings import (
 )
 from toolkit.errors import ToolkitError
 from toolkit.files.yaml_files import read_configuration
-from toolkit.run.script_arguments import read_method
+from toolkit.job.script_arguments import read_method
 
 # Settings of the same name and meaning, beside transformers' own.
 SAME = {"attn_implementation", "model_name_or_path", "packing"}

@@ -15,7 +15,7 @@ from toolkit.doctor.node_readings import NodeReadings, NotMeasured
 from toolkit.hardware.cgroups import count_oom_kills, cpu_limit, memory_limit_bytes, tasks_limit
 from toolkit.hardware.node import host_memory_bytes
 from toolkit.hardware.process_limits import locked_memory_limit_bytes, open_files_limit, processes_limit
-from toolkit.run.nvme import LOCKED_BYTES_AT_LEAST
+from toolkit.launch.nvme import LOCKED_BYTES_AT_LEAST
 from toolkit.units import GIB, gib
 
 NCCL_CONTAINERS = "https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/troubleshooting.html#docker"

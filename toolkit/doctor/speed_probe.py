@@ -23,8 +23,8 @@ from typing import Any
 
 from toolkit.hardware.gpu_table import TERA, known_gpu
 from toolkit.hardware.gpus import CPU_PROCESSES, count_gpus
-from toolkit.run.environment import threads_per_rank
-from toolkit.run.process import end_with_parent
+from toolkit.launch.environment import threads_per_rank
+from toolkit.launch.process import end_with_parent
 from toolkit.units import MIB
 
 # The same on every node, so that results compare; far above the sizes at which latency counts.

@@ -14,7 +14,7 @@ from toolkit.doctor.node_readings import NodeReadings
 from toolkit.doctor.ops import has_libaio_header
 from toolkit.errors import ToolkitError
 from toolkit.hardware.disks import existing_folder, measure_rates, mount_of
-from toolkit.run.nvme import (
+from toolkit.launch.nvme import (
     check_direct_io,
     check_filesystem,
     check_folder,

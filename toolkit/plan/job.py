@@ -11,8 +11,14 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields, replace
 from functools import cache, cached_property
 
-from toolkit.defaults import GRADIENT_ACCUMULATION_STEPS, LOSS_CHUNK_TOKENS, MAX_SEQ_LENGTH, PER_DEVICE_TRAIN_BATCH_SIZE
 from toolkit.errors import ToolkitError
+from toolkit.job.argument_values import check_word
+from toolkit.job.defaults import (
+    GRADIENT_ACCUMULATION_STEPS,
+    LOSS_CHUNK_TOKENS,
+    MAX_SEQ_LENGTH,
+    PER_DEVICE_TRAIN_BATCH_SIZE,
+)
 from toolkit.models.attention import (
     AUTO,
     KERNEL,
@@ -35,7 +41,6 @@ from toolkit.presets.compatibility import Method
 from toolkit.presets.optimizers import DEFAULT_OPTIMIZER
 from toolkit.presets.preset import Preset
 from toolkit.presets.support import check_supported
-from toolkit.run.argument_values import check_word
 
 LOSSES = ("chunked", "full", "fused", "chunked_output")
 # Larger values are typing errors: a micro-batch, length or world size beyond any cluster.

@@ -11,8 +11,8 @@ from typing import Annotated
 
 from typer import Option
 
-from toolkit.defaults import GRADIENT_ACCUMULATION_STEPS, MAX_SEQ_LENGTH, PER_DEVICE_TRAIN_BATCH_SIZE
 from toolkit.flags import PRESET_HELP
+from toolkit.job.defaults import GRADIENT_ACCUMULATION_STEPS, MAX_SEQ_LENGTH, PER_DEVICE_TRAIN_BATCH_SIZE
 from toolkit.parallel.pipeline_schedule import DEFAULT_SCHEDULE, SCHEDULES
 from toolkit.presets.optimizers import DEFAULT_OPTIMIZER
 

@@ -5,20 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from toolkit.defaults import LOSS_CHUNK_TOKENS, MAX_SEQ_LENGTH
 from toolkit.errors import ToolkitError
 from toolkit.hardware.gpu_table import Gpu, find_gpu
 from toolkit.hardware.gpus import gpu_names
-from toolkit.models.lora import ALL_LINEAR
-from toolkit.models.read_model import read_model
-from toolkit.plan.job import TrainingJob
-from toolkit.plan.memory_verdict import DOES_NOT_FIT, FITS, TOO_CLOSE
-from toolkit.plan.planner import Plan, PlanRequest, make_plans
-from toolkit.presets.compatibility import Method
-from toolkit.presets.preset import Preset
-from toolkit.presets.support import check_supported
-from toolkit.run.argument_values import as_list
-from toolkit.run.script_arguments import (
+from toolkit.job.argument_values import as_list
+from toolkit.job.defaults import LOSS_CHUNK_TOKENS, MAX_SEQ_LENGTH
+from toolkit.job.script_arguments import (
     accumulate_argument,
     accumulation_steps,
     degrees_given,
@@ -28,6 +20,14 @@ from toolkit.run.script_arguments import (
     read_method,
     uses_activation_checkpointing,
 )
+from toolkit.models.lora import ALL_LINEAR
+from toolkit.models.read_model import read_model
+from toolkit.plan.job import TrainingJob
+from toolkit.plan.memory_verdict import DOES_NOT_FIT, FITS, TOO_CLOSE
+from toolkit.plan.planner import Plan, PlanRequest, make_plans
+from toolkit.presets.compatibility import Method
+from toolkit.presets.preset import Preset
+from toolkit.presets.support import check_supported
 from toolkit.units import gib
 
 VERDICT_TEXT = {FITS: "fits", DOES_NOT_FIT: "does not fit", TOO_CLOSE: "too close to call"}

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from toolkit.launch.environment import launcher_environment, rank_environment
 from toolkit.presets import Preset
 from toolkit.rehearse.rehearsed_rank import RehearsedRank
-from toolkit.run.environment import launcher_environment, rank_environment
 
 SHARD_VALUE = 0.01
 

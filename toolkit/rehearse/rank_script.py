@@ -14,12 +14,12 @@ from typing import Any
 from transformers import set_seed
 
 from toolkit.presets import Preset
+from toolkit.record.measurements import read_rows
 from toolkit.rehearse.fake_process_group import join_fake_world
 from toolkit.rehearse.rehearsed_rank import RehearsedRank, has_local_weights
 from toolkit.rehearse.synthetic_inputs import rehearsal_data, rehearsal_model
 from toolkit.rehearse.trace import trace
 from toolkit.rehearse.trainer_parts import REHEARSAL_PARTS
-from toolkit.run.measurements import read_rows
 from toolkit.train.active_run import ActiveRun, open_run
 from toolkit.train.arguments import parse_args
 from toolkit.train.dtypes import compute_dtype

@@ -20,23 +20,23 @@ from typing import Any
 from toolkit.errors import ToolkitError
 from toolkit.files.secrets import hide_words, separate_secrets
 from toolkit.hardware.cgroups import count_oom_kills
+from toolkit.job.argument_checks import check_arguments
+from toolkit.job.argument_values import Range, check_range
+from toolkit.job.script_arguments import dataset_names, flag, read_arguments, resumes
+from toolkit.launch.command import ProcessCommand, new_run_id
+from toolkit.launch.environment import process_environment
+from toolkit.launch.exit_status import RunResult, record_result
+from toolkit.launch.preflight import check_dataset, check_required
+from toolkit.launch.process import run_command
+from toolkit.launch.warm_start import server_in_environment
 from toolkit.models.read_model import config_path
 from toolkit.presets import Preset
 from toolkit.presets.compatibility import Purpose
 from toolkit.presets.support import check_supported
+from toolkit.record import status
+from toolkit.record.attempts import settle, start_attempt
+from toolkit.record.folder import RunFolder, read_json, start_facts
 from toolkit.rehearse.rehearsed_rank import SYNTHETIC, RehearsedRank, has_local_weights
-from toolkit.run import status
-from toolkit.run.argument_checks import check_arguments
-from toolkit.run.argument_values import Range, check_range
-from toolkit.run.attempts import settle, start_attempt
-from toolkit.run.command import ProcessCommand, new_run_id
-from toolkit.run.environment import process_environment
-from toolkit.run.exit_status import RunResult, record_result
-from toolkit.run.folder import RunFolder, read_json, start_facts
-from toolkit.run.preflight import check_dataset, check_required
-from toolkit.run.process import run_command
-from toolkit.run.script_arguments import dataset_names, flag, read_arguments, resumes
-from toolkit.run.warm_start import server_in_environment
 
 DEFAULT_STEPS = 3
 # Nothing of a rehearsal is worth saving, evaluating or reporting.

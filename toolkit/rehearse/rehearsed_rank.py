@@ -13,8 +13,8 @@ from typing import Any
 
 from toolkit.errors import ToolkitError
 from toolkit.files.value_limits import shown
-from toolkit.run.folder import RunFolder
-from toolkit.run.preflight import WEIGHT_SUFFIXES
+from toolkit.launch.preflight import WEIGHT_SUFFIXES
+from toolkit.record.folder import RunFolder
 
 # A value of `--dataset`: rows of exactly `max_seq_length` tokens, the most that a batch can hold.
 SYNTHETIC = "synthetic"

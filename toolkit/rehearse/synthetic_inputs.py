@@ -9,11 +9,11 @@ import torch
 from torch.utils.data import Dataset
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from toolkit.job.script_arguments import ModelArguments
 from toolkit.parallel.layout import ParallelLayout
 from toolkit.parallel.sharded_at_load import distributed_config
 from toolkit.rehearse.fake_process_group import fill_shards
 from toolkit.rehearse.rehearsed_rank import SYNTHETIC, has_local_weights
-from toolkit.run.script_arguments import ModelArguments
 from toolkit.train.arguments import Arguments
 from toolkit.train.data.data_report import DataStats
 from toolkit.train.data.dataset import Data, load_data

@@ -21,8 +21,8 @@ from toolkit.errors import AttestationFailed
 from toolkit.models.fake_tensor_patches import on_fake_tensors
 from toolkit.models.live_memory import LiveMemory, MemoryPeak
 from toolkit.presets import Preset
+from toolkit.record.heartbeat import peak_resident_bytes
 from toolkit.rehearse.synthetic_inputs import model_from_config
-from toolkit.run.heartbeat import peak_resident_bytes
 from toolkit.train.arguments import Arguments
 from toolkit.train.attest.activation_checkpointing import uses_activation_checkpointing
 from toolkit.train.attest.differences import differences, expected_values

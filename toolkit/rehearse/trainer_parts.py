@@ -12,8 +12,8 @@ import torch
 from transformers import TrainerCallback
 
 from toolkit.errors import AttestationFailed
+from toolkit.record.folder import write_json
 from toolkit.rehearse.fake_process_group import fill_shards, register_local_reduction
-from toolkit.run.folder import write_json
 from toolkit.train.attest.attestation import Attestation, attestation_json, verified_line
 from toolkit.train.attest.differences import byte_limit_differences, differences
 from toolkit.train.attest.readings import RankReading

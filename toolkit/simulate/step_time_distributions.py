@@ -168,8 +168,8 @@ def measured_step_times(folder: Path, *, untimed_steps: int) -> MeasuredStepTime
     `own_seconds` waits least: its rest is taken as every rank's. A rank whose backward is slow too therefore looks
     faster by comparison than it is.
     """
-    from toolkit.run.folder import RunFolder  # takes longer to import than a simulation
-    from toolkit.run.measurements import read_steps, timed_steps
+    from toolkit.record.folder import RunFolder  # takes longer to import than a simulation
+    from toolkit.record.measurements import read_steps, timed_steps
 
     steps = timed_steps(read_steps(RunFolder(folder)), untimed_steps=untimed_steps)
     if not steps:

@@ -12,7 +12,7 @@ from toolkit.errors import ToolkitError, did_you_mean
 from toolkit.hardware.gpu_table import GIGA, named_or_visible_gpu
 from toolkit.models.read_model import read_model
 from toolkit.plan.interconnect import Interconnect, Range
-from toolkit.run.measurements import percentile
+from toolkit.record.measurements import percentile
 from toolkit.simulate.allreduce_algorithms import PARAMETER_SERVER, ReductionTime, reduction_times
 from toolkit.simulate.compressed_training import train_compressed
 from toolkit.simulate.gradient_compression import Compression, Shape, parse_compression

@@ -24,17 +24,17 @@ import torch.distributed as dist
 
 from toolkit.files.secrets import hide_words
 from toolkit.hardware.node import describe_node, git_commit, library_versions
+from toolkit.job.script_arguments import resumes
+from toolkit.launch.resume_conversion import RESUME_FOLDER, remove_converted
 from toolkit.parallel.layout import ParallelLayout
-from toolkit.run import status
-from toolkit.run.attempts import begin_training, start_attempt
-from toolkit.run.checkpoints import Checkpoint, remove_unfinished
-from toolkit.run.folder import MEASUREMENT_VERSION, RunFolder, start_facts
-from toolkit.run.goodput import measure_goodput
-from toolkit.run.measurements import PER_STEP, Measurements, drop_rows_after, measure, read_steps
-from toolkit.run.restarts import record_restart
-from toolkit.run.resume_conversion import RESUME_FOLDER, remove_converted
-from toolkit.run.script_arguments import resumes
-from toolkit.run.timeline import Moment, read_timeline
+from toolkit.record import status
+from toolkit.record.attempts import begin_training, start_attempt
+from toolkit.record.checkpoints import Checkpoint, remove_unfinished
+from toolkit.record.folder import MEASUREMENT_VERSION, RunFolder, start_facts
+from toolkit.record.goodput import measure_goodput
+from toolkit.record.measurements import PER_STEP, Measurements, drop_rows_after, measure, read_steps
+from toolkit.record.restarts import record_restart
+from toolkit.record.timeline import Moment, read_timeline
 from toolkit.train.arguments import Arguments
 from toolkit.train.checkpointing.resume import find_checkpoint
 from toolkit.train.checkpointing.signals import StopOnSignal

@@ -17,18 +17,12 @@ from transformers import HfArgumentParser, TrainingArguments
 
 from toolkit.errors import ToolkitError
 from toolkit.files.secrets import UnwrittenText, hide_secrets, hide_words, is_secret_name, restore_secrets
-from toolkit.models.attention import needs_no_mask
-from toolkit.parallel.layout import ParallelLayout
-from toolkit.parallel.pipeline_schedule import PipelineSettings
-from toolkit.presets.accumulation import SHARDED, default_accumulate, with_accumulate
-from toolkit.presets.optimizers import DEFAULT_OPTIMIZER, MUON
-from toolkit.presets.training_arguments import SDPA, parallelism_arguments, resolve_precision, uses_fsdp
-from toolkit.run.argument_aliases import canonical_flags
-from toolkit.run.argument_checks import check_arguments
-from toolkit.run.compilation import Compilation
-from toolkit.run.global_batch import order_of_ranks, with_accumulation
-from toolkit.run.learning_rate import WARMUP_SHARE, ScaledRate, scaled_rate
-from toolkit.run.script_arguments import (
+from toolkit.job.argument_aliases import canonical_flags
+from toolkit.job.argument_checks import check_arguments
+from toolkit.job.compilation import Compilation
+from toolkit.job.global_batch import order_of_ranks, with_accumulation
+from toolkit.job.learning_rate import WARMUP_SHARE, ScaledRate, scaled_rate
+from toolkit.job.script_arguments import (
     DataArguments,
     ModelArguments,
     accumulate_argument,
@@ -41,7 +35,13 @@ from toolkit.run.script_arguments import (
     read_config_file,
     uses_activation_checkpointing,
 )
-from toolkit.run.trainer_arguments import json_object
+from toolkit.job.trainer_arguments import json_object
+from toolkit.models.attention import needs_no_mask
+from toolkit.parallel.layout import ParallelLayout
+from toolkit.parallel.pipeline_schedule import PipelineSettings
+from toolkit.presets.accumulation import SHARDED, default_accumulate, with_accumulate
+from toolkit.presets.optimizers import DEFAULT_OPTIMIZER, MUON
+from toolkit.presets.training_arguments import SDPA, parallelism_arguments, resolve_precision, uses_fsdp
 from toolkit.train.dtypes import compute_dtype
 from toolkit.train.launch_context import LaunchContext
 from toolkit.train.model.loading import choose_attention

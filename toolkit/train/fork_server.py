@@ -2,7 +2,7 @@
 
     python -m toolkit.train.fork_server SOCKET       # exits when its stdin is closed
 
-`toolkit.run.warm_start` is the client. Each connection gets one forked process. The first one of a run is
+`toolkit.launch.warm_start` is the client. Each connection gets one forked process. The first one of a run is
 `accelerate launch` itself; the ranks that it would start with `python -m toolkit.train` are forked as well. The
 launcher's own code still builds the environment of the ranks, monitors them, ends them and reports them, so exit codes
 and log lines are those of any other launch.
@@ -50,9 +50,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from toolkit.run.environment import RUN_ID_VARIABLE, UTF8_VARIABLES
-from toolkit.run.process import end_with_parent
-from toolkit.run.warm_start import RUN_ID_PLACEHOLDER, ForkRequest, RefusedError, fork_process, python_command
+from toolkit.launch.environment import RUN_ID_VARIABLE, UTF8_VARIABLES
+from toolkit.launch.process import end_with_parent
+from toolkit.launch.warm_start import RUN_ID_PLACEHOLDER, ForkRequest, RefusedError, fork_process, python_command
 from toolkit.train.rank_process import garbage_collector_off, prepare_environment
 
 # Variables that are read when a process group, an engine or a run is created, not when a library is imported.
@@ -119,7 +119,7 @@ def read_tables() -> None:
     """
     from transformers import conversion_mapping
 
-    from toolkit.run.script_arguments import argument_words
+    from toolkit.job.script_arguments import argument_words
     from toolkit.versions import accelerator_config_types, training_argument_defaults, training_argument_types
 
     build = getattr(conversion_mapping, "get_checkpoint_conversion_mapping", None)

@@ -16,8 +16,7 @@ import psutil
 
 from toolkit.errors import ToolkitError
 from toolkit.files.reading import user_path
-from toolkit.presets import Preset, load_preset, read_preset
-from toolkit.run.environment import (
+from toolkit.launch.environment import (
     NVME_PATH_VARIABLE,
     PREPARED_VARIABLE,
     PRESET_VARIABLE,
@@ -25,7 +24,8 @@ from toolkit.run.environment import (
     WORLD_SIZE_VARIABLE,
     strategy_environment,
 )
-from toolkit.run.nvme import ACCELERATE_VARIABLES, swap_folder
+from toolkit.launch.nvme import ACCELERATE_VARIABLES, swap_folder
+from toolkit.presets import Preset, load_preset, read_preset
 
 # Set by `accelerate launch` for every preset.
 ACCELERATE_VARIABLE = "ACCELERATE_MIXED_PRECISION"

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from toolkit.errors import ToolkitError
-from toolkit.run.heartbeat import read_attempt_id, write_attempt_id
+from toolkit.record.heartbeat import read_attempt_id, write_attempt_id
 
 # A network file system may answer from its cache for some seconds.
 VISIBLE_SECONDS = 15.0

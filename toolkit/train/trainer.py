@@ -21,7 +21,7 @@ from transformers import PrinterCallback, Trainer, TrainerCallback
 from transformers.trainer_pt_utils import LengthGroupedSampler
 
 from toolkit.presets.optimizers import MUON
-from toolkit.run.checkpoints import checkpoint_files, saving_folder
+from toolkit.record.checkpoints import checkpoint_files, saving_folder
 from toolkit.train.active_run import ActiveRun
 from toolkit.train.attest.attestation import Attestation
 from toolkit.train.attest.read_fsdp2 import is_shard

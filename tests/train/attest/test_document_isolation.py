@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from toolkit.errors import AttestationFailed
-from toolkit.run.script_arguments import DataArguments, ModelArguments
+from toolkit.job.script_arguments import DataArguments, ModelArguments
 from toolkit.train.attest.differences import differences
 from toolkit.train.attest.document_isolation import check_isolated, read_packing
 from toolkit.train.attest.training_methods import expected_methods

@@ -24,8 +24,8 @@ from toolkit.checkpoint.hf_export import export
 from toolkit.checkpoint.model_definition import MetaModel, ModelFiles
 from toolkit.checkpoint.reader import MOMENTS
 from toolkit.checkpoint.verify import verify
-from toolkit.run.checkpoints import latest_complete, list_checkpoints
-from toolkit.run.timeline import read_timeline
+from toolkit.record.checkpoints import latest_complete, list_checkpoints
+from toolkit.record.timeline import read_timeline
 from toolkit.train.checkpointing.background_save import BackgroundSaver, SaveRecord
 from toolkit.train.checkpointing.manifest import SavedFolder
 

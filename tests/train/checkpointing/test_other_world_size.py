@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from launching import read, torchrun_preset
 
-from toolkit.run.folder import RunFolder
-from toolkit.run.measurements import Measurements, measure, read_steps
+from toolkit.record.folder import RunFolder
+from toolkit.record.measurements import Measurements, measure, read_steps
 
 pytestmark = pytest.mark.launch
 

@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 from launching import LORA, ROOT, SAVED, SAVED_STEPS, accelerate_launch, read, toolkit
 
-from toolkit.run.checkpoints import list_checkpoints, read_checkpoint
-from toolkit.run.folder import RunFolder
-from toolkit.run.measurements import measure
+from toolkit.record.checkpoints import list_checkpoints, read_checkpoint
+from toolkit.record.folder import RunFolder
+from toolkit.record.measurements import measure
 
 pytestmark = pytest.mark.launch
 

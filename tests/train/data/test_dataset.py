@@ -15,8 +15,8 @@ from dataset_folders import write_dataset_folder
 from transformers import TrainingArguments
 
 from toolkit.errors import ToolkitError
-from toolkit.run.folder import RunFolder
-from toolkit.run.script_arguments import DataArguments
+from toolkit.job.script_arguments import DataArguments
+from toolkit.record.folder import RunFolder
 from toolkit.train.data.data_report import preflight_lines
 from toolkit.train.data.dataset import Data, load_data
 from toolkit.train.data.streaming import MixedRows, open_stream

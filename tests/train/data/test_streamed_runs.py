@@ -10,7 +10,7 @@ import pytest
 from launching import ROOT, accelerate_launch, read, toolkit
 from token_streams import batch_hashes, rank_arguments
 
-from toolkit.run.heartbeat import read_heartbeats
+from toolkit.record.heartbeat import read_heartbeats
 from toolkit.train.data.collation import Collator
 from toolkit.train.data.stream_loader import batch_share, stream_loader
 from toolkit.train.data.streaming import TokenStream, open_stream

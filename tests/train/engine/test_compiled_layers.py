@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from toolkit.run.compilation import Compilation
+from toolkit.job.compilation import Compilation
 from toolkit.train.engine.compiled_layers import CompilerEvents, compile_layers, compiled_modules, uncompiled_forward
 
 # torch's tracer reads `.grad` of intermediate tensors.

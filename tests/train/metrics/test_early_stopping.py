@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from toolkit.run.folder import RunFolder
+from toolkit.record.folder import RunFolder
 from toolkit.train.health.progress import Progress
 from toolkit.train.metrics.early_stopping import EarlyStopping, is_median_within, median_interval
 from toolkit.train.metrics.timer import StepTimer

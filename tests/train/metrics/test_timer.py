@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from toolkit.run.measurements import drop_rows_after, read_rows
+from toolkit.record.measurements import drop_rows_after, read_rows
 from toolkit.train.data.collation import BatchFacts
 from toolkit.train.health.failure_report import Diverged
 from toolkit.train.health.progress import Progress

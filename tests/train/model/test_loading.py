@@ -9,7 +9,7 @@ import torch
 from model_configs import TINY
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from toolkit.run.script_arguments import ModelArguments
+from toolkit.job.script_arguments import ModelArguments
 from toolkit.train.model.loading import loaded_dtype, prepare_model
 from toolkit.train.model.saving import in_fp32
 

@@ -19,7 +19,7 @@ from toolkit.errors import AttestationFailed
 from toolkit.parallel.layout import ParallelLayout
 from toolkit.presets import Preset
 from toolkit.presets.shard_bytes import ADAM_STATES, shard_byte_limits
-from toolkit.run.folder import write_json
+from toolkit.record.folder import write_json
 from toolkit.train.attest.accumulated_gradients import AccumulatedGradients, read_accumulated
 from toolkit.train.attest.activation_checkpointing import RecomputeDetector
 from toolkit.train.attest.clipping import NormReader, NormReading, clipping_differences, gradient_replicas, was_clipped

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 
-from toolkit.run.measurements import grad_norm
+from toolkit.record.measurements import grad_norm
 from toolkit.train.attest.readings import Difference, RankReading
 from toolkit.train.attest.tensors import local
 from toolkit.train.metrics.timer import grad_norm_facts

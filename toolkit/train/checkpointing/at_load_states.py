@@ -14,7 +14,7 @@ from transformers.distributed.checkpoint import load_optimizer_distributed, save
 
 from toolkit.errors import ToolkitError
 from toolkit.files.safe_loading import torch_load
-from toolkit.run.checkpoints import AT_LOAD_OPTIMIZER
+from toolkit.record.checkpoints import AT_LOAD_OPTIMIZER
 
 SCHEDULER = "scheduler.pt"
 

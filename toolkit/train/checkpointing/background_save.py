@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from transformers import modeling_utils
 
 from toolkit.files.safetensors_writer import SavedTensor, write_file
-from toolkit.run.checkpoints import checkpoint_files
+from toolkit.record.checkpoints import checkpoint_files
 from toolkit.train.checkpointing.manifest import SavedFolder
 
 DeferredWrite = Callable[[Any], None]

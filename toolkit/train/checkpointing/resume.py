@@ -16,8 +16,11 @@ from transformers import TrainerCallback
 
 from toolkit.files.model_weights import read_weights
 from toolkit.files.safe_loading import check_checkpoint, load_only_known_classes
+from toolkit.job.dataset_checks import streaming_buffer_size
+from toolkit.job.script_arguments import degrees_given, resumes
+from toolkit.launch.resume_conversion import ResumingRun, checkpoint_to_convert, convert_checkpoint
 from toolkit.presets import Preset
-from toolkit.run.checkpoints import (
+from toolkit.record.checkpoints import (
     LATEST_WORDS,
     Checkpoint,
     check_resume_settings,
@@ -27,9 +30,6 @@ from toolkit.run.checkpoints import (
     read_complete_checkpoint,
     remove_unfinished,
 )
-from toolkit.run.dataset_checks import streaming_buffer_size
-from toolkit.run.resume_conversion import ResumingRun, checkpoint_to_convert, convert_checkpoint
-from toolkit.run.script_arguments import degrees_given, resumes
 from toolkit.train.arguments import Arguments
 from toolkit.train.checkpointing.signals import join_store
 from toolkit.train.health.progress import Progress

@@ -29,8 +29,8 @@ import torch.distributed as dist
 from transformers import TrainerCallback
 
 from toolkit.errors import EXIT_RUN_FAILED
-from toolkit.run.heartbeat import read_heartbeats
-from toolkit.run.timeline import STOPPED
+from toolkit.record.heartbeat import read_heartbeats
+from toolkit.record.timeline import STOPPED
 from toolkit.train.health.failure_report import Interrupted, report_failure
 from toolkit.train.health.progress import Progress
 

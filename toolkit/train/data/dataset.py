@@ -16,10 +16,10 @@ import datasets
 from toolkit.data import DataSource, resolve_sources
 from toolkit.data.mixture import fractions, numbered, repeated_rows, rows_per_epoch
 from toolkit.errors import ToolkitError
+from toolkit.job.dataset_checks import check_val_size
+from toolkit.job.script_arguments import DataArguments
 from toolkit.parallel.layout import ParallelLayout
-from toolkit.run.dataset_checks import check_val_size
-from toolkit.run.folder import RunFolder
-from toolkit.run.script_arguments import DataArguments
+from toolkit.record.folder import RunFolder
 from toolkit.train.data.collation import Collator, PackCollator
 from toolkit.train.data.data_report import (
     DataStats,

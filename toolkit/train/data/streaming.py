@@ -32,7 +32,7 @@ import torch
 from toolkit.data import DataSource, iter_rows, resolve_source
 from toolkit.data.mixture import numbered
 from toolkit.errors import ToolkitError
-from toolkit.run.dataset_checks import WORKERS, check_rows_fill_a_step
+from toolkit.job.dataset_checks import WORKERS, check_rows_fill_a_step
 from toolkit.train.data.packing import OpenPacks, TokenRow, joined
 from toolkit.train.data.tokenization import RowEncoder, format_of_first_row, load_hub
 

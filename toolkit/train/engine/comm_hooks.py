@@ -17,7 +17,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from transformers import TrainerCallback
 
 from toolkit.errors import ToolkitError
-from toolkit.run.script_arguments import ModelArguments
+from toolkit.job.script_arguments import ModelArguments
 from toolkit.train.active_run import ActiveRun
 from toolkit.train.attest.tensors import uncompiled
 

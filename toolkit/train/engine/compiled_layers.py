@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from accelerate.utils.other import is_repeated_blocks
 
-from toolkit.run.compilation import Compilation
+from toolkit.job.compilation import Compilation
 
 
 def compile_layers(model: Any, compilation: Compilation, *, lengths_vary: bool) -> int:

@@ -14,8 +14,8 @@ from typing import Any
 from transformers import TrainerCallback
 
 from toolkit.errors import ToolkitError
-from toolkit.run.nvme import NVME_PATH_HINT, nvme_blocks
-from toolkit.run.script_arguments import ModelArguments
+from toolkit.job.script_arguments import ModelArguments
+from toolkit.launch.nvme import NVME_PATH_HINT, nvme_blocks
 from toolkit.train.active_run import ActiveRun
 from toolkit.train.arguments import Arguments
 from toolkit.train.model.loading import model_without_weights

@@ -21,10 +21,10 @@ from toolkit.data import iter_rows, resolve_source
 from toolkit.data.mixture import row_and_source
 from toolkit.errors import AttestationFailed, OutOfMemory, RunFailed, ToolkitError
 from toolkit.files.secrets import hide_secrets
-from toolkit.run import status
-from toolkit.run.folder import RunFolder
-from toolkit.run.heartbeat import Heartbeat, is_superseded, peak_resident_bytes, read_heartbeats
-from toolkit.run.resource_exhaustion import (
+from toolkit.record import status
+from toolkit.record.folder import RunFolder
+from toolkit.record.heartbeat import Heartbeat, is_superseded, peak_resident_bytes, read_heartbeats
+from toolkit.record.resource_exhaustion import (
     describe_full_disk,
     describe_host_oom,
     describe_latest_checkpoint,

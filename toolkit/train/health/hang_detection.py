@@ -19,8 +19,8 @@ from typing import Any, NoReturn
 import psutil
 
 from toolkit.errors import EXIT_RUN_FAILED, ToolkitError
-from toolkit.run.hang_diagnosis import hang_failure, stalled_seconds
-from toolkit.run.heartbeat import (
+from toolkit.record.hang_diagnosis import hang_failure, stalled_seconds
+from toolkit.record.heartbeat import (
     DEFAULT_HANG_TIMEOUT_MINUTES,
     HANG_CLAIM,
     HANG_TIMEOUT_VARIABLE,

@@ -10,7 +10,7 @@ from typing import Any
 
 import psutil
 
-from toolkit.run.timeline import add_moment
+from toolkit.record.timeline import add_moment
 from toolkit.train.metrics.device_readings import PhaseMemoryRecorder
 
 STEP_PHASES = ("train", "forward", "backward", "step")

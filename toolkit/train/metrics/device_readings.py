@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from toolkit.hardware.nvml import Nvml
-from toolkit.run.heartbeat import peak_resident_bytes
-from toolkit.run.measurements import MEMORY_PHASES
+from toolkit.record.heartbeat import peak_resident_bytes
+from toolkit.record.measurements import MEMORY_PHASES
 
 SECONDS_BETWEEN_NVML_QUERIES = 1.0
 STATM = Path("/proc/self/statm")

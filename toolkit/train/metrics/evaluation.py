@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 from transformers import TrainerCallback
 
-from toolkit.run.dataset_checks import held_out_rows
-from toolkit.run.folder import RunFolder
+from toolkit.job.dataset_checks import held_out_rows
+from toolkit.record.folder import RunFolder
 from toolkit.train.data.collation import IGNORED
 
 

@@ -19,7 +19,7 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 from transformers import TrainerCallback
 
-from toolkit.run.measurements import drop_rows_after
+from toolkit.record.measurements import drop_rows_after
 from toolkit.train.data.collation import BatchFacts
 from toolkit.train.engine.compiled_layers import CompilerEvents
 from toolkit.train.health.failure_report import Diverged

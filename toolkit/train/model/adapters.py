@@ -8,8 +8,8 @@ from typing import Any
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
 from toolkit.errors import ToolkitError
-from toolkit.run.lora_config import lora_fields
-from toolkit.run.script_arguments import ModelArguments
+from toolkit.job.lora_config import lora_fields
+from toolkit.job.script_arguments import ModelArguments
 
 # Fields of `LoraConfig` that train copies of the model's own weights.
 BASE_WEIGHT_FIELDS = ("modules_to_save", "trainable_token_indices")

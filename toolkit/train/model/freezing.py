@@ -12,7 +12,7 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from toolkit.errors import ToolkitError
-from toolkit.run.model_arguments import check_patterns
+from toolkit.job.model_arguments import check_patterns
 
 
 def freeze(model: Any, *, frozen: Sequence[str] | None, trained: Sequence[str] | None) -> list[str]:

@@ -17,14 +17,14 @@ from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled, unse
 
 from toolkit.data.template_limits import check_templates, read_template
 from toolkit.errors import ToolkitError
+from toolkit.job.script_arguments import ModelArguments
 from toolkit.models.adapter_inputs import share_inputs
 from toolkit.models.attention import AUTO, packed_attention, read_model_attention
-from toolkit.models.nf4 import quantization_config
+from toolkit.models.nf4 import keep_packing, quantization_config
 from toolkit.parallel.layout import ParallelLayout
 from toolkit.parallel.sharded_at_load import distributed_config
 from toolkit.presets.compatibility import Method
 from toolkit.presets.support import check_supported
-from toolkit.run.script_arguments import ModelArguments
 from toolkit.train.model import four_bit, varlen_attention
 from toolkit.train.model.adapters import saved_lora, trains_base_weights, with_lora
 from toolkit.train.model.freezing import freeze
@@ -98,7 +98,7 @@ def load_model(
     load = partial(from_pretrained, AutoModelForCausalLM, source, dtype=dtype, **extra)
     model = four_bit.load_for_shards(load) if arguments.load_in_4bit and four_bit.is_sharded() else load()
     if arguments.load_in_4bit:
-        four_bit.keep_packing(model)
+        keep_packing(model)
     return prepare_model(model, arguments, compute_dtype=compute_dtype, adapter=resumed)
 
 

@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 
-from toolkit.run.checkpoints import FINGERPRINT
-from toolkit.run.folder import write_json
+from toolkit.record.checkpoints import FINGERPRINT
+from toolkit.record.folder import write_json
 from toolkit.train.attest.tensors import uncompiled
 
 _MOVED_LAST = ("config.json", "adapter_config.json")

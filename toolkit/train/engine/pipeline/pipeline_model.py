@@ -17,9 +17,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from transformers import AutoConfig, GenerationConfig
 from transformers.modeling_outputs import CausalLMOutput
 
+from toolkit.job.script_arguments import ModelArguments
 from toolkit.parallel.layout import ParallelLayout
 from toolkit.parallel.pipeline_schedule import PipelineSettings, divide_layers
-from toolkit.run.script_arguments import ModelArguments
 from toolkit.train.engine.pipeline.stage import Stage
 from toolkit.train.engine.pipeline.stage_weights import weights_reader, write_index, write_part
 from toolkit.train.model.loading import from_pretrained

@@ -16,7 +16,7 @@ from accelerate.data_loader import prepare_data_loader, skip_first_batches
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from toolkit.files.safe_loading import torch_load
-from toolkit.run.checkpoints import STAGE_OPTIMIZER
+from toolkit.record.checkpoints import STAGE_OPTIMIZER
 from toolkit.train.data.collation import BATCH_FACTS
 from toolkit.train.engine.pipeline.pipeline_model import PipelineModel
 from toolkit.train.engine.pipeline.pipeline_steps import PipelineSteps

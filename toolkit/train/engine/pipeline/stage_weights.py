@@ -18,7 +18,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cache
 from toolkit.errors import ToolkitError
 from toolkit.files.json_files import read_json_object
 from toolkit.files.model_weights import read_weights
-from toolkit.run.folder import write_json
+from toolkit.record.folder import write_json
 
 
 def weights_reader(name: str, revision: str) -> Callable[[str], torch.Tensor]:

@@ -1,0 +1,129 @@
+"""Arguments of TRL, axolotl and LLaMA-Factory: accepted where they mean the same, else answered with what to type."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from toolkit.errors import ToolkitError
+from toolkit.job.argument_aliases import ALIASES, HINTS, canonical_values
+from toolkit.job.script_arguments import argument_types, read_arguments
+from toolkit.train.arguments import _parse_flags
+
+# Name and value of the other tool, ours.
+ACCEPTED = [
+    ("dataset_name", "owner/name", "dataset", "owner/name"),
+    ("dataset_config", "en", "dataset_config", "en"),
+    ("max_length", "512", "max_seq_length", "512"),
+    ("model_revision", "v1.1", "revision", "v1.1"),
+    ("base_model", "Qwen/Qwen3-8B", "model_name_or_path", "Qwen/Qwen3-8B"),
+    ("lora_rank", "8", "lora_r", "8"),
+    ("lora_target", "q_proj,v_proj", "lora_target_modules", ["q_proj", "v_proj"]),
+    ("lora_target", "all", "lora_target_modules", ["all-linear"]),
+    ("dataset_num_proc", "4", "preprocessing_num_workers", "4"),
+    ("assistant_only_loss", "true", "loss_on", "assistant"),
+    ("train_on_inputs", "true", "loss_on", "all"),
+    ("train_on_inputs", "false", "loss_on", "assistant"),
+    ("sample_packing", "true", "packing", "true"),
+    ("micro_batch_size", "4", "per_device_train_batch_size", "4"),
+    ("flash_attention", "true", "attn_implementation", "flash_attention_2"),
+]
+# Name and value of the other tool, what the hint says to type.
+REFUSED = [
+    ("cutoff_len", "512", "`--max_seq_length`"),
+    ("sequence_len", "512", "`--max_seq_length`"),
+    ("use_peft", "true", "`--lora_r 16`"),
+    ("dtype", "bfloat16", "`--bf16 false`"),
+    ("config", "job.yaml", "`-- config.yaml --max_steps 8`"),
+    ("num_processes", "2", "`toolkit train --num-processes 2 -- ...`"),
+    ("assistant_only_loss", "false", "`--loss_on`"),
+    ("flash_attention", "false", "`--attn_implementation`"),
+]
+# What another name was once mistaken for.
+MISLEADING = {"use_peft": "use_cpu", "lora_rank": "local_rank", "config": "lora_config"}
+
+Given = Callable[[str, Any, Path], list[str]]
+
+
+def as_flag(name: str, value: Any, folder: Path) -> list[str]:
+    del folder
+    return [f"--{name}", *(value if isinstance(value, list) else [value])]
+
+
+def as_dashed_flag(name: str, value: Any, folder: Path) -> list[str]:
+    return as_flag(name.replace("_", "-"), value, folder)
+
+
+def as_assignment(name: str, value: Any, folder: Path) -> list[str]:
+    return as_flag(name, value, folder) if isinstance(value, list) else [f"--{name}={value}"]
+
+
+def as_yaml_key(name: str, value: Any, folder: Path) -> list[str]:
+    path = folder / f"{name}.yaml"
+    path.write_text(yaml.safe_dump({name: yaml.safe_load(value) if isinstance(value, str) else value}))
+    return [str(path)]
+
+
+WAYS = pytest.mark.parametrize("given", [as_flag, as_dashed_flag, as_assignment, as_yaml_key])
+
+
+@WAYS
+@pytest.mark.parametrize(("theirs", "value", "ours", "our_value"), ACCEPTED)
+def test_an_argument_of_another_tool_starts_the_same_run_as_ours(
+    theirs: str, value: str, ours: str, our_value: Any, given: Given, tmp_path: Path
+) -> None:
+    other, own = given(theirs, value, tmp_path), given(ours, our_value, tmp_path)
+    read = read_arguments(own)
+    assert set(read) == {ours}
+    assert read_arguments(other) == read or str(read_arguments(other)).lower() == str(read).lower()
+    assert vars(_parse_flags(other)) == vars(_parse_flags(own))
+
+
+@WAYS
+@pytest.mark.parametrize(("theirs", "value", "typed"), REFUSED)
+def test_an_argument_that_means_something_else_is_answered_with_what_to_type(
+    theirs: str, value: str, typed: str, given: Given, tmp_path: Path
+) -> None:
+    with pytest.raises(ToolkitError) as caught:
+        read_arguments(given(theirs, value, tmp_path))
+    assert theirs in caught.value.message
+    assert typed in str(caught.value.hint)
+    assert MISLEADING.get(theirs, "no other") not in str(caught.value.hint)
+
+
+def test_no_hint_names_the_argument_that_it_was_once_mistaken_for() -> None:
+    for theirs, wrong in MISLEADING.items():
+        assert wrong not in HINTS.get(theirs, "")
+    assert ALIASES["lora_rank"].name == "lora_r"
+
+
+def test_a_misspelled_argument_of_another_tool_suggests_ours() -> None:
+    with pytest.raises(ToolkitError, match="unknown argument --micro_batchsize") as caught:
+        read_arguments(["--micro_batchsize", "4"])
+    assert caught.value.hint == "did you mean `--per_device_train_batch_size`?"
+
+
+def test_an_argument_under_both_names_is_refused_in_a_file() -> None:
+    with pytest.raises(ToolkitError, match="max_length and max_seq_length are the same argument") as caught:
+        canonical_values({"max_seq_length": 512, "max_length": 256})
+    assert caught.value.hint == "keep `max_seq_length`"
+
+
+def test_each_flag_wins_over_the_file_under_either_name(tmp_path: Path) -> None:
+    config = tmp_path / "job.yaml"
+    config.write_text("max_length: 512\nbase_model: a/b\n")
+    assert read_arguments([str(config), "--max_seq_length", "256", "--base_model", "c/d"]) == {
+        "max_seq_length": "256",
+        "model_name_or_path": "c/d",
+    }
+
+
+def test_every_alias_and_hint_is_about_an_argument_that_we_do_not_have() -> None:
+    ours = argument_types()
+    assert {alias.name for alias in ALIASES.values()} <= set(ours)
+    assert not (set(ALIASES) | set(HINTS)) & set(ours)
+    assert not set(ALIASES) & set(HINTS)

@@ -1,0 +1,92 @@
+"""Training arguments checked against each other, the preset and the installed packages."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from toolkit.errors import ToolkitError
+from toolkit.job.argument_checks import check_arguments, profiled_steps
+from toolkit.presets import load_preset
+
+
+def check(preset: str = "ddp", num_processes: int = 2, **arguments: Any) -> list[str]:
+    return check_arguments(arguments, load_preset(preset), num_processes=num_processes, on_cpu=True)
+
+
+@pytest.mark.parametrize(
+    ("preset", "arguments", "words"),
+    [
+        ("zero2", {"ddp_comm_hook": "bf16"}, "does not work under preset 'zero2': DeepSpeed reduces"),
+        ("fsdp2", {"ddp_comm_hook": "bf16"}, "does not work under preset 'fsdp2': FSDP2 reduce-scatters"),
+        ("ddp", {"ddp_comm_hook": "topk"}, "is 'topk', expected allreduce, bf16"),
+        ("ddp", {"ddp_comm_hook": "top_k", "ddp_comm_hook_top_k_fraction": "2"}, "is 2.0, expected more than 0"),
+        ("ddp", {"ddp_comm_hook": "power_sgd", "ddp_comm_hook_power_sgd_start": "1"}, "is 1, expected 2 or more"),
+        ("zero3_nvme_offload", {"lora_r": "4", "load_in_4bit": "true"}, "have not been run"),
+        ("zero2_cpu_offload", {"lora_r": "4", "load_in_4bit": "true"}, "too small to offload"),
+        ("ddp", {"load_in_4bit": "true"}, "--load_in_4bit needs --lora_r"),
+        ("ddp", {"lora_config": ["use_dora=true"]}, "--lora_config needs --lora_r"),
+        ("ddp", {"lora_r": "4", "freeze": ["*"]}, "only the adapters are trained"),
+        ("ddp", {"freeze": ["*"], "train_only": ["*"]}, "--freeze and --train_only together"),
+        ("ddp", {"lr_scaling": "linear"}, "needs the global batch"),
+        ("ddp", {"lr_reference_batch_size": "4"}, "without --lr_scaling"),
+        ("ddp", {"use_liger_kernel": "true"}, "needs a GPU"),
+        ("ddp", {"loss": "chunked", "use_liger_kernel": "true"}, "Liger computes the loss without the full logits"),
+        ("ddp", {"loss_chunk_tokens": "0"}, "--loss_chunk_tokens is 0, expected 1 or more"),
+        ("ddp", {"memory_snapshot": "true"}, "needs a GPU"),
+        ("fsdp2", {"activation_checkpointing": "true", "activation_checkpointing_offload": "true"}, "needs a GPU"),
+        ("ddp", {"activation_checkpointing_offload": "true"}, "without --activation_checkpointing"),
+        ("ddp", {"profile_steps": "5:3"}, "expected A:B"),
+        ("ddp", {"report_to": "wandbb"}, "no tracker 'wandbb'"),
+        ("ddp", {"report_to": "dvclive"}, "needs a package that is not installed"),
+        ("ddp", {"deepspeed": "ds.json"}, "would override the sharding of preset 'ddp'"),
+    ],
+)
+def test_an_unsupported_combination_is_refused(preset: str, arguments: dict[str, Any], words: str) -> None:
+    with pytest.raises(ToolkitError) as refused:
+        check(preset, **arguments)
+    assert words in str(refused.value)
+    assert refused.value.hint or "expected" in str(refused.value)
+
+
+def test_a_communication_hook_needs_two_processes() -> None:
+    with pytest.raises(ToolkitError, match="with one process: there is nothing to communicate"):
+        check("ddp", 1, ddp_comm_hook="bf16")
+
+
+@pytest.mark.parametrize(
+    ("preset", "arguments", "line"),
+    [
+        (
+            "zero2",
+            {"ddp_bucket_cap_mb": "5"},
+            "--ddp_bucket_cap_mb has no effect: preset 'zero2' does not train with DDP",
+        ),
+        ("fsdp2", {"async_save": "true", "save_strategy": "no"}, "--async_save has no effect with --save_strategy no"),
+        ("ddp", {"lora_alpha": "8"}, "--lora_alpha has no effect without --lora_r"),
+        ("ddp", {"ddp_comm_hook": "bf16", "ddp_comm_hook_top_k_fraction": "0.1"}, "has no effect: the hook is bf16"),
+        ("ddp", {"gradient_checkpointing": "true"}, "is an old name: write --activation_checkpointing"),
+    ],
+)
+def test_an_argument_without_effect_gives_a_warning(preset: str, arguments: dict[str, Any], line: str) -> None:
+    (said,) = check(preset, **arguments)
+    assert line in said
+
+
+def test_a_valid_job_gives_no_warning() -> None:
+    assert check("ddp", lora_r="4", ddp_comm_hook="top_k", report_to="none", ddp_bucket_cap_mb="5") == []
+    assert check("zero2", activation_checkpointing="true", max_grad_norm="1", neftune_noise_alpha="5") == []
+
+
+def test_profiled_steps_are_a_range_from_one() -> None:
+    assert profiled_steps("3:5") == (3, 5)
+    with pytest.raises(ToolkitError, match="expected A:B"):
+        profiled_steps("0:2")
+
+
+def test_just_in_time_checkpoints_of_transformers_are_refused() -> None:
+    with pytest.raises(ToolkitError, match="--enable_jit_checkpoint lets each rank save") as refused:
+        check_arguments({"enable_jit_checkpoint": "true"}, None, num_processes=2, on_cpu=True)
+    assert "SIGTERM" in str(refused.value.hint)
+    check_arguments({"enable_jit_checkpoint": "false"}, None, num_processes=2, on_cpu=True)

@@ -1,0 +1,141 @@
+"""One argument at a time: types, ranges and words."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from toolkit.errors import ToolkitError
+from toolkit.job.argument_values import RANGES, check_ranges, check_words, fits, nearest_word
+from toolkit.job.script_arguments import argument_types, argument_words, integer, read_arguments
+from toolkit.versions import lora_config_types
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["--max_steps", "many"], "--max_steps is 'many', expected a whole number"),
+        (["--max_steps", "8.0"], "--max_steps is '8.0', expected a whole number"),
+        (["--max_steps", "1e400"], "--max_steps is '1e400', expected a whole number"),
+        (["--max_steps", "0x10"], "--max_steps is '0x10', expected a whole number"),
+        (["--max_steps="], "--max_steps is '', expected a whole number"),
+        (["--max_steps", "nan"], "--max_steps is 'nan', expected a whole number"),
+        (["--seed", "9" * 20], f"--seed is '{'9' * 20}', expected a whole number of at most 64 bits"),
+        (["--seed", "9" * 5000], f"--seed is '{'9' * 76}..., expected a whole number"),
+        (["--learning_rate", "1e400"], "--learning_rate is '1e400', expected a finite number"),
+        (["--learning_rate", "nan"], "--learning_rate is 'nan', expected a finite number"),
+        (["--learning_rate", "-inf"], "--learning_rate is '-inf', expected a finite number"),
+        (["--learning_rate="], "--learning_rate is '', expected a number"),
+        (["--dataset_weights", "0.5", "nan"], "--dataset_weights is 'nan', expected a finite number"),
+        (["--bf16", "2"], "--bf16 is '2', expected true or false"),
+        (["--bf16", "none"], "--bf16 is 'none', expected true or false"),
+        (["--run_name", "a\0b"], r"--run_name is 'a\x00b', expected text without a null byte"),
+        (["--max_steps", "8", "x" * 5000], f"unexpected word '{'x' * 76}... after --max_steps 8"),
+        (["x" * 5000], f"unexpected word '{'x' * 76}...; a flag starts with `--`"),
+        ([f"--{'x' * 5000}", "1"], f"unknown argument --{'x' * 80}"),
+    ],
+)
+def test_a_word_that_is_no_such_value_is_refused(words: list[str], expected: str) -> None:
+    with pytest.raises(ToolkitError) as caught:
+        read_arguments(words)
+    assert caught.value.message == expected
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("max_steps: 8.5", "max_steps is 8.5, expected a whole number"),
+        ("max_steps: true", "max_steps is True, expected a whole number"),
+        ("max_steps: [8]", "max_steps is [8], expected a whole number"),
+        ("max_steps: null", "--max_steps is null, expected a number"),
+        ("learning_rate: {a: 1}", "learning_rate is {'a': 1}, expected a value without keys"),
+        ("learning_rate: .inf", "learning_rate is inf, expected a finite number"),
+        ("save_strategy: no", "save_strategy is False, expected text"),
+        ("output_dir: 5", "output_dir is 5, expected text"),
+        ("dataset: [5]", "dataset is 5, expected text"),
+        ("lora_target_modules: [[q_proj]]", "lora_target_modules is ['q_proj'], expected text"),
+    ],
+)
+def test_a_value_of_another_type_in_a_file_is_refused(line: str, expected: str, tmp_path: Path) -> None:
+    file = tmp_path / "job.yaml"
+    file.write_text(line)
+    with pytest.raises(ToolkitError) as caught:
+        read_arguments([str(file)])
+    assert caught.value.message == (expected if expected.startswith("--") else f"{file}: {expected}")
+
+
+def test_a_number_in_a_file_may_have_the_type_that_yaml_gives_it(tmp_path: Path) -> None:
+    file = tmp_path / "job.yaml"
+    file.write_text("max_steps: 8\nlearning_rate: 2e-5\nseed: null\n".replace("seed: null\n", "data_seed: null\n"))
+    values = read_arguments([str(file)])
+    assert (integer(values, "max_steps", -1), float(values["learning_rate"]), values["data_seed"]) == (8, 2e-5, None)
+
+
+def test_a_large_integer_keeps_its_last_digit() -> None:
+    assert integer({"seed": "9007199254740993"}, "seed", 0) == 9007199254740993  # a float has 53 bits
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ({"lora_r": "0"}, "--lora_r is 0, expected 1 or more"),
+        ({"lora_r": "70000"}, "--lora_r is 70000, expected 65,536 or less"),
+        ({"max_steps": "0"}, "--max_steps is 0, expected 1 or more, or -1"),
+        ({"max_seq_length": "1"}, "--max_seq_length is 1, expected 2 or more"),
+        ({"num_train_epochs": 0.0}, "--num_train_epochs is 0, expected more than 0"),
+        ({"adam_beta1": "2"}, "--adam_beta1 is 2, expected a fraction from 0 to below 1"),
+        ({"seed": "-1"}, "--seed is -1, expected 0 or more"),
+        ({"seed": str(2**32)}, "--seed is 4294967296, expected 4,294,967,295 or less"),
+        ({"preprocessing_num_workers": 10**6}, "--preprocessing_num_workers is 1000000, expected 1,024 or less"),
+        ({"stop_when_steps_within": "2"}, "--stop_when_steps_within is 2, expected a fraction above 0 and below 1"),
+        ({"untimed_steps": "-1"}, "--untimed_steps is -1, expected 0 or more"),
+    ],
+)
+def test_a_number_out_of_range_is_refused(arguments: dict[str, Any], expected: str) -> None:
+    with pytest.raises(ToolkitError) as caught:
+        check_ranges(arguments)
+    assert caught.value.message == expected
+
+
+def test_every_range_is_one_of_a_numeric_argument() -> None:
+    kinds = {name: argument_types().get(name, "missing").removesuffix(" | None") for name in RANGES}
+    assert set(kinds.values()) == {"int", "float"}, kinds
+    check_ranges(dict.fromkeys(RANGES))  # null is the default
+
+
+def test_a_word_that_is_no_choice_is_refused_with_the_nearest() -> None:
+    for name, given, close in (
+        ("optim", "adamw", "adamw_torch"),
+        ("optim", "ADAMW_TORCH", "adamw_torch"),
+        ("lr_scheduler_type", "cosin", "cosine"),
+        ("loss_on", "asistant", "assistant"),
+    ):
+        with pytest.raises(ToolkitError) as caught:
+            check_words({name: given}, argument_words())
+        assert caught.value.message.startswith(f"--{name} is {given!r}, expected ")
+        assert caught.value.hint == f"did you mean `{close}`?"
+    with pytest.raises(ToolkitError, match="--loss_on is 'everything', expected assistant or all"):
+        check_words({"loss_on": "everything"}, argument_words())
+    assert nearest_word("", ["sgd"]) is None
+
+
+def test_values_of_lora_s_fields_fit_their_annotations() -> None:
+    types = lora_config_types()
+    for name, good, bad in (
+        ("use_dora", True, 1),
+        ("bias", "all", 3),
+        ("init_lora_weights", "gaussian", 1),
+        ("init_lora_weights", False, [1]),
+        ("layers_to_transform", [0, 1], "nope"),
+        ("layers_to_transform", 3, ["a"]),
+        ("modules_to_save", ["lm_head"], "lm_head"),
+        ("rank_pattern", {"q_proj": 4}, 4),
+        ("modules_to_save", None, 2),
+    ):
+        assert fits(good, types[name]), (name, good)
+        assert not fits(bad, types[name]), (name, bad)
+    for annotation in types.values():
+        ast.parse(annotation, mode="eval")

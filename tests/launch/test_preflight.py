@@ -1,0 +1,374 @@
+"""Checks of a job before any rank starts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from dataset_folders import write_dataset_folder
+
+from toolkit.errors import ToolkitError
+from toolkit.launch import preflight
+from toolkit.presets import load_preset
+from toolkit.record.folder import write_json
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """What a model folder shows without torch: a configuration and 1,000 bytes of weights."""
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text('{"dtype": "float32"}')
+    header = b'{"w": {"dtype": "U8", "shape": [928], "data_offsets": [0, 928]}}'
+    (folder / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(928))
+    return folder
+
+
+@pytest.fixture
+def rows(tmp_path: Path) -> Path:
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"text": "hej"}\n' * 16)
+    return path
+
+
+def check(model: object, rows: object, *words: str, preset: str = "ddp", n: int = 2) -> preflight.CheckedJob:
+    argv = ["--model_name_or_path", str(model), "--dataset", str(rows), *words]
+    return preflight.check_job(load_preset(preset), num_processes=n, training_argv=argv, cpu=True)
+
+
+def test_a_valid_job_passes_with_its_global_batch_size(model: Path, rows: Path) -> None:
+    job = check(model, rows, "--per_device_train_batch_size", "2", "--gradient_accumulation_steps", "4")
+    assert job.global_batch_size == 16  # 2 x 4 x 2 ranks, and 16 rows
+    assert check(model, rows).global_batch_size == 16  # transformers' default of 8 a device
+
+
+@pytest.mark.parametrize(
+    ("preset", "n", "gpus", "message", "hint"),
+    [
+        ("ddp", 4, 2, "4 processes, but 2 GPUs are visible here", "`--num-processes 2`"),
+        ("ddp", 1, 0, "1 processes, but 0 GPUs are visible here", "`--cpu` trains on the CPU"),
+        ("ddp", 0, None, "--num-processes is 0, expected 1 or more", None),
+        ("fsdp2", 1, None, "preset 'fsdp2' needs at least 2 processes, got 1", None),
+        ("fsdp2_hybrid", 2, None, "preset 'fsdp2_hybrid' needs at least 4 processes, got 2", None),
+        ("fsdp2_hybrid", 5, 8, "preset 'fsdp2_hybrid' needs a multiple of 2 processes, got 5", "`--num-processes 6`"),
+        ("zeropp", 12, 16, "preset 'zeropp' needs a multiple of 8 processes, got 12", "`--num-processes 16`"),
+        (
+            "single",
+            2,
+            2,
+            "preset 'single' trains in one process, got 2",
+            "`--num-processes 1`, or `--preset ddp` for several",
+        ),
+        (
+            "zeropp",
+            2,
+            None,
+            "preset 'zeropp' does not run on a CPU: zero_quantized_weights runs CUDA kernels of DeepSpeed's",
+            "`--preset zero3`",
+        ),
+    ],
+)
+def test_an_unsupported_number_of_processes_is_refused(
+    preset: str, n: int, gpus: int | None, message: str, hint: str | None
+) -> None:
+    with pytest.raises(ToolkitError) as caught:
+        preflight.check_process_count(n, gpus=gpus, preset=load_preset(preset))
+    assert caught.value.message == message
+    assert hint is None or caught.value.hint == hint
+
+
+def test_as_many_processes_as_gpus_pass() -> None:
+    preflight.check_process_count(2, gpus=2, preset=load_preset("fsdp2"))
+
+
+def test_a_missing_model_is_refused(rows: Path, tmp_path: Path) -> None:
+    for name in (str(tmp_path / "nowhere"), "gpt2", "~no-such-user/model", "x" * 5000, str(rows)):
+        with pytest.raises(ToolkitError, match="is neither a folder nor a hub id"):
+            check(name, rows)
+
+
+def test_an_incomplete_model_folder_is_refused(model: Path, rows: Path) -> None:
+    (model / "model.safetensors").unlink()
+    with pytest.raises(ToolkitError, match=r"has no weights \(\*\.safetensors or \*\.bin\)"):
+        check(model, rows)
+    (model / "config.json").write_text('{"dtype": ')
+    with pytest.raises(ToolkitError, match=r"config\.json, line 1: not JSON"):
+        check(model, rows)
+    (model / "config.json").unlink()
+    with pytest.raises(ToolkitError, match=r"has no config\.json"):
+        check(model, rows)
+
+
+def test_a_missing_dataset_is_refused_with_the_nearest_file_name(model: Path, rows: Path) -> None:
+    with pytest.raises(ToolkitError, match="no such data file") as caught:
+        check(model, rows.with_name("row.jsonl"))
+    assert caught.value.hint == f"did you mean `{rows}`?"
+
+
+def test_too_few_rows_for_one_global_batch_are_refused(model: Path, rows: Path) -> None:
+    with pytest.raises(ToolkitError, match="has 16 rows, fewer than one global batch of 18 sequences"):
+        check(model, rows, "--per_device_train_batch_size", "9")
+
+
+def test_weights_make_an_epoch_long_enough_for_a_step(model: Path, rows: Path) -> None:
+    few = rows.with_name("few.jsonl")
+    few.write_text('{"prompt": "hej", "completion": "hello"}\n' * 2)
+    batch = ["--per_device_train_batch_size", "10"]
+    with pytest.raises(ToolkitError, match=f"{rows}, {few} has 18 rows, fewer than one global batch of 20 sequences"):
+        check(model, rows, str(few), *batch)
+    assert check(model, rows, str(few), "--dataset_weights", "1", "1", *batch).global_batch_size == 20
+    few.write_text(few.read_text() + '{"text": "another format"}\n')
+    with pytest.raises(ToolkitError, match=r"few.jsonl: row 3, line 3"):
+        check(model, rows, str(few))
+
+
+def test_a_configuration_is_checked_before_the_launch(model: Path, rows: Path, tmp_path: Path) -> None:
+    folder = write_dataset_folder(tmp_path / "greetings")
+    for option in ("dataset", "eval_dataset"):
+        given = [str(rows), f"--{option}", str(folder)] if option == "eval_dataset" else [str(folder)]
+        assert check(model, *given, f"--{option}_config", "sv").global_batch_size == 16
+        with pytest.raises(ToolkitError, match="has no configuration 'de'; it has: en, sv") as caught:
+            check(model, *given, f"--{option}_config", "de")
+        assert caught.value.hint == f"`--{option}_config en`"
+    with pytest.raises(ToolkitError, match=r"--dataset_config sv: .*rows.jsonl is a file"):
+        check(model, rows, "--dataset_config", "sv")
+
+
+COUNTS = (
+    "per_device_train_batch_size",
+    "gradient_accumulation_steps",
+    "lora_r",
+    "lora_alpha",
+    "preprocessing_num_workers",
+    "streaming_buffer_size",
+)
+
+
+@pytest.mark.parametrize("name", COUNTS)
+def test_a_count_of_zero_is_refused(name: str, model: Path, rows: Path) -> None:
+    with pytest.raises(ToolkitError, match=f"--{name} is 0, expected 1 or more"):
+        check(model, rows, f"--{name}", "0")
+
+
+def test_a_job_without_a_model_or_data_is_refused(model: Path) -> None:
+    for argv, missing in (([], "model_name_or_path"), (["--model_name_or_path", str(model)], "dataset")):
+        with pytest.raises(ToolkitError, match=f"--{missing} is missing"):
+            preflight.check_job(load_preset("ddp"), num_processes=2, training_argv=argv, cpu=True)
+
+
+def test_a_disk_without_enough_space_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ToolkitError, match=f"{tmp_path} has .* free, and the run saves about 931322574.62 GiB"):
+        preflight.check_disk(tmp_path / "not" / "yet" / "there", needed=10**18)
+    preflight.check_disk(tmp_path, needed=1)
+
+
+@pytest.mark.parametrize(
+    ("words", "count"),
+    [
+        ({"max_steps": "10", "save_steps": "3"}, 4),  # after 3, 6, 9 and the last
+        ({"max_steps": "10", "save_steps": "3", "save_total_limit": "2"}, 3),  # two, and the one being written
+        ({"max_steps": "10", "save_steps": "0.5"}, 2),
+        ({"max_steps": "10"}, 1),
+        ({"save_strategy": "epoch", "save_total_limit": "1"}, 2),
+        ({"save_strategy": "epoch"}, 1),
+        ({"save_strategy": "no", "max_steps": "10", "save_steps": "1"}, 0),
+    ],
+)
+def test_the_estimate_counts_the_checkpoints_on_disk_at_once(words: dict[str, str], count: int) -> None:
+    assert preflight.checkpoints_on_disk(words) == count
+
+
+def test_the_estimated_size_of_the_saved_files(model: Path) -> None:
+    arguments = {"model_name_or_path": str(model), "max_steps": "4", "save_steps": "1"}
+    assert preflight.saved_bytes(arguments, engine="ddp") == 1000 + 4 * 3000
+    assert preflight.saved_bytes(arguments | {"save_model": "false"}, engine="deepspeed") == 4 * 5000
+    assert preflight.saved_bytes(arguments | {"lora_r": "8"}, engine="ddp") == 0
+
+
+def test_a_saved_model_needs_fp32_weights(model: Path) -> None:
+    assert preflight.weight_bytes(model) == 1000
+    (model / "config.json").write_text('{"dtype": "bfloat16"}')
+    assert preflight.weight_bytes(model) == 2000
+    (model / "config.json").write_text('{"torch_dtype": "float16"}')
+    assert preflight.weight_bytes(model) == 2000
+    assert preflight.weight_bytes(Path("owner/name")) == 0
+
+
+def test_an_output_folder_with_a_finished_run_is_refused(model: Path, tmp_path: Path) -> None:
+    arguments = {"model_name_or_path": str(model), "output_dir": str(tmp_path / "out")}
+    assert preflight.check_output(arguments) == tmp_path / "out"
+    assert not (tmp_path / "out").exists()
+    write_json(tmp_path / "out" / "run.json", {"status": "completed"})
+    with pytest.raises(ToolkitError, match="already holds a finished run"):
+        preflight.check_output(arguments)
+
+
+def test_a_job_without_an_output_folder_is_refused(model: Path) -> None:
+    with pytest.raises(ToolkitError, match="--output_dir is missing"):
+        preflight.check_output({"model_name_or_path": str(model)})
+
+
+# -- what the ranks would find
+
+LLAMA = {
+    "model_type": "llama",
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+}
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--eval_strategy steps", "--eval_strategy is set, but there are no evaluation rows"),
+        ("--eval_on_start true", "--eval_on_start is set, but there are no evaluation rows"),
+        ("--val_size 4 --eval_dataset {rows}", "both --eval_dataset and --val_size are given"),
+        ("--val_size 0", "--val_size is 0, expected a fraction below 1 or a number of rows"),
+        ("--val_size 1.5", "--val_size is 1.5, expected a fraction below 1 or a number of rows"),
+        ("--val_size 16", "--val_size is 16, expected a fraction below 1 or fewer than all 16 rows"),
+        ("--val_size 0.9", "without the 14 of --val_size, {rows} has 2 rows, fewer than one global batch of 16"),
+        ("--max_seq_length 1", "--max_seq_length is 1, expected 2 or more"),
+        ("--attn_implementation sdpaa", "--attn_implementation is 'sdpaa', expected auto, "),
+        ("--attn_implementation flash_attention_2", "--attn_implementation flash_attention_2 needs a GPU"),
+        ("--attn_implementation flex_attention", "--attn_implementation flex_attention needs a GPU"),
+        ("--attn_implementation sdpa_varlen", "--attn_implementation sdpa_varlen without --packing"),
+        ("--attn_implementation owner/kernel", "--attn_implementation owner/kernel needs kernels"),
+        ("--optim lomo", "--optim lomo needs lomo_optim"),
+        ("--optim adamw", "--optim is 'adamw', expected adamw_torch, "),
+        ("--lora_r 4 --lora_target_modules qproj", "--lora_target_modules qproj names no module of the model"),
+        ("--lora_r 4 --lora_config bias=nope", "--lora_config bias is 'nope', expected one of ['none', "),
+        ("--lora_r 4 --lora_config layers_to_transform=x", "--lora_config layers_to_transform is 'x', expected "),
+        ("--freeze nope", "--freeze 'nope' matches no parameter"),
+        ("--chat_template {rows}.jinja", "no such file: {rows}.jinja"),
+        ("--chat_template /dev/zero", "/dev/zero is a device, expected a file"),
+        ("--profile_steps １:２", "--profile_steps is '１:２', expected A:B"),
+        ("--load_best_model_at_end true --save_only_model true --save_strategy best --eval_strategy steps --val_size 1"
+         " --per_device_train_batch_size 1", "--load_best_model_at_end does not work with --save_only_model"),
+    ],
+)  # fmt: skip
+def test_what_the_ranks_would_refuse_is_refused_before_they_start(
+    words: str, message: str, model: Path, rows: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("toolkit.models.attention.is_importable", lambda _: False)
+    (model / "config.json").write_text(json.dumps(LLAMA))
+    preset = "zero2" if "save_only_model" in words else "ddp"
+    with pytest.raises(ToolkitError) as caught:
+        check(model, rows, *words.format(rows=rows).split(), preset=preset)
+    assert caught.value.message.startswith(message.format(rows=rows))
+
+
+@pytest.mark.parametrize(
+    "words", ["--eval_strategy steps", "--max_seq_length 1", "--optim adamw", "--lora_r 4 --loss_on x"]
+)
+def test_the_ranks_of_a_plain_launch_refuse_the_same(words: str, model: Path, rows: Path, tmp_path: Path) -> None:
+    from toolkit.train.arguments import parse_args
+    from toolkit.train.launch_context import LaunchContext
+
+    argv = ["--model_name_or_path", str(model), "--dataset", str(rows), *words.split()]
+    with pytest.raises(ToolkitError) as before:
+        preflight.check_job(load_preset("ddp"), num_processes=1, training_argv=argv, cpu=True)
+    with pytest.raises(ToolkitError) as launched:
+        parse_args([*argv, "--output_dir", str(tmp_path / "out")], LaunchContext.from_env())
+    assert launched.value.message == before.value.message or "invalid choice" in launched.value.message
+
+
+def test_a_package_that_an_optimizer_needs_is_a_warning_for_another_node(model: Path, rows: Path) -> None:
+    argv = ["--model_name_or_path", str(model), "--dataset", str(rows), "--optim", "lomo"]
+    job = preflight.check_job(load_preset("ddp"), num_processes=2, training_argv=argv, cpu=False, gpus=2)
+    assert job.warnings == ("--optim lomo needs lomo_optim, which is not installed here (pip install lomo-optim)",)
+
+
+def test_more_processes_than_a_node_can_hold_are_refused() -> None:
+    with pytest.raises(ToolkitError, match="--num-processes is 100,000,000, expected 1,024 or less on one node"):
+        preflight.check_process_count(100_000_000, gpus=None, preset=load_preset("ddp"))
+
+
+@pytest.mark.parametrize(("place", "what"), [("/", "the root of the file system"), ("~", "the home folder")])
+def test_an_output_folder_that_is_no_folder_of_a_run_is_refused(
+    place: str, what: str, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "link").symlink_to(Path(place).expanduser())
+    for given in (place, str(tmp_path / "link")):
+        with pytest.raises(ToolkitError, match=f"output_dir .* is {what}") as caught:
+            preflight.check_output({"model_name_or_path": str(model), "output_dir": given})
+        assert "name a folder of its own: `--output_dir" in (caught.value.hint or "")
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "output_dir"),
+    [
+        ("model_name_or_path", "model", "model"),
+        ("model_name_or_path", "model/", "model/../model"),
+        ("model_name_or_path", "model", "link"),
+        ("model_name_or_path", "out/checkpoint-2", "out"),
+        ("model_name_or_path", "out/attempts/001/checkpoint-2", "out"),
+        ("dataset", "out/ranks/rank0.jsonl", "out"),
+        ("dataset", "data", "data"),
+        ("eval_dataset", "out/run.json", "out"),
+        ("chat_template", "out/chat_template.jinja", "out"),
+    ],
+)
+def test_an_output_folder_in_which_the_run_would_replace_its_inputs_is_refused(
+    name: str, given: str, output_dir: str, model: Path, rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "link").symlink_to(model)
+    source = tmp_path / given
+    if not source.exists():
+        source.parent.mkdir(parents=True, exist_ok=True)
+        source.mkdir() if "." not in source.name else source.write_text("{}")
+    arguments = {"model_name_or_path": str(model), "dataset": [str(rows)], "output_dir": output_dir}
+    arguments[name] = [given] if name == "dataset" else given
+    with pytest.raises(ToolkitError, match=f"--{name} {given} is in output_dir") as caught:
+        preflight.check_output(arguments)
+    assert caught.value.hint == "name another folder: `--output_dir DIR`"
+
+
+def test_data_beside_the_files_of_a_run_are_no_obstacle(model: Path, rows: Path) -> None:
+    arguments = {"model_name_or_path": str(model), "dataset": [str(rows), "owner/name"], "output_dir": str(rows.parent)}
+    assert preflight.check_output(arguments) == rows.parent
+
+
+def test_a_folder_with_somebody_elses_model_is_refused(model: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "model-00001-of-00002.safetensors").touch()
+    arguments = {"model_name_or_path": str(model), "output_dir": str(other)}
+    with pytest.raises(ToolkitError, match="holds a model that no run has written there"):
+        preflight.check_output(arguments)
+    write_json(other / "run.json", {"status": "failed"})
+    assert preflight.check_output(arguments) == other
+
+
+@pytest.mark.parametrize("target", ["missing", "file", "loop"])
+def test_a_link_to_no_folder_is_refused_before_anything_is_written(target: str, model: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    (tmp_path / "out").symlink_to(tmp_path / target)
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(ToolkitError, match=r"cannot be written|is a file"):
+        preflight.check_output({"model_name_or_path": str(model), "output_dir": str(tmp_path / "out")})
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.parametrize(
+    ("checkpoint", "expected"), [(None, False), ("latest", False), ("elsewhere/checkpoint-3", True), ("false", False)]
+)
+def test_a_run_continues_only_if_there_is_a_checkpoint(checkpoint: str | None, expected: bool, tmp_path: Path) -> None:
+    assert preflight.continues({"resume_from_checkpoint": checkpoint, "output_dir": str(tmp_path)}) is expected
+
+
+def test_a_finished_run_without_a_checkpoint_cannot_be_resumed_from_its_first_step(model: Path, tmp_path: Path) -> None:
+    write_json(tmp_path / "out" / "run.json", {"status": "completed"})
+    arguments = {
+        "model_name_or_path": str(model),
+        "output_dir": str(tmp_path / "out"),
+        "resume_from_checkpoint": "latest",
+    }
+    with pytest.raises(ToolkitError, match="already holds a finished run"):
+        preflight.check_output(arguments)

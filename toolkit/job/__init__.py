@@ -1,0 +1,1 @@
+"""One training job: its arguments, read and checked without torch."""

@@ -1,0 +1,138 @@
+"""Checks of a job's data before tokenization: weights, enough rows for a step, and the limits of streaming.
+
+>>> check_rows_fill_a_step(8, 4, "faq.jsonl")
+
+No torch here: `toolkit train` checks before the launch, and the ranks check again.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from toolkit.errors import ToolkitError
+from toolkit.job.script_arguments import DataArguments, dataset_names, dataset_weights, flag, integer
+from toolkit.job.trainer_arguments import evaluates
+
+Arguments = dict[str, Any]
+
+WORKERS = (0, 1, 2, 4, 8)
+"""Supported values of `--dataloader_num_workers` for a stream; 0 means that the rank itself tokenizes."""
+
+
+def check_rows_fill_a_step(rows: int | None, batch: int, dataset: str, *, packing: bool = False) -> None:
+    """Raise ToolkitError for fewer rows than one global batch: they would silently be repeated within a step.
+
+    `rows` is None where it is not known yet.
+    """
+    if rows is None or rows >= batch:
+        return
+    packs = ", which make at most as many packed sequences" if packing else ""
+    raise ToolkitError(
+        f"{dataset} has {rows} rows{packs}, fewer than one global batch of {batch} sequences",
+        hint="lower `--per_device_train_batch_size`, `--gradient_accumulation_steps` or the number of processes",
+    )
+
+
+def check_weights(arguments: Arguments) -> None:
+    """Raise ToolkitError unless there is one weight above zero for each data set, or none at all."""
+    names, weights = dataset_names(arguments), dataset_weights(arguments)
+    if arguments.get("dataset_weights") is None:
+        return
+    if len(weights) != len(names):
+        raise ToolkitError(
+            f"--dataset_weights has {_count(len(weights), 'weight')} for {_count(len(names), 'data set')}",
+            hint=f"one weight for each, in the order of --dataset: {', '.join(names) or 'none is given'}",
+        )
+    for weight in weights:
+        if not 0 < weight < math.inf:
+            raise ToolkitError(
+                f"--dataset_weights has {weight:g}, expected numbers above 0",
+                hint="leave a data set without rows out of --dataset",
+            )
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def check_streaming(arguments: Arguments) -> None:
+    """Raise ToolkitError for arguments that need the length of a stream, or random access to its rows."""
+    if not flag(arguments.get("streaming", False)):
+        return
+    if integer(arguments, "max_steps", -1) <= 0:
+        raise ToolkitError(
+            "--streaming needs --max_steps: the number of rows is not known in advance",
+            hint="`--max_steps 1000`",
+        )
+    if arguments.get("val_size") is not None:
+        raise ToolkitError(
+            "--val_size with --streaming: rows cannot be held out of a stream",
+            hint="use another file: `--eval_dataset FILE`",
+        )
+    order = str(arguments.get("train_sampling_strategy") or "random")
+    if order != "random":
+        raise ToolkitError(
+            f"--train_sampling_strategy {order} with --streaming: rows are shuffled in a buffer",
+            hint="`--streaming_buffer_size 1` keeps the file's order; `--packing true` pads less",
+        )
+    if integer(arguments, "dataloader_num_workers", 0) not in WORKERS:
+        raise ToolkitError(
+            f"--dataloader_num_workers is {arguments['dataloader_num_workers']}, and a stream is divided among"
+            f" {', '.join(map(str, WORKERS[:-1]))} or {WORKERS[-1]} processes",
+            hint=f"`--dataloader_num_workers {WORKERS[-1]}`",
+        )
+
+
+def check_evaluation(arguments: Arguments) -> None:
+    """Raise ToolkitError for two sources of evaluation rows, for none where the run evaluates, and for a bad size."""
+    val_size, has_rows = arguments.get("val_size"), arguments.get("eval_dataset") is not None
+    if val_size is not None:
+        check_val_size(float(val_size))
+    if has_rows and val_size is not None:
+        raise ToolkitError("both --eval_dataset and --val_size are given", hint="leave one of them out")
+    if evaluates(arguments) and val_size is None and not has_rows:
+        streams = flag(arguments.get("streaming", False))
+        argument = "eval_strategy" if str(arguments.get("eval_strategy") or "no") != "no" else "eval_on_start"
+        raise ToolkitError(
+            f"--{argument} is set, but there are no evaluation rows",
+            hint="`--eval_dataset FILE`" + ("" if streams else ", or `--val_size 0.05` to hold some out"),
+        )
+
+
+def check_val_size(val_size: float, *, rows: int | None = None) -> int:
+    """Return the rows that are held out; `rows` is None where their number is not known yet, and then it is 0.
+
+    Raises ToolkitError unless so many can be held out.
+    """
+    if val_size <= 0 or (val_size > 1 and val_size != int(val_size)) or (rows is not None and val_size >= rows):
+        fewer = "a number of rows" if rows is None else f"fewer than all {rows} rows"
+        raise ToolkitError(f"--val_size is {val_size:g}, expected a fraction below 1 or {fewer}")
+    return 0 if rows is None else held_out_rows(rows, val_size)
+
+
+def held_out_rows(rows: int, val_size: float) -> int:
+    """Return how many rows `--val_size` holds out: a fraction of them below 1, otherwise that many.
+
+    >>> held_out_rows(100, 0.05), held_out_rows(100, 5)
+    (5, 5)
+    """
+    number = round(rows * val_size) if val_size < 1 else int(val_size)
+    return max(1, min(number, rows - 1))
+
+
+def streaming_warnings(arguments: Arguments) -> list[str]:
+    """Return a warning for an argument that has no effect with or without streaming."""
+    streams = flag(arguments.get("streaming", False))
+    if streams and arguments.get("preprocessing_num_workers") is not None:
+        return ["--preprocessing_num_workers has no effect with --streaming: `--dataloader_num_workers` has"]
+    if not streams and "streaming_buffer_size" in arguments:
+        return ["--streaming_buffer_size has no effect without --streaming"]
+    return []
+
+
+def streaming_buffer_size(arguments: Arguments) -> int:
+    """Return the size of the shuffle buffer, on which a stream's order depends; 0 without streaming."""
+    if not flag(arguments.get("streaming", False)):
+        return 0
+    return integer(arguments, "streaming_buffer_size", DataArguments.streaming_buffer_size)

@@ -1,0 +1,333 @@
+"""A training run from its options to its final status: checks, the command, the launch, restarts.
+
+    prepared = prepare_run(options, on_message=print)     # every check that needs no rank
+    result = train(prepared, plan=None, on_message=print)
+
+The failing rank writes failure.json itself; `toolkit.launch.exit_status` works out the rest.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from toolkit.errors import ToolkitError
+from toolkit.hardware.cgroups import count_oom_kills
+from toolkit.job.script_arguments import read_arguments
+from toolkit.launch.command import LaunchCommand, launch_command
+from toolkit.launch.exit_status import RunResult, record_result
+from toolkit.launch.nvme import NvmeDisk, check_nvme, swap_folder
+from toolkit.launch.options import TrainOptions
+from toolkit.launch.preflight import CheckedJob, check_job, check_output, check_resume, continues
+from toolkit.launch.process import ProcessResult, run_command
+from toolkit.launch.resume_conversion import (
+    ConvertedCheckpoint,
+    ResumingRun,
+    checkpoint_to_convert,
+    checkpoint_to_resume,
+    convert_checkpoint,
+)
+from toolkit.launch.warm_start import server_in_environment
+from toolkit.presets import Preset, load_preset
+from toolkit.record import status
+from toolkit.record.attempts import settle, start_attempt
+from toolkit.record.checkpoints import latest_complete
+from toolkit.record.folder import RunFolder, start_facts
+from toolkit.record.goodput import read_goodput
+from toolkit.record.heartbeat import read_heartbeats
+from toolkit.record.measurements import drop_rows_after
+from toolkit.record.restarts import restart_record
+from toolkit.record.timeline import ENDED, LAUNCH, RESTART, add_moment
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PreparedRun:
+    """A run that passed every check that needs no torch, with the command that starts it."""
+
+    options: TrainOptions
+    preset: Preset
+    arguments: dict[str, Any]
+    """Training arguments by name."""
+    warnings: tuple[str, ...]
+    """One line for each argument that has no effect, and for each package that the run needs on another node."""
+    output_dir: Path
+    nvme: NvmeDisk | None
+    converted: ConvertedCheckpoint
+    command: LaunchCommand
+
+
+def prepare_run(options: TrainOptions, *, on_message: Callable[[str], None]) -> PreparedRun:
+    """Check the options, and build the launch command.
+
+    A checkpoint of another preset or number of processes is converted into the run folder, unless this is a dry run;
+    `train` removes it at the end. Raises ToolkitError for the first problem.
+    """
+    preset, argv = load_preset(options.preset), options.training_arguments
+    num_processes, cpu = options.world_size(preset), options.on_cpu
+    gpus = None if options.gpu is None else num_processes
+    job = check_job(preset, num_processes=num_processes, training_argv=argv, cpu=cpu, gpus=gpus)
+    output_dir = check_output(job.arguments, engine=preset.engine)
+    nvme = check_nvme(preset, nvme_path=options.nvme_path, arguments=job.arguments, cpu=cpu)
+    converted = _resume(preset, num_processes=num_processes, job=job, dry_run=options.dry_run, on_message=on_message)
+    return PreparedRun(
+        options=options,
+        preset=preset,
+        arguments=job.arguments,
+        warnings=job.warnings,
+        output_dir=output_dir,
+        nvme=nvme,
+        converted=converted,
+        command=command_of(options, nvme=nvme, extra_arguments=converted.argv),
+    )
+
+
+def _resume(
+    preset: Preset, *, num_processes: int, job: CheckedJob, dry_run: bool, on_message: Callable[[str], None]
+) -> ConvertedCheckpoint:
+    """Check the checkpoint that the run resumes from, and convert it where that is needed."""
+    batch = job.global_batch_size
+    run = ResumingRun.of(job.arguments, preset, num_processes=num_processes, global_batch_size=batch)
+    checkpoint = checkpoint_to_convert(checkpoint_to_resume(job.arguments), run)
+    if dry_run and checkpoint is not None:
+        on_message(f"{checkpoint.path} would be converted for {preset.name} on {num_processes} processes first")
+        return ConvertedCheckpoint()
+    converted = convert_checkpoint(checkpoint, run, on_message=on_message)
+    try:
+        check_resume(preset, num_processes=num_processes, arguments=job.arguments | converted.arguments)
+    except ToolkitError:
+        converted.remove()
+        raise
+    return converted
+
+
+def command_of(
+    options: TrainOptions, *, nvme: NvmeDisk | None = None, extra_arguments: tuple[str, ...] = ()
+) -> LaunchCommand:
+    """Build the launch command of a run; `extra_arguments` follow the run's own training arguments."""
+    preset = load_preset(options.preset)
+    return launch_command(
+        preset,
+        num_processes=options.world_size(preset),
+        training_argv=[*options.training_arguments, *extra_arguments],
+        cpu=options.on_cpu,
+        nvme_path=None if nvme is None else nvme.path,
+        hang_timeout_minutes=options.hang_timeout_minutes,
+    )
+
+
+def train(prepared: PreparedRun, *, plan: dict[str, Any] | None, on_message: Callable[[str], None]) -> RunResult:
+    """Print the command and run it. `plan` is recorded in run.json."""
+    on_message(prepared.command.shown)
+    try:
+        return run_training(
+            prepared.command,
+            options=prepared.options,
+            output_dir=prepared.output_dir,
+            nvme=prepared.nvme,
+            plan=plan,
+            on_line=on_message,
+            fork_server=server_in_environment(),
+        )
+    finally:
+        prepared.converted.remove()
+
+
+def run_training(
+    command: LaunchCommand,
+    *,
+    options: TrainOptions,
+    output_dir: Path,
+    on_line: Callable[[str], None],
+    nvme: NvmeDisk | None = None,
+    plan: dict[str, Any] | None = None,
+    fork_server: str | None = None,
+) -> RunResult:
+    """Train in `output_dir`, which must not hold a finished run, with as many restarts as the options allow.
+
+    `fork_server` is the socket of a server to start the ranks from, instead of a cold start.
+
+    Raises ToolkitError for a folder that cannot be used; every other outcome is in the result.
+    """
+    folder = RunFolder(output_dir)
+    lock = folder.hold()
+    timeout_seconds = None if options.timeout_minutes is None else options.timeout_minutes * 60
+    try:
+        started, restarts = time.monotonic(), Restarts(folder, options.max_restarts)
+        resume = continues(read_arguments(command.training_argv))
+        _record_start(folder, command, nvme=nvme, plan=plan, resume=resume)
+        attempt = command
+        while True:
+            left = None if timeout_seconds is None else timeout_seconds - (time.monotonic() - started)
+            result, process_result = _run_attempt(
+                folder,
+                attempt,
+                on_line,
+                fork_server=fork_server,
+                lock=lock,
+                timeout_seconds=left,
+                stop_minutes=options.stop_minutes,
+                resume=resume,
+            )
+            if not restarts.prepare_next(result, process_result):
+                add_moment(_files(folder, resume=resume).timeline, ENDED)
+                _record_goodput(folder, result, on_line)
+                return _settled(result, folder, on_line)
+            add_moment(_files(folder, resume=resume).timeline, RESTART, **restarts.losses())
+            on_line(restarts.describe_last())
+            # Until this run has trained, a checkpoint in the folder is an earlier run's.
+            attempt = command.resumed() if folder.current() == folder else command.repeated()
+            folder.update_run(status=status.RUNNING, exit_code=None, launcher_pid=os.getpid(), command=attempt.shown)
+    finally:
+        if lock is not None:
+            os.close(lock)
+
+
+def _settled(result: RunResult, folder: RunFolder, on_line: Callable[[str], None]) -> RunResult:
+    """Return the result with the folder of its files, which are not at the top if it never trained there."""
+    files = settle(folder)
+    if files != folder:
+        on_line(f"{folder.path} still holds the earlier run, unchanged; the files of this one are in {files.path}")
+    return replace(result, folder=files)
+
+
+def _record_goodput(folder: RunFolder, result: RunResult, on_line: Callable[[str], None]) -> None:
+    """Write and print it for a run that did not complete: otherwise rank 0 has."""
+    goodput = None if result.status == status.COMPLETED else read_goodput(folder, files=folder.current())
+    if goodput is not None:
+        with contextlib.suppress(OSError):  # a full disk has been reported
+            folder.update_run(goodput=goodput.facts())
+        on_line(goodput.describe())
+
+
+def _record_start(
+    folder: RunFolder, command: LaunchCommand, *, nvme: NvmeDisk | None, plan: dict[str, Any] | None, resume: bool
+) -> None:
+    start_attempt(folder, resume=resume)
+    add_moment(_files(folder, resume=resume).timeline, LAUNCH)
+    facts: dict[str, Any] = {} if nvme is None else {"nvme": nvme.facts()}
+    folder.update_run(
+        status=status.RUNNING,
+        exit_code=None,
+        launcher_pid=os.getpid(),
+        **start_facts(),
+        preset=command.preset.name,
+        preset_files=command.preset.texts(),
+        world_size=command.num_processes,
+        training_arguments=command.training_argv,
+        plan=plan,
+        command=command.shown,
+        **facts,
+    )
+
+
+def _run_attempt(
+    folder: RunFolder,
+    command: LaunchCommand,
+    on_line: Callable[[str], None],
+    *,
+    fork_server: str | None,
+    lock: int | None,
+    timeout_seconds: float | None,
+    stop_minutes: float,
+    resume: bool,
+) -> tuple[RunResult, ProcessResult]:
+    kills_before = count_oom_kills()
+    log = _files(folder, resume=resume).log
+    log_start = log.stat().st_size if log.exists() else 0
+
+    def relay(line: str) -> None:
+        if not folder.current().failure_json.exists():  # the launcher's own traceback follows
+            on_line(line)
+
+    process_result = run_command(
+        command,
+        log,
+        on_line=relay,
+        timeout_seconds=timeout_seconds,
+        ask_to_stop=lambda: stop_ranks(folder, on_line) if stop_minutes else False,
+        stop_seconds=stop_minutes * 60,
+        inherit=[] if lock is None else [lock],
+        fork_server=fork_server,
+    )
+    if command.nvme_path is not None:  # killed ranks leave their swap files behind
+        shutil.rmtree(swap_folder(command.nvme_path, command.run_id), ignore_errors=True)
+    oom_killed = count_oom_kills() > kills_before
+    log = _files(folder, resume=resume).log  # renamed if the run has trained
+    return record_result(folder, process_result, log=log, oom_killed=oom_killed, log_start=log_start), process_result
+
+
+def _files(folder: RunFolder, *, resume: bool) -> RunFolder:
+    """The folder of log and timeline of the attempt in progress; a run that resumes appends to those at the top."""
+    return folder if resume else folder.current()
+
+
+def stop_ranks(folder: RunFolder, on_message: Callable[[str], None]) -> bool:
+    """Send SIGTERM to each rank itself, so that it saves a checkpoint and exits. False where no rank is alive.
+
+    torch's elastic agent would kill the ranks 30 s after its own SIGTERM.
+    """
+    heartbeats = [found for found in read_heartbeats(folder.path / "ranks") if found.process is not None]
+    for heartbeat in heartbeats:
+        with contextlib.suppress(OSError):
+            os.kill(heartbeat.pid, signal.SIGTERM)
+    if heartbeats:
+        on_message("stopping: every rank finishes its step and saves; a second signal ends the run at once")
+    return bool(heartbeats)
+
+
+@dataclass(slots=True)
+class Restarts:
+    """The restarts of one run, as `run.json` records them."""
+
+    folder: RunFolder
+    max_restarts: int
+    done: list[dict[str, Any]] = field(default_factory=list)
+
+    def prepare_next(self, result: RunResult, process_result: ProcessResult) -> bool:
+        """Return True if the run is to be restarted; its folder is then ready, with its checkpoints and rows kept."""
+        if len(self.done) >= self.max_restarts or not can_restart(result, process_result):
+            return False
+        failure = result.failure or {}
+        resumed, trained = 0, self.folder.current() == self.folder  # otherwise all here is an earlier run's
+        if trained:
+            checkpoint = latest_complete(self.folder.path)
+            resumed = checkpoint.step if checkpoint else 0
+        world_size = (self.folder.current().read_run() or {}).get("world_size")
+        record = restart_record(
+            self.folder, ended=result.status, failure=failure, world_size=world_size, resumed_step=resumed
+        )
+        self.done.append(record if trained else record | {"lost_steps": 0, "lost_seconds": 0.0})
+        for path in self.folder.path.glob("ranks/rank*.jsonl") if trained else ():
+            drop_rows_after(path, resumed)
+        self.folder.current().failure_json.unlink(missing_ok=True)
+        self.folder.remove_heartbeats()
+        self.folder.update_run(restarts=self.done)
+        return True
+
+    def losses(self) -> dict[str, Any]:
+        """Return the steps that the last restart repeats, and what they had taken on rank 0."""
+        return {name: self.done[-1][name] for name in ("lost_steps", "lost_seconds")}
+
+    def describe_last(self) -> str:
+        """Return the lines that are printed at a restart."""
+        last = self.done[-1]
+        return (
+            f"{last['status']}: {last['message']}\n"
+            f"restart {len(self.done)} of {self.max_restarts}, from step {last['resumed_from_step']}"
+            f" ({last['lost_steps']} steps lost)"
+        )
+
+
+def can_restart(result: RunResult, process_result: ProcessResult) -> bool:
+    """Return True for a fault that a restart may fix: a killed or hung rank, or host memory; not a fault of the job."""
+    if process_result.interrupted or process_result.timed_out:
+        return False
+    killed = "seen_by_peer" in (result.failure or {})
+    return killed or result.status in (status.TIMED_OUT, status.HOST_OUT_OF_MEMORY)

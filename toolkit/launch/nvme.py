@@ -1,0 +1,215 @@
+"""NVMe offload: the checks of the disk before any rank starts, its measured rates, and the swap folder of each run.
+
+>>> swap_folder(Path("/nvme"), "f00d").name
+'finetune-toolkit-f00d'
+
+The checks, in their order: the folder, its file system, direct I/O, free space, libaio, DeepSpeed's `async_io`.
+"""
+
+from __future__ import annotations
+
+import ctypes.util
+import os
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from toolkit.cache import ASYNC_IO_OPS, COMPILE_ASYNC_IO, INSTALL_LIBAIO, are_compiled
+from toolkit.errors import ToolkitError
+from toolkit.files.reading import user_path
+from toolkit.files.safetensors_header import read_header
+from toolkit.hardware.disks import DiskRates, free_bytes, measure_rates, mount_of, try_direct_io
+from toolkit.hardware.process_limits import locked_memory_limit_bytes
+from toolkit.launch.environment import NVME_PATH_VARIABLE
+from toolkit.presets import Preset
+from toolkit.units import gib
+
+# accelerate fills `"nvme_path": "auto"` from these; `accelerate launch` sets neither from its own flags.
+ACCELERATE_VARIABLES = {
+    "offload_optimizer": "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_NVME_PATH",
+    "offload_param": "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_NVME_PATH",
+}
+NVME_PATH_HINT = f"`toolkit train --nvme-path DIR`, or {NVME_PATH_VARIABLE}=DIR in the environment"
+# Bytes on disk for each trained parameter, fp32: master, momentum and variance; and the gradient on its way to them.
+OPTIMIZER_BYTES = 12
+GRADIENT_BYTES = 4
+# The parameter itself, in the compute dtype.
+PARAM_BYTES_GPU, PARAM_BYTES_CPU = 2, 4
+# DeepSpeed locks its I/O buffers in memory. Below this limit even the smallest useful buffers fail.
+LOCKED_BYTES_AT_LEAST = 2**30
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NvmeDisk:
+    """The disk that a run offloads to, as run.json records it."""
+
+    path: Path
+    filesystem: str
+    free_bytes: int
+    needed_bytes: int | None
+    """Size of the swap files; None for a model whose size is not known here (a hub id)."""
+    rates: DiskRates
+    warnings: tuple[str, ...] = ()
+
+    def describe(self) -> str:
+        """Return one line about the disk."""
+        rates = f"writes {gib(self.rates.write_bytes_per_second)}/s, reads {gib(self.rates.read_bytes_per_second)}/s"
+        return f"offloading to {self.path} ({self.filesystem}): {gib(self.free_bytes)} free, {rates}"
+
+    def facts(self) -> dict[str, Any]:
+        """Return the values under `nvme` in run.json."""
+        return {
+            "path": str(self.path),
+            "filesystem": self.filesystem,
+            **asdict(self.rates),
+            "free_bytes": self.free_bytes,
+            "needed_bytes": self.needed_bytes,
+        }
+
+
+def check_nvme(preset: Preset, *, nvme_path: str | None, arguments: dict[str, Any], cpu: bool) -> NvmeDisk | None:
+    """Check the disk and measure its rates; None for a preset without NVMe offload.
+
+    Raises ToolkitError for the first problem.
+    """
+    path = nvme_path_of(preset, nvme_path)
+    if path is None:
+        return None
+    check_folder(path)
+    filesystem = check_filesystem(path)
+    check_direct_io(path)
+    needed = needed_bytes(preset, arguments, cpu=cpu)
+    free = free_bytes(path)
+    check_free(path, free=free, needed=needed)
+    check_libaio()
+    if cpu:  # on a GPU DeepSpeed compiles it against CUDA, when it is first used
+        check_async_io()
+    return NvmeDisk(
+        path=path,
+        filesystem=filesystem,
+        free_bytes=free,
+        needed_bytes=needed,
+        rates=measure_rates(path),
+        warnings=locked_memory_warnings(),
+    )
+
+
+def nvme_path_of(preset: Preset, given: str | None) -> Path | None:
+    """Return the disk that a run of this preset offloads to; None without NVMe offload.
+
+    Raises ToolkitError where no disk is given, or the preset's file fixes one.
+    """
+    blocks = nvme_blocks((preset.deepspeed_config() or {}).get("zero_optimization") or {})
+    if not blocks:
+        return None
+    for name, block in blocks.items():
+        if block.get("nvme_path") != "auto":
+            raise ToolkitError(
+                f"{preset.deepspeed_config_path}: {name}.nvme_path is {block.get('nvme_path')!r}, expected 'auto'",
+                hint=f'write `"nvme_path": "auto"`, and give the disk at launch: {NVME_PATH_HINT}',
+            )
+    if not given:
+        raise ToolkitError(f"preset {preset.name!r} offloads to a local disk, and none is given", hint=NVME_PATH_HINT)
+    return user_path(given).absolute()
+
+
+def check_libaio() -> None:
+    """Check for the library that DeepSpeed reads and writes through."""
+    if ctypes.util.find_library("aio") is None:
+        raise ToolkitError("libaio is not installed; NVMe offload reads and writes through it", hint=INSTALL_LIBAIO)
+
+
+def check_async_io() -> None:
+    """Check that DeepSpeed's `async_io` op is compiled."""
+    if not are_compiled(ASYNC_IO_OPS):
+        raise ToolkitError("DeepSpeed's async_io is not compiled; NVMe offload needs it", hint=COMPILE_ASYNC_IO)
+
+
+def check_folder(path: Path) -> None:
+    """Check that the path is a writable folder."""
+    if not path.is_dir():
+        what = "is not a folder" if path.exists() else "does not exist"
+        raise ToolkitError(f"--nvme-path {path} {what}", hint=f"name a folder on a local disk, or `mkdir -p {path}`")
+    if not os.access(path, os.W_OK | os.X_OK):
+        raise ToolkitError(f"--nvme-path {path} cannot be written", hint="name a folder that you can write to")
+
+
+def check_filesystem(path: Path) -> str:
+    """Return the name of the file system, which must be a local disk's."""
+    mount = mount_of(path)
+    if mount is None:
+        return "unknown"
+    if mount.kind != "local":
+        why = "memory, not a disk" if mount.kind == "memory" else "not a local disk"
+        raise ToolkitError(
+            f"--nvme-path {path} is on {mount.filesystem} ({mount.mount_point}): {why}",
+            hint="name a folder on a local NVMe disk; `lsblk` lists them",
+        )
+    return mount.filesystem
+
+
+def check_direct_io(path: Path) -> None:
+    """Check direct I/O by writing a block past the page cache."""
+    try:
+        try_direct_io(path)
+    except OSError as error:
+        raise ToolkitError(
+            f"--nvme-path {path} takes no direct I/O (O_DIRECT): {error.strerror}",
+            hint="name a folder on a local NVMe disk with ext4 or xfs",
+        ) from None
+
+
+def check_free(path: Path, *, free: int, needed: int | None) -> None:
+    """Check for enough space for the swap files of all ranks."""
+    if needed is not None and free < needed:
+        raise ToolkitError(
+            f"--nvme-path {path} has {gib(free)} free, the swap files need about {gib(needed)}",
+            hint="name a folder on a larger disk, or train adapters: `--lora_r 16`",
+        )
+
+
+def needed_bytes(preset: Preset, arguments: dict[str, Any], *, cpu: bool) -> int | None:
+    """Return the size of all ranks' swap files, an upper bound: small tensors that stay in memory are counted too."""
+    params = num_params(Path(str(arguments["model_name_or_path"])))
+    if params is None:
+        return None
+    blocks = nvme_blocks((preset.deepspeed_config() or {})["zero_optimization"])
+    trained = 0 if arguments.get("lora_r") is not None else params  # adapters are small beside their base
+    optimizer = trained * (OPTIMIZER_BYTES + GRADIENT_BYTES) if "offload_optimizer" in blocks else 0
+    held = params * (PARAM_BYTES_CPU if cpu else PARAM_BYTES_GPU) if "offload_param" in blocks else 0
+    return optimizer + held
+
+
+def num_params(model: Path) -> int | None:
+    """Return the number of parameters of a local model, from its safetensors headers; None if it has none.
+
+    Raises ToolkitError for a damaged file.
+    """
+    files = sorted(model.glob("*.safetensors")) if model.is_dir() else []
+    headers = [read_header(file) for file in files]
+    return sum(entry.elements for header in headers for entry in header.values()) if headers else None
+
+
+def locked_memory_warnings() -> tuple[str, ...]:
+    """Return a warning for a `ulimit -l` too low for DeepSpeed's buffers."""
+    limit = locked_memory_limit_bytes()
+    if limit is None or limit >= LOCKED_BYTES_AT_LEAST:
+        return ()
+    return (
+        f"warning: only {gib(limit)} may be locked in memory, and NVMe offload locks its buffers: "
+        "`ulimit -l unlimited`",
+    )
+
+
+def swap_folder(nvme_path: Path, run_id: str) -> Path:
+    """Return the folder of one run's swap files; each rank has folders of its own in it.
+
+    DeepSpeed empties its parameter folder when it starts, so two runs must never share one.
+    """
+    return nvme_path / f"finetune-toolkit-{run_id}"
+
+
+def nvme_blocks(zero: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return the offload blocks of a `zero_optimization` block whose device is NVMe."""
+    blocks = {name: zero.get(name) or {} for name in ACCELERATE_VARIABLES}
+    return {name: block for name, block in blocks.items() if block.get("device") == "nvme"}

@@ -1,0 +1,76 @@
+"""The options of one training run, the same from the command line to the processes.
+
+>>> TrainOptions(preset="zero2", num_processes=2, max_restarts=-1)
+Traceback (most recent call last):
+toolkit.errors.ToolkitError: --max-restarts is -1, expected 0 or more
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from toolkit.errors import ToolkitError
+from toolkit.flags import CpuFlag, NumProcesses, NvmePath, PresetName, TrainingArguments
+from toolkit.hardware.gpus import default_num_processes, trains_on_cpu
+from toolkit.job.argument_values import YEAR_MINUTES, Range, check_range
+
+if TYPE_CHECKING:
+    from toolkit.presets import Preset
+
+MAX_RESTARTS = 1000  # more faults than this in one run need a person
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainOptions:
+    """The options of `toolkit train`; a comparison makes one for each trial."""
+
+    preset: PresetName
+    num_processes: NumProcesses = None
+    training_arguments: TrainingArguments = ()
+    cpu: CpuFlag = None
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="run every check, print the plan and the launch command; start nothing")
+    ] = False
+    gpu: Annotated[
+        str | None,
+        typer.Option(help="with --dry-run: check and plan for this GPU, for example h100; it need not be here"),
+    ] = None
+    timeout_minutes: Annotated[float | None, typer.Option(help="stop the run as timed_out after this long")] = None
+    nvme_path: NvmePath = None
+    hang_timeout_minutes: Annotated[
+        float | None,
+        typer.Option(help="stop a run in which no rank makes progress for this long; default 20, 0 for never"),
+    ] = None
+    stop_minutes: Annotated[
+        float, typer.Option(help="after Ctrl-C or SIGTERM, wait this long for the checkpoint; 0 ends the run at once")
+    ] = 5.0
+    max_restarts: Annotated[
+        int, typer.Option(help="resume from the last checkpoint at most this often, after a rank was killed or hung")
+    ] = 0
+
+    def __post_init__(self) -> None:
+        limits = {
+            "--timeout-minutes": (self.timeout_minutes, Range(above=0, highest=YEAR_MINUTES)),
+            "--hang-timeout-minutes": (self.hang_timeout_minutes, Range(lowest=0, highest=YEAR_MINUTES)),
+            "--stop-minutes": (self.stop_minutes, Range(lowest=0, highest=YEAR_MINUTES)),
+            "--max-restarts": (self.max_restarts, Range(lowest=0, highest=MAX_RESTARTS)),
+        }
+        for name, (value, allowed) in limits.items():
+            check_range(name, value, allowed)
+        if self.gpu is not None and not self.dry_run:
+            raise ToolkitError("--gpu needs --dry-run: a run uses the GPUs of this node", hint="add `--dry-run`")
+
+    @property
+    def on_cpu(self) -> bool:
+        """True if the ranks train on the CPU: as the option says, or because no GPU is visible; not for a named GPU."""
+        return self.gpu is None and trains_on_cpu(self.cpu)
+
+    def world_size(self, preset: Preset) -> int:
+        """Return the number of processes: as given, or by default all visible GPUs, two on a CPU, one for `single`."""
+        if self.num_processes is not None:
+            return self.num_processes
+        processes = default_num_processes(on_cpu=self.on_cpu)
+        return processes if preset.max_world_size is None else min(processes, preset.max_world_size)

@@ -1,0 +1,337 @@
+"""Checks of a job in under a second, before any rank starts: names, files, rows, batch arithmetic, disk space.
+
+Nothing here imports torch. What only a rank can know (a hub model's weights, GPU memory) is checked there.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any
+
+from toolkit.data import check_file, first_sample, is_hub_id, resolve_sources
+from toolkit.data.mixture import rows_per_epoch
+from toolkit.data.template_limits import check_templates, read_template, templates_of
+from toolkit.errors import ToolkitError
+from toolkit.files.checkpoint_pickles import check_pickles
+from toolkit.files.model_weights import check_weights
+from toolkit.files.reading import user_path
+from toolkit.hardware.disks import existing_folder, free_bytes
+from toolkit.hardware.gpus import count_gpus
+from toolkit.job.argument_checks import check_arguments
+from toolkit.job.argument_values import as_list
+from toolkit.job.dataset_checks import check_rows_fill_a_step, check_val_size, streaming_buffer_size
+from toolkit.job.global_batch import global_batch_size, order_of_ranks, with_accumulation
+from toolkit.job.model_arguments import check_parts
+from toolkit.job.script_arguments import (
+    dataset_names,
+    dataset_weights,
+    degrees_given,
+    flag,
+    integer,
+    read_arguments,
+    read_method,
+    resumes,
+)
+from toolkit.models.config_limits import read_config
+from toolkit.models.hub import download_config, no_such_model
+from toolkit.presets import Preset, PresetSpec
+from toolkit.presets.compatibility import CPU, Device
+from toolkit.presets.optimizers import DEFAULT_OPTIMIZER
+from toolkit.presets.support import check_supported
+from toolkit.record.checkpoints import (
+    LATEST_WORDS,
+    Checkpoint,
+    TargetLayout,
+    check_resume_settings,
+    check_same_layout,
+    list_checkpoints,
+    read_complete_checkpoint,
+)
+from toolkit.record.folder import RunFolder, read_json
+from toolkit.units import gib
+
+# Processes on one node; a GPU node has 16 at most, and on a CPU each needs half a GiB before it loads anything.
+LARGEST_NODE = 1024
+DEFAULT_SEED = 42  # transformers' seed
+# Size of a checkpoint in multiples of the fp32 weights: weights, momentum and variance. DeepSpeed saves fp32 master
+# weights as well, and (ZeRO-1 and ZeRO-2) its own copy of the weights beside the safetensors.
+CHECKPOINT_WEIGHTS = {"none": 3, "ddp": 3, "fsdp2": 3, "pipeline": 3, "deepspeed": 5}
+DEFAULT_SAVE_STEPS = 500  # transformers' save_steps
+INPUTS = ("model_name_or_path", "dataset", "eval_dataset", "chat_template")
+# What a run writes into its folder: its records, and the model with its tokenizer; and what it moves away.
+WRITTEN = (
+    *("run.json", "attestation.json", "failure.json", "fingerprint.json", "train.log", "run.lock"),
+    *("config.json", "generation_config.json", "adapter_config.json", "*.safetensors", "*.safetensors.index.json"),
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja", "README.md"),
+    *("ranks", "attempts", "profile", "checkpoint-*"),
+)
+WEIGHT_SUFFIXES = (".safetensors", ".bin")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CheckedJob:
+    """Training arguments that passed every check."""
+
+    arguments: dict[str, Any]
+    global_batch_size: int
+    """Sequences per optimizer step, over all ranks."""
+    warnings: tuple[str, ...]
+    """One line for each argument that has no effect, and for each package that the job needs on another node."""
+
+
+def check_job(
+    preset: Preset,
+    *,
+    num_processes: int,
+    training_argv: Sequence[str],
+    cpu: bool,
+    gpus: int | None = None,
+    nodes: int = 1,
+) -> CheckedJob:
+    """Check everything but the output folder, which a comparison chooses itself.
+
+    `gpus` is the number of GPUs of the other nodes, where the job runs there; default: those that are visible here.
+
+    Raises ToolkitError for the first problem.
+    """
+    here = gpus is None and nodes == 1
+    if here and not cpu:
+        gpus = count_gpus()
+    check_process_count(num_processes, gpus=gpus, preset=preset, nodes=nodes)
+    arguments = read_arguments(training_argv)
+    check_required(arguments, ("model_name_or_path", "dataset"))
+    warnings = check_arguments(arguments, preset, num_processes=num_processes, on_cpu=cpu, here=here)
+    config = check_model(str(arguments["model_name_or_path"]), revision=arguments.get("revision"))
+    check_parts(arguments, config)
+    rows, names = check_dataset(arguments), ", ".join(dataset_names(arguments))
+    if arguments.get("val_size") is not None and rows is not None and not dataset_weights(arguments):
+        held_out = check_val_size(float(arguments["val_size"]), rows=rows)
+        rows, names = rows - held_out, f"without the {held_out} of --val_size, {names}"
+    check_eval_dataset(arguments)
+    check_chat_template(arguments)
+    groups = data_parallel_size(preset, arguments, num_processes)
+    arguments = with_accumulation(arguments, data_parallel_size=groups, ranks_per_batch=num_processes // groups)
+    batch = global_batch_size(arguments, groups)
+    check_rows_fill_a_step(rows, batch, names, packing=flag(arguments.get("packing", False)))
+    return CheckedJob(arguments=arguments, global_batch_size=batch, warnings=tuple(warnings))
+
+
+def check_process_count(num_processes: int, *, gpus: int | None, preset: Preset, nodes: int = 1) -> None:
+    """Raise ToolkitError for more processes than GPUs (None: on the CPU), or a world size that the preset rejects."""
+    if num_processes < 1:
+        raise ToolkitError(f"--num-processes is {num_processes}, expected 1 or more")
+    if num_processes > LARGEST_NODE * nodes:
+        raise ToolkitError(f"--num-processes is {num_processes:,}, expected {LARGEST_NODE:,} or less on one node")
+    device = CPU if gpus is None else Device(count=gpus)
+    check_supported(preset, world_size=num_processes, device=device)
+
+
+def check_required(arguments: dict[str, Any], names: Sequence[str]) -> None:
+    """Raise ToolkitError for a required argument that is missing."""
+    for name in names:
+        if arguments.get(name) in (None, True) or not str(arguments[name]).strip():
+            raise ToolkitError(f"--{name} is missing", hint=f"add `-- --{name} ...` after the toolkit's own options")
+
+
+def check_model(name: str, *, revision: str | None = None) -> dict[str, Any]:
+    """Check that a model is a local folder with configuration and weights, or an id on the hub.
+
+    Returns its configuration.
+    """
+    folder = Path(name)
+    if os.path.isdir(folder):  # noqa: PTH112  (`Path.is_dir` raises for a name that is too long)
+        if not (folder / "config.json").is_file():
+            raise ToolkitError(
+                f"model folder {name} has no config.json", hint="name the folder that `save_pretrained` wrote"
+            )
+        config = read_config(folder / "config.json")
+        check_weights(folder)
+        return config
+    if os.path.exists(folder) or not is_hub_id(name):  # noqa: PTH110
+        raise no_such_model(name)
+    # it is small, and a wrong id is found before ranks start
+    return read_config(download_config(name, revision=revision))
+
+
+def check_dataset(arguments: dict[str, Any]) -> int | None:
+    """Check each row of the local files of `--dataset`, and return the rows of an epoch.
+
+    None where that is not known: with a hub id, or a very long file.
+    """
+    rows = _rows_of(dataset_names(arguments), arguments.get("dataset_config"), "dataset")
+    known = [count for count in rows if count is not None]
+    weights = dataset_weights(arguments)
+    return sum(rows_per_epoch(known, weights or None)) if len(known) == len(rows) else None
+
+
+def check_chat_template(arguments: dict[str, Any]) -> None:
+    """Check that the chat template renders the first conversation of each local file in little time and memory."""
+    file = arguments.get("chat_template")
+    given = None if file is None else read_template(str(file))
+    sources = resolve_sources(dataset_names(arguments), config=arguments.get("dataset_config"))
+    samples = [first_sample(source.path) for source in sources if source.path is not None]
+    if samples and all(sample.messages is None for sample in samples) and len(samples) == len(sources):
+        return  # plain text needs no template
+    model = Path(str(arguments["model_name_or_path"]))
+    if given is not None:
+        check_templates([given], samples, name=str(file))
+    elif model.is_dir():
+        check_templates(templates_of(model), samples, name=f"the chat template of {model}")
+
+
+def check_eval_dataset(arguments: dict[str, Any]) -> None:
+    """Check each row of a local file of `--eval_dataset`."""
+    if arguments.get("eval_dataset") is not None:
+        _rows_of([str(arguments["eval_dataset"])], arguments.get("eval_dataset_config"), "eval_dataset")
+
+
+def _rows_of(names: list[str], config: Any, option: str) -> list[int | None]:
+    """Rows of each data set, where they are known."""
+    found: list[int | None] = []
+    for source in resolve_sources(names, config=None if config is None else str(config), option=option):
+        checked = None if source.path is None else check_file(source.path)
+        found.append(checked.rows if checked is not None and checked.complete else None)
+    return found
+
+
+def data_parallel_size(preset: PresetSpec, arguments: dict[str, Any], num_processes: int) -> int:
+    """Return how many ranks, or groups of ranks, train on different rows."""
+    layout = preset.layout(num_processes, degrees_given(arguments))
+    return num_processes if layout is None else layout.data_parallel_size
+
+
+def check_output(arguments: dict[str, Any], *, engine: str = "deepspeed") -> Path:
+    """Return the output folder, which must be unused and writable, with disk space for checkpoints and the model."""
+    check_required(arguments, ("output_dir",))
+    folder = RunFolder(user_path(str(arguments["output_dir"])))
+    check_inputs_stay(folder, arguments)
+    folder.check_unused(resume=continues(arguments))
+    folder.check_writable()
+    check_disk(folder.path, needed=saved_bytes(arguments, engine=engine))
+    return folder.path
+
+
+def check_inputs_stay(folder: RunFolder, arguments: dict[str, Any]) -> None:
+    """Raise ToolkitError where the run's files would mix with the user's, or replace the model or the data."""
+    path = Path(os.path.realpath(folder.path))
+    places = {Path(path.anchor): "the root of the file system", user_path("~").resolve(): "the home folder"}
+    if path in places:
+        raise ToolkitError(
+            f"output_dir {folder.path} is {places[path]}",
+            hint=f"name a folder of its own: `--output_dir {folder.path / 'out'}`",
+        )
+    for name in INPUTS:
+        for given in as_list(arguments.get(name)):
+            if os.path.exists(str(given)) and _would_be_replaced(Path(os.path.realpath(str(given))), path):  # noqa: PTH110
+                raise ToolkitError(
+                    f"--{name} {given} is in output_dir {folder.path}, where the run would replace it",
+                    hint="name another folder: `--output_dir DIR`",
+                )
+    if not folder.run_json.exists() and any(path.glob("*.safetensors")):
+        raise ToolkitError(
+            f"output_dir {folder.path} holds a model that no run has written there (*.safetensors)",
+            hint="name another folder, `--output_dir DIR`: the trained model would replace it",
+        )
+
+
+def _would_be_replaced(source: Path, output_dir: Path) -> bool:
+    """True for the output folder itself, and for what a run writes in it or moves away."""
+    if source == output_dir:
+        return True
+    inside = source.relative_to(output_dir).parts if source.is_relative_to(output_dir) else ()
+    return bool(inside) and any(fnmatch(inside[0], pattern) for pattern in WRITTEN)
+
+
+def continues(arguments: dict[str, Any]) -> bool:
+    """Return True if the run resumes and there is something to resume from: `latest` may find no checkpoint."""
+    if not resumes(arguments):
+        return False
+    if str(arguments["resume_from_checkpoint"]).lower() not in LATEST_WORDS:
+        return True
+    checkpoints = list_checkpoints(Path(str(arguments["output_dir"])))
+    return any(checkpoint.problem() is None for checkpoint in checkpoints)
+
+
+def check_resume(preset: Preset, *, num_processes: int, arguments: dict[str, Any]) -> None:
+    """Check the checkpoint that the run resumes from against the run.
+
+    A checkpoint given by its path is read completely. `latest` is resolved and read by rank 0; here its manifest is
+    enough.
+    """
+    if not resumes(arguments):
+        return
+    named = str(arguments["resume_from_checkpoint"])
+    if named.lower() not in LATEST_WORDS:
+        checkpoint: Checkpoint | None = read_complete_checkpoint(Path(named))
+    else:
+        checkpoints = list_checkpoints(Path(str(arguments["output_dir"])))
+        checkpoint = next((found for found in checkpoints if found.problem() is None), None)
+    if checkpoint is None:
+        return
+    if not flag(arguments.get("trust_pickle", False)):
+        check_pickles(checkpoint.path)
+    degrees = degrees_given(arguments)
+    check_same_layout(checkpoint, TargetLayout.of(preset, num_processes=num_processes, degrees=degrees))
+    groups = data_parallel_size(preset, arguments, num_processes)
+    pipeline = read_method(arguments).pipeline
+    check_resume_settings(
+        checkpoint,
+        global_batch_size=global_batch_size(arguments, groups),
+        seed=integer(arguments, "seed", DEFAULT_SEED),
+        max_steps=integer(arguments, "max_steps", -1),
+        optim=str(arguments.get("optim") or DEFAULT_OPTIMIZER),
+        streaming_buffer_size=streaming_buffer_size(arguments),
+        dataset_weights=dataset_weights(arguments),
+        data_parallel_size=groups,
+        order_of_ranks=order_of_ranks(arguments),
+        pipeline_chunks=None if pipeline is None else pipeline.chunks,
+    )
+
+
+def saved_bytes(arguments: dict[str, Any], *, engine: str) -> int:
+    """Return the bytes of the trained model and its checkpoints; 0 for adapters, which are small."""
+    if arguments.get("lora_r") is not None:
+        return 0
+    weights = weight_bytes(Path(str(arguments["model_name_or_path"])))
+    model = weights if flag(arguments.get("save_model", True)) else 0
+    return model + checkpoints_on_disk(arguments) * CHECKPOINT_WEIGHTS[engine] * weights
+
+
+def checkpoints_on_disk(arguments: dict[str, Any]) -> int:
+    """Return the largest number of checkpoints on disk at once: an old one is removed after the new one is complete.
+
+    Where the number of saves is not known before the data are read: `save_total_limit` + 1, or one.
+    """
+    strategy = str(arguments.get("save_strategy", "steps"))
+    if strategy == "no":
+        return 0
+    limit = integer(arguments, "save_total_limit", 0)
+    steps, every = integer(arguments, "max_steps", -1), float(arguments.get("save_steps") or DEFAULT_SAVE_STEPS)
+    every = every * steps if 0 < every < 1 else every  # a fraction of all steps
+    saves = -(-steps // max(1, int(every))) if steps > 0 and strategy == "steps" else max(1, limit + 1)
+    return min(saves, limit + 1) if limit > 0 else saves
+
+
+def weight_bytes(model: Path) -> int:
+    """Return the bytes of a local model's weights in fp32; 0 for a hub id."""
+    if not model.is_dir():
+        return 0
+    config = read_json(model / "config.json") or {}
+    is_half = str(config.get("dtype") or config.get("torch_dtype")) in ("bfloat16", "float16")
+    stored = sum(path.stat().st_size for path in model.iterdir() if path.suffix in WEIGHT_SUFFIXES)
+    return stored * 2 if is_half else stored
+
+
+def check_disk(folder: Path, *, needed: int) -> None:
+    """Raise ToolkitError for a disk without enough space for `needed` bytes."""
+    existing = existing_folder(folder)
+    free = free_bytes(existing)
+    if free < needed:
+        raise ToolkitError(
+            f"{existing} has {gib(free)} free, and the run saves about {gib(needed)}",
+            hint="name a folder on another disk: `--output_dir DIR`; `--save_strategy no` writes no checkpoint",
+        )

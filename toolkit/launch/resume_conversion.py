@@ -1,0 +1,153 @@
+"""Resume under another preset or world size: the checkpoint is converted first, in a process of its own.
+
+resumed = ResumingRun.of(arguments, load_preset("zero3"), num_processes=4, global_batch_size=8)
+checkpoint = checkpoint_to_convert(checkpoint_to_resume(arguments), resumed)
+converted = convert_checkpoint(checkpoint, resumed, on_message=print)
+converted.argv                # ('--resume_from_checkpoint', 'out/.resume/checkpoint-8')
+
+`toolkit train` does so before it starts the ranks; started otherwise, rank 0 does.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Self
+
+from toolkit.errors import ToolkitError, printed_errors
+from toolkit.job.script_arguments import degrees_given, flag, resumes
+from toolkit.launch.warm_start import run_python
+from toolkit.presets import Preset
+from toolkit.record.checkpoints import (
+    LATEST_WORDS,
+    Checkpoint,
+    TargetLayout,
+    check_same_batch,
+    latest_complete,
+    read_checkpoint,
+)
+
+RESUME_FOLDER = ".resume"
+# What a launcher gives its ranks: a conversion is a process of its own.
+RANK_VARIABLES = ("ACCELERATE_", "FSDP_", "GROUP_", "LOCAL_", "MASTER_", "RANK", "ROLE_", "TORCHELASTIC_", "WORLD_SIZE")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ResumingRun:
+    """The run in which a checkpoint is resumed."""
+
+    preset: Preset
+    num_processes: int
+    output_dir: Path
+    global_batch_size: int
+    degrees: Mapping[str, int] = field(default_factory=dict)
+    """Degrees of parallelism that are given."""
+    trust_pickle: bool = False
+
+    @classmethod
+    def of(cls, arguments: dict[str, Any], preset: Preset, *, num_processes: int, global_batch_size: int) -> Self:
+        """Return the run of these training arguments."""
+        return cls(
+            preset=preset,
+            num_processes=num_processes,
+            output_dir=Path(str(arguments["output_dir"])),
+            global_batch_size=global_batch_size,
+            degrees=degrees_given(arguments),
+            trust_pickle=flag(arguments.get("trust_pickle", False)),
+        )
+
+    @property
+    def layout(self) -> TargetLayout:
+        """How this run holds model and optimizer states."""
+        return TargetLayout.of(self.preset, num_processes=self.num_processes, degrees=self.degrees)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ConvertedCheckpoint:
+    """The converted copy of a checkpoint, for one run."""
+
+    path: Path | None = None
+    """None where the run loads the checkpoint as it is, or does not resume."""
+
+    @property
+    def argv(self) -> tuple[str, ...]:
+        """Arguments that follow the training arguments: the last value of a flag wins."""
+        return () if self.path is None else ("--resume_from_checkpoint", str(self.path))
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """The same by name."""
+        return {} if self.path is None else {"resume_from_checkpoint": str(self.path)}
+
+    def remove(self) -> None:
+        """Remove the copy after the run: the next resume starts from a checkpoint of the run again."""
+        if self.path is not None:
+            remove_converted(self.path.parent.parent)
+
+
+def remove_converted(output_dir: Path) -> None:
+    """Remove the converted copy that a run has loaded, if there is one."""
+    shutil.rmtree(output_dir / RESUME_FOLDER, ignore_errors=True)
+
+
+def checkpoint_to_resume(arguments: dict[str, Any]) -> Checkpoint | None:
+    """Return the checkpoint of `--resume_from_checkpoint`: a folder, or the newest complete one of the run folder."""
+    if not resumes(arguments):
+        return None
+    named = str(arguments["resume_from_checkpoint"])
+    if named.lower() not in LATEST_WORDS:
+        return read_checkpoint(Path(named))
+    return latest_complete(Path(str(arguments["output_dir"])))
+
+
+def checkpoint_to_convert(checkpoint: Checkpoint | None, run: ResumingRun) -> Checkpoint | None:
+    """Return the checkpoint if another preset or number of processes wrote it, such that its shards do not fit the run.
+
+    Raises ToolkitError for another global batch size.
+    """
+    if checkpoint is None or checkpoint.manifest is None or not run.layout.differences(checkpoint.manifest):
+        return None
+    check_same_batch(checkpoint, run.global_batch_size)
+    return checkpoint
+
+
+def convert_checkpoint(
+    checkpoint: Checkpoint | None, run: ResumingRun, *, on_message: Callable[[str], None]
+) -> ConvertedCheckpoint:
+    """Convert what `checkpoint_to_convert` returned. Raises ToolkitError for a conversion that is not supported."""
+    if checkpoint is None:
+        return ConvertedCheckpoint()
+    manifest = checkpoint.manifest
+    assert manifest is not None, "a checkpoint without one is not converted"
+    remove_converted(run.output_dir)
+    converted = ConvertedCheckpoint(path=run.output_dir / RESUME_FOLDER / f"checkpoint-{checkpoint.step}")
+    assert converted.path is not None
+    on_message(
+        f"{checkpoint.path} was written by {manifest.preset} on {manifest.world_size} processes:"
+        f" converting it for {run.preset.name} on {run.num_processes}"
+    )
+    try:
+        _run_conversion(checkpoint.path, converted.path, run)
+    except BaseException:
+        converted.remove()
+        raise
+    return converted
+
+
+def _run_conversion(checkpoint: Path, out: Path, run: ResumingRun) -> None:
+    """Run `toolkit checkpoint convert` as a child process: the launcher does not import torch, a rank has its own."""
+    out.parent.mkdir(parents=True, exist_ok=True)
+    options = ["--preset", str(run.preset.accelerate_config_path), "--num-processes", str(run.num_processes)]
+    options += [f"--{name.replace('_', '-')}={degree}" for name, degree in run.degrees.items()]
+    options += ["--trust-pickle"] if run.trust_pickle else []
+    command = [sys.executable, "-P", "-m", "toolkit.checkpoint", "convert", str(checkpoint), str(out), *options]
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(RANK_VARIABLES)}
+    environment["CUDA_VISIBLE_DEVICES"] = ""  # as it would set itself; a fork server on the CPU has it too
+    code, errors = run_python(command, environment)
+    if code != 0:
+        reason = (printed_errors(errors) or [ToolkitError(f"the conversion ended with code {code}")])[-1]
+        raise ToolkitError(f"{checkpoint} cannot be resumed here: {reason.message}", hint=reason.hint)

@@ -1,0 +1,261 @@
+"""The run folder: the files of one run, written so that a reader never sees an incomplete one.
+
+>>> RunFolder(Path("out")).rank_rows(1).name
+'rank1.jsonl'
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from toolkit.errors import ToolkitError
+from toolkit.files.atomic_write import write_text
+from toolkit.files.json_files import read_json_object
+from toolkit.files.secrets import hide_secrets
+from toolkit.record.status import COMPLETED, RUNNING
+
+SCHEMA_VERSION = 1
+# Incremented whenever the meaning of a number changes, so that reports are not compared across the change.
+MEASUREMENT_VERSION = 1
+LOCK = "run.lock"
+MAX_ATTEMPTS = 10**6
+MAX_PID = 2**22  # Linux's PID_MAX_LIMIT
+
+
+def is_attempt(value: Any) -> bool:
+    """Return True for the number of an attempt, as read from a file."""
+    return type(value) is int and 0 < value < MAX_ATTEMPTS
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StartingAttempt:
+    """The content of `attempts/starting.json`."""
+
+    attempt: int
+    """Number of the attempt that is starting."""
+    earlier: int
+    """Number of the attempt whose files are at the top of the folder."""
+    trained: bool = False
+    """True once the attempt has trained a step, while its files are moved to the top."""
+
+    def __post_init__(self) -> None:
+        if not (is_attempt(self.attempt) and is_attempt(self.earlier) and type(self.trained) is bool):
+            raise ValueError(self)
+
+
+@dataclass(frozen=True, slots=True)
+class RunFolder:
+    """Paths of one run's files."""
+
+    path: Path
+
+    @property
+    def run_json(self) -> Path:
+        """Configuration, plan, versions, status and results of the run."""
+        return self.path / "run.json"
+
+    @property
+    def attestation_json(self) -> Path:
+        """What was in effect on each rank, verified at run time."""
+        return self.path / "attestation.json"
+
+    @property
+    def failure_json(self) -> Path:
+        """Why the run failed; only there if it did."""
+        return self.path / "failure.json"
+
+    @property
+    def log(self) -> Path:
+        """Standard output and error of all ranks."""
+        return self.path / "train.log"
+
+    @property
+    def timeline(self) -> Path:
+        """When rank 0 and its launcher began what (`toolkit.record.timeline`)."""
+        return self.path / "timeline.jsonl"
+
+    @property
+    def attempts(self) -> Path:
+        """Folder of the files of earlier attempts, and of those that never trained, by number."""
+        return self.path / "attempts"
+
+    @property
+    def starting_json(self) -> Path:
+        """Which attempt is starting (`toolkit.record.attempts`); only there until it has trained a step."""
+        return self.attempts / "starting.json"
+
+    def rank_rows(self, rank: int) -> Path:
+        """Return the path of one rank's rows: one JSON line per step."""
+        return self.path / "ranks" / f"rank{rank}.jsonl"
+
+    def read_run(self) -> dict[str, Any] | None:
+        """Return run.json, or None where it cannot be read."""
+        return read_json(self.run_json)
+
+    def update_run(self, **facts: Any) -> dict[str, Any]:
+        """Merge facts into the run.json of the current attempt, and return its content."""
+        current = self.current()
+        run = (current.read_run() or {"schema_version": SCHEMA_VERSION}) | facts
+        write_json(current.run_json, run)
+        return run
+
+    def starting(self) -> StartingAttempt | None:
+        """Return the attempt that is starting in the folder of an earlier run; None where there is none.
+
+        Raises ToolkitError for a file that none of ours has written.
+        """
+        content = read_json(self.starting_json)
+        if content is None:
+            return None
+        try:
+            return StartingAttempt(**content)
+        except (TypeError, ValueError):
+            raise ToolkitError(
+                f"{self.starting_json} holds {str(content)[:80]}, expected the numbers of two attempts",
+                hint=f"remove it: `rm {self.starting_json}`",
+            ) from None
+
+    def attempt(self, number: int) -> RunFolder:
+        """Return the folder of an attempt's own files, while it starts and after another one has taken its place."""
+        return RunFolder(self.attempts / f"{number:03d}")
+
+    def current(self) -> RunFolder:
+        """Return where the attempt in progress writes: into a folder of its own until it has trained, then here."""
+        starting = self.starting()
+        return self if starting is None or starting.trained else self.attempt(starting.attempt)
+
+    def hold(self, *, wait_seconds: float = 0) -> int | None:
+        """Lock the folder for this process and those that inherit the descriptor, until the last of them exits.
+
+        Returns the descriptor, or None on a file system without locks. Raises ToolkitError while another run holds it,
+        after `wait_seconds`.
+        """
+        self.make()
+        deadline = time.monotonic() + wait_seconds
+        while True:
+            try:
+                return lock_file(self.path / LOCK, held=self._held)
+            except ToolkitError:
+                if time.monotonic() >= deadline:
+                    raise
+                time.sleep(1)
+            except OSError as error:
+                raise self.unwritable(error) from None
+
+    def _held(self, holder: str) -> ToolkitError:
+        who = f" (process {holder})" if holder else ""
+        return ToolkitError(
+            f"{self.path} holds a run that is still running{who}",
+            hint="wait for it, stop it, or name another folder: `--output_dir DIR`",
+        )
+
+    def check_unused(self, *, resume: bool = False) -> None:
+        """Raise ToolkitError for a folder that must not be overwritten; a resumed run may use a finished one."""
+        if self.path.exists() and not self.path.is_dir():
+            raise ToolkitError(f"output_dir {self.path} is a file", hint="name a folder: `--output_dir DIR`")
+        run, current = self.read_run() or {}, self.current().read_run() or {}
+        if run.get("status") == COMPLETED and not resume:
+            raise ToolkitError(
+                f"{self.path} already holds a finished run, which is never overwritten",
+                hint=f"name another folder, or remove it: `rm -r {self.path}`",
+            )
+        if current.get("status") == RUNNING and _is_alive(current.get("launcher_pid")):
+            raise ToolkitError(
+                f"{self.path} holds a run that is still running (process {current['launcher_pid']})",
+                hint="wait for it, or name another folder",
+            )
+
+    def remove_heartbeats(self) -> None:
+        """Remove the heartbeats and stacks of earlier processes."""
+        for pattern in ("rank*.pulse", "rank*.stacks", "hang.claim"):
+            for leftover in (self.path / "ranks").glob(pattern):
+                leftover.unlink(missing_ok=True)
+
+    def check_writable(self) -> None:
+        """Raise ToolkitError for a folder that cannot be created or written, leaving nothing behind."""
+        ancestors = [self.path, *self.path.absolute().parents]
+        existing = next(path for path in ancestors if os.path.lexists(path))
+        try:
+            with tempfile.TemporaryDirectory(dir=existing, prefix=".write-probe-"):
+                pass
+        except OSError as error:
+            raise self.unwritable(error) from None
+
+    def make(self) -> None:
+        """Create the folder. Raises ToolkitError if that is not possible."""
+        try:
+            (self.path / "ranks").mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise self.unwritable(error) from None
+
+    def unwritable(self, error: OSError) -> ToolkitError:
+        """Return the error for a folder that the system refuses to write."""
+        return ToolkitError(
+            f"output_dir {self.path} cannot be written: {error.strerror}",
+            hint="name a folder that you can write to: `--output_dir DIR`",
+        )
+
+
+def lock_file(path: Path, *, held: Callable[[str], ToolkitError]) -> int | None:
+    """Lock a file for this process and those that inherit the descriptor, until the last of them exits.
+
+    Returns the descriptor, or None on a file system without locks. While another process holds the lock, raises what
+    `held` returns for its pid (empty if unknown).
+    """
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        holder = os.pread(descriptor, 32, 0).decode(errors="replace").strip()
+        os.close(descriptor)
+        if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
+            return None
+        raise held(holder) from None
+    os.ftruncate(descriptor, 0)
+    os.pwrite(descriptor, str(os.getpid()).encode(), 0)
+    return descriptor
+
+
+def start_facts() -> dict[str, Any]:
+    """Return the start time of a run as run.json records it."""
+    now = time.time()
+    return {"started": datetime.fromtimestamp(now, UTC).isoformat(timespec="seconds"), "started_unix": now}
+
+
+def write_json(path: Path, content: Any) -> None:
+    """Write JSON under a temporary name, then rename it: a reader sees the old file or the new one.
+
+    Each secret in it is `***`.
+    """
+    text = json.dumps(hide_secrets(content), indent=2, default=lambda value: hide_secrets(str(value)))
+    write_text(path, text + "\n")
+
+
+def read_json(path: Path) -> dict[str, Any] | None:
+    """Read a JSON object from a file, or return None where there is none; a loss in it may be no number."""
+    try:
+        return read_json_object(path, allow_nan=True)
+    except ToolkitError:
+        return None
+
+
+def _is_alive(pid: Any) -> bool:
+    if type(pid) is not int or not 0 < pid <= MAX_PID or pid == os.getpid():
+        return False
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True

@@ -1,0 +1,82 @@
+"""A full disk, and host memory that ran out: recognised by their error messages, reported with what to do.
+
+>>> is_out_of_memory("terminate called after throwing an instance of 'std::bad_alloc'")
+True
+"""
+
+from __future__ import annotations
+
+import errno
+import shutil
+from pathlib import Path
+
+from toolkit.hardware.disks import free_bytes
+from toolkit.record.checkpoints import SAVING_PREFIX, list_checkpoints
+from toolkit.units import gib
+
+# Messages of Python, the C++ library, torch's CPU allocator and the dynamic linker.
+HOST_MEMORY_WORDS = (
+    "can't allocate memory",
+    "Cannot allocate memory",
+    "std::bad_alloc",
+    "DefaultCPUAllocator",
+    "MemoryError",
+    "can't start new thread",
+)
+# Messages of Python, Rust (safetensors, tokenizers) and torch's zip writer.
+DISK_FULL_WORDS = (
+    "No space left on device",
+    "Disk quota exceeded",
+    "File too large",
+    "PytorchStreamWriter failed writing",
+    "inline_container.cc",  # "unexpected pos 704 vs 598": all that a distributed checkpoint reports
+    "iostream error",
+)
+
+
+def is_out_of_memory(text: str) -> bool:
+    """Return True if a message says that the host has no memory left."""
+    return any(word in text for word in HOST_MEMORY_WORDS)
+
+
+def is_disk_full(error: BaseException | None) -> bool:
+    """Return True if an error, or one of its causes, says that a disk is full."""
+    while error is not None:
+        if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            return True
+        if any(word in str(error) for word in DISK_FULL_WORDS):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def describe_host_oom(who: str, phase: str | None, step: int, cause: str) -> tuple[str, str]:
+    """Return message and hint for host memory that ran out; `who` names the rank if it is known."""
+    during = f" in phase {phase}" if phase else ""
+    first = cause.strip().splitlines()[0] if cause.strip() else ""
+    message = f"{who} ran out of host memory{during}, step {step + 1}" + (f": {first}" if first else "")
+    return message, "give the job more host memory, start fewer ranks, or lower `--per_device_train_batch_size` or" + (
+        " `--max_seq_length`"
+    )
+
+
+def describe_latest_checkpoint(output_dir: Path) -> str:
+    """Return a sentence about the newest complete checkpoint."""
+    latest = next((found for found in list_checkpoints(output_dir) if found.problem() is None), None)
+    return "there is no complete checkpoint" if latest is None else f"the newest complete one is {latest.path.name}"
+
+
+def describe_full_disk(output_dir: Path, who: str, phase: str, step: int) -> tuple[str, str]:
+    """Remove incomplete checkpoints, which nothing reads, and return message and hint for a full disk."""
+    free = free_bytes(output_dir)
+    incomplete = [path for path in output_dir.glob(f"{SAVING_PREFIX}*") if path.is_dir()]
+    for folder in incomplete:
+        shutil.rmtree(folder, ignore_errors=True)
+    complete = [found for found in list_checkpoints(output_dir) if found.problem() is None]
+    needed = f", a checkpoint needs {gib(complete[0].bytes)}" if complete and complete[0].bytes else ""
+    space = f"{gib(free)} free{needed}; {describe_latest_checkpoint(output_dir)}"
+    message = f"{who} found the disk of {output_dir} full in phase {phase}, step {step}: {space}"
+    return (
+        message,
+        "free some space or keep fewer checkpoints (`--save_total_limit 1`), then `--resume_from_checkpoint latest`",
+    )
