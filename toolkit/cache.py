@@ -110,7 +110,9 @@ def _check_owner(path: Path) -> None:
 
 
 def are_compiled(ops: Iterable[str]) -> bool:
-    """Return True if each of these DeepSpeed ops is compiled; only files are inspected."""
+    """Return True if each of these DeepSpeed ops is compiled; only files are inspected. False without DeepSpeed."""
+    if installed_version("torch") is None or installed_version("deepspeed") is None:
+        return False
     folder = extensions_folder()
     return all(_is_fresh(op_library(folder, op)) and not op_lock(folder, op).exists() for op in ops)
 
