@@ -42,7 +42,7 @@ from toolkit.plan.memory import plan_engine_memory
 from toolkit.presets import load_preset
 from toolkit.units import GIB
 
-DOCUMENT, TABLE = EVIDENCE / "plan-accuracy.md", "host memory"
+DOCUMENT, TABLE = EVIDENCE / "plan-accuracy.md", "host_memory"
 HEADER = ["job", "loading, measured GiB", "planned", "", "run, measured GiB", "planned", ""]
 PARTS = ("loading", "run")
 RANKS, STEPS, SECONDS_BETWEEN = 2, 2, 0.02
