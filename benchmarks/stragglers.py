@@ -27,7 +27,7 @@ from record import EVIDENCE, print_table, write_result, write_table
 from small_job import small_model, train
 
 from toolkit.record.measurements import read_steps, timed_steps
-from toolkit.simulate.step_time_distributions import StepTimes, compute_seconds
+from toolkit.simulate.step_time_distributions import compute_seconds, drawn_seconds
 from toolkit.simulate.synchronization import Policy, simulate
 
 DOCUMENT, TABLE = EVIDENCE / "simulations.md", "stragglers"
@@ -36,9 +36,9 @@ FAULTY_RANKS = Path(__file__).parent / "faulty_ranks"
 SLEEP_SECONDS = 0.3
 UNTIMED_STEPS = 3
 POLICIES = (
-    Policy(name="bounded_staleness", staleness=0),
-    Policy(name="bounded_staleness", staleness=1),
-    Policy(name="bounded_staleness", staleness=4),
+    Policy(name="bounded_staleness", number=0),
+    Policy(name="bounded_staleness", number=1),
+    Policy(name="bounded_staleness", number=4),
     Policy(name="asynchronous"),
 )
 
@@ -107,15 +107,14 @@ class Server:
                 read = self.version
 
     def _may_go_on(self, worker: int) -> bool:
-        bound = self.policy.staleness
-        return bound is None or self.finished[worker] - min(self.finished) <= bound
+        bounded = self.policy.name == "bounded_staleness"
+        return not bounded or self.finished[worker] - min(self.finished) <= self.policy.number
 
 
 def live(policy: Policy, given: argparse.Namespace) -> dict[str, Any]:
     """Run a policy in threads and in the simulation, over the same compute times."""
     workers, steps = given.workers, given.live_steps
-    times = StepTimes(distribution="exponential", step_seconds=0.05, spread=0.5)
-    seconds = times.draw(seed=0, workers=workers, steps=2 * steps)
+    seconds = drawn_seconds("exponential", mean=0.05, spread=0.5, shape=(workers, 2 * steps), seed=0)
     server = Server(policy, workers, workers * steps)
     threads = [
         threading.Thread(target=server.work, args=(worker, seconds[worker].tolist())) for worker in range(workers)
