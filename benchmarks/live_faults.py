@@ -23,7 +23,7 @@ from small_job import small_model, words
 
 from toolkit.compare.read_results import load_results
 from toolkit.compare.rows import Row
-from toolkit.launch.warm_start import SOCKET_VARIABLE
+from toolkit.launch.warm_start import SERVER_VARIABLE
 from toolkit.record.folder import read_json
 
 FAULTY_RANKS = ROOT / "benchmarks" / "faulty_ranks"
@@ -124,7 +124,7 @@ PARITY = {
 def compare(folder: Path, training: Sequence[str], *options: str) -> None:
     """Run or resume one comparison, with a fork server of its own: only that has `FAULTY_RANKS` on its path."""
     command = ["compare", *options, "--repeats", "1", "--target-interval", "0", "--cpu", "--resume"]
-    environment = {name: value for name, value in os.environ.items() if name != SOCKET_VARIABLE}
+    environment = {name: value for name, value in os.environ.items() if name != SERVER_VARIABLE}
     ended = subprocess.run(
         [sys.executable, "-m", "toolkit", *command, "--output", str(folder), "--", *training],
         env=environment | {"PYTHONPATH": os.pathsep.join([str(FAULTY_RANKS), str(ROOT)])},
