@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 from record import print_table, write_result, write_table
 
-from toolkit.compare.read_results import load_results
+from toolkit.compare.results import load_results
 from toolkit.compare.rows import Row
 from toolkit.demo.assets import default_data_file, prepare_default_model, random_llama
 from toolkit.launch.warm_start import SOCKET_VARIABLE

@@ -28,7 +28,7 @@ from toolkit.compare.batch_search import (
 )
 from toolkit.compare.console_progress import ConsoleProgress
 from toolkit.compare.ledger import Ledger, ProbeRecord, probes_of
-from toolkit.compare.result_values import RowKey
+from toolkit.compare.rows import RowKey
 from toolkit.compare.runner import Runner
 
 DDP = RowKey(preset="ddp", world_size=2)

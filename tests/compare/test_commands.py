@@ -21,7 +21,7 @@ from toolkit.compare.aggregate import aggregate_trials
 from toolkit.compare.dry_run import dry_run_text
 from toolkit.compare.ledger import TrialRecord
 from toolkit.compare.options import CompareOptions
-from toolkit.compare.read_results import load_results
+from toolkit.compare.results import load_results
 from toolkit.compare.rows import Row
 from toolkit.compare.run_record import read_run_record
 from toolkit.compare.specification import read_comparison
@@ -125,7 +125,7 @@ def test_trials_have_start_up_times_and_leave_no_weights(finished: Path) -> None
             assert row.timed_step_numbers[0] == 3
             assert read(finished / "trials" / row.trial / "run.json")["warm_start"] is True
     assert not list(finished.glob("trials/*/model.safetensors"))
-    for name in ("report.md", "report.html", "results.json", "results.csv", "comparison.png"):
+    for name in ("report.md", "report.html", "results.json", "results.csv"):
         assert (finished / name).stat().st_size > 0
 
 
@@ -136,12 +136,6 @@ def test_a_trial_ends_early_on_all_ranks_after_the_same_step(finished: Path) -> 
         run = finished / "trials" / name
         assert read(run / "run.json")["stopped_after"] == {"step": 17, "why": "median step known to 90.0%"}
         assert [len((run / "ranks" / f"rank{rank}.jsonl").read_text().splitlines()) for rank in (0, 1)] == [17, 17]
-
-
-@pytest.mark.launch
-def test_results_follow_their_schema(finished: Path) -> None:
-    jsonschema = pytest.importorskip("jsonschema", reason="jsonschema is in the extra [dev]")
-    jsonschema.validate(read(finished / "results.json"), read(ROOT / "toolkit/compare/results.schema.json"))
 
 
 @pytest.mark.launch

@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import Any
 
 from toolkit.compare.ledger import Ledger, ProbeRecord, TrialRecord, probes_of
-from toolkit.compare.result_values import RowKey
+from toolkit.compare.rows import RowKey
 from toolkit.compare.run_record import read_run_record
 from toolkit.compare.runner import Runner
 from toolkit.compare.specification import BATCH_ARGUMENT, ComparisonSpec, Trial

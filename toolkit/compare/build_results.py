@@ -24,9 +24,8 @@ from toolkit.compare.ledger import (
     trials_of,
 )
 from toolkit.compare.predictions import planned_memory, read_shape
-from toolkit.compare.result_values import Probe, RowKey
 from toolkit.compare.results import ComparedJob, ComparisonMethod, Environment, Results
-from toolkit.compare.rows import Row
+from toolkit.compare.rows import Probe, Row, RowKey
 from toolkit.compare.significance import METHOD, confidence_of
 from toolkit.compare.specification import BATCH_ARGUMENT, ComparisonSpec
 from toolkit.hardware.cgroups import cpu_limit, memory_limit_bytes

@@ -13,24 +13,19 @@ from rich.console import Console
 from toolkit.cluster.allocation import Allocation
 from toolkit.compare.batch_search import find_largest_batches, with_largest_batches
 from toolkit.compare.build_results import at_price, build_results
+from toolkit.compare.comparison_report import console_table, write_report
 from toolkit.compare.console_progress import ConsoleProgress, stderr_console
 from toolkit.compare.dry_run import dry_run_text
 from toolkit.compare.ledger import LEDGER_FILE, Ledger, check_rows, comparison_lock
 from toolkit.compare.options import MAX_TRIALS, CompareOptions
-from toolkit.compare.read_results import load_results, results_file
 from toolkit.compare.replay import replay_row
-from toolkit.compare.report import (
-    console_table,
-    summary_sentence,
-    write_report,
-)
-from toolkit.compare.report.table_model import one_line
-from toolkit.compare.report.two_comparisons import before_and_after
-from toolkit.compare.result_values import RowKey
-from toolkit.compare.results import Results
+from toolkit.compare.results import Results, load_results, results_file
+from toolkit.compare.rows import RowKey
 from toolkit.compare.runner import ComparisonInterrupted, Runner
 from toolkit.compare.side_runs import run_side_runs
 from toolkit.compare.specification import ComparisonSpec, make_specification, open_comparison, read_comparison
+from toolkit.compare.summary import summary_sentence
+from toolkit.compare.two_comparisons import before_and_after
 from toolkit.compare.variants import Variant, load_variants
 from toolkit.errors import EXIT_RUN_FAILED, ToolkitError
 from toolkit.hardware.gpus import ON_CPU_MESSAGE, count_gpus
@@ -43,6 +38,7 @@ from toolkit.launch.warm_start import WarmStart
 from toolkit.presets import Preset
 from toolkit.presets.support import check_degrees_given
 from toolkit.rehearse.rehearsed_rank import refuse_rehearsals
+from toolkit.report.tables import one_line
 
 HIGHEST_PRICE = 1e12  # beyond every currency's price of a GPU-hour
 TABLE_COLUMNS = 100  # a narrower table would break presets and statuses over lines
@@ -252,7 +248,7 @@ def _publish(results: Results, folder: Path) -> None:
     files = write_report(results, folder)
     _print_table(console_table(results))
     print(one_line(summary_sentence(results)))
-    for path in (files.markdown, files.html, files.results_json, files.results_csv, files.plot):
+    for path in (files.markdown, files.html, files.results_json, files.results_csv):
         print(path)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from toolkit.compare.ledger import RunRecord
+from toolkit.compare.rows import RunRecord
 from toolkit.units import number, seconds
 
 STEP_LINE = re.compile(r"^step (\d+)/(\d+) ")

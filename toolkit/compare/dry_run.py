@@ -16,7 +16,7 @@ from toolkit.compare.batch_search import (
 from toolkit.compare.ledger import LEDGER_FILE, Ledger, LedgerRecord, ProbeRecord, probes_of
 from toolkit.compare.options import CompareOptions
 from toolkit.compare.predictions import ExpectedDuration, expected_duration, planned_memory, read_shape
-from toolkit.compare.result_values import RowKey
+from toolkit.compare.rows import RowKey
 from toolkit.compare.runner import failed_repeat
 from toolkit.compare.specification import ComparisonSpec, Trial
 from toolkit.hardware.gpu_table import Gpu, common_gpu, find_gpu

@@ -9,10 +9,8 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 
-from toolkit.compare.result_values import LARGEST, FlopsPerToken
 from toolkit.compare.results import Environment
-from toolkit.compare.rows import Row
-from toolkit.compare.trial_figures import TrialResult
+from toolkit.compare.rows import FlopsPerToken, Row, RunRecord
 from toolkit.hardware.gpu_table import common_gpu
 from toolkit.models.flops import TokenFlops, flops_of, mfu
 from toolkit.models.shape import ModelShape
@@ -22,7 +20,7 @@ GPU_TABLE_DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 
 
 def with_efficiency(
-    row: Row, trials: Sequence[TrialResult], *, shape: ModelShape | None, environment: Environment
+    row: Row, trials: Sequence[RunRecord], *, shape: ModelShape | None, environment: Environment
 ) -> Row:
     """Return the row with its FLOPs per token and their shares of the GPU's peak; what is unknown is None.
 
@@ -94,7 +92,7 @@ def peak_flops(environment: Environment, compute_dtype: str | None) -> float | N
     return None if gpu is None or dtype is None else gpu.peak_flops(dtype)
 
 
-def mean_seq_length(trial: TrialResult) -> int | None:
+def mean_seq_length(trial: RunRecord) -> int | None:
     """Return the tokens of the timed steps, padding included, over their sequences, rounded."""
     tokens = [trial.step_tokens[number - 1] for number in trial.timed_step_numbers]
     sequences = trial.problem.global_batch_size if trial.problem else None
@@ -118,5 +116,4 @@ def cost_per_million_tokens(
     """Return the cost of a million tokens at this speed of all ranks, with one GPU per rank; None without a figure."""
     if not tokens_per_second or price_per_gpu_hour is None:
         return None
-    cost = price_per_gpu_hour * world_size / SECONDS_PER_HOUR / tokens_per_second * 10**6
-    return cost if cost <= LARGEST else None
+    return price_per_gpu_hour * world_size / SECONDS_PER_HOUR / tokens_per_second * 10**6

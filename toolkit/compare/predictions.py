@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from typing import Literal, NamedTuple
 
 from toolkit.compare.ledger import LedgerRecord, TrialRecord
-from toolkit.compare.result_values import RowKey
+from toolkit.compare.rows import RowKey
 from toolkit.compare.specification import ComparisonSpec
 from toolkit.errors import ToolkitError
 from toolkit.hardware.gpu_table import Gpu

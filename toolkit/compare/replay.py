@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from toolkit.compare.ledger import LEDGER_FILE, Ledger, RunRecord, trials_of
+from toolkit.compare.ledger import LEDGER_FILE, Ledger, trials_of
 from toolkit.compare.options import CompareOptions
-from toolkit.compare.result_values import RowKey
-from toolkit.compare.run_files import RecordedRun, read_run
+from toolkit.compare.rows import RowKey, RunRecord
 from toolkit.compare.run_record import read_run_record
 from toolkit.compare.runner import Runner, TrialProgress
 from toolkit.compare.significance import common_steps, prediction_interval, speeds_of
@@ -21,6 +20,7 @@ from toolkit.launch.nvme import check_nvme
 from toolkit.launch.warm_start import WarmStart
 from toolkit.presets import load_preset
 from toolkit.record.folder import RunFolder
+from toolkit.record.run_files import RecordedRun, read_run
 from toolkit.units import number
 
 

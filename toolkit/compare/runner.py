@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import Protocol
 
 from toolkit.cluster.allocation import Allocation
-from toolkit.compare.ledger import LEDGER_FILE, Ledger, LedgerRecord, RunRecord, TrialRecord, trials_of
-from toolkit.compare.result_values import RowKey
-from toolkit.compare.run_files import read_run
+from toolkit.compare.ledger import LEDGER_FILE, Ledger, LedgerRecord, TrialRecord, trials_of
+from toolkit.compare.rows import RowKey, RunRecord
 from toolkit.compare.run_record import read_run_record
 from toolkit.compare.specification import ComparisonSpec, Trial
 from toolkit.errors import ToolkitError
@@ -23,6 +22,7 @@ from toolkit.launch.options import TrainOptions
 from toolkit.launch.warm_start import WarmStart
 from toolkit.record import status
 from toolkit.record.folder import RunFolder
+from toolkit.record.run_files import read_run
 from toolkit.rehearse.rehearsed_rank import refuse_rehearsals
 
 # Ranks notice within seconds that the launcher is gone; a save that is under way may take longer.

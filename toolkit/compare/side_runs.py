@@ -13,7 +13,7 @@ import shutil
 from collections.abc import Mapping, Sequence
 
 from toolkit.compare.ledger import LedgerRecord, SideRunKind, side_runs_of, trials_of
-from toolkit.compare.result_values import RowKey
+from toolkit.compare.rows import RowKey
 from toolkit.compare.run_record import read_run_record, read_side_run
 from toolkit.compare.runner import Runner
 from toolkit.compare.specification import Trial

@@ -7,13 +7,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from toolkit.compare.report.bar_charts import Bar, BarChart
-from toolkit.compare.report.chart_colors import CURVES, curve_widths
-from toolkit.compare.report.console_tables import rich_table
-from toolkit.compare.report.line_charts import Line, LineChart
-from toolkit.compare.report.rendering import render
-from toolkit.compare.report.report_files import write_report_file
-from toolkit.compare.report.table_model import Cell, Heading, Table, number_cell, text_cell, text_heading
+from toolkit.report.charts import CURVES, Bar, BarChart, Line, LineChart, curve_widths
+from toolkit.report.rendering import render, write_report_file
+from toolkit.report.tables import Cell, Heading, Table, number_cell, rich_table, text_cell, text_heading
 from toolkit.simulate.small_training import LossPoint
 from toolkit.simulate.stragglers import PolicyResult, StragglerStudy
 from toolkit.units import MIB, gib, number

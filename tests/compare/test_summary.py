@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 
-from results_documents import Document, html_text, notes, only, plot_png, summary_sentence
+from results_documents import Document, html_text, notes, only, summary_sentence
 
 
 def test_summary_ranks_only_rows_that_completed_and_trained_the_same_problem(results: Document) -> None:
@@ -95,7 +95,6 @@ def test_an_empty_comparison_is_reported_as_such(results: Document) -> None:
     results["rows"] = []
     assert summary_sentence(results) == "Nothing was compared: there are no rows."
     assert "Nothing was measured." in html_text(results)
-    assert plot_png(results).startswith(b"\x89PNG")
 
 
 def test_summary_of_repeated_gpus_says_what_is_fastest_and_what_less_memory_costs(made_up: Document) -> None:

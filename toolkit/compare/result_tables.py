@@ -1,12 +1,15 @@
-"""The tables of a report. A table lists its columns; their headings and formats are those that `rows.py` declares."""
+"""The tables of a report. A table lists its columns; headings and formats are those that their fields declare."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from typing import Literal
 
-from toolkit.compare.columns import GIB_UNIT, ByteUnit, Display, Format, TableName, byte_unit, column_of, percent
-from toolkit.compare.report.table_model import (
+from toolkit.compare.results import Results
+from toolkit.compare.rows import Probe, Row, RunRecord
+from toolkit.record.columns import Column, Format, column_of
+from toolkit.record.measurements import MEMORY_PHASES, MemoryByPhase
+from toolkit.report.tables import (
     UNKNOWN,
     Cell,
     Heading,
@@ -16,34 +19,22 @@ from toolkit.compare.report.table_model import (
     text_cell,
     text_heading,
 )
-from toolkit.compare.result_values import MemoryByPhase, Probe
-from toolkit.compare.results import Results
-from toolkit.compare.rows import Row
-from toolkit.compare.trial_figures import TrialResult
-from toolkit.units import NOT_AVAILABLE
+from toolkit.units import GIB_UNIT, NOT_AVAILABLE, ByteUnit, byte_unit, fixed, percent
 
+TableName = Literal["comparison", "memory", "speed", "efficiency", "overhead", "scaling", "trials"]
 # A longer name would make the heading of the ratio wider than its figures.
 LONGEST_SHORT_NAME = 6
-PHASES = ("load", "forward", "backward", "step")
+PEAK, MODEL_STATES, OF_BASELINE = "peak", "model_states", "of_baseline"
+"""Columns that are computed when a table is made. The peak is of host memory on a CPU, of the allocator on GPUs."""
+# Shorter than in the other tables: the comparison is shown on a terminal of 100 columns.
+IN_COMPARISON = {
+    "tokens_per_second": Column("tokens\n/s", column_of(Row, "tokens_per_second").show),
+    "step_seconds_median": Column("step\ns", fixed(3)),
+    "peak_allocated_bytes": Column("peak\nalloc.\n{unit}"),
+    "ratio_to_reference": Column("ratio\nto {short_baseline}", fixed(2)),
+}
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Derived:
-    """A column that is computed when the table is made."""
-
-    display: Display
-    value: Callable[[Results, Row], float | None]
-
-
-MODEL_STATES = Derived(display=Display(heading="model\nstates\n{unit}"), value=lambda _, row: row.model_state_bytes)
-FRACTION_OF_BASELINE = Derived(
-    display=Display(heading="of\nbaseline", format=percent),
-    value=lambda results, row: _fraction_of_baseline(results, row),
-)
-PEAK = "peak"
-"""Stands for `peak_host_bytes` on a CPU, for `peak_allocated_bytes` on GPUs."""
-
-COLUMNS: dict[TableName, tuple[str | Derived, ...]] = {
+COLUMNS: dict[TableName, tuple[str, ...]] = {
     "comparison": (
         "tokens_per_second",
         "layout",
@@ -64,7 +55,7 @@ COLUMNS: dict[TableName, tuple[str | Derived, ...]] = {
         "gradient_bytes",
         "optimizer_bytes",
         MODEL_STATES,
-        FRACTION_OF_BASELINE,
+        OF_BASELINE,
         "planned_peak_bytes",
         "peak_allocated_bytes",
         "peak_reserved_bytes",
@@ -117,51 +108,49 @@ def results_unit(results: Results) -> ByteUnit:
     )
 
 
-def comparison_table(results: Results, *, narrow: bool = False) -> Table:
-    """Return the table to read first. A row that did not complete has no figures in it."""
-    return _row_table("comparison", results, narrow=narrow)
-
-
-def memory_table(results: Results) -> Table | None:
-    """Return where the bytes of one rank go; None where no row knows any."""
-    return _row_table("memory", results).without_unknown_columns()
-
-
-def speed_table(results: Results) -> Table | None:
-    """Return the speed by each way of counting; None where no row completed."""
-    return _row_table("speed", results).without_unknown_columns()
-
-
-def efficiency_table(results: Results) -> Table | None:
-    """Return the speed relative to the baseline, the GPU's peak and the price; None where nothing is known."""
-    return _row_table("efficiency", results).without_unknown_columns()
-
-
-def overhead_table(results: Results) -> Table | None:
-    """Return communication, saving and start-up; None where nothing is known."""
-    return _row_table("overhead", results).without_unknown_columns()
+def row_table(name: TableName, results: Results, *, narrow: bool = False) -> Table:
+    """Return preset and status, then the figures of each row that completed; `narrow` for a terminal."""
+    unit, columns = results_unit(results), _columns(name, results, narrow=narrow)
+    headings = [Heading(text=_heading(column, results, unit)) for column in columns.values()]
+    return Table(
+        headings=(text_heading("preset"), text_heading("status"), *headings),
+        rows=tuple(
+            (
+                text_cell(label),
+                text_cell(row.status_text),
+                *(
+                    format_cell(_value(results, row, key), column, unit) if row.completed else UNKNOWN
+                    for key, column in columns.items()
+                ),
+            )
+            for label, row in results.labelled_rows
+        ),
+    )
 
 
 def scaling_table(results: Results) -> Table | None:
     """Return the speed-up of each preset by number of processes; None with a single number of processes."""
     if not any(row.scaling_efficiency is not None and row.speed_up != 1 for row in results.rows):
         return None
-    return _row_table("scaling", results)
+    return row_table("scaling", results)
 
 
 def trials_table(results: Results) -> Table | None:
     """Return every trial in the order in which they ran; None where there is none."""
-    displays = [(key, column_of(TrialResult, str(key)).display_for("trials")) for key in COLUMNS["trials"]]
-    headings = [Heading(text=display.heading) for _, display in displays]
+    columns = {key: column_of(RunRecord, key) for key in COLUMNS["trials"]}
     if not results.trials:
         return None
     return Table(
-        headings=(text_heading("trial"), text_heading("status"), *headings),
+        headings=(
+            text_heading("trial"),
+            text_heading("status"),
+            *(Heading(text=column.heading or key) for key, column in columns.items()),
+        ),
         rows=tuple(
             (
                 text_cell(trial.trial),
                 text_cell(trial.status),
-                *(format_cell(getattr(trial, str(key)), display, GIB_UNIT) for key, display in displays),
+                *(format_cell(getattr(trial, key), column, GIB_UNIT) for key, column in columns.items()),
             )
             for trial in results.trials
         ),
@@ -179,16 +168,16 @@ def parity_table(results: Results) -> Table:
 
 def phases_table(results: Results) -> Table | None:
     """Return memory by phase of the first step, of failed rows too; None where no row has any."""
-    known = [row.memory_ladder for row in results.rows if row.memory_ladder]
+    known = [row.memory_by_phase for row in results.rows if row.memory_by_phase]
     if not known:
         return None
-    unit = byte_unit(getattr(memory, phase) for memory in known for phase in PHASES)
+    unit = byte_unit(getattr(memory, phase) for memory in known for phase in MEMORY_PHASES)
     names = ("after loading", "after forward", "after backward", "after step")
     headings = (text_heading("preset"), text_heading("status"), *(Heading(text=f"{n}\n{unit.name}") for n in names))
     return Table(
         headings=(*headings, text_heading("bytes of")),
         rows=tuple(
-            (text_cell(label), text_cell(row.status_text), *_phase_cells(row.memory_ladder, unit))
+            (text_cell(label), text_cell(row.status_text), *_phase_cells(row.memory_by_phase, unit))
             for label, row in results.labelled_rows
         ),
     )
@@ -214,7 +203,7 @@ def probes_table(results: Results) -> Table | None:
     )
 
 
-def format_cell(value: object, display: Display, unit: ByteUnit) -> Cell:
+def format_cell(value: object, column: Column, unit: ByteUnit) -> Cell:
     """Return a value as its column shows it; an interval is sorted by its low end."""
     if value is None:
         return UNKNOWN
@@ -222,7 +211,7 @@ def format_cell(value: object, display: Display, unit: ByteUnit) -> Cell:
         return text_cell(value)
     by = value[0] if isinstance(value, tuple) else value
     assert isinstance(by, (int, float))
-    show: Format = display.format or unit.text
+    show: Format = column.show or unit.text
     return Cell(text=show(value), value=by)
 
 
@@ -231,68 +220,40 @@ def bytes_cell(size: int | None, unit: ByteUnit) -> Cell:
     return Cell(text=unit.text(size), value=size)
 
 
-def _row_table(name: TableName, results: Results, *, narrow: bool = False) -> Table:
-    """Preset and status, then the figures of each row that completed."""
-    unit, columns = results_unit(results), _columns(name, results, narrow=narrow)
-    headings = [Heading(text=_heading(display, results, unit)) for display, _ in columns]
-    blank = tuple(UNKNOWN for _ in columns)
-    return Table(
-        headings=(text_heading("preset"), text_heading("status"), *headings),
-        rows=tuple(
-            (
-                text_cell(label),
-                text_cell(row.status_text),
-                *(
-                    (format_cell(value(results, row), display, unit) for display, value in columns)
-                    if row.completed
-                    else blank
-                ),
-            )
-            for label, row in results.labelled_rows
-        ),
-    )
+def _columns(name: TableName, results: Results, *, narrow: bool) -> dict[str, Column]:
+    """The columns that the table has for these results, by key."""
+    computed = {MODEL_STATES: Column("model\nstates\n{unit}"), OF_BASELINE: Column("of\nbaseline", percent)}
+    columns: dict[str, Column] = {}
+    for listed in COLUMNS[name]:
+        key = ("peak_host_bytes" if results.on_cpu else "peak_allocated_bytes") if listed == PEAK else listed
+        column = computed[key] if key in computed else column_of(Row, key)
+        if name == "comparison":
+            column = IN_COMPARISON.get(key, column)
+            known = column.only_if_known
+            if known is not None and (narrow or all(getattr(row, known) is None for row in results.rows)):
+                continue
+        columns[key] = column
+    return columns
 
 
-Values = Callable[[Results, Row], object]
+def _value(results: Results, row: Row, key: str) -> object:
+    if key == MODEL_STATES:
+        return row.model_state_bytes
+    if key == OF_BASELINE:
+        baseline = results.baseline(row.world_size)
+        of_baseline = baseline.model_state_bytes if baseline else None
+        return None if row.model_state_bytes is None or not of_baseline else row.model_state_bytes / of_baseline
+    return getattr(row, key)
 
 
-def _columns(name: TableName, results: Results, *, narrow: bool) -> list[tuple[Display, Values]]:
-    """Display and value of each column that the table has for these results."""
-    found: list[tuple[Display, Values]] = []
-    for column in COLUMNS[name]:
-        if isinstance(column, Derived):
-            found.append((column.display, column.value))
-            continue
-        key = ("peak_host_bytes" if results.on_cpu else "peak_allocated_bytes") if column == PEAK else column
-        display = column_of(Row, key).display_for(name)
-        known = display.only_if_known
-        if name != "comparison" or known is None or (not narrow and _any_known(results, known)):
-            found.append((display, _value_of(key)))
-    return found
-
-
-def _any_known(results: Results, key: str) -> bool:
-    return any(getattr(row, key) is not None for row in results.rows)
-
-
-def _value_of(key: str) -> Values:
-    return lambda _, row: getattr(row, key)
-
-
-def _heading(display: Display, results: Results, unit: ByteUnit) -> str:
+def _heading(column: Column, results: Results, unit: ByteUnit) -> str:
     baseline = one_line(results.reference)
-    return (
-        display.heading.replace("{unit}", unit.name)
-        .replace("{baseline}", baseline)
-        .replace("{short_baseline}", baseline if len(baseline) <= LONGEST_SHORT_NAME else "base.")
-        .replace("{process}", "process" if results.on_cpu else "GPU")
+    return (column.heading or "").format(
+        unit=unit.name,
+        baseline=baseline,
+        short_baseline=baseline if len(baseline) <= LONGEST_SHORT_NAME else "base.",
+        process="process" if results.on_cpu else "GPU",
     )
-
-
-def _fraction_of_baseline(results: Results, row: Row) -> float | None:
-    baseline = results.baseline(row.world_size)
-    of_baseline = baseline.model_state_bytes if baseline else None
-    return None if row.model_state_bytes is None or not of_baseline else row.model_state_bytes / of_baseline
 
 
 def _parity_cells(results: Results, row: Row) -> tuple[Cell, ...]:
@@ -317,8 +278,8 @@ def _difference(loss: float | None, baseline: float | None) -> Cell:
 
 def _phase_cells(memory: MemoryByPhase | None, unit: ByteUnit) -> tuple[Cell, ...]:
     if memory is None:
-        return (UNKNOWN,) * (len(PHASES) + 1)
-    return (*(bytes_cell(getattr(memory, phase), unit) for phase in PHASES), text_cell(memory.bytes_of))
+        return (UNKNOWN,) * (len(MEMORY_PHASES) + 1)
+    return (*(bytes_cell(getattr(memory, phase), unit) for phase in MEMORY_PHASES), text_cell(memory.bytes_of))
 
 
 def _probe_cells(probes: Sequence[Probe]) -> tuple[Cell, ...]:

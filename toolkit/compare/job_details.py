@@ -5,10 +5,9 @@ from __future__ import annotations
 import shlex
 from collections import Counter
 
-from toolkit.compare.report.table_model import one_line
-from toolkit.compare.result_values import NOT_SUPPORTED
 from toolkit.compare.results import InstalledGpu, Results
-from toolkit.compare.rows import Row
+from toolkit.compare.rows import NOT_SUPPORTED, Row
+from toolkit.report.tables import one_line
 from toolkit.units import NOT_AVAILABLE, gib, number, seconds
 
 NamesAndValues = list[tuple[str, str]]

@@ -1,6 +1,6 @@
-"""The files of a run folder as a comparison reads them: only the keys that it needs, each with its type.
+"""The files of a run folder as who reads them needs them: each key with its type.
 
-A file that is missing is empty: a run that was killed may have any of them. One that is damaged is an error, since a
+A file that is missing is empty: a run that was killed may lack any of them. One that is damaged is an error, since a
 figure that is left out would look like one that was not measured.
 """
 
@@ -11,24 +11,14 @@ from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
 
-from toolkit.compare.result_values import (
-    Bytes,
-    Count,
-    Fact,
-    Fraction,
-    Integer,
-    Interval,
-    MemoryByPhase,
-    NonNegativeReal,
-    PositiveCount,
-    Real,
-    RowStatus,
-)
 from toolkit.errors import ToolkitError
 from toolkit.files.json_files import read_json_object_if_present
 from toolkit.files.validation import explain
 from toolkit.record import status
+from toolkit.record.columns import Bytes, Count, Fraction, Interval, NonNegativeReal, Real
 from toolkit.record.folder import RunFolder
+from toolkit.record.measurements import MemoryByPhase
+from toolkit.record.status import RunStatus
 
 
 class _RunFile(BaseModel):
@@ -36,11 +26,6 @@ class _RunFile(BaseModel):
 
 
 Parsed = TypeVar("Parsed", bound=_RunFile)
-
-
-def _failed_if_unfinished(value: object) -> object:
-    """A run that never reported how it ended has failed."""
-    return status.FAILED if value in (status.PLANNED, status.RUNNING) else value
 
 
 class ProfiledStep(_RunFile):
@@ -75,7 +60,7 @@ class Save(_RunFile):
     seconds: NonNegativeReal | None = None
     bytes: Bytes = None
     stall_seconds: NonNegativeReal | None = None
-    """Training stood still; None in runs that recorded only `seconds`, in which it did all the time."""
+    """Training stood still."""
 
 
 class RecordedGoodput(_RunFile):
@@ -89,10 +74,15 @@ class RecordedGoodput(_RunFile):
     waiting_seconds: NonNegativeReal | None = None
 
 
+def _failed_if_unfinished(value: object) -> object:
+    """A run that never reported how it ended has failed."""
+    return status.FAILED if value in (status.PLANNED, status.RUNNING) else value
+
+
 class RecordedRun(_RunFile):
     """`run.json`."""
 
-    status: Annotated[RowStatus, BeforeValidator(_failed_if_unfinished)] = "failed"
+    status: Annotated[RunStatus, BeforeValidator(_failed_if_unfinished)] = "failed"
     wall_seconds: NonNegativeReal | None = None
     command: str = ""
     started_unix: Real | None = None
@@ -107,7 +97,6 @@ class RecordedRun(_RunFile):
     """Host names of the ranks."""
     warm_start: bool = False
     """Its ranks were forked from a process that had imported the libraries."""
-    rehearsal: Any = None
 
 
 class RecordedFailure(_RunFile):
@@ -116,7 +105,7 @@ class RecordedFailure(_RunFile):
     message: str | None = None
     phase: str | None = None
     step: Count | None = None
-    rank: Integer | None = None
+    rank: int | None = None
     peak_bytes: Bytes = None
     memory_ladder: MemoryByPhase | None = None
 
@@ -134,12 +123,7 @@ class AttestedRank(_RunFile):
     compute_dtype: str | None = None
     accumulate: str | None = None
     accumulated_gradient_bytes: Bytes = None
-    layout: dict[str, PositiveCount] | None = None
-
-    def fact(self, name: str) -> Fact:
-        """Return a fact by name, None where the rank did not attest it."""
-        value: Fact = getattr(self, name, None)
-        return value
+    layout: dict[str, Count] | None = None
 
 
 class Promised(_RunFile):

@@ -1,65 +1,26 @@
-"""Curves of the page: losses, speed-up by processes, and one profiled step of every rank.
-
-Geometry only: coordinates are in the chart's own units, and the template draws them in a box that stretches.
-"""
+"""The charts of a comparison: bytes by part, speeds, losses, speed-up by processes, a profiled step of every rank."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from toolkit.compare.report.chart_colors import CURVES, LANES, curve_widths
-from toolkit.compare.result_values import Timeline, TimelineRank
+from toolkit.compare.result_tables import results_unit
 from toolkit.compare.results import Results
-from toolkit.compare.rows import Row
-from toolkit.units import seconds
+from toolkit.compare.rows import NOT_SUPPORTED, PARITY_FAILED, Row, Timeline, TimelineRank
+from toolkit.report.charts import CURVES, LANES, Bar, BarChart, Line, LineChart, curve_widths
+from toolkit.units import ByteUnit, seconds, speed
 
-# A chart's box in its own units.
-WIDTH, HEIGHT = 1000.0, 300.0
+# Parts of the model states, in the order of their colors.
+PARTS = ("parameters", "gradients", "optimizer")
+PART_KEYS = ("parameter_bytes", "gradient_bytes", "optimizer_bytes")
+# An interval is drawn up to this many times the largest figure: that of two repeats can be ten times as long.
+LONGEST_INTERVAL = 1.5
 # More points than this are closer than the pixels of a page.
 MOST_POINTS = 2000
 # The box of one rank of a timeline: compute and waiting for data above, communication below.
 LANE_WIDTH, LANE_HEIGHT = 1000.0, 9.0
 LANE_TOP = {"compute": 0.0, "data_wait": 0.0, "communication": 11.0}
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Line:
-    """Points that are joined, in the chart's own values."""
-
-    points: Sequence[tuple[float, float]]
-    color: str
-    """CSS variable."""
-    width: float
-    dashed: bool = False
-    dots: bool = False
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LineChart:
-    """Lines in a box, with labels beside it (evenly spaced, high to low) and below it (where they belong)."""
-
-    lines: Sequence[Line]
-    colors: Sequence[tuple[str, str]]
-    """Entries of the legend: CSS variable and name."""
-    left: float
-    right: float
-    low: float
-    high: float
-    y_labels: Sequence[str]
-    x_labels: Sequence[tuple[float, str]]
-    x_name: str
-    title: str
-    note: str = ""
-
-    def points(self, line: Line) -> list[str]:
-        """Return the line's points as SVG coordinates."""
-        across, down = (self.right - self.left) or 1.0, (self.high - self.low) or 1.0
-        return [f"{WIDTH * (x - self.left) / across:.1f},{HEIGHT * (self.high - y) / down:.1f}" for x, y in line.points]
-
-    def position(self, x: float) -> float:
-        """Return the place of a label below the box, from 0 to 1."""
-        return (x - self.left) / ((self.right - self.left) or 1.0)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -86,12 +47,12 @@ class TimelineChart:
         scale, paths = LANE_WIDTH / self.seconds, []
         for lane in LANES:
             boxes = [
-                f"M{(rank.start_seconds + start) * scale:.1f} {LANE_TOP[lane.key]:g}h{(end - start) * scale:.1f}"
+                f"M{(rank.start_seconds + start) * scale:.1f} {LANE_TOP[lane]:g}h{(end - start) * scale:.1f}"
                 f"v{LANE_HEIGHT:g}h-{(end - start) * scale:.1f}z"
-                for start, end in rank.lanes.get(lane.key, ())
+                for start, end in rank.lanes.get(lane, ())
             ]
             if boxes:
-                paths.append(("".join(boxes), lane.key))
+                paths.append(("".join(boxes), lane))
         return paths
 
 
@@ -177,3 +138,79 @@ def timeline_charts(results: Results) -> list[TimelineChart]:
         return []
     widest = max(known, key=lambda item: len(item[1].ranks))[1]
     return [TimelineChart(label=label, timeline=timeline, expanded=timeline is widest) for label, timeline in known]
+
+
+def memory_chart(results: Results) -> BarChart:
+    """Return one bar per row, by part; on GPUs up to the allocated peak, with the plan and the GPU's memory."""
+    unit = results_unit(results)
+    bars = tuple((label, _memory_bar(results, row, unit)) for label, row in results.labelled_rows)
+    capacity = None if results.on_cpu else results.gpu_memory_bytes
+    colors = [(f"p{index}", name) for index, name in enumerate(PARTS)]
+    if any(color == "rest" for _, bar in bars for _, color in bar.segments):
+        colors.append(("rest", "activations and the rest, up to the allocated peak"))
+    marks = [("tick", "planned")] * any(bar.tick for _, bar in bars)
+    marks += [("capacity", f"capacity {unit.text(capacity)} {unit.name}")] * (capacity is not None)
+    return BarChart(bars=bars, colors=tuple(colors), marks=tuple(marks), limit=capacity)
+
+
+def speed_chart(results: Results) -> BarChart | None:
+    """Return one bar per row with its interval, hatched where the speed is not comparable; None without rows."""
+    bars = [(label, _speed_bar(row)) for label, row in results.labelled_rows]
+    if not bars:
+        return None
+    largest = max((length for _, bar in bars for length, _ in bar.segments), default=0.0)
+    marks = (("span", "95 % interval over repeats"),) if any(bar.interval for _, bar in bars) else ()
+    shortened = tuple((label, _shortened(bar, LONGEST_INTERVAL * largest)) for label, bar in bars)
+    return BarChart(bars=shortened, marks=marks)
+
+
+def _memory_bar(results: Results, row: Row, unit: ByteUnit) -> Bar:
+    planned = row.planned_allocated_bytes
+    if not row.completed:
+        return _failed_bar(row, unit, on_cpu=results.on_cpu)
+    parts = [(getattr(row, key), f"p{index}") for index, key in enumerate(PART_KEYS)]
+    segments = tuple((float(size), color) for size, color in parts if size)
+    states, peak = row.model_state_bytes, None if results.on_cpu else row.peak_allocated_bytes
+    if peak is None:  # resident memory of a CPU process includes libraries: it is no end for a bar
+        text = "n/a" if states is None else f"{unit.text(states)} {unit.name}"
+        return Bar(segments=segments if states is not None else (), text=text, tick=planned)
+    text = f"{unit.text(peak)} {unit.name}"
+    if states is None or states > peak:  # some of it is offloaded to the host
+        text += "" if states is None else f" (model states, host included: {unit.text(states)})"
+        return Bar(segments=((float(peak), "rest"),), text=text, tick=planned)
+    return Bar(segments=(*segments, (float(peak - states), "rest")), text=text, tick=planned)
+
+
+def _failed_bar(row: Row, unit: ByteUnit, *, on_cpu: bool) -> Bar:
+    """The last measured peak, hatched, and the plan. On a CPU the peak would be libraries too."""
+    failure = row.failure
+    if failure is None or on_cpu or not row.out_of_memory:
+        return _status_bar(row)
+    phase = f" in {failure.phase}" if failure.phase else ""
+    measured = failure.measured_bytes
+    text = "" if measured is None else f", {unit.text(measured)} {unit.name} measured"
+    segments: Sequence[tuple[float, str | None]] = () if measured is None else ((float(measured), None),)
+    tick = row.planned_allocated_bytes
+    return Bar(segments=tuple(segments), text=f"{row.status}{phase}{text}", alarm=True, tick=tick)
+
+
+def _status_bar(row: Row) -> Bar:
+    return Bar(segments=(), text=row.status, alarm=row.status != NOT_SUPPORTED)
+
+
+def _shortened(bar: Bar, longest: float) -> Bar:
+    """An interval that would leave the other bars no space is open at its end; the text has its value."""
+    if bar.interval is None or bar.interval[1] <= longest:
+        return bar
+    return replace(bar, interval=(bar.interval[0], longest), open_interval=True)
+
+
+def _speed_bar(row: Row) -> Bar:
+    if not row.completed:
+        return _status_bar(row)
+    if row.failed_parity:
+        return Bar(segments=(), text=PARITY_FAILED, alarm=True)
+    value, bounds = row.tokens_per_second, row.tokens_per_second_interval
+    segments = () if value is None else ((value, "speed" if row.comparable else None),)
+    text = speed(value) if bounds is None else f"{speed(value)} ({speed(bounds[0])} to {speed(bounds[1])})"
+    return Bar(segments=segments, text=text, interval=bounds)

@@ -7,17 +7,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from toolkit.compare.columns import Display, column_of, fixed, interval, speed
-from toolkit.compare.report.console_tables import rich_table
-from toolkit.compare.report.rendering import render
-from toolkit.compare.report.report_files import write_report_file
-from toolkit.compare.report.result_tables import bytes_cell, format_cell, results_unit
-from toolkit.compare.report.table_model import Cell, Heading, Table, number_cell, text_cell, text_heading
-from toolkit.compare.result_values import Difference, RowKey
+from toolkit.compare.result_tables import bytes_cell, format_cell, results_unit
 from toolkit.compare.results import Environment, Results
-from toolkit.compare.rows import Row
+from toolkit.compare.rows import Difference, Row, RowKey
 from toolkit.errors import ToolkitError
-from toolkit.units import NOT_AVAILABLE
+from toolkit.record.columns import Column, column_of
+from toolkit.report.rendering import render, write_report_file
+from toolkit.report.tables import Cell, Heading, Table, number_cell, rich_table, text_cell, text_heading
+from toolkit.units import NOT_AVAILABLE, fixed, interval, speed
 
 if TYPE_CHECKING:
     from rich.table import Table as RichTable
@@ -27,7 +24,7 @@ NOTES = (
     "A ratio above 1: faster after. Its interval comes from the intervals of both speeds, so it is wider than theirs.",
     "The two were measured at different times: what else changed on the node is part of the difference.",
 )
-RATIO_INTERVAL = Display(heading="interval", format=interval(fixed(3)))
+RATIO_INTERVAL = Column("interval", interval(fixed(3)))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -107,7 +104,7 @@ class BeforeAndAfter:
         """Return each row's figures before and after, and the ratio of the speeds; `narrow` for a terminal."""
         unit = results_unit(self.before).name
         headings = [Heading(text="tokens/s\nbefore"), Heading(text="after"), Heading(text="ratio")]
-        headings += [] if narrow else [Heading(text=RATIO_INTERVAL.heading)]
+        headings += [] if narrow else [Heading(text="interval")]
         headings += [text_heading("difference"), Heading(text=f"peak {unit}\nbefore"), Heading(text="after")]
         headings += [Heading(text="last loss\nbefore"), Heading(text="after")]
         headings += [] if narrow else [Heading(text="MFU before"), Heading(text="after")]
@@ -155,7 +152,7 @@ class BeforeAndAfter:
         )
 
     def _cells(self, pair: RowPair, *, narrow: bool) -> tuple[Cell, ...]:
-        unit, mfu = results_unit(self.before), column_of(Row, "mfu").display_for("comparison")
+        unit, mfu = results_unit(self.before), column_of(Row, "mfu")
         cells = [text_cell(pair.name), _speed_cell(pair.before), _speed_cell(pair.after), number_cell(pair.ratio, 3)]
         cells += [] if narrow else [format_cell(pair.ratio_interval, RATIO_INTERVAL, unit)]
         cells.append(text_cell(pair.difference or NOT_AVAILABLE))

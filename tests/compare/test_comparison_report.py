@@ -1,4 +1,4 @@
-"""HTML and Markdown are self-contained, escape every value, and show the exact figures."""
+"""Reports are self-contained, escape every value, show the exact figures, and are written completely or not at all."""
 
 from __future__ import annotations
 
@@ -9,9 +9,20 @@ import re
 from pathlib import Path
 
 import pytest
-from results_documents import Document, Tags, bars, csv_text, html_text, markdown_text
+from results_documents import (
+    Document,
+    Tags,
+    bars,
+    console_lines,
+    csv_text,
+    html_text,
+    markdown_text,
+    read,
+    write_report,
+)
 
 from toolkit.compare.commands import write_report_again
+from toolkit.errors import ToolkitError
 
 
 def test_markdown_table_is_exact(results: Document) -> None:
@@ -41,7 +52,6 @@ def test_markdown_escapes_hostile_text(results: Document) -> None:
     assert "first loss 2.75 against 2.5 of ddp \\| relative 1e-1, allowed 1e-5 &lt;b&gt;" in text
     tables = [line for line in text.splitlines() if line.startswith("|")]
     assert all(line.endswith("|") for line in tables)
-    assert text.count("](comparison.png)") == 1
 
 
 def test_html_makes_no_request(results: Document) -> None:
@@ -142,3 +152,80 @@ def test_a_spreadsheet_reads_no_formula(results: Document, text: str) -> None:
     results["rows"][2]["message"] = text
     (cell,) = {row["message"] for row in csv.DictReader(io.StringIO(csv_text(results))) if text in row["message"]}
     assert cell == f"'{text}"
+
+
+@pytest.mark.parametrize(("index", "preset"), [(2, "zero3"), (3, "fsdp2")])
+def test_a_row_that_failed_or_trained_another_problem_never_has_a_ratio(
+    results: Document, tmp_path: Path, index: int, preset: str
+) -> None:
+    results["rows"][index]["ratio_to_reference"] = 2.0
+    files = write_report(results, tmp_path)
+    assert read(files.results_json)["rows"][index]["ratio_to_reference"] is None
+    rows = list(csv.DictReader(files.results_csv.read_text("utf-8").splitlines()))
+    assert (rows[index]["preset"], rows[index]["ratio_to_reference"]) == (preset, "")
+    assert next(line for line in console_lines(results) if line.startswith(preset)).endswith("n/a")
+    assert results["rows"][index]["ratio_to_reference"] == 2.0  # the document of the caller is unchanged
+
+
+def test_nan_is_unknown_and_the_json_stays_strict(results: Document, tmp_path: Path) -> None:
+    results["rows"][2].update(status="diverged", losses=[2.5, float("nan")], last_loss=float("nan"))
+    found = json.loads(write_report(results, tmp_path).results_json.read_text("utf-8"), parse_constant=pytest.fail)
+    assert (found["rows"][2]["losses"], found["rows"][2]["last_loss"]) == ([2.5, None], None)
+
+
+def test_report_writes_four_files_and_writing_again_changes_nothing(results: Document, tmp_path: Path) -> None:
+    write_report(results, tmp_path)
+    first = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
+    assert sorted(first) == ["report.html", "report.md", "results.csv", "results.json"]
+    write_report(read(tmp_path), tmp_path)
+    assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == first
+
+
+def test_a_folder_that_cannot_be_written_is_named(results: Document, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ToolkitError, match=r"cannot write .*results\.json"):
+        write_report(results, tmp_path / "file")
+
+
+def test_an_undecodable_byte_in_a_message_breaks_no_file(results: Document, tmp_path: Path) -> None:
+    results["rows"][2]["message"] = b"\xff killed".decode("utf-8", "surrogateescape")
+    assert read(write_report(results, tmp_path).results_json)["rows"][2]["message"] == "? killed"
+
+
+def test_the_csv_begins_with_the_row_and_has_one_line_for_each(results: Document) -> None:
+    header, *lines = csv_text(results).splitlines()
+    assert header.startswith("trial,preset,world_size,status,message,parity,parity_message,tokens_per_second_per_gpu,")
+    assert "losses" not in header
+    assert len(lines) == 4  # the message with a line break is one line too
+    assert lines[1].startswith("zero2-n2,zero2,2,completed,,agrees,,150.0,0.75,")
+
+
+def test_console_table_is_exact_at_100_columns(results: Document) -> None:
+    lines = console_lines(results)
+    assert [" ".join(line.split()) for line in lines[4:8]] == [
+        "ddp completed 400 0.500 4.0 4.0 8.0 1,500 2.0000 1.00",
+        "zero2 completed 300 0.667 4.0 2.0 4.0 1,600 2.0000 0.75",
+        "zero3 out_of_memory n/a n/a n/a n/a n/a n/a n/a n/a",
+        "fsdp2 parity failed n/a n/a 2.0 2.0 4.0 1,550 2.2000 n/a",
+    ]
+    assert [line.split()[0] for line in lines[:1]] == ["peak"]
+    assert "RSS" in lines[1]
+    assert max(map(len, lines)) <= 100
+
+
+def test_console_table_names_the_allocator_on_a_gpu(gpu_results: Document) -> None:
+    lines = console_lines(gpu_results)
+    assert "alloc." in lines[1]
+    assert " ".join(lines[4].split()) == "ddp completed 400 0.500 4.00 <0.01 <0.01 40.00 2.0000 1.00"
+
+
+def test_longest_preset_and_status_fit_on_one_line(results: Document) -> None:
+    results["rows"][2].update(preset="zero3_cpu_offload", status="host_out_of_memory")
+    results["rows"][0].update(parameter_bytes=513 * 2**20, optimizer_bytes=1026 * 2**20)
+    assert any(line.startswith("zero3_cpu_offload  host_out_of_memory  ") for line in console_lines(results))
+
+
+def test_console_shows_hostile_text_as_text(results: Document) -> None:
+    results["rows"][2]["message"] = "[red]not markup[/red]\x1b[31m"
+    results["reference"] = "[b]"
+    assert "zero3: out_of_memory: [red]not markup[/red]\\x1b[31m" in console_lines(results)

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from toolkit.compare.columns import percent, speed
-from toolkit.compare.result_values import NOT_SUPPORTED
 from toolkit.compare.results import Results
-from toolkit.compare.rows import Row
+from toolkit.compare.rows import NOT_SUPPORTED, Row
+from toolkit.units import percent, speed
 
 LabelledRow = tuple[str, Row]
 """A row with the label that the report gives it."""

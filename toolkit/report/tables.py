@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from toolkit.units import NOT_AVAILABLE
+
+if TYPE_CHECKING:
+    from rich.table import Table as RichTable
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,6 +65,21 @@ def text_cell(text: str) -> Cell:
 def number_cell(value: float | None, digits: int) -> Cell:
     """Return a number with this many digits after the point."""
     return UNKNOWN if value is None else Cell(text=f"{value:,.{digits}f}", value=value)
+
+
+def rich_table(table: Table) -> RichTable:
+    """Return a table for the console: lines without color."""
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table as RichTable
+    from rich.text import Text
+
+    shown = RichTable(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
+    for heading in table.headings:
+        numeric = heading.numeric
+        shown.add_column(Text(heading.text), justify="right" if numeric else "left", no_wrap=numeric, overflow="fold")
+    for row in table.rows:
+        shown.add_row(*(Text(cell.text) for cell in row))
+    return shown
 
 
 def one_line(text: str | None, limit: int | None = None) -> str:

@@ -1,4 +1,4 @@
-"""Bars are drawn to scale: parts up to the peak, the plan, the capacity and intervals."""
+"""Bars are drawn to scale, curves stay inside their box, and labels stand where they belong."""
 
 from __future__ import annotations
 
@@ -63,3 +63,28 @@ def test_an_interval_far_beyond_the_others_ends_open_and_does_not_shrink_the_oth
     assert 'class="span open"' in speeds
     assert "27,000 (2,000 to 400,000)" in speeds
     assert widths(bars(page, "zero2 n4")[1])[0] == pytest.approx(68 / 1.5, abs=0.01)  # the fastest
+
+
+def test_a_slow_down_stays_inside_the_scaling_chart(made_up: Document) -> None:
+    for row in made_up["rows"]:
+        if row["speed_up"] is not None and row["world_size"] == 4:
+            row["speed_up"] = 0.8
+    chart = html_text(made_up).split("<h2>Scaling</h2>")[1].split("</svg>")[0]
+    assert "<span>0.80×</span>" in chart
+    heights = [
+        float(point.split(",")[1]) for points in re.findall(r'points="([^"]+)"', chart) for point in points.split()
+    ]
+    assert min(heights) >= 0
+    assert max(heights) <= 300
+
+
+def test_the_scaling_chart_names_each_number_of_processes_where_it_stands(made_up: Document) -> None:
+    for row in list(made_up["rows"]):
+        if row["world_size"] == 4:
+            made_up["rows"].append(row | {"world_size": 8, "trial": f"{row['preset']}-n8", "speed_up": 3.0})
+    chart = html_text(made_up).split("<h2>Scaling</h2>")[1].split("</div></div>")[0]
+    assert re.findall(r"left:([\d.]+)%;translate:-(\d+)%\">(\d)<", chart) == [
+        ("0.00", "0", "2"),
+        ("33.33", "33", "4"),
+        ("100.00", "100", "8"),
+    ]
