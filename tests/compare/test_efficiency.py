@@ -78,10 +78,7 @@ def test_there_is_no_mfu_without_a_peak_a_shape_or_a_speed(tiny_model: Path) -> 
 
 
 def test_the_cost_is_the_price_of_all_gpus_over_the_speed_of_all_ranks() -> None:
-    cost = cost_per_million_tokens(tokens_per_second=5000.0, world_size=8, price_per_gpu_hour=2.25)
-    assert cost == pytest.approx(1.0)  # 18 per hour is 0.005 per second, for 5,000 tokens
-    assert cost_per_million_tokens(tokens_per_second=None, world_size=8, price_per_gpu_hour=2.25) is None
-    assert cost_per_million_tokens(tokens_per_second=5000.0, world_size=8, price_per_gpu_hour=None) is None
+    assert cost_per_million_tokens(5000.0, 8, 2.25) == pytest.approx(1.0)  # 0.005 per second, for 5,000 tokens
 
 
 def test_the_cost_of_a_row_leaves_padding_out_and_a_cpu_costs_nothing() -> None:

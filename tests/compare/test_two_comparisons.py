@@ -13,6 +13,7 @@ from command_line import run_command
 from results_documents import FIXTURES, Document, before_and_after, read
 
 from toolkit.errors import ToolkitError
+from toolkit.report.tables import rich_table
 
 
 @pytest.fixture
@@ -105,13 +106,13 @@ def test_several_files_in_another_folder_are_the_same_job(before: Document, afte
 
 def test_markdown_and_page_hold_both_values(before: Document, after: Document, tmp_path: Path) -> None:
     paired = before_and_after(before, after)
-    lines = paired.markdown().splitlines()
+    lines = paired.rendered("before_and_after.md.j2").splitlines()
     assert (
         "| zero2-n2 | 27,000 | 29,700 | 1.100 | 1.087–1.113 | faster | 55.00 | 55.00 | 1.3999 | 1.3999 | 34.3 %"
         " | 34.3 % |"
     ) in lines
     assert "| torch | 2.13.0 | 2.14.0 |" in lines
-    page = paired.html()
+    page = paired.rendered("before_and_after.html.j2")
     assert not re.search(r"(https?:)?//[a-z]|@import|url\(", page.replace("// Clicking", ""))
     assert page.count("<table") == 2
     files = paired.write(tmp_path)
@@ -126,7 +127,7 @@ def test_the_console_table_fits_100_columns(before: Document, after: Document) -
 
     console = Console(width=100, no_color=True)
     with console.capture() as captured:
-        console.print(before_and_after(before, after).rich_table())
+        console.print(rich_table(before_and_after(before, after).table(narrow=True)))
     lines = [" ".join(line.split()) for line in captured.get().splitlines()]
     assert "zero2-n2 27,000 29,700 1.100 faster 55.00 55.00 1.3999 1.3999" in lines
     assert "ddp-n2 out_of_memory out_of_memory n/a n/a 74.10 74.10 n/a n/a" in lines

@@ -43,11 +43,7 @@ SIDE_RUN_COLUMNS: dict[SideRunKind, tuple[str, ...]] = {
 
 
 def build_results(
-    spec: ComparisonSpec,
-    folder: Path,
-    unsupported: Mapping[str, str],
-    *,
-    price_per_gpu_hour: float | None = None,
+    spec: ComparisonSpec, folder: Path, unsupported: Mapping[str, str], *, price_per_gpu_hour: float | None = None
 ) -> Results:
     """Return the results of the comparison in `folder`, rows in the order of the options.
 
@@ -56,24 +52,15 @@ def build_results(
     ledger = Ledger(folder / LEDGER_FILE)
     records = ledger.read()
     check_rows(records, set(spec.rows()), ledger.path)
-    rows, trials = aggregate_trials(records, spec, unsupported)
+    aggregated, trials = aggregate_trials(records, spec, unsupported)
     environment, shape = _environment(spec, folder), read_shape(spec.model)
-    return Results(
+    rows = [_with_derived_columns(row, records, spec, shape, environment) for row in aggregated]
+    results = Results(
         created=datetime.now(UTC).isoformat(timespec="seconds"),
         reference=spec.reference,
         environment=environment,
         job=_job(spec, rows),
-        rows=tuple(
-            _with_derived_columns(
-                row,
-                records,
-                spec=spec,
-                shape=shape,
-                environment=environment,
-                price_per_gpu_hour=price_per_gpu_hour,
-            )
-            for row in rows
-        ),
+        rows=tuple(rows),
         trials=tuple(trials),
         method=ComparisonMethod(
             repeats=spec.repeats,
@@ -83,8 +70,8 @@ def build_results(
             target_interval=spec.target_interval,
             scaling=spec.scaling,
         ),
-        price_per_gpu_hour=price_per_gpu_hour,
     )
+    return results if price_per_gpu_hour is None else at_price(results, price_per_gpu_hour)
 
 
 def at_price(results: Results, price_per_gpu_hour: float) -> Results:
@@ -99,11 +86,9 @@ def at_price(results: Results, price_per_gpu_hour: float) -> Results:
 def _with_derived_columns(
     row: Row,
     records: Mapping[str, LedgerRecord],
-    *,
     spec: ComparisonSpec,
     shape: ModelShape | None,
     environment: Environment,
-    price_per_gpu_hour: float | None,
 ) -> Row:
     planned = planned_memory(spec, row.key, shape=shape)
     row = row.updated(
@@ -112,9 +97,6 @@ def _with_derived_columns(
         failure=row.failure and row.failure.updated(predicted_bytes=planned.peak_bytes),
         per_device_train_batch_size=micro_batch_size(spec.arguments(row.key)),
         probes=probes_tried(spec, row.key, records, shape=shape),
-        cost_per_million_tokens=row_cost(
-            row, on_cpu=environment.device == "cpu", price_per_gpu_hour=price_per_gpu_hour
-        ),
         **side_run_columns(records, row.key),
     )
     return with_efficiency(row, trials_of(records, row.key), shape=shape, environment=environment)

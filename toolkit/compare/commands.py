@@ -38,7 +38,7 @@ from toolkit.launch.warm_start import WarmStart
 from toolkit.presets import Preset
 from toolkit.presets.support import check_degrees_given
 from toolkit.rehearse.rehearsed_rank import refuse_rehearsals
-from toolkit.report.tables import one_line
+from toolkit.report.tables import one_line, rich_table
 
 HIGHEST_PRICE = 1e12  # beyond every currency's price of a GPU-hour
 TABLE_COLUMNS = 100  # a narrower table would break presets and statuses over lines
@@ -236,7 +236,7 @@ def report_both(before: Path, after: Path) -> None:
     """Report two comparisons of one job side by side, into the folder of the later one."""
     both = before_and_after(load_results(before), load_results(after))
     files = both.write(results_file(after).parent)
-    _print_table(both.rich_table())
+    _print_table(rich_table(both.table(narrow=True)))
     for name, old, new in both.environment:
         print(one_line(f"{name}: {old} -> {new}"))
     print(one_line(both.summary))

@@ -1,6 +1,6 @@
 """MFU, HFU and cost of a row, from its speed, the model's shape, the GPU's peak and the price.
 
->>> cost_per_million_tokens(tokens_per_second=1000.0, world_size=2, price_per_gpu_hour=1.8)
+>>> cost_per_million_tokens(1000.0, 2, 1.8)
 1.0
 """
 
@@ -99,21 +99,12 @@ def mean_seq_length(trial: RunRecord) -> int | None:
     return round(statistics.fmean(tokens) / sequences) if tokens and isinstance(sequences, int) and sequences else None
 
 
-def row_cost(row: Row, *, on_cpu: bool, price_per_gpu_hour: float | None) -> float | None:
-    """Return the cost of a million tokens without padding; None on a CPU, where no GPU is rented."""
-    if on_cpu:
-        return None
-    return cost_per_million_tokens(
-        tokens_per_second=row.non_padding_tokens_per_second,
-        world_size=row.world_size,
-        price_per_gpu_hour=price_per_gpu_hour,
-    )
+def row_cost(row: Row, *, on_cpu: bool, price_per_gpu_hour: float) -> float | None:
+    """Return the cost of a million tokens without padding; None without a speed, and on a CPU: no GPU is rented."""
+    speed = row.non_padding_tokens_per_second
+    return None if on_cpu or not speed else cost_per_million_tokens(speed, row.world_size, price_per_gpu_hour)
 
 
-def cost_per_million_tokens(
-    *, tokens_per_second: float | None, world_size: int, price_per_gpu_hour: float | None
-) -> float | None:
-    """Return the cost of a million tokens at this speed of all ranks, with one GPU per rank; None without a figure."""
-    if not tokens_per_second or price_per_gpu_hour is None:
-        return None
+def cost_per_million_tokens(tokens_per_second: float, world_size: int, price_per_gpu_hour: float) -> float:
+    """Return the cost of a million tokens at this speed of all ranks, with one GPU per rank."""
     return price_per_gpu_hour * world_size / SECONDS_PER_HOUR / tokens_per_second * 10**6

@@ -16,6 +16,8 @@ NamesAndValues = list[tuple[str, str]]
 def job_details(results: Results) -> NamesAndValues:
     """Return the job's names and values."""
     job = results.job
+    counts = {(row.num_params, row.num_trainable_params) for row in results.rows if row.completed}
+    parameters = [f"{number(total, 0)} ({number(trainable, 0)})" for total, trainable in sorted(counts, key=str)]
     return [
         ("model", job.model),
         ("dataset", job.dataset),
@@ -25,21 +27,28 @@ def job_details(results: Results) -> NamesAndValues:
         ("compute_dtype", job.compute_dtype),
         ("seed", str(job.seed)),
         ("untimed_steps", str(job.untimed_steps)),
-        ("parameters (trainable)", _parameter_counts(results)),
+        ("parameters (trainable)", ", ".join(parameters) or NOT_AVAILABLE),
     ]
 
 
 def environment_details(results: Results) -> NamesAndValues:
     """Return the names and values of the node and its versions."""
-    environment = results.environment
+    environment, disk = results.environment, results.environment.disk
+    limits = [] if environment.memory_limit_bytes is None else [f"memory {gib(environment.memory_limit_bytes)}"]
+    limits += [] if environment.cpu_limit is None else [f"{environment.cpu_limit:g} CPU cores"]
     gpus = Counter(_gpu(gpu) for gpu in environment.gpus)
     return [
         ("device", environment.device),
         ("GPUs", ", ".join(f"{count} × {gpu}" for gpu, count in gpus.items()) or "none"),
         ("CPU", f"{environment.cpu or NOT_AVAILABLE}, {environment.cpu_count or NOT_AVAILABLE} cores"),
         ("host memory", gib(environment.host_memory_bytes)),
-        ("container limits", _limits(results)),
-        ("disk", _disk(results)),
+        ("container limits", ", ".join(limits) or "none found"),
+        (
+            "disk",
+            f"{disk.filesystem or NOT_AVAILABLE}, {gib(disk.free_bytes)} free of {gib(disk.total_bytes)}"
+            if disk
+            else NOT_AVAILABLE,
+        ),
         ("Python", environment.python),
         *sorted(environment.versions.items()),
         ("git commit", environment.git_commit or NOT_AVAILABLE),
@@ -102,23 +111,3 @@ def _gpu(gpu: InstalledGpu) -> str:
     if gpu.max_sm_clock_mhz is not None and gpu.max_memory_clock_mhz is not None:
         parts.append(f"clocks up to {gpu.max_sm_clock_mhz} (SM) and {gpu.max_memory_clock_mhz} MHz (memory)")
     return f"{gpu.name} ({'; '.join(parts)})"
-
-
-def _limits(results: Results) -> str:
-    memory, cores = results.environment.memory_limit_bytes, results.environment.cpu_limit
-    parts = [] if memory is None else [f"memory {gib(memory)}"]
-    parts += [] if cores is None else [f"{cores:g} CPU cores"]
-    return ", ".join(parts) or "none found"
-
-
-def _disk(results: Results) -> str:
-    disk = results.environment.disk
-    if disk is None:
-        return NOT_AVAILABLE
-    return f"{disk.filesystem or NOT_AVAILABLE}, {gib(disk.free_bytes)} free of {gib(disk.total_bytes)}"
-
-
-def _parameter_counts(results: Results) -> str:
-    counts = {(row.num_params, row.num_trainable_params) for row in results.rows if row.completed}
-    shown = (f"{number(total, 0)} ({number(trainable, 0)})" for total, trainable in sorted(counts, key=str))
-    return ", ".join(shown) or NOT_AVAILABLE

@@ -24,8 +24,8 @@ from toolkit.units import GIB_UNIT, NOT_AVAILABLE, ByteUnit, byte_unit, fixed, p
 TableName = Literal["comparison", "memory", "speed", "efficiency", "overhead", "scaling", "trials"]
 # A longer name would make the heading of the ratio wider than its figures.
 LONGEST_SHORT_NAME = 6
-PEAK, MODEL_STATES, OF_BASELINE = "peak", "model_states", "of_baseline"
-"""Columns that are computed when a table is made. The peak is of host memory on a CPU, of the allocator on GPUs."""
+# Columns that are computed when a table is made; `peak` is of host memory on a CPU, of the allocator on GPUs.
+COMPUTED = {"model_states": Column("model\nstates\n{unit}"), "of_baseline": Column("of\nbaseline", percent)}
 # Shorter than in the other tables: the comparison is shown on a terminal of 100 columns.
 IN_COMPARISON = {
     "tokens_per_second": Column("tokens\n/s", column_of(Row, "tokens_per_second").show),
@@ -34,78 +34,28 @@ IN_COMPARISON = {
     "ratio_to_reference": Column("ratio\nto {short_baseline}", fixed(2)),
 }
 
-COLUMNS: dict[TableName, tuple[str, ...]] = {
-    "comparison": (
-        "tokens_per_second",
-        "layout",
-        "per_device_train_batch_size",
-        "tokens_per_second_interval",
-        "mfu",
-        "cost_per_million_tokens",
-        "step_seconds_median",
-        "parameter_bytes",
-        "gradient_bytes",
-        "optimizer_bytes",
-        PEAK,
-        "last_loss",
-        "ratio_to_reference",
-    ),
-    "memory": (
-        "parameter_bytes",
-        "gradient_bytes",
-        "optimizer_bytes",
-        MODEL_STATES,
-        OF_BASELINE,
-        "planned_peak_bytes",
-        "peak_allocated_bytes",
-        "peak_reserved_bytes",
-        "peak_driver_bytes",
-        "peak_host_bytes",
-        "peak_rank",
-        "allocator_retries",
-    ),
-    "speed": (
-        "tokens_per_second_per_gpu",
-        "non_padding_tokens_per_second",
-        "supervised_tokens_per_second",
-        "tokens_per_cpu_second",
-        "padding_fraction",
-        "step_seconds_median",
-        "step_seconds_p90",
-        "timed_steps",
-        "timed_seconds",
-    ),
-    "efficiency": (
-        "ratio_to_reference",
-        "ratio_interval",
-        "rank",
-        "mfu",
-        "mfu_full_attention",
-        "hfu",
-        "cost_per_million_tokens",
-        "energy_joules",
-        "rank_skew",
-    ),
-    "overhead": (
-        "communication_fraction",
-        "exposed_communication_fraction",
-        "save_seconds",
-        "save_bytes",
-        "startup_seconds",
-        "wall_seconds",
-        "goodput_fraction",
-    ),
-    "scaling": ("world_size", "num_nodes", "tokens_per_second", "speed_up", "scaling_efficiency"),
-    "trials": ("tokens_per_second", "step_seconds_median", "timed_steps", "startup_seconds", "wall_seconds"),
+# Keys in the order of the table's columns.
+COLUMNS: dict[TableName, str] = {
+    "comparison": """tokens_per_second layout per_device_train_batch_size tokens_per_second_interval mfu
+        cost_per_million_tokens step_seconds_median parameter_bytes gradient_bytes optimizer_bytes peak last_loss
+        ratio_to_reference""",
+    "memory": """parameter_bytes gradient_bytes optimizer_bytes model_states of_baseline planned_peak_bytes
+        peak_allocated_bytes peak_reserved_bytes peak_driver_bytes peak_host_bytes peak_rank allocator_retries""",
+    "speed": """tokens_per_second_per_gpu non_padding_tokens_per_second supervised_tokens_per_second
+        tokens_per_cpu_second padding_fraction step_seconds_median step_seconds_p90 timed_steps timed_seconds""",
+    "efficiency": """ratio_to_reference ratio_interval rank mfu mfu_full_attention hfu cost_per_million_tokens
+        energy_joules rank_skew""",
+    "overhead": """communication_fraction exposed_communication_fraction save_seconds save_bytes startup_seconds
+        wall_seconds goodput_fraction""",
+    "scaling": "world_size num_nodes tokens_per_second speed_up scaling_efficiency",
+    "trials": "tokens_per_second step_seconds_median timed_steps startup_seconds wall_seconds",
 }
 
 
 def results_unit(results: Results) -> ByteUnit:
     """Return the unit of every table and plot of one report."""
-    parts = ("parameter_bytes", "gradient_bytes", "optimizer_bytes")
-    return byte_unit(
-        size for row in results.rows for size in (*(getattr(row, part) for part in parts), results.peak_bytes(row))
-    )
+    parts = ((row.parameter_bytes, row.gradient_bytes, row.optimizer_bytes) for row in results.rows)
+    return byte_unit([*(size for sizes in parts for size in sizes), *map(results.peak_bytes, results.rows)])
 
 
 def row_table(name: TableName, results: Results, *, narrow: bool = False) -> Table:
@@ -137,7 +87,7 @@ def scaling_table(results: Results) -> Table | None:
 
 def trials_table(results: Results) -> Table | None:
     """Return every trial in the order in which they ran; None where there is none."""
-    columns = {key: column_of(RunRecord, key) for key in COLUMNS["trials"]}
+    columns = {key: column_of(RunRecord, key) for key in COLUMNS["trials"].split()}
     if not results.trials:
         return None
     return Table(
@@ -173,11 +123,16 @@ def phases_table(results: Results) -> Table | None:
         return None
     unit = byte_unit(getattr(memory, phase) for memory in known for phase in MEMORY_PHASES)
     names = ("after loading", "after forward", "after backward", "after step")
+
+    def cells(memory: MemoryByPhase | None) -> list[Cell]:
+        sizes = [bytes_cell(getattr(memory, phase, None), unit) for phase in MEMORY_PHASES]
+        return [*sizes, text_cell(memory.bytes_of if memory else NOT_AVAILABLE)]
+
     headings = (text_heading("preset"), text_heading("status"), *(Heading(text=f"{n}\n{unit.name}") for n in names))
     return Table(
         headings=(*headings, text_heading("bytes of")),
         rows=tuple(
-            (text_cell(label), text_cell(row.status_text), *_phase_cells(row.memory_by_phase, unit))
+            (text_cell(label), text_cell(row.status_text), *cells(row.memory_by_phase))
             for label, row in results.labelled_rows
         ),
     )
@@ -222,11 +177,10 @@ def bytes_cell(size: int | None, unit: ByteUnit) -> Cell:
 
 def _columns(name: TableName, results: Results, *, narrow: bool) -> dict[str, Column]:
     """The columns that the table has for these results, by key."""
-    computed = {MODEL_STATES: Column("model\nstates\n{unit}"), OF_BASELINE: Column("of\nbaseline", percent)}
     columns: dict[str, Column] = {}
-    for listed in COLUMNS[name]:
-        key = ("peak_host_bytes" if results.on_cpu else "peak_allocated_bytes") if listed == PEAK else listed
-        column = computed[key] if key in computed else column_of(Row, key)
+    for listed in COLUMNS[name].split():
+        key = ("peak_host_bytes" if results.on_cpu else "peak_allocated_bytes") if listed == "peak" else listed
+        column = COMPUTED[key] if key in COMPUTED else column_of(Row, key)
         if name == "comparison":
             column = IN_COMPARISON.get(key, column)
             known = column.only_if_known
@@ -237,9 +191,9 @@ def _columns(name: TableName, results: Results, *, narrow: bool) -> dict[str, Co
 
 
 def _value(results: Results, row: Row, key: str) -> object:
-    if key == MODEL_STATES:
+    if key == "model_states":
         return row.model_state_bytes
-    if key == OF_BASELINE:
+    if key == "of_baseline":
         baseline = results.baseline(row.world_size)
         of_baseline = baseline.model_state_bytes if baseline else None
         return None if row.model_state_bytes is None or not of_baseline else row.model_state_bytes / of_baseline
@@ -274,12 +228,6 @@ def _difference(loss: float | None, baseline: float | None) -> Cell:
         return UNKNOWN
     relative = (loss - baseline) / abs(baseline)
     return Cell(text=f"{relative:+.1e}" if relative else "0", value=relative)
-
-
-def _phase_cells(memory: MemoryByPhase | None, unit: ByteUnit) -> tuple[Cell, ...]:
-    if memory is None:
-        return (UNKNOWN,) * (len(MEMORY_PHASES) + 1)
-    return (*(bytes_cell(getattr(memory, phase), unit) for phase in MEMORY_PHASES), text_cell(memory.bytes_of))
 
 
 def _probe_cells(probes: Sequence[Probe]) -> tuple[Cell, ...]:

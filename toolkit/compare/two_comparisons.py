@@ -2,29 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 from toolkit.compare.result_tables import bytes_cell, format_cell, results_unit
 from toolkit.compare.results import Environment, Results
-from toolkit.compare.rows import Difference, Row, RowKey
+from toolkit.compare.rows import Difference, Row
+from toolkit.compare.significance import difference
 from toolkit.errors import ToolkitError
-from toolkit.record.columns import Column, column_of
+from toolkit.record.columns import Column, Interval, column_of
 from toolkit.report.rendering import render, write_report_file
-from toolkit.report.tables import Cell, Heading, Table, number_cell, rich_table, text_cell, text_heading
+from toolkit.report.tables import Cell, Heading, Table, number_cell, text_cell, text_heading
 from toolkit.units import NOT_AVAILABLE, fixed, interval, speed
-
-if TYPE_CHECKING:
-    from rich.table import Table as RichTable
 
 FILE_NAME = "before-and-after"
 NOTES = (
     "A ratio above 1: faster after. Its interval comes from the intervals of both speeds, so it is wider than theirs.",
     "The two were measured at different times: what else changed on the node is part of the difference.",
 )
-RATIO_INTERVAL = Column("interval", interval(fixed(3)))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,7 +42,7 @@ class RowPair:
         return new / old if self.before.completed and self.after.completed and old and new else None
 
     @property
-    def ratio_interval(self) -> tuple[float, float] | None:
+    def ratio_interval(self) -> Interval | None:
         """From the ends of both speeds' intervals, so wider than a 95 % confidence interval."""
         old, new = self.before.tokens_per_second_interval, self.after.tokens_per_second_interval
         if self.ratio is None or not old or not new or not old[0]:
@@ -56,10 +52,7 @@ class RowPair:
     @property
     def difference(self) -> Difference | None:
         """The claim that the ratio's interval supports; None without an interval."""
-        if self.ratio_interval is None:
-            return None
-        low, high = self.ratio_interval
-        return "faster" if low > 1 else "slower" if high < 1 else "no difference seen"
+        return difference(self.ratio_interval)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -75,19 +68,13 @@ class BeforeAndAfter:
     """Name, value before, value after of what differs."""
 
     @property
-    def title(self) -> str:
-        """When each was made."""
-        dates = [results.created.replace("T", " ")[:16] for results in (self.before, self.after)]
-        return f"Before and after: {' and '.join(dates)}"
-
-    @property
     def summary(self) -> str:
         """The rows that became faster or slower, claimed only where the ratio's interval excludes 1."""
         if not self.pairs:
             return "No row is in both comparisons."
-        compared = [pair for pair in self.pairs if pair.difference is not None]
+        compared = any(pair.difference for pair in self.pairs)
         single = [pair.name for pair in self.pairs if pair.difference is None and pair.ratio is not None]
-        clauses = [_differences(compared, len(self.pairs)) if compared else f"{len(self.pairs)} rows are in both"]
+        clauses = [self._changes() if compared else f"{len(self.pairs)} rows are in both"]
         if single:
             which = f" ({', '.join(single)})" if compared else ""
             clauses.append(f"{len(single)} of single runs, about which nothing is claimed{which}")
@@ -96,140 +83,112 @@ class BeforeAndAfter:
             for pair in self.pairs
             if pair.before.status_text != pair.after.status_text
         ]
-        clauses += [f"only before: {', '.join(self.only_before)}"] * bool(self.only_before)
-        clauses += [f"only after: {', '.join(self.only_after)}"] * bool(self.only_after)
+        lonely = {"before": self.only_before, "after": self.only_after}
+        clauses += [f"only {when}: {', '.join(names)}" for when, names in lonely.items() if names]
         return "; ".join(clauses) + "."
+
+    def _changes(self) -> str:
+        parts = []
+        for word in ("faster", "slower"):
+            named = [f"{pair.name}: {pair.ratio:.2f}" for pair in self.pairs if pair.difference == word]
+            parts.append(f"{len(named)} became {word}" + (f" ({', '.join(named)})" if named else ""))
+        unseen = sum(pair.difference == "no difference seen" for pair in self.pairs)
+        return f"Of {len(self.pairs)} rows in both, {', '.join(parts)}, no difference is seen in {unseen}"
 
     def table(self, *, narrow: bool = False) -> Table:
         """Return each row's figures before and after, and the ratio of the speeds; `narrow` for a terminal."""
-        unit = results_unit(self.before).name
-        headings = [Heading(text="tokens/s\nbefore"), Heading(text="after"), Heading(text="ratio")]
-        headings += [] if narrow else [Heading(text="interval")]
-        headings += [text_heading("difference"), Heading(text=f"peak {unit}\nbefore"), Heading(text="after")]
-        headings += [Heading(text="last loss\nbefore"), Heading(text="after")]
-        headings += [] if narrow else [Heading(text="MFU before"), Heading(text="after")]
+        unit, mfu = results_unit(self.before), column_of(Row, "mfu")
+        ratio_interval = Column("interval", interval(fixed(3)))
+        columns: list[tuple[Heading, Callable[[RowPair], Cell], bool]] = [
+            (text_heading("row"), lambda pair: text_cell(pair.name), True),
+            (Heading(text="tokens/s\nbefore"), lambda pair: _speed_cell(pair.before), True),
+            (Heading(text="after"), lambda pair: _speed_cell(pair.after), True),
+            (Heading(text="ratio"), lambda pair: number_cell(pair.ratio, 3), True),
+            (Heading(text="interval"), lambda pair: format_cell(pair.ratio_interval, ratio_interval, unit), False),
+            (text_heading("difference"), lambda pair: text_cell(pair.difference or NOT_AVAILABLE), True),
+            (
+                Heading(text=f"peak {unit.name}\nbefore"),
+                lambda pair: bytes_cell(self.before.peak_bytes(pair.before), unit),
+                True,
+            ),
+            (Heading(text="after"), lambda pair: bytes_cell(self.after.peak_bytes(pair.after), unit), True),
+            (Heading(text="last loss\nbefore"), lambda pair: _loss_cell(pair.before), True),
+            (Heading(text="after"), lambda pair: _loss_cell(pair.after), True),
+            (Heading(text="MFU before"), lambda pair: format_cell(pair.before.mfu, mfu, unit), False),
+            (Heading(text="after"), lambda pair: format_cell(pair.after.mfu, mfu, unit), False),
+        ]
+        shown = [(heading, cell) for heading, cell, on_a_terminal in columns if on_a_terminal or not narrow]
         return Table(
-            headings=(text_heading("row"), *headings),
-            rows=tuple(self._cells(pair, narrow=narrow) for pair in self.pairs),
+            headings=tuple(heading for heading, _ in shown),
+            rows=tuple(tuple(cell(pair) for _, cell in shown) for pair in self.pairs),
         )
 
-    def environment_table(self) -> Table | None:
-        """Return what differs in the environment; None where nothing does."""
-        if not self.environment:
-            return None
-        return Table(
-            headings=(text_heading("what differs"), text_heading("before"), text_heading("after")),
-            rows=tuple(tuple(text_cell(word) for word in line) for line in self.environment),
-        )
-
-    def rich_table(self) -> RichTable:
-        """Return the table for a terminal of 100 columns."""
-        return rich_table(self.table(narrow=True))
-
-    def markdown(self) -> str:
-        """Return the report as Markdown."""
-        return self._rendered("before_and_after.md.j2")
-
-    def html(self) -> str:
-        """Return the report as a self-contained page."""
-        return self._rendered("before_and_after.html.j2")
-
-    def write(self, folder: Path) -> tuple[Path, Path]:
-        """Write Markdown and HTML into a folder; return their paths."""
-        return (
-            write_report_file(folder / f"{FILE_NAME}.md", self.markdown()),
-            write_report_file(folder / f"{FILE_NAME}.html", self.html()),
-        )
-
-    def _rendered(self, template: str) -> str:
+    def rendered(self, template: str) -> str:
+        """Return the report as a template shows it, Markdown or a self-contained page."""
+        dates = [results.created.replace("T", " ")[:16] for results in (self.before, self.after)]
+        headings = (text_heading("what differs"), text_heading("before"), text_heading("after"))
+        differences = Table(headings=headings, rows=tuple(tuple(map(text_cell, line)) for line in self.environment))
         return render(
             template,
-            title=self.title,
+            title=f"Before and after: {' and '.join(dates)}",
             summary=self.summary,
             rows=self.table(),
             notes=NOTES,
-            environment=self.environment_table(),
+            environment=differences if self.environment else None,
         )
 
-    def _cells(self, pair: RowPair, *, narrow: bool) -> tuple[Cell, ...]:
-        unit, mfu = results_unit(self.before), column_of(Row, "mfu")
-        cells = [text_cell(pair.name), _speed_cell(pair.before), _speed_cell(pair.after), number_cell(pair.ratio, 3)]
-        cells += [] if narrow else [format_cell(pair.ratio_interval, RATIO_INTERVAL, unit)]
-        cells.append(text_cell(pair.difference or NOT_AVAILABLE))
-        cells += [bytes_cell(results.peak_bytes(row), unit) for results, row in self._both(pair)]
-        cells += [number_cell(row.last_loss if row.completed else None, 4) for _, row in self._both(pair)]
-        cells += [] if narrow else [format_cell(row.mfu, mfu, unit) for _, row in self._both(pair)]
-        return tuple(cells)
-
-    def _both(self, pair: RowPair) -> tuple[tuple[Results, Row], tuple[Results, Row]]:
-        return (self.before, pair.before), (self.after, pair.after)
+    def write(self, folder: Path) -> list[Path]:
+        """Write Markdown and HTML into a folder; return their paths."""
+        return [
+            write_report_file(folder / f"{FILE_NAME}.{suffix}", self.rendered(f"before_and_after.{suffix}.j2"))
+            for suffix in ("md", "html")
+        ]
 
 
 def before_and_after(before: Results, after: Results) -> BeforeAndAfter:
     """Pair the rows of two comparisons. Raises ToolkitError where the jobs differ, with what differs."""
-    if different := job_differences(before, after):
+    if different := _differences(_job(before), _job(after)):
         values = "; ".join(f"{name} {old} and {new}" for name, old, new in different)
         raise ToolkitError(
             f"the two comparisons do not train the same job: {values}",
             hint="compare the same job again; `toolkit report DIR` reports each alone",
         )
-    old: dict[RowKey, Row] = {row.key: row for row in before.rows}
-    new: dict[RowKey, Row] = {row.key: row for row in after.rows}
+    old, new = ({row.key: row for row in results.rows} for results in (before, after))
     return BeforeAndAfter(
         before=before,
         after=after,
         pairs=tuple(RowPair(before=old[key], after=new[key]) for key in old if key in new),
         only_before=tuple(row.trial for key, row in old.items() if key not in new),
         only_after=tuple(row.trial for key, row in new.items() if key not in old),
-        environment=tuple(environment_differences(before.environment, after.environment)),
+        environment=tuple(_differences(_environment(before.environment), _environment(after.environment))),
     )
 
 
-def job_differences(before: Results, after: Results) -> list[tuple[str, str, str]]:
-    """Return name, value before and value after of what differs between the jobs.
-
-    Models and data are compared by the last part of their path: the same files may be in another folder.
-    """
-    old, new = _job(before), _job(after)
-    return [(key, str(old.get(key)), str(new.get(key))) for key in {**old, **new} if old.get(key) != new.get(key)]
+def _differences(old: Mapping[str, object], new: Mapping[str, object]) -> list[tuple[str, str, str]]:
+    """Name, value before and value after of what differs."""
+    values = {name: [each.get(name) for each in (old, new)] for name in {**old, **new}}
+    texts = {name: [NOT_AVAILABLE if value is None else str(value) for value in both] for name, both in values.items()}
+    return [(name, before, after) for name, (before, after) in texts.items() if before != after]
 
 
 def _job(results: Results) -> dict[str, object]:
-    values = results.job.model_dump(exclude={"model", "dataset", "training_arguments"})
-    arguments = " ".join(_last_part(word) for word in results.job.training_arguments)
-    data = ", ".join(map(_last_part, results.job.dataset.split(", ")))
-    paths = {"model": _last_part(results.job.model), "dataset": data}
-    return values | paths | {"training arguments": arguments}
+    """Models and data by the last part of their path: the same files may be in another folder."""
+
+    def last_part(path: str) -> str:
+        return path.rstrip("/").rpartition("/")[2] or path
+
+    job = results.job
+    return job.model_dump(exclude={"model", "dataset", "training_arguments"}) | {
+        "model": last_part(job.model),
+        "dataset": ", ".join(map(last_part, job.dataset.split(", "))),
+        "training arguments": " ".join(map(last_part, job.training_arguments)),
+    }
 
 
-def _last_part(path: str) -> str:
-    return path.rstrip("/").rpartition("/")[2] or path
-
-
-def environment_differences(before: Environment, after: Environment) -> list[tuple[str, str, str]]:
-    """Return name, value before and value after of what differs between the nodes and versions."""
-    old, new = _flat(before), _flat(after)
-    names = [*old, *(name for name in new if name not in old)]
-    shown = [(name, old.get(name, NOT_AVAILABLE), new.get(name, NOT_AVAILABLE)) for name in names]
-    return [difference for difference in shown if difference[1] != difference[2]]
-
-
-def _flat(environment: Environment) -> dict[str, str]:
+def _environment(environment: Environment) -> dict[str, object]:
     gpus = ", ".join(f"{gpu.name} (driver {gpu.driver or NOT_AVAILABLE})" for gpu in environment.gpus)
-    rest: dict[str, Any] = environment.model_dump(exclude={"gpus", "versions", "disk"})  # free space always differs
-    values = {key: NOT_AVAILABLE if value is None else str(value) for key, value in rest.items()}
-    return {"gpus": gpus, **values, **dict(sorted(environment.versions.items()))}
-
-
-def _differences(pairs: Sequence[RowPair], num_rows: int) -> str:
-    changed = {word: [pair for pair in pairs if pair.difference == word] for word in ("faster", "slower")}
-    parts = [f"{len(found)} became {word}{_named(found)}" for word, found in changed.items()]
-    unseen = sum(pair.difference == "no difference seen" for pair in pairs)
-    return f"Of {num_rows} rows in both, {', '.join(parts)}, no difference is seen in {unseen}"
-
-
-def _named(pairs: Sequence[RowPair]) -> str:
-    return f" ({', '.join(f'{pair.name}: {pair.ratio:.2f}' for pair in pairs)})" if pairs else ""
+    rest = environment.model_dump(exclude={"gpus", "versions", "disk"})  # free space always differs
+    return {"gpus": gpus, **rest, **dict(sorted(environment.versions.items()))}
 
 
 def _speed_cell(row: Row) -> Cell:
@@ -237,3 +196,7 @@ def _speed_cell(row: Row) -> Cell:
     if row.tokens_per_second is None or not row.completed:
         return Cell(text=row.status_text if row.status_text != "completed" else NOT_AVAILABLE)
     return Cell(text=speed(row.tokens_per_second), value=row.tokens_per_second)
+
+
+def _loss_cell(row: Row) -> Cell:
+    return number_cell(row.last_loss if row.completed else None, 4)
