@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.compare import comparison_report, summary, two_comparisons
-from toolkit.compare.comparison_report import ReportFiles
 from toolkit.compare.results import Results, load_results
 from toolkit.compare.two_comparisons import BeforeAndAfter
 
@@ -30,8 +29,8 @@ def notes(document: Document) -> list[str]:
     return summary.notes(Results.model_validate(document))
 
 
-def write_report(document: Document, folder: Path) -> ReportFiles:
-    return comparison_report.write_report(Results.model_validate(document), folder)
+def write_report(document: Document, folder: Path) -> None:
+    comparison_report.write_report(Results.model_validate(document), folder)
 
 
 def html_text(document: Document) -> str:

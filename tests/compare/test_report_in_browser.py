@@ -23,9 +23,11 @@ def browser() -> Iterator[Browser]:
 def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("reports")
     small, gpus = (read(FIXTURES / f"results_{name}.json") for name in ("small", "made_up_gpus"))
+    for name, results in (("small", small), ("gpus", gpus)):
+        write_report(results, folder / name)
     return {
-        "small": write_report(small, folder / "small").html,
-        "gpus": write_report(gpus, folder / "gpus").html,
+        "small": folder / "small" / "report.html",
+        "gpus": folder / "gpus" / "report.html",
         "before and after": before_and_after(gpus, gpus).write(folder)[1],
     }
 

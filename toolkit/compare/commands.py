@@ -248,7 +248,7 @@ def _publish(results: Results, folder: Path) -> None:
     files = write_report(results, folder)
     _print_table(console_table(results))
     print(one_line(summary_sentence(results)))
-    for path in (files.markdown, files.html, files.results_json, files.results_csv):
+    for path in files:
         print(path)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import io
 import json
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -45,25 +44,13 @@ ONLY_IN_LEDGER = {"step_non_padding_tokens", "step_supervised_tokens", "batch_sh
 MESSAGE_CHARACTERS = 180
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ReportFiles:
-    """Paths of a report's files, in the order in which they are written."""
+def write_report(results: Results, folder: Path) -> list[Path]:
+    """Write the files of a comparison and return their paths, the data first.
 
-    results_json: Path
-    results_csv: Path
-    markdown: Path
-    html: Path
-
-
-def write_report(results: Results, folder: str | Path) -> ReportFiles:
-    """Write the files of a comparison, the data first. Raises ToolkitError for a folder that cannot be written."""
-    folder = Path(folder)
-    return ReportFiles(
-        results_json=write_report_file(folder / RESULTS_FILE, json_text(results)),
-        results_csv=write_report_file(folder / "results.csv", csv_text(results)),
-        markdown=write_report_file(folder / "report.md", markdown_text(results)),
-        html=write_report_file(folder / "report.html", html_text(results)),
-    )
+    Raises ToolkitError for a folder that cannot be written.
+    """
+    made = {RESULTS_FILE: json_text, "results.csv": csv_text, "report.md": markdown_text, "report.html": html_text}
+    return [write_report_file(folder / name, make(results)) for name, make in made.items()]
 
 
 def json_text(results: Results) -> str:

@@ -8,7 +8,7 @@ from typing import Literal
 from toolkit.compare.results import Results
 from toolkit.compare.rows import Probe, Row, RunRecord
 from toolkit.record.columns import Column, Format, column_of
-from toolkit.record.measurements import MEMORY_PHASES, MemoryByPhase
+from toolkit.record.measurements import MEMORY_PHASES
 from toolkit.report.tables import (
     UNKNOWN,
     Cell,
@@ -17,7 +17,6 @@ from toolkit.report.tables import (
     number_cell,
     one_line,
     text_cell,
-    text_heading,
 )
 from toolkit.units import GIB_UNIT, NOT_AVAILABLE, ByteUnit, byte_unit, fixed, percent
 
@@ -34,6 +33,8 @@ IN_COMPARISON = {
     "ratio_to_reference": Column("ratio\nto {short_baseline}", fixed(2)),
 }
 
+# Headings of columns that hold words.
+WORDS = ("preset", "trial", "status", "parity", "bytes of", "in phase")
 # Keys in the order of the table's columns.
 COLUMNS: dict[TableName, str] = {
     "comparison": """tokens_per_second layout per_device_train_batch_size tokens_per_second_interval mfu
@@ -61,21 +62,14 @@ def results_unit(results: Results) -> ByteUnit:
 def row_table(name: TableName, results: Results, *, narrow: bool = False) -> Table:
     """Return preset and status, then the figures of each row that completed; `narrow` for a terminal."""
     unit, columns = results_unit(results), _columns(name, results, narrow=narrow)
-    headings = [Heading(text=_heading(column, results, unit)) for column in columns.values()]
-    return Table(
-        headings=(text_heading("preset"), text_heading("status"), *headings),
-        rows=tuple(
-            (
-                text_cell(label),
-                text_cell(row.status_text),
-                *(
-                    format_cell(_value(results, row, key), column, unit) if row.completed else UNKNOWN
-                    for key, column in columns.items()
-                ),
-            )
-            for label, row in results.labelled_rows
-        ),
-    )
+
+    def cells(row: Row) -> list[Cell]:
+        if not row.completed:
+            return [UNKNOWN] * len(columns)
+        return [format_cell(_value(results, row, key), column, unit) for key, column in columns.items()]
+
+    headings = [_heading(column, results, unit) for column in columns.values()]
+    return _table(["preset", "status", *headings], [[*_named(*row), *cells(row[1])] for row in results.labelled_rows])
 
 
 def scaling_table(results: Results) -> Table | None:
@@ -87,33 +81,36 @@ def scaling_table(results: Results) -> Table | None:
 
 def trials_table(results: Results) -> Table | None:
     """Return every trial in the order in which they ran; None where there is none."""
-    columns = {key: column_of(RunRecord, key) for key in COLUMNS["trials"].split()}
     if not results.trials:
         return None
-    return Table(
-        headings=(
-            text_heading("trial"),
-            text_heading("status"),
-            *(Heading(text=column.heading or key) for key, column in columns.items()),
-        ),
-        rows=tuple(
-            (
-                text_cell(trial.trial),
-                text_cell(trial.status),
-                *(format_cell(getattr(trial, key), column, GIB_UNIT) for key, column in columns.items()),
-            )
-            for trial in results.trials
-        ),
-    )
+    columns = {key: column_of(RunRecord, key) for key in COLUMNS["trials"].split()}
+    rows = [
+        [text_cell(trial.trial), text_cell(trial.status)]
+        + [format_cell(getattr(trial, key), column, GIB_UNIT) for key, column in columns.items()]
+        for trial in results.trials
+    ]
+    return _table(["trial", "status", *(column.heading or key for key, column in columns.items())], rows)
 
 
 def parity_table(results: Results) -> Table:
     """Return first and last loss beside the baseline's; a row that failed earlier has no last difference."""
-    columns = ("parity", "first loss", "difference", "last loss", "difference")
-    return Table(
-        headings=(text_heading("preset"), *(Heading(text=name, numeric=name != "parity") for name in columns)),
-        rows=tuple((text_cell(label), *_parity_cells(results, row)) for label, row in results.labelled_rows),
-    )
+
+    def difference(loss: float | None, baseline: float | None) -> Cell:
+        """Relative to the baseline, signed; an exact 0 is written as such."""
+        if loss is None or not baseline:
+            return UNKNOWN
+        relative = (loss - baseline) / abs(baseline)
+        return Cell(text=f"{relative:+.1e}" if relative else "0", value=relative)
+
+    rows = []
+    for label, row in results.labelled_rows:
+        baseline = results.baseline(row.world_size)
+        first, last = (baseline.first_loss, baseline.last_loss) if baseline else (None, None)
+        cells = [text_cell(label), text_cell(row.parity or NOT_AVAILABLE)]
+        cells += [number_cell(row.first_loss, 6), difference(row.first_loss, first)]
+        cells += [number_cell(row.last_loss, 6), difference(row.last_loss, last if row.completed else None)]
+        rows.append(cells)
+    return _table(["preset", "parity", "first loss", "difference", "last loss", "difference"], rows)
 
 
 def phases_table(results: Results) -> Table | None:
@@ -122,40 +119,31 @@ def phases_table(results: Results) -> Table | None:
     if not known:
         return None
     unit = byte_unit(getattr(memory, phase) for memory in known for phase in MEMORY_PHASES)
-    names = ("after loading", "after forward", "after backward", "after step")
-
-    def cells(memory: MemoryByPhase | None) -> list[Cell]:
+    names = [f"{when}\n{unit.name}" for when in ("after loading", "after forward", "after backward", "after step")]
+    rows = []
+    for label, row in results.labelled_rows:
+        memory = row.memory_by_phase
         sizes = [bytes_cell(getattr(memory, phase, None), unit) for phase in MEMORY_PHASES]
-        return [*sizes, text_cell(memory.bytes_of if memory else NOT_AVAILABLE)]
-
-    headings = (text_heading("preset"), text_heading("status"), *(Heading(text=f"{n}\n{unit.name}") for n in names))
-    return Table(
-        headings=(*headings, text_heading("bytes of")),
-        rows=tuple(
-            (text_cell(label), text_cell(row.status_text), *cells(row.memory_by_phase))
-            for label, row in results.labelled_rows
-        ),
-    )
+        rows.append([*_named(label, row), *sizes, text_cell(memory.bytes_of if memory else NOT_AVAILABLE)])
+    return _table(["preset", "status", *names, "bytes of"], rows)
 
 
 def probes_table(results: Results) -> Table | None:
     """Return what the search for each row's largest micro-batch tried; None where there was no search."""
-    searched = [(label, row.probes) for label, row in results.labelled_rows if row.probes]
-    if not searched:
-        return None
+    searched = [[text_cell(label), *_probe_cells(row.probes)] for label, row in results.labelled_rows if row.probes]
+    headings = ["preset", "largest\nthat runs", "tried", "smallest\nthat does not", "status", "in phase"]
+    return _table([*headings, "predicted\npeak GiB", "last measured\npeak GiB"], searched) if searched else None
+
+
+def _table(headings: Sequence[str], rows: Sequence[Sequence[Cell]]) -> Table:
     return Table(
-        headings=(
-            text_heading("preset"),
-            Heading(text="largest\nthat runs"),
-            Heading(text="tried"),
-            Heading(text="smallest\nthat does not"),
-            text_heading("status"),
-            text_heading("in phase"),
-            Heading(text="predicted\npeak GiB"),
-            Heading(text="last measured\npeak GiB"),
-        ),
-        rows=tuple((text_cell(label), *_probe_cells(probes)) for label, probes in searched),
+        headings=tuple(Heading(text=text, numeric=text not in WORDS) for text in headings),
+        rows=tuple(tuple(row) for row in rows),
     )
+
+
+def _named(label: str, row: Row) -> tuple[Cell, Cell]:
+    return text_cell(label), text_cell(row.status_text)
 
 
 def format_cell(value: object, column: Column, unit: ByteUnit) -> Cell:
@@ -208,26 +196,6 @@ def _heading(column: Column, results: Results, unit: ByteUnit) -> str:
         short_baseline=baseline if len(baseline) <= LONGEST_SHORT_NAME else "base.",
         process="process" if results.on_cpu else "GPU",
     )
-
-
-def _parity_cells(results: Results, row: Row) -> tuple[Cell, ...]:
-    baseline = results.baseline(row.world_size)
-    first, last = (baseline.first_loss, baseline.last_loss) if baseline else (None, None)
-    return (
-        text_cell(row.parity or NOT_AVAILABLE),
-        number_cell(row.first_loss, 6),
-        _difference(row.first_loss, first),
-        number_cell(row.last_loss, 6),
-        _difference(row.last_loss, last if row.completed else None),
-    )
-
-
-def _difference(loss: float | None, baseline: float | None) -> Cell:
-    """Relative to the baseline, signed; an exact 0 is written as such."""
-    if loss is None or not baseline:
-        return UNKNOWN
-    relative = (loss - baseline) / abs(baseline)
-    return Cell(text=f"{relative:+.1e}" if relative else "0", value=relative)
 
 
 def _probe_cells(probes: Sequence[Probe]) -> tuple[Cell, ...]:
