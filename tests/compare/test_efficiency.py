@@ -10,7 +10,6 @@ from comparison_records import node, row, trial
 from toolkit.compare.efficiency import (
     cost_per_million_tokens,
     flops_per_token,
-    mean_seq_length,
     peak_flops,
     row_cost,
     with_efficiency,
@@ -84,7 +83,3 @@ def test_the_cost_is_the_price_of_all_gpus_over_the_speed_of_all_ranks() -> None
 def test_the_cost_of_a_row_leaves_padding_out_and_a_cpu_costs_nothing() -> None:
     assert row_cost(ROW, on_cpu=False, price_per_gpu_hour=3.0) == pytest.approx(3.0 * 2 / 3600 / 800 * 1e6)
     assert row_cost(ROW, on_cpu=True, price_per_gpu_hour=3.0) is None
-
-
-def test_a_trial_without_timed_steps_has_no_sequence_length() -> None:
-    assert mean_seq_length(bf16_trial().updated(timed_step_numbers=())) is None

@@ -119,14 +119,6 @@ def test_a_run_of_another_comparison_is_refused(tmp_path: Path) -> None:
         build_results(comparison("ddp", "zero2"), tmp_path, {})
 
 
-@pytest.mark.parametrize("name", ["ledger.jsonl", "comparison.lock"])
-def test_a_folder_in_the_place_of_a_file_is_named(tmp_path: Path, name: str) -> None:
-    (tmp_path / name).mkdir()
-    refused = f"{name} (is a folder|cannot be locked: Is a directory)"
-    with pytest.raises(ToolkitError, match=refused), comparison_lock(tmp_path):
-        Ledger(tmp_path / "ledger.jsonl").read()
-
-
 @pytest.mark.parametrize("seconds", [0.0, 1e99])
 def test_impossible_step_times_make_no_speed_and_no_error(tmp_path: Path, seconds: float) -> None:
     ledger = Ledger(tmp_path / "ledger.jsonl")

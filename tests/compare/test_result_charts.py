@@ -28,15 +28,6 @@ def test_a_row_that_ran_out_of_memory_shows_what_was_measured_and_planned(made_u
     assert "<i" not in speeds
 
 
-def test_without_a_plan_there_is_no_marker(made_up: Document) -> None:
-    for row in made_up["rows"]:
-        row["planned_allocated_bytes"] = None
-    made_up["rows"] = made_up["rows"][1:]
-    page = html_text(made_up)
-    assert 'class="tick"' not in page
-    assert ">planned<" not in page
-
-
 def test_offloaded_states_are_not_drawn_as_gpu_memory(made_up: Document) -> None:
     made_up["rows"][1]["peak_allocated_bytes"] = 20 * GIB
     memory, _ = bars(html_text(made_up), "zero2 n2")
@@ -63,19 +54,6 @@ def test_an_interval_far_beyond_the_others_ends_open_and_does_not_shrink_the_oth
     assert 'class="span open"' in speeds
     assert "27,000 (2,000 to 400,000)" in speeds
     assert widths(bars(page, "zero2 n4")[1])[0] == pytest.approx(68 / 1.5, abs=0.01)  # the fastest
-
-
-def test_a_slow_down_stays_inside_the_scaling_chart(made_up: Document) -> None:
-    for row in made_up["rows"]:
-        if row["speed_up"] is not None and row["world_size"] == 4:
-            row["speed_up"] = 0.8
-    chart = html_text(made_up).split("<h2>Scaling</h2>")[1].split("</svg>")[0]
-    assert "<span>0.80×</span>" in chart
-    heights = [
-        float(point.split(",")[1]) for points in re.findall(r'points="([^"]+)"', chart) for point in points.split()
-    ]
-    assert min(heights) >= 0
-    assert max(heights) <= 300
 
 
 def test_the_scaling_chart_names_each_number_of_processes_where_it_stands(made_up: Document) -> None:

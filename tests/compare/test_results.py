@@ -44,13 +44,6 @@ def test_loading_refuses_what_it_cannot_use(tmp_path: Path, text: str, message: 
         load_results(file)
 
 
-def test_loading_names_the_row_and_the_key(results: Document, tmp_path: Path) -> None:
-    del results["rows"][1]["preset"]
-    (tmp_path / "results.json").write_text(json.dumps(results))
-    with pytest.raises(ToolkitError, match=r"rows\[1\] has no preset"):
-        load_results(tmp_path)
-
-
 def test_loading_welcomes_keys_that_it_does_not_know(tmp_path: Path) -> None:
     newer = json.loads((FIXTURES / "results_small.json").read_text("utf-8")) | {"comment": "more keys may be added"}
     (tmp_path / "results.json").write_text(json.dumps(newer))

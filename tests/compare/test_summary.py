@@ -28,12 +28,6 @@ def test_summary_claims_no_order_between_equal_speeds(results: Document) -> None
     assert "ddp and zero2 ran at the same highest speed of" in summary_sentence(results)
 
 
-def test_summary_claims_no_order_for_a_single_row(results: Document) -> None:
-    assert "ddp ran at 400 tokens/s, with no comparable row beside it" in summary_sentence(
-        only(results, "ddp", "fsdp2")
-    )
-
-
 def repeat(results: Document, *presets: str, ranked: bool = True) -> Document:
     """Rows with intervals of 10 % to each side; with `ranked` the comparison says that they are separated."""
     rows = [row for row in results["rows"] if row["preset"] in presets]
@@ -55,10 +49,6 @@ def test_summary_calls_one_fastest_only_where_the_comparison_ranks_it(results: D
     assert "for 25 % less speed" in summary_sentence(results)
 
 
-def test_summary_ranks_nothing_between_a_repeated_row_and_a_single_one(results: Document) -> None:
-    assert "in single runs, unranked" in summary_sentence(repeat(results, "ddp"))
-
-
 def test_summary_ranks_nothing_when_the_baseline_failed(results: Document) -> None:
     results["rows"][0].update(status="failed", parity=None)
     results["rows"][1]["parity"] = None
@@ -67,13 +57,6 @@ def test_summary_ranks_nothing_when_the_baseline_failed(results: Document) -> No
     assert "2 did not complete (ddp: failed, zero3: out_of_memory)" in sentence
     assert "1 could not be checked against the baseline (zero2)" in sentence
     assert "fastest" not in sentence
-
-
-def test_summary_distinguishes_unsupported_rows_from_failed_ones(results: Document) -> None:
-    results["rows"][2].update(status="not_supported", message="zeropp needs 8 processes")
-    sentence = summary_sentence(results)
-    assert "1 cannot run on this node (zero3)" in sentence
-    assert "did not complete" not in sentence
 
 
 def test_summary_names_what_differs_by_design(results: Document) -> None:

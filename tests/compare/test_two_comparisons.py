@@ -76,7 +76,6 @@ def test_differences_in_the_environment_are_listed(before: Document, after: Docu
     ("changes", "said"),
     [
         ({"per_device_train_batch_size": 16}, "per_device_train_batch_size 8 and 16"),
-        ({"dataset": "data/other.jsonl"}, "dataset rows.jsonl and other.jsonl"),
         ({"training_arguments": ["--max_steps", "99"]}, "training arguments .* and --max_steps 99"),
     ],
 )
@@ -94,14 +93,6 @@ def test_the_same_files_in_another_folder_are_the_same_job(before: Document, aft
     ]
     after["job"]["training_arguments"] = words
     assert len(before_and_after(before, after).pairs) == 8
-
-
-def test_several_files_in_another_folder_are_the_same_job(before: Document, after: Document) -> None:
-    before["job"]["dataset"], after["job"]["dataset"] = "data/a.jsonl, data/b.jsonl", "/mnt/a.jsonl, /other/b.jsonl"
-    assert len(before_and_after(before, after).pairs) == 8
-    after["job"]["dataset"] = "/mnt/b.jsonl"
-    with pytest.raises(ToolkitError, match=r"do not train the same job: dataset a.jsonl, b.jsonl and b.jsonl"):
-        before_and_after(before, after)
 
 
 def test_markdown_and_page_hold_both_values(before: Document, after: Document, tmp_path: Path) -> None:
