@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -70,7 +70,10 @@ def run_comparison(options: CompareOptions) -> None:
     ledger = Ledger(options.folder / LEDGER_FILE)
     check_rows(ledger.read(), set(checked.spec.rows()), ledger.path)
     with comparison_lock(options.folder):
-        _print_device(options)
+        if options.on_cpu and options.cpu is None:  # a device that the user did not choose
+            stderr_console().print(ON_CPU_MESSAGE)
+        if options.on_cpu and options.price_per_gpu_hour is not None:
+            stderr_console().print("--price-per-gpu-hour has no effect: no GPU is used")
         spec = _run_trials(options, checked)
         _publish(
             build_results(spec, options.folder, checked.unsupported, price_per_gpu_hour=options.price_per_gpu_hour),
@@ -95,7 +98,8 @@ def check_comparison(options: CompareOptions) -> CheckedComparison:
         gpus = allocation.max_processes
     unsupported = unsupported_rows(spec, by_name, gpus=gpus, allocation=allocation)
     supported = [row for row in spec.rows() if row.name not in unsupported]
-    largest = supported[-1]
+    largest = {row.preset: row for row in supported}  # rows are in the order of their number of processes
+    own = [variant.name for variant in variants if variant.extra_arguments or variant.preset.degrees]
     job, *_ = [
         check_job(
             by_name[row.preset].preset,
@@ -105,23 +109,21 @@ def check_comparison(options: CompareOptions) -> CheckedComparison:
             gpus=gpus,
             nodes=1 if allocation is None else len(allocation.nodes),
         )
-        for row in dict.fromkeys([largest, *_rows_of_their_own(variants, supported)])
+        for row in dict.fromkeys([supported[-1], *(largest[name] for name in own if name in largest)])
     ]
     for arguments in (job.arguments, *(read_arguments(variant.extra_arguments) for variant in variants)):
         refuse_arguments_of_comparison(arguments)
-    _check_timed_steps(integer(job.arguments, "max_steps", 0), options.untimed_steps)
+    max_steps = integer(job.arguments, "max_steps", 0)
+    if 0 < max_steps <= options.untimed_steps:
+        raise ToolkitError(
+            f"--max_steps {max_steps} leaves no timed step after {options.untimed_steps} untimed ones",
+            hint=f"`--max_steps {options.untimed_steps + 8}` or more",
+        )
     nvme = {
         name: check_nvme(by_name[name].preset, nvme_path=options.nvme_path, arguments=job.arguments, cpu=spec.cpu)
         for name in dict.fromkeys(row.preset for row in supported)
     }
     return CheckedComparison(spec=spec, unsupported=unsupported, nvme=nvme, allocation=allocation)
-
-
-def _rows_of_their_own(variants: Sequence[Variant], supported: Sequence[RowKey]) -> list[RowKey]:
-    """The largest row of each preset with arguments of its own, or with degrees of parallelism."""
-    own = [variant.name for variant in variants if variant.extra_arguments or variant.preset.degrees]
-    largest = {row.preset: row for row in supported}  # rows are in the order of their number of processes
-    return [largest[name] for name in own if name in largest]
 
 
 def unsupported_rows(
@@ -166,22 +168,6 @@ def _check_nodes(allocation: Allocation, preset: Preset, world_size: int) -> Non
             f"preset {preset.name!r} offloads to a disk of each node, which a comparison checks on one node only",
             hint="compare it on one node, without `--nproc-per-node`",
         )
-
-
-def _check_timed_steps(max_steps: int, untimed_steps: int) -> None:
-    if 0 < max_steps <= untimed_steps:
-        raise ToolkitError(
-            f"--max_steps {max_steps} leaves no timed step after {untimed_steps} untimed ones",
-            hint=f"`--max_steps {untimed_steps + 8}` or more",
-        )
-
-
-def _print_device(options: CompareOptions) -> None:
-    """Report a device that the user did not choose, and an option that has no effect on it."""
-    if options.on_cpu and options.cpu is None:
-        stderr_console().print(ON_CPU_MESSAGE)
-    if options.on_cpu and options.price_per_gpu_hour is not None:
-        stderr_console().print("--price-per-gpu-hour has no effect: no GPU is used")
 
 
 def _run_trials(options: CompareOptions, checked: CheckedComparison) -> ComparisonSpec:

@@ -21,7 +21,7 @@ from toolkit.launch.nvme import check_nvme
 from toolkit.launch.warm_start import WarmStart
 from toolkit.presets import load_preset
 from toolkit.record.folder import RunFolder
-from toolkit.record.run_files import RecordedRun, read_run
+from toolkit.record.run_files import read_run
 from toolkit.units import number
 
 
@@ -63,7 +63,10 @@ def replay_row(options: CompareOptions, spec: ComparisonSpec, *, progress: Conso
     again = read_run_record(first, run_folder, folder, untimed_steps=spec.untimed_steps)
     progress.finish(again.updated(trial=name))
     repeats = [trial for trial in trials_of(Ledger(folder / LEDGER_FILE).read(), row) if trial.completed]
-    return verdict(row, again, repeats) + _changed_versions(before)
+    now = {**library_versions(), "commit": git_commit(Path(__file__).parent)}
+    then = {**(before.versions or {}), "commit": before.git_commit}
+    changed = [f"{name} {then.get(name)} -> {value}" for name, value in now.items() if then.get(name) != value]
+    return verdict(row, again, repeats) + (f"\nchanged since: {', '.join(changed)}" if changed else "")
 
 
 def with_secrets(spec: ComparisonSpec, given: Sequence[str]) -> ComparisonSpec:
@@ -99,11 +102,3 @@ def verdict(row: RowKey, again: RunRecord, repeats: Sequence[RunRecord]) -> str:
         f"{row.name} ran at {number(speed, 1)} tokens/s, {where} {number(low, 1)} to {number(high, 1)}, where its"
         f" {len(known)} repeats predict one more run (95 %)"
     )
-
-
-def _changed_versions(run: RecordedRun) -> str:
-    """Library versions and commit that differ from those of the row's first repeat."""
-    now = {**library_versions(), "commit": git_commit(Path(__file__).parent)}
-    then = {**(run.versions or {}), "commit": run.git_commit}
-    changed = [f"{name} {then.get(name)} -> {value}" for name, value in now.items() if then.get(name) != value]
-    return f"\nchanged since: {', '.join(changed)}" if changed else ""

@@ -67,7 +67,8 @@ def losses_chart(results: Results) -> LineChart | None:
         color = f"c{index % len(CURVES)}"
         points = [(float(step), loss) for step, loss in enumerate(row.losses, 1) if loss is not None]
         lines.append(Line(points=thinned(points), color=color, width=width))
-        colors.append((color, curve_name(label, row)))
+        name = label if row.status_text == "completed" else f"{label} ({row.status_text})"
+        colors.append((color, name))
     low, high, last = min(known), max(known), max(len(row.losses) for row in results.rows)
     return LineChart(
         lines=lines,
@@ -92,11 +93,6 @@ def thinned(points: Sequence[tuple[float, float]]) -> Sequence[tuple[float, floa
     """
     stride = -(-len(points) // MOST_POINTS)
     return points if stride <= 1 else [*points[:-1:stride], points[-1]]
-
-
-def curve_name(label: str, row: Row) -> str:
-    """Return the label of a loss curve, with the status of a row that is not an ordinary one."""
-    return label if row.status_text == "completed" else f"{label} ({row.status_text})"
 
 
 def scaling_chart(results: Results) -> LineChart | None:
@@ -185,17 +181,23 @@ def _failed_bar(row: Row, unit: ByteUnit, *, on_cpu: bool) -> Bar:
     """The last measured peak, hatched, and the plan. On a CPU the peak would be libraries too."""
     failure = row.failure
     if failure is None or on_cpu or not row.out_of_memory:
-        return _status_bar(row)
-    phase = f" in {failure.phase}" if failure.phase else ""
-    measured = failure.measured_bytes
-    text = "" if measured is None else f", {unit.text(measured)} {unit.name} measured"
-    segments: Sequence[tuple[float, str | None]] = () if measured is None else ((float(measured), None),)
-    tick = row.planned_allocated_bytes
-    return Bar(segments=tuple(segments), text=f"{row.status}{phase}{text}", alarm=True, tick=tick)
+        return Bar(segments=(), text=row.status, alarm=row.status != NOT_SUPPORTED)
+    text, measured = row.status + (f" in {failure.phase}" if failure.phase else ""), failure.measured_bytes
+    if measured is None:
+        return Bar(segments=(), text=text, alarm=True, tick=row.planned_allocated_bytes)
+    text += f", {unit.text(measured)} {unit.name} measured"
+    return Bar(segments=((float(measured), None),), text=text, alarm=True, tick=row.planned_allocated_bytes)
 
 
-def _status_bar(row: Row) -> Bar:
-    return Bar(segments=(), text=row.status, alarm=row.status != NOT_SUPPORTED)
+def _speed_bar(row: Row) -> Bar:
+    if not row.completed:
+        return Bar(segments=(), text=row.status, alarm=row.status != NOT_SUPPORTED)
+    if row.failed_parity:
+        return Bar(segments=(), text=PARITY_FAILED, alarm=True)
+    value, bounds = row.tokens_per_second, row.tokens_per_second_interval
+    segments = () if value is None else ((value, "speed" if row.comparable else None),)
+    text = speed(value) if bounds is None else f"{speed(value)} ({speed(bounds[0])} to {speed(bounds[1])})"
+    return Bar(segments=segments, text=text, interval=bounds)
 
 
 def _shortened(bar: Bar, longest: float) -> Bar:
@@ -203,14 +205,3 @@ def _shortened(bar: Bar, longest: float) -> Bar:
     if bar.interval is None or bar.interval[1] <= longest:
         return bar
     return replace(bar, interval=(bar.interval[0], longest), open_interval=True)
-
-
-def _speed_bar(row: Row) -> Bar:
-    if not row.completed:
-        return _status_bar(row)
-    if row.failed_parity:
-        return Bar(segments=(), text=PARITY_FAILED, alarm=True)
-    value, bounds = row.tokens_per_second, row.tokens_per_second_interval
-    segments = () if value is None else ((value, "speed" if row.comparable else None),)
-    text = speed(value) if bounds is None else f"{speed(value)} ({speed(bounds[0])} to {speed(bounds[1])})"
-    return Bar(segments=segments, text=text, interval=bounds)

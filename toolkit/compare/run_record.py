@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from pydantic import ValidationError
 
@@ -84,12 +84,16 @@ def read_side_run(record: RunRecord, folder: RunFolder, kinds: Sequence[SideRunK
     """Return a side run's record, with its profile and its checkpoint as far as it has them."""
     run = read_run(folder)
     profile = run.profile or Profile()
+    steps = profile.steps or ()
+    total = sum(step.step_seconds for step in steps)
+    communication = sum(step.communication_seconds for step in steps)
+    exposed = sum(step.exposed_communication_seconds for step in steps)
     saved = next((save for save in run.saves or () if save.kind == "checkpoint"), None)
     return SideRunRecord.of(
         record,
         kinds=kinds,
-        communication_fraction=fraction_of_steps(profile, "communication_seconds"),
-        exposed_communication_fraction=fraction_of_steps(profile, "exposed_communication_seconds"),
+        communication_fraction=communication / total if total else None,
+        exposed_communication_fraction=exposed / total if total else None,
         timeline=read_timeline(profile),
         save_seconds=saved.seconds if saved else None,
         save_bytes=saved.bytes if saved else None,
@@ -128,28 +132,9 @@ def trained_problem(run: RecordedRun, attestation: RecordedAttestation) -> Train
     facts: dict[str, Any] = {fact: _shared([getattr(rank, fact, None) for rank in ranks]) for fact in ATTESTED}
     facts |= {fact: spec.get(fact) for fact in SPECIFIED}
     masters = attestation.promised.master_dtype if attestation.promised else None
-    layout = _shared([_layout(rank) for rank in ranks])
+    degrees = [rank.layout and {name: rank.layout.get(name, 1) for name in DIMENSIONS} for rank in ranks]
+    layout = _shared([None if own is None else str(ParallelLayout(**own)) for own in degrees])
     return TrainedProblem(**facts, layout=layout, ranks=len(ranks), expected_masters=masters)
-
-
-def _layout(rank: AttestedRank) -> str | None:
-    """The degrees of parallelism above 1, in words; None for data parallelism alone."""
-    degrees = rank.layout
-    return None if degrees is None else str(ParallelLayout(**{name: degrees.get(name, 1) for name in DIMENSIONS}))
-
-
-def fraction_of_steps(
-    profile: Profile, part: Literal["communication_seconds", "exposed_communication_seconds"]
-) -> float | None:
-    """Return the seconds of a part over those of the profiled steps, all ranks together.
-
-    >>> step = {"step_seconds": 1.0, "communication_seconds": 0.25, "exposed_communication_seconds": 0.0}
-    >>> fraction_of_steps(Profile.model_validate({"steps": [step]}), "communication_seconds")
-    0.25
-    """
-    steps = profile.steps or ()
-    total = sum(step.step_seconds for step in steps)
-    return sum(getattr(step, part) for step in steps) / total if total else None
 
 
 def read_timeline(profile: Profile) -> Timeline | None:
@@ -180,9 +165,7 @@ def _shared(values: list[Any]) -> Any:
 def _model_states(ranks: Sequence[AttestedRank]) -> dict[str, Any]:
     """Model states of the rank that holds most of each, as attested."""
     parts = ("parameter_bytes", "gradient_bytes", "optimizer_bytes", "accumulated_gradient_bytes")
-    facts = ("num_params", "num_trainable_params", "compute_dtype", "accumulate")
+    shared = ("num_params", "num_trainable_params", "compute_dtype", "accumulate")
     known = {part: [size for rank in ranks if (size := getattr(rank, part)) is not None] for part in parts}
-    return {
-        **{part: max(sizes, default=None) for part, sizes in known.items()},
-        **{key: getattr(ranks[0], key) for key in facts},
-    }
+    largest = {part: max(sizes, default=None) for part, sizes in known.items()}
+    return largest | {key: getattr(ranks[0], key) for key in shared}

@@ -76,6 +76,18 @@ class ExpectedStrategy(BaseModel):
     """Dimensions of parallelism; empty for data parallelism alone."""
     sharded_at_load: bool = False
 
+    @classmethod
+    def of(cls, preset: Preset) -> Self:
+        """Return what the trials of a preset must report."""
+        zero = (preset.deepspeed_config() or {}).get("zero_optimization") or {}
+        return cls(
+            engine=preset.engine,
+            sharding=preset.sharding,
+            quantises=any(zero.get(key) for key in QUANTIZED_KEYS),
+            parallel=preset.parallel,
+            sharded_at_load=preset.sharded_at_load,
+        )
+
 
 class ComparisonSpec(BaseModel):
     """What is compared; two comparisons with equal specifications may share a folder."""
@@ -230,11 +242,19 @@ def make_specification(options: CompareOptions, variants: Sequence[Variant]) -> 
     baseline = options.baseline or ("ddp" if "ddp" in names else names[0])
     if baseline not in names:
         raise ToolkitError(f"--baseline {baseline} is not among the presets compared: {', '.join(names)}")
-    scaling = _scaling(options)
+    scaling, target_interval = _scaling(options), options.target_interval
+    if target_interval is None:
+        offloads = any(variant.preset.offload_optimizer or variant.preset.offload_param for variant in variants)
+        target_interval = TARGET_INTERVAL_ON_CPU if options.on_cpu or offloads else TARGET_INTERVAL_ON_GPU
+    batches = {}
+    if scaling == "strong":
+        by_size = strong_scaling_batches(read_arguments(options.training_arguments), options.world_sizes)
+        keys = [RowKey(preset=name, world_size=size) for size in by_size for name in names]
+        batches = {key.name: by_size[key.world_size] for key in keys}
     spec = ComparisonSpec(
         presets=tuple(names),
         preset_files={variant.name: variant.preset.texts() for variant in variants},
-        expected={variant.name: expected_strategy(variant.preset) for variant in variants},
+        expected={variant.name: ExpectedStrategy.of(variant.preset) for variant in variants},
         preset_sources={variant.name: variant.source for variant in variants},
         extra_arguments={variant.name: variant.extra_arguments for variant in variants if variant.extra_arguments},
         world_sizes=options.world_sizes,
@@ -245,11 +265,11 @@ def make_specification(options: CompareOptions, variants: Sequence[Variant]) -> 
         processes_per_node=options.nproc_per_node,
         repeats=options.repeats,
         order_seed=options.order_seed,
-        target_interval=_target_interval(options, variants),
+        target_interval=target_interval or None,
         trial_minutes=options.trial_minutes,
         scaling=scaling,
         find_max_batch=options.find_max_batch,
-        batches=_strong_scaling(options, names) if scaling == "strong" else {},
+        batches=batches,
     )
     spec = spec.with_batches(equal_global_batches(spec))
     return spec.with_batches(_accumulated_batches(spec))
@@ -283,26 +303,6 @@ def _accumulated_batches(spec: ComparisonSpec) -> dict[str, dict[str, int]]:
     return batches
 
 
-def expected_strategy(preset: Preset) -> ExpectedStrategy:
-    """Return what the trials of a preset must report."""
-    zero = (preset.deepspeed_config() or {}).get("zero_optimization") or {}
-    quantises = any(zero.get(key) for key in QUANTIZED_KEYS)
-    return ExpectedStrategy(
-        engine=preset.engine,
-        sharding=preset.sharding,
-        quantises=quantises,
-        parallel=preset.parallel,
-        sharded_at_load=preset.sharded_at_load,
-    )
-
-
-def _target_interval(options: CompareOptions, variants: Sequence[Variant]) -> float | None:
-    if options.target_interval is not None:
-        return options.target_interval or None
-    offloads = any(variant.preset.offload_optimizer or variant.preset.offload_param for variant in variants)
-    return TARGET_INTERVAL_ON_CPU if options.on_cpu or offloads else TARGET_INTERVAL_ON_GPU
-
-
 def _scaling(options: CompareOptions) -> Scaling | None:
     """Strong scaling where `--global_batch_size` gives every row the same batch; otherwise as the options say."""
     if not is_given(read_arguments(options.training_arguments), "global_batch_size"):
@@ -314,11 +314,6 @@ def _scaling(options: CompareOptions) -> Scaling | None:
                 f"{option} does not go with --global_batch_size, which every row keeps", hint="leave one of them out"
             )
     return None if len(options.world_sizes) == 1 else "strong"
-
-
-def _strong_scaling(options: CompareOptions, names: Sequence[str]) -> dict[str, dict[str, int]]:
-    batches = strong_scaling_batches(read_arguments(options.training_arguments), options.world_sizes)
-    return {RowKey(preset=name, world_size=size).name: batch for size, batch in batches.items() for name in names}
 
 
 def strong_scaling_batches(arguments: Mapping[str, Any], world_sizes: Sequence[int]) -> dict[int, dict[str, int]]:

@@ -103,7 +103,7 @@ def _world_size_clauses(results: Results, world_size: int) -> list[str]:
 
 def _fastest_by_interval(ranked: Sequence[LabelledRow], num_rows: int, *, out_of_memory: bool) -> str:
     """The fastest row if intervals separate it from every other, else the rows between which no difference is seen."""
-    label, top = _top(ranked)
+    label, top = max(ranked, key=_useful_speed)
     close = [name for name, row in ranked if row is not top and top.rank is None and not row.separated_from(top)]
     among = _presets(num_rows) if len(ranked) == num_rows else f"the {len(ranked)} of {num_rows} that can be compared"
     if close:
@@ -114,12 +114,16 @@ def _fastest_by_interval(ranked: Sequence[LabelledRow], num_rows: int, *, out_of
 
 def _memory_for_speed(results: Results, ranked: Sequence[LabelledRow], world_size: int) -> list[str]:
     """The row that needs least memory, relative to the fastest, or to the baseline where no row is the fastest."""
-    name, base = fastest = _top(ranked)
+
+    def memory(row: Row) -> int | None:
+        return row.model_state_bytes if results.on_cpu else results.peak_bytes(row)
+
+    name, base = fastest = max(ranked, key=_useful_speed)
     if any(row is not base and not row.separated_from(base) for _, row in ranked):
         baseline = results.baseline(world_size)
         name, base = next(((label, row) for label, row in ranked if row is baseline), fastest)
-    base_bytes = _memory(results, base)
-    others = [(size, label, row) for label, row in ranked if row is not base and (size := _memory(results, row))]
+    base_bytes = memory(base)
+    others = [(size, label, row) for label, row in ranked if row is not base and (size := memory(row))]
     if not base_bytes or not others:
         return []
     least, label, row = min(others, key=lambda other: other[0])
@@ -127,39 +131,33 @@ def _memory_for_speed(results: Results, ranked: Sequence[LabelledRow], world_siz
     if least >= base_bytes or less == percent(0):
         return [f"none {'holds fewer model-state bytes' if results.on_cpu else 'uses less memory'} than {name}"]
     saved = f"holds {less} fewer model-state bytes" if results.on_cpu else f"uses {less} less memory"
-    return [f"{label} {saved} {_cost_in_speed(row, base)}" + ("" if base is fastest[1] else f" than {name}")]
-
-
-def _cost_in_speed(row: Row, base: Row) -> str:
-    """Nothing is claimed where intervals do not separate the two."""
-    if not row.separated_from(base):
-        return "with no difference seen in speed"
     ratio = row.useful_speed / (base.useful_speed or 1.0)
-    return f"for {percent(1 - ratio)} less speed" if ratio < 1 else f"and is {percent(ratio - 1)} faster"
+    if not row.separated_from(base):  # nothing is claimed
+        cost = "with no difference seen in speed"
+    else:
+        cost = f"for {percent(1 - ratio)} less speed" if ratio < 1 else f"and is {percent(ratio - 1)} faster"
+    return [f"{label} {saved} {cost}" + ("" if base is fastest[1] else f" than {name}")]
 
 
-def _memory(results: Results, row: Row) -> int | None:
-    return row.model_state_bytes if results.on_cpu else results.peak_bytes(row)
-
-
-def _top(ranked: Sequence[LabelledRow]) -> LabelledRow:
-    return max(ranked, key=lambda item: item[1].useful_speed)
+def _useful_speed(labelled: LabelledRow) -> float:
+    return labelled[1].useful_speed
 
 
 def _speeds_of_single_runs(ranked: Sequence[LabelledRow], num_rows: int) -> str:
     """The range of speeds; without intervals there is no order to claim."""
-    if not ranked:
-        return f"none of {_presets(num_rows)} can be ranked"
     presets = _presets(num_rows)
+    if not ranked:
+        return f"none of {presets} can be ranked"
     among = presets if len(ranked) == num_rows else f"the {len(ranked)} of {presets} that can be compared"
-    top = _top(ranked)[1].tokens_per_second
-    first = [label for label, row in ranked if speed(row.tokens_per_second) == speed(top)]
+    top = speed(max(ranked, key=_useful_speed)[1].tokens_per_second)
+    first = [label for label, row in ranked if speed(row.tokens_per_second) == top]
     if len(ranked) == 1:
-        return f"{first[0]} ran at {speed(top)} tokens/s, with no comparable row beside it"
+        return f"{first[0]} ran at {top} tokens/s, with no comparable row beside it"
     if len(first) > 1:
-        return f"{_and(first)} ran at the same highest speed of {among} ({speed(top)} tokens/s)"
-    slowest, least = min(((label, row.tokens_per_second or 0.0) for label, row in ranked), key=lambda pair: pair[1])
-    return f"{among} ran at {speed(least)} ({slowest}) to {speed(top)} tokens/s ({first[0]}) in single runs, unranked"
+        return f"{_and(first)} ran at the same highest speed of {among} ({top} tokens/s)"
+    slowest, row = min(ranked, key=lambda labelled: labelled[1].tokens_per_second or 0.0)
+    least = speed(row.tokens_per_second)
+    return f"{among} ran at {least} ({slowest}) to {top} tokens/s ({first[0]}) in single runs, unranked"
 
 
 def _smallest(results: Results, ranked: Sequence[LabelledRow], world_size: int) -> list[str]:
@@ -176,8 +174,7 @@ def _smallest(results: Results, ranked: Sequence[LabelledRow], world_size: int) 
     least, _, label, row = min(others, key=lambda other: other[:2])
     if least >= base_bytes:
         return [f"none holds fewer model-state bytes per rank than {results.reference}"]
-    ratio = row.ratio_to_reference
-    at_speed = "" if ratio is None else f" at {ratio:.2f} times its speed"
+    at_speed = "" if row.ratio_to_reference is None else f" at {row.ratio_to_reference:.2f} times its speed"
     fraction = percent(least / base_bytes)
     return [f"{label} holds {fraction} of {results.reference}'s model-state bytes per rank{at_speed}"]
 
@@ -205,23 +202,19 @@ def _largest_batch_clause(rows: Sequence[LabelledRow]) -> list[str]:
 
 def _left_out_clauses(rows: Sequence[LabelledRow]) -> list[str]:
     """The rows that are not ranked, each with its reason."""
-    unsupported = [label for label, row in rows if row.status == NOT_SUPPORTED]
     failed = [f"{label}: {row.status}" for label, row in rows if not row.completed and row.status != NOT_SUPPORTED]
+    unsupported = [label for label, row in rows if row.status == NOT_SUPPORTED]
     other_problem = [label for label, row in rows if row.failed_parity]
     by_design = [f"{label} ({row.group})" for label, row in rows if row.completed and row.group]
     unchecked = [label for label, row in rows if row.completed and row.parity is None and not row.group]
-    clauses = []
-    if failed:
-        clauses.append(f"{len(failed)} did not complete ({', '.join(failed)})")
-    if unsupported:
-        clauses.append(f"{len(unsupported)} cannot run on this node ({', '.join(unsupported)})")
-    if other_problem:
-        clauses.append(f"{len(other_problem)} did not train the same problem ({', '.join(other_problem)})")
-    if by_design:
-        clauses.append(f"different by design, so not ranked here: {', '.join(by_design)}")
-    if unchecked:
-        clauses.append(f"{len(unchecked)} could not be checked against the baseline ({', '.join(unchecked)})")
-    return clauses
+    clauses = {
+        f"{len(failed)} did not complete ({', '.join(failed)})": failed,
+        f"{len(unsupported)} cannot run on this node ({', '.join(unsupported)})": unsupported,
+        f"{len(other_problem)} did not train the same problem ({', '.join(other_problem)})": other_problem,
+        f"different by design, so not ranked here: {', '.join(by_design)}": by_design,
+        f"{len(unchecked)} could not be checked against the baseline ({', '.join(unchecked)})": unchecked,
+    }
+    return [clause for clause, named in clauses.items() if named]
 
 
 def _presets(count: int) -> str:
