@@ -133,21 +133,12 @@ def _if_all_known(reduce: Callable[[list[float]], float]) -> Callable[[list[Any]
 
 
 def _if_any_known(reduce: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
-    def reduced(values: list[Any]) -> Any:
-        known = [value for value in values if value is not None]
-        return reduce(known) if known else None
-
-    return reduced
+    """Repeats without the figure do not count."""
+    return lambda values: reduce(known) if (known := [value for value in values if value is not None]) else None
 
 
 def _largest(values: list[Any]) -> Any:
-    if isinstance(values[0], MemoryByPhase):
-        return max_memory_by_phase(values)
-    return max(values)
-
-
-def _union(values: list[Sequence[str]]) -> list[str]:
-    return sorted({item for value in values for item in value})
+    return max_memory_by_phase(values) if isinstance(values[0], MemoryByPhase) else max(values)
 
 
 FROM_COMPLETED_REPEATS: Mapping[Repeats, Callable[[list[Any]], Any]] = {
@@ -158,5 +149,5 @@ FROM_COMPLETED_REPEATS: Mapping[Repeats, Callable[[list[Any]], Any]] = {
 FROM_ALL_REPEATS: Mapping[Repeats, Callable[[list[Any]], Any]] = {
     Repeats.MEDIAN_OF_ALL: _if_any_known(statistics.median),
     Repeats.LARGEST_OF_ALL: _if_any_known(_largest),
-    Repeats.UNION_OF_ALL: _if_any_known(_union),
+    Repeats.UNION_OF_ALL: _if_any_known(lambda lists: sorted(set().union(*lists))),
 }

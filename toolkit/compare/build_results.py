@@ -6,7 +6,7 @@ price add their columns.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -55,11 +55,22 @@ def build_results(
     aggregated, trials = aggregate_trials(records, spec, unsupported)
     environment, shape = _environment(spec, folder), read_shape(spec.model)
     rows = [_with_derived_columns(row, records, spec, shape, environment) for row in aggregated]
+    arguments = read_arguments(spec.training_arguments)
+    compute_dtypes = sorted({row.compute_dtype for row in rows if row.compute_dtype})
     results = Results(
         created=datetime.now(UTC).isoformat(timespec="seconds"),
         reference=spec.reference,
         environment=environment,
-        job=_job(spec, rows),
+        job=ComparedJob(
+            model=spec.model,
+            dataset=", ".join(dataset_names(arguments)),
+            training_arguments=spec.training_arguments,
+            untimed_steps=spec.untimed_steps,
+            seed=integer(arguments, "seed", DEFAULT_SEED),
+            per_device_train_batch_size=micro_batch_size(arguments),
+            gradient_accumulation_steps=accumulation_steps(arguments),
+            compute_dtype=", ".join(compute_dtypes) or "n/a",
+        ),
         rows=tuple(rows),
         trials=tuple(trials),
         method=ComparisonMethod(
@@ -144,19 +155,4 @@ def _environment(spec: ComparisonSpec, folder: Path) -> Environment:
             "memory_limit_bytes": memory_limit_bytes(),
             "cpu_limit": cpu_limit(),
         }
-    )
-
-
-def _job(spec: ComparisonSpec, rows: Sequence[Row]) -> ComparedJob:
-    arguments = read_arguments(spec.training_arguments)
-    compute_dtypes = sorted({row.compute_dtype for row in rows if row.compute_dtype})
-    return ComparedJob(
-        model=spec.model,
-        dataset=", ".join(dataset_names(arguments)),
-        training_arguments=spec.training_arguments,
-        untimed_steps=spec.untimed_steps,
-        seed=integer(arguments, "seed", DEFAULT_SEED),
-        per_device_train_batch_size=micro_batch_size(arguments),
-        gradient_accumulation_steps=accumulation_steps(arguments),
-        compute_dtype=", ".join(compute_dtypes) or "n/a",
     )

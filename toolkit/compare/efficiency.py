@@ -29,7 +29,7 @@ def with_efficiency(
     trial = next((trial for trial in trials if trial.timed_step_numbers and trial.step_tokens), None)
     seq_length = None if trial is None else mean_seq_length(trial)
     if shape is None or trial is None or seq_length is None or row.num_params is None:
-        return row.updated(flops_per_token=None, mfu=None, mfu_full_attention=None, hfu=None)
+        return row
     flops = flops_per_token(
         shape,
         num_params=row.num_params,
@@ -38,18 +38,14 @@ def with_efficiency(
         activation_checkpointing=bool(trial.problem and trial.problem.activation_checkpointing),
     )
     peak, speed = peak_flops(environment, trial.compute_dtype), row.tokens_per_second_per_gpu
-
-    def utilization(flops_of_token: int) -> float | None:
-        if speed is None:
-            return None
-        return mfu(tokens_per_second_per_gpu=speed, flops_per_token=flops_of_token, peak_flops=peak)
-
-    return row.updated(
-        flops_per_token=flops,
-        mfu=utilization(flops.causal),
-        mfu_full_attention=utilization(flops.full_attention),
-        hfu=utilization(flops.hardware),
-    )
+    shares: dict[str, float | None] = {}
+    if speed is not None:
+        counted = {"mfu": flops.causal, "mfu_full_attention": flops.full_attention, "hfu": flops.hardware}
+        shares = {
+            name: mfu(tokens_per_second_per_gpu=speed, flops_per_token=of_token, peak_flops=peak)
+            for name, of_token in counted.items()
+        }
+    return row.updated(flops_per_token=flops, **shares)
 
 
 def flops_per_token(

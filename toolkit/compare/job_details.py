@@ -6,7 +6,7 @@ import shlex
 from collections import Counter
 
 from toolkit.compare.results import InstalledGpu, Results
-from toolkit.compare.rows import NOT_SUPPORTED, Row
+from toolkit.compare.rows import NOT_SUPPORTED, Failure, Row
 from toolkit.report.tables import one_line
 from toolkit.units import NOT_AVAILABLE, gib, number, seconds
 
@@ -78,20 +78,18 @@ def failure_details(results: Results, row: Row) -> str:
     """Return what a failed row measured before it ended; nothing for one that cannot run on this node."""
     if row.status == NOT_SUPPORTED:
         return ""
-    parts = [f"world_size {row.world_size}", f"steps with a loss: {len(row.losses)}"]
-    failure = row.failure
-    if failure and failure.phase:
-        parts.append(f"in phase {failure.phase}")
-    if failure and failure.predicted_bytes is not None:
-        parts.append(f"predicted peak {gib(failure.predicted_bytes)}")
-    peak = failure.measured_bytes if failure else results.peak_bytes(row)
-    if peak is not None:
-        parts.append(f"last measured peak {gib(peak)}")
-    if row.peak_rank is not None:
-        parts.append(f"on rank {row.peak_rank}")
-    if row.wall_seconds is not None:
-        parts.append(f"after {seconds(row.wall_seconds)}")
-    return ", ".join([*parts, f"folder {one_line(row.run_folder)}"])
+    failure = row.failure or Failure(kind=row.status, measured_bytes=results.peak_bytes(row))
+    parts = {
+        f"world_size {row.world_size}": True,
+        f"steps with a loss: {len(row.losses)}": True,
+        f"in phase {failure.phase}": failure.phase,
+        f"predicted peak {gib(failure.predicted_bytes)}": failure.predicted_bytes is not None,
+        f"last measured peak {gib(failure.measured_bytes)}": failure.measured_bytes is not None,
+        f"on rank {row.peak_rank}": row.peak_rank is not None,
+        f"after {seconds(row.wall_seconds)}": row.wall_seconds is not None,
+        f"folder {one_line(row.run_folder)}": True,
+    }
+    return ", ".join(part for part, is_known in parts.items() if is_known)
 
 
 def probes_note(results: Results) -> str:
@@ -103,9 +101,7 @@ def probes_note(results: Results) -> str:
 
 def _gpu(gpu: InstalledGpu) -> str:
     """`NVIDIA H100 (79.65 GiB; driver 570.86.15; power limit 700 W; clocks up to 1980 and 2619 MHz)`."""
-    parts = [gib(gpu.memory_bytes)]
-    if gpu.driver:
-        parts.append(f"driver {gpu.driver}")
+    parts = [gib(gpu.memory_bytes)] + ([f"driver {gpu.driver}"] if gpu.driver else [])
     if gpu.power_limit_watts is not None:
         parts.append(f"power limit {gpu.power_limit_watts:g} W")
     if gpu.max_sm_clock_mhz is not None and gpu.max_memory_clock_mhz is not None:

@@ -144,10 +144,8 @@ def comparison_lock(folder: Path) -> Iterator[None]:
     """
 
     def held(holder: str) -> ToolkitError:
-        return ToolkitError(
-            f"{folder} holds a comparison that is still running (process {holder})",
-            hint="wait for it, or name another folder: `--output-dir DIR`",
-        )
+        message = f"{folder} holds a comparison that is still running (process {holder})"
+        return ToolkitError(message, hint="wait for it, or name another folder: `--output-dir DIR`")
 
     try:
         descriptor = lock_file(folder / LOCK_FILE, held=held)
