@@ -54,7 +54,7 @@ def start(preset: str, model: Path, output: Path, *, max_restarts: int) -> subpr
 
 def trained(folder: RunFolder) -> list[list[list[Any]]]:
     """Return each rank's batches, losses and gradient norms."""
-    return [[[row[key] for key in COMPARED] for row in read_rows(folder.rank_rows(rank))] for rank in (0, 1)]
+    return [[[getattr(row, key) for key in COMPARED] for row in read_rows(folder.rank_rows(rank))] for rank in (0, 1)]
 
 
 def reference(preset: str, model: Path, work: Path) -> list[list[list[Any]]]:
@@ -69,7 +69,7 @@ def reference(preset: str, model: Path, work: Path) -> list[list[list[Any]]]:
 
 def steps_of(folder: RunFolder, rank: int) -> int:
     path = folder.rank_rows(rank)
-    return max((row["step"] for row in read_rows(path)), default=0) if path.exists() else 0
+    return max((row.step for row in read_rows(path)), default=0) if path.exists() else 0
 
 
 def row_files(folder: RunFolder) -> dict[int, int]:

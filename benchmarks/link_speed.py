@@ -87,7 +87,7 @@ def next_steps(output: Path, number: int) -> list[float]:
 
 def seconds_of(output: Path) -> list[float]:
     path = output / "ranks" / "rank0.jsonl"
-    return [row["seconds"] for row in read_rows(path)] if path.exists() else []
+    return [row.seconds for row in read_rows(path)] if path.exists() else []
 
 
 def command(model: Path, output: Path) -> list[str]:

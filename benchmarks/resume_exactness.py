@@ -48,7 +48,7 @@ def train(preset: str, method: str, work: Path, output: Path, *words: str) -> Ru
 def trained(folder: RunFolder, *, after: int) -> list[list[list[Any]]]:
     """Return each rank's batches, losses and gradient norms."""
     ranks = [read_rows(folder.rank_rows(rank)) for rank in (0, 1)]
-    return [[[row[key] for key in COMPARED] for row in rows if row["step"] > after] for rows in ranks]
+    return [[[getattr(row, key) for key in COMPARED] for row in rows if row.step > after] for rows in ranks]
 
 
 def exact(preset: str, method: str, step: int, work: Path) -> bool:

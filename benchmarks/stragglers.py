@@ -71,7 +71,8 @@ def train(row: str, model: Path, arguments: argparse.Namespace) -> list[list[dic
     )
     if done.returncode != 0:
         raise SystemExit(f"{row} ended with {done.returncode}:\n{done.stderr[-4000:]}")
-    return timed_steps(read_steps(RunFolder(output)), untimed_steps=UNTIMED_STEPS)
+    timed = timed_steps(read_steps(RunFolder(output)), untimed_steps=UNTIMED_STEPS)
+    return [[row.model_dump() for row in step] for step in timed]
 
 
 def slow_rank(model: Path, arguments: argparse.Namespace) -> dict[str, float]:

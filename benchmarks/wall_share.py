@@ -51,7 +51,7 @@ def wall_parts(folder: RunFolder, untimed_steps: int) -> dict[str, float]:
     parts["launcher"] = phases[0][1] - begun
     for (name, began), ended in zip(phases, ends, strict=True):
         parts[name] += ended - began
-    step_seconds = [row["seconds"] for row in read_rows(folder.rank_rows(0))]
+    step_seconds = [row.seconds for row in read_rows(folder.rank_rows(0))]
     parts["untimed"], parts["timed"] = sum(step_seconds[:untimed_steps]), sum(step_seconds[untimed_steps:])
     parts["train"] -= parts["untimed"] + parts["timed"]  # logging, and the end of training
     return parts

@@ -8,7 +8,7 @@ from comparison_records import aggregate_rows, comparison, failure, row_beside_d
 from toolkit.compare.aggregate import aggregate_trials
 from toolkit.compare.ledger import TrialRecord
 from toolkit.compare.rows import Row
-from toolkit.record.measurements import rank_skew
+from toolkit.record.measurements import StepRow, rank_skew
 
 
 def row_of(*trials: TrialRecord) -> Row:
@@ -82,6 +82,10 @@ def test_peaks_are_the_largest_of_all_repeats() -> None:
 
 
 def test_a_slow_rank_is_reported_as_skew() -> None:
-    steps = [[{"own_seconds": 0.1}, {"own_seconds": 0.1 * slow}] for slow in (2.0, 2.1, 1.9, 9.0, 2.0)]
+    known = dict.fromkeys(StepRow.model_fields)
+    steps = [
+        [StepRow.model_construct(**known | {"own_seconds": own}) for own in (0.1, 0.1 * slow)]
+        for slow in (2.0, 2.1, 1.9, 9.0, 2.0)
+    ]
     assert rank_skew(steps) == pytest.approx(2.0)
     assert row_beside_ddp(rank_skew=2.0).rank_skew == pytest.approx(2.0)

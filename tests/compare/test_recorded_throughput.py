@@ -39,7 +39,7 @@ def test_the_first_step_is_in_no_speed() -> None:
     assert (timed.timed_steps, timed.timed_step_numbers) == (6, (3, 4, 5, 6, 7, 8))
     assert with_all.tokens_per_second == pytest.approx((340 + 384 + TOKENS) / (7.281 + 3.884 + TIMED_SECONDS), rel=1e-4)
     assert timed.tokens_per_second == pytest.approx(85.97, abs=0.01)
-    steps[0][0]["seconds"] = 1000.0  # however slow the first step is
+    steps[0][0] = steps[0][0].model_copy(update={"seconds": 1000.0})  # however slow the first step is
     assert measure(steps, untimed_steps=2).tokens_per_second == timed.tokens_per_second
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,7 @@ import pytest
 from toolkit.record.folder import RunFolder
 from toolkit.record.measurements import (
     MemoryByPhase,
+    StepRow,
     drop_rows_after,
     grad_norm,
     measure,
@@ -40,8 +40,8 @@ def test_a_percentile_is_the_smallest_value_that_covers_the_share(count: int, sh
     assert percentile([], share) is None
 
 
-def row(rank: int, **measured: Any) -> dict[str, Any]:
-    return {
+def row(rank: int, **measured: Any) -> StepRow:
+    facts = {
         "step": 1,
         "rank": rank,
         "seconds": 1.0,
@@ -55,7 +55,8 @@ def row(rank: int, **measured: Any) -> dict[str, Any]:
         "peak_reserved_bytes": None,
         "peak_host_bytes": 1000,
         "batch_sha256": f"batch of {rank}",
-    } | measured
+    }
+    return StepRow.model_validate(facts | measured)
 
 
 def test_step_seconds_are_the_slowest_ranks_and_tokens_are_summed_over_ranks() -> None:
@@ -165,7 +166,7 @@ def test_a_gradient_norm_with_a_missing_shard_is_unknown() -> None:
 def test_an_incomplete_last_row_is_ignored(tmp_path: Path) -> None:
     path = tmp_path / "rank0.jsonl"
     rows = [row(0, step=step) for step in (1, 2)]
-    path.write_text("".join(json.dumps(found) + "\n" for found in rows) + '{"step": 3, "loss"')
+    path.write_text("".join(found.model_dump_json() + "\n" for found in rows) + '{"step": 3, "loss"')
     assert read_rows(path) == rows
 
 
@@ -173,9 +174,9 @@ def test_a_step_that_only_one_rank_completed_is_ignored(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     for rank, steps in ((0, 3), (1, 2)):
         folder.rank_rows(rank).parent.mkdir(exist_ok=True)
-        lines = [json.dumps(row(rank, step=step)) + "\n" for step in range(1, steps + 1)]
+        lines = [row(rank, step=step).model_dump_json() + "\n" for step in range(1, steps + 1)]
         folder.rank_rows(rank).write_text("".join(lines))
-    assert [[(r["rank"], r["step"]) for r in step] for step in read_steps(folder)] == [
+    assert [[(r.rank, r.step) for r in step] for step in read_steps(folder)] == [
         [(0, 1), (1, 1)],
         [(0, 2), (1, 2)],
     ]
@@ -185,8 +186,8 @@ def test_ranks_are_in_numeric_order(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     for rank in range(11):
         folder.rank_rows(rank).parent.mkdir(exist_ok=True)
-        folder.rank_rows(rank).write_text(json.dumps(row(rank)) + "\n")
-    assert [r["rank"] for r in read_steps(folder)[0]] == list(range(11))
+        folder.rank_rows(rank).write_text(row(rank).model_dump_json() + "\n")
+    assert [r.rank for r in read_steps(folder)[0]] == list(range(11))
 
 
 def test_a_run_that_lost_a_rank_has_steps_of_both_sizes(tmp_path: Path) -> None:
@@ -195,9 +196,9 @@ def test_a_run_that_lost_a_rank_has_steps_of_both_sizes(tmp_path: Path) -> None:
     ranks = {0: [(1, 2), (2, 1), (3, 2), (4, 2)], 1: [(1, 2), (3, 2)]}  # step 4: rank 1 has not written yet
     for rank, steps in ranks.items():
         rows = [row(rank, step=step, world_size=size, own_seconds=1.0 + rank) for step, size in steps]
-        folder.rank_rows(rank).write_text("".join(json.dumps(each) + "\n" for each in rows))
+        folder.rank_rows(rank).write_text("".join(each.model_dump_json() + "\n" for each in rows))
     steps = read_steps(folder)
-    assert [[(r["rank"], r["step"]) for r in step] for step in steps] == [[(0, 1), (1, 1)], [(0, 2)], [(0, 3), (1, 3)]]
+    assert [[(r.rank, r.step) for r in step] for step in steps] == [[(0, 1), (1, 1)], [(0, 2)], [(0, 3), (1, 3)]]
     measured = measure(steps, untimed_steps=0)
     assert (len(measured.losses), measured.rank_skew, measured.energy_joules) == (3, 2.0, None)
 
@@ -207,12 +208,9 @@ def test_a_run_without_rows_has_no_steps(tmp_path: Path) -> None:
 
 
 def test_profiled_steps_are_not_timed() -> None:
-    row = {"rank": 0, "seconds": 1.0, "cpu_seconds": 1.0, "tokens": 10, "non_padding_tokens": 5, "supervised_tokens": 1}
-    row |= {"loss": 1.0, "grad_norm": 1.0, "batch_sha256": "a"}
-    row |= dict.fromkeys(("peak_allocated_bytes", "peak_reserved_bytes"), None) | {"peak_host_bytes": 1}
-    steps = [[row], [row | {"seconds": 99.0, "profiled": True}], [row]]
+    steps = [[row(0)], [row(0, seconds=99.0, profiled=True)], [row(0)]]
     measured = measure(steps, untimed_steps=1)
-    assert (len(measured.losses), measured.timed_steps, measured.tokens_per_second) == (3, 1, 10)
+    assert (len(measured.losses), measured.timed_steps, measured.tokens_per_second) == (3, 1, 100)
 
 
 def test_rows_before_a_damaged_line_are_kept_where_a_run_resumes(tmp_path: Path) -> None:

@@ -36,8 +36,6 @@ from toolkit.record.columns import (
 from toolkit.record.folder import RunFolder
 from toolkit.units import fixed, number, percent, speed
 
-Row = dict[str, Any]
-"""One step of one rank, checked against `StepRow`."""
 RANK_ROWS = re.compile(r"rank\d{1,9}\.jsonl")
 DAMAGED_ROW = "move the line to another file: its step is left out"
 NonNegativeFinite = Annotated[float, Field(ge=0, allow_inf_nan=False)]
@@ -224,12 +222,18 @@ class StepRow(BaseModel):
     graph_breaks: NonNegativeInt | None = None
 
 
-def read_rows(path: Path) -> list[Row]:
+def read_rows(path: Path) -> list[StepRow]:
     """Return the rows of one rank, without a last line that was cut off while being written.
 
     Raises ToolkitError for a file that cannot be read, and for any other line that is no row, with its number.
     """
-    return [_checked(line, path) for line in read_json_lines(path, allow_nan=True, hint=DAMAGED_ROW)]
+    rows = []
+    for line in read_json_lines(path, allow_nan=True, hint=DAMAGED_ROW):
+        try:
+            rows.append(StepRow.model_validate(line.content))
+        except ValidationError as error:
+            raise ToolkitError(f"{line_name(path, line.number)}: {explain(error)}", hint=DAMAGED_ROW) from None
+    return rows
 
 
 def last_step(path: Path) -> int:
@@ -239,14 +243,6 @@ def last_step(path: Path) -> int:
         for line in read_json_lines(path, allow_nan=True):
             step = _number(line) or step
     return step
-
-
-def _checked(line: JsonLine, path: Path) -> Row:
-    try:
-        StepRow.model_validate(line.content)
-    except ValidationError as error:
-        raise ToolkitError(f"{line_name(path, line.number)}: {explain(error)}", hint=DAMAGED_ROW) from None
-    return line.content
 
 
 class DroppedRows(NamedTuple):
@@ -288,27 +284,23 @@ def _number(line: JsonLine) -> int | None:
     return number if type(number) is int else None
 
 
-def read_steps(folder: RunFolder) -> list[list[Row]]:
+def read_steps(folder: RunFolder) -> list[list[StepRow]]:
     """Return per step the rows of all ranks in rank order, for the steps that every rank completed.
 
     A run that was resumed on another number of ranks has steps of different numbers of rows. Raises ToolkitError as
     `read_rows` does.
     """
     paths = [path for path in (folder.path / "ranks").glob("rank*.jsonl") if RANK_ROWS.fullmatch(path.name)]
-    steps: dict[int, dict[int, Row]] = {}
+    steps: dict[int, dict[int, StepRow]] = {}
     for rank, path in sorted((int(path.stem.removeprefix("rank")), path) for path in paths):
         for row in read_rows(path):
-            steps.setdefault(row["step"], {})[rank] = row
-    complete = [rows for _, rows in sorted(steps.items()) if len(rows) == _ranks_of_step(rows, len(paths))]
-    return [list(rows.values()) for rows in complete]
+            steps.setdefault(row.step, {})[rank] = row
+    by_step = [list(rows.values()) for _, rows in sorted(steps.items())]
+    # As many ranks as there are files, where the rows do not say how many the run had.
+    return [rows for rows in by_step if len(rows) == next((r.world_size for r in rows if r.world_size), len(paths))]
 
 
-def _ranks_of_step(rows: dict[int, Row], files: int) -> int:
-    """The ranks that the run had in a step; as many as there are files where its rows do not say so."""
-    return next((int(row["world_size"]) for row in rows.values() if row.get("world_size")), files)
-
-
-def measure(steps: list[list[Row]], *, untimed_steps: int) -> Measurements:
+def measure(steps: list[list[StepRow]], *, untimed_steps: int) -> Measurements:
     """Reduce the rows of all ranks: seconds by the slowest rank, tokens by sum, peaks by maximum.
 
     A resumed run has untimed steps again, since its processes are new.
@@ -343,12 +335,9 @@ def measure(steps: list[list[Row]], *, untimed_steps: int) -> Measurements:
         first_loss=losses[0] if losses else None,
         last_loss=losses[-1] if losses else None,
         grad_norms=tuple(grad_norm(step) for step in steps),
-        batch_sha256=tuple(tuple(row["batch_sha256"] for row in step) for step in steps),
+        batch_sha256=tuple(tuple(row.batch_sha256 for row in step) for step in steps),
         memory_by_phase=max_memory_by_phase(
-            MemoryByPhase.model_validate(row["memory_ladder"])
-            for step in steps
-            for row in step
-            if row.get("memory_ladder")
+            row.memory_ladder for step in steps for row in step if row.memory_ladder is not None
         ),
         energy_joules=energy_joules(by_rank, seconds=math.fsum(timed)),
         throttle_reasons=throttle_reasons(by_rank),
@@ -358,51 +347,52 @@ def measure(steps: list[list[Row]], *, untimed_steps: int) -> Measurements:
     )
 
 
-def timed_steps(steps: list[list[Row]], *, untimed_steps: int) -> list[list[Row]]:
+def timed_steps(steps: list[list[StepRow]], *, untimed_steps: int) -> list[list[StepRow]]:
     """Return the steps whose time counts: after the first ones of the process, and not profiled."""
     return [step for number, step in enumerate(steps, 1) if _is_timed(step, number, untimed_steps)]
 
 
-def _is_timed(step: list[Row], number: int, untimed_steps: int) -> bool:
-    return step[0].get("step_of_process", number) > untimed_steps and not step[0].get("profiled")
+def _is_timed(step: list[StepRow], number: int, untimed_steps: int) -> bool:
+    return (step[0].step_of_process or number) > untimed_steps and not step[0].profiled
 
 
-def rank_skew(steps: list[list[Row]]) -> float | None:
+def rank_skew(steps: list[list[StepRow]]) -> float | None:
     """Return the slowest rank's time over the median rank's, where ranks do not wait for each other.
 
     The lower median is used: of two ranks, the faster. None where a row has no `own_seconds`.
     """
-    if not steps or any(not row.get("own_seconds") for step in steps for row in step):
+    of_ranks = [[row.own_seconds for row in rows if row.own_seconds] for rows in _by_rank(steps)]
+    if not steps or sum(map(len, of_ranks)) < sum(map(len, steps)):
         return None
-    of_ranks = [statistics.median(row["own_seconds"] for row in rows) for rows in _by_rank(steps)]
-    return float(max(of_ranks) / statistics.median_low(of_ranks))
+    medians = list(map(statistics.median, of_ranks))
+    return max(medians) / statistics.median_low(medians)
 
 
-def _by_rank(steps: Sequence[Sequence[Row]]) -> list[list[Row]]:
+def _by_rank(steps: Sequence[Sequence[StepRow]]) -> list[list[StepRow]]:
     """The rows of each rank over the steps in which the run had it."""
-    ranks: dict[int, list[Row]] = {}
+    ranks: dict[int, list[StepRow]] = {}
     for step in steps:
         for rank, row in enumerate(step):
             ranks.setdefault(rank, []).append(row)
     return list(ranks.values())
 
 
-def grad_norm(step: list[Row]) -> float | None:
+def grad_norm(step: Sequence[StepRow]) -> float | None:
     """Return the gradient norm before clipping over all ranks; the ranks' norms add up as squares."""
-    if step[0]["grad_norm"] is not None:
-        return float(step[0]["grad_norm"])
-    shares, ranks = [row.get("local_grad_norm") for row in step], step[0].get("grad_norm_ranks")
-    if ranks is None or None in shares:
+    if step[0].grad_norm is not None:
+        return step[0].grad_norm
+    shares, ranks = [row.local_grad_norm for row in step if row.local_grad_norm is not None], step[0].grad_norm_ranks
+    if ranks is None or len(shares) < len(step):
         return None
-    return math.sqrt(math.fsum(share * share for share in shares if share is not None) * ranks / len(step))
+    return math.sqrt(math.fsum(share * share for share in shares) * ranks / len(step))
 
 
-def _counted(steps: list[list[Row]], key: str) -> tuple[int, ...]:
-    return tuple(sum(row[key] for row in step) for step in steps)
+def _counted(steps: list[list[StepRow]], key: str) -> tuple[int, ...]:
+    return tuple(sum(getattr(row, key) for row in step) for step in steps)
 
 
-def _over_ranks(steps: list[list[Row]], key: str, reduce: Callable[[list[float]], float]) -> list[float]:
-    return [reduce([row[key] for row in step]) for step in steps]
+def _over_ranks(steps: list[list[StepRow]], key: str, reduce: Callable[[list[float]], float]) -> list[float]:
+    return [reduce([getattr(row, key) for row in step]) for step in steps]
 
 
 def _mean(values: list[float]) -> float:
@@ -410,59 +400,51 @@ def _mean(values: list[float]) -> float:
     return math.fsum(values) / len(values) if all(map(math.isfinite, values)) else math.nan
 
 
-def _peaks(steps: list[list[Row]]) -> dict[str, int | None]:
+def _peaks(steps: list[list[StepRow]]) -> dict[str, int | None]:
     """Maximum over steps and ranks of each peak, and the rank that the largest was on."""
     rows = [row for step in steps for row in step]
-    peaks = {key: _largest(rows, key) for key in ("peak_allocated_bytes", "peak_reserved_bytes", "peak_host_bytes")}
+
+    def largest(key: str) -> int | None:
+        return max((size for row in rows if (size := getattr(row, key)) is not None), default=None)
+
+    peaks = {key: largest(key) for key in ("peak_allocated_bytes", "peak_reserved_bytes", "peak_host_bytes")}
     deciding = "peak_allocated_bytes" if peaks["peak_allocated_bytes"] is not None else "peak_host_bytes"
-    holder = next((row["rank"] for row in rows if row[deciding] and row[deciding] == peaks[deciding]), None)
-    counted = {"peak_driver_bytes": _largest(rows, "driver_bytes"), "peak_rank": holder}
-    return peaks | counted | {"allocator_retries": _largest(rows, "allocator_retries")}
+    holders = (row.rank for row in rows if getattr(row, deciding) and getattr(row, deciding) == peaks[deciding])
+    return peaks | {
+        "peak_rank": next(holders, None),
+        "peak_driver_bytes": largest("driver_bytes"),
+        "allocator_retries": largest("allocator_retries"),
+    }
 
 
-def _sum_of_a_rank(ranks: Sequence[Sequence[Row]], key: str) -> int | None:
+def _sum_of_a_rank(ranks: Sequence[Sequence[StepRow]], key: str) -> int | None:
     """The largest sum of one rank over its steps; None where no row has the key."""
-    counted = [[row[key] for row in rows if row.get(key) is not None] for rows in ranks]
+    counted = [[count for row in rows if (count := getattr(row, key)) is not None] for rows in ranks]
     return max(map(sum, counted)) if any(counted) else None
 
 
-def _largest(rows: list[Row], key: str) -> int | None:
-    return max((row[key] for row in rows if row.get(key) is not None), default=None)
-
-
-def energy_joules(ranks: Sequence[Sequence[Row]], *, seconds: float) -> float | None:
+def energy_joules(ranks: Sequence[Sequence[StepRow]], *, seconds: float) -> float | None:
     """Return the mean power between each rank's first and last reading, times `seconds`, summed over ranks.
 
     None where a rank has fewer than two readings: a GPU without a counter, or too short a run.
-
-    >>> rows = [{"gpu_reading": {"monotonic_seconds": at, "energy_joules": 300.0 * at}} for at in (1.0, 3.0)]
-    >>> energy_joules([rows], seconds=4.0)
-    1200.0
     """
-    if len(set(map(len, ranks))) > 1:  # some ranks were there for part of the steps only
+    if not ranks or len(set(map(len, ranks))) > 1:  # some ranks were there for part of the steps only
         return None
-    watts = [_watts(rows) for rows in ranks]
-    return None if not watts or None in watts else seconds * sum(power for power in watts if power is not None)
+    watts = 0.0
+    for rows in ranks:
+        readings = [row.gpu_reading for row in rows if row.gpu_reading]
+        known = [(each.monotonic_seconds, each.energy_joules) for each in readings if each.energy_joules is not None]
+        if len(known) < 2 or known[-1][0] <= known[0][0]:
+            return None
+        watts += (known[-1][1] - known[0][1]) / (known[-1][0] - known[0][0])
+    return seconds * watts
 
 
-def throttle_reasons(ranks: Sequence[Sequence[Row]]) -> tuple[str, ...] | None:
+def throttle_reasons(ranks: Sequence[Sequence[StepRow]]) -> tuple[str, ...] | None:
     """Return every reason in any reading; empty where there was none, None where NVML gave no readings."""
-    reported = [reading["throttle_reasons"] for rows in ranks for reading in _readings(rows, "throttle_reasons")]
+    readings = [row.gpu_reading for rows in ranks for row in rows if row.gpu_reading]
+    reported = [each.throttle_reasons for each in readings if each.throttle_reasons is not None]
     return tuple(sorted({reason for reasons in reported for reason in reasons})) if reported else None
-
-
-def _watts(rows: Sequence[Row]) -> float | None:
-    readings = _readings(rows, "energy_joules")
-    if len(readings) < 2:
-        return None
-    first, last = readings[0], readings[-1]
-    elapsed: float = last["monotonic_seconds"] - first["monotonic_seconds"]
-    return float(last["energy_joules"] - first["energy_joules"]) / elapsed if elapsed > 0 else None
-
-
-def _readings(rows: Sequence[Row], key: str) -> list[Row]:
-    readings = [row.get("gpu_reading") for row in rows]
-    return [reading for reading in readings if reading and reading.get(key) is not None]
 
 
 def max_memory_by_phase(ranks: Iterable[MemoryByPhase]) -> MemoryByPhase | None:

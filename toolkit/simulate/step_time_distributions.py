@@ -171,7 +171,8 @@ def measured_step_times(folder: Path, *, untimed_steps: int) -> MeasuredStepTime
     from toolkit.record.folder import RunFolder  # takes longer to import than a simulation
     from toolkit.record.measurements import read_steps, timed_steps
 
-    steps = timed_steps(read_steps(RunFolder(folder)), untimed_steps=untimed_steps)
+    timed = timed_steps(read_steps(RunFolder(folder)), untimed_steps=untimed_steps)
+    steps = [[row.model_dump() for row in step] for step in timed]
     if not steps:
         raise ToolkitError(
             f"{folder} has no timed step of all ranks in ranks/rank*.jsonl",
