@@ -57,29 +57,5 @@ def test_a_click_on_a_heading_sorts_and_rows_that_are_not_compared_stay_last(
     ]
 
 
-def test_every_table_of_a_report_sorts_its_numbers(browser: Browser, reports: dict[str, Path]) -> None:
-    with open_page(browser, reports["gpus"]) as opened:
-        tables = opened.page.locator("table.sheet").filter(has=opened.page.locator("td.num[data-value]")).all()
-        assert len(tables) >= 6
-        for table in tables:
-            for _ in range(2):
-                heading = table.locator("th.num button").last
-                heading.click()
-                assert_sorted(table)
-
-
 def first_column(table: Locator) -> list[str]:
     return table.locator("tbody th").all_inner_texts()
-
-
-def assert_sorted(table: Locator) -> None:
-    """Assert that the numbers of the last numeric column are in the order that its heading shows."""
-    heading = table.locator("th.num").last
-    values = table.evaluate(
-        """(table) => {
-          const column = [...table.querySelectorAll("th.num")].at(-1).cellIndex
-          const rows = [...table.tBodies[0].rows].filter((row) => !row.classList.contains("out"))
-          return rows.map((row) => row.cells[column].dataset.value).filter((value) => value !== undefined).map(Number)
-        }"""
-    )
-    assert values == sorted(values, reverse=heading.get_attribute("aria-sort") == "descending")
