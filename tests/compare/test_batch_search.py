@@ -77,12 +77,6 @@ def test_a_search_killed_after_each_probe_resumes_where_it_stopped(tmp_path: Pat
     assert len(tried) == len(set(tried)) == len(ledger.read())
 
 
-def test_if_every_size_runs_out_of_memory_the_smallest_is_tried_last() -> None:
-    tried: list[int] = []
-    assert search({}, oracle(0, tried, why="host_out_of_memory"), start=8, cap=64) is None
-    assert tried == [8, 4, 2, 1]
-
-
 def test_a_failure_other_than_memory_ends_a_search_in_which_nothing_has_run() -> None:
     tried: list[int] = []
     assert search({}, oracle(0, tried, why="failed"), start=8, cap=64) is None

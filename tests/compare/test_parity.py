@@ -237,3 +237,15 @@ def test_quantized_communication_forms_its_own_group() -> None:
     spec = comparison("ddp", "zeropp", expected=expected)
     rows = aggregate_rows(spec, *(trial(name, r) for name in ("ddp", "zeropp") for r in range(3)))
     assert rows["zeropp-n2"].group == "quantised communication"
+
+
+def test_a_row_fails_parity_if_one_of_its_repeats_does() -> None:
+    baseline = [trial("ddp", repeat) for repeat in range(3)]
+    others = [trial("other", repeat, problem={"seed": 43} if repeat == 2 else None) for repeat in range(3)]
+    row = aggregate_rows(comparison("ddp", "other"), *baseline, *others)["other-n2"]
+    assert row.parity_message == "repeat 2: seed is 43, 42 in ddp-n2-r0"
+
+
+def test_adamws_with_fp32_states_are_one_optimizer() -> None:
+    spec = comparison("ddp", "other", extra_arguments={"other": ("--optim", "paged_adamw_32bit")})
+    assert (row_beside_ddp(spec=spec).group, row_beside_ddp(spec=spec).parity) == (None, "agrees")

@@ -53,11 +53,6 @@ def test_the_goodput_of_a_run_is_read_with_its_parts(tmp_path: Path) -> None:
     assert found.evaluation_seconds is None
 
 
-def test_a_side_run_without_profile_and_checkpoint_reports_neither(tmp_path: Path) -> None:
-    found = read_side_run(trial("zero2", 0), RunFolder(tmp_path), ["profile", "save"])
-    assert (found.communication_fraction, found.timeline, found.save_seconds, found.save_bytes) == (None,) * 4
-
-
 def test_a_run_out_of_memory_has_the_memory_of_the_phases_that_it_reached(tmp_path: Path) -> None:
     ladder = {"bytes_of": "allocated", "load": 10, "forward": 70, "backward": None, "step": None}
     write_json(tmp_path / "failure.json", {"kind": "out_of_memory", "memory_ladder": ladder})
