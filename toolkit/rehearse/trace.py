@@ -18,8 +18,7 @@ from transformers import AutoConfig, Trainer
 from transformers.initialization import no_init_weights
 
 from toolkit.errors import AttestationFailed
-from toolkit.models.fake_tensor_patches import on_fake_tensors
-from toolkit.models.live_memory import LiveMemory, MemoryPeak
+from toolkit.models.fake_tensors import LiveMemory, MemoryPeak, on_fake_tensors
 from toolkit.presets import Preset
 from toolkit.record.heartbeat import peak_resident_bytes
 from toolkit.rehearse.synthetic_inputs import model_from_config

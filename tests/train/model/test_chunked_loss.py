@@ -10,7 +10,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from toolkit.models.live_memory import LiveMemory
+from toolkit.models.fake_tensors import LiveMemory
 from toolkit.plan.memory import WITHOUT_CHUNKED_LOSS, logits_bytes
 from toolkit.train.data.collation import IGNORED, SUPERVISED_POSITIONS, next_labels, supervised_positions
 from toolkit.train.model.chunked_cross_entropy import LinearHead, LogitScale, LossOptions, chunked_cross_entropy

@@ -33,15 +33,6 @@ def quantized_modules(model: Any) -> list[Any]:
     return [module for module in model.modules() if getattr(module, "quant_state", None) is not None]
 
 
-def keep_packing(model: Any) -> None:
-    """Keep bitsandbytes 0.50.2 from repacking weights at an evaluation on a CPU with AVX512-BF16.
-
-    That layout has no backward, and the constants change with it (`Linear4bit.forward`).
-    """
-    for module in _linear_4bit_modules(model):
-        module.support_avx512bf16_for_cpu = False
-
-
 def constants(state: Any) -> list[torch.Tensor]:
     """Return the constants that decode a 4-bit weight: scales, their own scales, and code tables."""
     second = [state.offset, state.state2.absmax, state.state2.code] if state.nested else []
