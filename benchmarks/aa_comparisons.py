@@ -17,7 +17,7 @@ from typing import Any
 from record import print_table, write_result
 from small_job import words
 
-from toolkit.compare.read_results import load_results
+from toolkit.compare.results import load_results
 from toolkit.demo.assets import prepare_default_model
 
 GOAL = 1

@@ -61,7 +61,7 @@ def undisturbed(preset: str, work: Path) -> list[list[list[Any]]]:
 
 
 def steps_of(folder: RunFolder, rank: int) -> int:
-    return max((row["step"] for row in read_rows(folder.rank_rows(rank))), default=0)
+    return max((row.step for row in read_rows(folder.rank_rows(rank))), default=0)
 
 
 def row_files(folder: RunFolder) -> dict[int, int]:

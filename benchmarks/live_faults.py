@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 from record import EVIDENCE, ROOT, print_table, write_result, write_table
 from small_job import small_model, words
 
-from toolkit.compare.read_results import load_results
+from toolkit.compare.results import load_results
 from toolkit.compare.rows import Row
 from toolkit.launch.warm_start import SERVER_VARIABLE
 from toolkit.record.folder import read_json

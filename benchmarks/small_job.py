@@ -52,4 +52,4 @@ def train(preset: str, output: Path, *, environment: Mapping[str, str] | None = 
 def trained(folder: RunFolder, *, after: int = 0) -> list[list[list[Any]]]:
     """Return what each rank computed in the steps after one: batches, losses and gradient norms."""
     ranks = [read_rows(folder.rank_rows(rank)) for rank in (0, 1)]
-    return [[[row[key] for key in TRAINED] for row in rows if row["step"] > after] for rows in ranks]
+    return [[[getattr(row, key) for key in TRAINED] for row in rows if row.step > after] for rows in ranks]

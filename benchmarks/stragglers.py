@@ -58,11 +58,11 @@ def slow_rank(number: int, given: argparse.Namespace) -> dict[str, Any]:
     undisturbed, disturbed = (steps_of(row, given.work, given.steps) for row in ("none", "slow_rank"))
 
     def step_seconds(steps: list[list[dict[str, Any]]]) -> float:
-        return statistics.median(max(row["seconds"] for row in step) for step in steps)
+        return statistics.median(max(row.seconds for row in step) for step in steps)
 
     def elsewhere(steps: list[list[dict[str, Any]]]) -> float:
         """Backward and waiting of rank 0, which nothing tells apart."""
-        return statistics.median(step[0]["seconds"] - step[0]["own_seconds"] for step in steps)
+        return statistics.median(step[0].seconds - step[0].own_seconds for step in steps)
 
     base = step_seconds(undisturbed)
     times = numpy.array([[base], [base + SLEEP_SECONDS]])
