@@ -92,7 +92,7 @@ def check_memory_by_phase(folder: Path, run: dict[str, Any]) -> None:
     for phase in ("load", "forward", "backward", "step"):
         highest = max(rank[0]["peak_host_bytes"] for rank in rows) + RSS_LAG_BYTES
         assert 4 * P < min(first[phase], second[phase]) <= highest
-        assert run["measured"]["memory_ladder"][phase] == max(first[phase], second[phase])
+        assert run["measured"]["memory_by_phase"][phase] == max(first[phase], second[phase])
 
 
 def check_profile(folder: Path, profile: dict[str, Any]) -> None:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 
-from toolkit.record.measurements import grad_norm
+from toolkit.record.measurements import StepRow, grad_norm
 from toolkit.train.attest.readings import Difference, RankReading
 from toolkit.train.attest.tensors import local
 from toolkit.train.metrics.timer import grad_norm_facts
@@ -151,7 +151,7 @@ def clipping_differences(norms: Sequence[NormReading], threshold: float, *, repl
 
 
 def _reported_norm(norms: Sequence[NormReading]) -> float | None:
-    return grad_norm([dict(norm) for norm in norms])
+    return grad_norm([StepRow.model_construct(**norm) for norm in norms])
 
 
 def _difference(
