@@ -16,21 +16,20 @@ from typing import Any
 
 from toolkit.job.accumulation import ACCUMULATE
 from toolkit.job.argument_values import Range
+from toolkit.job.defaults import (
+    GRADIENT_ACCUMULATION_STEPS,
+    LOSS_CHUNK_TOKENS,
+    MAX_SEQ_LENGTH,
+    PER_DEVICE_TRAIN_BATCH_SIZE,
+    YEAR_MINUTES,
+)
 from toolkit.models.lora import ALL_LINEAR
 from toolkit.models.optimizers import DEFAULT_OPTIMIZER
 from toolkit.parallel.pipeline_schedule import SCHEDULES
 
-# transformers' own, so that a plain `accelerate launch` and a plan mean the same job.
-PER_DEVICE_TRAIN_BATCH_SIZE = 8
-GRADIENT_ACCUMULATION_STEPS = 1
-MAX_SEQ_LENGTH = 1024
-# Adding up a trained head's gradient in fp32 moves 8 bytes per weight and chunk, so small chunks cost bandwidth: at
-# 1,024 tokens it is as much as the full loss's additional passes over the logits where the hidden size is 2,048.
-LOSS_CHUNK_TOKENS = 1024
 # Gradient compression hooks. `allreduce` compresses nothing: it counts the bytes of plain DDP, for comparison.
 COMM_HOOKS = ("allreduce", "bf16", "fp16", "power_sgd", "int8", "top_k")
 WORKERS_PER_RANK = 1024  # no node has as many cores for each rank
-YEAR_MINUTES = 366 * 24 * 60
 
 _COUNT = Range(lowest=1)
 _SIZE = Range(lowest=1, highest=2**20)  # larger ones are typing errors, as in `toolkit plan`
