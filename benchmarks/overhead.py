@@ -130,7 +130,7 @@ def prepare(scratch: Path, model: Path | None, steps: int, untimed_steps: int) -
     import datasets
 
     from toolkit.demo.assets import default_data_file, prepare_default_model
-    from toolkit.job.script_arguments import ModelArguments
+    from toolkit.job.argument_fields import ModelArguments
     from toolkit.train.data.tokenization import load_rows, tokenize
     from toolkit.train.model.loading import load_tokenizer
 

@@ -24,7 +24,8 @@ import torch.distributed as dist
 
 from toolkit.files.secrets import hide_words
 from toolkit.hardware.node import describe_node, git_commit, library_versions
-from toolkit.job.script_arguments import resumes
+from toolkit.job.argument_fields import DataArguments, ModelArguments
+from toolkit.job.job import Job
 from toolkit.launch.resume_conversion import RESUME_FOLDER, remove_converted
 from toolkit.parallel.layout import ParallelLayout
 from toolkit.record import status
@@ -129,7 +130,7 @@ class ActiveRun:
         self.begin_training()  # a run without steps; and every rank has written its rows
         if not self.writes:
             return
-        untimed_steps = self.arguments.model.untimed_steps
+        untimed_steps = self.arguments.job.untimed_steps
         steps = read_steps(self.folder)
         measured = measure(steps, untimed_steps=untimed_steps)
         goodput = measure_goodput([*read_timeline(self.folder.timeline), Moment(unix=time.time(), phase="end")], steps)
@@ -178,7 +179,7 @@ def open_run(
     folder = RunFolder(Path(training.output_dir))
     writes = single_process or training.process_index == 0
     if not launch.folder_prepared:
-        _hold_folder(folder, writes=writes, resume=resumes(vars(training)))
+        _hold_folder(folder, writes=writes, resume=arguments.job.resumes)
     gather = partial(gather_from_ranks, single_process=single_process)
     progress.attempt_id, nodes = claim_folder(folder.path, writes=writes, gather=gather)
     checkpoint = find_checkpoint(arguments, launch, progress)
@@ -198,7 +199,7 @@ def open_run(
     progress.step = run.resumed_step
     if run.writes and not single_process:
         progress.open_timeline(run.timeline, restarted=int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0)
-    progress.output_dir, progress.datasets = run.folder.path, tuple(arguments.data.dataset or ())
+    progress.output_dir, progress.datasets = run.folder.path, arguments.job.dataset
     if run.writes:
         print("".join(f"{line}\n" for line in arguments.notes), end="", flush=True)  # train.log is open now
     yield run
@@ -238,7 +239,7 @@ def _restarts(run: ActiveRun) -> dict[str, Any]:
     """Return `restarts` for run.json, where the run resumes in the folder of its earlier attempts."""
     checkpoint = run.checkpoint
     elsewhere = checkpoint is not None and run.folder.path.absolute() not in checkpoint.path.absolute().parents
-    if elsewhere or not resumes(vars(run.arguments.training)):
+    if elsewhere or not run.arguments.job.resumes:
         return {}
     restarts = record_restart(run.folder, resumed_step=run.resumed_step)
     return {"restarts": restarts} if restarts else {}
@@ -280,8 +281,8 @@ def _spec(arguments: Arguments) -> dict[str, Any]:
     training, rate = arguments.training, arguments.scaled_rate
     batch, accumulation = training.per_device_train_batch_size, training.gradient_accumulation_steps
     return {
-        "model": asdict(arguments.model),
-        "data": asdict(arguments.data),
+        "model": _values_of(ModelArguments, arguments.job),
+        "data": _values_of(DataArguments, arguments.job),
         "seed": training.seed,
         "max_steps": training.max_steps,
         "num_train_epochs": training.num_train_epochs,
@@ -294,6 +295,11 @@ def _spec(arguments: Arguments) -> dict[str, Any]:
         "device": training.device.type,
         "mixed_precision": training.mixed_precision,
     }
+
+
+def _values_of(part: type[ModelArguments | DataArguments], job: Job) -> dict[str, Any]:
+    values = {name: job.value(name) for name in part.__dataclass_fields__}
+    return {name: None if value == () else value for name, value in values.items()}
 
 
 def _last_line(measured: Measurements, *, untimed_steps: int, folder: Path) -> str:

@@ -41,8 +41,8 @@ def main(argv: Sequence[str], progress: Progress) -> None:
         start_health_checks(run)
         set_seed(args.training.seed)
         progress.enter("data")
-        tokenizer = load_tokenizer(args.model, chat_template=args.data.chat_template)
-        data = load_data(tokenizer, args.data, args.training, data_parallel_size=args.data_parallel_size)
+        tokenizer = load_tokenizer(args.job, chat_template=args.job.chat_template)
+        data = load_data(tokenizer, args.job, args.training, data_parallel_size=args.data_parallel_size)
         progress.enter("load")
         size_swap_buffers(args)
         model, parts = load_engine(run)
@@ -50,7 +50,7 @@ def main(argv: Sequence[str], progress: Progress) -> None:
         trainer.train(resume_from_checkpoint=run.resume_path)
         run.raise_if_stopped()
         progress.enter("save")
-        if args.model.save_model:
+        if args.job.save_model:
             save_final_model(trainer, tokenizer, run.folder.path)
         run.complete(trainer)
 

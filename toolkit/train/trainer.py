@@ -20,7 +20,7 @@ from torch.utils.data import SequentialSampler
 from transformers import PrinterCallback, Trainer, TrainerCallback
 from transformers.trainer_pt_utils import LengthGroupedSampler
 
-from toolkit.presets.optimizers import MUON
+from toolkit.models.optimizers import MUON
 from toolkit.record.checkpoints import checkpoint_files, saving_folder
 from toolkit.train.active_run import ActiveRun
 from toolkit.train.attest.attestation import Attestation
@@ -84,7 +84,7 @@ class MeasuredTrainer(Trainer):  # type: ignore[misc]
         """Digests of the batches of this rank's first optimizer step."""
         self.saves: list[SaveRecord] = []
         """Each save of this run, for run.json; rank 0's have their sizes."""
-        saves_in_background = run.arguments.model.async_save and str(args.save_strategy) != "SaveStrategy.NO"
+        saves_in_background = run.arguments.job.async_save and str(args.save_strategy) != "SaveStrategy.NO"
         timeout = timedelta(seconds=args.ddp_timeout)
         self.background = BackgroundSaver(self.model, timeout=timeout) if saves_in_background else None
 
@@ -105,7 +105,7 @@ class MeasuredTrainer(Trainer):  # type: ignore[misc]
     def get_train_dataloader(self) -> Any:
         if not isinstance(self.train_dataset, TokenStream):
             loader = super().get_train_dataloader()
-            keep_order(loader, global_batch_size=self.run.arguments.model.global_batch_size)
+            keep_order(loader, global_batch_size=self.run.arguments.job.global_batch_size)
             return loader
         return stream_loader(self.train_dataset, self.data_collator, self.args, self.accelerator.device)
 
@@ -318,21 +318,21 @@ def build_trainer(
     Raises ToolkitError for a model that cannot be trained on packed rows.
     """
     args, training = run.arguments, run.arguments.training
-    if args.data.packing:
+    if args.job.packing:
         check_model_packs(model)
     run.progress.enter("engine")
-    if args.compilation is not None:
-        full = args.data.packing or data.stats.truncated_rows == data.stats.rows
-        compile_layers(model, args.compilation, lengths_vary=not full)
+    if args.job.compilation is not None:
+        full = args.job.packing or data.stats.truncated_rows == data.stats.rows
+        compile_layers(model, args.job.compilation, lengths_vary=not full)
     timer = parts.timer(
         run.folder.rank_rows(run.rank),
         rank=run.rank,
         device=training.device,
         progress=run.progress,
-        untimed_steps=args.model.untimed_steps,
+        untimed_steps=args.job.untimed_steps,
         resumed_step=run.resumed_step,
         begin_training=run.begin_rows,
-        compiles=args.compilation is not None,
+        compiles=args.job.compilation is not None,
         counts_tokens=args.layout is None or run.rank % args.layout.ranks_per_batch == 0,
         world_size=None if run.single_process else training.world_size,
     )
@@ -342,10 +342,10 @@ def build_trainer(
         model=model,
         train_dataset=data.train,
         eval_dataset=data.evaluation,
-        data_collator=make_collator(tokenizer, model, packing=args.data.packing, layout=args.layout),
+        data_collator=make_collator(tokenizer, model, packing=args.job.packing, layout=args.layout),
         processing_class=tokenizer,
     )
-    apply_loss(trainer, args.model)
+    apply_loss(trainer, args.job)
     trainer.remove_callback(PrinterCallback)  # the timer prints instead
     for callback in _callbacks(run, trainer, parts):
         trainer.add_callback(callback)
@@ -356,7 +356,7 @@ def build_trainer(
 
 def _callbacks(run: ActiveRun, trainer: MeasuredTrainer, parts: TrainerParts) -> list[TrainerCallback]:
     """Return the run's callbacks. The Trainer calls them in this order at every event."""
-    model, timer = run.arguments.model, trainer.timer
+    model, timer = run.arguments.job, trainer.timer
     callbacks = [
         run.stop_on_signal,  # before the timer, which waits for the device where this decides to save
         timer,  # before all that spends time between steps

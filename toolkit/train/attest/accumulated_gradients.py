@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from toolkit.job.accumulation import SHARDED, WHOLE
 from toolkit.presets import Preset
-from toolkit.presets.accumulation import SHARDED, WHOLE
 from toolkit.presets.shard_bytes import PARAMETER_GROUPS, shard_byte_limits
 from toolkit.train.attest.read_deepspeed import accumulated_gradients
 from toolkit.train.attest.read_fsdp2 import (

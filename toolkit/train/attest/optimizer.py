@@ -1,6 +1,6 @@
 """The optimizer that `--optim` names: its expected class, and the bytes and dtypes of its states on this rank.
 
-What an optimizer should hold is in `toolkit.presets.optimizers`; the tensors that it updates are read from the live
+What an optimizer should hold is in `toolkit.models.optimizers`; the tensors that it updates are read from the live
 objects: parameters, FSDP2's shards, or DeepSpeed's flat partitions.
 """
 
@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from toolkit.presets.optimizers import FP32_BYTES, OptimizerSpec, UpdatedTensor, optimizer_spec
+from toolkit.models.optimizers import FP32_BYTES, OptimizerSpec, UpdatedTensor, optimizer_spec
 from toolkit.presets.shard_bytes import largest_shard
 from toolkit.presets.spec import PresetSpec
 from toolkit.train.attest.read_deepspeed import master_weights

@@ -158,7 +158,7 @@ def manifest_facts(trainer: Any, reading: RankReading, *, preset: str | None) ->
         "optim": str(getattr(training.optim, "value", training.optim)),
         "seed": training.seed,
         "streaming_buffer_size": getattr(trainer.train_dataset, "buffer_size", 0),
-        "dataset_weights": arguments.data.dataset_weights or [],
+        "dataset_weights": list(arguments.job.dataset_weights),
         "fingerprint": fingerprint(trainer, reading),
     }
 

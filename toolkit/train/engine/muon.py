@@ -14,7 +14,7 @@ import torch
 from transformers import Trainer
 from transformers.pytorch_utils import Conv1D
 
-from toolkit.presets.optimizers import parse_optimizer_arguments
+from toolkit.models.optimizers import parse_optimizer_arguments
 
 MATCHES_ADAMW = "match_rms_adamw"
 Group = dict[str, Any]

@@ -10,7 +10,7 @@ import torch
 from torch.profiler import ProfilerAction, ProfilerActivity, profile
 from transformers import TrainerCallback
 
-from toolkit.job.argument_checks import profiled_steps
+from toolkit.job.job_checks import profiled_steps
 from toolkit.train.active_run import ActiveRun
 from toolkit.train.metrics.step_breakdown import PARTS, TraceIntervals, step_rows, step_timeline
 from toolkit.train.metrics.timer import StepTimer
