@@ -120,8 +120,8 @@ def first_step_seconds(argv: Sequence[str], environment: Mapping[str, str]) -> f
 def side(ranks: list[list[dict[str, Any]]], untimed_steps: int, first_step: float) -> Side:
     """Reduce the rows of all ranks, in the same way for both sides."""
     steps = list(zip(*ranks, strict=True))
-    cpu_seconds = math.fsum(row.cpu_seconds for step in steps[untimed_steps:] for row in step)
-    losses = [[row.loss for row in step] for step in steps]
+    cpu_seconds = math.fsum(row["cpu_seconds"] for step in steps[untimed_steps:] for row in step)
+    losses = [[row["loss"] for row in step] for step in steps]
     return Side(cpu_seconds=cpu_seconds, first_step_seconds=first_step, losses=losses)
 
 
