@@ -26,7 +26,7 @@ from launching import ROOT, torchrun
 from toolkit.data import check_file
 from toolkit.files.model_weights import read_weights
 from toolkit.hardware.gpu_table import find_gpu
-from toolkit.job.argument_reading import read_arguments
+from toolkit.job.job import Job
 from toolkit.models.read_model import UNGATED
 from toolkit.plan.planned_run import plan_run
 from toolkit.plan.planner import Plan
@@ -119,13 +119,13 @@ def world_size_of(example: Example) -> int:
 
 
 def plans_of(example: Example) -> list[Plan]:
-    arguments = read_arguments(arguments_of(example.path))
-    config = ROOT / "tests" / "fixtures" / CONFIGS[arguments["model_name_or_path"]]
+    job = Job.from_argv(arguments_of(example.path))
+    config = ROOT / "tests" / "fixtures" / CONFIGS[str(job.model_name_or_path)]
     gpu, _ = GPU_OF.get(example.name, DEFAULT_GPU)
     return [
         plan_run(
             load_preset(preset),
-            arguments | {"model_name_or_path": str(config)},
+            job.with_values(model_name_or_path=str(config)),
             world_size=world_size_of(example),
             gpu=find_gpu(gpu),
         )
@@ -209,9 +209,9 @@ def test_an_example_is_planned_to_fit(example: Example) -> None:
 
 @pytest.mark.parametrize("path", YAMLS, ids=lambda path: path.name)
 def test_a_configuration_keeps_checkpoints_and_evaluates(path: Path) -> None:
-    arguments = read_arguments([str(path)])
-    assert (arguments["save_strategy"], arguments["eval_strategy"]) == ("steps", "steps")
-    assert arguments["per_device_eval_batch_size"] == arguments["per_device_train_batch_size"]
+    job = Job.from_argv([str(path)])
+    assert (job.save_strategy, job.eval_strategy) == ("steps", "steps")
+    assert job.per_device_eval_batch_size == job.per_device_train_batch_size
 
 
 @pytest.fixture(scope="module")

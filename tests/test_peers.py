@@ -93,7 +93,7 @@ def test_our_own_command_line_is_read_and_trains_lora_as_the_others_do(
 ) -> None:
     argv = launch_of("toolkit", job, monkeypatch).argv
     found = read_arguments(argv[argv.index("--") + 1 :])
-    assert (found["lora_r"], found["lora_alpha"], found["train_sampling_strategy"]) == ("8", "16", "sequential")
+    assert (found["lora_r"], found["lora_alpha"], found["train_sampling_strategy"]) == (8, 16, "sequential")
 
 
 def test_torchtune_is_given_the_models_sizes_and_is_not_asked_for_an_engine_that_it_lacks(
