@@ -1,10 +1,11 @@
-"""The installed libraries behave as the lint rules say: shown on a CPU where possible, else found in their source."""
+"""The installed libraries, bash and torchrun behave as the lint rules say: shown on a CPU, or found in their source."""
 
 from __future__ import annotations
 
 import importlib.util
 import json
 import os
+import subprocess
 import sys
 from functools import cache
 from pathlib import Path
@@ -19,6 +20,8 @@ from toolkit.lint.findings import CHECKED_VERSIONS
 from toolkit.lint.rules import RULES
 from toolkit.lint.rules.keys import TRAINER_FSDP_KEYS
 from toolkit.versions import installed_version, training_argument_types, version_numbers
+
+pytestmark = pytest.mark.nightly
 
 ROOT = Path(__file__).parents[2]
 ACCEPTED = "nothing"  # the library raised nothing
@@ -211,7 +214,7 @@ def test_every_rule_is_shown_found_in_source_or_listed_as_neither() -> None:
     }
     own_tests |= {"removed-training-argument", "deprecated-training-argument"}
     own_tests |= {"rank-of-first-node", "head-is-localhost", "each-node-alone", "no-rendezvous", "node-rank-missing"}
-    own_tests |= {"fixed-rendezvous-id", "elastic-without-restarts", "short-shutdown"}  # test_launcher_behaviour.py
+    own_tests |= {"fixed-rendezvous-id", "elastic-without-restarts", "short-shutdown"}
     assert {rule.name for rule in RULES} == set(EXPECTED) | set(SHOWN_BY_ANOTHER) | set(
         FOUND_IN_SOURCE
     ) | NOT_SHOWN | own_tests
@@ -221,3 +224,50 @@ def test_every_rule_is_shown_found_in_source_or_listed_as_neither() -> None:
 def test_the_rules_were_checked_with_the_installed_versions() -> None:
     for library, version in CHECKED_VERSIONS.items() - {("slurm", "22.05")}:  # no Python package
         assert version_numbers(installed_version(library) or "") == version_numbers(version), library
+
+
+# -- launchers on several nodes
+
+# Two nodes, as srun starts a command on them.
+SRUN = 'srun() { SLURM_PROCID=0 "$@"; SLURM_PROCID=1 "$@"; }; SLURM_PROCID=0; '
+
+
+def output_of(script: str) -> list[str]:
+    ended = subprocess.run(["bash", "-c", script], capture_output=True, text=True, timeout=20, check=True)
+    return ended.stdout.split()
+
+
+def torchrun_config(*options: str) -> Any:
+    from torch.distributed.run import config_from_args, parse_args
+
+    return config_from_args(parse_args([*options, "train.py"]))[0]
+
+
+@pytest.mark.parametrize(
+    ("command", "ranks"), [('bash -c "echo $SLURM_PROCID"', ["0", "0"]), ("bash -c 'echo $SLURM_PROCID'", ["0", "1"])]
+)
+def test_every_node_is_rank_0_where_the_first_one_expands(command: str, ranks: list[str]) -> None:
+    assert output_of(f"{SRUN} srun {command}") == ranks
+
+
+def test_a_head_that_is_not_found_becomes_localhost() -> None:
+    assert output_of("head=$(scontrol-that-is-missing 2>/dev/null || echo localhost); echo $head") == ["localhost"]
+
+
+def test_torchrun_starts_one_node_unless_it_is_told_more() -> None:
+    assert torchrun_config().max_nodes == 1
+
+
+def test_torchrun_on_two_nodes_without_an_endpoint_meets_at_localhost_with_rank_0() -> None:
+    config = torchrun_config("--nnodes", "2")
+    assert (config.rdzv_endpoint.partition(":")[0], config.rdzv_configs["rank"]) == ("127.0.0.1", 0)
+
+
+def test_torchrun_with_a_head_and_no_rank_has_rank_0() -> None:
+    config = torchrun_config("--nnodes", "2", "--master-addr", "node1")
+    assert (config.rdzv_endpoint.partition(":")[0], config.rdzv_configs["rank"]) == ("node1", 0)
+
+
+def test_torchrun_has_the_rendezvous_id_none_no_restarts_and_30_s_to_stop() -> None:
+    config = torchrun_config("--nnodes", "1:2", "--rdzv-backend", "c10d")
+    assert (config.run_id, config.max_restarts, config.shutdown_timeout) == ("none", 0, 30)
