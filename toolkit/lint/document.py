@@ -124,7 +124,7 @@ def read_text(text: str, path: str) -> Document:
         text=text,
         data=data,
         positions=positions,
-        duplicates=tuple(duplicates),
+        duplicates=duplicates,
         is_json=is_json,
         kind=kind,
         script=_task_script(text, data, positions) if kind == SKYPILOT else None,

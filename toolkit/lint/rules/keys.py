@@ -7,7 +7,7 @@ from typing import Any
 
 from toolkit.errors import nearest
 from toolkit.lint.document import ACCELERATE, DEEPSPEED, TRAINER, Document
-from toolkit.lint.findings import ERROR, NOTE, WARNING, Edit, Match, rule
+from toolkit.lint.findings import ERROR, NOTE, WARNING, Match, rule
 from toolkit.lint.removed_keys import (
     DEEPSPEED_REMOVED,
     SCRIPT_ARGUMENTS,
@@ -54,14 +54,14 @@ def _unknown(doc: Document, block: str, name: str, known: Any, what: str) -> Mat
     key = f"{prefix}{name}"
     close = nearest(name, known, cutoff=SIMILARITY) if len(name) <= 100 else None
     return Match(
-        key=key,
-        message=f"`{shorten(name)}` {what}",
-        fix=f"`{close}`" if close else "remove it",
-        edit=Edit(key=key, rename=close) if close and not doc.has(f"{prefix}{close}") else None,
+        key,
+        f"`{shorten(name)}` {what}",
+        f"`{close}`" if close else "remove it",
+        rename=close if close and not doc.has(f"{prefix}{close}") else None,
     )
 
 
-@rule("unknown-key", ERROR, ACCELERATE, library="accelerate", fix="the nearest known key, or nothing")
+@rule(ERROR, ACCELERATE, library="accelerate", fix="the nearest known key, or nothing")
 def unknown_key(doc: Document) -> Iterator[Match]:
     """`accelerate launch` refuses to start: a top-level key of the YAML is unknown to it."""
     if doc.get("compute_environment") == "AMAZON_SAGEMAKER":
@@ -77,7 +77,7 @@ def unknown_key(doc: Document) -> Iterator[Match]:
             )
 
 
-@rule("unknown-nested-key", ERROR, ACCELERATE, library="accelerate", fix="the nearest known key, or nothing")
+@rule(ERROR, ACCELERATE, library="accelerate", fix="the nearest known key, or nothing")
 def unknown_nested_key(doc: Document) -> Iterator[Match]:
     """accelerate silently accepts an unknown key inside a block, and nothing reads it: the default applies."""
     blocks = {
@@ -92,7 +92,7 @@ def unknown_nested_key(doc: Document) -> Iterator[Match]:
                 yield _unknown(doc, block, name, known, f"in {block} has no effect: accelerate ignores it silently")
 
 
-@rule("unknown-deepspeed-key", ERROR, DEEPSPEED, library="deepspeed", fix="the nearest known key, or nothing")
+@rule(ERROR, DEEPSPEED, library="deepspeed", fix="the nearest known key, or nothing")
 def unknown_deepspeed_key(doc: Document) -> Iterator[Match]:
     """DeepSpeed silently accepts an unknown top-level key, and nothing reads it."""
     known = DEEPSPEED_KEYS | MORE_DEEPSPEED_KEYS | set(DEEPSPEED_REMOVED)
@@ -101,7 +101,7 @@ def unknown_deepspeed_key(doc: Document) -> Iterator[Match]:
             yield _unknown(doc, "", name, DEEPSPEED_KEYS, "has no effect: DeepSpeed ignores it silently")
 
 
-@rule("refused-nested-key", ERROR, DEEPSPEED, library="deepspeed", fix="the nearest known key, or nothing")
+@rule(ERROR, DEEPSPEED, library="deepspeed", fix="the nearest known key, or nothing")
 def refused_nested_key(doc: Document) -> Iterator[Match]:
     """DeepSpeed refuses an unknown key inside `zero_optimization`, its offload blocks, `bf16` and `fp16`, once the
     ranks have started."""
@@ -116,63 +116,55 @@ def refused_nested_key(doc: Document) -> Iterator[Match]:
                 yield _unknown(doc, block, name, known, f"in {block.rpartition('.')[2]} is refused by DeepSpeed")
 
 
-@rule("removed-deepspeed-key", ERROR, DEEPSPEED, library="deepspeed", removed_in="0.19.8", fix="nothing")
+@rule(ERROR, DEEPSPEED, library="deepspeed", removed_in="0.19.8", fix="nothing")
 def removed_deepspeed_key(doc: Document) -> Iterator[Match]:
     """DeepSpeed 0.19.8 removed the feature and refuses its key, even where it is disabled."""
     for name, instead in DEEPSPEED_REMOVED.items():
         if doc.has(name):
             fix = f"`{instead}`" if instead else "remove it"
-            yield Match(key=name, message=f"DeepSpeed removed `{name}` and refuses it", fix=fix, edit=Edit(key=name))
+            yield Match(name, f"DeepSpeed removed `{name}` and refuses it", fix, remove=True)
     for name in ZERO_REMOVED:
         key = f"zero_optimization.{name}"
         if doc.has(key):
-            yield Match(
-                key=key, message=f"DeepSpeed removed `{name}` and refuses it", fix="remove it", edit=Edit(key=key)
-            )
+            yield Match(key, f"DeepSpeed removed `{name}` and refuses it", "remove it", remove=True)
 
 
-@rule("deprecated-zero-key", WARNING, DEEPSPEED, library="deepspeed", fix="the new key")
+@rule(WARNING, DEEPSPEED, library="deepspeed", fix="the new key")
 def deprecated_zero_key(doc: Document) -> Iterator[Match]:
     """DeepSpeed still accepts the old spelling, and warns in the log that it will be removed."""
     for name, instead in ZERO_DEPRECATED.items():
         key = f"zero_optimization.{name}"
         if doc.has(key):
-            edit = Edit(key=key, rename=instead) if instead in ZERO_KEYS else None
-            yield Match(key=key, message=f"`{name}` is an old spelling", fix=f"`{instead}`", edit=edit)
+            rename = instead if instead in ZERO_KEYS else None
+            yield Match(key, f"`{name}` is an old spelling", f"`{instead}`", rename=rename)
 
 
-@rule("removed-training-argument", ERROR, TRAINER, library="transformers", fix="the new field, or nothing")
+@rule(ERROR, TRAINER, library="transformers", fix="the new field, or nothing")
 def removed_training_argument(doc: Document) -> Iterator[Match]:
     """transformers 5 has removed the field: `HfArgumentParser` and `TrainingArguments(...)` raise."""
     script_arguments = {name for key, names in SCRIPT_ARGUMENTS.items() if doc.has(key) for name in names}
     for name, instead in TRAINING_ARGUMENTS_REMOVED.items():
         if doc.has(name) and name not in training_argument_types() and name not in script_arguments:
             renamed = TRAINING_ARGUMENTS_RENAMED.get(name)
-            taken = renamed is not None and doc.has(renamed)
             yield Match(
-                key=name,
-                message=f"`TrainingArguments` no longer has `{name}`, and raises",
-                fix=f"`{instead}`" if instead else "remove it",
-                edit=_removal(name, renamed, instead) if not taken else None,
+                name,
+                f"`TrainingArguments` no longer has `{name}`, and raises",
+                f"`{instead}`" if instead else "remove it",
+                rename=None if renamed is None or doc.has(renamed) else renamed,
+                remove=instead is None,
             )
 
 
-def _removal(name: str, renamed: str | None, instead: str | None) -> Edit | None:
-    if renamed:
-        return Edit(key=name, rename=renamed)
-    return Edit(key=name) if instead is None else None
-
-
-@rule("deprecated-training-argument", NOTE, TRAINER, library="transformers", fix="the new field")
+@rule(NOTE, TRAINER, library="transformers", fix="the new field")
 def deprecated_training_argument(doc: Document) -> Iterator[Match]:
     """transformers 5 still accepts the old name, with a FutureWarning; version 6 will not."""
     for name, instead in TRAINING_ARGUMENTS_DEPRECATED.items():
         if doc.has(name) and instead in training_argument_types():
-            edit = None if doc.has(instead) else Edit(key=name, rename=instead)
-            yield Match(key=name, message=f"`{name}` is removed in transformers 6", fix=f"`{instead}`", edit=edit)
+            rename = None if doc.has(instead) else instead
+            yield Match(name, f"`{name}` is removed in transformers 6", f"`{instead}`", rename=rename)
 
 
-@rule("misspelt-training-argument", WARNING, TRAINER, library="transformers", fix="the nearest field")
+@rule(WARNING, TRAINER, library="transformers", fix="the nearest field")
 def misspelt_training_argument(doc: Document) -> Iterator[Match]:
     """`TrainingArguments` has no such field but a very similar one: the parser raises, unless the script has an
     argument of that name itself."""
@@ -182,15 +174,10 @@ def misspelt_training_argument(doc: Document) -> Iterator[Match]:
             continue
         close = nearest(name, fields, cutoff=TRAINER_SIMILARITY)
         if close and not doc.has(close):
-            yield Match(
-                key=name,
-                message=f"`{name}` is not a field of TrainingArguments; `{close}` is",
-                fix=f"`{close}`",
-                edit=Edit(key=name, rename=close),
-            )
+            yield Match(name, f"`{name}` is not a field of TrainingArguments; `{close}` is", f"`{close}`", rename=close)
 
 
-@rule("unknown-fsdp-config-key", ERROR, TRAINER, library="transformers", fix="the nearest known key, or nothing")
+@rule(ERROR, TRAINER, library="transformers", fix="the nearest known key, or nothing")
 def unknown_fsdp_config_key(doc: Document) -> Iterator[Match]:
     """The Trainer silently drops an unknown key of `fsdp_config`: the default applies."""
     for name in doc.block("fsdp_config"):
@@ -198,10 +185,8 @@ def unknown_fsdp_config_key(doc: Document) -> Iterator[Match]:
             yield _unknown(doc, "fsdp_config", name, TRAINER_FSDP_KEYS, "in fsdp_config has no effect")
 
 
-@rule("duplicate-key", WARNING, ACCELERATE, DEEPSPEED, TRAINER, library="pyyaml", fix="one of the two")
+@rule(WARNING, ACCELERATE, DEEPSPEED, TRAINER, library="pyyaml", fix="one of the two")
 def duplicate_key(doc: Document) -> Iterator[Match]:
     """A key appears twice in one block: the last one silently wins."""
     for duplicate in doc.duplicates[:20]:
-        yield Match(
-            key=duplicate.key, message=f"`{shorten(duplicate.key)}` appears twice; the last wins", fix="remove one"
-        )
+        yield Match(duplicate.key, f"`{shorten(duplicate.key)}` appears twice; the last wins", "remove one")
