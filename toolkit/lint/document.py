@@ -17,7 +17,7 @@ from toolkit.errors import ToolkitError, nearest
 from toolkit.files import reading
 from toolkit.files.reading import is_file
 from toolkit.files.yaml_files import MAX_YAML_BYTES
-from toolkit.lint.job_script import SCRIPT_SUFFIXES, JobScript, read_script
+from toolkit.lint.job_script import EMPTY_SCRIPT, SCRIPT_SUFFIXES, JobScript, read_script
 from toolkit.lint.positions import KeyPosition, parse_json, parse_yaml
 from toolkit.lint.removed_keys import DEEPSPEED_REMOVED, TRAINING_ARGUMENTS_REMOVED
 from toolkit.presets.known_keys import ACCELERATE_KEYS, DEEPSPEED_KEYS
@@ -50,7 +50,7 @@ class Document:
     """`accelerate`, `deepspeed`, `trainer`, `sbatch`, `shell`, `skypilot`, or None for something else."""
     deepspeed_json: Document | None = None
     """The DeepSpeed JSON that this file names, where it was found."""
-    script: JobScript | None = None
+    script: JobScript = EMPTY_SCRIPT
     """The shell script that this file is or has."""
 
     def get(self, key: str, default: Any = None) -> Any:
@@ -127,7 +127,7 @@ def read_text(text: str, path: str) -> Document:
         duplicates=duplicates,
         is_json=is_json,
         kind=kind,
-        script=_task_script(text, data, positions) if kind == SKYPILOT else None,
+        script=_task_script(text, data, positions) if kind == SKYPILOT else EMPTY_SCRIPT,
     )
 
 

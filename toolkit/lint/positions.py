@@ -9,11 +9,11 @@
 
 from __future__ import annotations
 
+import json
 import re
 from bisect import bisect_right
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass
-from json.decoder import scanstring
 from typing import Any, TypeAlias
 
 import yaml
@@ -120,7 +120,7 @@ def _yaml_end(node: yaml.Node) -> int:
 
 
 _SPACE = re.compile(r"\s*")
-_JSON_SCALAR = re.compile(r'"(?:[^"\\]|\\.)*+"|[^\s{}\[\],:"]+')
+_DECODER = json.JSONDecoder()
 
 
 def _json_positions(text: str) -> Iterator[KeyPosition]:
@@ -128,22 +128,22 @@ def _json_positions(text: str) -> Iterator[KeyPosition]:
     line_starts = [0, *(match.end() for match in re.finditer("\n", text))]
     seen: set[str] = set()
 
-    def after(pattern: re.Pattern[str], at: int) -> int:
-        found = pattern.match(text, at)
+    def after_space(at: int) -> int:
+        found = _SPACE.match(text, at)
         return found.end() if found else at
 
     def value(start: int, key: str) -> Generator[KeyPosition, None, int]:
         """Yield the positions in the value that begins at an offset, and return where it ends."""
         if text[start] not in "{[":
-            return after(_JSON_SCALAR, start)
-        prefix, index, at = f"{key}." if key else "", 0, after(_SPACE, start + 1)
+            return _DECODER.raw_decode(text, start)[1]
+        prefix, index, at = f"{key}." if key else "", 0, after_space(start + 1)
         while text[at] not in "}]":
             if text[start] == "[":
                 end = yield from value(at, f"{prefix}{index}")
             else:
-                name, key_end = scanstring(text, at + 1)
-                colon = after(_SPACE, key_end)
-                value_start = after(_SPACE, colon + 1)
+                name, key_end = _DECODER.raw_decode(text, at)
+                colon = after_space(key_end)
+                value_start = after_space(colon + 1)
                 end = yield from value(value_start, prefix + name)
                 yield KeyPosition(
                     key=prefix + name,
@@ -154,8 +154,8 @@ def _json_positions(text: str) -> Iterator[KeyPosition]:
                     repeated=prefix + name in seen,
                 )
                 seen.add(prefix + name)
-            index, at = index + 1, after(_SPACE, end)
-            at = after(_SPACE, at + 1) if text[at] == "," else at
+            index, at = index + 1, after_space(end)
+            at = after_space(at + 1) if text[at] == "," else at
         return at + 1
 
-    yield from value(after(_SPACE, 0), "")
+    yield from value(after_space(0), "")

@@ -146,12 +146,8 @@ def nvme_prefetch(doc: Document) -> Iterator[Match]:
     The default prefetches, and so does `auto`."""
     key = stage3_key(doc, "prefetch_bucket_size")
     if offload_device(doc, "param") == "nvme" and zero_stage(doc) == 3 and doc.get(key) != 0:
-        yield Match(
-            key,
-            "parameters on NVMe fail in the second step with prefetch",
-            '`"stage3_prefetch_bucket_size": 0`',
-            value="0" if doc.has(key) else None,
-        )
+        fix = '`"stage3_prefetch_bucket_size": 0`'
+        yield Match(key, "parameters on NVMe fail in the second step with prefetch", fix, value="0")
 
 
 @rule(WARNING, DEEPSPEED, library="deepspeed", fix="no zero_force_ds_cpu_optimizer")
@@ -198,11 +194,8 @@ def optimizer_of_json(doc: Document) -> Iterator[Match]:
     """The block takes precedence over the Trainer's `optim` or `lr_scheduler_type`, which are silently ignored."""
     for block, field in {"optimizer": "optim", "scheduler": "lr_scheduler_type"}.items():
         if doc.block(block):
-            yield Match(
-                block,
-                f"{shorten(doc.get(f'{block}.type'))} replaces the Trainer's {field}",
-                f"remove it, and set `{field}`",
-            )
+            fix = f"remove it, and set `{field}`"
+            yield Match(block, f"{shorten(doc.get(f'{block}.type'))} replaces the Trainer's {field}", fix)
 
 
 @rule(WARNING, DEEPSPEED, library="transformers", fix="stage3_gather_16bit_weights_on_model_save: true")

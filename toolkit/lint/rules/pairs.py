@@ -44,12 +44,8 @@ def deepspeed_file_relative(doc: Document) -> Iterator[Match]:
     key, paths = deepspeed_file_key(doc), deepspeed_file_candidates(doc)
     found = next(filter(is_file, paths), None)
     if found is not None and not is_file(Path(str(doc.get(key)))):
-        yield Match(
-            key,
-            f"{shorten(doc.get(key))} is not found from {Path.cwd()}",
-            f"`{found.resolve()}`",
-            value=str(found.resolve()),
-        )
+        fix = f"`{found.resolve()}`"
+        yield Match(key, f"{shorten(doc.get(key))} is not found from {Path.cwd()}", fix, value=str(found.resolve()))
 
 
 @rule(ERROR, ACCELERATE, library="accelerate", fix="nothing: the JSON has it")
@@ -72,12 +68,8 @@ def precision_owned_by_json(doc: Document) -> Iterator[Match]:
     json = doc.deepspeed_json
     in_json = next((name for name in ("bf16", "fp16") if json and as_bool(json.get(f"{name}.enabled"))), None)
     contradiction = f"; the JSON has {in_json}" if in_json and in_json != precision else ""
-    yield Match(
-        "mixed_precision",
-        f"accelerate refuses it together with deepspeed_config_file{contradiction}",
-        "remove it",
-        remove=True,
-    )
+    message = f"accelerate refuses it together with deepspeed_config_file{contradiction}"
+    yield Match("mixed_precision", message, "remove it", remove=True)
 
 
 @rule(ERROR, ACCELERATE, library="deepspeed", fix='"auto" in the JSON')
@@ -89,11 +81,8 @@ def batch_arithmetic_of_pair(doc: Document) -> Iterator[Match]:
         return
     total, per_gpu, accumulation = (as_int(json.get(key)) for key in BATCH_KEYS)
     if total and per_gpu and accumulation and total != per_gpu * accumulation * processes:
-        yield Match(
-            "num_processes",
-            f"{total} is not {per_gpu} x {accumulation} x {processes}",
-            '`"auto"` for all three in the JSON',
-        )
+        fix = '`"auto"` for all three in the JSON'
+        yield Match("num_processes", f"{total} is not {per_gpu} x {accumulation} x {processes}", fix)
 
 
 @rule(ERROR, TRAINER, library="transformers", fix='"auto" in the JSON')

@@ -47,11 +47,8 @@ def four_bit_not_sharded(doc: Document) -> Iterator[Match]:
     sharding: every GPU holds the whole 4-bit model."""
     storage = as_enum(doc.get("bnb_4bit_quant_storage"))
     if uses_fsdp(doc) and as_bool(doc.get("load_in_4bit")) and "FLOAT" not in storage:
-        yield Match(
-            "load_in_4bit",
-            "4-bit weights stored as uint8 are not sharded: every GPU holds all of them",
-            "`bnb_4bit_quant_storage: bfloat16`, the dtype of the computation",
-        )
+        fix = "`bnb_4bit_quant_storage: bfloat16`, the dtype of the computation"
+        yield Match("load_in_4bit", "4-bit weights stored as uint8 are not sharded: every GPU holds all of them", fix)
 
 
 @rule(ERROR, TRAINER, library="transformers", fix="one of the two")
@@ -71,11 +68,8 @@ def fsdp_as_words(doc: Document) -> Iterator[Match]:
         block = doc.block("fsdp_config")
         version = as_int(block.get("version", block.get("fsdp_version", 2)))
         reshard = "false" if "shard_grad_op" in str(value) else "true"
-        yield Match(
-            "fsdp",
-            f"{shorten(value)} is the deprecated form",
-            f"`fsdp: true`, `fsdp_config: {{version: {version}, reshard_after_forward: {reshard}}}`",
-        )
+        fix = f"`fsdp: true`, `fsdp_config: {{version: {version}, reshard_after_forward: {reshard}}}`"
+        yield Match("fsdp", f"{shorten(value)} is the deprecated form", fix)
 
 
 @rule(
@@ -91,11 +85,9 @@ def whole_gradients_between_steps(doc: Document) -> Iterator[Match]:
     steps, config = as_int(doc.get("gradient_accumulation_steps")) or 1, doc.get("accelerator_config")
     chosen = doc.has("accelerator_config.gradient_accumulation_kwargs.sync_each_batch") or isinstance(config, str)
     if uses_fsdp(doc) and steps > 1 and not chosen:
-        yield Match(
-            "gradient_accumulation_steps",
-            f"in {steps} accumulation steps each GPU holds all gradients, 2 bytes per trained parameter",
-            "`accelerator_config: {gradient_accumulation_kwargs: {sync_each_batch: true}}`; `false` to keep them",
-        )
+        message = f"in {steps} accumulation steps each GPU holds all gradients, 2 bytes per trained parameter"
+        fix = "`accelerator_config: {gradient_accumulation_kwargs: {sync_each_batch: true}}`; `false` to keep them"
+        yield Match("gradient_accumulation_steps", message, fix)
 
 
 @rule(
@@ -114,6 +106,6 @@ def jit_checkpoint(doc: Document) -> Iterator[Match]:
     key, message = "enable_jit_checkpoint", "each rank saves after the step in which its own signal came"
     if as_bool(doc.get(key)):
         yield Match(key, message, f"remove {key}")
-    for call in [] if doc.script is None else doc.script.launches:
+    for call in doc.script.launches:
         if key.replace("_", "-") in call.options and as_bool(call.options[key.replace("_", "-")]) is not False:
             yield Match(f"--{key}", message, f"remove --{key}", line=call.line)
