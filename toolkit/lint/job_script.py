@@ -25,7 +25,11 @@ _LAUNCHERS = {
 }
 _VALUE = r"\"[^\"]*\"|'[^']*'|[^\s\\'\";&|]+"
 _OPTION = re.compile(rf"(?<![\w-])--([A-Za-z][\w-]*)(?:(?:=|[ \t]+(?!-))({_VALUE}))?")
-_HEREDOC = re.compile(r"<<(-?)[ \t]*(['\"]?)([A-Za-z_]\w*)\2")
+# An escaped character, a string in single or double quotes, a comment, the start of a here-document, the end of a line.
+_TOKEN = re.compile(
+    r"""\\.|'[^']*+'?|"(?:\\.|[^"\\])*+"?|(?<![^ \t\n;])\#[^\n]*|(?<!<)<<(-?)[ \t]*(['"]?)([A-Za-z_]\w*)\2|\n""",
+    re.DOTALL,
+)
 _FUNCTION = re.compile(r"^[ \t]*(?:function[ \t]+)?[\w-]+[ \t]*\(\)[ \t]*\{.*?^[ \t]*\}", re.MULTILINE | re.DOTALL)
 
 
@@ -129,39 +133,18 @@ def _scan(text: str) -> tuple[list[int], list[tuple[int, int]]]:
     breaks: list[int] = []
     protected: list[tuple[int, int]] = []
     waiting: list[re.Match[str]] = []
-    quoted, at = "", 0
-    while at < len(text):
-        char = text[at]
-        if quoted:
-            quoted = "" if char == quoted else quoted
-            at += 2 if char == "\\" and quoted == '"' else 1
-        elif char == "\\":
-            at += 2
-        elif char == "'":
-            end = _end_of(text, "'", at + 1)
-            protected.append((at, end))
-            at = end
-        elif char == "#" and (at == 0 or text[at - 1] in " \t\n;"):
-            end = _end_of(text, "\n", at) - 1 if "\n" in text[at:] else len(text)
-            protected.append((at, end))
-            at = end
-        elif char == "<" and text[at - 1 : at] != "<" and (found := _HEREDOC.match(text, at)):
+    at = 0
+    while found := _TOKEN.search(text, at):
+        at = found.end()
+        if found[0][0] in "'#":
+            protected.append(found.span())
+        elif found[0][0] == "<":
             waiting.append(found)
-            at = found.end()
-        elif char == "\n":
-            at = _skip_heredocs(text, at + 1, waiting, protected)
+        elif found[0] == "\n":
+            at = _skip_heredocs(text, at, waiting, protected)
             waiting = []
             breaks.append(at)
-        else:
-            quoted = '"' if char == '"' else ""
-            at += 1
     return breaks, protected
-
-
-def _end_of(text: str, mark: str, start: int) -> int:
-    """Return the offset after the next mark; that of the end where there is none."""
-    found = text.find(mark, start)
-    return len(text) if found < 0 else found + len(mark)
 
 
 def _skip_heredocs(text: str, at: int, waiting: list[re.Match[str]], protected: list[tuple[int, int]]) -> int:

@@ -246,10 +246,7 @@ def fsdp2_strategy_ignored(doc: Document) -> Iterator[Match]:
     reshard = as_bool(fsdp_setting(doc, "reshard_after_forward", True))
     if fsdp_version(doc) != 2 or not strategy or RESHARD_AFTER_FORWARD.get(strategy) == reshard:
         return
-    fixes = {
-        "SHARD_GRAD_OP": "`fsdp_reshard_after_forward: false`",
-        "NO_SHARD": "`distributed_type: MULTI_GPU`",
-    }
+    fixes = {"SHARD_GRAD_OP": "`fsdp_reshard_after_forward: false`", "NO_SHARD": "`distributed_type: MULTI_GPU`"}
     message = f"FSDP2 runs {'full shard' if reshard else 'shard_grad_op'}, not {shorten(strategy)}"
     fix = fixes.get(strategy, "`parallelism_config_dp_replicate_size` for a hybrid mesh")
     yield Match(fsdp_key(doc, "sharding_strategy"), message, fix)

@@ -8,15 +8,7 @@ from pathlib import Path
 from toolkit.hardware.disks import mount_of
 from toolkit.lint.document import ACCELERATE, DEEPSPEED, Document
 from toolkit.lint.findings import ERROR, WARNING, Match, rule
-from toolkit.lint.rules.settings import (
-    as_bool,
-    as_int,
-    is_deepspeed,
-    offload_device,
-    shorten,
-    stage3_key,
-    zero_stage,
-)
+from toolkit.lint.rules.settings import as_bool, as_int, is_deepspeed, offload_device, shorten, stage3_key, zero_stage
 
 # DeepSpeed's keys for settings that `TrainingArguments` owns, and its field; the Trainer compares the two.
 OWNED_BY_TRAINER = {
@@ -111,9 +103,8 @@ def nvme_without_path(doc: Document) -> Iterator[Match]:
     for part in ("optimizer", "param"):
         path = doc.get(f"zero_optimization.offload_{part}.nvme_path")
         if offload_device(doc, part) == "nvme" and zero_stage(doc) == 3 and not path:
-            yield Match(
-                f"zero_optimization.offload_{part}.device", "nvme without nvme_path", '`"nvme_path": "/a/local/disk"`'
-            )
+            key, fix = f"zero_optimization.offload_{part}.device", '`"nvme_path": "/a/local/disk"`'
+            yield Match(key, "nvme without nvme_path", fix)
 
 
 @rule(ERROR, DEEPSPEED, library="deepspeed", fix="stage 3, or the device cpu")
@@ -184,9 +175,8 @@ def overlap_below_stage_3(doc: Document) -> Iterator[Match]:
     the gradient norm with stage 3's before trusting it."""
     key = "zero_optimization.overlap_comm"
     if as_bool(doc.get(key)) and zero_stage(doc) in (1, 2):
-        yield Match(
-            key, f"overlap_comm at stage {zero_stage(doc)} has produced wrong gradients", "`false`", value=False
-        )
+        message = f"overlap_comm at stage {zero_stage(doc)} has produced wrong gradients"
+        yield Match(key, message, "`false`", value=False)
 
 
 @rule(WARNING, DEEPSPEED, library="transformers", fix="no block: the Trainer's `optim` and scheduler")
@@ -205,4 +195,4 @@ def stage_3_without_gather(doc: Document) -> Iterator[Match]:
     key = stage3_key(doc, "gather_16bit_weights_on_model_save")
     old_key = "zero_optimization.stage3_gather_fp16_weights_on_model_save"
     if zero_stage(doc) == 3 and not as_bool(doc.get(key)) and not as_bool(doc.get(old_key)):
-        yield Match(key, "a saved model has no weights files, only DeepSpeed's shards", "`true`", value=doc.has(key))
+        yield Match(key, "a saved model has no weights files, only DeepSpeed's shards", "`true`", value=True)

@@ -5,11 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from toolkit.lint.document import SBATCH, SHELL, SKYPILOT, Document
+from toolkit.lint.document import SBATCH, SCRIPTS, SKYPILOT, Document
 from toolkit.lint.findings import ERROR, WARNING, Match, rule
 from toolkit.lint.job_script import JobScript, LauncherCall
 
-SCRIPTS = (SBATCH, SHELL, SKYPILOT)
 NODE_COUNT = {"torchrun": "nnodes", "accelerate": "num-machines"}
 LOCAL = r"localhost|127\.0\.0\.1"
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from toolkit.lint.document import SBATCH, SHELL, SKYPILOT, TRAINER, Document
+from toolkit.lint.document import SCRIPTS, TRAINER, Document
 from toolkit.lint.findings import ERROR, NOTE, WARNING, Match, rule
-from toolkit.lint.rules.settings import as_bool, as_enum, as_int, shorten
+from toolkit.lint.rules.settings import as_bool, as_enum, as_int, fsdp_setting, shorten
 from toolkit.presets.method_rules import rejects_save_only_model
 
 
@@ -25,8 +25,7 @@ def fp16_and_bf16(doc: Document) -> Iterator[Match]:
 @rule(ERROR, TRAINER, library="transformers", fix="fsdp_config's activation_checkpointing alone")
 def checkpointing_twice(doc: Document) -> Iterator[Match]:
     """FSDP's activation checkpointing and the Trainer's are refused together when the Trainer is built."""
-    block = doc.block("fsdp_config")
-    in_fsdp = as_bool(block.get("activation_checkpointing", block.get("fsdp_activation_checkpointing")))
+    in_fsdp = as_bool(fsdp_setting(doc, "activation_checkpointing"))
     names = [name for name in ("activation_checkpointing", "gradient_checkpointing") if as_bool(doc.get(name))]
     if uses_fsdp(doc) and in_fsdp and names:
         yield Match(names[0], f"{names[0]} and that of fsdp_config are both on", f"`{names[0]}: false`", remove=True)
@@ -35,8 +34,7 @@ def checkpointing_twice(doc: Document) -> Iterator[Match]:
 @rule(ERROR, TRAINER, library="transformers", fix="FULL_STATE_DICT, or save_only_model: false")
 def sharded_save_only_model(doc: Document) -> Iterator[Match]:
     """The Trainer refuses `save_only_model` with FSDP's sharded state dict."""
-    block = doc.block("fsdp_config")
-    state_dict_type = as_enum(block.get("state_dict_type", block.get("fsdp_state_dict_type")))
+    state_dict_type = as_enum(fsdp_setting(doc, "state_dict_type"))
     if uses_fsdp(doc) and as_bool(doc.get("save_only_model")) and rejects_save_only_model(state_dict_type):
         yield Match("save_only_model", "refused with SHARDED_STATE_DICT", "`save_only_model: false`", remove=True)
 
@@ -65,8 +63,7 @@ def fsdp_as_words(doc: Document) -> Iterator[Match]:
     refuses the hybrid ones."""
     value = doc.get("fsdp")
     if isinstance(value, list) or (isinstance(value, str) and value and as_bool(value) is None):
-        block = doc.block("fsdp_config")
-        version = as_int(block.get("version", block.get("fsdp_version", 2)))
+        version = as_int(fsdp_setting(doc, "version", 2))
         reshard = "false" if "shard_grad_op" in str(value) else "true"
         fix = f"`fsdp: true`, `fsdp_config: {{version: {version}, reshard_after_forward: {reshard}}}`"
         yield Match("fsdp", f"{shorten(value)} is the deprecated form", fix)
@@ -93,9 +90,7 @@ def whole_gradients_between_steps(doc: Document) -> Iterator[Match]:
 @rule(
     WARNING,
     TRAINER,
-    SBATCH,
-    SHELL,
-    SKYPILOT,
+    *SCRIPTS,
     library="transformers",
     fix="nothing: the toolkit's ranks agree on the step after which they save; or save regularly",
 )
