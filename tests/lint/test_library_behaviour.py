@@ -72,16 +72,8 @@ FOUND_IN_SOURCE = {
     "jit-checkpoint": ("transformers", "trainer_jit_checkpoint.py", "self.is_checkpoint_requested = True"),
     "cp-needs-fsdp2": ("accelerate", "state.py", "Using `cp_size>1` requires FSDP2"),
     "checkpointing-twice": ("transformers", "trainer.py", "can't both be set to True"),
-    "sharded-save-only-model": (
-        "transformers",
-        "trainer.py",
-        "not compatible with FSDP state dict type 'SHARDED_STATE",
-    ),
-    "save-only-model-best": (
-        "transformers",
-        "trainer.py",
-        "with `save_only_model` along with `load_best_model_at_end`",
-    ),
+    "sharded-save-only-model": ("transformers", "trainer.py", "with FSDP state dict type 'SHARDED_STATE"),
+    "save-only-model-best": ("transformers", "trainer.py", "`save_only_model` along with `load_best_model_at_end`"),
     "auto-batch-at-stage-3": ("transformers", "trainer.py", "isn't supported yet with DeepSpeed Zero-3"),
     "stage-3-without-gather": ("accelerate", "accelerator.py", "Cannot get 16bit model weights"),
     # run by tests/train/test_optimizers.py
@@ -95,11 +87,7 @@ FOUND_IN_SOURCE = {
         "runtime/zero/stage_1_and_2.py",
         "offload_optimizer_config.device != OffloadDeviceEnum.none:\n            self.cpu_offload = True",
     ),
-    "nvme-prefetch": (
-        "deepspeed",
-        "runtime/swap_tensor/partitioned_param_swapper.py",
-        "already assigned swap buffer id",
-    ),
+    "nvme-prefetch": ("deepspeed", "runtime/swap_tensor/partitioned_param_swapper.py", "already assigned swap buffer"),
 }
 # Properties of a cluster or a policy, and costs that are measured elsewhere.
 NOT_SHOWN = {
@@ -133,13 +121,17 @@ def test_the_library_does_what_the_rule_says(rule: str) -> None:
     assert expected in found if isinstance(expected, str) else found == expected
 
 
-@pytest.mark.parametrize("rule", FOUND_IN_SOURCE)
-def test_the_source_of_the_library_states_what_a_cpu_cannot_show(rule: str) -> None:
-    package, module, sentence = FOUND_IN_SOURCE[rule]
+def source_of(package: str, module: str) -> str:
     spec = importlib.util.find_spec(package)
     assert spec is not None
     assert spec.origin is not None
-    assert sentence in (Path(spec.origin).parent / module).read_text()
+    return (Path(spec.origin).parent / module).read_text()
+
+
+@pytest.mark.parametrize("rule", FOUND_IN_SOURCE)
+def test_the_source_of_the_library_states_what_a_cpu_cannot_show(rule: str) -> None:
+    package, module, sentence = FOUND_IN_SOURCE[rule]
+    assert sentence in source_of(package, module)
 
 
 def test_settings_that_libraries_accept_are_no_finding() -> None:
@@ -196,28 +188,17 @@ def test_words_in_fsdp_mean_version_2_and_hybrid_ones_are_refused() -> None:
 
 
 def test_the_keys_of_the_trainers_fsdp_config_are_those_that_its_source_reads() -> None:
-    spec = importlib.util.find_spec("transformers")
-    assert spec is not None
-    assert spec.origin is not None
-    source = (Path(spec.origin).parent / "training_args.py").read_text()
+    source = source_of("transformers", "training_args.py")
     assert [key for key in TRAINER_FSDP_KEYS if f'"{key}"' not in source] == []
 
 
 def test_every_rule_is_shown_found_in_source_or_listed_as_neither() -> None:
-    own_tests = {
-        "never-forwarded",
-        "refused-nested-key",
-        "removed-deepspeed-key",
-        "deprecated-zero-key",
-        "fsdp-as-words",
-        "sp-below-stage-3",
-    }
-    own_tests |= {"removed-training-argument", "deprecated-training-argument"}
+    own_tests = {"never-forwarded", "refused-nested-key", "removed-deepspeed-key", "deprecated-zero-key"}
+    own_tests |= {"removed-training-argument", "deprecated-training-argument", "fsdp-as-words", "sp-below-stage-3"}
     own_tests |= {"rank-of-first-node", "head-is-localhost", "each-node-alone", "no-rendezvous", "node-rank-missing"}
     own_tests |= {"fixed-rendezvous-id", "elastic-without-restarts", "short-shutdown"}
-    assert {rule.name for rule in RULES} == set(EXPECTED) | set(SHOWN_BY_ANOTHER) | set(
-        FOUND_IN_SOURCE
-    ) | NOT_SHOWN | own_tests
+    shown = EXPECTED.keys() | SHOWN_BY_ANOTHER.keys() | FOUND_IN_SOURCE.keys() | own_tests
+    assert {rule.name for rule in RULES} == shown | NOT_SHOWN
     assert [rule.name for rule in RULES if rule.level == "error" and rule.name in NOT_SHOWN] == []
 
 
