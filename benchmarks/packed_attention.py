@@ -60,8 +60,8 @@ def train(name: str, tokens: int, layers: int) -> dict[str, Any]:
     """Train two steps in this process; return the second one's figures."""
     import torch
 
-    from toolkit.train.attest.document_isolation import mask_bytes, recorded_masks
-    from toolkit.train.data.collation import BATCH_FACTS, PackCollator
+    from toolkit.train.data.collation import PackCollator
+    from toolkit.train.data.document_isolation import mask_bytes, recorded_masks
 
     torch.set_num_threads(1)
     model = make_model(name, layers)
@@ -73,7 +73,6 @@ def train(name: str, tokens: int, layers: int) -> dict[str, Any]:
         # a quarter of the tokens is supervised, as in conversations with long questions
         labels = [token if index % 4 == 0 else -100 for index, token in enumerate(row)]
         batch = collate([{"input_ids": row, "labels": labels, "documents": list(map(len, parts))}])
-        del batch[BATCH_FACTS]
         loss = model(**batch).loss
         loss.backward()
         return float(loss.detach())

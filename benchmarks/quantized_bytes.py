@@ -34,8 +34,7 @@ def held(fields: dict[str, Any], folder: Path) -> dict[str, int]:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     from toolkit.job.script_arguments import ModelArguments
-    from toolkit.train.attest.tensors import constant_bytes, local_bytes, num_params
-    from toolkit.train.model.four_bit import quantized_modules
+    from toolkit.observe.attest.tensors import constant_bytes, local_bytes, num_params, quantized_modules
     from toolkit.train.model.loading import load_model
 
     AutoModelForCausalLM.from_config(AutoConfig.for_model(**fields), dtype=torch.float32).save_pretrained(folder)

@@ -22,7 +22,7 @@ from record import print_table, write_result
 from toolkit.record.folder import RunFolder, read_json
 from toolkit.record.measurements import measure, read_rows, read_steps
 
-# Phases of `toolkit.train.health.failure_report.Progress` under the table's names, in the order of a run.
+# Phases of `toolkit.observe.failure_report.Progress` under the table's names, in the order of a run.
 PARTS = {
     "launcher": "launcher",
     "start": "imports",

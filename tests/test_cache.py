@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from pathlib import Path
 
 import pytest
 
-from toolkit.cache import check_extensions_folder, torch_extensions_folder
+from toolkit.cache import check_extensions_folder, instruction_sets, torch_extensions_folder
 from toolkit.cli.program import main
 from toolkit.errors import ToolkitError
 
@@ -70,3 +71,18 @@ def test_it_is_refused_before_a_rank_starts(
     assert ended.value.code == 2
     assert "export TOOLKIT_CACHE=DIR" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+def test_compiled_ops_are_kept_apart_for_cpus_with_other_instruction_sets(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    zen4, zen2 = tmp_path / "zen4", tmp_path / "zen2"
+    zen4.write_text("processor\t: 0\nflags\t\t: fpu sse4_2 avx2 avx512_bf16 ht\n")
+    zen2.write_text("processor\t: 0\nflags\t\t: fpu sse4_2 avx2 ht\n")
+    assert instruction_sets(zen4) == ("avx2", "avx512_bf16", "sse4_2")
+    here = torch_extensions_folder()
+    folders = set()
+    for cpu in (zen4, zen2):
+        monkeypatch.setattr("toolkit.cache.instruction_sets", functools.partial(instruction_sets, cpu))
+        folders.add(torch_extensions_folder())
+    assert len(folders | {here}) == 3

@@ -54,10 +54,10 @@ class Measurements:
     """Wall time of the timed steps, with data loading and without evaluation, saving and logging."""
     step_seconds: list[float]
     """Per step, the slowest rank."""
-    step_tokens: list[int]
-    """Per step, of all ranks, padding included."""
-    step_non_padding_tokens: list[int]
-    step_supervised_tokens: list[int]
+    step_tokens: list[int | None]
+    """Per step, of all ranks, padding included; None, as the next two, where a batch does not show it."""
+    step_non_padding_tokens: list[int | None]
+    step_supervised_tokens: list[int | None]
     timed_step_numbers: list[int]
     """Numbers of the timed steps, from 1."""
     rank_skew: float | None
@@ -112,10 +112,10 @@ PER_STEP = (
 """Fields with one value per step: too long for a summary."""
 
 
-def throughput(*, step_seconds: Sequence[float], tokens: Sequence[float], untimed_steps: int) -> float | None:
-    """Return the tokens of the timed steps per second of the same steps; None when no step is timed."""
-    seconds = math.fsum(step_seconds[untimed_steps:])
-    return sum(tokens[untimed_steps:]) / seconds if seconds > 0 else None
+def throughput(*, step_seconds: Sequence[float], tokens: Sequence[int | None], untimed_steps: int) -> float | None:
+    """Return the tokens of the timed steps per second of the same steps; None without a timed step or its tokens."""
+    seconds, timed = math.fsum(step_seconds[untimed_steps:]), _total(tokens[untimed_steps:])
+    return timed / seconds if seconds > 0 and timed is not None else None
 
 
 def percentile(values: Sequence[float], share: float) -> float | None:
@@ -159,9 +159,10 @@ class StepRow(BaseModel):
     own_seconds: NonNegativeFinite | None = None
     data_seconds: NonNegativeFinite | None = None
     cpu_seconds: NonNegativeFinite
-    tokens: NonNegativeInt
-    non_padding_tokens: NonNegativeInt
-    supervised_tokens: NonNegativeInt
+    tokens: NonNegativeInt | None
+    """None, as the next two, where the batches of a script do not show it."""
+    non_padding_tokens: NonNegativeInt | None
+    supervised_tokens: NonNegativeInt | None
     loss: MaybeNotFinite | None
     """None in a rehearsal only."""
     grad_norm: MaybeNotFinite | None
@@ -274,9 +275,9 @@ def measure(steps: list[list[Row]], *, untimed_steps: int) -> Measurements:
     timed_rows = [steps[number - 1] for number in timed_numbers]
     timed = _over_ranks(timed_rows, "seconds", max)
     by_rank = _by_rank(timed_rows)
-    tokens, non_padding = _over_ranks(timed_rows, "tokens", sum), _over_ranks(timed_rows, "non_padding_tokens", sum)
+    tokens, non_padding = _counted(timed_rows, "tokens"), _counted(timed_rows, "non_padding_tokens")
 
-    def rate(counted: list[float], clock: list[float] = timed) -> float | None:
+    def rate(counted: list[int | None], clock: list[float] = timed) -> float | None:
         return throughput(step_seconds=clock, tokens=counted, untimed_steps=0)
 
     return Measurements(
@@ -293,7 +294,7 @@ def measure(steps: list[list[Row]], *, untimed_steps: int) -> Measurements:
         step_seconds_p90=percentile(timed, 0.9),
         tokens_per_second=rate(tokens),
         non_padding_tokens_per_second=rate(non_padding),
-        supervised_tokens_per_second=rate(_over_ranks(timed_rows, "supervised_tokens", sum)),
+        supervised_tokens_per_second=rate(_counted(timed_rows, "supervised_tokens")),
         tokens_per_cpu_second=rate(tokens, _over_ranks(timed_rows, "cpu_seconds", sum)),
         padding_fraction=_padding(tokens, non_padding),
         losses=_over_ranks(steps, "loss", _mean),
@@ -337,8 +338,9 @@ def _by_rank(steps: Sequence[Sequence[Row]]) -> list[list[Row]]:
     return list(ranks.values())
 
 
-def _padding(tokens: Sequence[float], non_padding: Sequence[float]) -> float | None:
-    return 1 - sum(non_padding) / sum(tokens) if sum(tokens) else None
+def _padding(tokens: Sequence[int | None], non_padding: Sequence[int | None]) -> float | None:
+    total, text = _total(tokens), _total(non_padding)
+    return 1 - text / total if total and text is not None else None
 
 
 def grad_norm(step: list[Row]) -> float | None:
@@ -351,8 +353,14 @@ def grad_norm(step: list[Row]) -> float | None:
     return math.sqrt(math.fsum(share * share for share in shares if share is not None) * ranks / len(step))
 
 
-def _counted(steps: list[list[Row]], key: str) -> list[int]:
-    return [sum(row[key] for row in step) for step in steps]
+def _counted(steps: list[list[Row]], key: str) -> list[int | None]:
+    return [_total([row[key] for row in step]) for step in steps]
+
+
+def _total(counts: Sequence[int | None]) -> int | None:
+    """The sum; None where a part is not known."""
+    known = [count for count in counts if count is not None]
+    return sum(known) if len(known) == len(counts) else None
 
 
 def _over_ranks(steps: list[list[Row]], key: str, reduce: Callable[[list[float]], float]) -> list[float]:

@@ -37,12 +37,12 @@ from toolkit.job.script_arguments import (
 )
 from toolkit.job.trainer_arguments import json_object
 from toolkit.models.attention import needs_no_mask
+from toolkit.observe.attest.tensors import compute_dtype
 from toolkit.parallel.layout import ParallelLayout
 from toolkit.parallel.pipeline_schedule import PipelineSettings
 from toolkit.presets.accumulation import SHARDED, default_accumulate, with_accumulate
 from toolkit.presets.optimizers import DEFAULT_OPTIMIZER, MUON
 from toolkit.presets.training_arguments import SDPA, parallelism_arguments, resolve_precision, uses_fsdp
-from toolkit.train.dtypes import compute_dtype
 from toolkit.train.launch_context import LaunchContext
 from toolkit.train.model.loading import choose_attention
 

@@ -90,11 +90,17 @@ def test_a_resumed_run_repeats_the_last_step_bit_for_bit(runs: dict[str, Path], 
 
 
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
+@pytest.mark.parametrize("has_avx512bf16", [False, True])
 @pytest.mark.parametrize("preset", SHARDED)
-def test_the_adapter_on_a_base_in_4_bits_has_the_live_models_logits(runs: dict[str, Path], preset: str) -> None:
+def test_the_adapter_on_a_base_in_4_bits_has_the_live_models_logits(
+    runs: dict[str, Path], preset: str, has_avx512bf16: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On both kinds of CPU: with AVX512-BF16, bitsandbytes would repack the weights in evaluation."""
     from toolkit.checkpoint.verify import verify
 
+    monkeypatch.setattr("bitsandbytes.nn.modules.has_avx512bf16", lambda: has_avx512bf16)
     result = verify(runs[preset])
     assert result.problems == []
+    assert result.four_bit_matmul == "dequantized"
     assert result.max_difference is not None
     assert result.max_difference < 1e-4

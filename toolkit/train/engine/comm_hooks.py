@@ -18,8 +18,8 @@ from transformers import TrainerCallback
 
 from toolkit.errors import ToolkitError
 from toolkit.job.script_arguments import ModelArguments
+from toolkit.observe.attest.tensors import uncompiled
 from toolkit.train.active_run import ActiveRun
-from toolkit.train.attest.tensors import uncompiled
 
 
 class CommunicationHook(TrainerCallback):  # type: ignore[misc]

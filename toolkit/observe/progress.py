@@ -1,0 +1,64 @@
+"""Where a rank is in its run: read by the heartbeat, by the failure report and by signal handling."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from toolkit.observe.device_readings import PhaseMemoryRecorder
+from toolkit.record.timeline import add_moment
+
+STEP_PHASES = ("train", "forward", "backward", "step")
+
+
+@dataclass(slots=True)
+class Progress:
+    """The current phase and step of this rank, and when each phase of the run began.
+
+    One object per process, updated by the script and the Trainer, read by other threads.
+    """
+
+    phase: str = "start"
+    """`start`, `arguments`, `data`, `load`, `engine`, `attest`, `train`, `forward`, `backward`, `step`,
+    `evaluate`, `save`, `end`."""
+    step: int = 0
+    """Optimizer steps finished."""
+    micro_steps: int = 0
+    """Forward passes started in this process."""
+    output_dir: Path | None = None
+    """The run folder; None before it is open."""
+    attempt_id: str | None = None
+    """What the ranks of this attempt call it; None before the run folder is open."""
+    describe_rows: Callable[[tuple[int, ...]], dict[str, Any]] = lambda _: {}
+    """Returns facts for failure.json about the rows, counted from 0, of a step that diverged."""
+    swap_folder: Path | None = None
+    """This run's own folder on an NVMe disk, removed at the end of the run."""
+    memory_by_phase: PhaseMemoryRecorder | None = None
+    """Bytes after each phase of the first step; None before training begins."""
+    timeline: Callable[[], Path] | None = None
+    """Returns the file to which the run's phases are written; None before the run folder is open, and on other ranks
+    than 0."""
+    phases: list[tuple[str, float]] = field(default_factory=lambda: [("start", psutil.Process().create_time())])
+    """Each phase of the run and the Unix time when it began; `start` is the start of this process."""
+
+    def enter(self, phase: str) -> None:
+        """Begin a phase and record the time. Phases that repeat in every step only set `phase`."""
+        self.phase = phase
+        self.phases.append((phase, time.time()))
+        self.note(phase, unix=self.phases[-1][1])
+
+    def note(self, phase: str, **facts: Any) -> None:
+        """Write a line to the timeline; the phase stays what it is."""
+        if self.timeline is not None:
+            add_moment(self.timeline(), phase, step=self.step, **facts)
+
+    def open_timeline(self, timeline: Callable[[], Path], *, restarted: bool) -> None:
+        """Write the phases so far, and each later one when it begins."""
+        self.timeline = timeline
+        for phase, unix in self.phases:
+            self.note(phase, unix=unix, restarted=restarted and phase == "start")
