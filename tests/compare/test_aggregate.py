@@ -36,9 +36,9 @@ def test_readings_of_a_row_are_the_largest_the_median_or_those_of_the_middle_rep
 def test_memory_by_phase_is_the_maximum_of_each_phase_over_repeats() -> None:
     phases = ({"load": 1, "forward": 5}, {"load": 3, "forward": 4})
     unknown = {"bytes_of": "rss", "backward": None, "step": None}
-    row = row_of(*(trial("ddp", repeat, memory_ladder=unknown | known) for repeat, known in enumerate(phases)))
-    assert row.memory_ladder is not None
-    assert (row.memory_ladder.load, row.memory_ladder.forward, row.memory_ladder.step) == (3, 5, None)
+    row = row_of(*(trial("ddp", repeat, memory_by_phase=unknown | known) for repeat, known in enumerate(phases)))
+    assert row.memory_by_phase is not None
+    assert (row.memory_by_phase.load, row.memory_by_phase.forward, row.memory_by_phase.step) == (3, 5, None)
 
 
 def test_tokens_without_padding_are_the_row_s_own_speed_without_padding() -> None:
@@ -49,7 +49,7 @@ def test_tokens_without_padding_are_the_row_s_own_speed_without_padding() -> Non
 
 def test_what_no_repeat_measured_is_unknown() -> None:
     row = row_of(trial("ddp", 0), trial("ddp", 1))
-    unmeasured = ("non_padding_tokens_per_second", "peak_driver_bytes", "memory_ladder", "energy_joules")
+    unmeasured = ("non_padding_tokens_per_second", "peak_driver_bytes", "memory_by_phase", "energy_joules")
     assert {getattr(row, key) for key in (*unmeasured, "throttle_reasons", "startup_seconds")} == {None}
 
 

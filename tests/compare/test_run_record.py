@@ -65,9 +65,9 @@ def test_a_side_run_without_profile_and_checkpoint_reports_neither(tmp_path: Pat
 
 def test_a_run_out_of_memory_has_the_memory_of_the_phases_that_it_reached(tmp_path: Path) -> None:
     ladder = {"bytes_of": "allocated", "load": 10, "forward": 70, "backward": None, "step": None}
-    write_json(tmp_path / "failure.json", {"kind": "out_of_memory", "memory_ladder": ladder})
+    write_json(tmp_path / "failure.json", {"kind": "out_of_memory", "memory_by_phase": ladder})
     found = read_run_record(TRIAL, RunFolder(tmp_path), tmp_path, untimed_steps=2, position=0)
-    assert found.memory_ladder == MemoryByPhase(**ladder)
+    assert found.memory_by_phase == MemoryByPhase(**ladder)
 
 
 def test_a_profiled_run_has_communication_a_timeline_and_a_checkpoint(tmp_path: Path) -> None:
@@ -124,7 +124,7 @@ def refusal(folder: RunFolder) -> ToolkitError:
         ("attestation.json", '{"ranks": {}}', "attestation.json: ranks is {}, expected"),
         ("attestation.json", '{"ranks": [{"parameter_bytes": "1"}]}', "ranks[0].parameter_bytes is '1', expected"),
         ("failure.json", '{"peak_bytes": -1}', "failure.json: peak_bytes is -1, expected"),
-        ("failure.json", '{"memory_ladder": {"load": 1}}', "failure.json: memory_ladder has no bytes_of"),
+        ("failure.json", '{"memory_by_phase": {"load": 1}}', "failure.json: memory_by_phase has no bytes_of"),
         ("ranks/rank1.jsonl", "garbage\n", "rank1.jsonl, line 1: not JSON"),
         ("ranks/rank1.jsonl", '{"a": 1}\n', "rank1.jsonl, line 1: it has no step, rank, seconds, "),
     ],
@@ -147,7 +147,7 @@ def test_a_damaged_file_of_a_run_is_named_with_its_key(tmp_path: Path, file: str
         ("loss", [1.0], "loss is [1.0], expected a valid number"),
         ("step", 0, "step is 0, expected more than 0"),
         ("gpu_reading", {"energy_joules": 1}, "gpu_reading has no monotonic_seconds"),
-        ("memory_ladder", {"load": 1}, "memory_ladder has no bytes_of"),
+        ("memory_by_phase", {"load": 1}, "memory_by_phase has no bytes_of"),
     ],
 )
 def test_a_damaged_row_is_named_with_its_line_and_key(tmp_path: Path, key: str, value: Any, expected: str) -> None:

@@ -15,14 +15,14 @@ from toolkit.observe import hang_detection
 from toolkit.observe.progress import Progress
 
 def write_slowly(ranks, heartbeat):
-    (ranks / ".rank0.pulse").touch()
+    (ranks / ".rank0.heartbeat").touch()
     time.sleep(0.5)
-    (ranks / ".rank0.pulse").replace(ranks / "rank0.pulse")
+    (ranks / ".rank0.heartbeat").replace(ranks / "rank0.heartbeat")
 
 hang_detection.write_heartbeat = write_slowly
 folder = Path(sys.argv[1])
 hang_detection.Watchdog(Progress(), ranks=folder, rank=0).start()
-while not (folder / ".rank0.pulse").exists():
+while not (folder / ".rank0.heartbeat").exists():
     time.sleep(0.01)
 """
 
@@ -33,4 +33,4 @@ def test_a_process_that_exits_while_a_heartbeat_is_written_leaves_no_temporary_f
     script.write_text(SLOW_HEARTBEATS)
     ended = run_warm([sys.executable, str(script), str(tmp_path / "ranks")], cpu_environment())
     assert ended.returncode == 0, ended.stderr
-    assert sorted(path.name for path in (tmp_path / "ranks").iterdir()) == ["rank0.pulse", "rank0.stacks"]
+    assert sorted(path.name for path in (tmp_path / "ranks").iterdir()) == ["rank0.heartbeat", "rank0.stacks"]

@@ -118,7 +118,7 @@ class RecordedFailure(_RunFile):
     step: Count | None = None
     rank: Integer | None = None
     peak_bytes: Bytes = None
-    memory_ladder: MemoryByPhase | None = None
+    memory_by_phase: MemoryByPhase | None = None
 
 
 class AttestedRank(_RunFile):
@@ -152,7 +152,7 @@ class RecordedAttestation(_RunFile):
     """`attestation.json`."""
 
     ranks: tuple[AttestedRank, ...] | None = ()
-    promised: Promised | None = None
+    expected: Promised | None = None
     sha256: str | None = None
 
 

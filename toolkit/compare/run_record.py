@@ -67,7 +67,7 @@ def read_run_record(
                 "tokens_per_second_per_gpu": None if speed is None else speed / trial.row.world_size,
                 "first_loss": losses[0] if losses else None,
                 "last_loss": losses[-1] if losses else None,
-                "memory_ladder": measured.memory_ladder or failure.memory_ladder,
+                "memory_by_phase": measured.memory_by_phase or failure.memory_by_phase,
                 **_model_states(attestation.ranks or (AttestedRank(),)),
                 "layout": problem.layout if isinstance(problem.layout, str) else None,
                 "attestation_sha256": attestation.sha256,
@@ -140,7 +140,7 @@ def trained_problem(run: RecordedRun, attestation: RecordedAttestation) -> Train
     ranks, spec = attestation.ranks or (), run.spec or {}
     facts: dict[str, Any] = {fact: _shared([rank.fact(fact) for rank in ranks]) for fact in ATTESTED}
     facts |= {fact: spec.get(fact) for fact in SPECIFIED}
-    masters = attestation.promised.master_dtype if attestation.promised else None
+    masters = attestation.expected.master_dtype if attestation.expected else None
     layout = _shared([_layout(rank) for rank in ranks])
     return TrainedProblem(**facts, layout=layout, ranks=len(ranks), promised_masters=masters)
 

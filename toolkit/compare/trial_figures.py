@@ -485,7 +485,7 @@ class Readings(Model):
             display=Display(heading="re-\ntries", format=fixed(0)),
         ),
     ] = None
-    memory_ladder: Annotated[
+    memory_by_phase: Annotated[
         MemoryByPhase | None,
         Column(
             "Memory by phase: bytes of one rank after each phase of its first step.",

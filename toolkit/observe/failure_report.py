@@ -150,9 +150,9 @@ def _failure(error: BaseException, kind: str, rank: int, progress: Progress, inv
         "rank": rank,
         "message": message,
         "hint": hint,
-        "wrong_input": invalid_input,
+        "invalid_input": invalid_input,
         "peak_bytes": _peak_bytes(kind),
-        "memory_ladder": None if memory is None else memory.facts(),
+        "memory_by_phase": None if memory is None else memory.facts(),
         "traceback": None if isinstance(error, ToolkitError) else traceback.format_exc(),
         **(progress.describe_rows(error.rows) if isinstance(error, Diverged) else {}),
     }

@@ -170,7 +170,7 @@ class StepTimer(TrainerCallback):  # type: ignore[misc]
             finished.compiler = self.step.compiler.since(finished.compiler)
         if state.global_step == self.resumed_step + 1 and self.progress.memory_by_phase is not None:
             self.progress.memory_by_phase.record("step")
-            finished.memory["memory_ladder"] = self.progress.memory_by_phase.facts()
+            finished.memory["memory_by_phase"] = self.progress.memory_by_phase.facts()
         if state.global_step == self.resumed_step + 1:
             self._begin_rows()
         self.progress.step = state.global_step

@@ -85,7 +85,7 @@ class Measurements:
     """Largest memory of one rank's process as NVML reports it, read at most once per second."""
     allocator_retries: int | None
     """Maximum over ranks."""
-    memory_ladder: dict[str, Any] | None
+    memory_by_phase: dict[str, Any] | None
     """Memory in use after loading, first forward, first backward and first step: maximum over ranks."""
     energy_joules: float | None
     """Energy of all GPUs in the timed steps: mean power between readings times `timed_seconds`."""
@@ -175,7 +175,7 @@ class StepRow(BaseModel):
     allocator_retries: NonNegativeInt | None = None
     driver_bytes: NonNegativeInt | None = None
     gpu_reading: GpuReading | None = None
-    memory_ladder: FirstStepMemory | None = None
+    memory_by_phase: FirstStepMemory | None = None
     profiled: bool = False
     compiled_graphs: NonNegativeInt | None = None
     graph_breaks: NonNegativeInt | None = None
@@ -300,7 +300,7 @@ def measure(steps: list[list[Row]], *, untimed_steps: int) -> Measurements:
         losses=_over_ranks(steps, "loss", _mean),
         grad_norms=[grad_norm(step) for step in steps],
         batch_sha256=[[row["batch_sha256"] for row in step] for step in steps],
-        memory_ladder=max_memory_by_phase(row.get("memory_ladder") for step in steps for row in step),
+        memory_by_phase=max_memory_by_phase(row.get("memory_by_phase") for step in steps for row in step),
         energy_joules=energy_joules(by_rank, seconds=math.fsum(timed)),
         throttle_reasons=throttle_reasons(by_rank),
         recompilations_after_first_steps=_sum_of_a_rank(by_rank, "compiled_graphs"),

@@ -77,7 +77,7 @@ def rehearsal_facts(run: ActiveRun, rehearsed: RehearsedRank, trainer: Any) -> d
         **{name: max((row[name] for row in rows if row[name] is not None), default=None) for name in PEAKS},
         # On a CPU, fp32 arithmetic says nothing about a GPU's step.
         "compute_step_seconds": statistics.median(timed) if timed and own["device"].startswith("cuda") else None,
-        "not_told": [*NOT_MEASURED, *([WITH_EXPERTS] if layout is not None and layout.ep > 1 else [])],
+        "not_measured": [*NOT_MEASURED, *([WITH_EXPERTS] if layout is not None and layout.ep > 1 else [])],
         "phase_peaks": trainer.observer.timer.peaks.by_phase(),
         "random_weights": not has_local_weights(str(run.arguments.model.model_name_or_path)),
     }

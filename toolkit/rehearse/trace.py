@@ -76,7 +76,7 @@ def trace(args: Arguments, launch: LaunchContext) -> Facts:
         "steps": STEPS,
         "peaks": {phase: peak_facts(memory.peaks[phase], states) for phase in PHASES if phase in memory.peaks},
         "peak_host_bytes": peak_resident_bytes(),
-        "not_told": list(NOT_TRACED),
+        "not_measured": list(NOT_TRACED),
     }
 
 

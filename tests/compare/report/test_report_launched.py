@@ -36,7 +36,7 @@ def test_what_a_comparison_writes_matches_the_schema(comparison: Path) -> None:
 
 def test_a_real_row_has_memory_by_phase_flops_and_start_up(comparison: Path) -> None:
     (row,) = read(comparison / "results.json")["rows"]
-    memory = row["memory_ladder"]
+    memory = row["memory_by_phase"]
     assert memory["bytes_of"] == "rss"
     assert all(4 * P < memory[rung] <= row["peak_host_bytes"] for rung in ("load", "forward", "backward", "step"))
     assert row["flops_per_token"]["num_params"] == P
@@ -80,7 +80,7 @@ def test_on_a_gpu_memory_by_phase_is_of_the_allocator(tmp_path: Path, tiny_model
     ended = toolkit("train", "--preset", "single", "--num-processes", "1", "--no-cpu", "--", *job)
     assert ended.returncode == 0, ended.stderr[-3000:]
     measured = read(tmp_path / "run" / "run.json")["measured"]
-    memory = measured["memory_ladder"]
+    memory = measured["memory_by_phase"]
     assert memory["bytes_of"] == "allocated"
     assert 4 * P <= memory["load"] < memory["forward"]
     assert memory["load"] + 8 * P <= memory["step"] <= measured["peak_allocated_bytes"]  # AdamW's two fp32 states

@@ -97,7 +97,7 @@ def test_a_difference_is_reported_with_both_values(name: str, fact: str, found: 
     ranks = matching_ranks(name)
     ranks[0][fact] = found
     (difference,) = differences(expected(name), ranks)
-    assert difference.to_json() == {"fact": fact, "rank": 0, "promised": expected(name)[fact], "found": found}
+    assert difference.to_json() == {"fact": fact, "rank": 0, "expected": expected(name)[fact], "found": found}
     assert str(difference) == sentence
 
 

@@ -25,7 +25,7 @@ def test_one_process_instead_of_two_is_detected(tmp_path: Path, words: list[str]
     failure = read(tmp_path / "out" / "failure.json")
     assert failure["kind"] == "attestation_failed"
     assert read(tmp_path / "out" / "run.json")["status"] == "attestation_failed"
-    assert {"fact": "world_size", "rank": 0, "promised": 2, "found": 1} in read(tmp_path / "out" / "attestation.json")[
+    assert {"fact": "world_size", "rank": 0, "expected": 2, "found": 1} in read(tmp_path / "out" / "attestation.json")[
         "differences"
     ]
 
@@ -36,6 +36,6 @@ def test_ddp_instead_of_fsdp_is_detected(tmp_path: Path, words: list[str]) -> No
     assert "engine on rank 0 is ddp, expected fsdp2" in ended.stderr
     assert ended.stderr.count("the run does not match its preset") == 1  # once, not once a rank
     differences = read(tmp_path / "out" / "attestation.json")["differences"]
-    assert {"fact": "sharding", "rank": 1, "promised": "full_shard", "found": "replicate"} in differences
+    assert {"fact": "sharding", "rank": 1, "expected": "full_shard", "found": "replicate"} in differences
     assert read(tmp_path / "out" / "run.json")["exit_code"] == 1
     assert not (tmp_path / "out" / "model.safetensors").exists()

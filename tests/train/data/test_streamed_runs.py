@@ -93,7 +93,7 @@ def test_an_invalid_row_ends_both_ranks_and_the_fixed_file_resumes_on_one(
     message = f"{rows}: row 135, line 135: `text` is number, expected a string"
     assert message in ended.stderr
     failure = read(tmp_path / "out" / "failure.json")
-    assert (failure["kind"], failure["wrong_input"], failure["phase"]) == ("failed", True, "data")
+    assert (failure["kind"], failure["invalid_input"], failure["phase"]) == ("failed", True, "data")
     assert failure["message"] == message
     assert "`--resume_from_checkpoint latest`" in failure["hint"]
     assert read(tmp_path / "out" / "run.json")["status"] == "failed"

@@ -179,7 +179,7 @@ def parity_table(results: Results) -> Table:
 
 def phases_table(results: Results) -> Table | None:
     """Return memory by phase of the first step, of failed rows too; None where no row has any."""
-    known = [row.memory_ladder for row in results.rows if row.memory_ladder]
+    known = [row.memory_by_phase for row in results.rows if row.memory_by_phase]
     if not known:
         return None
     unit = byte_unit(getattr(memory, phase) for memory in known for phase in PHASES)
@@ -188,7 +188,7 @@ def phases_table(results: Results) -> Table | None:
     return Table(
         headings=(*headings, text_heading("bytes of")),
         rows=tuple(
-            (text_cell(label), text_cell(row.status_text), *_phase_cells(row.memory_ladder, unit))
+            (text_cell(label), text_cell(row.status_text), *_phase_cells(row.memory_by_phase, unit))
             for label, row in results.labelled_rows
         ),
     )

@@ -278,7 +278,7 @@ def attestation_json(
         "schema_version": 1,
         "preset": None if preset is None else preset.name,
         "verdict": "attestation_failed" if found else verdict,
-        "promised": expected,
+        "expected": expected,
         "differences": [difference.to_json() for difference in found],
         "ranks": ranks,
     }

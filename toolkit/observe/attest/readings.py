@@ -157,4 +157,4 @@ class Difference:
 
     def to_json(self) -> Values:
         """Return the entry of `differences` in `attestation.json`."""
-        return {"fact": self.name, "rank": self.rank, "promised": self.expected, "found": self.found}
+        return {"fact": self.name, "rank": self.rank, "expected": self.expected, "found": self.found}
