@@ -20,8 +20,8 @@ from transformers.initialization import no_init_weights
 from toolkit.errors import AttestationFailed
 from toolkit.models.fake_tensor_patches import on_fake_tensors
 from toolkit.models.live_memory import LiveMemory, MemoryPeak
-from toolkit.observe.attest.activation_checkpointing import uses_activation_checkpointing
 from toolkit.observe.attest.differences import differences, expected_values
+from toolkit.observe.attest.first_step import uses_activation_checkpointing
 from toolkit.observe.attest.read_rank import read_engine
 from toolkit.observe.attest.tensors import (
     compute_dtype,

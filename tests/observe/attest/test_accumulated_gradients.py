@@ -9,7 +9,6 @@ from counted_collectives import assert_planned
 from launching import ROOT, accelerate_launch, losses, read
 
 from toolkit.models.read_model import read_model
-from toolkit.observe.attest.accumulated_gradients import AccumulatedGradients
 from toolkit.plan.engine_buffers import engine_buffers
 from toolkit.plan.job import TrainingJob, TrainingSetup
 from toolkit.plan.model_states import job_weights, model_states
@@ -90,15 +89,3 @@ def test_a_reduction_that_is_deferred_although_it_should_not_be_is_detected(
     assert ended.returncode != 0
     assert "accumulate on rank 0 is whole, expected sharded" in ended.stderr
     assert read(tmp_path / "run" / "run.json")["status"] == "attestation_failed"
-
-
-def held(accumulate: str, element_bytes: int) -> AccumulatedGradients:
-    return AccumulatedGradients(accumulate=accumulate, num_bytes=0, shapes=[(5, 2), (4,)], element_bytes=element_bytes)
-
-
-def test_shards_have_at_most_the_rows_of_the_first_rank_and_whole_gradients_all() -> None:
-    """Two ranks: 3 of 5 rows of 2, and 2 of 4 elements."""
-    preset = load_preset("fsdp2")
-    assert held("sharded", 4).byte_limits(preset, ranks=2) == (0, 4 * 8)
-    assert held("whole", 2).byte_limits(preset, ranks=2) == (28, 28)
-    assert held("whole", 4).byte_limits(load_preset("ddp"), ranks=2) == (56, 56)

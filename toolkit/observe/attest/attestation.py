@@ -15,8 +15,6 @@ from typing import Any
 from transformers import TrainerCallback
 
 from toolkit.errors import AttestationFailed
-from toolkit.observe.attest.accumulated_gradients import AccumulatedGradients, read_accumulated
-from toolkit.observe.attest.activation_checkpointing import RecomputeDetector
 from toolkit.observe.attest.clipping import NormReader, clipping_differences, gradient_replicas, was_clipped
 from toolkit.observe.attest.differences import (
     byte_differences,
@@ -25,20 +23,17 @@ from toolkit.observe.attest.differences import (
     pipeline_differences,
     rank_differences,
 )
+from toolkit.observe.attest.first_step import RecomputeDetector, read_accumulated
 from toolkit.observe.attest.optimizer import (
     expected_optimizer,
     named_optimizer,
-    optimizer_byte_limits,
     state_dtype_differences,
     updated_tensors,
 )
 from toolkit.observe.attest.read_deepspeed import call_at_gradient_peak
 from toolkit.observe.attest.read_layout import (
     first_rows_sha256,
-    largest_part,
     layout_differences,
-    replicated_gradient,
-    split_shapes,
 )
 from toolkit.observe.attest.read_rank import read_gradients, read_rank
 from toolkit.observe.attest.readings import ByteReading, Difference, GradientReading, RankReading, Values
@@ -88,8 +83,7 @@ class Attestation(TrainerCallback):  # type: ignore[misc]
         self.first_step = 0
         self.initial_weights: str | None = None
         self.gradients: GradientReading | None = None
-        self.accumulated: AccumulatedGradients | None = None
-        self.replicated: list[float] | None = None
+        self.accumulated: Values = {"accumulate": None}
         self.before_training: Values = {}
         self.norms, self.recompute = NormReader(), RecomputeDetector()
 
@@ -111,7 +105,7 @@ class Attestation(TrainerCallback):  # type: ignore[misc]
 
     def on_substep_end(self, *_: Any, **__: Any) -> None:
         """After each accumulation step of an optimizer step but the last."""
-        if self.accumulated is None and self.reading is None:
+        if self.accumulated["accumulate"] is None and self.reading is None:
             self.accumulated = read_accumulated(self.trainer)
 
     def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
@@ -129,11 +123,9 @@ class Attestation(TrainerCallback):  # type: ignore[misc]
             self.trainer, self.gradients or {}, readers=self.parts.read, recompute_detected=self.recompute.detected
         )
         reading.update(expected_bytes(self.parts.expected, self.trainer, reading))  # type: ignore[typeddict-item]
-        self._add_accumulated(reading)
-        reading.update(self.before_training)  # type: ignore[typeddict-item]
+        reading.update(self.accumulated | self.before_training)  # type: ignore[typeddict-item]
         reading["initial_weights_sha256"] = self.initial_weights
         reading["first_rows_sha256"] = first_rows_sha256(self.first_batches)
-        reading["replicated_gradient"] = self.replicated
         self.reading = reading
         self.verify(reading)
         self.progress.enter("train")
@@ -159,8 +151,6 @@ class Attestation(TrainerCallback):  # type: ignore[misc]
         # Bytes are checked only if the engine is right: one cause would be reported many times otherwise.
         found = found or byte_differences(ranks)
         clipped = was_clipped(norms, threshold)
-        for reading in ranks:  # its last digits may differ from run to run
-            reading.pop("replicated_gradient", None)
         ranks = [{**reading, "clipped": clipped} for reading in ranks]
         preset = self.parts.expected.preset
         if self.trainer.args.process_index == 0:
@@ -188,7 +178,7 @@ class Attestation(TrainerCallback):  # type: ignore[misc]
                 args.activation_checkpointing or fsdp.get("fsdp_activation_checkpointing")
             ),
         } | expected.settings
-        if self.accumulated is None:  # the first step had one accumulation step
+        if self.accumulated["accumulate"] is None:  # the first step had one accumulation step
             settings.pop("accumulate", None)
         if at_load is not None and (at_load.data_parallel_size == 1 or hasattr(self.trainer.model, "peft_config")):
             settings.pop("accumulate", None)  # no gradient is sharded: FSDP2 has nothing to divide, or no adapters
@@ -204,25 +194,13 @@ class Attestation(TrainerCallback):  # type: ignore[misc]
             layout=expected.layout,
         )
 
-    def _add_accumulated(self, reading: RankReading) -> None:
-        reading["accumulate"] = None
-        if self.accumulated is None:
-            return
-        reading["accumulate"] = self.accumulated.accumulate
-        reading["accumulated_gradient_bytes"] = self.accumulated.num_bytes
-        preset = self.parts.expected.preset
-        if preset is not None and self.parts.expected.layout_at_load is None:
-            ranks = reading.get("dp_shard_size") or reading["world_size"]
-            reading["byte_limits"]["accumulated_gradient"] = self.accumulated.byte_limits(preset, ranks=ranks)
-
     def _read_gradients(self) -> None:
         self.gradients = read_gradients(self.trainer, self.parts.reduce_dtype)
-        self.replicated = replicated_gradient(self.trainer.model_wrapped, self.parts.expected.layout_at_load)
 
 
 def expected_bytes(expected_run: ExpectedRun, trainer: Any, reading: RankReading) -> ByteReading:
     """Return the bytes that the preset's sharding allows each part on this rank, from the live parameters' shapes."""
-    preset, layout_at_load = expected_run.preset, expected_run.layout_at_load
+    preset = expected_run.preset
     if preset is None:
         return {"byte_limits": {}, "whole_bytes": {}}
     model = trainer.model_wrapped
@@ -245,15 +223,11 @@ def expected_bytes(expected_run: ExpectedRun, trainer: Any, reading: RankReading
     allowed, whole = {}, {}
     for part, tensors_of_size in parts.items():
         shapes = [([full_shape(p) for p in tensors], size) for tensors, size in tensors_of_size]
-        if layout_at_load is not None:
-            divided = [
-                (split_shapes(model, layout_at_load, tensors, part=part), size) for tensors, size in tensors_of_size
-            ]
-            limits = [(0, largest_part(found) * size) for found, size in divided]
-        else:
-            limits = [shard_byte_limits(preset, part, found, size, ranks=ranks) for found, size in shapes]
+        limits = [shard_byte_limits(preset, part, found, size, ranks=ranks) for found, size in shapes]
         allowed[part] = (sum(lowest for lowest, _ in limits), sum(highest for _, highest in limits))
         whole[part] = sum(sum(map(math.prod, found)) * size for found, size in shapes)
+        if expected_run.layout_at_load is not None:  # some layers are split, others and adapters may be replicated
+            allowed[part] = (0, whole[part] - (not hasattr(trainer.model, "peft_config")))
     if "stages" in reading:  # this rank's are only a part; all of them are trained in fp32
         states = {"parameter": 1, "gradient": 1, "optimizer": ADAM_STATES}
         whole = {part: count * reading["num_params"] * element_bytes("float32") for part, count in states.items()}
@@ -263,8 +237,6 @@ def expected_bytes(expected_run: ExpectedRun, trainer: Any, reading: RankReading
     whole["parameter"] += replicated
     expected: ByteReading = {"byte_limits": allowed, "whole_bytes": whole}
     if spec is not None and not spec.is_fp32_adamw:
-        allowed["optimizer"] = optimizer_byte_limits(spec, preset, trainer, trained, ranks=ranks)
-        whole["optimizer"] = deepspeed * element_bytes("float32") * sum(math.prod(full_shape(p)) for p in trained)
         expected["expected_optimizer_dtype"] = spec.state_dtypes(updated_tensors(trainer))
     return expected
 

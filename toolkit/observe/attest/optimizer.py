@@ -1,4 +1,4 @@
-"""The optimizer that `--optim` names: its expected class, and the bytes and dtypes of its states on this rank.
+"""The optimizer that `--optim` names: its expected class, and the dtypes of its states on this rank.
 
 What an optimizer should hold is in `toolkit.presets.optimizers`; the tensors that it updates are read from the live
 objects: parameters, FSDP2's shards, or DeepSpeed's flat partitions.
@@ -6,8 +6,6 @@ objects: parameters, FSDP2's shards, or DeepSpeed's flat partitions.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -15,9 +13,8 @@ from transformers.pytorch_utils import Conv1D
 
 from toolkit.observe.attest.read_deepspeed import master_weights
 from toolkit.observe.attest.readings import Difference, Values
-from toolkit.observe.attest.tensors import full_shape, local, uncompiled
-from toolkit.presets.optimizers import FP32_BYTES, OptimizerSpec, UpdatedTensor, optimizer_spec
-from toolkit.presets.shard_bytes import largest_shard
+from toolkit.observe.attest.tensors import local, uncompiled
+from toolkit.presets.optimizers import OptimizerSpec, UpdatedTensor, optimizer_spec
 from toolkit.presets.spec import PresetSpec
 
 
@@ -62,40 +59,11 @@ def hidden_matrices(model: Any) -> set[int]:
     return {id(weight) for weight in linear if weight.ndim == 2 and weight.requires_grad} - embeddings
 
 
-def optimizer_byte_limits(
-    spec: OptimizerSpec, preset: PresetSpec, trainer: Any, trained: list[Any], *, ranks: int
-) -> tuple[int, int]:
-    """Return the bytes, lowest and highest, that an optimizer other than fp32 AdamW holds on this rank.
-
-    DeepSpeed's master weights are among them, no more than the preset's sharding allows.
-    """
-    tensors = updated_tensors(trainer)
-    if preset.engine != "deepspeed":
-        exact = spec.state_bytes(tensors)
-        return exact, exact
-    shapes = [full_shape(p) for p in trained]
-    whole = sum(map(math.prod, shapes))
-    most = largest_shard(shapes, preset.engine, ranks=ranks) if "optimizer" in preset.sharded_parts else whole
-    if sum(tensor.num_elements for tensor in tensors) > most:
-        tensors = [UpdatedTensor(shape=(most,))]
-    exact = FP32_BYTES * sum(tensor.num_elements for tensor in tensors) + spec.state_bytes(tensors)
-    return exact, exact
-
-
 def state_dtype_differences(ranks: list[Any]) -> list[Difference]:
     """Return the ranks whose optimizer states have other dtypes than the optimizer gives to their tensors."""
-    return [_dtype_difference(reading) for reading in ranks if not _has_expected_dtype(reading)]
-
-
-def _has_expected_dtype(reading: Mapping[str, Any]) -> bool:
-    expected = reading.get("expected_optimizer_dtype", reading["optimizer_dtype"])
-    return bool(expected == reading["optimizer_dtype"])
-
-
-def _dtype_difference(reading: Mapping[str, Any]) -> Difference:
-    return Difference(
-        name="optimizer_dtype",
-        rank=reading["rank"],
-        expected=reading["expected_optimizer_dtype"],
-        found=reading["optimizer_dtype"],
-    )
+    name = "optimizer_dtype"
+    return [
+        Difference(name=name, rank=reading["rank"], expected=reading[f"expected_{name}"], found=reading[name])
+        for reading in ranks
+        if reading.get(f"expected_{name}", reading[name]) != reading[name]
+    ]

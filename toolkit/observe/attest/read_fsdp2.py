@@ -64,14 +64,8 @@ def fsdp2_reduce_dtype(model: Any) -> str:
     return str(policy.reduce_dtype or policy.param_dtype or parameter.dtype).removeprefix("torch.")
 
 
-def fsdp2_compute_dtype(model: Any) -> torch.dtype:
-    """Return the dtype of gathered parameters, from the mixed-precision policy of the first parameter group."""
-    dtype: torch.dtype = _parameter_groups(model)[0].mp_policy.param_dtype or next(model.parameters()).dtype
-    return dtype
-
-
-def unsharded_gradients(model: Any) -> Iterator[tuple[Any, torch.Tensor]]:
-    """Yield each sharded parameter of which this rank holds the whole gradient, and that gradient.
+def unsharded_gradients(model: Any) -> Iterator[torch.Tensor]:
+    """Yield the whole gradients of sharded parameters that this rank holds.
 
     They wait for their reduction there (torch 2.13, `_fsdp_param.py`, `to_accumulated_grad_if_needed`): in the dtype of
     the computation, or apart where the reduction's differs.
@@ -82,7 +76,7 @@ def unsharded_gradients(model: Any) -> Iterator[tuple[Any, torch.Tensor]]:
             computed = None if unsharded is None else unsharded.grad
             for gradient in (computed, parameter.unsharded_accumulated_grad):
                 if gradient is not None:
-                    yield parameter.sharded_param, gradient
+                    yield gradient
 
 
 def is_replicated_over_data_parallelism(tensor: Any) -> bool:

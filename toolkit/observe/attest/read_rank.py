@@ -7,7 +7,7 @@ from typing import Any, cast
 
 import torch
 
-from toolkit.observe.attest.activation_checkpointing import uses_activation_checkpointing
+from toolkit.observe.attest.first_step import uses_activation_checkpointing
 from toolkit.observe.attest.read_deepspeed import deepspeed_gradients, read_deepspeed, zero3_parameters
 from toolkit.observe.attest.read_fsdp2 import fsdp2_reduce_dtype, is_fsdp2, read_fsdp2
 from toolkit.observe.attest.read_layout import read_layout

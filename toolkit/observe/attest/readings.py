@@ -128,8 +128,6 @@ class RankReading(EngineReading, GradientReading, AccumulationReading, PackingRe
     """The part of `parameter_bytes` that is a second copy of the embedding, for the head."""
     batch_group: list[int] | None
     """The ranks that train on the same rows as this one; None for data parallelism alone."""
-    replicated_gradient: list[float] | None
-    """Norm and alternating sum of the gradients that tensor parallelism does not divide; None without it."""
     first_rows_sha256: str
     """The batches of the first optimizer step that this rank trains on."""
     initial_weights_sha256: str | None
