@@ -24,8 +24,7 @@ from toolkit.checkpoint.hf_export import export
 from toolkit.checkpoint.model_definition import MetaModel, ModelFiles
 from toolkit.checkpoint.reader import MOMENTS
 from toolkit.checkpoint.verify import verify
-from toolkit.observe.background_save import BackgroundSaver, SaveRecord
-from toolkit.observe.manifest import SavedFolder
+from toolkit.observe.background_save import BackgroundSaver, SavedFolder, SaveRecord
 from toolkit.record.checkpoints import latest_complete, list_checkpoints
 from toolkit.record.timeline import read_timeline
 

@@ -26,10 +26,10 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from transformers import modeling_utils
+from transformers.trainer_utils import rotate_checkpoints
 
 from toolkit.files.safetensors_writer import SavedTensor, write_file
-from toolkit.observe.manifest import SavedFolder
-from toolkit.record.checkpoints import checkpoint_files
+from toolkit.record.checkpoints import checkpoint_files, commit_checkpoint, file_entries
 
 DeferredWrite = Callable[[Any], None]
 """Writes one file or folder; its argument is the process group of the background thread."""
@@ -57,6 +57,55 @@ class SaveRecord:
         now = time.monotonic()
         self.seconds, self.write_seconds = now - began, now - writing_began
         self.bytes = sum(path.stat().st_size for path in files)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SavedFolder:
+    """One rank's view of a checkpoint that is in its temporary folder, and of what it takes to complete it."""
+
+    folder: Path
+    """`.saving-checkpoint-STEP/checkpoint-STEP`."""
+    checkpoint: Path
+    facts: dict[str, Any]
+    """The manifest without its files."""
+    rank: int
+    world_size: int
+    save_total_limit: int | None
+    best_checkpoint: str | None
+
+    def complete(self, group: Any = None) -> None:
+        """Turn the folder into `checkpoint-STEP` once all ranks have written theirs. Collective in the process group.
+
+        The checksums are of what is read back from the disk, each rank its share of the files.
+        """
+        barrier(group)
+        entries = _all_entries(self.folder, rank=self.rank, world_size=self.world_size, group=group)
+        if self.rank == 0:
+            commit_checkpoint(self.folder, self.checkpoint, {**self.facts, "files": entries})
+            self.folder.parent.rmdir()
+            rotate_checkpoints(
+                output_dir=str(self.checkpoint.parent),
+                save_total_limit=self.save_total_limit,
+                best_model_checkpoint=self.best_checkpoint,
+            )
+        barrier(group)
+
+
+def _all_entries(folder: Path, *, rank: int, world_size: int, group: Any) -> list[dict[str, Any]]:
+    """Return the manifest's entries for all files; each rank reads its share of the bytes."""
+    paths = sorted(checkpoint_files(folder), key=lambda path: (-path.stat().st_size, str(path)))
+    own = file_entries(folder, paths[rank::world_size])
+    if not dist.is_initialized():
+        return own
+    gathered: list[Any] = [None] * world_size
+    dist.all_gather_object(gathered, own, group=group)
+    return sorted((entry for entries in gathered for entry in entries), key=lambda entry: str(entry["path"]))
+
+
+def barrier(group: Any = None) -> None:
+    """Wait for all ranks of the group."""
+    if dist.is_initialized():
+        dist.barrier(group)
 
 
 class BackgroundSaver:

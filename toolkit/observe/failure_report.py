@@ -59,14 +59,10 @@ def status_of(error: BaseException) -> str:
         return status.ATTESTATION_FAILED
     if isinstance(error, (FloatingPointError, Diverged)):
         return status.DIVERGED
-    if _is_collective_timeout(error):
+    # a collective gave up on a rank after `--ddp_timeout`
+    if isinstance(error, RuntimeError) and any(words in str(error) for words in COLLECTIVE_TIMEOUT_MESSAGES):
         return status.TIMED_OUT
     return status.INTERRUPTED if isinstance(error, (KeyboardInterrupt, Interrupted)) else status.FAILED
-
-
-def _is_collective_timeout(error: BaseException) -> bool:
-    """Return True where a collective gave up on a rank after `--ddp_timeout`."""
-    return isinstance(error, RuntimeError) and any(words in str(error) for words in COLLECTIVE_TIMEOUT_MESSAGES)
 
 
 _REPORTING = threading.Lock()  # the thread that handles signals may report at the same time as the main thread
@@ -80,7 +76,9 @@ def report_failure(error: BaseException, progress: Progress) -> int:
     rank = int(os.environ.get("RANK", "0"))
     with _REPORTING:
         if _claim_report(progress, _failure(error, kind, rank, progress, invalid_input)):
-            _print(error, rank, progress)
+            where = f"rank {rank}, phase {progress.phase}, step {progress.step}"
+            unexpected = f"error ({where}): {type(error).__name__}: {error}\n{traceback.format_exc()}"
+            _print(f"error: {error}" if isinstance(error, ToolkitError) else unexpected)
             _write_status(progress, kind, code)
     return code
 
@@ -88,7 +86,7 @@ def report_failure(error: BaseException, progress: Progress) -> int:
 def report_hang(failure: dict[str, Any], progress: Progress) -> None:
     """Report a hang that the watchdog found; `failure` is the content of failure.json."""
     if _claim_report(progress, failure):
-        _print_text(f"error: {failure['message']}\n  hint: {failure['hint']}")
+        _print(f"error: {failure['message']}\n  hint: {failure['hint']}")
         _write_status(progress, status.TIMED_OUT, status.exit_code_of(status.TIMED_OUT))
 
 
@@ -117,15 +115,7 @@ def _write_status(progress: Progress, kind: str, code: int) -> None:
             RunFolder(progress.output_dir).update_run(status=kind, exit_code=code)
 
 
-def _print(error: BaseException, rank: int, progress: Progress) -> None:
-    if isinstance(error, ToolkitError):
-        _print_text(f"error: {error}")
-        return
-    where = f"rank {rank}, phase {progress.phase}, step {progress.step}"
-    _print_text(f"error ({where}): {type(error).__name__}: {error}\n{traceback.format_exc()}")
-
-
-def _print_text(text: str) -> None:
+def _print(text: str) -> None:
     print(hide_secrets(text), file=sys.stderr, flush=True)
 
 
@@ -143,6 +133,7 @@ def _failure(error: BaseException, kind: str, rank: int, progress: Progress, inv
     elif is_disk_full(error) and progress.output_dir is not None:
         message, hint = describe_full_disk(progress.output_dir, f"rank {rank}", progress.phase, progress.step)
     memory = progress.memory_by_phase
+    on_host = kind == status.HOST_OUT_OF_MEMORY or not torch.cuda.is_available()
     return {
         "kind": kind,
         "phase": progress.phase,
@@ -151,7 +142,7 @@ def _failure(error: BaseException, kind: str, rank: int, progress: Progress, inv
         "message": message,
         "hint": hint,
         "invalid_input": invalid_input,
-        "peak_bytes": _peak_bytes(kind),
+        "peak_bytes": peak_resident_bytes() if on_host else torch.cuda.max_memory_allocated(),
         "memory_by_phase": None if memory is None else memory.facts(),
         "traceback": None if isinstance(error, ToolkitError) else traceback.format_exc(),
         **(progress.describe_rows(error.rows) if isinstance(error, Diverged) else {}),
@@ -165,9 +156,3 @@ def _lost_rank(error: BaseException, kind: str, progress: Progress, rank: int) -
     time.sleep(LOST_RANK_GRACE_SECONDS)
     heartbeats = read_heartbeats(progress.output_dir / "ranks")
     return next((other for other in heartbeats if other.rank != rank and other.is_gone), None)
-
-
-def _peak_bytes(kind: str) -> int:
-    """Return the allocator's peak on a GPU; the resident peak on a CPU, and where host memory ran out."""
-    on_host = kind == status.HOST_OUT_OF_MEMORY or not torch.cuda.is_available()
-    return peak_resident_bytes() if on_host else torch.cuda.max_memory_allocated()

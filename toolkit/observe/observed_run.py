@@ -1,9 +1,10 @@
 """The run folder of the run in progress, as one rank sees it: claimed, opened, and completed.
 
-    record = claim_record(RunFolder(Path("out")), progress, rank=0, world_size=2)
-    record.open(preset="zero2", ...)
+    progress.attempt_id, nodes = claim_folder(Path("out"), writes=True, gather=gather_from_ranks)
+    run = ObservedRun(folder=RunFolder(Path("out")), progress=progress, rank=0, world_size=2)
+    run.open(preset="zero2", nodes=nodes)
     ...
-    record.complete(untimed_steps=2)
+    run.complete(untimed_steps=2)
 
 One attempt owns the folder, and every node sees it: found out before a model is loaded. Rank 0 writes the attempt's id
 to `ranks/attempt.id`, and the other ranks look for it. The id also separates this attempt's heartbeats and keys in the

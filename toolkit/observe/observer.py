@@ -27,8 +27,8 @@ from toolkit.observe.failure_report import report_failure
 from toolkit.observe.hang_detection import Watchdog
 from toolkit.observe.observed_run import ObservedRun, claim_folder, gather_from_ranks
 from toolkit.observe.parts import ExpectedRun, ObserverParts
+from toolkit.observe.profiler import DATA_WAIT_EVENT
 from toolkit.observe.progress import STEP_PHASES, Progress
-from toolkit.observe.step_breakdown import DATA_WAIT_EVENT
 from toolkit.observe.timer import StepTimer, time_waits_in_forward
 from toolkit.presets import Preset
 from toolkit.record.folder import RunFolder

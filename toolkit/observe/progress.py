@@ -1,7 +1,8 @@
-"""Where a rank is in its run: read by the heartbeat, by the failure report and by signal handling."""
+"""Where a rank is in its run, and its memory by phase: read by the heartbeat, failure report and signal handling."""
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -9,11 +10,44 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import torch
 
-from toolkit.observe.device_readings import PhaseMemoryRecorder
+from toolkit.record.measurements import MEMORY_PHASES
 from toolkit.record.timeline import add_moment
 
 STEP_PHASES = ("train", "forward", "backward", "step")
+STATM = Path("/proc/self/statm")
+
+
+class PhaseMemoryRecorder:
+    """Bytes in use after loading, the first forward, the first backward and the first optimizer step.
+
+    Recorded once each in the first step, which is not timed: allocated bytes on a GPU, resident bytes on a CPU.
+
+    >>> memory = PhaseMemoryRecorder(on_gpu=False)
+    >>> memory.record("load")
+    >>> memory.facts()["bytes_of"], memory.facts()["forward"]
+    ('rss', None)
+    """
+
+    def __init__(self, *, on_gpu: bool) -> None:
+        self.on_gpu = on_gpu
+        self.bytes: dict[str, int] = {}
+
+    def record(self, phase: str) -> None:
+        """Record the bytes in use now, the first time a phase ends."""
+        if phase not in self.bytes:
+            self.bytes[phase] = torch.cuda.memory_allocated() if self.on_gpu else resident_bytes()
+
+    def facts(self) -> dict[str, Any]:
+        """Return `bytes_of` (`allocated` or `rss`) and the bytes of each phase; None for one not reached."""
+        phases = {phase: self.bytes.get(phase) for phase in MEMORY_PHASES}
+        return {"bytes_of": "allocated" if self.on_gpu else "rss", **phases}
+
+
+def resident_bytes() -> int:
+    """Return this process's resident memory (the second number of /proc/self/statm, in pages)."""
+    return int(STATM.read_text("utf-8").split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 @dataclass(slots=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import time
 from collections import deque
 from collections.abc import Callable
@@ -19,12 +20,46 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 from transformers import TrainerCallback
 
+from toolkit.hardware.nvml import Nvml
 from toolkit.observe.batches import BatchFacts
 from toolkit.observe.compiler_events import CompilerEvents
-from toolkit.observe.device_readings import DeviceReadings, PhaseMemoryRecorder
 from toolkit.observe.failure_report import Diverged
-from toolkit.observe.progress import Progress
+from toolkit.observe.progress import PhaseMemoryRecorder, Progress
+from toolkit.record.heartbeat import peak_resident_bytes
 from toolkit.record.measurements import drop_rows_after
+
+SECONDS_BETWEEN_NVML_QUERIES = 1.0
+
+
+class DeviceReadings:
+    """Reads the memory columns of a step's row. On a CPU all but host memory are None."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.cuda = device.type == "cuda"
+        self.nvml = Nvml(str(torch.cuda.get_device_properties(device).uuid)) if self.cuda else None
+        self.queried_at = -math.inf
+        self.driver_bytes: int | None = None
+
+    def read(self) -> dict[str, Any]:
+        """Return the memory columns: peaks since the process began, in bytes."""
+        gpu_reading = self._query_nvml()
+        return {
+            "peak_allocated_bytes": torch.cuda.max_memory_allocated() if self.cuda else None,
+            "peak_reserved_bytes": torch.cuda.max_memory_reserved() if self.cuda else None,
+            "allocator_retries": torch.cuda.memory_stats().get("num_alloc_retries", 0) if self.cuda else None,
+            "driver_bytes": self.driver_bytes,
+            "gpu_reading": gpu_reading,
+            "peak_host_bytes": peak_resident_bytes(),
+        }
+
+    def _query_nvml(self) -> dict[str, Any] | None:
+        now = time.monotonic()
+        if self.nvml is None or now - self.queried_at < SECONDS_BETWEEN_NVML_QUERIES:
+            return None
+        self.queried_at = now
+        self.driver_bytes = self.nvml.process_bytes(os.getpid())
+        energy, throttles = self.nvml.energy_joules(), self.nvml.throttle_reasons()
+        return {"monotonic_seconds": now, "energy_joules": energy, "throttle_reasons": throttles}
 
 
 @dataclass(slots=True)

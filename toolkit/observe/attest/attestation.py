@@ -36,7 +36,7 @@ from toolkit.observe.attest.read_layout import (
     layout_differences,
 )
 from toolkit.observe.attest.read_rank import read_gradients, read_rank
-from toolkit.observe.attest.readings import ByteReading, Difference, GradientReading, RankReading, Values
+from toolkit.observe.attest.readings import Difference, RankReading, Values
 from toolkit.observe.attest.tensors import (
     compute_dtype,
     constant_bytes,
@@ -82,7 +82,7 @@ class Attestation(TrainerCallback):  # type: ignore[misc]
         """This rank's reading, once the first step is over."""
         self.first_step = 0
         self.initial_weights: str | None = None
-        self.gradients: GradientReading | None = None
+        self.gradients: RankReading | None = None
         self.accumulated: Values = {"accumulate": None}
         self.before_training: Values = {}
         self.norms, self.recompute = NormReader(), RecomputeDetector()
@@ -122,7 +122,7 @@ class Attestation(TrainerCallback):  # type: ignore[misc]
         reading = read_rank(
             self.trainer, self.gradients or {}, readers=self.parts.read, recompute_detected=self.recompute.detected
         )
-        reading.update(expected_bytes(self.parts.expected, self.trainer, reading))  # type: ignore[typeddict-item]
+        reading.update(expected_bytes(self.parts.expected, self.trainer, reading))
         reading.update(self.accumulated | self.before_training)  # type: ignore[typeddict-item]
         reading["initial_weights_sha256"] = self.initial_weights
         reading["first_rows_sha256"] = first_rows_sha256(self.first_batches)
@@ -198,7 +198,7 @@ class Attestation(TrainerCallback):  # type: ignore[misc]
         self.gradients = read_gradients(self.trainer, self.parts.reduce_dtype)
 
 
-def expected_bytes(expected_run: ExpectedRun, trainer: Any, reading: RankReading) -> ByteReading:
+def expected_bytes(expected_run: ExpectedRun, trainer: Any, reading: RankReading) -> RankReading:
     """Return the bytes that the preset's sharding allows each part on this rank, from the live parameters' shapes."""
     preset = expected_run.preset
     if preset is None:
@@ -235,7 +235,7 @@ def expected_bytes(expected_run: ExpectedRun, trainer: Any, reading: RankReading
     lowest, highest = allowed["parameter"]
     allowed["parameter"] = (lowest + replicated, highest + replicated)
     whole["parameter"] += replicated
-    expected: ByteReading = {"byte_limits": allowed, "whole_bytes": whole}
+    expected: RankReading = {"byte_limits": allowed, "whole_bytes": whole}
     if spec is not None and not spec.is_fp32_adamw:
         expected["expected_optimizer_dtype"] = spec.state_dtypes(updated_tensors(trainer))
     return expected

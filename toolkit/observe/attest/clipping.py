@@ -112,33 +112,23 @@ def clip_synthetic_gradient(trainer: Any) -> float | None:
 
     Every rank must call it: under FSDP2 ranks reduce the norm.
     """
-    threshold = trainer.args.max_grad_norm
+    threshold, wrapped = trainer.args.max_grad_norm, trainer.model_wrapped
     if not threshold or trainer.args.fp16:  # fp16's loss scaler would count the second look as an overflow check
         return None
-    if hasattr(trainer.model_wrapped, "zero_optimization_stage"):
-        return _clip_with_deepspeed(trainer.model_wrapped.optimizer, threshold)
-    return _clip_with_trainer(trainer, threshold)
-
-
-def _clip_with_trainer(trainer: Any, threshold: float) -> float:
-    """The smallest trained parameter alone gets a gradient: on each rank of a pipeline another one, a part of it."""
-    parts = getattr(trainer, "gradient_parts", 1)
-    trained = (p for p in trainer.model_wrapped.parameters() if p.requires_grad and p.numel())
-    smallest = min(trained, key=lambda p: p.numel())
-    element = SYNTHETIC_NORM * threshold / math.sqrt(parts * smallest.numel())
+    if hasattr(wrapped, "zero_optimization_stage"):
+        if hasattr(wrapped.optimizer, "fp32_partitioned_groups_flat"):
+            return None  # ZeRO-3 clips only its own gradients, which are freed after the step
+        gradient = torch.tensor([SYNTHETIC_NORM * threshold], device=wrapped.optimizer.device)
+        wrapped.optimizer.unscale_and_clip_grads([gradient], gradient.clone())
+        return float(gradient)
+    # The smallest trained parameter alone gets a gradient: on each rank of a pipeline another one, a part of it.
+    smallest = min((p for p in wrapped.parameters() if p.requires_grad and p.numel()), key=lambda p: p.numel())
+    element = SYNTHETIC_NORM * threshold / math.sqrt(getattr(trainer, "gradient_parts", 1) * smallest.numel())
     smallest.grad = torch.full_like(smallest, element)
-    trainer._clip_grad_norm(trainer.model_wrapped)
+    trainer._clip_grad_norm(wrapped)
     clipped, smallest.grad = local(smallest.grad), None
-    return threshold if not clipped.numel() else SYNTHETIC_NORM * threshold * float(clipped.flatten()[0]) / element
-
-
-def _clip_with_deepspeed(zero: Any, threshold: float) -> float | None:
-    """ZeRO-1 and 2 clip the tensors they are given; ZeRO-3 only its own gradients, which are freed after the step."""
-    if hasattr(zero, "fp32_partitioned_groups_flat"):
-        return None
-    gradient = torch.tensor([SYNTHETIC_NORM * threshold], device=zero.device)
-    zero.unscale_and_clip_grads([gradient], gradient.clone())
-    return float(gradient)
+    kept = float(clipped.flatten()[0]) / element if clipped.numel() else 1 / SYNTHETIC_NORM
+    return float(SYNTHETIC_NORM * threshold * kept)
 
 
 def clipping_differences(norms: Sequence[NormReading], threshold: float, *, replicas: int) -> list[Difference]:
@@ -149,20 +139,15 @@ def clipping_differences(norms: Sequence[NormReading], threshold: float, *, repl
     shares = [norm["optimizer_norm"] for norm in norms]
     known = [share for share in shares if share is not None]
     at_optimizer = math.hypot(*known) / math.sqrt(replicas) if len(known) == len(shares) else None
-    name = "gradient norm at the optimizer"
-    found = _difference(name, _reported_norm(norms), at_optimizer, threshold, rank=None)
-    if found:
-        return found
-    name, large = "norm of a large gradient, clipped", SYNTHETIC_NORM * threshold
-    return [
+    large, reported = SYNTHETIC_NORM * threshold, grad_norm([dict(norm) for norm in norms])
+    found = _difference("gradient norm at the optimizer", reported, at_optimizer, threshold, rank=None)
+    return found or [
         difference
         for norm in norms
-        for difference in _difference(name, large, norm["synthetic_norm"], threshold, rank=norm["rank"])
+        for difference in _difference(
+            "norm of a large gradient, clipped", large, norm["synthetic_norm"], threshold, rank=norm["rank"]
+        )
     ]
-
-
-def _reported_norm(norms: Sequence[NormReading]) -> float | None:
-    return grad_norm([dict(norm) for norm in norms])
 
 
 def _difference(
@@ -182,7 +167,7 @@ def was_clipped(norms: Sequence[NormReading], threshold: float) -> bool | None:
 
     `attestation.json` records this instead of the norms, whose last digits differ from run to run.
     """
-    before = _reported_norm(norms)
+    before = grad_norm([dict(norm) for norm in norms])
     return None if before is None else bool(0 < threshold < before)
 
 

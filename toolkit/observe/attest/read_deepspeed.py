@@ -8,12 +8,10 @@ from typing import Any
 
 import torch
 
-from toolkit.observe.attest.readings import EngineReading
+from toolkit.observe.attest.readings import RankReading
 from toolkit.observe.attest.tensors import (
-    class_name,
     device_types,
     dtype_names,
-    is_paged,
     local_bytes,
     optimizer_state_tensors,
 )
@@ -21,7 +19,7 @@ from toolkit.observe.attest.tensors import (
 MIN_SWAPPED_BYTES = 2**20  # MIN_AIO_BYTES in deepspeed/runtime/swap_tensor/utils.py
 
 
-def read_deepspeed(engine: Any, parameters: list[Any]) -> EngineReading:
+def read_deepspeed(engine: Any, parameters: list[Any]) -> RankReading:
     """Read an engine of any ZeRO stage after its first optimizer step."""
     zero, stage = engine.optimizer, engine.zero_optimization_stage()
     masters = master_weights(engine)
@@ -30,7 +28,7 @@ def read_deepspeed(engine: Any, parameters: list[Any]) -> EngineReading:
     parameter_disk_bytes = swapped_parameter_bytes(parameters) if stage == 3 else 0
     optimizer_disk_bytes = swapped_optimizer_bytes(zero)
     trained = [p for p in parameters if p.requires_grad]
-    reading: EngineReading = {
+    reading: RankReading = {
         "engine": "deepspeed",
         "sharding": _sharding(zero, stage),
         "parameter_disk_bytes": parameter_disk_bytes,
@@ -43,8 +41,6 @@ def read_deepspeed(engine: Any, parameters: list[Any]) -> EngineReading:
         "offload_optimizer": _optimizer_offload(zero, [*masters, *states], stage),
         "offload_param": _parameter_offload(zero, held, parameters, stage),
         "gradient_clipping": engine.gradient_clipping(),
-        "optimizer_class": class_name(zero.optimizer),
-        "optimizer_paged": is_paged(zero.optimizer),
     }
     if hasattr(zero.optimizer, "adam_w_mode"):
         reading["adam_w_mode"] = zero.optimizer.adam_w_mode

@@ -9,11 +9,9 @@ from typing import Any
 import torch
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 
-from toolkit.observe.attest.readings import EngineReading
+from toolkit.observe.attest.readings import RankReading
 from toolkit.observe.attest.tensors import (
-    class_name,
     dtype_names,
-    is_paged,
     local_bytes,
     optimizer_state_tensors,
     without_adapters,
@@ -33,7 +31,7 @@ def is_fsdp2(model: Any) -> bool:
     return isinstance(model, FSDPModule) or isinstance(without_adapters(model), FSDPModule)
 
 
-def read_fsdp2(trainer: Any, model: Any, parameters: list[Any]) -> EngineReading:
+def read_fsdp2(trainer: Any, model: Any, parameters: list[Any]) -> RankReading:
     """Read a sharded model after its first step. Its sharded parameters are the fp32 master weights."""
     groups = _parameter_groups(model)
     states = optimizer_state_tensors(trainer.optimizer)
@@ -52,9 +50,6 @@ def read_fsdp2(trainer: Any, model: Any, parameters: list[Any]) -> EngineReading
         "optimizer_dtype": dtype_names(states),
         "offload_optimizer": offload,
         "offload_param": offload,
-        "gradient_clipping": trainer.args.max_grad_norm,
-        "optimizer_class": class_name(trainer.optimizer),
-        "optimizer_paged": is_paged(trainer.optimizer),
     }
 
 

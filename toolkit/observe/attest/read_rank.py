@@ -11,7 +11,7 @@ from toolkit.observe.attest.first_step import uses_activation_checkpointing
 from toolkit.observe.attest.read_deepspeed import deepspeed_gradients, read_deepspeed, zero3_parameters
 from toolkit.observe.attest.read_fsdp2 import fsdp2_reduce_dtype, is_fsdp2, read_fsdp2
 from toolkit.observe.attest.read_layout import read_layout
-from toolkit.observe.attest.readings import EngineReading, GradientReading, RankReading, Values
+from toolkit.observe.attest.readings import RankReading, Values
 from toolkit.observe.attest.tensors import (
     class_name,
     constant_bytes,
@@ -32,7 +32,7 @@ _WRAPPERS = {torch.nn.parallel.DistributedDataParallel: "ddp", torch.nn.DataPara
 
 def read_rank(
     trainer: Any,
-    gradients: GradientReading,
+    gradients: RankReading,
     *,
     readers: Sequence[Callable[[Any, Any], Values]] = (),
     recompute_detected: bool | None,
@@ -104,18 +104,20 @@ def read_4bit(plain: Any) -> Values:
     }
 
 
-def read_engine(trainer: Any, wrapped: Any, parameters: list[Any]) -> EngineReading:
+def read_engine(trainer: Any, wrapped: Any, parameters: list[Any]) -> RankReading:
     """Read the engine that wraps the model."""
     if hasattr(wrapped, "zero_optimization_stage"):
-        reading = read_deepspeed(wrapped, parameters)
+        reading, optimizer = read_deepspeed(wrapped, parameters), wrapped.optimizer.optimizer
     else:
         read = read_fsdp2 if is_fsdp2(wrapped) else read_torch
-        reading = read(trainer, wrapped, parameters)
+        reading, optimizer = read(trainer, wrapped, parameters), trainer.optimizer
+        reading["gradient_clipping"] = trainer.args.max_grad_norm
+    reading["optimizer_class"], reading["optimizer_paged"] = class_name(optimizer), is_paged(optimizer)
     reading["frozen_dtype"] = dtype_names(frozen_weights(wrapped))
     return reading
 
 
-def read_torch(trainer: Any, wrapped: Any, parameters: list[Any]) -> EngineReading:
+def read_torch(trainer: Any, wrapped: Any, parameters: list[Any]) -> RankReading:
     """Read DDP, or a model that nothing shards: the parameter is its own fp32 master weight."""
     states = optimizer_state_tensors(trainer.optimizer)
     trained = [p for p in parameters if p.requires_grad]
@@ -130,13 +132,10 @@ def read_torch(trainer: Any, wrapped: Any, parameters: list[Any]) -> EngineReadi
         "optimizer_dtype": dtype_names(states),
         "offload_optimizer": None,
         "offload_param": None,
-        "gradient_clipping": trainer.args.max_grad_norm,
-        "optimizer_class": class_name(trainer.optimizer),
-        "optimizer_paged": is_paged(trainer.optimizer),
     }
 
 
-def read_gradients(trainer: Any, sent_dtype: Callable[[Any], str | None] = lambda _: None) -> GradientReading:
+def read_gradients(trainer: Any, sent_dtype: Callable[[Any], str | None] = lambda _: None) -> RankReading:
     """Read the reduced gradients that this rank holds before the optimizer step.
 
     `sent_dtype` returns the dtype that ranks exchange where the script itself sends the wrapped model's gradients.

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from toolkit.observe.step_breakdown import TraceIntervals, step_parts, step_rows, step_timeline, subtract, union
+from toolkit.observe.profiler import TraceIntervals, step_parts, step_rows, step_timeline, subtract, union
 
 
 def test_every_moment_of_a_step_is_in_one_part() -> None:
