@@ -10,14 +10,14 @@ import torch
 
 from toolkit.observe.attest.clipping import (
     NormReader,
-    NormReading,
     clipping_differences,
     gradient_replicas,
     was_clipped,
 )
+from toolkit.observe.attest.readings import Values
 
 
-def norms(*at_optimizer: float | None, reported: float | None = 2.0, **values: Any) -> list[NormReading]:
+def norms(*at_optimizer: float | None, reported: float | None = 2.0, **values: Any) -> list[Values]:
     """Readings of the first step: the reported norm, and the norm at each rank's optimizer."""
     common: Any = {"grad_norm": reported, "local_grad_norm": None, "grad_norm_ranks": None, "synthetic_norm": 1.0}
     common |= values
@@ -40,7 +40,7 @@ def norms(*at_optimizer: float | None, reported: float | None = 2.0, **values: A
         (norms(0.6, 0.8, reported=float("inf")), 1),  # fp16: the step was skipped
     ],
 )
-def test_a_correctly_clipped_gradient_has_no_difference(readings: list[NormReading], replicas: int) -> None:
+def test_a_correctly_clipped_gradient_has_no_difference(readings: list[Values], replicas: int) -> None:
     assert clipping_differences(readings, 1.0, replicas=replicas) == []
 
 
@@ -54,7 +54,7 @@ def test_a_correctly_clipped_gradient_has_no_difference(readings: list[NormReadi
     ],
 )
 def test_a_wrongly_clipped_gradient_is_reported_with_both_norms(
-    readings: list[NormReading], replicas: int, found: str
+    readings: list[Values], replicas: int, found: str
 ) -> None:
     (difference,) = clipping_differences(readings, 1.0, replicas=replicas)
     assert str(difference) == f"gradient norm at the optimizer is {found}, expected 1.0000 (2.0000, clipped at 1)"

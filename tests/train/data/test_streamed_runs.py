@@ -12,7 +12,7 @@ from token_streams import batch_hashes, rank_arguments
 
 from toolkit.observe.batches import ObservedCollator
 from toolkit.record.heartbeat import read_heartbeats
-from toolkit.train.data.collation import Collator
+from toolkit.train.data.collation import Collator, batch_facts
 from toolkit.train.data.stream_loader import batch_share, stream_loader
 from toolkit.train.data.streaming import TokenStream, open_stream
 from toolkit.train.data.tokenization import row_encoder
@@ -109,7 +109,10 @@ def test_an_invalid_row_ends_both_ranks_and_the_fixed_file_resumes_on_one(
     encode = row_encoder(tokenizer=tokenizer, data_format="text", max_seq_length=1024, loss_on=None, system_prompt=None)
     training = rank_arguments(0, 1, batch=8)
     uninterrupted = stream_loader(
-        TokenStream(stream, [encode], batch_share(training)), ObservedCollator(Collator(tokenizer)), training, "cpu"
+        TokenStream(stream, [encode], batch_share(training)),
+        ObservedCollator(Collator(tokenizer), batch_facts),
+        training,
+        "cpu",
     )
     expected = [sha256[:16] for sha256 in batch_hashes(iter(uninterrupted), 18, {})]
     assert [row["batch_sha256"] for row in steps if row["step"] > 16] == expected[16:]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, TypedDict, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,7 +16,7 @@ from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 
 from toolkit.observe.attest.read_fsdp2 import is_shard
-from toolkit.observe.attest.readings import Difference, RankReading
+from toolkit.observe.attest.readings import Difference, RankReading, Values
 from toolkit.observe.attest.tensors import local
 from toolkit.observe.timer import grad_norm_facts
 from toolkit.parallel.layout import ParallelLayout
@@ -28,31 +28,19 @@ SYNTHETIC_NORM = 10
 """Norm of the synthetic gradient, as a multiple of the threshold."""
 
 
-class NormReading(TypedDict):
-    """Gradient norms that one rank knows; None where the engine does not show one."""
-
-    rank: int
-    grad_norm: float | None
-    """The Trainer's, over all ranks."""
-    local_grad_norm: float | None
-    """This rank's share of a sharded norm, and the number of shares."""
-    grad_norm_ranks: int | None
-    optimizer_norm: float | None
-    """Of the gradients that this rank's optimizer steps with."""
-    synthetic_norm: float | None
-    """Of a gradient of `SYNTHETIC_NORM` times the threshold, after clipping."""
-
-
 class NormReader:
-    """Records the norms of the first step in `reading`; the Trainer's own is reported by `add_grad_norm`."""
+    """Records the norms of the first step in `reading`, None where the engine does not show one.
+
+    `grad_norm` is the Trainer's, over all ranks; `local_grad_norm` this rank's share of a sharded norm, with the number
+    of shares (`grad_norm_ranks`); `optimizer_norm` that of the gradients that this rank's optimizer steps with;
+    `synthetic_norm` that of a gradient of `SYNTHETIC_NORM` times the threshold, after clipping.
+    """
 
     def __init__(self) -> None:
         self.trainer: Any = None
         self.layout: ParallelLayout | None = None
         self.hooks: list[Any] = []
-        self.reading = cast(
-            "NormReading", {"rank": 0, **grad_norm_facts(None), "optimizer_norm": None, "synthetic_norm": None}
-        )
+        self.reading: Values = {"rank": 0, **grad_norm_facts(None), "optimizer_norm": None, "synthetic_norm": None}
 
     def start(self, trainer: Any, layout_at_load: ParallelLayout | None = None) -> None:
         """Hook the optimizer's step. Does nothing in a rehearsal, where no norm is reduced."""
@@ -65,7 +53,7 @@ class NormReader:
     def add_grad_norm(self, grad_norm: Any) -> None:
         """Note the Trainer's norm of the first step, before clipping."""
         if self.trainer is not None:
-            self.reading = cast("NormReading", {**self.reading, **grad_norm_facts(grad_norm)})
+            self.reading |= grad_norm_facts(grad_norm)
 
     def stop(self, *, tries_clipping: bool) -> None:
         """Remove the hooks, then clip a synthetic gradient. Every rank must call it."""
@@ -131,7 +119,7 @@ def clip_synthetic_gradient(trainer: Any) -> float | None:
     return float(SYNTHETIC_NORM * threshold * kept)
 
 
-def clipping_differences(norms: Sequence[NormReading], threshold: float, *, replicas: int) -> list[Difference]:
+def clipping_differences(norms: Sequence[Values], threshold: float, *, replicas: int) -> list[Difference]:
     """Return norms at the optimizer that are not the reported norm, clipped; none where a norm is unknown.
 
     `replicas` is the number of complete copies of the gradient among the ranks.
@@ -139,7 +127,7 @@ def clipping_differences(norms: Sequence[NormReading], threshold: float, *, repl
     shares = [norm["optimizer_norm"] for norm in norms]
     known = [share for share in shares if share is not None]
     at_optimizer = math.hypot(*known) / math.sqrt(replicas) if len(known) == len(shares) else None
-    large, reported = SYNTHETIC_NORM * threshold, grad_norm([dict(norm) for norm in norms])
+    large, reported = SYNTHETIC_NORM * threshold, grad_norm(list(norms))
     found = _difference("gradient norm at the optimizer", reported, at_optimizer, threshold, rank=None)
     return found or [
         difference
@@ -162,12 +150,12 @@ def _difference(
     return [Difference(name=name, rank=rank, expected=clipped, found=f"{after:.4f}")]
 
 
-def was_clipped(norms: Sequence[NormReading], threshold: float) -> bool | None:
+def was_clipped(norms: Sequence[Values], threshold: float) -> bool | None:
     """Return True if the first gradient was above the threshold; None if its norm is unknown.
 
     `attestation.json` records this instead of the norms, whose last digits differ from run to run.
     """
-    before = grad_norm([dict(norm) for norm in norms])
+    before = grad_norm(list(norms))
     return None if before is None else bool(0 < threshold < before)
 
 
