@@ -8,8 +8,7 @@
 2. Eight threads sleep as long as drawn compute times and update one version number, as workers and a parameter server
    would: steps per second, staleness and waiting of each policy, measured beside simulated. Sleeping threads need no
    core each.
-3. The small network's test errors with a large batch, with and without warm-up, and its loss under asynchronous
-   updates over that under synchronous ones.
+3. The small network's loss under asynchronous updates over that under synchronous ones.
 """
 
 from __future__ import annotations
@@ -32,10 +31,9 @@ from record import RESULTS, print_table, write_result, write_table
 from toolkit.demo.assets import default_data_file
 from toolkit.record.folder import RunFolder
 from toolkit.record.measurements import read_steps, timed_steps
-from toolkit.simulate.compressed_training import LargeBatchRecipe, train_large_batch
 from toolkit.simulate.small_training import SmallProblem
 from toolkit.simulate.small_training import train as train_small
-from toolkit.simulate.step_time_distributions import StepTimes, compute_seconds
+from toolkit.simulate.step_time_distributions import compute_seconds, drawn_seconds
 from toolkit.simulate.synchronization import Policy, simulate
 
 DOCUMENT, TABLE = RESULTS.parents[1] / "docs" / "evidence" / "stragglers.md", "measured stragglers"
@@ -44,9 +42,9 @@ FAULTY_RANKS = Path(__file__).parent / "faulty_ranks"
 SLEEP_SECONDS = 0.3
 UNTIMED_STEPS = 3
 POLICIES = (
-    Policy(name="bounded_staleness", staleness=0),
-    Policy(name="bounded_staleness", staleness=1),
-    Policy(name="bounded_staleness", staleness=4),
+    Policy(name="bounded_staleness", number=0),
+    Policy(name="bounded_staleness", number=1),
+    Policy(name="bounded_staleness", number=4),
     Policy(name="asynchronous"),
 )
 
@@ -127,15 +125,14 @@ class Server:
                 read = self.version
 
     def _may_go_on(self, worker: int) -> bool:
-        bound = self.policy.staleness
-        return bound is None or self.finished[worker] - min(self.finished) <= bound
+        bounded = self.policy.name == "bounded_staleness"
+        return not bounded or self.finished[worker] - min(self.finished) <= self.policy.number
 
 
 def live(policy: Policy, arguments: argparse.Namespace) -> dict[str, Any]:
     """Run a policy in threads and in the simulation, over the same compute times."""
     workers, steps = arguments.workers, arguments.live_steps
-    times = StepTimes(distribution="exponential", step_seconds=0.05, spread=0.5)
-    seconds = times.draw(seed=0, workers=workers, steps=2 * steps)
+    seconds = drawn_seconds("exponential", mean=0.05, spread=0.5, shape=(workers, 2 * steps), seed=0)
     server = Server(policy, workers, workers * steps)
     threads = [
         threading.Thread(target=server.work, args=(worker, seconds[worker].tolist())) for worker in range(workers)
@@ -159,28 +156,16 @@ def live(policy: Policy, arguments: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def large_batches() -> dict[str, float]:
-    """Return mean test errors over seeds: base batch, 16 times as large with warm-up, and without."""
-    recipe, problems = LargeBatchRecipe(), [SmallProblem(seed=seed) for seed in range(6)]
-    cases = {"base": (1, False), "large_with_warmup": (16, True), "large_without_warmup": (16, False)}
-    return {
-        name: statistics.mean(
-            problem.test_error(train_large_batch(problem, recipe, factor=factor, warmup=warmup)) for problem in problems
-        )
-        for name, (factor, warmup) in cases.items()
-    }
-
-
 def staleness_costs() -> list[float]:
     """Return for some seeds the loss under asynchronous updates over that under synchronous ones, 16 workers."""
-    times, ratios = StepTimes(distribution="lognormal", step_seconds=1.0, spread=0.3), []
+    ratios = []
     for seed in range(6):
-        seconds = times.draw(seed=seed, workers=16, steps=200)
+        seconds = drawn_seconds("lognormal", mean=1.0, spread=0.3, shape=(16, 200), seed=seed)
         losses = []
         for name in ("synchronous", "asynchronous"):
             run = simulate(Policy(name=name), seconds, steps=100)
             curve = train_small(run, SmallProblem(seed=seed), learning_rate=0.3)
-            losses.append(statistics.mean(point.loss for point in curve[-10:]))
+            losses.append(statistics.mean(loss for _, loss in curve[-10:]))
         ratios.append(losses[1] / losses[0])
     return ratios
 
@@ -212,7 +197,7 @@ def main() -> None:
     policies = [live(policy, arguments) for policy in POLICIES]
     model = small_model(arguments.work / "model")
     ranks = [slow_rank(model, arguments) for _ in range(arguments.pairs)]
-    small = {"large_batch_test_errors": large_batches(), "asynchronous_over_synchronous_loss": staleness_costs()}
+    small = {"asynchronous_over_synchronous_loss": staleness_costs()}
     figures = {"slow_rank": ranks, "threads": policies, **small}
     write_result("stragglers", figures)
     print_table(HEADER, table_rows(figures))

@@ -11,12 +11,18 @@ import pytest
 from toolkit.cli.program import main
 
 
+def exit_code(*words: object) -> int:
+    """Return the exit code of `toolkit WORDS`."""
+    with pytest.raises(SystemExit) as ended:
+        main([str(word) for word in words])
+    return int(ended.value.code or 0)
+
+
 def run_command(words: Sequence[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, str, str]:
     """Return exit code, stdout and stderr of `toolkit WORDS`."""
-    with pytest.raises(SystemExit) as ended:
-        main(list(words))
+    code = exit_code(*words)
     out, err = capsys.readouterr()
-    return int(ended.value.code or 0), out, err
+    return code, out, err
 
 
 def json_of(words: Sequence[str], capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:

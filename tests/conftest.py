@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from toolkit.launch.warm_start import SOCKET_VARIABLE
+from toolkit.launch.warm_start import SERVER_VARIABLE
 
 CLUSTER = "tests/cluster/"
 
@@ -87,11 +87,11 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Fork what a test launches from a fork server, unless the test is about the cold start itself."""
-    os.environ.pop(SOCKET_VARIABLE, None)
+    os.environ.pop(SERVER_VARIABLE, None)
     if item.get_closest_marker("launch") and not item.get_closest_marker("cold_start"):
         from launching import fork_server
 
-        os.environ[SOCKET_VARIABLE] = fork_server().socket_path
+        os.environ[SERVER_VARIABLE] = fork_server()
 
 
 @pytest.fixture(scope="session")

@@ -50,7 +50,7 @@ class Nodes:
         with self.log(name).open("a") as log, contextlib.chdir(ROOT):
             if self.place is None:
                 files = {"stdout": log.fileno(), "stderr": log.fileno()}
-                path = fork_server().socket_path
+                path = fork_server()
                 self.agents[name] = fork_process(path, command, environment=self.environment, **files)
             else:
                 words = self.place(name, command)

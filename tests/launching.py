@@ -16,7 +16,7 @@ from subprocess import CompletedProcess
 from typing import Any
 
 from toolkit.cache import path_with_ninja, torch_extensions_folder
-from toolkit.launch.warm_start import SOCKET_VARIABLE, ForkServer, fork_process, start_fork_server
+from toolkit.launch.warm_start import SERVER_VARIABLE, WarmStart, fork_process
 
 ROOT = Path(__file__).parent.parent
 SCRIPTS = Path(__file__).parent / "scripts"
@@ -38,11 +38,11 @@ LORA = ["--lora_r", "4", "--lora_dropout", "0.1"]  # dropout: the random state m
 
 
 @cache
-def fork_server() -> ForkServer:
+def fork_server() -> str:
     """One server for the whole session, on the CPU; it ends with pytest, whatever ends pytest."""
-    server = start_fork_server(cpu_environment())
-    atexit.register(server.stop)
-    return server
+    warm_start = WarmStart()
+    atexit.register(warm_start.stop)
+    return warm_start.server(cpu_environment())
 
 
 def cpu_environment() -> dict[str, str]:
@@ -68,7 +68,7 @@ def accelerate_launch(
     named = ["--config_file", str(config), "--num_processes", str(num_processes), "--main_process_port", "0"]
     command = [sys.executable, "-m", "accelerate.commands.launch", *named, *options, *started, *words]
     environment = cpu_environment() | (variables or {})
-    if cold or SOCKET_VARIABLE not in os.environ:
+    if cold or SERVER_VARIABLE not in os.environ:
         return run_captured(command, environment, cwd=cwd)
     preset = {"TOOLKIT_PRESET": str((cwd / config).resolve()), "TOOLKIT_WORLD_SIZE": str(num_processes)}
     return run_warm(command, environment | preset, cwd=cwd)
@@ -128,7 +128,7 @@ def run_captured(command: Sequence[str], environment: dict[str, str], cwd: Path 
 
 def run_warm(command: Sequence[str], environment: dict[str, str], cwd: Path = ROOT) -> CompletedProcess[str]:
     """Like `run_captured`, forked from the session's server; cold where the test says so."""
-    server = os.environ.get(SOCKET_VARIABLE)
+    server = os.environ.get(SERVER_VARIABLE)
     if server is None:
         return run_captured(command, environment, cwd=cwd)
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err, contextlib.chdir(cwd):

@@ -27,7 +27,7 @@ from toolkit.data import check_file
 from toolkit.files.model_weights import read_weights
 from toolkit.hardware.gpu_table import find_gpu
 from toolkit.job.script_arguments import read_arguments
-from toolkit.models.hub import UNGATED
+from toolkit.models.read_model import UNGATED
 from toolkit.plan.planned_run import plan_run
 from toolkit.plan.planner import Plan
 from toolkit.presets import load_preset
@@ -291,8 +291,8 @@ def test_a_model_whose_layers_are_split_is_saved_whole(tiny_model: Path, tmp_pat
     run_script("tensor_parallel.py", "tp", tiny_model, tmp_path, "--tp", "2")
     assert len(logged_losses(tmp_path)) == 2
     before, after = (read_weights(folder) for folder in (tiny_model, tmp_path))
-    shapes = {name: weight.entry.shape for name, weight in after.items() if name in before}
-    assert shapes == {name: weight.entry.shape for name, weight in before.items()}
+    shapes = {name: weight.shape for name, weight in after.items() if name in before}
+    assert shapes == {name: weight.shape for name, weight in before.items()}
 
 
 @pytest.mark.launch

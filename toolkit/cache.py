@@ -22,6 +22,8 @@ from toolkit.versions import installed_version
 
 # DeepSpeed's ops for NVMe offload; each name is also the name of its folder.
 ASYNC_IO_OPS = ("pin_memory", "async_io")
+# Instruction sets that a compiler uses with `-march=native`, by the beginning of their names on x86 and Arm.
+COMPILED_FOR = ("avx", "amx", "fma", "sse", "f16c", "bmi", "asimd", "sve", "bf16")
 INSTALL_LIBAIO = "apt-get install libaio-dev"
 COMPILE_ASYNC_IO = "python -m toolkit.doctor.ops --async-io"
 
@@ -40,10 +42,25 @@ def home_folder() -> Path:
 
 
 def torch_extensions_folder() -> Path:
-    """Return this environment's folder of compiled ops: environments that share one rebuild each other's ops."""
+    """Return the folder of compiled ops for this environment and CPU.
+
+    Environments that share a folder rebuild each other's ops. DeepSpeed compiles for the CPU at hand
+    (`-march=native`): on a node with an older CPU that shares the home folder, its ops would end in SIGILL.
+    """
     libraries = " ".join(f"{library} {installed_version(library)}" for library in ("torch", "deepspeed"))
-    environment = f"{sys.prefix} {sys.version_info[:2]} {libraries}"
+    environment = f"{sys.prefix} {sys.version_info[:2]} {libraries} {' '.join(instruction_sets())}"
     return cache_folder() / "torch_extensions" / hashlib.sha256(environment.encode()).hexdigest()[:12]
+
+
+@functools.cache
+def instruction_sets(cpu_info: Path = Path("/proc/cpuinfo")) -> tuple[str, ...]:
+    """Return the vector and matrix instruction sets of this CPU, sorted; empty where Linux does not list them."""
+    try:
+        lines = cpu_info.read_text().splitlines()
+    except OSError:
+        return ()
+    listed = next((line for line in lines if line.startswith(("flags", "Features"))), "")
+    return tuple(sorted(name for name in set(listed.split()) if name.startswith(COMPILED_FOR)))
 
 
 def use_cached_extensions() -> None:
@@ -93,7 +110,9 @@ def _check_owner(path: Path) -> None:
 
 
 def are_compiled(ops: Iterable[str]) -> bool:
-    """Return True if each of these DeepSpeed ops is compiled; only files are inspected."""
+    """Return True if each of these DeepSpeed ops is compiled; only files are inspected. False without DeepSpeed."""
+    if installed_version("torch") is None or installed_version("deepspeed") is None:
+        return False
     folder = extensions_folder()
     return all(_is_fresh(op_library(folder, op)) and not op_lock(folder, op).exists() for op in ops)
 

@@ -16,7 +16,6 @@ import toolkit
 import toolkit.presets
 from toolkit.cli.program import app
 from toolkit.doctor.examination import all_checks
-from toolkit.doctor.xid import XIDS
 from toolkit.job.argument_aliases import ALIASES, HINTS, Alias
 from toolkit.job.script_arguments import DataArguments, ModelArguments
 from toolkit.presets import Preset, list_presets
@@ -81,12 +80,6 @@ def doctor_table() -> str:
         for check in all_checks()
     ]
     return markdown_table(["check", "what it looks at", "when it is a finding", "source of the threshold"], rows)
-
-
-def xid_table() -> str:
-    """Return one row per Xid error that the doctor explains."""
-    rows = [[str(code), xid.meaning, xid.level, xid.action] for code, xid in XIDS.items()]
-    return markdown_table(["Xid", "meaning", "level", "what to do"], rows)
 
 
 def preset_files() -> str:

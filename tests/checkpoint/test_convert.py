@@ -9,7 +9,7 @@ from launching import LORA, ROOT, SAVED, SAVED_STEPS, accelerate_launch, losses,
 
 from toolkit.errors import ToolkitError
 
-# peft reads a deprecated attribute of transformers; `python -m toolkit.checkpoint` hides the warning too.
+# peft reads a deprecated attribute of transformers; `toolkit checkpoint` hides the warning too.
 DEPRECATED = "ignore:.is_gradient_checkpointing. is deprecated:FutureWarning"
 pytestmark = [pytest.mark.launch, pytest.mark.filterwarnings(DEPRECATED)]
 

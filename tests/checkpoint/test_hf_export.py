@@ -6,9 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from command_line import exit_code
 from launching import read
 
-# peft reads a deprecated attribute of transformers; `python -m toolkit.checkpoint` hides the warning too.
+# peft reads a deprecated attribute of transformers; `toolkit checkpoint` hides the warning too.
 DEPRECATED = "ignore:.is_gradient_checkpointing. is deprecated:FutureWarning"
 pytestmark = [pytest.mark.launch, pytest.mark.filterwarnings(DEPRECATED)]
 
@@ -47,15 +48,13 @@ def test_an_export_gives_the_logits_of_the_model_that_the_run_saved(
 def test_a_checkpoint_with_a_damaged_file_is_not_exported(
     checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from toolkit.checkpoint.__main__ import main
-
     file = next(checkpoint.glob("global_step6/*optim_states.pt"))
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 1
     file.write_bytes(content)
-    assert main(["inspect", str(checkpoint)]) == 1
+    assert exit_code("checkpoint", "inspect", checkpoint) == 1
     assert f"damaged: global_step6/{file.name} is damaged (checksum)" in capsys.readouterr().out
-    assert main(["export", str(checkpoint), str(tmp_path / "out")]) == 2
+    assert exit_code("checkpoint", "export", checkpoint, tmp_path / "out") == 2
     assert file.name in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 

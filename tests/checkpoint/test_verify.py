@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-# peft reads a deprecated attribute of transformers; `python -m toolkit.checkpoint` hides the warning too.
+# peft reads a deprecated attribute of transformers; `toolkit checkpoint` hides the warning too.
 DEPRECATED = "ignore:.is_gradient_checkpointing. is deprecated:FutureWarning"
 pytestmark = [pytest.mark.launch, pytest.mark.filterwarnings(DEPRECATED)]
 

@@ -63,7 +63,7 @@ def test_version_is_printed_anywhere(words: list[str], capsys: pytest.CaptureFix
 
 
 @pytest.mark.launch
-@pytest.mark.parametrize("module", ["toolkit.train", "toolkit.checkpoint", "toolkit.demo"])
+@pytest.mark.parametrize("module", ["toolkit.train", "toolkit.demo"])
 def test_help_of_a_module_that_python_runs_renders(module: str) -> None:
     ended = run_warm([sys.executable, "-m", module, "--help"], cpu_environment())
     assert (ended.returncode, "Traceback" in ended.stderr) == (0, False), ended.stderr[-2000:]

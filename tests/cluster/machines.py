@@ -25,7 +25,7 @@ from pathlib import Path
 from subprocess import CompletedProcess
 from typing import Any
 
-from toolkit.launch.warm_start import SOCKET_VARIABLE
+from toolkit.launch.warm_start import SERVER_VARIABLE
 
 NETWORK = "10.77.0"
 SWITCH = "switch"
@@ -138,7 +138,7 @@ class Machines:
         A machine has no fork server of this host.
         """
         spaces = ["--net", "--uts", "--mount", "--pid", f"--wdns={Path.cwd()}"]
-        return ["nsenter", "--target", str(self.on[name].pid), *spaces, "--", "env", "-u", SOCKET_VARIABLE, *words]
+        return ["nsenter", "--target", str(self.on[name].pid), *spaces, "--", "env", "-u", SERVER_VARIABLE, *words]
 
     def run(
         self, name: str, *words: str, sysfs: bool = False, check: bool = True, **more: Any

@@ -10,50 +10,42 @@ from cluster_jobs import run_cluster, write_inputs
 SLURM = ["slurm", "--gpus-per-node", "4"]
 
 
+ZERO2 = ("--preset", "zero2", "--nodes", "2")
+
+
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("options", "training", "message"),
     [
+        (("--preset", "single", "--nodes", "2"), (), "'single' trains in one process, --nodes x --gpus-per-node is 8"),
+        (("--preset", "fsdp2_hybrid", "--nodes", "3", "--gpus-per-node", "1"), (), "preset 'fsdp2_hybrid' needs"),
+        (("--preset", "zero2", "--nodes", "two"), (), "--nodes is 'two', expected a number, or MIN:MAX"),
+        (("--preset", "zero2", "--nodes", "2:1"), (), "--nodes is '2:1', expected a number, or MIN:MAX"),
+        (("--preset", "zero2", "--nodes", "0"), (), "--nodes is 0, expected 1 or more"),
+        ((*ZERO2, "--env", "HF_TOKEN=abc"), (), "would write a secret into the job file"),
+        ((*ZERO2, "--env", "1X=2"), (), "--env is '1X=2', expected NAME=VALUE or NAME"),
+        ((*ZERO2, "--name", "My Job"), (), "--name is 'My Job', expected at most 40"),
+        ((*ZERO2, "--setup", "a\nb"), (), "--setup has a line break"),
+        ((*ZERO2, "--saves-of", "/nowhere"), (), "--saves-of /nowhere has no measured save"),
+        (("--preset", "zero3_nvme_offload", "--nodes", "2"), (), "offloads to a disk of each node, and none is named"),
+        (("--preset", "zeropp", "--nodes", "2", "--cpu"), (), "preset 'zeropp' does not run on a CPU"),
+        (ZERO2, ("--max_stepz", "8"), "max_stepz"),
+        (ZERO2, ("--hub_token", "hf_ABCDEFGHIJKLMNOP"), "a training argument is a secret"),
         (
-            ("--preset", "single", "--nodes", "2"),
-            "preset 'single' trains in one process, --nodes x --gpus-per-node is 8",
+            ZERO2,
+            ("--resume_from_checkpoint", "out/checkpoint-5"),
+            "a job that is started again would begin there again",
         ),
-        (("--preset", "fsdp2_hybrid", "--nodes", "3", "--gpus-per-node", "1"), "preset 'fsdp2_hybrid' needs"),
-        (("--preset", "zero2", "--nodes", "two"), "--nodes is 'two', expected a number, or MIN:MAX"),
-        (("--preset", "zero2", "--nodes", "2:1"), "--nodes is '2:1', expected a number, or MIN:MAX"),
-        (("--preset", "zero2", "--nodes", "0"), "--nodes is 0, expected 1 or more"),
-        (("--preset", "zeroo2", "--nodes", "2"), "unknown preset 'zeroo2'"),
-        (("--preset", "zero2", "--nodes", "2", "--env", "HF_TOKEN=abc"), "would write a secret into the job file"),
-        (("--preset", "zero2", "--nodes", "2", "--env", "1X=2"), "--env is '1X=2', expected NAME=VALUE or NAME"),
-        (("--preset", "zero2", "--nodes", "2", "--name", "My Job"), "--name is 'My Job', expected at most 40"),
-        (("--preset", "zero2", "--nodes", "2", "--setup", "a\nb"), "--setup has a line break"),
-        (("--preset", "zero2", "--nodes", "2", "--saves-of", "/nowhere"), "--saves-of /nowhere has no measured save"),
-        (("--preset", "zero3_nvme_offload", "--nodes", "2"), "offloads to a disk of each node, and none is named"),
-        (("--preset", "zeropp", "--nodes", "2", "--cpu"), "preset 'zeropp' does not run on a CPU"),
+        (ZERO2, ("--per_device_train_batch_size", "100"), "fewer than one global batch"),
     ],
 )
-def test_options_that_make_no_job_are_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], options: tuple[str, ...], message: str
+def test_a_job_that_cannot_train_is_refused(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    options: tuple[str, ...],
+    training: tuple[str, ...],
+    message: str,
 ) -> None:
-    code, text, errors = run_cluster([*SLURM, *options, "--", *write_inputs(tmp_path)], capsys)
-    assert (code, text) == (2, "")
-    assert message in errors
-
-
-@pytest.mark.parametrize(
-    ("training", "message"),
-    [
-        (("--max_stepz", "8"), "max_stepz"),
-        (("--hub_token", "hf_ABCDEFGHIJKLMNOP"), "a training argument is a secret"),
-        (("--resume_from_checkpoint", "out/checkpoint-5"), "a job that is started again would begin there again"),
-        (("--per_device_train_batch_size", "100"), "fewer than one global batch"),
-        (("--tp", "2"), "--tp 2 does not work under preset 'zero2'"),
-    ],
-)
-def test_training_arguments_are_checked_as_for_a_run(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], training: tuple[str, ...], message: str
-) -> None:
-    words = [*SLURM, "--preset", "zero2", "--nodes", "2", "--", *write_inputs(tmp_path), *training]
-    code, text, errors = run_cluster(words, capsys)
+    code, text, errors = run_cluster([*SLURM, *options, "--", *write_inputs(tmp_path), *training], capsys)
     assert (code, text) == (2, "")
     assert message in errors
 

@@ -109,17 +109,15 @@ def test_a_length_that_drops_rows_there_has_a_note(tmp_path: Path) -> None:
     ("lines", "preset"),
     [
         ("", "ddp"),
-        ("deepspeed: {zero_optimization: {stage: 1}}", "zero1"),
         ("deepspeed: deepspeed_configs/zero2.json", "zero2"),
         ("deepspeed: {zero_optimization: {stage: 2, offload_optimizer: {device: cpu}}}", "zero2_cpu_offload"),
         ("deepspeed: conf/zero3_bf16_cpuoffload_all.json", "zero3_cpu_offload"),
         ("deepspeed: {zero_optimization: {stage: 3, offload_param: {device: nvme}}}", "zero3_nvme_offload"),
         ("deepspeed: {zero_optimization: {stage: 3, zero_hpz_partition_size: 8}}", "zeropp"),
-        ("fsdp_version: 2\nfsdp_config: {reshard_after_forward: true}", "fsdp2"),
         ("fsdp_version: 2\nfsdp_config: {reshard_after_forward: false}", "fsdp2_grad_op"),
         ("fsdp: [full_shard, auto_wrap]\nfsdp_config: {fsdp_offload_params: true}", "fsdp2_cpu_offload"),
         ("fsdp_config: {fsdp_version: 2}\ndp_replicate_size: 2", "fsdp2_hybrid"),
-        ("fsdp: [shard_grad_op]", "fsdp2_grad_op"),
+        ("adapter: qlora\nlora_r: 8\nload_in_4bit: true\ndeepspeed: zero3.json", "zero3"),
     ],
 )
 def test_the_preset_follows_from_the_sharding_settings(lines: str, preset: str, tmp_path: Path) -> None:
@@ -135,11 +133,8 @@ def test_the_deepspeed_json_decides_and_not_its_name(tmp_path: Path) -> None:
     assert (by_name.preset, "chosen by the name" in by_name.notes["--preset"]) == ("zero2", True)
 
 
-def test_four_bit_weights_are_sharded_where_they_are_in_the_configuration(tmp_path: Path) -> None:
+def test_four_bit_weights_are_not_offloaded_where_that_does_not_work(tmp_path: Path) -> None:
     lora = "base_model: a/b\nadapter: qlora\nlora_r: 8\nload_in_4bit: true\n"
-    under_fsdp = convert_text(tmp_path, f"{lora}fsdp_version: 2\nfsdp_config: {{offload_params: true}}\n")
-    assert under_fsdp.preset == "fsdp2_cpu_offload"
-    assert convert_text(tmp_path, f"{lora}deepspeed: zero3.json\n").preset == "zero3"
     offload = "deepspeed: {zero_optimization: {stage: 2, offload_optimizer: {device: cpu}}}\n"
     offloaded = convert_text(tmp_path, lora + offload)
     assert offloaded.preset == "zero2"
@@ -151,7 +146,6 @@ def test_four_bit_weights_are_sharded_where_they_are_in_the_configuration(tmp_pa
     ("line", "words"),
     [
         ("rl: dpo", "preference and reinforcement learning (rl), not supervised"),
-        ("reward_model: true", "a reward model (reward_model), not supervised"),
         ("processor_type: AutoProcessor", "on images or audio (processor_type), and the toolkit on text"),
         ("adapter: llama-adapter", "adapter 'llama-adapter' has no counterpart"),
         ("adapter: lora", "without lora_r"),
@@ -165,80 +159,60 @@ def test_what_cannot_be_converted_is_refused(line: str, words: str, tmp_path: Pa
     assert words in refused.value.message
 
 
-def test_four_bit_weights_need_an_adapter(tmp_path: Path) -> None:
-    conversion = convert_text(tmp_path, "base_model: a/b\nload_in_4bit: true\n")
-    assert "load_in_4bit" not in conversion.arguments
-    assert "needs `adapter: qlora`" in reasons_of(conversion)["load_in_4bit"]
+ZERO3_OFFLOADED = "deepspeed: {zero_optimization: {stage: 3, offload_optimizer: {device: cpu}}}"
 
 
-def test_an_offloaded_optimizer_is_deepspeeds(tmp_path: Path) -> None:
-    text = "base_model: a/b\noptimizer: adamw_bnb_8bit\ndeepspeed: {zero_optimization: {stage: 3%s}}\n"
-    on_gpu = convert_text(tmp_path, text % "")
-    assert on_gpu.arguments["optim"] == "adamw_bnb_8bit"
-    offloaded = convert_text(tmp_path, text % ", offload_optimizer: {device: cpu}")
-    assert "optim" not in offloaded.arguments
-    assert "DeepSpeed's CPU Adam" in reasons_of(offloaded)["optimizer"]
+@pytest.mark.parametrize(
+    ("lines", "key", "words"),
+    [
+        ("load_in_4bit: true", "load_in_4bit", "needs `adapter: qlora`"),
+        (f"optimizer: adamw_bnb_8bit\n{ZERO3_OFFLOADED}", "optimizer", "DeepSpeed's CPU Adam"),
+        ("optimizer: adamw_bnb_8bit\nfsdp_version: 2\nfsdp_config: {x: 1}", "optimizer", "take no DTensors"),
+        ("trust_remote_code: true", "trust_remote_code", "if you trust that"),
+        ("unfrozen_parameters: ['layers.4[4-9]+.gate']", "unfrozen_parameters", "not regular expressions"),
+        (
+            "datasets: [{path: c/d, type: chat_template, field_messages: dialogue}]",
+            "datasets[0].field_messages",
+            "rows of `dialogue` with role and content: rename them",
+        ),
+    ],
+)
+def test_a_setting_without_a_counterpart_is_listed_with_the_reason(
+    lines: str, key: str, words: str, tmp_path: Path
+) -> None:
+    conversion = convert_text(tmp_path, f"base_model: a/b\n{lines}\n")
+    assert words in reasons_of(conversion)[key]
+    assert not {"load_in_4bit", "optim", "trust_remote_code", "train_only"} & conversion.arguments.keys()
 
 
-def test_code_from_the_models_repository_is_never_switched_on(tmp_path: Path) -> None:
-    conversion = convert_text(tmp_path, "base_model: a/b\ntrust_remote_code: true\n")
-    assert "trust_remote_code" not in conversion.arguments
-    assert "if you trust that" in reasons_of(conversion)["trust_remote_code"]
+@pytest.mark.parametrize(
+    ("lines", "arguments"),
+    [
+        ("optimizer: muon\nfsdp_version: 2\nfsdp_config: {reshard_after_forward: true}", {"optim": "muon"}),
+        (
+            "datasets: [{path: a/b, type: alpaca}, {path: c.jsonl, type: alpaca, split: train}]",
+            {"dataset": ["a/b", "c.jsonl"]},
+        ),
+        (
+            "unfrozen_parameters: ['^lm_head.weight$', 'model.layers.[0-7].']",
+            {"train_only": ["lm_head.weight", "model.layers.[0-7].*"]},
+        ),
+        # once in one epoch is no interval there: it then saves at the end of each epoch
+        ("num_epochs: 1\nsaves_per_epoch: 1", {"save_strategy": "epoch"}),
+        ("num_epochs: 1\nsaves_per_epoch: 4", {"save_strategy": "steps", "save_steps": 0.25}),
+        ("num_epochs: 1\nsave_steps: 50\nsave_strategy: steps", {"save_strategy": "steps", "save_steps": 50}),
+    ],
+)
+def test_a_rule_of_several_settings_becomes_arguments(lines: str, arguments: dict[str, object], tmp_path: Path) -> None:
+    conversion = convert_text(tmp_path, f"base_model: a/b\n{lines}\n")
+    assert {name: conversion.arguments[name] for name in arguments} == arguments
 
 
 def test_liger_kernels_that_are_not_named_stay_off(tmp_path: Path) -> None:
     plugin = "plugins: [axolotl.integrations.liger.LigerPlugin, other.Plugin]\n"
     conversion = convert_text(tmp_path, f"base_model: a/b\n{plugin}liger_rope: true\nliger_glu_activation: true\n")
     assert conversion.arguments["use_liger_kernel"] is True
-    assert conversion.arguments["liger_kernel_config"] == {
-        "rope": True,
-        "rms_norm": False,
-        "swiglu": True,
-        "geglu": True,
-        "layer_norm": False,
-        "cross_entropy": False,
-        "fused_linear_cross_entropy": False,
-    }
+    kernels = conversion.arguments["liger_kernel_config"]
+    assert [name for name, is_on in kernels.items() if is_on] == ["rope", "swiglu", "geglu"]
+    assert kernels["fused_linear_cross_entropy"] is False
     assert "plugins[1]" in reasons_of(conversion)
-
-
-def test_rows_of_other_fields_are_listed(tmp_path: Path) -> None:
-    text = "base_model: a/b\ndatasets: [{path: c/d, type: chat_template, field_messages: dialogue}]\n"
-    reason = reasons_of(convert_text(tmp_path, text))["datasets[0].field_messages"]
-    assert "rows of `dialogue` with role and content: rename them" in reason
-
-
-def test_several_data_sets_become_a_list(tmp_path: Path) -> None:
-    text = "base_model: a/b\ndatasets: [{path: a/b, type: alpaca}, {path: c.jsonl, type: alpaca, split: train}]\n"
-    conversion = convert_text(tmp_path, text)
-    assert conversion.arguments["dataset"] == ["a/b", "c.jsonl"]
-    assert "datasets[1].split" in conversion.redundant
-
-
-def test_unfrozen_parameters_become_shell_patterns_where_they_can(tmp_path: Path) -> None:
-    patterns = "unfrozen_parameters: ['^lm_head.weight$', 'model.layers.[0-7].']\n"
-    assert convert_text(tmp_path, f"base_model: a/b\n{patterns}").arguments["train_only"] == [
-        "lm_head.weight",
-        "model.layers.[0-7].*",
-    ]
-    listed = convert_text(tmp_path, "base_model: a/b\nunfrozen_parameters: ['layers.4[4-9]+.gate']\n")
-    assert "unfrozen_parameters" in reasons_of(listed)
-
-
-def test_saving_as_often_as_axolotl_does(tmp_path: Path) -> None:
-    base = "base_model: a/b\nnum_epochs: 1\n"
-    # once in one epoch is no interval there: it then saves at the end of each epoch
-    assert convert_text(tmp_path, f"{base}saves_per_epoch: 1\n").arguments["save_strategy"] == "epoch"
-    four = convert_text(tmp_path, f"{base}saves_per_epoch: 4\n").arguments
-    assert (four["save_strategy"], four["save_steps"]) == ("steps", 0.25)
-    steps = convert_text(tmp_path, f"{base}save_steps: 50\nsave_strategy: steps\n").arguments
-    assert (steps["save_strategy"], steps["save_steps"]) == ("steps", 50)
-
-
-def test_an_optimizer_that_the_preset_cannot_run_is_left_out_with_what_can(tmp_path: Path) -> None:
-    text = "base_model: a/b\noptimizer: %s\nfsdp_version: 2\nfsdp_config: {reshard_after_forward: true}\n"
-    assert convert_text(tmp_path, text % "muon").arguments["optim"] == "muon"
-    assert convert_text(tmp_path, text % "adamw_torch_8bit").arguments["optim"] == "adamw_torch_8bit"
-    bitsandbytes = convert_text(tmp_path, text % "adamw_bnb_8bit")
-    assert "optim" not in bitsandbytes.arguments
-    assert "take no DTensors" in reasons_of(bitsandbytes)["optimizer"]

@@ -34,8 +34,7 @@ def test_a_key_with_a_line_break_cannot_add_an_argument(tmp_path: Path) -> None:
     assert len(conversion.not_converted) >= len(breaks)
 
 
-WRONG_ENTRIES: list[Any] = [5, ["a"], {"file_name": 5}, {"hf_hub_url": ["a"]}, {"hf_hub_url": "a/b", "columns": [1]}]
-WRONG_ENTRIES += [{"hf_hub_url": "a/b", "split": {"a": 1}}, {"hf_hub_url": "a/b", "columns": {"prompt": [1]}}]
+WRONG_ENTRIES: list[Any] = [5, {"file_name": 5}, {"hf_hub_url": "a/b", "columns": {"prompt": [1]}}]
 
 
 @pytest.mark.parametrize("entry", WRONG_ENTRIES, ids=str)
@@ -49,26 +48,24 @@ def test_an_entry_of_dataset_info_with_wrong_types_is_refused_by_its_name(entry:
     assert "rows" in refused.value.message
 
 
-@pytest.mark.parametrize("value", [5, "DEEPSPEED", ["a"], [None], True])
 @pytest.mark.parametrize(("kind", "key"), [("DEEPSPEED", "deepspeed_config"), ("FSDP", "fsdp_config")])
 def test_a_block_of_an_accelerate_file_with_another_type_is_refused(
-    kind: str, key: str, value: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kind: str, key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    Path("accelerate.yaml").write_text(yaml.safe_dump({"distributed_type": kind, key: value}))
+    Path("accelerate.yaml").write_text(yaml.safe_dump({"distributed_type": kind, key: ["a"]}))
     with pytest.raises(ToolkitError, match=f"{key} is .*, expected keys and values"):
         convert_file(written(tmp_path, TRL | {"accelerate_config": "accelerate.yaml"}), "trl")
 
 
-@pytest.mark.parametrize("key", ["message_property_mappings"])
-def test_a_nested_setting_with_another_type_is_refused_by_file_and_key(key: str, tmp_path: Path) -> None:
-    path = written(tmp_path, AXOLOTL | {"datasets": [{"path": "a.jsonl", key: True}]})
-    with pytest.raises(ToolkitError, match=f"{key} is True, expected keys and values") as refused:
+def test_a_nested_setting_with_another_type_is_refused_by_file_and_key(tmp_path: Path) -> None:
+    path = written(tmp_path, AXOLOTL | {"datasets": [{"path": "a.jsonl", "message_property_mappings": True}]})
+    with pytest.raises(ToolkitError, match="message_property_mappings is True, expected keys and values") as refused:
         convert_file(path, "axolotl")
     assert str(path) in refused.value.message
 
 
-@pytest.mark.parametrize("name", ["x" * 5000, "a\0b", f"{'x' * 300}/y"])
+@pytest.mark.parametrize("name", ["x" * 5000, "a\0b"])
 @pytest.mark.parametrize("tool", ["axolotl", "llama-factory", "trl"])
 def test_a_name_that_no_file_has_is_no_traceback(tool: str, name: str, tmp_path: Path) -> None:
     settings = {

@@ -94,11 +94,6 @@ def test_what_llama_factory_does_by_default_is_written_down(tmp_path: Path) -> N
     }
 
 
-def test_activation_checkpointing_can_be_off(tmp_path: Path) -> None:
-    text = "model_name_or_path: a/b\nstage: sft\ndataset: x\ndisable_gradient_checkpointing: true\n"
-    assert convert_text(tmp_path, text).arguments["activation_checkpointing"] is False
-
-
 @pytest.mark.parametrize(
     ("entry", "words"),
     [
@@ -106,7 +101,6 @@ def test_activation_checkpointing_can_be_off(tmp_path: Path) -> None:
         ({"hf_hub_url": "a/b", "columns": {"prompt": "question", "response": "answer"}}, "recognised by their fields"),
         ({"hf_hub_url": "a/b", "formatting": "sharegpt", "columns": {"messages": "chat"}}, "rows of `chat`"),
         ({"hf_hub_url": "a/b", "ranking": True}, "trains on text"),
-        ({"hf_hub_url": "a/b", "columns": {"images": "images"}}, "trains on text"),
         ({"ms_hub_url": "a/b"}, "not on the Hugging Face hub"),
         (None, "no such entry"),
     ],
@@ -130,16 +124,10 @@ def test_a_data_set_of_the_hub_keeps_its_split(tmp_path: Path, monkeypatch: pyte
     assert (conversion.arguments["dataset"], conversion.arguments["dataset_split"]) == ("a/chat", "train_sft")
 
 
-def test_without_dataset_info_the_names_are_listed(tmp_path: Path) -> None:
-    conversion = convert_text(tmp_path, "model_name_or_path: a/b\nstage: sft\ndataset: faq\n")
-    assert "write its file or hub id" in reasons_of(conversion)["dataset"]
-
-
 @pytest.mark.parametrize(
     ("lines", "words"),
     [
         ("stage: dpo\ndataset: x", "is for stage 'dpo', not supervised fine-tuning"),
-        ("stage: rm\ndataset: x", "is for stage 'rm'"),
         ("template: qwen\ninfer_backend: huggingface", "names no dataset to train on"),
         ("finetuning_type: oft\ndataset: x", "finetuning_type 'oft' has no counterpart"),
         ("finetuning_type: freeze\ndataset: x", "'freeze' counts layers from the end"),
@@ -151,21 +139,6 @@ def test_what_cannot_be_converted_is_refused(lines: str, words: str, tmp_path: P
         convert_text(tmp_path, f"model_name_or_path: a/b\n{lines}\n")
     assert words in refused.value.message
     assert refused.value.hint
-
-
-@pytest.mark.parametrize(
-    ("lines", "preset"),
-    [
-        ("deepspeed: examples/deepspeed/ds_z0_config.json", "ddp"),
-        ("deepspeed: examples/deepspeed/ds_z2_offload_config.json", "zero2_cpu_offload"),
-        ("deepspeed: examples/deepspeed/ds_z3_config.json", "zero3"),
-        ("fsdp: [full_shard, auto_wrap]", "fsdp2"),
-        ("deepspeed: ds_z3_config.json\nquantization_bit: 4", "zero3"),
-    ],
-)
-def test_the_preset_follows_from_the_sharding_settings(lines: str, preset: str, tmp_path: Path) -> None:
-    text = f"model_name_or_path: a/b\nstage: sft\ndataset: x\n{lines}\n"
-    assert convert_text(tmp_path, text).preset == preset
 
 
 def test_the_format_of_v1_is_read_as_well(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

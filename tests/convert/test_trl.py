@@ -109,18 +109,11 @@ def test_flags_win_over_the_yaml_of_config(tmp_path: Path) -> None:
     ("command", "preset", "processes"),
     [
         ("python -m trl.scripts.sft", "ddp", None),
-        ("python trl/scripts/sft.py", "ddp", None),
         ("torchrun --nproc_per_node 4 trl/scripts/sft.py", "ddp", 4),
         ("accelerate launch --num_processes 1 trl/scripts/sft.py", "single", 1),
         ("accelerate launch --config_file configs/deepspeed_zero3.yaml trl/scripts/sft.py", "zero3", None),
         ("accelerate launch --use_deepspeed --zero_stage 2 sft.py", "zero2", None),
-        (
-            "accelerate launch --use_deepspeed --zero_stage 3 --offload_param_device cpu sft.py",
-            "zero3_cpu_offload",
-            None,
-        ),
         ("accelerate launch --use_fsdp --fsdp_offload_params true sft.py", "fsdp2_cpu_offload", None),
-        ("trl sft --deepspeed ds_zero3.json", "zero3", None),
     ],
 )
 def test_every_way_to_launch_has_a_preset(command: str, preset: str, processes: int | None, tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import threading
 from pathlib import Path
 
 import pytest
@@ -18,10 +17,6 @@ NESTED_LOOPS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor 
 LOOPS = {
     "nested loops": NESTED_LOOPS,
     "an operation in C, which no signal handler interrupts": "{{ 2 ** (10 ** 9) }}",
-    "a number that doubles its digits": (
-        "{% set n = namespace(x=3) %}{% for i in range(99) %}{% set n.x = n.x * n.x %}{% endfor %}"
-    ),
-    "filler text": "{{ lipsum(n=10**8) }}",
     "only for the words of a row": "{% for m in messages if m.content == 'Hej' %}" + NESTED_LOOPS + "{% endfor %}",
 }
 
@@ -36,7 +31,6 @@ def test_a_template_that_never_ends_is_refused(template: str) -> None:
     ("template", "message"),
     [
         ("{{ 'x' * 10**10 }}", "it takes more memory than any conversation"),
-        ("{{ 'x'|center(10**11) }}", "it takes more memory than any conversation"),
         (
             "{% set x = 'x' * 10**6 %}{% for a in range(99) %}{{ x }}{% endfor %}",
             "it renders one conversation as more than 67,108,864 characters",
@@ -56,7 +50,6 @@ def test_a_template_that_is_malformed_or_fills_memory_is_refused(template: str, 
 @pytest.mark.parametrize(
     "template",
     [
-        "",
         "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% break %}{% endfor %}",
         "{{ tools | tojson(indent=2) }}{{ strftime_now('%Y') }}{{ namespace(a=1).a }}",
         "{{ bos_token + eos_token }}",  # the rank's tokenizer knows them
@@ -138,16 +131,3 @@ def test_a_conversation_that_takes_too_long_in_a_rank_is_interrupted() -> None:
 
     with pytest.raises(TimeoutError, match=r"it takes more than 0.05 s"):
         loop_forever()
-
-
-def test_a_thread_has_no_timer_and_is_not_interrupted() -> None:
-    done: list[bool] = []
-
-    def work() -> None:
-        with time_limit(0.001):
-            done.append(True)
-
-    thread = threading.Thread(target=work)
-    thread.start()
-    thread.join()
-    assert done == [True]

@@ -1,4 +1,4 @@
-"""`toolkit doctor` as it is typed: on this node, with recorded GPUs, with limits that are really set."""
+"""`toolkit doctor` as it is typed: on this node, with limits that are really set."""
 
 from __future__ import annotations
 
@@ -16,13 +16,11 @@ from typing import Any
 import jsonschema
 import pytest
 from launching import LLAMA_8B_CONFIG, ROOT
-from recorded_outputs import NO_REAL_GPU, install_nvidia_smi
 
 from toolkit.cli.program import main
 from toolkit.doctor.checks import CHECKS, NodeCheck
 from toolkit.doctor.examination import all_checks, examine_node
 from toolkit.doctor.options import DoctorOptions
-from toolkit.versions import torch_cuda_version
 
 QWEN_72B = str(ROOT / "tests" / "fixtures" / "qwen2.5-72b")
 TOKEN = "hf_QmVyZ2VuSXNOb3RIZXJl"
@@ -35,8 +33,6 @@ CHECK = {
     "measured": {"type": "object"},
     "skipped": {"type": ["string", "null"]},
 }
-GPU_CHECKS = [check.name for check in all_checks() if check.name.startswith("gpu-") and check.name != "gpu-xid"]
-FACT = {"type": ["string", "number", "null"]}
 
 
 def rows(properties: dict[str, Any]) -> dict[str, Any]:
@@ -44,15 +40,9 @@ def rows(properties: dict[str, Any]) -> dict[str, Any]:
     return {"type": "array", "items": row}
 
 
-SCHEMA = {
-    "properties": {
-        "findings": rows(FINDING),
-        "checks": rows(CHECK),
-        "node_facts": {"type": "object", "additionalProperties": FACT, "required": ["hostname", "unix_time"]},
-    },
-    "required": ["findings", "checks", "node_facts"],
-    "additionalProperties": False,
-}
+FACTS = {"additionalProperties": {"type": ["string", "number", "null"]}, "required": ["hostname", "unix_time"]}
+REPORT = {"findings": rows(FINDING), "checks": rows(CHECK), "node_facts": FACTS}
+SCHEMA = {"properties": REPORT, "required": list(REPORT), "additionalProperties": False}
 
 
 def doctor(*words: str, **variables: str) -> tuple[int, str, str]:
@@ -122,84 +112,33 @@ def test_the_text_shows_each_finding_with_its_fix() -> None:
     at = next(index for index, line in enumerate(lines) if line.startswith("  error: GPUs are missing: "))
     assert lines[at].endswith("expected: 64, as --gpus-per-node says")
     assert lines[at + 1] == "    fix: SLURM: --gpus-per-node; docker run --gpus all; without a driver: install NVIDIA's"
-    assert "skipped  (only with --long) matmul, all-reduce, disk-speed" in lines
+    assert "skipped  (only with --long) dcgm, all-reduce, disk-speed" in lines
     assert " 1 error" in lines[-1]
 
 
-# -- recorded GPUs
-
-
-@pytest.fixture(scope="module")
-def faulty(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """The report of a node whose second GPU has every fault."""
-    programs = install_nvidia_smi(tmp_path_factory.mktemp("faulty"), query="nvidia_smi_faulty.xml")
-    return report(PATH=f"{programs}:{os.environ['PATH']}", CUDA_VISIBLE_DEVICES="0,1")
-
-
-@NO_REAL_GPU
-def test_every_fault_of_a_recorded_gpu_is_found_with_its_level(faulty: dict[str, Any]) -> None:
-    assert levels(faulty, *GPU_CHECKS) == [
-        ("gpu-persistence", "warning"),
-        ("gpu-ecc", "error"),  # five uncorrectable SRAM errors in its life
-        ("gpu-ecc", "error"),  # one since the driver was loaded
-        ("gpu-row-remap", "error"),
-        ("gpu-row-remap", "warning"),
-        ("gpu-recovery", "error"),  # the driver asks for a reset
-        ("gpu-recovery", "error"),  # NVSwitch
-        ("gpu-throttling", "error"),
-        ("gpu-clocks", "warning"),  # power limit below its default
-        ("gpu-clocks", "note"),  # application clock
-        ("gpu-alike", "warning"),  # its power limit is not that of the other GPU
-        ("gpu-pcie", "warning"),  # 8 lanes of 16
-        ("gpu-pcie", "note"),  # generation 4 of 5
-        ("gpu-nvlink", "warning"),  # CRC errors
-        ("gpu-nvlink", "warning"),  # an inactive link
-        ("gpu-nvlink", "warning"),  # a pair without NVLink
-        ("gpu-peer-access", "warning"),
-    ]
-    blamed = [finding["what"] for finding in faulty["findings"] if "0000:" in finding["what"]]
-    assert {what.partition(":")[0] for what in blamed} == {"GPU 1 (0000"}  # the first one is sound
-    fixes = {finding["fix"] for finding in faulty["findings"]}
-    assert {"nvidia-smi -i 1 -pl 700", "nvidia-smi -r -i 1   (with no process on it, or reboot)"} <= fixes
-
-
-@NO_REAL_GPU
-def test_facts_and_software_are_those_of_the_recorded_driver(faulty: dict[str, Any]) -> None:
-    facts = faulty["node_facts"]
-    assert (facts["driver"], facts["driver_cuda"]) == ("570.86.15", "12.8")
-    assert (facts["gpus"], facts["vbios"]) == ("2 × NVIDIA H100 80GB HBM3", "2 × 96.00.89.00.01")
-    assert measured(faulty, "gpu-ecc")["1"]["lifetime_sram_uncorrectable"] == 5
-    assert measured(faulty, "numa")["gpus"]["GPU2"] == 1
-    if torch_cuda_version() is None:
-        assert ("cuda", "error") in levels(faulty, "cuda")  # a CPU build of torch
-
-
-@NO_REAL_GPU
-def test_sound_gpus_have_no_finding(tmp_path: Path) -> None:
-    programs = install_nvidia_smi(tmp_path, connections=False)
-    found = report("--gpus-per-node", "2", PATH=f"{programs}:{os.environ['PATH']}", CUDA_VISIBLE_DEVICES="0,1")
-    assert levels(found, *GPU_CHECKS) == []
-    assert measured(found, "gpu-count")["names"] == ["NVIDIA H100 80GB HBM3"] * 2
-
-
-@NO_REAL_GPU
-@pytest.mark.parametrize(
-    ("said", "code", "value"),
-    [
-        ("NVIDIA-SMI has failed because it couldn't communicate with the NVIDIA driver.", 9, None),
-        ("not XML", 0, "nvidia-smi -q -x prints no XML: syntax error: line 1, column 0"),
-    ],
-)
-def test_an_nvidia_smi_that_fails_is_an_error_with_its_own_words(
-    said: str, code: int, value: str | None, tmp_path: Path
-) -> None:
-    program = tmp_path / "nvidia-smi"
-    program.write_text(f'#!/bin/sh\necho "{said}"\nexit {code}\n')
-    program.chmod(0o755)
-    found = report(PATH=f"{tmp_path}:{os.environ['PATH']}")
-    (failed,) = [finding for finding in found["findings"] if finding["check"] == "gpu-count"]
-    assert (failed["level"], failed["value"]) == ("error", value or said)
-    assert {row["skipped"] for row in found["checks"] if row["check"] == "gpu-ecc"} == {"nvidia-smi fails"}
+def test_without_torch_it_says_what_is_missing_and_what_to_type(tmp_path: Path) -> None:
+    """As where only the package itself is installed: metadata and modules of torch and DeepSpeed are not found."""
+    hidden = (
+        "import importlib.metadata as metadata, sys\n"
+        "found = metadata.Distribution.from_name\n"
+        "def from_name(name):\n"
+        "    if name in ('torch', 'deepspeed'):\n"
+        "        raise metadata.PackageNotFoundError(name)\n"
+        "    return found(name)\n"
+        "metadata.Distribution.from_name = from_name\n"
+        "sys.modules.update(torch=None, deepspeed=None)\n"
+    )
+    (tmp_path / "sitecustomize.py").write_text(hidden)
+    environment = os.environ | {"PYTHONPATH": f"{tmp_path}:{ROOT}"}
+    for words, line in (
+        (["toolkit", "doctor"], "  error: libraries are not installed: torch, deepspeed; expected: installed"),
+        (["toolkit.doctor.ops"], "error: torch, deepspeed: not installed"),
+    ):
+        command = [sys.executable, "-m", *words]
+        ended = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=60)
+        lines = (ended.stdout + ended.stderr).splitlines()
+        assert line in lines, ended.stderr
+        assert "pip install torch deepspeed" in lines[lines.index(line) + 1]
 
 
 # -- this node with limits that are really set

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 from file_mutations.attempts import Command, call, command
@@ -15,21 +14,8 @@ MANIFEST = "manifest.json"
 RUN, MODEL = "run", "base"
 
 
-@dataclass(frozen=True)
-class CheckpointCommand(Command):
-    """Words for `toolkit checkpoint`, run in this process."""
-
-    def __call__(self) -> int:
-        from toolkit.checkpoint.__main__ import main
-
-        return main(list(self.words))
-
-    def __str__(self) -> str:
-        return f"toolkit checkpoint {' '.join(self.words)}"
-
-
-def checkpoint(*words: object) -> CheckpointCommand:
-    return CheckpointCommand(tuple(map(str, words)))
+def checkpoint(*words: object) -> Command:
+    return command("checkpoint", *words)
 
 
 def newest(run: Path) -> Path:
@@ -137,15 +123,17 @@ def exported_formats(folder: Path) -> list[Format]:
 
 
 def tokenize() -> None:
-    """load_tokenizer on exported, and encode_chat"""
+    """check_templates, load_tokenizer on exported, and encode_chat"""
     from toolkit.data import Sample
+    from toolkit.data.template_limits import check_templates, templates_of
     from toolkit.job.script_arguments import ModelArguments
     from toolkit.train.data.chat_template import encode_chat
     from toolkit.train.model.loading import load_tokenizer
 
-    tokenizer = load_tokenizer(ModelArguments(model_name_or_path="exported"), chat_template=None)
     messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hej"}]
     sample = Sample(messages=messages * 2)
+    check_templates(templates_of(Path("exported")), [sample], name="the chat template")
+    tokenizer = load_tokenizer(ModelArguments(model_name_or_path="exported"), chat_template=None)
     encode_chat(sample, tokenizer, supervise_all=False, max_tokens=None)
 
 

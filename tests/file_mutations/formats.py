@@ -349,36 +349,6 @@ deepspeed: ds.json
 val_size: 0.1
 eval_strategy: steps
 """
-AXOLOTL = """
-base_model: Qwen/Qwen3-8B
-load_in_4bit: true
-adapter: qlora
-lora_r: 32
-lora_target_linear: true
-datasets:
-  - path: rows.jsonl
-    type: alpaca
-    field_messages: messages
-  - path: tatsu-lab/alpaca
-    type: chat_template
-sequence_len: 2048
-sample_packing: true
-gradient_accumulation_steps: 4
-micro_batch_size: 2
-num_epochs: 1
-optimizer: adamw_bnb_8bit
-lr_scheduler: cosine
-bf16: auto
-warmup_ratio: 0.1
-evals_per_epoch: 4
-fsdp_version: 2
-fsdp_config:
-  offload_params: false
-  state_dict_type: FULL_STATE_DICT
-  auto_wrap_policy: TRANSFORMER_BASED_WRAP
-special_tokens:
-  pad_token: <|pad|>
-"""
 TRL_YAML = """
 model_name_or_path: Qwen/Qwen3-8B
 datasets:
@@ -414,7 +384,6 @@ def conversion_formats() -> list[Format]:
     }
     seeds: list[Files] = [
         {"theirs.yaml": (FIXTURES / "axolotl.yaml").read_bytes(), "rows.jsonl": DATA},
-        {"theirs.yaml": AXOLOTL.encode(), "rows.jsonl": DATA},
         {"theirs.yaml": TRL_YAML.encode()},
         factory,
     ]

@@ -5,41 +5,9 @@ from __future__ import annotations
 from hypothesis import strategies as st
 
 SNIPPETS = (
-    *(
-        b"\0",
-        b"\0" * 600,
-        b"\xff",
-        b"\xef\xbb\xbf",
-        b"\xed\xa0\x80",
-        b"\r\n",
-        b"\n\n",
-        b"\n",
-        b"\t",
-        b"{",
-        b"}",
-        b"[",
-        b"]",
-    ),
-    *(
-        b",",
-        b":",
-        b'"',
-        b"'",
-        b"\\",
-        b"\\u",
-        b"#",
-        b"- ",
-        b"&a ",
-        b"*a ",
-        b"!!",
-        b"{{",
-        b"{%",
-        b"%}",
-        b"---\n",
-        b"...\n",
-    ),
-    *(b"NaN", b"Infinity", b"-", b"1e999", b"9" * 5_000, b"null", b"x" * 70_000, b"[" * 100_000, b"- " * 3_000),
-    *(b"PK\x03\x04", b"\x80\x02", b"cos\nsystem\n", b"\x1f\x8b", b"\x89PNG\r\n"),
+    *(b"\0", b"\0" * 600, b"\xff", b"\xef\xbb\xbf", b"\xed\xa0\x80", b"\r\n", b"\n\n", b"\t", b"{", b"}", b"[", b"]"),
+    *(b",", b":", b'"', b"'", b"\\u", b"#", b"- ", b"&a ", b"*a ", b"!!", b"{{", b"{%", b"---\n", b"NaN", b"1e999"),
+    *(b"9" * 5_000, b"x" * 70_000, b"[" * 100_000, b"- " * 3_000, b"PK\x03\x04", b"\x80\x02", b"cos\nsystem\n"),
 )
 
 
@@ -52,17 +20,14 @@ def edited_bytes(draw: st.DrawFn, content: bytes, *, others: tuple[bytes, ...] =
 
 
 def _edited_once(draw: st.DrawFn, content: bytes, others: tuple[bytes, ...]) -> bytes:
-    at = draw(st.integers(0, max(0, len(content))))
+    at = draw(st.integers(0, len(content)))
     end = min(len(content), at + draw(st.sampled_from([1, 2, 8, 64, 1_000])))
     match draw(st.sampled_from(["cut off", "flip", "insert", "delete", "repeat", "whole", "splice", "random"])):
         case "cut off":
             return content[:at]
         case "flip":
-            return (
-                content[:at]
-                + bytes(byte ^ draw(st.sampled_from([1, 0x20, 0x80, 0xFF])) for byte in content[at : at + 1])
-                + content[at + 1 :]
-            )
+            mask = draw(st.sampled_from([1, 0x20, 0x80, 0xFF]))
+            return content[:at] + bytes(byte ^ mask for byte in content[at : at + 1]) + content[at + 1 :]
         case "insert":
             return content[:at] + draw(st.sampled_from(SNIPPETS)) + content[at:]
         case "delete":
@@ -74,14 +39,13 @@ def _edited_once(draw: st.DrawFn, content: bytes, others: tuple[bytes, ...]) -> 
             return content[:at] + other[draw(st.integers(0, len(other))) :]
         case "random":
             return content[:at] + draw(st.binary(max_size=16)) + content[end:]
-    return draw(st.sampled_from(_whole(content)))
-
-
-def _whole(content: bytes) -> list[bytes]:
-    """The file in another encoding, or something else altogether."""
     text = content.decode("utf-8", "replace") if len(content) < 2**20 else ""
-    return [
-        *(b"", b"\0" * 4_096, b"\xef\xbb\xbf" + content, content.replace(b"\n", b"\r\n"), content[::-1], b" " * 10_000),
-        *(text.encode("utf-16"), text.encode("utf-32-be"), text.encode("cp500", "replace"), content * 2),
-        *(b"null", b"[]", b"{}", b'""', b"0", b"NaN", b"---\n---\n", b"PK\x05\x06" + b"\0" * 18, b"\x80\x04N."),
-    ]
+    return draw(
+        st.sampled_from(
+            [
+                *(b"", b"\0" * 4_096, b"\xef\xbb\xbf" + content, content.replace(b"\n", b"\r\n"), content[::-1]),
+                *(text.encode("utf-16"), text.encode("cp500", "replace"), content * 2, b" " * 10_000, b"null", b"[]"),
+                *(b"{}", b'""', b"0", b"---\n---\n", b"PK\x05\x06" + b"\0" * 18, b"\x80\x04N."),
+            ]
+        )
+    )

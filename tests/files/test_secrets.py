@@ -6,7 +6,6 @@ import copy
 import io
 import json
 import sys
-import traceback
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,6 @@ from launching import toolkit
 from toolkit.cli.program import main
 from toolkit.compare.replay import with_secrets
 from toolkit.compare.result_values import RowKey
-from toolkit.compare.results import ComparedJob
 from toolkit.compare.specification import read_comparison
 from toolkit.errors import ToolkitError
 from toolkit.files import secrets
@@ -37,7 +35,6 @@ from toolkit.job.script_arguments import argument_types
 from toolkit.launch.command import LaunchCommand, launch_command
 from toolkit.launch.process import run_command
 from toolkit.presets import load_preset
-from toolkit.record.folder import write_json
 
 TOKEN = "hf_FakeFakeFakeFakeFakeFakeFakeFake00"  # by its shape
 PLAIN = "correct-horse-battery"  # only by the name of its argument
@@ -61,53 +58,27 @@ SHAPES = """
 hf_FakeFakeFakeFakeFakeFakeFakeFake00 sk-proj-abcDEF0123456789abcdef ghp_abcdefghijklmnop0123456789abcdefghij
 AKIAIOSFODNN7EXAMPLE github_pat_11ABCDEFG0123456789 xoxb-0123456789-abcdef glpat-abcdefghij0123456789
 """
-ORDINARY_TEXTS = (
+ORDINARY_TEXTS = [
     *("hf_transfer", "hf_hub_download", "hf_quantizer_bnb", "hf-internal-testing/tiny", "scikit: sk-learn-intelex"),
-    *(WANDB_KEY, "sha256:" + 64 * "a", "--lora_target_modules q_proj k_proj", "--max_steps 8", "https://a.b/c@d"),
-    *(
-        "--hub_token HUB_TOKEN",
-        "--hub_token is missing",
-        "risk-adjusted-returns-of-AAPL",
-        "--pad_token <pad> --num_tokens 12345678",
-    ),
-)
+    *(WANDB_KEY, "sha256:" + 64 * "a", "--lora_target_modules q_proj k_proj", "https://a.b/c@d"),
+    *("--hub_token is missing", "risk-adjusted-returns-of-AAPL", "--pad_token <pad> --num_tokens 12345678"),
+]
 
 
-@pytest.mark.parametrize("name", SECRET_NAMES.split())
-def test_a_secret_is_known_by_its_name(name: str) -> None:
-    assert is_secret_name(name)
-
-
-@pytest.mark.parametrize("name", ORDINARY_NAMES.split())
-def test_an_ordinary_name_is_no_secret(name: str) -> None:
-    assert not is_secret_name(name)
-
-
-def test_of_the_training_arguments_only_the_hubs_token_is_a_secret() -> None:
+def test_a_secret_is_known_by_its_name_and_an_ordinary_name_is_none() -> None:
+    assert [name for name in SECRET_NAMES.split() if not is_secret_name(name)] == []
+    assert [name for name in ORDINARY_NAMES.split() if is_secret_name(name)] == []
     assert [name for name in argument_types() if is_secret_name(name)] == ["hub_token"]
 
 
-@pytest.mark.parametrize("text", SHAPES.split())
-@pytest.mark.parametrize("around", ["{}", "it's {}.", "--{}", "Authorization: Bearer {}", "x={}&y", "'{}',"])
-def test_a_secret_is_known_by_its_shape(text: str, around: str) -> None:
-    assert hide_secrets(around.format(text)) == around.format("***")
+@pytest.mark.parametrize("around", ["it's {}.", "Authorization: Bearer {}", "x={}&y", "https://me:{}@hub.example/a"])
+def test_a_secret_is_known_by_its_shape(around: str) -> None:
+    hidden = "https://***@hub.example/a" if "://" in around else around.format("***")
+    assert {hide_secrets(around.format(text)) for text in SHAPES.split()} == {hidden}
 
 
-def test_a_password_in_an_address_is_hidden_and_the_address_is_kept() -> None:
-    assert hide_secrets("https://me:pass-word@hub.example/a") == "https://***@hub.example/a"
-
-
-@pytest.mark.parametrize("text", ORDINARY_TEXTS)
-def test_ordinary_text_is_kept(text: str) -> None:
-    assert hide_secrets(text) == text
-
-
-@pytest.mark.parametrize(
-    "text",
-    [f"--hub_token {PLAIN}", f"--hub-token={PLAIN}", f"['--hub_token', '{PLAIN}']", f"HF_TOKEN={PLAIN} accelerate"],
-)
-def test_a_command_in_a_text_shows_no_value_of_a_secret(text: str) -> None:
-    assert PLAIN not in hide_secrets(text)
+def test_ordinary_text_is_kept() -> None:
+    assert hide_secrets(ORDINARY_TEXTS) == ORDINARY_TEXTS
 
 
 @pytest.mark.parametrize(
@@ -118,6 +89,7 @@ def test_a_command_in_a_text_shows_no_value_of_a_secret(text: str) -> None:
         (["--hub_token", "a", "b"], ["--hub_token", "***", "***"]),
         (["--run_name", f"mine {TOKEN}"], ["--run_name", "mine ***"]),
         (["--trackio", '{"a": {"api_key": "short"}, "b": [1]}'], ["--trackio", '{"a": {"api_key": "***"}, "b": [1]}']),
+        (["--variant", f"a=ddp --hub_token {PLAIN}"], ["--variant", "a=ddp --hub_token ***"]),
         (["--lora_config", "use_dora=true", "my_token=abc"], ["--lora_config", "use_dora=true", "my_token=***"]),
         (["--model_init_kwargs", '{"pad_token":  "x"}'], ["--model_init_kwargs", '{"pad_token":  "x"}']),
         (["config.yaml", "--lora_target_modules", "k_proj"], ["config.yaml", "--lora_target_modules", "k_proj"]),
@@ -153,10 +125,6 @@ def test_a_command_has_its_secrets_in_the_environment_and_not_where_others_read_
     assert TOKEN not in everybody_sees
     assert "--hub_token '***'" in launch.shown
     assert json.loads(launch.environment[SECRETS_VARIABLE]) == {"1": PLAIN, "3": TOKEN}
-
-
-def test_a_command_without_secrets_adds_nothing_to_the_environment() -> None:
-    assert SECRETS_VARIABLE not in command("--max_steps", "8").environment
 
 
 def test_a_process_gets_the_words_that_its_launcher_was_given(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -205,29 +173,10 @@ def test_what_is_pickled_or_represented_has_no_token() -> None:
 # -- records and messages
 
 
-def test_json_files_have_no_secret(tmp_path: Path) -> None:
-    remember_secrets({"hub_token": PLAIN})
-    write_json(tmp_path / "run.json", {"argv": ["--hub_token", PLAIN], "path": Path(f"/a/{PLAIN}"), "step": 3})
-    written = json.loads((tmp_path / "run.json").read_text())
-    assert written == {"argv": ["--hub_token", "***"], "path": "/a/***", "step": 3}
-
-
-def test_a_report_of_older_results_shows_no_token() -> None:
-    job: dict[str, Any] = {"model": "m", "dataset": "d", "untimed_steps": 2, "seed": 42, "compute_dtype": "float32"}
-    job |= {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 1}
-    arguments = ["--hub_token", PLAIN, "--max_steps", "8"]
-    assert ComparedJob(**job, training_arguments=arguments).training_arguments == ("--hub_token", "***", *arguments[2:])
-
-
 REFUSED = {
     "unknown argument": ["train", "--preset", "ddp", "--", "--hub_tokn", TOKEN],
-    "unknown argument with =": ["train", "--preset", "ddp", "--", f"--hub_tokn={TOKEN}"],
     "second value": ["train", "--preset", "ddp", "--", "--hub_token", "a", PLAIN],
-    "stray word": ["train", "--preset", "ddp", "--", TOKEN],
     "value of another type": ["train", "--preset", "ddp", "--", "--max_steps", TOKEN],
-    "before the dashes": ["train", "--preset", "ddp", "--hub_token", PLAIN],
-    "as a preset": ["train", "--preset", TOKEN, "--", "--max_steps", "8"],
-    "as an option's number": ["train", "--preset", "ddp", "--num-processes", TOKEN],
     "as a model": ["plan", TOKEN, "--gpu", "h100"],
     "in a variant": ["compare", "--variant", f"=ddp --hub_token {PLAIN}", "--output-dir", "x", "--", "--seed", "1"],
 }
@@ -264,29 +213,11 @@ def test_a_secret_copied_from_a_record_is_refused_by_name(value: Any) -> None:
         refuse_hidden({"hub_token": value, "system_prompt": "***be brief***"})
 
 
-def test_a_saved_traceback_has_no_secret() -> None:
-    remember_secrets({"hub_token": PLAIN})
-    try:
-        raise ValueError(f"401 for {PLAIN}")
-    except ValueError:
-        assert PLAIN not in hide_secrets(traceback.format_exc())
-
-
-@pytest.mark.parametrize(
-    ("tool", "settings"),
-    [
-        ("trl", {"dataset_name": "a/b", "hub_token": PLAIN}),
-        ("axolotl", {"datasets": [{"path": "a/b", "type": "alpaca"}], "wandb_key": PLAIN, "hf_use_auth_token": TOKEN}),
-        ("llama-factory", {"stage": "sft", "dataset": "a", "hf_hub_token": TOKEN, "hub_token": PLAIN}),
-    ],
-)
-def test_a_converted_file_has_no_secret(
-    tool: str, settings: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    model = "base_model" if tool == "axolotl" else "model_name_or_path"
-    (tmp_path / "theirs.yaml").write_text(json.dumps({model: "Qwen/Qwen3-8B", "output_dir": "out"} | settings))
+def test_a_converted_file_has_no_secret(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    theirs = {"base_model": "Qwen/Qwen3-8B", "datasets": [{"path": "a/b", "type": "alpaca"}], "wandb_key": PLAIN}
+    (tmp_path / "theirs.yaml").write_text(json.dumps(theirs | {"hf_use_auth_token": TOKEN, "output_dir": "out"}))
     with pytest.raises(SystemExit) as ended:
-        main(["convert-config", str(tmp_path / "theirs.yaml"), "--from", tool])
+        main(["convert-config", str(tmp_path / "theirs.yaml"), "--from", "axolotl"])
     printed = "".join(capsys.readouterr())
     assert ended.value.code in (0, None)
     assert "***" in printed

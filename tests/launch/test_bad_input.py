@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import contextlib
 import io
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,6 @@ import pytest
 from launching import toolkit
 
 from toolkit.cli.program import main
-from toolkit.presets import preset_names
 from toolkit.record.folder import write_json
 
 
@@ -97,154 +97,148 @@ def contents(folder: Path) -> dict[str, Any]:
     return {str(path.relative_to(folder)): (path.read_bytes(), path.stat().st_mtime_ns) for path in files}
 
 
-# -- data
+GOOD = '{"instruction": "Hej", "output": "Hello"}\n'
 
 
-def test_a_missing_data_file(job: Job) -> None:
-    said = job.train(dataset=job.folder / "row.jsonl")
-    assert said.error == f"no such data file: {job.folder / 'row.jsonl'}"
-    assert said.hint == f"did you mean `{job.rows}`?"
-    assert not job.output.exists()
+@dataclass(frozen=True, kw_only=True)
+class Bad:
+    """One thing that is wrong; `{folder}` and `{rows}` in it are those of the job."""
+
+    error: str
+    """What the message begins with."""
+    hint: str | None = None
+    """What the hint begins with; None where any will do."""
+    words: tuple[str, ...] = ()
+    options: tuple[str, ...] = ()
+    preset: str = "zero2"
+    rows: str = GOOD * 32
+    files: Mapping[str, str] = field(default_factory=dict)
 
 
-def test_a_malformed_json_row_is_named_by_file_and_line(job: Job) -> None:
-    good = '{"instruction": "Hej", "output": "Hello"}\n'
-    job.rows.write_text(good * 249 + '{"instruction": "Hej", "output": \n' + good * 10)
-    said = job.train()
-    assert said.error.startswith(f"{job.rows}: row 250, line 250: malformed JSON: ")
-    assert not job.output.exists()
+BAD_JOBS = {
+    "a missing data file": Bad(
+        words=("--dataset", "{folder}/row.jsonl"),
+        error="no such data file: {folder}/row.jsonl",
+        hint="did you mean `{rows}`?",
+    ),
+    "a malformed JSON row": Bad(
+        rows=GOOD * 249 + '{"instruction": "Hej", "output": \n' + GOOD * 10,
+        error="{rows}: row 250, line 250: malformed JSON: ",
+    ),
+    "a row without a field that the others have": Bad(
+        rows=GOOD * 3 + '{"instruction": "Hej", "answer": "Hello"}\n' + GOOD * 30,
+        error="{rows}: row 4, line 4: no field `output`; fields found: instruction, answer",
+    ),
+    "rows of no known format": Bad(
+        rows='{"question": "Hej", "answer": "Hello"}\n' * 32,
+        error="{rows}: row 1, line 1: fields found: question, answer",
+        hint="expected one of: ",
+    ),
+    "fewer rows than a global batch": Bad(
+        words=("--per_device_train_batch_size", "17"),
+        error="{rows} has 32 rows, fewer than one global batch of 34 sequences",
+    ),
+    "fewer rows than packs of a global batch": Bad(
+        words=("--per_device_train_batch_size", "17", "--packing", "true"),
+        error="{rows} has 32 rows, which make at most as many packed sequences",
+    ),
+    "a stream without an end": Bad(
+        words=("--streaming",), error="--streaming needs --max_steps", hint="`--max_steps 1000`"
+    ),
+    "an unknown key of the YAML file": Bad(
+        words=("{folder}/job.yaml",),
+        files={"job.yaml": "learning_rat: 1e-4\n"},
+        error="{folder}/job.yaml: unknown key 'learning_rat'",
+        hint="did you mean `learning_rate`?",
+    ),
+    "an unknown flag of the training script": Bad(
+        words=("--learning_rat", "1e-4"),
+        error="unknown argument --learning_rat",
+        hint="did you mean `--learning_rate`?",
+    ),
+    "an unknown flag of the toolkit": Bad(
+        options=("--timeout-minute", "1"),
+        error="no such option: --timeout-minute",
+        hint="see `toolkit train --help`",
+    ),
+    "a word that belongs to no flag": Bad(
+        words=("--max_steps", "8", "zero3"), error="unexpected word 'zero3' after --max_steps 8"
+    ),
+    "text in place of a whole number": Bad(
+        words=("--max_steps", "many"), error="--max_steps is 'many', expected a whole number"
+    ),
+    "text in place of true or false": Bad(words=("--bf16", "maybe"), error="--bf16 is 'maybe', expected true or false"),
+    "a batch of no rows": Bad(
+        words=("--per_device_train_batch_size", "0"),
+        error="--per_device_train_batch_size is 0, expected 1 or more",
+    ),
+    "more processes than GPUs": Bad(
+        options=("--no-cpu",),
+        error="2 processes, but 0 GPUs are visible here",
+        hint="`--cpu` trains on the CPU",
+    ),
+    "an unknown preset": Bad(preset="zero4", error="unknown preset 'zero4'; available: ", hint="did you mean `zero3`?"),
+    "a preset file with an unknown nested key": Bad(
+        preset="{folder}/mine.yaml",
+        files={"mine.yaml": "distributed_type: FSDP\nfsdp_config: {fsdp_version: 2, reshard: true}\n"},
+        error="{folder}/mine.yaml: unknown key 'reshard' in fsdp_config",
+    ),
+    "a model folder that does not exist": Bad(
+        words=("--model_name_or_path", "{folder}/no-model"),
+        error="model '{folder}/no-model' is neither a folder nor a hub id",
+    ),
+    "a model folder without a configuration": Bad(
+        words=("--model_name_or_path", "{folder}/model"),
+        files={"model/readme": ""},
+        error="model folder {folder}/model has no config.json",
+    ),
+    "a model folder without weights": Bad(
+        words=("--model_name_or_path", "{folder}/model"),
+        files={"model/config.json": "{}"},
+        error="model folder {folder}/model has no weights (*.safetensors or *.bin)",
+    ),
+    "an output folder that the system refuses": Bad(
+        words=("--output_dir", "/proc/out"), error="output_dir /proc/out cannot be written: "
+    ),
+    "an output folder under a file": Bad(
+        words=("--output_dir", "{rows}/out"), error="output_dir {rows}/out cannot be written: Not a directory"
+    ),
+    "an output folder that is the data file": Bad(
+        words=("--output_dir", "{rows}"),
+        error="--dataset {rows} is in output_dir {rows}, where the run would replace it",
+    ),
+}
 
 
-def test_a_row_without_the_expected_fields_is_named_with_what_it_has(job: Job) -> None:
-    good = '{"instruction": "Hej", "output": "Hello"}\n'
-    job.rows.write_text(good * 3 + '{"instruction": "Hej", "answer": "Hello"}\n' + good * 30)
-    said = job.train()
-    assert said.error == f"{job.rows}: row 4, line 4: no field `output`; fields found: instruction, answer"
-    assert said.hint is not None
-    assert "instruction + output" in said.hint
-    assert not job.output.exists()
+@pytest.mark.parametrize("what", BAD_JOBS)
+def test_a_job_is_refused_for(what: str, job: Job) -> None:
+    bad = BAD_JOBS[what]
+
+    def filled(text: str) -> str:
+        return text.replace("{folder}", str(job.folder)).replace("{rows}", str(job.rows))
+
+    job.rows.write_text(bad.rows)
+    for name, text in bad.files.items():
+        (job.folder / name).parent.mkdir(exist_ok=True)
+        (job.folder / name).write_text(text)
+    before = contents(job.folder)
+    words, preset = [filled(word) for word in bad.words], filled(bad.preset)
+    options = ("train", "--preset", preset, "--num-processes", "2", *bad.options, "--")
+    yaml = [words.pop(0)] if words and words[0].endswith(".yaml") else []  # it stands before all flags
+    said = refused(*options, *yaml, *job.arguments("--output_dir", str(job.output)), *words, cwd=job.folder)
+    assert said.error.startswith(filled(bad.error))
+    assert bad.hint is None or str(said.hint).startswith(filled(bad.hint))
+    assert contents(job.folder) == before
 
 
-def test_rows_of_no_known_format_are_named_with_what_they_have(job: Job) -> None:
-    job.rows.write_text('{"question": "Hej", "answer": "Hello"}\n' * 32)
-    said = job.train()
-    assert said.error == f"{job.rows}: row 1, line 1: fields found: question, answer"
-    assert said.hint is not None
-    assert said.hint.startswith("expected one of: ")
-
-
-def test_fewer_rows_than_a_global_batch(job: Job) -> None:
-    said = job.train("--per_device_train_batch_size", "17")
-    assert said.error == f"{job.rows} has 32 rows, fewer than one global batch of 34 sequences"
-
-
-def test_fewer_rows_than_packs_of_a_global_batch(job: Job) -> None:
-    said = job.train("--per_device_train_batch_size", "17", "--packing", "true")
-    assert said.error.startswith(f"{job.rows} has 32 rows, which make at most as many packed sequences")
-
-
-def test_a_stream_without_an_end(job: Job) -> None:
-    said = job.train("--streaming")
-    assert said.error.startswith("--streaming needs --max_steps")
-    assert said.hint == "`--max_steps 1000`"
-    assert not job.output.exists()
-
-
-# -- arguments
-
-
-def test_an_unknown_key_of_the_yaml_file(job: Job) -> None:
-    config = job.folder / "job.yaml"
-    config.write_text("learning_rat: 1e-4\n")
-    words = ("train", "--preset", "zero2", "--num-processes", "2", "--", str(config), *job.arguments())
-    said = refused(*words, "--output_dir", str(job.output), cwd=job.folder)
-    assert said.error == f"{config}: unknown key 'learning_rat'"
-    assert said.hint == "did you mean `learning_rate`?"
-    assert not job.output.exists()
-
-
-def test_an_unknown_flag_of_the_training_script(job: Job) -> None:
-    said = job.train("--learning_rat", "1e-4")
-    assert (said.error, said.hint) == ("unknown argument --learning_rat", "did you mean `--learning_rate`?")
-    assert not job.output.exists()
-
-
-def test_an_unknown_flag_of_the_toolkit(job: Job) -> None:
-    said = job.train(options=("--timeout-minute", "1"))
-    assert "no such option: --timeout-minute" in said.error
-    assert "--timeout-minutes" in said.error
-    assert said.hint == "see `toolkit train --help`"
-
-
-def test_an_option_of_the_toolkit_that_is_missing(job: Job) -> None:
+def test_options_that_are_missing_or_wrong(job: Job) -> None:
     said = refused("train", "--num-processes", "2", cwd=job.folder)
     assert (said.error, said.hint) == ("missing option '--preset'", "see `toolkit train --help`")
-
-
-def test_a_command_that_does_not_exist(job: Job) -> None:
-    said = refused("trian", cwd=job.folder)
-    assert said.error == "no such command 'trian'. Did you mean 'train'?"
-
-
-def test_a_word_that_belongs_to_no_flag(job: Job) -> None:
-    said = job.train("--max_steps", "8", "zero3")
-    assert said.error == "unexpected word 'zero3' after --max_steps 8"
-
-
-@pytest.mark.parametrize(
-    ("flag", "value", "message"),
-    [
-        ("--max_steps", "many", "--max_steps is 'many', expected a whole number"),
-        ("--learning_rate", "fast", "--learning_rate is 'fast', expected a number"),
-        ("--bf16", "maybe", "--bf16 is 'maybe', expected true or false"),
-        ("--per_device_train_batch_size", "0", "--per_device_train_batch_size is 0, expected 1 or more"),
-    ],
-)
-def test_a_value_of_the_wrong_kind(flag: str, value: str, message: str, job: Job) -> None:
-    assert job.train(flag, value).error == message
-    assert not job.output.exists()
-
-
-def test_a_number_of_processes_that_is_no_number(job: Job) -> None:
     said = refused("train", "--preset", "zero2", "--num-processes", "two", cwd=job.folder)
     assert said.error.startswith("invalid value for '--num-processes'")
-
-
-def test_more_processes_than_gpus(job: Job) -> None:
-    said = job.train(options=("--no-cpu",))
-    assert (said.error, said.hint) == ("2 processes, but 0 GPUs are visible here", "`--cpu` trains on the CPU")
-    assert not job.output.exists()
-
-
-# -- presets and models
-
-
-def test_an_unknown_preset(job: Job) -> None:
-    said = job.train(preset="zero4")
-    assert said.error == f"unknown preset 'zero4'; available: {', '.join(preset_names())}"
-    assert said.hint == "did you mean `zero3`?"
-
-
-def test_a_preset_file_with_an_unknown_nested_key(job: Job) -> None:
-    mine = job.folder / "mine.yaml"
-    mine.write_text("distributed_type: FSDP\nfsdp_config: {fsdp_version: 2, fsdp_reshard_after_forwrd: false}\n")
-    said = job.train(preset=str(mine))
-    assert "unknown key 'fsdp_reshard_after_forwrd' in fsdp_config" in said.error
-    assert said.hint == "did you mean `fsdp_reshard_after_forward`?"
-
-
-def test_a_model_folder_that_does_not_exist(job: Job) -> None:
-    said = job.train(model_name_or_path=job.folder / "no-model")
-    assert said.error == f"model '{job.folder / 'no-model'}' is neither a folder nor a hub id"
-
-
-def test_a_model_folder_without_weights(job: Job) -> None:
-    (job.folder / "model").mkdir()
-    said = job.train(model_name_or_path=job.folder / "model")
-    assert said.error == f"model folder {job.folder / 'model'} has no config.json"
-    (job.folder / "model" / "config.json").write_text("{}")
-    said = job.train(model_name_or_path=job.folder / "model")
-    assert said.error == f"model folder {job.folder / 'model'} has no weights (*.safetensors or *.bin)"
+    said = refused("train", "--preset", "ddp", "--num-processes", "2", "--", *job.arguments(), cwd=job.folder)
+    assert said.error == "--output_dir is missing"
+    assert refused("trian", cwd=job.folder).error == "no such command 'trian'. Did you mean 'train'?"
 
 
 def test_a_hub_id_that_cannot_be_reached(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -270,84 +264,29 @@ def test_a_finished_run_is_never_overwritten(job: Job) -> None:
     assert contents(job.output) == before
 
 
-def test_an_output_folder_under_a_file(job: Job) -> None:
-    before = contents(job.folder)
-    said = job.train(output_dir=job.rows / "out")
-    assert said.error == f"output_dir {job.rows / 'out'} cannot be written: Not a directory"
-    assert contents(job.folder) == before
-
-
-def test_an_output_folder_that_the_system_refuses(job: Job) -> None:
-    said = job.train(output_dir="/proc/out")
-    assert said.error.startswith("output_dir /proc/out cannot be written: ")
-
-
-def test_an_output_folder_that_is_a_file(job: Job) -> None:
-    before = contents(job.folder)
-    said = job.train(output_dir=job.rows)
-    assert said.error == f"--dataset {job.rows} is in output_dir {job.rows}, where the run would replace it"
-    assert contents(job.folder) == before
-
-
-def test_an_output_folder_that_is_not_named(job: Job) -> None:
-    said = refused("train", "--preset", "ddp", "--num-processes", "2", "--", *job.arguments(), cwd=job.folder)
-    assert said.error == "--output_dir is missing"
-
-
 # -- compare
 
 
-def test_a_comparison_chooses_its_own_output_folders(job: Job) -> None:
-    said = job.compare("--preset", "ddp", more=("--output_dir", "elsewhere"))
-    assert said.error == "--output_dir is set by the comparison itself"
-    assert not job.output.exists()
-
-
-def test_a_comparison_without_a_timed_step(job: Job) -> None:
-    said = job.compare("--preset", "ddp", more=("--max_steps", "2"))
-    assert said.error == "--max_steps 2 leaves no timed step after 2 untimed ones"
-    assert said.hint == "`--max_steps 10` or more"
-    assert not job.output.exists()
-
-
-def test_a_preset_that_is_compared_with_itself(job: Job) -> None:
-    said = job.compare("--preset", "ddp", "--preset", "zero2", "--preset", "ddp")
-    assert said.error == "--preset ddp is given twice"
-    assert said.hint == "name each preset once; `--variant again=ddp` is the same under another name"
-    assert not job.output.exists()
-
-
 @pytest.mark.parametrize(
-    ("options", "error"),
+    ("options", "more", "error"),
     [
-        (["--repeats", "0"], "--repeats is 0, expected 1 or more"),
-        (["--target-interval", "3"], "--target-interval is 3, expected a fraction from 0 to below 1"),
-        (["--scaling", "strong"], "--scaling needs several numbers of processes"),
-        (["--find-max-batch", "0"], "--find-max-batch is 0, expected 1 or more"),
-        (["--trial-minutes", "0"], "--trial-minutes is 0, expected more than 0"),
-        (["--variant", "again"], "--variant 'again', expected a name of letters, digits and _, `=`, a preset, and"),
-        (["--preset", "zeropp", "--num-processes", "two"], "--num-processes is 'two', expected whole numbers"),
+        ("--preset ddp", "--output_dir elsewhere", "--output_dir is set by the comparison itself"),
+        ("--preset ddp", "--max_steps 2", "--max_steps 2 leaves no timed step after 2 untimed ones"),
+        ("--preset ddp --preset zero2", "--max_stepz 8", "unknown argument --max_stepz"),
+        ("--preset ddp --preset zero2 --preset ddp", "", "--preset ddp is given twice"),
+        ("--preset ddp --repeats 0", "", "--repeats is 0, expected 1 or more"),
+        ("--preset ddp --target-interval 3", "", "--target-interval is 3, expected a fraction from 0 to below 1"),
+        ("--preset ddp --scaling strong", "", "--scaling needs several numbers of processes"),
+        ("--preset ddp --trial-minutes 0", "", "--trial-minutes is 0, expected more than 0"),
+        ("--preset ddp --variant again", "", "--variant 'again', expected a name of letters, digits and _, `=`, a"),
+        ("--preset zeropp --num-processes two", "", "--num-processes is 'two', expected whole numbers"),
+        ("--preset zeropp --cpu", "", "preset 'zeropp' does not run on a CPU"),
+        ("--preset zero2 --baseline ddp", "", "--baseline ddp is not among the presets compared: zero2"),
     ],
 )
-def test_a_method_that_cannot_be(job: Job, options: list[str], error: str) -> None:
-    said = job.compare("--preset", "ddp", *options)
+def test_a_comparison_that_cannot_be(options: str, more: str, error: str, job: Job) -> None:
+    said = job.compare(*options.split(), more=tuple(more.split()) or ("--max_steps", "8"))
     assert said.error.startswith(error)
-    assert not job.output.exists()
-
-
-def test_presets_of_which_none_can_run_here(job: Job) -> None:
-    said = job.compare("--preset", "zeropp", "--cpu")
-    assert said.error.startswith("preset 'zeropp' does not run on a CPU")
-
-
-def test_a_reference_that_is_not_compared(job: Job) -> None:
-    said = job.compare("--preset", "zero2", "--baseline", "ddp")
-    assert said.error == "--baseline ddp is not among the presets compared: zero2"
-
-
-def test_a_bad_job_is_refused_before_the_first_trial(job: Job) -> None:
-    said = job.compare("--preset", "ddp", "--preset", "zero2", more=("--max_stepz", "8"))
-    assert said.error == "unknown argument --max_stepz"
     assert not job.output.exists()
 
 

@@ -18,7 +18,7 @@ import psutil
 import pytest
 from launching import ROOT, cpu_environment, losses, read
 
-from toolkit.launch.warm_start import SOCKET_VARIABLE, ForkedProcess, fork_process
+from toolkit.launch.warm_start import SERVER_VARIABLE, ForkedProcess, fork_process
 from toolkit.record.checkpoints import list_checkpoints
 from toolkit.record.goodput import PARTS
 from toolkit.record.heartbeat import Heartbeat, read_heartbeats, write_attempt_id
@@ -110,7 +110,7 @@ class Starter:
         with stderr.open("w") as file, Path(os.devnull).open("w") as nothing, contextlib.chdir(ROOT):
             if plain or launcher:
                 streams = {"stdout": nothing.fileno(), "stderr": file.fileno()}
-                process = fork_process(os.environ[SOCKET_VARIABLE], argv, environment=environment, **streams)
+                process = fork_process(os.environ[SERVER_VARIABLE], argv, environment=environment, **streams)
             else:
                 argv = ["bash", "-c", f'{shell}; exec "$@"', "bash", *argv] if shell else argv
                 process = subprocess.Popen(argv, env=environment, stdout=nothing, stderr=file)

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from launching import cpu_environment, fork_server, run_warm, torchrun
 
-from toolkit.launch.warm_start import SOCKET_VARIABLE
+from toolkit.launch.warm_start import SERVER_VARIABLE
 from toolkit.lint import removed_keys as removed
 from toolkit.lint.findings import CHECKED_VERSIONS
 from toolkit.lint.rules import RULES
@@ -118,7 +118,7 @@ def seen() -> dict[str, Any]:
         "arguments": sorted(removed.TRAINING_ARGUMENTS_REMOVED),
     }
     script = str(ROOT / "tests" / "scripts" / "lint_truths.py")
-    os.environ[SOCKET_VARIABLE] = fork_server().socket_path
+    os.environ[SERVER_VARIABLE] = fork_server()
     done = run_warm([sys.executable, script, json.dumps(lists)], cpu_environment())
     assert done.returncode == 0, done.stderr
     return dict(json.loads(done.stdout.rpartition("SEEN ")[2]))

@@ -18,9 +18,9 @@ import pytest
 from model_configs import EXPERTS, WIDE, built, config_file
 
 from toolkit.models.activations import PARTIAL_ROTARY, TWO_ROTARY_EMBEDDINGS, Activations
-from toolkit.models.adapter_inputs import share_inputs
 from toolkit.models.config_fields import ConfigFields
 from toolkit.models.llama_family import sliding_window
+from toolkit.models.lora import share_inputs
 from toolkit.models.read_model import read_model, types_with_formulas
 from toolkit.models.saved_activations import MASKS, CountedActivations, read_counted
 from toolkit.models.shape import ModelShape

@@ -9,7 +9,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 
 from toolkit.errors import ToolkitError
-from toolkit.models.hub import download_config
+from toolkit.models.read_model import download_config
 
 # owner -> status and the header in which the hub names the reason
 ANSWERS = {

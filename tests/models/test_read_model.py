@@ -122,7 +122,7 @@ def test_transformers_builds_no_language_model_from_another_model(tmp_path: Path
     ],
 )
 def test_a_model_that_is_not_there_names_the_folder_way(model: str, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("toolkit.models.hub._is_reachable", lambda _: False)
+    monkeypatch.setattr("toolkit.models.read_model._is_reachable", lambda _: False)
     with pytest.raises(ToolkitError, match=said):
         read_model(model)
 

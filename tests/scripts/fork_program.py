@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 import sys
 
-from toolkit.launch.warm_start import SOCKET_VARIABLE, fork_process
+from toolkit.launch.warm_start import SERVER_VARIABLE, fork_process
 
 if __name__ == "__main__":
     started = fork_process(
-        os.environ[SOCKET_VARIABLE], [sys.executable, *sys.argv[1:]], environment=os.environ, stdout=1, stderr=2
+        os.environ[SERVER_VARIABLE], [sys.executable, *sys.argv[1:]], environment=os.environ, stdout=1, stderr=2
     )
     sys.exit(started.wait())

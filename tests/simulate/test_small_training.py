@@ -6,15 +6,12 @@ import numpy
 import pytest
 
 from toolkit.simulate.small_training import (
-    BATCH_ROWS,
-    LossPoint,
     SmallProblem,
     gradients,
     loss,
-    seconds_to_loss,
     train,
 )
-from toolkit.simulate.step_time_distributions import StepTimes
+from toolkit.simulate.step_time_distributions import drawn_seconds
 from toolkit.simulate.synchronization import Policy, PolicyRun, simulate
 
 PROBLEM = SmallProblem(seed=0)
@@ -23,13 +20,13 @@ WORKERS = 8
 
 
 def timeline_of(policy: Policy, *, steps: int = 60, spread: float = 0.5) -> PolicyRun:
-    times = StepTimes(distribution="lognormal", step_seconds=1.0, spread=spread)
-    return simulate(policy, times.draw(seed=0, workers=WORKERS, steps=2 * steps), steps=steps)
+    seconds = drawn_seconds("lognormal", mean=1.0, spread=spread, shape=(WORKERS, 2 * steps), seed=0)
+    return simulate(policy, seconds, steps=steps)
 
 
 def test_the_gradient_is_that_of_finite_differences() -> None:
     weights = tuple(weight.astype(numpy.float64) for weight in PROBLEM.initial_weights)
-    inputs, classes = PROBLEM.batch(0, 8)
+    inputs, classes = PROBLEM.batches([0])
     for layer, gradient in enumerate(gradients(weights, inputs, classes)):
         moved = [weight.copy() for weight in weights]
         moved[layer][3, 5] += 1e-6
@@ -37,29 +34,20 @@ def test_the_gradient_is_that_of_finite_differences() -> None:
         assert gradient[3, 5] == pytest.approx(difference, rel=1e-3, abs=1e-6)
 
 
-def test_gradients_of_several_workers_average_to_that_of_all_rows() -> None:
-    inputs, classes = PROBLEM.batch(0, 4 * BATCH_ROWS)
-    together = gradients(PROBLEM.initial_weights, inputs, classes)
-    apart = gradients(PROBLEM.initial_weights, inputs.reshape(4, BATCH_ROWS, -1), classes.reshape(4, BATCH_ROWS))
-    for one, several in zip(together, apart, strict=True):
-        assert several.shape == (4, *one.shape)
-        assert numpy.allclose(one, several.mean(axis=0), atol=1e-6)
-
-
 def test_synchronous_training_is_sgd_over_the_rows_in_order() -> None:
     weights = PROBLEM.initial_weights
     for step in range(5):
-        found = gradients(weights, *PROBLEM.batch(step * WORKERS * BATCH_ROWS, WORKERS * BATCH_ROWS))
+        found = gradients(weights, *PROBLEM.batches(range(step * WORKERS, (step + 1) * WORKERS)))
         weights = tuple(weight - numpy.float32(0.1) * gradient for weight, gradient in zip(weights, found, strict=True))
     curve = train(timeline_of(SYNCHRONOUS, steps=5), PROBLEM, learning_rate=0.1)
-    assert curve[-1].loss == pytest.approx(PROBLEM.test_loss(weights), rel=1e-6)
+    assert curve[-1][1] == pytest.approx(PROBLEM.test_loss(weights), rel=1e-6)
     assert len(curve) == 6
 
 
 def test_a_bound_of_zero_trains_as_synchronous_training_does() -> None:
-    bounded = train(timeline_of(Policy(name="bounded_staleness", staleness=0)), PROBLEM, learning_rate=0.05)
+    bounded = train(timeline_of(Policy(name="bounded_staleness", number=0)), PROBLEM, learning_rate=0.05)
     synchronous = train(timeline_of(SYNCHRONOUS), PROBLEM, learning_rate=0.05)
-    assert bounded[-1].loss == pytest.approx(synchronous[-1].loss, rel=1e-3)
+    assert bounded[-1][1] == pytest.approx(synchronous[-1][1], rel=1e-3)
 
 
 def test_stale_gradients_are_those_of_the_weights_that_were_read() -> None:
@@ -67,18 +55,18 @@ def test_stale_gradients_are_those_of_the_weights_that_were_read() -> None:
     timeline = simulate(Policy(name="asynchronous"), numpy.array([[1.0], [2.5]]), steps=2)
     share, weights = numpy.float32(0.2 / 2), [PROBLEM.initial_weights]
     for worker, batch, version in ((0, 0, 0), (0, 1, 1), (1, 0, 0), (0, 2, 2)):
-        found = gradients(weights[version], *PROBLEM.batch((2 * batch + worker) * BATCH_ROWS, BATCH_ROWS))
+        found = gradients(weights[version], *PROBLEM.batches([2 * batch + worker]))
         weights.append(tuple(old - share * step for old, step in zip(weights[-1], found, strict=True)))
     curve = train(timeline, PROBLEM, learning_rate=0.2)
-    assert [point.loss for point in curve] == pytest.approx([PROBLEM.test_loss(each) for each in weights], rel=1e-5)
+    assert [value for _, value in curve] == pytest.approx([PROBLEM.test_loss(each) for each in weights], rel=1e-5)
 
 
 def last_losses(policy: Policy, seed: int) -> float:
     """Return the mean of the last ten losses: single ones vary by some percent."""
-    times = StepTimes(distribution="lognormal", step_seconds=1.0, spread=0.3)
-    timeline = simulate(policy, times.draw(seed=seed, workers=16, steps=200), steps=100)
+    seconds = drawn_seconds("lognormal", mean=1.0, spread=0.3, shape=(16, 200), seed=seed)
+    timeline = simulate(policy, seconds, steps=100)
     curve = train(timeline, SmallProblem(seed=seed), learning_rate=0.3)
-    return float(numpy.mean([point.loss for point in curve[-10:]]))
+    return float(numpy.mean([value for _, value in curve[-10:]]))
 
 
 def test_stale_gradients_cost_some_loss_for_the_same_rows() -> None:
@@ -89,11 +77,5 @@ def test_stale_gradients_cost_some_loss_for_the_same_rows() -> None:
 def test_training_that_diverges_ends_with_its_last_finite_loss() -> None:
     timeline = timeline_of(SYNCHRONOUS)
     curve = train(timeline, PROBLEM, learning_rate=1e5)
-    assert curve[-1].seconds < timeline.seconds
-    assert all(numpy.isfinite(point.loss) for point in curve)
-
-
-def test_a_loss_is_reached_at_the_first_point_below_it() -> None:
-    curve = [LossPoint(seconds=second, loss=value) for second, value in ((0.0, 3.0), (1.0, 1.0), (2.0, 1.5))]
-    assert seconds_to_loss(curve, 1.5) == 1.0
-    assert seconds_to_loss(curve, 0.5) is None
+    assert curve[-1][0] < timeline.seconds
+    assert all(numpy.isfinite(value) for _, value in curve)

@@ -30,7 +30,7 @@ def staged(shape: ModelShape, **changes: object) -> StagedModel:
 
 def test_the_chunks_together_are_the_model(shape: ModelShape) -> None:
     for size in (FOUR, replace(FOUR, chunks=2), replace(FOUR, stages=5), replace(FOUR, stages=1)):
-        parts = [staged(shape).chunk_shape(size, chunk) for chunk in range(size.num_chunks)]
+        parts = [staged(shape).part(size, chunk) for chunk in range(size.num_chunks)]
         assert sum(part.num_params for part in parts) == shape.num_params
         assert sum(part.num_layers for part in parts) == shape.num_layers
         assert [tensor for part in parts for tensor in part.outer] == list(shape.outer)
@@ -39,9 +39,9 @@ def test_the_chunks_together_are_the_model(shape: ModelShape) -> None:
 def test_a_tied_head_is_a_second_copy_on_the_last_stage(shape: ModelShape) -> None:
     embeddings = tuple(tensor for tensor in shape.outer if not tensor.name.startswith("lm_head"))
     tied = replace(shape, tied_embeddings=True, outer=embeddings)
-    last = staged(tied).chunk_shape(FOUR, 3)
+    last = staged(tied).part(FOUR, 3)
     assert [tensor.name for tensor in last.outer][-1] == "lm_head.weight"
-    assert last.num_params == staged(shape).chunk_shape(FOUR, 3).num_params
+    assert last.num_params == staged(shape).part(FOUR, 3).num_params
 
 
 def test_the_stages_do_the_operations_of_the_whole_model(shape: ModelShape) -> None:
@@ -65,7 +65,7 @@ def test_model_states_are_16_bytes_per_parameter_and_replicas_share_12_of_them(s
     for replicas, bytes_each in ((1, 16), (4, 4 + 12 / 4)):
         model = staged(shape, data_parallel_size=replicas)
         memory = model.stage_memory(model.simulate("1f1b", FOUR))
-        params = [model.chunk_shape(FOUR, chunk).num_params for chunk in range(4)]
+        params = [model.part(FOUR, chunk).num_params for chunk in range(4)]
         for stage, count in zip(memory, params, strict=True):
             assert stage.state_bytes == pytest.approx(bytes_each * count, rel=1e-6)
 

@@ -7,7 +7,7 @@ from typing import Any
 import numpy
 import pytest
 
-from toolkit.simulate.step_time_distributions import StepTimes
+from toolkit.simulate.step_time_distributions import drawn_seconds
 from toolkit.simulate.synchronization import Policy, PolicyRun, best_backup_workers, simulate
 
 SYNCHRONOUS = Policy(name="synchronous")
@@ -15,14 +15,15 @@ ASYNCHRONOUS = Policy(name="asynchronous")
 
 
 def drawn(distribution: str = "lognormal", *, spread: float = 0.3, workers: int = 8, steps: int = 100) -> Any:
-    return StepTimes(distribution=distribution, step_seconds=1.0, spread=spread).draw(
-        seed=0, workers=workers, steps=steps
-    )
+    return drawn_seconds(distribution, mean=1.0, spread=spread, shape=(workers, steps), seed=0)
 
 
 def applied(timeline: PolicyRun) -> list[tuple[float, list[tuple[int, int, int]]]]:
     return [
-        (update.seconds, [(gradient.worker, gradient.batch, gradient.version) for gradient in update.gradients])
+        (
+            update.seconds,
+            [(worker, batch, update.version) for worker, batch in zip(update.workers, update.batches, strict=True)],
+        )
         for update in timeline.updates
     ]
 
@@ -39,7 +40,7 @@ def test_a_late_backup_worker_drops_its_gradient_and_joins_the_update_in_progres
     # Worker 2 takes 2.5 s for its first batch: it misses updates 1 (at 1 s) and 2 (at 2 s), starts its second batch at
     # 2.5 s with the weights of update 2, and ends at 2.75 s, before worker 1.
     seconds = numpy.array([[1.0, 1.0, 0.5], [1.0, 1.0, 1.0], [2.5, 0.25, 1.0]])
-    timeline = simulate(Policy(name="backup_workers", backup_workers=1), seconds, steps=3)
+    timeline = simulate(Policy(name="backup_workers", number=1), seconds, steps=3)
     assert applied(timeline) == [
         (1.0, [(0, 0, 0), (1, 0, 0)]),
         (2.0, [(0, 1, 1), (1, 1, 1)]),
@@ -63,30 +64,30 @@ def test_an_asynchronous_worker_never_waits_and_its_gradient_is_as_old_as_the_ot
 
 def test_a_bounded_worker_waits_for_the_slowest() -> None:
     # One batch ahead at most: worker 0 has finished two at 2 s, and may begin its third when worker 1 finishes one.
-    timeline = simulate(Policy(name="bounded_staleness", staleness=1), numpy.array([[1.0], [2.5]]), steps=2)
+    timeline = simulate(Policy(name="bounded_staleness", number=1), numpy.array([[1.0], [2.5]]), steps=2)
     assert [update.seconds for update in timeline.updates] == [1.0, 2.0, 2.5, 3.5]
     assert timeline.waiting_seconds == 0.5
-    assert timeline.updates[3].gradients[0].version == 3
+    assert timeline.updates[3].version == 3
 
 
 def test_a_bound_of_zero_has_the_speed_of_synchronous_training() -> None:
-    bounded = simulate(Policy(name="bounded_staleness", staleness=0), drawn(), steps=50)
+    bounded = simulate(Policy(name="bounded_staleness", number=0), drawn(), steps=50)
     synchronous = simulate(SYNCHRONOUS, drawn(), steps=50)
     assert bounded.seconds == pytest.approx(synchronous.seconds)
     assert bounded.waiting_seconds == pytest.approx(synchronous.waiting_seconds)
-    assert {gradient.version % 8 for update in bounded.updates for gradient in update.gradients} == {0}
+    assert {update.version % 8 for update in bounded.updates} == {0}
 
 
 def test_a_bound_that_is_never_reached_is_asynchronous() -> None:
-    assert applied(simulate(Policy(name="bounded_staleness", staleness=1000), drawn(), steps=50)) == applied(
+    assert applied(simulate(Policy(name="bounded_staleness", number=1000), drawn(), steps=50)) == applied(
         simulate(ASYNCHRONOUS, drawn(), steps=50)
     )
 
 
 def test_no_worker_is_further_ahead_than_the_bound() -> None:
     finished = [0] * 8
-    for update in simulate(Policy(name="bounded_staleness", staleness=2), drawn(spread=1.0), steps=50).updates:
-        finished[update.gradients[0].worker] += 1
+    for update in simulate(Policy(name="bounded_staleness", number=2), drawn(spread=1.0), steps=50).updates:
+        finished[update.workers[0]] += 1
         assert max(finished) - min(finished) <= 3, "two batches, and the one that was begun within the bound"
     assert max(finished) - min(finished) > 0
 
@@ -105,12 +106,12 @@ def test_a_synchronous_step_of_exponential_times_is_a_harmonic_sum() -> None:
 
 @pytest.mark.parametrize(
     "policy",
-    [SYNCHRONOUS, Policy(name="backup_workers", backup_workers=2), Policy(name="bounded_staleness", staleness=1)],
+    [SYNCHRONOUS, Policy(name="backup_workers", number=2), Policy(name="bounded_staleness", number=1)],
 )
 def test_all_time_is_computing_waiting_dropped_or_communication(policy: Policy) -> None:
     seconds = drawn(spread=0.5)
     timeline = simulate(policy, seconds, steps=60, communication_seconds=0.1)
-    used = sum(seconds[gradient.worker, gradient.batch] for update in timeline.updates for gradient in update.gradients)
+    used = sum(seconds[update.workers, update.batches].sum() for update in timeline.updates)
     spent = used + timeline.waiting_seconds + timeline.discarded_seconds + timeline.communication_seconds
     in_flight = 8 * float(seconds.max())  # batches that were begun or dropped around the last update
     assert spent == pytest.approx(8 * timeline.seconds, abs=in_flight)

@@ -16,35 +16,25 @@ import torch
 from toolkit.checkpoint.dcp_checkpoint import DcpFolder, Readers, save_dcp
 from toolkit.checkpoint.detection import Layout
 from toolkit.checkpoint.model_definition import MetaModel
-from toolkit.checkpoint.plain_checkpoint import write_weights
+from toolkit.checkpoint.plain_checkpoint import SafetensorsReader, write_weights
 from toolkit.checkpoint.reader import MOMENTS, CheckpointReader, group_hyperparameters
-from toolkit.checkpoint.safetensors_files import WeightFiles
-from toolkit.checkpoint.stored_weights import live_weights
 from toolkit.record.checkpoints import AT_LOAD_OPTIMIZER
 
 _STATE, _GROUP = "optimizer.state.", "optimizer.param_groups."
 
 
-class AtLoadReader:
-    """Reads `model.safetensors` (or shards, or an adapter) and `optimizer_dcp/`."""
+class AtLoadReader(SafetensorsReader):
+    """Reads `optimizer_dcp/` beside the weights."""
 
     def __init__(self, layout: Layout, model: MetaModel, *, trust_pickle: bool = False) -> None:
-        self.layout, self.model, self.saved_names = layout, model, model.saved_names
-        self.weights = live_weights(WeightFiles(layout.path), model)
+        super().__init__(layout, model)
         self.optimizer = DcpFolder(layout.path / AT_LOAD_OPTIMIZER, trust_pickle=trust_pickle)
         self.hyperparameters = [self._hyperparameters(names[0]) for names in model.groups(self.optimized()) if names]
-
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        names = {saved: name for name, saved in self.saved_names.items()}
-        return {names.get(saved, saved): shape for saved, shape in self.weights.shapes().items()}
 
     def optimized(self) -> list[str]:
         ending = f".{MOMENTS[0]}"
         states = [key.removeprefix(_STATE) for key in self.optimizer.keys if key.startswith(_STATE)]
         return [key.removesuffix(ending) for key in states if key.endswith(ending)]
-
-    def weight(self, name: str) -> torch.Tensor:
-        return self.weights.read(self.saved_names.get(name, name))
 
     def moment(self, name: str, state: str) -> torch.Tensor:
         moment: torch.Tensor = self.optimizer.read(f"{_STATE}{name}.{state}")

@@ -22,8 +22,7 @@ from toolkit.checkpoint.engines import open_checkpoint, write_checkpoint
 from toolkit.checkpoint.hf_export import SIDE_FILE_BYTES, check_complete
 from toolkit.checkpoint.model_definition import MetaModel, ModelFiles
 from toolkit.checkpoint.output_folder import check_disk_space, check_output, copy_file, temporary_beside
-from toolkit.checkpoint.reader import CheckpointReader, MissingState
-from toolkit.checkpoint.weights import check_names
+from toolkit.checkpoint.reader import CheckpointReader, MissingState, check_names
 from toolkit.errors import ToolkitError
 from toolkit.files.safe_loading import torch_load
 from toolkit.parallel.layout import ParallelLayout

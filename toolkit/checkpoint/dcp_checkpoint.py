@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import warnings
 from collections.abc import Callable
 from functools import cached_property, partial
@@ -17,7 +16,7 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 from toolkit.checkpoint.detection import FSDP_MODEL, FSDP_OPTIMIZER, Layout
 from toolkit.checkpoint.model_definition import MetaModel, without_adapter_name
 from toolkit.checkpoint.reader import MOMENTS, CheckpointReader, group_hyperparameters
-from toolkit.files.safe_loading import read_dcp_metadata, weights_only
+from toolkit.files.safe_loading import read_dcp_metadata, read_dcp_value
 
 _STATE_PREFIX = ("optimizer", "state")
 
@@ -91,9 +90,10 @@ class DcpFolder:
     def read(self, key: str) -> Any:
         assert self.metadata is not None
         entry = self.metadata.state_dict_metadata[key]
-        is_bytes = isinstance(entry, BytesStorageMetadata)
-        state: dict[str, Any] = {key: None if is_bytes else torch.empty(entry.size, dtype=entry.properties.dtype)}
-        with contextlib.nullcontext() if self.trust_pickle else weights_only(), warnings.catch_warnings():
+        if isinstance(entry, BytesStorageMetadata):
+            return read_dcp_value(self.path, self.metadata, key, trust_pickle=self.trust_pickle)
+        state: dict[str, Any] = {key: torch.empty(entry.size, dtype=entry.properties.dtype)}
+        with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # there is no process group
             try:
                 dcp.load(state, storage_reader=_CachedMetadataReader(self.path, self.metadata), no_dist=True)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from toolkit.errors import ToolkitError
-from toolkit.files.checkpoint_pickles import read_folder_name
+from toolkit.files.reading import read_folder_name
 from toolkit.record.checkpoints import AT_LOAD_OPTIMIZER, STAGE_OPTIMIZER
 
 FSDP_MODEL, FSDP_OPTIMIZER = "pytorch_model_fsdp_0", "optimizer_0"

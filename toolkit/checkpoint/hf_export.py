@@ -6,16 +6,20 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
+
+import torch
 
 from toolkit.checkpoint.detection import detect
 from toolkit.checkpoint.engines import open_checkpoint
-from toolkit.checkpoint.model_definition import MetaModel, ModelFiles
+from toolkit.checkpoint.model_definition import ADAPTER_NAME, MetaModel, ModelFiles
 from toolkit.checkpoint.output_folder import check_disk_space, check_output, copy_file, rename_to, temporary_beside
-from toolkit.checkpoint.safetensors_files import DEFAULT_SHARD_BYTES, DTYPES, write_model
-from toolkit.checkpoint.weights import check_names, merged_tensors, model_tensors
+from toolkit.checkpoint.reader import CheckpointReader, check_names, listed
+from toolkit.checkpoint.stored_weights import DEFAULT_SHARD_BYTES, WeightFiles, stored_tensors, write_model
 from toolkit.errors import ToolkitError
 from toolkit.files.safetensors_writer import SavedTensor
 from toolkit.record.checkpoints import FINGERPRINT, INCOMPLETE_MARK, MANIFEST, read_checkpoint
@@ -23,6 +27,7 @@ from toolkit.record.folder import write_json
 
 # A generous estimate of the tokenizer and configuration files beside the weights.
 SIDE_FILE_BYTES = 64 * 2**20
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,9 +66,9 @@ def export(
     try:
         check_names(reader, model)
         if merge_lora:
-            tensors = merged_tensors(reader, model, files, DTYPES[dtype])
+            tensors = _merged_tensors(reader, model, files, DTYPES[dtype])
         else:
-            tensors = model_tensors(reader, model, DTYPES[dtype])
+            tensors = stored_tensors(model, DTYPES[dtype], reader.weight)
         size = sum(tensor.bytes for tensor in tensors)
         check_disk_space(out, size + SIDE_FILE_BYTES)
         adapter = files.adapter and not merge_lora
@@ -114,3 +119,48 @@ def _write(
             config.dtype, config.use_cache = dtype, True
             config.save_pretrained(temporary)
         rename_to(out, temporary)
+
+
+def _merged_tensors(
+    reader: CheckpointReader, model: MetaModel, files: ModelFiles, dtype: torch.dtype
+) -> list[SavedTensor]:
+    """The base model's weights with the adapter merged into them, layer by layer with peft's own arithmetic."""
+    assert files.base_folder is not None
+    base = WeightFiles(files.base_folder)
+    layers = {name: module for name, module in model.base_model.named_modules() if hasattr(module, "lora_A")}
+    in_training = {name.replace(".base_layer.", "."): name for name in _base_names(model)}
+    missing = [name for name in in_training if name not in base.tensors]
+    if missing:
+        raise ToolkitError(f"the base model {files.base} lacks {listed(missing)}")
+    shapes = base.shapes()
+
+    def read(name: str) -> Callable[[], torch.Tensor]:
+        training_name = in_training[name]
+        layer = layers.get(training_name.rpartition(".base_layer.")[0])
+        if layer is None or not training_name.endswith("base_layer.weight"):
+            return partial(base.read, name)
+        return partial(_merged, layer, partial(base.read, name), reader, training_name.rpartition("base_layer.")[0])
+
+    return [SavedTensor(name=name, shape=shapes[name], dtype=dtype, read=read(name)) for name in in_training]
+
+
+def _base_names(model: MetaModel) -> list[str]:
+    """Names of the base model's parameters inside the training model."""
+    trainable = set(model.trainable)
+    names = [name for name, _ in model.training_model.named_parameters() if name not in trainable]
+    return [name.removeprefix("base_model.model.") for name in names]
+
+
+def _merged(layer: Any, read_base: Callable[[], torch.Tensor], reader: CheckpointReader, name: str) -> torch.Tensor:
+    """Load one layer from the meta device, merge it, and send it back."""
+    layer.to_empty(device="cpu")
+    prefix = f"base_model.model.{name}"
+    state = {"base_layer.weight": read_base().float()}
+    saved = reader.shapes()
+    state |= {key: reader.weight(f"{prefix}{key}") for key in layer.state_dict() if f"{prefix}{key}" in saved}
+    layer.load_state_dict(state, strict=False)
+    layer.merge(adapter_names=[ADAPTER_NAME])
+    merged: torch.Tensor = layer.base_layer.weight.data.clone()
+    layer.merged_adapters.clear()
+    layer.to("meta")
+    return merged

@@ -14,19 +14,37 @@ import torch
 from toolkit.checkpoint.detection import Layout
 from toolkit.checkpoint.model_definition import MetaModel
 from toolkit.checkpoint.reader import MOMENTS, CheckpointReader, MappedFiles, group_hyperparameters
-from toolkit.checkpoint.safetensors_files import DEFAULT_SHARD_BYTES, WeightFiles, write_model
-from toolkit.checkpoint.stored_weights import live_weights
-from toolkit.checkpoint.weights import model_tensors
+from toolkit.checkpoint.stored_weights import (
+    DEFAULT_SHARD_BYTES,
+    WeightFiles,
+    live_weights,
+    stored_tensors,
+    write_model,
+)
 from toolkit.errors import ToolkitError
 
 
-class PlainReader:
-    """Reads `model.safetensors` (or shards, or an adapter) and `optimizer.pt`."""
+class SafetensorsReader:
+    """Reads the weights of a checkpoint from `model.safetensors`, or shards, or an adapter."""
+
+    def __init__(self, layout: Layout, model: MetaModel) -> None:
+        self.layout, self.model, self.saved_names = layout, model, model.saved_names
+        self.weights = live_weights(WeightFiles(layout.path), model)
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        names = {saved: name for name, saved in self.saved_names.items()}
+        return {names.get(saved, saved): shape for saved, shape in self.weights.shapes().items()}
+
+    def weight(self, name: str) -> torch.Tensor:
+        return self.weights.read(self.saved_names.get(name, name))
+
+
+class PlainReader(SafetensorsReader):
+    """Reads `optimizer.pt` beside the weights."""
 
     def __init__(self, layout: Layout, model: MetaModel, *, trust_pickle: bool = False) -> None:
-        self.layout, self.weights = layout, live_weights(WeightFiles(layout.path), model)
+        super().__init__(layout, model)
         self.files = MappedFiles(trust_pickle=trust_pickle)
-        self.model, self.saved_names = model, model.saved_names
         path = layout.path / "optimizer.pt"
         self.optimizer_file = path if path.exists() else None
         groups = self.files[path]["param_groups"] if path.exists() else []
@@ -49,15 +67,8 @@ class PlainReader:
             )
         return {name: number for number, name in enumerate(name for group in groups for name in group)}
 
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        names = {saved: name for name, saved in self.saved_names.items()}
-        return {names.get(saved, saved): shape for saved, shape in self.weights.shapes().items()}
-
     def optimized(self) -> list[str]:
         return [] if self.optimizer_file is None else list(self.numbers)
-
-    def weight(self, name: str) -> torch.Tensor:
-        return self.weights.read(self.saved_names.get(name, name))
 
     def moment(self, name: str, state: str) -> torch.Tensor:
         self.files.release()
@@ -76,7 +87,7 @@ class PlainReader:
 
 def write_weights(folder: Path, reader: CheckpointReader, model: MetaModel) -> None:
     """Write the weights in fp32, as Hugging Face's files; an adapter's in one file, which is what peft reads."""
-    tensors = model_tensors(reader, model, torch.float32)
+    tensors = stored_tensors(model, torch.float32, reader.weight)
     limit = sum(tensor.bytes for tensor in tensors) if model.adapter else DEFAULT_SHARD_BYTES
     write_model(folder, tensors, max_shard_bytes=limit, stem="adapter_model" if model.adapter else "model")
 

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import torch
 
 from toolkit.checkpoint.detection import Layout
+from toolkit.checkpoint.model_definition import MetaModel
 from toolkit.errors import ToolkitError
 from toolkit.files.safe_loading import torch_load
 
@@ -116,6 +117,22 @@ class CheckedReader:
             raise ToolkitError(
                 f"{self._path} is damaged: {what[:80]} cannot be read ({why})", hint="copy or download it again"
             ) from error
+
+
+def check_names(reader: CheckpointReader, model: MetaModel) -> None:
+    """Raise ToolkitError unless the checkpoint has every weight of the model, in its shape."""
+    saved, expected = reader.shapes(), model.shapes
+    missing = [name for name in expected if name not in saved]
+    if missing:
+        raise ToolkitError(f"{reader.layout.path} lacks {listed(missing)}")
+    for name, shape in expected.items():
+        if saved[name] != shape:
+            raise ToolkitError(f"{name} in {reader.layout.path} has shape {saved[name]}, the model's is {shape}")
+
+
+def listed(names: list[str]) -> str:
+    """Return the first three names, and how many more there are."""
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def group_hyperparameters(reader: CheckpointReader, position: int, groups: list[list[str]]) -> dict[str, object]:

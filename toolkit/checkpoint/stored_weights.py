@@ -8,16 +8,22 @@ converters run on one tensor at a time.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Container, Iterable, Mapping
+import json
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from functools import cached_property, partial
+from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import torch
+from huggingface_hub import split_state_dict_into_shards_factory
+from safetensors import SafetensorError, safe_open
 
 from toolkit.checkpoint.model_definition import MetaModel
-from toolkit.checkpoint.safetensors_files import WeightFiles
 from toolkit.errors import ToolkitError
-from toolkit.files.safetensors_writer import SavedTensor
+from toolkit.files.model_weights import damaged, read_weights
+from toolkit.files.safetensors_writer import SavedTensor, write_file
+
+DEFAULT_SHARD_BYTES = 5 * 10**9
 
 Read = Callable[[str], torch.Tensor]
 
@@ -30,6 +36,33 @@ class Weights(Protocol):
 
     def read(self, name: str) -> torch.Tensor:
         """Return a copy of one tensor."""
+
+
+class WeightFiles:
+    """The safetensors of a folder: one file, shards with an index, or an adapter's file; all headers are checked."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.tensors = read_weights(folder)
+
+    @property
+    def names(self) -> list[str]:
+        """Names of the tensors."""
+        return list(self.tensors)
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Return the shape of every tensor."""
+        return {name: tensor.shape for name, tensor in self.tensors.items()}
+
+    def read(self, name: str) -> torch.Tensor:
+        """Return a copy of one tensor; the file is unmapped again."""
+        path = self.tensors[name].path
+        try:
+            with safe_open(path, "pt") as file:
+                tensor: torch.Tensor = file.get_tensor(name).clone()
+        except (SafetensorError, OSError) as error:
+            raise damaged(path, error) from None
+        return tensor
 
 
 def live_weights(files: WeightFiles, model: MetaModel) -> Weights:
@@ -170,3 +203,19 @@ def _empty(shape: tuple[int, ...]) -> torch.Tensor:
 
 def _shapes(tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple[int, ...]]:
     return {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+
+
+def write_model(folder: Path, tensors: Sequence[SavedTensor], *, max_shard_bytes: int, stem: str = "model") -> None:
+    """Write one file, or several with an index, in Hugging Face's layout."""
+    by_name = {tensor.name: tensor for tensor in tensors}
+    split = split_state_dict_into_shards_factory(
+        by_name,
+        get_storage_size=lambda tensor: tensor.bytes,
+        filename_pattern=f"{stem}{{suffix}}.safetensors",
+        max_shard_size=max_shard_bytes,
+    )
+    for file, names in split.filename_to_tensors.items():
+        write_file(folder / file, [by_name[name] for name in names])
+    if split.is_sharded:
+        index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
+        (folder / f"{stem}.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")

@@ -8,23 +8,22 @@ tokens against the fingerprint that the live model recorded.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from toolkit.checkpoint.detection import check_readable, is_checkpoint
-from toolkit.checkpoint.foreign_configs import built_by_a_library
 from toolkit.checkpoint.hf_export import export
-from toolkit.checkpoint.model_definition import ADAPTER_NAME, MetaModel, ModelFiles
-from toolkit.checkpoint.safetensors_files import WeightFiles
-from toolkit.checkpoint.stored_weights import Weights, live_weights
+from toolkit.checkpoint.model_definition import ADAPTER_NAME, MetaModel, ModelFiles, built_by_a_library
+from toolkit.checkpoint.stored_weights import WeightFiles, Weights, live_weights
 from toolkit.errors import ToolkitError
-from toolkit.models.nf4 import quantization_config
+from toolkit.models.nf4 import PACKED_BF16, as_in_training, quantization_config
 from toolkit.record.checkpoints import MANIFEST, read_checkpoint
 from toolkit.record.manifest_file import Fingerprint
 
@@ -40,11 +39,13 @@ class VerifyResult:
     path: str
     kind: str
     """`checkpoint` or `model`."""
-    num_tensors: int
-    max_difference: float | None
+    num_tensors: int = 0
+    max_difference: float | None = None
     """Largest difference of a logit, relative to the largest logit; None without a fingerprint."""
-    tolerance: float | None
-    problems: list[str]
+    tolerance: float | None = None
+    four_bit_matmul: str | None = None
+    """How 4-bit layers computed, here as in the live model: `dequantized` or `packed_bf16`; None without them."""
+    problems: list[str] = field(default_factory=list)
 
     @property
     def sound(self) -> bool:
@@ -65,14 +66,14 @@ def verify(path: Path, *, base_model: str | None = None, trust_pickle: bool = Fa
     checkpoint = read_checkpoint(path)
     problem = checkpoint.problem(deep=True) if os.path.lexists(path / MANIFEST) else None
     if problem is not None:
-        return _failed(path, "checkpoint", [problem])
+        return VerifyResult(path=str(path), kind="checkpoint", problems=[problem])
     check_readable(path)
     with tempfile.TemporaryDirectory(dir=path.parent, prefix=".verifying-") as folder:
         exported = Path(folder) / "model"
         try:
             export(path, exported, base_model=base_model, trust_pickle=trust_pickle)
         except ToolkitError as error:
-            return _failed(path, "checkpoint", [error.message])
+            return VerifyResult(path=str(path), kind="checkpoint", problems=[error.message])
         return _verify_model(path, exported, "checkpoint", base_model)
 
 
@@ -84,7 +85,7 @@ def _verify_model(path: Path, model: Path, kind: str, base_model: str | None) ->
     recorded = files.fingerprint()
     difference, tolerance = None, None
     if recorded is not None and not problems:
-        tolerance = TOLERANCE.get(str(recorded.compute_dtype), TOLERANCE["bfloat16"])
+        tolerance = TOLERANCE.get(_matmul_dtype(recorded), TOLERANCE["bfloat16"])
         _check_fits(recorded, definition, path)
         difference = logits_difference(reloaded_logits(model, files, recorded), recorded.logits)
         if not difference <= tolerance:
@@ -97,8 +98,13 @@ def _verify_model(path: Path, model: Path, kind: str, base_model: str | None) ->
         num_tensors=len(stored.tensors),
         max_difference=difference,
         tolerance=tolerance,
+        four_bit_matmul=None if recorded is None else recorded.four_bit_matmul,
         problems=problems,
     )
+
+
+def _matmul_dtype(recorded: Fingerprint) -> str:
+    return "bfloat16" if recorded.four_bit_matmul == PACKED_BF16 else str(recorded.compute_dtype)
 
 
 def _check_fits(recorded: Fingerprint, definition: MetaModel, path: Path) -> None:
@@ -160,7 +166,8 @@ def _reloaded_logits(model: Path, files: ModelFiles, recorded: Fingerprint) -> t
     else:
         loaded = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     loaded.eval()
-    with torch.no_grad():
+    same_path = as_in_training(loaded) if recorded.four_bit_matmul != PACKED_BF16 else contextlib.nullcontext()
+    with torch.no_grad(), same_path:
         logits: torch.Tensor = (
             loaded(input_ids=torch.tensor([recorded.input_ids]), use_cache=False).logits[0, -1].float()
         )
@@ -171,9 +178,3 @@ def logits_difference(reloaded: torch.Tensor, recorded: Sequence[float]) -> floa
     """Return the largest difference, relative to the largest recorded logit."""
     live = torch.tensor(recorded)
     return float((reloaded[: len(recorded)] - live).abs().max() / live.abs().max().clamp_min(1e-12))
-
-
-def _failed(path: Path, kind: str, problems: list[str]) -> VerifyResult:
-    return VerifyResult(
-        path=str(path), kind=kind, num_tensors=0, max_difference=None, tolerance=None, problems=problems
-    )

@@ -1,17 +1,25 @@
 """`toolkit checkpoint`: inspect, export, verify and convert checkpoints.
 
-Reading tensors needs torch, so every command runs `python -m toolkit.checkpoint` in a process of its own.
+All but `inspect` read tensors: these import torch when they run.
 """
 
 from __future__ import annotations
 
+import json
+import os
+import re
 import sys
+import warnings
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from toolkit.errors import EXIT_RUN_FAILED, ToolkitError
+from toolkit.files.reading import user_path
 from toolkit.flags import JsonOutput, PresetName
+from toolkit.units import gib
 
 checkpoint_app = typer.Typer(no_args_is_help=True, help="Inspect, export, verify or convert a checkpoint.")
 
@@ -35,7 +43,15 @@ def inspect(
 
     Exit code 1 if it is damaged; the damaged file is named.
     """
-    _run("inspect", path, *(["--json"] if as_json else []))
+    from toolkit.checkpoint.inspect import inspect_all
+
+    summaries = inspect_all(user_path(path))
+    if as_json:
+        print(json.dumps({"checkpoints": [asdict(summary) for summary in summaries]}, indent=2))
+    else:
+        print("\n".join(line for summary in summaries for line in summary.lines()))
+    if any(summary.problem for summary in summaries):
+        raise typer.Exit(EXIT_RUN_FAILED)
 
 
 @checkpoint_app.command()
@@ -49,8 +65,20 @@ def export(
     trust_pickle: TrustPickle = False,
 ) -> None:
     """Export any engine's checkpoint to one Hugging Face folder of safetensors, with one tensor in memory at a time."""
-    options = ["--dtype", dtype, "--max-shard-size", max_shard_size, *(["--merge-lora"] if merge_lora else [])]
-    _run("export", path, out, *options, base_model=base_model, trust_pickle=trust_pickle)
+    _use_the_cpu_alone()
+    from toolkit.checkpoint.hf_export import export as export_checkpoint
+
+    result = export_checkpoint(
+        user_path(path),
+        user_path(out),
+        merge_lora=merge_lora,
+        dtype=dtype,
+        max_shard_bytes=parse_size(max_shard_size),
+        base_model=base_model,
+        trust_pickle=trust_pickle,
+    )
+    kind = "adapter" if result.adapter else "model"
+    print(f"{result.folder}: {kind} of {result.num_tensors} tensors, {gib(result.bytes)}")
 
 
 @checkpoint_app.command()
@@ -64,7 +92,21 @@ def verify(
 
     Exit code 1 if a check fails.
     """
-    _run("verify", path, *(["--json"] if as_json else []), base_model=base_model, trust_pickle=trust_pickle)
+    _use_the_cpu_alone()
+    from toolkit.checkpoint.verify import verify as verify_checkpoint
+
+    result = verify_checkpoint(user_path(path), base_model=base_model, trust_pickle=trust_pickle)
+    if as_json:
+        print(json.dumps(asdict(result), indent=2))
+    elif result.sound:
+        compared = "no fingerprint was recorded, so logits were not compared"
+        if result.max_difference is not None:
+            compared = f"logits within {result.max_difference:.2g} of the live model's (allowed {result.tolerance:g})"
+        print(f"{result.path}: sound, {result.num_tensors} tensors; {compared}")
+    else:
+        print("\n".join([f"{result.path}: not sound", *(f"  {problem}" for problem in result.problems)]))
+    if not result.sound:
+        raise typer.Exit(EXIT_RUN_FAILED)
 
 
 @checkpoint_app.command()
@@ -82,20 +124,44 @@ def convert(
     trust_pickle: TrustPickle = False,
 ) -> None:
     """Convert a checkpoint, with its optimizer states, to resume under another preset or number of processes."""
-    options = ["--preset", preset, "--num-processes", str(num_processes)]
-    degrees = {"tp": tp, "cp": cp, "sp": sp, "ep": ep, "dp-replicate": dp_replicate}
-    options += [word for name, degree in degrees.items() if degree is not None for word in (f"--{name}", str(degree))]
-    _run("convert", path, out, *options, base_model=base_model, trust_pickle=trust_pickle)
+    _use_the_cpu_alone()
+    from toolkit.checkpoint.convert import convert as convert_checkpoint
+    from toolkit.presets import load_preset
+
+    chosen = load_preset(preset)
+    degrees = {"tp": tp, "cp": cp, "sp": sp, "ep": ep, "dp_replicate": dp_replicate}
+    manifest = convert_checkpoint(
+        user_path(path),
+        user_path(out),
+        chosen,
+        num_processes=num_processes,
+        degrees={name: degree for name, degree in degrees.items() if degree is not None},
+        base_model=base_model,
+        trust_pickle=trust_pickle,
+    )
+    if manifest["converted_from"]["world_size"] != num_processes:
+        print("the ranks' random states are not carried over, so dropout draws differ", file=sys.stderr)
+    print(f"{out}: step {manifest['step']} for {chosen.name} on {num_processes} processes")
 
 
-def _run(*words: object, base_model: str | None = None, trust_pickle: bool = False) -> None:
-    import subprocess
+def _use_the_cpu_alone() -> None:
+    """For torch, DeepSpeed and peft, which read this when they are imported; DeepSpeed only reads its files here."""
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    warnings.filterwarnings("ignore")
 
-    options = [
-        *words,
-        *(["--base-model", base_model] if base_model else []),
-        *(["--trust-pickle"] if trust_pickle else []),
-    ]
-    # -P: a module in the working directory, which may be the checkpoint, is not imported.
-    command = [sys.executable, "-P", "-m", "toolkit.checkpoint", *map(str, options)]
-    raise typer.Exit(subprocess.run(command, check=False).returncode)
+
+def parse_size(text: str) -> int:
+    """Return the bytes of `5GB`, `500MB`, `2GiB` or a plain number. Raises ToolkitError for anything else.
+
+    >>> parse_size("5GB"), parse_size("2 MiB")
+    (5000000000, 2097152)
+    """
+    units = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "": 1}
+    found = re.fullmatch(r"(\d{1,15}(?:\.\d{1,9})?)\s*([A-Za-z]*)", text.strip(), re.ASCII)
+    if found is None or found[2].upper() not in units:
+        raise ToolkitError(f"--max-shard-size is {text[:80]!r}, expected a size", hint="`--max-shard-size 5GB`")
+    size = int(float(found[1]) * units[found[2].upper()])
+    if size < 1:
+        raise ToolkitError(f"--max-shard-size is {text[:80]!r}, expected at least one byte")
+    return size

@@ -33,8 +33,8 @@ def slurm(job: JobOptions, slurm: SlurmOptions) -> None:
     """
     from toolkit.cluster.cluster_job import prepare_job
     from toolkit.cluster.comparison_job import comparison_file, prepare_comparison
+    from toolkit.cluster.job_files import deliver
     from toolkit.cluster.slurm import job_file
-    from toolkit.cluster.submission import deliver
 
     if len(job.preset) > 1:
         text = comparison_file(prepare_comparison(job), slurm)
@@ -55,8 +55,8 @@ def skypilot(job: JobOptions, sky: SkyPilotOptions) -> None:
     After `--`: training arguments, as for `toolkit train`; --output_dir must be in a folder of --mount.
     """
     from toolkit.cluster.cluster_job import prepare_job
+    from toolkit.cluster.job_files import deliver
     from toolkit.cluster.skypilot import submit_command, task_file
-    from toolkit.cluster.submission import deliver
 
     prepared = prepare_job(job, shares_files=False)
     text = task_file(prepared, sky)
@@ -72,8 +72,8 @@ def kubernetes(job: JobOptions, kubernetes: KubernetesOptions) -> None:
     After `--`: training arguments, as for `toolkit train`; --output_dir must be in a folder of --mount.
     """
     from toolkit.cluster.cluster_job import prepare_job
+    from toolkit.cluster.job_files import deliver
     from toolkit.cluster.kubernetes import manifest
-    from toolkit.cluster.submission import deliver
 
     prepared = prepare_job(job, shares_files=False)
     text = manifest(prepared, kubernetes)
@@ -90,8 +90,8 @@ def ssh(job: JobOptions, ssh: SshOptions) -> None:
     After `--`: training arguments, as for `toolkit train`; --output_dir must be on a file system of all nodes.
     """
     from toolkit.cluster.cluster_job import prepare_job
+    from toolkit.cluster.job_files import deliver
     from toolkit.cluster.ssh import script_file, start_line
-    from toolkit.cluster.submission import deliver
 
     prepared = prepare_job(job, shares_files=True)
     text = script_file(prepared, ssh)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 
 from toolkit.flags import JsonOutput
@@ -16,4 +15,4 @@ def env(as_json: JsonOutput = False) -> None:
     from toolkit.doctor.environment_report import as_markdown, environment_report
 
     report = environment_report()
-    print(json.dumps(dataclasses.asdict(report), indent=2) if as_json else as_markdown(report))
+    print(json.dumps(report, indent=2) if as_json else as_markdown(report))

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import typer
 
 from toolkit.cli.options import expand_options
 from toolkit.entry_point import print_message
 from toolkit.flags import JsonOutput
-from toolkit.simulate.options import FailureOptions, PipelineOptions
-from toolkit.simulate.straggler_options import StragglerOptions
+from toolkit.simulate.options import FailureOptions, PipelineOptions, StragglerOptions
 
 simulate_app = typer.Typer(
     no_args_is_help=True, help="Simulate schedules of a pipeline, failures and checkpoints, or stragglers."
@@ -26,17 +29,13 @@ def pipeline(options: PipelineOptions, as_json: JsonOutput = False) -> None:
     Times are those of one micro-batch on one stage: given in milliseconds, planned for a model, or all equal.
     """
     from toolkit.simulate.pipeline_comparison import chunks_without_effect, compare_schedules
-    from toolkit.simulate.pipeline_report import print_comparison, write_report
+    from toolkit.simulate.pipeline_report import page, print_comparison
 
     comparison = compare_schedules(options)
     if chunks_without_effect(options):
         print_message("warning: --chunks has no effect: these schedules have one chunk per stage")
-    if as_json:
-        print(json.dumps(comparison.as_json(), indent=2))
-    else:
-        print_comparison(comparison, timeline=options.timeline)
-    if options.output_dir is not None:
-        write_report(comparison, options.output_dir)
+    text = functools.partial(print_comparison, comparison, timeline=options.timeline)
+    _show(comparison.as_json(), as_json, options.output_dir, text=text, page=lambda: page(comparison))
 
 
 @simulate_app.command()
@@ -46,16 +45,17 @@ def failures(options: FailureOptions, as_json: JsonOutput = False) -> None:
 
     Closed forms and a seeded Monte Carlo simulation side by side.
     """
-    from toolkit.simulate.estimate_report import print_estimate, write_report
+    from toolkit.simulate.estimate_report import page, print_estimate
     from toolkit.simulate.failure_estimate import estimate_failures
 
     estimate = estimate_failures(options)
-    if as_json:
-        print(json.dumps(estimate.as_json(), indent=2))
-    else:
-        print_estimate(estimate)
-    if options.output_dir is not None:
-        write_report(estimate, options.output_dir)
+    _show(
+        estimate.as_json(),
+        as_json,
+        options.output_dir,
+        text=lambda: print_estimate(estimate),
+        page=lambda: page(estimate),
+    )
 
 
 @simulate_app.command()
@@ -63,18 +63,32 @@ def failures(options: FailureOptions, as_json: JsonOutput = False) -> None:
 def stragglers(options: StragglerOptions, as_json: JsonOutput = False) -> None:
     """Cost of slow workers, and of synchronous, backup-worker, bounded-staleness and asynchronous updates.
 
-    Speed, waste and staleness are simulated; losses are those of a small network, trained under each policy and each
-    gradient compression. With --model, its gradients are communicated.
+    Speed, waste and staleness are simulated; losses are those of a small network, trained under each policy. With
+    --model, its gradients are communicated.
     """
     # Read when NumPy is imported, below: threads of BLAS only wait for each other in matrices as small as these.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-    from toolkit.simulate.straggler_report import print_study, write_report
+    from toolkit.simulate.straggler_report import page, print_study
     from toolkit.simulate.stragglers import study_stragglers
 
     study = study_stragglers(options, say=print_message)
+    _show(study.as_json(), as_json, options.output_dir, text=lambda: print_study(study), page=lambda: page(study))
+
+
+def _show(
+    values: dict[str, Any], as_json: bool, folder: Path | None, *, text: Callable[[], None], page: Callable[[], str]
+) -> None:
+    """Print JSON or text, and write `simulation.json` and `simulation.html`.
+
+    Raises ToolkitError for a folder that cannot be written.
+    """
+    written = json.dumps(values, indent=2) + "\n"
     if as_json:
-        print(json.dumps(study.as_json(), indent=2))
+        print(written, end="")
     else:
-        print_study(study)
-    if options.output_dir is not None:
-        print_message(f"report: {write_report(study, options.output_dir)}")
+        text()
+    if folder is not None:
+        from toolkit.compare.report.report_files import write_report_file
+
+        write_report_file(folder / "simulation.json", written)
+        print_message(f"report: {write_report_file(folder / 'simulation.html', page())}")

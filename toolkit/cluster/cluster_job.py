@@ -6,18 +6,14 @@ Every engine turns the same `ClusterJob` into its own file.
 from __future__ import annotations
 
 import math
-import os
 import re
-import shlex
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from toolkit.cluster.options import MAX_NAME, JobOptions
-from toolkit.cluster.save_time import SaveTime, save_time
-from toolkit.errors import ToolkitError, visible
+from toolkit.errors import ToolkitError
 from toolkit.files.reading import user_path
 from toolkit.files.secrets import HIDDEN, hide_words
 from toolkit.job.argument_checks import check_arguments
@@ -36,11 +32,34 @@ from toolkit.presets import Preset, load_preset, preset_names
 from toolkit.presets.compatibility import CPU, Device
 from toolkit.presets.support import check_supported
 from toolkit.record.checkpoints import LATEST_WORDS
+from toolkit.record.folder import RunFolder
 from toolkit.record.heartbeat import HANG_TIMEOUT_VARIABLE
 
 GLOBAL_BATCH = "global_batch_size"
+# Assumed where nothing was measured: 96 GB (8B parameters and Adam's states, in fp32) at 0.8 GB/s.
+ASSUMED_SAVE_SECONDS = 120.0
+# Ranks agree on the last step through a store, and close files and process groups after the save.
+MARGIN_SECONDS = 30
 # Connecting the ranks takes a minute on many nodes; compiling, in the first step, several.
 MIN_HANG_MINUTES, MIN_COMPILED_HANG_MINUTES = 2, 10
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SaveTime:
+    """How long a checkpoint takes, and how that is known."""
+
+    seconds: float
+    """From the end of a step until the checkpoint is complete."""
+    step_seconds: float = 0.0
+    """A signal waits for the step in progress; 0 where steps were not measured."""
+    earlier_write_seconds: float = 0.0
+    """With `--async_save`, a save first waits for the checkpoint before, whose writing may just have begun."""
+    source: str
+
+    @property
+    def grace_seconds(self) -> int:
+        """Seconds to wait for the ranks after SIGTERM: twice the step in progress and the save, and a margin."""
+        return math.ceil(2 * (self.seconds + self.earlier_write_seconds + self.step_seconds)) + MARGIN_SECONDS
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -123,7 +142,11 @@ def prepare_job(options: JobOptions, *, shares_files: bool) -> ClusterJob:
         )
     preset, argv = load_preset(options.preset[0]), [*options.training_arguments]
     check_no_secrets(argv)
-    _check_nvme(preset, options)
+    if preset.uses_nvme and NVME_PATH_VARIABLE not in options.variables:
+        raise ToolkitError(
+            f"preset {preset.name!r} offloads to a disk of each node, and none is named",
+            hint=f"`--env {NVME_PATH_VARIABLE}=/path/on/each/node`",
+        )
     arguments = read_arguments(argv)
     check_required(arguments, ("model_name_or_path", "dataset", "output_dir"))
     argv += _resume_argv(arguments)
@@ -153,14 +176,6 @@ def check_no_secrets(argv: Sequence[str]) -> None:
                 f"a training argument is a secret, which would be written into the job file: {hidden}",
                 hint=f"leave {HIDDEN} out, and pass it in the environment: `--env HF_TOKEN`",
             )
-
-
-def _check_nvme(preset: Preset, options: JobOptions) -> None:
-    if preset.uses_nvme and NVME_PATH_VARIABLE not in options.variables:
-        raise ToolkitError(
-            f"preset {preset.name!r} offloads to a disk of each node, and none is named",
-            hint=f"`--env {NVME_PATH_VARIABLE}=/path/on/each/node`",
-        )
 
 
 def _resume_argv(arguments: dict[str, Any]) -> list[str]:
@@ -224,17 +239,49 @@ def check_job_arguments(options: JobOptions, preset: Preset, argv: Sequence[str]
     return tuple(check_arguments(arguments, preset, num_processes=largest, on_cpu=options.cpu, here=False))
 
 
-# -- parts of every job file
+# -- the time of a save
 
 
-def written_by() -> list[str]:
-    """Return the comment that names the command a file was written by."""
-    words = ["toolkit", *hide_words(sys.argv[1:])]
-    return [f"# Written by: {visible(shlex.join(words))}"]
+def save_time(options: JobOptions, output_dir: Path, *, async_save: bool) -> SaveTime:
+    """Return the time of a save as given, as measured in a run folder, or as assumed.
+
+    `async_save` is true for a job that writes while it trains. Raises ToolkitError for a `--saves-of` that has measured
+    none.
+    """
+    seconds, source = options.save_seconds, "--save-seconds"
+    if seconds is None:
+        measured = measured_save_time(options.saves_of or output_dir, async_save=async_save)
+        if measured is not None:
+            return measured
+        if options.saves_of is not None:
+            raise ToolkitError(
+                f"--saves-of {options.saves_of} has no measured save: no run.json with `saves`",
+                hint="name the folder of a completed run that saved checkpoints, or give `--save-seconds 60`",
+            )
+        seconds, source = ASSUMED_SAVE_SECONDS, "assumed; `--saves-of RUN` measures it"
+    return SaveTime(seconds=seconds, earlier_write_seconds=seconds if async_save else 0.0, source=source)
 
 
-def python_of(options: JobOptions, *, shares_files: bool) -> str:
-    """Return the Python of the nodes: as given; this one where they see its files; otherwise the first on the PATH."""
-    if options.python is not None:
-        return options.python
-    return os.path.abspath(sys.executable) if shares_files and options.container is None else "python"  # noqa: PTH100
+def measured_save_time(path: Path, *, async_save: bool) -> SaveTime | None:
+    """Return the slowest save that run.json records, or None where it records none."""
+    run = RunFolder(path).read_run() or {}
+    found = run.get("saves")
+    saves = [each for each in found if _seconds(each, "seconds")] if isinstance(found, list) else []
+    if not saves:
+        return None
+    # With the fingerprint, without the wait for the save before: `seconds` begins after the fingerprint and has an
+    # asynchronous write; `stall_seconds` is the other way round.
+    stalls = (_seconds(save, "stall_seconds") - _seconds(save, "waited_seconds") for save in saves)
+    writes = (_seconds(save, "write_seconds") or _seconds(save, "seconds") for save in saves)
+    return SaveTime(
+        seconds=max(*(_seconds(save, "seconds") for save in saves), *stalls),
+        step_seconds=_seconds(run.get("measured"), "step_seconds_median"),
+        earlier_write_seconds=max(writes) if async_save else 0.0,
+        source=f"the slowest of {len(saves)} in {path}",
+    )
+
+
+def _seconds(recorded: object, name: str) -> float:
+    """Return a time of run.json; 0 where there is none."""
+    value = recorded.get(name) if isinstance(recorded, dict) else None
+    return float(value) if isinstance(value, int | float) and 0 <= value < math.inf else 0.0

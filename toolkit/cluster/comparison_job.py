@@ -16,13 +16,11 @@ from toolkit.cluster.cluster_job import (
     check_no_secrets,
     check_world_sizes,
     preset_word,
-    python_of,
     world_sizes,
-    written_by,
 )
-from toolkit.cluster.node_script import CONTINUED, group_arguments, required_lines
+from toolkit.cluster.job_files import group_arguments, python_of, render
 from toolkit.cluster.options import JobOptions
-from toolkit.cluster.slurm import SlurmOptions, directives, each_node, modules, preflight
+from toolkit.cluster.slurm import SlurmOptions, sbatch_values
 from toolkit.errors import ToolkitError
 from toolkit.files.reading import user_path
 from toolkit.job.argument_checks import refuse_arguments_of_comparison
@@ -64,7 +62,11 @@ def prepare_comparison(options: JobOptions) -> ComparisonJob:
             )
         check_world_sizes(options, preset, arguments)
         check_job_arguments(options, preset, argv)
-    _check_no_container(options)
+    if options.container is not None:
+        raise ToolkitError(
+            "--container with several presets: a comparison starts srun itself, which containers do not have",
+            hint="leave it out, and use `--setup` or `--module`; or one `--preset`",
+        )
     return ComparisonJob(
         options=options,
         name=options.name or "compare",
@@ -73,65 +75,10 @@ def prepare_comparison(options: JobOptions) -> ComparisonJob:
     )
 
 
-def _check_no_container(options: JobOptions) -> None:
-    if options.container is not None:
-        raise ToolkitError(
-            "--container with several presets: a comparison starts srun itself, which containers do not have",
-            hint="leave it out, and use `--setup` or `--module`; or one `--preset`",
-        )
-
-
 def comparison_file(job: ComparisonJob, slurm: SlurmOptions) -> str:
     """Return the sbatch file."""
     options = job.options
-    folder = job.output_dir
-    checks = [*each_node(options, slurm), *preflight(options, slurm, output_dir=folder, preset=None)]
-    parts = [
-        ["#!/bin/bash", *written_by(), *_directives(job, slurm)],
-        [*modules(slurm), *_prologue(job)],
-        checks if options.preflight else [],
-        _requeue() if slurm.requeue else [],
-        _compare(job, slurm),
-    ]
-    return "\n\n".join("\n".join(part) for part in parts if part) + "\n"
-
-
-def _directives(job: ComparisonJob, slurm: SlurmOptions) -> list[str]:
-    ends = [f"--signal=B:TERM@{SIGNAL_SECONDS}", "--requeue"] if slurm.requeue else ["--no-requeue"]
-    return directives(job.options, slurm, name=job.name, nodes=str(job.options.max_nodes), ends=ends)
-
-
-def _prologue(job: ComparisonJob) -> list[str]:
-    options = job.options
-    return [
-        f"output_dir={shlex.quote(str(job.output_dir))}",
-        'export ATTEMPT="$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}"',
-        'logs="$output_dir.logs"',
-        'mkdir -p "$logs" && touch "$logs/$ATTEMPT.started"',
-        *(f"export {name}={shlex.quote(value)}" for name, value in options.variables.items()),
-        *required_lines(options),
-        *options.setup,
-        "resume=()",
-        f'[[ -e "$output_dir/{COMPARISON_FILE}" ]] && resume=(--resume)',
-    ]
-
-
-def _requeue() -> list[str]:
-    """Requeue at the signal, if this attempt has finished a trial; a cancelled job is no longer RUNNING."""
-    return [
-        "requeue() {",
-        '    state=$(squeue --noheader --jobs "$SLURM_JOB_ID" --format %T)',
-        f'    [[ $state == RUNNING && "$output_dir/{LEDGER_FILE}" -nt "$logs/$ATTEMPT.started" ]] || return',
-        '    echo "$(date -Is) back into the queue; finished trials are kept"',
-        '    scontrol requeue "$SLURM_JOB_ID"',
-        "}",
-        "trap requeue TERM",
-    ]
-
-
-def _compare(job: ComparisonJob, slurm: SlurmOptions) -> list[str]:
-    options = job.options
-    parts = [
+    compare = [
         f"{shlex.quote(python_of(options, shares_files=True))} -m toolkit compare",
         " ".join(f"--preset {shlex.quote(preset_word(load_preset(preset)))}" for preset in options.preset),
         f"--nproc-per-node {options.gpus_per_node} --num-processes {','.join(map(str, world_sizes(options)))}",
@@ -140,5 +87,14 @@ def _compare(job: ComparisonJob, slurm: SlurmOptions) -> list[str]:
         '--output-dir "$output_dir" "${resume[@]}" --',
         *group_arguments(job.training_argv),
     ]
-    # The first wait ends when this shell gets a signal.
-    return [CONTINUED.join(parts) + " &", 'wait "$!" || wait "$!"', 'exit "$?"']
+    return render(
+        "comparison.sbatch.j2",
+        options,
+        name=job.name,
+        output_dir=job.output_dir,
+        compare=compare,
+        comparison_file=COMPARISON_FILE,
+        ledger_file=LEDGER_FILE,
+        signal_seconds=SIGNAL_SECONDS,
+        **sbatch_values(options, slurm, output_dir=job.output_dir, preset=None),
+    )

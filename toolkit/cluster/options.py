@@ -9,8 +9,9 @@ toolkit.errors.ToolkitError: --nodes is '2:1', expected a number, or MIN:MAX for
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Annotated
 
 import typer
@@ -90,9 +91,7 @@ class JobOptions:
                 f"--name is {self.name[:80]!r}, expected at most 40 lower-case letters, digits and dashes",
                 hint="`--name my-run`",
             )
-        for option, lines in {"--setup": self.setup, "--container": (self.container or "",)}.items():
-            if any(not line.isprintable() for line in lines):
-                raise ToolkitError(f"{option} has a line break or a control character", hint=f"repeat `{option}`")
+        check_printable({"--setup": self.setup, "--container": (self.container or "",)})
 
     def _check_nodes(self) -> None:
         if not re.fullmatch("[0-9]{1,6}(:[0-9]{1,6})?", self.nodes) or self.min_nodes > self.max_nodes:
@@ -148,6 +147,13 @@ def limit_seconds(text: str) -> int:
     return int(days or 0) * 86400 + clock
 
 
+def check_printable(options: Mapping[str, Sequence[str]]) -> None:
+    """Raise ToolkitError for a value of an option with a line break: it would be another line of the job file."""
+    for option, lines in options.items():
+        if not all(line.isprintable() for line in lines):
+            raise ToolkitError(f"{option} has a line break or a control character", hint=f"repeat `{option}`")
+
+
 def check_variable(item: str) -> None:
     """Raise ToolkitError for an `--env` that is no NAME=VALUE, or whose value is a secret."""
     name, equals, value = item.partition("=")
@@ -155,3 +161,29 @@ def check_variable(item: str) -> None:
         raise ToolkitError(f"--env is {item[:80]!r}, expected NAME=VALUE or NAME", hint="`--env NCCL_DEBUG=INFO`")
     if equals and is_secret_name(name):
         raise ToolkitError(f"--env {name}=... would write a secret into the job file", hint=f"`--env {name}`")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NodeMount:
+    """A source, as the engine names it, and the folder where the nodes see it."""
+
+    source: str
+    path: PurePosixPath
+
+    @classmethod
+    def read(cls, text: str, *, expected: str) -> NodeMount:
+        """Read SOURCE=/PATH. Raises ToolkitError for anything else."""
+        source, _, path = text.rpartition("=")
+        if not source or not path.startswith("/") or path == "/" or not text.isprintable():
+            raise ToolkitError(f"--mount is {text[:80]!r}, expected SOURCE=/PATH", hint=f"`--mount {expected}`")
+        return cls(source=source, path=PurePosixPath(path))
+
+
+def check_mounted(output_dir: Path, mounts: Sequence[NodeMount], *, example: str) -> None:
+    """Raise ToolkitError where the run folder is in no mount: each node would write into a folder of its own."""
+    if not output_dir.is_absolute() or not any(output_dir.is_relative_to(mount.path) for mount in mounts):
+        shown = ", ".join(str(mount.path) for mount in mounts) or "none"
+        raise ToolkitError(
+            f"--output_dir {output_dir} is in no folder that all nodes mount ({shown}): each would write its own",
+            hint=f"`{example}`, and `--output_dir /runs/NAME`",
+        )

@@ -14,8 +14,8 @@ from typing import Annotated
 
 import typer
 
-from toolkit.cluster.cluster_job import ClusterJob, python_of, written_by
-from toolkit.cluster.node_script import Place, node_script
+from toolkit.cluster.cluster_job import ClusterJob
+from toolkit.cluster.job_files import Place, node_script, python_of, render
 from toolkit.errors import ToolkitError
 from toolkit.job.argument_values import Range, check_range
 
@@ -44,36 +44,24 @@ class SshOptions:
             raise ToolkitError(f"--host {', '.join(self.host)} names a node twice", hint="one `--host` for each node")
 
 
-def check_hosts(job: ClusterJob, ssh: SshOptions) -> None:
-    """Raise ToolkitError unless there is one host for each node."""
-    if len(ssh.host) != job.options.max_nodes:
-        raise ToolkitError(
-            f"--nodes {job.options.nodes} needs {job.options.max_nodes} --host, got {len(ssh.host)}",
-            hint=" ".join(f"--host node{number + 1}" for number in range(min(job.options.max_nodes, 8))),
-        )
-
-
 def script_file(job: ClusterJob, ssh: SshOptions) -> str:
-    """Return the script that runs on every node, with the line that starts it as a comment."""
-    check_hosts(job, ssh)
+    """Return the script that runs on every node. Raises ToolkitError unless there is one host for each node."""
+    options = job.options
+    if len(ssh.host) != options.max_nodes:
+        raise ToolkitError(
+            f"--nodes {options.nodes} needs {options.max_nodes} --host, got {len(ssh.host)}",
+            hint=" ".join(f"--host node{number + 1}" for number in range(min(options.max_nodes, 8))),
+        )
     hosts = [host.rpartition("@")[2] for host in ssh.host]
-    peer = hosts[1] if len(hosts) > 1 else None
-    place = Place(attempt="$ATTEMPT", head=hosts[0], port=str(ssh.port), peer=peer)
-    file = str(job.options.output or FILE_PLACEHOLDER)
-    lines = [
-        "#!/bin/bash",
-        *written_by(),
-        "# On all nodes, within 10 minutes, with one new number for all of them:",
-        f"#   {start_line(ssh, file)}",
-        "# To stop and save: `kill -TERM` torchrun on one node. The same line again resumes.",
-        'export ATTEMPT="${1:?give the same new number on every node: bash job.sh 1}"',
-        f"cd {shlex.quote(str(Path.cwd()))} || exit",
-        f"logs={shlex.quote(str(job.output_dir))}/logs",
-        'mkdir -p "$logs" || exit',
-        'exec >> "$logs/$ATTEMPT-$HOSTNAME.log" 2>&1',
-        *node_script(job, place, python=shlex.quote(python_of(job.options, shares_files=True))),
-    ]
-    return "\n".join(lines) + "\n"
+    place = Place(attempt="$ATTEMPT", head=hosts[0], port=str(ssh.port), peer=hosts[1] if len(hosts) > 1 else None)
+    return render(
+        "ssh.sh.j2",
+        options,
+        start_line=start_line(ssh, str(options.output or FILE_PLACEHOLDER)),
+        folder=Path.cwd(),
+        output_dir=job.output_dir,
+        script=node_script(job, place, python=shlex.quote(python_of(options, shares_files=True))),
+    )
 
 
 def start_line(ssh: SshOptions, file: str) -> str:

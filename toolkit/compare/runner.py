@@ -121,7 +121,7 @@ class Runner:
         fork_server = None
         if self.warm_start is not None:
             environment = inherited_environment() | command.environment
-            fork_server = self.warm_start.socket_path(environment, on_line=on_line)
+            fork_server = self.warm_start.server(environment)
         result = run_training(
             command,
             options=options,

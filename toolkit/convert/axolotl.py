@@ -1,4 +1,4 @@
-"""axolotl's YAML (checked with axolotl 0.19.0; its source is named where a default comes from it)."""
+"""axolotl's YAML (tables/axolotl.yaml). axolotl's source is named where a rule comes from it."""
 
 from __future__ import annotations
 
@@ -6,51 +6,43 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from toolkit.convert.axolotl_settings import (
-    LIGER,
-    LIGER_PLUGIN,
-    LORA_CONFIG,
-    ON_BY_DEFAULT,
-    OTHER_TRAINING,
-    OWN_ATTENTION,
-    REASONS,
-    RENAMED,
-    SAME,
-    TRACKERS,
-)
-from toolkit.convert.conversion import Conversion, Draft, block_of, flattened
-from toolkit.convert.data_sources import (
-    NamedData,
-    named_data,
-    roles_are_known,
-    row_fields_reason,
-    set_datasets,
-)
+from toolkit.convert.conversion import Conversion, Draft, block_of
+from toolkit.convert.data_sources import NamedData, named_data, roles_are_known, row_fields_reason, set_datasets
+from toolkit.convert.dialect import load_dialect
 from toolkit.convert.strategy import take_strategy
-from toolkit.convert.trainer_settings import take_checkpointing_options
 from toolkit.errors import ToolkitError
 from toolkit.files.value_limits import shown
 from toolkit.job.argument_aliases import HINTS
 from toolkit.job.script_arguments import read_method
 from toolkit.presets.optimizers import MUON
 
+# Not the loss of supervised fine-tuning.
+OTHER_TRAINING = {
+    "rl": "preference and reinforcement learning",
+    "reward_model": "a reward model",
+    "process_reward_model": "a process reward model",
+    "diffusion": "a diffusion language model",
+}
 DATA_KEYS = ("datasets", "test_datasets", "pretraining_dataset")
+LIGER_PLUGIN = "axolotl.integrations.liger.LigerPlugin"
 
 
 def convert(values: Mapping[str, Any], file: Path) -> Conversion:
     """Convert the content of an axolotl YAML. Raises ToolkitError for training that is not supervised fine-tuning."""
     _check_training(values, file)
-    draft = Draft("axolotl", _flattened(values))
+    # A data key may hold one entry without a list around it.
+    listed = {key: [value] if key in DATA_KEYS and isinstance(value, dict) else value for key, value in values.items()}
+    draft = Draft(load_dialect("axolotl"), listed)
     _take_method(draft, file)
-    _take_attention(draft)
+    _take_kernels(draft)
     _take_optimization(draft)
-    draft.move_known(SAME | RENAMED)
+    draft.translate()
     _take_data(draft)
     _take_evaluation_and_saving(draft)
     _take_trackers_and_hub(draft)
-    _set_defaults(draft)
+    draft.set_defaults()
     preset = take_strategy(draft, file, method=read_method(draft.arguments))
-    return draft.finish(preset=preset, reasons=REASONS, on_by_default=ON_BY_DEFAULT)
+    return draft.finish(preset=preset)
 
 
 def _check_training(values: Mapping[str, Any], file: Path) -> None:
@@ -66,12 +58,6 @@ def _check_training(values: Mapping[str, Any], file: Path) -> None:
         raise ToolkitError(f"{file} names no base_model", hint="is it an axolotl configuration for training?")
 
 
-def _flattened(values: Mapping[str, Any]) -> dict[str, Any]:
-    """A data key may hold one entry without a list around it."""
-    listed = {key: [value] if key in DATA_KEYS and isinstance(value, dict) else value for key, value in values.items()}
-    return flattened(listed, blocks=["fsdp_config"], lists=[*DATA_KEYS, "plugins"])
-
-
 def _take_method(draft: Draft, file: Path) -> None:
     adapter = draft.get("adapter")
     if adapter is None:
@@ -79,7 +65,8 @@ def _take_method(draft: Draft, file: Path) -> None:
             draft.leave_out(key, "no adapter is trained: `adapter` is not set")
         if draft.is_on("load_in_4bit"):
             draft.leave_out("load_in_4bit", "4-bit weights are not trained: it needs `adapter: qlora`")
-        patterns = [_shell_pattern(str(pattern)) for pattern in _listed(draft.get("unfrozen_parameters"))]
+        unfrozen = draft.get("unfrozen_parameters")
+        patterns = [_shell_pattern(str(each)) for each in unfrozen] if isinstance(unfrozen, list) else []
         if patterns and None not in patterns:
             draft.assign("train_only", patterns, keys=["unfrozen_parameters"])
         return
@@ -90,7 +77,8 @@ def _take_method(draft: Draft, file: Path) -> None:
     if draft.get("lora_r") is None:
         raise ToolkitError(f"{file}: adapter {adapter!r} without lora_r", hint="add `lora_r: 16`")
     draft.assign("lora_r", draft.get("lora_r"), keys=["lora_r", "adapter"])
-    draft.move_known({"lora_alpha", "lora_dropout"})
+    for name in draft.among("lora_alpha", "lora_dropout"):
+        draft.move(name, name)
     if draft.is_on("load_in_4bit"):
         draft.assign("load_in_4bit", True, keys=["load_in_4bit"])
     if draft.is_on("lora_target_linear"):
@@ -99,10 +87,7 @@ def _take_method(draft: Draft, file: Path) -> None:
     elif isinstance(draft.get("lora_target_modules"), list):
         draft.move("lora_target_modules", "lora_target_modules")
     draft.leave_out("unfrozen_parameters", "only the adapters are trained")
-    named = {key: name for key, name in LORA_CONFIG.items() if draft.get(key) not in (None, False, [])}
-    if named:
-        fields = {name: draft.get(key) for key, name in named.items()}
-        draft.assign("lora_config", fields, keys=list(named))
+    draft.take_lora_config()
 
 
 def _shell_pattern(regex: str) -> str | None:
@@ -119,30 +104,20 @@ def _shell_pattern(regex: str) -> str | None:
     return f"{text}*" if is_prefix else text
 
 
-def _take_attention(draft: Draft) -> None:
-    if draft.get("attn_implementation") in OWN_ATTENTION:
+def _take_kernels(draft: Draft) -> None:
+    if draft.get("attn_implementation") in ("xformers", "sage", "fp8"):  # utils/schemas/enums.py
         draft.leave_out("attn_implementation", "transformers has no such attention: the model's default is used")
-    for key, name in (("sdp_attention", "sdpa"), ("eager_attention", "eager"), ("flex_attention", "flex_attention")):
-        if draft.is_on(key):
-            draft.assign("attn_implementation", name, keys=[key])
-    kernels = {key: draft.is_on(key) for key in LIGER if key in draft.left}
     plugins = [key for key, name in draft.left.items() if key.startswith("plugins[") and name == LIGER_PLUGIN]
     if plugins:
-        config = {name: False for names in LIGER.values() for name in names}
-        config |= {name: True for key, is_on in kernels.items() if is_on for name in LIGER[key]}
+        liger = draft.dialect.liger
+        kernels = draft.among(*liger)
+        config = {name: False for names in liger.values() for name in names}
+        config |= {name: True for key in kernels if draft.is_on(key) for name in liger[key]}
         draft.assign("use_liger_kernel", True, keys=plugins)
-        draft.assign("liger_kernel_config", config, keys=list(kernels))
+        draft.assign("liger_kernel_config", config, keys=kernels)
 
 
 def _take_optimization(draft: Draft) -> None:
-    draft.move(
-        "sequence_len",
-        "max_seq_length",
-        note="axolotl drops longer rows (excess_length_strategy); here they are truncated",
-    )
-    if draft.get("excess_length_strategy") == "truncate":
-        draft.drop("excess_length_strategy")
-        draft.notes.pop("max_seq_length", None)
     if draft.get("batch_size") is not None and draft.get("gradient_accumulation_steps") is None:
         # utils/config/__init__.py
         steps = draft.number("batch_size", 1) // max(draft.number("micro_batch_size", 1), 1)
@@ -151,18 +126,10 @@ def _take_optimization(draft: Draft) -> None:
     if mode not in (None, False):
         draft.assign("activation_checkpointing", True, keys=["gradient_checkpointing"])
         if mode in ("offload", "offload_disk") or draft.get("activation_offloading"):
-            draft.assign("activation_checkpointing_offload", True, keys=_left(draft, "activation_offloading"))
-        take_checkpointing_options(draft)
-    for key, order in (("group_by_length", "group_by_length"), ("curriculum_sampling", "sequential")):
-        if draft.is_on(key):
-            draft.assign("train_sampling_strategy", order, keys=[key])
+            draft.assign("activation_checkpointing_offload", True, keys=draft.among("activation_offloading"))
+        draft.take_checkpointing_options()
     if draft.get("torch_compile"):
         draft.assign("torch_compile", True, keys=["torch_compile"])
-    draft.drop_if("tf32", "auto")
-    draft.move("adam_eps", "adam_epsilon")
-    draft.move("revision_of_model", "revision")
-    draft.move("model_revision", "revision")
-    draft.move("dataset_processes", "preprocessing_num_workers")
     if draft.get("optimizer") == MUON:
         note = "torch's, with updates of AdamW's size; axolotl's is in a package of its own, with a scale of its own"
         draft.move("optimizer", "optim", note=note)
@@ -170,40 +137,26 @@ def _take_optimization(draft: Draft) -> None:
     if options:
         text = ",".join(f"{name}={given}" for name, given in options.items()) if isinstance(options, dict) else options
         draft.assign("optim_args", text, keys=["optim_args"])
-    # The model's own class is always loaded.
-    draft.drop_if("model_type", "AutoModelForCausalLM")
-    for key in ("model_type", "tokenizer_type", "cls_model_config"):
-        draft.drop(key)
 
 
 def _take_data(draft: Draft) -> None:
-    draft.drop_if("chat_template", "tokenizer_default")
+    if draft.get("excess_length_strategy") == "truncate":
+        draft.notes.pop("max_seq_length", None)
+    draft.drop_if("excess_length_strategy", "truncate", "drop")
     jinja = str(draft.get("chat_template_jinja", ""))
     if jinja.endswith((".jinja", ".jinja2")) and draft.get("chat_template", "jinja") == "jinja":
-        draft.assign("chat_template", jinja, keys=["chat_template_jinja", *_left(draft, "chat_template")])
-    draft.move("default_system_message", "system_prompt")
-    draft.drop_if("excess_length_strategy", "drop")
-    if draft.is_on("train_on_inputs"):
-        draft.assign("loss_on", "all", keys=["train_on_inputs"])
-    draft.drop_if("shuffle_merged_datasets", True)
-    set_datasets(draft, [_entry(draft, prefix) for prefix in _entries(draft, "datasets")])
-    set_datasets(draft, [_entry(draft, prefix) for prefix in _entries(draft, "test_datasets")], "eval_dataset")
-    streamed = _entries(draft, "pretraining_dataset")
+        draft.assign("chat_template", jinja, keys=draft.among("chat_template_jinja", "chat_template"))
+    set_datasets(draft, [_entry(draft, prefix) for prefix in draft.entries("datasets")])
+    set_datasets(draft, [_entry(draft, prefix) for prefix in draft.entries("test_datasets")], "eval_dataset")
+    streamed = draft.entries("pretraining_dataset")
     if streamed:
         draft.drop_if("pretraining_dataset[0].text_column", "text")
         set_datasets(draft, [_entry(draft, prefix) for prefix in streamed])
-    buffer = _left(draft, "streaming_multipack_buffer_size")
     if (streamed or draft.is_on("streaming")) and draft.arguments.get("max_steps"):
-        draft.assign("streaming", True, keys=_left(draft, "streaming"))
-        for key in buffer:
-            draft.move(key, "streaming_buffer_size")
+        draft.assign("streaming", True, keys=draft.among("streaming"))
+        draft.move("streaming_multipack_buffer_size", "streaming_buffer_size")
     if draft.get("val_set_size"):
         draft.move("val_set_size", "val_size")
-
-
-def _entries(draft: Draft, name: str) -> list[str]:
-    """The prefixes of a list of data sets, `datasets[0].`."""
-    return list(dict.fromkeys(f"{key.partition('.')[0]}." for key in draft.left if key.startswith(f"{name}[")))
 
 
 def _entry(draft: Draft, prefix: str) -> NamedData:
@@ -216,17 +169,15 @@ def _entry(draft: Draft, prefix: str) -> NamedData:
 def _take_row_format(draft: Draft, prefix: str, settings: Mapping[str, Any]) -> None:
     kind = str(settings.get("type", ""))
     mapping = block_of(settings, "message_property_mappings", prefix.rstrip("."))
-    role = settings.get("message_field_role", mapping.get("role", "role"))
-    content = settings.get("message_field_content", mapping.get("content", "content"))
-    fields = [f"{prefix}{name}" for name in ("field_messages", "message_property_mappings")]
-    fields += [f"{prefix}message_field_role", f"{prefix}message_field_content"]
     if kind.startswith("chat_template"):
+        role = settings.get("message_field_role", mapping.get("role", "role"))
+        content = settings.get("message_field_content", mapping.get("content", "content"))
         reason = row_fields_reason(settings.get("field_messages", "messages"), role, content)
-        for key in [*fields, f"{prefix}type"]:
+        for name in ("field_messages", "message_property_mappings", "message_field_role", "message_field_content"):
             if reason is None:
-                draft.drop(key)
-            elif key != f"{prefix}type":
-                draft.leave_out(key, reason)
+                draft.drop(f"{prefix}{name}")
+            else:
+                draft.leave_out(f"{prefix}{name}", reason)
         draft.drop(f"{prefix}type")
         draft.drop_if(f"{prefix}chat_template", "tokenizer_default")
         draft.drop_if(f"{prefix}roles_to_train", ["assistant"], ["gpt"])
@@ -245,8 +196,7 @@ def _take_row_format(draft: Draft, prefix: str, settings: Mapping[str, Any]) -> 
 def _take_evaluation_and_saving(draft: Draft) -> None:
     epochs = float(draft.arguments.get("num_train_epochs", 1))
     _take_interval(draft, "save", "saves_per_epoch", epochs)
-    evaluates = any(name in draft.arguments for name in ("val_size", "eval_dataset"))
-    if evaluates:
+    if any(name in draft.arguments for name in ("val_size", "eval_dataset")):
         _take_interval(draft, "eval", "evals_per_epoch", epochs)
         if draft.arguments.get("eval_strategy", "no") != "no":
             draft.default("eval_on_start", True)  # core/builders/base.py
@@ -265,14 +215,13 @@ def _take_interval(draft: Draft, what: str, per_epoch: str, epochs: float) -> No
     """`saves_per_epoch: 4` as the fraction of all steps that it is (utils/config/__init__.py); 1.0 or more is none."""
     steps, times = draft.get(f"{what}_steps"), draft.number(per_epoch, 0)
     fraction = 1 / (times * epochs) if times * epochs > 0 else 1.0
-    if fraction < 1:
+    if fraction < 1 or steps:
         draft.arguments.pop(f"{what}_strategy", None)
         draft.assign(f"{what}_strategy", "steps", keys=[])
+    if fraction < 1:
         draft.assign(f"{what}_steps", round(fraction, 6), keys=[per_epoch])
         draft.leave_out(f"{what}_steps", f"{per_epoch} is set")
     elif steps:
-        draft.arguments.pop(f"{what}_strategy", None)
-        draft.assign(f"{what}_strategy", "steps", keys=[])
         draft.move(f"{what}_steps", f"{what}_steps")
         draft.leave_out(per_epoch, "axolotl reads it as no interval")
     elif times:
@@ -281,35 +230,12 @@ def _take_interval(draft: Draft, what: str, per_epoch: str, epochs: float) -> No
 
 
 def _take_trackers_and_hub(draft: Draft) -> None:
-    keys = [key for key in TRACKERS if draft.get(key)]
+    trackers = draft.dialect.trackers
+    keys = [key for key in trackers if draft.get(key)]
     if keys:  # the project's name is listed: it has no argument
         switches = [key for key in keys if key != "wandb_project"]
-        draft.assign("report_to", sorted({TRACKERS[key] for key in keys}), keys=switches)
-    for key in ("wandb_name", "mlflow_run_name", "trackio_run_name"):
-        draft.move(key, "run_name")
+        draft.assign("report_to", sorted({trackers[key] for key in keys}), keys=switches)
     if "hub_model_id" in draft.arguments:
         # core/builders/base.py
         for name in ("push_to_hub", "hub_private_repo", "hub_always_push"):
             draft.default(name, True)
-
-
-def _set_defaults(draft: Draft) -> None:
-    """Set what axolotl does when a setting is absent, where that differs from ours."""
-    draft.default("output_dir", "./model-out")  # utils/schemas/model.py
-    draft.default("max_seq_length", 512)  # utils/schemas/config.py: sequence_len
-    draft.default("per_device_train_batch_size", 1)  # utils/schemas/training.py
-    draft.default("num_train_epochs", 1.0)  # utils/schemas/training.py
-    draft.default("lr_scheduler_type", "cosine")  # utils/schemas/training.py
-    # core/builders/base.py, for the rest
-    draft.default("warmup_steps", 0.03, note="axolotl: 3 % of the steps, at most 100")
-    draft.default("logging_steps", 10, note="axolotl: 0.5 % of the steps, at most 10")
-    draft.default("save_strategy", "epoch")
-    draft.default("save_total_limit", 4)
-
-
-def _listed(value: Any) -> list[Any]:
-    return value if isinstance(value, list) else []
-
-
-def _left(draft: Draft, *keys: str) -> list[str]:
-    return [key for key in keys if key in draft.left]

@@ -1,8 +1,10 @@
 """A conversion, and the draft that builds one: every setting of the other tool ends in exactly one place.
 
->>> draft = Draft("axolotl", {"base_model": "Qwen/Qwen3-8B", "strict": False, "loss_watchdog_patience": 3})
->>> draft.move_known(["base_model"])
->>> done = draft.finish(preset="ddp", reasons={})
+>>> from toolkit.convert.dialect import load_dialect
+>>> settings = {"base_model": "Qwen/Qwen3-8B", "strict": False, "loss_watchdog_patience": 3}
+>>> draft = Draft(load_dialect("axolotl"), settings)
+>>> draft.translate()
+>>> done = draft.finish(preset="ddp")
 >>> done.arguments, done.redundant, [each.key for each in done.not_converted]
 ({'model_name_or_path': 'Qwen/Qwen3-8B'}, ('strict',), ['loss_watchdog_patience'])
 """
@@ -14,11 +16,12 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from toolkit.convert.dialect import Dialect
 from toolkit.errors import ToolkitError
 from toolkit.files.secrets import hide_settings
 from toolkit.files.value_limits import shown, unexpected
 from toolkit.files.yaml_files import parse_yaml
-from toolkit.job.argument_aliases import HINTS, canonical_values
+from toolkit.job.argument_aliases import canonical_values
 from toolkit.job.argument_values import check_type
 from toolkit.job.script_arguments import KEYS_AND_VALUES, argument_types, argument_words, flag, read_method
 from toolkit.presets import load_preset
@@ -64,17 +67,54 @@ class Draft:
     A nested setting is addressed as in the file: `fsdp_config.offload_params`, `datasets[0].path`.
     """
 
-    def __init__(self, tool: str, values: Mapping[str, Any]) -> None:
-        self.tool = tool
+    def __init__(self, dialect: Dialect, values: Mapping[str, Any]) -> None:
+        self.dialect = dialect
+        flat = flattened(values, blocks=dialect.blocks, lists=dialect.lists)
         # A converted file is shared: a secret in it is `***`, which a run refuses by name.
-        self.left = {key: value for key, value in hide_settings(values).items() if value is not None}
+        self.left = {key: value for key, value in hide_settings(flat).items() if value is not None}
         self.arguments: dict[str, Any] = {}
         self.num_processes: int | None = None
         self.defaults: list[str] = []
         self.notes: dict[str, str] = {}
         self._converted: dict[str, str] = {}
-        self._redundant = [key for key, value in values.items() if value is None]
+        self._redundant = [key for key, value in flat.items() if value is None]
         self._not_converted: list[NotConverted] = []
+
+    def translate(self) -> None:
+        """Use every setting that the dialect's table decides alone."""
+        table = self.dialect
+        for key, values in table.redundant.items():
+            if values == "any" or self.get(key) in values:
+                self.drop(key)
+        for key, assignment in table.assigned.items():
+            ((argument, value),) = assignment.items()
+            if isinstance(value, dict):
+                if str(self.get(key)) in value:
+                    self.assign(argument, value[str(self.get(key))], keys=[key])
+            elif self.is_on(key):
+                self.assign(argument, value, keys=[key])
+        for key, argument in table.moved.items():
+            self.move(key, argument, note=table.notes.get(key))
+        self.move_known(table.known)
+
+    def move_known(self, names: Collection[str]) -> None:
+        """Move every setting that is among `names`, to the argument of the same name or to what it is an alias of."""
+        for key in [key for key in self.left if key in names]:
+            try:
+                ((argument, value),) = canonical_values({key: self.left[key]}).items()
+            except ToolkitError as error:
+                self.leave_out(key, error.message)
+                continue
+            choices = argument_words().get(argument, ()) if argument in ("optim", "lr_scheduler_type") else ()
+            if choices and str(value) not in choices:
+                self.leave_out(key, f"transformers has no {argument} {str(value)!r}: the default is used instead")
+            else:
+                self.assign(argument, value, keys=[key])
+
+    def set_defaults(self) -> None:
+        """Set what the tool does when a setting is absent, where that differs from ours."""
+        for argument, value in self.dialect.defaults.items():
+            self.default(argument, value, note=self.dialect.default_notes.get(argument))
 
     def get(self, key: str, default: Any = None) -> Any:
         """Return a setting that is left, without using it."""
@@ -96,6 +136,14 @@ class Draft:
         """Return the settings below a prefix that are left, by their names there."""
         return {key.removeprefix(prefix): value for key, value in self.left.items() if key.startswith(prefix)}
 
+    def among(self, *keys: str) -> list[str]:
+        """Return those of the settings that are left."""
+        return [key for key in keys if key in self.left]
+
+    def entries(self, name: str) -> list[str]:
+        """Return the prefixes of the entries of a list that are left: `datasets[0].`."""
+        return list(dict.fromkeys(f"{key.partition('.')[0]}." for key in self.left if key.startswith(f"{name}[")))
+
     def assign(self, argument: str, value: Any, *, keys: Collection[str], note: str | None = None) -> None:
         """Set an argument from the settings `keys`; they are listed if the argument has a value already."""
         if argument in self.arguments:
@@ -106,23 +154,33 @@ class Draft:
         for key in keys:
             self.use(key, argument)
         if note is not None:
-            self.notes[argument] = note
+            self.notes.setdefault(argument, note)
 
     def move(self, key: str, argument: str, *, note: str | None = None) -> None:
         """Set an argument to the value of a setting, if that is left."""
         if key in self.left:
             self.assign(argument, self.left[key], keys=[key], note=note)
 
-    def move_known(self, names: Collection[str]) -> None:
-        """Move every setting that is among `names`, to the argument of the same name or to what it is an alias of."""
-        for key in [key for key in self.left if key in names]:
-            try:
-                ((argument, value),) = canonical_values({key: self.left[key]}).items()
-                _check_choice(argument, value)
-            except ToolkitError as error:
-                self.leave_out(key, error.message)
-                continue
-            self.assign(argument, value, keys=[key])
+    def take_lora_config(self) -> None:
+        """Set `lora_config` from the settings that are fields of peft's LoraConfig, unless they are off."""
+        named = {key: name for key, name in self.dialect.lora_config.items() if self.get(key) not in (None, False, [])}
+        if named:
+            self.assign("lora_config", {name: self.get(key) for key, name in named.items()}, keys=list(named))
+
+    def take_warmup(self) -> None:
+        """Use the one of `warmup_steps` and `warmup_ratio` that counts, as transformers decides it."""
+        if self.get("warmup_steps") and self.get("warmup_ratio"):
+            self.leave_out("warmup_ratio", "warmup_steps is set")
+        else:
+            self.drop("warmup_steps" if self.get("warmup_ratio") else "warmup_ratio")
+
+    def take_checkpointing_options(self) -> None:
+        """Use the options of activation checkpointing; reentrant recomputation is listed, as it is off here."""
+        options = self.get("gradient_checkpointing_kwargs")
+        if options == {"use_reentrant": False}:
+            self.drop("gradient_checkpointing_kwargs")
+        elif isinstance(options, dict) and not options.get("use_reentrant"):
+            self.move("gradient_checkpointing_kwargs", "activation_checkpointing_kwargs")
 
     def use(self, key: str, by: str) -> None:
         """Record that a setting, if it is left, decided `by`: an argument, `--preset` or `--num-processes`."""
@@ -166,25 +224,21 @@ class Draft:
             self.report(key, value, reason)
         self.defaults = [name for name in self.defaults if name != argument]
 
-    def finish(self, *, preset: str, reasons: Mapping[str, str], on_by_default: Collection[str] = ()) -> Conversion:
-        """Account for the settings that are left, and for arguments that the preset does not support.
-
-        `reasons` is key, or the part of a nested key after the last dot, to why it has no counterpart.
-        `on_by_default` are switches of the tool that are on unless they are set.
-        """
-        for key in [key for key in self.left if key.endswith(("_parallel_size", "dp_replicate_size"))]:
-            self.drop_if(key, 1)
+    def finish(self, *, preset: str) -> Conversion:
+        """Account for the settings that are left, and for arguments that the preset does not support."""
         for key, value in list(self.left.items()):
-            if value in (False, 0, "", [], {}, "false", "none", "no") and key not in on_by_default:
+            is_one = value == 1 and key.endswith(("_parallel_size", "dp_replicate_size"))
+            is_off = value in (False, 0, "", [], {}, "false", "none", "no")
+            if is_one or (is_off and key not in self.dialect.on_by_default):
                 self.drop(key)
             else:
-                self.leave_out(key, _reason(key, reasons))
+                self.leave_out(key, self.dialect.reason(key))
         spec = load_preset(preset)
         for name, why in list(_unsupported_arguments(spec, self.arguments)):
             self.take_back(name, why)
         check_supported(spec, read_method(self.arguments))
         return Conversion(
-            tool=self.tool,
+            tool=self.dialect.tool,
             preset=preset,
             num_processes=self.num_processes,
             arguments={name: self.arguments[name] for name in argument_types() if name in self.arguments},
@@ -269,18 +323,6 @@ def _parsed(text: str) -> Any:
         return float(value) if isinstance(value, str) else value
     except (ValueError, ToolkitError):
         return text
-
-
-def _check_choice(argument: str, value: Any) -> None:
-    choices = argument_words().get(argument, ()) if argument in ("optim", "lr_scheduler_type") else ()
-    if choices and str(value) not in choices:
-        raise ToolkitError(f"transformers has no {argument} {str(value)!r}: the default is used instead")
-
-
-def _reason(key: str, reasons: Mapping[str, str]) -> str:
-    last = key.rpartition(".")[2]
-    family = next((text for start, text in reasons.items() if start.endswith("*") and key.startswith(start[:-1])), None)
-    return reasons.get(key) or reasons.get(last) or family or HINTS.get(key) or "no counterpart"
 
 
 def _unsupported_arguments(preset: PresetSpec, arguments: Mapping[str, Any]) -> Iterator[tuple[str, str]]:

@@ -16,7 +16,6 @@ from toolkit.data.formats import SHAREGPT_ROLES
 from toolkit.files.reading import is_file
 
 OTHER_SUFFIXES = (".arrow", ".gz", ".txt", ".zip", ".zst")  # `data/pages.txt` would read as a hub id
-ROW_FIELDS_REASON = "rows are recognised by their fields: rename them (docs/how-to/data.md)"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -25,10 +24,10 @@ class NamedData:
 
     path: str
     keys: tuple[str, ...]
-    split: tuple[str, str] | None = None
-    """The split and the key that names it."""
-    config: tuple[str, str] | None = None
-    """The configuration's name on the hub, and the key that names it."""
+    split: tuple[Any, str] = (None, "")
+    """The split, where one is named, and the key that names it."""
+    config: tuple[Any, str] = (None, "")
+    """The configuration's name on the hub, where one is named, and the key that names it."""
     weight: float | None = None
     weight_keys: tuple[str, ...] = field(default=())
 
@@ -39,13 +38,8 @@ def named_data(settings: Mapping[str, Any], prefix: str) -> NamedData:
     keys: tuple[str, ...] = (f"{prefix}path",)
     if path in ("json", "csv", "parquet") and isinstance(files, (str, list)) and files:
         path, keys = str(files[0] if isinstance(files, list) else files), (f"{prefix}path", f"{prefix}data_files")
-    split, config = settings.get("split"), settings.get("name")
-    return NamedData(
-        path=path,
-        keys=keys,
-        split=None if split is None else (str(split), f"{prefix}split"),
-        config=None if config is None else (str(config), f"{prefix}name"),
-    )
+    split, config = (settings.get("split"), f"{prefix}split"), (settings.get("name"), f"{prefix}name")
+    return NamedData(path=path, keys=keys, split=split, config=config)
 
 
 def set_datasets(
@@ -63,7 +57,8 @@ def set_datasets(
                 draft.leave_out(key, f"one {argument} is read")
         paths, keys = paths[:1], usable[0].keys
     draft.assign(argument, paths if len(paths) > 1 else paths[0], keys=keys)
-    _set_same(draft, f"{argument}_split", [data.split for data in usable], on_hub=all(map(_on_hub, usable)))
+    on_hub = all(is_hub_id(data.path) for data in usable)
+    _set_same(draft, f"{argument}_split", [data.split for data in usable], on_hub=on_hub)
     _set_same(draft, f"{argument}_config", [data.config for data in usable], on_hub=True)
     weights = [data.weight for data in usable if data.weight is not None]
     if len(weights) == len(paths) > 1:
@@ -74,7 +69,7 @@ def set_datasets(
 def _is_usable(draft: Draft, data: NamedData) -> bool:
     suffix = Path(data.path).suffix.lower()
     is_copy = is_file(Path(data.path) / DATASET_CARD)
-    if suffix in SUFFIXES or is_copy or (_on_hub(data) and suffix not in OTHER_SUFFIXES):
+    if suffix in SUFFIXES or is_copy or (is_hub_id(data.path) and suffix not in OTHER_SUFFIXES):
         return True
     for key in data.keys:
         draft.report(key, data.path, f"not a data file ({', '.join(SUFFIXES)}), hub id or copy of a hub data set")
@@ -82,13 +77,9 @@ def _is_usable(draft: Draft, data: NamedData) -> bool:
     return False
 
 
-def _on_hub(data: NamedData) -> bool:
-    return is_hub_id(data.path)
-
-
-def _set_same(draft: Draft, argument: str, found: Sequence[tuple[str, str] | None], *, on_hub: bool) -> None:
+def _set_same(draft: Draft, argument: str, found: Sequence[tuple[Any, str]], *, on_hub: bool) -> None:
     """Set an argument that all data sets share, from values that are all the same."""
-    given = [each for each in found if each is not None]
+    given = [(str(value), key) for value, key in found if value is not None]
     values = {value for value, _ in given}
     keys = [key for _, key in given]
     if not given:

@@ -13,6 +13,7 @@ from typing import Any
 
 from toolkit.convert import axolotl, llama_factory, trl
 from toolkit.convert.conversion import Conversion
+from toolkit.convert.dialect import load_dialect
 from toolkit.errors import ToolkitError, did_you_mean
 from toolkit.files.reading import is_file, read_text, user_path
 from toolkit.files.value_limits import shown
@@ -24,18 +25,6 @@ TOOLS: dict[str, Callable[[Mapping[str, Any], Path], Conversion]] = {
     "trl": trl.convert,
     "axolotl": axolotl.convert,
     "llama-factory": llama_factory.convert,
-}
-# Settings that only one of the tools has.
-MARKERS = {
-    "axolotl": {"base_model", "micro_batch_size", "sequence_len", "val_set_size", "num_epochs", "adapter"},
-    "llama-factory": {
-        *("cutoff_len", "dataset_dir", "finetuning_type", "flash_attn", "lora_rank", "lora_target", "neat_packing"),
-        *("stage", "template", "train_dataset", "export_dir", "infer_backend"),
-    },
-    "trl": {
-        *("assistant_only_loss", "completion_only_loss", "dataset_name", "dataset_text_field", "dataset_train_split"),
-        *("max_length", "use_peft"),
-    },
 }
 TRL_SCRIPTS = ("sft.py", "trl.scripts.sft")
 MAX_COMMAND_BYTES = 256 * KIB  # splitting a line into words is slow
@@ -56,7 +45,10 @@ def convert_file(path: Path, tool: str | None = None) -> Conversion:
         values = read_configuration(path)
     found = "trl" if is_command else tool or recognise(values)
     if found is None:
-        raise ToolkitError(f"{path} is not recognised", hint=_hint(values))
+        hint = f"name the tool: `--from {'`, `--from '.join(TOOLS)}`"
+        if "distributed_type" in values or "compute_environment" in values:
+            hint = "an accelerate YAML is a preset already: `toolkit train --preset FILE`, `toolkit lint FILE`"
+        raise ToolkitError(f"{path} is not recognised", hint=hint)
     try:
         return TOOLS[found](values, path)
     except ToolkitError as error:  # a setting is checked where the file's name is not known
@@ -66,7 +58,7 @@ def convert_file(path: Path, tool: str | None = None) -> Conversion:
 
 def recognise(values: Mapping[str, Any]) -> str | None:
     """Return the tool that most of the settings belong to, or None."""
-    counts = {tool: len(markers & set(values)) for tool, markers in MARKERS.items()}
+    counts = {tool: len(set(load_dialect(tool).markers) & set(values)) for tool in TOOLS}
     best = max(counts.values())
     tools = [tool for tool, count in counts.items() if count == best]
     return tools[0] if best and len(tools) == 1 else None
@@ -136,9 +128,3 @@ def _with_config(values: dict[str, Any], path: Path) -> dict[str, Any]:
     if found is None:
         raise ToolkitError(f"{path} names --config {str(named)[:200]}, which does not exist", hint=f"tried {tried[-1]}")
     return read_configuration(found) | values
-
-
-def _hint(values: Mapping[str, Any]) -> str:
-    if "distributed_type" in values or "compute_environment" in values:
-        return "an accelerate YAML is a preset already: `toolkit train --preset FILE`, `toolkit lint FILE`"
-    return f"name the tool: `--from {'`, `--from '.join(TOOLS)}`"

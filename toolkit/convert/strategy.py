@@ -1,6 +1,6 @@
 """The preset for another configuration's DeepSpeed, FSDP or accelerate settings.
 
->>> preset_of_deepspeed_name("deepspeed_configs/zero3_bf16_cpuoffload_all.json")
+>>> preset_of_deepspeed("deepspeed_configs/zero3_bf16_cpuoffload_all.json", Path()).preset
 'zero3_cpu_offload'
 """
 
@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.convert.conversion import PRESET, Draft, block_of
+from toolkit.convert.dialect import Dialect, fsdp_reasons, fsdp_redundant
 from toolkit.errors import ToolkitError
 from toolkit.files.reading import is_file, user_path
 from toolkit.files.value_limits import shown
@@ -23,28 +24,9 @@ from toolkit.presets.compatibility import Method
 from toolkit.presets.support import reasons, unsupported
 from toolkit.presets.value_types import OFFLOAD_DEVICES
 
-# Settings of FSDP that the presets decide, or find out; by their names without `fsdp_`.
-_FSDP1_ONLY = "a setting of FSDP1: the presets use FSDP2, which has none"
 FSDP1_NOTE = "FSDP1 became FSDP2"
-FSDP_REASONS = {
-    "auto_wrap_policy": "the presets shard each transformer layer",
-    "backward_prefetch": _FSDP1_ONLY,
-    "cpu_offload_pin_memory": "the preset decides it",
-    "cpu_ram_efficient_loading": "the presets load the weights on one rank, and send them to the others",
-    "final_state_dict_type": "the trained model is saved as one Hugging Face folder under every preset",
-    "forward_prefetch": _FSDP1_ONLY,
-    "limit_all_gathers": _FSDP1_ONLY,
-    "mixed_precision_policy": "the preset decides it",
-    "state_dict_type": "checkpoints are sharded; `toolkit checkpoint export` writes one Hugging Face folder",
-    "sync_module_states": _FSDP1_ONLY,
-    "transformer_layer_cls_to_wrap": "the layers to shard are found in the model",
-    "use_orig_params": _FSDP1_ONLY,
-}
-_FSDP_REDUNDANT = {
-    "auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
-    "cpu_ram_efficient_loading": True,
-    "state_dict_type": "SHARDED_STATE_DICT",
-}
+# The nearest preset where a configuration's own does not work with 4-bit weights.
+_FOR_4BIT_WEIGHTS = {"zero2_cpu_offload": "zero2", "zero3_nvme_offload": "zero3_cpu_offload", "zeropp": "zero3"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,17 +46,17 @@ def find_file(name: str, near: Path) -> Path | None:
     return next((folder / path for folder in folders if is_file(folder / path)), None)
 
 
-# The nearest preset where a configuration's own does not work with 4-bit weights.
-_FOR_4BIT_WEIGHTS = {"zero2_cpu_offload": "zero2", "zero3_nvme_offload": "zero3_cpu_offload", "zeropp": "zero3"}
-
-
 def take_strategy(draft: Draft, near: Path, *, method: Method, chosen: Choice | None = None) -> str:
     """Use the sharding settings of a configuration, and return the preset's name.
 
     `method` decides what is possible: 4-bit weights are not swapped to a disk, for example. `chosen` is what settings
     decide that only one tool has.
     """
-    choice = chosen or _choose(draft, near)
+    choice = chosen or Choice(preset="ddp")
+    if chosen is None and draft.get("deepspeed"):
+        choice = replace(preset_of_deepspeed(draft.get("deepspeed"), near), keys=("deepspeed",))
+    elif chosen is None and any(value for key, value in draft.left.items() if key.startswith("fsdp")):
+        choice = _preset_of_fsdp(draft)
     why = next((reason for reason in reasons(load_preset(choice.preset), method) if reason.rule == "qlora"), None)
     if why is not None:
         for key in choice.keys:
@@ -85,25 +67,12 @@ def take_strategy(draft: Draft, near: Path, *, method: Method, chosen: Choice | 
         draft.use(key, PRESET)
     if choice.note is not None:
         draft.notes[PRESET] = choice.note
-    return _fit_processes(draft, choice.preset)
-
-
-def _choose(draft: Draft, near: Path) -> Choice:
-    if draft.get("deepspeed"):
-        return replace(preset_of_deepspeed(draft.get("deepspeed"), near), keys=("deepspeed",))
-    if any(value for key, value in draft.left.items() if key.startswith("fsdp")):
-        return _preset_of_fsdp(draft)
-    return Choice(preset="ddp")
-
-
-def _fit_processes(draft: Draft, preset: str) -> str:
-    """Return `single` for one process, where no other preset is of use."""
-    if draft.num_processes != 1:
-        return preset
-    if unsupported(load_preset(preset), world_size=1) is not None:
-        draft.notes[PRESET] = f"one process: {preset} needs more"
-        return "single"
-    return "single" if preset == "ddp" else preset
+    if draft.num_processes == 1:  # where no other preset is of use
+        if unsupported(load_preset(choice.preset), world_size=1) is not None:
+            draft.notes[PRESET] = f"one process: {choice.preset} needs more"
+            return "single"
+        return "single" if choice.preset == "ddp" else choice.preset
+    return choice.preset
 
 
 def preset_of_deepspeed(value: Any, near: Path) -> Choice:
@@ -116,14 +85,7 @@ def preset_of_deepspeed(value: Any, near: Path) -> Choice:
     path = find_file(str(value), near)
     if path is not None:
         return _preset_of_zero(read_configuration(path).get("zero_optimization"))
-    return Choice(
-        preset=preset_of_deepspeed_name(str(value)),
-        note=f"chosen by the name {str(value)[:200]}: there is no such file here",
-    )
-
-
-def preset_of_deepspeed_name(name: str) -> str:
-    """Return the preset that the name of a DeepSpeed JSON speaks of."""
+    name = str(value)
     found = re.search(r"(?:zero|z|stage)[_-]?([0-3])", Path(name).name.lower())
     if found is None:
         raise ToolkitError(
@@ -131,7 +93,8 @@ def preset_of_deepspeed_name(name: str) -> str:
             hint="run this where it is, or name it after its ZeRO stage",
         )
     device = "cpu" if "offload" in name.lower() else None
-    return _preset_of_stage(found[1], optimizer=device, param=device).preset
+    note = f"chosen by the name {name[:200]}: there is no such file here"
+    return replace(_preset_of_stage(found[1], optimizer=device, param=device), note=note)
 
 
 def _preset_of_zero(settings: Any) -> Choice:
@@ -162,27 +125,33 @@ def _preset_of_stage(given: Any, *, optimizer: str | None, param: str | None) ->
 
 
 def _preset_of_fsdp(draft: Draft) -> Choice:
-    """The preset for `fsdp`, `fsdp_config` and `fsdp_version`."""
+    """The preset for `fsdp`, `fsdp_config`, `fsdp_version` and the flags of `accelerate launch`."""
+    nested = {name.removeprefix("fsdp_"): value for name, value in draft.nested("fsdp_config.").items()}
+    flags = [key for key in draft.left if key.startswith("fsdp_") and not key.startswith("fsdp_config")]
+    nested |= {key.removeprefix("fsdp_"): draft.get(key) for key in flags}
+    redundant, why = fsdp_redundant(), fsdp_reasons()
+    for name, value in nested.items():
+        for key in draft.among(*_fsdp_keys(name)):
+            if name == "activation_checkpointing" and flag(value):
+                draft.assign("activation_checkpointing", True, keys=[key])
+            elif redundant.get(name) == value:
+                draft.drop(key)
+            elif name in why:
+                draft.leave_out(key, why[name])
+    old = str(nested.get("fsdp_version", nested.get("version", draft.get("fsdp_version", "1")))) == "1"
+    deciding = ("fsdp_version", "version", "sharding_strategy", "reshard_after_forward", "offload_params")
+    keys = ("fsdp", "fsdp_version", "fsdp_config", *(key for name in deciding for key in _fsdp_keys(name)))
+    return Choice(preset=_fsdp_preset_name(nested, draft), note=FSDP1_NOTE if old else None, keys=keys)
+
+
+def _fsdp_keys(name: str) -> tuple[str, ...]:
+    return (f"fsdp_config.{name}", f"fsdp_config.fsdp_{name}", f"fsdp_{name}")
+
+
+def _fsdp_preset_name(nested: Mapping[str, Any], draft: Draft) -> str:
     words = draft.get("fsdp", "")
     named = " ".join(map(str, words)) if isinstance(words, list) else str(words)
-    nested = {name.removeprefix("fsdp_"): value for name, value in draft.nested("fsdp_config.").items()}
-    nested |= {key.removeprefix("fsdp_"): draft.get(key) for key in draft.left if _is_fsdp_flag(key)}
-    _take_fsdp_details(draft, nested)
     strategy = f"{named} {nested.get('sharding_strategy', '')} {nested.get('reshard_after_forward', '')}".lower()
-    deciding = ["fsdp", "fsdp_version", "fsdp_config"]
-    for name in ("fsdp_version", "version", "sharding_strategy", "reshard_after_forward", "offload_params"):
-        deciding += [f"fsdp_config.fsdp_{name}", f"fsdp_config.{name}", f"fsdp_{name}"]
-    old = str(nested.get("fsdp_version", nested.get("version", draft.get("fsdp_version", "1")))) == "1"
-    note = FSDP1_NOTE if old else None
-    return Choice(preset=_fsdp_preset_name(strategy, nested, draft), note=note, keys=tuple(deciding))
-
-
-def _is_fsdp_flag(key: str) -> bool:
-    """Return True for a flag of `accelerate launch`, `fsdp_offload_params`."""
-    return key.startswith("fsdp_") and not key.startswith("fsdp_config")
-
-
-def _fsdp_preset_name(strategy: str, nested: Mapping[str, Any], draft: Draft) -> str:
     if "no_shard" in strategy:
         return "ddp"
     if flag(nested.get("offload_params", False)) or "offload" in strategy:
@@ -191,17 +160,6 @@ def _fsdp_preset_name(strategy: str, nested: Mapping[str, Any], draft: Draft) ->
         draft.use("dp_replicate_size", PRESET)
         return "fsdp2_hybrid"
     return "fsdp2_grad_op" if "shard_grad_op" in strategy or "false" in strategy else "fsdp2"
-
-
-def _take_fsdp_details(draft: Draft, nested: Mapping[str, Any]) -> None:
-    for name, value in nested.items():
-        for key in (f"fsdp_config.{name}", f"fsdp_config.fsdp_{name}", f"fsdp_{name}"):
-            if name == "activation_checkpointing" and flag(value) and key in draft.left:
-                draft.assign("activation_checkpointing", True, keys=[key])
-            elif _FSDP_REDUNDANT.get(name) == value:
-                draft.drop(key)
-            elif name in FSDP_REASONS:
-                draft.leave_out(key, FSDP_REASONS[name])
 
 
 def preset_of_accelerate(config: Mapping[str, Any], near: Path) -> Choice:
@@ -218,5 +176,5 @@ def preset_of_accelerate(config: Mapping[str, Any], near: Path) -> Choice:
         )
     if kind == "FSDP":
         flat = {f"fsdp_config.{name}": value for name, value in block_of(config, "fsdp_config", near).items()}
-        return replace(_preset_of_fsdp(Draft("accelerate", flat)), keys=())
+        return replace(_preset_of_fsdp(Draft(Dialect(tool="accelerate"), flat)), keys=())
     return Choice(preset="single" if kind == "NO" else "ddp")

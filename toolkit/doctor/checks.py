@@ -1,8 +1,8 @@
 """A check of a node: what it looks at, its threshold with its source, what it measured, and what is wrong.
 
-A check is a function that reads the node and returns an `Outcome`; `node_check` registers it:
+A check is a function named like the check; its docstring says what it looks at:
 
-    @node_check("shared-memory", looks_at="...", threshold="...", source="https://...")
+    @node_check(threshold="below 1 GiB (a container has 64 MiB by default)", source="https://...")
     def shared_memory(node: NodeReadings) -> Outcome: ...
 
 The table in docs/how-to/doctor.md is generated from the registered checks.
@@ -37,12 +37,20 @@ class NodeFinding:
     """The line to type, or what to ask for."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Outcome:
     """What a check measured, and what is wrong with it."""
 
     measured: dict[str, Any]
-    findings: tuple[NodeFinding, ...] = ()
+    findings: list[NodeFinding] = field(default_factory=list)
+
+    def add(self, level: str, what: str, *, value: object, expected: object, fix: str) -> None:
+        """Add a finding."""
+        self.findings.append(NodeFinding(level=level, what=what, value=str(value), expected=str(expected), fix=fix))
+
+    def add_refusal(self, error: ToolkitError, *, level: str, value: object, expected: str) -> None:
+        """Add the refusal of another part of the toolkit, with its hint as the fix."""
+        self.add(level, error.message, value=value, expected=expected, fix=error.hint or "see above")
 
 
 Examine = Callable[[NodeReadings], Outcome]
@@ -80,13 +88,13 @@ class CheckResult:
 CHECKS: dict[str, NodeCheck] = {}
 
 
-def node_check(
-    name: str, *, looks_at: str, threshold: str, source: str, long: bool = False
-) -> Callable[[Examine], Examine]:
-    """Register a check under a name."""
+def node_check(*, threshold: str, source: str, long: bool = False) -> Callable[[Examine], Examine]:
+    """Register a function as the check of its name, with its docstring as what it looks at."""
 
     def register(examine: Examine) -> Examine:
+        name = examine.__name__.replace("_", "-")
         assert name not in CHECKS, name
+        looks_at = " ".join((examine.__doc__ or "").split()).removesuffix(".")
         CHECKS[name] = NodeCheck(
             name=name, looks_at=looks_at, threshold=threshold, source=source, long=long, examine=examine
         )
@@ -98,21 +106,19 @@ def node_check(
 def run_check(check: NodeCheck, node: NodeReadings) -> CheckResult:
     """Run one check. Whatever a broken node answers becomes a skipped check with the reason, never a traceback."""
     started = time.monotonic()
-
-    def seconds() -> float:
-        return round(time.monotonic() - started, 3)
-
+    outcome, skipped = Outcome({}), None
     try:
         outcome = check.examine(node)
     except NotMeasured as reason:
-        return CheckResult(check=check.name, status=SKIPPED, seconds=seconds(), skipped=str(reason))
+        skipped = str(reason)
     except (OSError, ToolkitError) as error:
-        return CheckResult(check=check.name, status=SKIPPED, seconds=seconds(), skipped=f"cannot be read: {error}")
-    findings = tuple(sorted(outcome.findings, key=lambda finding: LEVELS.index(finding.level)))
-    status = findings[0].level if findings else OK
-    return CheckResult(check=check.name, status=status, seconds=seconds(), measured=outcome.measured, findings=findings)
-
-
-def finding_of(error: ToolkitError, *, level: str, value: str, expected: str) -> NodeFinding:
-    """Return the refusal of another part of the toolkit as a finding."""
-    return NodeFinding(level=level, what=error.message, value=value, expected=expected, fix=error.hint or "see above")
+        skipped = f"cannot be read: {error}"
+    findings = sorted(outcome.findings, key=lambda finding: LEVELS.index(finding.level))
+    return CheckResult(
+        check=check.name,
+        status=SKIPPED if skipped else findings[0].level if findings else OK,
+        seconds=round(time.monotonic() - started, 3),
+        measured=outcome.measured,
+        findings=tuple(findings),
+        skipped=skipped,
+    )

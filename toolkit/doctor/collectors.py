@@ -1,4 +1,4 @@
-"""Facts of this node from files and programs, for the issue report and for the doctor: compilers, hub, disks, driver.
+"""Facts of this node from files and programs, for the issue report and for the doctor: compilers, hub, disks, network.
 
 Whatever cannot be read is None: a node without a program is not an error here.
 """
@@ -9,8 +9,8 @@ import contextlib
 import os
 import re
 import shutil
-import subprocess
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,37 +18,47 @@ from toolkit.cache import ASYNC_IO_OPS, are_compiled, cache_folder, home_folder
 from toolkit.doctor.node_packages import find_nvcc
 from toolkit.doctor.ops import CPU_OPS
 from toolkit.files.reading import user_path
+from toolkit.files.secrets import hide_secrets
 from toolkit.hardware.disks import existing_folder
 from toolkit.hardware.node import disk_facts
+from toolkit.hardware.system_text import entries_of, output_of, text_of
 from toolkit.versions import installed_version
 
-PROGRAM_SECONDS = 20
+SHARED_MEMORY = Path("/dev/shm")
+NCCL_PACKAGES = ("nvidia-nccl-cu12", "nvidia-nccl-cu13")
 
 
-def output_of(*command: str) -> str | None:
-    """Return a program's stdout; None if it is not installed, fails, or takes longer than 20 s."""
-    if shutil.which(command[0]) is None:
-        return None
-    with contextlib.suppress(OSError, subprocess.SubprocessError):
-        ended = subprocess.run(
-            command, capture_output=True, encoding="utf-8", errors="replace", timeout=PROGRAM_SECONDS, check=True
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RdmaPort:
+    """One port of InfiniBand, RoCE or EFA in the kernel's files; None where they do not say."""
+
+    name: str
+    """`mlx5_0 port 1`."""
+    state: str | None
+    """`ACTIVE`, `INIT`, `DOWN`."""
+    rate: str | None
+    """`400 Gb/sec (4X NDR)`."""
+    link_layer: str | None
+
+    @property
+    def gigabits_per_second(self) -> float:
+        """The rate as a number; 0 if it is not known."""
+        found = re.match(r"[\d.]+", self.rate or "")
+        return float(found[0]) if found else 0.0
+
+
+def rdma_ports(root: Path = Path("/sys/class/infiniband")) -> list[RdmaPort]:
+    """Return the RDMA ports that the kernel lists."""
+    return [
+        RdmaPort(
+            name=f"{device.name} port {port.name}",
+            state=(text_of(port / "state") or "").rpartition(": ")[2] or None,  # of `4: ACTIVE`
+            rate=text_of(port / "rate"),
+            link_layer=text_of(port / "link_layer"),
         )
-        return ended.stdout
-    return None
-
-
-def text_of(path: Path) -> str | None:
-    """Return a small text file without the white space around it; None if it cannot be read."""
-    with contextlib.suppress(OSError, UnicodeDecodeError):
-        return path.read_text("utf-8").strip()
-    return None
-
-
-def entries_of(folder: Path) -> list[Path]:
-    """Return what is in a folder, sorted; nothing if it cannot be read."""
-    with contextlib.suppress(OSError):
-        return sorted(folder.iterdir())
-    return []
+        for device in entries_of(root)
+        for port in entries_of(device / "ports")
+    ]
 
 
 def driver_cuda_version() -> str | None:
@@ -110,3 +120,9 @@ def hub_login(environment: Mapping[str, str] = os.environ) -> str | None:
     if environment.get("HF_TOKEN"):
         return "HF_TOKEN"
     return "token file" if token_file(environment).is_file() else None
+
+
+def without_secrets(value: Any, environment: Mapping[str, str] = os.environ) -> Any:
+    """Return facts with every secret of the environment, and whatever looks like one, replaced in all texts."""
+    stored = text_of(token_file(environment))
+    return hide_secrets(value, known=[stored] if stored else [], environment=environment)

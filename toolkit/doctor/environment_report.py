@@ -8,38 +8,36 @@ wherever else they occur.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import platform
 import re
 import sys
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from toolkit import __version__
 from toolkit.cache import home_folder
 from toolkit.doctor.collectors import (
+    SHARED_MEMORY,
     compiled_ops,
     compiler_versions,
     described_disks,
     driver_cuda_version,
-    entries_of,
     filesystem_bytes,
     hub_home,
     hub_login,
-    text_of,
-    token_file,
+    rdma_ports,
     usual_folders,
+    without_secrets,
 )
-from toolkit.doctor.infiniband import ports_in_sysfs
 from toolkit.doctor.ops import has_libaio_header
-from toolkit.files.secrets import HIDDEN, hide_secrets, is_secret_name
+from toolkit.files.secrets import HIDDEN, is_secret_name
 from toolkit.hardware.cgroups import cpu_limit, memory_limit_bytes
 from toolkit.hardware.gpus import count_gpus, gpu_topology
 from toolkit.hardware.node import LIBRARIES, describe_node, git_commit
+from toolkit.hardware.system_text import entries_of, text_of
 from toolkit.units import NOT_AVAILABLE, gib
 from toolkit.versions import installed_version, torch_cuda_version
 
@@ -62,51 +60,15 @@ NAMES = (
 TOKEN_VARIABLES = ("HF_TOKEN", "WANDB_API_KEY")  # reported also where they are not set
 SET, NOT_SET = "set", "not set"
 MAX_FILE_LINES = 40
-SHARED_MEMORY = Path("/dev/shm")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class EnvironmentReport:
-    """Facts of this node; None where one is not known. Bytes are integers."""
+def environment_report(environment: Mapping[str, str] = os.environ) -> dict[str, Any]:
+    """Return the facts of this node and this process's environment, without secrets.
 
-    version: str
-    git_commit: str | None
-    python: str
-    executable: str
-    platform: str
-    libc: str
-    packages: dict[str, str | None]
-    torch_cuda_version: str | None
-    """CUDA that torch was built with; None for a CPU build."""
-    driver_cuda_version: str | None
-    """Newest CUDA that the driver supports."""
-    gpus: list[dict[str, Any]]
-    visible_gpus: int
-    """GPUs that a run would use, after CUDA_VISIBLE_DEVICES."""
-    gpu_topology: str | None
-    infiniband: list[str]
-    network_interfaces: list[str]
-    compilers: dict[str, str | None]
-    libaio_header: bool
-    compiled_ops: dict[str, bool]
-    cpu: str | None
-    cpu_count: int
-    cpu_limit: float | None
-    host_memory_bytes: int
-    memory_limit_bytes: int | None
-    shared_memory_bytes: int | None
-    """Size of /dev/shm."""
-    disks: dict[str, dict[str, Any]]
-    hub_login: str | None
-    """Where the hub's token comes from; None without one."""
-    variables: dict[str, str]
-    files: dict[str, str]
-    """Path of each configuration file that exists, and its content."""
-
-
-def environment_report(environment: Mapping[str, str] = os.environ) -> EnvironmentReport:
-    """Return the facts of this node and this process's environment, without secrets."""
+    None where a fact is not known, or there is no limit; bytes are integers.
+    """
     node = describe_node()
+    folders = {"working directory": Path.cwd()} | usual_folders(environment)
     facts = {
         "version": __version__,
         "git_commit": git_commit(Path(__file__).parent),
@@ -118,9 +80,9 @@ def environment_report(environment: Mapping[str, str] = os.environ) -> Environme
         "torch_cuda_version": torch_cuda_version(),
         "driver_cuda_version": driver_cuda_version(),
         "gpus": node["gpus"],
-        "visible_gpus": count_gpus(),
+        "visible_gpus": count_gpus(),  # after CUDA_VISIBLE_DEVICES
         "gpu_topology": gpu_topology(),
-        "infiniband": [f"{port.device}: {port.rate or NOT_AVAILABLE}" for port in ports_in_sysfs()],
+        "infiniband": [f"{port.name}: {port.rate or NOT_AVAILABLE}" for port in rdma_ports()],
         "network_interfaces": [path.name for path in entries_of(Path("/sys/class/net"))],
         "compilers": compiler_versions(environment),
         "libaio_header": has_libaio_header(),
@@ -129,15 +91,13 @@ def environment_report(environment: Mapping[str, str] = os.environ) -> Environme
         "cpu_limit": cpu_limit(),
         "memory_limit_bytes": memory_limit_bytes(),
         "shared_memory_bytes": filesystem_bytes(SHARED_MEMORY),
-        "disks": _disks(environment),
+        "disks": described_disks(folders),
         "hub_login": hub_login(environment),
         "variables": shown_variables(environment),
-        "files": _files(environment),
+        "files": _configuration_files(environment),
     }
-    return EnvironmentReport(**without_secrets(facts, environment))
-
-
-# -- secrets
+    hidden: dict[str, Any] = without_secrets(facts, environment)
+    return hidden
 
 
 def shown_variables(environment: Mapping[str, str]) -> dict[str, str]:
@@ -150,23 +110,8 @@ def shown_variables(environment: Mapping[str, str]) -> dict[str, str]:
     return dict(sorted(({name: NOT_SET for name in TOKEN_VARIABLES} | found).items()))
 
 
-def without_secrets(value: Any, environment: Mapping[str, str] = os.environ) -> Any:
-    """Return facts with every secret of the environment, and whatever looks like one, replaced in all texts."""
-    stored = []
-    with contextlib.suppress(OSError, UnicodeDecodeError):
-        stored.append(token_file(environment).read_text("utf-8").strip())
-    return hide_secrets(value, known=stored, environment=environment)
-
-
-# -- facts
-
-
-def _disks(environment: Mapping[str, str]) -> dict[str, dict[str, Any]]:
-    return described_disks({"working directory": Path.cwd()} | usual_folders(environment))
-
-
-def _files(environment: Mapping[str, str]) -> dict[str, str]:
-    """Configuration files that change a run without being named in its command."""
+def _configuration_files(environment: Mapping[str, str]) -> dict[str, str]:
+    """First lines of the files that change a run without being named in its command; of a secret, only the key."""
     paths = [
         Path(environment.get("ACCELERATE_CONFIG_FILE") or hub_home(environment) / "accelerate/default_config.yaml"),
         home_folder() / ".deepspeed_env",
@@ -175,12 +120,11 @@ def _files(environment: Mapping[str, str]) -> dict[str, str]:
         Path("/etc/nccl.conf"),
     ]
     texts = {str(path): text_of(path) for path in dict.fromkeys(paths)}
-    return {path: _without_secret_lines(text) for path, text in texts.items() if text is not None}
-
-
-def _without_secret_lines(text: str) -> str:
-    """The first lines; of a key that names a secret, only the key."""
-    return "\n".join(map(_without_secret_value, text.splitlines()[:MAX_FILE_LINES]))
+    return {
+        path: "\n".join(map(_without_secret_value, text.splitlines()[:MAX_FILE_LINES]))
+        for path, text in texts.items()
+        if text is not None
+    }
 
 
 def _without_secret_value(line: str) -> str:
@@ -188,60 +132,49 @@ def _without_secret_value(line: str) -> str:
     return f"{found[1]}{HIDDEN}" if found and is_secret_name(found[1]) else line
 
 
-# -- text
-
-
-def as_markdown(report: EnvironmentReport) -> str:
+def as_markdown(report: Mapping[str, Any]) -> str:
     """Return the report as a list, for an issue; what is absent is left out where a list would only say so."""
     lines = [f"- {name}: {' '.join(value.split())}" for name, value in _names_and_values(report)]
-    blocks = {"GPU topology": report.gpu_topology} | report.files
+    blocks = {"GPU topology": report["gpu_topology"]} | report["files"]
     for title, text in blocks.items():
-        lines += [f"- {title}:", *_fenced(text)] if text else []
-    return _without_home("\n".join(lines))
+        lines += [f"- {title}:", "  ```", *(f"  {line}" for line in text.splitlines()), "  ```"] if text else []
+    text, home = "\n".join(lines), str(home_folder())  # which often is a person's name
+    return text if home == "/" else re.sub(rf"{re.escape(home)}(?=/|\s|$)", "~", text)
 
 
-def _names_and_values(report: EnvironmentReport) -> list[tuple[str, str]]:
-    installed = {name: version for name, version in report.packages.items() if version is not None}
+def _names_and_values(report: Mapping[str, Any]) -> list[tuple[str, str]]:
+    installed = {name: version for name, version in report["packages"].items() if version is not None}
     absent = [name for name in ("bitsandbytes", "liger-kernel", "nvidia-ml-py") if name not in installed]
-    cuda = "a CPU build" if report.torch_cuda_version is None else f"built for CUDA {report.torch_cuda_version}"
-    installed |= {"torch": f"{installed['torch']} ({cuda})"} if "torch" in installed else {}
-    gpus = Counter(f"{gpu['name']} ({gib(gpu['memory_bytes'])})" for gpu in report.gpus)
-    drivers = sorted({str(gpu["driver"]) for gpu in report.gpus})
-    limits = [] if report.cpu_limit is None else [f"{report.cpu_limit:g} cores"]
-    limits += [] if report.memory_limit_bytes is None else [gib(report.memory_limit_bytes)]
+    if "torch" in installed:
+        cuda = report["torch_cuda_version"]
+        installed["torch"] += f" (built for CUDA {cuda})" if cuda else " (a CPU build)"
+    gpus = Counter(f"{gpu['name']} ({gib(gpu['memory_bytes'])})" for gpu in report["gpus"])
+    drivers = ", ".join(sorted({str(gpu["driver"]) for gpu in report["gpus"]})) or "none"
+    limits = [] if report["cpu_limit"] is None else [f"{report['cpu_limit']:g} cores"]
+    limits += [] if report["memory_limit_bytes"] is None else [gib(report["memory_limit_bytes"])]
     return [
-        ("finetune-toolkit", f"{report.version}, commit {report.git_commit or NOT_AVAILABLE}"),
-        ("platform", f"{report.platform}, {report.libc}"),
-        ("Python", f"{report.python} ({report.executable})"),
+        ("finetune-toolkit", f"{report['version']}, commit {report['git_commit'] or NOT_AVAILABLE}"),
+        ("platform", f"{report['platform']}, {report['libc']}"),
+        ("Python", f"{report['python']} ({report['executable']})"),
         *installed.items(),
         ("not installed", ", ".join(absent) or "none of the optional packages"),
         ("GPUs", ", ".join(f"{count} × {gpu}" for gpu, count in gpus.items()) or "none"),
-        ("visible GPUs", str(report.visible_gpus)),
-        ("driver", f"{', '.join(drivers) or 'none'}, CUDA up to {report.driver_cuda_version or NOT_AVAILABLE}"),
-        ("InfiniBand", "; ".join(report.infiniband) or "none"),
-        ("network interfaces", ", ".join(report.network_interfaces) or "none"),
-        *((name, version or "not found") for name, version in report.compilers.items()),
-        ("libaio.h", "found" if report.libaio_header else "not found"),
-        ("compiled DeepSpeed ops", ", ".join(op for op, done in report.compiled_ops.items() if done) or "none"),
-        ("CPU", f"{report.cpu or NOT_AVAILABLE}, {report.cpu_count} usable cores"),
-        ("host memory", f"{gib(report.host_memory_bytes)}, /dev/shm {gib(report.shared_memory_bytes)}"),
+        ("visible GPUs", str(report["visible_gpus"])),
+        ("driver", f"{drivers}, CUDA up to {report['driver_cuda_version'] or NOT_AVAILABLE}"),
+        ("InfiniBand", "; ".join(report["infiniband"]) or "none"),
+        ("network interfaces", ", ".join(report["network_interfaces"]) or "none"),
+        *((name, version or "not found") for name, version in report["compilers"].items()),
+        ("libaio.h", "found" if report["libaio_header"] else "not found"),
+        ("compiled DeepSpeed ops", ", ".join(op for op, done in report["compiled_ops"].items() if done) or "none"),
+        ("CPU", f"{report['cpu'] or NOT_AVAILABLE}, {report['cpu_count']} usable cores"),
+        ("host memory", f"{gib(report['host_memory_bytes'])}, /dev/shm {gib(report['shared_memory_bytes'])}"),
         ("container limits", ", ".join(limits) or "none found"),
-        *((name, _disk(disk)) for name, disk in report.disks.items()),
-        ("hub login", report.hub_login or "none"),
-        *report.variables.items(),
+        *((name, _disk(disk)) for name, disk in report["disks"].items()),
+        ("hub login", report["hub_login"] or "none"),
+        *report["variables"].items(),
     ]
 
 
 def _disk(disk: Mapping[str, Any]) -> str:
     filesystem = disk["filesystem"] or NOT_AVAILABLE
     return f"{disk['path']} ({filesystem}), {gib(disk['free_bytes'])} free of {gib(disk['total_bytes'])}"
-
-
-def _fenced(text: str) -> list[str]:
-    return ["  ```", *(f"  {line}" for line in text.splitlines()), "  ```"]
-
-
-def _without_home(text: str) -> str:
-    """Write the home folder, which often is a person's name, as `~`."""
-    home = str(home_folder())
-    return text if home == "/" else re.sub(rf"{re.escape(home)}(?=/|\s|$)", "~", text)

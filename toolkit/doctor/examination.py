@@ -7,18 +7,10 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from toolkit.doctor import (
-    gpu_checks,
-    gpu_connections,
-    host_checks,
-    network_checks,
-    software_checks,
-    speed_checks,
-    storage_checks,
-)
+from toolkit.doctor import gpu_checks, host_checks, network_checks, software_checks, speed_checks, storage_checks
 from toolkit.doctor.checks import CHECKS, ERROR, LEVELS, SKIPPED, CheckResult, NodeCheck, run_check
-from toolkit.doctor.environment_report import without_secrets
-from toolkit.doctor.node_facts import NodeFacts, node_facts
+from toolkit.doctor.collectors import without_secrets
+from toolkit.doctor.node_comparison import NodeFacts, node_facts
 from toolkit.doctor.node_readings import NodeReadings
 from toolkit.doctor.options import DoctorOptions
 from toolkit.errors import ToolkitError
@@ -26,10 +18,7 @@ from toolkit.units import gib
 
 LARGEST_PORT = 65_535
 # Modules of checks, in the order in which they are shown.
-MODULES = (
-    *(gpu_checks, gpu_connections, host_checks, network_checks, software_checks),
-    *(speed_checks, storage_checks),
-)
+MODULES = (gpu_checks, host_checks, network_checks, software_checks, speed_checks, storage_checks)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,13 +50,8 @@ class Examination:
 
 def all_checks() -> list[NodeCheck]:
     """Return every registered check, in one order whatever was imported first."""
-    order = [module.__name__ for module in MODULES]
-
-    def place(check: NodeCheck) -> int:
-        module = check.examine.__module__
-        return order.index(module) if module in order else len(order)
-
-    return sorted(CHECKS.values(), key=place)
+    order = {module.__name__: place for place, module in enumerate(MODULES)}
+    return sorted(CHECKS.values(), key=lambda check: order.get(check.examine.__module__, len(order)))
 
 
 def examine_node(options: DoctorOptions, model: str | None, say: Callable[[str], None]) -> Examination:

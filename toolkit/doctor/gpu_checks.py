@@ -1,334 +1,317 @@
-"""Checks of NVIDIA GPUs by what nvidia-smi and the kernel log say. Nothing here uses a GPU."""
+"""Checks of NVIDIA GPUs by what NVML and the kernel log say. Nothing here uses a GPU.
+
+No GPU has confirmed them: they were written from NVML's documentation.
+
+>>> parse_xids("[12.5] NVRM: Xid (PCI:0000:3b:00): 79, pid=0, GPU has fallen off the bus.")
+{(79, '0000:3b:00'): ['pid=0, GPU has fallen off the bus.']}
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+import re
+from itertools import combinations
+from pathlib import Path
 
-from toolkit.doctor.checks import ERROR, NOTE, OWN_CHOICE, WARNING, NodeFinding, Outcome, node_check
+from toolkit.doctor.checks import ERROR, NOTE, OWN_CHOICE, WARNING, Outcome, node_check
 from toolkit.doctor.node_readings import NodeReadings, NotMeasured
-from toolkit.doctor.nvidia_smi import GpuState
-from toolkit.doctor.xid import CATALOG, UNKNOWN, XIDS, parse_xids
+from toolkit.errors import ToolkitError
+from toolkit.hardware.gpu_table import common_gpu
+from toolkit.hardware.nvml import Nvml
+from toolkit.hardware.system_text import entries_of, output_of
+from toolkit.units import gib
+from toolkit.versions import is_importable
 
-MEMORY_ERRORS = "https://docs.nvidia.com/deploy/a100-gpu-mem-error-mgmt/"
+XID_CATALOG = "https://docs.nvidia.com/deploy/xid-errors/analyzing-xid-catalog.html"
+MEMORY_ERRORS = "https://docs.nvidia.com/deploy/a100-gpu-mem-error-mgmt/error-recovery-and-response-flags.html"
 DEBUG_GUIDE = "https://github.com/stas00/ml-engineering/blob/master/compute/accelerator/nvidia/debug.md"
-SMI_MANUAL = "https://docs.nvidia.com/deploy/nvidia-smi/"
 # "If you have more than 4, that's usually a reason to RMA that GPU" (DEBUG_GUIDE, uncorrectable ECC error).
 MAX_LIFETIME_SRAM_ERRORS = 4
 # A clock or power limit that is lower by less than this is rounding.
 LIMIT_TOLERANCE = 0.02
-FindOn = Callable[[GpuState], Iterator[NodeFinding]]
-HARDWARE_THROTTLES = ("hardware slowdown", "hardware thermal slowdown", "hardware power brake")
+# Arguments of NVML's functions, from nvml.h. nvidia-ml-py 13 defines NVML_P2P_CAPS_INDEX_READ as a tuple.
+UNCORRECTED, VOLATILE, AGGREGATE, SRAM, CLOCK_SM, TEMPERATURE = 1, 0, 1, 7, 1, 0
+PEER_READ, PEER_NVLINK, PEER_OK = 0, 2, 0
+MAX_NVLINKS = 18
+NVLINK_COUNTERS = ("replays", "recoveries", "CRC errors of flits", "CRC errors of data")
+FABRIC_STATES = dict(enumerate(("not supported", "not started", "in progress", "completed")))
+RECOVERY_ACTIONS = dict(enumerate(("none", "reset the GPU", "reboot the node", "drain its traffic", "drain and reset")))
 
-
-def gpu_check(
-    name: str, *, looks_at: str, threshold: str, source: str, measures: Callable[[GpuState], dict[str, Any]]
-) -> Callable[[FindOn], FindOn]:
-    """Register a check of each GPU that nvidia-smi lists: what it `measures` on one, and a generator of findings."""
-
-    def register(find: FindOn) -> FindOn:
-        def examine(node: NodeReadings) -> Outcome:
-            gpus = node.gpus()
-            found = tuple(finding for gpu in gpus for finding in find(gpu))
-            return Outcome(measured={str(gpu.index): measures(gpu) for gpu in gpus}, findings=found)
-
-        node_check(name, looks_at=looks_at, threshold=threshold, source=source)(examine)
-        return find
-
-    return register
+RESET = "end all processes on it, then `nvidia-smi -r -i {index}`, or reboot the node"
+REPLACE = "replace this GPU: `nvidia-bug-report.sh` writes what its vendor asks for"
 
 
 @node_check(
-    "gpu-count",
-    looks_at="GPUs on the PCI bus, with the driver, in nvidia-smi, and asked for with `--gpus-per-node`",
-    threshold="nvidia-smi fails; fewer GPUs with the driver than on the bus; fewer listed than asked for; a "
-    "note if a job sees only some",
+    threshold="the driver does not answer; fewer GPUs than on the bus, or than `--gpus-per-node`; a note if a job sees "
+    "only some",
     source=f"{DEBUG_GUIDE}#how-to-detect-if-a-node-is-missing-gpus",
 )
 def gpu_count(node: NodeReadings) -> Outcome:
-    """Compare the numbers of GPUs that different places know."""
-    names = [gpu.name for gpu in node.gpu_query.gpus] if node.gpu_query else []
-    measured = {"pci": len(node.pci_gpus), "driver": len(node.driver_gpus), "listed": len(names), "names": names}
-    if node.smi_failure:
-        return Outcome(measured=measured | {"nvidia_smi": node.smi_failure}, findings=(_smi_fails(node.smi_failure),))
-    found = count_findings(
-        pci=len(node.pci_gpus), driver=len(node.driver_gpus), listed=len(names), wanted=node.options.gpus_per_node
-    )
-    return Outcome(measured=measured, findings=tuple(found))
-
-
-def _smi_fails(why: str) -> NodeFinding:
-    return NodeFinding(
-        level=ERROR,
-        what="nvidia-smi fails: no process can use a GPU",
-        value=why,
-        expected="a list of GPUs",
-        fix="`dmesg | grep -i nvrm` tells why; load the driver (`modprobe nvidia`) or reboot the node",
-    )
-
-
-def count_findings(*, pci: int, driver: int, listed: int, wanted: int | None) -> Iterator[NodeFinding]:
-    """Yield what is wrong with the GPUs on the bus, with the driver, and in nvidia-smi, which a job may restrict."""
+    """GPUs on the PCI bus, with the driver, listed to this process, and required by `--gpus-per-node`."""
+    pci, driver = len(node.pci_gpus), len(entries_of(Path("/proc/driver/nvidia/gpus")))
+    listed, wanted = len(node.gpu_names), node.options.gpus_per_node
+    outcome = Outcome({"pci": pci, "driver": driver, "listed": listed, "names": node.gpu_names})
     if 0 < driver < pci:
-        yield NodeFinding(
-            level=ERROR,
-            what="GPUs on the PCI bus that the driver does not drive",
+        outcome.add(
+            ERROR,
+            "GPUs on the PCI bus that the driver does not drive",
             value=f"{driver} with the driver",
             expected=f"{pci}, all on the bus",
             fix="`dmesg | grep -i nvrm` and Xid 79 tell why; reboot the node, then return it to its provider",
         )
-    if listed < (wanted or 0) or (pci and not listed):
-        yield NodeFinding(
-            level=ERROR,
-            what="GPUs are missing",
-            value=f"{listed} in nvidia-smi",
-            expected=f"{wanted}, as --gpus-per-node says" if wanted else f"{pci}, all on the bus",
+    if listed < (wanted or 0) or (node.has_gpu and not listed):
+        reason = ""
+        if node.has_gpu and is_importable("pynvml") and isinstance(node.nvml, ToolkitError):
+            reason = f", {node.nvml.message}"
+        outcome.add(
+            ERROR,
+            "GPUs are missing",
+            value=f"{listed} listed{reason}",
+            expected=f"{wanted}, as --gpus-per-node says" if wanted else f"{pci or driver}, all on the bus",
             fix="SLURM: --gpus-per-node; docker run --gpus all; without a driver: install NVIDIA's",
         )
     elif 0 < listed < pci and driver in (0, pci):
-        yield NodeFinding(
-            level=NOTE,
-            what="this job sees only some of the node's GPUs",
-            value=str(listed),
+        outcome.add(
+            NOTE,
+            "this job sees only some of the node's GPUs",
+            value=listed,
             expected=f"{pci}, unless the job was given only these",
             fix="SLURM: --gpus-per-node; docker run --gpus all",
         )
+    return outcome
 
 
 @node_check(
-    "gpu-persistence",
-    looks_at="persistence mode",
-    threshold="it is off: the driver is unloaded between jobs, and its limits and counters are lost",
-    source="https://docs.nvidia.com/deploy/driver-persistence/",
+    threshold="any uncorrectable error since the driver was loaded; more than 4 in SRAM in its life, or a failed "
+    "remapping: replace the GPU; a pending one: reset it; ECC off or about to change",
+    source=f"{DEBUG_GUIDE}#uncorrectable-ecc-error-encountered, {MEMORY_ERRORS}",
 )
-def gpu_persistence(node: NodeReadings) -> Outcome:
-    """Find GPUs whose driver is unloaded when no process uses them."""
-    off = [gpu for gpu in node.gpus() if gpu.persistence_mode is False]
-    found = [
-        NodeFinding(
-            level=WARNING,
-            what="persistence mode is off",
-            value=", ".join(gpu.label for gpu in off),
-            expected="on",
-            fix="systemctl enable --now nvidia-persistenced   (or `nvidia-smi -pm 1`)",
-        )
-    ]
-    return Outcome(measured={"off": [gpu.index for gpu in off]}, findings=tuple(found if off else ()))
-
-
-@gpu_check(
-    "gpu-ecc",
-    looks_at="ECC mode, uncorrectable errors since the driver was loaded and in the GPU's life",
-    threshold="any uncorrectable error since the driver was loaded; more than 4 in SRAM in its life, or the driver's "
-    "own threshold: replace the GPU; ECC off or about to change",
-    source=f"{DEBUG_GUIDE}#uncorrectable-ecc-error-encountered, {CATALOG} (Xid 48)",
-    measures=lambda gpu: {
-        "enabled": gpu.ecc_enabled,
-        "correctable": gpu.ecc.correctable,
-        "uncorrectable": gpu.ecc.uncorrectable,
-        "lifetime_sram_uncorrectable": gpu.ecc.lifetime_sram_uncorrectable,
-        "lifetime_dram_uncorrectable": gpu.ecc.lifetime_dram_uncorrectable,
-    },
-)
-def gpu_ecc(gpu: GpuState) -> Iterator[NodeFinding]:
-    """Find memory errors that end jobs."""
-    lifetime = gpu.ecc.lifetime_sram_uncorrectable
-    if gpu.ecc.sram_threshold_exceeded or (lifetime or 0) > MAX_LIFETIME_SRAM_ERRORS:
-        yield NodeFinding(
-            level=ERROR,
-            what=f"{gpu.label}: uncorrectable SRAM errors in its life",
-            value=f"{lifetime}{', above the threshold of the driver' if gpu.ecc.sram_threshold_exceeded else ''}",
-            expected=f"at most {MAX_LIFETIME_SRAM_ERRORS}",
-            fix="replace this GPU: `nvidia-bug-report.sh` writes what its vendor asks for",
-        )
-    if gpu.ecc.uncorrectable:
-        yield NodeFinding(
-            level=ERROR,
-            what=f"{gpu.label}: uncorrectable ECC errors since the driver was loaded",
-            value=str(gpu.ecc.uncorrectable),
-            expected="0",
-            fix=f"nvidia-smi -r -i {gpu.index}   (with no process on it, or reboot)",
-        )
-    yield from _ecc_mode(gpu)
-
-
-def _ecc_mode(gpu: GpuState) -> Iterator[NodeFinding]:
-    if gpu.ecc_enabled is not None and gpu.ecc_enabled != gpu.ecc_after_reboot and gpu.ecc_after_reboot is not None:
-        yield NodeFinding(
-            level=WARNING,
-            what=f"{gpu.label}: the ECC mode changes at the next reboot",
-            value="on" if gpu.ecc_enabled else "off",
-            expected="on" if gpu.ecc_after_reboot else "off",
-            fix="reboot the node, so that its GPUs have the same memory and speed",
-        )
-    elif gpu.ecc_enabled is False:
-        yield NodeFinding(
-            level=WARNING,
-            what=f"{gpu.label}: ECC is off, so memory errors change results unnoticed",
-            value="off",
-            expected="on",
-            fix=f"nvidia-smi -e 1 -i {gpu.index}   (and reboot)",
-        )
-
-
-@gpu_check(
-    "gpu-row-remap",
-    looks_at="memory rows that were replaced by spare ones (before Ampere: retired pages)",
-    threshold="a remapping failed: replace the GPU; one is pending: reset the GPU",
-    source=f"{MEMORY_ERRORS}error-recovery-and-response-flags.html",
-    measures=lambda gpu: {"correctable": gpu.rows.correctable, "uncorrectable": gpu.rows.uncorrectable},
-)
-def gpu_row_remap(gpu: GpuState) -> Iterator[NodeFinding]:
-    """Find GPUs that run out of spare memory rows, or wait for a reset."""
-    if gpu.rows.failed:
-        yield NodeFinding(
-            level=ERROR,
-            what=f"{gpu.label}: a memory row could not be remapped",
-            value="failed",
-            expected="no failure",
-            fix="replace this GPU: `nvidia-bug-report.sh` writes what its vendor asks for",
-        )
-    if gpu.rows.pending:
-        yield NodeFinding(
-            level=WARNING,
-            what=f"{gpu.label}: a memory row waits to be remapped",
-            value="pending",
-            expected="none pending",
-            fix=f"nvidia-smi -r -i {gpu.index}   (with no process on it, or reboot)",
-        )
-
-
-@gpu_check(
-    "gpu-recovery",
-    looks_at="recovery action that the driver asks for; NVSwitch fabric",
-    threshold="an action other than None; the fabric is not initialised: CUDA fails with error 802",
-    source=f"{MEMORY_ERRORS}error-recovery-and-response-flags.html, "
-    "https://docs.nvidia.com/datacenter/tesla/fabric-manager-user-guide/",
-    measures=lambda gpu: {"action": gpu.recovery_action, "fabric": gpu.fabric_state},
-)
-def gpu_recovery(gpu: GpuState) -> Iterator[NodeFinding]:
-    """Find GPUs that the driver wants reset, and an NVSwitch fabric that is not running."""
-    if gpu.recovery_action not in (None, "None"):
-        reboot = "reboot" in str(gpu.recovery_action).lower()
-        yield NodeFinding(
-            level=ERROR,
-            what=f"{gpu.label}: the driver asks for a recovery",
-            value=str(gpu.recovery_action),
-            expected="None",
-            fix="reboot the node" if reboot else f"end all processes on it, then `nvidia-smi -r -i {gpu.index}`",
-        )
-    if gpu.fabric_state in ("Not Started", "In Progress") or gpu.fabric_status not in (None, "Success"):
-        yield NodeFinding(
-            level=ERROR,
-            what=f"{gpu.label}: the NVSwitch fabric is not initialised",
-            value=f"{gpu.fabric_state}, {gpu.fabric_status}",
-            expected="Completed, Success",
-            fix="systemctl restart nvidia-fabricmanager   (of the driver's version), then look at its log",
-        )
+def gpu_ecc(node: NodeReadings) -> Outcome:
+    """ECC mode, uncorrectable errors since the driver was loaded and in the GPU's life, remapped memory rows."""
+    outcome = Outcome({})
+    for gpu in node.gpus():
+        enabled, after_reboot = gpu.read("nvmlDeviceGetEccMode") or (None, None)
+        recent = gpu.read("nvmlDeviceGetTotalEccErrors", UNCORRECTED, VOLATILE)
+        lifetime = gpu.read("nvmlDeviceGetMemoryErrorCounter", UNCORRECTED, AGGREGATE, SRAM)
+        _, remapped, pending, failed = gpu.read("nvmlDeviceGetRemappedRows") or (None, None, 0, 0)  # since Ampere
+        measured = {"enabled": enabled, "uncorrectable": recent, "lifetime_sram": lifetime, "remapped_rows": remapped}
+        outcome.measured[str(gpu.index)] = measured
+        if (lifetime or 0) > MAX_LIFETIME_SRAM_ERRORS:
+            what, expected = "uncorrectable SRAM errors in its life", f"at most {MAX_LIFETIME_SRAM_ERRORS}"
+            outcome.add(ERROR, f"{gpu.label}: {what}", value=lifetime, expected=expected, fix=REPLACE)
+        if failed:
+            what = "a memory row could not be remapped"
+            outcome.add(ERROR, f"{gpu.label}: {what}", value="failed", expected="no failure", fix=REPLACE)
+        if recent:
+            what, fix = "uncorrectable ECC errors since the driver was loaded", RESET.format(index=gpu.index)
+            outcome.add(ERROR, f"{gpu.label}: {what}", value=recent, expected=0, fix=fix)
+        if pending:
+            what, fix = "a memory row waits to be remapped", RESET.format(index=gpu.index)
+            outcome.add(WARNING, f"{gpu.label}: {what}", value="pending", expected="none pending", fix=fix)
+        if enabled != after_reboot:
+            what, fix = "the ECC mode changes at the next reboot", "reboot, so that all GPUs have the same memory"
+            value, expected = ("on", "off") if enabled else ("off", "on")
+            outcome.add(WARNING, f"{gpu.label}: {what}", value=value, expected=expected, fix=fix)
+        elif enabled == 0:
+            what, fix = "ECC is off: memory errors change results unnoticed", f"nvidia-smi -e 1 -i {gpu.index}; reboot"
+            outcome.add(WARNING, f"{gpu.label}: {what}", value="off", expected="on", fix=fix)
+    return outcome
 
 
 @node_check(
-    "gpu-xid",
-    looks_at="Xid errors in the kernel log since boot",
+    threshold="an action other than none; the fabric is not initialised: CUDA fails with error 802",
+    source=f"{MEMORY_ERRORS}, https://docs.nvidia.com/datacenter/tesla/fabric-manager-user-guide/",
+)
+def gpu_recovery(node: NodeReadings) -> Outcome:
+    """Recovery action that the driver asks for; NVSwitch fabric."""
+    outcome = Outcome({})
+    for gpu in node.gpus():
+        action, (fabric, status) = gpu.recovery_action() or 0, gpu.fabric() or (0, 0)
+        named, state = RECOVERY_ACTIONS.get(action, f"action {action}"), FABRIC_STATES.get(fabric, f"state {fabric}")
+        outcome.measured[str(gpu.index)] = {"action": named, "fabric": state}
+        if action:
+            what, fix = f"{gpu.label}: the driver asks for a recovery", RESET.format(index=gpu.index)
+            outcome.add(ERROR, what, value=named, expected="none", fix=fix)
+        if fabric in (1, 2) or (fabric and status):
+            outcome.add(
+                ERROR,
+                f"{gpu.label}: the NVSwitch fabric is not initialised",
+                value=f"{state}, status {status}",
+                expected="completed, status 0",
+                fix="systemctl restart nvidia-fabricmanager   (of the driver's version), then look at its log",
+            )
+    return outcome
+
+
+# -- Xid errors: codes, level and action by what the catalog asks for, on Ampere and newer GPUs
+
+LOOK_UP = (WARNING, f"look it up: {XID_CATALOG}")
+XID_ACTIONS = {
+    code: (level, action)
+    for codes, level, action in (
+        ((79,), ERROR, "reboot the node; if it returns, replace the GPU"),
+        ((46, 48, 62, 64, 95, 109, 119, 120, 140, 143, 154), ERROR, "reset the GPU: `nvidia-smi -r`, or reboot"),
+        ((74, *range(144, 151), 155), ERROR, "NVLink: reset all GPUs of the node, or reboot"),
+        ((94,), WARNING, "restart the job; if it returns on this GPU, report the GPU"),
+        ((13, 31, 69, 137), WARNING, "look for the fault in the job: `compute-sanitizer`, or CUDA_LAUNCH_BLOCKING=1"),
+        ((43, 45, 63, 92), NOTE, "nothing: the driver dealt with it"),
+    )
+    for code in codes
+}
+XID_PATTERN = re.compile(r"NVRM: Xid \((?:PCI:)?([0-9A-Fa-f:.]+)\): (\d+)(?:, (.*))?")
+
+
+@node_check(
     threshold="by the catalog's action: a reset or reboot is an error, a restart of the job a warning, else a note",
-    source=CATALOG,
+    source=XID_CATALOG,
 )
-def gpu_xid(node: NodeReadings) -> Outcome:
-    """Find what the driver has logged."""
-    log = node.kernel_log
+def gpu_xid(_: NodeReadings) -> Outcome:
+    """Xid errors, which the driver writes into the kernel log, since boot."""
+    log = output_of("dmesg") or output_of("journalctl", "--dmesg", "--boot", "--quiet", "--no-pager")
     if log is None:
         raise NotMeasured("this user may not read the kernel log: `sudo dmesg | grep Xid`")
-    events, found = parse_xids(log), []
-    for event in events:
-        meaning = XIDS.get(event.code, UNKNOWN)
-        found.append(
-            NodeFinding(
-                level=meaning.level,
-                what=f"Xid {event.code} of {event.bus_id}: {meaning.meaning}",
-                value=f"{event.count} ×, last: {event.last[:120] or 'no text'}",
-                expected="none",
-                fix=meaning.action,
-            )
-        )
-    codes = [{"code": event.code, "bus_id": event.bus_id, "count": event.count} for event in events]
-    return Outcome(measured={"log_lines": len(log.splitlines()), "xids": codes}, findings=tuple(found))
+    xids = parse_xids(log)
+    outcome = Outcome({"log_lines": len(log.splitlines()), "xids": [code for code, _ in xids]})
+    for (code, bus_id), messages in xids.items():
+        level, action = XID_ACTIONS.get(code, LOOK_UP)
+        value = f"{len(messages)} ×, last: {messages[-1][:120] or 'no text'}"
+        outcome.add(level, f"Xid {code} of {bus_id}", value=value, expected="none", fix=action)
+    return outcome
 
 
-@gpu_check(
-    "gpu-throttling",
-    looks_at="reasons for which clocks are reduced now, temperature",
-    threshold="a hardware reason: an error; heat or the power limit: a warning",
-    source="https://docs.nvidia.com/deploy/nvml-api/group__nvmlClocksEventReasons.html",
-    measures=lambda gpu: {"reasons": list(gpu.throttle_reasons), "celsius": gpu.temperature_celsius},
-)
-def gpu_throttling(gpu: GpuState) -> Iterator[NodeFinding]:
-    """Find GPUs that are slowed down while the node is idle."""
-    if gpu.throttle_reasons:
-        hardware = any(reason in HARDWARE_THROTTLES for reason in gpu.throttle_reasons)
-        yield NodeFinding(
-            level=ERROR if hardware else WARNING,
-            what=f"{gpu.label}: its clocks are reduced",
-            value=f"{', '.join(gpu.throttle_reasons)}, at {gpu.temperature_celsius} °C",
-            expected="no reason",
-            fix="check cooling and power supply (`nvidia-smi -q -d PERFORMANCE,TEMPERATURE,POWER`)",
-        )
+def parse_xids(kernel_log: str) -> dict[tuple[int, str], list[str]]:
+    """Return the messages of each Xid code and PCI address, in the order of their first line."""
+    found: dict[tuple[int, str], list[str]] = {}
+    for bus_id, code, message in XID_PATTERN.findall(kernel_log):
+        found.setdefault((int(code), bus_id.lower()), []).append(message.strip())
+    return found
 
 
-@gpu_check(
-    "gpu-clocks",
-    looks_at="power limits, application clocks and highest clocks",
-    threshold="below the GPU's default by more than 2 %",
-    source=f"{OWN_CHOICE}; defaults: {SMI_MANUAL}",
-    measures=lambda gpu: {"power_limit_watts": gpu.power_limit_watts, "max_sm_clock_mhz": gpu.max_sm_clock_mhz},
-)
-def gpu_clocks(gpu: GpuState) -> Iterator[NodeFinding]:
-    """Find GPUs that were limited and not set back."""
-    if is_below(gpu.power_limit_watts, gpu.default_power_limit_watts):
-        yield NodeFinding(
-            level=WARNING,
-            what=f"{gpu.label}: the power limit is below its default",
-            value=f"{gpu.power_limit_watts:g} W",
-            expected=f"{gpu.default_power_limit_watts:g} W",
-            fix=f"nvidia-smi -i {gpu.index} -pl {gpu.default_power_limit_watts:g}",
-        )
-    if is_below(gpu.application_sm_clock_mhz, gpu.max_sm_clock_mhz):
-        yield NodeFinding(
-            level=NOTE,
-            what=f"{gpu.label}: the application clock is below the highest",
-            value=f"{gpu.application_sm_clock_mhz} MHz",
-            expected=f"{gpu.max_sm_clock_mhz} MHz",
-            fix=f"nvidia-smi -i {gpu.index} -rac, and `-rgc` for locked clocks",
-        )
+# -- speed
 
 
 @node_check(
-    "gpu-alike",
-    looks_at="kinds, power limits and highest clocks of the node's GPUs",
-    threshold="different between the GPUs of the node",
+    threshold="clocks reduced by the hardware: an error, by heat or the power limit: a warning; a power limit below "
+    "its default by more than 2 %; different GPUs; persistence mode off: limits are lost between jobs",
+    source="https://docs.nvidia.com/deploy/nvml-api/group__nvmlClocksEventReasons.html, "
+    f"https://docs.nvidia.com/deploy/driver-persistence/; 2 %: {OWN_CHOICE}",
+)
+def gpu_clocks(node: NodeReadings) -> Outcome:
+    """Reasons for which clocks are reduced now, temperature, power limits, highest clocks, persistence mode."""
+    outcome, kinds = Outcome({}), set()
+    for gpu in node.gpus():
+        reasons, celsius = gpu.throttle_reasons() or [], gpu.read("nvmlDeviceGetTemperature", TEMPERATURE)
+        limit, default = (gpu.read(f"nvmlDeviceGetPowerManagement{which}Limit") for which in ("", "Default"))
+        watts, clock = limit and limit / 1000, gpu.read("nvmlDeviceGetMaxClockInfo", CLOCK_SM)
+        persistence = gpu.read("nvmlDeviceGetPersistenceMode")
+        measured = {"power_limit_watts": watts, "max_sm_clock_mhz": clock, "celsius": celsius, "reduced_by": reasons}
+        outcome.measured[str(gpu.index)] = measured | {"persistence": persistence}
+        kinds.add(f"{gpu.read('nvmlDeviceGetName')}, {watts} W, {clock} MHz")
+        if reasons:
+            level = ERROR if any(reason.startswith("hardware") for reason in reasons) else WARNING
+            what, value = f"{gpu.label}: its clocks are reduced", f"{', '.join(reasons)}, at {celsius} °C"
+            fix = "check cooling and power supply (`nvidia-smi -q -d PERFORMANCE,TEMPERATURE,POWER`)"
+            outcome.add(level, what, value=value, expected="no reason", fix=fix)
+        if _is_below(limit, default):
+            what, expected = f"{gpu.label}: the power limit is below its default", f"{default / 1000:g} W"
+            fix = f"nvidia-smi -i {gpu.index} -pl {default / 1000:g}"
+            outcome.add(WARNING, what, value=f"{watts:g} W", expected=expected, fix=fix)
+        if persistence == 0:
+            what, fix = f"{gpu.label}: persistence mode is off", "systemctl enable --now nvidia-persistenced"
+            outcome.add(WARNING, what, value="off", expected="on", fix=fix)
+    if len(kinds) > 1:
+        what, fix = "the node's GPUs differ: the slowest sets the pace of all", "GPUs of one kind; nvidia-smi -pl, -rgc"
+        outcome.add(WARNING, what, value="; ".join(sorted(kinds)), expected="the same on all GPUs", fix=fix)
+    return outcome
+
+
+def _is_below(value: float | None, normal: float | None) -> bool:
+    return value is not None and normal is not None and value < normal * (1 - LIMIT_TOLERANCE)
+
+
+@node_check(
+    threshold="another process holds memory of a GPU: a run there may end out of memory",
     source=OWN_CHOICE,
 )
-def gpu_alike(node: NodeReadings) -> Outcome:
-    """Find GPUs that are slower than the others of their node."""
-    gpus = node.gpus()
-    return Outcome(measured={"kinds": sorted({gpu.name for gpu in gpus})}, findings=tuple(_unequal(gpus)))
-
-
-def _unequal(gpus: Iterable[GpuState]) -> Iterator[NodeFinding]:
-    for what, fix, values in (
-        ("GPUs of different kinds", "use GPUs of one kind: `CUDA_VISIBLE_DEVICES`", {gpu.name for gpu in gpus}),
-        ("power limits differ", "nvidia-smi -pl WATTS", {f"{gpu.power_limit_watts} W" for gpu in gpus}),
-        ("highest clocks differ", "nvidia-smi -rgc", {f"{gpu.max_sm_clock_mhz} MHz" for gpu in gpus}),
-    ):
-        if len(values) > 1:
-            yield NodeFinding(
-                level=WARNING,
-                what=f"{what}: the slowest GPU sets the pace of all",
-                value=", ".join(sorted(values)),
-                expected="the same on all GPUs",
-                fix=fix,
+def gpu_processes(node: NodeReadings) -> Outcome:
+    """Processes on the GPUs."""
+    outcome = Outcome({})
+    for gpu in node.gpus():
+        processes = gpu.read("nvmlDeviceGetComputeRunningProcesses") or []
+        outcome.measured[str(gpu.index)] = [process.pid for process in processes]
+        if processes:
+            pids = ",".join(str(process.pid) for process in processes)
+            outcome.add(
+                NOTE,
+                f"{gpu.label}: other processes use it",
+                value=gib(sum(process.usedGpuMemory or 0 for process in processes)),
+                expected="none, before a job starts",
+                fix=f"`ps -fp {pids}` shows whose they are; end those that are left over",
             )
+    return outcome
 
 
-def is_below(value: float | None, normal: float | None) -> bool:
-    """Return True for a value that is lower than normal by more than rounding."""
-    return value is not None and normal is not None and value < normal * (1 - LIMIT_TOLERANCE)
+# -- connections
+
+
+@node_check(
+    threshold="fewer lanes than the GPU has: a warning; a slot of an older generation: a note",
+    source=f"{DEBUG_GUIDE}#how-to-check-if-your-gpus-pcie-generation-is-supported",
+)
+def gpu_pcie(node: NodeReadings) -> Outcome:
+    """PCIe lanes and generation; an idle GPU lowers its generation, so only the possible one counts."""
+    outcome = Outcome({})
+    for gpu in node.gpus():
+        width, max_width = (gpu.read(f"nvmlDeviceGet{which}PcieLinkWidth") for which in ("Curr", "Max"))
+        possible, generation = (gpu.read(f"nvmlDeviceGet{which}PcieLinkGeneration") for which in ("Max", "GpuMax"))
+        outcome.measured[str(gpu.index)] = {"width": width, "max_width": max_width, "generation": possible}
+        if _is_below(width, max_width):
+            what, fix = "PCIe runs with fewer lanes", "reseat the card, or choose a slot with all lanes"
+            outcome.add(WARNING, f"{gpu.label}: {what}", value=f"{width}x", expected=f"{max_width}x", fix=fix)
+        if _is_below(possible, generation):
+            what, fix = "the slot or a switch has an older PCIe generation", "dmesg | grep -i 'limited by'"
+            outcome.add(NOTE, f"{gpu.label}: {what}", value=possible, expected=generation, fix=fix)
+    return outcome
+
+
+@node_check(
+    threshold="a counter above 0; a link inactive; a pair without NVLink on GPUs that have it; a pair without peer "
+    "access: NCCL copies through host memory",
+    source=f"{DEBUG_GUIDE}#how-to-check-error-counters-of-nvlink-links, {XID_CATALOG} (Xid 74), "
+    "https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/troubleshooting.html",
+)
+def gpu_links(node: NodeReadings) -> Outcome:
+    """NVLinks that are active, their error counters, and pairs of GPUs that read each other's memory."""
+    gpus, outcome, active = node.gpus(), Outcome({}), 0
+    for gpu in gpus:
+        states = {link: gpu.read("nvmlDeviceGetNvLinkState", link) for link in range(MAX_NVLINKS)}
+        inactive = [link for link, state in states.items() if state == 0]
+        outcome.measured[str(gpu.index)] = {"active_nvlinks": sum(state == 1 for state in states.values())}
+        active += outcome.measured[str(gpu.index)]["active_nvlinks"]
+        if inactive:
+            what, fix = f"{gpu.label}: NVLinks are inactive", "reset the GPUs, or reboot the node"
+            outcome.add(WARNING, what, value=", ".join(map(str, inactive)), expected="all active", fix=fix)
+        for link in (link for link, state in states.items() if state == 1):
+            counts = [gpu.read("nvmlDeviceGetNvLinkErrorCounter", link, counter) for counter in range(4)]
+            errors = [f"{count} {name}" for name, count in zip(NVLINK_COUNTERS, counts, strict=True) if count]
+            if errors:
+                what, fix = f"{gpu.label} link {link}: errors on the NVLink", "if they grow in a run, report the GPU"
+                outcome.add(WARNING, what, value=", ".join(errors), expected=0, fix=fix)
+    kind = common_gpu(node.gpu_names)
+    has_nvlink = kind is not None and kind.nvlink_bytes_per_second is not None and active > 0
+    if has_nvlink and (pairs := _refused_pairs(gpus, PEER_NVLINK)):
+        what, fix = "pairs of GPUs without NVLink", "keep tensor parallelism to pairs with NVLink"
+        outcome.add(WARNING, what, value=", ".join(pairs), expected="NVLink between all", fix=fix)
+    if pairs := _refused_pairs(gpus, PEER_READ):
+        what = "pairs of GPUs have no peer access"
+        fix = "turn off ACS in the BIOS and IOMMU in the kernel's command line; GeForce cards have none"
+        outcome.add(WARNING, what, value=", ".join(pairs), expected="all pairs", fix=fix)
+    return outcome
+
+
+def _refused_pairs(gpus: list[Nvml], capability: int) -> list[str]:
+    """`0-3` for each pair that NVML says to lack a capability of peer access."""
+    statuses = {
+        f"{first.index}-{second.index}": first.read("nvmlDeviceGetP2PStatus", second.handle, capability)
+        for first, second in combinations(gpus, 2)
+    }
+    return [pair for pair, status in statuses.items() if status not in (PEER_OK, None)]

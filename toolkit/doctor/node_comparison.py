@@ -1,4 +1,4 @@
-"""Differences between nodes: the facts of several reports of `toolkit doctor --json`, compared.
+"""Facts in which the nodes of a job must agree, and their differences in several reports of `toolkit doctor --json`.
 
 >>> same = {"version torch": "2.13.0", "hostname": "a", "unix_time": 10.0}
 >>> [found.fact for found in compare_facts({"a": same, "b": same | {"version torch": "2.12.1"}})]
@@ -7,21 +7,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import hashlib
+import os
+import platform
+import socket
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from toolkit.doctor.checks import ERROR, NOTE, WARNING
-from toolkit.doctor.node_facts import Fact, NodeFacts
+from toolkit.doctor.checks import ERROR, LEVELS, NOTE, WARNING
+from toolkit.doctor.collectors import NCCL_PACKAGES, driver_cuda_version
+from toolkit.doctor.node_readings import NodeReadings
 from toolkit.errors import ToolkitError
 from toolkit.files.json_files import read_json_object
+from toolkit.hardware.disks import existing_folder, mount_of
+from toolkit.hardware.node import describe_node, library_versions
+from toolkit.presets import Preset, list_presets
 from toolkit.units import NOT_AVAILABLE, gib
+from toolkit.versions import installed_version, torch_cuda_version
+
+Fact = str | int | float | None
+NodeFacts = dict[str, Fact]
 
 MAX_SKEW_SECONDS = 1.0
 # The kernel and the firmware take different shares of the same memory.
 MEMORY_TOLERANCE = 0.02
-OWN = ("hostname", "unix_time", "clock_offset_seconds")
+CLOCKS = ("clock_offset_seconds", "unix_time")
 # Fact, or the beginning of its name -> level, why, and what to do. Facts that are not listed: a note.
 RULES: dict[str, tuple[str, str, str]] = {
     "version ": (ERROR, "ranks of other versions fail, or train something else", "the same environment on every node"),
@@ -35,6 +50,16 @@ RULES: dict[str, tuple[str, str, str]] = {
     "python": (WARNING, "pickles and libraries may differ", "the same environment on every node"),
     "host_memory": (WARNING, "the smallest node decides what fits", "nodes of one kind"),
     "cores": (WARNING, "the slowest data loader decides for all", "the same --cpus-per-task on every node"),
+    "clock_offset_seconds": (
+        ERROR,
+        "clocks differ: rendezvous, heartbeats and file times disagree",
+        "timedatectl set-ntp true   (or start chrony), on every node",
+    ),
+    "unix_time": (
+        NOTE,
+        "reports taken at different times, or clocks that differ: one cannot be told from the other",
+        "`--output-dir` on a shared network disk compares clocks with its server's; `srun` starts all at once",
+    ),
 }
 
 
@@ -48,6 +73,75 @@ class NodeDifference:
     values: dict[str, Fact]
     """By node."""
     fix: str
+
+
+# -- facts of this node
+
+
+def node_facts(node: NodeReadings) -> NodeFacts:
+    """Return the facts of this node. The time is taken first."""
+    now = time.time()
+    here = describe_node()
+    gpus = [] if isinstance(node.nvml, ToolkitError) else node.nvml
+    nccl = [f"{name} {version}" for name in NCCL_PACKAGES if (version := installed_version(name))]
+    facts: NodeFacts = {
+        "hostname": socket.gethostname(),
+        "unix_time": round(now, 3),
+        "clock_offset_seconds": clock_offset_seconds(existing_folder(node.output_dir)),
+        "gpus": _counted(node.gpu_names),
+        "vbios": _counted(gpu.read("nvmlDeviceGetVbiosVersion") or "unknown" for gpu in gpus),
+        "driver": ", ".join(sorted({str(gpu["driver"]) for gpu in here["gpus"]})) or None,
+        "driver_cuda": driver_cuda_version(),
+        "torch_cuda": torch_cuda_version(),
+        "nccl": ", ".join(nccl) or None,
+        "rdma": _counted(f"{port.link_layer} {port.rate}" for port in node.rdma_ports),
+        "python": here["python"],
+        "kernel": platform.release(),
+        "cpu": here["cpu"],
+        "cores": here["cpu_count"],
+        "host_memory_bytes": here["host_memory_bytes"],
+        "preset_files": hash_presets(list_presets()),
+    }
+    facts |= {f"version {library}": version for library, version in library_versions().items()}
+    if node.preset is not None:
+        facts[f"preset {node.preset.name}"] = hash_presets([node.preset])
+    return facts
+
+
+def hash_presets(presets: Iterable[Preset]) -> str:
+    """Return the first 16 digits of the SHA-256 of the presets' files."""
+    digest = hashlib.sha256()
+    for preset in presets:
+        for name, text in preset.texts().items():
+            digest.update(f"{name}\n{text}\n".encode())
+    return digest.hexdigest()[:16]
+
+
+def clock_offset_seconds(folder: Path) -> float | None:
+    """Return how far this node's clock is ahead of the file server of a folder, which stamps new files with its own.
+
+    All nodes that share the folder have the same server, so their offsets compare, whenever they were taken. None for
+    a local disk and a folder that cannot be written.
+    """
+    try:
+        mount = mount_of(folder)
+        if mount is None or mount.kind != "network":
+            return None
+        with tempfile.NamedTemporaryFile(dir=folder, prefix=".clock-probe-") as probe:
+            probe.write(b"\n")
+            probe.flush()
+            os.fsync(probe.fileno())
+            return round(time.time() - os.stat(probe.name).st_mtime, 3)  # noqa: PTH116  (a file's name)
+    except OSError:
+        return None
+
+
+def _counted(values: Iterable[str]) -> str | None:
+    """`8 × NVIDIA H200`; None for nothing."""
+    return ", ".join(f"{count} × {value}" for value, count in sorted(Counter(values).items())) or None
+
+
+# -- differences between reports
 
 
 def read_reports(paths: Sequence[Path]) -> dict[str, NodeFacts]:
@@ -73,63 +167,37 @@ def _facts(path: Path) -> NodeFacts:
     valid = isinstance(facts, dict) and all(isinstance(value, Fact | None) for value in facts.values())
     if not valid or not isinstance(facts.get("hostname"), str) or not isinstance(facts.get("unix_time"), int | float):
         raise ToolkitError(
-            f"{path} is no report of `toolkit doctor --json`: it has no valid `node_facts`",
+            f"{path} is not a report of `toolkit doctor --json`: it has no valid `node_facts`",
             hint=f"toolkit doctor --json > {path.name}",
         )
     return dict(facts)
 
 
 def compare_facts(nodes: Mapping[str, NodeFacts]) -> list[NodeDifference]:
-    """Return the differences, errors first, then in the order of the facts."""
-    names = dict.fromkeys(name for facts in nodes.values() for name in facts if name not in OWN)
-    found = [*_differences(nodes, list(names)), *_clock(nodes)]
-    return sorted(found, key=lambda difference: (ERROR, WARNING, NOTE).index(difference.level))
+    """Return the differences, errors first, then in the order of the facts.
 
-
-def _differences(nodes: Mapping[str, NodeFacts], names: Sequence[str]) -> Iterator[NodeDifference]:
-    for name in names:
+    Clocks are compared with that of the common file server; without one, only the times of the reports are known.
+    """
+    has_server = all(isinstance(facts.get("clock_offset_seconds"), int | float) for facts in nodes.values())
+    left_out = {"hostname", "unix_time" if has_server else "clock_offset_seconds"}
+    found = []
+    for name in dict.fromkeys(name for facts in nodes.values() for name in facts if name not in left_out):
         values = {node: facts.get(name) for node, facts in nodes.items()}
         if not _agree(name, list(values.values())):
-            level, why, fix = next(
-                (rule for begin, rule in RULES.items() if name.startswith(begin)), (NOTE, "it may matter", "look at it")
-            )
-            yield NodeDifference(level=level, fact=name, why=why, values=values, fix=fix)
+            rules = (rule for begin, rule in RULES.items() if name.startswith(begin))
+            level, why, fix = next(rules, (NOTE, "it may matter", "look at it"))
+            found.append(NodeDifference(level=level, fact=name, why=why, values=values, fix=fix))
+    return sorted(found, key=lambda difference: LEVELS.index(difference.level))
 
 
 def _agree(name: str, values: Sequence[Fact]) -> bool:
     numbers = [value for value in values if isinstance(value, int | float)]
-    if name.endswith("_bytes") and len(numbers) == len(values):
-        return max(numbers) - min(numbers) <= MEMORY_TOLERANCE * max(numbers)
-    return len(set(values)) == 1
-
-
-def _clock(nodes: Mapping[str, NodeFacts]) -> Iterator[NodeDifference]:
-    """Clocks against the common file server; without one, the times of the reports, which depend on their start too."""
-    offsets = {node: facts.get("clock_offset_seconds") for node, facts in nodes.items()}
-    if all(isinstance(offset, int | float) for offset in offsets.values()):
-        if _spread(offsets) > MAX_SKEW_SECONDS:
-            yield NodeDifference(
-                level=ERROR,
-                fact="clock_offset_seconds",
-                why="clocks differ: rendezvous, heartbeats and file times disagree",
-                values=offsets,
-                fix="timedatectl set-ntp true   (or start chrony), on every node",
-            )
-        return
-    times = {node: facts["unix_time"] for node, facts in nodes.items()}
-    if _spread(times) > MAX_SKEW_SECONDS:
-        yield NodeDifference(
-            level=NOTE,
-            fact="unix_time",
-            why="reports taken at different times, or clocks that differ: one cannot be told from the other",
-            values=times,
-            fix="`--output-dir` on a shared network disk compares clocks with its server's; `srun` starts all at once",
-        )
-
-
-def _spread(values: Mapping[str, Fact]) -> float:
-    numbers = [value for value in values.values() if isinstance(value, int | float)]
-    return max(numbers) - min(numbers)
+    if len(numbers) < len(values):
+        return len(set(values)) == 1
+    tolerance = (
+        MEMORY_TOLERANCE * max(numbers) if name.endswith("_bytes") else MAX_SKEW_SECONDS if name in CLOCKS else 0
+    )
+    return max(numbers) - min(numbers) <= tolerance
 
 
 def difference_lines(difference: NodeDifference) -> list[str]:
@@ -137,12 +205,7 @@ def difference_lines(difference: NodeDifference) -> list[str]:
     lines = [f"{difference.level}: {difference.fact} differs: {difference.why}"]
     by_value: dict[str, list[str]] = {}
     for node, value in difference.values.items():
-        by_value.setdefault(_shown(difference.fact, value), []).append(node)
+        shown = gib(value) if difference.fact.endswith("_bytes") and isinstance(value, int) else value
+        by_value.setdefault(NOT_AVAILABLE if shown is None else str(shown), []).append(node)
     lines += [f"  {value}: {', '.join(names)}" for value, names in by_value.items()]
     return [*lines, f"  fix: {difference.fix}"]
-
-
-def _shown(fact: str, value: Fact) -> str:
-    if value is None:
-        return NOT_AVAILABLE
-    return gib(value) if fact.endswith("_bytes") and isinstance(value, int) else str(value)

@@ -33,12 +33,8 @@ class LeftOut:
 
     part: str
     reason: str
-    add: str | None
-    """The line that adds it; None where this node could not use it."""
-
-    def lines(self) -> list[str]:
-        """Return the part with its reason, and what to type."""
-        return [f"left out: {self.part}: {self.reason}"] + ([] if self.add is None else [f"  to add it: {self.add}"])
+    add: str
+    """The line that adds it."""
 
 
 def missing_gpu_packages() -> list[str]:
@@ -90,7 +86,7 @@ def main(argv: Sequence[str] = ()) -> int:
         print(",".join(needed_extras()))
         return 0
     for part in left_out():
-        print("\n".join(part.lines()), file=sys.stderr)
+        print(f"left out: {part.part}: {part.reason}\n  to add it: {part.add}", file=sys.stderr)
     return 0
 
 

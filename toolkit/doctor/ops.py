@@ -34,6 +34,7 @@ from toolkit.cache import (
 )
 from toolkit.entry_point import exit_code_of
 from toolkit.errors import EXIT_INVALID_INPUT, ToolkitError
+from toolkit.versions import installed_version
 
 # Library of the op (also the name of its folder) and the class in deepspeed.ops.op_builder.cpu that builds it:
 # collectives between the ranks of one node, and the optimizer of every CPU-offload preset.
@@ -48,9 +49,13 @@ _LOAD_CODE = "import sys; from toolkit.doctor.ops import load_ops; load_ops(sys.
 def compile_ops(builders: dict[str, str] = CPU_OPS) -> float:
     """Compile the ops that are missing, and return the seconds that took (0.0 if none was missing).
 
-    Raises ToolkitError without a compiler, if compilation fails, and for a folder that this user cannot write, or that
-    another one may.
+    Raises ToolkitError without DeepSpeed or a compiler, if compilation fails, and for a folder that this user cannot
+    write, or that another one may.
     """
+    missing_libraries = [name for name in ("torch", "deepspeed") if installed_version(name) is None]
+    if missing_libraries:
+        hint = f"make setup   (in the clone), or pip install {' '.join(missing_libraries)}"
+        raise ToolkitError(f"{', '.join(missing_libraries)}: not installed", hint=hint)
     check_extensions_folder()
     if are_compiled(builders):
         _log(f"DeepSpeed's CPU ops are already compiled in {extensions_folder()}")

@@ -15,7 +15,7 @@ class DoctorOptions:
     """Options of `toolkit doctor`, by the names of their flags."""
 
     long: Annotated[
-        bool, Option("--long", help="also measure, for minutes: matmul, all-reduce and the speed of the disks")
+        bool, Option("--long", help="also run NVIDIA's diagnostics and an all-reduce, and measure the disks: minutes")
     ] = False
     preset: Annotated[
         str | None, Option(help=f"check what this preset needs; {PRESET_HELP}; with MODEL also its host memory")

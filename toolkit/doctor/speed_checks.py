@@ -1,110 +1,145 @@
-"""Checks of speed, with `--long`: matmul against the achievable figure, all-reduce against the interconnect table."""
+"""Checks with `--long`: NVIDIA's own diagnostics, and an all-reduce between the GPUs of the node."""
 
 from __future__ import annotations
 
-from toolkit.doctor.checks import ERROR, OWN_CHOICE, WARNING, NodeFinding, Outcome, node_check
-from toolkit.doctor.node_readings import NodeReadings
-from toolkit.doctor.speed_probe import ACHIEVABLE_SOURCE, PAYLOAD_BYTES, NodeSpeed, achievable_matmul
-from toolkit.hardware.gpu_table import GIGA, Gpu, known_gpu
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+
+from toolkit.doctor.checks import ERROR, WARNING, Outcome, node_check
+from toolkit.doctor.node_readings import NodeReadings, NotMeasured
+from toolkit.doctor.speed_probe import PAYLOAD_BYTES
+from toolkit.hardware.gpu_table import GIGA, Gpu, common_gpu
+from toolkit.hardware.gpus import CPU_PROCESSES, count_gpus
+from toolkit.launch.environment import threads_per_rank
+from toolkit.launch.process import end_with_parent
 from toolkit.plan.collectives import Collective
 from toolkit.plan.interconnect import Interconnect
-from toolkit.units import MIB
+from toolkit.versions import installed_version
 
-# "I have seen 5% and higher differences on an 8-gpu node" (the page of ACHIEVABLE_SOURCE).
-MAX_SPREAD = 0.05
-# Below this share of the achievable figure a GPU is not just of another torch version.
-ACHIEVABLE_SHARE = 0.9
-ON_CPU = "two processes on the CPU: says nothing about a GPU"
+DCGM = "https://docs.nvidia.com/datacenter/dcgm/latest/user-guide/"
+PROGRAM_SECONDS = 600.0
 
 
-@node_check(
-    "matmul",
-    looks_at="bf16 matmul on all GPUs at once, in the shape of the published figure; fp32 in two processes on a CPU",
-    threshold="more than 5 % between the GPUs; below 90 % of the achievable figure (H100 and H200: 794.5 TFLOP/s)",
-    source=f"{ACHIEVABLE_SOURCE}; 90 % is {OWN_CHOICE}",
-    long=True,
-)
-def matmul(node: NodeReadings) -> Outcome:
-    """Find GPUs that compute more slowly than they should."""
-    speed, name = node.speed, _gpu_name(node)
-    known = achievable_matmul(name) if speed.device == "cuda" else None
-    measured = {
-        "device": speed.device,
-        "shape": list(speed.shape),
-        "dtype": "bf16" if speed.device == "cuda" else "fp32",
-        "tflops": [round(value, 3) for value in speed.matmul_tflops],
-        "achievable_tflops": known.tflops if known else None,
-    }
-    measured |= {"remark": ON_CPU} if speed.device == "cpu" else {}
-    if not speed.matmul_tflops:
-        return Outcome(measured=measured, findings=(_failed("the matmul fails", speed),))
-    findings = matmul_findings(speed.matmul_tflops, known.tflops if known else None) if speed.device == "cuda" else ()
-    return Outcome(measured=measured, findings=tuple(findings))
+def run_program(command: Sequence[str], variables: dict[str, str] | None = None) -> tuple[int, str]:
+    """Run a program for at most ten minutes; return its exit code and what it printed. No process is left behind."""
+    with subprocess.Popen(
+        command,
+        env=os.environ | (variables or {}),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        encoding="utf-8",
+        errors="replace",
+        start_new_session=True,
+        preexec_fn=end_with_parent,
+    ) as process:
+        try:
+            printed, _ = process.communicate(timeout=PROGRAM_SECONDS)
+        except BaseException as error:
+            os.killpg(process.pid, signal.SIGKILL)
+            if isinstance(error, subprocess.TimeoutExpired):
+                return 124, f"{command[0]} does not end within {PROGRAM_SECONDS:.0f} s"
+            raise
+    return process.returncode, printed
 
 
-def matmul_findings(tflops: tuple[float, ...], achievable: float | None) -> list[NodeFinding]:
-    """Return what is wrong with the figures of a node's GPUs, in the order of the GPUs."""
-    found = []
-    slowest, fastest = min(tflops), max(tflops)
-    if slowest < fastest * (1 - MAX_SPREAD):
-        found.append(
-            NodeFinding(
-                level=WARNING,
-                what=f"GPU {tflops.index(slowest)} computes more slowly than the others, and all wait for it",
-                value=f"{slowest:.0f} TFLOP/s, {1 - slowest / fastest:.0%} below GPU {tflops.index(fastest)}",
-                expected=f"within {MAX_SPREAD:.0%} of {fastest:.0f} TFLOP/s",
-                fix="nvidia-smi -q -d PERFORMANCE,TEMPERATURE,POWER during a run; report the GPU if it stays slower",
-            )
-        )
-    if achievable is not None and fastest < achievable * ACHIEVABLE_SHARE:
-        found.append(
-            NodeFinding(
-                level=WARNING,
-                what="all GPUs compute more slowly than the same GPU elsewhere",
-                value=f"{fastest:.0f} TFLOP/s",
-                expected=f"at least {achievable * ACHIEVABLE_SHARE:.0f} of {achievable:.0f} TFLOP/s",
-                fix="check power limit, clocks and cooling (the checks gpu-clocks, gpu-throttling), then torch's CUDA",
-            )
-        )
-    return found
+def _last_line(printed: str, code: int) -> str:
+    return (printed.strip().splitlines() or [f"exit code {code}, and nothing printed"])[-1]
+
+
+@node_check(threshold="a test fails", source=f"{DCGM}dcgm-diagnostics.html", long=True)
+def dcgm(node: NodeReadings) -> Outcome:
+    """NVIDIA's diagnostics where they are installed, `dcgmi diag -r 2`: memory, PCIe, software."""
+    if not node.has_gpu:
+        raise NotMeasured("no NVIDIA GPU")
+    if shutil.which("dcgmi") is None:
+        raise NotMeasured(f"dcgmi is not installed: {DCGM}getting-started.html")
+    code, printed = run_program(["dcgmi", "diag", "-r", "2"])
+    failed = failed_tests(printed)
+    outcome = Outcome({"exit_code": code, "failed": failed})
+    if code != 0 or failed:
+        value, fix = ", ".join(failed) or _last_line(printed, code), "`dcgmi diag -r 2` shows GPU and reason"
+        outcome.add(ERROR, "NVIDIA's diagnostics fail", value=value, expected="all tests pass", fix=fix)
+    return outcome
+
+
+def failed_tests(printed: str) -> list[str]:
+    """Return the tests that failed in the table of `dcgmi diag`.
+
+    >>> failed_tests("| PCIe        | Pass - All |\\n| GPU Memory  | Fail - GPU: 3 |")
+    ['GPU Memory: Fail - GPU: 3']
+    """
+    rows = re.findall(r"^\|\s*(\S.*?)\s*\|\s*(Fail.*?)\s*\|$", printed, re.MULTILINE)
+    return [f"{test}: {result}" for test, result in rows]
 
 
 @node_check(
-    "all-reduce",
-    looks_at=f"bus bandwidth of an all-reduce of {PAYLOAD_BYTES // MIB} MiB (fp32), the same on every node; "
-    "NCCL between all GPUs, or gloo between two processes on a CPU",
     threshold="it fails or adds up wrongly; slower than the slow end of the planner's table",
     source="`toolkit/plan/interconnect.py`; bus bandwidth as in "
     "https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md",
     long=True,
 )
 def all_reduce(node: NodeReadings) -> Outcome:
-    """Find communication that fails, or is slower than the planner assumes."""
-    speed = node.speed
-    bandwidth = speed.bus_bytes_per_second
-    gpu = known_gpu(_gpu_name(node) or "") if speed.device == "cuda" else None
-    expected = slowest_bus_bandwidth(gpu, speed.world_size) if gpu and speed.world_size > 1 else None
-    measured = {
-        "backend": "nccl" if speed.device == "cuda" else "gloo",
-        "ranks": speed.world_size,
-        "payload_bytes": PAYLOAD_BYTES,
-        "seconds": speed.all_reduce_seconds,
-        "bus_bytes_per_second": None if bandwidth is None else round(bandwidth),
-        "planned_at_least_bytes_per_second": None if expected is None else round(expected),
-    }
-    measured |= {"remark": ON_CPU} if speed.device == "cpu" else {}
-    if speed.failure:
-        return Outcome(measured=measured, findings=(_failed("the all-reduce fails", speed),))
-    if bandwidth is None or expected is None or bandwidth >= expected:
-        return Outcome(measured=measured)
-    slow = NodeFinding(
-        level=WARNING,
-        what=f"the all-reduce of {speed.world_size} GPUs is slower than the planner's range",
-        value=f"{bandwidth / GIGA:.0f} GB/s",
-        expected=f"at least {expected / GIGA:.0f} GB/s",
-        fix="NCCL_DEBUG=INFO toolkit doctor --long; see gpu-nvlink, gpu-peer-access and nccl-variables",
+    """Bus bandwidth of an all-reduce of 256 MiB: by nccl-tests' `all_reduce_perf` or by torch between all GPUs, by
+    torch and gloo between two processes on a CPU.
+    """
+    gpus, program = count_gpus(), shutil.which("all_reduce_perf")
+    ranks = gpus or CPU_PROCESSES
+    if gpus == 1:
+        raise NotMeasured("one GPU")
+    if gpus and program:
+        measured_by, size = "nccl-tests", str(PAYLOAD_BYTES)
+        code, printed = run_program([program, "-b", size, "-e", size, "-g", str(gpus)])
+        bandwidth = read_nccl_tests(printed)
+    elif installed_version("torch"):
+        measured_by = f"torch, {'nccl' if gpus else 'gloo'}"
+        variables = {} if gpus else {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": str(threads_per_rank(ranks))}
+        code, printed = run_program([sys.executable, "-m", "toolkit.doctor.speed_probe", str(ranks)], variables)
+        seconds = re.search(r"^seconds (\S+)$", printed, re.MULTILINE)
+        # As nccl-tests define it: what each rank sends per second.
+        bandwidth = 2 * (ranks - 1) / ranks * PAYLOAD_BYTES / float(seconds[1]) if seconds else None
+    else:
+        raise NotMeasured("neither torch nor nccl-tests is installed")
+    kind = common_gpu(node.gpu_names) if gpus else None
+    expected = slowest_bus_bandwidth(kind, gpus) if kind else None
+    outcome = Outcome(
+        {
+            "measured_by": measured_by,
+            "ranks": ranks,
+            "payload_bytes": PAYLOAD_BYTES,
+            "bus_bytes_per_second": bandwidth and round(bandwidth),
+            "planned_at_least_bytes_per_second": expected and round(expected),
+            "remark": None if gpus else "two processes on the CPU: says nothing about a GPU",
+        }
     )
-    return Outcome(measured=measured, findings=(slow,))
+    if code != 0 or bandwidth is None:
+        what, fix = f"the all-reduce of {ranks} processes fails", "NCCL_DEBUG=INFO toolkit doctor --long"
+        outcome.add(ERROR, what, value=_last_line(printed, code), expected="a result", fix=fix)
+    elif expected and bandwidth < expected:
+        outcome.add(
+            WARNING,
+            f"the all-reduce of {gpus} GPUs is slower than the planner's range",
+            value=f"{bandwidth / GIGA:.0f} GB/s",
+            expected=f"at least {expected / GIGA:.0f} GB/s",
+            fix="NCCL_DEBUG=INFO toolkit doctor --long; see gpu-links and nccl-variables",
+        )
+    return outcome
+
+
+def read_nccl_tests(printed: str) -> float | None:
+    """Return the average bus bandwidth in bytes per second; None if a value is wrong, or nothing is reported.
+
+    >>> read_nccl_tests("# Out of bounds values : 0 OK\\n# Avg bus bandwidth    : 235.1")
+    235100000000.0
+    """
+    bandwidth = re.search(r"Avg bus bandwidth\s*:\s*([\d.]+)", printed)
+    correct = re.search(r"Out of bounds values\s*:\s*0 OK", printed)
+    return float(bandwidth[1]) * GIGA if bandwidth and correct else None
 
 
 def slowest_bus_bandwidth(gpu: Gpu, world_size: int) -> float:
@@ -117,17 +152,3 @@ def slowest_bus_bandwidth(gpu: Gpu, world_size: int) -> float:
     collective = Collective(name="all_reduce", purpose="doctor", payload_bytes=PAYLOAD_BYTES, group_size=world_size)
     node = Interconnect(gpu=gpu, world_size=world_size, gpus_per_node=world_size)
     return collective.sent_bytes / node.seconds(collective)[1]
-
-
-def _gpu_name(node: NodeReadings) -> str | None:
-    return node.gpu_query.gpus[0].name if node.gpu_query and node.gpu_query.gpus else None
-
-
-def _failed(what: str, speed: NodeSpeed) -> NodeFinding:
-    return NodeFinding(
-        level=ERROR,
-        what=f"{what} ({speed.world_size} processes, {speed.device})",
-        value=speed.failure or "no result",
-        expected="a result",
-        fix="NCCL_DEBUG=INFO TORCH_DISTRIBUTED_DEBUG=DETAIL toolkit doctor --long",
-    )

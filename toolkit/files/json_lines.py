@@ -56,8 +56,12 @@ def read_json_lines(
             if not line.endswith(b"\n"):
                 return
             if line.strip():
+                name = line_name(path, number)
                 try:
-                    content = _parse(line, line_name(path, number), limits, allow_nan=allow_nan)
+                    value = parse_json(line.decode(), name, limits=limits, allow_nan=allow_nan, is_line=True)
+                    content = as_mapping(value, name)
+                except UnicodeDecodeError as error:
+                    raise ToolkitError(f"{name}: not UTF-8 text (byte {error.start})", hint=hint) from None
                 except ToolkitError as error:
                     raise type(error)(error.message, hint=error.hint or hint) from None
                 yield JsonLine(number, content)
@@ -88,11 +92,3 @@ def complete_bytes(path: Path) -> int:
                 return start + found + 1
             end = start
     return 0
-
-
-def _parse(line: bytes, name: str, limits: Limits, *, allow_nan: bool) -> dict[str, Any]:
-    try:
-        text = line.decode()
-    except UnicodeDecodeError as error:
-        raise ToolkitError(f"{name}: not UTF-8 text (byte {error.start})") from None
-    return as_mapping(parse_json(text, name, limits=limits, allow_nan=allow_nan, is_line=True), name)

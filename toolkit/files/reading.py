@@ -3,8 +3,8 @@
 Every file that a command is given, or finds in a folder that it is given, is read by a function of this package:
 
 - `read_json`, `read_yaml`, `read_configuration` (either), `read_json_lines`: values, bounded in number and depth
-- `read_header` of `toolkit.files.safetensors_header`: names, dtypes and shapes
-- `check_pickle` of `toolkit.files.pickle_scan`: which names a pickle would run
+- `read_header` of `toolkit.files.model_weights`: names, dtypes and shapes
+- `torch_load` of `toolkit.files.safe_loading`: tensors
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from toolkit.errors import ToolkitError
 from toolkit.units import KIB, MIB
 
 MAX_TEXT_BYTES = 64 * MIB
+MAX_NAME_BYTES = 256
 _KINDS = (
     (stat.S_ISDIR, "a folder"),
     (stat.S_ISFIFO, "a named pipe"),
@@ -100,6 +101,14 @@ def read_text(path: Path, *, max_bytes: int = MAX_TEXT_BYTES) -> str:
         return read_bytes(path, max_bytes=max_bytes).decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise ToolkitError(f"{path} is not UTF-8 text: byte {error.start}") from None
+
+
+def read_folder_name(path: Path) -> str:
+    """Return the name in DeepSpeed's `latest`. Raises ToolkitError for anything but the name of a folder beside it."""
+    name = read_text(path, max_bytes=MAX_NAME_BYTES).strip()
+    if not name or name in (".", "..") or "/" in name or "\0" in name or not (path.parent / name).is_dir():
+        raise ToolkitError(f"{path} holds {name[:40]!r}, expected the name of a folder beside it")
+    return name
 
 
 def _unreadable(path: Path, error: OSError | ValueError) -> ToolkitError:

@@ -1,73 +1,91 @@
-"""Loading a checkpoint's pickles without running anything that they name.
+"""Load a checkpoint's pickles with `torch.load(weights_only=True)`: nothing that another one names is imported or run.
 
-`check_pickles` (in `toolkit.files.checkpoint_pickles`) has read each file before; here torch refuses a second time,
-also where a library loads (`load_only_known_classes`), and where a file has changed in between.
+torch itself admits tensors and plain containers; `ENGINE_CLASSES` are what DeepSpeed, torchao and numpy write besides.
+The metadata of a distributed checkpoint is a bare pickle of newer opcodes, which torch reads without such a list:
+`read_dcp_metadata` reads it with one.
 """
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import io
 import os
 import pickle
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata, StorageMeta
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex, StorageMeta
 
 from toolkit.errors import ToolkitError
-from toolkit.files.checkpoint_pickles import DCP_METADATA, DEEPSPEED_STATES, TENSORS, allowed_names, check_pickles
-from toolkit.files.pickle_scan import check_content, pickle_in, pickle_in_open_file
-from toolkit.files.reading import open_file
+from toolkit.files.reading import open_file, read_bytes, read_folder_name
 
-DCP_METADATA_FILE = ".metadata"
+DEEPSPEED_CLASSES = (
+    "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler",
+    "deepspeed.runtime.fp16.loss_scaler.LossScaler",
+    "deepspeed.runtime.zero.config.ZeroStageEnum",
+    "deepspeed.utils.tensor_fragment.fragment_address",
+)
+ENGINE_CLASSES = frozenset(
+    {
+        *DEEPSPEED_CLASSES,
+        "torchao.optim.subclass_4bit.OptimState4bit",
+        "torchao.optim.subclass_8bit.OptimState8bit",
+        # The random states, which the Trainer loads with a list of its own.
+        *("numpy.dtype", "numpy.ndarray", "numpy._core.multiarray._reconstruct", "numpy.core.multiarray._reconstruct"),
+    }
+)
+_DCP = "torch.distributed.checkpoint"
+_DTYPES = ("bfloat16", "bool", "float16", "float32", "float64", "int32", "int64", "uint8")
+_DCP_KINDS = (
+    *("BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta"),
+    *("TensorProperties", "TensorStorageMetadata", "_MEM_FORMAT_ENCODING"),
+)
+DCP_CLASSES = frozenset(
+    {
+        *("pathlib.PosixPath", "torch.Size", "torch.serialization._get_layout", f"{_DCP}.filesystem._StorageInfo"),
+        *(f"torch.{name}" for name in _DTYPES),
+        *(f"{_DCP}.metadata.{name}" for name in _DCP_KINDS),
+    }
+)
+DCP_METADATA = ".metadata"
+PICKLE_SUFFIXES = (".pt", ".pth", ".bin", ".pkl")
+NEVER_LOADED = ("training_args.bin",)
+# DeepSpeed loads the folder that such a file names.
+FOLDER_NAMES = ("latest", "latest_universal")
+MAX_METADATA_BYTES = 512 * 2**20
 # A tensor described as fp32 may be stored in 8 bits (torchao's optimizer states).
 EXPANSION = 4
-# torch then loads with `weights_only=True`, whatever a library asks for.
-_FORCED = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
 
 
 def check_checkpoint(folder: Path) -> None:
-    """Refuse a checkpoint whose pickles name anything unknown, those inside distributed checkpoints too.
+    """Refuse a checkpoint with a pickle that is damaged, or names anything that no engine writes.
 
-    Raises ToolkitError with the file and the name; nothing of it has run.
+    Raises ToolkitError with the file and the name. This is for the message: the loads themselves refuse it, too.
     """
-    check_pickles(folder)
-    for metadata in sorted(folder.rglob(DCP_METADATA_FILE)):
-        read_dcp_metadata(metadata.parent)
+    for path in sorted(folder.rglob("*")):
+        if path.name in FOLDER_NAMES:
+            read_folder_name(path)
+        elif path.name == DCP_METADATA:
+            read_dcp_metadata(path.parent)
+        elif path.suffix in PICKLE_SUFFIXES and path.name not in NEVER_LOADED:
+            _engine_classes_in(path)
 
 
 def load_only_known_classes(*, deepspeed: bool) -> None:
-    """From here on let no library of this process unpickle anything but tensors and the classes on our lists.
+    """From here on let no library of this process unpickle anything but tensors and the classes on these lists.
 
     DeepSpeed and torch's distributed checkpoints load with `weights_only=False`.
     """
-    os.environ[_FORCED] = "1"
+    os.environ["TORCH_FORCE_WEIGHTS_ONLY_LOAD"] = "1"
     if deepspeed:
-        torch.serialization.add_safe_globals([_imported(name) for name in DEEPSPEED_STATES - TENSORS])
+        torch.serialization.add_safe_globals([_imported(name) for name in DEEPSPEED_CLASSES])
     setattr(FileSystemReader, "read_metadata", _read_metadata)  # noqa: B010  (mypy takes no assignment to a method)
 
 
-@contextlib.contextmanager
-def weights_only() -> Iterator[None]:
-    """Let torch load tensors and plain containers only, in whatever library it is called."""
-    before = os.environ.get(_FORCED)
-    os.environ[_FORCED] = "1"
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[_FORCED]
-        else:
-            os.environ[_FORCED] = before
-
-
 def _read_metadata(reader: Any, *_: Any, rank: int | None = None, **__: Any) -> Any:
-    """`FileSystemReader.read_metadata` of torch 2.13 with the checked unpickler."""
+    """`FileSystemReader.read_metadata` of torch 2.13 with the list."""
     path = Path(reader._get_metadata_path(rank))
     metadata = read_dcp_metadata(path.parent, file_name=path.name)
     if getattr(metadata, "storage_meta", None) is None:
@@ -77,19 +95,44 @@ def _read_metadata(reader: Any, *_: Any, rank: int | None = None, **__: Any) -> 
 
 
 def torch_load(path: Path, *, trust_pickle: bool = False) -> Any:
-    """Load a file of `torch.save`, memory-mapped, on the CPU; by default only tensors and plain containers.
+    """Load a file of `torch.save`, memory-mapped, on the CPU; `trust_pickle` admits every class.
 
-    Raises ToolkitError for a damaged file.
+    Raises ToolkitError for a damaged file, and for one that names anything that no engine writes.
     """
+    open_file(path).close()  # torch would wait for a named pipe
+    classes = [] if trust_pickle else [_imported(name) for name in _engine_classes_in(path)]
     try:
-        if trust_pickle:
-            return torch.load(path, map_location="cpu", mmap=True, weights_only=False)
-        unknown = set(torch.serialization.get_unsafe_globals_in_checkpoint(path)) & (allowed_names(path) or frozenset())
-        with torch.serialization.safe_globals([_imported(name) for name in unknown]):
-            return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-    except (RuntimeError, ValueError, KeyError, TypeError, IndexError, EOFError, pickle.UnpicklingError) as error:
-        why = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise ToolkitError(f"{path} cannot be loaded: {why[:200]}", hint="copy or download it again") from None
+        with torch.serialization.safe_globals(classes):
+            return torch.load(path, map_location="cpu", mmap=True, weights_only=not trust_pickle)
+    except Exception as error:  # a damaged pickle raises whatever the opcode at its end leads to
+        raise _damaged(path, error) from None
+
+
+def _engine_classes_in(path: Path) -> list[str]:
+    """Return the names beyond torch's own list, read from the opcodes."""
+    try:
+        with open_file(path) as file:
+            names: list[str] = torch.serialization.get_unsafe_globals_in_checkpoint(file)
+    except ToolkitError:
+        raise
+    except Exception as error:
+        raise _damaged(path, error) from None
+    for name in names:
+        if name not in ENGINE_CLASSES:
+            raise _unknown(path, name)
+    return names
+
+
+def _unknown(path: Path, name: str) -> ToolkitError:
+    return ToolkitError(
+        f"{path} would run {name[:80]}, which no checkpoint of ours contains",
+        hint="do not load it unless you trust who wrote it; then: `--trust-pickle`",
+    )
+
+
+def _damaged(path: Path, error: Exception) -> ToolkitError:
+    why = (str(error).strip().splitlines() or [""])[0][:160]
+    return ToolkitError(f"{path} is damaged: {type(error).__name__}: {why}", hint="copy or download it again")
 
 
 def _imported(name: str) -> Any:
@@ -97,43 +140,41 @@ def _imported(name: str) -> Any:
     return getattr(importlib.import_module(module), attribute)
 
 
-def read_dcp_metadata(folder: Path, *, file_name: str = DCP_METADATA_FILE, trust_pickle: bool = False) -> Any:
-    """Return the metadata of a distributed checkpoint, once the pickles that torch would load with it are checked.
+def read_dcp_metadata(folder: Path, *, file_name: str = DCP_METADATA, trust_pickle: bool = False) -> Any:
+    """Return the metadata of a distributed checkpoint.
 
     Raises ToolkitError for a name that is not DCP's, for an entry that lies outside the folder, and for a tensor larger
     than its files.
     """
     path = folder / file_name
+    content = io.BytesIO(read_bytes(path, max_bytes=MAX_METADATA_BYTES))
     if trust_pickle:
-        with open_file(path) as file:
-            return pickle.load(file)
-    content = pickle_in(path, bare=True)
-    check_content(content, DCP_METADATA, name=str(path))
+        return pickle.load(content)
     try:
-        metadata = _DcpUnpickler(io.BytesIO(content)).load()
+        metadata = _MetadataUnpickler(content, path).load()
         _check_metadata(path, metadata)
     except ToolkitError:
         raise
-    except (AttributeError, TypeError, ValueError, KeyError, IndexError, RuntimeError, pickle.UnpicklingError) as error:
-        raise ToolkitError(
-            f"{path} is damaged: {type(error).__name__}: {str(error)[:80]}", hint="copy or download it again"
-        ) from None
+    except Exception as error:
+        raise _damaged(path, error) from None
     return metadata
 
 
-class _DcpUnpickler(pickle.Unpickler):
-    """Admits only the classes of `DCP_METADATA`."""
+class _MetadataUnpickler(pickle.Unpickler):
+    def __init__(self, content: io.BytesIO, path: Path) -> None:
+        super().__init__(content)
+        self.path = path
 
     def find_class(self, module: str, name: str) -> Any:
-        if f"{module}.{name}" not in DCP_METADATA:
-            raise pickle.UnpicklingError(f"{module}.{name} is no class of a distributed checkpoint's metadata")
+        if f"{module}.{name}" not in DCP_CLASSES:
+            raise _unknown(self.path, f"{module}.{name}")
         return super().find_class(module, name)
 
 
 def _check_metadata(path: Path, metadata: Any) -> None:
     folder, root = path.parent, path.parent.resolve()
     sizes: dict[str, int] = {}
-    for index, entry in metadata.storage_data.items():
+    for entry in metadata.storage_data.values():
         name = entry.relative_path
         if name not in sizes:
             stored = (folder / name).resolve()
@@ -143,8 +184,6 @@ def _check_metadata(path: Path, metadata: Any) -> None:
                 sizes[name] = file.seek(0, 2)
         if not 0 <= entry.offset <= entry.offset + entry.length <= sizes[name]:
             raise ToolkitError(f"{path} names bytes beyond the end of {name}", hint="copy or download it again")
-        if isinstance(metadata.state_dict_metadata[index.fqn], BytesStorageMetadata):
-            _check_entry(folder / name, entry)
     for name, described in metadata.state_dict_metadata.items():
         if not isinstance(described, BytesStorageMetadata):
             needed = described.size.numel() * described.properties.dtype.itemsize
@@ -152,10 +191,14 @@ def _check_metadata(path: Path, metadata: Any) -> None:
                 raise ToolkitError(f"{path}: {str(name)[:80]} would have {needed:,} bytes, more than its files")
 
 
-def _check_entry(stored: Path, entry: Any) -> None:
-    """Check one pickled value, for example a hyperparameter of the optimizer."""
-    with open_file(stored) as file:
+def read_dcp_value(folder: Path, metadata: Any, key: str, *, trust_pickle: bool = False) -> Any:
+    """Return a value of a distributed checkpoint that is not a tensor, such as a hyperparameter."""
+    entry = metadata.storage_data[MetadataIndex(key)]
+    path = folder / entry.relative_path
+    with open_file(path) as file:
         file.seek(entry.offset)
-        name = f"{stored} at {entry.offset}"
-        content = pickle_in_open_file(io.BytesIO(file.read(entry.length)), name=name)
-    check_content(content, TENSORS, name=name)
+        content = io.BytesIO(file.read(entry.length))
+    try:
+        return torch.load(content, weights_only=not trust_pickle)
+    except Exception as error:
+        raise _damaged(path, error) from None

@@ -15,12 +15,10 @@ import functools
 import json
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from toolkit.errors import ToolkitError
-from toolkit.files.json_files import parse_json
-from toolkit.files.value_limits import CONFIGURATION
 
 HIDDEN = "***"
 # A shorter value may be an ordinary word, and would hide unrelated text.
@@ -28,34 +26,21 @@ MIN_SECRET_CHARACTERS = 8
 # Values by position of the training arguments that are `***` on the command line, as JSON.
 SECRETS_VARIABLE = "TOOLKIT_SECRET_ARGUMENTS"
 
-_SECRET_WORDS = {"auth", "oauth", "authorization", "bearer", "passphrase", "pwd"}
-_SECRET_ENDINGS = ("token", "secret", "secrets", "password", "passwd", "apikey", "credential", "credentials")
-# `api_key`, and not `template_thinking_key`; in the name of a variable, which is in capitals, any `KEY`.
-_KEY_WORDS = {"key", "keys"}
-_WITH_KEY = {
-    *("api", "access", "secret", "private", "ssh", "signing", "encryption", "account", "storage", "service", "license"),
-    *("hf", "hub", "wandb", "openai", "anthropic", "comet", "neptune", "mlflow", "azure", "aws", "gcp", "google"),
-}
-# `pad_token` and `token_type_ids` are of a tokenizer; `HF_TOKEN_PATH` and `SSH_AUTH_SOCK` are places.
-_ORDINARY_WORDS = {
-    *("pad", "eos", "bos", "unk", "sep", "cls", "mask", "start", "end", "image", "video", "audio", "special"),
-    *("type", "types", "ids", "num", "max", "min", "per", "across", "average"),
-    *("path", "file", "dir", "folder", "sock", "socket"),
-}
+_SECRET_NAME = re.compile(
+    r"(?:.*_)?(?:(?:token|secrets?|apikey|credentials?|authorization|passphrase)|"
+    r"(?:api|access|secret|private|auth|ssh|signing|hf|hub|wandb|openai|anthropic|comet|azure|aws)_key)(?:_\d+)?"
+    r"|.*(?:password|passwd)|.+_pwd|key"
+)
+# Of a tokenizer. A variable's name is in capitals: `KEY` in it is no sort key.
+_ORDINARY_NAME = re.compile(r"(?:.*_)?(?:pad|eos|bos|unk|sep|cls|mask|start|end|image|video|audio|special|per)_token")
+_KEY_VARIABLE = re.compile(r"[A-Z0-9_]+_KEYS?")
 # Of the hub, OpenAI and others, GitHub, GitLab, Slack, AWS and Google; a user and password in a URL; a header.
 _SHAPES = re.compile(
     r"(?<!\w)(?:hf_(?=[a-z]*[A-Z0-9])[A-Za-z0-9]{10,}|(?<!\w-)sk-(?=[a-z_-]*[A-Z0-9])[A-Za-z0-9_-]{16,}"
     r"|gh[opusr]_[A-Za-z0-9]{16,}|github_pat_\w{16,}|glpat-[A-Za-z0-9_-]{16,}|xox[abeoprs]-[A-Za-z0-9-]{10,}"
     r"|(?:AKIA|ASIA)[A-Z0-9]{12,}|AIza[A-Za-z0-9_-]{30,})"
-    r"|(?<=://)[^/@\s'\"]+(?=@)"
-    r"|(?<=\bBearer )[A-Za-z0-9._~+/=-]{8,}|(?<=\bBasic )[A-Za-z0-9+/=]{12,}"
+    r"|(?<=://)[^/@\s'\"]+(?=@)|(?<=\bBearer )[A-Za-z0-9._~+/=-]{8,}"
 )
-# `--hub_token VALUE`, also between quotation marks and commas; `HF_TOKEN=VALUE`.
-_FLAG = re.compile(r"(?P<flag>--(?P<name>[A-Za-z][\w-]*)(?:['\"]?[=, ]+['\"]?))(?P<value>[^\s'\",`]+)")
-_ASSIGNMENT = re.compile(r"\b(?P<flag>(?P<name>[A-Z][A-Z0-9_]+)=['\"]?)(?P<value>[^\s'\",`]+)")
-# `--hub_token HUB_TOKEN` is a help text, and `--hub_token is missing` a sentence.
-_NO_VALUE = re.compile(r"[A-Z_]+[\])]*|[a-z]+|--.*")
-
 _remembered: set[str] = set()
 
 
@@ -66,13 +51,35 @@ def is_secret_name(name: str) -> bool:
     >>> [name for name in ("hub_token", "HF_TOKEN", "apiKey", "pad_token", "max_tokens") if is_secret_name(name)]
     ['hub_token', 'HF_TOKEN', 'apiKey']
     """
-    words = re.sub(r"([a-z0-9])([A-Z])", r"\1_\2", name).lower()
-    parts = {part for part in re.split(r"[^a-z]+", words) if part}
-    if parts & _ORDINARY_WORDS or parts == {"pwd"}:  # the working directory
-        return False
-    if parts & _KEY_WORDS and (name.isupper() or parts <= _KEY_WORDS or parts & _WITH_KEY):
-        return True
-    return bool(parts & _SECRET_WORDS) or any(part.endswith(_SECRET_ENDINGS) for part in parts)
+    words = re.sub(r"[^a-z0-9]+", "_", re.sub(r"([a-z0-9])([A-Z])", r"\1_\2", name).lower()).strip("_")
+    is_secret = _SECRET_NAME.fullmatch(words) and not _ORDINARY_NAME.fullmatch(words)
+    return bool(is_secret or _KEY_VARIABLE.fullmatch(name))
+
+
+def remember_secrets(arguments: Mapping[str, Any]) -> None:
+    """Let `hide_secrets` replace the secrets among these arguments from now on, wherever they occur."""
+    _remembered.update(_secrets_in(arguments))
+
+
+def _secrets_in(content: Any) -> Iterator[str]:
+    """The texts with secret names, at any depth, also in JSON."""
+    if isinstance(content, str):
+        content = _json_mapping(content)
+    for name, value in content.items() if isinstance(content, Mapping) else ():
+        if name != SECRETS_VARIABLE and is_secret_name(str(name)) and not isinstance(value, Mapping):
+            yield from (each for each in (value if isinstance(value, list | tuple) else [value]) if type(each) is str)
+        else:
+            yield from _secrets_in(value)
+
+
+def _json_mapping(text: str) -> dict[str, Any] | None:
+    if not text.lstrip().startswith("{"):
+        return None
+    try:
+        content = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    return content if isinstance(content, dict) else None
 
 
 def hide_secrets(value: Any, *, known: Iterable[str] = (), environment: Mapping[str, str] | None = None) -> Any:
@@ -80,11 +87,12 @@ def hide_secrets(value: Any, *, known: Iterable[str] = (), environment: Mapping[
 
     Those are values of the environment and of this process's arguments, whatever looks like a secret, and `known`.
     """
-    pattern = _pattern({*known, *_remembered, *_values_of(os.environ if environment is None else environment)})
+    secrets = {*known, *_remembered, *_secrets_in(os.environ if environment is None else environment)}
+    pattern = _pattern(frozenset(secrets))
 
     def hidden(item: Any) -> Any:
         if isinstance(item, str):
-            return _hide_text(item, pattern)
+            return _SHAPES.sub(HIDDEN, pattern.sub(HIDDEN, item))
         if isinstance(item, Mapping):
             return {hidden(name): hidden(each) for name, each in item.items()}
         return [hidden(each) for each in item] if isinstance(item, list | tuple) else item
@@ -92,49 +100,12 @@ def hide_secrets(value: Any, *, known: Iterable[str] = (), environment: Mapping[
     return hidden(value)
 
 
-def _hide_text(text: str, known: re.Pattern[str] | None) -> str:
-    text = text if known is None else known.sub(HIDDEN, text)
-    text = _SHAPES.sub(HIDDEN, text)
-    if "--" in text:
-        text = _FLAG.sub(_hide_value, text)
-    return _ASSIGNMENT.sub(_hide_value, text) if "=" in text else text
-
-
-def _hide_value(found: re.Match[str]) -> str:
-    shown = not is_secret_name(found["name"]) or _NO_VALUE.fullmatch(found["value"])
-    return found[0] if shown else f"{found['flag']}{HIDDEN}"
-
-
 @functools.lru_cache(maxsize=8)
-def _compiled(secrets: tuple[str, ...]) -> re.Pattern[str] | None:
-    return re.compile("|".join(map(re.escape, secrets))) if secrets else None
-
-
-def _pattern(secrets: Iterable[str]) -> re.Pattern[str] | None:
+def _pattern(secrets: frozenset[str]) -> re.Pattern[str]:
     """A pattern of values that are long enough; a key of several lines is hidden line by line."""
     lines = {line.strip() for secret in secrets for line in secret.splitlines()}
     known = {line for line in lines if len(line) >= MIN_SECRET_CHARACTERS and not line.startswith("-----")}
-    return _compiled(tuple(sorted(known, key=lambda line: (-len(line), line))))
-
-
-def _values_of(values: Mapping[str, Any]) -> list[str]:
-    """The secrets among values by name, and those in mappings in JSON among them."""
-    found = []
-    for name, value in values.items():
-        content = _json_mapping(value) if isinstance(value, str) else value
-        if isinstance(content, Mapping):
-            found += _values_of(content)
-        elif is_secret_name(str(name)) and name != SECRETS_VARIABLE:
-            found += [each for each in (value if isinstance(value, list | tuple) else [value]) if isinstance(each, str)]
-    return found
-
-
-def remember_secrets(arguments: Mapping[str, Any]) -> None:
-    """Let `hide_secrets` replace the secrets among these arguments from now on, wherever they occur."""
-    _remembered.update(_values_of(arguments))
-
-
-# -- words of a command line
+    return re.compile("|".join(map(re.escape, sorted(known, key=len, reverse=True))) or r"(?!)")
 
 
 def hide_words(words: Sequence[str]) -> list[str]:
@@ -142,36 +113,22 @@ def hide_words(words: Sequence[str]) -> list[str]:
     shown: list[str] = []
     is_value = False
     for word in words:
-        if word.startswith("--") or not is_value:
-            shown.append(_hide_word(word))
-            is_value = word.startswith("--") and "=" not in word and is_secret_name(word)
-        else:
+        name, equals, value = word.partition("=")
+        if is_value and not word.startswith("--"):
             remember_secrets({"secret": word})
             shown.append(HIDDEN)
+            continue
+        is_value = word.startswith("--") and not equals and is_secret_name(word)
+        if value and " " not in name and is_secret_name(name):
+            remember_secrets({"secret": value})
+            shown.append(f"{name}={HIDDEN}")
+        elif " --" in word:  # a command within an argument
+            shown.append(" ".join(hide_words(word.split(" "))))
+        else:
+            content = _json_mapping(word)
+            named = None if content is None else hide_settings(content)
+            shown.append(hide_secrets(word) if named == content else json.dumps(named))
     return shown
-
-
-def _hide_word(word: str) -> str:
-    """`--name=value` and `name=value` by the name; a mapping in JSON by its keys."""
-    name, equals, value = word.partition("=")
-    if equals and value and " " not in name and is_secret_name(name):
-        remember_secrets({"secret": value})
-        return f"{name}={HIDDEN}"
-    content = _json_mapping(word)
-    if content is not None and (hidden := _hide_named(content)) != content:
-        remember_secrets(content)
-        return json.dumps(hidden)
-    return str(hide_secrets(word))
-
-
-def _json_mapping(text: str) -> dict[str, Any] | None:
-    if not text.lstrip().startswith("{"):
-        return None
-    try:
-        content = parse_json(text, "an argument", limits=CONFIGURATION, allow_nan=True)
-    except ToolkitError:
-        return None
-    return content if isinstance(content, dict) else None
 
 
 def hide_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -180,24 +137,20 @@ def hide_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
     >>> hide_settings({"hub_token": "a-token", "logging": {"api_key": "a-key"}, "use_auth_token": True})
     {'hub_token': '***', 'logging': {'api_key': '***'}, 'use_auth_token': True}
     """
+
+    def named(content: Any) -> Any:
+        if isinstance(content, list):
+            return [named(each) for each in content]
+        if not isinstance(content, Mapping):
+            return content
+        return {
+            name: HIDDEN if value and type(value) in (str, int) and is_secret_name(str(name)) else named(value)
+            for name, value in content.items()
+        }
+
     remember_secrets(settings)
-    hidden: dict[str, Any] = hide_secrets(_hide_named(settings))
+    hidden: dict[str, Any] = hide_secrets(named(settings))
     return hidden
-
-
-def _hide_named(content: Any) -> Any:
-    if isinstance(content, list):
-        return [_hide_named(each) for each in content]
-    if not isinstance(content, Mapping):
-        return content
-    return {
-        name: HIDDEN if is_secret_name(str(name)) and _may_be_secret(each) else _hide_named(each)
-        for name, each in content.items()
-    }
-
-
-def _may_be_secret(value: Any) -> bool:
-    return isinstance(value, str | int) and not isinstance(value, bool) and bool(value)
 
 
 class UnwrittenText(str):

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from pydantic import TypeAdapter, ValidationError
 
 from toolkit.errors import ToolkitError
-from toolkit.files.value_limits import MAX_SHOWN, shown
+from toolkit.files.value_limits import shown, shown_key
 
 if TYPE_CHECKING:
     from pydantic_core import ErrorDetails
@@ -74,9 +74,5 @@ def _expected(error: ErrorDetails) -> str:
 
 
 def _path(place: tuple[int | str, ...]) -> str:
-    words = "".join(f"[{part}]" if isinstance(part, int) else f".{_key(part)}" for part in place)
+    words = "".join(f"[{part}]" if isinstance(part, int) else f".{shown_key(part)}" for part in place)
     return words.removeprefix(".") or "it"
-
-
-def _key(text: str) -> str:
-    return text if text.isprintable() and len(text) <= MAX_SHOWN else shown(text)

@@ -67,42 +67,36 @@ def check_values(content: Any, name: str, limits: Limits, *, allow_nan: bool = F
     Those are integers of more bits than `limits` allows, text that UTF-8 cannot hold, and (unless `allow_nan`) NaN and
     infinities. The message says where the value is.
     """
-    limits.check(name, values=1, depth=1)
-    _check_one(content, content, name, limits, allow_nan=allow_nan)
-    pending = [(content, 1)] if isinstance(content, dict | list) else []
-    seen = 1
+    pending: list[tuple[Any, int]] = [([content], 0)]
+    seen = 0
     while pending:
         collection, depth = pending.pop()
         seen += len(collection)
         limits.check(name, values=seen, depth=depth + bool(collection))
-        for value in collection.values() if isinstance(collection, dict) else collection:
+        for value in [*collection, *collection.values()] if isinstance(collection, dict) else collection:
             kind = type(value)
             if kind is dict or kind is list:
                 pending.append((value, depth + 1))
             elif value is not None and kind is not bool:
-                _check_one(value, content, name, limits, allow_nan=allow_nan)
-        if isinstance(collection, dict):
-            for key in collection:
-                _check_one(key, content, name, limits, allow_nan=allow_nan)
+                problem = _problem(value, limits, allow_nan=allow_nan)
+                if problem is not None:
+                    error = OverLimit if isinstance(value, str) and len(value) > limits.characters else ToolkitError
+                    raise error(f"{_place(content, value, name)} {problem}")
 
 
-def _check_one(value: Any, content: Any, name: str, limits: Limits, *, allow_nan: bool) -> None:
-    """Check a text or a number; `content` is all that was read."""
-    if isinstance(value, float):
-        if not math.isfinite(value) and not allow_nan:
-            raise ToolkitError(f"{_place(content, value, name)} is {value}, expected a finite number")
-    elif isinstance(value, str):
+def _problem(value: Any, limits: Limits, *, allow_nan: bool) -> str | None:
+    """What is wrong with a text or a number, or None."""
+    if isinstance(value, str):
         if len(value) > limits.characters:
-            raise OverLimit(
-                f"{_place(content, value, name)} has {len(value):,} characters, expected at most {limits.characters:,}"
-            )
+            return f"has {len(value):,} characters, expected at most {limits.characters:,}"
         if not value.isascii() and _SURROGATE.search(value):
-            raise ToolkitError(f"{_place(content, value, name)} is {value[:40]!r}, which is not valid Unicode")
+            return f"is {value[:40]!r}, which is not valid Unicode"
+    elif isinstance(value, float):
+        if not math.isfinite(value) and not allow_nan:
+            return f"is {value}, expected a finite number"
     elif isinstance(value, int) and value.bit_length() > limits.integer_bits:
-        raise ToolkitError(
-            f"{_place(content, value, name)} is an integer of {value.bit_length():,} bits, expected at most"
-            f" {limits.integer_bits}"
-        )
+        return f"is an integer of {value.bit_length():,} bits, expected at most {limits.integer_bits}"
+    return None
 
 
 def _place(content: Any, wanted: object, name: str) -> str:
@@ -113,12 +107,13 @@ def _place(content: Any, wanted: object, name: str) -> str:
         if value is wanted:
             return f"{name}: {place.lstrip('.')}" if place else name
         if isinstance(value, dict):
-            pending += [(f"{place}.{_short(key)}", item) for key, item in value.items()]
+            pending += [(f"{place}.{shown_key(key)}", item) for key, item in value.items()]
         elif isinstance(value, list):
             pending += [(f"{place}[{index}]", item) for index, item in enumerate(value)]
     return name  # a key
 
 
-def _short(key: object) -> str:
+def shown_key(key: object) -> str:
+    """Return a key for a message: escaped and cut only if it has to be."""
     text = str(key)
-    return text if len(text) <= 40 and text.isprintable() else f"{text[:40]!r}"
+    return text if len(text) <= MAX_SHOWN and text.isprintable() else shown(text)

@@ -30,25 +30,15 @@ _NUMBER = re.compile(r"[-+0-9.][0-9a-fA-Fx_:.+-]*")
 def read_configuration(path: Path) -> dict[str, Any]:
     """Return the keys and values of a configuration: JSON if its name ends so, otherwise YAML.
 
-    Raises ToolkitError as `read_yaml_mapping` does, and for a key that is not text.
+    Raises ToolkitError as `read_text` and `parse_yaml` do, for another type, and for a key that is not text.
     """
     if path.suffix == ".json":
         return as_mapping(read_json(path, limits=CONFIGURATION, max_bytes=MAX_YAML_BYTES), str(path))
-    content = read_yaml_mapping(path)
+    content = as_mapping(parse_yaml(read_text(path, max_bytes=MAX_YAML_BYTES), str(path)), str(path))
     for key in content:
         if not isinstance(key, str):
             raise ToolkitError(f"{path} has the key {shown(key)}, expected a name", hint="put the key in quotes")
     return content
-
-
-def read_yaml(path: Path) -> Any:
-    """Return the value in a YAML file. Raises ToolkitError as `read_text` and `parse_yaml` do."""
-    return parse_yaml(read_text(path, max_bytes=MAX_YAML_BYTES), str(path))
-
-
-def read_yaml_mapping(path: Path) -> dict[Any, Any]:
-    """Return the keys and values in a YAML file. Raises ToolkitError as `read_yaml` does, and for another type."""
-    return as_mapping(read_yaml(path), str(path))
 
 
 def parse_yaml(text: str, name: str, *, limits: Limits = CONFIGURATION) -> Any:
@@ -76,60 +66,47 @@ def not_yaml(name: str, error: Exception) -> ToolkitError:
 
 
 def check_yaml(text: str, name: str, limits: Limits) -> None:
-    """Check size, depth, aliases and tags event by event, before any value exists. Raises ToolkitError."""
+    """Check size, depth, aliases and tags event by event, before any value exists. Raises ToolkitError.
+
+    An alias counts as often as it is used: a few lines of them can stand for billions of values.
+    """
+    # Anchor, values and depth of each collection that is not closed yet; the first stands for the whole text.
+    around: list[tuple[str | None, int, int]] = [(None, 0, 0)]
+    known: dict[str, tuple[int, int]] = {}
     try:
-        _Bounds(name, limits).check(text)
+        for event in yaml.parse(text, Loader=LOADER):
+            if isinstance(event, yaml.CollectionStartEvent | yaml.ScalarEvent):
+                _check_tag(event.tag, name)
+            if isinstance(event, yaml.CollectionStartEvent):
+                around.append((event.anchor, 1, 1))
+                limits.check(name, values=len(around), depth=len(around) - 1)
+                continue
+            if isinstance(event, yaml.CollectionEndEvent):
+                anchor, values, depth = around.pop()
+            elif isinstance(event, yaml.ScalarEvent):
+                anchor, values, depth = event.anchor, 1, 1
+                if len(event.value) > MAX_NUMBER_CHARACTERS and _NUMBER.fullmatch(event.value):
+                    raise ToolkitError(f"{name} has a number of {len(event.value):,} characters")
+            elif isinstance(event, yaml.AliasEvent):
+                alias = str(event.anchor)
+                if alias in [anchor for anchor, _, _ in around]:
+                    raise ToolkitError(f"{name} has an alias *{alias[:40]} inside of what it stands for")
+                anchor, (values, depth) = None, known.get(alias, (1, 1))
+            else:
+                continue
+            if anchor is not None:
+                known[anchor] = (values, depth)
+            parent, values_before, deepest = around[-1]
+            around[-1] = (parent, values_before + values, max(deepest, depth + 1))
+            total = sum(counted for _, counted, _ in around)
+            limits.check(name, values=total, depth=len(around) - 1 + depth)
     except (yaml.YAMLError, ValueError) as error:
         raise not_yaml(name, error) from None
 
 
-class _Bounds:
-    """Counts the values and the depth of a text as if each alias were written out."""
-
-    def __init__(self, name: str, limits: Limits) -> None:
-        self.name, self.limits = name, limits
-        self.open: list[list[int]] = [[0, 0]]
-        """Values and depth of each collection that is not closed yet; the first stands for the whole text."""
-        self.anchors: list[str | None] = [None]
-        self.known: dict[str, tuple[int, int]] = {}
-
-    def check(self, text: str) -> None:
-        for event in yaml.parse(text, Loader=LOADER):
-            if isinstance(event, yaml.AliasEvent):
-                self._add(*self._expanded(event.anchor))
-            elif isinstance(event, yaml.CollectionStartEvent):
-                self._check_tag(event.tag)
-                self.open.append([1, 1])
-                self.anchors.append(event.anchor)
-                self.limits.check(self.name, values=len(self.open), depth=len(self.open) - 1)
-            elif isinstance(event, yaml.CollectionEndEvent):
-                self._close(*self.open.pop(), anchor=self.anchors.pop())
-            elif isinstance(event, yaml.ScalarEvent):
-                self._check_tag(event.tag)
-                if len(event.value) > MAX_NUMBER_CHARACTERS and _NUMBER.fullmatch(event.value):
-                    raise ToolkitError(f"{self.name} has a number of {len(event.value):,} characters")
-                self._close(1, 1, anchor=event.anchor)
-
-    def _expanded(self, anchor: str | None) -> tuple[int, int]:
-        if anchor in self.anchors:
-            raise ToolkitError(f"{self.name} has an alias *{str(anchor)[:40]} inside of what it stands for")
-        return self.known.get(str(anchor), (1, 1))
-
-    def _close(self, values: int, depth: int, *, anchor: str | None) -> None:
-        if anchor is not None:
-            self.known[anchor] = (values, depth)
-        self._add(values, depth)
-
-    def _add(self, values: int, depth: int) -> None:
-        around = self.open[-1]
-        around[0] += values
-        around[1] = max(around[1], depth + 1)
-        total = sum(counted for counted, _ in self.open)
-        self.limits.check(self.name, values=total, depth=len(self.open) - 1 + depth)
-
-    def _check_tag(self, tag: Any) -> None:
-        if isinstance(tag, str) and tag not in PLAIN_TAGS and tag != "!":
-            raise ToolkitError(
-                f"{self.name} has a value with the tag {tag[:80]!r}, which names an object; nothing was executed",
-                hint="use only plain keys, numbers and strings",
-            )
+def _check_tag(tag: str | None, name: str) -> None:
+    if tag is not None and tag not in PLAIN_TAGS and tag != "!":
+        raise ToolkitError(
+            f"{name} has a value with the tag {tag[:80]!r}, which names an object; nothing was executed",
+            hint="use only plain keys, numbers and strings",
+        )

@@ -8,11 +8,11 @@ A limit is None where nothing is limited or nothing can be read.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 
 from toolkit.hardware.node import host_memory_bytes
+from toolkit.hardware.system_text import text_of
 
 CGROUP_ROOT = Path("/sys/fs/cgroup")
 
@@ -60,7 +60,7 @@ def count_oom_kills(root: Path = CGROUP_ROOT) -> int:
 
 def _counters(path: Path) -> dict[str, int]:
     try:
-        pairs = [line.split() for line in (_text(path) or "").splitlines()]
+        pairs = [line.split() for line in (text_of(path) or "").splitlines()]
         return {name: int(value) for name, value in pairs}
     except ValueError:
         return {}
@@ -68,20 +68,14 @@ def _counters(path: Path) -> dict[str, int]:
 
 def _read(root: Path, controller: str, name: str) -> list[str]:
     """Contents of this file in each cgroup from this process's own up to the root."""
-    return [text for folder in cgroup_folders(root, controller) if (text := _text(folder / name)) is not None]
+    return [text for folder in cgroup_folders(root, controller) if (text := text_of(folder / name)) is not None]
 
 
 def cgroup_folders(root: Path, controller: str) -> Iterator[Path]:
     """Yield the folder of this process's own cgroup, then those above it; `controller` is empty for version 2."""
-    for line in (_text(Path("/proc/self/cgroup")) or "").splitlines():
+    for line in (text_of(Path("/proc/self/cgroup")) or "").splitlines():
         _, controllers, own = line.split(":", 2)
         if (controller in controllers.split(",")) if controller else not controllers:
             top = root / controller
             folder = top / own.lstrip("/")
             yield from [folder, *(parent for parent in folder.parents if parent.is_relative_to(top))]
-
-
-def _text(path: Path) -> str | None:
-    with contextlib.suppress(OSError):
-        return path.read_text("utf-8").strip()
-    return None

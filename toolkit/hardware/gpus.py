@@ -6,15 +6,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
-import shutil
-import subprocess
 from pathlib import Path
 from typing import Any
 
 from toolkit.errors import ToolkitError
+from toolkit.hardware.system_text import entries_of, output_of
 from toolkit.units import MIB
 
 # Column of nvidia-smi -> key in run.json.
@@ -69,19 +67,10 @@ def visible_gpus(installed: list[str], *, cuda_visible_devices: str | None) -> i
 
 def installed_gpus() -> list[str]:
     """Return the indices of the NVIDIA GPUs that the driver lists; empty without a driver."""
-    listed = sorted(Path("/proc/driver/nvidia/gpus").glob("*")) if Path("/proc/driver/nvidia/gpus").is_dir() else []
-    return [str(index) for index in range(len(listed) or _count_with_nvidia_smi())]
-
-
-def _count_with_nvidia_smi() -> int:
-    """In a container, /proc may be hidden while nvidia-smi works."""
-    if shutil.which("nvidia-smi") is None:
-        return 0
-    try:
-        listing = subprocess.run(["nvidia-smi", "-L"], capture_output=True, encoding="utf-8", timeout=20, check=False)
-    except (OSError, subprocess.TimeoutExpired):
-        return 0
-    return sum(line.startswith("GPU ") for line in listing.stdout.splitlines())
+    count = len(entries_of(Path("/proc/driver/nvidia/gpus")))
+    if count == 0:  # in a container, /proc may be hidden while nvidia-smi works
+        count = sum(line.startswith("GPU ") for line in (output_of("nvidia-smi", "-L") or "").splitlines())
+    return [str(index) for index in range(count)]
 
 
 def gpu_names() -> list[str]:
@@ -92,10 +81,7 @@ def gpu_names() -> list[str]:
 def describe_gpus() -> list[dict[str, Any]]:
     """Return name, memory in bytes, driver, power limit and highest clocks of each GPU, as nvidia-smi reports them."""
     columns = ",".join(("name", "memory.total", "driver_version", *GPU_FIGURES))
-    try:
-        rows = _nvidia_smi(f"--query-gpu={columns}", "--format=csv,noheader,nounits").splitlines()
-    except (OSError, subprocess.SubprocessError):
-        return []
+    rows = (output_of("nvidia-smi", f"--query-gpu={columns}", "--format=csv,noheader,nounits") or "").splitlines()
     fields = [row.split(", ") for row in rows]
     return [read_gpu_row(row) for row in fields if len(row) == len(GPU_FIGURES) + 3]  # not `No devices were found`
 
@@ -107,11 +93,7 @@ def read_gpu_row(fields: list[str]) -> dict[str, Any]:
     1590
     """
     name, mib, driver, *figures = fields
-    facts: dict[str, Any] = {
-        "name": name,
-        "memory_bytes": int(mib) * MIB if mib.isdigit() else None,
-        "driver": driver,
-    }
+    facts: dict[str, Any] = {"name": name, "memory_bytes": int(mib) * MIB if mib.isdigit() else None, "driver": driver}
     for key, text in zip(GPU_FIGURES.values(), figures, strict=False):
         facts[key] = None if not text.replace(".", "", 1).isdigit() else float(text) if "." in text else int(text)
     return facts
@@ -119,11 +101,5 @@ def read_gpu_row(fields: list[str]) -> dict[str, Any]:
 
 def gpu_topology() -> str | None:
     """Return how the GPUs are connected: nvidia-smi's own table without colours; None without nvidia-smi."""
-    with contextlib.suppress(OSError, subprocess.SubprocessError):
-        return re.sub(r"\x1b\[[0-9;]*m", "", _nvidia_smi("topo", "-m"))
-    return None
-
-
-def _nvidia_smi(*arguments: str) -> str:
-    command = ["nvidia-smi", *arguments]
-    return subprocess.run(command, capture_output=True, encoding="utf-8", timeout=10, check=True).stdout.strip()
+    table = output_of("nvidia-smi", "topo", "-m")
+    return None if table is None else re.sub(r"\x1b\[[0-9;]*m", "", table)

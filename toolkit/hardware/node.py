@@ -10,12 +10,12 @@ import contextlib
 import os
 import platform
 import shutil
-import subprocess
 from pathlib import Path
 from typing import Any
 
 from toolkit.hardware.disks import mount_of
 from toolkit.hardware.gpus import describe_gpus
+from toolkit.hardware.system_text import output_of, text_of
 from toolkit.versions import installed_version
 
 LIBRARIES = ("torch", "accelerate", "transformers", "deepspeed", "peft", "datasets", "finetune-toolkit")
@@ -39,11 +39,9 @@ def describe_node() -> dict[str, Any]:
 
 
 def _cpu_name() -> str | None:
-    try:
-        lines = Path("/proc/cpuinfo").read_text("utf-8", errors="replace").splitlines()
-    except OSError:
-        return platform.processor() or None
-    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), None)
+    lines = (text_of(Path("/proc/cpuinfo")) or "").splitlines()
+    names = (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    return next(names, None) or platform.processor() or None
 
 
 def host_memory_bytes() -> int:
@@ -62,14 +60,7 @@ def disk_facts(folder: Path) -> dict[str, Any]:
 
 def git_commit(folder: Path) -> str | None:
     """Return the commit checked out in `folder`, with `+changes` if the tree differs from it; None outside git."""
-    try:
-        head = _git(folder, "rev-parse", "--short=12", "HEAD")
-        changed = _git(folder, "status", "--porcelain", "--untracked-files=no")
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return f"{head}+changes" if changed else head
-
-
-def _git(folder: Path, *arguments: str) -> str:
-    command = ["git", "-C", str(folder), *arguments]
-    return subprocess.run(command, capture_output=True, encoding="utf-8", timeout=10, check=True).stdout.strip()
+    git = ("git", "-C", str(folder))
+    head = output_of(*git, "rev-parse", "--short=12", "HEAD")
+    changed = output_of(*git, "status", "--porcelain", "--untracked-files=no")
+    return None if head is None or changed is None else f"{head}+changes" if changed else head

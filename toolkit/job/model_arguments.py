@@ -17,9 +17,8 @@ from toolkit.job.argument_values import as_list, check_word
 from toolkit.job.script_arguments import read_method
 from toolkit.models.attention import KERNEL, attention_words, read_model_attention
 from toolkit.models.config_fields import ConfigFields
-from toolkit.models.hub import CONFIG
 from toolkit.models.lora import ALL_LINEAR
-from toolkit.models.read_model import shape_from_config
+from toolkit.models.read_model import CONFIG, shape_from_config
 from toolkit.models.shape import ModelShape
 from toolkit.models.split import read_split
 from toolkit.presets.support import check_supported

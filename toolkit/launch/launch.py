@@ -34,7 +34,7 @@ from toolkit.launch.resume_conversion import (
     checkpoint_to_resume,
     convert_checkpoint,
 )
-from toolkit.launch.warm_start import server_in_environment
+from toolkit.launch.warm_start import SERVER_VARIABLE
 from toolkit.presets import Preset, load_preset
 from toolkit.record import status
 from toolkit.record.attempts import settle, start_attempt
@@ -133,7 +133,7 @@ def train(prepared: PreparedRun, *, plan: dict[str, Any] | None, on_message: Cal
             nvme=prepared.nvme,
             plan=plan,
             on_line=on_message,
-            fork_server=server_in_environment(),
+            fork_server=os.environ.get(SERVER_VARIABLE),
         )
     finally:
         prepared.converted.remove()
@@ -151,7 +151,7 @@ def run_training(
 ) -> RunResult:
     """Train in `output_dir`, which must not hold a finished run, with as many restarts as the options allow.
 
-    `fork_server` is the socket of a server to start the ranks from, instead of a cold start.
+    `fork_server` is a server (`WarmStart.server`) to fork the ranks from, instead of a cold start.
 
     Raises ToolkitError for a folder that cannot be used; every other outcome is in the result.
     """

@@ -16,8 +16,8 @@ from typing import Any
 
 from toolkit.cache import ASYNC_IO_OPS, COMPILE_ASYNC_IO, INSTALL_LIBAIO, are_compiled
 from toolkit.errors import ToolkitError
+from toolkit.files.model_weights import read_header
 from toolkit.files.reading import user_path
-from toolkit.files.safetensors_header import read_header
 from toolkit.hardware.disks import DiskRates, free_bytes, measure_rates, mount_of, try_direct_io
 from toolkit.hardware.process_limits import locked_memory_limit_bytes
 from toolkit.launch.environment import NVME_PATH_VARIABLE

@@ -16,7 +16,6 @@ from toolkit.data import check_file, first_sample, is_hub_id, resolve_sources
 from toolkit.data.mixture import rows_per_epoch
 from toolkit.data.template_limits import check_templates, read_template, templates_of
 from toolkit.errors import ToolkitError
-from toolkit.files.checkpoint_pickles import check_pickles
 from toolkit.files.model_weights import check_weights
 from toolkit.files.reading import user_path
 from toolkit.hardware.disks import existing_folder, free_bytes
@@ -36,8 +35,8 @@ from toolkit.job.script_arguments import (
     read_method,
     resumes,
 )
-from toolkit.models.config_limits import read_config
-from toolkit.models.hub import download_config, no_such_model
+from toolkit.models.config_fields import read_config
+from toolkit.models.read_model import download_config, no_such_model
 from toolkit.presets import Preset, PresetSpec
 from toolkit.presets.compatibility import CPU, Device
 from toolkit.presets.optimizers import DEFAULT_OPTIMIZER
@@ -272,8 +271,6 @@ def check_resume(preset: Preset, *, num_processes: int, arguments: dict[str, Any
         checkpoint = next((found for found in checkpoints if found.problem() is None), None)
     if checkpoint is None:
         return
-    if not flag(arguments.get("trust_pickle", False)):
-        check_pickles(checkpoint.path)
     degrees = degrees_given(arguments)
     check_same_layout(checkpoint, TargetLayout.of(preset, num_processes=num_processes, degrees=degrees))
     groups = data_parallel_size(preset, arguments, num_processes)

@@ -58,8 +58,8 @@ def run_command(
     At the first signal `ask_to_stop` asks the ranks to save and exit, and returns False where there are none; they have
     `stop_seconds` for it. A second signal ends them at once. `inherit` are descriptors that the command keeps open.
 
-    `fork_server` is the socket of a server to fork the process from. A command that the server refuses is started cold,
-    and `on_line` gets the reason.
+    `fork_server` is a server (`WarmStart.server`) to fork the process from. What is refused is started cold, and
+    `on_line` gets the reason.
     """
     started = time.monotonic()
     timed_out = interrupted = interrupted_twice = False

@@ -144,7 +144,7 @@ def _run_conversion(checkpoint: Path, out: Path, run: ResumingRun) -> None:
     options = ["--preset", str(run.preset.accelerate_config_path), "--num-processes", str(run.num_processes)]
     options += [f"--{name.replace('_', '-')}={degree}" for name, degree in run.degrees.items()]
     options += ["--trust-pickle"] if run.trust_pickle else []
-    command = [sys.executable, "-P", "-m", "toolkit.checkpoint", "convert", str(checkpoint), str(out), *options]
+    command = [sys.executable, "-P", "-m", "toolkit", "checkpoint", "convert", str(checkpoint), str(out), *options]
     environment = {name: value for name, value in os.environ.items() if not name.startswith(RANK_VARIABLES)}
     environment["CUDA_VISIBLE_DEVICES"] = ""  # as it would set itself; a fork server on the CPU has it too
     code, errors = run_python(command, environment)

@@ -1,139 +1,122 @@
-"""Start runs from a fork server: a process that has already imported torch and the training script.
+"""Fork runs from a process that has already imported torch and the training script: on CPUs, and in tests.
 
     with WarmStart() as warm_start:
-        path = warm_start.socket_path(environment, on_line=print)
-        process = fork_process(path, [sys.executable, "-m", "toolkit.train", ...], environment=environment)
+        server = warm_start.server(environment)
+        process = fork_process(server, [sys.executable, "-m", "toolkit.train", ...], environment=environment)
         process.wait()
 
-A forked process has its own session, CUDA context and process group, and the environment, working directory, limits and
-streams that it would have from `subprocess.Popen`; it only skips its imports. The server, `toolkit.train.fork_server`,
-refuses requests for which this would not hold.
+The server is multiprocessing's own, with `toolkit.train.preloaded` imported. The first process of a run is
+`accelerate launch` itself, whose ranks are then forked too: its own code builds their environment, monitors and ends
+them, so that exit codes and log lines are those of a cold start. A forked process has the session, environment, working
+directory, resource limits and streams that it would have from `subprocess.Popen`; it only skips its imports. What
+cannot be changed after the imports is refused, and the caller then starts the process cold.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
-import json
+import ctypes
+import multiprocessing
 import os
+import re
 import resource
-import select
-import shutil
+import runpy
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from multiprocessing import forkserver
+from multiprocessing.reduction import DupFd
 from pathlib import Path
+from types import ModuleType
 from typing import IO, Any
+
+import psutil
 
 from toolkit.launch.environment import RUN_ID_VARIABLE
 
-# Names the socket of a running fork server, from which runs are then started.
-SOCKET_VARIABLE = "TOOLKIT_FORK_SERVER"
+# A running server, as `PID:ADDRESS`.
+SERVER_VARIABLE, PRELOADED = "TOOLKIT_FORK_SERVER", "toolkit.train.preloaded"
 # The value in the server's environment, as long as a run's id, which overwrites it in each forked process.
 RUN_ID_PLACEHOLDER = "0" * 32
-START_SECONDS = 120.0
-STOP_SECONDS = 20.0
-MESSAGE_BYTES = 64 * 1024
-
-
-def server_in_environment() -> str | None:
-    """Return the socket of the fork server that the environment names, for the runs of any command."""
-    return os.environ.get(SOCKET_VARIABLE)
+# Programs that start ranks as child processes.
+LAUNCHERS = ("accelerate.commands.launch", "torch.distributed.run")
+# Variables that are read when a process group, an engine or a run is created, not when a library is imported.
+READ_AFTER_IMPORT = re.compile(
+    r"(ACCELERATE|FSDP|PARALLELISM_CONFIG|TORCHELASTIC|TOOLKIT)_\w+|(GROUP_|LOCAL_|ROLE_)?(RANK|WORLD_SIZE)|ROLE_NAME"
+    r"|MASTER_(ADDR|PORT)|TORCH_NCCL_ASYNC_ERROR_HANDLING|TORCH_DISABLE_SHARE_RDZV_TCP_STORE|OMP_NUM_THREADS"
+    r"|PYTORCH_NVML_BASED_CUDA_CHECK|TORCH_EXTENSIONS_DIR|TORCHINDUCTOR_CACHE_DIR|NCCL_(P2P|IB)_DISABLE"
+    r"|TORCH_FORCE_WEIGHTS_ONLY_LOAD|PYTHON(PATH|UTF8|IOENCODING|UNBUFFERED)|PATH|PWD|OLDPWD|SHLVL|_|PYTEST_\w+"
+)
 
 
 class RefusedError(Exception):
-    """The fork server cannot start this process like a cold start; the message is the reason."""
+    """The process cannot be forked like a cold start; the message is the reason."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PythonCommand:
-    """A program that this environment's Python runs: `-m toolkit.train ...` or `script.py ...`."""
+@dataclass(frozen=True, kw_only=True)
+class Program:
+    """What a forked process becomes; pickled for it."""
 
-    target: str
-    """Name of the module, or path of the script."""
-    is_module: bool
-    arguments: list[str]
-    safe_path: bool = False
-    """`-P`: the program's folder is not on `sys.path`."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ForkRequest:
-    """What the fork server needs to fork a process; sent as JSON."""
-
-    command: PythonCommand
+    argv: list[str]
+    """Without the interpreter: `-m toolkit.train ...`, or `script.py ...`; `-P` before it keeps its folder off the
+    path."""
     environment: dict[str, str]
-    working_directory: str
-    cgroups: str
-    """/proc/self/cgroup of the client."""
+    server: str
+    folder: str
     limits: dict[str, tuple[int, int]]
-    """Soft and hard resource limit, by the name of the constant in `resource`."""
-    cpus: list[int]
-    niceness: int
-    umask: int
-    ignored_signals: list[int]
-
-    def to_json(self) -> str:
-        """Return the request as JSON."""
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def from_json(cls, text: str) -> ForkRequest:
-        """Read what `to_json` wrote."""
-        content = json.loads(text)
-        limits = {name: (soft, hard) for name, (soft, hard) in content["limits"].items()}
-        return cls(**content | {"command": PythonCommand(**content["command"]), "limits": limits})
+    streams: tuple[Any, Any]
+    inherit: tuple[Any, ...]
 
 
-def python_command(argv: Sequence[str]) -> PythonCommand | None:
-    """Parse the argv of a program that this environment's Python runs; return None for any other program.
+class _Descriptor:
+    """A file descriptor that multiprocessing passes on with a pickle."""
 
-    >>> python_command([sys.executable, "-u", "-m", "toolkit.train", "--max_steps", "8"])
-    PythonCommand(target='toolkit.train', is_module=True, arguments=['--max_steps', '8'], safe_path=False)
-    >>> python_command(["tee", "train.log"])
-    """
-    words = [str(word) for word in argv]
-    if len(words) < 2 or words[0] != sys.executable:
-        return None
-    words, safe_path = words[1:], words[1] == "-P"
-    if words[0] in ("-u", "-P"):
-        words = words[1:]
-    if words[:1] == ["-m"] and len(words) > 1:
-        return PythonCommand(target=words[1], is_module=True, arguments=words[2:], safe_path=safe_path)
-    if words and words[0].endswith(".py"):
-        return PythonCommand(target=words[0], is_module=False, arguments=words[1:], safe_path=safe_path)
-    return None
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def __reduce__(self) -> Any:
+        return _received, (DupFd(self.number),)
+
+
+def _received(duplicate: Any) -> int:
+    return int(duplicate.detach())
 
 
 class ForkedProcess:
-    """A process that a fork server started, with the methods of `subprocess.Popen` that launchers use.
+    """A forked process, with the methods of `subprocess.Popen` that launchers use.
 
-    The server sends it SIGTERM when its owner exits or closes it.
+    It gets SIGTERM when the process that asked for it ends, even if that is killed.
     """
 
-    def __init__(self, connection: socket.socket, args: Sequence[str], pid: int, stdout: IO[str] | None) -> None:
-        self.args, self.pid, self.stdout = args, pid, stdout
-        self.returncode: int | None = None
-        self._connection = connection
+    def __init__(self, process: Any, args: Sequence[str], stdout: IO[str] | None) -> None:
+        self._process, self.args, self.stdout = process, args, stdout
+        self.pid: int = process.pid
+
+    @property
+    def returncode(self) -> int | None:
+        """Exit code, negative for a signal; None while the process runs."""
+        code: int | None = self._process.exitcode
+        return code
 
     def poll(self) -> int | None:
-        """Return the exit code, negative for a signal, or None while the process runs."""
-        return self._receive(timeout_seconds=0)
+        """Return `returncode`."""
+        return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
         """Wait for the process and return its exit code. Raises TimeoutExpired after `timeout` seconds."""
-        code = self._receive(timeout_seconds=timeout)
-        if code is None:
+        self._process.join(timeout)
+        if self.returncode is None:
             raise subprocess.TimeoutExpired(list(self.args), timeout or 0)
-        return code
+        return self.returncode
 
     def send_signal(self, number: int) -> None:
         """Send a signal if the process still runs."""
-        if self.poll() is None:
+        if self.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, number)
 
@@ -145,22 +128,25 @@ class ForkedProcess:
         """Send SIGKILL."""
         self.send_signal(signal.SIGKILL)
 
-    def close(self) -> None:
-        """Close the connection without waiting; the server sends the process SIGTERM."""
-        self.returncode = -signal.SIGTERM
-        self._connection.close()
 
-    def _receive(self, *, timeout_seconds: float | None) -> int | None:
-        if self.returncode is None and select.select([self._connection], [], [], timeout_seconds)[0]:
-            message = _receive(self._connection)
-            # No message means that the server was killed; the kernel then sends its children SIGTERM.
-            self.returncode = -signal.SIGTERM if message is None else int(message["exit_code"])
-            self._connection.close()
-        return self.returncode
+def python_words(argv: Sequence[str]) -> list[str] | None:
+    """Return the words after this environment's Python, if they run a module or a script; None otherwise.
+
+    >>> python_words([sys.executable, "-u", "-m", "toolkit.train", "--max_steps", "8"])
+    ['-m', 'toolkit.train', '--max_steps', '8']
+    >>> python_words(["tee", "train.log"])
+    """
+    words = list(map(str, argv))
+    if words[:1] != [sys.executable]:
+        return None
+    words = words[2 if words[1:2] == ["-u"] else 1 :]
+    program = words[words[:1] == ["-P"] :]
+    runs = len(program) > 1 if program[:1] == ["-m"] else bool(program) and program[0].endswith(".py")
+    return words if runs else None
 
 
 def fork_process(
-    socket_path: str,
+    server: str,
     argv: Sequence[str],
     *,
     environment: Mapping[str, str],
@@ -173,50 +159,217 @@ def fork_process(
     Without `stdout`, the process's `stdout` is a pipe for both streams. `inherit` are further file descriptors that the
     process keeps open, under other numbers.
 
-    Raises RefusedError if the server refuses to fork it, or does not run.
+    Raises RefusedError if it would not be like a cold start, or the server does not run.
     """
-    command = python_command(argv)
-    if command is None:
+    words = python_words(argv)
+    if words is None:
         raise RefusedError(f"{argv[0]} is not this environment's Python")
-    request = ForkRequest(
-        command=command,
-        environment=dict(environment),
-        working_directory=str(Path.cwd()),
-        cgroups=Path("/proc/self/cgroup").read_text("utf-8"),
-        limits={name: resource.getrlimit(getattr(resource, name)) for name in dir(resource) if name[:7] == "RLIMIT_"},
-        cpus=sorted(os.sched_getaffinity(0)),
-        niceness=os.nice(0),
-        umask=_umask(),
-        ignored_signals=[n for n in signal.valid_signals() if signal.getsignal(n) is signal.SIG_IGN],
-    )
+    check_environment(server, environment)
     reader, writer = os.pipe() if stdout is None else (None, stdout)
+    program = Program(
+        argv=words,
+        environment=dict(environment),
+        server=server,
+        folder=str(Path.cwd()),
+        limits={name: resource.getrlimit(getattr(resource, name)) for name in dir(resource) if name[:7] == "RLIMIT_"},
+        streams=(_Descriptor(writer), _Descriptor(writer if stderr is None else stderr)),
+        inherit=tuple(map(_Descriptor, inherit)),
+    )
     try:
-        connection, pid = _request(socket_path, request, [writer, writer if stderr is None else stderr, *inherit])
-    except RefusedError:
+        process = _start(program)
+    except (OSError, EOFError) as error:
         if reader is not None:
             os.close(reader)
-        raise
+        raise RefusedError(f"no fork server answers: {error}") from None
     finally:
         if reader is not None:
             os.close(writer)
     lines = None if reader is None else os.fdopen(reader, encoding="utf-8", errors="replace")
-    return ForkedProcess(connection, argv, pid, lines)
+    return ForkedProcess(process, argv, lines)
+
+
+def check_environment(server: str, environment: Mapping[str, str]) -> None:
+    """Raise RefusedError where a variable differs that a library may have read while the server imported it."""
+    try:
+        imported = psutil.Process(int(server.partition(":")[0])).environ()
+    except (psutil.Error, ValueError):
+        raise RefusedError(f"no fork server runs at {server}") from None
+    set_by_imports = getattr(sys.modules.get(PRELOADED), "SET_BY_IMPORTS", {})  # in a launcher that was forked itself
+    for name in sorted({*imported, *environment}):
+        alike = environment.get(name) in (imported.get(name), set_by_imports.get(name))
+        if not alike and not READ_AFTER_IMPORT.fullmatch(name):
+            raise RefusedError(
+                f"libraries may read {name} when they are imported, and it has changed since the fork server started"
+            )
+
+
+def _start(program: Program) -> Any:
+    """Start a process of the server that the program names, as multiprocessing does for a server of its own."""
+    server: Any = forkserver._forkserver
+    server._forkserver_address = program.server.partition(":")[2]
+    server.ensure_running = lambda: None  # it would start another server for each process that has started none
+    if server._forkserver_alive_fd is None:  # the server is to end with its owner, whoever else is connected
+        server._forkserver_alive_fd = os.open(os.devnull, os.O_RDONLY)
+    process = multiprocessing.get_context("forkserver").Process(target=_run, args=(program,))
+    main, sys.modules["__main__"] = sys.modules["__main__"], ModuleType("__main__")  # it is not imported over there
+    try:
+        process.start()
+    finally:
+        sys.modules["__main__"] = main
+    return process
+
+
+# -- in the forked process
+
+
+def _run(program: Program) -> None:
+    """Become the program: it has the session, streams, limits, folder and environment that the caller gave it."""
+    os.setsid()
+    threading.Thread(target=_end_with, args=(multiprocessing.parent_process(),), name="owner", daemon=True).start()
+    for number, stream in enumerate((program.streams[0], program.streams[1]), start=1):
+        os.dup2(stream, number)
+    for stream in set(program.streams):
+        os.close(stream)
+    for name, limits in program.limits.items():
+        if resource.getrlimit(getattr(resource, name)) != limits:
+            resource.setrlimit(getattr(resource, name), limits)
+    os.chdir(program.folder)
+    _set_environment(program.environment)
+    preloaded: Any = sys.modules[PRELOADED]
+    preloaded.start_like_a_new_process(program.environment.get("OMP_NUM_THREADS", ""))
+    words = program.argv
+    if words[0] == "-m" and words[1] in LAUNCHERS:
+        _fork_ranks(program.server)
+    sys.path[:] = [*filter(None, program.environment.get("PYTHONPATH", "").split(os.pathsep)), *preloaded.LIBRARY_PATH]
+    _run_as_main(words, program.folder)
+
+
+def _end_with(parent: Any) -> None:
+    parent.join()
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _set_environment(environment: Mapping[str, str]) -> None:
+    """Set the variables, and keep those that the imports have set; the run's id is shown in /proc/PID/environ too."""
+    set_by_imports = {name: os.environ[name] for name in sys.modules[PRELOADED].SET_BY_IMPORTS}
+    libc = ctypes.CDLL(None)
+    libc.getenv.restype = ctypes.c_void_p
+    run_id, shown = environment.get(RUN_ID_VARIABLE, ""), libc.getenv(RUN_ID_VARIABLE.encode())
+    if shown and len(run_id) == len(RUN_ID_PLACEHOLDER):
+        ctypes.memmove(shown, run_id.encode(), len(run_id))
+    os.environ.clear()
+    os.environ.update(set_by_imports | dict(environment))
+
+
+def _fork_ranks(server: str) -> None:
+    """Let this process, a launcher, fork its ranks too; those that are refused start cold."""
+    from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
+
+    cold_start: Any = subprocess.Popen
+
+    def start(args: Any, *, env: Any = None, stdout: Any = None, stderr: Any = None, **options: Any) -> Any:
+        if python_words(args) is not None and set(options) <= {"start_new_session"}:
+            files = [number if stream is None else stream.fileno() for number, stream in ((1, stdout), (2, stderr))]
+            try:
+                given = os.environ if env is None else env
+                return fork_process(server, args, environment=given, stdout=files[0], stderr=files[1])
+            except RefusedError as error:
+                print(f"cold start: {error}", file=sys.stderr, flush=True)
+        return cold_start(args, env=env, stdout=stdout, stderr=stderr, **options)
+
+    subprocess.Popen = subprocess_handler.Popen = start  # type: ignore[assignment,misc]
+
+
+def _run_as_main(words: list[str], folder: str) -> None:
+    """Run the module or the script as `__main__`. Whatever ends it ends the process as it would end Python."""
+    safe_path = words[0] == "-P"
+    words = words[safe_path:]
+    is_module = words[0] == "-m"
+    target = words[1] if is_module else str(Path(folder, words[0]).resolve())
+    sys.argv[:] = [target, *words[1 + is_module :]]
+    program_folder = [] if safe_path else [folder if is_module else str(Path(target).parent)]
+    sys.path[:] = list(dict.fromkeys([*program_folder, *sys.path]))  # Python removes duplicates, too
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        if is_module:
+            runpy.run_module(target, run_name="__main__", alter_sys=True)
+        else:
+            runpy.run_path(target, run_name="__main__")
+    except KeyboardInterrupt:
+        sys.excepthook(*sys.exc_info())
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGINT)
+    except Exception:
+        sys.excepthook(*sys.exc_info())
+        sys.exit(1)
+    finally:
+        threading._shutdown()  # type: ignore[attr-defined]
+        atexit._run_exitfuncs()
+
+
+# -- the server
+
+
+class WarmStart:
+    """A context manager for a server that is started with the first of several runs, and ends with this process.
+
+    Inside a process that was given a server (`SERVER_VARIABLE`), that one is used.
+    """
+
+    def __init__(self) -> None:
+        self._server: Any = forkserver.ForkServer()
+        self._server.set_forkserver_preload([PRELOADED])
+
+    def __enter__(self) -> WarmStart:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def stop(self) -> None:
+        """End the server; what it has forked runs on."""
+        self._server._stop()
+
+    def server(self, environment: Mapping[str, str]) -> str:
+        """Return the server for `fork_process`; start it if it does not run.
+
+        `environment` must agree with that of the processes to fork, but for what libraries read after their import.
+        """
+        if SERVER_VARIABLE in os.environ:
+            return os.environ[SERVER_VARIABLE]
+        if self._server._forkserver_pid is None:
+            with _environment({**environment, "PYTHONUNBUFFERED": "1", RUN_ID_VARIABLE: RUN_ID_PLACEHOLDER}):
+                self._server.ensure_running()
+        return f"{self._server._forkserver_pid}:{self._server._forkserver_address}"
+
+
+@contextlib.contextmanager
+def _environment(variables: Mapping[str, str]) -> Iterator[None]:
+    before = dict(os.environ)
+    os.environ.clear()
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
 
 
 def run_python(command: Sequence[str], environment: Mapping[str, str]) -> tuple[int, str]:
     """Run a Python program to its end, and return its exit code and what it wrote to stderr.
 
-    It is forked from the server that the environment names, and started cold without one, or where it refuses.
+    It is forked from the server that the environment names, and started cold without one, or where it is refused.
     """
-    server = server_in_environment()
-    with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as errors:
-        process: ForkedProcess | subprocess.Popen[bytes] | None = None
-        with contextlib.suppress(RefusedError), Path(os.devnull).open("w") as nothing:
-            if server is not None:
-                out, err = nothing.fileno(), errors.fileno()
-                process = fork_process(server, command, environment=environment, stdout=out, stderr=err)
-        if process is None:
-            process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=errors)
+    with (
+        tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as errors,
+        Path(os.devnull).open("w") as nothing,
+    ):
+        process: ForkedProcess | subprocess.Popen[bytes]
+        try:
+            server, out, err = os.environ.get(SERVER_VARIABLE, ""), nothing.fileno(), errors.fileno()
+            process = fork_process(server, command, environment=environment, stdout=out, stderr=err)
+        except RefusedError:
+            process = subprocess.Popen(command, env=environment, stdout=nothing, stderr=errors)
         try:
             code = process.wait()
         except BaseException:
@@ -225,115 +378,3 @@ def run_python(command: Sequence[str], environment: Mapping[str, str]) -> tuple[
             raise
         errors.seek(0)
         return code, errors.read()
-
-
-def _request(socket_path: str, request: ForkRequest, descriptors: list[int]) -> tuple[socket.socket, int]:
-    """Return the connection for a forked process, and its pid."""
-    connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    content = os.memfd_create("request")  # a message is limited to about 200 KB
-    try:
-        connection.connect(socket_path)
-        with os.fdopen(os.dup(content), "w") as file:
-            file.write(request.to_json())
-        socket.send_fds(connection, [b"start"], [content, *descriptors])
-        answer = _receive(connection)
-    except OSError as error:
-        connection.close()
-        raise RefusedError(f"no fork server answers at {socket_path}: {error}") from None
-    finally:
-        os.close(content)
-    if answer is None or "pid" not in answer:
-        connection.close()
-        raise RefusedError((answer or {}).get("refused", "the process could not be forked"))
-    return connection, int(answer["pid"])
-
-
-def _umask() -> int:
-    before = os.umask(0)
-    os.umask(before)
-    return before
-
-
-def _receive(connection: socket.socket) -> dict[str, Any] | None:
-    """Receive one message; None if the server has closed the connection."""
-    try:
-        content = connection.recv(MESSAGE_BYTES)
-    except OSError:
-        return None
-    return json.loads(content) if content else None
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ForkServer:
-    """A running fork server. When its owner stops it or exits, it ends all of its processes and exits."""
-
-    process: subprocess.Popen[bytes]
-    socket_path: str
-
-    def stop(self) -> None:
-        """End the server and its processes, and remove its socket."""
-        assert self.process.stdin is not None
-        self.process.stdin.close()
-        try:
-            self.process.wait(STOP_SECONDS)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.wait()
-        shutil.rmtree(Path(self.socket_path).parent, ignore_errors=True)
-
-
-def start_fork_server(environment: Mapping[str, str]) -> ForkServer:
-    """Start a fork server and wait until it has imported everything.
-
-    `environment` must agree with that of the processes to fork, except for what the server can change after its
-    imports. Raises RefusedError if the server does not start.
-    """
-    folder = tempfile.mkdtemp(prefix="toolkit-fork-server-")  # only this user can open it
-    path = str(Path(folder) / "socket")
-    given = dict(environment) | {"PYTHONUNBUFFERED": "1", RUN_ID_VARIABLE: RUN_ID_PLACEHOLDER}
-    process = subprocess.Popen(
-        [sys.executable, "-m", "toolkit.train.fork_server", path],
-        env=given,
-        stdin=subprocess.PIPE,
-        start_new_session=True,
-    )
-    server, deadline = ForkServer(process=process, socket_path=path), time.monotonic() + START_SECONDS
-    while not Path(path).exists():
-        if process.poll() is not None or time.monotonic() > deadline:
-            server.stop()
-            raise RefusedError(f"the fork server did not start (exit code {process.poll()})")
-        time.sleep(0.02)
-    return server
-
-
-class WarmStart:
-    """A context manager for a fork server that is started with the first of several runs.
-
-    Inside a process that was given a server (`SOCKET_VARIABLE`), that one is used.
-    """
-
-    def __init__(self) -> None:
-        self._server: ForkServer | None = None
-        self._failed = False
-
-    def __enter__(self) -> WarmStart:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._server is not None:
-            self._server.stop()
-
-    def socket_path(self, environment: Mapping[str, str], *, on_line: Callable[[str], None]) -> str | None:
-        """Return the path of the server's socket; start the server with this environment if it does not run.
-
-        If it fails to start, `on_line` gets the reason once, and None, for a cold start, is returned.
-        """
-        if server_in_environment() is not None:
-            return server_in_environment()
-        if self._server is None and not self._failed:
-            try:
-                self._server = start_fork_server(environment)
-            except RefusedError as error:
-                self._failed = True
-                on_line(f"cold start: {error}")
-        return None if self._server is None else self._server.socket_path

@@ -23,9 +23,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 from transformers import AutoModelForCausalLM
 from transformers.initialization import no_init_weights
 
-from toolkit.models.adapter_inputs import share_inputs
-from toolkit.models.fake_tensor_patches import as_on_gpu
-from toolkit.models.live_memory import LiveMemory
+from toolkit.models.fake_tensors import LiveMemory, as_on_gpu
+from toolkit.models.lora import share_inputs
 
 ROWS = 2
 # Lengths that people train with: in short rows another allocation would be the highest.

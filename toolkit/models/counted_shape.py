@@ -28,7 +28,7 @@ from toolkit.models.shape import Adapter, ModelShape, Tensor
 from toolkit.versions import installed_version
 
 COUNTING_SECONDS = 300
-COUNTING_MODULES = ("count_from_transformers", "count_activations", "fake_tensor_patches", "live_memory")
+COUNTING_MODULES = ("count_from_transformers", "count_activations", "fake_tensors")
 COUNTING_LIBRARIES = ("transformers", "torch", "peft")
 MAX_REASON = 300  # characters of what transformers says
 

@@ -16,6 +16,7 @@ none. For architectures with formulas, the adapters are worked out here; for all
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from typing import Any
 
 from toolkit.errors import ToolkitError
 from toolkit.models.shape import ROUTER, Adapter, Adapters, Layer, ModelShape, Tensor
@@ -132,3 +133,14 @@ def _tensors(adapters: Adapters, rank: int) -> Layer:
 
 def _leaf(name: str) -> str:
     return name.removesuffix(".weight").rpartition(".")[2]
+
+
+def share_inputs(model: Any) -> None:
+    """Let adapters read a layer's input as it is, for training under autocast.
+
+    peft casts each input to the adapter's fp32 first, and autocast casts it back: every adapted layer would save its
+    own copy of an input that several layers share. The value is the same.
+    """
+    for module in model.modules():
+        if hasattr(module, "cast_input_dtype_enabled"):
+            module.cast_input_dtype_enabled = False

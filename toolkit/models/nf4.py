@@ -11,6 +11,8 @@ The packed tensors are sharded and gathered like others; the constants are whole
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -23,6 +25,9 @@ NF4_BLOCK, NF4_SECOND_BLOCK = 64, 256
 NF4_TABLE, NF4_SECOND_TABLE = 16, 256
 NF4_TABLES_BYTES = 4 * (NF4_TABLE + NF4_SECOND_TABLE + 1)
 QUANT_TYPE = "nf4"
+# How a 4-bit layer computes: its weight is decoded into the compute dtype, as in training; or, in evaluation on a CPU
+# with AVX512-BF16, it is repacked and multiplied in bf16, whatever the compute dtype is.
+DEQUANTIZED, PACKED_BF16 = "dequantized", "packed_bf16"
 
 
 def quantization_config(compute_dtype: Any) -> Any:
@@ -36,6 +41,35 @@ def quantization_config(compute_dtype: Any) -> Any:
         bnb_4bit_compute_dtype=compute_dtype,
         bnb_4bit_quant_storage=compute_dtype,
     )
+
+
+def keep_packing(model: Any) -> None:
+    """Keep bitsandbytes 0.50.2 from repacking weights at an evaluation on a CPU with AVX512-BF16.
+
+    That layout has no backward, and the constants change with it (`Linear4bit.forward`).
+    """
+    for module in _4bit_modules(model):
+        module.support_avx512bf16_for_cpu = False
+
+
+@contextlib.contextmanager
+def as_in_training(model: Any) -> Iterator[str | None]:
+    """Let 4-bit layers compute in evaluation as they do in training, on every CPU; yield how they compute.
+
+    Yields `dequantized`, or `packed_bf16` where an earlier evaluation has repacked the weights of a model that the
+    toolkit did not load; None for a model without 4-bit layers.
+    """
+    modules = _4bit_modules(model)
+    states = [getattr(module.weight, "quant_state", module.quant_state) for module in modules]
+    packed = [getattr(state, "packing_format_for_cpu", False) for state in states]
+    supported = [module.support_avx512bf16_for_cpu for module in modules]
+    if not any(packed):
+        keep_packing(model)
+    try:
+        yield None if not modules else PACKED_BF16 if any(packed) else DEQUANTIZED
+    finally:
+        for module, support in zip(modules, supported, strict=True):
+            module.support_avx512bf16_for_cpu = support
 
 
 def packed_layer(layer: Layer, *, element_bytes: int) -> Layer:
@@ -56,3 +90,8 @@ def constant_bytes(tensor: Tensor) -> int:
 
 def _packed(tensor: Tensor, element_bytes: int) -> Tensor:
     return replace(tensor, shape=(-(-tensor.num_elements // (2 * element_bytes)), 1), in_linear=False)
+
+
+def _4bit_modules(model: Any) -> list[Any]:
+    """Return bitsandbytes' `Linear4bit` layers, recognised without importing it."""
+    return [module for module in model.modules() if hasattr(module, "support_avx512bf16_for_cpu")]

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from toolkit.models.nf4 import as_in_training
 from toolkit.observe.attest.readings import RankReading
 from toolkit.observe.background_save import BackgroundSaver, SavedFolder, SaveRecord, barrier
 from toolkit.observe.compiler_events import uncompiled_forward
@@ -193,11 +194,11 @@ def fingerprint(trainer: Any, reading: RankReading | None) -> dict[str, Any] | N
     """
     if reading is None or reading["offload_param"] == "nvme":
         return None
-    input_ids, logits = fixed_token_logits(
-        trainer.accelerator.unwrap_model(trainer.model_wrapped, keep_torch_compile=False)
-    )
+    plain = trainer.accelerator.unwrap_model(trainer.model_wrapped, keep_torch_compile=False)
+    with as_in_training(plain) as four_bit_matmul:
+        input_ids, logits = fixed_token_logits(plain)
     check_finite(logits, step=trainer.state.global_step)
-    how = {"compute_dtype": reading["compute_dtype"], "load_in_4bit": reading["load_in_4bit"]}
+    how = {name: reading[name] for name in ("compute_dtype", "load_in_4bit")} | {"four_bit_matmul": four_bit_matmul}
     return {"input_ids": input_ids, "logits": logits, **how}
 
 

@@ -30,8 +30,7 @@ from toolkit.models.attention import (
 from toolkit.models.lora import ALL_LINEAR, check_lora_targets, lora_layers, outer_lora
 from toolkit.models.nf4 import packed_layer
 from toolkit.models.shape import Layer, ModelShape
-from toolkit.models.split import ModelSplit, read_split
-from toolkit.models.split_tensors import part_of_rank
+from toolkit.models.split import ModelSplit, part_of_rank, read_split
 from toolkit.parallel.layout import DEGREES, SAME_ROWS, ParallelLayout
 from toolkit.parallel.pipeline_schedule import PipelineSettings
 from toolkit.plan.engine_settings import EngineSettings, engine_settings

@@ -23,7 +23,7 @@ from toolkit.job.defaults import LOSS_CHUNK_TOKENS
 from toolkit.models.activations import Activations
 from toolkit.models.saved_activations import SavedActivations
 from toolkit.models.shape import ModelShape
-from toolkit.models.split_tensors import part_of_rank
+from toolkit.models.split import part_of_rank
 from toolkit.parallel.layout import ParallelLayout
 from toolkit.plan.engine_buffers import engine_buffers, overhead_bytes
 from toolkit.plan.engine_settings import EngineSettings, engine_settings

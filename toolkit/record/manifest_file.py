@@ -54,6 +54,8 @@ class Fingerprint(_Record):
     logits: Annotated[tuple[Number, ...], Field(min_length=1, max_length=4096)]
     compute_dtype: StrictStr | None = None
     load_in_4bit: StrictBool = False
+    four_bit_matmul: StrictStr | None = None
+    """How 4-bit layers computed: `dequantized` or `packed_bf16`; None without them."""
     """True if the base model of an adapter was in 4 bits."""
 
 

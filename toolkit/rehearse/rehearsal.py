@@ -28,7 +28,7 @@ from toolkit.launch.environment import process_environment
 from toolkit.launch.exit_status import RunResult, record_result
 from toolkit.launch.preflight import check_dataset, check_required
 from toolkit.launch.process import run_command
-from toolkit.launch.warm_start import server_in_environment
+from toolkit.launch.warm_start import SERVER_VARIABLE
 from toolkit.models.read_model import config_path
 from toolkit.presets import Preset
 from toolkit.presets.compatibility import Purpose
@@ -165,7 +165,7 @@ def run_rehearsal(rehearsal: Rehearsal, *, output_dir: Path, on_line: Callable[[
             folder.current().log,
             on_line=on_line,
             inherit=[] if lock is None else [lock],
-            fork_server=server_in_environment(),
+            fork_server=os.environ.get(SERVER_VARIABLE),
         )
         result = record_result(folder, outcome, oom_killed=count_oom_kills() > kills_before)
         return replace(result, folder=settle(folder))

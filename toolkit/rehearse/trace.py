@@ -18,8 +18,7 @@ from transformers import AutoConfig, Trainer
 from transformers.initialization import no_init_weights
 
 from toolkit.errors import AttestationFailed
-from toolkit.models.fake_tensor_patches import on_fake_tensors
-from toolkit.models.live_memory import LiveMemory, MemoryPeak
+from toolkit.models.fake_tensors import LiveMemory, MemoryPeak, on_fake_tensors
 from toolkit.observe.attest.differences import differences, expected_values
 from toolkit.observe.attest.first_step import uses_activation_checkpointing
 from toolkit.observe.attest.read_rank import read_engine

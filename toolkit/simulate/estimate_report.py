@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import math
-from pathlib import Path
 
 from rich.console import Console
 
 from toolkit.compare.report.console_tables import rich_table
 from toolkit.compare.report.line_charts import Line, LineChart
 from toolkit.compare.report.rendering import render
-from toolkit.compare.report.report_files import write_report_file
 from toolkit.compare.report.table_model import Cell, Heading, Table, text_cell, text_heading
 from toolkit.plan.failures import FailingJob, daly_interval, young_interval
 from toolkit.simulate.failure_estimate import FailureEstimate
@@ -24,19 +21,9 @@ CHART_DECADES, POINTS_PER_DECADE = 1, 20
 
 def print_estimate(estimate: FailureEstimate) -> None:
     """Print the estimate as text."""
-    console = Console(width=max(Console().width, TERMINAL_COLUMNS), highlight=False, soft_wrap=True)
-    console.print(heading(estimate), markup=False)
-    console.print(checkpoint_text(estimate), markup=False)
-    console.print(rich_table(estimate_table(estimate)), soft_wrap=False)
-    console.print()
-    for note in notes(estimate):
-        console.print(note, markup=False)
-
-
-def write_report(estimate: FailureEstimate, folder: Path) -> Path:
-    """Write `simulation.json` and `simulation.html`, and return the page. Raises ToolkitError for a bad folder."""
-    write_report_file(folder / "simulation.json", json.dumps(estimate.as_json(), indent=2) + "\n")
-    return write_report_file(folder / "simulation.html", page(estimate))
+    print(heading(estimate), checkpoint_text(estimate), sep="\n")
+    Console(width=max(Console().width, TERMINAL_COLUMNS)).print(rich_table(estimate_table(estimate)))
+    print("", *notes(estimate), sep="\n")
 
 
 def page(estimate: FailureEstimate) -> str:

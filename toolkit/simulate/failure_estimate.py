@@ -1,8 +1,20 @@
-"""From the options of `toolkit simulate failures` to closed forms and Monte Carlo side by side."""
+"""From the options of `toolkit simulate failures` to closed forms and a Monte Carlo simulation side by side.
+
+    >>> job = FailingJob(nodes=1500, failures_per_1000_node_days=6.5, checkpoint_seconds=60, restart_seconds=300)
+    >>> simulated = simulate_failures(job, days=30, runs=20, seed=0)
+    >>> abs(simulated.effective_time_ratio - job.effective_time_ratio) < 0.01
+    True
+
+The simulation has the same assumptions as the closed forms (`toolkit.plan.failures`), without their approximations.
+Times between failures are exponential. A failure during a restart starts another one; while a job is stopped, none of
+its nodes fails.
+"""
 
 from __future__ import annotations
 
+import heapq
 import math
+import random
 import statistics
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -10,7 +22,6 @@ from typing import Any
 
 from toolkit.errors import ToolkitError
 from toolkit.plan.failures import SECONDS_PER_DAY, FailingJob, daly_interval, young_interval
-from toolkit.simulate.failure_monte_carlo import SimulatedFailures, simulate_failures
 from toolkit.simulate.options import DEFAULT_CHECKPOINT_SECONDS, FailureOptions
 from toolkit.units import SECONDS_PER_HOUR
 
@@ -32,6 +43,23 @@ LARGEST: dict[str, float] = {
 MAY_BE_ZERO = ("restart_minutes", "detection_minutes", "spare_nodes", "repair_hours", "seed")
 DEFAULT_RUNS = 10
 MOST_FAILURES = 2_000_000  # of all simulated runs: a few seconds
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SimulatedFailures:
+    """Means over independent runs of equal length."""
+
+    runs: int
+    days: float
+    seed: int
+    effective_time_ratio: float
+    """Progress over all of the time, also that without enough nodes."""
+    standard_error: float | None
+    """Of the ratio; None for one run."""
+    failures: float
+    """Per run."""
+    stopped_fraction: float
+    """Share of the time in which nodes are missing."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,9 +102,7 @@ class FailureEstimate:
 
 def estimate_failures(options: FailureOptions) -> FailureEstimate:
     """Return closed forms and simulation. Raises ToolkitError for values out of range."""
-    for name, largest in LARGEST.items():
-        _check(name, getattr(options, name), largest)
-    _check_spares(options)
+    _check(options)
     save_seconds, source = _checkpoint_seconds(options)
     interval = options.checkpoint_interval_minutes
     job = FailingJob(
@@ -89,39 +115,6 @@ def estimate_failures(options: FailureOptions) -> FailureEstimate:
         spare_nodes=options.spare_nodes,
         repair_seconds=SECONDS_PER_HOUR * (options.repair_hours or 0.0),
     )
-    return FailureEstimate(
-        job=job,
-        gpus=options.gpus,
-        days=options.days,
-        simulated=simulate_failures(job, days=options.days, runs=_num_runs(options, job), seed=options.seed),
-        checkpoint_source=source,
-    )
-
-
-def _check(name: str, value: float | None, largest: float) -> None:
-    if value is None:
-        return
-    least = "0 or more" if name in MAY_BE_ZERO else "more than 0"
-    if not math.isfinite(value) or value < 0 or (value == 0 and name not in MAY_BE_ZERO):
-        raise ToolkitError(f"{_flag(name)} is {value:g}, expected {least}")
-    if value > largest:
-        raise ToolkitError(f"{_flag(name)} is {value:,.12g}, expected {largest:,.0f} or less")
-
-
-def _flag(name: str) -> str:
-    return "--" + name.replace("_", "-")
-
-
-def _check_spares(options: FailureOptions) -> None:
-    if (options.spare_nodes is None) != (options.repair_hours is None):
-        given, missing = "--spare-nodes", "--repair-hours"
-        if options.spare_nodes is None:
-            given, missing = missing, given
-        raise ToolkitError(f"{given} has no effect without {missing}", hint=f"`{missing} 24`, for example")
-
-
-def _num_runs(options: FailureOptions, job: FailingJob) -> int:
-    """The runs that were given, or as many as are simulated in seconds. Raises ToolkitError for too many failures."""
     failures = options.days * SECONDS_PER_DAY / job.mean_seconds_between_failures
     runs = options.runs or max(1, min(DEFAULT_RUNS, int(MOST_FAILURES / failures)))
     if runs * failures > MOST_FAILURES:
@@ -130,7 +123,29 @@ def _num_runs(options: FailureOptions, job: FailingJob) -> int:
             hint=f"`--days {options.days * MOST_FAILURES / (runs * failures):.3g}`"
             + (", or fewer --runs" if runs > 1 else ""),
         )
-    return runs
+    return FailureEstimate(
+        job=job,
+        gpus=options.gpus,
+        days=options.days,
+        simulated=simulate_failures(job, days=options.days, runs=runs, seed=options.seed),
+        checkpoint_source=source,
+    )
+
+
+def _check(options: FailureOptions) -> None:
+    for name, largest in LARGEST.items():
+        value, flag = getattr(options, name), "--" + name.replace("_", "-")
+        if value is None:
+            continue
+        if not math.isfinite(value) or value < 0 or (value == 0 and name not in MAY_BE_ZERO):
+            least = "0 or more" if name in MAY_BE_ZERO else "more than 0"
+            raise ToolkitError(f"{flag} is {value:g}, expected {least}")
+        if value > largest:
+            raise ToolkitError(f"{flag} is {value:,.12g}, expected {largest:,.0f} or less")
+    for given, missing in (("spare_nodes", "repair_hours"), ("repair_hours", "spare_nodes")):
+        if getattr(options, given) is not None and getattr(options, missing) is None:
+            flag, needed = (f"--{name.replace('_', '-')}" for name in (given, missing))
+            raise ToolkitError(f"{flag} has no effect without {needed}", hint=f"`{needed} 24`, for example")
 
 
 def _checkpoint_seconds(options: FailureOptions) -> tuple[float, str]:
@@ -163,3 +178,53 @@ def measured_checkpoint_seconds(folder: Path) -> float:
             hint="a run with `--save_strategy steps`, or --checkpoint-seconds",
         )
     return statistics.median(measured)
+
+
+def simulate_failures(job: FailingJob, *, days: float, runs: int, seed: int) -> SimulatedFailures:
+    """Return the means of `runs` runs of `days` days each."""
+    source = random.Random(seed)
+    ratios, failures, stopped = zip(*(_simulate(job, days * SECONDS_PER_DAY, source) for _ in range(runs)), strict=True)
+    return SimulatedFailures(
+        runs=runs,
+        days=days,
+        seed=seed,
+        effective_time_ratio=statistics.fmean(ratios),
+        standard_error=statistics.stdev(ratios) / math.sqrt(runs) if runs > 1 else None,
+        failures=statistics.fmean(failures),
+        stopped_fraction=statistics.fmean(stopped),
+    )
+
+
+def _simulate(job: FailingJob, horizon: float, source: random.Random) -> tuple[float, int, float]:
+    """Return the share of progress, the failures, and the share of the time without enough nodes of one run.
+
+    From one failure to the next, complete intervals count, and the one that it interrupts is lost.
+    """
+    rate, training = 1 / job.mean_seconds_between_failures, job.interval
+    interval = training + job.checkpoint_seconds
+    now = progress = stopped = starting = 0.0
+    failures, in_repair = 0, list[float]()
+    while now < horizon:
+        lasted = source.expovariate(rate)
+        if now + lasted >= horizon:  # the interval that the end of the run interrupts counts
+            complete, rest = divmod(max(0.0, horizon - now - starting), interval)
+            progress += complete * training + min(rest, training)
+            break
+        if lasted > starting:
+            progress += (lasted - starting) // interval * training
+        now += lasted + job.detection_seconds
+        failures += 1
+        if job.spare_nodes is not None:
+            waited = _wait_for_node(in_repair, now, job.spare_nodes, job.repair_seconds)
+            stopped += min(waited, max(0.0, horizon - now))
+            now += waited
+        starting = job.restart_seconds
+    return progress / horizon, failures, stopped / horizon
+
+
+def _wait_for_node(in_repair: list[float], now: float, spares: int, repair_seconds: float) -> float:
+    """Add the node that has failed, and return the time until the job has all of its nodes."""
+    while in_repair and in_repair[0] <= now:
+        heapq.heappop(in_repair)
+    heapq.heappush(in_repair, now + repair_seconds)
+    return in_repair[0] - now if len(in_repair) > spares else 0.0

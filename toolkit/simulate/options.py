@@ -14,6 +14,9 @@ from toolkit.plan.options import CHECKPOINTING_FLAG, GpuMemory, GpuName, GpusPer
 from toolkit.simulate.pipeline_schedules import SCHEDULES
 
 DEFAULT_CHECKPOINT_SECONDS = 60.0
+POLICIES = ("synchronous", "backup_workers", "bounded_staleness", "asynchronous")
+DISTRIBUTIONS = ("constant", "lognormal", "exponential", "pareto")
+DEFAULT_DISTRIBUTION, DEFAULT_STEP_SECONDS, DEFAULT_SPREAD = "lognormal", 1.0, 0.2
 
 OutputFolder = Annotated[Path | None, Option(help="folder for a report: simulation.json and simulation.html")]
 
@@ -94,4 +97,50 @@ class FailureOptions:
         int | None, Option(help="simulated runs of that length; by default 10, fewer of a job that fails very often")
     ] = None
     seed: Annotated[int, Option(help="seed of the simulation")] = 0
+    output_dir: OutputFolder = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class StragglerOptions:
+    """Options of `toolkit simulate stragglers`."""
+
+    workers: Annotated[int, Option(help="data-parallel workers, backup workers included")] = 16
+    policy: Annotated[
+        tuple[str, ...], Option(help=f"{', '.join(POLICIES)}; repeatable; by default all", metavar="NAME")
+    ] = ()
+    backup_workers: Annotated[int, Option(help="workers whose gradient backup_workers does not wait for")] = 1
+    staleness: Annotated[int, Option(help="batches that a worker of bounded_staleness may be ahead of the slowest")] = 4
+    distribution: Annotated[
+        str | None,
+        Option(help=f"of compute times: {', '.join(DISTRIBUTIONS)}; by default {DEFAULT_DISTRIBUTION}", metavar="NAME"),
+    ] = None
+    step_seconds: Annotated[
+        float | None, Option(help=f"mean compute time of a worker's batch; by default {DEFAULT_STEP_SECONDS:g}")
+    ] = None
+    spread: Annotated[
+        float | None, Option(help=f"standard deviation over mean of compute times; by default {DEFAULT_SPREAD:g}")
+    ] = None
+    run_folder: Annotated[
+        Path | None, Option(help="draw compute times from the measured steps of this run instead")
+    ] = None
+    untimed_steps: Annotated[int, Option(help="with --run-folder: first steps to leave out")] = 2
+    slow_workers: Annotated[int, Option(help="workers that are slower in every step")] = 0
+    slow_factor: Annotated[float, Option(help="their compute time over that of the others")] = 2.0
+    steps: Annotated[int, Option(help="global batches to apply")] = 200
+    seed: Annotated[int, Option(help="of the compute times, the small network and its data")] = 0
+    learning_rate: Annotated[
+        float | None, Option(help="of the small network, for one global batch; by default it grows with the workers")
+    ] = None
+    model: Annotated[
+        str | None,
+        Option(help="a model (hub id, folder or config.json) whose gradients are communicated; by default none"),
+    ] = None
+    gpu: GpuName = None
+    gpus_per_node: Annotated[
+        int | None, Option(help="GPUs per node; by default the largest divisor of the workers up to 8")
+    ] = None
+    network_gb_per_second: Annotated[
+        float | None, Option(help="network bandwidth of a node, all cards, one direction")
+    ] = None
+    parameter_servers: Annotated[int | None, Option(help="parameter servers; by default one per node")] = None
     output_dir: OutputFolder = None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
 WHOLE_BACKWARD = (GPIPE, ONE_F_ONE_B, INTERLEAVED)
 """Schedules that never split a backward."""
-TIME_OPTIONS = ("forward_ms", "backward_ms", "weight_ms", "transfer_ms")
-MODEL_OPTIONS = ("gpu", "gpu_memory_gib", "gpu_tflops")
+OF_TIMES = ("forward_ms", "backward_ms", "weight_ms", "transfer_ms", "num_layers")
+OF_A_MODEL = ("gpu", "gpu_memory_gib", "gpu_tflops", "tp", "activation_checkpointing")
 LONGEST_MS = 1e7  # hours: more is a unit mixed up
 EQUAL_MS = 1.0
 MOST_LAYERS = 2**16
@@ -95,32 +95,44 @@ def compare_schedules(options: PipelineOptions) -> PipelineComparison:
     Raises ToolkitError for an impossible schedule that was named, and for values out of range.
     """
     staged = _staged(options)
-    times = None if staged is not None else given_times(options)
+    times = given_times(options)
     transfer_seconds = _seconds("--transfer-ms", options.transfer_ms or 0.0)
-    num_layers = options.num_layers if staged is None else staged.shape.num_layers
-    possible, left_out = _possible(options, num_layers)
-    if staged is not None:
-        simulated = tuple(_with_model(staged, schedule, size) for schedule, size in possible)
-        heading = _model_heading(staged)
-    else:
-        assert times is not None
-        simulated = tuple(
-            SimulatedSchedule(run=_with_times(schedule, size, times, transfer_seconds)) for schedule, size in possible
-        )
-        heading = _times_text(times, transfer_seconds)
-    sizes = f"{options.stages} stages, {options.micro_batches} micro-batches"
+    possible, left_out = _possible(options, options.num_layers if staged is None else staged.shape.num_layers)
+    schedules = []
+    for schedule, size in possible:
+        if staged is not None:
+            run = staged.simulate(schedule, size)
+            fast, slow = (staged.simulate(schedule, size, end).step_seconds for end in (0, 1))
+            memory = tuple(staged.stage_memory(run))
+            schedules.append(SimulatedSchedule(run=run, step_seconds_range=(fast, slow), memory=memory))
+        else:
+            chunks = [times.divided(size.chunks)] * size.num_chunks
+            schedules.append(SimulatedSchedule(run=simulate(schedule, size, chunks, transfer_seconds=transfer_seconds)))
+    heading = _times_text(times, transfer_seconds) if staged is None else _model_text(staged)
     return PipelineComparison(
-        heading=f"{sizes}; {heading}", schedules=simulated, left_out=tuple(left_out), staged=staged
+        heading=f"{options.stages} stages, {options.micro_batches} micro-batches; {heading}",
+        schedules=tuple(schedules),
+        left_out=tuple(left_out),
+        staged=staged,
     )
 
 
 def _possible(options: PipelineOptions, num_layers: int | None) -> tuple[list[tuple[str, PipelineSize]], list[str]]:
+    """Named schedules, or those of all that are possible; `--chunks` is that of the interleaved one, and 2 for a V."""
     possible, left_out = [], []
-    for schedule, size in _chosen(options):
+    given = INTERLEAVED_CHUNKS if options.chunks is None else options.chunks
+    for schedule in dict.fromkeys(options.schedule or SCHEDULES):
+        is_named_v = schedule in V_SHAPED and schedule in options.schedule
+        chunks = given if is_named_v else chunks_of(schedule, given)
+        size = PipelineSize(stages=options.stages, micro_batches=options.micro_batches, chunks=chunks)
         try:
             check_schedule(schedule, size)
             check_layers(num_layers, size)
-            _check_split(options, schedule)
+            if options.backward_ms is not None and options.weight_ms is None and schedule not in WHOLE_BACKWARD:
+                raise ToolkitError(
+                    f"{schedule} splits the backward, but --weight-ms is missing",
+                    hint="--backward-ms for the gradient of the input, --weight-ms for that of the weights",
+                )
         except ToolkitError as error:
             if options.schedule or schedule == GPIPE:  # whatever rules out GPipe rules out all of them
                 raise
@@ -128,26 +140,6 @@ def _possible(options: PipelineOptions, num_layers: int | None) -> tuple[list[tu
         else:
             possible.append((schedule, size))
     return possible, left_out
-
-
-def _chosen(options: PipelineOptions) -> Iterator[tuple[str, PipelineSize]]:
-    """Every schedule that was named, or all; `--chunks` is that of the interleaved one, and must be 2 for a V."""
-    given = INTERLEAVED_CHUNKS if options.chunks is None else options.chunks
-    for schedule in dict.fromkeys(options.schedule or SCHEDULES):
-        is_named_v = schedule in V_SHAPED and schedule in options.schedule
-        chunks = given if is_named_v else chunks_of(schedule, given)
-        yield schedule, PipelineSize(stages=options.stages, micro_batches=options.micro_batches, chunks=chunks)
-
-
-def _with_times(schedule: str, size: PipelineSize, times: ChunkTimes, transfer_seconds: float) -> PipelineRun:
-    chunk = times.divided(size.chunks)
-    return simulate(schedule, size, [chunk] * size.num_chunks, transfer_seconds=transfer_seconds)
-
-
-def _with_model(staged: StagedModel, schedule: str, size: PipelineSize) -> SimulatedSchedule:
-    run = staged.simulate(schedule, size)
-    fast, slow = (staged.simulate(schedule, size, end).step_seconds for end in (0, 1))
-    return SimulatedSchedule(run=run, step_seconds_range=(fast, slow), memory=tuple(staged.stage_memory(run)))
 
 
 def chunks_without_effect(options: PipelineOptions) -> bool:
@@ -174,28 +166,23 @@ def check_layers(num_layers: int | None, size: PipelineSize) -> None:
 
 
 def _staged(options: PipelineOptions) -> StagedModel | None:
-    if options.model is None:
-        _check_without_model(options)
-        return None
-    from toolkit.simulate.stage_plans import staged_model  # the planner takes as long to import as all the rest
+    """None without a model; a flag that has no effect with one, or without, is refused."""
+    if options.model is not None:
+        from toolkit.simulate.stage_plans import staged_model  # the planner takes as long to import as all the rest
 
-    given = [name for name in (*TIME_OPTIONS, "num_layers") if getattr(options, name) is not None]
-    if given:
-        raise ToolkitError(f"{_flag(given[0])} has no effect with --model, which has its own", hint="give one of them")
-    return staged_model(options.model, options)
-
-
-def _check_without_model(options: PipelineOptions) -> None:
-    given = [name for name in MODEL_OPTIONS if getattr(options, name) is not None]
-    given += ["tp"] * (options.tp != 1) + ["activation_checkpointing"] * options.activation_checkpointing
-    if given:
-        raise ToolkitError(f"{_flag(given[0])} has no effect without --model", hint="`--model MODEL`")
+        if flag := _first_given(options, OF_TIMES):
+            raise ToolkitError(f"{flag} has no effect with --model, which has its own", hint="give one of them")
+        return staged_model(options.model, options)
+    if flag := _first_given(options, OF_A_MODEL):
+        raise ToolkitError(f"{flag} has no effect without --model", hint="`--model MODEL`")
     if options.num_layers is not None and not 1 <= options.num_layers <= MOST_LAYERS:
         raise ToolkitError(f"--num-layers is {options.num_layers:,}, expected 1 to {MOST_LAYERS:,}")
+    return None
 
 
-def _flag(name: str) -> str:
-    return "--" + name.replace("_", "-")
+def _first_given(options: PipelineOptions, names: Sequence[str]) -> str | None:
+    given = (name for name in names if getattr(options, name) != getattr(PipelineOptions, name))
+    return next((f"--{name.replace('_', '-')}" for name in given), None)
 
 
 def given_times(options: PipelineOptions) -> ChunkTimes:
@@ -223,21 +210,13 @@ def _seconds(option: str, milliseconds: float) -> float:
     return milliseconds / 1000
 
 
-def _check_split(options: PipelineOptions, schedule: str) -> None:
-    if options.backward_ms is not None and options.weight_ms is None and schedule not in WHOLE_BACKWARD:
-        raise ToolkitError(
-            f"{schedule} splits the backward, but --weight-ms is missing",
-            hint="--backward-ms for the gradient of the input, --weight-ms for that of the weights",
-        )
-
-
 def _times_text(times: ChunkTimes, transfer_seconds: float) -> str:
     parts = [("forward", times.forward_seconds), ("backward", times.backward_seconds)]
     parts += [("weight gradient", times.weight_seconds), ("transfer", transfer_seconds)]
     return ", ".join(f"{name} {value * 1000:g} ms" for name, value in parts)
 
 
-def _model_heading(staged: StagedModel) -> str:
+def _model_text(staged: StagedModel) -> str:
     shape, job = staged.shape, staged.job
     parts = [
         f"{shape.model_type}, {shape.num_params:,} parameters, {shape.num_layers} layers",

@@ -110,30 +110,20 @@ def _divided(request: RecommendRequest) -> Iterator[tuple[StagedModel, int]]:
     inside = min(request.world_size, request.job.gpus_per_node)
     for tp in (2**power for power in range(inside.bit_length())):
         groups, rest = divmod(request.world_size, tp)
-        if rest or not _is_planned(_staged(request, tp=tp)):
+        staged = StagedModel(
+            shape=request.shape,
+            job=request.job,
+            gpu=request.gpu,
+            tp=tp,
+            network_bytes_per_second=request.network_bytes_per_second,
+        )
+        try:
+            staged.check()
+        except ToolkitError:
             continue
         for stages in range(2, min(groups, request.shape.num_layers) + 1):
-            if groups % stages == 0:
-                yield _staged(request, tp=tp, data_parallel_size=groups // stages), stages
-
-
-def _staged(request: RecommendRequest, *, tp: int, data_parallel_size: int = 1) -> StagedModel:
-    return StagedModel(
-        shape=request.shape,
-        job=request.job,
-        gpu=request.gpu,
-        tp=tp,
-        data_parallel_size=data_parallel_size,
-        network_bytes_per_second=request.network_bytes_per_second,
-    )
-
-
-def _is_planned(staged: StagedModel) -> bool:
-    try:
-        staged.check()
-    except ToolkitError:
-        return False
-    return True
+            if rest == 0 and groups % stages == 0:
+                yield replace(staged, data_parallel_size=groups // stages), stages
 
 
 def _micro_batches(
@@ -150,14 +140,11 @@ def _micro_batches(
             gradient_accumulation_steps=count,
             activation_checkpointing=checkpointing,
         )
-        if count <= MOST_MICRO_BATCHES:
-            yield _layout(replace(staged, job=job), PipelineSize(stages=stages, micro_batches=count))
         rows *= 2
-
-
-def _layout(staged: StagedModel, size: PipelineSize) -> PipelineLayout:
-    run = staged.simulate(SCHEDULE, size)
-    return PipelineLayout(staged=staged, run=run, memory=tuple(staged.stage_memory(run)))
+        if count <= MOST_MICRO_BATCHES:
+            divided = replace(staged, job=job)
+            run = divided.simulate(SCHEDULE, PipelineSize(stages=stages, micro_batches=count))
+            yield PipelineLayout(staged=divided, run=run, memory=tuple(divided.stage_memory(run)))
 
 
 @dataclass(frozen=True, kw_only=True)

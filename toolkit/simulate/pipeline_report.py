@@ -1,68 +1,68 @@
-"""Simulated schedules for people: a table and timelines in the terminal, and a page."""
+"""Simulated schedules for people: a table and timelines of characters in the terminal, and a page.
+
+>>> from toolkit.simulate.pipeline_step import ChunkTimes, simulate
+>>> from toolkit.simulate.pipeline_schedules import PipelineSize
+>>> times = ChunkTimes(forward_seconds=1.0, backward_seconds=1.0, weight_seconds=1.0)
+>>> run = simulate("1f1b", PipelineSize(stages=2, micro_batches=2), [times] * 2)
+>>> print("\\n".join(text_timeline(run, columns=18)))
+stage 0 FFFF....BBBB..BBBB
+stage 1 ..FFBBBBFFBBBB....
+"""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 from rich.console import Console
 
 from toolkit.compare.report.console_tables import rich_table
 from toolkit.compare.report.rendering import render
-from toolkit.compare.report.report_files import write_report_file
 from toolkit.compare.report.table_model import Cell, Heading, Table, number_cell, text_cell, text_heading
 from toolkit.plan.memory_verdict import FITS
 from toolkit.simulate.pipeline_comparison import PipelineComparison, SimulatedSchedule
 from toolkit.simulate.pipeline_schedules import LETTERS
-from toolkit.simulate.pipeline_step import PREDICTED_OVER_MEASURED
-from toolkit.simulate.pipeline_timeline import COLORS, LEGEND, ScheduleTimeline, text_timeline
+from toolkit.simulate.pipeline_step import PREDICTED_OVER_MEASURED, PipelineRun
 from toolkit.simulate.stage_plans import StageMemory
 from toolkit.units import gib, seconds
 
 TERMINAL_COLUMNS = 100
-MOST_SHOWN = 3  # schedules whose timelines and stages the terminal shows; the page has all
+MOST_SHOWN = 3  # of more schedules the terminal shows the timeline and stages of the fastest; the page has all
 LABEL_COLUMNS = len("stage 4095 ")
+IDLE = "."
+LEGEND = "F forward, B whole backward, I gradient of the input, W gradient of the weights, . idle"
+MOST_STAGES_OF_TEXT, MOST_STAGES_ON_PAGE = 16, 64
+# The box of one stage on a page, in its own units, and the most boxes that are drawn exactly.
+WIDTH, HEIGHT = 1000.0, 20.0
+MOST_BOXES = 2000
+# CSS variables of the page's colors by kind of operation: F, I, B, W.
+COLORS = ("c2", "c1", "c5", "c4")
 KINDS = ("forward", "gradient of the input", "whole backward", "gradient of the weights")
 assert len(KINDS) == len(LETTERS)
 
 
 def print_comparison(comparison: PipelineComparison, *, timeline: bool) -> None:
     """Print the table, and of a few schedules the memory of each stage, if it was planned, and the timeline."""
-    console = Console(width=max(Console().width, TERMINAL_COLUMNS), highlight=False, soft_wrap=True)
-    console.print(comparison.heading, markup=False)
-    console.print(rich_table(comparison_table(comparison)), soft_wrap=False)
-    for simulated in _shown(comparison):
+    console = Console(width=max(Console().width, TERMINAL_COLUMNS))
+    print(comparison.heading)
+    console.print(rich_table(comparison_table(comparison)))
+    schedules = comparison.schedules
+    for simulated in schedules if len(schedules) <= MOST_SHOWN else [fastest(schedules)]:
         run, stages = simulated.run, stages_table(simulated)
         if stages is not None or timeline:
-            console.print(f"\n{run.order.schedule}, {seconds(run.makespan_seconds)}:", markup=False)
+            print(f"\n{run.order.schedule}, {seconds(run.makespan_seconds)}:")
         if stages is not None:
-            console.print(rich_table(stages), soft_wrap=False)
+            console.print(rich_table(stages))
         if timeline:
-            for line in text_timeline(run, columns=console.width - LABEL_COLUMNS):
-                console.print(line, markup=False)
+            print(*text_timeline(run, columns=console.width - LABEL_COLUMNS), sep="\n")
     if timeline:
-        console.print(LEGEND, markup=False)
-    console.print()
-    for note in notes(comparison):
-        console.print(note, markup=False)
-
-
-def _shown(comparison: PipelineComparison) -> Sequence[SimulatedSchedule]:
-    """A few schedules in full; of more, the one with the shortest step."""
-    schedules = comparison.schedules
-    return schedules if len(schedules) <= MOST_SHOWN else [fastest(schedules)]
+        print(LEGEND)
+    print("", *notes(comparison), sep="\n")
 
 
 def fastest(schedules: Sequence[SimulatedSchedule]) -> SimulatedSchedule:
     """Return the schedule with the shortest step."""
     return min(schedules, key=lambda each: each.run.step_seconds)
-
-
-def write_report(comparison: PipelineComparison, folder: Path) -> Path:
-    """Write `simulation.json` and `simulation.html`, and return the page. Raises ToolkitError for a bad folder."""
-    write_report_file(folder / "simulation.json", json.dumps(comparison.as_json(), indent=2) + "\n")
-    return write_report_file(folder / "simulation.html", page(comparison))
 
 
 def page(comparison: PipelineComparison) -> str:
@@ -167,3 +167,69 @@ def notes(comparison: PipelineComparison) -> list[str]:
         if all(each.largest is not None and each.largest.verdict != FITS for each in comparison.schedules):
             found.append("No schedule fits: more --stages, a larger --tp, or --activation-checkpointing.")
     return found + [f"Left out: {reason}." for reason in comparison.left_out]
+
+
+def text_timeline(run: PipelineRun, *, columns: int) -> list[str]:
+    """Return one line per stage: what it does in the middle of each of `columns` equal times.
+
+    Of more than 16 stages, evenly spaced ones are shown.
+    """
+    stages = shown_stages(run.size.stages, MOST_STAGES_OF_TEXT)
+    width = len(str(stages[-1]))
+    return [f"stage {stage:>{width}} {''.join(_sampled(run, stage, columns))}" for stage in stages]
+
+
+def shown_stages(count: int, most: int) -> list[int]:
+    """Return evenly spaced stages, the first and the last among them.
+
+    >>> shown_stages(3, 16), shown_stages(64, 4)
+    ([0, 1, 2], [0, 21, 42, 63])
+    """
+    if count <= most:
+        return list(range(count))
+    return [place * (count - 1) // (most - 1) for place in range(most)]
+
+
+def _sampled(run: PipelineRun, stage: int, columns: int) -> Iterator[str]:
+    operations = run.stage_operations(stage)
+    start, end, kind, _ = next(operations)
+    for column in range(columns):
+        now = (column + 0.5) * run.makespan_seconds / columns
+        while end <= now and (following := next(operations, None)) is not None:
+            start, end, kind, _ = following
+        yield LETTERS[kind] if start <= now < end else IDLE
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ScheduleTimeline:
+    """The timeline of one schedule on a page."""
+
+    run: PipelineRun
+    length: str
+    expanded: bool
+    """The page shows it opened."""
+
+    def stages(self) -> list[int]:
+        """Return the stages that the page shows."""
+        return shown_stages(self.run.size.stages, MOST_STAGES_ON_PAGE)
+
+    def paths(self, stage: int) -> list[tuple[str, str]]:
+        """Return the SVG path and the CSS variable of each kind of operation."""
+        scale = WIDTH / self.run.makespan_seconds
+        boxes: list[list[str]] = [[] for _ in LETTERS]
+        for start, end, kind in _boxes(self.run, stage):
+            width = (end - start) * scale
+            boxes[kind].append(f"M{start * scale:.2f} 0h{width:.2f}v{HEIGHT:g}h-{width:.2f}z")
+        return [("".join(paths), COLORS[kind]) for kind, paths in enumerate(boxes) if paths]
+
+
+def _boxes(run: PipelineRun, stage: int) -> Iterator[tuple[float, float, int]]:
+    """Start, end and kind of each operation; where there are too many, what is sampled at equal times."""
+    if len(run.order.operations[stage]) <= MOST_BOXES:
+        for start, end, kind, _ in run.stage_operations(stage):
+            yield start, end, kind
+        return
+    step = run.makespan_seconds / MOST_BOXES
+    for place, letter in enumerate(_sampled(run, stage, MOST_BOXES)):
+        if letter != IDLE:
+            yield place * step, (place + 1) * step, LETTERS.index(letter)

@@ -15,7 +15,8 @@ for ZB-H1 and ZB-H2 those of the zero-bubble paper (https://arxiv.org/abs/2401.1
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from toolkit.errors import ToolkitError, did_you_mean
@@ -84,12 +85,8 @@ class OperationOrder:
 def operation_order(schedule: str, size: PipelineSize) -> OperationOrder:
     """Return the order of operations. Raises ToolkitError for a schedule that is impossible with these sizes."""
     check_schedule(schedule, size)
-    stage_operations = _ORDERS[schedule]
-    return OperationOrder(
-        schedule=schedule,
-        size=size,
-        operations=tuple(stage_operations(size, stage) for stage in range(size.stages)),
-    )
+    operations = tuple(_ORDERS[schedule](size, stage) for stage in range(size.stages))
+    return OperationOrder(schedule=schedule, size=size, operations=operations)
 
 
 def chunks_of(schedule: str, interleaved_chunks: int = INTERLEAVED_CHUNKS) -> int:
@@ -111,15 +108,11 @@ def check_schedule(schedule: str, size: PipelineSize) -> None:
     operations = 3 * size.num_chunks * size.micro_batches
     if operations > MOST_OPERATIONS:
         raise ToolkitError(f"{operations:,} operations are too many to simulate, expected at most {MOST_OPERATIONS:,}")
-    _check_chunks(schedule, size)
-    _check_micro_batches(schedule, size)
-
-
-def _check_chunks(schedule: str, size: PipelineSize) -> None:
     if schedule in V_SHAPED and size.chunks != 2:
         raise ToolkitError(f"--chunks is {size.chunks}, but {schedule} has 2 chunks per stage", hint="`--chunks 2`")
     if schedule == INTERLEAVED and size.chunks < 2:
         raise ToolkitError(f"--chunks is {size.chunks}, but {schedule} needs 2 or more", hint="`--chunks 2`, or 1f1b")
+    _check_micro_batches(schedule, size)
 
 
 def _check_micro_batches(schedule: str, size: PipelineSize) -> None:
@@ -192,112 +185,58 @@ def _interleaved(size: PipelineSize, stage: int) -> list[int]:
     return list(_in_turns(forward, backward, warmup=min(warmup, len(forward))))
 
 
-class _Chunk:
-    """Operations of one chunk, numbered as they are taken; those of micro-batches beyond the last are left out.
+def _in_a_v(size: PipelineSize, stage: int, program: Iterable[tuple[int, str]]) -> list[int]:
+    """Operations of both chunks of a stage: how often, and which, in capitals for the chunk on the way down.
 
-    The schedules in a V are written for a full pipeline: a shorter one is the same without the missing micro-batches.
+    Letters are those of `LETTERS`; `L` is the weight gradient of the earliest backward that was split and has none yet.
+    A program is that of a full pipeline: a shorter one is the same without the micro-batches beyond the last.
     """
-
-    def __init__(self, size: PipelineSize, chunk: int, operations: list[int], late: list[_Chunk]) -> None:
-        self.rows = [size.row(kind, chunk) for kind in range(len(LETTERS))]
-        self.micro_batches, self.operations, self.late = size.micro_batches, operations, late
-        self.forwards = self.backwards = self.weights = 0
-
-    def _append(self, kind: int, micro_batch: int) -> None:
-        if micro_batch < self.micro_batches:
-            self.operations.append(self.rows[kind] + micro_batch)
-
-    def forward(self) -> None:
-        self._append(FORWARD, self.forwards)
-        self.forwards += 1
-
-    def backward(self, *, split: bool = False) -> None:
-        """Append a whole backward, or its first half; its weight gradient then is late."""
-        self._append(BACKWARD_INPUT if split else BACKWARD, self.backwards)
-        self.backwards += 1
-        if split:
-            self.late.append(self)
-        else:
-            self.weights += 1
-
-    def weight(self) -> None:
-        self._append(BACKWARD_WEIGHT, self.weights)
-        self.weights += 1
-
-    def input_and_weight(self) -> None:
-        """Append both halves of a backward; the previous stage need not wait for the second."""
-        self._append(BACKWARD_INPUT, self.backwards)
-        self.backwards += 1
-        self.weight()
-
-
-def _both_chunks(size: PipelineSize, stage: int, late: list[_Chunk]) -> tuple[list[int], _Chunk, _Chunk]:
-    operations: list[int] = []
-    down, up = (_Chunk(size, chunk, operations, late) for chunk in (stage, 2 * size.stages - 1 - stage))
-    return operations, down, up
+    rows = {}
+    for kind, letter in enumerate(LETTERS):
+        rows[letter], rows[letter.lower()] = size.row(kind, stage), size.row(kind, 2 * size.stages - 1 - stage)
+    operations, late, done = [], list[str](), dict.fromkeys(rows, 0)
+    for step in itertools.chain.from_iterable(times * steps for times, steps in program):
+        letter = (late.pop(0) if late else "") if step == "L" else step
+        if not letter:
+            continue
+        if letter in "Ii":
+            late.append("W" if letter == "I" else "w")
+        elif step in "Ww":
+            late.remove(letter)
+        counted = {"B": "IW", "b": "iw"}.get(letter, letter)
+        micro_batch = done[counted[0]]
+        for each in counted:
+            done[each] += 1
+        if micro_batch < size.micro_batches:
+            operations.append(rows[letter] + micro_batch)
+    return operations
 
 
 def _zb_v(size: PipelineSize, stage: int) -> list[int]:
     """ZB-V (https://arxiv.org/abs/2401.10241, section 6): as much memory on every stage as the first has in 1F1B."""
-    operations, down, up = _both_chunks(size, stage, late=[])
     remaining = size.stages - stage
-    _repeat(2 * remaining - 1, down.forward)
-    _repeat(stage, up.forward, down.forward)
-    _repeat(remaining, up.forward, up.input_and_weight)
-    in_flight = max(2 * size.stages - 1, size.micro_batches)
-    while up.forwards < down.forwards or down.forwards < in_flight:
-        if down.forwards < in_flight:
-            down.forward()
-        down.input_and_weight()
-        up.forward()
-        up.input_and_weight()
-    split = functools.partial(down.backward, split=True)
-    _repeat(stage, split, functools.partial(up.backward, split=True))
-    _repeat(remaining, split, down.weight)
-    _repeat(up.backwards - up.weights, up.weight)
-    _repeat(down.backwards - down.weights, down.weight)
-    return operations
-
-
-def _repeat(times: int, *steps: Callable[[], None]) -> None:
-    for _ in range(times):
-        for step in steps:
-            step()
+    steady = max(size.micro_batches - 2 * size.stages + 1, 0) + stage
+    program = [
+        (2 * remaining - 1, "F"),
+        (stage, "fF"),
+        (remaining, "fiw"),
+        (steady, "FIWfiw"),
+        (remaining - 1, "IWfiw"),
+    ]
+    return _in_a_v(size, stage, [*program, (stage, "Ii"), (remaining, "IW"), (stage, "w"), (stage, "W")])
 
 
 def _dualpipe_v(size: PipelineSize, stage: int) -> list[int]:
     """DualPipe-V (https://github.com/deepseek-ai/DualPipe): a forward of one chunk beside a backward of the other.
 
-    The pair is simulated one after the other, as torch's runtime executes it: what it overlaps is communication.
+    The pair is simulated one after the other, as torch's runtime executes it: what it overlaps is communication. The
+    second half of the backwards after the last forward is split, so that no stage waits for weights.
     """
-    late: list[_Chunk] = []
-    operations, down, up = _both_chunks(size, stage, late)
-    remaining = size.stages - 1 - stage
-    _repeat(2 * remaining, down.forward)
-    _repeat(stage + 1, down.forward, up.forward)
-    _repeat(remaining, up.input_and_weight, up.forward)
-    _repeat(size.micro_batches - 2 * size.stages + stage + 1, down.forward, up.backward, up.forward, down.backward)
-    _repeat(remaining, up.backward, up.forward, down.backward)
-    _last_backwards(down, up, stage)
-    for _ in range(remaining):
-        _late_weight(late)
-        down.backward(split=True)
-    _repeat(stage + 1, functools.partial(_late_weight, late))
-    return operations
-
-
-def _last_backwards(down: _Chunk, up: _Chunk, stage: int) -> None:
-    """The second half of the backwards after the last forward is split, so that no stage waits for weights."""
-    half = (stage + 1) // 2
-    for place in range(stage + 1):
-        is_middle = place == half
-        up.backward(split=place > half or (is_middle and stage % 2 == 1))
-        down.backward(split=place >= half)
-
-
-def _late_weight(late: list[_Chunk]) -> None:
-    if late:
-        late.pop(0).weight()
+    remaining, half = size.stages - 1 - stage, (stage + 1) // 2
+    steady = size.micro_batches - 2 * size.stages + stage + 1
+    program = [(2 * remaining, "F"), (stage + 1, "Ff"), (remaining, "iwf"), (steady, "FbfB"), (remaining, "bfB")]
+    program += [(half, "bB"), (1, "iI" if stage % 2 else "bI"), (stage - half, "iI")]
+    return _in_a_v(size, stage, [*program, (remaining, "LI"), (stage + 1, "L")])
 
 
 _ORDERS: dict[str, Callable[[PipelineSize, int], list[int]]] = {

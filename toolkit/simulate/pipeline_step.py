@@ -141,15 +141,15 @@ def simulate(
     Raises ToolkitError for a schedule that is impossible with these sizes.
     """
     order = operation_order(schedule, size)
-    ends = _end_seconds(order, _Rows(order, times, transfer_seconds))
-    return PipelineRun(order=order, times=times, end_seconds=ends)
+    return PipelineRun(order=order, times=times, end_seconds=_end_seconds(order, times, transfer_seconds))
 
 
-def _end_seconds(order: OperationOrder, rows: _Rows) -> list[float]:
+def _end_seconds(order: OperationOrder, times: Sequence[ChunkTimes], transfer_seconds: float) -> list[float]:
     """Each stage runs until it needs a tensor that is not there yet, and again once that exists."""
-    per_row, needs, delays = order.size.micro_batches, rows.needs, rows.delays
-    seconds, writes = rows.seconds, rows.writes
-    ends = [NOT_RUN] * (len(LETTERS) * order.size.num_chunks * per_row)
+    per_row = order.size.micro_batches
+    seconds = [chunk.by_kind()[kind] for kind in range(len(LETTERS)) for chunk in times]
+    needs, delays, writes = _dependencies(order, transfer_seconds)
+    ends = [NOT_RUN] * (len(seconds) * per_row)
     progress, free = [0] * order.size.stages, [0.0] * order.size.stages
     waiting: dict[int, int] = {}
     ready = list(range(order.size.stages))
@@ -166,9 +166,7 @@ def _end_seconds(order: OperationOrder, rows: _Rows) -> list[float]:
                     waiting[needed] = stage
                     progress[stage] = place
                     break
-                end += delays[row]
-                if end > now:
-                    now = end
+                now = max(now, end + delays[row])
             now += seconds[row]
             written = operation + writes[row]
             ends[operation] = ends[written] = now
@@ -181,24 +179,16 @@ def _end_seconds(order: OperationOrder, rows: _Rows) -> list[float]:
     return ends
 
 
-class _Rows:
-    """What all operations of one kind and chunk have in common; their place in the lists is that of the row.
-
-    `needs` and `writes` lead from an operation to the one whose result it needs, and to where its own result is.
-    """
-
-    def __init__(self, order: OperationOrder, times: Sequence[ChunkTimes], transfer_seconds: float) -> None:
-        size, stages = order.size, [order.stage_of(chunk) for chunk in range(order.size.num_chunks)]
-        self.seconds = [chunk.by_kind()[kind] for kind in range(len(LETTERS)) for chunk in times]
-        self.needs, self.delays, self.writes = (
-            [0] * len(self.seconds),
-            [0.0] * len(self.seconds),
-            [0] * len(self.seconds),
-        )
-        for kind, result, step in NEEDED:
-            for chunk, stage in enumerate(stages):
-                row, neighbour = kind * size.num_chunks + chunk, chunk + step
-                self.writes[row] = size.row(result, chunk) - size.row(kind, chunk)
-                if 0 <= neighbour < size.num_chunks:
-                    self.needs[row] = size.row(result, neighbour) - size.row(kind, chunk)
-                    self.delays[row] = transfer_seconds if stages[neighbour] != stage else 0.0
+def _dependencies(order: OperationOrder, transfer_seconds: float) -> tuple[list[int], list[float], list[int]]:
+    """By kind and chunk, the way from an operation to the one that it needs, the delay, and the way to its result."""
+    size, stages = order.size, [order.stage_of(chunk) for chunk in range(order.size.num_chunks)]
+    rows = len(LETTERS) * size.num_chunks
+    needs, delays, writes = [0] * rows, [0.0] * rows, [0] * rows
+    for kind, result, step in NEEDED:
+        for chunk, stage in enumerate(stages):
+            row, neighbour = kind * size.num_chunks + chunk, chunk + step
+            writes[row] = size.row(result, chunk) - size.row(kind, chunk)
+            if 0 <= neighbour < size.num_chunks:
+                needs[row] = size.row(result, neighbour) - size.row(kind, chunk)
+                delays[row] = transfer_seconds if stages[neighbour] != stage else 0.0
+    return needs, delays, writes

@@ -13,7 +13,7 @@ optimizer).
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -86,16 +86,16 @@ class StagedModel:
                 self._split_preset, self._split_job.method_on(self.shape), world_size=2 * self.tp, purpose="plan"
             )
 
-    def chunk_shape(self, size: PipelineSize, chunk: int) -> ModelShape:
-        """Return what one chunk has of the model."""
-        return self._part(size, [chunk])
+    def part(self, size: PipelineSize, *chunks: int) -> ModelShape:
+        """Return the model with the layers of some chunks only."""
+        return model_part(self.shape, size.num_chunks, chunks)
 
     def chunk_times(self, size: PipelineSize, end: int | None = None) -> list[ChunkTimes]:
         """Return the times of each chunk: at the fast end (0) or the slow one (1) of the plan, or their mean."""
         by_shape: dict[tuple[Layer, ...], ChunkTimes] = {}
         times = []
         for chunk in range(size.num_chunks):
-            shape = self.chunk_shape(size, chunk)
+            shape = self.part(size, chunk)
             key = (*shape.layers, shape.outer)
             if key not in by_shape:
                 by_shape[key] = self._times(shape, end)
@@ -129,7 +129,7 @@ class StagedModel:
         """Return the seconds in which the replicas of the largest stage sum their gradients, once per step."""
         if self.data_parallel_size == 1:
             return 0.0, 0.0
-        largest = max(self._part(size, [chunk]).num_params for chunk in range(size.num_chunks)) * size.chunks
+        largest = max(self.part(size, chunk).num_params for chunk in range(size.num_chunks)) * size.chunks
         return self._interconnect(size).seconds(
             Collective(
                 name="all_reduce",
@@ -149,7 +149,7 @@ class StagedModel:
         chunks = [chunk for chunk in range(num_chunks) if run.order.stage_of(chunk) == stage]
         with_head = run.peak_held(stage, [0] * (num_chunks - 1) + [1])
         load = StageLoad(micro_batches_in_flight=run.peak_micro_batches[stage], logits_in_flight=max(0, with_head - 1))
-        plan = plan_engine_memory(self._part(run.size, chunks), self._engine, self.job, load=load)
+        plan = plan_engine_memory(self.part(run.size, *chunks), self._engine, self.job, load=load)
         peak, states = plan.planned_peak_bytes, plan.states.total_bytes
         return StageMemory(
             peak_bytes=peak,
@@ -157,10 +157,6 @@ class StagedModel:
             held_bytes=next(phase.activation_bytes for phase in plan.phases if phase.phase == "forward"),
             verdict=fit_verdict(planned_peak_bytes=peak, exact_bytes=states, memory_bytes=self.gpu.memory_bytes),
         )
-
-    def _part(self, size: PipelineSize, chunks: Sequence[int]) -> ModelShape:
-        """The model with the layers of some chunks only."""
-        return model_part(self.shape, size.num_chunks, tuple(chunks))
 
     def _times(self, shape: ModelShape, end: int | None) -> ChunkTimes:
         """Compute in proportion to the operations of each part; half of the exchanges of split layers in each pass."""

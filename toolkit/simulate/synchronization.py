@@ -19,23 +19,16 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
-from toolkit.units import SECONDS_PER_HOUR
+import numpy
+from numpy.typing import NDArray
 
-if TYPE_CHECKING:
-    import numpy
-    from numpy.typing import NDArray
-
-    from toolkit.simulate.step_time_distributions import FloatArray
-
-    IntArray = NDArray[numpy.int_]
+FloatArray = NDArray[numpy.float64]
 
 # More are dearer than the stragglers they hide.
 MOST_BACKUP_WORKERS = 32
-POLICIES = ("synchronous", "backup_workers", "bounded_staleness", "asynchronous")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,10 +36,9 @@ class Policy:
     """How gradients of several workers become updates."""
 
     name: str
-    backup_workers: int = 0
-    """Of all workers, those whose gradient an update does not wait for."""
-    staleness: int | None = None
-    """Batches that a worker may be ahead of the slowest; None: no bound."""
+    number: int = 0
+    """Workers whose gradient `backup_workers` does not wait for; batches that `bounded_staleness` lets a worker be
+    ahead of the slowest; nothing in the others."""
 
     @property
     def is_synchronous(self) -> bool:
@@ -55,30 +47,21 @@ class Policy:
 
     @property
     def label(self) -> str:
-        """Name with its parameter."""
-        if self.name == "backup_workers":
-            return f"{self.name} {self.backup_workers}"
-        return f"{self.name} {self.staleness}" if self.name == "bounded_staleness" else self.name
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Gradient:
-    """One gradient that was applied."""
-
-    worker: int
-    batch: int
-    """Number of the worker's batch, from 0."""
-    version: int
-    """Number of updates that its weights had when the worker read them."""
+        """Name with its number."""
+        return f"{self.name} {self.number}" if self.name in ("backup_workers", "bounded_staleness") else self.name
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Update:
-    """One update of the weights: by the mean of its gradients, or in the asynchronous policies by one of them."""
+    """One update of the weights: by the mean of its workers' gradients; of one worker in the asynchronous policies."""
 
     seconds: float
     """Time at which it is applied."""
-    gradients: tuple[Gradient, ...]
+    version: int
+    """Number of updates that the weights had when the workers read them."""
+    workers: Sequence[int]
+    batches: Sequence[int]
+    """Number of each worker's batch, from 0."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -102,14 +85,9 @@ class PolicyRun:
         return self.updates[-1].seconds
 
     @property
-    def num_gradients(self) -> int:
-        """Gradients applied."""
-        return sum(len(update.gradients) for update in self.updates)
-
-    @property
     def steps_per_second(self) -> float:
         """Global batches applied per second; N gradients are a step in every policy."""
-        return self.num_gradients / self.gradients_per_step / self.seconds
+        return sum(len(update.workers) for update in self.updates) / self.gradients_per_step / self.seconds
 
     @property
     def waiting_fraction(self) -> float:
@@ -117,21 +95,12 @@ class PolicyRun:
         return self.waiting_seconds / (self.workers * self.seconds)
 
     @property
-    def discarded_fraction(self) -> float:
-        """Dropped work over all workers' time."""
-        return self.discarded_seconds / (self.workers * self.seconds)
-
-    @property
-    def wasted_gpu_hours(self) -> float:
-        """Waiting and dropped work of all workers."""
-        return (self.waiting_seconds + self.discarded_seconds) / SECONDS_PER_HOUR
-
-    @property
     def staleness(self) -> Counter[int]:
         """Number of gradients by the updates that came between reading the weights and applying the gradient."""
-        return Counter(
-            number - gradient.version for number, update in enumerate(self.updates) for gradient in update.gradients
-        )
+        ages = Counter[int]()
+        for number, update in enumerate(self.updates):
+            ages[number - update.version] += len(update.workers)
+        return ages
 
 
 def simulate(policy: Policy, seconds: FloatArray, *, steps: int, communication_seconds: float = 0.0) -> PolicyRun:
@@ -141,12 +110,17 @@ def simulate(policy: Policy, seconds: FloatArray, *, steps: int, communication_s
     begins again with the first. `communication_seconds` is one all-reduce, or one worker's push and pull.
     """
     workers = len(seconds)
-    timeline = PolicyRun(policy=policy, workers=workers, gradients_per_step=workers - policy.backup_workers)
-    if policy.is_synchronous:
-        _run_synchronous(timeline, seconds, steps, communication_seconds)
-    else:
-        _run_asynchronous(timeline, seconds, steps * workers, communication_seconds)
-    return timeline
+    required = workers - (policy.number if policy.name == "backup_workers" else 0)
+    run = PolicyRun(policy=policy, workers=workers, gradients_per_step=required)
+    if not policy.is_synchronous:
+        _run_asynchronous(run, seconds, steps * workers, communication_seconds)
+        return run
+    for update, waiting, discarded in _synchronous(seconds, required, steps, communication_seconds):
+        run.updates.append(update)
+        run.waiting_seconds += waiting
+        run.discarded_seconds += discarded
+        run.communication_seconds += workers * communication_seconds
+    return run
 
 
 def best_backup_workers(seconds: FloatArray, *, steps: int, communication_seconds: float = 0.0) -> tuple[int, float]:
@@ -158,32 +132,20 @@ def best_backup_workers(seconds: FloatArray, *, steps: int, communication_second
     rates = []
     for count in range(min(len(seconds) - 1, MOST_BACKUP_WORKERS) + 1):
         required = len(seconds) - count
-        *_, last = _rounds(seconds, required, steps, communication_seconds)
+        *_, (last, _, _) = _synchronous(seconds, required, steps, communication_seconds)
         rates.append(required / last.seconds)
     best = max(range(len(rates)), key=rates.__getitem__)
     return best, rates[best] / rates[0]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Round:
-    """One synchronous update, as arrays: a thousand workers have a thousand gradients in each."""
-
-    seconds: float
-    """Time at which the update is applied."""
-    workers: IntArray
-    batches: IntArray
-    waiting_seconds: float
-    discarded_seconds: float
-
-
-def _rounds(seconds: FloatArray, required: int, steps: int, communication_seconds: float) -> Iterator[_Round]:
-    """Wait in each update for the first gradients of the current weights."""
-    import numpy
-
+def _synchronous(
+    seconds: FloatArray, required: int, steps: int, communication_seconds: float
+) -> Iterator[tuple[Update, float, float]]:
+    """Updates that wait for the first gradients of the current weights, with the seconds waited and discarded."""
     workers, batches = seconds.shape
     number, free, now = numpy.zeros(workers, dtype=int), numpy.zeros(workers), 0.0
     everyone = numpy.arange(workers)
-    for _ in range(steps):
+    for version in range(steps):
         start = numpy.maximum(now, free)
         duration = seconds[everyone, number % batches]
         finish = start + duration
@@ -193,27 +155,13 @@ def _rounds(seconds: FloatArray, required: int, steps: int, communication_second
         dropped = started.copy()
         dropped[first] = False
         free = numpy.where(started, finish, free)
-        yield _Round(
-            seconds=done + communication_seconds,
-            workers=first,
-            batches=number[first],
-            waiting_seconds=float(numpy.maximum(done - free, 0.0).sum()),
-            discarded_seconds=float(duration[dropped].sum()),
-        )
-        number, now = number + started, done + communication_seconds
+        now = done + communication_seconds
+        update = Update(seconds=now, version=version, workers=first.tolist(), batches=number[first].tolist())
+        yield update, float(numpy.maximum(done - free, 0.0).sum()), float(duration[dropped].sum())
+        number += started
 
 
-def _run_synchronous(timeline: PolicyRun, seconds: FloatArray, steps: int, communication_seconds: float) -> None:
-    for version, found in enumerate(_rounds(seconds, timeline.gradients_per_step, steps, communication_seconds)):
-        used = zip(found.workers.tolist(), found.batches.tolist(), strict=True)
-        gradients = tuple(Gradient(worker=worker, batch=batch, version=version) for worker, batch in used)
-        timeline.updates.append(Update(seconds=found.seconds, gradients=gradients))
-        timeline.waiting_seconds += found.waiting_seconds
-        timeline.discarded_seconds += found.discarded_seconds
-        timeline.communication_seconds += timeline.workers * communication_seconds
-
-
-def _run_asynchronous(timeline: PolicyRun, seconds: FloatArray, gradients: int, communication_seconds: float) -> None:
+def _run_asynchronous(run: PolicyRun, seconds: FloatArray, gradients: int, communication_seconds: float) -> None:
     """Apply each gradient when it arrives, and hold back workers that are too far ahead of the slowest."""
     workers, batches = seconds.shape
     finished, version = [0] * workers, [0] * workers
@@ -223,26 +171,23 @@ def _run_asynchronous(timeline: PolicyRun, seconds: FloatArray, gradients: int, 
     """Worker -> since when it waits."""
     behind = Counter({0: workers})
     """Batches finished -> number of workers."""
-    slowest, bound = 0, timeline.policy.staleness
-    while len(timeline.updates) < gradients:
+    slowest, bound = 0, run.policy.number if run.policy.name == "bounded_staleness" else gradients
+    while len(run.updates) < gradients:
         now, worker = heapq.heappop(events)
-        update = Update(
-            seconds=now, gradients=(Gradient(worker=worker, batch=finished[worker], version=version[worker]),)
-        )
-        timeline.updates.append(update)
-        timeline.communication_seconds += communication_seconds
-        behind[finished[worker]] -= 1
+        batch = finished[worker]
+        run.updates.append(Update(seconds=now, version=version[worker], workers=(worker,), batches=(batch,)))
+        run.communication_seconds += communication_seconds
         finished[worker] += 1
-        behind[finished[worker]] += 1
+        behind.update({batch: -1, batch + 1: 1})
         blocked[worker] = now
         freed = [worker]
         if behind[slowest] == 0:
             slowest, freed = slowest + 1, list(blocked)
         for ready in freed:
-            if bound is not None and finished[ready] - slowest > bound:
+            if finished[ready] - slowest > bound:
                 continue
-            timeline.waiting_seconds += now - blocked.pop(ready)
-            version[ready] = len(timeline.updates)
+            run.waiting_seconds += now - blocked.pop(ready)
+            version[ready] = len(run.updates)
             duration = float(seconds[ready, finished[ready] % batches]) + communication_seconds
             heapq.heappush(events, (now + duration, ready))
-    timeline.waiting_seconds += sum(timeline.seconds - since for since in blocked.values())
+    run.waiting_seconds += sum(run.seconds - since for since in blocked.values())

@@ -10,7 +10,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from toolkit.models.live_memory import LiveMemory
+from toolkit.models.fake_tensors import LiveMemory
 from toolkit.observe.attest.tensors import without_adapters
 from toolkit.observe.batches import IGNORED
 from toolkit.plan.memory import WITHOUT_CHUNKED_LOSS, logits_bytes

@@ -28,16 +28,6 @@ from toolkit.models.nf4 import NF4_BLOCK, NF4_SECOND_BLOCK, NF4_SECOND_TABLE, NF
 from toolkit.observe.attest.tensors import constants
 from toolkit.presets.training_arguments import uses_fsdp
 
-
-def keep_packing(model: Any) -> None:
-    """Keep bitsandbytes 0.50.2 from repacking weights at an evaluation on a CPU with AVX512-BF16.
-
-    That layout has no backward, and the constants change with it (`Linear4bit.forward`).
-    """
-    for module in _linear_4bit_modules(model):
-        module.support_avx512bf16_for_cpu = False
-
-
 # -- loading for an engine that shards
 
 

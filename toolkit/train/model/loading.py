@@ -15,12 +15,12 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled, unset_hf_deepspeed_config
 
-from toolkit.data.template_limits import check_templates, read_template
+from toolkit.data.template_limits import read_template
 from toolkit.errors import ToolkitError
 from toolkit.job.script_arguments import ModelArguments
-from toolkit.models.adapter_inputs import share_inputs
 from toolkit.models.attention import AUTO, packed_attention, read_model_attention
-from toolkit.models.nf4 import quantization_config
+from toolkit.models.lora import share_inputs
+from toolkit.models.nf4 import keep_packing, quantization_config
 from toolkit.parallel.layout import ParallelLayout
 from toolkit.parallel.sharded_at_load import distributed_config
 from toolkit.presets.compatibility import Method
@@ -33,16 +33,10 @@ varlen_attention.register()
 
 
 def load_tokenizer(arguments: ModelArguments, *, chat_template: str | None) -> Any:
-    """Return the model's tokenizer, with the chat template of the file `chat_template` if given.
-
-    Raises ToolkitError for a template that never ends.
-    """
+    """Return the model's tokenizer, with the chat template of the file `chat_template` if given."""
     tokenizer = from_pretrained(AutoTokenizer, arguments)
     if chat_template is not None:
         tokenizer.chat_template = read_template(chat_template)
-    found = tokenizer.chat_template or []
-    templates = list(found.values()) if isinstance(found, dict) else [found] if isinstance(found, str) else []
-    check_templates(templates, name=chat_template or f"the chat template of {arguments.model_name_or_path}")
     return tokenizer
 
 
@@ -98,7 +92,7 @@ def load_model(
     load = partial(from_pretrained, AutoModelForCausalLM, source, dtype=dtype, **extra)
     model = four_bit.load_for_shards(load) if arguments.load_in_4bit and four_bit.is_sharded() else load()
     if arguments.load_in_4bit:
-        four_bit.keep_packing(model)
+        keep_packing(model)
     return prepare_model(model, arguments, compute_dtype=compute_dtype, adapter=resumed)
 
 

@@ -1,0 +1,192 @@
+"""Job files from templates (templates/*.j2): the script that every engine runs on each node, and submitting a file."""
+
+from __future__ import annotations
+
+import functools
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from toolkit.cluster.cluster_job import ClusterJob, preset_word
+from toolkit.cluster.node_setup import ADDRESS_VARIABLE
+from toolkit.cluster.options import JobOptions
+from toolkit.entry_point import print_message
+from toolkit.errors import RunFailed, ToolkitError, visible
+from toolkit.files.atomic_write import write_text
+from toolkit.files.secrets import hide_words
+from toolkit.launch.command import torchrun_words
+from toolkit.launch.environment import NVME_PATH_VARIABLE
+from toolkit.presets import Preset
+
+if TYPE_CHECKING:
+    from jinja2 import Environment
+
+RENDEZVOUS_PORT = 29500
+SUBMIT_SECONDS = 600.0
+PREFLIGHT_SECONDS = 600  # nodes of one job start minutes apart where images are pulled
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Place:
+    """Where an engine's variables tell a node its place; each is a word for the shell."""
+
+    attempt: str
+    """An id that no other attempt has."""
+    head: str
+    port: str = str(RENDEZVOUS_PORT)
+    peer: str | None = None
+    """Another node than the head."""
+    checked: bool = False
+    """The engine's file runs the preflight checks itself."""
+
+
+def render(template: str, options: JobOptions, **values: Any) -> str:
+    """Return a job file, whose comment names the command that it was written by."""
+    written_by = visible(shlex.join(["toolkit", *hide_words(sys.argv[1:])]))
+    return _environment().get_template(template).render(written_by=written_by, options=options, **values)
+
+
+@functools.cache
+def _environment() -> Environment:
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+    environment = Environment(
+        loader=FileSystemLoader(Path(__file__).parent / "templates"),
+        undefined=StrictUndefined,
+        autoescape=False,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+        comment_start_string="<#",  # bash has ${#nodes[@]}
+        comment_end_string="#>",
+    )
+    environment.filters["quote"] = lambda value: shlex.quote(str(value))
+    environment.filters["continued"] = lambda words: " \\\n    ".join(words)
+    environment.filters["yaml"] = yaml_text
+    return environment
+
+
+class _Dumper(yaml.SafeDumper):
+    """Writes scripts as literal blocks."""
+
+
+def _text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None)
+
+
+_Dumper.add_representer(str, _text)
+
+
+def yaml_text(value: Any) -> str:
+    """Return a value as YAML for people to read.
+
+    >>> print(yaml_text({"run": "a\\nb\\n", "n": 2}))
+    run: |
+      a
+      b
+    n: 2
+    """
+    text = yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=10_000, default_flow_style=False)
+    return text.removesuffix("\n")
+
+
+def node_script(job: ClusterJob, place: Place, *, python: str) -> str:
+    """Return the script of each node; its last command is torchrun, which gets the engine's signals."""
+    options = job.options
+    words = torchrun_words(
+        nnodes=options.nodes,
+        processes_per_node=options.gpus_per_node,
+        attempt=place.attempt,
+        endpoint=f"{place.head}:{place.port}",
+    )
+    torchrun = [
+        *words,
+        *([] if options.max_nodes == 1 else [f'--local-addr "${ADDRESS_VARIABLE}"']),
+        f"--max-restarts {options.restarts} --shutdown-timeout {job.shutdown_seconds}",
+        "-m toolkit.train",
+        *group_arguments(job.training_argv),
+    ]
+    doctor = doctor_command(options, python, output_dir=job.output_dir, preset=job.preset)
+    values = {"job": job, "place": place, "python": python, "torchrun": torchrun, "doctor": doctor}
+    return render("node_script.sh.j2", options, preflight_seconds=PREFLIGHT_SECONDS, **values)
+
+
+def doctor_command(options: JobOptions, python: str, *, output_dir: Path, preset: Preset | None) -> str:
+    """Return the command that checks a node for a job; clocks of nodes compare through the shared run folder.
+
+    Without the model: `doctor` plans the memory of one node's ranks, and on several nodes each rank holds less.
+    """
+    words = [f"{python} -m toolkit doctor --json --output-dir {shlex.quote(str(output_dir))}"]
+    words += [f"--num-processes {options.gpus_per_node}"]
+    words += [] if options.cpu else [f"--gpus-per-node {options.gpus_per_node}"]
+    if preset is not None:
+        words += [f"--preset {shlex.quote(preset_word(preset))}"]
+        words += [f"--nvme-path {shlex.quote(options.variables[NVME_PATH_VARIABLE])}"] if preset.uses_nvme else []
+    return " ".join(words)
+
+
+def python_of(options: JobOptions, *, shares_files: bool) -> str:
+    """Return the Python of the nodes: as given; this one where they see its files; otherwise the first on the PATH."""
+    if options.python is not None:
+        return options.python
+    return os.path.abspath(sys.executable) if shares_files and options.container is None else "python"  # noqa: PTH100
+
+
+def group_arguments(words: Sequence[str]) -> list[str]:
+    """Return training arguments for the shell, each flag together with its values.
+
+    >>> group_arguments(["--bf16", "true", "--dataset", "a.jsonl", "b.jsonl"])
+    ['--bf16 true', '--dataset a.jsonl b.jsonl']
+    """
+    groups: list[list[str]] = []
+    for word in words:
+        if word.startswith("--") or not groups:
+            groups.append([])
+        groups[-1].append(shlex.quote(word))
+    return [" ".join(group) for group in groups]
+
+
+def deliver(text: str, *, output: Path | None, submit: Sequence[str] | None, suffix: str) -> None:
+    """Print a job file, or write it to `output`; with `submit`, give it to that command as its last word.
+
+    Raises ToolkitError where the file cannot be written or the command is not installed, RunFailed where it fails.
+    """
+    if output is not None:
+        try:
+            write_text(output, text)
+        except OSError as error:
+            raise ToolkitError(f"{output} cannot be written: {error.strerror}", hint="`--output FILE`") from None
+        print_message(f"wrote {output}")
+    elif submit is None:
+        print(text, end="")
+    if submit is not None:
+        _submit(text, output=output, command=submit, suffix=suffix)
+
+
+def _submit(text: str, *, output: Path | None, command: Sequence[str], suffix: str) -> None:
+    if shutil.which(command[0]) is None:
+        raise ToolkitError(
+            f"`{command[0]}` is not on the PATH: the job was not submitted",
+            hint="run this on a login node, or write the file with `--output FILE` and submit it there",
+        )
+    with tempfile.TemporaryDirectory(prefix="toolkit-job-") as folder:
+        path = output or Path(folder, f"job{suffix}")
+        if output is None:
+            path.write_text(text)
+        words = [*command, str(path)]
+        print_message(shlex.join(words))
+        try:
+            done = subprocess.run(words, timeout=SUBMIT_SECONDS, check=False)
+        except subprocess.TimeoutExpired:
+            raise RunFailed(f"`{command[0]}` did not answer in {SUBMIT_SECONDS / 60:g} minutes") from None
+    if done.returncode != 0:
+        raise RunFailed(f"`{shlex.join(command)}` failed with exit code {done.returncode}; its message is above")

@@ -1,0 +1,287 @@
+"""Train on fake tensors: track which are alive, and allocate what a GPU would; the patches are undone afterwards.
+
+    memory = LiveMemory(vocab_size=32_000)
+    with on_fake_tensors(memory, engine="fsdp2"):
+        with memory.phase("forward"):
+            ...
+    memory.peaks["forward"].total_bytes
+
+Each storage counts once, by the phase that made it: bytes are those requested, without an allocator's rounding and
+fragmentation. Written for torch 2.13 and transformers 5.23.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp._fully_shard import _fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import masking_utils
+from transformers.integrations import moe
+
+
+@dataclass(slots=True)
+class LiveStorage:
+    """One storage that is alive."""
+
+    serial: int
+    tag: str
+    storage: weakref.ref[Any]
+    bytes: int
+    """Size when last read: engines resize storages."""
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPeak:
+    """The highest point of a phase and the storages that were alive at it."""
+
+    total_bytes: int = 0
+    storages: dict[int, tuple[str, int]] = field(default_factory=dict)
+    """Tag and bytes by serial number."""
+
+
+class LiveMemory(TorchDispatchMode):  # type: ignore[misc]
+    """Dispatch mode that sees every allocation below autograd; `peaks` has the highest point of each phase."""
+
+    def __init__(self, *, vocab_size: int) -> None:
+        super().__init__()
+        self.vocab_size = vocab_size
+        """A tensor whose last dimension this is holds logits or their gradient."""
+        self.live: dict[int, LiveStorage] = {}
+        self.live_bytes = 0
+        self.resizable: dict[int, LiveStorage] = {}
+        """Storages that an engine frees and refills: their size is read each time."""
+        self.num_tracked = 0
+        self.phase_name = "load"
+        self.tags: list[str] = []
+        self.is_paused = False
+        self.peaks: dict[str, MemoryPeak] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if DTensor in types:
+            return NotImplemented  # DTensor first: its operations on local shards arrive here again
+        result = func(*args, **(kwargs or {}))
+        if self.is_paused:
+            return result
+        new = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+        if any([self._track(tensor) for tensor in new]):  # a list: all of them, not up to the first
+            self._update_peak()
+        return result
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Attribute allocations inside to this phase."""
+        before, self.phase_name = self.phase_name, name
+        try:
+            yield
+        finally:
+            self.phase_name = before
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Ignore allocations inside, which no real run makes."""
+        before, self.is_paused = self.is_paused, True
+        try:
+            yield
+        finally:
+            self.is_paused = before
+
+    @contextlib.contextmanager
+    def tagged(self, tag: str) -> Iterator[None]:
+        """Attribute allocations inside to a purpose instead of to the phase."""
+        self.tags.append(tag)
+        try:
+            yield
+        finally:
+            self.tags.pop()
+
+    def exclude(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Count the storages of these tensors as zero bytes: they existed before."""
+        for tensor in tensors:
+            self._track(tensor)
+            entry = self.live[tensor.untyped_storage()._cdata]
+            self.live_bytes -= entry.bytes
+            entry.bytes = 0
+
+    def serials(self, tensors: Iterable[torch.Tensor]) -> set[int]:
+        """Return the serial numbers of the tensors' storages, as far as they are tracked."""
+        found = (self.live.get(tensor.untyped_storage()._cdata) for tensor in tensors)
+        return {entry.serial for entry in found if entry is not None}
+
+    def _track(self, tensor: torch.Tensor) -> bool:
+        if tensor.device.type == "meta":
+            return False
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self.live:
+            return False
+        is_logits = tensor.dim() > 1 and tensor.shape[-1] == self.vocab_size
+        tag = self.tags[-1] if self.tags else "logits" if is_logits else self.phase_name
+        self.num_tracked += 1
+        forget = weakref.ref(storage, lambda _: self._forget(key))
+        entry = LiveStorage(self.num_tracked, tag, forget, storage.nbytes())
+        self.live[key] = entry
+        self.live_bytes += entry.bytes
+        if self.tags:
+            self.resizable[key] = entry
+        return True
+
+    def _forget(self, key: int) -> None:
+        entry = self.live.pop(key, None)
+        self.resizable.pop(key, None)
+        self.live_bytes -= entry.bytes if entry is not None else 0
+
+    def _read_sizes(self) -> None:
+        """Only of resizable storages: summing up all of them at each allocation would double the time of a trace."""
+        for entry in list(self.resizable.values()):
+            storage = entry.storage()
+            size = 0 if storage is None else storage.nbytes()
+            self.live_bytes += size - entry.bytes
+            entry.bytes = size
+
+    def _update_peak(self) -> None:
+        self._read_sizes()
+        if self.live_bytes > self.peaks.get(self.phase_name, MemoryPeak()).total_bytes:
+            storages = {entry.serial: (entry.tag, entry.bytes) for entry in self.live.values() if entry.bytes}
+            self.peaks[self.phase_name] = MemoryPeak(self.live_bytes, storages)
+
+
+@contextlib.contextmanager
+def on_fake_tensors(memory: LiveMemory, *, engine: str) -> Iterator[None]:
+    """Give tensors made inside shapes but no memory, and track them in `memory`."""
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(as_on_gpu())
+        if engine == "fsdp2":
+            for owner, name, context in _fsdp_contexts(memory):
+                stack.enter_context(_replaced(owner, name, _within(context, getattr(owner, name))))
+        stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+        stack.enter_context(memory)
+        yield
+
+
+@contextlib.contextmanager
+def as_on_gpu() -> Iterator[None]:
+    """Make operators save for the backward what they save on a GPU, and keep code from reading values."""
+    attention = torch.nn.functional.scaled_dot_product_attention
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_replaced(torch.nn.Module, "_apply", _apply_without_swapping))
+        stack.enter_context(_replaced(masking_utils, "find_packed_sequence_indices", _no_packed_documents))
+        gpu_attention = functools.partial(_attention_on_gpu, attention)
+        stack.enter_context(_replaced(torch.nn.functional, "scaled_dot_product_attention", gpu_attention))
+        stack.enter_context(_replaced(torch.nn.functional, "dropout", _dropout_on_gpu))
+        stack.enter_context(_replaced(moe, "_can_use_grouped_mm", _needs_bf16))
+        yield
+
+
+def _fsdp_contexts(memory: LiveMemory) -> list[tuple[Any, str, Callable[[], Any]]]:
+    """Contexts for FSDP2's functions: buffers that gather and reduce are tagged; meshes hold real rank numbers.
+
+    DTensor runs each operation once on tensors of the full shape to infer the result's shape; no real run allocates
+    these.
+    """
+    return [
+        (FSDPParamGroup, "unshard", lambda: memory.tagged("gathered")),
+        (FSDPParamGroup, "wait_for_unshard", lambda: memory.tagged("gathered")),
+        (FSDPParamGroup, "post_backward", lambda: memory.tagged("reduction")),
+        (ShardingPropagator, "_propagate_tensor_meta_non_cached", memory.paused),
+        (_fully_shard, "_init_default_mesh", unset_fake_temporarily),
+        (DeviceMesh, "__getitem__", unset_fake_temporarily),
+        (DeviceMesh, "_flatten", unset_fake_temporarily),
+    ]
+
+
+def _within(context: Callable[[], Any], function: Any) -> Any:
+    @functools.wraps(function)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        with context():
+            return function(*args, **kwargs)
+
+    return wrapped
+
+
+@contextlib.contextmanager
+def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    original = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, original)
+
+
+def _attention_on_gpu(attention: Any, *args: Any, dropout_p: float = 0.0, **kwargs: Any) -> Any:
+    """The CPU's flash attention supports neither dropout nor values of another width than keys, and falls back to code
+    that saves all scores. A GPU's kernels save only the dropout seed, and support such values."""
+    del dropout_p
+    query, key, value = args[:3]
+    if query.shape[1] == value.shape[1] and query.shape[-1] != value.shape[-1]:
+        mask = kwargs.get("attn_mask", args[3] if len(args) > 3 else None)
+        return _FusedAttention.apply(*(_cast_for_autocast(part) for part in (query, key, value)), mask)
+    return attention(*args, **kwargs)
+
+
+def _cast_for_autocast(tensor: Any) -> Any:
+    """The dtype that autocast would pass to the kernel."""
+    return tensor.to(torch.get_autocast_dtype("cpu")) if torch.is_autocast_enabled("cpu") else tensor
+
+
+class _FusedAttention(torch.autograd.Function):  # type: ignore[misc]
+    """Saves query, key, value, output, one fp32 statistic per head and token, and a mask in the query's dtype."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Any, key: Any, value: Any, mask: Any) -> Any:
+        rows, heads, length, _ = query.shape
+        output = query.new_empty(rows, length, heads, value.shape[-1]).transpose(1, 2)
+        statistics = query.new_empty(rows, heads, length, dtype=torch.float32)
+        bias = () if mask is None else (mask.to(query.dtype),)
+        ctx.save_for_backward(query, key, value, output, statistics, *bias)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Any) -> Any:
+        del gradient
+        return *(torch.empty_like(tensor) for tensor in ctx.saved_tensors[:3]), None
+
+
+def _dropout_on_gpu(tensor: Any, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
+    """A GPU saves a mask of one byte per element; a CPU saves noise in the tensor's dtype."""
+    del inplace
+    return torch.native_dropout(tensor, p, True)[0] if training and p else tensor
+
+
+def _needs_bf16(tensor: Any, weight: Any, offs: Any) -> bool:
+    """torch's shape rule for grouped matmuls rejects fp32, which its kernels support; transformers' own implementation
+    accepts it and saves the same tensors."""
+    del tensor, offs
+    return bool(weight.dtype == torch.bfloat16)
+
+
+def _no_packed_documents(position_ids: torch.Tensor) -> None:
+    """transformers would read the position values to find packed documents, and build a mask where it cannot."""
+    del position_ids
+
+
+def _apply_without_swapping(module: Any, fn: Callable[[Any], Any], recurse: bool = True) -> Any:
+    """`Module._apply` would swap each fake parameter with its copy, and fails where moving it changed nothing."""
+    for part in module.modules() if recurse else [module]:
+        for key, parameter in part._parameters.items():
+            if parameter is None:
+                continue
+            with torch.no_grad():
+                applied = fn(parameter)
+            if applied is not parameter:
+                part._parameters[key] = torch.nn.Parameter(applied, parameter.requires_grad)
+        part._buffers.update({key: fn(buffer) for key, buffer in part._buffers.items() if buffer is not None})
+    return module
