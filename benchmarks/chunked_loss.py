@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import copy
 import time
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -31,15 +30,8 @@ LOSS_TOLERANCE = 1e-5
 HEADER = ["job", "supervised", "chunked / full", "min", "max", "peak, full", "peak, chunked"]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Case:
-    """What is trained, and the share of the tokens that is supervised."""
-
-    trained: str
-    supervised: float
-
-
-CASES = [Case(trained=trained, supervised=share) for trained in ("all weights", "LoRA") for share in (1.0, 0.4)]
+# What is trained, and the share of the tokens that is supervised.
+CASES = [(trained, share) for trained in ("all weights", "LoRA") for share in (1.0, 0.4)]
 
 
 def build(trained: str) -> Any:
@@ -81,34 +73,23 @@ def peak_bytes(model: Any, inputs: dict[str, torch.Tensor]) -> int:
     return max(peak.total_bytes for peak in memory.peaks.values())
 
 
-def measure(case: Case, *, number: int, tokens: int) -> dict[str, Any]:
-    full = build(case.trained)
+def measure(trained: str, supervised: float, *, number: int, tokens: int) -> dict[str, Any]:
+    full = build(trained)
     chunked = copy.deepcopy(full)
-    plain = without_adapters(chunked)
-    ChunkedLoss(plain, chunk_tokens=LOSS_CHUNK_TOKENS)
-    inputs = batch(tokens, case.supervised)
+    ChunkedLoss(without_adapters(chunked), chunk_tokens=LOSS_CHUNK_TOKENS)
+    inputs = batch(tokens, supervised)
     peaks = {"full": peak_bytes(full, inputs), "chunked": peak_bytes(chunked, inputs)}  # also the untimed steps
     measured = pairs(number, partial(step, full, inputs), partial(step, chunked, inputs))
     for (_, one), (_, other) in measured:
         assert abs(one - other) <= LOSS_TOLERANCE * abs(one), f"losses differ: {one} and {other}"
-    return {
-        "trained": case.trained,
-        "supervised_fraction": case.supervised,
-        "tokens": tokens,
-        "cpu_seconds": [{"full": a[0], "chunked": b[0]} for a, b in measured],
-        "tokens_per_cpu_second_ratio": spread([a[0] / b[0] for a, b in measured]),
-        "peak_bytes": peaks,
-    }
+    ratio = spread([a[0] / b[0] for a, b in measured])
+    return {"trained": trained, "supervised": supervised, "tokens": tokens, "ratio": ratio, "peak_bytes": peaks}
 
 
-def row(found: dict[str, Any]) -> list[str]:
-    ratio, peaks = found["tokens_per_cpu_second_ratio"], found["peak_bytes"]
-    return [
-        found["trained"],
-        f"{found['supervised_fraction']:.0%}",
-        *(f"{ratio[name]:.2f}" for name in ("median", "min", "max")),
-        *(f"{peaks[name] / 2**30:.2f} GiB" for name in ("full", "chunked")),
-    ]
+def cells(row: dict[str, Any]) -> list[str]:
+    ratios = [f"{row['ratio'][name]:.2f}" for name in ("median", "min", "max")]
+    peaks = [f"{row['peak_bytes'][name] / 2**30:.2f} GiB" for name in ("full", "chunked")]
+    return [row["trained"], f"{row['supervised']:.0%}", *ratios, *peaks]
 
 
 def main() -> None:
@@ -117,9 +98,9 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=2048)
     given = parser.parse_args()
     torch.set_num_threads(1)
-    cases = [measure(case, number=given.pairs, tokens=given.tokens) for case in CASES]
-    print_table(HEADER, [row(found) for found in cases])
-    write_result("chunked_loss", {"chunk_tokens": LOSS_CHUNK_TOKENS, "cases": cases})
+    rows = [measure(trained, share, number=given.pairs, tokens=given.tokens) for trained, share in CASES]
+    print_table(HEADER, [cells(row) for row in rows])
+    write_result("chunked_loss", {"chunk_tokens": LOSS_CHUNK_TOKENS, "pairs": given.pairs}, rows)
 
 
 if __name__ == "__main__":

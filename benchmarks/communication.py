@@ -24,16 +24,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from record import RESULTS, print_table, write_result
+from record import ROOT, print_table, read_result, write_result
+from small_job import small_model, words
 
-from toolkit.demo.assets import default_data_file, prepare_default_model, random_llama
 from toolkit.models.read_model import read_model
 from toolkit.models.shape import ModelShape
 from toolkit.plan.communication import communication_bytes, step_collectives
 from toolkit.plan.job import TrainingJob, TrainingSetup
 from toolkit.presets import load_preset
 
-ROOT = Path(__file__).parent.parent
 SCRIPTS = ROOT / "tests" / "scripts"
 STEPS = 2  # ZeRO-3's first step records the order of modules and sends more
 SIZES = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 6, "num_attention_heads": 4}
@@ -61,6 +60,14 @@ class Setting:
         parts = [self.preset, f"n{self.ranks}", f"a{self.accumulation}"]
         extras = {"whole": self.accumulate, "lora": self.lora_r, "ckpt": self.checkpointing, "alone": self.alone}
         return " ".join([*parts, *(name for name, there in extras.items() if there)])
+
+    @property
+    def words(self) -> dict[str, Any]:
+        """The arguments that differ from run to run."""
+        arguments: dict[str, Any] = {"gradient_accumulation_steps": self.accumulation}
+        arguments |= {} if self.accumulate is None else {"accumulate": self.accumulate}
+        arguments |= {} if self.lora_r is None else {"lora_r": self.lora_r}
+        return arguments | ({"activation_checkpointing": "true"} if self.checkpointing else {})
 
     def setup(self, shape: ModelShape) -> TrainingSetup:
         """The setup as the planner takes it."""
@@ -103,42 +110,30 @@ def settings() -> list[Setting]:
     return found + [Setting(preset=name, ranks=2, checkpointing=True) for name in ("zero3", "fsdp2")]
 
 
-def make_model(folder: Path) -> Path:
-    """Write a Llama of 28.7 million parameters, six layers, untied embeddings, with the demo's tokenizer."""
-    from transformers import AutoTokenizer
-
-    return random_llama(folder, AutoTokenizer.from_pretrained(prepare_default_model()), **SIZES)
-
-
 def count(setting: Setting, model: Path, output: Path) -> dict[str, int]:
     """Return the payload of each collective in the last step; raise with the run's last lines if it failed."""
-    words = {"model_name_or_path": model, "dataset": default_data_file("faq-en-alpaca.jsonl"), "output_dir": output}
-    words |= {"max_steps": STEPS, "max_seq_length": 64, "per_device_train_batch_size": 1, "save_strategy": "no"}
-    words |= {"gradient_accumulation_steps": setting.accumulation, "save_model": "false"}
-    words |= {} if setting.accumulate is None else {"accumulate": setting.accumulate}
-    words |= {} if setting.lora_r is None else {"lora_r": setting.lora_r}
-    words |= {"activation_checkpointing": "true"} if setting.checkpointing else {}
-    config = ROOT / "accelerate_configs" / f"{setting.preset}.yaml"
-    mesh = ["--parallelism_config_dp_shard_size", str(setting.ranks // 2)] if "hybrid" in setting.preset else []
-    launcher = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(config)]
-    launcher += ["--num_processes", str(setting.ranks), "--main_process_port", "0", *mesh]
-    launcher += [str(SCRIPTS / "count_collectives.py")]
-    if setting.alone:
-        launcher = [sys.executable, str(SCRIPTS / "count_alone.py"), str(config), str(setting.ranks)]
-    flat = [word for name, value in words.items() for word in (f"--{name}", str(value))]
+    job = setting.words | {"model_name_or_path": model, "output_dir": output, "max_steps": STEPS}
+    job |= {"per_device_train_batch_size": 1, "save_strategy": "no", "save_model": "false"}
+    config = str(ROOT / "accelerate_configs" / f"{setting.preset}.yaml")
+    launcher = [sys.executable, str(SCRIPTS / "count_alone.py"), config, str(setting.ranks)]
+    if not setting.alone:
+        mesh = ["--parallelism_config_dp_shard_size", str(setting.ranks // 2)] if "hybrid" in setting.preset else []
+        launcher = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", config, *mesh]
+        launcher += ["--num_processes", str(setting.ranks), "--main_process_port", "0"]
+        launcher += [str(SCRIPTS / "count_collectives.py")]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([*launcher, *flat], cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [*launcher, *words(**job)], cwd=ROOT, env=environment, capture_output=True, text=True, check=False
+    )
     if done.returncode != 0:
         raise RuntimeError("\n".join(done.stderr.strip().splitlines()[-3:]))
     last = json.loads((output / "collectives" / "rank0.jsonl").read_text().splitlines()[-1])
     return {name: one["bytes"] for name, one in last.items() if name != "step" and one["bytes"] > NOISE_BYTES}
 
 
-def row(setting: Setting, model: Path, output: Path) -> dict[str, Any]:
-    """Return the counted and planned payload of each collective, and the largest difference."""
-    shape = read_model(str(model))
-    sent = communication_bytes(step_collectives(setting.setup(shape)))
-    facts = {"setting": setting.name, "planned": dict(planned(setting, shape)), "sent_bytes": sent}
+def row(setting: Setting, shape: ModelShape, model: Path, output: Path) -> dict[str, Any]:
+    """Return the counted payload of each collective, and its largest difference from the plan; or the error."""
+    facts = {"setting": setting.name, "sent_bytes": communication_bytes(step_collectives(setting.setup(shape)))}
     try:
         counted = count(setting, model, output)
     except RuntimeError as error:
@@ -162,14 +157,12 @@ def largest_difference(setting: Setting, shape: ModelShape, counted: dict[str, i
     return max(abs(plan[name] - counted.get(name, 0)) / max(counted.get(name, 0), 1) for name in names)
 
 
-def said(one: dict[str, Any]) -> str:
-    """Return the counted bytes by collective as text, or why there are none."""
-    return one.get("error") or " ".join(f"{name} {size:,}" for name, size in one["counted"].items())
-
-
-def kept_rows() -> list[dict[str, Any]]:
-    path = RESULTS / "communication.json"
-    return json.loads(path.read_text())["rows"] if path.is_file() else []
+def cells(one: dict[str, Any]) -> list[str]:
+    """Return a row's counted bytes by collective and the largest difference from the plan, or why there are none."""
+    if "error" in one:
+        return [one["setting"], one["error"], "n/a"]
+    counted = " ".join(f"{name} {size:,}" for name, size in one["counted"].items())
+    return [one["setting"], counted, f"{one['largest_difference']:.1e}"]
 
 
 def main() -> int:
@@ -179,22 +172,19 @@ def main() -> int:
         "--alone", action="store_true", help="rank 0 of 8 and of 64 in one process, instead of two and four real ranks"
     )
     parser.add_argument("--missing", action="store_true", help="skip what has been counted")
-    arguments = parser.parse_args()
-    counted = {one["setting"] for one in kept_rows() if "counted" in one and arguments.missing}
-    every = lone_settings() if arguments.alone else settings()
-    named = [setting for setting in every if not arguments.only or setting.preset in arguments.only]
-    wanted = [setting for setting in named if setting.name not in counted]
+    given = parser.parse_args()
+    rows = {one["setting"]: one for one in read_result("communication")[1]}
+    skipped = {name for name, one in rows.items() if "counted" in one and given.missing}
+    wanted = [setting for setting in (lone_settings() if given.alone else settings()) if setting.name not in skipped]
     with tempfile.TemporaryDirectory() as scratch:
-        model = make_model(Path(scratch) / "model")
-        num_params = read_model(str(model)).num_params
-        for setting in wanted:
-            made = row(setting, model, Path(scratch) / setting.name.replace(" ", "-"))
-            rows = {one["setting"]: one for one in kept_rows()} | {setting.name: made}
-            print(setting.name, made.get("largest_difference", "failed"), file=sys.stderr, flush=True)
-            write_result("communication", {"num_params": num_params, "rows": list(rows.values())})
-    rows = {one["setting"]: one for one in kept_rows()}
-    cells = [[name, said(one), f"{one.get('largest_difference', float('nan')):.1e}"] for name, one in rows.items()]
-    print_table(["setting", "counted payload", "largest difference"], cells)
+        # A Llama of 28.7 million parameters, six layers, untied embeddings.
+        model = small_model(Path(scratch) / "model", SIZES)
+        shape = read_model(str(model))
+        for setting in (one for one in wanted if not given.only or one.preset in given.only):
+            rows[setting.name] = row(setting, shape, model, Path(scratch) / setting.name.replace(" ", "-"))
+            print(*cells(rows[setting.name]), file=sys.stderr, flush=True)
+            write_result("communication", {"num_params": shape.num_params}, rows.values())
+    print_table(["setting", "counted payload", "largest difference"], [cells(one) for one in rows.values()])
     return 0 if all(one.get("largest_difference", 1) <= 0.01 for one in rows.values()) else 1
 
 

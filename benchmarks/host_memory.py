@@ -2,7 +2,6 @@
 
     python benchmarks/host_memory.py                  # all rows; several minutes
     python benchmarks/host_memory.py --missing        # only those without a row, or with an error
-    python benchmarks/host_memory.py --table          # write the table of plan-accuracy.md again; measure nothing
 
 Measured: the sum of the ranks' peak resident memory from the run folder (`peak_host_bytes`); and while loading, the
 highest sum, observed from outside, of memory that the kernel cannot drop (`/proc/PID/smaps_rollup`, proportional set
@@ -24,12 +23,14 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import psutil
-from record import RESULTS, print_table, write_result, write_table
+from record import EVIDENCE, ROOT, print_table, read_result, write_lines, write_result, write_table
+from small_job import words
 
 from toolkit.demo.assets import prepare_default_model
 from toolkit.models.read_model import read_model
@@ -41,8 +42,9 @@ from toolkit.plan.memory import plan_engine_memory
 from toolkit.presets import load_preset
 from toolkit.units import GIB
 
-ROOT = Path(__file__).parent.parent
-DOCUMENT, TABLE = ROOT / "docs" / "evidence" / "plan-accuracy.md", "host memory"
+DOCUMENT, TABLE = EVIDENCE / "plan-accuracy.md", "host_memory"
+HEADER = ["job", "loading, measured GiB", "planned", "", "run, measured GiB", "planned", ""]
+PARTS = ("loading", "run")
 RANKS, STEPS, SECONDS_BETWEEN = 2, 2, 0.02
 LOSS = "full"  # of the recorded runs, which are older than the chunked loss
 # glibc keeps freed blocks below 32 MiB, per thread; with this threshold it returns tensors to the system.
@@ -71,21 +73,17 @@ class Setting:
     @property
     def name(self) -> str:
         """Name of the setting, for example `zero3 128 lora`."""
-        extras = {
-            "lora": self.lora_r,
-            f"a{self.accumulation}": self.accumulation > 1,
-            "ckpt": self.checkpointing,
-            "malloc": self.keeps_freed,
-        }
+        extras = {"lora": self.lora_r, f"a{self.accumulation}": self.accumulation > 1}
+        extras |= {"ckpt": self.checkpointing, "malloc": self.keeps_freed}
         return " ".join([self.preset, str(self.seq_length), *(name for name, there in extras.items() if there)])
 
     @property
     def words(self) -> dict[str, Any]:
         """Arguments of the training script."""
-        words: dict[str, Any] = {"max_steps": STEPS, "max_seq_length": self.seq_length}
-        words |= {"per_device_train_batch_size": 1, "gradient_accumulation_steps": self.accumulation, "loss": LOSS}
-        words |= {} if self.lora_r is None else {"lora_r": self.lora_r}
-        return words | ({"activation_checkpointing": "true"} if self.checkpointing else {})
+        arguments: dict[str, Any] = {"max_steps": STEPS, "max_seq_length": self.seq_length, "loss": LOSS}
+        arguments |= {"per_device_train_batch_size": 1, "gradient_accumulation_steps": self.accumulation}
+        arguments |= {} if self.lora_r is None else {"lora_r": self.lora_r}
+        return arguments | ({"activation_checkpointing": "true"} if self.checkpointing else {})
 
 
 def settings() -> list[Setting]:
@@ -118,26 +116,22 @@ def planned(setting: Setting, shape: ModelShape) -> dict[str, int]:
     return {
         "loading_bytes": loading,
         "run_bytes": max(loading, memory.host.training_bytes + max(held.values())),
-        "offloaded_bytes": memory.host.training_bytes - setting.ranks * PROCESS_BYTES,
-        **{f"{name}_phase_bytes": size for name, size in held.items()},
     }
 
 
-def measured(setting: Setting, model: Path, output: Path) -> dict[str, Any]:
+def measured(setting: Setting, model: Path, output: Path) -> dict[str, int]:
     """Return the highest sums of the ranks' memory; raise with the run's last lines if it failed."""
-    words = setting.words | {"model_name_or_path": model, "output_dir": output, "save_strategy": "no"}
-    words |= {"dataset": long_rows(output.with_suffix(".jsonl")), "save_model": "false"}
-    config = ROOT / "accelerate_configs" / f"{setting.preset}.yaml"
-    launcher = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(config)]
+    job = setting.words | {"model_name_or_path": model, "output_dir": output, "save_strategy": "no"}
+    job |= {"dataset": long_rows(output.with_suffix(".jsonl")), "save_model": "false"}
+    launcher = [sys.executable, "-m", "accelerate.commands.launch"]
+    launcher += ["--config_file", str(ROOT / "accelerate_configs" / f"{setting.preset}.yaml")]
     launcher += ["--num_processes", str(setting.ranks), "--main_process_port", "0", "-m", "toolkit.train"]
-    flat = [word for name, value in words.items() for word in (f"--{name}", str(value))]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     environment |= {} if setting.keeps_freed else {"MALLOC_MMAP_THRESHOLD_": str(MMAP_THRESHOLD_BYTES)}
     log = output.with_suffix(".log")
     with log.open("w") as file:
-        run = subprocess.Popen(
-            [*launcher, *flat], cwd=ROOT, env=environment, stdout=file, stderr=subprocess.STDOUT, text=True
-        )
+        argv = [*launcher, *words(**job)]
+        run = subprocess.Popen(argv, cwd=ROOT, env=environment, stdout=file, stderr=subprocess.STDOUT)
         samples = watched(run)
     if run.returncode != 0:
         raise RuntimeError(" ".join(log.read_text().strip().splitlines()[-3:]))
@@ -159,22 +153,20 @@ def long_rows(path: Path) -> Path:
     """Write rows that fill any length, with a loss on every token."""
     words = [f"{number} is {number % 7} more than a multiple of seven." for number in range(400)]
     rows = [{"text": " ".join(words[start:] + words[:start])} for start in range(16)]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_lines(path, rows)
     return path
 
 
-Sample = tuple[float, dict[int, dict[str, int]], int]
+Sample = tuple[float, dict[int, int]]
 
 
-def watched(run: subprocess.Popen[str]) -> list[Sample]:
-    """Sample each rank's memory by kind, and the launcher's, until the run ends."""
+def watched(run: subprocess.Popen[bytes]) -> list[Sample]:
+    """Sample the bytes that each rank holds until the run ends, with the time."""
     samples = []
     while run.poll() is None:
         with contextlib.suppress(psutil.Error):
-            found = {child.pid: child for child in psutil.Process(run.pid).children(recursive=True)}
-            ranks = {pid: kinds(pid) for pid in found if is_rank(pid)}
-            others = sum(kinds(pid).get("Pss", 0) for pid in [run.pid, *found] if pid not in ranks)
-            samples.append((time.time(), ranks, others))
+            children = [child.pid for child in psutil.Process(run.pid).children(recursive=True)]
+            samples.append((time.time(), {pid: held_bytes(pid) for pid in children if is_rank(pid)}))
         time.sleep(SECONDS_BETWEEN)
     return samples
 
@@ -187,40 +179,22 @@ def is_rank(pid: int) -> bool:
     return False
 
 
-def kinds(pid: int) -> dict[str, int]:
-    """Return a process's bytes by the names of `smaps_rollup`; empty if it has ended."""
+def held_bytes(pid: int) -> int:
+    """Return what the kernel cannot drop of a process: proportional set size without files; 0 if it has ended."""
     with contextlib.suppress(OSError):
         lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()[1:]
-        return {line.split(":")[0]: int(line.split()[1]) * 1024 for line in lines}
-    return {}
+        kinds = {line.split(":")[0]: int(line.split()[1]) * 1024 for line in lines}
+        return kinds["Pss"] - kinds["Pss_File"]
+    return 0
 
 
-def reduced(samples: list[Sample], run: dict[str, Any], output: Path) -> dict[str, Any]:
-    """Return the ranks' own peaks, and the highest sums sampled: of the libraries, while loading, and after that."""
+def reduced(samples: list[Sample], run: dict[str, Any], output: Path) -> dict[str, int]:
+    """Return the highest sum sampled while loading, and the sum of the peaks that the ranks recorded themselves."""
     began = {name: at for name, at in reversed(run["phases"])}  # the first start of each phase
-    parts = {
-        "libraries": (0.0, began["load"]),
-        "loading": (began["load"], began["attest"]),
-        "sampled": (began["attest"], float("inf")),
-    }
-    found: dict[str, Any] = {}
-    for part, (start, end) in parts.items():
-        sums = [summed(ranks) for at, ranks, _ in samples if start <= at < end and ranks]
-        highest = max(sums, key=lambda one: one["Pss"] - one["Pss_File"])
-        found |= {f"{part}_bytes": highest["Pss"] - highest["Pss_File"], f"{part}_file_bytes": highest["Pss_File"]}
-    rows = [path.read_text().splitlines() for path in sorted((output / "ranks").glob("rank*.jsonl"))]
+    loading = [sum(ranks.values()) for at, ranks in samples if began["load"] <= at < began["attest"]]
+    rows = [path.read_text().splitlines() for path in (output / "ranks").glob("rank*.jsonl")]
     peaks = [max(json.loads(line)["peak_host_bytes"] for line in lines) for lines in rows]
-    return found | {
-        "run_bytes": sum(peaks),
-        "peak_host_bytes_of_ranks": peaks,
-        "launcher_bytes": max(others for _, _, others in samples),
-        "samples": len(samples),
-    }
-
-
-def summed(ranks: dict[int, dict[str, int]]) -> dict[str, int]:
-    """Return the sum over processes."""
-    return {kind: sum(one.get(kind, 0) for one in ranks.values()) for kind in ("Pss", "Pss_File")}
+    return {"loading_bytes": max(loading), "run_bytes": sum(peaks)}
 
 
 def row(setting: Setting, model: Path, output: Path) -> dict[str, Any]:
@@ -232,82 +206,33 @@ def row(setting: Setting, model: Path, output: Path) -> dict[str, Any]:
         return facts | {"error": str(error)}
 
 
-def kept_rows() -> dict[str, dict[str, Any]]:
-    path = RESULTS / "host_memory.json"
-    return {one["setting"]: one for one in json.loads(path.read_text())["rows"]} if path.is_file() else {}
-
-
-def write_rows(rows: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """Write the rows in the order of the settings, each with its current plan, and the errors over all of them."""
-    model = prepare_default_model()
-    shape = read_model(str(model))
-    found = [rows[one.name] | {"planned": planned(one, shape)} for one in settings() if one.name in rows]
-    config = json.loads((model / "config.json").read_text())
-    figures = {"model": "SmolLM2-135M-Instruct", "num_params": shape.num_params, "config": config, "rows": found}
-    figures |= {part: errors(found, part) for part in PARTS}
-    write_result("host_memory", figures)
-    return figures
-
-
 def difference(one: dict[str, Any], part: str) -> float:
     """Return planned over measured, minus one."""
     return float(one["planned"][f"{part}_bytes"] / one["measured"][f"{part}_bytes"] - 1)
 
 
-def errors(rows: list[dict[str, Any]], part: str) -> dict[str, Any]:
+def errors(rows: Sequence[dict[str, Any]], part: str) -> tuple[str, str, str]:
     """Return mean and 95th percentile of the absolute error, and how often the plan was too low.
 
     Rows with the default malloc are left out.
     """
-    keeping = {setting.name for setting in settings() if setting.keeps_freed}
-    found = [difference(one, part) for one in rows if "measured" in one and one["setting"] not in keeping]
-    if not found:
-        return {}
-    absolute = sorted(map(abs, found))
-    return {
-        "cases": len(found),
-        "mean_error": statistics.fmean(absolute),
-        "p95_error": absolute[math.ceil(0.95 * len(absolute)) - 1],
-        "underestimated": sum(error < 0 for error in found),
-        "worst_underestimate": min(0.0, *found),
-        "worst_overestimate": max(0.0, *found),
-    }
+    signed = [difference(one, part) for one in rows if "measured" in one and not one["setting"].endswith("malloc")]
+    absolute = sorted(map(abs, signed))
+    p95 = absolute[math.ceil(0.95 * len(absolute)) - 1]
+    return (
+        f"{statistics.fmean(absolute):.1%}",
+        f"{p95:.1%}",
+        f"{sum(error < 0 for error in signed)} of {len(signed)}",
+    )
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", maxsplit=1)[0])
-    parser.add_argument("--only", action="append", help="a preset to run; repeatable; rows of other presets are kept")
-    parser.add_argument("--missing", action="store_true", help="skip what has been measured")
-    parser.add_argument("--table", action="store_true", help="measure nothing; plan again and write the table")
-    given = parser.parse_args()
-    rows = kept_rows()
-    done = {name for name, one in rows.items() if "measured" in one and given.missing}
-    wanted = [one for one in settings() if not given.only or one.preset in given.only]
-    with tempfile.TemporaryDirectory() as scratch:
-        model = bf16_copy(prepare_default_model(), Path(scratch) / "model")
-        for setting in [one for one in wanted if one.name not in done and not given.table]:
-            rows = kept_rows() | {setting.name: row(setting, model, Path(scratch) / setting.name.replace(" ", "-"))}
-            print(setting.name, rows[setting.name].get("error", "measured"), file=sys.stderr, flush=True)
-            write_rows(rows)
-    figures = write_rows(kept_rows())
-    print_table(HEADER, table_rows(figures))
-    if given.table:
-        write_table(DOCUMENT, TABLE, HEADER, table_rows(figures))
-    return 0 if all("measured" in one for one in figures["rows"]) else 1
-
-
-HEADER = ["job", "loading, measured GiB", "planned", "", "run, measured GiB", "planned", ""]
-PARTS = ("loading", "run")
-
-
-def table_rows(figures: dict[str, Any]) -> list[list[str]]:
+def table_rows(_: dict[str, Any], rows: Sequence[dict[str, Any]]) -> list[list[str]]:
     """Return table rows: GiB of all ranks together and the differences, then the errors over all rows."""
-    rows = [[one["setting"], *cells(one, "loading"), *cells(one, "run")] for one in figures["rows"]]
-    both = [figures[part] for part in PARTS]
-    sums = [["mean error", *(f"{one['mean_error']:.1%}" for one in both)]]
-    sums += [["95th percentile", *(f"{one['p95_error']:.1%}" for one in both)]]
-    sums += [["planned too low", *(f"{one['underestimated']} of {one['cases']}" for one in both)]]
-    return rows + [[f"**{name}**", "", "", first, "", "", second] for name, first, second in sums]
+    table = [[one["setting"], *cells(one, "loading"), *cells(one, "run")] for one in rows]
+    sums = zip(
+        ("mean error", "95th percentile", "planned too low"), *(errors(rows, part) for part in PARTS), strict=True
+    )
+    return table + [[f"**{name}**", "", "", first, "", "", second] for name, first, second in sums]
 
 
 def cells(one: dict[str, Any], part: str) -> list[str]:
@@ -316,6 +241,29 @@ def cells(one: dict[str, Any], part: str) -> list[str]:
         return ["failed", "", ""]
     sizes = [f"{one[side][f'{part}_bytes'] / GIB:.2f}" for side in ("measured", "planned")]
     return [*sizes, f"{difference(one, part):+.1%}"]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", maxsplit=1)[0])
+    parser.add_argument("--only", action="append", help="a preset to run; repeatable; rows of other presets are kept")
+    parser.add_argument("--missing", action="store_true", help="skip what has been measured")
+    given = parser.parse_args()
+    rows = {one["setting"]: one for one in read_result("host_memory")[1]}
+    done = {name for name, one in rows.items() if "measured" in one and given.missing}
+    wanted = [one for one in settings() if (not given.only or one.preset in given.only) and one.name not in done]
+    source = prepare_default_model()
+    shape, facts = read_model(str(source)), {"config": json.loads((source / "config.json").read_text())}
+    with tempfile.TemporaryDirectory() as scratch:
+        model = bf16_copy(source, Path(scratch) / "model")
+        for setting in wanted:
+            rows[setting.name] = row(setting, model, Path(scratch) / setting.name.replace(" ", "-"))
+            print(setting.name, rows[setting.name].get("error", "measured"), file=sys.stderr, flush=True)
+            kept = [rows[one.name] | {"planned": planned(one, shape)} for one in settings() if one.name in rows]
+            write_result("host_memory", facts, kept)
+    facts, kept = read_result("host_memory")
+    print_table(HEADER, table_rows(facts, kept))
+    write_table(DOCUMENT, TABLE, HEADER, table_rows(facts, kept))
+    return 0 if all("measured" in one for one in kept) else 1
 
 
 if __name__ == "__main__":

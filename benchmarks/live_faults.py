@@ -18,20 +18,17 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from record import print_table, write_result, write_table
+from record import EVIDENCE, ROOT, print_table, write_result, write_table
+from small_job import small_model, words
 
-from toolkit.compare.read_results import load_results
+from toolkit.compare.results import load_results
 from toolkit.compare.rows import Row
-from toolkit.demo.assets import default_data_file, prepare_default_model, random_llama
-from toolkit.launch.warm_start import SOCKET_VARIABLE
+from toolkit.launch.warm_start import SERVER_VARIABLE
 from toolkit.record.folder import read_json
 
-FAULTY_RANKS = Path(__file__).parent / "faulty_ranks"
-DOCUMENT = Path(__file__).parent.parent / "docs" / "evidence" / "trust.md"
-TABLE = "live faults"
+FAULTY_RANKS = ROOT / "benchmarks" / "faulty_ranks"
+DOCUMENT, TABLE = EVIDENCE / "trust.md", "live_faults"
 HEADER = ("Fault", "What one side does differently", "Preset, arguments", "Caught by", "Message")
-SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
-SIZES |= {"num_key_value_heads": 2, "max_position_embeddings": 512, "tie_word_embeddings": True}
 SKEWED = 2.0
 """A rank slept 0.3 s a step, several times what it otherwise takes by itself."""
 CONTROLS = ("zero2", "zero3", "fsdp2")
@@ -127,10 +124,10 @@ PARITY = {
 def compare(folder: Path, training: Sequence[str], *options: str) -> None:
     """Run or resume one comparison, with a fork server of its own: only that has `FAULTY_RANKS` on its path."""
     command = ["compare", *options, "--repeats", "1", "--target-interval", "0", "--cpu", "--resume"]
-    environment = {name: value for name, value in os.environ.items() if name != SOCKET_VARIABLE}
+    environment = {name: value for name, value in os.environ.items() if name != SERVER_VARIABLE}
     ended = subprocess.run(
         [sys.executable, "-m", "toolkit", *command, "--output", str(folder), "--", *training],
-        env=environment | {"PYTHONPATH": os.pathsep.join([str(FAULTY_RANKS), str(FAULTY_RANKS.parent.parent)])},
+        env=environment | {"PYTHONPATH": os.pathsep.join([str(FAULTY_RANKS), str(ROOT)])},
         stdout=subprocess.DEVNULL,
         check=False,
     )
@@ -169,7 +166,7 @@ def figures(folder: Path, name: str) -> dict[str, Any]:
     shown = ("status", "parity", "tokens_per_second", "rank", "rank_skew")
     return {
         "found_by": caught_by(row, run),
-        "message": row.parity_message or row.message,
+        "message": first_difference(row.parity_message or row.message or ""),
         "ranks_that_acted": sorted(int(rank) for rank in re.findall(r"fault \w+ acts on rank (\d+)", log)),
         **{key: getattr(row, key) for key in shown},
     }
@@ -186,9 +183,9 @@ def judged(name: str, fault: Fault, found: dict[str, Any]) -> dict[str, Any]:
     return {"fault": name, **fault._asdict(), "as_it_should": as_it_should, **found}
 
 
-def table_rows(found: dict[str, Any]) -> list[list[object]]:
+def table_rows(_: dict[str, Any], rows: Sequence[dict[str, Any]]) -> list[list[object]]:
     shown = ("fault", "does", "variant", "found_by")
-    return [[*(row[key] for key in shown), f"`{first_difference(row['message'])}`"] for row in found["faults"]]
+    return [[*(row[key] for key in shown), f"`{row['message']}`"] for row in rows if "fault" in row]
 
 
 def first_difference(message: str) -> str:
@@ -198,56 +195,46 @@ def first_difference(message: str) -> str:
     return difference.partition("; ")[0]
 
 
+def job(model: Path, max_seq_length: int = 64) -> list[str]:
+    """Return the training arguments of every row; at 64 tokens nearly all sequences are truncated to one length."""
+    steps = {"max_steps": 8, "per_device_train_batch_size": 2, "learning_rate": 1e-3}
+    return words(model_name_or_path=model, max_seq_length=max_seq_length, **steps)
+
+
+def is_clean(control: dict[str, Any]) -> bool:
+    return control["found_by"] is None and control["parity"] in ("reference", "agrees")
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description="Faults in live comparisons, each caught by its own check.")
     parser.add_argument("--work", type=Path, required=True, help="folder for the comparisons")
     given = parser.parse_args()
-    model = tiny_model(given.work / "tiny-llama")
-    data = default_data_file("faq-en-alpaca.jsonl")
+    model = small_model(given.work / "small-llama")
     every = [(name, fault) for name, faults in FAULTS.items() for fault in faults]
     presets = [word for name in ("ddp", *CONTROLS) for word in ("--preset", name)]
     two, padded, scaled = (given.work / name for name in ("two", "padded", "scaled"))
-    compare(two, job(model, data), *presets, *variants([fault for _, fault in every]), "--num-processes", "2")
-    compare(padded, job(model, data, 256), "--preset", "ddp", *variants(MISCOUNTED), "--num-processes", "2")
-    compare(scaled, job(model, data), *variants([AT_TWO]), "--num-processes", "1,2")
+    compare(two, job(model), *presets, *variants([fault for _, fault in every]), "--num-processes", "2")
+    compare(padded, job(model, 256), "--preset", "ddp", *variants(MISCOUNTED), "--num-processes", "2")
+    compare(scaled, job(model), *variants([AT_TWO]), "--num-processes", "1,2")
     controls = {name: figures(two, f"{name}-n2") for name in ("ddp", *CONTROLS)}
     controls["ddp, with padding"] = figures(padded, "ddp-n2")
     controls["ddp, one process"] = figures(scaled, f"{AT_TWO.row}-n1")
     faults = [judged(name, fault, figures(two, f"{fault.row}-n2")) for name, fault in every]
     faults.append(judged(every[-1][0], AT_TWO, figures(scaled, f"{AT_TWO.row}-n2")))
     faults += [judged("tokens miscounted", fault, figures(padded, f"{fault.row}-n2")) for fault in MISCOUNTED]
-    return publish({"controls": controls, "faults": faults})
+    return publish(controls, faults)
 
 
-def tiny_model(folder: Path) -> Path:
-    """Write the tests' tiny model, once."""
-    from transformers import AutoTokenizer
-
-    if not folder.exists():
-        random_llama(folder, AutoTokenizer.from_pretrained(prepare_default_model()), **SIZES)
-    return folder
-
-
-def job(model: Path, dataset: Path, max_seq_length: int = 64) -> list[str]:
-    """Return the training arguments of every row; at 64 tokens nearly all sequences are truncated to one length."""
-    words = ["--model_name_or_path", str(model), "--dataset", str(dataset), "--max_seq_length", str(max_seq_length)]
-    return [*words, "--max_steps", "8", "--per_device_train_batch_size", "2", "--learning_rate", "1e-3"]
-
-
-def clean(control: dict[str, Any]) -> bool:
-    return control["found_by"] is None and control["parity"] in ("reference", "agrees")
-
-
-def publish(found: dict[str, Any]) -> int:
+def publish(controls: dict[str, dict[str, Any]], faults: Sequence[dict[str, Any]]) -> int:
     """Print and write the table; return 1 if a fault was missed or a control failed a check."""
-    print_table(HEADER, table_rows(found))
-    missed = [row["row"] for row in found["faults"] if not row["as_it_should"]]
-    flagged = [name for name, row in found["controls"].items() if not clean(row)]
-    idle = [row["row"] for row in found["faults"] if " " not in row["variant"] and not row["ranks_that_acted"]]
-    for words, names in (("missed", missed), ("flagged without a fault", flagged), ("never acted", idle)):
-        print(f"{words}: {', '.join(names) or 'none'}")
-    print(write_result("live_faults", found))
-    write_table(DOCUMENT, TABLE, HEADER, table_rows(found))
+    print_table(HEADER, table_rows({}, faults))
+    missed = [row["row"] for row in faults if not row["as_it_should"]]
+    flagged = [name for name, control in controls.items() if not is_clean(control)]
+    idle = [row["row"] for row in faults if " " not in row["variant"] and not row["ranks_that_acted"]]
+    for introduction, names in (("missed", missed), ("flagged without a fault", flagged), ("never acted", idle)):
+        print(f"{introduction}: {', '.join(names) or 'none'}")
+    print(write_result("live_faults", {}, [*({"control": name, **row} for name, row in controls.items()), *faults]))
+    write_table(DOCUMENT, TABLE, HEADER, table_rows({}, faults))
     return int(bool(missed or flagged or idle))
 
 

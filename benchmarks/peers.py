@@ -15,34 +15,23 @@ in DIR/runs.jsonl, and the same command resumes.
 from __future__ import annotations
 
 import argparse
-import json
 import shutil
 import signal
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
 from peer_jobs import comparison, environments, measurement
 from peer_jobs.commands import PROGRAMS, NotOffered, environment_of
 from peer_jobs.job import METHODS, PRESETS, SIZES, Job, Setting, prepare
-from record import print_table, write_result, write_table
+from record import EVIDENCE, append_line, print_table, read_lines, write_result, write_table
 
-DOCUMENT = Path(__file__).parents[1] / "docs" / "evidence" / "peers.md"
-TABLE = "results of peers.py"
-HEADER = [
-    "job",
-    "program",
-    "runs",
-    "tokens per second",
-    "per CPU second",
-    "peak memory",
-    "first step",
-    "ours / theirs, per CPU second",
-    "ours / theirs, per second",
-]
+DOCUMENT, TABLE = EVIDENCE / "peers.md", "peers"
+HEADER = ["job", "program", "runs", "tokens per second", "per CPU second", "peak memory", "first step"]
+HEADER += ["ours / theirs, per CPU second", "ours / theirs, per second"]
 BASELINE, OURS = "bare", "toolkit"
 JOBS = [f"{preset}-{method}" for preset in PRESETS for method in METHODS]
 Record = dict[str, Any]
@@ -130,7 +119,7 @@ def row_of(program: str, job: Job, by_program: dict[str, list[Record]]) -> Recor
 
     runs = finished(program)
     own = runs[0]["figures"]
-    row |= comparison.row(program, runs, finished(OURS)) | {name: own[name] for name in ("losses", "facts")}
+    row |= comparison.row(program, runs, finished(OURS)) | {"facts": own["facts"]}
     if not finished(BASELINE):
         return row
     bare = finished(BASELINE)[0]["figures"]
@@ -142,9 +131,9 @@ def row_of(program: str, job: Job, by_program: dict[str, list[Record]]) -> Recor
     }
 
 
-def table_rows(result: Record) -> list[list[object]]:
-    """Return the table of a result file: figures, a reason where a program could not run, a note where it differs."""
-    return [cells_of(row) for row in result["rows"]]
+def table_rows(_: Record, rows: Sequence[Record]) -> list[list[object]]:
+    """Return the table of a record: figures, a reason where a program could not run, a note where it differs."""
+    return [cells_of(row) for row in rows]
 
 
 def cells_of(row: Record) -> list[object]:
@@ -177,17 +166,7 @@ def shown(ratio: Record | None) -> str:
 
 
 def setting_of(given: argparse.Namespace) -> Setting:
-    return Setting(
-        size=given.size,
-        steps=given.steps,
-        untimed_steps=given.untimed_steps,
-        batch_size=given.batch_size,
-        max_length=given.max_length,
-        ranks=given.ranks,
-        threads=given.threads,
-        device=given.device,
-        precision=given.precision,
-    )
+    return Setting(**{field.name: getattr(given, field.name) for field in fields(Setting)})
 
 
 def job_of(name: str, given: argparse.Namespace) -> Job:
@@ -250,8 +229,7 @@ def run_all(given: argparse.Namespace, done: list[Record], unbuilt: dict[str, st
         else:
             record |= measure(program, job_of(job_name, given), given)
         done.append(record)
-        with ledger.open("a") as file:
-            file.write(json.dumps(record) + "\n")
+        append_line(ledger, record)
         left = waiting(runs_in_order(given.peers, given.jobs, given.repeats), done)
         print(
             f"repeat {repeat + 1}, {job_name}, {program}: {record['error'] or 'finished'}; {len(left)} left", flush=True
@@ -266,19 +244,17 @@ def main() -> None:
     unbuilt = build_all(given)
     if given.build_only:
         raise SystemExit("\n".join(f"{program}: {reason}" for program, reason in unbuilt.items()) or 0)
-    ledger = given.work / "runs.jsonl"
-    done = [json.loads(line) for line in ledger.read_text().splitlines()] if ledger.exists() else []
+    done = read_lines(given.work / "runs.jsonl")
     left = run_all(given, done, unbuilt)
     rows = results(done, given)
-    print_table(HEADER, table_rows({"rows": rows}))
+    print_table(HEADER, table_rows({}, rows))
     if left:
         raise SystemExit(f"{left} runs are left: the same command resumes")
     built = [program for program in given.peers if program not in unbuilt]
     libraries = {program: environments.versions(program, given.environments) for program in built}
-    result = {"setting": asdict(setting_of(given)), "libraries": libraries, "rows": rows}
-    print(write_result(given.name, result))
+    print(write_result(given.name, {"setting": asdict(setting_of(given)), "libraries": libraries}, rows))
     if not given.no_document:
-        write_table(DOCUMENT, TABLE, HEADER, table_rows(result))
+        write_table(DOCUMENT, TABLE, HEADER, table_rows({}, rows))
 
 
 if __name__ == "__main__":

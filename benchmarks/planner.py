@@ -2,16 +2,10 @@
 
     python benchmarks/planner.py --rounds 5
 
-The estimator needs a model that has been built; its documentation loads it with `from_pretrained`. Measured are
-
-- `loaded`: that, in bf16. transformers 5 maps the checkpoint into memory and reads no weight of it; here it is a sparse
-  file.
-- `initialised`: built by `from_config` in bf16 with random weights, for a user without a checkpoint. Measured once.
-- `built`: the same without random weights, so that its memory is never touched.
-- `meta`: built on the meta device, without memory. The estimator identifies tensors by their address, which is the same
-  for all of them there, so that it counts a single tensor: fast, and wrong (`estimated_params`).
-
-Once in one process after all imports, from `config.json` to the last answer; once as commands, from typing to exit.
+The estimator needs a model that has been built. Measured are the ways in which a user may build it: `loaded` by
+`from_pretrained`, as its documentation says (transformers 5 maps the checkpoint and reads no weight of it; here it is a
+sparse file), and `built` without random weights. Once in one process after all imports, from `config.json` to the last
+answer; once as commands, from typing to exit.
 """
 
 from __future__ import annotations
@@ -24,11 +18,11 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from record import pairs, print_table, spread, write_result
+from record import ROOT, pairs, print_table, spread, write_result
 
 from toolkit.hardware.gpu_table import find_gpu
 from toolkit.models.read_model import read_model
@@ -36,10 +30,9 @@ from toolkit.plan.job import TrainingJob
 from toolkit.plan.planner import PlanRequest, make_plans
 from toolkit.presets import list_presets
 
-ROOT = Path(__file__).parent.parent
 MODEL = ROOT / "tests" / "fixtures" / "llama-8b"
 SIZES = (1, 2, 4, 8, 16, 32, 64, 128)
-WAYS = ("loaded", "built", "meta", "initialised")
+WAYS = ("loaded", "built")
 
 
 def plan_all(config: Path) -> int:
@@ -55,10 +48,9 @@ def plan_all(config: Path) -> int:
     return len(make_plans(request))
 
 
-def estimate_all(folder: Path, way: str) -> int:
-    """Run DeepSpeed's two estimators at every world size, and return the number of parameters that they count."""
+def estimate_all(folder: Path, way: str) -> None:
+    """Run DeepSpeed's two estimators at every world size."""
     from deepspeed.runtime.zero.stage3 import estimate_zero3_model_states_mem_needs_all_live as zero3
-    from deepspeed.runtime.zero.stage3 import model_to_params
     from deepspeed.runtime.zero.stage_1_and_2 import estimate_zero2_model_states_mem_needs_all_live as zero2
 
     model = made_model(folder, way)
@@ -66,22 +58,18 @@ def estimate_all(folder: Path, way: str) -> int:
         for size in SIZES:
             zero2(model, num_gpus_per_node=min(size, 8), num_nodes=max(size // 8, 1))
             zero3(model, num_gpus_per_node=min(size, 8), num_nodes=max(size // 8, 1))
-    return int(model_to_params(model)[0])
 
 
 def made_model(folder: Path, way: str) -> Any:
-    """Build the 8B model in one of `WAYS`."""
+    """Build the 8B model in one of `WAYS`, or on the meta device."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.initialization import no_init_weights
 
     if way == "loaded":
         return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
-    config = AutoConfig.from_pretrained(folder)
-    if way == "initialised":
-        return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     with torch.device("meta" if way == "meta" else "cpu"), no_init_weights():
-        return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=torch.bfloat16)
 
 
 def hollow_checkpoint(folder: Path) -> Path:
@@ -126,56 +114,31 @@ def estimate_command(folder: Path, way: str) -> list[str]:
     return [sys.executable, "-c", f"import sys; sys.path.insert(0, 'benchmarks'); {call}"]
 
 
-def compared(measured: list[tuple[float, float]]) -> dict[str, Any]:
-    """Return the medians of both sides, and of the ratio of each pair."""
-    ours, theirs = ([pair[side] for pair in measured] for side in (0, 1))
-    ratios = [estimator / plan for plan, estimator in measured]
-    return {"plan_seconds": spread(ours), "estimator_seconds": spread(theirs), "ratio": spread(ratios)}
+def measure(folder: Path, way: str, rounds: int) -> Iterator[dict[str, Any]]:
+    """Yield the medians of both sides, and of the ratio of each pair: in one process, and as commands."""
+    estimate_all(folder, way)  # warms up imports and the file's pages
+    inside = pairs(rounds, lambda: seconds(lambda: plan_all(MODEL)), lambda: seconds(lambda: estimate_all(folder, way)))
+    ours, theirs = plan_command(), estimate_command(folder, way)
+    typed = pairs(rounds, lambda: process_seconds(ours), lambda: process_seconds(theirs))
+    for timed, measured in (("in one process", inside), ("command", typed)):
+        sides = {name: spread([pair[side] for pair in measured]) for side, name in enumerate(("plan", "estimator"))}
+        ratios = {"ratio": spread([estimator / plan for plan, estimator in measured])}
+        yield {"model": way, "timed": timed, **sides, **ratios}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", maxsplit=1)[0])
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument(
-        "--way", action="append", choices=WAYS, help="how the estimator's model is built; repeatable; all by default"
-    )
     given = parser.parse_args()
-    figures: dict[str, Any] = {"plans": plan_all(MODEL), "estimates": 2 * len(SIZES)}
+    facts = {"plans": plan_all(MODEL), "estimates": 2 * len(SIZES)}
     with tempfile.TemporaryDirectory() as scratch:
         folder = hollow_checkpoint(Path(scratch) / "model")
-        for way in given.way or WAYS:
-            figures[way] = once(folder, way) if way == "initialised" else both(folder, way, rounds=given.rounds)
-    print_table(["", "", "plan s", "estimator s", "estimator / plan"], table_rows(figures))
-    print(f"answers: {figures['plans']} plans, {figures['estimates']} estimates")
-    print(write_result("planner", figures))
-
-
-def once(folder: Path, way: str) -> dict[str, Any]:
-    """Measure once in one process, where it takes a minute; the other ways have done the imports."""
-    counted: list[int] = []
-    estimator = seconds(lambda: counted.append(estimate_all(folder, way)))
-    return {"estimated_params": counted[0], "in_process": compared([(seconds(lambda: plan_all(MODEL)), estimator)])}
-
-
-def both(folder: Path, way: str, *, rounds: int) -> dict[str, Any]:
-    """Measure the planner against the estimator on a model built in this way, in one process and as commands."""
-    counted = estimate_all(folder, way)  # warms up imports and the file's pages
-    inside = pairs(rounds, lambda: seconds(lambda: plan_all(MODEL)), lambda: seconds(lambda: estimate_all(folder, way)))
-    ours, theirs = plan_command(), estimate_command(folder, way)
-    typed = pairs(rounds, lambda: process_seconds(ours), lambda: process_seconds(theirs))
-    return {"estimated_params": counted, "in_process": compared(inside), "command": compared(typed)}
-
-
-def table_rows(figures: dict[str, Any]) -> list[tuple[str, ...]]:
-    """Return table rows: medians, by way and by what was timed."""
-    keys = ("plan_seconds", "estimator_seconds", "ratio")
-    return [
-        (way, timed, *(f"{figures[way][timed][key]['median']:.3f}" for key in keys))
-        for way in WAYS
-        if way in figures
-        for timed in ("in_process", "command")
-        if timed in figures[way]
-    ]
+        rows = [row for way in WAYS for row in measure(folder, way, given.rounds)]
+    keys = ("plan", "estimator", "ratio")
+    shown = [(row["model"], row["timed"], *(f"{row[key]['median']:.3f}" for key in keys)) for row in rows]
+    print_table(["estimator's model", "", "plan s", "estimator s", "estimator / plan"], shown)
+    print(f"answers: {facts['plans']} plans, {facts['estimates']} estimates")
+    print(write_result("planner", facts, rows))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,9 @@
-"""Helpers of every benchmark: interleaved pairs, medians, tables, and a result file with where it was measured.
+"""Helpers of every benchmark: interleaved pairs, tables, and a record of one line per run with where it was measured.
 
-figures = pairs(5, run_a, run_b)
-write_result("overhead", {"pairs": figures})
+    write_result("planner", {"plans": 89}, rows)        # benchmarks/results/planner.jsonl
+    facts, rows = read_result("planner")
+
+The first line of a record has what holds for all of its rows: the command, commit, versions and machine.
 """
 
 from __future__ import annotations
@@ -11,16 +13,19 @@ import os
 import shlex
 import statistics
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, TypeVar
 
 from toolkit.hardware.node import describe_node, git_commit, library_versions
 
-RESULTS = Path(__file__).parent / "results"
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+EVIDENCE = ROOT / "docs" / "evidence"
 
 Figures = TypeVar("Figures")
+Row = dict[str, Any]
 
 
 def pairs(number: int, a: Callable[[], Figures], b: Callable[[], Figures]) -> list[tuple[Figures, Figures]]:
@@ -58,13 +63,42 @@ def repeatable_command(argv: Sequence[str]) -> str:
     return shlex.join(["python", argv[0], *words])
 
 
-def write_result(name: str, figures: dict[str, Any]) -> Path:
-    """Write benchmarks/results/NAME.json: every figure, and command, commit, versions and machine; return its path."""
-    result = {"benchmark": name, **circumstances(), **figures}
-    RESULTS.mkdir(exist_ok=True)
-    path = RESULTS / f"{name}.json"
-    path.write_text(json.dumps(result, indent=2) + "\n")
+def write_result(name: str, facts: Row, rows: Iterable[Row]) -> Path:
+    """Write benchmarks/results/NAME.jsonl: circumstances and facts, then one row per line; return its path."""
+    path = RESULTS / f"{name}.jsonl"
+    path.parent.mkdir(exist_ok=True)
+    write_lines(path, [{**circumstances(), **facts}, *rows])
     return path
+
+
+def read_result(name: str) -> tuple[Row, list[Row]]:
+    """Return the facts and the rows of a record; nothing of each where there is none yet."""
+    facts, *rows = read_lines(RESULTS / f"{name}.jsonl") or [{}]
+    return facts, rows
+
+
+def write_lines(path: Path, rows: Iterable[Row]) -> None:
+    """Write one JSON line per row."""
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def read_lines(path: Path) -> list[Row]:
+    """Return a ledger's rows, without a last line that was cut off; none where there is no file."""
+    rows = []
+    for line in path.read_text().splitlines() if path.is_file() else ():
+        try:
+            rows.append(json.loads(line))
+        except ValueError:
+            continue
+    return rows
+
+
+def append_line(path: Path, row: Row) -> None:
+    """Append a row to a ledger, on the disk when this returns."""
+    with path.open("a") as file:
+        file.write(json.dumps(row) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def write_table(document: Path, name: str, header: Sequence[str], rows: Sequence[Sequence[object]]) -> None:

@@ -1,10 +1,10 @@
 """Shard bytes of the real engines, rank by rank, for tiny models of eight architectures; the plan must equal them.
 
-    python benchmarks/shard_bytes.py --output benchmarks/results/shard_bytes.json --minutes 3
+    python benchmarks/shard_bytes.py --minutes 3
 
 Each case is what `toolkit rehearse` runs: the training script with a fake process group, one step, in a process forked
-from one that has imported everything. Cases that are already in the output are skipped, so the same command resumes.
-`--cases FILE` runs those of a JSON list instead, as the tests do.
+from one that has imported everything. Cases that are already in the record are skipped, so the same command resumes.
+`--cases FILE --output FILE` runs those of a JSON list instead, as the tests do.
 """
 
 from __future__ import annotations
@@ -14,11 +14,12 @@ import json
 import sys
 import tempfile
 import time
-from datetime import UTC, datetime
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 from forked_rehearsals import log_tail, prepare, rehearse
+from record import read_result, write_result
 
 # Three layers, and sizes that few world sizes divide, so that padding shows.
 SIZES = {"hidden_size": 60, "intermediate_size": 100, "num_hidden_layers": 3, "vocab_size": 517}
@@ -50,7 +51,7 @@ WORLD_SIZES = {
 LORA = ["--lora_r", "4"]
 LORA_SIZES = {"ddp": (2,), "zero2": (2, 7), "zero3": (2, 7), "fsdp2": (2, 7)}
 STEP = ["--max_steps", "1", "--per_device_train_batch_size", "1", "--max_seq_length", "16"]
-PARTS = ("parameter_bytes", "gradient_bytes", "optimizer_bytes", "num_params", "num_trainable_params", "dp_shard_size")
+PARTS = ("parameter_bytes", "gradient_bytes", "optimizer_bytes", "num_params", "num_trainable_params")
 TIMEOUT_SECONDS = 120
 Case = dict[str, Any]
 
@@ -78,6 +79,24 @@ def key(case: Case) -> str:
     return json.dumps([case[name] for name in ("architecture", "preset", "world_size", "rank", "arguments")])
 
 
+def record_rows(cases: Iterable[Case]) -> list[dict[str, Any]]:
+    """Return the rows of a record, one per model, preset and arguments, with the bytes of each world size and rank."""
+    rows: dict[str, dict[str, Any]] = {}
+    for case in cases:
+        group = {name: case[name] for name in ("architecture", "preset", "arguments", *PARTS[3:])}
+        row = rows.setdefault(json.dumps(group), group | {"bytes": {}})
+        row["bytes"][f"{case['world_size']} {case['rank']}"] = [case[name] for name in PARTS[:3]]
+    return list(rows.values())
+
+
+def recorded_cases() -> Iterator[Case]:
+    """Yield the cases of the record."""
+    for row in read_result("shard_bytes")[1]:
+        for place, sizes in row.pop("bytes").items():
+            world_size, rank = map(int, place.split())
+            yield {**row, "world_size": world_size, "rank": rank, **dict(zip(PARTS[:3], sizes, strict=True))}
+
+
 def found_by(case: Case, model: Path, work: Path) -> Case:
     """Run one case in a forked process; return its bytes, or its error."""
     folder = work / f"{case['preset']}-{case['world_size']}-{case['rank']}-{time.monotonic_ns()}"
@@ -89,16 +108,16 @@ def found_by(case: Case, model: Path, work: Path) -> Case:
         folder=folder,
         timeout_seconds=TIMEOUT_SECONDS,
     )
-    return case | _found(folder)
-
-
-def _found(folder: Path) -> Case:
     attested = folder / "attestation.json"
     if not attested.is_file():
-        return {"status": "failed", "message": log_tail(folder)}
+        return case | {"status": "failed", "message": log_tail(folder)}
     attestation = json.loads(attested.read_text())
     own = attestation["ranks"][0]
-    return {"status": attestation["verdict"]} | {name: own.get(name) for name in PARTS}
+    return (
+        case
+        | {"status": attestation["verdict"], "dp_shard_size": own.get("dp_shard_size")}
+        | {name: own.get(name) for name in PARTS}
+    )
 
 
 def model_file(name: str, work: Path) -> Path:
@@ -129,65 +148,45 @@ def planned(case: Case, model: Path) -> Case:
     }
 
 
-def differing(cases: list[Case], work: Path) -> list[Case]:
-    """Return the recorded cases whose bytes differ from the plan, with the plan; nothing is rehearsed."""
-    found = []
-    for case in (case for case in cases if case["architecture"] in ARCHITECTURES and "num_params" in case):
+def differing(cases: Iterable[Case], work: Path) -> list[Case]:
+    """Return the cases whose bytes differ from the plan, with the plan; nothing is rehearsed."""
+    different = []
+    for case in cases:
         plan = planned(case, model_file(case["architecture"], work))
         if any(case[name] != value for name, value in plan.items()):
-            found.append(case | {"planned": plan})
-    return found
-
-
-def read_results(path: Path) -> dict[str, Any]:
-    """Return the results of an earlier call, or empty ones."""
-    return json.loads(path.read_text()) if path.is_file() else {"cases": []}
-
-
-def write_results(path: Path, cases: list[Case]) -> None:
-    """Write the cases, one per line in their fixed order, with what is needed to repeat them."""
-    from toolkit.hardware.node import git_commit, library_versions
-
-    order = {key(case): position for position, case in enumerate(all_cases())}
-    lines = ",\n".join(json.dumps(case) for case in sorted(cases, key=lambda case: order.get(key(case), -1)))
-    facts = {
-        "command": "python benchmarks/shard_bytes.py --output benchmarks/results/shard_bytes.json",
-        "date": datetime.now(UTC).date().isoformat(),
-        "git_commit": git_commit(Path(__file__).parent),
-        "versions": library_versions(),
-        "device": "cpu, fp32",
-        "training_arguments": STEP,
-        "architectures": ARCHITECTURES,
-    }
-    path.write_text(json.dumps(facts, indent=1)[:-2] + f',\n "cases": [\n{lines}\n ]\n}}\n')
+            different.append(case | {"planned": plan})
+    return different
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", maxsplit=1)[0])
-    parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--cases", type=Path, help="a JSON list of cases to run instead")
+    parser.add_argument("--output", type=Path, help="file for the results of --cases")
     parser.add_argument("--minutes", type=float, default=60.0, help="start no case after this long")
     given = parser.parse_args()
     started, wanted = time.monotonic(), json.loads(given.cases.read_text()) if given.cases else all_cases()
-    found = read_results(given.output)["cases"]
-    done = {key(case) for case in found if "num_params" in case}
-    found = [case for case in found if key(case) in done]
-    missing = [case for case in wanted if key(case) not in done]
+    cases = {} if given.cases else {key(case): case for case in recorded_cases()}
+    missing = [case for case in wanted if key(case) not in cases]
     if missing:
         prepare(cpu=True)
-    with tempfile.TemporaryDirectory() as work:
+    with tempfile.TemporaryDirectory() as folder:
+        work = Path(folder)
         for case in missing:
             if time.monotonic() - started > given.minutes * 60:
                 break
-            found.append(found_by(case, model_file(case["architecture"], Path(work)), Path(work)))
-            if found[-1]["status"] != "attested":
-                print(json.dumps(found[-1]), file=sys.stderr, flush=True)
-        if not given.cases:
-            wrong = differing(found, Path(work))
-            print(f"{len(wrong)} of {len(found)} cases hold other bytes than planned", *wrong[:3], sep="\n")
-    write_results(given.output, found)
-    left = len(wanted) - len({key(case) for case in found} & {key(case) for case in wanted})
-    print(f"{len(found)} cases in {given.output}, {left} left, {time.monotonic() - started:.0f} s")
+            measured = found_by(case, model_file(case["architecture"], work), work)
+            if measured["status"] != "attested":
+                print(json.dumps(measured), file=sys.stderr, flush=True)
+            if given.cases or "num_params" in measured:
+                cases[key(case)] = measured
+        if given.cases:
+            given.output.write_text(json.dumps({"cases": list(cases.values())}))
+            return
+        wrong = differing(cases.values(), work)
+    print(f"{len(wrong)} of {len(cases)} cases hold other bytes than planned", *wrong[:3], sep="\n")
+    ordered = [cases[key(case)] for case in wanted if key(case) in cases]
+    print(write_result("shard_bytes", {"device": "cpu, fp32", "training_arguments": STEP}, record_rows(ordered)))
+    print(f"{len(wanted) - len(ordered)} cases are left, {time.monotonic() - started:.0f} s")
 
 
 if __name__ == "__main__":

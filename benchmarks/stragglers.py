@@ -8,7 +8,6 @@
 2. Eight threads sleep as long as drawn compute times and update one version number, as workers and a parameter server
    would: steps per second, staleness and waiting of each policy, measured beside simulated. Sleeping threads need no
    core each.
-3. The small network's loss under asynchronous updates over that under synchronous ones.
 """
 
 from __future__ import annotations
@@ -17,26 +16,21 @@ import argparse
 import os
 import shutil
 import statistics
-import subprocess
-import sys
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy
-from comm_hooks import small_model
-from record import RESULTS, print_table, write_result, write_table
+from record import EVIDENCE, print_table, write_result, write_table
+from small_job import small_model, train
 
-from toolkit.demo.assets import default_data_file
-from toolkit.record.folder import RunFolder
 from toolkit.record.measurements import read_steps, timed_steps
-from toolkit.simulate.small_training import SmallProblem
-from toolkit.simulate.small_training import train as train_small
 from toolkit.simulate.step_time_distributions import compute_seconds, drawn_seconds
 from toolkit.simulate.synchronization import Policy, simulate
 
-DOCUMENT, TABLE = RESULTS.parents[1] / "docs" / "evidence" / "stragglers.md", "measured stragglers"
+DOCUMENT, TABLE = EVIDENCE / "simulations.md", "stragglers"
 HEADER = ["case", "quantity", "measured", "simulated"]
 FAULTY_RANKS = Path(__file__).parent / "faulty_ranks"
 SLEEP_SECONDS = 0.3
@@ -49,45 +43,33 @@ POLICIES = (
 )
 
 
-def train(row: str, model: Path, arguments: argparse.Namespace) -> list[list[dict[str, Any]]]:
+def steps_of(row: str, work: Path, number: int) -> list[list[dict[str, Any]]]:
     """Train two ranks, with the fault that the row is named after, and return their timed steps."""
-    output = arguments.work / f"{row}-n2-r0"
+    output = work / f"{row}-n2-r0"
     shutil.rmtree(output, ignore_errors=True)
-    job = {"model_name_or_path": model, "dataset": default_data_file("faq-en-alpaca.jsonl"), "output_dir": output}
-    job |= {"max_steps": arguments.steps, "max_seq_length": 64, "per_device_train_batch_size": 4}
-    job |= {"save_strategy": "no", "save_model": "false"}
-    words = [word for name, value in job.items() for word in (f"--{name}", str(value))]
-    command = [sys.executable, "-m", "toolkit", "train", "--preset", "ddp", "--num-processes", "2", "--cpu", "--"]
-    path = os.pathsep.join([str(FAULTY_RANKS), os.environ.get("PYTHONPATH", "")])
-    done = subprocess.run(
-        [*command, *words],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=600,
-        env=os.environ | {"PYTHONPATH": path},
-    )
-    if done.returncode != 0:
-        raise SystemExit(f"{row} ended with {done.returncode}:\n{done.stderr[-4000:]}")
-    return timed_steps(read_steps(RunFolder(output)), untimed_steps=UNTIMED_STEPS)
+    job = {"model_name_or_path": small_model(work / "model"), "max_steps": number, "per_device_train_batch_size": 4}
+    path = {"PYTHONPATH": os.pathsep.join([str(FAULTY_RANKS), os.environ.get("PYTHONPATH", "")])}
+    folder = train("ddp", output, environment=path, save_strategy="no", **job)
+    return timed_steps(read_steps(folder), untimed_steps=UNTIMED_STEPS)
 
 
-def slow_rank(model: Path, arguments: argparse.Namespace) -> dict[str, float]:
+def slow_rank(number: int, given: argparse.Namespace) -> dict[str, Any]:
     """Return measured and predicted step time, and waiting of the fast rank, of one pair of runs."""
-    undisturbed, disturbed = train("none", model, arguments), train("slow_rank", model, arguments)
+    undisturbed, disturbed = (steps_of(row, given.work, given.steps) for row in ("none", "slow_rank"))
 
     def step_seconds(steps: list[list[dict[str, Any]]]) -> float:
-        return statistics.median(max(row["seconds"] for row in step) for step in steps)
+        return statistics.median(max(row.seconds for row in step) for step in steps)
 
     def elsewhere(steps: list[list[dict[str, Any]]]) -> float:
         """Backward and waiting of rank 0, which nothing tells apart."""
-        return statistics.median(step[0]["seconds"] - step[0]["own_seconds"] for step in steps)
+        return statistics.median(step[0].seconds - step[0].own_seconds for step in steps)
 
     base = step_seconds(undisturbed)
     times = numpy.array([[base], [base + SLEEP_SECONDS]])
     predicted = simulate(Policy(name="synchronous"), times, steps=1)
     from_run = [compute_seconds(step) for step in disturbed]
     return {
+        "pair": number,
         "undisturbed_step_seconds": base,
         "predicted_step_seconds": predicted.seconds,
         "measured_step_seconds": step_seconds(disturbed),
@@ -129,9 +111,9 @@ class Server:
         return not bounded or self.finished[worker] - min(self.finished) <= self.policy.number
 
 
-def live(policy: Policy, arguments: argparse.Namespace) -> dict[str, Any]:
+def live(policy: Policy, given: argparse.Namespace) -> dict[str, Any]:
     """Run a policy in threads and in the simulation, over the same compute times."""
-    workers, steps = arguments.workers, arguments.live_steps
+    workers, steps = given.workers, given.live_steps
     seconds = drawn_seconds("exponential", mean=0.05, spread=0.5, shape=(workers, 2 * steps), seed=0)
     server = Server(policy, workers, workers * steps)
     threads = [
@@ -156,33 +138,21 @@ def live(policy: Policy, arguments: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def staleness_costs() -> list[float]:
-    """Return for some seeds the loss under asynchronous updates over that under synchronous ones, 16 workers."""
-    ratios = []
-    for seed in range(6):
-        seconds = drawn_seconds("lognormal", mean=1.0, spread=0.3, shape=(16, 200), seed=seed)
-        losses = []
-        for name in ("synchronous", "asynchronous"):
-            run = simulate(Policy(name=name), seconds, steps=100)
-            curve = train_small(run, SmallProblem(seed=seed), learning_rate=0.3)
-            losses.append(statistics.mean(loss for _, loss in curve[-10:]))
-        ratios.append(losses[1] / losses[0])
-    return ratios
-
-
-def table_rows(figures: dict[str, Any]) -> list[list[str]]:
+def table_rows(_: dict[str, Any], rows: Sequence[dict[str, Any]]) -> list[list[str]]:
     """Return the page's table: each quantity measured and simulated."""
-    rows = [
-        [f"two ranks, pair {number}", name, f"{pair[f'measured_{key}']:.3f}", f"{pair[f'predicted_{key}']:.3f}"]
-        for number, pair in enumerate(figures["slow_rank"], 1)
-        for name, key in (("seconds per step", "step_seconds"), ("seconds that the fast one waits", "waiting_seconds"))
-    ]
-    quantities = (("steps/s", "steps_per_second", 2), ("mean staleness", "staleness_mean", 2))
-    for found in figures["threads"]:
-        for name, key, digits in (*quantities, ("waiting fraction", "waiting_fraction", 3)):
-            measured, simulated = (f"{found[f'{kind}_{key}']:.{digits}f}" for kind in ("measured", "simulated"))
-            rows.append([f"threads, `{found['policy']}`", name, measured, simulated])
-    return rows
+    waits = "seconds that the fast one waits"
+    table = []
+    for row in rows:
+        if "pair" in row:
+            case, simulated = f"two ranks, pair {row['pair']}", "predicted"
+            quantities = (("seconds per step", "step_seconds", 3), (waits, "waiting_seconds", 3))
+        else:
+            case, simulated = f"threads, `{row['policy']}`", "simulated"
+            quantities = (("steps/s", "steps_per_second", 2), ("mean staleness", "staleness_mean", 2))
+            quantities += (("waiting fraction", "waiting_fraction", 3),)
+        for name, key, digits in quantities:
+            table.append([case, name, *(f"{row[f'{kind}_{key}']:.{digits}f}" for kind in ("measured", simulated))])
+    return table
 
 
 def main() -> None:
@@ -192,17 +162,13 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=3)
     parser.add_argument("--workers", type=int, default=8)
     parser.add_argument("--live-steps", type=int, default=100)
-    arguments = parser.parse_args()
-    arguments.work.mkdir(parents=True, exist_ok=True)
-    policies = [live(policy, arguments) for policy in POLICIES]
-    model = small_model(arguments.work / "model")
-    ranks = [slow_rank(model, arguments) for _ in range(arguments.pairs)]
-    small = {"asynchronous_over_synchronous_loss": staleness_costs()}
-    figures = {"slow_rank": ranks, "threads": policies, **small}
-    write_result("stragglers", figures)
-    print_table(HEADER, table_rows(figures))
-    print(small)
-    write_table(DOCUMENT, TABLE, HEADER, table_rows(figures))
+    given = parser.parse_args()
+    given.work.mkdir(parents=True, exist_ok=True)
+    rows = [slow_rank(number, given) for number in range(1, given.pairs + 1)]
+    rows += [live(policy, given) for policy in POLICIES]
+    print_table(HEADER, table_rows({}, rows))
+    write_result("stragglers", {"sleep_seconds": SLEEP_SECONDS}, rows)
+    write_table(DOCUMENT, TABLE, HEADER, table_rows({}, rows))
 
 
 if __name__ == "__main__":

@@ -1,9 +1,10 @@
-"""Measure the structure of the source tree: sizes, fan-in, import depth, and how far a results column is spread.
+"""Measure the structure of the source tree: sizes, one-use helpers, import depth, and how far an argument is spread.
 
-    git worktree add /tmp/before de901c2
-    python benchmarks/structure.py --before /tmp/before --after .
+    git worktree add /tmp/before 04e63c5
+    python benchmarks/structure.py --before /tmp/before          # both trees, side by side
+    python benchmarks/structure.py --json                        # this tree alone
 
-Every figure is read from the syntax trees of `toolkit/`; nothing is imported, so that any commit can be measured.
+Figures are read from the files and syntax trees of a checkout; nothing is imported, so any commit can be measured.
 """
 
 from __future__ import annotations
@@ -14,72 +15,77 @@ import json
 import subprocess
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from functools import cache
 from pathlib import Path
 
-from record import print_table, write_result
+from record import print_table
 
-# Keys that identify a row; other parts of the toolkit use the same words for their own purposes.
-IDENTITY_KEYS = {"preset", "world_size", "status"}
+ROOT = Path(__file__).parents[1]
+# Functions that read one argument out of a dictionary of strings.
+ARGUMENT_READERS = {"is_given", "flag", "integer", "number"}
+SPREAD_ARGUMENT = "max_seq_length"
+TRAINING_SCRIPT = "toolkit.train.script"
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Structure:
     """Figures of one source tree."""
 
-    files: int
-    lines: int
-    """Lines of the Python files in `toolkit/`, with comments and blank lines."""
+    toolkit_files: int
+    toolkit_lines: int
+    """Lines of Python files, with comments and blank lines."""
     test_lines: int
+    benchmark_lines: int
+    docs_words: int
     functions: int
     longest_function_lines: int
     private_functions: int
-    private_functions_called_once: int
-    modules_with_one_importer: int
-    """Modules that exactly one other module imports, without `__init__` and `__main__`."""
+    private_functions_referenced_once: int
     longest_import_chain: int
     """Modules on the longest path in the import graph, each import cycle counted as one module."""
     modules_in_import_cycles: int
-    mean_files_per_results_key: float
-    """Files that name a column of results.json, as a string, an attribute or a keyword; mean over columns."""
+    argument_reads: int
+    """Calls in `toolkit/` of the functions that read one argument out of a dictionary of strings."""
+    files_naming_max_seq_length: int
+    """Modules of `toolkit/` that mention this argument, which stands for every argument."""
+    training_script_files: int
+    """Modules that the training script imports, directly or not, also inside functions."""
+    training_script_lines: int
 
 
 def measure(root: Path) -> Structure:
     """Measure the tree under `root`, the root of a checkout."""
-    trees = {module_name(path, root): ast.parse(path.read_text()) for path in python_files(root / "toolkit")}
+    texts = {module_name(path, root): path.read_text() for path in sorted((root / "toolkit").rglob("*.py"))}
+    trees = {name: ast.parse(text) for name, text in texts.items()}
     graph = import_graph(trees)
-    functions = [node for tree in trees.values() for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
-    private = [node.name for node in functions if node.name.startswith("_") and not node.name.endswith("__")]
-    references = Counter(name for tree in trees.values() for name in names_used(tree))
-    importers = Counter(name for imported in graph.values() for name in imported)
-    files_per_key = list(files_naming_results_keys(root, trees).values())
+    nodes = [node for tree in trees.values() for node in ast.walk(tree)]
+    functions = [node for node in nodes if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+    private = [private_functions(tree) for tree in trees.values()]
     groups = strongly_connected(graph)
+    script = reachable(graph, TRAINING_SCRIPT)
     return Structure(
-        files=len(trees),
-        lines=count_lines(root / "toolkit"),
+        toolkit_files=len(texts),
+        toolkit_lines=sum(len(text.splitlines()) for text in texts.values()),
         test_lines=count_lines(root / "tests"),
+        benchmark_lines=count_lines(root / "benchmarks"),
+        docs_words=sum(len(path.read_text().split()) for path in (root / "docs").rglob("*.md")),
         functions=len(functions),
         longest_function_lines=max((node.end_lineno or 0) - node.lineno + 1 for node in functions),
-        private_functions=len(private),
-        private_functions_called_once=sum(references[name] == 1 for name in private),
-        modules_with_one_importer=sum(
-            importers[name] == 1 for name in graph if not name.endswith("__main__") and not is_package(root, name)
-        ),
+        private_functions=sum(map(len, private)),
+        private_functions_referenced_once=sum(count == 1 for counts in private for count in counts),
         longest_import_chain=longest_chain(graph, groups),
         modules_in_import_cycles=sum(len(group) for group in set(groups.values()) if len(group) > 1),
-        mean_files_per_results_key=round(sum(files_per_key) / len(files_per_key), 1),
+        argument_reads=sum(called_name(node) in ARGUMENT_READERS for node in nodes),
+        files_naming_max_seq_length=sum(SPREAD_ARGUMENT in text for text in texts.values()),
+        training_script_files=len(script),
+        training_script_lines=sum(len(texts[name].splitlines()) for name in script),
     )
-
-
-def python_files(folder: Path) -> list[Path]:
-    """Return the Python files below a folder, in order."""
-    return sorted(folder.rglob("*.py"))
 
 
 def count_lines(folder: Path) -> int:
     """Return the lines of all Python files below a folder."""
-    return sum(len(path.read_text().splitlines()) for path in python_files(folder))
+    return sum(len(path.read_text().splitlines()) for path in folder.rglob("*.py"))
 
 
 def module_name(path: Path, root: Path) -> str:
@@ -88,9 +94,24 @@ def module_name(path: Path, root: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-def is_package(root: Path, name: str) -> bool:
-    """Return True for a module that is a folder's `__init__`."""
-    return (root / Path(*name.split("."))).is_dir()
+def private_functions(tree: ast.Module) -> list[int]:
+    """Return for each private function of a module how often the module refers to its name."""
+    nodes = list(ast.walk(tree))
+    references = Counter(referenced_name(node) for node in nodes)
+    names = [node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+    return [references[name] for name in names if name.startswith("_") and not name.endswith("__")]
+
+
+def referenced_name(node: ast.AST) -> str | None:
+    """Return the name that a node uses, as a variable or an attribute."""
+    if isinstance(node, ast.Name):
+        return node.id
+    return node.attr if isinstance(node, ast.Attribute) else None
+
+
+def called_name(node: ast.AST) -> str | None:
+    """Return the name of the function that a node calls."""
+    return referenced_name(node.func) if isinstance(node, ast.Call) else None
 
 
 def import_graph(trees: Mapping[str, ast.Module]) -> dict[str, frozenset[str]]:
@@ -100,8 +121,7 @@ def import_graph(trees: Mapping[str, ast.Module]) -> dict[str, frozenset[str]]:
         return name if name in trees else name.rpartition(".")[0]
 
     return {
-        module: frozenset(module_of(name) for name in imported_names(tree) if name.partition(".")[0] == "toolkit")
-        - {module}
+        module: frozenset(module_of(name) for name in imported_names(tree)) & trees.keys() - {module}
         for module, tree in trees.items()
     }
 
@@ -115,32 +135,22 @@ def imported_names(tree: ast.AST) -> Iterator[str]:
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
-def names_used(tree: ast.AST) -> Iterator[str]:
-    """Yield every use of a name: as a variable, an attribute or an import."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Name):
-            yield node.id
-        elif isinstance(node, ast.Attribute):
-            yield node.attr
+def reachable(graph: Mapping[str, frozenset[str]], start: str) -> frozenset[str]:
+    """Return a module and everything that it imports, directly or not."""
+    seen, waiting = {start}, [start]
+    while waiting:
+        found = graph.get(waiting.pop(), frozenset()) - seen
+        seen |= found
+        waiting += found
+    return frozenset(seen & graph.keys())
 
 
 def strongly_connected(graph: Mapping[str, frozenset[str]]) -> dict[str, frozenset[str]]:
     """Return each module's import cycle, which is itself alone where it is in none."""
-
-    @cache
-    def reachable(start: str) -> frozenset[str]:
-        seen: set[str] = set()
-        waiting = [start]
-        while waiting:
-            for name in graph.get(waiting.pop(), ()):
-                if name not in seen:
-                    seen.add(name)
-                    waiting.append(name)
-        return frozenset(seen)
-
+    closures = {module: reachable(graph, module) for module in graph}
     return {
-        module: frozenset({module} | {other for other in reachable(module) if module in reachable(other)})
-        for module in graph
+        module: frozenset(other for other in closure if module in closures[other])
+        for module, closure in closures.items()
     }
 
 
@@ -149,31 +159,10 @@ def longest_chain(graph: Mapping[str, frozenset[str]], groups: Mapping[str, froz
 
     @cache
     def depth(group: frozenset[str]) -> int:
-        imported = {groups[name] for module in group for name in graph[module] if name in groups} - {group}
+        imported = {groups[name] for module in group for name in graph[module]} - {group}
         return 1 + max((depth(other) for other in imported), default=0)
 
     return max(depth(group) for group in groups.values())
-
-
-def files_naming_results_keys(root: Path, trees: Mapping[str, ast.Module]) -> dict[str, int]:
-    """Return for each column of results.json in how many modules it is named.
-
-    The columns are those of `tests/fixtures/results_small.json`, a comparison's results.
-    """
-    rows = json.loads((root / "tests" / "fixtures" / "results_small.json").read_text())["rows"]
-    keys = {key for row in rows for key in row} - IDENTITY_KEYS
-    named = {module: set(words(tree)) & keys for module, tree in trees.items()}
-    return {key: sum(key in found for found in named.values()) for key in sorted(keys)}
-
-
-def words(tree: ast.AST) -> Iterator[str]:
-    """Yield every string, name, attribute and keyword of a module."""
-    yield from names_used(tree)
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Constant) and isinstance(node.value, str):
-            yield node.value
-        elif isinstance(node, ast.keyword | ast.arg) and node.arg:
-            yield node.arg
 
 
 def commit_of(root: Path) -> str:
@@ -183,16 +172,18 @@ def commit_of(root: Path) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Structure of the source tree, before and after a change.")
-    parser.add_argument("--before", type=Path, required=True, help="root of a checkout of the earlier commit")
-    parser.add_argument("--after", type=Path, default=Path(), help="root of a checkout of the later commit")
+    parser = argparse.ArgumentParser(description="Structure of the source tree.")
+    parser.add_argument("--before", type=Path, help="root of a checkout of an earlier commit")
+    parser.add_argument("--after", type=Path, default=ROOT, help="root of a checkout; default: this one")
+    parser.add_argument("--json", action="store_true", help="print JSON, by commit")
     given = parser.parse_args()
-    trees = {"before": given.before, "after": given.after}
-    measured = {name: asdict(measure(root)) for name, root in trees.items()}
-    rows = [[figure, *(measured[name][figure] for name in trees)] for figure in measured["before"]]
-    print_table(["figure", *(f"{name} ({commit_of(root)})" for name, root in trees.items())], rows)
-    commits = {f"{name}_commit": commit_of(root) for name, root in trees.items()}
-    print(write_result("structure", commits | measured))
+    roots = [root for root in (given.before, given.after) if root is not None]
+    measured = [(commit_of(root), asdict(measure(root))) for root in roots]
+    if given.json:
+        print(json.dumps([{"commit": commit, **figures} for commit, figures in measured], indent=1))
+        return
+    rows = [[field.name, *(figures[field.name] for _, figures in measured)] for field in fields(Structure)]
+    print_table(["figure", *(commit for commit, _ in measured)], rows)
 
 
 if __name__ == "__main__":

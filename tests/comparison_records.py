@@ -7,9 +7,8 @@ from typing import Any
 
 from toolkit.compare.aggregate import aggregate_trials
 from toolkit.compare.ledger import ProbeRecord, TrialRecord
-from toolkit.compare.result_values import Failure, RowKey
 from toolkit.compare.results import Environment
-from toolkit.compare.rows import Row
+from toolkit.compare.rows import Failure, Row, RowKey
 from toolkit.compare.specification import ComparisonSpec, ExpectedStrategy, Trial
 from toolkit.hardware.gpu_table import find_gpu
 from toolkit.models.read_model import read_model
@@ -82,7 +81,7 @@ def trial(
         "sharding": "replicate",
         "compute_dtype": "float32",
         "master_dtype": "float32",
-        "promised_masters": "float32",
+        "expected_masters": "float32",
         "optimizer_dtype": "float32",
         "frozen_dtype": None,
         "gradient_clipping": 1.0,
@@ -96,10 +95,8 @@ def trial(
         "max_steps": 8,
     }
     seconds = SECONDS[repeat] * slower
-    unknown = dict.fromkeys(key for key, info in TrialRecord.model_fields.items() if info.is_required())
     return TrialRecord.model_validate(
-        unknown
-        | {
+        {
             "trial": Trial(row=RowKey(preset=preset, world_size=world_size), repeat=repeat).id,
             "preset": preset,
             "world_size": world_size,
@@ -145,26 +142,14 @@ def failure(status: str, **changes: Any) -> dict[str, Any]:
 
 def row(preset: str = "ddp", *, world_size: int = 2, **changes: Any) -> Row:
     """A completed row of which nothing is known but `changes`."""
-    known = {
-        "trial": RowKey(preset=preset, world_size=world_size).name,
-        "preset": preset,
-        "world_size": world_size,
-        "status": "completed",
-        "timed_steps": 6,
-        "repeats": 3,
-        "losses": (),
-        "step_seconds": (),
-        "grad_norms": (),
-        "run_folder": "",
-        "command": "",
-    }
-    return Row.model_validate(dict.fromkeys(Row.model_fields) | known | changes)
+    name = RowKey(preset=preset, world_size=world_size).name
+    known = {"preset": preset, "world_size": world_size, "status": "completed", "timed_steps": 6, "repeats": 3}
+    return Row.model_validate({"trial": name} | known | changes)
 
 
 def node(device: str, *gpus: dict[str, Any]) -> Environment:
     """A node with these GPUs, of which nothing else is known."""
-    unknown = dict.fromkeys(Environment.model_fields)
-    return Environment.model_validate(unknown | {"device": device, "gpus": gpus, "versions": {}, "python": "3.11"})
+    return Environment.model_validate({"device": device, "gpus": gpus, "versions": {}, "python": "3.11"})
 
 
 def aggregate_rows(

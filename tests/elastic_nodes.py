@@ -115,7 +115,7 @@ def elastic_job(model: Path, dataset: Path) -> list[str]:
 
 
 def losses_of_steps(folder: Path) -> list[float]:
-    return measure(read_steps(RunFolder(folder)), untimed_steps=0).losses
+    return [loss or 0.0 for loss in measure(read_steps(RunFolder(folder)), untimed_steps=0).losses]
 
 
 def losses_without_interruption(preset: str, job: list[str], folder: Path, *, steps: int) -> list[float]:
@@ -133,4 +133,4 @@ def check_restarts(nodes: Nodes, *, world_sizes: list[int]) -> None:
     sizes = [*(restart["world_size"] for restart in run["restarts"]), run["world_size"]]
     assert sizes[-len(world_sizes) :] == world_sizes  # before, the first node may have trained alone
     assert {len(step) for step in steps} == {1, 2}
-    assert [step[0]["step"] for step in steps] == list(range(1, len(steps) + 1))
+    assert [step[0].step for step in steps] == list(range(1, len(steps) + 1))

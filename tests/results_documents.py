@@ -7,12 +7,9 @@ from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
-from toolkit.compare import report
-from toolkit.compare.read_results import load_results
-from toolkit.compare.report import png_plot, rendering, report_files, two_comparisons
-from toolkit.compare.report.report_files import ReportFiles
-from toolkit.compare.report.two_comparisons import BeforeAndAfter
-from toolkit.compare.results import Results
+from toolkit.compare import comparison_report, summary, two_comparisons
+from toolkit.compare.results import Results, load_results
+from toolkit.compare.two_comparisons import BeforeAndAfter
 
 FIXTURES = Path(__file__).parent / "fixtures"
 ROOT = Path(__file__).parents[1]
@@ -25,31 +22,27 @@ def read(file: Path) -> Document:
 
 
 def summary_sentence(document: Document) -> str:
-    return report.summary_sentence(Results.model_validate(document))
+    return summary.summary_sentence(Results.model_validate(document))
 
 
 def notes(document: Document) -> list[str]:
-    return report.notes(Results.model_validate(document))
+    return summary.notes(Results.model_validate(document))
 
 
-def write_report(document: Document, folder: Path) -> ReportFiles:
-    return report.write_report(Results.model_validate(document), folder)
+def write_report(document: Document, folder: Path) -> None:
+    comparison_report.write_report(Results.model_validate(document), folder)
 
 
 def html_text(document: Document) -> str:
-    return rendering.html_text(Results.model_validate(document))
+    return comparison_report.html_text(Results.model_validate(document))
 
 
 def markdown_text(document: Document) -> str:
-    return rendering.markdown_text(Results.model_validate(document))
+    return comparison_report.markdown_text(Results.model_validate(document))
 
 
 def csv_text(document: Document) -> str:
-    return report_files.csv_text(Results.model_validate(document))
-
-
-def plot_png(document: Document) -> bytes:
-    return png_plot.plot_png(Results.model_validate(document))
+    return comparison_report.csv_text(Results.model_validate(document))
 
 
 def before_and_after(before: Document, after: Document) -> BeforeAndAfter:
@@ -67,7 +60,7 @@ def console_lines(results: Document) -> list[str]:
 
     console = Console(width=100, no_color=True, file=None, record=True, force_terminal=False, quiet=False)
     with console.capture() as captured:
-        console.print(report.console_table(Results.model_validate(results)))
+        console.print(comparison_report.console_table(Results.model_validate(results)))
     return [line.rstrip() for line in captured.get().splitlines()]
 
 

@@ -249,4 +249,6 @@ def launch(run: SplitRun, *, models: Path, rows: Path, folder: Path, checkpoint:
 def losses_and_norms(folder: Path) -> tuple[list[float], list[float | None]]:
     """Return the loss, the mean over ranks, and the gradient norm of each step."""
     steps = read_steps(RunFolder(folder))
-    return [sum(float(row["loss"]) for row in step) / len(step) for step in steps], [grad_norm(step) for step in steps]
+    return [sum(float(row.loss or 0.0) for row in step) / len(step) for step in steps], [
+        grad_norm(step) for step in steps
+    ]

@@ -21,7 +21,7 @@ PACKAGE = ROOT / "toolkit"
 LLAMA_8B = str(ROOT / "tests" / "fixtures" / "llama-8b")
 
 # Libraries that a light command may load for its work, but not to print its help.
-NOT_FOR_HELP = {"jinja2", "matplotlib", "numpy"}  # pydantic is not among them: Typer 0.29 imports it itself
+NOT_FOR_HELP = {"jinja2", "numpy"}  # pydantic is not among them: Typer 0.29 imports it itself
 MODULES = sorted(PACKAGE.rglob("*.py"))
 
 

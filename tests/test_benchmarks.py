@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,61 +14,58 @@ from launching import ROOT
 
 from toolkit.models.read_model import read_model
 
-TABLED = [
-    "kill_ranks",
-    "live_faults",
-    "resume_conversion",
-    "host_memory",
-    "peers",
-    "async_checkpoint",
-    "stragglers",
-    "pipeline_step_time",
-]
+FOLDERS = (ROOT / "benchmarks", ROOT / "benchmarks" / "gpu")
+SCRIPTS = sorted(path for folder in FOLDERS for path in folder.glob("*.py"))
+# Benchmark with a table, and the module that has its header and rows.
+TABLED = dict.fromkeys(("host_memory", "kill_ranks", "live_faults", "optimizers", "overhead", "peers", "stragglers"))
+TABLED |= {"traced_grid": "plan_errors"}
 
 
 @pytest.fixture
-def record(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+def record(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """The module `record`; the benchmarks can be imported by name."""
+    for folder in FOLDERS:
+        monkeypatch.syspath_prepend(str(folder))
     yield __import__("record")
-    for name in (
-        "record",
-        "host_memory",
-        "kill_ranks",
-        "live_faults",
-        "resume_conversion",
-        "forked_rehearsals",
-        "shard_bytes",
-        "communication",
-        "peers",
-        "async_checkpoint",
-        "stragglers",
-        "comm_hooks",
-        "pipeline_step_time",
-    ):
-        sys.modules.pop(name, None)
+    for path in SCRIPTS:
+        sys.modules.pop(path.stem, None)
 
 
 @pytest.mark.parametrize("name", TABLED)
 def test_a_table_in_the_docs_agrees_with_the_recorded_results(name: str, record: Any, tmp_path: Path) -> None:
-    benchmark = __import__(name)
-    found = json.loads((record.RESULTS / f"{name}.json").read_text())
+    script = __import__("validate" if name == "traced_grid" else name)
+    benchmark = __import__(TABLED[name] or name)
     copy = tmp_path / "copy.md"
-    copy.write_text(benchmark.DOCUMENT.read_text())
-    record.write_table(copy, benchmark.TABLE, benchmark.HEADER, benchmark.table_rows(found))
-    assert copy.read_text() == benchmark.DOCUMENT.read_text()
-    assert found["command"].startswith(f"python benchmarks/{name}.py ")
+    copy.write_text(script.DOCUMENT.read_text())
+    record.write_table(copy, script.TABLE, benchmark.HEADER, benchmark.table_rows(*record.read_result(name)))
+    assert copy.read_text() == script.DOCUMENT.read_text()
 
 
 def test_a_recorded_command_names_no_folder_of_the_machine_it_ran_on(record: Any) -> None:
     words = ["benchmarks/overhead.py", "--work", "/scratch/user/runs", "--steps", "8"]
     assert record.repeatable_command(words) == "python benchmarks/overhead.py --work DIR --steps 8"
-    for path in record.RESULTS.glob("*.json"):
-        assert " /" not in json.loads(path.read_text()).get("command", ""), path.name
+    for path in record.RESULTS.glob("*.jsonl"):
+        facts, rows = record.read_result(path.stem)
+        assert facts["command"].startswith("python benchmarks/"), path.name
+        assert " /" not in facts["command"], path.name
+        assert rows, path.name
 
 
-def test_the_plan_equals_the_recorded_shard_bytes_of_every_case(record: Any, tmp_path: Path) -> None:
+def test_a_record_is_read_as_it_was_written(record: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(record, "RESULTS", tmp_path)
+    assert record.read_result("speed") == ({}, [])
+    path = record.write_result("speed", {"ranks": 2}, [{"seconds": 0.5}, {"seconds": 0.25}])
+    assert len(path.read_text().splitlines()) == 3
+    facts, rows = record.read_result("speed")
+    assert (facts["ranks"], rows) == (2, [{"seconds": 0.5}, {"seconds": 0.25}])
+    assert facts["versions"]["torch"]
+
+
+@pytest.mark.usefixtures("record")
+def test_the_plan_equals_the_recorded_shard_bytes_of_every_case(tmp_path: Path) -> None:
     sweep = __import__("shard_bytes")
-    cases = json.loads((record.RESULTS / "shard_bytes.json").read_text())["cases"]
+    cases = list(sweep.recorded_cases())
+    assert len(cases) == 1_103
     assert {case["architecture"] for case in cases} == set(sweep.ARCHITECTURES)
     assert {case["preset"] for case in cases} == set(sweep.WORLD_SIZES)
     assert sweep.differing(cases, tmp_path) == []
@@ -79,40 +77,30 @@ def test_the_planned_bytes_of_every_collective_are_within_one_percent_of_those_c
     benchmark = __import__("communication")
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "vocab_size": 49_152, **benchmark.SIZES}))
     shape = read_model(str(tmp_path))
-    found = json.loads((record.RESULTS / "communication.json").read_text())
-    counted = {row["setting"]: row["counted"] for row in found["rows"]}
+    facts, rows = record.read_result("communication")
+    counted = {row["setting"]: row["counted"] for row in rows}
     settings = {setting.name: setting for setting in (*benchmark.lone_settings(), *benchmark.settings())}
-    assert (counted.keys(), found["num_params"]) == (settings.keys(), shape.num_params)
+    assert (counted.keys(), facts["num_params"]) == (settings.keys(), shape.num_params)
     for name, setting in settings.items():
         assert benchmark.largest_difference(setting, shape, counted[name]) < 0.01, name
 
 
 def test_the_plan_next_to_the_measured_host_memory_is_current(record: Any, tmp_path: Path) -> None:
     benchmark = __import__("host_memory")
-    found = json.loads((record.RESULTS / "host_memory.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(found["config"]))
+    facts, rows = record.read_result("host_memory")
+    (tmp_path / "config.json").write_text(json.dumps(facts["config"]))
     shape = read_model(str(tmp_path))
     settings = {setting.name: setting for setting in benchmark.settings()}
-    measured = [row["setting"] for row in found["rows"]]
+    measured = [row["setting"] for row in rows]
     assert measured == [name for name in settings if name in measured]
     assert {settings[name].preset for name in measured} >= {"single", *benchmark.SHARED, *benchmark.OFFLOADED}
-    for row in found["rows"]:
+    for row in rows:
         assert row["planned"] == benchmark.planned(settings[row["setting"]], shape), row["setting"]
-
-
-NEEDS_OTHER_PACKAGES = {"trl_sft"}  # TRL, in an environment of its own
-WITHOUT_A_COMMAND = {"record", "forked_rehearsals"}
-SCRIPTS = sorted(
-    path
-    for path in (*(ROOT / "benchmarks").glob("*.py"), *(ROOT / "benchmarks" / "gpu").glob("*.py"))
-    if path.stem not in NEEDS_OTHER_PACKAGES | WITHOUT_A_COMMAND
-)
 
 
 @pytest.mark.usefixtures("record")
 @pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.stem)
 def test_a_benchmark_can_be_imported(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(path.parent))
     spec = importlib.util.spec_from_file_location(f"benchmark_{path.stem}", path)
     assert spec is not None
     assert spec.loader is not None
@@ -120,3 +108,25 @@ def test_a_benchmark_can_be_imported(path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setitem(sys.modules, spec.name, module)
     spec.loader.exec_module(module)
     assert module.__doc__
+
+
+@pytest.mark.usefixtures("record")
+def test_the_structure_of_a_small_tree_is_counted(tmp_path: Path) -> None:
+    job = 'def read(values):\n    return _once(values)\n\n\ndef _once(values):\n    return flag(values, "a")\n'
+    files = {
+        "toolkit/__init__.py": "",
+        "toolkit/train/__init__.py": "",
+        "toolkit/train/script.py": "from toolkit.job import read\n\n\ndef main():\n    read({})\n",
+        "toolkit/job.py": job,
+        "toolkit/unused.py": "max_seq_length = 1\n",
+    }
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs" / "start.md").write_text("three short words\n")
+    found = __import__("structure").measure(tmp_path)
+    assert (found.toolkit_files, found.toolkit_lines, found.docs_words, found.functions) == (5, 12, 3, 3)
+    assert (found.private_functions, found.private_functions_referenced_once, found.argument_reads) == (1, 1, 1)
+    assert (found.files_naming_max_seq_length, found.longest_import_chain) == (1, 2)
+    assert (found.training_script_files, found.training_script_lines) == (2, 11)

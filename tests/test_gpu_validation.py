@@ -9,14 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from launching import CPU_PRESETS, ROOT, cpu_environment, read, run_warm
+from launching import CPU_PRESETS, ROOT, cpu_environment, run_warm
 
 FOLDER = ROOT / "benchmarks" / "gpu"
 sys.path[:0] = [str(FOLDER), str(FOLDER.parent)]
 
 import grid  # noqa: E402
 import plan_errors  # noqa: E402
-import validate  # noqa: E402
 
 from toolkit.presets import load_preset  # noqa: E402
 from toolkit.rehearse.rehearsal import check_rehearsal  # noqa: E402
@@ -64,7 +63,8 @@ def case_of(split: str, planned: int, measured: int) -> dict[str, Any]:
 
 def test_errors_are_planned_over_measured_and_summed_up_by_half() -> None:
     cases = [case_of("test", 90, 100), case_of("test", 105, 100), case_of("calibration", 100, 100)]
-    rows = {(row["split"], row["what"]): row for row in validate.summary(cases) if row["group"] == "all"}
+    recorded = [plan_errors.recorded(case) for case in cases]
+    rows = {(row["split"], row["what"]): row for row in plan_errors.summary(recorded) if row["group"] == "all"}
     assert rows["test", "allocated"]["mean"] == pytest.approx(0.075)
     assert rows["test", "allocated"]["p95"] == pytest.approx(0.10)
     assert rows["test", "allocated"]["under"] == 0.5
@@ -76,7 +76,7 @@ def test_errors_are_planned_over_measured_and_summed_up_by_half() -> None:
 def test_a_case_with_the_verdict_fits_that_ran_out_of_memory_is_listed() -> None:
     case = case_of("test", 90, 100)
     case["planned"]["verdict"], case["measured"] = "fits", {"status": "out_of_memory"}
-    assert validate.out_of_memory_among_fits([case]) == ["1"]
+    assert plan_errors.out_of_memory_among_fits([case]) == ["1"]
     assert plan_errors.plan_errors(case) == {}
 
 
@@ -91,7 +91,8 @@ def test_the_script_runs_on_a_cpu_and_resumes_where_it_stopped(tmp_path: Path) -
     first, second = [json.loads(line) for line in lines.read_text().splitlines()]
     assert first == finished
     assert (second["id"], second["measured"]["status"]) == ("tiny-1", "completed")
-    results = read(tmp_path / "results.json")
-    assert results["grid_sha256"] == grid.digest(grid.tiny_grid())
-    assert results["cases"][1]["measured"]["parameter_bytes"] > 0
-    assert results["versions"]["torch"]
+    assert second["measured"]["parameter_bytes"] > 0
+    facts, *rows = map(json.loads, (tmp_path / "results.jsonl").read_text().splitlines())
+    assert facts["grid_sha256"] == grid.digest(grid.tiny_grid())
+    assert [row["errors"].get("states") for row in rows] == [None, 0.0]
+    assert facts["versions"]["torch"]

@@ -211,6 +211,6 @@ def test_a_bare_trainer_and_the_toolkit_train_the_same_job(tmp_path: Path) -> No
     argv = [sys.executable, str(ROOT / "benchmarks" / "peers.py"), *words]
     ended = run_warm(argv, cpu_environment())  # each of its runs is started cold
     assert ended.returncode == 0, ended.stdout[-2000:] + ended.stderr[-3000:]
-    rows = json.loads((tmp_path / "result.json").read_text())["rows"]
+    _, *rows = map(json.loads, (tmp_path / "result.jsonl").read_text().splitlines())
     assert [(row["program"], row.get("differences")) for row in rows] == [("bare", []), ("toolkit", [])]
     assert all(row["facts"]["engine"] == "single" for row in rows)

@@ -21,7 +21,7 @@ from typing import Any
 
 FAULTS: dict[str, Callable[[int], None]] = {}
 """By the name of the row that carries it. Each is given its rank."""
-IN_FORK_SERVER = "toolkit.train.fork_server" in sys.orig_argv
+IN_FORK_SERVER = any("multiprocessing.forkserver" in word for word in sys.orig_argv)
 SLOW_SECONDS = 0.3
 FIRST_STEP_SECONDS = 1.0
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from grid import Case
@@ -37,15 +37,12 @@ def traced_peak(case: Case) -> int:
     return max(int(peak["total_bytes"]) for peak in case["measured"]["peaks"].values())
 
 
-def summary(cases: list[Case]) -> list[dict[str, Any]]:
-    """Return the errors of each half: of all cases, and by preset, method, checkpointing, source and architecture."""
-    rows = []
-    for group, name_of in GROUPS.items():
-        for split in ("calibration", "test"):
-            half = [case for case in cases if case["split"] == split]
-            for name in sorted({name_of(case) for case in half}):
-                rows += _summarize([case for case in half if name_of(case) == name], split, group, name)
-    return rows
+def recorded(case: Case) -> dict[str, Any]:
+    """Return what a record keeps of a case: the job, the outcome and the errors."""
+    plan = case.get("planned") or {}
+    found = {"status": case["measured"]["status"], "verdict": plan.get("verdict")}
+    job = {name: value for name, value in case.items() if name not in ("planned", "measured")}
+    return job | found | {"activations_from": plan.get("activations_from", "none"), "errors": plan_errors(case)}
 
 
 GROUPS: dict[str, Callable[[Case], str]] = {
@@ -53,56 +50,61 @@ GROUPS: dict[str, Callable[[Case], str]] = {
     "preset": lambda case: str(case["preset"]),
     "method": lambda case: str(case["method"]),
     "checkpointing": lambda case: "recomputed" if case["activation_checkpointing"] else "kept",
-    "activations": lambda case: str((case.get("planned") or {}).get("activations_from", "none")),
-    "architecture": lambda case: str(case["architecture"]),
+    "activations": lambda case: str(case["activations_from"]),
 }
 
 
-def _summarize(cases: list[Case], split: str, group: str, name: str) -> list[dict[str, Any]]:
-    found = [(case["id"], plan_errors(case)) for case in cases]
-    rows = []
-    for what in QUANTITIES:
-        signed = [(error[what], number) for number, error in found if what in error]
-        values = sorted(abs(value) for value, _ in signed)
-        if values and (group == "all" or what in ("traced", "allocated")):
-            worst = max(signed, key=lambda pair: abs(pair[0]))
-            rows.append(
-                {
-                    **{"split": split, "group": group, "name": name, "what": what, "cases": len(values)},
-                    **{"mean": statistics.mean(values), "p95": values[min(len(values) - 1, round(0.95 * len(values)))]},
-                    "under": sum(value < 0 for value, _ in signed) / len(values),
-                    **{"worst": worst[0], "worst_case": worst[1], "goal": GOALS.get(what)},
-                }
-            )
-    return rows
+def summary(rows: Sequence[Case], errors: str = "errors") -> list[dict[str, Any]]:
+    """Return the errors of each half: of all cases, and by preset, method, checkpointing and source of activations.
+
+    `errors` is the key of the rows that has them: `before` for those of an earlier planner.
+    """
+    found = []
+    for group, name_of in GROUPS.items():
+        for split in ("calibration", "test"):
+            half = [row for row in rows if row["split"] == split]
+            for name in sorted({name_of(row) for row in half}):
+                cases = [row for row in half if name_of(row) == name]
+                kinds = QUANTITIES if group == "all" else ("traced", "allocated")
+                keys = {"split": split, "group": group, "name": name}
+                found += [keys | _summarize(cases, errors, what) for what in kinds]
+    return [row for row in found if row["cases"]]
 
 
-TABLE_HEADER = ("half", "cases of", "cases", "mean error", "p95", "planned less", "worst")
-TABLE_HEADER += ("before: mean", "before: p95", "before: worst")
+def _summarize(cases: Sequence[Case], errors: str, what: str) -> dict[str, Any]:
+    signed = [(case[errors][what], case["id"]) for case in cases if what in case.get(errors, {})]
+    if not signed:
+        return {"what": what, "cases": 0}
+    values = sorted(abs(value) for value, _ in signed)
+    worst, worst_case = max(signed, key=lambda pair: abs(pair[0]))
+    return {
+        **{"what": what, "cases": len(values), "mean": statistics.mean(values)},
+        **{"p95": values[min(len(values) - 1, round(0.95 * len(values)))]},
+        "under": sum(value < 0 for value, _ in signed) / len(values),
+        **{"worst": worst, "worst_case": worst_case, "goal": GOALS.get(what)},
+    }
 
 
-def traced_rows(rows: list[dict[str, Any]], before: list[dict[str, Any]]) -> list[tuple[str, ...]]:
-    """Return the summary of traced peaks as rows of a table, next to that of an earlier planner."""
-    earlier = {(row["split"], row["group"], row["name"]): row for row in before if row["what"] == "traced"}
+HEADER = ("half", "cases of", "cases", "mean error", "p95", "planned less", "worst")
+HEADER += ("before: mean", "before: p95", "before: worst")
+SHOWN = {"calibration": ("all",), "test": ("all", "preset", "method", "activations")}
+
+
+def table_rows(_: dict[str, Any], rows: Sequence[Case]) -> list[tuple[str, ...]]:
+    """Return errors of traced peaks as rows of a table, next to those of the planner before."""
+    earlier = {(row["split"], row["name"]): row for row in summary(rows, "before") if row["what"] == "traced"}
     table = []
-    for row in rows:
-        if row["what"] != "traced":
-            continue
-        old = earlier.get((row["split"], row["group"], row["name"]))
-        then = tuple(_percent(old[name]) for name in ("mean", "p95", "worst")) if old else ("n/a",) * 3
-        name = {"all": "all"}.get(row["group"], f"`{row['name']}`")
-        now = (
-            _percent(row["mean"]),
-            _percent(row["p95"]),
-            f"{row['under']:.0%}".replace("%", " %"),
-            _percent(row["worst"]),
-        )
-        table.append((row["split"], name, str(row["cases"]), *now, *then))
+    for row in summary(rows):
+        if row["what"] == "traced" and row["group"] in SHOWN[row["split"]]:
+            name = "all" if row["group"] == "all" else f"`{row['name']}`"
+            now = (*_percents(row, "mean", "p95"), f"{row['under']:.0%}".replace("%", " %"), *_percents(row, "worst"))
+            then = _percents(earlier.get((row["split"], row["name"])), "mean", "p95", "worst")
+            table.append((row["split"], name, str(row["cases"]), *now, *then))
     return table
 
 
-def _percent(value: float) -> str:
-    return f"{100 * value:.2f} %"
+def _percents(row: dict[str, Any] | None, *names: str) -> list[str]:
+    return ["n/a" if row is None else f"{100 * row[name]:.2f} %" for name in names]
 
 
 def out_of_memory_among_fits(cases: list[Case]) -> list[str]:

@@ -21,22 +21,16 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from grid import CALIBRATION, LLAMA
+from grid import CALIBRATION
 from record import print_table, write_result
 
 Job = dict[str, Any]
 
 # Llama 3.1 8B's config.json.
-LLAMA_8B = {
-    **LLAMA,
-    **{"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32},
-    **{"num_key_value_heads": 8, "vocab_size": 128256, "tie_word_embeddings": False},
-}
-TINY = {
-    **LLAMA,
-    **{"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4},
-    **{"num_key_value_heads": 2, "vocab_size": 1000, "tie_word_embeddings": True},
-}
+LLAMA_8B = CALIBRATION["llama-1b"] | {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32}
+LLAMA_8B |= {"tie_word_embeddings": False}
+TINY = CALIBRATION["llama-1b"] | {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
+TINY |= {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 1000}
 ARCHITECTURES = {"llama-1b": CALIBRATION["llama-1b"], "qwen3-1.7b": CALIBRATION["qwen3-1.7b"], "llama-8b": LLAMA_8B}
 FULL = {
     "eager": "",
@@ -155,7 +149,7 @@ def main() -> None:
     header = ["job", "variant", "status", "tokens/s", f"MFU (goal {GOAL})", "median step (s)", "peak allocated (GiB)"]
     print_table(header, table_rows(rows))
     if not given.tiny:
-        print(write_result("gpu_throughput", {"goal_mfu": GOAL, "jobs": {n: JOBS[n] for n in given.job}, "rows": rows}))
+        print(write_result("gpu_throughput", {"goal_mfu": GOAL, "jobs": {n: JOBS[n] for n in given.job}}, rows))
 
 
 if __name__ == "__main__":

@@ -6,21 +6,20 @@
     python benchmarks/gpu/validate.py --output out --fake-tensors     # on a CPU: the grid's FSDP2 and DDP cases, traced
 
 The grid is in `grid.py`; its digest is part of every result. Each case is one JSON line in `cases.jsonl`, flushed;
-`results.json` has all of them and what is needed to repeat them. A case that runs out of memory is a result.
+`results.jsonl` has the errors of all of them and what is needed to repeat them. A case that runs out of memory is a
+result.
 """
 
 from __future__ import annotations
 
 import argparse
 import functools
-import importlib.util
 import json
-import os
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,15 +27,19 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from forked_rehearsals import log_tail, prepare, rehearse
 from grid import ARCHITECTURES, TINY_ARCHITECTURES, Case, digest, registered_grid, tiny_grid
-from plan_errors import (
-    TABLE_HEADER,
-    out_of_memory_among_fits,
-    plan_errors,
-    summary,
-    traced_rows,
-    verdicts_against_traces,
+from plan_errors import HEADER, out_of_memory_among_fits, recorded, summary, table_rows, verdicts_against_traces
+from record import (
+    EVIDENCE,
+    append_line,
+    circumstances,
+    print_table,
+    read_lines,
+    write_lines,
+    write_result,
+    write_table,
 )
-from record import circumstances, print_table, write_table
+
+DOCUMENT, TABLE = EVIDENCE / "plan-accuracy.md", "traced_grid"
 
 STEPS, UNTIMED_STEPS, LORA_RANK = 6, 2, 16
 TIMEOUT_SECONDS = 150
@@ -76,8 +79,6 @@ def measured(case: Case, work: Path, *, fake_tensors: bool = False) -> dict[str,
 
 def planner(gpu: str, work: Path) -> Callable[[Case], dict[str, Any] | None]:
     """Return a function from a case to its plan, a row of `toolkit plan --json`, or None if there is no plan."""
-    if importlib.util.find_spec("toolkit.plan") is None:
-        return lambda _: None
     from toolkit.errors import ToolkitError
     from toolkit.hardware.gpu_table import find_gpu
     from toolkit.models.read_model import read_model
@@ -111,72 +112,43 @@ def planner(gpu: str, work: Path) -> Callable[[Case], dict[str, Any] | None]:
     return plan
 
 
-def read_cases(path: Path) -> list[Case]:
-    """Return the finished cases, without a last line that was cut off."""
-    return list(_complete_lines(path)) if path.is_file() else []
-
-
-def _complete_lines(path: Path) -> Iterator[Case]:
-    for line in path.read_text().splitlines():
-        try:
-            yield json.loads(line)
-        except ValueError:
-            continue
-
-
-def write_results(folder: Path, grid: list[Case], cases: list[Case], *, before: Path | None = None) -> Path:
-    """Write results.json: every case, the errors, and what is needed to repeat it."""
-    facts = {
-        **circumstances(),
-        "grid_sha256": digest(grid),
-        "registered_cases": len(grid),
-        "steps": STEPS,
-        "untimed_steps": UNTIMED_STEPS,
-        "lora_rank": LORA_RANK,
-        "architectures": {
-            name: (ARCHITECTURES | TINY_ARCHITECTURES)[name] for name in {c["architecture"] for c in grid}
-        },
-        "summary": summary(cases),
+def facts_of(grid: list[Case], cases: list[Case]) -> dict[str, Any]:
+    """Return what holds for all cases of a record."""
+    return {
+        **{"grid_sha256": digest(grid), "registered_cases": len(grid)},
+        **{"steps": STEPS, "untimed_steps": UNTIMED_STEPS, "lora_rank": LORA_RANK},
         "out_of_memory_among_fits": out_of_memory_among_fits(cases),
         "verdicts_against_traces": verdicts_against_traces(cases),
     }
-    if before is not None:
-        earlier = json.loads(before.read_text())
-        facts["before"] = {name: earlier[name] for name in ("git_commit", "summary", "verdicts_against_traces")}
-        facts["before"] |= {"errors": {case["id"]: case["errors"] for case in earlier["cases"]}}
-    lines = ",\n".join(json.dumps(case | {"errors": plan_errors(case)}) for case in cases)
-    path = folder / "results.json"
-    path.write_text(json.dumps(facts, indent=1)[:-2] + f',\n "cases": [\n{lines}\n]\n}}\n')
-    return path
 
 
-def print_summary(cases: list[Case]) -> None:
+def print_summary(facts: dict[str, Any], rows: list[dict[str, Any]]) -> None:
     """Print a short table."""
-    statuses = statistics.multimode(case["measured"]["status"] for case in cases) if cases else []
-    done = sum(case["measured"]["status"] == "completed" for case in cases)
-    print(f"{len(cases)} cases, {done} completed (most often: {', '.join(statuses) or 'none'})")
-    rows = [
+    statuses = statistics.multimode(row["status"] for row in rows) if rows else []
+    done = sum(row["status"] == "completed" for row in rows)
+    print(f"{len(rows)} cases, {done} completed (most often: {', '.join(statuses) or 'none'})")
+    shown = [
         (
             *(row["split"], row["what"], row["name"], row["cases"], f"{row['mean']:.1%}", f"{row['p95']:.1%}"),
             *(f"{row['under']:.0%}", f"{row['worst']:+.1%} ({row['worst_case']})"),
         )
-        for row in summary(cases)
+        for row in summary(rows)
     ]
-    print_table(("half", "of", "", "cases", "mean error", "p95", "planned less", "worst"), rows)
-    print(json.dumps(verdicts_against_traces(cases)))
+    print_table(("half", "of", "", "cases", "mean error", "p95", "planned less", "worst"), shown)
+    print(json.dumps(facts["verdicts_against_traces"]))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", maxsplit=1)[0])
-    parser.add_argument("--output", type=Path, required=True, help="folder of cases.jsonl and results.json")
+    parser.add_argument("--output", type=Path, required=True, help="folder of cases.jsonl and results.jsonl")
     parser.add_argument("--minutes", type=float, default=9.0, help="start no case after this long")
     parser.add_argument("--tiny", action="store_true", help="run a few tiny cases on the CPU")
     parser.add_argument("--fake-tensors", action="store_true", help="run the cases that can be traced, on a CPU")
     parser.add_argument("--limit", type=int, help="run at most this many cases of the grid")
     parser.add_argument("--gpu", default="h100", help="name of the GPU in the planner")
     parser.add_argument("--measure-only", action="store_true", help="make no plans; a later --report does")
-    parser.add_argument("--before", type=Path, help="results.json of an earlier planner on the same cases")
-    parser.add_argument("--write-table", type=Path, help="document with markers for the table `traced grid`")
+    parser.add_argument("--before", type=Path, help="results.jsonl of an earlier planner on the same cases")
+    parser.add_argument("--record", action="store_true", help="write the record `traced_grid` and its table")
     parser.add_argument("--report", action="store_true", help="run no cases")
     given = parser.parse_args()
     started, grid = time.monotonic(), tiny_grid() if given.tiny else registered_grid()
@@ -184,34 +156,32 @@ def main() -> None:
         grid = [case for case in grid if case["preset"] in TRACED]
     given.output.mkdir(parents=True, exist_ok=True)
     path = given.output / "cases.jsonl"
-    finished = read_cases(path)
-    path.write_text("".join(json.dumps(case) + "\n" for case in finished))  # without an incomplete last line
+    finished = read_lines(path)
+    write_lines(path, finished)  # without an incomplete last line
     done = {case["id"] for case in finished}
     left = [] if given.report else [case for case in grid[: given.limit] if case["id"] not in done]
     if left:
         prepare(cpu=given.tiny or given.fake_tensors)
-    with tempfile.TemporaryDirectory() as folder, path.open("a") as file:
-        plan = (lambda _: None) if given.measure_only else planner(given.gpu, Path(folder))
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch)
+        plan = (lambda _: None) if given.measure_only else planner(given.gpu, folder)
         for case in left:
             if time.monotonic() - started > given.minutes * 60:
                 break
-            row = case | {
-                "planned": plan(case),
-                "measured": measured(case, Path(folder), fake_tensors=given.fake_tensors),
-            }
-            file.write(json.dumps(row) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
-            print(case["id"], case["architecture"], case["preset"], row["measured"]["status"], file=sys.stderr)
+            found = measured(case, folder, fake_tensors=given.fake_tensors)
+            append_line(path, case | {"planned": plan(case), "measured": found})
+            print(case["id"], case["architecture"], case["preset"], found["status"], file=sys.stderr)
         # Plans are cheap: they are made again for all cases, so that a new planner needs no new measurements.
-        cases = [case | {"planned": plan(case) or case.get("planned")} for case in read_cases(path)]
-    print_summary(cases)
-    path = write_results(given.output, grid, cases, before=given.before)
-    print(path)
-    if given.write_table is not None:
-        found = json.loads(path.read_text())
-        rows = traced_rows(found["summary"], found.get("before", {}).get("summary", []))
-        write_table(given.write_table, "traced grid", TABLE_HEADER, rows)
+        cases = [case | {"planned": plan(case) or case.get("planned")} for case in read_lines(path)]
+    facts, rows = facts_of(grid, cases), [recorded(case) for case in cases]
+    if given.before is not None:
+        earlier = {row["id"]: row["errors"] for row in read_lines(given.before)[1:]}
+        rows = [row | {"before": earlier.get(row["id"], {})} for row in rows]
+    print_summary(facts, rows)
+    write_lines(given.output / "results.jsonl", [circumstances() | facts, *rows])
+    if given.record:
+        print(write_result(TABLE, facts, rows))
+        write_table(DOCUMENT, TABLE, HEADER, table_rows(facts, rows))
 
 
 if __name__ == "__main__":

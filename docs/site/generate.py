@@ -28,17 +28,15 @@ PAGE_OF = {
 SECTIONS = {
     "tutorials": ["first-fine-tune-1-gpu", "first-fine-tune-8-gpus", "compare-three-presets", "from-other-tools"],
     "how-to": [
-        *("choose-a-preset", "recommend", "simulate", "simulate-stragglers", "multi-node", "multi-node-faults"),
-        *("doctor", "out-of-memory", "hangs-and-nccl", "training", "data", "gated-models", "offline-clusters"),
-        *("checkpoints", "resume-elsewhere", "faults", "goodput", "report", "after-training"),
-        *("checkpoints-commands", "rehearsal", "nvme", "optimizers", "comm-hooks"),
+        *("choose-a-preset", "training", "data", "optimizers", "checkpoints", "faults", "multi-node", "doctor"),
+        *("simulate", "simulate-stragglers", "rehearsal", "report", "offline-clusters", "report-a-problem"),
     ],
     "concepts": [
         *("ddp-zero-fsdp2", "parallelism", "numerics", "batch-size-and-learning-rate", "plan", "communication"),
         *("pipeline-schedules", "compare", "security"),
     ],
     "reference": ["cli", "arguments", "presets", "results", "run-folder", "lint", "python"],
-    "evidence": ["index", "trust", "plan-accuracy"],
+    "evidence": ["index", "trust", "plan-accuracy", "simulations", "speed-and-memory", "checkpoints", "peers"],
     "project": ["contributing", "changelog"],
 }
 TITLES = {"how-to": "How-to"}

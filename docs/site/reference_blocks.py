@@ -7,6 +7,7 @@ built.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -15,6 +16,9 @@ import typer
 import toolkit
 import toolkit.presets
 from toolkit.cli.program import app
+from toolkit.compare.comparison_report import ONLY_IN_LEDGER
+from toolkit.compare.results import ComparedJob, ComparisonMethod, Disk, Environment, InstalledGpu, Results
+from toolkit.compare.rows import Failure, FlopsPerToken, Probe, Row, RunRecord, Timeline, TimelineRank
 from toolkit.doctor.examination import all_checks
 from toolkit.job.argument_aliases import ALIASES, HINTS, Alias
 from toolkit.job.script_arguments import DataArguments, ModelArguments
@@ -23,6 +27,16 @@ from toolkit.presets.characteristics import characteristics
 from toolkit.presets.compatibility import Method
 from toolkit.presets.optimizers import OPTIMIZERS, UpdatedTensor
 from toolkit.presets.support import unsupported
+from toolkit.record.columns import Model, column_of
+from toolkit.record.measurements import MemoryByPhase
+
+RESULTS_MODELS: dict[str, type[Model]] = {
+    model.__name__: model
+    for model in (
+        *(Results, Environment, InstalledGpu, Disk, ComparedJob, ComparisonMethod, Row, RunRecord, Failure, Probe),
+        *(MemoryByPhase, FlopsPerToken, Timeline, TimelineRank),
+    )
+}
 
 
 def markdown_table(head: list[str], rows: list[list[str]]) -> str:
@@ -150,6 +164,26 @@ def _cell(text: str) -> str:
     return text.replace("|", "/").replace("<", "&lt;")
 
 
+def results_table(name: str) -> str:
+    """Return one row per key of a part of `results.json`; a trial's leaves out what it shares with a row."""
+    schema = Results.model_json_schema(mode="serialization")
+    model, properties = RESULTS_MODELS[name], (schema["$defs"].get(name) or schema)["properties"]
+    rows = []
+    for key, field in model.model_fields.items():
+        if model is RunRecord and (key in Row.model_fields or key in ONLY_IN_LEDGER):
+            continue
+        column = column_of(model, key)
+        of_a_row = f" Of a row: {column.repeats}." if column.repeats and model is Row else ""
+        meaning = " ".join((field.description or "").split())
+        rows.append([f"`{key}`", _json_type(properties[key]), column.unit or "", f"{meaning}{of_a_row}"])
+    return markdown_table(["key", "type", "unit", "meaning"], rows)
+
+
+def _json_type(schema: dict[str, Any]) -> str:
+    types = [found.get("type", "object") for found in schema.get("anyOf", [schema])]
+    return " or ".join(dict.fromkeys(types))
+
+
 def python_names() -> str:
     """Return mkdocstrings' directives for every public name of the package."""
     names = [f"toolkit.{name}" for name in toolkit.__all__ if not name.startswith("__")]
@@ -164,4 +198,5 @@ BUILT: dict[str, Callable[[], str]] = {
     "commands": commands,
     "preset_files": preset_files,
     "python_names": python_names,
+    **{f"results_{name}": functools.partial(results_table, name) for name in RESULTS_MODELS},
 }

@@ -8,7 +8,7 @@ from comparison_records import aggregate_rows, comparison, failure, row_beside_d
 from toolkit.compare.aggregate import aggregate_trials
 from toolkit.compare.ledger import TrialRecord
 from toolkit.compare.rows import Row
-from toolkit.record.measurements import rank_skew
+from toolkit.record.measurements import StepRow, rank_skew
 
 
 def row_of(*trials: TrialRecord) -> Row:
@@ -60,6 +60,7 @@ def test_a_row_fails_if_one_of_its_repeats_does() -> None:
     row = aggregate_rows(comparison("ddp", "other"), *trials)["other-n2"]
     assert (row.status, row.repeats, row.parity, row.ratio_to_reference) == ("out_of_memory", 1, None, None)
     assert row.message == "1 of 2 repeats completed; no room"
+    assert row.failure is not None
     assert row.failure.model_dump() == facts
 
 
@@ -81,6 +82,10 @@ def test_peaks_are_the_largest_of_all_repeats() -> None:
 
 
 def test_a_slow_rank_is_reported_as_skew() -> None:
-    steps = [[{"own_seconds": 0.1}, {"own_seconds": 0.1 * slow}] for slow in (2.0, 2.1, 1.9, 9.0, 2.0)]
+    known = dict.fromkeys(StepRow.model_fields)
+    steps = [
+        [StepRow.model_construct(**known | {"own_seconds": own}) for own in (0.1, 0.1 * slow)]
+        for slow in (2.0, 2.1, 1.9, 9.0, 2.0)
+    ]
     assert rank_skew(steps) == pytest.approx(2.0)
     assert row_beside_ddp(rank_skew=2.0).rank_skew == pytest.approx(2.0)

@@ -19,7 +19,6 @@ from launching import ROOT, read
 from toolkit.compare.aggregate import aggregate_trials
 from toolkit.compare.batch_search import (
     find_largest_batches,
-    largest_that_runs,
     most_probes,
     probe_arguments,
     search,
@@ -28,7 +27,7 @@ from toolkit.compare.batch_search import (
 )
 from toolkit.compare.console_progress import ConsoleProgress
 from toolkit.compare.ledger import Ledger, ProbeRecord, probes_of
-from toolkit.compare.result_values import RowKey
+from toolkit.compare.rows import RowKey
 from toolkit.compare.runner import Runner
 
 DDP = RowKey(preset="ddp", world_size=2)
@@ -44,19 +43,6 @@ def oracle(limit: int, tried: list[int], *, why: str = "out_of_memory") -> Calla
     return run
 
 
-@pytest.mark.parametrize("limit", [0, 1, 2, 3, 5, 12, 31, 64, 100])
-def test_the_largest_size_is_found_without_trying_one_twice(limit: int) -> None:
-    tried: list[int] = []
-
-    def runs(size: int) -> bool:
-        tried.append(size)
-        return size <= limit
-
-    assert largest_that_runs(runs, start=2, cap=64) == (min(limit, 64) or None)
-    assert len(tried) == len(set(tried)) <= 12
-    assert max(tried) <= 64
-
-
 def test_the_search_finds_the_limit_and_tries_no_size_twice() -> None:
     for limit, start, cap in product(range(41), (1, 2, 3, 8), (1, 2, 7, 32, 40)):
         tried: list[int] = []
@@ -65,7 +51,7 @@ def test_the_search_finds_the_limit_and_tries_no_size_twice() -> None:
         assert max(tried) <= cap
 
 
-@pytest.mark.parametrize(("start", "cap"), [(1, 1), (2, 4), (8, 8), (8, 64), (3, 40), (1, 100)])
+@pytest.mark.parametrize(("start", "cap"), [(1, 1), (8, 64), (3, 40)])
 def test_the_longest_search_has_the_stated_number_of_probes(start: int, cap: int) -> None:
     lengths = []
     for limit in range(cap + 1):
@@ -75,7 +61,7 @@ def test_the_longest_search_has_the_stated_number_of_probes(start: int, cap: int
     assert max(lengths) == most_probes(start=start, cap=cap)
 
 
-@pytest.mark.parametrize("limit", [0, 1, 5, 12, 31, 64])
+@pytest.mark.parametrize("limit", [0, 5, 64])
 def test_a_search_killed_after_each_probe_resumes_where_it_stopped(tmp_path: Path, limit: int) -> None:
     ledger, tried = Ledger(tmp_path / "ledger.jsonl"), list[int]()
     run = oracle(limit, tried)
@@ -89,12 +75,6 @@ def test_a_search_killed_after_each_probe_resumes_where_it_stopped(tmp_path: Pat
             search(probes_of(ledger.read(), DDP), killed_probe, start=2, cap=64)
     assert search(probes_of(ledger.read(), DDP), killed_probe, start=2, cap=64) == (limit or None)
     assert len(tried) == len(set(tried)) == len(ledger.read())
-
-
-def test_if_every_size_runs_out_of_memory_the_smallest_is_tried_last() -> None:
-    tried: list[int] = []
-    assert search({}, oracle(0, tried, why="host_out_of_memory"), start=8, cap=64) is None
-    assert tried == [8, 4, 2, 1]
 
 
 def test_a_failure_other_than_memory_ends_a_search_in_which_nothing_has_run() -> None:
@@ -187,18 +167,18 @@ def test_a_search_runs_into_a_limit_of_host_memory_and_the_comparison_completes(
 ) -> None:
     """Ranks inherit the limit. Which sizes run depends on the node; that all up to the largest do, does not."""
     words = ["compare", "--preset", "ddp", "--num-processes", "1", "--output", str(tmp_path / "cmp"), "--cpu"]
+    words += ["--repeats", "1", "--find-max-batch", "4", "--untimed-steps", "1"]
     words += [
-        "--repeats",
-        "1",
-        "--find-max-batch",
-        "4",
-        "--untimed-steps",
-        "1",
         "--",
         "--model_name_or_path",
         str(tiny_model),
+        "--dataset",
+        str(long_rows),
+        "--max_seq_length",
+        "512",
+        "--max_steps",
+        "2",
     ]
-    words += ["--dataset", str(long_rows), "--max_seq_length", "512", "--max_steps", "2"]
     words += ["--per_device_train_batch_size", "2", "--loss", "full"]
     ended = subprocess.run(
         [sys.executable, "-m", "toolkit", *words],

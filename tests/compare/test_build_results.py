@@ -6,7 +6,7 @@ from comparison_records import trial
 
 from toolkit.compare.build_results import side_run_columns
 from toolkit.compare.ledger import SideRunRecord
-from toolkit.compare.result_values import RowKey
+from toolkit.compare.rows import RowKey
 
 
 def test_a_row_has_only_the_columns_of_its_own_completed_side_runs() -> None:

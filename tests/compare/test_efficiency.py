@@ -10,7 +10,6 @@ from comparison_records import node, row, trial
 from toolkit.compare.efficiency import (
     cost_per_million_tokens,
     flops_per_token,
-    mean_seq_length,
     peak_flops,
     row_cost,
     with_efficiency,
@@ -78,16 +77,9 @@ def test_there_is_no_mfu_without_a_peak_a_shape_or_a_speed(tiny_model: Path) -> 
 
 
 def test_the_cost_is_the_price_of_all_gpus_over_the_speed_of_all_ranks() -> None:
-    cost = cost_per_million_tokens(tokens_per_second=5000.0, world_size=8, price_per_gpu_hour=2.25)
-    assert cost == pytest.approx(1.0)  # 18 per hour is 0.005 per second, for 5,000 tokens
-    assert cost_per_million_tokens(tokens_per_second=None, world_size=8, price_per_gpu_hour=2.25) is None
-    assert cost_per_million_tokens(tokens_per_second=5000.0, world_size=8, price_per_gpu_hour=None) is None
+    assert cost_per_million_tokens(5000.0, 8, 2.25) == pytest.approx(1.0)  # 0.005 per second, for 5,000 tokens
 
 
 def test_the_cost_of_a_row_leaves_padding_out_and_a_cpu_costs_nothing() -> None:
     assert row_cost(ROW, on_cpu=False, price_per_gpu_hour=3.0) == pytest.approx(3.0 * 2 / 3600 / 800 * 1e6)
     assert row_cost(ROW, on_cpu=True, price_per_gpu_hour=3.0) is None
-
-
-def test_a_trial_without_timed_steps_has_no_sequence_length() -> None:
-    assert mean_seq_length(bf16_trial().updated(timed_step_numbers=())) is None

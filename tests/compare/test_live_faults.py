@@ -18,15 +18,15 @@ def live_faults() -> Iterator[Any]:
     sys.path.insert(0, str(ROOT / "benchmarks"))
     yield __import__("live_faults")
     sys.path.remove(str(ROOT / "benchmarks"))
-    for name in ("live_faults", "record"):
+    for name in ("live_faults", "record", "small_job"):
         sys.modules.pop(name, None)
 
 
 @pytest.fixture(scope="module")
-def compared(live_faults: Any, tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, faq_alpaca: Path) -> Path:
+def compared(live_faults: Any, tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Path:
     """ddp compared with itself and with three faults, one trial each."""
     folder = tmp_path_factory.mktemp("faults") / "cmp"
-    job = live_faults.job(tiny_model, faq_alpaca)
+    job = live_faults.job(tiny_model)
     faults = [fault for kind in live_faults.FAULTS.values() for fault in kind if fault.row in ROWS]
     live_faults.compare(folder, job, "--preset", "ddp", *live_faults.variants(faults), "--num-processes", "2")
     return folder

@@ -9,7 +9,7 @@ from comparison_records import comparison_on_gpus, planned_step_seconds, probe, 
 
 from toolkit.compare.ledger import SideRunRecord
 from toolkit.compare.predictions import ExpectedDuration, PlannedMemory, expected_duration, planned_memory
-from toolkit.compare.result_values import RowKey
+from toolkit.compare.rows import RowKey
 from toolkit.hardware.gpu_table import find_gpu
 from toolkit.models.read_model import read_model
 from toolkit.plan.job import TrainingJob

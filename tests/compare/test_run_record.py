@@ -11,12 +11,13 @@ import pytest
 from comparison_records import comparison, trial
 
 from toolkit.compare.console_progress import ConsoleProgress
-from toolkit.compare.result_values import MemoryByPhase, RowKey
+from toolkit.compare.rows import RowKey
 from toolkit.compare.run_record import read_run_record, read_side_run
 from toolkit.compare.runner import Runner
 from toolkit.compare.specification import Trial
 from toolkit.errors import ToolkitError
 from toolkit.record.folder import RunFolder, write_json
+from toolkit.record.measurements import MemoryByPhase
 
 TRIAL = Trial(row=RowKey(preset="zero2", world_size=2), repeat=0)
 
@@ -44,23 +45,12 @@ def test_a_layout_is_what_all_ranks_read_back(tmp_path: Path, degrees: list[Any]
     assert record.layout == (found if isinstance(found, str) else None)
 
 
-def test_a_run_that_never_reported_its_end_has_failed(tmp_path: Path) -> None:
-    write_json(tmp_path / "run.json", {"status": "running"})
-    found = read_run_record(TRIAL, RunFolder(tmp_path), tmp_path, untimed_steps=2, position=0)
-    assert found.status == "failed"
-
-
 def test_the_goodput_of_a_run_is_read_with_its_parts(tmp_path: Path) -> None:
     goodput = {"fraction": 0.25, "checkpoint_seconds": 4.0, "lost_seconds": 1.5, "starts": 2}
     write_json(tmp_path / "run.json", {"status": "completed", "goodput": goodput})
     found = read_run_record(TRIAL, RunFolder(tmp_path), tmp_path, untimed_steps=2, position=0)
     assert (found.goodput_fraction, found.checkpoint_seconds, found.lost_seconds) == (0.25, 4.0, 1.5)
     assert found.evaluation_seconds is None
-
-
-def test_a_side_run_without_profile_and_checkpoint_reports_neither(tmp_path: Path) -> None:
-    found = read_side_run(trial("zero2", 0), RunFolder(tmp_path), ["profile", "save"])
-    assert (found.communication_fraction, found.timeline, found.save_seconds, found.save_bytes) == (None,) * 4
 
 
 def test_a_run_out_of_memory_has_the_memory_of_the_phases_that_it_reached(tmp_path: Path) -> None:
@@ -88,12 +78,6 @@ def test_a_profiled_run_has_communication_a_timeline_and_a_checkpoint(tmp_path: 
     assert [rank.start_seconds for rank in found.timeline.ranks] == [0.0, 0.25]
 
 
-def test_an_impossible_fraction_of_padding_is_unknown_and_breaks_no_record() -> None:
-    """Text tokens that outnumber all tokens are miscounted: parity reports the counts."""
-    assert trial("zero2", 0, padding_fraction=-1.0).padding_fraction is None
-    assert trial("zero2", 0, padding_fraction=0.25).padding_fraction == 0.25
-
-
 RECORDED = Path(__file__).parents[1] / "fixtures" / "recorded_demo_ddp" / "ranks"
 
 
@@ -115,16 +99,10 @@ def refusal(folder: RunFolder) -> ToolkitError:
     ("file", "content", "message"),
     [
         ("run.json", "garbage", "run.json, line 1: not JSON"),
-        ("run.json", "[1]", "run.json holds list, expected keys and values"),
-        ("run.json", '{"status": "done"}', "run.json: status is 'done', expected 'completed', "),
+        ("run.json", '{"status": "done"}', "run.json: status is 'done', expected '"),
         ("run.json", '{"status": "completed", "wall_seconds": "12"}', "run.json: wall_seconds is '12', expected"),
-        ("run.json", '{"phases": ["train"]}', "run.json: phases[0] is 'train', expected"),
-        ("run.json", '{"spec": {"seed": {"a": 1}}}', "seed: expected a text, a finite number, or a list of them"),
-        ("run.json", '{"spec": {"learning_rate": NaN}}', "learning_rate"),
-        ("attestation.json", '{"ranks": {}}', "attestation.json: ranks is {}, expected"),
         ("attestation.json", '{"ranks": [{"parameter_bytes": "1"}]}', "ranks[0].parameter_bytes is '1', expected"),
         ("failure.json", '{"peak_bytes": -1}', "failure.json: peak_bytes is -1, expected"),
-        ("failure.json", '{"memory_by_phase": {"load": 1}}', "failure.json: memory_by_phase has no bytes_of"),
         ("ranks/rank1.jsonl", "garbage\n", "rank1.jsonl, line 1: not JSON"),
         ("ranks/rank1.jsonl", '{"a": 1}\n', "rank1.jsonl, line 1: it has no step, rank, seconds, "),
     ],
@@ -143,11 +121,8 @@ def test_a_damaged_file_of_a_run_is_named_with_its_key(tmp_path: Path, file: str
         ("seconds", -1.0, "seconds is -1.0, expected at least 0"),
         ("seconds", float("nan"), "seconds is nan, expected"),
         ("tokens", "12", "tokens is '12', expected a valid integer"),
-        ("tokens", True, "tokens is True, expected a valid integer"),
         ("loss", [1.0], "loss is [1.0], expected a valid number"),
-        ("step", 0, "step is 0, expected more than 0"),
         ("gpu_reading", {"energy_joules": 1}, "gpu_reading has no monotonic_seconds"),
-        ("memory_by_phase", {"load": 1}, "memory_by_phase has no bytes_of"),
     ],
 )
 def test_a_damaged_row_is_named_with_its_line_and_key(tmp_path: Path, key: str, value: Any, expected: str) -> None:

@@ -68,7 +68,7 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]], *, right: int) -> 
     return "\n".join(f"| {' | '.join(cells)} |" for cells in (head, aligned, *rows))
 
 
-# -- docs/how-to/out-of-memory.md
+# -- docs/how-to/choose-a-preset.md
 
 JOB = "--num-processes 8 --max-seq-length 2048"
 SMALL = "--per-device-train-batch-size 1 --gradient-accumulation-steps 8"
@@ -187,7 +187,7 @@ def recommendations() -> str:
 
 EXPLAINED = ("ddp", "zero1", "zero2", "zero3", "fsdp2", "fsdp2_grad_op")
 STATES = "--num-processes 8 --gpu h100 --max-seq-length 2048 --per-device-train-batch-size 1 --activation-checkpointing"
-COUNTED = ROOT / "benchmarks" / "results" / "communication.json"
+COUNTED = ROOT / "benchmarks" / "results" / "communication.jsonl"
 KINDS = ("all_reduce", "all_gather", "reduce_scatter")
 
 
@@ -219,9 +219,9 @@ def traffic() -> str:
 
 def counted_collectives() -> str:
     """Return the collectives counted on one of two ranks, in multiples of the model's bytes."""
-    recorded = json.loads(COUNTED.read_text())
-    model_bytes = 4 * recorded["num_params"]  # fp32, as every run on a CPU
-    found = {row["setting"]: row for row in recorded["rows"]}
+    facts, *recorded = map(json.loads, COUNTED.read_text().splitlines())
+    model_bytes = 4 * facts["num_params"]  # fp32, as every run on a CPU
+    found = {row["setting"]: row for row in recorded}
     rows = []
     for name in EXPLAINED:
         whole = f"{name} n2 a2 whole"  # FSDP2 with `--accumulate whole`
@@ -231,15 +231,15 @@ def counted_collectives() -> str:
         rows.append([f"`{name}`{options}", *(f"{part / model_bytes:.2f}" for part in parts)])
     head = ["preset", "all-reduce", "all-gather", "reduce-scatter", "sent"]
     note = (
-        f"In multiples of the model's bytes, counted in runs of a Llama of {recorded['num_params']:,} parameters on two"
+        f"In multiples of the model's bytes, counted in runs of a Llama of {facts['num_params']:,} parameters on two"
         " CPU ranks with two accumulation steps. `sent` is what a ring sends, without its factor (N-1)/N. Repeat"
-        " it with `python benchmarks/communication.py`; `benchmarks/results/communication.json` has every row."
+        " it with `python benchmarks/communication.py`; `benchmarks/results/communication.jsonl` has every row."
     )
     return f"{table(head, rows, right=4)}\n\n{note}"
 
 
 BLOCKS: dict[str, tuple[str, Callable[[], str]]] = {
-    "out of memory": ("how-to/out-of-memory.md", out_of_memory),
+    "out of memory": ("how-to/choose-a-preset.md", out_of_memory),
     "one gpu": ("tutorials/first-fine-tune-1-gpu.md", one_gpu),
     "eight gpus": ("tutorials/first-fine-tune-8-gpus.md", eight_gpus),
     "recommendations": ("how-to/choose-a-preset.md", recommendations),

@@ -415,7 +415,7 @@ def conversion_formats() -> list[Format]:
 
 def comparison_formats() -> list[Format]:
     """Return results.json, comparison.json and the ledger."""
-    names = ("results_small.json", "results_made_up_gpus.json", "comparison_before_typed_results/results.json")
+    names = ("results_small.json", "results_made_up_gpus.json")
     results: list[Files] = [{"cmp/results.json": (FIXTURES / name).read_bytes()} for name in names]
     both: list[Files] = [{**files, "before/results.json": next(iter(files.values()))} for files in results]
     reports = [command("report", "cmp"), command("report", "cmp", "--price-per-gpu-hour", "2")]
@@ -461,7 +461,7 @@ def ledger_seed() -> Files:
 def results_of_ledger() -> None:
     """read_comparison, build_results and write_report, as `compare --resume` does with a finished comparison"""
     from toolkit.compare.build_results import build_results
-    from toolkit.compare.report import write_report
+    from toolkit.compare.comparison_report import write_report
     from toolkit.compare.specification import open_comparison, read_comparison
 
     folder = Path("cmp")

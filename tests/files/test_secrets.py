@@ -16,7 +16,7 @@ from launching import toolkit
 
 from toolkit.cli.program import main
 from toolkit.compare.replay import with_secrets
-from toolkit.compare.result_values import RowKey
+from toolkit.compare.rows import RowKey
 from toolkit.compare.specification import read_comparison
 from toolkit.errors import ToolkitError
 from toolkit.files import secrets

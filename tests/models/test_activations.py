@@ -1,8 +1,7 @@
 """The formulas for activation sizes against the counting on fake tensors, and the counting against real models.
 
 This is the contract between the two sources of `SavedActivations`: for every architecture that has formulas, and for
-every option that changes the result, the formulas agree with what transformers and autograd really do. The full matrix
-of padding and compute dtypes on real tensors is in `benchmarks/activations.py`.
+every option that changes the result, the formulas agree with what transformers and autograd really do.
 """
 
 from __future__ import annotations
@@ -180,7 +179,7 @@ def planned_layer_bytes(folder: Path, *, autocast: bool, padded: bool, lora_r: i
     return tokens + (three.layers.fixed - two.layers.fixed) / (BATCH * LENGTH)
 
 
-# A few of each; benchmarks/activations.py has all of them.
+# Architecture, autocast and padding: a few of each.
 CASES = [
     ("llama", False, True),
     ("llama", True, False),

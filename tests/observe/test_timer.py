@@ -93,7 +93,7 @@ def test_a_resumed_run_keeps_the_rows_up_to_its_checkpoint(tmp_path: Path) -> No
     )
     path.write_text("".join(recorded[:3]))
     drop_rows_after(path, 2)
-    assert [row["step"] for row in read_rows(path)] == [1, 2]
+    assert [row.step for row in read_rows(path)] == [1, 2]
 
 
 def test_a_loss_that_is_not_finite_ends_the_run_with_its_rows(timer: ClockedTimer) -> None:

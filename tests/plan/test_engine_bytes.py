@@ -1,7 +1,6 @@
 """Planned model states against real engines, to the byte: rank 0 and the last rank of up to 64, in one process.
 
 The process group is torch's `fake` one, whose collectives move nothing; the rest is real (`scripts/engine_bytes.py`).
-All presets, sizes and models: `python benchmarks/engine_bytes.py`.
 """
 
 from __future__ import annotations

@@ -72,7 +72,7 @@ def test_offload_moves_model_states_from_the_gpu_to_host_or_disk() -> None:
     on_disk = plan_memory(llama_8b(), load_preset("zero3_nvme_offload"), world_size=8, job=TrainingJob())
     assert offloaded.peak.optimizer_bytes == offloaded.peak.gradient_bytes == 0
     assert offloaded.host.training_bytes > 8 * PROCESS_BYTES + 16 * LLAMA_8B_PARAMS > on_gpu.host.training_bytes
-    assert on_disk.host.disk_bytes == pytest.approx(18 * LLAMA_8B_PARAMS, rel=0.01)  # docs/how-to/nvme.md
+    assert on_disk.host.disk_bytes == pytest.approx(18 * LLAMA_8B_PARAMS, rel=0.01)  # docs/how-to/optimizers.md
     assert on_disk.host.training_bytes < offloaded.host.training_bytes
 
 

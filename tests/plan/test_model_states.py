@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from toolkit.plan.model_states import JobWeights, job_weights, model_states
 from toolkit.presets import load_preset
 from toolkit.versions import is_importable
 
-MEASURED = read(ROOT / "benchmarks" / "results" / "quantized_bytes.json")
+MEASURED = read(ROOT / "tests" / "fixtures" / "quantized_bytes.json")
 needs_bitsandbytes = pytest.mark.skipif(not is_importable("bitsandbytes"), reason="bitsandbytes is not installed")
 
 
@@ -55,10 +56,25 @@ def test_planned_4_bit_weights_have_the_measured_bytes(row: dict[str, Any], tmp_
 
 @needs_bitsandbytes
 @pytest.mark.filterwarnings("ignore")
-def test_bitsandbytes_holds_the_measured_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+def test_bitsandbytes_holds_the_measured_bytes(tmp_path: Path) -> None:
+    """Loaded as the training script loads it; packed weights, their constants, the rest in bf16, adapters in fp32."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from toolkit.job.script_arguments import ModelArguments
+    from toolkit.train.attest.tensors import constant_bytes, local_bytes
+    from toolkit.train.model.four_bit import quantized_modules
+    from toolkit.train.model.loading import load_model
+
     row = MEASURED["rows"][0]
-    assert __import__("quantized_bytes").held(row["config"], tmp_path) == row["held"]
+    config = AutoConfig.for_model(**row["config"])
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(tmp_path)
+    arguments = ModelArguments(model_name_or_path=str(tmp_path), lora_r=MEASURED["lora_r"], load_in_4bit=True)
+    model = load_model(arguments, compute_dtype=torch.bfloat16)
+    assert row["held"] == {
+        "num_in_4bit": sum(math.prod(module.quant_state.shape) for module in quantized_modules(model)),
+        "parameter_bytes": local_bytes(model.parameters()) + constant_bytes(model),
+    }
 
 
 def test_4_bit_weights_by_hand() -> None:

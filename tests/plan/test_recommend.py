@@ -1,6 +1,6 @@
 """Recommendations for GPUs of different sizes, their reasons, and requests that are refused.
 
-PYTHONPATH=tests:. python tests/plan/test_recommend.py    # rewrites the table in docs/how-to/recommend.md
+PYTHONPATH=tests:. python tests/plan/test_recommend.py    # rewrites the table in docs/how-to/choose-a-preset.md
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from toolkit.presets import list_presets, load_preset
 from toolkit.units import GIB
 
 H100 = find_gpu("h100-sxm")
-DOCS = Path(__file__).parents[2] / "docs" / "how-to" / "recommend.md"
+DOCS = Path(__file__).parents[2] / "docs" / "how-to" / "choose-a-preset.md"
 MEMORIES = (400, 200, 180, 150, 100, 70, 60, 50, 45, 40, 36, 28, 24, 20, 10)
 BLOCK = ("<!-- generated: by memory -->\n", "<!-- /generated -->")
 

@@ -41,9 +41,9 @@ def test_the_wheel_carries_the_presets_byte_for_byte(wheel: Path) -> None:
 def test_the_wheel_carries_what_is_not_python(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
-    templates = {str(path.relative_to(ROOT)) for path in (ROOT / "toolkit/compare/report/templates").iterdir()}
+    templates = {str(path.relative_to(ROOT)) for path in (ROOT / "toolkit/report/templates").iterdir()}
     assert {Path(name).suffix for name in templates} == {".j2", ".css", ".js"}
-    assert templates | {"toolkit/compare/results.schema.json", "toolkit/py.typed"} <= names
+    assert templates | {"toolkit/py.typed"} <= names
     on_disk = {str(path.relative_to(ROOT)) for path in (ROOT / "toolkit").rglob("*.py")}
     assert on_disk <= names
     assert not {name for name in names if name.startswith(("tests/", "benchmarks/")) or "__pycache__" in name}

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from toolkit.record.goodput import PARTS, Goodput, measure_goodput
+from toolkit.record.measurements import StepRow
 from toolkit.record.timeline import Moment
 
 
@@ -14,11 +15,11 @@ def at(unix: float, phase: str, step: int = 0, **facts: Any) -> Moment:
     return Moment(unix=unix, phase=phase, step=step, **facts)
 
 
-def steps(*seconds: float, first: int = 1) -> list[list[dict[str, Any]]]:
+def steps(*seconds: float, first: int = 1) -> list[list[StepRow]]:
     """Rows of two equal ranks that wait for nothing."""
-    row = {"own_seconds": 0.5, "data_seconds": 0.0}
+    row = StepRow.model_construct(own_seconds=0.5, data_seconds=0.0)
     return [
-        [row | {"step": number, "rank": rank, "seconds": second} for rank in (0, 1)]
+        [row.model_copy(update={"step": number, "rank": rank, "seconds": second}) for rank in (0, 1)]
         for number, second in enumerate(seconds, first)
     ]
 
@@ -56,8 +57,8 @@ def test_every_second_of_an_undisturbed_run_has_one_place() -> None:
 
 def test_a_rank_waits_for_its_batch_and_for_the_slowest_rank() -> None:
     rows = steps(3.0)
-    rows[0][0] |= {"data_seconds": 0.5, "own_seconds": 1.0}
-    rows[0][1] |= {"data_seconds": 0.75, "own_seconds": 1.75}
+    rows[0][0] = rows[0][0].model_copy(update={"data_seconds": 0.5, "own_seconds": 1.0})
+    rows[0][1] = rows[0][1].model_copy(update={"data_seconds": 0.75, "own_seconds": 1.75})
     found = measure_goodput([at(0, "start"), at(1, "train"), at(4, "end")], rows)
     assert parts(found) == {"productive": 1.75, "startup": 1.0, "waiting": 1.25}
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +9,8 @@ import pytest
 
 from toolkit.record.folder import RunFolder
 from toolkit.record.measurements import (
+    MemoryByPhase,
+    StepRow,
     drop_rows_after,
     grad_norm,
     measure,
@@ -39,8 +40,8 @@ def test_a_percentile_is_the_smallest_value_that_covers_the_share(count: int, sh
     assert percentile([], share) is None
 
 
-def row(rank: int, **measured: Any) -> dict[str, Any]:
-    return {
+def row(rank: int, **measured: Any) -> StepRow:
+    facts = {
         "step": 1,
         "rank": rank,
         "seconds": 1.0,
@@ -54,7 +55,8 @@ def row(rank: int, **measured: Any) -> dict[str, Any]:
         "peak_reserved_bytes": None,
         "peak_host_bytes": 1000,
         "batch_sha256": f"batch of {rank}",
-    } | measured
+    }
+    return StepRow.model_validate(facts | measured)
 
 
 def test_step_seconds_are_the_slowest_ranks_and_tokens_are_summed_over_ranks() -> None:
@@ -64,8 +66,8 @@ def test_step_seconds_are_the_slowest_ranks_and_tokens_are_summed_over_ranks() -
         [row(0, seconds=1.0), row(1, seconds=0.25)],
     ]
     measured = measure(steps, untimed_steps=1)
-    assert measured.step_seconds == [9.0, 1.0, 1.0]
-    assert (measured.steps, measured.timed_steps, measured.timed_seconds) == (3, 2, 2.0)
+    assert measured.step_seconds == (9.0, 1.0, 1.0)
+    assert (measured.summary()["steps"], measured.timed_steps, measured.timed_seconds) == (3, 2, 2.0)
     assert measured.tokens_per_second == 200  # 2 steps x 2 ranks x 100 tokens in 2 s
     assert measured.non_padding_tokens_per_second == 160
     assert measured.supervised_tokens_per_second == 80
@@ -80,7 +82,7 @@ def test_the_padding_fraction_is_the_share_of_padding_tokens() -> None:
 
 def test_the_loss_is_the_mean_over_ranks() -> None:
     steps = [[row(0, loss=1.0), row(1, loss=2.0)], [row(0, loss=0.5), row(1, loss=0.5)]]
-    assert measure(steps, untimed_steps=0).losses == [1.5, 0.5]
+    assert measure(steps, untimed_steps=0).losses == (1.5, 0.5)
 
 
 def test_the_rank_of_the_largest_peak_is_reported() -> None:
@@ -111,13 +113,13 @@ def test_energy_is_mean_power_times_the_seconds_of_the_timed_steps() -> None:
     steps = [[row(rank, **step[rank]) for rank in (0, 1)] for step in [first, *timed]]
     measured = measure(steps, untimed_steps=1)
     assert measured.energy_joules == 2100  # (600 / 2 + 800 / 2) W over 3 timed steps of 1 s
-    assert measured.throttle_reasons == ["hardware slowdown"]
+    assert measured.throttle_reasons == ("hardware slowdown",)
 
 
 def test_energy_is_unknown_if_one_rank_has_no_counter() -> None:
     ones = [[row(0, gpu_reading=reading(at, 100.0 * at)), row(1, gpu_reading=reading(at, None))] for at in (1.0, 2.0)]
     assert measure(ones, untimed_steps=0).energy_joules is None
-    assert measure(ones, untimed_steps=0).throttle_reasons == []
+    assert measure(ones, untimed_steps=0).throttle_reasons == ()
     assert measure([[row(0)]], untimed_steps=0).throttle_reasons is None
 
 
@@ -125,7 +127,7 @@ def test_memory_by_phase_is_the_maximum_over_ranks() -> None:
     ladder = {"bytes_of": "allocated", "load": 4, "forward": 9, "backward": 8, "step": 16}
     other = {"bytes_of": "allocated", "load": 5, "forward": 7, "backward": None, "step": None}
     steps = [[row(0, memory_by_phase=ladder), row(1, memory_by_phase=other)], [row(0), row(1)]]
-    expected = {"bytes_of": "allocated", "load": 5, "forward": 9, "backward": 8, "step": 16}
+    expected = MemoryByPhase(bytes_of="allocated", load=5, forward=9, backward=8, step=16)
     assert measure(steps, untimed_steps=0).memory_by_phase == expected
     assert measure([[row(0)]], untimed_steps=0).memory_by_phase is None
 
@@ -138,7 +140,7 @@ def test_driver_peak_and_allocator_retries_are_maxima_over_ranks() -> None:
 
 def test_a_run_without_steps_has_no_speed_and_no_peak() -> None:
     measured = measure([], untimed_steps=2)
-    assert (measured.steps, measured.losses, measured.tokens_per_second, measured.peak_rank) == (0, [], None, None)
+    assert (measured.losses, measured.tokens_per_second, measured.peak_rank) == ((), None, None)
     assert (measured.step_seconds_median, measured.step_seconds_p90, measured.padding_fraction) == (None, None, None)
 
 
@@ -164,7 +166,7 @@ def test_a_gradient_norm_with_a_missing_shard_is_unknown() -> None:
 def test_an_incomplete_last_row_is_ignored(tmp_path: Path) -> None:
     path = tmp_path / "rank0.jsonl"
     rows = [row(0, step=step) for step in (1, 2)]
-    path.write_text("".join(json.dumps(found) + "\n" for found in rows) + '{"step": 3, "loss"')
+    path.write_text("".join(found.model_dump_json() + "\n" for found in rows) + '{"step": 3, "loss"')
     assert read_rows(path) == rows
 
 
@@ -172,9 +174,9 @@ def test_a_step_that_only_one_rank_completed_is_ignored(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     for rank, steps in ((0, 3), (1, 2)):
         folder.rank_rows(rank).parent.mkdir(exist_ok=True)
-        lines = [json.dumps(row(rank, step=step)) + "\n" for step in range(1, steps + 1)]
+        lines = [row(rank, step=step).model_dump_json() + "\n" for step in range(1, steps + 1)]
         folder.rank_rows(rank).write_text("".join(lines))
-    assert [[(r["rank"], r["step"]) for r in step] for step in read_steps(folder)] == [
+    assert [[(r.rank, r.step) for r in step] for step in read_steps(folder)] == [
         [(0, 1), (1, 1)],
         [(0, 2), (1, 2)],
     ]
@@ -184,8 +186,8 @@ def test_ranks_are_in_numeric_order(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     for rank in range(11):
         folder.rank_rows(rank).parent.mkdir(exist_ok=True)
-        folder.rank_rows(rank).write_text(json.dumps(row(rank)) + "\n")
-    assert [r["rank"] for r in read_steps(folder)[0]] == list(range(11))
+        folder.rank_rows(rank).write_text(row(rank).model_dump_json() + "\n")
+    assert [r.rank for r in read_steps(folder)[0]] == list(range(11))
 
 
 def test_a_run_that_lost_a_rank_has_steps_of_both_sizes(tmp_path: Path) -> None:
@@ -194,30 +196,21 @@ def test_a_run_that_lost_a_rank_has_steps_of_both_sizes(tmp_path: Path) -> None:
     ranks = {0: [(1, 2), (2, 1), (3, 2), (4, 2)], 1: [(1, 2), (3, 2)]}  # step 4: rank 1 has not written yet
     for rank, steps in ranks.items():
         rows = [row(rank, step=step, world_size=size, own_seconds=1.0 + rank) for step, size in steps]
-        folder.rank_rows(rank).write_text("".join(json.dumps(each) + "\n" for each in rows))
+        folder.rank_rows(rank).write_text("".join(each.model_dump_json() + "\n" for each in rows))
     steps = read_steps(folder)
-    assert [[(r["rank"], r["step"]) for r in step] for step in steps] == [[(0, 1), (1, 1)], [(0, 2)], [(0, 3), (1, 3)]]
+    assert [[(r.rank, r.step) for r in step] for step in steps] == [[(0, 1), (1, 1)], [(0, 2)], [(0, 3), (1, 3)]]
     measured = measure(steps, untimed_steps=0)
-    assert (measured.steps, measured.rank_skew, measured.energy_joules) == (3, 2.0, None)
+    assert (len(measured.losses), measured.rank_skew, measured.energy_joules) == (3, 2.0, None)
 
 
 def test_a_run_without_rows_has_no_steps(tmp_path: Path) -> None:
     assert read_steps(RunFolder(tmp_path)) == []
 
 
-# Steps 3 to 8: 3.203 + 3.743 + 4.617 + 6.389 + 7.299 + 5.503 s, each the slower of two ranks.
-
-
-# Of both ranks: 372 + 480 + 408 + 506 + 490 + 388, and the same without padding, and supervised.
-
-
 def test_profiled_steps_are_not_timed() -> None:
-    row = {"rank": 0, "seconds": 1.0, "cpu_seconds": 1.0, "tokens": 10, "non_padding_tokens": 5, "supervised_tokens": 1}
-    row |= {"loss": 1.0, "grad_norm": 1.0, "batch_sha256": "a"}
-    row |= dict.fromkeys(("peak_allocated_bytes", "peak_reserved_bytes"), None) | {"peak_host_bytes": 1}
-    steps = [[row], [row | {"seconds": 99.0, "profiled": True}], [row]]
+    steps = [[row(0)], [row(0, seconds=99.0, profiled=True)], [row(0)]]
     measured = measure(steps, untimed_steps=1)
-    assert (measured.steps, measured.timed_steps, measured.tokens_per_second) == (3, 1, 10)
+    assert (len(measured.losses), measured.timed_steps, measured.tokens_per_second) == (3, 1, 100)
 
 
 def test_rows_before_a_damaged_line_are_kept_where_a_run_resumes(tmp_path: Path) -> None:

@@ -88,7 +88,7 @@ def _show(
     else:
         text()
     if folder is not None:
-        from toolkit.compare.report.report_files import write_report_file
+        from toolkit.report.rendering import write_report_file
 
         write_report_file(folder / "simulation.json", written)
         print_message(f"report: {write_report_file(folder / 'simulation.html', page())}")

@@ -10,11 +10,9 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from toolkit.compare.columns import Repeats, columns_of
 from toolkit.compare.ledger import LedgerRecord, TrialRecord
 from toolkit.compare.parity import check_parity, design_group
-from toolkit.compare.result_values import NOT_SUPPORTED, Failure, MemoryByPhase, RowKey
-from toolkit.compare.rows import Row
+from toolkit.compare.rows import NOT_SUPPORTED, Failure, Row, RowKey, RunRecord
 from toolkit.compare.significance import (
     common_steps,
     compare_with_baseline,
@@ -25,26 +23,22 @@ from toolkit.compare.significance import (
     speeds_of,
 )
 from toolkit.compare.specification import ComparisonSpec
-from toolkit.compare.trial_figures import TrialResult
-from toolkit.record.measurements import max_memory_by_phase, percentile
+from toolkit.record.columns import Repeats, column_of
+from toolkit.record.measurements import MemoryByPhase, max_memory_by_phase, percentile
 
-COLUMNS = columns_of(Row)
 # What a row takes from one of its repeats: every key that both have.
-FROM_TRIAL = tuple(key for key in Row.model_fields if key in TrialResult.model_fields)
-NO_SPEED: dict[str, Any] = {key: None for key, column in COLUMNS.items() if column.is_speed}
-# The other keys of a row, unknown until something sets them.
-NOT_FROM_TRIAL: dict[str, Any] = dict.fromkeys(key for key in Row.model_fields if key not in FROM_TRIAL)
+FROM_TRIAL = tuple(key for key in Row.model_fields if key in RunRecord.model_fields)
 
 
 def aggregate_trials(
     records: Mapping[str, LedgerRecord], spec: ComparisonSpec, unsupported: Mapping[str, str]
-) -> tuple[list[Row], list[TrialResult]]:
+) -> tuple[list[Row], list[RunRecord]]:
     """Return rows in the order of the options, and trials in running order, from the ledger's records.
 
     `unsupported` maps the name of a row that cannot run on this node to the reason.
     """
-    found = [records.get(trial.id) for trial in spec.trials()]
-    trials = [record for record in found if isinstance(record, TrialRecord)]
+    known = [records.get(trial.id) for trial in spec.trials()]
+    trials = [record for record in known if isinstance(record, TrialRecord)]
     by_row: dict[RowKey, list[TrialRecord]] = {row: [] for row in spec.rows()}
     for trial in sorted(trials, key=lambda trial: trial.repeat):
         by_row[trial.key].append(trial)
@@ -53,7 +47,7 @@ def aggregate_trials(
     for key, repeats in by_row.items():
         group = design_group(spec, key, repeats)
         if key.name in unsupported:
-            rows.append(_unsupported_row(key, unsupported[key.name]).updated(group=group))
+            rows.append(_unsupported_row(key, unsupported[key.name], group))
         elif repeats:
             rows.append(_row(key, repeats, common[key.world_size]).updated(group=group))
     rows = [row.updated(**check_parity(row, by_row, spec)) for row in rows]
@@ -62,8 +56,8 @@ def aggregate_trials(
     }
     rows = [row.updated(**compare_with_baseline(row, rows, speeds, spec)) for row in rows]
     rows = [row.updated(rank=rank_of(row, rows, speeds)) for row in rows]
-    parity = {row.key: (row.parity, row.parity_message) for row in rows}
-    return rows, [_with_parity(trial.result, *parity.get(trial.key, (None, None))) for trial in trials]
+    parity = {row.key: {"parity": row.parity, "parity_message": row.parity_message} for row in rows if row.parity}
+    return rows, [trial.updated(**parity.get(trial.key, {})) for trial in trials]  # without the speeds of a failed row
 
 
 def _row(key: RowKey, trials: Sequence[TrialRecord], steps: int) -> Row:
@@ -71,49 +65,38 @@ def _row(key: RowKey, trials: Sequence[TrialRecord], steps: int) -> Row:
     completed = [trial for trial in trials if trial.completed]
     failed = next((trial for trial in trials if not trial.completed), None)
     shown = failed or _middle(trials, steps)
-    values = {key: getattr(shown, key) for key in FROM_TRIAL} | NOT_FROM_TRIAL
+    values = {key: getattr(shown, key) for key in FROM_TRIAL}
     values |= {"trial": key.name, "repeats": len(completed)} | _over_repeats(trials, FROM_ALL_REPEATS)
     if failed is not None:
         if completed:
             values["message"] = f"{len(completed)} of {len(trials)} repeats completed; {failed.message}"
     else:
-        values |= _over_repeats(trials, FROM_COMPLETED_REPEATS) | _peak_rank(trials) | _speeds(trials, steps)
+        values |= _over_repeats(trials, FROM_COMPLETED_REPEATS) | _speeds(trials, steps)
+        by_peak = "peak_host_bytes" if values["peak_allocated_bytes"] is None else "peak_allocated_bytes"
+        values["peak_rank"] = max(trials, key=lambda trial: getattr(trial, by_peak) or 0).peak_rank
     speed, padding = values["tokens_per_second"], values["padding_fraction"]
     values["non_padding_tokens_per_second"] = None if speed is None or padding is None else speed * (1 - padding)
     return Row.model_validate(values)
 
 
-def _unsupported_row(key: RowKey, reason: str) -> Row:
+def _unsupported_row(key: RowKey, reason: str, group: str | None) -> Row:
     """A row that cannot run on this node."""
-    none = dict.fromkeys(Row.model_fields)
-    failure = Failure(kind=NOT_SUPPORTED, **dict.fromkeys(key for key in Failure.model_fields if key != "kind"))
-    return Row.model_validate(
-        none
-        | {
-            "trial": key.name,
-            "preset": key.preset,
-            "world_size": key.world_size,
-            "status": NOT_SUPPORTED,
-            "message": reason,
-            "timed_steps": 0,
-            "repeats": 0,
-            "failure": failure,
-            **{key: () for key in ("losses", "step_seconds", "grad_norms")},
-            **{key: "" for key in ("run_folder", "command")},
-        }
+    return Row(
+        trial=key.name,
+        preset=key.preset,
+        world_size=key.world_size,
+        status=NOT_SUPPORTED,
+        message=reason,
+        group=group,
+        failure=Failure(kind=NOT_SUPPORTED),
     )
-
-
-def _with_parity(trial: TrialResult, parity: str | None, message: str | None) -> TrialResult:
-    """A trial of a row that failed parity has no speed either."""
-    return trial.updated(parity=parity, parity_message=message) if parity else trial
 
 
 def _speeds(trials: Sequence[TrialRecord], steps: int) -> dict[str, Any]:
     """Speeds over the first timed steps; unknown where none is timed, or where no tokens were counted."""
     speeds = speeds_of(trials, steps) if steps else []
     if not speeds or min(speeds) <= 0:
-        return NO_SPEED
+        return {key: None for key in FROM_TRIAL if column_of(Row, key).is_speed}
     timed = [[trial.step_seconds[number - 1] or 0.0 for number in trial.timed_step_numbers[:steps]] for trial in trials]
     medians = [statistics.median(seconds) for seconds in timed]
     return {
@@ -138,9 +121,9 @@ def _middle(trials: Sequence[TrialRecord], steps: int) -> TrialRecord:
 def _over_repeats(trials: Sequence[TrialRecord], rules: Mapping[Repeats, Callable[[list[Any]], Any]]) -> dict[str, Any]:
     """The keys of a row whose declaration has one of these rules."""
     return {
-        key: rules[column.repeats]([getattr(trial, key) for trial in trials])
-        for key, column in COLUMNS.items()
-        if column.repeats is not None and column.repeats in rules
+        key: rules[repeats]([getattr(trial, key) for trial in trials])
+        for key in FROM_TRIAL
+        if (repeats := column_of(Row, key).repeats) is not None and repeats in rules
     }
 
 
@@ -150,21 +133,12 @@ def _if_all_known(reduce: Callable[[list[float]], float]) -> Callable[[list[Any]
 
 
 def _if_any_known(reduce: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
-    def reduced(values: list[Any]) -> Any:
-        known = [value for value in values if value is not None]
-        return reduce(known) if known else None
-
-    return reduced
+    """Repeats without the figure do not count."""
+    return lambda values: reduce(known) if (known := [value for value in values if value is not None]) else None
 
 
 def _largest(values: list[Any]) -> Any:
-    if isinstance(values[0], MemoryByPhase):
-        return max_memory_by_phase(value.model_dump() for value in values)
-    return max(values)
-
-
-def _union(values: list[Sequence[str]]) -> list[str]:
-    return sorted({item for value in values for item in value})
+    return max_memory_by_phase(values) if isinstance(values[0], MemoryByPhase) else max(values)
 
 
 FROM_COMPLETED_REPEATS: Mapping[Repeats, Callable[[list[Any]], Any]] = {
@@ -175,12 +149,5 @@ FROM_COMPLETED_REPEATS: Mapping[Repeats, Callable[[list[Any]], Any]] = {
 FROM_ALL_REPEATS: Mapping[Repeats, Callable[[list[Any]], Any]] = {
     Repeats.MEDIAN_OF_ALL: _if_any_known(statistics.median),
     Repeats.LARGEST_OF_ALL: _if_any_known(_largest),
-    Repeats.UNION_OF_ALL: _if_any_known(_union),
+    Repeats.UNION_OF_ALL: _if_any_known(lambda lists: sorted(set().union(*lists))),
 }
-
-
-def _peak_rank(trials: Sequence[TrialRecord]) -> dict[str, Any]:
-    """The rank of the max_memory_by_phase peak over all repeats."""
-    key = "peak_allocated_bytes" if any(t.peak_allocated_bytes is not None for t in trials) else "peak_host_bytes"
-    highest_trial = max(trials, key=lambda trial: getattr(trial, key) or 0)
-    return {"peak_rank": highest_trial.peak_rank}

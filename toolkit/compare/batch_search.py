@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import Any
 
 from toolkit.compare.ledger import Ledger, ProbeRecord, TrialRecord, probes_of
-from toolkit.compare.result_values import RowKey
+from toolkit.compare.rows import RowKey
 from toolkit.compare.run_record import read_run_record
 from toolkit.compare.runner import Runner
 from toolkit.compare.specification import BATCH_ARGUMENT, ComparisonSpec, Trial
@@ -57,16 +57,16 @@ def search(
     A failure for another reason than memory means that the size does not run. If no size has run yet, the reason is
     not the size, and no smaller one is tried.
     """
-    found, unrelated_failure = dict(known), False
+    probes, unrelated_failure = dict(known), False
 
     def runs(size: int) -> bool:
         nonlocal unrelated_failure
         if unrelated_failure:
             return False
-        if size not in found:
-            found[size] = probe(size)
-        outcome = found[size]
-        unrelated_failure = not (outcome.completed or outcome.out_of_memory or completed_sizes(found.values()))
+        if size not in probes:
+            probes[size] = probe(size)
+        outcome = probes[size]
+        unrelated_failure = not (outcome.completed or outcome.out_of_memory or completed_sizes(probes.values()))
         return outcome.completed
 
     return largest_that_runs(runs, start=start, cap=cap)
@@ -114,19 +114,18 @@ def _search_row(runner: Runner, row: RowKey, *, retry_failed: bool) -> int | Non
     known = probes_of(runner.ledger.read(), row)
     if retry_failed and not completed_sizes(known.values()):
         known = {}
+
+    def probe(size: int) -> ProbeRecord:
+        name, arguments = f"{row.name}-b{size}", probe_arguments(runner.spec.arguments(row), size)
+        run_folder = runner.start_run(row, runner.folder / "probes" / name, arguments)
+        measured = read_run_record(Trial(row=row, repeat=0), run_folder, runner.folder, untimed_steps=0)
+        record = ProbeRecord.of(measured, trial=name, per_device_train_batch_size=size)
+        runner.ledger.append(record)
+        runner.progress.finish_probe(record)
+        return record
+
     start, cap = search_bounds(runner.spec, row)
-    return search(known, lambda size: _probe(runner, row, size), start=start, cap=cap)
-
-
-def _probe(runner: Runner, row: RowKey, size: int) -> ProbeRecord:
-    name = f"{row.name}-b{size}"
-    arguments = probe_arguments(runner.spec.arguments(row), size)
-    run_folder = runner.start_run(row, runner.folder / "probes" / name, arguments)
-    measured = read_run_record(Trial(row=row, repeat=0), run_folder, runner.folder, untimed_steps=0, position=0)
-    probe = ProbeRecord.of(measured, trial=name, per_device_train_batch_size=size)
-    runner.ledger.append(probe)
-    runner.progress.finish_probe(probe)
-    return probe
+    return search(known, probe, start=start, cap=cap)
 
 
 def probe_arguments(arguments: Mapping[str, Any], size: int) -> list[str]:

@@ -6,7 +6,7 @@ price add their columns.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -24,9 +24,8 @@ from toolkit.compare.ledger import (
     trials_of,
 )
 from toolkit.compare.predictions import planned_memory, read_shape
-from toolkit.compare.result_values import Probe, RowKey
 from toolkit.compare.results import ComparedJob, ComparisonMethod, Environment, Results
-from toolkit.compare.rows import Row
+from toolkit.compare.rows import Probe, Row, RowKey
 from toolkit.compare.significance import METHOD, confidence_of
 from toolkit.compare.specification import BATCH_ARGUMENT, ComparisonSpec
 from toolkit.hardware.cgroups import cpu_limit, memory_limit_bytes
@@ -44,11 +43,7 @@ SIDE_RUN_COLUMNS: dict[SideRunKind, tuple[str, ...]] = {
 
 
 def build_results(
-    spec: ComparisonSpec,
-    folder: Path,
-    unsupported: Mapping[str, str],
-    *,
-    price_per_gpu_hour: float | None = None,
+    spec: ComparisonSpec, folder: Path, unsupported: Mapping[str, str], *, price_per_gpu_hour: float | None = None
 ) -> Results:
     """Return the results of the comparison in `folder`, rows in the order of the options.
 
@@ -57,24 +52,26 @@ def build_results(
     ledger = Ledger(folder / LEDGER_FILE)
     records = ledger.read()
     check_rows(records, set(spec.rows()), ledger.path)
-    rows, trials = aggregate_trials(records, spec, unsupported)
+    aggregated, trials = aggregate_trials(records, spec, unsupported)
     environment, shape = _environment(spec, folder), read_shape(spec.model)
-    return Results(
+    rows = [_with_derived_columns(row, records, spec, shape, environment) for row in aggregated]
+    arguments = read_arguments(spec.training_arguments)
+    compute_dtypes = sorted({row.compute_dtype for row in rows if row.compute_dtype})
+    results = Results(
         created=datetime.now(UTC).isoformat(timespec="seconds"),
         reference=spec.reference,
         environment=environment,
-        job=_job(spec, rows),
-        rows=tuple(
-            _with_derived_columns(
-                row,
-                records,
-                spec=spec,
-                shape=shape,
-                environment=environment,
-                price_per_gpu_hour=price_per_gpu_hour,
-            )
-            for row in rows
+        job=ComparedJob(
+            model=spec.model,
+            dataset=", ".join(dataset_names(arguments)),
+            training_arguments=spec.training_arguments,
+            untimed_steps=spec.untimed_steps,
+            seed=integer(arguments, "seed", DEFAULT_SEED),
+            per_device_train_batch_size=micro_batch_size(arguments),
+            gradient_accumulation_steps=accumulation_steps(arguments),
+            compute_dtype=", ".join(compute_dtypes) or "n/a",
         ),
+        rows=tuple(rows),
         trials=tuple(trials),
         method=ComparisonMethod(
             repeats=spec.repeats,
@@ -84,8 +81,8 @@ def build_results(
             target_interval=spec.target_interval,
             scaling=spec.scaling,
         ),
-        price_per_gpu_hour=price_per_gpu_hour,
     )
+    return results if price_per_gpu_hour is None else at_price(results, price_per_gpu_hour)
 
 
 def at_price(results: Results, price_per_gpu_hour: float) -> Results:
@@ -100,11 +97,9 @@ def at_price(results: Results, price_per_gpu_hour: float) -> Results:
 def _with_derived_columns(
     row: Row,
     records: Mapping[str, LedgerRecord],
-    *,
     spec: ComparisonSpec,
     shape: ModelShape | None,
     environment: Environment,
-    price_per_gpu_hour: float | None,
 ) -> Row:
     planned = planned_memory(spec, row.key, shape=shape)
     row = row.updated(
@@ -113,9 +108,6 @@ def _with_derived_columns(
         failure=row.failure and row.failure.updated(predicted_bytes=planned.peak_bytes),
         per_device_train_batch_size=micro_batch_size(spec.arguments(row.key)),
         probes=probes_tried(spec, row.key, records, shape=shape),
-        cost_per_million_tokens=row_cost(
-            row, on_cpu=environment.device == "cpu", price_per_gpu_hour=price_per_gpu_hour
-        ),
         **side_run_columns(records, row.key),
     )
     return with_efficiency(row, trials_of(records, row.key), shape=shape, environment=environment)
@@ -163,19 +155,4 @@ def _environment(spec: ComparisonSpec, folder: Path) -> Environment:
             "memory_limit_bytes": memory_limit_bytes(),
             "cpu_limit": cpu_limit(),
         }
-    )
-
-
-def _job(spec: ComparisonSpec, rows: Sequence[Row]) -> ComparedJob:
-    arguments = read_arguments(spec.training_arguments)
-    compute_dtypes = sorted({row.compute_dtype for row in rows if row.compute_dtype})
-    return ComparedJob(
-        model=spec.model,
-        dataset=", ".join(dataset_names(arguments)),
-        training_arguments=spec.training_arguments,
-        untimed_steps=spec.untimed_steps,
-        seed=integer(arguments, "seed", DEFAULT_SEED),
-        per_device_train_batch_size=micro_batch_size(arguments),
-        gradient_accumulation_steps=accumulation_steps(arguments),
-        compute_dtype=", ".join(compute_dtypes) or "n/a",
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,24 +13,19 @@ from rich.console import Console
 from toolkit.cluster.allocation import Allocation
 from toolkit.compare.batch_search import find_largest_batches, with_largest_batches
 from toolkit.compare.build_results import at_price, build_results
+from toolkit.compare.comparison_report import console_table, write_report
 from toolkit.compare.console_progress import ConsoleProgress, stderr_console
 from toolkit.compare.dry_run import dry_run_text
 from toolkit.compare.ledger import LEDGER_FILE, Ledger, check_rows, comparison_lock
 from toolkit.compare.options import MAX_TRIALS, CompareOptions
-from toolkit.compare.read_results import load_results, results_file
 from toolkit.compare.replay import replay_row
-from toolkit.compare.report import (
-    console_table,
-    summary_sentence,
-    write_report,
-)
-from toolkit.compare.report.table_model import one_line
-from toolkit.compare.report.two_comparisons import before_and_after
-from toolkit.compare.result_values import RowKey
-from toolkit.compare.results import Results
+from toolkit.compare.results import Results, load_results, results_file
+from toolkit.compare.rows import RowKey
 from toolkit.compare.runner import ComparisonInterrupted, Runner
 from toolkit.compare.side_runs import run_side_runs
 from toolkit.compare.specification import ComparisonSpec, make_specification, open_comparison, read_comparison
+from toolkit.compare.summary import summary_sentence
+from toolkit.compare.two_comparisons import before_and_after
 from toolkit.compare.variants import Variant, load_variants
 from toolkit.errors import EXIT_RUN_FAILED, ToolkitError
 from toolkit.hardware.gpus import ON_CPU_MESSAGE, count_gpus
@@ -43,6 +38,7 @@ from toolkit.launch.warm_start import WarmStart
 from toolkit.presets import Preset
 from toolkit.presets.support import check_degrees_given
 from toolkit.rehearse.rehearsed_rank import refuse_rehearsals
+from toolkit.report.tables import one_line, rich_table
 
 HIGHEST_PRICE = 1e12  # beyond every currency's price of a GPU-hour
 TABLE_COLUMNS = 100  # a narrower table would break presets and statuses over lines
@@ -74,7 +70,10 @@ def run_comparison(options: CompareOptions) -> None:
     ledger = Ledger(options.folder / LEDGER_FILE)
     check_rows(ledger.read(), set(checked.spec.rows()), ledger.path)
     with comparison_lock(options.folder):
-        _print_device(options)
+        if options.on_cpu and options.cpu is None:  # a device that the user did not choose
+            stderr_console().print(ON_CPU_MESSAGE)
+        if options.on_cpu and options.price_per_gpu_hour is not None:
+            stderr_console().print("--price-per-gpu-hour has no effect: no GPU is used")
         spec = _run_trials(options, checked)
         _publish(
             build_results(spec, options.folder, checked.unsupported, price_per_gpu_hour=options.price_per_gpu_hour),
@@ -99,7 +98,8 @@ def check_comparison(options: CompareOptions) -> CheckedComparison:
         gpus = allocation.max_processes
     unsupported = unsupported_rows(spec, by_name, gpus=gpus, allocation=allocation)
     supported = [row for row in spec.rows() if row.name not in unsupported]
-    largest = supported[-1]
+    largest = {row.preset: row for row in supported}  # rows are in the order of their number of processes
+    own = [variant.name for variant in variants if variant.extra_arguments or variant.preset.degrees]
     job, *_ = [
         check_job(
             by_name[row.preset].preset,
@@ -109,23 +109,21 @@ def check_comparison(options: CompareOptions) -> CheckedComparison:
             gpus=gpus,
             nodes=1 if allocation is None else len(allocation.nodes),
         )
-        for row in dict.fromkeys([largest, *_rows_of_their_own(variants, supported)])
+        for row in dict.fromkeys([supported[-1], *(largest[name] for name in own if name in largest)])
     ]
     for arguments in (job.arguments, *(read_arguments(variant.extra_arguments) for variant in variants)):
         refuse_arguments_of_comparison(arguments)
-    _check_timed_steps(integer(job.arguments, "max_steps", 0), options.untimed_steps)
+    max_steps = integer(job.arguments, "max_steps", 0)
+    if 0 < max_steps <= options.untimed_steps:
+        raise ToolkitError(
+            f"--max_steps {max_steps} leaves no timed step after {options.untimed_steps} untimed ones",
+            hint=f"`--max_steps {options.untimed_steps + 8}` or more",
+        )
     nvme = {
         name: check_nvme(by_name[name].preset, nvme_path=options.nvme_path, arguments=job.arguments, cpu=spec.cpu)
         for name in dict.fromkeys(row.preset for row in supported)
     }
     return CheckedComparison(spec=spec, unsupported=unsupported, nvme=nvme, allocation=allocation)
-
-
-def _rows_of_their_own(variants: Sequence[Variant], supported: Sequence[RowKey]) -> list[RowKey]:
-    """The largest row of each preset with arguments of its own, or with degrees of parallelism."""
-    own = [variant.name for variant in variants if variant.extra_arguments or variant.preset.degrees]
-    largest = {row.preset: row for row in supported}  # rows are in the order of their number of processes
-    return [largest[name] for name in own if name in largest]
 
 
 def unsupported_rows(
@@ -170,22 +168,6 @@ def _check_nodes(allocation: Allocation, preset: Preset, world_size: int) -> Non
             f"preset {preset.name!r} offloads to a disk of each node, which a comparison checks on one node only",
             hint="compare it on one node, without `--nproc-per-node`",
         )
-
-
-def _check_timed_steps(max_steps: int, untimed_steps: int) -> None:
-    if 0 < max_steps <= untimed_steps:
-        raise ToolkitError(
-            f"--max_steps {max_steps} leaves no timed step after {untimed_steps} untimed ones",
-            hint=f"`--max_steps {untimed_steps + 8}` or more",
-        )
-
-
-def _print_device(options: CompareOptions) -> None:
-    """Report a device that the user did not choose, and an option that has no effect on it."""
-    if options.on_cpu and options.cpu is None:
-        stderr_console().print(ON_CPU_MESSAGE)
-    if options.on_cpu and options.price_per_gpu_hour is not None:
-        stderr_console().print("--price-per-gpu-hour has no effect: no GPU is used")
 
 
 def _run_trials(options: CompareOptions, checked: CheckedComparison) -> ComparisonSpec:
@@ -240,7 +222,7 @@ def report_both(before: Path, after: Path) -> None:
     """Report two comparisons of one job side by side, into the folder of the later one."""
     both = before_and_after(load_results(before), load_results(after))
     files = both.write(results_file(after).parent)
-    _print_table(both.rich_table())
+    _print_table(rich_table(both.table(narrow=True)))
     for name, old, new in both.environment:
         print(one_line(f"{name}: {old} -> {new}"))
     print(one_line(both.summary))
@@ -252,7 +234,7 @@ def _publish(results: Results, folder: Path) -> None:
     files = write_report(results, folder)
     _print_table(console_table(results))
     print(one_line(summary_sentence(results)))
-    for path in (files.markdown, files.html, files.results_json, files.results_csv, files.plot):
+    for path in files:
         print(path)
 
 

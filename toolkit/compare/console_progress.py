@@ -10,7 +10,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from toolkit.compare.ledger import RunRecord
+from toolkit.compare.rows import RunRecord
 from toolkit.units import number, seconds
 
 STEP_LINE = re.compile(r"^step (\d+)/(\d+) ")
@@ -53,9 +53,8 @@ class ConsoleProgress:
         """Advance the bar when the line reports a step."""
         match = STEP_LINE.match(line)
         if match and self.bars and self.steps is not None:
-            completed, total = int(match[1]), int(match[2])
-            shown = total if total > 0 else None
-            self.bars.update(self.steps, completed=completed, total=shown, description=self.current)
+            completed, total = int(match[1]), int(match[2]) or None
+            self.bars.update(self.steps, completed=completed, total=total, description=self.current)
 
     def finish(self, record: RunRecord, *, from_ledger: bool = False) -> None:
         """Print the outcome, with the speed or the message."""
@@ -75,9 +74,8 @@ class ConsoleProgress:
 
     def finish_probe(self, record: RunRecord) -> None:
         """Print the outcome; probes are not counted."""
-        phase = f" in phase {record.phase}" if record.phase else ""
-        outcome = f"{record.status}{phase} (in {seconds(record.wall_seconds)})"
-        self.console.print(f"probe {record.trial}: {outcome}", markup=False)
+        ended = record.status + (f" in phase {record.phase}" if record.phase else "")
+        self.console.print(f"probe {record.trial}: {ended} (in {seconds(record.wall_seconds)})", markup=False)
 
     def skip(self, name: str, reason: str) -> None:
         """Print the reason; a skipped trial counts as finished."""

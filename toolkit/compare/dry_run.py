@@ -16,7 +16,7 @@ from toolkit.compare.batch_search import (
 from toolkit.compare.ledger import LEDGER_FILE, Ledger, LedgerRecord, ProbeRecord, probes_of
 from toolkit.compare.options import CompareOptions
 from toolkit.compare.predictions import ExpectedDuration, expected_duration, planned_memory, read_shape
-from toolkit.compare.result_values import RowKey
+from toolkit.compare.rows import RowKey
 from toolkit.compare.runner import failed_repeat
 from toolkit.compare.specification import ComparisonSpec, Trial
 from toolkit.hardware.gpu_table import Gpu, common_gpu, find_gpu
@@ -43,7 +43,8 @@ def dry_run_text(options: CompareOptions, spec: ComparisonSpec, unsupported: Map
     shape = read_shape(spec.model)
     left = [trial for trial in trials if _reason_to_skip(trial, records, unsupported) is None]
     durations = {trial: expected_duration(trial.row, records, spec_of_trials, shape=shape, gpu=gpu) for trial in left}
-    lines = _search_lines(spec, records, unsupported)
+    searched = [row for row in spec.rows() if spec.find_max_batch is not None and row.name not in unsupported]
+    lines = [_search_line(spec, row, probes_of(records, row)) for row in searched]
     for place, trial in enumerate(trials, 1):
         memory = gib(planned_memory(spec_of_trials, trial.row, shape=shape).peak_bytes)
         outlook = _reason_to_skip(trial, records, unsupported) or _outlook(durations[trial], memory)
@@ -62,17 +63,8 @@ def gpu_to_predict_for(options: CompareOptions) -> Gpu | None:
     return None if options.on_cpu else common_gpu(gpu_names())
 
 
-def _search_lines(
-    spec: ComparisonSpec, records: Mapping[str, LedgerRecord], unsupported: Mapping[str, str]
-) -> list[str]:
-    """One line per row whose largest micro-batch is searched before its trials."""
-    if spec.find_max_batch is None:
-        return []
-    rows = [row for row in spec.rows() if row.name not in unsupported]
-    return [_search_line(spec, row, probes_of(records, row)) for row in rows]
-
-
 def _search_line(spec: ComparisonSpec, row: RowKey, probes: Mapping[int, ProbeRecord]) -> str:
+    """One line for a row whose largest micro-batch is searched before its trials."""
     start, cap = search_bounds(spec, row)
     if not probes:
         most = most_probes(start=start, cap=cap)
@@ -80,8 +72,7 @@ def _search_line(spec: ComparisonSpec, row: RowKey, probes: Mapping[int, ProbeRe
             f"{row.name}: its largest micro-batch is searched first, from {start} to {cap}: at most {most} runs of"
             f" {PROBE_STEPS} steps"
         )
-    largest = max(completed_sizes(probes.values()), default=None)
-    tried = ", ".join(map(str, probes))
+    largest, tried = max(completed_sizes(probes.values()), default=None), ", ".join(map(str, probes))
     return f"{row.name}: of micro-batches up to {cap}, {tried} were tried, and {largest or 'none'} runs"
 
 
@@ -104,16 +95,13 @@ def _outlook(duration: ExpectedDuration | None, memory: str) -> str:
 
 def _total(durations: Mapping[Trial, ExpectedDuration | None], price_per_gpu_hour: float | None) -> str:
     """Duration of the trials that are left, and the cost of their GPUs for as long."""
-    known = {trial: duration for trial, duration in durations.items() if duration is not None}
-    if len(known) < len(durations):
+    ends = [(trial.row.world_size, span.low, span.high) for trial, span in durations.items() if span is not None]
+    if len(ends) < len(durations):
         return NOT_AVAILABLE + ("" if price_per_gpu_hour is None else f", at {NOT_AVAILABLE}")
-    total = _range(sum(duration.low for duration in known.values()), sum(duration.high for duration in known.values()))
+    total = _range(sum(low for _, low, _ in ends), sum(high for _, _, high in ends))
     if price_per_gpu_hour is None:
         return total
-    gpu_seconds = (
-        sum(trial.row.world_size * duration.low for trial, duration in known.items()),
-        sum(trial.row.world_size * duration.high for trial, duration in known.items()),
-    )
+    gpu_seconds = sum(size * low for size, low, _ in ends), sum(size * high for size, _, high in ends)
     low, high = (number(part / SECONDS_PER_HOUR * price_per_gpu_hour, 2) for part in gpu_seconds)
     return f"{total}, at {low if low == high else f'{low} to {high}'}"
 

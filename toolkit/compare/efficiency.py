@@ -1,6 +1,6 @@
 """MFU, HFU and cost of a row, from its speed, the model's shape, the GPU's peak and the price.
 
->>> cost_per_million_tokens(tokens_per_second=1000.0, world_size=2, price_per_gpu_hour=1.8)
+>>> cost_per_million_tokens(1000.0, 2, 1.8)
 1.0
 """
 
@@ -9,10 +9,8 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 
-from toolkit.compare.result_values import LARGEST, FlopsPerToken
 from toolkit.compare.results import Environment
-from toolkit.compare.rows import Row
-from toolkit.compare.trial_figures import TrialResult
+from toolkit.compare.rows import FlopsPerToken, Row, RunRecord
 from toolkit.hardware.gpu_table import common_gpu
 from toolkit.models.flops import TokenFlops, flops_of, mfu
 from toolkit.models.shape import ModelShape
@@ -22,7 +20,7 @@ GPU_TABLE_DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 
 
 def with_efficiency(
-    row: Row, trials: Sequence[TrialResult], *, shape: ModelShape | None, environment: Environment
+    row: Row, trials: Sequence[RunRecord], *, shape: ModelShape | None, environment: Environment
 ) -> Row:
     """Return the row with its FLOPs per token and their shares of the GPU's peak; what is unknown is None.
 
@@ -31,7 +29,7 @@ def with_efficiency(
     trial = next((trial for trial in trials if trial.timed_step_numbers and trial.step_tokens), None)
     seq_length = None if trial is None else mean_seq_length(trial)
     if shape is None or trial is None or seq_length is None or row.num_params is None:
-        return row.updated(flops_per_token=None, mfu=None, mfu_full_attention=None, hfu=None)
+        return row
     flops = flops_per_token(
         shape,
         num_params=row.num_params,
@@ -40,18 +38,14 @@ def with_efficiency(
         activation_checkpointing=bool(trial.problem and trial.problem.activation_checkpointing),
     )
     peak, speed = peak_flops(environment, trial.compute_dtype), row.tokens_per_second_per_gpu
-
-    def utilization(flops_of_token: int) -> float | None:
-        if speed is None:
-            return None
-        return mfu(tokens_per_second_per_gpu=speed, flops_per_token=flops_of_token, peak_flops=peak)
-
-    return row.updated(
-        flops_per_token=flops,
-        mfu=utilization(flops.causal),
-        mfu_full_attention=utilization(flops.full_attention),
-        hfu=utilization(flops.hardware),
-    )
+    shares: dict[str, float | None] = {}
+    if speed is not None:
+        counted = {"mfu": flops.causal, "mfu_full_attention": flops.full_attention, "hfu": flops.hardware}
+        shares = {
+            name: mfu(tokens_per_second_per_gpu=speed, flops_per_token=of_token, peak_flops=peak)
+            for name, of_token in counted.items()
+        }
+    return row.updated(flops_per_token=flops, **shares)
 
 
 def flops_per_token(
@@ -94,29 +88,19 @@ def peak_flops(environment: Environment, compute_dtype: str | None) -> float | N
     return None if gpu is None or dtype is None else gpu.peak_flops(dtype)
 
 
-def mean_seq_length(trial: TrialResult) -> int | None:
+def mean_seq_length(trial: RunRecord) -> int | None:
     """Return the tokens of the timed steps, padding included, over their sequences, rounded."""
-    tokens = [trial.step_tokens[number - 1] for number in trial.timed_step_numbers]
+    tokens = [trial.step_tokens[number - 1] or 0 for number in trial.timed_step_numbers]
     sequences = trial.problem.global_batch_size if trial.problem else None
     return round(statistics.fmean(tokens) / sequences) if tokens and isinstance(sequences, int) and sequences else None
 
 
-def row_cost(row: Row, *, on_cpu: bool, price_per_gpu_hour: float | None) -> float | None:
-    """Return the cost of a million tokens without padding; None on a CPU, where no GPU is rented."""
-    if on_cpu:
-        return None
-    return cost_per_million_tokens(
-        tokens_per_second=row.non_padding_tokens_per_second,
-        world_size=row.world_size,
-        price_per_gpu_hour=price_per_gpu_hour,
-    )
+def row_cost(row: Row, *, on_cpu: bool, price_per_gpu_hour: float) -> float | None:
+    """Return the cost of a million tokens without padding; None without a speed, and on a CPU: no GPU is rented."""
+    speed = row.non_padding_tokens_per_second
+    return None if on_cpu or not speed else cost_per_million_tokens(speed, row.world_size, price_per_gpu_hour)
 
 
-def cost_per_million_tokens(
-    *, tokens_per_second: float | None, world_size: int, price_per_gpu_hour: float | None
-) -> float | None:
-    """Return the cost of a million tokens at this speed of all ranks, with one GPU per rank; None without a figure."""
-    if not tokens_per_second or price_per_gpu_hour is None:
-        return None
-    cost = price_per_gpu_hour * world_size / SECONDS_PER_HOUR / tokens_per_second * 10**6
-    return cost if cost <= LARGEST else None
+def cost_per_million_tokens(tokens_per_second: float, world_size: int, price_per_gpu_hour: float) -> float:
+    """Return the cost of a million tokens at this speed of all ranks, with one GPU per rank."""
+    return price_per_gpu_hour * world_size / SECONDS_PER_HOUR / tokens_per_second * 10**6

@@ -9,28 +9,19 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Self, TypeVar
+from typing import Any, Literal, Self
 
-from pydantic import ValidationError, model_validator
+from pydantic import ValidationError
 
-from toolkit.compare.result_values import Count, PositiveCount, RowKey
-from toolkit.compare.trial_figures import (
-    CommunicationFraction,
-    ExposedCommunicationFraction,
-    SaveBytes,
-    SaveSeconds,
-    TimelineOrNone,
-    TrialResult,
-    contradiction,
-)
+from toolkit.compare.rows import RowKey, RunRecord, SideRunFigures
 from toolkit.errors import ToolkitError
 from toolkit.files.json_lines import JsonLine, complete_bytes, line_name, read_json_lines
 from toolkit.files.validation import explain
 from toolkit.files.value_limits import shown
+from toolkit.record.columns import PositiveCount
 from toolkit.record.folder import lock_file
 from toolkit.units import MIB
 
@@ -43,66 +34,31 @@ DAMAGED_LINE = "move the line to another file, and `--resume` repeats its run or
 SideRunKind = Literal["profile", "save"]
 
 
-class RunRecord(TrialResult):
-    """What one run measured, with the values per step that only the parity check reads."""
-
-    step_non_padding_tokens: tuple[Count, ...] = ()
-    step_supervised_tokens: tuple[Count, ...] = ()
-    batch_sha256: tuple[tuple[str, ...], ...] = ()
-    """Per step, the digest of each rank's batches."""
-
+class _Record(RunRecord):
     @classmethod
-    def of(cls, record: RunRecord, **changes: Any) -> Self:
-        """Return what another kind of record measured as a record of this kind, with other values of some fields."""
-        return cls.model_validate({key: getattr(record, key) for key in RunRecord.model_fields} | changes)
-
-    @property
-    def result(self) -> TrialResult:
-        """The trial as `results.json` has it."""
-        return TrialResult.model_validate({key: getattr(self, key) for key in TrialResult.model_fields})
+    def of(cls, run: RunRecord, **changes: Any) -> Self:
+        """Return what a run measured as a record of this kind, with other values of some fields."""
+        return cls.model_validate({key: getattr(run, key) for key in RunRecord.model_fields} | changes)
 
 
-class TrialRecord(RunRecord):
+class TrialRecord(_Record):
     """A trial: one repeat of a row."""
 
     kind: Literal["trial"] = "trial"
 
-    @model_validator(mode="after")
-    def _check_name(self) -> Self:
-        return _named(self, f"{self.key.name}-r{self.repeat}")
 
-
-class ProbeRecord(RunRecord):
+class ProbeRecord(_Record):
     """A short run at one micro-batch, from the search for the largest that runs."""
 
     kind: Literal["probe"] = "probe"
     per_device_train_batch_size: PositiveCount
 
-    @model_validator(mode="after")
-    def _check_name(self) -> Self:
-        return _named(self, f"{self.key.name}-b{self.per_device_train_batch_size}")
 
-
-class SideRunRecord(RunRecord):
+class SideRunRecord(SideRunFigures, _Record):
     """A run that no speed counts: with a profile, a complete checkpoint, or both."""
 
     kind: Literal["side_run"] = "side_run"
     kinds: tuple[SideRunKind, ...]
-    communication_fraction: CommunicationFraction = None
-    exposed_communication_fraction: ExposedCommunicationFraction = None
-    save_seconds: SaveSeconds = None
-    save_bytes: SaveBytes = None
-    timeline: TimelineOrNone = None
-
-
-_Named = TypeVar("_Named", bound=RunRecord)
-
-
-def _named(record: _Named, name: str) -> _Named:
-    """A record is found by its name, and belongs to a row by its other keys: both must agree."""
-    if record.trial != name:
-        raise ValueError(f"trial is {shown(record.trial)}, expected {shown(name)} by its other keys")
-    return record
 
 
 LedgerRecord = TrialRecord | ProbeRecord | SideRunRecord
@@ -141,34 +97,13 @@ class Ledger:
             ) from None
 
     def _parse(self, line: JsonLine) -> LedgerRecord:
-        name, content = line_name(self.path, line.number), _with_kind(line.content)
-        if not isinstance(kind := content["kind"], str) or kind not in _KINDS:
+        name, kind = line_name(self.path, line.number), line.content.get("kind")
+        if kind not in _KINDS:
             raise ToolkitError(f"{name}: kind is {shown(kind)}, expected {', '.join(_KINDS)}", hint=DAMAGED_LINE)
         try:
-            record = _KINDS[kind].model_validate(content)
+            return _KINDS[kind].model_validate(line.content)
         except ValidationError as error:
             raise ToolkitError(f"{name}: {explain(error)}", hint=DAMAGED_LINE) from None
-        if problem := _contradiction(record):
-            raise ToolkitError(f"{name}: {problem}", hint=DAMAGED_LINE)
-        return record
-
-
-def _contradiction(record: LedgerRecord) -> str | None:
-    if record.timed_step_numbers and not (record.step_seconds and record.step_tokens):
-        return "timed_step_numbers needs step_seconds and step_tokens"
-    return contradiction(record)
-
-
-def _with_kind(line: dict[str, Any]) -> dict[str, Any]:
-    """Complete a line of an earlier version, in which a record's kind followed from its name."""
-    if "kind" in line:
-        return line
-    if "kinds" in line:
-        return line | {"kind": "side_run"}
-    name = RowKey(preset=str(line.get("preset")), world_size=line.get("world_size", 0)).name
-    if probe := re.fullmatch(re.escape(name) + r"-b(\d{1,9})", str(line.get("trial"))):
-        return line | {"kind": "probe", "per_device_train_batch_size": int(probe[1])}
-    return line | {"kind": "trial"}
 
 
 def check_rows(records: Mapping[str, LedgerRecord], rows: Collection[RowKey], ledger: Path) -> None:
@@ -191,11 +126,8 @@ def trials_of(records: Mapping[str, LedgerRecord], row: RowKey) -> list[TrialRec
 def probes_of(records: Mapping[str, LedgerRecord], row: RowKey) -> dict[int, ProbeRecord]:
     """Return a row's probes by micro-batch, ascending."""
     found = [record for record in records.values() if isinstance(record, ProbeRecord) and record.key == row]
-    return {probe.per_device_train_batch_size: probe for probe in sorted(found, key=_micro_batch)}
-
-
-def _micro_batch(probe: ProbeRecord) -> int:
-    return probe.per_device_train_batch_size
+    sizes = {probe.per_device_train_batch_size: probe for probe in found}
+    return dict(sorted(sizes.items()))
 
 
 def side_runs_of(records: Mapping[str, LedgerRecord], row: RowKey, kind: SideRunKind) -> list[SideRunRecord]:
@@ -212,10 +144,8 @@ def comparison_lock(folder: Path) -> Iterator[None]:
     """
 
     def held(holder: str) -> ToolkitError:
-        return ToolkitError(
-            f"{folder} holds a comparison that is still running (process {holder})",
-            hint="wait for it, or name another folder: `--output-dir DIR`",
-        )
+        message = f"{folder} holds a comparison that is still running (process {holder})"
+        return ToolkitError(message, hint="wait for it, or name another folder: `--output-dir DIR`")
 
     try:
         descriptor = lock_file(folder / LOCK_FILE, held=held)

@@ -17,9 +17,8 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from toolkit.compare.ledger import RunRecord, TrialRecord
-from toolkit.compare.result_values import PARITY_FAILED, RowKey, TrainedProblem
-from toolkit.compare.rows import Row
+from toolkit.compare.ledger import TrialRecord
+from toolkit.compare.rows import PARITY_FAILED, Row, RowKey, RunRecord, TrainedProblem
 from toolkit.compare.specification import BATCH_ARGUMENT, ComparisonSpec
 from toolkit.parallel.layout import ParallelLayout
 from toolkit.presets.optimizers import DEFAULT_OPTIMIZER, OPTIMIZERS
@@ -85,7 +84,7 @@ def design_group(spec: ComparisonSpec, row: RowKey, trials: Sequence[RunRecord])
         labels.append("quantised communication")
     if _optimizer(own) != _optimizer(other):
         labels.append(f"optim {own.get('optim', DEFAULT_OPTIMIZER)}")
-    masters = {_problem_of(trial).promised_masters for trial in trials} - {None, CONTRACT_DTYPE}
+    masters = {_problem_of(trial).expected_masters for trial in trials} - {None, CONTRACT_DTYPE}
     if masters:
         labels.append(f"{masters.pop()} masters")
     if not _same_sequences(spec, row, baseline):
@@ -199,7 +198,7 @@ def preset_difference(trial: TrialRecord, expected: Mapping[str, Any], *, optimi
     facts = _problem_of(trial)
     if facts.ranks != trial.world_size:
         return f"{facts.ranks} ranks attested, expected {trial.world_size}"
-    masters = facts.promised_masters or CONTRACT_DTYPE
+    masters = facts.expected_masters or CONTRACT_DTYPE
     contract = CONTRACT if optimizer == FP32_ADAMW else CONTRACT[:1]
     for name, value in {"world_size": trial.world_size, **expected, **dict.fromkeys(contract, masters)}.items():
         found = getattr(facts, name)

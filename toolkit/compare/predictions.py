@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Literal, NamedTuple
 
 from toolkit.compare.ledger import LedgerRecord, TrialRecord
-from toolkit.compare.result_values import RowKey
+from toolkit.compare.rows import RowKey
 from toolkit.compare.specification import ComparisonSpec
 from toolkit.errors import ToolkitError
 from toolkit.hardware.gpu_table import Gpu
@@ -83,13 +83,13 @@ def expected_duration(
     and side runs count for nothing: they have few steps.
     """
     trials = [record for record in records.values() if isinstance(record, TrialRecord) and record.completed]
-    own = [trial for trial in trials if trial.key == row]
-    return _range_of(own, "trials") or _planned_duration(row, spec, shape, gpu) or _range_of(trials, "other trials")
-
-
-def _range_of(trials: Iterable[TrialRecord], source: Source) -> ExpectedDuration | None:
-    seconds = [trial.wall_seconds for trial in trials if trial.wall_seconds]
-    return ExpectedDuration(min(seconds), max(seconds), source) if seconds else None
+    seconds = [(trial.key == row, trial.wall_seconds) for trial in trials if trial.wall_seconds]
+    if own := [known for is_own, known in seconds if is_own]:
+        return ExpectedDuration(min(own), max(own), "trials")
+    if planned := _planned_duration(row, spec, shape, gpu):
+        return planned
+    others = [known for _, known in seconds]
+    return ExpectedDuration(min(others), max(others), "other trials") if others else None
 
 
 def _planned_duration(
@@ -108,13 +108,9 @@ def _planned_duration(
         if planned is not None:
             low, high = planned.step_seconds
             limit = math.inf if spec.trial_minutes is None else 60 * spec.trial_minutes
-            return ExpectedDuration(low * _fewest_steps(spec, steps), min(high * steps, limit), "planner")
+            fewest = steps
+            if spec.target_interval is not None:
+                decisions = math.ceil((spec.untimed_steps + MIN_TIMED_STEPS) / DECISION_INTERVAL)
+                fewest = min(steps, decisions * DECISION_INTERVAL + STEPS_AFTER_DECISION)
+            return ExpectedDuration(low * fewest, min(high * steps, limit), "planner")
     return None
-
-
-def _fewest_steps(spec: ComparisonSpec, steps: int) -> int:
-    """Steps after which a trial can end early at the soonest."""
-    if spec.target_interval is None:
-        return steps
-    first_decision = DECISION_INTERVAL * math.ceil((spec.untimed_steps + MIN_TIMED_STEPS) / DECISION_INTERVAL)
-    return min(steps, first_decision + STEPS_AFTER_DECISION)

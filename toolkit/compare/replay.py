@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from toolkit.compare.ledger import LEDGER_FILE, Ledger, RunRecord, trials_of
+from toolkit.compare.console_progress import ConsoleProgress
+from toolkit.compare.ledger import LEDGER_FILE, Ledger, trials_of
 from toolkit.compare.options import CompareOptions
-from toolkit.compare.result_values import RowKey
-from toolkit.compare.run_files import RecordedRun, read_run
+from toolkit.compare.rows import RowKey, RunRecord
 from toolkit.compare.run_record import read_run_record
-from toolkit.compare.runner import Runner, TrialProgress
+from toolkit.compare.runner import Runner
 from toolkit.compare.significance import common_steps, prediction_interval, speeds_of
 from toolkit.compare.specification import SPEC_FILE, ComparisonSpec, Trial
 from toolkit.errors import ToolkitError, did_you_mean
@@ -21,10 +21,11 @@ from toolkit.launch.nvme import check_nvme
 from toolkit.launch.warm_start import WarmStart
 from toolkit.presets import load_preset
 from toolkit.record.folder import RunFolder
+from toolkit.record.run_files import read_run
 from toolkit.units import number
 
 
-def replay_row(options: CompareOptions, spec: ComparisonSpec, *, progress: TrialProgress) -> str:
+def replay_row(options: CompareOptions, spec: ComparisonSpec, *, progress: ConsoleProgress) -> str:
     """Run the row once more in `replays/`, started warm or cold as its first repeat, and return the verdict as text.
 
     `options.training_arguments` are those of the job that are secrets, which the specification does not have.
@@ -32,7 +33,11 @@ def replay_row(options: CompareOptions, spec: ComparisonSpec, *, progress: Trial
     Raises ToolkitError for an unknown row, for a preset whose files have changed, and for a secret that is missing.
     """
     spec = with_secrets(spec, options.training_arguments)
-    row, folder = _find_row(spec, options.row or ""), options.folder
+    rows, folder = {row.name: row for row in spec.rows()}, options.folder
+    name = options.row or ""
+    if name not in rows:
+        raise ToolkitError(f"--row {name} is not in the comparison: {', '.join(rows)}", hint=did_you_mean(name, rows))
+    row = rows[name]
     preset = load_preset(spec.preset_sources[row.preset])
     if hide_secrets(preset.texts()) != spec.preset_files[row.preset]:
         raise ToolkitError(
@@ -55,10 +60,13 @@ def replay_row(options: CompareOptions, spec: ComparisonSpec, *, progress: Trial
             allocation=spec.allocation(),
         )
         run_folder = runner.start_run(row, folder / "replays" / name)
-    again = read_run_record(first, run_folder, folder, untimed_steps=spec.untimed_steps, position=0)
+    again = read_run_record(first, run_folder, folder, untimed_steps=spec.untimed_steps)
     progress.finish(again.updated(trial=name))
     repeats = [trial for trial in trials_of(Ledger(folder / LEDGER_FILE).read(), row) if trial.completed]
-    return verdict(row, again, repeats) + _changed_versions(before)
+    now = {**library_versions(), "commit": git_commit(Path(__file__).parent)}
+    then = {**(before.versions or {}), "commit": before.git_commit}
+    changed = [f"{name} {then.get(name)} -> {value}" for name, value in now.items() if then.get(name) != value]
+    return verdict(row, again, repeats) + (f"\nchanged since: {', '.join(changed)}" if changed else "")
 
 
 def with_secrets(spec: ComparisonSpec, given: Sequence[str]) -> ComparisonSpec:
@@ -94,18 +102,3 @@ def verdict(row: RowKey, again: RunRecord, repeats: Sequence[RunRecord]) -> str:
         f"{row.name} ran at {number(speed, 1)} tokens/s, {where} {number(low, 1)} to {number(high, 1)}, where its"
         f" {len(known)} repeats predict one more run (95 %)"
     )
-
-
-def _find_row(spec: ComparisonSpec, name: str) -> RowKey:
-    rows = {row.name: row for row in spec.rows()}
-    if name not in rows:
-        raise ToolkitError(f"--row {name} is not in the comparison: {', '.join(rows)}", hint=did_you_mean(name, rows))
-    return rows[name]
-
-
-def _changed_versions(run: RecordedRun) -> str:
-    """Library versions and commit that differ from those of the row's first repeat."""
-    now = {**library_versions(), "commit": git_commit(Path(__file__).parent)}
-    then = {**(run.versions or {}), "commit": run.git_commit}
-    changed = [f"{name} {then.get(name)} -> {value}" for name, value in now.items() if then.get(name) != value]
-    return f"\nchanged since: {', '.join(changed)}" if changed else ""

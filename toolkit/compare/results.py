@@ -1,139 +1,150 @@
-"""`results.json` as a type: one job, the machine, rows and trials. Reports are made from it alone.
-
-The columns of rows and trials are declared in `rows.py`. `python -m toolkit.compare.results_reference` generates
-docs/reference/results.md and results.schema.json from both.
-"""
+"""`results.json` as a type: one job, the machine, rows and trials. Reports are made from it alone."""
 
 from __future__ import annotations
 
 from collections import Counter
+from pathlib import Path
 from typing import Annotated, Literal
 
-from annotated_types import MaxLen
-from pydantic import AfterValidator, ConfigDict, Field
+from pydantic import AfterValidator, Field, ValidationError
 
-from toolkit.compare.columns import Column
-from toolkit.compare.result_values import Bytes, Count, Integer, Model, Name, NonNegativeReal, PositiveCount, Share
-from toolkit.compare.rows import Row
-from toolkit.compare.trial_figures import TrialResult
+from toolkit.compare.rows import Row, RunRecord
+from toolkit.errors import ToolkitError
+from toolkit.files.json_files import read_json
+from toolkit.files.reading import user_path
 from toolkit.files.secrets import hide_words
+from toolkit.files.validation import explain
+from toolkit.files.value_limits import shown
+from toolkit.record.columns import Bytes, Column, Count, Model, NonNegativeReal, PositiveCount, Share
+from toolkit.units import MIB
 
 SCHEMA_VERSION: Literal[1] = 1
 RESULTS_FILE = "results.json"
-# More than any comparison has; reports are made for a page that somebody reads.
-MAX_ROWS, MAX_TRIALS = 500, 5_000
+# Rows and trials have six values per step, one per line.
+MAX_RESULTS_BYTES = 256 * MIB
 Scaling = Literal["strong", "weak"]
 
 
 class InstalledGpu(Model):
     """One GPU."""
 
-    name: Annotated[str, Column("Name that the driver reports.")]
-    memory_bytes: Annotated[Bytes, Column("Total memory of this GPU.", unit="bytes")]
-    driver: Annotated[str | None, Column("Version of the driver.")] = None
-    power_limit_watts: Annotated[NonNegativeReal | None, Column("Power limit in effect.", unit="W")] = None
-    max_sm_clock_mhz: Annotated[Count | None, Column("Highest SM clock.", unit="MHz")] = None
-    max_memory_clock_mhz: Annotated[Count | None, Column("Highest memory clock.", unit="MHz")] = None
+    name: str
+    """Name that the driver reports."""
+    memory_bytes: Annotated[Bytes, Column(unit="bytes")]
+    """Total memory of this GPU."""
+    driver: str | None = None
+    """Version of the driver."""
+    power_limit_watts: Annotated[NonNegativeReal | None, Column(unit="W")] = None
+    """Power limit in effect."""
+    max_sm_clock_mhz: Annotated[Count | None, Column(unit="MHz")] = None
+    """Highest SM clock."""
+    max_memory_clock_mhz: Annotated[Count | None, Column(unit="MHz")] = None
+    """Highest memory clock."""
 
 
 class Disk(Model):
     """The disk that the comparison was written to."""
 
-    filesystem: Annotated[str | None, Column("Its file system.")]
-    total_bytes: Annotated[Bytes, Column("Its size.", unit="bytes")]
-    free_bytes: Annotated[Bytes, Column("Free space when the comparison was written.", unit="bytes")]
+    filesystem: str | None
+    """Its file system."""
+    total_bytes: Annotated[Bytes, Column(unit="bytes")]
+    """Its size."""
+    free_bytes: Annotated[Bytes, Column(unit="bytes")]
+    """Free space when the comparison was written."""
 
 
 class Environment(Model):
     """The node and the versions that every row ran on."""
 
-    device: Annotated[str, Column("`cpu`, or the accelerator that computed, such as `cuda`.")]
-    gpus: Annotated[tuple[InstalledGpu, ...], MaxLen(1024), Column("Every GPU of the node; empty on a CPU.")]
-    cpu: Annotated[str | None, Column("Model name of the CPU.")]
-    cpu_count: Annotated[
-        PositiveCount | None, Column("CPU cores that the processes may use (a container's limit, where there is one).")
-    ]
-    host_memory_bytes: Annotated[Bytes, Column("Host memory that the processes may use.", unit="bytes")]
-    versions: Annotated[dict[str, str], MaxLen(1000), Column("Version of each library, by distribution name.")]
-    python: Annotated[str, Column("Version of Python.")]
-    git_commit: Annotated[str | None, Column("Commit of the working tree that ran the comparison.")]
-    disk: Annotated[Disk | None, Column("The disk that the comparison was written to.")] = None
-    links: Annotated[
-        str | None,
-        Column("How the GPUs are connected: the output of `nvidia-smi topo -m`; null where it is not available."),
-    ] = None
-    memory_limit_bytes: Annotated[
-        Bytes, Column("Host memory that the container (cgroup) allows; null without a limit.", unit="bytes")
-    ] = None
-    cpu_limit: Annotated[
-        NonNegativeReal | None, Column("CPU cores that the container (cgroup) allows; null without a limit.")
-    ] = None
-    system: Annotated[str | None, Column("Operating system and kernel.")] = None
+    device: str
+    """`cpu`, or the accelerator that computed, such as `cuda`."""
+    gpus: tuple[InstalledGpu, ...]
+    """Every GPU of the node; empty on a CPU."""
+    cpu: str | None = None
+    """Model name of the CPU."""
+    cpu_count: PositiveCount | None = None
+    """CPU cores that the processes may use (a container's limit, where there is one)."""
+    host_memory_bytes: Annotated[Bytes, Column(unit="bytes")] = None
+    """Host memory that the processes may use."""
+    versions: dict[str, str]
+    """Version of each library, by distribution name."""
+    python: str
+    """Version of Python."""
+    git_commit: str | None = None
+    """Commit of the working tree that ran the comparison."""
+    disk: Disk | None = None
+    """The disk that the comparison was written to."""
+    links: str | None = None
+    """How the GPUs are connected: the output of `nvidia-smi topo -m`; null where it is not available."""
+    memory_limit_bytes: Annotated[Bytes, Column(unit="bytes")] = None
+    """Host memory that the container (cgroup) allows; null without a limit."""
+    cpu_limit: NonNegativeReal | None = None
+    """CPU cores that the container (cgroup) allows; null without a limit."""
+    system: str | None = None
+    """Operating system and kernel."""
 
 
 class ComparedJob(Model):
     """The fine-tuning job that every row trains."""
 
-    model: Annotated[str, Column("Hub id or folder of the model.")]
-    dataset: Annotated[str, Column("Hub id or file of the data; several with `, ` between them.")]
-    training_arguments: Annotated[
-        tuple[str, ...],
-        MaxLen(10_000),
-        AfterValidator(lambda words: tuple(hide_words(words))),
-        Column("What followed `--`, as the training script received it; each secret is `***`."),
-    ]
-    untimed_steps: Annotated[Count, Column("Optimizer steps at the start that no speed counts.")]
-    seed: Annotated[Integer, Column("Seed of data order and initialisation, the same for every row.")]
-    per_device_train_batch_size: Annotated[PositiveCount, Column("Sequences per accumulation step and rank.")]
-    gradient_accumulation_steps: Annotated[PositiveCount, Column("Accumulation steps per optimizer step.")]
-    compute_dtype: Annotated[str, Column("Dtype of the forward and backward passes, such as `float32` or `bfloat16`.")]
+    model: str
+    """Hub id or folder of the model."""
+    dataset: str
+    """Hub id or file of the data; several with `, ` between them."""
+    training_arguments: Annotated[tuple[str, ...], AfterValidator(lambda words: tuple(hide_words(words)))]
+    """What followed `--`, as the training script received it; each secret is `***`."""
+    untimed_steps: Count
+    """Optimizer steps at the start that no speed counts."""
+    seed: int
+    """Seed of data order and initialisation, the same for every row."""
+    per_device_train_batch_size: PositiveCount
+    """Sequences per accumulation step and rank."""
+    gradient_accumulation_steps: PositiveCount
+    """Accumulation steps per optimizer step."""
+    compute_dtype: str
+    """Dtype of the forward and backward passes, such as `float32` or `bfloat16`."""
 
 
 class ComparisonMethod(Model):
     """How the rows were measured and compared."""
 
-    repeats: Annotated[PositiveCount, Column("Repeats of each row that were planned.")]
-    order_seed: Annotated[Integer, Column("Seed of the running order.")]
-    interval: Annotated[str, Column("How intervals are computed, in words.")]
-    ratio_confidence: Annotated[Share, Column("Confidence level of each `ratio_interval` (0 to 1).")]
-    target_interval: Annotated[
-        NonNegativeReal | None,
-        Column(
-            "A trial ended early once half the 95 % confidence interval of its median step was within this fraction of"
-            " the median; null: all steps ran."
-        ),
-    ] = None
-    scaling: Annotated[
-        Scaling | None,
-        Column(
-            "`strong`: the same global batch for each number of processes; `weak`: the same batch per process; null"
-            " with a single number of processes."
-        ),
-    ] = None
+    repeats: PositiveCount
+    """Repeats of each row that were planned."""
+    order_seed: int
+    """Seed of the running order."""
+    interval: str
+    """How intervals are computed, in words."""
+    ratio_confidence: Share
+    """Confidence level of each `ratio_interval` (0 to 1)."""
+    target_interval: NonNegativeReal | None = None
+    """A trial ended early once half the 95 % confidence interval of its median step was within this fraction of the
+    median; null: all steps ran."""
+    scaling: Scaling | None = None
+    """`strong`: the same global batch for each number of processes; `weak`: the same batch per process; null with a
+    single number of processes."""
 
 
 class Results(Model):
     """A comparison of presets on one fine-tuning job. An unknown is null; bytes are integers; keys may be added."""
 
-    model_config = ConfigDict(title=RESULTS_FILE)
-
-    schema_version: Annotated[
-        Literal[1], Column("Version of this schema; raised when a key changes its meaning or is removed.")
-    ] = SCHEMA_VERSION
-    created: Annotated[
-        str,
-        Field(json_schema_extra={"format": "date-time"}),
-        Column("When the comparison was written (ISO 8601, UTC)."),
-    ]
-    reference: Annotated[Name, Column("The baseline: the preset that the others are compared with.")]
-    environment: Annotated[Environment, Column("The node and the versions that every row ran on.")]
-    job: Annotated[ComparedJob, Column("The fine-tuning job that every row trains.")]
-    rows: Annotated[tuple[Row, ...], Column("One per preset and number of processes, in the order of the options.")]
-    trials: Annotated[tuple[TrialResult, ...], Column("One per trial that ran, in the running order.")]
-    method: Annotated[ComparisonMethod, Column("How the rows were measured and compared.")]
-    price_per_gpu_hour: Annotated[
-        NonNegativeReal | None, Column("Price of one GPU for an hour, as given; null if none was given.")
-    ] = None
+    schema_version: Literal[1] = SCHEMA_VERSION
+    """Version of this schema; raised when a key changes its meaning or is removed."""
+    created: Annotated[str, Field(json_schema_extra={"format": "date-time"})]
+    """When the comparison was written (ISO 8601, UTC)."""
+    reference: str
+    """The baseline: the preset that the others are compared with."""
+    environment: Environment
+    """The node and the versions that every row ran on."""
+    job: ComparedJob
+    """The fine-tuning job that every row trains."""
+    rows: tuple[Row, ...]
+    """One per preset and number of processes, in the order of the options."""
+    trials: tuple[RunRecord, ...]
+    """One per trial that ran, in the running order."""
+    method: ComparisonMethod
+    """How the rows were measured and compared."""
+    price_per_gpu_hour: NonNegativeReal | None = None
+    """Price of one GPU for an hour, as given; null if none was given."""
 
     @property
     def on_cpu(self) -> bool:
@@ -160,17 +171,13 @@ class Results(Model):
         """Rows with short labels: the preset, with the number of processes or the trial where that is ambiguous."""
         presets = Counter(row.preset for row in self.rows)
         sizes = Counter(row.key for row in self.rows)
-        return [
-            (
-                row.preset
-                if presets[row.preset] == 1
-                else f"{row.preset} n{row.world_size}"
-                if sizes[row.key] == 1
-                else row.trial,
-                row,
-            )
-            for row in self.rows
-        ]
+
+        def label(row: Row) -> str:
+            if presets[row.preset] == 1:
+                return row.preset
+            return f"{row.preset} n{row.world_size}" if sizes[row.key] == 1 else row.trial
+
+        return [(label(row), row) for row in self.rows]
 
     def baseline(self, world_size: int) -> Row | None:
         """Return the baseline's completed row with the same number of processes."""
@@ -180,3 +187,39 @@ class Results(Model):
     def peak_bytes(self, row: Row) -> int | None:
         """Return the row's peak: allocated on a GPU, resident host memory on a CPU."""
         return row.peak_host_bytes if self.on_cpu else row.peak_allocated_bytes
+
+
+def load_results(path: str | Path) -> Results:
+    """Return the results in a file, or in a comparison's folder. Raises ToolkitError where they cannot be used."""
+    file = results_file(path)
+    document = read_json(file, max_bytes=MAX_RESULTS_BYTES)
+    if not isinstance(document, dict) or "schema_version" not in document:
+        raise ToolkitError(f"{file} is not a comparison's {RESULTS_FILE}: it has no schema_version")
+    if document["schema_version"] != SCHEMA_VERSION:
+        raise ToolkitError(
+            f"{file} has schema_version {shown(document['schema_version'])}; this toolkit reads {SCHEMA_VERSION}",
+            hint="read it with the version of finetune-toolkit that wrote it",
+        )
+    try:
+        return Results.model_validate(document)
+    except ValidationError as error:
+        raise ToolkitError(f"{file}: {explain(error)}", hint="docs/reference/results.md lists the keys") from None
+
+
+def results_file(path: str | Path, *, write: bool = False) -> Path:
+    """Return the file with a comparison's results, from its path or its folder's.
+
+    Raises ToolkitError for none; and with `write`, where the report would replace another comparison's files.
+    """
+    given = user_path(path)
+    file = given / RESULTS_FILE if given.is_dir() else given
+    if not file.exists():
+        raise ToolkitError(
+            f"no such file: {file}", hint=f"name a folder of `toolkit compare` that holds {RESULTS_FILE}"
+        )
+    if write and file.name != RESULTS_FILE:
+        raise ToolkitError(
+            f"{file} has another name than {RESULTS_FILE}: its report would replace that of its folder",
+            hint=f"copy it into a folder of its own, as {RESULTS_FILE}",
+        )
+    return file

@@ -1,263 +1,389 @@
-"""The rows of `results.json`: what repeats, the baseline, the planner and side runs add to the figures of a trial."""
+"""A run and a row of a comparison as types: their figures, and what else a comparison knows of them.
+
+>>> RowKey(preset="zero2", world_size=2).name
+'zero2-n2'
+
+Sizes are integers in bytes and belong to one rank, the largest. An unknown is None.
+"""
 
 from __future__ import annotations
 
-from typing import Annotated
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
 
-from annotated_types import MaxLen
-from pydantic import ConfigDict
+from pydantic import AfterValidator, BaseModel, ConfigDict, model_validator
 
-from toolkit.compare.columns import (
-    Column,
-    Display,
-    Repeats,
-    fixed,
-    interval,
-    percent,
-    price,
-    speed,
-    tenths_of_percent,
-)
-from toolkit.compare.result_values import (
+from toolkit.files.secrets import hide_secrets
+from toolkit.record import status
+from toolkit.record.columns import (
     Bytes,
+    Column,
     Count,
-    Difference,
-    FlopsPerToken,
+    Fraction,
     Interval,
     Measured,
+    Model,
+    NonNegativeReal,
     PositiveCount,
-    Probe,
+    Repeats,
+    column_of,
 )
-from toolkit.compare.trial_figures import (
-    Accumulate,
-    AccumulatedGradientBytes,
-    CheckpointSeconds,
-    CommunicationFraction,
-    EvaluationSeconds,
-    ExposedCommunicationFraction,
-    FailureFacts,
-    Figures,
-    GoodputFraction,
-    LostSeconds,
-    NumNodes,
-    RankSkew,
-    Readings,
-    RestartSeconds,
-    RowLayout,
-    SaveBytes,
-    SaveSeconds,
-    TimelineOrNone,
-    WaitingSeconds,
-)
-from toolkit.units import number
+from toolkit.record.measurements import Figures, Measurements
+from toolkit.units import GIB_UNIT, fixed, interval, number, percent, speed
+
+RowStatus = Literal[status.RunStatus, "not_supported"]
+NOT_SUPPORTED: Literal["not_supported"] = "not_supported"
+"""Status of a row that cannot run on this node; no run has it."""
+PARITY_FAILED: Literal["parity failed"] = "parity failed"
+Difference = Literal["reference", "faster", "slower", "no difference seen"]
+Fact = bool | int | float | str | list[Any] | None
+"""A value that all ranks share, or the list of theirs where they differ."""
 
 
-class _Claims(Figures):
-    """What repeats and the baseline add to a row."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RowKey:
+    """What identifies a row: its preset (or variant) and its number of processes."""
 
-    group: Annotated[
-        str | None,
-        Column(
-            "What sets the row apart by design, such as `ddp_comm_hook int8`: its losses are not compared with the"
-            " baseline's, and it is ranked only within its group. Null: it trains the baseline's problem."
-        ),
-    ]
-    repeats: Annotated[Count, Column("Repeats that completed.")]
-    step_seconds_interval: Annotated[
-        Interval | None,
-        Column(
-            "95 % confidence interval `[low, high]` of `step_seconds_median` over repeats; null with fewer than two.",
-            unit="s",
-            is_speed=True,
-            in_csv=False,
-        ),
-    ]
+    preset: str
+    world_size: int
+
+    @property
+    def name(self) -> str:
+        """The row's name in files and tables."""
+        return f"{self.preset}-n{self.world_size}"
+
+
+class Failure(Model):
+    """Why a row did not complete, as facts."""
+
+    kind: str
+    """The status that the run ended with."""
+    phase: str | None = None
+    """What the rank was doing: `load`, `forward`, `backward`, `step`, or another phase of
+    docs/reference/run-folder.md; null where no rank could report it."""
+    step: Count | None = None
+    """Optimizer steps completed before the failure."""
+    rank: int | None = None
+    """The rank that failed first."""
+    predicted_bytes: Annotated[Bytes, Column(unit="bytes")] = None
+    """Peak of one rank that the planner predicted; null without a plan."""
+    measured_bytes: Annotated[Bytes, Column(unit="bytes")] = None
+    """Highest peak measured before the failure: allocated, or on a CPU resident."""
+
+
+class Probe(Model):
+    """One size that the search for the largest micro-batch tried."""
+
+    per_device_train_batch_size: PositiveCount
+    """The micro-batch, tried for two steps that begin with the longest rows."""
+    status: RowStatus
+    """How the probe ended; a size runs only if it is `completed`."""
+    message: str | None
+    """Why it did not complete, as the failing rank reported it."""
+    failure: Failure | None
+    """The same as facts, as in a row; null where it completed."""
+
+
+class FlopsPerToken(Model):
+    """FLOPs of one token, by each common way of counting."""
+
+    num_params: Count
+    """Parameters that are counted: all, embeddings included; of a mixture of experts, those that one token passes
+    through."""
+    seq_length: Count
+    """Length that attention is counted for: the mean of the timed steps' sequences, padding included."""
+    causal: Count
+    """Forward and backward, with the half of the attention scores that a causal mask keeps."""
+    full_attention: Count
+    """The same with all attention scores."""
+    without_embeddings: Count
+    """Like `causal`, without embedding tables; a tied table is also the output layer, and counts."""
+    hardware: Count
+    """Like `causal`, with the forward pass that activation checkpointing repeats."""
+
+
+class TimelineRank(Model):
+    """One rank of a timeline."""
+
+    rank: Count
+    """The rank."""
+    start_seconds: Annotated[NonNegativeReal, Column(unit="s")]
+    """Its start after the earliest rank's."""
+    seconds: Annotated[NonNegativeReal, Column(unit="s")]
+    """Length of its step."""
+    lanes: Annotated[dict[str, tuple[Interval, ...]], Column(unit="s")]
+    """Intervals of `compute`, `communication` and `data_wait`, from the rank's start."""
+
+
+class Timeline(Model):
+    """One profiled step on every rank."""
+
+    step: Count
+    """The optimizer step."""
+    ranks: tuple[TimelineRank, ...]
+    """One object per rank: `rank`, `start_seconds`, `seconds` and `lanes`."""
+
+
+class TrainedProblem(BaseModel):
+    """What a trial trained: what its ranks attested and what the training script understood. Parity compares these."""
+
+    model_config = ConfigDict(frozen=True)
+
+    world_size: Fact = None
+    engine: Fact = None
+    sharding: Fact = None
+    layout: Fact = None
+    compute_dtype: Fact = None
+    master_dtype: Fact = None
+    frozen_dtype: Fact = None
+    optimizer_dtype: Fact = None
+    reduce_dtype: Fact = None
+    gradient_clipping: Fact = None
+    activation_checkpointing: Fact = None
+    num_trainable_params: Fact = None
+    initial_weights_sha256: Fact = None
+    ddp_comm_hook: Fact = None
+    packing: Fact = None
+    global_batch_size: Fact = None
+    learning_rate: Fact = None
+    seed: Fact = None
+    max_steps: Fact = None
+    ranks: Count = 0
+    """Ranks that attested."""
+    expected_masters: str | None = None
+    """Dtype of the master weights that the preset specifies, where it departs from the numerics contract."""
+
+
+class _Outcome(Model):
+    """What a run and a row have in common: which it is, how it ended, and what the ranks attested."""
+
+    trial: str
+    """Name of the row, such as `zero2-n2`, or of the trial: the row's name and the repeat, `zero2-n2-r0`."""
+    preset: str
+    """Stem of the preset's file, or the name of a variant."""
+    world_size: Annotated[PositiveCount, Column("processes", fixed(0))]
+    """Processes (ranks), one per GPU."""
+    status: RowStatus
+    """How the trial ended, or `not_supported`: it cannot run on this node. Only `completed` rows have comparable
+    figures. A row is `completed` if all its repeats are."""
+    message: str | None = None
+    """Why it did not complete, as the failing rank reported it, or why it is not supported."""
+    phase: Annotated[str | None, Column(in_csv=False)] = None
+    """The phase in which it failed."""
+    failure: Annotated[Failure | None, Column(in_csv=False)] = None
+    """Why it did not complete, as facts; null where it completed."""
+    parity: Literal["reference", "agrees", "parity failed"] | None = None
+    """Comparison with the baseline's training problem: `reference` (it is the baseline), `agrees` or `parity failed`;
+    null where it could not be checked, or where the row differs by design."""
+    parity_message: str | None = None
+    """Both values and the tolerance where parity failed; what differs where it does so by design."""
+    tokens_per_second_per_gpu: Annotated[
+        Measured,
+        Column("tokens/s\nper {process}", speed, unit="tokens/s", repeats=Repeats.COMMON_STEPS, is_speed=True),
+    ] = None
+    """`tokens_per_second` over `world_size`."""
+    ratio_to_reference: Annotated[Measured, Column("ratio to\n{baseline}", fixed(3), is_speed=True)] = None
+    """Tokens per second without padding over the baseline's with the same `world_size`: rows with other batches pad the
+    same sequences otherwise. Null without a baseline, or where the row did not complete or failed parity."""
+    num_params: Count | None = None
+    """Parameters of the whole model."""
+    num_trainable_params: Count | None = None
+    """Parameters that are trained."""
+    parameter_bytes: Annotated[Bytes, Column("param.\n{unit}", unit="bytes", repeats=Repeats.MIDDLE)] = None
+    """Weights of one rank between steps, the maximum over ranks, offloaded ones included."""
+    gradient_bytes: Annotated[Bytes, Column("grad.\n{unit}", unit="bytes", repeats=Repeats.MIDDLE)] = None
+    """Gradients of one rank before the optimizer step, the maximum over ranks."""
+    optimizer_bytes: Annotated[Bytes, Column("optim.\n{unit}", unit="bytes", repeats=Repeats.MIDDLE)] = None
+    """Optimizer states and fp32 master weights of one rank, the maximum over ranks."""
+    accumulated_gradient_bytes: Annotated[Bytes, Column(unit="bytes", repeats=Repeats.MIDDLE)] = None
+    """Gradients of one rank between the accumulation steps of the first step, the maximum over ranks."""
+    accumulate: Annotated[str | None, Column(repeats=Repeats.MIDDLE)] = None
+    """Gradients between accumulation steps, as the ranks attested them: `sharded` or `whole`; null where the first step
+    has one accumulation step."""
+    compute_dtype: Annotated[str | None, Column(repeats=Repeats.MIDDLE, in_csv=False)] = None
+    """Dtype of the forward and backward passes."""
+    layout: Annotated[str | None, Column("layout", repeats=Repeats.MIDDLE, only_if_known="layout")] = None
+    """Degrees of parallelism above 1, as the ranks read them back: `dp_shard 2 x tp 2`; null for data parallelism
+    alone."""
+    num_nodes: Annotated[PositiveCount | None, Column("nodes", fixed(0), repeats=Repeats.LARGEST_OF_ALL)] = None
+    """Nodes that its ranks ran on, by their host names."""
+    attestation_sha256: Annotated[str | None, Column(repeats=Repeats.MIDDLE)] = None
+    """Digest of the run's attestation.json."""
+    startup_seconds: Annotated[Measured, Column("start-up s", fixed(1), unit="s", repeats=Repeats.MEDIAN_OF_ALL)] = None
+    """From launch to the first step: processes, imports (not of a warm start on a CPU), data, model and engine."""
+    wall_seconds: Annotated[Measured, Column("wall s", fixed(1), unit="s", repeats=Repeats.MEDIAN)] = None
+    """From launch to exit: start-up, untimed steps and saving included."""
+    goodput_fraction: Annotated[Fraction, Column("goodput", percent, repeats=Repeats.MEDIAN_OF_ALL)] = None
+    """Time of steps that were kept, without waiting, over the time while processes of the run existed (0 to 1); a short
+    trial is start-up for the most part."""
+    checkpoint_seconds: Annotated[Measured, Column(unit="s", repeats=Repeats.MEDIAN_OF_ALL)] = None
+    """Training stood still for saves."""
+    evaluation_seconds: Annotated[Measured, Column(unit="s", repeats=Repeats.MEDIAN_OF_ALL)] = None
+    """Evaluations."""
+    restart_seconds: Annotated[Measured, Column(unit="s", repeats=Repeats.MEDIAN_OF_ALL)] = None
+    """From each fault to the first step after it."""
+    lost_seconds: Annotated[Measured, Column(unit="s", repeats=Repeats.MEDIAN_OF_ALL)] = None
+    """Steps that were trained again, and the time until a fault ended the processes."""
+    waiting_seconds: Annotated[Measured, Column(unit="s", repeats=Repeats.MEDIAN_OF_ALL)] = None
+    """In kept steps: until every rank had its batch, and for the slowest rank."""
+    run_folder: Annotated[str, Column(repeats=Repeats.MIDDLE)] = ""
+    """The trial's run folder, relative to `results.json`."""
+    command: Annotated[str, AfterValidator(hide_secrets)] = ""
+    """The command that runs the trial again; each secret is `***`."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _withhold_unsupported_claims(cls, values: Any) -> Any:
+        """Drop the speeds of a row that trained another problem, and the ratio of one that did not complete."""
+        if not isinstance(values, dict):
+            return values
+        if values.get("parity") == PARITY_FAILED:
+            speeds = [key for key in cls.model_fields if column_of(cls, key).is_speed]
+            values = values | dict.fromkeys(speeds) | {"step_seconds": ()}
+        if values.get("status") != status.COMPLETED:
+            values = values | {"ratio_to_reference": None}
+        return values
+
+    @property
+    def key(self) -> RowKey:
+        """The row that it is, or that it is a repeat of."""
+        return RowKey(preset=self.preset, world_size=self.world_size)
+
+    @property
+    def completed(self) -> bool:
+        """All steps ran: only then are there figures to compare."""
+        return self.status == status.COMPLETED
+
+    @property
+    def out_of_memory(self) -> bool:
+        """It did not fit, on a GPU or on the host."""
+        return self.status in (status.OUT_OF_MEMORY, status.HOST_OUT_OF_MEMORY)
+
+    @property
+    def failed_parity(self) -> bool:
+        """It completed, and trained another problem than the baseline."""
+        return self.completed and self.parity == PARITY_FAILED
+
+    @property
+    def comparable(self) -> bool:
+        """It completed, and is known to have trained the baseline's problem."""
+        return self.completed and self.parity in ("reference", "agrees")
+
+    @property
+    def status_text(self) -> str:
+        """The status as tables show it."""
+        return PARITY_FAILED if self.failed_parity else self.status
+
+    @property
+    def model_state_bytes(self) -> int | None:
+        """Parameters, gradients and optimizer states of one rank; None where one of them is unknown."""
+        parts = (self.parameter_bytes, self.gradient_bytes, self.optimizer_bytes)
+        known = [part for part in parts if part is not None]
+        return sum(known) if len(known) == len(parts) else None
+
+
+class RunRecord(Measurements, _Outcome):
+    """One run: a repeat of a row, in processes of its own."""
+
+    repeat: Count
+    """The repeat of its row, from 0."""
+    position: Count
+    """Place in the running order, from 0."""
+    problem: TrainedProblem | None = None
+    """What was trained, as the ranks attested it; parity compares these values."""
+
+
+class SideRunFigures(Model):
+    """What a run that no speed counts adds to a row."""
+
+    communication_fraction: Annotated[Measured, Column("communication", percent)] = None
+    """Time in collectives over the time of the profiled steps, mean over ranks (0 to 1); from a run that no speed
+    counts; null without `--profile`."""
+    exposed_communication_fraction: Annotated[Measured, Column("of it exposed", percent)] = None
+    """The part of `communication_fraction` during which nothing is computed."""
+    save_seconds: Annotated[Measured, Column("save s", fixed(1), unit="s")] = None
+    """One complete checkpoint, to its last checksum, in a run that no speed counts; null without `--measure-save`."""
+    save_bytes: Annotated[Bytes, Column("checkpoint GiB", GIB_UNIT.text, unit="bytes")] = None
+    """Size of that checkpoint, files of all ranks."""
+    timeline: Annotated[Timeline | None, Column(in_csv=False)] = None
+    """One profiled step on every rank; null without `--profile`."""
+
+
+def tenths_of_percent(fraction: float) -> str:
+    """Format a fraction as a percentage with one digit after the point."""
+    return percent(fraction, 1)
+
+
+class Row(SideRunFigures, Figures, _Outcome):
+    """One preset with one number of processes, over all its repeats."""
+
+    repeats: Count = 0
+    """Repeats that completed."""
+    group: str | None = None
+    """What sets the row apart by design, such as `ddp_comm_hook int8`: its losses are not compared with the baseline's,
+    and it is ranked only within its group. Null: it trains the baseline's problem."""
+    per_device_train_batch_size: Annotated[
+        PositiveCount | None, Column("micro-\nbatch", fixed(0), only_if_known="own_batch")
+    ] = None
+    """Sequences per accumulation step and rank in this row."""
+    step_seconds_interval: Annotated[Interval | None, Column(unit="s", is_speed=True, in_csv=False)] = None
+    """95 % confidence interval `[low, high]` of `step_seconds_median` over repeats; null with fewer than two."""
     tokens_per_second_interval: Annotated[
         Interval | None,
         Column(
-            "95 % confidence interval `[low, high]` of `tokens_per_second` over repeats; null with fewer than two.",
+            "95 %\ninterval",
+            interval(speed),
             unit="tokens/s",
             is_speed=True,
             in_csv=False,
-            display=Display(
-                heading="95 %\ninterval", format=interval(speed), only_if_known="tokens_per_second_interval"
-            ),
+            only_if_known="tokens_per_second_interval",
         ),
-    ]
+    ] = None
+    """95 % confidence interval `[low, high]` of `tokens_per_second` over repeats; null with fewer than two."""
     ratio_interval: Annotated[
         Interval | None,
-        Column(
-            "Confidence interval `[low, high]` of `ratio_to_reference`, at `method.ratio_confidence`; null with fewer"
-            " than two repeats of either.",
-            is_speed=True,
-            in_csv=False,
-            display=Display(
-                heading="its\ninterval", format=interval(lambda bound: number(bound, 3 if bound < 100 else 0))
-            ),
-        ),
-    ]
-    difference: Annotated[
-        Difference | None,
-        Column(
-            "`faster` or `slower` than the baseline where `ratio_interval` excludes 1, else `no difference seen`;"
-            " `reference` for the baseline itself; null without an interval.",
-            is_speed=True,
-        ),
-    ]
-    rank: Annotated[
-        PositiveCount | None,
-        Column(
-            "Place by speed among the rows of its `world_size` and `group`, 1 the fastest; null unless intervals"
-            " separate it from every other.",
-            is_speed=True,
-            display=Display(heading="place\nby speed", format=fixed(0)),
-        ),
-    ]
-    rank_skew: RankSkew
-    failure: FailureFacts
-    speed_up: Annotated[
-        Measured,
-        Column(
-            "`tokens_per_second` over that of the same preset with the fewest processes; null where it ran with a"
-            " single number of processes.",
-            is_speed=True,
-            display=Display(heading="speed-up", format=fixed(2)),
-        ),
-    ]
-    scaling_efficiency: Annotated[
-        Measured,
-        Column(
-            "`speed_up` over the ratio of the numbers of processes; 1 is ideal.",
-            is_speed=True,
-            display=Display(heading="of ideal", format=percent),
-        ),
-    ]
-
-
-class Row(Readings, _Claims):
-    """One preset with one number of processes, over all its repeats.
-
-    Results from before a key was recorded lack it: those keys have a default.
-    """
-
-    model_config = ConfigDict(
-        json_schema_extra={
-            "allOf": [
-                {
-                    "if": {
-                        "anyOf": [
-                            {"properties": {"status": {"not": {"const": "completed"}}}},
-                            {"properties": {"parity": {"const": "parity failed"}}},
-                        ]
-                    },
-                    "then": {"properties": {"ratio_to_reference": {"type": "null"}}},
-                },
-                {
-                    "if": {"properties": {"parity": {"const": "parity failed"}}, "required": ["parity"]},
-                    "then": {"properties": {"tokens_per_second": {"type": "null"}, "rank": {"type": "null"}}},
-                },
-            ]
-        }
-    )
-
-    planned_peak_bytes: Annotated[
-        Bytes,
-        Column(
-            "Peak of one rank that the planner predicts, as the GPU reports it: with CUDA context and fragmentation;"
-            " null on a CPU or without a plan.",
-            unit="bytes",
-            display=Display(heading="peak\nplanned\n{unit}"),
-        ),
+        Column("its\ninterval", interval(lambda end: number(end, 3 if end < 100 else 0)), is_speed=True, in_csv=False),
     ] = None
-    planned_allocated_bytes: Annotated[
-        Bytes,
-        Column(
-            "The part of it that the allocator holds at the peak: compare with `peak_allocated_bytes`; null without a"
-            " plan.",
-            unit="bytes",
-        ),
-    ] = None
-    flops_per_token: Annotated[
-        FlopsPerToken | None,
-        Column("FLOPs of one token; null where the model's shape is unknown.", in_csv=False),
-    ] = None
-    mfu: Annotated[
-        Measured,
-        Column(
-            "Model FLOPs utilisation: `flops_per_token.causal` times `tokens_per_second_per_gpu`, padding included,"
-            " over the GPU's dense peak in the compute dtype (0 to 1); null on a CPU or an unlisted GPU.",
-            is_speed=True,
-            display=Display(heading="MFU", format=tenths_of_percent, only_if_known="mfu"),
-        ),
-    ] = None
-    mfu_full_attention: Annotated[
-        Measured,
-        Column(
-            "The same with `flops_per_token.full_attention`, as most published figures count.",
-            is_speed=True,
-            display=Display(heading="MFU, full\nattention", format=tenths_of_percent),
-        ),
-    ] = None
-    hfu: Annotated[
-        Measured,
-        Column(
-            "Hardware FLOPs utilisation: the same with `flops_per_token.hardware`.",
-            is_speed=True,
-            display=Display(heading="HFU", format=tenths_of_percent),
-        ),
-    ] = None
+    """Confidence interval `[low, high]` of `ratio_to_reference`, at `method.ratio_confidence`; null with fewer than two
+    repeats of either."""
+    difference: Annotated[Difference | None, Column(is_speed=True)] = None
+    """`faster` or `slower` than the baseline where `ratio_interval` excludes 1, else `no difference seen`; `reference`
+    for the baseline itself; null without an interval."""
+    rank: Annotated[PositiveCount | None, Column("place\nby speed", fixed(0), is_speed=True)] = None
+    """Place by speed among the rows of its `world_size` and `group`, 1 the fastest; null unless intervals separate it
+    from every other."""
+    speed_up: Annotated[Measured, Column("speed-up", fixed(2), is_speed=True)] = None
+    """`tokens_per_second` over that of the same preset with the fewest processes; null where it ran with a single
+    number of processes."""
+    scaling_efficiency: Annotated[Measured, Column("of ideal", percent, is_speed=True)] = None
+    """`speed_up` over the ratio of the numbers of processes; 1 is ideal."""
+    planned_peak_bytes: Annotated[Bytes, Column("peak\nplanned\n{unit}", unit="bytes")] = None
+    """Peak of one rank that the planner predicts, as the GPU reports it: with CUDA context and fragmentation; null on a
+    CPU or without a plan."""
+    planned_allocated_bytes: Annotated[Bytes, Column(unit="bytes")] = None
+    """The part of it that the allocator holds at the peak: compare with `peak_allocated_bytes`; null without a plan."""
+    flops_per_token: Annotated[FlopsPerToken | None, Column(in_csv=False)] = None
+    """FLOPs of one token; null where the model's shape is unknown."""
+    mfu: Annotated[Measured, Column("MFU", tenths_of_percent, is_speed=True, only_if_known="mfu")] = None
+    """Model FLOPs utilisation: `flops_per_token.causal` times `tokens_per_second_per_gpu`, padding included, over the
+    GPU's dense peak in the compute dtype (0 to 1); null on a CPU or an unlisted GPU."""
+    mfu_full_attention: Annotated[Measured, Column("MFU, full\nattention", tenths_of_percent, is_speed=True)] = None
+    """The same with `flops_per_token.full_attention`, as most published figures count."""
+    hfu: Annotated[Measured, Column("HFU", tenths_of_percent, is_speed=True)] = None
+    """Hardware FLOPs utilisation: the same with `flops_per_token.hardware`."""
     cost_per_million_tokens: Annotated[
         Measured,
-        Column(
-            "Price of a million non-padding tokens, in the currency of `price_per_gpu_hour`; null on a CPU or without a"
-            " price.",
-            is_speed=True,
-            display=Display(heading="cost per\n10⁶ tokens", format=price, only_if_known="cost_per_million_tokens"),
-        ),
+        Column("cost per\n10⁶ tokens", "{:.3g}".format, is_speed=True, only_if_known="cost_per_million_tokens"),
     ] = None
-    communication_fraction: CommunicationFraction = None
-    exposed_communication_fraction: ExposedCommunicationFraction = None
-    save_seconds: SaveSeconds = None
-    save_bytes: SaveBytes = None
-    timeline: TimelineOrNone = None
-    per_device_train_batch_size: Annotated[
-        PositiveCount | None,
-        Column(
-            "Sequences per accumulation step and rank in this row; null in results from before it was recorded.",
-            display=Display(heading="micro-\nbatch", format=fixed(0), only_if_known="own_batch"),
-        ),
-    ] = None
-    probes: Annotated[
-        Annotated[tuple[Probe, ...], MaxLen(1000)] | None,
-        Column(
-            "Sizes that the search for the largest micro-batch tried, by size; null without `--find-max-batch`.",
-            in_csv=False,
-        ),
-    ] = None
-    phase: Annotated[str | None, Column("The phase in which it failed.", in_csv=False)] = None
-    compute_dtype: Annotated[
-        str | None, Column("Dtype of the forward and backward passes.", repeats=Repeats.MIDDLE, in_csv=False)
-    ] = None
-    accumulate: Accumulate = None
-    accumulated_gradient_bytes: AccumulatedGradientBytes = None
-    layout: RowLayout = None
-    goodput_fraction: GoodputFraction = None
-    checkpoint_seconds: CheckpointSeconds = None
-    evaluation_seconds: EvaluationSeconds = None
-    restart_seconds: RestartSeconds = None
-    lost_seconds: LostSeconds = None
-    waiting_seconds: WaitingSeconds = None
-    num_nodes: NumNodes = None
+    """Price of a million non-padding tokens, in the currency of `price_per_gpu_hour`; null on a CPU or without a
+    price."""
+    probes: Annotated[tuple[Probe, ...] | None, Column(in_csv=False)] = None
+    """Sizes that the search for the largest micro-batch tried, by size; null without `--find-max-batch`."""
 
     @property
     def own_batch(self) -> int | None:
         """The micro-batch of a row that may have another one than the baseline: it was searched, or ranks share it."""
         return self.per_device_train_batch_size if self.probes or self.layout else None
-
-    @property
-    def several_nodes(self) -> int | None:
-        """The nodes of a row that ran on more than one."""
-        return self.num_nodes if self.num_nodes != 1 else None
 
     @property
     def useful_speed(self) -> float:

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import fields
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from pydantic import ValidationError
 
-from toolkit.compare.ledger import RunRecord, SideRunKind, SideRunRecord
-from toolkit.compare.result_values import Failure, Timeline, TimelineRank, TrainedProblem
-from toolkit.compare.run_files import (
+from toolkit.compare.ledger import SideRunKind, SideRunRecord
+from toolkit.compare.rows import Failure, RunRecord, Timeline, TimelineRank, TrainedProblem
+from toolkit.compare.specification import Trial
+from toolkit.errors import ToolkitError
+from toolkit.files.validation import explain
+from toolkit.parallel.layout import DIMENSIONS, ParallelLayout
+from toolkit.record import status
+from toolkit.record.folder import RunFolder
+from toolkit.record.measurements import Measurements, measure, read_steps
+from toolkit.record.run_files import (
     AttestedRank,
     Profile,
     RecordedAttestation,
@@ -22,24 +28,15 @@ from toolkit.compare.run_files import (
     read_run,
     read_run_file,
 )
-from toolkit.compare.specification import Trial
-from toolkit.errors import ToolkitError
-from toolkit.files.validation import explain
-from toolkit.parallel.layout import DIMENSIONS, ParallelLayout
-from toolkit.record import status
-from toolkit.record.folder import RunFolder
-from toolkit.record.measurements import Measurements, measure, read_steps
 
 # What the training script understood, defaults included; every other fact of a problem is attested by each rank.
 SPECIFIED = ("global_batch_size", "learning_rate", "seed", "max_steps")
-COMPUTED = ("layout", "ranks", "promised_masters")
+COMPUTED = ("layout", "ranks", "expected_masters")
 ATTESTED = tuple(key for key in TrainedProblem.model_fields if key not in (*SPECIFIED, *COMPUTED))
-# What a record takes from the measurements as it is: everything that has the same name.
-MEASURED = tuple(item.name for item in fields(Measurements) if item.name in RunRecord.model_fields)
 
 
 def read_run_record(
-    trial: Trial, folder: RunFolder, comparison_folder: Path, *, untimed_steps: int, position: int
+    trial: Trial, folder: RunFolder, comparison_folder: Path, *, untimed_steps: int, position: int = 0
 ) -> RunRecord:
     """Return everything that one finished run shows; nothing but its run folder is read.
 
@@ -49,37 +46,33 @@ def read_run_record(
     failure = read_run_file(folder.failure_json, RecordedFailure)
     attestation = read_run_file(folder.attestation_json, RecordedAttestation)
     measured = measure(read_steps(folder), untimed_steps=untimed_steps)
-    speed, losses = measured.tokens_per_second, measured.losses
+    speed, goodput = measured.tokens_per_second, run.goodput or RecordedGoodput()
     try:
         problem = trained_problem(run, attestation)
         return RunRecord.model_validate(
             {
+                **dict(measured),
+                **_model_states(attestation.ranks or (AttestedRank(),)),
+                **goodput.model_dump(exclude={"fraction"}),
+                "goodput_fraction": goodput.fraction,
                 "trial": trial.id,
                 "preset": trial.row.preset,
                 "world_size": trial.row.world_size,
+                "repeat": trial.repeat,
+                "position": position,
                 "status": run.status,
                 "message": failure.message,
                 "phase": failure.phase,
-                "parity": None,
-                "parity_message": None,
-                "ratio_to_reference": None,
-                **{key: getattr(measured, key) for key in MEASURED},
+                "failure": read_failure(run, failure, measured),
                 "tokens_per_second_per_gpu": None if speed is None else speed / trial.row.world_size,
-                "first_loss": losses[0] if losses else None,
-                "last_loss": losses[-1] if losses else None,
                 "memory_by_phase": measured.memory_by_phase or failure.memory_by_phase,
-                **_model_states(attestation.ranks or (AttestedRank(),)),
                 "layout": problem.layout if isinstance(problem.layout, str) else None,
+                "num_nodes": len(run.nodes) or None,
                 "attestation_sha256": attestation.sha256,
+                "startup_seconds": startup_seconds(run),
                 "wall_seconds": run.wall_seconds,
                 "run_folder": str(folder.path.relative_to(comparison_folder)),
                 "command": run.command,
-                "repeat": trial.repeat,
-                "position": position,
-                "startup_seconds": startup_seconds(run),
-                "num_nodes": len(run.nodes) or None,
-                **_goodput(run),
-                "failure": read_failure(run, failure, measured),
                 "problem": problem,
             }
         )
@@ -91,22 +84,20 @@ def read_side_run(record: RunRecord, folder: RunFolder, kinds: Sequence[SideRunK
     """Return a side run's record, with its profile and its checkpoint as far as it has them."""
     run = read_run(folder)
     profile = run.profile or Profile()
+    steps = profile.steps or ()
+    total = sum(step.step_seconds for step in steps)
+    communication = sum(step.communication_seconds for step in steps)
+    exposed = sum(step.exposed_communication_seconds for step in steps)
     saved = next((save for save in run.saves or () if save.kind == "checkpoint"), None)
     return SideRunRecord.of(
         record,
         kinds=kinds,
-        communication_fraction=fraction_of_steps(profile, "communication_seconds"),
-        exposed_communication_fraction=fraction_of_steps(profile, "exposed_communication_seconds"),
+        communication_fraction=communication / total if total else None,
+        exposed_communication_fraction=exposed / total if total else None,
         timeline=read_timeline(profile),
         save_seconds=saved.seconds if saved else None,
         save_bytes=saved.bytes if saved else None,
     )
-
-
-def _goodput(run: RecordedRun) -> dict[str, float | None]:
-    """The columns of the run's goodput."""
-    facts = (run.goodput or RecordedGoodput()).model_dump()
-    return {"goodput_fraction" if name == "fraction" else name: value for name, value in facts.items()}
 
 
 def startup_seconds(run: RecordedRun) -> float | None:
@@ -138,31 +129,12 @@ def read_failure(run: RecordedRun, failure: RecordedFailure, measured: Measureme
 def trained_problem(run: RecordedRun, attestation: RecordedAttestation) -> TrainedProblem:
     """Return what was trained, from what the ranks attest and from the arguments that the script understood."""
     ranks, spec = attestation.ranks or (), run.spec or {}
-    facts: dict[str, Any] = {fact: _shared([rank.fact(fact) for rank in ranks]) for fact in ATTESTED}
+    facts: dict[str, Any] = {fact: _shared([getattr(rank, fact, None) for rank in ranks]) for fact in ATTESTED}
     facts |= {fact: spec.get(fact) for fact in SPECIFIED}
     masters = attestation.expected.master_dtype if attestation.expected else None
-    layout = _shared([_layout(rank) for rank in ranks])
-    return TrainedProblem(**facts, layout=layout, ranks=len(ranks), promised_masters=masters)
-
-
-def _layout(rank: AttestedRank) -> str | None:
-    """The degrees of parallelism above 1, in words; None for data parallelism alone."""
-    degrees = rank.layout
-    return None if degrees is None else str(ParallelLayout(**{name: degrees.get(name, 1) for name in DIMENSIONS}))
-
-
-def fraction_of_steps(
-    profile: Profile, part: Literal["communication_seconds", "exposed_communication_seconds"]
-) -> float | None:
-    """Return the seconds of a part over those of the profiled steps, all ranks together.
-
-    >>> step = {"step_seconds": 1.0, "communication_seconds": 0.25, "exposed_communication_seconds": 0.0}
-    >>> fraction_of_steps(Profile.model_validate({"steps": [step]}), "communication_seconds")
-    0.25
-    """
-    steps = profile.steps or ()
-    total = sum(step.step_seconds for step in steps)
-    return sum(getattr(step, part) for step in steps) / total if total else None
+    degrees = [rank.layout and {name: rank.layout.get(name, 1) for name in DIMENSIONS} for rank in ranks]
+    layout = _shared([None if own is None else str(ParallelLayout(**own)) for own in degrees])
+    return TrainedProblem(**facts, layout=layout, ranks=len(ranks), expected_masters=masters)
 
 
 def read_timeline(profile: Profile) -> Timeline | None:
@@ -193,9 +165,7 @@ def _shared(values: list[Any]) -> Any:
 def _model_states(ranks: Sequence[AttestedRank]) -> dict[str, Any]:
     """Model states of the rank that holds most of each, as attested."""
     parts = ("parameter_bytes", "gradient_bytes", "optimizer_bytes", "accumulated_gradient_bytes")
-    facts = ("num_params", "num_trainable_params", "compute_dtype", "accumulate")
+    shared = ("num_params", "num_trainable_params", "compute_dtype", "accumulate")
     known = {part: [size for rank in ranks if (size := getattr(rank, part)) is not None] for part in parts}
-    return {
-        **{part: max(sizes, default=None) for part, sizes in known.items()},
-        **{key: getattr(ranks[0], key) for key in facts},
-    }
+    largest = {part: max(sizes, default=None) for part, sizes in known.items()}
+    return largest | {key: getattr(ranks[0], key) for key in shared}

@@ -7,12 +7,11 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 from toolkit.cluster.allocation import Allocation
-from toolkit.compare.ledger import LEDGER_FILE, Ledger, LedgerRecord, RunRecord, TrialRecord, trials_of
-from toolkit.compare.result_values import RowKey
-from toolkit.compare.run_files import read_run
+from toolkit.compare.console_progress import ConsoleProgress
+from toolkit.compare.ledger import LEDGER_FILE, Ledger, LedgerRecord, TrialRecord, trials_of
+from toolkit.compare.rows import RowKey
 from toolkit.compare.run_record import read_run_record
 from toolkit.compare.specification import ComparisonSpec, Trial
 from toolkit.errors import ToolkitError
@@ -23,29 +22,11 @@ from toolkit.launch.options import TrainOptions
 from toolkit.launch.warm_start import WarmStart
 from toolkit.record import status
 from toolkit.record.folder import RunFolder
+from toolkit.record.run_files import read_run
 from toolkit.rehearse.rehearsed_rank import refuse_rehearsals
 
 # Ranks notice within seconds that the launcher is gone; a save that is under way may take longer.
 ORPHAN_SECONDS = 120.0
-
-
-class TrialProgress(Protocol):
-    """Receives what happens while the runs of a comparison take place."""
-
-    def start(self, name: str) -> None:
-        """Report that a trial or a side run starts."""
-
-    def output_line(self, line: str) -> None:
-        """Receive a line of the current run's output."""
-
-    def finish(self, record: RunRecord, *, from_ledger: bool = False) -> None:
-        """Report the outcome of a trial or a side run; `from_ledger` if an earlier command ran it."""
-
-    def finish_probe(self, record: RunRecord) -> None:
-        """Report the outcome of a probe, which is not counted."""
-
-    def skip(self, name: str, reason: str) -> None:
-        """Report a trial that is not run."""
 
 
 class ComparisonInterrupted(Exception):
@@ -62,7 +43,7 @@ class Runner:
     """Of one run, which then ends as `timed_out`."""
     nvme: Mapping[str, NvmeDisk | None]
     """The disk of each preset that swaps to one, by the name under which the preset is compared."""
-    progress: TrialProgress
+    progress: ConsoleProgress
     warm_start: WarmStart | None = None
     """Runs are forked from it; None starts each cold."""
     allocation: Allocation | None = None

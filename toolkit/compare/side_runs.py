@@ -12,8 +12,8 @@ from __future__ import annotations
 import shutil
 from collections.abc import Mapping, Sequence
 
-from toolkit.compare.ledger import LedgerRecord, SideRunKind, side_runs_of, trials_of
-from toolkit.compare.result_values import RowKey
+from toolkit.compare.ledger import SideRunKind, side_runs_of, trials_of
+from toolkit.compare.rows import RowKey
 from toolkit.compare.run_record import read_run_record, read_side_run
 from toolkit.compare.runner import Runner
 from toolkit.compare.specification import Trial
@@ -41,15 +41,11 @@ def run_side_runs(
     """
     for row in runner.spec.rows():
         records = runner.ledger.read()
-        missing = [kind for kind in kinds if _lacks(records, row, kind, retry_failed=retry_failed)]
+        last = {kind: next(reversed(side_runs_of(records, row, kind)), None) for kind in kinds}
+        missing = [kind for kind, run in last.items() if run is None or (retry_failed and not run.completed)]
         # A row without a completed trial ran out of memory, and would do so again.
         if row.name not in unsupported and missing and any(trial.completed for trial in trials_of(records, row)):
             _run(runner, row, missing)
-
-
-def _lacks(records: Mapping[str, LedgerRecord], row: RowKey, kind: SideRunKind, *, retry_failed: bool) -> bool:
-    runs = side_runs_of(records, row, kind)
-    return not runs or (retry_failed and not runs[-1].completed)
 
 
 def _run(runner: Runner, row: RowKey, kinds: Sequence[SideRunKind]) -> None:
@@ -60,7 +56,7 @@ def _run(runner: Runner, row: RowKey, kinds: Sequence[SideRunKind]) -> None:
     for checkpoint in run_folder.path.glob("checkpoint-*"):
         shutil.rmtree(checkpoint, ignore_errors=True)  # its size and seconds are recorded; nothing resumes from it
     trial = Trial(row=row, repeat=0)
-    measured = read_run_record(trial, run_folder, runner.folder, untimed_steps=untimed_steps, position=0)
+    measured = read_run_record(trial, run_folder, runner.folder, untimed_steps=untimed_steps)
     record = read_side_run(measured.updated(trial=name), run_folder, kinds)
     runner.ledger.append(record)
     runner.progress.finish(record)

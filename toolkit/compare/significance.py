@@ -24,10 +24,9 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from toolkit.compare.ledger import RunRecord
-from toolkit.compare.result_values import LARGEST, Difference, Interval, RowKey
-from toolkit.compare.rows import Row
+from toolkit.compare.rows import Difference, Row, RowKey, RunRecord
 from toolkit.compare.specification import ComparisonSpec
+from toolkit.record.columns import Interval
 
 CONFIDENCE = 0.95
 # One false claim in a hundred comparisons of a preset with itself; at 95 % it would be one in twenty. When many rows
@@ -43,7 +42,8 @@ METHOD = (
 SIMPSON_INTERVALS = 200
 # Tokens per second beyond every GPU; damaged times, not speeds, are outside of it and of its inverse.
 FASTEST = 1e30
-LARGEST_LOG = math.log(LARGEST) - 1
+# exp() of more overflows.
+LARGEST_LOG = 700.0
 
 Speeds = Mapping[RowKey, Sequence[float]]
 """Tokens per second, without padding, of each repeat of a row, over the same steps in all trials with its number of
@@ -150,7 +150,7 @@ def speeds_of(trials: Sequence[RunRecord], steps: int, *, padding: bool = True) 
         numbers = trial.timed_step_numbers[:steps]
         counted = trial.step_tokens if padding else trial.step_non_padding_tokens or trial.step_tokens
         seconds = sum(trial.step_seconds[number - 1] or 0.0 for number in numbers)
-        tokens = sum(counted[number - 1] for number in numbers)
+        tokens = sum(counted[number - 1] or 0 for number in numbers)
         speed = tokens / seconds if seconds else 0.0
         speeds.append(speed if 1 / FASTEST <= speed <= FASTEST else 0.0)
     return speeds

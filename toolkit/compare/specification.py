@@ -12,21 +12,20 @@ import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, Literal, Self
 
-from annotated_types import MaxLen, MinLen
-from pydantic import BaseModel, ConfigDict, StrictBool, ValidationError
+from annotated_types import MinLen
+from pydantic import BaseModel, ConfigDict, ValidationError
 
 from toolkit.cluster.allocation import Allocation
 from toolkit.compare.options import CompareOptions
-from toolkit.compare.result_values import Count, Integer, Name, NonNegativeReal, PositiveCount, RowKey
-from toolkit.compare.results import MAX_ROWS, MAX_TRIALS, Scaling
+from toolkit.compare.results import Scaling
+from toolkit.compare.rows import RowKey
 from toolkit.compare.variants import Variant
 from toolkit.errors import ToolkitError
 from toolkit.files.json_files import read_json_object_if_present
 from toolkit.files.secrets import hide_secrets, hide_words
 from toolkit.files.validation import explain
-from toolkit.files.value_limits import shown
 from toolkit.job.global_batch import with_accumulation
 from toolkit.job.script_arguments import (
     accumulation_steps,
@@ -40,12 +39,12 @@ from toolkit.job.script_arguments import (
 from toolkit.parallel.layout import ParallelLayout, divide_ranks
 from toolkit.presets import Preset
 from toolkit.presets.preset import QUANTIZED_KEYS
+from toolkit.record.columns import Count, NonNegativeReal, PositiveCount
 from toolkit.record.folder import write_json
 
 BATCH_ARGUMENT = "per_device_train_batch_size"
 SPEC_FILE = "comparison.json"
-OTHER = "name another folder: `--output-dir DIR`"
-SPEC_VERSION = 2  # version 1 had one repeat of each trial
+OTHER_FOLDER = "name another folder: `--output-dir DIR`"
 # Half the 95 % CI of a trial's median step, over the median. Offloading waits for host memory, and a CPU for its
 # neighbors: both vary more from step to step.
 TARGET_INTERVAL_ON_GPU, TARGET_INTERVAL_ON_CPU = 0.01, 0.03
@@ -71,25 +70,32 @@ class ExpectedStrategy(BaseModel):
 
     engine: str
     sharding: str
-    quantises: StrictBool
+    quantises: bool
     """True if the preset quantizes what it communicates."""
     parallel: tuple[str, ...] = ()
     """Dimensions of parallelism; empty for data parallelism alone."""
-    sharded_at_load: StrictBool = False
+    sharded_at_load: bool = False
 
-
-# Attributes of `ComparisonSpec` that comparison.json has under another key.
-_JSON_KEYS = {"expected": "promises", "preset_sources": "loads", "world_sizes": "num_processes"}
+    @classmethod
+    def of(cls, preset: Preset) -> Self:
+        """Return what the trials of a preset must report."""
+        zero = (preset.deepspeed_config() or {}).get("zero_optimization") or {}
+        return cls(
+            engine=preset.engine,
+            sharding=preset.sharding,
+            quantises=any(zero.get(key) for key in QUANTIZED_KEYS),
+            parallel=preset.parallel,
+            sharded_at_load=preset.sharded_at_load,
+        )
 
 
 class ComparisonSpec(BaseModel):
     """What is compared; two comparisons with equal specifications may share a folder."""
 
-    model_config = ConfigDict(
-        frozen=True, populate_by_name=True, alias_generator=lambda name: _JSON_KEYS.get(name, name)
-    )
+    model_config = ConfigDict(frozen=True)
 
-    presets: Annotated[tuple[Name, ...], MinLen(1), MaxLen(500)]
+    schema_version: Literal[1] = 1
+    presets: Annotated[tuple[str, ...], MinLen(1)]
     """Names of the presets, then of the variants."""
     preset_files: dict[str, dict[str, str]]
     """Name to the text of each file of its preset."""
@@ -99,16 +105,16 @@ class ComparisonSpec(BaseModel):
     """Name to what `load_preset` takes."""
     extra_arguments: dict[str, tuple[str, ...]]
     """Name of a variant to the training arguments that it alone has."""
-    world_sizes: Annotated[tuple[PositiveCount, ...], MinLen(1), MaxLen(100)]
+    world_sizes: Annotated[tuple[PositiveCount, ...], MinLen(1)]
     training_arguments: tuple[str, ...]
     untimed_steps: Count
-    reference: Name
+    reference: str
     """Name of the baseline."""
-    cpu: StrictBool
+    cpu: bool
     processes_per_node: PositiveCount | None = None
     """Ranks on each node of a SLURM job; None where all trials run on one node, without it."""
     repeats: PositiveCount = 1
-    order_seed: Integer = 0
+    order_seed: int = 0
     target_interval: NonNegativeReal | None = None
     """None runs all steps."""
     trial_minutes: NonNegativeReal | None = None
@@ -224,16 +230,10 @@ class ComparisonSpec(BaseModel):
 
     def as_json(self) -> dict[str, Any]:
         """Return the content of comparison.json, in which each secret is `***`."""
-        content = self.model_dump(mode="json", by_alias=True)
-        # Comparisons from before these were recorded lack them, and are resumed.
-        if self.processes_per_node is None:
-            del content["processes_per_node"]
-        content["promises"] = {
-            name: own.model_dump(mode="json", exclude_defaults=True) for name, own in self.expected.items()
-        }
+        content = self.model_dump(mode="json")
         content["training_arguments"] = hide_words(self.training_arguments)
         content["extra_arguments"] = {name: hide_words(words) for name, words in self.extra_arguments.items()}
-        return {"schema_version": SPEC_VERSION, **hide_secrets(content)}
+        return dict(hide_secrets(content))
 
 
 def make_specification(options: CompareOptions, variants: Sequence[Variant]) -> ComparisonSpec:
@@ -242,11 +242,19 @@ def make_specification(options: CompareOptions, variants: Sequence[Variant]) -> 
     baseline = options.baseline or ("ddp" if "ddp" in names else names[0])
     if baseline not in names:
         raise ToolkitError(f"--baseline {baseline} is not among the presets compared: {', '.join(names)}")
-    scaling = _scaling(options)
+    scaling, target_interval = _scaling(options), options.target_interval
+    if target_interval is None:
+        offloads = any(variant.preset.offload_optimizer or variant.preset.offload_param for variant in variants)
+        target_interval = TARGET_INTERVAL_ON_CPU if options.on_cpu or offloads else TARGET_INTERVAL_ON_GPU
+    batches = {}
+    if scaling == "strong":
+        by_size = strong_scaling_batches(read_arguments(options.training_arguments), options.world_sizes)
+        keys = [RowKey(preset=name, world_size=size) for size in by_size for name in names]
+        batches = {key.name: by_size[key.world_size] for key in keys}
     spec = ComparisonSpec(
         presets=tuple(names),
         preset_files={variant.name: variant.preset.texts() for variant in variants},
-        expected={variant.name: expected_strategy(variant.preset) for variant in variants},
+        expected={variant.name: ExpectedStrategy.of(variant.preset) for variant in variants},
         preset_sources={variant.name: variant.source for variant in variants},
         extra_arguments={variant.name: variant.extra_arguments for variant in variants if variant.extra_arguments},
         world_sizes=options.world_sizes,
@@ -257,13 +265,12 @@ def make_specification(options: CompareOptions, variants: Sequence[Variant]) -> 
         processes_per_node=options.nproc_per_node,
         repeats=options.repeats,
         order_seed=options.order_seed,
-        target_interval=_target_interval(options, variants),
+        target_interval=target_interval or None,
         trial_minutes=options.trial_minutes,
         scaling=scaling,
         find_max_batch=options.find_max_batch,
-        batches=_strong_scaling(options, names) if scaling == "strong" else {},
+        batches=batches,
     )
-    _check_size(spec)
     spec = spec.with_batches(equal_global_batches(spec))
     return spec.with_batches(_accumulated_batches(spec))
 
@@ -296,26 +303,6 @@ def _accumulated_batches(spec: ComparisonSpec) -> dict[str, dict[str, int]]:
     return batches
 
 
-def expected_strategy(preset: Preset) -> ExpectedStrategy:
-    """Return what the trials of a preset must report."""
-    zero = (preset.deepspeed_config() or {}).get("zero_optimization") or {}
-    quantises = any(zero.get(key) for key in QUANTIZED_KEYS)
-    return ExpectedStrategy(
-        engine=preset.engine,
-        sharding=preset.sharding,
-        quantises=quantises,
-        parallel=preset.parallel,
-        sharded_at_load=preset.sharded_at_load,
-    )
-
-
-def _target_interval(options: CompareOptions, variants: Sequence[Variant]) -> float | None:
-    if options.target_interval is not None:
-        return options.target_interval or None
-    offloads = any(variant.preset.offload_optimizer or variant.preset.offload_param for variant in variants)
-    return TARGET_INTERVAL_ON_CPU if options.on_cpu or offloads else TARGET_INTERVAL_ON_GPU
-
-
 def _scaling(options: CompareOptions) -> Scaling | None:
     """Strong scaling where `--global_batch_size` gives every row the same batch; otherwise as the options say."""
     if not is_given(read_arguments(options.training_arguments), "global_batch_size"):
@@ -327,11 +314,6 @@ def _scaling(options: CompareOptions) -> Scaling | None:
                 f"{option} does not go with --global_batch_size, which every row keeps", hint="leave one of them out"
             )
     return None if len(options.world_sizes) == 1 else "strong"
-
-
-def _strong_scaling(options: CompareOptions, names: Sequence[str]) -> dict[str, dict[str, int]]:
-    batches = strong_scaling_batches(read_arguments(options.training_arguments), options.world_sizes)
-    return {RowKey(preset=name, world_size=size).name: batch for size, batch in batches.items() for name in names}
 
 
 def strong_scaling_batches(arguments: Mapping[str, Any], world_sizes: Sequence[int]) -> dict[int, dict[str, int]]:
@@ -365,8 +347,8 @@ def open_comparison(folder: Path, spec: ComparisonSpec, *, resume: bool) -> None
     Raises ToolkitError for a folder that holds a comparison without `resume`, that holds another comparison, or that
     cannot be written.
     """
-    present, wanted = read_json_object_if_present(folder / SPEC_FILE), spec.as_json()
-    if present is None:
+    wanted = spec.as_json()
+    if read_json_object_if_present(folder / SPEC_FILE) is None:
         try:
             write_json(folder / SPEC_FILE, wanted)
         except OSError as error:
@@ -374,72 +356,25 @@ def open_comparison(folder: Path, spec: ComparisonSpec, *, resume: bool) -> None
         return
     if not resume:
         raise ToolkitError(f"{folder} already holds a comparison", hint="add `--resume`, or name another folder")
-    found = _parse(folder, present).as_json()
-    for key in wanted | found:
-        then, now = found.get(key), wanted.get(key)
-        if then != now:
+    present = read_comparison(folder).as_json()
+    for key, now in wanted.items():
+        if present[key] != now:
             raise ToolkitError(
-                f"{folder} holds another comparison: its {key} is {_short(then)}, now {_short(now)}",
-                hint="name another folder: `--output-dir DIR`",
+                f"{folder} holds another comparison: its {key} is {_short(present[key])}, now {_short(now)}",
+                hint=OTHER_FOLDER,
             )
 
 
 def read_comparison(folder: Path) -> ComparisonSpec:
     """Return the specification in a comparison's folder. Raises ToolkitError if there is none."""
-    present = read_json_object_if_present(folder / SPEC_FILE)
-    if present is None:
+    file = folder / SPEC_FILE
+    content = read_json_object_if_present(file)
+    if content is None:
         raise ToolkitError(f"{folder} holds no comparison", hint="name a folder of `toolkit compare`")
-    return _parse(folder, present)
-
-
-def _parse(folder: Path, content: Mapping[str, Any]) -> ComparisonSpec:
-    # Single runs of an older version have no intervals, and cannot be compared with repeated trials.
-    file, version = folder / SPEC_FILE, content.get("schema_version")
-    if version == 1:
-        raise ToolkitError(
-            f"{folder} holds a comparison by an older toolkit, with single runs; it cannot be resumed",
-            hint=f"`toolkit report {folder}` still reads it; name another folder: `--output-dir DIR`",
-        )
-    if version != SPEC_VERSION or type(version) is not int:
-        raise ToolkitError(f"{file} has schema_version {shown(version)}; this toolkit reads {SPEC_VERSION}", hint=OTHER)
     try:
-        spec = ComparisonSpec.model_validate(content)
+        return ComparisonSpec.model_validate(content)
     except ValidationError as error:
-        raise ToolkitError(f"{file}: {explain(error)}", hint=OTHER) from None
-    if problem := _contradiction(spec):
-        raise ToolkitError(f"{file}: {problem}", hint=OTHER)
-    _check_size(spec)
-    return spec
-
-
-def _contradiction(spec: ComparisonSpec) -> str | None:
-    """What one key of a specification says of a preset that another does not know, or of a file that has no name."""
-    if spec.reference not in spec.presets:
-        return f"reference is {shown(spec.reference)}, expected one of presets"
-    for key in ("preset_files", "expected", "preset_sources"):
-        if missing := [name for name in spec.presets if name not in getattr(spec, key)]:
-            return f"{_JSON_KEYS.get(key, key)} has no {shown(missing[0])}, which is among presets"
-    for name, values in {"presets": spec.presets, "num_processes": spec.world_sizes}.items():
-        if len(set(values)) < len(values):
-            return f"{name} is {shown(list(values))}, expected each once"
-    if unusable := next((name for name in spec.presets if not _is_folder_name(name)), None):
-        return f"presets has {shown(unusable)}, expected the name of a folder"
-    return None
-
-
-def _check_size(spec: ComparisonSpec) -> None:
-    rows = len(spec.presets) * len(spec.world_sizes)
-    if rows > MAX_ROWS or rows * spec.repeats > MAX_TRIALS:
-        raise ToolkitError(
-            f"{rows:,} rows with {spec.repeats:,} repeats each, expected at most {MAX_ROWS:,} rows and {MAX_TRIALS:,}"
-            " trials",
-            hint="`--repeats 3`",
-        )
-
-
-def _is_folder_name(name: str) -> bool:
-    """Run folders are named by their rows, and lie in the comparison's folder."""
-    return "/" not in name and "\0" not in name and name not in (".", "..")
+        raise ToolkitError(f"{file}: {explain(error)}", hint=OTHER_FOLDER) from None
 
 
 def _short(value: object) -> str:

@@ -13,18 +13,6 @@ from toolkit.demo.assets import DATA_ATTRIBUTION, default_data_file, prepare_def
 from toolkit.entry_point import exit_code_of
 
 
-def num_processes() -> int:
-    """Return the number of GPUs, at least 2."""
-    from toolkit.hardware.gpus import count_gpus
-
-    return max(2, count_gpus())
-
-
-def _data_file() -> str:
-    print(f"data: {DATA_ATTRIBUTION}", file=sys.stderr)
-    return str(default_data_file())
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m toolkit.demo", description="Print the inputs of the demo job, and prepare them on first use."
@@ -48,9 +36,12 @@ def _print_inputs(arguments: argparse.Namespace) -> None:
     if arguments.model or arguments.prepare:
         print(prepare_default_model(hash_weights=arguments.verify))
     if arguments.data or arguments.prepare:
-        print(_data_file())
+        print(f"data: {DATA_ATTRIBUTION}", file=sys.stderr)
+        print(default_data_file())
     if arguments.num_processes:
-        print(num_processes())
+        from toolkit.hardware.gpus import count_gpus
+
+        print(max(2, count_gpus()))
 
 
 if __name__ == "__main__":

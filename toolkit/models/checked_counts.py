@@ -36,7 +36,7 @@ MIXTURES_WITH_FROZEN_EXPERTS = (
     *("axk1", "deepseek_v4", "flint", "gpt_oss", "granitemoe", "granitemoeshared", "hy_v3", "jamba", "jetmoe"),
     *("kimi_linear", "laguna", "llama4_text", "mimo_v2_flash", "minimax_m3_vl_text", "phimoe", "qwen3_5_moe_text"),
 )
-# `benchmarks/results/quantized_bytes.json`: bytes that bitsandbytes held.
+# `tests/fixtures/quantized_bytes.json`: bytes that bitsandbytes held.
 QUANTIZED = ("gemma2", "gpt2", "llama", "mistral", "mixtral", "qwen2", "qwen3")
 
 _ALL = (*WITH_FORMULAS, *DENSE, *MIXTURES_WITH_ADAPTED_EXPERTS, *MIXTURES_WITH_FROZEN_EXPERTS)

@@ -36,7 +36,7 @@ from toolkit.record.checkpoints import remove_unfinished
 from toolkit.record.folder import MEASUREMENT_VERSION, RunFolder, start_facts
 from toolkit.record.goodput import measure_goodput
 from toolkit.record.heartbeat import read_attempt_id, write_attempt_id
-from toolkit.record.measurements import PER_STEP, Measurements, drop_rows_after, measure, read_steps
+from toolkit.record.measurements import Measurements, drop_rows_after, measure, read_steps
 from toolkit.record.timeline import Moment, read_timeline
 from toolkit.units import number
 
@@ -135,11 +135,9 @@ class ObservedRun:
             return
         steps = read_steps(self.folder)
         measured = measure(steps, untimed_steps=untimed_steps)
-        summary = {name: value for name, value in asdict(measured).items() if name not in PER_STEP}
-        summary |= {"first_loss": measured.losses[0], "last_loss": measured.losses[-1]} if measured.losses else {}
         goodput = measure_goodput([*read_timeline(self.folder.timeline), Moment(unix=time.time(), phase="end")], steps)
         facts = {"goodput": goodput.facts(), "saves": [asdict(save) for save in saves]}
-        self.write_completion(measured=summary, **facts)
+        self.write_completion(measured=measured.summary(), **facts)
         print(goodput.describe(), flush=True)
         print(_last_line(measured, untimed_steps=untimed_steps, folder=self.folder.path), flush=True)
 
@@ -168,8 +166,8 @@ def _last_line(measured: Measurements, *, untimed_steps: int, folder: Path) -> s
     speed = f"{number(measured.tokens_per_second, 0)} tokens/s over {measured.timed_steps} timed"
     if measured.tokens_per_second is None:
         speed = f"none timed: untimed_steps is {untimed_steps}"
-    loss = f"loss {measured.losses[0]:.4f} to {measured.losses[-1]:.4f}; " if measured.losses else ""
-    return f"done: {measured.steps} steps, {loss}{speed}; {folder}"
+    loss = f"loss {number(measured.first_loss, 4)} to {number(measured.last_loss, 4)}; " if measured.losses else ""
+    return f"done: {len(measured.step_seconds)} steps, {loss}{speed}; {folder}"
 
 
 def copy_output_to(log: Path) -> None:

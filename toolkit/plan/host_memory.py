@@ -107,12 +107,12 @@ def _offloaded_blocks(engine: EngineSettings, weights: JobWeights, states: Model
     elif engine.offload_param == "cpu":
         yield rounded(states.parameter_bytes - states.persistent_bytes)
     if engine.offload_optimizer == "nvme":
-        # Buffers that a sub-group is read into (docs/how-to/nvme.md).
+        # Buffers that a sub-group is read into (docs/how-to/optimizers.md).
         yield 4 * FP32_BYTES * min(elements, engine.sub_group)
 
 
 def _disk(engine: EngineSettings, states: ModelStates) -> int:
-    """NVMe: master weights, Adam's states and gradients, and parameter shards (docs/how-to/nvme.md)."""
+    """NVMe: master weights, Adam's states and gradients, and parameter shards (docs/how-to/optimizers.md)."""
     swapped = 0
     if engine.offload_optimizer == "nvme":
         swapped += states.optimizer_bytes + FP32_BYTES * _optimizer_elements(states)

@@ -127,7 +127,7 @@ def compiled_zero3(case: Case) -> Answer:
         return None
     if preset.engine != "deepspeed" or not preset.shards_parameters:
         return None
-    # docs/evidence/compilation.md: 15 graph breaks in a model of two layers, and nothing is fused
+    # docs/evidence/speed-and-memory.md: 15 graph breaks in a model of two layers, and nothing is fused
     why = "ZeRO-3 gathers weights in hooks, so that the compiler's graph ends at each linear layer"
     return method_answer(case, "torch_compile", why, "`--preset fsdp2` shards the same")
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from toolkit.errors import ToolkitError
 from toolkit.record.folder import RunFolder
-from toolkit.record.measurements import Row, read_steps
+from toolkit.record.measurements import StepRow, read_steps
 from toolkit.record.timeline import ENDED, LAUNCH, RESTART, STOPPED, Moment, read_timeline
 
 PARTS = ("productive", "startup", "checkpoint", "evaluation", "restart", "lost", "waiting", "other")
@@ -102,7 +102,7 @@ class _Process:
     """None until it trains."""
     lost_seconds: float = 0.0
     ended_well: bool = False
-    kept: list[list[Row]] = field(default_factory=list)
+    kept: list[list[StepRow]] = field(default_factory=list)
     """Rows of the steps that it trained and that were kept, all ranks."""
 
     def add(self, part: str, seconds: float) -> None:
@@ -119,11 +119,11 @@ _PARTS = {
 }
 
 
-def measure_goodput(timeline: Sequence[Moment], steps: Sequence[list[Row]]) -> Goodput:
+def measure_goodput(timeline: Sequence[Moment], steps: Sequence[list[StepRow]]) -> Goodput:
     """Divide the time of a timeline; `steps` are the rows of the steps that were kept, by step and rank."""
     processes, idle = _divide(timeline)
     for step in steps:
-        trained = [one for one in processes if one.resumed_step is not None and one.resumed_step < step[0]["step"]]
+        trained = [one for one in processes if one.resumed_step is not None and one.resumed_step < step[0].step]
         if trained:
             trained[-1].kept.append(step)
     parts = dict.fromkeys(PARTS, 0.0)
@@ -178,7 +178,7 @@ def _parts(process: _Process) -> dict[str, float]:
     """Divide the time in which a process trained, and return all of its parts. None is more than what is left."""
     parts = {part: seconds for part, seconds in process.seconds.items() if part != "train"}
     left = process.seconds.get("train", 0.0)
-    kept = min(left, math.fsum(step[0]["seconds"] for step in process.kept))
+    kept = min(left, math.fsum(step[0].seconds for step in process.kept))
     waiting = min(kept, math.fsum(map(waiting_seconds, process.kept)))
     lost = min(left - kept, process.lost_seconds)
     rest = left - kept - lost
@@ -187,15 +187,15 @@ def _parts(process: _Process) -> dict[str, float]:
     return parts
 
 
-def waiting_seconds(step: list[Row]) -> float:
+def waiting_seconds(step: list[StepRow]) -> float:
     """Return how long the ranks waited in a step: all for their batches, and the median rank for the slowest.
 
     The lower median is used: of two ranks, the faster.
 
-    >>> ranks = [{"data_seconds": 0.5, "own_seconds": 1.0}, {"data_seconds": 0.25, "own_seconds": 3.0}]
-    >>> waiting_seconds(ranks)
+    >>> times = [{"data_seconds": 0.5, "own_seconds": 1.0}, {"data_seconds": 0.25, "own_seconds": 3.0}]
+    >>> waiting_seconds([StepRow.model_construct(**rank) for rank in times])
     2.25
     """
-    data = [row.get("data_seconds") or 0.0 for row in step]
-    own = [row.get("own_seconds") or 0.0 for row in step]
+    data = [row.data_seconds or 0.0 for row in step]
+    own = [row.own_seconds or 0.0 for row in step]
     return float(min(data) + max(own) - statistics.median_low(own))

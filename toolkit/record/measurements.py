@@ -12,104 +12,158 @@ import math
 import re
 import statistics
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt, ValidationError
 
 from toolkit.errors import ToolkitError
 from toolkit.files.atomic_write import write_text
 from toolkit.files.json_lines import JsonLine, line_name, read_json_lines
 from toolkit.files.validation import explain
+from toolkit.record.columns import (
+    Bytes,
+    Column,
+    Count,
+    Fraction,
+    Measured,
+    Model,
+    Number,
+    PerStep,
+    PositiveCount,
+    Repeats,
+)
 from toolkit.record.folder import RunFolder
+from toolkit.units import fixed, number, percent, speed
 
-Row = dict[str, Any]
-"""One step of one rank, checked against `StepRow`."""
 RANK_ROWS = re.compile(r"rank\d{1,9}\.jsonl")
 DAMAGED_ROW = "move the line to another file: its step is left out"
-NonNegativeFinite = Annotated[float, Field(ge=0, le=1e18, allow_inf_nan=False)]
-
-
-def _not_beyond_reach(value: float) -> float:
-    if math.isfinite(value) and abs(value) > 1e100:
-        raise ValueError("expected at most 1e+100")
-    return value
-
-
-MaybeNotFinite = Annotated[float, AfterValidator(_not_beyond_reach)]
-"""Of a run that diverged."""
-
+NonNegativeFinite = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 MEMORY_PHASES = ("load", "forward", "backward", "step")
 """The points of a run at which the memory in use is read once."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Measurements:
-    """Reduced over the ranks and steps of one run. Speeds leave out the tokens and the time of untimed steps."""
+class MemoryByPhase(Model):
+    """Bytes of one rank after each phase of its first step, each the maximum over ranks and repeats."""
 
-    steps: int
-    timed_steps: int
-    timed_seconds: float
+    bytes_of: str
+    """`allocated`: in tensors of the CUDA allocator; `rss`: resident memory of the process, on a CPU."""
+    load: Annotated[Bytes, Column(unit="bytes")] = None
+    """When the engine is ready, before the first step."""
+    forward: Annotated[Bytes, Column(unit="bytes")] = None
+    """After the forward pass of the first accumulation step."""
+    backward: Annotated[Bytes, Column(unit="bytes")] = None
+    """After its backward pass."""
+    step: Annotated[Bytes, Column(unit="bytes")] = None
+    """After the first optimizer step, gradients released."""
+
+
+class Figures(Model):
+    """What is measured in one run, and of a row over its repeats. What was not measured is None."""
+
+    tokens_per_second: Annotated[
+        Measured, Column("tokens/s", speed, unit="tokens/s", repeats=Repeats.COMMON_STEPS, is_speed=True)
+    ] = None
+    """Tokens of the timed steps, padding included, over their wall time; all ranks together. Null where parity
+    failed."""
+    non_padding_tokens_per_second: Annotated[
+        Measured, Column("non-padding\ntokens/s", speed, unit="tokens/s", is_speed=True)
+    ] = None
+    """`tokens_per_second` without padding: times 1 - `padding_fraction`."""
+    supervised_tokens_per_second: Annotated[
+        Measured,
+        Column("supervised\ntokens/s", speed, unit="tokens/s", repeats=Repeats.GEOMETRIC_MEAN, is_speed=True),
+    ] = None
+    """Like `tokens_per_second`, counting only tokens that the loss counts."""
+    tokens_per_cpu_second: Annotated[
+        Measured,
+        Column("tokens per\nCPU-second", speed, unit="tokens/s", repeats=Repeats.GEOMETRIC_MEAN, is_speed=True),
+    ] = None
+    """Tokens of the timed steps over the CPU time that all ranks spent in them; steadier than wall time on a shared
+    node."""
+    padding_fraction: Annotated[Fraction, Column("padding", percent, repeats=Repeats.MIDDLE)] = None
+    """Padding tokens over all tokens of the timed steps (0 to 1)."""
+    timed_steps: Annotated[Count, Column("timed\nsteps", fixed(0))] = 0
+    """Optimizer steps that the speeds count; of a row, in each repeat. 0 where none was reached."""
+    timed_seconds: Annotated[Measured, Column("timed\ns", fixed(1), unit="s", repeats=Repeats.MEDIAN)] = None
     """Wall time of the timed steps, with data loading and without evaluation, saving and logging."""
-    step_seconds: list[float]
-    """Per step, the slowest rank."""
-    step_tokens: list[int | None]
-    """Per step, of all ranks, padding included; None, as the next two, where a batch does not show it."""
-    step_non_padding_tokens: list[int | None]
-    step_supervised_tokens: list[int | None]
-    timed_step_numbers: list[int]
-    """Numbers of the timed steps, from 1."""
-    rank_skew: float | None
-    """Median `own_seconds` of the slowest rank, divided by that of the median rank."""
-    step_seconds_median: float | None
-    step_seconds_p90: float | None
-    tokens_per_second: float | None
-    """Tokens of all ranks, padding included."""
-    non_padding_tokens_per_second: float | None
-    supervised_tokens_per_second: float | None
-    tokens_per_cpu_second: float | None
-    """Tokens of all ranks per second of CPU time of all ranks: stable on a shared node."""
-    padding_fraction: float | None
-    """Padding over all tokens of the timed steps."""
-    losses: list[float]
-    """Per step, the mean over ranks."""
-    grad_norms: list[float | None]
-    peak_allocated_bytes: int | None
-    peak_reserved_bytes: int | None
-    peak_host_bytes: int | None
-    """Largest resident set of one rank's process."""
-    peak_rank: int | None
-    """The rank of the allocated peak, or of the resident set where there is no allocator."""
-    peak_driver_bytes: int | None
-    """Largest memory of one rank's process as NVML reports it, read at most once per second."""
-    allocator_retries: int | None
-    """Maximum over ranks."""
-    memory_by_phase: dict[str, Any] | None
-    """Memory in use after loading, first forward, first backward and first step: maximum over ranks."""
-    energy_joules: float | None
-    """Energy of all GPUs in the timed steps: mean power between readings times `timed_seconds`."""
-    throttle_reasons: list[str] | None
-    """Why GPU clocks were throttled in a timed step; empty where they were not."""
-    recompilations_after_first_steps: int | None
-    """Graphs that one rank compiled in its timed steps, the maximum over ranks; None where nothing is compiled."""
-    graph_breaks_after_first_steps: int | None
-    """Places in those graphs where the compiler gave up, the maximum over ranks."""
-    batch_sha256: list[list[str]]
-    """Per step, the hash of each rank's batches in training order."""
+    step_seconds_median: Annotated[
+        Measured, Column("step\nmedian s", fixed(3), unit="s", repeats=Repeats.COMMON_STEPS, is_speed=True)
+    ] = None
+    """Median of the timed steps, data loading included."""
+    step_seconds_p90: Annotated[
+        Measured, Column("step\np90 s", fixed(3), unit="s", repeats=Repeats.COMMON_STEPS, is_speed=True)
+    ] = None
+    """90th percentile of the timed steps."""
+    rank_skew: Annotated[Measured, Column("rank\nskew", fixed(2), repeats=Repeats.GEOMETRIC_MEAN)] = None
+    """Time that the slowest rank works on its own (data loading, first forward, optimizer) over that of the median
+    rank, median over the timed steps; 1 where no rank delays the others."""
+    peak_allocated_bytes: Annotated[Bytes, Column("peak\nallocated\n{unit}", unit="bytes", repeats=Repeats.LARGEST)] = (
+        None
+    )
+    """Peak of the CUDA allocator on the largest rank; null on a CPU."""
+    peak_reserved_bytes: Annotated[Bytes, Column("peak\nreserved\n{unit}", unit="bytes", repeats=Repeats.LARGEST)] = (
+        None
+    )
+    """Peak that the CUDA allocator reserved on the largest rank; null on a CPU."""
+    peak_host_bytes: Annotated[Bytes, Column("peak\nRSS\n{unit}", unit="bytes", repeats=Repeats.LARGEST)] = None
+    """Peak resident host memory (RSS) of the largest rank, libraries included."""
+    peak_rank: Annotated[Count | None, Column("on\nrank", fixed(0))] = None
+    """The rank with the highest allocated peak, on a CPU with the highest resident memory."""
+    peak_driver_bytes: Annotated[
+        Bytes, Column("peak\ndriver\n{unit}", unit="bytes", repeats=Repeats.LARGEST_OF_ALL)
+    ] = None
+    """Highest memory of one rank's process that the driver reported, context and libraries included (NVML, sampled once
+    per second); null where NVML cannot tell."""
+    allocator_retries: Annotated[Count | None, Column("re-\ntries", fixed(0), repeats=Repeats.LARGEST_OF_ALL)] = None
+    """Times that the CUDA allocator of one rank had to free its cache and retry, the maximum over ranks; null on a
+    CPU."""
+    memory_by_phase: Annotated[MemoryByPhase | None, Column(repeats=Repeats.LARGEST_OF_ALL, in_csv=False)] = None
+    """Bytes of one rank after each phase of its first step."""
+    energy_joules: Annotated[
+        Measured,
+        Column("energy\nkJ", lambda joules: number(joules / 1000, 1), unit="J", repeats=Repeats.MEDIAN_OF_ALL),
+    ] = None
+    """Energy of all ranks' GPUs over the timed steps, as NVML reports it (mean power between readings times
+    `timed_seconds`); null where it cannot."""
+    throttle_reasons: Annotated[tuple[str, ...] | None, Column(repeats=Repeats.UNION_OF_ALL, in_csv=False)] = None
+    """Why GPU clocks were reduced in a timed step; empty where they were not, null where NVML cannot tell."""
+    recompilations_after_first_steps: Annotated[Count | None, Column(repeats=Repeats.LARGEST_OF_ALL, in_csv=False)] = (
+        None
+    )
+    """Graphs that one rank compiled in its timed steps, the maximum over ranks; null without `--torch_compile`."""
+    graph_breaks_after_first_steps: Annotated[Count | None, Column(repeats=Repeats.LARGEST_OF_ALL, in_csv=False)] = None
+    """Graph breaks that one rank counted in its timed steps, the maximum over ranks; null without `--torch_compile`."""
+    first_loss: Annotated[Number, Column(repeats=Repeats.MIDDLE)] = None
+    """Loss of the first step."""
+    last_loss: Annotated[Number, Column("last\nloss", fixed(4), repeats=Repeats.MIDDLE)] = None
+    """Loss of the last step."""
+    losses: Annotated[PerStep, Column(repeats=Repeats.MIDDLE, in_csv=False)] = ()
+    """Loss of each step, mean over ranks."""
+    grad_norms: Annotated[PerStep, Column(repeats=Repeats.MIDDLE, in_csv=False)] = ()
+    """Gradient norm of each step before clipping."""
+    step_seconds: Annotated[PerStep, Column(repeats=Repeats.MIDDLE, in_csv=False)] = ()
+    """Seconds of each step on the slowest rank, untimed steps included; empty where parity failed."""
 
 
-PER_STEP = (
-    "step_seconds",
-    "step_tokens",
-    "step_non_padding_tokens",
-    "step_supervised_tokens",
-    "timed_step_numbers",
-    "losses",
-    "grad_norms",
-    "batch_sha256",
-)
-"""Fields with one value per step: too long for a summary."""
+class Measurements(Figures):
+    """The figures of one run, and what its parity with another is checked by."""
+
+    step_tokens: tuple[Count | None, ...] = ()
+    """Tokens of each step, padding included, all ranks; None, as the next, where a script's batches do not show it."""
+    timed_step_numbers: tuple[PositiveCount, ...] = ()
+    """Numbers, from 1, of the steps that the speeds count."""
+    step_non_padding_tokens: tuple[Count | None, ...] = ()
+    """Tokens of each step without padding, all ranks."""
+    step_supervised_tokens: tuple[Count | None, ...] = ()
+    """Tokens of each step that the loss counts, all ranks."""
+    batch_sha256: tuple[tuple[str, ...], ...] = ()
+    """Digest of each rank's batches in each step, in training order."""
+
+    def summary(self) -> dict[str, Any]:
+        """Return what has one value per run, with the number of steps that every rank completed."""
+        lists = [key for key, value in self if isinstance(value, tuple) and key != "throttle_reasons"]
+        return {"steps": len(self.step_seconds), **self.model_dump(exclude=set(lists))}
 
 
 def throughput(*, step_seconds: Sequence[float], tokens: Sequence[int | None], untimed_steps: int) -> float | None:
@@ -134,20 +188,8 @@ class GpuReading(BaseModel):
     throttle_reasons: list[str] | None = None
 
 
-class FirstStepMemory(BaseModel):
-    """Bytes of one rank after each phase of its first step."""
-
-    model_config = ConfigDict(strict=True)
-
-    bytes_of: str
-    load: NonNegativeInt | None = None
-    forward: NonNegativeInt | None = None
-    backward: NonNegativeInt | None = None
-    step: NonNegativeInt | None = None
-
-
 class StepRow(BaseModel):
-    """One step of one rank, as its file must have it; runs of earlier versions lack what has a default."""
+    """One step of one rank, as its file must have it; a rehearsal and a CPU lack what has a default."""
 
     model_config = ConfigDict(strict=True)
 
@@ -163,10 +205,10 @@ class StepRow(BaseModel):
     """None, as the next two, where the batches of a script do not show it."""
     non_padding_tokens: NonNegativeInt | None
     supervised_tokens: NonNegativeInt | None
-    loss: MaybeNotFinite | None
-    """None in a rehearsal only."""
-    grad_norm: MaybeNotFinite | None
-    local_grad_norm: MaybeNotFinite | None = None
+    loss: float | None
+    """None in a rehearsal only; not finite in a run that diverged."""
+    grad_norm: float | None
+    local_grad_norm: float | None = None
     grad_norm_ranks: PositiveInt | None = None
     batch_sha256: str
     peak_allocated_bytes: NonNegativeInt | None
@@ -175,18 +217,24 @@ class StepRow(BaseModel):
     allocator_retries: NonNegativeInt | None = None
     driver_bytes: NonNegativeInt | None = None
     gpu_reading: GpuReading | None = None
-    memory_by_phase: FirstStepMemory | None = None
+    memory_by_phase: MemoryByPhase | None = None
     profiled: bool = False
     compiled_graphs: NonNegativeInt | None = None
     graph_breaks: NonNegativeInt | None = None
 
 
-def read_rows(path: Path) -> list[Row]:
+def read_rows(path: Path) -> list[StepRow]:
     """Return the rows of one rank, without a last line that was cut off while being written.
 
     Raises ToolkitError for a file that cannot be read, and for any other line that is no row, with its number.
     """
-    return [_checked(line, path) for line in read_json_lines(path, allow_nan=True, hint=DAMAGED_ROW)]
+    rows = []
+    for line in read_json_lines(path, allow_nan=True, hint=DAMAGED_ROW):
+        try:
+            rows.append(StepRow.model_validate(line.content))
+        except ValidationError as error:
+            raise ToolkitError(f"{line_name(path, line.number)}: {explain(error)}", hint=DAMAGED_ROW) from None
+    return rows
 
 
 def last_step(path: Path) -> int:
@@ -196,14 +244,6 @@ def last_step(path: Path) -> int:
         for line in read_json_lines(path, allow_nan=True):
             step = _number(line) or step
     return step
-
-
-def _checked(line: JsonLine, path: Path) -> Row:
-    try:
-        StepRow.model_validate(line.content)
-    except ValidationError as error:
-        raise ToolkitError(f"{line_name(path, line.number)}: {explain(error)}", hint=DAMAGED_ROW) from None
-    return line.content
 
 
 class DroppedRows(NamedTuple):
@@ -245,50 +285,46 @@ def _number(line: JsonLine) -> int | None:
     return number if type(number) is int else None
 
 
-def read_steps(folder: RunFolder) -> list[list[Row]]:
+def read_steps(folder: RunFolder) -> list[list[StepRow]]:
     """Return per step the rows of all ranks in rank order, for the steps that every rank completed.
 
     A run that was resumed on another number of ranks has steps of different numbers of rows. Raises ToolkitError as
     `read_rows` does.
     """
     paths = [path for path in (folder.path / "ranks").glob("rank*.jsonl") if RANK_ROWS.fullmatch(path.name)]
-    steps: dict[int, dict[int, Row]] = {}
+    steps: dict[int, dict[int, StepRow]] = {}
     for rank, path in sorted((int(path.stem.removeprefix("rank")), path) for path in paths):
         for row in read_rows(path):
-            steps.setdefault(row["step"], {})[rank] = row
-    complete = [rows for _, rows in sorted(steps.items()) if len(rows) == _ranks_of_step(rows, len(paths))]
-    return [list(rows.values()) for rows in complete]
+            steps.setdefault(row.step, {})[rank] = row
+    by_step = [list(rows.values()) for _, rows in sorted(steps.items())]
+    # As many ranks as there are files, where the rows do not say how many the run had.
+    return [rows for rows in by_step if len(rows) == next((r.world_size for r in rows if r.world_size), len(paths))]
 
 
-def _ranks_of_step(rows: dict[int, Row], files: int) -> int:
-    """The ranks that the run had in a step; as many as there are files where its rows do not say so."""
-    return next((int(row["world_size"]) for row in rows.values() if row.get("world_size")), files)
-
-
-def measure(steps: list[list[Row]], *, untimed_steps: int) -> Measurements:
+def measure(steps: list[list[StepRow]], *, untimed_steps: int) -> Measurements:
     """Reduce the rows of all ranks: seconds by the slowest rank, tokens by sum, peaks by maximum.
 
     A resumed run has untimed steps again, since its processes are new.
     """
-    step_seconds = _over_ranks(steps, "seconds", max)
     timed_numbers = [number for number, step in enumerate(steps, 1) if _is_timed(step, number, untimed_steps)]
     timed_rows = [steps[number - 1] for number in timed_numbers]
     timed = _over_ranks(timed_rows, "seconds", max)
     by_rank = _by_rank(timed_rows)
     tokens, non_padding = _counted(timed_rows, "tokens"), _counted(timed_rows, "non_padding_tokens")
+    total, text = _total(tokens), _total(non_padding)
 
-    def rate(counted: list[int | None], clock: list[float] = timed) -> float | None:
+    def rate(counted: Sequence[int | None], clock: list[float] = timed) -> float | None:
         return throughput(step_seconds=clock, tokens=counted, untimed_steps=0)
 
+    losses = _over_ranks(steps, "loss", _mean)
     return Measurements(
-        steps=len(steps),
         timed_steps=len(timed),
         timed_seconds=math.fsum(timed),
-        step_seconds=step_seconds,
+        step_seconds=tuple(_over_ranks(steps, "seconds", max)),
         step_tokens=_counted(steps, "tokens"),
         step_non_padding_tokens=_counted(steps, "non_padding_tokens"),
         step_supervised_tokens=_counted(steps, "supervised_tokens"),
-        timed_step_numbers=timed_numbers,
+        timed_step_numbers=tuple(timed_numbers),
         rank_skew=rank_skew(timed_rows),
         step_seconds_median=statistics.median(timed) if timed else None,
         step_seconds_p90=percentile(timed, 0.9),
@@ -296,11 +332,15 @@ def measure(steps: list[list[Row]], *, untimed_steps: int) -> Measurements:
         non_padding_tokens_per_second=rate(non_padding),
         supervised_tokens_per_second=rate(_counted(timed_rows, "supervised_tokens")),
         tokens_per_cpu_second=rate(tokens, _over_ranks(timed_rows, "cpu_seconds", sum)),
-        padding_fraction=_padding(tokens, non_padding),
-        losses=_over_ranks(steps, "loss", _mean),
-        grad_norms=[grad_norm(step) for step in steps],
-        batch_sha256=[[row["batch_sha256"] for row in step] for step in steps],
-        memory_by_phase=max_memory_by_phase(row.get("memory_by_phase") for step in steps for row in step),
+        padding_fraction=1 - text / total if total and text is not None else None,
+        losses=tuple(losses),
+        first_loss=losses[0] if losses else None,
+        last_loss=losses[-1] if losses else None,
+        grad_norms=tuple(grad_norm(step) for step in steps),
+        batch_sha256=tuple(tuple(row.batch_sha256 for row in step) for step in steps),
+        memory_by_phase=max_memory_by_phase(
+            row.memory_by_phase for step in steps for row in step if row.memory_by_phase is not None
+        ),
         energy_joules=energy_joules(by_rank, seconds=math.fsum(timed)),
         throttle_reasons=throttle_reasons(by_rank),
         recompilations_after_first_steps=_sum_of_a_rank(by_rank, "compiled_graphs"),
@@ -309,52 +349,48 @@ def measure(steps: list[list[Row]], *, untimed_steps: int) -> Measurements:
     )
 
 
-def timed_steps(steps: list[list[Row]], *, untimed_steps: int) -> list[list[Row]]:
+def timed_steps(steps: list[list[StepRow]], *, untimed_steps: int) -> list[list[StepRow]]:
     """Return the steps whose time counts: after the first ones of the process, and not profiled."""
     return [step for number, step in enumerate(steps, 1) if _is_timed(step, number, untimed_steps)]
 
 
-def _is_timed(step: list[Row], number: int, untimed_steps: int) -> bool:
-    return step[0].get("step_of_process", number) > untimed_steps and not step[0].get("profiled")
+def _is_timed(step: list[StepRow], number: int, untimed_steps: int) -> bool:
+    return (step[0].step_of_process or number) > untimed_steps and not step[0].profiled
 
 
-def rank_skew(steps: list[list[Row]]) -> float | None:
+def rank_skew(steps: list[list[StepRow]]) -> float | None:
     """Return the slowest rank's time over the median rank's, where ranks do not wait for each other.
 
     The lower median is used: of two ranks, the faster. None where a row has no `own_seconds`.
     """
-    if not steps or any(not row.get("own_seconds") for step in steps for row in step):
+    of_ranks = [[row.own_seconds for row in rows if row.own_seconds] for rows in _by_rank(steps)]
+    if not steps or sum(map(len, of_ranks)) < sum(map(len, steps)):
         return None
-    of_ranks = [statistics.median(row["own_seconds"] for row in rows) for rows in _by_rank(steps)]
-    return float(max(of_ranks) / statistics.median_low(of_ranks))
+    medians = list(map(statistics.median, of_ranks))
+    return max(medians) / statistics.median_low(medians)
 
 
-def _by_rank(steps: Sequence[Sequence[Row]]) -> list[list[Row]]:
+def _by_rank(steps: Sequence[Sequence[StepRow]]) -> list[list[StepRow]]:
     """The rows of each rank over the steps in which the run had it."""
-    ranks: dict[int, list[Row]] = {}
+    ranks: dict[int, list[StepRow]] = {}
     for step in steps:
         for rank, row in enumerate(step):
             ranks.setdefault(rank, []).append(row)
     return list(ranks.values())
 
 
-def _padding(tokens: Sequence[int | None], non_padding: Sequence[int | None]) -> float | None:
-    total, text = _total(tokens), _total(non_padding)
-    return 1 - text / total if total and text is not None else None
-
-
-def grad_norm(step: list[Row]) -> float | None:
+def grad_norm(step: Sequence[StepRow]) -> float | None:
     """Return the gradient norm before clipping over all ranks; the ranks' norms add up as squares."""
-    if step[0]["grad_norm"] is not None:
-        return float(step[0]["grad_norm"])
-    shares, ranks = [row.get("local_grad_norm") for row in step], step[0].get("grad_norm_ranks")
-    if ranks is None or None in shares:
+    if step[0].grad_norm is not None:
+        return step[0].grad_norm
+    shares, ranks = [row.local_grad_norm for row in step if row.local_grad_norm is not None], step[0].grad_norm_ranks
+    if ranks is None or len(shares) < len(step):
         return None
-    return math.sqrt(math.fsum(share * share for share in shares if share is not None) * ranks / len(step))
+    return math.sqrt(math.fsum(share * share for share in shares) * ranks / len(step))
 
 
-def _counted(steps: list[list[Row]], key: str) -> list[int | None]:
-    return [_total([row[key] for row in step]) for step in steps]
+def _counted(steps: list[list[StepRow]], key: str) -> tuple[int | None, ...]:
+    return tuple(_total([getattr(row, key) for row in step]) for step in steps)
 
 
 def _total(counts: Sequence[int | None]) -> int | None:
@@ -363,8 +399,8 @@ def _total(counts: Sequence[int | None]) -> int | None:
     return sum(known) if len(known) == len(counts) else None
 
 
-def _over_ranks(steps: list[list[Row]], key: str, reduce: Callable[[list[float]], float]) -> list[float]:
-    return [reduce([row[key] for row in step]) for step in steps]
+def _over_ranks(steps: list[list[StepRow]], key: str, reduce: Callable[[list[float]], float]) -> list[float]:
+    return [reduce([getattr(row, key) for row in step]) for step in steps]
 
 
 def _mean(values: list[float]) -> float:
@@ -372,69 +408,60 @@ def _mean(values: list[float]) -> float:
     return math.fsum(values) / len(values) if all(map(math.isfinite, values)) else math.nan
 
 
-def _peaks(steps: list[list[Row]]) -> dict[str, int | None]:
+def _peaks(steps: list[list[StepRow]]) -> dict[str, int | None]:
     """Maximum over steps and ranks of each peak, and the rank that the largest was on."""
     rows = [row for step in steps for row in step]
-    peaks = {key: _largest(rows, key) for key in ("peak_allocated_bytes", "peak_reserved_bytes", "peak_host_bytes")}
+
+    def largest(key: str) -> int | None:
+        return max((size for row in rows if (size := getattr(row, key)) is not None), default=None)
+
+    peaks = {key: largest(key) for key in ("peak_allocated_bytes", "peak_reserved_bytes", "peak_host_bytes")}
     deciding = "peak_allocated_bytes" if peaks["peak_allocated_bytes"] is not None else "peak_host_bytes"
-    holder = next((row["rank"] for row in rows if row[deciding] and row[deciding] == peaks[deciding]), None)
-    counted = {"peak_driver_bytes": _largest(rows, "driver_bytes"), "peak_rank": holder}
-    return peaks | counted | {"allocator_retries": _largest(rows, "allocator_retries")}
+    holders = (row.rank for row in rows if getattr(row, deciding) and getattr(row, deciding) == peaks[deciding])
+    return peaks | {
+        "peak_rank": next(holders, None),
+        "peak_driver_bytes": largest("driver_bytes"),
+        "allocator_retries": largest("allocator_retries"),
+    }
 
 
-def _sum_of_a_rank(ranks: Sequence[Sequence[Row]], key: str) -> int | None:
+def _sum_of_a_rank(ranks: Sequence[Sequence[StepRow]], key: str) -> int | None:
     """The largest sum of one rank over its steps; None where no row has the key."""
-    counted = [[row[key] for row in rows if row.get(key) is not None] for rows in ranks]
+    counted = [[count for row in rows if (count := getattr(row, key)) is not None] for rows in ranks]
     return max(map(sum, counted)) if any(counted) else None
 
 
-def _largest(rows: list[Row], key: str) -> int | None:
-    return max((row[key] for row in rows if row.get(key) is not None), default=None)
-
-
-def energy_joules(ranks: Sequence[Sequence[Row]], *, seconds: float) -> float | None:
+def energy_joules(ranks: Sequence[Sequence[StepRow]], *, seconds: float) -> float | None:
     """Return the mean power between each rank's first and last reading, times `seconds`, summed over ranks.
 
     None where a rank has fewer than two readings: a GPU without a counter, or too short a run.
-
-    >>> rows = [{"gpu_reading": {"monotonic_seconds": at, "energy_joules": 300.0 * at}} for at in (1.0, 3.0)]
-    >>> energy_joules([rows], seconds=4.0)
-    1200.0
     """
-    if len(set(map(len, ranks))) > 1:  # some ranks were there for part of the steps only
+    if not ranks or len(set(map(len, ranks))) > 1:  # some ranks were there for part of the steps only
         return None
-    watts = [_watts(rows) for rows in ranks]
-    return None if not watts or None in watts else seconds * sum(power for power in watts if power is not None)
+    watts = 0.0
+    for rows in ranks:
+        readings = [row.gpu_reading for row in rows if row.gpu_reading]
+        known = [(each.monotonic_seconds, each.energy_joules) for each in readings if each.energy_joules is not None]
+        if len(known) < 2 or known[-1][0] <= known[0][0]:
+            return None
+        watts += (known[-1][1] - known[0][1]) / (known[-1][0] - known[0][0])
+    return seconds * watts
 
 
-def throttle_reasons(ranks: Sequence[Sequence[Row]]) -> list[str] | None:
+def throttle_reasons(ranks: Sequence[Sequence[StepRow]]) -> tuple[str, ...] | None:
     """Return every reason in any reading; empty where there was none, None where NVML gave no readings."""
-    reported = [reading["throttle_reasons"] for rows in ranks for reading in _readings(rows, "throttle_reasons")]
-    return sorted({reason for reasons in reported for reason in reasons}) if reported else None
+    readings = [row.gpu_reading for rows in ranks for row in rows if row.gpu_reading]
+    reported = [each.throttle_reasons for each in readings if each.throttle_reasons is not None]
+    return tuple(sorted({reason for reasons in reported for reason in reasons})) if reported else None
 
 
-def _watts(rows: Sequence[Row]) -> float | None:
-    readings = _readings(rows, "energy_joules")
-    if len(readings) < 2:
-        return None
-    first, last = readings[0], readings[-1]
-    elapsed: float = last["monotonic_seconds"] - first["monotonic_seconds"]
-    return float(last["energy_joules"] - first["energy_joules"]) / elapsed if elapsed > 0 else None
-
-
-def _readings(rows: Sequence[Row], key: str) -> list[Row]:
-    readings = [row.get("gpu_reading") for row in rows]
-    return [reading for reading in readings if reading and reading.get(key) is not None]
-
-
-def max_memory_by_phase(ranks: Iterable[dict[str, Any] | None]) -> dict[str, Any] | None:
-    """Return each phase's maximum over ranks, and what was counted; None where no rank has readings.
-
-    >>> max_memory_by_phase([{"bytes_of": "rss", "load": 1}, {"bytes_of": "rss", "load": 3}])["load"]
-    3
-    """
-    known = [memory for memory in ranks if memory]
+def max_memory_by_phase(ranks: Iterable[MemoryByPhase]) -> MemoryByPhase | None:
+    """Return each phase's maximum over ranks, and what was counted; None where no rank has readings."""
+    known = list(ranks)
     if not known:
         return None
-    phases = {phase: [size for memory in known if (size := memory.get(phase)) is not None] for phase in MEMORY_PHASES}
-    return {"bytes_of": known[0]["bytes_of"], **{name: max(sizes, default=None) for name, sizes in phases.items()}}
+    sizes = {phase: [getattr(memory, phase) for memory in known] for phase in MEMORY_PHASES}
+    largest = {
+        phase: max((size for size in of_ranks if size is not None), default=None) for phase, of_ranks in sizes.items()
+    }
+    return MemoryByPhase(bytes_of=known[0].bytes_of, **largest)

@@ -6,6 +6,8 @@
 
 from __future__ import annotations
 
+from typing import Literal, get_args
+
 from toolkit.errors import EXIT_DONE, EXIT_INVALID_INPUT, EXIT_OUT_OF_MEMORY, EXIT_RUN_FAILED
 
 PLANNED = "planned"
@@ -19,18 +21,19 @@ ATTESTATION_FAILED = "attestation_failed"
 FAILED = "failed"
 INTERRUPTED = "interrupted"
 
-STATUSES = (
-    PLANNED,
-    RUNNING,
-    COMPLETED,
-    OUT_OF_MEMORY,
-    HOST_OUT_OF_MEMORY,
-    TIMED_OUT,
-    DIVERGED,
-    ATTESTATION_FAILED,
-    FAILED,
-    INTERRUPTED,
-)
+RunStatus = Literal[
+    "planned",
+    "running",
+    "completed",
+    "out_of_memory",
+    "host_out_of_memory",
+    "timed_out",
+    "diverged",
+    "attestation_failed",
+    "failed",
+    "interrupted",
+]
+STATUSES: tuple[RunStatus, ...] = get_args(RunStatus)
 
 
 def exit_code_of(status: str, *, invalid_input: bool = False) -> int:

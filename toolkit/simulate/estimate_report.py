@@ -6,11 +6,10 @@ import math
 
 from rich.console import Console
 
-from toolkit.compare.report.console_tables import rich_table
-from toolkit.compare.report.line_charts import Line, LineChart
-from toolkit.compare.report.rendering import render
-from toolkit.compare.report.table_model import Cell, Heading, Table, text_cell, text_heading
 from toolkit.plan.failures import FailingJob, daly_interval, young_interval
+from toolkit.report.charts import Line, LineChart
+from toolkit.report.rendering import render
+from toolkit.report.tables import Cell, Heading, Table, rich_table, text_cell, text_heading
 from toolkit.simulate.failure_estimate import FailureEstimate
 from toolkit.units import SECONDS_PER_HOUR, seconds
 

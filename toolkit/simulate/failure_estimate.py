@@ -163,8 +163,8 @@ def measured_checkpoint_seconds(folder: Path) -> float:
 
     Raises ToolkitError for a folder without `run.json`, and for a run that recorded no checkpoint.
     """
-    from toolkit.compare.run_files import read_run  # takes as long to import as a simulation
     from toolkit.record.folder import RunFolder
+    from toolkit.record.run_files import read_run  # takes as long to import as a simulation
 
     run_folder = RunFolder(folder)
     if not run_folder.run_json.is_file():

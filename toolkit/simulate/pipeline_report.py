@@ -16,10 +16,9 @@ from dataclasses import dataclass
 
 from rich.console import Console
 
-from toolkit.compare.report.console_tables import rich_table
-from toolkit.compare.report.rendering import render
-from toolkit.compare.report.table_model import Cell, Heading, Table, number_cell, text_cell, text_heading
 from toolkit.plan.memory_verdict import FITS
+from toolkit.report.rendering import render
+from toolkit.report.tables import Cell, Heading, Table, number_cell, rich_table, text_cell, text_heading
 from toolkit.simulate.pipeline_comparison import PipelineComparison, SimulatedSchedule
 from toolkit.simulate.pipeline_schedules import LETTERS
 from toolkit.simulate.pipeline_step import PREDICTED_OVER_MEASURED, PipelineRun

@@ -10,13 +10,14 @@ shape of their tails alone.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy
 
 from toolkit.errors import ToolkitError, did_you_mean
 from toolkit.record.folder import RunFolder
-from toolkit.record.measurements import read_steps, timed_steps
+from toolkit.record.measurements import StepRow, read_steps, timed_steps
 from toolkit.simulate.options import (
     DEFAULT_DISTRIBUTION,
     DEFAULT_SPREAD,
@@ -108,7 +109,7 @@ def measured_step_times(folder: Path, *, untimed_steps: int) -> FloatArray:
             f"{folder} has no timed step of all ranks in ranks/rank*.jsonl",
             hint=f"name the folder of a run of more than {untimed_steps} steps",
         )
-    if any(row.get("own_seconds") is None for step in steps for row in step):
+    if any(row.own_seconds is None for step in steps for row in step):
         raise ToolkitError(f"the rows in {folder}/ranks have no own_seconds", hint="name a run of this version")
     seconds = numpy.array([compute_seconds(step) for step in steps])
     if seconds.min() <= 0:
@@ -116,12 +117,12 @@ def measured_step_times(folder: Path, *, untimed_steps: int) -> FloatArray:
     return seconds
 
 
-def compute_seconds(step: list[dict[str, float]]) -> tuple[float, ...]:
+def compute_seconds(step: Sequence[StepRow]) -> tuple[float, ...]:
     """Return each rank's compute seconds of one step: its own, and the slowest rank's rest.
 
-    >>> compute_seconds([{"seconds": 5.0, "own_seconds": 1.0}, {"seconds": 5.0, "own_seconds": 3.0}])
+    >>> compute_seconds([StepRow.model_construct(seconds=5.0, own_seconds=own) for own in (1.0, 3.0)])
     (3.0, 5.0)
     """
-    slowest = max(step, key=lambda row: row["own_seconds"])
-    rest = slowest["seconds"] - slowest["own_seconds"]
-    return tuple(row["own_seconds"] + rest for row in step)
+    own = [row.own_seconds or 0.0 for row in step]
+    rest = step[own.index(max(own))].seconds - max(own)
+    return tuple(seconds + rest for seconds in own)

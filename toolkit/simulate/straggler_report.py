@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from rich.console import Console
 
-from toolkit.compare.report.bar_charts import Bar, BarChart
-from toolkit.compare.report.chart_colors import CURVES, curve_widths
-from toolkit.compare.report.console_tables import rich_table
-from toolkit.compare.report.line_charts import Line, LineChart
-from toolkit.compare.report.rendering import render
-from toolkit.compare.report.table_model import Cell, Heading, Table, number_cell, text_cell, text_heading
+from toolkit.report.charts import CURVES, Bar, BarChart, Line, LineChart, curve_widths
+from toolkit.report.rendering import render
+from toolkit.report.tables import Cell, Heading, Table, number_cell, rich_table, text_cell, text_heading
 from toolkit.simulate.stragglers import PolicyResult, StragglerStudy
 from toolkit.units import gib, number
 from toolkit.units import seconds as seconds_text

@@ -20,7 +20,7 @@ from toolkit.observe.attest.readings import Difference, RankReading, Values
 from toolkit.observe.attest.tensors import local
 from toolkit.observe.timer import grad_norm_facts
 from toolkit.parallel.layout import ParallelLayout
-from toolkit.record.measurements import grad_norm
+from toolkit.record.measurements import StepRow, grad_norm
 
 # Both norms are of fp32 gradients; DeepSpeed and torch add 1e-6 to the divisor.
 RELATIVE_TOLERANCE = 1e-2
@@ -127,7 +127,7 @@ def clipping_differences(norms: Sequence[Values], threshold: float, *, replicas:
     shares = [norm["optimizer_norm"] for norm in norms]
     known = [share for share in shares if share is not None]
     at_optimizer = math.hypot(*known) / math.sqrt(replicas) if len(known) == len(shares) else None
-    large, reported = SYNTHETIC_NORM * threshold, grad_norm(list(norms))
+    large, reported = SYNTHETIC_NORM * threshold, _reported_norm(norms)
     found = _difference("gradient norm at the optimizer", reported, at_optimizer, threshold, rank=None)
     return found or [
         difference
@@ -136,6 +136,10 @@ def clipping_differences(norms: Sequence[Values], threshold: float, *, replicas:
             "norm of a large gradient, clipped", large, norm["synthetic_norm"], threshold, rank=norm["rank"]
         )
     ]
+
+
+def _reported_norm(norms: Sequence[Values]) -> float | None:
+    return grad_norm([StepRow.model_construct(**norm) for norm in norms])
 
 
 def _difference(
@@ -155,7 +159,7 @@ def was_clipped(norms: Sequence[Values], threshold: float) -> bool | None:
 
     `attestation.json` records this instead of the norms, whose last digits differ from run to run.
     """
-    before = grad_norm(list(norms))
+    before = _reported_norm(norms)
     return None if before is None else bool(0 < threshold < before)
 
 

@@ -41,7 +41,7 @@ LANE_STATE = "lane_state"
 PLACEHOLDER = "placeholder"
 LANE_GROUPS = WORKERS[-1]  # each worker process takes whole groups
 # Packs of 1,024 tokens of chitchat conversations are 97.7 % full with 4 open packs per lane, 99.0 % with 8 and 99.6 %
-# with 32 (benchmarks/streaming.py). But a lane tokenises that many packs before it yields the first.
+# with 32. But a lane tokenises that many packs before it yields the first.
 OPEN_PACKS = 8
 
 

@@ -1,0 +1,61 @@
+"""report.html in headless Chromium: it runs without errors, its tables sort, and it fits a phone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from browser import DESKTOP, PHONE, chromium, open_page
+from playwright.sync_api import Browser, Locator, ViewportSize
+from results_documents import FIXTURES, before_and_after, read, write_report
+
+pytestmark = pytest.mark.browser
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with chromium() as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("reports")
+    small, gpus = (read(FIXTURES / f"results_{name}.json") for name in ("small", "made_up_gpus"))
+    for name, results in (("small", small), ("gpus", gpus)):
+        write_report(results, folder / name)
+    return {
+        "small": folder / "small" / "report.html",
+        "gpus": folder / "gpus" / "report.html",
+        "before and after": before_and_after(gpus, gpus).write(folder)[1],
+    }
+
+
+@pytest.mark.parametrize("window", [PHONE, DESKTOP], ids=["phone", "desktop"])
+@pytest.mark.parametrize("name", ["small", "gpus", "before and after"])
+def test_a_report_opens_without_errors_requests_or_overflow(
+    browser: Browser, reports: dict[str, Path], name: str, window: ViewportSize
+) -> None:
+    with open_page(browser, reports[name], window) as opened:
+        assert (opened.errors, opened.external_requests, opened.overflow()) == ([], [], [])
+
+
+def test_a_click_on_a_heading_sorts_and_rows_that_are_not_compared_stay_last(
+    browser: Browser, reports: dict[str, Path]
+) -> None:
+    with open_page(browser, reports["small"]) as opened:
+        table = opened.page.locator("table.sheet").first
+        orders = [first_column(table)]
+        for _ in range(2):
+            table.get_by_role("button", name="step s").click()
+            orders.append(first_column(table))
+    assert orders == [
+        ["ddp", "zero2", "zero3", "fsdp2"],
+        ["ddp", "zero2", "zero3", "fsdp2"],
+        ["zero2", "ddp", "zero3", "fsdp2"],
+    ]
+
+
+def first_column(table: Locator) -> list[str]:
+    return table.locator("tbody th").all_inner_texts()

@@ -1,0 +1,207 @@
+"""The charts of a comparison: bytes by part, speeds, losses, speed-up by processes, a profiled step of every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from toolkit.compare.result_tables import results_unit
+from toolkit.compare.results import Results
+from toolkit.compare.rows import NOT_SUPPORTED, PARITY_FAILED, Row, Timeline, TimelineRank
+from toolkit.report.charts import CURVES, LANES, Bar, BarChart, Line, LineChart, curve_widths
+from toolkit.units import ByteUnit, seconds, speed
+
+# Parts of the model states, in the order of their colors.
+PARTS = ("parameters", "gradients", "optimizer")
+PART_KEYS = ("parameter_bytes", "gradient_bytes", "optimizer_bytes")
+# An interval is drawn up to this many times the largest figure: that of two repeats can be ten times as long.
+LONGEST_INTERVAL = 1.5
+# More points than this are closer than the pixels of a page.
+MOST_POINTS = 2000
+# The box of one rank of a timeline: compute and waiting for data above, communication below.
+LANE_WIDTH, LANE_HEIGHT = 1000.0, 9.0
+LANE_TOP = {"compute": 0.0, "data_wait": 0.0, "communication": 11.0}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TimelineChart:
+    """One profiled step of a row."""
+
+    label: str
+    timeline: Timeline
+    expanded: bool
+    """The page shows it opened."""
+
+    @property
+    def seconds(self) -> float:
+        """Length of the chart, from the earliest start to the latest end."""
+        return max(rank.start_seconds + rank.seconds for rank in self.timeline.ranks) or 1.0
+
+    @property
+    def length(self) -> str:
+        """Length of the chart as text."""
+        return seconds(self.seconds)
+
+    def lanes(self, rank: TimelineRank) -> list[tuple[str, str]]:
+        """Return the SVG path and the CSS variable of each lane that has intervals."""
+        scale, paths = LANE_WIDTH / self.seconds, []
+        for lane in LANES:
+            boxes = [
+                f"M{(rank.start_seconds + start) * scale:.1f} {LANE_TOP[lane]:g}h{(end - start) * scale:.1f}"
+                f"v{LANE_HEIGHT:g}h-{(end - start) * scale:.1f}z"
+                for start, end in rank.lanes.get(lane, ())
+            ]
+            if boxes:
+                paths.append(("".join(boxes), lane))
+        return paths
+
+
+def losses_chart(results: Results) -> LineChart | None:
+    """Return loss curves, earlier ones wider, so that one that coincides with another is visible; None without any."""
+    known = [loss for row in results.rows for loss in row.losses if loss is not None]
+    if not known:
+        return None
+    named = [(label, row) for label, row in results.labelled_rows if row.losses]
+    lines, colors = [], []
+    for index, ((label, row), width) in enumerate(zip(named, curve_widths(len(named)), strict=True)):
+        color = f"c{index % len(CURVES)}"
+        points = [(float(step), loss) for step, loss in enumerate(row.losses, 1) if loss is not None]
+        lines.append(Line(points=thinned(points), color=color, width=width))
+        name = label if row.status_text == "completed" else f"{label} ({row.status_text})"
+        colors.append((color, name))
+    low, high, last = min(known), max(known), max(len(row.losses) for row in results.rows)
+    return LineChart(
+        lines=lines,
+        colors=colors,
+        left=1.0,
+        right=float(last),
+        low=low,
+        high=high,
+        y_labels=[f"{mark:.3f}" for mark in (high, (high + low) / 2, low)],
+        x_labels=[(1.0, "1"), (float(last), f"{last}")],
+        x_name="step",
+        title="loss by step",
+        note="Where curves coincide, an earlier one is the wider line behind a later one.",
+    )
+
+
+def thinned(points: Sequence[tuple[float, float]]) -> Sequence[tuple[float, float]]:
+    """Return points of a curve at equal distances, at most `MOST_POINTS` and the last.
+
+    >>> len(thinned([(step, 1.0) for step in range(4001)])), thinned([(1.0, 2.0)])
+    (1335, [(1.0, 2.0)])
+    """
+    stride = -(-len(points) // MOST_POINTS)
+    return points if stride <= 1 else [*points[:-1:stride], points[-1]]
+
+
+def scaling_chart(results: Results) -> LineChart | None:
+    """Return speed-ups over each preset's fewest processes, beside the ideal; None with one number of processes."""
+    curves: dict[str, list[tuple[float, float]]] = {}
+    for row in results.rows:
+        if row.speed_up is not None and row.comparable:
+            curves.setdefault(row.preset, []).append((float(row.world_size), row.speed_up))
+    curves = {preset: sorted(points) for preset, points in curves.items() if len(points) > 1}
+    if not curves:
+        return None
+    sizes = sorted({size for points in curves.values() for size, _ in points})
+    ideal, speed_ups = sizes[-1] / sizes[0], [speed_up for points in curves.values() for _, speed_up in points]
+    low, high = min(1.0, *speed_ups), max(ideal, *speed_ups)
+    lines = [Line(points=[(sizes[0], 1.0), (sizes[-1], ideal)], color="muted", width=1.5, dashed=True)]
+    colors = [("muted", "ideal")]
+    for index, (preset, points) in enumerate(curves.items(), 1):
+        color = f"c{index % len(CURVES)}"
+        lines.append(Line(points=points, color=color, width=2.0, dots=True))
+        colors.append((color, preset))
+    return LineChart(
+        lines=lines,
+        colors=colors,
+        left=sizes[0],
+        right=sizes[-1],
+        low=low,
+        high=high,
+        y_labels=[f"{mark:.2f}×" for mark in (high, (high + low) / 2, low)],
+        x_labels=[(size, f"{size:.0f}") for size in sizes],
+        x_name="processes",
+        title="speed-up by number of processes",
+    )
+
+
+def timeline_charts(results: Results) -> list[TimelineChart]:
+    """Return one profiled step of each row that has one; the first of those with most ranks is expanded."""
+    known = [(label, row.timeline) for label, row in results.labelled_rows if row.timeline]
+    if not known:
+        return []
+    widest = max(known, key=lambda item: len(item[1].ranks))[1]
+    return [TimelineChart(label=label, timeline=timeline, expanded=timeline is widest) for label, timeline in known]
+
+
+def memory_chart(results: Results) -> BarChart:
+    """Return one bar per row, by part; on GPUs up to the allocated peak, with the plan and the GPU's memory."""
+    unit = results_unit(results)
+    bars = tuple((label, _memory_bar(results, row, unit)) for label, row in results.labelled_rows)
+    capacity = None if results.on_cpu else results.gpu_memory_bytes
+    colors = [(f"p{index}", name) for index, name in enumerate(PARTS)]
+    if any(color == "rest" for _, bar in bars for _, color in bar.segments):
+        colors.append(("rest", "activations and the rest, up to the allocated peak"))
+    marks = [("tick", "planned")] * any(bar.tick for _, bar in bars)
+    marks += [("capacity", f"capacity {unit.text(capacity)} {unit.name}")] * (capacity is not None)
+    return BarChart(bars=bars, colors=tuple(colors), marks=tuple(marks), limit=capacity)
+
+
+def speed_chart(results: Results) -> BarChart | None:
+    """Return one bar per row with its interval, hatched where the speed is not comparable; None without rows."""
+    bars = [(label, _speed_bar(row)) for label, row in results.labelled_rows]
+    if not bars:
+        return None
+    largest = max((length for _, bar in bars for length, _ in bar.segments), default=0.0)
+    marks = (("span", "95 % interval over repeats"),) if any(bar.interval for _, bar in bars) else ()
+    shortened = tuple((label, _shortened(bar, LONGEST_INTERVAL * largest)) for label, bar in bars)
+    return BarChart(bars=shortened, marks=marks)
+
+
+def _memory_bar(results: Results, row: Row, unit: ByteUnit) -> Bar:
+    planned = row.planned_allocated_bytes
+    if not row.completed:
+        return _failed_bar(row, unit, on_cpu=results.on_cpu)
+    parts = [(getattr(row, key), f"p{index}") for index, key in enumerate(PART_KEYS)]
+    segments = tuple((float(size), color) for size, color in parts if size)
+    states, peak = row.model_state_bytes, None if results.on_cpu else row.peak_allocated_bytes
+    if peak is None:  # resident memory of a CPU process includes libraries: it is no end for a bar
+        text = "n/a" if states is None else f"{unit.text(states)} {unit.name}"
+        return Bar(segments=segments if states is not None else (), text=text, tick=planned)
+    text = f"{unit.text(peak)} {unit.name}"
+    if states is None or states > peak:  # some of it is offloaded to the host
+        text += "" if states is None else f" (model states, host included: {unit.text(states)})"
+        return Bar(segments=((float(peak), "rest"),), text=text, tick=planned)
+    return Bar(segments=(*segments, (float(peak - states), "rest")), text=text, tick=planned)
+
+
+def _failed_bar(row: Row, unit: ByteUnit, *, on_cpu: bool) -> Bar:
+    """The last measured peak, hatched, and the plan. On a CPU the peak would be libraries too."""
+    failure = row.failure
+    if failure is None or on_cpu or not row.out_of_memory:
+        return Bar(segments=(), text=row.status, alarm=row.status != NOT_SUPPORTED)
+    text, measured = row.status + (f" in {failure.phase}" if failure.phase else ""), failure.measured_bytes
+    if measured is None:
+        return Bar(segments=(), text=text, alarm=True, tick=row.planned_allocated_bytes)
+    text += f", {unit.text(measured)} {unit.name} measured"
+    return Bar(segments=((float(measured), None),), text=text, alarm=True, tick=row.planned_allocated_bytes)
+
+
+def _speed_bar(row: Row) -> Bar:
+    if not row.completed:
+        return Bar(segments=(), text=row.status, alarm=row.status != NOT_SUPPORTED)
+    if row.failed_parity:
+        return Bar(segments=(), text=PARITY_FAILED, alarm=True)
+    value, bounds = row.tokens_per_second, row.tokens_per_second_interval
+    segments = () if value is None else ((value, "speed" if row.comparable else None),)
+    text = speed(value) if bounds is None else f"{speed(value)} ({speed(bounds[0])} to {speed(bounds[1])})"
+    return Bar(segments=segments, text=text, interval=bounds)
+
+
+def _shortened(bar: Bar, longest: float) -> Bar:
+    """An interval that would leave the other bars no space is open at its end; the text has its value."""
+    if bar.interval is None or bar.interval[1] <= longest:
+        return bar
+    return replace(bar, interval=(bar.interval[0], longest), open_interval=True)

@@ -1,0 +1,216 @@
+"""The tables of a report. A table lists its columns; headings and formats are those that their fields declare."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+from toolkit.compare.results import Results
+from toolkit.compare.rows import Probe, Row, RunRecord
+from toolkit.record.columns import Column, Format, column_of
+from toolkit.record.measurements import MEMORY_PHASES
+from toolkit.report.tables import (
+    UNKNOWN,
+    Cell,
+    Heading,
+    Table,
+    number_cell,
+    one_line,
+    text_cell,
+)
+from toolkit.units import GIB_UNIT, NOT_AVAILABLE, ByteUnit, byte_unit, fixed, percent
+
+TableName = Literal["comparison", "memory", "speed", "efficiency", "overhead", "scaling", "trials"]
+# A longer name would make the heading of the ratio wider than its figures.
+LONGEST_SHORT_NAME = 6
+# Columns that are computed when a table is made; `peak` is of host memory on a CPU, of the allocator on GPUs.
+COMPUTED = {"model_states": Column("model\nstates\n{unit}"), "of_baseline": Column("of\nbaseline", percent)}
+# Shorter than in the other tables: the comparison is shown on a terminal of 100 columns.
+IN_COMPARISON = {
+    "tokens_per_second": Column("tokens\n/s", column_of(Row, "tokens_per_second").show),
+    "step_seconds_median": Column("step\ns", fixed(3)),
+    "peak_allocated_bytes": Column("peak\nalloc.\n{unit}"),
+    "ratio_to_reference": Column("ratio\nto {short_baseline}", fixed(2)),
+}
+
+# Headings of columns that hold words.
+WORDS = ("preset", "trial", "status", "parity", "bytes of", "in phase")
+# Keys in the order of the table's columns.
+COLUMNS: dict[TableName, str] = {
+    "comparison": """tokens_per_second layout per_device_train_batch_size tokens_per_second_interval mfu
+        cost_per_million_tokens step_seconds_median parameter_bytes gradient_bytes optimizer_bytes peak last_loss
+        ratio_to_reference""",
+    "memory": """parameter_bytes gradient_bytes optimizer_bytes model_states of_baseline planned_peak_bytes
+        peak_allocated_bytes peak_reserved_bytes peak_driver_bytes peak_host_bytes peak_rank allocator_retries""",
+    "speed": """tokens_per_second_per_gpu non_padding_tokens_per_second supervised_tokens_per_second
+        tokens_per_cpu_second padding_fraction step_seconds_median step_seconds_p90 timed_steps timed_seconds""",
+    "efficiency": """ratio_to_reference ratio_interval rank mfu mfu_full_attention hfu cost_per_million_tokens
+        energy_joules rank_skew""",
+    "overhead": """communication_fraction exposed_communication_fraction save_seconds save_bytes startup_seconds
+        wall_seconds goodput_fraction""",
+    "scaling": "world_size num_nodes tokens_per_second speed_up scaling_efficiency",
+    "trials": "tokens_per_second step_seconds_median timed_steps startup_seconds wall_seconds",
+}
+
+
+def results_unit(results: Results) -> ByteUnit:
+    """Return the unit of every table and plot of one report."""
+    parts = ((row.parameter_bytes, row.gradient_bytes, row.optimizer_bytes) for row in results.rows)
+    return byte_unit([*(size for sizes in parts for size in sizes), *map(results.peak_bytes, results.rows)])
+
+
+def row_table(name: TableName, results: Results, *, narrow: bool = False) -> Table:
+    """Return preset and status, then the figures of each row that completed; `narrow` for a terminal."""
+    unit, columns = results_unit(results), _columns(name, results, narrow=narrow)
+
+    def cells(row: Row) -> list[Cell]:
+        if not row.completed:
+            return [UNKNOWN] * len(columns)
+        return [format_cell(_value(results, row, key), column, unit) for key, column in columns.items()]
+
+    headings = [_heading(column, results, unit) for column in columns.values()]
+    return _table(["preset", "status", *headings], [[*_named(*row), *cells(row[1])] for row in results.labelled_rows])
+
+
+def scaling_table(results: Results) -> Table | None:
+    """Return the speed-up of each preset by number of processes; None with a single number of processes."""
+    if not any(row.scaling_efficiency is not None and row.speed_up != 1 for row in results.rows):
+        return None
+    return row_table("scaling", results)
+
+
+def trials_table(results: Results) -> Table | None:
+    """Return every trial in the order in which they ran; None where there is none."""
+    if not results.trials:
+        return None
+    columns = {key: column_of(RunRecord, key) for key in COLUMNS["trials"].split()}
+    rows = [
+        [text_cell(trial.trial), text_cell(trial.status)]
+        + [format_cell(getattr(trial, key), column, GIB_UNIT) for key, column in columns.items()]
+        for trial in results.trials
+    ]
+    return _table(["trial", "status", *(column.heading or key for key, column in columns.items())], rows)
+
+
+def parity_table(results: Results) -> Table:
+    """Return first and last loss beside the baseline's; a row that failed earlier has no last difference."""
+
+    def difference(loss: float | None, baseline: float | None) -> Cell:
+        """Relative to the baseline, signed; an exact 0 is written as such."""
+        if loss is None or not baseline:
+            return UNKNOWN
+        relative = (loss - baseline) / abs(baseline)
+        return Cell(text=f"{relative:+.1e}" if relative else "0", value=relative)
+
+    rows = []
+    for label, row in results.labelled_rows:
+        baseline = results.baseline(row.world_size)
+        first, last = (baseline.first_loss, baseline.last_loss) if baseline else (None, None)
+        cells = [text_cell(label), text_cell(row.parity or NOT_AVAILABLE)]
+        cells += [number_cell(row.first_loss, 6), difference(row.first_loss, first)]
+        cells += [number_cell(row.last_loss, 6), difference(row.last_loss, last if row.completed else None)]
+        rows.append(cells)
+    return _table(["preset", "parity", "first loss", "difference", "last loss", "difference"], rows)
+
+
+def phases_table(results: Results) -> Table | None:
+    """Return memory by phase of the first step, of failed rows too; None where no row has any."""
+    known = [row.memory_by_phase for row in results.rows if row.memory_by_phase]
+    if not known:
+        return None
+    unit = byte_unit(getattr(memory, phase) for memory in known for phase in MEMORY_PHASES)
+    names = [f"{when}\n{unit.name}" for when in ("after loading", "after forward", "after backward", "after step")]
+    rows = []
+    for label, row in results.labelled_rows:
+        memory = row.memory_by_phase
+        sizes = [bytes_cell(getattr(memory, phase, None), unit) for phase in MEMORY_PHASES]
+        rows.append([*_named(label, row), *sizes, text_cell(memory.bytes_of if memory else NOT_AVAILABLE)])
+    return _table(["preset", "status", *names, "bytes of"], rows)
+
+
+def probes_table(results: Results) -> Table | None:
+    """Return what the search for each row's largest micro-batch tried; None where there was no search."""
+    searched = [[text_cell(label), *_probe_cells(row.probes)] for label, row in results.labelled_rows if row.probes]
+    headings = ["preset", "largest\nthat runs", "tried", "smallest\nthat does not", "status", "in phase"]
+    return _table([*headings, "predicted\npeak GiB", "last measured\npeak GiB"], searched) if searched else None
+
+
+def _table(headings: Sequence[str], rows: Sequence[Sequence[Cell]]) -> Table:
+    return Table(
+        headings=tuple(Heading(text=text, numeric=text not in WORDS) for text in headings),
+        rows=tuple(tuple(row) for row in rows),
+    )
+
+
+def _named(label: str, row: Row) -> tuple[Cell, Cell]:
+    return text_cell(label), text_cell(row.status_text)
+
+
+def format_cell(value: object, column: Column, unit: ByteUnit) -> Cell:
+    """Return a value as its column shows it; an interval is sorted by its low end."""
+    if value is None:
+        return UNKNOWN
+    if isinstance(value, str):
+        return text_cell(value)
+    by = value[0] if isinstance(value, tuple) else value
+    assert isinstance(by, (int, float))
+    show: Format = column.show or unit.text
+    return Cell(text=show(value), value=by)
+
+
+def bytes_cell(size: int | None, unit: ByteUnit) -> Cell:
+    """Return a size in a table's unit."""
+    return Cell(text=unit.text(size), value=size)
+
+
+def _columns(name: TableName, results: Results, *, narrow: bool) -> dict[str, Column]:
+    """The columns that the table has for these results, by key."""
+    columns: dict[str, Column] = {}
+    for listed in COLUMNS[name].split():
+        key = ("peak_host_bytes" if results.on_cpu else "peak_allocated_bytes") if listed == "peak" else listed
+        column = COMPUTED[key] if key in COMPUTED else column_of(Row, key)
+        if name == "comparison":
+            column = IN_COMPARISON.get(key, column)
+            known = column.only_if_known
+            if known is not None and (narrow or all(getattr(row, known) is None for row in results.rows)):
+                continue
+        columns[key] = column
+    return columns
+
+
+def _value(results: Results, row: Row, key: str) -> object:
+    if key == "model_states":
+        return row.model_state_bytes
+    if key == "of_baseline":
+        baseline = results.baseline(row.world_size)
+        of_baseline = baseline.model_state_bytes if baseline else None
+        return None if row.model_state_bytes is None or not of_baseline else row.model_state_bytes / of_baseline
+    return getattr(row, key)
+
+
+def _heading(column: Column, results: Results, unit: ByteUnit) -> str:
+    baseline = one_line(results.reference)
+    return (column.heading or "").format(
+        unit=unit.name,
+        baseline=baseline,
+        short_baseline=baseline if len(baseline) <= LONGEST_SHORT_NAME else "base.",
+        process="process" if results.on_cpu else "GPU",
+    )
+
+
+def _probe_cells(probes: Sequence[Probe]) -> tuple[Cell, ...]:
+    """Sizes, and the failure of the smallest size that does not run."""
+    sizes = sorted(probe.per_device_train_batch_size for probe in probes)
+    ran = [probe.per_device_train_batch_size for probe in probes if probe.status == "completed"]
+    cells = (number_cell(max(ran, default=None), 0), text_cell(", ".join(map(str, sizes))))
+    failed = min((p for p in probes if p.failure), key=lambda p: p.per_device_train_batch_size, default=None)
+    if failed is None or failed.failure is None:
+        return (*cells, Cell(text="none"), *(Cell(text="") for _ in range(4)))
+    return (
+        *cells,
+        number_cell(failed.per_device_train_batch_size, 0),
+        text_cell(failed.status),
+        text_cell(failed.failure.phase or NOT_AVAILABLE),
+        bytes_cell(failed.failure.predicted_bytes, GIB_UNIT),
+        bytes_cell(failed.failure.measured_bytes, GIB_UNIT),
+    )

@@ -1,0 +1,164 @@
+"""The files of a run folder as who reads them needs them: each key with its type.
+
+A file that is missing is empty: a run that was killed may lack any of them. One that is damaged is an error, since a
+figure that is left out would look like one that was not measured.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
+
+from toolkit.errors import ToolkitError
+from toolkit.files.json_files import read_json_object_if_present
+from toolkit.files.validation import explain
+from toolkit.record import status
+from toolkit.record.columns import Bytes, Count, Fraction, Interval, NonNegativeReal, Real
+from toolkit.record.folder import RunFolder
+from toolkit.record.measurements import MemoryByPhase
+from toolkit.record.status import RunStatus
+
+
+class _RunFile(BaseModel):
+    model_config = ConfigDict(frozen=True)
+
+
+Parsed = TypeVar("Parsed", bound=_RunFile)
+
+
+class ProfiledStep(_RunFile):
+    """One profiled step of one rank."""
+
+    step_seconds: NonNegativeReal
+    communication_seconds: NonNegativeReal
+    exposed_communication_seconds: NonNegativeReal
+
+
+class ProfiledRank(_RunFile):
+    """One rank of the last profiled step."""
+
+    rank: Count
+    start_unix: Real
+    seconds: NonNegativeReal
+    lanes: dict[str, tuple[Interval, ...]]
+
+
+class Profile(_RunFile):
+    """What the profiler recorded."""
+
+    last_step: Count = 0
+    steps: tuple[ProfiledStep, ...] | None = ()
+    timeline: tuple[ProfiledRank, ...] | None = ()
+
+
+class Save(_RunFile):
+    """One save of a run."""
+
+    kind: str
+    seconds: NonNegativeReal | None = None
+    bytes: Bytes = None
+    stall_seconds: NonNegativeReal | None = None
+    """Training stood still."""
+
+
+class RecordedGoodput(_RunFile):
+    """Where a run's time went."""
+
+    fraction: Fraction = None
+    checkpoint_seconds: NonNegativeReal | None = None
+    evaluation_seconds: NonNegativeReal | None = None
+    restart_seconds: NonNegativeReal | None = None
+    lost_seconds: NonNegativeReal | None = None
+    waiting_seconds: NonNegativeReal | None = None
+
+
+def _failed_if_unfinished(value: object) -> object:
+    """A run that never reported how it ended has failed."""
+    return status.FAILED if value in (status.PLANNED, status.RUNNING) else value
+
+
+class RecordedRun(_RunFile):
+    """`run.json`."""
+
+    status: Annotated[RunStatus, BeforeValidator(_failed_if_unfinished)] = "failed"
+    wall_seconds: NonNegativeReal | None = None
+    command: str = ""
+    started_unix: Real | None = None
+    phases: tuple[tuple[str, Real], ...] | None = ()
+    spec: dict[str, Any] | None = None
+    profile: Profile | None = None
+    saves: tuple[Save, ...] | None = ()
+    goodput: RecordedGoodput | None = None
+    versions: dict[str, str | None] | None = None
+    git_commit: str | None = None
+    nodes: tuple[str, ...] = ()
+    """Host names of the ranks."""
+    warm_start: bool = False
+    """Its ranks were forked from a process that had imported the libraries."""
+
+
+class RecordedFailure(_RunFile):
+    """`failure.json`."""
+
+    message: str | None = None
+    phase: str | None = None
+    step: Count | None = None
+    rank: int | None = None
+    peak_bytes: Bytes = None
+    memory_by_phase: MemoryByPhase | None = None
+
+
+class AttestedRank(_RunFile):
+    """What one rank attested; parity compares the other facts."""
+
+    model_config = ConfigDict(extra="allow")
+
+    parameter_bytes: Bytes = None
+    gradient_bytes: Bytes = None
+    optimizer_bytes: Bytes = None
+    num_params: Count | None = None
+    num_trainable_params: Count | None = None
+    compute_dtype: str | None = None
+    accumulate: str | None = None
+    accumulated_gradient_bytes: Bytes = None
+    layout: dict[str, Count] | None = None
+
+
+class ExpectedReadings(_RunFile):
+    """What the preset specifies."""
+
+    master_dtype: str | None = None
+
+
+class RecordedAttestation(_RunFile):
+    """`attestation.json`."""
+
+    ranks: tuple[AttestedRank, ...] | None = ()
+    expected: ExpectedReadings | None = None
+    sha256: str | None = None
+
+
+def read_run_file(path: Path, kind: type[Parsed]) -> Parsed:
+    """Return one file of a run folder, empty where there is none.
+
+    Raises ToolkitError for one that cannot be read, or has another value than its kind.
+    """
+    try:
+        # A loss that no comparison reads may be no number.
+        return kind.model_validate(read_json_object_if_present(path, allow_nan=True) or {})
+    except ValidationError as error:
+        raise ToolkitError(f"{path}: {explain(error)}", hint=damaged_hint(path)) from None
+    except ToolkitError as error:
+        raise type(error)(error.message, hint=error.hint or damaged_hint(path)) from None
+
+
+def read_run(folder: RunFolder) -> RecordedRun:
+    """Return a run's `run.json`. Raises ToolkitError as `read_run_file` does."""
+    return read_run_file(folder.run_json, RecordedRun)
+
+
+def damaged_hint(path: Path) -> str:
+    """Return what to do about a damaged file of a run folder."""
+    return f"move {path.parent} elsewhere, and `--resume` repeats its run"
