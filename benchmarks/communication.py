@@ -30,7 +30,7 @@ from small_job import small_model, words
 from toolkit.models.read_model import read_model
 from toolkit.models.shape import ModelShape
 from toolkit.plan.communication import communication_bytes, step_collectives
-from toolkit.plan.job import TrainingJob, TrainingSetup
+from toolkit.plan.planned_job import PlannedJob, TrainingSetup
 from toolkit.presets import load_preset
 
 SCRIPTS = ROOT / "tests" / "scripts"
@@ -75,7 +75,7 @@ class Setting:
             preset=load_preset(self.preset),
             shape=shape,
             world_size=self.ranks,
-            job=TrainingJob(
+            job=PlannedJob(
                 gradient_accumulation_steps=self.accumulation,
                 accumulate=self.accumulate,
                 lora_r=self.lora_r,

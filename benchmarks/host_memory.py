@@ -37,8 +37,8 @@ from toolkit.models.read_model import read_model
 from toolkit.models.shape import ModelShape
 from toolkit.plan.engine_settings import engine_settings
 from toolkit.plan.host_memory import PROCESS_BYTES
-from toolkit.plan.job import TrainingJob
 from toolkit.plan.memory import plan_engine_memory
+from toolkit.plan.planned_job import PlannedJob
 from toolkit.presets import load_preset
 from toolkit.units import GIB
 
@@ -100,7 +100,7 @@ def planned(setting: Setting, shape: ModelShape) -> dict[str, int]:
     """Return the planned bytes of all ranks together."""
     preset = load_preset(setting.preset)
     engine = engine_settings(preset, world_size=setting.ranks, hidden_size=shape.hidden_size, mixed_precision="no")
-    job = TrainingJob(
+    job = PlannedJob(
         max_seq_length=setting.seq_length,
         per_device_train_batch_size=1,
         gradient_accumulation_steps=setting.accumulation,

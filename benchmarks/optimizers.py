@@ -21,8 +21,8 @@ from typing import Any
 from record import EVIDENCE, ROOT, append_line, print_table, read_lines, write_result, write_table
 from small_job import small_model, words
 
+from toolkit.job.job import Job
 from toolkit.presets import load_preset
-from toolkit.presets.compatibility import Method
 from toolkit.presets.support import unsupported
 
 sys.path.append(str(ROOT / "tests"))
@@ -81,7 +81,7 @@ def cells(pair: dict[str, Any]) -> list[object]:
 def is_judged_wrong(pair: dict[str, Any]) -> bool:
     """Return True if the rules refuse a pair that works, or allow one that does not."""
     works = bool(pair["resumes"]) and not pair["differences"]
-    refused = unsupported(load_preset(pair["preset"]), Method(optim=pair["optim"])) is not None
+    refused = unsupported(load_preset(pair["preset"]), Job(optim=pair["optim"])) is not None
     return works == refused
 
 

@@ -120,8 +120,8 @@ def first_step_seconds(argv: Sequence[str], environment: Mapping[str, str]) -> f
 def side(ranks: list[list[dict[str, Any]]], untimed_steps: int, first_step: float) -> Side:
     """Reduce the rows of all ranks, in the same way for both sides."""
     steps = list(zip(*ranks, strict=True))
-    cpu_seconds = math.fsum(row.cpu_seconds for step in steps[untimed_steps:] for row in step)
-    losses = [[row.loss for row in step] for step in steps]
+    cpu_seconds = math.fsum(row["cpu_seconds"] for step in steps[untimed_steps:] for row in step)
+    losses = [[row["loss"] for row in step] for step in steps]
     return Side(cpu_seconds=cpu_seconds, first_step_seconds=first_step, losses=losses)
 
 
@@ -130,7 +130,7 @@ def prepare(scratch: Path, model: Path | None, steps: int, untimed_steps: int) -
     import datasets
 
     from toolkit.demo.assets import default_data_file, prepare_default_model
-    from toolkit.job.script_arguments import ModelArguments
+    from toolkit.job.argument_fields import ModelArguments
     from toolkit.train.data.tokenization import load_rows, tokenize
     from toolkit.train.model.loading import load_tokenizer
 

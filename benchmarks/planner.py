@@ -26,7 +26,7 @@ from record import ROOT, pairs, print_table, spread, write_result
 
 from toolkit.hardware.gpu_table import find_gpu
 from toolkit.models.read_model import read_model
-from toolkit.plan.job import TrainingJob
+from toolkit.plan.planned_job import PlannedJob
 from toolkit.plan.planner import PlanRequest, make_plans
 from toolkit.presets import list_presets
 
@@ -41,7 +41,7 @@ def plan_all(config: Path) -> int:
         shape=read_model(str(config)),
         presets=list_presets(),
         world_sizes=SIZES,
-        job=TrainingJob(max_seq_length=4096, activation_checkpointing=True),
+        job=PlannedJob(max_seq_length=4096, activation_checkpointing=True),
         gpu=find_gpu("h100-sxm"),
         strict=False,
     )

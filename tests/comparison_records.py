@@ -12,7 +12,7 @@ from toolkit.compare.rows import Failure, Row, RowKey
 from toolkit.compare.specification import ComparisonSpec, ExpectedStrategy, Trial
 from toolkit.hardware.gpu_table import find_gpu
 from toolkit.models.read_model import read_model
-from toolkit.plan.job import TrainingJob
+from toolkit.plan.planned_job import PlannedJob
 from toolkit.plan.planner import PlanRequest, make_plans
 from toolkit.presets import load_preset
 
@@ -55,7 +55,7 @@ def comparison_on_gpus(model: Path, **changes: Any) -> ComparisonSpec:
 
 def planned_step_seconds(model: Path) -> tuple[float, float]:
     """Low and high step time of that comparison on two H100s, as `toolkit plan` predicts it."""
-    job, gpu = TrainingJob(per_device_train_batch_size=8, max_seq_length=512), find_gpu("h100-sxm")
+    job, gpu = PlannedJob(per_device_train_batch_size=8, max_seq_length=512), find_gpu("h100-sxm")
     request = PlanRequest(
         shape=read_model(str(model)), presets=[load_preset("zero2")], world_sizes=[2], job=job, gpu=gpu
     )

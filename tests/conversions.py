@@ -8,9 +8,9 @@ from typing import Any
 
 from toolkit.convert import Conversion, convert_file, yaml_text
 from toolkit.errors import ToolkitError
-from toolkit.job.argument_checks import check_arguments
-from toolkit.job.script_arguments import read_arguments
+from toolkit.job.job import Job
 from toolkit.presets import load_preset
+from toolkit.presets.preset_checks import check_arguments
 
 # `check_arguments` also wants the packages of trackers, which a test machine may not have.
 MISSING_PACKAGE = "needs a package that is not installed"
@@ -59,19 +59,12 @@ def refused_by_our_checks(conversion: Conversion, folder: Path) -> str | None:
     """Return why our own argument checks refuse the converted file, or None; packages need not be installed."""
     file = folder / "ours.yaml"
     file.write_text(yaml_text(conversion, source="theirs.yaml", file=str(file)))
-    read = read_arguments([str(file)])
-    assert {name: _unlisted(value) for name, value in read.items()} == {
-        name: _unlisted(value) for name, value in conversion.arguments.items()
-    }
+    job = Job.from_argv([str(file)])
+    assert job == Job.from_values(conversion.arguments)
     preset = load_preset(conversion.preset)
     processes = conversion.num_processes or max(preset.min_world_size, 1)
     try:
-        check_arguments(read, preset, num_processes=processes, on_cpu=False, here=False)
+        check_arguments(job, preset, num_processes=processes, on_cpu=False, here=False)
     except ToolkitError as error:
         return None if MISSING_PACKAGE in str(error) else str(error)
     return None
-
-
-def _unlisted(value: Any) -> Any:
-    """`dataset: FILE` and `dataset: [FILE]` are the same."""
-    return value[0] if isinstance(value, list) and len(value) == 1 else value

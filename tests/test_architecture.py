@@ -115,7 +115,9 @@ def test_training_code_knows_nothing_of_comparisons_plans_and_rehearsals() -> No
 
 def test_the_observer_knows_no_script_and_no_launcher() -> None:
     """It attaches to any Trainer, and knows no argument, data set or method of the toolkit's own script."""
-    assert not package_graph()["observe"] & {"train", "launch", "job", "data", "compare", "plan", "rehearse", "cli"}
+    assert not package_graph()["observe"] & {"train", "launch", "data", "compare", "plan", "rehearse", "cli"}
+    imported = {name for module, names in module_graph().items() if package_of(module) == "observe" for name in names}
+    assert {name for name in imported if package_of(name) == "job"} == {"toolkit.job.accumulation"}  # two words
 
 
 def test_a_job_and_its_record_know_nothing_of_who_uses_them() -> None:

@@ -26,7 +26,7 @@ from launching import ROOT, torchrun
 from toolkit.data import check_file
 from toolkit.files.model_weights import read_weights
 from toolkit.hardware.gpu_table import find_gpu
-from toolkit.job.script_arguments import read_arguments
+from toolkit.job.argument_reading import read_arguments
 from toolkit.models.read_model import UNGATED
 from toolkit.plan.planned_run import plan_run
 from toolkit.plan.planner import Plan

@@ -13,7 +13,7 @@ import yaml
 from launching import ROOT, cpu_environment, run_warm
 
 from toolkit.convert import convert_file
-from toolkit.job.script_arguments import read_arguments
+from toolkit.job.argument_reading import read_arguments
 
 sys.path[:0] = [str(ROOT / "benchmarks")]
 

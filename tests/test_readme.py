@@ -27,7 +27,7 @@ from reference_blocks import characteristics_table, doctor_table, optimizer_tabl
 from simulated_throughput import throughput_table
 
 from toolkit.cli.program import app
-from toolkit.job.script_arguments import read_arguments, read_config_file
+from toolkit.job.argument_reading import read_arguments, read_config_file
 from toolkit.presets import preset_names
 from toolkit.record.folder import read_json
 

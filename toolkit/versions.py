@@ -51,53 +51,9 @@ def version_numbers(version: str) -> tuple[int, ...]:
 
 
 @functools.cache
-def training_argument_types() -> dict[str, str]:
-    """Return field name to annotation of transformers' `TrainingArguments`, in order, read from its source.
-
-    Empty if transformers is not installed.
-    """
-    return _field_types("transformers", "training_args.py", "TrainingArguments")
-
-
-@functools.cache
 def lora_config_types() -> dict[str, str]:
     """Return field name to annotation of peft's `LoraConfig`, without inherited fields."""
     return _field_types("peft", "tuners/lora/config.py", "LoraConfig")
-
-
-@functools.cache
-def tracker_names() -> tuple[str, ...]:
-    """Return the trackers that transformers' `report_to` accepts, read from its source."""
-    tree = _source("transformers", "integrations/integration_utils.py")
-    tables = [
-        node.value
-        for node in (tree.body if tree else [])
-        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "INTEGRATION_TO_CALLBACK"
-    ]
-    keys = [key for table in tables if isinstance(table, ast.Dict) for key in table.keys]
-    return tuple(str(key.value) for key in keys if isinstance(key, ast.Constant))
-
-
-@functools.cache
-def training_argument_words() -> dict[str, tuple[str, ...]]:
-    """Return the words that each field of `TrainingArguments` with a fixed choice accepts, read from its source.
-
-    A field has a choice if its `__post_init__` makes an enum of the value, or if its metadata has `choices`.
-    """
-    choices = {name: _choices(node) for name, node in _training_fields().items()}
-    return {name: words for name, words in choices.items() if words} | _enum_fields()
-
-
-@functools.cache
-def training_argument_defaults() -> dict[str, Any]:
-    """Return the defaults of `TrainingArguments` that its source writes as a number, a word or a boolean."""
-    found = {}
-    for name, node in _training_fields().items():
-        default = _keyword(node.value, "default")
-        if default is not None:
-            with contextlib.suppress(ValueError):
-                found[name] = ast.literal_eval(default)
-    return found
 
 
 @functools.cache
@@ -152,31 +108,6 @@ def _read_options(node: ast.expr) -> list[str]:
         case _:
             return []
     return [name] if ast.unparse(options).endswith("optim_args") else []
-
-
-@functools.cache
-def scheduler_arguments(name: str) -> dict[str, bool] | None:
-    """Return what `lr_scheduler_kwargs` may set for a schedule, and True for what it must; None: anything.
-
-    Read from the signature of the function of transformers that makes the schedule.
-    """
-    tree = _source("transformers", "optimization.py")
-    table = _table(tree, "TYPE_TO_SCHEDULER_FUNCTION")
-    members = {member: value for value, member in _enum_members("transformers", "trainer_utils.py", "SchedulerType")}
-    functions = {members.get(_attribute(key)): ast.unparse(value) for key, value in table}
-    function = next((node for node in _functions(tree) if node.name == functions.get(name)), None)
-    if function is None or function.args.kwarg is not None:
-        return None
-    names = [argument.arg for argument in function.args.args]
-    required = names[: len(names) - len(function.args.defaults)]
-    by_trainer = ("optimizer", "num_warmup_steps", "num_training_steps")
-    return {argument: argument in required for argument in names if argument not in by_trainer}
-
-
-@functools.cache
-def accelerator_config_types() -> dict[str, str]:
-    """Return field name to annotation of transformers' `AcceleratorConfig`."""
-    return _field_types("transformers", "trainer_pt_utils.py", "AcceleratorConfig")
 
 
 @functools.cache
@@ -284,54 +215,6 @@ def _fields(library: str, file: str, name: str) -> dict[str, ast.AnnAssign]:
 
 def _field_types(library: str, file: str, name: str) -> dict[str, str]:
     return {field: ast.unparse(node.annotation) for field, node in _fields(library, file, name).items()}
-
-
-def _training_fields() -> dict[str, ast.AnnAssign]:
-    return _fields("transformers", "training_args.py", "TrainingArguments")
-
-
-def _choices(field: ast.AnnAssign) -> tuple[str, ...]:
-    """The words of `metadata={"choices": [...]}`; of the two log levels, the names in transformers' own table."""
-    metadata = _keyword(field.value, "metadata")
-    pairs = zip(metadata.keys, metadata.values, strict=True) if isinstance(metadata, ast.Dict) else []
-    for key, value in pairs:
-        if isinstance(key, ast.Constant) and key.value == "choices":
-            if isinstance(value, ast.List):
-                return tuple(str(word) for word in ast.literal_eval(value))
-            if "log_levels" in ast.unparse(value):
-                levels = _table(_source("transformers", "utils/logging.py"), "log_levels")
-                return (*(str(ast.literal_eval(level)) for level, _ in levels if level is not None), "passive")
-    return ()
-
-
-def _enum_fields() -> dict[str, tuple[str, ...]]:
-    """Fields of which `__post_init__` makes an enum: `self.optim = OptimizerNames(self.optim)`."""
-    arguments = _class("transformers", "training_args.py", "TrainingArguments")
-    found = {}
-    for function in _functions(arguments):
-        for node in ast.walk(function) if function.name == "__post_init__" else []:
-            if not isinstance(node, ast.Assign) or not isinstance(node.targets[0], ast.Attribute):
-                continue
-            called = [
-                call.func.id
-                for call in ast.walk(node.value)
-                if isinstance(call, ast.Call) and isinstance(call.func, ast.Name)
-            ]
-            words = next(filter(None, map(_words_of_enum, called)), ())
-            if words:
-                found[node.targets[0].attr] = words
-    return found
-
-
-def _words_of_enum(name: str) -> tuple[str, ...]:
-    """The words of an enum that training_args.py defines or imports."""
-    tree = _source("transformers", "training_args.py")
-    imports = [node for node in (tree.body if tree else []) if isinstance(node, ast.ImportFrom) and node.level == 1]
-    modules = [node.module for node in imports if node.module and name in [alias.name for alias in node.names]]
-    file = f"{modules[0].replace('.', '/')}.py" if modules else "training_args.py"
-    found = _class("transformers", file, name)
-    is_enum = found is not None and any("Enum" in ast.unparse(base) for base in found.bases)
-    return tuple(value for value, _ in _enum_members("transformers", file, name)) if is_enum else ()
 
 
 def _enum_members(library: str, file: str, name: str) -> list[tuple[str, str]]:

@@ -82,7 +82,7 @@ def planner(gpu: str, work: Path) -> Callable[[Case], dict[str, Any] | None]:
     from toolkit.errors import ToolkitError
     from toolkit.hardware.gpu_table import find_gpu
     from toolkit.models.read_model import read_model
-    from toolkit.plan.job import TrainingJob
+    from toolkit.plan.planned_job import PlannedJob
     from toolkit.plan.planner import PlanRequest, make_plans
     from toolkit.presets import load_preset
 
@@ -93,7 +93,7 @@ def planner(gpu: str, work: Path) -> Callable[[Case], dict[str, Any] | None]:
         return read_model(str(path))
 
     def plan(case: Case) -> dict[str, Any] | None:
-        job = TrainingJob(
+        job = PlannedJob(
             per_device_train_batch_size=case["per_device_train_batch_size"],
             max_seq_length=case["max_seq_length"],
             activation_checkpointing=case["activation_checkpointing"],

@@ -21,11 +21,11 @@ from toolkit.compare.results import ComparedJob, ComparisonMethod, Disk, Environ
 from toolkit.compare.rows import Failure, FlopsPerToken, Probe, Row, RunRecord, Timeline, TimelineRank
 from toolkit.doctor.examination import all_checks
 from toolkit.job.argument_aliases import ALIASES, HINTS, Alias
-from toolkit.job.script_arguments import DataArguments, ModelArguments
+from toolkit.job.argument_fields import DataArguments, ModelArguments
+from toolkit.job.job import Job
+from toolkit.models.optimizers import OPTIMIZERS, UpdatedTensor
 from toolkit.presets import Preset, list_presets
 from toolkit.presets.characteristics import characteristics
-from toolkit.presets.compatibility import Method
-from toolkit.presets.optimizers import OPTIMIZERS, UpdatedTensor
 from toolkit.presets.support import unsupported
 from toolkit.record.columns import Model, column_of
 from toolkit.record.measurements import MemoryByPhase
@@ -80,7 +80,7 @@ def optimizer_table() -> str:
 
 def _optimizer_row(optim: str) -> list[str]:
     spec, matrix = OPTIMIZERS[optim], UpdatedTensor(shape=(4096, 4096), is_hidden_matrix=True)
-    refused = [p.name for p in list_presets() if unsupported(p, Method(optim=optim)) is not None]
+    refused = [p.name for p in list_presets() if unsupported(p, Job(optim=optim)) is not None]
     presets = "all" if not refused else ", ".join(p.name for p in list_presets() if p.name not in refused)
     share = spec.state_bytes([matrix]) / matrix.num_elements
     states = spec.summary + ("; paged" if spec.paged else "")

@@ -11,7 +11,7 @@ import yaml
 from command_line import run_command
 from launching import ROOT
 
-from toolkit.job.script_arguments import read_config_file
+from toolkit.job.argument_reading import read_config_file
 
 AXOLOTL = ROOT / "tests" / "fixtures" / "axolotl.yaml"
 Convert = Callable[..., tuple[int, str, str]]

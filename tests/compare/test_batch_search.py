@@ -29,6 +29,7 @@ from toolkit.compare.console_progress import ConsoleProgress
 from toolkit.compare.ledger import Ledger, ProbeRecord, probes_of
 from toolkit.compare.rows import RowKey
 from toolkit.compare.runner import Runner
+from toolkit.job.job import Job
 
 DDP = RowKey(preset="ddp", world_size=2)
 
@@ -95,9 +96,9 @@ def test_a_search_ends_at_the_largest_batch_that_the_data_fills(tmp_path: Path) 
 
 
 def test_a_probe_begins_with_the_longest_rows_unless_they_are_packed_or_streamed() -> None:
-    assert probe_arguments({}, 4)[-2:] == ["--train_sampling_strategy", "group_by_length"]
-    assert "--train_sampling_strategy" not in probe_arguments({"streaming": "true"}, 4) + probe_arguments(
-        {"packing": True}, 4
+    assert probe_arguments(Job(), 4)[-2:] == ["--train_sampling_strategy", "group_by_length"]
+    assert "--train_sampling_strategy" not in probe_arguments(Job(streaming=True), 4) + probe_arguments(
+        Job(packing=True), 4
     )
 
 

@@ -12,8 +12,8 @@ from toolkit.compare.predictions import ExpectedDuration, PlannedMemory, expecte
 from toolkit.compare.rows import RowKey
 from toolkit.hardware.gpu_table import find_gpu
 from toolkit.models.read_model import read_model
-from toolkit.plan.job import TrainingJob
 from toolkit.plan.memory import plan_memory
+from toolkit.plan.planned_job import PlannedJob
 from toolkit.presets import load_preset
 
 ZERO2 = RowKey(preset="zero2", world_size=2)
@@ -26,7 +26,7 @@ def test_a_row_on_gpus_has_the_planner_s_peaks_and_one_on_a_cpu_none(tiny_model:
         shape,
         load_preset("zero2"),
         world_size=2,
-        job=TrainingJob(per_device_train_batch_size=8, max_seq_length=512),
+        job=PlannedJob(per_device_train_batch_size=8, max_seq_length=512),
     )
     assert planned_memory(on_gpus, ZERO2, shape=shape) == (plan.planned_peak_bytes, plan.peak.allocated_bytes)
     assert planned_memory(comparison_on_gpus(tiny_model, cpu=True), ZERO2, shape=shape) == PlannedMemory()

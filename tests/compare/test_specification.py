@@ -22,6 +22,7 @@ from toolkit.compare.specification import (
 )
 from toolkit.compare.variants import load_variants
 from toolkit.errors import ToolkitError
+from toolkit.job.job import Job
 
 
 def test_a_trial_is_named_by_its_row_and_repeat() -> None:
@@ -96,13 +97,13 @@ def test_a_model_that_all_ranks_share_is_not_wrapped() -> None:
 )
 def test_strong_scaling_keeps_the_global_batch(micro: int, accumulation: int, expected: list[tuple[int, int]]) -> None:
     arguments = {"per_device_train_batch_size": micro, "gradient_accumulation_steps": accumulation}
-    found = strong_scaling_batches(arguments, [1, 2, 4])
+    found = strong_scaling_batches(Job.from_values(arguments), [1, 2, 4])
     assert [tuple(found[n].values()) for n in (1, 2, 4)] == expected
 
 
 def test_a_global_batch_that_cannot_be_shared_is_refused() -> None:
     with pytest.raises(ToolkitError, match="a global batch of 3 sequences cannot be shared by 2 processes"):
-        strong_scaling_batches({"per_device_train_batch_size": 3}, [1, 2])
+        strong_scaling_batches(Job(per_device_train_batch_size=3), [1, 2])
 
 
 def specification(*words: str, **given: Any) -> ComparisonSpec:

@@ -139,7 +139,7 @@ REFUSED_SETTINGS = {
         *("finetuning_type", "stage", "image_max_pixels", "video_max_pixels", "freeze_vision_tower", "crop_to_patches"),
         "media_dir",
     },
-    "trl": set(),
+    "trl": {"lr_scheduler_kwargs"},  # "x" is no JSON
 }
 
 

@@ -17,7 +17,7 @@ from results_documents import Tags
 
 import toolkit
 import toolkit.presets
-from toolkit.job.script_arguments import argument_types
+from toolkit.job.argument_reading import argument_types
 from toolkit.presets import preset_names
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -126,7 +126,7 @@ def tokenize() -> None:
     """check_templates, load_tokenizer on exported, and encode_chat"""
     from toolkit.data import Sample
     from toolkit.data.template_limits import check_templates, templates_of
-    from toolkit.job.script_arguments import ModelArguments
+    from toolkit.job.argument_fields import ModelArguments
     from toolkit.train.data.chat_template import encode_chat
     from toolkit.train.model.loading import load_tokenizer
 

@@ -318,14 +318,14 @@ def plan_without_counting() -> None:
     """read_model on config.json, and plans"""
     from toolkit.hardware.gpu_table import find_gpu
     from toolkit.models.read_model import check_unquantized, read_model
-    from toolkit.plan.job import TrainingJob
+    from toolkit.plan.planned_job import PlannedJob
     from toolkit.plan.planner import PlanRequest, make_plans
     from toolkit.presets import load_preset
 
     check_unquantized("config.json")
     shape = read_model("config.json", count=False)
     presets = [load_preset(name) for name in ("ddp", "zero3")]
-    request = PlanRequest(shape=shape, presets=presets, world_sizes=[8], job=TrainingJob(), gpu=find_gpu("h100"))
+    request = PlanRequest(shape=shape, presets=presets, world_sizes=[8], job=PlannedJob(), gpu=find_gpu("h100"))
     make_plans(request)
 
 

@@ -31,7 +31,7 @@ from toolkit.files.secrets import (
     restore_secrets,
     separate_secrets,
 )
-from toolkit.job.script_arguments import argument_types
+from toolkit.job.argument_reading import argument_types
 from toolkit.launch.command import LaunchCommand, launch_command
 from toolkit.launch.process import run_command
 from toolkit.presets import load_preset
@@ -300,6 +300,6 @@ def _replay_names_the_missing_token(comparison: Path, capsys: pytest.CaptureFixt
     )
     spec = read_comparison(comparison)
     given = with_secrets(spec, ["--hub_token", PLAIN, "--run_name", TOKEN])
-    assert given.arguments(RowKey(preset="named", world_size=2))["hub_token"] == PLAIN
+    assert given.job(RowKey(preset="named", world_size=2)).value("hub_token") == PLAIN
     with pytest.raises(ToolkitError, match="--max_steps: a replay trains the job as it is recorded"):
         with_secrets(spec, ["--max_steps", "9"])

@@ -11,8 +11,7 @@ import yaml
 
 from toolkit.errors import ToolkitError
 from toolkit.job.argument_aliases import ALIASES, HINTS, canonical_values
-from toolkit.job.script_arguments import argument_types, read_arguments
-from toolkit.train.arguments import _parse_flags
+from toolkit.job.argument_reading import argument_types, read_arguments
 
 # Name and value of the other tool, ours.
 ACCEPTED = [
@@ -79,8 +78,7 @@ def test_an_argument_of_another_tool_starts_the_same_run_as_ours(
     other, own = given(theirs, value, tmp_path), given(ours, our_value, tmp_path)
     read = read_arguments(own)
     assert set(read) == {ours}
-    assert read_arguments(other) == read or str(read_arguments(other)).lower() == str(read).lower()
-    assert vars(_parse_flags(other)) == vars(_parse_flags(own))
+    assert read_arguments(other) == read
 
 
 @WAYS
@@ -117,7 +115,7 @@ def test_each_flag_wins_over_the_file_under_either_name(tmp_path: Path) -> None:
     config = tmp_path / "job.yaml"
     config.write_text("max_length: 512\nbase_model: a/b\n")
     assert read_arguments([str(config), "--max_seq_length", "256", "--base_model", "c/d"]) == {
-        "max_seq_length": "256",
+        "max_seq_length": 256,
         "model_name_or_path": "c/d",
     }
 

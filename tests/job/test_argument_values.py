@@ -9,8 +9,11 @@ from typing import Any
 import pytest
 
 from toolkit.errors import ToolkitError
-from toolkit.job.argument_values import RANGES, check_ranges, check_words, fits, nearest_word
-from toolkit.job.script_arguments import argument_types, argument_words, integer, read_arguments
+from toolkit.job.argument_fields import ARGUMENTS
+from toolkit.job.argument_reading import read_arguments
+from toolkit.job.argument_values import fits, nearest_word
+from toolkit.job.job import Job
+from toolkit.job.job_checks import check_values
 from toolkit.versions import lora_config_types
 
 
@@ -71,11 +74,11 @@ def test_a_number_in_a_file_may_have_the_type_that_yaml_gives_it(tmp_path: Path)
     file = tmp_path / "job.yaml"
     file.write_text("max_steps: 8\nlearning_rate: 2e-5\nseed: null\n".replace("seed: null\n", "data_seed: null\n"))
     values = read_arguments([str(file)])
-    assert (integer(values, "max_steps", -1), float(values["learning_rate"]), values["data_seed"]) == (8, 2e-5, None)
+    assert values == {"max_steps": 8, "learning_rate": 2e-5}
 
 
 def test_a_large_integer_keeps_its_last_digit() -> None:
-    assert integer({"seed": "9007199254740993"}, "seed", 0) == 9007199254740993  # a float has 53 bits
+    assert read_arguments(["--seed", "9007199254740993"])["seed"] == 9007199254740993  # a float has 53 bits
 
 
 @pytest.mark.parametrize(
@@ -96,14 +99,13 @@ def test_a_large_integer_keeps_its_last_digit() -> None:
 )
 def test_a_number_out_of_range_is_refused(arguments: dict[str, Any], expected: str) -> None:
     with pytest.raises(ToolkitError) as caught:
-        check_ranges(arguments)
+        check_values(Job.from_values(arguments), on_cpu=True)
     assert caught.value.message == expected
 
 
-def test_every_range_is_one_of_a_numeric_argument() -> None:
-    kinds = {name: argument_types().get(name, "missing").removesuffix(" | None") for name in RANGES}
-    assert set(kinds.values()) == {"int", "float"}, kinds
-    check_ranges(dict.fromkeys(RANGES))  # null is the default
+def test_every_limit_is_one_of_a_numeric_argument() -> None:
+    limited = {name: str(field.type) for name, field in ARGUMENTS.items() if "limits" in field.metadata}
+    assert {kind.removesuffix(" | None") for kind in limited.values()} == {"int", "float"}, limited
 
 
 def test_a_word_that_is_no_choice_is_refused_with_the_nearest() -> None:
@@ -114,11 +116,11 @@ def test_a_word_that_is_no_choice_is_refused_with_the_nearest() -> None:
         ("loss_on", "asistant", "assistant"),
     ):
         with pytest.raises(ToolkitError) as caught:
-            check_words({name: given}, argument_words())
+            check_values(Job.from_values({name: given}), on_cpu=True)
         assert caught.value.message.startswith(f"--{name} is {given!r}, expected ")
         assert caught.value.hint == f"did you mean `{close}`?"
     with pytest.raises(ToolkitError, match="--loss_on is 'everything', expected assistant or all"):
-        check_words({"loss_on": "everything"}, argument_words())
+        check_values(Job(loss_on="everything"), on_cpu=True)
     assert nearest_word("", ["sgd"]) is None
 
 

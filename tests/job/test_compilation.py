@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 
 from toolkit.errors import ToolkitError
-from toolkit.job.argument_checks import check_arguments
 from toolkit.job.compilation import BACKENDS, MODES, Compilation
+from toolkit.job.job import Job
 from toolkit.presets import load_preset
+from toolkit.presets.preset_checks import check_arguments
 
 
 @pytest.mark.parametrize(
@@ -24,7 +25,7 @@ from toolkit.presets import load_preset
 )
 def test_a_value_that_cannot_compile_is_refused(arguments: dict[str, Any], words: str, hint: str) -> None:
     with pytest.raises(ToolkitError) as refused:
-        check_arguments(arguments, load_preset("ddp"), num_processes=2, on_cpu=True)
+        check_arguments(Job.from_values(arguments), load_preset("ddp"), num_processes=2, on_cpu=True)
     assert words in refused.value.message
     assert hint in str(refused.value.hint)
 
@@ -32,22 +33,22 @@ def test_a_value_that_cannot_compile_is_refused(arguments: dict[str, Any], words
 def test_inductor_on_a_cpu_needs_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")
     with pytest.raises(ToolkitError, match="--torch_compile needs the C\\+\\+ compiler 'no-such-compiler'"):
-        check_arguments({"torch_compile": "true"}, load_preset("ddp"), num_processes=2, on_cpu=True)
+        check_arguments(Job.from_values({"torch_compile": "true"}), load_preset("ddp"), num_processes=2, on_cpu=True)
     without_code = {"torch_compile": "true", "torch_compile_backend": "aot_eager"}
-    assert check_arguments(without_code, load_preset("ddp"), num_processes=2, on_cpu=True) == []
+    assert check_arguments(Job.from_values(without_code), load_preset("ddp"), num_processes=2, on_cpu=True) == []
 
 
 def test_zero3_is_refused_and_zero2_is_not() -> None:
     arguments = {"torch_compile": "true", "torch_compile_backend": "eager"}
     with pytest.raises(ToolkitError, match="graph ends at each linear layer") as refused:
-        check_arguments(arguments, load_preset("zero3"), num_processes=2, on_cpu=True)
+        check_arguments(Job.from_values(arguments), load_preset("zero3"), num_processes=2, on_cpu=True)
     assert "fsdp2" in str(refused.value.hint)
-    assert check_arguments(arguments, load_preset("zero2"), num_processes=2, on_cpu=True) == []
+    assert check_arguments(Job.from_values(arguments), load_preset("zero2"), num_processes=2, on_cpu=True) == []
 
 
 def test_a_mode_alone_switches_compilation_on() -> None:
-    assert Compilation.of({"torch_compile_mode": "default"}) == Compilation(backend="inductor", mode="default")
-    assert Compilation.of({"torch_compile": "false"}) is None
+    assert Job(torch_compile_mode="default").compilation == Compilation(backend="inductor", mode="default")
+    assert Job(torch_compile=False).compilation is None
 
 
 def test_the_backends_and_modes_are_torchs() -> None:

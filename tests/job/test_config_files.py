@@ -9,8 +9,8 @@ import pytest
 
 from toolkit.cli.program import main
 from toolkit.errors import ToolkitError
+from toolkit.job.argument_reading import read_config_file
 from toolkit.job.lora_config import lora_fields
-from toolkit.job.script_arguments import read_config_file
 
 # A line of the YAML -> what the message says after the file's name, and its hint.
 WRONG_SHAPES = {
@@ -54,7 +54,7 @@ def test_what_an_argument_may_hold_is_read(tmp_path: Path) -> None:
         "report_to: [none]\nval_size: 5\n"
     )
     assert read_config_file(file) == {
-        "dataset": ["rows.jsonl"],
+        "dataset": "rows.jsonl",
         "learning_rate": "2e-5",
         "bf16": True,
         "lora_config": {"use_dora": True},

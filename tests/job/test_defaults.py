@@ -9,12 +9,13 @@ import pytest
 from launching import LLAMA_8B_CONFIG, toolkit
 
 from toolkit.hardware.gpu_table import find_gpu
-from toolkit.job import defaults
-from toolkit.job.script_arguments import DataArguments, ModelArguments, read_arguments
-from toolkit.plan.job import TrainingJob
+from toolkit.job import argument_fields as defaults
+from toolkit.job.argument_fields import DataArguments
+from toolkit.job.job import Job
 from toolkit.plan.options import PlanOptions, RecommendOptions
 from toolkit.plan.plan_vs_rehearsal import training_argv
-from toolkit.plan.planned_run import job_from_arguments, plan_run
+from toolkit.plan.planned_job import PlannedJob
+from toolkit.plan.planned_run import plan_run
 from toolkit.plan.planner import make_plans, plan_request
 from toolkit.presets import load_preset
 
@@ -29,7 +30,7 @@ def defaults_of(options: type[Any]) -> dict[str, Any]:
     return {field.name: field.default for field in fields(options) if field.name in EXPECTED}
 
 
-@pytest.mark.parametrize("options", [PlanOptions, TrainingJob])
+@pytest.mark.parametrize("options", [PlanOptions, PlannedJob])
 def test_the_planner_has_the_common_defaults(options: type[Any]) -> None:
     assert defaults_of(options) == EXPECTED
 
@@ -47,13 +48,11 @@ def test_recommend_has_the_common_length() -> None:
 
 
 def test_training_arguments_without_a_flag_are_the_planners_job() -> None:
-    assert job_from_arguments({}) == TrainingJob()
-    modules = next(field for field in fields(ModelArguments) if field.name == "lora_target_modules").default_factory
-    assert tuple(modules()) == TrainingJob().lora_target_modules  # type: ignore[operator, misc]
+    assert PlannedJob.of(Job()) == PlannedJob()
 
 
 def test_a_rehearsal_without_a_flag_is_the_planners_job() -> None:
-    assert job_from_arguments(read_arguments(training_argv("model", TrainingJob(), cpu=False))) == TrainingJob()
+    assert PlannedJob.of(Job.from_argv(training_argv("model", PlannedJob(), cpu=False))) == PlannedJob()
 
 
 @pytest.mark.parametrize("preset", ["ddp", "zero2", "zero3", "fsdp2"])
@@ -62,8 +61,8 @@ def test_a_plan_without_a_batch_flag_is_the_plan_of_the_run_without_one(preset: 
     (plan,) = make_plans(
         plan_request(str(LLAMA_8B_CONFIG), PlanOptions(num_processes=(8,), preset=(preset,), gpu="h100"))
     )
-    arguments = read_arguments(["--model_name_or_path", str(LLAMA_8B_CONFIG)])
-    assert plan == plan_run(load_preset(preset), arguments, world_size=8, gpu=find_gpu("h100"))
+    job = Job(model_name_or_path=str(LLAMA_8B_CONFIG))
+    assert plan == plan_run(load_preset(preset), job, world_size=8, gpu=find_gpu("h100"))
 
 
 @pytest.mark.parametrize(

@@ -2,32 +2,32 @@
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import replace
 
 import pytest
 
 from toolkit.errors import ToolkitError
-from toolkit.job.argument_checks import check_arguments
 from toolkit.job.global_batch import with_accumulation
-from toolkit.job.script_arguments import read_arguments
+from toolkit.job.job import Job
+from toolkit.presets.preset_checks import check_arguments
 
-BATCH = {"per_device_train_batch_size": "2", "global_batch_size": "8"}
+BATCH = Job(per_device_train_batch_size=2, global_batch_size=8)
 
 
 @pytest.mark.parametrize(("ranks", "steps"), [(1, 4), (2, 2), (4, 1)])
 def test_accumulation_steps_make_up_for_the_number_of_ranks(ranks: int, steps: int) -> None:
     kept = with_accumulation(BATCH, data_parallel_size=ranks)
-    assert kept == BATCH | {"gradient_accumulation_steps": steps}
+    assert kept == replace(BATCH, gradient_accumulation_steps=steps)
 
 
 def test_without_the_argument_nothing_changes() -> None:
-    arguments = {"gradient_accumulation_steps": "3"}
-    assert with_accumulation(arguments, data_parallel_size=2) is arguments
+    job = Job(gradient_accumulation_steps=3)
+    assert with_accumulation(job, data_parallel_size=2) is job
 
 
 def test_accumulation_steps_may_be_given_too_if_they_agree() -> None:
-    agreed = BATCH | {"gradient_accumulation_steps": "2"}
-    assert with_accumulation(agreed, data_parallel_size=2) == BATCH | {"gradient_accumulation_steps": 2}
+    agreed = BATCH.with_values(gradient_accumulation_steps=2)
+    assert with_accumulation(agreed, data_parallel_size=2) == agreed
     with pytest.raises(ToolkitError, match="× 4 accumulation steps, and --gradient_accumulation_steps is 2") as error:
         with_accumulation(agreed, data_parallel_size=1)
     assert "leave `--gradient_accumulation_steps` out" in str(error.value.hint)
@@ -50,7 +50,7 @@ def test_ranks_that_share_their_rows_count_together() -> None:
 
 def test_a_smaller_micro_batch_is_the_hint_where_it_keeps_the_batch() -> None:
     with pytest.raises(ToolkitError, match="no multiple of 4 data-parallel ranks × 4") as error:
-        with_accumulation(BATCH | {"per_device_train_batch_size": "4"}, data_parallel_size=4)
+        with_accumulation(BATCH.with_values(per_device_train_batch_size=4), data_parallel_size=4)
     assert error.value.hint == "`--per_device_train_batch_size 2`"
 
 
@@ -66,8 +66,7 @@ def test_a_smaller_micro_batch_is_the_hint_where_it_keeps_the_batch() -> None:
 )
 def test_an_argument_that_lets_rows_depend_on_the_number_of_ranks_is_refused_by_name(words: list[str]) -> None:
     def check(*more: str) -> list[str]:
-        arguments: dict[str, Any] = read_arguments([*words, *more])
-        return check_arguments(arguments, None, num_processes=2, on_cpu=True)
+        return check_arguments(Job.from_argv([*words, *more]), None, num_processes=2, on_cpu=True)
 
     check()
     with pytest.raises(ToolkitError, match=f"--global_batch_size does not go with {words[0]}"):

@@ -10,8 +10,10 @@ import pytest
 from model_configs import ARCHITECTURES, TINY, built, config_file
 
 from toolkit.errors import ToolkitError
-from toolkit.job.model_arguments import check_attention, check_parts, parameter_names
+from toolkit.job.job import Job
+from toolkit.job.model_arguments import check_attention, parameter_names
 from toolkit.models.read_model import read_model
+from toolkit.presets.preset_checks import check_parts
 
 LLAMA = TINY | {"model_type": "llama"}
 
@@ -53,7 +55,7 @@ def test_every_parameter_that_transformers_makes_is_known_by_name(
 )
 def test_a_name_of_no_part_is_refused(arguments: dict[str, Any], message: str, hint: str) -> None:
     with pytest.raises(ToolkitError) as caught:
-        check_parts(arguments, LLAMA)
+        check_parts(Job.from_values(arguments), LLAMA)
     assert caught.value.message == message
     assert (caught.value.hint or "").startswith(hint)
 
@@ -73,7 +75,7 @@ def test_a_name_of_no_part_is_refused(arguments: dict[str, Any], message: str, h
     ],
 )
 def test_a_name_that_may_be_right_is_left_to_the_model(arguments: dict[str, Any], config: dict[str, Any]) -> None:
-    check_parts(arguments, config)
+    check_parts(Job.from_values(arguments), config)
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -86,7 +88,7 @@ def test_lora_on_no_module_is_refused_by_peft_with_the_same_names(tmp_path: Path
         answers = []
         for ask in (
             lambda targets=targets: get_peft_model(built(path), LoraConfig(r=4, target_modules=targets)),
-            lambda arguments=arguments: check_parts(arguments, json.loads(path.read_text())),
+            lambda arguments=arguments: check_parts(Job.from_values(arguments), json.loads(path.read_text())),
         ):
             try:
                 ask()

@@ -9,7 +9,7 @@ import pytest
 from launching import ROOT
 
 from toolkit.errors import ToolkitError
-from toolkit.job import argument_checks
+from toolkit.job import job_checks
 from toolkit.launch import launch
 from toolkit.launch.command import LaunchCommand
 from toolkit.launch.exit_status import RunResult
@@ -104,7 +104,7 @@ def test_the_printed_command_is_executed_and_recorded(
 def test_a_dry_run_needs_no_gpu_of_the_named_kind_and_names_missing_packages(
     tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(argument_checks, "is_importable", lambda name: name != "bitsandbytes")
+    monkeypatch.setattr(job_checks, "is_importable", lambda name: name != "bitsandbytes")
     words = ["--model_name_or_path", str(tiny_model), "--dataset", str(ROOT / "examples" / "data.jsonl")]
     words += ["--per_device_train_batch_size", "1", "--lora_r", "8", "--load_in_4bit", "true"]
     job: dict[str, Any] = {"preset": "ddp", "num_processes": 8}

@@ -16,6 +16,7 @@ from launching import toolkit
 from toolkit.errors import ToolkitError
 from toolkit.hardware import disks
 from toolkit.hardware.disks import Mount
+from toolkit.job.job import Job
 from toolkit.launch import nvme
 from toolkit.launch.nvme import swap_folder
 from toolkit.presets import load_preset
@@ -54,7 +55,7 @@ def libraries(monkeypatch: pytest.MonkeyPatch) -> None:
 def check(path: Path | None, model: Path, preset: str = PRESET, **arguments: Any) -> nvme.NvmeDisk | None:
     given = {"model_name_or_path": str(model), **arguments}
     named = None if path is None else str(path)
-    return nvme.check_nvme(load_preset(preset), nvme_path=named, arguments=given, cpu=True)
+    return nvme.check_nvme(load_preset(preset), nvme_path=named, job=Job.from_values(given), cpu=True)
 
 
 def refusal(path: Path | None, model: Path) -> ToolkitError:
@@ -177,10 +178,10 @@ def test_a_preset_without_nvme_offload_needs_no_disk(model: Path) -> None:
 
 def test_the_size_of_swap_files_depends_on_the_device_and_on_lora(model: Path) -> None:
     preset, arguments = load_preset(PRESET), {"model_name_or_path": str(model)}
-    assert nvme.needed_bytes(preset, arguments, cpu=True) == 1010 * (12 + 4 + 4)
-    assert nvme.needed_bytes(preset, arguments, cpu=False) == 1010 * (12 + 4 + 2)
-    assert nvme.needed_bytes(preset, arguments | {"lora_r": "8"}, cpu=False) == 1010 * 2
-    assert nvme.needed_bytes(preset, {"model_name_or_path": "owner/name"}, cpu=False) is None
+    assert nvme.needed_bytes(preset, Job.from_values(arguments), cpu=True) == 1010 * (12 + 4 + 4)
+    assert nvme.needed_bytes(preset, Job.from_values(arguments), cpu=False) == 1010 * (12 + 4 + 2)
+    assert nvme.needed_bytes(preset, Job.from_values(arguments | {"lora_r": "8"}), cpu=False) == 1010 * 2
+    assert nvme.needed_bytes(preset, Job(model_name_or_path="owner/name"), cpu=False) is None
 
 
 def test_damaged_weights_are_refused_before_their_size_is_used(model: Path) -> None:

@@ -9,6 +9,7 @@ import pytest
 from dataset_folders import write_dataset_folder
 
 from toolkit.errors import ToolkitError
+from toolkit.job.job import Job
 from toolkit.launch import preflight
 from toolkit.presets import load_preset
 from toolkit.record.folder import write_json
@@ -176,14 +177,14 @@ def test_a_disk_without_enough_space_is_refused(tmp_path: Path) -> None:
     ],
 )
 def test_the_estimate_counts_the_checkpoints_on_disk_at_once(words: dict[str, str], count: int) -> None:
-    assert preflight.checkpoints_on_disk(words) == count
+    assert preflight.checkpoints_on_disk(Job.from_values(words)) == count
 
 
 def test_the_estimated_size_of_the_saved_files(model: Path) -> None:
     arguments = {"model_name_or_path": str(model), "max_steps": "4", "save_steps": "1"}
-    assert preflight.saved_bytes(arguments, engine="ddp") == 1000 + 4 * 3000
-    assert preflight.saved_bytes(arguments | {"save_model": "false"}, engine="deepspeed") == 4 * 5000
-    assert preflight.saved_bytes(arguments | {"lora_r": "8"}, engine="ddp") == 0
+    assert preflight.saved_bytes(Job.from_values(arguments), engine="ddp") == 1000 + 4 * 3000
+    assert preflight.saved_bytes(Job.from_values(arguments | {"save_model": "false"}), engine="deepspeed") == 4 * 5000
+    assert preflight.saved_bytes(Job.from_values(arguments | {"lora_r": "8"}), engine="ddp") == 0
 
 
 def test_a_saved_model_needs_fp32_weights(model: Path) -> None:
@@ -197,16 +198,16 @@ def test_a_saved_model_needs_fp32_weights(model: Path) -> None:
 
 def test_an_output_folder_with_a_finished_run_is_refused(model: Path, tmp_path: Path) -> None:
     arguments = {"model_name_or_path": str(model), "output_dir": str(tmp_path / "out")}
-    assert preflight.check_output(arguments) == tmp_path / "out"
+    assert preflight.check_output(Job.from_values(arguments)) == tmp_path / "out"
     assert not (tmp_path / "out").exists()
     write_json(tmp_path / "out" / "run.json", {"status": "completed"})
     with pytest.raises(ToolkitError, match="already holds a finished run"):
-        preflight.check_output(arguments)
+        preflight.check_output(Job.from_values(arguments))
 
 
 def test_a_job_without_an_output_folder_is_refused(model: Path) -> None:
     with pytest.raises(ToolkitError, match="--output_dir is missing"):
-        preflight.check_output({"model_name_or_path": str(model)})
+        preflight.check_output(Job.from_values({"model_name_or_path": str(model)}))
 
 
 # -- what the ranks would find
@@ -295,7 +296,7 @@ def test_an_output_folder_that_is_no_folder_of_a_run_is_refused(
     (tmp_path / "link").symlink_to(Path(place).expanduser())
     for given in (place, str(tmp_path / "link")):
         with pytest.raises(ToolkitError, match=f"output_dir .* is {what}") as caught:
-            preflight.check_output({"model_name_or_path": str(model), "output_dir": given})
+            preflight.check_output(Job.from_values({"model_name_or_path": str(model), "output_dir": given}))
         assert "name a folder of its own: `--output_dir" in (caught.value.hint or "")
 
 
@@ -325,13 +326,13 @@ def test_an_output_folder_in_which_the_run_would_replace_its_inputs_is_refused(
     arguments = {"model_name_or_path": str(model), "dataset": [str(rows)], "output_dir": output_dir}
     arguments[name] = [given] if name == "dataset" else given
     with pytest.raises(ToolkitError, match=f"--{name} {given} is in output_dir") as caught:
-        preflight.check_output(arguments)
+        preflight.check_output(Job.from_values(arguments))
     assert caught.value.hint == "name another folder: `--output_dir DIR`"
 
 
 def test_data_beside_the_files_of_a_run_are_no_obstacle(model: Path, rows: Path) -> None:
     arguments = {"model_name_or_path": str(model), "dataset": [str(rows), "owner/name"], "output_dir": str(rows.parent)}
-    assert preflight.check_output(arguments) == rows.parent
+    assert preflight.check_output(Job.from_values(arguments)) == rows.parent
 
 
 def test_a_folder_with_somebody_elses_model_is_refused(model: Path, tmp_path: Path) -> None:
@@ -340,9 +341,9 @@ def test_a_folder_with_somebody_elses_model_is_refused(model: Path, tmp_path: Pa
     (other / "model-00001-of-00002.safetensors").touch()
     arguments = {"model_name_or_path": str(model), "output_dir": str(other)}
     with pytest.raises(ToolkitError, match="holds a model that no run has written there"):
-        preflight.check_output(arguments)
+        preflight.check_output(Job.from_values(arguments))
     write_json(other / "run.json", {"status": "failed"})
-    assert preflight.check_output(arguments) == other
+    assert preflight.check_output(Job.from_values(arguments)) == other
 
 
 @pytest.mark.parametrize("target", ["missing", "file", "loop"])
@@ -352,7 +353,7 @@ def test_a_link_to_no_folder_is_refused_before_anything_is_written(target: str, 
     (tmp_path / "out").symlink_to(tmp_path / target)
     before = sorted(tmp_path.rglob("*"))
     with pytest.raises(ToolkitError, match=r"cannot be written|is a file"):
-        preflight.check_output({"model_name_or_path": str(model), "output_dir": str(tmp_path / "out")})
+        preflight.check_output(Job.from_values({"model_name_or_path": str(model), "output_dir": str(tmp_path / "out")}))
     assert sorted(tmp_path.rglob("*")) == before
 
 
@@ -360,7 +361,10 @@ def test_a_link_to_no_folder_is_refused_before_anything_is_written(target: str, 
     ("checkpoint", "expected"), [(None, False), ("latest", False), ("elsewhere/checkpoint-3", True), ("false", False)]
 )
 def test_a_run_continues_only_if_there_is_a_checkpoint(checkpoint: str | None, expected: bool, tmp_path: Path) -> None:
-    assert preflight.continues({"resume_from_checkpoint": checkpoint, "output_dir": str(tmp_path)}) is expected
+    assert (
+        preflight.continues(Job.from_values({"resume_from_checkpoint": checkpoint, "output_dir": str(tmp_path)}))
+        is expected
+    )
 
 
 def test_a_finished_run_without_a_checkpoint_cannot_be_resumed_from_its_first_step(model: Path, tmp_path: Path) -> None:
@@ -371,4 +375,4 @@ def test_a_finished_run_without_a_checkpoint_cannot_be_resumed_from_its_first_st
         "resume_from_checkpoint": "latest",
     }
     with pytest.raises(ToolkitError, match="already holds a finished run"):
-        preflight.check_output(arguments)
+        preflight.check_output(Job.from_values(arguments))

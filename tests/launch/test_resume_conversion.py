@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from toolkit.errors import ToolkitError
+from toolkit.job.job import Job
 from toolkit.launch.resume_conversion import ResumingRun, checkpoint_to_convert, checkpoint_to_resume
 from toolkit.presets import load_preset
 
@@ -28,8 +29,8 @@ def converts(folder: Path, written: dict[str, Any], preset: str, ranks: int, bat
     sizes = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}
     (checkpoint / "manifest.json").write_text(json.dumps({"step": 2, "files": [], **sizes, **written}))
     arguments = {"resume_from_checkpoint": str(checkpoint), "output_dir": str(folder), **degrees}
-    run = ResumingRun.of(arguments, load_preset(preset), num_processes=ranks, global_batch_size=batch)
-    return checkpoint_to_convert(checkpoint_to_resume(arguments), run) is not None
+    run = ResumingRun.of(Job.from_values(arguments), load_preset(preset), num_processes=ranks, global_batch_size=batch)
+    return checkpoint_to_convert(checkpoint_to_resume(Job.from_values(arguments)), run) is not None
 
 
 @pytest.mark.parametrize(

@@ -13,12 +13,13 @@ from typing import Any
 import pytest
 from launching import cpu_environment, fork_server, run_warm, torchrun
 
+from toolkit.job.trainer_schema import trainer_argument_names
 from toolkit.launch.warm_start import SERVER_VARIABLE
 from toolkit.lint import removed_keys as removed
 from toolkit.lint.findings import CHECKED_VERSIONS
 from toolkit.lint.rules import RULES
 from toolkit.lint.rules.keys import TRAINER_FSDP_KEYS
-from toolkit.versions import installed_version, training_argument_types, version_numbers
+from toolkit.versions import installed_version, version_numbers
 
 ROOT = Path(__file__).parents[2]
 ACCEPTED = "nothing"  # the library raised nothing
@@ -163,11 +164,11 @@ def test_deepspeed_refuses_each_removed_key_and_accepts_each_deprecated_one() ->
 def test_transformers_refuses_each_removed_argument_and_has_what_replaces_it() -> None:
     said = seen()["removed-training-argument"]
     assert all("Some keys are not used" in each for each in said.values())
-    assert set(removed.TRAINING_ARGUMENTS_RENAMED.values()) <= set(training_argument_types())
+    assert set(removed.TRAINING_ARGUMENTS_RENAMED.values()) <= trainer_argument_names()
     replaced = {
         str(new).partition(":")[0] for new in removed.TRAINING_ARGUMENTS_REMOVED.values() if new and "the " not in new
     }
-    assert replaced - {"warmup_steps"} <= set(training_argument_types())
+    assert replaced - {"warmup_steps"} <= trainer_argument_names()
 
 
 def test_transformers_warns_of_what_version_6_removes() -> None:

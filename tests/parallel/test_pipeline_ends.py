@@ -14,6 +14,7 @@ from split_runs import RUNS, losses_and_norms
 from split_runs import launch as launch_run
 
 from toolkit.errors import ToolkitError
+from toolkit.job.job import Job
 from toolkit.launch.preflight import check_resume
 from toolkit.presets import load_preset
 from toolkit.record.checkpoints import Checkpoint, check_resume_settings, list_checkpoints
@@ -98,8 +99,8 @@ def test_other_stages_per_gpu_are_refused_before_ranks_start(run_folder: Callabl
     arguments |= {"output_dir": str(tmp_path), "gradient_accumulation_steps": 2, "per_device_train_batch_size": 4}
     preset = load_preset("pipeline_1f1b")
     with pytest.raises(ToolkitError, match="has the optimizer states of 2 stages per GPU, not of 1 stage"):
-        check_resume(preset, num_processes=2, arguments=arguments)
-    check_resume(preset, num_processes=2, arguments={**arguments, "pipeline_schedule": "interleaved_1f1b"})
+        check_resume(preset, num_processes=2, job=Job.from_values(arguments))
+    check_resume(preset, num_processes=2, job=Job.from_values({**arguments, "pipeline_schedule": "interleaved_1f1b"}))
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from launching import CPU_PRESETS, ROOT, accelerate_launch, read, torchrun
 from toolkit.models.read_model import read_model
 from toolkit.models.shape import ModelShape, Tensor
 from toolkit.plan.communication import communication_bytes, step_collectives, zero3_gathers
-from toolkit.plan.job import TrainingJob, TrainingSetup
+from toolkit.plan.planned_job import PlannedJob, TrainingSetup
 from toolkit.presets import load_preset
 
 
@@ -49,7 +49,7 @@ def test_accumulation_and_adapters_send_what_is_planned(
         preset=load_preset(preset),
         shape=shape,
         world_size=2,
-        job=TrainingJob(gradient_accumulation_steps=2, lora_r=lora_rank),
+        job=PlannedJob(gradient_accumulation_steps=2, lora_r=lora_rank),
         mixed_precision="no",
     )
     assert_planned(setup, tmp_path / "run")
@@ -83,7 +83,7 @@ def test_rank_0_of_many_calls_what_is_planned(
         preset=load_preset(str(config)),
         shape=read_model(str(tiny_model)),
         world_size=ranks,
-        job=TrainingJob(gradient_accumulation_steps=2),
+        job=PlannedJob(gradient_accumulation_steps=2),
         mixed_precision="no",
     )
     assert_planned(setup, tmp_path / "run")
@@ -109,7 +109,7 @@ PARAMS = 2 * 72 + 1600
 
 
 def setup_of(preset: str, *, shape: ModelShape = SMALL, world_size: int = 4, **job: Any) -> TrainingSetup:
-    return TrainingSetup(preset=load_preset(preset), shape=shape, world_size=world_size, job=TrainingJob(**job))
+    return TrainingSetup(preset=load_preset(preset), shape=shape, world_size=world_size, job=PlannedJob(**job))
 
 
 def test_one_process_sends_nothing() -> None:

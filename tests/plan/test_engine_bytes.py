@@ -15,11 +15,11 @@ import pytest
 from launching import SCRIPTS, cpu_environment, run_warm
 from model_configs import EXPERTS, GPT2, TINY, config_file
 
+from toolkit.models.optimizers import DEFAULT_OPTIMIZER, OPTIMIZERS
 from toolkit.models.read_model import read_model
 from toolkit.plan.engine_settings import engine_settings
 from toolkit.plan.model_states import job_weights, model_states
 from toolkit.presets import load_preset
-from toolkit.presets.optimizers import DEFAULT_OPTIMIZER, OPTIMIZERS
 from toolkit.versions import is_importable
 
 pytestmark = pytest.mark.launch

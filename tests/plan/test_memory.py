@@ -12,15 +12,15 @@ from model_configs import LLAMA_8B_PARAMS, llama_8b
 
 from toolkit.models.read_model import read_model
 from toolkit.plan.host_memory import PROCESS_BYTES
-from toolkit.plan.job import LOSSES, TrainingJob
 from toolkit.plan.memory import MemoryPlan, logits_bytes, plan_memory
+from toolkit.plan.planned_job import LOSSES, PlannedJob
 from toolkit.presets import list_presets, load_preset
 
 
 def test_parts_of_a_phase_add_up_and_the_peak_is_the_largest_phase() -> None:
     for preset in list_presets():
         size = preset.min_world_size
-        plan = plan_memory(llama_8b(), preset, world_size=size, job=TrainingJob())
+        plan = plan_memory(llama_8b(), preset, world_size=size, job=PlannedJob())
         parts = ("parameter", "gradient", "optimizer", "activation", "logits", "buffer")
         for phase in plan.phases:
             assert phase.allocated_bytes == sum(getattr(phase, f"{part}_bytes") for part in parts)
@@ -45,7 +45,7 @@ def test_parts_of_a_phase_add_up_and_the_peak_is_the_largest_phase() -> None:
 def test_each_option_changes_memory_in_the_right_direction(more: dict[str, Any], less: dict[str, Any]) -> None:
     def peak(how: dict[str, Any]) -> int:
         return plan_memory(
-            llama_8b(), load_preset("ddp"), world_size=2, job=TrainingJob(**{"max_seq_length": 8192} | how)
+            llama_8b(), load_preset("ddp"), world_size=2, job=PlannedJob(**{"max_seq_length": 8192} | how)
         ).planned_peak_bytes
 
     assert peak(more) > peak(less)
@@ -53,7 +53,7 @@ def test_each_option_changes_memory_in_the_right_direction(more: dict[str, Any],
 
 def test_accumulated_shards_of_gradients_wait_through_the_forward_pass() -> None:
     def at(phase: int, **how: Any) -> Any:
-        job = TrainingJob(max_seq_length=512, per_device_train_batch_size=1, **how)
+        job = PlannedJob(max_seq_length=512, per_device_train_batch_size=1, **how)
         return plan_memory(llama_8b(), load_preset("fsdp2"), world_size=8, job=job).phases[phase]
 
     forward, step = 1, 3
@@ -67,9 +67,9 @@ def test_accumulated_shards_of_gradients_wait_through_the_forward_pass() -> None
 
 
 def test_offload_moves_model_states_from_the_gpu_to_host_or_disk() -> None:
-    on_gpu = plan_memory(llama_8b(), load_preset("zero3"), world_size=8, job=TrainingJob())
-    offloaded = plan_memory(llama_8b(), load_preset("zero3_cpu_offload"), world_size=8, job=TrainingJob())
-    on_disk = plan_memory(llama_8b(), load_preset("zero3_nvme_offload"), world_size=8, job=TrainingJob())
+    on_gpu = plan_memory(llama_8b(), load_preset("zero3"), world_size=8, job=PlannedJob())
+    offloaded = plan_memory(llama_8b(), load_preset("zero3_cpu_offload"), world_size=8, job=PlannedJob())
+    on_disk = plan_memory(llama_8b(), load_preset("zero3_nvme_offload"), world_size=8, job=PlannedJob())
     assert offloaded.peak.optimizer_bytes == offloaded.peak.gradient_bytes == 0
     assert offloaded.host.training_bytes > 8 * PROCESS_BYTES + 16 * LLAMA_8B_PARAMS > on_gpu.host.training_bytes
     assert on_disk.host.disk_bytes == pytest.approx(18 * LLAMA_8B_PARAMS, rel=0.01)  # docs/how-to/optimizers.md
@@ -77,16 +77,16 @@ def test_offload_moves_model_states_from_the_gpu_to_host_or_disk() -> None:
 
 
 def activation_bytes(rows: int, **how: Any) -> int:
-    job = TrainingJob(per_device_train_batch_size=rows, max_seq_length=2048, **how)
+    job = PlannedJob(per_device_train_batch_size=rows, max_seq_length=2048, **how)
     return planned(job).peak.activation_bytes
 
 
 def forward_activation_bytes(rows: int, **how: Any) -> int:
-    job = TrainingJob(per_device_train_batch_size=rows, max_seq_length=2048, **how)
+    job = PlannedJob(per_device_train_batch_size=rows, max_seq_length=2048, **how)
     return next(phase.activation_bytes for phase in planned(job).phases if phase.phase == "forward")
 
 
-def planned(job: TrainingJob) -> MemoryPlan:
+def planned(job: PlannedJob) -> MemoryPlan:
     return plan_memory(read_model(str(LLAMA_8B_CONFIG)), load_preset("fsdp2"), world_size=8, job=job)
 
 
@@ -110,7 +110,7 @@ def test_recomputed_packed_rows_share_one_mask_if_there_is_one() -> None:
 
 
 def test_a_model_without_document_lengths_packs_with_a_mask() -> None:
-    job = TrainingJob(packing=True)
+    job = PlannedJob(packing=True)
     assert job.packs_without_mask(llama_8b())
     assert not job.packs_without_mask(replace(llama_8b(), model_type="gemma2"))
     assert replace(job, attn_implementation="flash_attention_2").packs_without_mask(
@@ -138,7 +138,7 @@ def test_the_chunked_loss_holds_one_chunk_and_the_gradients_of_the_head_and_its_
 def test_an_architecture_without_a_chunked_loss_is_planned_with_the_full_logits() -> None:
     def logits(model_type: str, loss: str) -> int:
         shape = replace(read_model(str(LLAMA_8B_CONFIG)), model_type=model_type)
-        plan = plan_memory(shape, load_preset("zero3"), world_size=8, job=TrainingJob(loss=loss))
+        plan = plan_memory(shape, load_preset("zero3"), world_size=8, job=PlannedJob(loss=loss))
         return max(phase.logits_bytes for phase in plan.phases)
 
     assert logits("opt", "chunked") == logits("opt", "full")

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 from model_configs import llama_8b
 
-from toolkit.plan.job import TrainingJob
 from toolkit.plan.memory import plan_memory
 from toolkit.plan.memory_verdict import fit_verdict, largest_micro_batch, memory_verdict
+from toolkit.plan.planned_job import PlannedJob
 from toolkit.presets import load_preset
 
 
@@ -21,7 +21,7 @@ def test_a_verdict_leaves_a_margin_for_everything_but_the_model_states() -> None
 def test_an_architecture_that_cannot_be_counted_has_a_wider_margin() -> None:
     known, unknown = llama_8b(), replace(llama_8b(), counted_on="meta device", why_not_counted="it looks into values")
     plans = [
-        plan_memory(one, load_preset("zero2"), world_size=8, job=TrainingJob(max_seq_length=2048))
+        plan_memory(one, load_preset("zero2"), world_size=8, job=PlannedJob(max_seq_length=2048))
         for one in (known, unknown)
     ]
     assert plans[0].peak == plans[1].peak  # the same numbers, less believed

@@ -11,9 +11,9 @@ from toolkit.models.read_model import shape_from_config
 from toolkit.models.shape import ModelShape
 from toolkit.parallel.pipeline_schedule import PipelineSettings
 from toolkit.plan.interconnect import Interconnect
-from toolkit.plan.job import TrainingJob, TrainingSetup
 from toolkit.plan.memory import plan_memory
 from toolkit.plan.pipeline_stages import stage_load, stage_shape
+from toolkit.plan.planned_job import PlannedJob, TrainingSetup
 from toolkit.plan.step_time import step_time
 from toolkit.presets import load_preset
 from toolkit.simulate.pipeline_schedules import PipelineSize
@@ -44,7 +44,7 @@ def test_the_interleaved_schedule_deals_stages_out_in_turn() -> None:
 
 def test_the_plan_is_of_the_stage_that_needs_most() -> None:
     """In fp32, four times the parameters for weights and gradients each, eight times for AdamW."""
-    job = TrainingJob(pp=2, gradient_accumulation_steps=4, max_seq_length=64, per_device_train_batch_size=1)
+    job = PlannedJob(pp=2, gradient_accumulation_steps=4, max_seq_length=64, per_device_train_batch_size=1)
     states = plan_memory(llama(), PRESET, world_size=2, job=job).states
     worst = EMBEDDING + 3 * LAYER
     assert (states.parameter_bytes, states.gradient_bytes, states.optimizer_bytes) == (4 * worst, 4 * worst, 8 * worst)
@@ -95,7 +95,7 @@ def test_the_planned_step_is_that_of_the_slowest_stage() -> None:
     for vocab_size in (64, 64 * 1024):
         fields = {**LLAMA, "num_hidden_layers": 4, "vocab_size": vocab_size, "tie_word_embeddings": False}
         shape = shape_from_config(ConfigFields(fields, "config.json"))
-        job = TrainingJob(pp=4, gradient_accumulation_steps=8, max_seq_length=64, per_device_train_batch_size=64)
+        job = PlannedJob(pp=4, gradient_accumulation_steps=8, max_seq_length=64, per_device_train_batch_size=64)
         found = step_time(TrainingSetup(shape=shape, preset=PRESET, world_size=4, job=job), interconnect)
         assert found is not None
         seconds.append(found.compute_seconds[0] / (found.flops_per_token or 1))
@@ -105,7 +105,7 @@ def test_the_planned_step_is_that_of_the_slowest_stage() -> None:
 def test_a_rank_sends_activations_and_gradients_and_all_reduces_over_replicas() -> None:
     from toolkit.plan.communication import step_collectives
 
-    job = TrainingJob(pp=2, gradient_accumulation_steps=4, max_seq_length=64, per_device_train_batch_size=1)
+    job = PlannedJob(pp=2, gradient_accumulation_steps=4, max_seq_length=64, per_device_train_batch_size=1)
     found = step_collectives(TrainingSetup(shape=llama(tied=True), preset=PRESET, world_size=4, job=job))
     assert [(each.name, each.dimension, each.payload_bytes) for each in found] == [
         ("permute", "pp", 2 * 4 * 4 * 64 * 64),

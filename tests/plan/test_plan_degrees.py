@@ -14,7 +14,7 @@ from toolkit.errors import ToolkitError
 from toolkit.hardware.gpu_table import custom_gpu, find_gpu
 from toolkit.parallel.layout import ParallelLayout
 from toolkit.plan.candidates import RecommendRequest
-from toolkit.plan.job import TrainingJob
+from toolkit.plan.planned_job import PlannedJob
 from toolkit.plan.planner import PlanRequest, make_plans
 from toolkit.plan.recommend import NOT_NEEDED, recommend
 from toolkit.plan.recommendation import compare_command, train_command
@@ -28,7 +28,7 @@ def request(*presets: str, world_size: int = 8, **job: Any) -> PlanRequest:
         shape=llama_8b(),
         presets=[load_preset(name) for name in presets] or list_presets(),
         world_sizes=(world_size,),
-        job=TrainingJob(**{"per_device_train_batch_size": 1, "max_seq_length": 2048, **job}),
+        job=PlannedJob(**{"per_device_train_batch_size": 1, "max_seq_length": 2048, **job}),
         gpu=H100,
         strict=bool(presets),
     )
@@ -113,7 +113,7 @@ def test_more_ranks_per_sequence_fit_a_longer_one() -> None:
 
 
 def asked(*, length: int, memory_gib: float = 79.14, **changes: Any) -> RecommendRequest:
-    job = TrainingJob(max_seq_length=length)
+    job = PlannedJob(max_seq_length=length)
     gpu = custom_gpu(H100, memory_gib=memory_gib)
     made = RecommendRequest(shape=llama_8b(), gpu=gpu, world_size=8, global_batch_size=8, job=job)
     return replace(made, **changes)

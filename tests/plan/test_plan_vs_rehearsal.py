@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from toolkit.plan.job import TrainingJob
 from toolkit.plan.plan_vs_rehearsal import PartDifference, compare_parts, training_argv
+from toolkit.plan.planned_job import PlannedJob
 
 PLAN = {
     **{"parameter_bytes": 80, "gradient_bytes": 100, "optimizer_bytes": 200},
@@ -56,7 +56,7 @@ def test_a_part_that_only_the_plan_has_has_no_relative_difference() -> None:
 
 @pytest.mark.parametrize(("degrees", "loss"), [({}, "chunked"), ({"ep": 2}, "chunked"), ({"tp": 2, "ep": 4}, "full")])
 def test_a_rehearsal_has_the_degrees_and_the_loss_of_the_plan(degrees: dict[str, int], loss: str) -> None:
-    words = training_argv("model", TrainingJob(**degrees), cpu=False)
+    words = training_argv("model", PlannedJob(**degrees), cpu=False)
     assert words[words.index("--loss") + 1] == loss
     assert {name: int(words[words.index(f"--{name}") + 1]) for name in degrees} == degrees
     assert ("--tp" in words) == ("tp" in degrees)

@@ -9,15 +9,17 @@ import pytest
 
 from toolkit.errors import ToolkitError
 from toolkit.hardware.gpu_table import find_gpu
-from toolkit.plan.planned_run import job_from_arguments, plan_line, plan_run, plan_run_here
+from toolkit.job.job import Job
+from toolkit.plan.planned_job import PlannedJob
+from toolkit.plan.planned_run import plan_line, plan_run, plan_run_here
 from toolkit.presets import load_preset
 
 LLAMA_8B = Path(__file__).parents[1] / "fixtures" / "llama-8b"
 H100 = "NVIDIA H100 80GB HBM3, 81559, 570.86.15, 700.00, 1980, 2619"
 
 
-def arguments(**more: Any) -> dict[str, Any]:
-    return {"model_name_or_path": str(LLAMA_8B), "per_device_train_batch_size": "1", "max_seq_length": "2048"} | more
+def arguments(**more: Any) -> Job:
+    return Job(model_name_or_path=str(LLAMA_8B), per_device_train_batch_size=1, max_seq_length=2048, **more)
 
 
 @pytest.fixture
@@ -34,8 +36,10 @@ def gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def test_training_arguments_become_the_planners_job() -> None:
-    job = job_from_arguments(
-        {"gradient_checkpointing": "true", "lora_r": "8", "optim": "adamw_torch", "use_liger_kernel": "true"}
+    job = PlannedJob.of(
+        Job.from_values(
+            {"gradient_checkpointing": "true", "lora_r": "8", "optim": "adamw_torch", "use_liger_kernel": "true"}
+        )
     )
     assert job.per_device_train_batch_size == 8  # transformers' default
     assert (job.activation_checkpointing, job.lora_r, job.optim, job.loss) == (True, 8, "adamw_torch", "fused")
@@ -43,7 +47,7 @@ def test_training_arguments_become_the_planners_job() -> None:
 
 def test_a_run_that_cannot_be_planned_says_why(gpus: Any) -> None:
     with pytest.raises(ToolkitError, match="--optim galore_adamw is not planned"):
-        job_from_arguments({"optim": "galore_adamw"})
+        PlannedJob.of(Job.from_values({"optim": "galore_adamw"}))
     said: list[str] = []
     zero2 = load_preset("zero2")
     gpus(H100)

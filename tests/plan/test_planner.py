@@ -15,11 +15,11 @@ from model_configs import LLAMA_8B_PARAMS, llama_8b
 from toolkit.errors import ToolkitError
 from toolkit.hardware.gpu_table import custom_gpu, find_gpu
 from toolkit.models.read_model import read_model
-from toolkit.plan.job import TrainingJob
 from toolkit.plan.memory import plan_memory
 from toolkit.plan.memory_verdict import memory_verdict
 from toolkit.plan.options import PlanOptions
 from toolkit.plan.plan_table import are_states_checked, print_plans
+from toolkit.plan.planned_job import PlannedJob
 from toolkit.plan.planner import Plan, PlanRequest, make_plans, plan_request
 from toolkit.presets import list_presets, load_preset
 from toolkit.units import GIB
@@ -29,7 +29,7 @@ SIZES = (1, 2, 4, 8, 16, 32, 64, 128)
 
 def request(*presets: str, world_sizes: tuple[int, ...] = (8,), **how: Any) -> PlanRequest:
     chosen = [load_preset(name) for name in presets] or list_presets()
-    job = TrainingJob(max_seq_length=2048, **how)
+    job = PlannedJob(max_seq_length=2048, **how)
     return PlanRequest(
         shape=llama_8b(),
         presets=chosen,
@@ -43,7 +43,7 @@ def request(*presets: str, world_sizes: tuple[int, ...] = (8,), **how: Any) -> P
 def test_the_largest_micro_batch_and_the_smallest_world_size_fit_and_the_next_ones_do_not() -> None:
     [plan] = make_plans(request("zero3", per_device_train_batch_size=1, activation_checkpointing=True))
     assert plan.largest_micro_batch is not None
-    job = TrainingJob(max_seq_length=2048, activation_checkpointing=True)
+    job = PlannedJob(max_seq_length=2048, activation_checkpointing=True)
     fits = []
     for size in (plan.largest_micro_batch, plan.largest_micro_batch + 1):
         larger = replace(job, per_device_train_batch_size=size)
@@ -67,7 +67,7 @@ def test_a_preset_that_does_not_support_the_world_size_is_left_out_or_if_named_a
     with pytest.raises(ToolkitError, match="'zeropp' needs at least 8 processes"):
         make_plans(request("zeropp", world_sizes=(2,)))
     with pytest.raises(ToolkitError, match="'zeropp' needs a multiple of 8"):
-        make_plans(replace(request("zeropp"), world_sizes=(12,), job=TrainingJob(gpus_per_node=4)))
+        make_plans(replace(request("zeropp"), world_sizes=(12,), job=PlannedJob(gpus_per_node=4)))
 
 
 def test_qlora_is_planned_for_the_presets_that_support_it() -> None:

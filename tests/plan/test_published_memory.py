@@ -17,10 +17,10 @@ from toolkit.models.config_fields import ConfigFields
 from toolkit.models.read_model import shape_from_config
 from toolkit.models.shape import ModelShape
 from toolkit.plan.engine_settings import EngineSettings
-from toolkit.plan.job import TrainingJob
 from toolkit.plan.memory import MemoryPlan, plan_engine_memory, plan_memory
 from toolkit.plan.memory_verdict import DOES_NOT_FIT, FITS, TOO_CLOSE, memory_verdict
 from toolkit.plan.model_states import job_weights
+from toolkit.plan.planned_job import PlannedJob
 from toolkit.presets import load_preset
 from toolkit.presets.characteristics import STATE_BYTES
 from toolkit.units import GIB
@@ -73,7 +73,7 @@ OUT_OF_MEMORY = [row for row in rows("measured_peaks_litgpt") if row["peak_gb"] 
 
 def litgpt_plan(row: dict[str, str]) -> MemoryPlan:
     ranks, shape = int(row["num_gpus"]), LITGPT[row["model"]]
-    job = TrainingJob(
+    job = PlannedJob(
         per_device_train_batch_size=int(row["micro_batch"]),
         max_seq_length=int(row["seq_len"]),
         lora_r=1,
@@ -139,7 +139,7 @@ def test_table_1_of_the_zero_paper(row: dict[str, str], column: str) -> None:
 
 def test_the_planned_states_are_the_papers_for_a_real_model() -> None:
     for name, whole, shared in (("zero1", 4, 12), ("zero2", 2, 14), ("zero3", 0, 16)):
-        plan = plan_memory(LLAMA_8B, load_preset(name), world_size=64, job=TrainingJob())
+        plan = plan_memory(LLAMA_8B, load_preset(name), world_size=64, job=PlannedJob())
         expected = (whole + shared / 64) * LLAMA_8B.num_params
         assert plan.states.total_bytes == pytest.approx(expected, rel=1e-3)
 
@@ -177,14 +177,14 @@ def test_deepspeeds_estimators_count_our_states(row: dict[str, str]) -> None:
 
 def test_the_plan_is_never_below_deepspeeds_estimate() -> None:
     for name, each in (("zero2", 2 + 18 / 8), ("zero3", 18 / 8), ("zero2_cpu_offload", 2), ("zero3_cpu_offload", 0)):
-        plan = plan_memory(LLAMA_8B, load_preset(name), world_size=8, job=TrainingJob(activation_checkpointing=True))
+        plan = plan_memory(LLAMA_8B, load_preset(name), world_size=8, job=PlannedJob(activation_checkpointing=True))
         assert plan.planned_peak_bytes > each * LLAMA_8B.num_params, name
 
 
 # --- claims that no planner may pass on ---
 def test_7b_does_not_fit_zero2_on_eight_gpus_of_14_gib() -> None:
     plan = plan_memory(
-        LITGPT["llama-2-7b"], load_preset("zero2"), world_size=8, job=TrainingJob(activation_checkpointing=True)
+        LITGPT["llama-2-7b"], load_preset("zero2"), world_size=8, job=PlannedJob(activation_checkpointing=True)
     )
     states = plan.states.total_bytes / GIB
     assert states == pytest.approx(23.5, abs=0.1)  # 6.74e9 · (2 + 14/8)
@@ -195,7 +195,7 @@ def test_full_offload_of_6_8b_is_not_half_a_gigabyte() -> None:
     # DeepSpeed#4527: its estimate is 0.49 GB where 21,272 MiB were measured (job and GPUs are not told in full).
     shape = llama(4096, 11008, 32, 32, vocab=40000)
     assert shape.num_params == pytest.approx(6.805e9, rel=0.01)
-    plan = plan_memory(shape, load_preset("zero3_cpu_offload"), world_size=4, job=TrainingJob(max_seq_length=2048))
+    plan = plan_memory(shape, load_preset("zero3_cpu_offload"), world_size=4, job=PlannedJob(max_seq_length=2048))
     assert plan.planned_peak_bytes > 10 * GB
     assert memory_verdict(plan, memory_bytes=GIB) == DOES_NOT_FIT
 
@@ -203,7 +203,7 @@ def test_full_offload_of_6_8b_is_not_half_a_gigabyte() -> None:
 # --- constants cancel: 8B under FSDP, 8 to 128 GPUs ---
 def test_from_8_to_128_gpus_only_the_shards_shrink() -> None:
     """Short rows, so that the peak falls when all gradients are there; long ones put it before."""
-    job = TrainingJob(per_device_train_batch_size=1, max_seq_length=256, activation_checkpointing=True)
+    job = PlannedJob(per_device_train_batch_size=1, max_seq_length=256, activation_checkpointing=True)
     plans = [plan_memory(LLAMA_8B, load_preset("fsdp2"), world_size=ranks, job=job) for ranks in (8, 128)]
     peaks, states = [[plan.peak.allocated_bytes for plan in plans], [plan.states.total_bytes for plan in plans]]
     assert (states[0] - states[1]) / GIB == pytest.approx(14.0, abs=0.05)
@@ -218,7 +218,7 @@ TORCHTUNE = {row["step"]: float(row["peak_gib"]) for row in rows("torchtune_ladd
 
 def allocated_gib(**how: Any) -> float:
     """Activations and logits at their worst, beside 8 bytes a trained parameter and 2 a frozen one."""
-    job = TrainingJob(per_device_train_batch_size=1, max_seq_length=8192, **{"loss": "full", **how})
+    job = PlannedJob(per_device_train_batch_size=1, max_seq_length=8192, **{"loss": "full", **how})
     engine = EngineSettings(
         kind="deepspeed", sharding="replicate", shards_parameters=False, world_size=1, shard_ranks=1
     )
@@ -282,7 +282,7 @@ def mpt_plan(row: dict[str, str], *, equal_lengths: bool, accumulate: str | None
     """Composer has `no_sync` for DDP only (`ddp_sync_context`, 0231f26): under FSDP1 gradients are
     reduced in every accumulation step, as by default here."""
     shape = plain("gpt_neox", *MPT[row["model"]], 50368)
-    job = TrainingJob(
+    job = PlannedJob(
         per_device_train_batch_size=int(row["mbs"]),
         max_seq_length=int(row["seq"]),
         gradient_accumulation_steps=int(row["gacc"]),

@@ -22,8 +22,8 @@ from toolkit.hardware.gpu_table import custom_gpu, find_gpu
 from toolkit.models.read_model import read_model
 from toolkit.models.shape import ModelShape
 from toolkit.plan.candidates import RecommendRequest, best_candidates, largest_candidate
-from toolkit.plan.job import TrainingJob
 from toolkit.plan.options import RecommendOptions
+from toolkit.plan.planned_job import PlannedJob
 from toolkit.plan.recommend import EQUAL_WITHIN, Recommendation, recommend, request_for_shape
 from toolkit.plan.recommendation import (
     compare_command,
@@ -54,7 +54,7 @@ def shape(model: Path) -> ModelShape:
 def request(shape: ModelShape, *, memory_gib: float = 79.14, **changes: Any) -> RecommendRequest:
     gpu = custom_gpu(H100, memory_gib=memory_gib)
     asked = RecommendRequest(
-        shape=shape, gpu=gpu, world_size=8, global_batch_size=64, job=TrainingJob(max_seq_length=2048)
+        shape=shape, gpu=gpu, world_size=8, global_batch_size=64, job=PlannedJob(max_seq_length=2048)
     )
     return replace(asked, **changes)
 
@@ -113,7 +113,7 @@ def test_a_choice_against_the_rule_of_thumb_says_by_how_much_it_is_better(shape:
 
 def test_full_sharding_is_faster_than_zero2_which_reduces_in_every_accumulation_step(shape: ModelShape) -> None:
     """At 45 GiB gradients must be sharded. ZeRO-2 all-reduces them in every accumulation step."""
-    job = TrainingJob(max_seq_length=2048, loss="full")  # chunked, ZeRO-2 has space for a larger micro-batch
+    job = PlannedJob(max_seq_length=2048, loss="full")  # chunked, ZeRO-2 has space for a larger micro-batch
     answer = found(request(shape, memory_gib=45, job=job))
     assert answer.rule_of_thumb == "zero2"
     assert "parameter" in answer.choice.preset.sharded_parts
@@ -121,8 +121,8 @@ def test_full_sharding_is_faster_than_zero2_which_reduces_in_every_accumulation_
 
 
 def test_whole_gradients_are_recommended_only_where_a_slow_network_makes_them_clearly_faster(shape: ModelShape) -> None:
-    def choice(gigabytes_per_second: int, **job: Any) -> TrainingJob:
-        asked = request(shape, world_size=32, global_batch_size=32 * 64, job=TrainingJob(max_seq_length=4096, **job))
+    def choice(gigabytes_per_second: int, **job: Any) -> PlannedJob:
+        asked = request(shape, world_size=32, global_batch_size=32 * 64, job=PlannedJob(max_seq_length=4096, **job))
         asked = replace(asked, network_bytes_per_second=10**9 * gigabytes_per_second)
         (best,) = best_candidates(asked, [load_preset("fsdp2")])
         assert best.fits
@@ -177,12 +177,12 @@ def test_one_gpu_gets_the_single_process_preset(shape: ModelShape) -> None:
 
 
 def test_lora_on_a_model_that_fits_is_replicated(shape: ModelShape) -> None:
-    asked = request(shape, job=TrainingJob(max_seq_length=2048, lora_r=16))
+    asked = request(shape, job=PlannedJob(max_seq_length=2048, lora_r=16))
     assert found(asked).choice.preset.name == "ddp"
 
 
 def test_4_bit_weights_that_fit_are_replicated(shape: ModelShape) -> None:
-    asked = request(shape, memory_gib=24, job=TrainingJob(max_seq_length=1024, lora_r=16, load_in_4bit=True))
+    asked = request(shape, memory_gib=24, job=PlannedJob(max_seq_length=1024, lora_r=16, load_in_4bit=True))
     answer = found(asked)
     assert answer.choice.preset.sharded_parts in ((), ("optimizer",), ("gradient", "optimizer"))
     assert answer.choice.preset.offload_param is None

@@ -15,14 +15,14 @@ from toolkit.models.read_model import read_model
 from toolkit.plan.collectives import Collective
 from toolkit.plan.communication import step_collectives
 from toolkit.plan.interconnect import Interconnect
-from toolkit.plan.job import TrainingJob, TrainingSetup
 from toolkit.plan.memory import plan_memory
+from toolkit.plan.planned_job import PlannedJob, TrainingSetup
 from toolkit.plan.step_time import dimension_traffic, step_time
 from toolkit.presets import load_preset
 
 
 def setup_of(preset: str, model: str = "llama", *, world_size: int = 4, **job: Any) -> TrainingSetup:
-    planned_job = TrainingJob(**{"per_device_train_batch_size": 2, "max_seq_length": 64, **job})
+    planned_job = PlannedJob(**{"per_device_train_batch_size": 2, "max_seq_length": 64, **job})
     return TrainingSetup(
         preset=load_preset(preset),
         shape=small_shape(model),
@@ -55,7 +55,7 @@ def test_four_ranks_of_tensor_and_data_parallelism_send_what_is_planned(
         preset=load_preset("fsdp2_tp"),
         shape=read_model(str(tiny_model)),
         world_size=4,
-        job=TrainingJob(
+        job=PlannedJob(
             per_device_train_batch_size=2, max_seq_length=64, gradient_accumulation_steps=2, tp=2, packing=True
         ),
         mixed_precision="no",
@@ -127,7 +127,7 @@ def test_groups_of_neighbours_stay_within_a_node_and_the_others_share_its_networ
         preset=load_preset("fsdp2_tp"),
         shape=small_shape("llama"),
         world_size=16,
-        job=TrainingJob(max_seq_length=64, tp=4),
+        job=PlannedJob(max_seq_length=64, tp=4),
     )
     traffic = {each.dimension: each for each in dimension_traffic(step_collectives(setup), nodes)}
     assert (traffic["tp"].crosses_nodes, traffic["dp_shard"].crosses_nodes) == (False, True)

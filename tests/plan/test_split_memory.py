@@ -12,8 +12,8 @@ from toolkit.hardware.gpu_table import find_gpu
 from toolkit.models.read_model import read_model
 from toolkit.models.shape import ModelShape
 from toolkit.plan.interconnect import Interconnect
-from toolkit.plan.job import TrainingJob, TrainingSetup
 from toolkit.plan.memory import MemoryPlan, plan_memory
+from toolkit.plan.planned_job import PlannedJob, TrainingSetup
 from toolkit.plan.step_time import StepTime, step_time
 from toolkit.presets import load_preset
 from toolkit.units import GIB
@@ -51,7 +51,7 @@ LIVE = [
 
 def on_cpu(preset: str, model: str, ranks: int, **job: Any) -> MemoryPlan:
     return plan_memory(
-        small_shape(model), load_preset(preset), world_size=ranks, job=TrainingJob(**job), mixed_precision="no"
+        small_shape(model), load_preset(preset), world_size=ranks, job=PlannedJob(**job), mixed_precision="no"
     )
 
 
@@ -71,7 +71,7 @@ def test_without_fsdp2_the_gradient_of_a_split_embedding_is_whole() -> None:
 
 
 def on_gpus(preset: str, *, length: int, ranks: int = 8, shape: ModelShape | None = None, **job: Any) -> MemoryPlan:
-    planned = TrainingJob(
+    planned = PlannedJob(
         per_device_train_batch_size=1, max_seq_length=length, activation_checkpointing=True, loss="full", **job
     )
     return plan_memory(shape or llama_8b(), load_preset(preset), world_size=ranks, job=planned)
@@ -89,7 +89,7 @@ def test_logits_are_whole_where_layers_are_split_and_divided_where_sequences_are
 
 def test_the_loss_is_full_where_ranks_share_a_batch_and_chunked_where_experts_are_dealt() -> None:
     def logits(preset: str, model: str, **job: Any) -> int:
-        planned = TrainingJob(per_device_train_batch_size=64, max_seq_length=64, **job)
+        planned = PlannedJob(per_device_train_batch_size=64, max_seq_length=64, **job)
         plan = plan_memory(small_shape(model), load_preset(preset), world_size=4, job=planned)
         return max(phase.logits_bytes for phase in plan.phases)
 
@@ -105,7 +105,7 @@ def test_split_layers_save_less_and_the_states_stay_with_the_ranks() -> None:
             llama_8b(),
             load_preset("fsdp2_tp"),
             world_size=8,
-            job=TrainingJob(per_device_train_batch_size=1, max_seq_length=8192, tp=tp),
+            job=PlannedJob(per_device_train_batch_size=1, max_seq_length=8192, tp=tp),
         )
         for tp in (2, 4)
     ]
@@ -121,7 +121,7 @@ TORCHTITAN = [(1, 32_768, 3890, 83.9), (2, 65_536, 2540, 84.2), (4, 131_072, 107
 
 
 def titan_plan(cp: int, length: int) -> tuple[MemoryPlan, StepTime]:
-    job = TrainingJob(
+    job = PlannedJob(
         per_device_train_batch_size=1,
         max_seq_length=length,
         activation_checkpointing=True,

@@ -13,7 +13,7 @@ from toolkit.hardware.gpu_table import custom_gpu, find_gpu
 from toolkit.models.lora import lora_layers
 from toolkit.models.shape import Layer, ModelShape, Tensor
 from toolkit.plan.interconnect import Interconnect
-from toolkit.plan.job import TrainingJob, TrainingSetup, num_elements
+from toolkit.plan.planned_job import PlannedJob, TrainingSetup, num_elements
 from toolkit.plan.step_time import StepTime, offload_efficiency, setup_flops, step_time
 from toolkit.presets import load_preset
 
@@ -51,7 +51,7 @@ def sized_mpt(width: int, layers: int) -> ModelShape:
 
 
 def speed_of(row: dict[str, str]) -> StepTime:
-    job = TrainingJob(
+    job = PlannedJob(
         per_device_train_batch_size=int(row["mbs"]),
         max_seq_length=int(row["seq"]),
         gradient_accumulation_steps=int(row["gacc"]),
@@ -86,7 +86,7 @@ def test_planned_mfu_counts_the_same_operations_as_the_published_one() -> None:
     assert high / low == pytest.approx(tokens[1] / tokens[0])
 
 
-JOB = TrainingJob(per_device_train_batch_size=4, max_seq_length=1024)
+JOB = PlannedJob(per_device_train_batch_size=4, max_seq_length=1024)
 SETUP = TrainingSetup(shape=mpt("125m"), preset=load_preset("ddp"), world_size=8, job=JOB)
 A100 = Interconnect(gpu=find_gpu("a100-80gb"), world_size=8)
 

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from toolkit.errors import ToolkitError
-from toolkit.job.argument_checks import check_arguments
-from toolkit.job.script_arguments import read_method
+from toolkit.job.job import Job
 from toolkit.models.split import read_split
 from toolkit.presets import list_presets, load_preset
-from toolkit.presets.compatibility import Method
+from toolkit.presets.compatibility import ModelLimits
+from toolkit.presets.preset_checks import check_arguments
 from toolkit.presets.support import unsupported
 
 LLAMA = {
@@ -33,7 +33,7 @@ def refusal(preset: str, *, ranks: int = 8, **arguments: Any) -> tuple[str, str 
     """The message and the hint of the launcher's check, with 2 for each degree that is not given."""
     given = {name: str(value) for name, value in {**DEGREES.get(preset, {}), **arguments}.items()}
     try:
-        check_arguments(given, load_preset(preset), num_processes=ranks, on_cpu=False)
+        check_arguments(Job.from_values(given), load_preset(preset), num_processes=ranks, on_cpu=False)
     except ToolkitError as error:
         return error.message, error.hint
     return None
@@ -57,7 +57,7 @@ def test_a_full_fine_tune_with_two_ranks_of_each_degree_is_accepted(preset: str)
 )
 def test_a_preset_without_its_degree_is_refused(preset: str, missing: str) -> None:
     with pytest.raises(ToolkitError, match=f"preset '{preset}' needs --{missing}") as refused:
-        check_arguments({}, load_preset(preset), num_processes=8, on_cpu=False)
+        check_arguments(Job.from_values({}), load_preset(preset), num_processes=8, on_cpu=False)
     assert refused.value.hint == f"add `--{missing} 2`"
 
 
@@ -124,7 +124,7 @@ def test_ranks_that_do_not_divide_are_refused_with_a_number_that_does(
 def test_a_degree_that_the_model_cannot_have_is_refused(
     config: dict[str, Any], given: dict[str, int], message: str, hint: str
 ) -> None:
-    reason = unsupported(None, Method(**given, model_split=read_split(config)))
+    reason = unsupported(None, Job(**given), model=ModelLimits(split=read_split(config)))
     assert reason is not None
     assert reason.message == message
     assert str(reason.hint).startswith(hint)
@@ -148,7 +148,7 @@ def test_a_degree_that_the_model_cannot_have_is_refused(
 def test_methods_that_were_never_run_with_split_layers_or_sequences_are_refused(
     preset: str, arguments: dict[str, Any], option: str
 ) -> None:
-    reason = unsupported(load_preset(preset), read_method({**DEGREES[preset], **arguments}), world_size=8)
+    reason = unsupported(load_preset(preset), Job.from_values({**DEGREES[preset], **arguments}), world_size=8)
     assert reason is not None
     assert reason.message.startswith(f"{option} does not work under preset '{preset}': ")
     assert reason.hint
@@ -158,19 +158,19 @@ def test_methods_that_were_never_run_with_split_layers_or_sequences_are_refused(
 @pytest.mark.parametrize(
     ("method", "option"),
     [
-        (Method(freeze=True), "--freeze"),
-        (Method(train_only=True), "--train_only"),
-        (Method(activation_checkpointing=True, activation_checkpointing_offload=True),
+        (Job(freeze=("*",)), "--freeze"),
+        (Job(train_only=("*",)), "--train_only"),
+        (Job(activation_checkpointing=True, activation_checkpointing_offload=True),
          "--activation_checkpointing_offload"),
-        (Method(save_only_model=True), "--save_only_model"),
-        (Method(lora=True, lora_config=True), "--lora_config"),
-        (Method(optim="adafactor"), "--optim adafactor"),
-        (Method(optim="adamw_bnb_8bit"), "--optim adamw_bnb_8bit"),
-        (Method(optim="muon"), "--optim muon"),
+        (Job(save_only_model=True), "--save_only_model"),
+        (Job(lora_r=8, lora_config={"use_dora": True}), "--lora_config"),
+        (Job(optim="adafactor"), "--optim adafactor"),
+        (Job(optim="adamw_bnb_8bit"), "--optim adamw_bnb_8bit"),
+        (Job(optim="muon"), "--optim muon"),
     ],
 )  # fmt: skip
 def test_what_a_model_that_is_sharded_at_load_does_not_train_with_is_refused(
-    preset: str, method: Method, option: str
+    preset: str, method: Job, option: str
 ) -> None:
     found = unsupported(load_preset(preset), method)
     if preset in AT_LOAD:
@@ -189,12 +189,12 @@ def test_packed_rows_are_refused_where_sequences_are_split(preset: str) -> None:
         f"--packing does not work under preset '{preset}': a packed row's documents would attend to each other across"
         " ranks"
     )
-    assert unsupported(load_preset("fsdp2_tp"), Method(packing=True, tp=2)) is None
+    assert unsupported(load_preset("fsdp2_tp"), Job(packing=True, tp=2)) is None
 
 
 @pytest.mark.parametrize(("preset", "refused"), [("fsdp2_tp", True), ("cp", True), ("ulysses", True), ("ep", False)])
 def test_the_chunked_loss_needs_the_whole_head_and_the_whole_sequence(preset: str, refused: bool) -> None:
-    found = unsupported(load_preset(preset), Method(loss="chunked"))
+    found = unsupported(load_preset(preset), Job(loss="chunked"))
     assert (found is not None) is refused
     assert found is None or found.hint == "leave `--loss` out: it is `full` here"
 
@@ -215,7 +215,7 @@ def test_the_chunked_loss_needs_the_whole_head_and_the_whole_sequence(preset: st
 def test_sequences_are_split_in_front_of_attention_functions_that_take_them(
     preset: str, name: str, refused: bool
 ) -> None:
-    found = unsupported(load_preset(preset), Method(attn_implementation=name))
+    found = unsupported(load_preset(preset), Job(attn_implementation=name))
     assert (found is not None) is refused
     assert found is None or found.hint == "`--attn_implementation sdpa`"
 
@@ -225,8 +225,8 @@ def test_sequences_are_split_in_front_of_attention_functions_that_take_them(
 def test_adapters_of_experts_are_refused_where_experts_are_divided(degree: str, targets: tuple[str, ...]) -> None:
     given = {"lora_r": "8", degree: "2"} | ({"lora_target_modules": list(targets)} if targets else {})
     for config, refused in ((QWEN3_MOE, True), (LLAMA, False)):
-        method = read_method(given)
-        reason = unsupported(None, Method(**{**_fields(method), "model_split": read_split(config)}))
+        method = Job.from_values(given)
+        reason = unsupported(None, method, model=ModelLimits(split=read_split(config)))
         if degree == "ep" and not refused:
             continue  # Llama has no experts at all
         assert (reason is not None) is refused
@@ -234,12 +234,8 @@ def test_adapters_of_experts_are_refused_where_experts_are_divided(degree: str, 
 
 
 def test_adapters_of_attention_layers_work_with_divided_experts() -> None:
-    method = read_method({"lora_r": "8", "ep": "2", "lora_target_modules": ["q_proj", "v_proj"]})
-    assert unsupported(None, Method(**{**_fields(method), "model_split": read_split(QWEN3_MOE)})) is None
-
-
-def _fields(method: Method) -> dict[str, Any]:
-    return {name: getattr(method, name) for name in Method.__dataclass_fields__}
+    method = Job.from_values({"lora_r": "8", "ep": "2", "lora_target_modules": ["q_proj", "v_proj"]})
+    assert unsupported(None, method, model=ModelLimits(split=read_split(QWEN3_MOE))) is None
 
 
 # -- through the command
@@ -277,9 +273,9 @@ def test_the_command_refuses_before_it_starts_a_rank(
         ({"pipeline_chunks": 2}, "1f1b has one stage per GPU", "`--pipeline_schedule interleaved_1f1b`"),
         ({"pipeline_schedule": "interleaved_1f1b", "gradient_accumulation_steps": 5}, "cannot be dealt out", "`--grad"),
         ({"pipeline_chunks": 0}, "--pipeline_chunks is 0, expected 1 or more", "None"),
-        ({"neftune_noise_alpha": 5}, "--neftune does not work under preset 'pipeline_1f1b'", "leave it out"),
-        ({"label_smoothing_factor": 0.1}, "--label_smoothing does not work under preset", "leave it out"),
-        ({"lora_r": 8}, "--lora does not work under preset 'pipeline_1f1b': stages hold no adapters", "`--preset"),
+        ({"neftune_noise_alpha": 5}, "--neftune_noise_alpha does not work under preset", "leave it out"),
+        ({"label_smoothing_factor": 0.1}, "--label_smoothing_factor does not work under preset", "leave it out"),
+        ({"lora_r": 8}, "--lora_r does not work under preset 'pipeline_1f1b': stages hold no adapters", "`--preset"),
         ({"loss": "chunked"}, "--loss chunked does not work under preset 'pipeline_1f1b'", "leave `--loss` out"),
         (
             {"optim": "adafactor"},
@@ -306,7 +302,7 @@ def test_what_a_pipeline_does_not_run_is_refused(arguments: dict[str, Any], mess
     ],
 )
 def test_a_model_without_so_many_stages_is_refused(config: dict[str, Any], given: dict[str, Any], message: str) -> None:
-    reason = unsupported(None, Method(**given, micro_batches=4, model_split=read_split(config)))
+    reason = unsupported(None, Job(**given, gradient_accumulation_steps=4), model=ModelLimits(split=read_split(config)))
     assert reason is not None
     assert reason.message.startswith(message)
 

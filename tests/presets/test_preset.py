@@ -14,8 +14,8 @@ import yaml
 from preset_files import deepspeed_pair, listed_presets, write
 
 from toolkit.errors import ToolkitError
+from toolkit.job.trainer_schema import trainer_argument_names
 from toolkit.presets import list_presets, load_preset, preset_names, read_preset
-from toolkit.versions import training_argument_types
 
 ROOT = Path(__file__).parents[2]
 
@@ -165,7 +165,7 @@ def test_a_preset_holds_no_node_specific_values(path: Path) -> None:
 @pytest.mark.parametrize("path", JSONS, ids=lambda path: path.stem)
 def test_fields_that_training_arguments_own_are_auto(path: Path) -> None:
     config = json.loads(path.read_text())
-    assert set(OWNED_BY_TRAINING_ARGUMENTS.values()) <= set(training_argument_types())
+    assert set(OWNED_BY_TRAINING_ARGUMENTS.values()) <= trainer_argument_names()
     owned = {key: config[key] for key in OWNED_BY_TRAINING_ARGUMENTS if key in config}
     assert {"train_batch_size", "gradient_clipping", "bf16"} <= set(owned)
     values = {key: value["enabled"] if isinstance(value, dict) else value for key, value in owned.items()}

@@ -12,20 +12,20 @@ from model_configs import fields_of
 
 from toolkit.errors import ToolkitError
 from toolkit.hardware.gpu_table import find_gpu
-from toolkit.job.argument_checks import check_arguments
-from toolkit.job.script_arguments import read_method
+from toolkit.job.job import Job
 from toolkit.launch.preflight import check_process_count
 from toolkit.models.attention import read_model_attention
 from toolkit.models.config_fields import ConfigFields
+from toolkit.models.optimizers import OPTIMIZERS
 from toolkit.models.read_model import read_model, shape_from_config
 from toolkit.models.shape import ModelShape
 from toolkit.plan.candidates import RecommendRequest, refusal
-from toolkit.plan.job import TrainingJob
+from toolkit.plan.planned_job import PlannedJob
 from toolkit.plan.planner import PlanRequest, make_plans
 from toolkit.presets import Preset, list_presets, load_preset, preset_names
-from toolkit.presets.compatibility import CPU, Device, Method
+from toolkit.presets.compatibility import CPU, Device, ModelLimits
 from toolkit.presets.layout_rules import next_world_size
-from toolkit.presets.optimizers import OPTIMIZERS
+from toolkit.presets.preset_checks import check_arguments
 from toolkit.presets.support import limitations, supports_world_size, unsupported
 from toolkit.rehearse.rehearsal import check_rehearsal
 
@@ -63,17 +63,17 @@ def works(check: Callable[[], Any]) -> bool:
 @pytest.fixture(autouse=True)
 def installed(monkeypatch: pytest.MonkeyPatch) -> None:
     """bitsandbytes and Liger need a GPU to be installed; whether they are is not what is tested."""
-    monkeypatch.setattr("toolkit.job.argument_checks.is_importable", lambda _: True)
+    monkeypatch.setattr("toolkit.job.job_checks.is_importable", lambda _: True)
 
 
-def planned(preset: Preset, world_size: int, job: TrainingJob) -> bool:
+def planned(preset: Preset, world_size: int, job: PlannedJob) -> bool:
     request = PlanRequest(
         shape=shape_for(preset), presets=[preset], world_sizes=[world_size], job=job, gpu=find_gpu("h100")
     )
     return works(lambda: make_plans(request))
 
 
-def recommended(preset: Preset, world_size: int, job: TrainingJob) -> str | None:
+def recommended(preset: Preset, world_size: int, job: PlannedJob) -> str | None:
     ask = RecommendRequest(
         shape=shape_for(preset),
         gpu=find_gpu("h100"),
@@ -94,10 +94,10 @@ def test_launcher_planner_recommendation_and_rehearsal_accept_the_same_world_siz
     preset = load_preset(name)
     expected = supports_world_size(preset, world_size)
     accumulation = 2  # a pipeline of two stages needs two micro-batches
-    job = TrainingJob(max_seq_length=64, gradient_accumulation_steps=accumulation, **degrees(preset))  # type: ignore[arg-type]
+    job = PlannedJob(max_seq_length=64, gradient_accumulation_steps=accumulation, **degrees(preset))  # type: ignore[arg-type]
     assert works(lambda: check_process_count(world_size, gpus=16, preset=preset)) is expected
     # degrees of 2 do not divide three processes, of which other degrees could be made
-    divides = unsupported(preset, Method(**degrees(preset)), world_size=world_size) is None  # type: ignore[arg-type]
+    divides = unsupported(preset, Job(**degrees(preset), gradient_accumulation_steps=4), world_size=world_size) is None
     assert planned(preset, world_size, job) is (expected and divides)
     if not (expected and divides):
         assert recommended(preset, world_size, job) is not None
@@ -109,15 +109,16 @@ def test_launcher_planner_recommendation_and_rehearsal_accept_the_same_world_siz
 def test_launcher_planner_recommendation_and_docs_agree_on_qlora(name: str) -> None:
     preset = load_preset(name)
     world_size = next_world_size(preset, 2)
-    job = TrainingJob(max_seq_length=64, lora_r=8, load_in_4bit=True, **degrees(preset))  # type: ignore[arg-type]
+    job = PlannedJob(max_seq_length=64, lora_r=8, load_in_4bit=True, **degrees(preset))  # type: ignore[arg-type]
     expected = name in QLORA_PRESETS
     arguments = QLORA | degrees(preset)
-    assert (unsupported(preset, Method(lora=True, load_in_4bit=True)) is None) is expected
-    assert works(lambda: check_arguments(arguments, preset, num_processes=world_size, on_cpu=False)) is expected
+    assert (unsupported(preset, Job(lora_r=8, load_in_4bit=True)) is None) is expected
+    method = Job.from_values(arguments)
+    assert works(lambda: check_arguments(method, preset, num_processes=world_size, on_cpu=False)) is expected
     assert planned(preset, world_size, job) is expected
     assert any(line.startswith("QLoRA") for line in limitations(preset)) is not expected
     if not expected:
-        reason = unsupported(preset, job.method_on(shape_for(preset)), purpose="recommend")
+        reason = unsupported(preset, job.as_trained, model=job.limits_on(shape_for(preset)), purpose="recommend")
         assert reason is not None
         assert recommended(preset, world_size, job) == reason.why
 
@@ -148,12 +149,12 @@ def test_the_launcher_gives_the_reason_of_the_rule(name: str, method: str, on_cp
     arguments = ARGUMENTS[method] | degrees(preset)
     world_size = next_world_size(preset, 2)
     device = CPU if on_cpu else Device()
-    reason = unsupported(preset, read_method(arguments), world_size=world_size, device=device)
+    reason = unsupported(preset, Job.from_values(arguments), world_size=world_size, device=device)
     if reason is None:
-        assert check_arguments(arguments, preset, num_processes=world_size, on_cpu=on_cpu) == []
+        assert check_arguments(Job.from_values(arguments), preset, num_processes=world_size, on_cpu=on_cpu) == []
         return
     with pytest.raises(ToolkitError) as error:
-        check_arguments(arguments, preset, num_processes=world_size, on_cpu=on_cpu)
+        check_arguments(Job.from_values(arguments), preset, num_processes=world_size, on_cpu=on_cpu)
     assert (error.value.message, error.value.hint) == (reason.message, reason.hint)
 
 
@@ -164,26 +165,26 @@ def test_a_comm_hook_needs_ddp() -> None:
     accepted = {
         preset.name
         for preset in list_presets()
-        if unsupported(preset, Method(ddp_comm_hook="bf16"), world_size=next_world_size(preset, 2)) is None
+        if unsupported(preset, Job(ddp_comm_hook="bf16"), world_size=next_world_size(preset, 2)) is None
     }
     assert accepted == {"ddp"}
 
 
 def test_zero3_and_split_models_reject_the_batch_size_search() -> None:
-    rejected = {p.name for p in list_presets() if unsupported(p, Method(auto_find_batch_size=True)) is not None}
+    rejected = {p.name for p in list_presets() if unsupported(p, Job(auto_find_batch_size=True)) is not None}
     assert rejected == {"zero3", "zero3_cpu_offload", "zero3_nvme_offload", "zeropp"} | SPLIT
 
 
 def test_only_sharded_state_dicts_reject_saving_the_model_alone(tmp_path: Path) -> None:
-    rejected = {p.name for p in list_presets() if unsupported(p, Method(save_only_model=True)) is not None}
+    rejected = {p.name for p in list_presets() if unsupported(p, Job(save_only_model=True)) is not None}
     assert rejected == {"fsdp2", "fsdp2_cpu_offload", "fsdp2_grad_op", "fsdp2_hybrid"} | SPLIT - {"ulysses"}
     path = tmp_path / "full.yaml"
     path.write_text("distributed_type: FSDP\nfsdp_config: {fsdp_version: 2, fsdp_state_dict_type: FULL_STATE_DICT}\n")
-    assert unsupported(load_preset(str(path)), Method(save_only_model=True)) is None
+    assert unsupported(load_preset(str(path)), Job(save_only_model=True)) is None
 
 
 def test_only_presets_with_shards_of_their_own_save_in_the_background(tmp_path: Path) -> None:
-    method = Method(async_save=True)
+    method = Job(async_save=True)
     accepted = {p.name for p in list_presets() if unsupported(p, method) is None}
     engines_of_their_own = {"ulysses", "pipeline_1f1b"}
     assert accepted == {"fsdp2", "fsdp2_cpu_offload", "fsdp2_grad_op", "fsdp2_hybrid"} | SPLIT - engines_of_their_own
@@ -204,14 +205,14 @@ def test_sequence_parallelism_needs_stage_3(tmp_path: Path) -> None:
     path = tmp_path / "mine.yaml"
     block = "deepspeed_config: {deepspeed_config_file: mine.json, parallel: [dp_shard, sp]}"
     path.write_text(f"distributed_type: DEEPSPEED\n{block}\n")
-    reason = unsupported(load_preset(str(path)), Method(sp=2), world_size=2)
+    reason = unsupported(load_preset(str(path)), Job(sp=2), world_size=2)
     assert reason is not None
     assert reason.message.startswith("preset 'mine' makes gradients sp times too large: below stage 3 DeepSpeed sums")
-    assert unsupported(load_preset("ulysses"), Method(sp=2), world_size=2) is None
+    assert unsupported(load_preset("ulysses"), Job(sp=2), world_size=2) is None
 
 
 def test_options_are_spelled_as_they_are_typed() -> None:
-    preset, method = load_preset("zero2_cpu_offload"), Method(lora=True, load_in_4bit=True)
+    preset, method = load_preset("zero2_cpu_offload"), Job(lora_r=8, load_in_4bit=True)
     launched, planned_ = unsupported(preset, method), unsupported(preset, method, purpose="plan")
     assert launched is not None
     assert planned_ is not None
@@ -227,10 +228,10 @@ def test_the_next_supported_world_size_is_the_hint(name: str, world_size: int, i
 
 
 def test_an_optimizer_that_is_not_planned_is_named() -> None:
-    reason = unsupported(None, Method(optim="galore_adamw"), purpose="plan")
+    reason = unsupported(None, Job(optim="galore_adamw"), purpose="plan")
     assert reason is not None
     assert reason.message == "--optim galore_adamw is not planned"
-    assert unsupported(None, Method(optim="galore_adamw")) is None
+    assert unsupported(None, Job(optim="galore_adamw")) is None
 
 
 @pytest.mark.parametrize(
@@ -252,7 +253,7 @@ def test_an_optimizer_that_is_not_planned_is_named() -> None:
     ],
 )
 def test_an_optimizer_is_refused_where_it_would_be_another_one_or_fail(name: str, optim: str, why: str) -> None:
-    reason = unsupported(load_preset(name), Method(optim=optim))
+    reason = unsupported(load_preset(name), Job(optim=optim))
     assert reason is not None
     assert (reason.rule, why in reason.why) == ("optim", True)
 
@@ -261,17 +262,17 @@ def test_an_optimizer_is_refused_where_it_would_be_another_one_or_fail(name: str
 def test_the_hint_for_a_refused_optimizer_names_one_or_a_preset_that_works(optim: str) -> None:
     for name in preset_names():
         preset = load_preset(name)
-        reason = unsupported(preset, Method(optim=optim))
+        reason = unsupported(preset, Job(optim=optim))
         words = re.findall(r"`(?:--\w+ )?(\w+)`", "" if reason is None else str(reason.hint))
         for word in words:
             other = load_preset(word) if word in preset_names() else preset
-            assert unsupported(other, Method(optim=optim if word in preset_names() else word)) is None, (name, word)
+            assert unsupported(other, Job(optim=optim if word in preset_names() else word)) is None, (name, word)
         assert words or reason is None
 
 
 def test_offload_keeps_torchs_adamw() -> None:
     for optim in ("adamw_torch", "adamw_torch_fused"):
-        assert unsupported(load_preset("zero3_cpu_offload"), Method(optim=optim)) is None
+        assert unsupported(load_preset("zero3_cpu_offload"), Job(optim=optim)) is None
 
 
 def test_a_rank_that_is_running_is_not_refused_for_its_world_size() -> None:
@@ -304,7 +305,8 @@ def test_an_attention_function_that_cannot_run_is_refused_with_one_that_can(
     method: dict[str, Any], device: Device, message: str, hint: str
 ) -> None:
     model = method.pop("model", None)
-    reason = unsupported(None, Method(**method, model_attention=model and read_model_attention(model)), device=device)
+    limits = ModelLimits(attention=read_model_attention(model) if model else None)
+    reason = unsupported(None, Job(**method), model=limits, device=device)
     assert reason is not None
     assert (reason.message, reason.hint) == (message, hint)
 
@@ -312,7 +314,8 @@ def test_an_attention_function_that_cannot_run_is_refused_with_one_that_can(
 @pytest.mark.parametrize("name", ["auto", "sdpa", "eager", "sdpa_varlen"])
 def test_packed_rows_of_llama_run_on_a_cpu_with_these(name: str) -> None:
     llama = read_model_attention({"model_type": "llama"})
-    assert unsupported(None, Method(attn_implementation=name, packing=True, model_attention=llama), device=CPU) is None
+    job = Job(attn_implementation=name, packing=True)
+    assert unsupported(None, job, model=ModelLimits(attention=llama), device=CPU) is None
 
 
 def test_flex_attention_has_no_backward_on_a_cpu() -> None:

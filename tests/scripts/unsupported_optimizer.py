@@ -8,12 +8,12 @@ import toolkit.train.__main__ as door
 
 def main() -> int:
     door.prepare_environment()
-    import toolkit.job.argument_checks as argument_checks
+    import toolkit.presets.preset_checks as preset_checks
 
     def supported(*_: Any, **__: Any) -> None:
         return None
 
-    argument_checks.check_supported = supported
+    preset_checks.check_supported = supported
     return door.main(sys.argv[1:])
 
 

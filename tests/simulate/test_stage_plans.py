@@ -11,7 +11,7 @@ from toolkit.errors import ToolkitError
 from toolkit.hardware.gpu_table import find_gpu
 from toolkit.models.read_model import read_model
 from toolkit.models.shape import ModelShape
-from toolkit.plan.job import TrainingJob
+from toolkit.plan.planned_job import PlannedJob
 from toolkit.simulate.pipeline_schedules import PipelineSize
 from toolkit.simulate.stage_plans import StagedModel
 
@@ -24,7 +24,7 @@ def shape() -> ModelShape:
 
 
 def staged(shape: ModelShape, **changes: object) -> StagedModel:
-    job = TrainingJob(max_seq_length=2048, per_device_train_batch_size=1, lengths_differ=False)
+    job = PlannedJob(max_seq_length=2048, per_device_train_batch_size=1, lengths_differ=False)
     return replace(StagedModel(shape=shape, job=job, gpu=find_gpu("h100")), **changes)  # type: ignore[arg-type]
 
 
@@ -56,7 +56,7 @@ def test_the_stages_do_the_operations_of_the_whole_model(shape: ModelShape) -> N
 def test_weights_take_half_of_a_dense_backward_and_recomputing_is_part_of_the_other_half(shape: ModelShape) -> None:
     times = staged(shape).chunk_times(FOUR, end=0)[1]
     assert times.weight_seconds < times.forward_seconds < times.backward_seconds  # attention has no weights
-    checkpointing = staged(shape, job=TrainingJob(max_seq_length=2048, activation_checkpointing=True))
+    checkpointing = staged(shape, job=PlannedJob(max_seq_length=2048, activation_checkpointing=True))
     again = checkpointing.chunk_times(FOUR, end=0)[1]
     assert again.backward_seconds / again.weight_seconds > times.backward_seconds / times.weight_seconds + 0.9
 

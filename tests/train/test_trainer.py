@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from toolkit.job.script_arguments import DataArguments, ModelArguments
+from toolkit.job.job import Job
 from toolkit.observe.progress import Progress
 from toolkit.observe.signals import StopOnSignal
 from toolkit.observe.timer import StepTimer
@@ -26,10 +26,10 @@ def training() -> Any:
     return SimpleNamespace(process_index=0, deepspeed_plugin=None, neftune_noise_alpha=None, mixed_precision="no")
 
 
-def callback_names(folder: Path, training: Any, **model_arguments: Any) -> list[str]:
+def callback_names(folder: Path, training: Any, **arguments: Any) -> list[str]:
     progress = Progress()
     run = ActiveRun(
-        arguments=Arguments(model=ModelArguments(**model_arguments), data=DataArguments(), training=training, argv=[]),
+        arguments=Arguments(job=Job(**arguments), training=training, argv=[]),
         launch=LaunchContext(preset=None, world_size=2),
         progress=progress,
         folder=RunFolder(folder),

@@ -25,9 +25,9 @@ from toolkit.checkpoint.output_folder import check_disk_space, check_output, cop
 from toolkit.checkpoint.reader import CheckpointReader, MissingState, check_names
 from toolkit.errors import ToolkitError
 from toolkit.files.safe_loading import torch_load
+from toolkit.job.job import Job
 from toolkit.parallel.layout import ParallelLayout
 from toolkit.presets import Preset
-from toolkit.presets.compatibility import Method
 from toolkit.presets.support import check_degrees_given, check_supported
 from toolkit.record.checkpoints import checkpoint_files, commit_checkpoint, file_entries
 from toolkit.record.manifest_file import Manifest, read_step
@@ -53,7 +53,7 @@ def convert(
     """
     given = dict(degrees or {})
     check_degrees_given(preset, given, purpose="convert")
-    check_supported(preset, Method(**given), world_size=num_processes, purpose="convert")  # type: ignore[arg-type]
+    check_supported(preset, Job().with_values(**given), world_size=num_processes, purpose="convert")
     check_output(out, source=path)
     check_complete(path)
     _check_source(path)

@@ -129,7 +129,7 @@ def _print_usage_error(error: Any) -> None:
 def _is_training_argument(error: Any) -> bool:
     """Return True for an option that belongs after `--`."""
     from toolkit.job.argument_aliases import ALIASES
-    from toolkit.job.script_arguments import argument_types
+    from toolkit.job.argument_reading import argument_types
 
     name = str(getattr(error, "option_name", "")).lstrip("-").replace("-", "_")
     return type(error).__name__ == "NoSuchOption" and (name in argument_types() or name in ALIASES)

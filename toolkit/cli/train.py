@@ -58,8 +58,6 @@ def _plan(prepared: PreparedRun) -> dict[str, Any] | None:
 
     if prepared.options.gpu is not None:
         gpu, world_size = find_gpu(prepared.options.gpu), prepared.command.num_processes
-        print_message(plan_line(plan_run(prepared.preset, prepared.arguments, world_size=world_size, gpu=gpu)))
+        print_message(plan_line(plan_run(prepared.preset, prepared.job, world_size=world_size, gpu=gpu)))
         return None
-    return plan_run_here(
-        prepared.preset, prepared.arguments, world_size=prepared.command.num_processes, say=print_message
-    )
+    return plan_run_here(prepared.preset, prepared.job, world_size=prepared.command.num_processes, say=print_message)

@@ -10,15 +10,14 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from toolkit.cluster.options import MAX_NAME, JobOptions
 from toolkit.errors import ToolkitError
 from toolkit.files.reading import user_path
 from toolkit.files.secrets import HIDDEN, hide_words
-from toolkit.job.argument_checks import check_arguments
+from toolkit.job.argument_reading import without_flags
 from toolkit.job.global_batch import global_batch_size, with_accumulation
-from toolkit.job.script_arguments import flag, read_arguments, read_method, without_flags
+from toolkit.job.job import Job
 from toolkit.launch.command import RESUME_LATEST
 from toolkit.launch.environment import (
     NVME_PATH_VARIABLE,
@@ -30,6 +29,7 @@ from toolkit.launch.environment import (
 from toolkit.launch.preflight import check_job, check_output, check_required, data_parallel_size
 from toolkit.presets import Preset, load_preset, preset_names
 from toolkit.presets.compatibility import CPU, Device
+from toolkit.presets.preset_checks import check_arguments
 from toolkit.presets.support import check_supported
 from toolkit.record.checkpoints import LATEST_WORDS
 from toolkit.record.folder import RunFolder
@@ -69,8 +69,7 @@ class ClusterJob:
     options: JobOptions
     preset: Preset
     name: str
-    arguments: dict[str, Any]
-    """Training arguments by name."""
+    job: Job
     training_argv: tuple[str, ...]
     """Training arguments as they are written: they resume, and keep the global batch of an elastic run."""
     output_dir: Path
@@ -80,7 +79,7 @@ class ClusterJob:
     @property
     def saves(self) -> bool:
         """True if the run writes checkpoints, from which a later attempt resumes."""
-        return str(self.arguments.get("save_strategy", "steps")) != "no"
+        return self.job.saves_checkpoints
 
     @property
     def shutdown_seconds(self) -> int:
@@ -95,7 +94,7 @@ class ClusterJob:
     @property
     def hang_timeout_minutes(self) -> int:
         """Minutes without progress of any rank after which an elastic run restarts without a lost node."""
-        lowest = MIN_COMPILED_HANG_MINUTES if flag(self.arguments.get("torch_compile", False)) else MIN_HANG_MINUTES
+        lowest = MIN_COMPILED_HANG_MINUTES if self.job.torch_compile else MIN_HANG_MINUTES
         return max(lowest, math.ceil(self.save_time.grace_seconds / 60))
 
     @property
@@ -147,23 +146,23 @@ def prepare_job(options: JobOptions, *, shares_files: bool) -> ClusterJob:
             f"preset {preset.name!r} offloads to a disk of each node, and none is named",
             hint=f"`--env {NVME_PATH_VARIABLE}=/path/on/each/node`",
         )
-    arguments = read_arguments(argv)
-    check_required(arguments, ("model_name_or_path", "dataset", "output_dir"))
-    argv += _resume_argv(arguments)
-    check_world_sizes(options, preset, arguments)
-    argv, arguments = _with_global_batch(options, preset, argv, arguments)
+    job = Job.from_argv(argv)
+    check_required(job, ("model_name_or_path", "dataset", "output_dir"))
+    argv += _resume_argv(job)
+    check_world_sizes(options, preset, job)
+    argv, job = _with_global_batch(options, preset, argv, job)
     warnings = check_job_arguments(options, preset, argv)
-    output_dir = user_path(str(arguments["output_dir"]))
+    output_dir = user_path(str(job.output_dir))
     if options.check_files and shares_files:
-        check_output(arguments, engine=preset.engine)
+        check_output(job, engine=preset.engine)
     return ClusterJob(
         options=options,
         preset=preset,
         name=options.name or job_name(preset.name),
-        arguments=arguments,
+        job=job,
         training_argv=tuple(argv),
         output_dir=output_dir,
-        save_time=save_time(options, output_dir, async_save=flag(arguments.get("async_save", False))),
+        save_time=save_time(options, output_dir, async_save=job.async_save),
         warnings=warnings,
     )
 
@@ -178,12 +177,12 @@ def check_no_secrets(argv: Sequence[str]) -> None:
             )
 
 
-def _resume_argv(arguments: dict[str, Any]) -> list[str]:
+def _resume_argv(job: Job) -> list[str]:
     """The words that let a later attempt resume; nothing where the arguments have them."""
-    given = arguments.get("resume_from_checkpoint")
+    given = job.resume_from_checkpoint
     if given is None:
         return list(RESUME_LATEST)
-    if str(given).lower() not in LATEST_WORDS:
+    if given.lower() not in LATEST_WORDS:
         raise ToolkitError(
             f"--resume_from_checkpoint {given}: a job that is started again would begin there again",
             hint="leave it out: each attempt resumes from the newest checkpoint in --output_dir",
@@ -197,31 +196,29 @@ def world_sizes(options: JobOptions) -> range:
     return range(options.min_nodes * per_node, options.max_nodes * per_node + 1, per_node)
 
 
-def check_world_sizes(options: JobOptions, preset: Preset, arguments: dict[str, Any]) -> None:
+def check_world_sizes(options: JobOptions, preset: Preset, job: Job) -> None:
     """Raise ToolkitError for a number of ranks with which the preset cannot train."""
-    device, method = CPU if options.cpu else Device(), read_method(arguments)
+    device = CPU if options.cpu else Device()
     for world_size in world_sizes(options):
-        check_supported(preset, method, world_size=world_size, device=device, purpose="cluster")
+        check_supported(preset, job, world_size=world_size, device=device, purpose="cluster")
 
 
-def _with_global_batch(
-    options: JobOptions, preset: Preset, argv: list[str], arguments: dict[str, Any]
-) -> tuple[list[str], dict[str, Any]]:
+def _with_global_batch(options: JobOptions, preset: Preset, argv: list[str], job: Job) -> tuple[list[str], Job]:
     """Give an elastic run its global batch, from which each attempt works out its accumulation steps.
 
     Raises ToolkitError for one that some number of nodes cannot keep.
     """
     if not options.elastic:
-        return argv, arguments
-    if arguments.get(GLOBAL_BATCH) is None:
+        return argv, job
+    if job.global_batch_size is None:
         largest = world_sizes(options)[-1]
-        batch = global_batch_size(arguments, data_parallel_size(preset, arguments, largest))
+        batch = global_batch_size(job, data_parallel_size(preset, job, largest))
         argv = [*without_flags(argv, ["gradient_accumulation_steps"]), f"--{GLOBAL_BATCH}", str(batch)]
-        arguments = read_arguments(argv)
+        job = Job.from_argv(argv)
     for world_size in world_sizes(options):
-        groups = data_parallel_size(preset, arguments, world_size)
-        with_accumulation(arguments, data_parallel_size=groups, ranks_per_batch=world_size // groups)
-    return argv, arguments
+        groups = data_parallel_size(preset, job, world_size)
+        with_accumulation(job, data_parallel_size=groups, ranks_per_batch=world_size // groups)
+    return argv, job
 
 
 def check_job_arguments(options: JobOptions, preset: Preset, argv: Sequence[str]) -> tuple[str, ...]:
@@ -233,10 +230,10 @@ def check_job_arguments(options: JobOptions, preset: Preset, argv: Sequence[str]
     if options.check_files:
         gpus = None if options.cpu else largest
         nodes = options.max_nodes
-        job = check_job(preset, num_processes=largest, training_argv=argv, cpu=options.cpu, gpus=gpus, nodes=nodes)
-        return job.warnings
-    arguments = read_arguments(argv)
-    return tuple(check_arguments(arguments, preset, num_processes=largest, on_cpu=options.cpu, here=False))
+        checked = check_job(preset, num_processes=largest, training_argv=argv, cpu=options.cpu, gpus=gpus, nodes=nodes)
+        return checked.warnings
+    job = Job.from_argv(argv)
+    return tuple(check_arguments(job, preset, num_processes=largest, on_cpu=options.cpu, here=False))
 
 
 # -- the time of a save

@@ -23,8 +23,9 @@ from toolkit.cluster.options import JobOptions
 from toolkit.cluster.slurm import SlurmOptions, sbatch_values
 from toolkit.errors import ToolkitError
 from toolkit.files.reading import user_path
-from toolkit.job.argument_checks import refuse_arguments_of_comparison
-from toolkit.job.script_arguments import read_arguments, without_flags
+from toolkit.job.argument_reading import without_flags
+from toolkit.job.job import Job
+from toolkit.job.job_checks import refuse_arguments_of_comparison
 from toolkit.launch.environment import NVME_PATH_VARIABLE
 from toolkit.launch.preflight import check_required
 from toolkit.presets import load_preset
@@ -51,16 +52,16 @@ def prepare_comparison(options: JobOptions) -> ComparisonJob:
     """Check every preset at every number of nodes. Raises ToolkitError for the first problem."""
     argv = [*options.training_arguments]
     check_no_secrets(argv)
-    arguments = read_arguments(argv)
-    check_required(arguments, ("model_name_or_path", "dataset", "output_dir", "max_steps"))
-    refuse_arguments_of_comparison({name: value for name, value in arguments.items() if name != "output_dir"})
+    job = Job.from_argv(argv)
+    check_required(job, ("model_name_or_path", "dataset", "output_dir", "max_steps"))
+    refuse_arguments_of_comparison(job.without("output_dir"))
     for preset in map(load_preset, options.preset):
         if preset.uses_nvme:
             raise ToolkitError(
                 f"preset {preset.name!r} offloads to a disk of each node, which a comparison checks on one node only",
                 hint=f"compare it on one node; a job of its own takes `--env {NVME_PATH_VARIABLE}=...`",
             )
-        check_world_sizes(options, preset, arguments)
+        check_world_sizes(options, preset, job)
         check_job_arguments(options, preset, argv)
     if options.container is not None:
         raise ToolkitError(
@@ -71,7 +72,7 @@ def prepare_comparison(options: JobOptions) -> ComparisonJob:
         options=options,
         name=options.name or "compare",
         training_argv=tuple(without_flags(argv, ["output_dir"])),
-        output_dir=user_path(str(arguments["output_dir"])),
+        output_dir=user_path(str(job.output_dir)),
     )
 
 

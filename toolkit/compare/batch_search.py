@@ -11,14 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
-from typing import Any
 
 from toolkit.compare.ledger import Ledger, ProbeRecord, TrialRecord, probes_of
 from toolkit.compare.rows import RowKey
 from toolkit.compare.run_record import read_run_record
 from toolkit.compare.runner import Runner
 from toolkit.compare.specification import BATCH_ARGUMENT, ComparisonSpec, Trial
-from toolkit.job.script_arguments import accumulation_steps, flag, micro_batch_size
+from toolkit.job.job import Job
 from toolkit.launch.preflight import check_dataset
 
 # Optimizer states are allocated in the first step; the second holds everything.
@@ -79,13 +78,13 @@ def completed_sizes(probes: Iterable[ProbeRecord]) -> list[int]:
 
 def search_bounds(spec: ComparisonSpec, row: RowKey) -> tuple[int, int]:
     """Return where a row's search starts (the job's own micro-batch) and ends (what the option or the data allow)."""
-    arguments = spec.arguments(row)
+    job = spec.job(row)
     cap = spec.find_max_batch or 1
-    dataset_rows = check_dataset(arguments)
+    dataset_rows = check_dataset(job)
     if dataset_rows is not None:
-        micro_batches_per_step = spec.data_parallel_size(row) * accumulation_steps(arguments)
+        micro_batches_per_step = spec.data_parallel_size(row) * job.gradient_accumulation_steps
         cap = max(1, min(cap, dataset_rows // micro_batches_per_step))
-    return min(micro_batch_size(arguments), cap), cap
+    return min(job.per_device_train_batch_size, cap), cap
 
 
 def with_largest_batches(spec: ComparisonSpec, ledger: Ledger) -> ComparisonSpec:
@@ -116,7 +115,7 @@ def _search_row(runner: Runner, row: RowKey, *, retry_failed: bool) -> int | Non
         known = {}
 
     def probe(size: int) -> ProbeRecord:
-        name, arguments = f"{row.name}-b{size}", probe_arguments(runner.spec.arguments(row), size)
+        name, arguments = f"{row.name}-b{size}", probe_arguments(runner.spec.job(row), size)
         run_folder = runner.start_run(row, runner.folder / "probes" / name, arguments)
         measured = read_run_record(Trial(row=row, repeat=0), run_folder, runner.folder, untimed_steps=0)
         record = ProbeRecord.of(measured, trial=name, per_device_train_batch_size=size)
@@ -128,11 +127,10 @@ def _search_row(runner: Runner, row: RowKey, *, retry_failed: bool) -> int | Non
     return search(known, probe, start=start, cap=cap)
 
 
-def probe_arguments(arguments: Mapping[str, Any], size: int) -> list[str]:
+def probe_arguments(job: Job, size: int) -> list[str]:
     """Return the training arguments of a probe, which begins with the longest rows: no trial pads a batch further."""
     words = [f"--{BATCH_ARGUMENT}", str(size), "--max_steps", str(PROBE_STEPS)]
-    without_order = any(flag(arguments.get(name, False)) for name in ("streaming", "packing"))
-    return words if without_order else [*words, "--train_sampling_strategy", "group_by_length"]
+    return words if job.streaming or job.packing else [*words, "--train_sampling_strategy", "group_by_length"]
 
 
 def _record_failure(runner: Runner, row: RowKey) -> str:

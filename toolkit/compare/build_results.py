@@ -31,7 +31,7 @@ from toolkit.compare.specification import BATCH_ARGUMENT, ComparisonSpec
 from toolkit.hardware.cgroups import cpu_limit, memory_limit_bytes
 from toolkit.hardware.gpus import gpu_topology
 from toolkit.hardware.node import describe_node, disk_facts, git_commit, library_versions
-from toolkit.job.script_arguments import accumulation_steps, dataset_names, integer, micro_batch_size, read_arguments
+from toolkit.job.job import Job
 from toolkit.models.shape import ModelShape
 
 DEFAULT_SEED = 42  # of transformers' TrainingArguments
@@ -55,7 +55,7 @@ def build_results(
     aggregated, trials = aggregate_trials(records, spec, unsupported)
     environment, shape = _environment(spec, folder), read_shape(spec.model)
     rows = [_with_derived_columns(row, records, spec, shape, environment) for row in aggregated]
-    arguments = read_arguments(spec.training_arguments)
+    job = Job.from_argv(spec.training_arguments)
     compute_dtypes = sorted({row.compute_dtype for row in rows if row.compute_dtype})
     results = Results(
         created=datetime.now(UTC).isoformat(timespec="seconds"),
@@ -63,12 +63,12 @@ def build_results(
         environment=environment,
         job=ComparedJob(
             model=spec.model,
-            dataset=", ".join(dataset_names(arguments)),
+            dataset=", ".join(job.dataset),
             training_arguments=spec.training_arguments,
             untimed_steps=spec.untimed_steps,
-            seed=integer(arguments, "seed", DEFAULT_SEED),
-            per_device_train_batch_size=micro_batch_size(arguments),
-            gradient_accumulation_steps=accumulation_steps(arguments),
+            seed=job.seed,
+            per_device_train_batch_size=job.per_device_train_batch_size,
+            gradient_accumulation_steps=job.gradient_accumulation_steps,
             compute_dtype=", ".join(compute_dtypes) or "n/a",
         ),
         rows=tuple(rows),
@@ -106,7 +106,7 @@ def _with_derived_columns(
         planned_peak_bytes=planned.peak_bytes,
         planned_allocated_bytes=planned.allocated_bytes,
         failure=row.failure and row.failure.updated(predicted_bytes=planned.peak_bytes),
-        per_device_train_batch_size=micro_batch_size(spec.arguments(row.key)),
+        per_device_train_batch_size=spec.job(row.key).per_device_train_batch_size,
         probes=probes_tried(spec, row.key, records, shape=shape),
         **side_run_columns(records, row.key),
     )

@@ -29,13 +29,14 @@ from toolkit.compare.two_comparisons import before_and_after
 from toolkit.compare.variants import Variant, load_variants
 from toolkit.errors import EXIT_RUN_FAILED, ToolkitError
 from toolkit.hardware.gpus import ON_CPU_MESSAGE, count_gpus
-from toolkit.job.argument_checks import check_arguments, check_values, refuse_arguments_of_comparison
-from toolkit.job.script_arguments import degrees_given, integer, read_arguments
+from toolkit.job.job import Job
+from toolkit.job.job_checks import check_values, refuse_arguments_of_comparison
 from toolkit.launch.nvme import NvmeDisk, check_nvme
 from toolkit.launch.preflight import check_job, check_process_count
 from toolkit.launch.process import terminate_as_interrupt
 from toolkit.launch.warm_start import WarmStart
 from toolkit.presets import Preset
+from toolkit.presets.preset_checks import check_arguments
 from toolkit.presets.support import check_degrees_given
 from toolkit.rehearse.rehearsed_rank import refuse_rehearsals
 from toolkit.report.tables import one_line, rich_table
@@ -100,7 +101,7 @@ def check_comparison(options: CompareOptions) -> CheckedComparison:
     supported = [row for row in spec.rows() if row.name not in unsupported]
     largest = {row.preset: row for row in supported}  # rows are in the order of their number of processes
     own = [variant.name for variant in variants if variant.extra_arguments or variant.preset.degrees]
-    job, *_ = [
+    checked, *_ = [
         check_job(
             by_name[row.preset].preset,
             num_processes=row.world_size,
@@ -111,16 +112,16 @@ def check_comparison(options: CompareOptions) -> CheckedComparison:
         )
         for row in dict.fromkeys([supported[-1], *(largest[name] for name in own if name in largest)])
     ]
-    for arguments in (job.arguments, *(read_arguments(variant.extra_arguments) for variant in variants)):
-        refuse_arguments_of_comparison(arguments)
-    max_steps = integer(job.arguments, "max_steps", 0)
+    for job in (checked.job, *(Job.from_argv(variant.extra_arguments) for variant in variants)):
+        refuse_arguments_of_comparison(job)
+    max_steps = checked.job.max_steps
     if 0 < max_steps <= options.untimed_steps:
         raise ToolkitError(
             f"--max_steps {max_steps} leaves no timed step after {options.untimed_steps} untimed ones",
             hint=f"`--max_steps {options.untimed_steps + 8}` or more",
         )
     nvme = {
-        name: check_nvme(by_name[name].preset, nvme_path=options.nvme_path, arguments=job.arguments, cpu=spec.cpu)
+        name: check_nvme(by_name[name].preset, nvme_path=options.nvme_path, job=checked.job, cpu=spec.cpu)
         for name in dict.fromkeys(row.preset for row in supported)
     }
     return CheckedComparison(spec=spec, unsupported=unsupported, nvme=nvme, allocation=allocation)
@@ -145,15 +146,15 @@ def unsupported_rows(
         gpus = count_gpus()
     reasons: dict[RowKey, ToolkitError] = {}
     for row in spec.rows():
-        preset, arguments = variants[row.preset].preset, spec.arguments(row)
-        check_values(arguments, on_cpu=spec.cpu)
-        check_degrees_given(preset, degrees_given(arguments))
+        preset, job = variants[row.preset].preset, spec.job(row)
+        check_values(job, on_cpu=spec.cpu)
+        check_degrees_given(preset, job.degrees)
         try:
             if allocation is not None:
                 _check_nodes(allocation, preset, row.world_size)
             nodes = 1 if allocation is None else len(allocation.nodes)
             check_process_count(row.world_size, gpus=gpus, preset=preset, nodes=nodes)
-            check_arguments(arguments, preset, num_processes=row.world_size, on_cpu=spec.cpu, here=here)
+            check_arguments(job, preset, num_processes=row.world_size, on_cpu=spec.cpu, here=here)
         except ToolkitError as error:
             reasons[row] = error
     if len(reasons) == len(spec.rows()):

@@ -20,8 +20,9 @@ from typing import Any
 from toolkit.compare.ledger import TrialRecord
 from toolkit.compare.rows import PARITY_FAILED, Row, RowKey, RunRecord, TrainedProblem
 from toolkit.compare.specification import BATCH_ARGUMENT, ComparisonSpec
+from toolkit.job.job import Job
+from toolkit.models.optimizers import OPTIMIZERS
 from toolkit.parallel.layout import ParallelLayout
-from toolkit.presets.optimizers import DEFAULT_OPTIMIZER, OPTIMIZERS
 
 # The numerics contract (docs/concepts/numerics.md): master weights and optimizer states.
 CONTRACT = ("master_dtype", "optimizer_dtype")
@@ -76,19 +77,19 @@ MIN_STEPS_TO_JUDGE_FIRST = 4
 def design_group(spec: ComparisonSpec, row: RowKey, trials: Sequence[RunRecord]) -> str | None:
     """Return what sets a row apart from the baseline by design; None if nothing does."""
     baseline = spec.baseline(row.world_size)
-    own, other = spec.arguments(row), spec.arguments(baseline)
+    own, other = spec.job(row), spec.job(baseline)
     labels = []
-    if own.get("ddp_comm_hook") != other.get("ddp_comm_hook"):
-        labels.append(f"ddp_comm_hook {own.get('ddp_comm_hook', 'none')}")
+    if own.ddp_comm_hook != other.ddp_comm_hook:
+        labels.append(f"ddp_comm_hook {own.ddp_comm_hook or 'none'}")
     if spec.expected[row.preset].quantises != spec.expected[baseline.preset].quantises:
         labels.append("quantised communication")
     if _optimizer(own) != _optimizer(other):
-        labels.append(f"optim {own.get('optim', DEFAULT_OPTIMIZER)}")
+        labels.append(f"optim {own.optim}")
     masters = {_problem_of(trial).expected_masters for trial in trials} - {None, CONTRACT_DTYPE}
     if masters:
         labels.append(f"{masters.pop()} masters")
     if not _same_sequences(spec, row, baseline):
-        labels.append(f"{BATCH_ARGUMENT} {own.get(BATCH_ARGUMENT)}")
+        labels.append(f"{BATCH_ARGUMENT} {own.per_device_train_batch_size}")
     return ", ".join(labels) or None
 
 
@@ -118,7 +119,7 @@ def _first_difference(
     fewest = [trial for trial in trials.get(spec.baseline(min(spec.world_sizes)), ()) if trial.completed]
     for trial in repeats:
         message = (
-            preset_difference(trial, spec.expected_facts(trial.key), optimizer=_optimizer(spec.arguments(trial.key)))
+            preset_difference(trial, spec.expected_facts(trial.key), optimizer=_optimizer(spec.job(trial.key)))
             or _fact_difference(trial, baseline[0], fewest[:1], spec, by_design=by_design)
             or _training_difference(trial, baseline, spec, by_design=by_design)
         )
@@ -137,7 +138,7 @@ def _fact_difference(
 ) -> str | None:
     """Against the baseline with the same number of processes, then against the one with the fewest."""
     free = FREE_BY_DESIGN if by_design else ()
-    if _optimizer(spec.arguments(trial.key)) != FP32_ADAMW:  # which tensors are quantized depends on the shards
+    if _optimizer(spec.job(trial.key)) != FP32_ADAMW:  # which tensors are quantized depends on the shards
         free = (*free, "optimizer_dtype")
     strong = ("global_batch_size",) if spec.scaling == "strong" else ()
     same_size = [name for name in (*FACTS_OF_COMPARISON, *FACTS_OF_WORLD_SIZE) if name not in free]
@@ -166,13 +167,12 @@ def _training_difference(
     return message or (None if by_design else outside_band(trial, baseline))
 
 
-def _optimizer(arguments: Mapping[str, Any]) -> str:
+def _optimizer(job: Job) -> str:
     """The optimizer's name with its arguments; all AdamWs with fp32 states are one."""
-    name, given = str(arguments.get("optim") or DEFAULT_OPTIMIZER), arguments.get("optim_args")
-    spec = OPTIMIZERS.get(name)
+    spec = OPTIMIZERS.get(job.optim)
     if spec is not None and spec.is_fp32_adamw:
         return FP32_ADAMW
-    return f"{name} {given}" if given else name
+    return f"{job.optim} {job.optim_args}" if job.optim_args else job.optim
 
 
 def _same_sequences(spec: ComparisonSpec, row: RowKey, other: RowKey) -> bool:

@@ -16,13 +16,11 @@ from toolkit.compare.rows import RowKey
 from toolkit.compare.specification import ComparisonSpec
 from toolkit.errors import ToolkitError
 from toolkit.hardware.gpu_table import Gpu
-from toolkit.job.script_arguments import integer
 from toolkit.models.read_model import read_model
 from toolkit.models.shape import ModelShape
 from toolkit.plan.interconnect import Interconnect
-from toolkit.plan.job import TrainingSetup, check_planned_job
 from toolkit.plan.memory import plan_memory
-from toolkit.plan.planned_run import job_from_arguments
+from toolkit.plan.planned_job import PlannedJob, TrainingSetup, check_planned_job
 from toolkit.plan.step_time import step_time
 from toolkit.presets import load_preset
 
@@ -61,7 +59,7 @@ def planned_memory(spec: ComparisonSpec, row: RowKey, *, shape: ModelShape | Non
     if spec.cpu or shape is None:
         return PlannedMemory()
     with contextlib.suppress(ToolkitError):
-        job = job_from_arguments(spec.arguments(row))
+        job = PlannedJob.of(spec.job(row))
         check_planned_job(job, shape)
         preset = load_preset(spec.preset_sources[row.preset])
         plan = plan_memory(shape, preset, world_size=row.world_size, job=job)
@@ -96,12 +94,12 @@ def _planned_duration(
     row: RowKey, spec: ComparisonSpec, shape: ModelShape | None, gpu: Gpu | None
 ) -> ExpectedDuration | None:
     """The steps alone, with sequences of full length; what comes before and after them is not planned."""
-    arguments = spec.arguments(row)
-    steps = integer(arguments, "max_steps", 0)
+    row_job = spec.job(row)
+    steps = row_job.max_steps
     if spec.cpu or shape is None or gpu is None or steps <= 0:
         return None
     with contextlib.suppress(ToolkitError):
-        job, preset = job_from_arguments(arguments), load_preset(spec.preset_sources[row.preset])
+        job, preset = PlannedJob.of(row_job), load_preset(spec.preset_sources[row.preset])
         setup = TrainingSetup(shape=shape, preset=preset, world_size=row.world_size, job=job)
         per_node = job.gpus_per_node if spec.processes_per_node is None else spec.processes_per_node
         planned = step_time(setup, Interconnect(gpu=gpu, world_size=row.world_size, gpus_per_node=per_node))

@@ -16,7 +16,7 @@ from toolkit.compare.specification import SPEC_FILE, ComparisonSpec, Trial
 from toolkit.errors import ToolkitError, did_you_mean
 from toolkit.files.secrets import HIDDEN, hidden_names, hide_secrets
 from toolkit.hardware.node import git_commit, library_versions
-from toolkit.job.script_arguments import read_arguments
+from toolkit.job.job import Job
 from toolkit.launch.nvme import check_nvme
 from toolkit.launch.warm_start import WarmStart
 from toolkit.presets import load_preset
@@ -44,7 +44,7 @@ def replay_row(options: CompareOptions, spec: ComparisonSpec, *, progress: Conso
             f"the files of preset {row.preset!r} are not those that {row.name} ran with",
             hint=f"{folder / SPEC_FILE} holds their text under preset_files",
         )
-    disk = check_nvme(preset, nvme_path=options.nvme_path, arguments=spec.arguments(row), cpu=spec.cpu)
+    disk = check_nvme(preset, nvme_path=options.nvme_path, job=spec.job(row), cpu=spec.cpu)
     first = Trial(row=row, repeat=0)
     before = read_run(RunFolder(folder / "trials" / first.id))
     name = f"{row.name}-{len(list((folder / 'replays').glob(f'{row.name}-*')))}"
@@ -74,12 +74,12 @@ def with_secrets(spec: ComparisonSpec, given: Sequence[str]) -> ComparisonSpec:
 
     Raises ToolkitError for one that is missing, and for any other argument.
     """
-    arguments = read_arguments(given)
-    hidden = {name for row in spec.rows() for name in hidden_names(spec.arguments(row))}
-    for name in arguments:
+    names = Job.from_argv(given).given
+    hidden = {name for row in spec.rows() for name in hidden_names(spec.job(row).given_values)}
+    for name in names:
         if name not in hidden:
             raise ToolkitError(f"--{name}: a replay trains the job as it is recorded", hint=f"leave --{name} out")
-    for name in sorted(hidden - set(arguments)):
+    for name in sorted(hidden - set(names)):
         raise ToolkitError(
             f"--{name} is recorded as {HIDDEN}, because it is a secret", hint=f"add it: `-- --{name} {name.upper()}`"
         )

@@ -26,16 +26,9 @@ from toolkit.errors import ToolkitError
 from toolkit.files.json_files import read_json_object_if_present
 from toolkit.files.secrets import hide_secrets, hide_words
 from toolkit.files.validation import explain
+from toolkit.job.argument_reading import without_degrees
 from toolkit.job.global_batch import with_accumulation
-from toolkit.job.script_arguments import (
-    accumulation_steps,
-    degrees_given,
-    integer,
-    is_given,
-    micro_batch_size,
-    read_arguments,
-    without_degrees,
-)
+from toolkit.job.job import Job
 from toolkit.parallel.layout import ParallelLayout, divide_ranks
 from toolkit.presets import Preset
 from toolkit.presets.preset import QUANTIZED_KEYS
@@ -154,15 +147,15 @@ class ComparisonSpec(BaseModel):
     @property
     def model(self) -> str:
         """The model that all trials train: a hub id or a path."""
-        return str(read_arguments(self.training_arguments).get("model_name_or_path"))
+        return str(Job.from_argv(self.training_arguments).model_name_or_path)
 
     def baseline(self, world_size: int) -> RowKey:
         """Return the baseline's row with this number of processes."""
         return RowKey(preset=self.reference, world_size=world_size)
 
-    def arguments(self, row: RowKey) -> dict[str, Any]:
-        """Return a row's training arguments by name, without those that the comparison adds."""
-        return read_arguments(self._given_argv(row)) | self.batches.get(row.name, {})
+    def job(self, row: RowKey) -> Job:
+        """Return a row's job, without the arguments that the comparison adds."""
+        return Job.from_argv(self._given_argv(row)).with_values(**self.batches.get(row.name, {}))
 
     def _given_argv(self, row: RowKey) -> list[str]:
         """The user's arguments for a row: all rows' and its variant's own.
@@ -181,7 +174,7 @@ class ComparisonSpec(BaseModel):
 
     def layout(self, row: RowKey) -> ParallelLayout | None:
         """Return how a row divides its ranks; None for data parallelism alone."""
-        parallel, degrees = self.expected[row.preset].parallel, degrees_given(self.arguments(row))
+        parallel, degrees = self.expected[row.preset].parallel, self.job(row).degrees
         return divide_ranks(parallel, degrees, world_size=row.world_size) if parallel else None
 
     def data_parallel_size(self, row: RowKey) -> int:
@@ -191,7 +184,7 @@ class ComparisonSpec(BaseModel):
 
     def sequences_per_accumulation_step(self, row: RowKey) -> int:
         """Return the sequences of one accumulation step, over all ranks."""
-        return micro_batch_size(self.arguments(row)) * self.data_parallel_size(row)
+        return self.job(row).per_device_train_batch_size * self.data_parallel_size(row)
 
     def training_argv(self, row: RowKey, output_dir: Path) -> list[str]:
         """Return the row's own arguments, then the comparison's."""
@@ -248,7 +241,7 @@ def make_specification(options: CompareOptions, variants: Sequence[Variant]) -> 
         target_interval = TARGET_INTERVAL_ON_CPU if options.on_cpu or offloads else TARGET_INTERVAL_ON_GPU
     batches = {}
     if scaling == "strong":
-        by_size = strong_scaling_batches(read_arguments(options.training_arguments), options.world_sizes)
+        by_size = strong_scaling_batches(Job.from_argv(options.training_arguments), options.world_sizes)
         keys = [RowKey(preset=name, world_size=size) for size in by_size for name in names]
         batches = {key.name: by_size[key.world_size] for key in keys}
     spec = ComparisonSpec(
@@ -282,9 +275,9 @@ def equal_global_batches(spec: ComparisonSpec) -> dict[str, dict[str, int]]:
     """
     batches = dict(spec.batches)
     for row in spec.rows():
-        layout, own = spec.layout(row), read_arguments(spec.extra_arguments.get(row.preset, ()))
-        if layout is not None and layout.ranks_per_batch > 1 and BATCH_ARGUMENT not in own:
-            sequences = micro_batch_size(spec.arguments(row)) * layout.ranks_per_batch
+        layout, own = spec.layout(row), Job.from_argv(spec.extra_arguments.get(row.preset, ()))
+        if layout is not None and layout.ranks_per_batch > 1 and BATCH_ARGUMENT not in own.given:
+            sequences = spec.job(row).per_device_train_batch_size * layout.ranks_per_batch
             batches[row.name] = {**batches.get(row.name, {}), BATCH_ARGUMENT: sequences}
     return batches
 
@@ -293,19 +286,19 @@ def _accumulated_batches(spec: ComparisonSpec) -> dict[str, dict[str, int]]:
     """Return the batch arguments by row name, with the accumulation steps that `--global_batch_size` asks for."""
     batches = dict(spec.batches)
     for row in spec.rows():
-        arguments = spec.arguments(row)
-        if not is_given(arguments, "global_batch_size"):
+        job = spec.job(row)
+        if job.global_batch_size is None:
             continue
         groups = spec.data_parallel_size(row)
-        kept = with_accumulation(arguments, data_parallel_size=groups, ranks_per_batch=row.world_size // groups)
-        steps = {"gradient_accumulation_steps": accumulation_steps(kept)}
+        kept = with_accumulation(job, data_parallel_size=groups, ranks_per_batch=row.world_size // groups)
+        steps = {"gradient_accumulation_steps": kept.gradient_accumulation_steps}
         batches[row.name] = {**batches.get(row.name, {}), **steps}
     return batches
 
 
 def _scaling(options: CompareOptions) -> Scaling | None:
     """Strong scaling where `--global_batch_size` gives every row the same batch; otherwise as the options say."""
-    if not is_given(read_arguments(options.training_arguments), "global_batch_size"):
+    if Job.from_argv(options.training_arguments).global_batch_size is None:
         return options.effective_scaling
     others = {"--find-max-batch": options.find_max_batch is not None, "--scaling weak": options.scaling == "weak"}
     for option, is_set in others.items():
@@ -316,18 +309,16 @@ def _scaling(options: CompareOptions) -> Scaling | None:
     return None if len(options.world_sizes) == 1 else "strong"
 
 
-def strong_scaling_batches(arguments: Mapping[str, Any], world_sizes: Sequence[int]) -> dict[int, dict[str, int]]:
+def strong_scaling_batches(job: Job, world_sizes: Sequence[int]) -> dict[int, dict[str, int]]:
     """Return the batch arguments for each world size that keep the global batch of the smallest one.
 
     `--global_batch_size` takes its place. Fewer accumulation steps come first, then smaller micro-batches.
 
-    >>> strong_scaling_batches({"per_device_train_batch_size": 4}, [1, 2])[2]
+    >>> strong_scaling_batches(Job(per_device_train_batch_size=4), [1, 2])[2]
     {'per_device_train_batch_size': 2, 'gradient_accumulation_steps': 1}
     """
-    arguments = dict(arguments)
-    micro_batch = micro_batch_size(arguments)
-    global_batch = micro_batch * accumulation_steps(arguments) * min(world_sizes)
-    global_batch = integer(arguments, "global_batch_size", global_batch)
+    micro_batch = job.per_device_train_batch_size
+    global_batch = job.global_batch_size or micro_batch * job.gradient_accumulation_steps * min(world_sizes)
     found: dict[int, dict[str, int]] = {}
     for size in world_sizes:
         if global_batch % size:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from toolkit.errors import ToolkitError
 from toolkit.files.value_limits import shown
-from toolkit.job.script_arguments import read_arguments
+from toolkit.job.argument_reading import read_arguments
 from toolkit.presets import Preset, load_preset
 
 # A trial's folder is named for it, with the number of processes and the repeat.

@@ -13,8 +13,8 @@ from toolkit.convert.strategy import take_strategy
 from toolkit.errors import ToolkitError
 from toolkit.files.value_limits import shown
 from toolkit.job.argument_aliases import HINTS
-from toolkit.job.script_arguments import read_method
-from toolkit.presets.optimizers import MUON
+from toolkit.job.job import Job
+from toolkit.models.optimizers import MUON
 
 # Not the loss of supervised fine-tuning.
 OTHER_TRAINING = {
@@ -41,7 +41,7 @@ def convert(values: Mapping[str, Any], file: Path) -> Conversion:
     _take_evaluation_and_saving(draft)
     _take_trackers_and_hub(draft)
     draft.set_defaults()
-    preset = take_strategy(draft, file, method=read_method(draft.arguments))
+    preset = take_strategy(draft, file, job=Job.from_values(draft.arguments))
     return draft.finish(preset=preset)
 
 

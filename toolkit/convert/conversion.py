@@ -22,8 +22,9 @@ from toolkit.files.secrets import hide_settings
 from toolkit.files.value_limits import shown, unexpected
 from toolkit.files.yaml_files import parse_yaml
 from toolkit.job.argument_aliases import canonical_values
-from toolkit.job.argument_values import check_type
-from toolkit.job.script_arguments import KEYS_AND_VALUES, argument_types, argument_words, flag, read_method
+from toolkit.job.argument_reading import argument_types, argument_words
+from toolkit.job.argument_values import check_type, is_true
+from toolkit.job.job import Job
 from toolkit.presets import load_preset
 from toolkit.presets.spec import PresetSpec
 from toolkit.presets.support import check_supported, reasons
@@ -122,7 +123,7 @@ class Draft:
 
     def is_on(self, key: str) -> bool:
         """Return True if a switch is left and on."""
-        return flag(self.left.get(key, False))
+        return is_true(self.left.get(key, False))
 
     def number(self, key: str, default: float) -> float:
         """Return a setting that is left as a number. Raises ToolkitError if it is something else."""
@@ -236,7 +237,7 @@ class Draft:
         spec = load_preset(preset)
         for name, why in list(_unsupported_arguments(spec, self.arguments)):
             self.take_back(name, why)
-        check_supported(spec, read_method(self.arguments))
+        check_supported(spec, Job.from_values(self.arguments))
         return Conversion(
             tool=self.dialect.tool,
             preset=preset,
@@ -309,7 +310,7 @@ def typed(argument: str, value: Any) -> Any:
         return "no"  # as YAML reads an unquoted `no`
     if isinstance(value, int | float) and not isinstance(value, bool) and kinds[0] == "str":
         return str(value)
-    if isinstance(value, dict) and "dict" not in annotation and argument not in KEYS_AND_VALUES:
+    if isinstance(value, dict) and "dict" not in annotation and argument != "lora_config":
         raise ToolkitError(f"{argument} is {shown(value)}, expected a value without keys")
     if value is not None:
         check_type(argument, value, annotation)
@@ -327,7 +328,7 @@ def _parsed(text: str) -> Any:
 
 def _unsupported_arguments(preset: PresetSpec, arguments: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """Yield each switch that the preset does not support, and why; the method itself is not among them."""
-    for reason in reasons(preset, read_method(dict(arguments))):
+    for reason in reasons(preset, Job.from_values(arguments)):
         name = reason.rule.replace("-", "_")
         if name in arguments:
             yield name, f"does not work under preset {preset.name!r}: {reason.why}"

@@ -15,7 +15,7 @@ from typing import Any
 
 from toolkit.files.yaml_files import read_configuration
 from toolkit.job.argument_aliases import HINTS
-from toolkit.versions import training_argument_types
+from toolkit.job.trainer_schema import trainer_argument_names
 
 TABLES = Path(__file__).parent / "tables"
 
@@ -66,7 +66,7 @@ def load_dialect(name: str) -> Dialect:
     table, common = _read(name), _read("common")
     known = set(table.pop("known"))
     if table.pop("has_training_arguments", False):
-        known |= set(training_argument_types()) - set(common["other_meaning"])
+        known |= trainer_argument_names() - set(common["other_meaning"])
     reasons = fsdp_reasons() | _by_key(common["reasons"]) | _by_key(table.pop("reasons"))
     reasons |= {key: HINTS[hint] for key, hint in table.pop("hints", {}).items()}
     on_by_default = frozenset(table.pop("on_by_default"))

@@ -18,7 +18,7 @@ from toolkit.errors import ToolkitError, did_you_mean
 from toolkit.files.reading import is_file, read_text, user_path
 from toolkit.files.value_limits import shown
 from toolkit.files.yaml_files import read_configuration
-from toolkit.job.script_arguments import CONFIG_SUFFIXES
+from toolkit.job.argument_reading import CONFIG_SUFFIXES
 from toolkit.units import KIB
 
 TOOLS: dict[str, Callable[[Mapping[str, Any], Path], Conversion]] = {

@@ -15,7 +15,7 @@ from toolkit.errors import ToolkitError
 from toolkit.files.value_limits import shown
 from toolkit.files.yaml_files import read_configuration
 from toolkit.job.argument_aliases import HINTS
-from toolkit.job.script_arguments import read_method
+from toolkit.job.job import Job
 
 IMAGE_KEYS = ("image_max_pixels", "video_max_pixels", "freeze_vision_tower", "crop_to_patches", "media_dir")
 
@@ -49,7 +49,7 @@ def convert(values: Mapping[str, Any], file: Path) -> Conversion:
     draft.set_defaults()
     if not is_v1:
         draft.default("activation_checkpointing", True)  # hparams/model_args.py: disable_gradient_checkpointing
-    preset = take_strategy(draft, file, method=read_method(draft.arguments), chosen=chosen)
+    preset = take_strategy(draft, file, job=Job.from_values(draft.arguments), chosen=chosen)
     return draft.finish(preset=preset)
 
 

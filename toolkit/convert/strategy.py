@@ -18,9 +18,9 @@ from toolkit.errors import ToolkitError
 from toolkit.files.reading import is_file, user_path
 from toolkit.files.value_limits import shown
 from toolkit.files.yaml_files import read_configuration
-from toolkit.job.script_arguments import flag
+from toolkit.job.argument_values import is_true
+from toolkit.job.job import Job
 from toolkit.presets import load_preset
-from toolkit.presets.compatibility import Method
 from toolkit.presets.support import reasons, unsupported
 from toolkit.presets.value_types import OFFLOAD_DEVICES
 
@@ -46,10 +46,10 @@ def find_file(name: str, near: Path) -> Path | None:
     return next((folder / path for folder in folders if is_file(folder / path)), None)
 
 
-def take_strategy(draft: Draft, near: Path, *, method: Method, chosen: Choice | None = None) -> str:
+def take_strategy(draft: Draft, near: Path, *, job: Job, chosen: Choice | None = None) -> str:
     """Use the sharding settings of a configuration, and return the preset's name.
 
-    `method` decides what is possible: 4-bit weights are not swapped to a disk, for example. `chosen` is what settings
+    `job` decides what is possible: 4-bit weights are not swapped to a disk, for example. `chosen` is what settings
     decide that only one tool has.
     """
     choice = chosen or Choice(preset="ddp")
@@ -57,7 +57,7 @@ def take_strategy(draft: Draft, near: Path, *, method: Method, chosen: Choice | 
         choice = replace(preset_of_deepspeed(draft.get("deepspeed"), near), keys=("deepspeed",))
     elif chosen is None and any(value for key, value in draft.left.items() if key.startswith("fsdp")):
         choice = _preset_of_fsdp(draft)
-    why = next((reason for reason in reasons(load_preset(choice.preset), method) if reason.rule == "qlora"), None)
+    why = next((reason for reason in reasons(load_preset(choice.preset), job) if reason.rule == "qlora"), None)
     if why is not None:
         for key in choice.keys:
             draft.leave_out(key, f"not with load_in_4bit: {why.why}")
@@ -132,7 +132,7 @@ def _preset_of_fsdp(draft: Draft) -> Choice:
     redundant, why = fsdp_redundant(), fsdp_reasons()
     for name, value in nested.items():
         for key in draft.among(*_fsdp_keys(name)):
-            if name == "activation_checkpointing" and flag(value):
+            if name == "activation_checkpointing" and is_true(value):
                 draft.assign("activation_checkpointing", True, keys=[key])
             elif redundant.get(name) == value:
                 draft.drop(key)
@@ -154,7 +154,7 @@ def _fsdp_preset_name(nested: Mapping[str, Any], draft: Draft) -> str:
     strategy = f"{named} {nested.get('sharding_strategy', '')} {nested.get('reshard_after_forward', '')}".lower()
     if "no_shard" in strategy:
         return "ddp"
-    if flag(nested.get("offload_params", False)) or "offload" in strategy:
+    if is_true(nested.get("offload_params", False)) or "offload" in strategy:
         return "fsdp2_cpu_offload"
     if "hybrid" in strategy or draft.number("dp_replicate_size", 1) > 1:
         draft.use("dp_replicate_size", PRESET)

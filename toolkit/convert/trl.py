@@ -13,7 +13,7 @@ from toolkit.convert.dialect import load_dialect
 from toolkit.convert.strategy import FSDP1_NOTE, Choice, find_file, preset_of_accelerate, take_strategy
 from toolkit.errors import ToolkitError
 from toolkit.files.yaml_files import read_configuration
-from toolkit.job.script_arguments import read_method
+from toolkit.job.job import Job
 
 # `trl sft --accelerate_config NAME`: files of that name in trl/accelerate_configs
 ACCELERATE_CONFIGS = {name: name for name in ("zero1", "zero2", "zero3", "fsdp2")}
@@ -120,7 +120,7 @@ def _take_launch(draft: Draft, file: Path) -> str:
         chosen = replace(preset_of_accelerate(config, file), keys=tuple(keys))
     # Flags of `accelerate launch` that decide the preset, beside fsdp_*.
     switches = [key for key in ("multi_gpu", "use_deepspeed", "use_fsdp") if draft.is_on(key)]
-    preset = take_strategy(draft, file, method=read_method(draft.arguments), chosen=chosen)
+    preset = take_strategy(draft, file, job=Job.from_values(draft.arguments), chosen=chosen)
     for key in switches:
         draft.use(key, PRESET)
     return preset

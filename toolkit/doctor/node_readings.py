@@ -13,8 +13,8 @@ from toolkit.hardware.gpus import CPU_PROCESSES, count_gpus, gpu_names, installe
 from toolkit.hardware.nvml import Nvml, list_gpus
 from toolkit.hardware.system_text import entries_of, text_of
 from toolkit.models.read_model import read_model
-from toolkit.plan.job import TrainingJob
 from toolkit.plan.memory import plan_memory
+from toolkit.plan.planned_job import PlannedJob
 from toolkit.presets import Preset, load_preset
 from toolkit.presets.support import check_supported
 
@@ -101,5 +101,5 @@ class NodeReadings:
         if self.preset is None or self.model is None:
             return None
         check_supported(self.preset, world_size=self.processes, purpose="plan")
-        job = TrainingJob(gpus_per_node=self.processes)
+        job = PlannedJob(gpus_per_node=self.processes)
         return plan_memory(read_model(self.model), self.preset, world_size=self.processes, job=job).host.peak_bytes

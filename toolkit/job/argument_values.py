@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import ast
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,57 +57,14 @@ class Range:
         return (f"{self.lowest:g} or more" if self.lowest is not None else f"more than {self.above:g}") + also
 
 
-_COUNT = Range(lowest=1)
-_SIZE = Range(lowest=1, highest=2**20)  # larger ones are typing errors, as in `toolkit plan`
-_NOT_NEGATIVE = Range(lowest=0)
-_POSITIVE = Range(above=0)
-_FRACTION = Range(lowest=0, below=1)
-_WORKERS = 1024  # processes of one rank; no node has as many cores for each
-YEAR_MINUTES = 366 * 24 * 60
-RANGES = {
-    # torch's AdamW refuses anything else, but for the weight decay of a group, which nobody checks
-    "learning_rate": _NOT_NEGATIVE,
-    "weight_decay": _NOT_NEGATIVE,
-    "adam_beta1": _FRACTION,
-    "adam_beta2": _FRACTION,
-    "adam_epsilon": _NOT_NEGATIVE,
-    # numpy's seeds, which `set_seed` sets, have 32 bits
-    "seed": Range(lowest=0, highest=2**32 - 1),
-    "max_steps": Range(lowest=1, also=-1),
-    "num_train_epochs": _POSITIVE,
-    "max_grad_norm": _NOT_NEGATIVE,
-    "warmup_steps": _NOT_NEGATIVE,
-    "label_smoothing_factor": _FRACTION,
-    "neftune_noise_alpha": _NOT_NEGATIVE,
-    "eval_delay": _NOT_NEGATIVE,
-    "per_device_train_batch_size": _SIZE,
-    "per_device_eval_batch_size": _SIZE,
-    "gradient_accumulation_steps": _SIZE,
-    "eval_accumulation_steps": _COUNT,
-    "torch_empty_cache_steps": _COUNT,
-    "dataloader_num_workers": Range(lowest=0, highest=_WORKERS),
-    "dataloader_prefetch_factor": _COUNT,
-    "ddp_bucket_cap_mb": _NOT_NEGATIVE,
-    "ddp_timeout": Range(lowest=1, highest=2**31 - 1),  # examples of LLaMA-Factory have 180000000
-    # ours
-    "max_seq_length": Range(lowest=2, highest=2**27),  # a token is predicted from those before it
-    "loss_chunk_tokens": Range(lowest=1, highest=2**27),
-    "lora_r": Range(lowest=1, highest=2**16),
-    "lora_alpha": _COUNT,
-    "lora_dropout": _FRACTION,
-    "lr_reference_batch_size": _COUNT,
-    "global_batch_size": Range(lowest=1, highest=2**40),
-    "preprocessing_num_workers": Range(lowest=1, highest=_WORKERS),
-    "streaming_buffer_size": _COUNT,
-    "untimed_steps": _NOT_NEGATIVE,
-    "stop_when_steps_within": Range(above=0, below=1),
-    "stop_after_minutes": Range(above=0, highest=YEAR_MINUTES),
-}
+def is_true(value: Any) -> bool:
+    """Return True for a boolean or its word, as transformers' parser reads it."""
+    return str(value).lower() in TRUE_WORDS
 
 
 def as_list(value: Any) -> list[Any]:
     """Return the values of an argument that takes one or more; empty for none."""
-    return [] if value is None else value if isinstance(value, list) else [value]
+    return [] if value is None else list(value) if isinstance(value, list | tuple) else [value]
 
 
 def check_type(option: str, value: Any, annotation: str) -> None:
@@ -173,21 +130,6 @@ def nearest_word(word: str, words: Collection[str]) -> str | None:
     """
     word = word[:MAX_SHOWN].lower()
     return next((known for known in words if word and known.startswith(word)), None) or nearest(word, words)
-
-
-def check_ranges(arguments: Mapping[str, Any]) -> None:
-    """Raise ToolkitError for the first argument whose number is out of its range."""
-    for name, allowed in RANGES.items():
-        check_range(f"--{name}", arguments.get(name), allowed)
-
-
-def check_words(arguments: Mapping[str, Any], words: Mapping[str, Sequence[str]]) -> None:
-    """Raise ToolkitError for the first argument that is not one of the words it may be."""
-    for name in words:
-        if arguments.get(name) is not None:
-            given = arguments[name]
-            for each in given.split() if name == "debug" and isinstance(given, str) else as_list(given):
-                check_word(f"--{name}", each, words[name])
 
 
 def _check_integer(option: str, value: Any) -> None:

@@ -1,6 +1,6 @@
 """`--torch_compile`: which backend and mode, checked before a launch. No torch.
 
->>> Compilation.of({"torch_compile_mode": "max-autotune"})
+>>> Compilation.chosen(False, backend=None, mode="max-autotune")
 Compilation(backend='inductor', mode='max-autotune')
 """
 
@@ -8,14 +8,10 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from toolkit.errors import ToolkitError, did_you_mean
 from toolkit.files.value_limits import shown
-from toolkit.job.script_arguments import compiles
-from toolkit.presets.compatibility import Method
 from toolkit.versions import is_importable
 
 # Backends of torch 2.13 that train (`torch._dynamo.list_backends()`, and `aot_eager`, for debugging). The others are
@@ -34,20 +30,15 @@ class Compilation:
     mode: str | None
 
     @classmethod
-    def of(cls, arguments: Mapping[str, Any]) -> Compilation | None:
-        """Return what the training arguments request, or None where they do not compile."""
-        if not compiles(arguments):
+    def chosen(cls, compiles: bool, *, backend: str | None, mode: str | None) -> Compilation | None:
+        """Return how a job compiles; None where it does not. A backend or a mode alone switches it on."""
+        if not compiles and backend is None and mode is None:
             return None
-        mode = arguments.get("torch_compile_mode")
-        return cls(
-            backend=str(arguments.get("torch_compile_backend") or DEFAULT_BACKEND),
-            mode=None if mode is None else str(mode),
-        )
+        return cls(backend=backend or DEFAULT_BACKEND, mode=mode)
 
 
-def check_compilation(arguments: Mapping[str, Any], *, on_cpu: bool) -> None:
-    """Raise ToolkitError for a backend or mode that torch does not have, or that this device cannot run."""
-    compilation = Compilation.of(arguments)
+def check_compilation(compilation: Compilation | None) -> None:
+    """Raise ToolkitError for a backend or mode that torch does not have."""
     if compilation is None:
         return
     backend, mode = compilation.backend, compilation.mode
@@ -66,13 +57,10 @@ def check_compilation(arguments: Mapping[str, Any], *, on_cpu: bool) -> None:
             f"--torch_compile_mode is inductor's, and --torch_compile_backend is {backend}",
             hint="leave `--torch_compile_mode` out",
         )
-    if on_cpu and backend == "cudagraphs":
-        raise ToolkitError("--torch_compile_backend cudagraphs needs a GPU", hint="leave it out on a CPU")
 
 
-def missing_compiler(method: Method, arguments: Mapping[str, Any], *, on_cpu: bool) -> ToolkitError | None:
+def missing_compiler(compilation: Compilation | None, *, on_cpu: bool) -> ToolkitError | None:
     """Return an error if this node lacks what inductor generates code with: g++ for a CPU, Triton for a GPU."""
-    compilation = Compilation.of(arguments) if method.torch_compile else None
     if compilation is None or compilation.backend != DEFAULT_BACKEND:
         return None
     if not on_cpu:

@@ -8,13 +8,9 @@ No torch here: `toolkit train` checks before the launch, and the ranks check aga
 from __future__ import annotations
 
 import math
-from typing import Any
 
 from toolkit.errors import ToolkitError
-from toolkit.job.script_arguments import DataArguments, dataset_names, dataset_weights, flag, integer
-from toolkit.job.trainer_arguments import evaluates
-
-Arguments = dict[str, Any]
+from toolkit.job.job import Job
 
 WORKERS = (0, 1, 2, 4, 8)
 """Supported values of `--dataloader_num_workers` for a stream; 0 means that the rank itself tokenizes."""
@@ -34,10 +30,10 @@ def check_rows_fill_a_step(rows: int | None, batch: int, dataset: str, *, packin
     )
 
 
-def check_weights(arguments: Arguments) -> None:
+def check_weights(job: Job) -> None:
     """Raise ToolkitError unless there is one weight above zero for each data set, or none at all."""
-    names, weights = dataset_names(arguments), dataset_weights(arguments)
-    if arguments.get("dataset_weights") is None:
+    names, weights = job.dataset, job.dataset_weights
+    if not weights:
         return
     if len(weights) != len(names):
         raise ToolkitError(
@@ -56,44 +52,44 @@ def _count(number: int, noun: str) -> str:
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
-def check_streaming(arguments: Arguments) -> None:
+def check_streaming(job: Job) -> None:
     """Raise ToolkitError for arguments that need the length of a stream, or random access to its rows."""
-    if not flag(arguments.get("streaming", False)):
+    if not job.streaming:
         return
-    if integer(arguments, "max_steps", -1) <= 0:
+    if job.max_steps <= 0:
         raise ToolkitError(
             "--streaming needs --max_steps: the number of rows is not known in advance",
             hint="`--max_steps 1000`",
         )
-    if arguments.get("val_size") is not None:
+    if job.val_size is not None:
         raise ToolkitError(
             "--val_size with --streaming: rows cannot be held out of a stream",
             hint="use another file: `--eval_dataset FILE`",
         )
-    order = str(arguments.get("train_sampling_strategy") or "random")
+    order = job.train_sampling_strategy
     if order != "random":
         raise ToolkitError(
             f"--train_sampling_strategy {order} with --streaming: rows are shuffled in a buffer",
             hint="`--streaming_buffer_size 1` keeps the file's order; `--packing true` pads less",
         )
-    if integer(arguments, "dataloader_num_workers", 0) not in WORKERS:
+    if job.dataloader_num_workers not in WORKERS:
         raise ToolkitError(
-            f"--dataloader_num_workers is {arguments['dataloader_num_workers']}, and a stream is divided among"
+            f"--dataloader_num_workers is {job.dataloader_num_workers}, and a stream is divided among"
             f" {', '.join(map(str, WORKERS[:-1]))} or {WORKERS[-1]} processes",
             hint=f"`--dataloader_num_workers {WORKERS[-1]}`",
         )
 
 
-def check_evaluation(arguments: Arguments) -> None:
+def check_evaluation(job: Job) -> None:
     """Raise ToolkitError for two sources of evaluation rows, for none where the run evaluates, and for a bad size."""
-    val_size, has_rows = arguments.get("val_size"), arguments.get("eval_dataset") is not None
+    val_size, has_rows = job.val_size, job.eval_dataset is not None
     if val_size is not None:
-        check_val_size(float(val_size))
+        check_val_size(val_size)
     if has_rows and val_size is not None:
         raise ToolkitError("both --eval_dataset and --val_size are given", hint="leave one of them out")
-    if evaluates(arguments) and val_size is None and not has_rows:
-        streams = flag(arguments.get("streaming", False))
-        argument = "eval_strategy" if str(arguments.get("eval_strategy") or "no") != "no" else "eval_on_start"
+    if job.evaluates and val_size is None and not has_rows:
+        streams = job.streaming
+        argument = "eval_strategy" if job.eval_strategy != "no" else "eval_on_start"
         raise ToolkitError(
             f"--{argument} is set, but there are no evaluation rows",
             hint="`--eval_dataset FILE`" + ("" if streams else ", or `--val_size 0.05` to hold some out"),
@@ -121,18 +117,11 @@ def held_out_rows(rows: int, val_size: float) -> int:
     return max(1, min(number, rows - 1))
 
 
-def streaming_warnings(arguments: Arguments) -> list[str]:
+def streaming_warnings(job: Job) -> list[str]:
     """Return a warning for an argument that has no effect with or without streaming."""
-    streams = flag(arguments.get("streaming", False))
-    if streams and arguments.get("preprocessing_num_workers") is not None:
+    streams = job.streaming
+    if streams and job.preprocessing_num_workers is not None:
         return ["--preprocessing_num_workers has no effect with --streaming: `--dataloader_num_workers` has"]
-    if not streams and "streaming_buffer_size" in arguments:
+    if not streams and "streaming_buffer_size" in job.given:
         return ["--streaming_buffer_size has no effect without --streaming"]
     return []
-
-
-def streaming_buffer_size(arguments: Arguments) -> int:
-    """Return the size of the shuffle buffer, on which a stream's order depends; 0 without streaming."""
-    if not flag(arguments.get("streaming", False)):
-        return 0
-    return integer(arguments, "streaming_buffer_size", DataArguments.streaming_buffer_size)

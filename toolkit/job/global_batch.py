@@ -1,50 +1,44 @@
 """The sequences of an optimizer step, and `--global_batch_size`, which keeps them the same on any number of GPUs.
 
->>> global_batch_size({"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4}, 8)
+>>> global_batch_size(Job(per_device_train_batch_size=2, gradient_accumulation_steps=4), 8)
 64
->>> with_accumulation({"per_device_train_batch_size": 2, "global_batch_size": 64}, data_parallel_size=8)
-{'per_device_train_batch_size': 2, 'global_batch_size': 64, 'gradient_accumulation_steps': 4}
+>>> with_accumulation(Job(per_device_train_batch_size=2, global_batch_size=64), data_parallel_size=8).to_argv()[-2:]
+['--gradient_accumulation_steps', '4']
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 from toolkit.errors import ToolkitError
-from toolkit.job.script_arguments import accumulation_steps, flag, is_given, micro_batch_size
-from toolkit.job.trainer_arguments import json_object
-
-Arguments = dict[str, Any]
+from toolkit.job.job import Job
 
 SHOWN_NUMBERS = 12
 
 
-def global_batch_size(arguments: Arguments, data_parallel_size: int) -> int:
+def global_batch_size(job: Job, data_parallel_size: int) -> int:
     """Return the sequences per optimizer step: micro-batch x accumulation steps x groups with different rows."""
-    return micro_batch_size(arguments) * accumulation_steps(arguments) * data_parallel_size
+    return job.per_device_train_batch_size * job.gradient_accumulation_steps * data_parallel_size
 
 
-def with_accumulation(arguments: Arguments, *, data_parallel_size: int, ranks_per_batch: int = 1) -> Arguments:
-    """Return the arguments with the accumulation steps that make the steps of `--global_batch_size`, if it is given.
+def with_accumulation(job: Job, *, data_parallel_size: int, ranks_per_batch: int = 1) -> Job:
+    """Return the job with the accumulation steps that make the steps of `--global_batch_size`, if it is given.
 
     `data_parallel_size` groups train on different rows, each of `ranks_per_batch` ranks.
 
     Raises ToolkitError, with the numbers of processes that keep the batch, where no number of steps makes it.
     """
-    if not is_given(arguments, "global_batch_size"):
-        return arguments
-    total, micro_batch = int(arguments["global_batch_size"]), micro_batch_size(arguments)
+    total, micro_batch = job.global_batch_size, job.per_device_train_batch_size
+    if total is None:
+        return job
     steps, rest = divmod(total, micro_batch * data_parallel_size)
     if rest or not steps:
         raise _indivisible(total, micro_batch, data_parallel_size, ranks_per_batch)
-    if is_given(arguments, "gradient_accumulation_steps") and accumulation_steps(arguments) != steps:
+    if "gradient_accumulation_steps" in job.given and job.gradient_accumulation_steps != steps:
         raise ToolkitError(
             f"--global_batch_size {total} is {_product(micro_batch, data_parallel_size)} × {steps} accumulation steps,"
-            f" and --gradient_accumulation_steps is {accumulation_steps(arguments)}",
+            f" and --gradient_accumulation_steps is {job.gradient_accumulation_steps}",
             hint="leave `--gradient_accumulation_steps` out: it follows from the number of processes",
         )
-    return arguments | {"gradient_accumulation_steps": steps}
+    return job.with_values(gradient_accumulation_steps=steps)
 
 
 def _indivisible(total: int, micro_batch: int, groups: int, ranks_per_batch: int) -> ToolkitError:
@@ -81,23 +75,10 @@ def _listed(numbers: list[int]) -> str:
     return ", ".join(map(str, numbers[:SHOWN_NUMBERS])) + (f" and {more} more" if more > 0 else "")
 
 
-def order_of_ranks(arguments: Mapping[str, Any]) -> str | None:
-    """Return the argument by which the rows of a step depend on the number of ranks; None where they do not."""
-    configured = json_object(arguments, "accelerator_config")
-    named = {
-        "--train_sampling_strategy batch_rebalance": arguments.get("train_sampling_strategy") == "batch_rebalance",
-        "--auto_find_batch_size": flag(arguments.get("auto_find_batch_size", False)),
-        "--ignore_data_skip": flag(arguments.get("ignore_data_skip", False)),
-        "--accelerator_config split_batches": flag(configured.get("split_batches", False)),
-        "--accelerator_config use_seedable_sampler false": not flag(configured.get("use_seedable_sampler", True)),
-    }
-    return next((name for name, is_set in named.items() if is_set), None)
-
-
-def check_global_batch(arguments: Mapping[str, Any]) -> None:
+def check_global_batch(job: Job) -> None:
     """Raise ToolkitError for `--global_batch_size` with an argument that would not keep the rows of a step."""
-    moving = order_of_ranks(arguments)
-    if arguments.get("global_batch_size") is not None and moving is not None:
+    moving = job.order_of_ranks
+    if job.global_batch_size is not None and moving is not None:
         raise ToolkitError(
             f"--global_batch_size does not go with {moving}: the rows of a step would depend on the number of ranks",
             hint=f"leave `{moving}` out",

@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
 
 from toolkit.errors import ToolkitError
+from toolkit.job.job import Job
 
 # Warm-up to a larger rate (Goyal et al., section 2.2), as a fraction of all steps, unless the user sets it.
 WARMUP_SHARE = 0.05
@@ -52,9 +52,9 @@ def scaled_rate(base: float, *, rule: str, global_batch_size: int, reference_bat
     )
 
 
-def check_scaling(arguments: dict[str, Any]) -> None:
+def check_scaling(job: Job) -> None:
     """Raise ToolkitError for a rule without a reference batch size, and the other way round."""
-    rule, reference = arguments.get("lr_scaling"), arguments.get("lr_reference_batch_size")
+    rule, reference = job.lr_scaling, job.lr_reference_batch_size
     if rule is not None and reference is None:
         raise ToolkitError(
             "--lr_scaling needs the global batch size for which the learning rate was tuned",

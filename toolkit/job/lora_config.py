@@ -17,7 +17,7 @@ from toolkit.job.argument_values import fits
 from toolkit.versions import lora_config_types
 
 # Fields that are set by arguments of their own.
-OWN_ARGUMENTS = {
+SET_BY_ARGUMENTS = {
     "r": "--lora_r",
     "lora_alpha": "--lora_alpha",
     "lora_dropout": "--lora_dropout",
@@ -51,8 +51,8 @@ def _field_of(word: str) -> tuple[str, Any]:
 
 
 def _check(name: str, value: Any) -> None:
-    if name in OWN_ARGUMENTS:
-        raise ToolkitError(f"--lora_config {name} has an argument of its own", hint=f"`{OWN_ARGUMENTS[name]} VALUE`")
+    if name in SET_BY_ARGUMENTS:
+        raise ToolkitError(f"--lora_config {name} has an argument of its own", hint=f"`{SET_BY_ARGUMENTS[name]} VALUE`")
     types = lora_config_types()
     if name not in types:
         hint = did_you_mean(name, types, otherwise="the fields of peft's `LoraConfig`, see its documentation")

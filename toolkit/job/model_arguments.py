@@ -7,50 +7,43 @@ others, once the model is loaded.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import Any
 
 from toolkit.errors import ToolkitError, nearest
 from toolkit.files.value_limits import shown
-from toolkit.job.argument_values import as_list, check_word
-from toolkit.job.script_arguments import read_method
-from toolkit.models.attention import KERNEL, attention_words, read_model_attention
+from toolkit.job.argument_values import check_word
+from toolkit.job.job import Job
+from toolkit.models.attention import KERNEL, attention_words
 from toolkit.models.config_fields import ConfigFields
 from toolkit.models.lora import ALL_LINEAR
 from toolkit.models.read_model import CONFIG, shape_from_config
 from toolkit.models.shape import ModelShape
-from toolkit.models.split import read_split
-from toolkit.presets.support import check_supported
 
 # Model type -> the name of its decoder layers in transformers; all other formulas have `model.layers`.
 LAYER_PREFIXES = {"gpt2": "transformer.h", "gpt_neox": "gpt_neox.layers", "opt": "model.decoder.layers"}
 
 
-def check_attention(name: Any) -> None:
+def check_attention(name: str | None) -> None:
     """Raise ToolkitError for an attention function that neither transformers nor the toolkit has."""
-    if name is not None and not KERNEL.fullmatch(str(name)):
-        check_word("--attn_implementation", str(name).removeprefix("paged|"), attention_words())
+    if name is not None and not KERNEL.fullmatch(name):
+        check_word("--attn_implementation", name.removeprefix("paged|"), attention_words())
 
 
-def check_parts(arguments: Mapping[str, Any], config: Mapping[str, Any]) -> None:
-    """Check attention, degrees of parallelism, and names of modules and parameters against a model's configuration.
+def check_part_names(job: Job, config: Mapping[str, Any]) -> None:
+    """Raise ToolkitError for a name of a module or parameter that no part of a model has, by its configuration.
 
-    Raises ToolkitError for what the model does not run or cannot be split by, and for a name that no part has. Names
-    are not checked for an architecture without formulas. In a mixture of experts, peft also takes the names that
+    Names are not checked for an architecture without formulas. In a mixture of experts, peft also takes the names that
     modules had before transformers 5.
     """
-    method = read_method(dict(arguments))
-    check_supported(None, replace(method, model_attention=read_model_attention(config), model_split=read_split(config)))
-    named = any(as_list(arguments.get(name)) for name in ("freeze", "train_only", "lora_target_modules"))
-    shape = _shape(dict(config)) if named else None
+    targets = job.lora_target_modules if "lora_target_modules" in job.given else ()
+    shape = _shape(dict(config)) if job.freeze or job.train_only or targets else None
     if shape is None:
         return
     names = parameter_names(shape)
     for option in ("freeze", "train_only"):
-        check_patterns(list(map(str, as_list(arguments.get(option)))), names, option)
-    targets = [str(target) for target in as_list(arguments.get("lora_target_modules"))]
-    if arguments.get("lora_r") is not None and targets and not shape.num_experts:
+        check_patterns(job.value(option), names, option)
+    if job.is_lora and targets and not shape.num_experts:
         linear = {
             tensor.name.split(".")[-2] for layer in shape.layer_kinds for tensor in layer if tensor.is_linear_weight
         }
@@ -83,7 +76,7 @@ def _shape(config: dict[str, Any]) -> ModelShape | None:
         return None
 
 
-def _check_targets(targets: list[str], names: Sequence[str], linear: list[str]) -> None:
+def _check_targets(targets: Sequence[str], names: Sequence[str], linear: list[str]) -> None:
     """peft refuses a list of which none is the end of a module's name."""
     modules = {".".join(name.split(".")[:end]) for name in names for end in range(1, name.count(".") + 1)}
     if tuple(targets) == ALL_LINEAR or any(f".{module}".endswith(f".{t}") for module in modules for t in targets):

@@ -20,7 +20,7 @@ from typing import Any
 
 from toolkit.errors import ToolkitError
 from toolkit.hardware.cgroups import count_oom_kills
-from toolkit.job.script_arguments import read_arguments
+from toolkit.job.job import Job
 from toolkit.launch.command import LaunchCommand, launch_command
 from toolkit.launch.exit_status import RunResult, record_result
 from toolkit.launch.nvme import NvmeDisk, check_nvme, swap_folder
@@ -53,8 +53,7 @@ class PreparedRun:
 
     options: TrainOptions
     preset: Preset
-    arguments: dict[str, Any]
-    """Training arguments by name."""
+    job: Job
     warnings: tuple[str, ...]
     """One line for each argument that has no effect, and for each package that the run needs on another node."""
     output_dir: Path
@@ -72,15 +71,17 @@ def prepare_run(options: TrainOptions, *, on_message: Callable[[str], None]) -> 
     preset, argv = load_preset(options.preset), options.training_arguments
     num_processes, cpu = options.world_size(preset), options.on_cpu
     gpus = None if options.gpu is None else num_processes
-    job = check_job(preset, num_processes=num_processes, training_argv=argv, cpu=cpu, gpus=gpus)
-    output_dir = check_output(job.arguments, engine=preset.engine)
-    nvme = check_nvme(preset, nvme_path=options.nvme_path, arguments=job.arguments, cpu=cpu)
-    converted = _resume(preset, num_processes=num_processes, job=job, dry_run=options.dry_run, on_message=on_message)
+    checked = check_job(preset, num_processes=num_processes, training_argv=argv, cpu=cpu, gpus=gpus)
+    output_dir = check_output(checked.job, engine=preset.engine)
+    nvme = check_nvme(preset, nvme_path=options.nvme_path, job=checked.job, cpu=cpu)
+    converted = _resume(
+        preset, num_processes=num_processes, checked=checked, dry_run=options.dry_run, on_message=on_message
+    )
     return PreparedRun(
         options=options,
         preset=preset,
-        arguments=job.arguments,
-        warnings=job.warnings,
+        job=checked.job,
+        warnings=checked.warnings,
         output_dir=output_dir,
         nvme=nvme,
         converted=converted,
@@ -89,18 +90,18 @@ def prepare_run(options: TrainOptions, *, on_message: Callable[[str], None]) -> 
 
 
 def _resume(
-    preset: Preset, *, num_processes: int, job: CheckedJob, dry_run: bool, on_message: Callable[[str], None]
+    preset: Preset, *, num_processes: int, checked: CheckedJob, dry_run: bool, on_message: Callable[[str], None]
 ) -> ConvertedCheckpoint:
     """Check the checkpoint that the run resumes from, and convert it where that is needed."""
-    batch = job.global_batch_size
-    run = ResumingRun.of(job.arguments, preset, num_processes=num_processes, global_batch_size=batch)
-    checkpoint = checkpoint_to_convert(checkpoint_to_resume(job.arguments), run)
+    batch, job = checked.global_batch_size, checked.job
+    run = ResumingRun.of(job, preset, num_processes=num_processes, global_batch_size=batch)
+    checkpoint = checkpoint_to_convert(checkpoint_to_resume(job), run)
     if dry_run and checkpoint is not None:
         on_message(f"{checkpoint.path} would be converted for {preset.name} on {num_processes} processes first")
         return ConvertedCheckpoint()
     converted = convert_checkpoint(checkpoint, run, on_message=on_message)
     try:
-        check_resume(preset, num_processes=num_processes, arguments=job.arguments | converted.arguments)
+        check_resume(preset, num_processes=num_processes, job=converted.resumed_by(job))
     except ToolkitError:
         converted.remove()
         raise
@@ -160,7 +161,7 @@ def run_training(
     timeout_seconds = None if options.timeout_minutes is None else options.timeout_minutes * 60
     try:
         started, restarts = time.monotonic(), Restarts(folder, options.max_restarts)
-        resume = continues(read_arguments(command.training_argv))
+        resume = continues(Job.from_argv(command.training_argv))
         _record_start(folder, command, nvme=nvme, plan=plan, resume=resume)
         attempt = command
         while True:

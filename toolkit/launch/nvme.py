@@ -20,6 +20,7 @@ from toolkit.files.model_weights import read_header
 from toolkit.files.reading import user_path
 from toolkit.hardware.disks import DiskRates, free_bytes, measure_rates, mount_of, try_direct_io
 from toolkit.hardware.process_limits import locked_memory_limit_bytes
+from toolkit.job.job import Job
 from toolkit.launch.environment import NVME_PATH_VARIABLE
 from toolkit.presets import Preset
 from toolkit.units import gib
@@ -67,7 +68,7 @@ class NvmeDisk:
         }
 
 
-def check_nvme(preset: Preset, *, nvme_path: str | None, arguments: dict[str, Any], cpu: bool) -> NvmeDisk | None:
+def check_nvme(preset: Preset, *, nvme_path: str | None, job: Job, cpu: bool) -> NvmeDisk | None:
     """Check the disk and measure its rates; None for a preset without NVMe offload.
 
     Raises ToolkitError for the first problem.
@@ -78,7 +79,7 @@ def check_nvme(preset: Preset, *, nvme_path: str | None, arguments: dict[str, An
     check_folder(path)
     filesystem = check_filesystem(path)
     check_direct_io(path)
-    needed = needed_bytes(preset, arguments, cpu=cpu)
+    needed = needed_bytes(preset, job, cpu=cpu)
     free = free_bytes(path)
     check_free(path, free=free, needed=needed)
     check_libaio()
@@ -168,13 +169,13 @@ def check_free(path: Path, *, free: int, needed: int | None) -> None:
         )
 
 
-def needed_bytes(preset: Preset, arguments: dict[str, Any], *, cpu: bool) -> int | None:
+def needed_bytes(preset: Preset, job: Job, *, cpu: bool) -> int | None:
     """Return the size of all ranks' swap files, an upper bound: small tensors that stay in memory are counted too."""
-    params = num_params(Path(str(arguments["model_name_or_path"])))
+    params = num_params(Path(str(job.model_name_or_path)))
     if params is None:
         return None
     blocks = nvme_blocks((preset.deepspeed_config() or {})["zero_optimization"])
-    trained = 0 if arguments.get("lora_r") is not None else params  # adapters are small beside their base
+    trained = 0 if job.is_lora else params  # adapters are small beside their base
     optimizer = trained * (OPTIMIZER_BYTES + GRADIENT_BYTES) if "offload_optimizer" in blocks else 0
     held = params * (PARAM_BYTES_CPU if cpu else PARAM_BYTES_GPU) if "offload_param" in blocks else 0
     return optimizer + held

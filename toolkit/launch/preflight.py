@@ -20,26 +20,15 @@ from toolkit.files.model_weights import check_weights
 from toolkit.files.reading import user_path
 from toolkit.hardware.disks import existing_folder, free_bytes
 from toolkit.hardware.gpus import count_gpus
-from toolkit.job.argument_checks import check_arguments
 from toolkit.job.argument_values import as_list
-from toolkit.job.dataset_checks import check_rows_fill_a_step, check_val_size, streaming_buffer_size
-from toolkit.job.global_batch import global_batch_size, order_of_ranks, with_accumulation
-from toolkit.job.model_arguments import check_parts
-from toolkit.job.script_arguments import (
-    dataset_names,
-    dataset_weights,
-    degrees_given,
-    flag,
-    integer,
-    read_arguments,
-    read_method,
-    resumes,
-)
+from toolkit.job.dataset_checks import check_rows_fill_a_step, check_val_size
+from toolkit.job.global_batch import global_batch_size, with_accumulation
+from toolkit.job.job import Job
 from toolkit.models.config_fields import read_config
 from toolkit.models.read_model import download_config, no_such_model
 from toolkit.presets import Preset, PresetSpec
 from toolkit.presets.compatibility import CPU, Device
-from toolkit.presets.optimizers import DEFAULT_OPTIMIZER
+from toolkit.presets.preset_checks import check_arguments, check_parts
 from toolkit.presets.support import check_supported
 from toolkit.record.checkpoints import (
     LATEST_WORDS,
@@ -55,11 +44,9 @@ from toolkit.units import gib
 
 # Processes on one node; a GPU node has 16 at most, and on a CPU each needs half a GiB before it loads anything.
 LARGEST_NODE = 1024
-DEFAULT_SEED = 42  # transformers' seed
 # Size of a checkpoint in multiples of the fp32 weights: weights, momentum and variance. DeepSpeed saves fp32 master
 # weights as well, and (ZeRO-1 and ZeRO-2) its own copy of the weights beside the safetensors.
 CHECKPOINT_WEIGHTS = {"none": 3, "ddp": 3, "fsdp2": 3, "pipeline": 3, "deepspeed": 5}
-DEFAULT_SAVE_STEPS = 500  # transformers' save_steps
 INPUTS = ("model_name_or_path", "dataset", "eval_dataset", "chat_template")
 # What a run writes into its folder: its records, and the model with its tokenizer; and what it moves away.
 WRITTEN = (
@@ -73,9 +60,9 @@ WEIGHT_SUFFIXES = (".safetensors", ".bin")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckedJob:
-    """Training arguments that passed every check."""
+    """A job that passed every check."""
 
-    arguments: dict[str, Any]
+    job: Job
     global_batch_size: int
     """Sequences per optimizer step, over all ranks."""
     warnings: tuple[str, ...]
@@ -101,22 +88,23 @@ def check_job(
     if here and not cpu:
         gpus = count_gpus()
     check_process_count(num_processes, gpus=gpus, preset=preset, nodes=nodes)
-    arguments = read_arguments(training_argv)
-    check_required(arguments, ("model_name_or_path", "dataset"))
-    warnings = check_arguments(arguments, preset, num_processes=num_processes, on_cpu=cpu, here=here)
-    config = check_model(str(arguments["model_name_or_path"]), revision=arguments.get("revision"))
-    check_parts(arguments, config)
-    rows, names = check_dataset(arguments), ", ".join(dataset_names(arguments))
-    if arguments.get("val_size") is not None and rows is not None and not dataset_weights(arguments):
-        held_out = check_val_size(float(arguments["val_size"]), rows=rows)
+    job = Job.from_argv(training_argv)
+    check_required(job, ("model_name_or_path", "dataset"))
+    warnings = check_arguments(job, preset, num_processes=num_processes, on_cpu=cpu, here=here)
+    revision = job.revision if "revision" in job.given else None
+    config = check_model(str(job.model_name_or_path), revision=revision)
+    check_parts(job, config)
+    rows, names = check_dataset(job), ", ".join(job.dataset)
+    if job.val_size is not None and rows is not None and not job.dataset_weights:
+        held_out = check_val_size(job.val_size, rows=rows)
         rows, names = rows - held_out, f"without the {held_out} of --val_size, {names}"
-    check_eval_dataset(arguments)
-    check_chat_template(arguments)
-    groups = data_parallel_size(preset, arguments, num_processes)
-    arguments = with_accumulation(arguments, data_parallel_size=groups, ranks_per_batch=num_processes // groups)
-    batch = global_batch_size(arguments, groups)
-    check_rows_fill_a_step(rows, batch, names, packing=flag(arguments.get("packing", False)))
-    return CheckedJob(arguments=arguments, global_batch_size=batch, warnings=tuple(warnings))
+    check_eval_dataset(job)
+    check_chat_template(job)
+    groups = data_parallel_size(preset, job, num_processes)
+    job = with_accumulation(job, data_parallel_size=groups, ranks_per_batch=num_processes // groups)
+    batch = global_batch_size(job, groups)
+    check_rows_fill_a_step(rows, batch, names, packing=job.packing)
+    return CheckedJob(job=job, global_batch_size=batch, warnings=tuple(warnings))
 
 
 def check_process_count(num_processes: int, *, gpus: int | None, preset: Preset, nodes: int = 1) -> None:
@@ -129,10 +117,10 @@ def check_process_count(num_processes: int, *, gpus: int | None, preset: Preset,
     check_supported(preset, world_size=num_processes, device=device)
 
 
-def check_required(arguments: dict[str, Any], names: Sequence[str]) -> None:
+def check_required(job: Job, names: Sequence[str]) -> None:
     """Raise ToolkitError for a required argument that is missing."""
     for name in names:
-        if arguments.get(name) in (None, True) or not str(arguments[name]).strip():
+        if name not in job.given or not "".join(map(str, as_list(job.value(name)))).strip():
             raise ToolkitError(f"--{name} is missing", hint=f"add `-- --{name} ...` after the toolkit's own options")
 
 
@@ -156,65 +144,64 @@ def check_model(name: str, *, revision: str | None = None) -> dict[str, Any]:
     return read_config(download_config(name, revision=revision))
 
 
-def check_dataset(arguments: dict[str, Any]) -> int | None:
+def check_dataset(job: Job) -> int | None:
     """Check each row of the local files of `--dataset`, and return the rows of an epoch.
 
     None where that is not known: with a hub id, or a very long file.
     """
-    rows = _rows_of(dataset_names(arguments), arguments.get("dataset_config"), "dataset")
+    rows = _rows_of(job.dataset, job.dataset_config, "dataset")
     known = [count for count in rows if count is not None]
-    weights = dataset_weights(arguments)
-    return sum(rows_per_epoch(known, weights or None)) if len(known) == len(rows) else None
+    return sum(rows_per_epoch(known, job.dataset_weights or None)) if len(known) == len(rows) else None
 
 
-def check_chat_template(arguments: dict[str, Any]) -> None:
+def check_chat_template(job: Job) -> None:
     """Check that the chat template renders the first conversation of each local file in little time and memory."""
-    file = arguments.get("chat_template")
-    given = None if file is None else read_template(str(file))
-    sources = resolve_sources(dataset_names(arguments), config=arguments.get("dataset_config"))
+    file = job.chat_template
+    given = None if file is None else read_template(file)
+    sources = resolve_sources(job.dataset, config=job.dataset_config)
     samples = [first_sample(source.path) for source in sources if source.path is not None]
     if samples and all(sample.messages is None for sample in samples) and len(samples) == len(sources):
         return  # plain text needs no template
-    model = Path(str(arguments["model_name_or_path"]))
+    model = Path(str(job.model_name_or_path))
     if given is not None:
         check_templates([given], samples, name=str(file))
     elif model.is_dir():
         check_templates(templates_of(model), samples, name=f"the chat template of {model}")
 
 
-def check_eval_dataset(arguments: dict[str, Any]) -> None:
+def check_eval_dataset(job: Job) -> None:
     """Check each row of a local file of `--eval_dataset`."""
-    if arguments.get("eval_dataset") is not None:
-        _rows_of([str(arguments["eval_dataset"])], arguments.get("eval_dataset_config"), "eval_dataset")
+    if job.eval_dataset is not None:
+        _rows_of([job.eval_dataset], job.eval_dataset_config, "eval_dataset")
 
 
-def _rows_of(names: list[str], config: Any, option: str) -> list[int | None]:
+def _rows_of(names: Sequence[str], config: str | None, option: str) -> list[int | None]:
     """Rows of each data set, where they are known."""
     found: list[int | None] = []
-    for source in resolve_sources(names, config=None if config is None else str(config), option=option):
+    for source in resolve_sources(names, config=config, option=option):
         checked = None if source.path is None else check_file(source.path)
         found.append(checked.rows if checked is not None and checked.complete else None)
     return found
 
 
-def data_parallel_size(preset: PresetSpec, arguments: dict[str, Any], num_processes: int) -> int:
+def data_parallel_size(preset: PresetSpec, job: Job, num_processes: int) -> int:
     """Return how many ranks, or groups of ranks, train on different rows."""
-    layout = preset.layout(num_processes, degrees_given(arguments))
+    layout = preset.layout(num_processes, job.degrees)
     return num_processes if layout is None else layout.data_parallel_size
 
 
-def check_output(arguments: dict[str, Any], *, engine: str = "deepspeed") -> Path:
+def check_output(job: Job, *, engine: str = "deepspeed") -> Path:
     """Return the output folder, which must be unused and writable, with disk space for checkpoints and the model."""
-    check_required(arguments, ("output_dir",))
-    folder = RunFolder(user_path(str(arguments["output_dir"])))
-    check_inputs_stay(folder, arguments)
-    folder.check_unused(resume=continues(arguments))
+    check_required(job, ("output_dir",))
+    folder = RunFolder(user_path(str(job.output_dir)))
+    check_inputs_stay(folder, job)
+    folder.check_unused(resume=continues(job))
     folder.check_writable()
-    check_disk(folder.path, needed=saved_bytes(arguments, engine=engine))
+    check_disk(folder.path, needed=saved_bytes(job, engine=engine))
     return folder.path
 
 
-def check_inputs_stay(folder: RunFolder, arguments: dict[str, Any]) -> None:
+def check_inputs_stay(folder: RunFolder, job: Job) -> None:
     """Raise ToolkitError where the run's files would mix with the user's, or replace the model or the data."""
     path = Path(os.path.realpath(folder.path))
     places = {Path(path.anchor): "the root of the file system", user_path("~").resolve(): "the home folder"}
@@ -224,7 +211,7 @@ def check_inputs_stay(folder: RunFolder, arguments: dict[str, Any]) -> None:
             hint=f"name a folder of its own: `--output_dir {folder.path / 'out'}`",
         )
     for name in INPUTS:
-        for given in as_list(arguments.get(name)):
+        for given in as_list(job.value(name)):
             if os.path.exists(str(given)) and _would_be_replaced(Path(os.path.realpath(str(given))), path):  # noqa: PTH110
                 raise ToolkitError(
                     f"--{name} {given} is in output_dir {folder.path}, where the run would replace it",
@@ -245,71 +232,68 @@ def _would_be_replaced(source: Path, output_dir: Path) -> bool:
     return bool(inside) and any(fnmatch(inside[0], pattern) for pattern in WRITTEN)
 
 
-def continues(arguments: dict[str, Any]) -> bool:
+def continues(job: Job) -> bool:
     """Return True if the run resumes and there is something to resume from: `latest` may find no checkpoint."""
-    if not resumes(arguments):
+    if not job.resumes:
         return False
-    if str(arguments["resume_from_checkpoint"]).lower() not in LATEST_WORDS:
+    if str(job.resume_from_checkpoint).lower() not in LATEST_WORDS:
         return True
-    checkpoints = list_checkpoints(Path(str(arguments["output_dir"])))
+    checkpoints = list_checkpoints(Path(str(job.output_dir)))
     return any(checkpoint.problem() is None for checkpoint in checkpoints)
 
 
-def check_resume(preset: Preset, *, num_processes: int, arguments: dict[str, Any]) -> None:
+def check_resume(preset: Preset, *, num_processes: int, job: Job) -> None:
     """Check the checkpoint that the run resumes from against the run.
 
     A checkpoint given by its path is read completely. `latest` is resolved and read by rank 0; here its manifest is
     enough.
     """
-    if not resumes(arguments):
+    if not job.resumes:
         return
-    named = str(arguments["resume_from_checkpoint"])
+    named = str(job.resume_from_checkpoint)
     if named.lower() not in LATEST_WORDS:
         checkpoint: Checkpoint | None = read_complete_checkpoint(Path(named))
     else:
-        checkpoints = list_checkpoints(Path(str(arguments["output_dir"])))
+        checkpoints = list_checkpoints(Path(str(job.output_dir)))
         checkpoint = next((found for found in checkpoints if found.problem() is None), None)
     if checkpoint is None:
         return
-    degrees = degrees_given(arguments)
-    check_same_layout(checkpoint, TargetLayout.of(preset, num_processes=num_processes, degrees=degrees))
-    groups = data_parallel_size(preset, arguments, num_processes)
-    pipeline = read_method(arguments).pipeline
+    check_same_layout(checkpoint, TargetLayout.of(preset, num_processes=num_processes, degrees=job.degrees))
+    groups = data_parallel_size(preset, job, num_processes)
+    pipeline = job.pipeline
     check_resume_settings(
         checkpoint,
-        global_batch_size=global_batch_size(arguments, groups),
-        seed=integer(arguments, "seed", DEFAULT_SEED),
-        max_steps=integer(arguments, "max_steps", -1),
-        optim=str(arguments.get("optim") or DEFAULT_OPTIMIZER),
-        streaming_buffer_size=streaming_buffer_size(arguments),
-        dataset_weights=dataset_weights(arguments),
+        global_batch_size=global_batch_size(job, groups),
+        seed=job.seed,
+        max_steps=job.max_steps,
+        optim=job.optim,
+        streaming_buffer_size=job.shuffle_buffer_size,
+        dataset_weights=list(job.dataset_weights),
         data_parallel_size=groups,
-        order_of_ranks=order_of_ranks(arguments),
+        order_of_ranks=job.order_of_ranks,
         pipeline_chunks=None if pipeline is None else pipeline.chunks,
     )
 
 
-def saved_bytes(arguments: dict[str, Any], *, engine: str) -> int:
+def saved_bytes(job: Job, *, engine: str) -> int:
     """Return the bytes of the trained model and its checkpoints; 0 for adapters, which are small."""
-    if arguments.get("lora_r") is not None:
+    if job.is_lora:
         return 0
-    weights = weight_bytes(Path(str(arguments["model_name_or_path"])))
-    model = weights if flag(arguments.get("save_model", True)) else 0
-    return model + checkpoints_on_disk(arguments) * CHECKPOINT_WEIGHTS[engine] * weights
+    weights = weight_bytes(Path(str(job.model_name_or_path)))
+    model = weights if job.save_model else 0
+    return model + checkpoints_on_disk(job) * CHECKPOINT_WEIGHTS[engine] * weights
 
 
-def checkpoints_on_disk(arguments: dict[str, Any]) -> int:
+def checkpoints_on_disk(job: Job) -> int:
     """Return the largest number of checkpoints on disk at once: an old one is removed after the new one is complete.
 
     Where the number of saves is not known before the data are read: `save_total_limit` + 1, or one.
     """
-    strategy = str(arguments.get("save_strategy", "steps"))
-    if strategy == "no":
+    if not job.saves_checkpoints:
         return 0
-    limit = integer(arguments, "save_total_limit", 0)
-    steps, every = integer(arguments, "max_steps", -1), float(arguments.get("save_steps") or DEFAULT_SAVE_STEPS)
+    limit, steps, every = job.save_total_limit or 0, job.max_steps, job.save_steps
     every = every * steps if 0 < every < 1 else every  # a fraction of all steps
-    saves = -(-steps // max(1, int(every))) if steps > 0 and strategy == "steps" else max(1, limit + 1)
+    saves = -(-steps // max(1, int(every))) if steps > 0 and job.save_strategy == "steps" else max(1, limit + 1)
     return min(saves, limit + 1) if limit > 0 else saves
 
 

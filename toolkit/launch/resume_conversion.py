@@ -1,7 +1,7 @@
 """Resume under another preset or world size: the checkpoint is converted first, in a process of its own.
 
-resumed = ResumingRun.of(arguments, load_preset("zero3"), num_processes=4, global_batch_size=8)
-checkpoint = checkpoint_to_convert(checkpoint_to_resume(arguments), resumed)
+resumed = ResumingRun.of(job, load_preset("zero3"), num_processes=4, global_batch_size=8)
+checkpoint = checkpoint_to_convert(checkpoint_to_resume(job), resumed)
 converted = convert_checkpoint(checkpoint, resumed, on_message=print)
 converted.argv                # ('--resume_from_checkpoint', 'out/.resume/checkpoint-8')
 
@@ -16,10 +16,10 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 from toolkit.errors import ToolkitError, printed_errors
-from toolkit.job.script_arguments import degrees_given, flag, resumes
+from toolkit.job.job import Job
 from toolkit.launch.warm_start import run_python
 from toolkit.presets import Preset
 from toolkit.record.checkpoints import (
@@ -49,15 +49,15 @@ class ResumingRun:
     trust_pickle: bool = False
 
     @classmethod
-    def of(cls, arguments: dict[str, Any], preset: Preset, *, num_processes: int, global_batch_size: int) -> Self:
-        """Return the run of these training arguments."""
+    def of(cls, job: Job, preset: Preset, *, num_processes: int, global_batch_size: int) -> Self:
+        """Return the run of a job."""
         return cls(
             preset=preset,
             num_processes=num_processes,
-            output_dir=Path(str(arguments["output_dir"])),
+            output_dir=Path(str(job.output_dir)),
             global_batch_size=global_batch_size,
-            degrees=degrees_given(arguments),
-            trust_pickle=flag(arguments.get("trust_pickle", False)),
+            degrees=job.degrees,
+            trust_pickle=job.trust_pickle,
         )
 
     @property
@@ -78,10 +78,9 @@ class ConvertedCheckpoint:
         """Arguments that follow the training arguments: the last value of a flag wins."""
         return () if self.path is None else ("--resume_from_checkpoint", str(self.path))
 
-    @property
-    def arguments(self) -> dict[str, Any]:
-        """The same by name."""
-        return {} if self.path is None else {"resume_from_checkpoint": str(self.path)}
+    def resumed_by(self, job: Job) -> Job:
+        """Return the job, resuming from the copy if there is one."""
+        return job if self.path is None else job.with_values(resume_from_checkpoint=str(self.path))
 
     def remove(self) -> None:
         """Remove the copy after the run: the next resume starts from a checkpoint of the run again."""
@@ -94,14 +93,14 @@ def remove_converted(output_dir: Path) -> None:
     shutil.rmtree(output_dir / RESUME_FOLDER, ignore_errors=True)
 
 
-def checkpoint_to_resume(arguments: dict[str, Any]) -> Checkpoint | None:
+def checkpoint_to_resume(job: Job) -> Checkpoint | None:
     """Return the checkpoint of `--resume_from_checkpoint`: a folder, or the newest complete one of the run folder."""
-    if not resumes(arguments):
+    if not job.resumes:
         return None
-    named = str(arguments["resume_from_checkpoint"])
+    named = str(job.resume_from_checkpoint)
     if named.lower() not in LATEST_WORDS:
         return read_checkpoint(Path(named))
-    return latest_complete(Path(str(arguments["output_dir"])))
+    return latest_complete(Path(str(job.output_dir)))
 
 
 def checkpoint_to_convert(checkpoint: Checkpoint | None, run: ResumingRun) -> Checkpoint | None:

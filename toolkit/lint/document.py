@@ -17,11 +17,11 @@ from toolkit.errors import ToolkitError, nearest
 from toolkit.files import reading
 from toolkit.files.reading import is_file
 from toolkit.files.yaml_files import MAX_YAML_BYTES
+from toolkit.job.trainer_schema import trainer_argument_names
 from toolkit.lint.job_script import SCRIPT_SUFFIXES, JobScript, read_script
 from toolkit.lint.positions import KeyPosition, parse_json, parse_yaml
 from toolkit.lint.removed_keys import DEEPSPEED_REMOVED, TRAINING_ARGUMENTS_REMOVED
 from toolkit.presets.known_keys import ACCELERATE_KEYS, DEEPSPEED_KEYS
-from toolkit.versions import training_argument_types
 
 ACCELERATE, DEEPSPEED, TRAINER = "accelerate", "deepspeed", "trainer"
 SBATCH, SHELL, SKYPILOT = "sbatch", "shell", "skypilot"
@@ -204,7 +204,7 @@ def detect_kind(data: dict[str, Any]) -> str | None:
     known_keys: dict[str, Set[str]] = {
         ACCELERATE: ACCELERATE_KEYS,
         DEEPSPEED: DEEPSPEED_KEYS | set(DEEPSPEED_REMOVED),
-        TRAINER: set(training_argument_types()) | set(TRAINING_ARGUMENTS_REMOVED),
+        TRAINER: trainer_argument_names() | set(TRAINING_ARGUMENTS_REMOVED),
     }
     counts = {kind: len((keys & known) - SHARED_KEYS) for kind, known in known_keys.items()}
     best = max(counts, key=lambda kind: counts[kind])
@@ -218,7 +218,7 @@ def _kind_by_value(data: dict[str, Any]) -> str | None:
     blocks = [data[key] for key in ("fsdp_config", "parallelism_config") if isinstance(data.get(key), dict)]
     if any(key.startswith(("fsdp_", "parallelism_config_")) for block in blocks for key in block):
         return ACCELERATE
-    return TRAINER if set(data) & set(training_argument_types()) else None
+    return TRAINER if set(data) & trainer_argument_names() else None
 
 
 def _kind_by_misspelt_key(keys: set[str]) -> str | None:

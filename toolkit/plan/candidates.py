@@ -10,14 +10,14 @@ from dataclasses import dataclass, replace
 
 from toolkit.errors import ToolkitError
 from toolkit.hardware.gpu_table import Gpu
+from toolkit.job.accumulation import WHOLE
 from toolkit.models.shape import ModelShape
 from toolkit.parallel.layout import DEFAULT_REPLICAS
 from toolkit.plan.interconnect import Interconnect
-from toolkit.plan.job import TrainingJob, TrainingSetup
 from toolkit.plan.memory import MemoryPlan, plan_memory
 from toolkit.plan.memory_verdict import FITS, memory_verdict
+from toolkit.plan.planned_job import PlannedJob, TrainingSetup
 from toolkit.plan.step_time import StepTime, step_time
-from toolkit.presets.accumulation import WHOLE
 from toolkit.presets.compatibility import Device, Purpose
 from toolkit.presets.preset import Preset
 from toolkit.presets.support import unsupported
@@ -36,7 +36,7 @@ class RecommendRequest:
     world_size: int
     global_batch_size: int
     """Sequences per optimizer step, over all GPUs and accumulation steps."""
-    job: TrainingJob
+    job: PlannedJob
     """Length, LoRA, 4 bits; micro-batch, accumulation and activation checkpointing are to be found."""
     network_bytes_per_second: int | None = None
     nvme_bytes_per_second: int | None = None
@@ -72,7 +72,7 @@ class RecommendRequest:
         pipeline = self.job.pipeline
         return [size for size in sizes if pipeline is None or not pipeline.problem(micro_batches=share // size)]
 
-    def job_with(self, *, micro_batch: int, checkpointing: bool) -> TrainingJob:
+    def job_with(self, *, micro_batch: int, checkpointing: bool) -> PlannedJob:
         """Return the job with micro-batch, accumulation steps and activation checkpointing filled in."""
         return replace(
             self.job,
@@ -89,7 +89,7 @@ class Candidate:
     """A preset with its micro-batch, accumulation and checkpointing, and the plan for it."""
 
     preset: Preset
-    job: TrainingJob
+    job: PlannedJob
     memory: MemoryPlan
     verdict: str
     """Verdict for the GPU: `fits`, `too_close` or `does_not_fit`."""
@@ -179,8 +179,10 @@ def refusal(request: RecommendRequest, preset: Preset, purpose: Purpose = "recom
         has_bf16=request.gpu.peak_flops("fp16") is None or request.gpu.peak_flops("bf16") is not None,
         has_nvme=request.nvme_bytes_per_second is not None,
     )
-    method = replace(request.job.method_on(request.shape), micro_batches=None)  # they are to be found
-    reason = unsupported(preset, method, world_size=request.world_size, device=device, purpose=purpose)
+    # the accumulation steps are to be found: any number that suits the stages
+    job = replace(request.job.as_trained, gradient_accumulation_steps=request.job.pp or 1)
+    limits = request.job.limits_on(request.shape)
+    reason = unsupported(preset, job, world_size=request.world_size, device=device, model=limits, purpose=purpose)
     return None if reason is None else reason.why
 
 
@@ -227,7 +229,7 @@ def largest_candidate(request: RecommendRequest, preset: Preset, *, checkpointin
     return planned[size]
 
 
-def _candidate(request: RecommendRequest, preset: Preset, job: TrainingJob) -> Candidate:
+def _candidate(request: RecommendRequest, preset: Preset, job: PlannedJob) -> Candidate:
     memory = plan_memory(request.shape, preset, world_size=request.world_size, job=job)
     verdict = memory_verdict(memory, memory_bytes=request.gpu.memory_bytes)
     host, host_refusal = request.host_memory_bytes, None

@@ -20,8 +20,8 @@ from toolkit.models.shape import Layer
 from toolkit.parallel.layout import ParallelLayout
 from toolkit.plan.collectives import Collective
 from toolkit.plan.engine_settings import zero_block
-from toolkit.plan.job import TrainingSetup
 from toolkit.plan.pipeline_stages import pipeline_collectives
+from toolkit.plan.planned_job import TrainingSetup
 from toolkit.plan.split_communication import split_collectives
 
 DDP_BUCKET_BYTES = 25 * 2**20
@@ -57,7 +57,7 @@ def _pipeline(setup: TrainingSetup) -> Iterator[Collective]:
     assert settings is not None, "a pipeline is planned with its number of stages"
     assert layout is not None
     return pipeline_collectives(
-        setup.shape, settings, layout, tokens=job.tokens, micro_batches=job.gradient_accumulation_steps
+        setup.shape, settings, layout, tokens=job.tokens_per_micro_batch, micro_batches=job.gradient_accumulation_steps
     )
 
 

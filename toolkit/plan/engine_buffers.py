@@ -13,10 +13,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from toolkit.models.optimizers import OPTIMIZERS
 from toolkit.plan.engine_settings import EngineSettings
-from toolkit.plan.job import TrainingJob
 from toolkit.plan.model_states import FP32_BYTES, JobWeights, ModelStates
-from toolkit.presets.optimizers import OPTIMIZERS
+from toolkit.plan.planned_job import PlannedJob
 from toolkit.units import MIB
 
 # FSDP2 in the backward: parameters of the layer and of the next one, gradients, and the input of the reduce-scatter
@@ -73,7 +73,7 @@ class EngineBuffers:
     """While the engine is built, in addition to the parameters."""
 
 
-def engine_buffers(engine: EngineSettings, weights: JobWeights, states: ModelStates, job: TrainingJob) -> EngineBuffers:
+def engine_buffers(engine: EngineSettings, weights: JobWeights, states: ModelStates, job: PlannedJob) -> EngineBuffers:
     """Return the buffers of one rank."""
     if engine.kind == "fsdp2":
         return _fsdp2(engine, weights, states, job)
@@ -91,7 +91,7 @@ def engine_buffers(engine: EngineSettings, weights: JobWeights, states: ModelSta
     )
 
 
-def _fsdp2(engine: EngineSettings, weights: JobWeights, states: ModelStates, job: TrainingJob) -> EngineBuffers:
+def _fsdp2(engine: EngineSettings, weights: JobWeights, states: ModelStates, job: PlannedJob) -> EngineBuffers:
     """Layers are gathered one by one; final norm and head stay gathered from forward to backward."""
     element, reduced, root = engine.element_bytes, engine.reduce_bytes, weights.root_unit
     layer = weights.largest_gathered_layer(engine.ranks_sharing)

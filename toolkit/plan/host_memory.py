@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from toolkit.plan.engine_settings import EngineSettings
-from toolkit.plan.job import TrainingJob
 from toolkit.plan.model_states import ADAM_BYTES, FP32_BYTES, JobWeights, ModelStates
+from toolkit.plan.planned_job import PlannedJob
 from toolkit.units import MIB
 
 # The training script with deepspeed and peft imported and nothing loaded: at most 476 MB resident (torch's CPU build).
@@ -35,7 +35,7 @@ class HostMemory:
         return max(self.loading_bytes, self.training_bytes)
 
 
-def host_memory(engine: EngineSettings, weights: JobWeights, states: ModelStates, job: TrainingJob) -> HostMemory:
+def host_memory(engine: EngineSettings, weights: JobWeights, states: ModelStates, job: PlannedJob) -> HostMemory:
     """Return the host memory of the node with the most ranks."""
     ranks = min(engine.world_size, job.gpus_per_node)
     processes = ranks * PROCESS_BYTES

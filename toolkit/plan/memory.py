@@ -5,7 +5,7 @@
     >>> from toolkit.presets import load_preset
     >>> sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
     >>> shape = llama_shape("llama", ConfigFields(sizes | {"vocab_size": 1000}, "config.json"))
-    >>> plan = plan_memory(shape, load_preset("zero2"), world_size=8, job=TrainingJob(max_seq_length=2048))
+    >>> plan = plan_memory(shape, load_preset("zero2"), world_size=8, job=PlannedJob(max_seq_length=2048))
     >>> plan.peak.phase
     'backward'
 
@@ -19,7 +19,7 @@ import math
 from dataclasses import dataclass
 from functools import lru_cache
 
-from toolkit.job.defaults import LOSS_CHUNK_TOKENS
+from toolkit.job.argument_fields import LOSS_CHUNK_TOKENS
 from toolkit.models.activations import Activations
 from toolkit.models.saved_activations import SavedActivations
 from toolkit.models.shape import ModelShape
@@ -28,9 +28,9 @@ from toolkit.parallel.layout import ParallelLayout
 from toolkit.plan.engine_buffers import engine_buffers, overhead_bytes
 from toolkit.plan.engine_settings import EngineSettings, engine_settings
 from toolkit.plan.host_memory import HostMemory, host_memory
-from toolkit.plan.job import TrainingJob
 from toolkit.plan.model_states import JobWeights, ModelStates, job_weights, model_states
 from toolkit.plan.pipeline_stages import ACTIVATION_BYTES, LOG_PROBABILITY_BYTES, StageLoad, stage_load, stage_shape
+from toolkit.plan.planned_job import PlannedJob
 from toolkit.presets.preset import Preset
 
 # Architectures whose loss is computed from the full logits whatever `--loss` is: `UnknownHead` is raised for them. All
@@ -102,7 +102,7 @@ class MemoryPlan:
 
 
 def plan_memory(
-    shape: ModelShape, preset: Preset, *, world_size: int, job: TrainingJob, mixed_precision: str | None = None
+    shape: ModelShape, preset: Preset, *, world_size: int, job: PlannedJob, mixed_precision: str | None = None
 ) -> MemoryPlan:
     """Return the memory of rank 0, or in a pipeline of the rank that needs most.
 
@@ -131,7 +131,7 @@ def plan_memory(
 
 
 def plan_engine_memory(
-    shape: ModelShape, engine: EngineSettings, job: TrainingJob, *, load: StageLoad | None = None
+    shape: ModelShape, engine: EngineSettings, job: PlannedJob, *, load: StageLoad | None = None
 ) -> MemoryPlan:
     """Return the memory under engine settings that need not come from a preset; `load` is that of a stage."""
     shape = part_of_rank(shape, engine.layout)
@@ -218,7 +218,7 @@ class _Phases:
         self,
         shape: ModelShape,
         engine: EngineSettings,
-        job: TrainingJob,
+        job: PlannedJob,
         weights: JobWeights,
         states: ModelStates,
         load: StageLoad | None = None,
@@ -226,7 +226,7 @@ class _Phases:
         self.job, self.engine, self.weights, self.states = job, engine, weights, states
         self.buffers = engine_buffers(engine, weights, states, job)
         fp32_factor = 2 if engine.element_bytes == 4 else 1  # fp32 compute saves at most twice the bytes
-        self.tokens = -(-job.tokens // engine.ranks_per_sequence) * fp32_factor
+        self.tokens = -(-job.tokens_per_micro_batch // engine.ranks_per_sequence) * fp32_factor
         self._set_activations(shape)
         self.head = shape.vocab_size * shape.hidden_size // engine.tp
         # A tied embedding has two gradients, of the head and of the lookup, which are added up.
@@ -264,7 +264,7 @@ class _Phases:
         loss = "full" if job.loss == "chunked" and needs_full else job.loss
         self.logits = logits_bytes(
             loss=loss,
-            tokens=job.tokens if loss == "chunked" else self.tokens,
+            tokens=job.tokens_per_micro_batch if loss == "chunked" else self.tokens,
             vocab_size=shape.vocab_size,
             hidden_size=shape.hidden_size,
             saved_bytes=saved.logit_bytes,
@@ -279,9 +279,11 @@ class _Phases:
         self.in_flight = self.received = 0
         if load is not None:
             others = int(self.saved * (load.micro_batches_in_flight - 1))
-            logits = LOG_PROBABILITY_BYTES * self.job.tokens * shape.vocab_size * load.logits_in_flight
+            logits = LOG_PROBABILITY_BYTES * self.job.tokens_per_micro_batch * shape.vocab_size * load.logits_in_flight
             self.in_flight = max(0, others) + logits
-            self.received = ACTIVATION_BYTES * self.job.tokens * shape.hidden_size * load.buffered_activations
+            self.received = (
+                ACTIVATION_BYTES * self.job.tokens_per_micro_batch * shape.hidden_size * load.buffered_activations
+            )
 
     def load(self) -> PhaseMemory:
         """Parameters, complete or sharded, and what the engine needs to put them in place."""

@@ -22,10 +22,10 @@ from functools import cached_property, lru_cache
 
 from toolkit.models.lora import ALL_LINEAR, lora_layer, outer_lora
 from toolkit.models.nf4 import constant_bytes, is_in_4bit, packed_layer
+from toolkit.models.optimizers import DEFAULT_OPTIMIZER, OPTIMIZERS, OptimizerSpec, UpdatedTensor
 from toolkit.models.shape import Layer, ModelShape, Tensor
 from toolkit.plan.engine_settings import EngineSettings
 from toolkit.presets.characteristics import OFFLOADED_GRADIENT_BYTES
-from toolkit.presets.optimizers import DEFAULT_OPTIMIZER, OPTIMIZERS, OptimizerSpec, UpdatedTensor
 from toolkit.presets.shard_bytes import flat_share, partition_share, rows_share
 
 ADAM_BYTES = 8  # AdamW in fp32: momentum and variance

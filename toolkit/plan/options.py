@@ -12,9 +12,9 @@ from typing import Annotated
 from typer import Option
 
 from toolkit.flags import PRESET_HELP
-from toolkit.job.defaults import GRADIENT_ACCUMULATION_STEPS, MAX_SEQ_LENGTH, PER_DEVICE_TRAIN_BATCH_SIZE
+from toolkit.job.argument_fields import GRADIENT_ACCUMULATION_STEPS, MAX_SEQ_LENGTH, PER_DEVICE_TRAIN_BATCH_SIZE
+from toolkit.models.optimizers import DEFAULT_OPTIMIZER
 from toolkit.parallel.pipeline_schedule import DEFAULT_SCHEDULE, SCHEDULES
-from toolkit.presets.optimizers import DEFAULT_OPTIMIZER
 
 DEFAULT_GPUS_HELP = "by default all that are visible"
 CHECKPOINTING_FLAG = "--activation-checkpointing/--no-activation-checkpointing"

@@ -12,14 +12,15 @@ precision, which gives the model states.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from toolkit.errors import ToolkitError
 from toolkit.hardware.cgroups import memory_limit_bytes
 from toolkit.hardware.node import host_memory_bytes
-from toolkit.plan.job import TrainingJob
+from toolkit.job.job import Job
 from toolkit.plan.memory import PARTS
+from toolkit.plan.planned_job import PlannedJob
 from toolkit.plan.planner import Plan
 from toolkit.presets import load_preset
 from toolkit.presets.support import unsupported
@@ -138,7 +139,7 @@ def _compare_traced(phase: str, planned: Mapping[str, int], found: Mapping[str, 
 
 
 def verify_plans(
-    model: str, plans: Sequence[Plan], job: TrainingJob, *, cpu: bool, say: Callable[[str], None]
+    model: str, plans: Sequence[Plan], job: PlannedJob, *, cpu: bool, say: Callable[[str], None]
 ) -> Iterator[PlanVerification]:
     """Rehearse rank 0 of each plan in turn, and yield each comparison when its rehearsal ends (seconds to minutes)."""
     for plan in plans:
@@ -159,14 +160,14 @@ def verify_plans(
         yield PlanVerification(**named, rehearsed_on=device, parts=parts)
 
 
-def rehearsal_of_plan(model: str, plan: Plan, job: TrainingJob, *, cpu: bool) -> Rehearsal:
+def rehearsal_of_plan(model: str, plan: Plan, job: PlannedJob, *, cpu: bool) -> Rehearsal:
     """Return the rehearsal of a plan's rank 0. Raises ToolkitError, with the reason, if this node cannot run it."""
     preset = load_preset(plan.preset)
     if job.loss == "chunked_output":
         raise ToolkitError("--loss chunked_output is planned only: it is torchtune's", hint="`--loss chunked`")
     if job.packing:
         raise ToolkitError("--packing is planned only: the rows of a rehearsal are full, and need no mask")
-    fake_tensors = cpu and unsupported(preset, job.method, purpose="trace") is None
+    fake_tensors = cpu and unsupported(preset, job.as_trained, purpose="trace") is None
     argv = training_argv(model, job, cpu=cpu)
     rehearsal = plan_rehearsal(
         preset, world_size=plan.world_size, rank=0, training_argv=argv, cpu=cpu, fake_tensors=fake_tensors
@@ -176,26 +177,20 @@ def rehearsal_of_plan(model: str, plan: Plan, job: TrainingJob, *, cpu: bool) ->
     return rehearsal
 
 
-def training_argv(model: str, job: TrainingJob, *, cpu: bool) -> list[str]:
+def training_argv(model: str, job: PlannedJob, *, cpu: bool) -> list[str]:
     """Return the job as training arguments; on a CPU in bf16, as planned, where the default would be fp32."""
-    given = asdict(job)
     names = ("per_device_train_batch_size", "max_seq_length", "gradient_accumulation_steps", "activation_checkpointing")
-    values = {name: given[name] for name in (*names, "optim")}
-    values |= {name: given[name] for name in ("lora_r", "load_in_4bit", "accumulate") if given[name]}
+    values = {name: job.value(name) for name in (*names, "optim")}
+    values |= {name: job.value(name) for name in ("lora_r", "load_in_4bit", "accumulate") if job.value(name)}
     values |= {"bf16": True} if cpu else {}
     values |= job.degrees
     loss = "full" if job.loss == "chunked" and job.gpus_per_batch > 1 else job.loss  # as planned
     values |= {"use_liger_kernel": True} if loss == "fused" else {"loss": loss}
-    words = [word for name, value in values.items() for word in (f"--{name}", _word(value))]
-    words += ["--lora_target_modules", *job.lora_target_modules] if job.lora_r is not None else []
-    return ["--model_name_or_path", model, *words]
+    values |= {"lora_target_modules": job.lora_target_modules} if job.is_lora else {}
+    return Job.from_values({"model_name_or_path": model, **values}).to_argv()
 
 
-def _word(value: Any) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)
-
-
-def check_host_memory(plan: Plan, job: TrainingJob) -> None:
+def check_host_memory(plan: Plan, job: PlannedJob) -> None:
     """Raise ToolkitError if this node's memory cannot hold a real rehearsal of the plan on the CPU."""
     states, peak = plan.memory.states, plan.memory.peak
     offloaded = plan.memory.host.peak_bytes // min(plan.world_size, job.gpus_per_node)

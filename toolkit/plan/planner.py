@@ -13,27 +13,26 @@ from typing import Any
 from toolkit.errors import ToolkitError
 from toolkit.hardware.gpu_table import Gpu, custom_gpu, named_or_visible_gpu
 from toolkit.hardware.gpus import visible_world_size
-from toolkit.models.lora import ALL_LINEAR
 from toolkit.models.read_model import check_unquantized, read_model
 from toolkit.models.shape import ModelShape
 from toolkit.parallel.layout import ParallelLayout
 from toolkit.plan.communication import communication_bytes, step_collectives
 from toolkit.plan.interconnect import Interconnect
-from toolkit.plan.job import (
-    TrainingJob,
+from toolkit.plan.memory import MemoryPlan, plan_memory
+from toolkit.plan.memory_verdict import FITS, largest_micro_batch, memory_verdict, smallest_world_size
+from toolkit.plan.model_states import job_weights
+from toolkit.plan.options import PlanOptions
+from toolkit.plan.planned_job import (
+    PlannedJob,
     TrainingSetup,
     accumulate_in_effect,
     check_planned_job,
     check_world_size,
 )
-from toolkit.plan.memory import MemoryPlan, plan_memory
-from toolkit.plan.memory_verdict import FITS, largest_micro_batch, memory_verdict, smallest_world_size
-from toolkit.plan.model_states import job_weights
-from toolkit.plan.options import PlanOptions
 from toolkit.plan.step_time import DimensionTraffic, StepTime, dimension_traffic, step_time
 from toolkit.presets import list_presets, load_preset
 from toolkit.presets.preset import Preset
-from toolkit.presets.support import check_supported, unsupported
+from toolkit.presets.support import unsupported
 from toolkit.units import GIB
 
 
@@ -44,7 +43,7 @@ class PlanRequest:
     shape: ModelShape
     presets: Sequence[Preset]
     world_sizes: Sequence[int]
-    job: TrainingJob
+    job: PlannedJob
     gpu: Gpu
     host_memory_bytes: int | None = None
     """Host memory of a node; None: not part of the verdict."""
@@ -130,32 +129,8 @@ def plan_request(model: str, options: PlanOptions) -> PlanRequest:
         shape=read_model(model),
         presets=presets,
         world_sizes=sorted(set(options.num_processes)) or [visible_world_size()],
-        job=TrainingJob(
-            per_device_train_batch_size=options.per_device_train_batch_size,
-            max_seq_length=options.max_seq_length,
-            gradient_accumulation_steps=options.gradient_accumulation_steps,
-            accumulate=options.accumulate,
-            activation_checkpointing=options.activation_checkpointing,
-            lora_r=options.lora_r,
-            lora_target_modules=options.lora_target_modules or ALL_LINEAR,
-            load_in_4bit=options.load_in_4bit,
-            packing=options.packing,
-            async_save=options.async_save,
-            attn_implementation=options.attn_implementation,
-            loss=options.loss,
-            optim=options.optim,
-            gpus_per_node=options.gpus_per_node,
-            pp=options.pp,
-            pipeline_schedule=options.pipeline_schedule,
-            pipeline_chunks=options.pipeline_chunks,
-            tp=options.tp,
-            cp=options.cp,
-            sp=options.sp,
-            ep=options.ep,
-            dp_replicate=options.dp_replicate,
-            # a rehearsal's rows all have the full length
-            lengths_differ=False if options.equal_lengths or options.verify else None,
-        ),
+        # a rehearsal's rows all have the full length
+        job=PlannedJob.from_options(options, full_length=options.equal_lengths or options.verify),
         gpu=gpu,
         host_memory_bytes=None if host_memory_gib is None else round(host_memory_gib * GIB),
         strict=bool(options.preset),
@@ -186,7 +161,7 @@ def make_plans(request: PlanRequest) -> list[Plan]:
     return [_plan(request, preset, size, smallest[preset.name]) for preset, size in supported]
 
 
-def _job_of(request: PlanRequest, preset: Preset) -> TrainingJob:
+def _job_of(request: PlanRequest, preset: Preset) -> PlannedJob:
     """The job without degrees of other presets' dimensions; one that no preset has stays, and is refused."""
     planned = {name for each in request.presets for name in each.parallel}
     others = [name for name in request.job.degrees if name in planned and name not in preset.parallel]
@@ -198,10 +173,12 @@ def _job_of(request: PlanRequest, preset: Preset) -> TrainingJob:
 def _supported(request: PlanRequest) -> Iterator[tuple[Preset, int]]:
     for world_size in request.world_sizes:
         for preset in request.presets:
-            method = _job_of(request, preset).method_on(request.shape)
-            if request.strict:
-                check_supported(preset, method, world_size=world_size, purpose="plan")
-            elif unsupported(preset, method, world_size=world_size, purpose="plan") is not None:
+            job = _job_of(request, preset)
+            limits = job.limits_on(request.shape)
+            reason = unsupported(preset, job.as_trained, world_size=world_size, model=limits, purpose="plan")
+            if reason is not None and request.strict:
+                raise ToolkitError(reason.message, hint=reason.hint)
+            if reason is not None:
                 continue
             yield preset, world_size
 
@@ -214,10 +191,10 @@ def _fits(request: PlanRequest, preset: Preset, world_size: int, micro_batch: in
 
 def _smallest_world_size(request: PlanRequest, preset: Preset) -> int | None:
     job = _job_of(request, preset)
-    micro_batch, method = job.per_device_train_batch_size, job.method_on(request.shape)
+    micro_batch, limits = job.per_device_train_batch_size, job.limits_on(request.shape)
 
     def fits(size: int) -> bool:
-        divides = unsupported(preset, method, world_size=size, purpose="plan") is None
+        divides = unsupported(preset, job.as_trained, world_size=size, model=limits, purpose="plan") is None
         return divides and _fits(request, preset, size, micro_batch)
 
     return smallest_world_size(preset, fits)

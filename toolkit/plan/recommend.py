@@ -30,9 +30,9 @@ from toolkit.plan.candidates import (
     largest_candidate,
     refusal,
 )
-from toolkit.plan.job import TrainingJob, check_planned_job, check_size, check_world_size
 from toolkit.plan.memory_verdict import TOO_CLOSE
 from toolkit.plan.options import RecommendOptions
+from toolkit.plan.planned_job import PlannedJob, check_planned_job, check_size, check_world_size
 from toolkit.presets.compatibility import Purpose
 from toolkit.presets.preset import Preset
 from toolkit.units import GIB, gib
@@ -75,15 +75,7 @@ def recommend_request(model: str, options: RecommendOptions) -> RecommendRequest
 
 def request_for_shape(shape: ModelShape, options: RecommendOptions) -> RecommendRequest:
     """Return the request for a model that has been read. Raises ToolkitError for values out of range."""
-    job = TrainingJob(
-        max_seq_length=options.max_seq_length,
-        lora_r=options.lora_r,
-        load_in_4bit=options.load_in_4bit,
-        optim=options.optim,
-        accumulate=options.accumulate,
-        gpus_per_node=options.gpus_per_node,
-        lengths_differ=False if options.equal_lengths else None,
-    )
+    job = PlannedJob.from_options(options, full_length=options.equal_lengths)
     check_planned_job(job, shape)
     world_size = visible_world_size() if options.num_processes is None else options.num_processes
     check_world_size(world_size)

@@ -8,13 +8,13 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from toolkit.models.optimizers import DEFAULT_OPTIMIZER
 from toolkit.plan.candidates import Candidate, RecommendRequest
 from toolkit.plan.interconnect import Range
-from toolkit.plan.job import TrainingJob, TrainingSetup, accumulate_in_effect
+from toolkit.plan.planned_job import PlannedJob, TrainingSetup, accumulate_in_effect
 from toolkit.plan.recommend import Recommendation
 from toolkit.plan.scaling import ScalingPoint, doublings, scaling_curve
 from toolkit.plan.step_time import StepTime, step_time
-from toolkit.presets.optimizers import DEFAULT_OPTIMIZER
 from toolkit.units import SECONDS_PER_HOUR, gib, seconds
 
 COMPARED_STEPS = 20
@@ -217,7 +217,7 @@ def compare_command(compared: Sequence[Candidate], request: RecommendRequest, mo
     )
 
 
-def _training_words(job: TrainingJob, model: str, *, output: str | None) -> str:
+def _training_words(job: PlannedJob, model: str, *, output: str | None) -> str:
     folder = str(Path(model).parent) if model.endswith("config.json") else model
     words = ["--model_name_or_path", folder, "--dataset", "DATASET", "--max_seq_length", str(job.max_seq_length)]
     words += ["--per_device_train_batch_size", str(job.per_device_train_batch_size)]

@@ -12,7 +12,7 @@ from typing import Any
 
 from toolkit.models.shape import Layer, ModelShape, Tensor
 from toolkit.plan.collectives import Collective
-from toolkit.plan.job import TrainingSetup
+from toolkit.plan.planned_job import TrainingSetup
 
 
 def split_collectives(setup: TrainingSetup) -> Iterator[Collective]:

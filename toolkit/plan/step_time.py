@@ -14,15 +14,15 @@ from dataclasses import dataclass
 
 from toolkit.hardware.gpu_table import GIGA, Gpu
 from toolkit.models.flops import TokenFlops, flops_of, mfu
+from toolkit.models.optimizers import OPTIMIZERS, UpdatedTensor
 from toolkit.models.shape import ModelShape
 from toolkit.parallel.layout import DIMENSIONS
 from toolkit.parallel.pipeline_schedule import PipelineSettings
 from toolkit.plan.collectives import Collective
 from toolkit.plan.communication import communication_bytes, step_collectives
 from toolkit.plan.interconnect import Interconnect, Range
-from toolkit.plan.job import TrainingSetup, num_elements
 from toolkit.plan.pipeline_stages import stage_shape
-from toolkit.presets.optimizers import OPTIMIZERS, UpdatedTensor
+from toolkit.plan.planned_job import TrainingSetup, num_elements
 
 # Best measured share of the dense peak in a large bf16 matrix multiplication (stas00/ml-engineering,
 # compute/accelerator, "Maximum Achievable Matmul FLOPS", 2025); the highest of these for GPUs without an entry.
@@ -121,7 +121,7 @@ def step_time(
         return None
     steps = setup.job.gradient_accumulation_steps
     # Ranks of one batch divide its work; ranks that split layers each have all of its tokens.
-    tokens, own_tokens = setup.job.tokens * steps // setup.ranks_per_batch, setup.local_tokens * steps
+    tokens, own_tokens = setup.job.tokens_per_micro_batch * steps // setup.ranks_per_batch, setup.local_tokens * steps
     if setup.preset.engine == "pipeline":  # each has all tokens, and some of the layers
         own_tokens //= setup.ranks_per_batch
     flops = setup_flops(setup)

@@ -9,11 +9,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
+from toolkit.job.job import Job
 from toolkit.models.attention import ModelAttention
 from toolkit.models.split import ModelSplit
-from toolkit.parallel.layout import DEGREES
-from toolkit.parallel.pipeline_schedule import PipelineSettings
-from toolkit.presets.optimizers import DEFAULT_OPTIMIZER
 from toolkit.presets.spec import PresetSpec
 
 Purpose = Literal["train", "launched", "script", "convert", "plan", "recommend", "rehearse", "trace", "cluster"]
@@ -23,62 +21,11 @@ rehearsal, or a rehearsal on fake tensors (`trace`)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Method:
-    """How a model is fine-tuned, as far as it decides which presets work. Names are those of the arguments."""
+class ModelLimits:
+    """What the attention and the layers of a model allow; None where that is not known."""
 
-    lora: bool = False
-    lora_targets: tuple[str, ...] = ()
-    """Modules that have adapters, as they were named; empty where it is not known."""
-    lora_config: bool = False
-    """Further fields of peft's `LoraConfig` are set."""
-    load_in_4bit: bool = False
-    optim: str = DEFAULT_OPTIMIZER
-    freeze: bool = False
-    train_only: bool = False
-    packing: bool = False
-    attn_implementation: str | None = None
-    model_attention: ModelAttention | None = None
-    """What the model's attention works with; None where the model is not known."""
-    activation_checkpointing: bool = False
-    activation_checkpointing_offload: bool = False
-    loss: str = "auto"
-    use_liger_kernel: bool = False
-    torch_compile: bool = False
-    ddp_comm_hook: str | None = None
-    accumulate: str | None = None
-    """`sharded` or `whole`; None where the preset decides."""
-    memory_snapshot: bool = False
-    auto_find_batch_size: bool = False
-    save_only_model: bool = False
-    async_save: bool = False
-    streaming: bool = False
-    fp16: bool = False
-    neftune: bool = False
-    label_smoothing: bool = False
-    pipeline_schedule: str | None = None
-    pipeline_chunks: int | None = None
-    micro_batches: int | None = None
-    """Accumulation steps of an optimizer step; None where they are not known."""
-    pp: int | None = None
-    tp: int | None = None
-    cp: int | None = None
-    sp: int | None = None
-    ep: int | None = None
-    dp_replicate: int | None = None
-    model_split: ModelSplit | None = None
-    """How far the model can be split; None where the model is not known."""
-
-    @property
-    def degrees(self) -> dict[str, int]:
-        """The degrees of parallelism that were given."""
-        return {name: getattr(self, name) for name in DEGREES if getattr(self, name) is not None}
-
-    @property
-    def pipeline(self) -> PipelineSettings | None:
-        """The stages of a pipeline and their schedule; None without `--pp`."""
-        if self.pp is None:
-            return None
-        return PipelineSettings.of(ranks=self.pp, schedule=self.pipeline_schedule, chunks=self.pipeline_chunks)
+    attention: ModelAttention | None = None
+    split: ModelSplit | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -113,10 +60,15 @@ class Reason:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Case:
     preset: PresetSpec | None
-    method: Method
+    job: Job
+    model: ModelLimits
     world_size: int | None
     device: Device | None
     purpose: Purpose
+
+    def uses(self, name: str) -> bool:
+        """True for a switch that is on, and for any other argument with a value."""
+        return self.job.compilation is not None if name == "torch_compile" else bool(self.job.value(name))
 
     def option(self, name: str) -> str:
         """The flag as it is typed: the planner's options are spelled with dashes."""

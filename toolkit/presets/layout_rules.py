@@ -74,7 +74,7 @@ def degree_given(case: Case) -> Answer:
     preset = case.preset
     if preset is None or case.purpose not in ("plan", "recommend"):
         return None
-    name = missing_degree(preset, case.method.degrees)
+    name = missing_degree(preset, case.job.degrees)
     if name is None:
         return None
     return preset_answer(preset, needs_degree(name, case.option(name)), f"add `{case.option(name)} 2`")
@@ -86,7 +86,7 @@ def needs_degree(name: str, option: str) -> str:
 
 def degree_of_preset(case: Case) -> Answer:
     preset = case.preset
-    for name, degree in case.method.degrees.items():
+    for name, degree in case.job.degrees.items():
         if degree < 1:
             why = f"{name if case.purpose == 'script' else case.option(name)} is {degree}, expected 1 or more"
             return why, why, None
@@ -116,7 +116,7 @@ PRESETS_OF_DEGREE = {
 
 def degree_world_size(case: Case) -> Answer:
     """The ranks must divide into whole groups, and leave as many for data parallelism as the preset needs."""
-    preset, world_size, degrees = case.preset, case.world_size, case.method.degrees
+    preset, world_size, degrees = case.preset, case.world_size, case.job.degrees
     if preset is None or world_size is None or not preset.parallel or not degrees:
         return None
     inner = math.prod(degrees.get(name, 1) for name in preset.parallel if name in SAME_ROWS)
@@ -156,14 +156,14 @@ def sequence_parallel_stage(case: Case) -> Answer:
 
 
 def degree_planned(case: Case) -> Answer:
-    split, preset, method = case.method.model_split, case.preset, case.method
+    split, preset, job = case.model.split, case.preset, case.job
     if split is None or preset is None or case.purpose not in ("plan", "recommend"):
         return None
-    for name, degree in method.degrees.items():
+    for name, degree in job.degrees.items():
         if degree > 1 and name in split.not_planned:
             why = f"{case.option(name)} is not planned for {split.model_type}: {split.not_planned[name]}"
             return why, why, "`--cp` and `--sp` are planned, or `--preset fsdp2`"
-    if method.lora and preset.sharded_at_load and "lora" in split.not_planned:
+    if job.is_lora and preset.sharded_at_load and "lora" in split.not_planned:
         why = f"LoRA on {split.model_type} is not planned under preset {preset.name!r}: {split.not_planned['lora']}"
         return why, why, "`--lora-target-modules q_proj`, or `--preset fsdp2`"
     return None
@@ -171,10 +171,10 @@ def degree_planned(case: Case) -> Answer:
 
 def lora_of_experts(case: Case) -> Answer:
     """peft gives the fused experts of some architectures adapters, which it cannot divide with them."""
-    split, method = case.method.model_split, case.method
+    split, job = case.model.split, case.job
     renamed = {} if split is None else RENAMED_TARGETS.get(split.model_type, {})
-    degree = next((name for name in ("ep", "tp") if method.degrees.get(name, 1) > 1), None)
-    if not method.lora or degree is None or not renamed or not {*ALL_LINEAR, *renamed} & {*method.lora_targets}:
+    degree = next((name for name in ("ep", "tp") if job.degrees.get(name, 1) > 1), None)
+    if not job.is_lora or degree is None or not renamed or not {*ALL_LINEAR, *renamed} & {*job.lora_target_modules}:
         return None
     why = f"LoRA on the experts does not work with {case.option(degree)}: peft's adapters are not divided with them"
     return why, why, f"`{case.option('lora_target_modules')} q_proj k_proj v_proj o_proj`"
@@ -182,7 +182,7 @@ def lora_of_experts(case: Case) -> Answer:
 
 def parallel_method(case: Case) -> Answer:
     """Methods that are wrong, or that were never run, where layers or sequences are split."""
-    preset, method = case.preset, case.method
+    preset, job = case.preset, case.job
     if preset is None or not preset.parallel:
         return None
     if "pp" in preset.parallel:
@@ -190,22 +190,22 @@ def parallel_method(case: Case) -> Answer:
     else:
         rules = {**_NOT_SPLIT, **(_NOT_AT_LOAD if preset.sharded_at_load else _NOT_WITH_SEQUENCES)}
     for name, (because, hint) in rules.items():
-        if getattr(method, name):
+        if case.uses(name):
             return method_answer(case, name, because, hint)
-    if method.loss == "chunked" and set(preset.degrees) - {"ep"}:
+    if job.loss == "chunked" and set(preset.degrees) - {"ep"}:
         why = "the head is split over ranks, or sees a part of each sequence"
         why = "the chunked loss was never run on a stage" if "pp" in preset.parallel else why
         return method_answer(case, "loss chunked", why, "leave `--loss` out: it is `full` here")
-    if (preset.sharded_at_load or "pp" in preset.parallel) and not survives_offload(method.optim):
+    if (preset.sharded_at_load or "pp" in preset.parallel) and not survives_offload(job.optim):
         why = f"only AdamW was run on {'the stages of a pipeline' if preset.degrees == ('pp',) else _AT_LOAD}"
-        hint = f"`--optim adamw_torch`, or {preset_that_runs(method.optim)}"
-        return method_answer(case, f"optim {method.optim}", why, hint)
-    if "sp" in preset.parallel and method.attn_implementation in ("eager", "flex_attention"):
+        hint = f"`--optim adamw_torch`, or {preset_that_runs(job.optim)}"
+        return method_answer(case, f"optim {job.optim}", why, hint)
+    if "sp" in preset.parallel and job.attn_implementation in ("eager", "flex_attention"):
         why = "DeepSpeed exchanges heads in front of SDPA and flash attention only"
-        return method_answer(case, f"attn_implementation {method.attn_implementation}", why, _USE_SDPA)
-    if "cp" in preset.parallel and method.attn_implementation not in (None, AUTO, "sdpa"):
+        return method_answer(case, f"attn_implementation {job.attn_implementation}", why, _USE_SDPA)
+    if "cp" in preset.parallel and job.attn_implementation not in (None, AUTO, "sdpa"):
         why = "ring attention replaces SDPA"
-        return method_answer(case, f"attn_implementation {method.attn_implementation}", why, _USE_SDPA)
+        return method_answer(case, f"attn_implementation {job.attn_implementation}", why, _USE_SDPA)
     return None
 
 
@@ -241,13 +241,13 @@ _USE_DDP = "leave it out, or `--preset ddp`"
 
 
 _NOT_IN_STAGES = {
-    "lora": ("stages hold no adapters yet", "`--preset fsdp2` or `ddp`"),
+    "lora_r": ("stages hold no adapters yet", "`--preset fsdp2` or `ddp`"),
     "freeze": ("a stage without trained weights was never run", _USE_DDP),
     "train_only": ("a stage without trained weights was never run", _USE_DDP),
     "activation_checkpointing_offload": ("the offload was never run with it", "leave it out"),
     "save_only_model": ("a checkpoint could not be resumed", "leave it out"),
-    "neftune": ("the noise was never run on a stage's embedding", _USE_DDP),
-    "label_smoothing": ("the stage with the head computes the model's own loss", _USE_DDP),
+    "neftune_noise_alpha": ("the noise was never run on a stage's embedding", _USE_DDP),
+    "label_smoothing_factor": ("the stage with the head computes the model's own loss", _USE_DDP),
 }
 
 
@@ -258,18 +258,18 @@ _NOT_WITH_SEQUENCES = {
 
 def pipeline_schedule(case: Case) -> Answer:
     """The order of the stages must suit their number, the accumulation steps and the model's layers."""
-    preset, method = case.preset, case.method
+    preset, job = case.preset, case.job
     if preset is not None and "pp" not in preset.parallel:
-        name = next((n for n in ("pipeline_schedule", "pipeline_chunks") if getattr(method, n) is not None), None)
+        name = next((n for n in ("pipeline_schedule", "pipeline_chunks") if getattr(case.job, n) is not None), None)
         return None if name is None else method_answer(case, name, "it has no pipeline", PRESETS_OF_DEGREE["pp"])
-    settings = method.pipeline
-    if settings is None or method.micro_batches is None:
+    settings = job.pipeline
+    if settings is None or case.purpose in ("script", "convert", "recommend"):  # accumulation steps are not known
         return None
-    if method.pipeline_chunks is not None and method.pipeline_chunks < 1:
-        why = f"{case.option('pipeline_chunks')} is {method.pipeline_chunks}, expected 1 or more"
+    if job.pipeline_chunks is not None and job.pipeline_chunks < 1:
+        why = f"{case.option('pipeline_chunks')} is {job.pipeline_chunks}, expected 1 or more"
         return why, why, None
-    layers = None if method.model_split is None else method.model_split.sizes.get("num_hidden_layers")
-    problem = settings.problem(micro_batches=method.micro_batches, layers=layers)
+    layers = None if case.model.split is None else case.model.split.sizes.get("num_hidden_layers")
+    problem = settings.problem(micro_batches=job.gradient_accumulation_steps, layers=layers)
     return None if problem is None else (problem[0], problem[0], problem[1])
 
 
@@ -287,8 +287,8 @@ def pipeline_purpose(case: Case) -> Answer:
 
 
 def degree_of_model(case: Case) -> Answer:
-    split = case.method.model_split
-    for name, degree in case.method.degrees.items():
+    split = case.model.split
+    for name, degree in case.job.degrees.items():
         because = None if split is None or name == "dp_replicate" or degree == 1 else split.why_not(name, degree)
         if split is None or because is None:
             continue

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from toolkit.models.attention import AUTO, FLASH_ATTENTION, VARLEN, needs_no_mask
-from toolkit.presets.accumulation import default_accumulate
 from toolkit.presets.compatibility import Answer, Case, method_answer
-from toolkit.presets.spec import PresetSpec
+from toolkit.presets.spec import PresetSpec, default_accumulate
 
 QLORA_PRESETS_HINT = (
     "`--preset ddp`; `fsdp2` or `zero3` shard the 4-bit weights, `zero3_cpu_offload` keeps them in host memory"
@@ -13,21 +12,21 @@ QLORA_PRESETS_HINT = (
 
 
 def freeze_and_train_only(case: Case) -> Answer:
-    if not (case.method.freeze and case.method.train_only):
+    if not (case.job.freeze and case.job.train_only):
         return None
     why = "--freeze and --train_only together"
     return why, why, "use one of them"
 
 
 def checkpointing_offload(case: Case) -> Answer:
-    if not case.method.activation_checkpointing_offload or case.method.activation_checkpointing:
+    if not case.job.activation_checkpointing_offload or case.job.uses_activation_checkpointing:
         return None
     why = "--activation_checkpointing_offload without --activation_checkpointing: there are no checkpoints to offload"
     return why, why, "add `--activation_checkpointing true`"
 
 
 def four_bit_needs_lora(case: Case) -> Answer:
-    if not case.method.load_in_4bit or case.method.lora:
+    if not case.job.load_in_4bit or case.job.is_lora:
         return None
     option = case.option("lora_r")
     why = f"{case.option('load_in_4bit')} needs {option}: 4-bit weights are not trained"
@@ -35,8 +34,8 @@ def four_bit_needs_lora(case: Case) -> Answer:
 
 
 def freeze_with_lora(case: Case) -> Answer:
-    name = "freeze" if case.method.freeze else "train_only" if case.method.train_only else None
-    if name is None or not case.method.lora:
+    name = "freeze" if case.job.freeze else "train_only" if case.job.train_only else None
+    if name is None or not case.job.is_lora:
         return None
     why = f"--{name} with --lora_r: only the adapters are trained already"
     return why, why, "`--lora_config layers_to_transform=[0,1]`, or `--lora_target_modules q_proj v_proj`"
@@ -44,7 +43,7 @@ def freeze_with_lora(case: Case) -> Answer:
 
 def qlora(case: Case) -> Answer:
     preset = case.preset
-    if preset is None or not case.method.load_in_4bit:
+    if preset is None or not case.job.load_in_4bit:
         return None
     if preset.needs_gpu is not None:
         why = "it quantizes what it gathers, and packed 4-bit weights are no numbers"
@@ -58,7 +57,7 @@ def qlora(case: Case) -> Answer:
 
 
 def chunked_with_liger(case: Case) -> Answer:
-    if case.method.loss != "chunked" or not case.method.use_liger_kernel:
+    if case.job.loss != "chunked" or not case.job.use_liger_kernel:
         return None
     why = "--loss chunked with --use_liger_kernel: Liger computes the loss without the full logits itself"
     return why, why, "leave `--loss` out"
@@ -68,7 +67,7 @@ def gpu_only_method(case: Case) -> Answer:
     if case.device is None or case.device.type != "cpu":
         return None
     for name, (because, hint) in _GPU_ONLY_METHODS.items():
-        if getattr(case.method, name):
+        if case.uses(name):
             why = f"--{name} needs a GPU: {because}"
             return why, why, hint
     return None
@@ -82,7 +81,7 @@ _GPU_ONLY_METHODS = {
 
 
 def attention_device(case: Case) -> Answer:
-    name = case.method.attn_implementation
+    name = case.job.attn_implementation
     if name is None or case.device is None or case.device.type != "cpu":
         return None
     if name in FLASH_ATTENTION or (name.startswith("kernels-community/") and needs_no_mask(name)):
@@ -96,7 +95,7 @@ def attention_device(case: Case) -> Answer:
 
 
 def attention_rows(case: Case) -> Answer:
-    if case.method.attn_implementation != VARLEN or case.method.packing:
+    if case.job.attn_implementation != VARLEN or case.job.packing:
         return None
     option = case.option("attn_implementation")
     why = f"{option} {VARLEN} without --packing: padded rows need a mask"
@@ -105,7 +104,7 @@ def attention_rows(case: Case) -> Answer:
 
 
 def attention_model(case: Case) -> Answer:
-    name, model = case.method.attn_implementation, case.method.model_attention
+    name, model = case.job.attn_implementation, case.model.attention
     because = None if model is None or name in (None, AUTO) else model.why_not(str(name))
     if because is None:
         return None
@@ -115,15 +114,15 @@ def attention_model(case: Case) -> Answer:
 
 def _working_attention(case: Case) -> str:
     """Name the functions that run on every device."""
-    model = case.method.model_attention
+    model = case.model.attention
     names = (VARLEN, "sdpa") if model is None else model.working
-    shown = [name for name in names if case.method.packing or name != VARLEN]
+    shown = [name for name in names if case.job.packing or name != VARLEN]
     return " or ".join(f"`{case.option('attn_implementation')} {name}`" for name in shown[:2])
 
 
 def compiled_zero3(case: Case) -> Answer:
     preset = case.preset
-    if preset is None or not case.method.torch_compile:
+    if preset is None or not case.uses("torch_compile"):
         return None
     if preset.engine != "deepspeed" or not preset.shards_parameters:
         return None
@@ -133,7 +132,7 @@ def compiled_zero3(case: Case) -> Answer:
 
 
 def comm_hook(case: Case) -> Answer:
-    if case.method.ddp_comm_hook is None:
+    if case.job.ddp_comm_hook is None:
         return None
     if case.purpose in ("rehearse", "trace"):
         why = "--ddp_comm_hook cannot be rehearsed: a hook reads what the other ranks send"
@@ -155,7 +154,7 @@ _NO_COMM_HOOK = {
 
 
 def accumulation(case: Case) -> Answer:
-    preset, chosen = case.preset, case.method.accumulate
+    preset, chosen = case.preset, case.job.chosen_accumulate
     if preset is None or chosen is None or preset.engine == "fsdp2" or chosen == default_accumulate(preset):
         return None
     why = _FIXED_ACCUMULATION["deepspeed" if preset.engine == "deepspeed" else "ddp", chosen]
@@ -181,7 +180,7 @@ def rejects_auto_find_batch_size(*, engine: str, zero_stage: int) -> bool:
 
 def save_only_model(case: Case) -> Answer:
     preset = case.preset
-    if preset is None or not preset.uses_fsdp_plugin or not case.method.save_only_model:
+    if preset is None or not preset.uses_fsdp_plugin or not case.job.save_only_model:
         return None
     if not rejects_save_only_model(_fsdp_state_dict_type(preset)):
         return None
@@ -197,7 +196,7 @@ def _fsdp_state_dict_type(preset: PresetSpec) -> str:
 
 def async_save(case: Case) -> Answer:
     preset = case.preset
-    if preset is None or not case.method.async_save or preset.sharded_at_load:
+    if preset is None or not case.job.async_save or preset.sharded_at_load:
         return None
     hint = "leave it out, or `--preset fsdp2`"
     if preset.engine == "deepspeed":
@@ -215,7 +214,7 @@ def async_save(case: Case) -> Answer:
 
 def auto_find_batch_size(case: Case) -> Answer:
     preset = case.preset
-    if preset is None or not case.method.auto_find_batch_size:
+    if preset is None or not case.job.auto_find_batch_size:
         return None
     if not rejects_auto_find_batch_size(zero_stage=3 if preset.shards_parameters else 2, engine=preset.engine):
         return None

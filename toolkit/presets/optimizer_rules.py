@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from toolkit.errors import did_you_mean
+from toolkit.models.optimizers import OPTIMIZERS
 from toolkit.presets.compatibility import Answer, Case
-from toolkit.presets.optimizers import OPTIMIZERS
 
 
 def planned_optimizer(case: Case) -> Answer:
-    if case.purpose not in ("plan", "recommend") or case.method.optim in OPTIMIZERS:
+    if case.purpose not in ("plan", "recommend") or case.job.optim in OPTIMIZERS:
         return None
-    why = f"--optim {case.method.optim} is not planned"
-    return why, why, did_you_mean(case.method.optim, OPTIMIZERS, otherwise=f"planned: {', '.join(OPTIMIZERS)}")
+    why = f"--optim {case.job.optim} is not planned"
+    return why, why, did_you_mean(case.job.optim, OPTIMIZERS, otherwise=f"planned: {', '.join(OPTIMIZERS)}")
 
 
 def survives_offload(optim: str) -> bool:
@@ -20,7 +20,7 @@ def survives_offload(optim: str) -> bool:
 
 
 def optimizer_runs(case: Case) -> Answer:
-    preset, optim = case.preset, case.method.optim
+    preset, optim = case.preset, case.job.optim
     if preset is None or survives_offload(optim):  # which works under every preset
         return None
     if preset.engine == "deepspeed" and preset.offload_optimizer:

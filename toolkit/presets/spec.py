@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.files.yaml_files import read_configuration
+from toolkit.job.accumulation import SHARDED, WHOLE
 from toolkit.parallel.layout import DEGREES, ParallelLayout, divide_ranks
 
 
@@ -105,3 +106,11 @@ class PresetSpec:
     def deepspeed_config(self) -> dict[str, Any] | None:
         """Return the DeepSpeed JSON, or None for another engine."""
         return None if self.deepspeed_config_path is None else read_configuration(self.deepspeed_config_path)
+
+
+def default_accumulate(preset: PresetSpec) -> str:
+    """Return how gradients wait for the last accumulation step unless the user decides: as the preset shards them.
+
+    FSDP2 reduces them in every accumulation step, also where it shards over one rank, beside tensor parallelism.
+    """
+    return SHARDED if "gradient" in preset.sharded_parts or preset.engine == "fsdp2" else WHOLE

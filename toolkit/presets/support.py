@@ -4,8 +4,8 @@ Each rule is written once, in the module of its topic, with the upstream issue t
 launcher, the training script, the planner, the recommendation, the rehearsal, the checkpoint conversion, `toolkit
 presets` and the docs all ask this module:
 
-    reason = unsupported(preset, Method(lora=True, load_in_4bit=True), world_size=8, purpose="plan")
-    check_supported(preset, method, world_size=8, device=CPU)       # raises ToolkitError with the reason and a hint
+    reason = unsupported(preset, Job(lora_r=16, load_in_4bit=True), world_size=8, purpose="plan")
+    check_supported(preset, job, world_size=8, device=CPU)       # raises ToolkitError with the reason and a hint
 """
 
 from __future__ import annotations
@@ -13,8 +13,9 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 
 from toolkit.errors import ToolkitError
+from toolkit.job.job import Job
 from toolkit.presets import layout_rules, method_rules, optimizer_rules
-from toolkit.presets.compatibility import Answer, Case, Device, Method, Purpose, Reason, Rule, preset_answer
+from toolkit.presets.compatibility import Answer, Case, Device, ModelLimits, Purpose, Reason, Rule, preset_answer
 from toolkit.presets.layout_rules import missing_degree, needs_degree
 from toolkit.presets.optimizer_rules import optimizer_library
 from toolkit.presets.spec import PresetSpec
@@ -22,17 +23,25 @@ from toolkit.presets.spec import PresetSpec
 
 def reasons(
     preset: PresetSpec | None,
-    method: Method | None = None,
+    job: Job | None = None,
     *,
     world_size: int | None = None,
     device: Device | None = None,
+    model: ModelLimits | None = None,
     purpose: Purpose = "train",
 ) -> Iterator[Reason]:
     """Yield every reason why the combination does not work, the most basic one first.
 
-    `preset`, `world_size` and `device` are None where they are not known; their rules then do not object.
+    `preset`, `world_size`, `device` and `model` are None where they are not known; their rules then do not object.
     """
-    case = Case(preset=preset, method=method or Method(), world_size=world_size, device=device, purpose=purpose)
+    case = Case(
+        preset=preset,
+        job=job or Job(),
+        model=model or ModelLimits(),
+        world_size=world_size,
+        device=device,
+        purpose=purpose,
+    )
     for name, rule in RULES.items():
         answer = rule(case)
         if answer is not None:
@@ -42,26 +51,28 @@ def reasons(
 
 def unsupported(
     preset: PresetSpec | None,
-    method: Method | None = None,
+    job: Job | None = None,
     *,
     world_size: int | None = None,
     device: Device | None = None,
+    model: ModelLimits | None = None,
     purpose: Purpose = "train",
 ) -> Reason | None:
     """Return the first reason why the combination does not work, or None where it works."""
-    return next(reasons(preset, method, world_size=world_size, device=device, purpose=purpose), None)
+    return next(reasons(preset, job, world_size=world_size, device=device, model=model, purpose=purpose), None)
 
 
 def check_supported(
     preset: PresetSpec | None,
-    method: Method | None = None,
+    job: Job | None = None,
     *,
     world_size: int | None = None,
     device: Device | None = None,
+    model: ModelLimits | None = None,
     purpose: Purpose = "train",
 ) -> None:
     """Raise ToolkitError with the first reason why the combination does not work."""
-    reason = unsupported(preset, method, world_size=world_size, device=device, purpose=purpose)
+    reason = unsupported(preset, job, world_size=world_size, device=device, model=model, purpose=purpose)
     if reason is not None:
         raise ToolkitError(reason.message, hint=reason.hint)
 
@@ -85,23 +96,23 @@ def limitations(preset: PresetSpec) -> tuple[str, ...]:
     The rules answer for the methods that the toolkit knows; the rest are upstream bugs outside the toolkit's reach.
     """
     lines = []
-    for label, method in _DOCUMENTED_METHODS.items():
-        reason = unsupported(preset, method)
+    for label, job in _DOCUMENTED_METHODS.items():
+        reason = unsupported(preset, job)
         if reason is not None:
             lines.append(f"{label}: {reason.why}")
     return (*lines, *_upstream_limitations(preset))
 
 
 _DOCUMENTED_METHODS = {
-    "QLoRA": Method(lora=True, load_in_4bit=True),
-    "`save_only_model`": Method(save_only_model=True),
-    "`async_save`": Method(async_save=True),
-    "`auto_find_batch_size`": Method(auto_find_batch_size=True),
-    "`packing`": Method(packing=True),
-    "`streaming`": Method(streaming=True),
-    "`torch_compile`": Method(torch_compile=True),
-    "`use_liger_kernel`": Method(use_liger_kernel=True),
-    "`freeze`": Method(freeze=True),
+    "QLoRA": Job(lora_r=16, load_in_4bit=True),
+    "`save_only_model`": Job(save_only_model=True),
+    "`async_save`": Job(async_save=True),
+    "`auto_find_batch_size`": Job(auto_find_batch_size=True),
+    "`packing`": Job(packing=True),
+    "`streaming`": Job(streaming=True),
+    "`torch_compile`": Job(torch_compile=True),
+    "`use_liger_kernel`": Job(use_liger_kernel=True),
+    "`freeze`": Job(freeze=("*",)),
 }
 
 
@@ -177,11 +188,11 @@ def _fake_tensor_method(case: Case) -> Answer:
     if case.purpose != "trace":
         return None
     for name in ("load_in_4bit", "torch_compile", "packing", "activation_checkpointing_offload"):
-        if getattr(case.method, name):
+        if case.uses(name):
             why = f"--{name} is not traced: fake tensors have shapes and no values"
             return why, why, f"leave --{name} out, or leave --fake-tensors out"
-    if optimizer_library(case.method.optim) != "torch":
-        why = f"--optim {case.method.optim} is not traced: its kernels read values, and fake tensors have none"
+    if optimizer_library(case.job.optim) != "torch":
+        why = f"--optim {case.job.optim} is not traced: its kernels read values, and fake tensors have none"
         return why, why, "leave --fake-tensors out, for exact bytes of the model states"
     return None
 

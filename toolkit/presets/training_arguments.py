@@ -28,12 +28,13 @@ from typing import TYPE_CHECKING, Any
 from toolkit.cache import check_extensions_folder, path_with_ninja, use_cached_extensions
 from toolkit.errors import ToolkitError
 from toolkit.files.json_files import read_json_object
+from toolkit.job.accumulation import chosen_accumulate, with_accumulate
+from toolkit.job.job import Job
+from toolkit.models.optimizers import DEFAULT_OPTIMIZER
 from toolkit.parallel import ring_attention, sharded_at_load, ulysses
 from toolkit.parallel.layout import DEGREES, ParallelLayout
-from toolkit.presets.accumulation import chosen_accumulate, default_accumulate, with_accumulate
-from toolkit.presets.compatibility import CPU, Method
-from toolkit.presets.optimizers import DEFAULT_OPTIMIZER
-from toolkit.presets.spec import PresetSpec
+from toolkit.presets.compatibility import CPU
+from toolkit.presets.spec import PresetSpec, default_accumulate
 from toolkit.presets.support import check_degrees_given, check_supported
 
 if TYPE_CHECKING:
@@ -154,7 +155,7 @@ def training_arguments(
     _refuse_world_size(preset, world_size, degrees)
     _refuse_unresumable_saves(preset, given)
     optim = given.get("optim") or DEFAULT_OPTIMIZER
-    check_supported(preset, Method(optim=str(getattr(optim, "value", optim))), purpose="script")
+    check_supported(preset, Job(optim=str(getattr(optim, "value", optim))), purpose="script")
     if preset.accelerate_config_path not in _presets_in_effect:
         _refuse_late_call(preset)
     on_cpu = _on_cpu(given)
@@ -233,7 +234,7 @@ def accumulation_arguments(preset: PresetSpec, given: Mapping[str, Any]) -> dict
         config = read_json_object(Path(config))
     configured = dict(config if isinstance(config, Mapping) else config.to_dict())
     chosen = chosen_accumulate(given.get("accumulate"), configured)
-    check_supported(preset, Method(accumulate=chosen), purpose="script")
+    check_supported(preset, Job(accumulate=chosen), purpose="script")
     others = {name: value for name, value in given.items() if name != "accumulate"}
     if preset.engine != "fsdp2":
         return others
@@ -327,8 +328,7 @@ def _refuse_world_size(preset: PresetSpec, world_size: int, degrees: Mapping[str
             hint=f"`torchrun --nproc_per_node {preset.min_world_size} script.py`, or `accelerate launch`",
         )
     check_degrees_given(preset, degrees, purpose="script")
-    method = Method(**degrees)  # type: ignore[arg-type]
-    check_supported(preset, method, world_size=world_size, purpose="script")
+    check_supported(preset, Job().with_values(**degrees), world_size=world_size, purpose="script")
 
 
 def _refuse_late_call(preset: PresetSpec) -> None:

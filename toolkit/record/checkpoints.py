@@ -19,10 +19,10 @@ from typing import Any, Self
 
 from toolkit.errors import ToolkitError
 from toolkit.files.reading import open_file
+from toolkit.models.optimizers import DEFAULT_OPTIMIZER, OPTIMIZERS, same_states
 from toolkit.parallel.layout import ParallelLayout
 from toolkit.parallel.pipeline_schedule import DEFAULT_SCHEDULE, INTERLEAVED
 from toolkit.presets import Preset
-from toolkit.presets.optimizers import DEFAULT_OPTIMIZER, OPTIMIZERS, same_states
 from toolkit.record.folder import write_json
 from toolkit.record.manifest_file import FileEntry, Manifest, manifest_sha256, read_manifest
 

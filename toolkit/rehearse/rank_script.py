@@ -56,9 +56,7 @@ def main(rehearsed: RehearsedRank, preset: Preset, argv: Sequence[str], progress
         progress.enter("data")
         tokenizer, data = rehearsal_data(args)
         progress.enter("load")
-        model = rehearsal_model(
-            args.model, compute_dtype=compute_dtype(args.training), layout_at_load=run.layout_at_load
-        )
+        model = rehearsal_model(args.job, compute_dtype=compute_dtype(args.training), layout_at_load=run.layout_at_load)
         trainer = build_trainer(run, model, tokenizer, data, REHEARSAL_PARTS)
         trainer.train()
         run.raise_if_stopped()
@@ -69,7 +67,7 @@ def rehearsal_facts(run: ActiveRun, rehearsed: RehearsedRank, trainer: Any) -> d
     """Return run.json's `rehearsal`: the bytes that this rank held, read back after its first step, and its peaks."""
     own, rows = dict(trainer.observer.attestation.reading), read_rows(run.folder.rank_rows(rehearsed.rank))
     layout = run.arguments.layout
-    timed = [row.seconds for row in rows[run.arguments.model.untimed_steps :]]
+    timed = [row.seconds for row in rows[run.arguments.job.untimed_steps :]]
     return {
         **asdict(rehearsed),
         "steps": len(rows),
@@ -82,5 +80,5 @@ def rehearsal_facts(run: ActiveRun, rehearsed: RehearsedRank, trainer: Any) -> d
         "compute_step_seconds": statistics.median(timed) if timed and own["device"].startswith("cuda") else None,
         "not_measured": [*NOT_MEASURED, *([WITH_EXPERTS] if layout is not None and layout.ep > 1 else [])],
         "phase_peaks": trainer.observer.timer.peaks.by_phase(),
-        "random_weights": not has_local_weights(str(run.arguments.model.model_name_or_path)),
+        "random_weights": not has_local_weights(str(run.arguments.job.model_name_or_path)),
     }

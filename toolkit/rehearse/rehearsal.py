@@ -20,9 +20,8 @@ from typing import Any
 from toolkit.errors import ToolkitError
 from toolkit.files.secrets import hide_words, separate_secrets
 from toolkit.hardware.cgroups import count_oom_kills
-from toolkit.job.argument_checks import check_arguments
 from toolkit.job.argument_values import Range, check_range
-from toolkit.job.script_arguments import dataset_names, flag, read_arguments, resumes
+from toolkit.job.job import Job
 from toolkit.launch.command import ProcessCommand, new_run_id
 from toolkit.launch.environment import process_environment
 from toolkit.launch.exit_status import RunResult, record_result
@@ -32,6 +31,7 @@ from toolkit.launch.warm_start import SERVER_VARIABLE
 from toolkit.models.read_model import config_path
 from toolkit.presets import Preset
 from toolkit.presets.compatibility import Purpose
+from toolkit.presets.preset_checks import check_arguments
 from toolkit.presets.support import check_supported
 from toolkit.record import status
 from toolkit.record.attempts import settle, start_attempt
@@ -83,13 +83,13 @@ def plan_rehearsal(
     Raises ToolkitError for the first thing that is invalid, and for what cannot be rehearsed.
     """
     check_rehearsal(preset, world_size=world_size, rank=rank)
-    arguments = read_arguments(training_argv)
+    job = Job.from_argv(training_argv)
     purpose: Purpose = "trace" if fake_tensors else "rehearse"
-    _check_job(arguments, preset, world_size=world_size, on_cpu=cpu, purpose=purpose)
+    _check_job(job, preset, world_size=world_size, on_cpu=cpu, purpose=purpose)
     defaults = {"dataset": SYNTHETIC, "max_steps": str(DEFAULT_STEPS)}
     if fake_tensors:
-        defaults |= _gpu_precision(preset, arguments)
-    added = {name: value for name, value in defaults.items() if name not in arguments} | FORCED_ARGUMENTS
+        defaults |= _gpu_precision(preset, job)
+    added = {name: value for name, value in defaults.items() if name not in job.given} | FORCED_ARGUMENTS
     return Rehearsal(
         preset=preset,
         rehearsed=RehearsedRank(world_size=world_size, rank=rank, fake_tensors=fake_tensors),
@@ -98,32 +98,32 @@ def plan_rehearsal(
     )
 
 
-def _check_job(arguments: dict[str, Any], preset: Preset, *, world_size: int, on_cpu: bool, purpose: Purpose) -> None:
-    check_required(arguments, ("model_name_or_path",))
-    if resumes(arguments):
+def _check_job(job: Job, preset: Preset, *, world_size: int, on_cpu: bool, purpose: Purpose) -> None:
+    check_required(job, ("model_name_or_path",))
+    if job.resumes:
         raise ToolkitError("--resume_from_checkpoint: a rehearsal trains nothing to resume", hint="leave it out")
-    if flag(arguments.get("load_best_model_at_end", False)):
+    if job.load_best_model_at_end:
         raise ToolkitError("--load_best_model_at_end: a rehearsal saves and evaluates nothing", hint="leave it out")
-    check_arguments(arguments, preset, num_processes=world_size, on_cpu=on_cpu, purpose=purpose)
-    check_configuration(str(arguments["model_name_or_path"]))
-    if flag(arguments.get("load_in_4bit", False)) and not has_local_weights(str(arguments["model_name_or_path"])):
+    check_arguments(job, preset, num_processes=world_size, on_cpu=on_cpu, purpose=purpose)
+    check_configuration(str(job.model_name_or_path))
+    if job.load_in_4bit and not has_local_weights(str(job.model_name_or_path)):
         raise ToolkitError(
             "--load_in_4bit is rehearsed with the model's own weights, and there are none here to quantize",
             hint="name a local folder with weights; `toolkit plan --load-in-4bit` needs config.json alone",
         )
-    is_synthetic = dataset_names(arguments) in ([], [SYNTHETIC])
+    is_synthetic = job.dataset in ((), (SYNTHETIC,))
     if not is_synthetic and purpose == "trace":
         raise ToolkitError(
             "--dataset is not traced: fake tensors have shapes and no values",
             hint="leave --dataset out, or leave --fake-tensors out",
         )
     if not is_synthetic:
-        check_dataset(arguments)
+        check_dataset(job)
 
 
-def _gpu_precision(preset: Preset, arguments: dict[str, Any]) -> dict[str, str]:
+def _gpu_precision(preset: Preset, job: Job) -> dict[str, str]:
     """Return the preset's precision unless one is given: fake tensors are traced as on a GPU, not in a CPU's fp32."""
-    given = "bf16" in arguments or "fp16" in arguments or preset.mixed_precision == "no"
+    given = "bf16" in job.given or "fp16" in job.given or preset.mixed_precision == "no"
     return {} if given else {preset.mixed_precision: "true"}
 
 
@@ -176,9 +176,9 @@ def run_rehearsal(rehearsal: Rehearsal, *, output_dir: Path, on_line: Callable[[
 
 def rehearse_once(rehearsal: Rehearsal, *, on_line: Callable[[str], None]) -> tuple[RunResult, dict[str, Any]]:
     """Rehearse, and return run.json too; in a temporary folder unless `--output_dir` names one."""
-    output_dir = read_arguments(rehearsal.training_argv).get("output_dir")
+    output_dir = Job.from_argv(rehearsal.training_argv).output_dir
     with tempfile.TemporaryDirectory(prefix="rehearsal-") as temporary:
-        folder = Path(temporary if output_dir is None else str(output_dir))
+        folder = Path(temporary if output_dir is None else output_dir)
         if output_dir is None:
             rehearsal = replace(rehearsal, training_argv=[*rehearsal.training_argv, "--output_dir", temporary])
         result = run_rehearsal(rehearsal, output_dir=folder, on_line=on_line)

@@ -9,7 +9,7 @@ import torch
 from torch.utils.data import Dataset
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from toolkit.job.script_arguments import ModelArguments
+from toolkit.job.argument_fields import ModelArguments
 from toolkit.parallel.layout import ParallelLayout
 from toolkit.parallel.sharded_at_load import distributed_config
 from toolkit.rehearse.fake_process_group import fill_shards
@@ -29,12 +29,12 @@ from toolkit.train.model.loading import (
 
 def rehearsal_data(args: Arguments) -> tuple[Any, Data]:
     """Return the tokenizer and the rows of `--dataset`; or None and synthetic rows, which need no tokenizer."""
-    if args.data.dataset != [SYNTHETIC]:
-        tokenizer = load_tokenizer(args.model, chat_template=args.data.chat_template)
-        return tokenizer, load_data(tokenizer, args.data, args.training, data_parallel_size=args.data_parallel_size)
-    vocabulary = from_pretrained(AutoConfig, args.model).get_text_config().vocab_size
-    rows = SyntheticRows(args.global_batch_size, length=args.data.max_seq_length, vocabulary=vocabulary)
-    return None, Data(train=rows, stats=rows.stats(packed=args.data.packing))
+    if args.job.dataset != (SYNTHETIC,):
+        tokenizer = load_tokenizer(args.job, chat_template=args.job.chat_template)
+        return tokenizer, load_data(tokenizer, args.job, args.training, data_parallel_size=args.data_parallel_size)
+    vocabulary = from_pretrained(AutoConfig, args.job).get_text_config().vocab_size
+    rows = SyntheticRows(args.global_batch_size, length=args.job.max_seq_length, vocabulary=vocabulary)
+    return None, Data(train=rows, stats=rows.stats(packed=args.job.packing))
 
 
 class SyntheticRows(Dataset[dict[str, Any]]):  # type: ignore[misc]

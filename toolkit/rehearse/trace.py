@@ -57,15 +57,15 @@ def trace(args: Arguments, launch: LaunchContext) -> Facts:
     model is not what the preset specifies.
     """
     assert launch.preset is not None
-    vocabulary = from_pretrained(AutoConfig, args.model).get_text_config().vocab_size
+    vocabulary = from_pretrained(AutoConfig, args.job).get_text_config().vocab_size
     memory = LiveMemory(vocab_size=vocabulary)
     with on_fake_tensors(memory, engine=launch.preset.engine):
         with no_init_weights():
-            model = model_from_config(args.model, compute_dtype=compute_dtype(args.training))
+            model = model_from_config(args.job, compute_dtype=compute_dtype(args.training))
         model.tie_weights()
         trainer = prepared_trainer(model, args, memory)
         buckets = reduction_buckets(trainer.model_wrapped, launch.preset, memory, alone=launch.world_size == 1)
-        batch = full_batch(args.training.per_device_train_batch_size, args.data.max_seq_length)
+        batch = full_batch(args.training.per_device_train_batch_size, args.job.max_seq_length)
         states = TracedModelStates(memory)
         make_optimizer_states(trainer, memory)
         run_step(trainer, batch, states)
@@ -98,7 +98,7 @@ def prepared_trainer(model: Any, args: Arguments, memory: LiveMemory) -> TracedT
     training = args.training
     with unset_fake_temporarily():  # a hybrid mesh is made here, and reads its ranks
         trainer = TracedTrainer(model=model, args=training)
-        apply_loss(trainer, args.model)
+        apply_loss(trainer, args.job)
     trainer.memory = memory
     plugin = getattr(trainer.accelerator.state, "fsdp_plugin", None)
     if plugin is not None:

@@ -1,7 +1,7 @@
 """Times and memory of a model's pipeline stages, from the planner: each stage is planned like a small model of its own.
 
     shape = read_model("Qwen/Qwen2.5-72B")
-    staged = StagedModel(shape=shape, job=TrainingJob(max_seq_length=4096), gpu=find_gpu("h100"), tp=8)
+    staged = StagedModel(shape=shape, job=PlannedJob(max_seq_length=4096), gpu=find_gpu("h100"), tp=8)
     times = staged.chunk_times(PipelineSize(stages=4, micro_batches=16))
 
 Layers are divided as those of the preset `pipeline_1f1b`, and other micro-batches wait in the same memory plan
@@ -26,10 +26,10 @@ from toolkit.parallel.layout import ParallelLayout
 from toolkit.plan.collectives import Collective
 from toolkit.plan.engine_settings import EngineSettings, engine_settings
 from toolkit.plan.interconnect import Interconnect, Range
-from toolkit.plan.job import TrainingJob, TrainingSetup, check_planned_job, check_size
 from toolkit.plan.memory import plan_engine_memory
 from toolkit.plan.memory_verdict import fit_verdict
 from toolkit.plan.pipeline_stages import StageLoad, model_part
+from toolkit.plan.planned_job import PlannedJob, TrainingSetup, check_planned_job, check_size
 from toolkit.plan.split_communication import split_collectives
 from toolkit.plan.step_time import compute_seconds
 from toolkit.presets import load_preset
@@ -63,7 +63,7 @@ class StagedModel:
     """A model whose layers are divided among stages, on GPUs of one kind."""
 
     shape: ModelShape
-    job: TrainingJob
+    job: PlannedJob
     """One micro-batch: sequences, length, activation checkpointing."""
     gpu: Gpu
     tp: int = 1
@@ -82,9 +82,9 @@ class StagedModel:
         if self.gpu.peak_flops("bf16") is None:
             raise ToolkitError(f"the bf16 peak of {self.gpu.name} is unknown", hint="`--gpu-tflops`")
         if self.tp > 1:
-            check_supported(
-                self._split_preset, self._split_job.method_on(self.shape), world_size=2 * self.tp, purpose="plan"
-            )
+            limits = self._split_job.limits_on(self.shape)
+            job = self._split_job.as_trained
+            check_supported(self._split_preset, job, world_size=2 * self.tp, model=limits, purpose="plan")
 
     def part(self, size: PipelineSize, *chunks: int) -> ModelShape:
         """Return the model with the layers of some chunks only."""
@@ -113,7 +113,7 @@ class StagedModel:
             Collective(
                 name="permute",
                 purpose="activations of a stage",
-                payload_bytes=BF16_BYTES * self.job.tokens * self.shape.hidden_size,
+                payload_bytes=BF16_BYTES * self.job.tokens_per_micro_batch * self.shape.hidden_size,
                 group_size=2,
                 group="pp",
                 stride=self.job.gpus_per_node if leaves_node else per_stage,
@@ -168,9 +168,9 @@ class StagedModel:
             recompute=self.job.activation_checkpointing,
             count_embeddings=False,
         )
-        total, tokens = flops.hardware_flops, self.job.tokens / self.tp
+        total, tokens = flops.hardware_flops, self.job.tokens_per_micro_batch / self.tp
         compute = compute_seconds(
-            self.gpu, shape, tp=self.tp, peak=peak, tokens=self.job.tokens, flops=round(total * tokens)
+            self.gpu, shape, tp=self.tp, peak=peak, tokens=self.job.tokens_per_micro_batch, flops=round(total * tokens)
         )
         seconds = at_end(compute, end) / max(total, 1)
         exchange = at_end(self._exchange_seconds(shape), end) / 2
@@ -201,7 +201,7 @@ class StagedModel:
         return load_preset(SPLIT_LIKE)
 
     @property
-    def _split_job(self) -> TrainingJob:
+    def _split_job(self) -> PlannedJob:
         return replace(self.job, tp=self.tp, gradient_accumulation_steps=1)
 
     def _interconnect(self, size: PipelineSize) -> Interconnect:
@@ -236,13 +236,8 @@ def staged_model(model: str, options: PipelineOptions) -> StagedModel:
     check_size("--tp", options.tp, LARGEST_TP)
     check_unquantized(model)
     shape = read_model(model)
-    job = TrainingJob(
-        per_device_train_batch_size=options.per_device_train_batch_size,
-        max_seq_length=options.max_seq_length,
-        gradient_accumulation_steps=options.micro_batches,
-        activation_checkpointing=options.activation_checkpointing,
-        gpus_per_node=options.gpus_per_node,
-        lengths_differ=False,
+    job = replace(
+        PlannedJob.from_options(options, full_length=True), tp=None, gradient_accumulation_steps=options.micro_batches
     )
     check_planned_job(job, shape)
     listed = named_or_visible_gpu(options.gpu, has_memory=options.gpu_memory_gib is not None)

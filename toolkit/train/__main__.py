@@ -5,15 +5,21 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
+from toolkit.errors import EXIT_DONE
+from toolkit.job.argument_reading import help_text
 from toolkit.train.rank_process import garbage_collector_off, leave, prepare_environment, run_reporting_failures
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the training script and return the exit code; a failure ends the process."""
+    words = sys.argv[1:] if argv is None else argv
+    if {"-h", "--help"} & set(words):
+        print(help_text())
+        return EXIT_DONE
     with garbage_collector_off():
         prepare_environment()
         from toolkit.train import script
-    return run_reporting_failures(lambda progress: script.main(sys.argv[1:] if argv is None else argv, progress))
+    return run_reporting_failures(lambda progress: script.main(words, progress))
 
 
 if __name__ == "__main__":

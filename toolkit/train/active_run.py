@@ -18,7 +18,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from toolkit.job.script_arguments import resumes
+from toolkit.job.argument_fields import DataArguments, ModelArguments
+from toolkit.job.job import Job
 from toolkit.launch.resume_conversion import RESUME_FOLDER, remove_converted
 from toolkit.observe.hang_detection import Watchdog
 from toolkit.observe.observed_run import ObservedRun, check_visible, claim_folder, gather_from_ranks
@@ -91,7 +92,7 @@ def open_run(
     folder = RunFolder(Path(training.output_dir))
     writes = single_process or training.process_index == 0
     if not launch.folder_prepared:
-        _hold_folder(folder, writes=writes, resume=resumes(vars(training)))
+        _hold_folder(folder, writes=writes, resume=arguments.job.resumes)
     gather = partial(gather_from_ranks, single_process=single_process)
     progress.attempt_id, nodes = claim_folder(folder.path, writes=writes, gather=gather)
     checkpoint = find_checkpoint(arguments, launch, progress)
@@ -114,7 +115,7 @@ def open_run(
     )
     restarts = _restarts(run) if writes and not launch.folder_prepared else {}
     run.open(prepared=launch.folder_prepared, **_run_facts(run), nodes=nodes, **(facts or {}), **restarts)
-    progress.describe_rows = partial(row_places, names=tuple(arguments.data.dataset or ()))
+    progress.describe_rows = partial(row_places, names=arguments.job.dataset)
     if writes:
         print("".join(f"{line}\n" for line in arguments.notes), end="", flush=True)  # train.log is open now
     yield run
@@ -138,7 +139,7 @@ def _restarts(run: ActiveRun) -> dict[str, Any]:
     """Return `restarts` for run.json, where the run resumes in the folder of its earlier attempts."""
     checkpoint = run.checkpoint
     elsewhere = checkpoint is not None and run.folder.path.absolute() not in checkpoint.path.absolute().parents
-    if elsewhere or not resumes(vars(run.arguments.training)):
+    if elsewhere or not run.arguments.job.resumes:
         return {}
     restarts = record_restart(run.folder, resumed_step=run.resumed_step)
     return {"restarts": restarts} if restarts else {}
@@ -171,8 +172,8 @@ def _spec(arguments: Arguments) -> dict[str, Any]:
     training, rate = arguments.training, arguments.scaled_rate
     batch, accumulation = training.per_device_train_batch_size, training.gradient_accumulation_steps
     return {
-        "model": asdict(arguments.model),
-        "data": asdict(arguments.data),
+        "model": _values_of(ModelArguments, arguments.job),
+        "data": _values_of(DataArguments, arguments.job),
         "seed": training.seed,
         "max_steps": training.max_steps,
         "num_train_epochs": training.num_train_epochs,
@@ -185,3 +186,8 @@ def _spec(arguments: Arguments) -> dict[str, Any]:
         "device": training.device.type,
         "mixed_precision": training.mixed_precision,
     }
+
+
+def _values_of(part: type[ModelArguments | DataArguments], job: Job) -> dict[str, Any]:
+    values = {name: job.value(name) for name in part.__dataclass_fields__}
+    return {name: None if value == () else value for name, value in values.items()}

@@ -1,47 +1,31 @@
-"""Flags, a YAML file, or both, parsed into the three dataclasses of the training script.
+"""The arguments of one rank: argv, read once into a job, and `TrainingArguments` made of it.
 
 accelerate launch ... -m toolkit.train config.yaml --max_steps 8
 """
 
 from __future__ import annotations
 
-import argparse
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, NoReturn
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
-from transformers import HfArgumentParser, TrainingArguments
+from transformers import TrainingArguments
 
 from toolkit.errors import ToolkitError
 from toolkit.files.secrets import UnwrittenText, hide_secrets, hide_words, is_secret_name, restore_secrets
-from toolkit.job.argument_aliases import canonical_flags
-from toolkit.job.argument_checks import check_arguments
-from toolkit.job.compilation import Compilation
-from toolkit.job.global_batch import order_of_ranks, with_accumulation
+from toolkit.job.accumulation import SHARDED, with_accumulate
+from toolkit.job.global_batch import global_batch_size, with_accumulation
+from toolkit.job.job import Job
 from toolkit.job.learning_rate import WARMUP_SHARE, ScaledRate, scaled_rate
-from toolkit.job.script_arguments import (
-    DataArguments,
-    ModelArguments,
-    accumulate_argument,
-    argument_words,
-    degrees_given,
-    expand_paths,
-    flag,
-    has_config_file,
-    read_arguments,
-    read_config_file,
-    uses_activation_checkpointing,
-)
-from toolkit.job.trainer_arguments import json_object
 from toolkit.models.attention import needs_no_mask
+from toolkit.models.optimizers import DEFAULT_OPTIMIZER, MUON
 from toolkit.observe.attest.tensors import compute_dtype
 from toolkit.parallel.layout import ParallelLayout
 from toolkit.parallel.pipeline_schedule import PipelineSettings
-from toolkit.presets.accumulation import SHARDED, default_accumulate, with_accumulate
-from toolkit.presets.optimizers import DEFAULT_OPTIMIZER, MUON
+from toolkit.presets.preset_checks import check_arguments
+from toolkit.presets.spec import default_accumulate
 from toolkit.presets.training_arguments import SDPA, parallelism_arguments, resolve_precision, uses_fsdp
 from toolkit.train.launch_context import LaunchContext
 from toolkit.train.model.loading import choose_attention
@@ -53,21 +37,14 @@ REQUIRED = ("model_name_or_path", "dataset", "output_dir")
 class Arguments:
     """The arguments in effect, with what the preset and the node decide filled in."""
 
-    model: ModelArguments
-    data: DataArguments
+    job: Job
     training: TrainingArguments
     argv: Sequence[str]
     """The training arguments as they were given, with `***` for each secret."""
     scaled_rate: ScaledRate | None = None
     """The learning rate scaled with the global batch size; None where `--lr_scaling` is off."""
-    activation_checkpointing: bool = False
-    """Switched on by the user, whichever library carries it out: under FSDP2 `training` does not have it."""
     layout: ParallelLayout | None = None
     """How the ranks are divided; None for data parallelism alone."""
-    compilation: Compilation | None = None
-    """The decoder layers are compiled so; `training` does not have it, since the Trainer would compile the model."""
-    order_of_ranks: str | None = None
-    """The argument by which the rows of a step depend on the number of ranks; None where they do not."""
     notes: list[str] = field(default_factory=list)
     """Warnings and explanations for the log."""
 
@@ -79,177 +56,99 @@ class Arguments:
     @property
     def global_batch_size(self) -> int:
         """Sequences of an optimizer step."""
-        training = self.training
-        per_rank = int(training.per_device_train_batch_size) * int(training.gradient_accumulation_steps)
-        return per_rank * self.data_parallel_size
+        return global_batch_size(self.job, self.data_parallel_size)
 
     @property
     def pipeline(self) -> PipelineSettings | None:
         """The stages and their schedule; None without a pipeline."""
-        if self.layout is None or self.layout.pp == 1:
-            return None
-        model = self.model
-        return PipelineSettings.of(ranks=self.layout.pp, schedule=model.pipeline_schedule, chunks=model.pipeline_chunks)
-
-
-class _Parser(HfArgumentParser):  # type: ignore[misc]
-    def error(self, message: str) -> NoReturn:
-        raise ToolkitError(message, hint="see `python -m toolkit.train --help`")
+        return None if self.layout is None or self.layout.pp == 1 else self.job.pipeline
 
 
 def parse_args(argv: Sequence[str], launch: LaunchContext) -> Arguments:
-    """Parse the training script's arguments and set the environment that accelerate reads.
+    """Read the training script's arguments and set the environment that accelerate reads.
 
     Raises ToolkitError for an unknown or missing argument, and for a value that transformers refuses.
     """
     argv = restore_secrets(argv)
-    given = read_arguments(argv) if "--help" not in argv else {}
-    values = expand_paths(vars(_parse_flags(list(argv))))
+    job = Job.from_argv(argv)
     for name in REQUIRED:
-        if given.get(name) is None:
+        if not job.value(name):
             raise ToolkitError(f"--{name} is missing", hint=f"add `--{name} ...`, or `{name}: ...` in a YAML file")
-    values |= _device_and_precision(given, launch) | _defaults_unless_given(given)
-    warnings = check_arguments(
-        given,
-        launch.preset,
-        num_processes=launch.world_size,
-        on_cpu=bool(values.get("use_cpu")),
-        purpose="launched",
-    )
-    layout = _layout(given, launch)
-    values |= _accumulation_steps(given, layout)
-    values |= _accumulation(given, launch) | _parallelism(values, launch, layout)
-    rate, checkpointing = _scaled_learning_rate(values, layout), uses_activation_checkpointing(values)
-    if checkpointing:
-        values |= _activation_checkpointing(launch, offload=bool(values["activation_checkpointing_offload"]))
+    on_cpu = _use_cpu(job)
+    warnings = check_arguments(job, launch.preset, num_processes=launch.world_size, on_cpu=on_cpu, purpose="launched")
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    layout = None if launch.preset is None else launch.preset.layout(world_size, job.degrees)
+    groups = world_size if layout is None else layout.data_parallel_size
+    ranks_per_batch = 1 if layout is None else layout.ranks_per_batch
+    job = with_accumulation(job, data_parallel_size=groups, ranks_per_batch=ranks_per_batch)
+    rate = None
+    if job.lr_scaling is not None and job.lr_reference_batch_size is not None:
+        rate = scaled_rate(
+            job.learning_rate,
+            rule=job.lr_scaling,
+            global_batch_size=global_batch_size(job, groups),
+            reference_batch_size=job.lr_reference_batch_size,
+        )
+    job, values = _resolved(job, launch, layout, on_cpu=on_cpu)
     if rate is not None:
-        values |= _rate_and_warmup(rate, given)
-    uses_muon = values["optim"] == MUON  # transformers takes its own names only
-    try:
-        model, data, training = _parser().parse_dict(values | ({"optim": DEFAULT_OPTIMIZER} if uses_muon else {}))
-    except (ValueError, TypeError, NotImplementedError) as error:
-        raise ToolkitError(" ".join(str(error).split())) from None
-    if uses_muon:
-        training.optim = MUON
-    for name, value in list(vars(training).items()):
-        if isinstance(value, str) and (is_secret_name(name) or hide_secrets(value) != value):
-            setattr(training, name, UnwrittenText(value))
+        values |= _rate_and_warmup(rate, job)
+    training = _training_arguments(job.trainer_values | values)
     if launch.preset is not None and launch.preset.engine == "none":
         training._n_gpu = min(training._n_gpu, 1)  # with several visible GPUs the Trainer would run DataParallel
-    model.attn_implementation = choose_attention(
-        model,
-        packing=data.packing,
-        compute_dtype=compute_dtype(training),
-        on_cpu=bool(training.use_cpu),
+    attention = choose_attention(
+        job, packing=job.packing, compute_dtype=compute_dtype(training), on_cpu=bool(training.use_cpu)
     )
-    training.torch_compile, training.torch_compile_backend, training.torch_compile_mode = False, None, None
+    job = replace(job, attn_implementation=attention)
+    lines = [f"warning: {line}" for line in warnings]
     return Arguments(
-        model=model,
-        data=data,
+        job=job,
         training=training,
         argv=hide_words(argv),
         scaled_rate=rate,
-        activation_checkpointing=checkpointing,
         layout=layout,
-        compilation=Compilation.of(given),
-        order_of_ranks=order_of_ranks(given),
-        notes=[
-            *(f"warning: {line}" for line in warnings),
-            *_rate_lines(rate, training),
-            *_attention_lines(model, packing=data.packing),
-        ],
+        notes=[*lines, *_rate_lines(rate, training), *_attention_lines(job)],
     )
 
 
-def _attention_lines(model: ModelArguments, *, packing: bool) -> list[str]:
-    """Name the attention function of packed rows, which the user may not have chosen."""
-    if not packing:
-        return []
-    name = model.attn_implementation
-    mask = "no mask" if needs_no_mask(name) else "a mask of all pairs of positions"
-    return [f"packed rows: attention {name or 'as the model defines it'}, {mask}"]
-
-
-def _parser() -> _Parser:
-    parser = _Parser((ModelArguments, DataArguments, TrainingArguments), prog="python -m toolkit.train")
-    optim = next(action for action in parser._actions if action.dest == "optim")
-    optim.choices, optim.type = argument_words()["optim"], str
-    return parser
-
-
-def _parse_flags(argv: list[str]) -> argparse.Namespace:
-    parser = _parser()
-    if has_config_file(argv):
-        parser.set_defaults(**read_config_file(Path(argv.pop(0))))
-    namespace: argparse.Namespace = parser.parse_args(canonical_flags(argv))
-    return namespace
-
-
-def _device_and_precision(given: dict[str, Any], launch: LaunchContext) -> dict[str, Any]:
-    """Choose the CPU where there is no GPU; the preset's precision on a GPU and fp32 on a CPU, unless given."""
-    values: dict[str, Any] = {}
+def _use_cpu(job: Job) -> bool:
+    """Choose the CPU where there is no GPU."""
     if not torch.cuda.is_available():
-        values["use_cpu"] = True
         # With ACCELERATE_USE_CPU, accelerate turns a DeepSpeed run into DDP.
         deepspeed = os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true"
         os.environ["ACCELERATE_USE_CPU"] = "false" if deepspeed else "true"
-    on_cpu = bool(values.get("use_cpu") or given.get("use_cpu"))
-    specified = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")  # by the launcher
-    if launch.preset is not None:
-        specified = launch.preset.mixed_precision
-    flags: dict[str, Any] = {name: flag(given[name]) for name in ("bf16", "fp16") if name in given}
-    precision = resolve_precision(flags, specified, on_cpu=on_cpu)
+    return job.use_cpu or not torch.cuda.is_available()
+
+
+def _resolved(
+    job: Job, launch: LaunchContext, layout: ParallelLayout | None, *, on_cpu: bool
+) -> tuple[Job, dict[str, Any]]:
+    """Put the libraries right for the preset, and return the job with its choices, and `TrainingArguments` of them."""
+    preset = launch.preset
+    specified = os.environ.get("ACCELERATE_MIXED_PRECISION", "no") if preset is None else preset.mixed_precision
+    given: dict[str, Any] = {name: job.value(name) for name in ("bf16", "fp16") if name in job.given}
+    precision = resolve_precision(given, specified, on_cpu=on_cpu)
     os.environ["ACCELERATE_MIXED_PRECISION"] = precision
-    return values | {"bf16": precision == "bf16", "fp16": precision == "fp16"}
-
-
-def _defaults_unless_given(given: dict[str, Any]) -> dict[str, Any]:
-    defaults = {
-        "disable_tqdm": True,  # the step timer prints lines, which a log file can hold
-        "ddp_find_unused_parameters": False,  # the Trainer's default walks the graph once more every step
-    }
-    # The collator reads columns that no model takes.
-    return {"remove_unused_columns": False} | {n: value for n, value in defaults.items() if n not in given}
-
-
-def _accumulation(given: dict[str, Any], launch: LaunchContext) -> dict[str, Any]:
-    """Return how gradients wait for the last accumulation step, and under FSDP the setting that the Trainer reads."""
-    chosen, preset = accumulate_argument(given), launch.preset
+    values: dict[str, Any] = {"use_cpu": on_cpu, "bf16": precision == "bf16", "fp16": precision == "fp16"}
+    values["remove_unused_columns"] = False  # the collator reads columns that no model takes
+    # The step timer prints lines, which a log file can hold; the Trainer's default for DDP walks the graph every step.
+    values |= {n: v for n, v in (("disable_tqdm", True), ("ddp_find_unused_parameters", False)) if n not in job.given}
+    chosen = job.chosen_accumulate
     if uses_fsdp() or (preset is not None and preset.sharded_at_load):
-        accumulate = chosen or SHARDED
-        configured = json_object(given, "accelerator_config")
-        return {"accumulate": accumulate, "accelerator_config": with_accumulate(configured, accumulate)}
-    return {"accumulate": chosen if chosen is not None or preset is None else default_accumulate(preset)}
-
-
-def _accumulation_steps(given: dict[str, Any], layout: ParallelLayout | None) -> dict[str, Any]:
-    """Return the accumulation steps that follow from `--global_batch_size` and the number of ranks."""
-    ranks_per_batch = 1 if layout is None else layout.ranks_per_batch
-    kept = with_accumulation(given, data_parallel_size=_groups(layout), ranks_per_batch=ranks_per_batch)
-    return {name: value for name, value in kept.items() if name not in given or value != given[name]}
-
-
-def _groups(layout: ParallelLayout | None) -> int:
-    """Return how many ranks, or groups of ranks, train on different rows."""
-    return int(os.environ.get("WORLD_SIZE", "1")) if layout is None else layout.data_parallel_size
-
-
-def _layout(given: dict[str, Any], launch: LaunchContext) -> ParallelLayout | None:
-    if launch.preset is None:
-        return None
-    return launch.preset.layout(int(os.environ.get("WORLD_SIZE", "1")), degrees_given(given))
-
-
-def _parallelism(values: dict[str, Any], launch: LaunchContext, layout: ParallelLayout | None) -> dict[str, Any]:
-    """Put the libraries right for a layout, and return the arguments that it determines."""
-    if layout is None or launch.preset is None:
-        return {}
-    on_cpu = bool(values.get("use_cpu"))
-    splits_head = layout.ranks_per_batch > 1  # or each sequence, of which the head then sees a part; or the layers
-    loss = {"loss": "full"} if splits_head and values["loss"] == "auto" else {}
-    attention = values["attn_implementation"] or SDPA
-    arguments = parallelism_arguments(launch.preset, layout, on_cpu=on_cpu, attention=attention)
-    return {**loss, **arguments, **({"attn_implementation": attention} if arguments else {})}
+        chosen = chosen or SHARDED
+        values["accelerator_config"] = with_accumulate(job.accelerator_config or {}, chosen)
+    elif preset is not None:
+        chosen = chosen or default_accumulate(preset)
+    job = replace(job, accumulate=chosen)
+    if layout is not None and preset is not None:
+        if layout.ranks_per_batch > 1 and job.loss == "auto":
+            job = replace(job, loss="full")  # the head is split, or sees a part of each sequence, or of the layers
+        attention = job.attn_implementation or SDPA
+        parallelism = parallelism_arguments(preset, layout, on_cpu=on_cpu, attention=attention)
+        values |= parallelism
+        job = replace(job, attn_implementation=attention) if parallelism else job
+    if job.uses_activation_checkpointing:
+        values |= _activation_checkpointing(launch, offload=job.activation_checkpointing_offload)
+    return job, values
 
 
 def _activation_checkpointing(launch: LaunchContext, *, offload: bool) -> dict[str, Any]:
@@ -262,21 +161,25 @@ def _activation_checkpointing(launch: LaunchContext, *, offload: bool) -> dict[s
     return {"activation_checkpointing_kwargs": {"use_reentrant": False, "offload": True}} if offload else {}
 
 
-def _scaled_learning_rate(values: dict[str, Any], layout: ParallelLayout | None) -> ScaledRate | None:
-    if values["lr_scaling"] is None:
-        return None
-    sequences_per_rank = int(values["per_device_train_batch_size"]) * int(values["gradient_accumulation_steps"])
-    return scaled_rate(
-        float(values["learning_rate"]),
-        rule=values["lr_scaling"],
-        global_batch_size=sequences_per_rank * _groups(layout),
-        reference_batch_size=int(values["lr_reference_batch_size"]),
-    )
+def _training_arguments(values: dict[str, Any]) -> TrainingArguments:
+    uses_muon = values.get("optim") == MUON  # transformers takes its own names only
+    try:
+        training = TrainingArguments(**values | ({"optim": DEFAULT_OPTIMIZER} if uses_muon else {}))
+    except (ValueError, TypeError, NotImplementedError) as error:
+        raise ToolkitError(" ".join(str(error).split())) from None
+    if uses_muon:
+        training.optim = MUON
+    for name, value in list(vars(training).items()):
+        if isinstance(value, str) and (is_secret_name(name) or hide_secrets(value) != value):
+            setattr(training, name, UnwrittenText(value))
+    # the decoder layers are compiled one by one (`engine.compiled_layers`); the Trainer would compile the model
+    training.torch_compile, training.torch_compile_backend, training.torch_compile_mode = False, None, None
+    return training
 
 
-def _rate_and_warmup(rate: ScaledRate, given: dict[str, Any]) -> dict[str, Any]:
+def _rate_and_warmup(rate: ScaledRate, job: Job) -> dict[str, Any]:
     """Warm up to a rate that is higher than the base, unless the user gives the warm-up."""
-    warms_up = rate.learning_rate > rate.base_learning_rate and "warmup_steps" not in given
+    warms_up = rate.learning_rate > rate.base_learning_rate and "warmup_steps" not in job.given
     return {"learning_rate": rate.learning_rate} | ({"warmup_steps": WARMUP_SHARE} if warms_up else {})
 
 
@@ -287,3 +190,11 @@ def _rate_lines(rate: ScaledRate | None, training: TrainingArguments) -> list[st
         return [f"{rate.sentence}, without warm-up"]
     warmup = f"{training.warmup_steps:.0%} of the" if training.warmup_steps < 1 else f"{training.warmup_steps:.0f}"
     return [f"{rate.sentence}, after a warm-up of {warmup} steps (`--warmup_steps` changes it)"]
+
+
+def _attention_lines(job: Job) -> list[str]:
+    """Name the attention function of packed rows, which the user may not have chosen."""
+    if not job.packing:
+        return []
+    mask = "no mask" if needs_no_mask(job.attn_implementation) else "a mask of all pairs of positions"
+    return [f"packed rows: attention {job.attn_implementation or 'as the model defines it'}, {mask}"]

@@ -14,11 +14,11 @@ from toolkit.train.model.chunked_loss import read_loss
 
 def expected_methods(arguments: Arguments) -> Values:
     """Return the values that every rank must read under these arguments."""
-    model, training = arguments.model, arguments.training
+    model, training = arguments.job, arguments.training
     expected: Values = {
         "ddp_comm_hook": model.ddp_comm_hook,
         "activation_checkpointing_offload": model.activation_checkpointing_offload,
-        "torch_compile": arguments.compilation is not None,
+        "torch_compile": arguments.job.compilation is not None,
         "neftune_noise_alpha": training.neftune_noise_alpha,
         "load_in_4bit": model.load_in_4bit,
         "quantized_storage_dtype": dtype_name(compute_dtype(training)) if model.load_in_4bit else None,
@@ -34,13 +34,13 @@ def expected_methods(arguments: Arguments) -> Values:
         expected["loss"] = model.loss
     if model.loss == "chunked":
         expected["loss_chunk_tokens"] = model.loss_chunk_tokens
-    if arguments.activation_checkpointing:
+    if arguments.job.uses_activation_checkpointing:
         expected["activation_checkpointing"] = True
     if model.accumulate is not None:
         expected["accumulate"] = model.accumulate
     if model.attn_implementation is not None:
         expected["attn_implementation"] = model.attn_implementation
-    if arguments.data.packing and needs_no_mask(model.attn_implementation):
+    if arguments.job.packing and needs_no_mask(model.attn_implementation):
         expected["packing_mask_bytes"] = 0
     return expected
 

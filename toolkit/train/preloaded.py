@@ -29,7 +29,7 @@ with garbage_collector_off():
     import transformers.conversion_mapping
 
     import toolkit.train.script  # noqa: F401
-    from toolkit.job.script_arguments import argument_words
+    from toolkit.job.argument_reading import argument_words
 
     if not torch.cuda.is_available():  # DeepSpeed selects its device when it is imported
         import cpuinfo

@@ -57,7 +57,7 @@ def run_reporting_failures(run: Callable[[Progress], None]) -> int:
     progress = Progress()
     try:
         run(progress)
-    except SystemExit as leaving:  # --help
+    except SystemExit as leaving:
         return int(leaving.code or 0)
     except BaseException as error:  # every cause must reach failure.json
         code = report_failure(error, progress)

@@ -5,7 +5,6 @@ A checkpoint that `toolkit checkpoint convert` made for a DeepSpeed preset has `
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -16,8 +15,6 @@ from transformers import TrainerCallback
 
 from toolkit.files.model_weights import read_weights
 from toolkit.files.safe_loading import check_checkpoint, load_only_known_classes
-from toolkit.job.dataset_checks import streaming_buffer_size
-from toolkit.job.script_arguments import degrees_given, resumes
 from toolkit.launch.resume_conversion import ResumingRun, checkpoint_to_convert, convert_checkpoint
 from toolkit.observe.progress import Progress
 from toolkit.observe.signals import join_store
@@ -48,9 +45,9 @@ def find_checkpoint(arguments: Arguments, launch: LaunchContext, progress: Progr
     data order would not continue.
     """
     training = arguments.training
-    if not resumes(vars(training)):
+    if not arguments.job.resumes:
         return None
-    if not arguments.model.trust_pickle:
+    if not arguments.job.trust_pickle:
         load_only_known_classes(deepspeed=training.deepspeed_plugin is not None)
     found = [_prepared_by_rank_0(arguments, launch, progress)]
     if dist.is_initialized():
@@ -67,10 +64,10 @@ def find_checkpoint(arguments: Arguments, launch: LaunchContext, progress: Progr
         seed=training.seed,
         max_steps=training.max_steps,
         optim=str(getattr(training.optim, "value", training.optim)),
-        streaming_buffer_size=streaming_buffer_size(asdict(arguments.data)),
-        dataset_weights=arguments.data.dataset_weights or [],
+        streaming_buffer_size=arguments.job.shuffle_buffer_size,
+        dataset_weights=list(arguments.job.dataset_weights),
         data_parallel_size=arguments.data_parallel_size,
-        order_of_ranks=arguments.order_of_ranks,
+        order_of_ranks=arguments.job.order_of_ranks,
         pipeline_chunks=None if arguments.pipeline is None else arguments.pipeline.chunks,
     )
     if training.process_index == 0:
@@ -102,7 +99,7 @@ def _prepare(arguments: Arguments, launch: LaunchContext) -> Checkpoint | None:
         run = _resuming_run(arguments, launch.preset)
         converted = convert_checkpoint(checkpoint_to_convert(checkpoint, run), run, on_message=_print_at_once)
         checkpoint = checkpoint if converted.path is None else read_checkpoint(converted.path)
-    if not arguments.model.trust_pickle:
+    if not arguments.job.trust_pickle:
         check_checkpoint(checkpoint.path)
     return checkpoint
 
@@ -114,8 +111,8 @@ def _resuming_run(arguments: Arguments, preset: Preset) -> ResumingRun:
         num_processes=training.world_size,
         output_dir=Path(training.output_dir),
         global_batch_size=arguments.global_batch_size,
-        degrees=degrees_given(vars(arguments.model)),
-        trust_pickle=arguments.model.trust_pickle,
+        degrees=arguments.job.degrees,
+        trust_pickle=arguments.job.trust_pickle,
     )
 
 

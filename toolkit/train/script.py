@@ -40,8 +40,8 @@ def main(argv: Sequence[str], progress: Progress) -> None:
         run.start_health_checks()
         set_seed(args.training.seed)
         progress.enter("data")
-        tokenizer = load_tokenizer(args.model, chat_template=args.data.chat_template)
-        data = load_data(tokenizer, args.data, args.training, data_parallel_size=args.data_parallel_size)
+        tokenizer = load_tokenizer(args.job, chat_template=args.job.chat_template)
+        data = load_data(tokenizer, args.job, args.training, data_parallel_size=args.data_parallel_size)
         progress.enter("load")
         size_swap_buffers(args)
         model, parts = load_engine(run)
@@ -49,9 +49,9 @@ def main(argv: Sequence[str], progress: Progress) -> None:
         trainer.train(resume_from_checkpoint=run.resume_path)
         run.raise_if_stopped()
         progress.enter("save")
-        if args.model.save_model:
+        if args.job.save_model:
             save_final_model(trainer, tokenizer, run.folder.path)
-        run.complete(untimed_steps=args.model.untimed_steps, saves=trainer.observer.saver.saves)
+        run.complete(untimed_steps=args.job.untimed_steps, saves=trainer.observer.saver.saves)
 
 
 def set_up_libraries(progress: Progress) -> None:

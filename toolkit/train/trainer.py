@@ -12,7 +12,8 @@ from torch.utils.data import SequentialSampler
 from transformers import PrinterCallback, Trainer, TrainerCallback
 from transformers.trainer_pt_utils import LengthGroupedSampler
 
-from toolkit.job.argument_checks import profiled_steps
+from toolkit.job.job_checks import profiled_steps
+from toolkit.models.optimizers import MUON
 from toolkit.observe.attest.attestation import Attestation
 from toolkit.observe.batches import IGNORED
 from toolkit.observe.early_stopping import EarlyStopping
@@ -20,7 +21,6 @@ from toolkit.observe.observer import Observer, observe
 from toolkit.observe.parts import ExpectedRun, ObserverParts
 from toolkit.observe.profiler import MemorySnapshot, Profiler
 from toolkit.observe.timer import StepTimer
-from toolkit.presets.optimizers import MUON
 from toolkit.train.active_run import ActiveRun
 from toolkit.train.at_load_states import StatesShardedAtLoad
 from toolkit.train.data.collation import batch_facts, next_labels
@@ -61,7 +61,7 @@ class SupervisedTrainer(Trainer):  # type: ignore[misc]
     def get_train_dataloader(self) -> Any:
         if not isinstance(self.train_dataset, TokenStream):
             loader = super().get_train_dataloader()
-            keep_order(loader, global_batch_size=self.run.arguments.model.global_batch_size)
+            keep_order(loader, global_batch_size=self.run.arguments.job.global_batch_size)
             return loader
         return stream_loader(self.train_dataset, self.data_collator, self.args, self.accelerator.device)
 
@@ -144,32 +144,32 @@ def build_trainer(
     Raises ToolkitError for a model that cannot be trained on packed rows.
     """
     args, training = run.arguments, run.arguments.training
-    if args.data.packing:
+    if args.job.packing:
         check_model_packs(model)
     run.progress.enter("engine")
-    if args.compilation is not None:
-        full = args.data.packing or data.stats.truncated_rows == data.stats.rows
-        compile_layers(model, args.compilation, lengths_vary=not full)
+    if args.job.compilation is not None:
+        full = args.job.packing or data.stats.truncated_rows == data.stats.rows
+        compile_layers(model, args.job.compilation, lengths_vary=not full)
     kind = parts.trainer or (SupervisedTrainer if run.layout_at_load is None else TrainerShardedAtLoad)
     trainer = kind(
         run=run,
         model=model,
         train_dataset=data.train,
         eval_dataset=data.evaluation,
-        data_collator=make_collator(tokenizer, model, packing=args.data.packing, layout=args.layout),
+        data_collator=make_collator(tokenizer, model, packing=args.job.packing, layout=args.layout),
         processing_class=tokenizer,
         optimizer_cls_and_kwargs=(muon_factory, {"args": training}) if training.optim == MUON else None,
     )
-    apply_loss(trainer, args.model)
+    apply_loss(trainer, args.job)
     trainer.remove_callback(PrinterCallback)  # the timer prints instead
     trainer.add_callback(run.stop_on_signal)  # before the timer, which waits for the device where this decides to save
     observer = observe(
         trainer,
         record=run,
         parts=observer_parts(run, trainer),
-        untimed_steps=args.model.untimed_steps,
+        untimed_steps=args.job.untimed_steps,
         complete_saves=True,
-        saves_in_background=args.model.async_save and str(training.save_strategy) != "SaveStrategy.NO",
+        saves_in_background=args.job.async_save and str(training.save_strategy) != "SaveStrategy.NO",
         timer=parts.timer,
         attestation=parts.attestation,
     )
@@ -209,7 +209,7 @@ def observer_parts(run: ActiveRun, trainer: SupervisedTrainer) -> ObserverParts:
         reduce_dtype=hook_dtype,
         batch_facts=batch_facts,
         counts_tokens=counts_tokens(run),
-        compiles=args.compilation is not None,
+        compiles=args.job.compilation is not None,
         collates_on_each_rank=True,
         manifest=lambda: {
             "layout": None if args.layout is None else args.layout.degrees(),
@@ -217,7 +217,7 @@ def observer_parts(run: ActiveRun, trainer: SupervisedTrainer) -> ObserverParts:
             "data_parallel_size": args.data_parallel_size,
             "global_batch_size": args.global_batch_size,
             "streaming_buffer_size": getattr(trainer.train_dataset, "buffer_size", 0),
-            "dataset_weights": args.data.dataset_weights or [],
+            "dataset_weights": list(args.job.dataset_weights),
         },
         save_states=save_states,
     )
@@ -225,7 +225,7 @@ def observer_parts(run: ActiveRun, trainer: SupervisedTrainer) -> ObserverParts:
 
 def callbacks(run: ActiveRun, trainer: SupervisedTrainer, observer: Observer) -> list[TrainerCallback]:
     """Return the callbacks that the arguments switch on. The Trainer calls them in this order, after the observer's."""
-    model, timer, evaluates = run.arguments.model, observer.timer, trainer.eval_dataset is not None
+    model, timer, evaluates = run.arguments.job, observer.timer, trainer.eval_dataset is not None
     found: list[TrainerCallback] = [Evaluations(run.folder)] if evaluates else []
     if model.ddp_comm_hook is not None:
         found.append(CommunicationHook(run, trainer))

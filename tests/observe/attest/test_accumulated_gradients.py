@@ -10,8 +10,8 @@ from launching import ROOT, accelerate_launch, losses, read
 
 from toolkit.models.read_model import read_model
 from toolkit.plan.engine_buffers import engine_buffers
-from toolkit.plan.job import TrainingJob, TrainingSetup
 from toolkit.plan.model_states import job_weights, model_states
+from toolkit.plan.planned_job import PlannedJob, TrainingSetup
 from toolkit.presets import load_preset
 
 FSDP2 = ROOT / "accelerate_configs" / "fsdp2.yaml"
@@ -39,7 +39,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, faq_alpaca:
 
 
 def setup(model: Path, accumulate: str) -> TrainingSetup:
-    job = TrainingJob(gradient_accumulation_steps=ACCUMULATION, accumulate=accumulate)
+    job = PlannedJob(gradient_accumulation_steps=ACCUMULATION, accumulate=accumulate)
     return TrainingSetup(
         preset=load_preset("fsdp2"), shape=read_model(str(model)), world_size=2, job=job, mixed_precision="no"
     )

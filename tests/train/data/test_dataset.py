@@ -15,7 +15,7 @@ from dataset_folders import write_dataset_folder
 from transformers import TrainingArguments
 
 from toolkit.errors import ToolkitError
-from toolkit.job.script_arguments import DataArguments
+from toolkit.job.argument_fields import DataArguments
 from toolkit.record.folder import RunFolder
 from toolkit.train.data.data_report import preflight_lines
 from toolkit.train.data.dataset import Data, load_data, row_places
@@ -32,7 +32,7 @@ def load(tokenizer: Any, tmp_path: Path) -> Load:
         (tmp_path / "run").mkdir(exist_ok=True)
         options = {"per_device_train_batch_size": 1, "use_cpu": True, "report_to": [], **(training or {})}
         arguments = TrainingArguments(str(tmp_path / "run"), **options)
-        data = DataArguments(dataset=list(map(str, names)), max_seq_length=64, **given)
+        data = DataArguments(dataset=tuple(map(str, names)), max_seq_length=64, **given)
         return load_data(tokenizer, data, arguments, data_parallel_size=data_parallel_size)
 
     return load_arguments

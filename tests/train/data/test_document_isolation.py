@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from toolkit.errors import AttestationFailed
-from toolkit.job.script_arguments import DataArguments, ModelArguments
+from toolkit.job.job import Job
 from toolkit.observe.attest.differences import differences
 from toolkit.train.data.collation import PackCollator
 from toolkit.train.data.document_isolation import check_isolated, read_packing
@@ -68,11 +68,8 @@ def test_the_masks_of_the_test_documents_are_counted(model: Any, tokenizer: Any)
 def test_a_mask_in_place_of_document_lengths_is_a_difference(model: Any, tokenizer: Any) -> None:
     """transformers can fall back to another function than the one that was asked for."""
     parsed = SimpleNamespace(
-        model=ModelArguments(attn_implementation="sdpa_varlen"),
-        data=DataArguments(packing=True),
+        job=Job(attn_implementation="sdpa_varlen", packing=True),
         training=SimpleNamespace(neftune_noise_alpha=None),
-        activation_checkpointing=False,
-        compilation=None,
         pipeline=None,
     )
     reading = read_packing(live(model, collator(model, tokenizer)), compute_dtype="float32")

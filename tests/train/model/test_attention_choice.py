@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from toolkit.errors import ToolkitError
-from toolkit.job.script_arguments import ModelArguments
+from toolkit.job.argument_fields import ModelArguments
 from toolkit.train.model.loading import choose_attention
 
 

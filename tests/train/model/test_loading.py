@@ -9,7 +9,7 @@ import torch
 from model_configs import TINY
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from toolkit.job.script_arguments import ModelArguments
+from toolkit.job.argument_fields import ModelArguments
 from toolkit.train.model.loading import loaded_dtype, prepare_model
 from toolkit.train.model.saving import in_fp32
 
@@ -20,9 +20,9 @@ from toolkit.train.model.saving import in_fp32
         ({}, torch.float32),
         ({"train_only": ["lm_head.*"]}, torch.float32),
         ({"lora_r": 4}, torch.bfloat16),
-        ({"lora_r": 4, "lora_config": ["use_dora=true"]}, torch.bfloat16),
-        ({"lora_r": 4, "lora_config": ["bias=all"]}, torch.float32),
-        ({"lora_r": 4, "lora_config": ['modules_to_save=["lm_head"]']}, torch.float32),
+        ({"lora_r": 4, "lora_config": {"use_dora": True}}, torch.bfloat16),
+        ({"lora_r": 4, "lora_config": {"bias": "all"}}, torch.float32),
+        ({"lora_r": 4, "lora_config": {"modules_to_save": ["lm_head"]}}, torch.float32),
     ],
 )
 def test_a_model_whose_own_weights_are_trained_is_loaded_in_fp32(arguments: Any, dtype: torch.dtype) -> None:
@@ -35,7 +35,7 @@ def test_a_model_whose_own_weights_are_trained_is_loaded_in_fp32(arguments: Any,
     "how",
     [
         {"lora_r": 4},
-        {"lora_r": 4, "lora_config": ['modules_to_save=["lm_head"]']},
+        {"lora_r": 4, "lora_config": {"modules_to_save": ["lm_head"]}},
         {"freeze": ["model.layers.0.*"]},
         {"train_only": ["lm_head.*"]},
     ],

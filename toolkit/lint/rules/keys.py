@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from toolkit.errors import nearest
+from toolkit.job.trainer_schema import trainer_argument_names
 from toolkit.lint.document import ACCELERATE, DEEPSPEED, TRAINER, Document
 from toolkit.lint.findings import ERROR, NOTE, WARNING, Edit, Match, rule
 from toolkit.lint.removed_keys import (
@@ -28,7 +29,6 @@ from toolkit.presets.known_keys import (
     PRECISION_KEYS,
     ZERO_KEYS,
 )
-from toolkit.versions import training_argument_types
 
 # accelerate's `process_config` still converts these.
 OLD_ACCELERATE_KEYS = {"fp16", "dynamo_backend"}
@@ -146,7 +146,7 @@ def removed_training_argument(doc: Document) -> Iterator[Match]:
     """transformers 5 has removed the field: `HfArgumentParser` and `TrainingArguments(...)` raise."""
     script_arguments = {name for key, names in SCRIPT_ARGUMENTS.items() if doc.has(key) for name in names}
     for name, instead in TRAINING_ARGUMENTS_REMOVED.items():
-        if doc.has(name) and name not in training_argument_types() and name not in script_arguments:
+        if doc.has(name) and name not in trainer_argument_names() and name not in script_arguments:
             renamed = TRAINING_ARGUMENTS_RENAMED.get(name)
             taken = renamed is not None and doc.has(renamed)
             yield Match(
@@ -167,7 +167,7 @@ def _removal(name: str, renamed: str | None, instead: str | None) -> Edit | None
 def deprecated_training_argument(doc: Document) -> Iterator[Match]:
     """transformers 5 still accepts the old name, with a FutureWarning; version 6 will not."""
     for name, instead in TRAINING_ARGUMENTS_DEPRECATED.items():
-        if doc.has(name) and instead in training_argument_types():
+        if doc.has(name) and instead in trainer_argument_names():
             edit = None if doc.has(instead) else Edit(key=name, rename=instead)
             yield Match(key=name, message=f"`{name}` is removed in transformers 6", fix=f"`{instead}`", edit=edit)
 
@@ -176,7 +176,7 @@ def deprecated_training_argument(doc: Document) -> Iterator[Match]:
 def misspelt_training_argument(doc: Document) -> Iterator[Match]:
     """`TrainingArguments` has no such field but a very similar one: the parser raises, unless the script has an
     argument of that name itself."""
-    fields = training_argument_types()
+    fields = trainer_argument_names()
     for name in doc.data:
         if name in fields or name in TRAINING_ARGUMENTS_REMOVED or len(name) > 100:
             continue

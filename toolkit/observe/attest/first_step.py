@@ -9,11 +9,11 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import Checkpoi
 from torch.nn.modules.module import register_module_forward_pre_hook
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from toolkit.job.accumulation import SHARDED, WHOLE
 from toolkit.observe.attest.read_deepspeed import accumulated_gradients
 from toolkit.observe.attest.read_fsdp2 import is_fsdp2, is_replicated_over_data_parallelism, unsharded_gradients
 from toolkit.observe.attest.readings import Values
 from toolkit.observe.attest.tensors import local_bytes, uncompiled
-from toolkit.presets.accumulation import SHARDED, WHOLE
 
 _OUTSIDE_BACKWARD = -1  # torch's graph task id when autograd is idle
 

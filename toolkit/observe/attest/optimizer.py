@@ -1,6 +1,6 @@
 """The optimizer that `--optim` names: its expected class, and the dtypes of its states on this rank.
 
-What an optimizer should hold is in `toolkit.presets.optimizers`; the tensors that it updates are read from the live
+What an optimizer should hold is in `toolkit.models.optimizers`; the tensors that it updates are read from the live
 objects: parameters, FSDP2's shards, or DeepSpeed's flat partitions.
 """
 
@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from transformers.pytorch_utils import Conv1D
 
+from toolkit.models.optimizers import OptimizerSpec, UpdatedTensor, optimizer_spec
 from toolkit.observe.attest.read_deepspeed import master_weights
 from toolkit.observe.attest.readings import Difference, Values
 from toolkit.observe.attest.tensors import local, uncompiled
-from toolkit.presets.optimizers import OptimizerSpec, UpdatedTensor, optimizer_spec
 from toolkit.presets.spec import PresetSpec
 
 

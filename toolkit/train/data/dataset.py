@@ -17,8 +17,8 @@ import datasets
 from toolkit.data import DataSource, iter_rows, resolve_source, resolve_sources
 from toolkit.data.mixture import fractions, numbered, repeated_rows, row_and_source, rows_per_epoch
 from toolkit.errors import ToolkitError
+from toolkit.job.argument_fields import DataArguments
 from toolkit.job.dataset_checks import check_val_size
-from toolkit.job.script_arguments import DataArguments
 from toolkit.parallel.layout import ParallelLayout
 from toolkit.record.folder import RunFolder
 from toolkit.train.data.collation import Collator, PackCollator
@@ -74,7 +74,7 @@ def load_data(
 
     `data_parallel_size` is how many ranks, or groups of ranks, train on different rows; all ranks without it.
     """
-    sources = resolve_sources(arguments.dataset or [], config=arguments.dataset_config)
+    sources = resolve_sources(arguments.dataset, config=arguments.dataset_config)
     data = _open_streamed_data(tokenizer, sources, arguments, training) if arguments.streaming else None
     with training.main_process_first(desc="tokenising"):
         data = data or _load_all_rows(tokenizer, sources, arguments, training)
@@ -100,7 +100,7 @@ def _load_all_rows(tokenizer: Any, sources: Sequence[DataSource], arguments: Dat
     encoded = [_encode_all(tokenizer, source, arguments.dataset_split, arguments) for source in sources]
     encoded = _numbered(encoded) if len(encoded) > 1 else encoded
     train, evaluation = _hold_out(encoded, arguments, training)
-    tokenized = _mixed(train, arguments.dataset_weights, seed=_data_seed(training))
+    tokenized = _mixed(train, arguments.dataset_weights or None, seed=_data_seed(training))
     rows, stats = _pack(tokenized, arguments)
     warnings = system_prompt_lines([source.rows for source in encoded], arguments.system_prompt)
     data = Data(train=rows, stats=stats, warnings=warnings)
@@ -123,7 +123,7 @@ def _open_streamed_data(tokenizer: Any, sources: Sequence[DataSource], arguments
     encoders = [_encoder(tokenizer, arguments, stream.data_format) for stream in streams]
     first = [_first_rows(stream, encoder) for stream, encoder in zip(streams, encoders, strict=True)]
     parts = [replace(_keep_supervised(source).stats, streamed=True, epoch_rows=None) for source in first]
-    weights = arguments.dataset_weights
+    weights = arguments.dataset_weights or None
     shares = fractions(weights) if weights else [None] * len(parts)
     described = [of_one_source(part, s.name, weight=w) for part, s, w in zip(parts, streams, shares, strict=True)]
     stats = replace(of_all_sources(parts, described), streamed=True)

@@ -20,9 +20,7 @@ def load_engine(run: ActiveRun) -> tuple[Any, TrainerParts]:
     if layout is not None and pipeline is not None:
         ranks = PipelineRanks.of(layout, arguments.training.device.type)
         device = arguments.training.device
-        model = load_pipeline(
-            arguments.model, pipeline, ranks, compute_dtype=dtype, device=device, checkpoint=checkpoint
-        )
+        model = load_pipeline(arguments.job, pipeline, ranks, compute_dtype=dtype, device=device, checkpoint=checkpoint)
         return model, TrainerParts(trainer=PipelineTrainer)
-    model = load_model(arguments.model, compute_dtype=dtype, layout=run.layout_at_load, checkpoint=checkpoint)
+    model = load_model(arguments.job, compute_dtype=dtype, layout=run.layout_at_load, checkpoint=checkpoint)
     return model, TrainerParts()

@@ -17,7 +17,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from transformers import TrainerCallback
 
 from toolkit.errors import ToolkitError
-from toolkit.job.script_arguments import ModelArguments
+from toolkit.job.argument_fields import ModelArguments
 from toolkit.observe.attest.tensors import uncompiled
 from toolkit.train.active_run import ActiveRun
 
@@ -30,7 +30,7 @@ class CommunicationHook(TrainerCallback):  # type: ignore[misc]
         self.hook: CountedHook | None = None
 
     def on_train_begin(self, *_: Any, **__: Any) -> None:
-        self.hook = register_hook(uncompiled(self.trainer.model_wrapped), self.run.arguments.model)
+        self.hook = register_hook(uncompiled(self.trainer.model_wrapped), self.run.arguments.job)
 
     def on_step_end(self, *_: Any, **__: Any) -> None:
         assert self.hook is not None

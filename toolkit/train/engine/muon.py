@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from transformers import Trainer
 
+from toolkit.models.optimizers import parse_optimizer_arguments
 from toolkit.observe.attest.optimizer import hidden_matrices
-from toolkit.presets.optimizers import parse_optimizer_arguments
 
 MATCHES_ADAMW = "match_rms_adamw"
 Group = dict[str, Any]

@@ -14,7 +14,7 @@ from typing import Any
 from transformers import TrainerCallback
 
 from toolkit.errors import ToolkitError
-from toolkit.job.script_arguments import ModelArguments
+from toolkit.job.argument_fields import ModelArguments
 from toolkit.launch.nvme import NVME_PATH_HINT, nvme_blocks
 from toolkit.train.active_run import ActiveRun
 from toolkit.train.arguments import Arguments
@@ -31,7 +31,7 @@ def size_swap_buffers(arguments: Arguments) -> None:
         if str(block.get("nvme_path", "none")) in ("none", "auto"):
             raise ToolkitError(f"{name} is on NVMe, and no disk is named", hint=NVME_PATH_HINT)
     if (param := blocks.get("offload_param")) is not None:
-        sizes = buffers(_partitions(arguments.model, arguments.training.world_size))
+        sizes = buffers(_partitions(arguments.job, arguments.training.world_size))
         param |= {name: value for name, value in sizes.items() if param.get(name, "auto") == "auto"}
     if blocks:
         plugin.set_deepspeed_weakref()  # what `from_pretrained` reads is a copy

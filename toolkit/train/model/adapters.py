@@ -8,8 +8,8 @@ from typing import Any
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
 from toolkit.errors import ToolkitError
-from toolkit.job.lora_config import lora_fields
-from toolkit.job.script_arguments import ModelArguments
+from toolkit.job.argument_fields import ModelArguments
+from toolkit.models.lora import ALL_LINEAR
 
 # Fields of `LoraConfig` that train copies of the model's own weights.
 BASE_WEIGHT_FIELDS = ("modules_to_save", "trainable_token_indices")
@@ -22,15 +22,14 @@ def with_lora(model: Any, arguments: ModelArguments) -> Any:
     """
     from peft import LoraConfig, get_peft_model
 
-    targets: Any = arguments.lora_target_modules
-    fields = lora_fields(arguments.lora_config)
+    targets, fields = arguments.lora_target_modules, dict(arguments.lora_config or {})
     try:
         config = LoraConfig(
             task_type="CAUSAL_LM",
             r=arguments.lora_r,
             lora_alpha=arguments.lora_alpha or 2 * (arguments.lora_r or 0),
             lora_dropout=arguments.lora_dropout,
-            target_modules="all-linear" if targets == ["all-linear"] else targets,
+            target_modules="all-linear" if targets == ALL_LINEAR else list(targets),
             **fields,
         )
         # ZeRO-3 computes with adapters as they are, and keeps their fp32 masters itself.
@@ -51,5 +50,5 @@ def saved_lora(model: Any, checkpoint: Path) -> Any:
 
 def trains_base_weights(arguments: ModelArguments) -> bool:
     """Return True if `lora_config` trains weights of the model itself, beside the adapters."""
-    fields = lora_fields(arguments.lora_config)
+    fields = arguments.lora_config or {}
     return fields.get("bias", "none") != "none" or any(fields.get(name) for name in BASE_WEIGHT_FIELDS)

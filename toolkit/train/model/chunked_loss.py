@@ -20,7 +20,7 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from toolkit.errors import ToolkitError
-from toolkit.job.script_arguments import ModelArguments
+from toolkit.job.argument_fields import ModelArguments
 from toolkit.observe.attest.tensors import without_adapters
 from toolkit.observe.batches import IGNORED
 from toolkit.train.data.collation import (

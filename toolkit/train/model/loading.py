@@ -17,13 +17,14 @@ from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled, unse
 
 from toolkit.data.template_limits import read_template
 from toolkit.errors import ToolkitError
-from toolkit.job.script_arguments import ModelArguments
+from toolkit.job.argument_fields import ModelArguments
+from toolkit.job.job import Job
 from toolkit.models.attention import AUTO, packed_attention, read_model_attention
 from toolkit.models.lora import share_inputs
 from toolkit.models.nf4 import keep_packing, quantization_config
 from toolkit.parallel.layout import ParallelLayout
 from toolkit.parallel.sharded_at_load import distributed_config
-from toolkit.presets.compatibility import Method
+from toolkit.presets.compatibility import ModelLimits
 from toolkit.presets.support import check_supported
 from toolkit.train.model import four_bit, varlen_attention
 from toolkit.train.model.adapters import saved_lora, trains_base_weights, with_lora
@@ -53,7 +54,7 @@ def choose_attention(
     config = from_pretrained(AutoConfig, arguments).to_dict()
     own_code = arguments.trust_remote_code and "auto_map" in config
     model = None if own_code else read_model_attention(config)
-    check_supported(None, Method(packing=packing, attn_implementation=name, model_attention=model))
+    check_supported(None, Job(packing=packing, attn_implementation=name), model=ModelLimits(attention=model))
     if name not in (None, AUTO):
         return name
     if not packing:

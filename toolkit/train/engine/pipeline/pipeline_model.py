@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from transformers import AutoConfig, GenerationConfig
 from transformers.modeling_outputs import CausalLMOutput
 
-from toolkit.job.script_arguments import ModelArguments
+from toolkit.job.argument_fields import ModelArguments
 from toolkit.parallel.layout import ParallelLayout
 from toolkit.parallel.pipeline_schedule import PipelineSettings, divide_layers
 from toolkit.train.engine.pipeline.stage import Stage

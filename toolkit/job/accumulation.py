@@ -1,9 +1,5 @@
 """Gradients between accumulation steps: shards, or whole on every GPU until the last one.
 
->>> from toolkit.presets import load_preset
->>> default_accumulate(load_preset("fsdp2")), default_accumulate(load_preset("zero1"))
-('sharded', 'whole')
-
 FSDP2 can do both. Reduced in every accumulation step, gradients are fp32 shards, and each accumulation step sends them.
 Reduced in the last one, whole gradients in the compute dtype wait on every GPU. The Trainer decides by
 `sync_each_batch` in `accelerator_config.gradient_accumulation_kwargs` (transformers 5.23, `_run_epoch`; without it, all
@@ -17,19 +13,10 @@ from typing import Any
 
 from toolkit.errors import ToolkitError
 from toolkit.files.value_limits import shown
-from toolkit.presets.spec import PresetSpec
 
 SHARDED, WHOLE = "sharded", "whole"
 ACCUMULATE = (SHARDED, WHOLE)
 KWARGS, SWITCH = "gradient_accumulation_kwargs", "sync_each_batch"
-
-
-def default_accumulate(preset: PresetSpec) -> str:
-    """Return how gradients wait for the last accumulation step unless the user decides: as the preset shards them.
-
-    FSDP2 reduces them in every accumulation step, also where it shards over one rank, beside tensor parallelism.
-    """
-    return SHARDED if "gradient" in preset.sharded_parts or preset.engine == "fsdp2" else WHOLE
 
 
 def chosen_accumulate(accumulate: str | None, accelerator_config: Mapping[str, Any]) -> str | None:

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from toolkit.errors import ToolkitError
-from toolkit.job.argument_checks import check_arguments
-from toolkit.job.script_arguments import accumulate_argument
+from toolkit.job.accumulation import chosen_accumulate, with_accumulate
+from toolkit.job.job import Job
 from toolkit.presets import list_presets, load_preset
-from toolkit.presets.accumulation import chosen_accumulate, default_accumulate, with_accumulate
-from toolkit.presets.compatibility import Method
+from toolkit.presets.preset_checks import check_arguments
+from toolkit.presets.spec import default_accumulate
 from toolkit.presets.support import unsupported
 from toolkit.presets.training_arguments import accumulation_arguments, trainer_arguments
 
@@ -27,7 +27,7 @@ def test_gradients_stay_sharded_under_each_preset_that_shards_them() -> None:
 
 def test_only_fsdp2_has_a_choice() -> None:
     def accepted(accumulate: str) -> set[str]:
-        method = Method(accumulate=accumulate)
+        method = Job(accumulate=accumulate)
         return {preset.name for preset in list_presets() if unsupported(preset, method) is None}
 
     fsdp2 = {preset.name for preset in list_presets() if preset.engine == "fsdp2"}
@@ -50,7 +50,7 @@ def test_only_fsdp2_has_a_choice() -> None:
 def test_what_an_engine_cannot_do_is_refused_before_the_launch(preset: str, accumulate: str, message: str) -> None:
     arguments = {"accumulate": accumulate, "gradient_accumulation_steps": "2"}
     with pytest.raises(ToolkitError) as refused:
-        check_arguments(arguments, load_preset(preset), num_processes=2, on_cpu=True)
+        check_arguments(Job.from_values(arguments), load_preset(preset), num_processes=2, on_cpu=True)
     assert refused.value.message == f"--accumulate {accumulate} does not work under preset {preset!r}: {message}"
     assert refused.value.hint == "leave it out, or `--preset fsdp2`"
 
@@ -58,8 +58,8 @@ def test_what_an_engine_cannot_do_is_refused_before_the_launch(preset: str, accu
 def test_sync_each_batch_of_the_user_is_the_same_choice(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(SYNC))
     for given in (SYNC, json.dumps(SYNC), str(tmp_path / "config.json")):
-        assert accumulate_argument({"accelerator_config": given}) == "sharded"
-    assert accumulate_argument({"accelerator_config": {"even_batches": False}}) is None
+        assert Job.from_values({"accelerator_config": given}).chosen_accumulate == "sharded"
+    assert Job(accelerator_config={"even_batches": False}).chosen_accumulate is None
 
 
 def test_two_choices_that_contradict_each_other_are_refused() -> None:
@@ -107,7 +107,7 @@ def test_the_python_door_keeps_the_users_keys() -> None:
 
 def test_a_choice_without_accumulation_is_a_warning() -> None:
     arguments = {"accumulate": "whole"}
-    warnings = check_arguments(arguments, load_preset("fsdp2"), num_processes=2, on_cpu=True)
+    warnings = check_arguments(Job.from_values(arguments), load_preset("fsdp2"), num_processes=2, on_cpu=True)
     assert warnings == ["--accumulate has no effect without --gradient_accumulation_steps above 1"]
 
 

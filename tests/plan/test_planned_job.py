@@ -9,9 +9,9 @@ from launching import LLAMA_8B_CONFIG
 from model_configs import llama_8b
 
 from toolkit.errors import ToolkitError
+from toolkit.job.job import Job
 from toolkit.models.read_model import read_model
-from toolkit.plan.job import TrainingJob, check_planned_job
-from toolkit.plan.planned_run import job_from_arguments
+from toolkit.plan.planned_job import PlannedJob, check_planned_job
 
 
 @pytest.mark.parametrize(
@@ -29,16 +29,16 @@ from toolkit.plan.planned_run import job_from_arguments
 )
 def test_values_out_of_range_are_refused_by_option(how: dict[str, Any], message: str) -> None:
     with pytest.raises(ToolkitError, match=message):
-        check_planned_job(TrainingJob(**how), llama_8b())
+        check_planned_job(PlannedJob(**how), llama_8b())
 
 
 def test_the_optimizer_of_the_training_arguments_is_planned() -> None:
-    assert job_from_arguments({}).optim == "adamw_torch_fused"
-    assert job_from_arguments({"optim": "paged_adamw_8bit"}).optim == "paged_adamw_8bit"
+    assert PlannedJob.of(Job()).optim == "adamw_torch_fused"
+    assert PlannedJob.of(Job.from_values({"optim": "paged_adamw_8bit"})).optim == "paged_adamw_8bit"
 
 
 def test_an_optimizer_whose_memory_is_not_known_is_refused() -> None:
     with pytest.raises(ToolkitError, match="--optim galore_adamw is not planned"):
-        check_planned_job(TrainingJob(optim="galore_adamw"), read_model(str(LLAMA_8B_CONFIG)))
+        check_planned_job(PlannedJob(optim="galore_adamw"), read_model(str(LLAMA_8B_CONFIG)))
     with pytest.raises(ToolkitError, match="--optim galore_adamw is not planned"):
-        job_from_arguments({"optim": "galore_adamw"})
+        PlannedJob.of(Job.from_values({"optim": "galore_adamw"}))

@@ -12,9 +12,9 @@ from typing import Any, NoReturn
 import pytest
 
 from toolkit.errors import ToolkitError
-from toolkit.job.argument_checks import check_values
-from toolkit.job.script_arguments import read_arguments
-from toolkit.job.trainer_arguments import EVALUATION_METRICS, check_trainer_arguments
+from toolkit.job.job import Job
+from toolkit.job.job_checks import check_values
+from toolkit.job.trainer_checks import EVALUATION_METRICS, check_trainer_arguments
 
 EVALUATES = "--eval_strategy steps --val_size 8"
 
@@ -69,7 +69,6 @@ REFUSED = """\
 --accelerator_config '{'
 --accelerator_config nope.json
 --accelerator_config '{"nope": 1}'
---liger_kernel_config '{"rope": true}'
 --torch_empty_cache_steps 0
 --torch_empty_cache_steps -1
 --dataloader_prefetch_factor 2
@@ -165,7 +164,7 @@ MEANINGLESS = f"""\
 
 def our_answer(words: str) -> ToolkitError | None:
     try:
-        check_values(read_arguments(shlex.split(words)), on_cpu=True)
+        check_values(Job.from_argv(shlex.split(words)), on_cpu=True)
     except ToolkitError as error:
         return error
     return None
@@ -247,11 +246,11 @@ def test_the_metrics_of_an_evaluation_are_those_that_it_computes() -> None:
 
 
 def test_a_mapping_of_a_yaml_file_is_checked_like_json() -> None:
-    check_trainer_arguments({"lr_scheduler_type": "cosine", "lr_scheduler_kwargs": {"num_cycles": 2}}, on_cpu=True)
+    check_trainer_arguments(Job(lr_scheduler_type="cosine", lr_scheduler_kwargs={"num_cycles": 2}))
     with pytest.raises(ToolkitError, match="linear has no 'num_cycles'"):
-        check_trainer_arguments({"lr_scheduler_kwargs": {"num_cycles": 2}}, on_cpu=True)
+        check_trainer_arguments(Job(lr_scheduler_kwargs={"num_cycles": 2}))
     with pytest.raises(ToolkitError, match="nested more than"):
-        check_trainer_arguments({"lr_scheduler_kwargs": '{"a":' * 5000}, on_cpu=True)
+        Job.from_values({"lr_scheduler_kwargs": '{"a":' * 5000})
 
 
 # Accepted by transformers, which then reads it not at all, or fails in the first step.
@@ -268,5 +267,5 @@ def test_a_mapping_of_a_yaml_file_is_checked_like_json() -> None:
 )
 def test_an_option_that_the_optimizer_does_not_read_is_refused(words: str, message: str, hint: str) -> None:
     with pytest.raises(ToolkitError, match=re.escape(message)) as refused:
-        check_trainer_arguments(read_arguments(shlex.split(words)), on_cpu=True)
+        check_trainer_arguments(Job.from_argv(shlex.split(words)))
     assert hint in str(refused.value.hint)

@@ -1,24 +1,20 @@
 """A training job as the planner sees it, and one setup of it: model, preset, world size and job together.
 
->>> TrainingJob(per_device_train_batch_size=2, max_seq_length=1024).tokens
+>>> PlannedJob(per_device_train_batch_size=2, max_seq_length=1024).tokens_per_micro_batch
 2048
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import cache, cached_property
 
 from toolkit.errors import ToolkitError
+from toolkit.job.accumulation import ACCUMULATE, WHOLE
+from toolkit.job.argument_fields import ARGUMENTS
 from toolkit.job.argument_values import check_word
-from toolkit.job.defaults import (
-    GRADIENT_ACCUMULATION_STEPS,
-    LOSS_CHUNK_TOKENS,
-    MAX_SEQ_LENGTH,
-    PER_DEVICE_TRAIN_BATCH_SIZE,
-)
+from toolkit.job.job import Job
 from toolkit.models.attention import (
     AUTO,
     KERNEL,
@@ -31,80 +27,62 @@ from toolkit.models.lora import ALL_LINEAR, check_lora_targets, lora_layers, out
 from toolkit.models.nf4 import packed_layer
 from toolkit.models.shape import Layer, ModelShape
 from toolkit.models.split import ModelSplit, part_of_rank, read_split
-from toolkit.parallel.layout import DEGREES, SAME_ROWS, ParallelLayout
-from toolkit.parallel.pipeline_schedule import PipelineSettings
+from toolkit.parallel.layout import DEGREES, ParallelLayout
 from toolkit.plan.engine_settings import EngineSettings, engine_settings
 from toolkit.plan.pipeline_stages import stage_shape
-from toolkit.presets.accumulation import ACCUMULATE, WHOLE, default_accumulate
-from toolkit.presets.compatibility import Method
-from toolkit.presets.optimizers import DEFAULT_OPTIMIZER
+from toolkit.presets.compatibility import ModelLimits
 from toolkit.presets.preset import Preset
+from toolkit.presets.spec import default_accumulate
 from toolkit.presets.support import check_supported
 
 LOSSES = ("chunked", "full", "fused", "chunked_output")
-# Larger values are typing errors: a micro-batch, length or world size beyond any cluster.
-LARGEST = {
-    "per_device_train_batch_size": 2**20,
-    "max_seq_length": 2**27,
-    "gradient_accumulation_steps": 2**20,
-    "lora_r": 2**16,
-    "gpus_per_node": 2**10,
-    **dict.fromkeys((*DEGREES, "pipeline_chunks"), 2**10),
-}
+# Larger values are typing errors: no cluster has so many GPUs.
+LARGEST_DEGREE = 2**10
 LARGEST_WORLD_SIZE = 2**20
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TrainingJob:
-    """What is trained and how, apart from model, preset and world size; names are those of the training arguments."""
+# What a plan depends on, beside the choices that `PlannedJob.of` makes.
+PLANNED_ARGUMENTS = (
+    *("per_device_train_batch_size", "gradient_accumulation_steps", "max_seq_length", "packing", "attn_implementation"),
+    *("lora_r", "lora_target_modules", "load_in_4bit", "optim", "loss_chunk_tokens", "async_save"),
+    *("pipeline_schedule", "pipeline_chunks", *DEGREES),
+)
 
-    per_device_train_batch_size: int = PER_DEVICE_TRAIN_BATCH_SIZE
-    max_seq_length: int = MAX_SEQ_LENGTH
-    gradient_accumulation_steps: int = GRADIENT_ACCUMULATION_STEPS
-    accumulate: str | None = None
-    """Gradients between accumulation steps: `sharded` or `whole`; None: as the preset shards them."""
-    activation_checkpointing: bool = False
-    lora_r: int | None = None
-    lora_target_modules: tuple[str, ...] = ALL_LINEAR
-    load_in_4bit: bool = False
-    packing: bool = False
-    """Several documents in each row, up to its full length."""
-    attn_implementation: str | None = None
-    """None: the model's default; for packed rows, a function that makes no mask, if the model runs one."""
+
+@dataclass(frozen=True, kw_only=True)
+class PlannedJob(Job):
+    """A job as the planner sees it: every choice made, and what it assumes of the nodes and the rows."""
+
     loss: str = "chunked"
     """`chunked`: ours, head included; `full`: transformers' own; `fused`: Liger's; `chunked_output`: torchtune's."""
-    loss_chunk_tokens: int = LOSS_CHUNK_TOKENS
-    """Tokens whose logits exist at a time with `chunked`."""
-    async_save: bool = False
-    """Checkpoints are written while training continues."""
-    optim: str = DEFAULT_OPTIMIZER
-    """Name of the optimizer in the training arguments."""
+    activation_checkpointing: bool = False
     gpus_per_node: int = 8
     lengths_differ: bool | None = None
     """True if rows of one micro-batch have different lengths; None: if there is more than one row."""
-    pp: int | None = None
-    pipeline_schedule: str | None = None
-    pipeline_chunks: int | None = None
-    tp: int | None = None
-    cp: int | None = None
-    sp: int | None = None
-    ep: int | None = None
-    dp_replicate: int | None = None
 
-    @property
-    def degrees(self) -> dict[str, int]:
-        """The degrees of parallelism that were given."""
-        return {name: getattr(self, name) for name in DEGREES if getattr(self, name) is not None}
+    @classmethod
+    def of(cls, job: Job) -> PlannedJob:
+        """Return the planner's view of a job. Raises ToolkitError for an optimizer that is not planned.
 
-    @property
-    def gpus_per_batch(self) -> int:
-        """GPUs that train on the same rows."""
-        return math.prod(self.degrees.get(name, 1) for name in SAME_ROWS)
+        >>> PlannedJob.of(Job(max_seq_length=512, use_liger_kernel=True)).loss
+        'fused'
+        """
+        check_supported(None, Job(optim=job.optim), purpose="plan")
+        loss = "fused" if job.use_liger_kernel else "chunked"
+        return cls(
+            **{name: getattr(job, name) for name in PLANNED_ARGUMENTS},
+            accumulate=job.chosen_accumulate,
+            activation_checkpointing=job.uses_activation_checkpointing,
+            loss=loss if job.loss == "auto" else job.loss,
+        )
 
-    @property
-    def tokens(self) -> int:
-        """Tokens in one micro-batch of a GPU, or of the GPUs that train on the same rows; all rows at full length."""
-        return self.per_device_train_batch_size * self.max_seq_length
+    @classmethod
+    def from_options(cls, options: object, *, full_length: bool) -> PlannedJob:
+        """Return the job of a command's options, which have the names of its fields; the others have their defaults."""
+        names = (*PLANNED_ARGUMENTS, "accumulate", "activation_checkpointing", "loss", "gpus_per_node")
+        given = {name: getattr(options, name) for name in names if hasattr(options, name)}
+        given["lora_target_modules"] = given.get("lora_target_modules") or ALL_LINEAR
+        return cls(**given, lengths_differ=False if full_length else None)
 
     @property
     def keeps_whole_gradients(self) -> bool:
@@ -134,32 +112,13 @@ class TrainingJob:
         return self.is_padded or (self.packing and not self.packs_without_mask(shape))
 
     @property
-    def method(self) -> Method:
-        """The part of the job that decides which presets support it."""
-        return Method(
-            lora=self.lora_r is not None,
-            load_in_4bit=self.load_in_4bit,
-            packing=self.packing,
-            async_save=self.async_save,
-            attn_implementation=self.attn_implementation,
-            activation_checkpointing=self.activation_checkpointing,
-            accumulate=self.accumulate,
-            use_liger_kernel=self.loss == "fused",
-            optim=self.optim,
-            pipeline_schedule=self.pipeline_schedule,
-            pipeline_chunks=self.pipeline_chunks,
-            micro_batches=self.gradient_accumulation_steps,
-            **self.degrees,  # type: ignore[arg-type]
-        )
+    def as_trained(self) -> Job:
+        """The job as the compatibility rules see it: losses have names of their own in the planner."""
+        return replace(self, loss="auto", use_liger_kernel=self.loss == "fused")
 
-    @property
-    def pipeline(self) -> PipelineSettings | None:
-        """The stages and their schedule; None without `--pp`."""
-        return self.method.pipeline
-
-    def method_on(self, shape: ModelShape) -> Method:
-        """Return the method with what of this model can be split, for presets with degrees of parallelism."""
-        return replace(self.method, model_split=planned_split(shape, self)) if self.degrees else self.method
+    def limits_on(self, shape: ModelShape) -> ModelLimits:
+        """Return what of this model can be split, for presets with degrees of parallelism."""
+        return ModelLimits(split=planned_split(shape, self) if self.degrees else None)
 
     @property
     def length_text(self) -> str:
@@ -181,7 +140,7 @@ class TrainingSetup:
     shape: ModelShape
     preset: Preset
     world_size: int
-    job: TrainingJob = TrainingJob()
+    job: PlannedJob = PlannedJob()
     mixed_precision: str | None = None
     """None: the preset's own; `no` for a run on a CPU."""
 
@@ -217,7 +176,7 @@ class TrainingSetup:
     @property
     def local_tokens(self) -> int:
         """Tokens of a micro-batch that one rank holds: a part of each where ranks share sequences."""
-        return -(-self.job.tokens // self.engine.ranks_per_sequence)
+        return -(-self.job.tokens_per_micro_batch // self.engine.ranks_per_sequence)
 
     @property
     def adapters(self) -> tuple[Layer, ...]:
@@ -270,7 +229,7 @@ class TrainingSetup:
 _lora_layers = cache(lora_layers)
 
 
-def planned_split(shape: ModelShape, job: TrainingJob) -> ModelSplit:
+def planned_split(shape: ModelShape, job: PlannedJob) -> ModelSplit:
     """Return how far the model can be split, and for what of the job the planner has no figures."""
     fields = {
         "model_type": shape.model_type,
@@ -290,7 +249,7 @@ def planned_split(shape: ModelShape, job: TrainingJob) -> ModelSplit:
     return replace(read_split(fields), not_planned=not_planned)
 
 
-def accumulate_in_effect(preset: Preset, job: TrainingJob) -> str | None:
+def accumulate_in_effect(preset: Preset, job: PlannedJob) -> str | None:
     """Return `sharded` or `whole`: how gradients wait between accumulation steps; None where there is one step."""
     return (job.accumulate or default_accumulate(preset)) if job.gradient_accumulation_steps > 1 else None
 
@@ -306,12 +265,12 @@ def num_elements(layers: Iterable[Layer]) -> int:
     return sum(tensor.num_elements for layer in layers for tensor in layer)
 
 
-def check_planned_job(job: TrainingJob, shape: ModelShape) -> None:
+def check_planned_job(job: PlannedJob, shape: ModelShape) -> None:
     """Raise ToolkitError for values out of range, and for combinations that cannot be trained."""
-    for name in (field.name for field in fields(job) if field.name in LARGEST):
+    for name in (*PLANNED_ARGUMENTS, "gpus_per_node"):
         value = getattr(job, name)
-        if value is not None:
-            check_size(_option(name), value, LARGEST[name])
+        if isinstance(value, int) and not isinstance(value, bool):
+            check_size(_option(name), value, _largest(name))
     if job.loss not in LOSSES:
         raise ToolkitError(f"--loss is {job.loss!r}, expected one of {', '.join(LOSSES)}")
     if job.accumulate not in (None, *ACCUMULATE):
@@ -319,7 +278,7 @@ def check_planned_job(job: TrainingJob, shape: ModelShape) -> None:
     if job.attn_implementation is not None and not KERNEL.fullmatch(job.attn_implementation):
         check_word("--attn-implementation", job.attn_implementation, attention_words())
     model_attention = read_model_attention({"model_type": shape.model_type})
-    check_supported(None, replace(job.method, model_attention=model_attention), purpose="plan")
+    check_supported(None, job.as_trained, model=ModelLimits(attention=model_attention), purpose="plan")
     if job.lora_r is not None and job.lora_r > shape.hidden_size > 0:
         raise ToolkitError(f"--lora-r is {job.lora_r}, expected at most the hidden size {shape.hidden_size}")
     if job.lora_r is not None:
@@ -337,6 +296,11 @@ def check_size(option: str, value: int, largest: int) -> None:
         raise ToolkitError(f"{option} is {value}, expected 1 or more")
     if value > largest:
         raise ToolkitError(f"{option} is {value:,}, expected {largest:,} or less")
+
+
+def _largest(name: str) -> int:
+    limits = ARGUMENTS[name].metadata.get("limits") if name in ARGUMENTS else None
+    return LARGEST_DEGREE if limits is None else int(limits.highest)
 
 
 def _option(name: str) -> str:

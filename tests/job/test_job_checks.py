@@ -7,12 +7,14 @@ from typing import Any
 import pytest
 
 from toolkit.errors import ToolkitError
-from toolkit.job.argument_checks import check_arguments, profiled_steps
+from toolkit.job.job import Job
+from toolkit.job.job_checks import profiled_steps
 from toolkit.presets import load_preset
+from toolkit.presets.preset_checks import check_arguments
 
 
 def check(preset: str = "ddp", num_processes: int = 2, **arguments: Any) -> list[str]:
-    return check_arguments(arguments, load_preset(preset), num_processes=num_processes, on_cpu=True)
+    return check_arguments(Job.from_values(arguments), load_preset(preset), num_processes=num_processes, on_cpu=True)
 
 
 @pytest.mark.parametrize(
@@ -87,6 +89,6 @@ def test_profiled_steps_are_a_range_from_one() -> None:
 
 def test_just_in_time_checkpoints_of_transformers_are_refused() -> None:
     with pytest.raises(ToolkitError, match="--enable_jit_checkpoint lets each rank save") as refused:
-        check_arguments({"enable_jit_checkpoint": "true"}, None, num_processes=2, on_cpu=True)
+        check_arguments(Job.from_values({"enable_jit_checkpoint": "true"}), None, num_processes=2, on_cpu=True)
     assert "SIGTERM" in str(refused.value.hint)
-    check_arguments({"enable_jit_checkpoint": "false"}, None, num_processes=2, on_cpu=True)
+    check_arguments(Job.from_values({"enable_jit_checkpoint": "false"}), None, num_processes=2, on_cpu=True)

@@ -2,35 +2,24 @@
 
 from __future__ import annotations
 
-import dataclasses
+import json
+import re
 from pathlib import Path
 
 import pytest
+from loaded_modules import HEAVY, loaded_after
 
 from toolkit.errors import ToolkitError
-from toolkit.job.script_arguments import (
-    argument_types,
-    dataset_names,
-    dataset_weights,
-    flag,
-    integer,
-    read_arguments,
-)
-from toolkit.train.arguments import _parse_flags
-from toolkit.versions import training_argument_types
-
-
-def test_argument_names_read_from_the_source_equal_the_fields_of_training_arguments() -> None:
-    from transformers import TrainingArguments
-
-    fields = [field.name for field in dataclasses.fields(TrainingArguments) if field.init]
-    assert list(training_argument_types()) == fields
+from toolkit.job.argument_fields import OWN_ARGUMENTS
+from toolkit.job.argument_reading import argument_types, read_arguments
+from toolkit.job.job import Job
+from toolkit.job.trainer_schema import trainer_argument_names
+from toolkit.train import __main__ as rank
 
 
 def test_our_arguments_and_transformers_arguments_have_different_names() -> None:
-    ours = set(argument_types()) - set(training_argument_types())
-    assert {"model_name_or_path", "dataset", "lora_r", "untimed_steps"} <= ours
-    assert len(argument_types()) == len(ours) + len(training_argument_types())
+    assert {"model_name_or_path", "dataset", "lora_r", "untimed_steps"} <= set(OWN_ARGUMENTS)
+    assert len(argument_types()) == len(OWN_ARGUMENTS) + len(trainer_argument_names())
 
 
 @pytest.mark.parametrize(
@@ -45,16 +34,16 @@ def test_our_arguments_and_transformers_arguments_have_different_names() -> None
     ids=" ".join,
 )
 def test_every_spelling_of_a_flag_means_the_same(argv: list[str]) -> None:
-    assert read_arguments(argv) == {"max_steps": "8"}
+    assert read_arguments(argv) == {"max_steps": 8}
 
 
 def test_a_value_may_hold_an_equals_sign_or_a_minus() -> None:
-    assert read_arguments(["--run_name=a=b", "--max_steps", "-1"]) == {"run_name": "a=b", "max_steps": "-1"}
+    assert read_arguments(["--run_name=a=b", "--max_steps", "-1"]) == {"run_name": "a=b", "max_steps": -1}
 
 
 def test_a_list_flag_takes_several_words() -> None:
     assert read_arguments(["--lora_target_modules", "q_proj", "v_proj"]) == {
-        "lora_target_modules": ["q_proj", "v_proj"]
+        "lora_target_modules": ("q_proj", "v_proj")
     }
 
 
@@ -68,10 +57,8 @@ def test_one_or_several_data_sets_are_read_from_flags_and_from_a_file(tmp_path: 
         config.write_text(text)
         words = ["--dataset", *names, *(["--dataset_weights", *map(str, weights)] if weights else [])]
         for argv in ([str(config)], words):
-            read = read_arguments(argv)
-            assert (dataset_names(read), dataset_weights(read)) == (names, weights)
-            parsed = _parse_flags(argv)
-            assert (parsed.dataset, parsed.dataset_weights or []) == (names, weights)
+            job = Job.from_argv(argv)
+            assert (job.dataset, job.dataset_weights) == (tuple(names), tuple(weights))
     with pytest.raises(ToolkitError, match="--dataset_weights is 'many', expected a number"):
         read_arguments(["--dataset", "a.jsonl", "b.jsonl", "--dataset_weights", "0.7", "many"])
 
@@ -90,26 +77,20 @@ def test_one_or_several_data_sets_are_read_from_flags_and_from_a_file(tmp_path: 
     ids=str,
 )
 def test_a_boolean_is_read_as_transformers_reads_it(argv: list[str], expected: bool) -> None:
-    assert flag(read_arguments(argv)["bf16"]) is expected
+    assert read_arguments(argv)["bf16"] is expected
 
 
 def test_flags_win_over_the_file(tmp_path: Path) -> None:
     config = tmp_path / "job.yaml"
     config.write_text("max_steps: 8\nlearning_rate: 1e-4\nbf16: true\nlora_r:\n")
     values = read_arguments([str(config), "--max_steps", "9"])
-    assert values == {"max_steps": "9", "learning_rate": "1e-4", "bf16": True, "lora_r": None}
+    assert values == {"max_steps": 9, "learning_rate": 1e-4, "bf16": True}
 
 
 def test_a_json_file_is_a_configuration_file_too(tmp_path: Path) -> None:
     config = tmp_path / "job.json"
     config.write_text('{"max_steps": 8}')
     assert read_arguments([str(config)]) == {"max_steps": 8}
-
-
-def test_an_absent_or_null_number_has_its_default() -> None:
-    assert integer({}, "seed", 42) == 42
-    assert integer({"seed": None}, "seed", 42) == 42
-    assert integer({"seed": "7"}, "seed", 42) == 7
 
 
 @pytest.mark.parametrize(
@@ -162,3 +143,19 @@ def test_an_unknown_key_of_the_file_names_the_file_and_the_nearest_key(tmp_path:
     with pytest.raises(ToolkitError) as caught:
         read_arguments([str(config)])
     assert str(caught.value) == f"{config}: unknown key 'learning_rat'\n  hint: did you mean `learning_rate`?"
+
+
+def test_the_help_names_every_argument_and_needs_no_torch(capsys: pytest.CaptureFixture[str]) -> None:
+    assert rank.main(["--help"]) == 0
+    printed = capsys.readouterr().out
+    for name in argument_types():
+        assert re.search(rf"^  --{name}( |$)", printed, flags=re.MULTILINE), name
+    assert "95 % CI of the median" in " ".join(printed.split())
+    assert not loaded_after("import toolkit.train.__main__ as rank; rank.main(['--help'])") & HEAVY
+
+
+def test_quoted_values_of_a_json_word_are_read_as_transformers_reads_them() -> None:
+    from transformers.training_args import _convert_str_dict
+
+    given = {"even_batches": "False", "a": {"b": "8", "c": "0.5"}, "d": "1.2.3", "e": "min"}
+    assert read_arguments(["--accelerator_config", json.dumps(given)])["accelerator_config"] == _convert_str_dict(given)

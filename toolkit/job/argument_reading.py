@@ -1,0 +1,260 @@
+"""Arguments read from a command line or from a YAML or JSON file: names, aliases and types, checked without torch.
+
+>>> read_arguments(["--max_steps", "8", "--packing"])
+{'max_steps': 8, 'packing': True}
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from toolkit.errors import ToolkitError, nearest
+from toolkit.files.json_files import parse_json, read_json_object
+from toolkit.files.reading import expand_home, user_path
+from toolkit.files.secrets import hide_words, remember_secrets
+from toolkit.files.value_limits import CONFIGURATION, shown, unexpected
+from toolkit.files.yaml_files import read_configuration
+from toolkit.job.argument_aliases import ALIASES, HINTS, canonical_flags, canonical_values
+from toolkit.job.argument_fields import OWN_ARGUMENTS
+from toolkit.job.argument_values import FALSE_WORDS, TRUE_WORDS, as_list, check_type
+from toolkit.job.lora_config import lora_fields
+from toolkit.job.trainer_schema import trainer_schema
+from toolkit.models.optimizers import MUON
+from toolkit.parallel.layout import DEGREES
+
+CONFIG_SUFFIXES = (".yaml", ".yml", ".json")
+# Arguments whose value is a path, or may be one.
+PATHS = (
+    "model_name_or_path",
+    "dataset",
+    "eval_dataset",
+    "chat_template",
+    "output_dir",
+    "resume_from_checkpoint",
+    "deepspeed",
+    "fsdp_config",
+    "accelerator_config",
+)
+# Arguments that hold JSON, and an example of each.
+JSON_ARGUMENTS = {
+    "lr_scheduler_kwargs": '{"num_cycles": 2}',
+    "activation_checkpointing_kwargs": '{"use_reentrant": false}',
+    "gradient_checkpointing_kwargs": '{"use_reentrant": false}',
+    "accelerator_config": '{"split_batches": true}',
+}
+# Our annotations as they are written on a command line: `--lora_config` is `key=value` words there, keys in a file.
+_WORDS = {
+    "tuple[str, ...]": "list[str]",
+    "tuple[float, ...]": "list[float]",
+    "Mapping[str, Any] | None": "list[str]",
+}
+
+
+@functools.cache
+def argument_types() -> dict[str, str]:
+    """Return the name and annotation of every argument of the training script: ours, then `TrainingArguments`'."""
+    ours = {name: _WORDS.get(str(field.type), str(field.type)) for name, field in OWN_ARGUMENTS.items()}
+    return ours | {name: field.type for name, field in trainer_schema().fields.items()}
+
+
+@functools.cache
+def argument_words() -> dict[str, Sequence[str]]:
+    """Return the words of every argument that takes one of a list: ours, then `TrainingArguments`'."""
+    ours = {name: field.metadata["choices"] for name, field in OWN_ARGUMENTS.items() if "choices" in field.metadata}
+    theirs = {name: field.choices for name, field in trainer_schema().fields.items() if field.choices}
+    return ours | theirs | {"optim": (*theirs.get("optim", ()), MUON)}
+
+
+def read_arguments(argv: Sequence[str]) -> dict[str, Any]:
+    """Read names and typed values from an optional leading YAML or JSON file and from flags; flags win.
+
+    Raises ToolkitError for an unknown name (with the nearest one), a word that belongs to no flag, a value of the
+    wrong type, or a file that cannot be read.
+    """
+    hide_words(argv)  # remembers its secrets: an error may quote a word
+    rest = list(argv)
+    values = read_config_file(Path(rest.pop(0))) if has_config_file(rest) else {}
+    return typed_values(values | _read_flags(canonical_flags(rest)))
+
+
+def typed_values(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return arguments in their types, with `~` expanded in every path; a null is the default and is left out.
+
+    Raises ToolkitError for an unknown name, and for a value of the wrong type.
+
+    >>> typed_values({"dataset": "owner/name", "learning_rate": "2e-5", "lora_r": None})
+    {'dataset': ('owner/name',), 'learning_rate': 2e-05}
+    """
+    for name, value in values.items():
+        _check_name(name, where=f"unknown argument --{name[:80]}", prefix="--")
+        check_type(f"--{name}", value, argument_types()[name])
+    return {name: _typed(name, value) for name, value in values.items() if value is not None}
+
+
+def has_config_file(argv: Sequence[str]) -> bool:
+    """Return True if a configuration file stands before the flags."""
+    return bool(argv) and argv[0].endswith(CONFIG_SUFFIXES) and not argv[0].startswith("--")
+
+
+def read_config_file(path: Path) -> dict[str, Any]:
+    """Read a training configuration file, in which each key must be a known argument; values are not converted.
+
+    Raises ToolkitError, with the file and the key, for what cannot be read, an unknown key, and a value of another
+    type than the argument has.
+    """
+    path = user_path(path)
+    given = read_configuration(path)
+    remember_secrets(given)
+    content = canonical_values(given, where=f"{path}: ")
+    for name, value in content.items():
+        _check_name(name, where=f"{path}: unknown key {shown(name)}", prefix="")
+        annotation = argument_types()[name]
+        if isinstance(value, dict) and "dict" not in annotation and name != "lora_config":
+            raise unexpected(path, name, value, "a value without keys")
+        if value is not None:
+            check_type(f"{path}: {name}", value, annotation)
+    return content
+
+
+def without_degrees(words: Sequence[str], names: Collection[str]) -> list[str]:
+    """Return training arguments without some degrees of parallelism; one in a YAML file is overridden by 1.
+
+    >>> without_degrees(["--tp", "2", "--cp=2", "--max_steps", "8"], ["tp", "cp"])
+    ['--max_steps', '8']
+    """
+    left = without_flags(words, names)
+    in_file = [name for name in DEGREES if name in names and name in read_arguments(left)]
+    return [*left, *(word for name in in_file for word in (f"--{name}", "1"))]
+
+
+def without_flags(words: Sequence[str], names: Collection[str]) -> list[str]:
+    """Return training arguments without some flags and the one value of each.
+
+    >>> without_flags(["--max_steps", "8", "--seed=1"], ["max_steps"])
+    ['--seed=1']
+    """
+    flags = {f"--{name}" for name in names}
+    pairs = zip(["", *words], words, strict=False)
+    return [word for before, word in pairs if before not in flags and word.partition("=")[0] not in flags]
+
+
+def _typed(name: str, value: Any) -> Any:
+    """A value that `check_type` has accepted, in the type of its argument."""
+    kinds = set(argument_types()[name].split(" | ")) - {"None"}
+    if name in PATHS:
+        value = [_expanded(each) for each in value] if isinstance(value, list) else _expanded(value)
+    if name == "lora_config":
+        return lora_fields(value)
+    if name in JSON_ARGUMENTS or name == "liger_kernel_config":
+        return _json_object(name, value)
+    if name == "debug" and isinstance(value, list):
+        return " ".join(map(str, value))  # as `TrainingArguments` reads several of them
+    if kinds == {"int"} or kinds == {"float"}:
+        return int(value) if kinds == {"int"} else float(value)
+    if "bool" in kinds and str(value).lower() in TRUE_WORDS | FALSE_WORDS:
+        return str(value).lower() in TRUE_WORDS
+    if name in OWN_ARGUMENTS and kinds <= {"list[str]", "list[float]"}:
+        return tuple(float(each) if kinds == {"list[float]"} else str(each) for each in as_list(value))
+    return as_list(value) if kinds == {"list[str]"} else value
+
+
+def _expanded(value: Any) -> Any:
+    return expand_home(value) if isinstance(value, str) else value
+
+
+def _json_object(name: str, value: Any) -> dict[str, Any]:
+    """A JSON object, a mapping of a YAML file, or (`accelerator_config` alone) the path of a JSON file."""
+    option = f"--{name}"
+    if isinstance(value, dict):
+        return value
+    if isinstance(value, str) and value.startswith("{"):
+        content = parse_json(value, option, limits=CONFIGURATION)
+        assert isinstance(content, dict)
+        return {key: _unquoted(each) for key, each in content.items()}
+    if isinstance(value, str) and name == "accelerator_config" and value.endswith(".json"):
+        return read_json_object(Path(value), limits=CONFIGURATION)
+    if name == "liger_kernel_config":
+        raise ToolkitError(
+            f"{option} is {shown(value)}, expected keys and values",
+            hint="put it into a YAML file: `liger_kernel_config: {rope: true}`",
+        )
+    raise ToolkitError(
+        f"{option} is {shown(value)}, expected a JSON object", hint=f"`{option} '{JSON_ARGUMENTS[name]}'`"
+    )
+
+
+def _unquoted(value: Any) -> Any:
+    """A value of a JSON word, in which `TrainingArguments` takes quoted booleans and numbers for what they hold."""
+    if isinstance(value, dict):
+        return {key: _unquoted(each) for key, each in value.items()}
+    if isinstance(value, str) and value.lower() in ("true", "false"):
+        return value.lower() == "true"
+    if isinstance(value, str) and value.replace(".", "", 1).isdigit():
+        return int(value) if value.isdigit() else float(value)
+    return value
+
+
+def _read_flags(words: list[str]) -> dict[str, Any]:
+    values: dict[str, Any] = {}
+    while words:
+        word = words.pop(0)
+        if not word.startswith("--"):
+            raise ToolkitError(
+                f"unexpected word {shown(word)}; a flag starts with `--`", hint=f"did you mean `--{word[:80]}`?"
+            )
+        name, equals, given = word[2:].partition("=")
+        name = name.replace("-", "_")
+        following = [given] if equals else _take_values(words)
+        if name not in argument_types() and name.startswith("no_") and _is_boolean(name[3:]):
+            name, following = name[3:], ["false"]
+        _check_name(name, where=f"unknown argument --{name[:80]}", prefix="--")
+        values[name] = _one_value(name, following)
+    return values
+
+
+def _one_value(name: str, following: list[str]) -> Any:
+    if len(following) == 1:
+        return following[0]
+    if following and "list" not in argument_types()[name]:
+        raise ToolkitError(f"unexpected word {shown(following[1])} after --{name} {following[0][:80]}")
+    if not following and not _is_boolean(name):
+        raise ToolkitError(f"--{name} has no value", hint=f"`--{name} VALUE`")
+    return following or True
+
+
+def _take_values(words: list[str]) -> list[str]:
+    taken: list[str] = []
+    while words and not words[0].startswith("--"):
+        taken.append(words.pop(0))
+    return taken
+
+
+def _is_boolean(name: str) -> bool:
+    return "bool" in argument_types().get(name, "")
+
+
+def _check_name(name: str, *, where: str, prefix: str) -> None:
+    types = argument_types()
+    if name not in types:
+        close = nearest(name[:200], [*types, *ALIASES])
+        ours = ALIASES[close].name if close in ALIASES else close
+        guess = f"did you mean `{prefix}{ours}`?" if ours else "see `python -m toolkit.train --help`"
+        raise ToolkitError(where, hint=HINTS.get(name, guess))
+
+
+def help_text() -> str:
+    """Return the help of `python -m toolkit.train`: our arguments, then transformers' own."""
+    usage = "%(prog)s [config.yaml] [--argument VALUE ...]"
+    parser = argparse.ArgumentParser(prog="python -m toolkit.train", usage=usage, add_help=False)
+    ours, theirs = parser.add_argument_group("ours"), parser.add_argument_group("of transformers' TrainingArguments")
+    for name, declared in OWN_ARGUMENTS.items():
+        default = "" if declared.default in (None, ()) else f" (default: {declared.default})"
+        text = (declared.metadata["help"] + default).replace("%", "%%")
+        ours.add_argument(f"--{name}", help=text, choices=argument_words().get(name))
+    for name, field in trainer_schema().fields.items():
+        theirs.add_argument(f"--{name}", help=field.help, choices=argument_words().get(name))
+    return parser.format_help()

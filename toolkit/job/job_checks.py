@@ -1,0 +1,237 @@
+"""Checks of a job that need neither a preset nor files; none of them imports torch.
+
+    check_values(Job.from_argv(argv), on_cpu=True)      # raises ToolkitError for the first value that works nowhere
+
+`CHECKS` is the one list. `toolkit train` checks before the launch, and the training script checks again, so that a
+plain `accelerate launch` gives the same errors. What depends on the preset is in `toolkit.presets.preset_checks`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+from toolkit.errors import ToolkitError, did_you_mean
+from toolkit.files.secrets import refuse_hidden
+from toolkit.files.value_limits import shown
+from toolkit.job.argument_fields import ARGUMENTS
+from toolkit.job.argument_reading import argument_words
+from toolkit.job.argument_values import as_list, check_range, check_word
+from toolkit.job.compilation import check_compilation, missing_compiler
+from toolkit.job.dataset_checks import check_evaluation, check_streaming, check_weights, streaming_warnings
+from toolkit.job.global_batch import check_global_batch
+from toolkit.job.job import Job
+from toolkit.job.learning_rate import check_scaling
+from toolkit.job.model_arguments import check_attention
+from toolkit.job.trainer_checks import check_trainer_arguments
+from toolkit.job.trainer_schema import trainer_schema
+from toolkit.models.attention import missing_attention_package
+from toolkit.versions import INSTALL_GPU_PACKAGES, is_importable, optimizer_module
+
+# Training arguments that a comparison sets, the same for every trial, and the options that stand for them.
+ARGUMENTS_OF_COMPARISON = {
+    "output_dir": "--output-dir",
+    "save_model": None,
+    "save_strategy": None,
+    "untimed_steps": "--untimed-steps",
+    "resume_from_checkpoint": "--resume",
+    "stop_when_steps_within": "--target-interval",
+    "stop_after_minutes": "--trial-minutes",
+}
+
+# option -> the hook that reads it
+COMM_HOOK_OPTIONS = {
+    "ddp_comm_hook_top_k_fraction": "top_k",
+    "ddp_comm_hook_power_sgd_rank": "power_sgd",
+    "ddp_comm_hook_power_sgd_start": "power_sgd",
+}
+# tracker -> a module that its callback needs, and the package that installs it
+TRACKER_MODULES = {
+    "azure_ml": ("azureml", "azureml-sdk"),
+    "comet_ml": ("comet_ml", "comet-ml"),
+    "tensorboard": ("tensorboard", "tensorboard"),
+    "dagshub": ("dagshub", "dagshub"),
+    "flyte": ("flytekit", "flytekit"),
+}
+DDP_ARGUMENTS = ("ddp_find_unused_parameters", "ddp_bucket_cap_mb", "ddp_broadcast_buffers", "ddp_static_graph")
+# argument -> the argument without which it has no effect
+PREREQUISITES = {
+    "lora_alpha": "lora_r",
+    "lora_dropout": "lora_r",
+    "lora_target_modules": "lora_r",
+    "activation_checkpointing_kwargs": "activation_checkpointing",
+    "eval_dataset_config": "eval_dataset",
+    "liger_kernel_config": "use_liger_kernel",
+    **dict.fromkeys(COMM_HOOK_OPTIONS, "ddp_comm_hook"),
+}
+
+
+def check_values(job: Job, *, on_cpu: bool) -> None:
+    """Raise ToolkitError for a value that works under no preset, as far as that is known without torch."""
+    for check in CHECKS:
+        check(job)
+    if on_cpu:
+        _check_on_cpu(job)
+
+
+def _check_words(job: Job) -> None:
+    words = argument_words()
+    for name in job.given:
+        for each in as_list(job.value(name)) if name in words else ():
+            for word in each.split() if name == "debug" else [each]:
+                check_word(f"--{name}", word, words[name])
+
+
+def _check_ranges(job: Job) -> None:
+    for name in job.given:
+        if name in ARGUMENTS and "limits" in ARGUMENTS[name].metadata:
+            check_range(f"--{name}", job.value(name), ARGUMENTS[name].metadata["limits"])
+
+
+def _check_jit_checkpoint(job: Job) -> None:
+    """transformers 5.23 sets a flag per rank when SIGTERM arrives, and saves at the next event of that rank."""
+    if job.enable_jit_checkpoint:
+        raise ToolkitError(
+            "--enable_jit_checkpoint lets each rank save as soon as its own signal arrives: ranks that are a step apart"
+            " wait for each other for ever",
+            hint="leave it out: on SIGTERM all ranks agree on a step, save after it and exit",
+        )
+
+
+def _check_lora_config(job: Job) -> None:
+    if job.lora_config and not job.is_lora:
+        raise ToolkitError("--lora_config needs --lora_r", hint="add `--lora_r 16`")
+
+
+def _check_comm_hook(job: Job) -> None:
+    """Check the range of the hook's options."""
+    if job.ddp_comm_hook is None:
+        return
+    fraction = job.ddp_comm_hook_top_k_fraction
+    if not 0 < fraction <= 1:
+        raise ToolkitError(f"--ddp_comm_hook_top_k_fraction is {fraction}, expected more than 0 and at most 1")
+    for option, lowest in (("ddp_comm_hook_power_sgd_rank", 1), ("ddp_comm_hook_power_sgd_start", 2)):
+        if job.value(option) < lowest:
+            raise ToolkitError(f"--{option} is {job.value(option)}, expected {lowest} or more")
+
+
+def _check_profiled_steps(job: Job) -> None:
+    if job.profile_steps is not None:
+        profiled_steps(job.profile_steps)
+
+
+CHECKS: tuple[Callable[[Job], None], ...] = (
+    lambda job: refuse_hidden(job.given_values),
+    _check_words,
+    _check_ranges,
+    check_trainer_arguments,
+    check_scaling,
+    check_global_batch,
+    _check_jit_checkpoint,
+    check_weights,
+    check_streaming,
+    check_evaluation,
+    lambda job: check_attention(job.attn_implementation),
+    lambda job: check_compilation(job.compilation),
+    _check_profiled_steps,
+    _check_lora_config,
+    _check_comm_hook,
+)
+"""In this order; the first that objects is reported."""
+
+
+def _check_on_cpu(job: Job) -> None:
+    if job.tf32:
+        raise ToolkitError("--tf32 needs a GPU", hint="leave it out on a CPU")
+    if job.compilation is not None and job.compilation.backend == "cudagraphs":
+        raise ToolkitError("--torch_compile_backend cudagraphs needs a GPU", hint="leave it out on a CPU")
+
+
+def refuse_arguments_of_comparison(job: Job) -> None:
+    """Raise ToolkitError for a training argument that a comparison sets for all of its trials."""
+    for name, option in ARGUMENTS_OF_COMPARISON.items():
+        if name in job.given:
+            instead = "" if option is None else f"; `toolkit compare` has `{option}`"
+            raise ToolkitError(f"--{name} is set by the comparison itself", hint=f"remove it{instead}")
+
+
+def profiled_steps(text: str) -> tuple[int, int]:
+    """Return the first and last profiled optimizer step of `A:B`.
+
+    >>> profiled_steps("3:5")
+    (3, 5)
+    """
+    found = re.fullmatch(r"([0-9]{1,12}):([0-9]{1,12})", text)
+    first, last = (int(found[1]), int(found[2])) if found else (0, 0)
+    if not 1 <= first <= last:
+        raise ToolkitError(
+            f"--profile_steps is {shown(text)}, expected A:B with 1 <= A <= B", hint="`--profile_steps 3:5`"
+        )
+    return first, last
+
+
+def missing_packages(job: Job, *, on_cpu: bool) -> list[ToolkitError]:
+    """Return one error for each package that the job needs and that is not installed."""
+    needed = {
+        "bitsandbytes": ("--load_in_4bit needs bitsandbytes", job.load_in_4bit),
+        "liger_kernel": ("--use_liger_kernel needs liger-kernel", job.use_liger_kernel),
+    }
+    hint = f"in the clone: {INSTALL_GPU_PACKAGES}"
+    missing = [
+        ToolkitError(message, hint=hint)
+        for module, (message, is_used) in needed.items()
+        if is_used and not is_importable(module)
+    ]
+    optimizer = optimizer_module(job.optim)
+    if optimizer is not None and not is_importable(optimizer[0]):
+        module, command = optimizer
+        install = hint if module == "bitsandbytes" else command
+        missing.append(ToolkitError(f"--optim {job.optim} needs {module}", hint=install))
+    package = missing_attention_package(job.attn_implementation)
+    if package is not None:
+        install = f"pip install {package}, or `--attn_implementation sdpa`"
+        missing.append(ToolkitError(f"--attn_implementation {job.attn_implementation} needs {package}", hint=install))
+    compiler = missing_compiler(job.compilation, on_cpu=on_cpu)
+    return missing if compiler is None else [*missing, compiler]
+
+
+def check_trackers(job: Job) -> None:
+    """Raise ToolkitError for a tracker that transformers does not know, or whose package is not installed."""
+    for name in as_list(job.value("report_to")):
+        if name in ("none", "all"):
+            continue
+        known = trainer_schema().trackers
+        if name not in known:
+            hint = did_you_mean(str(name), known, otherwise=f"one of {', '.join(known)}")
+            raise ToolkitError(f"--report_to has no tracker {shown(name)}", hint=hint)
+        module, package = TRACKER_MODULES.get(str(name), (str(name), str(name)))
+        alternative = name == "tensorboard" and is_importable("tensorboardX")
+        if name != "kubeflow" and not alternative and not is_importable(module):
+            raise ToolkitError(
+                f"--report_to {name} needs a package that is not installed", hint=f"pip install {package}"
+            )
+
+
+def ineffective_arguments(job: Job) -> list[str]:
+    """Return a warning for each argument that has no effect, whatever the preset."""
+    lines = streaming_warnings(job)
+    for name, needed in PREREQUISITES.items():
+        is_on = job.uses_activation_checkpointing if needed == "activation_checkpointing" else job.value(needed)
+        if name in job.given and not is_on:
+            lines.append(f"--{name} has no effect without --{needed}")
+    if job.accumulate is not None and job.gradient_accumulation_steps == 1 and job.global_batch_size is None:
+        lines.append("--accumulate has no effect without --gradient_accumulation_steps above 1")
+    if job.async_save and not job.saves_checkpoints:
+        lines.append("--async_save has no effect with --save_strategy no")
+    hook = job.ddp_comm_hook
+    lines += [
+        f"--{name} has no effect: the hook is {hook}"
+        for name, reader in COMM_HOOK_OPTIONS.items()
+        if name in job.given and hook not in (None, reader)
+    ]
+    lines += [
+        f"--{name} is an old name: write --{name.replace('gradient', 'activation')}"
+        for name in ("gradient_checkpointing", "gradient_checkpointing_kwargs")
+        if name in job.given
+    ]
+    return lines
