@@ -25,18 +25,18 @@ def observed(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
 @pytest.mark.launch
 def test_each_rank_has_a_row_for_each_step_with_its_own_batches(observed: RunFolder) -> None:
     first, second = (read_rows(observed.rank_rows(rank)) for rank in (0, 1))
-    assert [row["step"] for row in first] == [row["step"] for row in second] == [1, 2, 3]
-    assert all(row["tokens"] == 2 * 2 * 8 and row["supervised_tokens"] == 2 * 2 * 7 for row in (*first, *second))
-    assert all(row["non_padding_tokens"] is None for row in first)  # its batches have no mask
-    digests = [row["batch_sha256"] for row in (*first, *second)]
+    assert [row.step for row in first] == [row.step for row in second] == [1, 2, 3]
+    assert all(row.tokens == 2 * 2 * 8 and row.supervised_tokens == 2 * 2 * 7 for row in (*first, *second))
+    assert all(row.non_padding_tokens is None for row in first)  # its batches have no mask
+    digests = [row.batch_sha256 for row in (*first, *second)]
     assert len(set(digests)) == len(digests) == 6
-    assert all(row["own_seconds"] > 0 and row["grad_norm"] > 0 for row in first)
+    assert all(row.own_seconds and row.grad_norm for row in first)
 
 
 @pytest.mark.launch
 def test_the_scripts_own_class_still_computes_the_loss(observed: RunFolder) -> None:
     """It doubles the loss: a random model of 64 words starts near 2 * log(64)."""
-    assert read_rows(observed.rank_rows(0))[0]["loss"] == pytest.approx(8.3, abs=0.2)
+    assert read_rows(observed.rank_rows(0))[0].loss == pytest.approx(8.3, abs=0.2)
 
 
 @pytest.mark.launch
