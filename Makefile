@@ -20,7 +20,7 @@ SHELL := /bin/bash
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help setup assets demo docs test lint types check clean
+.PHONY: help setup assets demo docs test test-nightly lint types check clean
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -30,7 +30,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
 INSTALL := $(PIP) install --quiet --quiet -c constraints.txt
 
 help:  ## show this list
-	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /\1\t/' | expand -t 8
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
 
 # A .venv may be shared with nodes that have GPUs, so the packages for them are looked for each time.
 setup: $(STAMP)  ## create .venv with pinned versions for this node, and compile DeepSpeed's CPU ops once
@@ -77,6 +77,9 @@ docs: setup  ## build the documentation into build/docs; open build/docs/index.h
 
 test: assets  ## run the tests
 	@$(BIN)/python -m pytest --numprocesses $(TEST_WORKERS) --dist loadfile
+
+test-nightly: export TOOLKIT_NIGHTLY := 1
+test-nightly: test  ## run the tests, and those of other libraries' behaviour
 
 lint: setup  ## run ruff: rules and format
 	@$(BIN)/ruff check .

@@ -22,8 +22,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from toolkit.demo.assets import prepare_default_model
 from toolkit.job.defaults import LOSS_CHUNK_TOKENS
 from toolkit.models.fake_tensors import LiveMemory
-from toolkit.train.data.collation import IGNORED
-from toolkit.train.model.adapters import without_adapters
+from toolkit.observe.attest.tensors import without_adapters
+from toolkit.observe.batches import IGNORED
 from toolkit.train.model.chunked_loss import ChunkedLoss
 
 LOSS_TOLERANCE = 1e-5

@@ -64,8 +64,11 @@ def _has_gpu() -> bool:
     return count_gpus() > 0
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    nightly = "TOOLKIT_NIGHTLY" in os.environ or "nightly" in config.option.markexpr
     for item in items:
+        if item.get_closest_marker("nightly") and not nightly:
+            item.add_marker(pytest.mark.skip(reason="runs in make test-nightly"))
         if item.get_closest_marker("gpu") and not _has_gpu():
             item.add_marker(pytest.mark.skip(reason="no CUDA GPU"))
     if "PYTEST_XDIST_WORKER" in os.environ:  # the longest files first, so that no worker waits for them at the end

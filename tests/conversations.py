@@ -8,7 +8,7 @@ from typing import Any
 import datasets
 
 from toolkit.data import Sample
-from toolkit.train.data.collation import IGNORED
+from toolkit.observe.batches import IGNORED
 from toolkit.train.data.data_report import mark_supervised
 from toolkit.train.data.tokenization import Tokenized, encode, tokenize
 

@@ -84,7 +84,7 @@ def import_cycle(graph: Mapping[str, object]) -> list[str]:
 
 def test_the_modules_are_found() -> None:
     assert len(module_graph()) > 50
-    assert {"toolkit.errors", "toolkit.presets.preset", "toolkit.train.attest.differences"} <= set(module_graph())
+    assert {"toolkit.errors", "toolkit.presets.preset", "toolkit.observe.attest.differences"} <= set(module_graph())
 
 
 def test_a_cycle_is_found() -> None:
@@ -111,6 +111,13 @@ def test_training_code_is_started_as_a_process_and_imported_only_by_the_rehearsa
 
 def test_training_code_knows_nothing_of_comparisons_plans_and_rehearsals() -> None:
     assert not package_graph()["train"] & {"compare", "plan", "rehearse", "checkpoint", "cli"}
+
+
+def test_the_observer_knows_no_script_and_no_launcher() -> None:
+    """It attaches to any Trainer, and knows no argument, data set or method of the toolkit's own script."""
+    assert not package_graph()["observe"] & {"train", "launch", "data", "compare", "plan", "rehearse", "cli"}
+    imported = {name for module, names in module_graph().items() if package_of(module) == "observe" for name in names}
+    assert {name for name in imported if package_of(name) == "job"} == {"toolkit.job.accumulation"}  # two words
 
 
 def test_a_job_and_its_record_know_nothing_of_who_uses_them() -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from toolkit.train.data.collation import BATCH_FACTS
+from toolkit.observe.batches import BATCH_FACTS
 from toolkit.train.data.stream_loader import LaneStates, batch_share, record_lane_states
 from toolkit.train.data.streaming import RowStream, TokenStream, open_stream
 from toolkit.train.data.tokenization import RowEncoder, row_encoder

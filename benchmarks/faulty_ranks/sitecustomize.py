@@ -207,7 +207,7 @@ def padded_to_the_longest(_: int) -> None:
 def counted_as(wrong: Callable[[Any], dict[str, int]]) -> None:
     from dataclasses import replace
 
-    from toolkit.train.metrics.timer import StepTimer
+    from toolkit.observe.timer import StepTimer
 
     @around(StepTimer, "add_batch")
     def add_batch(original: Any, meter: Any, facts: Any) -> None:
@@ -236,7 +236,7 @@ def compiled_late(_: int) -> None:
 
 
 def every_step_timed() -> None:
-    from toolkit.train.metrics.timer import StepTimer
+    from toolkit.observe.timer import StepTimer
 
     @around(StepTimer, "_row")
     def row(original: Any, meter: Any, number: int, step: Any) -> Any:

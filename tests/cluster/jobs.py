@@ -116,7 +116,7 @@ def steps(out: Path, ranks: int = 2) -> list[int]:
 
 def hosts(out: Path) -> list[str]:
     """Return the node of each rank."""
-    return [str(read(out / "ranks" / f"rank{rank}.pulse")["host"]) for rank in (0, 1)]
+    return [str(read(out / "ranks" / f"rank{rank}.heartbeat")["host"]) for rank in (0, 1)]
 
 
 def rows(out: Path, rank: int) -> list[tuple[float, float]]:

@@ -1,6 +1,6 @@
 """`torchrun --nnodes 1:2` on two nodes, of which one loses power.
 
-How a run takes a node back is tested in tests/train/checkpointing/test_elastic.py.
+How a run takes a node back is tested in tests/train/test_elastic.py.
 """
 
 from __future__ import annotations

@@ -55,7 +55,7 @@ def test_the_goodput_of_a_run_is_read_with_its_parts(tmp_path: Path) -> None:
 
 def test_a_run_out_of_memory_has_the_memory_of_the_phases_that_it_reached(tmp_path: Path) -> None:
     ladder = {"bytes_of": "allocated", "load": 10, "forward": 70, "backward": None, "step": None}
-    write_json(tmp_path / "failure.json", {"kind": "out_of_memory", "memory_ladder": ladder})
+    write_json(tmp_path / "failure.json", {"kind": "out_of_memory", "memory_by_phase": ladder})
     found = read_run_record(TRIAL, RunFolder(tmp_path), tmp_path, untimed_steps=2, position=0)
     assert found.memory_by_phase == MemoryByPhase(**ladder)
 

@@ -143,7 +143,7 @@ def run_format(run: Path) -> Format:
     resumed = [*JOB[:4], "--max_steps", "8", "--output_dir", RUN, "--resume_from_checkpoint", "latest"]
     train = ("train", "--dry-run", "--cpu", "--preset", "ddp", "--num-processes", "2", "--")
     dry_runs = [command(*train, *JOB[:4], "--output_dir", RUN), command(*train, *resumed)]
-    records = ["run/run.json", "attestation.json", "rank*.jsonl", "failure.json", "rank*.pulse"]
+    records = ["run/run.json", "attestation.json", "rank*.jsonl", "failure.json", "rank*.heartbeat"]
     failure = {
         "kind": "failed",
         "phase": "load",

@@ -89,7 +89,7 @@ def _structural(name: str, content: bytes) -> st.SearchStrategy[bytes] | None:
     suffix = Path(name).suffix
     if suffix in (".yaml", ".yml"):
         return edited(yaml.safe_load(content), values=YAML_VALUES).map(lambda new: yaml_text(new).encode())
-    if suffix in (".json", ".pulse"):
+    if suffix in (".json", ".heartbeat"):
         return edited(json.loads(content)).map(lambda new: json_text(new).encode())
     if suffix == ".jsonl":
         rows = [json.loads(line) for line in content.splitlines()]

@@ -34,7 +34,7 @@ def ended(folder: RunFolder, *, exit_code: int = 1, memory: bool = False, **how:
 
 
 @pytest.mark.parametrize(
-    ("kind", "wrong_input", "code"),
+    ("kind", "invalid_input", "code"),
     [
         ("out_of_memory", False, 3),
         ("host_out_of_memory", False, 3),
@@ -44,9 +44,9 @@ def ended(folder: RunFolder, *, exit_code: int = 1, memory: bool = False, **how:
         ("failed", True, 2),
     ],
 )
-def test_the_failing_ranks_report_decides_the_status(kind: str, wrong_input: bool, code: int, tmp_path: Path) -> None:
+def test_the_failing_ranks_report_decides_the_status(kind: str, invalid_input: bool, code: int, tmp_path: Path) -> None:
     folder = running_folder(tmp_path)
-    written = {"kind": kind, "message": "reported by rank 1", "rank": 1, "wrong_input": wrong_input}
+    written = {"kind": kind, "message": "reported by rank 1", "rank": 1, "invalid_input": invalid_input}
     write_json(folder.failure_json, written)
     assert ended(folder, memory=True) == (kind, code, written)
 
@@ -76,7 +76,7 @@ def test_a_rank_that_refused_its_input_before_it_had_a_folder_is_quoted(code: in
     folder = running_folder(tmp_path)
     folder.log.write_text(REFUSED_BY_A_RANK.format(code=code))
     status, exit_code, failure = ended(folder)
-    assert (status, exit_code, failure["wrong_input"]) == ("failed", code, code == 2)
+    assert (status, exit_code, failure["invalid_input"]) == ("failed", code, code == 2)
     if code == 2:
         assert failure["message"] == "the job asked for 2 ranks (TOOLKIT_WORLD_SIZE), and 1 were started"
         assert failure["hint"] == "ask for 2 GPUs"
@@ -103,7 +103,7 @@ def test_an_interrupt_is_the_status_whatever_a_rank_reported_meanwhile(tmp_path:
     folder = running_folder(tmp_path / "silent")
     assert ended(folder, interrupted=True)[2]["message"].startswith("ended by a signal, without a checkpoint")
     folder = running_folder(tmp_path / "spoken")
-    write_json(folder.failure_json, {"kind": "failed", "message": "connection reset", "wrong_input": False})
+    write_json(folder.failure_json, {"kind": "failed", "message": "connection reset", "invalid_input": False})
     assert ended(folder, interrupted=True)[:2] == ("interrupted", 1)
 
 

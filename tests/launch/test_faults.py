@@ -194,7 +194,7 @@ def story(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, faq_alpaca
 
 
 def kill(run: Running, rank: int) -> None:
-    os.kill(run.pulse(rank).pid, signal.SIGKILL)
+    os.kill(run.heartbeat(rank).pid, signal.SIGKILL)
 
 
 def end(run: Running) -> Ended:
@@ -263,7 +263,7 @@ def test_a_checkpoint_of_ddp_adapters_does_not_contain_the_base_model(story: Sto
 def test_a_stopped_rank_is_distinguished_from_the_one_that_waits_for_it(start: Starter) -> None:
     run = start(plain=True, TOOLKIT_HANG_TIMEOUT_MINUTES="0.05")  # the ranks end it by themselves
     run.until_step(3)
-    stopped = run.pulse(1)
+    stopped = run.heartbeat(1)
     os.kill(stopped.pid, signal.SIGSTOP)
     code, said = run.ended()
     failure = run.failure()
@@ -327,7 +327,7 @@ def test_nan_weights_are_never_saved(start: Starter) -> None:
 def test_a_second_signal_during_the_save_ends_the_run_at_once_and_keeps_the_checkpoint_before(start: Starter) -> None:
     run = start("--save_strategy", "steps", "--save_steps", "3", "--save_total_limit", "2")
     run.until_step(4)
-    stopped = run.pulse(1)
+    stopped = run.heartbeat(1)
     while not list(run.folder.glob(".saving-*")):  # stopped between two saves: the next one, then
         os.kill(stopped.pid, signal.SIGCONT)
         run.until(lambda: list(run.folder.glob(".saving-*")))
@@ -351,11 +351,11 @@ def test_under_torchrun_one_signalled_rank_stops_all_and_so_does_a_signal_to_eve
     words += ["--logging_steps", "1"]
     run = start(*words, launcher=launcher, TOOLKIT_PRESET="zero2")
     run.until_step(3)
-    os.kill(run.pulse(1).pid, signal.SIGTERM)
+    os.kill(run.heartbeat(1).pid, signal.SIGTERM)
     first = end(run)
     run = start(*words, launcher=launcher, TOOLKIT_PRESET="zero2")
     run.until_step(first.steps[0] + 2)
-    ranks = [psutil.Process(run.pulse(rank).pid) for rank in (0, 1)]
+    ranks = [psutil.Process(run.heartbeat(rank).pid) for rank in (0, 1)]
     every_process = [run.process, *ranks, *(child for rank in ranks for child in rank.children(recursive=True))]
     for process in every_process:
         process.send_signal(signal.SIGTERM)

@@ -131,16 +131,9 @@ def bomb() -> str:
             "distributed_type: !!python/object/apply:os.system ['touch executed']",
             "names an object; nothing was",
         ),
-        ("a.yaml", "x: !!python/name:os.system ''", "names an object; nothing was"),
-        ("a.yaml", "x: !mine 1", "names an object; nothing was"),
         ("a.yaml", bomb(), "more than 20,000 values"),
         ("a.yaml", "a: &a [*a]", "an alias *a inside of what it stands for"),
-        ("a.yaml", "[" * 500_000, "nested more than"),
         ("a.json", "[" * 500_000, "nested more than"),
-        ("a.yaml", f"a: [{'1,' * 400_000}]", "more than 20,000 values"),
-        ("a.json", f"[{'1,' * 400_000}1]", "more than 20,000 values"),
-        ("a.json", '{"a": ' + "1" * 900_000 + "}", "is not JSON: Exceeds the limit"),
-        ("a.yaml", "a: " + "1" * 900_000, "a number of 900,000 characters"),
         ("a.yaml", "a: 1\n---\nb: 2\n", "is not YAML: expected a single document"),
         ("a.yaml", "- a list", "contains list, expected keys and values"),
         ("a.yaml", "", "contains NoneType, expected keys and values"),
@@ -215,14 +208,6 @@ def test_a_folder_with_pipes_devices_links_in_circles_and_bombs_is_linted_at_onc
     assert [Path(file).name for file in linted.files] == ["fsdp.yaml"]
     assert [finding.rule for finding in linted.findings] == ["fsdp1-by-omission"]
     assert linted.unreadable == []
-
-
-@pytest.mark.parametrize("kind", ["pipe", "device"])
-def test_a_pipe_or_a_device_is_refused(kind: str, tmp_path: Path) -> None:
-    path = tmp_path / "a.yaml"
-    os.mkfifo(path) if kind == "pipe" else path.symlink_to("/dev/zero")
-    with pytest.raises(ToolkitError, match="expected a file"):
-        lint_paths([path])
 
 
 def test_a_folder_of_more_files_than_any_repository_has_is_refused(tmp_path: Path) -> None:

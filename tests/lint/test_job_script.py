@@ -12,13 +12,7 @@ from job_scripts import GOOD, TASK
 from toolkit.errors import ToolkitError
 from toolkit.lint import lint_paths
 from toolkit.lint.document import read_text
-from toolkit.lint.job_script import JobScript, read_script
-
-
-def script_of(text: str, path: str) -> JobScript:
-    found = read_text(text, path).script
-    assert found is not None
-    return found
+from toolkit.lint.job_script import read_script
 
 
 def test_a_call_has_the_options_of_its_continued_lines() -> None:
@@ -74,8 +68,8 @@ def test_what_the_shell_expands_is_what_bash_expands(text: str, expands: bool) -
 
 
 def test_lines_of_a_skypilot_task_are_those_of_the_file() -> None:
-    assert script_of(TASK, "task.yaml").launches[0].line == 5
-    assert script_of("num_nodes: 1\nrun: torchrun train.py\n", "task.yaml").launches[0].line == 2
+    assert read_text(TASK, "task.yaml").script.launches[0].line == 5
+    assert read_text("num_nodes: 1\nrun: torchrun train.py\n", "task.yaml").script.launches[0].line == 2
 
 
 @pytest.mark.parametrize(

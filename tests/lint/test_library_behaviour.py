@@ -1,10 +1,11 @@
-"""The installed libraries behave as the lint rules say: shown on a CPU where possible, else found in their source."""
+"""The installed libraries, bash and torchrun behave as the lint rules say: shown on a CPU, or found in their source."""
 
 from __future__ import annotations
 
 import importlib.util
 import json
 import os
+import subprocess
 import sys
 from functools import cache
 from pathlib import Path
@@ -20,6 +21,8 @@ from toolkit.lint.findings import CHECKED_VERSIONS
 from toolkit.lint.rules import RULES
 from toolkit.lint.rules.keys import TRAINER_FSDP_KEYS
 from toolkit.versions import installed_version, version_numbers
+
+pytestmark = pytest.mark.nightly
 
 ROOT = Path(__file__).parents[2]
 ACCEPTED = "nothing"  # the library raised nothing
@@ -70,16 +73,8 @@ FOUND_IN_SOURCE = {
     "jit-checkpoint": ("transformers", "trainer_jit_checkpoint.py", "self.is_checkpoint_requested = True"),
     "cp-needs-fsdp2": ("accelerate", "state.py", "Using `cp_size>1` requires FSDP2"),
     "checkpointing-twice": ("transformers", "trainer.py", "can't both be set to True"),
-    "sharded-save-only-model": (
-        "transformers",
-        "trainer.py",
-        "not compatible with FSDP state dict type 'SHARDED_STATE",
-    ),
-    "save-only-model-best": (
-        "transformers",
-        "trainer.py",
-        "with `save_only_model` along with `load_best_model_at_end`",
-    ),
+    "sharded-save-only-model": ("transformers", "trainer.py", "with FSDP state dict type 'SHARDED_STATE"),
+    "save-only-model-best": ("transformers", "trainer.py", "`save_only_model` along with `load_best_model_at_end`"),
     "auto-batch-at-stage-3": ("transformers", "trainer.py", "isn't supported yet with DeepSpeed Zero-3"),
     "stage-3-without-gather": ("accelerate", "accelerator.py", "Cannot get 16bit model weights"),
     # run by tests/train/test_optimizers.py
@@ -93,11 +88,7 @@ FOUND_IN_SOURCE = {
         "runtime/zero/stage_1_and_2.py",
         "offload_optimizer_config.device != OffloadDeviceEnum.none:\n            self.cpu_offload = True",
     ),
-    "nvme-prefetch": (
-        "deepspeed",
-        "runtime/swap_tensor/partitioned_param_swapper.py",
-        "already assigned swap buffer id",
-    ),
+    "nvme-prefetch": ("deepspeed", "runtime/swap_tensor/partitioned_param_swapper.py", "already assigned swap buffer"),
 }
 # Properties of a cluster or a policy, and costs that are measured elsewhere.
 NOT_SHOWN = {
@@ -131,13 +122,17 @@ def test_the_library_does_what_the_rule_says(rule: str) -> None:
     assert expected in found if isinstance(expected, str) else found == expected
 
 
-@pytest.mark.parametrize("rule", FOUND_IN_SOURCE)
-def test_the_source_of_the_library_states_what_a_cpu_cannot_show(rule: str) -> None:
-    package, module, sentence = FOUND_IN_SOURCE[rule]
+def source_of(package: str, module: str) -> str:
     spec = importlib.util.find_spec(package)
     assert spec is not None
     assert spec.origin is not None
-    assert sentence in (Path(spec.origin).parent / module).read_text()
+    return (Path(spec.origin).parent / module).read_text()
+
+
+@pytest.mark.parametrize("rule", FOUND_IN_SOURCE)
+def test_the_source_of_the_library_states_what_a_cpu_cannot_show(rule: str) -> None:
+    package, module, sentence = FOUND_IN_SOURCE[rule]
+    assert sentence in source_of(package, module)
 
 
 def test_settings_that_libraries_accept_are_no_finding() -> None:
@@ -194,31 +189,67 @@ def test_words_in_fsdp_mean_version_2_and_hybrid_ones_are_refused() -> None:
 
 
 def test_the_keys_of_the_trainers_fsdp_config_are_those_that_its_source_reads() -> None:
-    spec = importlib.util.find_spec("transformers")
-    assert spec is not None
-    assert spec.origin is not None
-    source = (Path(spec.origin).parent / "training_args.py").read_text()
+    source = source_of("transformers", "training_args.py")
     assert [key for key in TRAINER_FSDP_KEYS if f'"{key}"' not in source] == []
 
 
 def test_every_rule_is_shown_found_in_source_or_listed_as_neither() -> None:
-    own_tests = {
-        "never-forwarded",
-        "refused-nested-key",
-        "removed-deepspeed-key",
-        "deprecated-zero-key",
-        "fsdp-as-words",
-        "sp-below-stage-3",
-    }
-    own_tests |= {"removed-training-argument", "deprecated-training-argument"}
+    own_tests = {"never-forwarded", "refused-nested-key", "removed-deepspeed-key", "deprecated-zero-key"}
+    own_tests |= {"removed-training-argument", "deprecated-training-argument", "fsdp-as-words", "sp-below-stage-3"}
     own_tests |= {"rank-of-first-node", "head-is-localhost", "each-node-alone", "no-rendezvous", "node-rank-missing"}
-    own_tests |= {"fixed-rendezvous-id", "elastic-without-restarts", "short-shutdown"}  # test_launcher_behaviour.py
-    assert {rule.name for rule in RULES} == set(EXPECTED) | set(SHOWN_BY_ANOTHER) | set(
-        FOUND_IN_SOURCE
-    ) | NOT_SHOWN | own_tests
+    own_tests |= {"fixed-rendezvous-id", "elastic-without-restarts", "short-shutdown"}
+    shown = EXPECTED.keys() | SHOWN_BY_ANOTHER.keys() | FOUND_IN_SOURCE.keys() | own_tests
+    assert {rule.name for rule in RULES} == shown | NOT_SHOWN
     assert [rule.name for rule in RULES if rule.level == "error" and rule.name in NOT_SHOWN] == []
 
 
 def test_the_rules_were_checked_with_the_installed_versions() -> None:
     for library, version in CHECKED_VERSIONS.items() - {("slurm", "22.05")}:  # no Python package
         assert version_numbers(installed_version(library) or "") == version_numbers(version), library
+
+
+# -- launchers on several nodes
+
+# Two nodes, as srun starts a command on them.
+SRUN = 'srun() { SLURM_PROCID=0 "$@"; SLURM_PROCID=1 "$@"; }; SLURM_PROCID=0; '
+
+
+def output_of(script: str) -> list[str]:
+    ended = subprocess.run(["bash", "-c", script], capture_output=True, text=True, timeout=20, check=True)
+    return ended.stdout.split()
+
+
+def torchrun_config(*options: str) -> Any:
+    from torch.distributed.run import config_from_args, parse_args
+
+    return config_from_args(parse_args([*options, "train.py"]))[0]
+
+
+@pytest.mark.parametrize(
+    ("command", "ranks"), [('bash -c "echo $SLURM_PROCID"', ["0", "0"]), ("bash -c 'echo $SLURM_PROCID'", ["0", "1"])]
+)
+def test_every_node_is_rank_0_where_the_first_one_expands(command: str, ranks: list[str]) -> None:
+    assert output_of(f"{SRUN} srun {command}") == ranks
+
+
+def test_a_head_that_is_not_found_becomes_localhost() -> None:
+    assert output_of("head=$(scontrol-that-is-missing 2>/dev/null || echo localhost); echo $head") == ["localhost"]
+
+
+def test_torchrun_starts_one_node_unless_it_is_told_more() -> None:
+    assert torchrun_config().max_nodes == 1
+
+
+def test_torchrun_on_two_nodes_without_an_endpoint_meets_at_localhost_with_rank_0() -> None:
+    config = torchrun_config("--nnodes", "2")
+    assert (config.rdzv_endpoint.partition(":")[0], config.rdzv_configs["rank"]) == ("127.0.0.1", 0)
+
+
+def test_torchrun_with_a_head_and_no_rank_has_rank_0() -> None:
+    config = torchrun_config("--nnodes", "2", "--master-addr", "node1")
+    assert (config.rdzv_endpoint.partition(":")[0], config.rdzv_configs["rank"]) == ("node1", 0)
+
+
+def test_torchrun_has_the_rendezvous_id_none_no_restarts_and_30_s_to_stop() -> None:
+    config = torchrun_config("--nnodes", "1:2", "--rdzv-backend", "c10d")
+    assert (config.run_id, config.max_restarts, config.shutdown_timeout) == ("none", 0, 30)

@@ -62,8 +62,7 @@ def test_bitsandbytes_holds_the_measured_bytes(tmp_path: Path) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     from toolkit.job.argument_fields import ModelArguments
-    from toolkit.train.attest.tensors import constant_bytes, local_bytes
-    from toolkit.train.model.four_bit import quantized_modules
+    from toolkit.observe.attest.tensors import constant_bytes, local_bytes, quantized_modules
     from toolkit.train.model.loading import load_model
 
     row = MEASURED["rows"][0]

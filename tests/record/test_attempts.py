@@ -257,7 +257,7 @@ def test_a_number_that_is_taken_is_not_used_again(tmp_path: Path) -> None:
     assert (folder.read_run() or {})["attempt"] == 3
 
 
-@pytest.mark.parametrize("place", ["attempts", "run.lock", "ranks", "run.json", "train.log", "ranks/rank0.pulse"])
+@pytest.mark.parametrize("place", ["attempts", "run.lock", "ranks", "run.json", "train.log", "ranks/rank0.heartbeat"])
 def test_a_file_or_folder_in_the_place_of_ours_is_refused_or_moved_but_never_lost(place: str, tmp_path: Path) -> None:
     folder = earlier_run(tmp_path / "out")
     if place == "ranks":

@@ -59,7 +59,7 @@ def test_the_main_threads_frames_are_read_innermost_first() -> None:
 def test_heartbeats_are_read_in_rank_order_without_incomplete_ones(tmp_path: Path) -> None:
     for rank in (10, 9):
         write_heartbeat(tmp_path, pulse(rank))
-    (tmp_path / "rank1.pulse").write_text('{"rank": ')
+    (tmp_path / "rank1.heartbeat").write_text('{"rank": ')
     assert read_heartbeats(tmp_path) == [pulse(9), pulse(10)]
 
 
@@ -99,6 +99,6 @@ def test_a_stopped_process_writes_its_main_threads_stack_and_stays_stopped(tmp_p
 def test_a_heartbeat_that_no_rank_has_written_is_not_read(key: str, value: object, tmp_path: Path) -> None:
     write_heartbeat(tmp_path, pulse(0))
     write_heartbeat(tmp_path, pulse(1))
-    path = tmp_path / "rank1.pulse"
+    path = tmp_path / "rank1.heartbeat"
     path.write_text(json.dumps(json.loads(path.read_text()) | {key: value}))
     assert [heartbeat.rank for heartbeat in read_heartbeats(tmp_path)] == [0]

@@ -126,7 +126,7 @@ def test_energy_is_unknown_if_one_rank_has_no_counter() -> None:
 def test_memory_by_phase_is_the_maximum_over_ranks() -> None:
     ladder = {"bytes_of": "allocated", "load": 4, "forward": 9, "backward": 8, "step": 16}
     other = {"bytes_of": "allocated", "load": 5, "forward": 7, "backward": None, "step": None}
-    steps = [[row(0, memory_ladder=ladder), row(1, memory_ladder=other)], [row(0), row(1)]]
+    steps = [[row(0, memory_by_phase=ladder), row(1, memory_by_phase=other)], [row(0), row(1)]]
     expected = MemoryByPhase(bytes_of="allocated", load=5, forward=9, backward=8, step=16)
     assert measure(steps, untimed_steps=0).memory_by_phase == expected
     assert measure([[row(0)]], untimed_steps=0).memory_by_phase is None

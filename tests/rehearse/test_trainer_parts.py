@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from toolkit.observe.progress import Progress
 from toolkit.rehearse.trainer_parts import RehearsedTimer
-from toolkit.train.health.progress import Progress
 
 
 @pytest.fixture

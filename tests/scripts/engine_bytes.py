@@ -24,12 +24,12 @@ from transformers import AutoConfig, AutoModelForCausalLM, Trainer
 from transformers.training_args import OptimizerNames
 
 from toolkit.models.optimizers import MUON
+from toolkit.observe.attest.read_deepspeed import deepspeed_gradients, read_deepspeed
+from toolkit.observe.attest.read_fsdp2 import read_fsdp2
+from toolkit.observe.attest.read_rank import read_torch
+from toolkit.observe.attest.tensors import local_bytes
 from toolkit.plan.engine_settings import engine_settings
 from toolkit.presets import Preset, load_preset
-from toolkit.train.attest.read_deepspeed import deepspeed_gradients, read_deepspeed
-from toolkit.train.attest.read_fsdp2 import read_fsdp2
-from toolkit.train.attest.read_rank import read_torch
-from toolkit.train.attest.tensors import local_bytes
 from toolkit.train.engine.muon import make_muon
 from toolkit.train.model.loading import cast_weights
 from toolkit.train.rank_process import prepare_environment

@@ -7,9 +7,9 @@ import toolkit.train.__main__ as door
 
 def main() -> int:
     door.prepare_environment()
-    from toolkit.train import shared_folder
+    from toolkit.observe import observed_run
 
-    shared_folder.VISIBLE_SECONDS = 1.0
+    observed_run.VISIBLE_SECONDS = 1.0
     return door.main(sys.argv[1:])
 
 

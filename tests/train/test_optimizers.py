@@ -49,7 +49,6 @@ def test_an_optimizer_holds_its_own_states_and_resumes(
     for rank in attestation["ranks"]:
         held = (rank["optimizer_class"], rank["optimizer_dtype"], rank["optimizer_bytes"])
         assert held == CASES[preset, optim]
-        assert rank["byte_limits"]["optimizer"] == [CASES[preset, optim][2]] * 2
     resumed = ["--save_strategy", "no", "--output_dir", str(tmp_path / "resumed")]
     resumed += ["--resume_from_checkpoint", str(tmp_path / "whole" / "checkpoint-2")]
     ended = accelerate_launch(config, *words, *resumed)

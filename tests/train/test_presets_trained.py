@@ -78,7 +78,7 @@ def test_each_rank_holds_the_bytes_that_the_preset_specifies(runs: dict[str, Pat
 @pytest.mark.parametrize("preset", PRESETS)
 def test_the_run_folder_holds_exactly_its_files_and_the_model(runs: dict[str, Path], preset: str) -> None:
     found = {str(path.relative_to(runs[preset])) for path in runs[preset].rglob("*") if path.is_file()}
-    ends = ("jsonl", "pulse", "stacks")
+    ends = ("jsonl", "heartbeat", "stacks")
     rows = {f"ranks/rank{rank}.{end}" for rank in range(CPU_PRESETS[preset]) for end in ends}
     counted = {f"collectives/rank{rank}.jsonl" for rank in range(CPU_PRESETS[preset])}  # the script's, as the logits
     assert found == RUN_FILES | rows | MODEL_FILES | {"live_logits.pt"} | counted
@@ -156,4 +156,4 @@ def test_the_engine_and_sharding_of_each_variant_are_read_back(runs: dict[str, P
 
 
 def test_the_requested_mesh_is_part_of_what_is_verified(runs: dict[str, Path]) -> None:
-    assert read(runs["fsdp2_hybrid"] / "attestation.json")["promised"]["dp_shard_size"] == 2
+    assert read(runs["fsdp2_hybrid"] / "attestation.json")["expected"]["dp_shard_size"] == 2

@@ -10,14 +10,14 @@ import pytest
 import torch
 
 from toolkit.job.job import Job
+from toolkit.observe.progress import Progress
+from toolkit.observe.signals import StopOnSignal
+from toolkit.observe.timer import StepTimer
 from toolkit.record.folder import RunFolder
 from toolkit.train.active_run import ActiveRun
 from toolkit.train.arguments import Arguments
-from toolkit.train.checkpointing.signals import StopOnSignal
-from toolkit.train.health.progress import Progress
 from toolkit.train.launch_context import LaunchContext
-from toolkit.train.metrics.timer import StepTimer
-from toolkit.train.trainer import TrainerParts, _callbacks
+from toolkit.train.trainer import callbacks
 
 
 @pytest.fixture
@@ -35,19 +35,16 @@ def callback_names(folder: Path, training: Any, **arguments: Any) -> list[str]:
         folder=RunFolder(folder),
         checkpoint=None,
         stop_on_signal=StopOnSignal(progress, rank=0, world_size=2),
+        rank=0,
+        world_size=2,
     )
     timer = StepTimer(folder / "ranks" / "rank0.jsonl", rank=0, device=torch.device("cpu"), progress=progress)
-    trainer: Any = SimpleNamespace(timer=timer, args=training, eval_dataset=None, run=run)
-    return [type(callback).__name__ for callback in _callbacks(run, trainer, TrainerParts())]
-
-
-def test_a_plain_run_has_three_callbacks(tmp_path: Path, training: Any) -> None:
-    """The timer waits for the device where a signal makes the run save, and reading back is outside its steps."""
-    assert callback_names(tmp_path, training) == ["StopOnSignal", "StepTimer", "Attestation"]
+    trainer: Any = SimpleNamespace(args=training, eval_dataset=None)
+    return [type(callback).__name__ for callback in callbacks(run, trainer, SimpleNamespace(timer=timer))]  # type: ignore
 
 
 def test_what_decides_about_the_next_step_comes_after_the_timer(tmp_path: Path, training: Any) -> None:
     names = callback_names(
         tmp_path, training, profile_steps="2:3", ddp_comm_hook="bf16", stop_after_minutes=1.0, memory_snapshot=True
     )
-    assert names[3:] == ["CommunicationHook", "Profiler", "MemorySnapshot", "EarlyStopping"]
+    assert names == ["CommunicationHook", "Profiler", "MemorySnapshot", "EarlyStopping"]

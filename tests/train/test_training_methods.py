@@ -86,8 +86,8 @@ def check_memory_by_phase(folder: Path, run: dict[str, Any]) -> None:
     rows = [
         [json.loads(line) for line in path.read_text().splitlines()] for path in sorted(folder.glob("ranks/*.jsonl"))
     ]
-    assert [["memory_ladder" in row for row in rank] for rank in rows] == [[True, False, False]] * 2
-    first, second = (rank[0]["memory_ladder"] for rank in rows)
+    assert [["memory_by_phase" in row for row in rank] for rank in rows] == [[True, False, False]] * 2
+    first, second = (rank[0]["memory_by_phase"] for rank in rows)
     assert first["bytes_of"] == "rss"
     for phase in ("load", "forward", "backward", "step"):
         highest = max(rank[0]["peak_host_bytes"] for rank in rows) + RSS_LAG_BYTES

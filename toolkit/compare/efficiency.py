@@ -90,7 +90,7 @@ def peak_flops(environment: Environment, compute_dtype: str | None) -> float | N
 
 def mean_seq_length(trial: RunRecord) -> int | None:
     """Return the tokens of the timed steps, padding included, over their sequences, rounded."""
-    tokens = [trial.step_tokens[number - 1] for number in trial.timed_step_numbers]
+    tokens = [trial.step_tokens[number - 1] or 0 for number in trial.timed_step_numbers]
     sequences = trial.problem.global_batch_size if trial.problem else None
     return round(statistics.fmean(tokens) / sequences) if tokens and isinstance(sequences, int) and sequences else None
 

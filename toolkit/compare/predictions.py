@@ -25,7 +25,7 @@ from toolkit.plan.step_time import step_time
 from toolkit.presets import load_preset
 
 Source = Literal["trials", "planner", "other trials"]
-# When the training script ends a run early (toolkit/train/metrics/early_stopping.py): it decides after every fifth step
+# When the training script ends a run early (toolkit/observe/early_stopping.py): it decides after every fifth step
 # once ten steps are timed, and all ranks end two steps later.
 MIN_TIMED_STEPS, DECISION_INTERVAL, STEPS_AFTER_DECISION = 10, 5, 2
 

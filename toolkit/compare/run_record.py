@@ -65,7 +65,7 @@ def read_run_record(
                 "phase": failure.phase,
                 "failure": read_failure(run, failure, measured),
                 "tokens_per_second_per_gpu": None if speed is None else speed / trial.row.world_size,
-                "memory_by_phase": measured.memory_by_phase or failure.memory_ladder,
+                "memory_by_phase": measured.memory_by_phase or failure.memory_by_phase,
                 "layout": problem.layout if isinstance(problem.layout, str) else None,
                 "num_nodes": len(run.nodes) or None,
                 "attestation_sha256": attestation.sha256,
@@ -131,7 +131,7 @@ def trained_problem(run: RecordedRun, attestation: RecordedAttestation) -> Train
     ranks, spec = attestation.ranks or (), run.spec or {}
     facts: dict[str, Any] = {fact: _shared([getattr(rank, fact, None) for rank in ranks]) for fact in ATTESTED}
     facts |= {fact: spec.get(fact) for fact in SPECIFIED}
-    masters = attestation.promised.master_dtype if attestation.promised else None
+    masters = attestation.expected.master_dtype if attestation.expected else None
     degrees = [rank.layout and {name: rank.layout.get(name, 1) for name in DIMENSIONS} for rank in ranks]
     layout = _shared([None if own is None else str(ParallelLayout(**own)) for own in degrees])
     return TrainedProblem(**facts, layout=layout, ranks=len(ranks), expected_masters=masters)

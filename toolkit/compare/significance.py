@@ -150,7 +150,7 @@ def speeds_of(trials: Sequence[RunRecord], steps: int, *, padding: bool = True) 
         numbers = trial.timed_step_numbers[:steps]
         counted = trial.step_tokens if padding else trial.step_non_padding_tokens or trial.step_tokens
         seconds = sum(trial.step_seconds[number - 1] or 0.0 for number in numbers)
-        tokens = sum(counted[number - 1] for number in numbers)
+        tokens = sum(counted[number - 1] or 0 for number in numbers)
         speed = tokens / seconds if seconds else 0.0
         speeds.append(speed if 1 / FASTEST <= speed <= FASTEST else 0.0)
     return speeds

@@ -60,7 +60,7 @@ def record_result(
     final_status = _final_status(folder, ended, failure, text, oom_killed=oom_killed)
     if final_status != status.COMPLETED and failure is None:
         failure = _unreported_failure(folder, final_status, ended, text, log_path)
-    code = status.exit_code_of(final_status, invalid_input=bool(failure and failure.get("wrong_input")))
+    code = status.exit_code_of(final_status, invalid_input=bool(failure and failure.get("invalid_input")))
     with contextlib.suppress(OSError):  # a full disk: the caller prints the failure
         if failure is not None:
             write_json(folder.current().failure_json, failure)
@@ -89,7 +89,7 @@ def _find_failure(folder: RunFolder, ended: ProcessResult, log: str, *, oom_kill
     """
     failure = read_json(folder.current().failure_json)
     killed = find_killed_rank(log)
-    has_cause = failure is not None and (failure["kind"] not in CONSEQUENCES or bool(failure.get("wrong_input")))
+    has_cause = failure is not None and (failure["kind"] not in CONSEQUENCES or bool(failure.get("invalid_input")))
     if killed is None or ended.interrupted or ended.timed_out or has_cause:
         return failure
     aborted_for_memory = killed.signal == "SIGABRT" and is_out_of_memory(log)
@@ -148,7 +148,7 @@ def _find_refusal(ended: ProcessResult, log: str) -> dict[str, Any] | None:
     """Return the failure of a rank that refused its input before it had a run folder, from what it printed."""
     refused = ended.exit_code == EXIT_INVALID_INPUT or _REFUSED.search(log.rpartition(ROOT_CAUSE)[2])
     printed = printed_errors(log) if refused else []
-    return _failure(status.FAILED, printed[0].message, printed[0].hint) | {"wrong_input": True} if printed else None
+    return _failure(status.FAILED, printed[0].message, printed[0].hint) | {"invalid_input": True} if printed else None
 
 
 def _failure(kind: str, message: str, hint: str | None) -> dict[str, Any]:
@@ -158,7 +158,7 @@ def _failure(kind: str, message: str, hint: str | None) -> dict[str, Any]:
         "rank": None,
         "message": message,
         "hint": hint,
-        "wrong_input": False,
+        "invalid_input": False,
         "peak_bytes": None,
     }
 

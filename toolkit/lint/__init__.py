@@ -5,8 +5,7 @@
 []
 """
 
-from toolkit.lint.check import LintResult, lint_document, lint_paths
+from toolkit.lint.check import LintResult, fixed_text, lint_document, lint_paths
 from toolkit.lint.findings import Finding
-from toolkit.lint.fixes import fixed_text
 
 __all__ = ["Finding", "LintResult", "fixed_text", "lint_document", "lint_paths"]

@@ -1,4 +1,4 @@
-"""Run the rules over files and folders.
+"""Run the rules over files and folders, and apply their mechanical fixes.
 
 >>> from pathlib import Path
 >>> lint_paths([Path("accelerate_configs")]).findings
@@ -7,15 +7,25 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from toolkit.errors import ToolkitError
 from toolkit.files.reading import OverLimit, is_file
-from toolkit.lint.document import Document, NotAConfiguration, load_document, may_be_linted
-from toolkit.lint.findings import Edit, Finding, LintRule
+from toolkit.lint.document import (
+    Document,
+    NotAConfiguration,
+    load_document,
+    may_be_linted,
+    read_text,
+    with_deepspeed_json,
+)
+from toolkit.lint.findings import Finding, LintRule, Match
+from toolkit.lint.positions import KeyPosition
 from toolkit.lint.rules import RULES
 from toolkit.versions import installed_version, version_numbers
 
@@ -98,31 +108,98 @@ def _candidates(folder: Path) -> list[Path]:
 
 def lint_document(document: Document) -> list[Finding]:
     """Return the findings of one document, in the order of its lines."""
-    found = [finding for finding, _ in findings_with_edits(document)]
+    found = [
+        Finding(
+            file=document.path,
+            key=match.key,
+            line=match.line if match.line is not None else document.line(match.key),
+            level=rule.level,
+            rule=rule.name,
+            message=match.message,
+            fix=match.fix,
+            checked_against=rule.checked_against,
+        )
+        for rule, match in _matches(document)
+    ]
     return sorted(found, key=lambda finding: (finding.line or 0, finding.rule))
 
 
-def findings_with_edits(document: Document) -> Iterator[tuple[Finding, Edit | None]]:
-    """Run every rule for the document's kind, and yield its findings, each with its mechanical fix if it has one."""
+def _matches(document: Document) -> Iterator[tuple[LintRule, Match]]:
+    """Run every rule for the document's kind, except removals that an installed, older library does not have yet."""
     for rule in RULES:
-        if document.kind in rule.kinds and _concerns_installed_version(rule):
+        installed = installed_version(rule.library) if rule.removed_in else None
+        is_older = installed is not None and version_numbers(installed) < version_numbers(rule.removed_in or "")
+        if document.kind in rule.kinds and not is_older:
             for match in rule.check(document):
-                finding = Finding(
-                    file=document.path,
-                    key=match.key,
-                    line=match.line if match.line is not None else document.line(match.key),
-                    level=rule.level,
-                    rule=rule.name,
-                    message=match.message,
-                    fix=match.fix,
-                    checked_against=rule.checked_against,
-                )
-                yield finding, match.edit
+                yield rule, match
 
 
-def _concerns_installed_version(rule: LintRule) -> bool:
-    """Return False for a removal that the installed, older version of the library does not have yet."""
-    if rule.removed_in is None:
-        return True
-    installed = installed_version(rule.library)
-    return installed is None or version_numbers(installed) >= version_numbers(rule.removed_in)
+# -- mechanical fixes, as edits of the text, so that comments and the order of keys stay
+
+# A fix may uncover another: the value of a misspelt key is checked only once the key is renamed.
+MAX_ROUNDS = 5
+
+Replacement = tuple[int, int, str]
+"""Start and end offset of the text to replace, and the new text."""
+
+
+def fixed_text(path: Path) -> str:
+    """Return the text of a file after every mechanical fix; what needs a decision stays as it is."""
+    document = load_document(path)
+    for _ in range(MAX_ROUNDS):
+        changed = apply_fixes(document, [match for _, match in _matches(document)])
+        if changed == document.text:
+            break
+        try:
+            document = with_deepspeed_json(read_text(changed, str(path)))
+        except ToolkitError:  # the file's layout does not allow an edit line by line: keep the text from before it
+            break
+    return document.text
+
+
+def apply_fixes(document: Document, matches: Sequence[Match]) -> str:
+    """Return the text with every mechanical fix that overlaps no other; the rest waits for the next round.
+
+    >>> document = read_text("a: 1  # why\\nb: 2\\n", "mine.yaml")
+    >>> apply_fixes(document, [Match("a", "is old", "`c`", rename="c"), Match("b", "has no effect", "", remove=True)])
+    'c: 1  # why\\n'
+    """
+    text, end = document.text, len(document.text) + 1
+    fixes = [match for match in matches if match.is_mechanical and match.key in document.positions]
+    for start, stop, new in sorted({_replacement(document, match) for match in fixes}, reverse=True):
+        if stop <= end:
+            text, end = text[:start] + new + text[stop:], start
+    return text
+
+
+def _replacement(document: Document, match: Match) -> Replacement:
+    position = document.positions[match.key]
+    if match.rename is not None:
+        quoted = document.text[position.key_span[0]] == '"'
+        return (*position.key_span, json.dumps(match.rename) if quoted else match.rename)
+    if match.value is not None:
+        return (*position.value_span, _literal(match.value, is_json=document.is_json or position.in_braces))
+    return (_remove_from_braces if position.in_braces else _remove_lines)(document.text, position)
+
+
+def _literal(value: str | bool, *, is_json: bool) -> str:
+    if isinstance(value, bool) or value.isdigit():
+        return str(value).lower()
+    return json.dumps(value) if is_json or not re.fullmatch(r"[\w./-]+", value) or value == "no" else value
+
+
+def _remove_lines(text: str, position: KeyPosition) -> Replacement:
+    """Remove complete lines, including the comment after the value."""
+    start = text.rfind("\n", 0, position.key_span[0]) + 1
+    stop = text.find("\n", max(position.value_span[1], position.key_span[1]))
+    return start, len(text) if stop < 0 else stop + 1, ""
+
+
+def _remove_from_braces(text: str, position: KeyPosition) -> Replacement:
+    """Remove a key with the comma after it, or for the last key with the comma before it."""
+    start, stop = position.key_span[0], position.value_span[1]
+    comma_after = re.compile(r"\s*,\s*").match(text, stop)
+    if comma_after:
+        return start, comma_after.end(), ""
+    comma_before = re.compile(r",?\s*$").search(text, 0, start)
+    return comma_before.start() if comma_before else start, stop, ""

@@ -7,9 +7,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Set
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +17,13 @@ from toolkit.files import reading
 from toolkit.files.reading import is_file
 from toolkit.files.yaml_files import MAX_YAML_BYTES
 from toolkit.job.trainer_schema import trainer_argument_names
-from toolkit.lint.job_script import SCRIPT_SUFFIXES, JobScript, read_script
+from toolkit.lint.job_script import EMPTY_SCRIPT, SCRIPT_SUFFIXES, JobScript, read_script
 from toolkit.lint.positions import KeyPosition, parse_json, parse_yaml
 from toolkit.lint.removed_keys import DEEPSPEED_REMOVED, TRAINING_ARGUMENTS_REMOVED
 from toolkit.presets.known_keys import ACCELERATE_KEYS, DEEPSPEED_KEYS
 
 ACCELERATE, DEEPSPEED, TRAINER = "accelerate", "deepspeed", "trainer"
-SBATCH, SHELL, SKYPILOT = "sbatch", "shell", "skypilot"
+SCRIPTS = SBATCH, SHELL, SKYPILOT = "sbatch", "shell", "skypilot"
 SUFFIXES = (".yaml", ".yml", ".json")
 MAX_PATH_LENGTH = 1024
 
@@ -41,16 +40,16 @@ class Document:
 
     path: str
     text: str
-    data: dict[str, Any]
-    positions: dict[str, KeyPosition]
-    duplicates: tuple[KeyPosition, ...]
-    """Keys that repeat one in the same block."""
-    is_json: bool
     kind: str | None
     """`accelerate`, `deepspeed`, `trainer`, `sbatch`, `shell`, `skypilot`, or None for something else."""
+    data: dict[str, Any] = field(default_factory=dict)
+    positions: dict[str, KeyPosition] = field(default_factory=dict)
+    repeated: tuple[KeyPosition, ...] = ()
+    """Keys that repeat one in the same block."""
+    is_json: bool = False
     deepspeed_json: Document | None = None
     """The DeepSpeed JSON that this file names, where it was found."""
-    script: JobScript | None = None
+    script: JobScript = EMPTY_SCRIPT
     """The shell script that this file is or has."""
 
     def get(self, key: str, default: Any = None) -> Any:
@@ -93,8 +92,7 @@ def with_deepspeed_json(document: Document) -> Document:
     named = next((path for path in deepspeed_file_candidates(document) if is_file(path)), None)
     if document.kind in (None, DEEPSPEED) or named is None or named.suffix != ".json":
         return document
-    json_document = dataclasses.replace(_read_file(named), kind=DEEPSPEED)
-    return dataclasses.replace(document, deepspeed_json=json_document)
+    return replace(document, deepspeed_json=replace(_read_file(named), kind=DEEPSPEED))
 
 
 def may_be_linted(name: str) -> bool:
@@ -113,9 +111,12 @@ def _read_file(path: Path) -> Document:
 def read_text(text: str, path: str) -> Document:
     """Parse a text; the suffix of `path` decides between a script, JSON and YAML, the keys decide its kind."""
     if path.endswith(SCRIPT_SUFFIXES) or (text.startswith("#!") and not path.endswith(SUFFIXES)):
-        return _read_script(text, path)
+        script = read_script(text)
+        # Without sbatch's directives it is a script of training only if it starts a launcher.
+        kind = SBATCH if script.directives else SHELL if script.launches else None
+        return Document(path=path, text=text, kind=kind, script=script)
     is_json = path.endswith(".json")
-    data, positions, duplicates = (parse_json if is_json else parse_yaml)(text, path)
+    data, positions, repeated = (parse_json if is_json else parse_yaml)(text, path)
     if not isinstance(data, dict):
         raise NotAConfiguration(f"{path} contains {type(data).__name__}, expected keys and values")
     kind = detect_kind(data)
@@ -124,18 +125,11 @@ def read_text(text: str, path: str) -> Document:
         text=text,
         data=data,
         positions=positions,
-        duplicates=tuple(duplicates),
+        repeated=repeated,
         is_json=is_json,
         kind=kind,
-        script=_task_script(text, data, positions) if kind == SKYPILOT else None,
+        script=_task_script(text, data, positions) if kind == SKYPILOT else EMPTY_SCRIPT,
     )
-
-
-def _read_script(text: str, path: str) -> Document:
-    """A script without sbatch's directives is a document of a kind only if it starts training."""
-    script = read_script(text)
-    kind = SBATCH if script.directives else SHELL if script.launches else None
-    return Document(path=path, text=text, data={}, positions={}, duplicates=(), is_json=False, kind=kind, script=script)
 
 
 def _task_script(text: str, data: dict[str, Any], positions: dict[str, KeyPosition]) -> JobScript:
@@ -208,7 +202,12 @@ def detect_kind(data: dict[str, Any]) -> str | None:
     }
     counts = {kind: len((keys & known) - SHARED_KEYS) for kind, known in known_keys.items()}
     best = max(counts, key=lambda kind: counts[kind])
-    return best if counts[best] > 0 else _kind_by_value(data) or _kind_by_misspelt_key(keys)
+    if counts[best]:
+        return best
+    for kind, decisive in () if (by_value := _kind_by_value(data)) else DECISIVE_KEYS.items():
+        if any(nearest(key, decisive, cutoff=0.85) for key in sorted(keys)[:50]):
+            return kind
+    return by_value
 
 
 def _kind_by_value(data: dict[str, Any]) -> str | None:
@@ -219,10 +218,3 @@ def _kind_by_value(data: dict[str, Any]) -> str | None:
     if any(key.startswith(("fsdp_", "parallelism_config_")) for block in blocks for key in block):
         return ACCELERATE
     return TRAINER if set(data) & trainer_argument_names() else None
-
-
-def _kind_by_misspelt_key(keys: set[str]) -> str | None:
-    for kind, decisive in DECISIVE_KEYS.items():
-        if any(nearest(key, decisive, cutoff=0.85) for key in sorted(keys)[:50]):
-            return kind
-    return None

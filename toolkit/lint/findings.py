@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 
 from toolkit.lint.document import Document
 
@@ -21,18 +21,9 @@ CHECKED_VERSIONS = {
 }
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Edit:
-    """A mechanical change of one key; it is removed where `rename` and `value` are both None."""
-
-    key: str
-    rename: str | None = None
-    value: str | bool | None = None
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Match:
-    """One place in a document where a rule applies."""
+    """One place in a document where a rule applies; `rename`, `value` and `remove` are a fix without a decision."""
 
     key: str
     """Dotted, as `zero_optimization.stage`; empty where a top-level key is missing."""
@@ -40,10 +31,19 @@ class Match:
     """What really happens, with the values of this file."""
     fix: str
     """What to write instead."""
-    edit: Edit | None = None
-    """The fix as an edit, where it needs no decision."""
+    _: KW_ONLY
+    rename: str | None = None
+    """The key's new name."""
+    value: str | bool | None = None
+    """The key's new value."""
+    remove: bool = False
     line: int | None = None
     """Where the place is no key of the document: its line."""
+
+    @property
+    def is_mechanical(self) -> bool:
+        """True where the fix needs no decision."""
+        return self.remove or self.rename is not None or self.value is not None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -89,13 +89,14 @@ class LintRule:
 
 
 def rule(
-    name: str, level: str, *kinds: str, library: str, fix: str, removed_in: str | None = None
+    level: str, *kinds: str, library: str, fix: str, name: str | None = None, removed_in: str | None = None
 ) -> Callable[[Check], LintRule]:
-    """Turn a check function into a LintRule; every rule that a module of `rules` defines is run."""
+    """Turn a check function into a LintRule of its name; every rule that a module of `rules` defines is run."""
 
     def make(check: Check) -> LintRule:
+        rule_name = name or check.__name__.replace("_", "-")
         return LintRule(
-            name=name, level=level, kinds=kinds, library=library, fix=fix, check=check, removed_in=removed_in
+            name=rule_name, level=level, kinds=kinds, library=library, fix=fix, check=check, removed_in=removed_in
         )
 
     return make

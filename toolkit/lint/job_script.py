@@ -10,9 +10,10 @@ here-documents.
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 SCRIPT_SUFFIXES = (".sbatch", ".slurm", ".sh", ".bash")
 _DIRECTIVE = re.compile(r"^#SBATCH\s+(--[\w-]+|-[A-Za-z])(?:[=\s]\s*|(?<=-[A-Za-z]))([^\s#]*)", re.MULTILINE)
@@ -24,17 +25,12 @@ _LAUNCHERS = {
 }
 _VALUE = r"\"[^\"]*\"|'[^']*'|[^\s\\'\";&|]+"
 _OPTION = re.compile(rf"(?<![\w-])--([A-Za-z][\w-]*)(?:(?:=|[ \t]+(?!-))({_VALUE}))?")
-_HEREDOC = re.compile(r"<<(-?)[ \t]*(['\"]?)([A-Za-z_]\w*)\2")
+# An escaped character, a string in single or double quotes, a comment, the start of a here-document, the end of a line.
+_TOKEN = re.compile(
+    r"""\\.|'[^']*+'?|"(?:\\.|[^"\\])*+"?|(?<![^ \t\n;])\#[^\n]*|(?<!<)<<(-?)[ \t]*(['"]?)([A-Za-z_]\w*)\2|\n""",
+    re.DOTALL,
+)
 _FUNCTION = re.compile(r"^[ \t]*(?:function[ \t]+)?[\w-]+[ \t]*\(\)[ \t]*\{.*?^[ \t]*\}", re.MULTILINE | re.DOTALL)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ShellLine:
-    """A command with its continued lines, its quoted lines and its here-documents."""
-
-    text: str
-    line: int
-    """1-based line of its first character in the file."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,7 +42,6 @@ class LauncherCall:
     line: int
     options: dict[str, str | None]
     """Names with dashes, without the two in front; None for a flag without a value."""
-    command: ShellLine
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,11 +53,10 @@ class JobScript:
     """The line of the file in which the text begins."""
     directives: dict[str, tuple[str, int]]
     """sbatch's directives: value and line."""
-    lines: tuple[ShellLine, ...]
     launches: tuple[LauncherCall, ...]
     nodes: int | None = None
     """Nodes of the job, the most of them where it is a range; None where the file does not say."""
-    protected: tuple[tuple[int, int], ...] = field(default=())
+    protected: tuple[tuple[int, int], ...] = ()
     """Spans of the text in which this shell expands nothing."""
 
     def expands_at(self, offset: int) -> bool:
@@ -77,12 +71,15 @@ class JobScript:
     def find(self, pattern: str) -> Iterator[tuple[re.Match[str], int]]:
         """Yield each match of a pattern outside of comments, and its line."""
         for found in re.finditer(pattern, self.text, re.MULTILINE):
-            if not self.text[self.text.rfind("\n", 0, found.start()) + 1 : found.start() + 1].lstrip().startswith("#"):
+            if not _in_comment(self.text, found.start()):
                 yield found, self.line_at(found.start())
 
     def mentions(self, pattern: str) -> bool:
         """Return True if a pattern occurs outside of comments."""
         return next(self.find(pattern), None) is not None
+
+
+EMPTY_SCRIPT = JobScript(text="", first_line=1, directives={}, launches=())
 
 
 def read_script(text: str, *, first_line: int = 1, nodes: int | None = None) -> JobScript:
@@ -95,7 +92,6 @@ def read_script(text: str, *, first_line: int = 1, nodes: int | None = None) -> 
         for found in _DIRECTIVE.finditer(text)
     }
     breaks, protected = _scan(text)
-    lines = tuple(_shell_lines(text, breaks, first_line))
     if "export -f" in text:  # run by another shell, on the node
         protected += [found.span() for found in _FUNCTION.finditer(text)]
     if nodes is None and "nodes" in directives:
@@ -105,35 +101,31 @@ def read_script(text: str, *, first_line: int = 1, nodes: int | None = None) -> 
         text=text,
         first_line=first_line,
         directives=directives,
-        lines=lines,
-        launches=tuple(_launches(lines)),
+        launches=tuple(_launches(text, breaks, first_line)),
         nodes=nodes,
         protected=tuple(protected),
     )
 
 
-def _shell_lines(text: str, breaks: list[int], first_line: int) -> Iterator[ShellLine]:
-    start = 0
-    for end in [*breaks, len(text)]:
-        part = text[start:end]
-        if part.strip() and not part.lstrip().startswith("#"):
-            blank = len(part) - len(part.lstrip())
-            yield ShellLine(text=part, line=first_line + text.count("\n", 0, start + blank))
-        start = end
-
-
-def _launches(lines: tuple[ShellLine, ...]) -> Iterator[LauncherCall]:
-    for line in lines:
-        calls = [(found, tool) for tool, pattern in _LAUNCHERS.items() for found in pattern.finditer(line.text)]
+def _launches(text: str, breaks: list[int], first_line: int) -> Iterator[LauncherCall]:
+    """Yield the calls in each command, with its continued lines, its quoted lines and its here-documents."""
+    for start, end in itertools.pairwise([0, *breaks, len(text)]):
+        command = text[start:end]
+        calls = [(found, tool) for tool, pattern in _LAUNCHERS.items() for found in pattern.finditer(command)]
         for found, tool in sorted(calls, key=lambda call: call[0].start()):
-            if line.text[line.text.rfind("\n", 0, found.start()) + 1 : found.start() + 1].lstrip().startswith("#"):
+            if command.lstrip().startswith("#") or _in_comment(command, found.start()):
                 continue
             options = {
                 option[1].replace("_", "-"): None if option[2] is None else option[2].strip("\"'")
-                for option in _OPTION.finditer(line.text, found.end())
+                for option in _OPTION.finditer(command, found.end())
             }
-            number = line.line + line.text.count("\n", len(line.text) - len(line.text.lstrip()), found.start())
-            yield LauncherCall(tool=tool, line=number, options=options, command=line)
+            line = first_line + text.count("\n", 0, start + found.start())
+            yield LauncherCall(tool=tool, line=line, options=options)
+
+
+def _in_comment(text: str, offset: int) -> bool:
+    """Return True in a line that is a comment."""
+    return text[text.rfind("\n", 0, offset) + 1 : offset + 1].lstrip().startswith("#")
 
 
 def _scan(text: str) -> tuple[list[int], list[tuple[int, int]]]:
@@ -141,39 +133,18 @@ def _scan(text: str) -> tuple[list[int], list[tuple[int, int]]]:
     breaks: list[int] = []
     protected: list[tuple[int, int]] = []
     waiting: list[re.Match[str]] = []
-    quoted, at = "", 0
-    while at < len(text):
-        char = text[at]
-        if quoted:
-            quoted = "" if char == quoted else quoted
-            at += 2 if char == "\\" and quoted == '"' else 1
-        elif char == "\\":
-            at += 2
-        elif char == "'":
-            end = _end_of(text, "'", at + 1)
-            protected.append((at, end))
-            at = end
-        elif char == "#" and (at == 0 or text[at - 1] in " \t\n;"):
-            end = _end_of(text, "\n", at) - 1 if "\n" in text[at:] else len(text)
-            protected.append((at, end))
-            at = end
-        elif char == "<" and text[at - 1 : at] != "<" and (found := _HEREDOC.match(text, at)):
+    at = 0
+    while found := _TOKEN.search(text, at):
+        at = found.end()
+        if found[0][0] in "'#":
+            protected.append(found.span())
+        elif found[0][0] == "<":
             waiting.append(found)
-            at = found.end()
-        elif char == "\n":
-            at = _skip_heredocs(text, at + 1, waiting, protected)
+        elif found[0] == "\n":
+            at = _skip_heredocs(text, at, waiting, protected)
             waiting = []
             breaks.append(at)
-        else:
-            quoted = '"' if char == '"' else ""
-            at += 1
     return breaks, protected
-
-
-def _end_of(text: str, mark: str, start: int) -> int:
-    """Return the offset after the next mark; that of the end where there is none."""
-    found = text.find(mark, start)
-    return len(text) if found < 0 else found + len(mark)
 
 
 def _skip_heredocs(text: str, at: int, waiting: list[re.Match[str]], protected: list[tuple[int, int]]) -> int:

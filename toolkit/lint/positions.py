@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import re
 from bisect import bisect_right
+from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -35,94 +36,79 @@ class KeyPosition:
     value_span: tuple[int, int]
     in_braces: bool
     """Inside YAML flow braces or JSON, where entries are separated by commas."""
+    repeated: bool = False
+    """An entry before it in the same block has the same key."""
 
 
-Parsed: TypeAlias = tuple[Any, dict[str, KeyPosition], list[KeyPosition]]
+Parsed: TypeAlias = tuple[Any, dict[str, KeyPosition], tuple[KeyPosition, ...]]
 """The value, the position of each key, and the positions of keys that repeat one in the same block."""
 
 
-# -- YAML
-
-
 def parse_yaml(text: str, path: str) -> Parsed:
-    """Parse YAML; `path` is for error messages.
+    """Parse YAML; `path` is for error messages. A date stays text, and every key is text.
 
     Raises ToolkitError as `toolkit.files.yaml_files.parse_yaml` does; an infinity is a value like any other here.
     """
     check_yaml(text, path, CONFIGURATION)
-    builder = _YamlBuilder(path)
     try:
         root = yaml.compose(text, Loader=LOADER)
-        data = None if root is None else builder.value(root, "")
-    except (yaml.YAMLError, ValueError, OverflowError) as error:
+        found = [] if root is None else list(_yaml_positions(root, "", path))
+        data = None if root is None else yaml.SafeLoader("").construct_document(root)
+    except ToolkitError:
+        raise
+    except Exception as error:  # PyYAML raises KeyError, TypeError and more for scalars like `!!int ''`
         raise not_yaml(path, error) from None
     check_values(data, path, CONFIGURATION, allow_nan=True)
-    return data, builder.positions, builder.duplicates
+    return _parsed(data, found)
 
 
-class _YamlBuilder:
-    """Builds plain values from nodes, and notes where each key is."""
+def parse_json(text: str, path: str) -> Parsed:
+    """Parse JSON; `path` is for error messages.
 
-    def __init__(self, path: str) -> None:
-        self.path = path
-        self.positions: dict[str, KeyPosition] = {}
-        self.duplicates: list[KeyPosition] = []
-        self.scalars = yaml.SafeLoader("")
+    Raises ToolkitError as `toolkit.files.json_files.parse_json` does; an infinity is a value like any other here.
+    """
+    data = json_files.parse_json(text, path, limits=CONFIGURATION, allow_nan=True)
+    try:
+        found = list(_json_positions(text))
+    except RecursionError:  # in a value that a repeated key replaces, which is not among those that were checked
+        CONFIGURATION.check(path, values=0, depth=CONFIGURATION.depth + 1)
+        raise
+    return _parsed(data, found)
 
-    def value(self, node: yaml.Node, key: str) -> Any:
-        if isinstance(node, yaml.MappingNode):
-            return self.mapping(node, key)
-        if isinstance(node, yaml.SequenceNode):
-            return [self.value(item, f"{key}.{n}" if key else str(n)) for n, item in enumerate(node.value)]
-        return self.scalar(node)
 
-    def scalar(self, node: yaml.Node) -> Any:
-        """Build what `safe_load` would, except that a date stays text."""
-        if node.tag == YAML_TAG + "timestamp":
-            return node.value
-        try:
-            return self.scalars.construct_object(node)
-        except (KeyError, IndexError, TypeError, AttributeError):  # PyYAML's own bugs, for `!!int ''` and the like
-            raise ToolkitError(f"{self.path} has a value that YAML cannot read: {node.value[:80]!r}") from None
+def _parsed(data: Any, found: list[KeyPosition]) -> Parsed:
+    return data, {position.key: position for position in found}, tuple(each for each in found if each.repeated)
 
-    def mapping(self, node: yaml.MappingNode, key: str) -> dict[str, Any]:
-        built: dict[str, Any] = {}
-        merged: dict[str, Any] = {}
+
+def _yaml_positions(node: yaml.Node, key: str, path: str) -> Iterator[KeyPosition]:
+    """Yield the position of each key below a node, and mark keys and dates as text."""
+    prefix = f"{key}." if key else ""
+    if isinstance(node, yaml.SequenceNode):
+        for index, item in enumerate(node.value):
+            yield from _yaml_positions(item, f"{prefix}{index}", path)
+    elif isinstance(node, yaml.ScalarNode) and node.tag == YAML_TAG + "timestamp":
+        node.tag = YAML_TAG + "str"
+    elif isinstance(node, yaml.MappingNode):
+        names: set[str] = set()
         for key_node, value_node in node.value:
             if not isinstance(key_node, yaml.ScalarNode):
                 line = key_node.start_mark.line + 1
-                raise ToolkitError(f"{self.path} has a key that is not a string, on line {line}")
-            if key_node.tag == YAML_TAG + "merge":
-                merged = self.merge(value_node, key) | merged
+                raise ToolkitError(f"{path} has a key that is not a string, on line {line}")
+            if key_node.tag == YAML_TAG + "merge":  # a block's keys are merged into this one
+                for source in value_node.value if isinstance(value_node, yaml.SequenceNode) else [value_node]:
+                    yield from _yaml_positions(source, key, path)
                 continue
-            name = key_node.value
-            full = f"{key}.{name}" if key else name
-            position = _yaml_position(full, key_node, value_node, in_braces=bool(node.flow_style))
-            if name in built:
-                self.duplicates.append(position)
-            self.positions[full] = position
-            built[name] = self.value(value_node, full)
-        return merged | built
-
-    def merge(self, node: yaml.Node, key: str) -> dict[str, Any]:
-        """Build what `<<` merges in; keys of the block itself win over it."""
-        sources = node.value if isinstance(node, yaml.SequenceNode) else [node]
-        merged: dict[str, Any] = {}
-        for source in sources:
-            if not isinstance(source, yaml.MappingNode):
-                raise ToolkitError(f"{self.path} merges something that is not a block of keys")
-            merged = self.value(source, key) | merged
-        return merged
-
-
-def _yaml_position(key: str, key_node: yaml.Node, value_node: yaml.Node, *, in_braces: bool) -> KeyPosition:
-    return KeyPosition(
-        key=key,
-        line=key_node.start_mark.line + 1,
-        key_span=(key_node.start_mark.index, key_node.end_mark.index),
-        value_span=(value_node.start_mark.index, _yaml_end(value_node)),
-        in_braces=in_braces,
-    )
+            key_node.tag = YAML_TAG + "str"
+            yield KeyPosition(
+                key=prefix + key_node.value,
+                line=key_node.start_mark.line + 1,
+                key_span=(key_node.start_mark.index, key_node.end_mark.index),
+                value_span=(value_node.start_mark.index, _yaml_end(value_node)),
+                in_braces=bool(node.flow_style),
+                repeated=key_node.value in names,
+            )
+            names.add(key_node.value)
+            yield from _yaml_positions(value_node, prefix + key_node.value, path)
 
 
 def _yaml_end(node: yaml.Node) -> int:
@@ -133,70 +119,43 @@ def _yaml_end(node: yaml.Node) -> int:
     return int(node.end_mark.index)
 
 
-# -- JSON: Python's own decoder builds the values, a scanner finds the positions
-
-# A string that is not closed ends with its line, so that the scanner never backtracks.
-JSON_TOKEN = re.compile(r'"(?:[^"\\\n]|\\.)*+"?|[{}\[\],:]|[^\s{}\[\],:"]+')
+_SPACE = re.compile(r"\s*")
+_DECODER = json.JSONDecoder()
 
 
-def parse_json(text: str, path: str) -> Parsed:
-    """Parse JSON; `path` is for error messages.
-
-    Raises ToolkitError as `toolkit.files.json_files.parse_json` does; an infinity is a value like any other here.
-    """
-    data = json_files.parse_json(text, path, limits=CONFIGURATION, allow_nan=True)
-    positions: dict[str, KeyPosition] = {}
-    duplicates: list[KeyPosition] = []
-    for position in _json_positions(text):
-        if position.key in positions:
-            duplicates.append(position)
-        positions[position.key] = position
-    return data, positions, duplicates
-
-
-@dataclass
-class _OpenBlock:
-    """A brace or bracket that is not closed yet, and the key or index that is being read in it."""
-
-    prefix: str
-    start: int
-    is_list: bool
-    index: int = 0
-    key: str | None = None
-    key_span: tuple[int, int] = (0, 0)
-
-    def child(self) -> str:
-        name = str(self.index) if self.is_list else (self.key or "")
-        return f"{self.prefix}.{name}" if self.prefix else name
-
-
-def _json_positions(text: str) -> list[KeyPosition]:
-    """Return a position per key of a text that the decoder has accepted, so that every brace has its partner."""
+def _json_positions(text: str) -> Iterator[KeyPosition]:
+    """Yield the position of each key of a text that the decoder has accepted, so that every brace has its partner."""
     line_starts = [0, *(match.end() for match in re.finditer("\n", text))]
-    found: list[KeyPosition] = []
-    stack: list[_OpenBlock] = []
+    seen: set[str] = set()
 
-    def value_read(start: int, end: int) -> None:
-        if stack and not stack[-1].is_list and stack[-1].key is not None:
-            block = stack[-1]
-            line = bisect_right(line_starts, block.key_span[0])
-            spans = {"key_span": block.key_span, "value_span": (start, end)}
-            found.append(KeyPosition(key=block.child(), line=line, in_braces=True, **spans))
+    def after_space(at: int) -> int:
+        found = _SPACE.match(text, at)
+        return found.end() if found else at
 
-    for match in JSON_TOKEN.finditer(text):
-        token, (start, end) = match[0], match.span()
-        if token in "{[":
-            prefix = stack[-1].child() if stack else ""
-            stack.append(_OpenBlock(prefix=prefix, start=start, is_list=token == "["))
-        elif token in "}]":
-            value_read(stack.pop().start, end)
-        elif token == ",":
-            stack[-1].index += 1
-            stack[-1].key = None
-        elif token == ":":
-            continue
-        elif stack and not stack[-1].is_list and stack[-1].key is None:
-            stack[-1].key, stack[-1].key_span = json.loads(token), (start, end)
-        else:
-            value_read(start, end)
-    return found
+    def value(start: int, key: str) -> Generator[KeyPosition, None, int]:
+        """Yield the positions in the value that begins at an offset, and return where it ends."""
+        if text[start] not in "{[":
+            return _DECODER.raw_decode(text, start)[1]
+        prefix, index, at = f"{key}." if key else "", 0, after_space(start + 1)
+        while text[at] not in "}]":
+            if text[start] == "[":
+                end = yield from value(at, f"{prefix}{index}")
+            else:
+                name, key_end = _DECODER.raw_decode(text, at)
+                colon = after_space(key_end)
+                value_start = after_space(colon + 1)
+                end = yield from value(value_start, prefix + name)
+                yield KeyPosition(
+                    key=prefix + name,
+                    line=bisect_right(line_starts, at),
+                    key_span=(at, key_end),
+                    value_span=(value_start, end),
+                    in_braces=True,
+                    repeated=prefix + name in seen,
+                )
+                seen.add(prefix + name)
+            index, at = index + 1, after_space(end)
+            at = after_space(at + 1) if text[at] == "," else at
+        return at + 1
+
+    yield from value(after_space(0), "")

@@ -6,18 +6,11 @@
 from __future__ import annotations
 
 # DeepSpeed 0.19.8 refuses each, even when it is disabled.
-DEEPSPEED_REMOVED = {
+DEEPSPEED_REMOVED: dict[str, str | None] = {
     "amp": "bf16",
-    "compression_training": None,
     "curriculum_learning": "data_efficiency.data_sampling.curriculum_learning",
-    "eigenvalue": None,
-    "elasticity": None,
-    "graph_harvesting": None,
-    "nebula": None,
-    "progressive_layer_drop": None,
-    "quantize_training": None,
-    "sparse_attention": None,
-    "sparse_gradients": None,
+    **dict.fromkeys(("compression_training", "eigenvalue", "elasticity", "graph_harvesting", "nebula")),
+    **dict.fromkeys(("progressive_layer_drop", "quantize_training", "sparse_attention", "sparse_gradients")),
 }
 ZERO_REMOVED = ("mics_hierarchical_params_gather", "mics_shard_size", "zeropp_loco_param")
 # Old spellings that DeepSpeed still accepts, with a warning in the log.
@@ -39,32 +32,22 @@ TRAINING_ARGUMENTS_RENAMED = {
 # Every removed field of transformers 4, and its replacement; None where nothing replaces it.
 TRAINING_ARGUMENTS_REMOVED: dict[str, str | None] = {
     **TRAINING_ARGUMENTS_RENAMED,
+    **dict.fromkeys(("fp16_backend", "fp16_opt_level", "half_precision_backend", "jit_mode_eval", "mp_parameters")),
+    **dict.fromkeys(("overwrite_output_dir", "past_index", "ray_scope", "save_safetensors", "tpu_num_cores")),
+    **dict.fromkeys(("use_ipex", "use_legacy_prediction_loop", "use_mps_device")),
     "adafactor": "optim: adafactor",
     "dispatch_batches": "accelerator_config: {dispatch_batches: ...}",
-    "fp16_backend": None,
-    "fp16_opt_level": None,
     "fsdp_min_num_params": "fsdp_config: {min_num_params: ...}",
     "fsdp_transformer_layer_cls_to_wrap": "fsdp_config: {transformer_layer_cls_to_wrap: ...}",
     "group_by_length": "train_sampling_strategy: group_by_length",
-    "half_precision_backend": None,
     "include_inputs_for_metrics": "include_for_metrics: [inputs]",
     "include_tokens_per_second": "include_num_input_tokens_seen",
-    "jit_mode_eval": None,
     "logging_dir": "the environment variable TENSORBOARD_LOGGING_DIR",
-    "mp_parameters": None,
-    "overwrite_output_dir": None,
-    "past_index": None,
     "push_to_hub_model_id": "hub_model_id",
     "push_to_hub_organization": "hub_model_id: organization/name",
-    "ray_scope": None,
-    "save_safetensors": None,
     "sharded_ddp": "fsdp: true",
     "split_batches": "accelerator_config: {split_batches: ...}",
     "tpu_metrics_debug": "debug: tpu_metrics_debug",
-    "tpu_num_cores": None,
-    "use_ipex": None,
-    "use_legacy_prediction_loop": None,
-    "use_mps_device": None,
     "warmup_ratio": "warmup_steps: a number below 1 is a fraction of all steps",
     "xpu_backend": "ddp_backend",
 }

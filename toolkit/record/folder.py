@@ -177,7 +177,7 @@ class RunFolder:
 
     def remove_heartbeats(self) -> None:
         """Remove the heartbeats and stacks of earlier processes."""
-        for pattern in ("rank*.pulse", "rank*.stacks", "hang.claim"):
+        for pattern in ("rank*.heartbeat", "rank*.stacks", "hang.claim"):
             for leftover in (self.path / "ranks").glob(pattern):
                 leftover.unlink(missing_ok=True)
 

@@ -39,7 +39,7 @@ def hang_failure(ranks: Path, *, limit_seconds: float) -> dict[str, Any]:
         "rank": first and first.rank,
         "message": _message(heartbeats, found, unresponsive, stacks, limit_seconds),
         "hint": HINT,
-        "wrong_input": False,
+        "invalid_input": False,
         "peak_bytes": None,
         "stacks": stacks,
     }

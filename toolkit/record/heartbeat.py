@@ -1,6 +1,6 @@
 """Heartbeats of a run's ranks: what each is doing, when it last made progress, and how to get its stacks.
 
-A rank writes `ranks/rankR.pulse` from a thread of its own; the launcher and the other ranks read it.
+A rank writes `ranks/rankR.heartbeat` from a thread of its own; the launcher and the other ranks read it.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def peak_resident_bytes() -> int:
 
 def heartbeat_path(ranks: Path, rank: int) -> Path:
     """Return the path of a rank's heartbeat; `ranks` is the folder of the ranks' files."""
-    return ranks / f"rank{rank}.pulse"
+    return ranks / f"rank{rank}.heartbeat"
 
 
 def stacks_path(ranks: Path, rank: int) -> Path:
@@ -135,7 +135,7 @@ def write_heartbeat(ranks: Path, heartbeat: Heartbeat) -> None:
 
 def read_heartbeats(ranks: Path) -> list[Heartbeat]:
     """Return the last heartbeat of every rank of this attempt that has written one, in rank order."""
-    found = [heartbeat for path in ranks.glob("rank*.pulse") if (heartbeat := _read_heartbeat(path)) is not None]
+    found = [heartbeat for path in ranks.glob("rank*.heartbeat") if (heartbeat := _read_heartbeat(path)) is not None]
     current = read_attempt_id(ranks)
     own = [heartbeat for heartbeat in found if current is None or heartbeat.attempt_id in (None, current)]
     return sorted(own, key=lambda heartbeat: heartbeat.rank)

@@ -149,13 +149,13 @@ class Figures(Model):
 class Measurements(Figures):
     """The figures of one run, and what its parity with another is checked by."""
 
-    step_tokens: tuple[Count, ...] = ()
-    """Tokens of each step, padding included, all ranks."""
+    step_tokens: tuple[Count | None, ...] = ()
+    """Tokens of each step, padding included, all ranks; None, as the next, where a script's batches do not show it."""
     timed_step_numbers: tuple[PositiveCount, ...] = ()
     """Numbers, from 1, of the steps that the speeds count."""
-    step_non_padding_tokens: tuple[Count, ...] = ()
+    step_non_padding_tokens: tuple[Count | None, ...] = ()
     """Tokens of each step without padding, all ranks."""
-    step_supervised_tokens: tuple[Count, ...] = ()
+    step_supervised_tokens: tuple[Count | None, ...] = ()
     """Tokens of each step that the loss counts, all ranks."""
     batch_sha256: tuple[tuple[str, ...], ...] = ()
     """Digest of each rank's batches in each step, in training order."""
@@ -166,10 +166,10 @@ class Measurements(Figures):
         return {"steps": len(self.step_seconds), **self.model_dump(exclude=set(lists))}
 
 
-def throughput(*, step_seconds: Sequence[float], tokens: Sequence[float], untimed_steps: int) -> float | None:
-    """Return the tokens of the timed steps per second of the same steps; None when no step is timed."""
-    seconds = math.fsum(step_seconds[untimed_steps:])
-    return sum(tokens[untimed_steps:]) / seconds if seconds > 0 else None
+def throughput(*, step_seconds: Sequence[float], tokens: Sequence[int | None], untimed_steps: int) -> float | None:
+    """Return the tokens of the timed steps per second of the same steps; None without a timed step or its tokens."""
+    seconds, timed = math.fsum(step_seconds[untimed_steps:]), _total(tokens[untimed_steps:])
+    return timed / seconds if seconds > 0 and timed is not None else None
 
 
 def percentile(values: Sequence[float], share: float) -> float | None:
@@ -201,9 +201,10 @@ class StepRow(BaseModel):
     own_seconds: NonNegativeFinite | None = None
     data_seconds: NonNegativeFinite | None = None
     cpu_seconds: NonNegativeFinite
-    tokens: NonNegativeInt
-    non_padding_tokens: NonNegativeInt
-    supervised_tokens: NonNegativeInt
+    tokens: NonNegativeInt | None
+    """None, as the next two, where the batches of a script do not show it."""
+    non_padding_tokens: NonNegativeInt | None
+    supervised_tokens: NonNegativeInt | None
     loss: float | None
     """None in a rehearsal only; not finite in a run that diverged."""
     grad_norm: float | None
@@ -216,7 +217,7 @@ class StepRow(BaseModel):
     allocator_retries: NonNegativeInt | None = None
     driver_bytes: NonNegativeInt | None = None
     gpu_reading: GpuReading | None = None
-    memory_ladder: MemoryByPhase | None = None
+    memory_by_phase: MemoryByPhase | None = None
     profiled: bool = False
     compiled_graphs: NonNegativeInt | None = None
     graph_breaks: NonNegativeInt | None = None
@@ -309,9 +310,10 @@ def measure(steps: list[list[StepRow]], *, untimed_steps: int) -> Measurements:
     timed_rows = [steps[number - 1] for number in timed_numbers]
     timed = _over_ranks(timed_rows, "seconds", max)
     by_rank = _by_rank(timed_rows)
-    tokens, non_padding = _over_ranks(timed_rows, "tokens", sum), _over_ranks(timed_rows, "non_padding_tokens", sum)
+    tokens, non_padding = _counted(timed_rows, "tokens"), _counted(timed_rows, "non_padding_tokens")
+    total, text = _total(tokens), _total(non_padding)
 
-    def rate(counted: list[float], clock: list[float] = timed) -> float | None:
+    def rate(counted: Sequence[int | None], clock: list[float] = timed) -> float | None:
         return throughput(step_seconds=clock, tokens=counted, untimed_steps=0)
 
     losses = _over_ranks(steps, "loss", _mean)
@@ -328,16 +330,16 @@ def measure(steps: list[list[StepRow]], *, untimed_steps: int) -> Measurements:
         step_seconds_p90=percentile(timed, 0.9),
         tokens_per_second=rate(tokens),
         non_padding_tokens_per_second=rate(non_padding),
-        supervised_tokens_per_second=rate(_over_ranks(timed_rows, "supervised_tokens", sum)),
+        supervised_tokens_per_second=rate(_counted(timed_rows, "supervised_tokens")),
         tokens_per_cpu_second=rate(tokens, _over_ranks(timed_rows, "cpu_seconds", sum)),
-        padding_fraction=1 - sum(non_padding) / sum(tokens) if sum(tokens) else None,
+        padding_fraction=1 - text / total if total and text is not None else None,
         losses=tuple(losses),
         first_loss=losses[0] if losses else None,
         last_loss=losses[-1] if losses else None,
         grad_norms=tuple(grad_norm(step) for step in steps),
         batch_sha256=tuple(tuple(row.batch_sha256 for row in step) for step in steps),
         memory_by_phase=max_memory_by_phase(
-            row.memory_ladder for step in steps for row in step if row.memory_ladder is not None
+            row.memory_by_phase for step in steps for row in step if row.memory_by_phase is not None
         ),
         energy_joules=energy_joules(by_rank, seconds=math.fsum(timed)),
         throttle_reasons=throttle_reasons(by_rank),
@@ -387,8 +389,14 @@ def grad_norm(step: Sequence[StepRow]) -> float | None:
     return math.sqrt(math.fsum(share * share for share in shares) * ranks / len(step))
 
 
-def _counted(steps: list[list[StepRow]], key: str) -> tuple[int, ...]:
-    return tuple(sum(getattr(row, key) for row in step) for step in steps)
+def _counted(steps: list[list[StepRow]], key: str) -> tuple[int | None, ...]:
+    return tuple(_total([getattr(row, key) for row in step]) for step in steps)
+
+
+def _total(counts: Sequence[int | None]) -> int | None:
+    """The sum; None where a part is not known."""
+    known = [count for count in counts if count is not None]
+    return sum(known) if len(known) == len(counts) else None
 
 
 def _over_ranks(steps: list[list[StepRow]], key: str, reduce: Callable[[list[float]], float]) -> list[float]:

@@ -107,7 +107,7 @@ class RecordedFailure(_RunFile):
     step: Count | None = None
     rank: int | None = None
     peak_bytes: Bytes = None
-    memory_ladder: MemoryByPhase | None = None
+    memory_by_phase: MemoryByPhase | None = None
 
 
 class AttestedRank(_RunFile):
@@ -126,7 +126,7 @@ class AttestedRank(_RunFile):
     layout: dict[str, Count] | None = None
 
 
-class Promised(_RunFile):
+class ExpectedReadings(_RunFile):
     """What the preset specifies."""
 
     master_dtype: str | None = None
@@ -136,7 +136,7 @@ class RecordedAttestation(_RunFile):
     """`attestation.json`."""
 
     ranks: tuple[AttestedRank, ...] | None = ()
-    promised: Promised | None = None
+    expected: ExpectedReadings | None = None
     sha256: str | None = None
 
 

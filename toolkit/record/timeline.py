@@ -19,7 +19,7 @@ from toolkit.files.json_lines import complete_bytes
 from toolkit.files.reading import read_bytes
 from toolkit.record.heartbeat import read_heartbeats
 
-# Beside the phases of rank 0 (`toolkit.train.health.progress`):
+# Beside the phases of rank 0 (`toolkit.observe.progress`):
 LAUNCH = "launch"
 """The launcher starts the ranks."""
 RESTART = "restart"

@@ -13,6 +13,8 @@ from typing import Any
 
 from transformers import set_seed
 
+from toolkit.observe.attest.tensors import compute_dtype
+from toolkit.observe.progress import Progress
 from toolkit.presets import Preset
 from toolkit.record.measurements import read_rows
 from toolkit.rehearse.fake_process_group import join_fake_world
@@ -22,9 +24,6 @@ from toolkit.rehearse.trace import trace
 from toolkit.rehearse.trainer_parts import REHEARSAL_PARTS
 from toolkit.train.active_run import ActiveRun, open_run
 from toolkit.train.arguments import parse_args
-from toolkit.train.dtypes import compute_dtype
-from toolkit.train.health.hang_detection import start_health_checks
-from toolkit.train.health.progress import Progress
 from toolkit.train.launch_context import LaunchContext
 from toolkit.train.script import set_up_libraries
 from toolkit.train.trainer import build_trainer
@@ -49,7 +48,7 @@ def main(rehearsed: RehearsedRank, preset: Preset, argv: Sequence[str], progress
     args = parse_args(argv, launch)
     facts = {"rehearsal": asdict(rehearsed)}
     with open_run(args, launch, progress, single_process=True, facts=facts) as run:
-        start_health_checks(run)
+        run.start_health_checks()
         set_seed(args.training.seed)
         if rehearsed.fake_tensors:
             run.write_completion(rehearsal=facts["rehearsal"] | trace(args, launch) | {"random_weights": True})
@@ -66,7 +65,7 @@ def main(rehearsed: RehearsedRank, preset: Preset, argv: Sequence[str], progress
 
 def rehearsal_facts(run: ActiveRun, rehearsed: RehearsedRank, trainer: Any) -> dict[str, Any]:
     """Return run.json's `rehearsal`: the bytes that this rank held, read back after its first step, and its peaks."""
-    own, rows = dict(trainer.reading), read_rows(run.folder.rank_rows(rehearsed.rank))
+    own, rows = dict(trainer.observer.attestation.reading), read_rows(run.folder.rank_rows(rehearsed.rank))
     layout = run.arguments.layout
     timed = [row.seconds for row in rows[run.arguments.job.untimed_steps :]]
     return {
@@ -79,7 +78,7 @@ def rehearsal_facts(run: ActiveRun, rehearsed: RehearsedRank, trainer: Any) -> d
         },
         # On a CPU, fp32 arithmetic says nothing about a GPU's step.
         "compute_step_seconds": statistics.median(timed) if timed and own["device"].startswith("cuda") else None,
-        "not_told": [*NOT_MEASURED, *([WITH_EXPERTS] if layout is not None and layout.ep > 1 else [])],
-        "phase_peaks": trainer.timer.peaks.by_phase(),
+        "not_measured": [*NOT_MEASURED, *([WITH_EXPERTS] if layout is not None and layout.ep > 1 else [])],
+        "phase_peaks": trainer.observer.timer.peaks.by_phase(),
         "random_weights": not has_local_weights(str(run.arguments.job.model_name_or_path)),
     }

@@ -66,4 +66,4 @@ def _cpu_lines(facts: Mapping[str, Any]) -> list[str]:
 
 
 def _not_measured(facts: Mapping[str, Any]) -> str:
-    return f"not measured by a rehearsal: {'; '.join(facts['not_told'])}"
+    return f"not measured by a rehearsal: {'; '.join(facts['not_measured'])}"

@@ -19,15 +19,21 @@ from transformers.initialization import no_init_weights
 
 from toolkit.errors import AttestationFailed
 from toolkit.models.fake_tensors import LiveMemory, MemoryPeak, on_fake_tensors
+from toolkit.observe.attest.differences import differences, expected_values
+from toolkit.observe.attest.first_step import uses_activation_checkpointing
+from toolkit.observe.attest.read_rank import read_engine
+from toolkit.observe.attest.tensors import (
+    compute_dtype,
+    dtype_name,
+    frozen_weights,
+    full_size,
+    local,
+    optimizer_state_tensors,
+)
 from toolkit.presets import Preset
 from toolkit.record.heartbeat import peak_resident_bytes
 from toolkit.rehearse.synthetic_inputs import model_from_config
 from toolkit.train.arguments import Arguments
-from toolkit.train.attest.activation_checkpointing import uses_activation_checkpointing
-from toolkit.train.attest.differences import differences, expected_values
-from toolkit.train.attest.read_rank import read_engine
-from toolkit.train.attest.tensors import frozen_weights, full_size, local, optimizer_state_tensors
-from toolkit.train.dtypes import compute_dtype, dtype_name
 from toolkit.train.launch_context import LaunchContext
 from toolkit.train.model.chunked_loss import apply_loss, read_loss
 from toolkit.train.model.loading import from_pretrained
@@ -69,7 +75,7 @@ def trace(args: Arguments, launch: LaunchContext) -> Facts:
         "steps": STEPS,
         "peaks": {phase: peak_facts(memory.peaks[phase], states) for phase in PHASES if phase in memory.peaks},
         "peak_host_bytes": peak_resident_bytes(),
-        "not_told": list(NOT_TRACED),
+        "not_measured": list(NOT_TRACED),
     }
 
 

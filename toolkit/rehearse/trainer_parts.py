@@ -12,13 +12,13 @@ import torch
 from transformers import TrainerCallback
 
 from toolkit.errors import AttestationFailed
+from toolkit.observe.attest.attestation import Attestation, attestation_json, verified_line
+from toolkit.observe.attest.differences import byte_limit_differences, differences
+from toolkit.observe.attest.readings import RankReading
+from toolkit.observe.timer import StepTimer
 from toolkit.record.folder import write_json
 from toolkit.rehearse.fake_process_group import fill_shards, register_local_reduction
-from toolkit.train.attest.attestation import Attestation, attestation_json, verified_line
-from toolkit.train.attest.differences import byte_limit_differences, differences
-from toolkit.train.attest.readings import RankReading
-from toolkit.train.metrics.timer import StepTimer
-from toolkit.train.trainer import MeasuredTrainer, TrainerParts
+from toolkit.train.trainer import SupervisedTrainer, TrainerParts
 
 MEANINGLESS_COLUMNS = ("loss", "grad_norm", "local_grad_norm", "grad_norm_ranks")
 
@@ -33,7 +33,7 @@ class RehearsedAttestation(Attestation):
         return None  # gathering would fill in what other ranks hold
 
     def verify(self, reading: RankReading) -> None:
-        expected, preset = self.expected_values(), self.launch.preset
+        expected, preset = self.expected_values(), self.parts.expected.preset
         found = differences(expected, [reading]) or byte_limit_differences([reading])
         write_json(self.path, attestation_json(preset, expected, [reading], found))
         assert preset is not None
@@ -90,6 +90,18 @@ class RehearsedTimer(StepTimer):
         super().__init__(*args, device=device, **kwargs)
         self.peaks = PhasePeaks(device)
 
+    def add_batch(self, *args: Any) -> None:
+        self.peaks.enter("forward")
+        super().add_batch(*args)
+
+    def enter_backward(self) -> None:
+        super().enter_backward()
+        self.peaks.enter("backward")
+
+    def add_loss(self, loss: torch.Tensor) -> None:
+        self.peaks.enter("step")
+        super().add_loss(loss)
+
     def _read_memory(self) -> dict[str, Any]:
         # The allocator's own peaks begin again with each phase.
         return super()._read_memory() | self.peaks.highest()
@@ -108,23 +120,6 @@ class RehearsedTimer(StepTimer):
         self.restart_clock()
 
 
-class RehearsedTrainer(MeasuredTrainer):
-    """The Trainer of a run, which also reports its phases."""
-
-    timer: RehearsedTimer
-
-    def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        self.timer.peaks.enter("forward")
-        loss = super().training_step(*args, **kwargs)
-        self.timer.peaks.enter("step")
-        return loss
-
-    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
-        loss = super().compute_loss(*args, **kwargs)
-        self.timer.peaks.enter("backward")
-        return loss
-
-
 class FakeOtherRanks(TrainerCallback):  # type: ignore[misc]
     """Gives the wrapped model what the other ranks would have sent before the first step."""
 
@@ -137,10 +132,8 @@ class FakeOtherRanks(TrainerCallback):  # type: ignore[misc]
             fill_shards(self.trainer.model_wrapped)
 
 
-def _callbacks(trainer: MeasuredTrainer) -> Sequence[TrainerCallback]:
+def _callbacks(trainer: SupervisedTrainer) -> Sequence[TrainerCallback]:
     return [FakeOtherRanks(trainer)]
 
 
-REHEARSAL_PARTS = TrainerParts(
-    trainer=RehearsedTrainer, timer=RehearsedTimer, attestation=RehearsedAttestation, callbacks=_callbacks
-)
+REHEARSAL_PARTS = TrainerParts(timer=RehearsedTimer, attestation=RehearsedAttestation, callbacks=_callbacks)

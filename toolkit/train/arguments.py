@@ -21,12 +21,12 @@ from toolkit.job.job import Job
 from toolkit.job.learning_rate import WARMUP_SHARE, ScaledRate, scaled_rate
 from toolkit.models.attention import needs_no_mask
 from toolkit.models.optimizers import DEFAULT_OPTIMIZER, MUON
+from toolkit.observe.attest.tensors import compute_dtype
 from toolkit.parallel.layout import ParallelLayout
 from toolkit.parallel.pipeline_schedule import PipelineSettings
 from toolkit.presets.preset_checks import check_arguments
 from toolkit.presets.spec import default_accumulate
 from toolkit.presets.training_arguments import SDPA, parallelism_arguments, resolve_precision, uses_fsdp
-from toolkit.train.dtypes import compute_dtype
 from toolkit.train.launch_context import LaunchContext
 from toolkit.train.model.loading import choose_attention
 

@@ -16,7 +16,7 @@ from toolkit.cache import cache_cpu_info, path_with_ninja, use_cached_extensions
 from toolkit.errors import EXIT_DONE
 
 if TYPE_CHECKING:
-    from toolkit.train.health.progress import Progress
+    from toolkit.observe.progress import Progress
 
 
 def prepare_environment() -> None:
@@ -51,8 +51,8 @@ def garbage_collector_off() -> Iterator[None]:
 
 def run_reporting_failures(run: Callable[[Progress], None]) -> int:
     """Call `run` and return the exit code 0; turn every failure into failure.json, a message and an exit code."""
-    from toolkit.train.health.failure_report import report_failure
-    from toolkit.train.health.progress import Progress
+    from toolkit.observe.failure_report import report_failure
+    from toolkit.observe.progress import Progress
 
     progress = Progress()
     try:

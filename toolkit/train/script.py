@@ -13,14 +13,13 @@ from transformers import set_seed
 from transformers.utils import logging
 
 from toolkit.cache import check_extensions_folder
+from toolkit.observe.progress import Progress
 from toolkit.presets.training_arguments import enable_fsdp_on_cpu
 from toolkit.train.active_run import open_run
 from toolkit.train.arguments import parse_args
 from toolkit.train.data.dataset import load_data
 from toolkit.train.engine.choice import load_engine
 from toolkit.train.engine.nvme_offload import size_swap_buffers
-from toolkit.train.health.hang_detection import start_health_checks
-from toolkit.train.health.progress import Progress
 from toolkit.train.launch_context import LaunchContext, find_deepspeed_config, name_swap_folder
 from toolkit.train.model.loading import load_tokenizer
 from toolkit.train.model.saving import save_final_model
@@ -38,7 +37,7 @@ def main(argv: Sequence[str], progress: Progress) -> None:
     find_deepspeed_config(launch)
     args = parse_args(argv, launch)
     with open_run(args, launch, progress) as run:
-        start_health_checks(run)
+        run.start_health_checks()
         set_seed(args.training.seed)
         progress.enter("data")
         tokenizer = load_tokenizer(args.job, chat_template=args.job.chat_template)
@@ -52,7 +51,7 @@ def main(argv: Sequence[str], progress: Progress) -> None:
         progress.enter("save")
         if args.job.save_model:
             save_final_model(trainer, tokenizer, run.folder.path)
-        run.complete(trainer)
+        run.complete(untimed_steps=args.job.untimed_steps, saves=trainer.observer.saver.saves)
 
 
 def set_up_libraries(progress: Progress) -> None:

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from toolkit.train.data.collation import BATCH_FACTS, IGNORED, BatchFacts, Collator, PackCollator
+from toolkit.observe.batches import BATCH_FACTS, IGNORED, BatchFacts, ObservedCollator
+from toolkit.train.data.collation import Collator, PackCollator, batch_facts
 from toolkit.train.data.packing import joined
 
 
@@ -23,6 +24,10 @@ def row(number: int, length: int) -> dict[str, Any]:
 PACKED_ROWS = [row(0, 3), row(1, 5), row(2, 2), row(3, 4)]
 
 
+def observed(collator: Collator) -> ObservedCollator:
+    return ObservedCollator(collator, batch_facts)
+
+
 def test_position_ids_restart_with_each_document_and_with_padding(tokenizer: Any) -> None:
     batch = PackCollator(tokenizer)([joined([PACKED_ROWS[0], PACKED_ROWS[2]]), joined([PACKED_ROWS[2]])])
     assert batch["position_ids"].tolist() == [[0, 1, 2, 0, 1], [0, 1, 0, 1, 2]]
@@ -30,7 +35,7 @@ def test_position_ids_restart_with_each_document_and_with_padding(tokenizer: Any
 
 
 def test_the_first_token_of_a_document_is_not_a_target(tokenizer: Any) -> None:
-    batch = PackCollator(tokenizer)([joined([PACKED_ROWS[0], PACKED_ROWS[2]]), joined([PACKED_ROWS[2]])])
+    batch = observed(PackCollator(tokenizer))([joined([PACKED_ROWS[0], PACKED_ROWS[2]]), joined([PACKED_ROWS[2]])])
     assert batch["labels"].tolist() == [
         [IGNORED, 101, 102, IGNORED, 301],
         [IGNORED, 301, IGNORED, IGNORED, IGNORED],
@@ -41,9 +46,9 @@ def test_the_first_token_of_a_document_is_not_a_target(tokenizer: Any) -> None:
 
 
 def test_packs_supervise_as_many_tokens_as_their_rows(tokenizer: Any) -> None:
-    unpacked = Collator(tokenizer)(PACKED_ROWS)[BATCH_FACTS].supervised_tokens
+    unpacked = observed(Collator(tokenizer))(PACKED_ROWS)[BATCH_FACTS].supervised_tokens
     packs = [joined([PACKED_ROWS[0], PACKED_ROWS[1]]), joined([PACKED_ROWS[2], PACKED_ROWS[3]])]
-    assert PackCollator(tokenizer)(packs)[BATCH_FACTS].supervised_tokens == unpacked == 2 + 4 + 1 + 3
+    assert observed(PackCollator(tokenizer))(packs)[BATCH_FACTS].supervised_tokens == unpacked == 2 + 4 + 1 + 3
 
 
 def test_flash_attention_gets_all_packs_in_one_row(tokenizer: Any) -> None:
@@ -63,7 +68,7 @@ ROWS = [
 def test_a_batch_is_padded_on_the_right_and_its_contents_are_recorded(tokenizer: Any) -> None:
     before = copy.deepcopy(tokenizer.init_kwargs), tokenizer.padding_side, tokenizer.pad_token
     pad = tokenizer.pad_token_id
-    batch = Collator(tokenizer)(ROWS)
+    batch = observed(Collator(tokenizer))(ROWS)
     assert batch["input_ids"].tolist() == [[5, 6, 7], [8, 9, pad]]
     assert batch["labels"].tolist() == [[IGNORED, 6, 7], [8, 9, IGNORED]]
     assert batch["attention_mask"].tolist() == [[1, 1, 1], [1, 1, 0]]
@@ -87,7 +92,7 @@ def test_a_tokenizer_without_a_pad_token_pads_with_the_eos_token(tokenizer: Any)
 
 def test_the_recorded_contents_pass_through_accelerate(tokenizer: Any, caplog: pytest.LogCaptureFixture) -> None:
     accelerate = pytest.importorskip("accelerate")
-    loader = torch.utils.data.DataLoader(ROWS * 2, batch_size=2, collate_fn=Collator(tokenizer))
+    loader = torch.utils.data.DataLoader(ROWS * 2, batch_size=2, collate_fn=observed(Collator(tokenizer)))
     with caplog.at_level(logging.WARNING):
         batches = list(accelerate.Accelerator(cpu=True).prepare(loader))
     assert [batch[BATCH_FACTS].non_padding_tokens for batch in batches] == [5, 5]

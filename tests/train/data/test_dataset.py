@@ -18,10 +18,8 @@ from toolkit.errors import ToolkitError
 from toolkit.job.argument_fields import DataArguments
 from toolkit.record.folder import RunFolder
 from toolkit.train.data.data_report import preflight_lines
-from toolkit.train.data.dataset import Data, load_data
+from toolkit.train.data.dataset import Data, load_data, row_places
 from toolkit.train.data.streaming import MixedRows, open_stream
-from toolkit.train.health.failure_report import _row_places
-from toolkit.train.health.progress import Progress
 
 Load = Callable[..., Data]
 
@@ -155,15 +153,14 @@ def test_packs_hold_the_rows_of_all_files(load: Load, chats: Path, texts: Path) 
     assert sum(len(pack["input_ids"]) for pack in data.train) == data.stats.tokens
 
 
-def test_a_row_of_several_files_is_found_again(load: Load, chats: Path, texts: Path, tmp_path: Path) -> None:
+def test_a_row_of_several_files_is_found_again(load: Load, chats: Path, texts: Path) -> None:
     data = load(chats, texts)
     last_of_each = data.train["row"][5], data.train["row"][15]
-    progress = Progress(output_dir=tmp_path, datasets=(str(chats), str(texts)))
-    assert _row_places(last_of_each, progress) == {
+    assert row_places(last_of_each, [str(chats), str(texts)]) == {
         "rows": [6, 11],
         "places": [f"{chats}: row 6, line 6", f"{texts}: row 11, line 11"],
     }
-    assert _row_places((3, 1), Progress(output_dir=tmp_path, datasets=(str(chats),))) == {
+    assert row_places((3, 1), [str(chats)]) == {
         "rows": [2, 4],
         "places": ["row 2, line 2", "row 4, line 4"],
     }

@@ -13,7 +13,8 @@ import torch
 from launching import ROOT, accelerate_launch, read
 
 from toolkit.errors import ToolkitError
-from toolkit.train.data.collation import BATCH_FACTS, IGNORED, Collator, PackCollator
+from toolkit.observe.batches import IGNORED
+from toolkit.train.data.collation import Collator, PackCollator
 from toolkit.train.data.packing import OpenPacks, PackedRows, best_fit, check_model_packs, joined
 
 
@@ -85,7 +86,6 @@ def model(request: pytest.FixtureRequest, tiny_model: Path) -> Any:
 
 def token_losses(model: Any, batch: dict[str, Any]) -> list[float]:
     """The loss of each supervised token, row by row."""
-    batch = {name: value for name, value in batch.items() if name != BATCH_FACTS}
     labels = batch.pop("labels")[:, 1:]
     with torch.no_grad():
         logits = model(**batch).logits[:, :-1]

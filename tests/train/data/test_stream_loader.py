@@ -11,6 +11,7 @@ import torch
 from token_streams import batch_hashes, rank_arguments, token_stream, write_rows
 
 from toolkit.errors import ToolkitError
+from toolkit.observe.batches import ObservedCollator
 from toolkit.train.data.collation import Collator, PackCollator
 from toolkit.train.data.stream_loader import (
     LaneStates,
@@ -41,7 +42,7 @@ def loader(
     sequences = token_stream(path, tokenizer, training, packing=packing)
     if resume is not None:
         sequences.resume(resume[0], batches=resume[1])
-    collator = PackCollator(tokenizer) if packing else Collator(tokenizer)
+    collator = ObservedCollator(PackCollator(tokenizer) if packing else Collator(tokenizer))
     batches = stream_loader(sequences, collator, training, torch.device("cpu"))
     batches.skip_batches = 0 if resume is None else resume[1]
     return iter(batches)

@@ -10,8 +10,9 @@ import pytest
 from launching import ROOT, accelerate_launch, read, toolkit
 from token_streams import batch_hashes, rank_arguments
 
+from toolkit.observe.batches import ObservedCollator
 from toolkit.record.heartbeat import read_heartbeats
-from toolkit.train.data.collation import Collator
+from toolkit.train.data.collation import Collator, batch_facts
 from toolkit.train.data.stream_loader import batch_share, stream_loader
 from toolkit.train.data.streaming import TokenStream, open_stream
 from toolkit.train.data.tokenization import row_encoder
@@ -92,7 +93,7 @@ def test_an_invalid_row_ends_both_ranks_and_the_fixed_file_resumes_on_one(
     message = f"{rows}: row 135, line 135: `text` is number, expected a string"
     assert message in ended.stderr
     failure = read(tmp_path / "out" / "failure.json")
-    assert (failure["kind"], failure["wrong_input"], failure["phase"]) == ("failed", True, "data")
+    assert (failure["kind"], failure["invalid_input"], failure["phase"]) == ("failed", True, "data")
     assert failure["message"] == message
     assert "`--resume_from_checkpoint latest`" in failure["hint"]
     assert read(tmp_path / "out" / "run.json")["status"] == "failed"
@@ -108,7 +109,10 @@ def test_an_invalid_row_ends_both_ranks_and_the_fixed_file_resumes_on_one(
     encode = row_encoder(tokenizer=tokenizer, data_format="text", max_seq_length=1024, loss_on=None, system_prompt=None)
     training = rank_arguments(0, 1, batch=8)
     uninterrupted = stream_loader(
-        TokenStream(stream, [encode], batch_share(training)), Collator(tokenizer), training, "cpu"
+        TokenStream(stream, [encode], batch_share(training)),
+        ObservedCollator(Collator(tokenizer), batch_facts),
+        training,
+        "cpu",
     )
     expected = [sha256[:16] for sha256 in batch_hashes(iter(uninterrupted), 18, {})]
     assert [row["batch_sha256"] for row in steps if row["step"] > 16] == expected[16:]

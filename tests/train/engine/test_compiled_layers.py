@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from toolkit.job.compilation import Compilation
-from toolkit.train.engine.compiled_layers import CompilerEvents, compile_layers, compiled_modules, uncompiled_forward
+from toolkit.observe.compiler_events import CompilerEvents, compiled_modules, uncompiled_forward
+from toolkit.train.engine.compiled_layers import compile_layers
 
 # torch's tracer reads `.grad` of intermediate tensors.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")

@@ -166,5 +166,5 @@ def test_a_plain_launch_without_a_disk_is_refused(wide_model: Path, rows: Path, 
     assert ended.returncode == 1
     failure = read(tmp_path / "out" / "failure.json")
     assert failure["message"] == "offload_optimizer is on NVMe, and no disk is named"
-    assert failure["wrong_input"] is True
+    assert failure["invalid_input"] is True
     assert not (ROOT / "none").exists()  # accelerate's word for no path would become a folder

@@ -11,10 +11,12 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from toolkit.models.fake_tensors import LiveMemory
+from toolkit.observe.attest.tensors import without_adapters
+from toolkit.observe.batches import IGNORED
 from toolkit.plan.memory import WITHOUT_CHUNKED_LOSS, logits_bytes
-from toolkit.train.data.collation import IGNORED, SUPERVISED_POSITIONS, next_labels, supervised_positions
+from toolkit.train.data.collation import SUPERVISED_POSITIONS, next_labels, supervised_positions
 from toolkit.train.model.chunked_cross_entropy import LinearHead, LogitScale, LossOptions, chunked_cross_entropy
-from toolkit.train.model.chunked_loss import ChunkedLoss, UnknownHead, read_logit_scale, read_loss, without_adapters
+from toolkit.train.model.chunked_loss import ChunkedLoss, UnknownHead, read_logit_scale, read_loss
 
 SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
 SIZES |= {"num_key_value_heads": 2, "head_dim": 8, "vocab_size": 130, "pad_token_id": 0, "eos_token_id": 1}

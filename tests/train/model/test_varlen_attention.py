@@ -18,7 +18,7 @@ from transformers import (
 )
 
 from toolkit.models.attention import VARLEN
-from toolkit.train.data.collation import BATCH_FACTS, Collator, PackCollator
+from toolkit.train.data.collation import Collator, PackCollator
 from toolkit.train.model import varlen_attention as varlen
 from toolkit.train.model.varlen_attention import register, varlen_attention
 
@@ -77,7 +77,7 @@ def logits_and_gradient(model: Any, *documents: list[int], of: int, implementati
     """Logits of one document in a pack, and the gradient of a loss on them alone."""
     model.set_attn_implementation(implementation)
     batch = PackCollator(Tokenizer(), one_row=implementation == VARLEN)([pack(*documents)])
-    del batch[BATCH_FACTS], batch["labels"]
+    del batch["labels"]
     model.zero_grad()
     start = sum(map(len, documents[:of]))
     logits = model(**batch).logits[0, start : start + len(documents[of])]
@@ -112,7 +112,7 @@ def test_the_result_is_that_of_the_dense_mask(model: Any) -> None:
 def test_padded_rows_get_the_mask_of_sdpa(model: Any) -> None:
     rows = [{"input_ids": row, "labels": row} for row in (FIRST, THIRD)]
     batch = Collator(Tokenizer())(rows)
-    del batch[BATCH_FACTS], batch["labels"]
+    del batch["labels"]
     ours = model(**batch).logits
     model.set_attn_implementation("sdpa")
     torch.testing.assert_close(ours, model(**batch).logits)
@@ -171,7 +171,7 @@ def attend(
 
 def test_the_call_for_gpus_computes_the_same(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     batch = PackCollator(Tokenizer(), one_row=True)([pack(FIRST, SECOND, THIRD)])
-    del batch[BATCH_FACTS], batch["labels"]
+    del batch["labels"]
     by_document = model(**batch).logits
     monkeypatch.setattr(varlen, "has_varlen_kernel", lambda *_, **__: True)
     monkeypatch.setattr(varlen, "varlen_attn", attend)

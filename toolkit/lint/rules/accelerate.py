@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from toolkit.lint.document import ACCELERATE, TRAINER, Document
-from toolkit.lint.findings import ERROR, NOTE, WARNING, Edit, Match, rule
+from toolkit.lint.findings import ERROR, NOTE, WARNING, Match, rule
 from toolkit.lint.rules.settings import (
     as_bool,
     as_enum,
@@ -15,9 +15,9 @@ from toolkit.lint.rules.settings import (
     fsdp_setting,
     fsdp_version,
     is_deepspeed,
-    is_fsdp,
     listed_dimensions,
     parallel_degree,
+    parallel_size_key,
     shorten,
     zero_stage,
 )
@@ -45,13 +45,7 @@ KEYS_WITH_NO = {
 }
 
 
-@rule(
-    "starts-one-process",
-    ERROR,
-    ACCELERATE,
-    library="accelerate",
-    fix="distributed_type: MULTI_GPU (with use_cpu: true for gloo on CPUs)",
-)
+@rule(ERROR, ACCELERATE, library="accelerate", fix="distributed_type: MULTI_GPU (with use_cpu: true for gloo on CPUs)")
 def starts_one_process(doc: Document) -> Iterator[Match]:
     """`NO`, and `MULTI_CPU` without `mpirun_config`, start a single process, whatever `num_processes` is."""
     kind, processes = as_enum(doc.get("distributed_type")), as_int(doc.get("num_processes"))
@@ -59,121 +53,90 @@ def starts_one_process(doc: Document) -> Iterator[Match]:
     not_distributed = kind == "NO" and (processes or 1) > 1
     if not_distributed or (kind == "MULTI_CPU" and processes != 1 and not doc.block("mpirun_config")):
         count = f"num_processes is {processes}, but" if processes else "any --num_processes is ignored:"
-        yield Match(
-            key="distributed_type",
-            message=f"{count} distributed_type {kind} starts one process",
-            fix="`num_processes: 1`" if kind == "NO" else "`distributed_type: MULTI_GPU`, with `use_cpu: true`",
-        )
+        fix = "`num_processes: 1`" if kind == "NO" else "`distributed_type: MULTI_GPU`, with `use_cpu: true`"
+        yield Match("distributed_type", f"{count} distributed_type {kind} starts one process", fix)
 
 
-@rule("machine-facts", NOTE, ACCELERATE, library="accelerate", fix="the launcher's flags, for example --num_processes")
+@rule(NOTE, ACCELERATE, library="accelerate", fix="the launcher's flags, for example --num_processes")
 def machine_facts(doc: Document) -> Iterator[Match]:
     """The file works on one cluster or for one model only; elsewhere it starts the wrong number of processes."""
     found = [key for key, portable in MACHINE_FACTS.items() if doc.get(key) not in (None, portable)]
     if found:
         settings = ", ".join(f"{key.rpartition('.')[2]} {shorten(doc.get(key))}" for key in found)
-        yield Match(
-            key=found[0], message=f"specific to one cluster or model: {settings}", fix="pass them on the command line"
-        )
+        yield Match(found[0], f"specific to one cluster or model: {settings}", "pass them on the command line")
 
 
-@rule("unquoted-no", ERROR, ACCELERATE, TRAINER, library="accelerate", fix='"no", in quotes')
+@rule(ERROR, ACCELERATE, TRAINER, library="accelerate", fix='"no", in quotes')
 def unquoted_no(doc: Document) -> Iterator[Match]:
     """YAML reads an unquoted `no` as false, which this key does not accept: accelerate and transformers raise."""
     for key in KEYS_WITH_NO[doc.kind or ACCELERATE]:
         if doc.get(key) is False:
-            yield Match(
-                key=key,
-                message=f"{key} is false, not the word no",
-                fix=f'`{key}: "no"`',
-                edit=Edit(key=key, value="no"),
-            )
+            yield Match(key, f"{key} is false, not the word no", f'`{key}: "no"`', value="no")
 
 
-@rule("pdsh-by-default", WARNING, ACCELERATE, library="accelerate", fix="deepspeed_multinode_launcher: standard")
+@rule(WARNING, ACCELERATE, library="accelerate", fix="deepspeed_multinode_launcher: standard")
 def pdsh_by_default(doc: Document) -> Iterator[Match]:
     """On several nodes accelerate starts DeepSpeed's own launcher with pdsh, which needs pdsh, passwordless ssh and a
     hostfile; without `deepspeed_hostfile` it passes the file name `None`."""
     launcher = doc.get("deepspeed_config.deepspeed_multinode_launcher")
     if is_deepspeed(doc) and (as_int(doc.get("num_machines")) or 1) > 1 and launcher in (None, "pdsh"):
         hostfile = doc.get("deepspeed_config.deepspeed_hostfile")
-        yield Match(
-            key="deepspeed_config.deepspeed_multinode_launcher",
-            message=f"{doc.get('num_machines')} nodes are started with pdsh and the hostfile {shorten(hostfile)}",
-            fix="`deepspeed_multinode_launcher: standard`, and run the command on each node",
-        )
+        message = f"{doc.get('num_machines')} nodes are started with pdsh and the hostfile {shorten(hostfile)}"
+        fix = "`deepspeed_multinode_launcher: standard`, and run the command on each node"
+        yield Match("deepspeed_config.deepspeed_multinode_launcher", message, fix)
 
 
-@rule(
-    "never-forwarded", ERROR, ACCELERATE, library="accelerate", fix="a DeepSpeed JSON, named by deepspeed_config_file"
-)
+@rule(ERROR, ACCELERATE, library="accelerate", fix="a DeepSpeed JSON, named by deepspeed_config_file")
 def never_forwarded(doc: Document) -> Iterator[Match]:
     """`accelerate launch` does not pass the NVMe paths of the YAML on to the ranks: DeepSpeed gets the path `none`."""
     for part in ("optimizer", "param"):
         key = f"deepspeed_config.offload_{part}_nvme_path"
         if doc.get(key) not in (None, "none") and not doc.has("deepspeed_config.deepspeed_config_file"):
-            yield Match(
-                key=key,
-                message=f"{shorten(doc.get(key))} never reaches the ranks",
-                fix="put it into a DeepSpeed JSON",
-            )
+            yield Match(key, f"{shorten(doc.get(key))} never reaches the ranks", "put it into a DeepSpeed JSON")
 
 
-@rule("block-not-in-force", WARNING, ACCELERATE, library="accelerate", fix="the block's own distributed_type")
+@rule(WARNING, ACCELERATE, library="accelerate", fix="the block's own distributed_type")
 def block_not_in_force(doc: Document) -> Iterator[Match]:
     """The block of another engine has no effect: `distributed_type` alone selects the engine."""
     found = as_enum(doc.get("distributed_type"))
     for block, kind in {"fsdp_config": "FSDP", "deepspeed_config": "DEEPSPEED"}.items():
         read_by_accelerate = set(doc.block(block)) - set(PARALLEL)
         if read_by_accelerate and found in ENGINES and found != kind:
-            yield Match(
-                key=block,
-                message=f"distributed_type is {found}: {block} has no effect",
-                fix=f"`distributed_type: {kind}`, or remove {block}",
-            )
+            fix = f"`distributed_type: {kind}`, or remove {block}"
+            yield Match(block, f"distributed_type is {found}: {block} has no effect", fix)
 
 
-@rule("dp-replicate-alone", ERROR, ACCELERATE, library="accelerate", fix="parallelism_config_dp_shard_size above 1")
+@rule(ERROR, ACCELERATE, library="accelerate", fix="parallelism_config_dp_shard_size above 1")
 def dp_replicate_alone(doc: Document) -> Iterator[Match]:
     """FSDP2 with nothing to shard across (`dp_shard` and `cp` both 1) is refused when training is prepared.
 
     A file without `num_processes` leaves the degrees to the launcher's flags.
     """
-    if not doc.has("num_processes") and not doc.has("parallelism_config.parallelism_config_dp_shard_size"):
+    if not doc.has("num_processes") and not doc.has(parallel_size_key("dp_shard")):
         return
     replicas, shards, contexts = (parallel_degree(doc, name) for name in ("dp_replicate", "dp_shard", "cp"))
-    if is_fsdp(doc) and replicas > 1 and shards < 2 and contexts < 2:
-        yield Match(
-            key="parallelism_config.parallelism_config_dp_replicate_size",
-            message="replicates without sharding anything: accelerate refuses",
-            fix="`parallelism_config_dp_shard_size`: ranks per replica; or plain MULTI_GPU",
-        )
+    if fsdp_version(doc) and replicas > 1 and shards < 2 and contexts < 2:
+        fix = "`parallelism_config_dp_shard_size`: ranks per replica; or plain MULTI_GPU"
+        yield Match(parallel_size_key("dp_replicate"), "replicates without sharding anything: accelerate refuses", fix)
 
 
-@rule("cp-with-sp", ERROR, ACCELERATE, library="accelerate", fix="one of the two sizes 1")
+@rule(ERROR, ACCELERATE, library="accelerate", fix="one of the two sizes 1")
 def cp_with_sp(doc: Document) -> Iterator[Match]:
     """Context parallelism and sequence parallelism cannot be combined."""
     if parallel_degree(doc, "cp") > 1 and parallel_degree(doc, "sp") > 1:
-        yield Match(
-            key="parallelism_config.parallelism_config_sp_size",
-            message="cp and sp cannot be combined",
-            fix="`parallelism_config_sp_size: 1`, or cp_size 1",
-        )
+        fix = "`parallelism_config_sp_size: 1`, or cp_size 1"
+        yield Match(parallel_size_key("sp"), "cp and sp cannot be combined", fix)
 
 
-@rule("cp-needs-fsdp2", ERROR, ACCELERATE, library="accelerate", fix="distributed_type: FSDP with fsdp_version: 2")
+@rule(ERROR, ACCELERATE, library="accelerate", fix="distributed_type: FSDP with fsdp_version: 2")
 def cp_needs_fsdp2(doc: Document) -> Iterator[Match]:
     """Context parallelism needs FSDP2: without it accelerate raises when the ranks start."""
-    if parallel_degree(doc, "cp") > 1 and not (is_fsdp(doc) and fsdp_version(doc) == 2):
-        yield Match(
-            key="parallelism_config.parallelism_config_cp_size",
-            message="cp without FSDP2 is refused",
-            fix="`distributed_type: FSDP` and `fsdp_version: 2`",
-        )
+    if parallel_degree(doc, "cp") > 1 and fsdp_version(doc) != 2:
+        fix = "`distributed_type: FSDP` and `fsdp_version: 2`"
+        yield Match(parallel_size_key("cp"), "cp without FSDP2 is refused", fix)
 
 
 @rule(
-    "tp-with-fsdp2",
     ERROR,
     ACCELERATE,
     library="accelerate",
@@ -183,38 +146,33 @@ def tp_with_fsdp2(doc: Document) -> Iterator[Match]:
     """accelerate's tensor parallelism under FSDP2 imports `ReplicateParallel`, which transformers 5.23 no longer has.
     A model that was loaded without a plan is not split, with a warning: ranks do the same work."""
     degree = parallel_degree(doc, "tp")
-    if degree > 1 and is_fsdp(doc) and fsdp_version(doc) == 2:
-        yield Match(
-            key="parallelism_config.parallelism_config_tp_size",
-            message=f"tp {degree} under FSDP2 ends in an ImportError, or splits nothing",
-            fix="the preset `fsdp2_tp`, or `DistributedConfig` at `from_pretrained` under `MULTI_GPU`",
-        )
+    if degree > 1 and fsdp_version(doc) == 2:
+        fix = "the preset `fsdp2_tp`, or `DistributedConfig` at `from_pretrained` under `MULTI_GPU`"
+        yield Match(parallel_size_key("tp"), f"tp {degree} under FSDP2 ends in an ImportError, or splits nothing", fix)
 
 
-@rule("sp-below-stage-3", ERROR, ACCELERATE, library="deepspeed", fix="stage 3")
+@rule(ERROR, ACCELERATE, library="deepspeed", fix="stage 3")
 def sp_below_stage_3(doc: Document) -> Iterator[Match]:
     """Under ZeRO-1 and ZeRO-2, sequence parallelism sums the gradients of a sequence's parts: they are sp times too
     large. Adam's losses hardly show it; the gradient norm does."""
-    json, key = doc.deepspeed_json, "parallelism_config.parallelism_config_sp_size"
+    json = doc.deepspeed_json
     stage = as_int(doc.get("deepspeed_config.zero_stage", 2)) or 0 if json is None else zero_stage(json)
     degree = parallel_degree(doc, "sp")
     if is_deepspeed(doc) and stage < 3 and (degree > 1 or "sp" in listed_dimensions(doc, "deepspeed_config")):
-        yield Match(
-            key=key if degree > 1 else "deepspeed_config.parallel",
-            message=f"stage {stage} makes gradients {degree if degree > 1 else 'sp'} times too large",
-            fix="`stage` 3, as in the preset `ulysses`",
-        )
+        message = f"stage {stage} makes gradients {degree if degree > 1 else 'sp'} times too large"
+        fix = "`stage` 3, as in the preset `ulysses`"
+        yield Match(parallel_size_key("sp") if degree > 1 else "deepspeed_config.parallel", message, fix)
 
 
-@rule("sp-attention", ERROR, ACCELERATE, library="accelerate", fix="sdpa or flash_attention_2")
+@rule(ERROR, ACCELERATE, library="accelerate", fix="sdpa or flash_attention_2")
 def sp_attention(doc: Document) -> Iterator[Match]:
     """Sequence parallelism exchanges heads in front of SDPA and flash attention; accelerate refuses the others."""
     key = "parallelism_config.parallelism_config_sp_attn_implementation"
     if parallel_degree(doc, "sp") > 1 and doc.get(key) in SP_REFUSES:
-        yield Match(key=key, message=f"{doc.get(key)} is refused", fix="`sdpa`", edit=Edit(key=key, value="sdpa"))
+        yield Match(key, f"{doc.get(key)} is refused", "`sdpa`", value="sdpa")
 
 
-@rule("parallel-needs-toolkit", NOTE, ACCELERATE, library="accelerate", fix="toolkit train --preset FILE")
+@rule(NOTE, ACCELERATE, library="accelerate", fix="toolkit train --preset FILE")
 def parallel_needs_toolkit(doc: Document) -> Iterator[Match]:
     """`parallel` lists the dimensions of one of this toolkit's presets; accelerate passes over it. A script that does
     not ask the preset trains with data parallelism alone."""
@@ -222,22 +180,18 @@ def parallel_needs_toolkit(doc: Document) -> Iterator[Match]:
         return  # our own files say so in a comment
     for block in ("fsdp_config", "deepspeed_config"):
         if listed_dimensions(doc, block):
-            yield Match(
-                key=f"{block}.parallel",
-                message="accelerate passes over it: other scripts divide nothing but the rows",
-                fix="`toolkit train --preset FILE`, or `load_preset(FILE)` in the script",
-            )
+            message = "accelerate passes over it: other scripts divide nothing but the rows"
+            fix = "`toolkit train --preset FILE`, or `load_preset(FILE)` in the script"
+            yield Match(f"{block}.parallel", message, fix)
 
 
-@rule("remote-by-default", WARNING, TRAINER, library="transformers", fix="false, and the flag where it is intended")
+@rule(WARNING, TRAINER, library="transformers", fix="false, and the flag where it is intended")
 def remote_by_default(doc: Document) -> Iterator[Match]:
     """Everybody who runs the file uploads the model, or executes code from a hub repository, without choosing to."""
     effects = {"push_to_hub": "uploads the model to the hub", "trust_remote_code": "executes code from the hub"}
     for key, effect in effects.items():
         if as_bool(doc.get(key)):
-            yield Match(
-                key=key, message=f"every run {effect}", fix=f"`{key}: false`, and `--{key}` where it is intended"
-            )
+            yield Match(key, f"every run {effect}", f"`{key}: false`, and `--{key}` where it is intended")
 
 
 # -- `fsdp_config`, whose two versions give the same words different meanings
@@ -247,26 +201,21 @@ RESHARD_AFTER_FORWARD = {"FULL_SHARD": True, "1": True, "SHARD_GRAD_OP": False, 
 FSDP1_ONLY_KEYS = ("backward_prefetch", "forward_prefetch", "sync_module_states", "use_orig_params")
 
 
-@rule("fsdp1-by-omission", WARNING, ACCELERATE, library="accelerate", fix="fsdp_version: 2")
+@rule(WARNING, ACCELERATE, library="accelerate", fix="fsdp_version: 2")
 def fsdp1_by_omission(doc: Document) -> Iterator[Match]:
     """Without `fsdp_version`, `accelerate launch` runs FSDP1, which transformers calls deprecated; the Trainer's own
     `fsdp` means FSDP2."""
-    if is_fsdp(doc) and fsdp_setting(doc, "version") is None:
-        yield Match(
-            key="fsdp_config.fsdp_version",
-            message="fsdp_version is missing: this runs FSDP1",
-            fix="`fsdp_version: 2`, and its keys; or state `fsdp_version: 1`",
-        )
+    if fsdp_version(doc) and fsdp_setting(doc, "version") is None:
+        fix = "`fsdp_version: 2`, and its keys; or state `fsdp_version: 1`"
+        yield Match("fsdp_config.fsdp_version", "fsdp_version is missing: this runs FSDP1", fix)
 
 
-@rule(
-    "fsdp1-reshard-ignored", ERROR, ACCELERATE, library="accelerate", fix="fsdp_sharding_strategy, or FSDP2's boolean"
-)
+@rule(ERROR, ACCELERATE, library="accelerate", fix="fsdp_sharding_strategy, or FSDP2's boolean")
 def fsdp1_reshard_ignored(doc: Document) -> Iterator[Match]:
     """Under FSDP1 the launcher always exports `fsdp_sharding_strategy` (FULL_SHARD by default), and it takes
     precedence: `fsdp_reshard_after_forward` has no effect."""
     reshard, strategy = fsdp_setting(doc, "reshard_after_forward"), fsdp_setting(doc, "sharding_strategy")
-    if not is_fsdp(doc) or fsdp_version(doc) != 1 or reshard is None:
+    if fsdp_version(doc) != 1 or reshard is None:
         return
     as_strategy = {"TRUE": "FULL_SHARD", "FALSE": "SHARD_GRAD_OP", "1": "FULL_SHARD", "2": "SHARD_GRAD_OP"}
     intended = as_strategy.get(as_enum(reshard), as_enum(reshard))
@@ -274,84 +223,64 @@ def fsdp1_reshard_ignored(doc: Document) -> Iterator[Match]:
     if intended != as_strategy.get(runs, runs):
         key = fsdp_key(doc, "reshard_after_forward")
         can_rename = strategy is None and isinstance(reshard, str)
-        yield Match(
-            key=key,
-            message=f"FSDP1 runs {shorten(runs)}, not {shorten(reshard)}",
-            fix=f"`fsdp_sharding_strategy: {shorten(intended)}`",
-            edit=Edit(key=key, rename="fsdp_sharding_strategy") if can_rename else None,
-        )
+        message = f"FSDP1 runs {shorten(runs)}, not {shorten(reshard)}"
+        fix = f"`fsdp_sharding_strategy: {shorten(intended)}`"
+        yield Match(key, message, fix, rename="fsdp_sharding_strategy" if can_rename else None)
 
 
-@rule("fsdp2-reshard-word", ERROR, ACCELERATE, library="accelerate", fix="true (full shard) or false (shard_grad_op)")
+@rule(ERROR, ACCELERATE, library="accelerate", fix="true (full shard) or false (shard_grad_op)")
 def fsdp2_reshard_word(doc: Document) -> Iterator[Match]:
     """FSDP2 accepts only true or false for `fsdp_reshard_after_forward`; a strategy of FSDP1 raises in every rank."""
     reshard = fsdp_setting(doc, "reshard_after_forward")
-    if is_fsdp(doc) and fsdp_version(doc) == 2 and reshard is not None and as_bool(reshard) is None:
+    if fsdp_version(doc) == 2 and reshard is not None and as_bool(reshard) is None:
         key, value = fsdp_key(doc, "reshard_after_forward"), RESHARD_AFTER_FORWARD.get(as_enum(reshard))
-        yield Match(
-            key=key,
-            message=f"{shorten(reshard)} is not a boolean: FSDP2 raises",
-            fix="`true` or `false`" if value is None else f"`{str(value).lower()}`",
-            edit=None if value is None else Edit(key=key, value=value),
-        )
+        fix = "`true` or `false`" if value is None else f"`{str(value).lower()}`"
+        yield Match(key, f"{shorten(reshard)} is not a boolean: FSDP2 raises", fix, value=value)
 
 
-@rule("fsdp2-strategy-ignored", ERROR, ACCELERATE, library="accelerate", fix="fsdp_reshard_after_forward: false")
+@rule(ERROR, ACCELERATE, library="accelerate", fix="fsdp_reshard_after_forward: false")
 def fsdp2_strategy_ignored(doc: Document) -> Iterator[Match]:
     """FSDP2 does not read `fsdp_sharding_strategy` from the launcher: `fsdp_reshard_after_forward` decides, by default
     full shard."""
     strategy = as_enum(fsdp_setting(doc, "sharding_strategy"))
     reshard = as_bool(fsdp_setting(doc, "reshard_after_forward", True))
-    if not is_fsdp(doc) or fsdp_version(doc) != 2 or not strategy or RESHARD_AFTER_FORWARD.get(strategy) == reshard:
+    if fsdp_version(doc) != 2 or not strategy or RESHARD_AFTER_FORWARD.get(strategy) == reshard:
         return
-    fixes = {
-        "SHARD_GRAD_OP": "`fsdp_reshard_after_forward: false`",
-        "NO_SHARD": "`distributed_type: MULTI_GPU`",
-    }
-    yield Match(
-        key=fsdp_key(doc, "sharding_strategy"),
-        message=f"FSDP2 runs {'full shard' if reshard else 'shard_grad_op'}, not {shorten(strategy)}",
-        fix=fixes.get(strategy, "`parallelism_config_dp_replicate_size` for a hybrid mesh"),
-    )
+    fixes = {"SHARD_GRAD_OP": "`fsdp_reshard_after_forward: false`", "NO_SHARD": "`distributed_type: MULTI_GPU`"}
+    message = f"FSDP2 runs {'full shard' if reshard else 'shard_grad_op'}, not {shorten(strategy)}"
+    fix = fixes.get(strategy, "`parallelism_config_dp_replicate_size` for a hybrid mesh")
+    yield Match(fsdp_key(doc, "sharding_strategy"), message, fix)
 
 
-@rule("fsdp2-obsolete-key", WARNING, ACCELERATE, library="accelerate", fix="nothing")
+@rule(WARNING, ACCELERATE, library="accelerate", fix="nothing")
 def fsdp2_obsolete_key(doc: Document) -> Iterator[Match]:
     """The key belongs to FSDP1; FSDP2 has no such setting and ignores it."""
-    if not is_fsdp(doc) or fsdp_version(doc) != 2:
+    if fsdp_version(doc) != 2:
         return
     strategy = RESHARD_AFTER_FORWARD.get(as_enum(fsdp_setting(doc, "sharding_strategy")))
     redundant = strategy is not None and strategy == as_bool(fsdp_setting(doc, "reshard_after_forward", True))
     for name in (*FSDP1_ONLY_KEYS, *(["sharding_strategy"] if redundant else [])):
         if fsdp_setting(doc, name) is not None:
             key = fsdp_key(doc, name)
-            yield Match(
-                key=key, message=f"fsdp_{name} belongs to FSDP1 and has no effect", fix="remove it", edit=Edit(key=key)
-            )
+            yield Match(key, f"fsdp_{name} belongs to FSDP1 and has no effect", "remove it", remove=True)
 
 
-@rule("loading-without-sync", ERROR, ACCELERATE, library="accelerate", fix="fsdp_sync_module_states: true, or no key")
+@rule(ERROR, ACCELERATE, library="accelerate", fix="fsdp_sync_module_states: true, or no key")
 def loading_without_sync(doc: Document) -> Iterator[Match]:
     """`accelerate launch` refuses `fsdp_sync_module_states: false` while `fsdp_cpu_ram_efficient_loading` is on, which
     is its default, also under FSDP2."""
     efficient_loading = as_bool(fsdp_setting(doc, "cpu_ram_efficient_loading", True))
-    if is_fsdp(doc) and fsdp_setting(doc, "sync_module_states") is False and efficient_loading is not False:
+    if fsdp_version(doc) and fsdp_setting(doc, "sync_module_states") is False and efficient_loading is not False:
         key = fsdp_key(doc, "sync_module_states")
-        yield Match(
-            key=key,
-            message="the launcher refuses it while fsdp_cpu_ram_efficient_loading is on",
-            fix="`fsdp_sync_module_states: true`, or `fsdp_cpu_ram_efficient_loading: false`",
-            edit=Edit(key=key, value=True) if fsdp_version(doc) == 1 else None,
-        )
+        message = "the launcher refuses it while fsdp_cpu_ram_efficient_loading is on"
+        fix = "`fsdp_sync_module_states: true`, or `fsdp_cpu_ram_efficient_loading: false`"
+        yield Match(key, message, fix, value=fsdp_version(doc) == 1)
 
 
-@rule("full-state-dict", WARNING, ACCELERATE, library="accelerate", fix="fsdp_state_dict_type: SHARDED_STATE_DICT")
+@rule(WARNING, ACCELERATE, library="accelerate", fix="fsdp_state_dict_type: SHARDED_STATE_DICT")
 def full_state_dict(doc: Document) -> Iterator[Match]:
     """Each save gathers the complete model and optimizer in the host memory of rank 0: 12 bytes per parameter with
     Adam in fp32, 84 GB for 7 billion parameters."""
-    if is_fsdp(doc) and as_enum(fsdp_setting(doc, "state_dict_type")) == "FULL_STATE_DICT":
-        yield Match(
-            key=fsdp_key(doc, "state_dict_type"),
-            message="each save gathers model and optimizer on rank 0",
-            fix="`SHARDED_STATE_DICT`, and merge afterwards",
-        )
+    if fsdp_version(doc) and as_enum(fsdp_setting(doc, "state_dict_type")) == "FULL_STATE_DICT":
+        fix = "`SHARDED_STATE_DICT`, and merge afterwards"
+        yield Match(fsdp_key(doc, "state_dict_type"), "each save gathers model and optimizer on rank 0", fix)

@@ -7,16 +7,8 @@ from pathlib import Path
 
 from toolkit.hardware.disks import mount_of
 from toolkit.lint.document import ACCELERATE, DEEPSPEED, Document
-from toolkit.lint.findings import ERROR, WARNING, Edit, Match, rule
-from toolkit.lint.rules.settings import (
-    as_bool,
-    as_int,
-    is_deepspeed,
-    offload_device,
-    shorten,
-    stage3_key,
-    zero_stage,
-)
+from toolkit.lint.findings import ERROR, WARNING, Match, rule
+from toolkit.lint.rules.settings import as_bool, as_int, is_deepspeed, offload_device, shorten, stage3_key, zero_stage
 
 # DeepSpeed's keys for settings that `TrainingArguments` owns, and its field; the Trainer compares the two.
 OWNED_BY_TRAINER = {
@@ -40,21 +32,16 @@ BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_ac
 # -- against the Trainer
 
 
-@rule("not-auto", WARNING, DEEPSPEED, library="transformers", fix='"auto"')
+@rule(WARNING, DEEPSPEED, library="transformers", fix='"auto"')
 def not_auto(doc: Document) -> Iterator[Match]:
     """`TrainingArguments` owns this setting too: under the Trainer, any value but its own raises in every rank."""
     for key, field in OWNED_BY_TRAINER.items():
         value = doc.get(key, "auto")
         if value not in ("auto", None) and not (key.endswith(".enabled") and as_bool(value) is False):
-            yield Match(
-                key=key,
-                message=f"{shorten(value)} must equal {field}, or the Trainer raises",
-                fix='`"auto"`',
-                edit=Edit(key=key, value="auto"),
-            )
+            yield Match(key, f"{shorten(value)} must equal {field}, or the Trainer raises", '`"auto"`', value="auto")
 
 
-@rule("yaml-not-auto", WARNING, ACCELERATE, library="transformers", fix="nothing: it is `auto` then")
+@rule(WARNING, ACCELERATE, library="transformers", fix="nothing: it is `auto` then")
 def yaml_not_auto(doc: Document) -> Iterator[Match]:
     """The YAML fixes a setting that `TrainingArguments` owns: under the Trainer, any value but its own raises."""
     if not is_deepspeed(doc) or doc.has("deepspeed_config.deepspeed_config_file"):
@@ -62,33 +49,24 @@ def yaml_not_auto(doc: Document) -> Iterator[Match]:
     for name in ("gradient_accumulation_steps", "gradient_clipping"):
         key = f"deepspeed_config.{name}"
         if doc.get(key, "auto") not in ("auto", None):
-            yield Match(
-                key=key,
-                message=f"{shorten(doc.get(key))} must equal {OWNED_BY_TRAINER[name]}",
-                fix="remove it",
-                edit=Edit(key=key),
-            )
+            yield Match(key, f"{shorten(doc.get(key))} must equal {OWNED_BY_TRAINER[name]}", "remove it", remove=True)
 
 
-@rule("no-zero-block", ERROR, DEEPSPEED, library="accelerate", fix='"zero_optimization": {"stage": 0}')
+@rule(ERROR, DEEPSPEED, library="accelerate", fix='"zero_optimization": {"stage": 0}')
 def no_zero_block(doc: Document) -> Iterator[Match]:
     """accelerate refuses a DeepSpeed JSON without `zero_optimization`."""
     if not doc.has("zero_optimization"):
-        yield Match(
-            key="", message="no zero_optimization: accelerate refuses", fix='`"zero_optimization": {"stage": 0}`'
-        )
+        yield Match("", "no zero_optimization: accelerate refuses", '`"zero_optimization": {"stage": 0}`')
 
 
-@rule("fp16-and-bf16-json", ERROR, DEEPSPEED, library="deepspeed", fix="one of the two")
+@rule(ERROR, DEEPSPEED, library="deepspeed", fix="one of the two")
 def fp16_and_bf16_json(doc: Document) -> Iterator[Match]:
     """DeepSpeed refuses fp16 and bf16 enabled together."""
     if as_bool(doc.get("fp16.enabled")) and as_bool(doc.get("bf16.enabled")):
-        yield Match(
-            key="fp16.enabled", message="fp16 and bf16 are both enabled", fix='`"enabled": "auto"` in bf16 alone'
-        )
+        yield Match("fp16.enabled", "fp16 and bf16 are both enabled", '`"enabled": "auto"` in bf16 alone')
 
 
-@rule("batch-arithmetic", ERROR, DEEPSPEED, library="deepspeed", fix='"auto" for all three')
+@rule(ERROR, DEEPSPEED, library="deepspeed", fix='"auto" for all three')
 def batch_arithmetic(doc: Document) -> Iterator[Match]:
     """DeepSpeed asserts train_batch_size = train_micro_batch_size_per_gpu x gradient_accumulation_steps x processes;
     no number of processes makes these equal."""
@@ -96,28 +74,16 @@ def batch_arithmetic(doc: Document) -> Iterator[Match]:
     not_positive = [key for key in BATCH_KEYS if (as_int(doc.get(key)) or 1) < 1 or as_int(doc.get(key)) == 0]
     if not_positive:
         key = not_positive[0]
-        yield Match(
-            key=key,
-            message=f"{shorten(doc.get(key))} is refused: it must be positive",
-            fix='`"auto"`',
-            edit=Edit(key=key, value="auto"),
-        )
+        yield Match(key, f"{shorten(doc.get(key))} is refused: it must be positive", '`"auto"`', value="auto")
     elif total and per_gpu and total % (per_gpu * (accumulation or 1)):
         product = f"{per_gpu} x {accumulation}" if accumulation else f"{per_gpu}"
-        yield Match(
-            key=BATCH_KEYS[0],
-            message=f"{total} is not a multiple of {product}",
-            fix='`"auto"` for all three',
-            edit=Edit(key=BATCH_KEYS[0], value="auto"),
-        )
+        yield Match(BATCH_KEYS[0], f"{total} is not a multiple of {product}", '`"auto"` for all three', value="auto")
 
 
 # -- offload
 
 
-@rule(
-    "offload-param-below-stage-3", ERROR, DEEPSPEED, ACCELERATE, library="deepspeed", fix="stage 3, or no offload_param"
-)
+@rule(ERROR, DEEPSPEED, ACCELERATE, library="deepspeed", fix="stage 3, or no offload_param")
 def offload_param_below_stage_3(doc: Document) -> Iterator[Match]:
     """Below stage 3 DeepSpeed accepts `offload_param` silently, and the parameters stay on the GPU."""
     if doc.kind == DEEPSPEED:
@@ -128,40 +94,28 @@ def offload_param_below_stage_3(doc: Document) -> Iterator[Match]:
         key = "deepspeed_config.offload_param_device"
         device, stage = str(doc.get(key, "none")), as_int(doc.get("deepspeed_config.zero_stage", 2)) or 0
     if device in ("cpu", "nvme") and stage < 3:
-        yield Match(
-            key=key,
-            message=f"stage {stage} does not offload parameters",
-            fix="`stage` 3, or remove it",
-            edit=Edit(key=key),
-        )
+        yield Match(key, f"stage {stage} does not offload parameters", "`stage` 3, or remove it", remove=True)
 
 
-@rule("nvme-without-path", ERROR, DEEPSPEED, library="deepspeed", fix="nvme_path: a folder on a local disk")
+@rule(ERROR, DEEPSPEED, library="deepspeed", fix="nvme_path: a folder on a local disk")
 def nvme_without_path(doc: Document) -> Iterator[Match]:
     """DeepSpeed accepts `nvme` without a path, and raises when the ranks build the optimizer."""
     for part in ("optimizer", "param"):
         path = doc.get(f"zero_optimization.offload_{part}.nvme_path")
         if offload_device(doc, part) == "nvme" and zero_stage(doc) == 3 and not path:
-            yield Match(
-                key=f"zero_optimization.offload_{part}.device",
-                message="nvme without nvme_path",
-                fix='`"nvme_path": "/a/local/disk"`',
-            )
+            key, fix = f"zero_optimization.offload_{part}.device", '`"nvme_path": "/a/local/disk"`'
+            yield Match(key, "nvme without nvme_path", fix)
 
 
-@rule("nvme-below-stage-3", ERROR, DEEPSPEED, library="deepspeed", fix="stage 3, or the device cpu")
+@rule(ERROR, DEEPSPEED, library="deepspeed", fix="stage 3, or the device cpu")
 def nvme_below_stage_3(doc: Document) -> Iterator[Match]:
     """Stages 1 and 2 accept `nvme` for the optimizer silently, and keep its states in host memory."""
     key = "zero_optimization.offload_optimizer.device"
     if offload_device(doc, "optimizer") == "nvme" and zero_stage(doc) in (1, 2):
-        yield Match(
-            key=key,
-            message=f"stage {zero_stage(doc)} offloads to host memory, not to NVMe",
-            fix='`"cpu"`, or stage 3',
-        )
+        yield Match(key, f"stage {zero_stage(doc)} offloads to host memory, not to NVMe", '`"cpu"`, or stage 3')
 
 
-@rule("nvme-in-memory", WARNING, DEEPSPEED, library="deepspeed", fix="a folder on a local disk")
+@rule(WARNING, DEEPSPEED, library="deepspeed", fix="a folder on a local disk")
 def nvme_in_memory(doc: Document) -> Iterator[Match]:
     """The path is on a file system in host memory: what is offloaded there uses the memory that it should free."""
     for part in ("optimizer", "param"):
@@ -174,101 +128,71 @@ def nvme_in_memory(doc: Document) -> Iterator[Match]:
         except (OSError, ValueError):  # no /proc/mounts, or a path that no file system takes
             continue
         if mount is not None and mount.kind == "memory":
-            yield Match(
-                key=key, message=f"{shorten(path)} is on {mount.filesystem}, in host memory", fix="a local disk"
-            )
+            yield Match(key, f"{shorten(path)} is on {mount.filesystem}, in host memory", "a local disk")
 
 
-@rule("nvme-prefetch", ERROR, DEEPSPEED, library="deepspeed", fix="stage3_prefetch_bucket_size: 0")
+@rule(ERROR, DEEPSPEED, library="deepspeed", fix="stage3_prefetch_bucket_size: 0")
 def nvme_prefetch(doc: Document) -> Iterator[Match]:
     """Parameters on NVMe fail in the second step with prefetch (`already assigned swap buffer`), and train without it.
     The default prefetches, and so does `auto`."""
     key = stage3_key(doc, "prefetch_bucket_size")
     if offload_device(doc, "param") == "nvme" and zero_stage(doc) == 3 and doc.get(key) != 0:
-        yield Match(
-            key=key,
-            message="parameters on NVMe fail in the second step with prefetch",
-            fix='`"stage3_prefetch_bucket_size": 0`',
-            edit=Edit(key=key, value="0") if doc.has(key) else None,
-        )
+        fix = '`"stage3_prefetch_bucket_size": 0`'
+        yield Match(key, "parameters on NVMe fail in the second step with prefetch", fix, value="0")
 
 
-@rule("offload-without-cpu-adam", WARNING, DEEPSPEED, library="deepspeed", fix="no zero_force_ds_cpu_optimizer")
+@rule(WARNING, DEEPSPEED, library="deepspeed", fix="no zero_force_ds_cpu_optimizer")
 def offload_without_cpu_adam(doc: Document) -> Iterator[Match]:
     """An offloaded optimizer steps on the CPU with torch's own Adam instead of DeepSpeed's, which DeepSpeed calls 5 to
     7 times faster."""
     key = "zero_force_ds_cpu_optimizer"
     if as_bool(doc.get(key)) is False and offload_device(doc, "optimizer") in ("cpu", "nvme"):
-        yield Match(key=key, message="the offloaded step uses torch's Adam", fix="remove it", edit=Edit(key=key))
+        yield Match(key, "the offloaded step uses torch's Adam", "remove it", remove=True)
 
 
 # -- sizes and communication
 
 
-@rule("sub-group-size-zero", WARNING, DEEPSPEED, library="deepspeed", fix="1000000000, the default, or no key")
+@rule(WARNING, DEEPSPEED, library="deepspeed", fix="1000000000, the default, or no key")
 def sub_group_size_zero(doc: Document) -> Iterator[Match]:
     """0 makes each parameter a sub-group of its own: the optimizer steps parameter by parameter."""
     key = "zero_optimization.sub_group_size"
     if as_int(doc.get(key)) == 0 and zero_stage(doc) == 3:
-        yield Match(key=key, message="one sub-group per parameter", fix="remove it", edit=Edit(key=key))
+        yield Match(key, "one sub-group per parameter", "remove it", remove=True)
 
 
-@rule("max-live-parameters-zero", WARNING, DEEPSPEED, library="deepspeed", fix="1000000000, the default, or no key")
+@rule(WARNING, DEEPSPEED, library="deepspeed", fix="1000000000, the default, or no key")
 def max_live_parameters_zero(doc: Document) -> Iterator[Match]:
     """0 turns prefetch off: each layer waits for its own all-gather."""
     key = stage3_key(doc, "max_live_parameters")
     if as_int(doc.get(key)) == 0 and zero_stage(doc) == 3:
-        yield Match(key=key, message="nothing is prefetched", fix="remove it", edit=Edit(key=key))
+        yield Match(key, "nothing is prefetched", "remove it", remove=True)
 
 
-@rule("overlap-below-stage-3", WARNING, DEEPSPEED, library="deepspeed", fix="false, its default below stage 3")
+@rule(WARNING, DEEPSPEED, library="deepspeed", fix="false, its default below stage 3")
 def overlap_below_stage_3(doc: Document) -> Iterator[Match]:
     """`overlap_comm` at stages 1 and 2 has produced NaN and wrong gradients (DeepSpeed#7188, #5294, #8061): compare
     the gradient norm with stage 3's before trusting it."""
     key = "zero_optimization.overlap_comm"
     if as_bool(doc.get(key)) and zero_stage(doc) in (1, 2):
-        yield Match(
-            key=key,
-            message=f"overlap_comm at stage {zero_stage(doc)} has produced wrong gradients",
-            fix="`false`",
-            edit=Edit(key=key, value=False),
-        )
+        message = f"overlap_comm at stage {zero_stage(doc)} has produced wrong gradients"
+        yield Match(key, message, "`false`", value=False)
 
 
-@rule(
-    "optimizer-of-json",
-    WARNING,
-    DEEPSPEED,
-    library="transformers",
-    fix="no block: the Trainer's `optim` and scheduler",
-)
+@rule(WARNING, DEEPSPEED, library="transformers", fix="no block: the Trainer's `optim` and scheduler")
 def optimizer_of_json(doc: Document) -> Iterator[Match]:
     """The block takes precedence over the Trainer's `optim` or `lr_scheduler_type`, which are silently ignored."""
     for block, field in {"optimizer": "optim", "scheduler": "lr_scheduler_type"}.items():
         if doc.block(block):
-            yield Match(
-                key=block,
-                message=f"{shorten(doc.get(f'{block}.type'))} replaces the Trainer's {field}",
-                fix=f"remove it, and set `{field}`",
-            )
+            fix = f"remove it, and set `{field}`"
+            yield Match(block, f"{shorten(doc.get(f'{block}.type'))} replaces the Trainer's {field}", fix)
 
 
-@rule(
-    "stage-3-without-gather",
-    WARNING,
-    DEEPSPEED,
-    library="transformers",
-    fix="stage3_gather_16bit_weights_on_model_save: true",
-)
+@rule(WARNING, DEEPSPEED, library="transformers", fix="stage3_gather_16bit_weights_on_model_save: true")
 def stage_3_without_gather(doc: Document) -> Iterator[Match]:
     """The Trainer cannot save the weights of stage 3: it writes DeepSpeed's shards instead, to be merged with
     zero_to_fp32.py."""
     key = stage3_key(doc, "gather_16bit_weights_on_model_save")
     old_key = "zero_optimization.stage3_gather_fp16_weights_on_model_save"
     if zero_stage(doc) == 3 and not as_bool(doc.get(key)) and not as_bool(doc.get(old_key)):
-        yield Match(
-            key=key,
-            message="a saved model has no weights files, only DeepSpeed's shards",
-            fix="`true`",
-            edit=Edit(key=key, value=True) if doc.has(key) else None,
-        )
+        yield Match(key, "a saved model has no weights files, only DeepSpeed's shards", "`true`", value=True)

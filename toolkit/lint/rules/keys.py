@@ -7,28 +7,11 @@ from typing import Any
 
 from toolkit.errors import nearest
 from toolkit.job.trainer_schema import trainer_argument_names
+from toolkit.lint import removed_keys as removed
 from toolkit.lint.document import ACCELERATE, DEEPSPEED, TRAINER, Document
-from toolkit.lint.findings import ERROR, NOTE, WARNING, Edit, Match, rule
-from toolkit.lint.removed_keys import (
-    DEEPSPEED_REMOVED,
-    SCRIPT_ARGUMENTS,
-    TRAINING_ARGUMENTS_DEPRECATED,
-    TRAINING_ARGUMENTS_REMOVED,
-    TRAINING_ARGUMENTS_RENAMED,
-    ZERO_DEPRECATED,
-    ZERO_REMOVED,
-)
+from toolkit.lint.findings import ERROR, NOTE, WARNING, Match, rule
 from toolkit.lint.rules.settings import shorten
-from toolkit.presets.known_keys import (
-    ACCELERATE_KEYS,
-    DEEPSPEED_BLOCK_KEYS,
-    DEEPSPEED_KEYS,
-    FSDP_KEYS,
-    OFFLOAD_KEYS,
-    PARALLELISM_KEYS,
-    PRECISION_KEYS,
-    ZERO_KEYS,
-)
+from toolkit.presets import known_keys as keys
 
 # accelerate's `process_config` still converts these.
 OLD_ACCELERATE_KEYS = {"fp16", "dynamo_backend"}
@@ -54,37 +37,29 @@ def _unknown(doc: Document, block: str, name: str, known: Any, what: str) -> Mat
     key = f"{prefix}{name}"
     close = nearest(name, known, cutoff=SIMILARITY) if len(name) <= 100 else None
     return Match(
-        key=key,
-        message=f"`{shorten(name)}` {what}",
-        fix=f"`{close}`" if close else "remove it",
-        edit=Edit(key=key, rename=close) if close and not doc.has(f"{prefix}{close}") else None,
+        key,
+        f"`{shorten(name)}` {what}",
+        f"`{close}`" if close else "remove it",
+        rename=close if close and not doc.has(f"{prefix}{close}") else None,
     )
 
 
-@rule("unknown-key", ERROR, ACCELERATE, library="accelerate", fix="the nearest known key, or nothing")
+@rule(ERROR, ACCELERATE, library="accelerate", fix="the nearest known key, or nothing")
 def unknown_key(doc: Document) -> Iterator[Match]:
     """`accelerate launch` refuses to start: a top-level key of the YAML is unknown to it."""
     if doc.get("compute_environment") == "AMAZON_SAGEMAKER":
         return
+    what = "is not a key of an accelerate configuration; it refuses to start"
     for name in doc.data:
-        if name not in ACCELERATE_KEYS | OLD_ACCELERATE_KEYS:
-            yield _unknown(
-                doc,
-                "",
-                name,
-                ACCELERATE_KEYS,
-                "is not a key of an accelerate configuration; it refuses to start",
-            )
+        if name not in keys.ACCELERATE_KEYS | OLD_ACCELERATE_KEYS:
+            yield _unknown(doc, "", name, keys.ACCELERATE_KEYS, what)
 
 
-@rule("unknown-nested-key", ERROR, ACCELERATE, library="accelerate", fix="the nearest known key, or nothing")
+@rule(ERROR, ACCELERATE, library="accelerate", fix="the nearest known key, or nothing")
 def unknown_nested_key(doc: Document) -> Iterator[Match]:
     """accelerate silently accepts an unknown key inside a block, and nothing reads it: the default applies."""
-    blocks = {
-        "fsdp_config": FSDP_KEYS,
-        "deepspeed_config": DEEPSPEED_BLOCK_KEYS,
-        "parallelism_config": PARALLELISM_KEYS,
-    }
+    blocks = {"fsdp_config": keys.FSDP_KEYS, "deepspeed_config": keys.DEEPSPEED_BLOCK_KEYS}
+    blocks["parallelism_config"] = keys.PARALLELISM_KEYS
     for block, known in blocks.items():
         for name in doc.block(block):
             prefixed = name if block != "fsdp_config" or name.startswith("fsdp") else f"fsdp_{name}"
@@ -92,105 +67,94 @@ def unknown_nested_key(doc: Document) -> Iterator[Match]:
                 yield _unknown(doc, block, name, known, f"in {block} has no effect: accelerate ignores it silently")
 
 
-@rule("unknown-deepspeed-key", ERROR, DEEPSPEED, library="deepspeed", fix="the nearest known key, or nothing")
+@rule(ERROR, DEEPSPEED, library="deepspeed", fix="the nearest known key, or nothing")
 def unknown_deepspeed_key(doc: Document) -> Iterator[Match]:
     """DeepSpeed silently accepts an unknown top-level key, and nothing reads it."""
-    known = DEEPSPEED_KEYS | MORE_DEEPSPEED_KEYS | set(DEEPSPEED_REMOVED)
+    known = keys.DEEPSPEED_KEYS | MORE_DEEPSPEED_KEYS | set(removed.DEEPSPEED_REMOVED)
     for name in doc.data:
         if name not in known and not name.startswith(COMMENT_PREFIXES):
-            yield _unknown(doc, "", name, DEEPSPEED_KEYS, "has no effect: DeepSpeed ignores it silently")
+            yield _unknown(doc, "", name, keys.DEEPSPEED_KEYS, "has no effect: DeepSpeed ignores it silently")
 
 
-@rule("refused-nested-key", ERROR, DEEPSPEED, library="deepspeed", fix="the nearest known key, or nothing")
+@rule(ERROR, DEEPSPEED, library="deepspeed", fix="the nearest known key, or nothing")
 def refused_nested_key(doc: Document) -> Iterator[Match]:
     """DeepSpeed refuses an unknown key inside `zero_optimization`, its offload blocks, `bf16` and `fp16`, once the
     ranks have started."""
     for name in doc.block("zero_optimization"):
-        unprefixed = f"stage3_{name}" in ZERO_KEYS  # DeepSpeed also accepts the name of its own field
-        if name not in ZERO_KEYS | set(ZERO_DEPRECATED) | set(ZERO_REMOVED) and not unprefixed:
-            yield _unknown(doc, "zero_optimization", name, ZERO_KEYS, "in zero_optimization is refused by DeepSpeed")
-    strict = {f"zero_optimization.{block}": known for block, known in OFFLOAD_KEYS.items()} | PRECISION_KEYS
+        unprefixed = f"stage3_{name}" in keys.ZERO_KEYS  # DeepSpeed also accepts the name of its own field
+        if name not in keys.ZERO_KEYS | set(removed.ZERO_DEPRECATED) | set(removed.ZERO_REMOVED) and not unprefixed:
+            yield _unknown(
+                doc, "zero_optimization", name, keys.ZERO_KEYS, "in zero_optimization is refused by DeepSpeed"
+            )
+    strict = {f"zero_optimization.{block}": known for block, known in keys.OFFLOAD_KEYS.items()} | keys.PRECISION_KEYS
     for block, known in strict.items():
         for name in doc.block(block):
             if name not in known:
                 yield _unknown(doc, block, name, known, f"in {block.rpartition('.')[2]} is refused by DeepSpeed")
 
 
-@rule("removed-deepspeed-key", ERROR, DEEPSPEED, library="deepspeed", removed_in="0.19.8", fix="nothing")
+@rule(ERROR, DEEPSPEED, library="deepspeed", removed_in="0.19.8", fix="nothing")
 def removed_deepspeed_key(doc: Document) -> Iterator[Match]:
     """DeepSpeed 0.19.8 removed the feature and refuses its key, even where it is disabled."""
-    for name, instead in DEEPSPEED_REMOVED.items():
+    for name, instead in removed.DEEPSPEED_REMOVED.items():
         if doc.has(name):
             fix = f"`{instead}`" if instead else "remove it"
-            yield Match(key=name, message=f"DeepSpeed removed `{name}` and refuses it", fix=fix, edit=Edit(key=name))
-    for name in ZERO_REMOVED:
+            yield Match(name, f"DeepSpeed removed `{name}` and refuses it", fix, remove=True)
+    for name in removed.ZERO_REMOVED:
         key = f"zero_optimization.{name}"
         if doc.has(key):
-            yield Match(
-                key=key, message=f"DeepSpeed removed `{name}` and refuses it", fix="remove it", edit=Edit(key=key)
-            )
+            yield Match(key, f"DeepSpeed removed `{name}` and refuses it", "remove it", remove=True)
 
 
-@rule("deprecated-zero-key", WARNING, DEEPSPEED, library="deepspeed", fix="the new key")
+@rule(WARNING, DEEPSPEED, library="deepspeed", fix="the new key")
 def deprecated_zero_key(doc: Document) -> Iterator[Match]:
     """DeepSpeed still accepts the old spelling, and warns in the log that it will be removed."""
-    for name, instead in ZERO_DEPRECATED.items():
+    for name, instead in removed.ZERO_DEPRECATED.items():
         key = f"zero_optimization.{name}"
         if doc.has(key):
-            edit = Edit(key=key, rename=instead) if instead in ZERO_KEYS else None
-            yield Match(key=key, message=f"`{name}` is an old spelling", fix=f"`{instead}`", edit=edit)
+            rename = instead if instead in keys.ZERO_KEYS else None
+            yield Match(key, f"`{name}` is an old spelling", f"`{instead}`", rename=rename)
 
 
-@rule("removed-training-argument", ERROR, TRAINER, library="transformers", fix="the new field, or nothing")
+@rule(ERROR, TRAINER, library="transformers", fix="the new field, or nothing")
 def removed_training_argument(doc: Document) -> Iterator[Match]:
     """transformers 5 has removed the field: `HfArgumentParser` and `TrainingArguments(...)` raise."""
-    script_arguments = {name for key, names in SCRIPT_ARGUMENTS.items() if doc.has(key) for name in names}
-    for name, instead in TRAINING_ARGUMENTS_REMOVED.items():
+    script_arguments = {name for key, names in removed.SCRIPT_ARGUMENTS.items() if doc.has(key) for name in names}
+    for name, instead in removed.TRAINING_ARGUMENTS_REMOVED.items():
         if doc.has(name) and name not in trainer_argument_names() and name not in script_arguments:
-            renamed = TRAINING_ARGUMENTS_RENAMED.get(name)
-            taken = renamed is not None and doc.has(renamed)
+            renamed = removed.TRAINING_ARGUMENTS_RENAMED.get(name)
             yield Match(
-                key=name,
-                message=f"`TrainingArguments` no longer has `{name}`, and raises",
-                fix=f"`{instead}`" if instead else "remove it",
-                edit=_removal(name, renamed, instead) if not taken else None,
+                name,
+                f"`TrainingArguments` no longer has `{name}`, and raises",
+                f"`{instead}`" if instead else "remove it",
+                rename=None if renamed is None or doc.has(renamed) else renamed,
+                remove=instead is None,
             )
 
 
-def _removal(name: str, renamed: str | None, instead: str | None) -> Edit | None:
-    if renamed:
-        return Edit(key=name, rename=renamed)
-    return Edit(key=name) if instead is None else None
-
-
-@rule("deprecated-training-argument", NOTE, TRAINER, library="transformers", fix="the new field")
+@rule(NOTE, TRAINER, library="transformers", fix="the new field")
 def deprecated_training_argument(doc: Document) -> Iterator[Match]:
     """transformers 5 still accepts the old name, with a FutureWarning; version 6 will not."""
-    for name, instead in TRAINING_ARGUMENTS_DEPRECATED.items():
+    for name, instead in removed.TRAINING_ARGUMENTS_DEPRECATED.items():
         if doc.has(name) and instead in trainer_argument_names():
-            edit = None if doc.has(instead) else Edit(key=name, rename=instead)
-            yield Match(key=name, message=f"`{name}` is removed in transformers 6", fix=f"`{instead}`", edit=edit)
+            rename = None if doc.has(instead) else instead
+            yield Match(name, f"`{name}` is removed in transformers 6", f"`{instead}`", rename=rename)
 
 
-@rule("misspelt-training-argument", WARNING, TRAINER, library="transformers", fix="the nearest field")
+@rule(WARNING, TRAINER, library="transformers", fix="the nearest field")
 def misspelt_training_argument(doc: Document) -> Iterator[Match]:
     """`TrainingArguments` has no such field but a very similar one: the parser raises, unless the script has an
     argument of that name itself."""
     fields = trainer_argument_names()
     for name in doc.data:
-        if name in fields or name in TRAINING_ARGUMENTS_REMOVED or len(name) > 100:
+        if name in fields or name in removed.TRAINING_ARGUMENTS_REMOVED or len(name) > 100:
             continue
         close = nearest(name, fields, cutoff=TRAINER_SIMILARITY)
         if close and not doc.has(close):
-            yield Match(
-                key=name,
-                message=f"`{name}` is not a field of TrainingArguments; `{close}` is",
-                fix=f"`{close}`",
-                edit=Edit(key=name, rename=close),
-            )
+            yield Match(name, f"`{name}` is not a field of TrainingArguments; `{close}` is", f"`{close}`", rename=close)
 
 
-@rule("unknown-fsdp-config-key", ERROR, TRAINER, library="transformers", fix="the nearest known key, or nothing")
+@rule(ERROR, TRAINER, library="transformers", fix="the nearest known key, or nothing")
 def unknown_fsdp_config_key(doc: Document) -> Iterator[Match]:
     """The Trainer silently drops an unknown key of `fsdp_config`: the default applies."""
     for name in doc.block("fsdp_config"):
@@ -198,10 +162,8 @@ def unknown_fsdp_config_key(doc: Document) -> Iterator[Match]:
             yield _unknown(doc, "fsdp_config", name, TRAINER_FSDP_KEYS, "in fsdp_config has no effect")
 
 
-@rule("duplicate-key", WARNING, ACCELERATE, DEEPSPEED, TRAINER, library="pyyaml", fix="one of the two")
+@rule(WARNING, ACCELERATE, DEEPSPEED, TRAINER, library="pyyaml", fix="one of the two")
 def duplicate_key(doc: Document) -> Iterator[Match]:
     """A key appears twice in one block: the last one silently wins."""
-    for duplicate in doc.duplicates[:20]:
-        yield Match(
-            key=duplicate.key, message=f"`{shorten(duplicate.key)}` appears twice; the last wins", fix="remove one"
-        )
+    for duplicate in doc.repeated[:20]:
+        yield Match(duplicate.key, f"`{shorten(duplicate.key)}` appears twice; the last wins", "remove one")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from toolkit.files.reading import is_file
 from toolkit.lint.document import ACCELERATE, TRAINER, Document, deepspeed_file_candidates, deepspeed_file_key
-from toolkit.lint.findings import ERROR, WARNING, Edit, Match, rule
+from toolkit.lint.findings import ERROR, WARNING, Match, rule
 from toolkit.lint.rules.deepspeed import BATCH_KEYS
 from toolkit.lint.rules.settings import as_bool, as_float, as_int, is_deepspeed, offload_device, shorten, zero_stage
 from toolkit.presets.method_rules import rejects_auto_find_batch_size
@@ -30,29 +30,25 @@ NUMBERS_IN_BOTH = {
 }
 
 
-@rule("deepspeed-file-missing", ERROR, ACCELERATE, TRAINER, library="accelerate", fix="the path of an existing file")
+@rule(ERROR, ACCELERATE, TRAINER, library="accelerate", fix="the path of an existing file")
 def deepspeed_file_missing(doc: Document) -> Iterator[Match]:
     """The JSON that the YAML names does not exist: accelerate takes the path for base64 text, and raises."""
     key, paths = deepspeed_file_key(doc), deepspeed_file_candidates(doc)
     if paths and not any(map(is_file, paths)):
-        yield Match(key=key, message=f"{shorten(doc.get(key))} does not exist", fix="a path that exists")
+        yield Match(key, f"{shorten(doc.get(key))} does not exist", "a path that exists")
 
 
-@rule("deepspeed-file-relative", WARNING, ACCELERATE, TRAINER, library="accelerate", fix="an absolute path")
+@rule(WARNING, ACCELERATE, TRAINER, library="accelerate", fix="an absolute path")
 def deepspeed_file_relative(doc: Document) -> Iterator[Match]:
     """A relative path is resolved against the working directory, not the YAML's folder; from here it is not found."""
     key, paths = deepspeed_file_key(doc), deepspeed_file_candidates(doc)
     found = next(filter(is_file, paths), None)
     if found is not None and not is_file(Path(str(doc.get(key)))):
-        yield Match(
-            key=key,
-            message=f"{shorten(doc.get(key))} is not found from {Path.cwd()}",
-            fix=f"`{found.resolve()}`",
-            edit=Edit(key=key, value=str(found.resolve())),
-        )
+        fix = f"`{found.resolve()}`"
+        yield Match(key, f"{shorten(doc.get(key))} is not found from {Path.cwd()}", fix, value=str(found.resolve()))
 
 
-@rule("key-owned-by-json", ERROR, ACCELERATE, library="accelerate", fix="nothing: the JSON has it")
+@rule(ERROR, ACCELERATE, library="accelerate", fix="nothing: the JSON has it")
 def key_owned_by_json(doc: Document) -> Iterator[Match]:
     """With a `deepspeed_config_file`, accelerate refuses a YAML that repeats a setting of the JSON, even if equal."""
     if doc.get("deepspeed_config.deepspeed_config_file") is None or not is_deepspeed(doc):
@@ -60,15 +56,10 @@ def key_owned_by_json(doc: Document) -> Iterator[Match]:
     for name in OWNED_BY_JSON:
         key = f"deepspeed_config.{name}"
         if doc.has(key):
-            yield Match(
-                key=key,
-                message=f"accelerate refuses {name} together with deepspeed_config_file",
-                fix="remove it",
-                edit=Edit(key=key),
-            )
+            yield Match(key, f"accelerate refuses {name} together with deepspeed_config_file", "remove it", remove=True)
 
 
-@rule("precision-owned-by-json", ERROR, ACCELERATE, library="accelerate", fix="nothing: the JSON has it")
+@rule(ERROR, ACCELERATE, library="accelerate", fix="nothing: the JSON has it")
 def precision_owned_by_json(doc: Document) -> Iterator[Match]:
     """With a `deepspeed_config_file`, accelerate refuses `mixed_precision` in the YAML, even if the two agree."""
     precision = doc.get("mixed_precision")
@@ -77,15 +68,11 @@ def precision_owned_by_json(doc: Document) -> Iterator[Match]:
     json = doc.deepspeed_json
     in_json = next((name for name in ("bf16", "fp16") if json and as_bool(json.get(f"{name}.enabled"))), None)
     contradiction = f"; the JSON has {in_json}" if in_json and in_json != precision else ""
-    yield Match(
-        key="mixed_precision",
-        message=f"accelerate refuses it together with deepspeed_config_file{contradiction}",
-        fix="remove it",
-        edit=Edit(key="mixed_precision"),
-    )
+    message = f"accelerate refuses it together with deepspeed_config_file{contradiction}"
+    yield Match("mixed_precision", message, "remove it", remove=True)
 
 
-@rule("batch-arithmetic-of-pair", ERROR, ACCELERATE, library="deepspeed", fix='"auto" in the JSON')
+@rule(ERROR, ACCELERATE, library="deepspeed", fix='"auto" in the JSON')
 def batch_arithmetic_of_pair(doc: Document) -> Iterator[Match]:
     """DeepSpeed asserts train_batch_size = train_micro_batch_size_per_gpu x gradient_accumulation_steps x processes,
     and these numbers differ."""
@@ -94,14 +81,11 @@ def batch_arithmetic_of_pair(doc: Document) -> Iterator[Match]:
         return
     total, per_gpu, accumulation = (as_int(json.get(key)) for key in BATCH_KEYS)
     if total and per_gpu and accumulation and total != per_gpu * accumulation * processes:
-        yield Match(
-            key="num_processes",
-            message=f"{total} is not {per_gpu} x {accumulation} x {processes}",
-            fix='`"auto"` for all three in the JSON',
-        )
+        fix = '`"auto"` for all three in the JSON'
+        yield Match("num_processes", f"{total} is not {per_gpu} x {accumulation} x {processes}", fix)
 
 
-@rule("differs-from-json", ERROR, TRAINER, library="transformers", fix='"auto" in the JSON')
+@rule(ERROR, TRAINER, library="transformers", fix='"auto" in the JSON')
 def differs_from_json(doc: Document) -> Iterator[Match]:
     """The Trainer compares its arguments with the JSON, and raises in every rank where they differ."""
     json = doc.deepspeed_json
@@ -111,29 +95,24 @@ def differs_from_json(doc: Document) -> Iterator[Match]:
     for field, key in NUMBERS_IN_BOTH.items():
         here, there = doc.get(field), json.get(key)
         if as_float(here) is not None and as_float(there) is not None and as_float(here) != as_float(there):
-            yield Match(key=field, message=f"{shorten(here)} here, {shorten(there)} in {key}", fix=fix)
+            yield Match(field, f"{shorten(here)} here, {shorten(there)} in {key}", fix)
     for name in ("bf16", "fp16"):
         flag, json_flag = as_bool(doc.get(name)), as_bool(json.get(f"{name}.enabled"))
         if flag is not None and json_flag is not None and flag != json_flag:
-            yield Match(key=name, message=f"{flag} here, {json_flag} in {name}.enabled", fix=fix)
+            yield Match(name, f"{flag} here, {json_flag} in {name}.enabled", fix)
 
 
-@rule("auto-batch-at-stage-3", ERROR, TRAINER, library="transformers", fix="auto_find_batch_size: false, or stage 2")
+@rule(ERROR, TRAINER, library="transformers", fix="auto_find_batch_size: false, or stage 2")
 def auto_batch_at_stage_3(doc: Document) -> Iterator[Match]:
     """The Trainer refuses `auto_find_batch_size` under ZeRO-3."""
     json = doc.deepspeed_json
     if json is None or not as_bool(doc.get("auto_find_batch_size")):
         return
     if rejects_auto_find_batch_size(engine="deepspeed", zero_stage=zero_stage(json)):
-        yield Match(
-            key="auto_find_batch_size",
-            message="refused under ZeRO-3",
-            fix="`auto_find_batch_size: false`",
-            edit=Edit(key="auto_find_batch_size"),
-        )
+        yield Match("auto_find_batch_size", "refused under ZeRO-3", "`auto_find_batch_size: false`", remove=True)
 
 
-@rule("offload-replaces-optimizer", WARNING, TRAINER, library="accelerate", fix="optim: adamw_torch, or no offload")
+@rule(WARNING, TRAINER, library="accelerate", fix="optim: adamw_torch, or no offload")
 def offload_replaces_optimizer(doc: Document) -> Iterator[Match]:
     """An offloaded optimizer other than AdamW becomes DeepSpeed's CPU Adam, without decoupled weight decay."""
     json, optim = doc.deepspeed_json, doc.get("optim")
@@ -142,7 +121,5 @@ def offload_replaces_optimizer(doc: Document) -> Iterator[Match]:
     forced = as_bool(json.get("zero_force_ds_cpu_optimizer", True))
     if forced and offload_device(json, "optimizer") in ("cpu", "nvme"):
         yield Match(
-            key="optim",
-            message=f"{shorten(optim)} becomes DeepSpeed's CPU Adam where it is offloaded",
-            fix="`optim: adamw_torch`",
+            "optim", f"{shorten(optim)} becomes DeepSpeed's CPU Adam where it is offloaded", "`optim: adamw_torch`"
         )

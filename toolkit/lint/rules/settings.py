@@ -56,11 +56,6 @@ def shorten(value: Any) -> str:
 # -- accelerate's configuration
 
 
-def is_fsdp(doc: Document) -> bool:
-    """Return True for an accelerate configuration that runs FSDP."""
-    return as_enum(doc.get("distributed_type")) == "FSDP"
-
-
 def is_deepspeed(doc: Document) -> bool:
     """Return True for an accelerate configuration that runs DeepSpeed."""
     return as_enum(doc.get("distributed_type")) == "DEEPSPEED"
@@ -79,13 +74,18 @@ def fsdp_key(doc: Document, name: str) -> str:
 
 
 def fsdp_version(doc: Document) -> int:
-    """Return 1 or 2; accelerate's default is 1."""
-    return as_int(fsdp_setting(doc, "version", 1)) or 1
+    """Return 1 or 2 for an accelerate configuration that runs FSDP, otherwise 0; accelerate's default is 1."""
+    return (as_int(fsdp_setting(doc, "version", 1)) or 1) if as_enum(doc.get("distributed_type")) == "FSDP" else 0
+
+
+def parallel_size_key(name: str) -> str:
+    """Return the dotted key of one of accelerate's parallel sizes (`dp_shard`, `cp`, ...)."""
+    return f"parallelism_config.parallelism_config_{name}_size"
 
 
 def parallel_degree(doc: Document, name: str) -> int:
-    """Return one of accelerate's parallel sizes (`dp_shard`, `cp`, ...); 1 where it is absent."""
-    return as_int(doc.get(f"parallelism_config.parallelism_config_{name}_size", 1)) or 1
+    """Return one of accelerate's parallel sizes; 1 where it is absent."""
+    return as_int(doc.get(parallel_size_key(name), 1)) or 1
 
 
 def listed_dimensions(doc: Document, block: str) -> list[str]:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from toolkit.lint.document import SBATCH, SHELL, SKYPILOT, TRAINER, Document
-from toolkit.lint.findings import ERROR, NOTE, WARNING, Edit, Match, rule
-from toolkit.lint.rules.settings import as_bool, as_enum, as_int, shorten
+from toolkit.lint.document import SCRIPTS, TRAINER, Document
+from toolkit.lint.findings import ERROR, NOTE, WARNING, Match, rule
+from toolkit.lint.rules.settings import as_bool, as_enum, as_int, fsdp_setting, shorten
 from toolkit.presets.method_rules import rejects_save_only_model
 
 
@@ -15,85 +15,61 @@ def uses_fsdp(doc: Document) -> bool:
     return bool(doc.get("fsdp")) and as_bool(doc.get("fsdp")) is not False
 
 
-@rule("fp16-and-bf16", ERROR, TRAINER, library="transformers", fix="one of the two")
+@rule(ERROR, TRAINER, library="transformers", fix="one of the two")
 def fp16_and_bf16(doc: Document) -> Iterator[Match]:
     """`TrainingArguments` refuses fp16 and bf16 together."""
     if as_bool(doc.get("fp16")) and as_bool(doc.get("bf16")):
-        yield Match(key="fp16", message="fp16 and bf16 are both true", fix="`bf16: true` alone")
+        yield Match("fp16", "fp16 and bf16 are both true", "`bf16: true` alone")
 
 
-@rule("checkpointing-twice", ERROR, TRAINER, library="transformers", fix="fsdp_config's activation_checkpointing alone")
+@rule(ERROR, TRAINER, library="transformers", fix="fsdp_config's activation_checkpointing alone")
 def checkpointing_twice(doc: Document) -> Iterator[Match]:
     """FSDP's activation checkpointing and the Trainer's are refused together when the Trainer is built."""
-    block = doc.block("fsdp_config")
-    in_fsdp = as_bool(block.get("activation_checkpointing", block.get("fsdp_activation_checkpointing")))
+    in_fsdp = as_bool(fsdp_setting(doc, "activation_checkpointing"))
     names = [name for name in ("activation_checkpointing", "gradient_checkpointing") if as_bool(doc.get(name))]
     if uses_fsdp(doc) and in_fsdp and names:
-        yield Match(
-            key=names[0],
-            message=f"{names[0]} and that of fsdp_config are both on",
-            fix=f"`{names[0]}: false`",
-            edit=Edit(key=names[0]),
-        )
+        yield Match(names[0], f"{names[0]} and that of fsdp_config are both on", f"`{names[0]}: false`", remove=True)
 
 
-@rule(
-    "sharded-save-only-model", ERROR, TRAINER, library="transformers", fix="FULL_STATE_DICT, or save_only_model: false"
-)
+@rule(ERROR, TRAINER, library="transformers", fix="FULL_STATE_DICT, or save_only_model: false")
 def sharded_save_only_model(doc: Document) -> Iterator[Match]:
     """The Trainer refuses `save_only_model` with FSDP's sharded state dict."""
-    block = doc.block("fsdp_config")
-    state_dict_type = as_enum(block.get("state_dict_type", block.get("fsdp_state_dict_type")))
+    state_dict_type = as_enum(fsdp_setting(doc, "state_dict_type"))
     if uses_fsdp(doc) and as_bool(doc.get("save_only_model")) and rejects_save_only_model(state_dict_type):
-        yield Match(
-            key="save_only_model",
-            message="refused with SHARDED_STATE_DICT",
-            fix="`save_only_model: false`",
-            edit=Edit(key="save_only_model"),
-        )
+        yield Match("save_only_model", "refused with SHARDED_STATE_DICT", "`save_only_model: false`", remove=True)
 
 
-@rule("4bit-not-sharded", WARNING, TRAINER, library="accelerate", fix="bnb_4bit_quant_storage: bfloat16")
+@rule(WARNING, TRAINER, name="4bit-not-sharded", library="accelerate", fix="bnb_4bit_quant_storage: bfloat16")
 def four_bit_not_sharded(doc: Document) -> Iterator[Match]:
     """bitsandbytes stores 4-bit weights as uint8 unless told otherwise, and accelerate leaves those out of FSDP2's
     sharding: every GPU holds the whole 4-bit model."""
     storage = as_enum(doc.get("bnb_4bit_quant_storage"))
     if uses_fsdp(doc) and as_bool(doc.get("load_in_4bit")) and "FLOAT" not in storage:
-        yield Match(
-            key="load_in_4bit",
-            message="4-bit weights stored as uint8 are not sharded: every GPU holds all of them",
-            fix="`bnb_4bit_quant_storage: bfloat16`, the dtype of the computation",
-        )
+        fix = "`bnb_4bit_quant_storage: bfloat16`, the dtype of the computation"
+        yield Match("load_in_4bit", "4-bit weights stored as uint8 are not sharded: every GPU holds all of them", fix)
 
 
-@rule("save-only-model-best", ERROR, TRAINER, library="transformers", fix="one of the two")
+@rule(ERROR, TRAINER, library="transformers", fix="one of the two")
 def save_only_model_best(doc: Document) -> Iterator[Match]:
     """The Trainer refuses `save_only_model` with `load_best_model_at_end` under DeepSpeed and FSDP."""
     sharded = uses_fsdp(doc) or bool(doc.get("deepspeed"))
     if sharded and as_bool(doc.get("save_only_model")) and as_bool(doc.get("load_best_model_at_end")):
-        yield Match(
-            key="save_only_model", message="refused with load_best_model_at_end", fix="`save_only_model: false`"
-        )
+        yield Match("save_only_model", "refused with load_best_model_at_end", "`save_only_model: false`")
 
 
-@rule("fsdp-as-words", WARNING, TRAINER, library="transformers", fix="fsdp: true, and the rest in fsdp_config")
+@rule(WARNING, TRAINER, library="transformers", fix="fsdp: true, and the rest in fsdp_config")
 def fsdp_as_words(doc: Document) -> Iterator[Match]:
     """Words in `fsdp` still work but are deprecated; they mean FSDP2 unless `fsdp_config` asks for version 1, and FSDP2
     refuses the hybrid ones."""
     value = doc.get("fsdp")
     if isinstance(value, list) or (isinstance(value, str) and value and as_bool(value) is None):
-        block = doc.block("fsdp_config")
-        version = as_int(block.get("version", block.get("fsdp_version", 2)))
+        version = as_int(fsdp_setting(doc, "version", 2))
         reshard = "false" if "shard_grad_op" in str(value) else "true"
-        yield Match(
-            key="fsdp",
-            message=f"{shorten(value)} is the deprecated form",
-            fix=f"`fsdp: true`, `fsdp_config: {{version: {version}, reshard_after_forward: {reshard}}}`",
-        )
+        fix = f"`fsdp: true`, `fsdp_config: {{version: {version}, reshard_after_forward: {reshard}}}`"
+        yield Match("fsdp", f"{shorten(value)} is the deprecated form", fix)
 
 
 @rule(
-    "whole-gradients-between-steps",
     NOTE,
     TRAINER,
     library="transformers",
@@ -106,20 +82,15 @@ def whole_gradients_between_steps(doc: Document) -> Iterator[Match]:
     steps, config = as_int(doc.get("gradient_accumulation_steps")) or 1, doc.get("accelerator_config")
     chosen = doc.has("accelerator_config.gradient_accumulation_kwargs.sync_each_batch") or isinstance(config, str)
     if uses_fsdp(doc) and steps > 1 and not chosen:
-        yield Match(
-            key="gradient_accumulation_steps",
-            message=f"in {steps} accumulation steps each GPU holds all gradients, 2 bytes per trained parameter",
-            fix="`accelerator_config: {gradient_accumulation_kwargs: {sync_each_batch: true}}`; `false` to keep them",
-        )
+        message = f"in {steps} accumulation steps each GPU holds all gradients, 2 bytes per trained parameter"
+        fix = "`accelerator_config: {gradient_accumulation_kwargs: {sync_each_batch: true}}`; `false` to keep them"
+        yield Match("gradient_accumulation_steps", message, fix)
 
 
 @rule(
-    "jit-checkpoint",
     WARNING,
     TRAINER,
-    SBATCH,
-    SHELL,
-    SKYPILOT,
+    *SCRIPTS,
     library="transformers",
     fix="nothing: the toolkit's ranks agree on the step after which they save; or save regularly",
 )
@@ -129,7 +100,7 @@ def jit_checkpoint(doc: Document) -> Iterator[Match]:
     resumes."""
     key, message = "enable_jit_checkpoint", "each rank saves after the step in which its own signal came"
     if as_bool(doc.get(key)):
-        yield Match(key=key, message=message, fix=f"remove {key}")
-    for call in [] if doc.script is None else doc.script.launches:
+        yield Match(key, message, f"remove {key}")
+    for call in doc.script.launches:
         if key.replace("_", "-") in call.options and as_bool(call.options[key.replace("_", "-")]) is not False:
-            yield Match(key=f"--{key}", message=message, fix=f"remove --{key}", line=call.line)
+            yield Match(f"--{key}", message, f"remove --{key}", line=call.line)

@@ -3,35 +3,19 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import MutableMapping, Sequence
 from itertools import accumulate, chain
 from typing import Any
 
 import torch
 
-IGNORED = -100  # the label that PyTorch's cross entropy ignores
-BATCH_FACTS = "batch_facts"
+from toolkit.observe.batches import IGNORED, BatchFacts
+
 SUPERVISED_POSITIONS = "supervised_positions"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class BatchFacts:
-    """The contents of one padded batch, counted on the CPU before it is moved to a device."""
-
-    tokens: int
-    """All tokens, with padding."""
-    non_padding_tokens: int
-    supervised_tokens: int
-    """Labels that are not ignored after the causal shift."""
-    sha256: str
-    """SHA-256 of the int64 bytes of the padded input ids, then of the labels: a fingerprint of the token order."""
-    rows: tuple[int, ...] = ()
-    """Indices of the rows in the data set as it was read; of all documents if rows are packed."""
-
-
 class Collator:
-    """Pads rows on the right to the longest of the batch, and adds `BatchFacts` under `BATCH_FACTS`.
+    """Pads rows on the right to the longest of the batch.
 
     `tokenizer.pad` would need a pad token, and would follow the tokenizer's padding side.
     """
@@ -49,8 +33,7 @@ class Collator:
         input_ids = _padded([row["input_ids"] for row in rows], self.pad_id, multiple=self.pieces)
         labels = _padded([row["labels"] for row in rows], IGNORED, multiple=self.pieces)
         attention_mask = _padded([[1] * length for length in lengths], 0, multiple=self.pieces)
-        facts = _batch_facts(input_ids, labels, rows)
-        batch = {"input_ids": input_ids, "attention_mask": attention_mask, "labels": labels, BATCH_FACTS: facts}
+        batch = {"input_ids": input_ids, "attention_mask": attention_mask, "labels": labels}
         if self.pieces > 1:  # rows are padded on the right, so causal attention needs no mask
             positions = torch.arange(input_ids.shape[1]).expand(input_ids.shape)
             batch = batch | {"position_ids": positions.contiguous()}
@@ -78,9 +61,8 @@ class PackCollator(Collator):
         input_ids = _padded([row["input_ids"] for row in rows], self.pad_id)
         labels = _padded([_without_first_tokens(row) for row in rows], IGNORED)
         positions = [_positions(row["documents"], input_ids.shape[1]) for row in rows]
-        facts = _batch_facts(input_ids, labels, rows)
         position_ids = torch.tensor(positions, dtype=torch.int64)
-        batch = {"input_ids": input_ids, "position_ids": position_ids, "labels": labels, BATCH_FACTS: facts}
+        batch: dict[str, Any] = {"input_ids": input_ids, "position_ids": position_ids, "labels": labels}
         if self.one_row:
             batch |= _document_lengths(rows[0]["documents"])
         return self._with_positions(batch)
@@ -131,14 +113,15 @@ def _padded(rows: Sequence[Sequence[int]], fill: int, *, multiple: int = 1) -> t
     return padded
 
 
-def _batch_facts(input_ids: torch.Tensor, labels: torch.Tensor, rows: Sequence[dict[str, Any]]) -> BatchFacts:
-    digest = hashlib.sha256(input_ids.numpy().tobytes())
-    digest.update(labels.numpy().tobytes())
+def batch_facts(rows: Sequence[dict[str, Any]], batch: MutableMapping[str, Any]) -> BatchFacts:
+    """Count a batch; its digest is of the int64 bytes of the padded input ids, then of the labels."""
+    digest = hashlib.sha256(batch["input_ids"].numpy().tobytes())
+    digest.update(batch["labels"].numpy().tobytes())
     numbers = [row["rows"] if "rows" in row else [row["row"]] for row in rows if "rows" in row or "row" in row]
     return BatchFacts(
-        tokens=input_ids.numel(),
+        tokens=batch["input_ids"].numel(),
         non_padding_tokens=sum(len(row["input_ids"]) for row in rows),
-        supervised_tokens=int((labels[:, 1:] != IGNORED).sum()),
+        supervised_tokens=int((batch["labels"][:, 1:] != IGNORED).sum()),
         sha256=digest.hexdigest(),
         rows=tuple(chain.from_iterable(numbers)),
     )

@@ -10,7 +10,7 @@ from typing import Any
 import datasets
 
 from toolkit.errors import ToolkitError
-from toolkit.train.data.collation import IGNORED
+from toolkit.observe.batches import IGNORED
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

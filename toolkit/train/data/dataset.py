@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -13,8 +14,8 @@ from typing import Any
 
 import datasets
 
-from toolkit.data import DataSource, resolve_sources
-from toolkit.data.mixture import fractions, numbered, repeated_rows, rows_per_epoch
+from toolkit.data import DataSource, iter_rows, resolve_source, resolve_sources
+from toolkit.data.mixture import fractions, numbered, repeated_rows, row_and_source, rows_per_epoch
 from toolkit.errors import ToolkitError
 from toolkit.job.argument_fields import DataArguments
 from toolkit.job.dataset_checks import check_val_size
@@ -40,7 +41,7 @@ from toolkit.train.data.tokenization import (
     load_rows,
     row_encoder,
 )
-from toolkit.train.metrics.evaluation import EvaluationRows, held_out
+from toolkit.train.evaluation import EvaluationRows, held_out
 
 REPORTED_STREAM_ROWS = 100
 """Rows of a stream that are tokenised before training, for the report."""
@@ -254,3 +255,24 @@ def make_collator(tokenizer: Any, model: Any, *, packing: bool, layout: Parallel
     if not packing:
         return Collator(tokenizer, pieces=1 if layout is None else layout.pieces)
     return PackCollator(tokenizer, one_row=packs_into_one_row(model))
+
+
+def row_places(numbers: tuple[int, ...], names: Sequence[str]) -> dict[str, Any]:
+    """Return `rows`, counted from 1, and `places`: where they are in those of the data sets that are local files."""
+    found = {row_and_source(number, sources=max(1, len(names))) for number in numbers}
+    places: list[str] = []
+    for index, name in enumerate(names):
+        with contextlib.suppress(ToolkitError, OSError, TypeError, ValueError):
+            in_file = _places(name, {row for row, source in found if source == index})
+            places += [f"{name}: {place}" for place in in_file] if len(names) > 1 else in_file
+    in_order = sorted(found, key=lambda pair: pair[::-1])  # data set by data set, as their places
+    return {"rows": [row + 1 for row, _ in in_order], "places": places}
+
+
+def _places(name: str, rows: set[int]) -> list[str]:
+    """Places of rows, counted from 0, in a local file; none for a hub id."""
+    path = resolve_source(name).path
+    if path is None or not rows:
+        return []
+    read = itertools.islice(iter_rows(path), max(rows) + 1)
+    return [place for number, (place, _) in enumerate(read) if number in rows]

@@ -5,7 +5,7 @@
 
 Position ids restart at 0 with each document of a pack; transformers turns that into a block-diagonal mask (sdpa, eager,
 flex). Attention of variable length (flash attention, `sdpa_varlen`) takes the lengths of the documents instead.
-`train/attest/document_isolation.py` verifies it on the live model.
+`train/data/document_isolation.py` verifies it on the live model.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import torch
 
 from toolkit.errors import ToolkitError
 from toolkit.models.attention import needs_no_mask
-from toolkit.train.model.adapters import without_adapters
+from toolkit.observe.attest.tensors import without_adapters
 
 TokenRow = dict[str, Any]
 """A tokenised row or pack: `input_ids`, `labels`, and the columns of its data set."""

@@ -35,9 +35,9 @@ from toolkit.data import (
 )
 from toolkit.data.formats import to_sample, with_system_prompt
 from toolkit.errors import ToolkitError
+from toolkit.observe.batches import IGNORED
 from toolkit.train.data import chat_template
 from toolkit.train.data.chat_template import Encoded, encode_chat
-from toolkit.train.data.collation import IGNORED
 from toolkit.train.data.data_report import DataStats, data_stats, no_supervised_tokens_error
 
 _JSON_ROW = "json_row"

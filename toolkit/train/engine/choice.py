@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from toolkit.observe.attest.tensors import compute_dtype
 from toolkit.train.active_run import ActiveRun
-from toolkit.train.dtypes import compute_dtype
 from toolkit.train.engine.pipeline.pipeline_model import PipelineRanks, load_pipeline
 from toolkit.train.engine.pipeline.pipeline_trainer import PipelineTrainer
 from toolkit.train.model.loading import load_model

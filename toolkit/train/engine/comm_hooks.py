@@ -18,8 +18,8 @@ from transformers import TrainerCallback
 
 from toolkit.errors import ToolkitError
 from toolkit.job.argument_fields import ModelArguments
+from toolkit.observe.attest.tensors import uncompiled
 from toolkit.train.active_run import ActiveRun
-from toolkit.train.attest.tensors import uncompiled
 
 
 class CommunicationHook(TrainerCallback):  # type: ignore[misc]

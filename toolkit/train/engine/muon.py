@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 from transformers import Trainer
-from transformers.pytorch_utils import Conv1D
 
 from toolkit.models.optimizers import parse_optimizer_arguments
+from toolkit.observe.attest.optimizer import hidden_matrices
 
 MATCHES_ADAMW = "match_rms_adamw"
 Group = dict[str, Any]
@@ -49,14 +49,6 @@ class MuonWithAdamW(torch.optim.Optimizer):  # type: ignore[misc]
 def _without_parameters(kind: type[torch.optim.Optimizer]) -> torch.optim.Optimizer:
     """An optimizer whose groups are given to it before each step; torch makes none without a parameter."""
     return kind([torch.zeros(1, 1)])
-
-
-def hidden_matrices(model: Any) -> set[int]:
-    """Return the ids of the weights that Muon trains: those of linear layers, but not the head."""
-    head = model.get_output_embeddings()
-    linear = [m.weight for m in model.modules() if isinstance(m, torch.nn.Linear | Conv1D) and m is not head]
-    embeddings = {id(m.weight) for m in model.modules() if isinstance(m, torch.nn.Embedding)}
-    return {id(weight) for weight in linear if weight.ndim == 2 and weight.requires_grad} - embeddings
 
 
 def make_muon(model: Any, *, args: Any) -> MuonWithAdamW:

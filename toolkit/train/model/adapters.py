@@ -52,8 +52,3 @@ def trains_base_weights(arguments: ModelArguments) -> bool:
     """Return True if `lora_config` trains weights of the model itself, beside the adapters."""
     fields = arguments.lora_config or {}
     return fields.get("bias", "none") != "none" or any(fields.get(name) for name in BASE_WEIGHT_FIELDS)
-
-
-def without_adapters(model: Any) -> Any:
-    """Return the model that peft wraps, or the model itself."""
-    return model.get_base_model() if hasattr(model, "get_base_model") else model

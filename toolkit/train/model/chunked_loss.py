@@ -21,14 +21,14 @@ from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from toolkit.errors import ToolkitError
 from toolkit.job.argument_fields import ModelArguments
+from toolkit.observe.attest.tensors import without_adapters
+from toolkit.observe.batches import IGNORED
 from toolkit.train.data.collation import (
-    IGNORED,
     SUPERVISED_POSITIONS,
     Collator,
     next_labels,
     supervised_positions,
 )
-from toolkit.train.model.adapters import without_adapters
 from toolkit.train.model.chunked_cross_entropy import (
     AnyHead,
     LinearHead,

@@ -25,19 +25,8 @@ from transformers.integrations.deepspeed import deepspeed_config, is_deepspeed_z
 from transformers.utils import logging
 
 from toolkit.models.nf4 import NF4_BLOCK, NF4_SECOND_BLOCK, NF4_SECOND_TABLE, NF4_TABLE, QUANT_TYPE
+from toolkit.observe.attest.tensors import constants
 from toolkit.presets.training_arguments import uses_fsdp
-
-
-def quantized_modules(model: Any) -> list[Any]:
-    """Return the linear layers whose weight is in 4 bits; they keep its constants as `quant_state`."""
-    return [module for module in model.modules() if getattr(module, "quant_state", None) is not None]
-
-
-def constants(state: Any) -> list[torch.Tensor]:
-    """Return the constants that decode a 4-bit weight: scales, their own scales, and code tables."""
-    second = [state.offset, state.state2.absmax, state.state2.code] if state.nested else []
-    return [state.absmax, state.code, *second]
-
 
 # -- loading for an engine that shards
 

@@ -16,9 +16,9 @@ from typing import Any
 
 import torch
 
+from toolkit.observe.attest.tensors import uncompiled
 from toolkit.record.checkpoints import FINGERPRINT
 from toolkit.record.folder import write_json
-from toolkit.train.attest.tensors import uncompiled
 
 _MOVED_LAST = ("config.json", "adapter_config.json")
 
@@ -28,7 +28,8 @@ def save_final_model(trainer: Any, tokenizer: Any, folder: Path) -> None:
 
     Raises Diverged before anything is written if the model's logits are NaN or infinite.
     """
-    fingerprint = trainer.fingerprint()
+    saver = trainer.observer.saver
+    fingerprint = saver.fingerprint()
     started = time.monotonic()
     temporary, writes = folder / ".saving", trainer.accelerator.is_main_process
     plain = trainer.accelerator.unwrap_model(trainer.model_wrapped, keep_torch_compile=False)
@@ -54,7 +55,7 @@ def save_final_model(trainer: Any, tokenizer: Any, folder: Path) -> None:
         path.chmod(0o666 & ~_umask())  # safetensors writes files with mode 0600
         written.append(path.replace(folder / path.name))
     temporary.rmdir()
-    trainer.note_save("model", written, started)
+    saver.note_save("model", written, started)
 
 
 def _write_weights(plain: Any, state: dict[str, Any], folder: Path) -> None:

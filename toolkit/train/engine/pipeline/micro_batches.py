@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch.nn.functional import pad
 
-from toolkit.train.data.collation import BATCH_FACTS, IGNORED, SUPERVISED_POSITIONS
+from toolkit.observe.batches import BATCH_FACTS, IGNORED
+from toolkit.train.data.collation import SUPERVISED_POSITIONS
 
 Batch = dict[str, Any]
 

@@ -16,19 +16,21 @@ from accelerate.data_loader import prepare_data_loader, skip_first_batches
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from toolkit.files.safe_loading import torch_load
+from toolkit.observe.batches import BATCH_FACTS
+from toolkit.observe.observer import Observer
 from toolkit.record.checkpoints import STAGE_OPTIMIZER
-from toolkit.train.data.collation import BATCH_FACTS
 from toolkit.train.engine.pipeline.pipeline_model import PipelineModel
 from toolkit.train.engine.pipeline.pipeline_steps import PipelineSteps
-from toolkit.train.trainer import MeasuredTrainer
+from toolkit.train.trainer import SupervisedTrainer
 
 SCHEDULER = "scheduler.pt"
 
 
-class PipelineTrainer(MeasuredTrainer):
+class PipelineTrainer(SupervisedTrainer):
     """Trains the stages of `PipelineModel`: an optimizer step's accumulation steps are its micro-batches."""
 
     model: PipelineModel
+    observer: Observer
     control: Any
     optimizer: Any
     lr_scheduler: Any
@@ -61,7 +63,8 @@ class PipelineTrainer(MeasuredTrainer):
         )
 
     def _begin_forward(self) -> None:
-        self.progress.phase, self.progress.micro_steps = "forward", self.progress.micro_steps + 1
+        progress = self.observer.progress
+        progress.phase, progress.micro_steps = "forward", progress.micro_steps + 1
 
     def _get_num_items_in_batch(self, *args: Any, **kwargs: Any) -> Any:
         """Count the tokens of each pipeline's rows once: all of its ranks hold the same."""
@@ -129,15 +132,15 @@ class PipelineTrainer(MeasuredTrainer):
         self.control = self.callback_handler.on_step_begin(self.args, self.state, self.control)
         model.train()
         for sample in samples:
-            self._note_batch(sample)
+            self.observer.timer.add_batch(sample.get(BATCH_FACTS))
         self.losses = self.steps.run(samples, num_items=num_items)
-        self.progress.phase = "step"
-        self._record_memory("backward")
+        self.observer.progress.phase = "step"
+        self.observer.timer.record_memory("backward")
         self._reduce_gradients()
         grad_norm = self._clip_grad_norm(model) if self.args.max_grad_norm > 0 else None
         grad_norm = self._get_grad_norm(model, grad_norm)
         for loss in self.losses:
-            self.timer.add_loss(loss)
+            self.observer.timer.add_loss(loss)
             self._tr_loss += loss
         self.losses = []
         self.control = self.callback_handler.on_pre_optimizer_step(self.args, self.state, self.control)
@@ -147,12 +150,6 @@ class PipelineTrainer(MeasuredTrainer):
         self.lr_scheduler.step()
         model.zero_grad()
         return grad_norm, learning_rate
-
-    def _note_batch(self, batch: dict[str, Any]) -> None:
-        facts = batch.get(BATCH_FACTS)
-        self.timer.add_batch(facts)
-        if facts is not None and self.state.global_step == self._initial_global_step:
-            self.first_batches.append(facts.sha256)
 
     def _end_step(self, grad_norm: Any, learning_rate: float, model: Any, epoch: int, when: dict[str, Any]) -> None:
         self.state.global_step += 1

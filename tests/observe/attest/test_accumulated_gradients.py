@@ -1,0 +1,91 @@
+"""Gradients between accumulation steps on two real ranks: their bytes, what is sent for them, and the losses."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from counted_collectives import assert_planned
+from launching import ROOT, accelerate_launch, losses, read
+
+from toolkit.models.read_model import read_model
+from toolkit.plan.engine_buffers import engine_buffers
+from toolkit.plan.model_states import job_weights, model_states
+from toolkit.plan.planned_job import PlannedJob, TrainingSetup
+from toolkit.presets import load_preset
+
+FSDP2 = ROOT / "accelerate_configs" / "fsdp2.yaml"
+STEPS, ACCUMULATION = 3, 3
+CHOICES = {"sharded": [], "whole": ["--accumulate", "whole"]}  # sharded is the default
+
+
+def words(folder: Path, model: Path, data: Path) -> list[str]:
+    job = {"max_steps": STEPS, "per_device_train_batch_size": 1, "gradient_accumulation_steps": ACCUMULATION}
+    job |= {"max_seq_length": 64, "learning_rate": 1e-3}
+    words = ["--model_name_or_path", str(model), "--dataset", str(data), "--output_dir", str(folder)]
+    words += [word for name, value in job.items() for word in (f"--{name}", str(value))]
+    return [*words, "--save_strategy", "no", "--save_model", "false"]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, faq_alpaca: Path) -> dict[str, Path]:
+    found = {}
+    for name, more in CHOICES.items():
+        found[name] = tmp_path_factory.mktemp("accumulate") / name
+        given = words(found[name], tiny_model, faq_alpaca)
+        ended = accelerate_launch(FSDP2, *given, *more, script="count_collectives.py")
+        assert ended.returncode == 0, ended.stderr[-2000:]
+    return found
+
+
+def setup(model: Path, accumulate: str) -> TrainingSetup:
+    job = PlannedJob(gradient_accumulation_steps=ACCUMULATION, accumulate=accumulate)
+    return TrainingSetup(
+        preset=load_preset("fsdp2"), shape=read_model(str(model)), world_size=2, job=job, mixed_precision="no"
+    )
+
+
+@pytest.mark.launch
+def test_each_rank_holds_the_planned_gradients_between_accumulation_steps(
+    runs: dict[str, Path], tiny_model: Path
+) -> None:
+    """fp32 on a CPU: half of them as shards, and twice as many bytes whole."""
+    planned = {}
+    for name, folder in runs.items():
+        job = setup(tiny_model, name)
+        weights = job_weights(job.shape, None, False)
+        states = model_states(job.engine, weights)
+        whole = engine_buffers(job.engine, weights, states, job.job).accumulated_bytes
+        planned[name] = whole or states.gradient_bytes
+        for reading in read(folder / "attestation.json")["ranks"]:
+            assert reading["accumulate"] == name
+            assert reading["accumulated_gradient_bytes"] == planned[name]
+    assert planned["whole"] == 2 * planned["sharded"]
+
+
+@pytest.mark.launch
+@pytest.mark.parametrize("name", CHOICES)
+def test_gradients_are_sent_as_often_as_planned(name: str, runs: dict[str, Path], tiny_model: Path) -> None:
+    assert_planned(setup(tiny_model, name), runs[name])
+
+
+@pytest.mark.launch
+def test_the_losses_are_equal(runs: dict[str, Path]) -> None:
+    assert losses(runs["sharded"]) == pytest.approx(losses(runs["whole"]), rel=1e-5)
+
+
+@pytest.mark.launch
+def test_the_choice_in_effect_is_recorded(runs: dict[str, Path]) -> None:
+    assert {name: read(folder / "run.json")["spec"]["model"]["accumulate"] for name, folder in runs.items()} == {
+        name: name for name in CHOICES
+    }
+
+
+@pytest.mark.launch
+def test_a_reduction_that_is_deferred_although_it_should_not_be_is_detected(
+    tmp_path: Path, tiny_model: Path, faq_alpaca: Path
+) -> None:
+    ended = accelerate_launch(FSDP2, *words(tmp_path / "run", tiny_model, faq_alpaca), script="defer_reduction.py")
+    assert ended.returncode != 0
+    assert "accumulate on rank 0 is whole, expected sharded" in ended.stderr
+    assert read(tmp_path / "run" / "run.json")["status"] == "attestation_failed"

@@ -1,0 +1,127 @@
+"""Gradient clipping is verified by the norm that reaches the optimizer."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from toolkit.observe.attest.clipping import (
+    NormReader,
+    clipping_differences,
+    gradient_replicas,
+    was_clipped,
+)
+from toolkit.observe.attest.readings import Values
+
+
+def norms(*at_optimizer: float | None, reported: float | None = 2.0, **values: Any) -> list[Values]:
+    """Readings of the first step: the reported norm, and the norm at each rank's optimizer."""
+    common: Any = {"grad_norm": reported, "local_grad_norm": None, "grad_norm_ranks": None, "synthetic_norm": 1.0}
+    common |= values
+    return [{"rank": rank, "optimizer_norm": share, **common} for rank, share in enumerate(at_optimizer)]
+
+
+# A norm of 2 clipped at 1 leaves 1: all of it on each of two replicas, 0.6 and 0.8 on two shards.
+
+
+@pytest.mark.parametrize(
+    ("readings", "replicas"),
+    [
+        (norms(1.0, 1.0), 2),
+        (norms(0.6, 0.8), 1),
+        (norms(0.6, 0.8, 0.6, 0.8), 2),
+        (norms(0.6, 0.8, reported=None, local_grad_norm=2**0.5, grad_norm_ranks=2), 1),  # FSDP2: each knows its share
+        (norms(0.3, 0.4, reported=0.5), 1),  # below the threshold
+        (norms(0.6, None), 1),  # an optimizer that cannot be hooked
+        (norms(0.6, 0.8, reported=None), 1),
+        (norms(0.6, 0.8, reported=float("inf")), 1),  # fp16: the step was skipped
+    ],
+)
+def test_a_correctly_clipped_gradient_has_no_difference(readings: list[Values], replicas: int) -> None:
+    assert clipping_differences(readings, 1.0, replicas=replicas) == []
+
+
+@pytest.mark.parametrize(
+    ("readings", "replicas", "found"),
+    [
+        (norms(2.0, 2.0), 2, "2.0000"),
+        (norms(1.0, 7**0.5), 2, "2.0000"),  # one rank clips: the mean of the squares
+        (norms(1.2, 1.6), 1, "2.0000"),
+        (norms(0.3, 0.4), 1, "0.5000"),  # clipped at another threshold
+    ],
+)
+def test_a_wrongly_clipped_gradient_is_reported_with_both_norms(
+    readings: list[Values], replicas: int, found: str
+) -> None:
+    (difference,) = clipping_differences(readings, 1.0, replicas=replicas)
+    assert str(difference) == f"gradient norm at the optimizer is {found}, expected 1.0000 (2.0000, clipped at 1)"
+
+
+def test_where_the_first_gradient_is_small_a_synthetic_one_shows_missing_clipping() -> None:
+    readings = norms(0.3, 0.4, reported=0.5)
+    readings[1]["synthetic_norm"] = 10.0  # ten times the threshold
+    (difference,) = clipping_differences(readings, 1.0, replicas=1)
+    message = "norm of a large gradient, clipped on rank 1 is 10.0000, expected 1.0000 (10.0000, clipped at 1)"
+    assert str(difference) == message
+
+
+def test_without_a_threshold_nothing_may_be_clipped() -> None:
+    assert clipping_differences(norms(1.2, 1.6, synthetic_norm=None), 0.0, replicas=1) == []
+    (difference,) = clipping_differences(norms(0.6, 0.8, synthetic_norm=None), 0.0, replicas=1)
+    assert difference.found == "1.0000"
+
+
+@pytest.mark.parametrize(
+    ("reading", "ranks", "replicas"),
+    [
+        ({"sharding": "replicate"}, 2, 2),
+        ({"sharding": "full_shard"}, 2, 1),
+        ({"sharding": "hybrid_shard", "dp_shard_size": 2}, 4, 2),
+    ],
+)
+def test_replicas_of_the_gradient_follow_from_the_sharding(reading: Any, ranks: int, replicas: int) -> None:
+    assert gradient_replicas([reading] * ranks) == replicas
+
+
+@pytest.mark.parametrize(("reported", "clipped"), [(2.0, True), (0.5, False), (None, None)])
+def test_clipped_records_a_norm_above_the_threshold(reported: float | None, clipped: bool | None) -> None:
+    assert was_clipped(norms(1.0, reported=reported), 1.0) is clipped
+
+
+def test_without_a_threshold_nothing_was_clipped() -> None:
+    assert was_clipped(norms(1.0), 0.0) is False
+
+
+class OneParameter:
+    """The parts of a Trainer that compute and clip its gradient norm."""
+
+    def __init__(self) -> None:
+        self.parameter = torch.nn.Parameter(torch.zeros(2))
+        self.optimizer = torch.optim.AdamW([self.parameter])
+        self.model_wrapped = torch.nn.ParameterList([self.parameter])
+        self.args = SimpleNamespace(max_grad_norm=1.0, fp16=False, process_index=1)
+
+    def _clip_grad_norm(self, model: Any) -> Any:
+        return torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+
+    def step(self, reader: NormReader) -> None:
+        self.parameter.grad = torch.tensor([3.0, 4.0])
+        reader.add_grad_norm(self._clip_grad_norm(self.model_wrapped))
+        self.optimizer.step()
+
+
+def test_norms_are_read_until_the_reader_stops() -> None:
+    trainer, reader = OneParameter(), NormReader()
+    reader.start(trainer)
+    trainer.step(reader)
+    reader.stop(tries_clipping=True)
+    read = dict(reader.reading)
+    assert read["rank"] == 1
+    assert read["grad_norm"] == pytest.approx(5.0)
+    assert read["optimizer_norm"] == pytest.approx(1.0)
+    assert read["synthetic_norm"] == pytest.approx(1.0)
+    trainer.step(reader)
+    assert reader.reading == read

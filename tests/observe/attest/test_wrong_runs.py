@@ -1,0 +1,41 @@
+"""Runs that would silently train something else: verification ends them, with both values."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from launching import ROOT, accelerate_launch, read
+
+pytestmark = pytest.mark.launch
+
+
+@pytest.fixture
+def words(tmp_path: Path, tiny_model: Path, faq_alpaca: Path) -> list[str]:
+    words = ["--model_name_or_path", str(tiny_model), "--dataset", str(faq_alpaca), "--max_seq_length", "64"]
+    return [*words, "--max_steps", "2", "--per_device_train_batch_size", "1", "--output_dir", str(tmp_path / "out")]
+
+
+def test_one_process_instead_of_two_is_detected(tmp_path: Path, words: list[str]) -> None:
+    config = tmp_path / "multi_cpu.yaml"
+    config.write_text("distributed_type: MULTI_CPU\nuse_cpu: true\nnum_processes: 2\n")
+    ended = accelerate_launch(config, *words, num_processes=2)
+    assert ended.returncode != 0
+    assert "world_size on rank 0 is 1, expected 2" in ended.stderr
+    failure = read(tmp_path / "out" / "failure.json")
+    assert failure["kind"] == "attestation_failed"
+    assert read(tmp_path / "out" / "run.json")["status"] == "attestation_failed"
+    assert {"fact": "world_size", "rank": 0, "expected": 2, "found": 1} in read(tmp_path / "out" / "attestation.json")[
+        "differences"
+    ]
+
+
+def test_ddp_instead_of_fsdp_is_detected(tmp_path: Path, words: list[str]) -> None:
+    ended = accelerate_launch(ROOT / "accelerate_configs/fsdp2.yaml", *words, script="ddp_for_fsdp.py")
+    assert ended.returncode != 0
+    assert "engine on rank 0 is ddp, expected fsdp2" in ended.stderr
+    assert ended.stderr.count("the run does not match its preset") == 1  # once, not once a rank
+    differences = read(tmp_path / "out" / "attestation.json")["differences"]
+    assert {"fact": "sharding", "rank": 1, "expected": "full_shard", "found": "replicate"} in differences
+    assert read(tmp_path / "out" / "run.json")["exit_code"] == 1
+    assert not (tmp_path / "out" / "model.safetensors").exists()

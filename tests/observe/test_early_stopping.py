@@ -1,0 +1,66 @@
+"""When a run's median step time is known, and on which step all ranks stop."""
+
+from __future__ import annotations
+
+import random
+import statistics
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from toolkit.observe.early_stopping import EarlyStopping, is_median_within, median_interval
+from toolkit.observe.progress import Progress
+from toolkit.observe.timer import StepTimer
+from toolkit.record.folder import RunFolder
+
+
+def test_the_interval_of_a_median_equals_what_resampling_gives() -> None:
+    rng = random.Random(0)
+    values = [rng.expovariate(1) for _ in range(41)]
+    medians = sorted(statistics.median(rng.choices(values, k=41)) for _ in range(4_000))
+    assert median_interval(values) == (medians[100], medians[3_900])
+
+
+def test_the_interval_of_a_median_is_computed_for_thousands_of_steps() -> None:
+    values = [1 + i / 10_000 for i in range(5000)]
+    low, high = median_interval(values) or (0, 0)
+    # the order statistics at n/2 -+ 1.96 sqrt(n)/2 = 2500 -+ 69
+    assert (low, high) == pytest.approx((1.2431, 1.2569), abs=3e-4)
+
+
+def test_the_median_is_known_once_its_interval_is_narrow() -> None:
+    assert is_median_within([1.0] * 10, 0.01)
+    assert not is_median_within([1.0, 1.2] * 5, 0.01)
+    assert not is_median_within([], 0.01)
+
+
+def stopped_after(run: Any, timer: StepTimer, seconds: list[float]) -> tuple[int, Any]:
+    """Steps that a single rank trains, one by one, and what run.json says."""
+    stopping = EarlyStopping(run, timer, within=0.03, minutes=None, evaluates=False)
+    stopping.on_train_begin(SimpleNamespace(world_size=1))
+    for step, took in enumerate(seconds, start=1):
+        timer.timed_seconds.append(took)
+        control = SimpleNamespace(should_training_stop=False, should_evaluate=False)
+        stopping.on_step_end(None, SimpleNamespace(global_step=step), control)
+        if control.should_training_stop:
+            return step, run.folder.read_run()["stopped_after"]
+    return len(seconds), None
+
+
+@pytest.mark.parametrize(
+    ("seconds", "expected"),
+    [
+        # the earliest decision is after 10 timed steps, and it is read two steps later
+        ([1.0] * 20, (12, {"step": 12, "why": "median step known to 3.0%"})),
+        ([1.0, 2.0] * 10, (20, None)),
+    ],
+)
+def test_training_stops_two_steps_after_the_decision(
+    tmp_path: Path, seconds: list[float], expected: tuple[int, Any]
+) -> None:
+    run: Any = SimpleNamespace(folder=RunFolder(tmp_path), writes=True)
+    timer = StepTimer(tmp_path / "rank0.jsonl", rank=0, device=torch.device("cpu"), progress=Progress())
+    assert stopped_after(run, timer, seconds) == expected

@@ -1,0 +1,66 @@
+"""A run folder that a node does not see is refused, and an attempt that was replaced leaves its folder alone."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from heartbeats import pulse
+
+from toolkit.errors import RunFailed, ToolkitError
+from toolkit.observe import observed_run
+from toolkit.observe.failure_report import report_failure
+from toolkit.observe.observed_run import check_shared, check_visible, claim_folder
+from toolkit.observe.progress import Progress
+from toolkit.record.folder import RunFolder
+from toolkit.record.heartbeat import is_superseded, read_attempt_id, read_heartbeats, write_attempt_id, write_heartbeat
+
+
+def test_every_node_without_the_folder_is_named() -> None:
+    found = [("a", []), ("a", []), ("c", ["/out"]), ("b", ["/out"]), ("b", ["/out"])]
+    with pytest.raises(ToolkitError, match=r"/out is not shared: b, c do not see what a has written there"):
+        check_shared(found)
+    check_shared(found[:2])
+
+
+def test_a_rank_that_sees_another_folder_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 1's view: the id of rank 0 arrives through the process group, and its own folder does not have it."""
+    monkeypatch.setattr(observed_run, "VISIBLE_SECONDS", 0.0)
+    with pytest.raises(ToolkitError, match="is not shared"):
+        claim_folder(tmp_path, writes=False, gather=lambda value: ["id of rank 0"] if value is None else [value])
+
+
+def test_the_ranks_share_the_id_that_rank_0_has_written(tmp_path: Path) -> None:
+    attempt_id, nodes = claim_folder(tmp_path, writes=True, gather=lambda value: [value])
+    assert nodes == (os.uname().nodename,)
+    assert read_attempt_id(tmp_path / "ranks") == attempt_id
+    again = claim_folder(tmp_path, writes=True, gather=lambda value: [value]).attempt_id
+    assert is_superseded(tmp_path / "ranks", attempt_id)
+    assert not is_superseded(tmp_path / "ranks", again)
+
+
+def test_a_checkpoint_that_a_node_does_not_see_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(observed_run, "VISIBLE_SECONDS", 0.0)
+    with pytest.raises(ToolkitError, match="checkpoint-7 is not shared"):
+        check_visible(tmp_path / "checkpoint-7", gather=lambda value: [value])
+
+
+def test_heartbeats_of_an_attempt_that_was_replaced_are_not_read(tmp_path: Path) -> None:
+    write_heartbeat(tmp_path, replace(pulse(0), attempt_id="new"))
+    write_heartbeat(tmp_path, replace(pulse(1), attempt_id="old"))
+    assert [heartbeat.rank for heartbeat in read_heartbeats(tmp_path)] == [0, 1]
+    write_attempt_id(tmp_path, "new")
+    assert [heartbeat.rank for heartbeat in read_heartbeats(tmp_path)] == [0]
+
+
+def test_a_rank_of_an_attempt_that_was_replaced_writes_no_failure(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    folder.make()
+    write_attempt_id(tmp_path / "ranks", "new")
+    assert report_failure(RunFailed("lost"), Progress(output_dir=tmp_path, attempt_id="old")) == 1
+    assert not folder.failure_json.exists()
+    assert not folder.run_json.exists()
+    assert report_failure(RunFailed("lost"), Progress(output_dir=tmp_path, attempt_id="new")) == 1
+    assert folder.failure_json.exists()

@@ -1,0 +1,80 @@
+"""Any Trainer is observed by one line, whoever wrote its script."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from launching import read, torchrun
+
+from toolkit.observe.batches import BATCH_FACTS, ObservedCollator, take_facts
+from toolkit.record.folder import RunFolder
+from toolkit.record.measurements import read_rows
+
+
+@pytest.fixture(scope="module")
+def observed(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
+    """A script that knows no argument of the toolkit, with a Trainer class of its own, on two ranks."""
+    folder = tmp_path_factory.mktemp("observed")
+    ended = torchrun("observed_trainer.py", "zero2", str(folder), num_processes=2)
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    return RunFolder(folder / "run")
+
+
+@pytest.mark.launch
+def test_each_rank_has_a_row_for_each_step_with_its_own_batches(observed: RunFolder) -> None:
+    first, second = (read_rows(observed.rank_rows(rank)) for rank in (0, 1))
+    assert [row.step for row in first] == [row.step for row in second] == [1, 2, 3]
+    assert all(row.tokens == 2 * 2 * 8 and row.supervised_tokens == 2 * 2 * 7 for row in (*first, *second))
+    assert all(row.non_padding_tokens is None for row in first)  # its batches have no mask
+    digests = [row.batch_sha256 for row in (*first, *second)]
+    assert len(set(digests)) == len(digests) == 6
+    assert all(row.own_seconds and row.grad_norm for row in first)
+
+
+@pytest.mark.launch
+def test_the_scripts_own_class_still_computes_the_loss(observed: RunFolder) -> None:
+    """It doubles the loss: a random model of 64 words starts near 2 * log(64)."""
+    assert read_rows(observed.rank_rows(0))[0].loss == pytest.approx(8.3, abs=0.2)
+
+
+@pytest.mark.launch
+def test_what_is_in_effect_is_read_from_the_live_objects(observed: RunFolder) -> None:
+    attestation = read(observed.attestation_json)
+    assert (attestation["verdict"], attestation["differences"]) == ("no_preset", [])
+    for rank, reading in enumerate(attestation["ranks"]):
+        assert (reading["rank"], reading["world_size"]) == (rank, 2)
+        assert (reading["engine"], reading["sharding"]) == ("deepspeed", "shard_grad_op")
+        assert (reading["accumulate"], reading["clipped"]) == ("sharded", True)
+        assert reading["optimizer_class"].endswith("Adam") or reading["optimizer_class"].endswith("AdamW")
+    assert len({reading["initial_weights_sha256"] for reading in attestation["ranks"]}) == 1
+    assert len({reading["first_rows_sha256"] for reading in attestation["ranks"]}) == 2
+
+
+@pytest.mark.launch
+def test_the_run_is_completed_with_its_measurements(observed: RunFolder) -> None:
+    run = read(observed.run_json)
+    assert (run["status"], run["exit_code"], run["world_size"]) == ("completed", 0, 2)
+    assert run["measured"]["timed_steps"] == 1
+    assert run["measured"]["tokens_per_second"] > 0
+    assert 0 < run["goodput"]["fraction"] < 1
+
+
+def collate(rows: list[Any]) -> dict[str, Any]:
+    return {"input_ids": torch.tensor(rows), "labels": torch.tensor(rows)}
+
+
+def test_the_same_rows_have_the_same_digest_and_other_shapes_another() -> None:
+    collator = ObservedCollator(collate)
+    flat, tall, again = collator([[1, 2, 3, 4]]), collator([[1, 2], [3, 4]]), collator([[1, 2, 3, 4]])
+    assert flat[BATCH_FACTS] == again[BATCH_FACTS]
+    assert flat[BATCH_FACTS].sha256 != tall[BATCH_FACTS].sha256
+    assert (flat[BATCH_FACTS].supervised_tokens, tall[BATCH_FACTS].supervised_tokens) == (3, 2)
+
+
+def test_a_model_never_sees_the_facts() -> None:
+    batch = ObservedCollator(collate)([[1, 2]])
+    assert take_facts(batch) is not None
+    assert set(batch) == {"input_ids", "labels"}
+    assert take_facts([[1, 2]]) is None  # a collator that returns rows

@@ -1,0 +1,82 @@
+"""Evaluation: which rows are held out, and a loss that does not depend on batches and ranks."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from launching import ROOT, accelerate_launch, read
+
+from toolkit.observe.batches import IGNORED
+from toolkit.train.data.collation import Collator, batch_facts
+from toolkit.train.evaluation import EvaluatedTokens, EvaluationRows, held_out
+
+
+def test_held_out_rows_depend_on_the_seed_and_nothing_else() -> None:
+    assert held_out(100, 0.05, seed=42) == held_out(100, 5, seed=42)
+    assert len(held_out(100, 0.05, seed=42)) == 5
+    assert held_out(100, 0.05, seed=42) != held_out(100, 0.05, seed=43)
+    assert len(held_out(100, 0.001, seed=42)) == 1
+
+
+def test_the_loss_is_weighted_by_tokens_and_not_by_batches() -> None:
+    evaluated = EvaluatedTokens()
+    evaluated.add(torch.tensor(1.0), 3)
+    evaluated.add(torch.tensor(5.0), 1)
+    evaluated.add(torch.tensor(math.nan), 0)  # a batch of fill rows
+    assert evaluated.over_all_ranks("cpu") == {"loss": 2.0, "perplexity": math.exp(2.0), "supervised_tokens": 4}
+
+
+def test_fill_rows_have_no_supervised_tokens(tokenizer: Any) -> None:
+    rows = [{"input_ids": [5, 6, 7], "labels": [5, 6, 7], "row": 0}, {"input_ids": [8, 9], "labels": [8, 9], "row": 1}]
+    filled = EvaluationRows(rows, multiple=4)
+    made = [filled[index] for index in range(len(filled))]
+    facts = batch_facts(made, Collator(tokenizer)(made))
+    assert (len(filled), facts.supervised_tokens) == (4, 3)
+
+
+def evaluated(folder: Path, model: Path, rows: Path, *more: str, ranks: int) -> dict[str, Any]:
+    words = ["--model_name_or_path", str(model), "--dataset", str(rows), "--output_dir", str(folder)]
+    words += ["--max_seq_length", "128", "--max_steps", "2", "--per_device_train_batch_size", str(2 // ranks)]
+    words += ["--val_size", "7", "--learning_rate", "0", "--save_strategy", "no", *more]
+    preset = "ddp" if ranks > 1 else "single"
+    ended = accelerate_launch(ROOT / "accelerate_configs" / f"{preset}.yaml", *words, num_processes=ranks)
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    run: dict[str, Any] = read(folder / "run.json")
+    return run
+
+
+@pytest.mark.launch
+def test_two_ranks_and_one_process_agree_with_a_manual_sum(
+    tmp_path: Path, tiny_model: Path, faq_alpaca: Path, tokenizer: Any
+) -> None:
+    from transformers import AutoModelForCausalLM
+
+    from toolkit.train.data.tokenization import load_rows, tokenize
+
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(faq_alpaca.read_text().splitlines(keepends=True)[:40]))
+    steps = ("--eval_strategy", "steps", "--eval_steps", "1", "--per_device_eval_batch_size", "2")
+    two = evaluated(tmp_path / "two", tiny_model, rows, *steps, "--train_sampling_strategy", "group_by_length", ranks=2)
+    one = evaluated(tmp_path / "one", tiny_model, rows, "--per_device_eval_batch_size", "3", ranks=1)
+    assert [row["step"] for row in two["evaluations"]] == [1, 2]
+    assert [row["step"] for row in one["evaluations"]] == [2]
+    assert (one["data"]["rows"], one["eval_data"]["rows"]) == (33, 7)
+
+    loaded, data_format = load_rows(str(rows), "train")
+    tokenized = tokenize(loaded, tokenizer=tokenizer, data_format=data_format, max_seq_length=128, loss_on=None)
+    model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
+    total, tokens = 0.0, 0
+    for number in held_out(40, 7, seed=42):
+        batch = Collator(tokenizer)([tokenized.dataset[number]])
+        supervised = int((batch["labels"][:, 1:] != IGNORED).sum())
+        with torch.no_grad():
+            total += float(model(**batch).loss) * supervised
+        tokens += supervised
+    for row in (*two["evaluations"], *one["evaluations"]):
+        assert row["supervised_tokens"] == tokens
+        assert row["eval_loss"] == pytest.approx(total / tokens, abs=1e-6)
+        assert row["perplexity"] == pytest.approx(math.exp(total / tokens), rel=1e-6)

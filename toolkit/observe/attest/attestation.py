@@ -1,0 +1,267 @@
+"""The verification of a run as a Trainer callback: digests before the first step, readings after it, then the verdict.
+
+A run that does not match its preset ends here, with both values of each difference.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from transformers import TrainerCallback
+
+from toolkit.errors import AttestationFailed
+from toolkit.observe.attest.clipping import NormReader, clipping_differences, gradient_replicas, was_clipped
+from toolkit.observe.attest.differences import (
+    byte_differences,
+    differences,
+    expected_values,
+    pipeline_differences,
+    rank_differences,
+)
+from toolkit.observe.attest.first_step import RecomputeDetector, read_accumulated
+from toolkit.observe.attest.optimizer import (
+    expected_optimizer,
+    named_optimizer,
+    state_dtype_differences,
+    updated_tensors,
+)
+from toolkit.observe.attest.read_deepspeed import call_at_gradient_peak
+from toolkit.observe.attest.read_layout import (
+    first_rows_sha256,
+    layout_differences,
+)
+from toolkit.observe.attest.read_rank import read_gradients, read_rank
+from toolkit.observe.attest.readings import Difference, RankReading, Values
+from toolkit.observe.attest.tensors import (
+    compute_dtype,
+    constant_bytes,
+    dtype_name,
+    element_bytes,
+    frozen_weights,
+    full_shape,
+    quantized_modules,
+    weights_sha256,
+)
+from toolkit.observe.compiler_events import compiled_modules
+from toolkit.observe.observed_run import gather_from_ranks
+from toolkit.observe.parts import ExpectedRun, ObserverParts
+from toolkit.observe.progress import Progress
+from toolkit.presets import Preset
+from toolkit.presets.shard_bytes import ADAM_STATES, shard_byte_limits
+from toolkit.record.folder import write_json
+
+
+class Attestation(TrainerCallback):  # type: ignore[misc]
+    """Verifies one run and writes `attestation.json`. The first step is read, so it must be added before `train()`.
+
+    `first_batches` are the digests of this rank's batches, filled while the first step is trained. If the run differs,
+    it ends where `strict` (AttestationFailed on every rank). `on_done` is called when training resumes after a
+    verification, so that a timer can leave it out.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        *,
+        trainer: Any,
+        progress: Progress,
+        parts: ObserverParts,
+        first_batches: Sequence[str] = (),
+        strict: bool = True,
+        on_done: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.path, self.trainer, self.progress, self.parts = path, trainer, progress, parts
+        self.first_batches, self.strict, self.on_done = first_batches, strict, on_done
+        self.compute_dtype = compute_dtype(trainer.args)
+        self.reading: RankReading | None = None
+        """This rank's reading, once the first step is over."""
+        self.first_step = 0
+        self.initial_weights: str | None = None
+        self.gradients: RankReading | None = None
+        self.accumulated: Values = {"accumulate": None}
+        self.before_training: Values = {}
+        self.norms, self.recompute = NormReader(), RecomputeDetector()
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        del args, control
+        self.first_step = state.global_step + 1
+        self.progress.enter("attest")
+        wrapped = self.trainer.model_wrapped
+        plain = self.trainer.accelerator.unwrap_model(wrapped, keep_torch_compile=False)
+        self.initial_weights = self.hash_weights(plain)
+        if hasattr(wrapped, "zero_optimization_stage"):
+            call_at_gradient_peak(wrapped, self._read_gradients)
+        self.before_training = self.parts.read_before_training(self.trainer)
+        self.norms.start(self.trainer, self.parts.expected.layout_at_load)
+        if not compiled_modules(plain):  # a hook would make torch compile the graph a second time
+            self.recompute.start()
+        self.progress.enter("train")
+        self.on_done()
+
+    def on_substep_end(self, *_: Any, **__: Any) -> None:
+        """After each accumulation step of an optimizer step but the last."""
+        if self.accumulated["accumulate"] is None and self.reading is None:
+            self.accumulated = read_accumulated(self.trainer)
+
+    def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
+        if self.gradients is None:
+            self._read_gradients()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        del args, control
+        if state.global_step != self.first_step:
+            return
+        self.progress.enter("attest")
+        self.norms.stop(tries_clipping=self.strict)
+        self.recompute.stop()
+        reading = read_rank(
+            self.trainer, self.gradients or {}, readers=self.parts.read, recompute_detected=self.recompute.detected
+        )
+        reading.update(expected_bytes(self.parts.expected, self.trainer, reading))
+        reading.update(self.accumulated | self.before_training)  # type: ignore[typeddict-item]
+        reading["initial_weights_sha256"] = self.initial_weights
+        reading["first_rows_sha256"] = first_rows_sha256(self.first_batches)
+        self.reading = reading
+        self.verify(reading)
+        self.progress.enter("train")
+        self.on_done()
+
+    def hash_weights(self, model: Any) -> str | None:
+        """Return the digest of the initial weights; every rank takes part. A rehearsal has none."""
+        return weights_sha256(model, self.compute_dtype)
+
+    def verify(self, reading: RankReading) -> None:
+        """Gather the readings of all ranks, write `attestation.json` on rank 0, and raise on every rank."""
+        gathered = gather_from_ranks((reading, self.norms.reading))
+        ranks, norms = [reading for reading, _ in gathered], [norm for _, norm in gathered]
+        expected, threshold, layout = (
+            self.expected_values(),
+            self.trainer.args.max_grad_norm,
+            self.parts.expected.layout,
+        )
+        found = differences(expected, ranks) + rank_differences("initial_weights_sha256", ranks)
+        found += state_dtype_differences(ranks) + layout_differences(ranks, layout)
+        found += pipeline_differences(ranks, layout)
+        found += clipping_differences(norms, threshold, replicas=gradient_replicas(ranks))
+        # Bytes are checked only if the engine is right: one cause would be reported many times otherwise.
+        found = found or byte_differences(ranks)
+        clipped = was_clipped(norms, threshold)
+        ranks = [{**reading, "clipped": clipped} for reading in ranks]
+        preset = self.parts.expected.preset
+        if self.trainer.args.process_index == 0:
+            write_json(self.path, attestation_json(preset, expected, ranks, found))
+            if preset is None:
+                print("attestation: no preset is known for this run, so its readings are not checked", flush=True)
+            elif not found:
+                print(verified_line(preset, ranks[0]), flush=True)
+        if found and self.strict:
+            first = "; ".join(map(str, found[:3]))
+            raise AttestationFailed(
+                f"the run does not match its preset and arguments: {first}", hint=f"all values are in {self.path}"
+            )
+
+    def expected_values(self) -> Values:
+        """Return the values that every rank must read, from the preset and the training arguments."""
+        args, expected = self.trainer.args, self.parts.expected
+        preset, at_load = expected.preset, expected.layout_at_load
+        # FSDP's YAML can switch checkpointing on where `TrainingArguments` does not see it.
+        fsdp = {} if preset is None else preset.accelerate_config().get("fsdp_config") or {}
+        settings = {
+            "seed": args.seed,
+            "gradient_clipping": args.max_grad_norm,
+            "activation_checkpointing": bool(
+                args.activation_checkpointing or fsdp.get("fsdp_activation_checkpointing")
+            ),
+        } | expected.settings
+        if self.accumulated["accumulate"] is None:  # the first step had one accumulation step
+            settings.pop("accumulate", None)
+        if at_load is not None and (at_load.data_parallel_size == 1 or hasattr(self.trainer.model, "peft_config")):
+            settings.pop("accumulate", None)  # no gradient is sharded: FSDP2 has nothing to divide, or no adapters
+        return expected_values(
+            preset,
+            expected.world_size,
+            compute_dtype=dtype_name(self.compute_dtype),
+            settings=settings,
+            dp_shard_size=expected.dp_shard_size,
+            on_cpu=args.device.type == "cpu",
+            has_frozen_weights=bool(frozen_weights(self.trainer.model)),
+            optimizer=None if preset is None else expected_optimizer(named_optimizer(args), preset),
+            layout=expected.layout,
+        )
+
+    def _read_gradients(self) -> None:
+        self.gradients = read_gradients(self.trainer, self.parts.reduce_dtype)
+
+
+def expected_bytes(expected_run: ExpectedRun, trainer: Any, reading: RankReading) -> RankReading:
+    """Return the bytes that the preset's sharding allows each part on this rank, from the live parameters' shapes."""
+    preset = expected_run.preset
+    if preset is None:
+        return {"byte_limits": {}, "whole_bytes": {}}
+    model = trainer.model_wrapped
+    trained = [p for p in model.parameters() if p.requires_grad]
+    in_4bit = [module.weight for module in quantized_modules(model)]
+    # DeepSpeed keeps all parameters in the compute dtype; DDP and FSDP2 keep the fp32 master weights themselves.
+    deepspeed = reading["engine"] == "deepspeed"
+    parts = {
+        "parameter": [
+            (trained, element_bytes(reading["compute_dtype" if deepspeed else "master_dtype"])),
+            (frozen_weights(model), element_bytes(reading["frozen_dtype"])),
+            (in_4bit, element_bytes(reading["quantized_storage_dtype"])),
+        ],
+        "gradient": [(trained, element_bytes(reading["gradient_dtype"]))],
+    }
+    spec = named_optimizer(trainer.args)
+    if spec is not None and spec.is_fp32_adamw:
+        parts["optimizer"] = [(trained, (ADAM_STATES + deepspeed) * element_bytes("float32"))]
+    ranks = reading.get("dp_shard_size") or reading["world_size"]
+    allowed, whole = {}, {}
+    for part, tensors_of_size in parts.items():
+        shapes = [([full_shape(p) for p in tensors], size) for tensors, size in tensors_of_size]
+        limits = [shard_byte_limits(preset, part, found, size, ranks=ranks) for found, size in shapes]
+        allowed[part] = (sum(lowest for lowest, _ in limits), sum(highest for _, highest in limits))
+        whole[part] = sum(sum(map(math.prod, found)) * size for found, size in shapes)
+        if expected_run.layout_at_load is not None:  # some layers are split, others and adapters may be replicated
+            allowed[part] = (0, whole[part] - (not hasattr(trainer.model, "peft_config")))
+    if "stages" in reading:  # this rank's are only a part; all of them are trained in fp32
+        states = {"parameter": 1, "gradient": 1, "optimizer": ADAM_STATES}
+        whole = {part: count * reading["num_params"] * element_bytes("float32") for part, count in states.items()}
+    replicated = constant_bytes(model)
+    lowest, highest = allowed["parameter"]
+    allowed["parameter"] = (lowest + replicated, highest + replicated)
+    whole["parameter"] += replicated
+    expected: RankReading = {"byte_limits": allowed, "whole_bytes": whole}
+    if spec is not None and not spec.is_fp32_adamw:
+        expected["expected_optimizer_dtype"] = spec.state_dtypes(updated_tensors(trainer))
+    return expected
+
+
+def attestation_json(
+    preset: Preset | None, expected: Values, ranks: list[RankReading], found: list[Difference]
+) -> Values:
+    """Return the content of `attestation.json`. Its digest is equal for equal runs."""
+    verdict = "attested" if preset is not None else "no_preset"
+    body = {
+        "schema_version": 1,
+        "preset": None if preset is None else preset.name,
+        "verdict": "attestation_failed" if found else verdict,
+        "expected": expected,
+        "differences": [difference.to_json() for difference in found],
+        "ranks": ranks,
+    }
+    return body | {"sha256": hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()}
+
+
+def verified_line(preset: Preset, reading: RankReading) -> str:
+    """Return the log line of a verified run."""
+    trained = f"{reading['num_trainable_params']:,} of {reading['num_params']:,} parameters trained"
+    dtypes = f"{reading['compute_dtype']} compute, {reading['master_dtype']} master weights"
+    if reading["frozen_dtype"] is not None:
+        dtypes += f", {reading['frozen_dtype']} frozen weights"
+    engine = f"{reading['engine']}, {reading['sharding']}"
+    return f"verified: {preset.name} ({engine}), {reading['world_size']} ranks, {dtypes}; {trained}"

@@ -1,0 +1,176 @@
+"""Verify gradient clipping: compare the norm that the Trainer reports with the norm that reaches the optimizer.
+
+Each rank reads its own part of the first step, without a collective; `clipping_differences` combines the parts. The
+first gradient may be below the threshold, so a synthetic gradient above it is clipped as well.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.utils import get_total_norm
+from torch.optim import Optimizer
+
+from toolkit.observe.attest.read_fsdp2 import is_shard
+from toolkit.observe.attest.readings import Difference, RankReading, Values
+from toolkit.observe.attest.tensors import local
+from toolkit.observe.timer import grad_norm_facts
+from toolkit.parallel.layout import ParallelLayout
+from toolkit.record.measurements import StepRow, grad_norm
+
+# Both norms are of fp32 gradients; DeepSpeed and torch add 1e-6 to the divisor.
+RELATIVE_TOLERANCE = 1e-2
+SYNTHETIC_NORM = 10
+"""Norm of the synthetic gradient, as a multiple of the threshold."""
+
+
+class NormReader:
+    """Records the norms of the first step in `reading`, None where the engine does not show one.
+
+    `grad_norm` is the Trainer's, over all ranks; `local_grad_norm` this rank's share of a sharded norm, with the number
+    of shares (`grad_norm_ranks`); `optimizer_norm` that of the gradients that this rank's optimizer steps with;
+    `synthetic_norm` that of a gradient of `SYNTHETIC_NORM` times the threshold, after clipping.
+    """
+
+    def __init__(self) -> None:
+        self.trainer: Any = None
+        self.layout: ParallelLayout | None = None
+        self.hooks: list[Any] = []
+        self.reading: Values = {"rank": 0, **grad_norm_facts(None), "optimizer_norm": None, "synthetic_norm": None}
+
+    def start(self, trainer: Any, layout_at_load: ParallelLayout | None = None) -> None:
+        """Hook the optimizer's step. Does nothing in a rehearsal, where no norm is reduced."""
+        if dist.is_initialized() and dist.get_backend() == "fake":
+            return
+        self.trainer, self.layout = trainer, layout_at_load
+        self.reading["rank"] = trainer.args.process_index
+        self.hooks = [optimizer.register_step_pre_hook(self._on_step) for optimizer in inner_optimizers(trainer)]
+
+    def add_grad_norm(self, grad_norm: Any) -> None:
+        """Note the Trainer's norm of the first step, before clipping."""
+        if self.trainer is not None:
+            self.reading |= grad_norm_facts(grad_norm)
+
+    def stop(self, *, tries_clipping: bool) -> None:
+        """Remove the hooks, then clip a synthetic gradient. Every rank must call it."""
+        for hook in self.hooks:
+            hook.remove()
+        trainer, self.trainer = self.trainer, None
+        if trainer is not None and tries_clipping:
+            self.reading["synthetic_norm"] = clip_synthetic_gradient(trainer)
+
+    def _on_step(self, optimizer: Any, *_: Any) -> None:
+        """DeepSpeed calls its inner optimizer once per parameter group: their norms add up as squares."""
+        gradients = [
+            local(p.grad) / math.sqrt(self._copies(p))
+            for group in optimizer.param_groups
+            for p in group["params"]
+            if p.grad is not None
+        ]
+        norm = float(get_total_norm([gradient for gradient in gradients if gradient.numel()]))
+        self.reading["optimizer_norm"] = math.hypot(self.reading["optimizer_norm"] or 0.0, norm)
+
+    def _copies(self, parameter: Any) -> int:
+        """The ranks that hold the same part of a parameter's gradient, where layers are split; otherwise 1."""
+        if hasattr(self.trainer, "gradient_copies"):
+            return int(self.trainer.gradient_copies(parameter))
+        if self.layout is None or self.layout.tp == self.layout.ep == 1:
+            return 1
+        gradient = parameter.grad
+        placements = getattr(gradient, "placements", ())
+        sizes = zip(placements, map(int, gradient.device_mesh.shape), strict=True) if placements else ()
+        shards = math.prod(size for placement, size in sizes if is_shard(placement))
+        return int(dist.get_world_size()) // shards
+
+
+def inner_optimizers(trainer: Any) -> list[Optimizer]:
+    """Return torch's optimizers inside accelerate's and DeepSpeed's; partial CPU offload has a second one."""
+    wrapped = trainer.model_wrapped
+    outer = wrapped.optimizer if hasattr(wrapped, "zero_optimization_stage") else trainer.optimizer
+    found = (getattr(outer, "optimizer", outer), getattr(outer, "backup_optimizer", None))
+    return [optimizer for optimizer in found if isinstance(optimizer, Optimizer)]
+
+
+def clip_synthetic_gradient(trainer: Any) -> float | None:
+    """Return the norm of a synthetic gradient after clipping; None without clipping or where it cannot be tried.
+
+    Every rank must call it: under FSDP2 ranks reduce the norm.
+    """
+    threshold, wrapped = trainer.args.max_grad_norm, trainer.model_wrapped
+    if not threshold or trainer.args.fp16:  # fp16's loss scaler would count the second look as an overflow check
+        return None
+    if hasattr(wrapped, "zero_optimization_stage"):
+        if hasattr(wrapped.optimizer, "fp32_partitioned_groups_flat"):
+            return None  # ZeRO-3 clips only its own gradients, which are freed after the step
+        gradient = torch.tensor([SYNTHETIC_NORM * threshold], device=wrapped.optimizer.device)
+        wrapped.optimizer.unscale_and_clip_grads([gradient], gradient.clone())
+        return float(gradient)
+    # The smallest trained parameter alone gets a gradient: on each rank of a pipeline another one, a part of it.
+    smallest = min((p for p in wrapped.parameters() if p.requires_grad and p.numel()), key=lambda p: p.numel())
+    element = SYNTHETIC_NORM * threshold / math.sqrt(getattr(trainer, "gradient_parts", 1) * smallest.numel())
+    smallest.grad = torch.full_like(smallest, element)
+    trainer._clip_grad_norm(wrapped)
+    clipped, smallest.grad = local(smallest.grad), None
+    kept = float(clipped.flatten()[0]) / element if clipped.numel() else 1 / SYNTHETIC_NORM
+    return float(SYNTHETIC_NORM * threshold * kept)
+
+
+def clipping_differences(norms: Sequence[Values], threshold: float, *, replicas: int) -> list[Difference]:
+    """Return norms at the optimizer that are not the reported norm, clipped; none where a norm is unknown.
+
+    `replicas` is the number of complete copies of the gradient among the ranks.
+    """
+    shares = [norm["optimizer_norm"] for norm in norms]
+    known = [share for share in shares if share is not None]
+    at_optimizer = math.hypot(*known) / math.sqrt(replicas) if len(known) == len(shares) else None
+    large, reported = SYNTHETIC_NORM * threshold, _reported_norm(norms)
+    found = _difference("gradient norm at the optimizer", reported, at_optimizer, threshold, rank=None)
+    return found or [
+        difference
+        for norm in norms
+        for difference in _difference(
+            "norm of a large gradient, clipped", large, norm["synthetic_norm"], threshold, rank=norm["rank"]
+        )
+    ]
+
+
+def _reported_norm(norms: Sequence[Values]) -> float | None:
+    return grad_norm([StepRow.model_construct(**norm) for norm in norms])
+
+
+def _difference(
+    name: str, before: float | None, after: float | None, threshold: float, *, rank: int | None
+) -> list[Difference]:
+    if before is None or after is None or not math.isfinite(before):
+        return []
+    expected = min(before, threshold or math.inf)
+    if math.isclose(after, expected, rel_tol=RELATIVE_TOLERANCE):
+        return []
+    clipped = f"{expected:.4f} ({before:.4f}, clipped at {threshold:g})"
+    return [Difference(name=name, rank=rank, expected=clipped, found=f"{after:.4f}")]
+
+
+def was_clipped(norms: Sequence[Values], threshold: float) -> bool | None:
+    """Return True if the first gradient was above the threshold; None if its norm is unknown.
+
+    `attestation.json` records this instead of the norms, whose last digits differ from run to run.
+    """
+    before = _reported_norm(norms)
+    return None if before is None else bool(0 < threshold < before)
+
+
+def gradient_replicas(ranks: Sequence[RankReading]) -> int:
+    """Return the number of complete copies of the gradient among the ranks.
+
+    Where layers are split, each rank has divided its part by its own number of copies already.
+    """
+    layout = ranks[0].get("layout") or {}
+    if max(layout.get(name, 1) for name in ("tp", "ep", "pp")) > 1:
+        return 1
+    if ranks[0]["sharding"] == "replicate":
+        return len(ranks)
+    return len(ranks) // (ranks[0].get("dp_shard_size") or len(ranks))

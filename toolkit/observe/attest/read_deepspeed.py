@@ -1,0 +1,196 @@
+"""Read a DeepSpeed engine: sharding, bytes, dtypes, offload, NVMe swap files, and gradients of the first step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from toolkit.observe.attest.readings import RankReading
+from toolkit.observe.attest.tensors import (
+    device_types,
+    dtype_names,
+    local_bytes,
+    optimizer_state_tensors,
+)
+
+MIN_SWAPPED_BYTES = 2**20  # MIN_AIO_BYTES in deepspeed/runtime/swap_tensor/utils.py
+
+
+def read_deepspeed(engine: Any, parameters: list[Any]) -> RankReading:
+    """Read an engine of any ZeRO stage after its first optimizer step."""
+    zero, stage = engine.optimizer, engine.zero_optimization_stage()
+    masters = master_weights(engine)
+    states = optimizer_state_tensors(zero.optimizer)
+    held = zero3_parameters(parameters) if stage == 3 else parameters
+    parameter_disk_bytes = swapped_parameter_bytes(parameters) if stage == 3 else 0
+    optimizer_disk_bytes = swapped_optimizer_bytes(zero)
+    trained = [p for p in parameters if p.requires_grad]
+    reading: RankReading = {
+        "engine": "deepspeed",
+        "sharding": _sharding(zero, stage),
+        "parameter_disk_bytes": parameter_disk_bytes,
+        "optimizer_disk_bytes": optimizer_disk_bytes,
+        "parameter_bytes": local_bytes(held) + parameter_disk_bytes,
+        "optimizer_bytes": local_bytes([*masters, *states]) + optimizer_disk_bytes,
+        "compute_dtype": dtype_names(trained),
+        "master_dtype": dtype_names(_in_memory(masters, zero)),
+        "optimizer_dtype": dtype_names(_in_memory(states, zero)),
+        "offload_optimizer": _optimizer_offload(zero, [*masters, *states], stage),
+        "offload_param": _parameter_offload(zero, held, parameters, stage),
+        "gradient_clipping": engine.gradient_clipping(),
+    }
+    if hasattr(zero.optimizer, "adam_w_mode"):
+        reading["adam_w_mode"] = zero.optimizer.adam_w_mode
+    return reading
+
+
+def master_weights(engine: Any) -> list[torch.Tensor]:
+    """Return the flat fp32 partitions that a rank's optimizer updates."""
+    zero, stage = engine.optimizer, engine.zero_optimization_stage()
+    return list(zero.fp32_partitioned_groups_flat if stage == 3 else zero.single_partition_of_fp32_groups)
+
+
+def zero3_parameters(parameters: list[Any]) -> list[torch.Tensor]:
+    """Return what a ZeRO-3 rank holds in memory between steps: its shards, and small parameters that stay gathered."""
+    shards = [p.ds_tensor for p in parameters if not is_on_disk(p)]
+    gathered = [p.data for p in parameters if p.ds_status.name == "AVAILABLE"]
+    return [*shards, *gathered]
+
+
+def _sharding(zero: Any, stage: int) -> str:
+    if stage == 3 and zero.zero_hpz_partition_size > 1:  # ZeRO++: a second partition within each node
+        return "hybrid_shard"
+    return {1: "shard_optimizer", 2: "shard_grad_op", 3: "full_shard"}.get(stage, "replicate")
+
+
+def _optimizer_offload(zero: Any, tensors: list[torch.Tensor], stage: int) -> str | None:
+    if stage == 3 and getattr(zero, "swap_optimizer", False) and swaps_every_large_group(zero):
+        return "nvme"
+    configured = zero.offload_optimizer if stage == 3 else zero.cpu_offload
+    return "cpu" if configured and device_types(tensors) == {"cpu"} else None
+
+
+def _parameter_offload(zero: Any, held: list[torch.Tensor], parameters: list[Any], stage: int) -> str | None:
+    if stage != 3 or not getattr(zero, "offload_param", False):
+        return None
+    if getattr(zero, "params_in_nvme_and_cpu", False) and swaps_every_large_shard(parameters):
+        return "nvme"
+    return "cpu" if "cpu" in device_types(held) else None
+
+
+# -- NVMe swap files: counted from DeepSpeed's own records, and only as far as a file holds the bytes.
+# While a state is swapped out its live tensor is empty.
+
+
+def is_on_disk(parameter: Any) -> bool:
+    """Return True if this rank's shard of a ZeRO-3 parameter is now on disk and not in memory."""
+    shard = parameter.ds_tensor
+    return getattr(shard, "final_location", None) == "nvme" and shard.status.name == "NOT_AVAILABLE"
+
+
+def swapped_parameter_bytes(parameters: list[Any]) -> int:
+    """Return the bytes of this rank's parameter shards that are on disk only."""
+    return sum(
+        _bytes_in_file(
+            parameter.nvme_swapper.id_to_path.get(parameter.ds_id),
+            parameter.ds_tensor.ds_numel * parameter.element_size(),
+        )
+        for parameter in parameters
+        if is_on_disk(parameter)
+    )
+
+
+def swapped_optimizer_bytes(zero: Any) -> int:
+    """Return the bytes of this rank's fp32 master weights and optimizer states that are on disk only."""
+    swapper = getattr(zero, "optimizer_swapper", None)
+    if swapper is None:
+        return 0
+    return sum(
+        _bytes_in_file(context.swap_path, info.numel() * swapper.swap_element_size)
+        for info in swapper.swap_params_info.values()
+        for context in info.tensors
+        if not context.compute_tensor.numel()
+    )
+
+
+def swaps_every_large_group(zero: Any) -> bool:
+    """Return True if every sub-group that DeepSpeed may swap (1 MiB and more) is out of memory."""
+    masters = zero.fp32_partitioned_groups_flat
+    return not any(master.numel() for index, master in enumerate(masters) if zero._swappable_optimizer_subgroup(index))
+
+
+def swaps_every_large_shard(parameters: list[Any]) -> bool:
+    """Return True if every parameter shard that DeepSpeed may swap is out of memory."""
+    return all(is_on_disk(parameter) or not _is_large(parameter) for parameter in parameters)
+
+
+def _is_large(parameter: Any) -> bool:
+    swapper = getattr(parameter, "nvme_swapper", None)
+    smallest = MIN_SWAPPED_BYTES if swapper is None else swapper.min_aio_bytes
+    return bool(parameter.ds_tensor.ds_numel * parameter.element_size() >= smallest)
+
+
+def _bytes_in_file(path: str | None, expected: int) -> int:
+    """Swap files are padded, so a longer file holds no more than expected."""
+    file = Path(path or "")
+    return min(expected, file.stat().st_size) if path and file.is_file() else 0
+
+
+def _in_memory(tensors: list[torch.Tensor], zero: Any) -> list[torch.Tensor]:
+    """Tensors whose dtype can be read; swapped ones are represented by the buffers that they are read into."""
+    swapper = getattr(zero, "optimizer_swapper", None)
+    buffers = [] if swapper is None else list(swapper.swap_buffer_manager.all_buffers)
+    return [*(tensor for tensor in tensors if tensor.numel()), *buffers] if buffers else tensors
+
+
+# -- gradients
+
+
+def deepspeed_gradients(engine: Any) -> list[Any]:
+    """Return the gradients that this rank holds: complete under ZeRO-1, its partition under ZeRO-2 and 3.
+
+    Reduction buckets are not counted.
+    """
+    zero, stage = engine.optimizer, engine.zero_optimization_stage()
+    if stage == 3:
+        flat = zero.grad_partitions_flat_buffer
+        return [flat] if flat is not None else [p.grad for p in zero.fp32_partitioned_groups_flat if p.grad is not None]
+    if stage < 2:
+        return [p.grad for p in engine.module.parameters() if p.grad is not None]
+    offloaded = [p.grad for p in zero.single_partition_of_fp32_groups if p.grad is not None]
+    return offloaded or [g for group in zero.averaged_gradients.values() for g in (group or [])]
+
+
+def accumulated_gradients(engine: Any) -> list[Any]:
+    """Return what ZeRO-2 and ZeRO-3 keep of the gradients between accumulation steps.
+
+    ZeRO-2 keeps every tensor that its partition has a part of (deepspeed 0.19.8, `get_all_grad_tensors`), and offloaded
+    only that part, in host memory.
+    """
+    zero = engine.optimizer
+    if engine.zero_optimization_stage() == 3:
+        return deepspeed_gradients(engine)
+    if zero.cpu_offload:
+        return list(zero.accumulated_grads_in_cpu.values())
+    return [gradient for group in zero.all_grad_tensors.values() for gradient in group or []]
+
+
+def call_at_gradient_peak(engine: Any, callback: Callable[[], None]) -> None:
+    """Call `callback` once, when the first step's gradients take the most memory.
+
+    ZeRO-1 holds complete gradients through backward and drops the other ranks' part when it reduces them; later
+    stages hold their partition until the optimizer step frees it.
+    """
+    target = engine.optimizer
+    method = "reduce_gradients" if engine.zero_optimization_stage() < 2 else "step"
+    original = getattr(target, method)
+
+    def first(*args: Any, **kwargs: Any) -> Any:
+        delattr(target, method)  # uncovers the class's own method
+        callback()
+        return original(*args, **kwargs)
+
+    setattr(target, method, first)

@@ -1,0 +1,125 @@
+"""Read a model that torch's `fully_shard` (FSDP2) manages: sharding, bytes, dtypes, offload, reduction dtype."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
+
+from toolkit.observe.attest.readings import RankReading
+from toolkit.observe.attest.tensors import (
+    dtype_names,
+    local_bytes,
+    optimizer_state_tensors,
+    without_adapters,
+)
+
+SPLIT_DIMENSIONS = ("tp", "ep", "efsdp")
+"""Mesh dimensions that divide layers or experts."""
+
+
+def is_shard(placement: Any) -> bool:
+    """Return True for a placement that divides a tensor; torch does not count its own `_StridedShard`."""
+    return type(placement).__name__ in ("Shard", "_StridedShard")
+
+
+def is_fsdp2(model: Any) -> bool:
+    """Return True if `fully_shard` manages this model, or the one inside peft's, which was sharded at load."""
+    return isinstance(model, FSDPModule) or isinstance(without_adapters(model), FSDPModule)
+
+
+def read_fsdp2(trainer: Any, model: Any, parameters: list[Any]) -> RankReading:
+    """Read a sharded model after its first step. Its sharded parameters are the fp32 master weights."""
+    groups = _parameter_groups(model)
+    states = optimizer_state_tensors(trainer.optimizer)
+    trained = [p for p in parameters if p.requires_grad]
+    offload = "cpu" if all(isinstance(g.offload_policy, CPUOffloadPolicy) for g in groups) else None
+    policies = {g.mp_policy for g in groups}
+    compute = {str(p.param_dtype or trained[0].dtype).removeprefix("torch.") for p in policies}
+    return {
+        "engine": "fsdp2",
+        "sharding": _sharding(groups, parameters),
+        "dp_shard_size": _shard_size(parameters),
+        "parameter_bytes": local_bytes(parameters),
+        "optimizer_bytes": local_bytes(states),
+        "compute_dtype": "+".join(sorted(compute)),
+        "master_dtype": dtype_names(trained),
+        "optimizer_dtype": dtype_names(states),
+        "offload_optimizer": offload,
+        "offload_param": offload,
+    }
+
+
+def fsdp2_reduce_dtype(model: Any) -> str:
+    """Return the dtype of the reduce-scatter, from the mixed-precision policy of the first parameter group."""
+    policy, parameter = _parameter_groups(model)[0].mp_policy, next(model.parameters())
+    return str(policy.reduce_dtype or policy.param_dtype or parameter.dtype).removeprefix("torch.")
+
+
+def unsharded_gradients(model: Any) -> Iterator[torch.Tensor]:
+    """Yield the whole gradients of sharded parameters that this rank holds.
+
+    They wait for their reduction there (torch 2.13, `_fsdp_param.py`, `to_accumulated_grad_if_needed`): in the dtype of
+    the computation, or apart where the reduction's differs.
+    """
+    for group in _parameter_groups(model):
+        for parameter in group.fsdp_params:
+            unsharded = getattr(parameter, "_unsharded_param", None)
+            computed = None if unsharded is None else unsharded.grad
+            for gradient in (computed, parameter.unsharded_accumulated_grad):
+                if gradient is not None:
+                    yield gradient
+
+
+def is_replicated_over_data_parallelism(tensor: Any) -> bool:
+    """Return True for a plain tensor, or one that tensor parallelism alone divides.
+
+    Adapters on a model sharded at load are such: they are attached after `fully_shard`.
+    """
+    names = getattr(getattr(tensor, "device_mesh", None), "mesh_dim_names", None)
+    return not hasattr(tensor, "placements") or names == ("tp",)
+
+
+def _parameter_groups(model: Any) -> list[Any]:
+    """Parameters that are gathered and resharded together, over all modules; the attribute's name follows torch's."""
+    groups: list[Any] = []
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            state = module._get_fsdp_state()
+            several = getattr(state, "_fsdp_param_groups", None)
+            single = getattr(state, "_fsdp_param_group", None)
+            groups += list(several) if several else [single] if single is not None else []
+    return groups
+
+
+def _sharding(groups: list[Any], parameters: list[Any]) -> str:
+    """Embedding, final norm and root stay gathered by design, so one group that reshards is enough evidence."""
+    divided = [pair for parameter in parameters for pair in _data_parallel(parameter)]
+    alone = all(size == 1 for _, size in divided)
+    if not any(is_shard(placement) and (size > 1 or alone) for placement, size in divided):
+        return "replicate"
+    if any(not is_shard(placement) and size > 1 for placement, size in divided):
+        return "hybrid_shard"
+    return "full_shard" if any(g.post_forward_mesh_info is not None for g in groups) else "shard_grad_op"
+
+
+def _shard_size(parameters: list[Any]) -> int | None:
+    for parameter in parameters:
+        shards = [size for placement, size in _data_parallel(parameter) if is_shard(placement)]
+        if shards:
+            return math.prod(shards)
+    return None
+
+
+def _data_parallel(parameter: Any) -> list[tuple[Any, int]]:
+    """The placement of a parameter on each dimension of its mesh that is data parallel, and that dimension's size."""
+    placements = getattr(parameter, "placements", ())
+    if not placements:
+        return []
+    mesh = parameter.device_mesh
+    names = mesh.mesh_dim_names or ("dp_shard",) * len(placements)
+    sizes = zip(names, placements, map(int, mesh.shape), strict=True)
+    return [(placement, size) for name, placement, size in sizes if name not in SPLIT_DIMENSIONS]

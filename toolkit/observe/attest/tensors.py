@@ -1,0 +1,186 @@
+"""Bytes, dtypes and digests of live tensors under any engine: DTensors, ZeRO-3 shards, 4-bit weights."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import math
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+
+# `module.` comes last: it is part of the names before it.
+_WRAPPER_PREFIXES = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.", "module.")
+
+_OF_PRECISION = {"no": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def compute_dtype(training: Any) -> torch.dtype:
+    """Return the dtype of forward and backward of `TrainingArguments`."""
+    return _OF_PRECISION[training.mixed_precision]
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return torch's name of a dtype: `bfloat16`."""
+    return str(dtype).removeprefix("torch.")
+
+
+def element_bytes(name: str | None) -> int:
+    """Return the bytes of one element by the dtype's name; 0 for None and for a mixture such as `bfloat16+float32`."""
+    dtype = getattr(torch, name or "", None)
+    return dtype.itemsize if isinstance(dtype, torch.dtype) else 0
+
+
+def without_adapters(model: Any) -> Any:
+    """Return the model that peft wraps, or the model itself."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def quantized_modules(model: Any) -> list[Any]:
+    """Return the linear layers whose weight is in 4 bits; they keep its constants as `quant_state`."""
+    return [module for module in model.modules() if getattr(module, "quant_state", None) is not None]
+
+
+def constants(state: Any) -> list[torch.Tensor]:
+    """Return the constants that decode a 4-bit weight: scales, their own scales, and code tables."""
+    second = [state.offset, state.state2.absmax, state.state2.code] if state.nested else []
+    return [state.absmax, state.code, *second]
+
+
+def local(tensor: Any) -> torch.Tensor:
+    """Return the part of a tensor that this rank holds: a DTensor's shard, or the tensor itself."""
+    held: torch.Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return held
+
+
+def uncompiled(module: Any) -> Any:
+    """Return the module inside `torch.compile`'s wrapper; FSDP2 shards the wrapper itself, which is kept."""
+    from torch.distributed.fsdp import FSDPModule
+
+    return module if isinstance(module, FSDPModule) else getattr(module, "_orig_mod", module)
+
+
+def local_bytes(tensors: Iterable[Any]) -> int:
+    """Return the bytes that this rank holds of the tensors, each storage region once."""
+    seen: dict[tuple[int, int], int] = {}
+    for tensor in tensors:
+        for part in _plain(local(tensor)):
+            size = part.numel() * part.element_size()
+            if size:
+                seen[part.data_ptr(), size] = size
+    return sum(seen.values())
+
+
+def _plain(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """The tensors inside a subclass that only looks like a tensor, as torchao's quantized states do."""
+    if not hasattr(tensor, "__tensor_flatten__"):
+        return [tensor]
+    names, _ = tensor.__tensor_flatten__()
+    return [part for name in names for part in _plain(getattr(tensor, name))]
+
+
+def optimizer_state_tensors(optimizer: Any) -> list[torch.Tensor]:
+    """Return the tensors that an optimizer keeps per parameter, without scalar step counters."""
+    inner = getattr(optimizer, "optimizer", optimizer)
+    states = [value for state in inner.state.values() for value in state.values()]
+    return [value for value in states if isinstance(value, torch.Tensor) and value.dim() > 0]
+
+
+def class_name(optimizer: Any) -> str:
+    """Return the package and the class of an optimizer inside accelerate's: `torch.AdamW`."""
+    kind = type(getattr(optimizer, "optimizer", optimizer))
+    return f"{kind.__module__.partition('.')[0]}.{kind.__name__}"
+
+
+def is_paged(optimizer: Any) -> bool:
+    """Return True if the states of bitsandbytes' optimizer inside accelerate's may leave the GPU page by page."""
+    return bool(getattr(getattr(optimizer, "optimizer", optimizer), "is_paged", False))
+
+
+def dtype_names(tensors: Iterable[Any]) -> str | None:
+    """Return `float32`, or several sorted names joined by `+`; None without tensors."""
+    dtypes = {part.dtype for tensor in tensors for part in _plain(local(tensor))}
+    return "+".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes)) or None
+
+
+def frozen_weights(model: Any) -> list[Any]:
+    """Return the parameters that are not trained, without 4-bit weights, whose dtype is that of their storage."""
+    in_4bit = {id(module.weight) for module in quantized_modules(model)}
+    return [p for p in model.parameters() if not p.requires_grad and id(p) not in in_4bit]
+
+
+def device_types(tensors: Iterable[Any]) -> set[str]:
+    """Return the device types (`cpu`, `cuda`) of the tensors that are not empty."""
+    return {local(tensor).device.type for tensor in tensors if local(tensor).numel()}
+
+
+def full_size(parameter: Any) -> int:
+    """Return the elements of the unsharded parameter, also under ZeRO-3; a 4-bit weight has those of its storage."""
+    return int(getattr(parameter, "ds_numel", None) or parameter.numel())
+
+
+def num_params(model: Any) -> int:
+    """Return the parameters of the unsharded model, 4-bit ones before they were packed. Collective for a pipeline."""
+    if hasattr(model, "num_params_of_all_stages"):
+        return int(model.num_params_of_all_stages())
+    packed = sum(full_size(module.weight) for module in quantized_modules(model))
+    unpacked: int = sum(math.prod(module.quant_state.shape) for module in quantized_modules(model))
+    return sum(map(full_size, model.parameters())) - packed + unpacked
+
+
+def constant_bytes(model: Any) -> int:
+    """Return the bytes of the constants that decode the 4-bit weights: whole on every rank."""
+    return local_bytes(tensor for module in quantized_modules(model) for tensor in constants(module.quant_state))
+
+
+def full_shape(parameter: Any) -> tuple[int, ...]:
+    """Return the shape of the unsharded parameter."""
+    return tuple(getattr(parameter, "ds_shape", None) or parameter.shape)
+
+
+def clean_name(name: str) -> str:
+    """Return a parameter's name without the parts that engines and wrappers add.
+
+    >>> clean_name("module._orig_mod.model.norm.weight")
+    'model.norm.weight'
+    """
+    for part in _WRAPPER_PREFIXES:
+        name = name.replace(part, "")
+    return name
+
+
+def weights_sha256(model: Any, dtype: torch.dtype) -> str:
+    """Return the SHA-256 of all unsharded parameters in name order, rounded to the compute dtype, and 4-bit constants.
+
+    Gathers one parameter at a time, so every rank must call it.
+    """
+    digest = hashlib.sha256()
+    for name, full in model.whole_weights() if hasattr(model, "whole_weights") else _whole_weights(model):
+        flat = full.detach().to(dtype=dtype, device="cpu").contiguous().view(-1).view(torch.uint8)
+        digest.update(name.encode())
+        digest.update(memoryview(flat.numpy()))
+    for module in quantized_modules(model):
+        for tensor in constants(module.quant_state):
+            digest.update(memoryview(tensor.cpu().contiguous().view(-1).view(torch.uint8).numpy()))
+    return digest.hexdigest()
+
+
+def _whole_weights(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """Every parameter in name order, one at a time."""
+    for name, parameter in sorted((clean_name(name), p) for name, p in model.named_parameters()):
+        with _gathered(parameter) as full:
+            yield name, full
+
+
+@contextlib.contextmanager
+def _gathered(parameter: Any) -> Iterator[torch.Tensor]:
+    if hasattr(parameter, "ds_id"):
+        import deepspeed
+
+        with deepspeed.zero.GatheredParameters([parameter]):
+            yield parameter.data
+    elif hasattr(parameter, "full_tensor"):
+        yield parameter.full_tensor()
+    else:
+        yield parameter.data

@@ -1,0 +1,83 @@
+"""Facts of each batch, counted on the CPU where the collator makes it: tokens, a digest, row numbers.
+
+>>> batch = ObservedCollator(lambda rows: {"input_ids": torch.tensor(rows)})([[1, 2], [3, 4]])
+>>> batch[BATCH_FACTS].tokens, batch[BATCH_FACTS].supervised_tokens
+(4, None)
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, MutableMapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+IGNORED = -100  # the label that PyTorch's cross entropy ignores
+BATCH_FACTS = "batch_facts"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BatchFacts:
+    """The contents of one batch of this rank; None where a batch does not show it."""
+
+    tokens: int | None
+    """All tokens, with padding."""
+    non_padding_tokens: int | None
+    supervised_tokens: int | None
+    """Labels that are not ignored after the causal shift."""
+    sha256: str
+    """Fingerprint of the batch: equal wherever the same rows are trained on in the same order."""
+    rows: tuple[int, ...] = ()
+    """Indices of the rows in the data set as it was read; of all documents if rows are packed."""
+
+
+CountBatch = Callable[[Sequence[Any], MutableMapping[str, Any]], BatchFacts]
+"""Returns the facts of a batch, given the rows that the collator had and the batch that it made."""
+
+
+def tensor_facts(rows: Sequence[Any], batch: MutableMapping[str, Any]) -> BatchFacts:
+    """Count a batch of any script: the digest is of all tensors by name, shape and content."""
+    del rows
+    digest, tokens, non_padding, supervised = hashlib.sha256(), 0, 0, 0
+    tensors = {name: batch[name] for name in sorted(batch) if isinstance(batch[name], torch.Tensor)}
+    for name, tensor in tensors.items():
+        digest.update(f"{name}{tuple(tensor.shape)}".encode())
+        digest.update(memoryview(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()))
+        tokens += tensor.numel() if name.endswith("input_ids") else 0
+        non_padding += int(tensor.sum()) if name.endswith("attention_mask") else 0
+        supervised += int((tensor[..., 1:] != IGNORED).sum()) if name.endswith("labels") else 0
+    return BatchFacts(
+        tokens=tokens if any(name.endswith("input_ids") for name in tensors) else None,
+        non_padding_tokens=non_padding if any(name.endswith("attention_mask") for name in tensors) else None,
+        supervised_tokens=supervised if any(name.endswith("labels") for name in tensors) else None,
+        sha256=digest.hexdigest(),
+    )
+
+
+class ObservedCollator:
+    """A Trainer's collator that adds `BatchFacts` to each batch under `BATCH_FACTS`; it has all attributes of its own.
+
+    Where a collator returns the rows themselves (TRL's GRPO), nothing is added.
+    """
+
+    def __init__(self, collator: Callable[[Any], Any], count: CountBatch = tensor_facts) -> None:
+        self.collator, self.count = collator, count
+
+    def __call__(self, rows: Sequence[Any]) -> Any:
+        batch = self.collator(rows)
+        if isinstance(batch, MutableMapping):
+            batch[BATCH_FACTS] = self.count(rows, batch)
+        return batch
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("collator", "count"):  # while it is unpickled in a worker of the data loader
+            raise AttributeError(name)
+        return getattr(self.collator, name)
+
+
+def take_facts(batch: Any) -> BatchFacts | None:
+    """Remove the facts from a batch before the model sees it, and return them; None where it has none."""
+    facts: BatchFacts | None = batch.pop(BATCH_FACTS, None) if isinstance(batch, MutableMapping) else None
+    return facts

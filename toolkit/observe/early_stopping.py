@@ -1,0 +1,129 @@
+"""End a run once its median step time is known well enough, on all ranks after the same step, without a collective.
+
+Rank 0 decides after every fifth step by its own clock, before it begins the next one, and publishes the decision in
+the process group's store. Every rank reads the decision two steps later, and finishes that step only when it has read
+it: so all of them stop there, however far one has run ahead. The gradients of a step need rank 0, so the decision has
+been there for a step when it is read. Deciding and reading are outside the steps' clock.
+
+The bootstrap interval of the median is computed without drawing a sample. Resampling n values with replacement puts
+the median at or below the k-th smallest with the probability that at least half of the n draws do, a binomial sum; so
+the bootstrap's distribution is known exactly, and every process that has the same values has the same interval
+(Efron 1979, "Bootstrap methods: another look at the jackknife", section 3).
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+from transformers import TrainerCallback
+
+from toolkit.observe.observed_run import ObservedRun
+from toolkit.observe.signals import join_store
+from toolkit.observe.timer import StepTimer
+
+MIN_TIMED_STEPS = 10
+DECIDE_EVERY_STEPS = 5
+READ_AFTER_STEPS = 2
+CONTINUE = "go"
+
+
+class EarlyStopping(TrainerCallback):  # type: ignore[misc]
+    """Stops training when the median step time is known, or after some minutes, and records why in run.json.
+
+    `within` is half the width of the median's 95 % interval over the median; `minutes` is the longest time that the
+    steps may take. Either may be None. `evaluates`: make the evaluation that the last step would have made.
+    """
+
+    def __init__(
+        self, run: ObservedRun, timer: StepTimer, *, within: float | None, minutes: float | None, evaluates: bool
+    ) -> None:
+        self.run, self.timer, self.within, self.minutes, self.evaluates = run, timer, within, minutes, evaluates
+        self.decisions: dict[int, str] = {}
+        """Rank 0's decisions, by step."""
+        self.store: Any = None
+        self.began = 0.0
+
+    def on_train_begin(self, args: Any, *_: Any, **__: Any) -> None:
+        self.began = time.monotonic()
+        if args.world_size > 1:
+            self.store = join_store(timedelta(seconds=args.ddp_timeout), self.run.progress)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        del args
+        step = state.global_step
+        decides, reads = step % DECIDE_EVERY_STEPS == 0, step % DECIDE_EVERY_STEPS == READ_AFTER_STEPS
+        if decides and self.timer.rank == 0:
+            self._publish(step, self._decide())
+        decided_at = step - READ_AFTER_STEPS
+        if reads and decided_at > self.timer.resumed_step and (decision := self._read(decided_at)) != CONTINUE:
+            control.should_training_stop, control.should_evaluate = True, self.evaluates
+            if self.run.writes:
+                self.run.folder.update_run(stopped_after={"step": step, "why": decision})
+        if decides or reads:
+            self.timer.restart_clock()
+
+    def _decide(self) -> str:
+        self.timer.flush(wait=False)
+        timed = self.timer.timed_seconds
+        if self.minutes is not None and time.monotonic() - self.began > self.minutes * 60:
+            return f"{self.minutes:g} minutes"
+        if self.within is not None and len(timed) >= MIN_TIMED_STEPS and is_median_within(timed, self.within):
+            return f"median step known to {self.within:.1%}"
+        return CONTINUE
+
+    def _publish(self, step: int, decision: str) -> None:
+        self.decisions[step] = decision
+        if self.store is not None:
+            self.store.set(f"early_stopping/{step}", decision)
+
+    def _read(self, step: int) -> str:
+        if self.store is None or step in self.decisions:
+            return self.decisions[step]
+        return str(self.store.get(f"early_stopping/{step}").decode())
+
+
+def median_interval(values: Sequence[float], confidence: float = 0.95) -> tuple[float, float] | None:
+    """Return the percentile bootstrap interval of the median; None without a value.
+
+    >>> median_interval([1.0, 1.2, 0.9, 1.1, 1.0])
+    (0.9, 1.2)
+    """
+    if not values:
+        return None
+    ordered, tail = sorted(values), (1 - confidence) / 2
+    return ordered[_quantile_index(len(ordered), tail)], ordered[_quantile_index(len(ordered), 1 - tail)]
+
+
+def is_median_within(values: Sequence[float], fraction: float) -> bool:
+    """Return True if the 95 % interval of the median is within `fraction` of the median on both sides."""
+    interval = median_interval(values)
+    if interval is None:
+        return False
+    median = statistics.median(values)
+    return max(interval[1] - median, median - interval[0]) <= fraction * median
+
+
+def _quantile_index(n: int, probability: float) -> int:
+    """Return the smallest k whose value the resampled median is at or below with at least this probability."""
+    low, high = 0, n - 1
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if _median_at_or_below(middle + 1, n) >= probability else (middle + 1, high)
+    return low
+
+
+def _median_at_or_below(k: int, n: int) -> float:
+    """Return P(at least half of n draws are among the k smallest of n values)."""
+    if k == n:
+        return 1.0
+    return math.fsum(math.exp(_log_binomial(n, drawn, k / n)) for drawn in range((n + 1) // 2, n + 1))
+
+
+def _log_binomial(n: int, k: int, probability: float) -> float:
+    log_combinations = math.lgamma(n + 1) - math.lgamma(k + 1) - math.lgamma(n - k + 1)
+    return log_combinations + k * math.log(probability) + (n - k) * math.log1p(-probability)

@@ -1,0 +1,148 @@
+"""A thread of each rank that writes its heartbeat every second, and ends a run in which no rank makes progress.
+
+It adds no collective. Outside the steps (data, loading, saving) processor time counts as progress: tokenising a large
+file or compiling may take long, and is no hang.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any, NoReturn
+
+import psutil
+
+from toolkit.errors import EXIT_RUN_FAILED, ToolkitError
+from toolkit.observe.failure_report import report_hang
+from toolkit.observe.progress import STEP_PHASES, Progress
+from toolkit.record.hang_diagnosis import hang_failure, stalled_seconds
+from toolkit.record.heartbeat import (
+    DEFAULT_HANG_TIMEOUT_MINUTES,
+    HANG_CLAIM,
+    HANG_TIMEOUT_VARIABLE,
+    Heartbeat,
+    is_superseded,
+    peak_resident_bytes,
+    read_heartbeats,
+    stacks_path,
+    write_heartbeat,
+    write_stacks_on_signal,
+)
+
+HEARTBEAT_SECONDS = 1.0
+# Processor time that counts as progress outside the steps.
+PROGRESS_CPU_SECONDS = 1.0
+# After this long a rank that claimed to report a hang, and did not end the run, is overruled.
+CLAIM_SECONDS = 30.0
+
+
+def hang_timeout_seconds() -> float:
+    """Return the limit from the environment, or the default; 0 is no limit. Raises ToolkitError for anything else."""
+    given = os.environ.get(HANG_TIMEOUT_VARIABLE)
+    try:
+        minutes = DEFAULT_HANG_TIMEOUT_MINUTES if given is None else float(given)
+    except ValueError:
+        minutes = -1.0
+    if not minutes >= 0:
+        raise ToolkitError(f"{HANG_TIMEOUT_VARIABLE} is {given!r}, expected minutes, or 0 for no limit")
+    return minutes * 60
+
+
+class Watchdog:
+    """Heartbeat and hang detection of one rank; a daemon thread, gone with its process."""
+
+    def __init__(self, progress: Progress, *, ranks: Path, rank: int) -> None:
+        self.progress, self.ranks, self.rank = progress, ranks, rank
+        self.limit_seconds = hang_timeout_seconds()
+        self.process = psutil.Process()
+        self.started_unix = self.process.create_time()
+        self.last_position: tuple[Any, ...] = ()
+        self.cpu_seconds = 0.0
+        self.progress_unix = time.time()
+        self.writing = threading.Lock()
+
+    def start(self) -> None:
+        """Open the file for stack traces, handle the signal that requests them, and start watching."""
+        self.ranks.mkdir(parents=True, exist_ok=True)
+        self.stacks = stacks_path(self.ranks, self.rank).open("w", encoding="utf-8")
+        write_stacks_on_signal(self.stacks)
+        self.beat()
+        # The process must not exit while a heartbeat is half written: its temporary file would stay in the run folder.
+        atexit.register(self.writing.acquire, timeout=HEARTBEAT_SECONDS)
+        threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
+
+    def _watch(self) -> None:
+        while True:
+            time.sleep(HEARTBEAT_SECONDS)
+            if is_superseded(self.ranks, self.progress.attempt_id):
+                self._leave()
+            with contextlib.suppress(OSError), self.writing:  # a full disk is reported by the main thread
+                self.beat()
+            if self.limit_seconds and time.time() - self.progress_unix > self.limit_seconds:
+                self._end_if_all_ranks_hang()
+
+    def _leave(self) -> NoReturn:
+        """End this rank of an attempt that was restarted without it, and leave the run folder to its successor."""
+        node, pid = os.uname().nodename, os.getpid()
+        print(f"rank {self.rank} on {node} (process {pid}) ends: the run was restarted without it", file=sys.stderr)
+        sys.stderr.flush()
+        os._exit(EXIT_RUN_FAILED)
+
+    def beat(self) -> None:
+        """Note whether the rank has made progress, and write its heartbeat."""
+        now = time.time()
+        if self._made_progress():
+            self.progress_unix = now
+        heartbeat = Heartbeat(
+            rank=self.rank,
+            host=os.uname().nodename,
+            pid=os.getpid(),
+            process_started_unix=self.started_unix,
+            step=self.progress.step,
+            micro_steps=self.progress.micro_steps,
+            phase=self.progress.phase,
+            progress_unix=self.progress_unix,
+            written_unix=now,
+            peak_host_bytes=peak_resident_bytes(),
+            attempt_id=self.progress.attempt_id,
+        )
+        write_heartbeat(self.ranks, heartbeat)
+
+    def _made_progress(self) -> bool:
+        position = (self.progress.step, self.progress.micro_steps, self.progress.phase)
+        moved, self.last_position = position != self.last_position, position
+        if moved or self.progress.phase in STEP_PHASES:
+            return moved
+        times = self.process.cpu_times()
+        cpu_seconds = times.user + times.system + times.children_user + times.children_system
+        if cpu_seconds - self.cpu_seconds < PROGRESS_CPU_SECONDS:
+            return False
+        self.cpu_seconds = cpu_seconds
+        return True
+
+    def _end_if_all_ranks_hang(self) -> None:
+        """End the run if no other rank has made progress within the limit either. One rank reports."""
+        if stalled_seconds(read_heartbeats(self.ranks), now=time.time()) <= self.limit_seconds or not self._claim():
+            return
+        report_hang(hang_failure(self.ranks, limit_seconds=self.limit_seconds), self.progress)
+        for heartbeat in read_heartbeats(self.ranks):
+            if heartbeat.rank != self.rank and heartbeat.process is not None:
+                with contextlib.suppress(OSError):
+                    os.kill(heartbeat.pid, signal.SIGKILL)  # it may not be able to end by itself
+        sys.stderr.flush()
+        os._exit(EXIT_RUN_FAILED)
+
+    def _claim(self) -> bool:
+        """Return True for the first rank that asks, and for a later one if the first has not ended the run."""
+        claim = self.ranks / HANG_CLAIM
+        try:
+            claim.touch(exist_ok=False)
+        except FileExistsError:
+            return time.time() - claim.stat().st_mtime > CLAIM_SECONDS
+        return True

@@ -1,0 +1,249 @@
+"""The run folder of the run in progress, as one rank sees it: claimed, opened, and completed.
+
+    progress.attempt_id, nodes = claim_folder(Path("out"), writes=True, gather=gather_from_ranks)
+    run = ObservedRun(folder=RunFolder(Path("out")), progress=progress, rank=0, world_size=2)
+    run.open(preset="zero2", nodes=nodes)
+    ...
+    run.complete(untimed_steps=2)
+
+One attempt owns the folder, and every node sees it: found out before a model is loaded. Rank 0 writes the attempt's id
+to `ranks/attempt.id`, and the other ranks look for it. The id also separates this attempt's heartbeats and keys in the
+process group's store from those of an attempt that a restart has replaced.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
+
+from toolkit.errors import ToolkitError
+from toolkit.files.secrets import hide_words
+from toolkit.hardware.node import describe_node, git_commit, library_versions
+from toolkit.observe.progress import Progress
+from toolkit.record import status
+from toolkit.record.attempts import begin_training, start_attempt
+from toolkit.record.checkpoints import remove_unfinished
+from toolkit.record.folder import MEASUREMENT_VERSION, RunFolder, start_facts
+from toolkit.record.goodput import measure_goodput
+from toolkit.record.heartbeat import read_attempt_id, write_attempt_id
+from toolkit.record.measurements import Measurements, drop_rows_after, measure, read_steps
+from toolkit.record.timeline import Moment, read_timeline
+from toolkit.units import number
+
+# A network file system may answer from its cache for some seconds.
+VISIBLE_SECONDS = 15.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class ObservedRun:
+    """One rank's part of the record of the run in progress."""
+
+    folder: RunFolder
+    progress: Progress
+    rank: int
+    world_size: int
+    resumed_step: int = 0
+    """The step of the checkpoint that the run resumes from; 0 without one."""
+    continues: bool = False
+    """True if the run resumes from a checkpoint, and keeps rows and log."""
+    single_process: bool = False
+    """True where this process is the only one, whatever its rank and world size."""
+
+    @property
+    def writes(self) -> bool:
+        """True in the process that writes run.json and prints what is printed once."""
+        return self.rank == 0 or self.single_process
+
+    def timeline(self) -> Path:
+        """Return the file of the phases; it moves with the files of the attempt, once that has trained."""
+        return (self.folder if self.continues else self.folder.current()).timeline
+
+    def barrier(self) -> None:
+        """Wait for all ranks."""
+        if dist.is_initialized():
+            dist.barrier()
+
+    def gather(self, value: Any) -> list[Any]:
+        """Return every rank's value, on every rank. Collective."""
+        return gather_from_ranks(value, single_process=self.single_process)
+
+    def open(self, *, prepared: bool = False, **facts: Any) -> None:
+        """Let one rank write run.json with `facts`, and begin the timeline. Collective.
+
+        Refuses a finished run's folder on every rank before any rank writes. `prepared`: the launcher has done so.
+        """
+        if not prepared:
+            self.folder.check_unused(resume=self.continues)
+            self.barrier()
+            if self.writes:
+                start_attempt(self.folder, resume=self.continues)
+                copy_output_to(self.folder.log if self.continues else self.folder.current().log)
+        self.barrier()
+        if self.writes:
+            started = {} if prepared else start_facts() | {"plan": None}
+            self.folder.update_run(**started, **self._facts(), **facts)
+        self.progress.step, self.progress.output_dir = self.resumed_step, self.folder.path
+        if self.writes and not self.single_process:
+            self.progress.open_timeline(
+                self.timeline, restarted=int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+            )
+
+    def _facts(self) -> dict[str, Any]:
+        return {
+            "status": status.RUNNING,
+            "exit_code": None,
+            "world_size": self.world_size,
+            "argv": hide_words(sys.argv),
+            "versions": library_versions(),
+            "hardware": describe_node(),
+            "git_commit": git_commit(Path(__file__).parent),
+            "measurement_version": MEASUREMENT_VERSION,
+        }
+
+    def begin_training(self) -> None:
+        """Let this attempt take the place of an earlier run in the folder: it has trained a step. Collective."""
+        if self.writes:
+            remove_unfinished(self.folder.path)
+            begin_training(self.folder, continues=self.continues)
+        self.barrier()
+
+    def begin_rows(self) -> None:
+        """Begin training, and drop the rows of steps that are trained again by fewer ranks. Collective.
+
+        Each of this attempt's ranks drops its own.
+        """
+        if self.writes and self.continues:
+            own = {self.folder.rank_rows(rank) for rank in range(self.world_size)}
+            for rows in sorted({*self.folder.path.glob("ranks/rank*.jsonl")} - own):
+                drop_rows_after(rows, self.resumed_step)
+        self.begin_training()
+
+    def complete(self, *, untimed_steps: int, saves: Sequence[Any] = ()) -> None:
+        """Write the summary of all ranks' rows, rank 0's phases and the status. Collective."""
+        self.begin_training()  # a run without steps; and every rank has written its rows
+        if not self.writes:
+            return
+        steps = read_steps(self.folder)
+        measured = measure(steps, untimed_steps=untimed_steps)
+        goodput = measure_goodput([*read_timeline(self.folder.timeline), Moment(unix=time.time(), phase="end")], steps)
+        facts = {"goodput": goodput.facts(), "saves": [asdict(save) for save in saves]}
+        self.write_completion(measured=measured.summary(), **facts)
+        print(goodput.describe(), flush=True)
+        print(_last_line(measured, untimed_steps=untimed_steps, folder=self.folder.path), flush=True)
+
+    def write_completion(self, **facts: Any) -> None:
+        """Write run.json's status, times and `facts`."""
+        self.progress.enter("end")
+        self.folder.update_run(
+            status=status.COMPLETED,
+            exit_code=0,
+            finished=datetime.now(UTC).isoformat(timespec="seconds"),
+            phases=self.progress.phases,
+            **facts,
+        )
+
+
+def gather_from_ranks(value: Any, *, single_process: bool = False) -> list[Any]:
+    """Return every rank's value, on every rank. Collective."""
+    if single_process or not dist.is_initialized():
+        return [value]
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def _last_line(measured: Measurements, *, untimed_steps: int, folder: Path) -> str:
+    speed = f"{number(measured.tokens_per_second, 0)} tokens/s over {measured.timed_steps} timed"
+    if measured.tokens_per_second is None:
+        speed = f"none timed: untimed_steps is {untimed_steps}"
+    loss = f"loss {number(measured.first_loss, 4)} to {number(measured.last_loss, 4)}; " if measured.losses else ""
+    return f"done: {len(measured.step_seconds)} steps, {loss}{speed}; {folder}"
+
+
+def copy_output_to(log: Path) -> None:
+    """Copy this process's stdout and stderr into train.log, where no launcher does it.
+
+    SLURM sends SIGTERM to every process of a job step: the copies ignore it, and end with the rank, which saves first.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+        copy = subprocess.Popen(
+            ["sh", "-c", "trap '' TERM INT HUP; exec tee -a \"$0\"", str(log)],
+            stdin=subprocess.PIPE,
+            stdout=stream.fileno(),
+            start_new_session=True,
+        )
+        assert copy.stdin is not None
+        os.dup2(copy.stdin.fileno(), stream.fileno())
+
+
+# -- whose folder it is
+
+
+class Claim(NamedTuple):
+    """What all ranks know of their attempt."""
+
+    attempt_id: str
+    nodes: tuple[str, ...]
+    """Host names, each once, in the order of their ranks."""
+
+
+def claim_folder(output_dir: Path, *, writes: bool, gather: Callable[[Any], list[Any]]) -> Claim:
+    """Make this attempt the owner of the run folder, and return its id and nodes, the same on all ranks. Collective.
+
+    `gather` returns every rank's value. Raises ToolkitError on every rank where the node of one does not see what
+    rank 0 has written.
+    """
+    ranks = output_dir / "ranks"
+    attempt_id = str(gather(uuid.uuid4().hex if writes else None)[0])
+    if writes:
+        ranks.mkdir(parents=True, exist_ok=True)
+        write_attempt_id(ranks, attempt_id)
+    nodes = _check_seen(output_dir, lambda: read_attempt_id(ranks) == attempt_id, gather)
+    return Claim(attempt_id, nodes)
+
+
+def check_visible(folder: Path, *, gather: Callable[[Any], list[Any]]) -> None:
+    """Raise ToolkitError on every rank where the node of one does not see the folder. Collective."""
+    _check_seen(folder, folder.is_dir, gather)
+
+
+def _check_seen(folder: Path, is_seen: Callable[[], bool], gather: Callable[[Any], list[Any]]) -> tuple[str, ...]:
+    """Return the names of the nodes, each once, in the order of their ranks."""
+    deadline = time.monotonic() + VISIBLE_SECONDS
+    while not (seen := is_seen()) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    found = gather((os.uname().nodename, [] if seen else [str(folder.absolute())]))
+    check_shared(found)
+    return tuple(dict.fromkeys(node for node, _ in found))
+
+
+def check_shared(found: Sequence[tuple[str, Sequence[str]]]) -> None:
+    """Raise ToolkitError where a node does not see a folder; `found` is each rank's node and what it does not see.
+
+    >>> check_shared([("node1", []), ("node2", ["/tmp/out"])])
+    Traceback (most recent call last):
+    toolkit.errors.ToolkitError: /tmp/out is not shared: node2 does not see what node1 has written there
+      hint: name a folder on a file system that all nodes mount: `--output_dir DIR`
+    """
+    blind = {
+        folder: sorted({node for node, unseen in found if folder in unseen}) for _, seen in found for folder in seen
+    }
+    if not blind:
+        return
+    folder, nodes = next(iter(blind.items()))
+    see = "does" if len(nodes) == 1 else "do"
+    raise ToolkitError(
+        f"{folder} is not shared: {', '.join(nodes)} {see} not see what {found[0][0]} has written there",
+        hint="name a folder on a file system that all nodes mount: `--output_dir DIR`",
+    )

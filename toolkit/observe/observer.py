@@ -1,0 +1,234 @@
+"""Observe any `transformers.Trainer`, whoever wrote its script.
+
+    trainer = Trainer(...)
+    observe(trainer, folder="runs/mine")
+    trainer.train()
+
+The instance gets a class with `ObservedTrainer` before its own, so overrides of its own class still run; its collator
+is wrapped, because batches are on the CPU there; everything else comes from callbacks. The folder then has a row for
+each step and rank, and what was really in effect.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils.data import IterableDataset
+from transformers import Trainer, TrainerCallback
+
+from toolkit.observe.attest.attestation import Attestation
+from toolkit.observe.batches import ObservedCollator, take_facts
+from toolkit.observe.checkpoint_saver import CheckpointSaver
+from toolkit.observe.failure_report import report_failure
+from toolkit.observe.hang_detection import Watchdog
+from toolkit.observe.observed_run import ObservedRun, claim_folder, gather_from_ranks
+from toolkit.observe.parts import ExpectedRun, ObserverParts
+from toolkit.observe.profiler import DATA_WAIT_EVENT
+from toolkit.observe.progress import STEP_PHASES, Progress
+from toolkit.observe.timer import StepTimer, time_waits_in_forward
+from toolkit.presets import Preset
+from toolkit.record.folder import RunFolder
+
+UNTIMED_STEPS = 2  # compilation and the growth of the allocator
+
+
+class Observer:
+    """What observes one Trainer on this rank."""
+
+    def __init__(self, record: ObservedRun, timer: StepTimer, attestation: Attestation) -> None:
+        self.record, self.progress, self.timer, self.attestation = record, record.progress, timer, attestation
+        self.saver: CheckpointSaver | None = None
+        """Makes checkpoints complete or absent; None leaves the Trainer's saves as they are."""
+        self.completes: Callable[[], None] | None = None
+        """Completes the record when `train()` returns; None where the script does that itself."""
+        self.times_waits = False
+        """True once the timer is notified when forward waits for other ranks."""
+
+
+class ObservedTrainer(Trainer):  # type: ignore[misc]
+    """Stands before the Trainer's own class. It notes what passes, and changes none of it."""
+
+    observer: Observer
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        observer = self.observer
+        try:
+            output = super().train(*args, **kwargs)
+            if observer.completes is not None:
+                observer.completes()
+            return output
+        except BaseException as error:
+            if observer.saver is not None and observer.saver.background is not None:
+                observer.saver.background.finish_after_failure()
+            if observer.completes is not None:
+                report_failure(error, observer.progress)
+            raise
+
+    def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
+        self.observer.progress.phase = "data"
+        self.observer.timer.begin_data()
+        with torch.profiler.record_function(DATA_WAIT_EVENT):
+            return super().get_batch_samples(*args, **kwargs)
+
+    def _get_num_items_in_batch(self, *args: Any, **kwargs: Any) -> Any:
+        timer = self.observer.timer
+        timer.end_data()
+        timer.begin_wait()  # tokens are counted over all ranks
+        number = super()._get_num_items_in_batch(*args, **kwargs)
+        timer.end_wait()
+        return number
+
+    def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        observer, progress = self.observer, self.observer.progress
+        if observer.saver is not None and observer.saver.background is not None:
+            observer.saver.background.raise_if_failed()
+        observer.timer.add_batch(take_facts(inputs))
+        progress.phase, progress.micro_steps = "forward", progress.micro_steps + 1
+        loss: torch.Tensor = super().training_step(model, inputs, *args, **kwargs)
+        progress.phase = "step"
+        observer.timer.record_memory("backward")
+        observer.timer.add_loss(loss)
+        return loss
+
+    def compute_loss(self, model: Any, *args: Any, **kwargs: Any) -> Any:
+        if not model.training:
+            return super().compute_loss(model, *args, **kwargs)
+        observer = self.observer
+        if not observer.times_waits:
+            time_waits_in_forward(model, observer.timer)
+            observer.times_waits = True
+        loss = super().compute_loss(model, *args, **kwargs)
+        observer.progress.phase = "backward"
+        observer.timer.enter_backward()
+        return loss
+
+    def _get_grad_norm(self, *args: Any, **kwargs: Any) -> Any:
+        grad_norm = super()._get_grad_norm(*args, **kwargs)
+        self.observer.timer.add_grad_norm(grad_norm)
+        self.observer.attestation.norms.add_grad_norm(grad_norm)
+        return grad_norm
+
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+        progress = self.observer.progress
+        before = progress.phase
+        progress.enter("evaluate")
+        output = super().evaluation_loop(*args, **kwargs)
+        progress.enter("train" if before in STEP_PHASES else before)
+        return output
+
+    def prediction_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        take_facts(inputs)
+        return super().prediction_step(model, inputs, *args, **kwargs)
+
+    def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        observer, entered = self.observer, time.monotonic()
+        observer.progress.enter("save")
+        observer.timer.flush(wait=True)  # no checkpoint without the rows of its steps
+        save = super()._save_checkpoint
+        if observer.saver is None:
+            save(*args, **kwargs)
+        else:
+            observer.saver.save(lambda: save(*args, **kwargs), entered=entered)
+        observer.progress.enter("train")
+
+    def _get_output_dir(self, *args: Any, **kwargs: Any) -> str:
+        staging = None if self.observer.saver is None else self.observer.saver.staging
+        return str(super()._get_output_dir(*args, **kwargs) if staging is None else staging)
+
+    def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
+        if self.observer.saver is not None and self.observer.saver.background is not None:
+            self.observer.progress.enter("save")
+            self.observer.saver.finish()
+            self.observer.progress.enter("train")
+        return super()._finalize_training(*args, **kwargs)
+
+
+def observe(
+    trainer: Any,
+    folder: str | Path | None = None,
+    *,
+    record: ObservedRun | None = None,
+    require: Preset | None = None,
+    parts: ObserverParts | None = None,
+    untimed_steps: int = UNTIMED_STEPS,
+    complete_saves: bool = False,
+    saves_in_background: bool = False,
+    timer: type[StepTimer] = StepTimer,
+    attestation: type[Attestation] = Attestation,
+) -> Observer:
+    """Observe a Trainer from its next `train()` on, and return what observes it. Every rank must call it.
+
+    What is observed is written to `folder`; a script that opens its own `record` gives that instead, completes it and
+    reports its failures. With `require`, a run that is not what the preset specifies ends with AttestationFailed; so
+    does one with a `record`, which also ends where a loss or a gradient norm is not finite. `complete_saves` makes the
+    Trainer's checkpoints complete or absent. `parts` is what the script knows of its run. Raises ToolkitError for a
+    folder that holds a finished or a running run.
+    """
+    args, strict = trainer.args, require is not None or record is not None
+    if parts is None:
+        world_size = None if require is None else args.world_size
+        shards = None if require is None else require.dp_shard_size(args.world_size)
+        parts = ObserverParts(expected=ExpectedRun(preset=require, world_size=world_size, dp_shard_size=shards))
+    opened = record or open_record(Path(folder or args.output_dir), args, require)
+    step_timer = timer(
+        opened.folder.rank_rows(opened.rank),
+        rank=opened.rank,
+        device=args.device,
+        progress=opened.progress,
+        untimed_steps=untimed_steps,
+        resumed_step=opened.resumed_step,
+        begin_training=opened.begin_rows,
+        compiles=parts.compiles,
+        counts_tokens=parts.counts_tokens,
+        world_size=None if opened.single_process else args.world_size,
+        stops_if_diverged=record is not None,
+    )
+    verification = attestation(
+        opened.folder.attestation_json,
+        trainer=trainer,
+        progress=opened.progress,
+        parts=parts,
+        first_batches=step_timer.first_batches,
+        strict=strict,
+        on_done=step_timer.restart_clock,  # reading back is no part of a step
+    )
+    observer = Observer(opened, step_timer, verification)
+    if complete_saves:
+        observer.saver = CheckpointSaver(
+            trainer, parts, reading=lambda: verification.reading, in_background=saves_in_background
+        )
+    if record is None:
+        saves = [] if observer.saver is None else observer.saver.saves
+        observer.completes = lambda: opened.complete(untimed_steps=untimed_steps, saves=saves)
+    attach(trainer, observer, parts, [step_timer, verification])
+    return observer
+
+
+def attach(trainer: Any, observer: Observer, parts: ObserverParts, callbacks: Sequence[TrainerCallback]) -> None:
+    """Put the observer before the Trainer's own class, around its collator and among its callbacks."""
+    own = type(trainer)
+    trainer.observer = observer
+    trainer.__class__ = type(f"Observed{own.__name__}", (ObservedTrainer, own), {})
+    # accelerate may send the batches of an iterable data set to other ranks, and sends tensors only
+    if not isinstance(trainer.train_dataset, IterableDataset) or parts.collates_on_each_rank:
+        trainer.data_collator = ObservedCollator(trainer.data_collator, parts.batch_facts)
+    for callback in callbacks:
+        trainer.add_callback(callback)
+
+
+def open_record(path: Path, args: Any, preset: Preset | None) -> ObservedRun:
+    """Open the run folder of a script that has none of its own, and start this rank's heartbeat. Collective."""
+    folder, progress, writes = RunFolder(path), Progress(), args.process_index == 0
+    folder.check_unused()
+    if writes:
+        folder.hold()
+    progress.attempt_id, nodes = claim_folder(path, writes=writes, gather=gather_from_ranks)
+    record = ObservedRun(folder=folder, progress=progress, rank=args.process_index, world_size=args.world_size)
+    name, files = (None, {}) if preset is None else (preset.name, preset.texts())
+    record.open(preset=name, preset_files=files, seed=args.seed, nodes=nodes)
+    Watchdog(progress, ranks=folder.rank_rows(record.rank).parent, rank=record.rank).start()
+    return record

@@ -1,0 +1,60 @@
+"""What a script adds to the observer of its Trainer: what should be read, more readers, its own way to count a batch.
+
+Every field has a default that fits any Trainer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from toolkit.observe.attest.readings import Values
+from toolkit.observe.batches import CountBatch, tensor_facts
+from toolkit.parallel.layout import ParallelLayout
+from toolkit.presets import Preset
+
+
+def _nothing(*_: Any) -> Values:
+    return {}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExpectedRun:
+    """What the live objects are verified against; without a preset, only `settings` and the world size are."""
+
+    preset: Preset | None = None
+    world_size: int | None = None
+    dp_shard_size: int | None = None
+    """Ranks that share one copy of the model in a hybrid mesh."""
+    layout: ParallelLayout | None = None
+    """Degrees of parallelism; None for data parallelism alone."""
+    layout_at_load: ParallelLayout | None = None
+    """The layout in which transformers shards the model while it loads it; None for any other model."""
+    settings: Values = field(default_factory=dict)
+    """More readings, by name, that the script's arguments determine."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ObserverParts:
+    """Extension points of the observer; `trainer` is the observed Trainer, `plain` its model without wrappers."""
+
+    expected: ExpectedRun = ExpectedRun()
+    read: Sequence[Callable[[Any, Any], Values]] = ()
+    """Readers after the first step, called with `trainer` and `plain`."""
+    read_before_training: Callable[[Any], Values] = _nothing
+    """A reader that needs forwards of its own, called with `trainer`; it may raise AttestationFailed."""
+    reduce_dtype: Callable[[Any], str | None] = lambda _: None
+    """The dtype in which the wrapped model's ranks exchange gradients, where the script itself sends them."""
+    batch_facts: CountBatch = tensor_facts
+    counts_tokens: bool = True
+    """False on a rank that trains on the rows of another one: their tokens are counted there."""
+    compiles: bool = False
+    """True if layers are compiled: rows count what the compiler does."""
+    collates_on_each_rank: bool = False
+    """True if each rank makes its own batches of an iterable data set."""
+    manifest: Callable[[], Values] = _nothing
+    """More entries of a checkpoint's manifest."""
+    save_states: Callable[[Path], None] = lambda _: None
+    """Writes this rank's further states into the folder of a checkpoint."""

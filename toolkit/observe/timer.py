@@ -1,0 +1,368 @@
+"""Time every step on every rank and add nothing to it: no collective, no wait for the GPU.
+
+A step's clock runs from the end of the previous step (or of the logging, saving or evaluation in between) to its own
+end, so data loading is inside and the rest is outside. On a GPU the clock is CUDA events, read once they are done.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.fsdp import FSDPModule
+from transformers import TrainerCallback
+
+from toolkit.hardware.nvml import Nvml
+from toolkit.observe.batches import BatchFacts
+from toolkit.observe.compiler_events import CompilerEvents
+from toolkit.observe.failure_report import Diverged
+from toolkit.observe.progress import PhaseMemoryRecorder, Progress
+from toolkit.record.heartbeat import peak_resident_bytes
+from toolkit.record.measurements import drop_rows_after
+
+SECONDS_BETWEEN_NVML_QUERIES = 1.0
+
+
+class DeviceReadings:
+    """Reads the memory columns of a step's row. On a CPU all but host memory are None."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.cuda = device.type == "cuda"
+        self.nvml = Nvml(str(torch.cuda.get_device_properties(device).uuid)) if self.cuda else None
+        self.queried_at = -math.inf
+        self.driver_bytes: int | None = None
+
+    def read(self) -> dict[str, Any]:
+        """Return the memory columns: peaks since the process began, in bytes."""
+        gpu_reading = self._query_nvml()
+        return {
+            "peak_allocated_bytes": torch.cuda.max_memory_allocated() if self.cuda else None,
+            "peak_reserved_bytes": torch.cuda.max_memory_reserved() if self.cuda else None,
+            "allocator_retries": torch.cuda.memory_stats().get("num_alloc_retries", 0) if self.cuda else None,
+            "driver_bytes": self.driver_bytes,
+            "gpu_reading": gpu_reading,
+            "peak_host_bytes": peak_resident_bytes(),
+        }
+
+    def _query_nvml(self) -> dict[str, Any] | None:
+        now = time.monotonic()
+        if self.nvml is None or now - self.queried_at < SECONDS_BETWEEN_NVML_QUERIES:
+            return None
+        self.queried_at = now
+        self.driver_bytes = self.nvml.process_bytes(os.getpid())
+        energy, throttles = self.nvml.energy_joules(), self.nvml.throttle_reasons()
+        return {"monotonic_seconds": now, "energy_joules": energy, "throttle_reasons": throttles}
+
+
+@dataclass(slots=True)
+class _Step:
+    """The optimizer step in progress: the batches it trains on, and losses that are still on the device."""
+
+    batches: list[BatchFacts] = field(default_factory=list)
+    losses: list[torch.Tensor] = field(default_factory=list)
+    grad_norm: Any = None
+    memory: dict[str, Any] = field(default_factory=dict)
+    profiled: bool = False
+    start: Any = None
+    own_work: list[Any] = field(default_factory=list)
+    """Clock readings in turn: this rank starts to work on its own, starts to wait for others, and so on."""
+    in_backward: bool = False
+    data_waits: list[tuple[Any, Any]] = field(default_factory=list)
+    """Clock readings before and after the batches of the step were made."""
+    end: Any = None
+    cpu_seconds: float = 0.0
+    compiler: CompilerEvents | None = None
+    """Until the step is finished, the compiler's events before it; then those of the step. None if nothing compiles."""
+
+
+class StepTimer(TrainerCallback):  # type: ignore[misc]
+    """Writes one row per step to `ranks/rankR.jsonl`, and prints progress on rank 0.
+
+    The Trainer reports batches, losses and waits to it; everything else comes from the Trainer's callback events.
+    `resumed_step` is the step of the checkpoint that the run resumes from: rows after it are dropped. `begin_training`
+    is called once the first step is trained, before its row is written.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        *,
+        rank: int,
+        device: torch.device,
+        progress: Progress,
+        untimed_steps: int = 0,
+        resumed_step: int = 0,
+        begin_training: Callable[[], None] | None = None,
+        compiles: bool = False,
+        counts_tokens: bool = True,
+        world_size: int | None = None,
+        stops_if_diverged: bool = True,
+    ) -> None:
+        self.path, self.rank, self.progress = path, rank, progress
+        self.counts_tokens = counts_tokens
+        """False on a rank that trains on the rows of another one: their tokens are counted there."""
+        self.world_size = world_size
+        """Ranks that write a row for each step; None where not all of them have a process."""
+        self.untimed_steps, self.resumed_step = untimed_steps, resumed_step
+        self.max_steps = 0
+        self.timed_seconds: list[float] = []
+        """Seconds of this rank's timed steps, as far as the device has finished them."""
+        self.scales_loss = False
+        """True under fp16, which skips a step whose gradient overflowed and lowers its loss scale: no divergence."""
+        self.profiled = False
+        """True while the step in progress is profiled: its row says so, and it is not timed."""
+        self.cuda = device.type == "cuda"
+        self.device_readings = DeviceReadings(device)
+        self.step = _Step()
+        self.unwritten: deque[tuple[int, _Step]] = deque()
+        """Finished steps, by number, whose device work may still be running."""
+        self.printed_at = 0.0
+        self.begin_training, self.compiles = begin_training, compiles
+        self.stops_if_diverged = stops_if_diverged
+        """True if a loss or a gradient norm that is not finite ends the run."""
+        self.first_batches: list[str] = []
+        """Digests of the batches of this rank's first optimizer step."""
+
+    def add_batch(self, facts: BatchFacts | None) -> None:
+        """Add the batch of one accumulation step, as the collator counted it."""
+        if facts is not None:
+            self.step.batches.append(facts)
+            if self.progress.step == self.resumed_step:
+                self.first_batches.append(facts.sha256)
+
+    def add_loss(self, loss: torch.Tensor) -> None:
+        """Add the loss of one accumulation step; it stays on its device."""
+        self.step.losses.append(loss)
+
+    def record_memory(self, phase: str) -> None:
+        """Record the memory in use at the end of a phase of the first step."""
+        if self.progress.memory_by_phase is not None:
+            self.progress.memory_by_phase.record(phase)
+
+    def add_grad_norm(self, grad_norm: Any) -> None:
+        """Set the gradient norm before clipping, over all ranks."""
+        self.step.grad_norm = grad_norm
+
+    def begin_data(self) -> None:
+        """Note that this rank asks for the batches of the step."""
+        self.step.data_waits.append((self._now(), None))
+
+    def end_data(self) -> None:
+        """Note that it has them."""
+        if self.step.data_waits and self.step.data_waits[-1][1] is None:
+            self.step.data_waits[-1] = (self.step.data_waits[-1][0], self._now())
+
+    def enter_backward(self) -> None:
+        """Note that backward begins: from here on ranks wait for each other's gradients."""
+        self.record_memory("forward")
+        self.begin_wait()
+        self.step.in_backward = True
+
+    def begin_wait(self) -> None:
+        """Note that this rank waits for others until `end_wait`; a wait within a wait changes nothing."""
+        if len(self.step.own_work) % 2 == 1:
+            self.step.own_work.append(self._now())
+
+    def end_wait(self) -> None:
+        """Note that the wait is over. The wait that began with backward ends only before the optimizer step."""
+        if len(self.step.own_work) % 2 == 0 and not self.step.in_backward:
+            self.step.own_work.append(self._now())
+
+    def restart_clock(self) -> None:
+        """Start the step in progress now; what came before is not part of its time."""
+        self.step.start, self.step.cpu_seconds = self._now(), time.process_time()
+        self.step.own_work = [self.step.start]
+        self.step.compiler = CompilerEvents.read() if self.compiles else None
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        del args, control
+        self.resumed_step = self.progress.step = state.global_step
+        self.progress.memory_by_phase = PhaseMemoryRecorder(on_gpu=self.cuda)
+        self.progress.memory_by_phase.record("load")
+        self.restart_clock()
+
+    def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
+        self.step.in_backward = False  # gradients are reduced and clipped
+        self.end_wait()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self.scales_loss = bool(args.fp16)
+        self.max_steps = state.max_steps  # known once the Trainer has counted the batches
+        finished, self.step = self.step, _Step()
+        finished.profiled = self.profiled
+        self.restart_clock()  # here, so that the cost of the timer itself is part of the next step
+        finished.end, finished.memory = self.step.start, self._read_memory()
+        finished.cpu_seconds = self.step.cpu_seconds - finished.cpu_seconds
+        if self.step.compiler is not None and finished.compiler is not None:
+            finished.compiler = self.step.compiler.since(finished.compiler)
+        if state.global_step == self.resumed_step + 1 and self.progress.memory_by_phase is not None:
+            self.progress.memory_by_phase.record("step")
+            finished.memory["memory_by_phase"] = self.progress.memory_by_phase.facts()
+        if state.global_step == self.resumed_step + 1:
+            self._begin_rows()
+        self.progress.step = state.global_step
+        self.unwritten.append((state.global_step, finished))
+        self.flush(wait=control.should_save)  # a step that diverged is not saved
+
+    def _begin_rows(self) -> None:
+        """Take over the folder, and drop the rows of steps that were trained again. Collective."""
+        if self.begin_training is not None:
+            self.begin_training()
+        dropped = drop_rows_after(self.path, self.resumed_step)
+        if dropped.steps:
+            self.progress.note(self.progress.phase, lost_steps=dropped.steps, lost_seconds=dropped.seconds)
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any) -> None:
+        """Print the Trainer's logged means over all ranks, without its own speeds, which count untimed steps."""
+        del args, control
+        shown = {name: value for name, value in (logs or {}).items() if name not in ("epoch", "total_flos")}
+        if state.is_world_process_zero and not shown.keys() & {"train_runtime", "eval_loss"}:
+            words = "  ".join(f"{name} {value:.6g}" for name, value in shown.items() if isinstance(value, (int, float)))
+            print(f"log at step {state.global_step}, all ranks: {words}", flush=True)
+        self.restart_clock()
+
+    def on_save(self, *_: Any, **__: Any) -> None:
+        self.restart_clock()
+
+    def on_evaluate(self, *_: Any, **__: Any) -> None:
+        self.restart_clock()
+
+    def on_train_end(self, *_: Any, **__: Any) -> None:
+        self.flush(wait=True)
+
+    def flush(self, *, wait: bool) -> None:
+        """Write the rows of the steps that the device has finished; with `wait`, of all finished steps.
+
+        Raises Diverged where a loss or a gradient norm is not finite.
+        """
+        while self.unwritten and (wait or not self.cuda or self.unwritten[0][1].end.query()):
+            number, step = self.unwritten.popleft()
+            row = self._row(number, step)
+            if row["step_of_process"] > self.untimed_steps and not step.profiled:
+                self.timed_seconds.append(row["seconds"])
+                warning = step.compiler and step.compiler.warning(step=number, rank=self.rank)
+                if warning:
+                    print(warning, flush=True)
+            with self.path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(row) + "\n")
+            self._print(row)
+            self._check_finite(row, step)
+
+    def _check_finite(self, row: dict[str, Any], step: _Step) -> None:
+        """End the run on a loss or gradient norm that is not finite: the weights are lost from here on."""
+        if not self.stops_if_diverged:
+            return
+        norms = {} if self.scales_loss else {"gradient norm": row["grad_norm"] or row["local_grad_norm"]}
+        for name, value in ({"loss": row["loss"]} | norms).items():
+            if value is not None and not math.isfinite(value):
+                rows = tuple(number for facts in step.batches for number in facts.rows)
+                raise Diverged(
+                    f"the {name} is {value} at step {row['step']}", hint="lower `--learning_rate`", rows=rows
+                )
+
+    def _read_memory(self) -> dict[str, Any]:
+        return self.device_readings.read()
+
+    def _row(self, number: int, step: _Step) -> dict[str, Any]:
+        return {
+            "step": number,
+            "step_of_process": number - self.resumed_step,
+            "rank": self.rank,
+            "world_size": self.world_size,
+            "seconds": self._seconds(step.start, step.end),
+            "own_seconds": self._own_seconds(step),
+            "data_seconds": math.fsum(self._seconds(*wait) for wait in step.data_waits if wait[1] is not None),
+            "cpu_seconds": step.cpu_seconds,
+            **{name: self._sum(step, name) for name in ("tokens", "non_padding_tokens", "supervised_tokens")},
+            "loss": math.fsum(loss.item() for loss in step.losses),
+            **grad_norm_facts(step.grad_norm),
+            "batch_sha256": "+".join(facts.sha256[:16] for facts in step.batches),
+            **step.memory,
+            **({"profiled": True} if step.profiled else {}),
+            **(step.compiler.counts() if step.compiler is not None else {}),
+        }
+
+    def _sum(self, step: _Step, name: str) -> int | None:
+        """A count over the batches of a step; None where one does not show it."""
+        counts = [getattr(facts, name) for facts in step.batches if self.counts_tokens]
+        return None if None in counts or not step.batches else sum(counts)
+
+    def _own_seconds(self, step: _Step) -> float | None:
+        """Return the time this rank worked on its own; None for a step whose backward was never reported."""
+        turns = [*step.own_work, step.end]
+        return math.fsum(map(self._seconds, turns[::2], turns[1::2])) if len(turns) > 2 else None
+
+    def _now(self) -> Any:
+        if not self.cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def _seconds(self, start: Any, end: Any) -> float:
+        if not self.cuda:
+            return float(end - start)
+        end.synchronize()
+        return float(start.elapsed_time(end)) / 1000
+
+    def _print(self, row: dict[str, Any]) -> None:
+        """Print on rank 0, at most one line per second, and always the last step."""
+        now = time.monotonic()
+        if self.rank != 0 or (now - self.printed_at < 1 and row["step"] < self.max_steps):
+            return
+        self.printed_at = now
+        norm = "" if row["grad_norm"] is None else f"  grad_norm {row['grad_norm']:.3f}"
+        speed = "" if row["tokens"] is None else f"  {row['tokens'] / row['seconds']:,.0f} tokens/s"
+        print(
+            f"step {row['step']}/{self.max_steps}{norm}  on rank 0: loss {row['loss']:.4f}"
+            f"  {row['seconds']:.2f} s{speed}",
+            flush=True,
+        )
+
+
+def time_waits_in_forward(model: Any, timer: StepTimer) -> None:
+    """Report to the timer where forward waits for other ranks.
+
+    DDP waits for rank 0's buffers; each module that FSDP2 shards waits for the other ranks' shards.
+    """
+    if isinstance(model, torch.nn.parallel.DistributedDataParallel):
+        waits = [(model, model.module)]
+    else:
+        waits = [(module, module) for module in model.modules() if isinstance(module, FSDPModule)]
+
+    def begin_wait(*_: Any) -> None:
+        timer.begin_wait()
+
+    def end_wait(*_: Any) -> None:
+        timer.end_wait()
+
+    if timer.compiles:  # the compiler would trace a hook of a compiled layer, and break its graph at the clock
+        begin_wait, end_wait = torch.compiler.disable(begin_wait), torch.compiler.disable(end_wait)
+    for before, after in waits:
+        before.register_forward_pre_hook(begin_wait, prepend=True)
+        after.register_forward_pre_hook(end_wait)
+
+
+def grad_norm_facts(grad_norm: Any) -> dict[str, float | int | None]:
+    """Return the norm over all ranks, or under FSDP2 this rank's share of it, which readers combine.
+
+    Reading the value of a sharded norm would add a collective to every step.
+    """
+    facts: dict[str, float | int | None] = {"grad_norm": None, "local_grad_norm": None, "grad_norm_ranks": None}
+    if grad_norm is None:
+        return facts
+    if hasattr(grad_norm, "to_local"):
+        shared_by = [grad_norm.device_mesh.size(dim) for dim, p in enumerate(grad_norm.placements) if p.is_partial()]
+        if shared_by:
+            own = float(grad_norm.to_local().item())
+            return facts | {"local_grad_norm": own, "grad_norm_ranks": math.prod(shared_by)}
+        grad_norm = grad_norm.to_local()
+    return facts | {"grad_norm": float(grad_norm.item() if hasattr(grad_norm, "item") else grad_norm)}

@@ -1,1 +1,0 @@
-"""Checkpoints: complete or absent; resume and signals."""

@@ -1,1 +1,0 @@
-"""Progress of a rank, hang detection and the failure report."""

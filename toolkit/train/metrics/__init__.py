@@ -1,1 +1,0 @@
-"""Measurements of a run: timer, memory by phase, profiler, evaluation, early stopping."""
