@@ -26,7 +26,7 @@ with garbage_collector_off():
     prepare_environment()
     import numpy
     import torch
-    import transformers.conversion_mapping
+    from transformers import conversion_mapping
 
     import toolkit.train.script  # noqa: F401
     from toolkit.job.argument_reading import argument_words
@@ -37,7 +37,7 @@ with garbage_collector_off():
 
         cpuinfo.get_cpu_info()  # takes 1 s; `prepare_environment` caches the result
     # Tables that depend on the installed libraries alone: 0.2 s of each rank.
-    transformers.conversion_mapping.get_checkpoint_conversion_mapping("llama")
+    conversion_mapping.get_checkpoint_conversion_mapping("llama")
     argument_words()
 
 SET_BY_IMPORTS = {name: value for name, value in os.environ.items() if name not in _before}
