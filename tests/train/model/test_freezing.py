@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from toolkit.errors import ToolkitError
-from toolkit.train.model.freezing import freeze
+from toolkit.train.model.loading import freeze
 
 
 def tied_model() -> Any:
