@@ -40,19 +40,9 @@ ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 # LLaMA-Factory's `function_call` is the model's turn, `observation` the tool's result.
 SHAREGPT_ROLES = {
     "system": "system",
-    "human": "user",
-    "user": "user",
-    "gpt": "assistant",
-    "chatgpt": "assistant",
-    "bot": "assistant",
-    "assistant": "assistant",
-    "model": "assistant",
-    "function_call": "assistant",
-    "tool": "tool",
-    "tool_response": "tool",
-    "function": "tool",
-    "function_response": "tool",
-    "observation": "tool",
+    **dict.fromkeys(("human", "user"), "user"),
+    **dict.fromkeys(("gpt", "chatgpt", "bot", "assistant", "model", "function_call"), "assistant"),
+    **dict.fromkeys(("tool", "tool_response", "function", "function_response", "observation"), "tool"),
 }
 
 
@@ -98,7 +88,22 @@ def check_row(row: Row, data_format: str) -> None:
 
 def to_sample(row: Row, data_format: str) -> Sample:
     """Convert a row that has passed `check_row`."""
-    return _CONVERSIONS[data_format](_present(row))
+    row = _present(row)
+    if data_format == "messages":
+        return Sample(messages=_messages(row["messages"]), tools=_tools(row))
+    if data_format == "sharegpt":
+        turns = [{"role": SHAREGPT_ROLES[turn["from"]], "content": turn["value"]} for turn in row["conversations"]]
+        return Sample(messages=turns, tools=_tools(row))
+    if data_format == "alpaca":
+        user = "\n\n".join(part for part in (row["instruction"], row.get("input", "")) if part)
+        return Sample(messages=[{"role": "user", "content": user}, {"role": "assistant", "content": row["output"]}])
+    if data_format == "text":
+        return Sample(text=row["text"])
+    prompt, completion = row["prompt"], row["completion"]
+    if isinstance(prompt, str):
+        return Sample(prompt=prompt, completion=completion)
+    messages = _messages(prompt) + _messages(completion)
+    return Sample(messages=messages, first_supervised_message=len(prompt), tools=_tools(row))
 
 
 def with_system_prompt(sample: Sample, system_prompt: str | None) -> Sample:
@@ -239,35 +244,3 @@ def _tools(row: Row) -> list[dict[str, Any]] | None:
 def _messages(messages: list[Message]) -> list[Message]:
     """Messages without None; a tool call without content gets an empty one, which every template renders."""
     return [{"content": "", **_without_none(message)} for message in messages]
-
-
-def _from_messages(row: Row) -> Sample:
-    return Sample(messages=_messages(row["messages"]), tools=_tools(row))
-
-
-def _from_sharegpt(row: Row) -> Sample:
-    turns = [{"role": SHAREGPT_ROLES[turn["from"]], "content": turn["value"]} for turn in row["conversations"]]
-    return Sample(messages=turns, tools=_tools(row))
-
-
-def _from_alpaca(row: Row) -> Sample:
-    parts = [row["instruction"], row.get("input", "")]
-    user = "\n\n".join(part for part in parts if part)
-    return Sample(messages=[{"role": "user", "content": user}, {"role": "assistant", "content": row["output"]}])
-
-
-def _from_prompt_completion(row: Row) -> Sample:
-    prompt, completion = row["prompt"], row["completion"]
-    if isinstance(prompt, str):
-        return Sample(prompt=prompt, completion=completion)
-    messages = _messages(prompt) + _messages(completion)
-    return Sample(messages=messages, first_supervised_message=len(prompt), tools=_tools(row))
-
-
-_CONVERSIONS: dict[str, Callable[[Row], Sample]] = {
-    "messages": _from_messages,
-    "sharegpt": _from_sharegpt,
-    "alpaca": _from_alpaca,
-    "prompt_completion": _from_prompt_completion,
-    "text": lambda row: Sample(text=row["text"]),
-}

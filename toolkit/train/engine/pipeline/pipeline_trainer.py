@@ -169,18 +169,15 @@ class PipelineTrainer(SupervisedTrainer):
 
     def _grad_norm_of_all_stages(self) -> torch.Tensor:
         """Return the gradient norm of the whole model; the same reduction brings the losses to every rank."""
-        own = [p.grad for p in self._counted_parameters() if p.grad is not None]
+        copies = [stage.tied_copy for stage in self.model.stages]  # counted by the first stage
+        counted = (p for p in self.model.parameters() if not any(p is copy for copy in copies))
+        own = [p.grad for p in counted if p.grad is not None]
         square = get_total_norm(own).double() ** 2 if own else torch.zeros((), dtype=torch.float64)
         facts = torch.stack([square.to(self.args.device), *(loss.double() for loss in self.losses)])
         dist.all_reduce(facts, group=self.model.ranks.pipeline)
         # The Trainer's losses of data-parallel ranks are shares of the step's tokens, times the number of ranks.
         self.losses = [loss.float() * self.model.ranks.num_replicas for loss in facts[1:]]
         return facts[0].sqrt().float()
-
-    def _counted_parameters(self) -> list[Any]:
-        """This rank's parameters, without the second copy of a tied weight."""
-        copies = [stage.tied_copy for stage in self.model.stages]
-        return [p for p in self.model.parameters() if not any(p is copy for copy in copies)]
 
     def _clip_grad_norm(self, model: Any) -> torch.Tensor:
         norm = self._grad_norm_of_all_stages()
