@@ -111,7 +111,10 @@ class PipelineTrainer(SupervisedTrainer):
             left = steps_in_epoch - step * accumulation
             grad_norm, learning_rate = self._train_step(model, batches, min(accumulation, left))
             self.state.epoch = epoch + min(1.0, (step + 1) * accumulation / steps_in_epoch)
-            self._end_step(grad_norm, learning_rate, model, epoch, when)
+            self.state.global_step += 1
+            self.control = self.callback_handler.on_step_end(self.args, self.state, self.control)
+            at = {"epoch": epoch, "learning_rate": learning_rate, **when}
+            self._maybe_log_save_evaluate(self._tr_loss, grad_norm, model, **at)
             if self.control.should_epoch_stop or self.control.should_training_stop:
                 break
         self.control = self.callback_handler.on_epoch_end(self.args, self.state, self.control)
@@ -150,11 +153,6 @@ class PipelineTrainer(SupervisedTrainer):
         self.lr_scheduler.step()
         model.zero_grad()
         return grad_norm, learning_rate
-
-    def _end_step(self, grad_norm: Any, learning_rate: float, model: Any, epoch: int, when: dict[str, Any]) -> None:
-        self.state.global_step += 1
-        self.control = self.callback_handler.on_step_end(self.args, self.state, self.control)
-        self._maybe_log_save_evaluate(self._tr_loss, grad_norm, model, epoch=epoch, learning_rate=learning_rate, **when)
 
     def _reduce_gradients(self) -> None:
         """Add up the two gradients of a tied weight, and those of all pipelines: losses are shares of all tokens."""
