@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-import csv
 import json
 import os
-import random
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -51,12 +48,9 @@ def test_a_hub_id_is_an_owner_and_a_name() -> None:
     assert not is_hub_id("train")
 
 
-def test_an_existing_file_is_a_file(write: Write) -> None:
+def test_a_source_is_a_file_that_exists_or_a_hub_id(write: Write) -> None:
     path = write("rows.jsonl", AS_LINES)
     assert resolve_source(str(path)) == DataSource(kind="file", name=str(path), path=path)
-
-
-def test_a_hub_id_that_is_not_a_file_is_a_hub_source() -> None:
     assert resolve_source("owner/name") == DataSource(kind="hub", name="owner/name")
 
 
@@ -66,12 +60,6 @@ def test_a_missing_file_is_reported_with_the_nearest_file(write: Write) -> None:
     with pytest.raises(ToolkitError, match=f"no such data file: {missing}") as caught:
         resolve_source(str(missing))
     assert caught.value.hint == f"did you mean `{path}`?"
-
-
-def test_a_missing_file_without_a_similar_one_shows_the_form_of_a_hub_id(tmp_path: Path) -> None:
-    with pytest.raises(ToolkitError, match=r"no such data file: .*nowhere/train.jsonl") as caught:
-        resolve_source(str(tmp_path / "nowhere" / "train.jsonl"))
-    assert "owner/name" in str(caught.value)
 
 
 def test_an_unsupported_suffix_is_refused_with_the_supported_ones(write: Write) -> None:
@@ -88,11 +76,11 @@ def test_an_unsupported_suffix_is_refused_with_the_supported_ones(write: Write) 
         ("folder/" * 1000 + "rows.json", "expected at most 4,095"),
         ("\0", "contains a null byte"),
         ("https://example.org/rows.json", "no such data file"),
-        ("squad", "no such data file"),
+        ("squad", "no such data file: squad.* like `owner/name`"),
     ],
 )
 def test_a_source_that_names_no_file_is_refused(source: str, message: str) -> None:
-    with pytest.raises(ToolkitError, match=message):
+    with pytest.raises(ToolkitError, match=f"(?s){message}"):
         resolve_source(source)
 
 
@@ -143,7 +131,7 @@ def test_a_single_row_with_one_list_is_a_row_and_not_a_wrapper(write: Write) -> 
     assert [row for _, row in iter_rows(write("indented.json", json.dumps(row, indent=2)))] == [row]
 
 
-@pytest.mark.parametrize("chunk", range(1, 40))
+@pytest.mark.parametrize("chunk", [1, 2, 7, 39])
 def test_a_json_list_does_not_depend_on_the_chunk_size(
     write: Write, monkeypatch: pytest.MonkeyPatch, chunk: int
 ) -> None:
@@ -162,6 +150,7 @@ def test_a_json_list_does_not_depend_on_the_chunk_size(
     [
         ("empty.jsonl", "", "empty.jsonl has no rows"),
         ("empty.json", " \n", "empty.json has no rows"),
+        ("lines.jsonl", '{"text": "a"}\n\n{"text": "b', r"row 2, line 3: malformed JSON: Unterminated .* \(column 10"),
         ("empty_list.json", "[ ]", "empty_list.json has no rows"),
         ("empty.csv", "", "empty.csv has no rows"),
         ("header.csv", "text\n", "header.csv has no rows"),
@@ -197,17 +186,6 @@ def test_unreadable_content_is_reported_with_its_place(
 ) -> None:
     with pytest.raises(ToolkitError, match=message):
         check_file(write(name, content))
-
-
-def test_malformed_json_in_line_250_is_reported_as_line_250(write: Write) -> None:
-    lines = [json.dumps({"text": str(number)}) for number in range(1, 501)]
-    lines[249] = '{"text": "broken'
-    path = write("rows.jsonl", "\n".join(lines))
-    with pytest.raises(ToolkitError) as caught:
-        check_file(path)
-    assert caught.value.message == (
-        f"{path}: row 250, line 250: malformed JSON: Unterminated string starting at (column 10)"
-    )
 
 
 def test_a_row_without_the_fields_is_reported_with_its_line_and_the_fields_found(write: Write) -> None:
@@ -293,19 +271,6 @@ def test_a_parquet_cell_that_unpacks_to_more_than_any_row_is_refused(tmp_path: P
         check_file(tmp_path / "rows.parquet", max_bytes=None)
 
 
-@pytest.mark.parametrize("seed", range(30))
-def test_a_damaged_parquet_file_is_refused_or_read(tmp_path: Path, seed: int) -> None:
-    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
-    path, draw = tmp_path / "rows.parquet", random.Random(seed)
-    parquet.write_table(pyarrow.table({"text": ["abc"] * 1000}), path)
-    content = bytearray(path.read_bytes())
-    for _ in range(draw.choice([1, 3, 10])):
-        content[draw.randrange(len(content))] = draw.randrange(256)
-    path.write_bytes(content[: draw.choice([len(content), draw.randrange(len(content))])])
-    with contextlib.suppress(ToolkitError):
-        check_file(path)
-
-
 @pytest.mark.parametrize(
     "card", ["configs: 5", "configs: text", "configs: [5, [a]]", "configs: !!python/name:os.system"]
 )
@@ -321,6 +286,13 @@ def test_a_data_set_card_that_is_a_bomb_is_refused(tmp_path: Path) -> None:
         resolve_sources([str(tmp_path)])
 
 
+def test_two_thousand_configurations_are_read_and_twenty_are_listed(tmp_path: Path) -> None:
+    entries = "".join(f"- config_name: c{number}\n  data_files: [a, b, c, d, e, f, g, h]\n" for number in range(2000))
+    (tmp_path / "README.md").write_text(f"---\nconfigs:\n{entries}---\n")
+    with pytest.raises(ToolkitError, match=r"c18, c19, and 1,980 more"):
+        resolve_sources([str(tmp_path)], config="other")
+
+
 # -- checking
 
 
@@ -330,15 +302,6 @@ def test_a_data_set_card_that_is_a_bomb_is_refused(tmp_path: Path) -> None:
 def test_the_real_files_are_valid(name: str, data_format: str) -> None:
     check = check_file(faq(name))
     assert (check.format, check.rows, check.complete) == (data_format, 503, True)
-
-
-def test_real_rows_survive_a_csv_file(tmp_path: Path) -> None:
-    rows = [row for _, row in iter_rows(faq("faq-en-alpaca.jsonl"))]
-    with (tmp_path / "rows.csv").open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, fieldnames=["instruction", "input", "output"])
-        writer.writeheader()
-        writer.writerows(rows)
-    assert [row for _, row in iter_rows(tmp_path / "rows.csv")] == rows
 
 
 def test_a_check_stops_after_its_byte_limit(write: Write) -> None:
@@ -394,9 +357,3 @@ def test_the_same_data_set_twice_is_refused(write: Write) -> None:
         resolve_sources([str(path), "owner/name", str(same)])
     with pytest.raises(ToolkitError, match="--dataset names owner/name twice\n"):
         resolve_sources(["owner/name", "owner/name"])
-
-
-def test_a_missing_file_among_several_is_named(write: Write) -> None:
-    path = write("rows.jsonl", '{"text": "a"}')
-    with pytest.raises(ToolkitError, match=r"no such data file: .*row.jsonl"):
-        resolve_sources([str(path), str(path.with_name("row.jsonl"))])

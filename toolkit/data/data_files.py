@@ -9,6 +9,7 @@ JSON lists, JSONL, CSV and Parquet are all streamed, so checking the first 32 Mi
 from __future__ import annotations
 
 import codecs
+import contextlib
 import csv
 import json
 import re
@@ -143,27 +144,25 @@ def resolve_source(source: str) -> DataSource:
     """
     path = user_path(source)
     try:
-        return _resolve(source, path)
+        if path.is_dir():
+            if (path / DATASET_CARD).is_file():
+                return DataSource(kind="hub", name=str(path))
+            inside = ", ".join(sorted(file.name for file in path.iterdir() if file.suffix.lower() in SUFFIXES)[:5])
+            hint = f"it holds: {inside or 'no data file'}"
+            raise ToolkitError(f"{source or '.'} is a folder, expected a data file", hint=hint)
+        exists = path.exists()
     except OSError as error:
         raise ToolkitError(f"{source[:80]} cannot be read: {error.strerror}") from None
-
-
-def _resolve(source: str, path: Path) -> DataSource:
-    is_folder = path.is_dir()
-    if is_folder and (path / DATASET_CARD).is_file():
-        return DataSource(kind="hub", name=str(path))
-    if is_folder:
-        inside = ", ".join(sorted(file.name for file in path.iterdir() if file.suffix.lower() in SUFFIXES)[:5])
-        raise ToolkitError(
-            f"{source or '.'} is a folder, expected a data file", hint=f"it holds: {inside or 'no data file'}"
-        )
-    if path.exists():
+    if exists:
         _reader(path)
         return DataSource(kind="file", name=source, path=path)
-    suggestion = _nearest_file(path)
-    if suggestion is None and is_hub_id(source):
+    close = None
+    with contextlib.suppress(OSError):
+        close = nearest(path.name, [entry.name for entry in path.parent.iterdir() if entry.is_file()])
+    if close is None and is_hub_id(source):
         return DataSource(kind="hub", name=source)
-    hint = f"did you mean `{suggestion}`?" if suggestion else "give a path to a file, or a hub id like `owner/name`"
+    hint = "give a path to a file, or a hub id like `owner/name`"
+    hint = f"did you mean `{path.parent / close}`?" if close else hint
     raise ToolkitError(f"no such data file: {source[:200]}", hint=hint)
 
 
@@ -197,14 +196,6 @@ def check_file(path: Path, *, max_bytes: int | None = 32 * 2**20) -> FileCheck:
         if max_bytes is not None and bytes_read >= max_bytes:
             return FileCheck(path=path, format=data_format, rows=rows, complete=False)
     return FileCheck(path=path, format=data_format, rows=rows, complete=True)
-
-
-def _nearest_file(path: Path) -> str | None:
-    try:
-        close = nearest(path.name, [entry.name for entry in path.parent.iterdir() if entry.is_file()])
-    except OSError:
-        return None
-    return str(path.parent / close) if close else None
 
 
 def _read_rows(path: Path) -> Iterator[ReadValue]:
@@ -293,7 +284,8 @@ def _csv_records(path: Path, lines: Lines) -> Iterator[tuple[str, list[str]]]:
 
 def _read_json(path: Path) -> Iterator[ReadValue]:
     """A list of objects, JSON lines, or one object around the list (`{"data": [...]}`)."""
-    start = _first_character(path)
+    with open_file(path) as file:
+        start = file.read(MAX_BLANK_BYTES).removeprefix(codecs.BOM_UTF8).lstrip()[:1]
     if start == b"[":
         return JsonList(path).rows()
     if start != b"{":
@@ -303,11 +295,6 @@ def _read_json(path: Path) -> Iterator[ReadValue]:
     except (OverLimit, ValueError, RecursionError):  # the object has several lines, or is one long line
         return _read_json_object(path)
     return _read_json_object(path) if _wrapped_list(value) is not None else _read_jsonl(path)
-
-
-def _first_character(path: Path) -> bytes:
-    with open_file(path) as file:
-        return file.read(MAX_BLANK_BYTES).removeprefix(codecs.BOM_UTF8).lstrip()[:1]
 
 
 def _read_json_object(path: Path) -> Iterator[ReadValue]:
@@ -345,30 +332,20 @@ def _read_parquet(path: Path) -> Iterator[ReadValue]:
     number, bytes_read = 0, 0
     try:
         with open_file(path) as stream, pyarrow.parquet.ParquetFile(stream) as file:
-            _check_parquet_rows(path, file.metadata)
+            for index in range(file.metadata.num_row_groups):
+                group = file.metadata.row_group(index)
+                if group.total_byte_size > MAX_ROW_BYTES * max(1, group.num_rows):  # on average, before one is decoded
+                    raise over_limit(path, f"row group {index + 1}")
             for batch in file.iter_batches(batch_size=PARQUET_BATCH_ROWS):
                 bytes_read += batch.nbytes
-                if batch.nbytes > MAX_ROW_BYTES:
-                    _check_parquet_batch(path, batch, number)
+                for index in range(batch.num_rows) if batch.nbytes > MAX_ROW_BYTES else ():
+                    if batch.slice(index, 1).nbytes > MAX_ROW_BYTES:
+                        raise over_limit(path, f"row {number + index + 1}")
                 for row in batch.to_pylist():
                     number += 1
                     yield ReadValue(f"row {number}", row, bytes_read)
     except (pyarrow.ArrowException, ValueError, OverflowError) as error:
         raise ToolkitError(f"{path} is not a valid Parquet file: {str(error).splitlines()[0]}") from None
-
-
-def _check_parquet_rows(path: Path, metadata: Any) -> None:
-    """Refuse row groups whose rows are longer than any document on average, before one is decoded."""
-    for number in range(metadata.num_row_groups):
-        group = metadata.row_group(number)
-        if group.total_byte_size > MAX_ROW_BYTES * max(1, group.num_rows):
-            raise over_limit(path, f"row group {number + 1}")
-
-
-def _check_parquet_batch(path: Path, batch: Any, rows_before: int) -> None:
-    for index in range(batch.num_rows):
-        if batch.slice(index, 1).nbytes > MAX_ROW_BYTES:
-            raise over_limit(path, f"row {rows_before + index + 1}")
 
 
 _READERS: dict[str, Callable[[Path], Iterator[ReadValue]]] = {

@@ -40,19 +40,9 @@ ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 # LLaMA-Factory's `function_call` is the model's turn, `observation` the tool's result.
 SHAREGPT_ROLES = {
     "system": "system",
-    "human": "user",
-    "user": "user",
-    "gpt": "assistant",
-    "chatgpt": "assistant",
-    "bot": "assistant",
-    "assistant": "assistant",
-    "model": "assistant",
-    "function_call": "assistant",
-    "tool": "tool",
-    "tool_response": "tool",
-    "function": "tool",
-    "function_response": "tool",
-    "observation": "tool",
+    **dict.fromkeys(("human", "user"), "user"),
+    **dict.fromkeys(("gpt", "chatgpt", "bot", "assistant", "model", "function_call"), "assistant"),
+    **dict.fromkeys(("tool", "tool_response", "function", "function_response", "observation"), "tool"),
 }
 
 
@@ -98,7 +88,22 @@ def check_row(row: Row, data_format: str) -> None:
 
 def to_sample(row: Row, data_format: str) -> Sample:
     """Convert a row that has passed `check_row`."""
-    return _CONVERSIONS[data_format](_present(row))
+    row = _present(row)
+    if data_format == "messages":
+        return Sample(messages=_messages(row["messages"]), tools=_tools(row))
+    if data_format == "sharegpt":
+        turns = [{"role": SHAREGPT_ROLES[turn["from"]], "content": turn["value"]} for turn in row["conversations"]]
+        return Sample(messages=turns, tools=_tools(row))
+    if data_format == "alpaca":
+        user = "\n\n".join(part for part in (row["instruction"], row.get("input", "")) if part)
+        return Sample(messages=[{"role": "user", "content": user}, {"role": "assistant", "content": row["output"]}])
+    if data_format == "text":
+        return Sample(text=row["text"])
+    prompt, completion = row["prompt"], row["completion"]
+    if isinstance(prompt, str):
+        return Sample(prompt=prompt, completion=completion)
+    messages = _messages(prompt) + _messages(completion)
+    return Sample(messages=messages, first_supervised_message=len(prompt), tools=_tools(row))
 
 
 def with_system_prompt(sample: Sample, system_prompt: str | None) -> Sample:
@@ -160,60 +165,51 @@ def _check_texts(row: Row, *fields: str) -> None:
             _check_text(row[field], f"`{field}`")
 
 
-def _check_turns(turns: object, field: str, *, check_turn: Callable[[Row, str], None]) -> None:
+def _check_turns(turns: object, field: str, *, sharegpt: bool = False) -> None:
     if not isinstance(turns, list):
         hint = "CSV cells are strings: keep conversations in JSONL or Parquet" if isinstance(turns, str) else None
         raise ToolkitError(f"`{field}` is {_json_type(turns)}, expected a list of objects", hint=hint)
     if not turns:
         raise ToolkitError(f"`{field}` is empty: a conversation needs at least one message")
     for number, turn in enumerate(turns, start=1):
+        where = f"message {number} of `{field}`"
         if not isinstance(turn, dict):
-            raise ToolkitError(f"message {number} of `{field}` is {_json_type(turn)}, expected an object")
-        check_turn(_present(turn), f"message {number} of `{field}`")
+            raise ToolkitError(f"{where} is {_json_type(turn)}, expected an object")
+        _check_turn(_present(turn), where, sharegpt=sharegpt)
 
 
-def _check_keys(turn: Row, where: str, role: str, content: str, *, hint: str) -> None:
+def _check_turn(turn: Row, where: str, *, sharegpt: bool) -> None:
+    role, content = ("from", "value") if sharegpt else ("role", "content")
+    known: Collection[str] = SHAREGPT_ROLES if sharegpt else ROLES
+    if "tool_calls" in turn and not sharegpt:
+        turn = {"content": "", **turn}
     missing = next((key for key in (role, content) if key not in turn), None)
     if missing is not None:
+        hint = f"each message is {{{role}, {content}}}"
+        if sharegpt and "role" in turn:
+            hint = "rename the field `conversations` to `messages` for {role, content}"
+        elif not sharegpt and "from" in turn:
+            hint = "rename the field `messages` to `conversations` for {from, value}"
         raise ToolkitError(f"{where} has no `{missing}`; fields found: {field_names(turn)}", hint=hint)
-
-
-def _check_role(role: object, where: str, known: Collection[str]) -> None:
-    _check_text(role, f"the role of {where}")
-    if role not in known:
-        expected = f"expected one of: {', '.join(known)}"
-        raise ToolkitError(
-            f"{where} has the unknown role {role!r}", hint=did_you_mean(str(role), known, otherwise=expected)
-        )
-
-
-def _check_message(message: Row, where: str) -> None:
-    if "tool_calls" in message:
-        message = {"content": "", **message}
-    hint = "rename the field `messages` to `conversations` for {from, value}" if "from" in message else None
-    _check_keys(message, where, "role", "content", hint=hint or "each message is {role, content}")
-    _check_role(message["role"], where, ROLES)
-    _check_text(message["content"], f"the content of {where}")
-
-
-def _check_sharegpt_turn(turn: Row, where: str) -> None:
-    hint = "rename the field `conversations` to `messages` for {role, content}" if "role" in turn else None
-    _check_keys(turn, where, "from", "value", hint=hint or "each message is {from, value}")
-    _check_role(turn["from"], where, SHAREGPT_ROLES)
-    _check_text(turn["value"], f"the value of {where}")
+    name = turn[role]
+    _check_text(name, f"the role of {where}")
+    if name not in known:
+        nearest = did_you_mean(name, known, otherwise=f"expected one of: {', '.join(known)}")
+        raise ToolkitError(f"{where} has the unknown role {name!r}", hint=nearest)
+    _check_text(turn[content], f"the {content} of {where}")
 
 
 def _check_prompt_completion(row: Row) -> None:
     if isinstance(row["prompt"], list) or isinstance(row["completion"], list):
-        _check_turns(row["prompt"], "prompt", check_turn=_check_message)
-        _check_turns(row["completion"], "completion", check_turn=_check_message)
+        _check_turns(row["prompt"], "prompt")
+        _check_turns(row["completion"], "completion")
     else:
         _check_texts(row, "prompt", "completion")
 
 
 _CHECKS: dict[str, Callable[[Row], None]] = {
-    "messages": lambda row: _check_turns(row["messages"], "messages", check_turn=_check_message),
-    "sharegpt": lambda row: _check_turns(row["conversations"], "conversations", check_turn=_check_sharegpt_turn),
+    "messages": lambda row: _check_turns(row["messages"], "messages"),
+    "sharegpt": lambda row: _check_turns(row["conversations"], "conversations", sharegpt=True),
     "alpaca": lambda row: _check_texts(row, "instruction", "input", "output"),
     "prompt_completion": _check_prompt_completion,
     "text": lambda row: _check_texts(row, "text"),
@@ -239,35 +235,3 @@ def _tools(row: Row) -> list[dict[str, Any]] | None:
 def _messages(messages: list[Message]) -> list[Message]:
     """Messages without None; a tool call without content gets an empty one, which every template renders."""
     return [{"content": "", **_without_none(message)} for message in messages]
-
-
-def _from_messages(row: Row) -> Sample:
-    return Sample(messages=_messages(row["messages"]), tools=_tools(row))
-
-
-def _from_sharegpt(row: Row) -> Sample:
-    turns = [{"role": SHAREGPT_ROLES[turn["from"]], "content": turn["value"]} for turn in row["conversations"]]
-    return Sample(messages=turns, tools=_tools(row))
-
-
-def _from_alpaca(row: Row) -> Sample:
-    parts = [row["instruction"], row.get("input", "")]
-    user = "\n\n".join(part for part in parts if part)
-    return Sample(messages=[{"role": "user", "content": user}, {"role": "assistant", "content": row["output"]}])
-
-
-def _from_prompt_completion(row: Row) -> Sample:
-    prompt, completion = row["prompt"], row["completion"]
-    if isinstance(prompt, str):
-        return Sample(prompt=prompt, completion=completion)
-    messages = _messages(prompt) + _messages(completion)
-    return Sample(messages=messages, first_supervised_message=len(prompt), tools=_tools(row))
-
-
-_CONVERSIONS: dict[str, Callable[[Row], Sample]] = {
-    "messages": _from_messages,
-    "sharegpt": _from_sharegpt,
-    "alpaca": _from_alpaca,
-    "prompt_completion": _from_prompt_completion,
-    "text": lambda row: Sample(text=row["text"]),
-}

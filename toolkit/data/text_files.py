@@ -63,14 +63,12 @@ class Lines:
                     raise OverLimit(
                         f"{self.path}: line {number}: more than {MAX_BLANK_BYTES // KIB} KiB of blank lines"
                     )
-                yield self._decoded(line, number)
-
-    def _decoded(self, line: bytes, number: int) -> str:
-        try:
-            return line.decode("utf-8-sig" if number == 1 else "utf-8")
-        except UnicodeDecodeError as error:
-            why = f"byte {error.start + 1} (0x{line[error.start]:02x}) is not UTF-8"
-            raise error_at(self.path, f"line {number}", why, hint="save the file as UTF-8") from None
+                try:
+                    text = line.decode("utf-8-sig" if number == 1 else "utf-8")
+                except UnicodeDecodeError as error:
+                    why = f"byte {error.start + 1} (0x{line[error.start]:02x}) is not UTF-8"
+                    raise error_at(self.path, f"line {number}", why, hint="save the file as UTF-8") from None
+                yield text
 
 
 def describe_json_error(error: ValueError | RecursionError) -> str:

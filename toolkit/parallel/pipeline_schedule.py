@@ -83,12 +83,11 @@ class PipelineSettings:
         """
         if (self.schedule == INTERLEAVED) != (self.chunks > 1):
             why = "interleaves two stages per GPU or more" if self.chunks == 1 else "has one stage per GPU"
-            return f"--pipeline_schedule {self.schedule} {why}", _chunks_hint(self.chunks)
+            interleave = "`--pipeline_schedule interleaved_1f1b`"
+            fix = f"`--pipeline_chunks {INTERLEAVED_CHUNKS}`" if self.chunks == 1 else interleave
+            return f"--pipeline_schedule {self.schedule} {why}", fix
         if layers is not None and self.stages > layers:
             return f"{self.stages} stages of a model with {layers} layers", f"`--pp {max(1, layers // self.chunks)}`"
-        return self._micro_batch_problem(micro_batches)
-
-    def _micro_batch_problem(self, micro_batches: int) -> tuple[str, str] | None:
         option = "--gradient_accumulation_steps"
         if self.schedule == ONE_F_ONE_B and micro_batches < self.ranks:
             why = f"--pipeline_schedule 1f1b fills {self.ranks} stages with {micro_batches} micro-batches ({option})"
@@ -98,10 +97,6 @@ class PipelineSettings:
             why = f"{option} {micro_batches} cannot be dealt out to {self.ranks} GPUs in {rounds} equal rounds"
             return why, f"`{option} {micro_batches - micro_batches % self.ranks}`"
         return None
-
-
-def _chunks_hint(chunks: int) -> str:
-    return f"`--pipeline_chunks {INTERLEAVED_CHUNKS}`" if chunks == 1 else "`--pipeline_schedule interleaved_1f1b`"
 
 
 def interleaved_rounds(micro_batches: int, *, ranks: int) -> int:

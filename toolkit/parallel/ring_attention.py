@@ -7,10 +7,10 @@ error at 65 tokens, and at 66 it divides unevenly and says nothing.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 from toolkit.parallel.layout import ParallelLayout
-from toolkit.parallel.patches import patched_once
 
 
 def context_parallel_config(layout: ParallelLayout) -> Any:
@@ -20,7 +20,7 @@ def context_parallel_config(layout: ParallelLayout) -> Any:
     return ParallelismConfig(cp_size=layout.cp, dp_shard_size=layout.dp_shard)
 
 
-@patched_once
+@functools.cache
 def ring_attention_on_cpu() -> None:
     """Give torch's context parallelism the attention kernels of a CPU; it dispatches CUDA's alone.
 

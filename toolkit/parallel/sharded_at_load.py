@@ -13,7 +13,6 @@ import functools
 from typing import Any
 
 from toolkit.parallel.layout import ParallelLayout
-from toolkit.parallel.patches import patched_once
 
 
 def distributed_config(layout: ParallelLayout, *, half: bool) -> Any:
@@ -39,7 +38,7 @@ def apply_fixes(*, on_cpu: bool) -> None:
         _allow_cpu_ranks()
 
 
-@patched_once
+@functools.cache
 def _load_empty_shards() -> None:
     """Load nothing where a weight that is split twice has fewer rows than ranks; transformers expects one at least."""
     from transformers.distributed.sharding_utils import DtensorShardOperation
@@ -52,7 +51,7 @@ def _load_empty_shards() -> None:
     DtensorShardOperation._slice_and_cat = slice_and_cat
 
 
-@patched_once
+@functools.cache
 def _reduce_replicated_gradients_once() -> None:
     """All-reduce each micro-batch's own gradient of a parameter that tensor parallelism replicates.
 
@@ -88,7 +87,7 @@ def _reduce_replicated_gradients_once() -> None:
     tensor_parallel.ReplicatedWithGradAllReduce.install_forward = install_forward
 
 
-@patched_once
+@functools.cache
 def _size_adapters_globally() -> None:
     """Give adapters the sizes of the whole layer: peft reads the local shard, transformers then shards them again."""
     import torch
@@ -103,7 +102,7 @@ def _size_adapters_globally() -> None:
     tuners_utils._get_in_out_features = layer._get_in_out_features = sizes
 
 
-@patched_once
+@functools.cache
 def _average_split_adapters() -> None:
     """Average the adapters that tensor parallelism splits over data parallelism too.
 
@@ -155,7 +154,7 @@ def _average_over_data_parallelism(trainer: Any, model: Any) -> None:
         parameter._averaged = True
 
 
-@patched_once
+@functools.cache
 def _allow_cpu_ranks() -> None:
     """accelerate's `ParallelismConfig` refuses CPU ranks, only because `multi_device` does not list them."""
     from accelerate import Accelerator

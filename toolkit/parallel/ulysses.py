@@ -14,7 +14,6 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from toolkit.parallel.layout import ParallelLayout
-from toolkit.parallel.patches import patched_once
 
 IGNORED = -100
 TOKEN_WEIGHT = "sequence_parallel_weight"
@@ -74,7 +73,7 @@ def sequence_part(batch: Mapping[str, Any], *, rank: int, size: int) -> dict[str
     }
 
 
-@patched_once
+@functools.cache
 def _same_rows_for_a_group() -> None:
     """Deal rows to groups of ranks, as accelerate does for tensor and context parallelism."""
     from accelerate import Accelerator, accelerator
@@ -119,7 +118,7 @@ def _same_rows_for_a_group() -> None:
     Trainer.get_eval_dataloader = get_eval_dataloader
 
 
-@patched_once
+@functools.cache
 def _attend_in_every_batch() -> None:
     """Let DeepSpeed's attention take batches of any number of rows, and exchange heads in evaluations too.
 
@@ -154,7 +153,7 @@ def _attend_in_every_batch() -> None:
     Attention.forward, Trainer.evaluation_loop = forward, evaluation_loop
 
 
-@patched_once
+@functools.cache
 def _weight_by_tokens() -> None:
     """Weight each micro-batch's loss by its supervised tokens, as without sequence parallelism.
 
@@ -208,7 +207,7 @@ def _token_weights(trainer: Any, batches: list[Any]) -> list[float]:
     return weights
 
 
-@patched_once
+@functools.cache
 def _gather_backward_on_gloo() -> None:
     """Sum the gradients of an `all_gather` and keep this rank's part.
 

@@ -45,12 +45,6 @@ def test_the_first_token_of_a_document_is_not_a_target(tokenizer: Any) -> None:
     assert facts.rows == (0, 2, 2)
 
 
-def test_packs_supervise_as_many_tokens_as_their_rows(tokenizer: Any) -> None:
-    unpacked = observed(Collator(tokenizer))(PACKED_ROWS)[BATCH_FACTS].supervised_tokens
-    packs = [joined([PACKED_ROWS[0], PACKED_ROWS[1]]), joined([PACKED_ROWS[2], PACKED_ROWS[3]])]
-    assert observed(PackCollator(tokenizer))(packs)[BATCH_FACTS].supervised_tokens == unpacked == 2 + 4 + 1 + 3
-
-
 def test_flash_attention_gets_all_packs_in_one_row(tokenizer: Any) -> None:
     batch = PackCollator(tokenizer, one_row=True)([joined([PACKED_ROWS[0], PACKED_ROWS[2]]), joined([PACKED_ROWS[2]])])
     assert batch["position_ids"].tolist() == [[0, 1, 2, 0, 1, 0, 1]]

@@ -83,15 +83,3 @@ def test_two_weighted_files_give_the_same_steps_under_another_preset_and_when_re
     ended = accelerate_launch(ROOT / "accelerate_configs" / "ddp.yaml", *resume, *reweighted)
     assert ended.returncode != 0
     assert "was trained with --dataset_weights 0.5 0.5, now it is 0.7 0.3" in ended.stderr
-
-
-@pytest.mark.launch
-def test_packed_streams_of_two_files_give_the_same_steps_under_another_preset(job: Path, tmp_path: Path) -> None:
-    words = [str(job), "--streaming", "true", "--packing", "true", "--max_seq_length", "256", "--max_steps", "4"]
-    words += ["--save_strategy", "no"]
-    one, other = (run_job(preset, tmp_path / preset, *words) for preset in ("ddp", "zero2"))
-    assert one["batch_sha256"] == other["batch_sha256"]
-    assert len(set(one["batch_sha256"])) == 8
-    assert one["loss"] == pytest.approx(other["loss"], abs=1e-4)
-    data = read(tmp_path / "ddp" / "run.json")["data"]
-    assert [(source["rows"], source["epoch_rows"]) for source in data["sources"]] == [(10, None), (20, None)]

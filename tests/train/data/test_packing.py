@@ -65,13 +65,6 @@ def test_open_packs_lose_no_row_of_a_stream() -> None:
     assert fill > 0.9  # observed: 0.95
 
 
-def test_open_packs_fill_up_and_never_overflow() -> None:
-    packs = OpenPacks(max_tokens=7, at_most=2)
-    given = [packs.add({"input_ids": [0] * tokens, "row": n}) for n, tokens in enumerate([3, 5, 2, 4, 6, 6, 6])]
-    numbers = [None if pack is None else [row["row"] for row in pack] for pack in given]
-    assert numbers == [None, None, [1, 2], [0, 3], None, None, [4]]
-
-
 # -- losses
 
 

@@ -23,16 +23,7 @@ def job(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, faq_sharegpt
     rows = tmp_path_factory.mktemp("rows") / "rows.jsonl"
     rows.write_text("\n".join(faq_sharegpt.read_text().splitlines()[:60]) + "\n")
     words = ["--model_name_or_path", str(tiny_model), "--dataset", str(rows), "--max_seq_length", "256"]
-    words += [
-        "--streaming",
-        "true",
-        "--streaming_buffer_size",
-        "16",
-        "--packing",
-        "true",
-        "--system_prompt",
-        "Be brief.",
-    ]
+    words += ["--streaming", "true", "--streaming_buffer_size", "16", "--packing", "true"]
     words += ["--per_device_train_batch_size", "1", "--gradient_accumulation_steps", "2", "--max_steps", "5"]
     words += ["--system_prompt", "Be brief."]
     return [*words, "--lora_r", "4", "--lora_dropout", "0.1", "--save_model", "false"]

@@ -14,6 +14,7 @@ from dataset_folders import write_dataset_folder
 
 from toolkit.data import DataSource, Sample, resolve_sources
 from toolkit.errors import ToolkitError
+from toolkit.train.data.data_report import preflight_lines, system_prompt_lines
 from toolkit.train.data.tokenization import encode, encode_rows, load_hub, load_rows, row_encoder, tokenize
 
 # -- supervision
@@ -82,6 +83,30 @@ def test_the_statistics_count_rows_tokens_and_truncated_rows(tokenizer: Any) -> 
     assert result.dataset.column_names == ["input_ids", "labels", "length", "row", "supervised"]
     assert result.dataset["length"][:] == [3, 4, 2]
     assert result.dataset["row"][:] == [0, 1, 2]
+
+
+def test_the_report_names_the_format_and_shows_the_supervised_part(tokenizer: Any) -> None:
+    rows = [{"prompt": " a", "completion": " b"}]
+    assert preflight_lines(tokenized(rows, tokenizer, "prompt_completion").stats) == [
+        "data: prompt_completion format, 1 rows, 1 kept",
+        "  3 tokens, 2 supervised (67%); longest row 3 tokens",
+        "  0 rows truncated, 0 dropped without a supervised token",
+        "  first row, supervised part between « and »:",
+        "  |  a« b<|im_end|>»",
+    ]
+
+
+def test_a_system_prompt_that_no_row_takes_is_reported(tokenizer: Any) -> None:
+    def lines(rows: list[dict[str, Any]], data_format: str, system_prompt: str | None = "Be kind.") -> list[str]:
+        encoder = row_encoder(
+            tokenizer=tokenizer, data_format=data_format, max_seq_length=128, loss_on=None, system_prompt=system_prompt
+        )
+        return system_prompt_lines([encode_rows(datasets.Dataset.from_list(rows), encoder)], system_prompt)
+
+    assert lines([{"messages": TURNS}, {"messages": TURNS[1:]}], "messages") == []
+    assert lines([{"text": "plain"}], "text", system_prompt=None) == []
+    for warning in (lines([{"messages": TURNS}], "messages"), lines([{"text": "plain"}], "text")):
+        assert [line.split(":")[1] for line in warning] == [" --system_prompt has no effect"]
 
 
 # -- files

@@ -217,20 +217,3 @@ def test_only_what_torchs_flash_attention_computes_is_given_to_it(
             for size in (how["head_dim"], how.get("value_dim", how["head_dim"]))
         )
         assert varlen.has_varlen_kernel(query, value, dropout=how["dropout"]) is expected
-
-
-# -- why this function exists: what the libraries do not do on a CPU
-
-
-def test_sdpa_of_nested_tensors_does_not_run_on_a_cpu() -> None:
-    """SDPA's own path for documents of different lengths; if this runs, it can replace the loop over documents."""
-    starts = torch.tensor([0, 3, 8])
-    part = torch.nested.nested_tensor_from_jagged(torch.randn(8, 2, 16), starts).transpose(1, 2)
-    with pytest.raises(RuntimeError, match="No viable backend for scaled_dot_product_attention"):
-        torch.nn.functional.scaled_dot_product_attention(part, part, part, is_causal=True)
-
-
-def test_torchs_varlen_attn_does_not_run_on_a_cpu() -> None:
-    part, starts = torch.randn(8, 2, 16, dtype=torch.bfloat16), torch.tensor([0, 3, 8], dtype=torch.int32)
-    with pytest.raises(NotImplementedError, match="_flash_attention_forward"):
-        varlen.varlen_attn(part, part, part, starts, starts, 5, 5, window_size=(-1, 0))

@@ -38,23 +38,21 @@ def encode_chat(sample: Sample, tokenizer: Any, *, supervise_all: bool, max_toke
     if not supervise_all and _GENERATION_BLOCK.search(chat.template()):
         return _encode_generation_blocks(chat, first_supervised_message=sample.first_supervised_message)
     text = chat.render(len(chat.messages))
-    input_ids, offsets = _with_offsets(text, tokenizer)
+    if not tokenizer.is_fast:
+        raise ToolkitError("the tokenizer does not provide token offsets", hint="use a fast tokenizer")
+    encoding = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+    input_ids, offsets = encoding.input_ids, encoding.offset_mapping
     if supervise_all:
         return input_ids, [True] * len(input_ids)
     # Each span renders the conversation again, which is too slow for long conversations behind the cut.
     cut = len(text) if max_tokens is None or max_tokens >= len(offsets) else offsets[max_tokens][0]
-    return input_ids, _overlaps(offsets, _assistant_spans(chat, text, sample.first_supervised_message, cut))
-
-
-def _assistant_spans(chat: _Chat, text: str, first_supervised_message: int, cut: int) -> list[Span]:
-    """The assistant's turns before the character `cut`."""
     spans: list[Span] = []
     for index, message in enumerate(chat.messages):
         if spans and spans[-1][1] >= cut:
             break
-        if message["role"] == "assistant" and index >= first_supervised_message:
+        if message["role"] == "assistant" and index >= sample.first_supervised_message:
             spans.append(chat.assistant_span(text, index))
-    return spans
+    return input_ids, _overlaps(offsets, spans)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -102,28 +100,17 @@ class _Chat:
         Found by rendering growing prefixes, which works if each is a prefix of the complete text.
         """
         through = self.render(index + 1)
-        start = self._span_start(through, index)
+        if index:
+            prefix = self.render(index, prompt_assistant=True)
+            start = len(prefix) if through.startswith(prefix) else None
+        else:  # many templates cannot render a header without a message before it
+            content = self.messages[0]["content"].strip()
+            start = through.rfind(content) if content and content in through else None
         if start is None or not text.startswith(through):
             why = "differently depending on the messages around it, so the assistant's turn cannot be located"
             raise ToolkitError(f"the chat template renders message {index + 1} {why}", hint=TEMPLATE_HINT)
         # White space after the end-of-turn token belongs to the template: the model stops before it.
         return start, max(start, len(through.rstrip()))
-
-    def _span_start(self, through: str, index: int) -> int | None:
-        if index == 0:  # many templates cannot render a header without a message before it
-            content = self.messages[0]["content"].strip()
-            found = through.rfind(content) if content else -1
-            return None if found < 0 else found
-        prefix = self.render(index, prompt_assistant=True)
-        return len(prefix) if through.startswith(prefix) else None
-
-
-def _with_offsets(text: str, tokenizer: Any) -> tuple[list[int], list[Span]]:
-    """Tokens of the text, and the characters that each token covers."""
-    if not tokenizer.is_fast:
-        raise ToolkitError("the tokenizer does not provide token offsets", hint="use a fast tokenizer")
-    encoding = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-    return encoding.input_ids, encoding.offset_mapping
 
 
 def _overlaps(offsets: Sequence[Span], spans: Sequence[Span]) -> list[bool]:

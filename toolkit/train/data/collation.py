@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import MutableMapping, Sequence
-from itertools import accumulate, chain
+from itertools import accumulate, chain, pairwise
 from typing import Any
 
 import torch
@@ -57,14 +57,23 @@ class PackCollator(Collator):
         """Concatenate all packs of a batch, and add the lengths of their documents, which replace a mask."""
 
     def __call__(self, packs: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        rows = [_chained(packs)] if self.one_row else packs
+        rows = packs
+        if self.one_row:
+            rows = [{name: list(chain.from_iterable(pack[name] for pack in packs)) for name in packs[0]}]
         input_ids = _padded([row["input_ids"] for row in rows], self.pad_id)
-        labels = _padded([_without_first_tokens(row) for row in rows], IGNORED)
-        positions = [_positions(row["documents"], input_ids.shape[1]) for row in rows]
-        position_ids = torch.tensor(positions, dtype=torch.int64)
+        labels = _padded([row["labels"] for row in rows], IGNORED)
+        position_ids = torch.empty_like(input_ids)
+        for index, row in enumerate(rows):
+            starts = [0, *accumulate(row["documents"])]
+            labels[index, starts[:-1]] = IGNORED
+            for start, end in pairwise([*starts, input_ids.shape[1]]):
+                position_ids[index, start:end] = torch.arange(end - start)
         batch: dict[str, Any] = {"input_ids": input_ids, "position_ids": position_ids, "labels": labels}
         if self.one_row:
-            batch |= _document_lengths(rows[0]["documents"])
+            # transformers' `FlashAttentionKwargs`. Each layer would read the positions instead, and wait for the GPU.
+            lengths, longest = torch.tensor(starts, dtype=torch.int32), max(rows[0]["documents"])
+            batch |= {"cu_seq_lens_q": lengths, "cu_seq_lens_k": lengths}
+            batch |= {"max_length_q": longest, "max_length_k": longest}
         return self._with_positions(batch)
 
 
@@ -79,30 +88,6 @@ def next_labels(batch: dict[str, Any]) -> torch.Tensor:
 def supervised_positions(labels: torch.Tensor) -> torch.Tensor:
     """Return the indices of the labels that are not ignored."""
     return (labels != IGNORED).nonzero().flatten()
-
-
-def _document_lengths(documents: Sequence[int]) -> dict[str, Any]:
-    """transformers' `FlashAttentionKwargs`. Without them, each layer would read the positions, and wait for the GPU."""
-    starts = torch.tensor([0, *accumulate(documents)], dtype=torch.int32)
-    longest = max(documents)
-    return {"cu_seq_lens_q": starts, "cu_seq_lens_k": starts, "max_length_q": longest, "max_length_k": longest}
-
-
-def _chained(packs: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    return {name: list(chain.from_iterable(pack[name] for pack in packs)) for name in packs[0]}
-
-
-def _without_first_tokens(pack: dict[str, Any]) -> list[int]:
-    labels, start = list(pack["labels"]), 0
-    for tokens in pack["documents"]:
-        labels[start] = IGNORED
-        start += tokens
-    return labels
-
-
-def _positions(documents: Sequence[int], width: int) -> list[int]:
-    padding = width - sum(documents)
-    return list(chain.from_iterable(map(range, [*documents, padding])))
 
 
 def _padded(rows: Sequence[Sequence[int]], fill: int, *, multiple: int = 1) -> torch.Tensor:

@@ -102,16 +102,8 @@ def data_stats(
 
 def of_one_source(stats: DataStats, name: str, *, weight: float | None = None) -> SourceStats:
     """Return the counts of a data set, from the statistics of its rows."""
-    return SourceStats(
-        name=name,
-        format=stats.format,
-        weight=weight,
-        rows=stats.rows,
-        dropped_rows=stats.dropped_rows,
-        epoch_rows=stats.epoch_rows,
-        tokens=stats.tokens,
-        supervised_tokens=stats.supervised_tokens,
-    )
+    shared = ("format", "rows", "dropped_rows", "epoch_rows", "tokens", "supervised_tokens")
+    return SourceStats(name=name, weight=weight, **{field: getattr(stats, field) for field in shared})
 
 
 def of_all_sources(stats: Sequence[DataStats], sources: Sequence[SourceStats]) -> DataStats:
@@ -143,37 +135,30 @@ def mark_supervised(row: dict[str, Any], tokenizer: Any) -> str:
 
 def preflight_lines(stats: DataStats) -> list[str]:
     """Return the report that is printed before training."""
-    kept = stats.rows - stats.dropped_rows
+    rows = f"streamed; of the first {stats.rows:,} rows" if stats.streamed else f"{stats.rows:,} rows"
     share = stats.supervised_tokens / stats.tokens
-    lines = [
-        f"data: {stats.format} format, {_rows(stats)}, {kept:,} kept",
-        *_source_lines(stats),
+    lines = [f"data: {stats.format} format, {rows}, {stats.rows - stats.dropped_rows:,} kept"]
+    if len(stats.sources) > 1:
+        total = "" if stats.epoch_rows is None else f"; an epoch has {stats.epoch_rows:,} rows"
+        lines.append(f"  from {len(stats.sources)} data sets{total}")
+        lines += [_source_line(source, stats.epoch_rows) for source in stats.sources]
+    lines += [
         f"  {stats.tokens:,} tokens, {stats.supervised_tokens:,} supervised ({share:.0%});"
         f" longest row {stats.longest_row_tokens:,} tokens",
         f"  {stats.truncated_rows:,} rows truncated, {stats.dropped_rows:,} dropped without a supervised token",
-        *_pack_lines(stats),
-        "  first row, supervised part between « and »:",
     ]
-    return lines + [f"  | {line}" for line in _shortened(stats.sample).splitlines()]
-
-
-def _rows(stats: DataStats) -> str:
-    return f"streamed; of the first {stats.rows:,} rows" if stats.streamed else f"{stats.rows:,} rows"
-
-
-def _source_lines(stats: DataStats) -> list[str]:
-    """A line for each data set, where there are several: what an epoch has of it."""
-    if len(stats.sources) < 2:
-        return []
-    total = "" if stats.epoch_rows is None else f"; an epoch has {stats.epoch_rows:,} rows"
-    return [
-        f"  from {len(stats.sources)} data sets{total}",
-        *(_source_line(s, stats.epoch_rows) for s in stats.sources),
-    ]
+    if stats.packs is not None and stats.pack_fill_fraction is not None and stats.epoch_rows is not None:
+        each, full = f"{stats.epoch_rows / stats.packs:.1f} rows", f"{stats.pack_fill_fraction:.1%} full"
+        lines.append(f"  packed into {stats.packs:,} sequences of {each}, {full}; batch sizes count these sequences")
+    # Of a long row the beginning and the end, with the closing ».
+    sample = stats.sample
+    sample = sample if len(sample) <= 1200 else f"{sample[:600]} … {sample[-600:]}"
+    lines.append("  first row, supervised part between « and »:")
+    return lines + [f"  | {line}" for line in sample.splitlines()]
 
 
 def _source_line(source: SourceStats, epoch_rows: int | None) -> str:
-    """`faq.jsonl: alpaca, 503 rows; 70.0% of an epoch: 2,333 rows, each 4.64 times, 95,000 tokens`."""
+    """For example `faq.jsonl: alpaca, 503 rows; 70.0% of an epoch: 2,333 rows, each 4.64 times, 95,000 tokens`."""
     head = f"    {source.name}: {source.format}"
     if source.epoch_rows is None or epoch_rows is None:
         order = "one after the other" if source.weight is None else f"{source.weight:.1%} of the rows, at random"
@@ -182,15 +167,3 @@ def _source_line(source: SourceStats, epoch_rows: int | None) -> str:
     share = f"{source.epoch_rows / epoch_rows:.1%} of an epoch: {source.epoch_rows:,} rows"
     repeated = f", each {source.epoch_rows / kept:.2f} times" if source.epoch_rows > kept else ""
     return f"{head}, {source.rows:,} rows; {share}{repeated}, {source.tokens:,} tokens"
-
-
-def _pack_lines(stats: DataStats) -> list[str]:
-    if stats.packs is None or stats.pack_fill_fraction is None or stats.epoch_rows is None:
-        return []
-    rows, full = f"{stats.epoch_rows / stats.packs:.1f} rows", f"{stats.pack_fill_fraction:.1%} full"
-    return [f"  packed into {stats.packs:,} sequences of {rows}, {full}; batch sizes count these sequences"]
-
-
-def _shortened(text: str, *, at_most: int = 1200) -> str:
-    """The beginning and the end, with the closing »."""
-    return text if len(text) <= at_most else f"{text[: at_most // 2]} … {text[-at_most // 2 :]}"

@@ -31,7 +31,7 @@ from toolkit.train.data.data_report import (
 )
 from toolkit.train.data.packing import PackedRows, packs_into_one_row
 from toolkit.train.data.stream_loader import batch_share
-from toolkit.train.data.streaming import MixedRows, RowStream, TokenStream, open_stream
+from toolkit.train.data.streaming import MixedRows, TokenStream, open_stream
 from toolkit.train.data.tokenization import (
     RowEncoder,
     Tokenized,
@@ -66,6 +66,13 @@ class EncodedSource:
     rows: datasets.Dataset
     encoder: RowEncoder
 
+    def supervised(self) -> Tokenized:
+        """Drop the rows without a supervised token. Raises ToolkitError if none is left."""
+        try:
+            return keep_supervised(self.rows, self.encoder)
+        except ToolkitError as error:
+            raise ToolkitError(f"{self.name}: {error.message}", hint=error.hint) from None
+
 
 def load_data(
     tokenizer: Any, arguments: DataArguments, training: Any, *, data_parallel_size: int | None = None
@@ -75,14 +82,23 @@ def load_data(
     `data_parallel_size` is how many ranks, or groups of ranks, train on different rows; all ranks without it.
     """
     sources = resolve_sources(arguments.dataset, config=arguments.dataset_config)
-    data = _open_streamed_data(tokenizer, sources, arguments, training) if arguments.streaming else None
+    seed = int(training.seed if training.data_seed is None else training.data_seed)
+    data = _open_streams(tokenizer, sources, arguments, training, seed) if arguments.streaming else None
     with training.main_process_first(desc="tokenising"):
-        data = data or _load_all_rows(tokenizer, sources, arguments, training)
+        data = data or _load_all_rows(tokenizer, sources, arguments, training, seed)
         if arguments.eval_dataset is not None:
-            evaluation = _load_evaluation_rows(tokenizer, arguments.eval_dataset, arguments)
+            config, name = arguments.eval_dataset_config, arguments.eval_dataset
+            [source] = resolve_sources([name], config=config, option="eval_dataset")
+            encoded = _encode_all(tokenizer, source, arguments.eval_dataset_split, arguments, option="eval_dataset")
+            evaluation = keep_supervised(encoded.rows, encoded.encoder)
             data = _with_evaluation(data, evaluation, arguments, training)
-    if arguments.packing and not arguments.streaming:
-        _check_packs_fill_a_step(data, training, data_parallel_size or training.world_size)
+    batch = training.train_batch_size * training.gradient_accumulation_steps
+    batch *= data_parallel_size or training.world_size
+    if arguments.packing and not arguments.streaming and len(data.train) < batch:
+        raise ToolkitError(  # accelerate would silently repeat packs within a step
+            f"the rows make {len(data.train)} packs, fewer than one global batch of {batch} sequences",
+            hint="lower `--per_device_train_batch_size` or `--max_seq_length`, or leave `--packing` out",
+        )
     if training.process_index == 0:
         print("\n".join([*preflight_lines(data.stats), *data.warnings]), flush=True)
         facts = {"data": asdict(data.stats)}
@@ -95,70 +111,61 @@ def load_data(
     return data
 
 
-def _load_all_rows(tokenizer: Any, sources: Sequence[DataSource], arguments: DataArguments, training: Any) -> Data:
+def _load_all_rows(
+    tokenizer: Any, sources: Sequence[DataSource], arguments: DataArguments, training: Any, seed: int
+) -> Data:
     """Tokenise every row before the first step; `val_size` holds some out for evaluation."""
     encoded = [_encode_all(tokenizer, source, arguments.dataset_split, arguments) for source in sources]
-    encoded = _numbered(encoded) if len(encoded) > 1 else encoded
+    for index, source in enumerate(encoded if len(encoded) > 1 else ()):
+        # A row's number then says which data set it is from.
+        numbers = [numbered(row, index, sources=len(encoded)) for row in source.rows["row"][:]]
+        rows = source.rows.remove_columns("row")
+        rows = rows.add_column("row", numbers, feature=source.rows.features["row"])
+        encoded[index] = replace(source, rows=rows)
     train, evaluation = _hold_out(encoded, arguments, training)
-    tokenized = _mixed(train, arguments.dataset_weights or None, seed=_data_seed(training))
-    rows, stats = _pack(tokenized, arguments)
+    tokenized = _mixed(train, arguments.dataset_weights or None, seed=seed)
+    packs, stats = _pack(tokenized, arguments)
     warnings = system_prompt_lines([source.rows for source in encoded], arguments.system_prompt)
-    data = Data(train=rows, stats=stats, warnings=warnings)
+    data = Data(train=packs, stats=stats, warnings=warnings)
     if evaluation is None:
         return data
     kept = keep_supervised(evaluation, encoded[0].encoder)
     return _with_evaluation(data, replace(kept, stats=replace(kept.stats, format=stats.format)), arguments, training)
 
 
-def _load_evaluation_rows(tokenizer: Any, name: str, arguments: DataArguments) -> Tokenized:
-    [source] = resolve_sources([name], config=arguments.eval_dataset_config, option="eval_dataset")
-    encoded = _encode_all(tokenizer, source, arguments.eval_dataset_split, arguments, option="eval_dataset")
-    return keep_supervised(encoded.rows, encoded.encoder)
-
-
-def _open_streamed_data(tokenizer: Any, sources: Sequence[DataSource], arguments: DataArguments, training: Any) -> Data:
+def _open_streams(
+    tokenizer: Any, sources: Sequence[DataSource], arguments: DataArguments, training: Any, seed: int
+) -> Data:
     """Tokenise rows during training; the statistics are of the first rows."""
-    options = {"buffer_size": arguments.streaming_buffer_size, "seed": _data_seed(training)}
+    options = {"buffer_size": arguments.streaming_buffer_size, "seed": seed}
     streams = [open_stream(source, arguments.dataset_split, **options) for source in sources]
-    encoders = [_encoder(tokenizer, arguments, stream.data_format) for stream in streams]
-    first = [_first_rows(stream, encoder) for stream, encoder in zip(streams, encoders, strict=True)]
-    parts = [replace(_keep_supervised(source).stats, streamed=True, epoch_rows=None) for source in first]
+    first = []
+    for stream in streams:
+        encoder = _encoder(tokenizer, arguments, stream.data_format)
+        head = enumerate(itertools.islice(stream.epoch(0), REPORTED_STREAM_ROWS))
+        rows = [encoder.encode_row(row.fields, number=n, place=row.place_in(stream.name)) for n, row in head]
+        first.append(EncodedSource(name=stream.name, rows=encoded_dataset(rows), encoder=encoder))
+    parts = [replace(source.supervised().stats, streamed=True, epoch_rows=None) for source in first]
     weights = arguments.dataset_weights or None
     shares = fractions(weights) if weights else [None] * len(parts)
     described = [of_one_source(part, s.name, weight=w) for part, s, w in zip(parts, streams, shares, strict=True)]
     stats = replace(of_all_sources(parts, described), streamed=True)
     mixed = MixedRows(streams=tuple(streams), weights=None if weights is None else tuple(weights), **options)
-    rows = mixed if len(streams) > 1 else streams[0]
-    stream = TokenStream(rows, encoders, batch_share(training), packing=arguments.packing)
-    warnings = system_prompt_lines([source.rows for source in first], arguments.system_prompt)
-    return Data(train=stream, stats=stats, warnings=warnings)
-
-
-def _first_rows(stream: RowStream, encoder: RowEncoder) -> EncodedSource:
-    """The rows of a stream that are tokenised before training, for the report."""
-    first = enumerate(itertools.islice(stream.epoch(0), REPORTED_STREAM_ROWS))
-    rows = [encoder.encode_row(row.fields, number=n, place=row.place_in(stream.name)) for n, row in first]
-    return EncodedSource(name=stream.name, rows=encoded_dataset(rows), encoder=encoder)
-
-
-def _data_seed(training: Any) -> int:
-    return int(training.seed if training.data_seed is None else training.data_seed)
-
-
-def _numbered(sources: Sequence[EncodedSource]) -> list[EncodedSource]:
-    """Number rows over all data sets, so that a row's number says which one it is from."""
-    found = []
-    for index, source in enumerate(sources):
-        numbers = [numbered(row, index, sources=len(sources)) for row in source.rows["row"][:]]
-        features = source.rows.features["row"]
-        rows = source.rows.remove_columns("row").add_column("row", numbers, feature=features)
-        found.append(replace(source, rows=rows))
-    return found
+    return Data(
+        train=TokenStream(
+            mixed if len(streams) > 1 else streams[0],
+            [source.encoder for source in first],
+            batch_share(training),
+            packing=arguments.packing,
+        ),
+        stats=stats,
+        warnings=system_prompt_lines([source.rows for source in first], arguments.system_prompt),
+    )
 
 
 def _mixed(sources: Sequence[EncodedSource], weights: Sequence[float] | None, *, seed: int) -> Tokenized:
     """The rows of an epoch: every row once, or as often as the weights ask for."""
-    parts = [_keep_supervised(source) for source in sources]
+    parts = [source.supervised() for source in sources]
     counts = rows_per_epoch([len(part.dataset) for part in parts], weights)
     shares = fractions(weights) if weights else [None] * len(parts)
     epochs, described = [], []
@@ -171,13 +178,6 @@ def _mixed(sources: Sequence[EncodedSource], weights: Sequence[float] | None, *,
         described.append(replace(of_one_source(part.stats, source.name, weight=share), epoch_rows=count, **tokens))
     dataset = epochs[0] if len(epochs) == 1 else datasets.concatenate_datasets(epochs)
     return Tokenized(dataset=dataset, stats=of_all_sources([part.stats for part in parts], described))
-
-
-def _keep_supervised(source: EncodedSource) -> Tokenized:
-    try:
-        return keep_supervised(source.rows, source.encoder)
-    except ToolkitError as error:
-        raise ToolkitError(f"{source.name}: {error.message}", hint=error.hint) from None
 
 
 def _hold_out(
@@ -238,16 +238,6 @@ def _pack(tokenized: Tokenized, arguments: DataArguments) -> tuple[Any, DataStat
         return tokenized.dataset, tokenized.stats
     packed = PackedRows(tokenized.dataset, max_tokens=arguments.max_seq_length)
     return packed, replace(tokenized.stats, packs=len(packed), pack_fill_fraction=packed.fill_fraction)
-
-
-def _check_packs_fill_a_step(data: Data, training: Any, data_parallel_size: int) -> None:
-    """accelerate would silently repeat packs within a step if they did not fill one global batch."""
-    batch = training.train_batch_size * training.gradient_accumulation_steps * data_parallel_size
-    if len(data.train) < batch:
-        raise ToolkitError(
-            f"the rows make {len(data.train)} packs, fewer than one global batch of {batch} sequences",
-            hint="lower `--per_device_train_batch_size` or `--max_seq_length`, or leave `--packing` out",
-        )
 
 
 def make_collator(tokenizer: Any, model: Any, *, packing: bool, layout: ParallelLayout | None = None) -> Collator:

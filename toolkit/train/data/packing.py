@@ -14,6 +14,7 @@ import inspect
 from bisect import bisect_left, insort
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any
 
 import datasets
@@ -72,7 +73,9 @@ class OpenPacks:
     def add(self, row: TokenRow) -> list[TokenRow] | None:
         """Add a row; return the rows of the fullest pack if it is full or more than `at_most` packs are open."""
         tokens = len(row["input_ids"])
-        pack = min((pack for pack in self.packs if pack.free_tokens >= tokens), key=_free_tokens, default=None)
+        pack = min(
+            (pack for pack in self.packs if pack.free_tokens >= tokens), key=attrgetter("free_tokens"), default=None
+        )
         if pack is None:
             pack = OpenPack(self.max_tokens)
             self.packs.append(pack)
@@ -80,7 +83,7 @@ class OpenPacks:
         pack.free_tokens -= tokens
         if len(self.packs) <= self.at_most and pack.free_tokens:
             return None
-        fullest = min(self.packs, key=_free_tokens)
+        fullest = min(self.packs, key=attrgetter("free_tokens"))
         self.packs.remove(fullest)
         return fullest.rows
 
@@ -88,10 +91,6 @@ class OpenPacks:
         """Restore open packs, in their order."""
         for rows in packs:
             self.packs.append(OpenPack(self.max_tokens - sum(len(row["input_ids"]) for row in rows), rows))
-
-
-def _free_tokens(pack: OpenPack) -> int:
-    return pack.free_tokens
 
 
 def joined(rows: Sequence[TokenRow]) -> TokenRow:

@@ -87,17 +87,14 @@ def record_lane_states(batches: Iterator[Batch], states: LaneStates) -> Iterator
     """Yield the batches as the model takes them, and update `states` with each. Raises the stream's error."""
     for batch in batches:
         if STREAM_ERROR in batch:
-            raise _with_resume_hint(batch[STREAM_ERROR], started=bool(states))
+            error = batch[STREAM_ERROR]
+            if not states:
+                raise error
+            # The steps so far stay valid: none of them trained on the row or on one after it.
+            resume = "fix the row, then `--resume_from_checkpoint latest` resumes from the last checkpoint"
+            raise ToolkitError(error.message, hint=resume if error.hint is None else f"{error.hint}; {resume}")
         states.update({state.lane: state for state in batch.pop(LANE_STATES).states})
         yield batch
-
-
-def _with_resume_hint(error: ToolkitError, *, started: bool) -> ToolkitError:
-    """The steps so far stay valid when the row is fixed: none of them trained on it or on a row after it."""
-    if not started:
-        return error
-    resume = "fix the row, then `--resume_from_checkpoint latest` resumes from the last checkpoint"
-    return ToolkitError(error.message, hint=resume if error.hint is None else f"{error.hint}; {resume}")
 
 
 # -- checkpoints

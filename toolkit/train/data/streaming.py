@@ -246,27 +246,22 @@ class Lane:
     def next(self) -> TokenRow:
         """Return one row, or one pack of rows, with the lane's state after it."""
         while True:
-            row = self._next_supervised()
-            if self.packs is None:
-                return row | {LANE_STATE: self._state()}
-            rows = self.packs.add(row)
+            dealt = self.dealer.next_row(self.number)
+            self.taken = dealt.number + 1
+            row = self._encoded(dealt)
+            if not row["supervised"]:
+                self.dropped += 1
+                self._check_progress()
+                continue
+            self.dropped = 0
+            rows = [row] if self.packs is None else self.packs.add(row)
             if rows is not None:
-                return joined(rows) | {LANE_STATE: self._state()}
+                return (row if self.packs is None else joined(rows)) | {LANE_STATE: self._state()}
 
     def _state(self) -> LaneState:
         packs = [] if self.packs is None else self.packs.packs
         numbers = tuple(tuple(row[LANE_STATE] for row in pack.rows) for pack in packs)
         return LaneState(lane=self.number, taken=self.taken, open=numbers)
-
-    def _next_supervised(self) -> TokenRow:
-        while True:
-            dealt = self.dealer.next_row(self.number)
-            self.taken = dealt.number + 1
-            row = self._encoded(dealt)
-            self.dropped = 0 if row["supervised"] else self.dropped + 1
-            if not self.dropped:
-                return row
-            self._check_progress()
 
     def _check_progress(self) -> None:
         rows_per_epoch = self.dealer.rows_per_epoch

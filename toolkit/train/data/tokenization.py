@@ -70,19 +70,18 @@ def _load_file(path: Path) -> tuple[datasets.Dataset, str]:
     fingerprint = _fingerprint(path.read_bytes(), data_format)  # an edited file has another content
     try:
         with _progress_on_first_rank_only():
-            return _from_json_rows(path, data_format, fingerprint), data_format
+            rows = datasets.Dataset.from_generator(
+                _json_rows,
+                gen_kwargs={"path": str(path), "data_format": data_format, "content": fingerprint},
+                features=datasets.Features(
+                    {_PLACE: datasets.Value("string"), _JSON_ROW: datasets.Value("large_string")}
+                ),
+                fingerprint=fingerprint,
+            )
     except OSError as error:
         cache = datasets.config.HF_DATASETS_CACHE
         raise ToolkitError(f"rows cannot be cached in {cache}: {error}", hint="set HF_HOME to another folder") from None
-
-
-def _from_json_rows(path: Path, data_format: str, fingerprint: str) -> datasets.Dataset:
-    return datasets.Dataset.from_generator(
-        _json_rows,
-        gen_kwargs={"path": str(path), "data_format": data_format, "content": fingerprint},
-        features=datasets.Features({_PLACE: datasets.Value("string"), _JSON_ROW: datasets.Value("large_string")}),
-        fingerprint=fingerprint,
-    )
+    return rows, data_format
 
 
 def _json_rows(path: str, data_format: str, content: str) -> Iterator[dict[str, str]]:  # noqa: ARG001
@@ -98,18 +97,15 @@ def load_hub(source: DataSource, split: str, *, streaming: bool = False, option:
         with _progress_on_first_rank_only():
             return datasets.load_dataset(name, config, split=split, streaming=streaming, cache_dir=_cache_of(name))
     except Exception as error:  # network, name, split and configuration errors have their own classes
-        known = _config_names(name) if isinstance(error, ValueError) else []
+        known: list[str] = []
+        if isinstance(error, ValueError):
+            with contextlib.suppress(Exception):
+                known = [str(each) for each in datasets.get_dataset_config_names(name)]
         if known and (config not in known if config is not None else "Config name is missing" in str(error)):
             raise config_error(name, config, known, option=option) from error
         why = (str(error).strip().splitlines() or [type(error).__name__])[0]
         hint = f"check the name and `--{option}_split`; without network, pass a local file"
         raise ToolkitError(f"data set {name!r}, split {split!r} cannot be loaded: {why}", hint=hint) from error
-
-
-def _config_names(name: str) -> list[str]:
-    with contextlib.suppress(Exception):
-        return [str(config) for config in datasets.get_dataset_config_names(name)]
-    return []
 
 
 def _cache_of(name: str) -> str | None:
@@ -296,7 +292,11 @@ def encode(sample: Sample, tokenizer: Any, *, supervise_all: bool = False, max_t
         input_ids = _with_eos(_with_leading_special_tokens(sample.text, tokenizer), tokenizer)
         supervised = [True] * len(input_ids)
     else:
-        input_ids, supervised = _encode_prompt_completion(sample, tokenizer)
+        # The prompt is tokenised separately, as in generation.
+        prompt = _with_leading_special_tokens(sample.prompt or "", tokenizer)
+        completion = tokenizer(sample.completion or "", add_special_tokens=False, verbose=False).input_ids
+        completion = _with_eos(completion, tokenizer)
+        input_ids, supervised = prompt + completion, [False] * len(prompt) + [True] * len(completion)
     return input_ids, [True] * len(input_ids) if supervise_all else supervised
 
 
@@ -310,11 +310,3 @@ def _with_leading_special_tokens(text: str, tokenizer: Any) -> list[int]:
 def _with_eos(input_ids: list[int], tokenizer: Any) -> list[int]:
     ended = tokenizer.eos_token_id is None or input_ids[-1:] == [tokenizer.eos_token_id]
     return input_ids if ended else [*input_ids, tokenizer.eos_token_id]
-
-
-def _encode_prompt_completion(sample: Sample, tokenizer: Any) -> Encoded:
-    """The prompt is tokenised separately, as in generation."""
-    prompt = _with_leading_special_tokens(sample.prompt or "", tokenizer)
-    completion = tokenizer(sample.completion or "", add_special_tokens=False, verbose=False).input_ids
-    completion = _with_eos(completion, tokenizer)
-    return prompt + completion, [False] * len(prompt) + [True] * len(completion)

@@ -21,6 +21,14 @@ from toolkit.job.argument_fields import ModelArguments
 from toolkit.observe.attest.tensors import uncompiled
 from toolkit.train.active_run import ActiveRun
 
+PLAIN_HOOKS = {
+    "allreduce": default_hooks.allreduce_hook,
+    "bf16": default_hooks.bf16_compress_hook,
+    "fp16": default_hooks.fp16_compress_hook,
+    # per channel of 512: per tensor, one outlier decides the scale of a whole bucket
+    "int8": quantization_hooks.quantization_perchannel_hook,
+}
+
 
 class CommunicationHook(TrainerCallback):  # type: ignore[misc]
     """Registers `--ddp_comm_hook` once DDP wraps the model, and records in run.json the bytes that it sent."""
@@ -125,8 +133,20 @@ def register_hook(wrapped: Any, arguments: ModelArguments) -> CountedHook:
     counter = CountingDist()
     for module in (default_hooks, powerSGD_hook, quantization_hooks):
         setattr(module, "dist", counter)  # noqa: B010  (mypy)
-    state, function = _state_and_function(arguments, counter)
-    hook = CountedHook(str(arguments.ddp_comm_hook), function, counter)
+    name, state = str(arguments.ddp_comm_hook), None
+    function: Callable[[Any, Any], Any]
+    if name == "power_sgd":
+        state = powerSGD_hook.PowerSGDState(
+            process_group=None,
+            matrix_approximation_rank=arguments.ddp_comm_hook_power_sgd_rank,
+            start_powerSGD_iter=arguments.ddp_comm_hook_power_sgd_start,
+        )
+        function = powerSGD_hook.powerSGD_hook
+    elif name == "top_k":
+        state, function = TopK(arguments.ddp_comm_hook_top_k_fraction, counter), top_k_hook
+    else:
+        function = partial(PLAIN_HOOKS[name])
+    hook = CountedHook(name, function, counter)
     wrapped.register_comm_hook(state, hook)
     return hook
 
@@ -135,27 +155,6 @@ def registered_hook(wrapped: Any) -> CountedHook | None:
     """Return the hook that the live DDP model has called; None where none was called."""
     hooks = [hook for hook, _ in getattr(wrapped, "_comm_hooks", ()) if isinstance(hook, CountedHook)]
     return hooks[0] if hooks and hooks[0].calls else None
-
-
-def _state_and_function(arguments: ModelArguments, counter: CountingDist) -> tuple[Any, Callable[[Any, Any], Any]]:
-    functions = {
-        "allreduce": default_hooks.allreduce_hook,
-        "bf16": default_hooks.bf16_compress_hook,
-        "fp16": default_hooks.fp16_compress_hook,
-        # per channel of 512: per tensor, one outlier decides the scale of a whole bucket
-        "int8": quantization_hooks.quantization_perchannel_hook,
-    }
-    name = str(arguments.ddp_comm_hook)
-    if name == "power_sgd":
-        state = powerSGD_hook.PowerSGDState(
-            process_group=None,
-            matrix_approximation_rank=arguments.ddp_comm_hook_power_sgd_rank,
-            start_powerSGD_iter=arguments.ddp_comm_hook_power_sgd_start,
-        )
-        return state, powerSGD_hook.powerSGD_hook
-    if name == "top_k":
-        return TopK(arguments.ddp_comm_hook_top_k_fraction, counter), top_k_hook
-    return None, partial(functions[name])
 
 
 class TopK:
@@ -170,30 +169,22 @@ class TopK:
         self.unsent: dict[torch.Tensor, torch.Tensor] = {}
         """What was not sent yet, by parameter: DDP rebuilds its buckets after the first step."""
 
-    def add_unsent(self, bucket: dist.GradBucket) -> None:
-        """Add what earlier steps held back to this step's gradients."""
-        for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
-            if parameter in self.unsent:
-                gradient.add_(self.unsent[parameter].view_as(gradient))
-
-    def hold_back(self, bucket: dist.GradBucket) -> None:
-        """Hold what is left in the bucket back for the next step."""
-        for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
-            if parameter in self.unsent:
-                self.unsent[parameter].copy_(gradient)
-            else:
-                self.unsent[parameter] = gradient.clone()
-
 
 def top_k_hook(state: TopK, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
     """Return the mean over ranks of each rank's largest elements; zero where no rank sent one."""
     buffer = bucket.buffer()
-    state.add_unsent(bucket)
+    for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
+        if parameter in state.unsent:
+            gradient.add_(state.unsent[parameter].view_as(gradient))
     k = max(1, math.ceil(state.fraction * buffer.numel()))
     indices = buffer.abs().topk(k, sorted=False).indices
     values = buffer[indices]
     buffer[indices] = 0
-    state.hold_back(bucket)
+    for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
+        if parameter in state.unsent:
+            state.unsent[parameter].copy_(gradient)
+        else:
+            state.unsent[parameter] = gradient.clone()
     ranks = dist.get_world_size()
     sent = indices.to(torch.int32)  # a bucket has fewer than 2**31 elements
     all_indices = [torch.empty_like(sent) for _ in range(ranks)]

@@ -9,11 +9,12 @@ too, each with kernels of its own, and leaves `_orig_mod.` in the names of the p
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from accelerate.utils.other import is_repeated_blocks
+from torch.utils._pytree import tree_leaves
 
 from toolkit.job.compilation import Compilation
 
@@ -52,17 +53,9 @@ def _mark_lengths(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None
     `dynamic=True` would do so for the sizes of the weights too, which FSDP2 replaces in every forward: tracing the
     layers of a tiny model then takes 19 s of CPU time instead of 4.
     """
-    tensors = list(_tensors([*args, *kwargs.values()]))
+    tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
     length = tensors[0].shape[1] if tensors and tensors[0].dim() > 1 else None  # hidden states come first
     for tensor in tensors:
         for dimension in _LENGTH_DIMENSIONS.get(tensor.dim(), ()):
             if tensor.shape[dimension] == length:
                 torch._dynamo.maybe_mark_dynamic(tensor, dimension)
-
-
-def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
-    for value in values:
-        if isinstance(value, torch.Tensor):
-            yield value
-        elif isinstance(value, tuple | list):
-            yield from _tensors(value)

@@ -33,7 +33,9 @@ class MuonWithAdamW(torch.optim.Optimizer):  # type: ignore[misc]
             kind = torch.optim.Muon if group["use_muon"] else torch.optim.AdamW
             filled.append({**kind([torch.zeros(1, 1)], lr=lr).defaults, **group})
         super().__init__(filled, {"lr": lr})
-        self._parts = {True: _without_parameters(torch.optim.Muon), False: _without_parameters(torch.optim.AdamW)}
+        # Groups are given to them before each step; torch makes no optimizer without a parameter.
+        kinds = {True: torch.optim.Muon, False: torch.optim.AdamW}
+        self._parts = {uses_muon: kind([torch.zeros(1, 1)]) for uses_muon, kind in kinds.items()}
 
     @torch.no_grad()  # type: ignore[untyped-decorator]
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
@@ -44,11 +46,6 @@ class MuonWithAdamW(torch.optim.Optimizer):  # type: ignore[misc]
             optimizer.state = self.state
             optimizer.step()
         return loss
-
-
-def _without_parameters(kind: type[torch.optim.Optimizer]) -> torch.optim.Optimizer:
-    """An optimizer whose groups are given to it before each step; torch makes none without a parameter."""
-    return kind([torch.zeros(1, 1)])
 
 
 def make_muon(model: Any, *, args: Any) -> MuonWithAdamW:

@@ -14,7 +14,6 @@ from typing import Any
 from transformers import TrainerCallback
 
 from toolkit.errors import ToolkitError
-from toolkit.job.argument_fields import ModelArguments
 from toolkit.launch.nvme import NVME_PATH_HINT, nvme_blocks
 from toolkit.train.active_run import ActiveRun
 from toolkit.train.arguments import Arguments
@@ -31,7 +30,16 @@ def size_swap_buffers(arguments: Arguments) -> None:
         if str(block.get("nvme_path", "none")) in ("none", "auto"):
             raise ToolkitError(f"{name} is on NVMe, and no disk is named", hint=NVME_PATH_HINT)
     if (param := blocks.get("offload_param")) is not None:
-        sizes = buffers(_partitions(arguments.job, arguments.training.world_size))
+        ranks = arguments.training.world_size
+        partitions = {  # elements of each module's own tensors and its children's: loading gathers them together
+            name: [
+                ceil(parameter.numel() / ranks)
+                for part in (module, *module.children())
+                for parameter in part.parameters(recurse=False)
+            ]
+            for name, module in model_without_weights(arguments.job).named_modules()
+        }
+        sizes = buffers(partitions)
         param |= {name: value for name, value in sizes.items() if param.get(name, "auto") == "auto"}
     if blocks:
         plugin.set_deepspeed_weakref()  # what `from_pretrained` reads is a copy
@@ -68,19 +76,6 @@ def buffers(partitions: Mapping[str, list[int]]) -> dict[str, int]:
     """
     largest = max((size for sizes in partitions.values() for size in sizes), default=1)
     return {"buffer_size": largest, "buffer_count": max(2, *map(len, partitions.values()))}
-
-
-def _partitions(model_arguments: ModelArguments, world_size: int) -> dict[str, list[int]]:
-    """Return one rank's elements of each module's own tensors and its children's: loading gathers them together."""
-    model = model_without_weights(model_arguments)
-    return {
-        name: [
-            ceil(parameter.numel() / world_size)
-            for part in (module, *module.children())
-            for parameter in part.parameters(recurse=False)
-        ]
-        for name, module in model.named_modules()
-    }
 
 
 def swap_bytes(folder: Path) -> int:

@@ -6,7 +6,9 @@ The checkpoint's own dtype does not matter (docs/concepts/numerics.md).
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import replace
+from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,7 @@ from toolkit.data.template_limits import read_template
 from toolkit.errors import ToolkitError
 from toolkit.job.argument_fields import ModelArguments
 from toolkit.job.job import Job
+from toolkit.job.model_arguments import check_patterns
 from toolkit.models.attention import AUTO, packed_attention, read_model_attention
 from toolkit.models.lora import share_inputs
 from toolkit.models.nf4 import keep_packing, quantization_config
@@ -28,7 +31,6 @@ from toolkit.presets.compatibility import ModelLimits
 from toolkit.presets.support import check_supported
 from toolkit.train.model import four_bit, varlen_attention
 from toolkit.train.model.adapters import saved_lora, trains_base_weights, with_lora
-from toolkit.train.model.freezing import freeze
 
 varlen_attention.register()
 
@@ -123,6 +125,31 @@ def prepare_model(
     if arguments.load_in_4bit and four_bit.is_sharded():
         four_bit.make_shardable(model)
     return model
+
+
+def freeze(model: Any, *, frozen: Sequence[str] | None, trained: Sequence[str] | None) -> list[str]:
+    """Set `requires_grad` by shell patterns on names, and return a line for each tied weight of which one name matched.
+
+    Raises ToolkitError for a pattern that matches nothing, and if nothing is left to train.
+    """
+    patterns = list(frozen or trained or ())
+    if not patterns:
+        return []
+    names: dict[Any, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(parameter, []).append(name)
+    every = [name for tied in names.values() for name in tied]
+    check_patterns(patterns, every, "freeze" if frozen else "train_only")
+    lines = []
+    for parameter, tied in names.items():
+        matched = [name for name in tied if any(fnmatchcase(name, pattern) for pattern in patterns)]
+        parameter.requires_grad_(bool(matched) if trained else not matched)
+        if matched and len(matched) < len(tied):
+            others = ", ".join(name for name in tied if name not in matched)
+            lines.append(f"{matched[0]} is tied to {others}: the pattern applies to all of them")
+    if not any(parameter.requires_grad for parameter in names):
+        raise ToolkitError("--freeze leaves nothing to train", hint="freeze fewer parameters")
+    return lines
 
 
 def cast_weights(model: Any, compute_dtype: torch.dtype) -> None:

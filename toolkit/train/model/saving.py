@@ -50,9 +50,11 @@ def save_final_model(trainer: Any, tokenizer: Any, folder: Path) -> None:
     (folder / FINGERPRINT).unlink(missing_ok=True)  # belongs to the replaced weights
     if fingerprint is not None:
         write_json(temporary / FINGERPRINT, fingerprint)
+    umask = os.umask(0)  # it can only be read by setting it
+    os.umask(umask)
     written = []
     for path in sorted(temporary.iterdir(), key=lambda path: path.name in _MOVED_LAST):
-        path.chmod(0o666 & ~_umask())  # safetensors writes files with mode 0600
+        path.chmod(0o666 & ~umask)  # safetensors writes files with mode 0600
         written.append(path.replace(folder / path.name))
     temporary.rmdir()
     saver.note_save("model", written, started)
@@ -76,13 +78,6 @@ def in_fp32(state: dict[str, Any]) -> dict[str, Any]:
     """Return the state with floating-point tensors in fp32; tied weights stay tied."""
     raised = {tensor.data_ptr(): tensor.float() for tensor in state.values() if tensor.is_floating_point()}
     return {name: raised.get(tensor.data_ptr(), tensor) for name, tensor in state.items()}
-
-
-def _umask() -> int:
-    """The process's umask, which can only be read by setting it."""
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
 
 
 def full_state_dict(trainer: Any) -> dict[str, Any]:

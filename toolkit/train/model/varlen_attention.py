@@ -59,13 +59,23 @@ def varlen_attention(
         raise ValueError(f"{VARLEN} does not support {' and '.join(given) or 'attention in both directions'}")
     rows, _, tokens, _ = query.shape
     if cu_seq_lens_q is None or max_length_q is None:
-        cu_seq_lens_q, max_length_q = _documents(position_ids, query)
-    query, key, value = (_in_one_row(_autocast(part)) for part in (query, key, value))
-    settings: dict[str, Any] = {"window": sliding_window, "scale": scaling}
+        if position_ids is None:  # each row is one document
+            cu_seq_lens_q = torch.arange(0, (rows + 1) * tokens, tokens, dtype=torch.int32, device=query.device)
+            max_length_q = tokens
+        else:
+            documents = prepare_fa_kwargs_from_position_ids(position_ids.expand(rows, tokens))
+            (cu_seq_lens_q, _), (longest, _) = documents
+            max_length_q = int(longest)
+    # (rows, heads, tokens, head size) as (rows x tokens, heads, head size)
+    query, key, value = (_autocast(part).transpose(1, 2).flatten(0, 1) for part in (query, key, value))
     if has_varlen_kernel(query, value, dropout=dropout):
-        output = _in_one_call(query, key, value, cu_seq_lens_q, max_length_q, **settings)
+        before = -1 if sliding_window is None else sliding_window - 1  # a token counts in its own window
+        starts, longest, grouped = cu_seq_lens_q, max_length_q, query.shape[1] != key.shape[1]
+        window = {"window_size": (before, 0), "scale": scaling, "enable_gqa": grouped}
+        output = varlen_attn(query, key, value, starts, starts, longest, longest, **window)
     else:
-        output = _by_document(query, key, value, cu_seq_lens_q, dropout=dropout, **settings)
+        settings: dict[str, Any] = {"window": sliding_window, "scale": scaling, "dropout": dropout}
+        output = _by_document(query, key, value, cu_seq_lens_q, **settings)
     return output.reshape(rows, tokens, *output.shape[-2:]), None
 
 
@@ -92,49 +102,10 @@ def has_varlen_kernel(query: torch.Tensor, value: torch.Tensor, *, dropout: floa
     )
 
 
-def _documents(position_ids: torch.Tensor | None, query: torch.Tensor) -> tuple[torch.Tensor, int]:
-    """Where each document begins, and the tokens of the longest. Without positions, each row is one document."""
-    rows, _, tokens, _ = query.shape
-    if position_ids is None:
-        return torch.arange(0, (rows + 1) * tokens, tokens, dtype=torch.int32, device=query.device), tokens
-    (starts, _), (longest, _) = prepare_fa_kwargs_from_position_ids(position_ids.expand(rows, tokens))
-    return starts, int(longest)
-
-
 def _autocast(tensor: torch.Tensor) -> torch.Tensor:
     """Cast as autocast casts the inputs of SDPA. Rotary embeddings can leave fp32 behind, which no kernel mixes."""
     device = tensor.device.type
     return tensor.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else tensor
-
-
-def _in_one_row(tensor: torch.Tensor) -> torch.Tensor:
-    """(rows, heads, tokens, head size) as (rows x tokens, heads, head size)."""
-    return tensor.transpose(1, 2).flatten(0, 1)
-
-
-def _in_one_call(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    starts: torch.Tensor,
-    longest: int,
-    *,
-    window: int | None,
-    scale: float | None,
-) -> torch.Tensor:
-    before = -1 if window is None else window - 1  # a token counts in its own window
-    return varlen_attn(
-        query,
-        key,
-        value,
-        starts,
-        starts,
-        longest,
-        longest,
-        scale=scale,
-        window_size=(before, 0),
-        enable_gqa=query.shape[1] != key.shape[1],
-    )
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # the number of documents differs from row to row

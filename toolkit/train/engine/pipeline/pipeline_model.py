@@ -6,6 +6,7 @@ last without gradients: for evaluations, and for the live model's logits of fixe
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,8 +21,7 @@ from transformers.modeling_outputs import CausalLMOutput
 from toolkit.job.argument_fields import ModelArguments
 from toolkit.parallel.layout import ParallelLayout
 from toolkit.parallel.pipeline_schedule import PipelineSettings, divide_layers
-from toolkit.train.engine.pipeline.stage import Stage
-from toolkit.train.engine.pipeline.stage_weights import weights_reader, write_index, write_part
+from toolkit.train.engine.pipeline.stage import Stage, weights_reader, write_index, write_part
 from toolkit.train.model.loading import from_pretrained
 
 
@@ -200,17 +200,13 @@ def load_pipeline(
     config = from_pretrained(AutoConfig, arguments)
     config.use_cache = False
     model = PipelineModel(config, settings, ranks, attention=arguments.attn_implementation)
-    model.generation_config = _generation_config(arguments, model.generation_config)
+    with contextlib.suppress(OSError):  # a model folder need not have one
+        model.generation_config = GenerationConfig.from_pretrained(
+            arguments.model_name_or_path, revision=arguments.revision
+        )
     name, revision = str(arguments.model_name_or_path), arguments.revision
     model.load(*((name, revision) if checkpoint is None else (str(checkpoint), "main")), device)
     for stage in model.stages:
         stage.compute_dtype = compute_dtype
     model.to(device)
     return model
-
-
-def _generation_config(arguments: ModelArguments, default: GenerationConfig) -> GenerationConfig:
-    try:
-        return GenerationConfig.from_pretrained(arguments.model_name_or_path, revision=arguments.revision)
-    except OSError:  # a model folder need not have one
-        return default

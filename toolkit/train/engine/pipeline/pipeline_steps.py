@@ -1,17 +1,27 @@
-"""One optimizer step's forward and backward passes, in the order of torch.distributed.pipelining's schedules."""
+"""One optimizer step's forward and backward passes, in the order of torch.distributed.pipelining's schedules.
+
+torch's schedules receive every micro-batch of a step in the same buffers, so all are padded to the longest row among
+them, and an incomplete step at the end of an epoch is filled up with rows that no label counts in. Neither changes a
+loss.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
+from torch.nn.functional import pad
 
+from toolkit.observe.batches import BATCH_FACTS, IGNORED
 from toolkit.parallel.pipeline_schedule import GPIPE, INTERLEAVED
-from toolkit.train.engine.pipeline.micro_batches import Batch, in_one_shape
+from toolkit.train.data.collation import SUPERVISED_POSITIONS
 from toolkit.train.engine.pipeline.pipeline_model import PipelineModel
 from toolkit.train.engine.pipeline.stage import Stage
+
+Batch = dict[str, Any]
+ROWS = ("input_ids", "attention_mask", "position_ids", "labels")
 
 
 class PipelineSteps:
@@ -82,7 +92,38 @@ def _options(stage: Stage, batch: Batch, num_items: Any) -> Batch:
     return options | ({"labels": batch["labels"], "num_items_in_batch": num_items} if stage.is_last else {})
 
 
-def _loss_itself(loss: torch.Tensor, number: torch.Tensor) -> torch.Tensor:
+def _loss_itself(loss: torch.Tensor, _number: torch.Tensor) -> torch.Tensor:
     """The last stage returns the loss: the logits are freed where they were made."""
-    del number
     return loss
+
+
+def in_one_shape(batches: Sequence[Batch], *, count: int) -> list[Batch]:
+    """Return `count` micro-batches of the same number of rows and tokens."""
+    rows = max(batch["input_ids"].shape[0] for batch in batches)
+    tokens = max(batch["input_ids"].shape[1] for batch in batches)
+    padded = [_padded(batch, rows, tokens) for batch in batches]
+    filler = {**padded[0], "labels": torch.full_like(padded[0]["labels"], IGNORED)}
+    return [*padded, *(filler for _ in range(count - len(padded)))]
+
+
+def _padded(batch: Batch, rows: int, tokens: int) -> Batch:
+    """Pad with tokens that are a document of their own, as in the collator, and with copies of the first row."""
+    held, width = batch["input_ids"].shape
+    more = tokens - width
+    inputs = {name: value for name, value in batch.items() if name not in (BATCH_FACTS, SUPERVISED_POSITIONS)}
+    fills = {"labels": IGNORED, "attention_mask": 0, "input_ids": int(batch["input_ids"][0, -1])}
+    for name in fills.keys() & inputs.keys():
+        inputs[name] = pad(inputs[name], (0, more), value=fills[name])
+    if "position_ids" in inputs:
+        positions = inputs["position_ids"]
+        own = torch.arange(more, device=positions.device).expand(len(positions), more)
+        inputs["position_ids"] = torch.cat([positions, own], dim=1)
+    if "cu_seq_lens_q" in inputs and more:
+        starts, longest = inputs["cu_seq_lens_q"], max(int(inputs["max_length_q"]), more)
+        starts = torch.cat([starts, starts.new_tensor([tokens])])
+        inputs |= {"cu_seq_lens_q": starts, "cu_seq_lens_k": starts, "max_length_q": longest, "max_length_k": longest}
+    if held < rows:
+        for name in inputs.keys() & set(ROWS):
+            inputs[name] = torch.cat([inputs[name], inputs[name][:1].expand(rows - held, -1)])
+        inputs["labels"][held:] = IGNORED
+    return inputs

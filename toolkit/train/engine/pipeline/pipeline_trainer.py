@@ -111,7 +111,10 @@ class PipelineTrainer(SupervisedTrainer):
             left = steps_in_epoch - step * accumulation
             grad_norm, learning_rate = self._train_step(model, batches, min(accumulation, left))
             self.state.epoch = epoch + min(1.0, (step + 1) * accumulation / steps_in_epoch)
-            self._end_step(grad_norm, learning_rate, model, epoch, when)
+            self.state.global_step += 1
+            self.control = self.callback_handler.on_step_end(self.args, self.state, self.control)
+            at = {"epoch": epoch, "learning_rate": learning_rate, **when}
+            self._maybe_log_save_evaluate(self._tr_loss, grad_norm, model, **at)
             if self.control.should_epoch_stop or self.control.should_training_stop:
                 break
         self.control = self.callback_handler.on_epoch_end(self.args, self.state, self.control)
@@ -151,11 +154,6 @@ class PipelineTrainer(SupervisedTrainer):
         model.zero_grad()
         return grad_norm, learning_rate
 
-    def _end_step(self, grad_norm: Any, learning_rate: float, model: Any, epoch: int, when: dict[str, Any]) -> None:
-        self.state.global_step += 1
-        self.control = self.callback_handler.on_step_end(self.args, self.state, self.control)
-        self._maybe_log_save_evaluate(self._tr_loss, grad_norm, model, epoch=epoch, learning_rate=learning_rate, **when)
-
     def _reduce_gradients(self) -> None:
         """Add up the two gradients of a tied weight, and those of all pipelines: losses are shares of all tokens."""
         ranks, tied = self.model.ranks, self.model.tied_weight
@@ -169,18 +167,15 @@ class PipelineTrainer(SupervisedTrainer):
 
     def _grad_norm_of_all_stages(self) -> torch.Tensor:
         """Return the gradient norm of the whole model; the same reduction brings the losses to every rank."""
-        own = [p.grad for p in self._counted_parameters() if p.grad is not None]
+        copies = [stage.tied_copy for stage in self.model.stages]  # counted by the first stage
+        counted = (p for p in self.model.parameters() if not any(p is copy for copy in copies))
+        own = [p.grad for p in counted if p.grad is not None]
         square = get_total_norm(own).double() ** 2 if own else torch.zeros((), dtype=torch.float64)
         facts = torch.stack([square.to(self.args.device), *(loss.double() for loss in self.losses)])
         dist.all_reduce(facts, group=self.model.ranks.pipeline)
         # The Trainer's losses of data-parallel ranks are shares of the step's tokens, times the number of ranks.
         self.losses = [loss.float() * self.model.ranks.num_replicas for loss in facts[1:]]
         return facts[0].sqrt().float()
-
-    def _counted_parameters(self) -> list[Any]:
-        """This rank's parameters, without the second copy of a tied weight."""
-        copies = [stage.tied_copy for stage in self.model.stages]
-        return [p for p in self.model.parameters() if not any(p is copy for copy in copies)]
 
     def _clip_grad_norm(self, model: Any) -> torch.Tensor:
         norm = self._grad_norm_of_all_stages()
