@@ -259,7 +259,7 @@ def test_a_finished_run_is_never_overwritten(job: Job) -> None:
     (job.output / "model.safetensors").write_text("trained for a week")
     before = contents(job.output)
     said = job.train()
-    assert said.error == f"{job.output} already holds a finished run, which is never overwritten"
+    assert said.error == f"{job.output} already holds a finished run"
     assert said.hint == f"name another folder, or remove it: `rm -r {job.output}`"
     assert contents(job.output) == before
 

@@ -307,7 +307,6 @@ def test_an_output_folder_that_is_no_folder_of_a_run_is_refused(
         ("model_name_or_path", "model/", "model/../model"),
         ("model_name_or_path", "model", "link"),
         ("model_name_or_path", "out/checkpoint-2", "out"),
-        ("model_name_or_path", "out/attempts/001/checkpoint-2", "out"),
         ("dataset", "out/ranks/rank0.jsonl", "out"),
         ("dataset", "data", "data"),
         ("eval_dataset", "out/run.json", "out"),

@@ -35,9 +35,11 @@ def filled(path: Path, run: dict[str, Any]) -> RunFolder:
 def test_a_finished_run_is_refused_and_nothing_in_it_changes(tmp_path: Path) -> None:
     folder = filled(tmp_path / "out", {"status": "completed"})
     before = contents(folder.path)
-    with pytest.raises(ToolkitError, match="already holds a finished run, which is never overwritten") as caught:
+    with pytest.raises(ToolkitError, match="already holds a finished run") as caught:
         start_attempt(folder)
-    assert caught.value.hint == f"name another folder, or remove it: `rm -r {folder.path}`"
+    assert (
+        caught.value.hint == "name another folder: `--output_dir DIR`; `--overwrite_output_dir true` replaces the run"
+    )
     assert contents(folder.path) == before
     assert len(before) == 7
 
@@ -48,7 +50,7 @@ def test_a_folder_of_a_running_process_is_refused(tmp_path: Path) -> None:
         with pytest.raises(ToolkitError, match=rf"still running \(process {living.pid}\)"):
             start_attempt(folder)
         living.communicate(b"\n")
-    start_attempt(folder)  # the process has ended, so the run was killed
+    start_attempt(folder, "resume")  # the process has ended, so the run was killed
 
 
 def test_a_file_as_output_folder_is_refused(tmp_path: Path) -> None:

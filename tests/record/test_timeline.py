@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from heartbeats import pulse
 
-from toolkit.record.attempts import begin_training, start_attempt
+from toolkit.record.attempts import start_attempt
 from toolkit.record.folder import RunFolder
 from toolkit.record.heartbeat import write_heartbeat
 from toolkit.record.timeline import add_moment, read_timeline
@@ -32,8 +32,8 @@ def test_the_last_heartbeat_ends_processes_that_could_not_say_so(tmp_path: Path)
     add_moment(folder.timeline, "train", unix=50.0)
     write_heartbeat(tmp_path / "ranks", pulse(0, progress=100.0))
     write_heartbeat(tmp_path / "ranks", pulse(1, progress=103.0))
-    start_attempt(folder, resume=True)
-    start_attempt(folder, resume=True)  # the heartbeats are gone, and the end is not written again
+    start_attempt(folder, "resume")
+    start_attempt(folder, "resume")  # the heartbeats are gone, and the end is not written again
     assert [(moment.unix, moment.phase) for moment in read_timeline(folder.timeline)] == [
         (50.0, "train"),
         (103.0, "ended"),
@@ -53,10 +53,6 @@ def test_a_resumed_run_continues_the_timeline_and_another_run_begins_its_own(
     folder.rank_rows(0).write_text('{"step": 1}\n')
     folder.log.write_text("earlier\n")
     add_moment(folder.timeline, "train", unix=50.0)
-    start_attempt(folder, resume=continues)
-    files = folder if continues else folder.current()
-    files.log.write_text("new\n")
-    add_moment(files.timeline, "start")
-    begin_training(folder, continues=continues)
+    start_attempt(folder, "resume" if continues else "overwrite")
+    add_moment(folder.timeline, "start")
     assert phases(folder) == top
-    assert phases(folder.attempt(1)) == ([] if continues else ["train", "ended"])

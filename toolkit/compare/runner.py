@@ -110,6 +110,7 @@ class Runner:
             nvme=nvme,
             on_line=on_line,
             fork_server=fork_server,
+            overwrite=True,
         )
         if result.status == status.INTERRUPTED:
             raise ComparisonInterrupted

@@ -66,7 +66,6 @@ HINTS = {
     "max_samples": "cut the data file, or name a part of a hub data set: `--dataset_split 'train[:1000]'`",
     "num_processes": "an option of the toolkit goes before `--`: `toolkit train --num-processes 2 -- ...`",
     "output": "the run folder is `--output_dir`",
-    "overwrite_output_dir": "the folder of a finished run is never overwritten: name another `--output_dir`",
     "preset": "an option of the toolkit goes before `--`: `toolkit train --preset zero2 -- ...`",
     "sequence_len": "`--max_seq_length`, which truncates longer rows; axolotl drops them",
     "stage": "this script does supervised fine-tuning; for preference training, use a preset with TRL",

@@ -134,6 +134,7 @@ class ModelArguments:
         " host memory for one copy of what is saved",
     )
     save_model: bool = _argument(True, "save the trained model in the output folder at the end")
+    overwrite_output_dir: bool = _argument(False, "replace the run that is in the output folder, if any")
     untimed_steps: int = _argument(
         2, "first optimizer steps that no speed counts (compilation, allocator growth)", limits=_NOT_NEGATIVE
     )

@@ -49,12 +49,12 @@ class RunResult:
 def record_result(
     folder: RunFolder, ended: ProcessResult, *, oom_killed: bool, log: Path | None = None, log_start: int = 0
 ) -> RunResult:
-    """Determine how the run ended, and write it to run.json and failure.json of the current attempt.
+    """Determine how the run ended, and write it to run.json and failure.json.
 
     `oom_killed` says that the kernel killed a process for lack of memory meanwhile; `log_start` is the offset in the
     `log` at which this attempt's begins.
     """
-    log_path = log or folder.current().log
+    log_path = log or folder.log
     text = _read_log(log_path, log_start)
     failure = _find_failure(folder, ended, text, oom_killed=oom_killed)
     final_status = _final_status(folder, ended, failure, text, oom_killed=oom_killed)
@@ -63,7 +63,7 @@ def record_result(
     code = status.exit_code_of(final_status, invalid_input=bool(failure and failure.get("invalid_input")))
     with contextlib.suppress(OSError):  # a full disk: the caller prints the failure
         if failure is not None:
-            write_json(folder.current().failure_json, failure)
+            write_json(folder.failure_json, failure)
         folder.update_run(
             status=final_status,
             exit_code=code,
@@ -87,7 +87,7 @@ def _find_failure(folder: RunFolder, ended: ProcessResult, log: str, *, oom_kill
     A signal is the cause, and what the other ranks then report is a consequence. A rank that reported a specific cause
     (not merely that it failed, or that the launcher ended it) is believed: the others were ended after it.
     """
-    failure = read_json(folder.current().failure_json)
+    failure = read_json(folder.failure_json)
     killed = find_killed_rank(log)
     has_cause = failure is not None and (failure["kind"] not in CONSEQUENCES or bool(failure.get("invalid_input")))
     if killed is None or ended.interrupted or ended.timed_out or has_cause:
@@ -109,14 +109,14 @@ def _find_failure(folder: RunFolder, ended: ProcessResult, log: str, *, oom_kill
 def _last_position(folder: RunFolder, rank: int) -> tuple[int, str | None, int | None]:
     """A rank's completed optimizer steps, by its rows; the phase and host memory peak of its last heartbeat."""
     heartbeat = next((found for found in read_heartbeats(folder.path / "ranks") if found.rank == rank), None)
-    step = last_step(folder.current().rank_rows(rank))
+    step = last_step(folder.rank_rows(rank))
     return (step, None, None) if heartbeat is None else (step, heartbeat.phase, heartbeat.peak_host_bytes)
 
 
 def _final_status(
     folder: RunFolder, ended: ProcessResult, failure: dict[str, Any] | None, log: str, *, oom_killed: bool
 ) -> str:
-    run = folder.current().read_run() or {}
+    run = folder.read_run() or {}
     if ended.exit_code == 0 and run.get("status") == status.COMPLETED:
         return status.COMPLETED
     if ended.interrupted:

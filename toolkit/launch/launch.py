@@ -14,7 +14,7 @@ import shutil
 import signal
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from toolkit.launch.command import LaunchCommand, launch_command
 from toolkit.launch.exit_status import RunResult, record_result
 from toolkit.launch.nvme import NvmeDisk, check_nvme, swap_folder
 from toolkit.launch.options import TrainOptions
-from toolkit.launch.preflight import CheckedJob, check_job, check_output, check_resume, continues
+from toolkit.launch.preflight import CheckedJob, check_job, check_output, check_resume, reuse_folder
 from toolkit.launch.process import ProcessResult, run_command
 from toolkit.launch.resume_conversion import (
     ConvertedCheckpoint,
@@ -37,7 +37,7 @@ from toolkit.launch.resume_conversion import (
 from toolkit.launch.warm_start import SERVER_VARIABLE
 from toolkit.presets import Preset, load_preset
 from toolkit.record import status
-from toolkit.record.attempts import settle, start_attempt
+from toolkit.record.attempts import start_attempt
 from toolkit.record.checkpoints import latest_complete
 from toolkit.record.folder import RunFolder, start_facts
 from toolkit.record.goodput import read_goodput
@@ -149,8 +149,9 @@ def run_training(
     nvme: NvmeDisk | None = None,
     plan: dict[str, Any] | None = None,
     fork_server: str | None = None,
+    overwrite: bool = False,
 ) -> RunResult:
-    """Train in `output_dir`, which must not hold a finished run, with as many restarts as the options allow.
+    """Train in `output_dir`, with as many restarts as the options allow; `overwrite` gives up a run that is there.
 
     `fork_server` is a server (`WarmStart.server`) to fork the ranks from, instead of a cold start.
 
@@ -161,8 +162,9 @@ def run_training(
     timeout_seconds = None if options.timeout_minutes is None else options.timeout_minutes * 60
     try:
         started, restarts = time.monotonic(), Restarts(folder, options.max_restarts)
-        resume = continues(Job.from_argv(command.training_argv))
-        _record_start(folder, command, nvme=nvme, plan=plan, resume=resume)
+        job = Job.from_argv(command.training_argv)
+        start_attempt(folder, "overwrite" if overwrite else reuse_folder(job))
+        _record_start(folder, command, nvme=nvme, plan=plan)
         attempt = command
         while True:
             left = None if timeout_seconds is None else timeout_seconds - (time.monotonic() - started)
@@ -174,33 +176,25 @@ def run_training(
                 lock=lock,
                 timeout_seconds=left,
                 stop_minutes=options.stop_minutes,
-                resume=resume,
             )
             if not restarts.prepare_next(result, process_result):
-                add_moment(_files(folder, resume=resume).timeline, ENDED)
+                add_moment(folder.timeline, ENDED)
                 _record_goodput(folder, result, on_line)
-                return _settled(result, folder, on_line)
-            add_moment(_files(folder, resume=resume).timeline, RESTART, **restarts.losses())
+                return result
+            add_moment(folder.timeline, RESTART, **restarts.losses())
             on_line(restarts.describe_last())
-            # Until this run has trained, a checkpoint in the folder is an earlier run's.
-            attempt = command.resumed() if folder.current() == folder else command.repeated()
+            # A checkpoint that the job names counts until the run has one of its own.
+            starts_over = job.resumes and latest_complete(folder.path) is None
+            attempt = command.repeated() if starts_over else command.resumed()
             folder.update_run(status=status.RUNNING, exit_code=None, launcher_pid=os.getpid(), command=attempt.shown)
     finally:
         if lock is not None:
             os.close(lock)
 
 
-def _settled(result: RunResult, folder: RunFolder, on_line: Callable[[str], None]) -> RunResult:
-    """Return the result with the folder of its files, which are not at the top if it never trained there."""
-    files = settle(folder)
-    if files != folder:
-        on_line(f"{folder.path} still holds the earlier run, unchanged; the files of this one are in {files.path}")
-    return replace(result, folder=files)
-
-
 def _record_goodput(folder: RunFolder, result: RunResult, on_line: Callable[[str], None]) -> None:
     """Write and print it for a run that did not complete: otherwise rank 0 has."""
-    goodput = None if result.status == status.COMPLETED else read_goodput(folder, files=folder.current())
+    goodput = None if result.status == status.COMPLETED else read_goodput(folder)
     if goodput is not None:
         with contextlib.suppress(OSError):  # a full disk has been reported
             folder.update_run(goodput=goodput.facts())
@@ -208,10 +202,9 @@ def _record_goodput(folder: RunFolder, result: RunResult, on_line: Callable[[str
 
 
 def _record_start(
-    folder: RunFolder, command: LaunchCommand, *, nvme: NvmeDisk | None, plan: dict[str, Any] | None, resume: bool
+    folder: RunFolder, command: LaunchCommand, *, nvme: NvmeDisk | None, plan: dict[str, Any] | None
 ) -> None:
-    start_attempt(folder, resume=resume)
-    add_moment(_files(folder, resume=resume).timeline, LAUNCH)
+    add_moment(folder.timeline, LAUNCH)
     facts: dict[str, Any] = {} if nvme is None else {"nvme": nvme.facts()}
     folder.update_run(
         status=status.RUNNING,
@@ -237,19 +230,17 @@ def _run_attempt(
     lock: int | None,
     timeout_seconds: float | None,
     stop_minutes: float,
-    resume: bool,
 ) -> tuple[RunResult, ProcessResult]:
     kills_before = count_oom_kills()
-    log = _files(folder, resume=resume).log
-    log_start = log.stat().st_size if log.exists() else 0
+    log_start = folder.log.stat().st_size if folder.log.exists() else 0
 
     def relay(line: str) -> None:
-        if not folder.current().failure_json.exists():  # the launcher's own traceback follows
+        if not folder.failure_json.exists():  # the launcher's own traceback follows
             on_line(line)
 
     process_result = run_command(
         command,
-        log,
+        folder.log,
         on_line=relay,
         timeout_seconds=timeout_seconds,
         ask_to_stop=lambda: stop_ranks(folder, on_line) if stop_minutes else False,
@@ -260,13 +251,7 @@ def _run_attempt(
     if command.nvme_path is not None:  # killed ranks leave their swap files behind
         shutil.rmtree(swap_folder(command.nvme_path, command.run_id), ignore_errors=True)
     oom_killed = count_oom_kills() > kills_before
-    log = _files(folder, resume=resume).log  # renamed if the run has trained
-    return record_result(folder, process_result, log=log, oom_killed=oom_killed, log_start=log_start), process_result
-
-
-def _files(folder: RunFolder, *, resume: bool) -> RunFolder:
-    """The folder of log and timeline of the attempt in progress; a run that resumes appends to those at the top."""
-    return folder if resume else folder.current()
+    return record_result(folder, process_result, oom_killed=oom_killed, log_start=log_start), process_result
 
 
 def stop_ranks(folder: RunFolder, on_message: Callable[[str], None]) -> bool:
@@ -296,18 +281,16 @@ class Restarts:
         if len(self.done) >= self.max_restarts or not can_restart(result, process_result):
             return False
         failure = result.failure or {}
-        resumed, trained = 0, self.folder.current() == self.folder  # otherwise all here is an earlier run's
-        if trained:
-            checkpoint = latest_complete(self.folder.path)
-            resumed = checkpoint.step if checkpoint else 0
-        world_size = (self.folder.current().read_run() or {}).get("world_size")
+        checkpoint = latest_complete(self.folder.path)
+        resumed = checkpoint.step if checkpoint else 0
+        world_size = (self.folder.read_run() or {}).get("world_size")
         record = restart_record(
             self.folder, ended=result.status, failure=failure, world_size=world_size, resumed_step=resumed
         )
-        self.done.append(record if trained else record | {"lost_steps": 0, "lost_seconds": 0.0})
-        for path in self.folder.path.glob("ranks/rank*.jsonl") if trained else ():
+        self.done.append(record)
+        for path in self.folder.path.glob("ranks/rank*.jsonl"):
             drop_rows_after(path, resumed)
-        self.folder.current().failure_json.unlink(missing_ok=True)
+        self.folder.failure_json.unlink(missing_ok=True)
         self.folder.remove_heartbeats()
         self.folder.update_run(restarts=self.done)
         return True

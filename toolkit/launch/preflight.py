@@ -30,6 +30,7 @@ from toolkit.presets import Preset, PresetSpec
 from toolkit.presets.compatibility import CPU, Device
 from toolkit.presets.preset_checks import check_arguments, check_parts
 from toolkit.presets.support import check_supported
+from toolkit.record.attempts import Reuse, check_start, reuse_of
 from toolkit.record.checkpoints import (
     LATEST_WORDS,
     Checkpoint,
@@ -53,7 +54,7 @@ WRITTEN = (
     *("run.json", "attestation.json", "failure.json", "fingerprint.json", "train.log", "run.lock"),
     *("config.json", "generation_config.json", "adapter_config.json", "*.safetensors", "*.safetensors.index.json"),
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja", "README.md"),
-    *("ranks", "attempts", "profile", "checkpoint-*"),
+    *("ranks", "profile", "checkpoint-*"),
 )
 WEIGHT_SUFFIXES = (".safetensors", ".bin")
 
@@ -195,7 +196,7 @@ def check_output(job: Job, *, engine: str = "deepspeed") -> Path:
     check_required(job, ("output_dir",))
     folder = RunFolder(user_path(str(job.output_dir)))
     check_inputs_stay(folder, job)
-    folder.check_unused(resume=continues(job))
+    check_start(folder, reuse_folder(job))
     folder.check_writable()
     check_disk(folder.path, needed=saved_bytes(job, engine=engine))
     return folder.path
@@ -230,6 +231,11 @@ def _would_be_replaced(source: Path, output_dir: Path) -> bool:
         return True
     inside = source.relative_to(output_dir).parts if source.is_relative_to(output_dir) else ()
     return bool(inside) and any(fnmatch(inside[0], pattern) for pattern in WRITTEN)
+
+
+def reuse_folder(job: Job) -> Reuse:
+    """Return what the job may do with a run that is in its output folder."""
+    return reuse_of(continues=continues(job), resumes=job.resumes, overwrite=job.overwrite_output_dir)
 
 
 def continues(job: Job) -> bool:

@@ -100,7 +100,7 @@ def _claim_report(progress: Progress, failure: dict[str, Any]) -> bool:
     if is_superseded(progress.output_dir / "ranks", progress.attempt_id):
         return False
     try:
-        with RunFolder(progress.output_dir).current().failure_json.open("x", encoding="utf-8") as file:
+        with RunFolder(progress.output_dir).failure_json.open("x", encoding="utf-8") as file:
             json.dump(hide_secrets(failure), file, indent=2)
     except FileExistsError:
         return False

@@ -31,7 +31,7 @@ from toolkit.files.secrets import hide_words
 from toolkit.hardware.node import describe_node, git_commit, library_versions
 from toolkit.observe.progress import Progress
 from toolkit.record import status
-from toolkit.record.attempts import begin_training, start_attempt
+from toolkit.record.attempts import Reuse, check_start, start_attempt
 from toolkit.record.checkpoints import remove_unfinished
 from toolkit.record.folder import MEASUREMENT_VERSION, RunFolder, start_facts
 from toolkit.record.goodput import measure_goodput
@@ -64,10 +64,6 @@ class ObservedRun:
         """True in the process that writes run.json and prints what is printed once."""
         return self.rank == 0 or self.single_process
 
-    def timeline(self) -> Path:
-        """Return the file of the phases; it moves with the files of the attempt, once that has trained."""
-        return (self.folder if self.continues else self.folder.current()).timeline
-
     def barrier(self) -> None:
         """Wait for all ranks."""
         if dist.is_initialized():
@@ -77,17 +73,18 @@ class ObservedRun:
         """Return every rank's value, on every rank. Collective."""
         return gather_from_ranks(value, single_process=self.single_process)
 
-    def open(self, *, prepared: bool = False, **facts: Any) -> None:
+    def open(self, *, prepared: bool = False, reuse: Reuse = "never", **facts: Any) -> None:
         """Let one rank write run.json with `facts`, and begin the timeline. Collective.
 
-        Refuses a finished run's folder on every rank before any rank writes. `prepared`: the launcher has done so.
+        Refuses another run's folder on every rank before any rank writes, unless it may `reuse` it. `prepared`: the
+        launcher has done so.
         """
         if not prepared:
-            self.folder.check_unused(resume=self.continues)
+            check_start(self.folder, reuse)
             self.barrier()
             if self.writes:
-                start_attempt(self.folder, resume=self.continues)
-                copy_output_to(self.folder.log if self.continues else self.folder.current().log)
+                start_attempt(self.folder, reuse)
+                copy_output_to(self.folder.log)
         self.barrier()
         if self.writes:
             started = {} if prepared else start_facts() | {"plan": None}
@@ -95,7 +92,7 @@ class ObservedRun:
         self.progress.step, self.progress.output_dir = self.resumed_step, self.folder.path
         if self.writes and not self.single_process:
             self.progress.open_timeline(
-                self.timeline, restarted=int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+                self.folder.timeline, restarted=int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
             )
 
     def _facts(self) -> dict[str, Any]:
@@ -111,10 +108,9 @@ class ObservedRun:
         }
 
     def begin_training(self) -> None:
-        """Let this attempt take the place of an earlier run in the folder: it has trained a step. Collective."""
+        """Remove what an earlier attempt left unfinished, now that this one has trained a step. Collective."""
         if self.writes:
             remove_unfinished(self.folder.path)
-            begin_training(self.folder, continues=self.continues)
         self.barrier()
 
     def begin_rows(self) -> None:

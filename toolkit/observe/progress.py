@@ -74,7 +74,7 @@ class Progress:
     """This run's own folder on an NVMe disk, removed at the end of the run."""
     memory_by_phase: PhaseMemoryRecorder | None = None
     """Bytes after each phase of the first step; None before training begins."""
-    timeline: Callable[[], Path] | None = None
+    timeline: Path | None = None
     """Returns the file to which the run's phases are written; None before the run folder is open, and on other ranks
     than 0."""
     phases: list[tuple[str, float]] = field(default_factory=lambda: [("start", psutil.Process().create_time())])
@@ -89,9 +89,9 @@ class Progress:
     def note(self, phase: str, **facts: Any) -> None:
         """Write a line to the timeline; the phase stays what it is."""
         if self.timeline is not None:
-            add_moment(self.timeline(), phase, step=self.step, **facts)
+            add_moment(self.timeline, phase, step=self.step, **facts)
 
-    def open_timeline(self, timeline: Callable[[], Path], *, restarted: bool) -> None:
+    def open_timeline(self, timeline: Path, *, restarted: bool) -> None:
         """Write the phases so far, and each later one when it begins."""
         self.timeline = timeline
         for phase, unix in self.phases:

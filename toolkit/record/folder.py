@@ -28,29 +28,7 @@ SCHEMA_VERSION = 1
 # Incremented whenever the meaning of a number changes, so that reports are not compared across the change.
 MEASUREMENT_VERSION = 1
 LOCK = "run.lock"
-MAX_ATTEMPTS = 10**6
 MAX_PID = 2**22  # Linux's PID_MAX_LIMIT
-
-
-def is_attempt(value: Any) -> bool:
-    """Return True for the number of an attempt, as read from a file."""
-    return type(value) is int and 0 < value < MAX_ATTEMPTS
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StartingAttempt:
-    """The content of `attempts/starting.json`."""
-
-    attempt: int
-    """Number of the attempt that is starting."""
-    earlier: int
-    """Number of the attempt whose files are at the top of the folder."""
-    trained: bool = False
-    """True once the attempt has trained a step, while its files are moved to the top."""
-
-    def __post_init__(self) -> None:
-        if not (is_attempt(self.attempt) and is_attempt(self.earlier) and type(self.trained) is bool):
-            raise ValueError(self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,16 +62,6 @@ class RunFolder:
         """When rank 0 and its launcher began what (`toolkit.record.timeline`)."""
         return self.path / "timeline.jsonl"
 
-    @property
-    def attempts(self) -> Path:
-        """Folder of the files of earlier attempts, and of those that never trained, by number."""
-        return self.path / "attempts"
-
-    @property
-    def starting_json(self) -> Path:
-        """Which attempt is starting (`toolkit.record.attempts`); only there until it has trained a step."""
-        return self.attempts / "starting.json"
-
     def rank_rows(self, rank: int) -> Path:
         """Return the path of one rank's rows: one JSON line per step."""
         return self.path / "ranks" / f"rank{rank}.jsonl"
@@ -103,36 +71,10 @@ class RunFolder:
         return read_json(self.run_json)
 
     def update_run(self, **facts: Any) -> dict[str, Any]:
-        """Merge facts into the run.json of the current attempt, and return its content."""
-        current = self.current()
-        run = (current.read_run() or {"schema_version": SCHEMA_VERSION}) | facts
-        write_json(current.run_json, run)
+        """Merge facts into run.json, and return its content."""
+        run = (self.read_run() or {"schema_version": SCHEMA_VERSION}) | facts
+        write_json(self.run_json, run)
         return run
-
-    def starting(self) -> StartingAttempt | None:
-        """Return the attempt that is starting in the folder of an earlier run; None where there is none.
-
-        Raises ToolkitError for a file that none of ours has written.
-        """
-        content = read_json(self.starting_json)
-        if content is None:
-            return None
-        try:
-            return StartingAttempt(**content)
-        except (TypeError, ValueError):
-            raise ToolkitError(
-                f"{self.starting_json} holds {str(content)[:80]}, expected the numbers of two attempts",
-                hint=f"remove it: `rm {self.starting_json}`",
-            ) from None
-
-    def attempt(self, number: int) -> RunFolder:
-        """Return the folder of an attempt's own files, while it starts and after another one has taken its place."""
-        return RunFolder(self.attempts / f"{number:03d}")
-
-    def current(self) -> RunFolder:
-        """Return where the attempt in progress writes: into a folder of its own until it has trained, then here."""
-        starting = self.starting()
-        return self if starting is None or starting.trained else self.attempt(starting.attempt)
 
     def hold(self, *, wait_seconds: float = 0) -> int | None:
         """Lock the folder for this process and those that inherit the descriptor, until the last of them exits.
@@ -163,15 +105,15 @@ class RunFolder:
         """Raise ToolkitError for a folder that must not be overwritten; a resumed run may use a finished one."""
         if self.path.exists() and not self.path.is_dir():
             raise ToolkitError(f"output_dir {self.path} is a file", hint="name a folder: `--output_dir DIR`")
-        run, current = self.read_run() or {}, self.current().read_run() or {}
+        run = self.read_run() or {}
         if run.get("status") == COMPLETED and not resume:
             raise ToolkitError(
-                f"{self.path} already holds a finished run, which is never overwritten",
-                hint=f"name another folder, or remove it: `rm -r {self.path}`",
+                f"{self.path} already holds a finished run",
+                hint="name another folder: `--output_dir DIR`; `--overwrite_output_dir true` replaces the run",
             )
-        if current.get("status") == RUNNING and _is_alive(current.get("launcher_pid")):
+        if run.get("status") == RUNNING and _is_alive(run.get("launcher_pid")):
             raise ToolkitError(
-                f"{self.path} holds a run that is still running (process {current['launcher_pid']})",
+                f"{self.path} holds a run that is still running (process {run['launcher_pid']})",
                 hint="wait for it, or name another folder",
             )
 

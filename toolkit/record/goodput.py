@@ -78,17 +78,13 @@ class Goodput:
         return f"goodput {100 * self.fraction:.0f} % of {self.wall_seconds:.0f} s" + (f" ({rest})" if rest else "")
 
 
-def read_goodput(folder: RunFolder, *, files: RunFolder | None = None) -> Goodput | None:
-    """Return the goodput of a run folder; None for one without a timeline, or with damaged rows.
-
-    `files` is the folder of an attempt that has not trained, whose rows are not those at the top.
-    """
-    files = files or folder
+def read_goodput(folder: RunFolder) -> Goodput | None:
+    """Return the goodput of a run folder; None for one without a timeline, or with damaged rows."""
     try:
-        steps = read_steps(folder) if files == folder else []
+        steps = read_steps(folder)
     except ToolkitError:
         return None
-    timeline = read_timeline(files.timeline)
+    timeline = read_timeline(folder.timeline)
     return measure_goodput(timeline, steps) if timeline else None
 
 

@@ -34,7 +34,7 @@ from toolkit.presets.compatibility import Purpose
 from toolkit.presets.preset_checks import check_arguments
 from toolkit.presets.support import check_supported
 from toolkit.record import status
-from toolkit.record.attempts import settle, start_attempt
+from toolkit.record.attempts import start_attempt
 from toolkit.record.folder import RunFolder, read_json, start_facts
 from toolkit.rehearse.rehearsed_rank import SYNTHETIC, RehearsedRank, has_local_weights
 
@@ -156,19 +156,18 @@ def run_rehearsal(rehearsal: Rehearsal, *, output_dir: Path, on_line: Callable[[
     folder = RunFolder(output_dir)
     lock = folder.hold()
     try:
-        start_attempt(folder)
+        start_attempt(folder, "overwrite")
         command = rehearsal_command(rehearsal)
         folder.update_run(**_planned(rehearsal, command))
         kills_before = count_oom_kills()
         outcome = run_command(
             command,
-            folder.current().log,
+            folder.log,
             on_line=on_line,
             inherit=[] if lock is None else [lock],
             fork_server=os.environ.get(SERVER_VARIABLE),
         )
-        result = record_result(folder, outcome, oom_killed=count_oom_kills() > kills_before)
-        return replace(result, folder=settle(folder))
+        return record_result(folder, outcome, oom_killed=count_oom_kills() > kills_before)
     finally:
         if lock is not None:
             os.close(lock)

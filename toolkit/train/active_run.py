@@ -26,6 +26,7 @@ from toolkit.observe.observed_run import ObservedRun, check_visible, claim_folde
 from toolkit.observe.progress import Progress
 from toolkit.observe.signals import StopOnSignal
 from toolkit.parallel.layout import ParallelLayout
+from toolkit.record.attempts import reuse_of
 from toolkit.record.checkpoints import Checkpoint
 from toolkit.record.folder import RunFolder
 from toolkit.record.restarts import record_restart
@@ -92,7 +93,7 @@ def open_run(
     folder = RunFolder(Path(training.output_dir))
     writes = single_process or training.process_index == 0
     if not launch.folder_prepared:
-        _hold_folder(folder, writes=writes, resume=arguments.job.resumes)
+        _hold_folder(folder, writes=writes, job=arguments.job)
     gather = partial(gather_from_ranks, single_process=single_process)
     progress.attempt_id, nodes = claim_folder(folder.path, writes=writes, gather=gather)
     checkpoint = find_checkpoint(arguments, launch, progress)
@@ -114,7 +115,9 @@ def open_run(
         single_process=single_process,
     )
     restarts = _restarts(run) if writes and not launch.folder_prepared else {}
-    run.open(prepared=launch.folder_prepared, **_run_facts(run), nodes=nodes, **(facts or {}), **restarts)
+    job = arguments.job
+    reuse = reuse_of(continues=run.continues, resumes=job.resumes, overwrite=job.overwrite_output_dir)
+    run.open(prepared=launch.folder_prepared, reuse=reuse, **_run_facts(run), nodes=nodes, **(facts or {}), **restarts)
     progress.describe_rows = partial(row_places, names=arguments.job.dataset)
     if writes:
         print("".join(f"{line}\n" for line in arguments.notes), end="", flush=True)  # train.log is open now
@@ -127,10 +130,10 @@ def open_run(
         dist.destroy_process_group()  # its threads abort a process that just exits
 
 
-def _hold_folder(folder: RunFolder, *, writes: bool, resume: bool) -> None:
+def _hold_folder(folder: RunFolder, *, writes: bool, job: Job) -> None:
     """Refuse a folder that is in use, and let one rank lock it for as long as it runs."""
-    folder.check_unused(resume=resume)
-    restarts = resume and int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) > 0
+    folder.check_unused(resume=job.resumes or job.overwrite_output_dir)
+    restarts = job.resumes and int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) > 0
     if writes:
         folder.hold(wait_seconds=RELEASE_SECONDS if restarts else 0)
 
