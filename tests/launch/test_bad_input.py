@@ -260,7 +260,7 @@ def test_a_finished_run_is_never_overwritten(job: Job) -> None:
     before = contents(job.output)
     said = job.train()
     assert said.error == f"{job.output} already holds a finished run"
-    assert said.hint == f"name another folder, or remove it: `rm -r {job.output}`"
+    assert said.hint == "name another folder: `--output_dir DIR`; `--overwrite_output_dir true` replaces the run"
     assert contents(job.output) == before
 
 

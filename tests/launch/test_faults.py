@@ -41,7 +41,7 @@ class Running:
         path = self.folder / "ranks" / f"rank{rank}.jsonl"
         return len(path.read_text().splitlines()) if path.exists() else 0
 
-    def pulse(self, rank: int) -> Heartbeat:
+    def heartbeat(self, rank: int) -> Heartbeat:
         return next(pulse for pulse in read_heartbeats(self.folder / "ranks") if pulse.rank == rank)
 
     def until_step(self, step: int) -> None:

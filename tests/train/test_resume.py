@@ -16,7 +16,7 @@ from launching import LORA, ROOT, SAVED, SAVED_STEPS, accelerate_launch, read, t
 
 from toolkit.record.checkpoints import list_checkpoints, read_checkpoint
 from toolkit.record.folder import RunFolder
-from toolkit.record.measurements import measure
+from toolkit.record.measurements import StepRow, measure
 
 pytestmark = pytest.mark.launch
 
@@ -116,15 +116,16 @@ def test_latest_reports_a_damaged_checkpoint_and_resumes_from_the_one_before(
 
 
 def test_a_resumed_run_has_untimed_steps_again() -> None:
-    def row(step: int, step_of_process: int, seconds: float) -> dict[str, Any]:
+    def row(step: int, step_of_process: int, seconds: float) -> StepRow:
         counts = {"tokens": 100, "non_padding_tokens": 100, "supervised_tokens": 50, "cpu_seconds": seconds}
         nothing = {"grad_norm": 1.0, "loss": 1.0, "batch_sha256": "", "rank": 0}
         peaks = dict.fromkeys(("peak_allocated_bytes", "peak_reserved_bytes", "peak_host_bytes"))
-        return {"step": step, "step_of_process": step_of_process, "seconds": seconds, **counts, **nothing, **peaks}
+        own = {"step": step, "step_of_process": step_of_process, "seconds": seconds}
+        return StepRow.model_validate({**own, **counts, **nothing, **peaks})
 
     steps = [[row(1, 1, 9.0)], [row(2, 2, 1.0)], [row(3, 1, 9.0)], [row(4, 2, 1.0)]]
     measured = measure(steps, untimed_steps=1)
-    assert (measured.steps, measured.timed_steps, measured.tokens_per_second) == (4, 2, 100)
+    assert (len(measured.step_seconds), measured.timed_steps, measured.tokens_per_second) == (4, 2, 100)
 
 
 def refused(job: list[str], checkpoint: Path, output: Path, *words: str) -> str:
