@@ -62,7 +62,7 @@ def test_a_resumed_run_keeps_rows_checkpoints_log_and_profile(tmp_path: Path) ->
         del kept[name]
     start_attempt(folder, "resume")
     after = contents(folder.path)
-    assert json.loads(after.pop("run.json")) == {"schema_version": 1, "attempt": 2}
+    assert json.loads(after.pop("run.json")) == {"schema_version": 1, "attempt": 2, "status": "running"}
     assert after == kept
 
 
@@ -74,7 +74,7 @@ def test_a_run_that_is_given_up_leaves_only_what_is_not_its_own(status: str, tmp
         "notes.txt": b"mine",
         "run.json": folder.run_json.read_bytes(),
     }
-    assert folder.read_run() == {"schema_version": 1, "attempt": 2}
+    assert folder.read_run() == {"schema_version": 1, "attempt": 2, "status": "running"}
 
 
 def test_an_unfinished_run_without_a_checkpoint_starts_over_where_it_is_to_resume(tmp_path: Path) -> None:
@@ -102,7 +102,7 @@ def test_a_damaged_run_json_is_replaced(text: str, tmp_path: Path) -> None:
     folder = earlier_run(tmp_path / "out", steps=0)
     folder.run_json.write_text(text)
     start_attempt(folder)
-    assert folder.read_run() == {"schema_version": 1, "attempt": 1}
+    assert folder.read_run() == {"schema_version": 1, "attempt": 1, "status": "running"}
 
 
 @pytest.mark.parametrize("place", ["ranks", "train.log"])

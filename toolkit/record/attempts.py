@@ -12,6 +12,7 @@ import shutil
 from typing import Literal
 
 from toolkit.errors import ToolkitError
+from toolkit.record import status
 from toolkit.record.checkpoints import list_checkpoints
 from toolkit.record.folder import SCHEMA_VERSION, RunFolder, write_json
 from toolkit.record.measurements import last_step
@@ -57,7 +58,7 @@ def start_attempt(folder: RunFolder, reuse: Reuse = "never") -> None:
         for path in (folder.failure_json, folder.attestation_json):
             path.unlink(missing_ok=True)
         attempt = number + 1 if type(number) is int and number > 0 else 1
-        write_json(folder.run_json, {"schema_version": SCHEMA_VERSION, "attempt": attempt})
+        write_json(folder.run_json, {"schema_version": SCHEMA_VERSION, "attempt": attempt, "status": status.RUNNING})
     except OSError as error:  # a full disk, a folder of somebody else's, a folder in the place of a file
         raise folder.unwritable(error) from None
 

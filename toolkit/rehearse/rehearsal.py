@@ -156,7 +156,7 @@ def run_rehearsal(rehearsal: Rehearsal, *, output_dir: Path, on_line: Callable[[
     folder = RunFolder(output_dir)
     lock = folder.hold()
     try:
-        start_attempt(folder, "overwrite")
+        start_attempt(folder, "resume_if_possible")  # an unfinished rehearsal is repeated
         command = rehearsal_command(rehearsal)
         folder.update_run(**_planned(rehearsal, command))
         kills_before = count_oom_kills()
