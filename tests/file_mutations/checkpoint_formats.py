@@ -142,7 +142,10 @@ def run_format(run: Path) -> Format:
     seed = files_below(run, RUN, leave_out=("checkpoint-*/*", "*.safetensors", "tokenizer*", "*.lock"))
     resumed = [*JOB[:4], "--max_steps", "8", "--output_dir", RUN, "--resume_from_checkpoint", "latest"]
     train = ("train", "--dry-run", "--cpu", "--preset", "ddp", "--num-processes", "2", "--")
-    dry_runs = [command(*train, *JOB[:4], "--output_dir", RUN), command(*train, *resumed)]
+    dry_runs = [
+        command(*train, *JOB[:4], "--output_dir", RUN, "--overwrite_output_dir", "true"),
+        command(*train, *resumed),
+    ]
     records = ["run/run.json", "attestation.json", "rank*.jsonl", "failure.json", "rank*.heartbeat"]
     failure = {
         "kind": "failed",

@@ -196,6 +196,7 @@ def check_output(job: Job, *, engine: str = "deepspeed") -> Path:
     check_required(job, ("output_dir",))
     folder = RunFolder(user_path(str(job.output_dir)))
     check_inputs_stay(folder, job)
+    folder.check_free()
     check_start(folder, reuse_folder(job))
     folder.check_writable()
     check_disk(folder.path, needed=saved_bytes(job, engine=engine))

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import json
@@ -93,6 +94,12 @@ class RunFolder:
                 time.sleep(1)
             except OSError as error:
                 raise self.unwritable(error) from None
+
+    def check_free(self) -> None:
+        """Raise ToolkitError while another process holds the folder."""
+        with contextlib.suppress(OSError):
+            if (self.path / LOCK).is_file() and (lock := lock_file(self.path / LOCK, held=self._held)) is not None:
+                os.close(lock)
 
     def _held(self, holder: str) -> ToolkitError:
         who = f" (process {holder})" if holder else ""
