@@ -43,6 +43,8 @@ from toolkit.launch.environment import RUN_ID_VARIABLE
 SERVER_VARIABLE, PRELOADED = "TOOLKIT_FORK_SERVER", "toolkit.train.preloaded"
 # The value in the server's environment, as long as a run's id, which overwrites it in each forked process.
 RUN_ID_PLACEHOLDER = "0" * 32
+# What the preloaded imports set where there is no GPU.
+CPU_OF_DEEPSPEED = ("DS_ACCELERATOR", "cpu")
 # Programs that start ranks as child processes.
 LAUNCHERS = ("accelerate.commands.launch", "torch.distributed.run")
 # Variables that are read when a process group, an engine or a run is created, not when a library is imported.
@@ -196,7 +198,8 @@ def check_environment(server: str, environment: Mapping[str, str]) -> None:
         raise RefusedError(f"no fork server runs at {server}") from None
     set_by_imports = getattr(sys.modules.get(PRELOADED), "SET_BY_IMPORTS", {})  # in a launcher that was forked itself
     for name in sorted({*imported, *environment}):
-        alike = environment.get(name) in (imported.get(name), set_by_imports.get(name))
+        value = environment.get(name)
+        alike = value in (imported.get(name), set_by_imports.get(name)) or (name, value) == CPU_OF_DEEPSPEED
         if not alike and not READ_AFTER_IMPORT.fullmatch(name):
             raise RefusedError(
                 f"libraries may read {name} when they are imported, and it has changed since the fork server started"
