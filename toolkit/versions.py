@@ -272,10 +272,5 @@ def _list(tree: ast.Module | None, name: str) -> list[ast.expr]:
     return value.elts if isinstance(value, ast.List) else []
 
 
-def _keyword(call: ast.expr | None, name: str) -> ast.expr | None:
-    keywords = call.keywords if isinstance(call, ast.Call) else []
-    return next((keyword.value for keyword in keywords if keyword.arg == name), None)
-
-
 def _attribute(node: ast.expr | None) -> str:
     return node.attr if isinstance(node, ast.Attribute) else ""

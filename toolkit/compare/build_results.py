@@ -34,7 +34,6 @@ from toolkit.hardware.node import describe_node, disk_facts, git_commit, library
 from toolkit.job.job import Job
 from toolkit.models.shape import ModelShape
 
-DEFAULT_SEED = 42  # of transformers' TrainingArguments
 # The columns that each kind of side run measures.
 SIDE_RUN_COLUMNS: dict[SideRunKind, tuple[str, ...]] = {
     "profile": ("communication_fraction", "exposed_communication_fraction", "timeline"),

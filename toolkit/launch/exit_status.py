@@ -46,20 +46,17 @@ class RunResult:
     failure: dict[str, Any] | None
 
 
-def record_result(
-    folder: RunFolder, ended: ProcessResult, *, oom_killed: bool, log: Path | None = None, log_start: int = 0
-) -> RunResult:
+def record_result(folder: RunFolder, ended: ProcessResult, *, oom_killed: bool, log_start: int = 0) -> RunResult:
     """Determine how the run ended, and write it to run.json and failure.json.
 
-    `oom_killed` says that the kernel killed a process for lack of memory meanwhile; `log_start` is the offset in the
-    `log` at which this attempt's begins.
+    `oom_killed` says that the kernel killed a process for lack of memory meanwhile; `log_start` is the offset in
+    train.log at which this attempt's begins.
     """
-    log_path = log or folder.log
-    text = _read_log(log_path, log_start)
+    text = _read_log(folder.log, log_start)
     failure = _find_failure(folder, ended, text, oom_killed=oom_killed)
     final_status = _final_status(folder, ended, failure, text, oom_killed=oom_killed)
     if final_status != status.COMPLETED and failure is None:
-        failure = _unreported_failure(folder, final_status, ended, text, log_path)
+        failure = _unreported_failure(folder, final_status, ended, text)
     code = status.exit_code_of(final_status, invalid_input=bool(failure and failure.get("invalid_input")))
     with contextlib.suppress(OSError):  # a full disk: the caller prints the failure
         if failure is not None:
@@ -128,9 +125,7 @@ def _final_status(
     return status.HOST_OUT_OF_MEMORY if oom_killed or is_out_of_memory(log) else status.FAILED
 
 
-def _unreported_failure(
-    folder: RunFolder, final_status: str, ended: ProcessResult, log: str, log_path: Path
-) -> dict[str, Any]:
+def _unreported_failure(folder: RunFolder, final_status: str, ended: ProcessResult, log: str) -> dict[str, Any]:
     """No rank could report: say what is known, and where to look."""
     if final_status == status.FAILED and (refusal := _find_refusal(ended, log)):
         return refusal
@@ -141,7 +136,7 @@ def _unreported_failure(
         status.HOST_OUT_OF_MEMORY: "a process was killed by the kernel because host memory ran out",
     }
     message = causes.get(final_status) or f"the launcher ended with code {ended.exit_code}: {_last_lines(log)}"
-    return _failure(final_status, message, f"see {log_path}")
+    return _failure(final_status, message, f"see {folder.log}")
 
 
 def _find_refusal(ended: ProcessResult, log: str) -> dict[str, Any] | None:
