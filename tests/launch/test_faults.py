@@ -25,6 +25,9 @@ from toolkit.record.heartbeat import Heartbeat, read_heartbeats, write_attempt_i
 
 pytestmark = pytest.mark.launch
 
+# The logits alone, 128 sequences of about 140 tokens, are 3.6 GB.
+LARGE_LOGITS = ("--per_device_train_batch_size", "128", "--max_seq_length", "512", "--loss", "full")
+
 
 @dataclass
 class Running:
@@ -389,15 +392,16 @@ def test_an_oom_kill_by_the_kernel_is_host_out_of_memory(start: Starter, tmp_pat
     group = Path("/sys/fs/cgroup/memory") / f"toolkit-{os.getpid()}"
     try:
         group.mkdir()
-        (group / "memory.limit_in_bytes").write_text("700M")
+        # Room for the libraries, which the kernel would otherwise read again and again instead of killing a rank.
+        (group / "memory.limit_in_bytes").write_text("3G")
     except OSError as error:
         pytest.skip(f"no memory cgroup can be made here: {error}")
     try:
-        code, said = start(shell=f"echo $$ > {group}/cgroup.procs").ended()
+        code, said = start(*LARGE_LOGITS, shell=f"echo $$ > {group}/cgroup.procs").ended()
     finally:
         with contextlib.suppress(OSError):
             group.rmdir()
-    assert code == 3
+    assert code == 3, said
     assert "host_out_of_memory" in said
     assert "ran out of host memory" in said
     assert "lower `--per_device_train_batch_size`" in said
@@ -405,9 +409,7 @@ def test_an_oom_kill_by_the_kernel_is_host_out_of_memory(start: Starter, tmp_pat
 
 
 def test_an_exhausted_address_space_is_host_out_of_memory(start: Starter) -> None:
-    # The logits alone, 128 sequences of about 140 tokens, are 3.6 GB.
-    words = ("--per_device_train_batch_size", "128", "--max_seq_length", "512", "--loss", "full")
-    run = start(*words, shell="ulimit -v 5000000")
+    run = start(*LARGE_LOGITS, shell="ulimit -v 5000000")
     code, said = run.ended()
     assert (code, run.failure()["kind"]) == (3, "host_out_of_memory"), said
 

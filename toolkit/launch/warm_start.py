@@ -27,6 +27,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing import forkserver
@@ -193,7 +194,11 @@ def fork_process(
 def check_environment(server: str, environment: Mapping[str, str]) -> None:
     """Raise RefusedError where a variable differs that a library may have read while the server imported it."""
     try:
-        imported = psutil.Process(int(server.partition(":")[0])).environ()
+        process = psutil.Process(int(server.partition(":")[0]))
+        for _ in range(1000):  # Linux shows no variables for a moment while a process is started
+            if imported := process.environ():
+                break
+            time.sleep(0.001)
     except (psutil.Error, ValueError):
         raise RefusedError(f"no fork server runs at {server}") from None
     set_by_imports = getattr(sys.modules.get(PRELOADED), "SET_BY_IMPORTS", {})  # in a launcher that was forked itself

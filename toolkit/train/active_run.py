@@ -26,7 +26,7 @@ from toolkit.observe.observed_run import ObservedRun, check_visible, claim_folde
 from toolkit.observe.progress import Progress
 from toolkit.observe.signals import StopOnSignal
 from toolkit.parallel.layout import ParallelLayout
-from toolkit.record.attempts import reuse_of
+from toolkit.record.attempts import check_start, reuse_of
 from toolkit.record.checkpoints import Checkpoint
 from toolkit.record.folder import RunFolder
 from toolkit.record.restarts import record_restart
@@ -131,8 +131,8 @@ def open_run(
 
 
 def _hold_folder(folder: RunFolder, *, writes: bool, job: Job) -> None:
-    """Refuse a folder that is in use, and let one rank lock it for as long as it runs."""
-    folder.check_unused(resume=job.resumes or job.overwrite_output_dir)
+    """Refuse a folder that is in use before anything in it changes, and let one rank lock it for as long as it runs."""
+    check_start(folder, reuse_of(continues=job.resumes, resumes=job.resumes, overwrite=job.overwrite_output_dir))
     restarts = job.resumes and int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) > 0
     if writes:
         folder.hold(wait_seconds=RELEASE_SECONDS if restarts else 0)
