@@ -13,8 +13,14 @@ from typing import Any
 from toolkit.checkpoint.detection import FSDP_MODEL, FSDP_OPTIMIZER, Layout, detect, is_checkpoint
 from toolkit.errors import ToolkitError
 from toolkit.parallel.layout import ParallelLayout
-from toolkit.record.checkpoints import AT_LOAD_OPTIMIZER, MANIFEST, list_checkpoints, read_checkpoint
-from toolkit.record.manifest_file import Manifest, read_step
+from toolkit.record.checkpoints import (
+    AT_LOAD_OPTIMIZER,
+    MANIFEST,
+    Manifest,
+    list_checkpoints,
+    read_checkpoint,
+    read_step,
+)
 from toolkit.units import gib
 
 # Parts of file names. DeepSpeed's fp32 master weights are in the optimizer's files, and count as such.
