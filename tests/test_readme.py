@@ -23,7 +23,7 @@ import pytest
 import typer
 from fits_table import fits_table
 from launching import cpu_environment
-from reference_blocks import characteristics_table, doctor_table, optimizer_table, preset_table
+from reference_blocks import optimizer_table, preset_table
 from simulated_throughput import throughput_table
 
 from toolkit.cli.program import app
@@ -123,12 +123,10 @@ def run_launching_bash(script: str, **variables: str) -> subprocess.CompletedPro
 # -- generated blocks
 
 
-GENERATED = {"presets": preset_table, "characteristics": characteristics_table, "fits": fits_table}
-GENERATED |= {"optimizers": optimizer_table, "doctor": doctor_table}
+GENERATED = {"fits": fits_table, "presets": preset_table, "optimizers": optimizer_table}
 GENERATED |= {"simulated throughput": throughput_table}
-PAGE_OF = {name: ROOT / "docs" / "reference" / "presets.md" for name in GENERATED} | {"fits": README}
+PAGE_OF = {"fits": README, "presets": ROOT / "docs" / "reference" / "presets.md"}
 PAGE_OF |= {"optimizers": ROOT / "docs" / "how-to" / "optimizers.md"}
-PAGE_OF["doctor"] = ROOT / "docs" / "how-to" / "doctor.md"
 PAGE_OF |= {"simulated throughput": ROOT / "docs" / "evidence" / "simulations.md"}
 
 
