@@ -11,7 +11,7 @@ from comparison_records import comparison, comparison_on_gpus, planned_step_seco
 
 from toolkit.compare.ledger import Ledger, SideRunRecord
 from toolkit.compare.options import CompareOptions
-from toolkit.compare.predictions import ExpectedDuration, PlannedMemory, dry_run_text, expected_duration, planned_memory
+from toolkit.compare.predictions import ExpectedDuration, dry_run_text, expected_duration, planned_memory
 from toolkit.compare.rows import RowKey
 from toolkit.hardware.gpu_table import find_gpu
 from toolkit.models.read_model import read_model
@@ -32,8 +32,8 @@ def test_a_row_on_gpus_has_the_planner_s_peaks_and_one_on_a_cpu_none(tiny_model:
         job=PlannedJob(per_device_train_batch_size=8, max_seq_length=512),
     )
     assert planned_memory(on_gpus, ZERO2, shape=shape) == (plan.planned_peak_bytes, plan.peak.allocated_bytes)
-    assert planned_memory(comparison_on_gpus(tiny_model, cpu=True), ZERO2, shape=shape) == PlannedMemory()
-    assert planned_memory(on_gpus, ZERO2, shape=None) == PlannedMemory()
+    assert planned_memory(comparison_on_gpus(tiny_model, cpu=True), ZERO2, shape=shape) == (None, None)
+    assert planned_memory(on_gpus, ZERO2, shape=None) == (None, None)
 
 
 def test_the_planner_s_step_times_count_from_the_earliest_stop_to_the_last_step(tiny_model: Path) -> None:

@@ -61,9 +61,9 @@ def test_differences_in_the_environment_are_listed(before: Document, after: Docu
 
 
 def test_a_table_holds_both_values(before: Document, after: Document) -> None:
-    lines = before_and_after(before, after).rendered("before_and_after.md.j2").splitlines()
-    row = "| zero2-n2 | 27,000 | 29,700 | 1.100 | 1.087–1.113 | faster | 55.00 | 55.00 | 1.3999 | 1.3999 | 34.3 %"
-    assert f"{row} | 34.3 % |" in lines
+    lines = before_and_after(before, after).rendered("md").splitlines()
+    row = "| zero2-n2 | 27,000 | 29,700 | 1.100 | 1.087–1.113 | faster | 55.00 | 55.00 | 1.3999 | 1.3999 |"
+    assert row in lines
     assert "| torch | 2.13.0 | 2.14.0 |" in lines
 
 
