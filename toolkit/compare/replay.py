@@ -18,7 +18,6 @@ from toolkit.files.secrets import HIDDEN, hidden_names, hide_secrets
 from toolkit.hardware.node import git_commit, library_versions
 from toolkit.job.job import Job
 from toolkit.launch.nvme import check_nvme
-from toolkit.launch.warm_start import WarmStart
 from toolkit.presets import load_preset
 from toolkit.record.folder import RunFolder
 from toolkit.record.run_files import read_run
@@ -49,17 +48,16 @@ def replay_row(options: CompareOptions, spec: ComparisonSpec, *, progress: Conso
     before = read_run(RunFolder(folder / "trials" / first.id))
     name = f"{row.name}-{len(list((folder / 'replays').glob(f'{row.name}-*')))}"
     progress.start(name)
-    with WarmStart() as warm_start:
-        runner = Runner(
-            spec=spec,
-            folder=folder,
-            timeout_seconds=60 * options.trial_timeout_minutes,
-            nvme={row.preset: disk},
-            progress=progress,
-            warm_start=warm_start if before.warm_start else None,
-            allocation=spec.allocation(),
-        )
-        run_folder = runner.start_run(row, folder / "replays" / name)
+    runner = Runner(
+        spec=spec,
+        folder=folder,
+        timeout_seconds=60 * options.trial_timeout_minutes,
+        nvme={row.preset: disk},
+        progress=progress,
+        warm_start=before.warm_start,
+        allocation=spec.allocation(),
+    )
+    run_folder = runner.start_run(row, folder / "replays" / name)
     again = read_run_record(first, run_folder, folder, untimed_steps=spec.untimed_steps)
     progress.finish(again.updated(trial=name))
     repeats = [trial for trial in trials_of(Ledger(folder / LEDGER_FILE).read(), row) if trial.completed]

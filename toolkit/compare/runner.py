@@ -19,7 +19,7 @@ from toolkit.launch.environment import inherited_environment
 from toolkit.launch.launch import command_of, run_training
 from toolkit.launch.nvme import NvmeDisk
 from toolkit.launch.options import TrainOptions
-from toolkit.launch.warm_start import WarmStart
+from toolkit.launch.warm_start import fork_server
 from toolkit.record import status
 from toolkit.record.folder import RunFolder
 from toolkit.record.run_files import read_run
@@ -44,8 +44,8 @@ class Runner:
     nvme: Mapping[str, NvmeDisk | None]
     """The disk of each preset that swaps to one, by the name under which the preset is compared."""
     progress: ConsoleProgress
-    warm_start: WarmStart | None = None
-    """Runs are forked from it; None starts each cold."""
+    warm_start: bool = False
+    """Runs are forked from a process that has imported the libraries."""
     allocation: Allocation | None = None
     """The SLURM job on whose nodes the runs are started; None for this node."""
 
@@ -99,17 +99,13 @@ class Runner:
         command = command_of(options, nvme=nvme)
         if self.allocation is not None:
             command = self.allocation.spread(command)
-        fork_server = None
-        if self.warm_start is not None:
-            environment = inherited_environment() | command.environment
-            fork_server = self.warm_start.server(environment)
         result = run_training(
             command,
             options=options,
             output_dir=output_dir,
             nvme=nvme,
             on_line=on_line,
-            fork_server=fork_server,
+            fork_server=fork_server(inherited_environment() | command.environment) if self.warm_start else None,
             overwrite=True,
         )
         if result.status == status.INTERRUPTED:
