@@ -21,7 +21,7 @@ from toolkit.checkpoint.output_folder import check_disk_space, check_output, cop
 from toolkit.checkpoint.reader import CheckpointReader, check_names, listed
 from toolkit.checkpoint.stored_weights import DEFAULT_SHARD_BYTES, WeightFiles, stored_tensors, write_model
 from toolkit.errors import ToolkitError
-from toolkit.files.safetensors_writer import SavedTensor
+from toolkit.files.model_weights import SavedTensor
 from toolkit.record.checkpoints import FINGERPRINT, INCOMPLETE_MARK, MANIFEST, read_checkpoint
 from toolkit.record.folder import write_json
 

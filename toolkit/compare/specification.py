@@ -25,7 +25,7 @@ from toolkit.compare.variants import Variant
 from toolkit.errors import ToolkitError
 from toolkit.files.json_files import read_json_object_if_present
 from toolkit.files.secrets import hide_secrets, hide_words
-from toolkit.files.validation import explain
+from toolkit.files.value_limits import explain
 from toolkit.job.argument_reading import without_degrees
 from toolkit.job.global_batch import with_accumulation
 from toolkit.job.job import Job

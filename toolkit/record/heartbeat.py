@@ -23,7 +23,7 @@ import psutil
 from pydantic import TypeAdapter, ValidationError
 
 from toolkit.errors import ToolkitError
-from toolkit.files.atomic_write import write_text
+from toolkit.files import write_text
 from toolkit.files.reading import read_bytes
 from toolkit.record.folder import MAX_PID
 

@@ -12,8 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, Strict
 
 from toolkit.errors import ToolkitError
 from toolkit.files.json_files import as_mapping, read_json_object
-from toolkit.files.validation import validate
-from toolkit.files.value_limits import Limits
+from toolkit.files.value_limits import Limits, validate
 from toolkit.parallel.layout import DIMENSIONS
 
 # A DeepSpeed checkpoint of 10,000 parameters for any number of ranks has 40,000 files.
