@@ -27,7 +27,7 @@ from record import EVIDENCE, print_table, write_result, write_table
 from small_job import small_model, train
 
 from toolkit.record.measurements import read_steps, timed_steps
-from toolkit.simulate.step_time_distributions import compute_seconds, drawn_seconds
+from toolkit.simulate.stragglers import compute_seconds, drawn_seconds
 from toolkit.simulate.synchronization import Policy, simulate
 
 DOCUMENT, TABLE = EVIDENCE / "simulations.md", "stragglers"
@@ -134,7 +134,7 @@ def live(policy: Policy, given: argparse.Namespace) -> dict[str, Any]:
         "measured_staleness_mean": statistics.mean(server.staleness),
         "simulated_staleness_mean": statistics.mean(ages),
         "measured_waiting_fraction": server.waiting_seconds / (workers * measured),
-        "simulated_waiting_fraction": run.waiting_fraction,
+        "simulated_waiting_fraction": run.waiting_seconds / (workers * run.seconds),
     }
 
 
