@@ -22,7 +22,6 @@ from toolkit.record.run_files import (
     Profile,
     RecordedAttestation,
     RecordedFailure,
-    RecordedGoodput,
     RecordedRun,
     damaged_hint,
     read_run,
@@ -46,15 +45,15 @@ def read_run_record(
     failure = read_run_file(folder.failure_json, RecordedFailure)
     attestation = read_run_file(folder.attestation_json, RecordedAttestation)
     measured = measure(read_steps(folder), untimed_steps=untimed_steps)
-    speed, goodput = measured.tokens_per_second, run.goodput or RecordedGoodput()
+    speed, goodput = measured.tokens_per_second, run.goodput
     try:
         problem = trained_problem(run, attestation)
         return RunRecord.model_validate(
             {
                 **dict(measured),
                 **_model_states(attestation.ranks or (AttestedRank(),)),
-                **goodput.model_dump(exclude={"fraction"}),
-                "goodput_fraction": goodput.fraction,
+                **({} if goodput is None else goodput.model_dump()),
+                "goodput_fraction": None if goodput is None else goodput.fraction,
                 "trial": trial.id,
                 "preset": trial.row.preset,
                 "world_size": trial.row.world_size,

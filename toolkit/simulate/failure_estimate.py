@@ -143,9 +143,8 @@ def _checkpoint_seconds(options: FailureOptions) -> tuple[float, str]:
     run_folder = RunFolder(folder)
     if not run_folder.run_json.is_file():
         raise ToolkitError(f"{folder} is no run folder: it has no {run_folder.run_json.name}")
-    saves = [save for save in read_run(run_folder).saves or () if save.kind == "checkpoint"]
-    stalls = [save.seconds if save.stall_seconds is None else save.stall_seconds for save in saves]
-    measured = [stall for stall in stalls if stall]
+    saves = read_run(run_folder).saves or ()
+    measured = [save.stall_seconds for save in saves if save.kind == "checkpoint" and save.stall_seconds]
     if not measured:
         raise ToolkitError(
             f"{folder} recorded no checkpoint: a run records them when it completes",

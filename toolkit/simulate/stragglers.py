@@ -18,8 +18,7 @@ import numpy
 from toolkit.errors import ToolkitError, did_you_mean
 from toolkit.hardware.gpu_table import GIGA, named_or_visible_gpu
 from toolkit.models.read_model import read_model
-from toolkit.plan.collectives import Collective
-from toolkit.plan.interconnect import CALL_SECONDS, Interconnect, Range
+from toolkit.plan.interconnect import CALL_SECONDS, Collective, Interconnect, Range
 from toolkit.record.folder import RunFolder
 from toolkit.record.measurements import StepRow, percentile, read_steps, timed_steps
 from toolkit.report.tables import Heading, Table, number_cell, text_cell, text_heading
