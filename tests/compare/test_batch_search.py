@@ -25,10 +25,9 @@ from toolkit.compare.batch_search import (
     search_bounds,
     with_largest_batches,
 )
-from toolkit.compare.console_progress import ConsoleProgress
 from toolkit.compare.ledger import Ledger, ProbeRecord, probes_of
 from toolkit.compare.rows import RowKey
-from toolkit.compare.runner import Runner
+from toolkit.compare.runner import ConsoleProgress, Runner
 from toolkit.job.job import Job
 
 DDP = RowKey(preset="ddp", world_size=2)

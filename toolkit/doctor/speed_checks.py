@@ -22,8 +22,7 @@ from toolkit.hardware.gpu_table import GIGA, Gpu, common_gpu
 from toolkit.hardware.gpus import CPU_PROCESSES, count_gpus
 from toolkit.launch.environment import threads_per_rank
 from toolkit.launch.process import end_with_parent
-from toolkit.plan.collectives import Collective
-from toolkit.plan.interconnect import Interconnect
+from toolkit.plan.interconnect import Collective, Interconnect
 from toolkit.units import MIB
 from toolkit.versions import installed_version
 

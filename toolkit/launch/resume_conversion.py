@@ -22,14 +22,8 @@ from toolkit.errors import ToolkitError, printed_errors
 from toolkit.job.job import Job
 from toolkit.launch.warm_start import run_python
 from toolkit.presets import Preset
-from toolkit.record.checkpoints import (
-    LATEST_WORDS,
-    Checkpoint,
-    TargetLayout,
-    check_same_batch,
-    latest_complete,
-    read_checkpoint,
-)
+from toolkit.record.checkpoints import LATEST_WORDS, Checkpoint, latest_complete, read_checkpoint
+from toolkit.record.resume_checks import TargetLayout, check_same_batch
 
 RESUME_FOLDER = ".resume"
 # What a launcher gives its ranks: a conversion is a process of its own.

@@ -15,7 +15,7 @@ from typing import Any, Self
 from toolkit.errors import ToolkitError
 from toolkit.plan.candidates import Candidate, RecommendRequest, best_candidates
 from toolkit.plan.interconnect import Range
-from toolkit.plan.memory_verdict import FITS
+from toolkit.plan.memory import FITS
 from toolkit.plan.recommend import NothingFits, memory_refusal, why_refused
 from toolkit.plan.recommendation import train_command
 from toolkit.presets import load_preset

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from rich.console import Console
 
-from toolkit.plan.memory_verdict import FITS
+from toolkit.plan.memory import FITS
 from toolkit.report.rendering import render
 from toolkit.report.tables import Cell, Heading, Table, number_cell, rich_table, text_cell, text_heading
 from toolkit.simulate.pipeline_comparison import PipelineComparison, SimulatedSchedule

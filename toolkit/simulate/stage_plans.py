@@ -23,14 +23,12 @@ from toolkit.models.flops import TokenFlops, flops_of
 from toolkit.models.read_model import check_unquantized, read_model
 from toolkit.models.shape import Layer, ModelShape
 from toolkit.parallel.layout import ParallelLayout
-from toolkit.plan.collectives import Collective
+from toolkit.plan.communication import split_collectives
 from toolkit.plan.engine_settings import EngineSettings, engine_settings
-from toolkit.plan.interconnect import Interconnect, Range
-from toolkit.plan.memory import plan_engine_memory
-from toolkit.plan.memory_verdict import fit_verdict
+from toolkit.plan.interconnect import Collective, Interconnect, Range
+from toolkit.plan.memory import fit_verdict, plan_engine_memory
 from toolkit.plan.pipeline_stages import StageLoad, model_part
 from toolkit.plan.planned_job import PlannedJob, TrainingSetup, check_planned_job, check_size
-from toolkit.plan.split_communication import split_collectives
 from toolkit.plan.step_time import compute_seconds
 from toolkit.presets import load_preset
 from toolkit.presets.preset import Preset

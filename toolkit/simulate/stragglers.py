@@ -15,8 +15,7 @@ from typing import Any
 from toolkit.errors import ToolkitError, did_you_mean
 from toolkit.hardware.gpu_table import GIGA, named_or_visible_gpu
 from toolkit.models.read_model import read_model
-from toolkit.plan.collectives import Collective
-from toolkit.plan.interconnect import CALL_SECONDS, Interconnect, Range
+from toolkit.plan.interconnect import CALL_SECONDS, Collective, Interconnect, Range
 from toolkit.record.measurements import percentile
 from toolkit.simulate.options import POLICIES, StragglerOptions
 from toolkit.simulate.small_training import NUM_PARAMS, Curve, SmallProblem, default_learning_rate, train
