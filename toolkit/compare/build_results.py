@@ -20,10 +20,10 @@ from toolkit.compare.results import ComparedJob, ComparisonMethod, Environment, 
 from toolkit.compare.rows import FlopsPerToken, Probe, Row, RowKey, RunRecord
 from toolkit.compare.significance import METHOD, confidence_of
 from toolkit.compare.specification import BATCH_ARGUMENT, ComparisonSpec
-from toolkit.hardware.cgroups import cpu_limit, memory_limit_bytes
+from toolkit.hardware.disks import disk_facts
 from toolkit.hardware.gpu_table import common_gpu
 from toolkit.hardware.gpus import gpu_topology
-from toolkit.hardware.node import describe_node, disk_facts, git_commit, library_versions
+from toolkit.hardware.node import cpu_limit, describe_node, git_commit, library_versions, memory_limit_bytes
 from toolkit.job.job import Job
 from toolkit.models.flops import flops_of, mfu
 from toolkit.models.shape import ModelShape

@@ -31,7 +31,6 @@ from toolkit.job.job_checks import check_values, refuse_arguments_of_comparison
 from toolkit.launch.nvme import NvmeDisk, check_nvme
 from toolkit.launch.preflight import check_job, check_process_count
 from toolkit.launch.process import terminate_as_interrupt
-from toolkit.launch.warm_start import WarmStart
 from toolkit.presets.preset_checks import check_arguments
 from toolkit.presets.support import check_degrees_given
 from toolkit.rehearse.rehearsed_rank import refuse_rehearsals
@@ -166,14 +165,14 @@ def _run_trials(options: CompareOptions, checked: CheckedComparison) -> Comparis
     progress = ConsoleProgress(len(rows) * (checked.spec.repeats + bool(options.side_runs)))
     skipped, retry_failed = dict(checked.unsupported), options.retry_failed
     try:
-        with terminate_as_interrupt(), progress, WarmStart() as warm_start:
+        with terminate_as_interrupt(), progress:
             runner = Runner(
                 spec=checked.spec,
                 folder=options.output_dir,
                 timeout_seconds=60 * options.trial_timeout_minutes,
                 nvme=checked.nvme,
                 progress=progress,
-                warm_start=warm_start if options.starts_warm else None,
+                warm_start=options.starts_warm,
                 allocation=checked.allocation,
             )
             if options.find_max_batch is not None:

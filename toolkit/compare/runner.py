@@ -33,7 +33,7 @@ from toolkit.launch.environment import inherited_environment
 from toolkit.launch.launch import command_of, run_training
 from toolkit.launch.nvme import NvmeDisk
 from toolkit.launch.options import TrainOptions
-from toolkit.launch.warm_start import WarmStart
+from toolkit.launch.warm_start import fork_server
 from toolkit.record import status
 from toolkit.record.folder import RunFolder
 from toolkit.record.run_files import read_run
@@ -121,8 +121,8 @@ class Runner:
     nvme: Mapping[str, NvmeDisk | None]
     """The disk of each preset that swaps to one, by the name under which the preset is compared."""
     progress: ConsoleProgress
-    warm_start: WarmStart | None = None
-    """Runs are forked from it; None starts each cold."""
+    warm_start: bool = False
+    """Runs are forked from a process that has imported the libraries."""
     allocation: Allocation | None = None
     """The SLURM job on whose nodes the runs are started; None for this node."""
 
@@ -204,7 +204,7 @@ class Runner:
             timeout_minutes=None if self.timeout_seconds is None else self.timeout_seconds / 60,
             stop_minutes=0,  # an interrupted trial is repeated from its beginning: no checkpoint
         )
-        nvme, warm = self.nvme.get(row.preset), self.warm_start
+        nvme = self.nvme.get(row.preset)
         command = command_of(options, nvme=nvme)
         if self.allocation is not None:
             command = self.allocation.spread(command)
@@ -214,7 +214,7 @@ class Runner:
             output_dir=output_dir,
             nvme=nvme,
             on_line=self.progress.output_line,
-            fork_server=None if warm is None else warm.server(inherited_environment() | command.environment),
+            fork_server=fork_server(inherited_environment() | command.environment) if self.warm_start else None,
             overwrite=True,
         )
         if result.status == status.INTERRUPTED:
