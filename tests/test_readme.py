@@ -23,7 +23,7 @@ import pytest
 import typer
 from fits_table import fits_table
 from launching import cpu_environment
-from reference_blocks import optimizer_table, preset_table
+from reference_blocks import measured_table, optimizer_table, preset_table
 from simulated_throughput import throughput_table
 
 from toolkit.cli.program import app
@@ -208,7 +208,7 @@ def test_a_launched_command_writes_the_run_folder_that_the_page_describes(
     run = read_json(folder / "run.json") or {}
     assert (run["status"], run["measured"]["steps"]) == ("completed", 2)
     assert files_of_every_run() <= {path.name for path in folder.iterdir()}
-    page = RUN_FOLDER.read_text()
+    page = RUN_FOLDER.read_text() + measured_table()
     missing = sorted(key for key in keys_of(folder) if f"`{key}`" not in page)
     assert not missing, f"docs/reference/run-folder.md does not name {missing}"
 

@@ -30,7 +30,7 @@ from toolkit.presets import Preset, list_presets
 from toolkit.presets.characteristics import characteristics
 from toolkit.presets.support import unsupported
 from toolkit.record.columns import Model, column_of
-from toolkit.record.measurements import MemoryByPhase
+from toolkit.record.measurements import Figures, Measurements, MemoryByPhase
 
 RESULTS_MODELS: dict[str, type[Model]] = {
     model.__name__: model
@@ -201,6 +201,16 @@ def results_table(name: str) -> str:
     return markdown_table(["key", "type", "unit", "meaning"], rows)
 
 
+def measured_table() -> str:
+    """Return one row per key of `measured` in `run.json`."""
+    fields = {key: field for key, field in Figures.model_fields.items() if key in Measurements().summary()}
+    rows = [
+        [f"`{key}`", column_of(Figures, key).unit or "", " ".join((field.description or "").split())]
+        for key, field in fields.items()
+    ]
+    return markdown_table(["key", "unit", "meaning"], rows)
+
+
 def _json_type(schema: dict[str, Any]) -> str:
     types = [found.get("type", "object") for found in schema.get("anyOf", [schema])]
     return " or ".join(dict.fromkeys(types))
@@ -224,5 +234,6 @@ BUILT: dict[str, Callable[[], str]] = {
     "commands": commands,
     "preset_files": preset_files,
     "python_names": python_names,
+    "run_measured": measured_table,
     **{f"results_{name}": functools.partial(results_table, name) for name in RESULTS_MODELS},
 }

@@ -35,8 +35,7 @@ from toolkit.job.job import Job
 from toolkit.parallel.layout import ParallelLayout
 from toolkit.presets import Preset
 from toolkit.presets.support import check_degrees_given, check_supported
-from toolkit.record.checkpoints import checkpoint_files, commit_checkpoint, file_entries
-from toolkit.record.manifest_file import read_step
+from toolkit.record.checkpoints import checkpoint_files, commit_checkpoint, file_entries, read_step
 
 BYTES_PER_PARAMETER = 3 * 4  # fp32 weight and Adam's two moments
 # Entries of torch's schedules with one value per parameter group.

@@ -18,10 +18,11 @@ from toolkit.record.checkpoints import (
     AT_LOAD_OPTIMIZER,
     MANIFEST,
     STAGE_OPTIMIZER,
+    Manifest,
     list_checkpoints,
     read_checkpoint,
+    read_step,
 )
-from toolkit.record.manifest_file import Manifest, read_step
 from toolkit.units import gib
 
 FSDP_MODEL, FSDP_OPTIMIZER = "pytorch_model_fsdp_0", "optimizer_0"

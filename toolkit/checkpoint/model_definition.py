@@ -21,9 +21,8 @@ from toolkit.files.json_files import read_json_object
 from toolkit.files.reading import user_path
 from toolkit.files.value_limits import CONFIGURATION
 from toolkit.models.config_fields import read_config
-from toolkit.record.checkpoints import FINGERPRINT, read_checkpoint
+from toolkit.record.checkpoints import FINGERPRINT, Fingerprint, Manifest, read_checkpoint, read_fingerprint
 from toolkit.record.folder import RunFolder
-from toolkit.record.manifest_file import Fingerprint, Manifest, read_fingerprint
 
 ADAPTER_NAME = "default"  # peft's name of the one adapter that the training script makes
 TOKENIZER_FILES = (

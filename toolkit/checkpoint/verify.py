@@ -23,8 +23,7 @@ from toolkit.checkpoint.inspect import check_readable, is_checkpoint
 from toolkit.checkpoint.model_definition import ADAPTER_NAME, MetaModel, ModelFiles, built_by_a_library
 from toolkit.errors import ToolkitError
 from toolkit.models.nf4 import PACKED_BF16, as_in_training, quantization_config
-from toolkit.record.checkpoints import MANIFEST, read_checkpoint
-from toolkit.record.manifest_file import Fingerprint
+from toolkit.record.checkpoints import MANIFEST, Fingerprint, read_checkpoint
 
 # Relative to the largest logit, by the live model's compute dtype; the reloaded model computes in fp32, unless its base
 # is in 4 bits.

@@ -22,13 +22,12 @@ from toolkit.presets import Preset
 from toolkit.record.checkpoints import (
     LATEST_WORDS,
     Checkpoint,
-    check_resume_settings,
-    check_same_layout,
     latest_complete,
     read_checkpoint,
     read_complete_checkpoint,
     remove_unfinished,
 )
+from toolkit.record.resume_checks import check_resume_settings, check_same_layout
 from toolkit.train.arguments import Arguments
 from toolkit.train.launch_context import LaunchContext
 

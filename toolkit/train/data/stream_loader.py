@@ -16,7 +16,7 @@ import torch
 from accelerate.data_loader import prepare_data_loader
 
 from toolkit.errors import ToolkitError
-from toolkit.files.atomic_write import write_text
+from toolkit.files import write_text
 from toolkit.files.json_files import read_json_object
 from toolkit.train.data.packing import TokenRow
 from toolkit.train.data.streaming import LANE_STATE, PLACEHOLDER, STREAM_ERROR, BatchShare, LaneState, TokenStream
