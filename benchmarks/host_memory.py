@@ -35,8 +35,8 @@ from small_job import words
 from toolkit.demo.assets import prepare_default_model
 from toolkit.models.read_model import read_model
 from toolkit.models.shape import ModelShape
+from toolkit.plan.engine_buffers import PROCESS_BYTES
 from toolkit.plan.engine_settings import engine_settings
-from toolkit.plan.host_memory import PROCESS_BYTES
 from toolkit.plan.memory import plan_engine_memory
 from toolkit.plan.planned_job import PlannedJob
 from toolkit.presets import load_preset

@@ -22,8 +22,8 @@ from pathlib import Path
 from record import print_table
 
 ROOT = Path(__file__).parents[1]
-# Functions that read one argument out of a dictionary of strings.
-ARGUMENT_READERS = {"is_given", "flag", "integer", "number"}
+# Functions that read one argument out of a dictionary of strings; methods of the same names read other things.
+ARGUMENT_READERS = {"is_given", "flag", "integer"}
 SPREAD_ARGUMENT = "max_seq_length"
 TRAINING_SCRIPT = "toolkit.train.script"
 
@@ -76,7 +76,10 @@ def measure(root: Path) -> Structure:
         private_functions_referenced_once=sum(count == 1 for counts in private for count in counts),
         longest_import_chain=longest_chain(graph, groups),
         modules_in_import_cycles=sum(len(group) for group in set(groups.values()) if len(group) > 1),
-        argument_reads=sum(called_name(node) in ARGUMENT_READERS for node in nodes),
+        argument_reads=sum(
+            isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ARGUMENT_READERS
+            for node in nodes
+        ),
         files_naming_max_seq_length=sum(SPREAD_ARGUMENT in text for text in texts.values()),
         training_script_files=len(script),
         training_script_lines=sum(len(texts[name].splitlines()) for name in script),
@@ -107,11 +110,6 @@ def referenced_name(node: ast.AST) -> str | None:
     if isinstance(node, ast.Name):
         return node.id
     return node.attr if isinstance(node, ast.Attribute) else None
-
-
-def called_name(node: ast.AST) -> str | None:
-    """Return the name of the function that a node calls."""
-    return referenced_name(node.func) if isinstance(node, ast.Call) else None
 
 
 def import_graph(trees: Mapping[str, ast.Module]) -> dict[str, frozenset[str]]:

@@ -28,8 +28,7 @@ from toolkit.files.model_weights import read_weights
 from toolkit.hardware.gpu_table import find_gpu
 from toolkit.job.job import Job
 from toolkit.models.read_model import UNGATED
-from toolkit.plan.planned_run import plan_run
-from toolkit.plan.planner import Plan
+from toolkit.plan.planner import Plan, plan_run
 from toolkit.presets import load_preset
 from toolkit.record.folder import read_json
 from toolkit.units import GIB

@@ -23,7 +23,7 @@ import pytest
 import typer
 from fits_table import fits_table
 from launching import cpu_environment
-from reference_blocks import characteristics_table, doctor_table, optimizer_table, preset_table
+from reference_blocks import measured_table, optimizer_table, preset_table
 from simulated_throughput import throughput_table
 
 from toolkit.cli.program import app
@@ -123,12 +123,10 @@ def run_launching_bash(script: str, **variables: str) -> subprocess.CompletedPro
 # -- generated blocks
 
 
-GENERATED = {"presets": preset_table, "characteristics": characteristics_table, "fits": fits_table}
-GENERATED |= {"optimizers": optimizer_table, "doctor": doctor_table}
+GENERATED = {"fits": fits_table, "presets": preset_table, "optimizers": optimizer_table}
 GENERATED |= {"simulated throughput": throughput_table}
-PAGE_OF = {name: ROOT / "docs" / "reference" / "presets.md" for name in GENERATED} | {"fits": README}
+PAGE_OF = {"fits": README, "presets": ROOT / "docs" / "reference" / "presets.md"}
 PAGE_OF |= {"optimizers": ROOT / "docs" / "how-to" / "optimizers.md"}
-PAGE_OF["doctor"] = ROOT / "docs" / "how-to" / "doctor.md"
 PAGE_OF |= {"simulated throughput": ROOT / "docs" / "evidence" / "simulations.md"}
 
 
@@ -210,7 +208,7 @@ def test_a_launched_command_writes_the_run_folder_that_the_page_describes(
     run = read_json(folder / "run.json") or {}
     assert (run["status"], run["measured"]["steps"]) == ("completed", 2)
     assert files_of_every_run() <= {path.name for path in folder.iterdir()}
-    page = RUN_FOLDER.read_text()
+    page = RUN_FOLDER.read_text() + measured_table()
     missing = sorted(key for key in keys_of(folder) if f"`{key}`" not in page)
     assert not missing, f"docs/reference/run-folder.md does not name {missing}"
 

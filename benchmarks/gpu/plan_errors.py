@@ -116,7 +116,7 @@ def out_of_memory_among_fits(cases: list[Case]) -> list[str]:
 def verdicts_against_traces(cases: list[Case]) -> dict[str, Any]:
     """Count verdicts on several GPUs by whether the traced peak and the planned overhead fit; list the wrong ones."""
     from toolkit.hardware.gpu_table import find_gpu
-    from toolkit.plan.memory_verdict import UNCERTAINTY, UNCERTAINTY_UNKNOWN, fit_verdict
+    from toolkit.plan.memory import UNCERTAINTY, UNCERTAINTY_UNKNOWN, fit_verdict
 
     counts: dict[str, int] = {}
     wrong = []

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -23,12 +24,13 @@ from toolkit.doctor.examination import all_checks
 from toolkit.job.argument_aliases import ALIASES, HINTS, Alias
 from toolkit.job.argument_fields import DataArguments, ModelArguments
 from toolkit.job.job import Job
+from toolkit.lint.rules import RULES
 from toolkit.models.optimizers import OPTIMIZERS, UpdatedTensor
 from toolkit.presets import Preset, list_presets
 from toolkit.presets.characteristics import characteristics
 from toolkit.presets.support import unsupported
 from toolkit.record.columns import Model, column_of
-from toolkit.record.measurements import MemoryByPhase
+from toolkit.record.measurements import Figures, Measurements, MemoryByPhase
 
 RESULTS_MODELS: dict[str, type[Model]] = {
     model.__name__: model
@@ -37,6 +39,8 @@ RESULTS_MODELS: dict[str, type[Model]] = {
         *(MemoryByPhase, FlopsPerToken, Timeline, TimelineRank),
     )
 }
+
+FILE_KINDS = {"deepspeed": "DeepSpeed JSON", "trainer": "Trainer", "shell": "shell script", "skypilot": "SkyPilot"}
 
 
 def markdown_table(head: list[str], rows: list[list[str]]) -> str:
@@ -85,6 +89,24 @@ def _optimizer_row(optim: str) -> list[str]:
     share = spec.state_bytes([matrix]) / matrix.num_elements
     states = spec.summary + ("; paged" if spec.paged else "")
     return [f"`{optim}`", f"`{spec.class_name}`", states, f"{share:.3g}", presets]
+
+
+def lint_table() -> str:
+    """Return one row per lint rule."""
+    head = ["rule", "level", "in", "what really happens", "write instead", "checked with"]
+    rows = []
+    for rule in RULES:
+        kinds = ", ".join(FILE_KINDS.get(kind, kind) for kind in rule.kinds)
+        since = f", from {rule.removed_in}" if rule.removed_in else ""
+        cells = [f"`{rule.name}`", rule.level, kinds, rule.description, rule.fix, rule.checked_against + since]
+        rows.append([cell.replace("|", "/") for cell in cells])
+    return markdown_table(head, rows)
+
+
+def lint_counts() -> str:
+    """Return the number of lint rules of each level."""
+    levels = Counter(rule.level for rule in RULES)
+    return f"{len(RULES)} rules: {levels['error']} errors, {levels['warning']} warnings, {levels['note']} notes."
 
 
 def doctor_table() -> str:
@@ -179,6 +201,16 @@ def results_table(name: str) -> str:
     return markdown_table(["key", "type", "unit", "meaning"], rows)
 
 
+def measured_table() -> str:
+    """Return one row per key of `measured` in `run.json`."""
+    fields = {key: field for key, field in Figures.model_fields.items() if key in Measurements().summary()}
+    rows = [
+        [f"`{key}`", column_of(Figures, key).unit or "", " ".join((field.description or "").split())]
+        for key, field in fields.items()
+    ]
+    return markdown_table(["key", "unit", "meaning"], rows)
+
+
 def _json_type(schema: dict[str, Any]) -> str:
     types = [found.get("type", "object") for found in schema.get("anyOf", [schema])]
     return " or ".join(dict.fromkeys(types))
@@ -192,11 +224,16 @@ def python_names() -> str:
 
 
 BUILT: dict[str, Callable[[], str]] = {
+    "lint_rules": lint_table,
+    "lint_counts": lint_counts,
+    "doctor_checks": doctor_table,
+    "characteristics": characteristics_table,
     "arguments": argument_table,
     "aliases": alias_table,
     "hints": hint_table,
     "commands": commands,
     "preset_files": preset_files,
     "python_names": python_names,
+    "run_measured": measured_table,
     **{f"results_{name}": functools.partial(results_table, name) for name in RESULTS_MODELS},
 }

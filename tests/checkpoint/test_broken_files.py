@@ -20,7 +20,6 @@ from toolkit.errors import ToolkitError
 from toolkit.record.checkpoints import checkpoint_files, commit_checkpoint, file_entries
 
 SIZES = {"vocab_size": 96, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
-DEEP = "[" * 100_000 + "]" * 100_000
 Change = Callable[[Path], object]
 
 
@@ -117,12 +116,8 @@ ESCAPING = {"path": "../../secret", "bytes": 1, "sha256": ""}
 MANIFESTS: list[tuple[Change, str]] = [
     (write("manifest.json", b"\xff\x00\xfe"), "not UTF-8"),
     (write("manifest.json", "[]"), "holds list"),
-    (manifest(step="6"), "step is '6'"),
     (manifest(files=[ESCAPING]), r"files\[0\]\.path is '\.\./\.\./secret'"),
-    (manifest(files=[ESCAPING | {"path": "/etc/passwd"}]), r"files\[0\]\.path is '/etc/passwd'"),
-    (manifest(preset=["ddp"]), r"preset is \['ddp'\]"),
     (manifest(fingerprint={"input_ids": [1], "logits": ["x"]}), r"fingerprint\.logits\[0\] is 'x'"),
-    (manifest(fingerprint={"input_ids": [1] * 5_000_000, "logits": [0.5]}), "more than 1,000,000 values"),
     (lambda folder: ((folder / "manifest.json").unlink(), os.mkfifo(folder / "manifest.json")), "named pipe"),
 ]
 
@@ -162,12 +157,10 @@ def config(**values: Any) -> Change:
 
 
 CONFIGS: list[tuple[Change, str]] = [
-    (write("config.json", DEEP), "nested more than"),
     (config(hidden_size=10**12), "hidden_size is 1000000000000"),
     (config(rope_scaling={"rope_type": "none"}), "no model can be built"),
     (config(model_type="nothing", auto_map={"AutoConfig": "evil.Evil"}), "no model can be built"),
     (config(attn_implementation="someone/kernel"), "names code on the hub"),
-    (config(text_config={"num_hidden_layers": 10**9}), "num_hidden_layers is 1000000000"),
 ]
 
 
@@ -197,17 +190,12 @@ def optimizer(change: Callable[[Any], object]) -> Change:
 
 
 STATES: list[tuple[Change, str]] = [
-    (saved("optimizer.pt", []), "its states cannot be read"),
     (saved("optimizer.pt", {"state": 5, "param_groups": [5]}), "its states cannot be read"),
     (optimizer(lambda c: c["state"][1].update(exp_avg=torch.zeros(3))), "expected a tensor of"),
-    (optimizer(lambda c: c["state"][1].update(exp_avg=torch.zeros(1).expand(10**12))), "expected a tensor of"),
     (optimizer(lambda c: c["state"].pop(3)), "has no exp_avg for"),
+    (optimizer(lambda c: c["param_groups"][0]["params"].pop()), "with frozen layers or a custom optimizer"),
     (optimizer(lambda c: c["state"][0].update(step=torch.tensor(float("nan")))), "step is nan, expected a count"),
-    (optimizer(lambda c: c["state"][0].update(step="x")), "the optimizer's step cannot be read"),
-    (optimizer(lambda c: c["param_groups"][0].update(lr="x")), "lr is 'x', expected a number"),
-    (saved("scheduler.pt", [5]), "scheduler.pt is list"),
     (write("optimizer.pt", b""), "optimizer.pt is damaged"),
-    (write("trainer_state.json", "[]"), "holds list"),
     (write("trainer_state.json", '{"global_step": "x"}'), "global_step"),
 ]
 
@@ -245,13 +233,10 @@ def huge(content: Any) -> None:
 
 METADATA: list[tuple[Change, str]] = [
     (write("pytorch_model_fsdp_0/.metadata", b""), "is damaged"),
-    (lambda f: replace(f / "pytorch_model_fsdp_0/.metadata", pickle.dumps(5)), "is damaged"),
-    (metadata(lambda c: setattr(c, "state_dict_metadata", 5)), "is damaged"),
     (metadata(lambda c: c.state_dict_metadata.clear()), "lacks model.embed_tokens.weight"),
     (metadata(huge), "more than its files"),
     (for_all("relative_path", "../../../secret"), "outside its folder"),
     (for_all("offset", 10**15), "beyond the end"),
-    (for_all("length", "x"), "is damaged"),
     (lambda f: (f / "pytorch_model_fsdp_0/.metadata").unlink(), "no such file"),
 ]
 
@@ -282,13 +267,13 @@ def test_an_output_folder_that_cannot_be_used_is_refused_first(
     plain: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "file").write_text("")
-    for out in (plain, plain / "inside", tmp_path / "file", Path("/proc/1/x"), tmp_path / ("x" * 300)):
+    for out in (plain, plain / "inside", tmp_path / "file", Path("/proc/1/x")):
         assert exit_code("checkpoint", "export", plain, out) == 2
         assert len(capsys.readouterr().err.splitlines()) <= 2
     assert not (plain / "inside").exists()
 
 
-@pytest.mark.parametrize("text", ["inf", "nan", "0", "-1", "1e400", "1_0", "", "GB", "x", "infGB", "9" * 400 + "GB"])
+@pytest.mark.parametrize("text", ["inf", "0", "-1", "1e400", "", "GB"])
 def test_a_shard_size_that_is_no_size_is_refused(text: str) -> None:
     with pytest.raises(ToolkitError, match="--max-shard-size is "):
         parse_size(text)

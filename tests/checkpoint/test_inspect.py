@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 from launching import toolkit
 
+from toolkit.checkpoint.inspect import inspect_checkpoint
+
 pytestmark = pytest.mark.launch
 
 
@@ -22,8 +24,6 @@ def test_inspect_lists_every_checkpoint_of_a_run(saved_runs: dict[str, Path]) ->
 
 
 def test_a_checkpoint_without_a_manifest_has_unknown_completeness(checkpoint: Path) -> None:
-    from toolkit.checkpoint.inspect import inspect_checkpoint
-
     (checkpoint / "manifest.json").unlink()
     summary = inspect_checkpoint(checkpoint)
     assert summary.state == "no manifest: completeness unknown"

@@ -5,15 +5,23 @@ One run of a small mixture of experts, whose files store one tensor per expert w
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from conftest import BuildOnce
 from launching import ROOT, accelerate_launch, losses, read, toolkit
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 
+from toolkit.checkpoint.convert import convert
+from toolkit.checkpoint.engines import open_checkpoint
+from toolkit.checkpoint.hf_export import export
 from toolkit.checkpoint.inspect import inspect_checkpoint
+from toolkit.checkpoint.model_definition import MetaModel, ModelFiles
+from toolkit.checkpoint.reader import MOMENTS
+from toolkit.checkpoint.verify import verify
 from toolkit.errors import ToolkitError
 from toolkit.presets import load_preset
 
@@ -29,7 +37,6 @@ def tiny_experts(build_once: BuildOnce, tokenizer: Any) -> Path:
     """A random Qwen3 of 4 experts in each of 2 layers, with the real tokenizer; fp32."""
 
     def build(folder: Path) -> None:
-        import torch
         from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
         sizes = {"hidden_size": 32, "intermediate_size": 64, "moe_intermediate_size": 32, "num_hidden_layers": 2}
@@ -70,9 +77,8 @@ def checkpoint(expert_run: Path) -> Path:
 
 
 def stored_names(folder: Path) -> set[str]:
-    content = (folder / "model.safetensors").read_bytes()
-    header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
-    return set(header) - {"__metadata__"}
+    with safe_open(folder / "model.safetensors", "pt") as file:
+        return set(file.keys())
 
 
 def test_inspect_shows_how_the_ranks_were_divided(checkpoint: Path) -> None:
@@ -85,20 +91,9 @@ def test_inspect_shows_how_the_ranks_were_divided(checkpoint: Path) -> None:
     assert summary.optimizer_bytes >= 8 * summary.num_params
 
 
-def test_a_checkpoint_without_a_manifest_is_recognized_by_its_optimizer(checkpoint: Path, tmp_path: Path) -> None:
-    for name in ("model.safetensors", "config.json", "rng_state_0.pth", "rng_state_1.pth"):
-        (tmp_path / name).symlink_to(checkpoint / name)
-    (tmp_path / "optimizer_dcp").symlink_to(checkpoint / "optimizer_dcp")
-    summary = inspect_checkpoint(tmp_path)
-    assert (summary.engine, summary.sharded_at_load, summary.world_size) == ("fsdp2", True, 2)
-
-
 def test_it_verifies_and_its_export_has_the_names_of_the_models_own_files(
     checkpoint: Path, tiny_experts: Path, tmp_path: Path
 ) -> None:
-    from toolkit.checkpoint.hf_export import export
-    from toolkit.checkpoint.verify import verify
-
     export(checkpoint, tmp_path / "out")
     for folder in (checkpoint, tmp_path / "out"):
         found = verify(folder)
@@ -110,11 +105,6 @@ def test_it_verifies_and_its_export_has_the_names_of_the_models_own_files(
 
 
 def test_an_expert_that_is_missing_is_reported(checkpoint: Path, tmp_path: Path) -> None:
-    from safetensors.torch import load_file, save_file
-
-    from toolkit.checkpoint.hf_export import export
-    from toolkit.checkpoint.verify import verify
-
     export(checkpoint, tmp_path / "out")
     weights = load_file(tmp_path / "out" / "model.safetensors")
     del weights["model.layers.1.mlp.experts.3.down_proj.weight"]
@@ -125,13 +115,6 @@ def test_an_expert_that_is_missing_is_reported(checkpoint: Path, tmp_path: Path)
 
 
 def test_a_conversion_there_and_back_keeps_weights_and_moments(checkpoint: Path, tmp_path: Path) -> None:
-    import torch
-
-    from toolkit.checkpoint.convert import convert
-    from toolkit.checkpoint.engines import open_checkpoint
-    from toolkit.checkpoint.model_definition import MetaModel, ModelFiles
-    from toolkit.checkpoint.reader import MOMENTS
-
     convert(checkpoint, tmp_path / "fsdp2", load_preset("fsdp2"), num_processes=2)
     convert(tmp_path / "fsdp2", tmp_path / "ep", load_preset("ep"), num_processes=4, degrees={"ep": 4})
     manifest = read(tmp_path / "ep" / "manifest.json")
@@ -152,7 +135,6 @@ def test_a_conversion_there_and_back_keeps_weights_and_moments(checkpoint: Path,
 @pytest.mark.parametrize(
     ("preset", "ranks", "degrees", "message", "hint"),
     [
-        ("ep", 2, {}, "preset 'ep' needs --ep: the number of GPUs for expert parallelism", "add `--ep 2`"),
         ("ep", 4, {"ep": 3}, "--ep 3 does not divide the 4 processes", "`--ep 2`"),
         ("ddp", 2, {"tp": 2}, "--tp 2 does not work under preset 'ddp': it has no tensor parallelism", "fsdp2_tp"),
     ],
@@ -160,8 +142,6 @@ def test_a_conversion_there_and_back_keeps_weights_and_moments(checkpoint: Path,
 def test_degrees_that_do_not_fit_are_refused_before_anything_is_written(
     checkpoint: Path, preset: str, ranks: int, degrees: dict[str, int], message: str, hint: str, tmp_path: Path
 ) -> None:
-    from toolkit.checkpoint.convert import convert
-
     with pytest.raises(ToolkitError) as refused:
         convert(checkpoint, tmp_path / "out", load_preset(preset), num_processes=ranks, degrees=degrees)
     assert refused.value.message == message
@@ -189,7 +169,8 @@ def test_a_run_that_was_sharded_at_load_resumes_under_ddp(
 
 @pytest.mark.parametrize(
     ("source", "preset", "degree"),
-    [("zero3", "tp", "--tp"), ("fsdp2", "cp", "--cp")],  # sharded at load; FSDP2's own shards, with other rows per rank
+    # sharded at load; FSDP2's own shards, with other rows per rank
+    [("zero3", "tp", "--tp"), pytest.param("fsdp2", "cp", "--cp", marks=pytest.mark.nightly)],
 )
 def test_a_run_resumes_in_another_layout(
     saved_runs: dict[str, Path], saved_job: list[str], source: str, preset: str, degree: str, tmp_path: Path

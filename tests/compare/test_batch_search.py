@@ -25,11 +25,11 @@ from toolkit.compare.batch_search import (
     search_bounds,
     with_largest_batches,
 )
-from toolkit.compare.console_progress import ConsoleProgress
 from toolkit.compare.ledger import Ledger, ProbeRecord, probes_of
 from toolkit.compare.rows import RowKey
-from toolkit.compare.runner import Runner
+from toolkit.compare.runner import ConsoleProgress, Runner
 from toolkit.job.job import Job
+from toolkit.launch.warm_start import SERVER_VARIABLE
 
 DDP = RowKey(preset="ddp", world_size=2)
 
@@ -183,7 +183,9 @@ def test_a_search_runs_into_a_limit_of_host_memory_and_the_comparison_completes(
     words += ["--per_device_train_batch_size", "2", "--loss", "full"]
     ended = subprocess.run(
         [sys.executable, "-m", "toolkit", *words],
-        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        # its own fork server has the limit
+        env={name: value for name, value in os.environ.items() if name != SERVER_VARIABLE}
+        | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
         preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_DATA, (DATA_LIMIT_BYTES, DATA_LIMIT_BYTES)),
         capture_output=True,
         text=True,

@@ -1,4 +1,4 @@
-"""Real comparisons of presets on a tiny Llama: killed, resumed and replayed."""
+"""Real comparisons of presets on a tiny Llama: killed and resumed."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from pathlib import Path
 import pytest
 from launching import ROOT, read, toolkit
 
-from toolkit.compare.dry_run import dry_run_text
 from toolkit.compare.options import CompareOptions
+from toolkit.compare.predictions import dry_run_text
 from toolkit.compare.results import load_results
-from toolkit.compare.specification import read_comparison
+from toolkit.compare.specification import ComparisonSpec
 
 TRIALS = ["ddp-n2-r0", "ddp-n2-r1", "zero2-n2-r0", "zero2-n2-r1"]
 
@@ -132,21 +132,11 @@ def test_a_trial_ends_early_on_all_ranks_after_the_same_step(finished: Path) -> 
 
 
 @pytest.mark.launch
-def test_a_row_can_be_replayed(finished: Path) -> None:
-    ended = toolkit("compare", "--replay", str(finished), "--row", "ddp-n2")
-    assert ended.returncode == 0, ended.stderr
-    assert "where its 2 repeats predict one more run (95 %)" in ended.stdout
-    run = read(finished / "replays" / "ddp-n2-0" / "run.json")
-    assert (run["status"], run["warm_start"]) == ("completed", True)  # as its repeats
-    unknown = toolkit("compare", "--replay", str(finished), "--row", "ddp-n3")
-    assert (unknown.returncode, "--row ddp-n3 is not in the comparison" in unknown.stderr) == (2, True)
-
-
-@pytest.mark.launch
 def test_a_dry_run_reads_the_ledger_and_starts_nothing(finished: Path) -> None:
     before = sorted(finished.rglob("*"))
     options = CompareOptions(preset=("ddp",), num_processes=("2",), output_dir=finished, dry_run=True, cpu=True)
-    text = dry_run_text(options, read_comparison(finished), {"zeropp-n2": "needs CUDA kernels"})
+    spec = ComparisonSpec.model_validate(read(finished / "comparison.json"))
+    text = dry_run_text(options, spec, {"zeropp-n2": "needs CUDA kernels"})
     assert "ddp-n2-r0: completed, already in the ledger" in text
     assert "zeropp-n2-r0: not supported here: needs CUDA kernels" in text
     assert "--num_processes 2 -m toolkit.train" in text

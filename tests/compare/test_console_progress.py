@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from comparison_records import trial
 
-from toolkit.compare.console_progress import ConsoleProgress
+from toolkit.compare.runner import ConsoleProgress
 
 
 def test_terminal_bars_follow_one_trial_after_another(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,9 +9,9 @@ import pytest
 from command_line import run_command
 from comparison_records import comparison, comparison_on_gpus, planned_step_seconds, probe, trial
 
-from toolkit.compare.dry_run import dry_run_text
 from toolkit.compare.ledger import Ledger
 from toolkit.compare.options import CompareOptions
+from toolkit.compare.predictions import dry_run_text
 
 
 def options(folder: Path, **changes: Any) -> CompareOptions:
@@ -28,10 +28,10 @@ def test_a_dry_run_estimates_the_cost_from_the_ledger(tmp_path: Path) -> None:
 
 
 def test_planned_durations_and_costs_are_ranges_with_their_source(tmp_path: Path, tiny_model: Path) -> None:
-    """Two trials of 30 steps on two GPUs each, at 3,600,000 per hour: 1,000 per GPU-second."""
-    on_h100 = options(tmp_path, cpu=None, gpu="h100-sxm", price_per_gpu_hour=3.6e6)
+    """Two trials of 30 steps on two GPUs each, at 360,000 per hour: 100 per GPU-second."""
+    on_h100 = options(tmp_path, cpu=None, gpu="h100-sxm", price_per_gpu_hour=3.6e5)
     lines = dry_run_text(on_h100, comparison_on_gpus(tiny_model), {}).splitlines()
-    low, high = (2 * 30 * 2 * 1000 * seconds for seconds in planned_step_seconds(tiny_model))
+    low, high = (2 * 30 * 2 * 100 * seconds for seconds in planned_step_seconds(tiny_model))
     assert f"at {low:,.2f} to {high:,.2f}; nothing was started" in lines[-2]
     assert "of steps, by the planner; predicted memory" in lines[0]
     assert lines[-1].startswith("durations by the planner are of steps on h100-sxm, with rows of full length; starting")

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 from comparison_records import node, row, trial
 
-from toolkit.compare.efficiency import (
-    cost_per_million_tokens,
+from toolkit.compare.build_results import (
     flops_per_token,
     peak_flops,
     row_cost,
@@ -74,10 +73,6 @@ def test_there_is_no_mfu_without_a_peak_a_shape_or_a_speed(tiny_model: Path) -> 
     assert (on_cpu.mfu, on_cpu.flops_per_token.seq_length) == (None, 95)
     assert peak_flops(node("cuda", {"name": "Imaginary 9000", "memory_bytes": 1}), "bfloat16") is None
     assert peak_flops(GPUS, "int8") is None
-
-
-def test_the_cost_is_the_price_of_all_gpus_over_the_speed_of_all_ranks() -> None:
-    assert cost_per_million_tokens(5000.0, 8, 2.25) == pytest.approx(1.0)  # 0.005 per second, for 5,000 tokens
 
 
 def test_the_cost_of_a_row_leaves_padding_out_and_a_cpu_costs_nothing() -> None:

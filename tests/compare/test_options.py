@@ -40,6 +40,7 @@ def test_a_world_size_that_is_not_a_number_is_refused(given: str, message: str) 
         ("repeats", 1_000_000, "--repeats is 1000000, expected 1,000 or less"),
         ("trial_minutes", float("inf"), "--trial-minutes is inf, expected 527,040 or less"),
         ("trial_timeout_minutes", float("nan"), "--trial-timeout-minutes is nan, expected more than 0"),
+        ("price_per_gpu_hour", float("nan"), "--price-per-gpu-hour is nan, expected 0 or more"),
         ("target_interval", float("nan"), "--target-interval is nan, expected a fraction from 0 to below 1"),
     ],
 )
@@ -52,14 +53,6 @@ def test_a_number_beyond_any_comparison_is_refused(name: str, value: float, mess
 def test_rows_scale_weakly_by_default_and_only_with_several_world_sizes() -> None:
     assert options("1,2").effective_scaling == "weak"
     assert options("2").effective_scaling is None
-
-
-def test_an_output_is_required_and_with_a_replay_a_row() -> None:
-    with pytest.raises(ToolkitError, match="missing option '--output-dir'"):
-        CompareOptions(preset=("ddp",), num_processes=("2",))
-    with pytest.raises(ToolkitError, match="missing option '--row'"):
-        CompareOptions(replay=Path("out"))
-    assert CompareOptions(replay=Path("out"), row="ddp-n2").folder == Path("out")
 
 
 WARM_STARTS = [(True, None, True), (False, None, False), (True, False, False), (False, True, True)]

@@ -9,7 +9,7 @@ import pytest
 import torch
 from comparison_records import DDP, FSDP2_TP, aggregate_rows, comparison, row_beside_ddp, trial
 
-from toolkit.compare.specification import equal_global_batches
+from toolkit.compare.specification import with_own_batches
 
 BATCHES = [[f"{number}0", f"{number}1"] for number in range(8)]
 LOSSES = [2.0, 1.9, 1.8, 1.7, 1.6, 1.5, 1.4, 1.3]
@@ -75,7 +75,7 @@ def row_of_split_model(*, problem: dict[str, Any] | None = None, words: tuple[st
         training_arguments=("--tp", "2", "--per_device_train_batch_size", "4"),
         extra_arguments={"fsdp2_tp": words},
     )
-    spec = spec.with_batches(equal_global_batches(spec))
+    spec = with_own_batches(spec)
     batches = [[f"{step}{rank // 2}" for rank in range(4)] for step in range(8)]
     own = {"problem": SPLIT | (problem or {}), "batch_sha256": batches, "step_tokens": [480] * 8}
     trials = [trial("ddp", r, world_size=4, problem={"global_batch_size": 16}) for r in range(3)]

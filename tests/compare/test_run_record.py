@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 from comparison_records import comparison, trial
 
-from toolkit.compare.console_progress import ConsoleProgress
 from toolkit.compare.rows import RowKey
 from toolkit.compare.run_record import read_run_record, read_side_run
-from toolkit.compare.runner import Runner
+from toolkit.compare.runner import ConsoleProgress, Runner
 from toolkit.compare.specification import Trial
 from toolkit.errors import ToolkitError
 from toolkit.record.folder import RunFolder, write_json
 from toolkit.record.measurements import MemoryByPhase
+from toolkit.record.timeline import PARTS
 
 TRIAL = Trial(row=RowKey(preset="zero2", world_size=2), repeat=0)
 
@@ -46,11 +46,12 @@ def test_a_layout_is_what_all_ranks_read_back(tmp_path: Path, degrees: list[Any]
 
 
 def test_the_goodput_of_a_run_is_read_with_its_parts(tmp_path: Path) -> None:
-    goodput = {"fraction": 0.25, "checkpoint_seconds": 4.0, "lost_seconds": 1.5, "starts": 2}
-    write_json(tmp_path / "run.json", {"status": "completed", "goodput": goodput})
+    seconds = {f"{part}_seconds": 0.0 for part in PARTS} | {"productive_seconds": 2.0, "lost_seconds": 1.5}
+    goodput = {"wall_seconds": 8.0, "idle_seconds": 0.0, "lost_steps": 3, "starts": 2, "fraction": 0.25}
+    write_json(tmp_path / "run.json", {"status": "completed", "goodput": seconds | goodput})
     found = read_run_record(TRIAL, RunFolder(tmp_path), tmp_path, untimed_steps=2, position=0)
-    assert (found.goodput_fraction, found.checkpoint_seconds, found.lost_seconds) == (0.25, 4.0, 1.5)
-    assert found.evaluation_seconds is None
+    assert (found.goodput_fraction, found.checkpoint_seconds, found.lost_seconds) == (0.25, 0.0, 1.5)
+    assert found.wall_seconds is None  # run.json's own
 
 
 def test_a_run_out_of_memory_has_the_memory_of_the_phases_that_it_reached(tmp_path: Path) -> None:

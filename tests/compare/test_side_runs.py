@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from toolkit.compare.side_runs import side_run_arguments
+from toolkit.compare.runner import side_run_arguments
 
 
 def test_a_side_run_has_a_few_steps_of_which_the_last_are_profiled_and_saved() -> None:

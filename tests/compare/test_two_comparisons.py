@@ -51,7 +51,7 @@ def test_single_runs_support_no_claim() -> None:
     faster = copy.deepcopy(results)
     faster["rows"][0]["tokens_per_second"] = 4000.0
     assert before_and_after(results, faster).summary == (
-        "4 rows are in both; 2 of single runs, about which nothing is claimed."
+        "4 rows are in both; nothing is claimed of 2 single runs (ddp-n2, zero2-n2)."
     )
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from toolkit.compare.commands import check_comparison
 from toolkit.compare.options import CompareOptions
-from toolkit.compare.variants import load_variants, parse_variant
+from toolkit.compare.specification import load_variants, parse_variant
 from toolkit.errors import ToolkitError
 
 

@@ -183,8 +183,7 @@ def read_pulses() -> int:
     """read_heartbeats on run/ranks, without a signal to any process"""
     import time
 
-    from toolkit.record.hang_diagnosis import stalled_seconds, suspects
-    from toolkit.record.heartbeat import read_heartbeats, unresponsive_reason
+    from toolkit.record.heartbeat import read_heartbeats, stalled_seconds, suspects, unresponsive_reason
 
     heartbeats, now = read_heartbeats(Path(RUN) / "ranks"), time.time()
     reasons = {pulse.rank: why for pulse in heartbeats if (why := unresponsive_reason(pulse, now=now))}

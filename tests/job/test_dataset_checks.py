@@ -9,8 +9,8 @@ import pytest
 from toolkit.errors import ToolkitError
 from toolkit.job.dataset_checks import check_rows_fill_a_step, check_streaming, check_weights, streaming_warnings
 from toolkit.job.job import Job
-from toolkit.record.checkpoints import Checkpoint, check_resume_settings
-from toolkit.record.manifest_file import Manifest
+from toolkit.record.checkpoints import Checkpoint, Manifest
+from toolkit.record.resume_checks import check_resume_settings
 
 
 @pytest.mark.parametrize(

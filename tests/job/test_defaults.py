@@ -15,8 +15,7 @@ from toolkit.job.job import Job
 from toolkit.plan.options import PlanOptions, RecommendOptions
 from toolkit.plan.plan_vs_rehearsal import training_argv
 from toolkit.plan.planned_job import PlannedJob
-from toolkit.plan.planned_run import plan_run
-from toolkit.plan.planner import make_plans, plan_request
+from toolkit.plan.planner import make_plans, plan_request, plan_run
 from toolkit.presets import load_preset
 
 EXPECTED = {

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -48,8 +47,8 @@ def test_a_checkpoint_that_a_node_does_not_see_is_named(tmp_path: Path, monkeypa
 
 
 def test_heartbeats_of_an_attempt_that_was_replaced_are_not_read(tmp_path: Path) -> None:
-    write_heartbeat(tmp_path, replace(pulse(0), attempt_id="new"))
-    write_heartbeat(tmp_path, replace(pulse(1), attempt_id="old"))
+    write_heartbeat(tmp_path, pulse(0).model_copy(update={"attempt_id": "new"}))
+    write_heartbeat(tmp_path, pulse(1).model_copy(update={"attempt_id": "old"}))
     assert [heartbeat.rank for heartbeat in read_heartbeats(tmp_path)] == [0, 1]
     write_attempt_id(tmp_path, "new")
     assert [heartbeat.rank for heartbeat in read_heartbeats(tmp_path)] == [0]

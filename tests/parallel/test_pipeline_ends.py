@@ -17,8 +17,8 @@ from toolkit.errors import ToolkitError
 from toolkit.job.job import Job
 from toolkit.launch.preflight import check_resume
 from toolkit.presets import load_preset
-from toolkit.record.checkpoints import Checkpoint, check_resume_settings, list_checkpoints
-from toolkit.record.manifest_file import Manifest
+from toolkit.record.checkpoints import Checkpoint, Manifest, list_checkpoints
+from toolkit.record.resume_checks import check_resume_settings
 
 CONFIG = ROOT / "accelerate_configs" / "pipeline_1f1b.yaml"
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from model_configs import LLAMA_8B_PARAMS, llama_8b
 
-from toolkit.plan.host_memory import PROCESS_BYTES
+from toolkit.plan.engine_buffers import PROCESS_BYTES
 from toolkit.plan.memory import plan_memory
 from toolkit.plan.planned_job import PlannedJob
 from toolkit.presets import load_preset

@@ -11,7 +11,7 @@ from launching import LLAMA_8B_CONFIG
 from model_configs import LLAMA_8B_PARAMS, llama_8b
 
 from toolkit.models.read_model import read_model
-from toolkit.plan.host_memory import PROCESS_BYTES
+from toolkit.plan.engine_buffers import PROCESS_BYTES
 from toolkit.plan.memory import MemoryPlan, logits_bytes, plan_memory
 from toolkit.plan.planned_job import LOSSES, PlannedJob
 from toolkit.presets import list_presets, load_preset

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 from model_configs import llama_8b
 
-from toolkit.plan.memory import plan_memory
-from toolkit.plan.memory_verdict import fit_verdict, largest_micro_batch, memory_verdict
+from toolkit.plan.memory import fit_verdict, memory_verdict, plan_memory
 from toolkit.plan.planned_job import PlannedJob
+from toolkit.plan.planner import largest_micro_batch
 from toolkit.presets import load_preset
 
 

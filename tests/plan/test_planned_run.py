@@ -11,7 +11,7 @@ from toolkit.errors import ToolkitError
 from toolkit.hardware.gpu_table import find_gpu
 from toolkit.job.job import Job
 from toolkit.plan.planned_job import PlannedJob
-from toolkit.plan.planned_run import plan_line, plan_run, plan_run_here
+from toolkit.plan.planner import plan_line, plan_run, plan_run_here
 from toolkit.presets import load_preset
 
 LLAMA_8B = Path(__file__).parents[1] / "fixtures" / "llama-8b"

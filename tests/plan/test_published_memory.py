@@ -17,8 +17,15 @@ from toolkit.models.config_fields import ConfigFields
 from toolkit.models.read_model import shape_from_config
 from toolkit.models.shape import ModelShape
 from toolkit.plan.engine_settings import EngineSettings
-from toolkit.plan.memory import MemoryPlan, plan_engine_memory, plan_memory
-from toolkit.plan.memory_verdict import DOES_NOT_FIT, FITS, TOO_CLOSE, memory_verdict
+from toolkit.plan.memory import (
+    DOES_NOT_FIT,
+    FITS,
+    TOO_CLOSE,
+    MemoryPlan,
+    memory_verdict,
+    plan_engine_memory,
+    plan_memory,
+)
 from toolkit.plan.model_states import job_weights
 from toolkit.plan.planned_job import PlannedJob
 from toolkit.presets import load_preset
@@ -89,7 +96,7 @@ def litgpt_bytes(row: dict[str, str]) -> int:
     ranks, plan, shape = int(row["num_gpus"]), litgpt_plan(row), LITGPT[row["model"]]
     if ranks == 1:
         return plan.peak.allocated_bytes
-    flat = {"backward": 2 * 2 * job_weights(shape, 1, False).largest_layer}
+    flat = {"backward": 2 * 2 * job_weights(shape, 1, False).largest_layer()}
     return max(phase.allocated_bytes + flat.get(phase.phase, 0) for phase in plan.phases)
 
 

@@ -12,9 +12,8 @@ from model_configs import small_shape
 
 from toolkit.hardware.gpu_table import find_gpu
 from toolkit.models.read_model import read_model
-from toolkit.plan.collectives import Collective
 from toolkit.plan.communication import step_collectives
-from toolkit.plan.interconnect import Interconnect
+from toolkit.plan.interconnect import Collective, Interconnect
 from toolkit.plan.memory import plan_memory
 from toolkit.plan.planned_job import PlannedJob, TrainingSetup
 from toolkit.plan.step_time import dimension_traffic, step_time

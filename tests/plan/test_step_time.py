@@ -13,7 +13,7 @@ from toolkit.hardware.gpu_table import custom_gpu, find_gpu
 from toolkit.models.lora import lora_layers
 from toolkit.models.shape import Layer, ModelShape, Tensor
 from toolkit.plan.interconnect import Interconnect
-from toolkit.plan.planned_job import PlannedJob, TrainingSetup, num_elements
+from toolkit.plan.planned_job import PlannedJob, TrainingSetup
 from toolkit.plan.step_time import StepTime, offload_efficiency, setup_flops, step_time
 from toolkit.presets import load_preset
 
@@ -147,7 +147,7 @@ def test_a_gpu_without_a_peak_in_the_dtype_has_no_step_time() -> None:
 
 def test_adapters_save_the_gradients_of_frozen_weights() -> None:
     setup = replace(SETUP, job=replace(JOB, lora_r=8))
-    adapters = num_elements(lora_layers(SETUP.shape, 8))
+    adapters = sum(tensor.num_elements for layer in lora_layers(SETUP.shape, 8) for tensor in layer)
     assert adapters == 12 * 8 * (4 * 768 + 2 * 768 + 2 * 5 * 768)  # Wqkv, out_proj, and both halves of the MLP
     flops = setup_flops(setup)
     assert flops.dense_backward == 2 * (SETUP.shape.num_params + adapters) + 2 * adapters

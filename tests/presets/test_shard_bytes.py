@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from toolkit.presets import load_preset
-from toolkit.presets.shard_bytes import largest_shard, shard_byte_limits
+from toolkit.presets.characteristics import largest_shard, shard_byte_limits
 
 # A layer's matrix of 5 x 2 elements: 10, or 5 on each of two ranks where nothing is padded.
 SHAPES = [(5, 2)]

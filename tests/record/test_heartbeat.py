@@ -1,4 +1,4 @@
-"""Heartbeats and stacks of the ranks."""
+"""Heartbeats and stacks of the ranks, and which rank hangs a run."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -15,37 +14,18 @@ import pytest
 from heartbeats import STACKS, pulse
 from launching import ROOT
 
-from toolkit.record.heartbeat import collect_stacks, main_thread, read_heartbeats, stacks_path, write_heartbeat
+from toolkit.record.heartbeat import (
+    collect_stacks,
+    main_thread,
+    read_heartbeats,
+    stacks_path,
+    stalled_seconds,
+    suspects,
+    unresponsive_reason,
+    write_heartbeat,
+)
 
-# Its threads create and leave frames all the time.
-BUSY_THREADS = """
-import json, pathlib, sys, threading, time
-from toolkit.record.heartbeat import write_stacks_on_signal
-
-write_stacks_on_signal(open(sys.argv[1], "w"))
-
-class Nested:
-    def __init__(self, depth):
-        self.inner = depth and Nested(depth - 1)
-
-def create_frames():
-    while True:
-        Nested(5)
-        pathlib.Path("a") / "b"
-        json.dumps({"step": [1, 2.5]}, indent=1)
-
-def descend(depth):
-    if depth:
-        descend(depth - 1)
-    else:
-        print("ready", flush=True)
-        while True:
-            time.sleep(0.01)
-
-for _ in range(4):
-    threading.Thread(target=create_frames, daemon=True).start()
-descend(30)
-"""
+OUTSIDE = STACKS.replace("torch/distributed/distributed_c10d.py", "site/sleeper/sleep.py")
 
 
 def test_the_main_threads_frames_are_read_innermost_first() -> None:
@@ -63,28 +43,24 @@ def test_heartbeats_are_read_in_rank_order_without_incomplete_ones(tmp_path: Pat
     assert read_heartbeats(tmp_path) == [pulse(9), pulse(10)]
 
 
-def test_a_stopped_process_writes_its_main_threads_stack_and_stays_stopped(tmp_path: Path) -> None:
-    script = tmp_path / "busy_threads.py"
-    script.write_text(BUSY_THREADS)
-    command = [sys.executable, str(script), str(stacks_path(tmp_path, 0))]
+def test_a_process_writes_its_stacks_when_it_is_signalled_and_a_stopped_one_cannot(tmp_path: Path) -> None:
+    program = "import sys, time; from toolkit.record.heartbeat import write_stacks_on_signal"
+    program += "; write_stacks_on_signal(open(sys.argv[1], 'w')); print(flush=True); time.sleep(60)"
+    command = [sys.executable, "-c", program, str(stacks_path(tmp_path, 0))]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None
-            assert process.stdout.readline() == "ready\n"
-            found = psutil.Process(process.pid)
-            rank = replace(
-                pulse(0), host=os.uname().nodename, pid=process.pid, process_started_unix=found.create_time()
-            )
-            for _ in range(60):
-                os.kill(process.pid, signal.SIGSTOP)
-                os.waitpid(process.pid, os.WUNTRACED)
-                stacks_path(tmp_path, 0).write_text("")
-                frames = [frame.split()[0] for frame in main_thread(collect_stacks(tmp_path, [rank])["0"])]
-                assert frames[-32:] == [*["descend"] * 31, "<module>"]
-                os.waitpid(process.pid, os.WUNTRACED)
-                assert found.status() == psutil.STATUS_STOPPED
-                os.kill(process.pid, signal.SIGCONT)
+            process.stdout.readline()
+            started = psutil.Process(process.pid).create_time()
+            facts = {"host": os.uname().nodename, "pid": process.pid, "process_started_unix": started}
+            rank = pulse(0).model_copy(update=facts)
+            assert "<module>" in main_thread(collect_stacks(tmp_path, [rank])["0"])[-1]
+            os.kill(process.pid, signal.SIGSTOP)
+            os.waitpid(process.pid, os.WUNTRACED)
+            assert unresponsive_reason(rank, now=rank.written_unix) == f"its process {process.pid} is stopped"
+            stacks_path(tmp_path, 0).write_text("")
+            assert collect_stacks(tmp_path, [rank], seconds=0.1) == {"0": "no answer"}
         finally:
             process.kill()
 
@@ -92,8 +68,8 @@ def test_a_stopped_process_writes_its_main_threads_stack_and_stays_stopped(tmp_p
 @pytest.mark.parametrize(
     ("key", "value"),
     [
-        *(("pid", pid) for pid in (-1, 0, True, "1", 10**30, None)),
-        *[("step", [[[]]]), ("step", "3"), ("rank", {}), ("host", 5), ("phase", None), ("progress_unix", "now")],
+        *(("pid", pid) for pid in (-1, 0, True, 10**30, None)),
+        *[("step", "3"), ("progress_unix", "now")],
     ],
 )
 def test_a_heartbeat_that_no_rank_has_written_is_not_read(key: str, value: object, tmp_path: Path) -> None:
@@ -102,3 +78,16 @@ def test_a_heartbeat_that_no_rank_has_written_is_not_read(key: str, value: objec
     path = tmp_path / "rank1.heartbeat"
     path.write_text(json.dumps(json.loads(path.read_text()) | {key: value}))
     assert [heartbeat.rank for heartbeat in read_heartbeats(tmp_path)] == [0]
+
+
+def test_a_run_is_hung_only_when_no_rank_makes_progress() -> None:
+    assert stalled_seconds([pulse(0, progress=100), pulse(1, progress=160)], now=170) == 10
+    assert stalled_seconds([], now=170) == 0
+
+
+def test_the_cause_is_unresponsive_or_behind_or_outside_a_collective() -> None:
+    same = [pulse(0), pulse(1)]
+    assert suspects(same, unresponsive={0: "its process 1 is gone"}, stacks={}) == [0]
+    assert suspects([pulse(0), pulse(1, micro_steps=3)], unresponsive={}, stacks={}) == [1]
+    assert suspects(same, unresponsive={}, stacks={"0": OUTSIDE, "1": STACKS}) == [0]
+    assert suspects(same, unresponsive={}, stacks={"0": STACKS, "1": STACKS}) == []

@@ -17,18 +17,7 @@ from toolkit.record.measurements import (
     percentile,
     read_rows,
     read_steps,
-    throughput,
 )
-
-
-def test_throughput_counts_only_timed_steps() -> None:
-    step_seconds = [9.0, 0.5, 0.5]  # the first step compiles
-    assert throughput(step_seconds=step_seconds, tokens=[10, 1000, 1000], untimed_steps=1) == 2000
-
-
-def test_no_timed_step_has_no_throughput() -> None:
-    assert throughput(step_seconds=[9.0], tokens=[10], untimed_steps=1) is None
-    assert throughput(step_seconds=[], tokens=[], untimed_steps=0) is None
 
 
 @pytest.mark.parametrize(
@@ -75,23 +64,16 @@ def test_step_seconds_are_the_slowest_ranks_and_tokens_are_summed_over_ranks() -
     assert (measured.step_seconds_median, measured.step_seconds_p90) == (1.0, 1.0)
 
 
-def test_the_padding_fraction_is_the_share_of_padding_tokens() -> None:
-    steps = [[row(0, tokens=100, non_padding_tokens=70), row(1, tokens=100, non_padding_tokens=80)]]
-    assert measure(steps, untimed_steps=0).padding_fraction == 0.25
-
-
-def test_the_loss_is_the_mean_over_ranks() -> None:
-    steps = [[row(0, loss=1.0), row(1, loss=2.0)], [row(0, loss=0.5), row(1, loss=0.5)]]
-    assert measure(steps, untimed_steps=0).losses == (1.5, 0.5)
-
-
-def test_the_rank_of_the_largest_peak_is_reported() -> None:
-    steps = [
-        [row(0, peak_allocated_bytes=5, peak_host_bytes=900), row(1, peak_allocated_bytes=7, peak_host_bytes=800)],
-        [row(0, peak_allocated_bytes=6, peak_host_bytes=901), row(1, peak_allocated_bytes=7, peak_host_bytes=800)],
-    ]
-    measured = measure(steps, untimed_steps=0)
+def test_losses_are_means_over_ranks_padding_is_a_share_and_peaks_are_maxima() -> None:
+    first = row(0, loss=1.0, non_padding_tokens=70, peak_allocated_bytes=5, peak_host_bytes=900, driver_bytes=7)
+    later = row(0, loss=0.5, non_padding_tokens=70, peak_allocated_bytes=6, peak_host_bytes=901, allocator_retries=0)
+    other = row(1, loss=2.0, peak_allocated_bytes=7, peak_host_bytes=800, allocator_retries=2)
+    last = other.model_copy(update={"loss": 0.5})
+    measured = measure([[first, other], [later, last]], untimed_steps=0)
+    assert (measured.losses, measured.first_loss, measured.last_loss) == ((1.5, 0.5), 1.5, 0.5)
+    assert measured.padding_fraction == 0.25  # 70 and 80 of 100 tokens
     assert (measured.peak_allocated_bytes, measured.peak_host_bytes, measured.peak_rank) == (7, 901, 1)
+    assert (measured.peak_driver_bytes, measured.allocator_retries) == (7, 2)
 
 
 def test_on_a_cpu_the_peak_rank_is_the_one_with_the_largest_resident_set() -> None:
@@ -132,35 +114,24 @@ def test_memory_by_phase_is_the_maximum_over_ranks() -> None:
     assert measure([[row(0)]], untimed_steps=0).memory_by_phase is None
 
 
-def test_driver_peak_and_allocator_retries_are_maxima_over_ranks() -> None:
-    steps = [[row(0, driver_bytes=7, allocator_retries=0), row(1, driver_bytes=None, allocator_retries=2)]]
-    measured = measure(steps, untimed_steps=0)
-    assert (measured.peak_driver_bytes, measured.allocator_retries) == (7, 2)
-
-
 def test_a_run_without_steps_has_no_speed_and_no_peak() -> None:
     measured = measure([], untimed_steps=2)
     assert (measured.losses, measured.tokens_per_second, measured.peak_rank) == ((), None, None)
     assert (measured.step_seconds_median, measured.step_seconds_p90, measured.padding_fraction) == (None, None, None)
 
 
-def test_gradient_norms_of_shards_add_up_as_squares() -> None:
-    shares = [row(0, local_grad_norm=3.0, grad_norm_ranks=2), row(1, local_grad_norm=4.0, grad_norm_ranks=2)]
-    assert grad_norm(shares) == 5.0
-
-
-def test_the_gradient_norm_of_a_replica_counts_once() -> None:
-    whole = [row(0, local_grad_norm=5.0, grad_norm_ranks=1), row(1, local_grad_norm=5.0, grad_norm_ranks=1)]
-    assert grad_norm(whole) == 5.0
-
-
-def test_the_engines_own_gradient_norm_is_used() -> None:
-    assert grad_norm([row(0, grad_norm=1.5), row(1, grad_norm=1.5)]) == 1.5
-
-
-def test_a_gradient_norm_with_a_missing_shard_is_unknown() -> None:
-    assert grad_norm([row(0, local_grad_norm=3.0, grad_norm_ranks=2), row(1)]) is None
-    assert grad_norm([row(0), row(1)]) is None
+@pytest.mark.parametrize(
+    ("ranks", "norm"),
+    [
+        ([{"local_grad_norm": 3.0, "grad_norm_ranks": 2}, {"local_grad_norm": 4.0, "grad_norm_ranks": 2}], 5.0),
+        ([{"local_grad_norm": 5.0, "grad_norm_ranks": 1}] * 2, 5.0),  # replicas
+        ([{"grad_norm": 1.5}] * 2, 1.5),  # the engine's own
+        ([{"local_grad_norm": 3.0, "grad_norm_ranks": 2}, {}], None),
+        ([{}, {}], None),
+    ],
+)
+def test_gradient_norms_of_shards_add_up_as_squares(ranks: list[dict[str, Any]], norm: float | None) -> None:
+    assert grad_norm([row(rank, **norms) for rank, norms in enumerate(ranks)]) == norm
 
 
 def test_an_incomplete_last_row_is_ignored(tmp_path: Path) -> None:
@@ -170,28 +141,9 @@ def test_an_incomplete_last_row_is_ignored(tmp_path: Path) -> None:
     assert read_rows(path) == rows
 
 
-def test_a_step_that_only_one_rank_completed_is_ignored(tmp_path: Path) -> None:
+def test_steps_are_those_that_all_ranks_completed_and_a_run_that_lost_a_rank_has_both_sizes(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
-    for rank, steps in ((0, 3), (1, 2)):
-        folder.rank_rows(rank).parent.mkdir(exist_ok=True)
-        lines = [row(rank, step=step).model_dump_json() + "\n" for step in range(1, steps + 1)]
-        folder.rank_rows(rank).write_text("".join(lines))
-    assert [[(r.rank, r.step) for r in step] for step in read_steps(folder)] == [
-        [(0, 1), (1, 1)],
-        [(0, 2), (1, 2)],
-    ]
-
-
-def test_ranks_are_in_numeric_order(tmp_path: Path) -> None:
-    folder = RunFolder(tmp_path)
-    for rank in range(11):
-        folder.rank_rows(rank).parent.mkdir(exist_ok=True)
-        folder.rank_rows(rank).write_text(row(rank).model_dump_json() + "\n")
-    assert [r.rank for r in read_steps(folder)[0]] == list(range(11))
-
-
-def test_a_run_that_lost_a_rank_has_steps_of_both_sizes(tmp_path: Path) -> None:
-    folder = RunFolder(tmp_path)
+    assert read_steps(folder) == []
     folder.rank_rows(0).parent.mkdir()
     ranks = {0: [(1, 2), (2, 1), (3, 2), (4, 2)], 1: [(1, 2), (3, 2)]}  # step 4: rank 1 has not written yet
     for rank, steps in ranks.items():
@@ -203,10 +155,6 @@ def test_a_run_that_lost_a_rank_has_steps_of_both_sizes(tmp_path: Path) -> None:
     assert (len(measured.losses), measured.rank_skew, measured.energy_joules) == (3, 2.0, None)
 
 
-def test_a_run_without_rows_has_no_steps(tmp_path: Path) -> None:
-    assert read_steps(RunFolder(tmp_path)) == []
-
-
 def test_profiled_steps_are_not_timed() -> None:
     steps = [[row(0)], [row(0, seconds=99.0, profiled=True)], [row(0)]]
     measured = measure(steps, untimed_steps=1)
@@ -216,7 +164,7 @@ def test_profiled_steps_are_not_timed() -> None:
 def test_rows_before_a_damaged_line_are_kept_where_a_run_resumes(tmp_path: Path) -> None:
     path = tmp_path / "rank0.jsonl"
     path.write_text('{"step": 1}\n{"step": 2}\n{"step": 3}\nnothing\n{"step": 1}\n')
-    drop_rows_after(path, 2)
+    assert [dropped["step"] for dropped in drop_rows_after(path, 2)] == [3]
     assert path.read_text() == '{"step": 1}\n{"step": 2}\n'
     drop_rows_after(tmp_path / "rank1.jsonl", 2)
     assert (tmp_path / "rank1.jsonl").read_text() == ""

@@ -12,10 +12,3 @@ def test_a_status_means_one_exit_code(name: str) -> None:
     expected = {"completed": 0, "out_of_memory": 3, "host_out_of_memory": 3}.get(name, 1)
     assert status.exit_code_of(name) == expected
     assert status.exit_code_of(name, invalid_input=True) == 2
-
-
-def test_the_statuses_are_the_documented_ones() -> None:
-    assert set(status.STATUSES) == {
-        *("planned", "running", "completed", "out_of_memory", "host_out_of_memory", "timed_out", "diverged"),
-        *("attestation_failed", "failed", "interrupted"),
-    }

@@ -1,8 +1,9 @@
-"""The lines of `timeline.jsonl`, whatever has killed the processes that wrote them."""
+"""The lines of `timeline.jsonl`, whatever has killed their processes, and the goodput of hand-worked timelines."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from heartbeats import pulse
@@ -10,7 +11,8 @@ from heartbeats import pulse
 from toolkit.record.attempts import start_attempt
 from toolkit.record.folder import RunFolder
 from toolkit.record.heartbeat import write_heartbeat
-from toolkit.record.timeline import add_moment, read_timeline
+from toolkit.record.measurements import StepRow
+from toolkit.record.timeline import PARTS, Goodput, Moment, add_moment, measure_goodput, read_timeline
 
 
 def test_a_line_that_was_cut_off_is_left_out_and_those_after_it_are_read(tmp_path: Path) -> None:
@@ -40,19 +42,123 @@ def test_the_last_heartbeat_ends_processes_that_could_not_say_so(tmp_path: Path)
     ]
 
 
-def phases(folder: RunFolder) -> list[str]:
-    return [moment.phase for moment in read_timeline(folder.timeline)]
+# -- goodput
 
 
-@pytest.mark.parametrize(("continues", "top"), [(True, ["train", "ended", "start"]), (False, ["start"])])
-def test_a_resumed_run_continues_the_timeline_and_another_run_begins_its_own(
-    continues: bool, top: list[str], tmp_path: Path
-) -> None:
-    folder = RunFolder(tmp_path)
-    folder.make()
-    folder.rank_rows(0).write_text('{"step": 1}\n')
-    folder.log.write_text("earlier\n")
-    add_moment(folder.timeline, "train", unix=50.0)
-    start_attempt(folder, "resume" if continues else "overwrite")
-    add_moment(folder.timeline, "start")
-    assert phases(folder) == top
+def at(unix: float, phase: str, step: int = 0, **facts: Any) -> Moment:
+    return Moment(unix=unix, phase=phase, step=step, **facts)
+
+
+def steps(*seconds: float, first: int = 1) -> list[list[StepRow]]:
+    """Rows of two equal ranks that wait for nothing."""
+    row = StepRow.model_construct(own_seconds=0.5, data_seconds=0.0)
+    return [
+        [row.model_copy(update={"step": number, "rank": rank, "seconds": second}) for rank in (0, 1)]
+        for number, second in enumerate(seconds, first)
+    ]
+
+
+def parts(found: Goodput) -> dict[str, float]:
+    """The parts that are not zero, without their unit."""
+    seconds = {name: getattr(found, f"{name}_seconds") for name in PARTS}
+    assert sum(seconds.values()) == pytest.approx(found.wall_seconds)
+    return {name: pytest.approx(second) for name, second in seconds.items() if second}
+
+
+UNDISTURBED = [
+    at(100, "launch"),
+    at(101, "start"),
+    at(104, "load"),
+    at(109, "attest"),
+    at(110, "train"),
+    at(113, "attest", 1),
+    at(114, "train", 1),  # 3 s and 6 s of training
+    at(120, "evaluate", 3),
+    at(122, "train", 3),
+    at(123, "save", 3),
+    at(127, "end", 3),
+    at(128, "ended"),
+]
+
+
+def test_every_second_of_an_undisturbed_run_has_one_place() -> None:
+    found = measure_goodput(UNDISTURBED, steps(2.5, 3.0, 3.0))
+    # 10 s to the first step and 1 s of checks after it; 10 s of training hold 8.5 s of steps; 1 s to the end
+    assert parts(found) == {"productive": 8.5, "startup": 11.0, "evaluation": 2.0, "checkpoint": 4.0, "other": 2.5}
+    assert (found.wall_seconds, found.idle_seconds, found.starts, found.lost_steps) == (28.0, 0.0, 1, 0)
+    assert found.describe() == "goodput 30 % of 28 s (start-up 39 %, checkpoints 14 %, evaluation 7 %, other 9 %)"
+
+
+def test_a_rank_waits_for_its_batch_and_for_the_slowest_rank() -> None:
+    rows = steps(3.0)
+    rows[0][0] = rows[0][0].model_copy(update={"data_seconds": 0.5, "own_seconds": 1.0})
+    rows[0][1] = rows[0][1].model_copy(update={"data_seconds": 0.75, "own_seconds": 1.75})
+    found = measure_goodput([at(0, "start"), at(1, "train"), at(4, "end")], rows)
+    assert parts(found) == {"productive": 1.75, "startup": 1.0, "waiting": 1.25}
+
+
+def test_a_killed_process_loses_its_steps_after_the_checkpoint_and_the_time_until_the_fault_is_found() -> None:
+    timeline = [
+        at(0, "launch"),
+        at(1, "start"),
+        at(5, "train"),
+        at(9, "save", 4),
+        at(10, "train", 4),  # steps 5 and 6 take 2 s; then a rank is killed, which the launcher finds at 15
+        at(15, "restart", lost_steps=2, lost_seconds=2.0),
+        at(16, "start"),
+        at(20, "train", 4),
+        at(24, "end", 8),
+        at(25, "ended"),
+    ]
+    found = measure_goodput(timeline, steps(1, 1, 1, 1, 1, 1, 1, 1))
+    assert parts(found) == {
+        "productive": 8.0,
+        "startup": 5.0,
+        "checkpoint": 1.0,
+        "lost": 5.0,  # 2 s of steps 5 and 6, and 3 s until 15
+        "restart": 5.0,
+        "other": 1.0,
+    }
+    assert (found.starts, found.lost_steps, found.fraction) == (2, 2, pytest.approx(8 / 25))
+
+
+def test_the_hours_between_two_attempts_are_no_part_of_the_wall_time() -> None:
+    timeline = [
+        at(0, "launch"),
+        at(1, "start"),
+        at(5, "train"),
+        at(9, "save", 4),
+        at(10, "stopped", 4),
+        at(11, "ended"),
+        at(7211, "launch"),
+        at(7212, "start"),
+        at(7215, "train", 4),
+        at(7219, "end", 8),
+    ]
+    found = measure_goodput(timeline, steps(1, 1, 1, 1, 1, 1, 1, 1))
+    assert parts(found) == {"productive": 8.0, "startup": 5.0, "checkpoint": 1.0, "restart": 4.0, "other": 1.0}
+    assert (found.wall_seconds, found.idle_seconds) == (19.0, 7200.0)
+
+
+def test_a_process_that_torchrun_started_again_was_not_idle_and_notes_the_losses_of_the_one_before() -> None:
+    timeline = [
+        at(0, "start"),
+        at(5, "train"),  # 6 steps of 1 s, of which a checkpoint holds 4
+        at(12, "ended"),  # its last heartbeat
+        at(14, "start", restarted=True),
+        at(18, "train", 4),
+        at(19, "train", 5, lost_steps=2, lost_seconds=2.0),
+        at(22, "end", 8),
+    ]
+    found = measure_goodput(timeline, steps(1, 1, 1, 1, 1, 1, 1, 1))
+    assert parts(found) == {"productive": 8.0, "startup": 5.0, "lost": 3.0, "restart": 6.0}
+
+
+def test_a_clock_that_was_set_back_takes_no_time_away() -> None:
+    found = measure_goodput([at(10, "start"), at(12, "train"), at(11, "end"), at(13, "ended")], steps(5.0))
+    assert parts(found) == {"startup": 2.0, "other": 2.0}
+
+
+def test_a_run_without_a_timeline_has_no_goodput() -> None:
+    found = measure_goodput([], steps(1.0))
+    assert (found.wall_seconds, found.fraction, found.describe()) == (0.0, None, "goodput n/a")

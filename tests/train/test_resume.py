@@ -1,7 +1,7 @@
 """A run that is stopped and resumed has the losses of an uninterrupted run, bit for bit, under each engine.
 
 The uninterrupted runs are those of the fixture `saved_runs`. `ddp` is resumed from its damaged folder below, and
-after kills and signals in test_faults.py; every preset and stop point in `benchmarks/resume_exactness.py`.
+after kills and signals in test_faults.py.
 """
 
 from __future__ import annotations

@@ -17,20 +17,25 @@ from typing import Any
 
 import torch
 
-from toolkit.checkpoint.detection import detect
-from toolkit.checkpoint.engines import open_checkpoint, write_checkpoint
-from toolkit.checkpoint.hf_export import SIDE_FILE_BYTES, check_complete
+from toolkit.checkpoint.engines import WRITERS, open_checkpoint
+from toolkit.checkpoint.hf_export import (
+    SIDE_FILE_BYTES,
+    check_complete,
+    check_disk_space,
+    check_output,
+    copy_file,
+    temporary_beside,
+)
+from toolkit.checkpoint.inspect import detect
 from toolkit.checkpoint.model_definition import MetaModel, ModelFiles
-from toolkit.checkpoint.output_folder import check_disk_space, check_output, copy_file, temporary_beside
-from toolkit.checkpoint.reader import CheckpointReader, MissingState, check_names
+from toolkit.checkpoint.reader import CheckpointReader
 from toolkit.errors import ToolkitError
 from toolkit.files.safe_loading import torch_load
 from toolkit.job.job import Job
 from toolkit.parallel.layout import ParallelLayout
 from toolkit.presets import Preset
 from toolkit.presets.support import check_degrees_given, check_supported
-from toolkit.record.checkpoints import checkpoint_files, commit_checkpoint, file_entries
-from toolkit.record.manifest_file import Manifest, read_step
+from toolkit.record.checkpoints import checkpoint_files, commit_checkpoint, file_entries, read_step
 
 BYTES_PER_PARAMETER = 3 * 4  # fp32 weight and Adam's two moments
 # Entries of torch's schedules with one value per parameter group.
@@ -61,12 +66,11 @@ def convert(
     model = MetaModel(files)
     reader = open_checkpoint(path, model, trust_pickle=trust_pickle)
     try:
-        check_names(reader, model)
         groups = model.groups(_optimized_names(reader, model))
         check_disk_space(out, BYTES_PER_PARAMETER * sum(map(math.prod, model.shapes.values())) + SIDE_FILE_BYTES)
         with temporary_beside(out) as temporary:
-            write_checkpoint(preset, temporary, reader, model, groups)
-            _copy_side_files(files, temporary, same_ranks=detect(path).world_size == num_processes)
+            WRITERS["at_load" if preset.sharded_at_load else preset.engine](temporary, reader, model, groups)
+            _copy_side_files(files, temporary, same_ranks=reader.layout.world_size == num_processes)
             _convert_schedule(temporary / "scheduler.pt", groups, preset)
             layout = preset.layout(num_processes, given)
             manifest = _converted_manifest(files, reader, preset, num_processes, layout)
@@ -101,14 +105,7 @@ def _optimized_names(reader: CheckpointReader, model: MetaModel) -> list[str]:
     unknown = [name for name in names if name not in model.shapes]
     if unknown:
         raise ToolkitError(f"{reader.layout.path} has optimizer states of {unknown[0][:80]}, which the model lacks")
-    try:
-        first = reader.moment(names[0], "exp_avg")
-        reader.optimizer_step()
-    except MissingState as error:
-        raise ToolkitError(
-            f"{error.message}: only Adam and AdamW in fp32 are converted",
-            hint="resume it with the preset and the number of processes that it was saved with",
-        ) from None
+    first = reader.moment(names[0], "exp_avg")
     quantized = hasattr(first, "__tensor_flatten__")  # torchao's, which say that they are fp32
     if quantized or str(first.dtype) != "torch.float32":
         held = type(first).__name__ if quantized else str(first.dtype)
@@ -163,8 +160,15 @@ def _converted_manifest(
     files: ModelFiles, reader: CheckpointReader, preset: Preset, num_processes: int, layout: ParallelLayout | None
 ) -> dict[str, Any]:
     """The source's manifest with the new preset, or a new one if the source has none."""
-    recorded = {} if files.manifest is None else files.manifest.model_dump(exclude_unset=True)
-    recorded = {k: v for k, v in recorded.items() if k not in ("files", "sha256", "schema_version")}
+    manifest, recorded, batch = files.manifest, {}, {}
+    if manifest is not None:
+        recorded = manifest.model_dump(exclude_unset=True, exclude={"files", "sha256", "schema_version"})
+        data_parallel_size = num_processes if layout is None else layout.data_parallel_size
+        different_batches = (manifest.data_parallel_size or manifest.world_size) != data_parallel_size
+        if manifest.sequences_per_step is not None and different_batches:
+            # Only the global batch is recorded; the run chooses its factors.
+            factors = ("per_device_train_batch_size", "gradient_accumulation_steps", "data_parallel_size")
+            batch = dict.fromkeys(factors) | {"global_batch_size": manifest.sequences_per_step}
     engine = "none" if preset.engine == "ddp" and num_processes == 1 else preset.engine
     return {
         "step": read_step(files.path / "trainer_state.json"),
@@ -177,7 +181,7 @@ def _converted_manifest(
         "world_size": num_processes,
         "layout": None if layout is None else layout.degrees(),
         "sharded_at_load": preset.sharded_at_load,
-        **_rescaled_batch(files.manifest, num_processes if layout is None else layout.data_parallel_size),
+        **batch,
         "universal": preset.engine == "deepspeed",
         "converted_from": {
             "path": str(files.path.absolute()),
@@ -186,14 +190,3 @@ def _converted_manifest(
             "world_size": recorded.get("world_size", reader.layout.world_size),
         },
     }
-
-
-def _rescaled_batch(manifest: Manifest | None, data_parallel_size: int) -> dict[str, Any]:
-    """With another number of different batches only the global one is recorded; the run chooses its factors."""
-    sequences = None if manifest is None else manifest.sequences_per_step
-    if manifest is None or sequences is None:
-        return {}
-    if (manifest.data_parallel_size or manifest.world_size) == data_parallel_size:
-        return {}
-    factors = ("per_device_train_batch_size", "gradient_accumulation_steps", "data_parallel_size")
-    return dict.fromkeys(factors) | {"global_batch_size": sequences}

@@ -1,9 +1,14 @@
-"""Read and write FSDP2 checkpoints (torch's distributed checkpoints) in one process, one parameter at a time."""
+"""Read and write torch's distributed checkpoints in one process, one parameter at a time.
+
+FSDP2 writes one of weights and one of optimizer states. A model that transformers sharded while it loaded it has a
+Hugging Face folder, and one of the optimizer in which every parameter has its own states and hyperparameters by name,
+so that any mesh reads it (transformers 5.23, `save_optimizer_distributed`).
+"""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -13,25 +18,31 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
-from toolkit.checkpoint.detection import FSDP_MODEL, FSDP_OPTIMIZER, Layout
+from toolkit.checkpoint.hf_checkpoint import SafetensorsReader, write_weights
+from toolkit.checkpoint.inspect import FSDP_MODEL, FSDP_OPTIMIZER, Layout
 from toolkit.checkpoint.model_definition import MetaModel, without_adapter_name
 from toolkit.checkpoint.reader import MOMENTS, CheckpointReader, group_hyperparameters
 from toolkit.files.safe_loading import read_dcp_metadata, read_dcp_value
+from toolkit.record.checkpoints import AT_LOAD_OPTIMIZER
 
-_STATE_PREFIX = ("optimizer", "state")
+_STATE, _GROUP = "optimizer.state.", "optimizer.param_groups."
 
-Readers = dict[str, Callable[[], torch.Tensor]]
+Readers = Mapping[str, Callable[[], torch.Tensor]]
 """What returns the tensor of a key, when it is written."""
 
 
 class DcpReader:
     """Reads `pytorch_model_fsdp_0/` and `optimizer_0/`."""
 
-    def __init__(self, layout: Layout, *, trust_pickle: bool = False) -> None:
+    def __init__(self, layout: Layout, _model: MetaModel, *, trust_pickle: bool = False) -> None:
         self.layout = layout
         self.model = DcpFolder(layout.path / FSDP_MODEL, trust_pickle=trust_pickle)
         self.optimizer = DcpFolder(layout.path / FSDP_OPTIMIZER, trust_pickle=trust_pickle)
-        self.hyperparameters = self._hyperparameters()
+        groups: dict[int, dict[str, Any]] = {}
+        for key, path in self.optimizer.paths.items():
+            if path[:2] == ("optimizer", "param_groups") and path[3] != "params":
+                groups.setdefault(int(path[2]), {})[str(path[3])] = self.optimizer.read(key)
+        self.hyperparameters = [groups[number] for number in sorted(groups)]
 
     @cached_property
     def keys(self) -> dict[str, str]:
@@ -45,27 +56,48 @@ class DcpReader:
 
     def optimized(self) -> list[str]:
         paths = self.optimizer.paths.values()
-        return [str(path[2]) for path in paths if path[:2] == _STATE_PREFIX and path[3] == "exp_avg"]
+        return [str(path[2]) for path in paths if path[:2] == ("optimizer", "state") and path[3] == MOMENTS[0]]
 
     def weight(self, name: str) -> torch.Tensor:
         return self.model.read(self.keys[name])
 
     def moment(self, name: str, state: str) -> torch.Tensor:
-        return self.optimizer.read(f"optimizer.state.{name}.{state}")
+        return self.optimizer.read(f"{_STATE}{name}.{state}")
 
     def optimizer_step(self) -> float:
-        first = next(iter(self.optimized()), "")
-        return float(self.optimizer.read(f"optimizer.state.{first}.step"))
+        return float(self.optimizer.read(f"{_STATE}{self.optimized()[0]}.step"))
 
     def close(self) -> None:
         """Do nothing: no file stays open."""
 
-    def _hyperparameters(self) -> list[dict[str, Any]]:
-        groups: dict[int, dict[str, Any]] = {}
-        for key, path in self.optimizer.paths.items():
-            if path[:2] == ("optimizer", "param_groups") and path[3] != "params":
-                groups.setdefault(int(path[2]), {})[str(path[3])] = self.optimizer.read(key)
-        return [groups[number] for number in sorted(groups)]
+
+class AtLoadReader(SafetensorsReader):
+    """Reads `optimizer_dcp/` beside a Hugging Face folder's weights."""
+
+    def __init__(self, layout: Layout, model: MetaModel, *, trust_pickle: bool = False) -> None:
+        super().__init__(layout, model)
+        self.optimizer = DcpFolder(layout.path / AT_LOAD_OPTIMIZER, trust_pickle=trust_pickle)
+        keys = self.optimizer.keys
+        prefixes = [f"{_GROUP}{names[0]}." for names in model.groups(self.optimized()) if names]
+        self.hyperparameters = [
+            {key.removeprefix(prefix): self.optimizer.read(key) for key in keys if key.startswith(prefix)}
+            for prefix in prefixes
+        ]
+
+    def optimized(self) -> list[str]:
+        ending = f".{MOMENTS[0]}"
+        states = [key.removeprefix(_STATE) for key in self.optimizer.keys if key.startswith(_STATE)]
+        return [key.removesuffix(ending) for key in states if key.endswith(ending)]
+
+    def moment(self, name: str, state: str) -> torch.Tensor:
+        moment: torch.Tensor = self.optimizer.read(f"{_STATE}{name}.{state}")
+        return moment
+
+    def optimizer_step(self) -> float:
+        return float(self.optimizer.read(f"{_STATE}{self.optimized()[0]}.step"))
+
+    def close(self) -> None:
+        """Do nothing: no file stays open."""
 
 
 class DcpFolder:
@@ -115,39 +147,54 @@ class _CachedMetadataReader(dcp.FileSystemReader):  # type: ignore[misc]
 
 def write_dcp(folder: Path, reader: CheckpointReader, model: MetaModel, groups: list[list[str]]) -> None:
     """Write `pytorch_model_fsdp_0/` and `optimizer_0/`, which any number of ranks loads."""
-    ties = _tied_names(model)
-    shapes = model.shapes | {tied: model.shapes[first] for tied, first in ties.items()}
+    sources = {name: name for name in model.shapes}
+    if not model.adapter:
+        first: dict[int, str] = {}  # torch saves a tied weight under each of its names
+        every = model.training_model.named_parameters(remove_duplicate=False)
+        sources |= {name: first.setdefault(id(parameter), name) for name, parameter in every}
     rename = without_adapter_name if model.adapter else str
-    weights = {rename(name): torch.empty(shape, device="meta") for name, shape in shapes.items()}
-    readers: Readers = {f"model.{rename(name)}": partial(reader.weight, ties.get(name, name)) for name in shapes}
-    save_dcp(folder / FSDP_MODEL, {"model": weights}, readers)
-    _save_optimizer(folder / FSDP_OPTIMIZER, reader, model, groups)
-
-
-def _save_optimizer(folder: Path, reader: CheckpointReader, model: MetaModel, groups: list[list[str]]) -> None:
-    step = torch.tensor(reader.optimizer_step(), dtype=torch.float32)
-    state: dict[str, Any] = {}
-    readers: Readers = {}
-    for name in [name for names in groups for name in names]:
-        empty = {moment: torch.empty(model.shapes[name], device="meta") for moment in MOMENTS}
-        state[name] = {"step": step, **empty}
-        readers |= {f"optimizer.state.{name}.{moment}": partial(reader.moment, name, moment) for moment in MOMENTS}
-    numbered = [
+    weights = {rename(name): torch.empty(model.shapes[source], device="meta") for name, source in sources.items()}
+    readers: Readers = {f"model.{rename(name)}": partial(reader.weight, source) for name, source in sources.items()}
+    _save_dcp(folder / FSDP_MODEL, {"model": weights}, readers)
+    state, readers = _states(reader, model, groups)
+    param_groups = [
         {**group_hyperparameters(reader, position, groups), "params": names} for position, names in enumerate(groups)
     ]
-    save_dcp(folder, {"optimizer": {"state": state, "param_groups": numbered}}, readers)
+    _save_dcp(folder / FSDP_OPTIMIZER, {"optimizer": {"state": state, "param_groups": param_groups}}, readers)
 
 
-def _tied_names(model: MetaModel) -> dict[str, str]:
-    """Tied name to parameter name: torch saves the weight under both."""
-    if model.adapter:
-        return {}
-    first = {id(parameter): name for name, parameter in model.training_model.named_parameters()}
-    every = model.training_model.named_parameters(remove_duplicate=False)
-    return {name: first[id(parameter)] for name, parameter in every if first[id(parameter)] != name}
+def write_at_load(folder: Path, reader: CheckpointReader, model: MetaModel, groups: list[list[str]]) -> None:
+    """Write the weights and `optimizer_dcp/`, which every layout of a model that is sharded at load resumes from."""
+    write_weights(folder, reader, model)
+    states, readers = _states(reader, model, groups)
+    state = {f"state.{name}.{key}": value for name, values in states.items() for key, value in values.items()}
+    # torch loads a group only if the file has every hyperparameter that the live optimizer has.
+    defaults = torch.optim.AdamW([torch.nn.Parameter(torch.empty(1))]).defaults
+    for position, names in enumerate(groups):
+        saved = group_hyperparameters(reader, position, groups) if names else {}
+        known = {key: value for key, value in saved.items() if key in defaults or key == "initial_lr"}
+        for name in names:
+            values = {**defaults, "initial_lr": saved["lr"], **known}
+            state |= {f"param_groups.{name}.{key}": value for key, value in values.items()}
+    _save_dcp(folder / AT_LOAD_OPTIMIZER, {"optimizer": state}, readers)
 
 
-def save_dcp(folder: Path, state: dict[str, Any], readers: Readers) -> None:
+def _states(
+    reader: CheckpointReader, model: MetaModel, groups: list[list[str]]
+) -> tuple[dict[str, dict[str, torch.Tensor]], Readers]:
+    """Return each parameter's states, moments without values, and what reads these."""
+    step = torch.tensor(reader.optimizer_step(), dtype=torch.float32)
+    names = [name for names in groups for name in names]
+    state = {
+        name: {"step": step} | {moment: torch.empty(model.shapes[name], device="meta") for moment in MOMENTS}
+        for name in names
+    }
+    return state, {
+        f"{_STATE}{name}.{moment}": partial(reader.moment, name, moment) for name in names for moment in MOMENTS
+    }
+
+
+def _save_dcp(folder: Path, state: dict[str, Any], readers: Readers) -> None:
     """Write a distributed checkpoint in one process; tensors in `state` only have a shape, `readers` return them."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # there is no process group
@@ -159,7 +206,7 @@ def save_dcp(folder: Path, state: dict[str, Any], readers: Readers) -> None:
 
 def _cause(error: CheckpointException) -> BaseException:
     """What was raised on the one rank that there is: a `CheckpointException` itself is no `Exception`."""
-    raised: BaseException = next((own for own, _ in error.failures.values()), error)
+    raised: BaseException = next((failure for failure, _ in error.failures.values()), error)
     return raised
 
 

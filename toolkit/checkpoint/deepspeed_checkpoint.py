@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from toolkit.checkpoint.detection import LATEST_UNIVERSAL, Layout, rank_of
+from toolkit.checkpoint.inspect import LATEST_UNIVERSAL, Layout, rank_of
 from toolkit.checkpoint.model_definition import MetaModel
-from toolkit.checkpoint.reader import MOMENTS, CheckpointReader, MappedFiles, group_hyperparameters
+from toolkit.checkpoint.reader import MOMENTS, CheckpointReader, MappedFiles, group_hyperparameters, without_parameters
 from toolkit.errors import ToolkitError
 
 
@@ -31,7 +31,7 @@ class Fragment(NamedTuple):
 class DeepSpeedReader:
     """Reads `global_stepN/`: one file of optimizer states per rank, and one or more of model states."""
 
-    def __init__(self, layout: Layout, *, trust_pickle: bool = False) -> None:
+    def __init__(self, layout: Layout, _model: MetaModel, *, trust_pickle: bool = False) -> None:
         self.layout, self.files = layout, MappedFiles(trust_pickle=trust_pickle)
         self.optim = sorted(layout.state_folder.glob("*_optim_states.pt"), key=rank_of)
         self.model = sorted(layout.state_folder.glob("*_model_states.pt"), key=rank_of)
@@ -39,11 +39,7 @@ class DeepSpeedReader:
             raise ToolkitError(f"{layout.state_folder} has no *_optim_states.pt and *_model_states.pt files")
         first = self._optimizer_part(self.optim[0])
         self.stage = int(getattr(first["zero_stage"], "value", first["zero_stage"]))
-        base = self._base_optimizer(self.optim[0])
-        self.hyperparameters = [{k: v for k, v in group.items() if k != "params"} for group in base["param_groups"]]
-        self._check_ranks(first)
-
-    def _check_ranks(self, first: Any) -> None:
+        self.hyperparameters = without_parameters(self._base_optimizer(self.optim[0])["param_groups"])
         counts = first.get("partition_count", len(self.optim))
         ranks = max(counts) if isinstance(counts, (list, tuple)) else int(counts)
         if ranks != len(self.optim):
@@ -60,26 +56,20 @@ class DeepSpeedReader:
     @cached_property
     def fragments(self) -> dict[str, list[Fragment]]:
         """The fragments of each trained parameter, in order."""
-        return self._stage3_fragments() if self.stage == 3 else self._stage12_fragments()
-
-    def _stage12_fragments(self) -> dict[str, list[Fragment]]:
-        found: dict[str, list[Fragment]] = {}
-        for path in self.optim:
-            for group, mapping in enumerate(self._optimizer_part(path)["param_slice_mappings"]):
-                for name, address in mapping.items():
-                    found.setdefault(name, []).append(Fragment(path, group, address.start, address.numel))
-        return found
-
-    def _stage3_fragments(self) -> dict[str, list[Fragment]]:
-        """Every rank holds an equal share of every parameter, the last one padded."""
-        found: dict[str, list[Fragment]] = {}
-        for group, shapes in enumerate(self.shapes_by_group):
+        fragments: dict[str, list[Fragment]] = {}
+        if self.stage < 3:
+            for path in self.optim:
+                for group, mapping in enumerate(self._optimizer_part(path)["param_slice_mappings"]):
+                    for name, address in mapping.items():
+                        fragments.setdefault(name, []).append(Fragment(path, group, address.start, address.numel))
+            return fragments
+        for group, shapes in enumerate(self.shapes_by_group):  # equal shares of each parameter, the last one padded
             start = 0
             for name, shape in shapes.items():
                 share = math.ceil(math.prod(shape) / len(self.optim))
-                found[name] = [Fragment(path, group, start, share) for path in self.optim]
+                fragments[name] = [Fragment(path, group, start, share) for path in self.optim]
                 start += share
-        return found
+        return fragments
 
     @cached_property
     def frozen(self) -> dict[str, tuple[int, ...]]:
@@ -87,14 +77,14 @@ class DeepSpeedReader:
         return {name: tuple(shape) for name, shape in shapes.items()}
 
     @cached_property
-    def buffers(self) -> dict[str, tuple[int, ...]]:
+    def all_shapes(self) -> dict[str, tuple[int, ...]]:
         state = self.files[self.model[0]]
-        return {name: tuple(state["module"][name].shape) for name in state["buffer_names"] if name in state["module"]}
+        buffers = {name: state["module"][name] for name in state["buffer_names"] if name in state["module"]}
+        trained = {name: shape for group in self.shapes_by_group for name, shape in group.items()}
+        return trained | self.frozen | {name: tuple(buffer.shape) for name, buffer in buffers.items()}
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        return {name: shape for group in self.shapes_by_group for name, shape in group.items()} | (
-            self.frozen | self.buffers
-        )
+        return self.all_shapes
 
     def optimized(self) -> list[str]:
         return [name for group in self.shapes_by_group for name in group]
@@ -103,9 +93,11 @@ class DeepSpeedReader:
         if name in self.fragments:
             return self._gather(name, "fp32")
         self.files.release()
+        shape = self.all_shapes[name]
         if self.stage == 3 and name in self.frozen:
-            return self._frozen_shards(name)
-        return self.files.copy(self.files[self.model[0]]["module"][name], self.shapes()[name])
+            shards = [self.files[path]["frozen_param_fragments"][name].view(-1) for path in self.model]
+            return self.files.copy(torch.cat(shards)[: math.prod(shape)].view(shape), shape)
+        return self.files.copy(self.files[self.model[0]]["module"][name], shape)
 
     def moment(self, name: str, state: str) -> torch.Tensor:
         return self._gather(name, state)
@@ -118,27 +110,24 @@ class DeepSpeedReader:
 
     def _gather(self, name: str, state: str) -> torch.Tensor:
         self.files.release()
-        shape = self.shapes()[name]
+        shape = self.all_shapes[name]
         full, at = torch.empty(math.prod(shape)), 0
         for path, group, start, numel in self.fragments[name]:
             taken = min(numel, full.numel() - at)
             if taken <= 0:
                 break
-            flat = self._flat(path, group, state).narrow(0, start, taken)
+            if state == "fp32":
+                masters = "fp32_flat_groups" if self.stage == 3 else "single_partition_of_fp32_groups"
+                held = self._optimizer_part(path)[masters][group]
+            else:
+                held = self._base_optimizer(path)["state"][group][state]
+            flat = held.view(-1).narrow(0, start, taken)
             full[at : at + taken].copy_(flat)
             self.files.read_bytes += flat.nbytes
             at += taken
         if at != full.numel():
             raise ToolkitError(f"{name} has {at} elements in {self.layout.state_folder}, expected {full.numel()}")
         return full.view(shape)
-
-    def _flat(self, path: Path, group: int, state: str) -> torch.Tensor:
-        if state == "fp32":
-            masters = "fp32_flat_groups" if self.stage == 3 else "single_partition_of_fp32_groups"
-            flat: torch.Tensor = self._optimizer_part(path)[masters][group]
-        else:
-            flat = self._base_optimizer(path)["state"][group][state]
-        return flat.view(-1)
 
     def _optimizer_part(self, path: Path) -> Any:
         return self.files[path]["optimizer_state_dict"]
@@ -147,19 +136,13 @@ class DeepSpeedReader:
         part = self._optimizer_part(path)
         return part["base_optimizer_state"] if "base_optimizer_state" in part else part["optimizer_state_dict"]
 
-    def _frozen_shards(self, name: str) -> torch.Tensor:
-        shards = [self.files[path]["frozen_param_fragments"][name].view(-1) for path in self.model]
-        shape = self.frozen[name]
-        return self.files.copy(torch.cat(shards)[: math.prod(shape)].view(shape), shape)
 
-
-def write_universal(folder: Path, reader: CheckpointReader, model: MetaModel, groups: list[list[str]]) -> None:
+def write_universal(folder: Path, reader: CheckpointReader, _model: MetaModel, groups: list[list[str]]) -> None:
     """Write a universal checkpoint, which every ZeRO stage and world size loads.
 
     `latest_universal`, `global_stepN_universal/zero/NAME/{fp32,exp_avg,exp_avg_sq,step}.pt`, and the global state.
     DeepSpeed's `ds_to_universal` converts DeepSpeed's own checkpoints only.
     """
-    del model
     from deepspeed import __version__
 
     step = reader.optimizer_step()
@@ -172,34 +155,16 @@ def write_universal(folder: Path, reader: CheckpointReader, model: MetaModel, gr
             torch.save({"param": reader.moment(name, moment)}, states / name / f"{moment}.pt")
         torch.save(torch.tensor(step), states / name / "step.pt")
     saved = [group_hyperparameters(reader, position, groups) for position, names in enumerate(groups) if names]
-    torch.save(_global_state(saved, step, __version__), states / "optimizer_state.pt")
-    # Stages 1 and 2 read the first name, stage 3 the second. The module's own weights would be ignored.
+    # Stage 3 copies the first group's values to all groups. Those that differ (weight decay) are left out, so that each
+    # group keeps the value of the run's own arguments.
+    shared = {key: value for key, value in saved[0].items() if all(group.get(key) == value for group in saved)}
+    optimizer = {"state": {0: {"step": torch.tensor(step)}}, "param_groups": [shared]}
+    version = {"ds_version": __version__}
+    torch.save({**version, "param_groups": saved, "optimizer_state_dict": optimizer}, states / "optimizer_state.pt")
+    # The module's own weights would be ignored.
+    model_state: dict[str, object] = {"module": {}, "lr_scheduler": None, "global_steps": int(step), "skipped_steps": 0}
+    model_state |= {"dp_world_size": 1, "mp_world_size": 1, **version}
+    # Stages 1 and 2 read the first name, stage 3 the second.
     for name in ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt"):
-        torch.save(_model_state(step, __version__), folder / tag / name)
+        torch.save(model_state, folder / tag / name)
     (folder / LATEST_UNIVERSAL).write_text(tag)
-
-
-def _global_state(groups: list[dict[str, Any]], step: float, version: str) -> dict[str, Any]:
-    """State of all parameters together.
-
-    Stage 3 copies the first group's values to all groups. Those that differ (weight decay) are left out, so that each
-    group keeps the value of the run's own arguments.
-    """
-    shared = {key: value for key, value in groups[0].items() if all(group.get(key) == value for group in groups)}
-    return {
-        "ds_version": version,
-        "param_groups": groups,
-        "optimizer_state_dict": {"state": {0: {"step": torch.tensor(step)}}, "param_groups": [shared]},
-    }
-
-
-def _model_state(step: float, version: str) -> dict[str, Any]:
-    return {
-        "module": {},
-        "lr_scheduler": None,
-        "global_steps": int(step),
-        "skipped_steps": 0,
-        "dp_world_size": 1,
-        "mp_world_size": 1,
-        "ds_version": version,
-    }

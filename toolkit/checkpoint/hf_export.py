@@ -5,8 +5,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Callable, Sequence
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -14,19 +17,24 @@ from typing import Any
 
 import torch
 
-from toolkit.checkpoint.detection import detect
 from toolkit.checkpoint.engines import open_checkpoint
+from toolkit.checkpoint.hf_checkpoint import DEFAULT_SHARD_BYTES, WeightFiles, stored_tensors, write_model
+from toolkit.checkpoint.inspect import detect
 from toolkit.checkpoint.model_definition import ADAPTER_NAME, MetaModel, ModelFiles
-from toolkit.checkpoint.output_folder import check_disk_space, check_output, copy_file, rename_to, temporary_beside
-from toolkit.checkpoint.reader import CheckpointReader, check_names, listed
-from toolkit.checkpoint.stored_weights import DEFAULT_SHARD_BYTES, WeightFiles, stored_tensors, write_model
+from toolkit.checkpoint.reader import CheckpointReader, listed
 from toolkit.errors import ToolkitError
-from toolkit.files.safetensors_writer import SavedTensor
+from toolkit.files.json_files import check_json
+from toolkit.files.model_weights import SavedTensor
+from toolkit.files.reading import open_file
+from toolkit.hardware.disks import existing_folder, free_bytes
 from toolkit.record.checkpoints import FINGERPRINT, INCOMPLETE_MARK, MANIFEST, read_checkpoint
 from toolkit.record.folder import write_json
+from toolkit.record.resource_exhaustion import is_disk_full
+from toolkit.units import MIB, gib
 
 # A generous estimate of the tokenizer and configuration files beside the weights.
-SIDE_FILE_BYTES = 64 * 2**20
+SIDE_FILE_BYTES = 64 * MIB
+MAX_TOKENIZER_BYTES = 512 * MIB
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -60,11 +68,13 @@ def export(
     check_complete(path)
     detect(path)  # refuses a folder that is not a checkpoint before anything is loaded
     files = ModelFiles(path, base_model)
-    _check_merge(files, merge_lora=merge_lora)
+    if merge_lora and not files.adapter:
+        raise ToolkitError(f"{path} holds a full model: there is no adapter to merge")
+    if merge_lora and files.base_folder is None:
+        raise ToolkitError(f"{path} does not record its base model", hint="`--base-model FOLDER`")
     model = MetaModel(files)
     reader = open_checkpoint(path, model, trust_pickle=trust_pickle)
     try:
-        check_names(reader, model)
         if merge_lora:
             tensors = _merged_tensors(reader, model, files, DTYPES[dtype])
         else:
@@ -72,8 +82,13 @@ def export(
         size = sum(tensor.bytes for tensor in tensors)
         check_disk_space(out, size + SIDE_FILE_BYTES)
         adapter = files.adapter and not merge_lora
-        shard_bytes = size if adapter else max_shard_bytes  # peft reads one file
-        _write(out, files, tensors, adapter=adapter, dtype=dtype, max_shard_bytes=shard_bytes)
+        shard_bytes, stem = (size, "adapter_model") if adapter else (max_shard_bytes, "model")  # peft reads one file
+        with temporary_beside(out) as temporary:
+            write_model(temporary, tensors, max_shard_bytes=shard_bytes, stem=stem)
+            _write_side_files(files, temporary, adapter=adapter, dtype=dtype)
+            if out.exists():
+                out.rmdir()  # it is empty
+            temporary.rename(out)
     finally:
         reader.close()
     return ExportResult(folder=out, num_tensors=len(tensors), bytes=size, adapter=adapter)
@@ -87,38 +102,75 @@ def check_complete(path: Path) -> None:
             raise ToolkitError(f"{path} is damaged: {problem}", hint=f"`toolkit checkpoint inspect {path.parent}`")
 
 
-def _check_merge(files: ModelFiles, *, merge_lora: bool) -> None:
-    if merge_lora and not files.adapter:
-        raise ToolkitError(f"{files.path} holds a full model: there is no adapter to merge")
-    if merge_lora and files.base_folder is None:
-        raise ToolkitError(f"{files.path} does not record its base model", hint="`--base-model FOLDER`")
+def _write_side_files(files: ModelFiles, folder: Path, *, adapter: bool, dtype: str) -> None:
+    for path in files.tokenizer_files():
+        copy_file(path, folder / path.name)
+    recorded = files.fingerprint(dtype=dtype)
+    if recorded is not None:
+        write_json(folder / FINGERPRINT, recorded.model_dump(exclude_unset=True))
+    if adapter:
+        config = files.peft_config()
+        config.inference_mode = True
+    else:
+        config = files.model_config()
+        config.dtype, config.use_cache = dtype, True
+    config.save_pretrained(folder)
 
 
-def _write(
-    out: Path,
-    files: ModelFiles,
-    tensors: Sequence[SavedTensor],
-    *,
-    adapter: bool,
-    dtype: str,
-    max_shard_bytes: int,
-) -> None:
-    with temporary_beside(out) as temporary:
-        write_model(temporary, tensors, max_shard_bytes=max_shard_bytes, stem="adapter_model" if adapter else "model")
-        for path in files.tokenizer_files():
-            copy_file(path, temporary / path.name)
-        recorded = files.fingerprint(dtype=dtype)
-        if recorded is not None:
-            write_json(temporary / FINGERPRINT, recorded.model_dump(exclude_unset=True))
-        if adapter:
-            config = files.peft_config()
-            config.inference_mode = True
-            config.save_pretrained(temporary)
-        else:
-            config = files.model_config()
-            config.dtype, config.use_cache = dtype, True
-            config.save_pretrained(temporary)
-        rename_to(out, temporary)
+def check_output(out: Path, *, source: Path) -> None:
+    """Raise ToolkitError for an output folder that is used already, that cannot be written, or inside of `source`."""
+    try:
+        if out.is_symlink() or (out.exists() and (not out.is_dir() or any(out.iterdir()))):
+            raise ToolkitError(f"{out} already exists and is not empty", hint="name a new folder")
+        if out.resolve().is_relative_to(source.resolve()):
+            raise ToolkitError(f"{out} is inside of {source}, which it is made from", hint="name a folder beside it")
+        with tempfile.TemporaryDirectory(dir=existing_folder(out), prefix=".write-probe-"):
+            pass
+    except (OSError, RuntimeError) as error:  # RuntimeError: a loop of links
+        why = getattr(error, "strerror", None) or str(error)
+        raise ToolkitError(f"{out} cannot be written: {why}", hint="name a folder that you can write to") from None
+
+
+def check_disk_space(out: Path, needed_bytes: int) -> None:
+    """Raise ToolkitError if the disk of `out` has fewer free bytes."""
+    existing = existing_folder(out)
+    free = free_bytes(existing)
+    if free < needed_bytes:
+        raise ToolkitError(
+            f"{existing} has {gib(free)} free, {out} needs about {gib(needed_bytes)}",
+            hint="name a folder on another disk",
+        )
+
+
+def copy_file(source: Path, target: Path) -> None:
+    """Copy a regular file; one in JSON must be valid. Raises ToolkitError."""
+    with open_file(source) as file, target.open("wb") as copy:
+        shutil.copyfileobj(file, copy)
+    if target.suffix == ".json":
+        check_json(source, max_bytes=MAX_TOKENIZER_BYTES)
+
+
+@contextlib.contextmanager
+def temporary_beside(out: Path) -> Iterator[Path]:
+    """Yield an empty folder on the disk of `out`; whatever is still in it afterwards is removed.
+
+    Raises ToolkitError if the disk cannot be written.
+    """
+    temporary = out.absolute().with_name(f".exporting-{out.name}")
+    shutil.rmtree(temporary, ignore_errors=True)
+    try:
+        temporary.mkdir(parents=True)
+        yield temporary
+    except BaseException as error:  # torch's zip writer and its distributed checkpoint raise no OSError
+        if not isinstance(error, OSError) and not is_disk_full(error):
+            raise
+        why = error.strerror if isinstance(error, OSError) and error.strerror else "No space left on device"
+        raise ToolkitError(
+            f"{out} cannot be written: {why}; everything written so far was removed",
+            hint="free disk space, or name a folder on another disk",
+        ) from None
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
 
 
 def _merged_tensors(
@@ -128,7 +180,12 @@ def _merged_tensors(
     assert files.base_folder is not None
     base = WeightFiles(files.base_folder)
     layers = {name: module for name, module in model.base_model.named_modules() if hasattr(module, "lora_A")}
-    in_training = {name.replace(".base_layer.", "."): name for name in _base_names(model)}
+    trained = set(model.trainable)
+    frozen = [name for name, _ in model.training_model.named_parameters() if name not in trained]
+    in_training = {
+        name.removeprefix("base_model.model.").replace(".base_layer.", "."): name.removeprefix("base_model.model.")
+        for name in frozen
+    }
     missing = [name for name in in_training if name not in base.tensors]
     if missing:
         raise ToolkitError(f"the base model {files.base} lacks {listed(missing)}")
@@ -142,13 +199,6 @@ def _merged_tensors(
         return partial(_merged, layer, partial(base.read, name), reader, training_name.rpartition("base_layer.")[0])
 
     return [SavedTensor(name=name, shape=shapes[name], dtype=dtype, read=read(name)) for name in in_training]
-
-
-def _base_names(model: MetaModel) -> list[str]:
-    """Names of the base model's parameters inside the training model."""
-    trainable = set(model.trainable)
-    names = [name for name, _ in model.training_model.named_parameters() if name not in trainable]
-    return [name.removeprefix("base_model.model.") for name in names]
 
 
 def _merged(layer: Any, read_base: Callable[[], torch.Tensor], reader: CheckpointReader, name: str) -> torch.Tensor:

@@ -7,12 +7,10 @@ names.
 from __future__ import annotations
 
 import contextlib
-import signal
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import torch
@@ -23,22 +21,14 @@ from toolkit.files.json_files import read_json_object
 from toolkit.files.reading import user_path
 from toolkit.files.value_limits import CONFIGURATION
 from toolkit.models.config_fields import read_config
-from toolkit.record.checkpoints import FINGERPRINT, read_checkpoint
+from toolkit.record.checkpoints import FINGERPRINT, Fingerprint, Manifest, read_checkpoint, read_fingerprint
 from toolkit.record.folder import RunFolder
-from toolkit.record.manifest_file import Fingerprint, Manifest, read_fingerprint
 
 ADAPTER_NAME = "default"  # peft's name of the one adapter that the training script makes
 TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json"),
     *("merges.txt", "spiece.model", "tokenizer.model", "chat_template.jinja", "generation_config.json"),
 )
-
-
-# Building a model of 2,000 layers without weights takes about half of that.
-BUILD_CPU_SECONDS = 30
-# Fields of peft's configurations with which it imports a module that the file names.
-_IMPORTS = ("megatron_core", "megatron_config")
-_MAX_RANK = 2**20
 
 
 def without_adapter_name(name: str) -> str:
@@ -65,10 +55,6 @@ class ModelFiles:
     def manifest(self) -> Manifest | None:
         return read_checkpoint(self.path).manifest
 
-    @cached_property
-    def run(self) -> dict[str, Any]:
-        return next((run for folder in self.folders[:2] if (run := RunFolder(folder).read_run())), {})
-
     @property
     def folders(self) -> list[Path]:
         """The checkpoint, and the run folder around it if there is one."""
@@ -77,9 +63,10 @@ class ModelFiles:
     @cached_property
     def base(self) -> str | None:
         """The model that training started from: a folder or a hub id."""
-        spec = as_section(as_section(self.run, "spec"), "model")
         candidates = [self.base_override, getattr(self.manifest, "model_name_or_path", None)]
-        candidates += [spec.get("model_name_or_path")]
+        spec = next((run.get("spec") for folder in self.folders if (run := RunFolder(folder).read_run())), None)
+        model = spec.get("model") if isinstance(spec, dict) else None
+        candidates += [model.get("model_name_or_path") if isinstance(model, dict) else None]
         if self.adapter_config is not None:
             candidates += [read_adapter_config(self.adapter_config).get("base_model_name_or_path")]
         return next((name for name in candidates if isinstance(name, str) and name), None)
@@ -92,18 +79,17 @@ class ModelFiles:
         folder = user_path(self.base)
         if folder.is_dir():
             return folder
-        if not is_hub_id(self.base):
-            raise self._no_base("it is neither a folder nor a hub id")
-        from huggingface_hub import snapshot_download
+        why = "it is neither a folder nor a hub id"
+        if is_hub_id(self.base):
+            from huggingface_hub import snapshot_download
 
-        try:
-            return Path(snapshot_download(self.base, allow_patterns=["*.json", "*.safetensors", "*.jinja", "*.model"]))
-        except Exception as error:  # no network, no such id, no permission: each has its own class
-            raise self._no_base((str(error).strip().splitlines() or [type(error).__name__])[0]) from None
-
-    def _no_base(self, why: str) -> ToolkitError:
-        return ToolkitError(
-            f"the base model {str(self.base)[:80]!r} of {self.path} cannot be found: {why}",
+            patterns = ["*.json", "*.safetensors", "*.jinja", "*.model"]
+            try:
+                return Path(snapshot_download(self.base, allow_patterns=patterns))
+            except Exception as error:  # no network, no such id, no permission: each has its own class
+                why = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise ToolkitError(
+            f"the base model {self.base[:80]!r} of {self.path} cannot be found: {why}",
             hint="name it: `--base-model FOLDER`",
         )
 
@@ -152,10 +138,8 @@ class ModelFiles:
         path = None if self.adapter else self.find("config.json")
         folder = path.parent if path is not None else self.base_folder
         if folder is None:
-            raise ToolkitError(
-                f"{self.path} has no config.json, and no base model is recorded",
-                hint="name it: `--base-model FOLDER`",
-            )
+            message = f"{self.path} has no config.json, and no base model is recorded"
+            raise ToolkitError(message, hint="name it: `--base-model FOLDER`")
         read_config(folder / "config.json")
         with built_by_a_library(folder / "config.json"):
             return AutoConfig.from_pretrained(folder, trust_remote_code=False)
@@ -201,13 +185,11 @@ class MetaModel:
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Shapes of the saved weights: parameters (a tied weight once) and persistent buffers; an adapter's alone."""
         named = dict(self.training_model.named_parameters())
-        buffers = {
-            name: buffer
-            for name, buffer in self.training_model.named_buffers()
-            if name in self.training_model.state_dict()
-        }
-        found = {name: tuple(tensor.shape) for name, tensor in (named | buffers).items()}
-        return {name: shape for name, shape in found.items() if not self.adapter or name in set(self.trainable)}
+        if self.adapter:
+            return {name: tuple(named[name].shape) for name in self.trainable}
+        persistent = self.training_model.state_dict()
+        named |= {name: buffer for name, buffer in self.training_model.named_buffers() if name in persistent}
+        return {name: tuple(tensor.shape) for name, tensor in named.items()}
 
     @cached_property
     def saved_names(self) -> dict[str, str]:
@@ -235,50 +217,23 @@ class MetaModel:
         ]
 
 
-# -- Configurations that others wrote, given to transformers and peft: checked first, with a limit on their time
-
-
 def read_adapter_config(path: Path) -> dict[str, Any]:
     """Return an adapter's configuration.
 
-    Raises ToolkitError for a file that is not one, for a rank that no adapter has, and for a module that it would
-    import.
+    Raises ToolkitError for a file that is not one, and for a module that peft would import.
     """
     config = read_json_object(path, limits=CONFIGURATION, allow_nan=True)
     if not isinstance(config.get("peft_type"), str):
         raise ToolkitError(f"{path} has no peft_type, expected the kind of the adapter, for example `LORA`")
-    for name in _IMPORTS:
-        # peft writes "megatron.core" into every LoRA configuration, and imports it only with megatron_config.
-        if config.get(name) not in (None, "megatron.core"):
-            raise ToolkitError(f"{path}: {name} is {str(config[name])[:80]!r}, which names a module to import")
-    ranks = [("r", config.get("r")), *as_section(config, "rank_pattern").items()]
-    for name, rank in ranks:
-        if rank is not None and (type(rank) is not int or not 1 <= rank <= _MAX_RANK):
-            raise ToolkitError(f"{path}: {name[:80]} is {repr(rank)[:80]}, expected an integer from 1 to {_MAX_RANK:,}")
+    # peft writes "megatron.core" into every LoRA configuration, and imports it only with megatron_config.
+    if config.get("megatron_config") is not None or config.get("megatron_core") not in (None, "megatron.core"):
+        raise ToolkitError(f"{path}: megatron_config names a module to import")
     return config
 
 
-def as_section(content: Mapping[str, Any], key: str) -> Mapping[str, Any]:
-    """Return the mapping under a key; empty where there is none."""
-    value = content.get(key)
-    return value if isinstance(value, dict) else {}
-
-
 @contextlib.contextmanager
-def built_by_a_library(source: Path, *, cpu_seconds: int = BUILD_CPU_SECONDS) -> Iterator[None]:
-    """Turn what a library raises for someone's configuration into a ToolkitError, and stop it if it takes too long.
-
-    `cpu_seconds` 0 is no limit.
-    """
-
-    def stop(_signal: int, _frame: FrameType | None) -> None:
-        raise ToolkitError(
-            f"the model of {source} takes more than {cpu_seconds} CPU seconds to build without weights",
-            hint="use the configuration that is stored with the weights",
-        )
-
-    previous = signal.signal(signal.SIGVTALRM, stop)
-    signal.setitimer(signal.ITIMER_VIRTUAL, cpu_seconds)
+def built_by_a_library(source: Path) -> Iterator[None]:
+    """Turn what transformers or peft raises for someone's configuration into a ToolkitError."""
     try:
         yield
     except (ToolkitError, MemoryError):
@@ -289,6 +244,3 @@ def built_by_a_library(source: Path, *, cpu_seconds: int = BUILD_CPU_SECONDS) ->
             f"no model can be built from the configuration in {source}: {type(error).__name__}: {why}",
             hint="use the configuration that is stored with the weights",
         ) from None
-    finally:
-        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
-        signal.signal(signal.SIGVTALRM, previous)

@@ -6,22 +6,17 @@ adapters keep peft's `.default.`.
 
 from __future__ import annotations
 
-import contextlib
 import gc
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 
-from toolkit.checkpoint.detection import Layout
-from toolkit.checkpoint.model_definition import MetaModel
+from toolkit.checkpoint.inspect import Layout
 from toolkit.errors import ToolkitError
 from toolkit.files.safe_loading import torch_load
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
-_LARGEST_STEP = 2**53
-
 # A mapped page counts as this process's memory until its mapping is dropped.
 MAPPED_BYTES = 64 * 2**20
 
@@ -52,87 +47,14 @@ class CheckpointReader(Protocol):
         """Close the files."""
 
 
-class MissingState(ToolkitError):
-    """The optimizer is not Adam: it has no such state."""
-
-
-class CheckedReader:
-    """A reader whose checkpoint may hold anything: what it returns is checked, and what it raises names the checkpoint.
-
-    The readers of the engines follow the structures that their libraries write; in a file that was changed, any step of
-    that can fail.
-    """
-
-    def __init__(self, path: Path, open_reader: Callable[[], CheckpointReader]) -> None:
-        self._path = path
-        with self._reading("its states"):
-            self._reader = open_reader()
-            self.layout = self._reader.layout
-            self.hyperparameters = self._reader.hyperparameters
-        for group in self.hyperparameters:
-            self._check_group(group)
-
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        with self._reading("the shapes of its weights"):
-            return self._reader.shapes()
-
-    def optimized(self) -> list[str]:
-        with self._reading("the names of its optimizer states"):
-            return [str(name) for name in self._reader.optimized()]
-
-    def weight(self, name: str) -> torch.Tensor:
-        with self._reading(name):
-            return self._reader.weight(name)
-
-    def moment(self, name: str, state: str) -> torch.Tensor:
-        with self._reading(f"{state} of {name}"):
-            try:
-                return self._reader.moment(name, state)
-            except KeyError:
-                raise MissingState(f"{self._path} has no {state} for {name}") from None
-
-    def optimizer_step(self) -> float:
-        with self._reading("the optimizer's step"):
-            step = self._reader.optimizer_step()
-        if not (0 <= step <= _LARGEST_STEP and step == int(step)):
-            raise ToolkitError(f"{self._path}: the optimizer's step is {step}, expected a count")
-        return step
-
-    def close(self) -> None:
-        self._reader.close()
-
-    def _check_group(self, group: Any) -> None:
-        if not isinstance(group, dict):
-            raise ToolkitError(f"{self._path}: a parameter group is {repr(group)[:80]}, expected keys and values")
-        for name in ("lr", "eps", "weight_decay"):
-            if not isinstance(group.get(name, 0.0), int | float | torch.Tensor):
-                raise ToolkitError(f"{self._path}: {name} is {repr(group[name])[:80]}, expected a number")
-
-    @contextlib.contextmanager
-    def _reading(self, what: str) -> Iterator[None]:
-        try:
-            yield
-        except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RuntimeError, OSError) as error:
-            why = f"{type(error).__name__}: {' '.join(str(error).split())[:120]}"
-            raise ToolkitError(
-                f"{self._path} is damaged: {what[:80]} cannot be read ({why})", hint="copy or download it again"
-            ) from error
-
-
-def check_names(reader: CheckpointReader, model: MetaModel) -> None:
-    """Raise ToolkitError unless the checkpoint has every weight of the model, in its shape."""
-    saved, expected = reader.shapes(), model.shapes
-    missing = [name for name in expected if name not in saved]
-    if missing:
-        raise ToolkitError(f"{reader.layout.path} lacks {listed(missing)}")
-    for name, shape in expected.items():
-        if saved[name] != shape:
-            raise ToolkitError(f"{name} in {reader.layout.path} has shape {saved[name]}, the model's is {shape}")
-
-
 def listed(names: list[str]) -> str:
     """Return the first three names, and how many more there are."""
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+def without_parameters(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the hyperparameters of torch's parameter groups."""
+    return [{key: value for key, value in group.items() if key != "params"} for group in groups]
 
 
 def group_hyperparameters(reader: CheckpointReader, position: int, groups: list[list[str]]) -> dict[str, object]:
@@ -151,10 +73,10 @@ def group_hyperparameters(reader: CheckpointReader, position: int, groups: list[
 
 
 class MappedFiles:
-    """Files of `torch.save`, memory-mapped, and unmapped together once `mapped_bytes` were read from them."""
+    """Files of `torch.save`, memory-mapped, and unmapped together once `MAPPED_BYTES` were read from them."""
 
-    def __init__(self, mapped_bytes: int = MAPPED_BYTES, *, trust_pickle: bool = False) -> None:
-        self.mapped_bytes, self.read_bytes, self.trust_pickle = mapped_bytes, 0, trust_pickle
+    def __init__(self, *, trust_pickle: bool = False) -> None:
+        self.read_bytes, self.trust_pickle = 0, trust_pickle
         self.loaded: dict[Path, Any] = {}
 
     def __getitem__(self, path: Path) -> Any:
@@ -172,7 +94,7 @@ class MappedFiles:
 
     def release(self) -> None:
         """Unmap the files if enough was read. No view of them may be alive."""
-        if self.read_bytes >= self.mapped_bytes:
+        if self.read_bytes >= MAPPED_BYTES:
             self.close()
 
     def close(self) -> None:

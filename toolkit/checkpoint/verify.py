@@ -11,21 +11,19 @@ from __future__ import annotations
 import contextlib
 import os
 import tempfile
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from toolkit.checkpoint.detection import check_readable, is_checkpoint
+from toolkit.checkpoint.hf_checkpoint import WeightFiles, live_weights
 from toolkit.checkpoint.hf_export import export
+from toolkit.checkpoint.inspect import check_readable, is_checkpoint
 from toolkit.checkpoint.model_definition import ADAPTER_NAME, MetaModel, ModelFiles, built_by_a_library
-from toolkit.checkpoint.stored_weights import WeightFiles, Weights, live_weights
 from toolkit.errors import ToolkitError
 from toolkit.models.nf4 import PACKED_BF16, as_in_training, quantization_config
-from toolkit.record.checkpoints import MANIFEST, read_checkpoint
-from toolkit.record.manifest_file import Fingerprint
+from toolkit.record.checkpoints import MANIFEST, Fingerprint, read_checkpoint
 
 # Relative to the largest logit, by the live model's compute dtype; the reloaded model computes in fp32, unless its base
 # is in 4 bits.
@@ -79,15 +77,21 @@ def verify(path: Path, *, base_model: str | None = None, trust_pickle: bool = Fa
 
 def _verify_model(path: Path, model: Path, kind: str, base_model: str | None) -> VerifyResult:
     files = ModelFiles(path, base_model)
-    stored = WeightFiles(model)
     definition = MetaModel(files)
-    problems = structure_problems(live_weights(stored, definition), definition)
+    weights = live_weights(model, definition)
+    problems = _structure_problems(weights, definition)
     recorded = files.fingerprint()
     difference, tolerance = None, None
     if recorded is not None and not problems:
-        tolerance = TOLERANCE.get(_matmul_dtype(recorded), TOLERANCE["bfloat16"])
-        _check_fits(recorded, definition, path)
-        difference = logits_difference(reloaded_logits(model, files, recorded), recorded.logits)
+        dtype = "bfloat16" if recorded.four_bit_matmul == PACKED_BF16 else str(recorded.compute_dtype)
+        tolerance = TOLERANCE.get(dtype, TOLERANCE["bfloat16"])
+        vocabulary = definition.base_model.config.get_text_config().vocab_size
+        if max(recorded.input_ids) >= vocabulary or len(recorded.logits) > vocabulary:
+            raise ToolkitError(f"{path}: the fingerprint is of another model than that of {vocabulary} tokens")
+        with built_by_a_library(model):
+            reloaded = _reloaded_logits(model, files, recorded)
+        live = torch.tensor(recorded.logits)
+        difference = float((reloaded[: len(live)] - live).abs().max() / live.abs().max().clamp_min(1e-12))
         if not difference <= tolerance:
             problems = [
                 f"logits differ from the live model's by {difference:.3g} of the largest, more than {tolerance:g}"
@@ -95,7 +99,7 @@ def _verify_model(path: Path, model: Path, kind: str, base_model: str | None) ->
     return VerifyResult(
         path=str(path),
         kind=kind,
-        num_tensors=len(stored.tensors),
+        num_tensors=len(weights.tensors),
         max_difference=difference,
         tolerance=tolerance,
         four_bit_matmul=None if recorded is None else recorded.four_bit_matmul,
@@ -103,21 +107,7 @@ def _verify_model(path: Path, model: Path, kind: str, base_model: str | None) ->
     )
 
 
-def _matmul_dtype(recorded: Fingerprint) -> str:
-    return "bfloat16" if recorded.four_bit_matmul == PACKED_BF16 else str(recorded.compute_dtype)
-
-
-def _check_fits(recorded: Fingerprint, definition: MetaModel, path: Path) -> None:
-    """Raise ToolkitError for a fingerprint of another model."""
-    vocabulary = definition.base_model.config.get_text_config().vocab_size
-    if max(recorded.input_ids) >= vocabulary or len(recorded.logits) > vocabulary:
-        raise ToolkitError(
-            f"{path}: the fingerprint has token {max(recorded.input_ids)} and {len(recorded.logits)} logits, the model"
-            f" has {vocabulary} tokens"
-        )
-
-
-def structure_problems(weights: Weights, model: MetaModel) -> list[str]:
+def _structure_problems(weights: WeightFiles, model: MetaModel) -> list[str]:
     """Return a line for each tensor that is missing, unexpected, empty, misshapen or not finite."""
     expected = {model.saved_names.get(name, name): shape for name, shape in model.shapes.items()}
     allowed = set(expected) | set(dict(model.base_model.named_parameters(remove_duplicate=False)))
@@ -136,20 +126,13 @@ def structure_problems(weights: Weights, model: MetaModel) -> list[str]:
 
 
 def _non_finite(tensor: torch.Tensor) -> str | None:
-    if not tensor.is_floating_point():
-        return None
     nans, infinite = int(tensor.isnan().sum()), int(tensor.isinf().sum())
     counts = [f"{nans} NaN"] * bool(nans) + [f"{infinite} infinite"] * bool(infinite)
     return f"{' and '.join(counts)} of {tensor.numel()} values" if counts else None
 
 
-def reloaded_logits(model: Path, files: ModelFiles, recorded: Fingerprint) -> torch.Tensor:
-    """Load the model on the CPU in fp32, a 4-bit base in 4 bits, and return the logits of the last position."""
-    with built_by_a_library(model, cpu_seconds=0):
-        return _reloaded_logits(model, files, recorded)
-
-
 def _reloaded_logits(model: Path, files: ModelFiles, recorded: Fingerprint) -> torch.Tensor:
+    """Load the model on the CPU in fp32, a 4-bit base in 4 bits, and return the logits of the last position."""
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
@@ -168,13 +151,6 @@ def _reloaded_logits(model: Path, files: ModelFiles, recorded: Fingerprint) -> t
     loaded.eval()
     same_path = as_in_training(loaded) if recorded.four_bit_matmul != PACKED_BF16 else contextlib.nullcontext()
     with torch.no_grad(), same_path:
-        logits: torch.Tensor = (
-            loaded(input_ids=torch.tensor([recorded.input_ids]), use_cache=False).logits[0, -1].float()
-        )
+        outputs = loaded(input_ids=torch.tensor([recorded.input_ids]), use_cache=False)
+    logits: torch.Tensor = outputs.logits[0, -1].float()
     return logits
-
-
-def logits_difference(reloaded: torch.Tensor, recorded: Sequence[float]) -> float:
-    """Return the largest difference, relative to the largest recorded logit."""
-    live = torch.tensor(recorded)
-    return float((reloaded[: len(recorded)] - live).abs().max() / live.abs().max().clamp_min(1e-12))

@@ -54,7 +54,7 @@ def _plan(prepared: PreparedRun) -> dict[str, Any] | None:
     if prepared.options.on_cpu:
         return None
     from toolkit.hardware.gpu_table import find_gpu
-    from toolkit.plan.planned_run import plan_line, plan_run, plan_run_here
+    from toolkit.plan.planner import plan_line, plan_run, plan_run_here
 
     if prepared.options.gpu is not None:
         gpu, world_size = find_gpu(prepared.options.gpu), prepared.command.num_processes

@@ -138,7 +138,7 @@ def _record_failure(runner: Runner, row: RowKey) -> str:
     records = runner.ledger.read()
     size, probe = next(iter(probes_of(records, row).items()))
     reason = f"micro-batch {size} ended as {probe.status}"
-    first, *_ = trials = runner.spec.trials_of(row)
+    first, *_ = trials = [Trial(row=row, repeat=repeat) for repeat in range(runner.spec.repeats)]
     failed = TrialRecord.of(probe, trial=first.id, message=f"with a micro-batch of {size}: {probe.message}")
     if records.get(first.id) != failed:
         runner.ledger.append(failed)

@@ -38,6 +38,7 @@ if TYPE_CHECKING:  # the command line loads the options without pydantic
 # Trials of all rows and repeats. More are a typing error: an interval narrows with the square root of the repeats, and
 # at one minute per trial a thousand take 17 hours.
 MAX_TRIALS = 1000
+PRICES = Range(lowest=0, highest=1_000_000)  # "nan" passes the limits of a Typer option
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,9 +46,7 @@ class CompareOptions:
     """Everything that `toolkit compare` is given. Raises ToolkitError for values that make no comparison."""
 
     preset: PresetNames = ()
-    output_dir: Annotated[
-        Path | None, typer.Option(help="folder of the comparison: run folders, ledger and report")
-    ] = None
+    output_dir: Annotated[Path, typer.Option(help="folder of the comparison: run folders, ledger and report")]
     num_processes: Annotated[
         tuple[str, ...],
         typer.Option(help=f"{PROCESSES_HELP}; `1,2,4` compares several world sizes; {DEFAULT_PROCESSES_HELP}"),
@@ -100,10 +99,6 @@ class CompareOptions:
         int | None,
         typer.Option(help="find the largest per-device batch size of each row up to this, and compare rows at theirs"),
     ] = None
-    replay: Annotated[Path | None, typer.Option(help="folder of a comparison: run its --row again", metavar="DIR")] = (
-        None
-    )
-    row: Annotated[str | None, typer.Option(help="with --replay: the row to run, for example zero2-n2")] = None
     profile: Annotated[
         bool,
         typer.Option("--profile", help="run each row once more under the profiler: communication, and a timeline"),
@@ -125,10 +120,6 @@ class CompareOptions:
     nvme_path: NvmePath = None
 
     def __post_init__(self) -> None:
-        required = {"row": self.row} if self.replay else {"output-dir": self.output_dir}
-        for name, given in required.items():
-            if not given:
-                raise ToolkitError(f"missing option '--{name}'", hint="see `toolkit compare --help`")
         limits = {
             "nproc-per-node": (self.nproc_per_node, Range(lowest=1, highest=2**10)),
             "repeats": (self.repeats, Range(lowest=1, highest=MAX_TRIALS)),
@@ -136,6 +127,7 @@ class CompareOptions:
             "untimed-steps": (self.untimed_steps, Range(lowest=0, highest=2**31)),
             "trial-minutes": (self.trial_minutes, Range(above=0, highest=YEAR_MINUTES)),
             "trial-timeout-minutes": (self.trial_timeout_minutes, Range(above=0, highest=YEAR_MINUTES)),
+            "price-per-gpu-hour": (self.price_per_gpu_hour, PRICES),
             "target-interval": (self.target_interval, Range(lowest=0, below=1)),
         }
         for name, (value, allowed) in limits.items():
@@ -147,25 +139,15 @@ class CompareOptions:
                 "--warm-start forks ranks on this node, and --nproc-per-node starts them on the nodes of a SLURM job",
                 hint="leave one of them out",
             )
-        self._check_scaling()
-
-    def _check_scaling(self) -> None:
         if self.scaling not in (None, "strong", "weak"):
             raise ToolkitError(f"--scaling is {self.scaling!r}, expected strong or weak")
-        if self.replay is None and len(self.world_sizes) == 1 and self.scaling is not None:
+        if len(self.world_sizes) == 1 and self.scaling is not None:
             raise ToolkitError("--scaling needs several numbers of processes", hint="`--num-processes 1,2`")
         if self.scaling == "strong" and self.find_max_batch is not None:
             raise ToolkitError(
                 "--find-max-batch does not go with --scaling strong: each chooses the micro-batches",
                 hint="leave one of them out; weak scaling compares each row at its largest micro-batch",
             )
-
-    @property
-    def folder(self) -> Path:
-        """The comparison's folder: `output_dir`, or with `replay` the one whose row runs again."""
-        folder = self.replay or self.output_dir
-        assert folder is not None
-        return folder
 
     @property
     def world_sizes(self) -> tuple[int, ...]:
@@ -194,9 +176,7 @@ class CompareOptions:
     @property
     def on_cpu(self) -> bool:
         """True if the trials run on the CPU; never when predicting for a named GPU."""
-        if self.gpu is not None:
-            return False
-        return trains_on_cpu(self.cpu)
+        return self.gpu is None and trains_on_cpu(self.cpu)
 
     @property
     def starts_warm(self) -> bool:
@@ -206,12 +186,6 @@ class CompareOptions:
         return self.on_cpu if self.warm_start is None else self.warm_start
 
     @property
-    def predicted_gpus(self) -> int | None:
-        """Number of GPUs to predict for with `gpu`; None if the GPUs of this node count."""
-        return None if self.gpu is None else max(self.world_sizes)
-
-    @property
     def side_runs(self) -> tuple[SideRunKind, ...]:
         """Kinds of the side runs of each row."""
-        wanted: dict[SideRunKind, bool] = {"profile": self.profile, "save": self.measure_save}
-        return tuple(kind for kind in wanted if wanted[kind])
+        return (*(("profile",) if self.profile else ()), *(("save",) if self.measure_save else ()))

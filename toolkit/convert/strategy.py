@@ -21,8 +21,8 @@ from toolkit.files.yaml_files import read_configuration
 from toolkit.job.argument_values import is_true
 from toolkit.job.job import Job
 from toolkit.presets import load_preset
+from toolkit.presets.known_keys import OFFLOAD_DEVICES
 from toolkit.presets.support import reasons, unsupported
-from toolkit.presets.value_types import OFFLOAD_DEVICES
 
 FSDP1_NOTE = "FSDP1 became FSDP2"
 # The nearest preset where a configuration's own does not work with 4-bit weights.

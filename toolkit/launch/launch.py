@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.errors import ToolkitError
-from toolkit.hardware.cgroups import count_oom_kills
+from toolkit.hardware.node import count_oom_kills
 from toolkit.job.job import Job
 from toolkit.launch.command import LaunchCommand, launch_command
 from toolkit.launch.exit_status import RunResult, record_result
@@ -37,14 +37,12 @@ from toolkit.launch.resume_conversion import (
 from toolkit.launch.warm_start import SERVER_VARIABLE
 from toolkit.presets import Preset, load_preset
 from toolkit.record import status
-from toolkit.record.attempts import start_attempt
+from toolkit.record.attempts import restart_record, start_attempt
 from toolkit.record.checkpoints import latest_complete
 from toolkit.record.folder import RunFolder, start_facts
-from toolkit.record.goodput import read_goodput
 from toolkit.record.heartbeat import read_heartbeats
 from toolkit.record.measurements import drop_rows_after
-from toolkit.record.restarts import restart_record
-from toolkit.record.timeline import ENDED, LAUNCH, RESTART, add_moment
+from toolkit.record.timeline import ENDED, LAUNCH, RESTART, add_moment, read_goodput
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -153,7 +151,7 @@ def run_training(
 ) -> RunResult:
     """Train in `output_dir`, with as many restarts as the options allow; `overwrite` gives up a run that is there.
 
-    `fork_server` is a server (`WarmStart.server`) to fork the ranks from, instead of a cold start.
+    `fork_server` is a server (`warm_start.fork_server`) to fork the ranks from, instead of a cold start.
 
     Raises ToolkitError for a folder that cannot be used; every other outcome is in the result.
     """
@@ -197,7 +195,7 @@ def _record_goodput(folder: RunFolder, result: RunResult, on_line: Callable[[str
     goodput = None if result.status == status.COMPLETED else read_goodput(folder)
     if goodput is not None:
         with contextlib.suppress(OSError):  # a full disk has been reported
-            folder.update_run(goodput=goodput.facts())
+            folder.update_run(goodput=goodput.model_dump())
         on_line(goodput.describe())
 
 

@@ -31,16 +31,9 @@ from toolkit.presets.compatibility import CPU, Device
 from toolkit.presets.preset_checks import check_arguments, check_parts
 from toolkit.presets.support import check_supported
 from toolkit.record.attempts import Reuse, check_start, reuse_of
-from toolkit.record.checkpoints import (
-    LATEST_WORDS,
-    Checkpoint,
-    TargetLayout,
-    check_resume_settings,
-    check_same_layout,
-    list_checkpoints,
-    read_complete_checkpoint,
-)
+from toolkit.record.checkpoints import LATEST_WORDS, Checkpoint, list_checkpoints, read_complete_checkpoint
 from toolkit.record.folder import RunFolder, read_json
+from toolkit.record.resume_checks import TargetLayout, check_resume_settings, check_same_layout
 from toolkit.units import gib
 
 # Processes on one node; a GPU node has 16 at most, and on a CPU each needs half a GiB before it loads anything.

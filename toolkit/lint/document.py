@@ -20,7 +20,7 @@ from toolkit.job.trainer_schema import trainer_argument_names
 from toolkit.lint.job_script import EMPTY_SCRIPT, SCRIPT_SUFFIXES, JobScript, read_script
 from toolkit.lint.positions import KeyPosition, parse_json, parse_yaml
 from toolkit.lint.removed_keys import DEEPSPEED_REMOVED, TRAINING_ARGUMENTS_REMOVED
-from toolkit.presets.known_keys import ACCELERATE_KEYS, DEEPSPEED_KEYS
+from toolkit.presets.known_keys import ACCELERATE_TYPES, DEEPSPEED_TYPES
 
 ACCELERATE, DEEPSPEED, TRAINER = "accelerate", "deepspeed", "trainer"
 SCRIPTS = SBATCH, SHELL, SKYPILOT = "sbatch", "shell", "skypilot"
@@ -196,8 +196,8 @@ def detect_kind(data: dict[str, Any]) -> str | None:
         if keys & decisive:
             return kind
     known_keys: dict[str, Set[str]] = {
-        ACCELERATE: ACCELERATE_KEYS,
-        DEEPSPEED: DEEPSPEED_KEYS | set(DEEPSPEED_REMOVED),
+        ACCELERATE: ACCELERATE_TYPES.keys(),
+        DEEPSPEED: DEEPSPEED_TYPES.keys() | set(DEEPSPEED_REMOVED),
         TRAINER: trainer_argument_names() | set(TRAINING_ARGUMENTS_REMOVED),
     }
     counts = {kind: len((keys & known) - SHARED_KEYS) for kind, known in known_keys.items()}

@@ -210,6 +210,6 @@ def _divided(tensor: Tensor, axis: int, ranks: int) -> Tensor:
 
 
 def _adapters(shape: ModelShape, kinds: Mapping[Layer, Layer]) -> Mapping[Layer, Adapters] | None:
-    """Adapters that peft listed. `toolkit.plan.planned_split` refuses tensor parallelism for such architectures."""
+    """Adapters that peft listed. `PlannedJob.limits_on` refuses tensor parallelism for such architectures."""
     listed = shape.counted_adapters
     return None if listed is None else {kinds[kind]: adapters for kind, adapters in listed.items()}

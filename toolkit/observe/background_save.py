@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -28,35 +28,12 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from transformers import modeling_utils
 from transformers.trainer_utils import rotate_checkpoints
 
-from toolkit.files.safetensors_writer import SavedTensor, write_file
+from toolkit.files.model_weights import SavedTensor, write_file
 from toolkit.record.checkpoints import checkpoint_files, commit_checkpoint, file_entries
+from toolkit.record.run_files import SaveRecord
 
 DeferredWrite = Callable[[Any], None]
 """Writes one file or folder; its argument is the process group of the background thread."""
-
-
-@dataclass(kw_only=True, slots=True)
-class SaveRecord:
-    """How long one save took, for run.json; sizes are those of all ranks' files."""
-
-    kind: str
-    """`checkpoint`, or `model` for the one at the end."""
-    step: int
-    seconds: float | None = None
-    """From the first write to the complete checkpoint; None until it is complete."""
-    stall_seconds: float = 0.0
-    """Training stood still."""
-    waited_seconds: float = 0.0
-    """The part of it in which an earlier checkpoint was still being written."""
-    write_seconds: float | None = None
-    """Writing and checksums, in whichever thread."""
-    bytes: int | None = None
-
-    def complete(self, files: Iterable[Path], *, began: float, writing_began: float) -> None:
-        """Note that the files are complete; both times are readings of `time.monotonic`."""
-        now = time.monotonic()
-        self.seconds, self.write_seconds = now - began, now - writing_began
-        self.bytes = sum(path.stat().st_size for path in files)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

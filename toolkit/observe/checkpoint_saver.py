@@ -18,11 +18,12 @@ import torch
 
 from toolkit.models.nf4 import as_in_training
 from toolkit.observe.attest.readings import RankReading
-from toolkit.observe.background_save import BackgroundSaver, SavedFolder, SaveRecord, barrier
+from toolkit.observe.background_save import BackgroundSaver, SavedFolder, barrier
 from toolkit.observe.compiler_events import uncompiled_forward
 from toolkit.observe.failure_report import Diverged
 from toolkit.observe.parts import ObserverParts
 from toolkit.record.checkpoints import checkpoint_files, saving_folder
+from toolkit.record.run_files import SaveRecord
 
 FINGERPRINT_TOKENS = 16
 FINGERPRINT_LOGITS = 64

@@ -21,16 +21,17 @@ import psutil
 from toolkit.errors import EXIT_RUN_FAILED, ToolkitError
 from toolkit.observe.failure_report import report_hang
 from toolkit.observe.progress import STEP_PHASES, Progress
-from toolkit.record.hang_diagnosis import hang_failure, stalled_seconds
 from toolkit.record.heartbeat import (
     DEFAULT_HANG_TIMEOUT_MINUTES,
     HANG_CLAIM,
     HANG_TIMEOUT_VARIABLE,
     Heartbeat,
+    hang_failure,
     is_superseded,
     peak_resident_bytes,
     read_heartbeats,
     stacks_path,
+    stalled_seconds,
     write_heartbeat,
     write_stacks_on_signal,
 )

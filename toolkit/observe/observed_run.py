@@ -19,7 +19,7 @@ import sys
 import time
 import uuid
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -34,10 +34,10 @@ from toolkit.record import status
 from toolkit.record.attempts import Reuse, check_start, start_attempt
 from toolkit.record.checkpoints import remove_unfinished
 from toolkit.record.folder import MEASUREMENT_VERSION, RunFolder, start_facts
-from toolkit.record.goodput import measure_goodput
 from toolkit.record.heartbeat import read_attempt_id, write_attempt_id
 from toolkit.record.measurements import Measurements, drop_rows_after, measure, read_steps
-from toolkit.record.timeline import Moment, read_timeline
+from toolkit.record.run_files import SaveRecord
+from toolkit.record.timeline import Moment, measure_goodput, read_timeline
 from toolkit.units import number
 
 # A network file system may answer from its cache for some seconds.
@@ -124,7 +124,7 @@ class ObservedRun:
                 drop_rows_after(rows, self.resumed_step)
         self.begin_training()
 
-    def complete(self, *, untimed_steps: int, saves: Sequence[Any] = ()) -> None:
+    def complete(self, *, untimed_steps: int, saves: Sequence[SaveRecord] = ()) -> None:
         """Write the summary of all ranks' rows, rank 0's phases and the status. Collective."""
         self.begin_training()  # a run without steps; and every rank has written its rows
         if not self.writes:
@@ -132,7 +132,7 @@ class ObservedRun:
         steps = read_steps(self.folder)
         measured = measure(steps, untimed_steps=untimed_steps)
         goodput = measure_goodput([*read_timeline(self.folder.timeline), Moment(unix=time.time(), phase="end")], steps)
-        facts = {"goodput": goodput.facts(), "saves": [asdict(save) for save in saves]}
+        facts = {"goodput": goodput.model_dump(), "saves": [save.model_dump() for save in saves]}
         self.write_completion(measured=measured.summary(), **facts)
         print(goodput.describe(), flush=True)
         print(_last_line(measured, untimed_steps=untimed_steps, folder=self.folder.path), flush=True)

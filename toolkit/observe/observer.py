@@ -31,6 +31,7 @@ from toolkit.observe.profiler import DATA_WAIT_EVENT
 from toolkit.observe.progress import STEP_PHASES, Progress
 from toolkit.observe.timer import StepTimer, time_waits_in_forward
 from toolkit.presets import Preset
+from toolkit.record.attempts import check_start
 from toolkit.record.folder import RunFolder
 
 UNTIMED_STEPS = 2  # compilation and the growth of the allocator
@@ -223,7 +224,9 @@ def attach(trainer: Any, observer: Observer, parts: ObserverParts, callbacks: Se
 def open_record(path: Path, args: Any, preset: Preset | None) -> ObservedRun:
     """Open the run folder of a script that has none of its own, and start this rank's heartbeat. Collective."""
     folder, progress, writes = RunFolder(path), Progress(), args.process_index == 0
-    folder.check_unused()
+    if writes:
+        folder.check_free()
+    check_start(folder)
     if writes:
         folder.hold()
     progress.attempt_id, nodes = claim_folder(path, writes=writes, gather=gather_from_ranks)

@@ -20,7 +20,7 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 from transformers import TrainerCallback
 
-from toolkit.hardware.nvml import Nvml
+from toolkit.hardware.gpus import Nvml
 from toolkit.observe.batches import BatchFacts
 from toolkit.observe.compiler_events import CompilerEvents
 from toolkit.observe.failure_report import Diverged
@@ -217,8 +217,9 @@ class StepTimer(TrainerCallback):  # type: ignore[misc]
         if self.begin_training is not None:
             self.begin_training()
         dropped = drop_rows_after(self.path, self.resumed_step)
-        if dropped.steps:
-            self.progress.note(self.progress.phase, lost_steps=dropped.steps, lost_seconds=dropped.seconds)
+        if dropped:
+            seconds = math.fsum(row.get("seconds", 0.0) for row in dropped)
+            self.progress.note(self.progress.phase, lost_steps=len(dropped), lost_seconds=seconds)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any) -> None:
         """Print the Trainer's logged means over all ranks, without its own speeds, which count untimed steps."""

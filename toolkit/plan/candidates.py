@@ -14,8 +14,7 @@ from toolkit.job.accumulation import WHOLE
 from toolkit.models.shape import ModelShape
 from toolkit.parallel.layout import DEFAULT_REPLICAS
 from toolkit.plan.interconnect import Interconnect
-from toolkit.plan.memory import MemoryPlan, plan_memory
-from toolkit.plan.memory_verdict import FITS, memory_verdict
+from toolkit.plan.memory import FITS, MemoryPlan, memory_verdict, plan_memory
 from toolkit.plan.planned_job import PlannedJob, TrainingSetup
 from toolkit.plan.step_time import StepTime, step_time
 from toolkit.presets.compatibility import Device, Purpose

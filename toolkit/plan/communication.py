@@ -1,12 +1,13 @@
-"""Communication volume: what one GPU sends in an optimizer step, by collective.
+"""Communication volume: the collectives of one optimizer step, and what one GPU sends in them.
 
     >>> gather = Collective(name="all_gather", purpose="parameters", payload_bytes=800, group_size=4)
     >>> communication_bytes([gather, gather])
     1200
 
-Derived from the preset's files and the model's tensors, as read in the source of deepspeed 0.19.8, torch 2.13 and
-accelerate 1.15, and compared with collectives counted in real runs of two and four CPU ranks
-(docs/concepts/communication.md). The few bytes of losses, norms and flags are left out.
+Derived from the preset's files and the model's tensors, as read in the source of deepspeed 0.19.8 (`ulysses_sp.py`
+included), torch 2.13 (`_context_parallel/_attention.py`), transformers 5.23 (`distributed/`) and accelerate 1.15, and
+compared with collectives counted in real runs of two to four CPU ranks (docs/concepts/communication.md). Left out are
+the few bytes of losses, norms, flags, attention's statistics, token counts, routing weights and adapters' columns.
 """
 
 from __future__ import annotations
@@ -14,15 +15,14 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from typing import Any
+from functools import partial
 
 from toolkit.models.shape import Layer
 from toolkit.parallel.layout import ParallelLayout
-from toolkit.plan.collectives import Collective
 from toolkit.plan.engine_settings import zero_block
+from toolkit.plan.interconnect import Collective
 from toolkit.plan.pipeline_stages import pipeline_collectives
 from toolkit.plan.planned_job import TrainingSetup
-from toolkit.plan.split_communication import split_collectives
 
 DDP_BUCKET_BYTES = 25 * 2**20
 
@@ -34,9 +34,8 @@ def communication_bytes(collectives: Iterable[Collective]) -> int:
 
 def step_collectives(setup: TrainingSetup) -> tuple[Collective, ...]:
     """Return all collectives of one optimizer step, its accumulation steps included."""
-    if setup.world_size == 1:
-        return ()
-    return (*_of_model_states(setup), *split_collectives(setup))
+    planned = (*_of_model_states(setup), *split_collectives(setup))
+    return tuple(collective for collective in planned if collective.group_size > 1 and collective.payload_bytes)
 
 
 def _of_model_states(setup: TrainingSetup) -> Iterator[Collective]:
@@ -64,10 +63,8 @@ def _pipeline(setup: TrainingSetup) -> Iterator[Collective]:
 def _ddp(setup: TrainingSetup) -> Iterator[Collective]:
     """fp32 gradients of fp32 weights, in the last accumulation step; in buckets of 25 MiB."""
     payload = 4 * setup.num_trained
-    calls = math.ceil(payload / DDP_BUCKET_BYTES)
-    yield Collective(
-        name="all_reduce", purpose="gradients", payload_bytes=payload, group_size=setup.world_size, calls=calls
-    )
+    everyone = partial(Collective, group_size=setup.world_size, calls=math.ceil(payload / DDP_BUCKET_BYTES))
+    yield everyone(name="all_reduce", purpose="gradients", payload_bytes=payload)
 
 
 def _fsdp2(setup: TrainingSetup) -> Iterator[Collective]:
@@ -76,60 +73,44 @@ def _fsdp2(setup: TrainingSetup) -> Iterator[Collective]:
     accelerate makes a unit of each layer, of an untied input embedding, and of the root: final norm, head, and a tied
     embedding, which stay gathered between forward and backward.
     """
-    steps, element_bytes = setup.job.gradient_accumulation_steps, setup.engine.element_bytes
-    replicas = setup.preset.replicas
+    steps, element_bytes, replicas = setup.accumulation_steps, setup.engine.element_bytes, setup.preset.replicas
     ranks = setup.world_size // replicas
-    inside: dict[str, Any] = {"group_size": ranks, "group": "replica" if replicas > 1 else "all"}
-    embeddings = tuple(tensor for tensor in setup.shape.outer if tensor.is_embedding)
-    embedding = () if setup.shape.tied_embeddings else embeddings[:1]
-    units = (*setup.layers, setup.outer)
-    regathered = () if setup.preset.sharding == "shard_grad_op" else (*setup.layers, embedding)
-    if ranks > 1:
-        for purpose, gathered in (("parameters in the forward", units), ("parameters in the backward", regathered)):
-            payload = steps * element_bytes * sum(_padded_rows(unit, ranks) for unit in gathered)
-            yield from _gather(purpose, payload, steps * len(gathered), **inside)
+    inside = partial(Collective, group_size=ranks, group="replica" if replicas > 1 else "all")
+    embedding = () if setup.shape.tied_embeddings else tuple(t for t in setup.shape.outer if t.is_embedding)[:1]
+    regathered = () if setup.preset.sharding == "shard_grad_op" else (*setup.units[:-1], embedding)
+    for phase, units in (("forward", setup.units), ("backward", regathered)):
+        payload = steps * element_bytes * _padded_rows(units, ranks)
+        calls = steps * len(units)
+        yield inside(name="all_gather", purpose=f"parameters in the {phase}", payload_bytes=payload, calls=calls)
     reductions = 1 if setup.job.keeps_whole_gradients else steps
-    trained = reductions * element_bytes * sum(_padded_rows(unit, ranks) for unit in setup.trained)
-    calls = reductions * len(units)
-    if ranks > 1:
-        yield Collective(name="reduce_scatter", purpose="gradients", payload_bytes=trained, calls=calls, **inside)
-    if replicas > 1:
-        yield Collective(
-            name="all_reduce",
-            purpose="gradients between replicas",
-            payload_bytes=trained // ranks,
-            group_size=replicas,
-            group="replicas",
-            calls=calls,
-        )
+    payload, calls = reductions * element_bytes * _padded_rows(setup.trained, ranks), reductions * len(setup.units)
+    yield inside(name="reduce_scatter", purpose="gradients", payload_bytes=payload, calls=calls)
+    between = partial(Collective, group_size=replicas, group="replicas", calls=calls)
+    yield between(name="all_reduce", purpose="gradients between replicas", payload_bytes=payload // ranks)
 
 
 def _at_load(setup: TrainingSetup) -> Iterator[Collective]:
     """FSDP2 on what tensor and expert parallelism leave; experts, dealt to `ep` ranks, have groups of their own.
 
-    Ranks of one group are as far apart as the dimensions inside are large.
+    Ranks of one group are as far apart as the dimensions inside are large. Adapters are attached after the model was
+    sharded, and are whole on each data-parallel rank.
     """
     layout = setup.layout
-    if layout is None or layout.data_parallel_size == 1:
+    if layout is None:
         return
     if setup.adapters:
-        yield _averaged_adapters(setup, layout)
+        yield Collective(
+            name="all_reduce",
+            purpose="gradients of adapters",
+            payload_bytes=4 * setup.num_trained,
+            group_size=layout.data_parallel_size,
+            group="dp_shard" if layout.dp_replicate == 1 else "dp_replicate",
+            stride=layout.tp,
+            calls=sum(map(len, setup.trained)),
+        )
     yield from _at_load_group(setup, layout, experts=False, ranks=layout.dp_shard, stride=layout.tp)
     if layout.ep > 1:
         yield from _at_load_group(setup, layout, experts=True, ranks=layout.expert_shard, stride=layout.ep)
-
-
-def _averaged_adapters(setup: TrainingSetup, layout: ParallelLayout) -> Collective:
-    """Adapters are attached after the model was sharded, and are whole on each data-parallel rank."""
-    return Collective(
-        name="all_reduce",
-        purpose="gradients of adapters",
-        payload_bytes=4 * setup.num_trained,
-        group_size=layout.data_parallel_size,
-        group="dp_shard" if layout.dp_replicate == 1 else "dp_replicate",
-        stride=layout.tp,
-        calls=sum(map(len, setup.trained)),
-    )
 
 
 def _at_load_group(
@@ -142,31 +123,22 @@ def _at_load_group(
         parts = (tuple(tensor for tensor in unit if (apart and tensor.is_expert) == experts) for unit in units)
         return [part for part in parts if part]
 
-    job, layers, outer = setup.job, setup.part.layers, setup.part.outer
-    steps = job.gradient_accumulation_steps
-    sharers: dict[str, Any] = {"group_size": ranks, "group": "dp_shard", "stride": stride}
-    name, of = ("experts", "gradients of experts") if experts else ("parameters", "gradients")
+    layers, outer, steps = setup.part.layers, setup.part.outer, setup.accumulation_steps
+    sharers = partial(Collective, group_size=ranks, group="dp_shard", stride=stride)
+    name, gradients = ("experts", "gradients of experts") if experts else ("parameters", "gradients")
     embedding = () if setup.shape.tied_embeddings else outer[:1]
     tied_head = outer[:1] if setup.engine.unties_head and setup.shape.tied_embeddings else ()
     for phase, units in (("forward", held((*layers, outer, tied_head))), ("backward", held((*layers, embedding)))):
-        payload = steps * setup.engine.element_bytes * sum(_padded_rows(unit, ranks) for unit in units)
-        if ranks > 1:
-            yield from _gather(f"{name} in the {phase}", payload, steps * len(units), **sharers)
+        payload = steps * setup.engine.element_bytes * _padded_rows(units, ranks)
+        calls = steps * len(units)
+        yield sharers(name="all_gather", purpose=f"{name} in the {phase}", payload_bytes=payload, calls=calls)
     reduced = [] if setup.adapters else held((*setup.trained, tied_head))
-    reductions = 1 if job.keeps_whole_gradients else steps
-    payload = reductions * setup.engine.reduce_bytes * sum(_padded_rows(unit, ranks) for unit in reduced)
+    reductions = 1 if setup.job.keeps_whole_gradients else steps
+    payload = reductions * setup.engine.reduce_bytes * _padded_rows(reduced, ranks)
     calls = reductions * len(reduced)
-    if ranks > 1 and payload:
-        yield Collective(name="reduce_scatter", purpose=of, payload_bytes=payload, calls=calls, **sharers)
-    if layout.dp_replicate > 1 and payload:
-        yield Collective(
-            name="all_reduce",
-            purpose=f"{of} between replicas",
-            payload_bytes=payload // ranks,
-            group_size=layout.dp_replicate,
-            group="replicas",
-            calls=calls,
-        )
+    yield sharers(name="reduce_scatter", purpose=gradients, payload_bytes=payload, calls=calls)
+    between = partial(Collective, group_size=layout.dp_replicate, group="replicas", calls=calls)
+    yield between(name="all_reduce", purpose=f"{gradients} between replicas", payload_bytes=payload // ranks)
 
 
 def _zero12(setup: TrainingSetup) -> Iterator[Collective]:
@@ -177,60 +149,62 @@ def _zero12(setup: TrainingSetup) -> Iterator[Collective]:
     """
     zero = zero_block(setup.preset)
     sharding, element_bytes = setup.preset.sharding, setup.engine.element_bytes
-    steps = setup.job.gradient_accumulation_steps if sharding == "shard_grad_op" else 1
+    steps = setup.accumulation_steps if sharding == "shard_grad_op" else 1
     to_owner = zero.get("reduce_scatter", True) and not zero.get("use_multi_rank_bucket_allreduce", True)
-    yield Collective(
+    everyone = partial(Collective, group_size=setup.world_size)
+    yield everyone(
         name="reduce" if to_owner and sharding != "replicate" else "all_reduce",
         purpose="gradients",
         payload_bytes=steps * element_bytes * setup.num_trained,
-        group_size=setup.world_size,
         calls=steps * math.ceil(setup.num_trained / max(setup.engine.reduce_bucket, 1)),
     )
-    if sharding != "replicate":
-        yield Collective(
-            name="all_gather",
-            purpose="updated parameters",
-            payload_bytes=element_bytes * _padded_groups(setup, 2 * setup.world_size),
-            group_size=setup.world_size,
-            calls=1 if setup.adapters else 2,  # the Trainer's parameter groups, with and without weight decay
-        )
+    if sharding != "replicate":  # flat buffers of the Trainer's parameter groups, with and without weight decay
+        groups = {True: 0, False: 0}
+        for tensor in (tensor for layer in setup.trained for tensor in layer):
+            groups[tensor.has_weight_decay] += tensor.num_elements
+        payload = element_bytes * sum(_round_up(size, 2 * setup.world_size) for size in groups.values())
+        calls = 1 if setup.adapters else 2
+        yield everyone(name="all_gather", purpose="updated parameters", payload_bytes=payload, calls=calls)
 
 
 def _zero3(setup: TrainingSetup) -> Iterator[Collective]:
-    """Tensors are gathered where they are used and missing; gradients are reduced in every accumulation step."""
-    zero, ranks, engine = zero_block(setup.preset), setup.world_size, setup.engine
-    steps, element_bytes, node = setup.job.gradient_accumulation_steps, engine.element_bytes, engine.secondary_partition
-    everyone: dict[str, Any] = {"group_size": ranks, "group": "all"}
-    yield from _zero3_gathers(setup, everyone)
-    trained = [tensor.num_elements for layer in setup.trained for tensor in layer]
-    padded = sum(_round_up(size, ranks) for size in trained)
-    calls = steps * math.ceil(padded / max(engine.reduce_bucket, 1))
-    if zero.get("zero_quantized_gradients") and ranks > node:
-        yield from _quantized_gradients(steps * padded, ranks, node, calls)
-    else:
-        name = "reduce_scatter" if zero.get("reduce_scatter", True) else "all_reduce"
-        payload = steps * element_bytes * padded
-        yield Collective(name=name, purpose="gradients", payload_bytes=payload, calls=calls, **everyone)
-    sizes = [tensor.num_elements for layer in (*setup.layers, setup.outer) for tensor in layer]
-    small = sum(_round_up(size, ranks) for size in sizes if size <= engine.persistence_threshold)
-    yield from _gather("small parameters, after the step", element_bytes * small, 1, **everyone)
+    """Tensors are gathered where they are used and missing; gradients are reduced in every accumulation step.
 
+    With hpZ, only the first gather of a step crosses nodes. qgZ sends gradients in 4 bits per element to the ranks of
+    the node, then their sums to the same rank of the other nodes.
+    """
+    zero, ranks, engine, steps = zero_block(setup.preset), setup.world_size, setup.engine, setup.accumulation_steps
+    element_bytes, node = engine.element_bytes, engine.secondary_partition
+    everyone = partial(Collective, group_size=ranks)
+    same_node = partial(Collective, group_size=node, group="replica")
 
-def _zero3_gathers(setup: TrainingSetup, everyone: dict[str, Any]) -> Iterator[Collective]:
-    """All gathers of forward and backward; with hpZ, only the first one of a step crosses nodes."""
-    engine, steps, node = setup.engine, setup.job.gradient_accumulation_steps, setup.engine.secondary_partition
     counted = zero3_gathers(setup, persistent=engine.persistence_threshold, reuse=engine.reuse_distance)
-    first, again = (sum(_round_up(size, setup.world_size) * times for size, times in part.items()) for part in counted)
+    first, again = (sum(_round_up(size, ranks) * times for size, times in part.items()) for part in counted)
     tensors = steps * sum(part.total() for part in counted)
     gathers = [("forward", steps * first, everyone), ("backward", steps * again, everyone)]
     if node > 1:
         later = (steps - 1) * first + steps * again
-        gathers = [("step's first use", first, everyone), ("later uses", later, _one_node(node))]
-    element_bytes = 1 if zero_block(setup.preset).get("zero_quantized_weights") else engine.element_bytes
+        gathers = [("step's first use", first, everyone), ("later uses", later, same_node)]
+    gathered_bytes = 1 if zero.get("zero_quantized_weights") else element_bytes
     for phase, elements, group in gathers:
         # A gather fills a prefetch bucket, or takes one tensor if the preset prefetches nothing.
         calls = min(-(-elements // max(engine.prefetch_bucket, 1)), tensors)
-        yield from _gather(f"parameters in the {phase}", element_bytes * elements, calls, **group)
+        payload = gathered_bytes * elements
+        yield group(name="all_gather", purpose=f"parameters in the {phase}", payload_bytes=payload, calls=calls)
+
+    padded = sum(_round_up(tensor.num_elements, ranks) for layer in setup.trained for tensor in layer)
+    calls = steps * math.ceil(padded / max(engine.reduce_bucket, 1))
+    if zero.get("zero_quantized_gradients") and ranks > node:
+        payload = steps * padded // 2
+        between = partial(Collective, group_size=ranks // node, group="replicas", calls=calls)
+        yield same_node(name="all_to_all", purpose="gradients", payload_bytes=payload, calls=calls)
+        yield between(name="all_to_all", purpose="gradients between nodes", payload_bytes=payload // node)
+    else:
+        name = "reduce_scatter" if zero.get("reduce_scatter", True) else "all_reduce"
+        yield everyone(name=name, purpose="gradients", payload_bytes=steps * element_bytes * padded, calls=calls)
+    sizes = [tensor.num_elements for unit in setup.units for tensor in unit]
+    small = element_bytes * sum(_round_up(size, ranks) for size in sizes if size <= engine.persistence_threshold)
+    yield everyone(name="all_gather", purpose="small parameters, after the step", payload_bytes=small)
 
 
 def zero3_gathers(setup: TrainingSetup, *, persistent: int, reuse: int) -> tuple[Counter[int], Counter[int]]:
@@ -268,7 +242,7 @@ def _zero3_uses(setup: TrainingSetup) -> list[tuple[int, int]]:
     """(tensor, elements) in order of use: forward, then backward, each layer recomputed before its backward."""
     numbers = iter(range(10**9))
     embeddings = [(next(numbers), tensor.num_elements) for tensor in setup.shape.outer if tensor.is_embedding]
-    layers = [[(next(numbers), tensor.num_elements) for tensor in layer] for layer in setup.layers]
+    layers = [[(next(numbers), tensor.num_elements) for tensor in layer] for layer in setup.units[:-1]]
     rest = [(next(numbers), tensor.num_elements) for tensor in setup.shape.outer if not tensor.is_embedding]
     head = [*rest, *(embeddings[:1] if setup.shape.tied_embeddings else [])]
     uses = [*embeddings, *(use for layer in layers for use in layer), *head, *reversed(head)]
@@ -277,54 +251,111 @@ def _zero3_uses(setup: TrainingSetup) -> list[tuple[int, int]]:
     return uses + list(reversed(embeddings))
 
 
-def _quantized_gradients(elements: int, ranks: int, node: int, calls: int) -> Iterator[Collective]:
-    """qgZ: 4 bits per element to the ranks of the node, then their sums to the same rank of the other nodes."""
-    common: dict[str, Any] = {"name": "all_to_all", "calls": calls}
-    yield Collective(purpose="gradients", payload_bytes=elements // 2, **_one_node(node), **common)
+def split_collectives(setup: TrainingSetup) -> Iterator[Collective]:
+    """Yield what ranks that share a batch send each other: split layers, experts and sequences."""
+    layout = setup.layout
+    if layout is None:
+        return
+    if layout.tp > 1:
+        yield from _tensor_parallel(setup, layout.tp)
+    if layout.ep > 1:
+        yield from _expert_parallel(setup, layout)
+    if layout.cp > 1:
+        yield from _ring_attention(setup, layout.cp)
+    if layout.sp > 1:
+        yield _ulysses(setup, layout.sp)
+
+
+def _forwards(setup: TrainingSetup) -> int:
+    """Forward passes through the layers in an optimizer step: activation checkpointing repeats them."""
+    return setup.accumulation_steps * (2 if setup.job.activation_checkpointing else 1)
+
+
+def _tensor_parallel(setup: TrainingSetup, ranks: int) -> Iterator[Collective]:
+    """Sums of partial outputs in the forward, of partial gradients of inputs in the backward, and the logits.
+
+    Outputs are sums over ranks of weights that are split by columns; each layer that is split by rows has an input of
+    its own to the backward, so query, key and value are summed one by one, and gate and up too.
+    """
+    shape, steps, forwards = setup.shape, setup.accumulation_steps, _forwards(setup)
+    tokens, element_bytes, hidden = setup.local_tokens, setup.engine.element_bytes, setup.shape.hidden_size
+    residual_bytes = 4 if setup.engine.autocasts and not setup.adapters else element_bytes
+    group = partial(Collective, group_size=ranks, group="tp")
+    part_of, outputs, inputs = dict(zip(shape.layers, setup.part.layers, strict=True)), list[int](), list[int]()
+    for kind, count in shape.layer_kinds.items():
+        for whole, part in zip(kind, part_of[kind], strict=True):
+            if len(whole.shape) > 1:
+                outputs += [whole.shape[-2]] * count if whole.shape[-1] != part.shape[-1] else []
+                inputs += [whole.shape[-1]] * count if whole.shape[-2] != part.shape[-2] else []
+    yield group(
+        name="all_reduce",
+        purpose="outputs of split layers",
+        payload_bytes=tokens * (element_bytes * forwards * sum(outputs) + residual_bytes * steps * hidden),
+        calls=forwards * len(outputs) + steps,
+    )
+    yield group(
+        name="all_reduce",
+        purpose="gradients of the inputs of split layers",
+        payload_bytes=tokens * residual_bytes * steps * (sum(inputs) + hidden),
+        calls=steps * (len(inputs) + 1),
+    )
+    payload = steps * tokens * element_bytes * shape.vocab_size
+    yield group(name="all_gather", purpose="logits", payload_bytes=payload, calls=steps)
+
+
+def _expert_parallel(setup: TrainingSetup, layout: ParallelLayout) -> Iterator[Collective]:
+    """Rows travel to their experts and back, in the forward and in the backward; evenly spread over the ranks."""
+    shape, passes = setup.shape, _forwards(setup) + setup.accumulation_steps
+    sparse = sum(count for kind, count in shape.layer_kinds.items() if any(tensor.is_expert for tensor in kind))
+    payload = passes * sparse * setup.local_tokens * shape.hidden_size * setup.engine.element_bytes
     yield Collective(
-        purpose="gradients between nodes",
-        payload_bytes=elements // 2 // node,
-        group_size=ranks // node,
-        group="replicas",
-        **common,
+        name="all_to_all",
+        purpose="rows of the experts",
+        payload_bytes=2 * payload * (shape.experts_per_token or 1) // layout.tp,
+        group_size=layout.ep,
+        group="ep",
+        calls=2 * passes * sparse,
+    )
+    # With tensor parallelism each rank of a batch sends a slice of its tokens.
+    group = partial(Collective, group_size=layout.tp, group="tp")
+    yield group(name="all_gather", purpose="outputs of the experts", payload_bytes=payload, calls=passes * sparse)
+
+
+def _ring_attention(setup: TrainingSetup, ranks: int) -> Iterator[Collective]:
+    """Keys and values are gathered in forward and backward, and their gradients go round in fp32."""
+    shape, steps = setup.shape, setup.accumulation_steps
+    elements = setup.local_tokens * 2 * shape.num_kv_heads * shape.head_dim * shape.num_layers * ranks
+    passes = _forwards(setup) + steps
+    ring = partial(Collective, group_size=ranks, group="cp")
+    payload, calls = passes * elements * setup.engine.element_bytes, passes * shape.num_layers
+    yield ring(name="all_gather", purpose="keys and values", payload_bytes=payload, calls=calls)
+    payload, calls = steps * elements * 4, steps * shape.num_layers * ranks
+    yield ring(name="permute", purpose="gradients of keys and values", payload_bytes=payload, calls=calls)
+
+
+def _ulysses(setup: TrainingSetup, ranks: int) -> Collective:
+    """Query, key, value and output change between parts of the sequence and heads, in forward and backward."""
+    shape = setup.shape
+    heads = 2 * shape.num_attention_heads + 2 * max(shape.num_kv_heads, ranks)  # fewer keys and values are repeated
+    passes = (_forwards(setup) + setup.accumulation_steps) * shape.num_layers
+    return Collective(
+        name="all_to_all",
+        purpose="heads of attention",
+        payload_bytes=passes * setup.local_tokens * heads * shape.head_dim * setup.engine.element_bytes,
+        group_size=ranks,
+        group="sp",
+        calls=4 * passes,
     )
 
 
-def _one_node(ranks: int) -> dict[str, Any]:
-    return {"group_size": ranks, "group": "replica"}
-
-
-def _gather(
-    purpose: str, payload: int, calls: int, *, group_size: int, group: str, stride: int = 1
-) -> Iterator[Collective]:
-    if payload:
-        yield Collective(
-            name="all_gather",
-            purpose=purpose,
-            payload_bytes=payload,
-            group_size=group_size,
-            group=group,
-            stride=stride,
-            calls=calls,
-        )
-
-
-def _padded_rows(layer: Layer, ranks: int) -> int:
-    """Elements of a layer under FSDP2: the first dimension of each tensor is rounded up to a multiple of the ranks."""
+def _padded_rows(units: Iterable[Layer], ranks: int) -> int:
+    """Elements under FSDP2: the first dimension of each tensor is rounded up to a multiple of the ranks."""
     return sum(
         _round_up(tensor.shape[0], ranks) * (tensor.num_elements // max(tensor.shape[0], 1))
-        for tensor in layer
+        for unit in units
+        for tensor in unit
         if tensor.shape
     )
-
-
-def _padded_groups(setup: TrainingSetup, multiple: int) -> int:
-    """Elements of the flat buffers of ZeRO-1 and ZeRO-2, one per parameter group."""
-    sizes = {True: 0, False: 0}
-    for layer in setup.trained:
-        for tensor in layer:
-            sizes[tensor.has_weight_decay] += tensor.num_elements
-    return sum(_round_up(size, multiple) for size in sizes.values())
 
 
 def _round_up(size: int, multiple: int) -> int:

@@ -1,4 +1,4 @@
-"""GPU memory of an engine apart from the model states: buckets, gathered layers, copies, and CUDA's overhead.
+"""Memory of an engine apart from its model states on the GPU: buffers, CUDA's overhead, host memory and disk.
 
     >>> from toolkit.plan.engine_settings import EngineSettings
     >>> engine = EngineSettings(kind="ddp", sharding="replicate", shards_parameters=False, world_size=2, shard_ranks=1)
@@ -7,15 +7,19 @@
 
 Read in the source of deepspeed 0.19.8, torch 2.13 and accelerate 1.15, named at each figure. None of it has been
 compared with a GPU yet; published ranges for the overhead are in `docs/concepts/plan.md`.
+
+Offloaded tensors are page-locked, and torch's allocator for such memory rounds every block up to a power of two
+(`CachingHostAllocator`): a block of 5 GiB takes 8.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from toolkit.models.optimizers import OPTIMIZERS
 from toolkit.plan.engine_settings import EngineSettings
-from toolkit.plan.model_states import FP32_BYTES, JobWeights, ModelStates
+from toolkit.plan.model_states import ADAM_BYTES, FP32_BYTES, JobWeights, ModelStates
 from toolkit.plan.planned_job import PlannedJob
 from toolkit.units import MIB
 
@@ -39,6 +43,10 @@ ROUNDING_BYTES = 64 * MIB
 # 43.9 of 70.1 GB, because of streams and `recordStream`, which FSDP2 does not use. The others are assumed.
 FRAGMENTATION = {"none": 0.02, "ddp": 0.02, "pipeline": 0.02, "fsdp2": 0.04, "replicate": 0.02, "shard_optimizer": 0.02}
 FRAGMENTATION |= {"shard_grad_op": 0.02, "full_shard": 0.06, "hybrid_shard": 0.06}
+
+# The training script with deepspeed and peft imported and nothing loaded: at most 476 MB resident (torch's CPU build).
+# CUDA's libraries add to it on a GPU; that has not been measured.
+PROCESS_BYTES = 500 * MIB
 
 
 def overhead_bytes(engine: EngineSettings, *, allocated_bytes: int) -> int:
@@ -94,7 +102,7 @@ def engine_buffers(engine: EngineSettings, weights: JobWeights, states: ModelSta
 def _fsdp2(engine: EngineSettings, weights: JobWeights, states: ModelStates, job: PlannedJob) -> EngineBuffers:
     """Layers are gathered one by one; final norm and head stay gathered from forward to backward."""
     element, reduced, root = engine.element_bytes, engine.reduce_bytes, weights.root_unit
-    layer = weights.largest_gathered_layer(engine.ranks_sharing)
+    layer = weights.largest_layer(engine.ranks_sharing)
     if engine.unties_head and weights.shape.tied_embeddings:
         root += weights.embedding
     resharded = engine.sharding != "shard_grad_op"
@@ -112,11 +120,7 @@ def _fsdp2(engine: EngineSettings, weights: JobWeights, states: ModelStates, job
         loss_bytes=element * (root if resharded else unsharded),
         backward_bytes=element * (unsharded + (PARAMETER_LAYERS * layer if resharded else 0)) + gradients,
         first_layer_bytes=element * layer + gradients,
-        end_bytes=(
-            (element + reduced) * embedding + reduced * (embedding // engine.shard_ranks)
-            if embedding
-            else element * root
-        ),
+        end_bytes=(element + reduced) * embedding + reduced * (embedding // engine.shard_ranks) or element * root,
         accumulated_bytes=reduced * weights.num_trained if job.keeps_whole_gradients else 0,
         step_bytes=OPTIMIZERS[job.optim].step_copies * states.gradient_bytes,
         load_bytes=weights.largest_bytes(element),  # rank 0 broadcasts one complete tensor at a time
@@ -153,24 +157,114 @@ def _zero3(engine: EngineSettings, weights: JobWeights) -> EngineBuffers:
     The reuse distance counts uses in forward and backward, so it covers half as many parameters
     (`partitioned_param_coordinator.py`, `__params_to_release`).
     """
-    num_params = weights.num_trained + weights.num_frozen
-    gathered = min(num_params, engine.reuse_distance // 2 + weights.largest + engine.prefetch_bucket)
-    gathered_bytes = engine.element_bytes * gathered
+    num_params, element = weights.num_trained + weights.num_frozen, engine.element_bytes
+    gathered = element * min(num_params, engine.reuse_distance // 2 + weights.largest + engine.prefetch_bucket)
     share = weights.num_trained // engine.world_size
     sub_group = min(share, engine.sub_group)
-    secondary = 0
-    if engine.secondary_partition > 1:
-        secondary = engine.element_bytes * num_params // engine.secondary_partition
-    gradient = engine.element_bytes * weights.largest_trained
+    secondary = element * num_params // engine.secondary_partition if engine.secondary_partition > 1 else 0
+    backward = gathered + 2 * element * weights.largest_trained
     # `stage3.py`: tensors arrive whole; later come master weights, then a sub-group of zeros or the gradient partition.
-    build = FP32_BYTES * share + max(FP32_BYTES * sub_group, engine.element_bytes * share)
+    build = FP32_BYTES * share + max(FP32_BYTES * sub_group, element * share)
     return EngineBuffers(
-        lasting_bytes=engine.element_bytes * engine.reduce_bucket + secondary,
-        forward_bytes=gathered_bytes,
-        loss_bytes=gathered_bytes,
-        backward_bytes=gathered_bytes + 2 * gradient,
-        first_layer_bytes=gathered_bytes + 2 * gradient,
-        end_bytes=gathered_bytes,
-        step_bytes=0 if engine.offload_optimizer else (engine.element_bytes + FP32_BYTES) * sub_group,
-        load_bytes=max(weights.largest_bytes(engine.element_bytes), 0 if engine.offload_optimizer else build),
+        lasting_bytes=element * engine.reduce_bucket + secondary,
+        forward_bytes=gathered,
+        loss_bytes=gathered,
+        backward_bytes=backward,
+        first_layer_bytes=backward,
+        end_bytes=gathered,
+        step_bytes=0 if engine.offload_optimizer else (element + FP32_BYTES) * sub_group,
+        load_bytes=max(weights.largest_bytes(element), 0 if engine.offload_optimizer else build),
     )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HostMemory:
+    """Bytes of one node, all its ranks together."""
+
+    loading_bytes: int
+    training_bytes: int
+    before_first_step_bytes: int
+    """Offloaded states that exist before the first step; Adam's states are created in it."""
+    disk_bytes: int
+
+    @property
+    def peak_bytes(self) -> int:
+        """The larger of loading and training."""
+        return max(self.loading_bytes, self.training_bytes)
+
+
+def host_memory(engine: EngineSettings, weights: JobWeights, states: ModelStates, job: PlannedJob) -> HostMemory:
+    """Return the host memory of the node with the most ranks."""
+    ranks = min(engine.world_size, job.gpus_per_node)
+    processes, offloaded = ranks * PROCESS_BYTES, ranks * sum(_offloaded_blocks(engine, weights, states))
+    # NVMe has master weights, Adam's states and gradients, and parameter shards (docs/how-to/optimizers.md).
+    on_disk = 0
+    if engine.offload_optimizer == "nvme":
+        on_disk += states.optimizer_bytes + FP32_BYTES * _optimizer_elements(states)
+    if engine.offload_param == "nvme":
+        on_disk += states.parameter_bytes - states.persistent_bytes
+    created = 0  # Adam's states, which DeepSpeed too creates in the first step (`initialize_optimizer_states`)
+    if engine.offload_optimizer == "cpu":
+        sharded = states.gradient_bytes + states.optimizer_bytes
+        created = sharded if engine.kind == "fsdp2" else ADAM_BYTES * _optimizer_elements(states)
+    staged = _staged(engine, weights, states, ranks) if job.async_save else 0
+    return HostMemory(
+        loading_bytes=processes + _loading(engine, weights, ranks) + (offloaded if engine.shards_parameters else 0),
+        before_first_step_bytes=offloaded,
+        training_bytes=processes + offloaded + ranks * created + staged,
+        disk_bytes=ranks * on_disk,
+    )
+
+
+def _loading(engine: EngineSettings, weights: JobWeights, ranks: int) -> int:
+    """Weights until they are on the GPU: every rank's own, under FSDP2 only rank 0's
+    (`fsdp_cpu_ram_efficient_loading`), under ZeRO-3 one tensor at a time. If an engine shards 4-bit weights, rank 0
+    quantizes all of them first (`toolkit/train/model/four_bit.py`)."""
+    if engine.sharded_at_load:  # each rank reads its own parts of one tensor after the other
+        return ranks * weights.largest_bytes(engine.element_bytes)
+    if engine.kind == "fsdp2" or (engine.shards_parameters and weights.in_4bit):
+        return weights.held_bytes(engine.element_bytes)
+    largest_or_all = weights.largest_bytes if engine.shards_parameters else weights.held_bytes
+    return ranks * largest_or_all(engine.element_bytes)
+
+
+def _staged(engine: EngineSettings, weights: JobWeights, states: ModelStates, ranks: int) -> int:
+    """Copies of what `--async_save` writes: each rank's shards. Of a model that was sharded at load rank 0 gathers the
+    weights instead; adapters, which it writes at once, are not copied."""
+    trained = FP32_BYTES * weights.num_trained
+    if engine.sharded_at_load:
+        return ranks * states.optimizer_bytes + (0 if weights.num_frozen else trained)
+    share = trained // engine.shard_ranks if weights.num_frozen else states.parameter_bytes
+    return ranks * (share + states.optimizer_bytes)
+
+
+def _optimizer_elements(states: ModelStates) -> int:
+    """Elements of a rank's optimizer partition under DeepSpeed."""
+    return states.optimizer_bytes // (ADAM_BYTES + FP32_BYTES)
+
+
+def _offloaded_blocks(engine: EngineSettings, weights: JobWeights, states: ModelStates) -> Iterator[int]:
+    """Blocks of host memory that one rank allocates when its engine is built."""
+    if engine.offload_optimizer is None:
+        return
+    if engine.kind == "fsdp2":
+        yield states.parameter_bytes - states.persistent_bytes
+        return
+    elements = _optimizer_elements(states)
+    rounded = _power_of_two if engine.pins_memory else int
+    if engine.offload_optimizer == "cpu":
+        yield rounded(FP32_BYTES * elements)  # master weights
+    yield rounded(FP32_BYTES * elements)  # gradients as the optimizer reads them
+    # Updated parameters on their way back to the GPU, or ZeRO-3's partition of the gradients.
+    yield rounded(engine.element_bytes * elements)
+    if not engine.shards_parameters:
+        yield rounded(engine.element_bytes * weights.largest_trained)
+    elif engine.offload_param == "cpu":
+        yield rounded(states.parameter_bytes - states.persistent_bytes)
+    if engine.offload_optimizer == "nvme":
+        # Buffers that a sub-group is read into (docs/how-to/optimizers.md).
+        yield 4 * FP32_BYTES * min(elements, engine.sub_group)
+
+
+def _power_of_two(size: int) -> int:
+    return 1 << max(size - 1, 0).bit_length() if size else 0

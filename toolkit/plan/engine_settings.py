@@ -125,30 +125,25 @@ def engine_settings(
     layout: ParallelLayout | None = None,
 ) -> EngineSettings:
     """Return the settings for one rank; `mixed_precision` overrides the preset's own, as `--bf16 false` does."""
-    single = preset.engine == "ddp" and world_size == 1
-    if preset.sharded_at_load and layout is not None:  # without data parallelism, without FSDP2
-        single = layout.data_parallel_size == 1
+    single, shard_ranks = preset.engine == "ddp" and world_size == 1, max(1, world_size // preset.replicas)
+    if preset.sharded_at_load and layout is not None:
+        single = layout.data_parallel_size == 1  # without data parallelism, without FSDP2
+        # Ranks that divide a sequence share the model states too: only tensor parallelism splits them before.
+        shard_ranks = layout.dp_shard
     return EngineSettings(
         kind="none" if single else preset.engine,
         sharding=preset.sharding,
-        shards_parameters="parameter" in preset.sharded_parts,
+        shards_parameters=preset.shards_parameters,
         world_size=world_size,
-        shard_ranks=_shard_ranks(preset, world_size, layout),
+        shard_ranks=shard_ranks,
         rank=rank,
         element_bytes=COMPUTE_BYTES[mixed_precision or preset.mixed_precision],
         offload_optimizer=preset.offload_optimizer,
         offload_param=preset.offload_param,
         layout=layout,
         sharded_at_load=preset.sharded_at_load,
-        **_zero_settings(preset, hidden_size),
+        **(_zero_settings(preset, hidden_size) if preset.engine == "deepspeed" else {}),
     )
-
-
-def _shard_ranks(preset: Preset, world_size: int, layout: ParallelLayout | None) -> int:
-    """Ranks that divide a sequence share the model states too: only tensor parallelism splits them before."""
-    if layout is not None and preset.sharded_at_load:
-        return layout.dp_shard
-    return max(1, world_size // preset.replicas)
 
 
 @lru_cache(maxsize=256)
@@ -158,11 +153,7 @@ def zero_block(preset: Preset) -> dict[str, Any]:
 
 
 def _zero_settings(preset: Preset, hidden_size: int) -> dict[str, Any]:
-    if preset.engine != "deepspeed":
-        return {}
-    zero = zero_block(preset)
-    full = "parameter" in preset.sharded_parts
-    square = hidden_size * hidden_size
+    zero, full, square = zero_block(preset), preset.shards_parameters, hidden_size * hidden_size
 
     def setting(key: str, auto: int, default: int) -> int:
         value = zero.get(key, default)

@@ -1,12 +1,15 @@
-"""Time of collectives from bandwidth and latency: a range, since an interconnect reaches only part of its rate.
+"""Collectives of an optimizer step: what each rank sends in them, and a range for the seconds that they take.
 
     >>> from toolkit.hardware.gpu_table import find_gpu
     >>> interconnect = Interconnect(gpu=find_gpu("h100"), world_size=8)
     >>> gather = Collective(name="all_gather", purpose="parameters", payload_bytes=8 * 10**9, group_size=8)
+    >>> gather.sent_bytes
+    7000000000
     >>> [round(seconds, 3) for seconds in interconnect.seconds(gather)]
     [0.016, 0.065]
 
-No figure was measured on GPUs by this project; each constant names its source.
+An interconnect reaches only part of its rate. No figure was measured on GPUs by this project; each constant names its
+source.
 """
 
 from __future__ import annotations
@@ -15,10 +18,13 @@ from dataclasses import dataclass
 
 from toolkit.errors import ToolkitError
 from toolkit.hardware.gpu_table import GIGA, Gpu
-from toolkit.plan.collectives import Collective
 
 Range = tuple[float, float]
 """(low, high)."""
+
+# Groups whose collectives computation waits for: the next operation reads their result.
+BLOCKING = ("tp", "sp", "ep")
+DIMENSION_OF_GROUP = {"all": "dp_shard", "replica": "dp_shard", "replicas": "dp_replicate"}
 
 # Bus bandwidth as a share of the rate: 107 of 450 GB/s with messages of 4 MiB on 8 H200; 235 of 300 on 8 A100 (where
 # NCCL's own table caps it, src/graph/tuning.cc); the full rate with large messages and reduction in the switch.
@@ -34,6 +40,41 @@ CALL_SECONDS: Range = (3.6e-6, 8.4e-6)
 # GPU; with PCIe cards: 10 to 100 Gbit/s.
 NETWORK_WITH_NVLINK: Range = (50 * GIGA, 400 * GIGA)
 NETWORK_WITH_PCIE: Range = (1.25 * GIGA, 12.5 * GIGA)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Collective:
+    """All collectives of one kind and purpose in an optimizer step, as one rank sees them."""
+
+    name: str
+    """`all_reduce`, `all_gather`, `reduce_scatter`, `reduce`, `all_to_all`, or `permute`: each sends to the next."""
+    purpose: str
+    payload_bytes: int
+    """Complete tensors, padding included: the output of a gather, the input of a reduction; what a rank permutes."""
+    group_size: int
+    group: str = "all"
+    """`all` ranks, the ranks of one `replica`, one rank of each of the `replicas`, or a dimension of parallelism."""
+    stride: int = 1
+    """Distance between two neighbours of a group, in ranks; ranks of a node are numbered one after the other."""
+    calls: int = 1
+
+    @property
+    def dimension(self) -> str:
+        """The dimension of the mesh that communicates: `dp_replicate`, `dp_shard`, `cp`, `sp`, `tp` or `ep`."""
+        return DIMENSION_OF_GROUP.get(self.group, self.group)
+
+    @property
+    def blocks(self) -> bool:
+        """True if computation waits for it, so that nothing overlaps."""
+        return self.group in BLOCKING
+
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes that each rank of a ring sends: (N-1)/N of the payload, twice for an all-reduce; all it permutes."""
+        if self.name == "permute":
+            return self.payload_bytes
+        passes = 2 if self.name == "all_reduce" else 1
+        return self.payload_bytes * passes * (self.group_size - 1) // self.group_size
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,12 +102,18 @@ class Interconnect:
         """Nodes that the run fills."""
         return max(self.world_size // self.gpus_per_node, 1)
 
-    def seconds(self, collective: Collective) -> Range:
-        """Return the seconds of all calls of a collective in one step, with nothing else running."""
-        slow, fast = self._bytes_per_second(collective)
-        low_latency, high_latency = self._latency(collective)
-        sent = collective.sent_bytes
-        return sent / fast + collective.calls * low_latency, sent / slow + collective.calls * high_latency
+    @property
+    def network_rate(self) -> Range:
+        """Bytes per second of a node's network, all cards, one direction."""
+        if self.network_bytes_per_second is not None:
+            return 0.5 * self.network_bytes_per_second, float(self.network_bytes_per_second)
+        return NETWORK_WITH_PCIE if self.gpu.nvlink_bytes_per_second is None else NETWORK_WITH_NVLINK
+
+    def hop_seconds(self, *, between_nodes: bool) -> Range:
+        """Return the latency from one GPU to the next."""
+        if between_nodes:
+            return HOP_SECONDS["network"]
+        return HOP_SECONDS["pcie" if self.gpu.nvlink_bytes_per_second is None else "nvlink"]
 
     def crosses_nodes(self, collective: Collective) -> bool:
         """Return True if a group has ranks of several nodes."""
@@ -74,34 +121,21 @@ class Interconnect:
             return self.num_nodes > 1
         return collective.group_size * collective.stride > self.gpus_per_node
 
-    @property
-    def link_bytes_per_second(self) -> Range:
-        """Rate of one GPU to the others of its node."""
-        rate = self.gpu.link_bytes_per_second
-        return rate * BANDWIDTH_SHARE[0], rate * BANDWIDTH_SHARE[1]
-
-    @property
-    def network_rate(self) -> Range:
-        """Rate of a node's network, all cards, one direction."""
-        if self.network_bytes_per_second is not None:
-            return 0.5 * self.network_bytes_per_second, float(self.network_bytes_per_second)
-        return NETWORK_WITH_PCIE if self.gpu.nvlink_bytes_per_second is None else NETWORK_WITH_NVLINK
-
-    def hop_seconds(self, *, between_nodes: bool) -> Range:
-        """Latency from one GPU to the next."""
-        if between_nodes:
-            return HOP_SECONDS["network"]
-        return HOP_SECONDS["pcie" if self.gpu.nvlink_bytes_per_second is None else "nvlink"]
+    def seconds(self, collective: Collective) -> Range:
+        """Return the seconds of all calls of a collective in one step, with nothing else running."""
+        slow, fast = self._bytes_per_second(collective)
+        low_latency, high_latency = self._latency(collective)
+        sent = collective.sent_bytes
+        return sent / fast + collective.calls * low_latency, sent / slow + collective.calls * high_latency
 
     def _bytes_per_second(self, collective: Collective) -> Range:
         """Rate of one rank. One ring through all GPUs passes each node's network once; rings that take one GPU of each
         node share it."""
-        slow, fast = self.link_bytes_per_second
+        slow, fast = (self.gpu.link_bytes_per_second * share for share in BANDWIDTH_SHARE)
         if not self.crosses_nodes(collective):
             return slow, fast
-        rings = min(collective.stride, self.gpus_per_node)
-        if collective.group == "replicas":
-            rings = self.gpus_per_node
+        replicas = collective.group == "replicas"
+        rings = self.gpus_per_node if replicas else min(collective.stride, self.gpus_per_node)
         low, high = self.network_rate
         return min(slow, low / rings), min(fast, high / rings)
 

@@ -1,4 +1,4 @@
-"""GPU memory of one rank by phase and part: load, forward, backward, optimizer step. The peak is the largest phase.
+"""GPU memory of one rank by phase and part: load, forward, backward, optimizer step; and whether it fits.
 
     >>> from toolkit.models.config_fields import ConfigFields
     >>> from toolkit.models.llama_family import llama_shape
@@ -9,8 +9,8 @@
     >>> plan.peak.phase
     'backward'
 
-The parts are computed in modules of their own: `model_states`, `engine_buffers`, `host_memory` and
-`toolkit.models.activations`.
+The peak is that of the largest phase. Its parts are computed in modules of their own: `model_states`, `engine_buffers`
+and `toolkit.models.activations`.
 """
 
 from __future__ import annotations
@@ -25,9 +25,8 @@ from toolkit.models.saved_activations import SavedActivations
 from toolkit.models.shape import ModelShape
 from toolkit.models.split import part_of_rank
 from toolkit.parallel.layout import ParallelLayout
-from toolkit.plan.engine_buffers import engine_buffers, overhead_bytes
+from toolkit.plan.engine_buffers import HostMemory, engine_buffers, host_memory, overhead_bytes
 from toolkit.plan.engine_settings import EngineSettings, engine_settings
-from toolkit.plan.host_memory import HostMemory, host_memory
 from toolkit.plan.model_states import JobWeights, ModelStates, job_weights, model_states
 from toolkit.plan.pipeline_stages import ACTIVATION_BYTES, LOG_PROBABILITY_BYTES, StageLoad, stage_load, stage_shape
 from toolkit.plan.planned_job import PlannedJob
@@ -45,6 +44,13 @@ WITHOUT_CHUNKED_LOSS = frozenset(
     )
 )
 PARTS = ("parameter", "gradient", "optimizer", "activation", "logits", "buffer")
+PHASES = ("load", "forward", "backward", "step")
+
+FITS, DOES_NOT_FIT, TOO_CLOSE = "fits", "does_not_fit", "too_close"
+# Share of a plan, apart from the model states, by which the plan may be wrong. Assumed: no GPU has checked it yet.
+UNCERTAINTY = 0.15
+# The same if Llama's activations stand in for those of an architecture that could not be counted.
+UNCERTAINTY_UNKNOWN = 0.5
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -137,15 +143,39 @@ def plan_engine_memory(
     shape = part_of_rank(shape, engine.layout)
     weights = job_weights(shape, job.lora_r, job.load_in_4bit, job.lora_target_modules, engine.element_bytes)
     states = model_states(engine, weights, job.optim)
-    phases = _Phases(shape, engine, job, weights, states, load)
-    peaks = (phases.load(), phases.forward(), phases.backward(), phases.step())
-    allocated = max(phase.allocated_bytes for phase in peaks)
+    phases = _Phases(shape, engine, job, weights, states, load).peaks()
     return MemoryPlan(
         states=states,
-        phases=peaks,
-        overhead_bytes=overhead_bytes(engine, allocated_bytes=allocated),
+        phases=phases,
+        overhead_bytes=overhead_bytes(engine, allocated_bytes=max(phase.allocated_bytes for phase in phases)),
         host=host_memory(engine, weights, states, job),
         activations_known=shape.activations_from != "llama",
+    )
+
+
+def fit_verdict(
+    *, planned_peak_bytes: int, exact_bytes: int, memory_bytes: int, uncertainty: float = UNCERTAINTY
+) -> str:
+    """Return the verdict for a peak of which `exact_bytes`, the model states, are certain.
+
+    >>> fit_verdict(planned_peak_bytes=60, exact_bytes=40, memory_bytes=80)
+    'fits'
+    """
+    margin = int(uncertainty * (planned_peak_bytes - exact_bytes))
+    if planned_peak_bytes + margin <= memory_bytes:
+        return FITS
+    return DOES_NOT_FIT if planned_peak_bytes - margin > memory_bytes else TOO_CLOSE
+
+
+def memory_verdict(plan: MemoryPlan, *, memory_bytes: int, host_bytes: int | None = None) -> str:
+    """Return the verdict for a GPU of `memory_bytes`, and for a node of `host_bytes` if given."""
+    if host_bytes is not None and plan.host.peak_bytes > host_bytes:
+        return DOES_NOT_FIT
+    return fit_verdict(
+        planned_peak_bytes=plan.planned_peak_bytes,
+        exact_bytes=plan.peak.state_bytes,
+        memory_bytes=memory_bytes,
+        uncertainty=UNCERTAINTY if plan.activations_known else UNCERTAINTY_UNKNOWN,
     )
 
 
@@ -212,7 +242,7 @@ def _saved(activations: Activations, mask: str) -> SavedActivations:
 
 
 class _Phases:
-    """Candidates for the peak of each phase."""
+    """Bytes of one rank at each moment that can be the peak of its phase."""
 
     def __init__(
         self,
@@ -231,32 +261,38 @@ class _Phases:
         self.head = shape.vocab_size * shape.hidden_size // engine.tp
         # A tied embedding has two gradients, of the head and of the lookup, which are added up.
         tied = shape.tied_embeddings and not weights.frozen
-        residual_bytes = 4 if engine.autocasts else 2
-        self._set_pipeline(load, shape)
-        self.tied_gradients = 2 * fp32_factor * residual_bytes * self.head if tied else 0
+        self.tied_gradients = 2 * fp32_factor * (4 if engine.autocasts else 2) * self.head if tied else 0
+        # What other micro-batches of a pipeline hold while one computes, and buffers for what arrives.
+        self.in_flight = self.received = 0
+        if load is not None:
+            logits = LOG_PROBABILITY_BYTES * job.tokens_per_micro_batch * shape.vocab_size * load.logits_in_flight
+            self.in_flight = max(0, int(self.saved * (load.micro_batches_in_flight - 1))) + logits
+            activation = ACTIVATION_BYTES * job.tokens_per_micro_batch * shape.hidden_size
+            self.received = activation * load.buffered_activations
 
     def _set_activations(self, shape: ModelShape) -> None:
-        job, length = self.job, self.job.max_seq_length
+        job, length, frozen = self.job, self.job.max_seq_length, bool(self.weights.frozen)
         activations = _activations(shape, self.engine.autocasts, job.lora_r, self.engine.layout)
         # Parts of a row are padded on the right, and causal attention needs no mask for that.
-        whole_rows = self.engine.ranks_per_sequence == 1
-        padded, varlen = whole_rows and job.needs_mask(shape), job.packs_without_mask(shape)
+        padded = self.engine.ranks_per_sequence == 1 and job.needs_mask(shape)
+        varlen = job.packs_without_mask(shape)
         saved = _saved(activations, activations.mask_at(length, padded=padded, varlen=varlen))
         self.one_layer = self.tokens * saved.largest_layer.token_bytes(length)
         self.layer_backward = self.tokens * max(0, saved.backward.token_bytes(length))
         self.outer = self.tokens * saved.outer.per_token
-        self.masks = 0
-        self.saved = self.tokens * saved.layers.token_bytes(length)
+        dequantized = 2 * self.weights.largest_linear if job.load_in_4bit else 0
+        self.layer_copies = saved.largest_layer.fixed + dequantized
+        all_copies = saved.layers.fixed + dequantized
         if job.activation_checkpointing:  # layers get the masks again when they are recomputed
             rows = job.per_device_train_batch_size
             self.masks = activations.mask_bytes(rows=rows, seq_length=length, padded=padded, varlen=varlen)
             self.saved = self.tokens * activations.checkpoint_bytes_per_token * shape.num_layers + self.masks
-        dequantized = 2 * self.weights.largest_linear if job.load_in_4bit else 0
-        self.layer_copies = saved.largest_layer.fixed + dequantized
-        all_copies = saved.layers.fixed + dequantized
-        self.saved_copies = dequantized if job.activation_checkpointing else all_copies
+            self.saved_copies = dequantized
+        else:
+            self.masks, self.saved_copies = 0, all_copies
+            self.saved = self.tokens * saved.layers.token_bytes(length)
         self.forward_copies = all_copies if activations.caches_weight_copies else self.saved_copies
-        if job.activation_checkpointing and self.weights.frozen and self.engine.autocasts:
+        if job.activation_checkpointing and frozen and self.engine.autocasts:
             self.forward_copies += 2 * self.weights.num_trained  # autocast caches its copies of the adapters
         self.head_copy = activations.head_copy_bytes
         self.exchanged = self.tokens * activations.exchanged_bytes_per_token
@@ -269,84 +305,72 @@ class _Phases:
             hidden_size=shape.hidden_size,
             saved_bytes=saved.logit_bytes,
             # Under autocast the head's gradient has the dtype of its fp32 weights.
-            head_bytes=0 if self.weights.frozen else 4 if self.engine.autocasts else self.engine.element_bytes,
+            head_bytes=0 if frozen else 4 if self.engine.autocasts else self.engine.element_bytes,
             element_bytes=self.engine.element_bytes,
             chunk_tokens=job.loss_chunk_tokens,
         )
 
-    def _set_pipeline(self, load: StageLoad | None, shape: ModelShape) -> None:
-        """What other micro-batches of a pipeline hold while one computes, and buffers for what arrives."""
-        self.in_flight = self.received = 0
-        if load is not None:
-            others = int(self.saved * (load.micro_batches_in_flight - 1))
-            logits = LOG_PROBABILITY_BYTES * self.job.tokens_per_micro_batch * shape.vocab_size * load.logits_in_flight
-            self.in_flight = max(0, others) + logits
-            self.received = (
-                ACTIVATION_BYTES * self.job.tokens_per_micro_batch * shape.hidden_size * load.buffered_activations
-            )
+    def peaks(self) -> tuple[PhaseMemory, ...]:
+        """Return the moment of each phase that allocates most."""
+        # Parameters, complete or sharded, and what the engine needs to put them in place.
+        load = PhaseMemory(phase="load", parameter_bytes=self._parameters, buffer_bytes=self.buffers.load_bytes)
+        # Activations are gone and gradients reduced: ZeRO-1 has freed all but its partition of them.
+        ranks = self.engine.world_size if self.engine.sharding == "shard_optimizer" else 1
+        step = self._phase("step", buffers=self.buffers.step_bytes, gradients=self._gradients // ranks)
+        moments = [load, *self._forward(), *self._backward(), step]
+        return tuple(
+            max((moment for moment in moments if moment.phase == phase), key=lambda moment: moment.allocated_bytes)
+            for phase in PHASES
+        )
 
-    def load(self) -> PhaseMemory:
-        """Parameters, complete or sharded, and what the engine needs to put them in place."""
-        return PhaseMemory(phase="load", parameter_bytes=self._parameters, buffer_bytes=self.buffers.load_bytes)
-
-    def forward(self) -> PhaseMemory:
+    def _forward(self) -> list[PhaseMemory]:
         """In the last layer, or at the end, when the logits exist in two dtypes."""
         last_layer = self._phase(
             "forward",
             activations=self.saved,
-            buffers=self.buffers.forward_layer_bytes + self.exchanged,
-            copies=self.saved_copies,
+            buffers=self.buffers.forward_layer_bytes + self.exchanged + self.saved_copies,
             gradients=self._gradients_in_forward,
         )
         end = self._phase(
             "forward",
             activations=self.saved + self.outer,
             logits=self.logits[0],
-            buffers=self.buffers.forward_bytes,
-            copies=self.forward_copies + self.head_copy,
+            buffers=self.buffers.forward_bytes + self.forward_copies + self.head_copy,
             gradients=self._gradients_in_forward,
         )
-        return max(last_layer, end, key=lambda phase: phase.allocated_bytes)
+        return [last_layer, end]
 
-    def backward(self) -> PhaseMemory:
+    def _backward(self) -> list[PhaseMemory]:
         """At the loss, in the last layer (the first to run backward), in the first layer, or at a tied embedding."""
         checkpointing = self.job.activation_checkpointing
+        trained, in_forward = self.weights.num_trained, self._gradients_in_forward
+        # The head's gradient is the first of the backward.
+        head_gradient = int(self._gradients * (self.head / trained)) if trained and not self.weights.frozen else 0
         loss = self._phase(
             "backward",
             activations=self.saved + self.outer,
             logits=self.logits[1],
-            buffers=self.buffers.loss_bytes,
-            copies=self.saved_copies + self.head_copy,
-            gradients=self._gradients_in_forward,
+            buffers=self.buffers.loss_bytes + self.saved_copies + self.head_copy,
+            gradients=in_forward,
         )
+        copies = self.layer_copies if checkpointing else self.saved_copies
         last_layer = self._phase(
             "backward",
             activations=self.saved + (self.one_layer if checkpointing else 0) + self.layer_backward,
-            buffers=self.buffers.backward_bytes + self.exchanged,
-            copies=self.layer_copies if checkpointing else self.saved_copies,
-            gradients=max(self._gradients_in_forward, min(self._gradients, self._head_gradient)),
+            buffers=self.buffers.backward_bytes + self.exchanged + copies,
+            gradients=max(in_forward, min(self._gradients, head_gradient)),
         )
         first_layer = self._phase(
             "backward",
             activations=self.one_layer + self.layer_backward + self.masks,
-            buffers=self.buffers.first_layer_bytes + self.exchanged,
-            copies=self.layer_copies,
+            buffers=self.buffers.first_layer_bytes + self.exchanged + self.layer_copies,
             gradients=self._gradients_at_first_layer,
         )
-        embedding = self._phase(
-            "backward", buffers=self.buffers.end_bytes + self.tied_gradients, gradients=self._gradients
-        )
-        return max(loss, last_layer, first_layer, embedding, key=lambda phase: phase.allocated_bytes)
-
-    def step(self) -> PhaseMemory:
-        """Activations are gone and gradients reduced: ZeRO-1 has freed all but its partition of them."""
-        gradients = self._gradients
-        if self.engine.sharding == "shard_optimizer":
-            gradients //= self.engine.world_size
-        return self._phase("step", buffers=self.buffers.step_bytes, gradients=gradients)
+        tied = self.buffers.end_bytes + self.tied_gradients
+        return [loss, last_layer, first_layer, self._phase("backward", buffers=tied, gradients=self._gradients)]
 
     def _phase(
-        self, name: str, *, activations: int = 0, logits: int = 0, buffers: int = 0, copies: int = 0, gradients: int
+        self, name: str, *, activations: int = 0, logits: int = 0, buffers: int = 0, gradients: int
     ) -> PhaseMemory:
         accumulated = self.buffers.accumulated_bytes if name != "step" else 0
         if accumulated:  # they are freed layer by layer as the last backward makes the shards, which are no larger
@@ -358,7 +382,7 @@ class _Phases:
             optimizer_bytes=0 if self.engine.offload_optimizer else self.states.optimizer_bytes,
             activation_bytes=activations + (self.in_flight if name != "step" else 0),
             logits_bytes=logits,
-            buffer_bytes=self.buffers.lasting_bytes + self.received + buffers + copies + accumulated,
+            buffer_bytes=self.buffers.lasting_bytes + self.received + buffers + accumulated,
         )
 
     @property
@@ -384,13 +408,6 @@ class _Phases:
             return self._gradients
         if self.weights.frozen:
             return self._gradients - self._gradients // self.weights.shape.num_layers
-        missing = self.weights.largest_layer + (0 if self.weights.shape.tied_embeddings else self.head)
+        missing = self.weights.largest_layer() + (0 if self.weights.shape.tied_embeddings else self.head)
         share = 1 - min(missing, self.weights.num_trained) / self.weights.num_trained
         return max(self._gradients_in_forward, int(self._gradients * share))
-
-    @property
-    def _head_gradient(self) -> int:
-        """The first gradient of the backward."""
-        if self.weights.frozen or not self.weights.num_trained:
-            return 0
-        return int(self._gradients * (self.head / self.weights.num_trained))

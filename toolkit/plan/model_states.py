@@ -9,7 +9,7 @@
     >>> model_states(engine, job_weights(shape)).total_bytes  # 16 per parameter
     1600
 
-Bytes per parameter are those of `toolkit.presets.characteristics`, padding is that of `toolkit.presets.shard_bytes`.
+Bytes per parameter and padding are those of `toolkit.presets.characteristics`.
 Rank 0 has the largest share under every engine. `tests/plan/test_engine_bytes.py` compares all of it with real engines.
 """
 
@@ -25,8 +25,7 @@ from toolkit.models.nf4 import constant_bytes, is_in_4bit, packed_layer
 from toolkit.models.optimizers import DEFAULT_OPTIMIZER, OPTIMIZERS, OptimizerSpec, UpdatedTensor
 from toolkit.models.shape import Layer, ModelShape, Tensor
 from toolkit.plan.engine_settings import EngineSettings
-from toolkit.presets.characteristics import OFFLOADED_GRADIENT_BYTES
-from toolkit.presets.shard_bytes import flat_share, partition_share, rows_share
+from toolkit.presets.characteristics import OFFLOADED_GRADIENT_BYTES, flat_share, partition_share, rows_share
 
 ADAM_BYTES = 8  # AdamW in fp32: momentum and variance
 FP32_BYTES = 4
@@ -71,13 +70,11 @@ class JobWeights:
         """Return the bytes of a whole copy: trained weights in fp32, frozen ones in the compute dtype or 4 bits."""
         return FP32_BYTES * self.num_trained + element_bytes * self.num_frozen + self.constant_bytes
 
-    @cached_property
-    def parameter_groups(self) -> tuple[int, int]:
-        """Trained elements with and without weight decay: the Trainer's two parameter groups."""
-        return self.partitioned_groups(_elements)
+    def groups(self, share: Callable[[Tensor], int]) -> tuple[int, int]:
+        """Return the elements that a rank holds of each parameter group of the Trainer, with and without weight decay.
 
-    def partitioned_groups(self, share: Callable[[Tensor], int]) -> tuple[int, int]:
-        """Return the elements that a rank holds of each parameter group, if it holds `share` of each tensor."""
+        It holds `share` of each tensor.
+        """
         decayed = total(self.trained, lambda tensor: share(tensor) if tensor.has_weight_decay else 0)
         return decayed, total(self.trained, share) - decayed
 
@@ -86,41 +83,33 @@ class JobWeights:
         """Elements of the largest tensor."""
         return max(tensor.num_elements for tensor, _ in (*self.trained, *self.frozen))
 
-    def largest_bytes(self, element_bytes: int) -> int:
-        """Return the bytes of the largest tensor as it is loaded."""
-        frozen = [element_bytes * tensor.num_elements for tensor, _ in (*self.frozen, *self.in_4bit)]
-        return max([*frozen, FP32_BYTES * self.largest_trained])
-
-    @cached_property
-    def largest_linear(self) -> int:
-        """Elements of the largest weight of a linear layer."""
-        return max(tensor.num_elements for kind in self.shape.layer_kinds for tensor in kind if tensor.is_linear_weight)
-
     @cached_property
     def largest_trained(self) -> int:
         """Elements of the largest trained tensor."""
         return max(tensor.num_elements for tensor, _ in self.trained)
 
     @cached_property
-    def largest_layer(self) -> int:
-        """Elements of the largest layer, adapters included: what FSDP2 gathers at once."""
-        return max(sum(map(_elements, kind)) for kind in self.layer_kinds) + self._adapters_per_layer
+    def largest_linear(self) -> int:
+        """Elements of the largest weight of a linear layer."""
+        return max(tensor.num_elements for kind in self.shape.layer_kinds for tensor in kind if tensor.is_linear_weight)
 
-    def largest_gathered_layer(self, ranks_sharing: Callable[[Tensor], int]) -> int:
-        """Return the elements of the largest layer when gathered from the shards of all ranks that share each tensor.
+    def largest_bytes(self, element_bytes: int) -> int:
+        """Return the bytes of the largest tensor as it is loaded."""
+        frozen = [element_bytes * tensor.num_elements for tensor, _ in (*self.frozen, *self.in_4bit)]
+        return max([*frozen, FP32_BYTES * self.largest_trained])
+
+    def largest_layer(self, ranks_sharing: Callable[[Tensor], int] = lambda _: 1) -> int:
+        """Return the elements of the largest layer, adapters included, as gathered from the ranks that share it.
 
         FSDP2 pads the rows of each tensor to a multiple of the ranks: 8 experts on 64 ranks take eight times the space.
         """
 
         def gathered(tensor: Tensor) -> int:
             ranks = ranks_sharing(tensor)
-            return ranks * rows_share(tensor.shape, ranks=ranks, rank=0)
+            return ranks * rows_share(tensor.shape, ranks=ranks)
 
-        return max(sum(map(gathered, kind)) for kind in self.layer_kinds) + self._adapters_per_layer
-
-    @property
-    def _adapters_per_layer(self) -> int:
-        return (self.num_trained if self.frozen else 0) // max(self.shape.num_layers, 1)
+        adapters = (self.num_trained if self.frozen else 0) // max(self.shape.num_layers, 1)
+        return max(sum(map(gathered, kind)) for kind in self.layer_kinds) + adapters
 
     @cached_property
     def embedding(self) -> int:
@@ -130,9 +119,7 @@ class JobWeights:
     @cached_property
     def root_unit(self) -> int:
         """Elements of accelerate's root FSDP2 unit, gathered from forward to backward: final norm and head."""
-        embeddings = [tensor for tensor in self.shape.outer if tensor.is_embedding]
-        own_unit = 0 if self.shape.tied_embeddings or not embeddings else embeddings[0].num_elements
-        return sum(map(_elements, self.shape.outer)) - own_unit
+        return sum(map(_elements, self.shape.outer)) - (0 if self.shape.tied_embeddings else self.embedding)
 
 
 @lru_cache(maxsize=64)
@@ -151,21 +138,17 @@ def job_weights(
     if lora_r is None:
         return JobWeights(shape=shape, trained=_counted(kinds, shape.outer), frozen=(), layer_kinds=kinds)
     adapters: Counter[Layer] = Counter()
-    for kind, count in shape.layer_kinds.items():
+    stored: Counter[Layer] = Counter()
+    for kind, count in kinds.items():
         adapters[lora_layer(shape, kind, lora_r, lora_target_modules)] += count
-    outer = outer_lora(shape, lora_r, lora_target_modules)
-    in_4bit: TensorCounts = ()
-    if load_in_4bit:
-        in_4bit = tuple((tensor, count) for kind, count in kinds.items() for tensor in kind if is_in_4bit(tensor))
-        kinds = Counter()
-        for kind, count in shape.layer_kinds.items():
-            kinds[packed_layer(kind, element_bytes=element_bytes)] += count
+        stored[packed_layer(kind, element_bytes=element_bytes) if load_in_4bit else kind] += count
+    quantized = ((tensor, count) for kind, count in kinds.items() for tensor in kind if is_in_4bit(tensor))
     return JobWeights(
         shape=shape,
-        trained=_counted(adapters, outer),
-        frozen=_counted(kinds, shape.outer),
-        layer_kinds=kinds,
-        in_4bit=in_4bit,
+        trained=_counted(adapters, outer_lora(shape, lora_r, lora_target_modules)),
+        frozen=_counted(stored, shape.outer),
+        layer_kinds=stored,
+        in_4bit=tuple(quantized) if load_in_4bit else (),
     )
 
 
@@ -204,19 +187,15 @@ def model_states(engine: EngineSettings, weights: JobWeights, optim: str = DEFAU
     optimizer = OPTIMIZERS[optim]
     if engine.kind == "fsdp2":
         return _fsdp2(engine, weights, optimizer)
-    if engine.kind != "deepspeed":
-        return ModelStates(
-            parameter_bytes=weights.held_bytes(engine.element_bytes),
-            gradient_bytes=FP32_BYTES * (weights.num_trained + _whole_embedding(engine, weights)),
-            optimizer_bytes=_state_bytes(optimizer, weights, lambda tensor: tensor.num_elements),
-        )
-    states = _zero3 if engine.shards_parameters else _zero12
-    return states(engine, weights, optimizer)
-
-
-def _whole_embedding(engine: EngineSettings, weights: JobWeights) -> int:
-    """Elements that the other ranks' parts add to the gradient of a split embedding: without FSDP2 it is whole."""
-    return 0 if weights.frozen else (engine.tp - 1) * weights.embedding
+    if engine.kind == "deepspeed":
+        return (_zero3 if engine.shards_parameters else _zero12)(engine, weights, optimizer)
+    # Without FSDP2 the gradient of a split embedding is whole: other ranks' parts add to it.
+    whole_embedding = 0 if weights.frozen else (engine.tp - 1) * weights.embedding
+    return ModelStates(
+        parameter_bytes=weights.held_bytes(engine.element_bytes),
+        gradient_bytes=FP32_BYTES * (weights.num_trained + whole_embedding),
+        optimizer_bytes=_state_bytes(optimizer, weights, _elements),
+    )
 
 
 def _state_bytes(optimizer: OptimizerSpec, weights: JobWeights, share: Callable[[Tensor], int]) -> int:
@@ -224,11 +203,11 @@ def _state_bytes(optimizer: OptimizerSpec, weights: JobWeights, share: Callable[
 
     def held(tensor: Tensor, count: int) -> UpdatedTensor:
         first, *others = tensor.shape or (1,)
-        rows = first * share(tensor) // max(tensor.num_elements, 1)
-        is_hidden_matrix = tensor.is_linear_weight and tensor not in weights.shape.outer
-        shape = (rows, *others)
         return UpdatedTensor(
-            shape=shape, count=count, is_embedding=tensor.is_embedding, is_hidden_matrix=is_hidden_matrix
+            shape=(first * share(tensor) // max(tensor.num_elements, 1), *others),
+            count=count,
+            is_embedding=tensor.is_embedding,
+            is_hidden_matrix=tensor.is_linear_weight and tensor not in weights.shape.outer,
         )
 
     return optimizer.state_bytes(held(tensor, count) for tensor, count in weights.trained)
@@ -255,7 +234,7 @@ def _fsdp2(engine: EngineSettings, weights: JobWeights, optimizer: OptimizerSpec
 
 
 def _zero12(engine: EngineSettings, weights: JobWeights, optimizer: OptimizerSpec) -> ModelStates:
-    groups = [group for group in weights.parameter_groups if group]
+    groups = [group for group in weights.groups(_elements) if group]
     whole = engine.sharding == "replicate"
     partitions = groups if whole else [flat_share(group, ranks=engine.world_size) for group in groups]
     share = sum(partitions)
@@ -283,6 +262,6 @@ def _zero3(engine: EngineSettings, weights: JobWeights, optimizer: OptimizerSpec
     return ModelStates(
         parameter_bytes=engine.element_bytes * (trained + frozen) + kept + weights.constant_bytes,
         gradient_bytes=engine.element_bytes * trained,
-        optimizer_bytes=_flat_state_bytes(optimizer, weights.partitioned_groups(share)),
+        optimizer_bytes=_flat_state_bytes(optimizer, weights.groups(share)),
         persistent_bytes=kept + weights.constant_bytes,
     )

@@ -13,7 +13,7 @@ from itertools import chain
 from toolkit.models.shape import Layer, ModelShape, Tensor
 from toolkit.parallel.layout import ParallelLayout
 from toolkit.parallel.pipeline_schedule import GPIPE, PipelineSettings, divide_layers
-from toolkit.plan.collectives import Collective
+from toolkit.plan.interconnect import Collective
 
 ACTIVATION_BYTES = 4  # the residual stream between layers, also under autocast
 LOG_PROBABILITY_BYTES = 4  # saved per logit between forward and backward

@@ -12,9 +12,8 @@ from rich.table import Table
 from toolkit.hardware.gpu_table import GIGA
 from toolkit.models.checked_counts import FULL, LORA, LORA_ON_SOME, QLORA, is_checked
 from toolkit.models.lora import ALL_LINEAR
-from toolkit.plan.memory_verdict import LARGEST_WORLD_SIZE
 from toolkit.plan.planned_job import PlannedJob
-from toolkit.plan.planner import Plan, PlanRequest
+from toolkit.plan.planner import LARGEST_WORLD_SIZE, Plan, PlanRequest
 from toolkit.units import GIB, NOT_AVAILABLE, gib, number, seconds
 
 TABLE_COLUMNS = 100

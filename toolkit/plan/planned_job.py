@@ -6,14 +6,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 
 from toolkit.errors import ToolkitError
 from toolkit.job.accumulation import ACCUMULATE, WHOLE
 from toolkit.job.argument_fields import ARGUMENTS
-from toolkit.job.argument_values import check_word
+from toolkit.job.argument_values import Range, check_range, check_word
 from toolkit.job.job import Job
 from toolkit.models.attention import (
     AUTO,
@@ -26,7 +26,7 @@ from toolkit.models.attention import (
 from toolkit.models.lora import ALL_LINEAR, check_lora_targets, lora_layers, outer_lora
 from toolkit.models.nf4 import packed_layer
 from toolkit.models.shape import Layer, ModelShape
-from toolkit.models.split import ModelSplit, part_of_rank, read_split
+from toolkit.models.split import part_of_rank, read_split
 from toolkit.parallel.layout import DEGREES, ParallelLayout
 from toolkit.plan.engine_settings import EngineSettings, engine_settings
 from toolkit.plan.pipeline_stages import stage_shape
@@ -39,7 +39,6 @@ LOSSES = ("chunked", "full", "fused", "chunked_output")
 # Larger values are typing errors: no cluster has so many GPUs.
 LARGEST_DEGREE = 2**10
 LARGEST_WORLD_SIZE = 2**20
-
 
 # What a plan depends on, beside the choices that `PlannedJob.of` makes.
 PLANNED_ARGUMENTS = (
@@ -117,13 +116,25 @@ class PlannedJob(Job):
         return replace(self, loss="auto", use_liger_kernel=self.loss == "fused")
 
     def limits_on(self, shape: ModelShape) -> ModelLimits:
-        """Return what of this model can be split, for presets with degrees of parallelism."""
-        return ModelLimits(split=planned_split(shape, self) if self.degrees else None)
-
-    @property
-    def length_text(self) -> str:
-        """Length of the rows, for people."""
-        return f"{self.max_seq_length:,} tokens" + (" in every row" if self.lengths_differ is False else "")
+        """Return how far this model can be split, and for what of the job there are no figures then."""
+        if not self.degrees:
+            return ModelLimits(split=None)
+        fields = {
+            "model_type": shape.model_type,
+            "num_attention_heads": shape.num_attention_heads,
+            "num_key_value_heads": shape.num_kv_heads,
+            "intermediate_size": shape.intermediate_size,
+            "vocab_size": shape.vocab_size,
+            "num_experts": shape.num_experts,
+            "num_hidden_layers": shape.num_layers,
+        }
+        not_planned = {}
+        if shape.activations_from != "formulas":
+            not_planned["tp"] = "there are no formulas for what each tensor of its layers saves"
+        adapters = () if self.lora_r is None else _lora_layers(shape, self.lora_r, self.lora_target_modules)
+        if any(tensor.is_expert for layer in adapters for tensor in layer):
+            not_planned["lora"] = "it adapts experts, of which no run has shown who holds the adapters"
+        return ModelLimits(split=replace(read_split(fields), not_planned=not_planned))
 
     @property
     def method_text(self) -> str:
@@ -166,6 +177,16 @@ class TrainingSetup:
         return 1 if self.layout is None else self.layout.ranks_per_batch
 
     @property
+    def accumulation_steps(self) -> int:
+        """Accumulation steps per optimizer step."""
+        return self.job.gradient_accumulation_steps
+
+    @property
+    def local_tokens(self) -> int:
+        """Tokens of a micro-batch that one rank holds: a part of each where ranks share sequences."""
+        return -(-self.job.tokens_per_micro_batch // self.engine.ranks_per_sequence)
+
+    @cached_property
     def part(self) -> ModelShape:
         """The model as far as one rank computes it, before anything shards it; in a pipeline, the last one."""
         settings = self.job.pipeline
@@ -173,80 +194,42 @@ class TrainingSetup:
             return stage_shape(self.shape, settings, settings.ranks - 1)
         return part_of_rank(self.shape, self.layout)
 
-    @property
-    def local_tokens(self) -> int:
-        """Tokens of a micro-batch that one rank holds: a part of each where ranks share sequences."""
-        return -(-self.job.tokens_per_micro_batch // self.engine.ranks_per_sequence)
-
-    @property
+    @cached_property
     def adapters(self) -> tuple[Layer, ...]:
-        """LoRA tensors of each layer; empty for a full fine-tune."""
+        """LoRA tensors of each decoder layer, and then those outside of them; empty for a full fine-tune."""
         if self.job.lora_r is None:
             return ()
-        return _lora_layers(self.part, self.job.lora_r, self.job.lora_target_modules)
+        lora = self.part, self.job.lora_r, self.job.lora_target_modules
+        return (*_lora_layers(*lora), outer_lora(*lora))
 
-    @property
-    def outer_adapters(self) -> Layer:
-        """LoRA tensors outside the decoder layers."""
-        if self.job.lora_r is None:
-            return ()
-        return outer_lora(self.part, self.job.lora_r, self.job.lora_target_modules)
-
-    @property
-    def layers(self) -> tuple[Layer, ...]:
-        """Tensors of each decoder layer as they are stored, LoRA's included."""
+    @cached_property
+    def units(self) -> tuple[Layer, ...]:
+        """Tensors of each decoder layer, and then those outside of them, as they are stored, LoRA's included."""
+        layers = self.part.layers
         if not self.adapters:
-            return self.part.layers
-        base = self.part.layers
+            return (*layers, self.part.outer)
         if self.job.load_in_4bit:
-            base = _packed_layers(self.shape, self.engine.element_bytes)
+            layers = _packed_layers(self.shape, self.engine.element_bytes)
+        base = (*layers, self.part.outer)
         return tuple(own + added for own, added in zip(base, self.adapters, strict=True))
 
     @property
-    def outer(self) -> Layer:
-        """Tensors outside the decoder layers, LoRA's included."""
-        return (*self.part.outer, *self.outer_adapters)
-
-    @property
-    def trained(self) -> Iterator[Layer]:
+    def trained(self) -> tuple[Layer, ...]:
         """Groups of tensors that have gradients."""
-        if self.job.lora_r is None:
-            yield from (*self.part.layers, self.part.outer)
-        else:
-            yield from (*self.adapters, self.outer_adapters)
+        return self.adapters or self.units
 
     @cached_property
     def num_trained(self) -> int:
         """Elements that have gradients."""
-        return num_elements(self.trained)
+        return _num_elements(self.trained)
 
     @cached_property
     def num_total(self) -> int:
         """Elements of model and adapters, as they are stored."""
-        return num_elements((*self.layers, self.outer))
+        return _num_elements(self.units)
 
 
 _lora_layers = cache(lora_layers)
-
-
-def planned_split(shape: ModelShape, job: PlannedJob) -> ModelSplit:
-    """Return how far the model can be split, and for what of the job the planner has no figures."""
-    fields = {
-        "model_type": shape.model_type,
-        "num_attention_heads": shape.num_attention_heads,
-        "num_key_value_heads": shape.num_kv_heads,
-        "intermediate_size": shape.intermediate_size,
-        "vocab_size": shape.vocab_size,
-        "num_experts": shape.num_experts,
-        "num_hidden_layers": shape.num_layers,
-    }
-    not_planned = {}
-    if shape.activations_from != "formulas":
-        not_planned["tp"] = "there are no formulas for what each tensor of its layers saves"
-    adapters = () if job.lora_r is None else _lora_layers(shape, job.lora_r, job.lora_target_modules)
-    if any(tensor.is_expert for layer in adapters for tensor in layer):
-        not_planned["lora"] = "it adapts experts, of which no run has shown who holds the adapters"
-    return replace(read_split(fields), not_planned=not_planned)
 
 
 def accumulate_in_effect(preset: Preset, job: PlannedJob) -> str | None:
@@ -260,8 +243,7 @@ def _packed_layers(shape: ModelShape, element_bytes: int) -> tuple[Layer, ...]:
     return tuple(packed[layer] for layer in shape.layers)
 
 
-def num_elements(layers: Iterable[Layer]) -> int:
-    """Return the number of elements in all tensors of some layers."""
+def _num_elements(layers: Iterable[Layer]) -> int:
     return sum(tensor.num_elements for layer in layers for tensor in layer)
 
 
@@ -270,7 +252,8 @@ def check_planned_job(job: PlannedJob, shape: ModelShape) -> None:
     for name in (*PLANNED_ARGUMENTS, "gpus_per_node"):
         value = getattr(job, name)
         if isinstance(value, int) and not isinstance(value, bool):
-            check_size(_option(name), value, _largest(name))
+            limits = ARGUMENTS[name].metadata.get("limits") if name in ARGUMENTS else None
+            check_size("--" + name.replace("_", "-"), value, LARGEST_DEGREE if limits is None else int(limits.highest))
     if job.loss not in LOSSES:
         raise ToolkitError(f"--loss is {job.loss!r}, expected one of {', '.join(LOSSES)}")
     if job.accumulate not in (None, *ACCUMULATE):
@@ -279,10 +262,11 @@ def check_planned_job(job: PlannedJob, shape: ModelShape) -> None:
         check_word("--attn-implementation", job.attn_implementation, attention_words())
     model_attention = read_model_attention({"model_type": shape.model_type})
     check_supported(None, job.as_trained, model=ModelLimits(attention=model_attention), purpose="plan")
-    if job.lora_r is not None and job.lora_r > shape.hidden_size > 0:
+    if job.lora_r is None:
+        return
+    if job.lora_r > shape.hidden_size > 0:
         raise ToolkitError(f"--lora-r is {job.lora_r}, expected at most the hidden size {shape.hidden_size}")
-    if job.lora_r is not None:
-        check_lora_targets(shape, job.lora_target_modules)
+    check_lora_targets(shape, job.lora_target_modules)
 
 
 def check_world_size(world_size: int) -> None:
@@ -292,16 +276,4 @@ def check_world_size(world_size: int) -> None:
 
 def check_size(option: str, value: int, largest: int) -> None:
     """Raise ToolkitError for a value below 1 or above `largest`."""
-    if value < 1:
-        raise ToolkitError(f"{option} is {value}, expected 1 or more")
-    if value > largest:
-        raise ToolkitError(f"{option} is {value:,}, expected {largest:,} or less")
-
-
-def _largest(name: str) -> int:
-    limits = ARGUMENTS[name].metadata.get("limits") if name in ARGUMENTS else None
-    return LARGEST_DEGREE if limits is None else int(limits.highest)
-
-
-def _option(name: str) -> str:
-    return "--" + name.replace("_", "-")
+    check_range(option, value, Range(lowest=1, highest=largest))

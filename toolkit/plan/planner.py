@@ -6,20 +6,20 @@ plans = make_plans(request)
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from toolkit.errors import ToolkitError
-from toolkit.hardware.gpu_table import Gpu, custom_gpu, named_or_visible_gpu
-from toolkit.hardware.gpus import visible_world_size
+from toolkit.hardware.gpu_table import Gpu, custom_gpu, find_gpu, named_or_visible_gpu
+from toolkit.hardware.gpus import gpu_names, visible_world_size
+from toolkit.job.job import Job
 from toolkit.models.read_model import check_unquantized, read_model
 from toolkit.models.shape import ModelShape
 from toolkit.parallel.layout import ParallelLayout
 from toolkit.plan.communication import communication_bytes, step_collectives
 from toolkit.plan.interconnect import Interconnect
-from toolkit.plan.memory import MemoryPlan, plan_memory
-from toolkit.plan.memory_verdict import FITS, largest_micro_batch, memory_verdict, smallest_world_size
+from toolkit.plan.memory import DOES_NOT_FIT, FITS, TOO_CLOSE, MemoryPlan, memory_verdict, plan_memory
 from toolkit.plan.model_states import job_weights
 from toolkit.plan.options import PlanOptions
 from toolkit.plan.planned_job import (
@@ -31,9 +31,14 @@ from toolkit.plan.planned_job import (
 )
 from toolkit.plan.step_time import DimensionTraffic, StepTime, dimension_traffic, step_time
 from toolkit.presets import list_presets, load_preset
+from toolkit.presets.compatibility import Reason
 from toolkit.presets.preset import Preset
 from toolkit.presets.support import unsupported
-from toolkit.units import GIB
+from toolkit.units import GIB, gib
+
+LARGEST_MICRO_BATCH = 4096
+LARGEST_WORLD_SIZE = 1024
+VERDICT_TEXT = {FITS: "fits", DOES_NOT_FIT: "does not fit", TOO_CLOSE: "too close to call"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -117,7 +122,8 @@ class Plan:
 
 def plan_request(model: str, options: PlanOptions) -> PlanRequest:
     """Return the request with model, presets and GPU read. Raises ToolkitError for what cannot be read."""
-    gpu = _find_gpu(options)
+    gpu = named_or_visible_gpu(options.gpu, has_memory=options.gpu_memory_gib is not None)
+    gpu = custom_gpu(gpu, memory_gib=options.gpu_memory_gib, tflops=options.gpu_tflops)
     host_memory_gib = options.host_memory_gib
     if host_memory_gib is not None and not 0 < host_memory_gib < 10**6:
         raise ToolkitError(f"--host-memory-gib is {host_memory_gib}, expected more than 0 and below a million")
@@ -135,11 +141,6 @@ def plan_request(model: str, options: PlanOptions) -> PlanRequest:
         host_memory_bytes=None if host_memory_gib is None else round(host_memory_gib * GIB),
         strict=bool(options.preset),
     )
-
-
-def _find_gpu(options: PlanOptions) -> Gpu:
-    listed = named_or_visible_gpu(options.gpu, has_memory=options.gpu_memory_gib is not None)
-    return custom_gpu(listed, memory_gib=options.gpu_memory_gib, tflops=options.gpu_tflops)
 
 
 def make_plans(request: PlanRequest) -> list[Plan]:
@@ -161,47 +162,98 @@ def make_plans(request: PlanRequest) -> list[Plan]:
     return [_plan(request, preset, size, smallest[preset.name]) for preset, size in supported]
 
 
-def _job_of(request: PlanRequest, preset: Preset) -> PlannedJob:
-    """The job without degrees of other presets' dimensions; one that no preset has stays, and is refused."""
-    planned = {name for each in request.presets for name in each.parallel}
-    others = [name for name in request.job.degrees if name in planned and name not in preset.parallel]
-    if "pp" not in preset.parallel and any("pp" in each.parallel for each in request.presets):
-        others += ["pipeline_schedule", "pipeline_chunks"]
-    return replace(request.job, **dict.fromkeys(others))  # type: ignore[arg-type]
+def plan_run(preset: Preset, job: Job, *, world_size: int, gpu: Gpu) -> Plan:
+    """Return the plan for rows of full length on one node. Raises ToolkitError, with the reason, if there is none."""
+    shape = read_model(str(job.model_name_or_path), count=False)
+    request = PlanRequest(shape=shape, presets=[preset], world_sizes=[world_size], job=PlannedJob.of(job), gpu=gpu)
+    return make_plans(request)[0]
+
+
+def plan_run_here(preset: Preset, job: Job, *, world_size: int, say: Callable[[str], None]) -> dict[str, Any] | None:
+    """Return the plan for this node's GPUs as a row of `toolkit plan --json`, or None if it cannot be planned.
+
+    Passes one line about the plan, or the reason for which there is none, to `say`.
+    """
+    try:
+        names = sorted(set(gpu_names()))
+        if len(names) != 1:
+            raise ToolkitError(f"the GPUs of this node are {', '.join(names) or 'not known to nvidia-smi'}")
+        plan = plan_run(preset, job, world_size=world_size, gpu=find_gpu(names[0]))
+    except ToolkitError as error:
+        say(f"not planned: {error.message}")
+        return None
+    say(plan_line(plan))
+    if plan.verdict == DOES_NOT_FIT:
+        say("  hint: `toolkit recommend` names presets that fit; a run that goes out of memory has exit code 3")
+    return plan.as_row()
+
+
+def plan_line(plan: Plan) -> str:
+    """Return one line about planned peak, GPU memory and verdict."""
+    peak, memory = gib(plan.memory.planned_peak_bytes), gib(plan.gpu_memory_bytes)
+    return f"planned peak {peak} of {memory} per GPU ({plan.memory.peak.phase}): {VERDICT_TEXT[plan.verdict]}"
 
 
 def _supported(request: PlanRequest) -> Iterator[tuple[Preset, int]]:
     for world_size in request.world_sizes:
         for preset in request.presets:
-            job = _job_of(request, preset)
-            limits = job.limits_on(request.shape)
-            reason = unsupported(preset, job.as_trained, world_size=world_size, model=limits, purpose="plan")
-            if reason is not None and request.strict:
+            reason = _unsupported(request, preset, world_size)
+            if reason is None:
+                yield preset, world_size
+            elif request.strict:
                 raise ToolkitError(reason.message, hint=reason.hint)
-            if reason is not None:
-                continue
-            yield preset, world_size
+
+
+def _unsupported(request: PlanRequest, preset: Preset, world_size: int) -> Reason | None:
+    job = _job_of(request, preset)
+    limits = job.limits_on(request.shape)
+    return unsupported(preset, job.as_trained, world_size=world_size, model=limits, purpose="plan")
+
+
+def _job_of(request: PlanRequest, preset: Preset) -> PlannedJob:
+    """The job without degrees of other presets' dimensions; one that no preset has stays, and is refused."""
+    planned = {name for each in request.presets for name in each.parallel}
+    others = [name for name in request.job.degrees if name in planned and name not in preset.parallel]
+    if "pp" not in preset.parallel and "pp" in planned:
+        others += ["pipeline_schedule", "pipeline_chunks"]
+    return replace(request.job, **dict.fromkeys(others))  # type: ignore[arg-type]
 
 
 def _fits(request: PlanRequest, preset: Preset, world_size: int, micro_batch: int) -> bool:
     job = replace(_job_of(request, preset), per_device_train_batch_size=micro_batch)
-    memory = plan_memory(request.shape, preset, world_size=world_size, job=job)
-    return _verdict(request, memory) == FITS
-
-
-def _smallest_world_size(request: PlanRequest, preset: Preset) -> int | None:
-    job = _job_of(request, preset)
-    micro_batch, limits = job.per_device_train_batch_size, job.limits_on(request.shape)
-
-    def fits(size: int) -> bool:
-        divides = unsupported(preset, job.as_trained, world_size=size, model=limits, purpose="plan") is None
-        return divides and _fits(request, preset, size, micro_batch)
-
-    return smallest_world_size(preset, fits)
+    return _verdict(request, plan_memory(request.shape, preset, world_size=world_size, job=job)) == FITS
 
 
 def _verdict(request: PlanRequest, memory: MemoryPlan) -> str:
     return memory_verdict(memory, memory_bytes=request.gpu.memory_bytes, host_bytes=request.host_memory_bytes)
+
+
+def _smallest_world_size(request: PlanRequest, preset: Preset) -> int | None:
+    """The smallest power of two, up to 1,024, on which the job fits; None if there is none."""
+    for size in (1 << power for power in range(LARGEST_WORLD_SIZE.bit_length())):
+        micro_batch = request.job.per_device_train_batch_size
+        if _unsupported(request, preset, size) is None and _fits(request, preset, size, micro_batch):
+            return size
+    return None
+
+
+def largest_micro_batch(fits: Callable[[int], bool]) -> int | None:
+    """Return the largest micro-batch, up to 4,096, for which `fits` is true; None if 1 does not fit.
+
+    Memory grows with the micro-batch, so this doubles, then bisects.
+
+    >>> largest_micro_batch(lambda size: size <= 7)
+    7
+    """
+    if not fits(1):
+        return None
+    good, bad = 1, 2
+    while bad <= LARGEST_MICRO_BATCH and fits(bad):
+        good, bad = bad, bad * 2
+    while bad - good > 1:
+        middle = (good + bad) // 2
+        good, bad = (middle, bad) if fits(middle) else (good, middle)
+    return good
 
 
 def _plan(request: PlanRequest, preset: Preset, world_size: int, smallest: int | None) -> Plan:
@@ -209,7 +261,6 @@ def _plan(request: PlanRequest, preset: Preset, world_size: int, smallest: int |
     memory = plan_memory(shape, preset, world_size=world_size, job=job)
     setup = TrainingSetup(shape=shape, preset=preset, world_size=world_size, job=job)
     interconnect = Interconnect(gpu=request.gpu, world_size=world_size, gpus_per_node=job.gpus_per_node)
-    speed = step_time(setup, interconnect)
     collectives = step_collectives(setup)
     return Plan(
         preset=preset.name,
@@ -223,7 +274,7 @@ def _plan(request: PlanRequest, preset: Preset, world_size: int, smallest: int |
         communication_bytes_per_step=communication_bytes(collectives),
         traffic=dimension_traffic(collectives, interconnect),
         layout=setup.layout,
-        speed=speed,
+        speed=step_time(setup, interconnect),
         largest_micro_batch=largest_micro_batch(lambda size: _fits(request, preset, world_size, size)),
         smallest_world_size=smallest,
         accumulate=accumulate_in_effect(preset, job),

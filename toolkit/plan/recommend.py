@@ -30,7 +30,7 @@ from toolkit.plan.candidates import (
     largest_candidate,
     refusal,
 )
-from toolkit.plan.memory_verdict import TOO_CLOSE
+from toolkit.plan.memory import TOO_CLOSE
 from toolkit.plan.options import RecommendOptions
 from toolkit.plan.planned_job import PlannedJob, check_planned_job, check_size, check_world_size
 from toolkit.presets.compatibility import Purpose

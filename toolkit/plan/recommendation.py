@@ -84,9 +84,10 @@ def recommendation_lines(
 ) -> list[str]:
     """Return the recommendation as lines of text that are legible without colour."""
     choice, others, why_not = recommendation.choice, recommendation.others, recommendation.why_not
+    every_row = " in every row" if request.job.lengths_differ is False else ""
     lines = [
         f"{model}: {request.shape.num_params:,} parameters, {request.job.method_text}, "
-        f"{request.job.length_text}, {request.global_batch_size} sequences per step, "
+        f"{request.job.max_seq_length:,} tokens{every_row}, {request.global_batch_size} sequences per step, "
         f"on {request.world_size} × {request.gpu.name}",
         "",
         f"  use       {choice.preset.name}: {choice.settings}",

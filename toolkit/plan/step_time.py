@@ -1,6 +1,6 @@
 """Planned seconds of an optimizer step, tokens per second and MFU, each as a range from best to worst case.
 
-    >>> offload_efficiency(compute_seconds=2.0, transfer_seconds=1.0)  # two thirds of the time are computation
+    >>> offload_efficiency(2.0, 1.0)  # two thirds of the time are computation
     0.6666666666666666
 
 Nothing here was fitted to or checked on a GPU by this project. Rates are published measurements, each with its source;
@@ -17,12 +17,10 @@ from toolkit.models.flops import TokenFlops, flops_of, mfu
 from toolkit.models.optimizers import OPTIMIZERS, UpdatedTensor
 from toolkit.models.shape import ModelShape
 from toolkit.parallel.layout import DIMENSIONS
-from toolkit.parallel.pipeline_schedule import PipelineSettings
-from toolkit.plan.collectives import Collective
 from toolkit.plan.communication import communication_bytes, step_collectives
-from toolkit.plan.interconnect import Interconnect, Range
+from toolkit.plan.interconnect import Collective, Interconnect, Range
 from toolkit.plan.pipeline_stages import stage_shape
-from toolkit.plan.planned_job import TrainingSetup, num_elements
+from toolkit.plan.planned_job import TrainingSetup
 
 # Best measured share of the dense peak in a large bf16 matrix multiplication (stas00/ml-engineering,
 # compute/accelerator, "Maximum Achievable Matmul FLOPS", 2025); the highest of these for GPUs without an entry.
@@ -74,9 +72,9 @@ class DimensionTraffic:
 
 def dimension_traffic(collectives: Iterable[Collective], interconnect: Interconnect) -> tuple[DimensionTraffic, ...]:
     """Return the traffic of each dimension that has any, from the outermost to the innermost."""
-    found = list(collectives)
-    dimensions = sorted({collective.dimension for collective in found}, key=DIMENSIONS.index)
-    grouped = ((name, [each for each in found if each.dimension == name]) for name in dimensions)
+    by_dimension: dict[str, list[Collective]] = {name: [] for name in DIMENSIONS}
+    for collective in collectives:
+        by_dimension[collective.dimension].append(collective)
     return tuple(
         DimensionTraffic(
             dimension=name,
@@ -84,7 +82,8 @@ def dimension_traffic(collectives: Iterable[Collective], interconnect: Interconn
             seconds=_sum(map(interconnect.seconds, own)),
             crosses_nodes=any(map(interconnect.crosses_nodes, own)),
         )
-        for name, own in grouped
+        for name, own in by_dimension.items()
+        if own
     )
 
 
@@ -116,16 +115,17 @@ def step_time(
 
     None if the GPU's peak in the compute dtype is unknown.
     """
-    peak = interconnect.gpu.peak_flops(_dtype(setup))
+    preset, precision = setup.preset, setup.mixed_precision or setup.preset.mixed_precision
+    peak = interconnect.gpu.peak_flops("fp32" if precision == "no" else precision)
     if peak is None:
         return None
-    steps = setup.job.gradient_accumulation_steps
+    steps = setup.accumulation_steps
     # Ranks of one batch divide its work; ranks that split layers each have all of its tokens.
     tokens, own_tokens = setup.job.tokens_per_micro_batch * steps // setup.ranks_per_batch, setup.local_tokens * steps
-    if setup.preset.engine == "pipeline":  # each has all tokens, and some of the layers
+    if preset.engine == "pipeline":  # each has all tokens, and some of the layers
         own_tokens //= setup.ranks_per_batch
-    flops = setup_flops(setup)
-    compute = compute_seconds(
+    flops, bubble = setup_flops(setup), _bubble_factor(setup)
+    low, high = compute_seconds(
         interconnect.gpu,
         setup.shape,
         tp=setup.engine.tp,
@@ -133,57 +133,51 @@ def step_time(
         tokens=own_tokens,
         flops=flops.hardware_flops * tokens,
     )
-    compute = _with_bubble(compute, setup)
+    compute = low * bubble, high * bubble
     collectives = step_collectives(setup)
-    communication = _sum(interconnect.seconds(collective) for collective in collectives)
+    communication = _sum(map(interconnect.seconds, collectives))
     blocking = sum(interconnect.seconds(collective)[0] for collective in collectives if collective.blocks)
     optimizer = _optimizer_seconds(setup, interconnect)
     offload = _offload_seconds(setup, interconnect, nvme_bytes_per_second)
-    serial = setup.preset.engine == "deepspeed" and setup.preset.sharding in SHARDINGS_WITHOUT_OVERLAP
+    serial = preset.engine == "deepspeed" and preset.sharding in SHARDINGS_WITHOUT_OVERLAP
     overlapped = compute[0] + communication[0] if serial else max(compute[0] + blocking, communication[0])
     low = max(overlapped, offload[0]) + optimizer[0]
     high = compute[1] + communication[1] + offload[1] + optimizer[1]
-    offloads = setup.preset.offload_optimizer or setup.preset.offload_param
+    speed = tokens / high, tokens / low
     utilisation = [
-        mfu(tokens_per_second_per_gpu=tokens / seconds, flops_per_token=flops.model_flops, peak_flops=peak) or 0.0
-        for seconds in (high, low)
+        mfu(tokens_per_second_per_gpu=each, flops_per_token=flops.model_flops, peak_flops=peak) or 0.0 for each in speed
     ]
+    efficiency = None
+    if preset.offload_optimizer or preset.offload_param:
+        efficiency = offload_efficiency(compute[0], offload[1]), offload_efficiency(compute[1], offload[0])
     return StepTime(
         step_seconds=(low, high),
         compute_seconds=compute,
         communication_seconds=communication,
         offload_seconds=offload,
         optimizer_seconds=optimizer,
-        tokens_per_second_per_gpu=(tokens / high, tokens / low),
+        tokens_per_second_per_gpu=speed,
         mfu=(utilisation[0], utilisation[1]),
         communication_bytes_per_step=communication_bytes(collectives),
         tokens_per_step_per_gpu=tokens,
         flops_per_token=flops.model_flops,
-        offload_efficiency=_offload_efficiency_range(compute, offload) if offloads else None,
+        offload_efficiency=efficiency,
     )
 
 
-def _with_bubble(compute: Range, setup: TrainingSetup) -> Range:
-    """Add the time that the average stage waits for the others, the slowest of them included.
+def _bubble_factor(setup: TrainingSetup) -> float:
+    """Time of a step over that of the average stage, which waits for the others, the slowest of them included.
 
     A rank of a pipeline computes its layers only, and the last one the head besides.
     """
     settings = setup.job.pipeline
     if setup.preset.engine != "pipeline" or settings is None:
-        return compute
-    work = [_stage_flops(setup, settings, rank) for rank in range(settings.ranks)]
-    slowest = max(work) / (sum(work) / len(work))
-    factor = settings.bubble_factor(setup.job.gradient_accumulation_steps, slowest=slowest)
-    return compute[0] * factor, compute[1] * factor
-
-
-def _stage_flops(setup: TrainingSetup, settings: PipelineSettings, rank: int) -> int:
-    return flops_of(
-        stage_shape(setup.shape, settings, rank),
-        seq_length=setup.job.max_seq_length,
-        recompute=setup.job.activation_checkpointing,
-        count_embeddings=False,
-    ).hardware_flops
+        return 1.0
+    job, parts = setup.job, [stage_shape(setup.shape, settings, rank) for rank in range(settings.ranks)]
+    length, recompute = job.max_seq_length, job.activation_checkpointing
+    flops = [flops_of(part, seq_length=length, recompute=recompute, count_embeddings=False) for part in parts]
+    work = [each.hardware_flops for each in flops]
+    return settings.bubble_factor(setup.accumulation_steps, slowest=max(work) / (sum(work) / len(work)))
 
 
 def setup_flops(setup: TrainingSetup) -> TokenFlops:
@@ -191,23 +185,18 @@ def setup_flops(setup: TrainingSetup) -> TokenFlops:
     return flops_of(
         setup.shape,
         seq_length=setup.job.max_seq_length,
-        num_adapter_params=num_elements((*setup.adapters, setup.outer_adapters)),
+        num_adapter_params=setup.num_trained if setup.adapters else 0,
         recompute=setup.job.activation_checkpointing,
     )
 
 
-def offload_efficiency(*, compute_seconds: float, transfer_seconds: float) -> float:
+def offload_efficiency(compute_seconds: float, transfer_seconds: float) -> float:
     """Return the share of its speed that a GPU keeps if transfers of model states overlap nothing.
 
     ZeRO-Infinity's AIT·bw / (AIT·bw + peak) (section 4.1, https://arxiv.org/abs/2104.07857), where the arithmetic
     intensity AIT is the operations per transferred byte.
     """
     return compute_seconds / (compute_seconds + transfer_seconds)
-
-
-def _dtype(setup: TrainingSetup) -> str:
-    precision = setup.mixed_precision or setup.preset.mixed_precision
-    return "fp32" if precision == "no" else precision
 
 
 def compute_seconds(gpu: Gpu, shape: ModelShape, *, tp: int, peak: float, tokens: int, flops: int) -> Range:
@@ -248,53 +237,31 @@ def _optimizer_seconds(setup: TrainingSetup, interconnect: Interconnect) -> Rang
 
 def _offload_seconds(setup: TrainingSetup, interconnect: Interconnect, nvme: int | None) -> Range:
     """Between GPU and host, host and disk, and AdamW on the host's cores, which all GPUs of a node share."""
-    preset = setup.preset
+    preset, steps = setup.preset, setup.accumulation_steps
     if preset.offload_optimizer is None and preset.offload_param is None:
         return 0.0, 0.0
-    pcie = interconnect.gpu.pcie_bytes_per_second
-    gpus = min(interconnect.world_size, interconnect.gpus_per_node)
-    on_host, on_disk = _host_transfer_bytes(setup), _disk_transfer_bytes(setup) * gpus
-    updated = _optimizer_share(setup) * gpus / 1e9
+    trained, shard = _optimizer_share(setup), setup.num_total / setup.world_size
+    element_bytes = setup.engine.element_bytes
+    stored_bytes = 4 if preset.engine == "fsdp2" else element_bytes  # FSDP2 keeps fp32 shards on the host
+    on_host = on_disk = 0.0  # bytes of one GPU per step
+    if preset.offload_param is not None:  # shards for gathers
+        on_host += 2 * steps * stored_bytes * shard
+    if preset.offload_optimizer is not None:  # gradients, and updated parameters
+        on_host += (1 if setup.job.keeps_whole_gradients else steps) * stored_bytes * trained
+        on_host += 0 if preset.offload_param is not None else element_bytes * trained
+    if preset.offload_optimizer == "nvme":  # optimizer states, read and written
+        on_disk += 2 * 12 * trained
+    if preset.offload_param == "nvme":  # read for gathers, and written
+        on_disk += element_bytes * (2 * steps * shard + trained)
+    pcie, gpus = interconnect.gpu.pcie_bytes_per_second, min(interconnect.world_size, interconnect.gpus_per_node)
+    on_disk *= gpus
     slow_disk, fast_disk = DISK_BYTES_PER_SECOND if nvme is None else (0.5 * nvme, float(nvme))
-    adam = HOST_ADAM_SECONDS["fsdp2" if preset.engine == "fsdp2" else "deepspeed"]
-    updates = preset.offload_optimizer is not None
+    updated = trained * gpus / 1e9 if preset.offload_optimizer is not None else 0.0
+    fast_adam, slow_adam = HOST_ADAM_SECONDS["fsdp2" if preset.engine == "fsdp2" else "deepspeed"]
     return (
-        max(on_host / (pcie * PCIE_SHARE[1]), on_disk / fast_disk, adam[0] * updated * updates),
-        on_host / (pcie * PCIE_SHARE[0]) + on_disk / slow_disk + adam[1] * updated * updates,
+        max(on_host / (pcie * PCIE_SHARE[1]), on_disk / fast_disk, fast_adam * updated),
+        on_host / (pcie * PCIE_SHARE[0]) + on_disk / slow_disk + slow_adam * updated,
     )
-
-
-def _host_transfer_bytes(setup: TrainingSetup) -> float:
-    """Between one GPU and its host per step: shards for gathers, gradients, updated parameters."""
-    steps, element_bytes = setup.job.gradient_accumulation_steps, setup.engine.element_bytes
-    trained = _optimizer_share(setup)
-    moved = 0.0
-    if setup.preset.offload_param is not None:
-        stored = 4 if setup.preset.engine == "fsdp2" else element_bytes  # FSDP2 keeps fp32 shards on the host
-        moved += 2 * steps * stored * (setup.num_total / setup.world_size)
-    if setup.preset.offload_optimizer is not None:
-        reductions = 1 if setup.job.keeps_whole_gradients else steps
-        moved += (
-            reductions * (4 if setup.preset.engine == "fsdp2" else element_bytes) * trained
-        )  # FSDP2's shards are fp32
-        moved += 0 if setup.preset.offload_param is not None else element_bytes * trained
-    return moved
-
-
-def _disk_transfer_bytes(setup: TrainingSetup) -> float:
-    """One GPU's share per step: optimizer states read and written, parameters read for gathers and written."""
-    trained, moved = _optimizer_share(setup), 0.0
-    if setup.preset.offload_optimizer == "nvme":
-        moved += 2 * 12 * trained
-    if setup.preset.offload_param == "nvme":
-        shard = setup.num_total / setup.world_size
-        moved += setup.engine.element_bytes * (2 * setup.job.gradient_accumulation_steps * shard + trained)
-    return moved
-
-
-def _offload_efficiency_range(compute: Range, offload: Range) -> Range:
-    worst = offload_efficiency(compute_seconds=compute[0], transfer_seconds=offload[1])
-    return worst, offload_efficiency(compute_seconds=compute[1], transfer_seconds=offload[0])
 
 
 def _sum(ranges: Iterable[Range]) -> Range:

@@ -8,19 +8,22 @@ it. One in which nothing was trained is used again.
 
 from __future__ import annotations
 
+import math
 import shutil
-from typing import Literal
+from typing import Any, Literal
 
 from toolkit.errors import ToolkitError
 from toolkit.record import status
 from toolkit.record.checkpoints import list_checkpoints
-from toolkit.record.folder import SCHEMA_VERSION, RunFolder, write_json
-from toolkit.record.measurements import last_step
+from toolkit.record.folder import SCHEMA_VERSION, RunFolder, read_json, write_json
+from toolkit.record.measurements import last_step, written_rows
 from toolkit.record.timeline import close_timeline
 
 Reuse = Literal["never", "resume", "resume_if_possible", "overwrite"]
 """What an attempt may do with a run that is in its folder: continue it from a checkpoint; continue it, or start over
 where an unfinished run left no checkpoint; or replace it."""
+
+UNREPORTED = "no rank reported why it ended: they were killed, or their node was lost"
 
 
 def reuse_of(*, continues: bool, resumes: bool, overwrite: bool) -> Reuse:
@@ -29,8 +32,15 @@ def reuse_of(*, continues: bool, resumes: bool, overwrite: bool) -> Reuse:
 
 
 def check_start(folder: RunFolder, reuse: Reuse = "never") -> None:
-    """Raise ToolkitError for a folder that holds a running, a finished or a trained run, unless it may be used."""
-    folder.check_unused(resume=reuse in ("resume", "overwrite"))
+    """Raise ToolkitError for a folder that holds a finished or a trained run, unless it may be used."""
+    if folder.path.exists() and not folder.path.is_dir():
+        raise ToolkitError(f"output_dir {folder.path} is a file", hint="name a folder: `--output_dir DIR`")
+    finished = (folder.read_run() or {}).get("status") == status.COMPLETED
+    if finished and reuse not in ("resume", "overwrite"):
+        raise ToolkitError(
+            f"{folder.path} already holds a finished run",
+            hint="name another folder: `--output_dir DIR`; `--overwrite_output_dir true` replaces the run",
+        )
     if reuse == "never" and has_trained(folder):
         steps = max(map(last_step, (folder.path / "ranks").glob("rank*.jsonl")), default=0)
         raise ToolkitError(
@@ -53,9 +63,16 @@ def start_attempt(folder: RunFolder, reuse: Reuse = "never") -> None:
         close_timeline(folder.timeline, folder.path / "ranks")
         folder.remove_heartbeats()
         number = (folder.read_run() or {}).get("attempt")
+        outdated = [folder.failure_json, folder.attestation_json]
         if reuse != "resume":
-            _remove_results(folder)
-        for path in (folder.failure_json, folder.attestation_json):
+            for trained in [
+                *(checkpoint.path for checkpoint in list_checkpoints(folder.path)),
+                folder.path / "profile",
+            ]:
+                if trained.is_dir():
+                    shutil.rmtree(trained)
+            outdated += [*(folder.path / "ranks").glob("rank*.jsonl"), folder.log, folder.timeline]
+        for path in outdated:
             path.unlink(missing_ok=True)
         attempt = number + 1 if type(number) is int and number > 0 else 1
         write_json(folder.run_json, {"schema_version": SCHEMA_VERSION, "attempt": attempt, "status": status.RUNNING})
@@ -69,10 +86,43 @@ def has_trained(folder: RunFolder) -> bool:
     return any(path.stat().st_size for path in rows) or bool(list_checkpoints(folder.path))
 
 
-def _remove_results(folder: RunFolder) -> None:
-    """Remove what a run that starts from its first step must not mix with its own."""
-    for path in [*(checkpoint.path for checkpoint in list_checkpoints(folder.path)), folder.path / "profile"]:
-        if path.is_dir():
-            shutil.rmtree(path)
-    for path in [*(folder.path / "ranks").glob("rank*.jsonl"), folder.log, folder.timeline]:
-        path.unlink(missing_ok=True)
+# -- `restarts` in run.json: how each earlier attempt ended, and the steps that it lost
+
+
+def restart_record(
+    folder: RunFolder, *, ended: str, failure: dict[str, Any], world_size: int | None, resumed_step: int
+) -> dict[str, Any]:
+    """Return the entry of `restarts` for an attempt that ended; the next one resumes from `resumed_step`."""
+    ranks = (folder.read_run() or {}).get("world_size")
+    paths = set(folder.path.glob("ranks/rank*.jsonl"))
+    if isinstance(ranks, int):  # with more of them, an earlier attempt had more ranks
+        paths &= {folder.rank_rows(rank) for rank in range(ranks)}
+    reached = min(map(last_step, paths), default=0)  # the steps that every rank completed
+    lost = [row for row in written_rows(folder.rank_rows(0)) if row["step"] > resumed_step]
+    return {
+        "rank": failure.get("rank"),
+        "step": failure.get("step"),
+        "status": ended,
+        "message": failure.get("message"),
+        "world_size": world_size,
+        "resumed_from_step": resumed_step,
+        "lost_steps": max(0, reached - resumed_step),
+        "lost_seconds": math.fsum(row.get("seconds", 0.0) for row in lost),
+    }
+
+
+def record_restart(folder: RunFolder, *, resumed_step: int) -> list[dict[str, Any]]:
+    """Return the `restarts` of a run that resumes in its own folder, of which the last is that of the attempt before.
+
+    An attempt whose ranks could not write how they ended has failed. Empty where there is nothing to resume.
+    """
+    run = folder.read_run() or {}
+    if not has_trained(folder) or run.get("status") == status.COMPLETED:
+        return list(run.get("restarts", []))
+    failure, ended = read_json(folder.failure_json) or {}, str(run.get("status"))
+    if ended == status.RUNNING:
+        ended, failure = status.FAILED, failure or {"message": UNREPORTED}
+    record = restart_record(
+        folder, ended=ended, failure=failure, world_size=run.get("world_size"), resumed_step=resumed_step
+    )
+    return [*run.get("restarts", []), record]

@@ -20,16 +20,14 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.errors import ToolkitError
-from toolkit.files.atomic_write import write_text
+from toolkit.files import write_text
 from toolkit.files.json_files import read_json_object
 from toolkit.files.secrets import hide_secrets
-from toolkit.record.status import COMPLETED, RUNNING
 
 SCHEMA_VERSION = 1
 # Incremented whenever the meaning of a number changes, so that reports are not compared across the change.
 MEASUREMENT_VERSION = 1
 LOCK = "run.lock"
-MAX_PID = 2**22  # Linux's PID_MAX_LIMIT
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,22 +106,6 @@ class RunFolder:
             hint="wait for it, stop it, or name another folder: `--output_dir DIR`",
         )
 
-    def check_unused(self, *, resume: bool = False) -> None:
-        """Raise ToolkitError for a folder that must not be overwritten; a resumed run may use a finished one."""
-        if self.path.exists() and not self.path.is_dir():
-            raise ToolkitError(f"output_dir {self.path} is a file", hint="name a folder: `--output_dir DIR`")
-        run = self.read_run() or {}
-        if run.get("status") == COMPLETED and not resume:
-            raise ToolkitError(
-                f"{self.path} already holds a finished run",
-                hint="name another folder: `--output_dir DIR`; `--overwrite_output_dir true` replaces the run",
-            )
-        if run.get("status") == RUNNING and _is_alive(run.get("launcher_pid")):
-            raise ToolkitError(
-                f"{self.path} holds a run that is still running (process {run['launcher_pid']})",
-                hint="wait for it, or name another folder",
-            )
-
     def remove_heartbeats(self) -> None:
         """Remove the heartbeats and stacks of earlier processes."""
         for pattern in ("rank*.heartbeat", "rank*.stacks", "hang.claim"):
@@ -196,15 +178,3 @@ def read_json(path: Path) -> dict[str, Any] | None:
         return read_json_object(path, allow_nan=True)
     except ToolkitError:
         return None
-
-
-def _is_alive(pid: Any) -> bool:
-    if type(pid) is not int or not 0 < pid <= MAX_PID or pid == os.getpid():
-        return False
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True

@@ -1,4 +1,4 @@
-"""Heartbeats of a run's ranks: what each is doing, when it last made progress, and how to get its stacks.
+"""Heartbeats of a run's ranks: what each is doing, when it last made progress, its stacks, and which rank hangs a run.
 
 A rank writes `ranks/rankR.heartbeat` from a thread of its own; the launcher and the other ranks read it.
 """
@@ -6,26 +6,23 @@ A rank writes `ranks/rankR.heartbeat` from a thread of its own; the launcher and
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import faulthandler
-import json
 import os
 import re
 import resource
 import signal
 import time
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import IO
+from typing import IO, Annotated, Any
 
 import psutil
-from pydantic import TypeAdapter, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from toolkit.errors import ToolkitError
-from toolkit.files.atomic_write import write_text
+from toolkit.files import write_text
 from toolkit.files.reading import read_bytes
-from toolkit.record.folder import MAX_PID
+from toolkit.record import status
 
 HANG_TIMEOUT_VARIABLE = "TOOLKIT_HANG_TIMEOUT_MINUTES"
 # Shorter than transformers' `ddp_timeout` of 30 minutes, after which a collective fails without saying where.
@@ -35,24 +32,26 @@ ATTEMPT_ID = "attempt.id"
 ATTEMPT_ID_CHARACTERS = 32
 # Created by the rank that reports a hang, so that only one does.
 HANG_CLAIM = "hang.claim"
-# Make a rank write the stacks of all its threads, or of its main thread alone. faulthandler does so in C, even while
-# the GIL is held.
+# Makes a rank write the stacks of all its threads. faulthandler does so in C, even while the GIL is held.
 STACKS_SIGNAL = signal.SIGUSR2
-MAIN_STACK_SIGNAL = signal.SIGRTMIN + 1
 STACKS_CHARACTERS = 8000
 # The outermost frame of a main thread, or the mark of a stack that is too deep. faulthandler writes that thread last.
 _LAST_LINE = re.compile(r" in (<module>|_run_module_as_main)$|^  \.\.\.$")
+# Frames of a main thread that waits for other ranks in a collective.
+_COLLECTIVE = re.compile(r"\((distributed/|comm/|autograd/graph\.py|utils/operations\.py)")
 # A rank writes every second; one that has not for this long does not run.
 UNRESPONSIVE_SECONDS = 5.0
+HINT = "failure.json has the stacks of all ranks; slow steps need a longer `--hang-timeout-minutes`"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Heartbeat:
+class Heartbeat(BaseModel):
     """The state that one rank last wrote of itself."""
+
+    model_config = ConfigDict(frozen=True, strict=True)
 
     rank: int
     host: str
-    pid: int
+    pid: Annotated[int, Field(gt=0, le=2**22)]  # Linux's PID_MAX_LIMIT; it is sent signals
     process_started_unix: float
     """Identifies the process together with the pid, which may have been reused."""
     step: int
@@ -67,6 +66,11 @@ class Heartbeat:
     """Peak resident memory of the process so far."""
     attempt_id: str | None = None
     """What the ranks of this attempt call it."""
+
+    @property
+    def position(self) -> tuple[int, int]:
+        """How far the rank has come."""
+        return self.step, self.micro_steps
 
     @property
     def process(self) -> psutil.Process | None:
@@ -85,21 +89,13 @@ class Heartbeat:
         return self.host == os.uname().nodename and self.process is None
 
 
-_HEARTBEAT = TypeAdapter(Heartbeat)
-
-
 def peak_resident_bytes() -> int:
     """Return the peak resident memory of this process since it started."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts KiB
 
 
-def heartbeat_path(ranks: Path, rank: int) -> Path:
-    """Return the path of a rank's heartbeat; `ranks` is the folder of the ranks' files."""
-    return ranks / f"rank{rank}.heartbeat"
-
-
 def stacks_path(ranks: Path, rank: int) -> Path:
-    """Return the path to which a rank writes its stacks on `STACKS_SIGNAL`."""
+    """Return the path to which a rank writes its stacks on `STACKS_SIGNAL`; `ranks` is the folder of their files."""
     return ranks / f"rank{rank}.stacks"
 
 
@@ -127,85 +123,49 @@ def is_superseded(ranks: Path, attempt_id: str | None) -> bool:
 
 def write_heartbeat(ranks: Path, heartbeat: Heartbeat) -> None:
     """Replace the rank's heartbeat; a reader sees the old or the new one."""
-    path = heartbeat_path(ranks, heartbeat.rank)
+    path = ranks / f"rank{heartbeat.rank}.heartbeat"
     temporary = path.with_name(f".{path.name}")
-    temporary.write_text(json.dumps(asdict(heartbeat)))
+    temporary.write_text(heartbeat.model_dump_json())
     temporary.replace(path)
 
 
 def read_heartbeats(ranks: Path) -> list[Heartbeat]:
     """Return the last heartbeat of every rank of this attempt that has written one, in rank order."""
-    found = [heartbeat for path in ranks.glob("rank*.heartbeat") if (heartbeat := _read_heartbeat(path)) is not None]
-    current = read_attempt_id(ranks)
+    found, current = [], read_attempt_id(ranks)
+    for path in ranks.glob("rank*.heartbeat"):
+        with contextlib.suppress(ToolkitError, ValidationError):
+            found.append(Heartbeat.model_validate_json(read_bytes(path)))
     own = [heartbeat for heartbeat in found if current is None or heartbeat.attempt_id in (None, current)]
     return sorted(own, key=lambda heartbeat: heartbeat.rank)
 
 
-def _read_heartbeat(path: Path) -> Heartbeat | None:
-    """Return what a rank wrote, or None for a file that no rank has written: its pid is sent signals."""
-    try:
-        heartbeat = _HEARTBEAT.validate_json(read_bytes(path), strict=True)
-    except (ToolkitError, ValidationError):
-        return None
-    return heartbeat if 0 < heartbeat.pid <= MAX_PID else None
+# -- stacks
 
 
 def write_stacks_on_signal(file: IO[str]) -> None:
     """Make this process write its stacks to the file, for `collect_stacks` to read."""
     faulthandler.register(STACKS_SIGNAL, file=file, all_threads=True)
-    faulthandler.register(MAIN_STACK_SIGNAL, file=file, all_threads=False)
 
 
 def collect_stacks(ranks: Path, heartbeats: Sequence[Heartbeat], *, seconds: float = 3.0) -> dict[str, str]:
     """Signal every rank on this node to write the stacks of its threads, and return those written within `seconds`.
 
-    A stopped process (SIGSTOP) cannot answer, so it is continued until it has answered. All of its threads then run,
-    and to read the frames of a running thread from another one can crash the process: its main thread writes its own.
-    This process holds the GIL meanwhile, and other ranks wait.
+    A stopped process (SIGSTOP) cannot answer. This process holds the GIL meanwhile, and other ranks wait.
     """
-    waiting = {heartbeat.rank: heartbeat for heartbeat in heartbeats if heartbeat.process is not None}
-    stopped = {rank for rank, heartbeat in waiting.items() if _is_stopped(heartbeat)}
-    for heartbeat in waiting.values():
-        if heartbeat.pid == os.getpid():
+    for heartbeat in heartbeats:
+        if heartbeat.pid == os.getpid() and heartbeat.process is not None:
             with stacks_path(ranks, heartbeat.rank).open("a") as file:
                 faulthandler.dump_traceback(file)
-            continue
-        if heartbeat.rank in stopped:
-            _signal_main_thread(heartbeat, MAIN_STACK_SIGNAL)
-        else:
-            _signal(heartbeat, STACKS_SIGNAL)
-        _signal(heartbeat, signal.SIGCONT)
-    deadline = time.monotonic() + seconds
-    while waiting and time.monotonic() < deadline:
+        elif heartbeat.process is not None:
+            with contextlib.suppress(OSError):
+                os.kill(heartbeat.pid, STACKS_SIGNAL)
+    deadline, answers = time.monotonic() + seconds, {rank.rank: "" for rank in heartbeats}
+    while time.monotonic() < deadline and not all(map(_is_complete, answers.values())):
         time.sleep(0.01)
-        for rank in [rank for rank in waiting if _is_complete(_stacks(ranks, rank))]:
-            heartbeat = waiting.pop(rank)
-            if rank in stopped:
-                _signal(heartbeat, signal.SIGSTOP)
-    return {str(heartbeat.rank): _stacks(ranks, heartbeat.rank) or "no answer" for heartbeat in heartbeats}
-
-
-def _is_stopped(heartbeat: Heartbeat) -> bool:
-    with contextlib.suppress(psutil.Error):
-        process = heartbeat.process
-        return process is not None and process.status() in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
-    return False
-
-
-def _signal(heartbeat: Heartbeat, number: signal.Signals) -> None:
-    with contextlib.suppress(OSError):
-        os.kill(heartbeat.pid, number)
-
-
-def _signal_main_thread(heartbeat: Heartbeat, number: int) -> None:
-    ctypes.CDLL(None).tgkill(heartbeat.pid, heartbeat.pid, number)
-
-
-def _stacks(ranks: Path, rank: int) -> str:
-    try:
-        return stacks_path(ranks, rank).read_text(errors="replace")[-STACKS_CHARACTERS:]
-    except OSError:
-        return ""
+        for rank in answers:
+            with contextlib.suppress(OSError):
+                answers[rank] = stacks_path(ranks, rank).read_text(errors="replace")[-STACKS_CHARACTERS:]
+    return {str(rank): stacks or "no answer" for rank, stacks in answers.items()}
 
 
 def _is_complete(stacks: str) -> bool:
@@ -222,19 +182,77 @@ def main_thread(stacks: str) -> list[str]:
     return [f"{function} ({'/'.join(Path(file).parts[-2:])}, line {line})" for file, line, function in found]
 
 
+# -- diagnosis of a hung run. Ranks wait for each other in collectives, so the cause is the rank that does not.
+
+
+def stalled_seconds(heartbeats: Sequence[Heartbeat], *, now: float) -> float:
+    """Return how long no rank has made progress; a run in which one rank does is not hung."""
+    return now - max(heartbeat.progress_unix for heartbeat in heartbeats) if heartbeats else 0.0
+
+
 def unresponsive_reason(heartbeat: Heartbeat, *, now: float) -> str | None:
     """Return why a rank does not respond (gone, stopped, blocked), or None for one that still writes."""
-    process = heartbeat.process
+    process, late = heartbeat.process, now - heartbeat.written_unix > UNRESPONSIVE_SECONDS
     if heartbeat.is_gone:
         return f"its process {heartbeat.pid} is gone"
     with contextlib.suppress(psutil.Error):
-        if _is_stopped(heartbeat):
+        state = None if process is None else process.status()
+        if state in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP):
             return f"its process {heartbeat.pid} is stopped"
-        if (
-            process is not None
-            and process.status() == psutil.STATUS_DISK_SLEEP
-            and now - heartbeat.written_unix > UNRESPONSIVE_SECONDS
-        ):
+        if state == psutil.STATUS_DISK_SLEEP and late:
             return f"its process {heartbeat.pid} waits for a disk or a device"
-    is_late = now - heartbeat.written_unix > UNRESPONSIVE_SECONDS
-    return f"its process {heartbeat.pid} does not respond" if is_late else None
+    return f"its process {heartbeat.pid} does not respond" if late else None
+
+
+def hang_failure(ranks: Path, *, limit_seconds: float) -> dict[str, Any]:
+    """Return the failure.json of a hung run. This takes a few seconds."""
+    heartbeats, now = read_heartbeats(ranks), time.time()
+    unresponsive = {heartbeat.rank: why for heartbeat in heartbeats if (why := unresponsive_reason(heartbeat, now=now))}
+    stacks = collect_stacks(ranks, heartbeats)
+    blocking = suspects(heartbeats, unresponsive=unresponsive, stacks=stacks)
+    first = next((heartbeat for heartbeat in heartbeats if heartbeat.rank in blocking), None)
+
+    def describe(heartbeat: Heartbeat) -> str:
+        frames, why = main_thread(stacks[str(heartbeat.rank)]), unresponsive.get(heartbeat.rank)
+        state = f" does not respond ({why})" if why and heartbeat.rank in blocking else ""
+        where = f", in {frames[0]}" if frames else ""
+        return f"rank {heartbeat.rank}{state} in step {heartbeat.step + 1}, phase {heartbeat.phase}{where}"
+
+    if blocking:
+        cause = "; ".join(describe(heartbeat) for heartbeat in heartbeats if heartbeat.rank in blocking)
+    else:
+        cause = "; ".join(map(describe, heartbeats)) or "no rank has written a heartbeat"
+        cause = f"the cause is unknown: {cause}"
+    return {
+        "kind": status.TIMED_OUT,
+        "phase": first and first.phase,
+        "step": first.step if first else max((heartbeat.step for heartbeat in heartbeats), default=0),
+        "rank": first and first.rank,
+        "message": f"no rank made progress for {limit_seconds / 60:.3g} minutes; {cause}",
+        "hint": HINT,
+        "invalid_input": False,
+        "peak_bytes": None,
+        "stacks": stacks,
+    }
+
+
+def suspects(
+    heartbeats: Sequence[Heartbeat], *, unresponsive: Mapping[int, str], stacks: Mapping[str, str]
+) -> list[int]:
+    """Return the ranks that block the others: unresponsive ones, else those behind, else those outside a collective.
+
+    Where that is all ranks or none, the cause is unknown, and the list is empty.
+    """
+
+    def waits(heartbeat: Heartbeat) -> bool:
+        return any(_COLLECTIVE.search(frame) for frame in main_thread(stacks.get(str(heartbeat.rank), ""))[:12])
+
+    behind = min((heartbeat.position for heartbeat in heartbeats), default=None)
+    for found in (
+        list(unresponsive),
+        [heartbeat.rank for heartbeat in heartbeats if heartbeat.position == behind],
+        [heartbeat.rank for heartbeat in heartbeats if not waits(heartbeat)],
+    ):
+        if 0 < len(found) < max(2, len(heartbeats)):
+            return found
+    return []

@@ -1,8 +1,4 @@
-"""The measurements of a run: speed, memory and energy, computed from the rows in `ranks/rank*.jsonl`.
-
->>> throughput(step_seconds=[9.0, 0.5, 0.5], tokens=[10, 1000, 1000], untimed_steps=1)
-2000.0
-"""
+"""The measurements of a run: speed, memory and energy, computed from the rows in `ranks/rank*.jsonl`."""
 
 from __future__ import annotations
 
@@ -13,14 +9,14 @@ import re
 import statistics
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt, ValidationError
 
 from toolkit.errors import ToolkitError
-from toolkit.files.atomic_write import write_text
-from toolkit.files.json_lines import JsonLine, line_name, read_json_lines
-from toolkit.files.validation import explain
+from toolkit.files import write_text
+from toolkit.files.json_files import line_name, read_json_lines
+from toolkit.files.value_limits import explain
 from toolkit.record.columns import (
     Bytes,
     Column,
@@ -58,27 +54,36 @@ class MemoryByPhase(Model):
     """After the first optimizer step, gradients released."""
 
 
+def _tokens_per(heading: str, repeats: Repeats | None = None) -> Column:
+    return Column(heading, speed, unit="tokens/s", repeats=repeats, is_speed=True)
+
+
+def _step(heading: str) -> Column:
+    return Column(heading, fixed(3), unit="s", repeats=Repeats.COMMON_STEPS, is_speed=True)
+
+
+def _peak(heading: str, repeats: Repeats = Repeats.LARGEST) -> Column:
+    return Column(heading, unit="bytes", repeats=repeats)
+
+
+def _document(repeats: Repeats) -> Column:
+    """A value that only JSON has."""
+    return Column(repeats=repeats, in_csv=False)
+
+
 class Figures(Model):
     """What is measured in one run, and of a row over its repeats. What was not measured is None."""
 
-    tokens_per_second: Annotated[
-        Measured, Column("tokens/s", speed, unit="tokens/s", repeats=Repeats.COMMON_STEPS, is_speed=True)
-    ] = None
+    tokens_per_second: Annotated[Measured, _tokens_per("tokens/s", Repeats.COMMON_STEPS)] = None
     """Tokens of the timed steps, padding included, over their wall time; all ranks together. Null where parity
     failed."""
-    non_padding_tokens_per_second: Annotated[
-        Measured, Column("non-padding\ntokens/s", speed, unit="tokens/s", is_speed=True)
-    ] = None
+    non_padding_tokens_per_second: Annotated[Measured, _tokens_per("non-padding\ntokens/s")] = None
     """`tokens_per_second` without padding: times 1 - `padding_fraction`."""
-    supervised_tokens_per_second: Annotated[
-        Measured,
-        Column("supervised\ntokens/s", speed, unit="tokens/s", repeats=Repeats.GEOMETRIC_MEAN, is_speed=True),
-    ] = None
+    supervised_tokens_per_second: Annotated[Measured, _tokens_per("supervised\ntokens/s", Repeats.GEOMETRIC_MEAN)] = (
+        None
+    )
     """Like `tokens_per_second`, counting only tokens that the loss counts."""
-    tokens_per_cpu_second: Annotated[
-        Measured,
-        Column("tokens per\nCPU-second", speed, unit="tokens/s", repeats=Repeats.GEOMETRIC_MEAN, is_speed=True),
-    ] = None
+    tokens_per_cpu_second: Annotated[Measured, _tokens_per("tokens per\nCPU-second", Repeats.GEOMETRIC_MEAN)] = None
     """Tokens of the timed steps over the CPU time that all ranks spent in them; steadier than wall time on a shared
     node."""
     padding_fraction: Annotated[Fraction, Column("padding", percent, repeats=Repeats.MIDDLE)] = None
@@ -87,38 +92,28 @@ class Figures(Model):
     """Optimizer steps that the speeds count; of a row, in each repeat. 0 where none was reached."""
     timed_seconds: Annotated[Measured, Column("timed\ns", fixed(1), unit="s", repeats=Repeats.MEDIAN)] = None
     """Wall time of the timed steps, with data loading and without evaluation, saving and logging."""
-    step_seconds_median: Annotated[
-        Measured, Column("step\nmedian s", fixed(3), unit="s", repeats=Repeats.COMMON_STEPS, is_speed=True)
-    ] = None
+    step_seconds_median: Annotated[Measured, _step("step\nmedian s")] = None
     """Median of the timed steps, data loading included."""
-    step_seconds_p90: Annotated[
-        Measured, Column("step\np90 s", fixed(3), unit="s", repeats=Repeats.COMMON_STEPS, is_speed=True)
-    ] = None
+    step_seconds_p90: Annotated[Measured, _step("step\np90 s")] = None
     """90th percentile of the timed steps."""
     rank_skew: Annotated[Measured, Column("rank\nskew", fixed(2), repeats=Repeats.GEOMETRIC_MEAN)] = None
     """Time that the slowest rank works on its own (data loading, first forward, optimizer) over that of the median
     rank, median over the timed steps; 1 where no rank delays the others."""
-    peak_allocated_bytes: Annotated[Bytes, Column("peak\nallocated\n{unit}", unit="bytes", repeats=Repeats.LARGEST)] = (
-        None
-    )
+    peak_allocated_bytes: Annotated[Bytes, _peak("peak\nallocated\n{unit}")] = None
     """Peak of the CUDA allocator on the largest rank; null on a CPU."""
-    peak_reserved_bytes: Annotated[Bytes, Column("peak\nreserved\n{unit}", unit="bytes", repeats=Repeats.LARGEST)] = (
-        None
-    )
+    peak_reserved_bytes: Annotated[Bytes, _peak("peak\nreserved\n{unit}")] = None
     """Peak that the CUDA allocator reserved on the largest rank; null on a CPU."""
-    peak_host_bytes: Annotated[Bytes, Column("peak\nRSS\n{unit}", unit="bytes", repeats=Repeats.LARGEST)] = None
+    peak_host_bytes: Annotated[Bytes, _peak("peak\nRSS\n{unit}")] = None
     """Peak resident host memory (RSS) of the largest rank, libraries included."""
     peak_rank: Annotated[Count | None, Column("on\nrank", fixed(0))] = None
     """The rank with the highest allocated peak, on a CPU with the highest resident memory."""
-    peak_driver_bytes: Annotated[
-        Bytes, Column("peak\ndriver\n{unit}", unit="bytes", repeats=Repeats.LARGEST_OF_ALL)
-    ] = None
+    peak_driver_bytes: Annotated[Bytes, _peak("peak\ndriver\n{unit}", Repeats.LARGEST_OF_ALL)] = None
     """Highest memory of one rank's process that the driver reported, context and libraries included (NVML, sampled once
     per second); null where NVML cannot tell."""
     allocator_retries: Annotated[Count | None, Column("re-\ntries", fixed(0), repeats=Repeats.LARGEST_OF_ALL)] = None
     """Times that the CUDA allocator of one rank had to free its cache and retry, the maximum over ranks; null on a
     CPU."""
-    memory_by_phase: Annotated[MemoryByPhase | None, Column(repeats=Repeats.LARGEST_OF_ALL, in_csv=False)] = None
+    memory_by_phase: Annotated[MemoryByPhase | None, _document(Repeats.LARGEST_OF_ALL)] = None
     """Bytes of one rank after each phase of its first step."""
     energy_joules: Annotated[
         Measured,
@@ -126,23 +121,21 @@ class Figures(Model):
     ] = None
     """Energy of all ranks' GPUs over the timed steps, as NVML reports it (mean power between readings times
     `timed_seconds`); null where it cannot."""
-    throttle_reasons: Annotated[tuple[str, ...] | None, Column(repeats=Repeats.UNION_OF_ALL, in_csv=False)] = None
+    throttle_reasons: Annotated[tuple[str, ...] | None, _document(Repeats.UNION_OF_ALL)] = None
     """Why GPU clocks were reduced in a timed step; empty where they were not, null where NVML cannot tell."""
-    recompilations_after_first_steps: Annotated[Count | None, Column(repeats=Repeats.LARGEST_OF_ALL, in_csv=False)] = (
-        None
-    )
+    recompilations_after_first_steps: Annotated[Count | None, _document(Repeats.LARGEST_OF_ALL)] = None
     """Graphs that one rank compiled in its timed steps, the maximum over ranks; null without `--torch_compile`."""
-    graph_breaks_after_first_steps: Annotated[Count | None, Column(repeats=Repeats.LARGEST_OF_ALL, in_csv=False)] = None
+    graph_breaks_after_first_steps: Annotated[Count | None, _document(Repeats.LARGEST_OF_ALL)] = None
     """Graph breaks that one rank counted in its timed steps, the maximum over ranks; null without `--torch_compile`."""
     first_loss: Annotated[Number, Column(repeats=Repeats.MIDDLE)] = None
     """Loss of the first step."""
     last_loss: Annotated[Number, Column("last\nloss", fixed(4), repeats=Repeats.MIDDLE)] = None
     """Loss of the last step."""
-    losses: Annotated[PerStep, Column(repeats=Repeats.MIDDLE, in_csv=False)] = ()
+    losses: Annotated[PerStep, _document(Repeats.MIDDLE)] = ()
     """Loss of each step, mean over ranks."""
-    grad_norms: Annotated[PerStep, Column(repeats=Repeats.MIDDLE, in_csv=False)] = ()
+    grad_norms: Annotated[PerStep, _document(Repeats.MIDDLE)] = ()
     """Gradient norm of each step before clipping."""
-    step_seconds: Annotated[PerStep, Column(repeats=Repeats.MIDDLE, in_csv=False)] = ()
+    step_seconds: Annotated[PerStep, _document(Repeats.MIDDLE)] = ()
     """Seconds of each step on the slowest rank, untimed steps included; empty where parity failed."""
 
 
@@ -164,12 +157,6 @@ class Measurements(Figures):
         """Return what has one value per run, with the number of steps that every rank completed."""
         lists = [key for key, value in self if isinstance(value, tuple) and key != "throttle_reasons"]
         return {"steps": len(self.step_seconds), **self.model_dump(exclude=set(lists))}
-
-
-def throughput(*, step_seconds: Sequence[float], tokens: Sequence[int | None], untimed_steps: int) -> float | None:
-    """Return the tokens of the timed steps per second of the same steps; None without a timed step or its tokens."""
-    seconds, timed = math.fsum(step_seconds[untimed_steps:]), _total(tokens[untimed_steps:])
-    return timed / seconds if seconds > 0 and timed is not None else None
 
 
 def percentile(values: Sequence[float], share: float) -> float | None:
@@ -237,52 +224,27 @@ def read_rows(path: Path) -> list[StepRow]:
     return rows
 
 
-def last_step(path: Path) -> int:
-    """Return the last step in the rows of one rank, 0 without any; rows after a damaged one do not count."""
-    step = 0
+def written_rows(path: Path) -> list[dict[str, Any]]:
+    """Return the rows of one rank as a process that was killed left them: those before a missing or damaged line."""
+    rows = []
     with contextlib.suppress(ToolkitError):
         for line in read_json_lines(path, allow_nan=True):
-            step = _number(line) or step
-    return step
+            if type(line.content.get("step")) is int:
+                rows.append(line.content)
+    return rows
 
 
-class DroppedRows(NamedTuple):
-    """Rows of steps that are trained again."""
-
-    steps: int
-    seconds: float
-
-
-def drop_rows_after(path: Path, step: int) -> DroppedRows:
-    """Keep the rows up to `step`, where the run resumes; later steps are trained again. Return what was dropped."""
-    kept, dropped = _split_rows(path, step)
-    write_text(path, "".join(kept))
-    return dropped
+def last_step(path: Path) -> int:
+    """Return the last step in the rows of one rank, 0 without any; rows after a damaged one do not count."""
+    rows = written_rows(path)
+    return int(rows[-1]["step"]) if rows else 0
 
 
-def rows_after(path: Path, step: int) -> DroppedRows:
-    """Return what `drop_rows_after` would drop."""
-    return _split_rows(path, step)[1]
-
-
-def _split_rows(path: Path, step: int) -> tuple[list[str], DroppedRows]:
-    """The lines up to `step`, and what the later ones hold."""
-    kept: list[str] = []
-    dropped: list[float] = []
-    with contextlib.suppress(ToolkitError):  # a missing file, or what follows a damaged line
-        for line in read_json_lines(path, allow_nan=True):
-            number = _number(line)
-            if number is not None and number <= step:
-                kept.append(json.dumps(line.content) + "\n")
-            elif number is not None:
-                seconds = line.content.get("seconds")
-                dropped.append(seconds if isinstance(seconds, (int, float)) and seconds > 0 else 0.0)
-    return kept, DroppedRows(len(dropped), math.fsum(dropped))
-
-
-def _number(line: JsonLine) -> int | None:
-    number = line.content.get("step")
-    return number if type(number) is int else None
+def drop_rows_after(path: Path, step: int) -> list[dict[str, Any]]:
+    """Keep the rows up to `step`, where the run resumes, and return the others: their steps are trained again."""
+    rows = written_rows(path)
+    write_text(path, "".join(json.dumps(row) + "\n" for row in rows if row["step"] <= step))
+    return [row for row in rows if row["step"] > step]
 
 
 def read_steps(folder: RunFolder) -> list[list[StepRow]]:
@@ -306,46 +268,50 @@ def measure(steps: list[list[StepRow]], *, untimed_steps: int) -> Measurements:
 
     A resumed run has untimed steps again, since its processes are new.
     """
-    timed_numbers = [number for number, step in enumerate(steps, 1) if _is_timed(step, number, untimed_steps)]
-    timed_rows = [steps[number - 1] for number in timed_numbers]
-    timed = _over_ranks(timed_rows, "seconds", max)
-    by_rank = _by_rank(timed_rows)
-    tokens, non_padding = _counted(timed_rows, "tokens"), _counted(timed_rows, "non_padding_tokens")
-    total, text = _total(tokens), _total(non_padding)
+    numbers = [number for number, step in enumerate(steps, 1) if _is_timed(step, number, untimed_steps)]
+    timed = timed_steps(steps, untimed_steps=untimed_steps)
+    ranks, rows = _by_rank(timed), [row for step in steps for row in step]
+    seconds = _over_ranks(timed, "seconds", max)
+    total, text = _total(_counted(timed, "tokens")), _total(_counted(timed, "non_padding_tokens"))
 
-    def rate(counted: Sequence[int | None], clock: list[float] = timed) -> float | None:
-        return throughput(step_seconds=clock, tokens=counted, untimed_steps=0)
+    def rate(tokens: int | None, clock: Sequence[float] = seconds) -> float | None:
+        return tokens / math.fsum(clock) if tokens is not None and math.fsum(clock) > 0 else None
 
     losses = _over_ranks(steps, "loss", _mean)
+    allocated, host = _largest(rows, "peak_allocated_bytes"), _largest(rows, "peak_host_bytes")
+    peak = ("peak_host_bytes", host) if allocated is None else ("peak_allocated_bytes", allocated)
     return Measurements(
         timed_steps=len(timed),
-        timed_seconds=math.fsum(timed),
+        timed_seconds=math.fsum(seconds),
         step_seconds=tuple(_over_ranks(steps, "seconds", max)),
         step_tokens=_counted(steps, "tokens"),
         step_non_padding_tokens=_counted(steps, "non_padding_tokens"),
         step_supervised_tokens=_counted(steps, "supervised_tokens"),
-        timed_step_numbers=tuple(timed_numbers),
-        rank_skew=rank_skew(timed_rows),
-        step_seconds_median=statistics.median(timed) if timed else None,
-        step_seconds_p90=percentile(timed, 0.9),
-        tokens_per_second=rate(tokens),
-        non_padding_tokens_per_second=rate(non_padding),
-        supervised_tokens_per_second=rate(_counted(timed_rows, "supervised_tokens")),
-        tokens_per_cpu_second=rate(tokens, _over_ranks(timed_rows, "cpu_seconds", sum)),
+        timed_step_numbers=tuple(numbers),
+        rank_skew=rank_skew(timed),
+        step_seconds_median=statistics.median(seconds) if seconds else None,
+        step_seconds_p90=percentile(seconds, 0.9),
+        tokens_per_second=rate(total),
+        non_padding_tokens_per_second=rate(text),
+        supervised_tokens_per_second=rate(_total(_counted(timed, "supervised_tokens"))),
+        tokens_per_cpu_second=rate(total, _over_ranks(timed, "cpu_seconds", sum)),
         padding_fraction=1 - text / total if total and text is not None else None,
         losses=tuple(losses),
         first_loss=losses[0] if losses else None,
         last_loss=losses[-1] if losses else None,
         grad_norms=tuple(grad_norm(step) for step in steps),
         batch_sha256=tuple(tuple(row.batch_sha256 for row in step) for step in steps),
-        memory_by_phase=max_memory_by_phase(
-            row.memory_by_phase for step in steps for row in step if row.memory_by_phase is not None
-        ),
-        energy_joules=energy_joules(by_rank, seconds=math.fsum(timed)),
-        throttle_reasons=throttle_reasons(by_rank),
-        recompilations_after_first_steps=_sum_of_a_rank(by_rank, "compiled_graphs"),
-        graph_breaks_after_first_steps=_sum_of_a_rank(by_rank, "graph_breaks"),
-        **_peaks(steps),
+        memory_by_phase=max_memory_by_phase(row.memory_by_phase for row in rows if row.memory_by_phase is not None),
+        energy_joules=energy_joules(ranks, seconds=math.fsum(seconds)),
+        throttle_reasons=throttle_reasons(ranks),
+        recompilations_after_first_steps=_sum_of_a_rank(ranks, "compiled_graphs"),
+        graph_breaks_after_first_steps=_sum_of_a_rank(ranks, "graph_breaks"),
+        peak_allocated_bytes=allocated,
+        peak_reserved_bytes=_largest(rows, "peak_reserved_bytes"),
+        peak_host_bytes=host,
+        peak_rank=next((row.rank for row in rows if peak[1] and getattr(row, peak[0]) == peak[1]), None),
+        peak_driver_bytes=_largest(rows, "driver_bytes"),
+        allocator_retries=_largest(rows, "allocator_retries"),
     )
 
 
@@ -408,21 +374,9 @@ def _mean(values: list[float]) -> float:
     return math.fsum(values) / len(values) if all(map(math.isfinite, values)) else math.nan
 
 
-def _peaks(steps: list[list[StepRow]]) -> dict[str, int | None]:
-    """Maximum over steps and ranks of each peak, and the rank that the largest was on."""
-    rows = [row for step in steps for row in step]
-
-    def largest(key: str) -> int | None:
-        return max((size for row in rows if (size := getattr(row, key)) is not None), default=None)
-
-    peaks = {key: largest(key) for key in ("peak_allocated_bytes", "peak_reserved_bytes", "peak_host_bytes")}
-    deciding = "peak_allocated_bytes" if peaks["peak_allocated_bytes"] is not None else "peak_host_bytes"
-    holders = (row.rank for row in rows if getattr(row, deciding) and getattr(row, deciding) == peaks[deciding])
-    return peaks | {
-        "peak_rank": next(holders, None),
-        "peak_driver_bytes": largest("driver_bytes"),
-        "allocator_retries": largest("allocator_retries"),
-    }
+def _largest(rows: Iterable[BaseModel], key: str) -> int | None:
+    """The maximum of what is known."""
+    return max((size for row in rows if (size := getattr(row, key)) is not None), default=None)
 
 
 def _sum_of_a_rank(ranks: Sequence[Sequence[StepRow]], key: str) -> int | None:
@@ -458,10 +412,5 @@ def throttle_reasons(ranks: Sequence[Sequence[StepRow]]) -> tuple[str, ...] | No
 def max_memory_by_phase(ranks: Iterable[MemoryByPhase]) -> MemoryByPhase | None:
     """Return each phase's maximum over ranks, and what was counted; None where no rank has readings."""
     known = list(ranks)
-    if not known:
-        return None
-    sizes = {phase: [getattr(memory, phase) for memory in known] for phase in MEMORY_PHASES}
-    largest = {
-        phase: max((size for size in of_ranks if size is not None), default=None) for phase, of_ranks in sizes.items()
-    }
-    return MemoryByPhase(bytes_of=known[0].bytes_of, **largest)
+    largest = {phase: _largest(known, phase) for phase in MEMORY_PHASES}
+    return MemoryByPhase(bytes_of=known[0].bytes_of, **largest) if known else None

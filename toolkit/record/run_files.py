@@ -6,6 +6,8 @@ figure that is left out would look like one that was not measured.
 
 from __future__ import annotations
 
+import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -13,12 +15,13 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
 
 from toolkit.errors import ToolkitError
 from toolkit.files.json_files import read_json_object_if_present
-from toolkit.files.validation import explain
+from toolkit.files.value_limits import explain
 from toolkit.record import status
-from toolkit.record.columns import Bytes, Count, Fraction, Interval, NonNegativeReal, Real
+from toolkit.record.columns import Bytes, Count, Interval, NonNegativeReal, Real
 from toolkit.record.folder import RunFolder
 from toolkit.record.measurements import MemoryByPhase
 from toolkit.record.status import RunStatus
+from toolkit.record.timeline import Goodput
 
 
 class _RunFile(BaseModel):
@@ -53,44 +56,46 @@ class Profile(_RunFile):
     timeline: tuple[ProfiledRank, ...] | None = ()
 
 
-class Save(_RunFile):
-    """One save of a run."""
+class SaveRecord(BaseModel):
+    """How long one save of a run took; sizes are those of all ranks' files."""
 
     kind: str
+    """`checkpoint`, or `model` for the one at the end."""
+    step: Count
     seconds: NonNegativeReal | None = None
-    bytes: Bytes = None
-    stall_seconds: NonNegativeReal | None = None
+    """From the first write to the complete checkpoint; None until it is complete."""
+    stall_seconds: NonNegativeReal = 0.0
     """Training stood still."""
+    waited_seconds: NonNegativeReal = 0.0
+    """The part of it in which an earlier checkpoint was still being written."""
+    write_seconds: NonNegativeReal | None = None
+    """Writing and checksums, in whichever thread."""
+    bytes: Bytes = None
+
+    def complete(self, files: Iterable[Path], *, began: float, writing_began: float) -> None:
+        """Note that the files are complete; both times are readings of `time.monotonic`."""
+        now = time.monotonic()
+        self.seconds, self.write_seconds = now - began, now - writing_began
+        self.bytes = sum(path.stat().st_size for path in files)
 
 
-class RecordedGoodput(_RunFile):
-    """Where a run's time went."""
-
-    fraction: Fraction = None
-    checkpoint_seconds: NonNegativeReal | None = None
-    evaluation_seconds: NonNegativeReal | None = None
-    restart_seconds: NonNegativeReal | None = None
-    lost_seconds: NonNegativeReal | None = None
-    waiting_seconds: NonNegativeReal | None = None
-
-
-def _failed_if_unfinished(value: object) -> object:
-    """A run that never reported how it ended has failed."""
-    return status.FAILED if value in (status.PLANNED, status.RUNNING) else value
+_UNFINISHED = (status.PLANNED, status.RUNNING)
+RecordedStatus = Annotated[RunStatus, BeforeValidator(lambda value: status.FAILED if value in _UNFINISHED else value)]
+"""A run that never reported how it ended has failed."""
 
 
 class RecordedRun(_RunFile):
     """`run.json`."""
 
-    status: Annotated[RunStatus, BeforeValidator(_failed_if_unfinished)] = "failed"
+    status: RecordedStatus = "failed"
     wall_seconds: NonNegativeReal | None = None
     command: str = ""
     started_unix: Real | None = None
     phases: tuple[tuple[str, Real], ...] | None = ()
     spec: dict[str, Any] | None = None
     profile: Profile | None = None
-    saves: tuple[Save, ...] | None = ()
-    goodput: RecordedGoodput | None = None
+    saves: tuple[SaveRecord, ...] | None = ()
+    goodput: Goodput | None = None
     versions: dict[str, str | None] | None = None
     git_commit: str | None = None
     nodes: tuple[str, ...] = ()

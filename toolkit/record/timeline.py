@@ -1,23 +1,31 @@
-"""When rank 0 and its launcher began what: the lines of `timeline.jsonl`, appended as it happens.
+"""When rank 0 and its launcher began what, and the goodput that follows: the share of the time in steps that were kept.
 
-A process that is killed leaves the lines before, so that the time of every start in a run folder is accounted for
-(`toolkit.record.goodput`). Unix times are those of one node: rank 0's.
+The lines of `timeline.jsonl` are appended as it happens. A process that is killed leaves the lines before, so that the
+time of every start in a run folder is accounted for, restarts and resumed attempts included. Unix times are those of
+one node: rank 0's.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import math
+import statistics
 import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, ValidationError, computed_field
 
 from toolkit.errors import ToolkitError
-from toolkit.files.json_lines import complete_bytes
+from toolkit.files.json_files import complete_bytes
 from toolkit.files.reading import read_bytes
+from toolkit.record.folder import RunFolder
 from toolkit.record.heartbeat import read_heartbeats
+from toolkit.record.measurements import StepRow, read_steps
 
 # Beside the phases of rank 0 (`toolkit.observe.progress`):
 LAUNCH = "launch"
@@ -62,11 +70,9 @@ def add_moment(path: Path, phase: str, *, unix: float | None = None, **facts: An
 
 def read_timeline(path: Path) -> list[Moment]:
     """Return the lines of a file, without those that are damaged or cut off; empty without a file."""
-    moments = []
-    try:
+    moments, lines = [], list[bytes]()
+    with contextlib.suppress(ToolkitError):
         lines = read_bytes(path).splitlines()
-    except ToolkitError:
-        return []
     for line in lines:
         with contextlib.suppress(ValidationError):
             moments.append(Moment.model_validate_json(line))
@@ -79,3 +85,169 @@ def close_timeline(path: Path, ranks: Path) -> None:
     if moments and moments[-1].phase != ENDED:
         heartbeats = [heartbeat.written_unix for heartbeat in read_heartbeats(ranks)]
         add_moment(path, ENDED, unix=max([moments[-1].unix, *heartbeats]))
+
+
+# -- goodput
+
+
+class Goodput(BaseModel):
+    """Seconds of a run by what they were spent on, as run.json has them; `PARTS` add up to `wall_seconds`."""
+
+    model_config = ConfigDict(frozen=True)
+
+    productive_seconds: float
+    """Steps that were kept, without `waiting_seconds`."""
+    startup_seconds: float
+    """From the first launch to the first step, and the checks after it."""
+    checkpoint_seconds: float
+    """Training stood still for a save; the trained model at the end included."""
+    evaluation_seconds: float
+    restart_seconds: float
+    """The same as `startup_seconds` for each later start, and the time between a fault and that start."""
+    lost_seconds: float
+    """Steps that were trained again, and what followed a process's last step until a fault ended it."""
+    waiting_seconds: float
+    """In kept steps: until every rank had its batch, and for the slowest rank."""
+    other_seconds: float
+    """Logging between steps, and the end of the processes."""
+    wall_seconds: float
+    """While processes of the run existed."""
+    idle_seconds: float
+    """Between the end of one attempt and the start of the next; not part of `wall_seconds`."""
+    lost_steps: int
+    starts: int
+    """Times that the processes were started."""
+
+    @computed_field  # type: ignore[prop-decorator]
+    @property
+    def fraction(self) -> float | None:
+        """The productive part of the wall time; None for a run without any."""
+        return self.productive_seconds / self.wall_seconds if self.wall_seconds > 0 else None
+
+    def describe(self) -> str:
+        """Return one line: the goodput, and each other part of half a percent or more."""
+        if self.fraction is None:
+            return "goodput n/a"
+        shares = {
+            name: round(100 * getattr(self, f"{part}_seconds") / self.wall_seconds)
+            for part, name in list(PARTS.items())[1:]
+        }
+        rest = ", ".join(f"{name} {share} %" for name, share in shares.items() if share)
+        return f"goodput {100 * self.fraction:.0f} % of {self.wall_seconds:.0f} s" + (f" ({rest})" if rest else "")
+
+
+PARTS = {
+    "productive": "productive",
+    "startup": "start-up",
+    "checkpoint": "checkpoints",
+    "evaluation": "evaluation",
+    "restart": "restarts",
+    "lost": "lost steps",
+    "waiting": "waiting",
+    "other": "other",
+}
+"""What the wall time is divided into, and what a log calls it."""
+_PART_OF_PHASE = {
+    "train": "train",
+    "save": "checkpoint",
+    "evaluate": "evaluation",
+    "end": "other",
+    STOPPED: "other",
+    RESTART: "restart",
+    ENDED: "restart",
+}
+
+
+def read_goodput(folder: RunFolder) -> Goodput | None:
+    """Return the goodput of a run folder; None for one without a timeline, or with damaged rows."""
+    try:
+        steps = read_steps(folder)
+    except ToolkitError:
+        return None
+    timeline = read_timeline(folder.timeline)
+    return measure_goodput(timeline, steps) if timeline else None
+
+
+def measure_goodput(timeline: Sequence[Moment], steps: Sequence[list[StepRow]]) -> Goodput:
+    """Divide the time of a timeline; `steps` are the rows of the steps that were kept, by step and rank."""
+    processes, idle = _divide(timeline)
+    for step in steps:
+        trained = [one for one in processes if one.resumed_step is not None and one.resumed_step < step[0].step]
+        if trained:
+            trained[-1].kept.append(step)
+    parts = dict.fromkeys(PARTS, 0.0)
+    for process in processes:
+        for part, seconds in process.parts().items():
+            parts[part] += seconds
+    return Goodput(
+        **{f"{part}_seconds": seconds for part, seconds in parts.items()},
+        wall_seconds=math.fsum(parts.values()),
+        idle_seconds=idle,
+        lost_steps=sum(moment.lost_steps for moment in timeline),
+        starts=sum(moment.phase == "start" for moment in timeline),
+    )
+
+
+@dataclass(slots=True)
+class _Process:
+    """One start of rank 0."""
+
+    seconds: dict[str, float] = field(default_factory=dict)
+    """By part; `train` is still to be divided."""
+    resumed_step: int | None = None
+    """None until it trains."""
+    lost_seconds: float = 0.0
+    ended_well: bool = False
+    kept: list[list[StepRow]] = field(default_factory=list)
+    """Rows of the steps that it trained and that were kept, all ranks."""
+
+    def parts(self) -> dict[str, float]:
+        """Divide the time in which the process trained, and return all parts. None is more than what is left."""
+        parts = dict(self.seconds)
+        left = parts.pop("train", 0.0)
+        kept = min(left, math.fsum(step[0].seconds for step in self.kept))
+        waiting = min(kept, math.fsum(map(waiting_seconds, self.kept)))
+        lost = min(left - kept, self.lost_seconds)
+        parts |= {"productive": kept - waiting, "waiting": waiting, "lost": lost}
+        rest = "other" if self.ended_well else "lost"
+        parts[rest] = parts.get(rest, 0.0) + left - kept - lost
+        return parts
+
+
+def _divide(timeline: Sequence[Moment]) -> tuple[list[_Process], float]:
+    """Return the processes with their seconds by part, and the idle seconds between attempts."""
+    processes, idle = [_Process()], 0.0
+    began = False
+    for moment, following in pairwise([*timeline, *timeline[-1:]]):
+        if moment.phase in ("start", LAUNCH) and began:
+            processes.append(_Process())
+        began = moment.phase != LAUNCH and (began or moment.phase == "start")
+        process = processes[-1]
+        if moment.lost_seconds:  # the launcher notes them after the process, a new process for the one before it
+            earlier = processes if moment.phase == RESTART else processes[:-1] or processes
+            owner = next((one for one in reversed(earlier) if one.resumed_step is not None), earlier[-1])
+            owner.lost_seconds += moment.lost_seconds
+        if moment.phase == "train" and process.resumed_step is None:
+            process.resumed_step = moment.step
+        process.ended_well |= moment.phase in ("end", STOPPED)
+        seconds = max(0.0, following.unix - moment.unix)
+        if moment.phase == ENDED and not following.restarted:
+            idle += seconds
+        else:
+            part = _PART_OF_PHASE.get(moment.phase, "startup" if len(processes) == 1 else "restart")
+            process.seconds[part] = process.seconds.get(part, 0.0) + seconds
+    return processes, idle
+
+
+def waiting_seconds(step: list[StepRow]) -> float:
+    """Return how long the ranks waited in a step: all for their batches, and the median rank for the slowest.
+
+    The lower median is used: of two ranks, the faster.
+
+    >>> times = [{"data_seconds": 0.5, "own_seconds": 1.0}, {"data_seconds": 0.25, "own_seconds": 3.0}]
+    >>> waiting_seconds([StepRow.model_construct(**rank) for rank in times])
+    2.25
+    """
+    data = [row.data_seconds or 0.0 for row in step]
+    own = [row.own_seconds or 0.0 for row in step]
+    return float(min(data) + max(own) - statistics.median_low(own))

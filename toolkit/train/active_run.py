@@ -35,19 +35,17 @@ from toolkit.observe.progress import Progress
 from toolkit.observe.signals import StopOnSignal, join_store
 from toolkit.parallel.layout import ParallelLayout
 from toolkit.presets import Preset
-from toolkit.record.attempts import check_start, reuse_of
+from toolkit.record.attempts import check_start, record_restart, reuse_of
 from toolkit.record.checkpoints import (
     LATEST_WORDS,
     Checkpoint,
-    check_resume_settings,
-    check_same_layout,
     latest_complete,
     read_checkpoint,
     read_complete_checkpoint,
     remove_unfinished,
 )
 from toolkit.record.folder import RunFolder
-from toolkit.record.restarts import record_restart
+from toolkit.record.resume_checks import check_resume_settings, check_same_layout
 from toolkit.train.arguments import Arguments
 from toolkit.train.data.dataset import row_places
 from toolkit.train.launch_context import LaunchContext
@@ -142,6 +140,8 @@ def open_run(
 
 def _hold_folder(folder: RunFolder, *, writes: bool, job: Job) -> None:
     """Refuse a folder that is in use before anything in it changes, and let one rank lock it for as long as it runs."""
+    if writes:
+        folder.check_free()
     check_start(folder, reuse_of(continues=job.resumes, resumes=job.resumes, overwrite=job.overwrite_output_dir))
     restarts = job.resumes and int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) > 0
     if writes:

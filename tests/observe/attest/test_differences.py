@@ -7,7 +7,7 @@ import pytest
 from toolkit.observe.attest.differences import byte_differences, differences, expected_values, rank_differences
 from toolkit.observe.attest.readings import Values
 from toolkit.presets import load_preset
-from toolkit.presets.shard_bytes import shard_byte_limits
+from toolkit.presets.characteristics import shard_byte_limits
 
 SETTINGS = {"gradient_clipping": 1.0, "activation_checkpointing": False}
 FP32_BYTES = 4

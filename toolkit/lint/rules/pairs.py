@@ -10,8 +10,7 @@ from toolkit.lint.document import ACCELERATE, TRAINER, Document, deepspeed_file_
 from toolkit.lint.findings import ERROR, WARNING, Match, rule
 from toolkit.lint.rules.deepspeed import BATCH_KEYS
 from toolkit.lint.rules.settings import as_bool, as_float, as_int, is_deepspeed, offload_device, shorten, zero_stage
-from toolkit.presets.method_rules import rejects_auto_find_batch_size
-from toolkit.presets.optimizer_rules import survives_offload
+from toolkit.presets.method_rules import rejects_auto_find_batch_size, survives_offload
 
 # accelerate 1.15, DeepSpeedPlugin._deepspeed_config_checks; `zero3_init_flag` is allowed.
 OWNED_BY_JSON = (

@@ -52,7 +52,7 @@ from toolkit.observe.observed_run import gather_from_ranks
 from toolkit.observe.parts import ExpectedRun, ObserverParts
 from toolkit.observe.progress import Progress
 from toolkit.presets import Preset
-from toolkit.presets.shard_bytes import ADAM_STATES, shard_byte_limits
+from toolkit.presets.characteristics import ADAM_STATES, shard_byte_limits
 from toolkit.record.folder import write_json
 
 

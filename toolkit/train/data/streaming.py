@@ -32,7 +32,7 @@ from accelerate.data_loader import prepare_data_loader
 from toolkit.data import DataSource, iter_rows, resolve_source
 from toolkit.data.mixture import numbered
 from toolkit.errors import ToolkitError
-from toolkit.files.atomic_write import write_text
+from toolkit.files import write_text
 from toolkit.files.json_files import read_json_object
 from toolkit.job.dataset_checks import WORKERS, check_rows_fill_a_step
 from toolkit.train.data.packing import OpenPacks, TokenRow, joined

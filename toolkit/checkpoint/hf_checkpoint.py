@@ -1,0 +1,291 @@
+"""Checkpoints in Hugging Face's files: safetensors, and beside them the `optimizer.pt` of DDP and of a single process.
+
+transformers stores some weights under other names, or in other pieces, than the live model holds them. A mixture of
+experts holds one tensor for all experts of a layer (`experts.gate_up_proj`), and its files have one per expert and
+matrix. transformers converts them while it loads and saves (5.23, `core_model_loading`); here its converters run on one
+tensor at a time.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable, Container, Iterable, Sequence
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from huggingface_hub import split_state_dict_into_shards_factory
+from safetensors import SafetensorError, safe_open
+
+from toolkit.checkpoint.inspect import Layout
+from toolkit.checkpoint.model_definition import MetaModel
+from toolkit.checkpoint.reader import (
+    MOMENTS,
+    CheckpointReader,
+    MappedFiles,
+    group_hyperparameters,
+    without_parameters,
+)
+from toolkit.errors import ToolkitError
+from toolkit.files.model_weights import SavedTensor, damaged, read_weights, write_file
+
+DEFAULT_SHARD_BYTES = 5 * 10**9
+
+Read = Callable[[str], torch.Tensor]
+
+
+class WeightFiles:
+    """The safetensors of a folder: one file, shards with an index, or an adapter's file; all headers are checked."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.tensors = read_weights(folder)
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Return the shape of every tensor."""
+        return {name: tensor.shape for name, tensor in self.tensors.items()}
+
+    def read(self, name: str) -> torch.Tensor:
+        """Return a copy of one tensor; the file is unmapped again."""
+        path = self.tensors[name].path
+        try:
+            with safe_open(path, "pt") as file:
+                tensor: torch.Tensor = file.get_tensor(name).clone()
+        except (SafetensorError, OSError) as error:
+            raise damaged(path, error) from None
+        return tensor
+
+
+def live_weights(folder: Path, model: MetaModel) -> WeightFiles:
+    """Return a folder's weights under the names of the live model; an adapter's keep theirs."""
+    files = WeightFiles(folder)
+    return files if model.adapter or set(model.shapes) <= set(files.tensors) else _LiveWeights(folder, model.base_model)
+
+
+class _LiveWeights(WeightFiles):
+    """Reads weights of a transformers model from files that store them in other pieces."""
+
+    def __init__(self, folder: Path, model: Any) -> None:
+        super().__init__(folder)
+        self.model = model
+        self.pieces = _group(self.tensors, _transforms(model), known=set(model.state_dict()))
+
+    @cached_property
+    def shapes_by_group(self) -> dict[str, dict[str, tuple[int, ...]]]:
+        stored = super().shapes()
+        return {group: _shapes(self._made(group, lambda name: _empty(stored[name]))) for group in self.pieces}
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        return {name: shape for shapes in self.shapes_by_group.values() for name, shape in shapes.items()}
+
+    def read(self, name: str) -> torch.Tensor:
+        group = next(group for group, shapes in self.shapes_by_group.items() if name in shapes)
+        return self._made(group, super().read)[name]
+
+    def _made(self, group: str, read: Read) -> dict[str, torch.Tensor]:
+        pieces = self.pieces[group]
+        if pieces[0].converter is None:
+            return {group: read(pieces[0].name)}
+        converter = copy.deepcopy(pieces[0].converter)
+        try:
+            for piece in pieces:
+                converter.add_tensor(group, piece.name, piece.pattern, read(piece.name))
+            made = converter.convert(group, model=self.model, config=self.model.config)
+        except (RuntimeError, ValueError, LookupError, TypeError) as error:
+            why = " ".join(str(error).split())[:120]
+            raise ToolkitError(
+                f"{self.folder}: {len(pieces)} tensors from {pieces[0].name[:80]} on do not make {group[:80]}: {why}",
+                hint="copy or download the folder again",
+            ) from None
+        return {name: tensor[0] if isinstance(tensor, list) else tensor for name, tensor in made.items()}
+
+
+def stored_tensors(model: MetaModel, dtype: torch.dtype, read: Read) -> list[SavedTensor]:
+    """Return every weight of the model, or of the adapter, as `from_pretrained` or peft expects it in a file.
+
+    `read` returns a weight of the live model. Tensors that are made of one weight follow each other: it is read once.
+    """
+    if model.adapter:
+        return [
+            SavedTensor(name=model.saved_names[name], shape=shape, dtype=dtype, read=partial(read, name))
+            for name, shape in model.shapes.items()
+        ]
+    reverse = [transform.reverse_transform() for transform in reversed(_transforms(model.base_model))]
+    tensors: list[SavedTensor] = []
+    for stored, pieces in _group(model.shapes, reverse, reverse=True).items():
+        first = pieces[0].name
+        if pieces[0].converter is None:
+            tensors.append(SavedTensor(name=stored, shape=model.shapes[first], dtype=dtype, read=partial(read, first)))
+            continue
+        made = _MadeOf([piece.name for piece in pieces], model, read)
+        tensors += [
+            SavedTensor(name=name, shape=shape, dtype=dtype, read=partial(made.read, name))
+            for name, shape in made.shapes.items()
+        ]
+    return tensors
+
+
+class _MadeOf:
+    """Tensors of a file that are made of the same weights of the live model."""
+
+    def __init__(self, names: list[str], model: MetaModel, read: Read) -> None:
+        self.names, self.model, self.read_live = names, model, read
+        self.shapes = _shapes(self._reverted(lambda name: _empty(model.shapes[name])))
+        self.waiting: dict[str, torch.Tensor] = {}
+
+    def read(self, name: str) -> torch.Tensor:
+        if name not in self.waiting:
+            self.waiting = self._reverted(self.read_live)
+        return self.waiting.pop(name)
+
+    def _reverted(self, read: Read) -> dict[str, torch.Tensor]:
+        from transformers.core_model_loading import revert_weight_conversion
+
+        live = {name: read(name) for name in self.names}
+        reverted: dict[str, torch.Tensor] = revert_weight_conversion(self.model.base_model, live)
+        return reverted
+
+
+def _transforms(model: Any) -> list[Any]:
+    """transformers' conversions of the architecture, in the order of loading.
+
+    Without changes of a prefix: only the files that a model was loaded from tell whether they had it.
+    """
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import PrefixChange
+
+    transforms = get_model_conversion_mapping(model, add_legacy=False)
+    return [transform for transform in transforms if not isinstance(transform, PrefixChange)]
+
+
+class _Piece(NamedTuple):
+    name: str
+    converter: Any
+    """transformers' `WeightConverter`; None where the tensor only has another name, or the same."""
+    pattern: str
+
+
+def _group(
+    names: Iterable[str], transforms: list[Any], *, reverse: bool = False, known: Container[str] = ()
+) -> dict[str, list[_Piece]]:
+    """Group names by what is made of them; `known` ones stay as they are."""
+    from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
+
+    renamings = [transform for transform in transforms if isinstance(transform, WeightRenaming)]
+    converters = [transform for transform in transforms if isinstance(transform, WeightConverter)]
+    by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
+    grouped: dict[str, list[_Piece]] = {}
+    for name in sorted(names, key=dot_natural_key):
+        target, pattern = name, None
+        if name not in known:
+            target, pattern = rename_source_key(name, renamings, converters, reverse=reverse)
+        grouped.setdefault(target, []).append(_Piece(name, by_pattern.get(pattern), pattern or ""))
+    return grouped
+
+
+def _empty(shape: tuple[int, ...]) -> torch.Tensor:
+    return torch.empty(shape, device="meta")
+
+
+def _shapes(tensors: dict[str, torch.Tensor]) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+
+
+def write_model(folder: Path, tensors: Sequence[SavedTensor], *, max_shard_bytes: int, stem: str = "model") -> None:
+    """Write one file, or several with an index, in Hugging Face's layout."""
+    by_name = {tensor.name: tensor for tensor in tensors}
+    split = split_state_dict_into_shards_factory(
+        by_name,
+        get_storage_size=lambda tensor: tensor.bytes,
+        filename_pattern=f"{stem}{{suffix}}.safetensors",
+        max_shard_size=max_shard_bytes,
+    )
+    for file, names in split.filename_to_tensors.items():
+        write_file(folder / file, [by_name[name] for name in names])
+    if split.is_sharded:
+        index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
+        (folder / f"{stem}.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
+
+
+class SafetensorsReader:
+    """Reads the weights of a checkpoint from `model.safetensors`, or shards, or an adapter."""
+
+    def __init__(self, layout: Layout, model: MetaModel) -> None:
+        self.layout, self.model, self.saved_names = layout, model, model.saved_names
+        self.weights = live_weights(layout.path, model)
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        names = {saved: name for name, saved in self.saved_names.items()}
+        return {names.get(saved, saved): shape for saved, shape in self.weights.shapes().items()}
+
+    def weight(self, name: str) -> torch.Tensor:
+        return self.weights.read(self.saved_names.get(name, name))
+
+
+class PlainReader(SafetensorsReader):
+    """Reads `optimizer.pt` beside the weights.
+
+    Its states are numbered in the order of the Trainer's parameter groups; the model's own order names them.
+    """
+
+    def __init__(self, layout: Layout, model: MetaModel, *, trust_pickle: bool = False) -> None:
+        super().__init__(layout, model)
+        self.files = MappedFiles(trust_pickle=trust_pickle)
+        self.path = layout.path / "optimizer.pt"
+        groups = self.files[self.path]["param_groups"] if self.path.exists() else []
+        self.hyperparameters = without_parameters(groups)
+        self.group_sizes = [len(group["params"]) for group in groups]
+
+    @cached_property
+    def numbers(self) -> dict[str, int]:
+        """The number of each parameter's optimizer state.
+
+        Raises ToolkitError where the model does not tell which parameter a numbered state belongs to.
+        """
+        groups = self.model.groups(self.model.trainable)
+        sizes, saved = [len(group) for group in groups if group], [size for size in self.group_sizes if size]
+        if saved and saved != sizes:
+            raise ToolkitError(
+                f"{self.path} has parameter groups of {saved}, the model's are {sizes}: with frozen"
+                " layers or a custom optimizer the file does not record which parameter a state belongs to",
+                hint="resume it with the preset and the number of processes that it was saved with",
+            )
+        return {name: number for number, name in enumerate(name for group in groups for name in group)}
+
+    def optimized(self) -> list[str]:
+        return list(self.numbers) if self.path.exists() else []
+
+    def moment(self, name: str, state: str) -> torch.Tensor:
+        self.files.release()
+        return self.files.copy(self.files[self.path]["state"][self.numbers[name]][state], self.model.shapes[name])
+
+    def optimizer_step(self) -> float:
+        return float(next(iter(self.files[self.path]["state"].values()))["step"])
+
+    def close(self) -> None:
+        self.files.close()
+
+
+def write_weights(folder: Path, reader: CheckpointReader, model: MetaModel) -> None:
+    """Write the weights in fp32, as Hugging Face's files; an adapter's in one file, which is what peft reads."""
+    tensors = stored_tensors(model, torch.float32, reader.weight)
+    limit = sum(tensor.bytes for tensor in tensors) if model.adapter else DEFAULT_SHARD_BYTES
+    write_model(folder, tensors, max_shard_bytes=limit, stem="adapter_model" if model.adapter else "model")
+
+
+def write_plain(folder: Path, reader: CheckpointReader, model: MetaModel, groups: list[list[str]]) -> None:
+    """Write the weights, and torch's optimizer state numbered in the order of the groups."""
+    write_weights(folder, reader, model)
+    step = reader.optimizer_step()
+    states: dict[int, dict[str, torch.Tensor]] = {}
+    param_groups: list[dict[str, object]] = []
+    # The Trainer makes a group even if no parameter is in it: adapters have no norm layers.
+    for position, names in enumerate(groups):
+        numbers = list(range(len(states), len(states) + len(names)))
+        for number, name in zip(numbers, names, strict=True):
+            moments = {moment: reader.moment(name, moment) for moment in MOMENTS}
+            states[number] = {"step": torch.tensor(step, dtype=torch.float32), **moments}
+        param_groups.append({**group_hyperparameters(reader, position, groups), "params": numbers})
+    torch.save({"state": states, "param_groups": param_groups}, folder / "optimizer.pt")
