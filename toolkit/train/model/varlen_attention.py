@@ -117,8 +117,8 @@ def _by_document(
     query, key, value = (part.transpose(0, 1).unsqueeze(0) for part in (query, key, value))
     key, value = repeat_kv(key, groups), repeat_kv(value, groups)
     outputs = []
-    for parts in zip(*(part.split(starts.diff().tolist(), dim=2) for part in (query, key, value)), strict=True):
-        at = torch.arange(parts[0].shape[2], device=query.device)
+    for q, k, v in zip(*(part.split(starts.diff().tolist(), dim=2) for part in (query, key, value)), strict=True):
+        at = torch.arange(q.shape[2], device=q.device)
         mask = None if window is None else (at <= at[:, None]) & (at > at[:, None] - window)
-        outputs.append(scaled_dot_product_attention(*parts, attn_mask=mask, is_causal=mask is None, **how))
+        outputs.append(scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, **how))
     return torch.cat([output.transpose(1, 2) for output in outputs], dim=1)
