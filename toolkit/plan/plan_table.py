@@ -17,8 +17,10 @@ from toolkit.units import GIB, NOT_AVAILABLE, gib, number, seconds
 
 TABLE_COLUMNS = 100
 # Two lines of heading for each column.
-COLUMNS = ("preset\n", "GPUs\n", "verdict\n", "peak\nGiB", "model\nstates", "activ-\nations", "logits\n", "other\n")
-COLUMNS += ("left\nGiB", "host\nGiB", "max.\nbatch", "min.\nGPUs", "tokens/s\nper GPU")
+COLUMNS = (
+    *("preset\n", "GPUs\n", "verdict\n", "peak\nGiB", "model\nstates", "activ-\nations", "logits\n", "other\n"),
+    *("left\nGiB", "host\nGiB", "max.\nbatch", "min.\nGPUs", "tokens/s\nper GPU"),
+)
 LEGEND = (
     "GiB (2**30) of GPU memory on rank 0, which has the largest share, at its peak: model states,",
     "activations, logits and other (buffers, gathered layers, CUDA, the allocator); left: the rest of",
