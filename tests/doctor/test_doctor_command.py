@@ -98,11 +98,9 @@ def test_this_node_is_measured(here: dict[str, Any]) -> None:
     assert 0 < memory["available_bytes"] < memory["installed_bytes"]
     assert measured(here, "shared-memory")["bytes"] == os.statvfs("/dev/shm").f_blocks * os.statvfs("/dev/shm").f_frsize
     assert measured(here, "cores")["usable"] == len(os.sched_getaffinity(0))
-    assert sum(measured(here, "numa")["nodes"].values()) >= measured(here, "cores")["usable"]
     assert measured(here, "hostname")["hostname"] == here["node_facts"]["hostname"] == socket.gethostname()
     assert measured(here, "libraries")["torch"] == here["node_facts"]["version torch"]
     assert {disk["free_bytes"] > 0 for disk in measured(here, "disk-space").values()} == {True}
-    assert isinstance(measured(here, "clock")["synchronised"], bool)
 
 
 def test_the_text_shows_each_finding_with_its_fix() -> None:
@@ -112,7 +110,7 @@ def test_the_text_shows_each_finding_with_its_fix() -> None:
     at = next(index for index, line in enumerate(lines) if line.startswith("  error: GPUs are missing: "))
     assert lines[at].endswith("expected: 64, as --gpus-per-node says")
     assert lines[at + 1] == "    fix: SLURM: --gpus-per-node; docker run --gpus all; without a driver: install NVIDIA's"
-    assert "skipped  (only with --long) dcgm, all-reduce, disk-speed" in lines
+    assert "skipped  (only with --long) disk-speed, dcgm, all-reduce" in lines
     assert " 1 error" in lines[-1]
 
 
@@ -254,5 +252,6 @@ def test_a_check_that_cannot_read_the_node_is_skipped_with_the_reason(monkeypatc
 
     broken = NodeCheck(name="broken", looks_at="", threshold="", source="", long=False, examine=unreadable)
     monkeypatch.setitem(CHECKS, "broken", broken)
-    (row,) = [row for row in examine_node(DoctorOptions(), None, print).checks if row.check == "broken"]
-    assert (row.status, row.skipped) == ("skipped", "cannot be read: [Errno 13] Permission denied: '/sys/secret'")
+    outcome = examine_node(DoctorOptions(), None, print).checks["broken"]
+    assert outcome.status == "skipped"
+    assert outcome.skipped == "cannot be read: [Errno 13] Permission denied: '/sys/secret'"

@@ -117,9 +117,10 @@ def test_gpus_and_driver_are_those_of_nvidia_smi(env: Env, tmp_path: Path) -> No
     program.chmod(0o755)
     text = env(PATH=f"{program.parent}:{os.environ['PATH']}", CUDA_VISIBLE_DEVICES="1")
     for line in (
-        "- GPUs: 2 × NVIDIA H100 80GB HBM3 (79.65 GiB)",
-        "- visible GPUs: 1",
-        "- driver: 570.86.15, CUDA up to 12.8",
+        "- gpus: 2 × name=NVIDIA H100 80GB HBM3, memory=79.65 GiB, driver=570.86.15, power limit watts=700.0, max sm"
+        " clock mhz=1980, max memory clock mhz=2619",
+        "- visible gpus: 1",
+        "- driver cuda version: 12.8",
         "  GPU0  X   NV18",
     ):
         assert line in text.splitlines()

@@ -51,7 +51,7 @@ def test_the_lock_of_a_killed_compilation_is_removed_and_that_of_a_live_process_
     with lock.open("w"):
         ops._drop_stale_lock(lock)
         assert lock.exists()
-    assert ops.compile_ops() == 0.0
+    ops.compile_ops()
     assert not lock.exists()
     assert ops.main() == 0
     assert capsys.readouterr() == ("", f"DeepSpeed's CPU ops are already compiled in {extensions}\n")

@@ -12,8 +12,7 @@ import pytest
 from launching import ROOT
 
 from toolkit.doctor import speed_checks
-from toolkit.doctor.checks import CHECKS
-from toolkit.doctor.node_readings import NodeReadings
+from toolkit.doctor.checks import CHECKS, NodeReadings
 from toolkit.doctor.options import DoctorOptions
 from toolkit.doctor.speed_checks import read_nccl_tests, run_program
 
@@ -66,6 +65,7 @@ def test_two_processes_really_reduce_on_a_cpu() -> None:
 
 
 @pytest.mark.launch
+@pytest.mark.nightly
 @pytest.mark.cold_start
 def test_a_rank_that_fails_is_reported_with_its_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The wrong result comes from a torch whose all-reduce does nothing."""

@@ -18,8 +18,7 @@ from launching import CPU_PRESETS, ROOT, read, toolkit
 from small_llama import LLAMA
 
 from toolkit.compare.commands import write_report_again
-from toolkit.compare.console_progress import ConsoleProgress
-from toolkit.compare.runner import Runner
+from toolkit.compare.runner import ConsoleProgress, Runner
 from toolkit.errors import ToolkitError
 from toolkit.presets import load_preset
 from toolkit.record.folder import RunFolder

@@ -13,9 +13,6 @@ def compare(options: CompareOptions) -> None:
     Needs --preset and --output-dir. After `--`: the job, at least --model_name_or_path, --dataset and
     --max_steps, as for `toolkit train`.
     """
-    from toolkit.compare import commands
+    from toolkit.compare.commands import run_comparison
 
-    if options.replay is not None:
-        commands.replay(options)
-    else:
-        commands.run_comparison(options)
+    run_comparison(options)

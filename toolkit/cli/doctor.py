@@ -57,7 +57,7 @@ def doctor(
 
 def _compare(paths: Sequence[Path], *, as_json: bool) -> None:
     from toolkit.doctor.checks import ERROR
-    from toolkit.doctor.node_comparison import compare_facts, difference_lines, read_reports
+    from toolkit.doctor.examination import compare_facts, difference_lines, read_reports
 
     nodes = read_reports(paths)
     differences = compare_facts(nodes)

@@ -45,7 +45,7 @@ def hardware_text(results: Results, world_size: int) -> str:
 def notes(results: Results) -> list[str]:
     """Return what a reader must know before quoting a figure."""
     method, rows = results.method, results.labelled_rows
-    if results.single_runs:
+    if not any(row.repeated for _, row in rows):
         found = ["Single runs, not ranked by significance: a small difference may be noise."]
     else:
         confidence = f"{100 * method.ratio_confidence:.4g} %"
@@ -75,7 +75,7 @@ def notes(results: Results) -> list[str]:
     recompiled = [label for label, row in rows if row.recompilations_after_first_steps]
     if recompiled:
         found.append(f"Timed steps include compilation (train.log has the reasons): {', '.join(recompiled)}.")
-    if any(row.completed and row.parity is None and row.group is None for _, row in rows):
+    if any(row.unchecked for _, row in rows):
         found.append("A row whose parity is n/a could not be checked against the baseline, and is not compared.")
     return found
 
@@ -93,12 +93,12 @@ def _world_size_clauses(results: Results, world_size: int) -> list[str]:
         if row.comparable and row.tokens_per_second is not None and row.group is None
     ]
     start = "On" if world_size == results.world_sizes[0] else "on"
-    place = f"{start} {hardware_text(results, world_size)}, "
-    if len(ranked) > 1 and all(row.repeated for _, row in ranked):
-        out_of_memory = any(row.out_of_memory for _, row in same_size)
-        fastest = _fastest_by_interval(ranked, len(same_size), out_of_memory=out_of_memory)
-        return [place + fastest, *_memory_for_speed(results, ranked, world_size)]
-    return [place + _speeds_of_single_runs(ranked, len(same_size)), *_smallest(results, ranked, world_size)]
+    place, repeated = f"{start} {hardware_text(results, world_size)}, ", all(row.repeated for _, row in ranked)
+    if len(ranked) > 1 and repeated:
+        speeds = _fastest_by_interval(ranked, len(same_size), out_of_memory=any(r.out_of_memory for _, r in same_size))
+    else:
+        speeds = _speeds_of_single_runs(ranked, len(same_size))
+    return [place + speeds, *_least_memory(results, ranked, world_size, repeated=repeated)]
 
 
 def _fastest_by_interval(ranked: Sequence[LabelledRow], num_rows: int, *, out_of_memory: bool) -> str:
@@ -112,71 +112,53 @@ def _fastest_by_interval(ranked: Sequence[LabelledRow], num_rows: int, *, out_of
     return f"{label} is the fastest {which} ({speed(top.tokens_per_second)} tokens/s)"
 
 
-def _memory_for_speed(results: Results, ranked: Sequence[LabelledRow], world_size: int) -> list[str]:
-    """The row that needs least memory, relative to the fastest, or to the baseline where no row is the fastest."""
-
-    def memory(row: Row) -> int | None:
-        return row.model_state_bytes if results.on_cpu else results.peak_bytes(row)
-
-    name, base = fastest = max(ranked, key=_useful_speed)
-    if any(row is not base and not row.separated_from(base) for _, row in ranked):
-        baseline = results.baseline(world_size)
-        name, base = next(((label, row) for label, row in ranked if row is baseline), fastest)
-    base_bytes = memory(base)
-    others = [(size, label, row) for label, row in ranked if row is not base and (size := memory(row))]
-    if not base_bytes or not others:
-        return []
-    least, label, row = min(others, key=lambda other: other[0])
-    less = percent(1 - least / base_bytes)
-    if least >= base_bytes or less == percent(0):
-        return [f"none {'holds fewer model-state bytes' if results.on_cpu else 'uses less memory'} than {name}"]
-    saved = f"holds {less} fewer model-state bytes" if results.on_cpu else f"uses {less} less memory"
-    ratio = row.useful_speed / (base.useful_speed or 1.0)
-    if not row.separated_from(base):  # nothing is claimed
-        cost = "with no difference seen in speed"
-    else:
-        cost = f"for {percent(1 - ratio)} less speed" if ratio < 1 else f"and is {percent(ratio - 1)} faster"
-    return [f"{label} {saved} {cost}" + ("" if base is fastest[1] else f" than {name}")]
-
-
-def _useful_speed(labelled: LabelledRow) -> float:
-    return labelled[1].useful_speed
-
-
 def _speeds_of_single_runs(ranked: Sequence[LabelledRow], num_rows: int) -> str:
     """The range of speeds; without intervals there is no order to claim."""
     presets = _presets(num_rows)
     if not ranked:
         return f"none of {presets} can be ranked"
     among = presets if len(ranked) == num_rows else f"the {len(ranked)} of {presets} that can be compared"
-    top = speed(max(ranked, key=_useful_speed)[1].tokens_per_second)
-    first = [label for label, row in ranked if speed(row.tokens_per_second) == top]
+    by_speed = sorted(ranked, key=lambda labelled: labelled[1].tokens_per_second or 0.0)
+    (slowest, low), (fastest, high) = by_speed[0], by_speed[-1]
     if len(ranked) == 1:
-        return f"{first[0]} ran at {top} tokens/s, with no comparable row beside it"
-    if len(first) > 1:
-        return f"{_and(first)} ran at the same highest speed of {among} ({top} tokens/s)"
-    slowest, row = min(ranked, key=lambda labelled: labelled[1].tokens_per_second or 0.0)
-    least = speed(row.tokens_per_second)
-    return f"{among} ran at {least} ({slowest}) to {top} tokens/s ({first[0]}) in single runs, unranked"
+        return f"{fastest} ran at {speed(high.tokens_per_second)} tokens/s, with no comparable row beside it"
+    speeds = f"{speed(low.tokens_per_second)} ({slowest}) to {speed(high.tokens_per_second)} tokens/s ({fastest})"
+    return f"{among} ran at {speeds} in single runs, unranked"
 
 
-def _smallest(results: Results, ranked: Sequence[LabelledRow], world_size: int) -> list[str]:
-    """The row with the fewest model-state bytes relative to the baseline; the fastest of equals."""
-    baseline = results.baseline(world_size)
-    base_bytes = baseline.model_state_bytes if baseline else None
+def _least_memory(results: Results, ranked: Sequence[LabelledRow], world_size: int, *, repeated: bool) -> list[str]:
+    """The row that needs least memory, relative to the fastest, or to the baseline where no row is the fastest."""
+
+    def memory(row: Row) -> int | None:
+        return row.model_state_bytes if results.on_cpu else results.peak_bytes(row)
+
+    if not ranked:
+        return []
+    name, base = fastest = max(ranked, key=_useful_speed)
+    if not repeated or any(row is not base and not row.separated_from(base) for _, row in ranked):
+        baseline = results.baseline(world_size)
+        name, base = next(((label, row) for label, row in ranked if row is baseline), fastest)
     others = [
-        (size, -row.useful_speed, label, row)
-        for label, row in ranked
-        if row is not baseline and (size := row.model_state_bytes) is not None
+        (size, -row.useful_speed, label, row) for label, row in ranked if row is not base and (size := memory(row))
     ]
-    if not base_bytes or not others:
+    if not (base_bytes := memory(base)) or not others:
         return []
     least, _, label, row = min(others, key=lambda other: other[:2])
-    if least >= base_bytes:
-        return [f"none holds fewer model-state bytes per rank than {results.reference}"]
-    at_speed = "" if row.ratio_to_reference is None else f" at {row.ratio_to_reference:.2f} times its speed"
-    fraction = percent(least / base_bytes)
-    return [f"{label} holds {fraction} of {results.reference}'s model-state bytes per rank{at_speed}"]
+    less = percent(1 - least / base_bytes)
+    if least >= base_bytes or less == percent(0):
+        return [f"none {'holds fewer model-state bytes' if results.on_cpu else 'uses less memory'} than {name}"]
+    saved = f"holds {less} fewer model-state bytes" if results.on_cpu else f"uses {less} less memory"
+    ratio = row.useful_speed / (base.useful_speed or 1.0)
+    cost = f"for {percent(1 - ratio)} less speed" if ratio < 1 else f"and is {percent(ratio - 1)} faster"
+    if not repeated:
+        cost = f"at {ratio:.2f} times its speed"
+    elif not row.separated_from(base):  # nothing is claimed
+        cost = "with no difference seen in speed"
+    return [f"{label} {saved} than {name} {cost}"]
+
+
+def _useful_speed(labelled: LabelledRow) -> float:
+    return labelled[1].useful_speed
 
 
 def _scaling_clause(results: Results) -> list[str]:
@@ -203,18 +185,15 @@ def _largest_batch_clause(rows: Sequence[LabelledRow]) -> list[str]:
 def _left_out_clauses(rows: Sequence[LabelledRow]) -> list[str]:
     """The rows that are not ranked, each with its reason."""
     failed = [f"{label}: {row.status}" for label, row in rows if not row.completed and row.status != NOT_SUPPORTED]
-    unsupported = [label for label, row in rows if row.status == NOT_SUPPORTED]
-    other_problem = [label for label, row in rows if row.failed_parity]
     by_design = [f"{label} ({row.group})" for label, row in rows if row.completed and row.group]
-    unchecked = [label for label, row in rows if row.completed and row.parity is None and not row.group]
-    clauses = {
-        f"{len(failed)} did not complete ({', '.join(failed)})": failed,
-        f"{len(unsupported)} cannot run on this node ({', '.join(unsupported)})": unsupported,
-        f"{len(other_problem)} did not train the same problem ({', '.join(other_problem)})": other_problem,
-        f"different by design, so not ranked here: {', '.join(by_design)}": by_design,
-        f"{len(unchecked)} could not be checked against the baseline ({', '.join(unchecked)})": unchecked,
+    left_out = {
+        "did not complete": failed,
+        "cannot run on this node": [label for label, row in rows if row.status == NOT_SUPPORTED],
+        "did not train the same problem": [label for label, row in rows if row.failed_parity],
+        "not ranked here, different by design": by_design,
+        "could not be checked against the baseline": [name for name, row in rows if row.unchecked],
     }
-    return [clause for clause, named in clauses.items() if named]
+    return [f"{len(names)} {why} ({', '.join(names)})" for why, names in left_out.items() if names]
 
 
 def _presets(count: int) -> str:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.errors import ToolkitError
-from toolkit.hardware.cgroups import count_oom_kills
+from toolkit.hardware.node import count_oom_kills
 from toolkit.job.job import Job
 from toolkit.launch.command import LaunchCommand, launch_command
 from toolkit.launch.exit_status import RunResult, record_result
@@ -151,7 +151,7 @@ def run_training(
 ) -> RunResult:
     """Train in `output_dir`, with as many restarts as the options allow; `overwrite` gives up a run that is there.
 
-    `fork_server` is a server (`WarmStart.server`) to fork the ranks from, instead of a cold start.
+    `fork_server` is a server (`warm_start.fork_server`) to fork the ranks from, instead of a cold start.
 
     Raises ToolkitError for a folder that cannot be used; every other outcome is in the result.
     """

@@ -19,7 +19,7 @@ from toolkit.errors import ToolkitError
 from toolkit.files.model_weights import read_header
 from toolkit.files.reading import user_path
 from toolkit.hardware.disks import DiskRates, free_bytes, measure_rates, mount_of, try_direct_io
-from toolkit.hardware.process_limits import locked_memory_limit_bytes
+from toolkit.hardware.node import locked_memory_limit_bytes
 from toolkit.job.job import Job
 from toolkit.launch.environment import NVME_PATH_VARIABLE
 from toolkit.presets import Preset

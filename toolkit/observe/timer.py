@@ -20,7 +20,7 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 from transformers import TrainerCallback
 
-from toolkit.hardware.nvml import Nvml
+from toolkit.hardware.gpus import Nvml
 from toolkit.observe.batches import BatchFacts
 from toolkit.observe.compiler_events import CompilerEvents
 from toolkit.observe.failure_report import Diverged

@@ -16,8 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from toolkit.errors import ToolkitError
-from toolkit.hardware.cgroups import memory_limit_bytes
-from toolkit.hardware.node import host_memory_bytes
+from toolkit.hardware.node import host_memory_bytes, memory_limit_bytes
 from toolkit.job.job import Job
 from toolkit.plan.memory import PARTS
 from toolkit.plan.planned_job import PlannedJob

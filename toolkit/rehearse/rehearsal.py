@@ -19,7 +19,7 @@ from typing import Any
 
 from toolkit.errors import ToolkitError
 from toolkit.files.secrets import hide_words, separate_secrets
-from toolkit.hardware.cgroups import count_oom_kills
+from toolkit.hardware.node import count_oom_kills
 from toolkit.job.argument_values import Range, check_range
 from toolkit.job.job import Job
 from toolkit.launch.command import ProcessCommand, new_run_id

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from toolkit.doctor.checks import CHECKS
-from toolkit.doctor.collectors import rdma_ports
-from toolkit.doctor.node_readings import NodeReadings
+from toolkit.doctor.checks import CHECKS, NodeReadings
+from toolkit.doctor.environment_report import rdma_ports
+from toolkit.doctor.examination import all_checks
 from toolkit.doctor.options import DoctorOptions
 
 
@@ -20,6 +20,7 @@ def write_port(root: Path, device: str, state: str, rate: str, link_layer: str =
 def levels_and_values(root: Path) -> dict[str, tuple[str, str]]:
     node = NodeReadings(DoctorOptions())
     node.__dict__["rdma_ports"] = rdma_ports(root)
+    assert CHECKS["rdma"] in all_checks()
     return {found.what: (found.level, found.value) for found in CHECKS["rdma"].examine(node).findings}
 
 
