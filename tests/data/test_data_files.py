@@ -72,9 +72,9 @@ def test_an_unsupported_suffix_is_refused_with_the_supported_ones(write: Write) 
     ("source", "message"),
     [
         ("~nobody/rows.json", "no such data file"),
-        ("a" * 5000, "has 5,000 characters, expected at most 4,095"),
-        ("folder/" * 1000 + "rows.json", "expected at most 4,095"),
-        ("\0", "contains a null byte"),
+        ("a" * 5000, "is not one that a file can have"),
+        ("folder/" * 1000 + "rows.json", "is not one that a file can have"),
+        ("\0", "is not one that a file can have"),
         ("https://example.org/rows.json", "no such data file"),
         ("squad", "no such data file: squad.* like `owner/name`"),
     ],

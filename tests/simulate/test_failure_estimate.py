@@ -23,8 +23,8 @@ def answer(words: list[str], capsys: pytest.CaptureFixture[str]) -> dict[str, An
     return json_of(["simulate", "failures", *words], capsys)
 
 
-def save(kind: str, taken: float | None) -> dict[str, Any]:
-    return {"kind": kind, "step": 1, "seconds": taken, "bytes": 10}
+def save(kind: str, stall: float) -> dict[str, Any]:
+    return {"kind": kind, "step": 1, "seconds": 99.0, "stall_seconds": stall, "bytes": 10}
 
 
 def run_folder(folder: Path, saves: list[dict[str, Any]] | None) -> Path:
@@ -44,13 +44,6 @@ def test_json_has_closed_forms_beside_the_simulation(capsys: pytest.CaptureFixtu
     assert found["expected_failures"] == pytest.approx(30 * 9.75)
 
 
-def test_a_given_interval_replaces_the_best_one(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["--gpus", "384", "--checkpoint-seconds", "40", "--checkpoint-interval-minutes", "180"]
-    found = answer(words, capsys)
-    assert found["checkpoint_interval_seconds"] == 10_800
-    assert found["checkpoint_fraction"] == pytest.approx(0.0037, abs=0.00005)
-
-
 def test_text_has_both_ratios_the_best_intervals_and_the_known_miss(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = run(["--gpus", "16384", "--spare-nodes", "40", "--repair-hours", "24"], capsys)
     assert code == 0
@@ -68,35 +61,19 @@ def test_a_job_that_fails_very_often_is_simulated_fewer_times(capsys: pytest.Cap
 
 
 def test_a_job_without_progress_is_said_to_have_none(capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, _ = run(["--gpus", "10000000", "--days", "0.1", "--runs", "1"], capsys)
-    assert code == 0
-    assert "almost no progress" in out
+    assert "almost no progress" in run(["--gpus", "10000000", "--days", "0.1", "--runs", "1"], capsys)[1]
 
 
-def test_the_report_has_the_ratio_by_interval(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["--gpus", "12000", "--output-dir", str(tmp_path / "out")], capsys)[0] == 0
-    page = (tmp_path / "out" / "simulation.html").read_text()
-    assert "best by Young" in page
-    assert page.count("<polyline") >= 4
-    assert json.loads((tmp_path / "out" / "simulation.json").read_text())["nodes"] == 1500
-
-
-def test_a_save_is_the_median_of_a_runs_checkpoints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_save_costs_the_median_time_for_which_a_runs_checkpoints_made_training_stand_still(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     saves = [save("checkpoint", 9.0), save("checkpoint", 2.0), save("checkpoint", 4.0), save("model", 100.0)]
     folder = run_folder(tmp_path / "run", saves)
     found = answer(["--gpus", "16", "--run-folder", str(folder)], capsys)
     assert found["checkpoint_seconds"] == 4.0
-    assert str(folder) in run(["--gpus", "16", "--run-folder", str(folder)], capsys)[1]
 
 
-def test_a_save_in_the_background_costs_only_the_time_in_which_training_stood_still(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    folder = run_folder(tmp_path / "run", [save("checkpoint", 9.0) | {"stall_seconds": 0.5}])
-    assert answer(["--gpus", "16", "--run-folder", str(folder)], capsys)["checkpoint_seconds"] == 0.5
-
-
-@pytest.mark.parametrize("saves", [None, [], [save("model", 3.0)], [save("checkpoint", None)]])
+@pytest.mark.parametrize("saves", [None, [save("model", 3.0)], [save("checkpoint", 0.0)]])
 def test_a_run_without_checkpoints_is_refused(
     saves: list[dict[str, Any]] | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -109,24 +86,14 @@ def test_a_run_without_checkpoints_is_refused(
 @pytest.mark.parametrize(
     ("words", "named"),
     [
-        (["--gpus", "0"], "--gpus is 0, expected more than 0"),
-        (["--gpus", "-8"], "--gpus is -8"),
-        (["--gpus", "100000000"], "--gpus is 100,000,000, expected 10,000,000 or less"),
-        (["--gpus-per-node", "0"], "--gpus-per-node is 0"),
-        (["--failures-per-1000-node-days", "0"], "--failures-per-1000-node-days is 0"),
+        (["--gpus", "0"], "--gpus is 0, expected 1 to 10,000,000"),
+        (["--gpus", "100000000"], "--gpus is 100000000, expected 1 to 10,000,000"),
         (["--failures-per-1000-node-days", "nan"], "--failures-per-1000-node-days is nan"),
-        (["--checkpoint-seconds", "-1"], "--checkpoint-seconds is -1"),
         (["--checkpoint-seconds", "inf"], "--checkpoint-seconds is inf"),
-        (["--checkpoint-interval-minutes", "0"], "--checkpoint-interval-minutes is 0"),
-        (["--restart-minutes", "-5"], "--restart-minutes is -5, expected 0 or more"),
-        (["--detection-minutes", "-5"], "--detection-minutes is -5"),
+        (["--restart-minutes", "-5"], "--restart-minutes is -5.0, expected 0 to 100,000"),
         (["--spare-nodes", "3"], "--spare-nodes has no effect without --repair-hours"),
         (["--repair-hours", "3"], "--repair-hours has no effect without --spare-nodes"),
-        (["--spare-nodes", "-1", "--repair-hours", "3"], "--spare-nodes is -1"),
-        (["--days", "0"], "--days is 0"),
-        (["--runs", "0"], "--runs is 0"),
         (["--gpus", "10000000"], "2,965,625 failures in 1 x 365 days are too many to simulate"),
-        (["--gpus", "131072", "--runs", "100"], "too many to simulate"),
         (["--run-folder", "no-such-run"], "no-such-run is no run folder"),
         (["--run-folder", "x", "--checkpoint-seconds", "3"], "--checkpoint-seconds has no effect with --run-folder"),
     ],
@@ -151,13 +118,10 @@ def simulated(failing: FailingJob, **changes: Any) -> SimulatedFailures:
     "failing",
     [
         failing_job(),
-        failing_job(nodes=10_000),
-        failing_job(nodes=100, checkpoint_seconds=600.0),
-        failing_job(detection_seconds=900.0),
-        failing_job(interval_seconds=4.0 * HOUR),
-        failing_job(restart_seconds=0.0, interval_seconds=60.0),
+        failing_job(nodes=100, checkpoint_seconds=600.0, detection_seconds=900.0),
+        failing_job(restart_seconds=0.0, interval_seconds=4.0 * HOUR),
     ],
-    ids=["12k GPUs", "80k GPUs", "slow saves", "slow detection", "rare saves", "frequent saves"],
+    ids=["12k GPUs", "slow saves and detection", "rare saves"],
 )
 def test_the_simulation_agrees_with_the_exact_closed_form(failing: FailingJob) -> None:
     found = simulated(failing)
@@ -184,8 +148,3 @@ def test_without_failures_only_saves_cost_time() -> None:
     reliable = failing_job(failures_per_1000_node_days=1e-9, interval_seconds=540.0)
     found = simulated(reliable, days=1.0, runs=1)
     assert (found.effective_time_ratio, found.failures, found.standard_error) == (0.9, 0, None)
-
-
-def test_a_year_of_10000_nodes_is_simulated_in_a_few_hundred_thousand_events() -> None:
-    found = simulated(failing_job(nodes=10_000))
-    assert found.failures * found.runs < 250_000

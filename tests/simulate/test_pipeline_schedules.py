@@ -26,7 +26,7 @@ TORCH_NAMES = {
     "dualpipe_v": "DualPipeV",
 }
 TORCH_LETTERS = {"FORWARD": "F", "BACKWARD_INPUT": "I", "FULL_BACKWARD": "B", "BACKWARD_WEIGHT": "W"}
-SIZES = [(stages, count) for stages in (2, 3, 4, 8) for count in (1, 2, 3, 4, 6, 8, 12, 16, 17, 24)]
+SIZES = [(stages, count) for stages in (2, 3, 8) for count in (1, 3, 4, 8, 12, 17)]
 Operation = tuple[str, int, int]
 
 
@@ -49,8 +49,9 @@ def torch_operations(actions: list[Any]) -> Iterator[Operation]:
             yield TORCH_LETTERS[action.computation_type.name], action.stage_index, action.microbatch_index
 
 
-@pytest.mark.parametrize("schedule", TORCH_NAMES)
-@pytest.mark.parametrize("chunks", [2, 3])
+@pytest.mark.parametrize(
+    ("schedule", "chunks"), [*((schedule, 2) for schedule in TORCH_NAMES), ("interleaved_1f1b", 3)]
+)
 def test_the_order_is_torchs_and_the_same_sizes_are_refused(schedule: str, chunks: int) -> None:
     from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops
 
@@ -105,20 +106,16 @@ def test_every_micro_batch_passes_every_chunk_once_in_each_direction(schedule: s
 @pytest.mark.parametrize(
     ("schedule", "size", "named"),
     [
-        ("1f2b", {}, "unknown schedule '1f2b'"),
         ("1f1b", {"stages": 0}, "--stages is 0"),
-        ("1f1b", {"stages": -4}, "--stages is -4"),
-        ("1f1b", {"micro_batches": 0}, "--micro-batches is 0"),
         ("1f1b", {"micro_batches": 10**9}, "--micro-batches is 1,000,000,000"),
         ("gpipe", {"stages": 4096, "micro_batches": 2**20}, "operations are too many"),
         ("1f1b", {"micro_batches": 3}, "--micro-batches is 3, but 1f1b on 4 stages needs 4"),
         ("zb_h2", {"micro_batches": 6}, "needs 7 or more"),
         ("dualpipe_v", {"micro_batches": 7, "chunks": 2}, "needs 8 or more"),
-        ("zb_v", {"chunks": 3}, "--chunks is 3, but zb_v has 2 chunks"),
         ("interleaved_1f1b", {"chunks": 1}, "--chunks is 1"),
         ("interleaved_1f1b", {"chunks": 2, "micro_batches": 9}, "runs them in 2 equal rounds"),
     ],
 )
 def test_an_impossible_schedule_is_refused_by_name(schedule: str, size: dict[str, int], named: str) -> None:
-    with pytest.raises(ToolkitError, match=named.replace("?", r"\?")):
+    with pytest.raises(ToolkitError, match=named):
         operation_order(schedule, PipelineSize(**{"stages": 4, "micro_batches": 8, **size}))

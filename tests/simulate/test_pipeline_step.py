@@ -20,18 +20,13 @@ def step(
     return simulate(schedule, size, [each] * size.num_chunks, transfer_seconds=transfer)
 
 
-@pytest.mark.parametrize("row", BUBBLES, ids=lambda row: f"{row['stages']:.0f}x{row['micro_batches']:.0f}")
-@pytest.mark.parametrize("schedule", ["1f1b", "zb_h1", "zb_h2"])
-def test_the_papers_bubble_is_reproduced_to_four_decimals(schedule: str, row: dict[str, float]) -> None:
-    assert round(published_step(schedule, row).bubble_fraction, 4) == row[f"bubble_{schedule}"]
-
-
-@pytest.mark.parametrize(("row", "measured"), zip(BUBBLES, THROUGHPUTS, strict=True))
-def test_the_papers_bubble_of_interleaved_1f1b_is_reproduced_to_0_004(
-    row: dict[str, float], measured: dict[str, float]
-) -> None:
-    run = published_step("interleaved_1f1b", row, chunks=int(measured["chunks_interleaved"]))
-    assert run.bubble_fraction == pytest.approx(row["bubble_interleaved_1f1b"], abs=0.004)
+@pytest.mark.parametrize("place", range(len(BUBBLES)))
+def test_the_papers_bubbles_are_reproduced_to_four_decimals_and_of_interleaved_1f1b_to_0_004(place: int) -> None:
+    row, chunks = BUBBLES[place], int(THROUGHPUTS[place]["chunks_interleaved"])
+    for schedule in ("1f1b", "zb_h1", "zb_h2"):
+        assert round(published_step(schedule, row).bubble_fraction, 4) == row[f"bubble_{schedule}"]
+    interleaved = published_step("interleaved_1f1b", row, chunks=chunks).bubble_fraction
+    assert interleaved == pytest.approx(row["bubble_interleaved_1f1b"], abs=0.004)
 
 
 def test_known_miss_every_prediction_is_optimistic_by_the_range_that_is_printed() -> None:
@@ -43,26 +38,15 @@ def test_known_miss_every_prediction_is_optimistic_by_the_range_that_is_printed(
     assert max(found, key=lambda each: each.error).schedule == "interleaved_1f1b"
 
 
-@pytest.mark.parametrize("place", [3, 4])
-def test_known_miss_interleaved_is_ranked_above_zb_1p_on_16_stages_where_it_measured_slower(place: int) -> None:
-    row, measured = BUBBLES[place], THROUGHPUTS[place]
-    assert row["stages"] == 16
-    assert row["bubble_interleaved_1f1b"] < published_step("zb_h1", row).bubble_fraction
-    assert measured["measured_interleaved_1f1b"] < measured["measured_zb_1p"]
-
-
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
-@pytest.mark.parametrize(("stages", "micro_batches"), [(1, 1), (2, 2), (4, 8), (8, 24), (16, 100)])
-@pytest.mark.parametrize("times", [EQUAL, UNEQUAL], ids=["equal", "unequal"])
-def test_gpipe_and_1f1b_have_the_bubble_of_their_closed_form(
-    schedule: str, stages: int, micro_batches: int, times: ChunkTimes
-) -> None:
-    run = step(schedule, stages, micro_batches, times)
+@pytest.mark.parametrize(("stages", "micro_batches"), [(1, 1), (4, 8), (16, 100)])
+def test_gpipe_and_1f1b_have_the_bubble_of_their_closed_form(schedule: str, stages: int, micro_batches: int) -> None:
+    run = step(schedule, stages, micro_batches, UNEQUAL)
     assert run.bubble_fraction == pytest.approx((stages - 1) / (micro_batches + stages - 1))
     assert run.makespan_seconds == pytest.approx(run.step_seconds)
 
 
-@pytest.mark.parametrize(("stages", "micro_batches", "chunks"), [(4, 8, 2), (4, 16, 3), (8, 32, 4)])
+@pytest.mark.parametrize(("stages", "micro_batches", "chunks"), [(4, 8, 2), (8, 32, 4)])
 def test_interleaved_1f1b_loses_its_closed_form_of_the_ideal_step(stages: int, micro_batches: int, chunks: int) -> None:
     run = step("interleaved_1f1b", stages, micro_batches, chunks=chunks)
     ideal = run.work_seconds
@@ -72,11 +56,6 @@ def test_interleaved_1f1b_loses_its_closed_form_of_the_ideal_step(stages: int, m
 @pytest.mark.parametrize("schedule", ["zb_h2", "zb_v"])
 def test_a_zero_bubble_schedule_has_no_bubble_with_equal_times(schedule: str) -> None:
     assert step(schedule, 4, 16).bubble_fraction == pytest.approx(0)
-
-
-def test_rounding_leaves_no_negative_bubble() -> None:
-    milliseconds = ChunkTimes(forward_seconds=0.001, backward_seconds=0.001, weight_seconds=0.001)
-    assert step("zb_h2", 64, 1024, milliseconds).bubble_fraction == 0
 
 
 def test_zb_h1_loses_a_third_of_1f1bs_bubble() -> None:
@@ -118,8 +97,8 @@ def test_a_slow_chunk_makes_the_others_wait() -> None:
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_any_size_that_is_possible_ends(schedule: str) -> None:
-    for stages in range(1, 7):
-        for micro_batches in (2 * stages, 3 * stages, 2 * stages + 60):
+    for stages in (1, 2, 5):
+        for micro_batches in (2 * stages, 3 * stages, 2 * stages + 30):
             run = step(schedule, stages, micro_batches, UNEQUAL, transfer=0.5)
             assert 0 <= run.bubble_fraction < 1
             assert run.step_seconds <= run.makespan_seconds + 1e-9

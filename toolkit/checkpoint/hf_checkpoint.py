@@ -29,8 +29,7 @@ from toolkit.checkpoint.reader import (
     without_parameters,
 )
 from toolkit.errors import ToolkitError
-from toolkit.files.model_weights import damaged, read_weights
-from toolkit.files.safetensors_writer import SavedTensor, write_file
+from toolkit.files.model_weights import SavedTensor, damaged, read_weights, write_file
 
 DEFAULT_SHARD_BYTES = 5 * 10**9
 

@@ -24,8 +24,8 @@ from toolkit.checkpoint.model_definition import ADAPTER_NAME, MetaModel, ModelFi
 from toolkit.checkpoint.reader import CheckpointReader, listed
 from toolkit.errors import ToolkitError
 from toolkit.files.json_files import check_json
+from toolkit.files.model_weights import SavedTensor
 from toolkit.files.reading import open_file
-from toolkit.files.safetensors_writer import SavedTensor
 from toolkit.hardware.disks import existing_folder, free_bytes
 from toolkit.record.checkpoints import FINGERPRINT, INCOMPLETE_MARK, MANIFEST, read_checkpoint
 from toolkit.record.folder import write_json

@@ -51,7 +51,7 @@ def convert_config(
 
 
 def _write(path: Path, text: str) -> None:
-    from toolkit.files.atomic_write import write_text
+    from toolkit.files import write_text
 
     try:
         write_text(path, text)

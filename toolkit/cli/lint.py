@@ -93,7 +93,7 @@ def version_notes(findings: Sequence[Finding]) -> list[str]:
 
 
 def _fix(paths: Sequence[Path], *, in_place: bool, as_json: bool) -> None:
-    from toolkit.files.atomic_write import write_bytes, write_text
+    from toolkit.files import write_bytes, write_text
     from toolkit.files.reading import read_text
     from toolkit.lint import fixed_text, lint_paths
 

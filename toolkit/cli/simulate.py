@@ -7,7 +7,7 @@ import json
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
@@ -15,6 +15,9 @@ from toolkit.cli.options import expand_options
 from toolkit.entry_point import print_message
 from toolkit.flags import JsonOutput
 from toolkit.simulate.options import FailureOptions, PipelineOptions, StragglerOptions
+
+if TYPE_CHECKING:
+    from toolkit.simulate.simulation_report import SimulationReport
 
 simulate_app = typer.Typer(
     no_args_is_help=True, help="Simulate schedules of a pipeline, failures and checkpoints, or stragglers."
@@ -28,14 +31,14 @@ def pipeline(options: PipelineOptions, as_json: JsonOutput = False) -> None:
 
     Times are those of one micro-batch on one stage: given in milliseconds, planned for a model, or all equal.
     """
-    from toolkit.simulate.pipeline_comparison import chunks_without_effect, compare_schedules
-    from toolkit.simulate.pipeline_report import page, print_comparison
+    from toolkit.simulate.pipeline_comparison import chunks_without_effect, compare_schedules, pipeline_report
 
     comparison = compare_schedules(options)
     if chunks_without_effect(options):
         print_message("warning: --chunks has no effect: these schedules have one chunk per stage")
-    text = functools.partial(print_comparison, comparison, timeline=options.timeline)
-    _show(comparison.as_json(), as_json, options.output_dir, text=text, page=lambda: page(comparison))
+    text = functools.partial(pipeline_report, comparison, timeline=options.timeline)
+    page = functools.partial(pipeline_report, comparison, timeline=True, every=True)
+    _show(comparison.as_json(), as_json, options.output_dir, text=text, page=page)
 
 
 @simulate_app.command()
@@ -45,17 +48,11 @@ def failures(options: FailureOptions, as_json: JsonOutput = False) -> None:
 
     Closed forms and a seeded Monte Carlo simulation side by side.
     """
-    from toolkit.simulate.estimate_report import page, print_estimate
-    from toolkit.simulate.failure_estimate import estimate_failures
+    from toolkit.simulate.failure_estimate import estimate_failures, failure_report
 
     estimate = estimate_failures(options)
-    _show(
-        estimate.as_json(),
-        as_json,
-        options.output_dir,
-        text=lambda: print_estimate(estimate),
-        page=lambda: page(estimate),
-    )
+    report = functools.partial(failure_report, estimate)
+    _show(estimate.as_json(), as_json, options.output_dir, text=report, page=report)
 
 
 @simulate_app.command()
@@ -68,15 +65,20 @@ def stragglers(options: StragglerOptions, as_json: JsonOutput = False) -> None:
     """
     # Read when NumPy is imported, below: threads of BLAS only wait for each other in matrices as small as these.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-    from toolkit.simulate.straggler_report import page, print_study
-    from toolkit.simulate.stragglers import study_stragglers
+    from toolkit.simulate.stragglers import straggler_report, study_stragglers
 
     study = study_stragglers(options, say=print_message)
-    _show(study.as_json(), as_json, options.output_dir, text=lambda: print_study(study), page=lambda: page(study))
+    report = functools.partial(straggler_report, study)
+    _show(study.as_json(), as_json, options.output_dir, text=report, page=report)
 
 
 def _show(
-    values: dict[str, Any], as_json: bool, folder: Path | None, *, text: Callable[[], None], page: Callable[[], str]
+    values: dict[str, Any],
+    as_json: bool,
+    folder: Path | None,
+    *,
+    text: Callable[[], SimulationReport],
+    page: Callable[[], SimulationReport],
 ) -> None:
     """Print JSON or text, and write `simulation.json` and `simulation.html`.
 
@@ -86,9 +88,9 @@ def _show(
     if as_json:
         print(written, end="")
     else:
-        text()
+        text().print()
     if folder is not None:
         from toolkit.report.rendering import write_report_file
 
         write_report_file(folder / "simulation.json", written)
-        print_message(f"report: {write_report_file(folder / 'simulation.html', page())}")
+        print_message(f"report: {write_report_file(folder / 'simulation.html', page().page())}")

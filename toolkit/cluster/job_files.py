@@ -21,7 +21,7 @@ from toolkit.cluster.node_setup import ADDRESS_VARIABLE
 from toolkit.cluster.options import JobOptions
 from toolkit.entry_point import print_message
 from toolkit.errors import RunFailed, ToolkitError, visible
-from toolkit.files.atomic_write import write_text
+from toolkit.files import write_text
 from toolkit.files.secrets import hide_words
 from toolkit.launch.command import torchrun_words
 from toolkit.launch.environment import NVME_PATH_VARIABLE

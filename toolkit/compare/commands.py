@@ -31,7 +31,6 @@ from toolkit.job.job_checks import check_values, refuse_arguments_of_comparison
 from toolkit.launch.nvme import NvmeDisk, check_nvme
 from toolkit.launch.preflight import check_job, check_process_count
 from toolkit.launch.process import terminate_as_interrupt
-from toolkit.launch.warm_start import WarmStart
 from toolkit.presets.preset_checks import check_arguments
 from toolkit.presets.support import check_degrees_given
 from toolkit.rehearse.rehearsed_rank import refuse_rehearsals
@@ -166,21 +165,21 @@ def _run_trials(options: CompareOptions, checked: CheckedComparison) -> Comparis
     progress = ConsoleProgress(len(rows) * (checked.spec.repeats + bool(options.side_runs)))
     skipped, retry_failed = dict(checked.unsupported), options.retry_failed
     try:
-        with terminate_as_interrupt(), progress, WarmStart() as warm_start:
+        with terminate_as_interrupt(), progress:
             runner = Runner(
                 spec=checked.spec,
                 folder=options.output_dir,
                 timeout_seconds=60 * options.trial_timeout_minutes,
                 nvme=checked.nvme,
                 progress=progress,
-                warm_start=warm_start if options.starts_warm else None,
+                warm_start=options.starts_warm,
                 allocation=checked.allocation,
             )
             if options.find_max_batch is not None:
                 runner, without_batch = find_largest_batches(runner, skipped, retry_failed=retry_failed)
                 skipped |= without_batch
             runner.run(skipped, retry_failed=retry_failed)
-            runner.run_side_runs(skipped, kinds=options.side_runs, retry_failed=retry_failed)
+            runner.run_side_runs(skipped, options.side_runs, retry_failed=retry_failed)
     except (ComparisonInterrupted, KeyboardInterrupt):
         stderr_console().print("stopped; finished trials are kept. The same command with `--resume` resumes.")
         raise typer.Exit(EXIT_RUN_FAILED) from None
@@ -209,7 +208,7 @@ def report_both(before: Path, after: Path) -> None:
     both = before_and_after(load_results(before), load_results(after))
     files = both.write(results_file(after).parent)
     environment = [f"{name}: {old} -> {new}" for name, old, new in both.environment]
-    _print(rich_table(both.table(narrow=True)), [*environment, both.summary], files)
+    _print(rich_table(both.table()), [*environment, both.summary], files)
 
 
 def _publish(results: Results, folder: Path) -> None:

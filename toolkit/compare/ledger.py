@@ -18,9 +18,8 @@ from pydantic import ValidationError
 
 from toolkit.compare.rows import RowKey, RunRecord, SideRunFigures
 from toolkit.errors import ToolkitError
-from toolkit.files.json_lines import complete_bytes, line_name, read_json_lines
-from toolkit.files.validation import explain
-from toolkit.files.value_limits import shown
+from toolkit.files.json_files import complete_bytes, line_name, read_json_lines
+from toolkit.files.value_limits import explain, shown
 from toolkit.record.columns import PositiveCount
 from toolkit.record.folder import lock_file
 

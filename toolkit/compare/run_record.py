@@ -12,7 +12,7 @@ from toolkit.compare.ledger import SideRunKind, SideRunRecord
 from toolkit.compare.rows import Failure, RunRecord, Timeline, TimelineRank, TrainedProblem
 from toolkit.compare.specification import Trial
 from toolkit.errors import ToolkitError
-from toolkit.files.validation import explain
+from toolkit.files.value_limits import explain
 from toolkit.parallel.layout import DIMENSIONS, ParallelLayout
 from toolkit.record import status
 from toolkit.record.folder import RunFolder

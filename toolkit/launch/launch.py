@@ -151,7 +151,7 @@ def run_training(
 ) -> RunResult:
     """Train in `output_dir`, with as many restarts as the options allow; `overwrite` gives up a run that is there.
 
-    `fork_server` is a server (`WarmStart.server`) to fork the ranks from, instead of a cold start.
+    `fork_server` is a server (`warm_start.fork_server`) to fork the ranks from, instead of a cold start.
 
     Raises ToolkitError for a folder that cannot be used; every other outcome is in the result.
     """

@@ -58,7 +58,7 @@ def run_command(
     At the first signal `ask_to_stop` asks the ranks to save and exit, and returns False where there are none; they have
     `stop_seconds` for it. A second signal ends them at once. `inherit` are descriptors that the command keeps open.
 
-    `fork_server` is a server (`WarmStart.server`) to fork the process from. What is refused is started cold, and
+    `fork_server` is a server (`warm_start.fork_server`) to fork the process from. What is refused is started cold, and
     `on_line` gets the reason.
     """
     started = time.monotonic()
@@ -92,7 +92,7 @@ def run_command(
 
 def start_process(
     command: ProcessCommand, inherit: Sequence[int], fork_server: str | None, on_line: Callable[[str], None]
-) -> subprocess.Popen[str] | ForkedProcess:
+) -> subprocess.Popen[str]:
     """Start the process of one attempt in a session of its own, forked from a server or cold."""
     environment = inherited_environment() | command.environment
     if fork_server is not None:
@@ -120,7 +120,7 @@ def end_with_parent() -> None:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
-def _lines_of(process: subprocess.Popen[str] | ForkedProcess) -> queue.Queue[str | None]:
+def _lines_of(process: subprocess.Popen[str]) -> queue.Queue[str | None]:
     """The process's output line by line; None at its end."""
     assert process.stdout is not None
     lines: queue.Queue[str | None] = queue.Queue()
@@ -129,7 +129,7 @@ def _lines_of(process: subprocess.Popen[str] | ForkedProcess) -> queue.Queue[str
 
 
 def _follow(
-    process: subprocess.Popen[str] | ForkedProcess,
+    process: subprocess.Popen[str],
     lines: queue.Queue[str | None],
     file: IO[str],
     on_line: Callable[[str], None],
@@ -164,7 +164,7 @@ def _read(stream: IO[str], lines: queue.Queue[str | None]) -> None:
     lines.put(None)
 
 
-def _stop(process: subprocess.Popen[str] | ForkedProcess, run_id: str, *, graceful: bool) -> None:
+def _stop(process: subprocess.Popen[str], run_id: str, *, graceful: bool) -> None:
     """Send SIGTERM to the launcher, which ends its ranks, and SIGKILL to the processes that are left."""
     if graceful and process.poll() is None:
         process.terminate()

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import subprocess
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -20,7 +21,6 @@ from typing import Self
 
 from toolkit.errors import ToolkitError, printed_errors
 from toolkit.job.job import Job
-from toolkit.launch.warm_start import run_python
 from toolkit.presets import Preset
 from toolkit.record.checkpoints import LATEST_WORDS, Checkpoint, latest_complete, read_checkpoint
 from toolkit.record.resume_checks import TargetLayout, check_same_batch
@@ -139,8 +139,9 @@ def _run_conversion(checkpoint: Path, out: Path, run: ResumingRun) -> None:
     options += ["--trust-pickle"] if run.trust_pickle else []
     command = [sys.executable, "-P", "-m", "toolkit", "checkpoint", "convert", str(checkpoint), str(out), *options]
     environment = {name: value for name, value in os.environ.items() if not name.startswith(RANK_VARIABLES)}
-    environment["CUDA_VISIBLE_DEVICES"] = ""  # as it would set itself; a fork server on the CPU has it too
-    code, errors = run_python(command, environment)
-    if code != 0:
-        reason = (printed_errors(errors) or [ToolkitError(f"the conversion ended with code {code}")])[-1]
+    environment["CUDA_VISIBLE_DEVICES"] = ""
+    ended = subprocess.run(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, check=False)
+    if ended.returncode != 0:
+        unexplained = ToolkitError(f"the conversion ended with code {ended.returncode}")
+        reason = (printed_errors(ended.stderr.decode(errors="replace")) or [unexplained])[-1]
         raise ToolkitError(f"{checkpoint} cannot be resumed here: {reason.message}", hint=reason.hint)

@@ -21,7 +21,7 @@ from typing_extensions import TypedDict
 
 from toolkit.cache import cache_folder
 from toolkit.errors import ToolkitError
-from toolkit.files.atomic_write import write_text
+from toolkit.files import write_text
 from toolkit.files.json_files import parse_json, read_json
 from toolkit.models.saved_activations import read_counted
 from toolkit.models.shape import Adapter, ModelShape, Tensor

@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from transformers import modeling_utils
 from transformers.trainer_utils import rotate_checkpoints
 
-from toolkit.files.safetensors_writer import SavedTensor, write_file
+from toolkit.files.model_weights import SavedTensor, write_file
 from toolkit.record.checkpoints import checkpoint_files, commit_checkpoint, file_entries
 from toolkit.record.run_files import SaveRecord
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.errors import ToolkitError
-from toolkit.files.atomic_write import write_text
+from toolkit.files import write_text
 from toolkit.files.json_files import read_json_object
 from toolkit.files.secrets import hide_secrets
 

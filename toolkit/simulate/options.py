@@ -8,6 +8,7 @@ from typing import Annotated
 
 from typer import Option
 
+from toolkit.errors import ToolkitError
 from toolkit.job.defaults import MAX_SEQ_LENGTH
 from toolkit.parallel.pipeline_schedule import INTERLEAVED_CHUNKS
 from toolkit.plan.options import CHECKPOINTING_FLAG, GpuMemory, GpuName, GpusPerNode, GpuTflops, SeqLength
@@ -17,6 +18,17 @@ DEFAULT_CHECKPOINT_SECONDS = 60.0
 POLICIES = ("synchronous", "backup_workers", "bounded_staleness", "asynchronous")
 DISTRIBUTIONS = ("constant", "lognormal", "exponential", "pareto")
 DEFAULT_DISTRIBUTION, DEFAULT_STEP_SECONDS, DEFAULT_SPREAD = "lognormal", 1.0, 0.2
+
+
+LEAST = 1e-9  # the low end of what must be more than nothing
+
+
+def check_range(name: str, value: float | None, low: float, high: float, hint: str | None = None) -> None:
+    """Raise ToolkitError for the value of an option out of its range; None is not given."""
+    if value is not None and not low <= value <= high:
+        expected = f"more than 0, at most {high:,}" if low == LEAST else f"{low:,} to {high:,}"
+        raise ToolkitError(f"--{name.replace('_', '-')} is {value}, expected {expected}", hint=hint)
+
 
 OutputFolder = Annotated[Path | None, Option(help="folder for a report: simulation.json and simulation.html")]
 

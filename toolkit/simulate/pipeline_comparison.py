@@ -1,24 +1,28 @@
-"""Schedules side by side: from the options of `toolkit simulate pipeline` to simulated steps."""
+"""`toolkit simulate pipeline`: schedules side by side, as JSON, and as a table with timelines.
+
+>>> from toolkit.simulate.pipeline_step import ChunkTimes, simulate
+>>> from toolkit.simulate.pipeline_schedules import PipelineSize
+>>> times = ChunkTimes(forward_seconds=1.0, backward_seconds=1.0, weight_seconds=1.0)
+>>> run = simulate("1f1b", PipelineSize(stages=2, micro_batches=2), [times] * 2)
+>>> print("\\n".join(text_timeline(run, columns=18)))
+stage 0 FFFF....BBBB..BBBB
+stage 1 ..FFBBBBFFBBBB....
+"""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from toolkit.errors import ToolkitError
 from toolkit.parallel.pipeline_schedule import GPIPE, INTERLEAVED, INTERLEAVED_CHUNKS, ONE_F_ONE_B
-from toolkit.simulate.options import PipelineOptions
-from toolkit.simulate.pipeline_schedules import (
-    SCHEDULES,
-    V_SHAPED,
-    PipelineSize,
-    check_schedule,
-    chunks_of,
-)
+from toolkit.report.tables import Cell, Heading, Table, number_cell, text_cell, text_heading
+from toolkit.simulate.options import LEAST, PipelineOptions, check_range
+from toolkit.simulate.pipeline_schedules import LETTERS, SCHEDULES, V_SHAPED, PipelineSize, check_schedule, chunks_of
 from toolkit.simulate.pipeline_step import PREDICTED_OVER_MEASURED, ChunkTimes, PipelineRun, simulate
-from toolkit.units import gib
+from toolkit.simulate.simulation_report import SimulationReport, terminal_columns
+from toolkit.units import gib, seconds
 
 if TYPE_CHECKING:
     from toolkit.simulate.stage_plans import StagedModel, StageMemory
@@ -27,9 +31,14 @@ WHOLE_BACKWARD = (GPIPE, ONE_F_ONE_B, INTERLEAVED)
 """Schedules that never split a backward."""
 OF_TIMES = ("forward_ms", "backward_ms", "weight_ms", "transfer_ms", "num_layers")
 OF_A_MODEL = ("gpu", "gpu_memory_gib", "gpu_tflops", "tp", "activation_checkpointing")
-LONGEST_MS = 1e7  # hours: more is a unit mixed up
+LONGEST_MS = 10**7  # hours: more is a unit mixed up
 EQUAL_MS = 1.0
 MOST_LAYERS = 2**16
+MOST_SHOWN = 3  # of more schedules the terminal shows the timeline and stages of the fastest; the page has all
+LABEL_COLUMNS = len("stage 4095 ")
+IDLE = "."
+LEGEND = "F forward, B whole backward, I gradient of the input, W gradient of the weights, . idle"
+MOST_STAGES_SHOWN = 16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,7 +87,12 @@ class PipelineComparison:
     schedules: tuple[SimulatedSchedule, ...]
     left_out: tuple[str, ...] = ()
     """Why schedules are missing that were not named."""
-    staged: StagedModel | None = None
+    has_model: bool = False
+
+    @property
+    def fastest(self) -> SimulatedSchedule:
+        """The schedule with the shortest step."""
+        return min(self.schedules, key=lambda each: each.run.step_seconds)
 
     def as_json(self) -> dict[str, Any]:
         """Return what `toolkit simulate pipeline --json` prints."""
@@ -94,26 +108,31 @@ def compare_schedules(options: PipelineOptions) -> PipelineComparison:
 
     Raises ToolkitError for an impossible schedule that was named, and for values out of range.
     """
-    staged = _staged(options)
-    times = given_times(options)
-    transfer_seconds = _seconds("--transfer-ms", options.transfer_ms or 0.0)
+    staged, times = _staged(options), _given_times(options)
+    check_range("transfer_ms", options.transfer_ms, 0, LONGEST_MS)
+    transfer = (options.transfer_ms or 0.0) / 1000
     possible, left_out = _possible(options, options.num_layers if staged is None else staged.shape.num_layers)
     schedules = []
     for schedule, size in possible:
-        if staged is not None:
-            run = staged.simulate(schedule, size)
-            fast, slow = (staged.simulate(schedule, size, end).step_seconds for end in (0, 1))
-            memory = tuple(staged.stage_memory(run))
-            schedules.append(SimulatedSchedule(run=run, step_seconds_range=(fast, slow), memory=memory))
-        else:
+        if staged is None:
             chunks = [times.divided(size.chunks)] * size.num_chunks
-            schedules.append(SimulatedSchedule(run=simulate(schedule, size, chunks, transfer_seconds=transfer_seconds)))
-    heading = _times_text(times, transfer_seconds) if staged is None else _model_text(staged)
+            schedules.append(SimulatedSchedule(run=simulate(schedule, size, chunks, transfer_seconds=transfer)))
+        else:
+            run = staged.simulate(schedule, size)
+            ends = tuple(staged.simulate(schedule, size, end).step_seconds for end in (0, 1))
+            memory = tuple(staged.stage_memory(run))
+            schedules.append(SimulatedSchedule(run=run, step_seconds_range=(ends[0], ends[1]), memory=memory))
+    if staged is None:
+        names = ("forward", "backward", "weight gradient", "transfer")
+        given = (times.forward_seconds, times.backward_seconds, times.weight_seconds, transfer)
+        heading = ", ".join(f"{name} {value * 1000:g} ms" for name, value in zip(names, given, strict=True))
+    else:
+        heading = staged.heading
     return PipelineComparison(
         heading=f"{options.stages} stages, {options.micro_batches} micro-batches; {heading}",
         schedules=tuple(schedules),
         left_out=tuple(left_out),
-        staged=staged,
+        has_model=staged is not None,
     )
 
 
@@ -127,7 +146,7 @@ def _possible(options: PipelineOptions, num_layers: int | None) -> tuple[list[tu
         size = PipelineSize(stages=options.stages, micro_batches=options.micro_batches, chunks=chunks)
         try:
             check_schedule(schedule, size)
-            check_layers(num_layers, size)
+            _check_layers(num_layers, size)
             if options.backward_ms is not None and options.weight_ms is None and schedule not in WHOLE_BACKWARD:
                 raise ToolkitError(
                     f"{schedule} splits the backward, but --weight-ms is missing",
@@ -144,12 +163,11 @@ def _possible(options: PipelineOptions, num_layers: int | None) -> tuple[list[tu
 
 def chunks_without_effect(options: PipelineOptions) -> bool:
     """Return True if `--chunks` was given, and no named schedule has several chunks per stage."""
-    chunked = (INTERLEAVED, *V_SHAPED)
-    return options.chunks not in (None, 1) and not set(options.schedule or SCHEDULES) & set(chunked)
+    return options.chunks not in (None, 1) and not {*(options.schedule or SCHEDULES)} & {INTERLEAVED, *V_SHAPED}
 
 
-def check_layers(num_layers: int | None, size: PipelineSize) -> None:
-    """Raise ToolkitError for fewer layers than chunks, and for layers that the chunks of a stage do not divide."""
+def _check_layers(num_layers: int | None, size: PipelineSize) -> None:
+    """There are at least as many layers as chunks, and where a stage has several, they divide the layers."""
     if num_layers is None:
         return
     if num_layers < size.num_chunks:
@@ -167,62 +185,130 @@ def check_layers(num_layers: int | None, size: PipelineSize) -> None:
 
 def _staged(options: PipelineOptions) -> StagedModel | None:
     """None without a model; a flag that has no effect with one, or without, is refused."""
+    names = OF_A_MODEL if options.model is None else OF_TIMES
+    given = (name for name in names if getattr(options, name) != getattr(PipelineOptions, name))
+    flag = next((f"--{name.replace('_', '-')}" for name in given), None)
     if options.model is not None:
         from toolkit.simulate.stage_plans import staged_model  # the planner takes as long to import as all the rest
 
-        if flag := _first_given(options, OF_TIMES):
+        if flag:
             raise ToolkitError(f"{flag} has no effect with --model, which has its own", hint="give one of them")
         return staged_model(options.model, options)
-    if flag := _first_given(options, OF_A_MODEL):
+    if flag:
         raise ToolkitError(f"{flag} has no effect without --model", hint="`--model MODEL`")
-    if options.num_layers is not None and not 1 <= options.num_layers <= MOST_LAYERS:
-        raise ToolkitError(f"--num-layers is {options.num_layers:,}, expected 1 to {MOST_LAYERS:,}")
+    check_range("num_layers", options.num_layers, 1, MOST_LAYERS)
     return None
 
 
-def _first_given(options: PipelineOptions, names: Sequence[str]) -> str | None:
-    given = (name for name in names if getattr(options, name) != getattr(PipelineOptions, name))
-    return next((f"--{name.replace('_', '-')}" for name in given), None)
-
-
-def given_times(options: PipelineOptions) -> ChunkTimes:
-    """Return the times of a stage from the flags: all of them, those of a whole backward, or equal ones."""
+def _given_times(options: PipelineOptions) -> ChunkTimes:
+    """The times of a stage from the flags: all of them, those of a whole backward, or equal ones."""
     forward, backward, weight = options.forward_ms, options.backward_ms, options.weight_ms
     if forward is backward is weight is None:
         forward = backward = weight = EQUAL_MS
     if forward is None or backward is None:
         missing = "--forward-ms" if forward is None else "--backward-ms"
         raise ToolkitError(f"{missing} is missing", hint="give --forward-ms and --backward-ms, or none of the times")
-    times = ChunkTimes(
-        forward_seconds=_seconds("--forward-ms", forward),
-        backward_seconds=_seconds("--backward-ms", backward),
-        weight_seconds=_seconds("--weight-ms", weight or 0.0),
+    check_range("forward_ms", forward, LEAST, LONGEST_MS)
+    check_range("backward_ms", backward, LEAST, LONGEST_MS)
+    check_range("weight_ms", weight, 0, LONGEST_MS)
+    return ChunkTimes(
+        forward_seconds=forward / 1000, backward_seconds=backward / 1000, weight_seconds=(weight or 0.0) / 1000
     )
-    for option, value in (("--forward-ms", forward), ("--backward-ms", backward)):
-        if not value:
-            raise ToolkitError(f"{option} is {value:g}, expected more than 0")
-    return times
 
 
-def _seconds(option: str, milliseconds: float) -> float:
-    if not (math.isfinite(milliseconds) and 0 <= milliseconds <= LONGEST_MS):
-        raise ToolkitError(f"{option} is {milliseconds:g}, expected 0 to {LONGEST_MS:,.0f} milliseconds")
-    return milliseconds / 1000
-
-
-def _times_text(times: ChunkTimes, transfer_seconds: float) -> str:
-    parts = [("forward", times.forward_seconds), ("backward", times.backward_seconds)]
-    parts += [("weight gradient", times.weight_seconds), ("transfer", transfer_seconds)]
-    return ", ".join(f"{name} {value * 1000:g} ms" for name, value in parts)
-
-
-def _model_text(staged: StagedModel) -> str:
-    shape, job = staged.shape, staged.job
-    parts = [
-        f"{shape.model_type}, {shape.num_params:,} parameters, {shape.num_layers} layers",
-        f"{job.per_device_train_batch_size} x {job.max_seq_length} tokens per micro-batch",
-        "activation checkpointing" if job.activation_checkpointing else "",
-        f"tp {staged.tp}" if staged.tp > 1 else "",
-        f"{staged.gpu.name}, {gib(staged.gpu.memory_bytes)}",
+def pipeline_report(comparison: PipelineComparison, *, timeline: bool, every: bool = False) -> SimulationReport:
+    """Return the schedules for people: a table, and of a few, or of `every` one, memory by stage and the timeline."""
+    schedules, fastest = comparison.schedules, comparison.fastest
+    sections: list[tuple[str, Table | str]] = [("", _comparison_table(comparison))]
+    for simulated in schedules if every or len(schedules) <= MOST_SHOWN else [fastest]:
+        run = simulated.run
+        heading = f"{run.order.schedule}, {seconds(run.makespan_seconds)}"
+        if simulated.memory is not None:
+            sections.append((heading, _stages_table(simulated, simulated.memory)))
+            heading = ""
+        if timeline:
+            sections.append((heading, "\n".join(text_timeline(run, columns=terminal_columns() - LABEL_COLUMNS))))
+    low, high = PREDICTED_OVER_MEASURED
+    notes = [LEGEND] if timeline else []
+    notes += [
+        "Step: the longest time from a stage's first start to its last end, without the optimizer. Bubble: share of"
+        " that in which the average stage is idle.",
+        f"Optimistic: published throughputs predicted this way were {100 * low:.0f} to {100 * high:.0f} % above the"
+        " measured ones, the most for interleaved_1f1b.",
     ]
-    return "; ".join(part for part in parts if part)
+    if comparison.has_model:
+        notes.append(
+            "Planned, not measured: times are geometric means of the planned ranges; model states as under zero1, bf16"
+            " with fp32 master weights and Adam's states."
+        )
+        if all(each.largest is not None and not each.largest.fits for each in schedules):
+            notes.append("No schedule fits: more --stages, a larger --tp, or --activation-checkpointing.")
+    return SimulationReport(
+        title="Pipeline schedules, simulated",
+        summary=f"{comparison.heading}: {fastest.run.order.schedule} has the shortest step,"
+        f" {seconds(fastest.run.step_seconds)}, with a bubble of {100 * fastest.run.bubble_fraction:.1f} %.",
+        sections=sections,
+        notes=notes + [f"Left out: {reason}." for reason in comparison.left_out],
+    )
+
+
+def _comparison_table(comparison: PipelineComparison) -> Table:
+    """One row per schedule."""
+    numbers = ("chunks", "step", "bubble", "in flight,\nfirst", "in flight,\nmost")
+    headings = [text_heading("schedule"), *(Heading(text=text) for text in numbers)]
+    if comparison.has_model:
+        headings += [Heading(text="largest\nstage"), text_heading("verdict"), Heading(text="planned step")]
+    return Table(headings=tuple(headings), rows=tuple(map(_cells, comparison.schedules)))
+
+
+def _cells(simulated: SimulatedSchedule) -> tuple[Cell, ...]:
+    run, peaks = simulated.run, simulated.run.peak_micro_batches
+    digits = 0 if run.size.chunks == 1 else 1
+    cells = (
+        text_cell(run.order.schedule),
+        number_cell(run.size.chunks, 0),
+        Cell(text=seconds(run.step_seconds), value=run.step_seconds),
+        Cell(text=f"{100 * run.bubble_fraction:.1f} %", value=run.bubble_fraction),
+        number_cell(peaks[0], digits),
+        number_cell(max(peaks), digits),
+    )
+    largest, bounds = simulated.largest, simulated.step_seconds_range
+    if largest is None or bounds is None:
+        return cells
+    step = Cell(text=f"{seconds(bounds[0])} to {seconds(bounds[1])}", value=bounds[0])
+    peak = Cell(text=gib(largest.peak_bytes), value=largest.peak_bytes)
+    return (*cells, peak, text_cell(largest.verdict.replace("_", " ")), step)
+
+
+def _stages_table(simulated: SimulatedSchedule, stages: Sequence[StageMemory]) -> Table:
+    """One row per stage of a schedule with a model: micro-batches in flight, bytes, verdict."""
+    numbers = ("micro-batches in flight", "model states", "activations", "peak")
+    headings = (text_heading("stage"), *(Heading(text=text) for text in numbers), text_heading("verdict"))
+    rows = []
+    for stage, memory in enumerate(stages):
+        in_flight = simulated.run.peak_micro_batches[stage]
+        sizes = (memory.state_bytes, memory.held_bytes, memory.peak_bytes)
+        cells = [Cell(text=f"{in_flight:g}", value=in_flight), *(Cell(text=gib(size), value=size) for size in sizes)]
+        rows.append((text_cell(f"stage {stage}"), *cells, text_cell(memory.verdict.replace("_", " "))))
+    return Table(headings=headings, rows=tuple(rows))
+
+
+def text_timeline(run: PipelineRun, *, columns: int) -> list[str]:
+    """Return one line per stage: what it does in the middle of each of `columns` equal times.
+
+    Of more than 16 stages, evenly spaced ones are shown, the first and the last among them.
+    """
+    count, most = run.size.stages, MOST_STAGES_SHOWN
+    stages = range(count) if count <= most else [place * (count - 1) // (most - 1) for place in range(most)]
+    width = len(str(stages[-1]))
+    return [f"stage {stage:>{width}} {''.join(_sampled(run, stage, columns))}" for stage in stages]
+
+
+def _sampled(run: PipelineRun, stage: int, columns: int) -> Iterator[str]:
+    operations = run.stage_operations(stage)
+    start, end, kind, _ = next(operations)
+    for column in range(columns):
+        now = (column + 0.5) * run.makespan_seconds / columns
+        while end <= now and (following := next(operations, None)) is not None:
+            start, end, kind, _ = following
+        yield LETTERS[kind] if start <= now < end else IDLE

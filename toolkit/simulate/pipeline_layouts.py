@@ -10,12 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any, Self
+from typing import Any
 
 from toolkit.errors import ToolkitError
 from toolkit.plan.candidates import Candidate, RecommendRequest, best_candidates
 from toolkit.plan.interconnect import Range
-from toolkit.plan.memory import FITS
 from toolkit.plan.recommend import NothingFits, memory_refusal, why_refused
 from toolkit.plan.recommendation import train_command
 from toolkit.presets import load_preset
@@ -28,7 +27,6 @@ SCHEDULE = "1f1b"
 """The schedule of least memory that needs no split backward."""
 MOST_MICRO_BATCHES = 4096
 TRAINED_PRESET = "pipeline_1f1b"
-WITHOUT = "which has neither tensor parallelism nor optimizer states sharded over replicas"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,29 +44,23 @@ class PipelineLayout:
         return {"dp": self.staged.data_parallel_size, "tp": self.staged.tp, "pp": self.run.size.stages}
 
     @property
-    def largest(self) -> StageMemory:
-        """The stage that needs most memory."""
-        return max(self.memory, key=lambda stage: stage.peak_bytes)
-
-    @property
     def fits(self) -> bool:
         """True if every stage fits on its GPUs."""
-        return all(stage.verdict == FITS for stage in self.memory)
+        return all(stage.fits for stage in self.memory)
 
     @property
     def seconds(self) -> float:
         """Step time with the geometric means of the planned ranges."""
-        return self._seconds(None)
+        return self._seconds(self.run, None)
 
     @property
     def step_seconds(self) -> Range:
         """Step time at both ends of the planned ranges, without the optimizer."""
-        return self._seconds(0), self._seconds(1)
+        fast, slow = (self._seconds(self.staged.simulate(SCHEDULE, self.run.size, end), end) for end in (0, 1))
+        return fast, slow
 
-    def _seconds(self, end: int | None) -> float:
-        size = self.run.size
-        run = self.run if end is None else self.staged.simulate(SCHEDULE, size, end)
-        return run.makespan_seconds + at_end(self.staged.gradient_seconds(size), end)
+    def _seconds(self, run: PipelineRun, end: int | None) -> float:
+        return run.makespan_seconds + at_end(self.staged.gradient_seconds(run.size), end)
 
     def as_row(self) -> dict[str, Any]:
         """Return the layout as `toolkit recommend --json` prints it."""
@@ -107,16 +99,11 @@ def pipeline_layouts(request: RecommendRequest) -> Iterator[PipelineLayout]:
 
 def _divided(request: RecommendRequest) -> Iterator[tuple[StagedModel, int]]:
     """Degrees whose product is the world size: tensor parallelism in powers of two within a node, then stages."""
-    inside = min(request.world_size, request.job.gpus_per_node)
-    for tp in (2**power for power in range(inside.bit_length())):
-        groups, rest = divmod(request.world_size, tp)
-        staged = StagedModel(
-            shape=request.shape,
-            job=request.job,
-            gpu=request.gpu,
-            tp=tp,
-            network_bytes_per_second=request.network_bytes_per_second,
-        )
+    network = request.network_bytes_per_second
+    alone = StagedModel(shape=request.shape, job=request.job, gpu=request.gpu, network_bytes_per_second=network)
+    for power in range(min(request.world_size, request.job.gpus_per_node).bit_length()):
+        groups, rest = divmod(request.world_size, 2**power)
+        staged = replace(alone, tp=2**power)
         try:
             staged.check()
         except ToolkitError:
@@ -134,60 +121,32 @@ def _micro_batches(
     rows = 1
     while not rest and share % rows == 0 and share // rows >= stages:
         count = share // rows
-        job = replace(
-            staged.job,
-            per_device_train_batch_size=rows,
-            gradient_accumulation_steps=count,
-            activation_checkpointing=checkpointing,
-        )
+        job = replace(staged.job, per_device_train_batch_size=rows, gradient_accumulation_steps=count)
         rows *= 2
         if count <= MOST_MICRO_BATCHES:
-            divided = replace(staged, job=job)
+            divided = replace(staged, job=replace(job, activation_checkpointing=checkpointing))
             run = divided.simulate(SCHEDULE, PipelineSize(stages=stages, micro_batches=count))
             yield PipelineLayout(staged=divided, run=run, memory=tuple(divided.stage_memory(run)))
 
 
-@dataclass(frozen=True, kw_only=True)
-class TrainedPipeline:
-    """What the preset of real pipelines can do for a job that is planned on paper."""
-
-    candidate: Candidate | None
-    """Its best degrees and micro-batch; None where it cannot train the job."""
-    why_not: str | None
-    """What is missing."""
-
-    @classmethod
-    def of(cls, request: RecommendRequest) -> Self:
-        """Plan the preset at every number of stages."""
-        preset = load_preset(TRAINED_PRESET)
-        found = best_candidates(request, [preset], purpose="plan")
-        if not found:
-            return cls(candidate=None, why_not=why_refused(request, preset, purpose="plan"))
-        if not found[0].fits:
-            return cls(candidate=None, why_not=memory_refusal(request, found[0]).removeprefix("it "))
-        return cls(candidate=found[0], why_not=None)
-
-    def as_row(self, request: RecommendRequest, model: str) -> dict[str, Any]:
-        """Return the answer as `toolkit recommend --json` prints it."""
-        if self.candidate is None:
-            return {"preset": TRAINED_PRESET, "command": None, "why_not": self.why_not}
-        command = train_command(self.candidate, request, model)
-        return {"preset": TRAINED_PRESET, "command": command, "degrees": self.candidate.job.degrees}
-
-    def lines(self, request: RecommendRequest, model: str) -> list[str]:
-        """Return the answer as lines of text."""
-        if self.candidate is None:
-            return [f"Preset {TRAINED_PRESET}, {WITHOUT}, does not train it: {self.why_not}."]
-        peak = gib(self.candidate.memory.planned_peak_bytes)
-        fits = f"{self.candidate.settings}; planned peak {peak} of {gib(request.gpu.memory_bytes)}"
-        return [
-            f"Preset {TRAINED_PRESET}, {WITHOUT}, trains it: {fits}.",
-            f"  {train_command(self.candidate, request, model)}",
-        ]
+def trained_pipeline(request: RecommendRequest) -> tuple[Candidate | None, str | None]:
+    """Return the best degrees and micro-batch of the preset that trains pipelines, or why it cannot train the job."""
+    preset = load_preset(TRAINED_PRESET)
+    found = best_candidates(request, [preset], purpose="plan")
+    if not found:
+        return None, why_refused(request, preset, purpose="plan")
+    if not found[0].fits:
+        return None, memory_refusal(request, found[0]).removeprefix("it ")
+    return found[0], None
 
 
 def layout_json(layout: PipelineLayout, request: RecommendRequest, *, model: str, error: NothingFits) -> dict[str, Any]:
     """Return what `toolkit recommend --json` prints in place of a recommendation: `choice` is null."""
+    candidate, why_not = trained_pipeline(request)
+    trained: dict[str, Any] = {"preset": TRAINED_PRESET, "command": None, "why_not": why_not}
+    if candidate is not None:
+        command = train_command(candidate, request, model)
+        trained = {"preset": TRAINED_PRESET, "command": command, "degrees": candidate.job.degrees}
     return {
         "model": model,
         "model_type": request.shape.model_type,
@@ -198,20 +157,20 @@ def layout_json(layout: PipelineLayout, request: RecommendRequest, *, model: str
         "why_no_choice": error.message,
         "way_out": error.hint,
         "pipeline_layout": layout.as_row(),
-        "trained_pipeline": TrainedPipeline.of(request).as_row(request, model),
+        "trained_pipeline": trained,
     }
 
 
 def layout_lines(layout: PipelineLayout, request: RecommendRequest, *, model: str, error: NothingFits) -> list[str]:
-    """Return the layout as lines of text: degrees, step, and memory by stage."""
-    job, (fast, slow) = layout.staged.job, layout.step_seconds
+    """Return the layout as lines of text: degrees, step, memory by stage, and the preset that trains pipelines."""
+    job, (fast, slow), memory = layout.staged.job, layout.step_seconds, gib(request.gpu.memory_bytes)
     degrees = " x ".join(f"{name} {degree}" for name, degree in layout.degrees.items())
     settings = f"{layout.run.size.micro_batches} micro-batches of {job.per_device_train_batch_size}"
     settings += ", activation checkpointing" if job.activation_checkpointing else ""
     lines = [
         f"no preset: {error.message}",
         f"on paper:  {degrees} (data x tensor x pipeline parallelism), {SCHEDULE}, {settings}",
-        f"           largest stage {gib(layout.largest.peak_bytes)} of {gib(request.gpu.memory_bytes)},"
+        f"           largest stage {gib(max(stage.peak_bytes for stage in layout.memory))} of {memory},"
         f" step {seconds(fast)} to {seconds(slow)}, bubble {100 * layout.run.bubble_fraction:.1f} %",
         "",
         f"{'stage':<8}{'in flight':>10}{'model states':>14}{'activations':>14}{'peak':>12}",
@@ -219,6 +178,14 @@ def layout_lines(layout: PipelineLayout, request: RecommendRequest, *, model: st
     for number, (in_flight, stage) in enumerate(zip(layout.run.peak_micro_batches, layout.memory, strict=True)):
         sizes = f"{gib(stage.state_bytes):>14}{gib(stage.held_bytes):>14}{gib(stage.peak_bytes):>12}"
         lines.append(f"{number:<8}{in_flight:>10g}{sizes}")
-    way_out = "" if error.hint is None else f" For a preset: {error.hint}."
-    lines += ["", *TrainedPipeline.of(request).lines(request, model)]
-    return [*lines, "", f"No figure is measured.{way_out}"]
+    candidate, why_not = trained_pipeline(request)
+    preset = (
+        f"Preset {TRAINED_PRESET}, which has neither tensor parallelism nor optimizer states sharded over replicas,"
+    )
+    if candidate is None:
+        lines += ["", f"{preset} does not train it: {why_not}."]
+    else:
+        peak = gib(candidate.memory.planned_peak_bytes)
+        lines += ["", f"{preset} trains it: {candidate.settings}; planned peak {peak} of {memory}."]
+        lines.append(f"  {train_command(candidate, request, model)}")
+    return [*lines, "", "No figure is measured." + ("" if error.hint is None else f" For a preset: {error.hint}.")]

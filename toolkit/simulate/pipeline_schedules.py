@@ -20,14 +20,14 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from toolkit.errors import ToolkitError, did_you_mean
+from toolkit.parallel import pipeline_schedule
 from toolkit.parallel.pipeline_schedule import GPIPE, INTERLEAVED, INTERLEAVED_CHUNKS, ONE_F_ONE_B, interleaved_rounds
-from toolkit.parallel.pipeline_schedule import SCHEDULES as TRAINED_SCHEDULES
 
 FORWARD, BACKWARD_INPUT, BACKWARD, BACKWARD_WEIGHT = range(4)
 LETTERS = "FIBW"
 """The letter of each kind of operation."""
 ZB_H2, ZB_V, DUALPIPE_V = "zb_h2", "zb_v", "dualpipe_v"
-SCHEDULES = (*TRAINED_SCHEDULES, "zb_h1", ZB_H2, ZB_V, DUALPIPE_V)
+SCHEDULES = (*pipeline_schedule.SCHEDULES, "zb_h1", ZB_H2, ZB_V, DUALPIPE_V)
 V_SHAPED = (ZB_V, DUALPIPE_V)
 """Schedules of two chunks per stage, of which the second returns from the last stage to the first."""
 # Larger values are typing errors; more operations take minutes.
@@ -45,17 +45,17 @@ class PipelineSize:
 
     @property
     def num_chunks(self) -> int:
-        """Chunks of the model."""
         return self.stages * self.chunks
 
-    def row(self, kind: int, chunk: int) -> int:
-        """Return the first of the consecutive numbers that a chunk's operations of one kind have."""
-        return (kind * self.num_chunks + chunk) * self.micro_batches
+    def row(self, kind: int, chunk: int) -> range:
+        """Return the consecutive numbers that a chunk's operations of one kind have."""
+        first = (kind * self.num_chunks + chunk) * self.micro_batches
+        return range(first, first + self.micro_batches)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OperationOrder:
-    """What each stage runs, in order. An operation is a number: `size.row(kind, chunk) + micro_batch`."""
+    """What each stage runs, in order. An operation is a number: `size.row(kind, chunk)[micro_batch]`."""
 
     schedule: str
     size: PipelineSize
@@ -76,10 +76,9 @@ class OperationOrder:
 
     def text(self, stage: int) -> str:
         """Return a stage's operations: letter and micro-batch, with the chunk where a stage has several."""
-        words = []
-        for kind, chunk, micro_batch in map(self.decode, self.operations[stage]):
-            words.append(f"{LETTERS[kind]}{micro_batch}" + (f".{chunk}" if self.size.chunks > 1 else ""))
-        return " ".join(words)
+        operations = map(self.decode, self.operations[stage])
+        shows_chunk = self.size.chunks > 1
+        return " ".join(f"{LETTERS[kind]}{number}" + f".{chunk}" * shows_chunk for kind, chunk, number in operations)
 
 
 def operation_order(schedule: str, size: PipelineSize) -> OperationOrder:
@@ -97,12 +96,10 @@ def chunks_of(schedule: str, interleaved_chunks: int = INTERLEAVED_CHUNKS) -> in
 def check_schedule(schedule: str, size: PipelineSize) -> None:
     """Raise ToolkitError for an unknown schedule, for sizes out of range, and for those that it cannot run with."""
     if schedule not in SCHEDULES:
-        raise ToolkitError(
-            f"unknown schedule {schedule!r}; available: {', '.join(SCHEDULES)}",
-            hint=did_you_mean(schedule, SCHEDULES),
-        )
-    values = {"--stages": size.stages, "--micro-batches": size.micro_batches, "--chunks": size.chunks}
-    for option, value in values.items():
+        known = ", ".join(SCHEDULES)
+        raise ToolkitError(f"unknown schedule {schedule!r}; available: {known}", hint=did_you_mean(schedule, SCHEDULES))
+    values = (size.stages, size.micro_batches, size.chunks)
+    for option, value in zip(LARGEST, values, strict=True):
         if not 1 <= value <= LARGEST[option]:
             raise ToolkitError(f"{option} is {value:,}, expected 1 to {LARGEST[option]:,}")
     operations = 3 * size.num_chunks * size.micro_batches
@@ -112,10 +109,6 @@ def check_schedule(schedule: str, size: PipelineSize) -> None:
         raise ToolkitError(f"--chunks is {size.chunks}, but {schedule} has 2 chunks per stage", hint="`--chunks 2`")
     if schedule == INTERLEAVED and size.chunks < 2:
         raise ToolkitError(f"--chunks is {size.chunks}, but {schedule} needs 2 or more", hint="`--chunks 2`, or 1f1b")
-    _check_micro_batches(schedule, size)
-
-
-def _check_micro_batches(schedule: str, size: PipelineSize) -> None:
     stages, count = size.stages, size.micro_batches
     least = {GPIPE: 1, INTERLEAVED: 1, ZB_V: 1, ZB_H2: 2 * stages - 1, DUALPIPE_V: 2 * stages}.get(schedule, stages)
     if count < least:
@@ -133,18 +126,12 @@ def _check_micro_batches(schedule: str, size: PipelineSize) -> None:
 
 def _gpipe(size: PipelineSize, stage: int) -> list[int]:
     """All forwards, then all backwards."""
-    return [*_row(size, FORWARD, stage), *_row(size, BACKWARD, stage)]
-
-
-def _row(size: PipelineSize, kind: int, chunk: int) -> range:
-    first = size.row(kind, chunk)
-    return range(first, first + size.micro_batches)
+    return [*size.row(FORWARD, stage), *size.row(BACKWARD, stage)]
 
 
 def _one_forward_one_backward(size: PipelineSize, stage: int) -> list[int]:
     """Warm-up forwards until the last stage has a micro-batch, then forwards and backwards in turns."""
-    forward, backward = _row(size, FORWARD, stage), _row(size, BACKWARD, stage)
-    return list(_in_turns(forward, backward, warmup=size.stages - 1 - stage))
+    return list(_in_turns(size.row(FORWARD, stage), size.row(BACKWARD, stage), warmup=size.stages - 1 - stage))
 
 
 def _in_turns(forwards: Sequence[int], backwards: Sequence[int], *, warmup: int) -> Iterator[int]:
@@ -158,14 +145,12 @@ def _in_turns(forwards: Sequence[int], backwards: Sequence[int], *, warmup: int)
 
 def _zero_bubble(size: PipelineSize, stage: int, *, scale: int) -> list[int]:
     """1F1B with `scale` times its warm-up, and with weight gradients `scale` times `stage` micro-batches late."""
-    forward, first = _row(size, FORWARD, stage), size.row(BACKWARD_INPUT, stage)
-    weights, delay = _row(size, BACKWARD_WEIGHT, stage), scale * stage
+    backward, weights, delay = size.row(BACKWARD_INPUT, stage), size.row(BACKWARD_WEIGHT, stage), scale * stage
     operations = []
-    for operation in _in_turns(forward, _row(size, BACKWARD_INPUT, stage), warmup=scale * (size.stages - 1 - stage)):
+    for operation in _in_turns(size.row(FORWARD, stage), backward, warmup=scale * (size.stages - 1 - stage)):
         operations.append(operation)
-        due = operation - first - delay
-        if operation >= first and due >= 0:
-            operations.append(weights[due])
+        if operation >= backward.start + delay:
+            operations.append(weights[operation - backward.start - delay])
     return operations + list(weights[max(0, size.micro_batches - delay) :])
 
 
@@ -174,7 +159,7 @@ def _interleaved(size: PipelineSize, stage: int) -> list[int]:
     per_round, chunks = size.micro_batches // interleaved_rounds(size.micro_batches, ranks=size.stages), size.chunks
     forward, backward = (
         [
-            size.row(kind, stage + size.stages * chunk) + start + place
+            size.row(kind, stage + size.stages * chunk)[start + place]
             for start in range(0, size.micro_batches, per_round)
             for chunk in order
             for place in range(per_round)
@@ -208,7 +193,7 @@ def _in_a_v(size: PipelineSize, stage: int, program: Iterable[tuple[int, str]]) 
         for each in counted:
             done[each] += 1
         if micro_batch < size.micro_batches:
-            operations.append(rows[letter] + micro_batch)
+            operations.append(rows[letter][micro_batch])
     return operations
 
 
@@ -216,14 +201,9 @@ def _zb_v(size: PipelineSize, stage: int) -> list[int]:
     """ZB-V (https://arxiv.org/abs/2401.10241, section 6): as much memory on every stage as the first has in 1F1B."""
     remaining = size.stages - stage
     steady = max(size.micro_batches - 2 * size.stages + 1, 0) + stage
-    program = [
-        (2 * remaining - 1, "F"),
-        (stage, "fF"),
-        (remaining, "fiw"),
-        (steady, "FIWfiw"),
-        (remaining - 1, "IWfiw"),
-    ]
-    return _in_a_v(size, stage, [*program, (stage, "Ii"), (remaining, "IW"), (stage, "w"), (stage, "W")])
+    program = [(2 * remaining - 1, "F"), (stage, "fF"), (remaining, "fiw"), (steady, "FIWfiw")]
+    program += [(remaining - 1, "IWfiw"), (stage, "Ii"), (remaining, "IW"), (stage, "w"), (stage, "W")]
+    return _in_a_v(size, stage, program)
 
 
 def _dualpipe_v(size: PipelineSize, stage: int) -> list[int]:

@@ -13,7 +13,7 @@ slow each other down, data loading, and the optimizer.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from itertools import accumulate
 
@@ -57,11 +57,7 @@ class ChunkTimes:
 
     def divided(self, parts: int) -> ChunkTimes:
         """Return the times of one of several equal parts."""
-        return ChunkTimes(
-            forward_seconds=self.forward_seconds / parts,
-            backward_seconds=self.backward_seconds / parts,
-            weight_seconds=self.weight_seconds / parts,
-        )
+        return ChunkTimes(**{name: seconds / parts for name, seconds in asdict(self).items()})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +72,6 @@ class PipelineRun:
 
     @property
     def size(self) -> PipelineSize:
-        """Stages, chunks and micro-batches."""
         return self.order.size
 
     @cached_property
@@ -86,7 +81,12 @@ class PipelineRun:
         That is the time from one step to the next if no stage waits for all others before its optimizer step; with
         such a wait it is `makespan_seconds`.
         """
-        return max(self._span(stage) for stage in range(self.size.stages))
+        spans = []
+        for operations in self.order.operations:
+            _, chunk, _ = self.order.decode(operations[0])
+            start = self.end_seconds[operations[0]] - self.times[chunk].forward_seconds
+            spans.append(self.end_seconds[operations[-1]] - start)
+        return max(spans)
 
     @cached_property
     def makespan_seconds(self) -> float:
@@ -109,8 +109,8 @@ class PipelineRun:
 
         A micro-batch that only some of a stage's chunks hold counts as that fraction.
         """
-        chunks = self.size.chunks
-        peaks = (self.peak_held(stage, [1] * self.size.num_chunks) for stage in range(self.size.stages))
+        chunks, each = self.size.chunks, [1] * self.size.num_chunks
+        peaks = (self.peak_held(stage, each) for stage in range(self.size.stages))
         return tuple(peak if chunks == 1 else peak / chunks for peak in peaks)
 
     def peak_held(self, stage: int, held_by_chunk: Sequence[int]) -> int:
@@ -125,12 +125,6 @@ class PipelineRun:
             kind, chunk, micro_batch = self.order.decode(operation)
             end = self.end_seconds[operation]
             yield end - self.times[chunk].by_kind()[kind], end, kind, micro_batch
-
-    def _span(self, stage: int) -> float:
-        operations = self.order.operations[stage]
-        _, chunk, _ = self.order.decode(operations[0])
-        first = self.end_seconds[operations[0]] - self.times[chunk].forward_seconds
-        return self.end_seconds[operations[-1]] - first
 
 
 def simulate(
@@ -186,9 +180,9 @@ def _dependencies(order: OperationOrder, transfer_seconds: float) -> tuple[list[
     needs, delays, writes = [0] * rows, [0.0] * rows, [0] * rows
     for kind, result, step in NEEDED:
         for chunk, stage in enumerate(stages):
-            row, neighbour = kind * size.num_chunks + chunk, chunk + step
-            writes[row] = size.row(result, chunk) - size.row(kind, chunk)
+            row, neighbour, first = kind * size.num_chunks + chunk, chunk + step, size.row(kind, chunk).start
+            writes[row] = size.row(result, chunk).start - first
             if 0 <= neighbour < size.num_chunks:
-                needs[row] = size.row(result, neighbour) - size.row(kind, chunk)
+                needs[row] = size.row(result, neighbour).start - first
                 delays[row] = transfer_seconds if stages[neighbour] != stage else 0.0
     return needs, delays, writes

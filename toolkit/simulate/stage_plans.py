@@ -13,20 +13,19 @@ optimizer).
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 from toolkit.errors import ToolkitError
 from toolkit.hardware.gpu_table import Gpu, custom_gpu, named_or_visible_gpu
-from toolkit.models.flops import TokenFlops, flops_of
+from toolkit.models.flops import flops_of
 from toolkit.models.read_model import check_unquantized, read_model
-from toolkit.models.shape import Layer, ModelShape
+from toolkit.models.shape import ModelShape
 from toolkit.parallel.layout import ParallelLayout
 from toolkit.plan.communication import split_collectives
 from toolkit.plan.engine_settings import EngineSettings, engine_settings
 from toolkit.plan.interconnect import Collective, Interconnect, Range
-from toolkit.plan.memory import fit_verdict, plan_engine_memory
+from toolkit.plan.memory import FITS, fit_verdict, plan_engine_memory
 from toolkit.plan.pipeline_stages import StageLoad, model_part
 from toolkit.plan.planned_job import PlannedJob, TrainingSetup, check_planned_job, check_size
 from toolkit.plan.step_time import compute_seconds
@@ -36,6 +35,7 @@ from toolkit.presets.support import check_supported
 from toolkit.simulate.options import PipelineOptions
 from toolkit.simulate.pipeline_schedules import PipelineSize
 from toolkit.simulate.pipeline_step import ChunkTimes, PipelineRun, simulate
+from toolkit.units import gib
 
 STATES_LIKE = "zero1"
 SPLIT_LIKE = "fsdp2_tp"
@@ -55,6 +55,10 @@ class StageMemory:
     """Activations in the forward of the last micro-batch in flight, of all of them."""
     verdict: str
 
+    @property
+    def fits(self) -> bool:
+        return self.verdict == FITS
+
 
 @dataclass(frozen=True, kw_only=True)
 class StagedModel:
@@ -70,6 +74,19 @@ class StagedModel:
     """Replicas of the pipeline, which shard the optimizer's states."""
     network_bytes_per_second: int | None = None
 
+    @property
+    def heading(self) -> str:
+        """Model, micro-batch and GPU in one line."""
+        shape, job = self.shape, self.job
+        parts = [
+            f"{shape.model_type}, {shape.num_params:,} parameters, {shape.num_layers} layers",
+            f"{job.per_device_train_batch_size} x {job.max_seq_length} tokens per micro-batch",
+            "activation checkpointing" if job.activation_checkpointing else "",
+            f"tp {self.tp}" if self.tp > 1 else "",
+            f"{self.gpu.name}, {gib(self.gpu.memory_bytes)}",
+        ]
+        return "; ".join(filter(None, parts))
+
     def check(self) -> None:
         """Raise ToolkitError for a model without formulas, a GPU of unknown speed, or heads that tp does not divide."""
         if self.shape.activations_from != "formulas":
@@ -80,9 +97,9 @@ class StagedModel:
         if self.gpu.peak_flops("bf16") is None:
             raise ToolkitError(f"the bf16 peak of {self.gpu.name} is unknown", hint="`--gpu-tflops`")
         if self.tp > 1:
-            limits = self._split_job.limits_on(self.shape)
-            job = self._split_job.as_trained
-            check_supported(self._split_preset, job, world_size=2 * self.tp, model=limits, purpose="plan")
+            job, preset = self._split_job, self._split_preset
+            model = job.limits_on(self.shape)
+            check_supported(preset, job.as_trained, world_size=2 * self.tp, model=model, purpose="plan")
 
     def part(self, size: PipelineSize, *chunks: int) -> ModelShape:
         """Return the model with the layers of some chunks only."""
@@ -90,15 +107,10 @@ class StagedModel:
 
     def chunk_times(self, size: PipelineSize, end: int | None = None) -> list[ChunkTimes]:
         """Return the times of each chunk: at the fast end (0) or the slow one (1) of the plan, or their mean."""
-        by_shape: dict[tuple[Layer, ...], ChunkTimes] = {}
-        times = []
-        for chunk in range(size.num_chunks):
-            shape = self.part(size, chunk)
-            key = (*shape.layers, shape.outer)
-            if key not in by_shape:
-                by_shape[key] = self._times(shape, end)
-            times.append(by_shape[key])
-        return times
+        parts = [self.part(size, chunk) for chunk in range(size.num_chunks)]
+        by_tensors = {(part.layers, part.outer): part for part in parts}
+        times = {tensors: self._times(part, end) for tensors, part in by_tensors.items()}
+        return [times[part.layers, part.outer] for part in parts]
 
     def transfer_seconds(self, size: PipelineSize) -> Range:
         """Return the seconds in which the activations of a micro-batch reach the next stage.
@@ -107,16 +119,15 @@ class StagedModel:
         """
         per_stage = self.tp * self.data_parallel_size
         leaves_node = size.stages * per_stage > self.job.gpus_per_node
-        return self._interconnect(size).seconds(
-            Collective(
-                name="permute",
-                purpose="activations of a stage",
-                payload_bytes=BF16_BYTES * self.job.tokens_per_micro_batch * self.shape.hidden_size,
-                group_size=2,
-                group="pp",
-                stride=self.job.gpus_per_node if leaves_node else per_stage,
-            )
+        activations = Collective(
+            name="permute",
+            purpose="activations of a stage",
+            payload_bytes=BF16_BYTES * self.job.tokens_per_micro_batch * self.shape.hidden_size,
+            group_size=2,
+            group="pp",
+            stride=self.job.gpus_per_node if leaves_node else per_stage,
         )
+        return self._interconnect(size.stages).seconds(activations)
 
     def simulate(self, schedule: str, size: PipelineSize, end: int | None = None) -> PipelineRun:
         """Return one step at one end of the planned range, or with the geometric means of both."""
@@ -128,53 +139,45 @@ class StagedModel:
         if self.data_parallel_size == 1:
             return 0.0, 0.0
         largest = max(self.part(size, chunk).num_params for chunk in range(size.num_chunks)) * size.chunks
-        return self._interconnect(size).seconds(
-            Collective(
-                name="all_reduce",
-                purpose="gradients",
-                payload_bytes=BF16_BYTES * largest // self.tp,
-                group_size=self.data_parallel_size,
-                stride=self.tp,
-            )
+        gradients = Collective(
+            name="all_reduce",
+            purpose="gradients",
+            payload_bytes=BF16_BYTES * largest // self.tp,
+            group_size=self.data_parallel_size,
+            stride=self.tp,
         )
+        return self._interconnect(size.stages).seconds(gradients)
 
     def stage_memory(self, run: PipelineRun) -> list[StageMemory]:
         """Return the memory of each stage of a simulated step."""
-        return [self._memory(run, stage) for stage in range(run.size.stages)]
-
-    def _memory(self, run: PipelineRun, stage: int) -> StageMemory:
-        num_chunks = run.size.num_chunks
-        chunks = [chunk for chunk in range(num_chunks) if run.order.stage_of(chunk) == stage]
-        with_head = run.peak_held(stage, [0] * (num_chunks - 1) + [1])
-        load = StageLoad(micro_batches_in_flight=run.peak_micro_batches[stage], logits_in_flight=max(0, with_head - 1))
-        plan = plan_engine_memory(self.part(run.size, *chunks), self._engine, self.job, load=load)
-        peak, states = plan.planned_peak_bytes, plan.states.total_bytes
-        return StageMemory(
-            peak_bytes=peak,
-            state_bytes=states,
-            held_bytes=next(phase.activation_bytes for phase in plan.phases if phase.phase == "forward"),
-            verdict=fit_verdict(planned_peak_bytes=peak, exact_bytes=states, memory_bytes=self.gpu.memory_bytes),
-        )
+        num_chunks, stages = run.size.num_chunks, []
+        for stage, in_flight in enumerate(run.peak_micro_batches):
+            chunks = [chunk for chunk in range(num_chunks) if run.order.stage_of(chunk) == stage]
+            with_head = run.peak_held(stage, [0] * (num_chunks - 1) + [1])
+            load = StageLoad(micro_batches_in_flight=in_flight, logits_in_flight=max(0, with_head - 1))
+            plan = plan_engine_memory(self.part(run.size, *chunks), self._engine, self.job, load=load)
+            peak, states = plan.planned_peak_bytes, plan.states.total_bytes
+            held = next(phase.activation_bytes for phase in plan.phases if phase.phase == "forward")
+            verdict = fit_verdict(planned_peak_bytes=peak, exact_bytes=states, memory_bytes=self.gpu.memory_bytes)
+            stages.append(StageMemory(peak_bytes=peak, state_bytes=states, held_bytes=held, verdict=verdict))
+        return stages
 
     def _times(self, shape: ModelShape, end: int | None) -> ChunkTimes:
         """Compute in proportion to the operations of each part; half of the exchanges of split layers in each pass."""
-        peak = self.gpu.peak_flops("bf16")
+        peak, job = self.gpu.peak_flops("bf16"), self.job
         assert peak is not None
         flops = flops_of(
-            shape,
-            seq_length=self.job.max_seq_length,
-            recompute=self.job.activation_checkpointing,
-            count_embeddings=False,
+            shape, seq_length=job.max_seq_length, recompute=job.activation_checkpointing, count_embeddings=False
         )
-        total, tokens = flops.hardware_flops, self.job.tokens_per_micro_batch / self.tp
-        compute = compute_seconds(
-            self.gpu, shape, tp=self.tp, peak=peak, tokens=self.job.tokens_per_micro_batch, flops=round(total * tokens)
-        )
+        total, tokens = flops.hardware_flops, job.tokens_per_micro_batch
+        of_rank = round(total * (tokens / self.tp))
+        compute = compute_seconds(self.gpu, shape, tp=self.tp, peak=peak, tokens=tokens, flops=of_rank)
         seconds = at_end(compute, end) / max(total, 1)
         exchange = at_end(self._exchange_seconds(shape), end) / 2
-        forward, backward, weight = _shares(flops)
+        weight = flops.dense_backward // 2
+        backward = flops.recomputed + flops.attention_backward + flops.dense_backward - weight
         return ChunkTimes(
-            forward_seconds=seconds * forward + exchange,
+            forward_seconds=seconds * flops.forward_flops + exchange,
             backward_seconds=seconds * backward + exchange,
             weight_seconds=seconds * weight,
         )
@@ -183,16 +186,14 @@ class StagedModel:
         if self.tp == 1:
             return 0.0, 0.0
         setup = TrainingSetup(shape=shape, preset=self._split_preset, world_size=2 * self.tp, job=self._split_job)
-        interconnect = self._interconnect(PipelineSize(stages=1, micro_batches=1))
-        ranges = [interconnect.seconds(collective) for collective in split_collectives(setup)]
+        ranges = [self._interconnect(1).seconds(collective) for collective in split_collectives(setup)]
         return sum(low for low, _ in ranges), sum(high for _, high in ranges)
 
     @cached_property
     def _engine(self) -> EngineSettings:
-        found = engine_settings(
-            load_preset(STATES_LIKE), world_size=self.data_parallel_size, hidden_size=self.shape.hidden_size
-        )
-        return replace(found, layout=ParallelLayout(dp_shard=self.data_parallel_size, tp=self.tp))
+        preset, replicas = load_preset(STATES_LIKE), self.data_parallel_size
+        engine = engine_settings(preset, world_size=replicas, hidden_size=self.shape.hidden_size)
+        return replace(engine, layout=ParallelLayout(dp_shard=replicas, tp=self.tp))
 
     @cached_property
     def _split_preset(self) -> Preset:
@@ -202,22 +203,14 @@ class StagedModel:
     def _split_job(self) -> PlannedJob:
         return replace(self.job, tp=self.tp, gradient_accumulation_steps=1)
 
-    def _interconnect(self, size: PipelineSize) -> Interconnect:
-        gpus, per_node = size.stages * self.tp * self.data_parallel_size, self.job.gpus_per_node
+    def _interconnect(self, stages: int) -> Interconnect:
+        gpus, per_node = stages * self.tp * self.data_parallel_size, self.job.gpus_per_node
         return Interconnect(
             gpu=self.gpu,
             world_size=gpus if gpus <= per_node else math.ceil(gpus / per_node) * per_node,
             gpus_per_node=per_node,
             network_bytes_per_second=self.network_bytes_per_second,
         )
-
-
-def _shares(flops: TokenFlops) -> Iterator[int]:
-    """Operations per token of the forward, of the gradient of the input, and of the gradients of the weights."""
-    weight = flops.dense_backward // 2
-    yield flops.dense_forward + flops.attention_forward
-    yield flops.recomputed + flops.attention_backward + flops.dense_backward - weight
-    yield weight
 
 
 def at_end(seconds: Range, end: int | None) -> float:
@@ -234,9 +227,8 @@ def staged_model(model: str, options: PipelineOptions) -> StagedModel:
     check_size("--tp", options.tp, LARGEST_TP)
     check_unquantized(model)
     shape = read_model(model)
-    job = replace(
-        PlannedJob.from_options(options, full_length=True), tp=None, gradient_accumulation_steps=options.micro_batches
-    )
+    job = PlannedJob.from_options(options, full_length=True)
+    job = replace(job, tp=None, gradient_accumulation_steps=options.micro_batches)
     check_planned_job(job, shape)
     listed = named_or_visible_gpu(options.gpu, has_memory=options.gpu_memory_gib is not None)
     gpu = custom_gpu(listed, memory_gib=options.gpu_memory_gib, tflops=options.gpu_tflops)

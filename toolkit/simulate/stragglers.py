@@ -1,4 +1,4 @@
-"""Policies side by side: from the options of `toolkit simulate stragglers` to speed, waste, staleness and losses.
+"""`toolkit simulate stragglers`: speed, waste, staleness and losses of policies side by side.
 
 With a model, its gradients are communicated at the worst rates of the interconnect (`toolkit.plan.interconnect`), with
 nothing overlapped: synchronous policies all-reduce them in a ring, as `toolkit plan` does. In the others each worker
@@ -8,20 +8,35 @@ pushes them to a parameter server and pulls the weights, as slowly as if all wor
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
+
+import numpy
 
 from toolkit.errors import ToolkitError, did_you_mean
 from toolkit.hardware.gpu_table import GIGA, named_or_visible_gpu
 from toolkit.models.read_model import read_model
 from toolkit.plan.interconnect import CALL_SECONDS, Collective, Interconnect, Range
-from toolkit.record.measurements import percentile
-from toolkit.simulate.options import POLICIES, StragglerOptions
+from toolkit.record.folder import RunFolder
+from toolkit.record.measurements import StepRow, percentile, read_steps, timed_steps
+from toolkit.report.tables import Heading, Table, number_cell, text_cell, text_heading
+from toolkit.simulate.options import (
+    DEFAULT_DISTRIBUTION,
+    DEFAULT_SPREAD,
+    DEFAULT_STEP_SECONDS,
+    DISTRIBUTIONS,
+    LEAST,
+    POLICIES,
+    StragglerOptions,
+    check_range,
+)
+from toolkit.simulate.simulation_report import SimulationReport
 from toolkit.simulate.small_training import NUM_PARAMS, Curve, SmallProblem, default_learning_rate, train
-from toolkit.simulate.step_time_distributions import compute_times
-from toolkit.simulate.synchronization import Policy, PolicyRun, best_backup_workers, simulate
-from toolkit.units import SECONDS_PER_HOUR
+from toolkit.simulate.synchronization import FloatArray, Policy, PolicyRun, best_backup_workers, simulate
+from toolkit.units import SECONDS_PER_HOUR, gib
+from toolkit.units import seconds as seconds_text
 
 MOST_BATCHES = 1_000_000
 """Workers times steps: about two minutes per policy."""
@@ -32,6 +47,25 @@ TARGET_MARGIN = 1.05
 GRADIENT_BYTES = 4  # fp32, as DDP reduces those of fp32 master weights
 FREE: Range = (0.0, 0.0)
 SYNCHRONOUS = Policy(name="synchronous")
+NOTES = (
+    "A step is a global batch: as many gradients as synchronous training averages.",
+    "Wasted GPU-hours are waiting and dropped gradients of all workers, until all steps are applied.",
+    "The losses are those of a small classifier, trained in NumPy on the same rows under each policy: an order of "
+    "policies, not a prediction for another model.",
+    "A worker's gradient alone moves the weights by the learning rate over the gradients of a step.",
+)
+# Columns of numbers: heading, key of a row in the JSON, factor, and digits.
+COLUMNS = (
+    ("steps/s", "steps_per_second", 1, 3),
+    ("waiting\n%", "waiting_fraction", 100, 1),
+    ("dropped\n%", "discarded_fraction", 100, 1),
+    ("comm.\n%", "communication_fraction", 100, 1),
+    ("wasted\nGPU-h", "wasted_gpu_hours", 1, 3),
+    ("stale\nmean", "staleness_mean", 1, 1),
+    ("p99", "staleness_p99", 1, 0),
+    ("s to\nloss", "seconds_to_target", 1, 1),
+    ("last\nloss", "final_loss", 1, 4),
+)
 NO_BACKUP = "fewer backup workers than workers; `--policy synchronous` has none"
 
 
@@ -57,14 +91,15 @@ class PolicyResult:
     def as_row(self) -> dict[str, Any]:
         """Return the result as `--json` prints it."""
         run, ages = self.run, sorted(self.run.staleness.elements())
+        total = run.workers * run.seconds
         return {
             "policy": run.policy.label,
             "seconds": run.seconds,
             "steps_per_second": run.steps_per_second,
             "updates_per_second": len(run.updates) / run.seconds,
-            "waiting_fraction": run.waiting_fraction,
-            "discarded_fraction": run.discarded_seconds / (run.workers * run.seconds),
-            "communication_fraction": run.communication_seconds / (run.workers * run.seconds),
+            "waiting_fraction": run.waiting_seconds / total,
+            "discarded_fraction": run.discarded_seconds / total,
+            "communication_fraction": run.communication_seconds / total,
             "wasted_gpu_hours": (run.waiting_seconds + run.discarded_seconds) / SECONDS_PER_HOUR,
             "staleness": dict(sorted(run.staleness.items())),
             "staleness_mean": sum(ages) / len(ages),
@@ -90,7 +125,6 @@ class StragglerStudy:
     best_backup_workers: int
     """The number that applies most gradients per second."""
     best_backup_gain: float
-    """Gradients per second over those without backup workers."""
     model: str | None
     gradient_bytes: int
     all_reduce_seconds: Range | None
@@ -149,19 +183,12 @@ def study_stragglers(options: StragglerOptions, *, say: Callable[[str], None]) -
 def check_ranges(options: StragglerOptions) -> None:
     """Raise ToolkitError for the first number that is out of range, by its flag."""
     ranges: dict[str, tuple[float, float]] = {
-        "workers": (2, 100_000),
-        "steps": (1, MOST_BATCHES),
-        "seed": (0, 2**32 - 1),
-        "slow_workers": (0, options.workers),
-        "slow_factor": (1, 1000),
-        "learning_rate": (1e-12, 10**6),
-        "network_gb_per_second": (1e-6, 10**6),
-        "untimed_steps": (0, MOST_BATCHES),
-        "gpus_per_node": (1, 100_000),
-        "parameter_servers": (1, 100_000),
+        **{"workers": (2, 100_000), "steps": (1, MOST_BATCHES), "seed": (0, 2**32 - 1), "slow_factor": (1, 1000)},
+        **{"slow_workers": (0, options.workers), "learning_rate": (1e-12, 10**6), "untimed_steps": (0, MOST_BATCHES)},
+        **{"network_gb_per_second": (1e-6, 10**6), "gpus_per_node": (1, 100_000), "parameter_servers": (1, 100_000)},
     }
     for name, (low, high) in ranges.items():
-        _check_range(name, getattr(options, name), low, high)
+        check_range(name, getattr(options, name), low, high)
     if options.workers * options.steps > MOST_BATCHES:
         raise ToolkitError(
             f"{options.workers} workers times {options.steps} steps are more than {MOST_BATCHES:,} batches",
@@ -169,25 +196,114 @@ def check_ranges(options: StragglerOptions) -> None:
         )
 
 
-def _check_range(name: str, value: float | None, low: float, high: float, hint: str | None = None) -> None:
-    if value is not None and not low <= value <= high:
-        flag = f"--{name.replace('_', '-')}"
-        raise ToolkitError(f"{flag} is {value}, expected {low:,} to {high:,}", hint=hint)
-
-
 def chosen_policies(options: StragglerOptions) -> list[Policy]:
     """Return the named policies, or all. Raises ToolkitError for an unknown one, and for its number out of range."""
     names = tuple(dict.fromkeys(options.policy or POLICIES))
     for name in names:
-        if name not in POLICIES:
-            known = ", ".join(POLICIES)
-            raise ToolkitError(f"unknown policy {name!r}; known: {known}", hint=did_you_mean(name, POLICIES))
+        _check_name("policy", name, POLICIES)
     if "backup_workers" in names:
-        _check_range("backup_workers", options.backup_workers, 1, options.workers - 1, NO_BACKUP)
+        check_range("backup_workers", options.backup_workers, 1, options.workers - 1, NO_BACKUP)
     if "bounded_staleness" in names:
-        _check_range("staleness", options.staleness, 0, MOST_BATCHES)
+        check_range("staleness", options.staleness, 0, MOST_BATCHES)
     numbers = {"backup_workers": options.backup_workers, "bounded_staleness": options.staleness}
     return [Policy(name=name, number=numbers.get(name, 0)) for name in names]
+
+
+def compute_times(options: StragglerOptions) -> tuple[FloatArray, str]:
+    """Return seconds of shape (workers, 2 x steps), the same for the same seed, and one line on where they come from.
+
+    Raises ToolkitError for options that no distribution and no run has.
+    """
+    shape = (options.workers, 2 * options.steps)
+    if options.run_folder is None:
+        distribution = options.distribution or DEFAULT_DISTRIBUTION
+        mean = DEFAULT_STEP_SECONDS if options.step_seconds is None else options.step_seconds
+        spread = DEFAULT_SPREAD if options.spread is None else options.spread
+        _check_name("distribution", distribution, DISTRIBUTIONS)
+        check_range("step_seconds", mean, LEAST, 10**6)
+        check_range("spread", spread, 0, 1 if distribution == "exponential" else 10)
+        seconds = drawn_seconds(distribution, mean=mean, spread=spread, shape=shape, seed=options.seed)
+        source = f"{distribution}, mean {mean:g} s" + (f", spread {spread:g}" if spread else "")
+    else:
+        for name in ("distribution", "step-seconds", "spread"):
+            if getattr(options, name.replace("-", "_")) is not None:
+                raise ToolkitError(
+                    f"--run-folder and --{name} both say how long a step takes", hint=f"leave out --{name}"
+                )
+        measured = measured_step_times(options.run_folder, untimed_steps=options.untimed_steps)
+        seconds = resampled(measured, shape=shape, seed=options.seed)
+        source = f"{len(measured)} steps of {measured.shape[1]} ranks in {options.run_folder.name}"
+    seconds[options.workers - options.slow_workers :] *= options.slow_factor
+    slower = f"; {options.slow_workers} slower by {options.slow_factor:g}" if options.slow_workers else ""
+    return seconds, source + slower
+
+
+def drawn_seconds(distribution: str, *, mean: float, spread: float, shape: tuple[int, int], seed: int) -> FloatArray:
+    """Return compute times of this mean and spread (standard deviation over mean); without spread, all are equal.
+
+    >>> drawn_seconds("constant", mean=1.0, spread=0.0, shape=(2, 3), seed=0).tolist()
+    [[1.0, 1.0, 1.0], [1.0, 1.0, 1.0]]
+    """
+    generator = numpy.random.default_rng(seed)
+    if distribution == "constant" or spread == 0:
+        return numpy.full(shape, mean)
+    if distribution == "lognormal":
+        variance = math.log1p(spread**2)
+        return generator.lognormal(math.log(mean) - variance / 2, math.sqrt(variance), shape)
+    if distribution == "exponential":  # a constant part and an exponential tail; spread 1 has no constant part
+        return mean * (1 - spread) + generator.exponential(mean * spread, shape)
+    index = 1 + math.sqrt(1 + 1 / spread**2)  # Pareto: variance over squared mean is 1 / (index (index - 2))
+    return mean * (index - 1) / index * (1 + generator.pareto(index, shape))
+
+
+def resampled(measured: FloatArray, *, shape: tuple[int, int], seed: int) -> FloatArray:
+    """Return compute times of workers, drawn with repetition from a run's steps, of shape (steps, ranks).
+
+    Steps are drawn whole, so that ranks that were slow in the same step stay slow together. More workers than ranks
+    repeat the ranks, each time with other steps.
+    """
+    generator, (workers, steps) = numpy.random.default_rng(seed), shape
+    groups = -(-workers // measured.shape[1])
+    drawn = [measured[generator.integers(len(measured), size=steps)].T for _ in range(groups)]
+    return numpy.concatenate(drawn)[:workers]
+
+
+def measured_step_times(folder: Path, *, untimed_steps: int) -> FloatArray:
+    """Read the compute times of a run's timed steps, of shape (steps, ranks). Raises ToolkitError if it has none.
+
+    A rank reports `own_seconds`, where it waits for nobody: data loading, the first forward, the optimizer step. In the
+    rest, backward, it computes and waits for the others' gradients, which nothing tells apart. The rank with the most
+    `own_seconds` waits least: its rest is taken as every rank's. A rank whose backward is slow too therefore looks
+    faster by comparison than it is.
+    """
+    steps = timed_steps(read_steps(RunFolder(folder)), untimed_steps=untimed_steps)
+    if not steps:
+        raise ToolkitError(
+            f"{folder} has no timed step of all ranks in ranks/rank*.jsonl",
+            hint=f"name the folder of a run of more than {untimed_steps} steps",
+        )
+    if any(row.own_seconds is None for step in steps for row in step):
+        raise ToolkitError(f"the rows in {folder}/ranks have no own_seconds", hint="name a run of this version")
+    seconds = numpy.array([compute_seconds(step) for step in steps])
+    if seconds.min() <= 0:
+        raise ToolkitError(f"a step in {folder}/ranks took no time", hint="name another run")
+    return seconds
+
+
+def compute_seconds(step: Sequence[StepRow]) -> tuple[float, ...]:
+    """Return each rank's compute seconds of one step: its own, and the slowest rank's rest.
+
+    >>> compute_seconds([StepRow.model_construct(seconds=5.0, own_seconds=own) for own in (1.0, 3.0)])
+    (3.0, 5.0)
+    """
+    own = [row.own_seconds or 0.0 for row in step]
+    rest = step[own.index(max(own))].seconds - max(own)
+    return tuple(seconds + rest for seconds in own)
+
+
+def _check_name(what: str, name: str, known: tuple[str, ...]) -> None:
+    if name not in known:
+        raise ToolkitError(f"unknown {what} {name!r}; known: {', '.join(known)}", hint=did_you_mean(name, known))
 
 
 def _communication(options: StragglerOptions, gradient_bytes: int) -> tuple[Range, Range] | tuple[None, None]:
@@ -206,9 +322,7 @@ def _communication(options: StragglerOptions, gradient_bytes: int) -> tuple[Rang
         gpus_per_node=options.gpus_per_node or max(number for number in range(1, 9) if workers % number == 0),
         network_bytes_per_second=None if rate is None else math.ceil(rate * GIGA),
     )
-    gradients = Collective(
-        name="all_reduce", purpose="gradients", payload_bytes=gradient_bytes, group_size=interconnect.world_size
-    )
+    gradients = Collective(name="all_reduce", purpose="gradients", payload_bytes=gradient_bytes, group_size=workers)
     return interconnect.seconds(gradients), push_pull_seconds(interconnect, gradient_bytes, options.parameter_servers)
 
 
@@ -222,3 +336,48 @@ def push_pull_seconds(interconnect: Interconnect, gradient_bytes: int, servers: 
     slow, fast = (max(local * gradient_bytes, through_server) / rate for rate in interconnect.network_rate)
     (best, worst), (first, last) = CALL_SECONDS, interconnect.hop_seconds(between_nodes=True)
     return 2 * (fast + best + first), 2 * (slow + worst + last)
+
+
+def straggler_report(study: StragglerStudy) -> SimulationReport:
+    """Return the study for people: one row per policy, and what waiting for all workers costs."""
+    rows = []
+    for row in (result.as_row() for result in study.policies):
+        values = [(row[key], factor, digits) for _, key, factor, digits in COLUMNS]
+        cells = [number_cell(None if value is None else factor * value, digits) for value, factor, digits in values]
+        diverged = [text_cell("diverged")] if row["diverged"] else cells[-1:]
+        rows.append((text_cell(row["policy"]), *cells[:-1], *diverged))
+    headings = (text_heading("policy"), *(Heading(text=text) for text, *_ in COLUMNS))
+    return SimulationReport(
+        title="Stragglers and synchronization, simulated",
+        summary=_summary(study),
+        sections=[("", Table(headings=headings, rows=tuple(rows)))],
+        notes=_notes(study),
+    )
+
+
+def _summary(study: StragglerStudy) -> str:
+    count, waste = study.best_backup_workers, 100 * (1 - 1 / study.slowdown)
+    backup = "No number of backup workers would apply more gradients per second than none."
+    if count:
+        backup = (
+            f"{count} backup worker{'s'[: count > 1]} would apply most gradients per second, "
+            f"{study.best_backup_gain:.3f} times those without."
+        )
+    return (
+        f"{study.workers} workers, {study.steps} steps, compute times: {study.step_times}. Waiting for every worker "
+        f"takes {study.slowdown:.3f} times the mean compute time: {waste:.1f} % of computing and waiting is waiting. "
+        f"{backup}"
+    )
+
+
+def _notes(study: StragglerStudy) -> list[str]:
+    target = f"The loss to reach is {study.target_loss:.4f}, 5 % above the last of {study.target_policy}."
+    if study.all_reduce_seconds is None or study.push_pull_seconds is None:
+        return [*NOTES, target]
+    ranges = (study.all_reduce_seconds, study.push_pull_seconds)
+    reduced, pushed = (" to ".join(map(seconds_text, ends)) for ends in ranges)
+    communication = (
+        f"Gradients of {gib(study.gradient_bytes)}: an all-reduce takes {reduced}, a push and pull through"
+        f" parameter servers {pushed}. Policies take the worst rates, nothing overlaps; no GPU has confirmed them."
+    )
+    return [*NOTES, target, communication]

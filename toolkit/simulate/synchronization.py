@@ -27,8 +27,7 @@ from numpy.typing import NDArray
 
 FloatArray = NDArray[numpy.float64]
 
-# More are dearer than the stragglers they hide.
-MOST_BACKUP_WORKERS = 32
+MOST_BACKUP_WORKERS = 32  # more are dearer than the stragglers they hide
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,8 +36,7 @@ class Policy:
 
     name: str
     number: int = 0
-    """Workers whose gradient `backup_workers` does not wait for; batches that `bounded_staleness` lets a worker be
-    ahead of the slowest; nothing in the others."""
+    """Of workers that `backup_workers` does not wait for; of batches ahead in `bounded_staleness`."""
 
     @property
     def is_synchronous(self) -> bool:
@@ -47,7 +45,6 @@ class Policy:
 
     @property
     def label(self) -> str:
-        """Name with its number."""
         return f"{self.name} {self.number}" if self.name in ("backup_workers", "bounded_staleness") else self.name
 
 
@@ -56,7 +53,6 @@ class Update:
     """One update of the weights: by the mean of its workers' gradients; of one worker in the asynchronous policies."""
 
     seconds: float
-    """Time at which it is applied."""
     version: int
     """Number of updates that the weights had when the workers read them."""
     workers: Sequence[int]
@@ -73,11 +69,10 @@ class PolicyRun:
     gradients_per_step: int
     updates: list[Update] = field(default_factory=list)
     waiting_seconds: float = 0.0
-    """Of all workers: idle until the update or the slowest worker."""
+    """Of all workers, as the next two: idle until the update or the slowest worker."""
     discarded_seconds: float = 0.0
-    """Of all workers: gradients computed and dropped."""
+    """Spent on gradients that were dropped."""
     communication_seconds: float = 0.0
-    """Of all workers."""
 
     @property
     def seconds(self) -> float:
@@ -88,11 +83,6 @@ class PolicyRun:
     def steps_per_second(self) -> float:
         """Global batches applied per second; N gradients are a step in every policy."""
         return sum(len(update.workers) for update in self.updates) / self.gradients_per_step / self.seconds
-
-    @property
-    def waiting_fraction(self) -> float:
-        """Waiting over all workers' time."""
-        return self.waiting_seconds / (self.workers * self.seconds)
 
     @property
     def staleness(self) -> Counter[int]:
@@ -126,8 +116,8 @@ def simulate(policy: Policy, seconds: FloatArray, *, steps: int, communication_s
 def best_backup_workers(seconds: FloatArray, *, steps: int, communication_seconds: float = 0.0) -> tuple[int, float]:
     """Return the number of backup workers that applies most gradients per second, and the gain over none.
 
-    The workers stay as many: one more backup worker is one gradient less per update. At most `MOST_BACKUP_WORKERS`
-    are tried. What a smaller global batch does to the loss is left out.
+    The workers stay as many: one more backup worker is one gradient less per update. What a smaller global batch does
+    to the loss is left out.
     """
     rates = []
     for count in range(min(len(seconds) - 1, MOST_BACKUP_WORKERS) + 1):
@@ -144,10 +134,9 @@ def _synchronous(
     """Updates that wait for the first gradients of the current weights, with the seconds waited and discarded."""
     workers, batches = seconds.shape
     number, free, now = numpy.zeros(workers, dtype=int), numpy.zeros(workers), 0.0
-    everyone = numpy.arange(workers)
     for version in range(steps):
         start = numpy.maximum(now, free)
-        duration = seconds[everyone, number % batches]
+        duration = seconds[numpy.arange(workers), number % batches]
         finish = start + duration
         first = numpy.sort(numpy.argsort(finish, kind="stable")[:required])
         done = float(finish[first].max())

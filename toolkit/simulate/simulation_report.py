@@ -1,0 +1,46 @@
+"""What a simulation says to people: the same tables, timelines and notes in the terminal and on a page."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rich.console import Console
+
+from toolkit.report.rendering import render
+from toolkit.report.tables import Table, rich_table
+
+
+def terminal_columns() -> int:
+    """Return the width of the terminal, 100 or more: tables and timelines need them."""
+    return max(Console().width, 100)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SimulationReport:
+    """Summary, results and notes of one simulation."""
+
+    title: str
+    summary: str
+    sections: list[tuple[str, Table | str]]
+    """Heading, which may be empty, and a table or lines of characters."""
+    notes: list[str]
+    """What a reader must know before quoting a figure."""
+
+    def print(self) -> None:
+        """Print it as text."""
+        console = Console(width=terminal_columns())
+        print(self.summary)
+        for heading, content in self.sections:
+            if heading:
+                print(f"\n{heading}:")
+            if isinstance(content, str):
+                print(content)
+            else:
+                console.print(rich_table(content))
+        print("", *self.notes, sep="\n")
+
+    def page(self) -> str:
+        """Return it as a self-contained page of HTML."""
+        return render(
+            "simulation.html.j2", title=self.title, summary=self.summary, sections=self.sections, notes=self.notes
+        )
