@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING
 import typer
 
 from toolkit.cli.options import expand_options
-from toolkit.cluster.kubernetes import KubernetesOptions
+from toolkit.cluster.cloud import KubernetesOptions, SkyPilotOptions
 from toolkit.cluster.options import JobOptions
-from toolkit.cluster.skypilot import SkyPilotOptions
 from toolkit.cluster.slurm import SlurmOptions
 from toolkit.cluster.ssh import SshOptions
 from toolkit.entry_point import print_message
@@ -32,13 +31,12 @@ def slurm(job: JobOptions, slurm: SlurmOptions) -> None:
 
     After `--`: training arguments, as for `toolkit train`; --output_dir must be on a file system of all nodes.
     """
-    from toolkit.cluster.comparison_job import comparison_file, prepare_comparison
     from toolkit.cluster.job_files import deliver
-    from toolkit.cluster.slurm import job_file
+    from toolkit.cluster.slurm import comparison_file, job_file
 
     submit = ["sbatch"] if slurm.submit else None
     if len(job.preset) > 1:
-        deliver(comparison_file(prepare_comparison(job), slurm), output=job.output, submit=submit, suffix=".sbatch")
+        deliver(comparison_file(job, slurm), output=job.output, submit=submit, suffix=".sbatch")
         return
     if slurm.repeats is not None:
         print_message("--repeats has no effect: it is for a comparison, with several --preset")
@@ -52,7 +50,7 @@ def skypilot(job: JobOptions, sky: SkyPilotOptions) -> None:
 
     After `--`: training arguments, as for `toolkit train`; --output_dir must be in a folder of --mount.
     """
-    from toolkit.cluster.skypilot import submit_command, task_file
+    from toolkit.cluster.cloud import submit_command, task_file
 
     submit = submit_command(job) if sky.submit else None
     _write(job, lambda each: task_file(each, sky), shares_files=False, submit=submit, suffix=".yaml")
@@ -65,7 +63,7 @@ def kubernetes(job: JobOptions, kubernetes: KubernetesOptions) -> None:
 
     After `--`: training arguments, as for `toolkit train`; --output_dir must be in a folder of --mount.
     """
-    from toolkit.cluster.kubernetes import manifest
+    from toolkit.cluster.cloud import manifest
 
     submit = ["kubectl", "apply", "-f"] if kubernetes.submit else None
     _write(job, lambda each: manifest(each, kubernetes), shares_files=False, submit=submit, suffix=".yaml")
@@ -105,5 +103,5 @@ def _write(
         print_message("warning: --save_strategy no: a run that is stopped starts again from its first step")
     else:
         save = job.save_time
-        print_message(f"{job.shutdown_seconds} s to save after SIGTERM: one takes {save.seconds:g} s ({save.source})")
+        print_message(f"{save.grace_seconds} s to save after SIGTERM: one takes {save.seconds:g} s ({save.source})")
     deliver(text, output=options.output, submit=submit, suffix=suffix)
