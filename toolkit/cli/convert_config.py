@@ -41,7 +41,10 @@ def convert_config(
     conversion, name = convert_file(file, tool), str(output or DEFAULT_NAME)
     text = yaml_text(conversion, source=str(file), file=name)
     if output is not None:
-        write_text(output, text)
+        try:
+            write_text(output, text)
+        except OSError as error:
+            raise ToolkitError(f"cannot write {output}: {error.strerror}", hint="name another `--output`") from None
     if as_json:
         print(json.dumps(dataclasses.asdict(conversion), indent=2, ensure_ascii=False, default=str))
     elif output is None:
