@@ -14,8 +14,7 @@ import psutil
 import pytest
 from launching import CPU_PRESETS, ROOT, accelerate_launch, cpu_environment, fork_server, launch_preset, losses, read
 
-from toolkit.launch.exit_status import find_killed_rank
-from toolkit.launch.process import processes_of
+from toolkit.launch.process import find_killed_rank, processes_of
 from toolkit.launch.warm_start import SERVER_VARIABLE, ForkedProcess, RefusedError, fork_process, python_words
 
 pytestmark = pytest.mark.launch

@@ -16,8 +16,7 @@ from dataclasses import dataclass, replace
 
 from toolkit.cluster.node_setup import ADDRESS_VARIABLE
 from toolkit.errors import ToolkitError
-from toolkit.launch.command import LaunchCommand, torchrun_words
-from toolkit.launch.environment import threads_per_rank
+from toolkit.launch.command import LaunchCommand, threads_per_rank, torchrun_words
 
 SCONTROL_SECONDS = 30.0
 # Below Linux's ephemeral ports, from which a connection of another program may have taken one.

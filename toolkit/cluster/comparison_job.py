@@ -26,7 +26,7 @@ from toolkit.files.reading import user_path
 from toolkit.job.argument_reading import without_flags
 from toolkit.job.job import Job
 from toolkit.job.job_checks import refuse_arguments_of_comparison
-from toolkit.launch.environment import NVME_PATH_VARIABLE
+from toolkit.launch.command import NVME_PATH_VARIABLE
 from toolkit.launch.preflight import check_required
 from toolkit.presets import load_preset
 

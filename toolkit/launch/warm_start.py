@@ -27,7 +27,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import IO, Any
 
-from toolkit.launch.environment import RUN_ID_VARIABLE
+from toolkit.launch.command import RUN_ID_VARIABLE
 
 # A running server: its address, and a digest of the variables that libraries have read while it imported them.
 SERVER_VARIABLE, PRELOADED = "TOOLKIT_FORK_SERVER", "toolkit.train.preloaded"

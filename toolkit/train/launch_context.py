@@ -16,7 +16,7 @@ import psutil
 
 from toolkit.errors import ToolkitError
 from toolkit.files.reading import user_path
-from toolkit.launch.environment import (
+from toolkit.launch.command import (
     NVME_PATH_VARIABLE,
     PREPARED_VARIABLE,
     PRESET_VARIABLE,
