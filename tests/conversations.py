@@ -7,7 +7,7 @@ from typing import Any
 
 import datasets
 
-from toolkit.data import Sample
+from toolkit.data.formats import Sample
 from toolkit.observe.batches import IGNORED
 from toolkit.train.data.data_report import mark_supervised
 from toolkit.train.data.tokenization import Tokenized, encode, tokenize

@@ -12,8 +12,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
-from toolkit.data import check_file, first_sample, is_hub_id, resolve_sources
-from toolkit.data.mixture import rows_per_epoch
+from toolkit.data.data_files import check_file, first_sample, is_hub_id, resolve_sources, rows_per_epoch
 from toolkit.data.template_limits import check_templates, read_template, templates_of
 from toolkit.errors import ToolkitError
 from toolkit.files.model_weights import check_weights

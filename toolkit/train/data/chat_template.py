@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from toolkit.data import Sample
+from toolkit.data.formats import Sample
 from toolkit.data.template_limits import MAX_RENDERED_CHARACTERS, time_limit
 from toolkit.errors import ToolkitError
 

@@ -29,8 +29,7 @@ from typing import Any, NamedTuple
 import datasets
 import torch
 
-from toolkit.data import DataSource, iter_rows, resolve_source
-from toolkit.data.mixture import numbered
+from toolkit.data.data_files import DataSource, iter_rows, numbered, resolve_source
 from toolkit.errors import ToolkitError
 from toolkit.job.dataset_checks import WORKERS, check_rows_fill_a_step
 from toolkit.train.data.packing import OpenPacks, TokenRow, joined
