@@ -110,14 +110,6 @@ class Machines:
         self._in_switch("ip", "link", "delete", machine.port)  # the kernel may keep the machine's end for minutes
         _end(machine)
 
-    def cut(self, name: str) -> None:
-        """Pull a machine's cable out of the switch; its processes live."""
-        self._in_switch("ip", "link", "set", self.on[name].port, "nomaster")
-
-    def join(self, name: str) -> None:
-        """Plug the cable in again."""
-        self._in_switch("ip", "link", "set", self.on[name].port, "master", BRIDGE)
-
     def shape(self, name: str, rate: str) -> None:
         """Limit both directions of a machine's cable, such as to `1gbit`, by token buckets; without delay."""
         bucket = ["root", "tbf", "rate", rate, "burst", "256kb", "latency", "100ms"]

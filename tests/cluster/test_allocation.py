@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from cluster_jobs import check_shell
 
-from toolkit.cluster.allocation import Allocation
+from toolkit.cluster.slurm import Allocation
 from toolkit.compare.options import CompareOptions
 from toolkit.errors import ToolkitError
 from toolkit.launch.command import LaunchCommand, launch_command

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from cluster_jobs import check_shell, run_cluster, write_inputs
 
-from toolkit.cluster import comparison_job
+from toolkit.cluster import slurm
 from toolkit.compare.ledger import LEDGER_FILE
 from toolkit.compare.specification import SPEC_FILE
 from toolkit.lint import lint_paths
@@ -36,14 +36,11 @@ def test_each_number_of_nodes_is_a_world_size_of_one_comparison(
     assert "--preset ddp --preset zero2 \\\n    --nproc-per-node 4 --num-processes 4,8 \\\n" in text
     assert f"output_dir={tmp_path}/out\n" in text
     assert "--output_dir" not in text.partition("toolkit compare")[2]
-
-
-def test_the_files_that_it_looks_for_are_those_of_a_comparison(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert (comparison_job.COMPARISON_FILE, comparison_job.LEDGER_FILE) == (SPEC_FILE, LEDGER_FILE)
-    text = written(tmp_path, capsys)
     assert '[[ -e "$output_dir/comparison.json" ]] && resume=(--resume)' in text
+
+
+def test_the_files_that_it_looks_for_are_those_of_a_comparison() -> None:
+    assert (slurm.COMPARISON_FILE, slurm.LEDGER_FILE) == (SPEC_FILE, LEDGER_FILE)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from cluster.machines import shaped, wait_until
 from command_line import json_of
 from launching import attested, read
 
-pytestmark = [pytest.mark.cluster, pytest.mark.launch]
+pytestmark = [pytest.mark.cluster, pytest.mark.launch, pytest.mark.nightly]
 
 STEPS = 12
 JOB = ("--per_device_train_batch_size", "2", "--max_steps", str(STEPS))

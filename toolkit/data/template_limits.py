@@ -4,7 +4,7 @@
 
 A template cannot reach files or Python's internals, because it runs in jinja2's sandbox. But it can loop without end. A
 timer cannot interrupt `2 ** 10 ** 9`, which is one operation, so the first conversations are rendered in a child that
-the kernel limits. `time_limit` is for the other conversations, in the rank that tokenizes them.
+the kernel limits.
 """
 
 from __future__ import annotations
@@ -13,12 +13,9 @@ import json
 import multiprocessing
 import resource
 import signal
-import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 from toolkit.data.formats import Sample
@@ -155,25 +152,3 @@ def _sandbox() -> Any:
     environment.filters["tojson"] = lambda value, **options: json.dumps(value, **{"ensure_ascii": False, **options})
     environment.globals |= {"raise_exception": raise_exception, "strftime_now": datetime.now().strftime}
     return environment
-
-
-# -- in a rank
-
-
-@contextmanager
-def time_limit(seconds: float) -> Iterator[None]:
-    """Raise TimeoutError in the body after some seconds, where this is the main thread of its process."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def stop(_signal: int, _frame: FrameType | None) -> None:
-        raise TimeoutError(f"it takes more than {seconds:g} s")
-
-    before = signal.signal(signal.SIGALRM, stop)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)

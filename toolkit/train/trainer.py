@@ -13,8 +13,11 @@ from transformers import PrinterCallback, Trainer, TrainerCallback
 from transformers.trainer_pt_utils import LengthGroupedSampler
 
 from toolkit.job.job_checks import profiled_steps
+from toolkit.models.attention import needs_no_mask
 from toolkit.models.optimizers import MUON
 from toolkit.observe.attest.attestation import Attestation
+from toolkit.observe.attest.readings import Values
+from toolkit.observe.attest.tensors import compute_dtype, dtype_name
 from toolkit.observe.batches import IGNORED
 from toolkit.observe.early_stopping import EarlyStopping
 from toolkit.observe.observer import Observer, observe
@@ -22,29 +25,25 @@ from toolkit.observe.parts import ExpectedRun, ObserverParts
 from toolkit.observe.profiler import MemorySnapshot, Profiler
 from toolkit.observe.timer import StepTimer
 from toolkit.train.active_run import ActiveRun
-from toolkit.train.at_load_states import StatesShardedAtLoad
-from toolkit.train.data.collation import batch_facts, next_labels
+from toolkit.train.arguments import Arguments
+from toolkit.train.checkpointing import StatesShardedAtLoad, UniversalCheckpoint, is_universal, load_converted
+from toolkit.train.data.collation import SeededLengthGroups, batch_facts, keep_order, next_labels
 from toolkit.train.data.dataset import Data, make_collator
-from toolkit.train.data.document_isolation import verify_packing
-from toolkit.train.data.packing import check_model_packs
-from toolkit.train.data.row_order import SeededLengthGroups, keep_order
-from toolkit.train.data.stream_loader import (
-    LaneStates,
+from toolkit.train.data.packing import check_model_packs, verify_packing
+from toolkit.train.data.streaming import (
+    TokenStream,
+    read_lane_states,
     record_lane_states,
-    resume_stream,
     stream_loader,
     write_lane_states,
 )
-from toolkit.train.data.streaming import TokenStream
-from toolkit.train.engine.comm_hooks import CommunicationHook
+from toolkit.train.engine.comm_hooks import CommunicationHook, hook_dtype, registered_hook
 from toolkit.train.engine.compiled_layers import compile_layers
-from toolkit.train.engine.muon import muon_factory
+from toolkit.train.engine.muon import make_muon
 from toolkit.train.engine.nvme_offload import NvmeOffload, offload_blocks
-from toolkit.train.engine.pipeline.read_pipeline import read_pipeline
+from toolkit.train.engine.pipeline.pipeline_steps import read_pipeline
 from toolkit.train.evaluation import EvaluatedTokens, Evaluations
-from toolkit.train.expected_readings import expected_methods, hook_dtype, read_methods
-from toolkit.train.model.chunked_loss import apply_loss
-from toolkit.train.resume import UniversalCheckpoint, is_universal, load_converted
+from toolkit.train.model.chunked_loss import apply_loss, read_loss
 
 
 class SupervisedTrainer(Trainer):  # type: ignore[misc]
@@ -54,9 +53,6 @@ class SupervisedTrainer(Trainer):  # type: ignore[misc]
         super().__init__(args=run.arguments.training, **kwargs)
         self.run = run
         self.evaluated = EvaluatedTokens()
-        streamed = isinstance(self.train_dataset, TokenStream)
-        self.lane_states: LaneStates = self.train_dataset.own_states() if streamed else {}
-        """Position of each lane of this rank in a stream, after what has been trained on."""
 
     def get_train_dataloader(self) -> Any:
         if not isinstance(self.train_dataset, TokenStream):
@@ -67,7 +63,7 @@ class SupervisedTrainer(Trainer):  # type: ignore[misc]
 
     def get_batch_samples(self, epoch_iterator: Iterator[Any], *args: Any, **kwargs: Any) -> Any:
         if isinstance(self.train_dataset, TokenStream):
-            epoch_iterator = record_lane_states(epoch_iterator, self.lane_states)
+            epoch_iterator = record_lane_states(epoch_iterator, self.train_dataset.states)
         return super().get_batch_samples(epoch_iterator, *args, **kwargs)
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Any:
@@ -158,7 +154,7 @@ def build_trainer(
         eval_dataset=data.evaluation,
         data_collator=make_collator(tokenizer, model, packing=args.job.packing, layout=args.layout),
         processing_class=tokenizer,
-        optimizer_cls_and_kwargs=(muon_factory, {"args": training}) if training.optim == MUON else None,
+        optimizer_cls_and_kwargs=(lambda: make_muon, {"args": training}) if training.optim == MUON else None,
     )
     apply_loss(trainer, args.job)
     trainer.remove_callback(PrinterCallback)  # the timer prints instead
@@ -175,8 +171,10 @@ def build_trainer(
     )
     for callback in (*parts.callbacks(trainer), *callbacks(run, trainer, observer)):
         trainer.add_callback(callback)
-    if run.checkpoint is not None:
-        resume_stream(data.train, run.checkpoint.path, step=run.checkpoint.step, training=training)
+    if run.checkpoint is not None and isinstance(data.train, TokenStream):
+        states = read_lane_states(run.checkpoint.path)
+        if states is not None:  # otherwise rows are tokenised again from the first
+            data.train.resume(states, batches=run.checkpoint.step * training.gradient_accumulation_steps)
     return trainer
 
 
@@ -191,9 +189,9 @@ def observer_parts(run: ActiveRun, trainer: SupervisedTrainer) -> ObserverParts:
     args, launch = run.arguments, run.launch
 
     def save_states(checkpoint: Path) -> None:
-        if trainer.lane_states:
-            rank, world_size = trainer.args.process_index, trainer.args.world_size
-            write_lane_states(checkpoint, trainer.lane_states, rank=rank, world_size=world_size)
+        stream = trainer.train_dataset
+        if isinstance(stream, TokenStream) and stream.states:
+            write_lane_states(checkpoint, stream.states, rank=stream.rank, world_size=stream.world_size)
 
     return ObserverParts(
         expected=ExpectedRun(
@@ -202,7 +200,7 @@ def observer_parts(run: ActiveRun, trainer: SupervisedTrainer) -> ObserverParts:
             dp_shard_size=launch.dp_shard_size,
             layout=args.layout,
             layout_at_load=run.layout_at_load,
-            settings=expected_methods(args),
+            settings=expected_readings(args),
         ),
         read=(read_methods, read_pipeline),
         read_before_training=verify_packing,
@@ -221,6 +219,45 @@ def observer_parts(run: ActiveRun, trainer: SupervisedTrainer) -> ObserverParts:
         },
         save_states=save_states,
     )
+
+
+def expected_readings(arguments: Arguments) -> Values:
+    """Return the values that every rank must read under these arguments."""
+    model, training = arguments.job, arguments.training
+    expected: Values = {
+        "ddp_comm_hook": model.ddp_comm_hook,
+        "activation_checkpointing_offload": model.activation_checkpointing_offload,
+        "torch_compile": arguments.job.compilation is not None,
+        "neftune_noise_alpha": training.neftune_noise_alpha,
+        "load_in_4bit": model.load_in_4bit,
+        "quantized_storage_dtype": dtype_name(compute_dtype(training)) if model.load_in_4bit else None,
+    }
+    if arguments.pipeline is not None:
+        expected |= {
+            "pipeline_schedule": arguments.pipeline.schedule,
+            "pipeline_stages": arguments.pipeline.stages,
+            "micro_batches": training.gradient_accumulation_steps,
+            "activation_dtype": "float32",  # the residual stream between layers, under autocast too
+        }
+    if model.loss != "auto":
+        expected["loss"] = model.loss
+    if model.loss == "chunked":
+        expected["loss_chunk_tokens"] = model.loss_chunk_tokens
+    if arguments.job.uses_activation_checkpointing:
+        expected["activation_checkpointing"] = True
+    if model.accumulate is not None:
+        expected["accumulate"] = model.accumulate
+    if model.attn_implementation is not None:
+        expected["attn_implementation"] = model.attn_implementation
+    if arguments.job.packing and needs_no_mask(model.attn_implementation):
+        expected["packing_mask_bytes"] = 0
+    return expected
+
+
+def read_methods(trainer: Any, plain: Any) -> Values:
+    """Read the communication hook and the loss in effect; `plain` is the model without wrappers."""
+    hook = registered_hook(trainer.model_wrapped)
+    return {"ddp_comm_hook": None if hook is None else hook.name, **read_loss(plain)}
 
 
 def callbacks(run: ActiveRun, trainer: SupervisedTrainer, observer: Observer) -> list[TrainerCallback]:

@@ -182,7 +182,7 @@ def test_files_mix_with_a_configuration_of_a_hub_data_set(
 
 def mixed(*paths: Path, weights: tuple[float, ...] | None, seed: int = 1) -> MixedRows:
     streams = tuple(open_stream(str(path), "train", buffer_size=4, seed=seed) for path in paths)
-    return MixedRows(streams=streams, weights=weights, buffer_size=4, seed=seed)
+    return MixedRows(streams=streams, weights=weights)
 
 
 def test_a_stream_without_weights_reads_one_file_after_the_other(chats: Path, texts: Path) -> None:

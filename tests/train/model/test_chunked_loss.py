@@ -15,8 +15,15 @@ from toolkit.observe.attest.tensors import without_adapters
 from toolkit.observe.batches import IGNORED
 from toolkit.plan.memory import WITHOUT_CHUNKED_LOSS, logits_bytes
 from toolkit.train.data.collation import SUPERVISED_POSITIONS, next_labels, supervised_positions
-from toolkit.train.model.chunked_cross_entropy import LinearHead, LogitScale, LossOptions, chunked_cross_entropy
-from toolkit.train.model.chunked_loss import ChunkedLoss, UnknownHead, read_logit_scale, read_loss
+from toolkit.train.model.chunked_loss import (
+    ChunkedLoss,
+    LogitScale,
+    LossOptions,
+    UnknownHead,
+    chunked_cross_entropy,
+    read_logit_scale,
+    read_loss,
+)
 
 SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
 SIZES |= {"num_key_value_heads": 2, "head_dim": 8, "vocab_size": 130, "pad_token_id": 0, "eos_token_id": 1}
@@ -90,10 +97,17 @@ def test_the_collator_names_the_supervised_positions_so_that_no_gpu_waits() -> N
 
 
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
-@pytest.mark.parametrize("trained", [{"target_modules": ["q_proj", "lm_head"]}, {"modules_to_save": ["lm_head"]}, {}])
-def test_adapters_on_the_head_a_trained_copy_of_it_and_a_frozen_one(trained: dict[str, Any]) -> None:
-    config = LoraConfig(r=4, init_lora_weights=False, **({"target_modules": ["q_proj"]} | trained))
+@pytest.mark.parametrize("trained", [{"modules_to_save": ["lm_head"]}, {}])
+def test_a_frozen_head_and_a_trained_copy_of_it_have_the_full_loss(trained: dict[str, Any]) -> None:
+    config = LoraConfig(r=4, init_lora_weights=False, target_modules=["q_proj"], **trained)
     assert_equal_to_full(get_peft_model(tiny("llama"), config).eval(), batch())
+
+
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
+def test_adapters_on_the_head_keep_the_full_logits() -> None:
+    model = get_peft_model(tiny("llama"), LoraConfig(r=4, target_modules=["q_proj", "lm_head"]))
+    with pytest.raises(UnknownHead, match="is not a linear layer, or has adapters"):
+        read_logit_scale(without_adapters(model))
 
 
 def test_smoothed_labels_are_torchs() -> None:
@@ -104,7 +118,7 @@ def test_smoothed_labels_are_torchs() -> None:
     full = torch.nn.functional.cross_entropy(logits, labels, reduction="sum", label_smoothing=0.2)
     expected = torch.autograd.grad(full, (hidden, weight))
     options = LossOptions(chunk_tokens=4, label_smoothing=0.2)
-    chunked = chunked_cross_entropy(hidden, labels, supervised_positions(labels), LinearHead, (weight, None), options)
+    chunked = chunked_cross_entropy(hidden, labels, supervised_positions(labels), weight, None, options)
     torch.testing.assert_close(chunked, full, atol=1e-6, rtol=1e-6)
     torch.testing.assert_close(torch.autograd.grad(chunked, (hidden, weight)), expected, atol=1e-6, rtol=1e-5)
 
@@ -115,7 +129,7 @@ def test_a_bf16_heads_gradient_is_added_up_in_fp32() -> None:
     weight = torch.zeros(2, 1, dtype=torch.bfloat16, requires_grad=True)
     hidden[1:] = 2.0**-8
     options = LossOptions(chunk_tokens=1)
-    chunked_cross_entropy(hidden, labels, supervised_positions(labels), LinearHead, (weight, None), options).backward()
+    chunked_cross_entropy(hidden, labels, supervised_positions(labels), weight, None, options).backward()
     assert weight.grad is not None
     assert weight.grad[1].item() == 1.0  # half of 1 + 256 · 2**-8, the probability of the other word being 0.5
 
@@ -175,7 +189,7 @@ def test_the_traced_peak_is_the_planned_one() -> None:
     positions, options = supervised_positions(labels), LossOptions(chunk_tokens=1024)
     with memory:
         memory.exclude((hidden, weight, labels, positions))
-        loss = chunked_cross_entropy(hidden, labels, positions, LinearHead, (weight, None), options)
+        loss = chunked_cross_entropy(hidden, labels, positions, weight, None, options)
     planned, _ = logits_bytes(loss="chunked", tokens=tokens, vocab_size=words, hidden_size=size, head_bytes=2)
     assert memory.peaks["load"].total_bytes == pytest.approx(planned, rel=0.03)
     assert memory.live_bytes == pytest.approx(2 * (tokens + words) * size, rel=0.1)

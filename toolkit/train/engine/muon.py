@@ -67,8 +67,3 @@ def make_muon(model: Any, *, args: Any) -> MuonWithAdamW:
             decay = args.weight_decay if decays else 0.0
             groups += [{"params": found, "use_muon": uses_muon, "weight_decay": decay, **own}] if found else []
     return MuonWithAdamW(groups, lr=args.learning_rate)
-
-
-def muon_factory() -> Callable[..., MuonWithAdamW]:
-    """Return the function that makes the optimizer: the Trainer calls what it is given in place of a class."""
-    return make_muon
