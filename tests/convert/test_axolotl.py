@@ -82,19 +82,12 @@ def test_a_qlora_configuration_becomes_arguments(tmp_path: Path) -> None:
 
 
 def test_what_axolotl_does_by_default_is_written_down(tmp_path: Path) -> None:
-    conversion = convert_text(
-        tmp_path, "base_model: a/b\nlearning_rate: 1e-5\ndatasets: [{path: c/d, type: completion}]"
-    )
+    text = "base_model: a/b\nlearning_rate: 1e-5\ndatasets: [{path: c/d, type: completion}]"
+    conversion = convert_text(tmp_path, text)
     assert {name: conversion.arguments[name] for name in conversion.defaults} == {
-        "output_dir": "./model-out",
-        "max_seq_length": 512,
-        "per_device_train_batch_size": 1,
-        "num_train_epochs": 1.0,
-        "lr_scheduler_type": "cosine",
-        "warmup_steps": 0.03,
-        "logging_steps": 10,
-        "save_strategy": "epoch",
-        "save_total_limit": 4,
+        **{"output_dir": "./model-out", "max_seq_length": 512, "per_device_train_batch_size": 1},
+        **{"num_train_epochs": 1.0, "lr_scheduler_type": "cosine", "warmup_steps": 0.03, "logging_steps": 10},
+        **{"save_strategy": "epoch", "save_total_limit": 4},
     }
 
 
@@ -150,7 +143,7 @@ def test_four_bit_weights_are_not_offloaded_where_that_does_not_work(tmp_path: P
         ("adapter: llama-adapter", "adapter 'llama-adapter' has no counterpart"),
         ("adapter: lora", "without lora_r"),
         ("deepspeed: ds.json", "no such DeepSpeed configuration: ds.json"),
-        ("micro_batch_size: two", "per_device_train_batch_size is 'two', expected a number"),
+        ("micro_batch_size: two", "per_device_train_batch_size is 'two', expected a whole number"),
     ],
 )
 def test_what_cannot_be_converted_is_refused(line: str, words: str, tmp_path: Path) -> None:

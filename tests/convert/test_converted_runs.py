@@ -56,8 +56,8 @@ TRL = (
     ("name", "text", "preset", "trained"),
     [
         ("theirs.yaml", AXOLOTL, "zero2", "all"),
-        ("theirs.yml", LLAMA_FACTORY, "ddp", "adapters"),
-        ("theirs.sh", TRL, "fsdp2", "adapters"),
+        pytest.param("theirs.yml", LLAMA_FACTORY, "ddp", "adapters", marks=pytest.mark.nightly),
+        pytest.param("theirs.sh", TRL, "fsdp2", "adapters", marks=pytest.mark.nightly),
     ],
     ids=["axolotl", "llama-factory", "trl"],
 )
@@ -101,6 +101,7 @@ def conversation(words: str) -> str:
 
 
 @pytest.mark.launch
+@pytest.mark.nightly
 def test_a_converted_trl_configuration_has_trls_losses(tiny_model: Path, tmp_path: Path) -> None:
     """Each batch is all four conversations, so the order of the rows has no effect."""
     pytest.importorskip("trl")

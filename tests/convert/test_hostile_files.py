@@ -34,35 +34,40 @@ def test_a_key_with_a_line_break_cannot_add_an_argument(tmp_path: Path) -> None:
     assert len(conversion.not_converted) >= len(breaks)
 
 
-WRONG_ENTRIES: list[Any] = [5, {"file_name": 5}, {"hf_hub_url": "a/b", "columns": {"prompt": [1]}}]
-
-
-@pytest.mark.parametrize("entry", WRONG_ENTRIES, ids=str)
-def test_an_entry_of_dataset_info_with_wrong_types_is_refused_by_its_name(entry: Any, tmp_path: Path) -> None:
-    (tmp_path / "data").mkdir()
-    info = tmp_path / "data" / "dataset_info.json"
-    info.write_text(json.dumps({"rows": entry}))
-    with pytest.raises(ToolkitError, match="expected") as refused:
-        convert_file(written(tmp_path, LLAMA_FACTORY), "llama-factory")
-    assert str(info) in refused.value.message
-    assert "rows" in refused.value.message
-
-
-@pytest.mark.parametrize(("kind", "key"), [("DEEPSPEED", "deepspeed_config"), ("FSDP", "fsdp_config")])
-def test_a_block_of_an_accelerate_file_with_another_type_is_refused(
-    kind: str, key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("tool", "settings", "words"),
+    [
+        (
+            "llama-factory",
+            LLAMA_FACTORY | {"dataset": "five"},
+            "dataset_info.json: five is 5, expected keys and values",
+        ),
+        (
+            "llama-factory",
+            LLAMA_FACTORY | {"dataset": "file"},
+            "dataset_info.json: file: file_name is 5, expected text",
+        ),
+        ("llama-factory", LLAMA_FACTORY | {"dataset": "columns"}, "prompt is [1], expected text"),
+        ("trl", TRL | {"accelerate_config": "accelerate.yaml"}, "fsdp_config is ['a'], expected keys and values"),
+        (
+            "axolotl",
+            AXOLOTL | {"datasets": [{"path": "a.jsonl", "message_property_mappings": True}]},
+            "theirs.yaml: datasets[0]: message_property_mappings is True, expected keys and values",
+        ),
+    ],
+)
+def test_a_nested_value_of_another_type_is_refused_by_its_name(
+    tool: str, settings: dict[str, Any], words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    Path("accelerate.yaml").write_text(yaml.safe_dump({"distributed_type": kind, key: ["a"]}))
-    with pytest.raises(ToolkitError, match=f"{key} is .*, expected keys and values"):
-        convert_file(written(tmp_path, TRL | {"accelerate_config": "accelerate.yaml"}), "trl")
-
-
-def test_a_nested_setting_with_another_type_is_refused_by_file_and_key(tmp_path: Path) -> None:
-    path = written(tmp_path, AXOLOTL | {"datasets": [{"path": "a.jsonl", "message_property_mappings": True}]})
-    with pytest.raises(ToolkitError, match="message_property_mappings is True, expected keys and values") as refused:
-        convert_file(path, "axolotl")
-    assert str(path) in refused.value.message
+    Path("accelerate.yaml").write_text(yaml.safe_dump({"distributed_type": "FSDP", "fsdp_config": ["a"]}))
+    Path("data").mkdir()
+    columns = {"hf_hub_url": "a/b", "columns": {"prompt": [1]}}
+    entries = {"five": 5, "file": {"file_name": 5}, "columns": columns}
+    Path("data/dataset_info.json").write_text(json.dumps(entries))
+    with pytest.raises(ToolkitError) as refused:
+        convert_file(written(tmp_path, settings), tool)
+    assert words in refused.value.message
 
 
 @pytest.mark.parametrize("name", ["x" * 5000, "a\0b"])
@@ -78,29 +83,23 @@ def test_a_name_that_no_file_has_is_no_traceback(tool: str, name: str, tmp_path:
     assert len(refused.value.message) < 600
 
 
-@pytest.mark.parametrize("how", ["itself", "a link to it"])
-def test_the_input_is_never_overwritten(how: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("output", "message"),
+    [("theirs.yaml", "is the input"), ("link.yaml", "is the input"), ("folder", "error: cannot write ")],
+)
+def test_the_input_and_a_folder_are_never_overwritten(
+    output: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     theirs = written(tmp_path, AXOLOTL)
-    before, output = theirs.read_text(), theirs
-    if how != "itself":
-        output = tmp_path / "link.yaml"
-        output.symlink_to(theirs)
+    before = theirs.read_text()
+    (tmp_path / "link.yaml").symlink_to(theirs)
+    (tmp_path / "folder").mkdir()
     with pytest.raises(SystemExit) as ended:
-        main(["convert-config", str(theirs), "--output", str(output), "--force"])
-    assert ended.value.code == 2
-    assert "is the input" in capsys.readouterr().err
-    assert theirs.read_text() == before
-
-
-def test_an_output_that_is_a_folder_is_refused_and_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    theirs, output = written(tmp_path, AXOLOTL), tmp_path / "folder"
-    output.mkdir()
-    with pytest.raises(SystemExit) as ended:
-        main(["convert-config", str(theirs), "--output", str(output), "--force"])
+        main(["convert-config", str(theirs), "--output", str(tmp_path / output), "--force"])
     lines = capsys.readouterr().err.strip().splitlines()
-    assert (ended.value.code, len(lines)) == (2, 2)
-    assert lines[0] == f"error: cannot write {output}: Is a directory"
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["folder", "theirs.yaml"]
+    assert (ended.value.code, len(lines), theirs.read_text()) == (2, 2, before)
+    assert message in lines[0]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["folder", "link.yaml", "theirs.yaml"]
 
 
 def test_a_script_of_a_million_lines_is_refused_by_its_size(tmp_path: Path) -> None:
