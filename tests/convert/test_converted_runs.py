@@ -12,7 +12,6 @@ from conversions import convert_text
 from launching import ROOT, accelerate_launch, cpu_environment, read, run_warm
 
 from toolkit.convert import yaml_text
-from toolkit.demo.assets import chitchat_data_file
 
 AXOLOTL = """
 base_model: {model}
@@ -57,13 +56,19 @@ output_dir: {folder}/trl
 """
 
 
+def conversation(words: str) -> str:
+    """A line of several turns, whose length depends on the words."""
+    turns = [f"Say {words}.", f"{words}, gladly.", "And again?", f"{words} {words}"]
+    messages = [{"role": ("user", "assistant")[at % 2], "content": turn} for at, turn in enumerate(turns)]
+    return json.dumps({"messages": messages}) + "\n"
+
+
 @pytest.mark.launch
 @pytest.mark.nightly
 def test_a_converted_trl_configuration_has_trls_losses(tiny_model: Path, tmp_path: Path) -> None:
     """Each batch is all four conversations, so the order of the rows has no effect."""
     pytest.importorskip("trl")
-    rows = chitchat_data_file().read_text().splitlines()[:4]
-    (tmp_path / "rows.jsonl").write_text("\n".join(rows) + "\n")
+    (tmp_path / "rows.jsonl").write_text("".join(conversation(words) for words in ("a", "two", "and three", "4")))
     text = TRL_YAML.format(model=tiny_model, folder=tmp_path)
     conversion = convert_text(tmp_path, text)
     command = [sys.executable, "-m", "trl.scripts.sft", "--config", "theirs.yaml"]

@@ -82,11 +82,6 @@ class ClusterJob:
         return self.job.saves_checkpoints
 
     @property
-    def shutdown_seconds(self) -> int:
-        """Seconds that torchrun waits for its ranks after SIGTERM."""
-        return self.save_time.grace_seconds
-
-    @property
     def signal_seconds(self) -> int:
         """Seconds before the end at which an engine sends SIGTERM: the ranks' time, and torchrun's own end."""
         return self.save_time.grace_seconds + 30

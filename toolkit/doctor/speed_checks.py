@@ -130,7 +130,7 @@ def all_reduce(node: NodeReadings) -> Outcome:
         outcome.add(ERROR, what, _last_line(printed, code), "a result", fix)
     elif expected and bandwidth < expected:
         what = f"the all-reduce of {gpus} GPUs is slower than the planner's range"
-        fix = "NCCL_DEBUG=INFO toolkit doctor --long; see gpu-links and nccl-variables"
+        fix = "NCCL_DEBUG=INFO toolkit doctor --long; see nccl-variables"
         outcome.add(WARNING, what, f"{bandwidth / GIGA:.0f} GB/s", f"at least {expected / GIGA:.0f} GB/s", fix)
     return outcome
 
