@@ -22,7 +22,9 @@ def job(tiny_model: Path, faq_alpaca: Path) -> list[str]:
 
 
 @pytest.mark.launch
-@pytest.mark.parametrize("preset", ["ddp", "zero3", "fsdp2"])
+@pytest.mark.parametrize(
+    "preset", [*(pytest.param(name, marks=pytest.mark.nightly) for name in ("ddp", "zero3")), "fsdp2"]
+)
 def test_torchrun_and_accelerate_launch_put_the_same_strategy_in_effect(
     preset: str, preset_runs: dict[str, Path], tiny_model: Path, faq_alpaca: Path, tmp_path: Path
 ) -> None:
@@ -32,6 +34,7 @@ def test_torchrun_and_accelerate_launch_put_the_same_strategy_in_effect(
 
 
 @pytest.mark.launch
+@pytest.mark.nightly
 @pytest.mark.parametrize("preset", ["cp", "tp"])
 def test_torchrun_and_accelerate_launch_divide_the_ranks_alike(preset: str, job: list[str], tmp_path: Path) -> None:
     words = [f"--{preset}", "2", *job]

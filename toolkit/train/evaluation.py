@@ -36,11 +36,8 @@ class EvaluatedTokens:
         if dist.is_initialized():
             dist.all_reduce(sums)
         loss, tokens = float(sums[0] / sums[1]), int(sums[1])
-        return {"loss": loss, "perplexity": _exp(loss), "supervised_tokens": tokens}
-
-
-def _exp(loss: float) -> float:
-    return math.exp(loss) if loss < 700 else math.inf  # beyond that a float overflows
+        perplexity = math.exp(loss) if loss < 700 else math.inf  # beyond that a float overflows
+        return {"loss": loss, "perplexity": perplexity, "supervised_tokens": tokens}
 
 
 class Evaluations(TrainerCallback):  # type: ignore[misc]
@@ -59,9 +56,8 @@ class Evaluations(TrainerCallback):  # type: ignore[misc]
         if not state.is_world_process_zero:
             return
         loss, perplexity, tokens = (metrics[f"eval_{name}"] for name in ("loss", "perplexity", "supervised_tokens"))
-        earlier = [
-            row for row in (self.folder.read_run() or {}).get("evaluations", []) if row["step"] < state.global_step
-        ]
+        recorded = (self.folder.read_run() or {}).get("evaluations", [])
+        earlier = [row for row in recorded if row["step"] < state.global_step]
         row = {"step": state.global_step, "eval_loss": loss, "perplexity": perplexity, "supervised_tokens": tokens}
         self.folder.update_run(evaluations=[*earlier, row])
         line = f"evaluation at step {state.global_step}: loss {loss:.6f}, perplexity {perplexity:.4f}"
@@ -69,13 +65,7 @@ class Evaluations(TrainerCallback):  # type: ignore[misc]
 
 
 def held_out(rows: int, val_size: float, *, seed: int) -> set[int]:
-    """Return the numbers of the rows held out for evaluation: the same in every run with the same rows and seed.
-
-    `val_size` below 1 is a fraction of the rows, otherwise a number of rows.
-
-    >>> len(held_out(100, 0.05, seed=42)), held_out(100, 5, seed=42) == held_out(100, 0.05, seed=42)
-    (5, True)
-    """
+    """Return the numbers of the rows held out for evaluation, a fraction of them or so many; the same in every run."""
     return set(random.Random(seed).sample(range(rows), held_out_rows(rows, val_size)))
 
 

@@ -1,4 +1,4 @@
-"""transformers' Trainer for the script's data, losses and checkpoints, and how it is built and observed for a run."""
+"""transformers' Trainer for the script's data, losses and checkpoints, built and observed for a run."""
 
 from __future__ import annotations
 
@@ -103,17 +103,11 @@ class SupervisedTrainer(Trainer):  # type: ignore[misc]
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         super()._load_from_checkpoint(resume_from_checkpoint, model)
-        self._load_converted(Path(resume_from_checkpoint))
+        load_converted(self, Path(resume_from_checkpoint))
 
     def _load_best_model(self) -> None:
         super()._load_best_model()
-        self._load_converted(Path(self.state.best_model_checkpoint))
-
-    def _load_converted(self, folder: Path) -> None:
-        plain = self.accelerator.unwrap_model(self.model, keep_torch_compile=False)
-        whole = not (self.is_fsdp_enabled or self.is_deepspeed_enabled or hasattr(plain, "peft_config"))
-        if whole:
-            load_converted(plain, folder)
+        load_converted(self, Path(self.state.best_model_checkpoint))
 
 
 class TrainerShardedAtLoad(StatesShardedAtLoad, SupervisedTrainer):
@@ -223,35 +217,28 @@ def observer_parts(run: ActiveRun, trainer: SupervisedTrainer) -> ObserverParts:
 
 def expected_readings(arguments: Arguments) -> Values:
     """Return the values that every rank must read under these arguments."""
-    model, training = arguments.job, arguments.training
-    expected: Values = {
-        "ddp_comm_hook": model.ddp_comm_hook,
-        "activation_checkpointing_offload": model.activation_checkpointing_offload,
-        "torch_compile": arguments.job.compilation is not None,
+    job, training, pipeline = arguments.job, arguments.training, arguments.pipeline
+    always: Values = {
+        "ddp_comm_hook": job.ddp_comm_hook,
+        "activation_checkpointing_offload": job.activation_checkpointing_offload,
+        "torch_compile": job.compilation is not None,
         "neftune_noise_alpha": training.neftune_noise_alpha,
-        "load_in_4bit": model.load_in_4bit,
-        "quantized_storage_dtype": dtype_name(compute_dtype(training)) if model.load_in_4bit else None,
+        "load_in_4bit": job.load_in_4bit,
+        "quantized_storage_dtype": dtype_name(compute_dtype(training)) if job.load_in_4bit else None,
     }
-    if arguments.pipeline is not None:
-        expected |= {
-            "pipeline_schedule": arguments.pipeline.schedule,
-            "pipeline_stages": arguments.pipeline.stages,
-            "micro_batches": training.gradient_accumulation_steps,
-            "activation_dtype": "float32",  # the residual stream between layers, under autocast too
-        }
-    if model.loss != "auto":
-        expected["loss"] = model.loss
-    if model.loss == "chunked":
-        expected["loss_chunk_tokens"] = model.loss_chunk_tokens
-    if arguments.job.uses_activation_checkpointing:
-        expected["activation_checkpointing"] = True
-    if model.accumulate is not None:
-        expected["accumulate"] = model.accumulate
-    if model.attn_implementation is not None:
-        expected["attn_implementation"] = model.attn_implementation
-    if arguments.job.packing and needs_no_mask(model.attn_implementation):
-        expected["packing_mask_bytes"] = 0
-    return expected
+    where_given: Values = {
+        "loss": None if job.loss == "auto" else job.loss,
+        "loss_chunk_tokens": job.loss_chunk_tokens if job.loss == "chunked" else None,
+        "activation_checkpointing": True if job.uses_activation_checkpointing else None,
+        "accumulate": job.accumulate,
+        "attn_implementation": job.attn_implementation,
+        "packing_mask_bytes": 0 if job.packing and needs_no_mask(job.attn_implementation) else None,
+    }
+    if pipeline is not None:
+        where_given |= {"pipeline_schedule": pipeline.schedule, "pipeline_stages": pipeline.stages}
+        where_given["micro_batches"] = training.gradient_accumulation_steps
+        where_given["activation_dtype"] = "float32"  # the residual stream between layers, under autocast too
+    return always | {name: value for name, value in where_given.items() if value is not None}
 
 
 def read_methods(trainer: Any, plain: Any) -> Values:

@@ -147,12 +147,6 @@ def test_a_file_that_loses_every_row_is_named(load: Load, chats: Path, tmp_path:
         load(chats, single)
 
 
-def test_packs_hold_the_rows_of_all_files(load: Load, chats: Path, texts: Path) -> None:
-    data = load(chats, texts, dataset_weights=[3.0, 2.0], packing=True)
-    assert sum(len(pack["documents"]) for pack in data.train) == data.stats.epoch_rows == 25
-    assert sum(len(pack["input_ids"]) for pack in data.train) == data.stats.tokens
-
-
 def test_a_row_of_several_files_is_found_again(load: Load, chats: Path, texts: Path) -> None:
     data = load(chats, texts)
     last_of_each = data.train["row"][5], data.train["row"][15]
@@ -217,16 +211,6 @@ def test_streamed_rows_are_encoded_in_the_format_of_their_file(
         (11, None, 0.5),
     ]
     assert (data.stats.streamed, data.stats.epoch_rows, data.stats.rows) == (True, None, 17)
-    lines = preflight_lines(data.stats)
-    assert lines[1] == "  from 2 data sets"
-    assert lines[2].startswith(f"    {chats}: alpaca, 50.0% of the rows, at random; of the first 6 rows ")
-
-
-def test_an_invalid_row_of_a_mixed_stream_is_reported_with_its_file(load: Load, chats: Path, tmp_path: Path) -> None:
-    broken = tmp_path / "broken.jsonl"
-    broken.write_text('{"text": "a"}\n{"text": 5}\n')
-    with pytest.raises(ToolkitError, match=r"broken.jsonl: row 2, line 2: `text` is number"):
-        load(chats, broken, streaming=True, training={"max_steps": 5})
 
 
 def test_the_configuration_of_a_hub_data_set_is_streamed(load: Load, tmp_path: Path, tokenizer: Any) -> None:

@@ -115,14 +115,6 @@ def test_lanes_are_assigned_like_batches_of_a_data_set(rows: Path, tokenizer: An
     assert stream.lanes(2 * LANE_GROUPS) == [2, 3]
 
 
-def test_without_dropped_rows_a_step_trains_on_the_next_rows(tmp_path: Path, tokenizer: Any) -> None:
-    path = tmp_path / "rows.jsonl"
-    path.write_text("".join(f'{{"text": "row {number}"}}\n' for number in range(100)))
-    order = [row.number for row in open_stream(str(path), "train", buffer_size=8, seed=1).epoch(0)]
-    found = itertools.islice(token_stream(path, tokenizer, rank_arguments(0, 1, batch=4)), 100)
-    assert [row["row"] for row in found] == order
-
-
 @pytest.mark.parametrize("packing", [False, True])
 def test_only_rows_with_a_supervised_token_are_trained_on(rows: Path, tokenizer: Any, packing: bool) -> None:
     found = itertools.islice(token_stream(rows, tokenizer, rank_arguments(0, 1, batch=1), packing=packing), 6 * ROWS)
@@ -187,13 +179,6 @@ def test_a_stream_resumes_exactly_and_tokenises_nothing_twice(
     assert batch_hashes(loader(rows, tokenizer, packing=packing, resume=(found, done)), 20, {}) == uninterrupted[done:]
     if not packing:
         assert len(tokenised) < 50  # 20 are trained on, 1 is read ahead, about a third of the rows is dropped
-
-
-def test_lane_states_without_every_rank_are_ignored(tmp_path: Path) -> None:
-    write_lane_states(tmp_path, {}, rank=0, world_size=2)
-    assert read_lane_states(tmp_path) is None
-    write_lane_states(tmp_path, {}, rank=1, world_size=2)
-    assert read_lane_states(tmp_path) == {}
 
 
 @pytest.mark.parametrize("workers", [0, 1])

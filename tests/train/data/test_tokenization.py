@@ -205,8 +205,3 @@ def test_an_unknown_or_missing_configuration_is_refused_with_those_that_exist(st
         with pytest.raises(ToolkitError, match=message) as caught:
             load_hub(source, "train", streaming=streaming, option="eval_dataset")
         assert "--eval_dataset_config" in str(caught.value.hint)
-
-
-def test_a_hub_id_that_cannot_be_loaded_is_reported() -> None:
-    with pytest.raises(ToolkitError, match="data set 'nobody/nothing', split 'train' cannot be loaded"):
-        load_rows("nobody/nothing", "train")

@@ -107,10 +107,7 @@ class MixedRows:
             yield row._replace(source=source, number=index)
 
     def endless(self, *, at_least: int) -> Iterator[tuple[int, StreamedRow]]:
-        """Yield the rows of epoch after epoch, with the epoch's number.
-
-        Raises ToolkitError at the end of an epoch of fewer than `at_least` rows.
-        """
+        """Yield rows with the number of their epoch. Raises ToolkitError after an epoch of less than `at_least`."""
         for epoch in itertools.count():
             rows = 0
             for row in self.epoch(epoch):
@@ -328,10 +325,7 @@ class StreamCollator:
 
 
 def stream_loader(stream: TokenStream, collator: Any, training: Any, device: torch.device) -> Any:
-    """Return this rank's batches, on its device.
-
-    accelerate is configured for one process, because the lanes are already divided among the ranks.
-    """
+    """Return this rank's batches, on its device; for accelerate of one process, since lanes are divided among ranks."""
     loader = torch.utils.data.DataLoader(
         stream,
         batch_size=training.train_batch_size,
@@ -370,10 +364,7 @@ def write_lane_states(checkpoint: Path, states: LaneStates, *, rank: int, world_
 
 
 def read_lane_states(checkpoint: Path) -> LaneStates | None:
-    """Read the lanes of all ranks that wrote the checkpoint, which may be fewer or more than now.
-
-    Returns None if a rank's file is missing.
-    """
+    """Read the lanes of all ranks that wrote the checkpoint, fewer or more than now; None if a file is missing."""
     states: LaneStates = {}
     written = [read_json_object(path) for path in checkpoint.glob(STATE_FILES)]
     for lane in itertools.chain.from_iterable(file["lanes"] for file in written):

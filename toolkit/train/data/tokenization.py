@@ -51,8 +51,7 @@ _JSON_ROW, _PLACE = "json_row", "place"
 def load_rows(source: str | DataSource, split: str, *, option: str = "dataset") -> tuple[datasets.Dataset, str]:
     """Return the rows of a local file (checked first) or of a hub data set, and their format.
 
-    Of a file each row is JSON text: Arrow would infer types from the first rows, and give each tool call the keys of
-    all.
+    Of a file each row is JSON text: Arrow would infer types from the first rows, and give tool calls the keys of all.
     """
     resolved = resolve_source(source) if isinstance(source, str) else source
     path = resolved.path
@@ -201,9 +200,8 @@ def row_encoder(
     text. Raises ToolkitError for `assistant` with text.
     """
     if data_format == "text" and loss_on == "assistant":
-        raise ToolkitError(
-            "`loss_on: assistant` has no effect on plain text: there is no assistant turn", hint="leave `--loss_on` out"
-        )
+        what = "`loss_on: assistant` has no effect on plain text: there is no assistant turn"
+        raise ToolkitError(what, hint="leave `--loss_on` out")
     return RowEncoder(
         tokenizer=tokenizer,
         data_format=data_format,
