@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.utils.data import SequentialSampler
 from transformers import PrinterCallback, Trainer, TrainerCallback
 from transformers.trainer_pt_utils import LengthGroupedSampler
@@ -24,6 +26,7 @@ from toolkit.observe.observer import Observer, observe
 from toolkit.observe.parts import ExpectedRun, ObserverParts
 from toolkit.observe.profiler import MemorySnapshot, Profiler
 from toolkit.observe.timer import StepTimer
+from toolkit.record.folder import RunFolder
 from toolkit.train.active_run import ActiveRun
 from toolkit.train.arguments import Arguments
 from toolkit.train.checkpointing import StatesShardedAtLoad, UniversalCheckpoint, is_universal, load_converted
@@ -42,8 +45,53 @@ from toolkit.train.engine.compiled_layers import compile_layers
 from toolkit.train.engine.muon import make_muon
 from toolkit.train.engine.nvme_offload import NvmeOffload, offload_blocks
 from toolkit.train.engine.pipeline.pipeline_steps import read_pipeline
-from toolkit.train.evaluation import EvaluatedTokens, Evaluations
 from toolkit.train.model.chunked_loss import apply_loss, read_loss
+
+
+class EvaluatedTokens:
+    """The evaluation batches of this rank so far: their mean losses and supervised tokens."""
+
+    def __init__(self) -> None:
+        self.losses: list[tuple[torch.Tensor, int]] = []
+
+    def add(self, mean_loss: torch.Tensor, supervised_tokens: int) -> None:
+        """Add a batch. A batch of fill rows only has no supervised token, and a mean loss of NaN."""
+        if supervised_tokens:
+            self.losses.append((mean_loss, supervised_tokens))
+
+    def over_all_ranks(self, device: Any) -> dict[str, float | int]:
+        """Return `loss`, `perplexity` and `supervised_tokens` of the complete evaluation data. Collective."""
+        total = math.fsum(float(loss) * tokens for loss, tokens in self.losses)
+        sums = torch.tensor([total, float(sum(tokens for _, tokens in self.losses))], dtype=torch.float64).to(device)
+        if dist.is_initialized():
+            dist.all_reduce(sums)
+        loss, tokens = float(sums[0] / sums[1]), int(sums[1])
+        perplexity = math.exp(loss) if loss < 700 else math.inf  # beyond that a float overflows
+        return {"loss": loss, "perplexity": perplexity, "supervised_tokens": tokens}
+
+
+class Evaluations(TrainerCallback):  # type: ignore[misc]
+    """Evaluates after the last step, and writes each evaluation to run.json and the log."""
+
+    def __init__(self, folder: RunFolder) -> None:
+        self.folder = folder
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        del args
+        if state.global_step >= state.max_steps:
+            control.should_evaluate = True
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, metrics: dict[str, Any], **_: Any) -> None:
+        del args, control
+        if not state.is_world_process_zero:
+            return
+        loss, perplexity, tokens = (metrics[f"eval_{name}"] for name in ("loss", "perplexity", "supervised_tokens"))
+        recorded = (self.folder.read_run() or {}).get("evaluations", [])
+        earlier = [row for row in recorded if row["step"] < state.global_step]
+        row = {"step": state.global_step, "eval_loss": loss, "perplexity": perplexity, "supervised_tokens": tokens}
+        self.folder.update_run(evaluations=[*earlier, row])
+        line = f"evaluation at step {state.global_step}: loss {loss:.6f}, perplexity {perplexity:.4f}"
+        print(f"{line} over {tokens:,} supervised tokens", flush=True)
 
 
 class SupervisedTrainer(Trainer):  # type: ignore[misc]

@@ -14,14 +14,14 @@ from dataset_folders import write_dataset_folder
 
 from toolkit.data import DataSource, Sample, resolve_sources
 from toolkit.errors import ToolkitError
+from toolkit.job.argument_fields import DataArguments
 from toolkit.train.data.data_report import preflight_lines, system_prompt_lines
 from toolkit.train.data.tokenization import encode, encode_rows, load_hub, load_rows, row_encoder
 
 
 def encoded(rows: datasets.Dataset, tokenizer: Any, data_format: str, **changes: Any) -> datasets.Dataset:
-    options = {"max_seq_length": 128, "loss_on": None, "system_prompt": None}
     num_proc = changes.pop("num_proc", None)
-    encoder = row_encoder(tokenizer=tokenizer, data_format=data_format, **options | changes)
+    encoder = row_encoder(tokenizer, data_format, DataArguments(**{"max_seq_length": 128, **changes}))
     return encode_rows(rows, encoder, num_proc=num_proc)
 
 
