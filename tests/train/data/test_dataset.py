@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from dataset_folders import write_dataset_folder
 from transformers import TrainingArguments
 
 from toolkit.errors import ToolkitError
@@ -150,17 +149,6 @@ def test_a_row_of_several_files_is_found_again(load: Load, chats: Path, texts: P
         "rows": [2, 4],
         "places": ["row 2, line 2", "row 4, line 4"],
     }
-
-
-def test_files_mix_with_a_configuration_of_a_hub_data_set(
-    load: Load, chats: Path, tmp_path: Path, tokenizer: Any
-) -> None:
-    folder = write_dataset_folder(tmp_path / "greetings")
-    options = {"dataset_config": "sv", "eval_dataset": str(folder), "eval_dataset_config": "en"}
-    data = load(chats, folder, **options)
-    assert {name.split()[0] for name in sources_of(data, tokenizer)} == {"chat", "hej"}
-    assert data.evaluation_stats is not None
-    assert (data.evaluation_stats.rows, data.evaluation_stats.sample) == (2, "«goodbye 0<|im_end|>»")
 
 
 # -- streams

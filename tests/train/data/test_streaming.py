@@ -62,20 +62,6 @@ def test_only_the_buffer_is_read_ahead(tmp_path: Path) -> None:
         list(rows)
 
 
-@pytest.mark.parametrize("suffix", ["json", "csv", "parquet"])
-def test_every_file_format_is_streamed(suffix: str, tmp_path: Path) -> None:
-    import pandas as pd
-
-    table = pd.DataFrame({"text": [f"row {n}" for n in range(5)], "score": range(5)})
-    path = tmp_path / f"rows.{suffix}"
-    if suffix == "json":
-        path.write_text(table.to_json(orient="records"))
-    else:
-        table.to_csv(path, index=False) if suffix == "csv" else table.to_parquet(path)
-    found = list(open_stream(str(path), "train", buffer_size=1, seed=1).epoch(0))
-    assert [row.fields["text"] for row in found] == [f"row {n}" for n in range(5)]
-
-
 def test_hub_rows_are_streamed_without_indices(monkeypatch: pytest.MonkeyPatch, tokenizer: Any) -> None:
     import datasets
 

@@ -20,9 +20,8 @@ from toolkit.train.data.tokenization import encode, encode_rows, load_hub, load_
 
 
 def encoded(rows: datasets.Dataset, tokenizer: Any, data_format: str, **changes: Any) -> datasets.Dataset:
-    num_proc = changes.pop("num_proc", None)
     encoder = row_encoder(tokenizer, data_format, DataArguments(**{"max_seq_length": 128, **changes}))
-    return encode_rows(rows, encoder, num_proc=num_proc)
+    return encode_rows(rows, encoder)
 
 
 # -- supervision and refused rows
@@ -161,18 +160,6 @@ def test_a_changed_template_or_length_is_tokenized_again(tokenizer: Any, tmp_pat
 
     assert tokens(tokenizer, 128)[:5] == tokens(tokenizer, 5)
     assert tokens(tokenizer, 128) != tokens(shouting, 128)
-
-
-def test_several_processes_give_the_same_tokens_once(tokenizer: Any, tmp_path: Path) -> None:
-    path = tmp_path / "rows.jsonl"
-    path.write_text("".join(json.dumps({"text": " a" * number}) + "\n" for number in range(1, 9)))
-    dataset, data_format = load_rows(str(path), "train")
-    two = encoded(dataset, tokenizer, data_format, num_proc=2)
-    files = [(file["filename"], Path(file["filename"]).stat().st_mtime_ns) for file in two.cache_files]
-    again = encoded(dataset, tokenizer, data_format, num_proc=2)
-    assert [(file["filename"], Path(file["filename"]).stat().st_mtime_ns) for file in again.cache_files] == files
-    assert two["row"][:] == list(range(8))
-    assert two[:] == again[:] == encoded(dataset, tokenizer, data_format)[:]
 
 
 # -- data sets of the hub

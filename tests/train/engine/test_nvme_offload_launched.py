@@ -15,10 +15,9 @@ import ctypes.util
 import json
 import os
 from pathlib import Path
-from typing import Any
 
 import pytest
-from launching import ROOT, accelerate_launch, attested_ranks, losses, read, toolkit
+from launching import ROOT, accelerate_launch, attested_ranks, losses, read
 
 from toolkit.cache import ASYNC_IO_OPS, COMPILE_ASYNC_IO, INSTALL_LIBAIO, are_compiled
 
@@ -128,24 +127,6 @@ def test_buffers_follow_the_model_and_swap_files_are_gone(runs: dict[str, Path],
     assert not Path(facts["swap_folder"]).exists()
     assert list(disk.iterdir()) == []
     assert "nvme" not in read(runs["memory"] / "run.json")
-
-
-@pytest.mark.nightly
-def test_toolkit_train_measures_the_disk_and_leaves_nothing_on_it(
-    wide_model: Path, rows: Path, disk: Path, tmp_path: Path
-) -> None:
-    out = tmp_path / "out"
-    job = ["--model_name_or_path", str(wide_model), "--dataset", str(rows), *STEPS, "--save_model", "false"]
-    options = ["--preset", "zero3_nvme_offload", "--num-processes", "2", "--cpu", "--nvme-path", str(disk)]
-    ended = toolkit("train", *options, "--", *job, "--output_dir", str(out))
-    assert ended.returncode == 0, ended.stderr
-    facts = read(out / "run.json")["nvme"]
-    measured: dict[str, Any] = {key: facts[f"{key}_bytes_per_second"] for key in ("read", "write")}
-    assert all(rate > 2**20 for rate in measured.values())
-    assert facts["path"] == str(disk)
-    assert facts["needed_bytes"] == 20 * P
-    assert facts["needed_bytes"] >= facts["swap_bytes"]
-    assert list(disk.iterdir()) == []
 
 
 def test_a_plain_launch_without_a_disk_is_refused(wide_model: Path, rows: Path, tmp_path: Path) -> None:

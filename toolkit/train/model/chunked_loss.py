@@ -12,13 +12,13 @@ once, as a module, so that ZeRO-3 gathers its weight and every engine's hooks se
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import inspect
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
@@ -382,7 +382,9 @@ def _seen_by_loss(plain: Any, head: Any, logits: torch.Tensor) -> torch.Tensor:
     token, label = torch.zeros((1, 1), dtype=torch.int64), torch.ones((1, 1), dtype=torch.int64)
     hidden = _Hidden(last_hidden_state=torch.zeros(1, 1, 1, dtype=torch.float64))
     options = {"attention_mask": torch.ones_like(token), "use_cache": False, "output_router_logits": False}
-    with _replaced(plain, {head: logits.view(1, 1, -1), plain.base_model: hidden}):
+    values = {head: logits.view(1, 1, -1), plain.base_model: hidden}
+    replaced = {name: _Replacement(values[child], child) for name, child in plain._modules.items() if child in values}
+    with patch.dict(plain._modules, replaced):
         plain.loss_function = capture
         try:
             with torch.no_grad():
@@ -394,16 +396,3 @@ def _seen_by_loss(plain: Any, head: Any, logits: torch.Tensor) -> torch.Tensor:
     if len(seen) != 1:
         raise UnknownHead(f"{type(plain).__name__} does not compute one loss from its head's logits")
     return seen[0]
-
-
-@contextlib.contextmanager
-def _replaced(plain: Any, values: dict[Any, Any]) -> Iterator[None]:
-    """Let the model's children return these values; its `_modules` are put back afterwards."""
-    before = dict(plain._modules)
-    for name, child in before.items():
-        if child in values:
-            plain._modules[name] = _Replacement(values[child], child)
-    try:
-        yield
-    finally:
-        plain._modules.update(before)
