@@ -20,7 +20,7 @@ from statistics import median
 from toolkit.doctor.checks import ERROR, WARNING, NodeReadings, NotMeasured, Outcome, node_check
 from toolkit.hardware.gpu_table import GIGA, Gpu, common_gpu
 from toolkit.hardware.gpus import CPU_PROCESSES, count_gpus
-from toolkit.launch.environment import threads_per_rank
+from toolkit.launch.command import threads_per_rank
 from toolkit.launch.process import end_with_parent
 from toolkit.plan.interconnect import Collective, Interconnect
 from toolkit.units import MIB
