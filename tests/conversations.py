@@ -7,7 +7,7 @@ from typing import Any
 
 import datasets
 
-from toolkit.data import Sample
+from toolkit.data.formats import Sample
 from toolkit.job.argument_fields import DataArguments
 from toolkit.observe.batches import IGNORED
 from toolkit.train.data.data_report import DataStats, mark_supervised

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import pytest
 from launching import ROOT, accelerate_launch
 
 from toolkit.record.folder import RunFolder
@@ -168,7 +169,10 @@ RUNS = {
         without_fix="toolkit.parallel.sharded_at_load:_reduce_replicated_gradients_once",
     ),
     "ulysses-without-token-weights": SplitRun(
-        preset="ulysses", model="llama", layout={"sp": 2}, without_fix="toolkit.parallel.ulysses:_weight_by_tokens"
+        preset="ulysses",
+        model="llama",
+        layout={"sp": 2},
+        without_fix="toolkit.parallel.split_sequences:_weight_by_tokens",
     ),
     # Resumed in the first epoch (step 1) or in the second (step 3), on the same mesh or on another one.
     "fsdp2_tp-resumed": SplitRun(
@@ -187,6 +191,20 @@ RUNS = {
     "cp-resumed": SplitRun(preset="cp", model="llama", layout={"cp": 2}, resumes=("cp", 1)),
     "ulysses-resumed": SplitRun(preset="ulysses", model="llama", layout={"sp": 2}, resumes=("ulysses", 1)),
 }
+
+
+# One run per preset that divides a model or a sequence over two dimensions at most; `make test-nightly` has all.
+LAUNCHED_ALWAYS = {
+    *("tp", "fsdp2_tp", "ep", "cp", "ulysses", "pipeline", "fsdp2_tp-resumed-on-tp", "pipeline-resumed"),
+}
+
+
+def split_runs(*, resumed: bool = False) -> list[Any]:
+    """Return the names of the runs that equal one process, or of those that resume, as parameters of a test."""
+    chosen = [name for name, run in RUNS.items() if (run.resumes is not None) is resumed and (resumed or run.baseline)]
+    return [
+        pytest.param(name, marks=[] if name in LAUNCHED_ALWAYS else pytest.mark.nightly, id=name) for name in chosen
+    ]
 
 
 def build_models(folder: Path) -> None:

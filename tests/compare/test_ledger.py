@@ -101,17 +101,6 @@ def test_a_damaged_record_is_named_with_its_line(tmp_path: Path, changes: dict[s
     assert "`--resume` repeats its run" in raised.value.hint
 
 
-def test_garbage_between_records_is_refused_and_stays(tmp_path: Path) -> None:
-    ledger = Ledger(tmp_path / "ledger.jsonl")
-    ledger.append(trial("ddp", 0))
-    with ledger.path.open("ab") as file:
-        file.write(b"garbage\n")
-    ledger.append(trial("ddp", 1))
-    with pytest.raises(ToolkitError, match=r"ledger.jsonl, line 2: not JSON"):
-        ledger.read()
-    assert ledger.path.read_bytes().count(b"\n") == 3
-
-
 @pytest.mark.parametrize("seconds", [0.0, 1e99])
 def test_impossible_step_times_make_no_speed_and_no_error(tmp_path: Path, seconds: float) -> None:
     ledger = Ledger(tmp_path / "ledger.jsonl")

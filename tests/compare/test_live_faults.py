@@ -33,6 +33,7 @@ def compared(live_faults: Any, tmp_path_factory: pytest.TempPathFactory, tiny_mo
 
 
 @pytest.mark.launch
+@pytest.mark.nightly
 @pytest.mark.parametrize("row", ROWS)
 def test_an_injected_fault_fails_its_own_check_and_has_no_speed(live_faults: Any, compared: Path, row: str) -> None:
     (fault,) = (fault for kind in live_faults.FAULTS.values() for fault in kind if fault.row == row)
@@ -43,6 +44,7 @@ def test_an_injected_fault_fails_its_own_check_and_has_no_speed(live_faults: Any
 
 
 @pytest.mark.launch
+@pytest.mark.nightly
 def test_the_same_trial_without_a_fault_passes_every_check(live_faults: Any, compared: Path) -> None:
     found = live_faults.figures(compared, "ddp-n2")
     assert (found["status"], found["parity"], found["ranks_that_acted"]) == ("completed", "reference", [])

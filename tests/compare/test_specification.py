@@ -2,30 +2,27 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from comparison_records import DDP, FSDP2_TP, comparison
 
+from toolkit.compare.commands import check_comparison
 from toolkit.compare.options import CompareOptions
 from toolkit.compare.rows import RowKey
 from toolkit.compare.specification import (
     ComparisonSpec,
-    Trial,
     load_variants,
     make_specification,
     open_comparison,
+    parse_variant,
     strong_scaling_batches,
     with_own_batches,
 )
 from toolkit.errors import ToolkitError
 from toolkit.job.job import Job
-
-
-def test_a_trial_is_named_by_its_row_and_repeat() -> None:
-    trial = Trial(row=RowKey(preset="zero2", world_size=4), repeat=1)
-    assert (trial.row.name, trial.id) == ("zero2-n4", "zero2-n4-r1")
 
 
 def test_trials_are_interleaved_in_a_new_order_each_round() -> None:
@@ -84,11 +81,6 @@ def test_ranks_that_share_a_batch_have_as_many_sequences_as_all_of_them_would() 
     assert with_split_model("--tp", "2", extra_arguments=own).batches == {}
 
 
-def test_a_model_that_all_ranks_share_is_not_wrapped() -> None:
-    facts = with_split_model("--tp", "4").expected_facts(RowKey(preset="fsdp2_tp", world_size=4))
-    assert facts == {"engine": "none", "sharding": "full_shard", "layout": "tp 4"}
-
-
 @pytest.mark.parametrize(
     ("micro", "accumulation", "expected"),
     [(4, 1, [(4, 1), (2, 1), (1, 1)]), (2, 4, [(2, 4), (2, 2), (2, 1)]), (3, 4, [(3, 4), (3, 2), (3, 1)])],
@@ -144,3 +136,74 @@ def test_a_specification_that_is_none_is_refused_and_never_overwritten(tmp_path:
         with pytest.raises(ToolkitError, match=r"comparison\.json"):
             open_comparison(tmp_path, comparison("ddp"), resume=resume)
     assert (tmp_path / "comparison.json").read_text() == content
+
+
+# Variants
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("ddp", "expected a name of letters"),
+        ("../x=ddp", "expected a name of letters"),
+        ("a=", "expected a name of letters"),
+        ("a=ddp --ddp_com_hook int8", "unknown argument --ddp_com_hook"),
+        ("a=ddp --optim 'sgd", "no closing quotation"),
+    ],
+)
+def test_a_text_that_is_no_variant_is_refused(text: str, message: str) -> None:
+    with pytest.raises(ToolkitError, match=message):
+        parse_variant(text)
+
+
+def test_a_name_can_be_compared_once() -> None:
+    with pytest.raises(ToolkitError, match="--preset ddp is given twice"):
+        load_variants(["ddp"], ["ddp=zero2"])
+
+
+def compare_options(faq_alpaca: Path, tiny_model: Path, *variants: str, repeats: int = 3) -> CompareOptions:
+    words = ("--model_name_or_path", str(tiny_model), "--dataset", str(faq_alpaca), "--max_steps", "8")
+    return CompareOptions(
+        preset=("ddp",),
+        variant=variants,
+        num_processes=("2",),
+        output_dir=Path("out"),
+        training_arguments=words,
+        repeats=repeats,
+        cpu=True,
+    )
+
+
+def test_a_mistake_in_a_variant_is_no_row_that_is_not_supported(faq_alpaca: Path, tiny_model: Path) -> None:
+    for words, message in (("--optim nope", "--optim is 'nope'"), ("--dataset /nope.jsonl", "no such data file")):
+        with pytest.raises(ToolkitError, match=message):
+            check_comparison(compare_options(faq_alpaca, tiny_model, f"mine=ddp {words}"))
+
+
+@pytest.mark.parametrize(
+    ("presets", "arguments", "message"),
+    [
+        (("ddp", "fsdp2_tp"), (), "preset 'fsdp2_tp' needs --tp: the number of GPUs for tensor parallelism"),
+        (("ddp", "fsdp2"), ("--tp", "2"), "--tp 2 does not work under preset 'ddp': it has no tensor parallelism"),
+        (("ddp", "fsdp2_tp"), ("--tp", "3"), "--tp 3 does not work for this model: 3 does not divide its 4 attention"),
+        (("ddp", "cp"), ("--cp", "2", "--packing"), None),
+    ],
+)
+def test_a_degree_that_is_missing_or_that_no_preset_or_model_has_is_refused(
+    presets: tuple[str, ...], arguments: tuple[str, ...], message: str | None, faq_alpaca: Path, tiny_model: Path
+) -> None:
+    job = compare_options(faq_alpaca, tiny_model)
+    job = replace(job, preset=presets, num_processes=("6",), training_arguments=(*job.training_arguments, *arguments))
+    if message is None:  # a row of its own says why: the other preset can run
+        assert check_comparison(job).unsupported.keys() == {"cp-n6"}
+        return
+    with pytest.raises(ToolkitError) as caught:
+        check_comparison(job)
+    assert caught.value.message.startswith(message)
+
+
+def test_more_trials_than_a_day_has_time_for_are_refused(faq_alpaca: Path, tiny_model: Path) -> None:
+    variants = [f"v{seed}=ddp --seed {seed}" for seed in range(400)]
+    with pytest.raises(ToolkitError, match="the rows and --repeats make 1,203 trials, expected 1,000 or fewer"):
+        check_comparison(compare_options(faq_alpaca, tiny_model, *variants))
+    assert len(check_comparison(compare_options(faq_alpaca, tiny_model, repeats=1000)).spec.trials()) == 1000

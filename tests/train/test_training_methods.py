@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from launching import attested_ranks, losses, read
+from launching import ROOT, accelerate_launch, attested_ranks, losses, read
 
 from toolkit.versions import is_importable
 
@@ -158,6 +158,21 @@ def test_an_optimizer_holds_its_own_states_and_resumes(
     checkpoint = str(whole / "checkpoint-2")
     resumed = start(preset, "--optim", optim, *NOT_SAVED, "--resume_from_checkpoint", checkpoint)
     assert losses(resumed) == losses(whole)[2:]
+
+
+@needs_bitsandbytes
+@pytest.mark.nightly
+def test_accelerates_replacement_of_an_offloaded_optimizer_is_detected(
+    tmp_path: Path, tiny_model: Path, faq_alpaca: Path
+) -> None:
+    config, out = ROOT / "accelerate_configs" / "zero3_cpu_offload.yaml", tmp_path / "out"
+    words = ["--model_name_or_path", str(tiny_model), "--dataset", str(faq_alpaca), "--max_seq_length", "64"]
+    words += ["--max_steps", "4", "--optim", "adamw_bnb_8bit", "--output_dir", str(out)]
+    ended = accelerate_launch(config, *words, script="unsupported_optimizer.py")
+    assert ended.returncode != 0
+    assert "adam_w_mode on rank 0 is False, expected True" in ended.stderr
+    ranks = read(out / "attestation.json")["ranks"]
+    assert {rank["optimizer_class"] for rank in ranks} == {"deepspeed.DeepSpeedCPUAdam"}
 
 
 def test_muon_orthogonalises_whole_matrices_where_fsdp2_shards_them(start: Start) -> None:

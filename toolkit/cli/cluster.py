@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING
 import typer
 
 from toolkit.cli.options import expand_options
-from toolkit.cluster.kubernetes import KubernetesOptions
+from toolkit.cluster.cloud import KubernetesOptions, SkyPilotOptions
 from toolkit.cluster.options import JobOptions
-from toolkit.cluster.skypilot import SkyPilotOptions
 from toolkit.cluster.slurm import SlurmOptions
 from toolkit.cluster.ssh import SshOptions
 from toolkit.entry_point import print_message
@@ -32,12 +31,11 @@ def slurm(job: JobOptions, slurm: SlurmOptions) -> None:
     After `--`: training arguments, as for `toolkit train`; --output_dir must be on a file system of all nodes.
     """
     from toolkit.cluster.cluster_job import prepare_job
-    from toolkit.cluster.comparison_job import comparison_file, prepare_comparison
     from toolkit.cluster.job_files import deliver
-    from toolkit.cluster.slurm import job_file
+    from toolkit.cluster.slurm import comparison_file, job_file
 
     if len(job.preset) > 1:
-        text = comparison_file(prepare_comparison(job), slurm)
+        text = comparison_file(job, slurm)
     else:
         if slurm.repeats is not None:
             print_message("--repeats has no effect: it is for a comparison, with several --preset")
@@ -54,9 +52,9 @@ def skypilot(job: JobOptions, sky: SkyPilotOptions) -> None:
 
     After `--`: training arguments, as for `toolkit train`; --output_dir must be in a folder of --mount.
     """
+    from toolkit.cluster.cloud import submit_command, task_file
     from toolkit.cluster.cluster_job import prepare_job
     from toolkit.cluster.job_files import deliver
-    from toolkit.cluster.skypilot import submit_command, task_file
 
     prepared = prepare_job(job, shares_files=False)
     text = task_file(prepared, sky)
@@ -71,9 +69,9 @@ def kubernetes(job: JobOptions, kubernetes: KubernetesOptions) -> None:
 
     After `--`: training arguments, as for `toolkit train`; --output_dir must be in a folder of --mount.
     """
+    from toolkit.cluster.cloud import manifest
     from toolkit.cluster.cluster_job import prepare_job
     from toolkit.cluster.job_files import deliver
-    from toolkit.cluster.kubernetes import manifest
 
     prepared = prepare_job(job, shares_files=False)
     text = manifest(prepared, kubernetes)
@@ -109,4 +107,4 @@ def _report(job: ClusterJob) -> None:
         print_message("warning: --save_strategy no: a run that is stopped starts again from its first step")
     else:
         save = job.save_time
-        print_message(f"{job.shutdown_seconds} s to save after SIGTERM: one takes {save.seconds:g} s ({save.source})")
+        print_message(f"{save.grace_seconds} s to save after SIGTERM: one takes {save.seconds:g} s ({save.source})")

@@ -61,7 +61,7 @@ def _write(path: Path, text: str) -> None:
 
 def _print_summary(conversion: Conversion, file: str) -> None:
     from toolkit.convert import launch_command
-    from toolkit.convert.yaml_text import cut
+    from toolkit.convert.conversion import cut
 
     count = len(conversion.not_converted)
     without = f"{count} without a counterpart" if count != 1 else "1 without a counterpart"

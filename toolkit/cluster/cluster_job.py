@@ -18,10 +18,10 @@ from toolkit.files.secrets import HIDDEN, hide_words
 from toolkit.job.argument_reading import without_flags
 from toolkit.job.global_batch import global_batch_size, with_accumulation
 from toolkit.job.job import Job
-from toolkit.launch.command import RESUME_LATEST
-from toolkit.launch.environment import (
+from toolkit.launch.command import (
     NVME_PATH_VARIABLE,
     PRESET_VARIABLE,
+    RESUME_LATEST,
     RUN_ID_VARIABLE,
     WORLD_SIZE_VARIABLE,
     process_environment,
@@ -80,11 +80,6 @@ class ClusterJob:
     def saves(self) -> bool:
         """True if the run writes checkpoints, from which a later attempt resumes."""
         return self.job.saves_checkpoints
-
-    @property
-    def shutdown_seconds(self) -> int:
-        """Seconds that torchrun waits for its ranks after SIGTERM."""
-        return self.save_time.grace_seconds
 
     @property
     def signal_seconds(self) -> int:

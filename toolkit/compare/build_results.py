@@ -6,6 +6,7 @@ price add their columns.
 
 from __future__ import annotations
 
+import functools
 import statistics
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
@@ -13,15 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.compare.aggregate import aggregate_trials
-from toolkit.compare.ledger import (
-    LEDGER_FILE,
-    Ledger,
-    LedgerRecord,
-    SideRunKind,
-    probes_of,
-    side_runs_of,
-    trials_of,
-)
+from toolkit.compare.ledger import LEDGER_FILE, Ledger, LedgerRecord, SideRunKind, probes_of, side_runs_of, trials_of
 from toolkit.compare.predictions import planned_memory, read_shape
 from toolkit.compare.results import ComparedJob, ComparisonMethod, Environment, Results
 from toolkit.compare.rows import FlopsPerToken, Probe, Row, RowKey, RunRecord
@@ -32,9 +25,9 @@ from toolkit.hardware.gpu_table import common_gpu
 from toolkit.hardware.gpus import gpu_topology
 from toolkit.hardware.node import cpu_limit, describe_node, git_commit, library_versions, memory_limit_bytes
 from toolkit.job.job import Job
-from toolkit.models.flops import TokenFlops, flops_of, mfu
+from toolkit.models.flops import flops_of, mfu
 from toolkit.models.shape import ModelShape
-from toolkit.units import SECONDS_PER_HOUR
+from toolkit.units import NOT_AVAILABLE, SECONDS_PER_HOUR
 
 # The columns that each kind of side run measures.
 SIDE_RUN_COLUMNS: dict[SideRunKind, tuple[str, ...]] = {
@@ -69,7 +62,7 @@ def build_results(
             seed=job.seed,
             per_device_train_batch_size=job.per_device_train_batch_size,
             gradient_accumulation_steps=job.gradient_accumulation_steps,
-            compute_dtype=", ".join(compute_dtypes) or "n/a",
+            compute_dtype=", ".join(compute_dtypes) or NOT_AVAILABLE,
         ),
         rows=tuple(rows),
         trials=tuple(trials),
@@ -107,11 +100,11 @@ def _with_derived_columns(
     shape: ModelShape | None,
     environment: Environment,
 ) -> Row:
-    planned = planned_memory(spec, row.key, shape=shape)
+    peak_bytes, allocated_bytes = planned_memory(spec, row.key, shape=shape)
     row = row.updated(
-        planned_peak_bytes=planned.peak_bytes,
-        planned_allocated_bytes=planned.allocated_bytes,
-        failure=row.failure and row.failure.updated(predicted_bytes=planned.peak_bytes),
+        planned_peak_bytes=peak_bytes,
+        planned_allocated_bytes=allocated_bytes,
+        failure=row.failure and row.failure.updated(predicted_bytes=peak_bytes),
         per_device_train_batch_size=spec.job(row.key).per_device_train_batch_size,
         probes=_probes(spec, row.key, records, shape),
         **side_run_columns(records, row.key),
@@ -127,8 +120,8 @@ def _probes(
         return None
     tried = []
     for size, probe in probes_of(records, row).items():
-        planned = planned_memory(spec.with_batches({row.name: {BATCH_ARGUMENT: size}}), row, shape=shape)
-        failure = probe.failure and probe.failure.updated(predicted_bytes=planned.peak_bytes)
+        peak_bytes, _ = planned_memory(spec.with_batches({row.name: {BATCH_ARGUMENT: size}}), row, shape=shape)
+        failure = probe.failure and probe.failure.updated(predicted_bytes=peak_bytes)
         tried.append(
             Probe(per_device_train_batch_size=size, status=probe.status, message=probe.message, failure=failure)
         )
@@ -206,25 +199,22 @@ def flops_per_token(
     """Return the operations of one token in each way of counting. The parameter counts include adapters."""
     trainable = None if num_trainable_params == num_params else num_trainable_params
     adapters = max(0, num_params - shape.num_params) if trainable is not None else 0
-
-    def counted(*, causal: bool = True, embeddings: bool = True) -> TokenFlops:
-        return flops_of(
-            shape,
-            seq_length=seq_length,
-            num_trainable_params=trainable,
-            num_adapter_params=adapters,
-            causal=causal,
-            recompute=activation_checkpointing,
-            count_embeddings=embeddings,
-        )
-
+    counted = functools.partial(
+        flops_of,
+        shape,
+        seq_length=seq_length,
+        num_trainable_params=trainable,
+        num_adapter_params=adapters,
+        recompute=activation_checkpointing,
+    )
+    causal = counted(causal=True)
     return FlopsPerToken(
         num_params=shape.num_active_params + adapters,
         seq_length=seq_length,
-        causal=counted().model_flops,
+        causal=causal.model_flops,
         full_attention=counted(causal=False).model_flops,
-        without_embeddings=counted(embeddings=False).model_flops,
-        hardware=counted().hardware_flops,
+        without_embeddings=counted(causal=True, count_embeddings=False).model_flops,
+        hardware=causal.hardware_flops,
     )
 
 

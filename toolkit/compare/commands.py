@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from toolkit.cluster.allocation import Allocation
+from toolkit.cluster.slurm import Allocation
 from toolkit.compare.batch_search import find_largest_batches
 from toolkit.compare.build_results import at_price, build_results
 from toolkit.compare.comparison_report import console_table, write_report
@@ -179,7 +179,7 @@ def _run_trials(options: CompareOptions, checked: CheckedComparison) -> Comparis
                 runner, without_batch = find_largest_batches(runner, skipped, retry_failed=retry_failed)
                 skipped |= without_batch
             runner.run(skipped, retry_failed=retry_failed)
-            runner.run_side_runs(skipped, kinds=options.side_runs, retry_failed=retry_failed)
+            runner.run_side_runs(skipped, options.side_runs, retry_failed=retry_failed)
     except (ComparisonInterrupted, KeyboardInterrupt):
         stderr_console().print("stopped; finished trials are kept. The same command with `--resume` resumes.")
         raise typer.Exit(EXIT_RUN_FAILED) from None
@@ -208,7 +208,7 @@ def report_both(before: Path, after: Path) -> None:
     both = before_and_after(load_results(before), load_results(after))
     files = both.write(results_file(after).parent)
     environment = [f"{name}: {old} -> {new}" for name, old, new in both.environment]
-    _print(rich_table(both.table(narrow=True)), [*environment, both.summary], files)
+    _print(rich_table(both.table()), [*environment, both.summary], files)
 
 
 def _publish(results: Results, folder: Path) -> None:

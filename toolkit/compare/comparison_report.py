@@ -8,7 +8,10 @@ import json
 import shlex
 from collections import Counter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from rich.table import Table as RichTable
+from rich.text import Text
 
 from toolkit.compare.result_charts import losses_chart, memory_chart, scaling_chart, speed_chart, timeline_charts
 from toolkit.compare.result_tables import (
@@ -26,9 +29,6 @@ from toolkit.record.columns import column_of
 from toolkit.report.rendering import render, write_report_file
 from toolkit.report.tables import Table, one_line, rich_table
 from toolkit.units import NOT_AVAILABLE, gib, number, seconds
-
-if TYPE_CHECKING:
-    from rich.table import Table as RichTable
 
 # https://owasp.org/www-community/attacks/CSV_Injection
 FORMULA = ("=", "+", "-", "@")
@@ -93,8 +93,6 @@ def markdown_text(results: Results) -> str:
 
 def console_table(results: Results) -> RichTable:
     """Return one line per row, in the order given; below them, why a row has no ratio."""
-    from rich.text import Text
-
     table = rich_table(row_table("comparison", results, narrow=True))
     reasons = [
         one_line(

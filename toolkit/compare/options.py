@@ -52,25 +52,16 @@ class CompareOptions:
         typer.Option(help=f"{PROCESSES_HELP}; `1,2,4` compares several world sizes; {DEFAULT_PROCESSES_HELP}"),
     ] = ()
     nproc_per_node: Annotated[
-        int | None,
-        typer.Option(
-            help="inside a SLURM job: start every trial with srun, with this many processes on each node that it needs"
-        ),
+        int | None, typer.Option(help="inside a SLURM job: start trials with srun, this many processes on each node")
     ] = None
     training_arguments: TrainingArguments = ()
     variant: Annotated[
         tuple[str, ...],
-        typer.Option(
-            help='a preset under another name, with arguments of its own: "NAME=PRESET --argument value"; repeatable'
-        ),
+        typer.Option(help='a preset under another name, repeatable: "NAME=PRESET --argument value"'),
     ] = ()
-    repeats: Annotated[
-        int, typer.Option(help="trials of each row, interleaved; a single one gives no confidence interval")
-    ] = 3
+    repeats: Annotated[int, typer.Option(help="trials of each row, interleaved; one gives no confidence interval")] = 3
     order_seed: Annotated[int, typer.Option(help="random seed of the order of trials")] = 0
-    resume: Annotated[bool, typer.Option("--resume", help="resume the comparison in --output-dir where it stopped")] = (
-        False
-    )
+    resume: Annotated[bool, typer.Option("--resume", help="resume the comparison where it stopped")] = False
     retry_failed: Annotated[bool, typer.Option("--retry-failed", help="with --resume: run failed trials again")] = False
     dry_run: Annotated[bool, typer.Option("--dry-run", help="print the command of every trial; start nothing")] = False
     untimed_steps: Annotated[int, typer.Option(help="first steps of each trial to leave out of the measured speed")] = 2
@@ -81,31 +72,23 @@ class CompareOptions:
             " CPU or with offload; 0 for never"
         ),
     ] = None
-    trial_minutes: Annotated[
-        float | None, typer.Option(help="stop training after this long; the trial counts as completed")
-    ] = None
+    trial_minutes: Annotated[float | None, typer.Option(help="stop training after this long, as completed")] = None
     trial_timeout_minutes: Annotated[float, typer.Option(help="stop a trial as timed_out after this long")] = 120
-    baseline: Annotated[
-        str | None, typer.Option(help="preset that ratios refer to; default ddp, or else the first preset")
-    ] = None
+    baseline: Annotated[str | None, typer.Option(help="preset that ratios refer to; default ddp, or the first")] = None
     scaling: Annotated[
         str | None,
         typer.Option(help="across world sizes: strong (same global batch) or weak (same batch per GPU, the default)"),
     ] = None
-    gpu: Annotated[
-        str | None, typer.Option(help="with --dry-run: predict for this GPU, for example h100; it need not be here")
-    ] = None
+    gpu: Annotated[str | None, typer.Option(help="with --dry-run: predict for this GPU, for example h100")] = None
     find_max_batch: Annotated[
         int | None,
         typer.Option(help="find the largest per-device batch size of each row up to this, and compare rows at theirs"),
     ] = None
     profile: Annotated[
-        bool,
-        typer.Option("--profile", help="run each row once more under the profiler: communication, and a timeline"),
+        bool, typer.Option("--profile", help="profile each row in one more run: communication, and a timeline")
     ] = False
     measure_save: Annotated[
-        bool,
-        typer.Option("--measure-save", help="run each row once more and save a checkpoint: seconds and bytes"),
+        bool, typer.Option("--measure-save", help="save a checkpoint of each row in one more run: seconds and bytes")
     ] = False
     price_per_gpu_hour: PricePerGpuHour = None
     cpu: CpuFlag = None
@@ -113,8 +96,7 @@ class CompareOptions:
         bool | None,
         typer.Option(
             "--warm-start/--cold-start",
-            help="fork the ranks of each trial from a process that has imported the libraries, instead of starting"
-            " Python anew; the default on a CPU",
+            help="fork the ranks of each trial from a process that has imported the libraries; the default on a CPU",
         ),
     ] = None
     nvme_path: NvmePath = None

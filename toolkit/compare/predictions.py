@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from toolkit.cluster.allocation import Allocation
+from toolkit.cluster.slurm import Allocation
 from toolkit.compare.batch_search import (
     PROBE_STEPS,
     completed_sizes,
@@ -48,15 +48,6 @@ SOURCE_TEXTS = {
 MIN_TIMED_STEPS, DECISION_INTERVAL, STEPS_AFTER_DECISION = 10, 5, 2
 
 
-class PlannedMemory(NamedTuple):
-    """Peak of one rank; None where nothing is planned."""
-
-    peak_bytes: int | None = None
-    """As the driver reports it for the process."""
-    allocated_bytes: int | None = None
-    """As the allocator reports it."""
-
-
 class ExpectedDuration(NamedTuple):
     """Seconds of one trial, and their source."""
 
@@ -84,7 +75,7 @@ def dry_run_text(options: CompareOptions, spec: ComparisonSpec, unsupported: Map
         outlook = _reason_to_skip(trial, records, unsupported)
         if outlook is None:
             durations[trial] = duration = expected_duration(trial.row, records, at_largest, shape=shape, gpu=gpu)
-            memory = f"predicted memory {gib(planned_memory(at_largest, trial.row, shape=shape).peak_bytes)}"
+            memory = f"predicted memory {gib(planned_memory(at_largest, trial.row, shape=shape)[0])}"
             outlook = f"duration {NOT_AVAILABLE}, {memory}"
             if duration is not None:
                 span, source = _range(duration.low, duration.high), SOURCE_TEXTS[duration.source]
@@ -163,17 +154,23 @@ def read_shape(model: str) -> ModelShape | None:
     return None
 
 
-def planned_memory(spec: ComparisonSpec, row: RowKey, *, shape: ModelShape | None) -> PlannedMemory:
-    """Return the planner's prediction for sequences of full length on GPUs; unknown on a CPU or without a shape."""
+def planned_memory(
+    spec: ComparisonSpec, row: RowKey, *, shape: ModelShape | None
+) -> tuple[int, int] | tuple[None, None]:
+    """Return the peak of one rank that the planner predicts on GPUs for sequences of full length.
+
+    First as the driver reports it for the process, then what the allocator holds of it; both are None on a CPU and
+    without a shape.
+    """
     if spec.cpu or shape is None:
-        return PlannedMemory()
+        return None, None
     with contextlib.suppress(ToolkitError):
         job = PlannedJob.of(spec.job(row))
         check_planned_job(job, shape)
         preset = load_preset(spec.preset_sources[row.preset])
         plan = plan_memory(shape, preset, world_size=row.world_size, job=job)
-        return PlannedMemory(plan.planned_peak_bytes, plan.peak.allocated_bytes)
-    return PlannedMemory()
+        return plan.planned_peak_bytes, plan.peak.allocated_bytes
+    return None, None
 
 
 def expected_duration(

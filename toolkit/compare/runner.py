@@ -9,17 +9,14 @@ from __future__ import annotations
 import os
 import re
 import shutil
-import sys
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
-from toolkit.cluster.allocation import Allocation
+from toolkit.cluster.slurm import Allocation
 from toolkit.compare.ledger import (
     LEDGER_FILE,
     Ledger,
@@ -32,7 +29,7 @@ from toolkit.compare.ledger import (
 from toolkit.compare.rows import RowKey, RunRecord
 from toolkit.compare.run_record import read_run_record, read_side_run
 from toolkit.compare.specification import ComparisonSpec, Trial
-from toolkit.launch.environment import inherited_environment
+from toolkit.launch.command import inherited_environment
 from toolkit.launch.launch import command_of, run_training
 from toolkit.launch.nvme import NvmeDisk
 from toolkit.launch.options import TrainOptions
@@ -60,42 +57,35 @@ def stderr_console() -> Console:
 
 
 class ConsoleProgress:
-    """Progress of `total` trials and side runs on stderr: bars on a terminal, else lines. A context manager."""
+    """Progress of `total` trials and side runs on stderr: lines, and bars on a terminal. A context manager."""
 
     def __init__(self, total: int) -> None:
-        self.console = stderr_console()
-        self.total, self.finished, self.current = total, 0, ""
+        self.console, self.total, self.finished = stderr_console(), total, 0
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-        self.bars = Progress(*columns, console=self.console) if self.console.is_terminal else None
-        self.trials = self.bars.add_task("trials", total=total) if self.bars else None
-        self.steps: Any = None
+        self.bars = Progress(*columns, console=self.console, disable=not self.console.is_terminal)
+        self.trials = self.bars.add_task("trials", total=total)
+        self.steps: TaskID | None = None
 
     def __enter__(self) -> None:
-        (self.bars or nullcontext()).__enter__()
+        self.bars.start()
 
-    def __exit__(self, *exception: Any) -> None:
-        if self.bars:
-            self.bars.__exit__(*exception)
+    def __exit__(self, *exception: object) -> None:
+        self.bars.stop()
 
     def start(self, name: str) -> None:
-        """Announce a run; on a terminal, add a bar for its steps."""
-        self.current = name
-        if self.bars:
-            self.steps = self.bars.add_task(f"{name}: starting", total=None)
-        else:
-            self.console.print(f"[{self.finished + 1}/{self.total}] {name}: starting", markup=False)
-        sys.stderr.flush()
+        """Announce a run, whose steps have a bar of their own."""
+        self.steps = self.bars.add_task(name, total=None)
+        self.console.print(f"[{self.finished + 1}/{self.total}] {name}: starting", markup=False)
 
     def output_line(self, line: str) -> None:
         """Advance the bar when the line reports a step."""
         match = STEP_LINE.match(line)
-        if match and self.bars and self.steps is not None:
-            completed, total = int(match[1]), int(match[2]) or None
-            self.bars.update(self.steps, completed=completed, total=total, description=self.current)
+        if match and self.steps is not None:
+            self.bars.update(self.steps, completed=int(match[1]), total=int(match[2]) or None)
 
     def finish(self, record: RunRecord, *, from_ledger: bool = False) -> None:
         """Print the outcome, with the speed or the message."""
-        if self.bars and self.steps is not None and not from_ledger:
+        if self.steps is not None and not from_ledger:
             self.bars.remove_task(self.steps)
             self.steps = None
         note = "already in the ledger" if from_ledger else f"in {seconds(record.wall_seconds)}"
@@ -116,8 +106,7 @@ class ConsoleProgress:
 
     def _count(self, text: str) -> None:
         self.finished += 1
-        if self.bars and self.trials is not None:
-            self.bars.update(self.trials, completed=self.finished)
+        self.bars.update(self.trials, completed=self.finished)
         self.console.print(f"[{self.finished}/{self.total}] {text}", markup=False)
 
 
@@ -170,7 +159,7 @@ class Runner:
                 self.progress.finish(record)
 
     def run_side_runs(
-        self, unsupported: Mapping[str, str], *, kinds: Sequence[SideRunKind], retry_failed: bool = False
+        self, unsupported: Mapping[str, str], kinds: Sequence[SideRunKind], *, retry_failed: bool
     ) -> None:
         """Run each row with a completed trial once more, with a profile or a checkpoint, as far as the ledger lacks it.
 
@@ -181,21 +170,20 @@ class Runner:
             last = {kind: next(reversed(side_runs_of(records, row, kind)), None) for kind in kinds}
             missing = [kind for kind, run in last.items() if run is None or (retry_failed and not run.completed)]
             # A row without a completed trial ran out of memory, and would do so again.
-            if row.name not in unsupported and missing and any(trial.completed for trial in trials_of(records, row)):
-                self._side_run(row, missing)
-
-    def _side_run(self, row: RowKey, kinds: Sequence[SideRunKind]) -> None:
-        name, untimed_steps = f"{row.name}-{'-'.join(kinds)}", self.spec.untimed_steps
-        self.progress.start(name)
-        arguments = side_run_arguments(kinds, untimed_steps=untimed_steps)
-        run_folder = self.start_run(row, self.folder / "extras" / name, arguments)
-        for checkpoint in run_folder.path.glob("checkpoint-*"):
-            shutil.rmtree(checkpoint, ignore_errors=True)  # its size and seconds are recorded; nothing resumes from it
-        trial = Trial(row=row, repeat=0)
-        measured = read_run_record(trial, run_folder, self.folder, untimed_steps=untimed_steps)
-        record = read_side_run(measured.updated(trial=name), run_folder, kinds)
-        self.ledger.append(record)
-        self.progress.finish(record)
+            completed = any(trial.completed for trial in trials_of(records, row))
+            if row.name in unsupported or not missing or not completed:
+                continue
+            name, untimed_steps = f"{row.name}-{'-'.join(missing)}", self.spec.untimed_steps
+            self.progress.start(name)
+            arguments = side_run_arguments(missing, untimed_steps=untimed_steps)
+            run_folder = self.start_run(row, self.folder / "extras" / name, arguments)
+            for checkpoint in run_folder.path.glob("checkpoint-*"):
+                shutil.rmtree(checkpoint, ignore_errors=True)  # its size is recorded; nothing resumes from it
+            trial = Trial(row=row, repeat=0)
+            measured = read_run_record(trial, run_folder, self.folder, untimed_steps=untimed_steps)
+            record = read_side_run(measured.updated(trial=name), run_folder, missing)
+            self.ledger.append(record)
+            self.progress.finish(record)
 
     def start_run(self, row: RowKey, output_dir: Path, extra_arguments: Sequence[str] = ()) -> RunFolder:
         """Train one row in fresh processes until it ends: the one place where a comparison starts a run.

@@ -11,7 +11,7 @@ from toolkit.compare.results import Environment, Results
 from toolkit.compare.rows import Difference, Row
 from toolkit.compare.significance import difference
 from toolkit.errors import ToolkitError
-from toolkit.record.columns import Column, Interval, column_of
+from toolkit.record.columns import Column, Interval
 from toolkit.report.rendering import render, write_report_file
 from toolkit.report.tables import Cell, Table, number_cell, text_cell, text_heading
 from toolkit.units import NOT_AVAILABLE, fixed, interval, speed
@@ -51,7 +51,7 @@ class RowPair:
         return new[0] / old[1], new[1] / old[0]
 
     @property
-    def difference(self) -> Difference | None:
+    def verdict(self) -> Difference | None:
         """The claim that the ratio's interval supports; None without an interval."""
         return difference(self.ratio_interval)
 
@@ -75,13 +75,13 @@ class BeforeAndAfter:
             return "No row is in both comparisons."
         changes = []
         for word in ("faster", "slower"):
-            named = [f"{pair.name}: {pair.ratio:.2f}" for pair in self.pairs if pair.difference == word]
+            named = [f"{pair.name}: {pair.ratio:.2f}" for pair in self.pairs if pair.verdict == word]
             changes.append(f"{len(named)} became {word}" + (f" ({', '.join(named)})" if named else ""))
-        unseen = sum(pair.difference == "no difference seen" for pair in self.pairs)
+        unseen = sum(pair.verdict == "no difference seen" for pair in self.pairs)
         changes.append(f"no difference is seen in {unseen}")
         compared = f"Of {len(self.pairs)} rows in both, {', '.join(changes)}"
-        clauses = [compared if any(pair.difference for pair in self.pairs) else f"{len(self.pairs)} rows are in both"]
-        single = [pair.name for pair in self.pairs if pair.difference is None and pair.ratio is not None]
+        clauses = [compared if any(pair.verdict for pair in self.pairs) else f"{len(self.pairs)} rows are in both"]
+        single = [pair.name for pair in self.pairs if pair.verdict is None and pair.ratio is not None]
         if single:
             clauses.append(f"nothing is claimed of {len(single)} single runs ({', '.join(single)})")
         clauses += [
@@ -93,36 +93,34 @@ class BeforeAndAfter:
         clauses += [f"only {when}: {', '.join(names)}" for when, names in lonely.items() if names]
         return "; ".join(clauses) + "."
 
-    def table(self, *, narrow: bool = False) -> Table:
-        """Return each row's figures before and after, and the ratio of the speeds; `narrow` for a terminal."""
-        unit, mfu = results_unit(self.before), column_of(Row, "mfu")
+    def table(self) -> Table:
+        """Return each row's figures before and after, and the ratio of the speeds."""
+        unit = results_unit(self.before)
         headings = ["row", "tokens/s\nbefore", "after", "ratio", "interval", "verdict", f"peak {unit.name}\nbefore"]
-        headings += ["after", "last loss\nbefore", "after", "MFU before", "after"]
-        cells = [
+        headings += ["after", "last loss\nbefore", "after"]
+        rows = [
             [
                 text_cell(pair.name),
                 _speed_cell(pair.before),
                 _speed_cell(pair.after),
                 number_cell(pair.ratio, 3),
                 format_cell(pair.ratio_interval, RATIO_INTERVAL, unit),
-                text_cell(pair.difference or NOT_AVAILABLE),
+                text_cell(pair.verdict or NOT_AVAILABLE),
                 bytes_cell(self.before.peak_bytes(pair.before), unit),
                 bytes_cell(self.after.peak_bytes(pair.after), unit),
                 *(number_cell(row.last_loss if row.completed else None, 4) for row in (pair.before, pair.after)),
-                *(format_cell(row.mfu, mfu, unit) for row in (pair.before, pair.after)),
             ]
             for pair in self.pairs
         ]
-        shown = [column for column in range(len(headings)) if not narrow or column not in (4, 10, 11)]
-        return make_table([headings[each] for each in shown], [[row[each] for each in shown] for row in cells])
+        return make_table(headings, rows)
 
-    def rendered(self, template: str) -> str:
-        """Return the report as a template shows it, Markdown or a self-contained page."""
+    def rendered(self, suffix: str) -> str:
+        """Return the report as Markdown (`md`) or as a self-contained page (`html`)."""
         dates = [results.created.replace("T", " ")[:16] for results in (self.before, self.after)]
         headings = tuple(map(text_heading, ("what differs", "before", "after")))
         differences = Table(headings=headings, rows=tuple(tuple(map(text_cell, line)) for line in self.environment))
         return render(
-            template,
+            f"before_and_after.{suffix}.j2",
             title=f"Before and after: {' and '.join(dates)}",
             summary=self.summary,
             rows=self.table(),
@@ -132,10 +130,7 @@ class BeforeAndAfter:
 
     def write(self, folder: Path) -> list[Path]:
         """Write Markdown and HTML into a folder; return their paths."""
-        return [
-            write_report_file(folder / f"{FILE_NAME}.{suffix}", self.rendered(f"before_and_after.{suffix}.j2"))
-            for suffix in ("md", "html")
-        ]
+        return [write_report_file(folder / f"{FILE_NAME}.{kind}", self.rendered(kind)) for kind in ("md", "html")]
 
 
 def before_and_after(before: Results, after: Results) -> BeforeAndAfter:

@@ -31,7 +31,7 @@ from toolkit.files.json_files import read_json_object
 from toolkit.job.accumulation import chosen_accumulate, with_accumulate
 from toolkit.job.job import Job
 from toolkit.models.optimizers import DEFAULT_OPTIMIZER
-from toolkit.parallel import ring_attention, sharded_at_load, ulysses
+from toolkit.parallel import sharded_at_load, split_sequences
 from toolkit.parallel.layout import DEGREES, ParallelLayout
 from toolkit.presets.compatibility import CPU
 from toolkit.presets.known_keys import PARALLEL_KEY
@@ -116,7 +116,7 @@ def trainer_arguments(preset: PresetSpec, *, precision: str) -> dict[str, Any]:
 def strategy_variables(preset: PresetSpec, *, precision: str, world_size: int | None = None) -> dict[str, str]:
     """Return the part of the launcher's environment that `TrainingArguments` cannot carry.
 
-    `toolkit.launch.environment.launcher_environment` derives the complete environment with accelerate's own functions;
+    `toolkit.launch.command.launcher_environment` derives the complete environment with accelerate's own functions;
     a test checks that these variables have the same values. This function needs no accelerate, so that
     `toolkit preset show --as trainer` can print them.
     """
@@ -214,10 +214,10 @@ def parallelism_arguments(
         return {}
     if "cp" in preset.parallel:
         if on_cpu:
-            ring_attention.ring_attention_on_cpu()
-        return {"parallelism_config": ring_attention.context_parallel_config(layout)}
-    ulysses.apply_fixes(on_cpu=on_cpu)
-    return {"parallelism_config": ulysses.sequence_parallel_config(layout, attention=attention)}
+            split_sequences.ring_attention_on_cpu()
+        return {"parallelism_config": split_sequences.context_parallel_config(layout)}
+    split_sequences.apply_ulysses_fixes(on_cpu=on_cpu)
+    return {"parallelism_config": split_sequences.sequence_parallel_config(layout, attention=attention)}
 
 
 def accumulation_arguments(preset: PresetSpec, given: Mapping[str, Any]) -> dict[str, Any]:

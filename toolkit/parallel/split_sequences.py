@@ -1,9 +1,14 @@
-"""Sequence parallelism (Ulysses) through accelerate and DeepSpeed, and what is wrong there put right.
+"""Ranks that divide each sequence: context parallelism (ring attention over FSDP2) and sequence parallelism (Ulysses).
 
     config = sequence_parallel_config(layout, attention="sdpa")          # for `TrainingArguments.parallelism_config`
-    apply_fixes(on_cpu=True)
+    apply_ulysses_fixes(on_cpu=True)
 
-docs/concepts/parallelism.md shows the figures without the fixes.
+Both are accelerate's, Ulysses with DeepSpeed; what is wrong there is put right here. docs/concepts/parallelism.md shows
+the figures without the fixes.
+
+With ring attention a sequence is divided into `2 * cp` pieces, of which each rank holds an early and a late one: causal
+attention then gives every rank the same work. Rows are padded to a multiple of `2 * cp` tokens: torch 2.13 stops in a
+tensor error at 65 tokens, and at 66 it divides unevenly and says nothing.
 """
 
 from __future__ import annotations
@@ -19,6 +24,67 @@ IGNORED = -100
 TOKEN_WEIGHT = "sequence_parallel_weight"
 
 
+def context_parallel_config(layout: ParallelLayout) -> Any:
+    """Return accelerate's `ParallelismConfig` of a layout with context parallelism."""
+    from accelerate import ParallelismConfig
+
+    return ParallelismConfig(cp_size=layout.cp, dp_shard_size=layout.dp_shard)
+
+
+@functools.cache
+def ring_attention_on_cpu() -> None:
+    """Give torch's context parallelism the attention kernels of a CPU; it dispatches CUDA's alone.
+
+    Two handlers over torch's own ring templates. They wrap what they return, so no sharding rule is needed.
+    """
+    import torch
+    from torch.distributed.tensor import DTensor, Shard
+    from torch.distributed.tensor.experimental._context_parallel import _attention as ring
+
+    aten = torch.ops.aten
+    forward_op = aten._scaled_dot_product_flash_attention_for_cpu.default
+    backward_op = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+
+    def unwrapped(values: Any) -> list[Any]:
+        return [value._local_tensor if isinstance(value, DTensor) else value for value in values]
+
+    def wrapped(mesh: Any, parts: Any) -> tuple[Any, ...]:
+        return tuple(DTensor.from_local(part, mesh, [Shard(2)], run_check=False) for part in parts)
+
+    def forward(_op: Any, args: Any, kwargs: Any) -> Any:
+        mesh, kwargs = args[0].device_mesh, dict(kwargs)
+        if kwargs.pop("attn_mask", None) is not None:
+            raise NotImplementedError("ring attention takes no mask")
+        query, key, value, dropout, causal = (*unwrapped(args), 0.0, False)[:5]
+        if dropout:
+            raise NotImplementedError("the attention kernel of a CPU has no dropout")
+        if key.shape[1] != query.shape[1]:  # the kernel has no grouped queries
+            groups = query.shape[1] // key.shape[1]
+            key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+        parts = ring._templated_ring_attention(
+            mesh.get_group(), 2, forward_op, query, key, value,
+            is_causal=causal, dropout_p=0.0, scale=kwargs.get("scale"),
+        )  # fmt: skip
+        return wrapped(mesh, parts)
+
+    def backward(_op: Any, args: Any, kwargs: Any) -> Any:
+        mesh, scale = args[1].device_mesh, kwargs.get("scale")
+        gradient, query, key, value, out, logsumexp, _, causal = unwrapped(args)
+
+        def kernel(
+            *, grad_out: Any, query: Any, key: Any, value: Any, out: Any, logsumexp: Any, is_causal: bool, scale: Any
+        ) -> Any:
+            return backward_op(grad_out, query, key, value, out, logsumexp, 0.0, is_causal, scale=scale)
+
+        parts = ring._templated_ring_attention_backward(
+            mesh.get_group(), 2, kernel, grad_out=gradient, grad_out_name="grad_out",
+            query=query, key=key, value=value, out=out, logsumexp=logsumexp, is_causal=causal, scale=scale,
+        )  # fmt: skip
+        return wrapped(mesh, parts)
+
+    ring.custom_ops[forward_op], ring.custom_ops[backward_op] = forward, backward
+
+
 def sequence_parallel_config(layout: ParallelLayout, *, attention: str) -> Any:
     """Return accelerate's `ParallelismConfig` of a layout with sequence parallelism; rows may differ in length."""
     from accelerate import ParallelismConfig
@@ -28,7 +94,7 @@ def sequence_parallel_config(layout: ParallelLayout, *, attention: str) -> Any:
     return ParallelismConfig(sp_size=layout.sp, dp_shard_size=layout.dp_shard, sp_handler=handler)
 
 
-def apply_fixes(*, on_cpu: bool) -> None:
+def apply_ulysses_fixes(*, on_cpu: bool) -> None:
     """Put the libraries right in this process, before the Trainer is built."""
     _same_rows_for_a_group()
     _attend_in_every_batch()
@@ -90,8 +156,7 @@ def _same_rows_for_a_group() -> None:
         size = 1 if config is None else config.sp_size
         return prepare(*args, num_processes=num_processes // size, process_index=process_index // size, **kwargs)
 
-    def parts(self: Any, loader: Any, model: Any = None) -> Any:
-        del model
+    def parts(self: Any, loader: Any, _model: Any = None) -> Any:
         if self.parallelism_config is None or self.parallelism_config.sp_size == 1:
             return loader
         rank, size = groups._get_sequence_parallel_rank(), groups._get_sequence_parallel_world_size()
@@ -201,9 +266,7 @@ def _token_weights(trainer: Any, batches: list[Any]) -> list[float]:
     dist.all_reduce(counts, group=groups._get_sequence_parallel_group())  # of whole sequences
     total = counts.sum()
     dist.all_reduce(total)
-    size = trainer.get_sp_size()
-    replicas = dist.get_world_size() // size
-    weights: list[float] = (counts * replicas * len(batches) * size / total).tolist()
+    weights: list[float] = (counts * dist.get_world_size() * len(batches) / total).tolist()
     return weights
 
 

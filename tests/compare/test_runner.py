@@ -1,11 +1,11 @@
-"""Progress on a terminal."""
+"""How a comparison runs: its progress on a terminal, and the arguments of side runs."""
 
 from __future__ import annotations
 
 import pytest
 from comparison_records import trial
 
-from toolkit.compare.runner import ConsoleProgress
+from toolkit.compare.runner import ConsoleProgress, side_run_arguments
 
 
 def test_terminal_bars_follow_one_trial_after_another(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -21,3 +21,13 @@ def test_terminal_bars_follow_one_trial_after_another(monkeypatch: pytest.Monkey
             assert (steps.description, steps.completed, steps.total) == (record.trial, 3, 8)
             progress.finish(record)
     assert progress.bars.tasks[0].completed == 2
+
+
+def test_a_side_run_has_a_few_steps_of_which_the_last_are_profiled_and_saved() -> None:
+    assert side_run_arguments(["profile", "save"], untimed_steps=2) == [
+        *("--max_steps", "4", "--profile_steps", "3:4"),
+        *("--save_strategy", "steps", "--save_steps", "4"),
+    ]
+    assert side_run_arguments(["save"], untimed_steps=0) == [
+        *("--max_steps", "2", "--save_strategy", "steps", "--save_steps", "2"),
+    ]
