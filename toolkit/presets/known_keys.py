@@ -118,11 +118,9 @@ ACCELERATE_BLOCKS = _blocks(
         },
         "deepspeed_config": {
             PARALLEL: PARALLEL_KEY,
-            or_null(
-                TEXT
-            ): "deepspeed_config_file deepspeed_exclusion_filter deepspeed_hostfile deepspeed_inclusion_filter"
-            " deepspeed_moe_layer_cls_names deepspeed_multinode_launcher offload_optimizer_nvme_path"
-            " offload_param_nvme_path",
+            or_null(TEXT): "deepspeed_config_file deepspeed_exclusion_filter deepspeed_hostfile"
+            " deepspeed_inclusion_filter deepspeed_moe_layer_cls_names deepspeed_multinode_launcher"
+            " offload_optimizer_nvme_path offload_param_nvme_path",
             or_null(one_of(*OFFLOAD_DEVICES)): "offload_optimizer_device offload_param_device",
             or_null(SWITCH): "zero3_init_flag zero3_save_16bit_model",
             or_auto(DEGREE): "gradient_accumulation_steps",
