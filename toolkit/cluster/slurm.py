@@ -41,8 +41,7 @@ from toolkit.job.argument_reading import without_flags
 from toolkit.job.argument_values import Range, check_range
 from toolkit.job.job import Job
 from toolkit.job.job_checks import refuse_arguments_of_comparison
-from toolkit.launch.command import LaunchCommand, torchrun_words
-from toolkit.launch.environment import NVME_PATH_VARIABLE, threads_per_rank
+from toolkit.launch.command import NVME_PATH_VARIABLE, LaunchCommand, threads_per_rank, torchrun_words
 from toolkit.launch.preflight import check_required
 from toolkit.presets import Preset, load_preset
 
@@ -146,10 +145,7 @@ def sbatch_values(
 
 
 def comparison_file(options: JobOptions, slurm: SlurmOptions) -> str:
-    """Return the sbatch file of a comparison.
-
-    Raises ToolkitError for the first preset and number of nodes that cannot train.
-    """
+    """Return the sbatch file of a comparison. Raises ToolkitError for a preset that cannot train on some nodes."""
     argv = [*options.training_arguments]
     check_no_secrets(argv)
     job = Job.from_argv(argv)
