@@ -21,7 +21,7 @@ from toolkit.models.shape import Layer
 from toolkit.parallel.layout import ParallelLayout
 from toolkit.plan.engine_settings import zero_block
 from toolkit.plan.interconnect import Collective
-from toolkit.plan.pipeline_stages import pipeline_collectives
+from toolkit.plan.pipeline_stages import ACTIVATION_BYTES, stage_shape
 from toolkit.plan.planned_job import TrainingSetup
 
 DDP_BUCKET_BYTES = 25 * 2**20
@@ -40,24 +40,36 @@ def step_collectives(setup: TrainingSetup) -> tuple[Collective, ...]:
 
 def _of_model_states(setup: TrainingSetup) -> Iterator[Collective]:
     """Gathers of parameters and reductions of gradients."""
-    if setup.preset.engine == "pipeline":
+    preset = setup.preset
+    if preset.engine == "pipeline":
         return _pipeline(setup)
-    if setup.preset.sharded_at_load:
+    if preset.engine == "deepspeed":
+        return _zero3(setup) if preset.shards_parameters else _zero12(setup)
+    if preset.sharded_at_load:
         return _at_load(setup)
-    if setup.preset.engine == "fsdp2":
-        return _fsdp2(setup)
-    if setup.preset.engine != "deepspeed":
-        return _ddp(setup)
-    return _zero3(setup) if "parameter" in setup.preset.sharded_parts else _zero12(setup)
+    return _fsdp2(setup) if preset.engine == "fsdp2" else _ddp(setup)
 
 
 def _pipeline(setup: TrainingSetup) -> Iterator[Collective]:
-    settings, layout, job = setup.job.pipeline, setup.layout, setup.job
+    """What a rank between two others sends, and the reductions of gradients after it."""
+    shape, settings, layout, job = setup.shape, setup.job.pipeline, setup.layout, setup.job
     assert settings is not None, "a pipeline is planned with its number of stages"
     assert layout is not None
-    return pipeline_collectives(
-        setup.shape, settings, layout, tokens=job.tokens_per_micro_batch, micro_batches=job.gradient_accumulation_steps
+    stages = partial(Collective, group="pp")
+    calls = 2 * setup.accumulation_steps * settings.chunks
+    yield stages(
+        name="permute",
+        purpose="activations to the next stage, and their gradients back",
+        payload_bytes=ACTIVATION_BYTES * job.tokens_per_micro_batch * shape.hidden_size * calls,
+        group_size=layout.pp,
+        calls=calls,
     )
+    if shape.tied_embeddings:
+        payload = 4 * shape.vocab_size * shape.hidden_size
+        yield stages(name="all_reduce", purpose="gradient of a tied embedding", payload_bytes=payload, group_size=2)
+    largest = max(stage_shape(shape, settings, rank).num_params for rank in range(layout.pp))
+    replicas = partial(Collective, group="replicas", group_size=layout.dp_replicate, stride=layout.pp)
+    yield replicas(name="all_reduce", purpose="gradients between pipelines", payload_bytes=4 * largest)
 
 
 def _ddp(setup: TrainingSetup) -> Iterator[Collective]:
@@ -214,27 +226,16 @@ def zero3_gathers(setup: TrainingSetup, *, persistent: int, reuse: int) -> tuple
     again within `reuse` elements (`stage3_max_reuse_distance`): a model of up to half that size is gathered once.
     Tensors of up to `persistent` elements are never released.
     """
-    uses = _zero3_uses(setup)
-    next_use: dict[int, int] = {}
-    elements_before = [0]
-    for _, size in uses:
-        elements_before.append(elements_before[-1] + size)
-    was_released = [True] * len(uses)
-    for position in range(len(uses) - 1, -1, -1):
-        tensor, _ = uses[position]
-        following = next_use.get(tensor)
-        if following is not None:
-            was_released[following] = elements_before[following] - elements_before[position + 1] >= reuse
-        next_use[tensor] = position
-    first: Counter[int] = Counter()
-    again: Counter[int] = Counter()
-    for position, (tensor, size) in enumerate(uses):
-        if size <= persistent:
-            continue
-        if next_use[tensor] == position:
+    first, again = Counter[int](), Counter[int]()
+    used_until: dict[int, int] = {}
+    elements = 0
+    for tensor, size in _zero3_uses(setup):
+        if size > persistent and tensor not in used_until:
             first[size] += 1
-        elif was_released[position]:
+        elif size > persistent and elements - used_until[tensor] >= reuse:
             again[size] += 1
+        elements += size
+        used_until[tensor] = elements
     return first, again
 
 
@@ -266,18 +267,13 @@ def split_collectives(setup: TrainingSetup) -> Iterator[Collective]:
         yield _ulysses(setup, layout.sp)
 
 
-def _forwards(setup: TrainingSetup) -> int:
-    """Forward passes through the layers in an optimizer step: activation checkpointing repeats them."""
-    return setup.accumulation_steps * (2 if setup.job.activation_checkpointing else 1)
-
-
 def _tensor_parallel(setup: TrainingSetup, ranks: int) -> Iterator[Collective]:
     """Sums of partial outputs in the forward, of partial gradients of inputs in the backward, and the logits.
 
     Outputs are sums over ranks of weights that are split by columns; each layer that is split by rows has an input of
     its own to the backward, so query, key and value are summed one by one, and gate and up too.
     """
-    shape, steps, forwards = setup.shape, setup.accumulation_steps, _forwards(setup)
+    shape, steps, forwards = setup.shape, setup.accumulation_steps, setup.forwards
     tokens, element_bytes, hidden = setup.local_tokens, setup.engine.element_bytes, setup.shape.hidden_size
     residual_bytes = 4 if setup.engine.autocasts and not setup.adapters else element_bytes
     group = partial(Collective, group_size=ranks, group="tp")
@@ -305,7 +301,7 @@ def _tensor_parallel(setup: TrainingSetup, ranks: int) -> Iterator[Collective]:
 
 def _expert_parallel(setup: TrainingSetup, layout: ParallelLayout) -> Iterator[Collective]:
     """Rows travel to their experts and back, in the forward and in the backward; evenly spread over the ranks."""
-    shape, passes = setup.shape, _forwards(setup) + setup.accumulation_steps
+    shape, passes = setup.shape, setup.forwards + setup.accumulation_steps
     sparse = sum(count for kind, count in shape.layer_kinds.items() if any(tensor.is_expert for tensor in kind))
     payload = passes * sparse * setup.local_tokens * shape.hidden_size * setup.engine.element_bytes
     yield Collective(
@@ -325,7 +321,7 @@ def _ring_attention(setup: TrainingSetup, ranks: int) -> Iterator[Collective]:
     """Keys and values are gathered in forward and backward, and their gradients go round in fp32."""
     shape, steps = setup.shape, setup.accumulation_steps
     elements = setup.local_tokens * 2 * shape.num_kv_heads * shape.head_dim * shape.num_layers * ranks
-    passes = _forwards(setup) + steps
+    passes = setup.forwards + steps
     ring = partial(Collective, group_size=ranks, group="cp")
     payload, calls = passes * elements * setup.engine.element_bytes, passes * shape.num_layers
     yield ring(name="all_gather", purpose="keys and values", payload_bytes=payload, calls=calls)
@@ -337,7 +333,7 @@ def _ulysses(setup: TrainingSetup, ranks: int) -> Collective:
     """Query, key, value and output change between parts of the sequence and heads, in forward and backward."""
     shape = setup.shape
     heads = 2 * shape.num_attention_heads + 2 * max(shape.num_kv_heads, ranks)  # fewer keys and values are repeated
-    passes = (_forwards(setup) + setup.accumulation_steps) * shape.num_layers
+    passes = (setup.forwards + setup.accumulation_steps) * shape.num_layers
     return Collective(
         name="all_to_all",
         purpose="heads of attention",

@@ -193,6 +193,11 @@ class TrainingSetup:
         return self.job.gradient_accumulation_steps
 
     @property
+    def forwards(self) -> int:
+        """Forward passes through the layers in an optimizer step: activation checkpointing repeats them."""
+        return self.accumulation_steps * (2 if self.job.activation_checkpointing else 1)
+
+    @property
     def local_tokens(self) -> int:
         """Tokens of a micro-batch that one rank holds: a part of each where ranks share sequences."""
         return -(-self.job.tokens_per_micro_batch // self.engine.ranks_per_sequence)
