@@ -74,7 +74,7 @@ def _pipeline(setup: TrainingSetup) -> Iterator[Collective]:
 
 def _ddp(setup: TrainingSetup) -> Iterator[Collective]:
     """fp32 gradients of fp32 weights, in the last accumulation step; in buckets of 25 MiB."""
-    payload = 4 * setup.num_trained
+    payload = 4 * setup.weights.num_trained
     everyone = partial(Collective, group_size=setup.world_size, calls=math.ceil(payload / DDP_BUCKET_BYTES))
     yield everyone(name="all_reduce", purpose="gradients", payload_bytes=payload)
 
@@ -89,13 +89,16 @@ def _fsdp2(setup: TrainingSetup) -> Iterator[Collective]:
     ranks = setup.world_size // replicas
     inside = partial(Collective, group_size=ranks, group="replica" if replicas > 1 else "all")
     embedding = () if setup.shape.tied_embeddings else tuple(t for t in setup.shape.outer if t.is_embedding)[:1]
-    regathered = () if setup.preset.sharding == "shard_grad_op" else (*setup.units[:-1], embedding)
-    for phase, units in (("forward", setup.units), ("backward", regathered)):
+    regathered = () if setup.preset.sharding == "shard_grad_op" else (*setup.weights.units[:-1], embedding)
+    for phase, units in (("forward", setup.weights.units), ("backward", regathered)):
         payload = steps * element_bytes * _padded_rows(units, ranks)
         calls = steps * len(units)
         yield inside(name="all_gather", purpose=f"parameters in the {phase}", payload_bytes=payload, calls=calls)
     reductions = 1 if setup.job.keeps_whole_gradients else steps
-    payload, calls = reductions * element_bytes * _padded_rows(setup.trained, ranks), reductions * len(setup.units)
+    payload, calls = (
+        reductions * element_bytes * _padded_rows(setup.trained, ranks),
+        reductions * len(setup.weights.units),
+    )
     yield inside(name="reduce_scatter", purpose="gradients", payload_bytes=payload, calls=calls)
     between = partial(Collective, group_size=replicas, group="replicas", calls=calls)
     yield between(name="all_reduce", purpose="gradients between replicas", payload_bytes=payload // ranks)
@@ -110,11 +113,11 @@ def _at_load(setup: TrainingSetup) -> Iterator[Collective]:
     layout = setup.layout
     if layout is None:
         return
-    if setup.adapters:
+    if setup.weights.adapters:
         yield Collective(
             name="all_reduce",
             purpose="gradients of adapters",
-            payload_bytes=4 * setup.num_trained,
+            payload_bytes=4 * setup.weights.num_trained,
             group_size=layout.data_parallel_size,
             group="dp_shard" if layout.dp_replicate == 1 else "dp_replicate",
             stride=layout.tp,
@@ -144,7 +147,7 @@ def _at_load_group(
         payload = steps * setup.engine.element_bytes * _padded_rows(units, ranks)
         calls = steps * len(units)
         yield sharers(name="all_gather", purpose=f"{name} in the {phase}", payload_bytes=payload, calls=calls)
-    reduced = [] if setup.adapters else held((*setup.trained, tied_head))
+    reduced = [] if setup.weights.adapters else held((*setup.trained, tied_head))
     reductions = 1 if setup.job.keeps_whole_gradients else steps
     payload = reductions * setup.engine.reduce_bytes * _padded_rows(reduced, ranks)
     calls = reductions * len(reduced)
@@ -167,15 +170,15 @@ def _zero12(setup: TrainingSetup) -> Iterator[Collective]:
     yield everyone(
         name="reduce" if to_owner and sharding != "replicate" else "all_reduce",
         purpose="gradients",
-        payload_bytes=steps * element_bytes * setup.num_trained,
-        calls=steps * math.ceil(setup.num_trained / max(setup.engine.reduce_bucket, 1)),
+        payload_bytes=steps * element_bytes * setup.weights.num_trained,
+        calls=steps * math.ceil(setup.weights.num_trained / max(setup.engine.reduce_bucket, 1)),
     )
     if sharding != "replicate":  # flat buffers of the Trainer's parameter groups, with and without weight decay
         groups = {True: 0, False: 0}
         for tensor in (tensor for layer in setup.trained for tensor in layer):
             groups[tensor.has_weight_decay] += tensor.num_elements
         payload = element_bytes * sum(_round_up(size, 2 * setup.world_size) for size in groups.values())
-        calls = 1 if setup.adapters else 2
+        calls = 1 if setup.weights.adapters else 2
         yield everyone(name="all_gather", purpose="updated parameters", payload_bytes=payload, calls=calls)
 
 
@@ -214,7 +217,7 @@ def _zero3(setup: TrainingSetup) -> Iterator[Collective]:
     else:
         name = "reduce_scatter" if zero.get("reduce_scatter", True) else "all_reduce"
         yield everyone(name=name, purpose="gradients", payload_bytes=steps * element_bytes * padded, calls=calls)
-    sizes = [tensor.num_elements for unit in setup.units for tensor in unit]
+    sizes = [tensor.num_elements for unit in setup.weights.units for tensor in unit]
     small = element_bytes * sum(_round_up(size, ranks) for size in sizes if size <= engine.persistence_threshold)
     yield everyone(name="all_gather", purpose="small parameters, after the step", payload_bytes=small)
 
@@ -243,7 +246,7 @@ def _zero3_uses(setup: TrainingSetup) -> list[tuple[int, int]]:
     """(tensor, elements) in order of use: forward, then backward, each layer recomputed before its backward."""
     numbers = iter(range(10**9))
     embeddings = [(next(numbers), tensor.num_elements) for tensor in setup.shape.outer if tensor.is_embedding]
-    layers = [[(next(numbers), tensor.num_elements) for tensor in layer] for layer in setup.units[:-1]]
+    layers = [[(next(numbers), tensor.num_elements) for tensor in layer] for layer in setup.weights.units[:-1]]
     rest = [(next(numbers), tensor.num_elements) for tensor in setup.shape.outer if not tensor.is_embedding]
     head = [*rest, *(embeddings[:1] if setup.shape.tied_embeddings else [])]
     uses = [*embeddings, *(use for layer in layers for use in layer), *head, *reversed(head)]
@@ -275,7 +278,7 @@ def _tensor_parallel(setup: TrainingSetup, ranks: int) -> Iterator[Collective]:
     """
     shape, steps, forwards = setup.shape, setup.accumulation_steps, setup.forwards
     tokens, element_bytes, hidden = setup.local_tokens, setup.engine.element_bytes, setup.shape.hidden_size
-    residual_bytes = 4 if setup.engine.autocasts and not setup.adapters else element_bytes
+    residual_bytes = 4 if setup.engine.autocasts and not setup.weights.adapters else element_bytes
     group = partial(Collective, group_size=ranks, group="tp")
     part_of, outputs, inputs = dict(zip(shape.layers, setup.part.layers, strict=True)), list[int](), list[int]()
     for kind, count in shape.layer_kinds.items():
